@@ -1,0 +1,35 @@
+# How everything is compiled: C++20, warnings as errors, x86-64-v3 baseline, sanitizers.
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
+endif()
+# Checks with consequences are TS_CHECK, never assert: NDEBUG changes no behaviour.
+set(CMAKE_CXX_FLAGS_RELEASE "-O2")
+
+add_library(tessera_compile INTERFACE)
+target_compile_options(tessera_compile INTERFACE -Wall -Wextra -Werror -fno-math-errno -fno-trapping-math)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # g++ 12 reports these falsely from inlined standard containers at -O2 and above.
+  target_compile_options(tessera_compile INTERFACE -Wno-array-bounds -Wno-stringop-overflow
+    -Wno-stringop-overread -Wno-maybe-uninitialized -Wno-restrict -Wno-psabi)
+endif()
+set(TESSERA_X86 OFF)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  set(TESSERA_X86 ON)
+  target_compile_options(tessera_compile INTERFACE -march=x86-64-v3)
+endif()
+# fma is written where it is meant: the same formula gives the same bits in every file and device.
+target_compile_options(tessera_compile INTERFACE -ffp-contract=off)
+
+if(TESSERA_SANITIZE STREQUAL "address")
+  add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
+  add_link_options(-fsanitize=address,undefined)
+elseif(TESSERA_SANITIZE STREQUAL "thread")
+  add_compile_options(-fsanitize=thread -g1)
+  add_link_options(-fsanitize=thread)
+elseif(NOT TESSERA_SANITIZE STREQUAL "")
+  message(FATAL_ERROR "TESSERA_SANITIZE is '${TESSERA_SANITIZE}'; it must be empty, address or thread")
+endif()

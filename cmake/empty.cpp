@@ -1,0 +1,1 @@
+// A floor without sources yet is still a library.
