@@ -1,0 +1,39 @@
+// A file's bytes in memory, read-only and on demand (mmap).
+//
+// Opening costs no reading: pages come in when they are touched and are shared between processes.
+// The mapping ends with the object; views into it must not outlive it. A file that another process
+// shortens while it is mapped raises SIGBUS on access, as everywhere with mmap: replace files by
+// renaming (AtomicFile does), never by writing over them.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace tessera {
+
+// How the bytes will be read; a hint for the kernel's read-ahead.
+enum class FileAccess { kNormal, kSequential, kRandom };
+
+class MappedFile {
+ public:
+  MappedFile() = default;  // no file, no bytes
+  // IoError if the file cannot be opened, is a folder or another thing than a regular file.
+  explicit MappedFile(const std::string& path, FileAccess access = FileAccess::kNormal);
+  ~MappedFile();
+  MappedFile(MappedFile&& other) noexcept;
+  MappedFile& operator=(MappedFile&& other) noexcept;
+
+  std::span<const std::byte> bytes() const { return {data_, size_}; }
+  std::string_view text() const { return {reinterpret_cast<const char*>(data_), size_}; }
+  size_t size() const { return size_; }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+  const std::byte* data_ = nullptr;  // page aligned; null for an empty file
+  size_t size_ = 0;
+};
+
+}  // namespace tessera
