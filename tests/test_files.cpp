@@ -116,7 +116,9 @@ TEST_F(Files, AMissingFolderIsAnErrorWithPathReasonAndRemedy) {
 TEST_F(Files, AnUnwritableFolderIsAnIoError) {
   fs::permissions(folder_, fs::perms(0555));
   const uid_t user = ::geteuid();
-  if (user == 0) ASSERT_EQ(::seteuid(65534), 0);  // root may write everywhere: be nobody
+  if (user == 0) {
+    ASSERT_EQ(::seteuid(65534), 0);
+  }  // root may write everywhere: be nobody
   const std::string message = message_of<IoError>([&] { AtomicFile file(path("a.txt")); });
   ASSERT_EQ(::seteuid(user), 0);
   EXPECT_NE(message.find("may write"), std::string::npos) << message;
