@@ -1,0 +1,38 @@
+#include <tessera/core/context.h>
+
+#include <atomic>
+
+namespace tessera {
+namespace {
+
+thread_local Context* current_context = nullptr;
+
+}  // namespace
+
+Context::Context() = default;
+Context::~Context() = default;
+
+Context* Context::current_or_default() {
+  if (current_context == nullptr) [[unlikely]] {
+    thread_local Context default_context;
+    current_context = &default_context;
+  }
+  return current_context;
+}
+
+size_t Context::next_slot_index() {
+  static std::atomic<size_t> next{0};
+  return next.fetch_add(1);
+}
+
+void Context::set_slot(size_t index, std::shared_ptr<void> value) {
+  if (index >= slots_.size()) slots_.resize(index + 1);
+  slots_[index] = std::move(value);
+}
+
+ContextGuard::ContextGuard(Context& context) : previous_(current_context) {
+  current_context = &context;
+}
+ContextGuard::~ContextGuard() { current_context = previous_; }
+
+}  // namespace tessera

@@ -1,0 +1,86 @@
+// The settings under which code runs. Nothing is global: several trainings, and ranks as threads,
+// share a process without seeing each other.
+//
+// A Context holds one value of any type (a slot): grad mode, random numbers, thread count, memory
+// statistics... Upper floors add theirs without core knowing them:
+//
+//     Context::current().slot<GradMode>().enabled = false;
+//
+// A thread that entered none gets a Context of its own with default values. Worker threads enter
+// the one that gave them work: `ContextGuard guard(creator_context);`. A Context is used by one
+// running thread at a time, except slots that say otherwise.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+namespace tessera {
+
+class Context {
+ public:
+  Context();
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  static Context& current() { return *current_or_default(); }
+
+  // The slot's value, made by T() at the first use. O(1).
+  template <class T>
+  T& slot() {
+    const size_t index = slot_index<T>();
+    if (index >= slots_.size() || !slots_[index]) [[unlikely]] {
+      set_slot(index, std::shared_ptr<void>(std::make_shared<T>()));
+    }
+    return *static_cast<T*>(slots_[index].get());
+  }
+  // Shares one value with another context (a worker that must see the same statistics).
+  template <class T>
+  void share_slot(Context& other) {
+    slot<T>();
+    other.set_slot(slot_index<T>(), slots_[slot_index<T>()]);
+  }
+
+ private:
+  friend class ContextGuard;
+  static Context* current_or_default();
+  static size_t next_slot_index();
+  template <class T>
+  static size_t slot_index() {
+    static const size_t index = next_slot_index();
+    return index;
+  }
+  void set_slot(size_t index, std::shared_ptr<void> value);
+
+  std::vector<std::shared_ptr<void>> slots_;
+};
+
+// Makes a context the thread's current one for a scope.
+class ContextGuard {
+ public:
+  explicit ContextGuard(Context& context);
+  ~ContextGuard();
+  ContextGuard(const ContextGuard&) = delete;
+  ContextGuard& operator=(const ContextGuard&) = delete;
+
+ private:
+  Context* previous_;
+};
+
+// Sets a field of a slot for a scope and restores it, also when an exception passes.
+template <class T>
+class ScopedValue {
+ public:
+  ScopedValue(T& target, T value) : target_(target), previous_(std::move(target)) {
+    target_ = std::move(value);
+  }
+  ~ScopedValue() { target_ = std::move(previous_); }
+  ScopedValue(const ScopedValue&) = delete;
+  ScopedValue& operator=(const ScopedValue&) = delete;
+
+ private:
+  T& target_;
+  T previous_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,122 @@
+#include <tessera/core/factory.h>
+
+#include <cstring>
+
+#include <tessera/core/dispatch.h>
+
+namespace tessera {
+namespace {
+
+template <class Value>
+Tensor from_values(std::span<const Value> values, const Shape& shape, DType dtype) {
+  TS_CHECK_SHAPE(checked_numel(shape, "tensor") == static_cast<int64_t>(values.size()), "tensor",
+                 "shape ", shape, " needs ", numel_of(shape), " values; got ", values.size());
+  Tensor result = raw::empty(shape, dtype);
+  dispatch_all(dtype, "tensor", [&]<class Element>() {
+    Element* out = result.data_as<Element>();
+    for (size_t i = 0; i < values.size(); ++i) {
+      out[i] = store<Element>(static_cast<Compute<Element>>(values[i]));
+    }
+  });
+  return result;
+}
+
+}  // namespace
+
+namespace raw {
+
+Tensor empty(const Shape& shape, DType dtype, const Device& device) {
+  const int64_t numel = checked_numel(shape, "empty");
+  int64_t bytes = 0;
+  TS_CHECK_SHAPE(!__builtin_mul_overflow(numel, size_of(dtype), &bytes), "empty", "the bytes of ",
+                 dtype, shape, " exceed 2^63");
+  return Tensor(new TensorImpl(std::make_shared<Storage>(bytes, device), shape,
+                               contiguous_strides(shape), 0, dtype));
+}
+
+Tensor empty_strided(const Shape& shape, const Shape& strides, DType dtype, const Device& device) {
+  checked_numel(shape, "empty_strided");
+  const int64_t bytes = storage_extent(shape, strides) * size_of(dtype);
+  return Tensor(new TensorImpl(std::make_shared<Storage>(bytes, device), shape, strides, 0, dtype));
+}
+
+Tensor empty_like(const Tensor& x, DType dtype) {
+  if (x.is_contiguous() || !is_dense(x.shape(), x.strides())) {
+    return empty(x.shape(), dtype, x.device());
+  }
+  return empty_strided(x.shape(), x.strides(), dtype, x.device());
+}
+Tensor empty_like(const Tensor& x) { return empty_like(x, x.dtype()); }
+
+Tensor full(const Shape& shape, const Scalar& value, DType dtype, const Device& device) {
+  Tensor result = empty(shape, dtype, device);
+  if (device.is_meta()) return result;
+  TS_CHECK_DEVICE(device.is_cpu(), "full", "no backend for ", device);
+  if (value.to_double() == 0) {
+    if (result.nbytes() > 0) std::memset(result.data(), 0, static_cast<size_t>(result.nbytes()));
+    return result;
+  }
+  dispatch_all(dtype, "full", [&]<class Element>() {
+    using C = Compute<Element>;
+    const C number = std::is_floating_point_v<C> ? static_cast<C>(value.to_double())
+                                                 : static_cast<C>(value.to_int());
+    std::fill_n(result.data_as<Element>(), result.numel(), store<Element>(number));
+  });
+  return result;
+}
+
+Tensor zeros(const Shape& shape, DType dtype, const Device& device) {
+  return full(shape, 0, dtype, device);
+}
+
+Tensor zeros_like(const Tensor& x) {
+  Tensor result = empty_like(x);
+  if (!x.is_meta() && result.nbytes() > 0) {
+    std::memset(result.data(), 0, static_cast<size_t>(result.nbytes()));
+  }
+  return result;
+}
+
+Tensor from_blob(void* data, const Shape& shape, const Shape& strides, DType dtype,
+                 std::function<void()> release) {
+  checked_numel(shape, "from_blob");
+  TS_CHECK_SHAPE(shape.size() == strides.size(), "from_blob", "shape ", shape, " and strides ",
+                 strides, " must have the same length");
+  for (int64_t stride : strides) {
+    TS_CHECK_SHAPE(stride >= 0, "from_blob", "strides must not be negative; got ", strides);
+  }
+  TS_CHECK(reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(size_of(dtype)) == 0,
+           "from_blob", "the pointer is not aligned to ", size_of(dtype), " bytes, the size of ",
+           dtype, "; copy the bytes first");
+  const int64_t bytes = storage_extent(shape, strides) * size_of(dtype);
+  return Tensor(new TensorImpl(std::make_shared<Storage>(data, bytes, kCpu, std::move(release)),
+                               shape, strides, 0, dtype));
+}
+
+Tensor from_blob(void* data, const Shape& shape, DType dtype, std::function<void()> release) {
+  return from_blob(data, shape, contiguous_strides(shape), dtype, std::move(release));
+}
+
+}  // namespace raw
+
+Tensor tensor(std::initializer_list<double> values, DType dtype) {
+  return from_values<double>({values.begin(), values.size()}, {static_cast<int64_t>(values.size())},
+                             dtype);
+}
+Tensor tensor(std::span<const double> values, const Shape& shape, DType dtype) {
+  return from_values(values, shape, dtype);
+}
+Tensor tensor(std::span<const float> values, const Shape& shape, DType dtype) {
+  return from_values(values, shape, dtype);
+}
+Tensor tensor(std::span<const int64_t> values, const Shape& shape, DType dtype) {
+  return from_values(values, shape, dtype);
+}
+Tensor tensor(std::span<const int32_t> values, const Shape& shape, DType dtype) {
+  return from_values(values, shape, dtype);
+}
+Tensor scalar_tensor(const Scalar& value, DType dtype, const Device& device) {
+  return raw::full({}, value, dtype, device);
+}
+
+}  // namespace tessera

@@ -1,0 +1,48 @@
+// Tensors from nothing, from values, and from memory that someone else owns. No gradients here;
+// the public creation functions of autograd/ops.h stand on these.
+#pragma once
+
+#include <functional>
+#include <initializer_list>
+#include <span>
+
+#include <tessera/core/tensor.h>
+
+namespace tessera {
+
+struct TensorOptions {
+  DType dtype = kF32;
+  Device device = kCpu;
+};
+
+namespace raw {
+
+// Uninitialised, contiguous. Throws ShapeError, OutOfMemory.
+Tensor empty(const Shape& shape, DType dtype, const Device& device = kCpu);
+// Uninitialised with the geometry of x where x is dense (its order of dimensions is kept),
+// contiguous otherwise.
+Tensor empty_like(const Tensor& x);
+Tensor empty_like(const Tensor& x, DType dtype);
+Tensor empty_strided(const Shape& shape, const Shape& strides, DType dtype, const Device& device);
+Tensor full(const Shape& shape, const Scalar& value, DType dtype, const Device& device = kCpu);
+Tensor zeros(const Shape& shape, DType dtype, const Device& device = kCpu);
+Tensor zeros_like(const Tensor& x);
+
+// Shares memory that the caller owns; `release` runs when the last holder goes. Strides count
+// elements and default to row-major. Throws ShapeError, ValueError for a misaligned pointer.
+Tensor from_blob(void* data, const Shape& shape, DType dtype, std::function<void()> release = {});
+Tensor from_blob(void* data, const Shape& shape, const Shape& strides, DType dtype,
+                 std::function<void()> release = {});
+
+}  // namespace raw
+
+// A tensor of the values' natural dtype (double and float: f32, integers: i64, bool: bool) or of
+// the dtype asked for: tensor({1.0, 2.0}), tensor({1, 2, 3}, {2, 2}...).
+Tensor tensor(std::initializer_list<double> values, DType dtype = kF32);
+Tensor tensor(std::span<const double> values, const Shape& shape, DType dtype = kF32);
+Tensor tensor(std::span<const float> values, const Shape& shape, DType dtype = kF32);
+Tensor tensor(std::span<const int64_t> values, const Shape& shape, DType dtype = kI64);
+Tensor tensor(std::span<const int32_t> values, const Shape& shape, DType dtype = kI32);
+Tensor scalar_tensor(const Scalar& value, DType dtype, const Device& device = kCpu);
+
+}  // namespace tessera

@@ -1,0 +1,60 @@
+#include <tessera/core/storage.h>
+
+#include <tessera/core/error.h>
+
+namespace tessera {
+
+Storage::Storage(int64_t bytes, const Device& device)
+    : bytes_(bytes),
+      device_(device),
+      category_(MemoryCategoryGuard::current()),
+      stats_(memory_stats()) {
+  allocate();
+}
+
+Storage::Storage(void* data, int64_t bytes, const Device& device, std::function<void()> release)
+    : data_(data),
+      bytes_(bytes),
+      device_(device),
+      category_(MemoryCategoryGuard::current()),
+      release_(release ? std::move(release) : [] {}) {}
+
+Storage::~Storage() {
+  if (release_) {
+    release_();
+  } else {
+    free_bytes();
+  }
+}
+
+void Storage::allocate() {
+  if (bytes_ == 0 || device_.is_meta()) return;
+  data_ = allocator_for(device_).allocate(static_cast<size_t>(bytes_));
+  stats_->allocated(category_, bytes_);
+}
+
+void Storage::free_bytes() noexcept {
+  if (data_ == nullptr) return;
+  allocator_for(device_).deallocate(data_, static_cast<size_t>(bytes_));
+  stats_->freed(category_, bytes_);
+  data_ = nullptr;
+}
+
+void Storage::resize(int64_t bytes) {
+  TS_CHECK(!release_, "storage resize", "the bytes belong to someone else; copy the tensor first");
+  TS_CHECK(bytes >= 0, "storage resize", "expects a size of at least 0; got ", bytes);
+  if (bytes == bytes_) return;
+  free_bytes();
+  bytes_ = bytes;
+  allocate();
+}
+
+void Storage::set_category(MemoryCategory category) {
+  if (data_ != nullptr && !release_) {
+    stats_->freed(category_, bytes_);
+    stats_->allocated(category, bytes_);
+  }
+  category_ = category;
+}
+
+}  // namespace tessera

@@ -1,0 +1,100 @@
+#include <tessera/core/tensor.h>
+
+#include <sstream>
+
+#include <tessera/core/dispatch.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+namespace {
+
+// Calls f(element index in the storage's dtype units) in row-major order.
+template <class F>
+void for_each_offset(const Tensor& tensor, F&& f) {
+  const Shape& shape = tensor.shape();
+  const Shape& strides = tensor.strides();
+  if (tensor.numel() == 0) return;
+  Shape index = Shape::filled(shape.size(), 0);
+  int64_t offset = 0;
+  for (int64_t i = 0; i < tensor.numel(); ++i) {
+    f(offset);
+    for (int d = shape.size() - 1; d >= 0; --d) {
+      offset += strides[d];
+      if (++index[d] < shape[d]) break;
+      offset -= index[d] * strides[d];
+      index[d] = 0;
+    }
+  }
+}
+
+void check_readable(const Tensor& tensor, const char* where) {
+  TS_CHECK_DEVICE(tensor.device().is_cpu(), where, "reads elements and needs a CPU tensor; got ",
+                  tensor, "; use to(kCpu) first");
+}
+
+}  // namespace
+
+TensorImpl::TensorImpl(StoragePtr storage_in, Shape shape_in, Shape strides_in, int64_t offset_in,
+                       DType dtype_in)
+    : storage(std::move(storage_in)),
+      shape(shape_in),
+      strides(strides_in),
+      offset(offset_in),
+      numel(numel_of(shape_in)),
+      dtype(dtype_in),
+      version(std::make_shared<VersionCounter>()) {}
+
+void Tensor::set_data(const Tensor& other) const {
+  get();
+  const TensorImpl& source = other.get();
+  impl_->storage = source.storage;
+  impl_->shape = source.shape;
+  impl_->strides = source.strides;
+  impl_->offset = source.offset;
+  impl_->numel = source.numel;
+  impl_->dtype = source.dtype;
+}
+
+std::string Tensor::describe() const {
+  if (impl_ == nullptr) return "undefined";
+  std::ostringstream out;
+  out << dtype() << shape() << ' ' << device();
+  return out.str();
+}
+
+template <class T>
+T Tensor::item() const {
+  TS_CHECK_SHAPE(numel() == 1, "item", "needs a tensor with one element; got ", *this);
+  check_readable(*this, "item");
+  T value{};
+  dispatch_all(dtype(), "item", [&]<class Element>() {
+    value = static_cast<T>(load<Compute<Element>>(*data_as<Element>()));
+  });
+  return value;
+}
+
+template <class T>
+std::vector<T> Tensor::to_vector() const {
+  check_readable(*this, "to_vector");
+  std::vector<T> values;
+  values.reserve(static_cast<size_t>(numel()));
+  dispatch_all(dtype(), "to_vector", [&]<class Element>() {
+    const Element* elements = data_as<Element>();
+    for_each_offset(*this, [&](int64_t offset) {
+      values.push_back(static_cast<T>(load<Compute<Element>>(elements[offset])));
+    });
+  });
+  return values;
+}
+
+#define TS_INSTANTIATE(T)             \
+  template T Tensor::item<T>() const; \
+  template std::vector<T> Tensor::to_vector<T>() const;
+TS_INSTANTIATE(double)
+TS_INSTANTIATE(float)
+TS_INSTANTIATE(int64_t)
+TS_INSTANTIATE(int32_t)
+TS_INSTANTIATE(bool)
+#undef TS_INSTANTIATE
+
+}  // namespace tessera
