@@ -1,0 +1,118 @@
+// The tape seen from outside: backward, grad, modes, hooks.
+#pragma once
+
+#include <any>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+
+#include <tessera/core/context.h>
+#include <tessera/core/tensor.h>
+
+namespace tessera {
+
+// ---- Modes, per context ------------------------------------------------------------------------
+
+struct GradMode {
+  bool enabled = true;
+};
+bool grad_enabled();
+
+class NoGradGuard {  // nothing is recorded in the scope
+ public:
+  NoGradGuard() : scoped_(Context::current().slot<GradMode>().enabled, false) {}
+
+ private:
+  ScopedValue<bool> scoped_;
+};
+class EnableGradGuard {
+ public:
+  EnableGradGuard() : scoped_(Context::current().slot<GradMode>().enabled, true) {}
+
+ private:
+  ScopedValue<bool> scoped_;
+};
+
+// ---- Backward
+// ------------------------------------------------------------------------------------
+
+struct BackwardOptions {
+  bool retain_graph = false;  // keep saved tensors for another backward
+  bool create_graph = false;  // record backward itself; implies retain_graph
+};
+// Adds d(sum of outputs * gradients)/d(leaf) to `.grad` of every leaf that requires grad.
+// gradients[i] may be undefined for a one-element output (then 1). The contributions of one
+// backward to a leaf are summed in a fixed order and added to `.grad` once. Several threads may run
+// backward at a time, also to the same leaves. Throws AutogradError.
+void backward(std::span<const Tensor> outputs, std::span<const Tensor> gradients = {},
+              const BackwardOptions& options = {});
+void backward(const Tensor& output, const Tensor& gradient = {},
+              const BackwardOptions& options = {});
+
+struct GradOptions {
+  bool retain_graph = false;
+  bool create_graph = false;
+  bool allow_unused = false;  // undefined gradients instead of an error
+};
+// The gradients with respect to `inputs` (leaves or not); `.grad` is not touched.
+TensorList grad(std::span<const Tensor> outputs, std::span<const Tensor> inputs,
+                std::span<const Tensor> gradients = {}, const GradOptions& options = {});
+TensorList grad(const Tensor& output, std::span<const Tensor> inputs, const Tensor& gradient = {},
+                const GradOptions& options = {});
+
+// Runs at the end of the backward that is under way on this thread. Throws AutogradError outside.
+void queue_backward_callback(std::function<void()> callback);
+// Contributions that the backward under way on this thread still owes to a leaf; 0 outside.
+int pending_contributions(const Tensor& leaf);
+
+// ---- Hooks
+// ------------------------------------------------------------------------------------------
+
+class HookHandle {  // the hook stays until remove() is called
+ public:
+  HookHandle() = default;
+  explicit HookHandle(std::function<void()> remove) : remove_(std::move(remove)) {}
+  void remove() {
+    if (remove_) std::exchange(remove_, nullptr)();
+  }
+
+ private:
+  std::function<void()> remove_;
+};
+// Called with the gradient of `tensor` once it is complete; a defined result replaces it.
+HookHandle register_hook(const Tensor& tensor, std::function<Tensor(const Tensor&)> hook);
+// Called after `.grad` of a leaf was added to.
+HookHandle register_post_accumulate_hook(const Tensor& leaf,
+                                         std::function<void(const Tensor& leaf)> hook);
+void retain_grad(const Tensor& tensor);  // keep `.grad` of a tensor that is no leaf
+
+// Tensors that ops in the scope save for backward pass through `pack`; `unpack` gets them back
+// (offloading, recomputation, compression).
+class SavedTensorHooks {
+ public:
+  using Pack = std::function<std::any(const Tensor&)>;
+  using Unpack = std::function<Tensor(const std::any&)>;
+  SavedTensorHooks(Pack pack, Unpack unpack);
+  ~SavedTensorHooks();
+  SavedTensorHooks(const SavedTensorHooks&) = delete;
+  SavedTensorHooks& operator=(const SavedTensorHooks&) = delete;
+};
+
+// ---- Looking for mistakes
+// -----------------------------------------------------------------------------
+
+// In the scope, forward calls are remembered and backward looks for NaN: an error in backward names
+// the op, its inputs and the module that made the call.
+class AnomalyMode {
+ public:
+  AnomalyMode();
+
+ private:
+  ScopedValue<bool> scoped_;
+};
+// Text that anomaly mode puts before an op's name: modules push their dotted names.
+std::string& call_site();  // of the current context
+
+}  // namespace tessera

@@ -1,0 +1,78 @@
+// The record of an op: what autocast, the engine, the profiler, the tests and the benchmarks know
+// about it. An op is a function in ops.h and one block in ops/*.cpp: record, forward, backward.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+namespace tessera {
+
+// What autocast does with the floating inputs of an op.
+enum class Autocast : uint8_t {
+  kInputDtype,  // keeps what comes; statistics are f32 inside
+  kLow,         // casts to the autocast dtype: matrix products, convolutions, attention
+  kFloat32,     // casts to f32: exp, log, pow, sums, softmax, losses
+  kWidest,      // casts to the widest dtype among the inputs: add, cat, where
+  kRefuse,      // an error with a remedy: unsafe in low precision
+};
+
+// Sets of inputs or outputs: inputs(0, 2), outputs(0).
+using IndexMask = uint32_t;
+constexpr IndexMask inputs(auto... index) { return ((IndexMask{1} << index) | ... | 0u); }
+constexpr IndexMask outputs(auto... index) { return ((IndexMask{1} << index) | ... | 0u); }
+
+// For each input i, the inputs that its gradient is calculated from; {} reads none. What no wanted
+// gradient reads is not kept. The last mask serves all further inputs.
+//     mul:  .reads = {inputs(1), inputs(0)}      gelu: .reads = {inputs(0)}
+struct Reads {
+  std::array<IndexMask, 4> masks{};
+  int count = 0;
+  constexpr Reads() = default;
+  template <class... Masks>
+  constexpr Reads(Masks... mask) : masks{static_cast<IndexMask>(mask)...}, count(sizeof...(mask)) {}
+  constexpr IndexMask of(int input) const {
+    return count == 0 ? 0 : masks[static_cast<size_t>(input < count ? input : count - 1)];
+  }
+};
+
+struct Op;
+namespace detail {
+struct OpRegistration {
+  explicit OpRegistration(const Op* op);
+  ~OpRegistration();
+  OpRegistration(const OpRegistration&) = delete;
+  OpRegistration& operator=(const OpRegistration&) = delete;
+};
+}  // namespace detail
+
+// Objects with static lifetime: `const Op kGelu{.name = "gelu", .reads = {inputs(0)}};`
+struct Op {
+  std::string_view name;  // torch's name of the function
+  Autocast autocast = Autocast::kInputDtype;
+  Reads reads = {};             // inputs kept for backward
+  IndexMask reads_outputs = 0;  // outputs kept for backward: outputs(0) for exp, softmax
+  // Outputs are views of input 0: they share its version, and writing to them changes it.
+  bool view = false;
+  // False where backward runs kernels that have no gradient: asking for a second derivative is an
+  // error that names the op. True: backward is made of ops.
+  bool twice_differentiable = true;
+  // The composition of other ops that a fused op stands for: its specification and its test.
+  std::string_view composed = {};
+  // Arithmetic for one element of the first output; products report theirs with count_flops().
+  double flops_per_element = 1;
+  detail::OpRegistration registration{this};
+};
+
+// Every record of the program, sorted by name.
+std::vector<const Op*> all_ops();
+
+// Floating point operations of products and convolutions in the current context, while enabled.
+struct FlopCounter {
+  bool enabled = false;
+  double total = 0;
+};
+void count_flops(double operations);
+
+}  // namespace tessera

@@ -1,0 +1,447 @@
+// Every public op. Names, argument order, defaults and values are those of torch and
+// torch.nn.functional; each block in ops/*.cpp holds record, forward and backward.
+//
+// Conventions. x: any shape unless said. Shapes in comments: [..., C]. `dims` empty means all
+// dimensions. Optional tensors are passed as Tensor() when absent. Binary ops broadcast and promote
+// as torch does (a Scalar is weak). An op with a trailing underscore writes its first argument and
+// returns it. Errors: ShapeError, DTypeError, DeviceError, IndexError, ValueError, before any work.
+// Accumulation is f32 for f16 and bf16, f64 for f64; reductions have a fixed order.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <tessera/core/factory.h>
+#include <tessera/core/random.h>
+#include <tessera/core/tensor.h>
+
+namespace tessera {
+
+// ---- Creation (ops/creation.cpp) ---------------------------------------------------------------
+// Random ones draw the next stream of the context unless one is given (see core/random.h).
+
+Tensor empty(const Shape& shape, const TensorOptions& options = {});
+Tensor zeros(const Shape& shape, const TensorOptions& options = {});
+Tensor ones(const Shape& shape, const TensorOptions& options = {});
+Tensor full(const Shape& shape, const Scalar& value, const TensorOptions& options = {});
+Tensor empty_like(const Tensor& x);
+Tensor zeros_like(const Tensor& x);
+Tensor ones_like(const Tensor& x);
+Tensor full_like(const Tensor& x, const Scalar& value);
+Tensor rand_like(const Tensor& x);
+Tensor randn_like(const Tensor& x);
+// [start, end) in steps; i64 unless a bound is floating or options say otherwise.
+Tensor arange(const Scalar& start, const Scalar& end, const Scalar& step = 1,
+              std::optional<DType> dtype = {}, const Device& device = kCpu);
+Tensor arange(const Scalar& end);
+Tensor linspace(double start, double end, int64_t steps, const TensorOptions& options = {});
+Tensor eye(int64_t rows, std::optional<int64_t> columns = {}, const TensorOptions& options = {});
+Tensor rand(const Shape& shape, const TensorOptions& options = {},
+            std::optional<RandomStream> stream = {});  // [0, 1)
+Tensor randn(const Shape& shape, const TensorOptions& options = {},
+             std::optional<RandomStream> stream = {});
+Tensor randint(int64_t low, int64_t high, const Shape& shape, DType dtype = kI64,
+               std::optional<RandomStream> stream = {});  // [low, high)
+Tensor randperm(int64_t size, std::optional<RandomStream> stream = {});
+// In place, for initialisation.
+const Tensor& uniform_(const Tensor& x, double low, double high,
+                       std::optional<RandomStream> stream = {});
+const Tensor& normal_(const Tensor& x, double mean, double std,
+                      std::optional<RandomStream> stream = {});
+const Tensor& bernoulli_(const Tensor& x, double p, std::optional<RandomStream> stream = {});
+// x: probabilities >= 0, [rows, n] or [n]. Returns i64 indices [rows, count] or [count].
+Tensor multinomial(const Tensor& x, int64_t count, bool replacement = false,
+                   std::optional<RandomStream> stream = {});
+
+// ---- Elementwise, one input (ops/elementwise.cpp)
+// ------------------------------------------------
+
+Tensor to(const Tensor& x, DType dtype);  // the same tensor where nothing changes
+Tensor to(const Tensor& x, const Device& device);
+Tensor clone(const Tensor& x);       // keeps the order of dimensions
+Tensor contiguous(const Tensor& x);  // the same tensor where it already is
+const Tensor& copy_(const Tensor& target, const Tensor& source);  // broadcasts, converts
+const Tensor& fill_(const Tensor& x, const Scalar& value);
+const Tensor& zero_(const Tensor& x);
+
+Tensor neg(const Tensor& x);
+Tensor abs(const Tensor& x);
+Tensor exp(const Tensor& x);
+Tensor expm1(const Tensor& x);
+Tensor log(const Tensor& x);
+Tensor log1p(const Tensor& x);
+Tensor sqrt(const Tensor& x);
+Tensor rsqrt(const Tensor& x);
+Tensor reciprocal(const Tensor& x);
+Tensor square(const Tensor& x);
+Tensor sin(const Tensor& x);
+Tensor cos(const Tensor& x);
+Tensor tanh(const Tensor& x);
+Tensor sigmoid(const Tensor& x);
+Tensor erf(const Tensor& x);
+Tensor sign(const Tensor& x);
+Tensor floor(const Tensor& x);
+Tensor ceil(const Tensor& x);
+Tensor round(const Tensor& x);  // half to even
+Tensor clamp(const Tensor& x, std::optional<Scalar> min, std::optional<Scalar> max = {});
+Tensor nan_to_num(const Tensor& x, double nan = 0, std::optional<double> posinf = {},
+                  std::optional<double> neginf = {});
+Tensor isnan(const Tensor& x);     // bool
+Tensor isinf(const Tensor& x);     // bool
+Tensor isfinite(const Tensor& x);  // bool
+Tensor logical_not(const Tensor& x);
+
+// ---- Elementwise, two and three inputs (ops/elementwise.cpp)
+// --------------------------------------
+
+Tensor add(const Tensor& a, const Tensor& b, const Scalar& alpha = 1);  // a + alpha * b
+Tensor sub(const Tensor& a, const Tensor& b, const Scalar& alpha = 1);
+Tensor mul(const Tensor& a, const Tensor& b);
+Tensor div(const Tensor& a, const Tensor& b);  // integers give f32
+Tensor floor_divide(const Tensor& a, const Tensor& b);
+Tensor remainder(const Tensor& a, const Tensor& b);  // Python's %, sign of b
+Tensor pow(const Tensor& a, const Tensor& b);
+Tensor maximum(const Tensor& a, const Tensor& b);
+Tensor minimum(const Tensor& a, const Tensor& b);
+Tensor eq(const Tensor& a, const Tensor& b);  // comparisons give bool
+Tensor ne(const Tensor& a, const Tensor& b);
+Tensor lt(const Tensor& a, const Tensor& b);
+Tensor le(const Tensor& a, const Tensor& b);
+Tensor gt(const Tensor& a, const Tensor& b);
+Tensor ge(const Tensor& a, const Tensor& b);
+Tensor logical_and(const Tensor& a, const Tensor& b);
+Tensor logical_or(const Tensor& a, const Tensor& b);
+Tensor logical_xor(const Tensor& a, const Tensor& b);
+
+Tensor add(const Tensor& a, const Scalar& b, const Scalar& alpha = 1);
+Tensor sub(const Tensor& a, const Scalar& b, const Scalar& alpha = 1);
+Tensor mul(const Tensor& a, const Scalar& b);
+Tensor div(const Tensor& a, const Scalar& b);
+Tensor rsub(const Scalar& a, const Tensor& b);  // a - b
+Tensor rdiv(const Scalar& a, const Tensor& b);  // a / b
+Tensor floor_divide(const Tensor& a, const Scalar& b);
+Tensor remainder(const Tensor& a, const Scalar& b);
+Tensor pow(const Tensor& a, const Scalar& b);
+Tensor pow(const Scalar& a, const Tensor& b);
+Tensor eq(const Tensor& a, const Scalar& b);
+Tensor ne(const Tensor& a, const Scalar& b);
+Tensor lt(const Tensor& a, const Scalar& b);
+Tensor le(const Tensor& a, const Scalar& b);
+Tensor gt(const Tensor& a, const Scalar& b);
+Tensor ge(const Tensor& a, const Scalar& b);
+
+// x + value * a * b and x + value * a / b.
+Tensor addcmul(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& value = 1);
+Tensor addcdiv(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& value = 1);
+Tensor lerp(const Tensor& start, const Tensor& end, const Tensor& weight);
+Tensor lerp(const Tensor& start, const Tensor& end, double weight);
+// condition: bool.
+Tensor where(const Tensor& condition, const Tensor& a, const Tensor& b);
+Tensor where(const Tensor& condition, const Tensor& a, const Scalar& b);
+Tensor where(const Tensor& condition, const Scalar& a, const Tensor& b);
+Tensor masked_fill(const Tensor& x, const Tensor& mask, const Scalar& value);
+
+const Tensor& add_(const Tensor& a, const Tensor& b, const Scalar& alpha = 1);
+const Tensor& sub_(const Tensor& a, const Tensor& b, const Scalar& alpha = 1);
+const Tensor& mul_(const Tensor& a, const Tensor& b);
+const Tensor& div_(const Tensor& a, const Tensor& b);
+const Tensor& add_(const Tensor& a, const Scalar& b);
+const Tensor& sub_(const Tensor& a, const Scalar& b);
+const Tensor& mul_(const Tensor& a, const Scalar& b);
+const Tensor& div_(const Tensor& a, const Scalar& b);
+const Tensor& pow_(const Tensor& a, const Scalar& b);
+const Tensor& neg_(const Tensor& x);
+const Tensor& exp_(const Tensor& x);
+const Tensor& sqrt_(const Tensor& x);
+const Tensor& tanh_(const Tensor& x);
+const Tensor& sigmoid_(const Tensor& x);
+const Tensor& relu_(const Tensor& x);
+const Tensor& clamp_(const Tensor& x, std::optional<Scalar> min, std::optional<Scalar> max = {});
+const Tensor& lerp_(const Tensor& start, const Tensor& end, double weight);
+const Tensor& addcmul_(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& value = 1);
+const Tensor& addcdiv_(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& value = 1);
+const Tensor& masked_fill_(const Tensor& x, const Tensor& mask, const Scalar& value);
+
+// clang-format off
+inline Tensor operator-(const Tensor& x) { return neg(x); }
+inline Tensor operator+(const Tensor& a, const Tensor& b) { return add(a, b); }
+inline Tensor operator-(const Tensor& a, const Tensor& b) { return sub(a, b); }
+inline Tensor operator*(const Tensor& a, const Tensor& b) { return mul(a, b); }
+inline Tensor operator/(const Tensor& a, const Tensor& b) { return div(a, b); }
+inline Tensor operator+(const Tensor& a, const Scalar& b) { return add(a, b); }
+inline Tensor operator-(const Tensor& a, const Scalar& b) { return sub(a, b); }
+inline Tensor operator*(const Tensor& a, const Scalar& b) { return mul(a, b); }
+inline Tensor operator/(const Tensor& a, const Scalar& b) { return div(a, b); }
+inline Tensor operator+(const Scalar& a, const Tensor& b) { return add(b, a); }
+inline Tensor operator-(const Scalar& a, const Tensor& b) { return rsub(a, b); }
+inline Tensor operator*(const Scalar& a, const Tensor& b) { return mul(b, a); }
+inline Tensor operator/(const Scalar& a, const Tensor& b) { return rdiv(a, b); }
+inline const Tensor& operator+=(const Tensor& a, const Tensor& b) { return add_(a, b); }
+inline const Tensor& operator-=(const Tensor& a, const Tensor& b) { return sub_(a, b); }
+inline const Tensor& operator*=(const Tensor& a, const Tensor& b) { return mul_(a, b); }
+inline const Tensor& operator/=(const Tensor& a, const Tensor& b) { return div_(a, b); }
+inline const Tensor& operator+=(const Tensor& a, const Scalar& b) { return add_(a, b); }
+inline const Tensor& operator-=(const Tensor& a, const Scalar& b) { return sub_(a, b); }
+inline const Tensor& operator*=(const Tensor& a, const Scalar& b) { return mul_(a, b); }
+inline const Tensor& operator/=(const Tensor& a, const Scalar& b) { return div_(a, b); }
+// clang-format on
+
+// ---- Activations (ops/activation.cpp)
+// ------------------------------------------------------------
+
+enum class Gelu { kNone, kTanh };  // erf, or the tanh approximation that GPT-2 uses
+Tensor relu(const Tensor& x);
+Tensor gelu(const Tensor& x, Gelu approximate = Gelu::kNone);
+Tensor silu(const Tensor& x);
+Tensor elu(const Tensor& x, double alpha = 1);
+Tensor softplus(const Tensor& x, double beta = 1, double threshold = 20);
+Tensor leaky_relu(const Tensor& x, double negative_slope = 0.01);
+Tensor glu(const Tensor& x, int64_t dim = -1);  // a * sigmoid(b) of the two halves
+
+// ---- Reductions (ops/reduce.cpp)
+// -----------------------------------------------------------------
+
+Tensor sum(const Tensor& x, const Shape& dims = {}, bool keepdim = false,
+           std::optional<DType> dtype = {});  // integers and bool give i64
+Tensor mean(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
+Tensor var(const Tensor& x, const Shape& dims = {}, double correction = 1, bool keepdim = false);
+Tensor std(const Tensor& x, const Shape& dims = {}, double correction = 1, bool keepdim = false);
+Tensor prod(const Tensor& x);
+Tensor prod(const Tensor& x, int64_t dim, bool keepdim = false);
+Tensor amax(const Tensor& x, const Shape& dims = {}, bool keepdim = false);  // ties share
+Tensor amin(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
+Tensor max(const Tensor& x);
+Tensor min(const Tensor& x);
+struct ValuesIndices {
+  Tensor values;
+  Tensor indices;  // i64
+};
+ValuesIndices max(const Tensor& x, int64_t dim, bool keepdim = false);  // the first of equals
+ValuesIndices min(const Tensor& x, int64_t dim, bool keepdim = false);
+Tensor argmax(const Tensor& x, std::optional<int64_t> dim = {}, bool keepdim = false);
+Tensor argmin(const Tensor& x, std::optional<int64_t> dim = {}, bool keepdim = false);
+Tensor any(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
+Tensor all(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
+// (sum |x|^p)^(1/p); p may be infinity and 0.
+Tensor norm(const Tensor& x, double p = 2, const Shape& dims = {}, bool keepdim = false);
+Tensor logsumexp(const Tensor& x, const Shape& dims, bool keepdim = false);
+Tensor cumsum(const Tensor& x, int64_t dim);
+Tensor cumprod(const Tensor& x, int64_t dim);
+Tensor softmax(const Tensor& x, int64_t dim);
+Tensor log_softmax(const Tensor& x, int64_t dim);
+Tensor normalize(const Tensor& x, double p = 2, int64_t dim = 1, double eps = 1e-12);
+Tensor cosine_similarity(const Tensor& a, const Tensor& b, int64_t dim = 1, double eps = 1e-8);
+// Sums to `shape`, from which x's was broadcast.
+Tensor sum_to(const Tensor& x, const Shape& shape);
+
+// ---- Matrix products (ops/matmul.cpp)
+// --------------------------------------------------------------
+
+Tensor matmul(const Tensor& a, const Tensor& b);  // torch's rules for 1-D, 2-D and batches
+Tensor bmm(const Tensor& a, const Tensor& b);     // [B, M, K] x [B, K, N]
+Tensor dot(const Tensor& a, const Tensor& b);     // [N], [N]
+Tensor outer(const Tensor& a, const Tensor& b);   // [M], [N] -> [M, N]
+// x: [..., in]; weight: [out, in]; bias: [out] or absent. x W^T + bias.
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
+// beta * x + alpha * a b
+Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& beta = 1,
+             const Scalar& alpha = 1);
+Tensor einsum(std::string_view equation, const TensorList& operands);
+
+// ---- Shape (ops/shape.cpp); views share elements with x
+// ----------------------------------------------
+
+Tensor detach(const Tensor& x);
+Tensor view(const Tensor& x, const Shape& shape);
+Tensor reshape(const Tensor& x, const Shape& shape);  // a view where it can be
+Tensor flatten(const Tensor& x, int64_t start = 0, int64_t end = -1);
+Tensor permute(const Tensor& x, const Shape& dims);
+Tensor transpose(const Tensor& x, int64_t dim0, int64_t dim1);
+Tensor expand(const Tensor& x, const Shape& shape);  // -1 keeps a size
+Tensor squeeze(const Tensor& x);
+Tensor squeeze(const Tensor& x, int64_t dim);
+Tensor unsqueeze(const Tensor& x, int64_t dim);
+Tensor narrow(const Tensor& x, int64_t dim, int64_t start, int64_t length);
+Tensor select(const Tensor& x, int64_t dim, int64_t index);
+Tensor slice(const Tensor& x, int64_t dim, std::optional<int64_t> start = {},
+             std::optional<int64_t> end = {}, int64_t step = 1);  // Python's x[start:end:step]
+Tensor as_strided(const Tensor& x, const Shape& shape, const Shape& strides, int64_t offset);
+TensorList split(const Tensor& x, int64_t size, int64_t dim = 0);
+TensorList split(const Tensor& x, const Shape& sizes, int64_t dim);
+TensorList chunk(const Tensor& x, int64_t chunks, int64_t dim = 0);
+TensorList unbind(const Tensor& x, int64_t dim = 0);
+// Copies.
+Tensor cat(const TensorList& tensors, int64_t dim = 0);
+Tensor stack(const TensorList& tensors, int64_t dim = 0);
+Tensor repeat(const Tensor& x, const Shape& repeats);
+Tensor repeat_interleave(const Tensor& x, int64_t repeats, std::optional<int64_t> dim = {});
+Tensor repeat_interleave(const Tensor& x, const Tensor& repeats, std::optional<int64_t> dim = {});
+Tensor flip(const Tensor& x, const Shape& dims);
+Tensor roll(const Tensor& x, const Shape& shifts, const Shape& dims = {});
+enum class Pad { kConstant, kReflect, kReplicate, kCircular };
+// sizes: (left, right) of the last dimension first, as torch.nn.functional.pad. Negative crops.
+Tensor pad(const Tensor& x, const Shape& sizes, Pad mode = Pad::kConstant, double value = 0);
+
+// ---- Index (ops/index.cpp) and sort (ops/sort.cpp). index: i64 or i32
+// --------------------------------
+
+Tensor index_select(const Tensor& x, int64_t dim, const Tensor& index);
+Tensor gather(const Tensor& x, int64_t dim, const Tensor& index);
+Tensor scatter(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source);
+Tensor scatter(const Tensor& x, int64_t dim, const Tensor& index, const Scalar& value);
+Tensor scatter_add(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source);
+// x[indices...]: one index tensor (i64, or bool mask) a leading dimension, undefined keeps it.
+Tensor index(const Tensor& x, const TensorList& indices);
+Tensor index_put(const Tensor& x, const TensorList& indices, const Tensor& values,
+                 bool accumulate = false);
+const Tensor& index_put_(const Tensor& x, const TensorList& indices, const Tensor& values,
+                         bool accumulate = false);
+Tensor index_add(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source);
+Tensor masked_select(const Tensor& x, const Tensor& mask);  // 1-D
+Tensor nonzero(const Tensor& x);                            // [count, dims] i64
+Tensor tril(const Tensor& x, int64_t diagonal = 0);
+Tensor triu(const Tensor& x, int64_t diagonal = 0);
+ValuesIndices sort(const Tensor& x, int64_t dim = -1, bool descending = false);  // stable, NaN last
+Tensor argsort(const Tensor& x, int64_t dim = -1, bool descending = false);
+ValuesIndices topk(const Tensor& x, int64_t k, int64_t dim = -1, bool largest = true);
+Tensor bincount(const Tensor& x, const Tensor& weights = {}, int64_t minlength = 0);
+Tensor one_hot(const Tensor& x, int64_t num_classes = -1);
+
+// ---- Embedding and rotary positions (ops/embedding.cpp)
+// -----------------------------------------------
+
+// index: any shape, i64 or i32; weight: [V, C]. Result [..., C]. Backward adds rows in index order.
+// The row padding_idx gets no gradient.
+Tensor embedding(const Tensor& index, const Tensor& weight,
+                 std::optional<int64_t> padding_idx = {});
+// x: [..., T, C], C even; cos, sin: [T, C/2] or broadcastable to [..., T, C/2].
+// interleaved false: pairs (i, i + C/2), as GPT-NeoX; true: pairs (2i, 2i + 1).
+Tensor rotary_embedding(const Tensor& x, const Tensor& cos, const Tensor& sin,
+                        bool interleaved = false);
+
+// ---- Normalisation (ops/norm.cpp). Statistics are f32 (f64 for f64)
+// -----------------------------------
+
+// Normalises the last `normalized_shape.size()` dimensions. weight, bias: normalized_shape or
+// absent.
+Tensor layer_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& weight = {},
+                  const Tensor& bias = {}, double eps = 1e-5);
+Tensor rms_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& weight = {},
+                std::optional<double> eps = {});
+Tensor group_norm(const Tensor& x, int64_t num_groups, const Tensor& weight = {},
+                  const Tensor& bias = {}, double eps = 1e-5);  // x: [N, C, ...]
+// x: [N, C, ...]. Training: batch statistics, and running ones are updated in place where defined.
+Tensor batch_norm(const Tensor& x, const Tensor& running_mean, const Tensor& running_var,
+                  const Tensor& weight = {}, const Tensor& bias = {}, bool training = false,
+                  double momentum = 0.1, double eps = 1e-5);
+struct ResidualNorm {
+  Tensor residual;    // x + residual
+  Tensor normalized;  // layer_norm of it
+};
+// One pass for `s = x + residual; n = layer_norm(s)`, forward and backward.
+ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
+                                 const Shape& normalized_shape, const Tensor& weight = {},
+                                 const Tensor& bias = {}, double eps = 1e-5);
+
+// ---- Random masks (ops/random.cpp)
+// ----------------------------------------------------------------
+
+// Zeroes with probability p and scales the rest by 1 / (1 - p). The mask is not stored: backward
+// draws it again.
+Tensor dropout(const Tensor& x, double p = 0.5, bool training = true,
+               std::optional<RandomStream> stream = {});
+
+// ---- Losses (ops/loss.cpp)
+// ----------------------------------------------------------------------------
+
+enum class Reduction { kNone, kMean, kSum };
+struct CrossEntropyOptions {
+  Tensor weight = {};  // [C]
+  int64_t ignore_index = -100;
+  Reduction reduction = Reduction::kMean;
+  double label_smoothing = 0;
+};
+// logits: [N, C], [C] or [N, C, d1...]; target: class indices [N], [] or [N, d1...], or
+// probabilities in the shape of logits. Statistics and loss are f32 for f16/bf16 inputs, the result
+// has the logits' dtype. The softmax is not stored.
+Tensor cross_entropy(const Tensor& logits, const Tensor& target,
+                     const CrossEntropyOptions& options = {});
+// As above for [N, C] and class indices; the gradient is written over the logits during forward
+// where they need none of their own value later. The logits must not be used afterwards.
+Tensor cross_entropy_inplace(const Tensor& logits, const Tensor& target,
+                             int64_t ignore_index = -100);
+Tensor nll_loss(const Tensor& log_probabilities, const Tensor& target,
+                const CrossEntropyOptions& options = {});
+Tensor mse_loss(const Tensor& x, const Tensor& target, Reduction reduction = Reduction::kMean);
+Tensor l1_loss(const Tensor& x, const Tensor& target, Reduction reduction = Reduction::kMean);
+Tensor smooth_l1_loss(const Tensor& x, const Tensor& target, Reduction reduction = Reduction::kMean,
+                      double beta = 1);
+Tensor huber_loss(const Tensor& x, const Tensor& target, Reduction reduction = Reduction::kMean,
+                  double delta = 1);
+Tensor binary_cross_entropy(const Tensor& x, const Tensor& target, const Tensor& weight = {},
+                            Reduction reduction = Reduction::kMean);
+Tensor binary_cross_entropy_with_logits(const Tensor& x, const Tensor& target,
+                                        const Tensor& weight = {},
+                                        Reduction reduction = Reduction::kMean,
+                                        const Tensor& pos_weight = {});
+enum class KlReduction { kNone, kMean, kSum, kBatchMean };
+Tensor kl_div(const Tensor& x, const Tensor& target, KlReduction reduction = KlReduction::kMean,
+              bool log_target = false);
+
+// ---- Convolution and pooling (ops/conv.cpp)
+// --------------------------------------------------------------
+
+// x: [N, C, L]; weight: [O, C / groups, K]; bias: [O] or absent. One value serves all dimensions.
+struct ConvOptions {
+  Shape stride = {1};
+  Shape padding = {0};
+  Shape dilation = {1};
+  int64_t groups = 1;
+};
+Tensor conv1d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
+              const ConvOptions& options = {});
+Tensor conv2d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
+              const ConvOptions& options = {});
+// x: [N, C, H, W] or [C, H, W]. Empty stride: the kernel size.
+Tensor max_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
+                  const Shape& padding = {0}, const Shape& dilation = {1}, bool ceil_mode = false);
+Tensor avg_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
+                  const Shape& padding = {0}, bool ceil_mode = false,
+                  bool count_include_pad = true);
+Tensor adaptive_avg_pool2d(const Tensor& x, const Shape& output_size);
+// Nearest neighbour; sizes of the spatial dimensions, or factors.
+Tensor interpolate(const Tensor& x, const Shape& size, std::span<const double> scale_factor = {});
+
+// ---- Attention (ops/attention.cpp)
+// -----------------------------------------------------------------------
+
+struct AttentionOptions {
+  Tensor mask = {};  // bool (true takes part) or additive, broadcastable to [B, H, T, S]
+  double dropout = 0;
+  bool causal = false;
+  std::optional<double> scale = {};  // default 1 / sqrt(E)
+  bool enable_gqa = false;           // fewer key and value heads, H a multiple of theirs
+  std::optional<RandomStream> stream = {};
+};
+// query: [B, H, T, E]; key: [B, Hk, S, E]; value: [B, Hk, S, Ev]; any strides. Returns
+// [B, H, T, Ev]. Works in tiles: memory beyond inputs and result is [B, H, T] (log of the sums).
+Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const AttentionOptions& options = {});
+// packed: [B, T, 3, H, E], the result of one linear layer. Returns [B, T, H * E].
+Tensor packed_attention(const Tensor& packed, const AttentionOptions& options = {});
+
+// ---- Fused (ops/fused.cpp)
+// ---------------------------------------------------------------------------------
+
+// gelu(linear(x, weight, bias)); keeps the pre-activation for backward.
+Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                   Gelu approximate = Gelu::kTanh);
+// cross_entropy(linear(x, weight), target) in chunks of rows: the logits [N, V] are never whole in
+// memory, and forward calculates the gradients. x: [N, C]; weight: [V, C]; target: [N].
+Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
+                            int64_t ignore_index = -100, Reduction reduction = Reduction::kMean);
+
+}  // namespace tessera
