@@ -60,7 +60,8 @@ MappedFile::MappedFile(const std::string& path, FileAccess access) : path_(path)
   }
   size_ = static_cast<size_t>(status.st_size);
   if (size_ > 0) {  // mmap refuses empty ranges
-    void* mapped = ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE, descriptor, 0);
+    const int protection = access == FileAccess::kCopyOnWrite ? PROT_READ | PROT_WRITE : PROT_READ;
+    void* mapped = ::mmap(nullptr, size_, protection, MAP_PRIVATE, descriptor, 0);
     const int error = errno;
     if (mapped == MAP_FAILED) {
       ::close(descriptor);
@@ -68,7 +69,8 @@ MappedFile::MappedFile(const std::string& path, FileAccess access) : path_(path)
       fail(path, "map", error);
     }
     data_ = static_cast<const std::byte*>(mapped);
-    if (access != FileAccess::kNormal) {  // a hint: whether it is taken changes speed only
+    if (access == FileAccess::kSequential ||
+        access == FileAccess::kRandom) {  // a hint: whether it is taken changes speed only
       ::madvise(mapped, size_, access == FileAccess::kRandom ? MADV_RANDOM : MADV_SEQUENTIAL);
     }
   }

@@ -13,8 +13,13 @@
 
 namespace tessera {
 
-// How the bytes will be read; a hint for the kernel's read-ahead.
-enum class FileAccess { kNormal, kSequential, kRandom };
+// How the bytes will be used. All but the last are hints for the kernel's read-ahead.
+enum class FileAccess {
+  kNormal,
+  kSequential,
+  kRandom,
+  kCopyOnWrite,  // the bytes may be written; the file and other mappings never see it
+};
 
 class MappedFile {
  public:
