@@ -1,0 +1,20 @@
+"""Writes every golden file of this folder. Same versions (requirements.txt), same bytes.
+
+    python -m venv .venv && .venv/bin/pip install -r tests/golden/requirements.txt
+    .venv/bin/python tests/golden/generate.py
+"""
+
+import warnings
+
+import torch
+
+import model_cases
+import op_cases
+import training_cases
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", message=".*batchmean.*")
+    torch.set_num_threads(1)  # sums of more threads may differ in the last bit
+    print(f"{op_cases.write_all()} op cases")
+    training_cases.write_all()
+    model_cases.write_all()
