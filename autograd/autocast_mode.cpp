@@ -1,0 +1,88 @@
+#include <tessera/autograd/autocast_mode.h>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/node.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+namespace {
+
+bool takes_part(const Tensor& tensor) {
+  return tensor.defined() &&
+         (tensor.dtype() == kF32 || tensor.dtype() == kF16 || tensor.dtype() == kBF16);
+}
+
+const Op kShadow{.name = "autocast_weight"};
+
+Tensor cast(const Tensor& x, DType dtype) {
+  if (!takes_part(x) || x.dtype() == dtype) return x;
+  const AutogradSlot* slot = autograd_slot(x);
+  const bool leaf = slot != nullptr && slot->requires_grad && !slot->grad_fn;
+  if (!leaf || dtype == kF32) return to(x, dtype);
+  AutogradSlot& cache = ensure_autograd_slot(x);
+  if (!cache.shadow.defined() || cache.shadow.dtype() != dtype ||
+      cache.shadow_version != x.version() || !(cache.shadow.shape() == x.shape())) {
+    NoGradGuard no_grad;
+    cache.shadow = to(x, dtype);
+    cache.shadow_version = x.version();
+  }
+  const Tensor shadow = cache.shadow;
+  // The engine converts the gradient to the leaf's dtype.
+  return differentiable(
+      kShadow, {x}, [&](Inputs) { return raw::alias(shadow); },
+      [](Grads dy, const Saved&) { return dy[0]; });
+}
+
+}  // namespace
+
+AutocastGuard::AutocastGuard(DType dtype, bool enabled)
+    : scoped_(Context::current().slot<AutocastMode>(), AutocastMode{enabled, dtype}) {
+  TS_CHECK_DTYPE(dtype == kBF16 || dtype == kF16, "autocast", "expects bf16 or f16; got ", dtype);
+}
+
+namespace detail {
+
+TensorList autocast_inputs(const Op& op, std::span<const Tensor> inputs) {
+  TensorList result(inputs.begin(), inputs.end());
+  const AutocastMode mode = Context::current().slot<AutocastMode>();
+  if (!mode.enabled || op.autocast == Autocast::kInputDtype) return result;
+  // Casts are ops themselves; they must not be cast again.
+  const AutocastGuard off(mode.dtype, false);
+  DType target = kF32;
+  switch (op.autocast) {
+    case Autocast::kInputDtype:
+      return result;
+    case Autocast::kLow:
+      target = mode.dtype;
+      break;
+    case Autocast::kFloat32:
+      break;
+    case Autocast::kWidest: {
+      bool mixed = false;
+      bool first = true;
+      for (const Tensor& input : result) {
+        if (!takes_part(input)) continue;
+        if (!first && input.dtype() != target) mixed = true;
+        target = first ? input.dtype() : promote_types(target, input.dtype());
+        first = false;
+      }
+      if (!mixed) return result;
+      break;
+    }
+    case Autocast::kRefuse:
+      for (const Tensor& input : result) {
+        TS_CHECK_DTYPE(!takes_part(input) || input.dtype() == kF32, op, "is unsafe in ",
+                       input.dtype(),
+                       " under autocast; use binary_cross_entropy_with_logits, or an "
+                       "AutocastGuard that is off around the call");
+      }
+      return result;
+  }
+  for (Tensor& input : result) input = cast(input, target);
+  return result;
+}
+
+}  // namespace detail
+}  // namespace tessera

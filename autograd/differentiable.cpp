@@ -1,0 +1,260 @@
+#include <tessera/autograd/differentiable.h>
+
+#include <sstream>
+
+#include <tessera/autograd/anomaly.h>
+#include <tessera/autograd/autocast_mode.h>
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/op_node.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+namespace {
+
+// One device for all inputs; a zero-dimensional CPU tensor may stand beside others as a number.
+void check_placement(const Op& op, std::span<const Tensor> inputs) {
+  const Tensor* first = nullptr;
+  for (const Tensor& input : inputs) {
+    if (!input.defined()) continue;
+    TS_CHECK_AS(UnsupportedError, input.impl()->placement == nullptr, op,
+                "has no rule for the sharded tensor ", input,
+                "; gather it first, or use an op that distributes");
+    if (input.dim() == 0 && input.device().is_cpu()) continue;
+    if (first == nullptr) {
+      first = &input;
+    } else {
+      TS_CHECK_DEVICE(input.device() == first->device(), op,
+                      "expects all tensors on one device; got ", *first, " and ", input,
+                      "; move one with to(device)");
+    }
+  }
+}
+
+std::shared_ptr<OpNode> make_node(const Op& op, std::span<const Tensor> inputs,
+                                  BackwardFunction backward) {
+  auto node = std::make_shared<OpNode>(op, std::move(backward));
+  node->next_edges.reserve(inputs.size());
+  node->input_metas.reserve(inputs.size());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const Tensor& input = inputs[i];
+    node->input_metas.push_back(input.defined() ? TensorMeta::of(input) : TensorMeta{});
+    node->next_edges.push_back(input.defined() && is_floating(input.dtype()) ? gradient_edge(input)
+                                                                             : Edge{});
+    if (node->next_edges.back().node) node->needs |= IndexMask{1} << i;
+  }
+  node->take_sequence();
+  if (anomaly_enabled()) {
+    std::ostringstream site;
+    site << call_site() << (call_site().empty() ? "" : ": ") << op.name << '(';
+    for (size_t i = 0; i < inputs.size(); ++i) site << (i ? ", " : "") << inputs[i];
+    site << ')';
+    node->forward_site = site.str();
+  }
+  return node;
+}
+
+void decide_what_to_keep(OpNode& node, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    if (node.needs >> i & 1) node.kept |= node.op().reads.of(static_cast<int>(i));
+  }
+  node.saved_inputs.resize(count);
+}
+
+void finish(const std::shared_ptr<OpNode>& node, const TensorList& outputs, const Extras& extras) {
+  node->extras = extras.tensors();
+  node->output_metas.reserve(outputs.size());
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    node->output_metas.push_back(outputs[i].defined() ? TensorMeta::of(outputs[i]) : TensorMeta{});
+    if (node->op().reads_outputs >> i & 1) {
+      node->saved_outputs.resize(outputs.size());
+      node->saved_outputs[i] = SavedTensor(outputs[i]);
+    }
+  }
+}
+
+// Follows the view to the tensor that was not made as a view.
+void remember_base(const Tensor& view, const Tensor& source) {
+  const AutogradSlot* slot = autograd_slot(source);
+  const Tensor& base = slot != nullptr && slot->view ? slot->view->base : source;
+  ensure_autograd_slot(view).view =
+      std::make_unique<ViewInfo>(ViewInfo{base, view.version(), !grad_enabled()});
+}
+
+}  // namespace
+
+bool DifferentiableCall::will_record(std::span<const Tensor> inputs) {
+  if (!grad_enabled()) return false;
+  for (const Tensor& input : inputs) {
+    if (input.defined() && requires_grad(input)) return true;
+  }
+  return false;
+}
+
+TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, Forward forward,
+                                   void* function, BackwardFunction backward) {
+  check_placement(op, given);
+  TensorList cast;
+  std::span<const Tensor> inputs = given;
+  if (op.autocast != Autocast::kInputDtype && Context::current().slot<AutocastMode>().enabled) {
+    cast = detail::autocast_inputs(op, given);
+    inputs = cast;
+  }
+  TensorList results;
+  Extras extras(static_cast<bool>(backward));
+  {
+    NoGradGuard no_grad;
+    forward(function, inputs, extras, results);
+  }
+  for (Tensor& result : results) {
+    for (const Tensor& input : inputs) {
+      if (result.defined() && result.is(input)) result = raw::alias(result);
+    }
+  }
+  if (op.view) {
+    for (const Tensor& result : results) remember_base(result, inputs[0]);
+  }
+  if (!backward) return results;
+
+  std::shared_ptr<OpNode> node = make_node(op, inputs, std::move(backward));
+  if (node->needs == 0) return results;  // only integer inputs were left
+  decide_what_to_keep(*node, inputs.size());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (node->kept >> i & 1) node->saved_inputs[i] = SavedTensor(inputs[i]);
+  }
+  finish(node, results, extras);
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (results[i].defined() && is_floating(results[i].dtype())) {
+      set_history(results[i], node, static_cast<int>(i));
+    }
+  }
+  return results;
+}
+
+Tensor DifferentiableCall::run_inplace(const Op& op, std::span<const Tensor> inputs,
+                                       Forward forward, void* function, BackwardFunction backward) {
+  check_placement(op, inputs);
+  const Tensor& self = inputs[0];
+  const AutogradSlot* slot = autograd_slot(self);
+  if (grad_enabled()) {
+    const Tensor& owner = slot != nullptr && slot->view ? slot->view->base : self;
+    const AutogradSlot* owner_slot = autograd_slot(owner);
+    TS_CHECK_AS(AutogradError,
+                owner_slot == nullptr || !owner_slot->requires_grad || owner_slot->grad_fn, op,
+                "in place on ", owner,
+                ", a leaf that requires grad; write inside a NoGradGuard, or to a clone");
+    TS_CHECK_AS(AutogradError,
+                !(backward && slot != nullptr && slot->view && slot->view->made_without_grad), op,
+                "in place on ", self,
+                ", a view that was made without grad; make the view outside the NoGradGuard");
+  }
+  std::shared_ptr<OpNode> node;
+  if (backward) {
+    node = make_node(op, inputs, std::move(backward));
+    decide_what_to_keep(*node, inputs.size());
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (!(node->kept >> i & 1) || !inputs[i].defined()) continue;
+      // What the call overwrites is kept as a copy of its old value.
+      if (inputs[i].impl()->version == self.impl()->version) {
+        NoGradGuard no_grad;
+        node->saved_inputs[i] = SavedTensor(clone(inputs[i]));
+      } else {
+        node->saved_inputs[i] = SavedTensor(inputs[i]);
+      }
+    }
+  }
+  Extras extras(static_cast<bool>(node));
+  TensorList results;
+  {
+    NoGradGuard no_grad;
+    forward(function, inputs, extras, results);
+  }
+  self.bump_version();
+  if (node && node->needs != 0 && is_floating(self.dtype())) {
+    finish(node, {self}, extras);
+    if (slot != nullptr && slot->view) {
+      rebase_view_history(self, std::move(node));
+    } else {
+      set_history(self, std::move(node), 0);
+    }
+  }
+  return self;
+}
+
+Tensor Saved::input(int i) const {
+  TS_CHECK_AS(AutogradError, node_.kept >> i & 1, node_.op(), "backward reads input ", i,
+              ", which its record does not name for the wanted gradients");
+  const SavedTensor& saved = node_.saved_inputs[static_cast<size_t>(i)];
+  if (!saved.defined()) return {};  // an absent input
+  return saved.unpack(node_.next_edges[static_cast<size_t>(i)], node_.op(), "input", i);
+}
+
+Tensor Saved::output(int i) const {
+  TS_CHECK_AS(AutogradError, node_.op().reads_outputs >> i & 1, node_.op(),
+              "backward reads output ", i, ", which its record does not name");
+  const Edge self{std::const_pointer_cast<OpNode>(node_.shared_from_this()), i};
+  return node_.saved_outputs.at(static_cast<size_t>(i)).unpack(self, node_.op(), "output", i);
+}
+
+Tensor Saved::extra(int i) const { return node_.extras.at(static_cast<size_t>(i)); }
+bool Saved::needs(int input) const { return node_.needs >> input & 1; }
+const Shape& Saved::input_shape(int i) const {
+  return node_.input_metas.at(static_cast<size_t>(i)).shape;
+}
+DType Saved::input_dtype(int i) const { return node_.input_metas.at(static_cast<size_t>(i)).dtype; }
+const Shape& Saved::output_shape(int i) const {
+  return node_.output_metas.at(static_cast<size_t>(i)).shape;
+}
+DType Saved::output_dtype(int i) const {
+  return node_.output_metas.at(static_cast<size_t>(i)).dtype;
+}
+
+namespace {
+
+// The past of gradients that kernels made: differentiating them once more is an error.
+class NoSecondDerivative final : public Node {
+ public:
+  explicit NoSecondDerivative(std::string op) : op_(std::move(op)) {}
+  TensorList apply(TensorList) override {
+    TS_THROW(UnsupportedError, op_,
+             "has no second derivative: its backward is a kernel; use the composed form");
+  }
+  std::string name() const override { return op_ + " backward"; }
+
+ private:
+  std::string op_;
+};
+
+}  // namespace
+
+TensorList OpNode::apply(TensorList grads) {
+  TS_CHECK_AS(AutogradError, !released, op_,
+              "backward through a graph whose saved tensors were freed; use retain_graph = true in "
+              "the first backward");
+  if (!grad_enabled() || op_.twice_differentiable) {
+    return backward_(Grads(grads), Saved(*this));
+  }
+  TensorList results;
+  {
+    NoGradGuard no_grad;
+    results = backward_(Grads(grads), Saved(*this));
+  }
+  for (Tensor& result : results) {
+    if (!result.defined()) continue;
+    auto node = std::make_shared<NoSecondDerivative>(name());
+    node->output_metas.push_back(TensorMeta::of(result));
+    result = raw::alias(result);
+    set_history(result, node, 0);
+  }
+  return results;
+}
+
+void OpNode::release_saved() {
+  released = true;
+  saved_inputs.clear();
+  saved_outputs.clear();
+  extras.clear();
+  backward_ = nullptr;
+}
+
+}  // namespace tessera

@@ -1,0 +1,239 @@
+#include <tessera/autograd/engine.h>
+
+#include <algorithm>
+#include <queue>
+#include <unordered_map>
+
+#include <tessera/autograd/anomaly.h>
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+
+namespace tessera {
+namespace {
+
+struct NodeState {
+  std::shared_ptr<Node> node;
+  int owed = 0;        // gradients still to come from nodes that run earlier
+  bool needed = true;  // leads to a wanted edge
+  TensorList gradients;
+  std::vector<std::pair<int, size_t>> captures;  // (output, position in the result)
+};
+
+struct Later {
+  bool operator()(const NodeState* a, const NodeState* b) const {
+    return a->node->sequence < b->node->sequence;
+  }
+};
+
+// One backward pass.
+class Pass {
+ public:
+  explicit Pass(const EngineRequest& request) : request_(request) {}
+
+  TensorList run();
+  int owed(const Node* node) const {
+    const auto found = states_.find(node);
+    return found == states_.end() ? 0 : found->second.owed;
+  }
+  std::vector<std::function<void()>> callbacks;
+
+ private:
+  void discover();
+  void mark_needed();
+  void run_node(NodeState& state);
+  void deliver(const Edge& edge, Tensor gradient, const Node* from);
+  void settle(const Edge& edge);
+
+  const EngineRequest& request_;
+  std::unordered_map<const Node*, NodeState> states_;
+  std::vector<NodeState*> discovered_;
+  std::priority_queue<NodeState*, std::vector<NodeState*>, Later> ready_;
+  TensorList results_;
+};
+
+thread_local Pass* current_pass = nullptr;
+
+// Brings a gradient to the shape and dtype of what it is the gradient of.
+Tensor conform(Tensor gradient, const TensorMeta& meta, const Node* from) {
+  if (!(gradient.shape() == meta.shape)) {
+    TS_CHECK_AS(ShapeError, broadcastable_to(meta.shape, gradient.shape()),
+                from != nullptr ? from->name() : "backward", "gave a gradient ", gradient,
+                " for a tensor of shape ", meta.shape);
+    gradient = sum_to(gradient, meta.shape);
+  }
+  if (gradient.dtype() != meta.dtype) gradient = to(gradient, meta.dtype);
+  TS_CHECK_DEVICE(gradient.device() == meta.device, from != nullptr ? from->name() : "backward",
+                  "gave a gradient ", gradient, " for a tensor on ", meta.device);
+  return gradient;
+}
+
+// Adds where two gradients meet: in place where the first one's bytes belong to this pass alone.
+void accumulate(Tensor& sum, Tensor gradient) {
+  if (!sum.defined()) {
+    sum = std::move(gradient);
+  } else if (!grad_enabled() && sum.use_count() == 1 && sum.storage().use_count() == 1 &&
+             is_dense(sum.shape(), sum.strides()) && !sum.storage()->is_foreign()) {
+    add_(sum, gradient);
+  } else {
+    sum = add(sum, gradient);
+  }
+}
+
+void Pass::discover() {
+  std::vector<NodeState*> stack;
+  const auto visit = [&](const Edge& edge) {
+    auto [found, fresh] = states_.try_emplace(edge.node.get());
+    if (fresh) {
+      found->second.node = edge.node;
+      stack.push_back(&found->second);
+      discovered_.push_back(&found->second);
+    }
+    return &found->second;
+  };
+  for (const Edge& root : request_.roots) visit(root);
+  while (!stack.empty()) {
+    NodeState* state = stack.back();
+    stack.pop_back();
+    for (const Edge& edge : state->node->next_edges) {
+      if (edge.node) ++visit(edge)->owed;
+    }
+  }
+}
+
+void Pass::mark_needed() {
+  for (size_t i = 0; i < request_.wanted.size(); ++i) {
+    const auto found = states_.find(request_.wanted[i].node.get());
+    if (found != states_.end()) found->second.captures.emplace_back(request_.wanted[i].index, i);
+  }
+  // What runs later has a smaller sequence, but for leaves, which end every path.
+  std::vector<NodeState*> order = discovered_;
+  std::sort(order.begin(), order.end(), [](const NodeState* a, const NodeState* b) {
+    const bool leaf_a = a->node->next_edges.empty(), leaf_b = b->node->next_edges.empty();
+    return leaf_a != leaf_b ? leaf_a : a->node->sequence < b->node->sequence;
+  });
+  for (NodeState* state : order) {
+    state->needed = false;
+    for (const Edge& edge : state->node->next_edges) {
+      if (!edge.node) continue;
+      const NodeState& next = states_.at(edge.node.get());
+      if (next.needed || !next.captures.empty()) state->needed = true;
+    }
+  }
+}
+
+void Pass::settle(const Edge& edge) {
+  NodeState& state = states_.at(edge.node.get());
+  if (--state.owed == 0) ready_.push(&state);
+}
+
+void Pass::deliver(const Edge& edge, Tensor gradient, const Node* from) {
+  NodeState& state = states_.at(edge.node.get());
+  gradient = conform(std::move(gradient),
+                     edge.node->output_metas.at(static_cast<size_t>(edge.index)), from);
+  state.gradients.resize(edge.node->output_metas.size());
+  accumulate(state.gradients[static_cast<size_t>(edge.index)], std::move(gradient));
+}
+
+void Pass::run_node(NodeState& state) {
+  Node& node = *state.node;
+  TensorList gradients = std::move(state.gradients);
+  state.gradients.clear();
+  const bool any = std::any_of(gradients.begin(), gradients.end(),
+                               [](const Tensor& gradient) { return gradient.defined(); });
+  if (any && node.hooks) {
+    const GradHooks hooks = *node.hooks;  // a hook may remove itself
+    for (const GradHook& hook : hooks) {
+      Tensor& gradient = gradients[static_cast<size_t>(hook.index)];
+      if (!gradient.defined()) continue;
+      Tensor replaced = hook.call(gradient);
+      if (replaced.defined()) {
+        gradient =
+            conform(std::move(replaced), node.output_metas[static_cast<size_t>(hook.index)], &node);
+      }
+    }
+  }
+  for (const auto& [output, position] : state.captures) {
+    if (any) results_[position] = gradients[static_cast<size_t>(output)];
+  }
+  const bool runs = any && (request_.wanted.empty() || state.needed);
+  if (!runs) {
+    for (const Edge& edge : node.next_edges) {
+      if (edge.node) settle(edge);
+    }
+    return;
+  }
+  // A single output has a gradient whenever the node runs; others may lack theirs.
+  TensorList next;
+  try {
+    next = node.apply(std::move(gradients));
+  } catch (Error& error) {
+    if (!node.forward_site.empty()) {
+      error.add_context("backward of " + node.forward_site);
+    }
+    throw;
+  }
+  TS_CHECK_AS(AutogradError, next.size() == node.next_edges.size(), node.name(), "backward gave ",
+              next.size(), " gradients for ", node.next_edges.size(), " inputs");
+  if (anomaly_enabled()) check_anomaly(node, next);
+  if (!request_.retain_graph) node.release_saved();
+  for (size_t i = 0; i < next.size(); ++i) {
+    const Edge& edge = node.next_edges[i];
+    if (!edge.node) continue;
+    if (next[i].defined()) deliver(edge, std::move(next[i]), &node);
+    settle(edge);
+  }
+}
+
+TensorList Pass::run() {
+  discover();
+  results_.resize(request_.wanted.size());
+  if (!request_.wanted.empty()) mark_needed();
+  std::vector<NodeState*> roots;
+  for (size_t i = 0; i < request_.roots.size(); ++i) {
+    const Edge& root = request_.roots[i];
+    deliver(root, request_.gradients[i], nullptr);
+    NodeState* state = &states_.at(root.node.get());
+    if (state->owed == 0 && std::find(roots.begin(), roots.end(), state) == roots.end()) {
+      roots.push_back(state);
+    }
+  }
+  for (NodeState* root : roots) ready_.push(root);
+  while (!ready_.empty()) {
+    NodeState* state = ready_.top();
+    ready_.pop();
+    run_node(*state);
+  }
+  return std::move(results_);
+}
+
+}  // namespace
+
+TensorList run_backward(const EngineRequest& request) {
+  Pass pass(request);
+  ScopedValue<Pass*> current(current_pass, &pass);
+  TensorList results;
+  {
+    ScopedValue<bool> mode(Context::current().slot<GradMode>().enabled, request.create_graph);
+    results = pass.run();
+  }
+  // Callbacks may queue further ones.
+  for (size_t i = 0; i < pass.callbacks.size(); ++i) {
+    const std::function<void()> callback = pass.callbacks[i];
+    callback();
+  }
+  return results;
+}
+
+void queue_backward_callback(std::function<void()> callback) {
+  TS_CHECK_AS(AutogradError, current_pass != nullptr, "queue_backward_callback",
+              "no backward is under way on this thread; call it from a hook");
+  current_pass->callbacks.push_back(std::move(callback));
+}
+
+int pending_contributions(const Tensor& leaf) {
+  const AutogradSlot* slot = autograd_slot(leaf);
+  if (current_pass == nullptr || slot == nullptr) return 0;
+  return current_pass->owed(slot->accumulator.lock().get());
+}
+
+}  // namespace tessera

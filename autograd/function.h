@@ -1,0 +1,65 @@
+// A forward and backward pair of the user's own, where the op pattern of differentiable.h is more
+// than is wanted:
+//
+//     struct Cube : Function<Cube> {
+//       static constexpr const char* kName = "cube";
+//       static Tensor forward(FunctionContext&, const Tensor& x) { return x * x * x; }
+//       static TensorList backward(FunctionContext&, Grads dy, const Saved& saved) {
+//         Tensor x = saved.input(0);
+//         return {dy[0] * x * x * 3};
+//       }
+//     };
+//     Tensor y = Cube::apply(x);
+//
+// forward runs without recording. All inputs are kept for backward and read through
+// saved.input(i); what else backward needs, forward leaves in the context. backward returns a
+// gradient (or an undefined tensor) for each tensor argument, made of ops: second derivatives then
+// work. Arguments that are no tensors go into the context through `apply_with`.
+#pragma once
+
+#include <any>
+#include <memory>
+#include <utility>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/differentiable.h>
+
+namespace tessera {
+
+class FunctionContext {
+ public:
+  void save(Tensor tensor) { tensors_.push_back(std::move(tensor)); }  // without history
+  const Tensor& saved(int i) const { return tensors_.at(static_cast<size_t>(i)); }
+  std::any data;  // attributes, or anything else that forward leaves for backward
+
+ private:
+  TensorList tensors_;
+};
+
+template <class Derived>
+struct Function {
+  template <class... Tensors>
+  static auto apply(const Tensors&... arguments) {
+    return apply_with(std::any(), arguments...);
+  }
+  // `data` is what forward and backward find in context.data.
+  template <class... Tensors>
+  static auto apply_with(std::any data, const Tensors&... arguments) {
+    static const Op op{.name = Derived::kName, .reads = {~IndexMask{0}}};
+    auto context = std::make_shared<FunctionContext>();
+    context->data = std::move(data);
+    return differentiable(
+        op, {arguments...},
+        [&](Inputs in) {
+          return [&]<size_t... I>(std::index_sequence<I...>) {
+            return Derived::forward(*context, in[I]...);
+          }
+          (std::index_sequence_for<Tensors...>{});
+        },
+        [context](Grads dy, const Saved& saved) -> TensorList {
+          return Derived::backward(*context, dy, saved);
+        });
+  }
+};
+
+}  // namespace tessera

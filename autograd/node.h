@@ -1,0 +1,119 @@
+// One step of the recorded graph, and what a tensor knows of its history.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/core/tensor.h>
+
+namespace tessera {
+
+class Node;
+
+// Where a gradient goes: output `index` of the call that `node` stands for.
+struct Edge {
+  std::shared_ptr<Node> node;
+  int index = 0;
+};
+
+// What a gradient must look like when it arrives.
+struct TensorMeta {
+  Shape shape;
+  DType dtype = kF32;
+  Device device;
+  static TensorMeta of(const Tensor& tensor) {
+    return {tensor.shape(), tensor.dtype(), tensor.device()};
+  }
+};
+
+// Hooks on one gradient. Shared, so that a handle can remove its hook later.
+struct GradHook {
+  int id;
+  int index;  // of the output
+  std::function<Tensor(const Tensor&)> call;
+};
+using GradHooks = std::vector<GradHook>;
+
+class Node {
+ public:
+  Node();
+  // Frees the nodes behind this one in a loop: a graph of a million nodes needs no deep stack.
+  virtual ~Node();
+  Node(const Node&) = delete;
+  Node& operator=(const Node&) = delete;
+
+  // grads: one for each output of the call, undefined where none came. Returns one for each edge.
+  virtual TensorList apply(TensorList grads) = 0;
+  virtual std::string name() const = 0;
+  virtual void release_saved() {}
+
+  std::vector<Edge> next_edges;          // one for each input, empty where no gradient is wanted
+  std::vector<TensorMeta> output_metas;  // of the call's outputs
+  std::shared_ptr<GradHooks> hooks;      // before apply; made at the first registration
+  std::string forward_site;              // in anomaly mode: who called, with what
+  uint64_t sequence;                     // later calls first: order of the backward pass
+
+  // To be called once the edges are made: a view's history may be made while they are looked up,
+  // and must come before this node.
+  void take_sequence();
+};
+
+// Adds to the `.grad` of a leaf; one for each leaf, made when the leaf is first used.
+class AccumulateGrad final : public Node {
+ public:
+  explicit AccumulateGrad(const Tensor& leaf);
+  TensorList apply(TensorList grads) override;
+  std::string name() const override { return "accumulate_grad"; }
+  const Tensor& leaf() const { return leaf_; }
+
+ private:
+  Tensor leaf_;
+};
+
+// A view remembers whose elements it shows: writing to the view changes the history of the base.
+struct ViewInfo {
+  Tensor base;
+  uint32_t version;  // of the storage when the view's grad_fn was made; later: made again
+  bool made_without_grad;
+};
+
+struct PostAccumulateHook {
+  int id;
+  std::function<void(const Tensor&)> call;
+};
+
+// What autograd hangs on a tensor.
+struct AutogradSlot final : TensorSlot {
+  bool requires_grad = false;  // of a leaf
+  Tensor grad;
+  std::shared_ptr<Tensor> retained_grad;  // of a tensor that is no leaf, after retain_grad()
+  std::shared_ptr<Node> grad_fn;
+  int output_index = 0;
+  std::weak_ptr<AccumulateGrad> accumulator;
+  std::shared_ptr<GradHooks> leaf_hooks;
+  std::shared_ptr<std::vector<PostAccumulateHook>> post_accumulate_hooks;
+  std::unique_ptr<ViewInfo> view;
+  Tensor shadow;  // low-precision copy of a leaf for autocast, see autocast_mode.h
+  uint32_t shadow_version = 0;
+};
+
+// The slot, or nullptr; ensure_slot makes one.
+AutogradSlot* autograd_slot(const Tensor& tensor);
+AutogradSlot& ensure_autograd_slot(const Tensor& tensor);
+
+bool requires_grad(const Tensor& tensor);
+// The edge into which a gradient of `tensor` flows; empty where none is wanted. A view whose base
+// was written since gets its history made again here.
+Edge gradient_edge(const Tensor& tensor);
+// Makes `tensor` the output `index` of `node`.
+void set_history(const Tensor& tensor, std::shared_ptr<Node> node, int index);
+
+// History of a view after the view was written by `node` (whose edge 0 is the view's old history):
+// the base now comes from a node that routes gradients through `node` for the view's elements and
+// past it for the others.
+void rebase_view_history(const Tensor& view, std::shared_ptr<Node> node);
+
+}  // namespace tessera

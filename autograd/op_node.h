@@ -1,0 +1,36 @@
+// The node of a call of differentiable().
+#pragma once
+
+#include <vector>
+
+#include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/node.h>
+#include <tessera/autograd/saved_tensor.h>
+
+namespace tessera {
+
+class OpNode final : public Node, public std::enable_shared_from_this<OpNode> {
+ public:
+  OpNode(const Op& op, BackwardFunction backward) : op_(op), backward_(std::move(backward)) {}
+
+  TensorList apply(TensorList grads) override;
+  std::string name() const override { return std::string(op_.name); }
+  void release_saved() override;
+
+  const Op& op() const { return op_; }
+
+  // Filled by differentiable.cpp.
+  IndexMask needs = 0;                    // inputs whose gradient is wanted
+  IndexMask kept = 0;                     // inputs that the wanted gradients read
+  std::vector<TensorMeta> input_metas;    // of absent inputs: default values
+  std::vector<SavedTensor> saved_inputs;  // undefined where not read
+  std::vector<SavedTensor> saved_outputs;
+  TensorList extras;
+  bool released = false;
+
+ private:
+  const Op& op_;
+  BackwardFunction backward_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,54 @@
+#include <tessera/autograd/saved_tensor.h>
+
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+
+SavedTensor::SavedTensor(const Tensor& tensor) {
+  if (!tensor.defined()) return;
+  const AutogradSlot* slot = autograd_slot(tensor);
+  const bool leaf = slot != nullptr && slot->requires_grad && !slot->grad_fn;
+  kept_ = leaf ? tensor : raw::alias(tensor);
+  version_ = tensor.version();
+  const auto& stack = Context::current().slot<SavedTensorHookStack>().hooks;
+  if (!stack.empty()) {
+    hooks_ = stack.back();
+    NoGradGuard no_grad;
+    packed_ = hooks_->pack(kept_);
+    kept_ = Tensor();
+  }
+}
+
+Tensor SavedTensor::unpack(const Edge& history, const Op& op, const char* what, int index) const {
+  Tensor tensor;
+  if (hooks_) {
+    tensor = hooks_->unpack(packed_);
+  } else {
+    TS_CHECK_AS(AutogradError, kept_.version() == version_, op.name, what, ' ', index, " (", kept_,
+                ") is needed for backward but was written in place since the call (version ",
+                kept_.version(), ", expected ", version_,
+                "); use the op that returns a new tensor, or clone() before writing");
+    tensor = kept_;
+  }
+  if (!grad_enabled() || !history.node || tensor.requires_grad()) return tensor;
+  tensor = raw::alias(tensor);
+  set_history(tensor, history.node, history.index);
+  return tensor;
+}
+
+void SavedTensor::reset() {
+  kept_ = Tensor();
+  packed_.reset();
+  hooks_.reset();
+}
+
+SavedTensorHooks::SavedTensorHooks(Pack pack, Unpack unpack) {
+  Context::current().slot<SavedTensorHookStack>().hooks.push_back(
+      std::make_shared<SavedTensorHookPair>(
+          SavedTensorHookPair{std::move(pack), std::move(unpack)}));
+}
+SavedTensorHooks::~SavedTensorHooks() {
+  Context::current().slot<SavedTensorHookStack>().hooks.pop_back();
+}
+
+}  // namespace tessera

@@ -1,0 +1,42 @@
+// A tensor kept for backward, with the check that nobody wrote to it since.
+#pragma once
+
+#include <any>
+#include <memory>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/node.h>
+#include <tessera/autograd/op.h>
+
+namespace tessera {
+
+struct SavedTensorHookPair {
+  SavedTensorHooks::Pack pack;
+  SavedTensorHooks::Unpack unpack;
+};
+// The hooks in force in the current context, innermost last.
+struct SavedTensorHookStack {
+  std::vector<std::shared_ptr<SavedTensorHookPair>> hooks;
+};
+
+class SavedTensor {
+ public:
+  SavedTensor() = default;
+  // Keeps elements, not history: a saved output must not hold the node that made it. A leaf is
+  // kept as itself, so that second derivatives reach it.
+  explicit SavedTensor(const Tensor& tensor);
+
+  bool defined() const { return kept_.defined() || packed_.has_value(); }
+  // Gives the tensor back with `history` as its past where grad mode is on. Throws AutogradError
+  // where its elements were written since; `op` and `what` ("input 1") go into the text.
+  Tensor unpack(const Edge& history, const Op& op, const char* what, int index) const;
+  void reset();
+
+ private:
+  Tensor kept_;
+  uint32_t version_ = 0;
+  std::shared_ptr<SavedTensorHookPair> hooks_;
+  std::any packed_;
+};
+
+}  // namespace tessera
