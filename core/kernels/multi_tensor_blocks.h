@@ -1,0 +1,61 @@
+// What multi_tensor_cpu.cpp and multi_tensor_simd.cpp share: the constants of one step in the
+// compute type C (float or double), and the loops over one block.
+#pragma once
+
+#include <cstdint>
+
+#include <tessera/core/dtype.h>
+#include <tessera/core/kernels/isa.h>
+
+namespace tessera::kernels {
+
+// `gradient_scale` has the sign of `maximize`. `decay` multiplies the parameter, `l2` times the
+// parameter is added to the gradient (where not 0).
+template <class C>
+struct AdamStep {
+  C gradient_scale, decay, l2, one_minus_beta1, beta2, one_minus_beta2, correction2_root, eps,
+      step_size;
+};
+template <class C>
+struct SgdStep {
+  C gradient_scale, l2, momentum, one_minus_dampening, lr;
+  bool has_momentum, nesterov, first;
+};
+template <class C>
+struct LionStep {
+  C gradient_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr;
+};
+template <class C>
+struct AdagradStep {
+  C gradient_scale, l2, eps, lr;
+};
+template <class C>
+struct RmspropStep {
+  C gradient_scale, l2, alpha, one_minus_alpha, eps, momentum, lr;
+};
+
+// Pointers are of the compute type and do not alias. Optional ones may be null.
+TS_SIMD_DECLARE(template <class C> void adam_block(const AdamStep<C>& step, int64_t n, C* param,
+                                                   const C* grad, C* exp_avg, C* exp_avg_sq,
+                                                   C* max_exp_avg_sq));
+TS_SIMD_DECLARE(template <class C> void sgd_block(const SgdStep<C>& step, int64_t n, C* param,
+                                                  const C* grad, C* momentum_buffer));
+TS_SIMD_DECLARE(template <class C> void lion_block(const LionStep<C>& step, int64_t n, C* param,
+                                                   const C* grad, C* exp_avg));
+TS_SIMD_DECLARE(template <class C> void adagrad_block(const AdagradStep<C>& step, int64_t n,
+                                                      C* param, const C* grad, C* state_sum));
+TS_SIMD_DECLARE(template <class C> void rmsprop_block(const RmspropStep<C>& step, int64_t n,
+                                                      C* param, const C* grad, C* square_avg,
+                                                      C* grad_avg, C* momentum_buffer));
+TS_SIMD_DECLARE(template <class C> void lerp_block(int64_t n, C* average, const C* x, C weight));
+TS_SIMD_DECLARE(template <class C> void scale_block(int64_t n, C* x, C factor));
+TS_SIMD_DECLARE(template <class C> void clamp_block(int64_t n, C* x, C limit));
+// Sum of |x|^p of a block of any floating dtype, in f64; the largest |x| for p = infinity.
+TS_SIMD_DECLARE(double power_sum_block(DType dtype, const void* x, int64_t n, double p));
+// n elements to the compute type and back.
+TS_SIMD_DECLARE(template <class C>
+                void convert_in(DType dtype, const void* x, int64_t n, C* buffer));
+TS_SIMD_DECLARE(template <class C>
+                void convert_out(DType dtype, void* x, int64_t n, const C* buffer));
+
+}  // namespace tessera::kernels

@@ -1,0 +1,215 @@
+#include <cmath>
+
+#include <tessera/core/kernels/lanes.h>
+#include <tessera/core/kernels/multi_tensor_blocks.h>
+
+namespace tessera::kernels::TS_SIMD {
+namespace {
+
+template <bool kL2, bool kAmsgrad, class C>
+TS_HD void adam_loop(const AdamStep<C> step, int64_t n, C* TS_RESTRICT param,
+                     const C* TS_RESTRICT grad, C* TS_RESTRICT exp_avg, C* TS_RESTRICT exp_avg_sq,
+                     C* TS_RESTRICT max_exp_avg_sq) {
+  for (int64_t i = 0; i < n; ++i) {
+    C g = grad[i] * step.gradient_scale;
+    if constexpr (kL2) g = g + step.l2 * param[i];
+    const C p = param[i] * step.decay;
+    const C m = exp_avg[i] + step.one_minus_beta1 * (g - exp_avg[i]);
+    const C v = exp_avg_sq[i] * step.beta2 + step.one_minus_beta2 * g * g;
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    C second = v;
+    if constexpr (kAmsgrad) {
+      const C largest = max_exp_avg_sq[i];
+      second = v > largest || v != v ? v : largest;
+      max_exp_avg_sq[i] = second;
+    }
+    const C denominator = square_root(second) / step.correction2_root + step.eps;
+    param[i] = p - step.step_size * m / denominator;
+  }
+}
+
+}  // namespace
+
+template <class C>
+void adam_block(const AdamStep<C>& step, int64_t n, C* param, const C* grad, C* exp_avg,
+                C* exp_avg_sq, C* max_exp_avg_sq) {
+  if (step.l2 != 0) {
+    if (max_exp_avg_sq != nullptr) {
+      adam_loop<true, true>(step, n, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq);
+    } else {
+      adam_loop<true, false>(step, n, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq);
+    }
+  } else if (max_exp_avg_sq != nullptr) {
+    adam_loop<false, true>(step, n, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq);
+  } else {
+    adam_loop<false, false>(step, n, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq);
+  }
+}
+
+template <class C>
+void sgd_block(const SgdStep<C>& given, int64_t n, C* TS_RESTRICT param, const C* TS_RESTRICT grad,
+               C* TS_RESTRICT momentum_buffer) {
+  const SgdStep<C> step = given;
+  // g + l2 * p only where asked for: an infinite parameter times 0 would be NaN.
+  const bool has_l2 = step.l2 != 0;
+  if (!step.has_momentum) {
+    for (int64_t i = 0; i < n; ++i) {
+      C g = grad[i] * step.gradient_scale;
+      if (has_l2) g = g + step.l2 * param[i];
+      param[i] = param[i] - step.lr * g;
+    }
+    return;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    C g = grad[i] * step.gradient_scale;
+    if (has_l2) g = g + step.l2 * param[i];
+    C buffer = g;
+    if (!step.first) buffer = step.momentum * momentum_buffer[i] + step.one_minus_dampening * g;
+    momentum_buffer[i] = buffer;
+    const C update = step.nesterov ? g + step.momentum * buffer : buffer;
+    param[i] = param[i] - step.lr * update;
+  }
+}
+
+template <class C>
+void lion_block(const LionStep<C>& given, int64_t n, C* TS_RESTRICT param,
+                const C* TS_RESTRICT grad, C* TS_RESTRICT exp_avg) {
+  const LionStep<C> step = given;
+  for (int64_t i = 0; i < n; ++i) {
+    const C g = grad[i] * step.gradient_scale, m = exp_avg[i];
+    const C direction = step.beta1 * m + step.one_minus_beta1 * g;
+    // NaN stays NaN: a bad gradient shows in the parameter.
+    const C sign = direction > 0 ? C(1) : direction < 0 ? C(-1) : direction;
+    param[i] = param[i] * step.decay - step.lr * sign;
+    exp_avg[i] = step.beta2 * m + step.one_minus_beta2 * g;
+  }
+}
+
+template <class C>
+void adagrad_block(const AdagradStep<C>& given, int64_t n, C* TS_RESTRICT param,
+                   const C* TS_RESTRICT grad, C* TS_RESTRICT state_sum) {
+  const AdagradStep<C> step = given;
+  const bool has_l2 = step.l2 != 0;
+  for (int64_t i = 0; i < n; ++i) {
+    C g = grad[i] * step.gradient_scale;
+    if (has_l2) g = g + step.l2 * param[i];
+    const C sum = state_sum[i] + g * g;
+    state_sum[i] = sum;
+    param[i] = param[i] - step.lr * g / (square_root(sum) + step.eps);
+  }
+}
+
+template <class C>
+void rmsprop_block(const RmspropStep<C>& given, int64_t n, C* TS_RESTRICT param,
+                   const C* TS_RESTRICT grad, C* TS_RESTRICT square_avg, C* TS_RESTRICT grad_avg,
+                   C* TS_RESTRICT momentum_buffer) {
+  const RmspropStep<C> step = given;
+  const bool has_l2 = step.l2 != 0, centered = grad_avg != nullptr;
+  const bool has_momentum = momentum_buffer != nullptr;
+  for (int64_t i = 0; i < n; ++i) {
+    C g = grad[i] * step.gradient_scale;
+    if (has_l2) g = g + step.l2 * param[i];
+    C average = step.alpha * square_avg[i] + step.one_minus_alpha * g * g;
+    square_avg[i] = average;
+    if (centered) {
+      const C mean = grad_avg[i] + step.one_minus_alpha * (g - grad_avg[i]);
+      grad_avg[i] = mean;
+      average = average - mean * mean;
+    }
+    const C denominator = square_root(average) + step.eps;
+    if (has_momentum) {
+      const C buffer = step.momentum * momentum_buffer[i] + g / denominator;
+      momentum_buffer[i] = buffer;
+      param[i] = param[i] - step.lr * buffer;
+    } else {
+      param[i] = param[i] - step.lr * g / denominator;
+    }
+  }
+}
+
+template <class C>
+void lerp_block(int64_t n, C* TS_RESTRICT average, const C* TS_RESTRICT x, C weight) {
+  // torch's lerp: from the nearer end, so that weight 1 gives x exactly.
+  if (weight < C(0.5)) {
+    for (int64_t i = 0; i < n; ++i) average[i] = average[i] + weight * (x[i] - average[i]);
+  } else {
+    const C rest = C(1) - weight;
+    for (int64_t i = 0; i < n; ++i) average[i] = x[i] - (x[i] - average[i]) * rest;
+  }
+}
+
+template <class C>
+void scale_block(int64_t n, C* x, C factor) {
+  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
+template <class C>
+void clamp_block(int64_t n, C* x, C limit) {
+  for (int64_t i = 0; i < n; ++i) {
+    const C low = x[i] < -limit ? -limit : x[i];
+    x[i] = low > limit ? limit : low;
+  }
+}
+
+double power_sum_block(DType dtype, const void* data, int64_t n, double p) {
+  return visit_floating(dtype, [&]<class T>() -> double {
+    const T* x = static_cast<const T*>(data);
+    const auto value = [&](int64_t i) __attribute__((always_inline)) {
+      return absolute(static_cast<double>(load<Compute<T>>(x[i])));
+    };
+    if (p == 2) {
+      return lane_sum<double>(
+          n, [&](int64_t i) __attribute__((always_inline)) {
+            const double v = value(i);
+            return v * v;
+          });
+    }
+    if (p == 1) return lane_sum<double>(n, value);
+    if (__builtin_isinf(p)) {
+      double lanes[kLanes] = {};
+      for (int64_t i = 0; i < n; ++i) {
+        double& lane = lanes[i % kLanes];
+        const double v = value(i);
+        lane = v > lane || v != v ? v : lane;
+      }
+      double largest = 0;
+      for (double v : lanes) largest = v > largest || v != v ? v : largest;
+      return largest;
+    }
+    return lane_sum<double>(n, [&](int64_t i) { return __builtin_pow(value(i), p); });
+  });
+}
+
+template <class C>
+void convert_in(DType dtype, const void* data, int64_t n, C* TS_RESTRICT buffer) {
+  visit_floating(dtype, [&]<class T>() {
+    const T* x = static_cast<const T*>(data);
+    for (int64_t i = 0; i < n; ++i) buffer[i] = load<C>(x[i]);
+  });
+}
+
+template <class C>
+void convert_out(DType dtype, void* data, int64_t n, const C* TS_RESTRICT buffer) {
+  visit_floating(dtype, [&]<class T>() {
+    T* x = static_cast<T*>(data);
+    for (int64_t i = 0; i < n; ++i) x[i] = store<T>(buffer[i]);
+  });
+}
+
+#define TS_INSTANTIATE(C)                                                                   \
+  template void adam_block<C>(const AdamStep<C>&, int64_t, C*, const C*, C*, C*, C*);       \
+  template void sgd_block<C>(const SgdStep<C>&, int64_t, C*, const C*, C*);                 \
+  template void lion_block<C>(const LionStep<C>&, int64_t, C*, const C*, C*);               \
+  template void adagrad_block<C>(const AdagradStep<C>&, int64_t, C*, const C*, C*);         \
+  template void rmsprop_block<C>(const RmspropStep<C>&, int64_t, C*, const C*, C*, C*, C*); \
+  template void lerp_block<C>(int64_t, C*, const C*, C);                                    \
+  template void scale_block<C>(int64_t, C*, C);                                             \
+  template void clamp_block<C>(int64_t, C*, C);                                             \
+  template void convert_in<C>(DType, const void*, int64_t, C*);                             \
+  template void convert_out<C>(DType, void*, int64_t, const C*);
+TS_INSTANTIATE(float)
+TS_INSTANTIATE(double)
+#undef TS_INSTANTIATE
+
+}  // namespace tessera::kernels::TS_SIMD

@@ -1,0 +1,322 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include <tessera/core/dispatch.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/parallel.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera::kernels {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Values in [-1, 1) that look random and depend on nothing but (i, seed).
+double value_at(int64_t i, int seed) {
+  uint64_t h = static_cast<uint64_t>(i) * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(seed) * 977;
+  h = (h ^ (h >> 31)) * 0xbf58476d1ce4e5b9u;
+  h ^= h >> 29;
+  return static_cast<double>(h >> 11) * 0x1p-52 - 1;
+}
+Tensor filled(int64_t size, int seed, DType dtype = kF32, double scale = 1) {
+  std::vector<double> values(static_cast<size_t>(size));
+  for (int64_t i = 0; i < size; ++i) values[static_cast<size_t>(i)] = scale * value_at(i, seed);
+  return tensor(std::span<const double>(values), {size}, dtype);
+}
+Tensor zeros_of(const Tensor& x) { return raw::zeros(x.shape(), x.dtype() == kF64 ? kF64 : kF32); }
+Tensor copy_of(const Tensor& x) {
+  return tensor(std::span<const double>(x.to_vector<double>()), x.shape(), x.dtype());
+}
+std::vector<double> scalars_of(double lr, double step, double gradient_scale = 1) {
+  return {lr, step, gradient_scale, 0};
+}
+double largest_difference(const Tensor& x, const std::vector<double>& expected) {
+  const std::vector<double> values = x.to_vector<double>();
+  double largest = 0;
+  for (size_t i = 0; i < values.size(); ++i) {
+    largest = std::max(largest, std::abs(values[i] - expected[i]));
+  }
+  return largest;
+}
+bool same_bits(const Tensor& a, const Tensor& b) {
+  return a.nbytes() == b.nbytes() &&
+         std::memcmp(a.data(), b.data(), static_cast<size_t>(a.nbytes())) == 0;
+}
+
+// The update of one element in f64, as its paper and torch's documentation write it.
+struct ReferenceAdam {
+  double p, m = 0, v = 0, largest = 0;
+  void step(double g, double lr, int t, const AdamOptions& o, bool amsgrad) {
+    if (o.maximize) g = -g;
+    if (o.decoupled) {
+      p *= 1 - lr * o.weight_decay;
+    } else {
+      g += o.weight_decay * p;
+    }
+    m = o.beta1 * m + (1 - o.beta1) * g;
+    v = o.beta2 * v + (1 - o.beta2) * g * g;
+    largest = std::max(largest, v);
+    const double corrected = (amsgrad ? largest : v) / (1 - std::pow(o.beta2, t));
+    p -= lr * (m / (1 - std::pow(o.beta1, t))) / (std::sqrt(corrected) + o.eps);
+  }
+};
+
+struct AdamCase {
+  DType dtype;
+  bool decoupled, amsgrad, maximize;
+  double weight_decay;
+};
+class Adam : public testing::TestWithParam<AdamCase> {};
+
+TEST_P(Adam, follows_its_formula_for_ten_steps) {
+  const AdamCase c = GetParam();
+  const AdamOptions options{
+      .weight_decay = c.weight_decay, .decoupled = c.decoupled, .maximize = c.maximize};
+  const int64_t size = 3000;  // several stages, and a rest that fills no register
+  const Tensor param = filled(size, 1, c.dtype);
+  AdamTensors entry{param, {}, zeros_of(param), zeros_of(param)};
+  if (c.amsgrad) entry.max_exp_avg_sq = zeros_of(param);
+  std::vector<ReferenceAdam> reference;
+  for (double p : param.to_vector<double>()) reference.push_back({p});
+  for (int t = 1; t <= 10; ++t) {
+    entry.grad = filled(size, 10 + t, c.dtype);
+    const std::vector<double> grad = entry.grad.to_vector<double>();
+    multi_tensor_adam({&entry, 1}, options, scalars_of(1e-2, t, 0.5).data());
+    for (size_t i = 0; i < reference.size(); ++i) {
+      reference[i].step(0.5 * grad[i], 1e-2, t, options, c.amsgrad);
+    }
+    // Low-precision parameters are rounded at every step; go on from the rounded value.
+    if (is_low_precision(c.dtype)) {
+      const std::vector<double> rounded = param.to_vector<double>();
+      for (size_t i = 0; i < reference.size(); ++i) {
+        ASSERT_NEAR(rounded[i], reference[i].p, 1.01 * epsilon_of(c.dtype));
+        reference[i].p = rounded[i];
+      }
+    }
+  }
+  std::vector<double> expected;
+  for (const ReferenceAdam& r : reference) expected.push_back(r.p);
+  EXPECT_LT(largest_difference(param, expected), 20 * epsilon_of(c.dtype));
+}
+INSTANTIATE_TEST_SUITE_P(Variants, Adam,
+                         testing::Values(AdamCase{kF32, true, false, false, 0.1},
+                                         AdamCase{kF32, false, false, false, 0.1},
+                                         AdamCase{kF32, true, true, true, 0},
+                                         AdamCase{kF64, true, false, false, 0.1},
+                                         AdamCase{kF64, false, true, false, 0.1},
+                                         AdamCase{kBF16, true, false, false, 0.1},
+                                         AdamCase{kF16, true, false, false, 0.0}));
+
+// torch.optim.AdamW([1., -2., 0.5], lr=0.1, weight_decay=0.1), gradients [0.3, -0.1, 2.] times the
+// step's number, three steps.
+TEST(MultiTensor, AdamW_gives_the_numbers_of_torch) {
+  const Tensor param = tensor({1.0, -2.0, 0.5});
+  const AdamTensors entry{param, {}, zeros_of(param), zeros_of(param)};
+  for (int t = 1; t <= 3; ++t) {
+    AdamTensors now = entry;
+    now.grad = tensor({0.3 * t, -0.1 * t, 2.0 * t});
+    multi_tensor_adam({&now, 1}, {.weight_decay = 0.1}, scalars_of(0.1, t).data());
+  }
+  EXPECT_LT(largest_difference(param, {0.680935864, -1.651234877, 0.195786358}), 3e-7);
+}
+
+TEST(MultiTensor, SGD_gives_the_numbers_of_torch) {
+  const auto run = [](const SgdOptions& options) {
+    const Tensor param = tensor({1.0, -2.0, 0.5});
+    SgdTensors entry{param, {}, zeros_of(param)};
+    for (int t = 1; t <= 3; ++t) {
+      entry.grad = tensor({0.3 * t, -0.1 * t, 2.0 * t});
+      entry.first = t == 1;
+      multi_tensor_sgd({&entry, 1}, options, scalars_of(0.1, t).data());
+    }
+    return param;
+  };
+  EXPECT_LT(
+      largest_difference(run({.weight_decay = 0.1}), {0.791496000, -1.880997000, -0.706870500}),
+      3e-7);
+  EXPECT_LT(largest_difference(run({.momentum = 0.9, .dampening = 0.5}),
+                               {0.816700000, -1.938900000, -0.722000000}),
+            3e-7);
+  EXPECT_LT(largest_difference(run({.momentum = 0.9, .weight_decay = 0.1, .nesterov = true}),
+                               {0.489358764, -1.697942823, -2.416454209}),
+            3e-7);
+}
+
+TEST(MultiTensor, Adagrad_gives_the_numbers_of_torch) {
+  const Tensor param = tensor({1.0, -2.0, 0.5});
+  AdagradTensors entry{param, {}, raw::full({3}, 0.2, kF32)};
+  for (int t = 1; t <= 3; ++t) {
+    entry.grad = tensor({0.3 * t, -0.1 * t, 2.0 * t});
+    multi_tensor_adagrad({&entry, 1}, {.lr_decay = 0.1, .weight_decay = 0.1},
+                         scalars_of(0.1, t).data());
+  }
+  EXPECT_LT(largest_difference(param, {0.803552540, -1.841323182, 0.255103905}), 3e-7);
+}
+
+TEST(MultiTensor, RMSprop_gives_the_numbers_of_torch) {
+  const Tensor param = tensor({1.0, -2.0, 0.5});
+  RmspropTensors entry{param, {}, zeros_of(param), zeros_of(param), zeros_of(param)};
+  for (int t = 1; t <= 3; ++t) {
+    entry.grad = tensor({0.3 * t, -0.1 * t, 2.0 * t});
+    multi_tensor_rmsprop({&entry, 1}, {.weight_decay = 0.1, .momentum = 0.9},
+                         scalars_of(0.01, t).data());
+  }
+  EXPECT_LT(largest_difference(param, {0.482940921, -1.504698677, -0.024650493}), 1e-6);
+}
+
+TEST(MultiTensor, Lion_moves_by_the_sign_and_decays) {
+  const Tensor param = tensor({1.0, -2.0, 0.5});
+  LionTensors entry{param, tensor({0.3, -0.1, 0.0}), zeros_of(param)};
+  multi_tensor_lion({&entry, 1}, {.weight_decay = 0.1}, scalars_of(0.1, 1).data());
+  EXPECT_LT(largest_difference(param, {0.89, -1.88, 0.495}), 1e-6);
+  EXPECT_LT(largest_difference(entry.exp_avg, {0.003, -0.001, 0}), 1e-8);
+  entry.grad = tensor({-0.3, -0.1, 0.0});  // 0.9 * 0.003 - 0.1 * 0.3 < 0: the sign turns
+  multi_tensor_lion({&entry, 1}, {}, scalars_of(0.1, 2).data());
+  EXPECT_LT(largest_difference(param, {0.99, -1.78, 0.495}), 1e-6);
+}
+
+TEST(MultiTensor,
+     many_tensors_of_all_sizes_have_the_bits_of_one_at_a_time_and_of_any_thread_count) {
+  const std::vector<int64_t> sizes = {1,    0, 7, 768, kMultiTensorChunk, kMultiTensorChunk + 1,
+                                      50001};
+  const auto make = [&] {
+    std::vector<AdamTensors> list;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      const Tensor param = filled(sizes[i], static_cast<int>(i));
+      list.push_back(
+          {param, filled(sizes[i], 100 + static_cast<int>(i)), zeros_of(param), zeros_of(param)});
+    }
+    return list;
+  };
+  const std::vector<double> scalars = scalars_of(1e-3, 1);
+  const int threads = num_threads();
+  std::vector<AdamTensors> one_by_one = make(), single = make(), two = make();
+  for (AdamTensors& t : one_by_one) multi_tensor_adam({&t, 1}, {}, scalars.data());
+  set_num_threads(1);
+  multi_tensor_adam(single, {}, scalars.data());
+  set_num_threads(2);
+  multi_tensor_adam(two, {}, scalars.data());
+  set_num_threads(threads);
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    EXPECT_TRUE(same_bits(one_by_one[i].param, single[i].param)) << "size " << sizes[i];
+    EXPECT_TRUE(same_bits(single[i].param, two[i].param)) << "size " << sizes[i];
+    EXPECT_TRUE(same_bits(single[i].exp_avg_sq, two[i].exp_avg_sq)) << "size " << sizes[i];
+  }
+}
+
+TEST(MultiTensor, a_shadow_receives_the_rounded_new_value) {
+  const Tensor master = filled(2000, 1), shadow = raw::zeros({2000}, kBF16);
+  const AdamTensors entry{master, filled(2000, 2, kBF16), zeros_of(master), zeros_of(master), {},
+                          shadow};
+  multi_tensor_adam({&entry, 1}, {}, scalars_of(0.1, 1).data());
+  const std::vector<float> values = master.to_vector<float>();
+  for (size_t i = 0; i < values.size(); ++i) {
+    ASSERT_EQ(shadow.data_as<bf16>()[i].bits, from_float<bf16>(values[i]).bits) << "at " << i;
+  }
+}
+
+TEST(MultiTensor, a_transposed_gradient_meets_its_own_elements) {
+  const Tensor param = raw::view(filled(12, 1), {3, 4});
+  const Tensor grad = raw::transpose(raw::view(filled(12, 2), {4, 3}), 0, 1);
+  std::vector<double> expected = param.to_vector<double>();
+  const std::vector<double> g = grad.to_vector<double>();
+  for (size_t i = 0; i < expected.size(); ++i) expected[i] -= 0.1 * g[i];
+  const SgdTensors entry{param, grad};
+  multi_tensor_sgd({&entry, 1}, {}, scalars_of(0.1, 1).data());
+  EXPECT_LT(largest_difference(param, expected), 2e-7);
+}
+
+TEST(MultiTensor, a_step_marks_what_it_wrote_and_a_skipped_one_writes_nothing) {
+  const Tensor param = filled(10, 1), before = copy_of(param);
+  const AdamTensors entry{param, filled(10, 2), zeros_of(param), zeros_of(param)};
+  const uint32_t version = param.version();
+  multi_tensor_adam({&entry, 1}, {}, std::vector<double>{0.1, 1, 1, 1}.data());
+  EXPECT_TRUE(same_bits(param, before));
+  EXPECT_EQ(param.version(), version);
+  multi_tensor_adam({&entry, 1}, {}, scalars_of(0.1, 1).data());
+  EXPECT_FALSE(same_bits(param, before));
+  EXPECT_GT(param.version(), version);
+}
+
+TEST(MultiTensor, wrong_tensors_are_named_before_anything_is_written) {
+  const Tensor param = filled(10, 1), before = copy_of(param);
+  const std::vector<double> scalars = scalars_of(0.1, 1);
+  const AdamTensors good{param, filled(10, 2), zeros_of(param), zeros_of(param)};
+  AdamTensors bad = good;
+  bad.grad = filled(9, 2);
+  EXPECT_THROW(multi_tensor_adam(std::vector{good, bad}, {}, scalars.data()), ShapeError);
+  bad = good;
+  bad.exp_avg = raw::zeros({10}, kBF16);
+  EXPECT_THROW(multi_tensor_adam(std::vector{good, bad}, {}, scalars.data()), DTypeError);
+  bad = good;
+  bad.exp_avg = Tensor();
+  EXPECT_THROW(multi_tensor_adam(std::vector{good, bad}, {}, scalars.data()), ValueError);
+  EXPECT_TRUE(same_bits(param, before));
+}
+
+TEST(MultiTensor, the_global_norm_is_exact_to_f64_and_does_not_depend_on_threads) {
+  const std::vector<Tensor> list = {filled(100000, 1), filled(1, 2), filled(777, 3, kBF16),
+                                    filled(40000, 4, kF64)};
+  for (double p : {1.0, 2.0, 3.0, kInfinity}) {
+    double expected = 0;
+    for (const Tensor& x : list) {
+      for (double v : x.to_vector<double>()) {
+        expected =
+            std::isinf(p) ? std::max(expected, std::abs(v)) : expected + std::pow(std::abs(v), p);
+      }
+    }
+    if (!std::isinf(p)) expected = std::pow(expected, 1 / p);
+    const int threads = num_threads();
+    set_num_threads(1);
+    const double single = multi_tensor_norm(list, p);
+    set_num_threads(2);
+    const double two = multi_tensor_norm(list, p);
+    set_num_threads(threads);
+    EXPECT_EQ(single, two);
+    EXPECT_NEAR(single / expected, 1, 1e-12) << "p " << p;
+  }
+}
+
+TEST(MultiTensor, the_norm_tells_of_elements_that_are_not_finite) {
+  Tensor x = filled(40000, 1);
+  x.data_as<float>()[33333] = std::numeric_limits<float>::quiet_NaN();
+  const std::vector<Tensor> list = {filled(10, 2), x, filled(10, 3)};
+  EXPECT_TRUE(std::isnan(multi_tensor_norm(list)));
+  EXPECT_TRUE(std::isnan(multi_tensor_norm(list, kInfinity)));
+  x.data_as<float>()[33333] = std::numeric_limits<float>::infinity();
+  EXPECT_TRUE(std::isinf(multi_tensor_norm(list)));
+  EXPECT_EQ(multi_tensor_norm(std::vector<Tensor>{}), 0);
+}
+
+TEST(MultiTensor, scaling_clamping_zeroing_and_averaging_work_in_place) {
+  const Tensor a = filled(3000, 1), b = filled(3000, 2, kBF16);
+  const std::vector<double> was = a.to_vector<double>();
+  const double half = 0.5;
+  multi_tensor_scale(std::vector{a, b}, &half);
+  for (size_t i = 0; i < was.size(); ++i) ASSERT_EQ(a.data_as<float>()[i], 0.5 * was[i]);
+  multi_tensor_clamp(std::vector{a, b}, 0.25);
+  for (const Tensor& x : {a, b}) {
+    for (double v : x.to_vector<double>()) ASSERT_LE(std::abs(v), 0.25);
+  }
+  const Tensor average = raw::zeros({3000}, kF32);
+  multi_tensor_lerp(std::vector{average}, std::vector{b}, 0.125);
+  const std::vector<double> source = b.to_vector<double>();
+  for (size_t i = 0; i < source.size(); ++i) {
+    ASSERT_EQ(average.data_as<float>()[i], 0.125 * source[i]);
+  }
+  multi_tensor_zero(std::vector{a, b});
+  for (double v : b.to_vector<double>()) ASSERT_EQ(v, 0);
+}
+
+TEST(MultiTensor, meta_tensors_are_checked_and_left_alone) {
+  const Tensor meta = raw::empty({4}, kF32, kMeta);
+  const AdamTensors entry{meta, meta, meta, meta};
+  EXPECT_NO_THROW(multi_tensor_adam({&entry, 1}, {}, scalars_of(0.1, 1).data()));
+}
+
+}  // namespace
+}  // namespace tessera::kernels
