@@ -131,10 +131,11 @@ std::optional<JsonRecord> JsonlReader::next() {
     state->file = file_;
     try {
       state->object = json::parse(line.begin(), line.end());
-    } catch (const json::parse_error& error) {
+    } catch (const json::exception& error) {  // also numbers out of range
+      const auto* parse = dynamic_cast<const json::parse_error*>(&error);
       TS_THROW(FormatError, "read_jsonl", "every line must be a JSON object; '", *file_, "' line ",
-               line_, " (byte offset ", start, " + ", error.byte, "): ", json_reason(error),
-               "; correct the line.");
+               line_, " (byte offset ", start + (parse != nullptr ? parse->byte : 0),
+               "): ", json_reason(error), "; correct the line.");
     }
     TS_CHECK_AS(FormatError, state->object.is_object(), "read_jsonl",
                 "every line must be a JSON object; '", *file_, "' line ", line_, " (byte offset ",

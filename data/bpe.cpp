@@ -1,0 +1,504 @@
+#include <tessera/data/bpe.h>
+
+#include <algorithm>
+#include <array>
+#include <filesystem>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <queue>
+#include <unordered_map>
+
+#include <tessera/core/error.h>
+#include <tessera/core/mapped_file.h>
+#include <tessera/data/json_error.h>
+#include <tessera/data/special_tokens.h>
+#include <tessera/data/text.h>
+#include <tessera/data/unicode.h>
+#include <tessera/data/word_cache.h>
+
+namespace tessera::data {
+namespace {
+
+constexpr std::string_view kWhere = "BpeTokenizer";
+
+// ---- Cutting a text into pieces -----------------------------------------------------------------
+
+constexpr std::array<CharClass, 128> kAsciiClass = [] {
+  std::array<CharClass, 128> table{};
+  for (int c = 'a'; c <= 'z'; ++c) table[c] = table[c - 'a' + 'A'] = CharClass::kLetter;
+  for (int c = '0'; c <= '9'; ++c) table[c] = CharClass::kNumber;
+  for (int c : {'\t', '\n', '\v', '\f', '\r', ' '}) table[c] = CharClass::kSpace;
+  return table;
+}();
+
+struct Char {
+  CharClass char_class;
+  uint32_t length;
+};
+
+inline Char char_at(std::string_view text, size_t position) {
+  const auto byte = static_cast<unsigned char>(text[position]);
+  if (byte < 0x80) [[likely]]
+    return {kAsciiClass[byte], 1};
+  const CodePoint c = decode_utf8(text, position);
+  return {char_class(c.value), c.length};
+}
+
+// First position from `position` on whose character is of another class.
+inline size_t end_of_run(std::string_view text, size_t position, CharClass char_class) {
+  while (position < text.size()) {
+    const Char c = char_at(text, position);
+    if (c.char_class != char_class) break;
+    position += c.length;
+  }
+  return position;
+}
+
+// Length of 's 't 're 've 'm 'll 'd at `position`, 0 if none stands there.
+inline size_t contraction_length(std::string_view text, size_t position) {
+  const std::string_view rest = text.substr(position + 1, 2);
+  if (rest.empty()) return 0;
+  switch (rest[0]) {
+    case 's':
+    case 't':
+    case 'm':
+    case 'd':
+      return 2;
+    default:
+      return rest == "re" || rest == "ve" || rest == "ll" ? 3 : 0;
+  }
+}
+
+// End of the piece that starts at `start`: the pattern's alternatives, first match wins.
+inline size_t end_of_piece(std::string_view text, size_t start) {
+  if (text[start] == '\'') {
+    if (const size_t length = contraction_length(text, start)) return start + length;
+  }
+  Char c = char_at(text, start);
+  size_t position = start + c.length;
+  if (text[start] == ' ' && position < text.size()) {  // " ?" before a run of another class
+    const Char next = char_at(text, position);
+    if (next.char_class != CharClass::kSpace) {
+      return end_of_run(text, position + next.length, next.char_class);
+    }
+  }
+  if (c.char_class != CharClass::kSpace) return end_of_run(text, position, c.char_class);
+  // \s+(?!\S): all the white space at the end of the text; before a word, all but the last
+  // character, which the word's " ?" may take. A single one is \s+.
+  size_t last = start;
+  while (position < text.size()) {
+    c = char_at(text, position);
+    if (c.char_class != CharClass::kSpace) return last == start ? position : last;
+    last = position;
+    position += c.length;
+  }
+  return position;
+}
+
+// ---- Tokens as the vocabulary writes them -------------------------------------------------------
+
+// GPT-2 writes bytes as printable characters: those of Latin-1 as they are, the other 68 bytes as
+// U+0100 and on, in their order.
+constexpr int kByteChars = 256 + 68;
+constexpr std::array<int16_t, kByteChars> kByteOfChar = [] {
+  std::array<int16_t, kByteChars> table{};
+  for (auto& entry : table) entry = -1;
+  int next = 256;
+  for (int byte = 0; byte < 256; ++byte) {
+    const bool printable = (byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte != 0xAD);
+    table[printable ? byte : next++] = static_cast<int16_t>(byte);
+  }
+  return table;
+}();
+
+// The bytes that a written token stands for; nothing if a character stands for no byte.
+std::optional<std::string> bytes_of(std::string_view written) {
+  std::string bytes;
+  for (size_t position = 0; position < written.size();) {
+    const CodePoint c = decode_utf8(written, position);
+    if (c.value >= kByteChars || kByteOfChar[c.value] < 0) return std::nullopt;
+    bytes += static_cast<char>(kByteOfChar[c.value]);
+    position += c.length;
+  }
+  return bytes;
+}
+
+// Reads {"token": id, ...} without a tree, and sees what a tree would hide: a key that comes twice.
+class VocabularyHandler : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  explicit VocabularyHandler(std::string_view file) : file_(file) {}
+
+  std::vector<std::pair<std::string, int64_t>> take() { return std::move(entries_); }
+
+  bool start_object(size_t) override {
+    if (depth_++ > 0) refuse("an object");
+    return true;
+  }
+  bool end_object() override { return true; }
+  bool key(string_t& value) override {
+    key_ = value;
+    return true;
+  }
+  bool number_integer(number_integer_t value) override { return add(value); }
+  bool number_unsigned(number_unsigned_t value) override {
+    return add(value > uint64_t{INT64_MAX} ? INT64_MAX : static_cast<int64_t>(value));
+  }
+  bool null() override { return refuse("null"); }
+  bool boolean(bool) override { return refuse("a boolean"); }
+  bool number_float(number_float_t, const string_t&) override { return refuse("a fraction"); }
+  bool string(string_t&) override { return refuse("a string"); }
+  bool binary(binary_t&) override { return refuse("binary data"); }
+  bool start_array(size_t) override { return refuse("an array"); }
+  bool end_array() override { return true; }
+  bool parse_error(size_t position, const std::string&,
+                   const nlohmann::detail::exception& error) override {
+    TS_THROW(FormatError, kWhere, "the vocabulary must be a JSON object; '", file_,
+             "' byte offset ", position, ": ", json_reason(error), "; get the file again.");
+  }
+
+ private:
+  bool add(int64_t id) {
+    if (depth_ == 0) refuse("a number");
+    entries_.emplace_back(std::move(key_), id);
+    return true;
+  }
+  [[noreturn]] bool refuse(std::string_view what) {
+    TS_THROW(FormatError, kWhere, "the vocabulary must be a JSON object from token to id; '", file_,
+             "' has ", what,
+             depth_ > 0 ? " for token '" + key_ + "'" : std::string(" at its start"),
+             "; give the right file.");
+  }
+
+  std::string_view file_;
+  std::vector<std::pair<std::string, int64_t>> entries_;
+  std::string key_;
+  int depth_ = 0;
+};
+
+// ---- Merging ------------------------------------------------------------------------------------
+
+struct Merge {
+  uint32_t rank;
+  TokenId id;
+};
+constexpr uint32_t kNoRank = std::numeric_limits<uint32_t>::max();
+
+// From a pair of tokens to its merge; open addressing at half load.
+class MergeTable {
+ public:
+  void reserve(size_t merges) {
+    int bits = 4;
+    while ((size_t{1} << bits) < 2 * merges) ++bits;
+    shift_ = 64 - bits;
+    slots_.assign(size_t{1} << bits, Slot{});
+  }
+  // False if the pair is there already.
+  bool insert(TokenId left, TokenId right, Merge merge) {
+    Slot& slot = slots_[find_slot(key_of(left, right))];
+    if (slot.key != kEmpty) return false;
+    slot = {key_of(left, right), merge};
+    return true;
+  }
+  Merge find(TokenId left, TokenId right) const {
+    return slots_[find_slot(key_of(left, right))].merge;
+  }
+
+ private:
+  static constexpr uint64_t kEmpty = ~uint64_t{0};
+  struct Slot {
+    uint64_t key = kEmpty;
+    Merge merge = {kNoRank, 0};
+  };
+  static uint64_t key_of(TokenId left, TokenId right) {
+    return static_cast<uint64_t>(left) << 32 | static_cast<uint32_t>(right);
+  }
+  size_t find_slot(uint64_t key) const {
+    size_t slot = (key * 0x9E3779B97F4A7C15) >> shift_;
+    while (slots_[slot].key != key && slots_[slot].key != kEmpty) {
+      slot = (slot + 1) & (slots_.size() - 1);
+    }
+    return slot;
+  }
+
+  std::vector<Slot> slots_ = std::vector<Slot>(16);
+  int shift_ = 60;
+};
+
+}  // namespace
+
+struct BpeTokenizer::Model {
+  std::string text;            // the bytes of all tokens, one after the other
+  std::vector<uint32_t> ends;  // where each token ends in text
+  std::unordered_map<std::string_view, TokenId> ids;  // views into text
+  std::array<TokenId, 256> byte_ids{};
+  MergeTable merges;
+  SpecialTokens special;
+  bool parse_special = false;
+  std::optional<TokenId> end_of_text;
+  mutable WordCachePool caches;
+
+  int64_t size() const { return static_cast<int64_t>(ends.size()); }
+
+  std::string_view bytes(TokenId id) const {
+    TS_CHECK_INDEX(id >= 0 && id < size(), kWhere, "ids are 0 to ", size() - 1, "; got ", id,
+                   "; was the text encoded with another tokenizer?");
+    const auto i = static_cast<size_t>(id);
+    const uint32_t start = i == 0 ? 0 : ends[i - 1];
+    return std::string_view(text).substr(start, ends[i] - start);
+  }
+
+  void encode_plain(std::string_view source, WordCache& cache, std::vector<TokenId>& out) const {
+    for (size_t start = 0; start < source.size();) {
+      const size_t end = end_of_piece(source, start);
+      const std::string_view piece = source.substr(start, end - start);
+      if (piece.size() <= WordCache::kMaxBytes) [[likely]] {
+        const WordCache::Key key = WordCache::key_of(piece, source.size() - start);
+        WordCache::Entry& entry = cache.place(key);
+        if (WordCache::holds(entry, key)) [[likely]] {
+          out.insert(out.end(), entry.ids, entry.ids + entry.count);
+        } else {
+          const size_t before = out.size();
+          merge_short(piece, out);
+          const size_t count = out.size() - before;
+          if (count <= WordCache::kMaxIds) WordCache::store(entry, key, &out[before], count);
+        }
+      } else if (piece.size() <= kShort) {
+        merge_short(piece, out);
+      } else {
+        merge_long(piece, out);
+      }
+      start = end;
+    }
+  }
+
+  // Few tokens: look through all ranks for the lowest. Quadratic, and faster than a heap.
+  static constexpr size_t kShort = 48;
+  void merge_short(std::string_view piece, std::vector<TokenId>& out) const {
+    TokenId tokens[kShort];
+    Merge next[kShort];  // the merge of tokens[i] and tokens[i + 1]
+    size_t count = piece.size();
+    for (size_t i = 0; i < count; ++i) tokens[i] = byte_ids[static_cast<unsigned char>(piece[i])];
+    for (size_t i = 0; i + 1 < count; ++i) next[i] = merges.find(tokens[i], tokens[i + 1]);
+    while (count > 1) {
+      size_t best = 0;
+      for (size_t i = 1; i + 1 < count; ++i) {
+        if (next[i].rank < next[best].rank) best = i;
+      }
+      if (next[best].rank == kNoRank) break;
+      tokens[best] = next[best].id;
+      for (size_t i = best + 1; i + 1 < count; ++i) {
+        tokens[i] = tokens[i + 1];
+        next[i] = next[i + 1];
+      }
+      --count;
+      if (best + 1 < count) next[best] = merges.find(tokens[best], tokens[best + 1]);
+      if (best > 0) next[best - 1] = merges.find(tokens[best - 1], tokens[best]);
+    }
+    out.insert(out.end(), tokens, tokens + count);
+  }
+
+  // Many tokens: a linked list and a heap of candidate merges. A candidate whose tokens have
+  // changed since is skipped when it comes up.
+  void merge_long(std::string_view piece, std::vector<TokenId>& out) const {
+    struct Node {
+      TokenId token;  // -1: merged into its left neighbour
+      int64_t previous, next;
+    };
+    struct Candidate {
+      uint32_t rank;
+      TokenId merged, left_token, right_token;
+      int64_t left;
+      // std::priority_queue gives its greatest: the lowest rank, then the leftmost.
+      bool operator<(const Candidate& other) const {
+        return rank != other.rank ? rank > other.rank : left > other.left;
+      }
+    };
+    const auto count = static_cast<int64_t>(piece.size());
+    std::vector<Node> nodes(piece.size());
+    for (int64_t i = 0; i < count; ++i) {
+      nodes[i] = {byte_ids[static_cast<unsigned char>(piece[i])], i - 1, i + 1};
+    }
+    std::vector<Candidate> storage;
+    storage.reserve(piece.size());
+    std::priority_queue<Candidate> candidates({}, std::move(storage));
+    const auto consider = [&](int64_t left) {
+      if (left < 0 || nodes[left].next >= count) return;
+      const TokenId a = nodes[left].token, b = nodes[nodes[left].next].token;
+      const Merge merge = merges.find(a, b);
+      if (merge.rank != kNoRank) candidates.push({merge.rank, merge.id, a, b, left});
+    };
+    for (int64_t i = 0; i + 1 < count; ++i) consider(i);
+    while (!candidates.empty()) {
+      const Candidate best = candidates.top();
+      candidates.pop();
+      Node& left = nodes[best.left];
+      if (left.token != best.left_token || left.next >= count ||
+          nodes[left.next].token != best.right_token) {
+        continue;
+      }
+      Node& right = nodes[left.next];
+      left.token = best.merged;
+      right.token = -1;
+      left.next = right.next;
+      if (left.next < count) nodes[left.next].previous = best.left;
+      consider(left.previous);
+      consider(best.left);
+    }
+    for (int64_t i = 0; i < count; i = nodes[i].next) out.push_back(nodes[i].token);
+  }
+};
+
+BpeTokenizer::BpeTokenizer(std::unique_ptr<Model> model) : model_(std::move(model)) {}
+BpeTokenizer::BpeTokenizer(BpeTokenizer&&) noexcept = default;
+BpeTokenizer& BpeTokenizer::operator=(BpeTokenizer&&) noexcept = default;
+BpeTokenizer::~BpeTokenizer() = default;
+
+BpeTokenizer BpeTokenizer::parse(std::string_view vocabulary, std::string_view vocabulary_name,
+                                 std::string_view merges, std::string_view merges_name,
+                                 const BpeOptions& options) {
+  VocabularyHandler handler(vocabulary_name);
+  nlohmann::json::sax_parse(vocabulary.begin(), vocabulary.end(), &handler);
+  const std::vector<std::pair<std::string, int64_t>> entries = handler.take();
+  TS_CHECK_AS(FormatError, vocabulary.size() < (size_t{1} << 31), kWhere, "'", vocabulary_name,
+              "' has more than 2^31 bytes; give the right file.");
+  const auto is_special = [&](const std::string& token) {
+    return std::find(options.special_tokens.begin(), options.special_tokens.end(), token) !=
+           options.special_tokens.end();
+  };
+
+  auto model = std::make_unique<Model>();
+  std::unordered_map<std::string_view, TokenId> written;  // as the files write tokens
+  std::vector<const std::string*> by_id(entries.size(), nullptr);
+  for (const auto& [token, id] : entries) {
+    TS_CHECK_AS(FormatError, id >= 0 && id < static_cast<int64_t>(entries.size()), kWhere,
+                "ids must be 0 to the number of tokens less 1; '", vocabulary_name, "' has id ", id,
+                " for '", token, "' among ", entries.size(), " tokens; get the file again.");
+    TS_CHECK_AS(FormatError, by_id[static_cast<size_t>(id)] == nullptr, kWhere,
+                "every id must stand once; '", vocabulary_name, "' gives id ", id, " to '",
+                *by_id[static_cast<size_t>(id)], "' and '", token, "'; get the file again.");
+    by_id[static_cast<size_t>(id)] = &token;
+    TS_CHECK_AS(FormatError, written.emplace(token, static_cast<TokenId>(id)).second, kWhere,
+                "every token must stand once; '", vocabulary_name, "' has '", token,
+                "' twice; get the file again.");
+  }
+  for (size_t id = 0; id < by_id.size(); ++id) {
+    std::optional<std::string> bytes = bytes_of(*by_id[id]);
+    if (!bytes && is_special(*by_id[id])) bytes = *by_id[id];
+    TS_CHECK_AS(FormatError, bytes.has_value(), kWhere,
+                "tokens are written in the characters that GPT-2 uses for bytes; '",
+                vocabulary_name, "' has '", *by_id[id], "' (id ", id,
+                "); name it in special_tokens if it is one, or give a byte-level vocabulary.");
+    model->text += *bytes;
+    model->ends.push_back(static_cast<uint32_t>(model->text.size()));
+  }
+  for (TokenId id = 0; id < model->size(); ++id) model->ids.emplace(model->bytes(id), id);
+  for (int c = 0; c < kByteChars; ++c) {
+    if (kByteOfChar[static_cast<size_t>(c)] < 0) continue;
+    std::string token;
+    append_utf8(static_cast<char32_t>(c), token);
+    const auto found = written.find(token);
+    TS_CHECK_AS(FormatError, found != written.end(), kWhere, "every byte needs a token; '",
+                vocabulary_name, "' has none for byte ", kByteOfChar[static_cast<size_t>(c)], " ('",
+                token, "'); give a byte-level vocabulary.");
+    model->byte_ids[static_cast<size_t>(kByteOfChar[static_cast<size_t>(c)])] = found->second;
+  }
+
+  std::vector<std::string_view> lines = split_lines(merges);
+  model->merges.reserve(lines.size());
+  uint32_t rank = 0;
+  for (size_t i = 0; i < lines.size(); ++i) {
+    const std::string_view line = lines[i];
+    if (line.empty() || (i == 0 && line.starts_with("#version"))) continue;
+    const size_t space = line.find(' ');
+    TS_CHECK_AS(FormatError,
+                space != line.npos && space > 0 && space + 1 < line.size() &&
+                    line.find(' ', space + 1) == line.npos,
+                kWhere, "a merge is two tokens with a space between; '", merges_name, "' line ",
+                i + 1, " is '", line.substr(0, 60), "'; get the file again.");
+    const auto id_of = [&](std::string_view token) {
+      const auto found = written.find(token);
+      TS_CHECK_AS(FormatError, found != written.end(), kWhere,
+                  "merges must be made of and make tokens of the vocabulary; '", merges_name,
+                  "' line ", i + 1, " needs '", token.substr(0, 60), "', which '", vocabulary_name,
+                  "' lacks; give two files that belong together.");
+      return found->second;
+    };
+    const std::string_view left = line.substr(0, space), right = line.substr(space + 1);
+    const Merge merge = {rank++, id_of(std::string(left).append(right))};
+    TS_CHECK_AS(FormatError, model->merges.insert(id_of(left), id_of(right), merge), kWhere,
+                "every merge must stand once; '", merges_name, "' line ", i + 1, " repeats '",
+                line.substr(0, 60), "'; get the file again.");
+  }
+
+  for (const std::string& token : options.special_tokens) {
+    const auto found = written.find(token);
+    TS_CHECK_AS(FormatError, found != written.end(), kWhere,
+                "special tokens must be in the vocabulary; '", vocabulary_name, "' lacks '", token,
+                "'; leave it out of special_tokens or add it to the file.");
+    model->special.add(token, found->second);
+    if (!model->end_of_text) model->end_of_text = found->second;
+  }
+  model->parse_special = options.parse_special_tokens;
+  return BpeTokenizer(std::move(model));
+}
+
+BpeTokenizer BpeTokenizer::from_files(const std::string& vocabulary, const std::string& merges,
+                                      const BpeOptions& options) {
+  const MappedFile vocabulary_file(vocabulary), merges_file(merges);
+  return parse(vocabulary_file.text(), vocabulary, merges_file.text(), merges, options);
+}
+
+BpeTokenizer BpeTokenizer::from_folder(const std::string& folder, const BpeOptions& options) {
+  const std::filesystem::path base(folder);
+  for (const auto& [vocabulary, merges] :
+       {std::pair("vocab.json", "merges.txt"), std::pair("encoder.json", "vocab.bpe")}) {
+    if (std::filesystem::exists(base / vocabulary)) {
+      return from_files((base / vocabulary).string(), (base / merges).string(), options);
+    }
+  }
+  TS_THROW(IoError, kWhere, "'", folder,
+           "' must hold vocab.json and merges.txt, or encoder.json and vocab.bpe; it has neither; "
+           "check the path.");
+}
+
+int64_t BpeTokenizer::vocab_size() const { return model_->size(); }
+
+void BpeTokenizer::encode(std::string_view text, std::vector<TokenId>& ids) const {
+  WordCachePool::Lease cache(model_->caches);
+  reserve_more(ids, text.size() / 3);  // English is about 4 bytes a token
+  if (!model_->parse_special) {
+    model_->encode_plain(text, *cache, ids);
+    return;
+  }
+  model_->special.split(
+      text, [&](std::string_view plain) { model_->encode_plain(plain, *cache, ids); },
+      [&](TokenId id) { ids.push_back(id); });
+}
+
+std::string BpeTokenizer::decode(std::span<const TokenId> ids) const {
+  std::string text;
+  text.reserve(ids.size() * 4);
+  for (const TokenId id : ids) text += model_->bytes(id);
+  return text;
+}
+
+std::string_view BpeTokenizer::token_bytes(TokenId id) const { return model_->bytes(id); }
+std::optional<TokenId> BpeTokenizer::end_of_text() const { return model_->end_of_text; }
+
+std::optional<TokenId> BpeTokenizer::find(std::string_view token) const {
+  const auto found = model_->ids.find(token);
+  if (found == model_->ids.end()) return std::nullopt;
+  return found->second;
+}
+
+std::vector<std::string_view> split_gpt2(std::string_view text) {
+  std::vector<std::string_view> pieces;
+  for (size_t start = 0; start < text.size();) {
+    const size_t end = end_of_piece(text, start);
+    pieces.push_back(text.substr(start, end - start));
+    start = end;
+  }
+  return pieces;
+}
+
+}  // namespace tessera::data

@@ -1,0 +1,536 @@
+// Tokenizers: every published vector, whole files, streams, hostile vocabularies.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstdlib>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <tessera/core/atomic_file.h>
+#include <tessera/core/error.h>
+#include <tessera/data/bpe.h>
+#include <tessera/data/text.h>
+#include <tessera/data/wordpiece.h>
+
+namespace tessera::data {
+namespace {
+
+using nlohmann::json;
+
+const char* data_folder() { return std::getenv("TESSERA_DATA_DIR"); }
+
+#define REQUIRE_DATA()                                                                  \
+  if (data_folder() == nullptr) {                                                       \
+    GTEST_SKIP() << "TESSERA_DATA_DIR is not set: no vocabularies and vectors to read"; \
+  }
+
+std::string data_path(const std::string& name) { return std::string(data_folder()) + "/" + name; }
+
+const BpeTokenizer& gpt2() {
+  static const BpeTokenizer tokenizer =
+      BpeTokenizer::from_files(data_path("gpt2/encoder.json"), data_path("gpt2/vocab.bpe"));
+  return tokenizer;
+}
+
+const WordPieceTokenizer& bert() {
+  static const WordPieceTokenizer tokenizer =
+      WordPieceTokenizer::from_file(data_path("bert/vocab.txt"));
+  return tokenizer;
+}
+
+using Ids = std::vector<TokenId>;
+
+Ids parse_ids(std::string_view text) {
+  Ids ids;
+  TokenId value = 0;
+  bool in_number = false;
+  for (const char c : std::string(text) + " ") {
+    if (c >= '0' && c <= '9') {
+      value = value * 10 + (c - '0');
+      in_number = true;
+    } else if (in_number) {
+      ids.push_back(value);
+      value = 0;
+      in_number = false;
+    }
+  }
+  return ids;
+}
+
+struct Case {
+  std::string text;
+  Ids ids;
+};
+
+// "CASE\n__ggml_vocab_test__\n" for each case beside one line of ids.
+std::vector<Case> read_llamacpp(const std::string& name) {
+  const std::string texts = read_text(data_path("vectors/" + name + ".inp"));
+  const std::string ids = read_text(data_path("vectors/" + name + ".out"));
+  constexpr std::string_view kEnd = "\n__ggml_vocab_test__\n";
+  std::vector<Case> cases;
+  size_t start = 0;
+  for (const std::string_view line : split_lines(ids)) {
+    const size_t end = texts.find(kEnd, start);
+    EXPECT_NE(end, texts.npos);
+    cases.push_back({texts.substr(start, end - start), parse_ids(line)});
+    start = end + kEnd.size();
+  }
+  EXPECT_EQ(start, texts.size());
+  return cases;
+}
+
+TEST(Gpt2, ReproducesTheVectorsOfTransformersJs) {
+  REQUIRE_DATA();
+  const json cases = json::parse(read_text(data_path("vectors/transformersjs-gpt2.json")));
+  ASSERT_EQ(cases.size(), 26u);
+  for (const json& c : cases) {
+    const auto text = c["text"].get<std::string>();
+    const Ids ids = gpt2().encode(text);
+    EXPECT_EQ(ids, c["ids"].get<Ids>()) << c["name"];
+    EXPECT_EQ(gpt2().decode(ids), text) << c["name"];
+    EXPECT_EQ(clean_up_spaces(gpt2().decode_text(ids)), c["decoded"].get<std::string>())
+        << c["name"];
+  }
+}
+
+TEST(Gpt2, ReproducesTheVectorsOfLlamaCpp) {
+  REQUIRE_DATA();
+  const std::vector<Case> cases = read_llamacpp("llamacpp-gpt2");
+  ASSERT_EQ(cases.size(), 46u);
+  for (const Case& c : cases) {
+    EXPECT_EQ(gpt2().encode(c.text), c.ids) << c.text;
+    EXPECT_EQ(gpt2().decode(c.ids), c.text);
+  }
+}
+
+TEST(Gpt2, ReproducesTheTestPlansOfGptTokenizer) {
+  REQUIRE_DATA();
+  const std::string plans = read_text(data_path("vectors/gpt-tokenizer-testplans.txt"));
+  constexpr std::string_view kName = "EncodingName: ", kSample = "\nSample: ",
+                             kEncoded = "\nEncoded: [";
+  int checked = 0, cases = 0;
+  for (size_t start = plans.find(kName); start != plans.npos; ++cases) {
+    const size_t sample = plans.find(kSample, start);
+    size_t next = plans.find(std::string("\n\n") + std::string(kName), sample);
+    const size_t encoded = plans.rfind(kEncoded, next);
+    ASSERT_NE(encoded, plans.npos);
+    const std::string name = plans.substr(start + kName.size(), sample - start - kName.size());
+    if (name == "r50k_base") {
+      const std::string text =
+          plans.substr(sample + kSample.size(), encoded - sample - kSample.size());
+      const Ids ids = parse_ids(std::string_view(plans).substr(
+          encoded + kEncoded.size(), std::min(next, plans.size()) - encoded - kEncoded.size()));
+      EXPECT_EQ(gpt2().encode(text), ids) << text;
+      EXPECT_EQ(gpt2().decode(ids), text);
+      ++checked;
+    }
+    start = next == plans.npos ? next : next + 2;
+  }
+  EXPECT_EQ(cases, 313);
+  EXPECT_EQ(checked, 64);
+}
+
+TEST(Gpt2, ReproducesThePromptsOfGgml) {
+  REQUIRE_DATA();
+  const std::string prompts = read_text(data_path("vectors/ggml-gpt2-prompts.txt"));
+  const std::vector<std::string_view> lines = split_lines(prompts);
+  ASSERT_EQ(lines.size(), 100u);
+  for (const std::string_view line : lines) {
+    const size_t arrow = line.rfind(" => ");
+    ASSERT_NE(arrow, line.npos);
+    const std::string_view text = line.substr(0, arrow);
+    const Ids ids = parse_ids(line.substr(arrow + 4));
+    EXPECT_EQ(gpt2().encode(text), ids) << line;
+    EXPECT_EQ(gpt2().decode(ids), text);
+  }
+}
+
+TEST(Gpt2, WholeFilesHaveThePublishedTokenCountsAndComeBack) {
+  REQUIRE_DATA();
+  const std::pair<const char*, size_t> files[] = {
+      {"text/tinyshakespeare.txt", 338025},     {"text/war-and-peace.txt", 921558},
+      {"text/wikitext2-raw-valid.txt", 249887}, {"text/wikitext2-raw-test.txt", 286221},
+      {"text/wikitext2-valid.txt", 258659},     {"text/wikitext2-test.txt", 295877}};
+  for (const auto& [name, count] : files) {
+    const std::string text = read_text(data_path(name));
+    const Ids ids = gpt2().encode(text);
+    EXPECT_EQ(ids.size(), count) << name;
+    EXPECT_TRUE(gpt2().decode(ids) == text) << name;
+  }
+  // nanoGPT's counts for the first 90 % and the rest (data/shakespeare/readme.md).
+  const std::string text = read_text(data_path("text/tinyshakespeare.txt"));
+  const size_t cut = text.size() * 9 / 10;
+  EXPECT_EQ(gpt2().encode(text.substr(0, cut)).size(), 301966u);
+  EXPECT_EQ(gpt2().encode(text.substr(cut)).size(), 36059u);
+}
+
+TEST(Gpt2, LongWordsGiveTheSameIdsAsTheSameWordInAShortOne) {
+  REQUIRE_DATA();
+  // 47 and 49 bytes take different merge algorithms; a text of many such words must agree with the
+  // concatenation of what a plain quadratic search finds.
+  std::mt19937 random(7);
+  for (int trial = 0; trial < 200; ++trial) {
+    std::string word;
+    const size_t length = 30 + random() % 60;
+    while (word.size() < length) word += static_cast<char>('a' + random() % (trial % 2 ? 3 : 26));
+    // Reference: merge the pair of lowest rank, leftmost first. Ranks are the order of ids.
+    std::vector<std::string> parts;
+    for (const char c : word) parts.emplace_back(1, c);
+    for (;;) {
+      std::optional<TokenId> best;
+      size_t at = 0;
+      for (size_t i = 0; i + 1 < parts.size(); ++i) {
+        const std::optional<TokenId> id = gpt2().find(parts[i] + parts[i + 1]);
+        if (id && (!best || *id < *best)) {
+          best = id;
+          at = i;
+        }
+      }
+      if (!best) break;
+      parts[at] += parts[at + 1];
+      parts.erase(parts.begin() + static_cast<ptrdiff_t>(at) + 1);
+    }
+    Ids expected;
+    for (const std::string& part : parts) expected.push_back(*gpt2().find(part));
+    EXPECT_EQ(gpt2().encode(word), expected) << word;
+  }
+}
+
+TEST(Gpt2, AMegabyteWithoutSpacesIsNotQuadratic) {
+  REQUIRE_DATA();
+  const std::string text(1 << 20, 'a');
+  EXPECT_EQ(gpt2().decode(gpt2().encode(text)), text);
+  std::string mixed;
+  std::mt19937 random(1);
+  while (mixed.size() < (1 << 20)) mixed += static_cast<char>('a' + random() % 26);
+  EXPECT_EQ(gpt2().decode(gpt2().encode(mixed)), mixed);
+}
+
+TEST(Gpt2, AnyBytesComeBack) {
+  REQUIRE_DATA();
+  std::mt19937 random(3);
+  for (int trial = 0; trial < 500; ++trial) {
+    std::string bytes;
+    const size_t length = random() % 200;
+    while (bytes.size() < length) {
+      bytes +=
+          static_cast<char>(trial % 2 ? random() % 256 : " \t\nab1'\xC3\xA9\xF0"[random() % 10]);
+    }
+    EXPECT_EQ(gpt2().decode(gpt2().encode(bytes)), bytes);
+    std::string joined;
+    for (const std::string_view piece : split_gpt2(bytes)) {
+      EXPECT_FALSE(piece.empty());
+      joined += piece;
+    }
+    EXPECT_EQ(joined, bytes);
+  }
+}
+
+TEST(Gpt2, CutsTextAsThePatternSays) {
+  using Pieces = std::vector<std::string_view>;
+  EXPECT_EQ(split_gpt2("I'll don't 'S"), (Pieces{"I", "'ll", " don", "'t", " '", "S"}));
+  EXPECT_EQ(split_gpt2("a  b\n\n c \n"), (Pieces{"a", " ", " b", "\n\n", " c", " \n"}));
+  EXPECT_EQ(split_gpt2("x\t\ty"), (Pieces{"x", "\t", "\t", "y"}));
+  EXPECT_EQ(split_gpt2("a\xC2\xA0\xC2\xA0z"), (Pieces{"a", "\xC2\xA0", "\xC2\xA0", "z"}));
+  EXPECT_EQ(split_gpt2("2\xC2\xB2 \xE2\x85\xA7!"), (Pieces{"2\xC2\xB2", " \xE2\x85\xA7", "!"}));
+  EXPECT_EQ(split_gpt2(" "), (Pieces{" "}));
+  EXPECT_EQ(split_gpt2("'"), (Pieces{"'"}));
+  EXPECT_EQ(split_gpt2("'r"), (Pieces{"'", "r"}));
+  EXPECT_TRUE(split_gpt2("").empty());
+}
+
+TEST(Gpt2, SpecialTokensAreTextUnlessAskedFor) {
+  REQUIRE_DATA();
+  const auto parsing = BpeTokenizer::from_files(
+      data_path("gpt2/encoder.json"), data_path("gpt2/vocab.bpe"), {.parse_special_tokens = true});
+  const std::string text = "a<|endoftext|> b<|endoftext|>";
+  EXPECT_EQ(parsing.encode(text), (Ids{64, 50256, 275, 50256}));
+  EXPECT_EQ(parsing.decode(Ids{64, 50256, 275, 50256}), text);
+  const Ids plain = gpt2().encode(text);
+  EXPECT_EQ(std::count(plain.begin(), plain.end(), 50256), 0);
+  EXPECT_EQ(gpt2().decode(plain), text);
+  EXPECT_EQ(gpt2().end_of_text(), 50256);
+  EXPECT_EQ(gpt2().vocab_size(), 50257);
+}
+
+TEST(Gpt2, AStreamOfTokensPrintsWholeCharactersOnly) {
+  REQUIRE_DATA();
+  const std::string text = "na\xC3\xAFve \xF0\x9F\x8C\x8D\xE7\x94\x9F\xE6\xB4\xBB";
+  Utf8Stream stream;
+  std::string printed;
+  for (const TokenId id : gpt2().encode(text)) {
+    const std::string part = stream.push(gpt2().token_bytes(id));
+    EXPECT_FALSE(find_invalid_utf8(part).has_value());
+    EXPECT_EQ(part.find("\xEF\xBF\xBD"), part.npos);
+    printed += part;
+  }
+  EXPECT_EQ(printed + stream.finish(), text);
+}
+
+TEST(Gpt2, DecodingHalfACharacterGivesItsBytesOrAReplacement) {
+  REQUIRE_DATA();
+  const Ids ids = gpt2().encode("\xF0\x9F\x8C\x8D");
+  const Ids half(ids.begin(), ids.end() - 1);
+  EXPECT_TRUE(std::string("\xF0\x9F\x8C\x8D").starts_with(gpt2().decode(half)));
+  EXPECT_EQ(gpt2().decode_text(half), "\xEF\xBF\xBD");
+}
+
+TEST(Gpt2, IdsOutsideTheVocabularyAreRefused) {
+  REQUIRE_DATA();
+  EXPECT_THROW(gpt2().decode(Ids{50257}), IndexError);
+  EXPECT_THROW(gpt2().decode(Ids{-1}), IndexError);
+  EXPECT_THROW(gpt2().token_bytes(50257), IndexError);
+}
+
+TEST(Gpt2, SeveralThreadsGiveTheIdsOfOne) {
+  REQUIRE_DATA();
+  const std::string text = read_text(data_path("text/wikitext2-raw-valid.txt")).substr(0, 100'000);
+  const Ids expected = gpt2().encode(text);
+  const Ids expected_bert = bert().encode(text);
+  std::array<Ids, 4> got, got_bert;
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < got.size(); ++i) {
+    threads.emplace_back([&, i] {
+      for (int repeat = 0; repeat < 3; ++repeat) {
+        got[i] = gpt2().encode(text);
+        got_bert[i] = bert().encode(text);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_EQ(got[i], expected);
+    EXPECT_EQ(got_bert[i], expected_bert);
+  }
+}
+
+// A byte-level vocabulary of the 256 bytes and what is added to it.
+std::string byte_vocabulary(const std::vector<std::string>& more = {},
+                            const std::string& tail = "") {
+  std::string out = "{";
+  int next = 256, id = 0;
+  for (int byte = 0; byte < 256; ++byte) {
+    const bool printable = (byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte != 0xAD);
+    std::string token;
+    append_utf8(static_cast<char32_t>(printable ? byte : next++), token);
+    out += (id > 0 ? "," : "") + json(token).dump() + ":" + std::to_string(id);
+    ++id;
+  }
+  for (const std::string& token : more)
+    out += "," + json(token).dump() + ":" + std::to_string(id++);
+  return out + tail + "}";
+}
+
+std::string bpe_error(const std::string& vocabulary, const std::string& merges,
+                      const BpeOptions& options = {.special_tokens = {}}) {
+  try {
+    BpeTokenizer::parse(vocabulary, "v.json", merges, "m.txt", options);
+  } catch (const FormatError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(BpeFiles, ASmallVocabularyWorks) {
+  const auto tokenizer = BpeTokenizer::parse(
+      byte_vocabulary({"ab", "abc", "<end>"}), "v.json", "#version: 0.2\na b\r\n\nab c\n", "m.txt",
+      {.special_tokens = {"<end>"}, .parse_special_tokens = true});
+  EXPECT_EQ(tokenizer.vocab_size(), 259);
+  EXPECT_EQ(tokenizer.encode("abcab<end>b"), (Ids{257, 256, 258, 'b'}));
+  EXPECT_EQ(tokenizer.end_of_text(), 258);
+}
+
+TEST(BpeFiles, DamagedOnesAreFormatErrorsThatNameFileAndPlace) {
+  const std::string good = byte_vocabulary({"ab"});
+  EXPECT_EQ(bpe_error(good, "a b\n"), "");
+  const struct {
+    std::string vocabulary, merges, expected;
+  } cases[] = {
+      {"", "", "v.json"},
+      {"{\"a\": 1", "", "byte offset"},
+      {"[1, 2]", "", "an array"},
+      {"7", "", "a number"},
+      {"{\"a\": [0]}", "", "an array for token 'a'"},
+      {"{\"a\": 0.5}", "", "a fraction"},
+      {"{\"a\": 1e400}", "", "v.json"},
+      {"{\"a\": 18446744073709551615}", "", "id 9223372036854775807"},
+      {"{\"a\": -1}", "", "id -1"},
+      {"{\"a\": 5}", "", "id 5"},
+      {"{\"a\": 0, \"b\": 0}", "", "gives id 0 to 'a' and 'b'"},
+      {"{\"a\": 0, \"a\": 1}", "", "'a' twice"},
+      {"{\"a\": 0}", "", "none for byte"},
+      {"{\"a b\": 0}", "", "'a b' (id 0)"},
+      {"{}", "", "none for byte"},
+      {good, "a\n", "line 1"},
+      {good, "a b c\n", "line 1"},
+      {good, "a b\na b\n", "line 2 repeats"},
+      {good, "b c\n", "needs 'bc'"},
+      {good, "zz b\n", "needs 'zz"},
+      {good, std::string("a \0b\n", 5), "line 1"},
+  };
+  for (const auto& c : cases) {
+    const std::string message = bpe_error(c.vocabulary, c.merges);
+    EXPECT_NE(message.find(c.expected), message.npos)
+        << c.vocabulary.substr(0, 40) << " | " << c.merges << " | " << message;
+  }
+  EXPECT_NE(bpe_error(good, "a b\n", {.special_tokens = {"<end>"}}).find("lacks '<end>'"),
+            std::string::npos);
+  EXPECT_THROW(BpeTokenizer::from_files("/none/v.json", "/none/m.txt"), IoError);
+  EXPECT_THROW(BpeTokenizer::from_folder("/none"), IoError);
+}
+
+TEST(Bert, ReproducesTheVectorsOfTransformersJs) {
+  REQUIRE_DATA();
+  const json cases = json::parse(read_text(data_path("vectors/transformersjs-bert-uncased.json")));
+  ASSERT_EQ(cases.size(), 30u);
+  for (const json& c : cases) {
+    const auto text = c["text"].get<std::string>();
+    const bool pair = c.contains("text_pair");
+    const Encoding encoding = pair ? bert().encode_pair(text, c["text_pair"].get<std::string>())
+                                   : bert().encode_text(text);
+    EXPECT_EQ(encoding.ids, c["ids"].get<Ids>()) << c["name"];
+    EXPECT_EQ(bert().decode(encoding.ids), c["decoded"].get<std::string>()) << c["name"];
+    std::vector<std::string> tokens;
+    for (const TokenId id : encoding.ids) {
+      if (id != bert().first_id() && id != bert().separator_id()) {
+        tokens.emplace_back(bert().token_bytes(id));
+      }
+    }
+    EXPECT_EQ(tokens, c["tokens"].get<std::vector<std::string>>()) << c["name"];
+  }
+}
+
+TEST(Bert, ReproducesTheVectorsOfLlamaCpp) {
+  REQUIRE_DATA();
+  const std::vector<Case> cases = read_llamacpp("llamacpp-bert");
+  ASSERT_EQ(cases.size(), 46u);
+  for (const Case& c : cases) EXPECT_EQ(bert().encode(c.text), c.ids) << c.text;
+}
+
+TEST(Bert, PairsHaveTypesAndAMask) {
+  REQUIRE_DATA();
+  const Encoding pair = bert().encode_pair("hello there", "world", {.pad_to = 8});
+  EXPECT_EQ(pair.ids, (Ids{101, 7592, 2045, 102, 2088, 102, 0, 0}));
+  EXPECT_EQ(pair.type_ids, (Ids{0, 0, 0, 0, 1, 1, 0, 0}));
+  EXPECT_EQ(pair.attention_mask, (Ids{1, 1, 1, 1, 1, 1, 0, 0}));
+}
+
+TEST(Bert, TruncationTakesFromTheLongerText) {
+  REQUIRE_DATA();
+  const std::string five = "one two three four five", two = "six seven";
+  const auto lengths = [&](const std::string& a, const std::string& b, int64_t limit) {
+    const Encoding e = bert().encode_pair(a, b, {.max_length = limit});
+    EXPECT_LE(e.ids.size(), static_cast<size_t>(limit));
+    const auto second = std::count(e.type_ids.begin(), e.type_ids.end(), 1) - 1;
+    return std::pair<int64_t, int64_t>(static_cast<int64_t>(e.ids.size()) - 3 - second, second);
+  };
+  using P = std::pair<int64_t, int64_t>;
+  EXPECT_EQ(lengths(five, two, 10), P(5, 2));
+  EXPECT_EQ(lengths(five, two, 8), P(3, 2));
+  EXPECT_EQ(lengths(two, five, 8), P(2, 3));
+  EXPECT_EQ(lengths(five, two, 6), P(2, 1));
+  EXPECT_EQ(lengths(five, five, 8), P(2, 3));
+  EXPECT_EQ(lengths(five, two, 3), P(0, 0));
+  EXPECT_EQ(bert().encode_text(five, {.max_length = 4}).ids.size(), 4u);
+  EXPECT_THROW(bert().encode_pair(five, two, {.max_length = 2}), ValueError);
+  EXPECT_THROW(bert().encode_text(five, {.max_length = -1}), ValueError);
+}
+
+TEST(Bert, ABatchIsPaddedToItsLongestSequence) {
+  REQUIRE_DATA();
+  const std::vector<std::string> texts = {"hello", "hello there world"};
+  const EncodingBatch batch = bert().encode_batch(texts);
+  EXPECT_EQ(batch.ids.shape(), (Shape{2, 5}));
+  EXPECT_EQ(batch.ids.to_vector<int64_t>(),
+            (std::vector<int64_t>{101, 7592, 102, 0, 0, 101, 7592, 2045, 2088, 102}));
+  EXPECT_EQ(batch.attention_mask.to_vector<int64_t>(),
+            (std::vector<int64_t>{1, 1, 1, 0, 0, 1, 1, 1, 1, 1}));
+  EXPECT_THROW(bert().encode_batch({}), ValueError);
+  EXPECT_THROW(bert().encode_batch(texts, std::span(texts).first(1)), ValueError);
+}
+
+TEST(Bert, SpecialTokensAndDecodingOptions) {
+  REQUIRE_DATA();
+  const auto parsing =
+      WordPieceTokenizer::from_file(data_path("bert/vocab.txt"), {.parse_special_tokens = true});
+  EXPECT_EQ(parsing.encode("a [MASK] day"), (Ids{1037, 103, 2154}));
+  EXPECT_EQ(bert().encode("[MASK]").size(), 3u);
+  EXPECT_EQ(bert().decode(Ids{101, 2088, 1012, 102}, {.skip_special_tokens = true}), "world.");
+  EXPECT_EQ(bert().decode(Ids{2088, 1012}, {.clean_up_spaces = false}), "world .");
+  EXPECT_THROW(bert().decode(Ids{30522}), IndexError);
+}
+
+TEST(Bert, WordsOfMoreThanAHundredCharactersAreUnknown) {
+  REQUIRE_DATA();
+  EXPECT_NE(bert().encode(std::string(100, 'a')), Ids{100});
+  EXPECT_EQ(bert().encode(std::string(101, 'a')), Ids{100});
+  std::string accents;  // 100 characters, 200 bytes before they are lowered to 100
+  for (int i = 0; i < 100; ++i) accents += "\xC3\xA9";
+  EXPECT_NE(bert().encode(accents), Ids{100});
+}
+
+TEST(Bert, AnyBytesAreAccepted) {
+  REQUIRE_DATA();
+  std::mt19937 random(11);
+  for (int trial = 0; trial < 500; ++trial) {
+    std::string bytes;
+    const size_t length = random() % 100;
+    while (bytes.size() < length) bytes += static_cast<char>(random() % 256);
+    for (const TokenId id : bert().encode(bytes)) {
+      EXPECT_GE(id, 0);
+      EXPECT_LT(id, bert().vocab_size());
+    }
+  }
+}
+
+TEST(WordPieceFiles, DamagedOnesAreFormatErrorsThatNameFileAndLine) {
+  const std::string good = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n##b\n";
+  EXPECT_EQ(WordPieceTokenizer::parse(good, "v.txt").encode("ab abb Z"), (Ids{5, 6, 5, 6, 6, 1}));
+  const struct {
+    std::string vocabulary, expected;
+  } cases[] = {{"", "lacks '[PAD]'"},
+               {good + "a\n", "line 8 repeats 'a'"},
+               {good + "\nb\n", "line 8 is empty"},
+               {good + "\xFF\n", "line 8 column 1"},
+               {"[PAD]\n[UNK]\n[CLS]\n[SEP]\n", "lacks '[MASK]'"}};
+  for (const auto& c : cases) {
+    try {
+      WordPieceTokenizer::parse(c.vocabulary, "v.txt");
+      ADD_FAILURE() << c.expected;
+    } catch (const FormatError& error) {
+      EXPECT_NE(std::string(error.what()).find(c.expected), std::string::npos) << error.what();
+      EXPECT_NE(std::string(error.what()).find("v.txt"), std::string::npos) << error.what();
+    }
+  }
+}
+
+TEST(Bytes, EveryByteIsItsId) {
+  const ByteTokenizer bytes;
+  EXPECT_EQ(bytes.encode("a\xFF"), (Ids{97, 255}));
+  EXPECT_EQ(bytes.decode(Ids{97, 255}), "a\xFF");
+  EXPECT_EQ(bytes.decode_text(Ids{97, 255}), "a\xEF\xBF\xBD");
+  EXPECT_EQ(bytes.vocab_size(), 256);
+  EXPECT_THROW(bytes.decode(Ids{256}), IndexError);
+  EXPECT_THROW(bytes.decode(Ids{-1}), IndexError);
+}
+
+TEST(Utf8Streams, KeepBeginningsAndReplaceWhatCannotBeText) {
+  Utf8Stream stream;
+  EXPECT_EQ(stream.push("a\xE2"), "a");
+  EXPECT_EQ(stream.push("\x82"), "");
+  EXPECT_EQ(stream.push("\xAC"), "\xE2\x82\xAC");
+  EXPECT_EQ(stream.push("\xFFz"), "\xEF\xBF\xBDz");
+  EXPECT_EQ(stream.push("\xE2\x41"),
+            "\xEF\xBF\xBD"
+            "A");
+  EXPECT_EQ(stream.push("\xF0\x9F"), "");
+  EXPECT_EQ(stream.finish(), "\xEF\xBF\xBD");
+  EXPECT_EQ(stream.finish(), "");
+}
+
+}  // namespace
+}  // namespace tessera::data
