@@ -1,0 +1,86 @@
+// Matrix products at the shapes of a training step: GFLOP/s by dtype.
+//     bench_gemm --benchmark_filter=f32
+#include <benchmark/benchmark.h>
+
+#include <string>
+#include <vector>
+
+#include <tessera/core/dispatch.h>
+#include <tessera/core/kernels/gemm.h>
+
+namespace tessera::kernels {
+namespace {
+
+struct Case {
+  const char* name;
+  bool transpose_a, transpose_b;
+  int64_t m, n, k;
+};
+
+// GPT with width 384, batch 8 x 256; the head in chunks of 512 rows.
+constexpr Case kCases[] = {
+    {"qkv/forward", false, true, 2048, 1152, 384},
+    {"proj/forward", false, true, 2048, 384, 384},
+    {"fc/forward", false, true, 2048, 1536, 384},
+    {"mlp/forward", false, true, 2048, 384, 1536},
+    {"qkv/input_gradient", false, false, 2048, 384, 1152},
+    {"fc/input_gradient", false, false, 2048, 384, 1536},
+    {"mlp/input_gradient", false, false, 2048, 1536, 384},
+    {"qkv/weight_gradient", true, false, 1152, 384, 2048},
+    {"proj/weight_gradient", true, false, 384, 384, 2048},
+    {"fc/weight_gradient", true, false, 1536, 384, 2048},
+    {"mlp/weight_gradient", true, false, 384, 1536, 2048},
+    {"head/forward", false, true, 512, 50304, 384},
+    {"head/input_gradient", false, false, 512, 384, 50304},
+    {"head/weight_gradient", true, false, 50304, 384, 512},
+    {"attention/scores", false, true, 64, 256, 64},
+};
+
+template <class T>
+void run(benchmark::State& state, const Case& shape) {
+  std::vector<T> a(static_cast<size_t>(shape.m * shape.k), store<T>(0.5f));
+  std::vector<T> b(static_cast<size_t>(shape.k * shape.n), store<T>(0.25f));
+  std::vector<T> c(static_cast<size_t>(shape.m * shape.n));
+  const GemmOperand left =
+      shape.transpose_a ? GemmOperand{a.data(), 1, shape.m} : GemmOperand{a.data(), shape.k, 1};
+  const GemmOperand right =
+      shape.transpose_b ? GemmOperand{b.data(), 1, shape.k} : GemmOperand{b.data(), shape.n, 1};
+  for (auto _ : state) {
+    gemm({.m = shape.m,
+          .n = shape.n,
+          .k = shape.k,
+          .dtype = dtype_of<T>,
+          .result_dtype = dtype_of<T>,
+          .a = left,
+          .b = right,
+          .c = c.data(),
+          .c_row_stride = shape.n});
+    benchmark::ClobberMemory();
+  }
+  state.counters["GFLOP/s"] =
+      benchmark::Counter(2e-9 * static_cast<double>(shape.m * shape.n * shape.k) *
+                             static_cast<double>(state.iterations()),
+                         benchmark::Counter::kIsRate);
+}
+
+template <class T>
+void add(const char* dtype) {
+  for (const Case& shape : kCases) {
+    const std::string name = std::string(dtype) + "/" + shape.name;
+    benchmark::RegisterBenchmark(name.c_str(), [&shape](benchmark::State& s) { run<T>(s, shape); })
+        ->MinTime(0.2)
+        ->UseRealTime();
+  }
+}
+
+}  // namespace
+}  // namespace tessera::kernels
+
+int main(int argc, char** argv) {
+  tessera::kernels::add<float>("f32");
+  tessera::kernels::add<tessera::bf16>("bf16");
+  tessera::kernels::add<tessera::f16>("f16");
+  tessera::kernels::add<double>("f64");
+  benchmark::Initialize(&argc, argv);
+  benchmark::RunSpecifiedBenchmarks();
+}

@@ -1,0 +1,466 @@
+// The inside of a matrix product: panels and micro-kernels. Included by *_simd.cpp files only, once
+// for each instruction set; everything here has internal linkage.
+//
+// A panel holds kRows rows of A (or kColumns columns of B) for a stretch of K, laid out in the
+// order in which the micro-kernel reads: one pass, no stride. Edges are filled with zeros, so that
+// a micro-kernel always works on a whole kRows x kColumns block of C.
+//
+//   FmaKernel<float>   14 x 32 (AVX-512), 6 x 16 (AVX2): the accumulators fill the registers
+//   FmaKernel<double>  14 x 16, 6 x 8
+//   AmxKernel          32 x 32 in four tile registers, bf16 in pairs along K
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include <tessera/core/dispatch.h>
+#include <tessera/core/half.h>
+
+namespace tessera::kernels::TS_SIMD {
+namespace {
+
+// ---- Vectors
+// -------------------------------------------------------------------------------------
+
+template <class T>
+struct Vec;
+
+#if defined(__AVX512F__)
+template <>
+struct Vec<float> {
+  static constexpr int kWidth = 16;
+  __m512 v;
+  static TS_HD Vec zero() { return {_mm512_setzero_ps()}; }
+  static TS_HD Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static TS_HD Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
+  TS_HD void store(float* p) const { _mm512_storeu_ps(p, v); }
+  static TS_HD Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+  static TS_HD Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+};
+template <>
+struct Vec<double> {
+  static constexpr int kWidth = 8;
+  __m512d v;
+  static TS_HD Vec zero() { return {_mm512_setzero_pd()}; }
+  static TS_HD Vec load(const double* p) { return {_mm512_loadu_pd(p)}; }
+  static TS_HD Vec broadcast(double x) { return {_mm512_set1_pd(x)}; }
+  TS_HD void store(double* p) const { _mm512_storeu_pd(p, v); }
+  static TS_HD Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_pd(a.v, b.v, c.v)}; }
+  static TS_HD Vec add(Vec a, Vec b) { return {_mm512_add_pd(a.v, b.v)}; }
+};
+constexpr int kMicroRows = 14;
+#elif defined(__AVX2__)
+template <>
+struct Vec<float> {
+  static constexpr int kWidth = 8;
+  __m256 v;
+  static TS_HD Vec zero() { return {_mm256_setzero_ps()}; }
+  static TS_HD Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static TS_HD Vec broadcast(float x) { return {_mm256_set1_ps(x)}; }
+  TS_HD void store(float* p) const { _mm256_storeu_ps(p, v); }
+  static TS_HD Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+  static TS_HD Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+};
+template <>
+struct Vec<double> {
+  static constexpr int kWidth = 4;
+  __m256d v;
+  static TS_HD Vec zero() { return {_mm256_setzero_pd()}; }
+  static TS_HD Vec load(const double* p) { return {_mm256_loadu_pd(p)}; }
+  static TS_HD Vec broadcast(double x) { return {_mm256_set1_pd(x)}; }
+  TS_HD void store(double* p) const { _mm256_storeu_pd(p, v); }
+  static TS_HD Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_pd(a.v, b.v, c.v)}; }
+  static TS_HD Vec add(Vec a, Vec b) { return {_mm256_add_pd(a.v, b.v)}; }
+};
+constexpr int kMicroRows = 6;
+#else
+template <class T>
+struct Vec {
+  static constexpr int kWidth = 16 / sizeof(T);
+  typedef T Register __attribute__((vector_size(16)));
+  Register v;
+  static TS_HD Vec zero() { return {Register{}}; }
+  static TS_HD Vec load(const T* p) {
+    Vec result;
+    __builtin_memcpy(&result.v, p, sizeof(Register));
+    return result;
+  }
+  static TS_HD Vec broadcast(T x) { return {Register{} + x}; }
+  TS_HD void store(T* p) const { __builtin_memcpy(p, &v, sizeof(Register)); }
+  static TS_HD Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
+  static TS_HD Vec add(Vec a, Vec b) { return {a.v + b.v}; }
+};
+constexpr int kMicroRows = 6;
+#endif
+
+// ---- Panels
+// --------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+// Transposes 16 rows of 16 32-bit words.
+TS_HD void transpose_16x16(__m512i (&rows)[16]) {
+  __m512i t[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    rows[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    rows[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    rows[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    rows[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(rows[i], rows[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(rows[i], rows[4 + i], 0xdd);
+    t[8 + i] = _mm512_shuffle_i32x4(rows[8 + i], rows[12 + i], 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(rows[8 + i], rows[12 + i], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+    rows[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+    rows[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+    rows[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+  }
+}
+
+TS_HD __m512i load_16_as_f32(const float* p) { return _mm512_loadu_si512(p); }
+TS_HD __m512i load_16_as_f32(const bf16* p) {
+  return _mm512_slli_epi32(
+      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
+}
+TS_HD __m512i load_16_as_f32(const f16* p) {
+  return _mm512_castps_si512(
+      _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+}
+#endif
+
+// Fills a panel of kWidth lanes x depth: panel[k * kWidth + lane] = source of (lane, k); lanes from
+// `lanes` on are zero.
+template <int kWidth, class Value, class Source>
+inline void pack_panel(const Source* source, int64_t lane_stride, int64_t k_stride, int64_t lanes,
+                       int64_t depth, Value* panel) {
+  int64_t k = 0;
+  if (lane_stride == 1 && lanes == kWidth) {
+    for (; k < depth; ++k) {
+      const Source* row = source + k * k_stride;
+      if constexpr (std::is_same_v<Source, Value>) {
+        __builtin_memcpy(panel + k * kWidth, row, kWidth * sizeof(Value));
+      } else {
+        for (int lane = 0; lane < kWidth; ++lane) {
+          panel[k * kWidth + lane] = load<Value>(row[lane]);
+        }
+      }
+    }
+    return;
+  }
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<Value, float> && !std::is_same_v<Source, double>) {
+    if (k_stride == 1) {
+      for (; k + 16 <= depth; k += 16) {
+        for (int first = 0; first < kWidth; first += 16) {
+          const int count = kWidth - first < 16 ? kWidth - first : 16;
+          __m512i rows[16];
+          for (int i = 0; i < 16; ++i) {
+            rows[i] = i < count && first + i < lanes
+                          ? load_16_as_f32(source + (first + i) * lane_stride + k)
+                          : _mm512_setzero_si512();
+          }
+          transpose_16x16(rows);
+          const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
+          for (int i = 0; i < 16; ++i) {
+            _mm512_mask_storeu_epi32(panel + (k + i) * kWidth + first, mask, rows[i]);
+          }
+        }
+      }
+    }
+  }
+#endif
+  for (; k < depth; ++k) {
+    for (int64_t lane = 0; lane < kWidth; ++lane) {
+      panel[k * kWidth + lane] =
+          lane < lanes ? load<Value>(source[lane * lane_stride + k * k_stride]) : Value(0);
+    }
+  }
+}
+
+// ---- Micro-kernels
+// -------------------------------------------------------------------------------
+
+// Value: what panels hold. Accumulator: what C blocks hold. depth counts k after padding.
+template <class T>
+struct FmaKernel {
+  using Value = T;
+  using Accumulator = T;
+  static constexpr int kRows = kMicroRows;
+  static constexpr int kVectors = 2;
+  static constexpr int kColumns = kVectors * Vec<T>::kWidth;
+  static constexpr int64_t kBlockDepth = sizeof(T) == 4 ? 384 : 256;
+
+  static TS_HD int64_t padded_depth(int64_t depth) { return depth; }
+  static TS_HD void begin() {}
+  static TS_HD void end() {}
+
+  template <class Source>
+  static void pack_a(const Source* source, int64_t row_stride, int64_t k_stride, int64_t rows,
+                     int64_t depth, Value* panel) {
+    pack_panel<kRows>(source, row_stride, k_stride, rows, depth, panel);
+  }
+  template <class Source>
+  static void pack_b(const Source* source, int64_t k_stride, int64_t column_stride, int64_t columns,
+                     int64_t depth, Value* panel) {
+    pack_panel<kColumns>(source, column_stride, k_stride, columns, depth, panel);
+  }
+
+  // c: (kRows, kColumns) with row stride ldc; set, or added to where accumulate.
+  static TS_HD void multiply(int64_t depth, const Value* a, const Value* b, Accumulator* c,
+                             int64_t ldc, bool accumulate) {
+    Vec<T> sum[kRows][kVectors];
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) sum[i][j] = Vec<T>::zero();
+    }
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < depth; ++k) {
+      Vec<T> right[kVectors];
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) right[j] = Vec<T>::load(b + j * Vec<T>::kWidth);
+#pragma GCC unroll 16
+      for (int i = 0; i < kRows; ++i) {
+        const Vec<T> left = Vec<T>::broadcast(a[i]);
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) sum[i][j] = Vec<T>::fma(left, right[j], sum[i][j]);
+      }
+      a += kRows;
+      b += kColumns;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        T* target = c + i * ldc + j * Vec<T>::kWidth;
+        (accumulate ? Vec<T>::add(Vec<T>::load(target), sum[i][j]) : sum[i][j]).store(target);
+      }
+    }
+  }
+};
+
+#if defined(__AVX512F__) && defined(__linux__)
+#define TESSERA_AMX_KERNEL 1
+
+// bf16 x bf16 -> f32 on AMX tiles. Runs only where has_amx(): the instructions are written as
+// assembly, so that the file needs no flags beyond AVX-512. Subnormal inputs count as zero.
+struct AmxKernel {
+  using Value = bf16;
+  using Accumulator = float;
+  static constexpr int kRows = 32;
+  static constexpr int kColumns = 32;
+  static constexpr int64_t kBlockDepth = 512;
+  static constexpr int kTileDepth = 32;  // k of one tile: 64 bytes of bf16
+  static constexpr int kTile = 16 * 32;  // elements of a tile
+
+  static TS_HD int64_t padded_depth(int64_t depth) {
+    return (depth + kTileDepth - 1) / kTileDepth * kTileDepth;
+  }
+  // Configures the eight tile registers as 16 rows of 64 bytes; end() gives them back, so that a
+  // context switch need not save them.
+  static TS_HD void begin() {
+    alignas(64) uint8_t config[64] = {};
+    config[0] = 1;
+    for (int i = 0; i < 8; ++i) {
+      config[16 + 2 * i] = 64;
+      config[48 + i] = 16;
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(config));
+  }
+  static TS_HD void end() { __asm__ volatile("tilerelease"); }
+
+  static TS_HD __m512i load_32(const bf16* p, int64_t valid) {
+    if (valid >= 32) return _mm512_loadu_si512(p);
+    return _mm512_maskz_loadu_epi16(valid <= 0 ? 0 : (__mmask32{1} << valid) - 1, p);
+  }
+  // 16 pairs (x[i], y[i]) of two rows.
+  static TS_HD __m512i interleave(const bf16* x, const bf16* y, int64_t valid) {
+    const __mmask16 mask = valid >= 16
+                               ? __mmask16(0xffff)
+                               : static_cast<__mmask16>((1u << (valid < 0 ? 0 : valid)) - 1);
+    const __m512i low = _mm512_cvtepu16_epi32(x == nullptr ? _mm256_setzero_si256()
+                                                           : _mm256_maskz_loadu_epi16(mask, x));
+    const __m512i high = _mm512_cvtepu16_epi32(y == nullptr ? _mm256_setzero_si256()
+                                                            : _mm256_maskz_loadu_epi16(mask, y));
+    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+  }
+
+  // Tile of lanes x 32 k. kPairsFirst: pair p of all 16 lanes is one row (B); otherwise a lane's 32
+  // k are one row (A). Both are the same 32-bit words, transposed.
+  template <bool kPairsFirst, class Source>
+  static TS_HD void pack_tile(const Source* source, int64_t lane_stride, int64_t k_stride,
+                              int64_t lanes, int64_t depth, bf16* tile) {
+    __m512i rows[16];
+    bool pairs_first = kPairsFirst;
+    bool done = false;
+    if constexpr (std::is_same_v<Source, bf16>) {
+      if (k_stride == 1) {
+        for (int i = 0; i < 16; ++i) {
+          rows[i] = i < lanes ? load_32(source + i * lane_stride, depth) : _mm512_setzero_si512();
+        }
+        pairs_first = false;
+        done = true;
+      } else if (lane_stride == 1) {
+        for (int p = 0; p < 16; ++p) {
+          rows[p] =
+              interleave(2 * p < depth ? source + 2 * p * k_stride : nullptr,
+                         2 * p + 1 < depth ? source + (2 * p + 1) * k_stride : nullptr, lanes);
+        }
+        pairs_first = true;
+        done = true;
+      }
+    }
+    if (!done) {
+      alignas(64) bf16 words[16][32];
+      for (int i = 0; i < 16; ++i) {
+        for (int k = 0; k < 32; ++k) {
+          words[i][k] = i < lanes && k < depth
+                            ? store<bf16>(load<float>(source[i * lane_stride + k * k_stride]))
+                            : bf16::from_bits(0);
+        }
+      }
+      for (int i = 0; i < 16; ++i) rows[i] = _mm512_load_si512(words[i]);
+      pairs_first = false;
+    }
+    if (pairs_first != kPairsFirst) transpose_16x16(rows);
+    for (int i = 0; i < 16; ++i) _mm512_storeu_si512(tile + i * 32, rows[i]);
+  }
+
+  template <bool kPairsFirst, class Source>
+  static TS_HD void pack(const Source* source, int64_t lane_stride, int64_t k_stride, int64_t lanes,
+                         int64_t depth, Value* panel) {
+    for (int64_t k = 0; k < depth; k += kTileDepth) {
+      for (int half = 0; half < 2; ++half) {
+        pack_tile<kPairsFirst>(source + 16 * half * lane_stride + k * k_stride, lane_stride,
+                               k_stride, lanes - 16 * half, depth - k, panel);
+        panel += kTile;
+      }
+    }
+  }
+  template <class Source>
+  static void pack_a(const Source* source, int64_t row_stride, int64_t k_stride, int64_t rows,
+                     int64_t depth, Value* panel) {
+    pack<false>(source, row_stride, k_stride, rows, depth, panel);
+  }
+  template <class Source>
+  static void pack_b(const Source* source, int64_t k_stride, int64_t column_stride, int64_t columns,
+                     int64_t depth, Value* panel) {
+    pack<true>(source, column_stride, k_stride, columns, depth, panel);
+  }
+
+  static TS_HD void multiply(int64_t depth, const Value* a, const Value* b, Accumulator* c,
+                             int64_t ldc, bool accumulate) {
+    const int64_t stride = ldc * 4;
+    float* lower = c + 16 * ldc;
+    if (accumulate) {
+      __asm__ volatile(
+          "tileloadd (%0,%2,1), %%tmm0\n\ttileloadd 64(%0,%2,1), %%tmm1\n\t"
+          "tileloadd (%1,%2,1), %%tmm2\n\ttileloadd 64(%1,%2,1), %%tmm3"
+          :
+          : "r"(c), "r"(lower), "r"(stride)
+          : "memory");
+    } else {
+      __asm__ volatile(
+          "tilezero %%tmm0\n\ttilezero %%tmm1\n\ttilezero %%tmm2\n\ttilezero %%tmm3" ::);
+    }
+    const int64_t row = 64;
+    for (int64_t k = 0; k < depth; k += kTileDepth) {
+      __asm__ volatile(
+          "tileloadd (%1,%2,1), %%tmm6\n\t"
+          "tileloadd (%0,%2,1), %%tmm4\n\t"
+          "tileloadd 1024(%1,%2,1), %%tmm7\n\t"
+          "tdpbf16ps %%tmm6, %%tmm4, %%tmm0\n\t"
+          "tileloadd 1024(%0,%2,1), %%tmm5\n\t"
+          "tdpbf16ps %%tmm7, %%tmm4, %%tmm1\n\t"
+          "tdpbf16ps %%tmm6, %%tmm5, %%tmm2\n\t"
+          "tdpbf16ps %%tmm7, %%tmm5, %%tmm3"
+          :
+          : "r"(a), "r"(b), "r"(row)
+          : "memory");
+      a += 2 * kTile;
+      b += 2 * kTile;
+    }
+    __asm__ volatile(
+        "tilestored %%tmm0, (%0,%2,1)\n\ttilestored %%tmm1, 64(%0,%2,1)\n\t"
+        "tilestored %%tmm2, (%1,%2,1)\n\ttilestored %%tmm3, 64(%1,%2,1)"
+        :
+        : "r"(c), "r"(lower), "r"(stride)
+        : "memory");
+  }
+};
+#endif
+
+// ---- Blocks
+// --------------------------------------------------------------------------------------
+
+TS_HD int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// All panels of `rows` rows; each takes kRows * padded depth elements.
+template <class Kernel, class Source>
+inline void pack_rows(const Source* source, int64_t row_stride, int64_t k_stride, int64_t rows,
+                      int64_t depth, typename Kernel::Value* panels) {
+  const int64_t size = Kernel::kRows * Kernel::padded_depth(depth);
+  for (int64_t i = 0; i < rows; i += Kernel::kRows, panels += size) {
+    const int64_t count = rows - i < Kernel::kRows ? rows - i : Kernel::kRows;
+    Kernel::pack_a(source + i * row_stride, row_stride, k_stride, count, depth, panels);
+  }
+}
+template <class Kernel, class Source>
+inline void pack_columns(const Source* source, int64_t k_stride, int64_t column_stride,
+                         int64_t columns, int64_t depth, typename Kernel::Value* panels) {
+  const int64_t size = Kernel::kColumns * Kernel::padded_depth(depth);
+  for (int64_t j = 0; j < columns; j += Kernel::kColumns, panels += size) {
+    const int64_t count = columns - j < Kernel::kColumns ? columns - j : Kernel::kColumns;
+    Kernel::pack_b(source + j * column_stride, k_stride, column_stride, count, depth, panels);
+  }
+}
+
+// c (+)= a b for packed operands; c: (rows, columns), row stride ldc. Between begin() and end().
+template <class Kernel>
+inline void multiply_panels(int64_t rows, int64_t columns, int64_t depth,
+                            const typename Kernel::Value* a, const typename Kernel::Value* b,
+                            typename Kernel::Accumulator* c, int64_t ldc, bool accumulate) {
+  constexpr int kRows = Kernel::kRows, kColumns = Kernel::kColumns;
+  const int64_t padded = Kernel::padded_depth(depth);
+  for (int64_t j = 0; j < columns; j += kColumns) {
+    for (int64_t i = 0; i < rows; i += kRows) {
+      const auto* left = a + i * padded;
+      const auto* right = b + j * padded;
+      typename Kernel::Accumulator* target = c + i * ldc + j;
+      const int64_t count_rows = rows - i, count_columns = columns - j;
+      if (count_rows >= kRows && count_columns >= kColumns) {
+        Kernel::multiply(padded, left, right, target, ldc, accumulate);
+        continue;
+      }
+      alignas(64) typename Kernel::Accumulator edge[kRows * kColumns];
+      Kernel::multiply(padded, left, right, edge, kColumns, false);
+      for (int64_t r = 0; r < (count_rows < kRows ? count_rows : kRows); ++r) {
+        for (int64_t q = 0; q < (count_columns < kColumns ? count_columns : kColumns); ++q) {
+          target[r * ldc + q] =
+              accumulate ? target[r * ldc + q] + edge[r * kColumns + q] : edge[r * kColumns + q];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::kernels::TS_SIMD

@@ -1,0 +1,243 @@
+#include <algorithm>
+#include <atomic>
+
+#if defined(TESSERA_WITH_ONEDNN)
+#include <dnnl.h>
+#endif
+#if defined(__linux__) && defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include <tessera/core/allocator.h>
+#include <tessera/core/dispatch.h>
+#include <tessera/core/kernels/gemm.h>
+#include <tessera/core/kernels/gemm_tile.h>
+#include <tessera/core/parallel.h>
+
+namespace tessera::kernels {
+namespace {
+
+// Workspace of the calling thread's parallel loop: one slice for each thread that takes part.
+class Scratch {
+ public:
+  Scratch(int64_t slices, int64_t slice_bytes)
+      : slice_bytes_((slice_bytes + 63) / 64 * 64),
+        bytes_(static_cast<size_t>(slices * slice_bytes_)),
+        data_(static_cast<char*>(bytes_ > 0 ? cpu_allocator().allocate(bytes_) : nullptr)) {}
+  ~Scratch() {
+    if (data_ != nullptr) cpu_allocator().deallocate(data_, bytes_);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  // A slice that no other caller got; call once for each range of a parallel loop.
+  char* take() { return data_ + next_.fetch_add(1, std::memory_order_relaxed) * slice_bytes_; }
+
+ private:
+  int64_t slice_bytes_;
+  size_t bytes_;
+  char* data_;
+  std::atomic<int64_t> next_{0};
+};
+
+const char* at(const void* data, int64_t elements, DType dtype) {
+  return static_cast<const char*>(data) + elements * size_of(dtype);
+}
+char* at(void* data, int64_t elements, DType dtype) {
+  return static_cast<char*>(data) + elements * size_of(dtype);
+}
+
+// How C is cut: powers of two, so that two, four or eight threads get equal shares. A function of
+// the shape, never of the thread count.
+struct Tiling {
+  int64_t rows, columns;  // of a tile
+  int64_t row_tiles, column_tiles;
+
+  Tiling(int64_t m, int64_t n, int64_t k, int64_t batch) {
+    // Below 8 MFLOP a tile, starting a thread costs more than it saves.
+    const double tile_work = 4.0e6;
+    int64_t by_rows = 1, by_columns = 1;
+    while (m > by_rows * kGemmTileRows) by_rows *= 2;
+    while (n > by_columns * kGemmTileColumns) by_columns *= 2;
+    const double work = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
+    while (by_rows * by_columns * batch < 8 &&
+           work / static_cast<double>(by_rows * by_columns) > 2 * tile_work) {
+      const bool split_rows = m / by_rows >= n / by_columns;
+      if ((split_rows ? m / by_rows : n / by_columns) < 128) break;
+      (split_rows ? by_rows : by_columns) *= 2;
+    }
+    rows = std::max<int64_t>(1, (m + by_rows - 1) / by_rows);
+    columns = std::max<int64_t>(1, ((n + by_columns - 1) / by_columns + 31) / 32 * 32);
+    row_tiles = (m + rows - 1) / rows;
+    column_tiles = (n + columns - 1) / columns;
+  }
+};
+
+#if defined(TESSERA_WITH_ONEDNN)
+// The leading dimension under which sgemm can read an operand, and how; 0 where it cannot.
+struct SgemmView {
+  char transposed = 'N';
+  int64_t leading = 0;
+
+  SgemmView(const GemmOperand& operand, int64_t rows, int64_t columns) {
+    if (operand.column_stride == 1 && (rows == 1 || operand.row_stride >= columns)) {
+      leading = std::max(operand.row_stride, columns);
+    } else if (operand.row_stride == 1 && (columns == 1 || operand.column_stride >= rows)) {
+      transposed = 'T';
+      leading = std::max(operand.column_stride, rows);
+    }
+  }
+};
+#endif
+
+void gemm_floating(const Gemm& p) {
+  const bool is_f64 = p.dtype == kF64;
+  const DType sum_dtype = is_f64 ? kF64 : kF32;
+  const bool use_amx = p.dtype == kBF16 && has_amx();
+  const Tiling tiling(p.m, p.n, p.k, p.batch);
+  const int64_t tiles = tiling.row_tiles * tiling.column_tiles;
+  // Sums go straight to C where C has their type and is set or added to.
+  const bool in_place = p.result_dtype == sum_dtype && p.alpha == 1 && (p.beta == 0 || p.beta == 1);
+  bool use_sgemm = false;
+#if defined(TESSERA_WITH_ONEDNN)
+  const SgemmView view_a(p.a, p.m, p.k), view_b(p.b, p.k, p.n);
+  use_sgemm = p.dtype == kF32 && view_a.leading > 0 && view_b.leading > 0;
+#endif
+  const int64_t panel_bytes =
+      use_sgemm ? 0 : TS_SIMD_CALL(gemm_scratch_bytes, tiling.rows, tiling.columns);
+  const int64_t sum_bytes = in_place ? 0 : tiling.rows * tiling.columns * size_of(sum_dtype);
+  const int64_t slices =
+      std::min<int64_t>(in_parallel_region() ? 1 : num_threads(), tiles * p.batch);
+  Scratch scratch(slices, panel_bytes + sum_bytes);
+
+  parallel_for(tiles * p.batch, 1, [&](int64_t begin, int64_t end) {
+    char* const slice = scratch.take();
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t batch = task / tiles, index = task % tiles;
+      const int64_t row = index / tiling.column_tiles * tiling.rows;
+      const int64_t column = index % tiling.column_tiles * tiling.columns;
+      const int64_t m = std::min(tiling.rows, p.m - row);
+      const int64_t n = std::min(tiling.columns, p.n - column);
+      const int64_t a_offset = (p.a_offsets ? p.a_offsets[batch] : 0) + row * p.a.row_stride;
+      const int64_t b_offset = (p.b_offsets ? p.b_offsets[batch] : 0) + column * p.b.column_stride;
+      const int64_t c_offset =
+          (p.c_offsets ? p.c_offsets[batch] : 0) + row * p.c_row_stride + column;
+      char* const c = at(p.c, c_offset, p.result_dtype);
+      const char* const a = at(p.a.data, a_offset, p.dtype);
+      const char* const b = at(p.b.data, b_offset, p.dtype);
+      void* const sums = in_place ? c : slice + panel_bytes;
+      const int64_t sums_row_stride = in_place ? p.c_row_stride : n;
+      const bool accumulate = in_place && p.beta == 1;
+      if (use_sgemm) {
+#if defined(TESSERA_WITH_ONEDNN)
+        dnnl_sgemm(view_a.transposed, view_b.transposed, m, n, p.k, 1.0f,
+                   reinterpret_cast<const float*>(a), view_a.leading,
+                   reinterpret_cast<const float*>(b), view_b.leading, accumulate ? 1.0f : 0.0f,
+                   static_cast<float*>(sums), sums_row_stride);
+#endif
+      } else {
+        const GemmTile tile{m,
+                            n,
+                            p.k,
+                            p.dtype,
+                            a,
+                            p.a.row_stride,
+                            p.a.column_stride,
+                            b,
+                            p.b.row_stride,
+                            p.b.column_stride,
+                            sums,
+                            sums_row_stride,
+                            accumulate,
+                            use_amx,
+                            slice};
+        TS_SIMD_CALL(gemm_tile, tile);
+      }
+      if (in_place && p.bias_kind == GemmBias::kNone) continue;
+      const int64_t bias_offset = p.bias_kind == GemmBias::kColumn ? column : row;
+      const GemmFinish finish{
+          m,
+          n,
+          sums,
+          sums_row_stride,
+          c,
+          p.c_row_stride,
+          p.result_dtype,
+          p.alpha,
+          in_place ? 0 : p.beta,
+          p.bias_kind == GemmBias::kNone ? nullptr : at(p.bias, bias_offset, p.result_dtype),
+          p.bias_kind};
+      TS_SIMD_CALL(gemm_finish, finish);
+    }
+  });
+}
+
+// beta * C + bias, and the whole product of integers: loops for any numeric type.
+template <class T>
+void gemm_by_loops(const Gemm& p) {
+  using C = Compute<T>;
+  const C alpha = static_cast<C>(p.alpha), beta = static_cast<C>(p.beta);
+  parallel_for(
+      p.batch * p.m, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, p.n * (p.k + 1))),
+      [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t batch = row / p.m, i = row % p.m;
+          const T* a = static_cast<const T*>(p.a.data) + (p.a_offsets ? p.a_offsets[batch] : 0) +
+                       i * p.a.row_stride;
+          const T* b = static_cast<const T*>(p.b.data) + (p.b_offsets ? p.b_offsets[batch] : 0);
+          T* c = static_cast<T*>(p.c) + (p.c_offsets ? p.c_offsets[batch] : 0) + i * p.c_row_stride;
+          const T* bias = static_cast<const T*>(p.bias);
+          for (int64_t j = 0; j < p.n; ++j) {
+            C sum = 0;
+            for (int64_t k = 0; k < p.k; ++k) {
+              sum += load<C>(a[k * p.a.column_stride]) *
+                     load<C>(b[k * p.b.row_stride + j * p.b.column_stride]);
+            }
+            C value = alpha * sum;
+            if (p.beta != 0) value += beta * load<C>(c[j]);
+            if (p.bias_kind != GemmBias::kNone) {
+              value += load<C>(bias[p.bias_kind == GemmBias::kColumn ? j : i]);
+            }
+            c[j] = store<T>(value);
+          }
+        }
+      });
+}
+
+}  // namespace
+
+bool has_amx() {
+#if defined(__linux__) && defined(__x86_64__) && defined(TESSERA_WITH_V4)
+  static const bool available = [] {
+    if (cpu_isa() != Isa::kV4) return false;
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+    const bool bf16_tiles = (edx >> 22) & 1, tiles = (edx >> 24) & 1;
+    if (!bf16_tiles || !tiles) return false;
+    // Linux hands out the tile registers on request (ARCH_REQ_XCOMP_PERM, feature XTILEDATA).
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return available;
+#else
+  return false;
+#endif
+}
+
+void gemm(const Gemm& p) {
+  TS_CHECK_DTYPE(p.result_dtype == p.dtype || (p.result_dtype == kF32 && is_low_precision(p.dtype)),
+                 "gemm", "the result's dtype must be the operands' or f32 for f16 and bf16; got ",
+                 p.dtype, " to ", p.result_dtype);
+  if (p.m <= 0 || p.n <= 0 || p.batch <= 0) return;
+  if (p.k <= 0) {
+    return dispatch_numeric(p.result_dtype, "gemm", [&]<class T>() { gemm_by_loops<T>(p); });
+  }
+  if (is_integral(p.dtype)) {
+    return dispatch_integral(p.dtype, "gemm", [&]<class T>() { gemm_by_loops<T>(p); });
+  }
+  dispatch_floating(p.dtype, "gemm", [&]<class T>() { gemm_floating(p); });
+}
+
+}  // namespace tessera::kernels

@@ -1,0 +1,223 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include <tessera/core/dispatch.h>
+#include <tessera/core/kernels/gemm.h>
+#include <tessera/core/parallel.h>
+
+namespace tessera::kernels {
+namespace {
+
+enum class Layout { kRowMajor, kColumnMajor, kGaps };
+
+// A matrix of rounded random numbers in a given layout, and its values as double.
+template <class T>
+struct Matrix {
+  int64_t rows, columns, row_stride, column_stride;
+  std::vector<T> data;
+
+  Matrix(int64_t m, int64_t n, Layout layout, uint32_t seed) : rows(m), columns(n) {
+    row_stride = layout == Layout::kColumnMajor ? 1 : layout == Layout::kGaps ? 3 * n + 2 : n;
+    column_stride = layout == Layout::kColumnMajor ? m : layout == Layout::kGaps ? 3 : 1;
+    data.resize(static_cast<size_t>(
+        rows * columns == 0 ? 0 : (rows - 1) * row_stride + (columns - 1) * column_stride + 1));
+    std::mt19937 generator(seed);
+    std::uniform_real_distribution<double> uniform(-1, 1);
+    for (T& value : data) {
+      value = std::is_integral_v<T> ? store<T>(static_cast<int64_t>(generator() % 7))
+                                    : store<T>(uniform(generator));
+    }
+  }
+  double at(int64_t i, int64_t j) const {
+    return load<double>(data[static_cast<size_t>(i * row_stride + j * column_stride)]);
+  }
+  GemmOperand operand() const { return {data.data(), row_stride, column_stride}; }
+};
+
+struct Options {
+  double alpha = 1, beta = 0;
+  GemmBias bias = GemmBias::kNone;
+};
+
+// One product against f64. |y - ref| <= 4 eps(result) |ref terms| + 4 eps(sum) sqrt(k) |terms|.
+template <class T, class R>
+void expect_product(int64_t m, int64_t n, int64_t k, Layout layout_a, Layout layout_b,
+                    Options options = {}) {
+  const Matrix<T> a(m, k, layout_a, 1), b(k, n, layout_b, 2);
+  Matrix<R> c(m, n, Layout::kRowMajor, 3);
+  const Matrix<R> before = c;
+  const Matrix<R> bias(1, std::max(m, n), Layout::kRowMajor, 4);
+  if (options.beta == 0) {
+    for (R& value : c.data) value = store<R>(std::is_integral_v<R> ? 77.0 : NAN);
+  }
+  gemm({.m = m,
+        .n = n,
+        .k = k,
+        .dtype = dtype_of<T>,
+        .result_dtype = dtype_of<R>,
+        .a = a.operand(),
+        .b = b.operand(),
+        .c = c.data.data(),
+        .c_row_stride = n,
+        .alpha = options.alpha,
+        .beta = options.beta,
+        .bias = bias.data.data(),
+        .bias_kind = options.bias});
+  const double sum_eps = std::is_same_v<T, double> ? 0x1p-53 : 0x1p-24;
+  const double result_eps = std::is_integral_v<R> ? 0 : epsilon_of(dtype_of<R>);
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t j = 0; j < n; ++j) {
+      double reference = 0, absolute = 0;
+      for (int64_t q = 0; q < k; ++q) {
+        reference += a.at(i, q) * b.at(q, j);
+        absolute += std::abs(a.at(i, q) * b.at(q, j));
+      }
+      reference = options.alpha * reference + options.beta * before.at(i, j);
+      absolute = std::abs(options.alpha) * absolute + std::abs(options.beta * before.at(i, j));
+      if (options.bias != GemmBias::kNone) {
+        const double add = bias.at(0, options.bias == GemmBias::kColumn ? j : i);
+        reference += add;
+        absolute += std::abs(add);
+      }
+      const double tolerance =
+          std::is_integral_v<R>
+              ? 0
+              : result_eps * std::abs(reference) +
+                    4 * sum_eps * std::sqrt(static_cast<double>(k) + 4) * absolute;
+      ASSERT_NEAR(c.at(i, j), reference, tolerance)
+          << name_of(dtype_of<T>) << " " << m << "x" << n << "x" << k << " at " << i << "," << j;
+    }
+  }
+}
+
+const Layout kLayouts[] = {Layout::kRowMajor, Layout::kColumnMajor, Layout::kGaps};
+
+template <class T, class R>
+void expect_all_layouts() {
+  const int64_t shapes[][3] = {{1, 1, 1},     {1, 37, 70},  {37, 1, 33},
+                               {14, 32, 16},  {32, 32, 32}, {33, 65, 31},
+                               {15, 31, 400}, {64, 48, 97}, {5, 3, 1100}};
+  for (const auto& [m, n, k] : shapes) {
+    for (Layout a : kLayouts) {
+      for (Layout b : kLayouts) expect_product<T, R>(m, n, k, a, b);
+    }
+  }
+}
+
+TEST(Gemm, F32MatchesF64InAllLayouts) { expect_all_layouts<float, float>(); }
+TEST(Gemm, F64MatchesF64InAllLayouts) { expect_all_layouts<double, double>(); }
+TEST(Gemm, F16MatchesF64InAllLayouts) { expect_all_layouts<f16, f16>(); }
+TEST(Gemm, Bf16MatchesF64InAllLayouts) { expect_all_layouts<bf16, bf16>(); }
+TEST(Gemm, Bf16CanGiveF32) { expect_all_layouts<bf16, float>(); }
+TEST(Gemm, IntegersAreExact) {
+  expect_all_layouts<int64_t, int64_t>();
+  expect_product<int32_t, int32_t>(9, 7, 5, Layout::kRowMajor, Layout::kColumnMajor);
+  expect_product<uint8_t, uint8_t>(3, 4, 5, Layout::kRowMajor, Layout::kColumnMajor);
+}
+
+template <class T>
+void expect_scalars_and_bias() {
+  for (GemmBias bias : {GemmBias::kNone, GemmBias::kColumn, GemmBias::kRow}) {
+    for (double beta : {0.0, 1.0, -0.5}) {
+      for (double alpha : {1.0, 0.25}) {
+        expect_product<T, T>(35, 70, 41, Layout::kRowMajor, Layout::kColumnMajor,
+                             {alpha, beta, bias});
+        expect_product<T, T>(3, 5, 0, Layout::kRowMajor, Layout::kRowMajor, {alpha, beta, bias});
+      }
+    }
+  }
+}
+
+TEST(Gemm, AlphaBetaAndBiasAreApplied) {
+  expect_scalars_and_bias<float>();
+  expect_scalars_and_bias<double>();
+  expect_scalars_and_bias<f16>();
+  expect_scalars_and_bias<bf16>();
+}
+
+TEST(Gemm, TilesCoverLargeMatrices) {
+  expect_product<float, float>(1030, 100, 50, Layout::kRowMajor, Layout::kColumnMajor);
+  expect_product<double, double>(100, 1600, 50, Layout::kColumnMajor, Layout::kRowMajor);
+  expect_product<bf16, bf16>(600, 300, 700, Layout::kColumnMajor, Layout::kRowMajor);
+}
+
+TEST(Gemm, EmptyMatricesAreLeftAlone) {
+  float untouched = 5;
+  gemm({.m = 0, .n = 4, .k = 3, .c = &untouched, .c_row_stride = 4});
+  gemm({.m = 4, .n = 0, .k = 3, .c = &untouched, .c_row_stride = 0});
+  EXPECT_EQ(untouched, 5);
+}
+
+TEST(Gemm, BatchesFollowTheirOffsets) {
+  const Matrix<float> a(6, 5, Layout::kRowMajor, 1), b(5, 4, Layout::kRowMajor, 2);
+  // Three products: rows 0-1, 4-5 and 2-3 of a, with the same b.
+  const int64_t a_offsets[] = {0, 20, 10}, b_offsets[] = {0, 0, 0}, c_offsets[] = {0, 16, 8};
+  std::vector<float> c(24, NAN), whole(24, NAN);
+  gemm({.m = 2,
+        .n = 4,
+        .k = 5,
+        .a = a.operand(),
+        .b = b.operand(),
+        .c = c.data(),
+        .c_row_stride = 4,
+        .batch = 3,
+        .a_offsets = a_offsets,
+        .b_offsets = b_offsets,
+        .c_offsets = c_offsets});
+  gemm({.m = 6,
+        .n = 4,
+        .k = 5,
+        .a = a.operand(),
+        .b = b.operand(),
+        .c = whole.data(),
+        .c_row_stride = 4});
+  for (size_t i = 0; i < c.size(); ++i) EXPECT_NEAR(c[i], whole[i], 1e-6);
+}
+
+// Weight gradients add up a long K; their bits must not depend on who calculates them.
+template <class T>
+void expect_same_bits_for_any_thread_count() {
+  const int before = num_threads();
+  const int64_t m = 200, n = 330, k = 2048;
+  const Matrix<T> a(m, k, Layout::kColumnMajor, 1), b(k, n, Layout::kRowMajor, 2);
+  std::vector<T> results[3];
+  const int threads[] = {1, 2, 4};
+  for (int i = 0; i < 3; ++i) {
+    set_num_threads(threads[i]);
+    results[i].resize(static_cast<size_t>(m * n));
+    gemm({.m = m,
+          .n = n,
+          .k = k,
+          .dtype = dtype_of<T>,
+          .result_dtype = dtype_of<T>,
+          .a = a.operand(),
+          .b = b.operand(),
+          .c = results[i].data(),
+          .c_row_stride = n});
+  }
+  set_num_threads(before);
+  for (int i = 1; i < 3; ++i) {
+    EXPECT_EQ(std::memcmp(results[0].data(), results[i].data(), results[0].size() * sizeof(T)), 0)
+        << name_of(dtype_of<T>) << " with " << threads[i] << " threads";
+  }
+}
+
+TEST(Gemm, BitsDoNotDependOnTheThreadCount) {
+  expect_same_bits_for_any_thread_count<float>();
+  expect_same_bits_for_any_thread_count<double>();
+  expect_same_bits_for_any_thread_count<bf16>();
+  expect_same_bits_for_any_thread_count<f16>();
+}
+
+TEST(Gemm, MixedDtypesAreRefused) {
+  EXPECT_THROW(gemm({.m = 1, .n = 1, .k = 1, .dtype = kF32, .result_dtype = kBF16}), DTypeError);
+  EXPECT_THROW(gemm({.m = 1, .n = 1, .k = 1, .dtype = kF8E4M3, .result_dtype = kF8E4M3}),
+               DTypeError);
+}
+
+}  // namespace
+}  // namespace tessera::kernels
