@@ -1,0 +1,544 @@
+#include <tessera/nn/module.h>
+
+#include <cxxabi.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <ostream>
+#include <typeinfo>
+#include <unordered_map>
+#include <unordered_set>
+
+#include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera::nn {
+namespace {
+
+std::string join(std::string_view prefix, std::string_view name) {
+  if (prefix.empty()) return std::string(name);
+  return std::string(prefix) + "." + std::string(name);
+}
+
+// An exception passes through several calls; the first one that sees it gives it a name.
+struct NamedError {
+  const void* error = nullptr;
+};
+
+// The name that modules made now take as their own, see InitialName.
+struct InitialPath {
+  std::string name;
+};
+
+}  // namespace
+
+InitialName::InitialName(std::string name)
+    : scoped_(Context::current().slot<InitialPath>().name, std::move(name)) {}
+const std::string& InitialName::current() { return Context::current().slot<InitialPath>().name; }
+
+// ---- Hooks -------------------------------------------------------------------------------------
+
+// Held by pointer: a handle may outlive the module, and a hook may remove itself while it runs.
+struct ModuleBase::Hooks {
+  template <class Function>
+  struct List {
+    std::vector<std::pair<uint64_t, Function>> entries;
+    uint64_t next_id = 0;
+  };
+  List<ForwardPreHook> pre_forward;
+  List<ForwardHook> forward;
+  List<BackwardHook> backward;
+  bool empty() const {
+    return pre_forward.entries.empty() && forward.entries.empty() && backward.entries.empty();
+  }
+
+  template <class Function>
+  static HookHandle add(const std::shared_ptr<Hooks>& hooks, List<Function> Hooks::*list,
+                        Function hook) {
+    List<Function>& target = (*hooks).*list;
+    const uint64_t id = target.next_id++;
+    target.entries.emplace_back(id, std::move(hook));
+    return HookHandle([weak = std::weak_ptr<Hooks>(hooks), list, id] {
+      if (const auto alive = weak.lock()) {
+        std::erase_if((*alive.*list).entries,
+                      [id](const auto& entry) { return entry.first == id; });
+      }
+    });
+  }
+  template <class Function, class... Args>
+  static void run(const List<Function>& list, Args&&... args) {
+    const auto entries = list.entries;  // a hook may change the list
+    for (const auto& [id, hook] : entries) hook(args...);
+  }
+};
+
+ModuleBase::Hooks& ModuleBase::hooks() {
+  if (!hooks_) hooks_ = std::make_shared<Hooks>();
+  return *hooks_;
+}
+HookHandle ModuleBase::register_forward_pre_hook(ForwardPreHook hook) {
+  hooks();
+  return Hooks::add(hooks_, &Hooks::pre_forward, std::move(hook));
+}
+HookHandle ModuleBase::register_forward_hook(ForwardHook hook) {
+  hooks();
+  return Hooks::add(hooks_, &Hooks::forward, std::move(hook));
+}
+HookHandle ModuleBase::register_full_backward_hook(BackwardHook hook) {
+  hooks();
+  return Hooks::add(hooks_, &Hooks::backward, std::move(hook));
+}
+
+// ---- Calls -------------------------------------------------------------------------------------
+
+namespace {
+
+// Stands at the inputs and at the outputs of a module that has backward hooks: the same elements,
+// and a place on the tape where all their gradients are known at once.
+const Op kModuleBoundary{.name = "module_boundary", .flops_per_element = 0};
+
+TensorList boundary(const TensorList& tensors, BackwardFunction backward) {
+  return differentiable(
+      kModuleBoundary, tensors,
+      [](Inputs in) {
+        TensorList result;
+        for (const Tensor& x : in) result.push_back(raw::alias(x));
+        return result;
+      },
+      std::move(backward));
+}
+
+std::vector<Tensor*> pointers_to(TensorList& tensors) {
+  std::vector<Tensor*> result;
+  for (Tensor& tensor : tensors) result.push_back(&tensor);
+  return result;
+}
+
+}  // namespace
+
+struct ModuleCall::BackwardState {
+  ModuleBase* module;
+  std::shared_ptr<ModuleBase::Hooks> hooks;
+  bool has_inputs = false;  // some input requires grad: its boundary runs the hooks
+  TensorList grad_outputs;
+
+  void run_hooks(TensorList& grad_inputs) {
+    const std::vector<Tensor*> inputs = pointers_to(grad_inputs);
+    const std::vector<Tensor*> outputs = pointers_to(grad_outputs);
+    ModuleBase::Hooks::run(hooks->backward, *module, TensorRefs(inputs), TensorRefs(outputs));
+  }
+
+  // Replaces the tensors that are on the tape by those behind a boundary.
+  template <class Backward>
+  static bool insert(TensorRefs refs, Backward backward) {
+    std::vector<Tensor*> wanted;
+    TensorList tensors;
+    for (Tensor* tensor : refs) {
+      if (!tensor->requires_grad()) continue;
+      wanted.push_back(tensor);
+      tensors.push_back(*tensor);
+    }
+    if (tensors.empty()) return false;
+    const TensorList results = boundary(tensors, std::move(backward));
+    for (size_t i = 0; i < wanted.size(); ++i) *wanted[i] = results[i];
+    return true;
+  }
+  static TensorList take(Grads grads) {
+    TensorList list;
+    for (int i = 0; i < grads.size(); ++i) list.push_back(grads[i]);
+    return list;
+  }
+};
+
+ModuleCall::ModuleCall(ModuleBase& module) : module_(module), outer_site_(call_site()) {
+  if (module.hooks_ && !module.hooks_->empty()) hooks_ = module.hooks_;
+  call_site() = module.dotted_name();
+  Context::current().slot<NamedError>().error = nullptr;
+}
+ModuleCall::~ModuleCall() { call_site() = std::move(outer_site_); }
+
+void ModuleCall::before(TensorRefs inputs) {
+  ModuleBase::Hooks::run(hooks_->pre_forward, module_, inputs);
+  if (hooks_->backward.entries.empty() || !grad_enabled()) return;
+  backward_ = std::make_shared<BackwardState>();
+  backward_->module = &module_;
+  backward_->hooks = hooks_;
+  backward_->has_inputs =
+      BackwardState::insert(inputs, [state = backward_](Grads grads, const Saved&) -> TensorList {
+        TensorList grad_inputs = BackwardState::take(grads);
+        state->run_hooks(grad_inputs);
+        return grad_inputs;
+      });
+}
+
+void ModuleCall::after(TensorRefs inputs, TensorRefs outputs) {
+  ModuleBase::Hooks::run(hooks_->forward, module_, inputs, outputs);
+  if (!backward_) return;
+  BackwardState::insert(outputs, [state = backward_](Grads grads, const Saved&) -> TensorList {
+    state->grad_outputs = BackwardState::take(grads);
+    if (!state->has_inputs) {
+      TensorList none;
+      state->run_hooks(none);
+    }
+    return state->grad_outputs;
+  });
+}
+
+void ModuleCall::name_error(Error& error) const {
+  const void*& named = Context::current().slot<NamedError>().error;
+  if (named == &error || module_.dotted_name().empty()) return;
+  error.add_context(module_.dotted_name());
+  named = &error;
+}
+
+// ---- Names and registration --------------------------------------------------------------------
+
+ModuleBase::ModuleBase() : initial_name_(InitialName::current()) {}
+ModuleBase::~ModuleBase() = default;
+
+std::string ModuleBase::initial_name_of(std::string_view name) const {
+  return join(initial_name_, name);
+}
+RandomStream ModuleBase::initial_stream(std::string_view parameter) const {
+  return named_random_stream(initial_name_of(parameter));
+}
+
+void ModuleBase::check_new_name(std::string_view name) const {
+  TS_CHECK(!name.empty() && name.find('.') == std::string_view::npos, type_name(),
+           "a name must be non-empty and without dots; got '", name, "'");
+  bool taken = false;
+  for (const auto& child : children_) taken |= child->name_ == name;
+  for (const auto& parameter : parameters_) taken |= parameter.name == name;
+  for (const auto& buffer : buffers_) taken |= buffer.named.name == name;
+  TS_CHECK(!taken, type_name(), "the name '", name, "' is taken; names in a module are unique");
+}
+
+void ModuleBase::adopt(std::string_view name, std::unique_ptr<ModuleBase> child) {
+  TS_CHECK(child != nullptr, type_name(), "there is no module to take as '", name, "'");
+  check_new_name(name);
+  child->name_ = name;
+  child->refresh_names(this);
+  children_.push_back(std::move(child));
+}
+
+void ModuleBase::refresh_names(const ModuleBase* parent) {
+  dotted_name_ = join(parent->dotted_name_, name_);
+  for (const auto& child : children_) child->refresh_names(this);
+}
+
+const Tensor& ModuleBase::parameter(std::string_view name, const Shape& shape) {
+  const ParameterDefaults& defaults = ParameterDefaultsGuard::current();
+  const MemoryCategoryGuard category(MemoryCategory::kParameter);
+  return parameter(name, raw::empty(shape, defaults.dtype, defaults.device));
+}
+
+const Tensor& ModuleBase::parameter(std::string_view name, const Tensor& tensor) {
+  check_new_name(name);
+  if (tensor.defined()) {
+    TS_CHECK_AS(AutogradError, tensor.is_leaf(), type_name(), "the parameter '", name,
+                "' must be a leaf, it is the result of an op; detach() it");
+    if (!tensor.storage()->is_foreign()) tensor.storage()->set_category(MemoryCategory::kParameter);
+    if (is_floating(tensor.dtype())) tensor.set_requires_grad(true);
+  }
+  return parameters_.emplace_back(NamedTensor{std::string(name), tensor}).tensor;
+}
+
+const Tensor& ModuleBase::share_parameter(std::string_view name, const Tensor& tensor) {
+  for (NamedTensor& own : parameters_) {
+    if (own.name != name) continue;
+    TS_CHECK_SHAPE(!own.tensor.defined() || own.tensor.shape() == tensor.shape(), type_name(),
+                   "the parameter '", name, "' is ", own.tensor, " and cannot be tied to ", tensor,
+                   "; tied parameters have one shape");
+    own.tensor = tensor;
+    return own.tensor;
+  }
+  return parameter(name, tensor);
+}
+
+const Tensor& ModuleBase::buffer(std::string_view name, const Tensor& tensor, bool persistent) {
+  check_new_name(name);
+  return buffers_.emplace_back(Buffer{{std::string(name), tensor}, persistent}).named.tensor;
+}
+
+// ---- Walking -----------------------------------------------------------------------------------
+
+namespace {
+
+void append_modules(const std::string& name, ModuleBase& module, std::vector<NamedModule>& result) {
+  result.push_back({name, &module});
+  for (size_t i = 0; i < module.num_children(); ++i) {
+    append_modules(join(name, module.child(i).name()), module.child(i), result);
+  }
+}
+
+}  // namespace
+
+std::vector<NamedModule> ModuleBase::named_modules() {
+  std::vector<NamedModule> result;
+  append_modules("", *this, result);
+  return result;
+}
+
+std::vector<NamedModule> ModuleBase::named_children() {
+  std::vector<NamedModule> result;
+  for (const auto& child : children_) result.push_back({child->name_, child.get()});
+  return result;
+}
+
+ModuleBase& ModuleBase::submodule(std::string_view dotted_name) {
+  ModuleBase* module = this;
+  for (std::string_view rest = dotted_name; !rest.empty();) {
+    const size_t dot = rest.find('.');
+    const std::string_view part = rest.substr(0, dot);
+    const auto found = std::ranges::find_if(
+        module->children_, [&](const auto& child) { return child->name_ == part; });
+    TS_CHECK(found != module->children_.end(), module->type_name(), "there is no child '", part,
+             "' on the way to '", dotted_name, "'; see repr()");
+    module = found->get();
+    rest = dot == std::string_view::npos ? std::string_view() : rest.substr(dot + 1);
+  }
+  return *module;
+}
+
+// visit(name, slot, persistent, is_parameter) for every parameter and buffer slot, defined or not,
+// in torch's order: a module's parameters, its buffers, its children.
+template <class Visit>
+void ModuleBase::visit_state(const std::string& prefix, const Visit& visit) const {
+  for (const NamedTensor& own : parameters_) visit(join(prefix, own.name), own.tensor, true, true);
+  for (const Buffer& own : buffers_) {
+    visit(join(prefix, own.named.name), own.named.tensor, own.persistent, false);
+  }
+  for (const auto& child : children_) child->visit_state(join(prefix, child->name_), visit);
+}
+
+NamedTensors ModuleBase::named_parameters() const {
+  NamedTensors result;
+  std::unordered_set<const TensorImpl*> seen;
+  visit_state("", [&](std::string name, const Tensor& tensor, bool, bool is_parameter) {
+    if (is_parameter && tensor.defined() && seen.insert(tensor.impl()).second) {
+      result.push_back({std::move(name), tensor});
+    }
+  });
+  return result;
+}
+
+TensorList ModuleBase::parameters() const {
+  TensorList result;
+  for (auto& named : named_parameters()) result.push_back(std::move(named.tensor));
+  return result;
+}
+
+NamedTensors ModuleBase::named_buffers() const {
+  NamedTensors result;
+  visit_state("", [&](std::string name, const Tensor& tensor, bool, bool is_parameter) {
+    if (!is_parameter && tensor.defined()) result.push_back({std::move(name), tensor});
+  });
+  return result;
+}
+
+const Tensor& ModuleBase::get_parameter(std::string_view dotted_name) const {
+  const Tensor* found = nullptr;
+  visit_state("", [&](const std::string& name, const Tensor& tensor, bool, bool is_parameter) {
+    if (is_parameter && name == dotted_name) found = &tensor;
+  });
+  TS_CHECK(found != nullptr, type_name(), "there is no parameter '", dotted_name,
+           "'; named_parameters() lists them");
+  return *found;
+}
+
+int64_t ModuleBase::num_parameters() const {
+  int64_t total = 0;
+  for (const auto& named : named_parameters()) total += named.tensor.numel();
+  return total;
+}
+
+// ---- Mode, dtype, device -----------------------------------------------------------------------
+
+void ModuleBase::train(bool training) {
+  training_ = training;
+  for (const auto& child : children_) child->train(training);
+}
+
+// convert(tensor) returns the tensor's new contents. Gradients follow their parameters.
+template <class Convert>
+void ModuleBase::convert_tensors(const Convert& convert) {
+  const NoGradGuard no_grad;
+  std::unordered_set<const TensorImpl*> seen;
+  visit_state("", [&](const std::string&, const Tensor& tensor, bool, bool is_parameter) {
+    if (!tensor.defined() || !seen.insert(tensor.impl()).second) return;
+    const MemoryCategoryGuard category(tensor.storage()->category());
+    const Tensor grad = is_parameter ? tensor.grad() : Tensor();
+    if (grad.defined()) {
+      const MemoryCategoryGuard gradient(MemoryCategory::kGradient);
+      grad.set_data(convert(grad));
+    }
+    tensor.set_data(convert(tensor));
+  });
+}
+void ModuleBase::to(DType dtype) {
+  TS_CHECK_DTYPE(is_floating(dtype), type_name(), "to() takes a floating dtype; got ", dtype);
+  convert_tensors([dtype](const Tensor& tensor) {
+    return is_floating(tensor.dtype()) ? tensor.detach().to(dtype) : tensor.detach();
+  });
+}
+void ModuleBase::to(const Device& device) {
+  convert_tensors([&](const Tensor& tensor) { return tensor.detach().to(device); });
+}
+
+void ModuleBase::requires_grad_(bool value) {
+  for (const Tensor& tensor : parameters()) {
+    if (is_floating(tensor.dtype())) tensor.set_requires_grad(value);
+  }
+}
+void ModuleBase::zero_grad(bool set_to_none) {
+  for (const Tensor& tensor : parameters()) tensor.zero_grad(set_to_none);
+}
+
+// ---- Copies ------------------------------------------------------------------------------------
+
+void ModuleBase::copy_state_from(const ModuleBase& source) {
+  TS_CHECK(type_name() == source.type_name() && children_.size() == source.children_.size() &&
+               parameters_.size() == source.parameters_.size() &&
+               buffers_.size() == source.buffers_.size(),
+           type_name(), "remake() gave a module that differs from the original at '",
+           source.dotted_name(), "'; it must construct one with the same arguments");
+  const NoGradGuard no_grad;
+  std::unordered_map<const TensorImpl*, Tensor> copies;
+  const auto copy_slot = [&](Tensor& target, const Tensor& original, bool is_parameter) {
+    if (!original.defined()) {
+      target = Tensor();
+      return;
+    }
+    const auto [found, added] = copies.try_emplace(original.impl(), target);
+    if (added && target.defined()) {  // under the handles that the new module gave out
+      const MemoryCategoryGuard category(original.storage()->category());
+      target.set_data(original.detach().clone());
+      if (is_parameter) target.set_requires_grad(original.requires_grad());
+    } else if (added) {
+      found->second = original.detach().clone();
+      if (is_parameter) found->second.set_requires_grad(original.requires_grad());
+    }
+    target = found->second;
+  };
+  const auto copy_module = [&](const auto& self, ModuleBase& to, const ModuleBase& from) -> void {
+    to.training_ = from.training_;
+    for (size_t i = 0; i < to.parameters_.size(); ++i) {
+      copy_slot(to.parameters_[i].tensor, from.parameters_[i].tensor, true);
+    }
+    for (size_t i = 0; i < to.buffers_.size(); ++i) {
+      copy_slot(to.buffers_[i].named.tensor, from.buffers_[i].named.tensor, false);
+    }
+    for (size_t i = 0; i < to.children_.size(); ++i) {
+      self(self, *to.children_[i], *from.children_[i]);
+    }
+  };
+  copy_module(copy_module, *this, source);
+}
+
+// ---- State -------------------------------------------------------------------------------------
+
+StateDict ModuleBase::state_dict() const {
+  StateDict state;
+  visit_state("", [&](const std::string& name, const Tensor& tensor, bool persistent, bool) {
+    if (persistent && tensor.defined()) state.set(name, tensor.detach());
+  });
+  return state;
+}
+
+std::string LoadReport::describe() const {
+  std::string text;
+  const auto append = [&](std::string_view title, const std::vector<std::string>& names) {
+    if (names.empty()) return;
+    text += "\n  " + std::string(title) + " (" + std::to_string(names.size()) + "):";
+    for (const std::string& name : names) text += "\n    " + name;
+  };
+  append("missing in the state", missing);
+  append("unexpected in the state", unexpected);
+  append("of another shape", misshapen);
+  return text;
+}
+
+LoadReport ModuleBase::load_state_dict(const StateDict& state, const LoadOptions& options) {
+  LoadReport report;
+  struct Copy {
+    Tensor target;
+    Tensor source;
+  };
+  std::vector<Copy> copies;
+  std::unordered_set<std::string> known;
+  std::unordered_set<const TensorImpl*> found;
+  NamedTensors absent;
+  visit_state("", [&](const std::string& name, const Tensor& tensor, bool persistent, bool) {
+    if (!persistent || !tensor.defined()) return;
+    known.insert(name);
+    const Tensor* source = state.find(name);
+    if (source == nullptr) {
+      absent.push_back({name, tensor});
+    } else if (source->shape() != tensor.shape()) {
+      report.misshapen.push_back(name + ": the module has " + tensor.describe() +
+                                 ", the state has " + source->describe());
+      found.insert(tensor.impl());
+    } else {
+      found.insert(tensor.impl());
+      copies.push_back({tensor, *source});
+    }
+  });
+  for (const auto& [name, tensor] : absent) {
+    if (!found.contains(tensor.impl())) report.missing.push_back(name);
+  }
+  for (const auto& [name, tensor] : state) {
+    if (!known.contains(name)) report.unexpected.push_back(name);
+  }
+  TS_CHECK(options.strict ? report.complete() : report.misshapen.empty(), "load_state_dict",
+           "the state does not fit ", type_name(), ":", report.describe(),
+           options.strict
+               ? "\n  pass {.strict = false} to load what fits by name"
+               : "\n  a tensor of another shape cannot be loaded; remove it from the state");
+  const NoGradGuard no_grad;
+  for (const auto& [target, source] : copies) {
+    if (target.is_meta()) {
+      // A model without bytes takes those of the state, with the dtype that it was made for.
+      const MemoryCategoryGuard category(MemoryCategory::kParameter);
+      const Tensor converted = source.detach().to(target.dtype());
+      target.set_data(converted.storage() == source.storage() ? converted.clone() : converted);
+    } else {
+      copy_(target.detach(), source);
+    }
+  }
+  return report;
+}
+
+// ---- Printing ----------------------------------------------------------------------------------
+
+std::string ModuleBase::type_name() const {
+  int status = 0;
+  const std::unique_ptr<char, void (*)(void*)> demangled(
+      abi::__cxa_demangle(typeid(*this).name(), nullptr, nullptr, &status), std::free);
+  std::string name = status == 0 ? demangled.get() : typeid(*this).name();
+  const size_t arguments = name.find('<');
+  const size_t scope = name.rfind("::", arguments);
+  return scope == std::string::npos ? name : name.substr(scope + 2);
+}
+
+std::string ModuleBase::repr() const {
+  const std::string extra = extra_repr();
+  if (children_.empty()) return type_name() + "(" + extra + ")";
+  std::string text = type_name() + "(\n";
+  if (!extra.empty()) text += "  " + extra + "\n";
+  for (const auto& child : children_) {
+    text += "  (" + child->name_ + "): ";
+    for (const char c : child->repr()) {
+      text += c;
+      if (c == '\n') text += "  ";
+    }
+    text += '\n';
+  }
+  return text + ")";
+}
+
+std::ostream& operator<<(std::ostream& out, const ModuleBase& module) {
+  return out << module.repr();
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,377 @@
+// A module owns parameters, buffers and children, gives them names, and runs `forward`.
+//
+//     struct Mlp : nn::Module<Mlp> {
+//       explicit Mlp(int64_t width)
+//           : fc(add<nn::Linear>("fc", width, 4 * width)),
+//             proj(add<nn::Linear>("proj", 4 * width, width)) {}
+//       Tensor forward(const Tensor& x) { return proj(gelu(fc(x))); }
+//       nn::Linear& fc;
+//       nn::Linear& proj;
+//     };
+//     Mlp mlp(768);
+//     Tensor y = mlp(x);  // operator(), never forward: hooks and names in errors hang on it
+//
+// `add` makes, owns and names a child, `parameter` and `buffer` do so for tensors: what a module
+// uses is registered because there is no other way to get it. Names are local; dots join them:
+// "transformer.h.0.mlp.fc.weight". Modules are neither copied nor moved; clone() is explicit.
+//
+// Initial values depend on the seed and the dotted name alone (see initial_stream): not on the
+// order of construction, not on the number of ranks. Two models made side by side from one seed are
+// therefore equal; InitialName("generator") tells them apart.
+#pragma once
+
+#include <concepts>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/core/random.h>
+#include <tessera/core/state_dict.h>
+#include <tessera/core/tensor.h>
+#include <tessera/nn/visit_tensors.h>
+
+namespace tessera::nn {
+
+class ModuleBase;
+
+// ---- Hooks -------------------------------------------------------------------------------------
+
+// The tensors in the arguments or results of a call, in order. Assigning to one replaces it.
+using TensorRefs = std::span<Tensor* const>;
+using ForwardPreHook = std::function<void(ModuleBase& module, TensorRefs inputs)>;
+using ForwardHook = std::function<void(ModuleBase& module, TensorRefs inputs, TensorRefs outputs)>;
+// The gradients of the loss by the inputs and outputs that require grad. Assigning to a
+// grad_input replaces what flows on. Undefined where an output was not used. If no input requires
+// grad, grad_inputs is empty.
+using BackwardHook =
+    std::function<void(ModuleBase& module, TensorRefs grad_inputs, TensorRefs grad_outputs)>;
+
+// ---- Where parameters are made -----------------------------------------------------------------
+
+// What `ModuleBase::parameter(name, shape)` makes, per context.
+struct ParameterDefaults {
+  DType dtype = kF32;
+  Device device = kCpu;    // kMeta: a model of any size without bytes
+  bool initialise = true;  // false: elements are left undefined, for models that are loaded next
+};
+class ParameterDefaultsGuard {
+ public:
+  explicit ParameterDefaultsGuard(const ParameterDefaults& defaults)
+      : scoped_(Context::current().slot<ParameterDefaults>(), defaults) {}
+  static const ParameterDefaults& current() { return Context::current().slot<ParameterDefaults>(); }
+
+ private:
+  ScopedValue<ParameterDefaults> scoped_;
+};
+
+// Modules made in the scope draw their initial values as if they stood under `name`.
+class InitialName {
+ public:
+  explicit InitialName(std::string name);
+  static const std::string& current();
+
+ private:
+  ScopedValue<std::string> scoped_;
+};
+
+// ---- ModuleBase --------------------------------------------------------------------------------
+
+struct NamedModule {
+  std::string name;
+  ModuleBase* module;
+};
+
+struct LoadOptions {
+  bool strict = true;  // missing and unexpected names are errors
+};
+// What did not fit. A tied parameter needs only one of its names.
+struct LoadReport {
+  std::vector<std::string> missing;
+  std::vector<std::string> unexpected;
+  std::vector<std::string> misshapen;  // "name: needs f32[2, 3], the state has f32[3, 2]"
+  bool complete() const { return missing.empty() && unexpected.empty() && misshapen.empty(); }
+  std::string describe() const;
+};
+
+class ModuleBase {
+ public:
+  ModuleBase();
+  virtual ~ModuleBase();
+  ModuleBase(const ModuleBase&) = delete;
+  ModuleBase& operator=(const ModuleBase&) = delete;
+
+  // ---- Names and printing
+  const std::string& name() const { return name_; }                // in the parent: "fc"
+  const std::string& dotted_name() const { return dotted_name_; }  // from the root: "h.0.mlp.fc"
+  virtual std::string type_name() const;                           // "Linear"
+  virtual std::string extra_repr() const { return {}; }            // "in_features=4, ..."
+  virtual std::string repr() const;                                // the tree, as torch prints it
+
+  // ---- Walking the tree: a module before its children, in the order of construction
+  std::vector<NamedModule> named_modules();   // itself included, under ""
+  std::vector<NamedModule> named_children();  // direct ones
+  size_t num_children() const { return children_.size(); }
+  ModuleBase& child(size_t index) const { return *children_[index]; }
+  ModuleBase& submodule(std::string_view dotted_name);  // throws ValueError
+  template <class Function>
+  void apply(Function&& function) {  // children first, as in torch
+    for (auto& child : children_) child->apply(function);
+    function(*this);
+  }
+
+  // Each parameter once, under its first name.
+  NamedTensors named_parameters() const;
+  TensorList parameters() const;
+  NamedTensors named_buffers() const;
+  const Tensor& get_parameter(std::string_view dotted_name) const;  // throws ValueError
+  int64_t num_parameters() const;                                   // elements, each counted once
+
+  // ---- Mode, dtype, device: in place, under all holders of the tensors
+  virtual void train(bool training = true);
+  void eval() { train(false); }
+  bool is_training() const { return training_; }
+  void to(DType dtype);  // floating parameters, their gradients and buffers
+  void to(const Device& device);
+  void requires_grad_(bool value = true);
+  void zero_grad(bool set_to_none = true);
+
+  // ---- State: parameters and persistent buffers by dotted name. A tied parameter appears under
+  // each of its names. The tensors share elements with the module.
+  StateDict state_dict() const;
+  // Copies into the module's tensors, converting dtypes. Nothing is written unless everything fits:
+  // one ValueError lists all missing, unexpected and misshapen names. Not strict: missing and
+  // unexpected names are returned instead; a misshapen one is always an error.
+  LoadReport load_state_dict(const StateDict& state, const LoadOptions& options = {});
+
+  // ---- Registration
+  // Makes the parameter `name` one tensor with `tensor` (tied weights): replaces the one that is
+  // there, or adds it.
+  const Tensor& share_parameter(std::string_view name, const Tensor& tensor);
+
+  HookHandle register_forward_pre_hook(ForwardPreHook hook);
+  HookHandle register_forward_hook(ForwardHook hook);
+  HookHandle register_full_backward_hook(BackwardHook hook);
+
+  // forward of modules that map one tensor to one, by type-erased call: what Sequential needs.
+  // Throws UnsupportedError for others.
+  virtual Tensor call_tensor(const Tensor& x) = 0;
+  // A fresh module of the same construction, from Derived's `remake()`. Throws UnsupportedError.
+  virtual std::unique_ptr<ModuleBase> remake_module() const = 0;
+  // Makes this module's tensors copies of those of `source`, a module of the same construction:
+  // values, dtypes, devices, requires_grad, ties, modes. Throws ValueError where the trees differ.
+  void copy_state_from(const ModuleBase& source);
+
+ protected:
+  // The references stay valid as long as the module, and follow share_parameter: keep them as
+  // members, `const Tensor& weight`.
+  // An uninitialised parameter of the context's ParameterDefaults. Fill it with init.h.
+  const Tensor& parameter(std::string_view name, const Shape& shape);
+  // `tensor` becomes a parameter: a leaf that requires grad. Undefined: an absent one (bias=false).
+  const Tensor& parameter(std::string_view name, const Tensor& tensor);
+  // A tensor that is state but no parameter: running statistics, masks. Not persistent: left out
+  // of state_dict.
+  const Tensor& buffer(std::string_view name, const Tensor& tensor, bool persistent = true);
+
+  template <class T, class... Args>
+  T& add(std::string_view name, Args&&... args) {
+    static_assert(std::derived_from<T, ModuleBase>, "add makes modules");
+    check_new_name(name);
+    const InitialName scope(initial_name_of(name));
+    auto child = std::make_unique<T>(std::forward<Args>(args)...);
+    T& reference = *child;
+    adopt(name, std::move(child));
+    return reference;
+  }
+  // Takes a module that was made elsewhere.
+  void adopt(std::string_view name, std::unique_ptr<ModuleBase> child);
+
+  // The random numbers for the initial values of a parameter: of the seed and the dotted name under
+  // which this module was made.
+  RandomStream initial_stream(std::string_view parameter) const;
+  std::string initial_name_of(std::string_view name) const;
+
+ private:
+  friend class ModuleCall;
+  struct Buffer {
+    NamedTensor named;
+    bool persistent;
+  };
+  struct Hooks;
+  void check_new_name(std::string_view name) const;
+  void refresh_names(const ModuleBase* parent);
+  template <class Visit>
+  void visit_state(const std::string& prefix, const Visit& visit) const;
+  template <class Convert>
+  void convert_tensors(const Convert& convert);
+  Hooks& hooks();
+
+  std::string name_;
+  std::string dotted_name_;
+  std::string initial_name_;
+  std::vector<std::unique_ptr<ModuleBase>> children_;
+  std::deque<NamedTensor> parameters_;  // deque: references stay valid
+  std::deque<Buffer> buffers_;
+  std::shared_ptr<Hooks> hooks_;  // none while nobody registered one
+  bool training_ = true;
+};
+
+std::ostream& operator<<(std::ostream& out, const ModuleBase& module);
+
+// ---- Calls -------------------------------------------------------------------------------------
+
+// The scope of one call: names errors and the call site, runs hooks. Made by Module<Derived>.
+class ModuleCall {
+ public:
+  explicit ModuleCall(ModuleBase& module);
+  ModuleCall(const ModuleCall&) = delete;
+  ModuleCall& operator=(const ModuleCall&) = delete;
+  ~ModuleCall();
+
+  bool has_hooks() const { return hooks_ != nullptr; }
+  void before(TensorRefs inputs);
+  void after(TensorRefs inputs, TensorRefs outputs);
+  // The innermost module that an exception passes puts its dotted name before the message.
+  void name_error(Error& error) const;
+
+ private:
+  struct BackwardState;
+  ModuleBase& module_;
+  std::shared_ptr<ModuleBase::Hooks> hooks_;
+  std::shared_ptr<BackwardState> backward_;
+  std::string outer_site_;
+};
+
+namespace detail {
+
+// How a call with hooks keeps argument I: a copy that hooks may change, or a reference to the
+// caller's object where forward writes to it (a cache) or it cannot be copied.
+template <class Function, class Derived, class Args, size_t I, class Indices>
+struct Held;
+template <class Function, class Derived, class... Args, size_t I, size_t... J>
+struct Held<Function, Derived, std::tuple<Args...>, I, std::index_sequence<J...>> {
+  using Arg = std::tuple_element_t<I, std::tuple<Args...>>;
+  using Value = std::remove_cvref_t<Arg>;
+  static constexpr bool kCopy =
+      std::is_constructible_v<Value, Arg> &&
+      std::is_invocable_v<Function, Derived&, std::conditional_t<I == J, const Value&, Args>...>;
+  using type = std::conditional_t<kCopy, Value, Arg&&>;
+};
+
+}  // namespace detail
+
+// Base of every module: struct Mlp : nn::Module<Mlp>. Derived has a `forward` (or overloads) that
+// takes and returns anything visit_tensors can look into, and for clone() a
+// `std::unique_ptr<Derived> remake() const` that constructs a module like itself.
+template <class Derived>
+class Module : public ModuleBase {
+ public:
+  template <class... Args>
+  auto operator()(Args&&... args) {
+    return run(
+        [](Derived& self,
+           auto&&... values) -> decltype(self.forward(std::forward<decltype(values)>(values)...)) {
+          return self.forward(std::forward<decltype(values)>(values)...);
+        },
+        std::forward<Args>(args)...);
+  }
+
+  // Another entry point, with all that operator() does: model.call(&Bert::pool, hidden).
+  template <class Method, class... Args>
+  requires std::is_member_function_pointer_v<Method>
+  auto call(Method method, Args&&... args) {
+    return run(
+        [method](Derived& self, auto&&... values) -> decltype((self.*method)(
+                                                      std::forward<decltype(values)>(values)...)) {
+          return (self.*method)(std::forward<decltype(values)>(values)...);
+        },
+        std::forward<Args>(args)...);
+  }
+
+  // A module of the same construction with copies of all tensors. Hooks are not copied.
+  std::unique_ptr<Derived> clone() const {
+    std::unique_ptr<ModuleBase> copy = remake_module();
+    copy->copy_state_from(*this);
+    return std::unique_ptr<Derived>(static_cast<Derived*>(copy.release()));
+  }
+
+  Tensor call_tensor(const Tensor& x) override {
+    if constexpr (requires(Derived & self) {
+                    { self.forward(x) } -> std::convertible_to<Tensor>;
+                  }) {
+      return (*this)(x);
+    } else {
+      TS_THROW(UnsupportedError, type_name(),
+               "forward does not map one tensor to one tensor; call the module by its own type");
+    }
+  }
+  std::unique_ptr<ModuleBase> remake_module() const override {
+    if constexpr (requires(const Derived& self) {
+                    { self.remake() } -> std::convertible_to<std::unique_ptr<ModuleBase>>;
+                  }) {
+      const ParameterDefaultsGuard guard(
+          {.dtype = ParameterDefaultsGuard::current().dtype, .initialise = false});
+      return static_cast<const Derived&>(*this).remake();
+    } else {
+      TS_THROW(UnsupportedError, "clone", type_name(),
+               " cannot be made again; give it `std::unique_ptr<", type_name(),
+               "> remake() const` that constructs one with the same arguments");
+    }
+  }
+
+ private:
+  template <class Function, class... Args>
+  auto run(Function function, Args&&... args) {
+    ModuleCall call(*this);
+    Derived& self = static_cast<Derived&>(*this);
+    try {
+      if (!call.has_hooks()) [[likely]]
+        return function(self, std::forward<Args>(args)...);
+      return run_with_hooks(call, self, function, std::index_sequence_for<Args...>{},
+                            std::forward<Args>(args)...);
+    } catch (Error& error) {
+      call.name_error(error);
+      throw;
+    }
+  }
+
+  template <class Function, size_t... I, class... Args>
+  static auto run_with_hooks(ModuleCall& call, Derived& self, Function& function,
+                             [[maybe_unused]] std::index_sequence<I...> indices, Args&&... args) {
+    using Indices = decltype(indices);
+    std::tuple<typename detail::Held<Function, Derived, std::tuple<Args...>, I, Indices>::type...>
+    held(std::forward<Args>(args)...);
+    const auto collect = [](auto&... values) {
+      std::vector<Tensor*> tensors;
+      const auto keep = [&](Tensor& tensor) {
+        if (tensor.defined()) tensors.push_back(&tensor);
+      };
+      (nn::visit_tensors(values, keep), ...);
+      return tensors;
+    };
+    const std::vector<Tensor*> inputs = std::apply(collect, held);
+    call.before(inputs);
+    const auto invoke = [&]() {
+      return std::apply(
+          [&](auto&... values) { return function(self, static_cast<Args&&>(values)...); }, held);
+    };
+    if constexpr (std::is_void_v<decltype(invoke())>) {
+      invoke();
+      call.after(inputs, {});
+    } else {
+      auto result = invoke();
+      call.after(inputs, collect(result));
+      return result;
+    }
+  }
+};
+
+}  // namespace tessera::nn
