@@ -58,6 +58,8 @@ class Source {
     TS_CHECK_AS(FormatError, take(&extra, 1) == 0, "read_idx", "'", file_,
                 "' has bytes after its last element, at byte ", position_,
                 "; its sizes do not fit its length; get the right file.");
+    TS_CHECK_AS(FormatError, !compressed_ || ended_, "read_idx", "'", file_,
+                "' ends before the end mark of its gzip stream; get the whole file.");
     TS_CHECK_AS(FormatError, !compressed_ || consumed() == bytes_.size(), "read_idx", "'", file_,
                 "' has bytes after the end of the gzip stream, at byte ", consumed(),
                 " of the file; get the right file.");

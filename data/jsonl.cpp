@@ -134,7 +134,8 @@ std::optional<JsonRecord> JsonlReader::next() {
     } catch (const json::exception& error) {  // also numbers out of range
       const auto* parse = dynamic_cast<const json::parse_error*>(&error);
       TS_THROW(FormatError, "read_jsonl", "every line must be a JSON object; '", *file_, "' line ",
-               line_, " (byte offset ", start + (parse != nullptr ? parse->byte : 0),
+               line_, " (byte offset ",
+               start + (parse != nullptr && parse->byte > 0 ? parse->byte - 1 : 0),
                "): ", json_reason(error), "; correct the line.");
     }
     TS_CHECK_AS(FormatError, state->object.is_object(), "read_jsonl",
