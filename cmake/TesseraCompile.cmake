@@ -7,7 +7,14 @@ if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
 endif()
 # Checks with consequences are TS_CHECK, never assert: NDEBUG changes no behaviour.
-set(CMAKE_CXX_FLAGS_RELEASE "-O2")
+# Under sanitizers -O1 keeps reports readable and builds quick.
+if(TESSERA_SANITIZE)
+  set(TESSERA_KERNEL_OPTIMIZATION -O1)
+  set(CMAKE_CXX_FLAGS_RELEASE "-O1")
+else()
+  set(TESSERA_KERNEL_OPTIMIZATION -O3)
+  set(CMAKE_CXX_FLAGS_RELEASE "-O2")
+endif()
 
 add_library(tessera_compile INTERFACE)
 target_compile_options(tessera_compile INTERFACE -Wall -Wextra -Werror -fno-math-errno -fno-trapping-math)

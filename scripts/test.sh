@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# test.sh [PRESET]: installs what is missing, builds PRESET into build/PRESET and runs its tests.
+# PRESET: release (default), dev, asan, tsan (see CMakePresets.json).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+preset=${1:-release}
+
+scripts/install_packages.sh g++ cmake ninja-build libeigen3-dev nlohmann-json3-dev zlib1g-dev \
+  libicu-dev libdnnl-dev libgtest-dev libbenchmark-dev libcli11-dev
+
+# Tests that need data sets skip, and say so, where there are none.
+if [[ -z ${TESSERA_DATA_DIR:-} && -d ../shared/data ]]; then
+  TESSERA_DATA_DIR=$(realpath ../shared/data)
+  export TESSERA_DATA_DIR
+fi
+
+cmake --preset "$preset"
+cmake --build --preset "$preset"
+ctest --preset "$preset"
