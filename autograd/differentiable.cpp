@@ -7,6 +7,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/op_node.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/profiler.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -93,6 +94,7 @@ bool DifferentiableCall::will_record(std::span<const Tensor> inputs) {
 
 TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, Forward forward,
                                    void* function, BackwardFunction backward) {
+  const ProfilerRange range(op.name);
   check_placement(op, given);
   TensorList cast;
   std::span<const Tensor> inputs = given;
@@ -133,6 +135,7 @@ TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, 
 
 Tensor DifferentiableCall::run_inplace(const Op& op, std::span<const Tensor> inputs,
                                        Forward forward, void* function, BackwardFunction backward) {
+  const ProfilerRange range(op.name);
   check_placement(op, inputs);
   const Tensor& self = inputs[0];
   const AutogradSlot* slot = autograd_slot(self);

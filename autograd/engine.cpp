@@ -7,6 +7,7 @@
 #include <tessera/autograd/anomaly.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/profiler.h>
 
 namespace tessera {
 namespace {
@@ -52,6 +53,8 @@ class Pass {
 };
 
 thread_local Pass* current_pass = nullptr;
+
+bool profiling() { return Context::current().slot<detail::ProfilerSlot>().active != nullptr; }
 
 // Brings a gradient to the shape and dtype of what it is the gradient of.
 Tensor conform(Tensor gradient, const TensorMeta& meta, const Node* from) {
@@ -164,6 +167,8 @@ void Pass::run_node(NodeState& state) {
   }
   // A single output has a gradient whenever the node runs; others may lack theirs.
   TensorList next;
+  const std::string range_name = profiling() ? node.name() + " backward" : std::string();
+  const ProfilerRange range(range_name);
   try {
     next = node.apply(std::move(gradients));
   } catch (Error& error) {

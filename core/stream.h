@@ -1,0 +1,47 @@
+// Queues of work that run beside the caller, and events that order them. On the CPU a stream is a
+// worker thread and an event a flag; a GPU backend gives the same types its own forms, so that code
+// which overlaps communication with calculation is written once.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include <tessera/core/device.h>
+
+namespace tessera {
+
+// Something that happens on a stream. Copies share the same happening.
+class Event {
+ public:
+  Event();
+  bool done() const;  // true before the first record, as on GPUs
+  void wait() const;  // blocks the calling thread; rethrows an error of the stream's earlier work
+
+ private:
+  friend class Stream;
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+class Stream {
+ public:
+  // Throws DeviceError for a device this program has no backend for.
+  explicit Stream(const Device& device = kCpu);
+  ~Stream();  // waits for the queued work
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  // Runs `work` after everything queued before. The worker has a context of its own; an error is
+  // kept and rethrown by the next synchronize() or Event::wait(), and the work behind it is
+  // dropped.
+  void enqueue(std::function<void()> work);
+  Event record();                 // happens when all work queued so far is done
+  void wait(const Event& event);  // later work on this stream waits for it
+  void synchronize();             // blocks until the queue is empty; rethrows
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,227 @@
+// Context, memory, streams, profiler, dtypes: the parts of core below the tensor's elements.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include <tessera/core/context.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/parallel.h>
+#include <tessera/core/profiler.h>
+#include <tessera/core/raw_views.h>
+#include <tessera/core/stream.h>
+
+namespace tessera {
+namespace {
+
+struct Counter {
+  int value = 7;
+};
+
+TEST(Context, SlotsBelongToTheContextThatIsCurrent) {
+  Context::current().slot<Counter>().value = 1;
+  Context other;
+  {
+    ContextGuard guard(other);
+    EXPECT_EQ(Context::current().slot<Counter>().value, 7);
+    Context::current().slot<Counter>().value = 2;
+  }
+  EXPECT_EQ(Context::current().slot<Counter>().value, 1);
+  EXPECT_EQ(other.slot<Counter>().value, 2);
+}
+
+TEST(Context, EachThreadHasItsOwnUnlessItEntersOne) {
+  Context::current().slot<Counter>().value = 1;
+  int seen_alone = 0, seen_entered = 0;
+  Context& mine = Context::current();
+  std::thread([&] {
+    seen_alone = Context::current().slot<Counter>().value;
+    ContextGuard guard(mine);
+    seen_entered = Context::current().slot<Counter>().value;
+  }).join();
+  EXPECT_EQ(seen_alone, 7);
+  EXPECT_EQ(seen_entered, 1);
+}
+
+TEST(Memory, BytesAreCountedByCategoryInTheOwnersContext) {
+  Context context;
+  ContextGuard guard(context);
+  const auto stats = memory_stats();
+  Tensor parameter;
+  {
+    MemoryCategoryGuard category(MemoryCategory::kParameter);
+    parameter = raw::empty({256}, kF32);
+  }
+  {
+    const Tensor activation = raw::empty({1024}, kF32);
+    EXPECT_EQ(stats->current(MemoryCategory::kActivation), 4096);
+    EXPECT_EQ(stats->current(), 4096 + 1024);
+  }
+  EXPECT_EQ(stats->current(MemoryCategory::kActivation), 0);
+  EXPECT_EQ(stats->peak(MemoryCategory::kActivation), 4096);
+  EXPECT_EQ(stats->current(MemoryCategory::kParameter), 1024);
+  parameter.storage()->set_category(MemoryCategory::kUnsharded);
+  EXPECT_EQ(stats->current(MemoryCategory::kUnsharded), 1024);
+  std::thread([moved = std::move(parameter)]() mutable { moved = Tensor(); }).join();
+  EXPECT_EQ(stats->current(), 0);
+}
+
+TEST(Memory, FreedBlocksAreHandedOutAgain) {
+  void* first = nullptr;
+  {
+    const Tensor tensor = raw::empty({1 << 16}, kF32);
+    first = tensor.data();
+  }
+  EXPECT_EQ(raw::empty({1 << 16}, kF32).data(), first);
+  cpu_allocator().release_cached();
+  EXPECT_EQ(cpu_allocator().cached_bytes(), 0);
+}
+
+TEST(Memory, OutOfMemoryNamesTheRequestAndTheHolders) {
+  set_cpu_memory_limit(1 << 20);
+  try {
+    raw::empty({1 << 20}, kF32);
+    FAIL();
+  } catch (const OutOfMemory& error) {
+    EXPECT_NE(std::string(error.what()).find("4194304 bytes"), std::string::npos) << error.what();
+  }
+  set_cpu_memory_limit(0);
+  EXPECT_THROW(raw::empty({int64_t{1} << 60}, kU8), OutOfMemory);
+  EXPECT_EQ(raw::empty({4}, kF32).numel(), 4);  // the failed requests left nothing behind
+}
+
+TEST(Storage, ResizedToZeroAndBackServesTheViewsMadeBefore) {
+  const Tensor tensor = raw::full({4}, 3.0, kF32);
+  const Tensor view = raw::narrow(tensor, 0, 1, 2);
+  tensor.storage()->resize(0);
+  EXPECT_EQ(memory_stats()->current(), 0);
+  tensor.storage()->resize(16);
+  for (int i = 0; i < 4; ++i) tensor.data_as<float>()[i] = static_cast<float>(i);
+  EXPECT_EQ(view.to_vector(), (std::vector<double>{1, 2}));
+}
+
+TEST(Storage, ForeignBytesAreReleasedOnceByTheLastHolder) {
+  float values[4] = {1, 2, 3, 4};
+  int released = 0;
+  {
+    const Tensor tensor = raw::from_blob(values, {2, 2}, kF32, [&] { ++released; });
+    const Tensor copy = raw::transpose(tensor, 0, 1);
+    EXPECT_EQ(copy.to_vector(), (std::vector<double>{1, 3, 2, 4}));
+    EXPECT_THROW(tensor.storage()->resize(0), ValueError);
+  }
+  EXPECT_EQ(released, 1);
+  EXPECT_THROW(raw::from_blob(reinterpret_cast<char*>(values) + 1, {1}, kF32), ValueError);
+}
+
+TEST(Tensor, SetDataSwapsContentsUnderAllHolders) {
+  const Tensor a = raw::full({2}, 1.0, kF32);
+  const Tensor holder = a;
+  a.set_data(raw::full({3}, 5.0, kF64));
+  EXPECT_EQ(holder.to_vector(), (std::vector<double>{5, 5, 5}));
+  EXPECT_EQ(holder.describe(), "f64[3] cpu");
+}
+
+TEST(Tensor, UndefinedTensorsExplainThemselves) {
+  EXPECT_THROW(Tensor().shape(), ValueError);
+  EXPECT_EQ(Tensor().describe(), "undefined");
+  EXPECT_THROW(raw::empty({2}, kF32, kMeta).to_vector(), DeviceError);
+}
+
+TEST(Views, ShareTheVersionUnlessTheyBecomeParameters) {
+  const Tensor flat = raw::zeros({8}, kF32);
+  const Tensor view = raw::narrow(flat, 0, 0, 4);
+  const Tensor parameter = raw::as_parameter(raw::narrow(flat, 0, 4, 4));
+  flat.bump_version();
+  EXPECT_EQ(view.version(), 1u);
+  EXPECT_EQ(parameter.version(), 0u);
+}
+
+TEST(Views, AsStridedStaysInsideTheStorage) {
+  const Tensor x = raw::zeros({6}, kF32);
+  EXPECT_NO_THROW(raw::as_strided(x, {2, 3}, {3, 1}, 0));
+  EXPECT_THROW(raw::as_strided(x, {2, 3}, {3, 1}, 1), ShapeError);
+  EXPECT_THROW(raw::as_strided(x, {2}, {-1}, 3), ShapeError);
+}
+
+TEST(Views, SlicesFollowPython) {
+  const Tensor x = tensor({0, 1, 2, 3, 4, 5, 6});
+  EXPECT_EQ(raw::slice(x, 0, -3, {}, 1).to_vector(), (std::vector<double>{4, 5, 6}));
+  EXPECT_EQ(raw::slice(x, 0, 1, 100, 2).to_vector(), (std::vector<double>{1, 3, 5}));
+  EXPECT_EQ(raw::slice(x, 0, 5, 2, 1).numel(), 0);
+  EXPECT_THROW(raw::narrow(x, 0, 3, 5), IndexError);
+  EXPECT_THROW(raw::select(x, 0, 7), IndexError);
+}
+
+TEST(Promotion, FollowsTorch) {
+  EXPECT_EQ(promote_types(kF16, kBF16), kF32);
+  EXPECT_EQ(promote_types(kI64, kF16), kF16);
+  EXPECT_EQ(promote_types(kU8, kI32), kI32);
+  EXPECT_EQ(promote_types(kBool, kU8), kU8);
+  EXPECT_EQ(promote_types(kF64, kF32), kF64);
+  EXPECT_EQ(promote_types(kI32, Scalar(1.5)), kF32);
+  EXPECT_EQ(promote_types(kBool, Scalar(1)), kI64);
+  EXPECT_EQ(promote_types(kBF16, Scalar(1.5)), kBF16);
+  EXPECT_THROW(promote_types(kF8E4M3, kF32), DTypeError);
+}
+
+TEST(Parallel, CoversEveryIndexOnceForAnyThreadCount) {
+  const int before = num_threads();
+  for (const int threads : {1, 2, 3}) {
+    set_num_threads(threads);
+    std::vector<std::atomic<int>> hits(10007);
+    parallel_for(10007, 100, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) hits[static_cast<size_t>(i)].fetch_add(1);
+    });
+    for (const auto& hit : hits) ASSERT_EQ(hit.load(), 1);
+  }
+  set_num_threads(before);
+  EXPECT_THROW(set_num_threads(0), ValueError);
+}
+
+TEST(Stream, RunsInOrderAndEventsOrderStreams) {
+  Stream first, second;
+  std::vector<int> order;
+  first.enqueue([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    order.push_back(1);
+  });
+  const Event event = first.record();
+  second.wait(event);
+  second.enqueue([&] { order.push_back(2); });
+  second.synchronize();
+  EXPECT_TRUE(event.done());
+  EXPECT_EQ(order, (std::vector<int>{1, 2}));
+}
+
+TEST(Stream, AnErrorIsRaisedWhereTheStreamIsWaitedFor) {
+  Stream stream;
+  bool ran = false;
+  stream.enqueue([] { throw ValueError("work: broken"); });
+  stream.enqueue([&] { ran = true; });
+  const Event event = stream.record();
+  EXPECT_THROW(event.wait(), ValueError);
+  EXPECT_THROW(stream.synchronize(), ValueError);
+  EXPECT_FALSE(ran);
+  stream.enqueue([&] { ran = true; });
+  stream.synchronize();
+  EXPECT_TRUE(ran);
+}
+
+TEST(Profiler, CountsRangesAndTheirOwnTime) {
+  Profiler profiler(true);
+  {
+    ProfilerScope scope(profiler);
+    const ProfilerRange outer("outer");
+    for (int i = 0; i < 3; ++i) ProfilerRange inner("inner");
+  }
+  { ProfilerRange outside("outside"); }
+  ASSERT_EQ(profiler.entries().size(), 2u);
+  EXPECT_EQ(profiler.entries().at("inner").calls, 3);
+  EXPECT_LE(profiler.entries().at("outer").self_seconds,
+            profiler.entries().at("outer").total_seconds);
+  EXPECT_EQ(profiler.events().size(), 4u);
+  EXPECT_NE(profiler.chrome_trace().find("\"name\":\"outer\""), std::string::npos);
+}
+
+}  // namespace
+}  // namespace tessera
