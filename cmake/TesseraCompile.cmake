@@ -26,7 +26,10 @@ endif()
 set(TESSERA_X86 OFF)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(TESSERA_X86 ON)
-  target_compile_options(tessera_compile INTERFACE -march=x86-64-v3)
+  # A target with the property TESSERA_MARCH (the v4 kernels) names its own: of two -march options
+  # the last one on the command line would win.
+  target_compile_options(tessera_compile INTERFACE
+    $<IF:$<BOOL:$<TARGET_PROPERTY:TESSERA_MARCH>>,-march=$<TARGET_PROPERTY:TESSERA_MARCH>,-march=x86-64-v3>)
 endif()
 # fma is written where it is meant: the same formula gives the same bits in every file and device.
 target_compile_options(tessera_compile INTERFACE -ffp-contract=off)

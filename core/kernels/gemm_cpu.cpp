@@ -3,6 +3,7 @@
 
 #if defined(TESSERA_WITH_ONEDNN)
 #include <dnnl.h>
+#include <omp.h>
 #endif
 #if defined(__linux__) && defined(__x86_64__)
 #include <cpuid.h>
@@ -92,6 +93,21 @@ struct SgemmView {
 };
 #endif
 
+#if defined(TESSERA_WITH_ONEDNN)
+// sgemm on this thread alone. It would cut K by the number of threads that OpenMP offers, and so
+// change bits with it.
+void sgemm_on_this_thread(const SgemmView& a_view, const SgemmView& b_view, int64_t m, int64_t n,
+                          int64_t k, const void* a, const void* b, bool accumulate, void* c,
+                          int64_t c_row_stride) {
+  const int threads = omp_get_max_threads();
+  omp_set_num_threads(1);
+  dnnl_sgemm(a_view.transposed, b_view.transposed, m, n, k, 1.0f, static_cast<const float*>(a),
+             a_view.leading, static_cast<const float*>(b), b_view.leading, accumulate ? 1.0f : 0.0f,
+             static_cast<float*>(c), c_row_stride);
+  omp_set_num_threads(threads);
+}
+#endif
+
 void gemm_floating(const Gemm& p) {
   const bool is_f64 = p.dtype == kF64;
   const DType sum_dtype = is_f64 ? kF64 : kF32;
@@ -132,10 +148,7 @@ void gemm_floating(const Gemm& p) {
       const bool accumulate = in_place && p.beta == 1;
       if (use_sgemm) {
 #if defined(TESSERA_WITH_ONEDNN)
-        dnnl_sgemm(view_a.transposed, view_b.transposed, m, n, p.k, 1.0f,
-                   reinterpret_cast<const float*>(a), view_a.leading,
-                   reinterpret_cast<const float*>(b), view_b.leading, accumulate ? 1.0f : 0.0f,
-                   static_cast<float*>(sums), sums_row_stride);
+        sgemm_on_this_thread(view_a, view_b, m, n, p.k, a, b, accumulate, sums, sums_row_stride);
 #endif
       } else {
         const GemmTile tile{m,
