@@ -1,1 +1,19 @@
-# Install rules: see later.
+# `cmake --install BUILD --prefix P`, then find_package(tessera) and tessera::tessera.
+# The libraries are static: what they link privately is found again by the package's configuration.
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+set(tessera_installed tessera_core tessera_autograd tessera_nn tessera_optim tessera_data tessera)
+install(TARGETS ${tessera_installed} EXPORT tesseraTargets
+  ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
+  FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(FILES ${CMAKE_CURRENT_SOURCE_DIR}/tessera.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+set(tessera_package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/tessera)
+install(EXPORT tesseraTargets NAMESPACE tessera:: DESTINATION ${tessera_package_dir})
+
+configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/tesseraConfig.cmake.in
+  ${CMAKE_CURRENT_BINARY_DIR}/tesseraConfig.cmake INSTALL_DESTINATION ${tessera_package_dir})
+write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/tesseraConfigVersion.cmake
+  COMPATIBILITY SameMinorVersion)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/tesseraConfig.cmake
+  ${CMAKE_CURRENT_BINARY_DIR}/tesseraConfigVersion.cmake DESTINATION ${tessera_package_dir})

@@ -6,9 +6,7 @@ file(MAKE_DIRECTORY ${TESSERA_INCLUDE_DIR}/tessera)
 foreach(floor IN LISTS TESSERA_FLOORS)
   file(CREATE_LINK ${CMAKE_CURRENT_SOURCE_DIR}/${floor} ${TESSERA_INCLUDE_DIR}/tessera/${floor} SYMBOLIC)
 endforeach()
-if(EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/tessera.h)
-  file(CREATE_LINK ${CMAKE_CURRENT_SOURCE_DIR}/tessera.h ${TESSERA_INCLUDE_DIR}/tessera.h SYMBOLIC)
-endif()
+file(CREATE_LINK ${CMAKE_CURRENT_SOURCE_DIR}/tessera.h ${TESSERA_INCLUDE_DIR}/tessera.h SYMBOLIC)
 
 # tessera_floor(NAME [DEPENDS targets...]): static library of all sources of a folder.
 function(tessera_floor name)
