@@ -35,7 +35,12 @@ Isa cpu_isa();
 
 // Declares the variants of a function of a `*_simd.cpp` file:
 //     TS_SIMD_DECLARE(void softmax_rows(const float* x, float* y, int64_t rows, int64_t columns));
-#if defined(TESSERA_WITH_V4)
+#if defined(TS_SIMD)  // inside such a file only its own variant exists
+#define TS_SIMD_DECLARE(...) \
+  namespace TS_SIMD {        \
+  __VA_ARGS__;               \
+  }
+#elif defined(TESSERA_WITH_V4)
 #define TS_SIMD_DECLARE(...) \
   namespace v3 {             \
   __VA_ARGS__;               \

@@ -1,0 +1,481 @@
+// Scalar formulas of the elementwise ops, each beside its gradient. One functor serves all devices.
+//
+// A functor is called with values of a compute type C (float; double and int64_t for those dtypes)
+// and returns C, or bool for predicates. It has no index and no memory; attributes are double
+// members. The lists at the end say which loops a kernel file makes of it: a new functor is added
+// to one of them and to no build file.
+//
+//   static constexpr bool kIntegers = true;   also instantiated for int64_t
+//   static constexpr bool kCondition = true;  the first argument is a bool
+//
+// Integer arithmetic wraps around, as in torch. Functors in *Grad take dy first and return dx;
+// their conventions at kinks are torch's (2.15).
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include <tessera/core/macros.h>
+#include <tessera/core/math.h>
+
+namespace tessera::fn {
+
+template <class C>
+inline constexpr bool is_integer = std::is_integral_v<C>;
+
+namespace detail {
+
+TS_HD int64_t wrapped(uint64_t value) { return static_cast<int64_t>(value); }
+TS_HD uint64_t bits(int64_t value) { return static_cast<uint64_t>(value); }
+
+template <class C>
+TS_HD C sum(C a, C b) {
+  if constexpr (is_integer<C>) {
+    return wrapped(bits(a) + bits(b));
+  } else {
+    return a + b;
+  }
+}
+template <class C>
+TS_HD C product(C a, C b) {
+  if constexpr (is_integer<C>) {
+    return wrapped(bits(a) * bits(b));
+  } else {
+    return a * b;
+  }
+}
+template <class C>
+TS_HD C sigmoid(C x) {
+  return C(1) / (C(1) + math::exp(-x));
+}
+
+inline constexpr double kSqrt2OverPi = 0.79788456080286535588;
+inline constexpr double kInverseSqrt2 = 0.70710678118654752440;
+inline constexpr double kInverseSqrt2Pi = 0.39894228040143267794;
+inline constexpr double kTwoOverSqrtPi = 1.12837916709551257390;
+inline constexpr double kGeluCubic = 0.044715;
+
+}  // namespace detail
+
+#define TS_FUNCTOR_UNARY(...) \
+  template <class C>          \
+  TS_HD __VA_ARGS__ operator()(C x) const
+#define TS_FUNCTOR_BINARY(...) \
+  template <class C>           \
+  TS_HD __VA_ARGS__ operator()(C a, C b) const
+#define TS_FUNCTOR_TERNARY(...) \
+  template <class C>            \
+  TS_HD __VA_ARGS__ operator()(C a, C b, C c) const
+
+// ---- One input ----------------------------------------------------------------------------------
+
+struct Identity {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_UNARY(C) { return x; }
+};
+struct Neg {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_UNARY(C) {
+    if constexpr (is_integer<C>) {
+      return detail::wrapped(0 - detail::bits(x));
+    } else {
+      return -x;
+    }
+  }
+};
+struct Abs {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_UNARY(C) {
+    if constexpr (is_integer<C>) {
+      return x < 0 ? detail::wrapped(0 - detail::bits(x)) : x;
+    } else {
+      return math::fabs(x);
+    }
+  }
+};
+struct Sign {  // 0 for NaN, as in torch
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_UNARY(C) { return static_cast<C>(x > C(0)) - static_cast<C>(x < C(0)); }
+};
+struct AbsGrad {
+  TS_FUNCTOR_BINARY(C) { return a * Sign{}(b); }
+};
+struct Square {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_UNARY(C) { return detail::product(x, x); }
+};
+struct Floor {
+  TS_FUNCTOR_UNARY(C) { return math::floor(x); }
+};
+struct Ceil {
+  TS_FUNCTOR_UNARY(C) { return math::ceil(x); }
+};
+struct Round {
+  TS_FUNCTOR_UNARY(C) { return math::round_even(x); }
+};
+struct Reciprocal {
+  TS_FUNCTOR_UNARY(C) { return C(1) / x; }
+};
+struct ReciprocalGrad {  // of y
+  TS_FUNCTOR_BINARY(C) { return -a * (b * b); }
+};
+struct Sqrt {
+  TS_FUNCTOR_UNARY(C) { return math::sqrt(x); }
+};
+struct SqrtGrad {  // of y
+  TS_FUNCTOR_BINARY(C) { return a / (C(2) * b); }
+};
+struct Rsqrt {
+  TS_FUNCTOR_UNARY(C) { return C(1) / math::sqrt(x); }
+};
+struct RsqrtGrad {  // of y
+  TS_FUNCTOR_BINARY(C) { return C(-0.5) * a * (b * b * b); }
+};
+struct Exp {
+  TS_FUNCTOR_UNARY(C) { return math::exp(x); }
+};
+struct Expm1 {
+  TS_FUNCTOR_UNARY(C) { return math::expm1(x); }
+};
+struct Expm1Grad {  // of y
+  TS_FUNCTOR_BINARY(C) { return a * (b + C(1)); }
+};
+struct Log {
+  TS_FUNCTOR_UNARY(C) { return math::log(x); }
+};
+struct Log1p {
+  TS_FUNCTOR_UNARY(C) { return math::log1p(x); }
+};
+struct Log1pGrad {
+  TS_FUNCTOR_BINARY(C) { return a / (b + C(1)); }
+};
+struct Sin {
+  TS_FUNCTOR_UNARY(C) { return math::sin(x); }
+};
+struct SinGrad {
+  TS_FUNCTOR_BINARY(C) { return a * math::cos(b); }
+};
+struct Cos {
+  TS_FUNCTOR_UNARY(C) { return math::cos(x); }
+};
+struct CosGrad {
+  TS_FUNCTOR_BINARY(C) { return a * -math::sin(b); }
+};
+struct Tanh {
+  TS_FUNCTOR_UNARY(C) { return math::tanh(x); }
+};
+struct TanhGrad {  // of y
+  TS_FUNCTOR_BINARY(C) { return a * (C(1) - b * b); }
+};
+struct Sigmoid {
+  TS_FUNCTOR_UNARY(C) { return detail::sigmoid(x); }
+};
+struct SigmoidGrad {  // of y
+  TS_FUNCTOR_BINARY(C) { return a * (C(1) - b) * b; }
+};
+struct Erf {
+  TS_FUNCTOR_UNARY(C) { return math::erf(x); }
+};
+struct ErfGrad {
+  TS_FUNCTOR_BINARY(C) { return C(detail::kTwoOverSqrtPi) * math::exp(-b * b) * a; }
+};
+struct NanToNum {
+  double nan = 0, posinf = 0, neginf = 0;
+  TS_FUNCTOR_UNARY(C) {
+    const C infinity = C(__builtin_inf());
+    const C finite = x == infinity ? C(posinf) : x == -infinity ? C(neginf) : x;
+    return x != x ? C(nan) : finite;
+  }
+};
+struct NanToNumGrad {
+  TS_FUNCTOR_BINARY(C) { return b - b == C(0) ? a : C(0); }
+};
+struct IsNan {
+  TS_FUNCTOR_UNARY(bool) { return x != x; }
+};
+struct IsInf {
+  TS_FUNCTOR_UNARY(bool) { return math::fabs(x) == C(__builtin_inf()); }
+};
+struct IsFinite {
+  TS_FUNCTOR_UNARY(bool) { return x - x == C(0); }
+};
+struct LogicalNot {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_UNARY(bool) { return x == C(0); }
+};
+
+// ---- Activations --------------------------------------------------------------------------------
+
+struct Relu {  // NaN stays
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_UNARY(C) { return x < C(0) ? C(0) : x; }
+};
+struct ReluGrad {  // of y (or x); 0 at 0
+  TS_FUNCTOR_BINARY(C) { return b <= C(0) ? C(0) : a; }
+};
+struct Gelu {  // x Phi(x)
+  TS_FUNCTOR_UNARY(C) { return C(0.5) * x * (C(1) + math::erf(x * C(detail::kInverseSqrt2))); }
+};
+struct GeluGrad {
+  TS_FUNCTOR_BINARY(C) {
+    const C cdf = C(0.5) * (C(1) + math::erf(b * C(detail::kInverseSqrt2)));
+    const C pdf = C(detail::kInverseSqrt2Pi) * math::exp(C(-0.5) * b * b);
+    return a * (cdf + b * pdf);
+  }
+};
+// 0.5 x (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3), written as x sigmoid(2 u): one
+// exponential, and no cancellation where x is far below zero.
+struct GeluTanh {
+  TS_FUNCTOR_UNARY(C) {
+    const C inner = x * math::fma(C(detail::kGeluCubic), x * x, C(1));
+    return x * detail::sigmoid(C(2 * detail::kSqrt2OverPi) * inner);
+  }
+};
+struct GeluTanhGrad {
+  TS_FUNCTOR_BINARY(C) {
+    const C b2 = b * b;
+    const C s = detail::sigmoid(C(2 * detail::kSqrt2OverPi) * b *
+                                math::fma(C(detail::kGeluCubic), b2, C(1)));
+    const C slope = C(2 * detail::kSqrt2OverPi) * math::fma(C(3 * detail::kGeluCubic), b2, C(1));
+    return a * math::fma(b * s * (C(1) - s), slope, s);
+  }
+};
+struct Silu {
+  TS_FUNCTOR_UNARY(C) { return x / (C(1) + math::exp(-x)); }
+};
+struct SiluGrad {
+  TS_FUNCTOR_BINARY(C) {
+    const C s = detail::sigmoid(b);
+    return a * s * math::fma(b, C(1) - s, C(1));
+  }
+};
+struct Elu {
+  double alpha = 1;
+  TS_FUNCTOR_UNARY(C) { return x < C(0) ? C(alpha) * math::expm1(x) : x; }
+};
+struct EluGrad {
+  double alpha = 1;
+  TS_FUNCTOR_BINARY(C) { return b <= C(0) ? a * C(alpha) * math::exp(b) : a; }
+};
+struct Softplus {
+  double beta = 1, threshold = 20;
+  TS_FUNCTOR_UNARY(C) {
+    const C scaled = x * C(beta);
+    const C soft = math::log1p(math::exp(scaled)) / C(beta);
+    return scaled > C(threshold) ? x : soft;
+  }
+};
+struct SoftplusGrad {
+  double beta = 1, threshold = 20;
+  TS_FUNCTOR_BINARY(C) {
+    const C scaled = b * C(beta);
+    return scaled > C(threshold) ? a : a * detail::sigmoid(scaled);
+  }
+};
+struct LeakyRelu {
+  double slope = 0.01;
+  TS_FUNCTOR_UNARY(C) { return x > C(0) ? x : x * C(slope); }
+};
+struct LeakyReluGrad {
+  double slope = 0.01;
+  TS_FUNCTOR_BINARY(C) { return b > C(0) ? a : a * C(slope); }
+};
+
+// ---- Two inputs ---------------------------------------------------------------------------------
+
+struct Add {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(C) { return detail::sum(a, b); }
+};
+struct AddScaled {  // a + alpha b
+  static constexpr bool kIntegers = true;
+  double alpha = 1;
+  TS_FUNCTOR_BINARY(C) { return detail::sum(a, detail::product(static_cast<C>(alpha), b)); }
+};
+struct Sub {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(C) {
+    if constexpr (is_integer<C>) {
+      return detail::wrapped(detail::bits(a) - detail::bits(b));
+    } else {
+      return a - b;
+    }
+  }
+};
+struct Mul {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(C) { return detail::product(a, b); }
+};
+struct Div {
+  TS_FUNCTOR_BINARY(C) { return a / b; }
+};
+struct DivGradDivisor {  // (dy, a, b): -dy (a / b) / b
+  TS_FUNCTOR_TERNARY(C) { return -a * ((b / c) / c); }
+};
+// Python's //: rounds down. Integers: the divisor is not 0 (the op checks).
+struct FloorDivide {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(C) {
+    if constexpr (is_integer<C>) {
+      if (b == 0) return 0;
+      if (b == -1) return Neg{}(a);
+      const C quotient = a / b;
+      return quotient - C((a % b != 0) && ((a < 0) != (b < 0)));
+    } else {
+      const C rest = math::fmod(a, b);
+      const C exact = (a - rest) / b;
+      const C lower = rest != C(0) && (b < C(0)) != (rest < C(0)) ? exact - C(1) : exact;
+      const C floored = math::floor(lower);
+      const C rounded = lower - floored > C(0.5) ? floored + C(1) : floored;
+      const C quotient = lower != C(0) ? rounded : math::copysign(C(0), a / b);
+      return b == C(0) ? a / b : quotient;
+    }
+  }
+};
+// Python's %: the sign of the divisor. Integers: the divisor is not 0 (the op checks).
+struct Remainder {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(C) {
+    if constexpr (is_integer<C>) {
+      if (b == 0 || b == -1) return 0;
+      const C rest = a % b;
+      return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+    } else {
+      const C rest = math::fmod(a, b);
+      return rest != C(0) && (b < C(0)) != (rest < C(0)) ? rest + b : rest;
+    }
+  }
+};
+// Integers: by squaring, modulo 2^64; negative exponents give the truncated quotient.
+struct Pow {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(C) {
+    if constexpr (is_integer<C>) {
+      if (b < 0) return a == 1 ? 1 : a == -1 ? (b % 2 == 0 ? 1 : -1) : 0;
+      uint64_t result = 1, power = detail::bits(a);
+      for (uint64_t rest = detail::bits(b); rest != 0; rest >>= 1) {
+        if (rest & 1) result *= power;
+        power *= power;
+      }
+      return detail::wrapped(result);
+    } else {
+      return math::pow(a, b);
+    }
+  }
+};
+struct PowGradBase {  // (dy, a, b): dy b a^(b - 1), 0 where b is 0
+  TS_FUNCTOR_TERNARY(C) { return c == C(0) ? C(0) : a * (c * math::pow(b, c - C(1))); }
+};
+struct Maximum {  // NaN wins
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(C) { return a > b || a != a ? a : b; }
+};
+struct Minimum {  // NaN wins
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(C) { return a < b || a != a ? a : b; }
+};
+struct GreaterGrad {  // (dy, a, b): dy where a > b, half of it where they are equal
+  TS_FUNCTOR_TERNARY(C) { return b > c ? a : b == c ? C(0.5) * a : C(0); }
+};
+struct LessGrad {
+  TS_FUNCTOR_TERNARY(C) { return b < c ? a : b == c ? C(0.5) * a : C(0); }
+};
+struct Eq {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(bool) { return a == b; }
+};
+struct Ne {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(bool) { return a != b; }
+};
+struct Lt {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(bool) { return a < b; }
+};
+struct Le {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(bool) { return a <= b; }
+};
+struct Gt {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(bool) { return a > b; }
+};
+struct Ge {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(bool) { return a >= b; }
+};
+struct LogicalAnd {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(bool) { return (a != C(0)) & (b != C(0)); }
+};
+struct LogicalOr {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(bool) { return (a != C(0)) | (b != C(0)); }
+};
+struct LogicalXor {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(bool) { return (a != C(0)) != (b != C(0)); }
+};
+
+// ---- Three inputs -------------------------------------------------------------------------------
+
+struct Where {
+  static constexpr bool kIntegers = true, kCondition = true;
+  template <class C>
+  TS_HD C operator()(bool condition, C a, C b) const {
+    return condition ? a : b;
+  }
+};
+struct Addcmul {  // a + value b c
+  static constexpr bool kIntegers = true;
+  double value = 1;
+  TS_FUNCTOR_TERNARY(C) {
+    return detail::sum(a, detail::product(static_cast<C>(value), detail::product(b, c)));
+  }
+};
+struct Addcdiv {  // a + value b / c
+  double value = 1;
+  TS_FUNCTOR_TERNARY(C) { return a + C(value) * (b / c); }
+};
+struct Lerp {  // a + c (b - a), from the nearer end
+  TS_FUNCTOR_TERNARY(C) {
+    const C difference = b - a;
+    return math::fabs(c) < C(0.5) ? a + c * difference : b - difference * (C(1) - c);
+  }
+};
+struct Clamp {  // to [b, c]; c where b > c; NaN stays, and a NaN limit wins
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_TERNARY(C) { return Minimum{}(Maximum{}(a, b), c); }
+};
+// (dy, x, limits...): the gradient flows strictly inside of the limits, 0 on them, as in
+// torch 2.15.
+struct ClampMinGrad {
+  TS_FUNCTOR_TERNARY(C) { return b > c ? a : C(0); }
+};
+struct ClampMaxGrad {
+  TS_FUNCTOR_TERNARY(C) { return b < c ? a : C(0); }
+};
+
+#undef TS_FUNCTOR_UNARY
+#undef TS_FUNCTOR_BINARY
+#undef TS_FUNCTOR_TERNARY
+
+}  // namespace tessera::fn
+
+// clang-format off
+#define TS_UNARY_FUNCTORS(X)                                                                       \
+  X(Identity) X(Neg) X(Abs) X(Sign) X(Square) X(Floor) X(Ceil) X(Round) X(Reciprocal) X(Sqrt)      \
+  X(Rsqrt) X(NanToNum) X(IsNan) X(IsInf) X(IsFinite) X(LogicalNot) X(Relu) X(LeakyRelu)            \
+  X(Exp) X(Expm1) X(Log) X(Log1p) X(Sin) X(Cos) X(Tanh) X(Sigmoid) X(Erf) X(Gelu) X(GeluTanh)      \
+  X(Silu) X(Elu) X(Softplus)
+#define TS_BINARY_FUNCTORS(X)                                                                      \
+  X(Add) X(AddScaled) X(Sub) X(Mul) X(Div) X(FloorDivide) X(Remainder) X(Pow) X(Maximum) X(Minimum)\
+  X(Eq) X(Ne) X(Lt) X(Le) X(Gt) X(Ge) X(LogicalAnd) X(LogicalOr) X(LogicalXor)
+#define TS_UNARY_GRADIENT_FUNCTORS(X)                                                              \
+  X(AbsGrad) X(ReciprocalGrad) X(SqrtGrad) X(RsqrtGrad) X(Expm1Grad) X(Log1pGrad) X(SinGrad)       \
+  X(CosGrad) X(TanhGrad) X(SigmoidGrad) X(ErfGrad) X(NanToNumGrad) X(ReluGrad) X(GeluGrad)         \
+  X(GeluTanhGrad) X(SiluGrad) X(EluGrad) X(SoftplusGrad) X(LeakyReluGrad)
+#define TS_TERNARY_FUNCTORS(X)                                                                     \
+  X(Where) X(Addcmul) X(Addcdiv) X(Lerp) X(Clamp) X(DivGradDivisor) X(PowGradBase) X(GreaterGrad)  \
+  X(LessGrad) X(ClampMinGrad) X(ClampMaxGrad)
+// clang-format on

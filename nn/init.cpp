@@ -1,0 +1,240 @@
+#include <tessera/nn/init.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <numeric>
+#include <vector>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+
+namespace tessera::nn::init {
+namespace {
+
+void check_floating(const Tensor& x, std::string_view where) {
+  TS_CHECK_DTYPE(is_floating(x.dtype()), where, "needs a floating tensor; got ", x);
+}
+
+// Writes row-major values computed on the host in f64, for rules that are not elementwise draws.
+const Tensor& assign(const Tensor& x, const std::vector<double>& values) {
+  const NoGradGuard no_grad;
+  if (!x.is_meta()) copy_(x, tensor(values, x.shape(), kF64).to(x.device()));
+  return x;
+}
+
+// Random numbers of a stream by index, as fills draw them: 53 bits in (0, 1).
+class Uniforms {
+ public:
+  explicit Uniforms(Stream stream) : stream_(stream ? *stream : next_random_stream()) {}
+  double operator()(uint64_t index) const {
+    const auto bits = philox4x32(stream_.seed, stream_.stream, index / 2);
+    const size_t lane = 2 * (index % 2);
+    return uniform_from_bits64(bits[lane], bits[lane + 1]) + 0x1p-54;
+  }
+
+ private:
+  RandomStream stream_;
+};
+
+double normal_cdf(double x) { return 0.5 * std::erfc(-x / std::numbers::sqrt2); }
+
+// The x with normal_cdf(x) = p, by Newton steps inside a shrinking bracket: full f64 accuracy
+// without a table of coefficients, some 100 ns a value.
+double normal_quantile(double p, double low, double high) {
+  double x = 0.5 * (low + high);
+  for (int step = 0; step < 80; ++step) {
+    const double error = normal_cdf(x) - p;
+    (error > 0 ? high : low) = x;
+    const double density = std::exp(-0.5 * x * x) / std::sqrt(2 * std::numbers::pi);
+    double next = x - error / density;
+    if (!(next > low && next < high)) next = 0.5 * (low + high);
+    if (std::abs(next - x) <= 1e-14 * (1 + std::abs(x))) return next;
+    x = next;
+  }
+  return x;
+}
+
+}  // namespace
+
+double calculate_gain(Nonlinearity nonlinearity, double slope) {
+  switch (nonlinearity) {
+    case Nonlinearity::kLinear:
+    case Nonlinearity::kSigmoid:
+      return 1;
+    case Nonlinearity::kTanh:
+      return 5.0 / 3;
+    case Nonlinearity::kRelu:
+      return std::numbers::sqrt2;
+    case Nonlinearity::kLeakyRelu:
+      return std::sqrt(2 / (1 + slope * slope));
+    case Nonlinearity::kSelu:
+      return 0.75;
+  }
+  return 1;
+}
+
+Fans calculate_fans(const Tensor& weight) {
+  TS_CHECK_SHAPE(weight.dim() >= 2, "init", "fan in and fan out need 2 dimensions or more; got ",
+                 weight);
+  int64_t field = 1;
+  for (int d = 2; d < weight.dim(); ++d) field *= weight.size(d);
+  return {weight.size(1) * field, weight.size(0) * field};
+}
+
+const Tensor& constant(const Tensor& x, double value) {
+  const NoGradGuard no_grad;
+  return fill_(x, value), x;
+}
+const Tensor& zeros(const Tensor& x) { return constant(x, 0); }
+const Tensor& ones(const Tensor& x) { return constant(x, 1); }
+
+const Tensor& uniform(const Tensor& x, double low, double high, Stream stream) {
+  check_floating(x, "init::uniform");
+  const NoGradGuard no_grad;
+  return uniform_(x, low, high, stream), x;
+}
+const Tensor& normal(const Tensor& x, double mean, double std, Stream stream) {
+  check_floating(x, "init::normal");
+  const NoGradGuard no_grad;
+  return normal_(x, mean, std, stream), x;
+}
+
+const Tensor& trunc_normal(const Tensor& x, double mean, double std, double low, double high,
+                           Stream stream) {
+  check_floating(x, "init::trunc_normal");
+  TS_CHECK(std > 0 && low < high, "init::trunc_normal", "needs std > 0 and low < high; got std ",
+           std, ", [", low, ", ", high, "]");
+  const double from = (low - mean) / std, to = (high - mean) / std;
+  const double p_low = normal_cdf(from), p_high = normal_cdf(to);
+  TS_CHECK(p_high > p_low, "init::trunc_normal", "[", low, ", ", high,
+           "] holds none of the distribution with mean ", mean, " and std ", std);
+  const Uniforms draw(stream);
+  std::vector<double> values(static_cast<size_t>(x.is_meta() ? 0 : x.numel()));
+  for (size_t i = 0; i < values.size(); ++i) {
+    const double p = p_low + draw(i) * (p_high - p_low);
+    const double value = mean + std * normal_quantile(p, std::max(from, -40.0), std::min(to, 40.0));
+    values[i] = std::clamp(value, low, high);
+  }
+  return assign(x, values);
+}
+
+const Tensor& eye(const Tensor& x) {
+  TS_CHECK_SHAPE(x.dim() == 2, "init::eye", "needs 2 dimensions; got ", x);
+  std::vector<double> values(static_cast<size_t>(x.numel()));
+  for (int64_t i = 0; i < std::min(x.size(0), x.size(1)); ++i) {
+    values[static_cast<size_t>(i * x.size(1) + i)] = 1;
+  }
+  return assign(x, values);
+}
+
+const Tensor& dirac(const Tensor& x, int64_t groups) {
+  TS_CHECK_SHAPE(x.dim() >= 3 && x.dim() <= 5, "init::dirac", "needs 3 to 5 dimensions; got ", x);
+  TS_CHECK(groups > 0 && x.size(0) % groups == 0, "init::dirac", groups,
+           " groups do not divide the first dimension of ", x);
+  int64_t field = 1, center = 0;
+  for (int d = 2; d < x.dim(); ++d) {
+    field *= x.size(d);
+    center = center * x.size(d) + x.size(d) / 2;
+  }
+  const int64_t in = x.size(1), out_per_group = x.size(0) / groups;
+  std::vector<double> values(static_cast<size_t>(x.numel()));
+  for (int64_t group = 0; group < groups; ++group) {
+    for (int64_t d = 0; d < std::min(out_per_group, in); ++d) {
+      values[static_cast<size_t>(((group * out_per_group + d) * in + d) * field + center)] = 1;
+    }
+  }
+  return assign(x, values);
+}
+
+const Tensor& xavier_uniform(const Tensor& x, double gain, Stream stream) {
+  const Fans fans = calculate_fans(x);
+  const double bound = gain * std::sqrt(6.0 / static_cast<double>(fans.in + fans.out));
+  return uniform(x, -bound, bound, stream);
+}
+const Tensor& xavier_normal(const Tensor& x, double gain, Stream stream) {
+  const Fans fans = calculate_fans(x);
+  return normal(x, 0, gain * std::sqrt(2.0 / static_cast<double>(fans.in + fans.out)), stream);
+}
+
+namespace {
+
+double kaiming_std(const Tensor& x, const KaimingOptions& options) {
+  const Fans fans = calculate_fans(x);
+  const int64_t fan = options.mode == FanMode::kFanIn ? fans.in : fans.out;
+  return calculate_gain(options.nonlinearity, options.slope) / std::sqrt(static_cast<double>(fan));
+}
+
+}  // namespace
+
+const Tensor& kaiming_uniform(const Tensor& x, const KaimingOptions& options, Stream stream) {
+  if (x.numel() == 0) return x;
+  const double bound = std::numbers::sqrt3 * kaiming_std(x, options);
+  return uniform(x, -bound, bound, stream);
+}
+const Tensor& kaiming_normal(const Tensor& x, const KaimingOptions& options, Stream stream) {
+  if (x.numel() == 0) return x;
+  return normal(x, 0, kaiming_std(x, options), stream);
+}
+
+const Tensor& orthogonal(const Tensor& x, double gain, Stream stream) {
+  check_floating(x, "init::orthogonal");
+  TS_CHECK_SHAPE(x.dim() >= 2, "init::orthogonal", "needs 2 dimensions or more; got ", x);
+  if (x.numel() == 0 || x.is_meta()) return x;
+  const int64_t rows = x.size(0), columns = x.numel() / rows;
+  const int64_t count = std::min(rows, columns), length = std::max(rows, columns);
+  const std::vector<double> draws =
+      randn({count, length}, {.dtype = kF64}, stream).to_vector<double>();
+  std::vector<std::vector<double>> basis;
+  for (int64_t i = 0; i < count; ++i) {
+    std::vector<double> v(draws.begin() + i * length, draws.begin() + (i + 1) * length);
+    // Gram-Schmidt, twice: the second pass removes what rounding left of the first. It is the QR
+    // factor whose R has a positive diagonal, which makes the result uniform over rotations.
+    for (int pass = 0; pass < 2; ++pass) {
+      for (const auto& u : basis) {
+        const double along = std::inner_product(v.begin(), v.end(), u.begin(), 0.0);
+        for (size_t k = 0; k < v.size(); ++k) v[k] -= along * u[k];
+      }
+    }
+    const double norm = std::sqrt(std::inner_product(v.begin(), v.end(), v.begin(), 0.0));
+    for (double& value : v) value /= norm;
+    basis.push_back(std::move(v));
+  }
+  std::vector<double> values(static_cast<size_t>(x.numel()));
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t k = 0; k < length; ++k) {
+      const int64_t position = rows <= columns ? i * columns + k : k * columns + i;
+      values[static_cast<size_t>(position)] =
+          gain * basis[static_cast<size_t>(i)][static_cast<size_t>(k)];
+    }
+  }
+  return assign(x, values);
+}
+
+const Tensor& sparse(const Tensor& x, double sparsity, double std, Stream stream) {
+  check_floating(x, "init::sparse");
+  TS_CHECK_SHAPE(x.dim() == 2, "init::sparse", "needs 2 dimensions; got ", x);
+  TS_CHECK(sparsity >= 0 && sparsity <= 1, "init::sparse", "sparsity must be in [0, 1]; got ",
+           sparsity);
+  if (x.numel() == 0 || x.is_meta()) return x;
+  const RandomStream numbers = stream ? *stream : next_random_stream();
+  const int64_t rows = x.size(0), columns = x.size(1);
+  const auto zeros_per_column =
+      static_cast<int64_t>(std::ceil(sparsity * static_cast<double>(rows)));
+  std::vector<double> values = randn(x.shape(), {.dtype = kF64}, numbers).to_vector<double>();
+  for (double& value : values) value *= std;
+  // The zeros of a column are the rows with the smallest of another stream's numbers.
+  const Uniforms keys(RandomStream{numbers.seed, numbers.stream ^ (uint64_t{1} << 62)});
+  std::vector<int64_t> order(static_cast<size_t>(rows));
+  for (int64_t column = 0; column < columns; ++column) {
+    std::iota(order.begin(), order.end(), int64_t{0});
+    const auto key = [&](int64_t row) { return keys(static_cast<uint64_t>(column * rows + row)); };
+    std::ranges::sort(order, {}, key);
+    for (int64_t i = 0; i < zeros_per_column; ++i) {
+      values[static_cast<size_t>(order[static_cast<size_t>(i)] * columns + column)] = 0;
+    }
+  }
+  return assign(x, values);
+}
+
+}  // namespace tessera::nn::init

@@ -1,0 +1,34 @@
+#include <tessera/nn/linear.h>
+
+#include <cmath>
+
+#include <tessera/autograd/ops.h>
+#include <tessera/nn/describe.h>
+#include <tessera/nn/init.h>
+
+namespace tessera::nn {
+
+Linear::Linear(int64_t in_features, int64_t out_features, const LinearOptions& options)
+    : in_features(in_features),
+      out_features(out_features),
+      options(options),
+      weight(parameter("weight", Shape{out_features, in_features})),
+      bias(options.bias ? parameter("bias", Shape{out_features}) : parameter("bias", Tensor())) {
+  if (ParameterDefaultsGuard::current().initialise) reset_parameters();
+}
+
+void Linear::reset_parameters() {
+  if (in_features == 0) return;
+  const double bound = 1 / std::sqrt(static_cast<double>(in_features));
+  init::uniform(weight, -bound, bound, initial_stream("weight"));
+  if (bias.defined()) init::uniform(bias, -bound, bound, initial_stream("bias"));
+}
+
+Tensor Linear::forward(const Tensor& x) { return linear(x, weight, bias); }
+
+std::string Linear::extra_repr() const {
+  return detail::describe("in_features", in_features, "out_features", out_features, "bias",
+                          options.bias);
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,32 @@
+// Affine maps of the last dimension.
+#pragma once
+
+#include <memory>
+
+#include <tessera/nn/module.h>
+
+namespace tessera::nn {
+
+struct LinearOptions {
+  bool bias = true;
+};
+// y = x W^T + b. x: [..., in_features]; result [..., out_features]. weight: [out, in], bias: [out],
+// both uniform in +-1/sqrt(in) at first.
+class Linear : public Module<Linear> {
+ public:
+  Linear(int64_t in_features, int64_t out_features, const LinearOptions& options = {});
+  Tensor forward(const Tensor& x);
+  void reset_parameters();
+  std::string extra_repr() const override;
+  std::unique_ptr<Linear> remake() const {
+    return std::make_unique<Linear>(in_features, out_features, options);
+  }
+
+  const int64_t in_features;
+  const int64_t out_features;
+  const LinearOptions options;
+  const Tensor& weight;
+  const Tensor& bias;  // undefined without one
+};
+
+}  // namespace tessera::nn

@@ -1,0 +1,134 @@
+// Normalisation layers. Statistics are f32 (f64 for f64) whatever the dtype of x.
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include <tessera/nn/module.h>
+
+namespace tessera::nn {
+
+struct LayerNormOptions {
+  double eps = 1e-5;
+  bool elementwise_affine = true;
+  bool bias = true;
+};
+// Ba, Kiros, Hinton 2016. Over the last normalized_shape.size() dimensions; weight (ones at first)
+// and bias (zeros) have that shape.
+class LayerNorm : public Module<LayerNorm> {
+ public:
+  explicit LayerNorm(const Shape& normalized_shape, const LayerNormOptions& options = {});
+  explicit LayerNorm(int64_t size, const LayerNormOptions& options = {})
+      : LayerNorm(Shape{size}, options) {}
+  Tensor forward(const Tensor& x);
+  void reset_parameters();
+  std::string extra_repr() const override;
+  std::unique_ptr<LayerNorm> remake() const {
+    return std::make_unique<LayerNorm>(normalized_shape, options);
+  }
+
+  const Shape normalized_shape;
+  const LayerNormOptions options;
+  const Tensor& weight;
+  const Tensor& bias;
+};
+
+struct RmsNormOptions {
+  std::optional<double> eps = {};  // absent: the epsilon of x's dtype
+  bool elementwise_affine = true;
+};
+// Zhang, Sennrich 2019: no mean, no bias.
+class RMSNorm : public Module<RMSNorm> {
+ public:
+  explicit RMSNorm(const Shape& normalized_shape, const RmsNormOptions& options = {});
+  explicit RMSNorm(int64_t size, const RmsNormOptions& options = {})
+      : RMSNorm(Shape{size}, options) {}
+  Tensor forward(const Tensor& x);
+  void reset_parameters();
+  std::string extra_repr() const override;
+  std::unique_ptr<RMSNorm> remake() const {
+    return std::make_unique<RMSNorm>(normalized_shape, options);
+  }
+
+  const Shape normalized_shape;
+  const RmsNormOptions options;
+  const Tensor& weight;
+};
+
+struct GroupNormOptions {
+  double eps = 1e-5;
+  bool affine = true;
+};
+// Wu, He 2018. x: [N, num_channels, ...]; each group of channels is normalised alone.
+class GroupNorm : public Module<GroupNorm> {
+ public:
+  GroupNorm(int64_t num_groups, int64_t num_channels, const GroupNormOptions& options = {});
+  Tensor forward(const Tensor& x);
+  void reset_parameters();
+  std::string extra_repr() const override;
+  std::unique_ptr<GroupNorm> remake() const {
+    return std::make_unique<GroupNorm>(num_groups, num_channels, options);
+  }
+
+  const int64_t num_groups;
+  const int64_t num_channels;
+  const GroupNormOptions options;
+  const Tensor& weight;
+  const Tensor& bias;
+};
+
+struct BatchNormOptions {
+  double eps = 1e-5;
+  std::optional<double> momentum = 0.1;  // absent: the plain average of all batches
+  bool affine = true;
+  bool track_running_stats = true;  // false: batch statistics in evaluation, too
+};
+namespace detail {
+// Ioffe, Szegedy 2015. Buffers running_mean, running_var (unbiased), num_batches_tracked (i64).
+class BatchNormBase {
+ protected:
+  static double average_factor(const BatchNormOptions& options, const Tensor& batches);
+  static void check_input(std::string_view name, const Tensor& x, int64_t num_features,
+                          int min_dims, int max_dims);
+};
+}  // namespace detail
+
+template <class Derived>
+class BatchNormModule : public Module<Derived>, detail::BatchNormBase {
+ public:
+  BatchNormModule(int64_t num_features, const BatchNormOptions& options);
+  Tensor forward(const Tensor& x);
+  void reset_parameters();
+  std::string extra_repr() const override;
+
+  const int64_t num_features;
+  const BatchNormOptions options;
+  const Tensor& weight;
+  const Tensor& bias;
+  const Tensor& running_mean;
+  const Tensor& running_var;
+  const Tensor& num_batches_tracked;
+};
+
+// x: [N, C] or [N, C, L].
+class BatchNorm1d : public BatchNormModule<BatchNorm1d> {
+ public:
+  explicit BatchNorm1d(int64_t num_features, const BatchNormOptions& options = {})
+      : BatchNormModule(num_features, options) {}
+  static constexpr int kMinDims = 2, kMaxDims = 3;
+  std::unique_ptr<BatchNorm1d> remake() const {
+    return std::make_unique<BatchNorm1d>(num_features, options);
+  }
+};
+// x: [N, C, H, W].
+class BatchNorm2d : public BatchNormModule<BatchNorm2d> {
+ public:
+  explicit BatchNorm2d(int64_t num_features, const BatchNormOptions& options = {})
+      : BatchNormModule(num_features, options) {}
+  static constexpr int kMinDims = 4, kMaxDims = 4;
+  std::unique_ptr<BatchNorm2d> remake() const {
+    return std::make_unique<BatchNorm2d>(num_features, options);
+  }
+};
+
+}  // namespace tessera::nn

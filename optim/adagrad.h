@@ -1,0 +1,39 @@
+// Adagrad (Duchi, Hazan, Singer 2011), as torch.optim.Adagrad.
+#pragma once
+
+#include <tessera/optim/optimizer.h>
+
+namespace tessera::optim {
+
+struct AdagradOptions {
+  double lr = 1e-2;
+  double lr_decay = 0;  // lr / (1 + (step - 1) * lr_decay)
+  double weight_decay = 0;
+  double initial_accumulator_value = 0;
+  double eps = 1e-10;
+  bool maximize = false;
+  bool master_weights = true;
+  void visit(auto&& visitor) {
+    visitor("lr", lr), visitor("lr_decay", lr_decay), visitor("weight_decay", weight_decay);
+    visitor("initial_accumulator_value", initial_accumulator_value), visitor("eps", eps);
+    visitor("maximize", maximize), visitor("master_weights", master_weights);
+  }
+};
+
+// State: sum.
+class Adagrad : public TypedOptimizer<AdagradOptions> {
+ public:
+  explicit Adagrad(const NamedTensors& parameters, const AdagradOptions& options = {})
+      : TypedOptimizer(parameters, options) {}
+  explicit Adagrad(std::vector<ParameterGroup<AdagradOptions>> groups)
+      : TypedOptimizer(std::move(groups)) {}
+
+ protected:
+  std::string_view type_name() const override { return "Adagrad"; }
+  std::span<const char* const> state_names() const override;
+  std::optional<double> initial_state(size_t group, size_t index) const override;
+  void update(size_t group, std::span<ParameterState* const> parameters,
+              const double* scalars) override;
+};
+
+}  // namespace tessera::optim

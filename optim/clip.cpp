@@ -1,0 +1,48 @@
+#include <tessera/optim/clip.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/optim/optimizer.h>
+
+namespace tessera::optim {
+namespace {
+
+TensorList gradients_of(const TensorList& parameters) {
+  TensorList gradients;
+  for (const Tensor& parameter : parameters) {
+    if (Tensor gradient = parameter.grad(); gradient.defined()) {
+      gradients.push_back(std::move(gradient));
+    }
+  }
+  return gradients;
+}
+
+}  // namespace
+
+Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipOptions& options) {
+  TS_CHECK(max_norm >= 0, "clip_grad_norm", "max_norm must not be negative; got ", max_norm);
+  const TensorList gradients = gradients_of(parameters);
+  const double norm = kernels::multi_tensor_norm(gradients, options.norm_type);
+  TS_CHECK(!options.error_if_nonfinite || std::isfinite(norm), "clip_grad_norm",
+           "the norm of the gradients is ", norm,
+           "; look for the op with AnomalyMode, or lower the learning rate");
+  const double factor = max_norm / (norm + 1e-6);
+  if (!(factor >= 1)) {  // also where the norm is NaN
+    if (options.fold_into != nullptr) {
+      options.fold_into->scale_next_step(factor);
+    } else {
+      kernels::multi_tensor_scale(gradients, &factor);
+    }
+  }
+  return scalar_tensor(norm, kF64);
+}
+
+void clip_grad_value(const TensorList& parameters, double limit) {
+  TS_CHECK(limit >= 0, "clip_grad_value", "the limit must not be negative; got ", limit);
+  kernels::multi_tensor_clamp(gradients_of(parameters), limit);
+}
+
+}  // namespace tessera::optim

@@ -1,0 +1,26 @@
+// Clipping of gradients, as torch.nn.utils.
+#pragma once
+
+#include <tessera/core/tensor.h>
+
+namespace tessera::optim {
+
+class Optimizer;
+
+struct ClipOptions {
+  double norm_type = 2;             // may be infinity: the largest magnitude
+  bool error_if_nonfinite = false;  // throws ValueError instead of spreading NaN or infinity
+  // The factor is left to this optimizer's next step, which applies it while it reads the
+  // gradients: saves a pass over them. The gradients keep their values.
+  Optimizer* fold_into = nullptr;
+};
+// Scales the gradients of `parameters` so that their norm, taken as that of one vector, is at most
+// max_norm: by min(1, max_norm / (norm + 1e-6)). Returns the norm before clipping, f64, one
+// element. Partial sums are f64 per block in a fixed tree: the same bits for any thread count.
+// Parameters without a gradient are passed over.
+Tensor clip_grad_norm(const TensorList& parameters, double max_norm,
+                      const ClipOptions& options = {});
+// Clamps every element of every gradient to [-limit, limit].
+void clip_grad_value(const TensorList& parameters, double limit);
+
+}  // namespace tessera::optim

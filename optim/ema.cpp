@@ -1,0 +1,99 @@
+#include <tessera/optim/ema.h>
+
+#include <unordered_map>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera::optim {
+namespace {
+
+constexpr const char* kUpdates = "num_updates";
+constexpr const char* kPrefix = "average.";
+
+TensorList tensors_of(const NamedTensors& named) {
+  TensorList tensors;
+  for (const auto& [name, tensor] : named) tensors.push_back(tensor);
+  return tensors;
+}
+
+}  // namespace
+
+EMA::EMA(const NamedTensors& parameters, const EMAOptions& options)
+    : options_(options), parameters_(parameters) {
+  TS_CHECK(options.decay >= 0 && options.decay <= 1, "EMA", "decay must be in [0, 1]; got ",
+           options.decay);
+  const NoGradGuard no_grad;
+  const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
+  for (const auto& [name, parameter] : parameters) {
+    const Tensor average = raw::empty_like(parameter, parameter.dtype() == kF64 ? kF64 : kF32);
+    copy_(average, parameter.detach());
+    averages_.push_back({name, average});
+  }
+}
+
+void EMA::update() {
+  kernels::multi_tensor_lerp(tensors_of(averages_), tensors_of(parameters_), 1 - options_.decay);
+  ++num_updates_;
+}
+
+void EMA::copy_to_parameters() const {
+  const NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    copy_(parameters_[i].tensor, averages_[i].tensor);
+  }
+}
+
+EMA::Scope::Scope(EMA& average) : average_(average) {
+  const NoGradGuard no_grad;
+  for (size_t i = 0; i < average.parameters_.size(); ++i) {
+    const Tensor& parameter = average.parameters_[i].tensor;
+    own_values_.push_back(raw::alias(parameter));
+    // The parameter's own bytes are set aside, not copied.
+    parameter.set_data(average.averages_[i].tensor.to(parameter.dtype()));
+    parameter.bump_version();
+  }
+}
+EMA::Scope::~Scope() {
+  for (size_t i = 0; i < own_values_.size(); ++i) {
+    average_.parameters_[i].tensor.set_data(own_values_[i]);
+    average_.parameters_[i].tensor.bump_version();
+  }
+}
+
+StateDict EMA::state_dict() const {
+  StateDict state;
+  state.set(kUpdates, scalar_tensor(num_updates_, kI64));
+  for (const auto& [name, average] : averages_) state.set(kPrefix + name, average);
+  return state;
+}
+
+void EMA::load_state_dict(const StateDict& state) {
+  for (const auto& [name, average] : averages_) {
+    const Tensor& saved = state.at(kPrefix + name);
+    TS_CHECK_SHAPE(saved.shape() == average.shape(), "EMA", "the saved average of '", name, "' is ",
+                   saved, ", the parameter's is ", average);
+  }
+  const auto updates = static_cast<int64_t>(state.scalar(kUpdates));
+  const NoGradGuard no_grad;
+  for (const auto& [name, average] : averages_) copy_(average, state.at(kPrefix + name));
+  num_updates_ = updates;
+}
+
+void EMA::rebind(const NamedTensors& parameters) {
+  std::unordered_map<std::string, Tensor> by_name;
+  for (const auto& [name, tensor] : parameters) by_name.emplace(name, tensor);
+  NamedTensors rebound;
+  for (const auto& [name, average] : averages_) {
+    const auto found = by_name.find(name);
+    TS_CHECK(found != by_name.end() && found->second.shape() == average.shape(), "EMA",
+             "rebind needs a parameter '", name, "' of shape ", average.shape());
+    rebound.push_back({name, found->second});
+  }
+  parameters_ = std::move(rebound);
+}
+
+}  // namespace tessera::optim

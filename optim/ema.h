@@ -1,0 +1,54 @@
+// Exponential moving averages of parameters.
+//
+//     optim::EMA average(model.named_parameters(), {.decay = 0.999});
+//     ... optimizer.step(); average.update();
+//     { optim::EMA::Scope scope(average); evaluate(model); }  // with the averaged values
+#pragma once
+
+#include <tessera/core/state_dict.h>
+#include <tessera/core/tensor.h>
+
+namespace tessera::optim {
+
+struct EMAOptions {
+  double decay = 0.999;
+};
+
+// average = decay * average + (1 - decay) * parameter. Averages are f32 for 16-bit parameters, and
+// begin as the parameters' values.
+class EMA {
+ public:
+  explicit EMA(const NamedTensors& parameters, const EMAOptions& options = {});
+  EMA(const EMA&) = delete;
+  EMA& operator=(const EMA&) = delete;
+
+  void update();  // one pass
+  void copy_to_parameters() const;
+  const NamedTensors& averages() const { return averages_; }
+
+  StateDict state_dict() const;                  // the averages, and how many updates were made
+  void load_state_dict(const StateDict& state);  // throws ValueError, ShapeError
+  void rebind(const NamedTensors& parameters);   // other tensors under the same names
+  int64_t num_updates() const { return num_updates_; }
+
+  // The parameters hold the averages in the scope, and their own values again afterwards.
+  class Scope {
+   public:
+    explicit Scope(EMA& average);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    EMA& average_;
+    TensorList own_values_;
+  };
+
+ private:
+  EMAOptions options_;
+  NamedTensors parameters_;
+  NamedTensors averages_;
+  int64_t num_updates_ = 0;
+};
+
+}  // namespace tessera::optim

@@ -1,0 +1,186 @@
+// What all optimizers share: parameter groups, state by parameter name, the step and its gate.
+//
+//     optim::AdamW optimizer(model.named_parameters(), {.lr = 3e-4});
+//     ...
+//     optimizer.step();
+//     optimizer.zero_grad();
+//
+// Groups have options of their own, each complete:
+//
+//     optim::AdamW optimizer({{decayed, {.lr = 3e-4, .weight_decay = 0.1}},
+//                             {others, {.lr = 3e-4, .weight_decay = 0}}});
+//
+// One step is one pass over all parameters of a group (kernels/multi_tensor.h). State is f32 (f64
+// for f64 parameters) and made at a parameter's first step; for 16-bit parameters an f32 master
+// copy is kept unless Options::master_weights is false. Parameters without a gradient are passed
+// over. Arithmetic and order of operations are torch's.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <tessera/core/state_dict.h>
+#include <tessera/core/tensor.h>
+
+namespace tessera::optim {
+
+// The answer of a gate that is asked before each step.
+struct StepDecision {
+  bool run = true;
+  std::string reason = {};  // why not
+  static StepDecision skip(std::string reason) { return {false, std::move(reason)}; }
+};
+// Gradient accumulation, loss scaling and sharding hold steps back through it.
+using StepGate = std::function<StepDecision()>;
+
+class Optimizer {
+ public:
+  virtual ~Optimizer();
+  Optimizer(const Optimizer&) = delete;
+  Optimizer& operator=(const Optimizer&) = delete;
+
+  // Updates every parameter that has a gradient. False where the gate said no: skip_reason() tells
+  // why. Throws ShapeError, DTypeError for a gradient that does not fit its parameter.
+  bool step();
+  void set_step_gate(StepGate gate) { gate_ = std::move(gate); }
+  const std::string& skip_reason() const { return skip_reason_; }
+  void zero_grad(bool set_to_none = true);
+
+  size_t num_groups() const { return groups_.size(); }
+  double lr(size_t group = 0) const;
+  void set_lr(double lr);  // of all groups
+  void set_lr(size_t group, double lr);
+  // Momentum, or Adam's beta1: what OneCycle moves along with the rate. False where there is none.
+  virtual bool set_momentum(size_t group, double momentum) = 0;
+
+  NamedTensors parameters() const;  // of all groups
+  const NamedTensors& parameters(size_t group) const;
+
+  // The factor by which the next step multiplies gradients as it reads them, then 1 again:
+  // clip_grad_norm folds its scale in here and saves a pass over the gradients.
+  void scale_next_step(double factor) { gradient_scale_ *= factor; }
+
+  // "state.NAME.exp_avg": the state of each parameter that was stepped, by its name; "group.0.lr":
+  // the options of each group. Tensors share elements with the optimizer.
+  StateDict state_dict() const;
+  // Options and state become those of the dictionary, copied. Groups must have as many parameters
+  // as when it was saved. Throws one ValueError that lists all that does not fit; then nothing was
+  // changed.
+  void load_state_dict(const StateDict& state);
+
+  // Holds other tensors under the same names from now on (a model that was sharded or moved).
+  // State stays with its name; one of another shape than the new tensor throws ShapeError.
+  void rebind(const NamedTensors& parameters);
+
+  // Bytes of all states and master copies.
+  int64_t state_bytes() const;
+
+ protected:
+  static constexpr size_t kMaxStates = 3;
+  struct ParameterState {
+    Tensor parameter;
+    Tensor gradient;  // during a step
+    int64_t step = 0;
+    Tensor master = {};  // f32 copy of a 16-bit parameter
+    std::array<Tensor, kMaxStates> states = {};
+    // What kernels update, and the 16-bit tensor that they round it into, if any.
+    const Tensor& target() const { return master.defined() ? master : parameter; }
+    Tensor shadow() const { return master.defined() ? parameter : Tensor(); }
+  };
+  // Reads or writes one option of a group, by name.
+  class OptionVisitor {
+   public:
+    virtual ~OptionVisitor() = default;
+    virtual void visit(const char* name, std::span<double> values) = 0;
+    void operator()(const char* name, double& value) { visit(name, {&value, 1}); }
+    void operator()(const char* name, std::array<double, 2>& values) { visit(name, values); }
+    void operator()(const char* name, bool& value) {
+      double number = value;
+      visit(name, {&number, 1});
+      value = number != 0;
+    }
+  };
+
+  Optimizer() = default;
+  void add_group(const NamedTensors& parameters);
+
+  virtual std::string_view type_name() const = 0;
+  virtual double& lr_of(size_t group) = 0;
+  virtual bool keeps_master_weights(size_t group) const = 0;
+  virtual void visit_options(size_t group, OptionVisitor& visitor) = 0;
+  // Names of the states, in the order of ParameterState::states.
+  virtual std::span<const char* const> state_names() const = 0;
+  // The value with which state `index` begins; nothing where this group does not use it.
+  virtual std::optional<double> initial_state(size_t group, size_t index) const = 0;
+  // One pass over parameters that all take their step number scalars[kStep].
+  virtual void update(size_t group, std::span<ParameterState* const> parameters,
+                      const double* scalars) = 0;
+
+ private:
+  struct Group {
+    NamedTensors named;
+    std::vector<ParameterState> states;
+  };
+  void prepare(size_t group, ParameterState& state);
+
+  std::vector<Group> groups_;
+  StepGate gate_;
+  std::string skip_reason_;
+  double gradient_scale_ = 1;
+};
+
+template <class Options>
+struct ParameterGroup {
+  NamedTensors parameters;
+  Options options;
+};
+
+// Gives an optimizer its typed options. Options has `lr`, `master_weights` and
+// `void visit(auto&& visitor)`, which names every option that state_dict saves.
+template <class Options>
+class TypedOptimizer : public Optimizer {
+ public:
+  explicit TypedOptimizer(std::vector<ParameterGroup<Options>> groups) {
+    for (const auto& group : groups) {
+      options_.push_back(group.options);
+      add_group(group.parameters);
+    }
+  }
+  TypedOptimizer(const NamedTensors& parameters, const Options& options) {
+    options_.push_back(options);
+    add_group(parameters);
+  }
+  Options& options(size_t group = 0) { return options_.at(group); }
+  const Options& options(size_t group = 0) const { return options_.at(group); }
+
+  bool set_momentum(size_t group, double momentum) override {
+    if constexpr (requires(Options & options) { options.betas; }) {
+      options_.at(group).betas[0] = momentum;
+      return true;
+    } else if constexpr (requires(Options & options) { options.momentum; }) {
+      options_.at(group).momentum = momentum;
+      return true;
+    }
+    return false;
+  }
+
+ protected:
+  double& lr_of(size_t group) override { return options_.at(group).lr; }
+  bool keeps_master_weights(size_t group) const override { return options_[group].master_weights; }
+  void visit_options(size_t group, OptionVisitor& visitor) override {
+    options_[group].visit(visitor);
+  }
+
+ private:
+  std::vector<Options> options_;
+};
+
+}  // namespace tessera::optim
