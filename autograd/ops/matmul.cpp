@@ -1,0 +1,378 @@
+#include <algorithm>
+#include <string>
+
+#include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/matmul.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+namespace {
+
+void check_one_dtype(const Op& op, const Tensor& a, const Tensor& b) {
+  TS_CHECK_DTYPE(a.dtype() == b.dtype(), op, "expects operands of one dtype; got ", a, " and ", b,
+                 "; convert one with to(dtype)");
+  TS_CHECK_DTYPE(a.dtype() != kBool && !is_float8(a.dtype()), op, "has no products of ", a.dtype(),
+                 "; convert with to(dtype)");
+}
+
+double product_flops(const Tensor& a, const Tensor& result) {
+  return 2.0 * static_cast<double>(result.numel()) * static_cast<double>(a.size(-1));
+}
+
+Tensor swapped(const Tensor& x) { return transpose(x, -2, -1); }
+// All leading dimensions in one.
+Tensor as_rows(const Tensor& x) { return x.dim() == 2 ? x : reshape(x, {-1, x.size(-1)}); }
+
+}  // namespace
+
+// ---- matmul
+// --------------------------------------------------------------------------------------
+
+const Op kMatmul{.name = "matmul", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0)}};
+
+namespace {
+
+// a: [..., M, K], b: [..., K, N].
+Tensor matmul_of_matrices(const Tensor& a, const Tensor& b) {
+  return differentiable(
+      kMatmul, {a, b},
+      [](Inputs in) {
+        check_one_dtype(kMatmul, in[0], in[1]);
+        const Tensor result = kernels::matmul(in[0], in[1]);
+        count_flops(product_flops(in[0], result));
+        return result;
+      },
+      [](Grads dy, const Saved& s) -> TensorList {
+        Tensor grad_a, grad_b;
+        if (s.needs(0)) grad_a = matmul(dy[0], swapped(s.input(1)));
+        if (s.needs(1)) {
+          // One long product, not a sum over the batch, where all of it met one matrix.
+          const bool one_matrix = s.input_shape(1).size() == 2;
+          grad_b = one_matrix ? matmul(swapped(as_rows(s.input(0))), as_rows(dy[0]))
+                              : matmul(swapped(s.input(0)), dy[0]);
+        }
+        return {grad_a, grad_b};
+      });
+}
+
+}  // namespace
+
+Tensor matmul(const Tensor& a, const Tensor& b) {
+  TS_CHECK_SHAPE(a.dim() >= 1 && b.dim() >= 1, kMatmul,
+                 "expects at least one dimension on both sides; got ", a, " and ", b,
+                 "; multiply numbers with mul");
+  if (a.dim() == 1 && b.dim() == 1) return dot(a, b);
+  const int64_t inner_b = b.dim() == 1 ? b.size(0) : b.size(-2);
+  TS_CHECK_SHAPE(a.size(-1) == inner_b, kMatmul, "inner dimensions differ: a is ", a, " and b is ",
+                 b, "; a's last (", a.size(-1), ") must equal b's ",
+                 b.dim() == 1 ? "only (" : "second-to-last (", inner_b, ")");
+  if (a.dim() == 1) return squeeze(matmul_of_matrices(unsqueeze(a, 0), b), -2);
+  if (b.dim() == 1) return squeeze(matmul_of_matrices(a, unsqueeze(b, 1)), -1);
+  broadcast_shapes(a.shape().slice(0, a.dim() - 2), b.shape().slice(0, b.dim() - 2), "matmul");
+  return matmul_of_matrices(a, b);
+}
+
+Tensor bmm(const Tensor& a, const Tensor& b) {
+  TS_CHECK_SHAPE(a.dim() == 3 && b.dim() == 3 && a.size(0) == b.size(0), "bmm",
+                 "expects [B, M, K] and [B, K, N]; got ", a, " and ", b,
+                 "; matmul broadcasts batches");
+  return matmul(a, b);
+}
+
+// ---- dot, outer
+// ----------------------------------------------------------------------------------
+
+const Op kDot{.name = "dot", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0)}};
+
+Tensor dot(const Tensor& a, const Tensor& b) {
+  TS_CHECK_SHAPE(a.dim() == 1 && b.dim() == 1 && a.size(0) == b.size(0), kDot,
+                 "expects two vectors of one length; got ", a, " and ", b);
+  return differentiable(
+      kDot, {a, b},
+      [](Inputs in) {
+        check_one_dtype(kDot, in[0], in[1]);
+        const Tensor product = kernels::matmul(raw::unsqueeze(in[0], 0), raw::unsqueeze(in[1], 1));
+        return raw::view(product, {});
+      },
+      [](Grads dy, const Saved& s) -> TensorList {
+        return {s.needs(0) ? mul(dy[0], s.input(1)) : Tensor(),
+                s.needs(1) ? mul(dy[0], s.input(0)) : Tensor()};
+      });
+}
+
+Tensor outer(const Tensor& a, const Tensor& b) {
+  TS_CHECK_SHAPE(a.dim() == 1 && b.dim() == 1, "outer", "expects two vectors; got ", a, " and ", b);
+  return mul(unsqueeze(a, 1), unsqueeze(b, 0));
+}
+
+// ---- linear
+// --------------------------------------------------------------------------------------
+
+const Op kLinear{
+    .name = "linear", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0), inputs()}};
+
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  TS_CHECK_SHAPE(weight.dim() == 2, kLinear, "expects a weight of [out, in]; got ", weight);
+  TS_CHECK_SHAPE(x.dim() >= 1 && x.size(-1) == weight.size(1), kLinear,
+                 "inner dimensions differ: x is ", x, " and weight is ", weight, "; x's last (",
+                 x.dim() > 0 ? x.size(-1) : 1, ") must equal weight's (", weight.size(1), ")");
+  TS_CHECK_SHAPE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), kLinear,
+                 "expects a bias of [", weight.size(0), "]; got ", bias);
+  return differentiable(
+      kLinear, {x, weight, bias},
+      [](Inputs in) {
+        check_one_dtype(kLinear, in[0], in[1]);
+        if (in[2].defined()) check_one_dtype(kLinear, in[0], in[2]);
+        const Tensor result = kernels::linear(in[0], in[1], in[2]);
+        count_flops(product_flops(in[0], result));
+        return result;
+      },
+      [](Grads dy, const Saved& s) -> TensorList {
+        Tensor grad_x, grad_weight, grad_bias;
+        if (s.needs(0)) grad_x = matmul(dy[0], s.input(1));
+        const Tensor rows = as_rows(dy[0].dim() == 1 ? unsqueeze(dy[0], 0) : dy[0]);
+        if (s.needs(1)) {
+          const Tensor x = s.input(0);
+          grad_weight = matmul(swapped(rows), as_rows(x.dim() == 1 ? unsqueeze(x, 0) : x));
+        }
+        if (s.needs(2)) grad_bias = sum(rows, {0});
+        return {grad_x, grad_weight, grad_bias};
+      });
+}
+
+// ---- addmm
+// ---------------------------------------------------------------------------------------
+
+const Op kAddmm{
+    .name = "addmm", .autocast = Autocast::kLow, .reads = {inputs(), inputs(2), inputs(1)}};
+
+Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& beta,
+             const Scalar& alpha) {
+  TS_CHECK_SHAPE(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0), kAddmm,
+                 "expects [M, K] and [K, N]; got ", a, " and ", b);
+  TS_CHECK_SHAPE(broadcastable_to(x.shape(), {a.size(0), b.size(1)}), kAddmm, "cannot broadcast ",
+                 x, " to [", a.size(0), ", ", b.size(1), "]");
+  const double beta_value = beta.to_double(), alpha_value = alpha.to_double();
+  return differentiable(
+      kAddmm, {x, a, b},
+      [=](Inputs in) {
+        check_one_dtype(kAddmm, in[1], in[2]);
+        check_one_dtype(kAddmm, in[0], in[1]);
+        const Tensor result = kernels::addmm(in[0], in[1], in[2], beta_value, alpha_value);
+        count_flops(product_flops(in[1], result));
+        return result;
+      },
+      [beta, alpha](Grads dy, const Saved& s) -> TensorList {
+        return {s.needs(0) ? mul(dy[0], beta) : Tensor(),
+                s.needs(1) ? mul(matmul(dy[0], swapped(s.input(2))), alpha) : Tensor(),
+                s.needs(2) ? mul(matmul(swapped(s.input(1)), dy[0]), alpha) : Tensor()};
+      });
+}
+
+// ---- einsum: views, one product a pair of operands, sums
+// ------------------------------------------
+
+namespace {
+
+constexpr std::string_view kEinsum = "einsum";
+
+// Labels of a tensor's dimensions: letters, and for the dimensions of an ellipsis the bytes from
+// kEllipsis on, the last dimension being kEllipsis.
+using Labels = std::string;
+constexpr unsigned char kEllipsis = 200;
+
+Labels parse_term(std::string_view term, int dims, std::string_view equation) {
+  Labels labels;
+  for (size_t i = 0; i < term.size(); ++i) {
+    const char letter = term[i];
+    if (letter == ' ') continue;
+    if (letter == '.') {
+      TS_CHECK(term.substr(i, 3) == "..." && term.find('.', i + 3) == std::string_view::npos,
+               kEinsum, "expects at most one ellipsis of three dots a term; got '", equation, "'");
+      i += 2;
+      int letters = 0;
+      for (char other : term) letters += other != '.' && other != ' ';
+      const int spanned = dims - letters;
+      TS_CHECK_SHAPE(spanned >= 0, kEinsum, "term '", term, "' names more dimensions than the ",
+                     dims, " of its operand");
+      for (int d = spanned - 1; d >= 0; --d) labels.push_back(static_cast<char>(kEllipsis + d));
+      continue;
+    }
+    TS_CHECK((letter >= 'a' && letter <= 'z') || (letter >= 'A' && letter <= 'Z'), kEinsum,
+             "expects letters as labels; got '", equation, "'");
+    labels.push_back(letter);
+  }
+  return labels;
+}
+
+bool contains(const Labels& labels, char label) { return labels.find(label) != Labels::npos; }
+
+struct Term {
+  Tensor tensor;
+  Labels labels;
+};
+
+// Keeps one dimension of each label, the diagonal where it came twice.
+Term without_repeats(Term term) {
+  for (size_t i = 0; i < term.labels.size(); ++i) {
+    const size_t again = term.labels.find(term.labels[i], i + 1);
+    if (again == Labels::npos) continue;
+    const int64_t size = term.tensor.size(static_cast<int64_t>(i));
+    TS_CHECK_SHAPE(size == term.tensor.size(static_cast<int64_t>(again)), kEinsum, "label '",
+                   term.labels[i], "' names dimensions of sizes ", size, " and ",
+                   term.tensor.size(static_cast<int64_t>(again)));
+    // The mask is exact: products with 0 and 1, and one addend other than zero.
+    Shape mask_shape = Shape::filled(term.tensor.dim(), 1);
+    mask_shape[static_cast<int>(i)] = size;
+    mask_shape[static_cast<int>(again)] = size;
+    const Tensor mask =
+        reshape(eye(size, {}, {.dtype = kBool, .device = term.tensor.device()}), mask_shape);
+    term.tensor = sum(where(mask, term.tensor, Scalar(0)), {static_cast<int64_t>(again)}, false,
+                      term.tensor.dtype());
+    term.labels.erase(again, 1);
+    return without_repeats(std::move(term));
+  }
+  return term;
+}
+
+Term sum_over(Term term, const Labels& keep) {
+  Shape dims;
+  Labels labels;
+  for (size_t i = 0; i < term.labels.size(); ++i) {
+    if (contains(keep, term.labels[i])) {
+      labels.push_back(term.labels[i]);
+    } else {
+      dims.push_back(static_cast<int64_t>(i));
+    }
+  }
+  if (!dims.empty()) term.tensor = sum(term.tensor, dims, false, term.tensor.dtype());
+  term.labels = labels;
+  return term;
+}
+
+// The tensor with its dimensions in the order of `labels`, sizes 1 where it lacks one.
+Tensor aligned(const Term& term, const Labels& labels) {
+  Shape order;
+  for (char label : labels) {
+    const size_t at = term.labels.find(label);
+    if (at != Labels::npos) order.push_back(static_cast<int64_t>(at));
+  }
+  Tensor tensor = permute(term.tensor, order);
+  for (size_t i = 0; i < labels.size(); ++i) {
+    if (!contains(term.labels, labels[i])) tensor = unsqueeze(tensor, static_cast<int64_t>(i));
+  }
+  return tensor;
+}
+
+// One product: labels in both and kept are the batch, in both and not kept the inner dimension.
+Term contract(Term a, Term b, const Labels& keep) {
+  Labels batch, inner, rows, columns;
+  for (char label : a.labels) {
+    if (!contains(b.labels, label)) {
+      rows.push_back(label);
+    } else if (contains(keep, label)) {
+      batch.push_back(label);
+    } else {
+      inner.push_back(label);
+    }
+  }
+  for (char label : b.labels) {
+    if (!contains(a.labels, label)) columns.push_back(label);
+  }
+  const auto size_of_label = [&](char label) {
+    const size_t in_a = a.labels.find(label), in_b = b.labels.find(label);
+    const int64_t size_a = in_a == Labels::npos ? 1 : a.tensor.size(static_cast<int64_t>(in_a));
+    const int64_t size_b = in_b == Labels::npos ? 1 : b.tensor.size(static_cast<int64_t>(in_b));
+    TS_CHECK_SHAPE(
+        size_a == size_b || size_a == 1 || size_b == 1, kEinsum, "label '",
+        static_cast<unsigned char>(label) >= kEllipsis ? std::string("...") : std::string(1, label),
+        "' names dimensions of sizes ", size_a, " and ", size_b);
+    return size_a == 1 ? size_b : size_a;
+  };
+  const auto sizes = [&](const Labels& labels) {
+    Shape shape;
+    for (char label : labels) shape.push_back(size_of_label(label));
+    return shape;
+  };
+  const auto expanded = [&](const Term& term, const Labels& order) {
+    return expand(aligned(term, order), sizes(order));
+  };
+  const Shape batch_sizes = sizes(batch);
+  const int64_t m = numel_of(sizes(rows)), n = numel_of(sizes(columns)), k = numel_of(sizes(inner));
+  const auto matrix = [&](const Tensor& x, int64_t first, int64_t second) {
+    return reshape(x, {numel_of(batch_sizes), first, second});
+  };
+  const Tensor product = matmul(matrix(expanded(a, batch + rows + inner), m, k),
+                                matrix(expanded(b, batch + inner + columns), k, n));
+  const Labels labels = batch + rows + columns;
+  return {reshape(product, sizes(labels)), labels};
+}
+
+}  // namespace
+
+Tensor einsum(std::string_view equation, const TensorList& operands) {
+  const size_t arrow = equation.find("->");
+  std::vector<std::string_view> terms;
+  std::string_view left = equation.substr(0, arrow);
+  while (true) {
+    const size_t comma = left.find(',');
+    terms.push_back(left.substr(0, comma));
+    if (comma == std::string_view::npos) break;
+    left.remove_prefix(comma + 1);
+  }
+  TS_CHECK(!operands.empty() && terms.size() == operands.size(), kEinsum, "'", equation,
+           "' describes ", terms.size(), " operands; got ", operands.size());
+  std::vector<Term> list;
+  Labels all;
+  int ellipsis_dims = 0;
+  for (size_t i = 0; i < terms.size(); ++i) {
+    const Labels labels = parse_term(terms[i], operands[i].dim(), equation);
+    TS_CHECK_SHAPE(static_cast<int>(labels.size()) == operands[i].dim(), kEinsum, "term '",
+                   terms[i], "' names ", labels.size(), " dimensions; its operand is ",
+                   operands[i]);
+    for (char label : labels) {
+      ellipsis_dims = std::max(ellipsis_dims, static_cast<unsigned char>(label) - kEllipsis + 1);
+    }
+    all += labels;
+    list.push_back(without_repeats({operands[i], labels}));
+  }
+  Labels result;
+  if (arrow == std::string_view::npos) {
+    // Implicit form: the ellipsis, then the labels that came once, sorted.
+    for (int d = ellipsis_dims - 1; d >= 0; --d) {
+      result.push_back(static_cast<char>(kEllipsis + d));
+    }
+    Labels once;
+    for (char label : all) {
+      if (static_cast<unsigned char>(label) < kEllipsis &&
+          std::count(all.begin(), all.end(), label) == 1) {
+        once.push_back(label);
+      }
+    }
+    std::sort(once.begin(), once.end());
+    result += once;
+  } else {
+    const std::string_view right = equation.substr(arrow + 2);
+    int letters = 0;
+    for (char letter : right) letters += letter != '.' && letter != ' ';
+    result = parse_term(
+        right, letters + (right.find('.') == std::string_view::npos ? 0 : ellipsis_dims), equation);
+  }
+  for (size_t i = 0; i < result.size(); ++i) {
+    TS_CHECK(contains(all, result[i]), kEinsum, "the result of '", equation,
+             "' has a label that no operand has");
+    TS_CHECK(result.find(result[i], i + 1) == Labels::npos, kEinsum, "the result of '", equation,
+             "' names a label twice");
+  }
+  Term total = list[0];
+  for (size_t i = 1; i < list.size(); ++i) {
+    Labels later = result;
+    for (size_t j = i + 1; j < list.size(); ++j) later += list[j].labels;
+    total = sum_over(std::move(total), later + list[i].labels);
+    total = contract(std::move(total), sum_over(list[i], later + total.labels), later);
+  }
+  return aligned(sum_over(std::move(total), result), result);
+}
+
+}  // namespace tessera

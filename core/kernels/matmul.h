@@ -1,0 +1,22 @@
+// Matrix products of tensors: any strides, batches with broadcasting, no copy of transposed or
+// sliced operands. Operands of one dtype (f64, f32, f16, bf16, i64, i32, u8); results are
+// contiguous; meta tensors give meta results. Shapes are checked by the public ops.
+#pragma once
+
+#include <tessera/core/tensor.h>
+
+namespace tessera::kernels {
+
+// a: [..., M, K]; b: [..., K, N]; batch dimensions broadcast. Returns [..., M, N].
+Tensor matmul(const Tensor& a, const Tensor& b);
+
+// x: [..., K]; weight: [N, K]; bias: [N] or undefined. Returns [..., N].
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias);
+
+// beta * x + alpha * a b. x broadcasts to [M, N]; a: [M, K]; b: [K, N].
+Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, double beta, double alpha);
+
+// target += a b; target: [M, N] with contiguous rows, of a's dtype or f32.
+void matmul_add(const Tensor& target, const Tensor& a, const Tensor& b);
+
+}  // namespace tessera::kernels
