@@ -42,7 +42,7 @@ std::shared_ptr<OpNode> make_node(const Op& op, std::span<const Tensor> inputs,
     node->input_metas.push_back(input.defined() ? TensorMeta::of(input) : TensorMeta{});
     node->next_edges.push_back(input.defined() && is_floating(input.dtype()) ? gradient_edge(input)
                                                                              : Edge{});
-    if (node->next_edges.back().node) node->needs |= IndexMask{1} << i;
+    if (node->next_edges.back().node) node->needs |= index_bit(i);
   }
   node->take_sequence();
   if (anomaly_enabled()) {
@@ -57,7 +57,7 @@ std::shared_ptr<OpNode> make_node(const Op& op, std::span<const Tensor> inputs,
 
 void decide_what_to_keep(OpNode& node, size_t count) {
   for (size_t i = 0; i < count; ++i) {
-    if (node.needs >> i & 1) node.kept |= node.op().reads.of(static_cast<int>(i));
+    if (node.needs & index_bit(i)) node.kept |= node.op().reads.of(static_cast<int>(i));
   }
   node.saved_inputs.resize(count);
 }
@@ -67,7 +67,7 @@ void finish(const std::shared_ptr<OpNode>& node, const TensorList& outputs, cons
   node->output_metas.reserve(outputs.size());
   for (size_t i = 0; i < outputs.size(); ++i) {
     node->output_metas.push_back(outputs[i].defined() ? TensorMeta::of(outputs[i]) : TensorMeta{});
-    if (node->op().reads_outputs >> i & 1) {
+    if (node->op().reads_outputs & index_bit(i)) {
       node->saved_outputs.resize(outputs.size());
       node->saved_outputs[i] = SavedTensor(outputs[i]);
     }
@@ -122,7 +122,7 @@ TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, 
   if (node->needs == 0) return results;  // only integer inputs were left
   decide_what_to_keep(*node, inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (node->kept >> i & 1) node->saved_inputs[i] = SavedTensor(inputs[i]);
+    if (node->kept & index_bit(i)) node->saved_inputs[i] = SavedTensor(inputs[i]);
   }
   finish(node, results, extras);
   for (size_t i = 0; i < results.size(); ++i) {
@@ -156,7 +156,7 @@ Tensor DifferentiableCall::run_inplace(const Op& op, std::span<const Tensor> inp
     node = make_node(op, inputs, std::move(backward));
     decide_what_to_keep(*node, inputs.size());
     for (size_t i = 0; i < inputs.size(); ++i) {
-      if (!(node->kept >> i & 1) || !inputs[i].defined()) continue;
+      if (!(node->kept & index_bit(i)) || !inputs[i].defined()) continue;
       // What the call overwrites is kept as a copy of its old value.
       if (inputs[i].impl()->version == self.impl()->version) {
         NoGradGuard no_grad;
@@ -185,7 +185,8 @@ Tensor DifferentiableCall::run_inplace(const Op& op, std::span<const Tensor> inp
 }
 
 Tensor Saved::input(int i) const {
-  TS_CHECK_AS(AutogradError, node_.kept >> i & 1, node_.op(), "backward reads input ", i,
+  TS_CHECK_AS(AutogradError, node_.kept & index_bit(static_cast<size_t>(i)), node_.op(),
+              "backward reads input ", i,
               ", which its record does not name for the wanted gradients");
   const SavedTensor& saved = node_.saved_inputs[static_cast<size_t>(i)];
   if (!saved.defined()) return {};  // an absent input
@@ -193,14 +194,16 @@ Tensor Saved::input(int i) const {
 }
 
 Tensor Saved::output(int i) const {
-  TS_CHECK_AS(AutogradError, node_.op().reads_outputs >> i & 1, node_.op(),
-              "backward reads output ", i, ", which its record does not name");
+  TS_CHECK_AS(AutogradError, node_.op().reads_outputs & index_bit(static_cast<size_t>(i)),
+              node_.op(), "backward reads output ", i, ", which its record does not name");
   const Edge self{std::const_pointer_cast<OpNode>(node_.shared_from_this()), i};
   return node_.saved_outputs.at(static_cast<size_t>(i)).unpack(self, node_.op(), "output", i);
 }
 
 Tensor Saved::extra(int i) const { return node_.extras.at(static_cast<size_t>(i)); }
-bool Saved::needs(int input) const { return node_.needs >> input & 1; }
+bool Saved::needs(int input) const {
+  return (node_.needs & index_bit(static_cast<size_t>(input))) != 0;
+}
 const Shape& Saved::input_shape(int i) const {
   return node_.input_metas.at(static_cast<size_t>(i)).shape;
 }

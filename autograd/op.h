@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 #include <vector>
@@ -22,6 +23,9 @@ enum class Autocast : uint8_t {
 using IndexMask = uint32_t;
 constexpr IndexMask inputs(auto... index) { return ((IndexMask{1} << index) | ... | 0u); }
 constexpr IndexMask outputs(auto... index) { return ((IndexMask{1} << index) | ... | 0u); }
+
+// The bit of an input or output; those from 31 on share the last one.
+constexpr IndexMask index_bit(size_t index) { return IndexMask{1} << (index < 31 ? index : 31); }
 
 // For each input i, the inputs that its gradient is calculated from; {} reads none. What no wanted
 // gradient reads is not kept. The last mask serves all further inputs.

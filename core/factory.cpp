@@ -1,5 +1,7 @@
 #include <tessera/core/factory.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include <tessera/core/dispatch.h>
@@ -74,6 +76,53 @@ Tensor zeros_like(const Tensor& x) {
   if (!x.is_meta() && result.nbytes() > 0) {
     std::memset(result.data(), 0, static_cast<size_t>(result.nbytes()));
   }
+  return result;
+}
+
+Tensor arange(const Scalar& start, const Scalar& step, int64_t size, DType dtype,
+              const Device& device) {
+  Tensor result = empty({size}, dtype, device);
+  if (device.is_meta()) return result;
+  dispatch_all(dtype, "arange", [&]<class Element>() {
+    Element* out = result.data_as<Element>();
+    if constexpr (std::is_same_v<Compute<Element>, int64_t>) {
+      const int64_t first = start.to_int(), difference = step.to_int();
+      for (int64_t i = 0; i < size; ++i) out[i] = store<Element>(first + i * difference);
+    } else {
+      const double first = start.to_double(), difference = step.to_double();
+      for (int64_t i = 0; i < size; ++i) {
+        out[i] = store<Element>(first + static_cast<double>(i) * difference);
+      }
+    }
+  });
+  return result;
+}
+
+Tensor linspace(double start, double end, int64_t size, DType dtype, const Device& device) {
+  Tensor result = empty({size}, dtype, device);
+  if (device.is_meta()) return result;
+  dispatch_all(dtype, "linspace", [&]<class Element>() {
+    Element* out = result.data_as<Element>();
+    using C = std::conditional_t<std::is_integral_v<Element>, double, Compute<Element>>;
+    const C first = load<C>(store<Element>(start)), last = load<C>(store<Element>(end));
+    const C step = size > 1 ? (last - first) / static_cast<C>(size - 1) : C(0);
+    for (int64_t i = 0; i < size; ++i) {
+      const C value = i < size / 2 ? std::fma(step, static_cast<C>(i), first)
+                                   : std::fma(-step, static_cast<C>(size - 1 - i), last);
+      out[i] = store<Element>(size == 1 ? first : value);
+    }
+  });
+  return result;
+}
+
+Tensor eye(int64_t rows, int64_t columns, DType dtype, const Device& device) {
+  Tensor result = zeros({rows, columns}, dtype, device);
+  if (device.is_meta()) return result;
+  dispatch_all(dtype, "eye", [&]<class Element>() {
+    const Element one = store<Element>(Compute<Element>(1));
+    Element* out = result.data_as<Element>();
+    for (int64_t i = 0; i < std::min(rows, columns); ++i) out[i * columns + i] = one;
+  });
   return result;
 }
 

@@ -28,6 +28,15 @@ Tensor full(const Shape& shape, const Scalar& value, DType dtype, const Device& 
 Tensor zeros(const Shape& shape, DType dtype, const Device& device = kCpu);
 Tensor zeros_like(const Tensor& x);
 
+// start, start + step... of `size` elements: floating values are calculated in f64 and rounded once
+// (torch rounds the first number of each vector register too).
+Tensor arange(const Scalar& start, const Scalar& step, int64_t size, DType dtype,
+              const Device& device = kCpu);
+// `size` numbers from start to end, both included; each half counts from its own end.
+Tensor linspace(double start, double end, int64_t size, DType dtype, const Device& device = kCpu);
+// Ones on the main diagonal.
+Tensor eye(int64_t rows, int64_t columns, DType dtype, const Device& device = kCpu);
+
 // Shares memory that the caller owns; `release` runs when the last holder goes. Strides count
 // elements and default to row-major. Throws ShapeError, ValueError for a misaligned pointer.
 Tensor from_blob(void* data, const Shape& shape, DType dtype, std::function<void()> release = {});
