@@ -1,0 +1,35 @@
+// Kernels that join, mirror and pad. Any dtype; results are contiguous.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include <tessera/core/tensor.h>
+
+namespace tessera::kernels {
+
+// Joins along `dim`; tensors of one dtype whose other sizes agree. Rows move with memcpy.
+Tensor cat(std::span<const Tensor> tensors, int dim);
+
+// result[.., i, ..] = x[.., maps[d][i], ..]: each dimension d is read through a list of places in
+// [0, size), or as it is where its list is empty. Serves flip and padding.
+Tensor take(const Tensor& x, std::span<const std::vector<int64_t>> maps);
+// The transpose of take: x's elements added to the places of `shape` from which take would read
+// them, in row-major order; f32 sums for f16 and bf16. Floating or integer dtypes.
+Tensor take_transposed(const Tensor& x, std::span<const std::vector<int64_t>> maps,
+                       const Shape& shape);
+
+// Zeros of `shape` with x in the slice that starts at `start` in dimension `dim` and takes every
+// `step`-th place: the transpose of slice.
+Tensor embed_slice(const Tensor& x, const Shape& shape, int dim, int64_t start, int64_t step);
+
+// A tensor's elements as a storage range sees them: shape, strides and offset.
+struct Geometry {
+  Shape shape, strides;
+  int64_t offset = 0;
+};
+// The linear map of as_strided and its transpose, between tensors with geometries in one storage:
+// result element j is the sum of x's elements that share its place (x may overlap itself).
+Tensor restride(const Tensor& x, const Geometry& from, const Geometry& to);
+
+}  // namespace tessera::kernels
