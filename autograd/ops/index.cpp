@@ -1,0 +1,463 @@
+// Reading and writing by index. Where a gradient is written into zeros, the target is passed as an
+// absent input, so that no zeros are copied.
+#include <algorithm>
+
+#include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/index.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+namespace {
+
+// A fresh contiguous tensor to write into: a copy of x, or zeros where x is absent.
+Tensor target_of(const Tensor& x, const Shape& shape, DType dtype, const Device& device) {
+  if (!x.defined()) return raw::zeros(shape, dtype, device);
+  Tensor result = raw::empty(shape, dtype, device);
+  kernels::copy_into(result, x);
+  return result;
+}
+
+// x: contiguous. [before dim, dim, after dim].
+Tensor as_rows(const Tensor& x, int dim) {
+  if (x.dim() == 0) return raw::view(x, {1, 1, 1});
+  const Shape& shape = x.shape();
+  return raw::view(
+      x, {numel_of(shape.slice(0, dim)), shape[dim], numel_of(shape.slice(dim + 1, shape.size()))});
+}
+
+void check_dims(const Tensor& index, const Shape& shape, int dim, const Op& op) {
+  bool fits = std::max(index.dim(), 1) == std::max(shape.size(), 1);
+  for (int d = 0; fits && d < std::min(index.dim(), shape.size()); ++d) {
+    fits = d == dim || index.shape()[d] <= shape[d];
+  }
+  TS_CHECK_SHAPE(fits || index.numel() == 0, op, "index ", index.shape(),
+                 " must have as many dimensions as ", shape,
+                 " and be no larger in any but dimension ", dim);
+}
+
+// source in the shape of index, where it is larger.
+Tensor fitted_source(const Tensor& x, const Tensor& index, const Tensor& source, const Op& op) {
+  TS_CHECK_DTYPE(source.dtype() == x.dtype(), op, "source must have x's dtype; got ", source,
+                 " for ", x, "; convert one with to(dtype)");
+  Tensor fitted = source.dim() == 0 && index.dim() == 1 ? reshape(source, {1}) : source;
+  TS_CHECK_SHAPE(fitted.dim() == index.dim(), op, "source and index must have as many dimensions; ",
+                 "got ", source, " and ", index);
+  for (int d = 0; d < index.dim(); ++d) {
+    const int64_t size = index.shape()[d];
+    TS_CHECK_SHAPE(fitted.shape()[d] >= size, op, "source must be at least as large as index; got ",
+                   source, " and ", index);
+    if (fitted.shape()[d] > size) fitted = narrow(fitted, d, 0, size);
+  }
+  return fitted;
+}
+
+}  // namespace
+
+// ---- Rows
+// ----------------------------------------------------------------------------------------
+
+const Op kIndexAdd{.name = "index_add", .reads = {inputs(), inputs(), inputs(1)}};
+
+// x may be absent: then zeros of `shape`.
+static Tensor add_at(const Tensor& x, const Shape& shape, int dim, const Tensor& index,
+                     const Tensor& source) {
+  return differentiable(
+      kIndexAdd, {x, index, source},
+      [=](Inputs in) {
+        const Tensor rows =
+            raw::view(kernels::contiguous(in[2]),
+                      {numel_of(shape.slice(0, dim)), in[1].numel(),
+                       shape.empty() ? 1 : numel_of(shape.slice(dim + 1, shape.size()))});
+        const Tensor result = target_of(in[0], shape, in[2].dtype(), in[2].device());
+        const Tensor target = as_rows(result, dim);
+        kernels::add_rows(
+            target, kernels::checked_index(in[1], target.size(1), false, kIndexAdd.name), rows);
+        return result;
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        return {s.needs(0) ? dy[0] : Tensor(), Tensor(),
+                s.needs(2) ? index_select(dy[0], dim, s.input(1)) : Tensor()};
+      });
+}
+
+const Op kIndexSelect{.name = "index_select", .reads = {inputs(1)}, .flops_per_element = 0};
+
+Tensor index_select(const Tensor& x, int64_t dim, const Tensor& index) {
+  TS_CHECK_SHAPE(index.dim() <= 1, kIndexSelect, "index must have one dimension; got ", index);
+  const int d = wrap_dim(dim, x.dim(), kIndexSelect.name);
+  return differentiable(
+      kIndexSelect, {x, index},
+      [=](Inputs in) {
+        const Tensor rows = as_rows(kernels::contiguous(in[0]), d);
+        Shape shape = in[0].shape();
+        if (in[0].dim() > 0) shape[d] = in[1].numel();
+        TS_CHECK_SHAPE(in[0].dim() > 0 || in[1].numel() == 1, kIndexSelect,
+                       "a tensor without dimensions has one element; got ", in[1].numel(),
+                       " indices");
+        return raw::view(
+            kernels::select_rows(
+                rows, kernels::checked_index(in[1], rows.size(1), false, kIndexSelect.name)),
+            shape);
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        return {add_at({}, s.input_shape(0), d, s.input(1), dy[0]), Tensor()};
+      });
+}
+
+Tensor index_add(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source) {
+  const int d = wrap_dim(dim, x.dim(), kIndexAdd.name);
+  TS_CHECK_SHAPE(index.dim() <= 1, kIndexAdd, "index must have one dimension; got ", index);
+  TS_CHECK_DTYPE(source.dtype() == x.dtype(), kIndexAdd, "source must have x's dtype; got ", source,
+                 " for ", x, "; convert one with to(dtype)");
+  Shape expected = x.shape();
+  if (x.dim() > 0) expected[d] = index.numel();
+  TS_CHECK_SHAPE(source.shape() == expected ||
+                     (source.dim() == 0 && source.numel() == 1 && numel_of(expected) == 1),
+                 kIndexAdd, "source must be ", expected, " for ", x, " and ", index.numel(),
+                 " indices along dimension ", d, "; got ", source);
+  return add_at(x, x.shape(), d, index, source);
+}
+
+// ---- Elements along a dimension
+// ------------------------------------------------------------------
+
+const Op kScatterAdd{.name = "scatter_add", .reads = {inputs(), inputs(), inputs(1)}};
+
+static Tensor scatter_add_at(const Tensor& x, const Shape& shape, int dim, const Tensor& index,
+                             const Tensor& source) {
+  return differentiable(
+      kScatterAdd, {x, index, source},
+      [=](Inputs in) {
+        const Tensor result = target_of(in[0], shape, in[2].dtype(), in[2].device());
+        kernels::scatter_add(result, dim, in[1], in[2]);
+        return result;
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        return {s.needs(0) ? dy[0] : Tensor(), Tensor(),
+                s.needs(2) ? gather(dy[0], dim, s.input(1)) : Tensor()};
+      });
+}
+
+const Op kGather{.name = "gather", .reads = {inputs(1)}, .flops_per_element = 0};
+
+Tensor gather(const Tensor& x, int64_t dim, const Tensor& index) {
+  const int d = wrap_dim(dim, x.dim(), kGather.name);
+  check_dims(index, x.shape(), d, kGather);
+  if (index.dim() != x.dim()) {  // an element and a list of one dimension may meet
+    const Tensor list = x.dim() == 0 ? reshape(x, {1}) : x;
+    if (index.dim() == 0) return reshape(gather(list, 0, raw::view(index, {1})), {});
+    if (x.dim() == 0) return gather(list, 0, index);
+  }
+  return differentiable(
+      kGather, {x, index}, [=](Inputs in) { return kernels::gather(in[0], d, in[1]); },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        return {scatter_add_at({}, s.input_shape(0), d, s.input(1), dy[0]), Tensor()};
+      });
+}
+
+const Op kScatter{
+    .name = "scatter", .reads = {inputs(1), inputs(), inputs(1)}, .flops_per_element = 0};
+
+static Tensor scatter_value(const Tensor& x, int dim, const Tensor& index, const Scalar& value) {
+  return differentiable(
+      kScatter, {x, index},
+      [=](Inputs in) {
+        const Tensor result = target_of(in[0], in[0].shape(), in[0].dtype(), in[0].device());
+        const Tensor number = raw::full({}, value, in[0].dtype(), in[0].device());
+        kernels::scatter(result, dim, in[1], raw::expand(number, in[1].shape()));
+        return result;
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        return {scatter_value(dy[0], dim, s.input(1), 0), Tensor()};
+      });
+}
+
+Tensor scatter(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source) {
+  const int d = wrap_dim(dim, x.dim(), kScatter.name);
+  check_dims(index, x.shape(), d, kScatter);
+  const Tensor fitted = fitted_source(x, index, source, kScatter);
+  return differentiable(
+      kScatter, {x, index, fitted},
+      [=](Inputs in) {
+        const Tensor result = target_of(in[0], in[0].shape(), in[0].dtype(), in[0].device());
+        kernels::scatter(result, d, in[1], in[2]);
+        return result;
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        return {s.needs(0) ? scatter_value(dy[0], d, s.input(1), 0) : Tensor(), Tensor(),
+                s.needs(2) ? gather(dy[0], d, s.input(1)) : Tensor()};
+      });
+}
+
+Tensor scatter(const Tensor& x, int64_t dim, const Tensor& index, const Scalar& value) {
+  const int d = wrap_dim(dim, x.dim(), kScatter.name);
+  check_dims(index, x.shape(), d, kScatter);
+  return scatter_value(x, d, index, value);
+}
+
+Tensor scatter_add(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source) {
+  const int d = wrap_dim(dim, x.dim(), kScatterAdd.name);
+  check_dims(index, x.shape(), d, kScatterAdd);
+  return scatter_add_at(x, x.shape(), d, index, fitted_source(x, index, source, kScatterAdd));
+}
+
+// ---- x[indices...]
+// -------------------------------------------------------------------------------
+
+namespace {
+
+// [Note: how x[indices] is calculated]
+// Masks become the coordinates of their true elements. The index tensors are broadcast and joined
+// to one list of positions in the indexed dimensions, which are brought together: x is seen as
+// [B, M, A] with M the indexed dimensions. Where they are neighbours the result's index dimensions
+// take their place; where others lie between them they come first (numpy's rule).
+struct IndexPlan {
+  Shape x_shape;
+  Shape order;  // permutation of x's dimensions; empty where they stay
+  int64_t before = 1, indexed = 1, after = 1;
+  Shape result_shape;
+};
+
+struct PlannedIndex {
+  IndexPlan plan;
+  Tensor positions;  // i64, contiguous
+};
+
+TensorList without_masks(const Shape& shape, const TensorList& indices, const Op& op) {
+  TensorList result;
+  for (const Tensor& index : indices) {
+    if (!index.defined() || index.dtype() != kBool) {
+      result.push_back(index);
+      continue;
+    }
+    const int first = static_cast<int>(result.size());
+    bool fits = first + index.dim() <= shape.size();
+    for (int d = 0; fits && d < index.dim(); ++d) fits = index.shape()[d] == shape[first + d];
+    TS_CHECK_SHAPE(fits, op, "mask ", index, " must have the sizes of ", shape, " from dimension ",
+                   first, " on");
+    TS_CHECK_SHAPE(index.dim() > 0, op, "a mask needs at least one dimension; got ", index);
+    const Tensor places = kernels::nonzero(index);
+    for (int d = 0; d < index.dim(); ++d) result.push_back(raw::select(places, 1, d));
+  }
+  return result;
+}
+
+PlannedIndex plan_index(const Shape& shape, const TensorList& indices, const Device& device,
+                        const Op& op) {
+  const TensorList list = without_masks(shape, indices, op);
+  TS_CHECK_SHAPE(static_cast<int>(list.size()) <= shape.size(), op,
+                 "too many indices: ", list.size(), " for ", shape);
+  Shape index_shape;
+  int first = -1, last = -1, count = 0;
+  for (int d = 0; d < static_cast<int>(list.size()); ++d) {
+    const Tensor& index = list[static_cast<size_t>(d)];
+    if (!index.defined()) continue;
+    index_shape = broadcast_shapes(index_shape, index.shape(), op.name);
+    first = first < 0 ? d : first;
+    last = d;
+    ++count;
+  }
+  TS_CHECK(count > 0, op, "needs at least one index tensor");
+  IndexPlan plan;
+  plan.x_shape = shape;
+  const bool neighbours = last - first + 1 == count;
+  Shape before, indexed, after, dims_before, dims_indexed, dims_after;
+  for (int d = 0; d < shape.size(); ++d) {
+    const bool is_indexed =
+        d < static_cast<int>(list.size()) && list[static_cast<size_t>(d)].defined();
+    const bool is_before = neighbours && d < first;
+    (is_indexed ? indexed : is_before ? before : after).push_back(shape[d]);
+    (is_indexed ? dims_indexed : is_before ? dims_before : dims_after).push_back(d);
+  }
+  plan.before = numel_of(before);
+  plan.indexed = numel_of(indexed);
+  plan.after = numel_of(after);
+  if (!neighbours) {
+    plan.order = dims_indexed;
+    for (int64_t d : dims_after) plan.order.push_back(d);
+  }
+  plan.result_shape = before;
+  for (int64_t size : index_shape) plan.result_shape.push_back(size);
+  for (int64_t size : after) plan.result_shape.push_back(size);
+
+  Tensor positions = raw::empty(index_shape, kI64, device);
+  for (int i = 0; i < indexed.size(); ++i) {
+    const Tensor index = kernels::contiguous(
+        raw::expand(kernels::checked_index(list[static_cast<size_t>(dims_indexed[i])], indexed[i],
+                                           true, op.name),
+                    index_shape));
+    if (device.is_meta()) continue;
+    const int64_t* values = index.data_as<int64_t>();
+    int64_t* joined = positions.data_as<int64_t>();
+    for (int64_t j = 0; j < positions.numel(); ++j) {
+      joined[j] = (i == 0 ? 0 : joined[j] * indexed[i]) + values[j];
+    }
+  }
+  return {plan, positions};
+}
+
+Tensor planned_rows(const Tensor& x, const IndexPlan& plan) {
+  const Tensor ordered = plan.order.empty() ? x : raw::permute(x, plan.order);
+  return raw::view(kernels::contiguous(ordered), {plan.before, plan.indexed, plan.after});
+}
+
+// Writes values into rows [B, M, A].
+void write_rows(const Tensor& rows, const IndexPlan& plan, const Tensor& positions,
+                const Tensor& values, bool accumulate) {
+  const Tensor source = raw::view(kernels::contiguous(raw::expand(values, plan.result_shape)),
+                                  {plan.before, positions.numel(), plan.after});
+  if (accumulate) {
+    kernels::add_rows(rows, positions, source);
+  } else {
+    kernels::put_rows(rows, positions, source);
+  }
+}
+
+// rows [B, M, A] in x's order of dimensions again.
+Tensor unplanned(const Tensor& rows, const IndexPlan& plan) {
+  if (plan.order.empty()) return raw::view(rows, plan.x_shape);
+  Shape shape = plan.x_shape, inverse = plan.order;
+  for (int i = 0; i < plan.order.size(); ++i) {
+    shape[i] = plan.x_shape[static_cast<int>(plan.order[i])];
+    inverse[static_cast<int>(plan.order[i])] = i;
+  }
+  return raw::permute(raw::view(rows, shape), inverse);
+}
+
+}  // namespace
+
+const Op kIndexPut{.name = "index_put", .reads = {inputs(1), inputs(), inputs(1)}};
+static Tensor take_at(const Tensor& x, const IndexPlan& plan, const Tensor& positions);
+
+static Tensor put_at(const Tensor& x, const IndexPlan& plan, const Tensor& positions,
+                     const Tensor& values, bool accumulate);
+
+static TensorList put_backward(const IndexPlan& plan, bool accumulate, const Tensor& dy,
+                               const Saved& s) {
+  Tensor dx;
+  if (s.needs(0)) {
+    dx =
+        accumulate ? dy : put_at(dy, plan, s.input(1), zeros({}, {dy.dtype(), dy.device()}), false);
+  }
+  return {dx, Tensor(), s.needs(2) ? take_at(dy, plan, s.input(1)) : Tensor()};
+}
+
+// x may be absent: then zeros.
+static Tensor put_at(const Tensor& x, const IndexPlan& plan, const Tensor& positions,
+                     const Tensor& values, bool accumulate) {
+  return differentiable(
+      kIndexPut, {x, positions, values},
+      [=](Inputs in) {
+        const Tensor rows =
+            raw::zeros({plan.before, plan.indexed, plan.after}, in[2].dtype(), in[2].device());
+        if (in[0].defined()) kernels::copy_into(rows, planned_rows(in[0], plan));
+        write_rows(rows, plan, in[1], in[2], accumulate);
+        return kernels::contiguous(unplanned(rows, plan));
+      },
+      [=](Grads dy, const Saved& s) { return put_backward(plan, accumulate, dy[0], s); });
+}
+
+const Op kIndex{.name = "index", .reads = {inputs(1)}, .flops_per_element = 0};
+
+static Tensor take_at(const Tensor& x, const IndexPlan& plan, const Tensor& positions) {
+  return differentiable(
+      kIndex, {x, positions},
+      [=](Inputs in) {
+        return raw::view(kernels::select_rows(planned_rows(in[0], plan), in[1]), plan.result_shape);
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        return {put_at({}, plan, s.input(1), dy[0], true), Tensor()};
+      });
+}
+
+// See [Note: how x[indices] is calculated].
+Tensor index(const Tensor& x, const TensorList& indices) {
+  const PlannedIndex planned = plan_index(x.shape(), indices, x.device(), kIndex);
+  return take_at(x, planned.plan, planned.positions);
+}
+
+static void check_values(const Tensor& x, const IndexPlan& plan, const Tensor& values) {
+  TS_CHECK_DTYPE(values.dtype() == x.dtype(), kIndexPut, "values must have x's dtype; got ", values,
+                 " for ", x, "; convert one with to(dtype)");
+  TS_CHECK_SHAPE(broadcastable_to(values.shape(), plan.result_shape), kIndexPut, "values ", values,
+                 " cannot be broadcast to ", plan.result_shape, ", the shape of x[indices]");
+}
+
+Tensor index_put(const Tensor& x, const TensorList& indices, const Tensor& values,
+                 bool accumulate) {
+  const PlannedIndex planned = plan_index(x.shape(), indices, x.device(), kIndexPut);
+  check_values(x, planned.plan, values);
+  return put_at(x, planned.plan, planned.positions, values, accumulate);
+}
+
+const Op kIndexPutInPlace{.name = "index_put_", .reads = {inputs(1), inputs(), inputs(1)}};
+
+const Tensor& index_put_(const Tensor& x, const TensorList& indices, const Tensor& values,
+                         bool accumulate) {
+  const auto [plan, positions] = plan_index(x.shape(), indices, x.device(), kIndexPutInPlace);
+  check_values(x, plan, values);
+  differentiable_inplace(
+      kIndexPutInPlace, {x, positions, values},
+      [&, plan = plan](Inputs in) {
+        const Tensor rows = planned_rows(in[0], plan);
+        // Values may lie in x itself: they are read before anything is written.
+        const Tensor source = in[2].storage() == in[0].storage() ? clone(in[2]) : in[2];
+        write_rows(rows, plan, in[1], source, accumulate);
+        if (rows.storage() != in[0].storage()) kernels::copy_into(in[0], unplanned(rows, plan));
+        return in[0];
+      },
+      [plan = plan, accumulate](Grads dy, const Saved& s) {
+        return put_backward(plan, accumulate, dy[0], s);
+      });
+  return x;
+}
+
+// ---- Masks and counts
+// ----------------------------------------------------------------------------
+
+Tensor masked_select(const Tensor& x, const Tensor& mask) {
+  TS_CHECK_DTYPE(mask.dtype() == kBool, "masked_select", "mask must be bool; got ", mask);
+  const Shape shape = broadcast_shapes(x.shape(), mask.shape(), "masked_select");
+  if (shape.empty()) return masked_select(reshape(x, {1}), raw::view(mask, {1}));
+  return index(expand(x, shape), {raw::expand(mask, shape)});
+}
+
+const Op kNonzero{.name = "nonzero"};
+
+Tensor nonzero(const Tensor& x) {
+  return not_differentiable(kNonzero, {x}, [](Inputs in) { return kernels::nonzero(in[0]); });
+}
+
+const Op kTril{.name = "tril", .flops_per_element = 0};
+
+Tensor tril(const Tensor& x, int64_t diagonal) {
+  return differentiable(
+      kTril, {x}, [=](Inputs in) { return kernels::tril(in[0], diagonal); },
+      [=](Grads dy, const Saved&) { return tril(dy[0], diagonal); });
+}
+
+const Op kTriu{.name = "triu", .flops_per_element = 0};
+
+Tensor triu(const Tensor& x, int64_t diagonal) {
+  return differentiable(
+      kTriu, {x}, [=](Inputs in) { return kernels::triu(in[0], diagonal); },
+      [=](Grads dy, const Saved&) { return triu(dy[0], diagonal); });
+}
+
+const Op kBincount{.name = "bincount"};
+
+Tensor bincount(const Tensor& x, const Tensor& weights, int64_t minlength) {
+  return not_differentiable(kBincount, {x, weights},
+                            [=](Inputs in) { return kernels::bincount(in[0], in[1], minlength); });
+}
+
+const Op kOneHot{.name = "one_hot", .flops_per_element = 0};
+
+Tensor one_hot(const Tensor& x, int64_t num_classes) {
+  return not_differentiable(kOneHot, {x},
+                            [=](Inputs in) { return kernels::one_hot(in[0], num_classes); });
+}
+
+}  // namespace tessera
