@@ -1,0 +1,192 @@
+// Folders of transformers: config.json and model.safetensors.
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/core/atomic_file.h>
+#include <tessera/core/safetensors.h>
+
+#include "model.h"
+
+namespace tessera::gpt2 {
+namespace {
+
+using Json = nlohmann::json;
+
+// Layers that transformers stores as Conv1D, [in, out]; Linear holds [out, in].
+bool is_transposed(std::string_view name) {
+  return name.ends_with("c_attn.weight") || name.ends_with("c_fc.weight") ||
+         name.ends_with("c_proj.weight");
+}
+
+// The causal mask, which old checkpoints hold as buffers.
+bool is_mask(std::string_view name) {
+  return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
+}
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  TS_CHECK_AS(IoError, file, "gpt2", "cannot read '", path, "'; is it a model folder?");
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+class ConfigReader {
+ public:
+  ConfigReader(const Json& json, const std::string& path) : json_(json), path_(path) {}
+  int64_t integer(const char* field, std::optional<int64_t> fallback = {}) const {
+    const auto found = json_.find(field);
+    if (found == json_.end() || found->is_null()) {
+      TS_CHECK_AS(FormatError, fallback.has_value(), path_, "the field '", field, "' is missing");
+      return *fallback;
+    }
+    TS_CHECK_AS(FormatError, found->is_number_integer(), path_, "the field '", field,
+                "' must be an integer; it is ", found->dump());
+    return found->get<int64_t>();
+  }
+  double number(const char* field, double fallback) const {
+    const auto found = json_.find(field);
+    if (found == json_.end() || found->is_null()) return fallback;
+    TS_CHECK_AS(FormatError, found->is_number(), path_, "the field '", field,
+                "' must be a number; it is ", found->dump());
+    return found->get<double>();
+  }
+  // A field of which GPT-2 here knows one value.
+  void require(const char* field, const Json& value) const {
+    const auto found = json_.find(field);
+    TS_CHECK_AS(UnsupportedError, found == json_.end() || *found == value, path_, "the field '",
+                field, "' is ", found->dump(), "; this model supports ", value.dump());
+  }
+  std::string text(const char* field) const {
+    const auto found = json_.find(field);
+    return found != json_.end() && found->is_string() ? found->get<std::string>() : "";
+  }
+
+ private:
+  const Json& json_;
+  const std::string& path_;
+};
+
+}  // namespace
+
+void GptConfig::check() const {
+  const auto positive = [](const char* name, int64_t value) {
+    TS_CHECK_AS(ConfigError, value > 0, "gpt2", name, " must be positive; got ", value);
+  };
+  positive("vocab_size", vocab_size), positive("context", context), positive("width", width);
+  positive("layers", layers), positive("heads", heads);
+  TS_CHECK_AS(ConfigError, width % heads == 0, "gpt2", "width must be a multiple of heads; got ",
+              width, " and ", heads);
+  TS_CHECK_AS(ConfigError, dropout >= 0 && dropout < 1, "gpt2", "dropout must be in [0, 1); got ",
+              dropout);
+}
+
+GptConfig GptConfig::read(const std::string& path) {
+  Json json;
+  try {
+    json = Json::parse(read_file(path));
+  } catch (const Json::exception& error) {
+    TS_THROW(FormatError, path, "is not JSON (", error.what(), "); write it again");
+  }
+  TS_CHECK_AS(FormatError, json.is_object(), path, "holds no JSON object; is it a config.json?");
+  const ConfigReader reader(json, path);
+  reader.require("model_type", "gpt2");
+  reader.require("activation_function", "gelu_new");
+  reader.require("tie_word_embeddings", true);
+  reader.require("scale_attn_weights", true);
+  reader.require("scale_attn_by_inverse_layer_idx", false);
+  reader.require("add_cross_attention", false);
+  GptConfig config;
+  config.vocab_size = reader.integer("vocab_size");
+  config.context = reader.integer("n_positions");
+  config.width = reader.integer("n_embd");
+  config.layers = reader.integer("n_layer");
+  config.heads = reader.integer("n_head");
+  config.inner = reader.integer("n_inner", 0);
+  config.dropout = reader.number("resid_pdrop", 0.1);
+  config.layer_norm_eps = reader.number("layer_norm_epsilon", 1e-5);
+  config.initializer_range = reader.number("initializer_range", 0.02);
+  config.end_of_text = reader.integer("eos_token_id", -1);
+  config.tokenizer = reader.text("tokenizer");
+  try {
+    config.check();
+  } catch (Error& error) {
+    error.add_context(path);
+    throw;
+  }
+  return config;
+}
+
+void GptConfig::write(const std::string& path, DType dtype) const {
+  const Json end = end_of_text >= 0 ? Json(end_of_text) : Json();
+  Json json = {{"activation_function", "gelu_new"},
+               {"architectures", {"GPT2LMHeadModel"}},
+               {"attn_pdrop", dropout},
+               {"bos_token_id", end},
+               {"dtype", torch_name_of(dtype)},
+               {"embd_pdrop", dropout},
+               {"eos_token_id", end},
+               {"initializer_range", initializer_range},
+               {"layer_norm_epsilon", layer_norm_eps},
+               {"model_type", "gpt2"},
+               {"n_embd", width},
+               {"n_head", heads},
+               {"n_inner", inner > 0 ? Json(inner) : Json()},
+               {"n_layer", layers},
+               {"n_positions", context},
+               {"resid_pdrop", dropout},
+               {"tie_word_embeddings", true},
+               {"vocab_size", vocab_size}};
+  if (!tokenizer.empty()) json["tokenizer"] = tokenizer;
+  AtomicFile file(path);
+  file.write(json.dump(2) + "\n");
+  file.commit();
+}
+
+void Gpt::load_weights(const std::string& path) {
+  const SafeTensorsFile file(path);
+  StateDict state;
+  for (const SafeTensorsEntry& entry : file.entries()) {
+    if (is_mask(entry.name) || entry.name == "lm_head.weight") continue;
+    const std::string name =
+        entry.name.starts_with("transformer.") ? entry.name : "transformer." + entry.name;
+    const Tensor tensor = file.view(entry.name);
+    state.set(name, is_transposed(name) && tensor.dim() == 2 ? tensor.transpose(0, 1) : tensor);
+  }
+  try {
+    load_state_dict(state);
+  } catch (Error& error) {
+    error.add_context(path);
+    throw;
+  }
+}
+
+std::unique_ptr<Gpt> Gpt::load(const std::string& folder) {
+  const std::filesystem::path path(folder);
+  const GptConfig config = GptConfig::read((path / "config.json").string());
+  nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
+  defaults.initialise = false;
+  const nn::ParameterDefaultsGuard guard(defaults);
+  auto model = std::make_unique<Gpt>(config);
+  model->load_weights((path / "model.safetensors").string());
+  return model;
+}
+
+void Gpt::save(const std::string& folder) const {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  TS_CHECK_AS(IoError, !error, "gpt2", "cannot make the folder '", folder, "': ", error.message(),
+              "; choose a folder that can be written");
+  std::map<std::string, Tensor> tensors;
+  for (const auto& [name, tensor] : state_dict()) {
+    tensors.emplace(name, is_transposed(name) ? tensor.transpose(0, 1) : tensor);
+  }
+  const std::filesystem::path path(folder);
+  save_safetensors((path / "model.safetensors").string(), tensors, {{"format", "pt"}});
+  config.write((path / "config.json").string(), transformer.wte.weight.dtype());
+}
+
+}  // namespace tessera::gpt2

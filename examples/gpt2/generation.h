@@ -1,0 +1,33 @@
+// Text from a model, token by token, with a cache of keys and values.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "model.h"
+
+namespace tessera::gpt2 {
+
+struct GenerateOptions {
+  int64_t max_tokens = 100;  // new ones
+  double temperature = 1;    // 0: always the most likely token
+  int64_t top_k = 0;         // only the k most likely; 0: all
+  double top_p = 1;          // only the most likely that together have this probability
+  uint64_t seed = 0;
+  bool stop_at_end = true;  // at the model's end_of_text, which is not returned
+};
+
+// One token of a distribution given by logits, a pure function of (options, position). Of equal
+// logits the first counts as larger, as in transformers' greedy search.
+int64_t sample(std::span<const float> logits, const GenerateOptions& options, int64_t position);
+
+// The new tokens. `each` sees every one as it is made and may end generation by returning false.
+// Past the model's context the window moves: the latest half of it is read again. The model is put
+// into evaluation mode for the call. Throws ValueError for an empty prompt.
+std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
+                              const GenerateOptions& options,
+                              const std::function<bool(int64_t token)>& each = {});
+
+}  // namespace tessera::gpt2

@@ -1,0 +1,167 @@
+#include "model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/nn/init.h>
+
+namespace tessera::gpt2 {
+
+// ---- KvCache -----------------------------------------------------------------------------------
+
+KvCache::KvCache(const GptConfig& config, int64_t batch, DType dtype, const Device& device) {
+  const Shape shape = {batch, config.heads, config.context, config.width / config.heads};
+  for (int64_t i = 0; i < config.layers; ++i) {
+    keys_.push_back(empty(shape, {.dtype = dtype, .device = device}));
+    values_.push_back(empty(shape, {.dtype = dtype, .device = device}));
+  }
+}
+
+KvCache::Held KvCache::append(size_t layer, const Tensor& keys, const Tensor& values) {
+  const int64_t added = keys.size(2), total = length_ + added;
+  TS_CHECK_SHAPE(total <= capacity(), "KvCache", "holds ", length_, " of ", capacity(),
+                 " tokens and cannot take ", added, " more; clear() it and begin with fewer");
+  const NoGradGuard no_grad;
+  keys_[layer].narrow(2, length_, added).copy_(keys);
+  values_[layer].narrow(2, length_, added).copy_(values);
+  return {keys_[layer].narrow(2, 0, total), values_[layer].narrow(2, 0, total)};
+}
+
+// ---- Blocks ------------------------------------------------------------------------------------
+
+Attention::Attention(const GptConfig& config, size_t layer)
+    : heads(config.heads),
+      layer(layer),
+      dropout(config.dropout),
+      c_attn(add<nn::Linear>("c_attn", config.width, 3 * config.width)),
+      c_proj(add<nn::Linear>("c_proj", config.width, config.width)) {}
+
+Tensor Attention::forward(const Tensor& x, KvCache* cache) {
+  const int64_t B = x.size(0), T = x.size(1), C = x.size(2), E = C / heads;
+  const Tensor packed = c_attn(x).view({B, T, 3, heads, E});
+  if (cache == nullptr) {
+    return c_proj(
+        packed_attention(packed, {.dropout = is_training() ? dropout : 0, .causal = true}));
+  }
+  const auto part = [&](int64_t i) { return packed.select(2, i).transpose(1, 2); };
+  const int64_t before = cache->length();
+  const auto [keys, values] = cache->append(layer, part(1), part(2));
+  AttentionOptions options;
+  if (before == 0) {
+    options.causal = true;
+  } else if (T > 1) {  // token i sees those before it and all that the cache held
+    options.mask = tril(ones({T, before + T}, {.dtype = kBool, .device = x.device()}), before);
+  }
+  const Tensor y = scaled_dot_product_attention(part(0), keys, values, options);
+  return c_proj(y.transpose(1, 2).reshape({B, T, C}));
+}
+
+Mlp::Mlp(const GptConfig& config)
+    : c_fc(add<nn::Linear>("c_fc", config.width, config.inner_width())),
+      c_proj(add<nn::Linear>("c_proj", config.inner_width(), config.width)) {}
+
+Tensor Mlp::forward(const Tensor& x) {
+  return c_proj(linear_gelu(x, c_fc.weight, c_fc.bias, Gelu::kTanh));
+}
+
+Block::Block(const GptConfig& config, size_t layer)
+    : dropout(config.dropout),
+      ln_1(add<nn::LayerNorm>("ln_1", config.width,
+                              nn::LayerNormOptions{.eps = config.layer_norm_eps})),
+      attn(add<Attention>("attn", config, layer)),
+      ln_2(add<nn::LayerNorm>("ln_2", config.width,
+                              nn::LayerNormOptions{.eps = config.layer_norm_eps})),
+      mlp(add<Mlp>("mlp", config)) {}
+
+namespace {
+
+// The sum of residual and update, and its layer norm.
+ResidualNorm add_and_normalise(const Stream& stream, const nn::LayerNorm& norm) {
+  if (!stream.update.defined()) {
+    return {stream.residual, layer_norm(stream.residual, norm.normalized_shape, norm.weight,
+                                        norm.bias, norm.options.eps)};
+  }
+  return residual_layer_norm(stream.update, stream.residual, norm.normalized_shape, norm.weight,
+                             norm.bias, norm.options.eps);
+}
+
+}  // namespace
+
+Stream Block::forward(const Stream& stream, KvCache* cache) {
+  const auto [before, normalized] = add_and_normalise(stream, ln_1);
+  const Tensor attended = tessera::dropout(attn(normalized, cache), dropout, is_training());
+  const auto [after, second] = add_and_normalise({before, attended}, ln_2);
+  return {after, tessera::dropout(mlp(second), dropout, is_training())};
+}
+
+Transformer::Transformer(const GptConfig& config)
+    : config(config),
+      wte(add<nn::Embedding>("wte", config.vocab_size, config.width)),
+      wpe(add<nn::Embedding>("wpe", config.context, config.width)),
+      h(add<nn::ModuleList>("h")),
+      ln_f(add<nn::LayerNorm>("ln_f", config.width,
+                              nn::LayerNormOptions{.eps = config.layer_norm_eps})) {
+  for (int64_t i = 0; i < config.layers; ++i) h.append<Block>(config, static_cast<size_t>(i));
+}
+
+Tensor Transformer::forward(const Tensor& tokens, KvCache* cache) {
+  const int64_t past = cache == nullptr ? 0 : cache->length(), T = tokens.size(-1);
+  TS_CHECK_SHAPE(tokens.dim() == 2 && past + T <= config.context, "gpt2",
+                 "tokens must be [batch, length] with at most ", config.context, " positions; got ",
+                 tokens, " behind ", past, " tokens");
+  const Tensor positions = arange(past, past + T, 1, kI64, tokens.device());
+  Stream stream{dropout(wte(tokens) + wpe(positions), config.dropout, is_training()), {}};
+  for (size_t i = 0; i < h.size(); ++i) stream = h.at<Block>(i)(stream, cache);
+  if (cache != nullptr) cache->advance(T);
+  return add_and_normalise(stream, ln_f).normalized;
+}
+
+// ---- Gpt ---------------------------------------------------------------------------------------
+
+Gpt::Gpt(const GptConfig& config)
+    : config((config.check(), config)), transformer([&]() -> Transformer& {
+        // Values come from initialise(), as GPT-2 has them.
+        nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
+        defaults.initialise = false;
+        const nn::ParameterDefaultsGuard guard(defaults);
+        return add<Transformer>("transformer", config);
+      }()) {
+  if (nn::ParameterDefaultsGuard::current().initialise) initialise();
+}
+
+// Normal with deviation initializer_range; projections into the residual stream are scaled by
+// 1 / sqrt(their number), which keeps its variance at depth (GPT-2 paper, 2.3).
+void Gpt::initialise() {
+  const double residual_scale = 1 / std::sqrt(2.0 * static_cast<double>(config.layers));
+  for (const auto& [name, tensor] : named_parameters()) {
+    if (tensor.dim() == 1) {
+      nn::init::constant(tensor, name.ends_with(".weight") ? 1 : 0);
+    } else {
+      const double scale = name.ends_with("c_proj.weight") ? residual_scale : 1;
+      nn::init::normal(tensor, 0, config.initializer_range * scale, initial_stream(name));
+    }
+  }
+}
+
+GptOutput Gpt::forward(const Tensor& tokens, const Tensor& targets, Logits logits, KvCache* cache) {
+  const Tensor x = transformer(tokens, cache);
+  const int64_t C = config.width, V = config.vocab_size;
+  const Tensor& head = transformer.wte.weight;
+  GptOutput output;
+  if (logits == Logits::kLast) {
+    output.logits = linear(x.narrow(1, x.size(1) - 1, 1), head);
+  } else if (logits == Logits::kAll || !targets.defined()) {
+    output.logits = linear(x, head);
+  }
+  if (!targets.defined()) return output;
+  const Tensor flat_targets = targets.reshape({targets.numel()});
+  output.loss =
+      logits == Logits::kAll
+          ? cross_entropy(output.logits.view({flat_targets.numel(), V}), flat_targets)
+          : linear_cross_entropy(x.reshape({flat_targets.numel(), C}), head, flat_targets);
+  return output;
+}
+
+}  // namespace tessera::gpt2

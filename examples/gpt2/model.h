@@ -1,0 +1,155 @@
+// GPT-2 (Radford et al. 2019) with the parameter names and files of HuggingFace transformers.
+//
+//     gpt2::Gpt model({.vocab_size = 256, .context = 64, .width = 128, .layers = 4, .heads = 4});
+//     auto out = model(batch.inputs, batch.targets);  // out.loss
+//     model.save("folder");                           // config.json, model.safetensors
+//     auto same = gpt2::Gpt::load("folder");          // also any GPT-2 from the hub
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/ops.h>
+#include <tessera/nn/container.h>
+#include <tessera/nn/dropout.h>
+#include <tessera/nn/embedding.h>
+#include <tessera/nn/linear.h>
+#include <tessera/nn/module.h>
+#include <tessera/nn/norm.h>
+
+namespace tessera::gpt2 {
+
+struct GptConfig {
+  int64_t vocab_size = 50257;
+  int64_t context = 1024;  // n_positions: the longest sequence
+  int64_t width = 768;     // n_embd
+  int64_t layers = 12;
+  int64_t heads = 12;
+  int64_t inner = 0;  // width of the MLP, 0: 4 * width
+  double dropout = 0;
+  double layer_norm_eps = 1e-5;
+  double initializer_range = 0.02;
+  // The id that ends a document, as transformers' generate() reads it; negative: none.
+  int64_t end_of_text = -1;
+  std::string tokenizer = {};  // "bytes" or "gpt2", for programs that read the folder
+
+  int64_t inner_width() const { return inner > 0 ? inner : 4 * width; }
+  void check() const;  // throws ConfigError
+
+  // config.json of transformers' GPT2Config. FormatError, IoError, ConfigError name file and field.
+  static GptConfig read(const std::string& path);
+  void write(const std::string& path, DType dtype) const;
+};
+
+// Keys and values of the tokens so far, so that generation computes each token once.
+class KvCache {
+ public:
+  // Room for `batch` sequences of the model's context.
+  KvCache(const GptConfig& config, int64_t batch, DType dtype = kF32, const Device& device = kCpu);
+
+  int64_t length() const { return length_; }  // tokens held
+  int64_t capacity() const { return keys_.at(0).size(2); }
+  void clear() { length_ = 0; }
+
+  // Adds the keys and values [B, H, T, E] of one layer behind those held and gives all of them.
+  struct Held {
+    Tensor keys, values;  // [B, H, length + T, E]
+  };
+  Held append(size_t layer, const Tensor& keys, const Tensor& values);
+  void advance(int64_t tokens) { length_ += tokens; }  // after the last layer
+
+ private:
+  std::vector<Tensor> keys_, values_;
+  int64_t length_ = 0;
+};
+
+struct Attention : nn::Module<Attention> {
+  Attention(const GptConfig& config, size_t layer);
+  Tensor forward(const Tensor& x, KvCache* cache);  // [B, T, C]
+
+  const int64_t heads;
+  const size_t layer;
+  const double dropout;
+  nn::Linear& c_attn;
+  nn::Linear& c_proj;
+};
+
+struct Mlp : nn::Module<Mlp> {
+  explicit Mlp(const GptConfig& config);
+  Tensor forward(const Tensor& x);
+
+  nn::Linear& c_fc;
+  nn::Linear& c_proj;
+};
+
+// The sum of the blocks so far, and what the last one adds to it. The addition is left to the next
+// layer norm, which does both in one pass.
+struct Stream {
+  Tensor residual;  // [B, T, C]
+  Tensor update;    // [B, T, C], undefined before the first block
+  void visit_tensors(auto&& visit) { visit(residual), visit(update); }
+};
+
+struct Block : nn::Module<Block> {
+  Block(const GptConfig& config, size_t layer);
+  Stream forward(const Stream& stream, KvCache* cache);
+
+  const double dropout;
+  nn::LayerNorm& ln_1;
+  Attention& attn;
+  nn::LayerNorm& ln_2;
+  Mlp& mlp;
+};
+
+struct Transformer : nn::Module<Transformer> {
+  explicit Transformer(const GptConfig& config);
+  Tensor forward(const Tensor& tokens, KvCache* cache);  // [B, T] -> [B, T, C]
+
+  const GptConfig config;
+  nn::Embedding& wte;
+  nn::Embedding& wpe;
+  nn::ModuleList& h;
+  nn::LayerNorm& ln_f;
+};
+
+enum class Logits {
+  kWithoutLoss,  // computed where no targets are given; a loss alone never holds [B, T, V]
+  kAll,
+  kLast,  // of the last token of each sequence: [B, 1, V]
+};
+
+struct GptOutput {
+  Tensor logits;  // [B, T, V] or undefined
+  Tensor loss;    // mean cross-entropy over targets other than -100, or undefined
+  void visit_tensors(auto&& visit) { visit(logits), visit(loss); }
+};
+
+class Gpt : public nn::Module<Gpt> {
+ public:
+  explicit Gpt(const GptConfig& config);
+
+  // tokens: [B, T] i64 or i32, T + cache length <= context; targets: [B, T], the token that follows
+  // each one (-100: none). The head is tied to wte.
+  GptOutput forward(const Tensor& tokens, const Tensor& targets = {},
+                    Logits logits = Logits::kWithoutLoss, KvCache* cache = nullptr);
+
+  // A folder of transformers: config.json and model.safetensors, names with or without the prefix
+  // "transformer.", c_attn, c_fc and c_proj weights as [in, out] (Conv1D). Causal mask buffers and
+  // a head equal to wte are passed over. FormatError, IoError, ValueError.
+  static std::unique_ptr<Gpt> load(const std::string& folder);
+  void load_weights(const std::string& safetensors_path);
+  // Makes the folder where it is missing. Files appear whole or not at all.
+  void save(const std::string& folder) const;
+
+  std::unique_ptr<Gpt> remake() const { return std::make_unique<Gpt>(config); }
+
+  const GptConfig config;
+  Transformer& transformer;
+
+ private:
+  void initialise();
+};
+
+}  // namespace tessera::gpt2

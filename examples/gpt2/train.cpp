@@ -1,0 +1,378 @@
+// Trains a GPT on a text.
+//
+//     train --data shakespeare.txt --save model
+//     train --resume model --steps 4000         # goes on as if it had never stopped
+//     train --data more.txt --init-from model   # new training from given weights
+//
+// A saved folder holds a model that transformers can load (config.json, model.safetensors) and what
+// it takes to go on (training.json, training.safetensors).
+#include <unistd.h>
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/core/allocator.h>
+#include <tessera/core/atomic_file.h>
+#include <tessera/core/parallel.h>
+#include <tessera/core/safetensors.h>
+#include <tessera/optim/adamw.h>
+#include <tessera/optim/clip.h>
+#include <tessera/optim/schedule.h>
+
+#include "corpus.h"
+#include "model.h"
+
+namespace tessera::gpt2 {
+namespace {
+
+using Json = nlohmann::json;
+using Clock = std::chrono::steady_clock;
+
+// ---- Options -----------------------------------------------------------------------------------
+
+struct TrainOptions {
+  std::string data, tokenizer = "bytes", tokenizer_files, dtype = "f32";
+  int64_t layers = 4, width = 128, heads = 4, context = 64;
+  int64_t batch_size = 12, steps = 2000, warmup = 100, eval_every = 250, save_every = 0;
+  int64_t schedule_steps = 0;  // 0: steps
+  double lr = 1e-3, min_lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0.1, clip = 1;
+  double dropout = 0;
+  uint64_t seed = 1337;
+  int threads = 0;  // 0: as the environment says
+  std::string save, resume, init_from, log;
+
+  // What a resumed run takes over from the one that was saved, unless a flag says otherwise.
+  template <class Visit>
+  void visit_resumed(Visit&& visit) {
+    visit("data", data), visit("tokenizer", tokenizer), visit("tokenizer-files", tokenizer_files);
+    visit("dtype", dtype), visit("batch-size", batch_size), visit("steps", steps);
+    visit("schedule-steps", schedule_steps), visit("warmup", warmup), visit("lr", lr);
+    visit("min-lr", min_lr), visit("beta1", beta1), visit("beta2", beta2);
+    visit("weight-decay", weight_decay), visit("clip", clip), visit("seed", seed);
+    visit("context", context), visit("eval-every", eval_every), visit("threads", threads);
+  }
+};
+
+std::string file_in(const std::string& folder, const char* name) {
+  return (std::filesystem::path(folder) / name).string();
+}
+
+Json read_json(const std::string& path) {
+  std::ifstream file(path);
+  TS_CHECK_AS(IoError, file, "train", "cannot read '", path,
+              "'; --resume needs a folder that train saved");
+  try {
+    return Json::parse(file);
+  } catch (const Json::exception& error) {
+    TS_THROW(FormatError, path, "is not JSON (", error.what(), "); resume from another folder");
+  }
+}
+
+TrainOptions parse_options(int argc, char** argv) {
+  TrainOptions options;
+  CLI::App app("Trains a GPT on a text and saves it as transformers does.");
+  const auto add = [&](const std::string& name, auto& value, const std::string& help) {
+    return app.add_option("--" + name, value, help)->capture_default_str();
+  };
+  add("data", options.data, "text file; its last tenth validates");
+  add("tokenizer", options.tokenizer, "how text becomes tokens")
+      ->check(CLI::IsMember({"bytes", "gpt2"}));
+  add("tokenizer-files", options.tokenizer_files, "folder with the vocabulary of gpt2");
+  add("layers", options.layers, "transformer blocks")->check(CLI::PositiveNumber);
+  add("width", options.width, "size of the residual stream")->check(CLI::PositiveNumber);
+  add("heads", options.heads, "attention heads")->check(CLI::PositiveNumber);
+  add("context", options.context, "longest sequence")->check(CLI::PositiveNumber);
+  add("batch-size", options.batch_size, "sequences a step")->check(CLI::PositiveNumber);
+  add("steps", options.steps, "optimizer steps in all")->check(CLI::NonNegativeNumber);
+  add("schedule-steps", options.schedule_steps, "where the cosine ends; 0: at --steps");
+  add("lr", options.lr, "highest learning rate");
+  add("min-lr", options.min_lr, "learning rate at the end");
+  add("warmup", options.warmup, "steps of linear warm-up")->check(CLI::NonNegativeNumber);
+  add("beta1", options.beta1, "AdamW");
+  add("beta2", options.beta2, "AdamW");
+  add("weight-decay", options.weight_decay, "AdamW, on matrices");
+  add("clip", options.clip, "largest gradient norm; 0: none");
+  add("dropout", options.dropout, "in the residual stream and attention");
+  add("dtype", options.dtype, "of model and activations")->check(CLI::IsMember({"f32", "bf16"}));
+  add("seed", options.seed, "initial weights and order of data");
+  add("threads", options.threads, "0: one a core");
+  add("eval-every", options.eval_every, "steps between validations; 0: only at the end");
+  add("save-every", options.save_every, "steps between saves; 0: only at the end");
+  add("save", options.save, "folder for the model and the state of training");
+  add("resume", options.resume, "folder to go on from; also --save unless that is given");
+  add("init-from", options.init_from, "folder of a GPT-2 whose weights to begin with");
+  add("log", options.log, "file for one JSON object a step");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    std::exit(app.exit(error));
+  }
+  if (!options.resume.empty()) {
+    const std::string path = file_in(options.resume, "training.json");
+    const Json saved = read_json(path);
+    options.visit_resumed([&](const char* name, auto& value) {
+      if (app.get_option(std::string("--") + name)->count() > 0) return;
+      try {
+        saved.at(name).get_to(value);
+      } catch (const Json::exception& error) {
+        TS_THROW(FormatError, path, "the field '", name, "' does not fit (", error.what(), ")");
+      }
+    });
+    if (options.save.empty()) options.save = options.resume;
+    TS_CHECK_AS(ConfigError, options.init_from.empty(), "train",
+                "--resume and --init-from exclude each other");
+  }
+  if (options.schedule_steps == 0) options.schedule_steps = options.steps;
+  TS_CHECK_AS(ConfigError, !options.data.empty(), "train", "--data FILE is needed");
+  return options;
+}
+
+// ---- Training ----------------------------------------------------------------------------------
+
+volatile std::sig_atomic_t stop_requested = 0;
+void request_stop(int) { stop_requested = 1; }
+
+class Trainer {
+ public:
+  explicit Trainer(TrainOptions options)
+      : options_(std::move(options)),
+        tokenizer_(make_tokenizer(options_.tokenizer, options_.tokenizer_files)),
+        model_(make_model()),
+        corpus_(options_.data, *tokenizer_, options_.context),
+        optimizer_(parameter_groups()),
+        schedule_(optimizer_, {.warmup = options_.warmup,
+                               .total = options_.schedule_steps,
+                               .min_lr = options_.min_lr}) {
+    if (!options_.resume.empty()) load_state();
+  }
+
+  void run();
+
+ private:
+  std::unique_ptr<Gpt> make_model();
+  std::vector<optim::ParameterGroup<optim::AdamWOptions>> parameter_groups() const;
+  double train_step();
+  double validate();
+  void save();
+  void load_state();
+  void open_log();
+  void log_row(double loss, std::optional<double> val_loss, double milliseconds);
+  void show(double loss, std::optional<double> val_loss, double milliseconds, bool last);
+
+  TrainOptions options_;
+  std::unique_ptr<data::Tokenizer> tokenizer_;
+  std::unique_ptr<Gpt> model_;
+  Corpus corpus_;
+  optim::AdamW optimizer_;
+  optim::CosineSchedule schedule_;
+  int64_t step_ = 0;  // steps done
+  double grad_norm_ = 0;
+  double smooth_ms_ = 0;
+  std::optional<double> last_val_loss_;
+  std::FILE* log_ = nullptr;
+};
+
+std::unique_ptr<Gpt> Trainer::make_model() {
+  if (options_.threads > 0) set_num_threads(options_.threads);
+  manual_seed(options_.seed);
+  const std::string source = options_.resume.empty() ? options_.init_from : options_.resume;
+  std::unique_ptr<Gpt> model;
+  if (!source.empty()) {
+    model = Gpt::load(source);
+    TS_CHECK_AS(ConfigError, model->config.vocab_size >= tokenizer_->vocab_size(), "train",
+                "the model in '", source, "' knows ", model->config.vocab_size,
+                " tokens, the tokenizer '", options_.tokenizer, "' makes ",
+                tokenizer_->vocab_size(), "; choose the --tokenizer it was trained with");
+    options_.context = std::min(options_.context, model->config.context);
+  } else {
+    model = std::make_unique<Gpt>(GptConfig{.vocab_size = tokenizer_->vocab_size(),
+                                            .context = options_.context,
+                                            .width = options_.width,
+                                            .layers = options_.layers,
+                                            .heads = options_.heads,
+                                            .dropout = options_.dropout,
+                                            .end_of_text = tokenizer_->end_of_text().value_or(-1),
+                                            .tokenizer = options_.tokenizer});
+  }
+  if (options_.dtype == "bf16") model->to(kBF16);
+  return model;
+}
+
+// Weight decay on matrices; biases and norms go without.
+std::vector<optim::ParameterGroup<optim::AdamWOptions>> Trainer::parameter_groups() const {
+  optim::AdamWOptions decayed{.lr = options_.lr,
+                              .betas = {options_.beta1, options_.beta2},
+                              .weight_decay = options_.weight_decay};
+  optim::AdamWOptions plain = decayed;
+  plain.weight_decay = 0;
+  NamedTensors matrices, others;
+  for (const NamedTensor& named : model_->named_parameters()) {
+    (named.tensor.dim() >= 2 ? matrices : others).push_back(named);
+  }
+  return {{matrices, decayed}, {others, plain}};
+}
+
+double Trainer::train_step() {
+  const Batch batch = corpus_.batch(options_.seed, step_, options_.batch_size);
+  const GptOutput out = (*model_)(batch.inputs, batch.targets);
+  out.loss.backward();
+  grad_norm_ =
+      optim::clip_grad_norm(model_->parameters(), options_.clip > 0 ? options_.clip : HUGE_VAL,
+                            {.fold_into = &optimizer_})
+          .item();
+  optimizer_.step();
+  schedule_.step();
+  optimizer_.zero_grad();
+  ++step_;
+  return out.loss.item();
+}
+
+double Trainer::validate() {
+  const NoGradGuard no_grad;
+  model_->eval();
+  double sum = 0, count = 0;
+  // As many tokens at once as a training step has, at least a thousand.
+  const int64_t at_once = std::max(options_.batch_size, 1 + 1024 / options_.context);
+  for (int64_t window = 0; window < corpus_.num_windows();) {
+    const Batch batch = corpus_.validation_batch(window, at_once);
+    const auto tokens = static_cast<double>(batch.targets.numel());
+    sum += (*model_)(batch.inputs, batch.targets).loss.item() * tokens;
+    count += tokens;
+    window += batch.inputs.size(0);
+  }
+  model_->train();
+  return sum / count;
+}
+
+// ---- State -------------------------------------------------------------------------------------
+
+void Trainer::save() {
+  if (options_.save.empty()) return;
+  model_->save(options_.save);
+  StateDict state;
+  state.merge("optimizer.", optimizer_.state_dict());
+  state.merge("schedule.", schedule_.state_dict());
+  const RandomState& random = random_state();
+  const int64_t numbers[] = {step_, static_cast<int64_t>(random.seed),
+                             static_cast<int64_t>(random.next_stream)};
+  state.set("step", scalar_tensor(numbers[0], kI64));
+  state.set("random.seed", scalar_tensor(numbers[1], kI64));
+  state.set("random.next_stream", scalar_tensor(numbers[2], kI64));
+  save_safetensors(file_in(options_.save, "training.safetensors"), state.to_map());
+  Json json;
+  options_.visit_resumed([&](const char* name, auto& value) { json[name] = value; });
+  json["step"] = step_;
+  AtomicFile file(file_in(options_.save, "training.json"));
+  file.write(json.dump(2) + "\n");
+  file.commit();
+}
+
+void Trainer::load_state() {
+  const std::string path = file_in(options_.resume, "training.safetensors");
+  const StateDict state = StateDict::from_map(load_safetensors(path));
+  try {
+    optimizer_.load_state_dict(state.with_prefix("optimizer."));
+    schedule_.load_state_dict(state.with_prefix("schedule."));
+    step_ = state.at("step").item<int64_t>();
+    random_state() = {static_cast<uint64_t>(state.at("random.seed").item<int64_t>()),
+                      static_cast<uint64_t>(state.at("random.next_stream").item<int64_t>())};
+  } catch (Error& error) {
+    error.add_context(path);
+    throw;
+  }
+}
+
+// ---- What is told ------------------------------------------------------------------------------
+
+// A resumed run goes on in its log: rows of steps that come again are dropped.
+void Trainer::open_log() {
+  if (options_.log.empty()) return;
+  std::string kept;
+  if (!options_.resume.empty()) {
+    std::ifstream old(options_.log);
+    for (std::string line; std::getline(old, line);) {
+      const Json row = Json::parse(line, nullptr, false);
+      if (row.is_object() && row.value("step", step_ + 1) <= step_) kept += line + "\n";
+    }
+  }
+  log_ = std::fopen(options_.log.c_str(), "w");
+  TS_CHECK_AS(IoError, log_ != nullptr, "train", "cannot write the log '", options_.log, "'");
+  std::fputs(kept.c_str(), log_);
+}
+
+void Trainer::log_row(double loss, std::optional<double> val_loss, double milliseconds) {
+  if (log_ == nullptr) return;
+  const auto number = [](double value) { return std::isfinite(value) ? Json(value) : Json(); };
+  const auto tokens = static_cast<double>(options_.batch_size * options_.context);
+  const Json row = {{"step", step_},
+                    {"loss", number(loss)},
+                    {"val_loss", val_loss ? number(*val_loss) : Json()},
+                    {"grad_norm", number(grad_norm_)},
+                    {"lr", optimizer_.lr()},
+                    {"ms", milliseconds},
+                    {"tokens_per_s", tokens / milliseconds * 1e3},
+                    {"peak_bytes", memory_stats()->peak()}};
+  std::fputs((row.dump() + "\n").c_str(), log_);
+  std::fflush(log_);
+}
+
+void Trainer::show(double loss, std::optional<double> val_loss, double milliseconds, bool last) {
+  if (val_loss) last_val_loss_ = val_loss;
+  smooth_ms_ = smooth_ms_ == 0 ? milliseconds : 0.95 * smooth_ms_ + 0.05 * milliseconds;
+  const bool terminal = isatty(STDOUT_FILENO) != 0;
+  if (!terminal && !val_loss && !last && step_ % 100 != 0) return;
+  const double seconds_left = static_cast<double>(options_.steps - step_) * smooth_ms_ / 1e3;
+  char val_text[32] = "-";
+  if (last_val_loss_) std::snprintf(val_text, sizeof val_text, "%.4f", *last_val_loss_);
+  std::printf("%sstep %lld/%lld  loss %.4f  val %s  %.0f tokens/s  %.1f ms/step  %dm%02ds left%s",
+              terminal ? "\r\033[K" : "", static_cast<long long>(step_),
+              static_cast<long long>(options_.steps), loss, val_text,
+              static_cast<double>(options_.batch_size * options_.context) / smooth_ms_ * 1e3,
+              smooth_ms_, static_cast<int>(seconds_left) / 60, static_cast<int>(seconds_left) % 60,
+              terminal && !val_loss && !last ? "" : "\n");
+  std::fflush(stdout);
+}
+
+void Trainer::run() {
+  open_log();
+  std::printf("%lld parameters, %lld tokens to train on, %lld to validate with, %d threads\n",
+              static_cast<long long>(model_->num_parameters()),
+              static_cast<long long>(corpus_.training().size()),
+              static_cast<long long>(corpus_.validation().size()), num_threads());
+  std::signal(SIGINT, request_stop);
+  while (step_ < options_.steps && stop_requested == 0) {
+    const auto begin = Clock::now();
+    const double loss = train_step();
+    const double milliseconds =
+        std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+    const bool last = step_ == options_.steps || stop_requested != 0;
+    const bool evaluate = last || (options_.eval_every > 0 && step_ % options_.eval_every == 0);
+    const std::optional<double> val_loss = evaluate ? std::optional(validate()) : std::nullopt;
+    log_row(loss, val_loss, milliseconds);
+    show(loss, val_loss, milliseconds, last);
+    TS_CHECK(std::isfinite(loss), "train", "the loss is ", loss, " at step ", step_,
+             "; lower --lr or raise --warmup. The last save is kept");
+    if (last || (options_.save_every > 0 && step_ % options_.save_every == 0)) save();
+  }
+  if (log_ != nullptr) std::fclose(log_);
+  if (!options_.save.empty()) std::printf("saved to %s\n", options_.save.c_str());
+}
+
+}  // namespace
+}  // namespace tessera::gpt2
+
+int main(int argc, char** argv) {
+  try {
+    tessera::gpt2::Trainer(tessera::gpt2::parse_options(argc, argv)).run();
+    return 0;
+  } catch (const tessera::Error& error) {
+    std::fprintf(stderr, "train: %s\n", error.what());
+    return 1;
+  }
+}
