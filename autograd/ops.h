@@ -87,6 +87,8 @@ Tensor floor(const Tensor& x);
 Tensor ceil(const Tensor& x);
 Tensor round(const Tensor& x);  // half to even
 Tensor clamp(const Tensor& x, std::optional<Scalar> min, std::optional<Scalar> max = {});
+// Limits as tensors (either may be absent); where x meets a limit, both get half the gradient.
+Tensor clamp(const Tensor& x, const Tensor& min, const Tensor& max);
 Tensor nan_to_num(const Tensor& x, double nan = 0, std::optional<double> posinf = {},
                   std::optional<double> neginf = {});
 Tensor isnan(const Tensor& x);     // bool

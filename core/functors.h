@@ -179,6 +179,15 @@ struct Erf {
 struct ErfGrad {
   TS_FUNCTOR_BINARY(C) { return C(detail::kTwoOverSqrtPi) * math::exp(-b * b) * a; }
 };
+// Limits that are numbers; NaN stands for an absent one. The gradient flows strictly inside of
+// them, as in torch 2.15.
+struct ClampGrad {
+  double low = __builtin_nan(""), high = __builtin_nan("");
+  TS_FUNCTOR_BINARY(C) {
+    const bool above = (b > C(low)) | (low != low), below = (b < C(high)) | (high != high);
+    return above & below ? a : C(0);
+  }
+};
 struct NanToNum {
   double nan = 0, posinf = 0, neginf = 0;
   TS_FUNCTOR_UNARY(C) {
@@ -375,10 +384,10 @@ struct Minimum {  // NaN wins
   TS_FUNCTOR_BINARY(C) { return a < b || a != a ? a : b; }
 };
 struct GreaterGrad {  // (dy, a, b): dy where a > b, half of it where they are equal
-  TS_FUNCTOR_TERNARY(C) { return b > c ? a : b == c ? C(0.5) * a : C(0); }
+  TS_FUNCTOR_TERNARY(C) { return b < c ? C(0) : b == c ? C(0.5) * a : a; }
 };
 struct LessGrad {
-  TS_FUNCTOR_TERNARY(C) { return b < c ? a : b == c ? C(0.5) * a : C(0); }
+  TS_FUNCTOR_TERNARY(C) { return b > c ? C(0) : b == c ? C(0.5) * a : a; }
 };
 struct Eq {
   static constexpr bool kIntegers = true;
@@ -447,15 +456,6 @@ struct Clamp {  // to [b, c]; c where b > c; NaN stays, and a NaN limit wins
   static constexpr bool kIntegers = true;
   TS_FUNCTOR_TERNARY(C) { return Minimum{}(Maximum{}(a, b), c); }
 };
-// (dy, x, limits...): the gradient flows strictly inside of the limits, 0 on them, as in
-// torch 2.15.
-struct ClampMinGrad {
-  TS_FUNCTOR_TERNARY(C) { return b > c ? a : C(0); }
-};
-struct ClampMaxGrad {
-  TS_FUNCTOR_TERNARY(C) { return b < c ? a : C(0); }
-};
-
 #undef TS_FUNCTOR_UNARY
 #undef TS_FUNCTOR_BINARY
 #undef TS_FUNCTOR_TERNARY
@@ -474,8 +474,9 @@ struct ClampMaxGrad {
 #define TS_UNARY_GRADIENT_FUNCTORS(X)                                                              \
   X(AbsGrad) X(ReciprocalGrad) X(SqrtGrad) X(RsqrtGrad) X(Expm1Grad) X(Log1pGrad) X(SinGrad)       \
   X(CosGrad) X(TanhGrad) X(SigmoidGrad) X(ErfGrad) X(NanToNumGrad) X(ReluGrad) X(GeluGrad)         \
-  X(GeluTanhGrad) X(SiluGrad) X(EluGrad) X(SoftplusGrad) X(LeakyReluGrad)
+  X(GeluTanhGrad) X(SiluGrad) X(EluGrad) X(SoftplusGrad) X(LeakyReluGrad)          \
+  X(ClampGrad)
 #define TS_TERNARY_FUNCTORS(X)                                                                     \
   X(Where) X(Addcmul) X(Addcdiv) X(Lerp) X(Clamp) X(DivGradDivisor) X(PowGradBase) X(GreaterGrad)  \
-  X(LessGrad) X(ClampMinGrad) X(ClampMaxGrad)
+  X(LessGrad)
 // clang-format on

@@ -1,0 +1,149 @@
+// Activations: record, forward, backward.
+#include <cmath>
+
+#include <tessera/autograd/ops/elementwise_rules.h>
+
+namespace tessera {
+namespace {
+
+void check_floating(const Op& op, const Tensor& x) {
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op,
+                 "expects an f64, f32, f16 or bf16 tensor; got ", x, "; convert with to(dtype)");
+}
+
+}  // namespace
+
+const Op kRelu{.name = "relu", .reads_outputs = outputs(0)};
+
+namespace {
+
+Tensor relu_backward(Grads dy, const Saved& s) {
+  return gradient(dy[0], s.output(), fn::ReluGrad{},
+                  [](const Tensor& dy, const Tensor& y) { return masked_fill(dy, le(y, 0), 0); });
+}
+
+}  // namespace
+
+Tensor relu(const Tensor& x) {
+  check_arithmetic(kRelu, x);
+  check_not_bool(kRelu, x, "the tensor itself");
+  return differentiable(kRelu, {x}, apply<fn::Relu>, relu_backward);
+}
+
+const Tensor& relu_(const Tensor& x) {
+  check_arithmetic(kRelu, x);
+  check_not_bool(kRelu, x, "the tensor itself");
+  differentiable_inplace(
+      kRelu, {x},
+      [](Inputs in) {
+        kernels::unary_into<fn::Relu>(in[0], in[0]);
+        return in[0];
+      },
+      relu_backward);
+  return x;
+}
+
+const Op kGelu{.name = "gelu", .reads = {inputs(0)}, .flops_per_element = 12};
+
+namespace {
+
+// Phi(x) + x phi(x)
+Tensor composed_gelu_gradient(const Tensor& dy, const Tensor& x) {
+  const Tensor cdf = mul(add(erf(mul(x, M_SQRT1_2)), 1), 0.5);
+  const Tensor pdf = mul(exp(mul(square(x), -0.5)), M_SQRT1_2 * std::sqrt(M_1_PI));
+  return mul(dy, add(cdf, mul(x, pdf)));
+}
+
+// With y = x s and s = sigmoid(2 u(x)): s + x s (1 - s) 2 u'(x)
+Tensor composed_gelu_tanh_gradient(const Tensor& dy, const Tensor& x) {
+  const double scale = 2 * std::sqrt(M_2_PI), cubic = 0.044715;
+  const Tensor x2 = square(x);
+  const Tensor s = sigmoid(mul(mul(x, add(mul(x2, cubic), 1)), scale));
+  const Tensor slope = mul(add(mul(x2, 3 * cubic), 1), scale);
+  return mul(dy, add(s, mul(mul(x, mul(s, rsub(1, s))), slope)));
+}
+
+}  // namespace
+
+Tensor gelu(const Tensor& x, Gelu approximate) {
+  check_floating(kGelu, x);
+  if (approximate == Gelu::kTanh) {
+    return differentiable(kGelu, {x}, apply<fn::GeluTanh>, [](Grads dy, const Saved& s) {
+      return gradient(dy[0], s.input(0), fn::GeluTanhGrad{}, composed_gelu_tanh_gradient);
+    });
+  }
+  return differentiable(kGelu, {x}, apply<fn::Gelu>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.input(0), fn::GeluGrad{}, composed_gelu_gradient);
+  });
+}
+
+const Op kSilu{.name = "silu", .reads = {inputs(0)}, .flops_per_element = 15};
+
+Tensor silu(const Tensor& x) {
+  check_floating(kSilu, x);
+  return differentiable(kSilu, {x}, apply<fn::Silu>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.input(0), fn::SiluGrad{}, [](const Tensor& dy, const Tensor& x) {
+      const Tensor s = sigmoid(x);
+      return mul(dy, mul(s, add(mul(x, rsub(1, s)), 1)));
+    });
+  });
+}
+
+const Op kElu{.name = "elu", .reads = {inputs(0)}, .flops_per_element = 15};
+
+Tensor elu(const Tensor& x, double alpha) {
+  check_floating(kElu, x);
+  return differentiable(
+      kElu, {x}, [alpha](Inputs in) { return kernels::unary(in[0], fn::Elu{alpha}); },
+      [alpha](Grads dy, const Saved& s) {
+        return gradient(dy[0], s.input(0), fn::EluGrad{alpha},
+                        [alpha](const Tensor& dy, const Tensor& x) {
+                          // Clamped: an infinity in the branch not taken would give NaN later.
+                          const Tensor slope = mul(exp(clamp(x, {}, 0)), alpha);
+                          return mul(dy, where(gt(x, 0), 1.0, slope));
+                        });
+      });
+}
+
+const Op kSoftplus{.name = "softplus", .reads = {inputs(0)}, .flops_per_element = 30};
+
+Tensor softplus(const Tensor& x, double beta, double threshold) {
+  check_floating(kSoftplus, x);
+  return differentiable(
+      kSoftplus, {x},
+      [=](Inputs in) {
+        return kernels::unary(in[0], fn::Softplus{beta, threshold});
+      },
+      [=](Grads dy, const Saved& s) {
+        return gradient(dy[0], s.input(0), fn::SoftplusGrad{beta, threshold},
+                        [=](const Tensor& dy, const Tensor& x) {
+                          const Tensor scaled = mul(x, beta);
+                          return mul(dy, where(gt(scaled, threshold), 1.0, sigmoid(scaled)));
+                        });
+      });
+}
+
+const Op kLeakyRelu{.name = "leaky_relu", .reads = {inputs(0)}};
+
+Tensor leaky_relu(const Tensor& x, double negative_slope) {
+  check_floating(kLeakyRelu, x);
+  return differentiable(
+      kLeakyRelu, {x},
+      [=](Inputs in) { return kernels::unary(in[0], fn::LeakyRelu{negative_slope}); },
+      [=](Grads dy, const Saved& s) {
+        return gradient(dy[0], s.input(0), fn::LeakyReluGrad{negative_slope},
+                        [=](const Tensor& dy, const Tensor& x) {
+                          return where(gt(x, 0), dy, mul(dy, negative_slope));
+                        });
+      });
+}
+
+Tensor glu(const Tensor& x, int64_t dim) {
+  const int d = wrap_dim(dim, x.dim(), "glu");
+  TS_CHECK_SHAPE(x.dim() > 0 && x.size(d) % 2 == 0, "glu", "halves dimension ", d, " of ", x,
+                 ", whose size must be even");
+  const int64_t half = x.size(d) / 2;
+  return mul(narrow(x, d, 0, half), sigmoid(narrow(x, d, half, half)));
+}
+
+}  // namespace tessera

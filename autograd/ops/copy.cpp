@@ -1,0 +1,78 @@
+// Ops that move elements: conversions, copies, fills.
+#include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/copy.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+
+const Op kTo{.name = "to", .flops_per_element = 0};
+
+Tensor to(const Tensor& x, DType dtype) {
+  if (x.dtype() == dtype) return x;
+  return differentiable(
+      kTo, {x}, [dtype](Inputs in) { return kernels::convert(in[0], dtype); },
+      [](Grads dy, const Saved& s) { return to(dy[0], s.input_dtype(0)); });
+}
+
+Tensor to(const Tensor& x, const Device& device) {
+  if (x.device() == device) return x;
+  TS_CHECK_DEVICE(device.is_meta(), kTo, "this build cannot move ", x, " to ", device);
+  return differentiable(
+      kTo, {x},
+      [device](Inputs in) {
+        return raw::empty_strided(in[0].shape(), in[0].strides(), in[0].dtype(), device);
+      },
+      [device = x.device()](Grads dy, const Saved&) { return to(dy[0], device); });
+}
+
+const Op kClone{.name = "clone", .flops_per_element = 0};
+
+Tensor clone(const Tensor& x) {
+  return differentiable(
+      kClone, {x}, [](Inputs in) { return kernels::copy(in[0]); },
+      [](Grads dy, const Saved&) { return dy[0]; });
+}
+
+const Op kContiguous{.name = "contiguous", .flops_per_element = 0};
+
+Tensor contiguous(const Tensor& x) {
+  if (x.is_contiguous()) return x;
+  return differentiable(
+      kContiguous, {x}, [](Inputs in) { return kernels::contiguous(in[0]); },
+      [](Grads dy, const Saved&) { return dy[0]; });
+}
+
+const Op kCopy{.name = "copy_", .flops_per_element = 0};
+
+const Tensor& copy_(const Tensor& target, const Tensor& source) {
+  TS_CHECK_SHAPE(broadcastable_to(source.shape(), target.shape()), kCopy, "the source ", source,
+                 " does not broadcast to the target ", target);
+  differentiable_inplace(
+      kCopy, {target, source},
+      [](Inputs in) {
+        kernels::copy_into(in[0], in[1]);
+        return in[0];
+      },
+      [](Grads dy, const Saved& s) -> TensorList {
+        return {Tensor(), s.needs(1) ? to(dy[0], s.input_dtype(1)) : Tensor()};
+      });
+  return target;
+}
+
+const Op kFill{.name = "fill_", .flops_per_element = 0};
+
+const Tensor& fill_(const Tensor& x, const Scalar& value) {
+  differentiable_inplace(
+      kFill, {x},
+      [value](Inputs in) {
+        kernels::fill(in[0], value);
+        return in[0];
+      },
+      [](Grads, const Saved&) { return Tensor(); });
+  return x;
+}
+
+const Tensor& zero_(const Tensor& x) { return fill_(x, 0); }
+
+}  // namespace tessera

@@ -1,0 +1,393 @@
+// Elementwise ops of one input: record, forward, backward.
+#include <cmath>
+#include <limits>
+
+#include <tessera/autograd/ops/elementwise_rules.h>
+#include <tessera/core/kernels/copy.h>
+
+namespace tessera {
+namespace {
+
+// Ops that are the identity on integers.
+template <class F>
+Tensor apply_rounding(Inputs in) {
+  return is_floating(in[0].dtype()) ? kernels::unary<F>(in[0]) : kernels::copy(in[0]);
+}
+
+Tensor zero_gradient(Grads dy, const Saved&) { return zeros_like(dy[0]); }
+
+}  // namespace
+
+const Op kNeg{.name = "neg"};
+
+Tensor neg(const Tensor& x) {
+  check_arithmetic(kNeg, x);
+  check_not_bool(kNeg, x, "logical_not");
+  return differentiable(kNeg, {x}, apply<fn::Neg>,
+                        [](Grads dy, const Saved&) { return neg(dy[0]); });
+}
+
+const Op kAbs{.name = "abs", .reads = {inputs(0)}};
+
+Tensor abs(const Tensor& x) {
+  check_arithmetic(kAbs, x);
+  check_not_bool(kAbs, x, "the tensor itself");
+  return differentiable(kAbs, {x}, apply<fn::Abs>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.input(0), fn::AbsGrad{},
+                    [](const Tensor& dy, const Tensor& x) { return mul(dy, sign(x)); });
+  });
+}
+
+const Op kSign{.name = "sign"};
+
+Tensor sign(const Tensor& x) {
+  check_arithmetic(kSign, x);
+  return differentiable(kSign, {x}, apply<fn::Sign>, zero_gradient);
+}
+
+const Op kFloor{.name = "floor"};
+
+Tensor floor(const Tensor& x) {
+  check_arithmetic(kFloor, x);
+  check_not_bool(kFloor, x, "the tensor itself");
+  return differentiable(kFloor, {x}, apply_rounding<fn::Floor>, zero_gradient);
+}
+
+const Op kCeil{.name = "ceil"};
+
+Tensor ceil(const Tensor& x) {
+  check_arithmetic(kCeil, x);
+  check_not_bool(kCeil, x, "the tensor itself");
+  return differentiable(kCeil, {x}, apply_rounding<fn::Ceil>, zero_gradient);
+}
+
+const Op kRound{.name = "round"};
+
+Tensor round(const Tensor& x) {
+  check_arithmetic(kRound, x);
+  check_not_bool(kRound, x, "the tensor itself");
+  return differentiable(kRound, {x}, apply_rounding<fn::Round>, zero_gradient);
+}
+
+const Op kSquare{.name = "square", .reads = {inputs(0)}};
+
+Tensor square(const Tensor& x) {
+  check_arithmetic(kSquare, x);
+  return differentiable(kSquare, {x}, apply<fn::Square>,
+                        [](Grads dy, const Saved& s) { return mul(mul(dy[0], 2), s.input(0)); });
+}
+
+const Op kExp{.name = "exp",
+              .autocast = Autocast::kFloat32,
+              .reads_outputs = outputs(0),
+              .flops_per_element = 12};
+
+Tensor exp(const Tensor& x) {
+  check_arithmetic(kExp, x);
+  return differentiable(kExp, {x}, apply_floating<fn::Exp>,
+                        [](Grads dy, const Saved& s) { return mul(dy[0], s.output()); });
+}
+
+const Op kExpm1{.name = "expm1",
+                .autocast = Autocast::kFloat32,
+                .reads_outputs = outputs(0),
+                .flops_per_element = 14};
+
+Tensor expm1(const Tensor& x) {
+  check_arithmetic(kExpm1, x);
+  return differentiable(kExpm1, {x}, apply_floating<fn::Expm1>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.output(), fn::Expm1Grad{},
+                    [](const Tensor& dy, const Tensor& y) { return mul(dy, add(y, 1)); });
+  });
+}
+
+const Op kLog{
+    .name = "log", .autocast = Autocast::kFloat32, .reads = {inputs(0)}, .flops_per_element = 14};
+
+Tensor log(const Tensor& x) {
+  check_arithmetic(kLog, x);
+  return differentiable(kLog, {x}, apply_floating<fn::Log>,
+                        [](Grads dy, const Saved& s) { return div(dy[0], s.input(0)); });
+}
+
+const Op kLog1p{
+    .name = "log1p", .autocast = Autocast::kFloat32, .reads = {inputs(0)}, .flops_per_element = 16};
+
+Tensor log1p(const Tensor& x) {
+  check_arithmetic(kLog1p, x);
+  return differentiable(kLog1p, {x}, apply_floating<fn::Log1p>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.input(0), fn::Log1pGrad{},
+                    [](const Tensor& dy, const Tensor& x) { return div(dy, add(x, 1)); });
+  });
+}
+
+const Op kSqrt{.name = "sqrt", .reads_outputs = outputs(0)};
+
+Tensor sqrt(const Tensor& x) {
+  check_arithmetic(kSqrt, x);
+  return differentiable(kSqrt, {x}, apply_floating<fn::Sqrt>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.output(), fn::SqrtGrad{},
+                    [](const Tensor& dy, const Tensor& y) { return div(dy, mul(y, 2)); });
+  });
+}
+
+const Op kRsqrt{.name = "rsqrt",
+                .autocast = Autocast::kFloat32,
+                .reads_outputs = outputs(0),
+                .flops_per_element = 2};
+
+Tensor rsqrt(const Tensor& x) {
+  check_arithmetic(kRsqrt, x);
+  return differentiable(kRsqrt, {x}, apply_floating<fn::Rsqrt>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.output(), fn::RsqrtGrad{}, [](const Tensor& dy, const Tensor& y) {
+      return mul(mul(dy, -0.5), pow(y, 3));
+    });
+  });
+}
+
+const Op kReciprocal{
+    .name = "reciprocal", .autocast = Autocast::kFloat32, .reads_outputs = outputs(0)};
+
+Tensor reciprocal(const Tensor& x) {
+  check_arithmetic(kReciprocal, x);
+  return differentiable(
+      kReciprocal, {x}, apply_floating<fn::Reciprocal>, [](Grads dy, const Saved& s) {
+        return gradient(dy[0], s.output(), fn::ReciprocalGrad{},
+                        [](const Tensor& dy, const Tensor& y) { return neg(mul(dy, square(y))); });
+      });
+}
+
+const Op kSin{.name = "sin", .reads = {inputs(0)}, .flops_per_element = 20};
+
+Tensor sin(const Tensor& x) {
+  check_arithmetic(kSin, x);
+  return differentiable(kSin, {x}, apply_floating<fn::Sin>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.input(0), fn::SinGrad{},
+                    [](const Tensor& dy, const Tensor& x) { return mul(dy, cos(x)); });
+  });
+}
+
+const Op kCos{.name = "cos", .reads = {inputs(0)}, .flops_per_element = 20};
+
+Tensor cos(const Tensor& x) {
+  check_arithmetic(kCos, x);
+  return differentiable(kCos, {x}, apply_floating<fn::Cos>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.input(0), fn::CosGrad{},
+                    [](const Tensor& dy, const Tensor& x) { return neg(mul(dy, sin(x))); });
+  });
+}
+
+const Op kTanh{.name = "tanh", .reads_outputs = outputs(0), .flops_per_element = 16};
+
+Tensor tanh(const Tensor& x) {
+  check_arithmetic(kTanh, x);
+  return differentiable(kTanh, {x}, apply_floating<fn::Tanh>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.output(), fn::TanhGrad{},
+                    [](const Tensor& dy, const Tensor& y) { return mul(dy, rsub(1, square(y))); });
+  });
+}
+
+const Op kSigmoid{.name = "sigmoid", .reads_outputs = outputs(0), .flops_per_element = 14};
+
+Tensor sigmoid(const Tensor& x) {
+  check_arithmetic(kSigmoid, x);
+  return differentiable(kSigmoid, {x}, apply_floating<fn::Sigmoid>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.output(), fn::SigmoidGrad{},
+                    [](const Tensor& dy, const Tensor& y) { return mul(dy, mul(rsub(1, y), y)); });
+  });
+}
+
+const Op kErf{.name = "erf", .reads = {inputs(0)}, .flops_per_element = 30};
+
+Tensor erf(const Tensor& x) {
+  check_arithmetic(kErf, x);
+  return differentiable(kErf, {x}, apply_floating<fn::Erf>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.input(0), fn::ErfGrad{}, [](const Tensor& dy, const Tensor& x) {
+      return mul(dy, mul(exp(neg(square(x))), 2 / std::sqrt(M_PI)));
+    });
+  });
+}
+
+const Op kClamp{.name = "clamp", .reads = {inputs(0)}};
+
+namespace {
+
+void check_clamp(const Tensor& x, const std::optional<Scalar>& min,
+                 const std::optional<Scalar>& max) {
+  check_arithmetic(kClamp, x);
+  check_not_bool(kClamp, x, "logical_and or logical_or");
+  TS_CHECK(min || max, kClamp, "expects min, max or both");
+}
+
+DType clamp_dtype(const Tensor& x, const std::optional<Scalar>& min,
+                  const std::optional<Scalar>& max) {
+  DType dtype = x.dtype();
+  if (min) dtype = promote_types(dtype, *min);
+  if (max) dtype = promote_types(dtype, *max);
+  return dtype;
+}
+
+// The gradient flows strictly inside of the limits, as in torch since 2.15.
+auto clamp_backward(const std::optional<Scalar>& min, const std::optional<Scalar>& max) {
+  return [min, max](Grads dy, const Saved& s) {
+    fn::ClampGrad functor;
+    if (min) functor.low = min->to_double();
+    if (max) functor.high = max->to_double();
+    return gradient(dy[0], s.input(0), functor, [&](const Tensor& dy, const Tensor& x) {
+      Tensor inside = min ? gt(x, *min) : lt(x, *max);
+      if (min && max) inside = logical_and(inside, lt(x, *max));
+      return mul(dy, inside);
+    });
+  };
+}
+
+}  // namespace
+
+Tensor clamp(const Tensor& x, std::optional<Scalar> min, std::optional<Scalar> max) {
+  check_clamp(x, min, max);
+  return differentiable(
+      kClamp, {x},
+      [min, max](Inputs in) {
+        const DType dtype = clamp_dtype(in[0], min, max);
+        if (min && max) return kernels::ternary<fn::Clamp>(in[0], *min, *max, {}, dtype);
+        if (min) return kernels::binary<fn::Maximum>(in[0], *min, {}, dtype);
+        return kernels::binary<fn::Minimum>(in[0], *max, {}, dtype);
+      },
+      clamp_backward(min, max));
+}
+
+const Tensor& clamp_(const Tensor& x, std::optional<Scalar> min, std::optional<Scalar> max) {
+  check_clamp(x, min, max);
+  check_storable(kClamp, x, clamp_dtype(x, min, max));
+  differentiable_inplace(
+      kClamp, {x},
+      [min, max](Inputs in) {
+        if (min && max) {
+          kernels::ternary_into<fn::Clamp>(in[0], in[0], *min, *max);
+        } else if (min) {
+          kernels::binary_into<fn::Maximum>(in[0], in[0], *min);
+        } else {
+          kernels::binary_into<fn::Minimum>(in[0], in[0], *max);
+        }
+        return in[0];
+      },
+      clamp_backward(min, max));
+  return x;
+}
+
+// Limits with gradients: the composition shares ties, as torch does.
+Tensor clamp(const Tensor& x, const Tensor& min, const Tensor& max) {
+  TS_CHECK(min.defined() || max.defined(), kClamp, "expects min, max or both");
+  const Tensor raised = min.defined() ? maximum(x, min) : x;
+  return max.defined() ? minimum(raised, max) : raised;
+}
+
+const Op kNanToNum{.name = "nan_to_num", .reads = {inputs(0)}};
+
+Tensor nan_to_num(const Tensor& x, double nan, std::optional<double> posinf,
+                  std::optional<double> neginf) {
+  check_arithmetic(kNanToNum, x);
+  double largest = std::numeric_limits<double>::max();
+  if (x.dtype() == kF32) largest = std::numeric_limits<float>::max();
+  if (x.dtype() == kF16) largest = 65504;
+  if (x.dtype() == kBF16) largest = 0x1.fep127;
+  const fn::NanToNum functor{nan, posinf.value_or(largest), neginf.value_or(-largest)};
+  return differentiable(
+      kNanToNum, {x},
+      [functor](Inputs in) {
+        return is_floating(in[0].dtype()) ? kernels::unary(in[0], functor) : kernels::copy(in[0]);
+      },
+      [](Grads dy, const Saved& s) {
+        return gradient(dy[0], s.input(0), fn::NanToNumGrad{},
+                        [](const Tensor& dy, const Tensor& x) { return mul(dy, isfinite(x)); });
+      });
+}
+
+const Op kIsnan{.name = "isnan"};
+
+Tensor isnan(const Tensor& x) {
+  check_arithmetic(kIsnan, x);
+  return not_differentiable(kIsnan, {x}, apply_floating<fn::IsNan>);
+}
+
+const Op kIsinf{.name = "isinf"};
+
+Tensor isinf(const Tensor& x) {
+  check_arithmetic(kIsinf, x);
+  return not_differentiable(kIsinf, {x}, apply_floating<fn::IsInf>);
+}
+
+const Op kIsfinite{.name = "isfinite"};
+
+Tensor isfinite(const Tensor& x) {
+  check_arithmetic(kIsfinite, x);
+  return not_differentiable(kIsfinite, {x}, apply_floating<fn::IsFinite>);
+}
+
+const Op kLogicalNot{.name = "logical_not"};
+
+Tensor logical_not(const Tensor& x) {
+  check_arithmetic(kLogicalNot, x);
+  return not_differentiable(kLogicalNot, {x}, apply<fn::LogicalNot>);
+}
+
+// ---- In place -----------------------------------------------------------------------------------
+
+namespace {
+
+template <class F, class Backward>
+const Tensor& apply_inplace(const Op& op, const Tensor& x, Backward backward) {
+  check_arithmetic(op, x);
+  differentiable_inplace(
+      op, {x},
+      [](Inputs in) {
+        kernels::unary_into<F>(in[0], in[0]);
+        return in[0];
+      },
+      std::move(backward));
+  return x;
+}
+
+void check_floating(const Op& op, const Tensor& x) {
+  check_arithmetic(op, x);
+  check_storable(op, x, floating_dtype(x.dtype()));
+}
+
+}  // namespace
+
+const Tensor& neg_(const Tensor& x) {
+  check_not_bool(kNeg, x, "logical_not");
+  return apply_inplace<fn::Neg>(kNeg, x, [](Grads dy, const Saved&) { return neg(dy[0]); });
+}
+
+const Tensor& exp_(const Tensor& x) {
+  check_floating(kExp, x);
+  return apply_inplace<fn::Exp>(kExp, x,
+                                [](Grads dy, const Saved& s) { return mul(dy[0], s.output()); });
+}
+
+const Tensor& sqrt_(const Tensor& x) {
+  check_floating(kSqrt, x);
+  return apply_inplace<fn::Sqrt>(kSqrt, x, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.output(), fn::SqrtGrad{},
+                    [](const Tensor& dy, const Tensor& y) { return div(dy, mul(y, 2)); });
+  });
+}
+
+const Tensor& tanh_(const Tensor& x) {
+  check_floating(kTanh, x);
+  return apply_inplace<fn::Tanh>(kTanh, x, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.output(), fn::TanhGrad{},
+                    [](const Tensor& dy, const Tensor& y) { return mul(dy, rsub(1, square(y))); });
+  });
+}
+
+const Tensor& sigmoid_(const Tensor& x) {
+  check_floating(kSigmoid, x);
+  return apply_inplace<fn::Sigmoid>(kSigmoid, x, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.output(), fn::SigmoidGrad{},
+                    [](const Tensor& dy, const Tensor& y) { return mul(dy, mul(rsub(1, y), y)); });
+  });
+}
+
+}  // namespace tessera
