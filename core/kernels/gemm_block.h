@@ -301,6 +301,31 @@ struct AmxKernel {
     return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
   }
 
+  // The same for f32, rounded.
+  static TS_HD __m512i rounded(__m512i bits) {  // bf16 in the low halves
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i nearest = _mm512_srli_epi32(
+        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    const __m512 value = _mm512_castsi512_ps(bits);
+    return _mm512_mask_mov_epi32(nearest, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q),
+                                 _mm512_set1_epi32(0x7fc0));
+  }
+  static TS_HD __m512i load_16_rounded(const float* p, int64_t valid) {
+    const __mmask16 mask = valid >= 16
+                               ? __mmask16(0xffff)
+                               : static_cast<__mmask16>((1u << (valid < 0 ? 0 : valid)) - 1);
+    return rounded(_mm512_maskz_loadu_epi32(p == nullptr ? __mmask16(0) : mask, p));
+  }
+  static TS_HD __m512i load_32(const float* p, int64_t valid) {
+    const __m256i low = _mm512_cvtepi32_epi16(load_16_rounded(p, valid));
+    const __m256i high = _mm512_cvtepi32_epi16(load_16_rounded(p + 16, valid - 16));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  }
+  static TS_HD __m512i interleave(const float* x, const float* y, int64_t valid) {
+    return _mm512_or_si512(load_16_rounded(x, valid),
+                           _mm512_slli_epi32(load_16_rounded(y, valid), 16));
+  }
+
   // Tile of lanes x 32 k. kPairsFirst: pair p of all 16 lanes is one row (B); otherwise a lane's 32
   // k are one row (A). Both are the same 32-bit words, transposed.
   template <bool kPairsFirst, class Source>
@@ -309,7 +334,7 @@ struct AmxKernel {
     __m512i rows[16];
     bool pairs_first = kPairsFirst;
     bool done = false;
-    if constexpr (std::is_same_v<Source, bf16>) {
+    if constexpr (std::is_same_v<Source, bf16> || std::is_same_v<Source, float>) {
       if (k_stride == 1) {
         for (int i = 0; i < 16; ++i) {
           rows[i] = i < lanes ? load_32(source + i * lane_stride, depth) : _mm512_setzero_si512();
@@ -413,6 +438,34 @@ TS_HD int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+// target (columns, rows) = source^T; source: (rows, columns). Row strides in elements.
+template <class T>
+inline void transpose_block(const T* source, int64_t source_stride, int64_t rows, int64_t columns,
+                            T* target, int64_t target_stride) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>) {
+    for (; columns % 16 == 0 && i + 16 <= rows; i += 16) {
+      for (int64_t j = 0; j < columns; j += 16) {
+        __m512i block[16];
+        for (int q = 0; q < 16; ++q) {
+          block[q] = _mm512_loadu_si512(source + (i + q) * source_stride + j);
+        }
+        transpose_16x16(block);
+        for (int q = 0; q < 16; ++q) {
+          _mm512_storeu_si512(target + (j + q) * target_stride + i, block[q]);
+        }
+      }
+    }
+  }
+#endif
+  for (; i < rows; ++i) {
+    for (int64_t j = 0; j < columns; ++j) {
+      target[j * target_stride + i] = source[i * source_stride + j];
+    }
+  }
+}
+
 // All panels of `rows` rows; each takes kRows * padded depth elements.
 template <class Kernel, class Source>
 inline void pack_rows(const Source* source, int64_t row_stride, int64_t k_stride, int64_t rows,
@@ -434,15 +487,19 @@ inline void pack_columns(const Source* source, int64_t k_stride, int64_t column_
 }
 
 // c (+)= a b for packed operands; c: (rows, columns), row stride ldc. Between begin() and end().
+// Where a's panels are deeper than this product, a_depth is their depth; position d of their depth
+// lies kRows * d elements on (AmxKernel: d a multiple of 32).
 template <class Kernel>
 inline void multiply_panels(int64_t rows, int64_t columns, int64_t depth,
                             const typename Kernel::Value* a, const typename Kernel::Value* b,
-                            typename Kernel::Accumulator* c, int64_t ldc, bool accumulate) {
+                            typename Kernel::Accumulator* c, int64_t ldc, bool accumulate,
+                            int64_t a_depth = 0) {
   constexpr int kRows = Kernel::kRows, kColumns = Kernel::kColumns;
   const int64_t padded = Kernel::padded_depth(depth);
+  const int64_t a_padded = a_depth > 0 ? Kernel::padded_depth(a_depth) : padded;
   for (int64_t j = 0; j < columns; j += kColumns) {
     for (int64_t i = 0; i < rows; i += kRows) {
-      const auto* left = a + i * padded;
+      const auto* left = a + i * a_padded;
       const auto* right = b + j * padded;
       typename Kernel::Accumulator* target = c + i * ldc + j;
       const int64_t count_rows = rows - i, count_columns = columns - j;
@@ -452,8 +509,11 @@ inline void multiply_panels(int64_t rows, int64_t columns, int64_t depth,
       }
       alignas(64) typename Kernel::Accumulator edge[kRows * kColumns];
       Kernel::multiply(padded, left, right, edge, kColumns, false);
-      for (int64_t r = 0; r < (count_rows < kRows ? count_rows : kRows); ++r) {
-        for (int64_t q = 0; q < (count_columns < kColumns ? count_columns : kColumns); ++q) {
+      const int edge_rows = static_cast<int>(count_rows < kRows ? count_rows : kRows);
+      const int edge_columns =
+          static_cast<int>(count_columns < kColumns ? count_columns : kColumns);
+      for (int r = 0; r < edge_rows; ++r) {
+        for (int q = 0; q < edge_columns; ++q) {
           target[r * ldc + q] =
               accumulate ? target[r * ldc + q] + edge[r * kColumns + q] : edge[r * kColumns + q];
         }

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <atomic>
 
 #if defined(TESSERA_WITH_ONEDNN)
 #include <dnnl.h>
@@ -11,37 +10,13 @@
 #include <unistd.h>
 #endif
 
-#include <tessera/core/allocator.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/kernels/gemm.h>
 #include <tessera/core/kernels/gemm_tile.h>
-#include <tessera/core/parallel.h>
+#include <tessera/core/kernels/scratch.h>
 
 namespace tessera::kernels {
 namespace {
-
-// Workspace of the calling thread's parallel loop: one slice for each thread that takes part.
-class Scratch {
- public:
-  Scratch(int64_t slices, int64_t slice_bytes)
-      : slice_bytes_((slice_bytes + 63) / 64 * 64),
-        bytes_(static_cast<size_t>(slices * slice_bytes_)),
-        data_(static_cast<char*>(bytes_ > 0 ? cpu_allocator().allocate(bytes_) : nullptr)) {}
-  ~Scratch() {
-    if (data_ != nullptr) cpu_allocator().deallocate(data_, bytes_);
-  }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
-  // A slice that no other caller got; call once for each range of a parallel loop.
-  char* take() { return data_ + next_.fetch_add(1, std::memory_order_relaxed) * slice_bytes_; }
-
- private:
-  int64_t slice_bytes_;
-  size_t bytes_;
-  char* data_;
-  std::atomic<int64_t> next_{0};
-};
 
 const char* at(const void* data, int64_t elements, DType dtype) {
   return static_cast<const char*>(data) + elements * size_of(dtype);
@@ -124,9 +99,7 @@ void gemm_floating(const Gemm& p) {
   const int64_t panel_bytes =
       use_sgemm ? 0 : TS_SIMD_CALL(gemm_scratch_bytes, tiling.rows, tiling.columns);
   const int64_t sum_bytes = in_place ? 0 : tiling.rows * tiling.columns * size_of(sum_dtype);
-  const int64_t slices =
-      std::min<int64_t>(in_parallel_region() ? 1 : num_threads(), tiles * p.batch);
-  Scratch scratch(slices, panel_bytes + sum_bytes);
+  Scratch scratch(tiles * p.batch, panel_bytes + sum_bytes);
 
   parallel_for(tiles * p.batch, 1, [&](int64_t begin, int64_t end) {
     char* const slice = scratch.take();

@@ -1,0 +1,40 @@
+// Scaled dot product attention in tiles: softmax(scale * Q K^T + mask) V, without a (T, S) matrix.
+// Method: Dao et al., "FlashAttention" (2022); here a block of 32 queries sees all its keys at
+// once, as a row of scores fits the L2 cache of a CPU, and no running maximum is needed.
+//
+// query: [B, H, T, E]; key: [B, Hk, S, E]; value: [B, Hk, S, Ev]; H a multiple of Hk; any strides.
+// f64, f32, f16, bf16; scores and sums are f32 (f64 for f64). bf16 runs on AMX where it is there,
+// with probabilities rounded to bf16. Shapes are checked by the public ops.
+#pragma once
+
+#include <tessera/core/random.h>
+#include <tessera/core/tensor.h>
+
+namespace tessera::kernels {
+
+struct AttentionSpec {
+  double scale = 1;
+  bool causal = false;  // query t sees keys 0..t
+  double dropout =
+      0;  // of probabilities; element (b, h, t, s) draws number ((b H + h) T + t) S + s
+  RandomStream stream = {};
+  Tensor mask = {};  // [B, H, T, S] (expanded), bool or floating; or undefined
+};
+
+struct AttentionResult {
+  Tensor output;    // [B, H, T, Ev], in memory [B, T, H, Ev]
+  Tensor log_sums;  // [B, H, T] logarithm of each row's sum; infinity where a row sees no key
+};
+
+// A row that sees no key gives zeros.
+AttentionResult attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                          const AttentionSpec& spec);
+
+// Writes the gradients, tensors of any strides in the shapes of query, key and value. Probabilities
+// are calculated again from log_sums.
+void attention_backward(const Tensor& grad_output, const Tensor& query, const Tensor& key,
+                        const Tensor& value, const Tensor& output, const Tensor& log_sums,
+                        const AttentionSpec& spec, const Tensor& grad_query, const Tensor& grad_key,
+                        const Tensor& grad_value);
+
+}  // namespace tessera::kernels

@@ -1,0 +1,219 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include <tessera/core/dispatch.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/attention.h>
+#include <tessera/core/parallel.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera::kernels {
+namespace {
+
+struct Sizes {
+  int64_t B, H, Hk, T, S, E, Ev;
+};
+
+Tensor random_tensor(const Shape& shape, DType dtype, uint32_t seed) {
+  const Tensor x = raw::empty(shape, dtype);
+  std::mt19937 generator(seed);
+  std::normal_distribution<double> normal;
+  dispatch_floating(dtype, "test", [&]<class T>() {
+    for (int64_t i = 0; i < x.numel(); ++i) x.data_as<T>()[i] = store<T>(normal(generator));
+  });
+  return x;
+}
+
+double at(const Tensor& x, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const int64_t offset = b * x.stride(0) + h * x.stride(1) + i * x.stride(2) + j * x.stride(3);
+  if (x.dtype() == kBool) return x.data_as<bool>()[offset];
+  return dispatch_floating(x.dtype(), "test",
+                           [&]<class T>() { return load<double>(x.data_as<T>()[offset]); });
+}
+
+// Everything in f64, by the definition.
+struct Reference {
+  std::vector<double> output, grad_query, grad_key, grad_value;
+
+  Reference(const Sizes& n, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+            const AttentionSpec& spec)
+      : output(static_cast<size_t>(n.B * n.H * n.T * n.Ev)),
+        grad_query(static_cast<size_t>(n.B * n.H * n.T * n.E)),
+        grad_key(static_cast<size_t>(n.B * n.Hk * n.S * n.E)),
+        grad_value(static_cast<size_t>(n.B * n.Hk * n.S * n.Ev)) {
+    std::vector<double> p(static_cast<size_t>(n.S)), dp(p), keep(p);
+    for (int64_t b = 0; b < n.B; ++b) {
+      for (int64_t h = 0; h < n.H; ++h) {
+        const int64_t kh = h / (n.H / n.Hk);
+        for (int64_t t = 0; t < n.T; ++t) {
+          double maximum = -INFINITY, sum = 0, delta = 0;
+          for (int64_t s = 0; s < n.S; ++s) {
+            const size_t i = static_cast<size_t>(s);
+            p[i] = 0;
+            for (int64_t e = 0; e < n.E; ++e) p[i] += at(q, b, h, t, e) * at(k, b, kh, s, e);
+            p[i] *= spec.scale;
+            if (spec.mask.defined()) {
+              const double m = at(spec.mask, b, h, t, s);
+              p[i] += spec.mask.dtype() == kBool ? (m != 0 ? 0 : -INFINITY) : m;
+            }
+            if (spec.causal && s > t) p[i] = -INFINITY;
+            maximum = std::max(maximum, p[i]);
+            const uint64_t index = static_cast<uint64_t>(((b * n.H + h) * n.T + t) * n.S + s);
+            const auto drawn = philox4x32(spec.stream.seed, spec.stream.stream, index / 4);
+            keep[i] = spec.dropout == 0 ? 1
+                      : uniform_from_bits(drawn[index % 4]) >= static_cast<float>(spec.dropout)
+                          ? 1 / (1 - spec.dropout)
+                          : 0;
+          }
+          for (double& x : p) {
+            x = maximum == -INFINITY ? 0 : std::exp(x - maximum);
+            sum += x;
+          }
+          for (double& x : p) x = sum == 0 ? 0 : x / sum;
+          for (int64_t s = 0; s < n.S; ++s) {
+            const size_t i = static_cast<size_t>(s);
+            dp[i] = 0;
+            for (int64_t e = 0; e < n.Ev; ++e) {
+              output[static_cast<size_t>(((b * n.H + h) * n.T + t) * n.Ev + e)] +=
+                  p[i] * keep[i] * at(v, b, kh, s, e);
+              dp[i] += keep[i] * at(g, b, h, t, e) * at(v, b, kh, s, e);
+              grad_value[static_cast<size_t>(((b * n.Hk + kh) * n.S + s) * n.Ev + e)] +=
+                  p[i] * keep[i] * at(g, b, h, t, e);
+            }
+            delta += p[i] * dp[i];
+          }
+          for (int64_t s = 0; s < n.S; ++s) {
+            const size_t i = static_cast<size_t>(s);
+            const double ds = p[i] * (dp[i] - delta) * spec.scale;
+            for (int64_t e = 0; e < n.E; ++e) {
+              grad_query[static_cast<size_t>(((b * n.H + h) * n.T + t) * n.E + e)] +=
+                  ds * at(k, b, kh, s, e);
+              grad_key[static_cast<size_t>(((b * n.Hk + kh) * n.S + s) * n.E + e)] +=
+                  ds * at(q, b, h, t, e);
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+void expect_close(const Tensor& x, const std::vector<double>& reference, const char* what) {
+  // f32 sums of at most a few hundred products of order 1; narrow types round inputs of products.
+  const double tolerance = x.dtype() == kF64   ? 1e-12
+                           : x.dtype() == kF32 ? 2e-6
+                                               : 4 * epsilon_of(x.dtype());
+  double scale = 1e-30;
+  for (double value : reference) scale = std::max(scale, std::abs(value));
+  size_t i = 0;
+  for (int64_t b = 0; b < x.size(0); ++b) {
+    for (int64_t h = 0; h < x.size(1); ++h) {
+      for (int64_t r = 0; r < x.size(2); ++r) {
+        for (int64_t e = 0; e < x.size(3); ++e, ++i) {
+          ASSERT_NEAR(at(x, b, h, r, e), reference[i], tolerance * scale)
+              << what << " of " << x << " at " << b << "," << h << "," << r << "," << e;
+        }
+      }
+    }
+  }
+}
+
+void expect_attention(const Sizes& n, DType dtype, AttentionSpec spec) {
+  // Packed as a linear layer leaves them: (B, rows, heads, width).
+  const Tensor q = raw::transpose(random_tensor({n.B, n.T, n.H, n.E}, dtype, 1), 1, 2);
+  const Tensor k = raw::transpose(random_tensor({n.B, n.S, n.Hk, n.E}, dtype, 2), 1, 2);
+  const Tensor v = random_tensor({n.B, n.Hk, n.S, n.Ev}, dtype, 3);
+  const Tensor g = raw::transpose(random_tensor({n.B, n.T, n.H, n.Ev}, dtype, 4), 1, 2);
+  spec.scale = 1 / std::sqrt(static_cast<double>(n.E));
+  const AttentionResult result = attention(q, k, v, spec);
+  const Tensor grad_q = raw::empty({n.B, n.H, n.T, n.E}, dtype);
+  const Tensor grad_k = raw::transpose(raw::empty({n.B, n.S, n.Hk, n.E}, dtype), 1, 2);
+  const Tensor grad_v = raw::empty({n.B, n.Hk, n.S, n.Ev}, dtype);
+  attention_backward(g, q, k, v, result.output, result.log_sums, spec, grad_q, grad_k, grad_v);
+  const Reference reference(n, q, k, v, g, spec);
+  expect_close(result.output, reference.output, "output");
+  expect_close(grad_q, reference.grad_query, "grad_query");
+  expect_close(grad_k, reference.grad_key, "grad_key");
+  expect_close(grad_v, reference.grad_value, "grad_value");
+}
+
+const DType kDTypes[] = {kF64, kF32, kF16, kBF16};
+
+TEST(Attention, MatchesTheDefinitionInEveryDtype) {
+  for (DType dtype : kDTypes) expect_attention({2, 2, 2, 37, 45, 16, 24}, dtype, {});
+}
+TEST(Attention, CausalMatchesTheDefinition) {
+  for (DType dtype : kDTypes) {
+    expect_attention({1, 2, 2, 100, 100, 64, 64}, dtype, {.causal = true});
+    expect_attention({1, 1, 1, 70, 40, 8, 8}, dtype, {.causal = true});
+    expect_attention({1, 1, 1, 20, 90, 8, 8}, dtype, {.causal = true});
+  }
+}
+TEST(Attention, QueryHeadsShareKeyHeads) {
+  for (DType dtype : kDTypes) expect_attention({2, 6, 2, 33, 50, 20, 12}, dtype, {});
+}
+TEST(Attention, ASingleQueryReadsTheWholeCache) {
+  for (DType dtype : kDTypes) expect_attention({1, 2, 1, 1, 300, 32, 32}, dtype, {});
+}
+TEST(Attention, DropoutIsDrawnAgainInBackward) {
+  for (DType dtype : kDTypes) {
+    expect_attention({2, 2, 2, 40, 40, 16, 16}, dtype,
+                     {.causal = true, .dropout = 0.3, .stream = {7, 9}});
+  }
+}
+
+TEST(Attention, BoolMasksHideKeysAndWholeRows) {
+  const Sizes n{2, 2, 2, 40, 35, 16, 16};
+  const Tensor mask = raw::empty({n.B, n.H, n.T, n.S}, kBool);
+  std::mt19937 generator(5);
+  for (int64_t i = 0; i < mask.numel(); ++i) {
+    mask.data_as<bool>()[i] = generator() % 3 != 0 && (i / n.S) % n.T != 4;  // row 4 sees nothing
+  }
+  for (DType dtype : kDTypes) expect_attention(n, dtype, {.mask = mask});
+}
+
+TEST(Attention, AdditiveMasksOfAnyDtypeAndStride) {
+  const Sizes n{2, 3, 3, 21, 35, 16, 16};
+  for (DType dtype : kDTypes) {
+    const Tensor mask = raw::expand(random_tensor({1, 1, n.T, n.S}, dtype, 8), {2, 3, n.T, n.S});
+    expect_attention(n, dtype, {.mask = mask});
+  }
+}
+
+TEST(Attention, BitsDoNotDependOnTheThreadCount) {
+  const int before = num_threads();
+  for (DType dtype : {kF32, kBF16}) {
+    const Tensor q = random_tensor({2, 3, 65, 32}, dtype, 1);
+    const Tensor k = random_tensor({2, 3, 65, 32}, dtype, 2);
+    const AttentionSpec spec{.scale = 0.2, .causal = true};
+    Tensor outputs[2], grads[2];
+    for (int i = 0; i < 2; ++i) {
+      set_num_threads(1 + 3 * i);
+      const AttentionResult result = attention(q, k, k, spec);
+      outputs[i] = result.output;
+      grads[i] = raw::empty(q.shape(), dtype);
+      const Tensor other = raw::empty(q.shape(), dtype), third = raw::empty(q.shape(), dtype);
+      attention_backward(q, q, k, k, result.output, result.log_sums, spec, other, grads[i], third);
+    }
+    EXPECT_EQ(
+        std::memcmp(outputs[0].data(), outputs[1].data(), static_cast<size_t>(outputs[0].nbytes())),
+        0);
+    EXPECT_EQ(std::memcmp(grads[0].data(), grads[1].data(), static_cast<size_t>(grads[0].nbytes())),
+              0);
+  }
+  set_num_threads(before);
+}
+
+TEST(Attention, MetaTensorsGiveShapes) {
+  const Tensor q = raw::empty({2, 3, 5, 8}, kBF16, kMeta);
+  const AttentionResult result = attention(q, q, q, {});
+  EXPECT_EQ(result.output.shape(), (Shape{2, 3, 5, 8}));
+  EXPECT_TRUE(result.output.is_meta());
+}
+
+}  // namespace
+}  // namespace tessera::kernels
