@@ -6,10 +6,17 @@
 // compiled once for float and once for double, not once for every dtype and layout.
 #pragma once
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/macros.h>
+
+// For lambdas of inner loops: inlined, so that packs stay in registers.
+#define TS_LANES __attribute__((always_inline))
 
 namespace tessera::kernels::TS_SIMD {
 namespace {
@@ -61,17 +68,71 @@ TS_HD void stage_out(T* TS_RESTRICT y, int64_t n, const C* TS_RESTRICT buffer) {
   }
 }
 
-// The sum of f(i) for i in [0, n) in kLanes partial sums, combined pairwise.
-template <class C, class F>
-TS_HD C lane_sum(int64_t n, F&& f) {
-  C lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) lanes[l] += f(i + l);
+// A register's worth of numbers. Arithmetic, comparison and ?: of the compiler's vector types are
+// used where a plain loop would not vectorise: reductions that must not drop a NaN.
+#if defined(__AVX512F__)
+inline constexpr int kPackBytes = 64;
+#else
+inline constexpr int kPackBytes = 32;
+#endif
+template <class C>
+struct PackOf {
+  static constexpr int kSize = kPackBytes / static_cast<int>(sizeof(C));
+  typedef C type __attribute__((vector_size(kPackBytes)));
+};
+template <class C, int kBytes>
+struct UnalignedOf {
+  typedef C type __attribute__((vector_size(kBytes), aligned(alignof(C)), may_alias));
+};
+template <class C>
+using Pack = typename PackOf<C>::type;
+
+// PackOf<L>::kSize elements from x, converted to L.
+template <class L, class C>
+TS_HD Pack<L> load_pack(const C* x) {
+#if defined(__AVX__)  // g++ 12 converts halves and joins them
+  if constexpr (std::is_same_v<L, double> && std::is_same_v<C, float>) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<Pack<L>>(_mm512_cvtps_pd(_mm256_loadu_ps(x)));
+#else
+    return reinterpret_cast<Pack<L>>(_mm256_cvtps_pd(_mm_loadu_ps(x)));
+#endif
   }
-  for (int l = 0; i < n; ++i, ++l) lanes[l] += f(i);
+#endif
+  constexpr int kBytes = PackOf<L>::kSize * static_cast<int>(sizeof(C));
+  const auto packed = *reinterpret_cast<const typename UnalignedOf<C, kBytes>::type*>(x);
+  return __builtin_convertvector(packed, Pack<L>);
+}
+template <class C>
+TS_HD void store_pack(C* y, Pack<C> value) {
+  *reinterpret_cast<typename UnalignedOf<C, kPackBytes>::type*>(y) = value;
+}
+
+// step(...step(init, x[0])..., x[n - 1]) in kLanes partial results of type L, which are combined
+// pairwise with join. Element i belongs to lane i % kLanes on every instruction set, so that all
+// give the same bits. step and join take numbers and packs.
+template <class L, class C, class Step, class Join>
+TS_HD L fold_lanes(const C* x, int64_t n, L init, Step step, Join join) {
+  L lanes[kLanes];
+  int64_t i = 0;
+  if (n < kLanes / 2) {
+    L result = init;
+    for (; i < n; ++i) result = step(result, static_cast<L>(x[i]));
+    return result;
+  }
+  constexpr int kSize = PackOf<L>::kSize, kPacks = kLanes / kSize;
+  Pack<L> packs[kPacks];
+#pragma GCC unroll 16
+  for (int k = 0; k < kPacks; ++k) packs[k] = Pack<L>{} + init;
+  for (; i + kLanes <= n; i += kLanes) {
+#pragma GCC unroll 16
+    for (int k = 0; k < kPacks; ++k) packs[k] = step(packs[k], load_pack<L>(x + i + k * kSize));
+  }
+#pragma GCC unroll 16
+  for (int k = 0; k < kPacks; ++k) store_pack(lanes + k * kSize, packs[k]);
+  for (int l = 0; i < n; ++i, ++l) lanes[l] = step(lanes[l], static_cast<L>(x[i]));
   for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+    for (int l = 0; l < width; ++l) lanes[l] = join(lanes[l], lanes[l + width]);
   }
   return lanes[0];
 }

@@ -154,30 +154,35 @@ void clamp_block(int64_t n, C* x, C limit) {
 
 double power_sum_block(DType dtype, const void* data, int64_t n, double p) {
   return visit_floating(dtype, [&]<class T>() -> double {
+    using C = Compute<T>;
     const T* x = static_cast<const T*>(data);
-    const auto value = [&](int64_t i) __attribute__((always_inline)) {
-      return absolute(static_cast<double>(load<Compute<T>>(x[i])));
-    };
-    if (p == 2) {
-      return lane_sum<double>(
-          n, [&](int64_t i) __attribute__((always_inline)) {
-            const double v = value(i);
-            return v * v;
-          });
-    }
-    if (p == 1) return lane_sum<double>(n, value);
-    if (__builtin_isinf(p)) {
-      double lanes[kLanes] = {};
-      for (int64_t i = 0; i < n; ++i) {
-        double& lane = lanes[i % kLanes];
-        const double v = value(i);
-        lane = v > lane || v != v ? v : lane;
+    const auto add = [](auto a, auto b) TS_LANES { return a + b; };
+    const auto largest = [](auto a, auto b) TS_LANES { return (b > a) | (b != b) ? b : a; };
+    double result = 0;
+    C buffer[kBlock];
+    double powers[kBlock];
+    for (int64_t begin = 0; begin < n; begin += kBlock) {
+      const int64_t count = n - begin < kBlock ? n - begin : kBlock;
+      const C* block = stage_in<C>(x + begin, count, buffer);
+      if (p == 2) {
+        result += fold_lanes(
+            block, count, 0.0, [](auto a, auto v) TS_LANES { return a + v * v; }, add);
+      } else if (p == 1) {
+        result += fold_lanes(
+            block, count, 0.0, [](auto a, auto v) TS_LANES { return a + (v < 0 ? -v : v); }, add);
+      } else if (__builtin_isinf(p)) {
+        const double block_largest = fold_lanes(
+            block, count, 0.0, [&](auto a, auto v) TS_LANES { return largest(a, v < 0 ? -v : v); },
+            largest);
+        result = largest(result, block_largest);
+      } else {
+        for (int64_t i = 0; i < count; ++i) {
+          powers[i] = __builtin_pow(absolute(static_cast<double>(block[i])), p);
+        }
+        result += fold_lanes(powers, count, 0.0, add, add);
       }
-      double largest = 0;
-      for (double v : lanes) largest = v > largest || v != v ? v : largest;
-      return largest;
     }
-    return lane_sum<double>(n, [&](int64_t i) { return __builtin_pow(value(i), p); });
+    return result;
   });
 }
 

@@ -1,0 +1,50 @@
+// Cross-entropy of logits rows against class indices. The softmax is never stored: forward makes
+// one pass over a row (online largest element and sum of exponentials) and saves two numbers.
+//
+// logits: [N, V], rows contiguous, f64, f32, bf16 or f16; targets: [N] contiguous i64, checked by
+// check_targets before. Arithmetic is f32 (f64 for f64), sums over blocks of a row are f64. A row
+// whose target is ignore_index has no loss and a zero gradient.
+//
+// With class weights w (all 1 where absent), label smoothing s and log-probabilities l:
+//   loss = -(1 - s) w[target] l[target] - s / V sum_c w[c] l[c]
+// and the loss over all rows is divided by sum of w[target] over the rows that are not ignored.
+#pragma once
+
+#include <tessera/core/tensor.h>
+
+namespace tessera::kernels {
+
+// Targets as contiguous i64. Throws DTypeError, and IndexError that names position, value and the
+// number of classes.
+Tensor check_targets(const char* where, const Tensor& target, int64_t classes,
+                     int64_t ignore_index);
+
+struct CrossEntropyAttributes {
+  Tensor weight = {};  // [V] or absent
+  int64_t ignore_index = -100;
+  double label_smoothing = 0;
+};
+struct CrossEntropyRows {
+  Tensor losses;        // [N] f32 (f64)
+  Tensor statistics;    // [N, 2]: largest logit, 1 / sum of exp(logit - largest)
+  double total_weight;  // sum of w[target]: the divisor of the mean
+};
+CrossEntropyRows cross_entropy_forward(const Tensor& logits, const Tensor& targets,
+                                       const CrossEntropyAttributes& attributes);
+// d logits = row_gradients[n] * scale * d loss[n], in the logits' dtype. row_gradients: [N] or [1].
+Tensor cross_entropy_backward(const Tensor& logits, const Tensor& targets,
+                              const CrossEntropyAttributes& attributes, const Tensor& statistics,
+                              const Tensor& row_gradients, double scale);
+
+// Forward and backward at once, for callers that hold a block of rows and need it no more: writes
+// losses[n] and overwrites the logits by scale * (softmax - one_hot(target)), zeros for ignored
+// rows. Parallel over rows; two passes over a row.
+void cross_entropy_in_place(const Tensor& logits, const int64_t* targets, int64_t ignore_index,
+                            double scale, float* losses);
+
+// The distribution q[N, V] that the rows are compared with: d loss / d logits = row_sum(q) *
+// softmax - q. In the compute dtype of `like`; for gradients of gradients.
+Tensor cross_entropy_distribution(const Tensor& like, const Tensor& targets,
+                                  const CrossEntropyAttributes& attributes);
+
+}  // namespace tessera::kernels
