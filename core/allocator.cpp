@@ -192,6 +192,7 @@ std::string MemoryStats::summary() const {
 }
 
 std::shared_ptr<MemoryStats> memory_stats() { return Context::current().slot<StatsSlot>().stats; }
+void share_memory_stats(Context& other) { Context::current().share_slot<StatsSlot>(other); }
 
 MemoryCategoryGuard::MemoryCategoryGuard(MemoryCategory category)
     : previous_(std::exchange(Context::current().slot<CategorySlot>().category, category)) {}

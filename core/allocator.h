@@ -48,6 +48,9 @@ class MemoryStats {
 
 // The statistics of the current context.
 std::shared_ptr<MemoryStats> memory_stats();
+// Lets `other` count into the statistics of the current context: for the context of a worker
+// thread.
+void share_memory_stats(Context& other);
 
 // Storages made in the scope are counted under `category`.
 class MemoryCategoryGuard {

@@ -1,0 +1,149 @@
+#include <tessera/data/sampler.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include <tessera/core/error.h>
+#include <tessera/core/random.h>
+
+namespace tessera::data {
+namespace {
+
+void check_size(int64_t size, std::string_view where) {
+  TS_CHECK(size >= 0, where, "the number of samples must not be negative; got ", size, ".");
+}
+
+void check_position(int64_t position, int64_t size, std::string_view where) {
+  TS_CHECK_INDEX(position >= 0 && position < size, where, "position ", position,
+                 " is outside the epoch's ", size, " samples.");
+}
+
+// Mixes all bits of x into all bits of the result (the finaliser of MurmurHash3).
+uint64_t mix(uint64_t x) {
+  x ^= x >> 33;
+  x *= 0xFF51AFD7ED558CCD;
+  x ^= x >> 33;
+  x *= 0xC4CEB9FE1A85EC53;
+  return x ^ x >> 33;
+}
+
+// A number in [0, limit) from 64 even bits.
+uint64_t below(uint64_t bits, uint64_t limit) {
+  return static_cast<uint64_t>(static_cast<unsigned __int128>(bits) * limit >> 64);
+}
+
+}  // namespace
+
+void Sampler::indices(int64_t epoch, int64_t begin, std::span<int64_t> out) const {
+  for (int64_t& value : out) value = index(epoch, begin++);
+}
+
+SequentialSampler::SequentialSampler(int64_t size) : size_(size) {
+  check_size(size, "SequentialSampler");
+}
+
+int64_t SequentialSampler::index(int64_t, int64_t position) const {
+  check_position(position, size_, "SequentialSampler");
+  return position;
+}
+
+Permutation::Permutation(int64_t size, uint64_t seed, uint64_t stream) {
+  check_size(size, "Permutation");
+  size_ = static_cast<uint64_t>(size);
+  columns_ = static_cast<uint64_t>(std::sqrt(static_cast<double>(size_)));
+  while (columns_ * columns_ < size_) ++columns_;
+  rows_ = columns_ == 0 ? 0 : (size_ + columns_ - 1) / columns_;
+  rounds_ = size < 1024 ? kMaxRounds : 8;
+  for (int round = 0; round < rounds_; round += 2) {
+    const auto bits = philox4x32(seed, stream, static_cast<uint64_t>(round / 2));
+    keys_[round] = uint64_t{bits[0]} << 32 | bits[1];
+    keys_[round + 1] = uint64_t{bits[2]} << 32 | bits[3];
+  }
+}
+
+int64_t Permutation::operator[](int64_t position) const {
+  check_position(position, size(), "Permutation");
+  uint64_t value = static_cast<uint64_t>(position);
+  do {  // a cell beyond the end leads on: the walk comes back into [0, size) before it repeats
+    uint64_t row = value / columns_, column = value % columns_;
+    for (int round = 0; round < rounds_; round += 2) {
+      row += below(mix(column ^ keys_[round]), rows_);
+      if (row >= rows_) row -= rows_;
+      column += below(mix(row ^ keys_[round + 1]), columns_);
+      if (column >= columns_) column -= columns_;
+    }
+    value = row * columns_ + column;
+  } while (value >= size_);
+  return static_cast<int64_t>(value);
+}
+
+RandomSampler::RandomSampler(int64_t size, uint64_t seed) : size_(size), seed_(seed) {
+  check_size(size, "RandomSampler");
+}
+
+int64_t RandomSampler::index(int64_t epoch, int64_t position) const {
+  check_position(position, size_, "RandomSampler");
+  return Permutation(size_, seed_, static_cast<uint64_t>(epoch))[position];
+}
+
+void RandomSampler::indices(int64_t epoch, int64_t begin, std::span<int64_t> out) const {
+  const Permutation permutation(size_, seed_, static_cast<uint64_t>(epoch));
+  for (int64_t& value : out) value = permutation[begin++];
+}
+
+WeightedSampler::WeightedSampler(std::span<const double> weights, int64_t size, uint64_t seed)
+    : size_(size), seed_(seed) {
+  constexpr std::string_view kWhere = "WeightedSampler";
+  check_size(size, kWhere);
+  TS_CHECK(!weights.empty(), kWhere, "needs a weight for each example; got none.");
+  double sum = 0;
+  cumulative_.reserve(weights.size());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    TS_CHECK(std::isfinite(weights[i]) && weights[i] >= 0, kWhere,
+             "weights must be finite and not negative; weight ", i, " is ", weights[i], ".");
+    cumulative_.push_back(sum += weights[i]);
+  }
+  TS_CHECK(sum > 0 && std::isfinite(sum), kWhere,
+           "weights must have a positive, finite sum; it is ", sum, ".");
+}
+
+int64_t WeightedSampler::index(int64_t epoch, int64_t position) const {
+  check_position(position, size_, "WeightedSampler");
+  const auto bits =
+      philox4x32(seed_, static_cast<uint64_t>(epoch), static_cast<uint64_t>(position));
+  const double target = uniform_from_bits64(bits[0], bits[1]) * cumulative_.back();
+  // The first sum above the target belongs to an example whose weight is not 0.
+  auto found = std::upper_bound(cumulative_.begin(), cumulative_.end(), target);
+  // Rounding of the product may reach the total: take the last example with a weight.
+  if (found == cumulative_.end()) {
+    found = std::lower_bound(cumulative_.begin(), cumulative_.end(), cumulative_.back());
+  }
+  return found - cumulative_.begin();
+}
+
+BatchSource::BatchSource(std::shared_ptr<const Sampler> sampler, int64_t batch_size, bool drop_last)
+    : sampler_(std::move(sampler)), batch_size_(batch_size), drop_last_(drop_last) {
+  TS_CHECK(sampler_ != nullptr, "BatchSource", "needs a sampler; got none.");
+  TS_CHECK(batch_size >= 1, "BatchSource", "the batch size must be at least 1; got ", batch_size,
+           ".");
+}
+
+std::optional<int64_t> BatchSource::next_position(int64_t position) const {
+  const int64_t left = size() - position;
+  if (left <= 0 || (drop_last_ && left < batch_size_)) return std::nullopt;
+  return position + std::min(left, batch_size_);
+}
+
+std::vector<int64_t> BatchSource::batch(int64_t epoch, int64_t position) const {
+  const int64_t end = next_position(position).value_or(position);
+  std::vector<int64_t> indices(static_cast<size_t>(end - position));
+  sampler_->indices(epoch, position, indices);
+  return indices;
+}
+
+int64_t BatchSource::batches_after(int64_t position) const {
+  const int64_t left = std::max<int64_t>(size() - position, 0);
+  return drop_last_ ? left / batch_size_ : left / batch_size_ + (left % batch_size_ != 0);
+}
+
+}  // namespace tessera::data

@@ -1,0 +1,120 @@
+// Which examples come when: orders of a data set, and how they are cut into batches.
+//
+// An order is a pure function of (seed, epoch, position): nothing is drawn and nothing remembered,
+// so that any position of any epoch is known at once, on any rank, after any restart.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+namespace tessera::data {
+
+class Sampler {
+ public:
+  virtual ~Sampler() = default;
+  virtual int64_t size() const = 0;  // samples in an epoch
+  // The example at `position` in [0, size()) of `epoch`. Called by several threads at once.
+  virtual int64_t index(int64_t epoch, int64_t position) const = 0;
+  // The examples at positions [begin, begin + out.size()): what index() says, faster.
+  virtual void indices(int64_t epoch, int64_t begin, std::span<int64_t> out) const;
+};
+
+// 0, 1, 2, ...
+class SequentialSampler : public Sampler {
+ public:
+  explicit SequentialSampler(int64_t size);  // ValueError if negative
+  int64_t size() const override { return size_; }
+  int64_t index(int64_t epoch, int64_t position) const override;
+
+ private:
+  int64_t size_;
+};
+
+// A permutation of [0, size) without a table: O(1) time and memory for any size.
+//
+// A generalised Feistel network of 8 rounds over a grid of about sqrt(size) x sqrt(size) cells,
+// with cycle walking over the few cells beyond `size` (J. Black, P. Rogaway, "Ciphers with
+// Arbitrary Finite Domains", 2002).
+class Permutation {
+ public:
+  Permutation(int64_t size, uint64_t seed, uint64_t stream);  // ValueError if size is negative
+  int64_t size() const { return static_cast<int64_t>(size_); }
+  int64_t operator[](int64_t position) const;  // position in [0, size)
+
+ private:
+  static constexpr int kMaxRounds = 24;
+  uint64_t size_, rows_, columns_;  // size_ <= rows_ * columns_ < size_ + columns_
+  int rounds_;
+  uint64_t keys_[kMaxRounds];
+};
+
+// Every example once an epoch, in another order each.
+class RandomSampler : public Sampler {
+ public:
+  RandomSampler(int64_t size, uint64_t seed);
+  int64_t size() const override { return size_; }
+  int64_t index(int64_t epoch, int64_t position) const override;
+  void indices(int64_t epoch, int64_t begin, std::span<int64_t> out) const override;
+
+ private:
+  int64_t size_;
+  uint64_t seed_;
+};
+
+// Draws with replacement, example i with a probability in proportion to weights[i]. O(log n).
+class WeightedSampler : public Sampler {
+ public:
+  // `size`: samples in an epoch. ValueError for no weights, or a weight that is negative or not
+  // finite, or if all are 0.
+  WeightedSampler(std::span<const double> weights, int64_t size, uint64_t seed);
+  int64_t size() const override { return size_; }
+  int64_t index(int64_t epoch, int64_t position) const override;
+
+ private:
+  std::vector<double> cumulative_;
+  int64_t size_;
+  uint64_t seed_;
+};
+
+// What a loader reads: an epoch cut into batches. Positions count samples of the whole epoch, over
+// all ranks: a cursor (epoch, position) is good for any number of ranks and any batch size. A
+// source for one rank of many hands out its share of each global batch and moves on by the global
+// batch.
+class IndexSource {
+ public:
+  virtual ~IndexSource() = default;
+  virtual int64_t size() const = 0;  // samples in an epoch, over all ranks
+  // Position after the batch that starts at `position`; nothing where the epoch has no further
+  // batch.
+  virtual std::optional<int64_t> next_position(int64_t position) const = 0;
+  // The examples of the batch that starts at `position`, for this reader. Called by several threads
+  // at once.
+  virtual std::vector<int64_t> batch(int64_t epoch, int64_t position) const = 0;
+  // Batches from `position` to the end of the epoch.
+  virtual int64_t batches_after(int64_t position) const = 0;
+};
+
+// Batches of one size. The last one is smaller, or dropped.
+class BatchSource : public IndexSource {
+ public:
+  // ValueError if batch_size < 1.
+  BatchSource(std::shared_ptr<const Sampler> sampler, int64_t batch_size, bool drop_last);
+  int64_t size() const override { return sampler_->size(); }
+  std::optional<int64_t> next_position(int64_t position) const override;
+  std::vector<int64_t> batch(int64_t epoch, int64_t position) const override;
+  int64_t batches_after(int64_t position) const override;
+
+  const std::shared_ptr<const Sampler>& sampler() const { return sampler_; }
+  int64_t batch_size() const { return batch_size_; }
+  bool drop_last() const { return drop_last_; }
+
+ private:
+  std::shared_ptr<const Sampler> sampler_;
+  int64_t batch_size_;
+  bool drop_last_;
+};
+
+}  // namespace tessera::data
