@@ -56,7 +56,7 @@ if(simd_sources)
   endforeach()
 endif()
 if("v4" IN_LIST TESSERA_SIMD)
-  target_compile_definitions(tessera_core PUBLIC TESSERA_WITH_V4)
+  target_compile_definitions(tessera_core PRIVATE TESSERA_WITH_V4)
 endif()
 
 tessera_floor(autograd DEPENDS tessera_core)
