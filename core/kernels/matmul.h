@@ -16,7 +16,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias);
 // beta * x + alpha * a b. x broadcasts to [M, N]; a: [M, K]; b: [K, N].
 Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, double beta, double alpha);
 
-// target += a b; target: [M, N] with contiguous rows, of a's dtype or f32.
-void matmul_add(const Tensor& target, const Tensor& a, const Tensor& b);
+// target = a b, or target += a b. target: [M, N] with contiguous rows, of a's dtype or f32.
+void matmul_into(const Tensor& target, const Tensor& a, const Tensor& b, bool accumulate);
 
 }  // namespace tessera::kernels

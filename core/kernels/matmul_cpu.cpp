@@ -117,7 +117,7 @@ Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, double beta, dou
   return result;
 }
 
-void matmul_add(const Tensor& target, const Tensor& a, const Tensor& b) {
+void matmul_into(const Tensor& target, const Tensor& a, const Tensor& b, bool accumulate) {
   if (target.is_meta()) return;
   gemm({.m = a.size(0),
         .n = b.size(1),
@@ -128,7 +128,7 @@ void matmul_add(const Tensor& target, const Tensor& a, const Tensor& b) {
         .b = operand_of(b),
         .c = target.data(),
         .c_row_stride = target.stride(0),
-        .beta = 1});
+        .beta = accumulate ? 1.0 : 0.0});
 }
 
 }  // namespace tessera::kernels

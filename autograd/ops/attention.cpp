@@ -1,0 +1,178 @@
+#include <cmath>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/attention.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+
+// ---- scaled_dot_product_attention
+// ------------------------------------------------------------------
+
+const Op kAttention{.name = "scaled_dot_product_attention",
+                    .autocast = Autocast::kLow,
+                    .reads = {inputs(0, 1, 2)},
+                    .reads_outputs = outputs(0),
+                    .twice_differentiable = false,
+                    .composed = "matmul(softmax(matmul(q, k^T) * scale + mask), v)"};
+
+namespace {
+
+void check_dtypes(const Op& op, const Tensor& q, const Tensor& k, const Tensor& v) {
+  TS_CHECK_DTYPE(is_floating(q.dtype()) && !is_float8(q.dtype()), op,
+                 "expects f64, f32, f16 or bf16; got ", q, "; convert with to(dtype)");
+  TS_CHECK_DTYPE(q.dtype() == k.dtype() && q.dtype() == v.dtype(), op,
+                 "expects query, key and value of one dtype; got ", q, ", ", k, " and ", v);
+}
+
+void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v,
+                  const AttentionOptions& options) {
+  TS_CHECK_SHAPE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, kAttention,
+                 "expects query [B, H, T, E], key [B, Hk, S, E] and value [B, Hk, S, Ev]; got ", q,
+                 ", ", k, " and ", v, "; add dimensions with unsqueeze");
+  TS_CHECK_SHAPE(q.size(0) == k.size(0) && q.size(0) == v.size(0), kAttention,
+                 "batch sizes differ: ", q, ", ", k, " and ", v);
+  TS_CHECK_SHAPE(q.size(3) == k.size(3), kAttention, "widths differ: query is ", q, " and key is ",
+                 k);
+  TS_CHECK_SHAPE(k.size(1) == v.size(1) && k.size(2) == v.size(2), kAttention,
+                 "heads and lengths of key and value differ: ", k, " and ", v);
+  TS_CHECK_SHAPE(q.size(1) == k.size(1) || options.enable_gqa, kAttention, "query has ", q.size(1),
+                 " heads and key has ", k.size(1), "; set enable_gqa to share key heads");
+  TS_CHECK_SHAPE(k.size(1) > 0 ? q.size(1) % k.size(1) == 0 : q.size(1) == 0, kAttention,
+                 "query's heads (", q.size(1), ") must be a multiple of key's (", k.size(1), ")");
+  TS_CHECK(options.dropout >= 0 && options.dropout <= 1, kAttention,
+           "dropout must be in [0, 1]; got ", options.dropout);
+  const Tensor& mask = options.mask;
+  if (!mask.defined()) return;
+  TS_CHECK(!options.causal, kAttention,
+           "takes a mask or causal, not both; combine the mask with tril(ones)");
+  TS_CHECK_DTYPE(mask.dtype() == kBool || (is_floating(mask.dtype()) && !is_float8(mask.dtype())),
+                 kAttention, "expects a bool or floating mask; got ", mask);
+  TS_CHECK_DEVICE(mask.device() == q.device(), kAttention, "the mask is ", mask, ", the query ", q);
+  TS_CHECK_SHAPE(broadcastable_to(mask.shape(), {q.size(0), q.size(1), q.size(2), k.size(2)}),
+                 kAttention, "cannot broadcast the mask ", mask, " to [", q.size(0), ", ",
+                 q.size(1), ", ", q.size(2), ", ", k.size(2), "]");
+}
+
+kernels::AttentionSpec spec_of(const AttentionOptions& options, int64_t width) {
+  return {.scale = options.scale ? *options.scale : 1 / std::sqrt(static_cast<double>(width)),
+          .causal = options.causal,
+          .dropout = options.dropout,
+          .stream = options.dropout > 0 ? (options.stream ? *options.stream : next_random_stream())
+                                        : RandomStream{},
+          .mask = options.mask};
+}
+
+double attention_flops(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
+  const double scores = static_cast<double>(q.size(0) * q.size(1) * q.size(2) * k.size(2));
+  return 2 * scores * static_cast<double>(q.size(3) + v.size(3)) * (causal ? 0.5 : 1);
+}
+
+// [B, H, rows, width] that lies in memory as [B, rows, H, width], as a linear layer wants it.
+Tensor empty_heads(const Tensor& like) {
+  return raw::transpose(raw::empty({like.size(0), like.size(2), like.size(1), like.size(3)},
+                                   like.dtype(), like.device()),
+                        1, 2);
+}
+
+// For a mask that is learned: the kernel has no gradient for it.
+Tensor composed_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                          const AttentionOptions& options) {
+  const kernels::AttentionSpec spec = spec_of(options, q.size(3));
+  const int64_t group = q.size(1) / k.size(1);
+  const Tensor keys = group > 1 ? repeat_interleave(k, group, 1) : k;
+  const Tensor values = group > 1 ? repeat_interleave(v, group, 1) : v;
+  const Tensor scores = mul(matmul(q, transpose(keys, -2, -1)), spec.scale);
+  Tensor weights = softmax(add(scores, options.mask), -1);
+  if (spec.dropout > 0) weights = dropout(weights, spec.dropout, true, spec.stream);
+  return matmul(weights, values);
+}
+
+}  // namespace
+
+Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const AttentionOptions& options) {
+  check_shapes(query, key, value, options);
+  if (options.mask.defined() && grad_enabled() && options.mask.requires_grad()) {
+    return composed_attention(query, key, value, options);
+  }
+  kernels::AttentionSpec spec = spec_of(options, query.size(3));
+  if (spec.mask.defined()) {
+    spec.mask = raw::expand(spec.mask, {query.size(0), query.size(1), query.size(2), key.size(2)});
+  }
+  return differentiable(
+      kAttention, {query, key, value},
+      [&spec](Inputs in, Extras& extras) {
+        check_dtypes(kAttention, in[0], in[1], in[2]);
+        const auto [output, log_sums] = kernels::attention(in[0], in[1], in[2], spec);
+        count_flops(attention_flops(in[0], in[1], in[2], spec.causal));
+        if (extras.wanted()) extras.save(log_sums);
+        return output;
+      },
+      [spec](Grads dy, const Saved& s) -> TensorList {
+        const Tensor q = s.input(0), k = s.input(1), v = s.input(2);
+        const TensorList grads{empty_heads(q), empty_heads(k), empty_heads(v)};
+        kernels::attention_backward(dy[0], q, k, v, s.output(), s.extra(0), spec, grads[0],
+                                    grads[1], grads[2]);
+        return grads;
+      });
+}
+
+// ---- packed_attention
+// --------------------------------------------------------------------------------
+
+const Op kPackedAttention{
+    .name = "packed_attention",
+    .autocast = Autocast::kLow,
+    .reads = {inputs(0)},
+    .reads_outputs = outputs(0),
+    .twice_differentiable = false,
+    .composed = "scaled_dot_product_attention of the three parts, heads joined"};
+
+namespace {
+
+// Query, key or value of (B, T, 3, H, E) as [B, H, T, E].
+Tensor part_of(const Tensor& packed, int64_t part) {
+  return raw::transpose(raw::select(packed, 2, part), 1, 2);
+}
+// [B, T, H * E] as [B, H, T, E].
+Tensor split_heads(const Tensor& x, int64_t heads) {
+  return raw::transpose(
+      raw::view(x, {x.size(0), x.size(1), heads, heads > 0 ? x.size(2) / heads : 0}), 1, 2);
+}
+
+}  // namespace
+
+Tensor packed_attention(const Tensor& packed, const AttentionOptions& options) {
+  TS_CHECK_SHAPE(packed.dim() == 5 && packed.size(2) == 3, kPackedAttention,
+                 "expects [B, T, 3, H, E]; got ", packed);
+  TS_CHECK(!options.mask.defined() && !options.enable_gqa, kPackedAttention,
+           "takes no mask and no shared heads; use scaled_dot_product_attention");
+  TS_CHECK(options.dropout >= 0 && options.dropout <= 1, kPackedAttention,
+           "dropout must be in [0, 1]; got ", options.dropout);
+  const kernels::AttentionSpec spec = spec_of(options, packed.size(4));
+  return differentiable(
+      kPackedAttention, {packed},
+      [&spec](Inputs in, Extras& extras) {
+        const Tensor q = part_of(in[0], 0), k = part_of(in[0], 1), v = part_of(in[0], 2);
+        check_dtypes(kPackedAttention, q, k, v);
+        const auto [output, log_sums] = kernels::attention(q, k, v, spec);
+        count_flops(attention_flops(q, k, v, spec.causal));
+        if (extras.wanted()) extras.save(log_sums);
+        return raw::view(raw::transpose(output, 1, 2),
+                         {q.size(0), q.size(2), q.size(1) * q.size(3)});
+      },
+      [spec](Grads dy, const Saved& s) {
+        const Tensor qkv = s.input(0);
+        const Tensor grad = raw::empty(qkv.shape(), qkv.dtype(), qkv.device());
+        const int64_t heads = qkv.size(3);
+        kernels::attention_backward(split_heads(dy[0], heads), part_of(qkv, 0), part_of(qkv, 1),
+                                    part_of(qkv, 2), split_heads(s.output(), heads), s.extra(0),
+                                    spec, part_of(grad, 0), part_of(grad, 1), part_of(grad, 2));
+        return grad;
+      });
+}
+
+}  // namespace tessera

@@ -1,0 +1,350 @@
+#include <algorithm>
+#include <cmath>
+
+#include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/conv.h>
+#include <tessera/core/kernels/pool.h>
+
+namespace tessera {
+
+// ---- conv2d, conv1d
+// ----------------------------------------------------------------------------------
+
+const Op kConv2d{
+    .name = "conv2d", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0), inputs()}};
+
+namespace {
+
+// One value serves all dimensions; a one-dimensional convolution has height 1.
+void spread(const Op& op, const char* what, const Shape& values, int spatial, int64_t least,
+            int64_t (&target)[2]) {
+  TS_CHECK(values.size() == 1 || values.size() == spatial, op, what, " must have 1 or ", spatial,
+           " values; got ", values);
+  for (int64_t value : values) {
+    TS_CHECK(value >= least, op, what, " must be at least ", least, "; got ", values);
+  }
+  for (int d = 2 - spatial; d < 2; ++d) {
+    target[d] = values.size() == 1 ? values[0] : values[d - (2 - spatial)];
+  }
+}
+
+kernels::ConvGeometry geometry_of(const ConvOptions& options, int spatial) {
+  kernels::ConvGeometry geometry;
+  spread(kConv2d, "stride", options.stride, spatial, 1, geometry.stride);
+  spread(kConv2d, "padding", options.padding, spatial, 0, geometry.padding);
+  spread(kConv2d, "dilation", options.dilation, spatial, 1, geometry.dilation);
+  geometry.groups = options.groups;
+  return geometry;
+}
+
+void check_conv(const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t groups,
+                int spatial) {
+  TS_CHECK_SHAPE(x.dim() == spatial + 2 && weight.dim() == spatial + 2, kConv2d,
+                 "expects an input [N, C, ...] and a weight [O, C / groups, ...] with ", spatial,
+                 " spatial dimensions; got ", x, " and ", weight);
+  TS_CHECK(groups >= 1, kConv2d, "groups must be at least 1; got ", groups);
+  TS_CHECK_SHAPE(x.size(1) == weight.size(1) * groups && weight.size(0) % groups == 0, kConv2d,
+                 "channels do not fit: input ", x, ", weight ", weight, ", groups ", groups,
+                 "; the input needs ", weight.size(1) * groups,
+                 " and the output's must be a multiple of groups");
+  TS_CHECK_SHAPE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), kConv2d,
+                 "expects a bias of [", weight.size(0), "]; got ", bias);
+}
+
+void check_conv_dtypes(Inputs in) {
+  TS_CHECK_DTYPE(is_floating(in[0].dtype()) && !is_float8(in[0].dtype()), kConv2d,
+                 "expects f64, f32, f16 or bf16; got ", in[0]);
+  for (const Tensor& other : in.subspan(1)) {
+    TS_CHECK_DTYPE(!other.defined() || other.dtype() == in[0].dtype(), kConv2d,
+                   "expects operands of one dtype; got ", in[0], " and ", other,
+                   "; convert one with to(dtype)");
+  }
+}
+
+void count_conv(const Tensor& result, const Shape& weight) {
+  count_flops(2.0 * static_cast<double>(result.numel()) *
+              static_cast<double>(weight[1] * weight[2] * weight[3]));
+}
+
+// The convolution and its two gradients are one product of three tensors seen from three sides: the
+// gradient of each is made of the other two, so that derivatives of any order exist.
+Tensor conv_input_gradient(const Tensor& grad, const Tensor& weight, const Shape& x_shape,
+                           const kernels::ConvGeometry& geometry);
+Tensor conv_weight_gradient(const Tensor& grad, const Tensor& x, const Shape& weight_shape,
+                            const kernels::ConvGeometry& geometry);
+
+Tensor conv(const Tensor& x, const Tensor& weight, const Tensor& bias,
+            const kernels::ConvGeometry& geometry) {
+  return differentiable(
+      kConv2d, {x, weight, bias},
+      [&geometry](Inputs in) {
+        check_conv_dtypes(in);
+        const Tensor result = kernels::conv2d(in[0], in[1], in[2], geometry);
+        count_conv(result, in[1].shape());
+        return result;
+      },
+      [geometry](Grads dy, const Saved& s) -> TensorList {
+        Tensor grad_x, grad_weight, grad_bias;
+        if (s.needs(0)) {
+          grad_x = conv_input_gradient(dy[0], s.input(1), s.input_shape(0), geometry);
+        }
+        if (s.needs(1)) {
+          grad_weight = conv_weight_gradient(dy[0], s.input(0), s.input_shape(1), geometry);
+        }
+        if (s.needs(2)) grad_bias = sum(dy[0], {0, 2, 3});
+        return {grad_x, grad_weight, grad_bias};
+      });
+}
+
+Tensor conv_input_gradient(const Tensor& grad, const Tensor& weight, const Shape& x_shape,
+                           const kernels::ConvGeometry& geometry) {
+  return differentiable(
+      kConv2d, {grad, weight},
+      [&](Inputs in) { return kernels::conv2d_input_gradient(in[0], in[1], x_shape, geometry); },
+      [geometry](Grads dx, const Saved& s) -> TensorList {
+        return {s.needs(0) ? conv(dx[0], s.input(1), {}, geometry) : Tensor(),
+                s.needs(1) ? conv_weight_gradient(s.input(0), dx[0], s.input_shape(1), geometry)
+                           : Tensor()};
+      });
+}
+
+Tensor conv_weight_gradient(const Tensor& grad, const Tensor& x, const Shape& weight_shape,
+                            const kernels::ConvGeometry& geometry) {
+  return differentiable(
+      kConv2d, {grad, x},
+      [&](Inputs in) {
+        return kernels::conv2d_weight_gradient(in[0], in[1], weight_shape, geometry);
+      },
+      [geometry](Grads dw, const Saved& s) -> TensorList {
+        return {s.needs(0) ? conv(s.input(1), dw[0], {}, geometry) : Tensor(),
+                s.needs(1) ? conv_input_gradient(s.input(0), dw[0], s.input_shape(1), geometry)
+                           : Tensor()};
+      });
+}
+
+void check_output(const kernels::ConvGeometry& geometry, const Tensor& x, const Tensor& weight) {
+  TS_CHECK_SHAPE(weight.size(2) > 0 && weight.size(3) > 0 &&
+                     geometry.output_size(x.size(2), weight.size(2), 0) > 0 &&
+                     geometry.output_size(x.size(3), weight.size(3), 1) > 0,
+                 kConv2d, "the kernel of ", weight, " does not fit into the padded input ", x,
+                 "; enlarge the padding");
+}
+
+}  // namespace
+
+Tensor conv2d(const Tensor& x, const Tensor& weight, const Tensor& bias,
+              const ConvOptions& options) {
+  check_conv(x, weight, bias, options.groups, 2);
+  const kernels::ConvGeometry geometry = geometry_of(options, 2);
+  check_output(geometry, x, weight);
+  return conv(x, weight, bias, geometry);
+}
+
+Tensor conv1d(const Tensor& x, const Tensor& weight, const Tensor& bias,
+              const ConvOptions& options) {
+  check_conv(x, weight, bias, options.groups, 1);
+  const kernels::ConvGeometry geometry = geometry_of(options, 1);
+  const Tensor plane = unsqueeze(x, 2), kernel = unsqueeze(weight, 2);
+  check_output(geometry, plane, kernel);
+  return squeeze(conv(plane, kernel, bias, geometry), 2);
+}
+
+// ---- max_pool2d
+// ----------------------------------------------------------------------------------------
+
+const Op kMaxPool2d{.name = "max_pool2d"};
+
+namespace {
+
+struct PoolGeometry {
+  int64_t kernel[2] = {1, 1};
+  kernels::ConvGeometry conv;
+  int64_t output[2] = {0, 0};
+};
+
+PoolGeometry pool_geometry(const Op& op, const Tensor& x, const Shape& kernel, const Shape& stride,
+                           const Shape& padding, const Shape& dilation, bool ceil_mode) {
+  TS_CHECK_SHAPE(x.dim() == 3 || x.dim() == 4, op, "expects [N, C, H, W] or [C, H, W]; got ", x);
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op,
+                 "expects f64, f32, f16 or bf16; got ", x);
+  PoolGeometry g;
+  spread(op, "kernel_size", kernel, 2, 1, g.kernel);
+  spread(op, "stride", stride.empty() ? kernel : stride, 2, 1, g.conv.stride);
+  spread(op, "padding", padding, 2, 0, g.conv.padding);
+  spread(op, "dilation", dilation, 2, 1, g.conv.dilation);
+  for (int d = 0; d < 2; ++d) {
+    const int64_t input = x.size(-2 + d), step = g.conv.stride[d], pad = g.conv.padding[d];
+    TS_CHECK(2 * pad <= g.kernel[d], op, "padding must be at most half of the kernel; got padding ",
+             padding, " and kernel ", kernel);
+    const int64_t room = input + 2 * pad - g.conv.dilation[d] * (g.kernel[d] - 1) - 1;
+    TS_CHECK_SHAPE(room >= 0, op, "the kernel ", kernel, " does not fit into the padded input ", x);
+    g.output[d] = (room + (ceil_mode ? step - 1 : 0)) / step + 1;
+    // A window must begin inside the input or its left padding.
+    if (ceil_mode && (g.output[d] - 1) * step >= input + pad) --g.output[d];
+  }
+  return g;
+}
+
+}  // namespace
+
+Tensor max_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride,
+                  const Shape& padding, const Shape& dilation, bool ceil_mode) {
+  const PoolGeometry g =
+      pool_geometry(kMaxPool2d, x, kernel_size, stride, padding, dilation, ceil_mode);
+  return differentiable(
+      kMaxPool2d, {x},
+      [&g](Inputs in, Extras& extras) {
+        const auto [values, indices] =
+            kernels::max_pool(in[0], g.kernel, g.conv, g.output[0], g.output[1]);
+        if (extras.wanted()) extras.save(indices);
+        return values;
+      },
+      [](Grads dy, const Saved& s) {
+        const Shape& shape = s.input_shape(0);
+        const int64_t plane = shape[shape.size() - 2] * shape.back();
+        const Tensor indices = s.extra(0);
+        const int64_t window_count = indices.size(-2) * indices.size(-1);
+        const int64_t planes = window_count == 0 ? 0 : indices.numel() / window_count;
+        const Tensor zero =
+            zeros({planes, plane}, {.dtype = dy[0].dtype(), .device = dy[0].device()});
+        const Tensor grad = scatter_add(zero, 1, reshape(indices, {planes, window_count}),
+                                        reshape(dy[0], {planes, window_count}));
+        return reshape(grad, shape);
+      });
+}
+
+// ---- avg_pool2d, adaptive_avg_pool2d, interpolate: linear maps over windows
+// -----------------------------
+
+const Op kAvgPool2d{.name = "avg_pool2d"};
+const Op kAdaptiveAvgPool2d{.name = "adaptive_avg_pool2d"};
+const Op kInterpolate{.name = "interpolate"};
+
+namespace {
+
+struct WindowMaps {
+  kernels::WindowMap rows, columns;
+};
+
+Tensor apply_windows_transposed(const Op& op, const Tensor& grad, const WindowMaps& maps);
+
+Tensor apply_windows(const Op& op, const Tensor& x, const WindowMaps& maps) {
+  return differentiable(
+      op, {x}, [&maps](Inputs in) { return kernels::window_sum(in[0], maps.rows, maps.columns); },
+      [&op, maps](Grads dy, const Saved&) { return apply_windows_transposed(op, dy[0], maps); });
+}
+
+Tensor apply_windows_transposed(const Op& op, const Tensor& grad, const WindowMaps& maps) {
+  return differentiable(
+      op, {grad},
+      [&maps](Inputs in) { return kernels::window_sum_transposed(in[0], maps.rows, maps.columns); },
+      [&op, maps](Grads dx, const Saved&) { return apply_windows(op, dx[0], maps); });
+}
+
+kernels::WindowMap average_map(const PoolGeometry& g, int d, int64_t input, bool count_padding) {
+  kernels::WindowMap map;
+  map.input_size = input;
+  for (int64_t i = 0; i < g.output[d]; ++i) {
+    const int64_t start = i * g.conv.stride[d] - g.conv.padding[d];
+    const int64_t padded_end = std::min(start + g.kernel[d], input + g.conv.padding[d]);
+    const int64_t begin = std::max<int64_t>(start, 0), end = std::min(padded_end, input);
+    map.begin.push_back(begin);
+    map.end.push_back(end);
+    map.weight.push_back(1 / static_cast<double>(count_padding ? padded_end - start : end - begin));
+  }
+  return map;
+}
+
+kernels::WindowMap adaptive_map(int64_t input, int64_t output) {
+  kernels::WindowMap map;
+  map.input_size = input;
+  for (int64_t i = 0; i < output; ++i) {
+    map.begin.push_back(i * input / output);
+    map.end.push_back(((i + 1) * input + output - 1) / output);
+    map.weight.push_back(1 / static_cast<double>(map.end.back() - map.begin.back()));
+  }
+  return map;
+}
+
+// torch's index arithmetic, which is in float; factor 0: derived from the sizes.
+kernels::WindowMap nearest_map(int64_t input, int64_t output, double factor) {
+  kernels::WindowMap map;
+  map.input_size = input;
+  const float scale = factor > 0 ? static_cast<float>(1 / factor)
+                                 : static_cast<float>(input) / static_cast<float>(output);
+  for (int64_t i = 0; i < output; ++i) {
+    const int64_t nearest = static_cast<int64_t>(std::floor(static_cast<float>(i) * scale));
+    const int64_t source = std::min(output == input ? i : nearest, input - 1);
+    map.begin.push_back(source);
+    map.end.push_back(source + 1);
+    map.weight.push_back(1);
+  }
+  return map;
+}
+
+}  // namespace
+
+Tensor avg_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride,
+                  const Shape& padding, bool ceil_mode, bool count_include_pad) {
+  const PoolGeometry g = pool_geometry(kAvgPool2d, x, kernel_size, stride, padding, {1}, ceil_mode);
+  return apply_windows(kAvgPool2d, x,
+                       {average_map(g, 0, x.size(-2), count_include_pad),
+                        average_map(g, 1, x.size(-1), count_include_pad)});
+}
+
+Tensor adaptive_avg_pool2d(const Tensor& x, const Shape& output_size) {
+  TS_CHECK_SHAPE(x.dim() == 3 || x.dim() == 4, kAdaptiveAvgPool2d,
+                 "expects [N, C, H, W] or [C, H, W]; got ", x);
+  TS_CHECK_SHAPE(x.size(-2) > 0 && x.size(-1) > 0, kAdaptiveAvgPool2d,
+                 "expects planes that are not empty; got ", x);
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), kAdaptiveAvgPool2d,
+                 "expects f64, f32, f16 or bf16; got ", x);
+  int64_t output[2];
+  spread(kAdaptiveAvgPool2d, "output_size", output_size, 2, 0, output);
+  return apply_windows(kAdaptiveAvgPool2d, x,
+                       {adaptive_map(x.size(-2), output[0]), adaptive_map(x.size(-1), output[1])});
+}
+
+Tensor interpolate(const Tensor& x, const Shape& size, std::span<const double> scale_factor) {
+  const int spatial = x.dim() - 2;
+  TS_CHECK_SHAPE(spatial >= 1 && spatial <= 3, kInterpolate,
+                 "expects [N, C, ...] with one to three spatial dimensions; got ", x);
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), kInterpolate,
+                 "expects f64, f32, f16 or bf16; got ", x);
+  TS_CHECK(size.empty() != scale_factor.empty(), kInterpolate,
+           "expects a size or factors, one of the two");
+  TS_CHECK(
+      static_cast<int>(size.empty() ? scale_factor.size() : size.to_vector().size()) == spatial,
+      kInterpolate, "expects one value for each of the ", spatial, " spatial dimensions of ", x);
+  std::vector<kernels::WindowMap> maps;
+  Shape result_shape = x.shape();
+  for (int d = 0; d < spatial; ++d) {
+    const int64_t input = x.size(2 + d);
+    const double factor = size.empty() ? scale_factor[static_cast<size_t>(d)] : 0;
+    TS_CHECK(!size.empty() || (std::isfinite(factor) && factor > 0), kInterpolate,
+             "factors must be positive; got ", factor);
+    const int64_t output =
+        size.empty() ? static_cast<int64_t>(std::floor(static_cast<double>(input) * factor))
+                     : size[d];
+    TS_CHECK_SHAPE(input > 0 && output > 0, kInterpolate, "sizes must be positive: dimension ",
+                   2 + d, " goes from ", input, " to ", output);
+    maps.push_back(nearest_map(input, output, factor));
+    result_shape[2 + d] = output;
+  }
+  const auto identity = [](int64_t n) { return nearest_map(n, n, 0); };
+  const int64_t N = x.size(0), C = x.size(1);
+  if (spatial == 1) {
+    return squeeze(apply_windows(kInterpolate, unsqueeze(x, 2), {identity(1), maps[0]}), 2);
+  }
+  if (spatial == 2) return apply_windows(kInterpolate, x, {maps[0], maps[1]});
+  // Three dimensions: the last two, then the first over rows of what they gave.
+  const Tensor planes = apply_windows(
+      kInterpolate, reshape(x, {N, C * x.size(2), x.size(3), x.size(4)}), {maps[1], maps[2]});
+  const int64_t row = result_shape[3] * result_shape[4];
+  const Tensor depth = apply_windows(kInterpolate, reshape(planes, {N, C, x.size(2), row}),
+                                     {maps[0], identity(row)});
+  return reshape(depth, result_shape);
+}
+
+}  // namespace tessera

@@ -1,0 +1,21 @@
+// Cross entropy of x W^T with class indices, in chunks of rows: the logits [N, V] are never whole
+// in memory (at most 128 MiB of them), and loss and gradients come from one pass.
+#pragma once
+
+#include <tessera/core/tensor.h>
+
+namespace tessera::kernels {
+
+struct LinearCrossEntropy {
+  Tensor loss;         // [] f32, f64 for f64: sum or mean over rows that are not ignored
+  Tensor grad_x;       // [N, C], undefined unless wanted
+  Tensor grad_weight;  // [V, C], undefined unless wanted; f32 sums, rounded once
+};
+
+// x: [N, C]; weight: [V, C], floating, one dtype; target: [N] i64 or i32. The mean over no row is
+// NaN. Throws IndexError for a target outside [0, V) that is not ignore_index.
+LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
+                                        int64_t ignore_index, bool mean, bool want_grad_x,
+                                        bool want_grad_weight);
+
+}  // namespace tessera::kernels

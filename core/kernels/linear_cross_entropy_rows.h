@@ -1,0 +1,23 @@
+// What linear_cross_entropy_cpu.cpp asks of linear_cross_entropy_simd.cpp. Internal.
+#pragma once
+
+#include <cstdint>
+
+#include <tessera/core/dtype.h>
+#include <tessera/core/kernels/isa.h>
+
+namespace tessera::kernels {
+
+struct CrossEntropyRows {
+  int64_t rows, classes;
+  void* logits;            // (rows, classes) f64 for f64, else f32; destroyed
+  const int64_t* targets;  // (rows), negative: ignored
+  double* losses;          // (rows), 0 where ignored
+  void* gradients;         // (rows, classes) of `dtype`, may be logits; null: not wanted
+  DType dtype;
+  double scale;  // of the gradient
+};
+
+TS_SIMD_DECLARE(void cross_entropy_rows(const CrossEntropyRows& problem));
+
+}  // namespace tessera::kernels
