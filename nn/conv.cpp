@@ -1,0 +1,104 @@
+#include <tessera/nn/conv.h>
+
+#include <cmath>
+
+#include <tessera/autograd/ops.h>
+#include <tessera/nn/describe.h>
+#include <tessera/nn/init.h>
+
+namespace tessera::nn::detail {
+namespace {
+
+Shape for_all_dims(const Shape& sizes, int dims, const char* what) {
+  TS_CHECK(sizes.size() == 1 || sizes.size() == dims, "conv", what, " has ", sizes.size(),
+           " values; needs 1 or ", dims);
+  return sizes.size() == dims ? sizes : Shape::filled(dims, sizes[0]);
+}
+
+ConvLayerOptions for_all_dims(ConvLayerOptions options, int dims) {
+  options.stride = for_all_dims(options.stride, dims, "stride");
+  options.padding = for_all_dims(options.padding, dims, "padding");
+  options.dilation = for_all_dims(options.dilation, dims, "dilation");
+  return options;
+}
+
+Shape weight_shape(int64_t in, int64_t out, const Shape& kernel, int64_t groups) {
+  TS_CHECK(groups > 0 && in % groups == 0 && out % groups == 0, "conv", groups,
+           " groups do not divide ", in, " input and ", out, " output channels");
+  Shape shape = {out, in / groups};
+  for (const int64_t size : kernel) shape.push_back(size);
+  return shape;
+}
+
+}  // namespace
+
+template <class Derived, int kDims>
+ConvModule<Derived, kDims>::ConvModule(int64_t in_channels, int64_t out_channels,
+                                       const Shape& kernel_size, const ConvLayerOptions& options)
+    : in_channels(in_channels),
+      out_channels(out_channels),
+      kernel_size(for_all_dims(kernel_size, kDims, "kernel_size")),
+      options(for_all_dims(options, kDims)),
+      weight(this->parameter(
+          "weight", weight_shape(in_channels, out_channels, this->kernel_size, options.groups))),
+      bias(options.bias ? this->parameter("bias", Shape{out_channels})
+                        : this->parameter("bias", Tensor())) {
+  if (options.same_padding) {
+    for (const int64_t stride : this->options.stride) {
+      TS_CHECK(stride == 1, "conv", "same_padding needs stride 1; got ", this->options.stride);
+    }
+  }
+  if (ParameterDefaultsGuard::current().initialise) reset_parameters();
+}
+
+template <class Derived, int kDims>
+void ConvModule<Derived, kDims>::reset_parameters() {
+  const int64_t fan_in = init::calculate_fans(weight).in;
+  if (fan_in == 0) return;
+  const double bound = 1 / std::sqrt(static_cast<double>(fan_in));
+  init::uniform(weight, -bound, bound, this->initial_stream("weight"));
+  if (bias.defined()) init::uniform(bias, -bound, bound, this->initial_stream("bias"));
+}
+
+template <class Derived, int kDims>
+Tensor ConvModule<Derived, kDims>::forward(const Tensor& x) {
+  ConvOptions conv{.stride = options.stride,
+                   .padding = options.padding,
+                   .dilation = options.dilation,
+                   .groups = options.groups};
+  Tensor padded = x;
+  if (options.same_padding) {
+    // Even totals go to the op; an odd one is padded by hand at the end.
+    Shape rest;
+    bool uneven = false;
+    for (int d = kDims - 1; d >= 0; --d) {
+      const int64_t total = options.dilation[d] * (kernel_size[d] - 1);
+      conv.padding[d] = total / 2;
+      rest.push_back(0), rest.push_back(total % 2);
+      uneven |= total % 2 != 0;
+    }
+    if (uneven) padded = pad(x, rest);
+  }
+  return kDims == 1 ? conv1d(padded, weight, bias, conv) : conv2d(padded, weight, bias, conv);
+}
+
+template <class Derived, int kDims>
+std::string ConvModule<Derived, kDims>::extra_repr() const {
+  std::string text = std::to_string(in_channels) + ", " + std::to_string(out_channels) + ", " +
+                     "kernel_size=" + describe_shape(kernel_size) +
+                     ", stride=" + describe_shape(options.stride);
+  const auto differs = [](const Shape& sizes, int64_t value) {
+    return sizes != Shape::filled(sizes.size(), value);
+  };
+  if (options.same_padding) text += ", padding=same";
+  if (differs(options.padding, 0)) text += ", padding=" + describe_shape(options.padding);
+  if (differs(options.dilation, 1)) text += ", dilation=" + describe_shape(options.dilation);
+  if (options.groups != 1) text += ", groups=" + std::to_string(options.groups);
+  if (!options.bias) text += ", bias=False";
+  return text;
+}
+
+template class ConvModule<Conv1d, 1>;
+template class ConvModule<Conv2d, 2>;
+
+}  // namespace tessera::nn::detail

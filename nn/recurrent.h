@@ -1,0 +1,133 @@
+// LSTM (Hochreiter, Schmidhuber 1997) and GRU (Cho et al. 2014), with torch's parameter names and
+// order of gates (LSTM: input, forget, cell, output; GRU: reset, update, new).
+//
+// The products with the inputs of all steps are one matrix product a layer; the recurrent ones come
+// step by step.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include <tessera/nn/module.h>
+
+namespace tessera::nn {
+
+struct RecurrentOptions {
+  int64_t num_layers = 1;
+  bool bias = true;
+  bool batch_first = false;  // [N, L, ...] instead of [L, N, ...]; states are [layers, N, ...]
+  double dropout = 0;        // between layers, while training
+  bool bidirectional = false;
+};
+
+struct LstmState {
+  Tensor hidden;  // [layers * directions, N, hidden_size]
+  Tensor cell;    // like hidden
+  void visit_tensors(auto&& visit) { visit(hidden), visit(cell); }
+};
+struct LstmResult {
+  Tensor output;    // [L, N, directions * hidden_size]
+  LstmState state;  // after the last step
+  void visit_tensors(auto&& visit) { visit(output), visit(state); }
+};
+struct GruResult {
+  Tensor output;
+  Tensor hidden;
+  void visit_tensors(auto&& visit) { visit(output), visit(hidden); }
+};
+
+namespace detail {
+// weight_ih_l0 [gates * hidden, in], weight_hh_l0 [gates * hidden, hidden], bias_ih_l0, bias_hh_l0;
+// "_l1" for the next layer, "_reverse" for the second direction. All uniform in
+// +-1/sqrt(hidden_size) at first.
+template <class Derived, int kGates>
+class RecurrentModule : public Module<Derived> {
+ public:
+  RecurrentModule(int64_t input_size, int64_t hidden_size, const RecurrentOptions& options);
+  void reset_parameters();
+  std::string extra_repr() const override;
+
+  const int64_t input_size;
+  const int64_t hidden_size;
+  const RecurrentOptions options;
+
+ protected:
+  struct Direction {
+    const Tensor* weight_ih;
+    const Tensor* weight_hh;
+    const Tensor* bias_ih;  // undefined tensors without bias
+    const Tensor* bias_hh;
+  };
+  int64_t num_directions() const { return options.bidirectional ? 2 : 1; }
+  // x: [L, N, in] or [L, in]; one state a layer and direction.
+  struct Run {
+    Tensor output;
+    TensorList hidden;
+    TensorList cell;  // LSTM only
+  };
+  Run run(const Tensor& x, const Tensor& hidden, const Tensor& cell);
+
+  std::vector<Direction> directions_;
+};
+}  // namespace detail
+
+// x: [L, N, input_size], or [L, input_size] with states without the dimension N.
+class LSTM : public detail::RecurrentModule<LSTM, 4> {
+ public:
+  LSTM(int64_t input_size, int64_t hidden_size, const RecurrentOptions& options = {})
+      : RecurrentModule(input_size, hidden_size, options) {}
+  LstmResult forward(const Tensor& x, const LstmState& state = {});  // zeros without a state
+  std::unique_ptr<LSTM> remake() const {
+    return std::make_unique<LSTM>(input_size, hidden_size, options);
+  }
+};
+class GRU : public detail::RecurrentModule<GRU, 3> {
+ public:
+  GRU(int64_t input_size, int64_t hidden_size, const RecurrentOptions& options = {})
+      : RecurrentModule(input_size, hidden_size, options) {}
+  GruResult forward(const Tensor& x, const Tensor& hidden = {});
+  std::unique_ptr<GRU> remake() const {
+    return std::make_unique<GRU>(input_size, hidden_size, options);
+  }
+};
+
+struct CellOptions {
+  bool bias = true;
+};
+// One step. x: [N, input_size] or [input_size]; parameters weight_ih, weight_hh, bias_ih, bias_hh.
+class LSTMCell : public Module<LSTMCell> {
+ public:
+  LSTMCell(int64_t input_size, int64_t hidden_size, const CellOptions& options = {});
+  LstmState forward(const Tensor& x, const LstmState& state = {});
+  void reset_parameters();
+  std::unique_ptr<LSTMCell> remake() const {
+    return std::make_unique<LSTMCell>(input_size, hidden_size, options);
+  }
+
+  const int64_t input_size;
+  const int64_t hidden_size;
+  const CellOptions options;
+  const Tensor& weight_ih;
+  const Tensor& weight_hh;
+  const Tensor& bias_ih;
+  const Tensor& bias_hh;
+};
+class GRUCell : public Module<GRUCell> {
+ public:
+  GRUCell(int64_t input_size, int64_t hidden_size, const CellOptions& options = {});
+  Tensor forward(const Tensor& x, const Tensor& hidden = {});
+  void reset_parameters();
+  std::unique_ptr<GRUCell> remake() const {
+    return std::make_unique<GRUCell>(input_size, hidden_size, options);
+  }
+
+  const int64_t input_size;
+  const int64_t hidden_size;
+  const CellOptions options;
+  const Tensor& weight_ih;
+  const Tensor& weight_hh;
+  const Tensor& bias_ih;
+  const Tensor& bias_hh;
+};
+
+}  // namespace tessera::nn
