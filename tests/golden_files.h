@@ -1,20 +1,24 @@
 // Reads the files that tests/golden/generate.py writes.
 #pragma once
 
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <vector>
 
-#include <tessera/core/safetensors.h>
+#include <tessera/core/error.h>
 
 namespace tessera::tests {
 
-// tests/golden, wherever the tree is.
-std::string golden_path(const std::string& name);
-nlohmann::json golden_json(const std::string& name);
+// tests/golden of the tree that was built.
+inline std::string golden_path(const std::string& name) {
+  return std::string(TESSERA_SOURCE_DIR) + "/tests/golden/" + name;
+}
 
-// Runs one case of ops_GROUP.json against ops_GROUP.safetensors; what is wrong with its values,
-// dtypes and gradients, nothing where all is right.
-std::vector<std::string> replay_op_case(const nlohmann::json& golden, const SafeTensorsFile& file);
+inline nlohmann::json golden_json(const std::string& name) {
+  std::ifstream file(golden_path(name));
+  TS_CHECK_AS(IoError, file.good(), "golden", "cannot read '", golden_path(name),
+              "'; run generate.py");
+  return nlohmann::json::parse(file);
+}
 
 }  // namespace tessera::tests

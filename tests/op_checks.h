@@ -2,8 +2,11 @@
 // is right, so that the tests of these tests can look at them too.
 #pragma once
 
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
+
+#include <tessera/core/safetensors.h>
 
 #include "op_samples.h"
 
@@ -37,5 +40,8 @@ Complaints check_layout(const OpRow& row, const Sample& sample);
 Complaints check_meta(const OpRow& row, const Sample& sample);
 // Dtypes of results and gradients under autocast are those of the record's policy.
 Complaints check_autocast(const OpRow& row);
+
+// Runs one case of ops_GROUP.json on ops_GROUP.safetensors: values, dtypes and gradients of torch.
+Complaints replay_op_case(const nlohmann::json& golden, const SafeTensorsFile& file);
 
 }  // namespace tessera::tests

@@ -1,26 +1,14 @@
-#include <fstream>
-
 #include <tessera/autograd/autograd.h>
 
-#include "golden_files.h"
+#include <nlohmann/json.hpp>
+
 #include "op_checks.h"
 
 namespace tessera::tests {
 
 using nlohmann::json;
 
-std::string golden_path(const std::string& name) {
-  return std::string(TESSERA_SOURCE_DIR) + "/tests/golden/" + name;
-}
-
-json golden_json(const std::string& name) {
-  std::ifstream file(golden_path(name));
-  TS_CHECK_AS(IoError, file.good(), "golden", "cannot read '", golden_path(name),
-              "'; run generate.py");
-  return json::parse(file);
-}
-
-std::vector<std::string> replay_op_case(const json& golden, const SafeTensorsFile& file) {
+Complaints replay_op_case(const json& golden, const SafeTensorsFile& file) {
   Complaints complaints;
   const std::string name = golden["name"];
   const json& spec = golden["spec"];

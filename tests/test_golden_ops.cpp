@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "golden_files.h"
-#include "op_samples.h"
+#include "op_checks.h"
 
 namespace tessera::tests {
 namespace {
