@@ -238,7 +238,8 @@ std::unique_ptr<Schedule> make_schedule(const std::string& kind, const json& o,
     return schedule(Polynomial{warmup, total, number("power"), number("lr_end")});
   if (kind == "get_inverse_sqrt_schedule") return schedule(InverseSqrt{.warmup = warmup});
   if (kind == "cosine_with_min_lr")
-    return schedule(Cosine{.warmup = warmup, .total = total, .min_lr = number("min_lr")});
+    return schedule(
+        Cosine{.warmup = warmup, .total = total, .min_lr = number("min_lr"), .periodic = true});
   return nullptr;
 }
 
