@@ -158,6 +158,8 @@ struct OpRow {
   bool random = false;
   // The shape of the result depends on values: the meta device is refused.
   bool value_dependent = false;
+  // Refuses layouts that would need a copy, with a ShapeError.
+  bool refuses_layouts = false;
   // Factor k of the error bound k * eps * sqrt(terms) * scale.
   double tolerance = 4;
   // Names of Op records that this row exercises, where they differ from `name`; "" has none.

@@ -140,7 +140,7 @@ std::vector<OpRow> creation_rows() {
       {.name = "bernoulli_",
        .parameters = "input",
        .call = [](const Args& in, Attrs& a) -> Result {
-         return bernoulli_(clone(in[0]), a.number("p", 0.5));
+         return bernoulli_(clone(detach(in[0])), a.number("p", 0.5));
        },
        .samples = {{{constant(normal({4, 7}))}, R"({"p": 0.4})"}},
        .differentiable = kNo,
@@ -148,7 +148,7 @@ std::vector<OpRow> creation_rows() {
       {.name = "uniform_",
        .parameters = "input",
        .call = [](const Args& in, Attrs& a) -> Result {
-         return uniform_(clone(in[0]), a.number("from", 0), a.number("to", 1));
+         return uniform_(clone(detach(in[0])), a.number("from", 0), a.number("to", 1));
        },
        .samples = {{{constant(normal({4, 7}))}}},
        .differentiable = kNo,
@@ -156,7 +156,7 @@ std::vector<OpRow> creation_rows() {
       {.name = "normal_",
        .parameters = "input",
        .call = [](const Args& in, Attrs& a) -> Result {
-         return normal_(clone(in[0]), a.number("mean", 0), a.number("std", 1));
+         return normal_(clone(detach(in[0])), a.number("mean", 0), a.number("std", 1));
        },
        .samples = {{{constant(normal({4, 7}))}}},
        .differentiable = kNo,
