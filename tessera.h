@@ -2,15 +2,18 @@
 // headers that they need: <tessera/nn/linear.h>.
 #pragma once
 
-// clang-format off
+#include <tessera/core/allocator.h>
+#include <tessera/core/dlpack.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/parallel.h>
+#include <tessera/core/print.h>
+#include <tessera/core/profiler.h>
 #include <tessera/core/random.h>
 #include <tessera/core/safetensors.h>
+#include <tessera/core/state_dict.h>
 #include <tessera/core/tensor.h>
 
-#include <tessera/autograd/anomaly.h>
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/checkpoint.h>
@@ -18,14 +21,39 @@
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/ops.h>
 
+#include <tessera/nn/activation.h>
+#include <tessera/nn/attention.h>
+#include <tessera/nn/container.h>
+#include <tessera/nn/conv.h>
+#include <tessera/nn/dropout.h>
+#include <tessera/nn/embedding.h>
+#include <tessera/nn/init.h>
+#include <tessera/nn/linear.h>
+#include <tessera/nn/loss.h>
 #include <tessera/nn/module.h>
+#include <tessera/nn/norm.h>
+#include <tessera/nn/pooling.h>
+#include <tessera/nn/recurrent.h>
+#include <tessera/nn/transformer.h>
+
+#include <tessera/optim/adagrad.h>
+#include <tessera/optim/adamw.h>
+#include <tessera/optim/clip.h>
+#include <tessera/optim/ema.h>
+#include <tessera/optim/lion.h>
+#include <tessera/optim/optimizer.h>
+#include <tessera/optim/rmsprop.h>
+#include <tessera/optim/schedule.h>
+#include <tessera/optim/sgd.h>
 
 #include <tessera/data/bpe.h>
 #include <tessera/data/csv.h>
+#include <tessera/data/dataloader.h>
+#include <tessera/data/dataset.h>
 #include <tessera/data/idx.h>
 #include <tessera/data/jsonl.h>
 #include <tessera/data/text.h>
+#include <tessera/data/token_dataset.h>
 #include <tessera/data/token_file.h>
 #include <tessera/data/tokenizer.h>
 #include <tessera/data/wordpiece.h>
-// clang-format on

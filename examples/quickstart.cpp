@@ -1,6 +1,6 @@
 // Learns to tell points inside a circle from points outside.
-#include <cstdio>
 #include <tessera.h>
+#include <cstdio>
 using namespace tessera;
 
 struct Classifier : nn::Module<Classifier> {
