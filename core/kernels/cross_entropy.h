@@ -40,7 +40,7 @@ Tensor cross_entropy_backward(const Tensor& logits, const Tensor& targets,
 // losses[n] and overwrites the logits by scale * (softmax - one_hot(target)), zeros for ignored
 // rows. Parallel over rows; two passes over a row.
 void cross_entropy_in_place(const Tensor& logits, const int64_t* targets, int64_t ignore_index,
-                            double scale, float* losses);
+                            double scale, double* losses);
 
 // The distribution q[N, V] that the rows are compared with: d loss / d logits = row_sum(q) *
 // softmax - q. In the compute dtype of `like`; for gradients of gradients.

@@ -168,7 +168,7 @@ Tensor cross_entropy_backward(const Tensor& logits, const Tensor& targets,
 }
 
 void cross_entropy_in_place(const Tensor& logits, const int64_t* targets, int64_t ignore_index,
-                            double scale, float* losses) {
+                            double scale, double* losses) {
   check_logits(logits);
   if (logits.is_meta()) return;
   const int64_t N = logits.size(0), V = logits.size(1);
@@ -180,7 +180,7 @@ void cross_entropy_in_place(const Tensor& logits, const int64_t* targets, int64_
       return;
     }
     const RowStatistics s = TS_SIMD_CALL(cross_entropy_row, logits.dtype(), row, V, nullptr, false);
-    losses[n] = static_cast<float>((s.largest - element(logits, n, targets[n])) + std::log(s.sum));
+    losses[n] = (s.largest - element(logits, n, targets[n])) + std::log(s.sum);
     TS_SIMD_CALL(cross_entropy_row_gradient, logits.dtype(), row, row, V, s.largest, scale / s.sum,
                  0.0, nullptr, targets[n], scale);
   });

@@ -1,0 +1,448 @@
+// Reductions, running sums, softmax. Backward is made of ops, except for softmax, whose gradient is
+// one kernel unless backward itself is recorded.
+#include <cmath>
+#include <limits>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/reduce.h>
+#include <tessera/core/kernels/softmax.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+namespace {
+
+void check_not_float8(const Op& op, const Tensor& x) {
+  TS_CHECK_DTYPE(!is_float8(x.dtype()), op, "float8 is storage only; got ", x,
+                 "; convert with to(dtype)");
+}
+void check_floating(const Op& op, const Tensor& x) {
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op,
+                 "expects f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
+}
+// Integers are calculated in f32 where the result cannot be an integer.
+Tensor as_floating(const Tensor& x) { return is_floating(x.dtype()) ? x : to(x, kF32); }
+
+int64_t size_over(const Shape& shape, const Shape& dims) {
+  int64_t size = 1;
+  for (int64_t d : dims) size *= shape[static_cast<int>(d)];
+  return size;
+}
+// A reduced tensor with its dimensions of size 1 back in place.
+Tensor with_dims(const Tensor& y, const Shape& shape, const Shape& dims) {
+  const Shape kept = reduced_shape(shape, dims, true);
+  return y.shape() == kept ? y : reshape(y, kept);
+}
+Tensor spread(const Tensor& dy, const Shape& shape, const Shape& dims) {
+  return expand(with_dims(dy, shape, dims), shape);
+}
+Shape one_dim(const Tensor& x, int64_t dim, const Op& op) {
+  const int wrapped = wrap_dim(dim, x.dim(), op.name);
+  return x.dim() == 0 ? Shape{} : Shape{wrapped};
+}
+DType sum_dtype(DType dtype) { return is_floating(dtype) ? dtype : kI64; }
+
+}  // namespace
+
+const Op kSum{.name = "sum", .autocast = Autocast::kFloat32};
+
+Tensor sum(const Tensor& x, const Shape& dims, bool keepdim, std::optional<DType> dtype) {
+  check_not_float8(kSum, x);
+  const Shape wrapped = wrap_dims(dims, x.dim(), kSum.name);
+  return differentiable(
+      kSum, {x},
+      [=](Inputs in) {
+        return kernels::sum(in[0], wrapped, keepdim, dtype.value_or(sum_dtype(in[0].dtype())));
+      },
+      [=](Grads dy, const Saved& s) { return spread(dy[0], s.input_shape(0), wrapped); });
+}
+
+const Op kSumTo{.name = "sum_to"};
+
+Tensor sum_to(const Tensor& x, const Shape& shape) {
+  check_not_float8(kSumTo, x);
+  if (x.shape() == shape) return x;
+  TS_CHECK_SHAPE(broadcastable_to(shape, x.shape()), kSumTo, "shape ", shape,
+                 " does not broadcast to that of x, ", x);
+  return differentiable(
+      kSumTo, {x}, [=](Inputs in) { return kernels::sum_to(in[0], shape); },
+      [](Grads dy, const Saved& s) { return expand(dy[0], s.input_shape(0)); });
+}
+
+const Op kMean{.name = "mean", .autocast = Autocast::kFloat32};
+
+Tensor mean(const Tensor& x, const Shape& dims, bool keepdim) {
+  check_floating(kMean, x);
+  const Shape wrapped = wrap_dims(dims, x.dim(), kMean.name);
+  return differentiable(
+      kMean, {x}, [=](Inputs in) { return kernels::mean(in[0], wrapped, keepdim); },
+      [=](Grads dy, const Saved& s) {
+        const Shape& shape = s.input_shape(0);
+        return spread(div(dy[0], static_cast<double>(size_over(shape, wrapped))), shape, wrapped);
+      });
+}
+
+namespace {
+
+// d variance / d x times dy: 2 / (n - correction) * dy * (x - mean).
+Tensor variance_gradient(const Tensor& dy, const Tensor& x, const Shape& dims, double correction) {
+  const double n = static_cast<double>(size_over(x.shape(), dims));
+  const Tensor scaled = mul(with_dims(dy, x.shape(), dims), 2 / (n - correction));
+  return mul(scaled, sub(x, mean(x, dims, true)));
+}
+
+}  // namespace
+
+const Op kVar{.name = "var", .autocast = Autocast::kFloat32, .reads = {inputs(0)}};
+
+Tensor var(const Tensor& x, const Shape& dims, double correction, bool keepdim) {
+  check_floating(kVar, x);
+  const Shape wrapped = wrap_dims(dims, x.dim(), kVar.name);
+  return differentiable(
+      kVar, {x},
+      [=](Inputs in) {
+        return kernels::moments(in[0], wrapped, keepdim, correction, false, in[0].dtype()).variance;
+      },
+      [=](Grads dy, const Saved& s) {
+        return variance_gradient(dy[0], s.input(0), wrapped, correction);
+      });
+}
+
+const Op kStd{.name = "std",
+              .autocast = Autocast::kFloat32,
+              .reads = {inputs(0)},
+              .reads_outputs = outputs(0)};
+
+Tensor std(const Tensor& x, const Shape& dims, double correction, bool keepdim) {
+  check_floating(kStd, x);
+  const Shape wrapped = wrap_dims(dims, x.dim(), kStd.name);
+  return differentiable(
+      kStd, {x},
+      [=](Inputs in) {
+        return kernels::moments(in[0], wrapped, keepdim, correction, true, in[0].dtype()).variance;
+      },
+      [=](Grads dy, const Saved& s) {
+        const Tensor y = s.output();
+        const Tensor of_variance = masked_fill(div(dy[0], mul(y, 2)), eq(y, 0), 0);
+        return variance_gradient(of_variance, s.input(0), wrapped, correction);
+      });
+}
+
+// ---- Products, running sums and products --------------------------------------------------------
+
+namespace {
+
+bool has_zero(const Tensor& x) {
+  return !x.is_meta() && x.numel() > 0 &&
+         !kernels::all(x, wrap_dims({}, x.dim(), "prod"), false).item<bool>();
+}
+
+const Op kCumsum{.name = "cumsum", .autocast = Autocast::kFloat32};
+
+Tensor running_sum(const Tensor& x, int dim, bool reverse) {
+  return differentiable(
+      kCumsum, {x},
+      [=](Inputs in) { return kernels::cumsum(in[0], dim, sum_dtype(in[0].dtype()), reverse); },
+      [=](Grads dy, const Saved&) { return running_sum(dy[0], dim, !reverse); });
+}
+
+// Products of all others along dim: what lies before times what lies behind.
+Tensor product_of_others(const Tensor& x, int dim) {
+  const int64_t n = x.size(dim);
+  if (n <= 1) return ones_like(x);
+  const Tensor one = ones_like(narrow(x, dim, 0, 1));
+  const Tensor before = cat({one, cumprod(narrow(x, dim, 0, n - 1), dim)}, dim);
+  const Tensor behind = cat({one, cumprod(narrow(flip(x, {dim}), dim, 0, n - 1), dim)}, dim);
+  return mul(before, flip(behind, {dim}));
+}
+
+}  // namespace
+
+const Op kProd{.name = "prod",
+               .autocast = Autocast::kFloat32,
+               .reads = {inputs(0)},
+               .reads_outputs = outputs(0)};
+
+Tensor prod(const Tensor& x) {
+  if (x.dim() != 1) return prod(reshape(x, {x.numel()}), 0);
+  return prod(x, 0);
+}
+
+Tensor prod(const Tensor& x, int64_t dim, bool keepdim) {
+  check_not_float8(kProd, x);
+  const Shape wrapped = one_dim(x, dim, kProd);
+  return differentiable(
+      kProd, {x},
+      [=](Inputs in) { return kernels::prod(in[0], wrapped, keepdim, sum_dtype(in[0].dtype())); },
+      [=](Grads dy, const Saved& s) {
+        const Tensor x = s.input(0);
+        const Tensor grad = with_dims(dy[0], x.shape(), wrapped);
+        if (x.dim() == 0) return grad;
+        if (!has_zero(x)) return mul(grad, div(with_dims(s.output(), x.shape(), wrapped), x));
+        return mul(grad, product_of_others(x, static_cast<int>(wrapped[0])));
+      });
+}
+
+Tensor cumsum(const Tensor& x, int64_t dim) {
+  check_not_float8(kCumsum, x);
+  return running_sum(x, wrap_dim(dim, x.dim(), kCumsum.name), false);
+}
+
+const Op kCumprod{.name = "cumprod",
+                  .autocast = Autocast::kFloat32,
+                  .reads = {inputs(0)},
+                  .reads_outputs = outputs(0)};
+
+Tensor cumprod(const Tensor& x, int64_t dim) {
+  check_not_float8(kCumprod, x);
+  const int wrapped = wrap_dim(dim, x.dim(), kCumprod.name);
+  return differentiable(
+      kCumprod, {x},
+      [=](Inputs in) { return kernels::cumprod(in[0], wrapped, sum_dtype(in[0].dtype())); },
+      [=](Grads dy, const Saved& s) {
+        const Tensor x = s.input(0), y = s.output();
+        const Tensor sums = running_sum(mul(dy[0], y), wrapped, true);
+        if (x.dim() == 0) return dy[0];
+        if (!has_zero(x)) return div(sums, x);
+        // In front of the first zero as above; at it, the products without it; 0 behind.
+        const Tensor zero = eq(x, 0), zeros_so_far = cumsum(zero, wrapped);
+        const Tensor first = logical_and(zero, eq(zeros_so_far, 1));
+        const Tensor without = cumprod(masked_fill(x, first, 1), wrapped);
+        const Tensor at_first = running_sum(mul(dy[0], without), wrapped, true);
+        const Tensor in_front = eq(zeros_so_far, 0);
+        const Tensor safe = masked_fill(x, logical_not(in_front), 1);
+        return where(in_front, div(sums, safe), where(first, at_first, 0));
+      });
+}
+
+// ---- Extrema ------------------------------------------------------------------------------------
+
+namespace {
+
+// Equal extrema share the gradient.
+Tensor shared_gradient(const Tensor& dy, const Tensor& x, const Tensor& y, const Shape& dims) {
+  const Tensor mask = to(eq(x, with_dims(y, x.shape(), dims)), x.dtype());
+  const Tensor shares = div(with_dims(dy, x.shape(), dims), sum(mask, dims, true));
+  return mul(mask, shares);
+}
+
+Tensor extreme_values(const Op& op, const Tensor& x, const Shape& dims, bool keepdim,
+                      Tensor (*kernel)(const Tensor&, const Shape&, bool)) {
+  check_not_float8(op, x);
+  const Shape wrapped = wrap_dims(dims, x.dim(), op.name);
+  return differentiable(
+      op, {x}, [=](Inputs in) { return kernel(in[0], wrapped, keepdim); },
+      [=](Grads dy, const Saved& s) {
+        return shared_gradient(dy[0], s.input(0), s.output(), wrapped);
+      });
+}
+
+ValuesIndices extreme_along(const Op& op, const Tensor& x, int64_t dim, bool keepdim,
+                            bool largest) {
+  check_not_float8(op, x);
+  const int wrapped = wrap_dim(dim, x.dim(), op.name);
+  TensorList both = differentiable(
+      op, {x},
+      [=](Inputs in) -> TensorList {
+        const kernels::Extremum e = kernels::extremum(in[0], wrapped, keepdim, largest);
+        return {e.values, e.indices};
+      },
+      [=](Grads dy, const Saved& s) -> Tensor {
+        if (!dy.defined(0)) return {};
+        const Shape& shape = s.input_shape(0);
+        if (shape.empty()) return dy[0];
+        const Shape dims = {wrapped};
+        const Tensor grad = with_dims(dy[0], shape, dims);
+        const Tensor indices = with_dims(s.output(1), shape, dims);
+        return scatter(zeros(shape, {grad.dtype(), grad.device()}), wrapped, indices, grad);
+      });
+  return {both[0], both[1]};
+}
+
+Tensor extreme_index(const Op& op, const Tensor& x, std::optional<int64_t> dim, bool keepdim,
+                     bool largest) {
+  check_not_float8(op, x);
+  return not_differentiable(op, {x}, [=, &op](Inputs in) {
+    if (dim) {
+      const int wrapped = wrap_dim(*dim, in[0].dim(), op.name);
+      return kernels::extremum(in[0], wrapped, keepdim, largest).indices;
+    }
+    const Tensor flat = raw::view(kernels::contiguous(in[0]), {in[0].numel()});
+    const Tensor index = kernels::extremum(flat, 0, false, largest).indices;
+    return keepdim ? raw::view(index, Shape::filled(in[0].dim(), 1)) : index;
+  });
+}
+
+}  // namespace
+
+const Op kAmax{.name = "amax", .reads = {inputs(0)}, .reads_outputs = outputs(0)};
+
+Tensor amax(const Tensor& x, const Shape& dims, bool keepdim) {
+  return extreme_values(kAmax, x, dims, keepdim, kernels::amax);
+}
+
+const Op kAmin{.name = "amin", .reads = {inputs(0)}, .reads_outputs = outputs(0)};
+
+Tensor amin(const Tensor& x, const Shape& dims, bool keepdim) {
+  return extreme_values(kAmin, x, dims, keepdim, kernels::amin);
+}
+
+const Op kMax{.name = "max", .reads = {inputs(0)}, .reads_outputs = outputs(0)};
+const Op kMaxDim{.name = "max", .reads_outputs = outputs(1)};
+
+Tensor max(const Tensor& x) { return extreme_values(kMax, x, {}, false, kernels::amax); }
+ValuesIndices max(const Tensor& x, int64_t dim, bool keepdim) {
+  return extreme_along(kMaxDim, x, dim, keepdim, true);
+}
+
+const Op kMin{.name = "min", .reads = {inputs(0)}, .reads_outputs = outputs(0)};
+const Op kMinDim{.name = "min", .reads_outputs = outputs(1)};
+
+Tensor min(const Tensor& x) { return extreme_values(kMin, x, {}, false, kernels::amin); }
+ValuesIndices min(const Tensor& x, int64_t dim, bool keepdim) {
+  return extreme_along(kMinDim, x, dim, keepdim, false);
+}
+
+const Op kArgmax{.name = "argmax"};
+
+Tensor argmax(const Tensor& x, std::optional<int64_t> dim, bool keepdim) {
+  return extreme_index(kArgmax, x, dim, keepdim, true);
+}
+
+const Op kArgmin{.name = "argmin"};
+
+Tensor argmin(const Tensor& x, std::optional<int64_t> dim, bool keepdim) {
+  return extreme_index(kArgmin, x, dim, keepdim, false);
+}
+
+const Op kAny{.name = "any"};
+
+Tensor any(const Tensor& x, const Shape& dims, bool keepdim) {
+  check_not_float8(kAny, x);
+  const Shape wrapped = wrap_dims(dims, x.dim(), kAny.name);
+  return not_differentiable(kAny, {x},
+                            [=](Inputs in) { return kernels::any(in[0], wrapped, keepdim); });
+}
+
+const Op kAll{.name = "all"};
+
+Tensor all(const Tensor& x, const Shape& dims, bool keepdim) {
+  check_not_float8(kAll, x);
+  const Shape wrapped = wrap_dims(dims, x.dim(), kAll.name);
+  return not_differentiable(kAll, {x},
+                            [=](Inputs in) { return kernels::all(in[0], wrapped, keepdim); });
+}
+
+// ---- Norms and exponentials ---------------------------------------------------------------------
+
+namespace {
+
+// dy: with its dimensions back in place, as y. The conventions where |x| or the norm is 0 are
+// torch's: no gradient.
+Tensor norm_gradient(const Tensor& dy, const Tensor& x, const Tensor& y, double p,
+                     const Shape& dims) {
+  if (p == 0) return zeros_like(x);
+  if (p == 1) return mul(dy, sign(x));
+  if (p == 2) return mul(x, masked_fill(div(dy, y), eq(y, 0), 0));
+  if (::std::isinf(p)) {
+    const Tensor mask = to(eq(abs(x), y), x.dtype());
+    return mul(mul(sign(x), mask), div(dy, sum(mask, dims, true)));
+  }
+  const Tensor shares = masked_fill(div(dy, pow(y, p - 1)), eq(y, 0), 0);
+  if (p < 2) {
+    const Tensor slopes = mul(sign(x), pow(abs(x), p - 1));
+    return mul(p < 1 ? masked_fill(slopes, eq(x, 0), 0) : slopes, shares);
+  }
+  return mul(mul(x, pow(abs(x), p - 2)), shares);
+}
+
+}  // namespace
+
+const Op kNorm{.name = "norm",
+               .autocast = Autocast::kFloat32,
+               .reads = {inputs(0)},
+               .reads_outputs = outputs(0)};
+
+Tensor norm(const Tensor& x, double p, const Shape& dims, bool keepdim) {
+  check_floating(kNorm, x);
+  TS_CHECK(!::std::isnan(p), kNorm, "p must be a number; got NaN");
+  const Shape wrapped = wrap_dims(dims, x.dim(), kNorm.name);
+  return differentiable(
+      kNorm, {x}, [=](Inputs in) { return kernels::norm(in[0], p, wrapped, keepdim); },
+      [=](Grads dy, const Saved& s) {
+        const Tensor x = s.input(0);
+        return norm_gradient(with_dims(dy[0], x.shape(), wrapped), x,
+                             with_dims(s.output(), x.shape(), wrapped), p, wrapped);
+      });
+}
+
+const Op kLogsumexp{.name = "logsumexp",
+                    .autocast = Autocast::kFloat32,
+                    .reads = {inputs(0)},
+                    .reads_outputs = outputs(0)};
+
+Tensor logsumexp(const Tensor& given, const Shape& dims, bool keepdim) {
+  const Tensor x = as_floating(given);
+  check_floating(kLogsumexp, x);
+  const Shape wrapped = wrap_dims(dims, x.dim(), kLogsumexp.name);
+  return differentiable(
+      kLogsumexp, {x}, [=](Inputs in) { return kernels::logsumexp(in[0], wrapped, keepdim); },
+      [=](Grads dy, const Saved& s) {
+        const Tensor x = s.input(0);
+        const Tensor y = with_dims(s.output(), x.shape(), wrapped);
+        return mul(with_dims(dy[0], x.shape(), wrapped), exp(sub(x, y)));
+      });
+}
+
+const Op kSoftmax{.name = "softmax",
+                  .autocast = Autocast::kFloat32,
+                  .reads_outputs = outputs(0),
+                  .flops_per_element = 15};
+
+Tensor softmax(const Tensor& x, int64_t dim) {
+  check_floating(kSoftmax, x);
+  const int wrapped = wrap_dim(dim, x.dim(), kSoftmax.name);
+  return differentiable(
+      kSoftmax, {x}, [=](Inputs in) { return kernels::softmax(in[0], wrapped, false); },
+      [=](Grads dy, const Saved& s) {
+        const Tensor y = s.output();
+        if (!grad_enabled()) return kernels::softmax_backward(dy[0], y, wrapped, false);
+        return mul(y, sub(dy[0], sum(mul(dy[0], y), {wrapped}, true)));
+      });
+}
+
+const Op kLogSoftmax{.name = "log_softmax",
+                     .autocast = Autocast::kFloat32,
+                     .reads_outputs = outputs(0),
+                     .flops_per_element = 15};
+
+Tensor log_softmax(const Tensor& x, int64_t dim) {
+  check_floating(kLogSoftmax, x);
+  const int wrapped = wrap_dim(dim, x.dim(), kLogSoftmax.name);
+  return differentiable(
+      kLogSoftmax, {x}, [=](Inputs in) { return kernels::softmax(in[0], wrapped, true); },
+      [=](Grads dy, const Saved& s) {
+        const Tensor y = s.output();
+        if (!grad_enabled()) return kernels::softmax_backward(dy[0], y, wrapped, true);
+        return sub(dy[0], mul(exp(y), sum(dy[0], {wrapped}, true)));
+      });
+}
+
+// ---- Made of the above --------------------------------------------------------------------------
+
+Tensor normalize(const Tensor& x, double p, int64_t dim, double eps) {
+  return div(x, clamp(norm(x, p, {dim}, true), eps));
+}
+
+Tensor cosine_similarity(const Tensor& a, const Tensor& b, int64_t dim, double eps) {
+  const Shape shape = broadcast_shapes(a.shape(), b.shape(), "cosine_similarity");
+  const DType dtype = promote_types(as_floating(a).dtype(), as_floating(b).dtype());
+  const Tensor left = expand(to(a, dtype), shape), right = expand(to(b, dtype), shape);
+  const Tensor left_unit = div(left, clamp(norm(left, 2, {dim}, true), eps));
+  const Tensor right_unit = div(right, clamp(norm(right, 2, {dim}, true), eps));
+  return sum(mul(left_unit, right_unit), {dim});
+}
+
+}  // namespace tessera
