@@ -1,0 +1,438 @@
+// Losses. Cross-entropy of class indices is one fused kernel; the pointwise ones are formulas in
+// ops, calculated in f32 for narrower inputs, with their slopes beside them.
+#include <cmath>
+#include <functional>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/cross_entropy.h>
+#include <tessera/core/kernels/elementwise.h>
+#include <tessera/core/kernels/reduce.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+namespace {
+
+void check_input(const Op& op, const char* name, const Tensor& x) {
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op, name,
+                 " must be f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
+}
+Tensor in_compute(const Tensor& x) { return is_low_precision(x.dtype()) ? to(x, kF32) : x; }
+
+Tensor reduced(const Tensor& losses, Reduction reduction) {
+  switch (reduction) {
+    case Reduction::kMean:
+      return mean(losses);
+    case Reduction::kSum:
+      return sum(losses);
+    default:
+      return losses;
+  }
+}
+// What a loss of one element gets of the gradient of the result.
+Tensor share_of(const Tensor& dy, Reduction reduction, int64_t numel) {
+  return reduction == Reduction::kMean ? div(dy, static_cast<double>(numel)) : dy;
+}
+
+// ---- Cross-entropy ------------------------------------------------------------------------------
+
+// Dimension 1 holds the classes, or the only one.
+int64_t classes_of(const Tensor& x) { return x.dim() == 1 ? x.size(0) : x.size(1); }
+
+// [N, C, d...] as rows [N * d..., C]; and back.
+Tensor to_rows(const Tensor& x) {
+  if (x.dim() <= 1) return reshape(x, {1, x.numel()});
+  if (x.dim() == 2) return x;
+  Shape order = {0};
+  for (int d = 2; d < x.dim(); ++d) order.push_back(d);
+  order.push_back(1);
+  const int64_t C = x.size(1);
+  return reshape(permute(x, order), {C == 0 ? 0 : x.numel() / C, C});
+}
+Tensor from_rows(const Tensor& rows, const Shape& shape) {
+  if (shape.size() <= 2) return reshape(rows, shape);
+  Shape split = {shape[0]};
+  Shape order = {0, shape.size() - 1};
+  for (int d = 2; d < shape.size(); ++d) {
+    split.push_back(shape[d]);
+    order.push_back(d - 1);
+  }
+  split.push_back(shape[1]);
+  return permute(reshape(rows, split), order);
+}
+Tensor contiguous_rows(const Tensor& rows) {
+  return rows.size(1) <= 1 || rows.stride(1) == 1 ? rows : kernels::contiguous(rows);
+}
+
+// Target's shape where it holds class indices: that of x without the classes.
+void check_class_target(const Op& op, const Tensor& x, const Tensor& target) {
+  TS_CHECK_SHAPE(x.dim() >= 1, op, "expects [C], [N, C] or [N, C, ...]; got ", x);
+  Shape expected = x.shape();
+  expected.erase(x.dim() == 1 ? 0 : 1);
+  TS_CHECK_SHAPE(target.shape() == expected, op, "class indices for ", x, " must have shape ",
+                 expected, "; got ", target);
+  TS_CHECK_DEVICE(target.device() == x.device(), op, "input is on ", x.device(), " and target on ",
+                  target.device());
+}
+void check_class_weight(const Op& op, const Tensor& x, const Tensor& weight) {
+  if (!weight.defined()) return;
+  check_input(op, "weight", weight);
+  TS_CHECK_SHAPE(weight.shape() == Shape{classes_of(x)}, op, "weight must have shape [",
+                 classes_of(x), "], the classes of ", x, "; got ", weight);
+}
+
+// Targets that are distributions: made of ops, differentiable in both.
+Tensor soft_cross_entropy(const Op& op, const Tensor& logits, const Tensor& target,
+                          const CrossEntropyOptions& options) {
+  TS_CHECK_SHAPE(target.shape() == logits.shape(), op,
+                 "probabilities must have the shape of the logits, ", logits, "; got ", target);
+  check_input(op, "target", target);
+  const int64_t C = classes_of(logits);
+  const double s = options.label_smoothing;
+  Tensor q = to_rows(in_compute(target));
+  if (s != 0) q = add(mul(q, 1 - s), s / static_cast<double>(C));
+  if (options.weight.defined()) q = mul(q, in_compute(options.weight));
+  const Tensor rows = to_rows(in_compute(logits));
+  const Tensor losses = neg(sum(mul(log_softmax(rows, 1), q), {1}));
+  Tensor result;
+  if (options.reduction == Reduction::kNone) {
+    Shape shape = logits.shape();
+    shape.erase(logits.dim() == 1 ? 0 : 1);
+    result = reshape(losses, shape);
+  } else {
+    result = reduced(losses, options.reduction);
+  }
+  return to(result, logits.dtype());
+}
+
+}  // namespace
+
+const Op kCrossEntropy{.name = "cross_entropy",
+                       .reads = {inputs(0)},
+                       .composed = "nll_loss(log_softmax(logits, 1), target)",
+                       .flops_per_element = 15};
+
+Tensor cross_entropy(const Tensor& logits, const Tensor& target,
+                     const CrossEntropyOptions& options) {
+  check_input(kCrossEntropy, "logits", logits);
+  TS_CHECK(options.label_smoothing >= 0 && options.label_smoothing <= 1, kCrossEntropy,
+           "label_smoothing must be in [0, 1]; got ", options.label_smoothing);
+  TS_CHECK_SHAPE(logits.dim() >= 1, kCrossEntropy, "expects [C], [N, C] or [N, C, ...]; got ",
+                 logits);
+  check_class_weight(kCrossEntropy, logits, options.weight);
+  if (is_floating(target.dtype())) {
+    return soft_cross_entropy(kCrossEntropy, logits, target, options);
+  }
+  check_class_target(kCrossEntropy, logits, target);
+  const Tensor targets =
+      kernels::check_targets("cross_entropy", target, classes_of(logits), options.ignore_index);
+  const Reduction reduction = options.reduction;
+  const kernels::CrossEntropyAttributes attributes{options.weight, options.ignore_index,
+                                                   options.label_smoothing};
+  return differentiable(
+      kCrossEntropy, {logits, targets},
+      [=](Inputs in, Extras& extras) {
+        const kernels::CrossEntropyRows rows =
+            kernels::cross_entropy_forward(contiguous_rows(to_rows(in[0])), in[1], attributes);
+        extras.save(in[1]);
+        extras.save(rows.statistics);
+        extras.save(scalar_tensor(rows.total_weight, kF64));
+        if (reduction == Reduction::kNone) {
+          return kernels::convert(raw::view(rows.losses, in[1].shape()), in[0].dtype());
+        }
+        if (in[0].is_meta()) return raw::empty({}, in[0].dtype(), in[0].device());
+        const double total = kernels::sum(rows.losses, {0}, false, kF64).item();
+        return scalar_tensor(reduction == Reduction::kMean ? total / rows.total_weight : total,
+                             in[0].dtype());
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        const Tensor logits = s.input(0), targets = s.extra(0), rows = to_rows(logits);
+        const double scale =
+            reduction == Reduction::kMean && !logits.is_meta() ? 1 / s.extra(2).item() : 1;
+        const Tensor up = reshape(dy[0], {dy[0].numel()});
+        if (!grad_enabled()) {
+          const Tensor gradient = kernels::cross_entropy_backward(
+              contiguous_rows(rows), targets, attributes, s.extra(1), up, scale);
+          return {from_rows(gradient, logits.shape()), Tensor()};
+        }
+        const Tensor q = kernels::cross_entropy_distribution(rows, targets, attributes);
+        const Tensor p = softmax(in_compute(rows), 1);
+        const Tensor weight = unsqueeze(mul(in_compute(up), scale), 1);
+        const Tensor gradient = mul(weight, sub(mul(p, kernels::sum(q, {1}, true, q.dtype())), q));
+        return {from_rows(gradient, logits.shape()), Tensor()};
+      });
+}
+
+const Op kCrossEntropyInplace{.name = "cross_entropy_inplace",
+                              .twice_differentiable = false,
+                              .composed = "cross_entropy(logits, target)",
+                              .flops_per_element = 15};
+
+Tensor cross_entropy_inplace(const Tensor& logits, const Tensor& target, int64_t ignore_index) {
+  check_input(kCrossEntropyInplace, "logits", logits);
+  TS_CHECK_SHAPE(logits.dim() == 2, kCrossEntropyInplace, "expects [N, C]; got ", logits);
+  TS_CHECK_SHAPE(logits.stride(1) == 1 || logits.size(1) <= 1, kCrossEntropyInplace,
+                 "needs contiguous rows; got strides ", logits.strides(),
+                 "; use cross_entropy for other layouts");
+  check_class_target(kCrossEntropyInplace, logits, target);
+  const Tensor targets =
+      kernels::check_targets("cross_entropy_inplace", target, logits.size(1), ignore_index);
+  return differentiable(
+      kCrossEntropyInplace, {logits, targets},
+      [=](Inputs in, Extras& extras) {
+        const Tensor& x = in[0];
+        if (x.is_meta()) {
+          extras.save(x);
+          return raw::empty({}, x.dtype(), x.device());
+        }
+        const int64_t N = x.size(0);
+        const int64_t* t = in[1].data_as<int64_t>();
+        int64_t valid = 0;
+        for (int64_t n = 0; n < N; ++n) valid += t[n] != ignore_index;
+        if (!extras.wanted()) {
+          const auto rows = kernels::cross_entropy_forward(x, in[1], {{}, ignore_index, 0});
+          const double total = kernels::sum(rows.losses, {0}, false, kF64).item();
+          return scalar_tensor(total / static_cast<double>(valid), x.dtype());
+        }
+        const Tensor losses = raw::empty({N}, kF64);
+        kernels::cross_entropy_in_place(x, t, ignore_index, 1 / static_cast<double>(valid),
+                                        losses.data_as<double>());
+        // The logits hold their gradient from here on.
+        extras.save(raw::alias(x));
+        const double total = kernels::sum(losses, {0}, false, kF64).item();
+        return scalar_tensor(total / static_cast<double>(valid), x.dtype());
+      },
+      [](Grads dy, const Saved& s) -> TensorList {
+        const Tensor gradient = s.extra(0);
+        if (!dy[0].is_meta() && dy[0].item() == 1) return {gradient, Tensor()};
+        return {mul(gradient, dy[0]), Tensor()};
+      });
+}
+
+Tensor nll_loss(const Tensor& log_probabilities, const Tensor& target,
+                const CrossEntropyOptions& options) {
+  static const Op& op = kCrossEntropy;  // for errors of the shared checks
+  check_input(op, "log_probabilities", log_probabilities);
+  TS_CHECK(options.label_smoothing == 0, "nll_loss", "has no label_smoothing; got ",
+           options.label_smoothing, "; use cross_entropy");
+  check_class_target(op, log_probabilities, target);
+  check_class_weight(op, log_probabilities, options.weight);
+  const Tensor targets =
+      reshape(kernels::check_targets("nll_loss", target, classes_of(log_probabilities),
+                                     options.ignore_index),
+              {target.numel()});
+  const Tensor rows = to_rows(in_compute(log_probabilities));
+  const Tensor ignored = eq(targets, options.ignore_index);
+  const Tensor safe = masked_fill(targets, ignored, 0);
+  Tensor weights = options.weight.defined()
+                       ? index_select(in_compute(options.weight), 0, safe)
+                       : ones({targets.numel()}, {rows.dtype(), rows.device()});
+  weights = masked_fill(weights, ignored, 0);
+  const Tensor picked = masked_fill(squeeze(gather(rows, 1, unsqueeze(safe, 1)), 1), ignored, 0);
+  const Tensor losses = neg(mul(picked, weights));
+  Tensor result;
+  switch (options.reduction) {
+    case Reduction::kNone:
+      result = reshape(losses, target.shape());
+      break;
+    case Reduction::kSum:
+      result = sum(losses);
+      break;
+    case Reduction::kMean:
+      result = div(sum(losses), sum(weights));
+      break;
+  }
+  return to(result, log_probabilities.dtype());
+}
+
+// ---- Pointwise losses ---------------------------------------------------------------------------
+
+namespace {
+
+using Formula = std::function<Tensor(const Tensor& x, const Tensor& target)>;
+
+// value(x, t) is the loss of each element, slope(x, t) its derivative by x and target_slope that by
+// t; all in ops. Where target_slope is empty it is -slope: losses of x - t.
+Tensor pointwise(const Op& op, const Tensor& x, const Tensor& target, Reduction reduction,
+                 Formula value, Formula slope, Formula target_slope = {}) {
+  check_input(op, "input", x);
+  const Shape shape = broadcast_shapes(x.shape(), target.shape(), op.name);
+  const int64_t numel = numel_of(shape);
+  return differentiable(
+      op, {x, target},
+      [&](Inputs in) {
+        const DType dtype = promote_types(in[0].dtype(), in[1].dtype());
+        return to(reduced(value(in_compute(in[0]), in_compute(in[1])), reduction), dtype);
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        const Tensor x = in_compute(s.input(0)), t = in_compute(s.input(1));
+        const Tensor up = share_of(in_compute(dy[0]), reduction, numel);
+        TensorList gradients(2);
+        if (target_slope) {
+          if (s.needs(0)) gradients[0] = mul(slope(x, t), up);
+          if (s.needs(1)) gradients[1] = mul(target_slope(x, t), up);
+        } else {
+          const Tensor gradient = mul(slope(x, t), up);
+          if (s.needs(0)) gradients[0] = gradient;
+          if (s.needs(1)) gradients[1] = neg(gradient);
+        }
+        return gradients;
+      });
+}
+
+}  // namespace
+
+const Op kMseLoss{
+    .name = "mse_loss", .autocast = Autocast::kFloat32, .reads = {inputs(0, 1), inputs(0, 1)}};
+
+Tensor mse_loss(const Tensor& x, const Tensor& target, Reduction reduction) {
+  return pointwise(
+      kMseLoss, x, target, reduction,
+      [](const Tensor& x, const Tensor& t) { return square(sub(x, t)); },
+      [](const Tensor& x, const Tensor& t) { return mul(sub(x, t), 2); });
+}
+
+const Op kL1Loss{
+    .name = "l1_loss", .autocast = Autocast::kFloat32, .reads = {inputs(0, 1), inputs(0, 1)}};
+
+Tensor l1_loss(const Tensor& x, const Tensor& target, Reduction reduction) {
+  return pointwise(
+      kL1Loss, x, target, reduction,
+      [](const Tensor& x, const Tensor& t) { return abs(sub(x, t)); },
+      [](const Tensor& x, const Tensor& t) { return sign(sub(x, t)); });
+}
+
+const Op kSmoothL1Loss{.name = "smooth_l1_loss",
+                       .autocast = Autocast::kFloat32,
+                       .reads = {inputs(0, 1), inputs(0, 1)}};
+
+Tensor smooth_l1_loss(const Tensor& x, const Tensor& target, Reduction reduction, double beta) {
+  TS_CHECK(beta >= 0, kSmoothL1Loss, "beta must not be negative; got ", beta);
+  if (beta == 0) return l1_loss(x, target, reduction);
+  return pointwise(
+      kSmoothL1Loss, x, target, reduction,
+      [=](const Tensor& x, const Tensor& t) {
+        const Tensor d = sub(x, t), size = abs(d);
+        return where(lt(size, beta), mul(square(d), 0.5 / beta), sub(size, 0.5 * beta));
+      },
+      [=](const Tensor& x, const Tensor& t) {
+        const Tensor d = sub(x, t);
+        return where(lt(abs(d), beta), div(d, beta), sign(d));
+      });
+}
+
+const Op kHuberLoss{
+    .name = "huber_loss", .autocast = Autocast::kFloat32, .reads = {inputs(0, 1), inputs(0, 1)}};
+
+Tensor huber_loss(const Tensor& x, const Tensor& target, Reduction reduction, double delta) {
+  TS_CHECK(delta > 0, kHuberLoss, "delta must be positive; got ", delta);
+  return pointwise(
+      kHuberLoss, x, target, reduction,
+      [=](const Tensor& x, const Tensor& t) {
+        const Tensor d = sub(x, t), size = abs(d);
+        return where(le(size, delta), mul(square(d), 0.5), mul(sub(size, 0.5 * delta), delta));
+      },
+      [=](const Tensor& x, const Tensor& t) { return clamp(sub(x, t), -delta, delta); });
+}
+
+namespace {
+
+Tensor weighted(const Tensor& losses, const Tensor& weight) {
+  return weight.defined() ? mul(losses, in_compute(weight)) : losses;
+}
+// log(sigmoid(x)) without overflow.
+Tensor log_sigmoid(const Tensor& x) {
+  return sub(clamp(x, std::nullopt, 0), log1p(exp(neg(abs(x)))));
+}
+
+}  // namespace
+
+const Op kBinaryCrossEntropy{.name = "binary_cross_entropy",
+                             .autocast = Autocast::kRefuse,
+                             .reads = {inputs(0, 1), inputs(0, 1)}};
+
+Tensor binary_cross_entropy(const Tensor& x, const Tensor& target, const Tensor& weight,
+                            Reduction reduction) {
+  check_input(kBinaryCrossEntropy, "input", x);
+  TS_CHECK_SHAPE(x.shape() == target.shape(), kBinaryCrossEntropy,
+                 "input and target must have one shape; got ", x, " and ", target);
+  if (!x.is_meta() && x.numel() > 0) {
+    const Shape all_dims = wrap_dims({}, x.dim(), kBinaryCrossEntropy.name);
+    const double low = kernels::amin(x, all_dims, false).item();
+    const double high = kernels::amax(x, all_dims, false).item();
+    TS_CHECK(!(low < 0) && !(high > 1), kBinaryCrossEntropy,
+             "input must hold probabilities in [0, 1]; its elements reach from ", low, " to ", high,
+             "; use binary_cross_entropy_with_logits for logits");
+  }
+  // torch's bounds: logarithms end at -100, the divisor at 1e-12.
+  return pointwise(
+      kBinaryCrossEntropy, x, target, reduction,
+      [=](const Tensor& x, const Tensor& t) {
+        const Tensor hit = mul(t, clamp(log(x), -100));
+        const Tensor miss = mul(rsub(1, t), clamp(log1p(neg(x)), -100));
+        return weighted(neg(add(hit, miss)), weight);
+      },
+      [=](const Tensor& x, const Tensor& t) {
+        return weighted(div(sub(x, t), clamp(mul(x, rsub(1, x)), 1e-12)), weight);
+      },
+      [=](const Tensor& x, const Tensor&) { return weighted(sub(log1p(neg(x)), log(x)), weight); });
+}
+
+const Op kBinaryCrossEntropyWithLogits{.name = "binary_cross_entropy_with_logits",
+                                       .autocast = Autocast::kFloat32,
+                                       .reads = {inputs(0, 1), inputs(0, 1)}};
+
+Tensor binary_cross_entropy_with_logits(const Tensor& x, const Tensor& target, const Tensor& weight,
+                                        Reduction reduction, const Tensor& pos_weight) {
+  check_input(kBinaryCrossEntropyWithLogits, "input", x);
+  TS_CHECK_SHAPE(x.shape() == target.shape(), kBinaryCrossEntropyWithLogits,
+                 "input and target must have one shape; got ", x, " and ", target);
+  const Tensor positive = pos_weight.defined() ? in_compute(pos_weight) : pos_weight;
+  return pointwise(
+      kBinaryCrossEntropyWithLogits, x, target, reduction,
+      [=](const Tensor& x, const Tensor& t) {
+        Tensor logs = log_sigmoid(x);
+        if (positive.defined()) logs = mul(logs, add(mul(t, sub(positive, 1)), 1));
+        return weighted(sub(mul(rsub(1, t), x), logs), weight);
+      },
+      [=](const Tensor& x, const Tensor& t) {
+        if (!positive.defined()) return weighted(sub(sigmoid(x), t), weight);
+        const Tensor hit = mul(positive, t);
+        return weighted(sub(mul(sigmoid(x), add(hit, rsub(1, t))), hit), weight);
+      },
+      [=](const Tensor& x, const Tensor&) {
+        if (!positive.defined()) return weighted(neg(x), weight);
+        return weighted(sub(log_sigmoid(neg(x)), mul(positive, log_sigmoid(x))), weight);
+      });
+}
+
+const Op kKlDiv{
+    .name = "kl_div", .autocast = Autocast::kFloat32, .reads = {inputs(0, 1), inputs(0, 1)}};
+
+Tensor kl_div(const Tensor& x, const Tensor& target, KlReduction reduction, bool log_target) {
+  if (reduction == KlReduction::kBatchMean) {
+    const Tensor total = kl_div(x, target, KlReduction::kSum, log_target);
+    return x.dim() == 0 ? total : div(total, static_cast<double>(x.size(0)));
+  }
+  const Reduction kind = reduction == KlReduction::kMean  ? Reduction::kMean
+                         : reduction == KlReduction::kSum ? Reduction::kSum
+                                                          : Reduction::kNone;
+  if (log_target) {
+    return pointwise(
+        kKlDiv, x, target, kind,
+        [](const Tensor& x, const Tensor& t) { return mul(exp(t), sub(t, x)); },
+        [](const Tensor&, const Tensor& t) { return neg(exp(t)); },
+        [](const Tensor& x, const Tensor& t) { return mul(exp(t), add(sub(t, x), 1)); });
+  }
+  return pointwise(
+      kKlDiv, x, target, kind,
+      [](const Tensor& x, const Tensor& t) {
+        return sub(masked_fill(mul(t, log(t)), eq(t, 0), 0), mul(t, x));
+      },
+      [](const Tensor&, const Tensor& t) { return neg(t); },
+      [](const Tensor& x, const Tensor& t) { return sub(add(log(t), 1), x); });
+}
+
+}  // namespace tessera

@@ -1,0 +1,293 @@
+// Normalisations. Backward is one sweep of a kernel; where backward itself is recorded, it is the
+// same formula in ops.
+#include <tessera/core/kernels/norm.h>
+
+#include <algorithm>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/copy.h>
+
+namespace tessera {
+namespace {
+
+void check_input(const Op& op, const Tensor& x) {
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op,
+                 "expects f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
+}
+void check_parameter(const Op& op, const char* name, const Tensor& parameter, const Shape& shape,
+                     const Tensor& x) {
+  if (!parameter.defined()) return;
+  TS_CHECK_SHAPE(parameter.shape() == shape, op, name, " must have shape ", shape, "; got ",
+                 parameter, " for x ", x);
+  TS_CHECK_DTYPE(is_floating(parameter.dtype()) && !is_float8(parameter.dtype()), op, name,
+                 " must be f64, f32, f16 or bf16; got ", parameter);
+  TS_CHECK_DEVICE(parameter.device() == x.device(), op, name, " is on ", parameter.device(),
+                  " and x on ", x.device());
+}
+
+// The number of elements that a row has, after checking that x ends in normalized_shape.
+int64_t check_rows(const Op& op, const Tensor& x, const Shape& normalized_shape,
+                   const Tensor& weight, const Tensor& bias) {
+  check_input(op, x);
+  const int count = normalized_shape.size();
+  TS_CHECK_SHAPE(count >= 1 && count <= x.dim() &&
+                     x.shape().slice(x.dim() - count, x.dim()) == normalized_shape,
+                 op, "normalized_shape ", normalized_shape, " must be the end of x's shape; got ",
+                 x);
+  check_parameter(op, "weight", weight, normalized_shape, x);
+  check_parameter(op, "bias", bias, normalized_shape, x);
+  return numel_of(normalized_shape);
+}
+
+Tensor shaped(const Tensor& gradient, const Shape& shape) {
+  return gradient.defined() && !(gradient.shape() == shape) ? reshape(gradient, shape) : gradient;
+}
+
+Tensor in_compute(const Tensor& x) { return is_low_precision(x.dtype()) ? to(x, kF32) : x; }
+
+// What the kernels do, in ops: gradients of (x - mean) rstd weight + bias where mean and rstd are
+// those of x over `dims`. `parameter_shape` is that of weight as it broadcasts to x.
+struct Composed {
+  Tensor input, weight, bias;
+};
+Composed norm_gradient(const Tensor& given_dy, const Tensor& given_x, const Tensor& weight,
+                       const Shape& dims, const Shape& parameter_shape, double eps, bool center) {
+  const Tensor dy = in_compute(given_dy), x = in_compute(given_x);
+  const Tensor centred = center ? sub(x, mean(x, dims, true)) : x;
+  const Tensor rstd = rsqrt(add(mean(square(centred), dims, true), eps));
+  const Tensor xhat = mul(centred, rstd);
+  const Tensor scaled =
+      weight.defined() ? mul(dy, reshape(in_compute(weight), parameter_shape)) : dy;
+  Tensor inner = sub(scaled, mul(xhat, mean(mul(scaled, xhat), dims, true)));
+  if (center) inner = sub(inner, mean(scaled, dims, true));
+  return {mul(rstd, inner), sum_to(mul(dy, xhat), parameter_shape), sum_to(dy, parameter_shape)};
+}
+
+Shape last_dims(int dim, int count) {
+  Shape dims;
+  for (int d = dim - count; d < dim; ++d) dims.push_back(d);
+  return dims;
+}
+
+TensorList row_gradients(const Tensor& dy, const Tensor& dsum, const Tensor& x,
+                         const Tensor& weight, const Tensor& mean, const Tensor& rstd,
+                         const Shape& normalized_shape, double eps, bool center,
+                         const bool (&wanted)[3]) {
+  if (grad_enabled()) {
+    const Composed g = norm_gradient(dy, x, weight, last_dims(x.dim(), normalized_shape.size()),
+                                     normalized_shape, eps, center);
+    const Tensor input = dsum.defined() ? add(g.input, dsum) : g.input;
+    return {wanted[0] ? input : Tensor(), wanted[1] ? g.weight : Tensor(),
+            wanted[2] ? g.bias : Tensor()};
+  }
+  const kernels::RowNormGradients g = kernels::row_norm_backward(
+      dy, dsum, x, numel_of(normalized_shape), weight, mean, rstd, wanted);
+  return {g.input, shaped(g.weight, normalized_shape), shaped(g.bias, normalized_shape)};
+}
+
+}  // namespace
+
+const Op kLayerNorm{
+    .name = "layer_norm", .reads = {inputs(0, 1), inputs(0), inputs()}, .flops_per_element = 8};
+
+Tensor layer_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& weight,
+                  const Tensor& bias, double eps) {
+  const int64_t columns = check_rows(kLayerNorm, x, normalized_shape, weight, bias);
+  const bool has_weight = weight.defined(), has_bias = bias.defined();
+  return differentiable(
+      kLayerNorm, {x, weight, bias},
+      [=](Inputs in, Extras& extras) {
+        const kernels::RowNorm n =
+            kernels::row_norm_forward(in[0], {}, columns, in[1], in[2], eps, true);
+        extras.save(n.mean);
+        extras.save(n.rstd);
+        return n.y;
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        const bool wanted[3] = {s.needs(0), has_weight && s.needs(1), has_bias && s.needs(2)};
+        if (!wanted[0] && !wanted[1]) {
+          return {Tensor(), Tensor(), wanted[2] ? sum_to(dy[0], normalized_shape) : Tensor()};
+        }
+        return row_gradients(dy[0], {}, s.input(0), has_weight && wanted[0] ? s.input(1) : Tensor(),
+                             s.extra(0), s.extra(1), normalized_shape, eps, true, wanted);
+      });
+}
+
+const Op kRmsNorm{.name = "rms_norm", .reads = {inputs(0, 1), inputs(0)}, .flops_per_element = 6};
+
+Tensor rms_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& weight,
+                std::optional<double> given_eps) {
+  const int64_t columns = check_rows(kRmsNorm, x, normalized_shape, weight, {});
+  // torch's default is the epsilon of the type that it calculates in.
+  const double eps = given_eps.value_or(epsilon_of(x.dtype() == kF64 ? kF64 : kF32));
+  const bool has_weight = weight.defined();
+  return differentiable(
+      kRmsNorm, {x, weight},
+      [=](Inputs in, Extras& extras) {
+        const kernels::RowNorm n =
+            kernels::row_norm_forward(in[0], {}, columns, in[1], {}, eps, false);
+        extras.save(n.rstd);
+        return n.y;
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        const bool wanted[3] = {s.needs(0), has_weight && s.needs(1), false};
+        TensorList g =
+            row_gradients(dy[0], {}, s.input(0), has_weight && wanted[0] ? s.input(1) : Tensor(),
+                          {}, s.extra(0), normalized_shape, eps, false, wanted);
+        g.pop_back();
+        return g;
+      });
+}
+
+const Op kResidualLayerNorm{.name = "residual_layer_norm",
+                            .reads = {inputs(2), inputs(2), inputs(), inputs()},
+                            .reads_outputs = outputs(0),
+                            .composed = "layer_norm(add(x, residual))",
+                            .flops_per_element = 9};
+
+ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
+                                 const Shape& normalized_shape, const Tensor& weight,
+                                 const Tensor& bias, double eps) {
+  const int64_t columns = check_rows(kResidualLayerNorm, x, normalized_shape, weight, bias);
+  TS_CHECK_SHAPE(residual.shape() == x.shape(), kResidualLayerNorm,
+                 "x and residual must have one shape; got ", x, " and ", residual);
+  TS_CHECK_DTYPE(residual.dtype() == x.dtype(), kResidualLayerNorm,
+                 "x and residual must have one dtype; got ", x, " and ", residual,
+                 "; convert one with to(dtype)");
+  const bool has_weight = weight.defined(), has_bias = bias.defined();
+  const TensorList both = differentiable(
+      kResidualLayerNorm, {x, residual, weight, bias},
+      [=](Inputs in, Extras& extras) -> TensorList {
+        const kernels::RowNorm n =
+            kernels::row_norm_forward(in[0], in[1], columns, in[2], in[3], eps, true);
+        extras.save(n.mean);
+        extras.save(n.rstd);
+        return {n.sum, n.y};
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        const bool streams = s.needs(0) || s.needs(1);
+        if (!dy.defined(1)) return {dy[0], dy[0], Tensor(), Tensor()};
+        const bool wanted[3] = {streams, has_weight && s.needs(2), has_bias && s.needs(3)};
+        const Tensor dsum = dy.defined(0) ? dy[0] : Tensor();
+        const TensorList g =
+            row_gradients(dy[1], dsum, s.output(0), has_weight && streams ? s.input(2) : Tensor(),
+                          s.extra(0), s.extra(1), normalized_shape, eps, true, wanted);
+        return {s.needs(0) ? g[0] : Tensor(), s.needs(1) ? g[0] : Tensor(), g[1], g[2]};
+      });
+  return {both[0], both[1]};
+}
+
+// ---- Over channels ------------------------------------------------------------------------------
+
+const Op kGroupNorm{
+    .name = "group_norm", .reads = {inputs(0, 1), inputs(0), inputs()}, .flops_per_element = 8};
+
+Tensor group_norm(const Tensor& x, int64_t num_groups, const Tensor& weight, const Tensor& bias,
+                  double eps) {
+  check_input(kGroupNorm, x);
+  TS_CHECK_SHAPE(x.dim() >= 2, kGroupNorm, "expects [N, C, ...]; got ", x);
+  const int64_t C = x.size(1);
+  TS_CHECK(num_groups >= 1 && C % num_groups == 0, kGroupNorm, "num_groups must divide the ", C,
+           " channels of ", x, "; got ", num_groups);
+  check_parameter(kGroupNorm, "weight", weight, {C}, x);
+  check_parameter(kGroupNorm, "bias", bias, {C}, x);
+  const bool has_weight = weight.defined(), has_bias = bias.defined();
+  return differentiable(
+      kGroupNorm, {x, weight, bias},
+      [=](Inputs in, Extras& extras) {
+        const kernels::Statistics s = kernels::channel_statistics(in[0], num_groups);
+        const Tensor rstd = kernels::rstd_of(s.variance, eps);
+        extras.save(s.mean);
+        extras.save(rstd);
+        return kernels::channel_norm_forward(in[0], num_groups, s.mean, rstd, in[1], in[2]);
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        const bool wanted[3] = {s.needs(0), has_weight && s.needs(1), has_bias && s.needs(2)};
+        const Tensor x = wanted[0] || wanted[1] ? s.input(0) : dy[0];
+        const Tensor w = has_weight && wanted[0] ? s.input(1) : Tensor();
+        if (!grad_enabled()) {
+          const kernels::RowNormGradients g = kernels::channel_norm_backward(
+              dy[0], x, num_groups, s.extra(0), s.extra(1), w, false, wanted);
+          return {g.input, g.weight, g.bias};
+        }
+        // [N, groups, C / groups, S]: statistics over the last two.
+        const int64_t N = x.size(0), S = x.numel() / ::std::max<int64_t>(1, N * C);
+        const Shape grouped = {N, num_groups, C / num_groups, S};
+        const Shape parameters = {1, num_groups, C / num_groups, 1};
+        const Composed g = norm_gradient(reshape(dy[0], grouped), reshape(x, grouped), w, {2, 3},
+                                         parameters, eps, true);
+        return {wanted[0] ? reshape(g.input, x.shape()) : Tensor(),
+                wanted[1] ? reshape(g.weight, {C}) : Tensor(),
+                wanted[2] ? reshape(g.bias, {C}) : Tensor()};
+      });
+}
+
+const Op kBatchNorm{
+    .name = "batch_norm", .reads = {inputs(0, 1), inputs(0), inputs()}, .flops_per_element = 8};
+
+Tensor batch_norm(const Tensor& x, const Tensor& running_mean, const Tensor& running_var,
+                  const Tensor& weight, const Tensor& bias, bool training, double momentum,
+                  double eps) {
+  check_input(kBatchNorm, x);
+  TS_CHECK_SHAPE(x.dim() >= 2, kBatchNorm, "expects [N, C, ...]; got ", x);
+  const int64_t C = x.size(1), count = C == 0 ? 0 : x.numel() / C;
+  check_parameter(kBatchNorm, "running_mean", running_mean, {C}, x);
+  check_parameter(kBatchNorm, "running_var", running_var, {C}, x);
+  check_parameter(kBatchNorm, "weight", weight, {C}, x);
+  check_parameter(kBatchNorm, "bias", bias, {C}, x);
+  TS_CHECK(training || (running_mean.defined() && running_var.defined()), kBatchNorm,
+           "evaluation needs running_mean and running_var; pass them or training = true");
+  TS_CHECK(!training || count > 1, kBatchNorm, "training needs more than 1 value per channel; got ",
+           x);
+  const bool has_weight = weight.defined(), has_bias = bias.defined();
+  return differentiable(
+      kBatchNorm, {x, weight, bias},
+      [=](Inputs in, Extras& extras) {
+        const DType compute = in[0].dtype() == kF64 ? kF64 : kF32;
+        kernels::Statistics s;
+        if (training) {
+          s = kernels::channel_statistics(in[0], 0);
+          if (running_mean.defined()) kernels::update_running(running_mean, s.mean, 1, momentum);
+          if (running_var.defined()) {
+            const double unbiased = static_cast<double>(count) / static_cast<double>(count - 1);
+            kernels::update_running(running_var, s.variance, unbiased, momentum);
+          }
+        } else {
+          s = {kernels::convert(running_mean, compute), kernels::convert(running_var, compute)};
+        }
+        const Tensor rstd = kernels::rstd_of(s.variance, eps);
+        extras.save(s.mean);
+        extras.save(rstd);
+        return kernels::channel_norm_forward(in[0], 0, s.mean, rstd, in[1], in[2]);
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        const bool wanted[3] = {s.needs(0), has_weight && s.needs(1), has_bias && s.needs(2)};
+        const Tensor x = wanted[0] || wanted[1] ? s.input(0) : dy[0];
+        const Tensor w = has_weight && wanted[0] ? s.input(1) : Tensor();
+        if (!grad_enabled()) {
+          const kernels::RowNormGradients g = kernels::channel_norm_backward(
+              dy[0], x, 0, s.extra(0), s.extra(1), w, !training, wanted);
+          return {g.input, g.weight, g.bias};
+        }
+        const int64_t N = x.size(0), S = x.numel() / ::std::max<int64_t>(1, N * C);
+        const Shape flat = {N, C, S}, parameters = {1, C, 1};
+        const Tensor grad = reshape(dy[0], flat), values = reshape(x, flat);
+        Composed g;
+        if (training) {
+          g = norm_gradient(grad, values, w, {0, 2}, parameters, eps, true);
+        } else {
+          const Tensor rstd = reshape(s.extra(1), parameters);
+          const Tensor xhat = mul(sub(in_compute(values), reshape(s.extra(0), parameters)), rstd);
+          const Tensor up = in_compute(grad);
+          const Tensor scaled = w.defined() ? mul(up, reshape(in_compute(w), parameters)) : up;
+          g = {mul(scaled, rstd), sum_to(mul(up, xhat), parameters), sum_to(up, parameters)};
+        }
+        return {wanted[0] ? reshape(g.input, x.shape()) : Tensor(),
+                wanted[1] ? reshape(g.weight, {C}) : Tensor(),
+                wanted[2] ? reshape(g.bias, {C}) : Tensor()};
+      });
+}
+
+}  // namespace tessera
