@@ -50,33 +50,48 @@ void move_run(const void* source, int64_t source_stride, void* target, int64_t t
   }
 }
 
-// y[r, c] = x[r, c] with x contiguous along r and y along c, through a tile in registers and L1.
+// Transposes 8 x 8 elements in registers: three rounds of interleaving each row with the one four
+// below it.
+template <class T>
+TS_HD void transpose_8x8(const T* x, int64_t x_stride, T* y, int64_t y_stride) {
+  typedef T Row __attribute__((vector_size(8 * sizeof(T))));
+  Row rows[8], mixed[8];
+  for (int i = 0; i < 8; ++i) __builtin_memcpy(&rows[i], x + i * x_stride, sizeof(Row));
+  const auto interleave = [](const Row* from, Row* to) __attribute__((always_inline)) {
+    for (int i = 0; i < 4; ++i) {
+      to[2 * i] = __builtin_shufflevector(from[i], from[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
+      to[2 * i + 1] = __builtin_shufflevector(from[i], from[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
+    }
+  };
+  interleave(rows, mixed);
+  interleave(mixed, rows);
+  interleave(rows, mixed);
+  for (int i = 0; i < 8; ++i) __builtin_memcpy(y + i * y_stride, &mixed[i], sizeof(Row));
+}
+
+// Blocks of 32 x 32: every cache line that is touched is used up while it is in L1.
 template <class T>
 void transpose(const void* source, int64_t source_stride, void* target, int64_t target_stride,
                int64_t rows, int64_t columns) {
-  constexpr int64_t kTile = 32;
+  constexpr int64_t kBlock = 32;
   const T* x = static_cast<const T*>(source);  // (columns, rows), rows contiguous
   T* y = static_cast<T*>(target);              // (rows, columns), columns contiguous
-  T tile[kTile][kTile];
-  for (int64_t c0 = 0; c0 < columns; c0 += kTile) {
-    const int64_t width = columns - c0 < kTile ? columns - c0 : kTile;
-    for (int64_t r0 = 0; r0 < rows; r0 += kTile) {
-      const int64_t height = rows - r0 < kTile ? rows - r0 : kTile;
-      if (width == kTile && height == kTile) {
-        for (int64_t c = 0; c < kTile; ++c) {
-          const T* column = x + (c0 + c) * source_stride + r0;
-          for (int64_t r = 0; r < kTile; ++r) tile[r][c] = column[r];
+  const int64_t whole_rows = rows / 8 * 8, whole_columns = columns / 8 * 8;
+  for (int64_t c0 = 0; c0 < columns; c0 += kBlock) {
+    const int64_t c1 = c0 + kBlock < columns ? c0 + kBlock : columns;
+    const int64_t c8 = c1 < whole_columns ? c1 : whole_columns;
+    for (int64_t r0 = 0; r0 < rows; r0 += kBlock) {
+      const int64_t r1 = r0 + kBlock < rows ? r0 + kBlock : rows;
+      const int64_t r8 = r1 < whole_rows ? r1 : whole_rows;
+      for (int64_t r = r0; r < r8; r += 8) {
+        for (int64_t c = c0; c < c8; c += 8) {
+          transpose_8x8(x + c * source_stride + r, source_stride, y + r * target_stride + c,
+                        target_stride);
         }
-        for (int64_t r = 0; r < kTile; ++r) {
-          T* row = y + (r0 + r) * target_stride + c0;
-          for (int64_t c = 0; c < kTile; ++c) row[c] = tile[r][c];
-        }
-      } else {
-        for (int64_t r = 0; r < height; ++r) {
-          for (int64_t c = 0; c < width; ++c) {
-            y[(r0 + r) * target_stride + c0 + c] = x[(c0 + c) * source_stride + r0 + r];
-          }
-        }
+      }
+      for (int64_t r = r0; r < r1; ++r) {  // what is left at the right and below
+        const int64_t first = r < r8 ? c8 : c0;
+        for (int64_t c = first; c < c1; ++c) y[r * target_stride + c] = x[c * source_stride + r];
       }
     }
   }

@@ -74,8 +74,8 @@ template <class F>
 Loops make_ternary_loops() {
   Loops loops;
   if constexpr (has_condition<F>) {
-    loops = {ternary_loop<F, float, bool>, ternary_loop<F, double, bool>,
-             ternary_loop<F, int64_t, bool>};
+    loops = {ternary_loop<F, float, uint8_t>, ternary_loop<F, double, uint8_t>,
+             ternary_loop<F, int64_t, uint8_t>};
     loops.condition = true;
   } else {
     loops = {ternary_loop<F, float, float>, ternary_loop<F, double, double>};
