@@ -181,6 +181,13 @@ TEST(Elementwise, AnOverlappingOperandIsReadBeforeItIsWritten) {
   }
 }
 
+TEST(Elementwise, LargeTransposedOperandsAreReadInTheOrderOfTheResult) {
+  const Tensor x = random_tensor({300, 200}), y = random_tensor({200, 300}, kBF16, 2);
+  const auto xv = raw::transpose(x, 0, 1).to_vector<float>(), yv = y.to_vector<float>();
+  const auto sum = kernels::binary<fn::Add>(y, raw::transpose(x, 0, 1)).to_vector<float>();
+  for (size_t i = 0; i < sum.size(); ++i) ASSERT_EQ(sum[i], xv[i] + yv[i]);
+}
+
 TEST(Elementwise, WritingToRepeatedElementsIsAnError) {
   const Tensor x = raw::expand(random_tensor({3, 1}), {3, 4});
   EXPECT_THROW(kernels::binary_into<fn::Add>(x, x, 1), ValueError);

@@ -11,10 +11,10 @@
 //
 // The result has the order of dimensions of the first operand of its shape that is dense, else it
 // is contiguous. `_into` writes to `out`, which has the broadcast shape and may be one of the
-// operands; an operand that overlaps it in another way is copied first. Meta operands give a meta
-// result. Parallel over elements from 32K on; 1 to 1.5 ns an element and core for the activations,
-// memory bandwidth for simple formulas. Throws ShapeError, DTypeError (a functor without integer
-// form, float8 arithmetic), DeviceError.
+// operands; an operand that overlaps it in another way, or lies transposed to it, is copied first.
+// Meta operands give a meta result. Parallel over elements from 32K on; 1 to 1.5 ns an element and
+// core for the activations, memory bandwidth for simple formulas. Throws ShapeError, DTypeError (a
+// functor without integer form, float8 arithmetic), DeviceError.
 #pragma once
 
 #include <initializer_list>

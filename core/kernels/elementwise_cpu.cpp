@@ -196,6 +196,48 @@ void run(const Loops& loops, const void* functor, const Tensor& out,
                [&](int64_t begin, int64_t end) { run_range(call, walk, begin, end); });
 }
 
+// True where walking x in the order of `out` would touch a cache line, and for many rows a page,
+// for each element: then a transposing copy first is three times as fast (2048 x 1536, f32).
+bool is_transposed(const Tensor& x, const Tensor& out) {
+  if (x.numel() < kGrain || !(x.shape() == out.shape()) || !is_dense(out.shape(), out.strides())) {
+    return false;
+  }
+  const Shape strides[2] = {out.strides(), x.strides()};
+  const Walk walk(out.shape(), strides);
+  const int inner = walk.dims - 1;
+  const int64_t* of_x = walk.strides[1];
+  return of_x[inner] >= 64 && walk.sizes[inner] >= 64 &&
+         std::find(of_x, of_x + inner, 1) != of_x + inner;
+}
+
+// The operands, with a copy in the order of `out` in the place of those that must not be read where
+// they are. `copies` holds what was made.
+void prepare(const Tensor& out, std::span<const Operand> operands, Operand* prepared,
+             Tensor* copies) {
+  for (size_t i = 0; i < operands.size(); ++i) {
+    prepared[i] = operands[i];
+    if (!operands[i].is_tensor()) continue;
+    const Tensor& x = operands[i].tensor();
+    if (is_transposed(x, out)) {
+      copies[i] = raw::empty_strided(out.shape(), out.strides(), x.dtype(), x.device());
+      copy_into(copies[i], x);
+    } else if (overlaps_shifted(out, x)) {
+      copies[i] = copy(x);
+    } else {
+      continue;
+    }
+    prepared[i] = Operand(copies[i]);
+  }
+}
+
+void run_prepared(const Loops& loops, const void* functor, const Tensor& out,
+                  std::span<const Operand> operands, DType common) {
+  Tensor copies[kMaxInputs];
+  Operand prepared[kMaxInputs] = {0, 0, 0, 0};
+  prepare(out, operands, prepared, copies);
+  run(loops, functor, out, {prepared, operands.size()}, common);
+}
+
 std::span<const Operand> promoting(const Loops& loops, std::span<const Operand> operands) {
   return loops.condition ? operands.subspan(1) : operands;
 }
@@ -253,7 +295,7 @@ Tensor elementwise(const Loops& loops, const void* functor, std::initializer_lis
                    : raw::empty_strided(shape, model->strides(), result_dtype, device);
   if (device.is_meta()) return out;
   TS_CHECK_DEVICE(device.is_cpu(), kWhere, "this build has no kernels for ", device);
-  run(loops, functor, out, operands, calculated);
+  run_prepared(loops, functor, out, operands, calculated);
   return out;
 }
 
@@ -277,17 +319,7 @@ void elementwise_into(const Loops& loops, const void* functor, const Tensor& out
   TS_CHECK(!repeats_elements(out), kWhere, "writes to ", out, " with strides ", out.strides(),
            ", in which elements lie on one another; make it contiguous() first");
 
-  // Operands that share memory with the output, but not element by element, are read from a copy.
-  Tensor copies[kMaxInputs];
-  Operand prepared[kMaxInputs] = {0, 0, 0, 0};
-  for (size_t i = 0; i < operands.size(); ++i) {
-    prepared[i] = operands[i];
-    if (operands[i].is_tensor() && overlaps_shifted(out, operands[i].tensor())) {
-      copies[i] = copy(operands[i].tensor());
-      prepared[i] = Operand(copies[i]);
-    }
-  }
-  run(loops, functor, out, {prepared, operands.size()}, calculated);
+  run_prepared(loops, functor, out, operands, calculated);
 }
 
 #define TS_LOOPS_OF(F)                                                 \
