@@ -220,7 +220,13 @@ namespace {
 // The past of gradients that kernels made: differentiating them once more is an error.
 class NoSecondDerivative final : public Node {
  public:
-  explicit NoSecondDerivative(std::string op) : op_(std::move(op)) {}
+  // `past`: all that the gradients were calculated from, so that whoever wants one of them comes
+  // by.
+  NoSecondDerivative(std::string op, std::vector<Edge> past, const Tensor& gradient)
+      : op_(std::move(op)) {
+    next_edges = std::move(past);
+    output_metas.push_back(TensorMeta::of(gradient));
+  }
   TensorList apply(TensorList) override {
     TS_THROW(UnsupportedError, op_,
              "has no second derivative: its backward is a kernel; use the composed form");
@@ -245,12 +251,14 @@ TensorList OpNode::apply(TensorList grads) {
     NoGradGuard no_grad;
     results = backward_(Grads(grads), Saved(*this));
   }
+  std::vector<Edge> past = next_edges;
+  for (const Tensor& gradient : grads) {
+    if (gradient.defined()) past.push_back(gradient_edge(gradient));
+  }
   for (Tensor& result : results) {
     if (!result.defined()) continue;
-    auto node = std::make_shared<NoSecondDerivative>(name());
-    node->output_metas.push_back(TensorMeta::of(result));
     result = raw::alias(result);
-    set_history(result, node, 0);
+    set_history(result, std::make_shared<NoSecondDerivative>(name(), past, result), 0);
   }
   return results;
 }

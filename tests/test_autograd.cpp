@@ -1,0 +1,395 @@
+// ctest labels: threads
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <thread>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/checkpoint.h>
+#include <tessera/autograd/function.h>
+#include <tessera/autograd/gradcheck.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+namespace {
+
+using Values = std::vector<double>;
+
+Tensor leaf(std::initializer_list<double> values, DType dtype = kF64) {
+  return tensor(values, dtype).set_requires_grad();
+}
+
+std::string message_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Backward, FollowsTheChainRuleAndAccumulates) {
+  const Tensor x = leaf({1, 2, 3});
+  (x * x * 2.0).sum().backward();
+  EXPECT_EQ(x.grad().to_vector(), (Values{4, 8, 12}));
+  (x * 3.0).sum().backward();
+  EXPECT_EQ(x.grad().to_vector(), (Values{7, 11, 15}));
+  x.zero_grad();
+  EXPECT_FALSE(x.grad().defined());
+}
+
+TEST(Backward, SumsGradientsToTheShapeThatWasBroadcast) {
+  const Tensor a = leaf({1, 2, 3});
+  const Tensor b = tensor({1.0, 2.0}, kF64).view({2, 1}).set_requires_grad();
+  (a * b).sum().backward();
+  EXPECT_EQ(a.grad().to_vector(), (Values{3, 3, 3}));
+  EXPECT_EQ(b.grad().to_vector(), (Values{6, 6}));
+  EXPECT_EQ(b.grad().shape(), (Shape{2, 1}));
+}
+
+TEST(Backward, ATensorUsedTwiceGetsBothContributionsAtOnce) {
+  const Tensor x = leaf({2});
+  int calls = 0;
+  register_post_accumulate_hook(x, [&](const Tensor&) { ++calls; });
+  const Tensor y = x * x + x * 3.0 + x;
+  y.backward();
+  EXPECT_EQ(x.grad().item(), 8);
+  EXPECT_EQ(calls, 1);
+}
+
+TEST(Backward, NeedsAGraph) {
+  EXPECT_THROW(tensor({1.0}).backward(), AutogradError);
+  const Tensor x = leaf({1, 2});
+  EXPECT_THROW((x * 2.0).backward(), AutogradError);  // two elements, no gradient given
+  Tensor y;
+  {
+    NoGradGuard no_grad;
+    y = x * 2.0;
+  }
+  EXPECT_FALSE(y.requires_grad());
+  EXPECT_FALSE(x.detach().requires_grad());
+  EXPECT_THROW(tensor({1.0}, kI64).set_requires_grad(), DTypeError);
+}
+
+TEST(Backward, FreesSavedTensorsUnlessToldToRetain) {
+  const Tensor x = leaf({3});
+  const Tensor y = x * x;
+  y.backward({}, true);
+  y.backward();
+  EXPECT_EQ(x.grad().item(), 12);
+  EXPECT_NE(message_of([&] { y.backward(); }).find("retain_graph"), std::string::npos);
+}
+
+TEST(Grad, GivesGradientsOfInnerTensorsWithoutTouchingLeaves) {
+  const Tensor x = leaf({2});
+  const Tensor y = x * x;
+  const Tensor z = y * y;
+  const TensorList gradients = grad(z, TensorList{y, x});
+  EXPECT_EQ(gradients[0].item(), 8);
+  EXPECT_EQ(gradients[1].item(), 32);
+  EXPECT_FALSE(x.grad().defined());
+  const Tensor unused = leaf({1});
+  EXPECT_THROW(grad(x * x, TensorList{unused}), AutogradError);
+  EXPECT_FALSE(grad(x * x, TensorList{unused}, {}, {.allow_unused = true})[0].defined());
+}
+
+TEST(Grad, OfAGradientIsTheSecondDerivative) {
+  const Tensor x = leaf({3});
+  const Tensor y = x * x * x;
+  const Tensor first = grad(y, TensorList{x}, {}, {.create_graph = true})[0];
+  EXPECT_EQ(first.item(), 27);
+  const Tensor second = grad(first, TensorList{x}, {}, {.create_graph = true})[0];
+  EXPECT_EQ(second.item(), 18);
+  EXPECT_EQ(grad(second, TensorList{x})[0].item(), 6);
+}
+
+TEST(InPlace, KeepsTheHistoryOfTheOldValue) {
+  const Tensor x = leaf({1, 2});
+  Tensor y = x * 2.0;
+  y.mul_(y.detach().clone());  // y <- y * c
+  y.add_(x);
+  y.sum().backward();
+  EXPECT_EQ(x.grad().to_vector(), (Values{2 * 2 + 1, 2 * 4 + 1}));
+}
+
+TEST(InPlace, OnALeafThatRequiresGradIsRefused) {
+  const Tensor x = leaf({1});
+  EXPECT_NE(message_of([&] { x.add_(1.0); }).find("leaf"), std::string::npos);
+  EXPECT_THROW(x.view({1}).add_(1.0), AutogradError);
+  NoGradGuard no_grad;
+  x.add_(1.0);
+  EXPECT_EQ(x.item(), 2);
+}
+
+TEST(InPlace, AfterATensorWasSavedIsFoundInBackward) {
+  const Tensor x = leaf({1, 2});
+  const Tensor y = x * 1.0;
+  const Tensor z = y * y;
+  y.add_(1.0);
+  const std::string message = message_of([&] { z.sum().backward(); });
+  EXPECT_NE(message.find("written in place"), std::string::npos) << message;
+  EXPECT_NE(message.find("mul"), std::string::npos);
+}
+
+TEST(InPlace, ThroughAViewChangesTheHistoryOfTheBase) {
+  const Tensor x = leaf({1, 2, 3});
+  const Tensor w = leaf({10});
+  Tensor base = x * 1.0;
+  base.narrow(0, 1, 1).mul_(w);  // base = [x0, x1 * w, x2]
+  (base * base).sum().backward();
+  EXPECT_EQ(x.grad().to_vector(), (Values{2, 2 * 20 * 10, 6}));
+  EXPECT_EQ(w.grad().item(), 2 * 20 * 2);
+}
+
+TEST(InPlace, IntoATensorThatRequiredNoGradMakesItRequireOne) {
+  const Tensor w = leaf({2, 3});
+  const Tensor buffer = zeros({2, 2}, {.dtype = kF64});
+  const Tensor row = buffer[0];
+  row.copy_(w);
+  EXPECT_TRUE(buffer.requires_grad());
+  (buffer * 5.0).sum().backward();
+  EXPECT_EQ(w.grad().to_vector(), (Values{5, 5}));
+}
+
+TEST(InPlace, OnTheBaseReachesViewsMadeBefore) {
+  const Tensor x = leaf({1, 2});
+  const Tensor base = x * 1.0;
+  const Tensor view = base.narrow(0, 0, 1);
+  base.mul_(3.0);
+  view.sum().backward();
+  EXPECT_EQ(x.grad().to_vector(), (Values{3, 0}));
+}
+
+TEST(Hooks, SeeAndReplaceGradients) {
+  const Tensor x = leaf({1, 2});
+  const Tensor y = x * 3.0;
+  Values seen;
+  HookHandle first = register_hook(y, [&](const Tensor& gradient) {
+    seen = gradient.to_vector();
+    return gradient * 2.0;
+  });
+  HookHandle on_leaf = register_hook(x, [](const Tensor& gradient) { return gradient + 1.0; });
+  y.sum().backward();
+  EXPECT_EQ(seen, (Values{1, 1}));
+  EXPECT_EQ(x.grad().to_vector(), (Values{7, 7}));
+  on_leaf.remove();
+  x.zero_grad();
+  (x * 1.0).sum().backward();
+  EXPECT_EQ(x.grad().to_vector(), (Values{1, 1}));
+}
+
+TEST(Hooks, OnALeafOutliveTheGraph) {
+  const Tensor x = leaf({1});
+  int calls = 0;
+  register_hook(x, [&](const Tensor&) {
+    ++calls;
+    return Tensor();
+  });
+  for (int i = 0; i < 3; ++i) (x * 2.0).backward();
+  EXPECT_EQ(calls, 3);
+}
+
+TEST(Hooks, CallbacksRunAtTheEndAndContributionsCountDown) {
+  const Tensor x = leaf({1});
+  std::vector<int> owed;
+  bool finished = false;
+  Tensor a = x * 2.0, b = x * 3.0;
+  const auto watch = [&](const Tensor&) {
+    owed.push_back(pending_contributions(x));
+    queue_backward_callback([&] { finished = true; });
+    EXPECT_FALSE(finished);
+    return Tensor();
+  };
+  register_hook(a, watch);
+  register_hook(b, watch);
+  (a + b).backward();
+  EXPECT_EQ(owed, (std::vector<int>{2, 1}));
+  EXPECT_TRUE(finished);
+  EXPECT_EQ(pending_contributions(x), 0);
+  EXPECT_THROW(queue_backward_callback([] {}), AutogradError);
+}
+
+TEST(Hooks, RetainGradKeepsTheGradientOfAnInnerTensor) {
+  const Tensor x = leaf({2});
+  const Tensor y = x * x;
+  retain_grad(y);
+  (y * 3.0).backward();
+  EXPECT_EQ(y.grad().item(), 3);
+}
+
+TEST(Hooks, SavedTensorsCanBeKeptElsewhere) {
+  const Tensor x = leaf({3});
+  int packed = 0, unpacked = 0;
+  Tensor y;
+  {
+    SavedTensorHooks hooks(
+        [&](const Tensor& saved) {
+          ++packed;
+          return std::any(saved.to_vector());
+        },
+        [&](const std::any& saved) {
+          ++unpacked;
+          return tensor(std::span<const double>(std::any_cast<const Values&>(saved)), {1}, kF64);
+        });
+    y = (x * 1.0) * (x * 2.0);
+  }
+  y.backward();
+  EXPECT_EQ(x.grad().item(), 12);
+  EXPECT_EQ(packed, unpacked);
+  EXPECT_GE(packed, 2);
+}
+
+struct Cube : Function<Cube> {
+  static constexpr const char* kName = "test_cube";
+  static Tensor forward(FunctionContext& context, const Tensor& x) {
+    context.save(x.detach());
+    return x * x * x;
+  }
+  static TensorList backward(FunctionContext& context, Grads dy, const Saved& saved) {
+    EXPECT_EQ(context.saved(0).numel(), saved.input(0).numel());
+    return {dy[0] * saved.input(0) * saved.input(0) * 3.0};
+  }
+};
+
+TEST(CustomFunction, HasFirstAndSecondDerivatives) {
+  const Tensor x = leaf({2, -1});
+  const auto cube = [](const TensorList& in) { return TensorList{Cube::apply(in[0])}; };
+  EXPECT_TRUE(gradcheck(cube, {x}).ok);
+  EXPECT_TRUE(gradgradcheck(cube, {x}).ok);
+}
+
+struct WrongSquare : Function<WrongSquare> {
+  static constexpr const char* kName = "test_wrong_square";
+  static Tensor forward(FunctionContext&, const Tensor& x) { return x * x; }
+  static TensorList backward(FunctionContext&, Grads dy, const Saved& saved) {
+    return {dy[0] * saved.input(0) * 2.02};
+  }
+};
+
+TEST(Gradcheck, FindsAWrongGradientAndNamesTheElement) {
+  const GradcheckResult result = gradcheck(
+      [](const TensorList& in) { return TensorList{WrongSquare::apply(in[0])}; }, {leaf({1, 5})});
+  EXPECT_FALSE(result.ok);
+  EXPECT_NE(result.message.find("d output 0[1] / d input 0[1]"), std::string::npos)
+      << result.message;
+}
+
+const Op kKernelSquare{
+    .name = "test_kernel_square", .reads = {inputs(0)}, .twice_differentiable = false};
+Tensor kernel_square(const Tensor& x) {
+  return differentiable(
+      kKernelSquare, {x}, [](Inputs in) { return in[0] * in[0]; },
+      [](Grads dy, const Saved& saved) { return dy[0] * saved.input(0) * 2.0; });
+}
+
+TEST(Kernels, AskingForASecondDerivativeNamesTheOp) {
+  const Tensor x = leaf({3});
+  const Tensor first = grad(kernel_square(x), TensorList{x}, {}, {.create_graph = true})[0];
+  EXPECT_EQ(first.item(), 6);
+  const std::string message = message_of([&] { grad(first, TensorList{x}); });
+  EXPECT_NE(message.find("test_kernel_square"), std::string::npos) << message;
+}
+
+const Op kForgetful{.name = "test_forgetful"};
+
+TEST(Saved, ReadingWhatTheRecordDoesNotNameIsAnError) {
+  const Tensor x = leaf({3});
+  const Tensor y = differentiable(
+      kForgetful, {x}, [](Inputs in) { return in[0] * 1.0; },
+      [](Grads dy, const Saved& saved) { return dy[0] * saved.input(0); });
+  EXPECT_NE(message_of([&] { y.backward(); }).find("does not name"), std::string::npos);
+}
+
+TEST(Anomaly, NamesTheForwardCallAndTheModule) {
+  const AnomalyMode anomaly;
+  call_site() = "model.head";
+  const Tensor x = leaf({-1});
+  const Tensor y = (x * 2.0).sqrt();
+  call_site() = "";
+  const std::string message = message_of([&] { y.backward(); });
+  EXPECT_NE(message.find("model.head"), std::string::npos) << message;
+  EXPECT_NE(message.find("sqrt"), std::string::npos) << message;
+}
+
+TEST(Graph, OfAMillionNodesIsFreedAndRunWithoutDeepRecursion) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  const int length = 100000;
+#else
+  const int length = 1000000;
+#endif
+  const Tensor x = leaf({1});
+  Tensor y = x;
+  for (int i = 0; i < length; ++i) y = y.view({1});
+  y.backward();
+  EXPECT_EQ(x.grad().item(), 1);
+  Tensor z = x;
+  for (int i = 0; i < length; ++i) z = z.view({1});
+  z = Tensor();  // freed without ever being run
+}
+
+TEST(Threads, RunBackwardToTheSameLeavesAtOnce) {
+  const Tensor x = leaf({1, 1, 1, 1});
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < 50; ++i) (x * 2.0).sum().backward();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(x.grad().to_vector(), (Values{400, 400, 400, 400}));
+}
+
+TEST(Checkpoint, GivesTheSameGradientsFromLessMemory) {
+  const Tensor weight = leaf({0.5, -0.25, 1.5});
+  const auto block = [&](const Tensor& x) {
+    return dropout((x * weight).tanh() * x.exp(), 0.5, true) * weight;
+  };
+  const auto run = [&](bool recompute) {
+    manual_seed(7);
+    weight.zero_grad();
+    const Tensor x = leaf({0.1, 0.2, 0.3});
+    Tensor y = x;
+    for (int i = 0; i < 3; ++i) y = recompute ? checkpoint(block, y) : block(y);
+    y.sum().backward();
+    Values result = x.grad().to_vector();
+    const Values of_weight = weight.grad().to_vector();
+    result.insert(result.end(), of_weight.begin(), of_weight.end());
+    return result;
+  };
+  EXPECT_EQ(run(true), run(false));
+  const auto saved_bytes = [&](bool recompute) {
+    const Tensor x = ones({1 << 16}, {.dtype = kF32}).set_requires_grad();
+    const auto chain = [](const Tensor& in) {
+      Tensor y = in;
+      for (int i = 0; i < 8; ++i) y = y.tanh();
+      return y;
+    };
+    const int64_t before = memory_stats()->current();
+    const Tensor y = recompute ? checkpoint(chain, x) : chain(x);
+    return memory_stats()->current() - before;
+  };
+  EXPECT_LE(saved_bytes(true), int64_t{1} << 18);  // the result alone
+  EXPECT_GE(saved_bytes(false), int64_t{8} << 18);
+}
+
+TEST(Modes, AreRestoredWhenAnExceptionPasses) {
+  try {
+    NoGradGuard no_grad;
+    throw ValueError("x");
+  } catch (const ValueError&) {
+  }
+  EXPECT_TRUE(grad_enabled());
+}
+
+TEST(SetData, OfALeafIsWhatTheNextBackwardSees) {
+  const Tensor x = leaf({1, 2});
+  (x * 2.0).sum().backward();
+  x.set_data(tensor({1, 2, 3}, kF32));
+  x.zero_grad();
+  (x * 2.0).sum().backward();
+  EXPECT_EQ(x.grad().describe(), "f32[3] cpu");
+}
+
+}  // namespace
+}  // namespace tessera
