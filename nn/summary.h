@@ -1,0 +1,78 @@
+// What a model costs: parameters, memory and floating point operations of each module.
+//
+//     std::cout << nn::summary(model, empty({8, 256}, {.dtype = kI64})).table();
+//
+// The forward pass runs on the meta device: nothing is computed and nothing allocated, so that a
+// model larger than memory can be looked at. The module is as before afterwards.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/op.h>
+#include <tessera/core/factory.h>
+#include <tessera/nn/module.h>
+
+namespace tessera::nn {
+
+struct SummaryRow {
+  std::string name;  // dotted, "" for the root
+  std::string type;
+  std::string output;          // shapes of the tensors it returned at first, "" if never called
+  int64_t parameters = 0;      // of the module and its children, tied ones once
+  int64_t own_parameters = 0;  // without its children
+  double flops = 0;            // of all its calls: products and convolutions, children included
+  int64_t output_bytes = 0;    // what all its calls returned
+  int64_t calls = 0;
+};
+
+struct Summary {
+  std::vector<SummaryRow> rows;  // in the order of the tree
+  int64_t parameters = 0;
+  int64_t trainable_parameters = 0;
+  int64_t parameter_bytes = 0;
+  int64_t buffer_bytes = 0;
+  int64_t activation_bytes = 0;                 // outputs of modules without children
+  double flops = 0;                             // of one forward pass
+  std::string table(int max_depth = -1) const;  // -1: all rows
+};
+
+namespace detail {
+// Puts the module on the meta device and watches its calls; restores it at the end.
+class SummaryScope {
+ public:
+  explicit SummaryScope(ModuleBase& module);
+  ~SummaryScope();
+  SummaryScope(const SummaryScope&) = delete;
+  SummaryScope& operator=(const SummaryScope&) = delete;
+  Summary finish() const;
+
+ private:
+  struct Held {
+    Tensor tensor, contents;
+  };
+  ModuleBase& module_;
+  std::vector<Held> held_;
+  std::vector<HookHandle> hooks_;
+  Summary summary_;
+  FlopCounter previous_;
+  std::vector<double> open_;  // operations counted when each running call began
+};
+}  // namespace detail
+
+// `args` as the module is called; their tensors may lie on any device.
+template <class M, class... Args>
+Summary summary(M& module, Args... args) {
+  const NoGradGuard no_grad;
+  const auto to_meta = [](Tensor& tensor) {
+    if (tensor.defined()) tensor = raw::empty(tensor.shape(), tensor.dtype(), kMeta);
+  };
+  (visit_tensors(args, to_meta), ...);
+  detail::SummaryScope scope(module);
+  module(args...);
+  return scope.finish();
+}
+
+}  // namespace tessera::nn
