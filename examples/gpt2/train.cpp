@@ -21,6 +21,7 @@
 #include <tessera/core/atomic_file.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/safetensors.h>
+#include <tessera/data/dataloader.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/schedule.h>
@@ -144,7 +145,10 @@ class Trainer {
       : options_(std::move(options)),
         tokenizer_(make_tokenizer(options_.tokenizer, options_.tokenizer_files)),
         model_(make_model()),
-        corpus_(options_.data, *tokenizer_, options_.context),
+        corpus_(read_corpus(options_.data, *tokenizer_, options_.context)),
+        windows_(corpus_.training, options_.context, options_.seed, options_.batch_size),
+        validation_(
+            std::make_shared<data::ConsecutiveWindows>(corpus_.validation, options_.context)),
         optimizer_(parameter_groups()),
         schedule_(optimizer_, {.warmup = options_.warmup,
                                .total = options_.schedule_steps,
@@ -169,6 +173,8 @@ class Trainer {
   std::unique_ptr<data::Tokenizer> tokenizer_;
   std::unique_ptr<Gpt> model_;
   Corpus corpus_;
+  data::RandomWindows windows_;  // its cursor is the step
+  std::shared_ptr<data::ConsecutiveWindows> validation_;
   optim::AdamW optimizer_;
   optim::CosineSchedule schedule_;
   int64_t step_ = 0;  // steps done
@@ -219,7 +225,7 @@ std::vector<optim::ParameterGroup<optim::AdamWOptions>> Trainer::parameter_group
 }
 
 double Trainer::train_step() {
-  const Batch batch = corpus_.batch(options_.seed, step_, options_.batch_size);
+  const data::TokenExample batch = windows_.batch(step_, options_.batch_size);
   const GptOutput out = (*model_)(batch.inputs, batch.targets);
   out.loss.backward();
   grad_norm_ =
@@ -236,18 +242,18 @@ double Trainer::train_step() {
 double Trainer::validate() {
   const NoGradGuard no_grad;
   model_->eval();
-  double sum = 0, count = 0;
-  // As many tokens at once as a training step has, at least a thousand.
+  double sum = 0;
+  // As many windows at once as a training step has, or about a thousand tokens.
   const int64_t at_once = std::max(options_.batch_size, 1 + 1024 / options_.context);
-  for (int64_t window = 0; window < corpus_.num_windows();) {
-    const Batch batch = corpus_.validation_batch(window, at_once);
-    const auto tokens = static_cast<double>(batch.targets.numel());
-    sum += (*model_)(batch.inputs, batch.targets).loss.item() * tokens;
-    count += tokens;
-    window += batch.inputs.size(0);
+  int64_t targets_left = validation_->num_targets();
+  data::DataLoader loader(validation_, {.batch_size = at_once});
+  for (const data::TokenExample& batch : loader) {
+    const int64_t targets = std::min(targets_left, batch.targets.numel());  // without padding
+    sum += (*model_)(batch.inputs, batch.targets).loss.item() * static_cast<double>(targets);
+    targets_left -= targets;
   }
   model_->train();
-  return sum / count;
+  return sum / static_cast<double>(validation_->num_targets());
 }
 
 // ---- State -------------------------------------------------------------------------------------
@@ -343,8 +349,8 @@ void Trainer::run() {
   open_log();
   std::printf("%lld parameters, %lld tokens to train on, %lld to validate with, %d threads\n",
               static_cast<long long>(model_->num_parameters()),
-              static_cast<long long>(corpus_.training().size()),
-              static_cast<long long>(corpus_.validation().size()), num_threads());
+              static_cast<long long>(corpus_.training.size()),
+              static_cast<long long>(corpus_.validation.size()), num_threads());
   std::signal(SIGINT, request_stop);
   while (step_ < options_.steps && stop_requested == 0) {
     const auto begin = Clock::now();
