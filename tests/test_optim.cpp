@@ -1,0 +1,417 @@
+#include <tessera/optim/optimizer.h>
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/optim/adagrad.h>
+#include <tessera/optim/adamw.h>
+#include <tessera/optim/clip.h>
+#include <tessera/optim/ema.h>
+#include <tessera/optim/lion.h>
+#include <tessera/optim/rmsprop.h>
+#include <tessera/optim/schedule.h>
+#include <tessera/optim/sgd.h>
+
+namespace tessera::optim {
+namespace {
+
+NamedTensors make_parameters(DType dtype = kF32) {
+  NamedTensors named = {{"a", tensor({1, 2, 3, 4}).view({2, 2}).clone().to(dtype)},
+                        {"b", tensor({-1, 0.5}).to(dtype)}};
+  for (const auto& one : named) one.tensor.set_requires_grad();
+  return named;
+}
+// Gradients that change from step to step.
+void set_gradients(const NamedTensors& parameters, int step) {
+  double value = 0.1 * step + 0.3;
+  for (const auto& [name, parameter] : parameters) {
+    std::vector<double> values;
+    for (int64_t i = 0; i < parameter.numel(); ++i)
+      values.push_back(value = std::sin(3 * value + 1));
+    parameter.set_grad(tensor(values, parameter.shape(), parameter.dtype()));
+  }
+}
+std::vector<double> values_of(const NamedTensors& parameters) {
+  std::vector<double> values;
+  for (const auto& [name, parameter] : parameters) {
+    const auto own = parameter.to_vector();
+    values.insert(values.end(), own.begin(), own.end());
+  }
+  return values;
+}
+
+std::string message_of(const auto& function) {
+  try {
+    function();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+// Every optimizer, with all its states.
+template <class Optimizer>
+struct Kind;
+template <>
+struct Kind<SGD> {
+  static SGDOptions options() { return {.lr = 0.1, .momentum = 0.9, .nesterov = true}; }
+};
+template <>
+struct Kind<Adam> {
+  static AdamOptions options() { return {.lr = 0.1, .weight_decay = 0.1}; }
+};
+template <>
+struct Kind<AdamW> {
+  static AdamWOptions options() { return {.lr = 0.1, .amsgrad = true}; }
+};
+template <>
+struct Kind<Adagrad> {
+  static AdagradOptions options() { return {.lr = 0.1, .initial_accumulator_value = 0.5}; }
+};
+template <>
+struct Kind<RMSprop> {
+  static RMSpropOptions options() { return {.lr = 0.05, .momentum = 0.5, .centered = true}; }
+};
+template <>
+struct Kind<Lion> {
+  static LionOptions options() { return {.lr = 0.05, .weight_decay = 0.1}; }
+};
+
+template <class T>
+class EveryOptimizer : public testing::Test {};
+using Kinds = testing::Types<SGD, Adam, AdamW, Adagrad, RMSprop, Lion>;
+TYPED_TEST_SUITE(EveryOptimizer, Kinds);
+
+TYPED_TEST(EveryOptimizer, StateDictResumesBitForBit) {
+  for (const DType dtype : {kF32, kBF16, kF64}) {
+    SCOPED_TRACE(name_of(dtype));
+    const NamedTensors parameters = make_parameters(dtype);
+    TypeParam optimizer(parameters, Kind<TypeParam>::options());
+    for (int step = 0; step < 3; ++step) {
+      set_gradients(parameters, step);
+      optimizer.step();
+    }
+    optimizer.set_lr(0.03);
+    const StateDict saved = optimizer.state_dict().clone();
+
+    NamedTensors copies;
+    for (const auto& [name, parameter] : parameters) {
+      copies.push_back({name, parameter.detach().clone().set_requires_grad()});
+    }
+    TypeParam resumed(copies, Kind<TypeParam>::options());
+    resumed.load_state_dict(saved);
+    EXPECT_EQ(resumed.lr(), 0.03);
+    for (int step = 3; step < 6; ++step) {
+      for (const NamedTensors& list : {parameters, copies}) set_gradients(list, step);
+      optimizer.step();
+      resumed.step();
+    }
+    EXPECT_EQ(values_of(parameters), values_of(copies));
+  }
+}
+
+TYPED_TEST(EveryOptimizer, MasterWeightsKeepStepsThatBf16WouldLose) {
+  const auto run = [](DType dtype, bool master) {
+    const NamedTensors parameters = make_parameters(dtype);
+    auto options = Kind<TypeParam>::options();
+    options.lr = 1e-4;  // far below the spacing of bf16 near 1
+    options.master_weights = master;
+    TypeParam optimizer(parameters, options);
+    for (int step = 0; step < 100; ++step) {
+      for (const auto& one : parameters) one.tensor.set_grad(ones_like(one.tensor));
+      optimizer.step();
+    }
+    return values_of(parameters);
+  };
+  const auto exact = run(kF32, true), with_master = run(kBF16, true), without = run(kBF16, false);
+  for (size_t i = 0; i < exact.size(); ++i) {
+    EXPECT_NEAR(with_master[i], exact[i], std::abs(exact[i]) * 0x1p-8 + 1e-6);
+  }
+  EXPECT_EQ(without[0], 1) << "steps smaller than half a spacing vanish";
+}
+
+TYPED_TEST(EveryOptimizer, ParametersWithoutGradientStayAndJoinLater) {
+  const NamedTensors parameters = make_parameters();
+  TypeParam optimizer(parameters, Kind<TypeParam>::options());
+  set_gradients(parameters, 0);
+  parameters[1].tensor.zero_grad();
+  const auto before = parameters[1].tensor.to_vector();
+  optimizer.step();
+  EXPECT_EQ(parameters[1].tensor.to_vector(), before);
+  // From now on it goes the way of one that begins now.
+  NamedTensors fresh = {{"b", parameters[1].tensor.detach().clone().set_requires_grad()}};
+  TypeParam second(fresh, Kind<TypeParam>::options());
+  for (int step = 1; step < 4; ++step) {
+    set_gradients(parameters, step);
+    fresh[0].tensor.set_grad(parameters[1].tensor.grad().clone());
+    optimizer.step();
+    second.step();
+  }
+  EXPECT_EQ(parameters[1].tensor.to_vector(), fresh[0].tensor.to_vector());
+}
+
+TYPED_TEST(EveryOptimizer, StateCountsAsOptimizerMemory) {
+  const Tensor parameter = zeros({64, 64}).set_requires_grad();
+  TypeParam optimizer({{"w", parameter}}, Kind<TypeParam>::options());
+  const int64_t before = memory_stats()->current(MemoryCategory::kOptimizer);
+  parameter.set_grad(ones({64, 64}));
+  optimizer.step();
+  EXPECT_GT(optimizer.state_bytes(), 0);
+  EXPECT_GE(memory_stats()->current(MemoryCategory::kOptimizer) - before, optimizer.state_bytes());
+}
+
+TEST(Optimizer, GroupsHaveOptionsOfTheirOwn) {
+  const NamedTensors parameters = make_parameters();
+  SGD optimizer({{{parameters[0]}, {.lr = 0.5}}, {{parameters[1]}, {.lr = 0.25}}});
+  for (const auto& one : parameters) one.tensor.set_grad(ones_like(one.tensor));
+  optimizer.step();
+  EXPECT_EQ(values_of(parameters), (std::vector<double>{0.5, 1.5, 2.5, 3.5, -1.25, 0.25}));
+  EXPECT_EQ(optimizer.lr(1), 0.25);
+  EXPECT_EQ(optimizer.parameters().size(), 2u);
+}
+
+TEST(Optimizer, AGateHoldsTheStepBackWithAReason) {
+  const NamedTensors parameters = make_parameters();
+  SGD optimizer(parameters, {.lr = 1});
+  optimizer.set_step_gate([] { return StepDecision::skip("accumulating, 1 of 4"); });
+  set_gradients(parameters, 0);
+  const auto before = values_of(parameters);
+  EXPECT_FALSE(optimizer.step());
+  EXPECT_EQ(optimizer.skip_reason(), "accumulating, 1 of 4");
+  EXPECT_EQ(values_of(parameters), before);
+  optimizer.set_step_gate({});
+  EXPECT_TRUE(optimizer.step());
+  EXPECT_EQ(optimizer.skip_reason(), "");
+  EXPECT_NE(values_of(parameters), before);
+}
+
+TEST(Optimizer, RefusesWhatItCannotName) {
+  const NamedTensors parameters = make_parameters();
+  EXPECT_THROW(SGD({{"a", parameters[0].tensor}, {"a", parameters[1].tensor}}), ValueError);
+  EXPECT_THROW(SGD({{"a", parameters[0].tensor}, {"b", parameters[0].tensor}}), ValueError);
+  EXPECT_THROW(SGD({{"a", Tensor()}}), ValueError);
+  EXPECT_THROW(SGD({{"a", zeros({2}, {.dtype = kI64})}}), ValueError);
+  EXPECT_THROW(SGD(parameters, {.nesterov = true}), ValueError);
+}
+
+TEST(Optimizer, ReportsAllOfAStateThatDoesNotFitAndChangesNothing) {
+  const NamedTensors parameters = make_parameters();
+  AdamW optimizer(parameters, {.lr = 0.1});
+  set_gradients(parameters, 0);
+  optimizer.step();
+  StateDict broken;
+  for (const auto& [name, value] : optimizer.state_dict().clone()) {
+    if (name == "state.a.exp_avg" || name == "group.0.eps") continue;
+    broken.set(name, name == "state.b.exp_avg_sq" ? zeros({3}) : value);
+  }
+  broken.set("state.c.step", scalar_tensor(1, kI64));
+  broken.set("group.0.lr", scalar_tensor(7, kF64));
+  const std::string message = message_of([&] { optimizer.load_state_dict(broken); });
+  for (const char* part : {"missing: group.0.eps", "missing: state.a.exp_avg",
+                           "of another shape: state.b.exp_avg_sq", "unexpected: state.c.step"}) {
+    EXPECT_NE(message.find(part), std::string::npos) << part << " in " << message;
+  }
+  EXPECT_EQ(optimizer.lr(), 0.1);
+}
+
+TEST(Optimizer, RebindMovesStateToOtherTensorsOfTheSameNames) {
+  const NamedTensors parameters = make_parameters(), others = make_parameters();
+  AdamW moved(parameters, {.lr = 0.1}), reference(others, {.lr = 0.1});
+  for (const auto& list : {parameters, others}) set_gradients(list, 0);
+  moved.step();
+  reference.step();
+  NamedTensors fresh;
+  for (const auto& [name, parameter] : parameters) {
+    fresh.push_back({name, parameter.detach().clone().set_requires_grad()});
+  }
+  moved.rebind(fresh);
+  for (const auto& list : {fresh, others}) set_gradients(list, 1);
+  moved.step();
+  reference.step();
+  EXPECT_EQ(values_of(fresh), values_of(others));
+  EXPECT_THROW(moved.rebind({fresh[0]}), ValueError);
+  EXPECT_THROW(moved.rebind({fresh[0], {"b", zeros({5}).set_requires_grad()}}), ShapeError);
+}
+
+// ---- Clipping ----------------------------------------------------------------------------------
+
+TEST(Clip, ScalesToTheNormOrLeavesAlone) {
+  const NamedTensors parameters = make_parameters();
+  TensorList tensors = {parameters[0].tensor, parameters[1].tensor};
+  const auto set = [&] {
+    tensors[0].set_grad(full({2, 2}, 2));
+    tensors[1].set_grad(tensor({0, 3}));
+  };
+  set();
+  EXPECT_DOUBLE_EQ(clip_grad_norm(tensors, 1).item(), 5);
+  EXPECT_NEAR(tensors[1].grad().to_vector()[1], 0.6, 1e-6);
+  set();
+  EXPECT_DOUBLE_EQ(clip_grad_norm(tensors, 6).item(), 5);
+  EXPECT_EQ(tensors[1].grad().to_vector()[1], 3);
+  EXPECT_DOUBLE_EQ(
+      clip_grad_norm(tensors, 10, {.norm_type = std::numeric_limits<double>::infinity()}).item(),
+      3);
+  clip_grad_value(tensors, 1.5);
+  EXPECT_EQ(tensors[0].grad().to_vector(), std::vector<double>(4, 1.5));
+  EXPECT_EQ(tensors[1].grad().to_vector(), (std::vector<double>{0, 1.5}));
+}
+
+TEST(Clip, FoldedIntoTheStepItGivesTheSameParameters) {
+  const NamedTensors in_place = make_parameters(), folded = make_parameters();
+  AdamW first(in_place, {.lr = 0.1}), second(folded, {.lr = 0.1});
+  for (int step = 0; step < 4; ++step) {
+    for (const auto& list : {in_place, folded}) set_gradients(list, step);
+    const auto gradient = folded[0].tensor.grad().to_vector();
+    clip_grad_norm({in_place[0].tensor, in_place[1].tensor}, 0.5);
+    clip_grad_norm({folded[0].tensor, folded[1].tensor}, 0.5, {.fold_into = &second});
+    EXPECT_EQ(folded[0].tensor.grad().to_vector(), gradient) << "gradients keep their values";
+    first.step();
+    second.step();
+  }
+  const auto a = values_of(in_place), b = values_of(folded);
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], 1e-6);
+}
+
+TEST(Clip, TellsOfNonFiniteGradients) {
+  const NamedTensors parameters = make_parameters();
+  set_gradients(parameters, 0);
+  parameters[1].tensor.set_grad(tensor({1, std::numeric_limits<double>::quiet_NaN()}));
+  const TensorList tensors = {parameters[0].tensor, parameters[1].tensor};
+  EXPECT_THROW(clip_grad_norm(tensors, 1, {.error_if_nonfinite = true}), ValueError);
+  EXPECT_TRUE(std::isnan(clip_grad_norm(tensors, 1).item()));
+  EXPECT_TRUE(std::isnan(parameters[0].tensor.grad().to_vector()[0])) << "as torch does";
+  EXPECT_EQ(clip_grad_norm({}, 1).item(), 0);
+}
+
+// ---- Averages ----------------------------------------------------------------------------------
+
+TEST(Ema, ScopeHoldsTheAveragesForAWhile) {
+  const NamedTensors parameters = make_parameters(kBF16);
+  EMA average(parameters, {.decay = 0.5});
+  const Tensor handle = parameters[1].tensor;
+  {
+    const NoGradGuard no_grad;
+    copy_(handle, tensor({3, 4.5}));
+  }
+  average.update();
+  EXPECT_EQ(average.averages()[1].tensor.dtype(), kF32);
+  EXPECT_EQ(average.averages()[1].tensor.to_vector(), (std::vector<double>{1, 2.5}));
+  {
+    const EMA::Scope scope(average);
+    EXPECT_EQ(handle.to_vector(), (std::vector<double>{1, 2.5}));
+    EXPECT_EQ(handle.dtype(), kBF16);
+  }
+  EXPECT_EQ(handle.to_vector(), (std::vector<double>{3, 4.5}));
+  average.copy_to_parameters();
+  EXPECT_EQ(handle.to_vector(), (std::vector<double>{1, 2.5}));
+}
+
+TEST(Ema, StateDictGoesRound) {
+  const NamedTensors parameters = make_parameters();
+  EMA average(parameters, {.decay = 0.9});
+  {
+    const NoGradGuard no_grad;
+    copy_(parameters[0].tensor, zeros({2, 2}));
+  }
+  average.update();
+  const StateDict saved = average.state_dict().clone();
+  EMA other(parameters, {.decay = 0.9});
+  other.load_state_dict(saved);
+  EXPECT_EQ(other.num_updates(), 1);
+  EXPECT_EQ(other.averages()[0].tensor.to_vector(), average.averages()[0].tensor.to_vector());
+  EXPECT_THROW(other.load_state_dict(StateDict()), ValueError);
+}
+
+// ---- Schedules: their values are compared with torch's in test_golden_optim ---------------------
+
+TEST(Schedule, SetsTheRatesOfAllGroupsFromTheirOwn) {
+  const NamedTensors parameters = make_parameters();
+  SGD optimizer({{{parameters[0]}, {.lr = 1}}, {{parameters[1]}, {.lr = 0.5}}});
+  CosineSchedule schedule(optimizer, {.warmup = 2, .total = 6, .min_lr = 0.1});
+  std::vector<double> first, second;
+  for (int step = 0; step < 8; ++step) {
+    first.push_back(optimizer.lr(0));
+    second.push_back(optimizer.lr(1));
+    schedule.step();
+  }
+  EXPECT_EQ(first[0], 0);
+  EXPECT_EQ(first[1], 0.5);
+  EXPECT_EQ(second[2], 0.5);
+  EXPECT_DOUBLE_EQ(first[4], 0.55);
+  EXPECT_EQ(first[6], 0.1);
+  EXPECT_EQ(first[7], 0.1) << "stays at its end";
+}
+
+TEST(Schedule, StateDictResumesAtTheStep) {
+  const NamedTensors parameters = make_parameters();
+  SGD optimizer(parameters, {.lr = 1}), other(parameters, {.lr = 0.3});
+  ExponentialSchedule schedule(optimizer, {.gamma = 0.5});
+  schedule.step();
+  schedule.step();
+  ExponentialSchedule resumed(other, {.gamma = 0.5});
+  resumed.load_state_dict(schedule.state_dict());
+  EXPECT_EQ(other.lr(), 0.25);
+  EXPECT_EQ(resumed.current_step(), 2);
+  resumed.step();
+  EXPECT_EQ(other.lr(), 0.125);
+  EXPECT_THROW(resumed.load_state_dict(StateDict()), ValueError);
+}
+
+TEST(Schedule, AGateHoldsItBack) {
+  const NamedTensors parameters = make_parameters();
+  SGD optimizer(parameters, {.lr = 1});
+  ExponentialSchedule schedule(optimizer, {.gamma = 0.5});
+  schedule.set_step_gate([] { return StepDecision::skip("the optimizer skipped its step"); });
+  EXPECT_FALSE(schedule.step());
+  EXPECT_EQ(schedule.skip_reason(), "the optimizer skipped its step");
+  EXPECT_EQ(optimizer.lr(), 1);
+}
+
+TEST(Schedule, OneCycleMovesMomentumTheOtherWay) {
+  const NamedTensors parameters = make_parameters();
+  AdamW optimizer(parameters, {.lr = 1});
+  OneCycleSchedule schedule(optimizer, {.max_lr = 1, .total = 11});
+  EXPECT_DOUBLE_EQ(optimizer.options().betas[0], 0.95);
+  double lowest = 1;
+  for (int step = 0; step < 10; ++step) {
+    schedule.step();
+    lowest = std::min(lowest, optimizer.options().betas[0]);
+  }
+  EXPECT_NEAR(lowest, 0.85, 0.01);
+  EXPECT_DOUBLE_EQ(optimizer.options().betas[0], 0.95);
+}
+
+TEST(Schedule, AStructWithARateIsARule) {
+  struct Half {
+    double rate(int64_t, double base) const { return base / 2; }
+  };
+  const NamedTensors parameters = make_parameters();
+  SGD optimizer(parameters, {.lr = 1});
+  RuleSchedule<Chained> schedule(optimizer, {.rules = {Half{}, Exponential{.gamma = 0.5}}});
+  EXPECT_EQ(optimizer.lr(), 0.5);
+  schedule.step();
+  EXPECT_EQ(optimizer.lr(), 0.25);
+  EXPECT_THROW(SequentialSchedule(optimizer, {.rules = {Half{}}, .milestones = {3}}), ValueError);
+}
+
+TEST(Schedule, PlateauStateGoesRound) {
+  const NamedTensors parameters = make_parameters();
+  SGD optimizer(parameters, {.lr = 1});
+  PlateauSchedule first(optimizer, {.factor = 0.5, .patience = 1});
+  first.step(1);
+  first.step(1);
+  PlateauSchedule second(optimizer, {.factor = 0.5, .patience = 1});
+  second.load_state_dict(first.state_dict());
+  EXPECT_TRUE(second.step(1)) << "the second step without improvement";
+  EXPECT_EQ(optimizer.lr(), 0.5);
+}
+
+}  // namespace
+}  // namespace tessera::optim
