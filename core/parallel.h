@@ -1,4 +1,4 @@
-// Loops over several cores.
+// Loops over several cores, on a team of threads that each calling thread keeps.
 //
 // The thread count belongs to the context (set_num_threads), so that two trainings in one process
 // can have different ones. Results never depend on it: a reduction cuts its work into pieces that

@@ -1,4 +1,5 @@
 // Context, memory, streams, profiler, dtypes: the parts of core below the tensor's elements.
+// ctest labels: threads
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -176,6 +177,29 @@ TEST(Parallel, CoversEveryIndexOnceForAnyThreadCount) {
   }
   set_num_threads(before);
   EXPECT_THROW(set_num_threads(0), ValueError);
+}
+
+TEST(Parallel, LoopsOfSeveralCallersRunBesideEachOther) {
+  std::vector<std::thread> callers;
+  std::atomic<int64_t> total{0};
+  for (int caller = 0; caller < 3; ++caller) {
+    callers.emplace_back([&] {
+      set_num_threads(3);
+      for (int i = 0; i < 200; ++i) {
+        std::vector<int64_t> marks(1000);
+        parallel_for(1000, 10, [&](int64_t begin, int64_t end) {
+          EXPECT_TRUE(in_parallel_region());
+          parallel_for(end - begin, 1, [&](int64_t b, int64_t e) {
+            for (int64_t at = begin + b; at < begin + e; ++at) ++marks[static_cast<size_t>(at)];
+          });
+        });
+        for (const int64_t mark : marks) total += mark;
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  EXPECT_EQ(total.load(), 3 * 200 * 1000);
+  EXPECT_FALSE(in_parallel_region());
 }
 
 TEST(Stream, RunsInOrderAndEventsOrderStreams) {
