@@ -54,9 +54,8 @@ Tensor arange(const Scalar& start, const Scalar& end, const Scalar& step,
   TS_CHECK((to - from) * by >= 0, "arange", "step ", step, " leads from start ", start,
            " away from end ", end);
   int64_t size = 0;
-  if (!floating || result == kI64) {  // exact where doubles would not be
+  if (!floating) {  // exact where doubles would not be
     const int64_t first = start.to_int(), last = end.to_int(), difference = step.to_int();
-    TS_CHECK(difference != 0, "arange", "step ", step, " is 0 as an integer");
     const int64_t rounding = difference > 0 ? difference - 1 : difference + 1;
     size = (last - first + rounding) / difference;
   } else {
