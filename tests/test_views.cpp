@@ -156,7 +156,9 @@ TEST(Joins, MoreTensorsThanAMaskHasBits) {
   for (int i = 0; i < 50; ++i) {
     const Tensor grad = parts[static_cast<size_t>(i)].grad();
     ASSERT_EQ(grad.defined(), i % 2 == 0) << i;
-    if (grad.defined()) EXPECT_EQ(grad.item(), i);
+    if (grad.defined()) {
+      EXPECT_EQ(grad.item(), i);
+    }
   }
 }
 
@@ -197,10 +199,10 @@ TEST(Pads, EveryModeIsTorchsAlsoWhereItCrops) {
   EXPECT_EQ(pad(x, {2, -1}, Pad::kCircular).to_vector(), (Values{2, 3, 0, 1, 2, 3}));
   EXPECT_EQ(pad(x, {-1, 3}, Pad::kReplicate).to_vector(), (Values{1, 2, 3, 4, 4, 4, 4}));
   EXPECT_EQ(pad(x, {-1, 2}, Pad::kConstant, 7).to_vector(), (Values{1, 2, 3, 4, 7, 7}));
-  EXPECT_EQ(pad(x, {-6, 3}, Pad::kConstant, 7).to_vector(), (Values{7, 7}));
   EXPECT_EQ(pad(x, {0, 0, 1, 0}, Pad::kConstant, 7).shape(), Shape({2, 5}));
   EXPECT_THROW(pad(x, {1}), ShapeError);
   EXPECT_THROW(pad(x, {-3, -3}), ShapeError);
+  EXPECT_THROW(pad(x, {-6, 3}), ShapeError);
   EXPECT_THROW(pad(x, {5, 0}, Pad::kReflect), ShapeError);
   EXPECT_THROW(pad(x, {6, 0}, Pad::kCircular), ShapeError);
 }

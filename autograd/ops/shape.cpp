@@ -476,8 +476,7 @@ static Tensor pad_constant(const Tensor& x, const Shape& sizes, double value) {
           shape[d] = size + left + right;
           const int64_t begin = std::max<int64_t>(-left, 0);
           const int64_t end = size - std::max<int64_t>(-right, 0);
-          source = raw::narrow(source, d, std::min(begin, end < 0 ? 0 : begin),
-                               std::max<int64_t>(end - begin, 0));
+          source = raw::narrow(source, d, begin, end - begin);
           first[d] = std::max<int64_t>(left, 0);
         }
         const Tensor result = raw::full(shape, value, in[0].dtype(), in[0].device());
@@ -519,21 +518,25 @@ Tensor pad(const Tensor& x, const Shape& sizes, Pad mode, double value) {
   for (int i = 0; i < sizes.size() / 2; ++i) {
     const int d = x.dim() - 1 - i;
     const int64_t left = sizes[2 * i], right = sizes[2 * i + 1], size = x.shape()[d];
-    TS_CHECK_SHAPE(size + left + right >= 0, kPad, "sizes ", sizes, " leave ", size + left + right,
-                   " places in dimension ", d, " of ", x);
+    const int64_t cropped = size + std::min<int64_t>(left, 0) + std::min<int64_t>(right, 0);
+    TS_CHECK_SHAPE(cropped >= 0, kPad, "sizes ", sizes, " crop more than dimension ", d, " of ", x,
+                   " has");
     if (mode == Pad::kConstant) continue;
     const int64_t most = std::max(left, right);
     TS_CHECK_SHAPE(size > 0, kPad, "cannot pad an empty dimension with its own values; got ", x);
     TS_CHECK_SHAPE(mode != Pad::kReflect || most < size, kPad, "reflection needs sizes below ",
                    size, ", the size of dimension ", d, " of ", x, "; got ", sizes);
-    TS_CHECK_SHAPE(mode != Pad::kCircular || most <= size, kPad,
-                   "circular padding wraps once: ", "sizes of at most ", size, " in dimension ", d,
+    TS_CHECK_SHAPE(mode != Pad::kCircular || most <= cropped, kPad,
+                   "circular padding wraps once: sizes of at most ", cropped, " in dimension ", d,
                    " of ", x, "; got ", sizes);
     if (left == 0 && right == 0) continue;
     for (int64_t j = 0; j < size + left + right; ++j) {
       int64_t place = j - left;
       if (mode == Pad::kReplicate) place = std::clamp<int64_t>(place, 0, size - 1);
-      if (mode == Pad::kCircular) place = (place + size) % size;
+      if (mode == Pad::kCircular) {  // around what cropping leaves, as torch
+        const int64_t begin = std::max<int64_t>(-left, 0);
+        place = begin + (place - begin + cropped) % cropped;
+      }
       if (mode == Pad::kReflect) {
         place = place < 0 ? -place : place;
         place = place >= size ? 2 * (size - 1) - place : place;
