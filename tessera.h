@@ -34,6 +34,7 @@
 #include <tessera/nn/norm.h>
 #include <tessera/nn/pooling.h>
 #include <tessera/nn/recurrent.h>
+#include <tessera/nn/summary.h>
 #include <tessera/nn/transformer.h>
 
 #include <tessera/optim/adagrad.h>

@@ -1,7 +1,7 @@
 // Trains a GPT on a text.
 //
 //     train --data shakespeare.txt --save model
-//     train --resume model --steps 4000         # goes on as if it had never stopped
+//     train --resume model                      # goes on as if it had never stopped (Ctrl-C saves)
 //     train --data more.txt --init-from model   # new training from given weights
 //
 // A saved folder holds a model that transformers can load (config.json, model.safetensors) and what
@@ -42,6 +42,7 @@ struct TrainOptions {
   int64_t layers = 4, width = 128, heads = 4, context = 64;
   int64_t batch_size = 12, steps = 2000, warmup = 100, eval_every = 250, save_every = 0;
   int64_t schedule_steps = 0;  // 0: steps
+  int64_t stop_at = 0;         // 0: steps
   double lr = 1e-3, min_lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0.1, clip = 1;
   double dropout = 0;
   uint64_t seed = 1337;
@@ -92,6 +93,7 @@ TrainOptions parse_options(int argc, char** argv) {
   add("batch-size", options.batch_size, "sequences a step")->check(CLI::PositiveNumber);
   add("steps", options.steps, "optimizer steps in all")->check(CLI::NonNegativeNumber);
   add("schedule-steps", options.schedule_steps, "where the cosine ends; 0: at --steps");
+  add("stop-at", options.stop_at, "stop early at this step and save, to --resume later; 0: no");
   add("lr", options.lr, "highest learning rate");
   add("min-lr", options.min_lr, "learning rate at the end");
   add("warmup", options.warmup, "steps of linear warm-up")->check(CLI::NonNegativeNumber);
@@ -352,11 +354,13 @@ void Trainer::run() {
               static_cast<long long>(corpus_.training.size()),
               static_cast<long long>(corpus_.validation.size()), num_threads());
   std::signal(SIGINT, request_stop);
+  std::signal(SIGTERM, request_stop);
   while (step_ < options_.steps && stop_requested == 0) {
     const auto begin = Clock::now();
     const double loss = train_step();
     const double milliseconds =
         std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+    if (step_ == options_.stop_at) stop_requested = 1;
     const bool last = step_ == options_.steps || stop_requested != 0;
     const bool evaluate = last || (options_.eval_every > 0 && step_ % options_.eval_every == 0);
     const std::optional<double> val_loss = evaluate ? std::optional(validate()) : std::nullopt;

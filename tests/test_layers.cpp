@@ -1,0 +1,345 @@
+// What layers promise beyond the values that test_golden_nn compares with torch's: initial values,
+// shapes, modes, masks, printing, errors.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/nn/activation.h>
+#include <tessera/nn/attention.h>
+#include <tessera/nn/container.h>
+#include <tessera/nn/conv.h>
+#include <tessera/nn/dropout.h>
+#include <tessera/nn/embedding.h>
+#include <tessera/nn/linear.h>
+#include <tessera/nn/loss.h>
+#include <tessera/nn/norm.h>
+#include <tessera/nn/pooling.h>
+#include <tessera/nn/recurrent.h>
+#include <tessera/nn/summary.h>
+#include <tessera/nn/transformer.h>
+
+namespace tessera::nn {
+namespace {
+
+Tensor random(const Shape& shape, uint64_t stream = 0) {
+  return randn(shape, {}, RandomStream{11, stream});
+}
+
+double largest_difference(const Tensor& a, const Tensor& b) {
+  EXPECT_EQ(a.shape(), b.shape());
+  return (a - b).abs().max().item();
+}
+double bound_of(const Tensor& x) { return x.abs().max().item(); }
+
+// ---- Initial values are torch's ----------------------------------------------------------------
+
+TEST(Layers, LinearAndConvolutionsBeginUniformByFanIn) {
+  const Linear linear(400, 50);
+  EXPECT_LE(bound_of(linear.weight), 0.05);
+  EXPECT_GT(bound_of(linear.weight), 0.0495);
+  EXPECT_LE(bound_of(linear.bias), 0.05);
+  const Conv2d conv(8, 16, 5, {.groups = 2});
+  EXPECT_EQ(conv.weight.shape(), (Shape{16, 4, 5, 5}));
+  EXPECT_LE(bound_of(conv.weight), 0.1);
+  EXPECT_GT(bound_of(conv.weight), 0.098);
+  EXPECT_LE(bound_of(conv.bias), 0.1);
+}
+
+TEST(Layers, NormsBeginAsIdentity) {
+  const LayerNorm layer(4);
+  EXPECT_EQ(layer.weight.to_vector(), std::vector<double>(4, 1));
+  EXPECT_EQ(layer.bias.to_vector(), std::vector<double>(4, 0));
+  EXPECT_FALSE(LayerNorm(4, {.bias = false}).bias.defined());
+  EXPECT_FALSE(LayerNorm(4, {.elementwise_affine = false}).weight.defined());
+  const BatchNorm1d batch(3);
+  EXPECT_EQ(batch.running_mean.to_vector(), std::vector<double>(3, 0));
+  EXPECT_EQ(batch.running_var.to_vector(), std::vector<double>(3, 1));
+  EXPECT_EQ(batch.num_batches_tracked.item<int64_t>(), 0);
+}
+
+TEST(Layers, EmbeddingPaddingBeginsAsZerosAndGetsNoGradient) {
+  Embedding embedding(5, 3, {.padding_idx = -1});
+  EXPECT_EQ(embedding.weight.select(0, 4).to_vector(), std::vector<double>(3, 0));
+  embedding(tensor(std::vector<int64_t>{4, 1}, {2})).backward(ones({2, 3}));
+  EXPECT_EQ(embedding.weight.grad().select(0, 4).to_vector(), std::vector<double>(3, 0));
+  EXPECT_EQ(embedding.weight.grad().select(0, 1).to_vector(), std::vector<double>(3, 1));
+  EXPECT_THROW(Embedding(5, 3, {.padding_idx = 5}), IndexError);
+}
+
+TEST(Layers, AttentionBeginsXavierAndWithoutBias) {
+  const MultiheadAttention attention(64, 4);
+  const double bound = std::sqrt(6.0 / (64 + 3 * 64));
+  EXPECT_LE(bound_of(attention.in_proj_weight), bound);
+  EXPECT_GT(bound_of(attention.in_proj_weight), bound * 0.99);
+  EXPECT_EQ(bound_of(attention.in_proj_bias), 0);
+  EXPECT_EQ(bound_of(attention.out_proj.bias), 0);
+}
+
+TEST(Layers, RecurrentParametersHaveTorchsNamesAndBounds) {
+  const GRU gru(3, 16, {.num_layers = 2, .bidirectional = true});
+  std::vector<std::string> names;
+  for (const auto& [name, parameter] : gru.named_parameters()) {
+    names.push_back(name);
+    EXPECT_LE(bound_of(parameter), 0.25) << name;
+  }
+  EXPECT_EQ(names.size(), 16u);
+  EXPECT_EQ(names[0], "weight_ih_l0");
+  EXPECT_EQ(names[4], "weight_ih_l0_reverse");
+  EXPECT_EQ(gru.get_parameter("weight_ih_l1_reverse").shape(), (Shape{48, 32}));
+}
+
+// ---- Modes -------------------------------------------------------------------------------------
+
+TEST(Layers, DropoutActsInTrainingOnly) {
+  Dropout dropout(0.25);
+  const Tensor x = ones({100, 100});
+  const auto values = dropout(x).to_vector();
+  const auto zeros = std::ranges::count(values, 0.0);
+  EXPECT_NEAR(static_cast<double>(zeros) / 1e4, 0.25, 0.02);
+  EXPECT_FLOAT_EQ(static_cast<float>(std::ranges::max(values)), 1 / 0.75f);
+  dropout.eval();
+  EXPECT_EQ(dropout(x).to_vector(), x.to_vector());
+  EXPECT_THROW(Dropout(1.5), ValueError);
+}
+
+TEST(Layers, BatchNormCountsBatchesWhileTraining) {
+  BatchNorm2d norm(3, {.momentum = std::nullopt});
+  norm(random({2, 3, 4, 4}));
+  norm(random({2, 3, 4, 4}, 1));
+  EXPECT_EQ(norm.num_batches_tracked.item<int64_t>(), 2);
+  const auto mean = norm.running_mean.to_vector();
+  norm.eval();
+  norm(random({2, 3, 4, 4}, 2));
+  EXPECT_EQ(norm.num_batches_tracked.item<int64_t>(), 2);
+  EXPECT_EQ(norm.running_mean.to_vector(), mean);
+  EXPECT_THROW(norm(random({2, 4, 4, 4})), ShapeError);
+  EXPECT_THROW(BatchNorm1d(3)(random({2, 3, 4, 4})), ShapeError);
+}
+
+// ---- Attention and transformers ----------------------------------------------------------------
+
+TEST(Attention, WeightsAndFusedPathAgreeUnderEveryMask) {
+  MultiheadAttention attention(8, 2, {.batch_first = true});
+  const Tensor x = random({2, 5, 8});
+  const Tensor padding = tensor({0, 0, 0, 0, 1, 0, 0, 0, 1, 1}, kBool).view({2, 5});
+  const Tensor additive = random({4, 5, 5}, 3);
+  for (AttentionMasks masks :
+       {AttentionMasks{}, AttentionMasks{.causal = true},
+        AttentionMasks{.key_padding_mask = padding}, AttentionMasks{.attn_mask = additive},
+        AttentionMasks{.key_padding_mask = padding, .attn_mask = additive}}) {
+    const Tensor fused = attention(x, x, x, masks).output;
+    masks.need_weights = true;
+    const AttentionResult composed = attention(x, x, x, masks);
+    EXPECT_LT(largest_difference(fused, composed.output), 1e-5);
+    EXPECT_LT(largest_difference(composed.weights.sum({-1}), ones({2, 5})), 1e-5);
+    // One tensor given as three tensors takes the path of separate products.
+    const Tensor copy = x.clone();
+    EXPECT_LT(largest_difference(attention(x, copy, copy, masks).output, composed.output), 1e-5);
+  }
+}
+
+TEST(Attention, CausalFlagIsTheTriangularMask) {
+  MultiheadAttention attention(8, 2);
+  const Tensor x = random({5, 3, 8});
+  const Tensor mask = triu(ones({5, 5}, {.dtype = kBool}), 1);
+  EXPECT_LT(largest_difference(attention(x, x, x, AttentionMasks{.causal = true}).output,
+                               attention(x, x, x, AttentionMasks{.attn_mask = mask}).output),
+            1e-5);
+}
+
+TEST(Attention, WorksWithoutABatchAndRefusesOtherShapes) {
+  MultiheadAttention attention(8, 2);
+  const Tensor x = random({5, 8});
+  const AttentionResult result = attention(x, x, x, AttentionMasks{.need_weights = true});
+  EXPECT_EQ(result.output.shape(), (Shape{5, 8}));
+  EXPECT_EQ(result.weights.shape(), (Shape{5, 5}));
+  EXPECT_LT(largest_difference(attention(x.unsqueeze(1), x.unsqueeze(1), x.unsqueeze(1)).output,
+                               result.output.unsqueeze(1)),
+            1e-5);
+  EXPECT_THROW(attention(random({5, 7}), x, x), ShapeError);
+  EXPECT_THROW(attention(x, x, x, AttentionMasks{.attn_mask = zeros({4, 5})}), ShapeError);
+  EXPECT_THROW(MultiheadAttention(8, 3), ValueError);
+}
+
+TEST(Transformer, StacksRunTheirLayersInOrder) {
+  const TransformerLayerOptions options{.dim_feedforward = 16, .dropout = 0, .norm_first = true};
+  TransformerEncoder encoder(8, 2, 3, options, true);
+  TransformerDecoder decoder(8, 2, 2, options);
+  const Tensor source = random({4, 2, 8}), target = random({3, 2, 8}, 1);
+  Tensor x = source;
+  for (size_t i = 0; i < 3; ++i) x = encoder.layers.at<TransformerEncoderLayer>(i)(x);
+  const Tensor memory = encoder(source);
+  EXPECT_LT(largest_difference(memory, (*encoder.norm)(x)), 1e-6);
+  EXPECT_EQ(decoder(target, memory, DecoderMasks{.causal = true}).shape(), target.shape());
+  const auto copy = encoder.clone();
+  EXPECT_EQ(largest_difference((*copy)(source), memory), 0);
+  EXPECT_NE(encoder.get_parameter("layers.0.linear1.weight").to_vector(),
+            encoder.get_parameter("layers.1.linear1.weight").to_vector());
+}
+
+TEST(Transformer, ACausalDecoderDoesNotSeeTheFuture) {
+  TransformerDecoder decoder(8, 2, 2, {.dim_feedforward = 16, .dropout = 0, .batch_first = true});
+  const Tensor memory = random({1, 3, 8}), target = random({1, 4, 8}, 1);
+  const Tensor changed = target.clone();
+  {
+    const NoGradGuard no_grad;
+    changed.select(1, 3).zero_();
+  }
+  const DecoderMasks masks{.causal = true};
+  const Tensor a = decoder(target, memory, masks), b = decoder(changed, memory, masks);
+  EXPECT_LT(largest_difference(a.narrow(1, 0, 3), b.narrow(1, 0, 3)), 1e-6);
+  EXPECT_GT(largest_difference(a.select(1, 3), b.select(1, 3)), 1e-3);
+}
+
+// ---- Recurrent ---------------------------------------------------------------------------------
+
+TEST(Recurrent, CellsStepAsTheLayersDo) {
+  LSTM lstm(3, 4);
+  LSTMCell lstm_cell(3, 4);
+  GRU gru(3, 4);
+  GRUCell gru_cell(3, 4);
+  const auto copy = [](ModuleBase& layer, ModuleBase& cell) {
+    StateDict state;
+    for (const auto& [name, value] : layer.state_dict())
+      state.set(name.substr(0, name.size() - 3), value);
+    cell.load_state_dict(state);
+  };
+  copy(lstm, lstm_cell);
+  copy(gru, gru_cell);
+  const Tensor x = random({6, 2, 3});
+  const LstmResult whole = lstm(x);
+  const GruResult gru_whole = gru(x);
+  LstmState state;
+  Tensor hidden;
+  for (int64_t t = 0; t < 6; ++t) {
+    state = lstm_cell(x.select(0, t), state);
+    hidden = gru_cell(x.select(0, t), hidden);
+    EXPECT_LT(largest_difference(state.hidden, whole.output.select(0, t)), 1e-6);
+    EXPECT_LT(largest_difference(hidden, gru_whole.output.select(0, t)), 1e-6);
+  }
+  EXPECT_LT(largest_difference(state.cell, whole.state.cell.select(0, 0)), 1e-6);
+}
+
+TEST(Recurrent, WorksWithoutABatchAndGoesOnFromAState) {
+  GRU gru(3, 4, {.num_layers = 2});
+  const Tensor x = random({6, 3});
+  const GruResult whole = gru(x);
+  EXPECT_EQ(whole.output.shape(), (Shape{6, 4}));
+  EXPECT_EQ(whole.hidden.shape(), (Shape{2, 4}));
+  const GruResult first = gru(x.narrow(0, 0, 2)), second = gru(x.narrow(0, 2, 4), first.hidden);
+  EXPECT_LT(largest_difference(second.output, whole.output.narrow(0, 2, 4)), 1e-6);
+  EXPECT_THROW(gru(random({6, 4})), ShapeError);
+  EXPECT_THROW(gru(x, zeros({3, 4})), ShapeError);
+  EXPECT_THROW(LSTM(3, 4)(x, LstmState{zeros({1, 4}), {}}), ValueError);
+}
+
+TEST(Recurrent, DropoutBetweenLayersActsInTrainingOnly) {
+  LSTM lstm(3, 8, {.num_layers = 2, .dropout = 0.5});
+  const Tensor x = random({4, 2, 3});
+  EXPECT_GT(largest_difference(lstm(x).output, lstm(x).output), 0);
+  lstm.eval();
+  EXPECT_EQ(largest_difference(lstm(x).output, lstm(x).output), 0);
+}
+
+// ---- Convolution, losses, printing -------------------------------------------------------------
+
+TEST(Layers, AnImageClassifierRunsAndLearns) {
+  manual_seed(3);
+  Sequential net(layer<Conv2d>(1, 4, 3, ConvLayerOptions{.same_padding = true}), layer<ReLU>(),
+                 layer<MaxPool2d>(2), layer<BatchNorm2d>(4), layer<AdaptiveAvgPool2d>(2),
+                 layer<Flatten>(), layer<Linear>(16, 3));
+  CrossEntropyLoss loss_of;
+  const Tensor images = random({6, 1, 8, 8});
+  const Tensor labels = tensor(std::vector<int64_t>{0, 1, 2, 0, 1, 2}, {6});
+  double first = 0, last = 0;
+  for (int step = 0; step < 60; ++step) {
+    const Tensor loss = loss_of(net(images), labels);
+    net.zero_grad();
+    loss.backward();
+    const NoGradGuard no_grad;
+    for (const Tensor& p : net.parameters()) p.sub_(p.grad() * 0.5);
+    (step == 0 ? first : last) = loss.item();
+  }
+  EXPECT_LT(last, first / 3);
+}
+
+TEST(Layers, SamePaddingKeepsSizesOfEvenKernelsToo) {
+  Conv1d conv(2, 3, 4, {.dilation = {3}, .same_padding = true});
+  EXPECT_EQ(conv(random({1, 2, 17})).shape(), (Shape{1, 3, 17}));
+  EXPECT_THROW(Conv1d(2, 2, 3, {.stride = {2}, .same_padding = true}), ValueError);
+  EXPECT_THROW(Conv1d(3, 2, 3, {.groups = 2}), ValueError);
+}
+
+TEST(Layers, LossesAreTheirOps) {
+  const Tensor x = random({4, 3}), y = random({4, 3}, 1);
+  const Tensor labels = tensor(std::vector<int64_t>{0, 2, 1, 1}, {4});
+  const Tensor weight = tensor({1, 2, 3});
+  const auto expect_equal = [](const Tensor& a, const Tensor& b) { EXPECT_EQ(a.item(), b.item()); };
+  expect_equal(MSELoss()(x, y), mse_loss(x, y));
+  expect_equal(L1Loss(Reduction::kSum)(x, y), l1_loss(x, y, Reduction::kSum));
+  expect_equal(SmoothL1Loss(Reduction::kMean, 0.5)(x, y),
+               smooth_l1_loss(x, y, Reduction::kMean, 0.5));
+  expect_equal(HuberLoss(Reduction::kMean, 0.5)(x, y), huber_loss(x, y, Reduction::kMean, 0.5));
+  expect_equal(CrossEntropyLoss({.weight = weight, .label_smoothing = 0.1})(x, labels),
+               cross_entropy(x, labels, {.weight = weight, .label_smoothing = 0.1}));
+  expect_equal(NLLLoss()(log_softmax(x, 1), labels), nll_loss(log_softmax(x, 1), labels));
+  expect_equal(BCEWithLogitsLoss({.pos_weight = weight})(x, sigmoid(y)),
+               binary_cross_entropy_with_logits(x, sigmoid(y), {}, Reduction::kMean, weight));
+  expect_equal(KLDivLoss(KlReduction::kBatchMean)(log_softmax(x, 1), softmax(y, 1)),
+               kl_div(log_softmax(x, 1), softmax(y, 1), KlReduction::kBatchMean));
+}
+
+TEST(Layers, ActivationsAreTheirOps) {
+  const Tensor x = random({3, 4});
+  const auto expect_equal = [](const Tensor& a, const Tensor& b) {
+    EXPECT_EQ(a.to_vector(), b.to_vector());
+  };
+  expect_equal(GELU(Gelu::kTanh)(x), gelu(x, Gelu::kTanh));
+  expect_equal(SiLU()(x), silu(x));
+  expect_equal(Tanh()(x), tanh(x));
+  expect_equal(Sigmoid()(x), sigmoid(x));
+  expect_equal(LeakyReLU(0.2)(x), leaky_relu(x, 0.2));
+  expect_equal(ELU(0.5)(x), elu(x, 0.5));
+  expect_equal(Softplus(2)(x), softplus(x, 2));
+  expect_equal(GLU()(x), glu(x));
+  expect_equal(Softmax(0)(x), softmax(x, 0));
+  expect_equal(LogSoftmax(1)(x), log_softmax(x, 1));
+  expect_equal(Identity()(x), x);
+}
+
+TEST(Layers, PrintTheirOptionsAsTorchDoes) {
+  EXPECT_EQ(Conv2d(3, 8, {3, 2}, {.padding = {1, 0}, .bias = false}).repr(),
+            "Conv2d(3, 8, kernel_size=(3, 2), stride=(1, 1), padding=(1, 0), bias=False)");
+  EXPECT_EQ(LayerNorm({2, 3}).repr(), "LayerNorm((2, 3), eps=1e-05, elementwise_affine=True)");
+  EXPECT_EQ(BatchNorm2d(4).repr(),
+            "BatchNorm2d(4, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)");
+  EXPECT_EQ(Embedding(7, 3, {.padding_idx = 0}).repr(), "Embedding(7, 3, padding_idx=0)");
+  EXPECT_EQ(LSTM(3, 4, {.num_layers = 2, .dropout = 0.5}).repr(),
+            "LSTM(3, 4, num_layers=2, dropout=0.5)");
+  EXPECT_EQ(MaxPool2d(2).repr(),
+            "MaxPool2d(kernel_size=2, stride=2, padding=0, dilation=1, ceil_mode=False)");
+  EXPECT_EQ(Dropout(0.1).repr(), "Dropout(p=0.1)");
+}
+
+TEST(Summary, CountsAndLeavesTheModelAsItWas) {
+  Sequential net(layer<Linear>(4, 8), layer<ReLU>(), layer<Linear>(8, 2));
+  const Tensor x = random({5, 4});
+  const auto before = net(x).to_vector();
+  const Summary result = summary(net, x);
+  EXPECT_EQ(result.parameters, 4 * 8 + 8 + 8 * 2 + 2);
+  EXPECT_EQ(result.flops, 2.0 * 5 * (4 * 8 + 8 * 2));
+  ASSERT_EQ(result.rows.size(), 4u);
+  EXPECT_EQ(result.rows[1].output, "[5, 8]");
+  EXPECT_EQ(result.rows[3].flops, 2.0 * 5 * 8 * 2);
+  EXPECT_EQ(result.activation_bytes, 5 * (8 + 8 + 2) * 4);
+  EXPECT_EQ(net(x).to_vector(), before);
+  EXPECT_NE(result.table().find("  0: Linear  [5, 8]"), std::string::npos) << result.table();
+}
+
+}  // namespace
+}  // namespace tessera::nn
