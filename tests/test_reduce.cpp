@@ -5,6 +5,9 @@
 #include <functional>
 #include <limits>
 
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/gradcheck.h>
+#include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/reduce.h>
@@ -382,6 +385,138 @@ TEST(Reductions, meta_tensors_have_shapes_and_float8_is_refused) {
   EXPECT_EQ(kernels::extremum(meta, 1, false, true).indices.dtype(), kI64);
   EXPECT_EQ(kernels::cumsum(meta, 1, kBF16).shape(), (Shape{4, 5}));
   EXPECT_THROW(kernels::sum(raw::empty({4}, kF8E4M3), {0}, false, kF32), DTypeError);
+}
+
+// ---- The ops ------------------------------------------------------------------------------------
+
+using Function = std::function<Tensor(const Tensor&)>;
+void expect_gradients(const Function& f, const Tensor& x) {
+  const Tensor leaf = detach(clone(x)).set_requires_grad();
+  const auto list = [&](const TensorList& in) { return TensorList{f(in[0])}; };
+  const GradcheckResult once = gradcheck(list, {leaf}), twice = gradgradcheck(list, {leaf});
+  EXPECT_TRUE(once.ok) << once.message;
+  EXPECT_TRUE(twice.ok) << "second derivatives: " << twice.message;
+}
+
+TEST(ReduceOps, have_first_and_second_derivatives) {
+  const std::vector<Function> functions = {
+      [](const Tensor& x) { return sum(x, {1}); },
+      [](const Tensor& x) {
+        return mean(x, {0, 2}, true);
+      },
+      [](const Tensor& x) {
+        return var(x, {1, 2});
+      },
+      [](const Tensor& x) { return tessera::std(x, {0}, 0, true); },
+      [](const Tensor& x) { return prod(x, 1); },
+      [](const Tensor& x) { return prod(x); },
+      [](const Tensor& x) { return amax(x, {1}); },
+      [](const Tensor& x) { return min(x, 2, true).values; },
+      [](const Tensor& x) { return max(x); },
+      [](const Tensor& x) { return norm(x); },
+      [](const Tensor& x) { return norm(x, 1, {1}); },
+      [](const Tensor& x) { return norm(x, 3, {2}, true); },
+      [](const Tensor& x) { return norm(x, 1.5, {0}); },
+      [](const Tensor& x) { return norm(x, kInfinity, {1}); },
+      [](const Tensor& x) {
+        return logsumexp(x, {0, 1});
+      },
+      [](const Tensor& x) { return cumsum(x, 1); },
+      [](const Tensor& x) { return cumprod(x, 2); },
+      [](const Tensor& x) { return softmax(x, 1); },
+      [](const Tensor& x) { return log_softmax(x, -1); },
+      [](const Tensor& x) { return normalize(x); },
+      [](const Tensor& x) { return cosine_similarity(x, narrow(x, 0, 0, 1), 2); },
+      [](const Tensor& x) {
+        return sum_to(x, {3, 1});
+      },
+  };
+  for (size_t i = 0; i < functions.size(); ++i) {
+    SCOPED_TRACE(i);
+    expect_gradients(functions[i], filled({2, 3, 4}, kF64));
+  }
+}
+
+TEST(ReduceOps, products_with_zeros_have_first_and_second_derivatives) {
+  for (const std::vector<double>& values :
+       {std::vector<double>{0.5, 0, 2, -1.5}, std::vector<double>{0, 3, 0, 2},
+        std::vector<double>{1.5, 2, 0.5, 0}}) {
+    const Tensor x = tensor(std::span<const double>(values), {4}, kF64);
+    expect_gradients([](const Tensor& x) { return prod(x); }, x);
+    const Tensor leaf = clone(x).set_requires_grad();
+    const GradcheckResult r =
+        gradcheck([](const TensorList& in) { return TensorList{cumprod(in[0], 0)}; }, {leaf});
+    EXPECT_TRUE(r.ok) << r.message;
+  }
+}
+
+TEST(ReduceOps, ties_of_an_extremum_share_its_gradient) {
+  const Tensor x = tensor({1.0, 3.0, 3.0, 2.0, 3.0}).set_requires_grad();
+  amax(x).backward();
+  for (int64_t i : {1, 2, 4}) EXPECT_FLOAT_EQ(x.grad()[i].item<float>(), 1.0f / 3);
+  EXPECT_EQ(x.grad()[0].item(), 0);
+  x.zero_grad();
+  max(x, 0).values.backward();  // along a dimension: the first of equals takes all
+  EXPECT_EQ(x.grad().to_vector<double>(), (std::vector<double>{0, 1, 0, 0, 0}));
+}
+
+TEST(ReduceOps, softmax_agrees_with_f64_over_all_lengths_dimensions_and_dtypes) {
+  for (DType dtype : {kF64, kF32, kBF16, kF16}) {
+    for (int64_t n : {1, 2, 31, 64, 100, 1023, 1024, 1025, 3000}) {
+      const Tensor rows = filled({3, n}, dtype, 5), columns = filled({2, n, 3}, dtype, 6);
+      for (const auto& [x, dim] :
+           {std::pair{rows, 1}, std::pair{columns, 1}, std::pair{raw::transpose(rows, 0, 1), 0}}) {
+        const Tensor large = mul(x, 8);
+        const Tensor y = on_any_threads([&, &x = large, dim = dim] { return softmax(x, dim); });
+        const Tensor logs = log_softmax(large, dim);
+        const Tensor wide = to(large, kF64);
+        const Tensor exact = exp(sub(wide, logsumexp(wide, {dim}, true)));
+        const auto got = y.to_vector<double>(), log_got = logs.to_vector<double>();
+        const auto expected = exact.to_vector<double>();
+        const double eps =
+            is_low_precision(dtype) ? 0.6 * epsilon_of(dtype) : 16 * epsilon_of(dtype);
+        for (size_t i = 0; i < got.size(); ++i) {
+          ASSERT_NEAR(got[i], expected[i], eps * expected[i] + (dtype == kF16 ? 6e-8 : 0))
+              << dtype << " " << n;
+          ASSERT_NEAR(log_got[i], std::log(expected[i]), eps * (1 + std::abs(log_got[i])));
+        }
+      }
+    }
+  }
+}
+
+TEST(ReduceOps, softmax_of_masked_rows_is_that_of_torch) {
+  const Tensor x = tensor(
+      std::span<const double>(std::vector<double>{-kInfinity, 0, -kInfinity, -kInfinity, kNan, 1}),
+      {3, 2});
+  const auto y = softmax(x, 1).to_vector<double>();
+  EXPECT_EQ(y[0], 0);
+  EXPECT_EQ(y[1], 1);
+  for (size_t i = 2; i < 6; ++i) EXPECT_TRUE(std::isnan(y[i])) << i;
+  // A block of -infinity in front of numbers does not spoil the row.
+  const Tensor row = full({1, 5000}, -kInfinity);
+  row.data_as<float>()[4000] = 2;
+  EXPECT_EQ(softmax(row, 1).to_vector<float>()[4000], 1);
+}
+
+TEST(ReduceOps, integers_sum_to_i64_and_have_a_dtype_on_demand) {
+  const Tensor x = tensor(std::span<const double>(std::vector<double>{200, 100, 7}), {3}, kU8);
+  EXPECT_EQ(sum(x).dtype(), kI64);
+  EXPECT_EQ(sum(x).item<int64_t>(), 307);
+  EXPECT_EQ(prod(to(x, kI32)).item<int64_t>(), 140000);
+  EXPECT_EQ(cumsum(x, 0).dtype(), kI64);
+  EXPECT_EQ(sum(x, {}, false, kF32).dtype(), kF32);
+  EXPECT_EQ(argmax(x).item<int64_t>(), 0);
+  EXPECT_EQ(argmin(raw::view(x, {3, 1}), 0, true).shape(), (Shape{1, 1}));
+  EXPECT_THROW(mean(x), DTypeError);
+}
+
+TEST(ReduceOps, name_what_is_wrong) {
+  const Tensor x = filled({2, 3});
+  EXPECT_THROW(sum(x, {2}), IndexError);
+  EXPECT_THROW(sum(x, {0, 0}), ValueError);
+  EXPECT_THROW(max(empty({0})), IndexError);
+  EXPECT_THROW(softmax(to(x, kI64), 1), DTypeError);
 }
 
 }  // namespace
