@@ -173,20 +173,17 @@ const Op kCrossEntropyInplace{.name = "cross_entropy_inplace",
 Tensor cross_entropy_inplace(const Tensor& logits, const Tensor& target, int64_t ignore_index) {
   check_input(kCrossEntropyInplace, "logits", logits);
   TS_CHECK_SHAPE(logits.dim() == 2, kCrossEntropyInplace, "expects [N, C]; got ", logits);
-  TS_CHECK_SHAPE(logits.stride(1) == 1 || logits.size(1) <= 1, kCrossEntropyInplace,
-                 "needs contiguous rows; got strides ", logits.strides(),
-                 "; use cross_entropy for other layouts");
   check_class_target(kCrossEntropyInplace, logits, target);
   const Tensor targets =
       kernels::check_targets("cross_entropy_inplace", target, logits.size(1), ignore_index);
   return differentiable(
       kCrossEntropyInplace, {logits, targets},
       [=](Inputs in, Extras& extras) {
-        const Tensor& x = in[0];
-        if (x.is_meta()) {
-          extras.save(x);
-          return raw::empty({}, x.dtype(), x.device());
+        if (in[0].is_meta()) {
+          extras.save(in[0]);
+          return raw::empty({}, in[0].dtype(), in[0].device());
         }
+        const Tensor x = contiguous_rows(in[0]);  // rows that are not are worked on in a copy
         const int64_t N = x.size(0);
         const int64_t* t = in[1].data_as<int64_t>();
         int64_t valid = 0;

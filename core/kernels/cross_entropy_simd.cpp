@@ -41,7 +41,8 @@ void cross_entropy_row_gradient(DType dtype, const void* data, void* gradient, i
       const int64_t count = V - begin < kBlock ? V - begin : kBlock;
       const C* block = stage_in<C>(x + begin, count, buffer);
       // Through the result even for f32: dx may be x, which forbids restrict.
-      for (int64_t i = 0; i < count; ++i) result[i] = math::exp(block[i] - largest) * scale;
+      for (int64_t i = 0; i < count; ++i)
+        result[i] = exp_of_nonpositive(block[i] - largest) * scale;
       if (b != 0) {
         for (int64_t i = 0; i < count; ++i) {
           result[i] -= smooth * (w != nullptr ? w[begin + i] : C(1));

@@ -24,7 +24,8 @@ TS_HD void softmax_row(bool log, const T* x, T* y, int64_t n) {
       if (log) {
         for (int64_t i = 0; i < count; ++i) out[i] = (block[i] - largest) - log_sum;
       } else {
-        for (int64_t i = 0; i < count; ++i) out[i] = math::exp(block[i] - largest) * inverse;
+        for (int64_t i = 0; i < count; ++i)
+          out[i] = exp_of_nonpositive(block[i] - largest) * inverse;
       }
     }
     stage_out<C>(y + begin, count, static_cast<const C*>(result));
@@ -103,7 +104,7 @@ void softmax_columns(DType dtype, bool log, const void* x_data, void* y_data, in
     }
     for (int64_t r = 0; r < n; ++r) {
       const C* row = stage_in<C>(x + r * stride, columns, buffer);
-      for (int64_t c = 0; c < columns; ++c) result[c] = math::exp(row[c] - largest[c]);
+      for (int64_t c = 0; c < columns; ++c) result[c] = exp_of_nonpositive(row[c] - largest[c]);
       for (int64_t c = 0; c < columns; ++c) sums[c] += static_cast<double>(result[c]);
     }
     for (int64_t c = 0; c < columns; ++c) {
@@ -115,7 +116,8 @@ void softmax_columns(DType dtype, bool log, const void* x_data, void* y_data, in
       if (log) {
         for (int64_t c = 0; c < columns; ++c) out[c] = (row[c] - largest[c]) - scale[c];
       } else {
-        for (int64_t c = 0; c < columns; ++c) out[c] = math::exp(row[c] - largest[c]) * scale[c];
+        for (int64_t c = 0; c < columns; ++c)
+          out[c] = exp_of_nonpositive(row[c] - largest[c]) * scale[c];
       }
       stage_out<C>(y + r * stride, columns, static_cast<const C*>(result));
     }
