@@ -53,15 +53,13 @@ Tensor arange(const Scalar& start, const Scalar& end, const Scalar& step,
   TS_CHECK(by != 0, "arange", "step must not be 0");
   TS_CHECK((to - from) * by >= 0, "arange", "step ", step, " leads from start ", start,
            " away from end ", end);
-  int64_t size = 0;
+  const double count = std::ceil((to - from) / by);
+  TS_CHECK_SHAPE(count < 0x1p62, "arange", count, " elements are too many");
+  auto size = static_cast<int64_t>(count);
   if (!floating) {  // exact where doubles would not be
     const int64_t first = start.to_int(), last = end.to_int(), difference = step.to_int();
     const int64_t rounding = difference > 0 ? difference - 1 : difference + 1;
     size = (last - first + rounding) / difference;
-  } else {
-    const double count = std::ceil((to - from) / by);
-    TS_CHECK_SHAPE(count < 0x1p62, "arange", count, " elements are too many");
-    size = static_cast<int64_t>(count);
   }
   return raw::arange(start, step, size, result, device);
 }

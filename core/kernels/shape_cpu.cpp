@@ -187,13 +187,14 @@ Tensor restride(const Tensor& x, const Geometry& from, const Geometry& to) {
   copy_into(dense, x);
   const Tensor gathered = raw::empty(to.shape, sum_dtype, x.device());
   dispatch_sum(sum_dtype, "as_strided", [&]<class T>() {
-    T* sums = storage.data_as<T>() - first;
+    T* sums = storage.data_as<T>();
     const T* values = dense.data_as<T>();
     for_each_place(from, [&](int64_t i, int64_t place) {
-      sums[place] = static_cast<T>(sums[place] + values[i]);
+      T& sum = sums[place - first];
+      sum = static_cast<T>(sum + values[i]);
     });
     T* target = gathered.data_as<T>();
-    for_each_place(to, [&](int64_t i, int64_t place) { target[i] = sums[place]; });
+    for_each_place(to, [&](int64_t i, int64_t place) { target[i] = sums[place - first]; });
   });
   copy_into(result, gathered);
   return result;
