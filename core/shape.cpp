@@ -48,13 +48,16 @@ std::ostream& operator<<(std::ostream& out, const Shape& shape) {
 }
 
 int64_t checked_numel(const Shape& shape, std::string_view where) {
-  int64_t count = 1;
+  // Sizes of 0 count as 1: strides of an empty tensor must fit too.
+  int64_t extent = 1;
+  bool empty = false;
   for (int64_t size : shape) {
     TS_CHECK_SHAPE(size >= 0, where, "sizes must not be negative; got ", shape);
-    TS_CHECK_SHAPE(!__builtin_mul_overflow(count, size, &count), where,
+    TS_CHECK_SHAPE(!__builtin_mul_overflow(extent, std::max<int64_t>(size, 1), &extent), where,
                    "the number of elements of ", shape, " exceeds 2^63");
+    empty |= size == 0;
   }
-  return count;
+  return empty ? 0 : extent;
 }
 
 int64_t numel_of(const Shape& shape) {

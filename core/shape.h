@@ -50,7 +50,8 @@ class Shape {
 };
 std::ostream& operator<<(std::ostream& out, const Shape& shape);  // [2, 3]
 
-// Number of elements. Throws ShapeError where a size is negative or the product exceeds int64.
+// Number of elements. Throws ShapeError where a size is negative or the product exceeds int64,
+// sizes of 0 counted as 1.
 int64_t checked_numel(const Shape& shape, std::string_view where);
 int64_t numel_of(const Shape& shape);  // of a shape that was checked before
 

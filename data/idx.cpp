@@ -2,6 +2,7 @@
 
 #include <zlib.h>
 
+#include <algorithm>
 #include <bit>
 #include <climits>
 #include <cstring>
@@ -163,9 +164,9 @@ Tensor parse_idx(std::span<const std::byte> bytes, std::string_view file) {
               "the number of dimensions (byte 3) must be 1 to ", kMaxDims, "; '", file, "' has ",
               dims, "; is it an IDX file?");
   // The product is compared after each factor: it cannot overflow, and no size is believed that
-  // the file could not hold.
+  // the file could not hold. Beside a size of 0 the others are bounded too: strides must fit.
   Shape shape;
-  uint64_t count = 1;
+  uint64_t count = 1, extent = 1;
   for (int i = 0; i < dims; ++i) {
     unsigned char size[4];
     source.read(size, sizeof(size), "header");
@@ -175,6 +176,11 @@ Tensor parse_idx(std::span<const std::byte> bytes, std::string_view file) {
     TS_CHECK_AS(FormatError, count <= source.max_remaining() / type.width, "read_idx", "'", file,
                 "' promises ", shape, " elements of ", type.width,
                 " bytes, more than the file can hold; get the whole file.");
+    TS_CHECK_AS(FormatError,
+                !__builtin_mul_overflow(extent, std::max<uint64_t>(value, 1), &extent) &&
+                    extent <= uint64_t{1} << 60,
+                "read_idx", "'", file, "' has sizes ", shape,
+                ", more than can be addressed; get the file again.");
   }
   Tensor out = raw::empty(shape, type.dtype);
   const int64_t numel = static_cast<int64_t>(count);

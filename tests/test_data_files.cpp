@@ -376,6 +376,9 @@ TEST(Idx, DamageIsAFormatErrorWithFileAndPlace) {
       {idx_bytes(8, std::vector<uint32_t>(17, 1), "a"), "number of dimensions"},
       {idx_bytes(8, {huge, huge, huge, huge}, ""), "more than the file can hold"},
       {idx_bytes(8, {huge, 1}, "abc"), "more than the file can hold"},
+      // Found by fuzzing: a size of 0 hid the overflow of the others.
+      {idx_bytes(8, {0, huge, huge, huge}, ""), "more than can be addressed"},
+      {gzip(idx_bytes(8, {0, huge, huge, huge}, "")), "more than can be addressed"},
       {idx_bytes(8, {65536, 65536, 65536, 65536}, "abc"), "more than the file can hold"},
       {idx_bytes(0x0E, {2}, "12345678"), "more than the file can hold"},
       {gzip(good) + "x", "after the end of the gzip stream"},

@@ -46,6 +46,8 @@ TEST(Shape, BroadcastNamesBothShapesWhenItFails) {
 
 TEST(Shape, ElementCountsThatOverflowAreRefused) {
   EXPECT_THROW(checked_numel({int64_t{1} << 40, int64_t{1} << 40}, "test"), ShapeError);
+  EXPECT_THROW(checked_numel({0, int64_t{1} << 40, int64_t{1} << 40}, "test"), ShapeError);
+  EXPECT_EQ(checked_numel({0, int64_t{1} << 40}, "test"), 0);
   EXPECT_THROW(checked_numel({-1}, "test"), ShapeError);
 }
 

@@ -1,13 +1,11 @@
 // Tokenizers: every published vector, whole files, streams, hostile vocabularies.
 #include <gtest/gtest.h>
 
-#include <array>
 #include <cstdlib>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include <tessera/core/atomic_file.h>
@@ -284,28 +282,6 @@ TEST(Gpt2, IdsOutsideTheVocabularyAreRefused) {
   EXPECT_THROW(gpt2().decode(Ids{50257}), IndexError);
   EXPECT_THROW(gpt2().decode(Ids{-1}), IndexError);
   EXPECT_THROW(gpt2().token_bytes(50257), IndexError);
-}
-
-TEST(Gpt2, SeveralThreadsGiveTheIdsOfOne) {
-  REQUIRE_DATA();
-  const std::string text = read_text(data_path("text/wikitext2-raw-valid.txt")).substr(0, 100'000);
-  const Ids expected = gpt2().encode(text);
-  const Ids expected_bert = bert().encode(text);
-  std::array<Ids, 4> got, got_bert;
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < got.size(); ++i) {
-    threads.emplace_back([&, i] {
-      for (int repeat = 0; repeat < 3; ++repeat) {
-        got[i] = gpt2().encode(text);
-        got_bert[i] = bert().encode(text);
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (size_t i = 0; i < got.size(); ++i) {
-    EXPECT_EQ(got[i], expected);
-    EXPECT_EQ(got_bert[i], expected_bert);
-  }
 }
 
 // A byte-level vocabulary of the 256 bytes and what is added to it.
