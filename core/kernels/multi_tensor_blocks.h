@@ -52,10 +52,5 @@ TS_SIMD_DECLARE(template <class C> void scale_block(int64_t n, C* x, C factor));
 TS_SIMD_DECLARE(template <class C> void clamp_block(int64_t n, C* x, C limit));
 // Sum of |x|^p of a block of any floating dtype, in f64; the largest |x| for p = infinity.
 TS_SIMD_DECLARE(double power_sum_block(DType dtype, const void* x, int64_t n, double p));
-// n elements to the compute type and back.
-TS_SIMD_DECLARE(template <class C>
-                void convert_in(DType dtype, const void* x, int64_t n, C* buffer));
-TS_SIMD_DECLARE(template <class C>
-                void convert_out(DType dtype, void* x, int64_t n, const C* buffer));
 
 }  // namespace tessera::kernels

@@ -8,7 +8,9 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/multi_tensor_blocks.h>
+#include <tessera/core/kernels/strided.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera::kernels {
@@ -44,26 +46,20 @@ void check_host(const Tensor& x, const char* where) {
 }
 
 // Elements in the order of `like`'s memory, for a tensor of another layout.
-Tensor in_layout_of(const Tensor& x, const Tensor& like) {
-  Tensor result = raw::empty_strided(like.shape(), like.strides(), x.dtype(), x.device());
-  const int64_t bytes = size_of(x.dtype());
-  const Shape& shape = x.shape();
-  Shape index = Shape::filled(x.dim(), 0);
-  const char* from = static_cast<const char*>(x.data());
-  char* to = static_cast<char*>(result.data());
-  int64_t source = 0, target = 0;
-  for (int64_t i = 0; i < x.numel(); ++i) {
-    std::memcpy(to + target * bytes, from + source * bytes, static_cast<size_t>(bytes));
-    for (int d = x.dim() - 1; d >= 0; --d) {
-      source += x.strides()[d];
-      target += like.strides()[d];
-      if (++index[d] < shape[d]) break;
-      source -= shape[d] * x.strides()[d];
-      target -= shape[d] * like.strides()[d];
-      index[d] = 0;
-    }
-  }
+Tensor in_layout_of(const Tensor& x, const Shape& strides) {
+  const Tensor result = raw::empty_strided(x.shape(), strides, x.dtype(), x.device());
+  copy_into(result, x);
   return result;
+}
+
+// Blocks to the compute type and back.
+template <class C>
+void convert_in(DType dtype, const void* x, int64_t n, C* buffer) {
+  load_function(dtype, lane_of(dtype_of<C>))(x, 1, buffer, n);
+}
+template <class C>
+void convert_out(DType dtype, void* x, int64_t n, const C* buffer) {
+  store_function(lane_of(dtype_of<C>), dtype)(buffer, x, 1, n);
 }
 
 // One tensor of an update as the loops see it.
@@ -111,7 +107,7 @@ Entry make_entry(const char* where, const Tensor& param, const Tensor& grad, con
   if (same_layout(grad) || grad.is_meta()) {
     entry.grad = operand(grad);
   } else {
-    entry.grad_copy = in_layout_of(grad, param);
+    entry.grad_copy = in_layout_of(grad, param.strides());
     entry.grad = operand(entry.grad_copy);
   }
   if (shadow.defined()) {
@@ -167,24 +163,22 @@ void update_range(const Entry& entry, int64_t begin, int64_t end, Block&& block)
     if (direct_param) {
       param = at<C>(entry.param, i);
     } else {
-      TS_SIMD_CALL(convert_in, entry.param.dtype, bytes_at(entry.param, i), n, params);
+      convert_in(entry.param.dtype, bytes_at(entry.param, i), n, params);
     }
     const C* grad = grads;
     if (direct_grad) {
       grad = at<C>(entry.grad, i);
     } else {
-      TS_SIMD_CALL(convert_in, entry.grad.dtype, bytes_at(entry.grad, i), n, grads);
+      convert_in(entry.grad.dtype, bytes_at(entry.grad, i), n, grads);
     }
     block(n, param, grad,
           std::array<C*, kMaxStates>{at<C>(entry.states[0], i), at<C>(entry.states[1], i),
                                      at<C>(entry.states[2], i)});
     if (!direct_param) {
-      TS_SIMD_CALL(convert_out, entry.param.dtype, bytes_at(entry.param, i), n,
-                   static_cast<const C*>(params));
+      convert_out(entry.param.dtype, bytes_at(entry.param, i), n, static_cast<const C*>(params));
     }
     if (entry.shadow.data != nullptr) {
-      TS_SIMD_CALL(convert_out, entry.shadow.dtype, bytes_at(entry.shadow, i), n,
-                   static_cast<const C*>(param));
+      convert_out(entry.shadow.dtype, bytes_at(entry.shadow, i), n, static_cast<const C*>(param));
     }
   }
 }
@@ -257,9 +251,9 @@ void for_each_block(const Chunk& chunk, const Operand& x, auto&& block) {
   float buffer[kStage];
   for (int64_t i = chunk.begin; i < chunk.end; i += kStage) {
     const int64_t count = std::min(kStage, chunk.end - i);
-    TS_SIMD_CALL(convert_in, x.dtype, bytes_at(x, i), count, static_cast<float*>(buffer));
+    convert_in(x.dtype, bytes_at(x, i), count, static_cast<float*>(buffer));
     block(count, static_cast<float*>(buffer));
-    TS_SIMD_CALL(convert_out, x.dtype, bytes_at(x, i), count, static_cast<const float*>(buffer));
+    convert_out(x.dtype, bytes_at(x, i), count, static_cast<const float*>(buffer));
   }
 }
 
@@ -417,8 +411,7 @@ std::vector<double> multi_tensor_power_sums(std::span<const Tensor> tensors, dou
     check_floating(x, kWhere, "a tensor");
     TS_CHECK_DEVICE(x.device().is_cpu(), kWhere, "reads elements and needs CPU tensors; got ", x);
     if (!x.is_contiguous()) {
-      x = in_layout_of(x, Tensor(new TensorImpl(x.storage(), x.shape(),
-                                                contiguous_strides(x.shape()), 0, x.dtype())));
+      x = contiguous(x);
     }
   }
   const std::vector<Chunk> chunks =

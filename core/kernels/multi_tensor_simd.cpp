@@ -186,22 +186,6 @@ double power_sum_block(DType dtype, const void* data, int64_t n, double p) {
   });
 }
 
-template <class C>
-void convert_in(DType dtype, const void* data, int64_t n, C* TS_RESTRICT buffer) {
-  visit_floating(dtype, [&]<class T>() {
-    const T* x = static_cast<const T*>(data);
-    for (int64_t i = 0; i < n; ++i) buffer[i] = load<C>(x[i]);
-  });
-}
-
-template <class C>
-void convert_out(DType dtype, void* data, int64_t n, const C* TS_RESTRICT buffer) {
-  visit_floating(dtype, [&]<class T>() {
-    T* x = static_cast<T*>(data);
-    for (int64_t i = 0; i < n; ++i) x[i] = store<T>(buffer[i]);
-  });
-}
-
 #define TS_INSTANTIATE(C)                                                                   \
   template void adam_block<C>(const AdamStep<C>&, int64_t, C*, const C*, C*, C*, C*);       \
   template void sgd_block<C>(const SgdStep<C>&, int64_t, C*, const C*, C*);                 \
@@ -210,9 +194,7 @@ void convert_out(DType dtype, void* data, int64_t n, const C* TS_RESTRICT buffer
   template void rmsprop_block<C>(const RmspropStep<C>&, int64_t, C*, const C*, C*, C*, C*); \
   template void lerp_block<C>(int64_t, C*, const C*, C);                                    \
   template void scale_block<C>(int64_t, C*, C);                                             \
-  template void clamp_block<C>(int64_t, C*, C);                                             \
-  template void convert_in<C>(DType, const void*, int64_t, C*);                             \
-  template void convert_out<C>(DType, void*, int64_t, const C*);
+  template void clamp_block<C>(int64_t, C*, C);
 TS_INSTANTIATE(float)
 TS_INSTANTIATE(double)
 #undef TS_INSTANTIATE

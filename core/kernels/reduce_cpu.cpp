@@ -147,6 +147,7 @@ class Reduction {
     int column = -1;
     for (int d = 0; d < kept_.count(); ++d) {
       const size_t i = static_cast<size_t>(d);
+      if (kept_.strides[i] == 0) continue;  // repeated outputs: their rows are the same elements
       if (column < 0 || kept_.strides[i] <= kept_.strides[static_cast<size_t>(column)]) column = d;
     }
     const bool by_rows = reduced_.count() == 0 || column < 0 ||
