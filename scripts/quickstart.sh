@@ -34,9 +34,8 @@ out=out/quickstart
 mkdir -p "$out"
 if [[ -z $data ]]; then
   data=$out/corpus.txt
-  find . \( -path ./build -o -path './build-*' -o -path ./out -o -path ./.git \) -prune -o \
-    \( -name '*.h' -o -name '*.cpp' -o -name '*.md' -o -name '*.cmake' -o -name '*.sh' \
-    -o -name CMakeLists.txt \) -type f -print0 | LC_ALL=C sort -z | xargs -0 cat > "$data"
+  find README.md CONTRIBUTING.md docs core autograd nn optim data examples -type f \
+    \( -name '*.md' -o -name '*.h' -o -name '*.cpp' \) -print0 | LC_ALL=C sort -z | xargs -0 cat > "$data"
 fi
 
 echo "==> Train on $data ($(wc -c < "$data") bytes)"
