@@ -497,8 +497,9 @@ inline void multiply_panels(int64_t rows, int64_t columns, int64_t depth,
   constexpr int kRows = Kernel::kRows, kColumns = Kernel::kColumns;
   const int64_t padded = Kernel::padded_depth(depth);
   const int64_t a_padded = a_depth > 0 ? Kernel::padded_depth(a_depth) : padded;
-  for (int64_t j = 0; j < columns; j += kColumns) {
-    for (int64_t i = 0; i < rows; i += kRows) {
+  // A's panel stays in L1, B's come from L2 one after the other, and rows of C are written along.
+  for (int64_t i = 0; i < rows; i += kRows) {
+    for (int64_t j = 0; j < columns; j += kColumns) {
       const auto* left = a + i * a_padded;
       const auto* right = b + j * padded;
       typename Kernel::Accumulator* target = c + i * ldc + j;
