@@ -4,6 +4,7 @@
 //     bench_step --vocab 50304 --dtype bf16 --steps 10 --profile
 //
 // Prints one JSON line: median ms/step, tokens/s, resident memory over start-up.
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -23,7 +24,7 @@
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
 
-#include "../examples/gpt2/model.h"
+#include "gpt2/model.h"
 
 namespace {
 
@@ -45,6 +46,12 @@ int64_t peak_resident_bytes() {
     }
   }
   return 0;
+}
+
+double cpu_ms() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) * 1e-6;
 }
 
 struct Options {
@@ -113,11 +120,17 @@ class Bench {
     return out.loss.item();
   }
 
-  double timed_step() {  // ms
+  struct Time {
+    double ms;      // on the clock
+    double cpu_ms;  // of all threads: what a busy machine leaves comparable, with one thread
+  };
+  Time timed_step() {
     const auto start = std::chrono::steady_clock::now();
+    const double cpu_start = cpu_ms();
     loss_ = step();
-    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start)
-        .count();
+    return {
+        std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count(),
+        cpu_ms() - cpu_start};
   }
   double loss() const { return loss_; }
 
@@ -147,19 +160,24 @@ void run(const Options& options) {
   Bench bench(options);
   for (int64_t i = 0; i < options.warmup; ++i) bench.step();
 
-  std::vector<double> times;
+  std::vector<double> times, cpu_times;
+  const auto timed_step = [&] {
+    const auto [ms, cpu_ms] = bench.timed_step();
+    times.push_back(ms);
+    cpu_times.push_back(cpu_ms);
+  };
   if (options.serve) {
     std::cout << "{\"ready\": true}" << std::endl;
     for (int64_t count; std::cin >> count;) {
       std::cout << "{\"ms\": [";
       for (int64_t i = 0; i < count; ++i) {
-        times.push_back(bench.timed_step());
+        timed_step();
         std::cout << (i > 0 ? ", " : "") << times.back();
       }
       std::cout << "]}" << std::endl;
     }
   } else {
-    for (int64_t i = 0; i < options.steps; ++i) times.push_back(bench.timed_step());
+    for (int64_t i = 0; i < options.steps; ++i) timed_step();
   }
   const double ms = median(times);
   const int64_t resident = resident_bytes() - start_up, peak = peak_resident_bytes() - start_up;
@@ -173,10 +191,11 @@ void run(const Options& options) {
   }
   std::printf(
       "{\"program\": \"tessera\", \"vocab\": %lld, \"dtype\": \"%s\", \"threads\": %lld, "
-      "\"ms_per_step\": %.3f, \"tokens_per_s\": %.1f, \"resident_bytes\": %lld, "
+      "\"ms_per_step\": %.3f, \"cpu_ms_per_step\": %.3f, \"tokens_per_s\": %.1f, "
+      "\"resident_bytes\": %lld, "
       "\"peak_resident_bytes\": %lld, \"loss\": %.6f}\n",
       static_cast<long long>(options.vocab), options.dtype.c_str(),
-      static_cast<long long>(options.threads), ms,
+      static_cast<long long>(options.threads), ms, median(cpu_times),
       ms > 0 ? static_cast<double>(options.batch_size * options.context) / ms * 1e3 : 0.0,
       static_cast<long long>(resident), static_cast<long long>(peak), bench.loss());
 }

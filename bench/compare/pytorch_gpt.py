@@ -112,9 +112,13 @@ def step():
     return loss.item()
 
 
+cpu_times = []  # of all threads: what a busy machine leaves comparable, with one thread
+
+
 def timed_step():
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     loss = step()
+    cpu_times.append((time.process_time() - cpu_start) * 1e3)
     return (time.perf_counter() - start) * 1e3, loss
 
 
@@ -152,6 +156,7 @@ else:
 ms = statistics.median(times) if times else float("nan")
 result.update({
     "ms_per_step": round(ms, 3),
+    "cpu_ms_per_step": round(statistics.median(cpu_times), 3) if cpu_times else None,
     "tokens_per_s": round(arguments.batch_size * arguments.context / ms * 1e3, 1),
     "resident_bytes": resident_bytes() - start_up_bytes,
     "peak_resident_bytes": peak_resident_bytes() - start_up_bytes,

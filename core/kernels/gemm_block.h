@@ -170,10 +170,17 @@ inline void pack_panel(const Source* source, int64_t lane_stride, int64_t k_stri
         for (int first = 0; first < kWidth; first += 16) {
           const int count = kWidth - first < 16 ? kWidth - first : 16;
           __m512i rows[16];
-          for (int i = 0; i < 16; ++i) {
-            rows[i] = i < count && first + i < lanes
-                          ? load_16_as_f32(source + (first + i) * lane_stride + k)
-                          : _mm512_setzero_si512();
+          if (lanes == kWidth) {
+            for (int i = 0; i < 16; ++i) {
+              rows[i] = i < count ? load_16_as_f32(source + (first + i) * lane_stride + k)
+                                  : _mm512_setzero_si512();
+            }
+          } else {
+            for (int i = 0; i < 16; ++i) {
+              rows[i] = i < count && first + i < lanes
+                            ? load_16_as_f32(source + (first + i) * lane_stride + k)
+                            : _mm512_setzero_si512();
+            }
           }
           transpose_16x16(rows);
           const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
