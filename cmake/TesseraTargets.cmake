@@ -28,10 +28,11 @@ function(tessera_floor name)
 endfunction()
 
 tessera_floor(core)
-target_link_libraries(tessera_core PUBLIC Threads::Threads PRIVATE OpenMP::OpenMP_CXX
-  $<BUILD_INTERFACE:nlohmann_json::nlohmann_json> $<BUILD_INTERFACE:Eigen3::Eigen>)
+target_link_libraries(tessera_core PUBLIC Threads::Threads PRIVATE
+  $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 if(dnnl_FOUND)
-  target_link_libraries(tessera_core PRIVATE DNNL::dnnl)
+  # OpenMP only to keep oneDNN on the thread that calls it.
+  target_link_libraries(tessera_core PRIVATE DNNL::dnnl OpenMP::OpenMP_CXX)
   target_compile_definitions(tessera_core PRIVATE TESSERA_WITH_ONEDNN)
 endif()
 
@@ -43,7 +44,7 @@ endif()
 if(simd_sources)
   foreach(level IN LISTS TESSERA_SIMD)
     add_library(tessera_kernels_${level} OBJECT ${simd_sources})
-    target_link_libraries(tessera_kernels_${level} PRIVATE tessera_compile OpenMP::OpenMP_CXX)
+    target_link_libraries(tessera_kernels_${level} PRIVATE tessera_compile)
     target_include_directories(tessera_kernels_${level} PRIVATE ${TESSERA_INCLUDE_DIR})
     target_compile_definitions(tessera_kernels_${level} PRIVATE TS_SIMD=${level})
     target_compile_options(tessera_kernels_${level} PRIVATE $<$<CONFIG:Release>:${TESSERA_KERNEL_OPTIMIZATION}>)
@@ -61,6 +62,7 @@ endif()
 
 tessera_floor(autograd DEPENDS tessera_core)
 tessera_floor(nn DEPENDS tessera_autograd)
+target_link_libraries(tessera_nn PRIVATE $<BUILD_INTERFACE:Eigen3::Eigen>)
 tessera_floor(optim DEPENDS tessera_autograd)
 tessera_floor(data DEPENDS tessera_core)
 target_link_libraries(tessera_data PRIVATE ICU::uc ZLIB::ZLIB $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)

@@ -1,5 +1,6 @@
 #include <tessera/nn/init.h>
 
+#include <Eigen/QR>
 #include <algorithm>
 #include <cmath>
 #include <numbers>
@@ -183,29 +184,18 @@ const Tensor& orthogonal(const Tensor& x, double gain, Stream stream) {
   if (x.numel() == 0 || x.is_meta()) return x;
   const int64_t rows = x.size(0), columns = x.numel() / rows;
   const int64_t count = std::min(rows, columns), length = std::max(rows, columns);
+  // The QR factor whose R has a positive diagonal is uniform over rotations.
   const std::vector<double> draws =
       randn({count, length}, {.dtype = kF64}, stream).to_vector<double>();
-  std::vector<std::vector<double>> basis;
-  for (int64_t i = 0; i < count; ++i) {
-    std::vector<double> v(draws.begin() + i * length, draws.begin() + (i + 1) * length);
-    // Gram-Schmidt, twice: the second pass removes what rounding left of the first. It is the QR
-    // factor whose R has a positive diagonal, which makes the result uniform over rotations.
-    for (int pass = 0; pass < 2; ++pass) {
-      for (const auto& u : basis) {
-        const double along = std::inner_product(v.begin(), v.end(), u.begin(), 0.0);
-        for (size_t k = 0; k < v.size(); ++k) v[k] -= along * u[k];
-      }
-    }
-    const double norm = std::sqrt(std::inner_product(v.begin(), v.end(), v.begin(), 0.0));
-    for (double& value : v) value /= norm;
-    basis.push_back(std::move(v));
-  }
+  const Eigen::HouseholderQR<Eigen::MatrixXd> factors(
+      Eigen::Map<const Eigen::MatrixXd>(draws.data(), length, count));
+  Eigen::MatrixXd basis = factors.householderQ() * Eigen::MatrixXd::Identity(length, count);
   std::vector<double> values(static_cast<size_t>(x.numel()));
   for (int64_t i = 0; i < count; ++i) {
+    const double sign = factors.matrixQR()(i, i) < 0 ? -gain : gain;
     for (int64_t k = 0; k < length; ++k) {
       const int64_t position = rows <= columns ? i * columns + k : k * columns + i;
-      values[static_cast<size_t>(position)] =
-          gain * basis[static_cast<size_t>(i)][static_cast<size_t>(k)];
+      values[static_cast<size_t>(position)] = sign * basis(k, i);
     }
   }
   return assign(x, values);
