@@ -50,7 +50,6 @@ TS_HD C sigmoid(C x) {
 }
 
 inline constexpr double kSqrt2OverPi = 0.79788456080286535588;
-inline constexpr double kInverseSqrt2 = 0.70710678118654752440;
 inline constexpr double kInverseSqrt2Pi = 0.39894228040143267794;
 inline constexpr double kTwoOverSqrtPi = 1.12837916709551257390;
 inline constexpr double kGeluCubic = 0.044715;
@@ -222,14 +221,13 @@ struct Relu {  // NaN stays
 struct ReluGrad {  // of y (or x); 0 at 0
   TS_FUNCTOR_BINARY(C) { return b <= C(0) ? C(0) : a; }
 };
-struct Gelu {  // x Phi(x)
-  TS_FUNCTOR_UNARY(C) { return C(0.5) * x * (C(1) + math::erf(x * C(detail::kInverseSqrt2))); }
+struct Gelu {  // x cdf(x) of the standard normal distribution
+  TS_FUNCTOR_UNARY(C) { return x * math::normal_parts(x).cdf; }
 };
 struct GeluGrad {
   TS_FUNCTOR_BINARY(C) {
-    const C cdf = C(0.5) * (C(1) + math::erf(b * C(detail::kInverseSqrt2)));
-    const C pdf = C(detail::kInverseSqrt2Pi) * math::exp(C(-0.5) * b * b);
-    return a * (cdf + b * pdf);
+    const auto normal = math::normal_parts(b);
+    return a * math::fma(b * C(detail::kInverseSqrt2Pi), normal.bell, normal.cdf);
   }
 };
 // 0.5 x (1 + tanh(u)) with u = sqrt(2/pi) (x + 0.044715 x^3), written as x sigmoid(2 u): one

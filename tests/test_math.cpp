@@ -69,6 +69,22 @@ TEST(Math, ErfIsAccurate) { EXPECT_ACCURATE(erf, 1.1); }
 TEST(Math, SinIsAccurateForHugeArgumentsToo) { EXPECT_ACCURATE(sin, 1.5); }
 TEST(Math, CosIsAccurateForHugeArgumentsToo) { EXPECT_ACCURATE(cos, 1.5); }
 
+TEST(Math, NormalCdfIsAccurateBelowZeroToo) {
+  double worst = 0, worst_bell = 0;
+  for (float x = -6; x < 6; x += 0.0003f) {
+    const auto parts = math::normal_parts(x);
+    const double exact = x;
+    worst = std::max(worst, error_in_ulp(parts.cdf, 0.5 * std::erfc(-exact / std::sqrt(2.0))));
+    worst_bell = std::max(worst_bell, error_in_ulp(parts.bell, std::exp(-exact * exact / 2)));
+  }
+  EXPECT_LE(worst, 5.4);
+  EXPECT_LE(worst_bell, 2.0);
+  EXPECT_EQ(math::normal_parts(-kInf).cdf, 0.0f);
+  EXPECT_EQ(math::normal_parts(kInf).cdf, 1.0f);
+  EXPECT_EQ(math::normal_parts(-1e30f).cdf, 0.0f);
+  EXPECT_TRUE(std::isnan(math::normal_parts(kNan).cdf));
+}
+
 void expect_same(float value, float wanted, const char* what) {
   if (std::isnan(wanted)) {
     EXPECT_TRUE(std::isnan(value)) << what;
