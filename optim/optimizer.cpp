@@ -38,7 +38,10 @@ std::string group_key(size_t group, std::string_view option) {
 
 }  // namespace
 
+Optimizer::Optimizer() : next_step_(tensor({1, 0}, kF64)) {}
 Optimizer::~Optimizer() = default;
+
+void Optimizer::scale_next_step(double factor) { next_step_.data_as<double>()[0] *= factor; }
 
 void Optimizer::add_group(const NamedTensors& parameters) {
   std::unordered_set<std::string> names;
@@ -101,13 +104,14 @@ void Optimizer::prepare(size_t group, ParameterState& state) {
 
 bool Optimizer::step() {
   const NoGradGuard no_grad;
-  const double scale = std::exchange(gradient_scale_, 1);
-  if (gate_) {
-    StepDecision decision = gate_();
-    if (!decision.run) {
-      skip_reason_ = std::move(decision.reason);
-      return false;
-    }
+  double* next_step = next_step_.data_as<double>();
+  const double scale = std::exchange(next_step[0], 1);
+  const bool skip = std::exchange(next_step[1], 0) != 0;
+  StepDecision decision = gate_ ? gate_() : StepDecision{};
+  if (decision.run && skip) decision = StepDecision::skip("a gradient is not finite");
+  if (!decision.run) {
+    skip_reason_ = std::move(decision.reason);
+    return false;
   }
   skip_reason_.clear();
   for (size_t g = 0; g < groups_.size(); ++g) {

@@ -47,8 +47,9 @@ class Optimizer {
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  // Updates every parameter that has a gradient. False where the gate said no: skip_reason() tells
-  // why. Throws ShapeError, DTypeError for a gradient that does not fit its parameter.
+  // Updates every parameter that has a gradient. False where the gate or next_step() said no:
+  // skip_reason() tells why. Throws ShapeError, DTypeError for a gradient that does not fit its
+  // parameter.
   bool step();
   void set_step_gate(StepGate gate) { gate_ = std::move(gate); }
   const std::string& skip_reason() const { return skip_reason_; }
@@ -64,9 +65,12 @@ class Optimizer {
   NamedTensors parameters() const;  // of all groups
   const NamedTensors& parameters(size_t group) const;
 
-  // The factor by which the next step multiplies gradients as it reads them, then 1 again:
-  // clip_grad_norm folds its scale in here and saves a pass over the gradients.
-  void scale_next_step(double factor) { gradient_scale_ *= factor; }
+  // What the next step is told, beside the parameters: f64 [2], {factor, skip}, afterwards {1, 0}
+  // again. Gradients are multiplied by the factor as they are read (clip_grad_norm folds its scale
+  // in here and saves a pass over them; a loss scaler its inverse). Where skip is not 0 the step
+  // leaves parameters, states and step numbers as they are (a non-finite gradient was found).
+  const Tensor& next_step() const { return next_step_; }
+  void scale_next_step(double factor);
 
   // "state.NAME.exp_avg": the state of each parameter that was stepped, by its name; "group.0.lr":
   // the options of each group. Tensors share elements with the optimizer.
@@ -109,7 +113,7 @@ class Optimizer {
     }
   };
 
-  Optimizer() = default;
+  Optimizer();
   void add_group(const NamedTensors& parameters);
 
   virtual std::string_view type_name() const = 0;
@@ -134,7 +138,7 @@ class Optimizer {
   std::vector<Group> groups_;
   StepGate gate_;
   std::string skip_reason_;
-  double gradient_scale_ = 1;
+  Tensor next_step_;
 };
 
 template <class Options>

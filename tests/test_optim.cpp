@@ -192,6 +192,22 @@ TEST(Optimizer, AGateHoldsTheStepBackWithAReason) {
   EXPECT_NE(values_of(parameters), before);
 }
 
+TEST(Optimizer, TheNextStepCanBeScaledOrSkippedOnce) {
+  const NamedTensors parameters = make_parameters(), others = make_parameters();
+  SGD optimizer(parameters, {.lr = 1}), reference(others, {.lr = 1});
+  for (const auto& one : parameters) one.tensor.set_grad(full_like(one.tensor, 0.5));
+  for (const auto& one : others) one.tensor.set_grad(ones_like(one.tensor));
+  optimizer.next_step().data_as<double>()[1] = 1;
+  EXPECT_FALSE(optimizer.step());
+  EXPECT_EQ(values_of(parameters), values_of(others));
+  EXPECT_NE(optimizer.skip_reason(), "");
+  optimizer.scale_next_step(2);
+  EXPECT_TRUE(optimizer.step());
+  reference.step();
+  EXPECT_EQ(values_of(parameters), values_of(others));
+  EXPECT_EQ(optimizer.next_step().to_vector(), (std::vector<double>{1, 0}));
+}
+
 TEST(Optimizer, RefusesWhatItCannotName) {
   const NamedTensors parameters = make_parameters();
   EXPECT_THROW(SGD({{"a", parameters[0].tensor}, {"a", parameters[1].tensor}}), ValueError);
