@@ -553,7 +553,6 @@ def convolution(g):
     g.case("max_pool2d", g.distinct(1, 2, 7, 7), kernel_size=3, stride=2, padding=1)
     g.case("max_pool2d", g.distinct(1, 1, 7, 8), kernel_size=[2, 3], stride=[1, 2], ceil_mode=True)
     g.case("max_pool2d", g.distinct(2, 7, 7), kernel_size=3, stride=1, dilation=2)
-    g.case("max_pool2d", g.distinct(1, 1, 5, 5), kernel_size=2, return_indices=True)
     g.case("avg_pool2d", g.normal(2, 2, 6, 6), kernel_size=2, terms=4, sums=True)
     g.case("avg_pool2d", g.normal(1, 2, 7, 7), kernel_size=3, stride=2, padding=1, terms=9, sums=True)
     g.case("avg_pool2d", g.normal(1, 2, 7, 7), kernel_size=3, stride=2, padding=1, count_include_pad=False, terms=9, sums=True)
