@@ -158,6 +158,8 @@ struct OpRow {
   bool random = false;
   // The shape of the result depends on values: the meta device is refused.
   bool value_dependent = false;
+  // The result is f32 for 16-bit inputs.
+  bool float32_result = false;
   // Refuses layouts that would need a copy, with a ShapeError.
   bool refuses_layouts = false;
   // Factor k of the error bound k * eps * sqrt(terms) * scale.

@@ -176,6 +176,7 @@ std::vector<OpRow> matmul_rows() {
                     R"({"ignore_index": 3, "reduction": "sum"})",
                     30}},
        .differentiable = kOnce,
+       .float32_result = true,
        .tolerance = 8,
        .perf = Sample{{normal({1024, 384}), normal({8192, 384}), integers(8192, {1024})}}},
   };
