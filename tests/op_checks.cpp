@@ -375,18 +375,25 @@ Complaints check_layout(const OpRow& row, const Sample& sample) {
         }
       });
     };
+    TensorList exact_gradients;
+    for (const Tensor& g : gradients)
+      exact_gradients.push_back(g.defined() ? converted(g, kF64) : g);
+    const Scales scales =
+        scales_of(row, reference, in_f64(inputs), wanted, attrs_for(sample, kF64), exact_gradients);
+
     const auto compare = [&](const std::string& where, const Evaluation& got,
                              const Evaluation& expected, bool values) {
       for (size_t i = 0; i < expected.outputs.size(); ++i) {
         if (row.random && !values) continue;
         const std::vector<double> exact = expected.outputs[i].to_vector();
-        const std::string wrong = difference(
-            got.outputs[i], exact, error_bound(kF32, row.tolerance, terms, largest(exact)));
+        const double scale = std::max(largest(exact), scales.outputs[i]);
+        const std::string wrong =
+            difference(got.outputs[i], exact, error_bound(kF32, row.tolerance, terms, scale));
         if (!wrong.empty()) complaints.push_back(text(where, ": output ", i, ": ", wrong));
       }
       for (size_t i = 0; i < expected.gradients.size(); ++i) {
         const std::vector<double> exact = expected.gradients[i].to_vector();
-        const double scale = std::max(largest(exact), 1e-3);
+        const double scale = std::max({largest(exact), scales.gradients[i], 1e-3});
         const std::string wrong =
             difference(got.gradients[i], exact, error_bound(kF32, row.tolerance, terms, scale));
         if (!wrong.empty())

@@ -197,19 +197,33 @@ std::string Attrs::text(std::string_view key, std::optional<std::string_view> fa
   return value->text;
 }
 
-Shape Attrs::integers(std::string_view key) {
+std::vector<std::optional<int64_t>> Attrs::maybe_integers(std::string_view key) {
   const AttrValue* value = find(key);
   if (!value) fail("'", key, "' is missing: a list of integers");
   if (value->kind == AttrValue::Kind::kInt) return {value->integer};
-  if (value->kind != AttrValue::Kind::kList)
+  if (value->kind != AttrValue::Kind::kList) {
     fail("'", key, "' must be a list of integers; got ", kind_name(value->kind));
-  Shape result;
+  }
+  std::vector<std::optional<int64_t>> result;
   for (const AttrValue& element : value->list) {
-    if (element.kind != AttrValue::Kind::kInt)
+    if (element.kind == AttrValue::Kind::kInt) {
+      result.push_back(element.integer);
+    } else if (element.kind == AttrValue::Kind::kNull) {
+      result.emplace_back();
+    } else {
       fail("'", key, "' must hold integers; got ", kind_name(element.kind));
-    if (result.size() == kMaxDims)
-      fail("'", key, "' holds at most ", kMaxDims, " integers; got ", value->list.size());
-    result.push_back(element.integer);
+    }
+  }
+  if (result.size() > kMaxDims) {
+    fail("'", key, "' holds at most ", kMaxDims, " integers; got ", result.size());
+  }
+  return result;
+}
+Shape Attrs::integers(std::string_view key) {
+  Shape result;
+  for (const std::optional<int64_t>& element : maybe_integers(key)) {
+    if (!element) fail("'", key, "' must hold integers; got null");
+    result.push_back(*element);
   }
   return result;
 }

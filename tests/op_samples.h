@@ -60,6 +60,7 @@ class Attrs {
   std::string text(std::string_view key, std::optional<std::string_view> fallback = {});
   Shape integers(std::string_view key);  // a list, or one number
   Shape integers(std::string_view key, const Shape& fallback);
+  std::vector<std::optional<int64_t>> maybe_integers(std::string_view key);  // a list with nulls
   std::vector<double> numbers(std::string_view key);  // a list, or one number
   std::optional<DType> dtype();                       // of "dtype"
   // A keyword of torch that tessera serves with one value only.

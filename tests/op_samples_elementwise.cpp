@@ -298,6 +298,14 @@ std::vector<OpRow> elementwise_rows() {
        .call = [](const Args& in, Attrs& a) -> Result {
          if (in.has(1) && in.has(2)) return where(in[0], in[1], in[2]);
          if (in.has(1)) return where(in[0], in[1], a.scalar("other"));
+         if (!in.has(2)) {  // two numbers: a tensor of their common kind
+           const Scalar x = a.scalar("input|self"), y = a.scalar("other");
+           const bool floating = x.is_floating() || y.is_floating();
+           const bool both_bool =
+               x.kind() == Scalar::Kind::kBool && y.kind() == Scalar::Kind::kBool;
+           const DType dtype = floating ? kF32 : both_bool ? kBool : kI64;
+           return where(in[0], full({}, x, {.dtype = dtype}), full({}, y, {.dtype = dtype}));
+         }
          return where(in[0], a.scalar("input|self"), in[2]);
        },
        .samples = {{{booleans({3, 4}), normal({3, 4}), normal({3, 4})}},
@@ -366,6 +374,8 @@ std::vector<OpRow> inplace_rows() {
           addcdiv_(x, in[1], in[2], a.scalar("value", 1)));
   const std::vector<Sample> masks = {{{normal({3, 4}), booleans({4})}, R"({"value": -2.0})"}};
   INPLACE(masked_fill_, "input, mask", masks, masked_fill_(x, in[1], a.scalar("value")));
+  INPLACE(fill_, "input", shapes(normal, R"({"value": 1.5})"), fill_(x, a.scalar("value")));
+  INPLACE(copy_, "input, src", two, copy_(x, in[1]));
 #undef INPLACE
   for (OpRow& row : rows) {
     if (row.name == "pow_") row.tolerance = 16;

@@ -247,7 +247,13 @@ std::vector<OpRow> convolution_rows() {
       {.name = "adaptive_avg_pool2d",
        .parameters = "input",
        .call = [](const Args& in, Attrs& a) -> Result {
-         return adaptive_avg_pool2d(in[0], a.integers("output_size"));
+         Shape size;
+         const auto sizes = a.maybe_integers("output_size");
+         for (size_t i = 0; i < sizes.size(); ++i) {  // null keeps the input's size
+           const int64_t dim = static_cast<int64_t>(i) - static_cast<int64_t>(sizes.size());
+           size.push_back(sizes[i] ? *sizes[i] : in[0].size(dim));
+         }
+         return adaptive_avg_pool2d(in[0], size);
        },
        .samples = {{{normal({1, 2, 7, 5})}, R"({"output_size": [3, 4]})", 9},
                    {{normal({2, 3, 4, 4})}, R"({"output_size": 1})", 16}},

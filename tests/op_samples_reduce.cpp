@@ -41,6 +41,11 @@ double norm_order(Attrs& a) {
   return a.number("p|ord");
 }
 
+// torch: uint8 gives uint8, everything else bool.
+Tensor logical(const Tensor& result, const Tensor& x) {
+  return x.dtype() == kU8 ? to(result, kU8) : result;
+}
+
 Reduction reduction_of(Attrs& a, std::string_view op) {
   const std::string name = a.text("reduction", "mean");
   if (name == "none") return Reduction::kNone;
@@ -56,6 +61,15 @@ CrossEntropyOptions cross_entropy_options(const Args& in, Attrs& a, std::string_
   options.reduction = reduction_of(a, op);
   if (op == "cross_entropy") options.label_smoothing = a.number("label_smoothing", 0);
   return options;
+}
+
+// torch's `weight` of mse_loss, l1_loss and huber_loss: the mean divides by the sum of weights.
+Result weighted(const Args& in, Reduction reduction, const Tensor& each) {
+  TS_CHECK_SHAPE(in[2].shape() == in[0].shape(), "loss",
+                 "'weight' must have the shape of the input ", in[0], "; got ", in[2]);
+  const Tensor scaled = mul(each, in[2]);
+  if (reduction == Reduction::kNone) return scaled;
+  return reduction == Reduction::kSum ? sum(scaled) : div(sum(scaled), sum(in[2]));
 }
 
 constexpr const char* kLossParameters = "input, target, weight";
@@ -162,14 +176,14 @@ std::vector<OpRow> reduce_rows() {
               {.name = "any",
                .parameters = "input",
                .call = [](const Args& in, Attrs& a) -> Result {
-                 return any(in[0], a.integers("dim", {}), a.flag("keepdim", false));
+                 return logical(any(in[0], a.integers("dim", {}), a.flag("keepdim", false)), in[0]);
                },
                .samples = reductions(booleans),
                .differentiable = kNo},
               {.name = "all",
                .parameters = "input",
                .call = [](const Args& in, Attrs& a) -> Result {
-                 return all(in[0], a.integers("dim", {}), a.flag("keepdim", false));
+                 return logical(all(in[0], a.integers("dim", {}), a.flag("keepdim", false)), in[0]);
                },
                .samples = reductions(booleans),
                .differentiable = kNo},
@@ -385,7 +399,9 @@ std::vector<OpRow> loss_rows() {
       {.name = "mse_loss",
        .parameters = kLossParameters,
        .call = [](const Args& in, Attrs& a) -> Result {
-         return mse_loss(in[0], in[1], reduction_of(a, "mse_loss"));
+         const Reduction reduction = reduction_of(a, "mse_loss");
+         if (in.has(2)) return weighted(in, reduction, mse_loss(in[0], in[1], Reduction::kNone));
+         return mse_loss(in[0], in[1], reduction);
        },
        .samples = {{{normal({3, 4}), normal({3, 4})}, "{}", 12},
                    {{normal({3, 4}), normal({3, 4})}, R"({"reduction": "sum"})", 12},
@@ -393,12 +409,14 @@ std::vector<OpRow> loss_rows() {
       {.name = "l1_loss",
        .parameters = kLossParameters,
        .call = [](const Args& in, Attrs& a) -> Result {
-         return l1_loss(in[0], in[1], reduction_of(a, "l1_loss"));
+         const Reduction reduction = reduction_of(a, "l1_loss");
+         if (in.has(2)) return weighted(in, reduction, l1_loss(in[0], in[1], Reduction::kNone));
+         return l1_loss(in[0], in[1], reduction);
        },
        .samples = {{{probability({3, 4}), uniform(1.5, 2, {3, 4})}, "{}", 12},
                    {{uniform(1.5, 2, {7}), probability({7})}, R"({"reduction": "none"})"}}},
       {.name = "smooth_l1_loss",
-       .parameters = kLossParameters,
+       .parameters = "input, target",
        .call = [](const Args& in, Attrs& a) -> Result {
          return smooth_l1_loss(in[0], in[1], reduction_of(a, "smooth_l1_loss"),
                                a.number("beta", 1));
@@ -409,7 +427,11 @@ std::vector<OpRow> loss_rows() {
       {.name = "huber_loss",
        .parameters = kLossParameters,
        .call = [](const Args& in, Attrs& a) -> Result {
-         return huber_loss(in[0], in[1], reduction_of(a, "huber_loss"), a.number("delta", 1));
+         const Reduction reduction = reduction_of(a, "huber_loss");
+         const double delta = a.number("delta", 1);
+         if (in.has(2))
+           return weighted(in, reduction, huber_loss(in[0], in[1], Reduction::kNone, delta));
+         return huber_loss(in[0], in[1], reduction, delta);
        },
        .samples = {{{probability({3, 4}), uniform(1.0, 1.5, {3, 4})}, R"({"delta": 2.5})", 12},
                    {{uniform(1.5, 2, {7}), probability({7})},

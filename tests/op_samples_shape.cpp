@@ -318,15 +318,16 @@ std::vector<OpRow> index_rows() {
                    {{distinct({4, 3})}, R"({"dim": 0, "descending": true})"},
                    {{distinct({0})}}},
        .perf = Sample{{normal({64, 4096})}}},
-      {.name = "argsort",
-       .parameters = "input",
-       .call = [](const Args& in, Attrs& a) -> Result {
-         a.flag("stable", true);
-         return argsort(in[0], a.integer("dim", -1), a.flag("descending", false));
-       },
-       .samples = {{{distinct({3, 5})}}},
-       .differentiable = kNo,
-       .records = {"sort"}},
+      {
+          .name = "argsort",
+          .parameters = "input",
+          .call = [](const Args& in, Attrs& a) -> Result {
+            a.flag("stable", true);
+            return argsort(in[0], a.integer("dim", -1), a.flag("descending", false));
+          },
+          .samples = {{{distinct({3, 5})}}},
+          .differentiable = kNo,
+      },
       {.name = "topk",
        .parameters = "input",
        .call = [](const Args& in, Attrs& a) -> Result {

@@ -138,7 +138,7 @@ TEST_F(OpRunner, AWrongSpecificationIsExplainedWithExitCodeTwo) {
   expect_refused("", "not valid JSON");
   expect_refused(R"({"op": "sum", "inputs": ["x"], "attrs": {"dim": 3}})", "sum");
   expect_refused(R"({"op": "sum", "inputs": ["x"], "attrs": {"dtype": "float99"}})", "dtype");
-  expect_refused(R"({"op": "matmul", "inputs": ["x", "short"]})", "matmul");
+  expect_refused(R"({"op": "matmul", "inputs": ["x", "short"]})", "one length");
   expect_refused(R"({"op": "add", "inputs": ["x", "z"], "attrs": {"other": 1}})", "as a keyword");
   expect_refused(R"({"op": "relu", "inputs": ["x"], "grad_of": ["z"], "grad_output": "g"})",
                  "names inputs");

@@ -1,5 +1,6 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/gemm.h>
 #include <tessera/core/kernels/matmul.h>
 #include <tessera/core/raw_views.h>
@@ -42,8 +43,9 @@ void multiply(const Tensor& a, const Tensor& b, const Tensor& bias, const Tensor
                .b = operand_of(b),
                .c = result.data(),
                .c_row_stride = result.size(-1)};
+  const Tensor packed_bias = bias.defined() ? contiguous(bias) : bias;
   if (bias.defined()) {
-    problem.bias = bias.data();
+    problem.bias = packed_bias.data();
     problem.bias_kind = GemmBias::kColumn;
   }
   if (result.dim() == 2) return gemm(problem);

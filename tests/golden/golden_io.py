@@ -78,12 +78,12 @@ class Group:
         return self.rng.integers(0, 2, shape).astype(bool)
 
     # --- cases --------------------------------------------------------------------------------
-    def case(self, op, /, *inputs, grad=True, dtypes=None, terms=1, grad_terms=None, sums=False, fn=None, cast=True, **attrs):
+    def case(self, op, /, *inputs, grad=True, dtypes=None, terms=1, grad_terms=None, sums=False, floor=0.0, grad_floor=0.0, fn=None, **attrs):
         """Adds op(*inputs, **attrs), once for each dtype.
 
         grad: True for all floating inputs, False for none, or positions. sums: results are sums of
-        products, whose error is measured against the same sums over absolute values. cast: inputs
-        alone decide the dtype; False where an attribute does.
+        products, whose error is measured against the same sums over absolute values. floor, grad_floor:
+        least scale of the error, where differences of larger numbers are taken inside.
         """
         index = self.counts.get(op, 0)
         self.counts[op] = index + 1
@@ -94,9 +94,9 @@ class Group:
         if not floating:
             dtypes = [None]
         for dtype in dtypes:
-            self._add(op, index, inputs, attrs, grad, dtype, terms, terms if grad_terms is None else grad_terms, sums, fn, floating)
+            self._add(op, index, inputs, attrs, grad, dtype, terms, terms if grad_terms is None else grad_terms, sums, floor, grad_floor, fn, floating)
 
-    def _add(self, op, index, inputs, attrs, grad, dtype, terms, grad_terms, sums, fn, floating):
+    def _add(self, op, index, inputs, attrs, grad, dtype, terms, grad_terms, sums, floor, grad_floor, fn, floating):
         name = f"{op}.{index}" + (f".{SHORT[dtype]}" if dtype else "")
         native = [None if x is None else torch.from_numpy(np.array(x, copy=True)) for x in inputs]
         for i in floating:
@@ -135,7 +135,7 @@ class Group:
             self._store(f"{name}/y" if single else f"{name}/y{i}", stored)
             entry = {"dtype": dtype_name(z.dtype)}
             if z.is_floating_point():
-                entry.update(n=terms, s=significant(scales[i]))
+                entry.update(n=terms, s=significant(max(scales[i], floor)))
             record["outputs"].append(entry)
         if not single:
             record["several"] = True
@@ -162,7 +162,7 @@ class Group:
             record["grads"] = {}
             for i, g, scale in zip(wanted, results, scales):
                 self._store(f"{name}/grad.x{i}", g)
-                record["grads"][f"x{i}"] = {"n": grad_terms, "s": significant(scale)}
+                record["grads"][f"x{i}"] = {"n": grad_terms, "s": significant(max(scale, grad_floor))}
         self.records.append(record)
 
     def _store(self, name, tensor):
