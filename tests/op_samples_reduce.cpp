@@ -63,13 +63,15 @@ CrossEntropyOptions cross_entropy_options(const Args& in, Attrs& a, std::string_
   return options;
 }
 
-// torch's `weight` of mse_loss, l1_loss and huber_loss: the mean divides by the sum of weights.
-Result weighted(const Args& in, Reduction reduction, const Tensor& each) {
+// torch's `weight`: the mean of mse_loss and l1_loss divides by the sum of weights, that of
+// huber_loss by the number of elements.
+Result weighted(const Args& in, Reduction reduction, const Tensor& each, bool by_weights = true) {
   TS_CHECK_SHAPE(in[2].shape() == in[0].shape(), "loss",
                  "'weight' must have the shape of the input ", in[0], "; got ", in[2]);
   const Tensor scaled = mul(each, in[2]);
   if (reduction == Reduction::kNone) return scaled;
-  return reduction == Reduction::kSum ? sum(scaled) : div(sum(scaled), sum(in[2]));
+  if (reduction == Reduction::kSum) return sum(scaled);
+  return by_weights ? div(sum(scaled), sum(in[2])) : mean(scaled);
 }
 
 constexpr const char* kLossParameters = "input, target, weight";
@@ -430,7 +432,7 @@ std::vector<OpRow> loss_rows() {
          const Reduction reduction = reduction_of(a, "huber_loss");
          const double delta = a.number("delta", 1);
          if (in.has(2))
-           return weighted(in, reduction, huber_loss(in[0], in[1], Reduction::kNone, delta));
+           return weighted(in, reduction, huber_loss(in[0], in[1], Reduction::kNone, delta), false);
          return huber_loss(in[0], in[1], reduction, delta);
        },
        .samples = {{{probability({3, 4}), uniform(1.0, 1.5, {3, 4})}, R"({"delta": 2.5})", 12},
