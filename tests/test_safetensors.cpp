@@ -31,6 +31,7 @@ class SafeTensors : public testing::Test {
     return text.str();
   }
   std::string write(const std::string& bytes) const {
+    std::filesystem::remove(path());  // file systems flush a file that is truncated and rewritten
     std::ofstream(path(), std::ios::binary) << bytes;
     return path();
   }
@@ -244,7 +245,7 @@ TEST_F(SafeTensors, NoChangedByteCrashesTheReader) {
   const std::string whole = read(path());
   std::mt19937 random(7);
   int refused = 0;
-  for (int round = 0; round < 2000; ++round) {
+  for (int round = 0; round < 800; ++round) {
     std::string bytes = whole;
     for (int changes = 1 + static_cast<int>(random() % 3); changes > 0; --changes) {
       bytes[random() % bytes.size()] = static_cast<char>(random());
@@ -260,7 +261,7 @@ TEST_F(SafeTensors, NoChangedByteCrashesTheReader) {
       ++refused;
     }
   }
-  EXPECT_GT(refused, 1000);
+  EXPECT_GT(refused, 400);
 }
 
 TEST_F(SafeTensors, WhatCannotBeWrittenIsATypedErrorAndLeavesTheOldFile) {
