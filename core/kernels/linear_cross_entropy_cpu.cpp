@@ -61,9 +61,11 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, c
   const int64_t step = std::max<int64_t>(1, (N + chunks - 1) / chunks);
   const Tensor logits = raw::empty({std::min(step, N), V}, sum_dtype, x.device());
   const bool want_gradient = want_grad_x || want_grad_weight;
-  const Tensor gradients = !want_gradient           ? Tensor()
-                           : x.dtype() == sum_dtype ? logits
-                                                    : raw::empty(logits.shape(), x.dtype());
+  // Where the gradient is narrower than the logits, its rows begin where theirs do.
+  const int64_t gradient_stride = V * size_of(sum_dtype) / size_of(x.dtype());
+  const Tensor gradients = x.dtype() == sum_dtype ? logits
+                                                  : raw::from_blob(logits.data(), logits.shape(),
+                                                                   {gradient_stride, 1}, x.dtype());
   std::vector<double> losses(static_cast<size_t>(N));
   for (int64_t first = 0; first < N; first += step) {
     const int64_t rows = std::min(step, N - first);
@@ -79,9 +81,7 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, c
                        static_cast<char*>(logits.data()) + at * size_of(sum_dtype),
                        targets.data() + first + begin,
                        losses.data() + first + begin,
-                       want_gradient
-                           ? static_cast<char*>(gradients.data()) + at * size_of(x.dtype())
-                           : nullptr,
+                       want_gradient,
                        x.dtype(),
                        scale};
                    TS_SIMD_CALL(cross_entropy_rows, problem);

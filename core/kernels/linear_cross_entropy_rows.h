@@ -13,7 +13,8 @@ struct CrossEntropyRows {
   void* logits;            // (rows, classes) f64 for f64, else f32; destroyed
   const int64_t* targets;  // (rows), negative: ignored
   double* losses;          // (rows), 0 where ignored
-  void* gradients;         // (rows, classes) of `dtype`, may be logits; null: not wanted
+  // The gradient of a row, of `dtype`, is written over the beginning of the row's logits.
+  bool want_gradients;
   DType dtype;
   double scale;  // of the gradient
 };

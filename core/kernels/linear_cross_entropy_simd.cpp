@@ -6,19 +6,17 @@ namespace tessera::kernels::TS_SIMD {
 namespace {
 
 constexpr int kLanes = 32;
+constexpr int64_t kBlock = 512;
 
 // A row of logits fits the L2 cache: three passes over it cost one trip to memory.
 template <class A, class T>
 void run(const CrossEntropyRows& p) {
   for (int64_t row = 0; row < p.rows; ++row) {
-    A* TS_RESTRICT logits = static_cast<A*>(p.logits) + row * p.classes;
+    A* logits = static_cast<A*>(p.logits) + row * p.classes;
     const int64_t target = p.targets[row];
-    T* gradient = p.gradients == nullptr ? nullptr : static_cast<T*>(p.gradients) + row * p.classes;
     if (target < 0) {
       p.losses[row] = 0;
-      if (gradient != nullptr) {
-        for (int64_t c = 0; c < p.classes; ++c) gradient[c] = store<T>(A(0));
-      }
+      __builtin_memset(static_cast<void*>(logits), 0, static_cast<size_t>(p.classes) * sizeof(T));
       continue;
     }
     const A target_logit = logits[target];
@@ -48,11 +46,20 @@ void run(const CrossEntropyRows& p) {
     A sum = 0;
     for (A lane : sums) sum += lane;
     p.losses[row] = static_cast<double>(math::log(sum) + (maximum - target_logit));
-    if (gradient == nullptr) continue;
+    if (!p.want_gradients) continue;
     const A scale = static_cast<A>(p.scale), factor = scale / sum;
-    const A at_target = logits[target] * factor - scale;
-    for (int64_t c = 0; c < p.classes; ++c) gradient[c] = store<T>(logits[c] * factor);
-    gradient[target] = store<T>(at_target);
+    const T at_target = store<T>(logits[target] * factor - scale);
+    // By way of a buffer: a narrow gradient is shorter than the logits it replaces, so that what is
+    // written was read before.
+    T* gradient = reinterpret_cast<T*>(logits);
+    for (int64_t c = 0; c < p.classes; c += kBlock) {
+      const int64_t count = p.classes - c < kBlock ? p.classes - c : kBlock;
+      T block[kBlock];
+      for (int64_t i = 0; i < count; ++i) block[i] = store<T>(logits[c + i] * factor);
+      __builtin_memcpy(static_cast<void*>(gradient + c), block,
+                       static_cast<size_t>(count) * sizeof(T));
+    }
+    __builtin_memcpy(static_cast<void*>(gradient + target), &at_target, sizeof(T));
   }
 }
 
