@@ -594,7 +594,65 @@ def attention(g):
     sdpa((1, 2, 5, 4), (1, 2, 5, 4), wide=6)
 
 
-GROUPS = {f.__name__: f for f in (creation, unary, binary, reduce, matmul, shape, index, normalise, loss, convolution, attention)}
+def inplace(g):
+    def on_copy(op):
+        return lambda x, *rest, **attrs: getattr(x.clone(), op)(*rest, **attrs)
+
+    for op in ("add_", "sub_", "mul_", "div_"):
+        g.case(op, g.away(3, 4), g.away(4), terms=3, fn=on_copy(op))
+        g.case(op, g.away(5), other=1.5, fn=on_copy(op))
+    for op in ("neg_", "exp_", "tanh_", "sigmoid_", "relu_"):
+        g.case(op, g.away(3, 4), floor=1, grad_floor=1, fn=on_copy(op))
+    g.case("sqrt_", g.uniform(0.2, 3, 5), fn=on_copy("sqrt_"))
+    g.case("pow_", g.uniform(0.2, 3, 5), exponent=2.5, terms=4, fn=on_copy("pow_"))
+    g.case("clamp_", g.distinct(3, 4) + 0.01, min=-0.25, max=0.25, fn=on_copy("clamp_"))
+    g.case("lerp_", g.normal(3, 4), g.normal(4), weight=0.25, terms=3, fn=on_copy("lerp_"))
+    g.case("addcmul_", g.normal(3, 4), g.normal(3, 4), g.normal(4), value=0.5, terms=3, sums=True, fn=on_copy("addcmul_"))
+    g.case("addcdiv_", g.normal(3, 4), g.normal(3, 4), g.away(4), value=0.5, terms=3, floor=1, grad_floor=20, fn=on_copy("addcdiv_"))
+    g.case("masked_fill_", g.normal(3, 4), g.booleans(4), value=-2.0, fn=on_copy("masked_fill_"))
+    g.case("fill_", g.normal(3), value=0.5, fn=on_copy("fill_"))
+    g.case("copy_", g.normal(3, 4), g.normal(4), terms=3, sums=True, fn=on_copy("copy_"))
+
+
+def fused(g):
+    """Ops without a name in torch: their composed form is the reference."""
+
+    def rotary(x, cos, sin, interleaved=False):
+        a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+        parts = [a * cos - b * sin, b * cos + a * sin]
+        return torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+
+    for interleaved in (False, True):
+        angle = g.uniform(-3, 3, 5, 3)
+        g.case("rotary_embedding", g.normal(2, 2, 5, 6), np.cos(angle), np.sin(angle), interleaved=interleaved, grad=[0], terms=2, fn=rotary)
+
+    def residual_layer_norm(x, residual, w, b, normalized_shape, **a):
+        total = x + residual
+        return total, F.layer_norm(total, normalized_shape, w, b, **a)
+
+    g.case("residual_layer_norm", g.normal(3, 7), g.normal(3, 7), g.normal(7), g.normal(7), normalized_shape=[7], terms=14, fn=residual_layer_norm)
+    g.case("residual_layer_norm", g.normal(2, 2, 9), g.normal(2, 2, 9), g.normal(9), None, normalized_shape=[9], eps=1e-3, terms=18, fn=residual_layer_norm)
+    for approximate in ("tanh", "none"):
+        g.case("linear_gelu", g.normal(3, 4), g.normal(5, 4), g.normal(5), approximate=approximate, terms=10, sums=True,
+               fn=lambda x, w, b, approximate: F.gelu(F.linear(x, w, b), approximate=approximate))
+
+    def linear_cross_entropy(x, w, target, **a):  # logits and loss are float32 for 16-bit operands
+        logits = F.linear(x, w)
+        return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target, **a)
+
+    g.case("linear_cross_entropy", g.normal(6, 4), g.normal(5, 4), g.integers(0, 5, 6), terms=30, fn=linear_cross_entropy)
+    g.case("linear_cross_entropy", g.normal(6, 4), g.normal(5, 4), np.array([0, 3, 1, 3, 4, 2]), ignore_index=3, reduction="sum", terms=30, fn=linear_cross_entropy)
+    g.case("cross_entropy_inplace", g.normal(6, 5), np.array([0, -100, 1, 3, 4, 2]), terms=30, fn=F.cross_entropy)
+
+    def packed_attention(packed, **a):  # [B, T, 3, H, E]
+        q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+        return F.scaled_dot_product_attention(q, k, v, **a).transpose(1, 2).flatten(2)
+
+    g.case("packed_attention", g.normal(2, 5, 3, 2, 4), is_causal=True, terms=5, fn=packed_attention)
+    g.case("packed_attention", g.normal(1, 7, 3, 1, 3), terms=7, fn=packed_attention)
+
+
+GROUPS = {f.__name__: f for f in (creation, unary, binary, reduce, matmul, shape, index, normalise, loss, convolution, attention, inplace, fused)}
 
 
 def write_all():
