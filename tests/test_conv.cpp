@@ -83,7 +83,7 @@ void expect_conv(const Shape& x_shape, const Shape& w_shape, const ConvGeometry&
   for (DType dtype : kDTypes) {
     const Tensor x = random_tensor(x_shape, dtype, 1), w = random_tensor(w_shape, dtype, 2);
     const Tensor bias = random_tensor({w_shape[0]}, dtype, 3);
-    const Tensor y = conv2d(x, w, bias, geometry);
+    const Tensor y = kernels::conv2d(x, w, bias, geometry);
     const Tensor grad = random_tensor(y.shape(), dtype, 4);
     const Reference r = convolve(x, w, bias, grad, geometry);
     expect_close(y, r.y, "result");
@@ -107,7 +107,7 @@ TEST(Conv, OneByOne) { expect_conv({2, 7, 5, 5}, {3, 7, 1, 1}, {}); }
 TEST(Conv, TransposedInputsAreRead) {
   const Tensor x = raw::permute(random_tensor({2, 6, 5, 3}, kF64, 1), {0, 3, 1, 2});  // NHWC
   const Tensor w = random_tensor({4, 3, 2, 2}, kF64, 2), bias = random_tensor({4}, kF64, 3);
-  const Tensor y = conv2d(x, w, bias, {});
+  const Tensor y = kernels::conv2d(x, w, bias, {});
   expect_close(y, convolve(x, w, bias, y, {}).y, "result");
 }
 
@@ -118,7 +118,7 @@ TEST(Conv, BitsDoNotDependOnTheThreadCount) {
   Tensor grads[2];
   for (int i = 0; i < 2; ++i) {
     set_num_threads(1 + 3 * i);
-    const Tensor y = conv2d(x, w, {}, {});
+    const Tensor y = kernels::conv2d(x, w, {}, {});
     grads[i] = conv2d_weight_gradient(y, x, w.shape(), {});
   }
   set_num_threads(before);
@@ -153,7 +153,7 @@ TEST(Pool, WindowSumsAndTheirTransposeAreOneMatrix) {
 
 TEST(Conv, MetaTensorsGiveShapes) {
   const Tensor x = raw::empty({2, 3, 8, 8}, kF16, kMeta), w = raw::empty({5, 3, 3, 3}, kF16, kMeta);
-  const Tensor y = conv2d(x, w, {}, {.stride = {2, 2}});
+  const Tensor y = kernels::conv2d(x, w, {}, {.stride = {2, 2}});
   EXPECT_EQ(y.shape(), (Shape{2, 5, 3, 3}));
   EXPECT_EQ(conv2d_weight_gradient(y, x, w.shape(), {}).shape(), w.shape());
 }

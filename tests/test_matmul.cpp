@@ -52,23 +52,23 @@ void expect_product(const Tensor& result, const Tensor& a, const Tensor& b) {
 TEST(Matmul, TransposedSlicedAndBroadcastOperandsAreReadInPlace) {
   for (DType dtype : kDTypes) {
     const Tensor a = random_tensor({3, 17, 20}, dtype, 1), b = random_tensor({3, 20, 9}, dtype, 2);
-    expect_product(matmul(a, b), a, b);
+    expect_product(kernels::matmul(a, b), a, b);
     const Tensor at = raw::transpose(random_tensor({3, 20, 17}, dtype, 3), 1, 2);
     const Tensor bt = raw::transpose(random_tensor({9, 20, 3}, dtype, 4), 0, 2);
-    expect_product(matmul(at, bt), at, bt);
+    expect_product(kernels::matmul(at, bt), at, bt);
     const Tensor every_second = raw::slice(random_tensor({3, 34, 40}, dtype, 5), 1, 0, 34, 2);
     const Tensor sliced = raw::slice(every_second, 2, 1, 40, 2);
-    expect_product(matmul(sliced, b), sliced, b);
+    expect_product(kernels::matmul(sliced, b), sliced, b);
     const Tensor one = raw::expand(random_tensor({1, 20, 9}, dtype, 6), {3, 20, 9});
-    expect_product(matmul(a, one), a, one);
+    expect_product(kernels::matmul(a, one), a, one);
     const Tensor repeated = raw::expand(random_tensor({3, 1, 20}, dtype, 7), {3, 17, 20});
-    expect_product(matmul(repeated, b), repeated, b);
+    expect_product(kernels::matmul(repeated, b), repeated, b);
   }
 }
 
 TEST(Matmul, BatchesBroadcast) {
   const Tensor a = random_tensor({2, 1, 5, 4}, kF64, 1), b = random_tensor({3, 4, 6}, kF64, 2);
-  const Tensor result = matmul(a, b);
+  const Tensor result = kernels::matmul(a, b);
   ASSERT_EQ(result.shape(), (Shape{2, 3, 5, 6}));
   for (int64_t i = 0; i < 2; ++i) {
     expect_product(raw::select(result, 0, i), raw::expand(raw::select(a, 0, i), {3, 5, 4}), b);
@@ -80,17 +80,18 @@ TEST(Matmul, LinearAddsItsBiasToEveryRowOfAnyShape) {
     const Tensor x = random_tensor({2, 5, 12}, dtype, 1), weight = random_tensor({7, 12}, dtype, 2);
     const Tensor zero = random_tensor({7}, dtype, 3);
     const std::vector<double> bias = zero.to_vector();
-    const std::vector<double> with = linear(x, weight, zero).to_vector();
-    const std::vector<double> without = linear(x, weight, {}).to_vector();
+    const std::vector<double> with = kernels::linear(x, weight, zero).to_vector();
+    const std::vector<double> without = kernels::linear(x, weight, {}).to_vector();
     for (size_t i = 0; i < with.size(); ++i) {
       // Two roundings against one.
       EXPECT_NEAR(with[i], without[i] + bias[i % 7],
                   2 * epsilon_of(dtype) * (std::abs(without[i]) + std::abs(bias[i % 7])));
     }
-    EXPECT_EQ(linear(raw::select(raw::select(x, 0, 1), 0, 2), weight, {}).shape(), Shape{7});
+    EXPECT_EQ(kernels::linear(raw::select(raw::select(x, 0, 1), 0, 2), weight, {}).shape(),
+              Shape{7});
     // Rows that no single stride describes.
     const Tensor swapped = raw::transpose(x, 0, 1);
-    const Tensor rows = linear(swapped, weight, {});
+    const Tensor rows = kernels::linear(swapped, weight, {});
     ASSERT_EQ(rows.shape(), (Shape{5, 2, 7}));
     expect_product(rows, swapped, raw::expand(raw::transpose(weight, 0, 1), {5, 12, 7}));
   }
@@ -100,21 +101,22 @@ TEST(Matmul, AddmmScalesBothSides) {
   const Tensor x = random_tensor({1, 6}, kF64, 1), a = random_tensor({4, 5}, kF64, 2);
   const Tensor b = random_tensor({5, 6}, kF64, 3);
   const std::vector<double> y = addmm(x, a, b, -2, 0.5).to_vector();
-  const std::vector<double> product = matmul(a, b).to_vector(), row = x.to_vector();
+  const std::vector<double> product = kernels::matmul(a, b).to_vector(), row = x.to_vector();
   for (size_t i = 0; i < y.size(); ++i) {
     EXPECT_NEAR(y[i], -2 * row[i % 6] + 0.5 * product[i], 1e-13);
   }
 }
 
 TEST(Matmul, EmptyInnerDimensionGivesZeros) {
-  for (double value : matmul(raw::empty({3, 0}, kF32), raw::empty({0, 2}, kF32)).to_vector()) {
+  for (double value :
+       kernels::matmul(raw::empty({3, 0}, kF32), raw::empty({0, 2}, kF32)).to_vector()) {
     EXPECT_EQ(value, 0);
   }
 }
 
 TEST(Matmul, MetaTensorsGiveShapes) {
   const Tensor result =
-      matmul(raw::empty({4, 1, 3, 5}, kBF16, kMeta), raw::empty({2, 5, 6}, kBF16, kMeta));
+      kernels::matmul(raw::empty({4, 1, 3, 5}, kBF16, kMeta), raw::empty({2, 5, 6}, kBF16, kMeta));
   EXPECT_EQ(result.shape(), (Shape{4, 2, 3, 6}));
   EXPECT_EQ(result.dtype(), kBF16);
   EXPECT_TRUE(result.is_meta());
