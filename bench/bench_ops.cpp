@@ -133,7 +133,7 @@ Measured measure(const OpRow& row, DType dtype, double seconds) {
     if (turn == 0) {
       result.backward = Figures{};
       result.backward->bytes =
-          static_cast<double>(bytes_of(inputs) + bytes_of(gradients) + gradient.nbytes());
+          static_cast<double>(bytes_of(inputs) + bytes_of(gradients) + bytes_of(seeds));
       result.backward->operations = counter.total;
     }
   }
