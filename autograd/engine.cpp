@@ -236,9 +236,7 @@ void queue_backward_callback(std::function<void()> callback) {
 }
 
 int pending_contributions(const Tensor& leaf) {
-  const AutogradSlot* slot = autograd_slot(leaf);
-  if (current_pass == nullptr || slot == nullptr) return 0;
-  return current_pass->owed(slot->accumulator.lock().get());
+  return current_pass == nullptr ? 0 : current_pass->owed(accumulator_of(leaf).get());
 }
 
 }  // namespace tessera

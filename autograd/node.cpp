@@ -194,9 +194,18 @@ Edge gradient_edge(const Tensor& tensor) {
     if (slot->leaf_hooks) accumulator->hooks = slot->leaf_hooks;
     slot->accumulator = accumulator;
   }
-  // set_data may have changed the leaf since: gradients follow its present shape.
-  accumulator->output_metas[0] = TensorMeta::of(tensor);
+  // set_data may have changed the leaf since: gradients follow its present shape. Written only
+  // then, because a backward on another thread may be reading it.
+  const TensorMeta present = TensorMeta::of(tensor);
+  if (!(accumulator->output_metas[0] == present)) accumulator->output_metas[0] = present;
   return {accumulator, 0};
+}
+
+std::shared_ptr<AccumulateGrad> accumulator_of(const Tensor& leaf) {
+  const AutogradSlot* slot = autograd_slot(leaf);
+  if (slot == nullptr) return nullptr;
+  std::lock_guard lock(leaf_mutex(leaf.impl()));
+  return slot->accumulator.lock();
 }
 
 void set_history(const Tensor& tensor, std::shared_ptr<Node> node, int index) {

@@ -27,6 +27,7 @@ struct TensorMeta {
   static TensorMeta of(const Tensor& tensor) {
     return {tensor.shape(), tensor.dtype(), tensor.device()};
   }
+  friend bool operator==(const TensorMeta&, const TensorMeta&) = default;
 };
 
 // Hooks on one gradient. Shared, so that a handle can remove its hook later.
@@ -108,6 +109,8 @@ bool requires_grad(const Tensor& tensor);
 // The edge into which a gradient of `tensor` flows; empty where none is wanted. A view whose base
 // was written since gets its history made again here.
 Edge gradient_edge(const Tensor& tensor);
+// The node that adds to the `.grad` of a leaf, while a graph uses it.
+std::shared_ptr<AccumulateGrad> accumulator_of(const Tensor& leaf);
 // Makes `tensor` the output `index` of `node`.
 void set_history(const Tensor& tensor, std::shared_ptr<Node> node, int index);
 
