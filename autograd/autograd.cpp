@@ -128,6 +128,14 @@ HookHandle register_post_accumulate_hook(const Tensor& leaf,
       });
 }
 
+void set_grad_home(const Tensor& leaf, const Tensor& home) {
+  TS_CHECK_AS(AutogradError, leaf.is_leaf(), "set_grad_home", leaf, " must be a leaf");
+  TS_CHECK_SHAPE(!home.defined() || home.shape() == leaf.shape(), "set_grad_home", "the home ",
+                 home, " must have the shape of ", leaf);
+  if (!home.defined() && autograd_slot(leaf) == nullptr) return;
+  ensure_autograd_slot(leaf).grad_home = home;
+}
+
 void retain_grad(const Tensor& tensor) {
   AutogradSlot& slot = ensure_autograd_slot(tensor);
   if (tensor.is_leaf() || slot.retained_grad) return;

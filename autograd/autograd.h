@@ -2,6 +2,7 @@
 #pragma once
 
 #include <any>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <span>
@@ -66,6 +67,20 @@ TensorList grad(const Tensor& output, std::span<const Tensor> inputs, const Tens
 void queue_backward_callback(std::function<void()> callback);
 // Contributions that the backward under way on this thread still owes to a leaf; 0 outside.
 int pending_contributions(const Tensor& leaf);
+// A number of its own for each backward, the one under way on this thread; 0 outside, and inside
+// grad(), which touches no leaf.
+uint64_t current_backward();
+// Whether the backward under way on this thread leads to a leaf: its gradient has come or may still
+// come (it does not where an op on the way gives none). Known from the start. False outside.
+bool backward_reaches(const Tensor& leaf);
+
+// Gradients of `leaf` are kept in `home` from now on: a backward that finds no `.grad` copies its
+// gradient there, converting the dtype, and `.grad` is then `home` itself; later ones add in place.
+// zero_grad() forgets `.grad`, not the home. This is how gradients come to lie in one flat buffer
+// (`home` is then raw::as_parameter of a view of it), or in a wider dtype than their leaf.
+// Undefined: no home any more. Backward with create_graph passes it by. Throws ShapeError,
+// AutogradError.
+void set_grad_home(const Tensor& leaf, const Tensor& home);
 
 // ---- Hooks
 // ------------------------------------------------------------------------------------------
@@ -83,7 +98,8 @@ class HookHandle {  // the hook stays until remove() is called
 };
 // Called with the gradient of `tensor` once it is complete; a defined result replaces it.
 HookHandle register_hook(const Tensor& tensor, std::function<Tensor(const Tensor&)> hook);
-// Called after `.grad` of a leaf was added to.
+// Called after `.grad` of a leaf was added to: once in each backward that brings it a gradient,
+// after the last contribution.
 HookHandle register_post_accumulate_hook(const Tensor& leaf,
                                          std::function<void(const Tensor& leaf)> hook);
 void retain_grad(const Tensor& tensor);  // keep `.grad` of a tensor that is no leaf

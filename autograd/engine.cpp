@@ -1,6 +1,7 @@
 #include <tessera/autograd/engine.h>
 
 #include <algorithm>
+#include <atomic>
 #include <queue>
 #include <unordered_map>
 
@@ -26,6 +27,8 @@ struct Later {
   }
 };
 
+std::atomic<uint64_t> next_number{1};
+
 // One backward pass.
 class Pass {
  public:
@@ -36,6 +39,9 @@ class Pass {
     const auto found = states_.find(node);
     return found == states_.end() ? 0 : found->second.owed;
   }
+  bool reaches(const Node* node) const { return states_.contains(node); }
+  bool accumulates() const { return request_.wanted.empty(); }
+  const uint64_t number = next_number.fetch_add(1, std::memory_order_relaxed);
   std::vector<std::function<void()>> callbacks;
 
  private:
@@ -233,6 +239,15 @@ void queue_backward_callback(std::function<void()> callback) {
   TS_CHECK_AS(AutogradError, current_pass != nullptr, "queue_backward_callback",
               "no backward is under way on this thread; call it from a hook");
   current_pass->callbacks.push_back(std::move(callback));
+}
+
+uint64_t current_backward() {
+  return current_pass == nullptr || !current_pass->accumulates() ? 0 : current_pass->number;
+}
+
+bool backward_reaches(const Tensor& leaf) {
+  const auto accumulator = accumulator_of(leaf);
+  return current_pass != nullptr && accumulator && current_pass->reaches(accumulator.get());
 }
 
 int pending_contributions(const Tensor& leaf) {

@@ -210,6 +210,69 @@ TEST(Hooks, CallbacksRunAtTheEndAndContributionsCountDown) {
   EXPECT_THROW(queue_backward_callback([] {}), AutogradError);
 }
 
+TEST(Hooks, ALeafTellsWhetherTheBackwardUnderWayReachesIt) {
+  const Tensor x = leaf({1}), y = leaf({2}), unused = leaf({3});
+  std::vector<bool> reached;
+  std::vector<uint64_t> numbers;
+  const Tensor kept_alive = unused * 2.0;  // part of a graph, not of this one
+  const HookHandle hook = register_post_accumulate_hook(y, [&](const Tensor&) {
+    reached = {backward_reaches(x), backward_reaches(y), backward_reaches(unused)};
+    numbers.push_back(current_backward());
+  });
+  const Tensor sum = x + y * y;
+  sum.backward({}, true);
+  EXPECT_EQ(reached, (std::vector<bool>{true, true, false}));
+  sum.backward();
+  ASSERT_EQ(numbers.size(), 2u);
+  EXPECT_NE(numbers[0], numbers[1]);
+  EXPECT_EQ(current_backward(), 0u);
+  EXPECT_FALSE(backward_reaches(y));
+}
+
+TEST(Hooks, GradTouchesNoLeafAndSaysSo) {
+  const Tensor x = leaf({1});
+  const Tensor y = x * x;
+  uint64_t number = 1;
+  register_hook(y, [&](const Tensor&) {
+    number = current_backward();
+    return Tensor();
+  });
+  const Tensor inputs[] = {x};
+  grad((y * 2.0), inputs);
+  EXPECT_EQ(number, 0u);
+}
+
+TEST(Backward, AGradientIsKeptInItsHome) {
+  const Tensor flat = raw::full({5}, 9, kF64);
+  const Tensor x = leaf({1, 2}), y = leaf({1, 2, 3});
+  set_grad_home(x, raw::as_parameter(raw::narrow(flat, 0, 0, 2)));
+  set_grad_home(y, raw::as_parameter(raw::narrow(flat, 0, 2, 3)));
+  ((x * x).sum() + (y * 5.0).sum() + (y * 1.0).sum()).backward();
+  EXPECT_EQ(flat.to_vector(), (Values{2, 4, 6, 6, 6}));
+  EXPECT_EQ(x.grad().data(), flat.data());
+  (x * 3.0).sum().backward();  // added in place
+  EXPECT_EQ(flat.to_vector(), (Values{5, 7, 6, 6, 6}));
+  x.zero_grad();
+  EXPECT_FALSE(x.grad().defined());
+  (x * 4.0).sum().backward();  // the old elements do not count
+  EXPECT_EQ(flat.to_vector(), (Values{4, 4, 6, 6, 6}));
+  set_grad_home(x, Tensor());
+  x.zero_grad();
+  (x * 1.0).sum().backward();
+  EXPECT_NE(x.grad().data(), flat.data());
+  EXPECT_THROW(set_grad_home(x, flat), ShapeError);
+  EXPECT_THROW(set_grad_home(x * 2.0, tensor({0, 0}, kF64)), AutogradError);
+}
+
+TEST(Backward, AHomeMayBeWiderThanItsLeaf) {
+  const Tensor x = leaf({1}, kBF16);
+  const Tensor home = raw::full({1}, 0, kF32);
+  set_grad_home(x, home);
+  for (double factor : {256.0, 1.0, 1.0}) (x * factor).sum().backward();
+  EXPECT_EQ(home.item(), 258);  // bf16 has no 257
+  EXPECT_TRUE(x.grad().is(home));
+}
+
 TEST(Hooks, RetainGradKeepsTheGradientOfAnInnerTensor) {
   const Tensor x = leaf({2});
   const Tensor y = x * x;
