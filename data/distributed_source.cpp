@@ -1,0 +1,78 @@
+#include <tessera/data/distributed_source.h>
+
+#include <algorithm>
+
+#include <tessera/core/error.h>
+
+namespace tessera::data {
+namespace {
+
+constexpr std::string_view kWhere = "DistributedBatchSource";
+
+RankShare with_tail_of(const BatchSource& source, RankShare share) {
+  if (source.drop_last()) share.tail = Tail::kDrop;
+  return share;
+}
+
+}  // namespace
+
+DistributedBatchSource::DistributedBatchSource(std::shared_ptr<const Sampler> sampler,
+                                               int64_t batch_size, const RankShare& share)
+    : sampler_(std::move(sampler)), batch_size_(batch_size), share_(share) {
+  TS_CHECK(sampler_ != nullptr, kWhere, "needs a sampler; got none.");
+  TS_CHECK(batch_size >= 1, kWhere, "the batch size of a rank must be at least 1; got ", batch_size,
+           ".");
+  TS_CHECK(share.world_size >= 1 && share.rank >= 0 && share.rank < share.world_size, kWhere,
+           "the rank must lie in [0, world size); got rank ", share.rank, " of ", share.world_size,
+           ".");
+}
+
+DistributedBatchSource::DistributedBatchSource(const BatchSource& source, RankShare share)
+    : DistributedBatchSource(source.sampler(), source.batch_size(), with_tail_of(source, share)) {}
+
+int64_t DistributedBatchSource::count_at(int64_t position) const {
+  const int64_t left = size() - position;
+  if (left <= 0) return 0;
+  if (left >= global_batch_size()) return batch_size_;
+  switch (share_.tail) {
+    case Tail::kDrop:
+      return 0;
+    case Tail::kWrapAround:
+      return share_.deal == Deal::kBatches ? batch_size_
+                                           : (left + share_.world_size - 1) / share_.world_size;
+    case Tail::kUneven:
+      break;
+  }
+  return share_.deal == Deal::kBatches
+             ? std::clamp<int64_t>(left - share_.rank * batch_size_, 0, batch_size_)
+             : (left - share_.rank + share_.world_size - 1) / share_.world_size;
+}
+
+std::optional<int64_t> DistributedBatchSource::next_position(int64_t position) const {
+  if (count_at(position) == 0) return std::nullopt;
+  return position + std::min(size() - position, global_batch_size());
+}
+
+std::vector<int64_t> DistributedBatchSource::batch(int64_t epoch, int64_t position) const {
+  std::vector<int64_t> indices(static_cast<size_t>(count_at(position)));
+  const bool batches = share_.deal == Deal::kBatches;
+  const int64_t first = position + share_.rank * (batches ? batch_size_ : 1);
+  if (batches && first + static_cast<int64_t>(indices.size()) <= size()) {
+    sampler_->indices(epoch, first, indices);
+    return indices;
+  }
+  const int64_t step = batches ? 1 : share_.world_size;
+  for (size_t i = 0; i < indices.size(); ++i) {
+    // Beyond the end: the epoch's first samples again, as often as it takes.
+    indices[i] = sampler_->index(epoch, (first + static_cast<int64_t>(i) * step) % size());
+  }
+  return indices;
+}
+
+int64_t DistributedBatchSource::batches_after(int64_t position) const {
+  const int64_t left = std::max<int64_t>(size() - position, 0);
+  const int64_t full = left / global_batch_size();
+  return full + (count_at(position + full * global_batch_size()) > 0 ? 1 : 0);
+}
+
+}  // namespace tessera::data

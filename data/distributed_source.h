@@ -1,0 +1,76 @@
+// The share of one rank in the batches of an epoch.
+//
+//     data::DataLoader loader(dataset, {.batch_size = 8, .shuffle = true});
+//     loader.set_source(std::make_shared<data::DistributedBatchSource>(
+//         std::make_shared<data::RandomSampler>(dataset.size(), seed), 8,
+//         data::RankShare{.rank = rank, .world_size = world_size}));
+//
+// In one turn all ranks together read a global batch: world_size * batch_size positions of the
+// sampler's order. The cursor is the number of samples that all ranks have read, so a run may go on
+// with another number of ranks or another batch size: the next global batch begins there.
+//
+// Every rank has its own source with the same sampler (same size, same seed) and no communication.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <tessera/data/sampler.h>
+
+namespace tessera::data {
+
+// Who gets which positions of a global batch [p, p + world_size * batch_size).
+enum class Deal : uint8_t {
+  kBatches,  // round robin of whole batches: rank r reads p + r * batch_size and what follows
+  kSamples,  // round robin of samples: rank r reads p + r, p + r + world_size... (torch's order)
+};
+
+// What becomes of a last global batch that is not full.
+enum class Tail : uint8_t {
+  // Filled up with the first samples of the epoch, so that all ranks have equally many: kBatches
+  // fills every batch, kSamples only up to a multiple of world_size, as torch does. Some samples
+  // count twice.
+  kWrapAround,
+  // Everything once: the last batches differ in size, and a rank may have one batch less than
+  // another. Collectives then need join (or a last batch that is left out).
+  kUneven,
+  kDrop,  // left out on all ranks
+};
+
+struct RankShare {
+  int rank = 0;
+  int world_size = 1;
+  Deal deal = Deal::kBatches;
+  Tail tail = Tail::kWrapAround;
+};
+
+class DistributedBatchSource : public IndexSource {
+ public:
+  // batch_size: of one rank. ValueError for a missing sampler, a batch size below 1 or a rank
+  // outside the world.
+  DistributedBatchSource(std::shared_ptr<const Sampler> sampler, int64_t batch_size,
+                         const RankShare& share);
+  // Takes sampler and batch size (of one rank) from a source for one process, and Tail::kDrop where
+  // it drops its last batch.
+  DistributedBatchSource(const BatchSource& source, RankShare share);
+
+  int64_t size() const override { return sampler_->size(); }
+  std::optional<int64_t> next_position(int64_t position) const override;
+  std::vector<int64_t> batch(int64_t epoch, int64_t position) const override;
+  int64_t batches_after(int64_t position) const override;
+
+  const RankShare& share() const { return share_; }
+  int64_t batch_size() const { return batch_size_; }
+  int64_t global_batch_size() const { return batch_size_ * share_.world_size; }
+
+ private:
+  int64_t count_at(int64_t position) const;  // samples of this rank in the global batch there
+
+  std::shared_ptr<const Sampler> sampler_;
+  int64_t batch_size_;
+  RankShare share_;
+};
+
+}  // namespace tessera::data
