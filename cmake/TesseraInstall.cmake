@@ -3,10 +3,14 @@
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-set(tessera_installed tessera_core tessera_autograd tessera_nn tessera_optim tessera_data tessera)
+set(tessera_installed tessera_core tessera_autograd tessera_nn tessera_optim tessera_data
+  tessera_distributed tessera_accelerate tessera)
 install(TARGETS ${tessera_installed} EXPORT tesseraTargets
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
   FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+if(TARGET tessera_cli)
+  install(TARGETS tessera_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()
 install(FILES ${CMAKE_CURRENT_SOURCE_DIR}/tessera.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 set(tessera_package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/tessera)
 install(EXPORT tesseraTargets NAMESPACE tessera:: DESTINATION ${tessera_package_dir})

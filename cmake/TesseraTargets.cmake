@@ -12,7 +12,13 @@ file(CREATE_LINK ${CMAKE_CURRENT_SOURCE_DIR}/tessera.h ${TESSERA_INCLUDE_DIR}/te
 function(tessera_floor name)
   cmake_parse_arguments(arg "" "" "DEPENDS" ${ARGN})
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${name}/*.cpp)
-  list(FILTER sources EXCLUDE REGEX "_simd\\.cpp$|/cuda/")
+  # The command has a target of its own; an mpi backend is compiled or its stub, never an #ifdef.
+  list(FILTER sources EXCLUDE REGEX "_simd\\.cpp$|/cuda/|/cli/")
+  if(MPI_CXX_FOUND)
+    list(FILTER sources EXCLUDE REGEX "_no_mpi\\.cpp$")
+  else()
+    list(FILTER sources EXCLUDE REGEX "[^o]_mpi\\.cpp$")
+  endif()
   file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/${name}
        ${CMAKE_CURRENT_SOURCE_DIR}/${name}/*.h)
   list(TRANSFORM headers PREPEND ${TESSERA_INCLUDE_DIR}/tessera/${name}/)
@@ -66,7 +72,27 @@ target_link_libraries(tessera_nn PRIVATE $<BUILD_INTERFACE:Eigen3::Eigen>)
 tessera_floor(optim DEPENDS tessera_autograd)
 tessera_floor(data DEPENDS tessera_core)
 target_link_libraries(tessera_data PRIVATE ICU::uc ZLIB::ZLIB $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+tessera_floor(distributed DEPENDS tessera_nn tessera_optim)
+target_link_libraries(tessera_distributed PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+if(MPI_CXX_FOUND)
+  target_link_libraries(tessera_distributed PRIVATE MPI::MPI_CXX)
+  # Programs without groups do without the MPI library too.
+  target_link_options(tessera_distributed INTERFACE -Wl,--as-needed)
+endif()
+tessera_floor(accelerate DEPENDS tessera_distributed tessera_data)
+target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 
 add_library(tessera INTERFACE)
 add_library(tessera::tessera ALIAS tessera)
-target_link_libraries(tessera INTERFACE tessera_nn tessera_optim tessera_data)
+target_link_libraries(tessera INTERFACE tessera_accelerate)
+
+# The `tessera` command, build/bin/tessera: one file a subcommand.
+if(TESSERA_BUILD_CLI)
+  file(GLOB cli_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/accelerate/cli/*.cpp)
+  if(cli_sources)
+    add_executable(tessera_cli ${cli_sources})
+    set_target_properties(tessera_cli PROPERTIES OUTPUT_NAME tessera
+      RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
+    target_link_libraries(tessera_cli PRIVATE tessera_compile tessera_accelerate CLI11::CLI11)
+  endif()
+endif()
