@@ -20,4 +20,5 @@ configure_package_config_file(${CMAKE_CURRENT_LIST_DIR}/tesseraConfig.cmake.in
 write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/tesseraConfigVersion.cmake
   COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/tesseraConfig.cmake
-  ${CMAKE_CURRENT_BINARY_DIR}/tesseraConfigVersion.cmake DESTINATION ${tessera_package_dir})
+  ${CMAKE_CURRENT_BINARY_DIR}/tesseraConfigVersion.cmake
+  ${CMAKE_CURRENT_LIST_DIR}/FindoneDNN.cmake DESTINATION ${tessera_package_dir})

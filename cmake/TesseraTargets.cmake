@@ -36,9 +36,9 @@ endfunction()
 tessera_floor(core)
 target_link_libraries(tessera_core PUBLIC Threads::Threads PRIVATE
   $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
-if(dnnl_FOUND)
+if(oneDNN_FOUND)
   # OpenMP only to keep oneDNN on the thread that calls it.
-  target_link_libraries(tessera_core PRIVATE DNNL::dnnl OpenMP::OpenMP_CXX)
+  target_link_libraries(tessera_core PRIVATE oneDNN::oneDNN OpenMP::OpenMP_CXX)
   target_compile_definitions(tessera_core PRIVATE TESSERA_WITH_ONEDNN)
 endif()
 
