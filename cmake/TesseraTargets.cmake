@@ -12,15 +12,20 @@ file(CREATE_LINK ${CMAKE_CURRENT_SOURCE_DIR}/tessera.h ${TESSERA_INCLUDE_DIR}/te
 function(tessera_floor name)
   cmake_parse_arguments(arg "" "" "DEPENDS" ${ARGN})
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${name}/*.cpp)
-  # The command has a target of its own; an mpi backend is compiled or its stub, never an #ifdef.
+  # The command has a target of its own; a backend (X_mpi.cpp, mpi/) is compiled or its stub
+  # (X_no_mpi.cpp), never an #ifdef.
   list(FILTER sources EXCLUDE REGEX "_simd\\.cpp$|/cuda/|/cli/")
-  if(MPI_CXX_FOUND)
-    list(FILTER sources EXCLUDE REGEX "_no_mpi\\.cpp$")
-  else()
-    list(FILTER sources EXCLUDE REGEX "[^o]_mpi\\.cpp$")
-  endif()
+  foreach(backend mpi nccl)
+    string(TOUPPER ${backend} found)
+    if(TESSERA_${found}_FOUND)
+      list(FILTER sources EXCLUDE REGEX "_no_${backend}\\.cpp$")
+    else()
+      list(FILTER sources EXCLUDE REGEX "[^o]_${backend}\\.cpp$|/${backend}/")
+    endif()
+  endforeach()
   file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/${name}
        ${CMAKE_CURRENT_SOURCE_DIR}/${name}/*.h)
+  list(FILTER headers EXCLUDE REGEX "^mpi/|^nccl/")  # private: they need mpi.h and nccl.h
   list(TRANSFORM headers PREPEND ${TESSERA_INCLUDE_DIR}/tessera/${name}/)
   if(NOT sources)
     set(sources ${CMAKE_CURRENT_SOURCE_DIR}/cmake/empty.cpp)
@@ -74,10 +79,14 @@ tessera_floor(data DEPENDS tessera_core)
 target_link_libraries(tessera_data PRIVATE ICU::uc ZLIB::ZLIB $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 tessera_floor(distributed DEPENDS tessera_nn tessera_optim)
 target_link_libraries(tessera_distributed PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
-if(MPI_CXX_FOUND)
+if(TESSERA_MPI_FOUND)
   target_link_libraries(tessera_distributed PRIVATE MPI::MPI_CXX)
   # Programs without groups do without the MPI library too.
   target_link_options(tessera_distributed INTERFACE -Wl,--as-needed)
+endif()
+if(TESSERA_NCCL_FOUND)  # the library itself is loaded at run time
+  target_include_directories(tessera_distributed SYSTEM PRIVATE ${TESSERA_NCCL_INCLUDE} ${TESSERA_CUDA_INCLUDE})
+  target_link_libraries(tessera_distributed PRIVATE ${CMAKE_DL_LIBS})
 endif()
 tessera_floor(accelerate DEPENDS tessera_distributed tessera_data)
 target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
