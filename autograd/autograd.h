@@ -63,12 +63,13 @@ TensorList grad(std::span<const Tensor> outputs, std::span<const Tensor> inputs,
 TensorList grad(const Tensor& output, std::span<const Tensor> inputs, const Tensor& gradient = {},
                 const GradOptions& options = {});
 
-// Runs at the end of the backward that is under way on this thread. Throws AutogradError outside.
+// Runs at the end of the backward that is under way on this thread (of the outermost one, where a
+// backward runs inside another). Throws AutogradError outside.
 void queue_backward_callback(std::function<void()> callback);
 // Contributions that the backward under way on this thread still owes to a leaf; 0 outside.
 int pending_contributions(const Tensor& leaf);
-// A number of its own for each backward, the one under way on this thread; 0 outside, and inside
-// grad(), which touches no leaf.
+// The number of the backward under way on this thread; one inside another has the number of the
+// outer one. 0 outside, and inside grad(), which touches no leaf.
 uint64_t current_backward();
 // Whether the backward under way on this thread leads to a leaf: its gradient has come or may still
 // come (it does not where an op on the way gives none). Known from the start. False outside.

@@ -27,6 +27,8 @@ struct Later {
   }
 };
 
+class Pass;
+thread_local Pass* current_pass = nullptr;
 std::atomic<uint64_t> next_number{1};
 
 // One backward pass.
@@ -41,7 +43,10 @@ class Pass {
   }
   bool reaches(const Node* node) const { return states_.contains(node); }
   bool accumulates() const { return request_.wanted.empty(); }
-  const uint64_t number = next_number.fetch_add(1, std::memory_order_relaxed);
+  // A backward inside a backward belongs to the outer one.
+  Pass* const outer = current_pass;
+  const uint64_t number =
+      outer != nullptr ? outer->number : next_number.fetch_add(1, std::memory_order_relaxed);
   std::vector<std::function<void()>> callbacks;
 
  private:
@@ -57,8 +62,6 @@ class Pass {
   std::priority_queue<NodeState*, std::vector<NodeState*>, Later> ready_;
   TensorList results_;
 };
-
-thread_local Pass* current_pass = nullptr;
 
 bool profiling() { return Context::current().slot<detail::ProfilerSlot>().active != nullptr; }
 
@@ -238,7 +241,9 @@ TensorList run_backward(const EngineRequest& request) {
 void queue_backward_callback(std::function<void()> callback) {
   TS_CHECK_AS(AutogradError, current_pass != nullptr, "queue_backward_callback",
               "no backward is under way on this thread; call it from a hook");
-  current_pass->callbacks.push_back(std::move(callback));
+  Pass* outermost = current_pass;
+  while (outermost->outer != nullptr) outermost = outermost->outer;
+  outermost->callbacks.push_back(std::move(callback));
 }
 
 uint64_t current_backward() {

@@ -229,6 +229,32 @@ TEST(Hooks, ALeafTellsWhetherTheBackwardUnderWayReachesIt) {
   EXPECT_FALSE(backward_reaches(y));
 }
 
+TEST(Hooks, ABackwardInsideAnotherBelongsToIt) {
+  const Tensor x = leaf({1});
+  const Tensor y = x * x;
+  uint64_t outer = 0, inner = 0;
+  bool outer_ended = false, called = false;
+  register_hook(y, [&](const Tensor&) {
+    outer = current_backward();
+    const Tensor z = leaf({2});
+    register_post_accumulate_hook(z, [&](const Tensor&) {
+      inner = current_backward();
+      queue_backward_callback([&] {
+        called = true;
+        EXPECT_TRUE(outer_ended);
+      });
+    });
+    EnableGradGuard grad;
+    (z * 2.0).backward();
+    return Tensor();
+  });
+  register_post_accumulate_hook(x, [&](const Tensor&) { outer_ended = true; });
+  y.backward();
+  EXPECT_NE(outer, 0u);
+  EXPECT_EQ(inner, outer);
+  EXPECT_TRUE(called);
+}
+
 TEST(Hooks, GradTouchesNoLeafAndSaysSo) {
   const Tensor x = leaf({1});
   const Tensor y = x * x;
