@@ -40,6 +40,9 @@ int local_port(const FileDescriptor& socket);
 // host's name is unknown.
 FileDescriptor try_connect(const std::string& host, int port, Clock::time_point deadline);
 
+// No delay for small messages; probes that notice a machine without power.
+void prepare_stream(int socket);
+
 enum class Transfer {
   kDone,
   kClosed,    // the other side is gone
