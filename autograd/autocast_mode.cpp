@@ -1,5 +1,7 @@
 #include <tessera/autograd/autocast_mode.h>
 
+#include <utility>
+
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/node.h>
@@ -28,6 +30,7 @@ Tensor cast(const Tensor& x, DType dtype) {
     cache.shadow = to(x, dtype);
     cache.shadow_version = x.version();
   }
+  cache.shadow_was_read = true;
   const Tensor shadow = cache.shadow;
   // The engine converts the gradient to the leaf's dtype.
   return differentiable(
@@ -82,6 +85,20 @@ TensorList autocast_inputs(const Op& op, std::span<const Tensor> inputs) {
   }
   for (Tensor& input : result) input = cast(input, target);
   return result;
+}
+
+Tensor take_shadow_to_write(const Tensor& leaf) {
+  AutogradSlot* slot = autograd_slot(leaf);
+  if (slot == nullptr || !slot->shadow.defined()) return {};
+  const bool fits = slot->shadow.shape() == leaf.shape() &&
+                    slot->shadow.strides() == leaf.strides() &&
+                    slot->shadow.device() == leaf.device();
+  if (!std::exchange(slot->shadow_was_read, false) || !fits) slot->shadow = {};
+  return slot->shadow;
+}
+
+void stamp_shadow(const Tensor& leaf) {
+  if (AutogradSlot* slot = autograd_slot(leaf)) slot->shadow_version = leaf.version();
 }
 
 }  // namespace detail

@@ -100,6 +100,7 @@ struct AutogradSlot final : TensorSlot {
   std::unique_ptr<ViewInfo> view;
   Tensor shadow;  // low-precision copy of a leaf for autocast, see autocast_mode.h
   uint32_t shadow_version = 0;
+  bool shadow_was_read = false;  // since whoever writes the leaf last asked for the shadow
 };
 
 // The slot, or nullptr; ensure_slot makes one.

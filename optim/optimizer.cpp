@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
@@ -121,6 +122,9 @@ bool Optimizer::step() {
       state.gradient = state.parameter.grad();
       if (!state.gradient.defined()) continue;
       prepare(g, state);
+      if (!state.master.defined()) {
+        state.autocast_shadow = detail::take_shadow_to_write(state.parameter);
+      }
       by_step[state.step + 1].push_back(&state);
     }
     for (const auto& [number, states] : by_step) {
@@ -132,6 +136,9 @@ bool Optimizer::step() {
       for (ParameterState* state : states) {
         state->step = number;
         state->gradient = {};
+        if (std::exchange(state->autocast_shadow, {}).defined()) {
+          detail::stamp_shadow(state->parameter);
+        }
       }
     }
   }

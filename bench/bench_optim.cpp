@@ -1,0 +1,136 @@
+// Speed of the multi-tensor passes: optimizer steps and the gradient norm over the parameters of a
+// GPT-like model, beside a copy of the same run.
+//
+//     bench_optim [--threads N] [--millions N]
+//
+// Bytes are those that must move: each tensor once for reading and once for writing. PyTorch's
+// figures for the same tensors: bench/compare/pytorch_optim.py.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/parallel.h>
+
+namespace {
+
+using namespace tessera;
+using Clock = std::chrono::steady_clock;
+
+double median_seconds(auto&& call) {
+  std::vector<double> times;
+  call();
+  for (int i = 0; i < 9; ++i) {
+    const Clock::time_point start = Clock::now();
+    call();
+    times.push_back(std::chrono::duration<double>(Clock::now() - start).count());
+  }
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+// What a step works on. Shapes of a transformer: a few large matrices, many short vectors.
+struct Case {
+  const char* name;
+  DType param, grad, shadow;
+  bool has_shadow;
+};
+
+std::vector<Shape> shapes(int64_t millions) {
+  std::vector<Shape> result;
+  for (int64_t i = 0; i < millions; ++i) {
+    result.push_back({1024, 1024});
+    result.push_back({1024});
+    result.push_back({768});
+  }
+  return result;
+}
+
+TensorList make(const std::vector<Shape>& shapes, DType dtype, bool random) {
+  TensorList list;
+  for (const Shape& shape : shapes) {
+    list.push_back(random ? randn(shape, {.dtype = dtype}) : zeros(shape, {.dtype = dtype}));
+  }
+  return list;
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("Speed of optimizer steps and of the gradient norm.");
+  int threads = 0;
+  int64_t millions = 16;
+  app.add_option("--threads", threads, "0: one a core");
+  app.add_option("--millions", millions, "parameters")->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  if (threads > 0) set_num_threads(threads);
+  const std::vector<Shape> all = shapes(millions);
+  double numel = 0;
+  for (const Shape& shape : all) numel += static_cast<double>(numel_of(shape));
+
+  const Tensor source = zeros({millions << 20}), target = zeros({millions << 20});
+  const double copy =
+      static_cast<double>(2 * source.nbytes()) / median_seconds([&] { copy_(target, source); });
+  std::printf("%d threads, %.1f million parameters; copy %.1f GB/s\n", num_threads(), numel * 1e-6,
+              copy * 1e-9);
+  std::printf("%-44s %9s %8s %8s\n", "pass", "ms", "GB/s", "of copy");
+  const auto report = [&](const char* pass, const char* name, double bytes_per_element,
+                          double seconds) {
+    const double rate = bytes_per_element * numel / seconds;
+    std::printf("%-12s %-31s %9.3f %8.1f %7.0f%%\n", pass, name, seconds * 1e3, rate * 1e-9,
+                100 * rate / copy);
+    std::fflush(stdout);
+  };
+  const double scalars[kernels::kNumStepScalars] = {1e-4, 10, 1, 0};
+  for (const Case& one : {Case{"f32", kF32, kF32, kF32, false},
+                          Case{"f32 with a bf16 shadow", kF32, kF32, kBF16, true},
+                          Case{"bf16 with f32 masters", kF32, kBF16, kBF16, true},
+                          Case{"bf16 without masters", kBF16, kBF16, kF32, false},
+                          Case{"f16 with f32 masters", kF32, kF16, kF16, true}}) {
+    const TensorList param = make(all, one.param, true), grad = make(all, one.grad, true);
+    const TensorList first = make(all, kF32, false), second = make(all, kF32, false);
+    const TensorList shadow = one.has_shadow ? make(all, one.shadow, false) : TensorList{};
+    const auto shadow_at = [&](size_t i) { return one.has_shadow ? shadow[i] : Tensor(); };
+    const double narrow = static_cast<double>(2 * size_of(one.param) + size_of(one.grad) +
+                                              (one.has_shadow ? size_of(one.shadow) : 0));
+    std::vector<kernels::AdamTensors> adam;
+    std::vector<kernels::SgdTensors> sgd;
+    std::vector<kernels::LionTensors> lion;
+    for (size_t i = 0; i < all.size(); ++i) {
+      adam.push_back({param[i], grad[i], first[i], second[i], {}, shadow_at(i)});
+      sgd.push_back({param[i], grad[i], first[i], false, shadow_at(i)});
+      lion.push_back({param[i], grad[i], first[i], shadow_at(i)});
+    }
+    report("AdamW", one.name, narrow + 16, median_seconds([&] {
+             kernels::multi_tensor_adam(adam, {.weight_decay = 0.1}, scalars);
+           }));
+    report("SGD+momentum", one.name, narrow + 8,
+           median_seconds([&] { kernels::multi_tensor_sgd(sgd, {.momentum = 0.9}, scalars); }));
+    report("Lion", one.name, narrow + 8, median_seconds([&] {
+             kernels::multi_tensor_lion(lion, {.weight_decay = 0.1}, scalars);
+           }));
+  }
+  for (const DType dtype : {kF32, kBF16, kF16}) {
+    const TensorList grad = make(all, dtype, true);
+    const std::string name(name_of(dtype));
+    report("norm", name.c_str(), static_cast<double>(size_of(dtype)),
+           median_seconds([&] { kernels::multi_tensor_norm(grad); }));
+    const double factor = 1;
+    report("scale", name.c_str(), static_cast<double>(2 * size_of(dtype)),
+           median_seconds([&] { kernels::multi_tensor_scale(grad, &factor); }));
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const tessera::Error& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+}
