@@ -76,8 +76,6 @@ std::string GroupNorm::extra_repr() const {
 
 // ---- BatchNorm ---------------------------------------------------------------------------------
 
-namespace detail {
-
 // The weight of this batch in the running statistics; counts the batch.
 double BatchNormBase::average_factor(const BatchNormOptions& options, const Tensor& batches) {
   if (!batches.defined()) return options.momentum.value_or(0);
@@ -95,7 +93,11 @@ void BatchNormBase::check_input(std::string_view name, const Tensor& x, int64_t 
                  " channels in dimension 1; got ", x);
 }
 
-}  // namespace detail
+Tensor BatchNormBase::normalise(const BatchNormCall& call) const {
+  if (function_) return function_(call);
+  return batch_norm(call.x, call.running_mean, call.running_var, call.weight, call.bias,
+                    call.training, call.momentum, call.eps);
+}
 
 template <class Derived>
 BatchNormModule<Derived>::BatchNormModule(int64_t num_features, const BatchNormOptions& options)
@@ -133,8 +135,8 @@ Tensor BatchNormModule<Derived>::forward(const Tensor& x) {
   const bool training = this->is_training();
   const double factor =
       training ? average_factor(options, num_batches_tracked) : options.momentum.value_or(0);
-  return batch_norm(x, running_mean, running_var, weight, bias, training || !running_mean.defined(),
-                    factor, options.eps);
+  return normalise({x, running_mean, running_var, weight, bias, training || !running_mean.defined(),
+                    factor, options.eps});
 }
 
 template <class Derived>

@@ -1,8 +1,10 @@
 // Normalisation layers. Statistics are f32 (f64 for f64) whatever the dtype of x.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include <tessera/nn/module.h>
 
@@ -83,18 +85,32 @@ struct BatchNormOptions {
   bool affine = true;
   bool track_running_stats = true;  // false: batch statistics in evaluation, too
 };
-namespace detail {
+// The call of batch_norm (autograd/ops.h) that a batch norm layer is about to make.
+struct BatchNormCall {
+  const Tensor &x, &running_mean, &running_var, &weight, &bias;
+  bool training;
+  double momentum, eps;
+};
 // Ioffe, Szegedy 2015. Buffers running_mean, running_var (unbiased), num_batches_tracked (i64).
 class BatchNormBase {
+ public:
+  // Calls `function` in place of batch_norm from now on; none: batch_norm again. Statistics over
+  // several ranks come in here.
+  using Function = std::function<Tensor(const BatchNormCall&)>;
+  void set_function(Function function) { function_ = std::move(function); }
+
  protected:
+  Tensor normalise(const BatchNormCall& call) const;
   static double average_factor(const BatchNormOptions& options, const Tensor& batches);
   static void check_input(std::string_view name, const Tensor& x, int64_t num_features,
                           int min_dims, int max_dims);
+
+ private:
+  Function function_;
 };
-}  // namespace detail
 
 template <class Derived>
-class BatchNormModule : public Module<Derived>, detail::BatchNormBase {
+class BatchNormModule : public Module<Derived>, public BatchNormBase {
  public:
   BatchNormModule(int64_t num_features, const BatchNormOptions& options);
   Tensor forward(const Tensor& x);

@@ -1,0 +1,24 @@
+// What one backward of an optimizer step does about communication.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera::distributed {
+
+struct StepPlan {
+  int64_t micro_index = 0;     // of the micro-batch in its step
+  bool is_last = true;         // the step's last micro-batch
+  bool sync_gradients = true;  // reduce gradients in this backward; otherwise they add up locally
+  // Sharded modes with a replicated axis in front: reduce along that axis, too.
+  bool all_reduce = true;
+  // Sharded parameters: free them after their backward.
+  bool reshard_after_backward = true;
+
+  // The plan of micro-batch `index` of `count`: gradients are reduced in the last one.
+  static StepPlan of(int64_t index, int64_t count) {
+    const bool last = index + 1 == count;
+    return {.micro_index = index, .is_last = last, .sync_gradients = last, .all_reduce = last};
+  }
+};
+
+}  // namespace tessera::distributed
