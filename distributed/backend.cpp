@@ -1,0 +1,36 @@
+#include <tessera/distributed/backend.h>
+
+#include <algorithm>
+
+namespace tessera::distributed {
+
+bool agree(std::span<const CallHeader> headers) {
+  return std::ranges::all_of(headers, [&](const CallHeader& header) {
+    const CallHeader& first = headers.front();
+    return header.operation != Operation::kInvalid && header.operation == first.operation &&
+           header.dtype == first.dtype && header.reduce == first.reduce &&
+           header.mode == first.mode && header.root == first.root && header.count == first.count &&
+           header.sequence == first.sequence;
+  });
+}
+
+std::string describe_mismatch(std::span<const CallText> texts) {
+  // Ranks that called the same are named together.
+  std::string message = "ranks call different things here: ";
+  std::vector<bool> told(texts.size());
+  for (size_t r = 0; r < texts.size(); ++r) {
+    if (told[r]) continue;
+    const std::string_view text(texts[r].data());
+    if (r > 0) message += "; ";
+    std::string ranks;
+    for (size_t other = r; other < texts.size(); ++other) {
+      if (text != texts[other].data()) continue;
+      told[other] = true;
+      ranks += (ranks.empty() ? "" : ",") + std::to_string(other);
+    }
+    message += "rank " + ranks + ": " + std::string(text);
+  }
+  return message + "; every rank must call the same collectives in the same order";
+}
+
+}  // namespace tessera::distributed

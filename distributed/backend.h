@@ -1,0 +1,114 @@
+// What a transport gives to groups: collectives on contiguous bytes, already checked, started at
+// once and reported by a callback. Everything above (tensors, deadlines, records) is Group's; users
+// do not meet backends.
+//
+//     backend_thread.cpp  ranks are threads of this process; the last to come does the work
+//     backend_mpi.cpp     one progress thread makes all MPI calls (where built with MPI)
+//     backend_nccl.cpp    CUDA streams
+//     backend_fake.cpp    any number of ranks, no data: counts and bytes
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <tessera/core/device.h>
+#include <tessera/distributed/trace.h>
+
+namespace tessera::distributed {
+
+// Travels before every collective on the mpi and thread backends, so that ranks that call different
+// things raise instead of exchanging nonsense. All but `call_site` must agree.
+struct CallHeader {
+  Operation operation = Operation::kBarrier;
+  DType dtype = DType::kUInt8;
+  ReduceOp reduce = ReduceOp::kSum;
+  ReductionMode mode = ReductionMode::kDeterministic;
+  int32_t root = -1;
+  int64_t count = 0;
+  int64_t sequence = 0;
+  uint64_t call_site = 0;  // hash of file and line
+};
+static_assert(sizeof(CallHeader) == 32);
+
+// nullopt where all agree. Otherwise what each rank called, from the texts of CallText.
+using CallText = std::array<char, 256>;  // "all_reduce #3 (sum, f32[8]) at train.cpp:41", 0-ended
+bool agree(std::span<const CallHeader> headers);
+std::string describe_mismatch(std::span<const CallText> texts);
+
+struct Part {
+  char* data = nullptr;
+  int64_t bytes = 0;
+};
+
+// One rank's side of a collective. Lists have an entry for each rank of the group; memory stays
+// valid and untouched until `done` was called.
+//   all_reduce      sends[r]: the piece that rank r sums; results come in place, to all
+//   reduce          the same, results only at root; other ranks' memory is scratch afterwards
+//   reduce_scatter  sends[r] goes to rank r; receives[rank] gets this rank's sum
+//   broadcast       sends[root] at the root, receives[root] at the others: one buffer
+//   all_gather, all_to_all, gather, scatter: sends[r] goes to rank r, receives[r] comes from it;
+//                   parts of no bytes are not sent
+//   send, recv      sends[root] or receives[root], matched by `tag`
+//   barrier, invalid  nothing but the header
+struct Call {
+  CallHeader header;
+  Channel channel = Channel::kUser;
+  int tag = 0;
+  std::vector<Part> sends, receives;
+  CallText text{};
+  double virtual_issued = 0;                     // the rank's virtual clock
+  double latency = 0, virtual_done = 0;          // written by the thread backend
+  std::function<void(std::exception_ptr)> done;  // exactly once, from any thread, null if well
+};
+using CallPtr = std::shared_ptr<Call>;
+
+// Where a rank stands on a channel, as far as this rank's backend or store knows.
+struct Position {
+  int64_t sequence = 0;  // last call that it issued; 0: none
+  std::string text;      // of that call
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual std::string_view name() const = 0;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // Whether tensors of the device may travel; Group answers DeviceError where not.
+  virtual bool serves(const Device& device) const = 0;
+  // False: nothing travels (fake), results are not meaningful.
+  virtual bool moves_data() const { return true; }
+
+  // Returns at once. Calls of one channel are carried out in their order.
+  virtual void start(CallPtr call) = 0;
+  // A backend for the ranks of one colour, ordered as in `members` (ranks of this one). Every rank
+  // of this backend calls it, with its own colour; color < 0 takes part and gets null.
+  virtual std::unique_ptr<Backend> split(int color, std::span<const int> members,
+                                         const std::string& name) = 0;
+  // All calls under way and all later ones end with `error`. Any thread; idempotent.
+  virtual void fail(std::exception_ptr error) = 0;
+  // Positions of the group's ranks on a channel; nullopt for a rank that is not known.
+  virtual std::vector<std::optional<Position>> positions(Channel) { return {}; }
+  // Waits at most so long for what is under way and gives resources back. The message says what
+  // could not be done in order; empty where all is well.
+  virtual std::string shutdown(std::chrono::milliseconds) { return {}; }
+};
+
+// Backends over processes. UnsupportedError where this build has none of the kind.
+struct BackendOptions {
+  double timeout_seconds = 600;                       // of the start, which needs every rank
+  int64_t message_limit = (int64_t{1} << 31) - 4096;  // bytes of one message
+  int64_t chunk_bytes = 0;  // of a pipelined reduction; 0: the backend's choice
+};
+std::unique_ptr<Backend> make_mpi_backend(const BackendOptions& options = {});
+std::unique_ptr<Backend> make_fake_backend(int rank, int size);
+
+}  // namespace tessera::distributed

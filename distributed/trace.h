@@ -1,0 +1,130 @@
+// What a rank communicated: a record for every collective, kept in a ring. It is the flight
+// recorder that a timeout dumps, the counter of tests and reports, and the proof of overlap.
+//
+//     CommTrace::Scope scope(group.trace());
+//     loss.backward();
+//     EXPECT_EQ(count(scope.records(), Operation::kAllReduce), buckets);
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <tessera/core/dtype.h>
+
+namespace tessera::distributed {
+
+enum class ReduceOp : uint8_t { kSum, kMean, kMax, kMin, kProduct };
+// Who adds: kDeterministic in rank order with f32 accumulation for 16-bit dtypes, the same bits on
+// every backend; kNative the transport's own reduction, in its own order.
+enum class ReductionMode : uint8_t { kDeterministic, kNative };
+
+enum class Operation : uint8_t {
+  kAllReduce,
+  kReduce,
+  kBroadcast,
+  kAllGather,
+  kReduceScatter,
+  kAllToAll,
+  kGather,
+  kScatter,
+  kSend,
+  kRecv,
+  kBarrier,
+  kInvalid,  // a rank could not issue its call: the others learn why
+};
+
+// Order is guaranteed, and verified across ranks, within one channel of one group; each has a
+// communicator and sequence numbers of its own.
+enum class Channel : uint8_t {
+  kUser,       // calls of user code
+  kGradient,   // reductions that backward overlaps with
+  kParameter,  // parameters: gathered, broadcast
+  kModule,     // collectives inside forward and backward (SyncBatchNorm)
+  kPeer,       // send and recv
+  kControl,    // agreement: verification, used maps, norms
+};
+inline constexpr int kChannels = 6;
+
+std::string_view name_of(ReduceOp op);
+std::string_view name_of(Operation operation);
+std::string_view name_of(Channel channel);
+
+struct CommRecord {
+  enum class State : uint8_t { kQueued, kDone, kFailed };
+  std::string group;
+  Channel channel = Channel::kUser;
+  int64_t sequence = 0;  // of the channel, from 1; sends and receives count apart
+  Operation operation = Operation::kBarrier;
+  ReduceOp reduce = ReduceOp::kSum;
+  DType dtype = DType::kUInt8;
+  int64_t count = 0;  // elements; -1 where it differs between ranks (ragged and uneven forms)
+  int64_t bytes = 0;  // this rank's tensor: for gathers the input, for scatters the output
+  int root = -1;      // or peer
+  int group_size = 1;
+  std::string tag, phase;
+  const char* file = "";
+  int line = 0;
+  State state = State::kQueued;
+  // Seconds since the trace was made, or of the virtual clock where one is set; -1 not yet.
+  double queued = -1, done = -1;
+  double wait_begin = -1, wait_end = -1;  // of the first wait()
+
+  // "all_reduce #12 (sum, f32[4096]) 'bucket 3'"
+  std::string describe() const;
+  // Bytes that this rank sends in a bandwidth-optimal algorithm: 2 (N-1)/N of an all_reduce's
+  // tensor, (N-1) times an all_gather's input, ...
+  double wire_bytes() const;
+};
+
+class CommTrace {
+ public:
+  explicit CommTrace(size_t capacity = 2048);
+
+  // A rank's thread adds and any thread updates: records are addressed by a running number.
+  int64_t add(CommRecord record);
+  // Sets the end; ignored where the ring has dropped the record.
+  void finish(int64_t number, bool failed, double seconds);
+  void waited(int64_t number, double begin, double end);
+
+  std::vector<CommRecord> records(int64_t first = 0) const;  // of those kept, in order of issue
+  int64_t next() const;                                      // the number of the next record
+  double seconds() const;                                    // since the trace was made
+  // {"rank": r, "records": [...]} as JSON text.
+  std::string to_json(int rank) const;
+
+  // Keeps every record from here on; several may be open.
+  class Scope {
+   public:
+    explicit Scope(CommTrace& trace);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+    std::vector<CommRecord> records() const { return trace_->records(first_); }
+
+   private:
+    CommTrace* trace_;
+    int64_t first_;
+  };
+
+ private:
+  void trim();
+  const size_t capacity_;
+  const int64_t start_;  // steady clock, nanoseconds
+  mutable std::mutex mutex_;
+  std::deque<CommRecord> records_;
+  int64_t first_ = 0;  // number of records_.front()
+  int scopes_ = 0;
+};
+
+int64_t count(const std::vector<CommRecord>& records, Operation operation);
+int64_t count(const std::vector<CommRecord>& records, Operation operation, Channel channel);
+int64_t bytes(const std::vector<CommRecord>& records, Operation operation);
+// Of the time that collectives of a channel took, the share that no wait() saw. 1 where there were
+// none.
+double hidden_share(const std::vector<CommRecord>& records, Channel channel);
+
+}  // namespace tessera::distributed
