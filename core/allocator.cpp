@@ -1,7 +1,5 @@
 #include <tessera/core/allocator.h>
 
-#include <sys/mman.h>
-
 #include <cstdlib>
 #include <mutex>
 #include <sstream>
@@ -9,21 +7,9 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/core/asan.h>
+#include <tessera/core/block_arena.h>
 #include <tessera/core/error.h>
-
-#if defined(__SANITIZE_ADDRESS__)
-#define TS_ASAN 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define TS_ASAN 1
-#endif
-#endif
-#if defined(TS_ASAN)
-#include <sanitizer/asan_interface.h>
-#else
-#define ASAN_POISON_MEMORY_REGION(pointer, size) ((void)(pointer), (void)(size))
-#define ASAN_UNPOISON_MEMORY_REGION(pointer, size) ((void)(pointer), (void)(size))
-#endif
 
 namespace tessera {
 namespace {
@@ -42,10 +28,16 @@ void raise(std::atomic<int64_t>& peak, int64_t value) {
 }
 
 constexpr size_t kAlignment = 64;
-constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kLarge = size_t{1} << 20;
 
-// Rounds up to one of 8 steps between powers of two: at most 12.5% slack, few classes.
-size_t size_class(size_t bytes) {
+// What is taken for `bytes`. Small blocks: one of 8 steps between powers of two, at most 12.5%
+// slack and few classes. Large ones: the arena's grain. Wraps to less than `bytes` at the end of
+// the address space.
+size_t rounded_size(size_t bytes) {
+  if (bytes >= kLarge) {
+    return (bytes + detail::BlockArena::kGrain - 1) / detail::BlockArena::kGrain *
+           detail::BlockArena::kGrain;
+  }
   if (bytes <= 512) return (bytes + kAlignment - 1) / kAlignment * kAlignment;
   const int log2 = 63 - __builtin_clzll(bytes - 1);
   const size_t step = size_t{1} << (log2 - 3);
@@ -55,31 +47,31 @@ size_t size_class(size_t bytes) {
 class CpuAllocator final : public Allocator {
  public:
   void* allocate(size_t bytes) override {
-    const size_t rounded = size_class(bytes);
+    const size_t rounded = rounded_size(bytes);
     void* pointer = nullptr;
     {
       std::lock_guard lock(mutex_);
       if (limit_ > 0 && in_use_ + static_cast<int64_t>(rounded) > limit_) {
         out_of_memory(bytes, "the limit of set_cpu_memory_limit is reached");
       }
-      std::vector<void*>& free = free_[rounded];
-      if (!free.empty()) {
-        pointer = free.back();
-        free.pop_back();
-        cached_ -= static_cast<int64_t>(rounded);
+      pointer = rounded < bytes ? nullptr : take(rounded);
+      if (pointer == nullptr) {
+        release_locked();
+        pointer = rounded < bytes ? nullptr : take(rounded);
+        if (pointer == nullptr) out_of_memory(bytes, "the system has no more memory");
       }
       in_use_ += static_cast<int64_t>(rounded);
     }
-    if (pointer == nullptr) pointer = from_system(bytes, rounded);
     ASAN_UNPOISON_MEMORY_REGION(pointer, bytes);
     return pointer;
   }
 
   void deallocate(void* pointer, size_t bytes) noexcept override {
-    const size_t rounded = size_class(bytes);
+    const size_t rounded = rounded_size(bytes);
     ASAN_POISON_MEMORY_REGION(pointer, rounded);
     std::lock_guard lock(mutex_);
     in_use_ -= static_cast<int64_t>(rounded);
+    if (rounded >= kLarge) return arena_.deallocate(pointer, rounded);
     try {
       free_[rounded].push_back(pointer);
       cached_ += static_cast<int64_t>(rounded);
@@ -91,19 +83,12 @@ class CpuAllocator final : public Allocator {
 
   void release_cached() override {
     std::lock_guard lock(mutex_);
-    for (auto& [size, blocks] : free_) {
-      for (void* block : blocks) {
-        ASAN_UNPOISON_MEMORY_REGION(block, size);
-        std::free(block);
-      }
-    }
-    free_.clear();
-    cached_ = 0;
+    release_locked();
   }
 
   int64_t cached_bytes() const override {
     std::lock_guard lock(mutex_);
-    return cached_;
+    return cached_ + arena_.cached_bytes();
   }
 
   void set_limit(int64_t bytes) {
@@ -117,28 +102,42 @@ class CpuAllocator final : public Allocator {
              memory_stats()->summary());
   }
 
-  void* from_system(size_t bytes, size_t rounded) {
-    // Blocks of several huge pages are aligned to them: far fewer TLB misses in large products.
-    const size_t alignment = rounded >= 2 * kHugePage ? kHugePage : kAlignment;
-    void* pointer = nullptr;
-    if (rounded < bytes || posix_memalign(&pointer, alignment, rounded) != 0) {
-      release_cached();
-      if (rounded < bytes || posix_memalign(&pointer, alignment, rounded) != 0) {
-        {
-          std::lock_guard lock(mutex_);
-          in_use_ -= static_cast<int64_t>(rounded);
-        }
-        out_of_memory(bytes, "the system has no more memory");
+  // A block of `rounded` bytes, poisoned; nullptr where the system has none.
+  void* take(size_t rounded) {
+    if (rounded >= kLarge) {
+      void* block = arena_.allocate(rounded);
+      if (block != nullptr) ASAN_POISON_MEMORY_REGION(block, rounded);
+      return block;
+    }
+    std::vector<void*>& free = free_[rounded];
+    if (!free.empty()) {
+      void* block = free.back();
+      free.pop_back();
+      cached_ -= static_cast<int64_t>(rounded);
+      return block;
+    }
+    void* block = nullptr;
+    if (posix_memalign(&block, kAlignment, rounded) != 0) return nullptr;
+    ASAN_POISON_MEMORY_REGION(block, rounded);
+    return block;
+  }
+
+  void release_locked() {
+    for (auto& [size, blocks] : free_) {
+      for (void* block : blocks) {
+        ASAN_UNPOISON_MEMORY_REGION(block, size);
+        std::free(block);
       }
     }
-    if (alignment == kHugePage) madvise(pointer, rounded, MADV_HUGEPAGE);
-    ASAN_POISON_MEMORY_REGION(pointer, rounded);
-    return pointer;
+    free_.clear();
+    cached_ = 0;
+    arena_.release_free();
   }
 
   mutable std::mutex mutex_;
   std::unordered_map<size_t, std::vector<void*>> free_;
-  int64_t cached_ = 0, in_use_ = 0, limit_ = 0;
+  detail::BlockArena arena_;
+  int64_t cached_ = 0, in_use_ = 0, limit_ = 0;  // cached_: without the arena
 };
 
 CpuAllocator& the_cpu_allocator() {

@@ -1,10 +1,14 @@
 // Context, memory, streams, profiler, dtypes: the parts of core below the tensor's elements.
 // ctest labels: threads
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <atomic>
+#include <cstring>
 #include <thread>
+#include <vector>
 
+#include <tessera/core/block_arena.h>
 #include <tessera/core/context.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/parallel.h>
@@ -76,6 +80,83 @@ TEST(Memory, FreedBlocksAreHandedOutAgain) {
   EXPECT_EQ(raw::empty({1 << 16}, kF32).data(), first);
   cpu_allocator().release_cached();
   EXPECT_EQ(cpu_allocator().cached_bytes(), 0);
+}
+
+TEST(Memory, LargeBlocksAreCutFromAndJoinedToTheirNeighbours) {
+  constexpr size_t kMiB = size_t{1} << 20;
+  detail::BlockArena arena;
+  void* const a = arena.allocate(4 * kMiB);
+  void* const b = arena.allocate(2 * kMiB);
+  void* const c = arena.allocate(3 * kMiB);
+  void* const d = arena.allocate(1 * kMiB);
+  const auto offset = [&](void* block) {
+    return static_cast<size_t>(static_cast<char*>(block) - static_cast<char*>(a));
+  };
+  EXPECT_EQ(offset(b), 4 * kMiB);
+  EXPECT_EQ(offset(c), 6 * kMiB);
+  EXPECT_EQ(offset(d), 9 * kMiB);
+  EXPECT_EQ(arena.cached_bytes(), 0);
+
+  // The smallest hole that holds it, and what is left of the hole serves the next.
+  arena.deallocate(a, 4 * kMiB);
+  arena.deallocate(c, 3 * kMiB);
+  EXPECT_EQ(arena.cached_bytes(), 7 * kMiB);
+  void* const e = arena.allocate(2 * kMiB);
+  EXPECT_EQ(e, c);
+  EXPECT_EQ(offset(arena.allocate(1 * kMiB)), 8 * kMiB);
+
+  // Neighbours on both sides join: one block of their sum fits.
+  arena.deallocate(e, 2 * kMiB);
+  arena.deallocate(b, 2 * kMiB);
+  EXPECT_EQ(arena.cached_bytes(), 8 * kMiB);
+  EXPECT_EQ(arena.allocate(8 * kMiB), a);
+  EXPECT_EQ(arena.cached_bytes(), 0);
+}
+
+TEST(Memory, ReleasedPagesOfTheArenaGoBackAndItsAddressesStayUsable) {
+  constexpr size_t kMiB = size_t{1} << 20;
+  const auto resident = [](void* block, size_t bytes) {
+    std::vector<unsigned char> pages(bytes / 4096);
+    EXPECT_EQ(mincore(block, bytes, pages.data()), 0);
+    int64_t count = 0;
+    for (unsigned char page : pages) count += page & 1;
+    return count;
+  };
+  detail::BlockArena arena;
+  void* const kept = arena.allocate(2 * kMiB);
+  void* const freed = arena.allocate(8 * kMiB);
+  std::memset(kept, 1, 2 * kMiB);
+  std::memset(freed, 2, 8 * kMiB);
+  arena.deallocate(freed, 8 * kMiB);
+  EXPECT_EQ(resident(freed, 8 * kMiB), 2048);  // cached for the next step
+  arena.release_free();
+  EXPECT_EQ(arena.cached_bytes(), 0);
+  EXPECT_EQ(resident(freed, 8 * kMiB), 0);
+  EXPECT_EQ(static_cast<char*>(kept)[2 * kMiB - 1], 1);
+  void* const again = arena.allocate(4 * kMiB);
+  EXPECT_EQ(again, freed);
+  EXPECT_EQ(static_cast<char*>(again)[0], 0);  // pages that the system gave anew
+
+  arena.deallocate(again, 4 * kMiB);
+  EXPECT_EQ(arena.cached_bytes(), 4 * kMiB);
+  arena.deallocate(kept, 2 * kMiB);
+  arena.release_free();  // the mapping itself
+  EXPECT_EQ(arena.cached_bytes(), 0);
+  EXPECT_NE(arena.allocate(1 * kMiB), nullptr);
+}
+
+TEST(Memory, AStepOfOtherSizesReusesWhatTheFirstHeld) {
+  cpu_allocator().release_cached();
+  const auto step = [](int64_t count, int64_t elements) {
+    std::vector<Tensor> held;
+    for (int64_t i = 0; i < count; ++i) held.push_back(raw::empty({elements}, kU8));
+  };
+  step(16, 3 << 20);
+  EXPECT_EQ(cpu_allocator().cached_bytes(), 48 << 20);
+  step(4, 12 << 20);  // size classes would hold 48 MiB more from here on
+  EXPECT_EQ(cpu_allocator().cached_bytes(), 48 << 20);
+  step(1, 48 << 20);
+  EXPECT_EQ(cpu_allocator().cached_bytes(), 48 << 20);
 }
 
 TEST(Memory, OutOfMemoryNamesTheRequestAndTheHolders) {
