@@ -1,0 +1,131 @@
+// How a bucket of gradients is reduced: plainly, or compressed on the wire.
+//
+// A hook is a small state machine for each bucket. All ranks start the buckets in one order, and
+// at the end of backward advance them round after round, again in one order, until each says that
+// it is done: every rank so issues the same collectives in the same sequence.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <tessera/core/state_dict.h>
+#include <tessera/distributed/group.h>
+#include <tessera/distributed/shard/param_group.h>
+
+namespace tessera::distributed {
+
+// Collectives and payload bytes of one rank. Bytes are those of the tensor that is reduced.
+struct Traffic {
+  int64_t collectives = 0;
+  int64_t bytes = 0;
+  Traffic& operator+=(const Traffic& other) {
+    collectives += other.collectives;
+    bytes += other.bytes;
+    return *this;
+  }
+  friend bool operator==(const Traffic&, const Traffic&) = default;
+};
+
+class CommunicationHook {
+ public:
+  virtual ~CommunicationHook() = default;
+  virtual std::string name() const = 0;  // compared across ranks
+  // The bucket's gradients() hold this rank's contribution. At the end they must hold the sum of
+  // all ranks' divided by `divisor`, the same bits on every rank.
+  virtual void start(const ParamGroup& bucket, double divisor) = 0;
+  // Waits for what the bucket has under way and issues what comes next; true when it is done.
+  virtual bool advance(const ParamGroup& bucket) = 0;
+  virtual Traffic traffic(const ParamGroup& bucket) const = 0;  // of the next reduction
+  // What must go on after a restart; by parameter names, so that it fits any buckets.
+  virtual StateDict state_dict() const { return {}; }
+  virtual void load_state_dict(const StateDict&) {}
+};
+
+// One all_reduce in place, multiplied once at the end. What replicate() uses by itself.
+class AllReduceHook : public CommunicationHook {
+ public:
+  std::string name() const override { return "all_reduce"; }
+  void start(const ParamGroup& bucket, double divisor) override;
+  bool advance(const ParamGroup& bucket) override;
+  Traffic traffic(const ParamGroup& bucket) const override { return {1, bucket.bytes()}; }
+
+ private:
+  struct Pending {
+    Work work;
+    double divisor;  // 1: the collective has taken the mean
+  };
+  std::map<int, Pending> pending_;
+};
+
+// Gradients travel as f16 or bf16: half the bytes of f32. They are divided before they are rounded,
+// so that sums stay in range, and contributions are added in f32.
+class CastHook : public CommunicationHook {
+ public:
+  explicit CastHook(DType wire);  // kF16 or kBF16; throws DTypeError
+  std::string name() const override;
+  void start(const ParamGroup& bucket, double divisor) override;
+  bool advance(const ParamGroup& bucket) override;
+  Traffic traffic(const ParamGroup& bucket) const override;
+
+ private:
+  struct Pending {
+    Work work;
+    Tensor payload;
+  };
+  DType wire_;
+  std::map<int, Pending> pending_;
+};
+
+struct PowerSgdOptions {
+  int64_t rank = 1;            // of the approximation
+  int64_t start_step = 0;      // plain all-reduce in the reductions before
+  double min_compression = 2;  // a matrix is compressed where this many times smaller at least
+  bool error_feedback = true;  // what was lost is added to the next gradient
+  bool warm_start = true;      // the factors of the last reduction begin the next
+  uint64_t seed = 0;
+};
+
+// PowerSGD (Vogels, Karimireddy, Jaggi 2019): a gradient M [n, m] (dimensions after the first taken
+// together) travels as P = M Q [n, r] and Q = M^T P [m, r] with orthonormal P; the result is
+// P Q^T. Two small collectives for each bucket, and one for what is not worth compressing: a matrix
+// is compressed where (n + m) * r * min_compression < n * m. f32 gradients only.
+class PowerSgdHook : public CommunicationHook {
+ public:
+  explicit PowerSgdHook(const PowerSgdOptions& options = {});  // ValueError
+  std::string name() const override;
+  void start(const ParamGroup& bucket, double divisor) override;
+  bool advance(const ParamGroup& bucket) override;
+  Traffic traffic(const ParamGroup& bucket) const override;
+  // "NAME.error", "NAME.q" of each compressed parameter, "NAME.steps" of every one.
+  StateDict state_dict() const override;
+  void load_state_dict(const StateDict& state) override;
+
+ private:
+  enum class Stage { kPlain, kFirstFactor, kSecondFactor };
+  struct Pending {
+    Stage stage = Stage::kPlain;
+    double divisor = 1;
+    Work rest_work, factor_work;
+    Tensor rest, first, second;  // flat: uncompressed parts, all P, all Q
+  };
+  struct State {
+    Tensor error, q;
+    int64_t steps = 0;
+  };
+  // Rows and columns where the parameter is compressed, {0, 0} otherwise.
+  struct Extent {
+    int64_t rows = 0, columns = 0;
+    int64_t rank = 0;
+  };
+  Extent extent(const Tensor& gradient) const;
+  bool warming_up(const ParamGroup& bucket) const;
+
+  PowerSgdOptions options_;
+  std::map<int, Pending> pending_;
+  std::map<std::string, State> states_;
+};
+
+}  // namespace tessera::distributed

@@ -1,0 +1,291 @@
+#include <tessera/distributed/shard/engine.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include <tessera/autograd/ops.h>
+#include <tessera/core/error.h>
+#include <tessera/core/factory.h>
+
+namespace tessera::distributed {
+namespace {
+
+int64_t now_in_nanoseconds() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+std::string list_of(const std::vector<std::string>& names) {
+  constexpr size_t kShown = 10;
+  std::string text;
+  for (size_t i = 0; i < std::min(names.size(), kShown); ++i) {
+    text += (i == 0 ? "'" : ", '") + names[i] + "'";
+  }
+  if (names.size() > kShown) text += " and " + std::to_string(names.size() - kShown) + " more";
+  return text;
+}
+
+}  // namespace
+
+ParamGroupEngine::ParamGroupEngine(const NamedTensors& parameters, Group& ranks,
+                                   const EngineOptions& options)
+    : ranks_(&ranks), options_(options), hook_(std::make_shared<AllReduceHook>()) {
+  for (const auto& [name, tensor] : parameters) {
+    if (!tensor.requires_grad()) continue;
+    TS_CHECK_DEVICE(!tensor.is_meta(), "ParamGroupEngine", "'", name, "' is ", tensor,
+                    "; give the model memory before it is distributed");
+    params_.push_back({.name = name, .tensor = tensor});
+  }
+  std::vector<size_t> order(params_.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = order.size() - 1 - i;
+  make_groups(order);
+  learning_order_ = options.rebuild_buckets;
+}
+
+ParamGroupEngine::~ParamGroupEngine() {
+  for (HookHandle& handle : handles_) handle.remove();
+  for (const auto& group : groups_) group->remove_homes();
+}
+
+void ParamGroupEngine::install() {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    handles_.push_back(register_post_accumulate_hook(params_[i].tensor,
+                                                     [self = weak_from_this(), i](const Tensor&) {
+                                                       if (const auto engine = self.lock())
+                                                         engine->gradient_arrived(i);
+                                                     }));
+  }
+}
+
+// ---- Buckets -----------------------------------------------------------------------------------
+
+void ParamGroupEngine::make_groups(const std::vector<size_t>& order) {
+  std::vector<BucketItem> items;
+  for (const size_t i : order) {
+    const Tensor& tensor = params_[i].tensor;
+    items.push_back({tensor.nbytes(), tensor.dtype(), tensor.device()});
+  }
+  const int64_t caps[] = {options_.first_bucket_bytes, options_.bucket_bytes};
+  const bool any_gradient = std::ranges::any_of(
+      params_, [](const ManagedParam& param) { return param.tensor.grad().defined(); });
+  std::vector<std::unique_ptr<ParamGroup>> old = std::move(groups_);
+  groups_.clear();
+  const std::vector<Place> old_places = std::move(places_);
+  places_.assign(params_.size(), {});
+  for (const auto& group : old) group->remove_homes();
+  // Between zero_grad and the next backward nobody looks at the old buffers: they go before the new
+  // ones come.
+  if (!any_gradient) old.clear();
+  for (std::vector<size_t>& bucket : assign_buckets(items, caps)) {
+    for (size_t& member : bucket) member = order[member];
+    auto group = std::make_unique<ParamGroup>(static_cast<int>(groups_.size()), std::move(bucket),
+                                              params_, options_.placements, *ranks_,
+                                              options_.gradient_as_bucket_view);
+    for (size_t slot = 0; slot < group->size(); ++slot) {
+      const size_t member = group->members()[slot];
+      places_[member] = {group.get(), slot};
+      if (!old.empty()) {
+        const Place& from = old_places[member];
+        group->adopt(slot, from.group->gradient(from.slot));
+      }
+    }
+    group->install_homes();
+    groups_.push_back(std::move(group));
+  }
+}
+
+void ParamGroupEngine::rebuild_if_due() {
+  if (next_order_.empty()) return;
+  const std::vector<size_t> order = std::move(next_order_);
+  next_order_.clear();
+  make_groups(order);
+  ++rebuilds_;
+}
+
+// Rank 0's order is everybody's.
+void ParamGroupEngine::agree_on_order() {
+  const PhaseScope phase("backward");
+  learning_order_ = false;
+  std::vector<size_t> order = std::move(arrival_order_);
+  arrival_order_.clear();
+  std::vector<bool> known(params_.size());
+  for (const size_t i : order) known[i] = true;
+  for (size_t i = params_.size(); i-- > 0;) {
+    if (!known[i]) order.push_back(i);
+  }
+  const Tensor shared = raw::empty({static_cast<int64_t>(order.size())}, kI64);
+  std::ranges::copy(order, shared.data_as<int64_t>());
+  ranks_->broadcast(shared, 0, {.channel = Channel::kControl, .tag = "bucket_order"}).wait();
+  const int64_t* values = shared.data_as<int64_t>();
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<size_t>(values[i]);
+  next_order_ = std::move(order);
+}
+
+// ---- One backward ------------------------------------------------------------------------------
+
+double ParamGroupEngine::seconds() const {
+  return static_cast<double>(now_in_nanoseconds() - began_) * 1e-9;
+}
+
+void ParamGroupEngine::before_forward() { rebuild_if_due(); }
+
+void ParamGroupEngine::before_backward() {
+  if (const uint64_t pass = current_backward(); pass != 0 && pass != pass_) begin_pass(false);
+}
+
+void ParamGroupEngine::gradient_arrived(size_t param) {
+  const uint64_t pass = current_backward();
+  if (pass == 0) return;
+  if (pass != pass_) begin_pass(false);
+  ++record_.gradients;
+  record_.last_gradient = seconds();
+  if (learning_order_ && synchronises_) arrival_order_.push_back(param);
+  if (!synchronises_) return;
+  TS_CHECK_AS(AutogradError, !params_[param].ready, "replicate", "the gradient of '",
+              params_[param].name,
+              "' came after it was given to its bucket: a backward ran inside this backward; "
+              "recompute activations with checkpoint(), whose graph is known from the start");
+  mark_ready(param);
+  launch_complete();
+}
+
+void ParamGroupEngine::begin_pass(bool shadow) {
+  if (!shadow) {
+    check_cleared();
+    pass_ = current_backward();
+    queue_backward_callback([self = weak_from_this(), pass = pass_] {
+      if (const auto engine = self.lock(); engine && engine->pass_ == pass) engine->end_pass();
+    });
+  }
+  rebuild_if_due();
+  shadow_ = shadow;
+  synchronises_ = plan.sync_gradients || shadow;
+  began_ = now_in_nanoseconds();
+  record_ = {};
+  record_.backwards_before = backwards_in_window_;
+  next_launch_ = 0;
+  if (!synchronises_) return;
+  for (ManagedParam& param : params_) param.ready = false;
+  for (const auto& group : groups_) group->begin_backward();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (shadow || !backward_reaches(params_[i].tensor)) mark_ready(i);
+  }
+  launch_complete();
+}
+
+void ParamGroupEngine::mark_ready(size_t param) {
+  const Place& place = places_[param];
+  if (shadow_) {
+    place.group->collect_zeros(place.slot);
+  } else {
+    place.group->collect(place.slot);
+  }
+}
+
+// see [Note: launch order]
+void ParamGroupEngine::launch_complete() {
+  if (rank_context().mutation == Mutation::kLaunchOutOfOrder) [[unlikely]] {
+    for (const auto& group : groups_) {
+      if (group->complete() && !group->launched()) launch(*group);
+    }
+    return;
+  }
+  while (next_launch_ < groups_.size() && groups_[next_launch_]->complete()) {
+    launch(*groups_[next_launch_++]);
+  }
+}
+
+void ParamGroupEngine::launch(ParamGroup& group) {
+  const PhaseScope phase("backward");
+  record_.launches.push_back({group.index(), record_.gradients, seconds()});
+  group.set_launched();
+  hook_->start(group, divisor());
+}
+
+double ParamGroupEngine::divisor() const {
+  const int ranks = active_ranks > 0 ? active_ranks : ranks_->size();
+  switch (options_.average) {
+    case GradientAverage::kRanks:
+      return ranks;
+    case GradientAverage::kWindow:
+      return static_cast<double>(ranks) * static_cast<double>(plan.micro_index + 1);
+    case GradientAverage::kNone:
+      break;
+  }
+  return 1;
+}
+
+void ParamGroupEngine::end_pass() {
+  if (!synchronises_) {
+    ++backwards_in_window_;
+    return;
+  }
+  // Leaves that backward reached and that no gradient came to.
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!params_[i].ready) mark_ready(i);
+  }
+  launch_complete();
+  finish_reduction();
+  backwards_in_window_ = 0;
+  ++reductions_;
+  if (learning_order_) agree_on_order();
+}
+
+void ParamGroupEngine::shadow_backward() {
+  begin_pass(true);
+  end_pass();
+  shadow_ = false;
+}
+
+void ParamGroupEngine::finish_reduction() {
+  const PhaseScope phase("backward");
+  const int64_t waiting_since = now_in_nanoseconds();
+  const auto count = static_cast<int64_t>(params_.size());
+  const Tensor used = raw::zeros({count}, kU8);
+  uint8_t* flags = used.data_as<uint8_t>();
+  for (int64_t i = 0; i < count; ++i) {
+    flags[i] = !shadow_ && params_[static_cast<size_t>(i)].tensor.grad().defined();
+  }
+  const Work used_work =
+      ranks_->all_reduce(used, ReduceOp::kMax, {.channel = Channel::kControl, .tag = "used_map"});
+  std::vector<ParamGroup*> open;
+  for (const auto& group : groups_) open.push_back(group.get());
+  while (!open.empty()) {
+    std::erase_if(open, [&](ParamGroup* group) { return hook_->advance(*group); });
+  }
+  used_work.wait();
+  record_.waited = static_cast<double>(now_in_nanoseconds() - waiting_since) * 1e-9;
+  if (shadow_) return;
+  for (int64_t i = 0; i < count; ++i) {
+    if (flags[i] == 0) continue;
+    const Place& place = places_[static_cast<size_t>(i)];
+    place.group->hand_out(place.slot);
+  }
+  for (ManagedParam& param : params_) {
+    const Tensor grad = param.tensor.grad();
+    param.reduced = grad.defined();
+    if (!param.reduced) continue;
+    param.gradient_version = grad.version();
+    param.parameter_version = param.tensor.version();
+  }
+}
+
+void ParamGroupEngine::check_cleared() {
+  std::vector<std::string> stale;
+  for (const ManagedParam& param : params_) {
+    if (!param.reduced) continue;
+    const Tensor grad = param.tensor.grad();
+    if (grad.defined() && grad.version() == param.gradient_version &&
+        param.tensor.version() == param.parameter_version) {
+      stale.push_back(param.name);
+    }
+  }
+  TS_CHECK_AS(AutogradError, stale.empty(), "replicate",
+              "backward would add to gradients that were reduced before and were not used since: ",
+              list_of(stale),
+              "; call optimizer.step() and zero_grad() between two backwards that synchronise, or "
+              "put all but the last one under no_sync()");
+}
+
+}  // namespace tessera::distributed

@@ -1,0 +1,82 @@
+#include <tessera/core/error.h>
+#include <tessera/core/factory.h>
+#include <tessera/distributed/shard/join_state.h>
+
+namespace tessera::distributed {
+
+Join::~Join() {
+  if (state_) state_->close();
+}
+
+void Join::finish() {
+  TS_CHECK(state_ && state_->open(), "Join::finish", "the scope has ended; begin another one");
+  state_->finish();
+}
+
+void JoinState::close() {
+  open_ = false;
+  engine_->active_ranks = 0;
+}
+
+// One reduction that ranks at work and ranks that ended issue alike.
+JoinState::Poll JoinState::poll(bool active) {
+  const Tensor message = raw::zeros({3}, kI64);
+  int64_t* values = message.data_as<int64_t>();
+  if (active) {
+    values[0] = 1;
+    values[1] = engine_->plan.sync_gradients;
+    values[2] = engine_->plan.micro_index;
+  }
+  Group& ranks = engine_->ranks();
+  ranks.all_reduce(message, ReduceOp::kSum, {.channel = Channel::kControl, .tag = "join"}).wait();
+  const int64_t count = values[0];
+  if (options_.throw_on_early_end && count > 0 && count < ranks.size()) {
+    close();
+    TS_THROW(DistributedError, "join", "rank ", ranks.rank(), active ? " works" : " has ended",
+             " while ", count, " of ", ranks.size(),
+             " ranks have a batch; give all ranks equally many, or join without "
+             "throw_on_early_end");
+  }
+  return {static_cast<int>(count), count > 0 && values[1] > 0, count > 0 ? values[2] / count : 0};
+}
+
+void JoinState::before_forward() {
+  const Poll poll = this->poll(true);
+  ++forwards_;
+  engine_->active_ranks = options_.divide == JoinDivide::kActiveRanks ? poll.active : 0;
+}
+
+void JoinState::finish() {
+  TS_CHECK(!engine_->holds_unreduced(), "Join::finish",
+           "gradients of this rank were never reduced: its last backward ran under no_sync(); "
+           "synchronise in the last micro-batch");
+  for (const ManagedParam& param : engine_->params()) param.tensor.zero_grad();
+  const StepPlan own_plan = engine_->plan;
+  for (;;) {
+    const Poll poll = this->poll(false);
+    if (poll.active == 0) break;
+    engine_->before_forward();
+    if (!poll.synchronises) continue;
+    synchronise_buffers_();
+    engine_->plan.micro_index = poll.micro_index;
+    engine_->active_ranks = options_.divide == JoinDivide::kActiveRanks ? poll.active : 0;
+    engine_->shadow_backward();
+  }
+  engine_->plan = own_plan;
+  synchronise_all_(last_at_work());
+  close();
+}
+
+// The rank with the most batches; of several the first.
+int JoinState::last_at_work() {
+  Group& ranks = engine_->ranks();
+  const int64_t size = ranks.size();
+  const Tensor message = raw::zeros({1}, kI64);
+  int64_t& value = message.data_as<int64_t>()[0];
+  value = forwards_ * size + (size - 1 - ranks.rank());
+  ranks.all_reduce(message, ReduceOp::kMax, {.channel = Channel::kControl, .tag = "join_last"})
+      .wait();
+  return static_cast<int>(size - 1 - value % size);
+}
+
+}  // namespace tessera::distributed

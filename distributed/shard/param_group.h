@@ -1,0 +1,86 @@
+// Parameters that travel together: the unit of the one engine behind every data-parallel mode.
+//
+// A group holds parameters of one dtype and device, where their values, gradients and optimizer
+// states lie along the mesh axis (Placements), and the flat buffers for them. The buffer of
+// gradients is the payload of one collective, the group is then what others call a bucket.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <tessera/core/tensor.h>
+#include <tessera/distributed/group.h>
+#include <tessera/distributed/placement.h>
+#include <tessera/distributed/shard/buffer.h>
+
+namespace tessera::distributed {
+
+// A parameter as the engine knows it.
+struct ManagedParam {
+  std::string name;
+  Tensor tensor;
+  bool ready = false;  // its gradient of this backward is in the buffer, or known not to come
+  // After a reduction: what was reduced, to see whether a step or zero_grad came since.
+  bool reduced = false;
+  uint32_t gradient_version = 0, parameter_version = 0;
+};
+
+class ParamGroup {
+ public:
+  // `members`: positions in `params`, in the order of the buffer. `params` must outlive the group.
+  // Throws UnsupportedError for placements that no mode of this build has.
+  ParamGroup(int index, std::vector<size_t> members, std::vector<ManagedParam>& params,
+             const Placements& placements, Group& ranks, bool gradients_are_views);
+
+  int index() const { return index_; }  // in launch order
+  const Placements& placements() const { return placements_; }
+  Group& ranks() const { return *ranks_; }
+  const std::string& tag() const { return tag_; }  // "bucket 3": in the trace and in errors
+  DType dtype() const { return gradients_.flat().dtype(); }
+
+  size_t size() const { return members_.size(); }
+  std::span<const size_t> members() const { return members_; }
+  const ManagedParam& param(size_t slot) const { return (*params_)[members_[slot]]; }
+  // The gradients one behind the other, and each one's part with the parameter's shape (and its
+  // strides, where they are dense).
+  const Tensor& gradients() const { return gradients_.flat(); }
+  const Tensor& gradient(size_t slot) const { return views_[slot]; }
+  int64_t bytes() const { return gradients_.bytes(); }
+
+  // ---- One backward
+  void begin_backward() { pending_ = size(), launched_ = false; }
+  // Brings this rank's gradient of a parameter into the buffer: nothing to do where `.grad` lies
+  // there; zeros where there is none.
+  void collect(size_t slot);
+  void collect_zeros(size_t slot);
+  bool complete() const { return pending_ == 0; }
+  bool launched() const { return launched_; }
+  void set_launched() { launched_ = true; }
+  // Makes the buffer's part the parameter's `.grad`.
+  void hand_out(size_t slot);
+
+  // Gradients that lie in `from` move here with their `.grad`.
+  void adopt(size_t slot, const Tensor& from);
+  // `.grad` is kept in the buffer from now on, or no longer.
+  void install_homes();
+  void remove_homes();
+
+ private:
+  ManagedParam& own(size_t slot) { return (*params_)[members_[slot]]; }
+
+  int index_;
+  std::vector<size_t> members_;
+  std::vector<ManagedParam>* params_;
+  Placements placements_;
+  Group* ranks_;
+  std::string tag_;
+  bool gradients_are_views_;
+  FlatBuffer gradients_;
+  std::vector<Tensor> views_;
+  size_t pending_ = 0;
+  bool launched_ = false;
+};
+
+}  // namespace tessera::distributed

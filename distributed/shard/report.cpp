@@ -1,0 +1,53 @@
+#include <tessera/distributed/shard/report.h>
+
+#include <sstream>
+
+namespace tessera::distributed {
+
+ShardReport make_report(const ParamGroupEngine& engine) {
+  ShardReport report;
+  report.placements = engine.options().placements;
+  report.ranks = engine.ranks().size();
+  report.hook = engine.hook().name();
+  report.parameters = static_cast<int64_t>(engine.params().size());
+  report.rebuilds = engine.rebuilds();
+  const bool alone = report.ranks == 1;  // issues nothing
+  for (const auto& group : engine.groups()) {
+    ShardReport::Bucket bucket{.index = group->index(),
+                               .dtype = group->dtype(),
+                               .parameters = {},
+                               .elements = group->gradients().numel(),
+                               .bytes = group->bytes(),
+                               .traffic = alone ? Traffic{} : engine.hook().traffic(*group)};
+    for (size_t slot = 0; slot < group->size(); ++slot) {
+      bucket.parameters.push_back(group->param(slot).name);
+    }
+    report.gradient_bytes += bucket.bytes;
+    report.gradients += bucket.traffic;
+    report.buckets.push_back(std::move(bucket));
+  }
+  if (!alone) report.used_map = {1, report.parameters};
+  return report;
+}
+
+std::string ShardReport::describe() const {
+  std::ostringstream out;
+  out << "placements (parameter, gradient, optimizer) = "
+      << tessera::distributed::describe(placements) << " over " << ranks << " ranks, hook " << hook
+      << ", buckets made anew " << rebuilds << " times\n";
+  for (const Bucket& bucket : buckets) {
+    out << "  bucket " << bucket.index << ": " << bucket.dtype << '[' << bucket.elements << "], "
+        << bucket.bytes << " bytes, " << bucket.parameters.size() << " parameters ("
+        << bucket.parameters.front();
+    if (bucket.parameters.size() > 1) out << " ... " << bucket.parameters.back();
+    out << ")\n";
+  }
+  out << "  each synchronising backward: " << gradients.collectives << " collectives of "
+      << gradients.bytes << " bytes for gradients, " << used_map.collectives << " of "
+      << used_map.bytes << " bytes for the used map\n"
+      << "  each synchronised forward: " << buffers_per_forward.collectives << " broadcasts of "
+      << buffers_per_forward.bytes << " bytes for buffers\n";
+  return out.str();
+}
+
+}  // namespace tessera::distributed
