@@ -63,6 +63,33 @@ if(TESSERA_BUILD_BENCH)
   find_package(benchmark QUIET)
   tessera_require("Google Benchmark" benchmark_FOUND "${benchmark_VERSION}" "apt install libbenchmark-dev")
 endif()
+# The GPU: nvcc on PATH or in /usr/local/cuda/bin; TESSERA_REQUIRE_CUDA=1 in the environment or on
+# the command line turns its absence into an error.
+set(TESSERA_CUDA_FOUND OFF)
+if(TESSERA_WITH_CUDA)
+  find_program(TESSERA_NVCC nvcc HINTS $ENV{CUDA_HOME}/bin $ENV{CUDACXX} PATHS /usr/local/cuda/bin)
+  mark_as_advanced(TESSERA_NVCC)
+  if(TESSERA_NVCC)
+    set(TESSERA_CUDA_FOUND ON)
+  endif()
+endif()
+if(TESSERA_REQUIRE_CUDA OR "$ENV{TESSERA_REQUIRE_CUDA}" STREQUAL "1")
+  tessera_require("CUDA" TESSERA_CUDA_FOUND "${TESSERA_NVCC}"
+    "TESSERA_REQUIRE_CUDA is set, and there is no nvcc on PATH; install the CUDA 13 toolkit")
+else()
+  tessera_report("CUDA" TESSERA_CUDA_FOUND "${TESSERA_NVCC}"
+    "optional; without it programs have no GPU; install the CUDA 13 toolkit and put nvcc on PATH")
+endif()
+# The switches of the GPU emulation, which tests kernels on the CPU.
+find_path(TESSERA_BOOST_CONTEXT_INCLUDE boost/context/detail/fcontext.hpp)
+find_library(TESSERA_BOOST_CONTEXT boost_context)
+mark_as_advanced(TESSERA_BOOST_CONTEXT_INCLUDE TESSERA_BOOST_CONTEXT)
+set(TESSERA_EMULATION OFF)
+if(TESSERA_BUILD_TESTS AND TESSERA_BOOST_CONTEXT AND TESSERA_BOOST_CONTEXT_INCLUDE
+   AND NOT TESSERA_SANITIZE STREQUAL "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  set(TESSERA_EMULATION ON)
+endif()
+tessera_report("Boost.Context" TESSERA_BOOST_CONTEXT "" "optional; without it GPU kernels are not tested on the CPU; apt install libboost-context-dev")
 message(STATUS "tessera builds on:\n${TESSERA_FOUND_TABLE}")
 if(TESSERA_MISSING)
   list(JOIN TESSERA_MISSING "\n  " missing)

@@ -26,6 +26,8 @@ function(tessera_floor name)
   file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/${name}
        ${CMAKE_CURRENT_SOURCE_DIR}/${name}/*.h)
   list(FILTER headers EXCLUDE REGEX "^mpi/|^nccl/")  # private: they need mpi.h and nccl.h
+  # Of the GPU backend only its interface is public; the rest needs CUDA's headers.
+  list(FILTER headers EXCLUDE REGEX "^cuda/(emulation/|[^b])")
   list(TRANSFORM headers PREPEND ${TESSERA_INCLUDE_DIR}/tessera/${name}/)
   if(NOT sources)
     set(sources ${CMAKE_CURRENT_SOURCE_DIR}/cmake/empty.cpp)

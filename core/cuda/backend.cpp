@@ -1,0 +1,339 @@
+// core_cuda and core_cuda_emulated: the backend on CUDA's runtime, or on the emulation's.
+#include <tessera/core/cuda/backend.h>
+
+#include <cuda_runtime.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <tessera/core/context.h>
+#include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/device_memory.h>
+#include <tessera/core/cuda/hooks.h>
+#include <tessera/core/cuda/kernel_list.h>
+#include <tessera/core/cuda/streams.h>
+#include <tessera/core/error.h>
+
+namespace tessera::gpu {
+namespace {
+
+struct Operation {
+  const char* name = nullptr;
+  cudaStream_t stream = nullptr;
+};
+thread_local Operation last_operation;
+
+bool waits_for_launches() {
+  static const bool waits = [] {
+    const char* text = std::getenv("TESSERA_SYNC");
+    return text != nullptr && std::strcmp(text, "0") != 0 && *text != '\0';
+  }();
+  return waits;
+}
+
+// The streams of a context, by device; absent: the null stream.
+struct StreamSlot {
+  std::vector<std::shared_ptr<StreamHandle>> of_device;
+};
+
+struct Availability {
+  int count = 0;
+  std::string reason;
+};
+const Availability& availability() {
+  static const Availability found = [] {
+    Availability result;
+    const cudaError_t error = cudaGetDeviceCount(&result.count);
+    if (error == cudaSuccess && result.count > 0) return result;
+    cudaGetLastError();
+    result.count = 0;
+    if (error == cudaErrorInsufficientDriver) {
+      int driver = 0, runtime = 0;
+      cudaDriverGetVersion(&driver);
+      cudaRuntimeGetVersion(&runtime);
+      result.reason = driver == 0
+                          ? std::string("this machine has no NVIDIA driver; use cpu")
+                          : "the NVIDIA driver supports CUDA " + std::to_string(driver / 1000) +
+                                "." + std::to_string(driver % 1000 / 10) +
+                                " and this program needs " + std::to_string(runtime / 1000) + "." +
+                                std::to_string(runtime % 1000 / 10) + "; update the driver";
+    } else {
+      result.reason = std::string("this machine has no usable NVIDIA GPU (") +
+                      cudaGetErrorName(error) + "); use cpu";
+    }
+    return result;
+  }();
+  return found;
+}
+
+const char* file_name(const char* path) {
+  const char* slash = std::strrchr(path, '/');
+  return slash == nullptr ? path : slash + 1;
+}
+
+class PinnedAllocator final : public Allocator {
+ public:
+  void* allocate(size_t bytes) override {
+    const size_t size = rounded(bytes);
+    {
+      std::lock_guard lock(mutex_);
+      std::vector<void*>& blocks = free_[size];
+      if (!blocks.empty()) {
+        void* pointer = blocks.back();
+        blocks.pop_back();
+        cached_ -= static_cast<int64_t>(size);
+        return pointer;
+      }
+    }
+    void* pointer = nullptr;
+    if (cudaMallocHost(&pointer, size) != cudaSuccess) {
+      cudaGetLastError();
+      release_cached();
+      if (cudaMallocHost(&pointer, size) != cudaSuccess) {
+        cudaGetLastError();
+        TS_THROW(OutOfMemory, "pinned allocator", "cannot allocate ", bytes,
+                 " bytes of page-locked memory\n", memory_stats()->summary());
+      }
+    }
+    return pointer;
+  }
+  void deallocate(void* pointer, size_t bytes) noexcept override {
+    // Copies may be under way: what was queued by now ends before the bytes are used again.
+    cudaDeviceSynchronize();
+    std::lock_guard lock(mutex_);
+    try {
+      free_[rounded(bytes)].push_back(pointer);
+      cached_ += static_cast<int64_t>(rounded(bytes));
+    } catch (...) {
+      cudaFreeHost(pointer);
+    }
+  }
+  void release_cached() override {
+    std::lock_guard lock(mutex_);
+    for (auto& [size, blocks] : free_) {
+      for (void* block : blocks) cudaFreeHost(block);
+    }
+    free_.clear();
+    cached_ = 0;
+  }
+  int64_t cached_bytes() const override {
+    std::lock_guard lock(mutex_);
+    return cached_;
+  }
+
+ private:
+  static size_t rounded(size_t bytes) {
+    size_t size = 4096;
+    while (size < bytes) size *= 2;
+    return size;
+  }
+  mutable std::mutex mutex_;
+  std::unordered_map<size_t, std::vector<void*>> free_;
+  int64_t cached_ = 0;
+};
+
+}  // namespace
+
+struct StreamHandle {
+  int device;
+  cudaStream_t stream;
+  bool owned;
+  ~StreamHandle() {
+    if (owned) cudaStreamDestroy(stream);
+  }
+};
+struct EventHandle {
+  cudaEvent_t event;
+  ~EventHandle() { cudaEventDestroy(event); }
+};
+
+// ---- Errors -------------------------------------------------------------------------------------
+
+void note_operation(const char* name, cudaStream_t stream) { last_operation = {name, stream}; }
+
+std::string failure_details() { return hook_failure_details(); }
+
+void throw_cuda_error(cudaError_t error, const char* expression, const char* file, int line) {
+  cudaGetLastError();  // the next call starts without it, unless the device is lost
+  std::string text = std::string(expression) + " failed with " + cudaGetErrorName(error) + ": " +
+                     cudaGetErrorString(error) + " (" + file_name(file) + ":" +
+                     std::to_string(line) + ")";
+  if (last_operation.name != nullptr) {
+    text += "; the last operation queued here was " + std::string(last_operation.name);
+    if (last_operation.stream != nullptr) text += " on a stream of its own";
+    if (!waits_for_launches()) text += "; set TESSERA_SYNC=1 to find the one that failed";
+  }
+  const std::string details = failure_details();
+  if (!details.empty()) text += "; " + details;
+  throw CudaError("cuda: " + text);
+}
+
+void finish_launch(cudaError_t error, const char* name, cudaStream_t stream) {
+  note_operation(name, stream);
+  if (error != cudaSuccess) throw_cuda_error(error, name, "launch", 0);
+  if (waits_for_launches()) {
+    error = cudaStreamSynchronize(stream);
+    if (error != cudaSuccess) throw_cuda_error(error, name, "launch", 0);
+  }
+}
+
+// ---- Devices ------------------------------------------------------------------------------------
+
+BackendKind backend_kind() { return hook_kind(); }
+int device_count() { return availability().count; }
+std::string unavailable_reason() { return availability().reason; }
+
+std::string describe_device(int index) {
+  require_device(index, "cuda");
+  cudaDeviceProp properties;
+  TS_CUDA(cudaGetDeviceProperties(&properties, index));
+  return std::string(properties.name) + ", sm_" + std::to_string(properties.major) +
+         std::to_string(properties.minor) + ", " + std::to_string(properties.totalGlobalMem >> 20) +
+         " MiB";
+}
+
+void require_device(int index, const char* where) {
+  const int count = device_count();
+  TS_CHECK_DEVICE(count > 0, where, unavailable_reason());
+  TS_CHECK_DEVICE(index >= 0 && index < count, where, "there is no ", cuda(index),
+                  "; this machine has cuda:0 to cuda:", count - 1);
+  static std::once_flag once;
+  std::call_once(once, register_kernels);
+}
+
+CurrentDevice::CurrentDevice(int index) {
+  TS_CUDA(cudaGetDevice(&previous_));
+  if (index != previous_) TS_CUDA(cudaSetDevice(index));
+}
+CurrentDevice::~CurrentDevice() { cudaSetDevice(previous_); }
+
+void synchronize(int index) {
+  require_device(index, "synchronize");
+  const CurrentDevice scope(index);
+  TS_CUDA(cudaDeviceSynchronize());
+}
+
+// ---- Memory -------------------------------------------------------------------------------------
+
+Allocator& device_allocator(int index) {
+  require_device(index, "allocator");
+  return caching_allocator(index);
+}
+
+void record_use(int index, void* pointer) {
+  const CurrentDevice scope(index);
+  caching_allocator(index).record_use(pointer, current_stream());
+}
+
+Allocator& pinned_allocator() {
+  TS_CHECK_DEVICE(device_count() > 0, "pinned memory", unavailable_reason());
+  static PinnedAllocator* const allocator = new PinnedAllocator;
+  return *allocator;
+}
+
+void copy_bytes(void* target, const Device& to, const void* source, const Device& from,
+                size_t bytes, bool non_blocking) {
+  if (bytes == 0) return;
+  const int index = to.is_cuda() ? to.index : from.index;
+  require_device(index, "copy");
+  if (to.is_cuda() && from.is_cuda() && to.index != from.index) {
+    require_device(from.index, "copy");
+    // The target's stream goes on when the source's has come by.
+    const CurrentDevice scope(from.index);
+    cudaEvent_t event = nullptr;
+    TS_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    const EventHandle owner{event};
+    TS_CUDA(cudaEventRecord(event, current_stream()));
+    const CurrentDevice target_scope(to.index);
+    TS_CUDA(cudaStreamWaitEvent(current_stream(), event, 0));
+  }
+  const CurrentDevice scope(index);
+  const cudaStream_t stream = current_stream();
+  note_operation("copy", stream);
+  TS_CUDA(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, stream));
+  const bool host = to.is_cpu() || from.is_cpu();
+  if ((host && !non_blocking) || waits_for_launches()) TS_CUDA(cudaStreamSynchronize(stream));
+  if (to.is_cuda() && from.is_cuda() && to.index != from.index) {
+    TS_CUDA(cudaStreamSynchronize(stream));  // the source's owner may free it now
+  }
+}
+
+// ---- Streams and events -------------------------------------------------------------------------
+
+cudaStream_t native(const StreamHandle& stream) { return stream.stream; }
+
+cudaStream_t current_stream() {
+  int device = 0;
+  TS_CUDA(cudaGetDevice(&device));
+  const auto& streams = Context::current().slot<StreamSlot>().of_device;
+  const auto index = static_cast<size_t>(device);
+  return index < streams.size() && streams[index] ? streams[index]->stream : nullptr;
+}
+
+std::shared_ptr<StreamHandle> make_stream(int device) {
+  require_device(device, "stream");
+  const CurrentDevice scope(device);
+  cudaStream_t stream = nullptr;
+  TS_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  return std::make_shared<StreamHandle>(device, stream, true);
+}
+
+std::shared_ptr<StreamHandle> wrap_stream(int device, void* stream) {
+  require_device(device, "stream");
+  return std::make_shared<StreamHandle>(device, static_cast<cudaStream_t>(stream), false);
+}
+
+void synchronize_stream(StreamHandle& stream) {
+  const CurrentDevice scope(stream.device);
+  TS_CUDA(cudaStreamSynchronize(stream.stream));
+}
+
+std::shared_ptr<EventHandle> record_event(StreamHandle& stream) {
+  const CurrentDevice scope(stream.device);
+  cudaEvent_t event = nullptr;
+  TS_CUDA(cudaEventCreateWithFlags(&event, cudaEventDefault));
+  auto handle = std::make_shared<EventHandle>(event);
+  TS_CUDA(cudaEventRecord(event, stream.stream));
+  return handle;
+}
+
+void wait_event(StreamHandle& stream, EventHandle& event) {
+  const CurrentDevice scope(stream.device);
+  TS_CUDA(cudaStreamWaitEvent(stream.stream, event.event, 0));
+}
+
+bool event_done(EventHandle& event) {
+  const cudaError_t error = cudaEventQuery(event.event);
+  if (error != cudaErrorNotReady) TS_CUDA(error);
+  return error == cudaSuccess;
+}
+
+void synchronize_event(EventHandle& event) { TS_CUDA(cudaEventSynchronize(event.event)); }
+
+float elapsed_milliseconds(EventHandle& start, EventHandle& end) {
+  float milliseconds = 0;
+  TS_CUDA(cudaEventElapsedTime(&milliseconds, start.event, end.event));
+  return milliseconds;
+}
+
+struct CurrentStream::Impl {
+  size_t device;
+  std::shared_ptr<StreamHandle> previous;
+};
+
+CurrentStream::CurrentStream(std::shared_ptr<StreamHandle> stream)
+    : impl_(std::make_unique<Impl>()) {
+  impl_->device = static_cast<size_t>(stream->device);
+  auto& streams = Context::current().slot<StreamSlot>().of_device;
+  if (streams.size() <= impl_->device) streams.resize(impl_->device + 1);
+  impl_->previous = std::exchange(streams[impl_->device], std::move(stream));
+}
+CurrentStream::~CurrentStream() {
+  Context::current().slot<StreamSlot>().of_device[impl_->device] = std::move(impl_->previous);
+}
+
+}  // namespace tessera::gpu

@@ -1,0 +1,35 @@
+// The caching allocator of a GPU.
+//
+// Memory comes from cudaMalloc in segments: 2 MiB for requests up to 1 MiB, 20 MiB for those up to
+// 10 MiB, else the request rounded to 2 MiB. A request takes the smallest free block of its stream
+// that holds it and leaves the rest free; a freed block joins its free neighbours. A block belongs
+// to the stream on which it was asked for: work queued there later may overwrite it at once. A
+// block that other streams used too (record_use) waits for events on them. Sizes are multiples of
+// 512. Thread-safe. On failure: free segments go back to the device, one more attempt, then
+// OutOfMemory with the request, the device's state and the context's summary.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include <tessera/core/allocator.h>
+
+namespace tessera::gpu {
+
+struct DeviceMemoryUse {
+  int64_t reserved = 0;  // bytes held from the device
+  int64_t in_use = 0;    // of them, in blocks that somebody owns (rounded sizes)
+  int64_t segments = 0;
+  int64_t splits = 0, merges = 0;  // since the start
+};
+
+class DeviceAllocator : public Allocator {
+ public:
+  virtual void record_use(void* pointer, cudaStream_t stream) = 0;
+  virtual DeviceMemoryUse use() const = 0;
+};
+
+DeviceAllocator& caching_allocator(int device);
+
+}  // namespace tessera::gpu

@@ -1,0 +1,29 @@
+// Race tracking: who read and wrote each byte of device and shared memory last, and whether a
+// barrier lies between two accesses of different threads.
+//
+// Kernels need no change: `.cu` files are compiled with -fsanitize=thread and meet the __tsan_*
+// functions of race.cpp in the place of the runtime of ThreadSanitizer. A thread's time is (number
+// of barriers its block has passed, a clock of its warp): accesses of one warp are ordered by
+// collectives (vector clocks over its 32 lanes), those of one block by barriers, those of
+// different blocks of a launch by nothing. Atomic operations do not race with each other.
+// In builds without tracking these functions do nothing.
+#pragma once
+
+#include <cstddef>
+
+namespace tessera::gpu::emulation::race {
+
+// True where this program tracks races.
+bool tracked();
+
+void begin_launch();
+void begin_block();
+void barrier();                            // the block passes one
+void join_lanes(int warp, unsigned mask);  // a collective of these lanes
+// Memory that was never written, reads of which are reported: shared memory of a new block.
+void set_arena(char* begin, size_t bytes, size_t shared_bytes);
+// Bytes of the arena that kernels may touch, in granules of 16.
+void set_live(const char* begin, size_t bytes, bool live);
+void atomic_access(const void* pointer, size_t bytes);
+
+}  // namespace tessera::gpu::emulation::race

@@ -1,0 +1,371 @@
+// Devices, streams and events of the emulation. All devices share one arena and one lock: what runs
+// on them runs one after the other.
+#include <cuda_runtime.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include <tessera/core/cuda/emulation/arena.h>
+#include <tessera/core/cuda/emulation/report.h>
+
+using tessera::gpu::emulation::next_random;
+namespace emulation = tessera::gpu::emulation;
+namespace arena = tessera::gpu::emulation::arena;
+
+struct EmulatedEvent {
+  // Each record is an instance of its own: a wait means the last record before it.
+  struct Happening {
+    bool done = false;
+    std::chrono::steady_clock::time_point time;
+    EmulatedStream* stream = nullptr;
+  };
+  std::shared_ptr<Happening> last;  // null before the first record
+};
+
+struct EmulatedStream {
+  struct Item {
+    std::function<cudaError_t()> work;
+    std::shared_ptr<EmulatedEvent::Happening> waits_for, marks;
+  };
+  std::deque<Item> queue;
+};
+
+namespace {
+
+struct Machine {
+  std::recursive_mutex mutex;
+  std::vector<EmulatedStream*> streams;
+  std::vector<EmulatedStream> defaults;  // the null stream of each device
+  std::map<char*, size_t> pinned;
+  std::string report;
+  int devices = 2;
+
+  Machine() {
+    const char* text = std::getenv("TESSERA_EMULATED_DEVICES");
+    if (text != nullptr) devices = std::atoi(text);
+    defaults.resize(static_cast<size_t>(devices));
+    for (EmulatedStream& stream : defaults) streams.push_back(&stream);
+  }
+};
+Machine& machine() {
+  static Machine* the_machine = new Machine;
+  return *the_machine;
+}
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+thread_local int current_device = 0;
+thread_local cudaError_t last_error = cudaSuccess;
+
+cudaError_t failed(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+EmulatedStream& resolve(cudaStream_t stream) {
+  return stream != nullptr ? *stream : machine().defaults[static_cast<size_t>(current_device)];
+}
+
+bool can_run(const EmulatedStream& stream) {
+  return !stream.queue.empty() &&
+         (stream.queue.front().waits_for == nullptr || stream.queue.front().waits_for->done);
+}
+
+cudaError_t run_front(EmulatedStream& stream) {
+  EmulatedStream::Item item = std::move(stream.queue.front());
+  stream.queue.pop_front();
+  const cudaError_t error = item.work ? item.work() : cudaSuccess;
+  if (item.marks) {
+    item.marks->done = true;
+    item.marks->time = std::chrono::steady_clock::now();
+  }
+  return error;
+}
+
+// Runs streams in a drawn order until `done` holds. The first failure ends it, and the streams
+// forget what was queued, as a device does after an illegal access.
+template <class Done>
+cudaError_t run_until(const Done& done) {
+  Machine& all = machine();
+  arena::Open open;
+  while (!done()) {
+    std::vector<EmulatedStream*> able;
+    for (EmulatedStream* stream : all.streams) {
+      if (can_run(*stream)) able.push_back(stream);
+    }
+    if (able.empty()) {
+      all.report = "streams wait for events that nobody will record";
+      return failed(cudaErrorLaunchFailure);
+    }
+    const cudaError_t error = run_front(*able[next_random() % able.size()]);
+    if (error != cudaSuccess) {
+      for (EmulatedStream* stream : all.streams) {
+        while (!stream->queue.empty()) {
+          if (stream->queue.front().marks) stream->queue.front().marks->done = true;
+          stream->queue.pop_front();
+        }
+      }
+      return failed(error);
+    }
+  }
+  return cudaSuccess;
+}
+
+bool is_pinned(const void* pointer) {
+  const auto& pinned = machine().pinned;
+  char* const address = const_cast<char*>(static_cast<const char*>(pointer));
+  auto place = pinned.upper_bound(address);
+  if (place == pinned.begin()) return false;
+  --place;
+  return address < place->first + place->second;
+}
+
+}  // namespace
+
+const char* cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess:
+      return "cudaSuccess";
+    case cudaErrorInvalidValue:
+      return "cudaErrorInvalidValue";
+    case cudaErrorMemoryAllocation:
+      return "cudaErrorMemoryAllocation";
+    case cudaErrorInvalidConfiguration:
+      return "cudaErrorInvalidConfiguration";
+    case cudaErrorInsufficientDriver:
+      return "cudaErrorInsufficientDriver";
+    case cudaErrorNoDevice:
+      return "cudaErrorNoDevice";
+    case cudaErrorInvalidDevice:
+      return "cudaErrorInvalidDevice";
+    case cudaErrorInvalidResourceHandle:
+      return "cudaErrorInvalidResourceHandle";
+    case cudaErrorNotReady:
+      return "cudaErrorNotReady";
+    case cudaErrorPeerAccessAlreadyEnabled:
+      return "cudaErrorPeerAccessAlreadyEnabled";
+    case cudaErrorLaunchFailure:
+      return "cudaErrorLaunchFailure";
+  }
+  return "unknown";
+}
+const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = machine().devices;
+  return *count > 0 ? cudaSuccess : failed(cudaErrorNoDevice);
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= machine().devices) return failed(cudaErrorInvalidDevice);
+  current_device = device;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+  if (device < 0 || device >= machine().devices) return failed(cudaErrorInvalidDevice);
+  *properties = {};
+  std::snprintf(properties->name, sizeof properties->name, "emulated sm_90 device %d", device);
+  properties->totalGlobalMem = arena::kBytes;
+  properties->major = 9;
+  properties->multiProcessorCount = 4;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() {
+  Lock lock(machine().mutex);
+  return run_until([] {
+    for (const EmulatedStream* stream : machine().streams) {
+      if (!stream->queue.empty()) return false;
+    }
+    return true;
+  });
+}
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  *free = arena::free_bytes();
+  *total = arena::kBytes;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  Lock lock(machine().mutex);
+  *pointer = arena::allocate(bytes);
+  return *pointer != nullptr ? cudaSuccess : failed(cudaErrorMemoryAllocation);
+}
+cudaError_t cudaFree(void* pointer) {
+  if (pointer == nullptr) return cudaSuccess;
+  Lock lock(machine().mutex);
+  const cudaError_t error = cudaDeviceSynchronize();  // as CUDA's
+  if (!arena::release(pointer)) return failed(cudaErrorInvalidValue);
+  return error;
+}
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
+  *pointer = std::malloc(bytes == 0 ? 1 : bytes);
+  if (*pointer == nullptr) return failed(cudaErrorMemoryAllocation);
+  Lock lock(machine().mutex);
+  machine().pinned[static_cast<char*>(*pointer)] = bytes;
+  return cudaSuccess;
+}
+cudaError_t cudaFreeHost(void* pointer) {
+  if (pointer == nullptr) return cudaSuccess;
+  Lock lock(machine().mutex);
+  if (machine().pinned.erase(static_cast<char*>(pointer)) == 0)
+    return failed(cudaErrorInvalidValue);
+  const cudaError_t error = cudaDeviceSynchronize();
+  std::free(pointer);
+  return error;
+}
+
+cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind,
+                            cudaStream_t stream) {
+  if (bytes == 0) return cudaSuccess;
+  Lock lock(machine().mutex);
+  EmulatedStream& queue = resolve(stream);
+  const bool to_device = arena::contains(target), from_device = arena::contains(source);
+  if (!from_device && !is_pinned(source)) {  // pageable: the bytes of now
+    std::shared_ptr<char[]> staged(new char[bytes]);
+    std::memcpy(staged.get(), source, bytes);
+    queue.queue.push_back({[=] {
+                             std::memcpy(target, staged.get(), bytes);
+                             return cudaSuccess;
+                           },
+                           nullptr, nullptr});
+  } else {
+    queue.queue.push_back({[=] {
+                             std::memmove(target, source, bytes);
+                             return cudaSuccess;
+                           },
+                           nullptr, nullptr});
+  }
+  if (!to_device && !is_pinned(target)) return cudaStreamSynchronize(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t stream) {
+  Lock lock(machine().mutex);
+  resolve(stream).queue.push_back({[=] {
+                                     std::memset(target, value, bytes);
+                                     return cudaSuccess;
+                                   },
+                                   nullptr, nullptr});
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  Lock lock(machine().mutex);
+  *stream = new EmulatedStream;
+  machine().streams.push_back(*stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  Lock lock(machine().mutex);
+  const cudaError_t error = cudaStreamSynchronize(stream);
+  std::erase(machine().streams, stream);
+  delete stream;
+  return error;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  Lock lock(machine().mutex);
+  EmulatedStream& queue = resolve(stream);
+  if (queue.queue.empty()) return cudaSuccess;
+  return run_until([&] { return queue.queue.empty(); });
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  Lock lock(machine().mutex);
+  return resolve(stream).queue.empty() ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  Lock lock(machine().mutex);
+  if (event->last && !event->last->done) {
+    resolve(stream).queue.push_back({nullptr, event->last, nullptr});
+  }
+  return cudaSuccess;
+}
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), void* data) {
+  Lock lock(machine().mutex);
+  resolve(stream).queue.push_back({[=] {
+                                     function(data);
+                                     return cudaSuccess;
+                                   },
+                                   nullptr, nullptr});
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new EmulatedEvent;
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  Lock lock(machine().mutex);
+  event->last = std::make_shared<EmulatedEvent::Happening>();
+  EmulatedStream& queue = resolve(stream);
+  event->last->stream = &queue;
+  queue.queue.push_back({nullptr, nullptr, event->last});
+  return cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  Lock lock(machine().mutex);
+  const auto happening = event->last;
+  if (!happening || happening->done) return cudaSuccess;
+  return run_until([&] { return happening->done; });
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  Lock lock(machine().mutex);
+  return !event->last || event->last->done ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+  Lock lock(machine().mutex);
+  if (!start->last || !end->last) return failed(cudaErrorInvalidResourceHandle);
+  if (!start->last->done || !end->last->done) return failed(cudaErrorNotReady);
+  *milliseconds =
+      std::chrono::duration<float, std::milli>(end->last->time - start->last->time).count();
+  return cudaSuccess;
+}
+
+namespace tessera::gpu::emulation {
+
+cudaError_t enqueue_launch(const char* name, dim3 grid, dim3 block, size_t shared_bytes,
+                           cudaStream_t stream, std::function<void()> kernel) {
+  const uint64_t threads = uint64_t{block.x} * block.y * block.z;
+  if (threads == 0 || threads > kMaxThreads || block.z > 64 || grid.x == 0 || grid.y == 0 ||
+      grid.z == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 ||
+      shared_bytes > kMaxSharedBytes) {
+    return failed(cudaErrorInvalidConfiguration);
+  }
+  Lock lock(machine().mutex);
+  const Launch launch{name, {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes};
+  resolve(stream).queue.push_back({[launch, kernel = std::move(kernel)] {
+                                     const std::string what = run_grid(launch, kernel);
+                                     if (what.empty()) return cudaSuccess;
+                                     machine().report = what;
+                                     return cudaErrorLaunchFailure;
+                                   },
+                                   nullptr, nullptr});
+  return cudaSuccess;
+}
+
+std::string take_report() {
+  Lock lock(machine().mutex);
+  return std::exchange(machine().report, {});
+}
+
+}  // namespace tessera::gpu::emulation

@@ -1,0 +1,22 @@
+// Where NVIDIA's runtime and the emulation differ. Defined in native_hooks.cpp and in
+// emulation/hooks.cpp.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <string>
+
+#include <tessera/core/cuda/backend.h>
+
+namespace tessera::gpu {
+
+BackendKind hook_kind();
+// More about a failed kernel than CUDA tells, or empty.
+std::string hook_failure_details();
+// A new segment, of which nobody owns a byte yet.
+void hook_segment(void* pointer, size_t bytes);
+// Bytes that a tensor owns, or owns no more, as of what is queued on the stream by now.
+void hook_accessible(void* pointer, size_t bytes, bool accessible, cudaStream_t stream) noexcept;
+
+}  // namespace tessera::gpu

@@ -1,0 +1,166 @@
+// What a kernel file needs: launches, shared memory, vectors and reductions over warps and blocks.
+// The same file compiles with nvcc and, against core/cuda/emulation, as C++.
+//
+//     template <class T>
+//     __global__ void scale(T* x, int64_t n, T factor) {
+//       const int64_t i = gpu::first_index();
+//       if (i < n) x[i] *= factor;
+//     }
+//     gpu::launch({.name = "scale", .grid = gpu::blocks(n, 256), .block = 256}, scale<float>, x, n,
+//     f);
+//
+// Threads of a launch share nothing but what shared arrays and memory hold; float sums have a fixed
+// order. Atomic operations on floats are not used.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/streams.h>
+
+namespace tessera::gpu {
+
+inline constexpr int kWarp = 32;
+inline constexpr unsigned kAllLanes = 0xffffffffu;
+
+struct LaunchConfig {
+  const char* name;  // of the op, for errors and profiles
+  dim3 grid = 1;
+  dim3 block = 1;
+  size_t shared_bytes = 0;  // of dynamic_shared; up to 227 KiB
+  cudaStream_t stream = current_stream();
+};
+
+// Blocks of `size` threads that cover n, each thread `each` elements.
+inline unsigned blocks(int64_t n, int64_t size, int64_t each = 1) {
+  return static_cast<unsigned>((n + size * each - 1) / (size * each));
+}
+
+#if defined(__CUDACC__)
+
+template <class... Parameters, class... Arguments>
+void launch(const LaunchConfig& config, void (*kernel)(Parameters...), Arguments&&... arguments) {
+  if (config.shared_bytes > (48u << 10)) {
+    TS_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(config.shared_bytes)));
+  }
+  kernel<<<config.grid, config.block, config.shared_bytes, config.stream>>>(
+      static_cast<Parameters>(arguments)...);
+  finish_launch(cudaGetLastError(), config.name, config.stream);
+}
+
+template <class T>
+__device__ __forceinline__ T* dynamic_shared() {
+  extern __shared__ __align__(128) unsigned char tessera_dynamic_shared[];
+  return reinterpret_cast<T*>(tessera_dynamic_shared);
+}
+
+// An array in shared memory: TS_SHARED(float, sums, 32);
+#define TS_SHARED(T, name, count) __shared__ T name[count]
+
+#define TS_CHECK_ALIGNMENT(pointer, bytes) ((void)0)
+
+#else
+
+template <class... Parameters, class... Arguments>
+void launch(const LaunchConfig& config, void (*kernel)(Parameters...), Arguments&&... arguments) {
+  const cudaError_t error = emulation::enqueue_launch(
+      config.name, config.grid, config.block, config.shared_bytes, config.stream,
+      [kernel, ... values = static_cast<Parameters>(arguments)] { kernel(values...); });
+  finish_launch(error, config.name, config.stream);
+}
+
+template <class T>
+T* dynamic_shared() {
+  return static_cast<T*>(emulation::dynamic_shared(alignof(T)));
+}
+
+#define TS_SHARED(T, name, count)    \
+  static const char name##_site = 0; \
+  T* const name = static_cast<T*>(   \
+      ::tessera::gpu::emulation::static_shared(&name##_site, sizeof(T) * (count), alignof(T)))
+
+#define TS_CHECK_ALIGNMENT(pointer, bytes) \
+  ::tessera::gpu::emulation::check_alignment(pointer, bytes)
+
+#endif
+
+#define TS_DEVICE __device__ __forceinline__
+
+// ---- Indices ------------------------------------------------------------------------------------
+
+TS_DEVICE int64_t first_index() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
+TS_DEVICE int64_t grid_stride() { return int64_t{gridDim.x} * blockDim.x; }
+
+// ---- Vectors: up to 16 bytes a load -------------------------------------------------------------
+
+template <class T, int N>
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
+  T values[N];
+};
+
+template <int N, class T>
+TS_DEVICE Vector<T, N> load_vector(const T* source) {
+  TS_CHECK_ALIGNMENT(source, alignof(Vector<T, N>));
+#if defined(__CUDACC__)
+  return *reinterpret_cast<const Vector<T, N>*>(source);
+#else
+  Vector<T, N> vector;
+  for (int i = 0; i < N; ++i) vector.values[i] = source[i];
+  return vector;
+#endif
+}
+template <int N, class T>
+TS_DEVICE void store_vector(T* target, const Vector<T, N>& vector) {
+  TS_CHECK_ALIGNMENT(target, alignof(Vector<T, N>));
+#if defined(__CUDACC__)
+  *reinterpret_cast<Vector<T, N>*>(target) = vector;
+#else
+  for (int i = 0; i < N; ++i) target[i] = vector.values[i];
+#endif
+}
+
+// ---- Reductions in a fixed order ----------------------------------------------------------------
+
+// Every lane gets op over the warp, as a butterfly.
+template <class V, class Op>
+TS_DEVICE V warp_reduce(V value, const Op& op) {
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    value = op(value, __shfl_xor_sync(kAllLanes, value, lanes));
+  }
+  return value;
+}
+
+// Every thread of a one-dimensional block gets op over the block; its size is a multiple of 32.
+// `slot`: shared memory for 32 values, free for other use after the next barrier.
+template <class V, class Op>
+TS_DEVICE V block_reduce(V value, const Op& op, V neutral, V* slot) {
+  const unsigned warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  value = warp_reduce(value, op);
+  if (lane == 0) slot[warp] = value;
+  __syncthreads();
+  value = lane < blockDim.x / kWarp ? slot[lane] : neutral;
+  value = warp_reduce(value, op);
+  __syncthreads();  // the next reduction may use the slot
+  return value;
+}
+
+struct Plus {
+  template <class V>
+  TS_DEVICE V operator()(V a, V b) const {
+    return a + b;
+  }
+};
+struct Larger {  // NaN wins
+  template <class V>
+  TS_DEVICE V operator()(V a, V b) const {
+    return a != a || a > b ? a : b;
+  }
+};
+
+}  // namespace tessera::gpu

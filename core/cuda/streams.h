@@ -1,0 +1,14 @@
+// The stream that this thread's kernels go to, for files that know CUDA's types.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <tessera/core/cuda/backend.h>
+
+namespace tessera::gpu {
+
+// Of the current device in the current context: the null stream unless a CurrentStream lives.
+cudaStream_t current_stream();
+cudaStream_t native(const StreamHandle& stream);
+
+}  // namespace tessera::gpu

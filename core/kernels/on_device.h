@@ -1,0 +1,39 @@
+// How a kernel of the CPU finds its form for another device.
+//
+// A kernel is named by its function. The form for GPUs stands in the `.cu` file of the same name,
+// has the same signature and is registered before the first tensor of a GPU exists:
+//
+//     // softmax_cpu.cpp
+//     Tensor softmax(const Tensor& x, int dim, bool log) {
+//       if (x.device().is_cuda()) return on_cuda<softmax>("softmax", x.device(), x, dim, log);
+//     // softmax.cu
+//     void register_softmax() { cuda_form<softmax> = softmax_cuda; }
+//
+// A kernel without a form throws an UnsupportedError that names it and the device.
+#pragma once
+
+#include <utility>
+
+#include <tessera/core/cuda/backend.h>
+#include <tessera/core/device.h>
+#include <tessera/core/error.h>
+
+namespace tessera::kernels {
+
+template <auto Kernel>
+inline constinit decltype(Kernel) cuda_form = nullptr;
+
+[[noreturn]] inline void fail_without_form(const char* where, const Device& device) {
+  TS_THROW(UnsupportedError, where, "has no kernel for ", device,
+           "; move its operands with to(kCpu)");
+}
+
+// Runs with the device as the thread's current one.
+template <auto Kernel, class... Arguments>
+decltype(auto) on_cuda(const char* where, const Device& device, Arguments&&... arguments) {
+  if (cuda_form<Kernel> == nullptr) fail_without_form(where, device);
+  const gpu::CurrentDevice scope(device.index);
+  return cuda_form<Kernel>(std::forward<Arguments>(arguments)...);
+}
+
+}  // namespace tessera::kernels

@@ -1,0 +1,273 @@
+// The emulation of a GPU: correct kernels give what they must for any order of blocks and threads,
+// and each deliberate bug is found.
+#include "test_emulation.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/emulation/race.h>
+#include <tessera/core/cuda/emulation/report.h>
+#include <tessera/core/error.h>
+
+namespace tessera::gpu::tests {
+namespace {
+
+// Device memory with a copy of what a test gives, for a scope.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(size_t count) : count_(count) {
+    void* pointer = nullptr;
+    TS_CUDA(cudaMalloc(&pointer, count * sizeof(T)));
+    data_ = static_cast<T*>(pointer);
+  }
+  explicit Buffer(const std::vector<T>& values) : Buffer(values.size()) {
+    TS_CUDA(cudaMemcpyAsync(data_, values.data(), count_ * sizeof(T), cudaMemcpyDefault, nullptr));
+    TS_CUDA(cudaStreamSynchronize(nullptr));
+  }
+  ~Buffer() { cudaFree(data_); }
+  T* data() const { return data_; }
+  std::vector<T> read() const {
+    std::vector<T> values(count_);
+    TS_CUDA(cudaMemcpyAsync(values.data(), data_, count_ * sizeof(T), cudaMemcpyDefault, nullptr));
+    return values;
+  }
+
+ private:
+  size_t count_;
+  T* data_ = nullptr;
+};
+
+std::vector<float> numbers(size_t count) {
+  std::vector<float> values(count);
+  for (size_t i = 0; i < count; ++i) values[i] = static_cast<float>((i * 37) % 101);
+  return values;
+}
+
+// What the emulation says when the device is waited for; empty where nothing is wrong.
+std::string complaint() {
+  if (cudaDeviceSynchronize() == cudaSuccess) return {};
+  cudaGetLastError();
+  const std::string report = emulation::take_report();
+  return report.empty() ? "an error without a report" : report;
+}
+#define EXPECT_REPORT(part)                                                  \
+  do {                                                                       \
+    const std::string report = complaint();                                  \
+    EXPECT_NE(report.find(part), std::string::npos) << "report: " << report; \
+  } while (false)
+
+TEST(Emulation, KernelsAreRightForAnyOrderOfBlocksAndThreads) {
+  const std::vector<float> x = numbers(1000);
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    emulation::set_seed(seed);
+    const Buffer<float> device_x(x), sums(4), swapped(1000), reversed(960), copied(1000);
+    block_sums(Bug::kNone, device_x.data(), sums.data(), 1000, nullptr);
+    swap_neighbours(Bug::kNone, device_x.data(), swapped.data(), 1000, nullptr);
+    reverse_tiles(Bug::kNone, device_x.data(), reversed.data(), 960, nullptr);
+    copy_vectors(device_x.data(), copied.data(), 1000, nullptr);
+    ASSERT_EQ(complaint(), "") << "seed " << seed;
+    const std::vector<float> s = sums.read(), w = swapped.read(), r = reversed.read();
+    for (size_t block = 0; block < 4; ++block) {
+      float expected = 0;
+      for (size_t i = 256 * block; i < std::min<size_t>(1000, 256 * (block + 1)); ++i)
+        expected += x[i];
+      EXPECT_EQ(s[block], expected);
+    }
+    for (size_t i = 0; i < 1000; ++i) ASSERT_EQ(w[i], x[i ^ 1]) << i;
+    for (size_t i = 0; i < 960; ++i) ASSERT_EQ(r[i], x[959 - i]) << i;
+    EXPECT_EQ(copied.read(), x);
+  }
+}
+
+TEST(Emulation, AtomicsVotesAndScansFollowCuda) {
+  std::vector<int> x(200);
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<int>(i * 7 % 5);
+  const Buffer<int> device_x(x), counts(std::vector<int>(5, 0)), scanned(200);
+  const Buffer<unsigned> odd(200);
+  histogram(device_x.data(), counts.data(), 200, nullptr);
+  warp_scan(device_x.data(), scanned.data(), odd.data(), 200, nullptr);
+  ASSERT_EQ(complaint(), "");
+  EXPECT_EQ(counts.read(), std::vector<int>(5, 40));
+  const std::vector<int> s = scanned.read();
+  const std::vector<unsigned> o = odd.read();
+  int running = 0;
+  for (size_t i = 0; i < 200; ++i) {
+    running = i % 32 == 0 ? x[i] : running + x[i];
+    ASSERT_EQ(s[i], running);
+    ASSERT_EQ(o[i] >> (i % 32) & 1, static_cast<unsigned>(x[i] % 2));
+  }
+}
+
+TEST(Emulation, AMissingBarrierIsFound) {
+  const Buffer<float> x(numbers(256)), y(1);
+  if (emulation::race::tracked()) {
+    block_sums(Bug::kMissingBarrier, x.data(), y.data(), 256, nullptr);
+    EXPECT_REPORT("with no barrier between");
+    return;
+  }
+  // Without tracking it shows as a result that depends on the order of threads.
+  float right = 0;
+  for (float value : numbers(256)) right += value;
+  bool wrong = false;
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    emulation::set_seed(seed);
+    block_sums(Bug::kMissingBarrier, x.data(), y.data(), 256, nullptr);
+    wrong = wrong || complaint() != "" || y.read()[0] != right;
+  }
+  EXPECT_TRUE(wrong);
+}
+
+TEST(Emulation, LanesThatExchangeThroughMemoryWithoutSyncwarpAreFound) {
+  const Buffer<float> x(numbers(32)), y(32);
+  reverse_tiles(Bug::kMissingWarpSync, x.data(), y.data(), 32, nullptr);
+  if (emulation::race::tracked()) {
+    EXPECT_REPORT("shared memory that was never written");
+  } else {
+    ASSERT_EQ(complaint(), "");
+    std::vector<float> right = numbers(32);
+    EXPECT_NE(y.read(), std::vector<float>(right.rbegin(), right.rend()));
+  }
+}
+
+TEST(Emulation, AReadBeyondTheEndIsFound) {
+  const Buffer<float> x(numbers(100)), y(1);
+  block_sums(Bug::kNone, x.data(), y.data(), 100, nullptr);
+  EXPECT_EQ(complaint(), "");
+  const auto run = [&] {
+    block_sums(Bug::kOffByOne, x.data(), y.data(), 100, nullptr);
+    return complaint();
+  };
+  if (emulation::race::tracked()) {
+    EXPECT_NE(run().find("outside of what was allocated"), std::string::npos);
+  } else {
+    EXPECT_DEATH(run(), "use-after-poison");
+  }
+}
+
+TEST(Emulation, ALaneMaskThatLiesIsFound) {
+  const Buffer<float> x(numbers(64)), y(64);
+  swap_neighbours(Bug::kWrongMask, x.data(), y.data(), 64, nullptr);
+  EXPECT_REPORT("with the mask");
+  swap_neighbours(Bug::kMaskWithoutSelf, x.data(), y.data(), 64, nullptr);
+  EXPECT_REPORT("does not name lane");
+}
+
+TEST(Emulation, ABarrierThatNotAllThreadsReachIsFound) {
+  const Buffer<float> x(numbers(64)), y(64);
+  swap_neighbours(Bug::kDivergentBarrier, x.data(), y.data(), 64, nullptr);
+  EXPECT_REPORT("wait at __syncthreads");
+}
+
+TEST(Emulation, AMisalignedVectorIsFound) {
+  const Buffer<float> x(numbers(64)), y(64);
+  copy_vectors(x.data() + 1, y.data(), 60, nullptr);
+  EXPECT_REPORT("not aligned");
+}
+
+TEST(Emulation, UninitialisedSharedMemoryIsFound) {
+  const Buffer<float> x(numbers(256)), y(1);
+  block_sums(Bug::kUninitialised, x.data(), y.data(), 256, nullptr);
+  if (emulation::race::tracked()) {
+    EXPECT_REPORT("shared memory that was never written");
+  } else {
+    ASSERT_EQ(complaint(), "");
+    EXPECT_NE(y.read()[0], y.read()[0]);  // shared memory begins as NaN
+  }
+}
+
+TEST(Emulation, BlocksThatMeetAreFound) {
+  if (!emulation::race::tracked()) GTEST_SKIP() << "this build does not track races";
+  const Buffer<float> x(numbers(512)), y(2);
+  block_sums(Bug::kBlocksRace, x.data(), y.data(), 512, nullptr);
+  EXPECT_REPORT("of another block");
+}
+
+TEST(Emulation, AMissingEventShowsAndAnEventHelps) {
+  bool differs = false;
+  for (uint64_t seed = 0; seed < 16; ++seed) {
+    emulation::set_seed(seed);
+    for (const bool waits : {true, false}) {
+      cudaStream_t producer = nullptr, consumer = nullptr;
+      cudaEvent_t done = nullptr;
+      TS_CUDA(cudaStreamCreateWithFlags(&producer, cudaStreamNonBlocking));
+      TS_CUDA(cudaStreamCreateWithFlags(&consumer, cudaStreamNonBlocking));
+      TS_CUDA(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
+      const Buffer<float> x(std::vector<float>(64, 1.0f)), y(64);
+      add_one(x.data(), 64, producer);
+      TS_CUDA(cudaEventRecord(done, producer));
+      if (waits) TS_CUDA(cudaStreamWaitEvent(consumer, done));
+      copy_vectors(x.data(), y.data(), 64, consumer);
+      TS_CUDA(cudaStreamSynchronize(consumer));
+      const bool right = y.read() == std::vector<float>(64, 2.0f);
+      if (waits) {
+        EXPECT_TRUE(right) << "seed " << seed;
+      } else {
+        differs = differs || !right;
+      }
+      TS_CUDA(cudaDeviceSynchronize());
+      cudaEventDestroy(done);
+      cudaStreamDestroy(producer);
+      cudaStreamDestroy(consumer);
+    }
+  }
+  EXPECT_TRUE(differs);
+}
+
+TEST(Emulation, AHostReadOfDeviceMemoryEndsTheProgram) {
+  const Buffer<float> x(numbers(4));
+  EXPECT_DEATH(
+      {
+        volatile float value = *const_cast<volatile float*>(x.data());
+        (void)value;
+      },
+      "");
+}
+
+TEST(Emulation, PinnedMemoryIsReadWhenTheStreamRunsPageableAtTheCall) {
+  void* pinned = nullptr;
+  TS_CUDA(cudaMallocHost(&pinned, 4));
+  std::memset(pinned, 1, 4);
+  std::vector<char> pageable(4, 1);
+  const Buffer<char> a(4), b(4);
+  TS_CUDA(cudaMemcpyAsync(a.data(), pinned, 4, cudaMemcpyDefault, nullptr));
+  TS_CUDA(cudaMemcpyAsync(b.data(), pageable.data(), 4, cudaMemcpyDefault, nullptr));
+  std::memset(pinned, 2, 4);
+  std::memset(pageable.data(), 2, 4);
+  EXPECT_EQ(a.read(), std::vector<char>(4, 2));
+  EXPECT_EQ(b.read(), std::vector<char>(4, 1));
+  cudaFreeHost(pinned);
+}
+
+TEST(Emulation, ErrorsNameTheOperationAndLeaveNothingBehind) {
+  const Buffer<float> x(numbers(64)), y(64);
+  copy_vectors(x.data() + 1, y.data(), 60, nullptr);
+  try {
+    TS_CUDA(cudaStreamSynchronize(nullptr));
+    FAIL() << "no error";
+  } catch (const CudaError& error) {
+    const std::string text = error.what();
+    for (const char* part :
+         {"cudaStreamSynchronize(nullptr)", "cudaErrorLaunchFailure",
+          "test_emulation.cpp:", "copy_vectors", "TESSERA_SYNC=1", "not aligned"}) {
+      EXPECT_NE(text.find(part), std::string::npos) << part << " in " << text;
+    }
+  }
+  copy_vectors(x.data(), y.data(), 64, nullptr);
+  EXPECT_EQ(y.read(), numbers(64));
+}
+
+TEST(Emulation, ALaunchBeyondTheLimitsIsRefused) {
+  EXPECT_EQ(emulation::enqueue_launch("large", 1, 2048, 0, nullptr, [] {}),
+            cudaErrorInvalidConfiguration);
+  EXPECT_EQ(emulation::enqueue_launch("greedy", 1, 32, 228u << 10, nullptr, [] {}),
+            cudaErrorInvalidConfiguration);
+  cudaGetLastError();
+}
+
+}  // namespace
+}  // namespace tessera::gpu::tests

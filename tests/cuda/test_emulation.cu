@@ -1,0 +1,117 @@
+#include "test_emulation.h"
+
+#include <tessera/core/cuda/launch.h>
+
+namespace tessera::gpu::tests {
+namespace {
+
+constexpr int kBlock = 256;
+
+__global__ void block_sums_kernel(Bug bug, const float* x, float* y, int64_t n) {
+  float* const partial = dynamic_shared<float>();
+  const int64_t i = first_index();
+  const int t = static_cast<int>(threadIdx.x);
+  const bool beyond = bug == Bug::kOffByOne ? i > n : i >= n;
+  if (bug != Bug::kUninitialised || t != 7) partial[t] = beyond ? 0.0f : x[i];
+  __syncthreads();
+  for (int half = kBlock / 2; half > 0; half /= 2) {
+    if (t < half) partial[t] += partial[t + half];
+    if (bug != Bug::kMissingBarrier) __syncthreads();
+  }
+  if (t == 0) y[bug == Bug::kBlocksRace ? 0 : blockIdx.x] = partial[0];
+}
+
+__global__ void swap_neighbours_kernel(Bug bug, const float* x, float* y, int64_t n) {
+  const int64_t i = first_index();
+  const float own = x[i < n ? i : 0];
+  float other = 0;
+  switch (bug) {
+    case Bug::kWrongMask:  // each half believes that it is alone, and the halves overlap
+      other = __shfl_xor_sync(threadIdx.x % 32 < 16 ? 0x0000ffffu : kAllLanes, own, 1);
+      break;
+    case Bug::kMaskWithoutSelf:
+      other = __shfl_xor_sync(0x0000ffffu, own, 1);
+      break;
+    case Bug::kDivergentBarrier:
+      if (threadIdx.x < 16) __syncthreads();
+      other = __shfl_xor_sync(kAllLanes, own, 1);
+      break;
+    default:
+      other = __shfl_xor_sync(kAllLanes, own, 1);
+  }
+  if (i < n) y[i] = other;
+}
+
+__global__ void reverse_tiles_kernel(Bug bug, const float* x, float* y, int64_t n) {
+  TS_SHARED(float, tile, 32);
+  const int lane = static_cast<int>(threadIdx.x);
+  const int64_t i = first_index();
+  tile[lane] = x[i];
+  if (bug != Bug::kMissingWarpSync) __syncwarp();
+  y[n - 32 * (blockIdx.x + 1) + lane] = tile[31 - lane];
+}
+
+__global__ void copy_vectors_kernel(const float* x, float* y, int64_t n) {
+  const int64_t i = 4 * first_index();
+  if (i < n) store_vector(y + i, load_vector<4>(x + i));
+}
+
+__global__ void add_one_kernel(float* x, int64_t n) {
+  for (int64_t i = first_index(); i < n; i += grid_stride()) x[i] += 1;
+}
+
+__global__ void histogram_kernel(const int* x, int* counts, int64_t n) {
+  const int64_t i = first_index();
+  if (i < n) atomicAdd(&counts[x[i]], 1);
+}
+
+__global__ void warp_scan_kernel(const int* x, int* y, unsigned* y2, int64_t n) {
+  const int64_t i = first_index();
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  int value = i < n ? x[i] : 0;
+  const unsigned odd = __ballot_sync(kAllLanes, value % 2);
+  for (unsigned step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(kAllLanes, value, step);
+    if (lane >= static_cast<int>(step)) value += before;
+  }
+  if (i < n) {
+    y[i] = value;
+    y2[i] = odd;
+  }
+}
+
+}  // namespace
+
+void block_sums(Bug bug, const float* x, float* y, int64_t n, cudaStream_t stream) {
+  launch({.name = "block_sums",
+          .grid = blocks(n, kBlock),
+          .block = kBlock,
+          .shared_bytes = kBlock * sizeof(float),
+          .stream = stream},
+         block_sums_kernel, bug, x, y, n);
+}
+void swap_neighbours(Bug bug, const float* x, float* y, int64_t n, cudaStream_t stream) {
+  launch({.name = "swap_neighbours", .grid = blocks(n, 64), .block = 64, .stream = stream},
+         swap_neighbours_kernel, bug, x, y, n);
+}
+void reverse_tiles(Bug bug, const float* x, float* y, int64_t n, cudaStream_t stream) {
+  launch({.name = "reverse_tiles", .grid = blocks(n, 32), .block = 32, .stream = stream},
+         reverse_tiles_kernel, bug, x, y, n);
+}
+void copy_vectors(const float* x, float* y, int64_t n, cudaStream_t stream) {
+  launch({.name = "copy_vectors", .grid = blocks(n, 128, 4), .block = 128, .stream = stream},
+         copy_vectors_kernel, x, y, n);
+}
+void add_one(float* x, int64_t n, cudaStream_t stream) {
+  launch({.name = "add_one", .grid = 2, .block = 64, .stream = stream}, add_one_kernel, x, n);
+}
+void histogram(const int* x, int* counts, int64_t n, cudaStream_t stream) {
+  launch({.name = "histogram", .grid = blocks(n, 128), .block = 128, .stream = stream},
+         histogram_kernel, x, counts, n);
+}
+void warp_scan(const int* x, int* y, unsigned* y2, int64_t n, cudaStream_t stream) {
+  launch({.name = "warp_scan", .grid = blocks(n, 64), .block = 64, .stream = stream},
+         warp_scan_kernel, x, y, y2, n);
+}
+
+}  // namespace tessera::gpu::tests

@@ -1,0 +1,37 @@
+// Kernels of test_emulation.cu: correct ones, and each with one deliberate bug.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace tessera::gpu::tests {
+
+enum class Bug {
+  kNone,
+  kMissingBarrier,    // between writing shared memory and reading a neighbour's element
+  kOffByOne,          // reads one element beyond the end
+  kWrongMask,         // a mask that names only half of the lanes that shuffle
+  kMaskWithoutSelf,   // lanes that the mask does not name
+  kDivergentBarrier,  // half of a block at the barrier, the other half in a shuffle
+  kMisaligned,        // a vector of 16 bytes at an address of 4
+  kUninitialised,     // shared memory that nobody wrote
+  kBlocksRace,        // two blocks write one address
+  kMissingWarpSync,   // lanes exchange through shared memory without __syncwarp
+};
+
+// y[block] = sum of x over the block's 256 elements, through shared memory.
+void block_sums(Bug bug, const float* x, float* y, int64_t n, cudaStream_t stream);
+// y[i] = x[i ^ 1] through shuffles.
+void swap_neighbours(Bug bug, const float* x, float* y, int64_t n, cudaStream_t stream);
+// y[i] = x[n - 1 - i], by way of a tile in shared memory of each block.
+void reverse_tiles(Bug bug, const float* x, float* y, int64_t n, cudaStream_t stream);
+// y[i] = x[i], four at a time.
+void copy_vectors(const float* x, float* y, int64_t n, cudaStream_t stream);
+void add_one(float* x, int64_t n, cudaStream_t stream);
+// counts[x[i]] += 1 with atomic operations.
+void histogram(const int* x, int* counts, int64_t n, cudaStream_t stream);
+// y[i] = inclusive scan of each warp of x; also votes: y2[i] = lanes whose x is odd.
+void warp_scan(const int* x, int* y, unsigned* y2, int64_t n, cudaStream_t stream);
+
+}  // namespace tessera::gpu::tests
