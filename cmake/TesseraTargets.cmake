@@ -92,6 +92,7 @@ if(TESSERA_NCCL_FOUND)  # the library itself is loaded at run time
 endif()
 tessera_floor(accelerate DEPENDS tessera_distributed tessera_data)
 target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+target_compile_definitions(tessera_accelerate PRIVATE TESSERA_VERSION="${PROJECT_VERSION}")
 
 add_library(tessera INTERFACE)
 add_library(tessera::tessera ALIAS tessera)

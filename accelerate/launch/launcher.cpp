@@ -1,0 +1,505 @@
+#include <tessera/accelerate/launch/launcher.h>
+
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/signalfd.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <tessera/accelerate/launch/process.h>
+#include <tessera/core/error.h>
+
+namespace tessera::launch {
+namespace {
+
+using distributed::Clock;
+using distributed::FailureKind;
+using distributed::RankFailure;
+using distributed::StoreAddress;
+using distributed::StoreChanges;
+using distributed::StoreEntry;
+using distributed::TcpStoreServer;
+
+constexpr Milliseconds kNever{int64_t{1} << 40};
+// Between the last word of the agents and mpirun's own end, and between a kill and its effect.
+constexpr Milliseconds kEndTime{5000};
+constexpr Milliseconds kReachTime{15000};  // for a host to answer through the remote agent
+
+void say(const std::string& text) { std::fprintf(stderr, "tessera launch: %s\n", text.c_str()); }
+
+std::string seconds(Milliseconds time) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", static_cast<double>(time.count()) / 1000.0);
+  return text;
+}
+
+std::string list(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i ? ", " : "") + std::to_string(ranks[i]);
+  return text;
+}
+
+std::string random_token() {
+  std::random_device source;
+  char text[33];
+  std::snprintf(text, sizeof text, "%08x%08x%08x%08x", source(), source(), source(), source());
+  return text;
+}
+
+// This machine's address on the way to `host`: that of the interface that the system would use.
+std::string address_towards(const std::string& host) {
+  addrinfo hints{};
+  hints.ai_family = AF_INET;
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  std::string result;
+  if (::getaddrinfo(host.c_str(), "9", &hints, &found) == 0) {
+    const FileDescriptor socket(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    sockaddr_in own{};
+    socklen_t size = sizeof own;
+    char text[INET_ADDRSTRLEN];
+    if (::connect(socket.get(), found->ai_addr, found->ai_addrlen) == 0 &&
+        ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&own), &size) == 0 &&
+        ::inet_ntop(AF_INET, &own.sin_addr, text, sizeof text) != nullptr) {
+      result = text;
+    }
+    ::freeaddrinfo(found);
+  }
+  return result;
+}
+
+// The first address of an interface that is up, of `name` where it is given; not the loopback.
+std::string interface_address(const std::string& name) {
+  ifaddrs* all = nullptr;
+  std::string result;
+  if (::getifaddrs(&all) != 0) return result;
+  for (const ifaddrs* at = all; at != nullptr && result.empty(); at = at->ifa_next) {
+    if (at->ifa_addr == nullptr || at->ifa_addr->sa_family != AF_INET) continue;
+    const auto& address = reinterpret_cast<const sockaddr_in*>(at->ifa_addr)->sin_addr;
+    const bool loopback = (ntohl(address.s_addr) >> 24) == 127;
+    char text[INET_ADDRSTRLEN];
+    if ((name.empty() ? !loopback : name == at->ifa_name) &&
+        ::inet_ntop(AF_INET, &address, text, sizeof text) != nullptr) {
+      result = text;
+    }
+  }
+  ::freeifaddrs(all);
+  return result;
+}
+
+// Where agents on other nodes reach the store.
+std::string store_host(const LaunchOptions& options, Manager manager) {
+  if (!options.store_host.empty()) return options.store_host;
+  if (manager == Manager::kNone || (manager == Manager::kMpirun && options.hosts.empty())) {
+    return "127.0.0.1";
+  }
+  std::string address;
+  if (!options.interface.empty()) address = interface_address(options.interface);
+  for (const Host& host : options.hosts) {
+    if (address.empty()) address = address_towards(host.name);
+    if (address.starts_with("127.")) address.clear();
+  }
+  if (address.empty()) address = interface_address("");
+  TS_CHECK_AS(ConfigError, !address.empty(), "tessera launch",
+              "this machine has no address that other nodes could reach; give one with "
+              "--store-host");
+  return address;
+}
+
+// Hosts that do not run a command through the remote agent within kReachTime.
+std::vector<std::string> unreachable_hosts(const LaunchOptions& options,
+                                           const Environment& environment) {
+  std::vector<std::string> agent = {"ssh", "-o", "BatchMode=yes"};
+  if (!options.remote_agent.empty()) agent = {options.remote_agent};
+  char own_name[256] = "";
+  ::gethostname(own_name, sizeof own_name - 1);
+  std::vector<std::pair<std::string, pid_t>> attempts;
+  std::vector<std::string> lost;
+  for (const Host& host : options.hosts) {
+    if (host.name == own_name || host.name == "localhost") continue;
+    SpawnOptions spawn_options{
+        .command = agent, .environment = environment, .death_signal = SIGKILL};
+    spawn_options.command.insert(spawn_options.command.end(), {host.name, "true"});
+    attempts.emplace_back(host.name, spawn(spawn_options).pid);
+  }
+  const Clock::time_point deadline = Clock::now() + kReachTime;
+  for (const auto& [name, pid] : attempts) {
+    int status = 0;
+    pid_t done = 0;
+    while ((done = ::waitpid(pid, &status, WNOHANG)) == 0 && Clock::now() < deadline) {
+      std::this_thread::sleep_for(Milliseconds(2));
+    }
+    if (done == 0) {
+      ::kill(-pid, SIGKILL);
+      ::waitpid(pid, &status, 0);
+    }
+    if (done == 0 || !ExitStatus::from_wait(status).success()) lost.push_back(name);
+  }
+  return lost;
+}
+
+// Writes the signals that this process gets into the store: one place to wait at for everything.
+class SignalThread {
+ public:
+  explicit SignalThread(distributed::Store& store)
+      : store_(store),
+        signals_(signal_descriptor()),
+        stop_(::eventfd(0, EFD_CLOEXEC)),
+        thread_([this] { run(); }) {}
+  ~SignalThread() {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t size = ::write(stop_.get(), &one, sizeof one);
+    thread_.join();
+  }
+
+ private:
+  void run() {
+    for (int number = 0;;) {
+      pollfd entries[2] = {{signals_.get(), POLLIN, 0}, {stop_.get(), POLLIN, 0}};
+      ::poll(entries, 2, -1);
+      if (entries[1].revents != 0) return;
+      signalfd_siginfo info;
+      while (::read(signals_.get(), &info, sizeof info) == sizeof info) {
+        store_.set("job/signal/" + std::to_string(number++), std::to_string(info.ssi_signo));
+      }
+    }
+  }
+
+  distributed::Store& store_;
+  FileDescriptor signals_;
+  FileDescriptor stop_;
+  std::thread thread_;
+};
+
+struct TemporaryFile {
+  std::string path;
+  TemporaryFile() = default;
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
+  ~TemporaryFile() {
+    if (!path.empty()) ::unlink(path.c_str());
+  }
+  void write(const std::string& folder, const std::string& text) {
+    path = folder + "/tessera-hosts-XXXXXX";
+    const FileDescriptor file(::mkstemp(path.data()));
+    TS_CHECK_AS(
+        IoError,
+        file && ::write(file.get(), text.data(), text.size()) == static_cast<ssize_t>(text.size()),
+        "tessera launch", "cannot write a host file to ", folder);
+  }
+};
+
+// One run of the job.
+class Attempt {
+ public:
+  Attempt(const LaunchOptions& options, const Machine& machine, const Environment& environment,
+          int number)
+      : options_(options),
+        machine_(machine),
+        environment_(environment),
+        number_(number),
+        ranks_(ranks_of_attempt(options, number)),
+        record_(ranks_),
+        facts_(static_cast<size_t>(ranks_)) {}
+
+  int run();
+  bool interrupted() const { return interrupted_; }
+
+ private:
+  Milliseconds now() const {
+    return std::chrono::duration_cast<Milliseconds>(Clock::now() - start_);
+  }
+  void start_manager();
+  void take(const StoreEntry& entry);
+  void take_ready(int rank, const std::string& text);
+  void take_signal(int number);
+  void tell_news();
+  void check_deadlines();
+  void command(int signal);
+  void kill_job();
+  void end_manager();
+  Milliseconds next_deadline() const;
+  bool over() const { return record_.all_exited() || refused_ || manager_lost_; }
+  int conclude();
+
+  const LaunchOptions& options_;
+  const Machine& machine_;
+  const Environment& environment_;
+  const int number_;
+  const int ranks_;
+  JobRecord record_;
+  std::vector<std::optional<AgentFacts>> facts_;
+  size_t ready_ = 0;
+  Clock::time_point start_ = Clock::now();
+  std::unique_ptr<TcpStoreServer> server_;
+  TemporaryFile host_file_;
+  Child manager_;
+  std::optional<ExitStatus> manager_status_;
+  Milliseconds manager_end_{0};
+  std::optional<Milliseconds> kill_at_;  // after a failure or an interruption
+  std::optional<Milliseconds> killed_at_;
+  int commands_ = 0;
+  bool interrupted_ = false;
+  bool refused_ = false;       // it cannot start
+  bool manager_lost_ = false;  // mpirun ended without its agents' reports
+  bool timed_out_ = false;
+};
+
+void Attempt::start_manager() {
+  const Manager manager = choose_manager(options_, machine_, ranks_);
+  const bool one_machine = store_host(options_, manager) == "127.0.0.1";
+  const StoreAddress address{one_machine ? "127.0.0.1" : "0.0.0.0", 0, random_token()};
+  server_ = std::make_unique<TcpStoreServer>(address);
+  Environment job = {
+      {"TESSERA_STORE", store_host(options_, manager) + ":" + std::to_string(server_->port())},
+      {"TESSERA_STORE_TOKEN", address.token},
+      {"TESSERA_RESTART_COUNT", std::to_string(number_)},
+      {"TESSERA_COLLECTIVE_TIMEOUT", seconds(options_.collective_timeout)},
+      {"TESSERA_GRACE", seconds(options_.grace)},
+  };
+  if (options_.threads > 0) job["TESSERA_NUM_THREADS"] = std::to_string(options_.threads);
+  if (options_.transport != Transport::kAuto) {
+    job["TESSERA_TRANSPORT"] = options_.transport == Transport::kTcp ? "tcp" : "shared";
+  }
+  if (manager == Manager::kMpirun && !options_.hosts.empty()) {
+    host_file_.write(machine_.temporary, format_hosts(options_.hosts));
+  }
+  const ManagerCommand command =
+      manager_command(manager, options_, machine_, ranks_, host_file_.path, environment_, job);
+  // Its output is the ranks', and its input rank 0's.
+  manager_ = spawn(
+      {.command = command.command, .environment = command.environment, .death_signal = SIGTERM});
+}
+
+void Attempt::command(int signal) {
+  server_->store()->set("job/command/" + std::to_string(commands_++), std::to_string(signal));
+}
+
+void Attempt::take_ready(int rank, const std::string& text) {
+  AgentFacts facts = AgentFacts::from_text(text);
+  facts.received = wall_clock();
+  TS_CHECK_AS(DistributedError, facts.world_size == ranks_, "tessera launch", "rank ", rank,
+              " sees ", facts.world_size, " ranks where ", ranks_,
+              " were asked for; mpirun and the MPI library differ");
+  ready_ += facts_[static_cast<size_t>(rank)] ? 0 : 1;
+  facts_[static_cast<size_t>(rank)] = std::move(facts);
+  if (ready_ < facts_.size()) return;
+  std::vector<AgentFacts> all;
+  for (const auto& fact : facts_) all.push_back(*fact);
+  const PreflightResult result = preflight(all);
+  for (const std::string& warning : result.warnings) say("warning: " + warning);
+  for (const std::string& error : result.errors) say("cannot start: " + error);
+  if (result.errors.empty()) {
+    server_->store()->set("job/go", lay_out(all).text());
+  } else {
+    refused_ = true;
+  }
+}
+
+void Attempt::take_signal(int number) {
+  if (number == SIGCHLD) {
+    int status = 0;
+    if (!manager_status_ && ::waitpid(manager_.pid, &status, WNOHANG) == manager_.pid) {
+      manager_status_ = ExitStatus::from_wait(status);
+      manager_end_ = now();
+    }
+    return;
+  }
+  if (number == SIGINT || number == SIGTERM || number == SIGHUP) {
+    if (interrupted_) {  // asked twice
+      kill_job();
+      return;
+    }
+    interrupted_ = true;
+    if (!kill_at_) kill_at_ = now() + options_.grace;
+    say(std::string(::strsignal(number)) + ": passed on to the ranks, which are killed after " +
+        seconds(options_.grace) + " s");
+  }
+  command(number);
+}
+
+void Attempt::take(const StoreEntry& entry) {
+  // job/PART/NUMBER
+  const size_t slash = entry.key.find('/', 4);
+  if (slash == std::string::npos) return;  // job/go
+  const std::string part = entry.key.substr(4, slash - 4);
+  const int rank = std::atoi(entry.key.c_str() + slash + 1);
+  if (part == "signal") {
+    take_signal(std::stoi(entry.value));
+    return;
+  }
+  if (rank < 0 || rank >= ranks_) return;
+  if (part == "ready") {
+    take_ready(rank, entry.value);
+  } else if (part == "joined") {
+    record_.joined(rank, now());
+  } else if (part == "left") {
+    record_.left(rank);
+  } else if (part == "failure") {
+    record_.failed(RankFailure::from_text(entry.value), now());
+  } else if (part == "exit") {
+    record_.exited(rank, ExitReport::from_text(entry.value), now());
+  } else if (part == "agent") {
+    ExitReport lost;
+    lost.status.signal = SIGKILL;
+    const auto& facts = facts_[static_cast<size_t>(rank)];
+    if (facts) lost.host = facts->host;
+    RankFailure failure;
+    failure.rank = rank;
+    failure.kind = FailureKind::kLost;
+    failure.code = 128 + SIGKILL;
+    failure.host = lost.host;
+    failure.message = "lost its agent (killed, or its machine is gone)";
+    record_.failed(failure, now());
+    record_.exited(rank, lost, now());
+  }
+}
+
+// Ranks hear of failures that the launcher found; the user of all first hand.
+void Attempt::tell_news() {
+  for (const RankFailure& failure : record_.take_news()) {
+    server_->store()->compare_set("job/failure/" + std::to_string(failure.rank), std::nullopt,
+                                  failure.to_text());
+    if (!killed_at_ && failure.kind != FailureKind::kConsequence) say(failure.describe());
+    if (!kill_at_) kill_at_ = now() + options_.grace;
+  }
+}
+
+void Attempt::kill_job() {
+  if (killed_at_) return;
+  killed_at_ = now();
+  record_.killing();
+  command(SIGKILL);
+}
+
+void Attempt::check_deadlines() {
+  const Milliseconds time = now();
+  if (ready_ < facts_.size() && time >= options_.start_timeout && !refused_) {
+    std::vector<int> missing;
+    for (size_t rank = 0; rank < facts_.size(); ++rank) {
+      if (!facts_[rank]) missing.push_back(static_cast<int>(rank));
+    }
+    say("cannot start: the agents of " + list(missing) + " did not report within " +
+        seconds(options_.start_timeout) +
+        " s; check that their nodes reach this one (--store-host, --interface, firewalls)");
+    refused_ = true;
+    return;
+  }
+  if (options_.job_timeout && time >= *options_.job_timeout && !killed_at_) {
+    say("the job did not end within " + seconds(*options_.job_timeout) + " s (--job-timeout); " +
+        list(record_.running()) + " killed");
+    timed_out_ = true;
+    kill_job();
+  }
+  if (kill_at_ && time >= *kill_at_ && !killed_at_) {
+    say(list(record_.running()) + " killed: still running " + seconds(options_.grace) +
+        " s after the first failure (--grace)");
+    kill_job();
+  }
+  if (killed_at_ && time >= *killed_at_ + kEndTime) manager_lost_ = true;
+  // The agents' last words are on their way when it ends.
+  if (manager_status_ && time >= manager_end_ + Milliseconds(1000) && !over()) {
+    say("the process manager " + manager_status_->describe() + " without a word of " +
+        list(record_.running()) + "; see its output above");
+    manager_lost_ = true;
+  }
+}
+
+Milliseconds Attempt::next_deadline() const {
+  Milliseconds next = kNever;
+  if (ready_ < facts_.size()) next = std::min(next, options_.start_timeout);
+  if (options_.job_timeout && !killed_at_) next = std::min(next, *options_.job_timeout);
+  if (kill_at_ && !killed_at_) next = std::min(next, *kill_at_);
+  if (killed_at_) next = std::min(next, *killed_at_ + kEndTime);
+  if (manager_status_) next = std::min(next, manager_end_ + Milliseconds(1000));
+  return next;
+}
+
+// Waits for mpirun; what does not end by itself is killed.
+void Attempt::end_manager() {
+  if (!record_.all_exited()) ::kill(manager_.pid, SIGTERM);
+  const Clock::time_point deadline = Clock::now() + kEndTime;
+  int status = 0;
+  while (!manager_status_) {
+    if (::waitpid(manager_.pid, &status, WNOHANG) == manager_.pid) {
+      manager_status_ = ExitStatus::from_wait(status);
+    } else if (Clock::now() >= deadline) {
+      ::kill(-manager_.pid, SIGKILL);
+      ::waitpid(manager_.pid, &status, 0);
+      manager_status_ = ExitStatus::from_wait(status);
+    } else {
+      std::this_thread::sleep_for(Milliseconds(2));
+    }
+  }
+}
+
+int Attempt::conclude() {
+  if (refused_) return 1;
+  if (timed_out_) return kTimeoutCode;
+  const auto cause = record_.first_cause();
+  if (!cause) return manager_lost_ ? std::max(1, manager_status_->shell_code()) : 0;
+  const int code = record_.exit_code();
+  say("the job failed; first cause: " + cause->describe() + "; exit code " + std::to_string(code));
+  return code;
+}
+
+int Attempt::run() {
+  start_manager();
+  {
+    const SignalThread signals(*server_->store());
+    int64_t revision = 0;
+    while (!over()) {
+      const Milliseconds left = std::clamp(next_deadline() - now(), Milliseconds(0), kNever);
+      const StoreChanges changes = server_->store()->watch("job/", revision, left);
+      revision = changes.revision;
+      for (const StoreEntry& entry : changes.entries) take(entry);
+      tell_news();
+      check_deadlines();
+    }
+  }
+  end_manager();
+  return conclude();
+}
+
+}  // namespace
+
+int run_launcher(const LaunchOptions& given) {
+  block_signals();
+  const Environment environment = distributed::process_environment();
+  const Machine machine = this_machine(environment);
+  LaunchOptions options = given;
+  for (int number = 0;; ++number) {
+    if (number > 0 && !options.host_file.empty()) options.hosts = read_host_file(options.host_file);
+    const std::vector<std::string> lost = unreachable_hosts(options, environment);
+    if (!lost.empty()) {
+      std::string names;
+      for (const std::string& name : lost) names += (names.empty() ? "" : ", ") + name;
+      TS_THROW(ConfigError, "tessera launch", "no command runs on ", names, " through ",
+               options.remote_agent.empty() ? "ssh" : options.remote_agent,
+               "; check names and keys, or take them out of ", options.host_file);
+    }
+    const int ranks = ranks_of_attempt(options, number);
+    if (!options.hosts.empty()) check_slots(options.hosts, ranks, options.oversubscribe);
+    Attempt attempt(options, machine, environment, number);
+    const int code = attempt.run();
+    if (code == 0 || attempt.interrupted() || number >= options.restarts) return code;
+    say("starting again with " + std::to_string(ranks_of_attempt(options, number + 1)) +
+        " ranks (restart " + std::to_string(number + 1) + " of " +
+        std::to_string(options.restarts) + ")");
+  }
+}
+
+}  // namespace tessera::launch

@@ -1,0 +1,74 @@
+// What `tessera launch` was asked to do, and where each setting came from.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <tessera/accelerate/launch/hostfile.h>
+#include <tessera/distributed/detect.h>
+
+namespace tessera::launch {
+
+using distributed::Environment;
+using distributed::Milliseconds;
+
+enum class Manager {
+  kNone,    // one rank on this machine: its agent is started directly
+  kMpirun,  // OpenMPI's
+  kSrun,    // inside a Slurm allocation
+};
+
+// How ranks' bytes travel. kAuto leaves it to MPI: shared memory on a node, the fastest network
+// that it finds between nodes.
+enum class Transport { kAuto, kShared, kTcp };
+
+struct LaunchOptions {
+  std::vector<std::string> command;  // the program and its arguments
+
+  int ranks = 1;
+  std::vector<int>
+      restart_ranks;  // of each restart, the last for all further ones; empty: as before
+  int nodes = 0;      // 0: as many as needed
+  std::string host_file;
+  std::vector<Host> hosts;  // read from host_file, again at each restart; empty: this machine
+  bool oversubscribe = false;
+
+  int threads = 0;  // a rank; 0: cores / local ranks
+  int restarts = 0;
+  Milliseconds collective_timeout{600000};
+  std::optional<Milliseconds> job_timeout;  // of each attempt
+  Milliseconds start_timeout{60000};        // until every agent has reported
+  Milliseconds grace{30000};  // between the first failure and the killing of ranks that still run
+
+  Transport transport = Transport::kAuto;
+  std::string interface;     // network interface for TCP
+  std::string store_host;    // address of this machine that the other nodes reach; empty: found
+  std::string remote_agent;  // of mpirun, instead of ssh
+  std::vector<std::string> exported;  // variables that remote ranks get beside TESSERA_*
+  bool prefix_output = true;
+  bool dry_run = false;
+
+  // Where each setting came from: "ranks" -> "--ranks", "TESSERA_RANKS", "file job.json",
+  // "default".
+  std::map<std::string, std::string> provenance;
+};
+
+// A value as text from the command line, for a setting that was given there.
+using Flags = std::map<std::string, std::string>;
+
+// Every setting from its first source: flag, TESSERA_NAME, ACCELERATE_NAME, the JSON file, default.
+// Names: ranks nodes hostfile threads restarts restart_ranks collective_timeout job_timeout
+// start_timeout grace transport interface store_host remote_agent oversubscribe.
+// ConfigError for values that cannot be and for unknown names in the file; IoError, FormatError.
+LaunchOptions resolve_options(const Flags& flags, const Environment& environment,
+                              const std::string& file, std::vector<std::string> command);
+
+std::string describe_settings(const LaunchOptions& options);
+
+// Ranks of attempt 0, 1, ...
+int ranks_of_attempt(const LaunchOptions& options, int attempt);
+
+}  // namespace tessera::launch

@@ -1,0 +1,76 @@
+// Child processes: started with their output in pipes, signals restored, and dead with their
+// parent.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include <sys/types.h>
+
+#include <tessera/distributed/detect.h>
+#include <tessera/distributed/socket.h>
+
+namespace tessera::launch {
+
+using distributed::Environment;
+using distributed::FileDescriptor;
+using distributed::Milliseconds;
+
+// How a process ended.
+struct ExitStatus {
+  int code = 0;    // where it exited
+  int signal = 0;  // that killed it; 0: it exited
+
+  bool success() const { return code == 0 && signal == 0; }
+  int shell_code() const { return signal != 0 ? 128 + signal : code; }
+  std::string describe() const;  // "was killed by signal 9 (Killed)", "exited with code 3"
+  static ExitStatus from_wait(int status);
+};
+
+struct SpawnOptions {
+  std::vector<std::string> command;  // a program, looked up in PATH, and its arguments
+  Environment environment;           // all of it
+  bool capture = false;              // stdout and stderr into pipes
+  int death_signal = 0;              // that it gets when the calling thread dies
+};
+
+struct Child {
+  pid_t pid = -1;  // also of its process group
+  FileDescriptor output;
+  FileDescriptor error;
+};
+
+// Starts a process, in a process group of its own. IoError where the program cannot be executed.
+Child spawn(const SpawnOptions& options);
+
+// The file that PATH gives for a program; empty where there is none that can be executed.
+std::string find_program(const std::string& name, const Environment& environment);
+
+// Blocks the signals that launcher and agents handle themselves, for this thread and those that it
+// starts later. `spawn` gives its children an empty mask again.
+void block_signals();
+// A descriptor from which the blocked signals are read (signalfd_siginfo).
+FileDescriptor signal_descriptor();
+
+// Copies lines from a descriptor to another with a prefix each; a last line without an end is kept
+// until it ends or the source closes.
+class LinePrefixer {
+ public:
+  LinePrefixer(FileDescriptor source, int target, std::string prefix)
+      : source_(std::move(source)), target_(target), prefix_(std::move(prefix)) {}
+  int descriptor() const { return source_.get(); }
+  bool open() const { return static_cast<bool>(source_); }
+  // Reads what is there. Where the source is at its end, it closes.
+  void pump();
+  void close();  // writes the rest
+
+ private:
+  void write_lines(bool all);
+  FileDescriptor source_;
+  int target_;
+  std::string prefix_;
+  std::string pending_;
+};
+
+}  // namespace tessera::launch
