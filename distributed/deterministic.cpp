@@ -32,12 +32,15 @@ void reduce_blocks(std::span<const void* const> inputs, T* out, int64_t count) {
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t length = std::min(kBlock, count - begin);
     const T* first = input(0) + begin;
+#pragma omp simd
     for (int64_t i = 0; i < length; ++i) sums[i] = load<C>(first[i]);
     for (size_t r = 1; r < inputs.size(); ++r) {
       const T* next = input(r) + begin;
+#pragma omp simd
       for (int64_t i = 0; i < length; ++i) sums[i] = combine<op>(sums[i], load<C>(next[i]));
     }
     T* result = out + begin;
+#pragma omp simd
     for (int64_t i = 0; i < length; ++i) {
       if constexpr (op == ReduceOp::kMean && std::is_floating_point_v<C>) {
         result[i] = store<T>(sums[i] * static_cast<C>(factor));
@@ -73,6 +76,7 @@ void scale_contribution(void* data, int64_t count, DType dtype, double factor) {
   dispatch_floating(dtype, "scale_contribution", [&]<class T>() {
     using C = Compute<T>;
     T* values = static_cast<T*>(data);
+#pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
       values[i] = store<T>(load<C>(values[i]) * static_cast<C>(factor));
     }

@@ -1,0 +1,356 @@
+#include "mock_nccl.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace {
+
+// One collective of a group: what each rank brought, and the function that the last one runs.
+struct Rendezvous {
+  int arrived = 0;
+  std::vector<const void*> sends;
+  std::vector<void*> receives;
+};
+
+struct MockGroup {
+  int size = 0;
+  int joined = 0;
+  std::map<long, Rendezvous> collectives;  // by sequence number
+  std::map<std::pair<int, int>, std::vector<std::pair<const void*, size_t>>> sent;  // from, to
+  std::map<std::pair<int, int>, std::vector<std::pair<void*, size_t>>> awaited;
+};
+
+std::mutex mutex;
+std::condition_variable changed;
+std::map<std::string, std::shared_ptr<MockGroup>> groups;  // by unique id
+std::map<std::string, int> calls;
+std::map<std::string, std::pair<ncclResult_t, int>> failures;
+ncclResult_t async_error = ncclSuccess;
+int ids = 0, alive = 0;
+
+}  // namespace
+
+struct ncclComm {
+  std::shared_ptr<MockGroup> group;
+  int rank = 0;
+  long sequence = 0;
+  int splits = 0;
+};
+
+namespace {
+
+bool intercepted(const char* function, ncclResult_t* result) {
+  ++calls[function];
+  auto found = failures.find(function);
+  if (found == failures.end() || found->second.second == 0) return false;
+  --found->second.second;
+  *result = found->second.first;
+  return true;
+}
+
+template <class T>
+void combine(T* into, const T* from, size_t count, ncclRedOp_t op) {
+  for (size_t i = 0; i < count; ++i) {
+    switch (op) {
+      case ncclSum:
+      case ncclAvg:
+        into[i] = static_cast<T>(into[i] + from[i]);
+        break;
+      case ncclProd:
+        into[i] = static_cast<T>(into[i] * from[i]);
+        break;
+      case ncclMax:
+        into[i] = into[i] > from[i] ? into[i] : from[i];
+        break;
+      default:
+        into[i] = into[i] < from[i] ? into[i] : from[i];
+        break;
+    }
+  }
+}
+
+template <class T>
+void reduce_typed(const std::vector<const void*>& sends, size_t offset, void* into, size_t count,
+                  ncclRedOp_t op) {
+  std::vector<T> sum(count);
+  std::memcpy(sum.data(), static_cast<const T*>(sends[0]) + offset, count * sizeof(T));
+  for (size_t r = 1; r < sends.size(); ++r) {
+    combine(sum.data(), static_cast<const T*>(sends[r]) + offset, count, op);
+  }
+  if (op == ncclAvg) {
+    for (T& value : sum) value = static_cast<T>(value / static_cast<T>(sends.size()));
+  }
+  std::memcpy(into, sum.data(), count * sizeof(T));
+}
+
+void reduce(const std::vector<const void*>& sends, size_t offset, void* into, size_t count,
+            ncclDataType_t type, ncclRedOp_t op) {
+  if (type == ncclFloat32) reduce_typed<float>(sends, offset, into, count, op);
+  if (type == ncclFloat64) reduce_typed<double>(sends, offset, into, count, op);
+  if (type == ncclInt64) reduce_typed<int64_t>(sends, offset, into, count, op);
+}
+
+size_t size_of(ncclDataType_t type) {
+  switch (type) {
+    case ncclFloat64:
+    case ncclInt64:
+      return 8;
+    case ncclFloat32:
+    case ncclInt32:
+      return 4;
+    case ncclFloat16:
+    case ncclBfloat16:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
+// Queues this rank's part of a collective; the last rank runs `body` for all.
+ncclResult_t meet(const char* function, ncclComm_t communicator, const void* send, void* receive,
+                  const std::function<void(const Rendezvous&)>& body) {
+  std::lock_guard lock(mutex);
+  ncclResult_t result;
+  if (intercepted(function, &result)) return result;
+  MockGroup& group = *communicator->group;
+  const long sequence = communicator->sequence++;
+  Rendezvous& rendezvous = group.collectives[sequence];
+  rendezvous.sends.resize(static_cast<size_t>(group.size));
+  rendezvous.receives.resize(static_cast<size_t>(group.size));
+  rendezvous.sends[static_cast<size_t>(communicator->rank)] = send;
+  rendezvous.receives[static_cast<size_t>(communicator->rank)] = receive;
+  if (++rendezvous.arrived == group.size) {
+    body(rendezvous);
+    group.collectives.erase(sequence);
+    changed.notify_all();
+  }
+  return ncclSuccess;
+}
+
+thread_local ncclComm_t last_used = nullptr;
+
+}  // namespace
+
+extern "C" {
+
+void mock_nccl_fail(const char* function, ncclResult_t result, int times) {
+  std::lock_guard lock(mutex);
+  failures[function] = {result, times};
+}
+void mock_nccl_set_async_error(ncclResult_t result) {
+  std::lock_guard lock(mutex);
+  async_error = result;
+}
+bool mock_nccl_synchronize() {
+  std::unique_lock lock(mutex);
+  const MockGroup& group = *last_used->group;
+  const int rank = last_used->rank;
+  return changed.wait_for(lock, std::chrono::seconds(10), [&] {
+    bool done =
+        group.collectives.empty() || group.collectives.begin()->first >= last_used->sequence;
+    for (const auto& [pair, parts] : group.sent) done &= pair.first != rank;
+    for (const auto& [pair, parts] : group.awaited) done &= pair.second != rank;
+    return done;
+  });
+}
+int mock_nccl_calls(const char* function) {
+  std::lock_guard lock(mutex);
+  return calls[function];
+}
+int mock_nccl_alive() {
+  std::lock_guard lock(mutex);
+  return alive;
+}
+void mock_nccl_reset() {
+  std::lock_guard lock(mutex);
+  calls.clear();
+  failures.clear();
+  async_error = ncclSuccess;
+}
+
+ncclResult_t ncclGetVersion(int* version) {
+  const char* pretended = std::getenv("MOCK_NCCL_VERSION");
+  *version = pretended ? std::atoi(pretended) : NCCL_VERSION_CODE;
+  return ncclSuccess;
+}
+ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  std::lock_guard lock(mutex);
+  ncclResult_t result;
+  if (intercepted("ncclGetUniqueId", &result)) return result;
+  std::memset(id->internal, 0, sizeof id->internal);
+  const std::string text = "mock " + std::to_string(++ids);
+  std::memcpy(id->internal, text.data(), text.size());
+  return ncclSuccess;
+}
+const char* ncclGetErrorString(ncclResult_t result) {
+  return result == ncclInvalidArgument ? "invalid argument" : "unhandled system error";
+}
+const char* ncclGetLastError(ncclComm_t) { return "said by the mock"; }
+
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* communicator, int size, ncclUniqueId id, int rank,
+                                    ncclConfig_t* config) {
+  std::lock_guard lock(mutex);
+  ncclResult_t result;
+  if (intercepted("ncclCommInitRankConfig", &result)) return result;
+  if (config->blocking != 0) return ncclInvalidUsage;  // could not be aborted
+  auto& group = groups[id.internal];
+  if (!group) group = std::make_shared<MockGroup>();
+  group->size = size;
+  ++group->joined;
+  ++alive;
+  *communicator = new ncclComm{group, rank};
+  return ncclInProgress;
+}
+ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* part,
+                           ncclConfig_t* config) {
+  std::lock_guard lock(mutex);
+  ncclResult_t result;
+  if (intercepted("ncclCommSplit", &result)) return result;
+  if (config->blocking != 0) return ncclInvalidUsage;
+  *part = nullptr;
+  const int split = parent->splits++;
+  if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+  char name[64];
+  std::snprintf(name, sizeof name, "%p split %d color %d", static_cast<void*>(parent->group.get()),
+                split, color);
+  auto& group = groups[name];
+  if (!group) group = std::make_shared<MockGroup>();
+  // The mock's tests split into groups that keep the parent's order, so a rank is its arrival by
+  // key; the size grows as they come.
+  ++group->size;
+  ++group->joined;
+  ++alive;
+  *part = new ncclComm{group, key};
+  return ncclSuccess;
+}
+ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* state) {
+  std::lock_guard lock(mutex);
+  ++calls["ncclCommGetAsyncError"];
+  if (communicator->group->joined < communicator->group->size) {
+    *state = ncclInProgress;
+  } else {
+    *state = async_error;
+  }
+  return ncclSuccess;
+}
+ncclResult_t ncclCommFinalize(ncclComm_t) {
+  std::lock_guard lock(mutex);
+  ncclResult_t result;
+  return intercepted("ncclCommFinalize", &result) ? result : ncclSuccess;
+}
+ncclResult_t ncclCommDestroy(ncclComm_t communicator) {
+  std::lock_guard lock(mutex);
+  ++calls["ncclCommDestroy"];
+  --alive;
+  delete communicator;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommAbort(ncclComm_t communicator) {
+  std::lock_guard lock(mutex);
+  ++calls["ncclCommAbort"];
+  --alive;
+  delete communicator;
+  return ncclSuccess;
+}
+
+ncclResult_t ncclAllReduce(const void* send, void* receive, size_t count, ncclDataType_t type,
+                           ncclRedOp_t op, ncclComm_t communicator, cudaStream_t) {
+  last_used = communicator;
+  return meet("ncclAllReduce", communicator, send, receive, [=](const Rendezvous& all) {
+    std::vector<char> result(count * size_of(type));
+    reduce(all.sends, 0, result.data(), count, type, op);
+    for (void* to : all.receives) std::memcpy(to, result.data(), result.size());
+  });
+}
+ncclResult_t ncclReduce(const void* send, void* receive, size_t count, ncclDataType_t type,
+                        ncclRedOp_t op, int root, ncclComm_t communicator, cudaStream_t) {
+  last_used = communicator;
+  return meet("ncclReduce", communicator, send, receive, [=](const Rendezvous& all) {
+    reduce(all.sends, 0, all.receives[static_cast<size_t>(root)], count, type, op);
+  });
+}
+ncclResult_t ncclBroadcast(const void* send, void* receive, size_t count, ncclDataType_t type,
+                           int root, ncclComm_t communicator, cudaStream_t) {
+  last_used = communicator;
+  return meet("ncclBroadcast", communicator, send, receive, [=](const Rendezvous& all) {
+    const void* from = all.sends[static_cast<size_t>(root)];
+    for (void* to : all.receives) std::memmove(to, from, count * size_of(type));
+  });
+}
+ncclResult_t ncclAllGather(const void* send, void* receive, size_t count, ncclDataType_t type,
+                           ncclComm_t communicator, cudaStream_t) {
+  last_used = communicator;
+  return meet("ncclAllGather", communicator, send, receive, [=](const Rendezvous& all) {
+    const size_t bytes = count * size_of(type);
+    for (void* to : all.receives) {
+      for (size_t r = 0; r < all.sends.size(); ++r) {
+        std::memmove(static_cast<char*>(to) + r * bytes, all.sends[r], bytes);
+      }
+    }
+  });
+}
+ncclResult_t ncclReduceScatter(const void* send, void* receive, size_t count, ncclDataType_t type,
+                               ncclRedOp_t op, ncclComm_t communicator, cudaStream_t) {
+  last_used = communicator;
+  return meet("ncclReduceScatter", communicator, send, receive, [=](const Rendezvous& all) {
+    for (size_t r = 0; r < all.receives.size(); ++r) {
+      reduce(all.sends, r * count, all.receives[r], count, type, op);
+    }
+  });
+}
+
+static void deliver(MockGroup& group, std::pair<int, int> pair) {
+  auto& sent = group.sent[pair];
+  auto& awaited = group.awaited[pair];
+  while (!sent.empty() && !awaited.empty()) {
+    std::memcpy(awaited.front().first, sent.front().first, sent.front().second);
+    sent.erase(sent.begin());
+    awaited.erase(awaited.begin());
+  }
+  if (sent.empty()) group.sent.erase(pair);
+  if (awaited.empty()) group.awaited.erase(pair);
+  changed.notify_all();
+}
+ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer,
+                      ncclComm_t communicator, cudaStream_t) {
+  last_used = communicator;
+  std::lock_guard lock(mutex);
+  ncclResult_t result;
+  if (intercepted("ncclSend", &result)) return result;
+  const std::pair pair{communicator->rank, peer};
+  communicator->group->sent[pair].emplace_back(data, count * size_of(type));
+  deliver(*communicator->group, pair);
+  return ncclSuccess;
+}
+ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer,
+                      ncclComm_t communicator, cudaStream_t) {
+  last_used = communicator;
+  std::lock_guard lock(mutex);
+  ncclResult_t result;
+  if (intercepted("ncclRecv", &result)) return result;
+  const std::pair pair{peer, communicator->rank};
+  communicator->group->awaited[pair].emplace_back(data, count * size_of(type));
+  deliver(*communicator->group, pair);
+  return ncclSuccess;
+}
+ncclResult_t ncclGroupStart() {
+  std::lock_guard lock(mutex);
+  ncclResult_t result;
+  return intercepted("ncclGroupStart", &result) ? result : ncclSuccess;
+}
+ncclResult_t ncclGroupEnd() {
+  std::lock_guard lock(mutex);
+  ncclResult_t result;
+  return intercepted("ncclGroupEnd", &result) ? result : ncclSuccess;
+}
+
+}  // extern "C"

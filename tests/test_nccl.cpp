@@ -1,0 +1,258 @@
+// The nccl backend's communicators over a mock of the library whose ranks are threads: what is
+// asked of NCCL, followed to its end, and what its answers become.
+#include <tessera/distributed/nccl/communicator.h>
+
+#include <gtest/gtest.h>
+
+#include <dlfcn.h>
+
+#include <functional>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include <tessera/core/error.h>
+
+#include "mock_nccl/mock_nccl.h"
+
+namespace tessera::distributed::nccl {
+namespace {
+
+constexpr Communicator::Seconds kTimeout{10.0};
+
+// The mock's controls, found as the backend finds NCCL's functions.
+struct Mock {
+  void* handle = dlopen(TESSERA_MOCK_NCCL, RTLD_NOW | RTLD_LOCAL);
+  LibraryPtr library = std::make_shared<const Library>(TESSERA_MOCK_NCCL);
+
+  template <class Function>
+  Function* find(const char* name) const {
+    return reinterpret_cast<Function*>(dlsym(handle, name));
+  }
+  void fail(const char* function, ncclResult_t result, int times = 1) const {
+    find<decltype(mock_nccl_fail)>("mock_nccl_fail")(function, result, times);
+  }
+  void set_async_error(ncclResult_t result) const {
+    find<decltype(mock_nccl_set_async_error)>("mock_nccl_set_async_error")(result);
+  }
+  int calls(const char* function) const {
+    return find<decltype(mock_nccl_calls)>("mock_nccl_calls")(function);
+  }
+  int alive() const { return find<decltype(mock_nccl_alive)>("mock_nccl_alive")(); }
+  void reset() const { find<decltype(mock_nccl_reset)>("mock_nccl_reset")(); }
+  void synchronize() const {
+    EXPECT_TRUE(find<decltype(mock_nccl_synchronize)>("mock_nccl_synchronize")());
+  }
+};
+
+class Nccl : public testing::Test {
+ protected:
+  void SetUp() override { mock.reset(); }
+  void TearDown() override { EXPECT_EQ(mock.alive(), 0) << "a communicator has not been freed"; }
+
+  // `body` on `size` threads, each with its communicator of one group.
+  void run_ranks(int size, const std::function<void(Communicator&)>& body) {
+    const std::string id = make_unique_id(*mock.library);
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < size; ++rank) {
+      ranks.emplace_back([&, rank] {
+        Communicator communicator(mock.library, id, rank, size, "world", kTimeout);
+        body(communicator);
+      });
+    }
+    for (std::thread& rank : ranks) rank.join();
+  }
+
+  Mock mock;
+};
+
+template <class ErrorClass>
+std::string message_of(const std::function<void()>& function) {
+  try {
+    function();
+  } catch (const ErrorClass& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    return std::string("another class: ") + error.what();
+  }
+  return "no error";
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+TEST_F(Nccl, ReducesGathersAndScatters) {
+  run_ranks(4, [&](Communicator& c) {
+    const float mine = static_cast<float>(c.rank() + 1);
+    std::vector<float> data(6, mine);
+    c.all_reduce(data.data(), data.data(), 6, kF32, ReduceOp::kSum, nullptr);
+    mock.synchronize();
+    EXPECT_EQ(data, std::vector<float>(6, 10.0F));
+
+    data.assign(6, mine);
+    c.all_reduce(data.data(), data.data(), 6, kF32, ReduceOp::kMean, nullptr);
+    mock.synchronize();
+    EXPECT_EQ(data, std::vector<float>(6, 2.5F));
+
+    std::vector<double> on_root(3, mine);
+    c.reduce(on_root.data(), on_root.data(), 3, kF64, ReduceOp::kMax, 2, nullptr);
+    mock.synchronize();
+    EXPECT_EQ(on_root, std::vector<double>(3, c.rank() == 2 ? 4.0 : mine));
+
+    std::vector<int64_t> pieces(8), piece(2);
+    std::iota(pieces.begin(), pieces.end(), c.rank());
+    c.reduce_scatter(pieces.data(), piece.data(), 2, kI64, ReduceOp::kSum, nullptr);
+    mock.synchronize();
+    EXPECT_EQ(piece, (std::vector<int64_t>{6 + 8 * c.rank(), 10 + 8 * c.rank()}));
+
+    std::vector<float> gathered(8);
+    const std::vector<float> part(2, mine);
+    c.all_gather(part.data(), gathered.data(), 2 * sizeof(float), nullptr);
+    mock.synchronize();
+    EXPECT_EQ(gathered, (std::vector<float>{1, 1, 2, 2, 3, 3, 4, 4}));
+
+    std::vector<float> from_root(3, mine);
+    c.broadcast(from_root.data(), 3 * sizeof(float), 1, nullptr);
+    mock.synchronize();
+    EXPECT_EQ(from_root, std::vector<float>(3, 2.0F));
+  });
+}
+
+TEST_F(Nccl, ExchangesUnevenPartsInOneGroup) {
+  run_ranks(3, [&](Communicator& c) {
+    // Rank r sends s + 1 numbers 10 * r + s to rank s, and nothing to itself.
+    std::vector<std::vector<float>> out(3), in(3);
+    std::vector<Part> sends(3), receives(3);
+    for (int s = 0; s < 3; ++s) {
+      if (s == c.rank()) continue;
+      const auto i = static_cast<size_t>(s);
+      out[i].assign(i + 1, static_cast<float>(10 * c.rank() + s));
+      in[i].resize(static_cast<size_t>(c.rank()) + 1);
+      sends[i] = {out[i].data(), out[i].size() * sizeof(float)};
+      receives[i] = {in[i].data(), in[i].size() * sizeof(float)};
+    }
+    c.exchange(sends, receives, nullptr);
+    mock.synchronize();
+    for (int s = 0; s < 3; ++s) {
+      if (s == c.rank()) continue;
+      const float expected = static_cast<float>(10 * s + c.rank());
+      EXPECT_EQ(in[static_cast<size_t>(s)],
+                std::vector<float>(static_cast<size_t>(c.rank()) + 1, expected));
+    }
+  });
+  EXPECT_EQ(mock.calls("ncclGroupStart"), 3);
+  EXPECT_EQ(mock.calls("ncclGroupEnd"), 3);
+  EXPECT_EQ(mock.calls("ncclSend"), 6);
+}
+
+TEST_F(Nccl, SplitsIntoGroupsOfTheirOwn) {
+  run_ranks(4, [&](Communicator& c) {
+    // Even and odd ranks; rank 3 stays out.
+    const int color = c.rank() == 3 ? -1 : c.rank() % 2;
+    const int new_rank = c.rank() / 2, new_size = color == 0 ? 2 : 1;
+    auto part = c.split(color, new_rank, new_rank, new_size, "parity", kTimeout);
+    ASSERT_EQ(part == nullptr, color < 0);
+    float ready = 0;  // all have split
+    c.all_reduce(&ready, &ready, 1, kF32, ReduceOp::kSum, nullptr);
+    mock.synchronize();
+    if (!part) return;
+    float value = static_cast<float>(c.rank() + 1);
+    part->all_reduce(&value, &value, 1, kF32, ReduceOp::kSum, nullptr);
+    mock.synchronize();
+    EXPECT_EQ(value, color == 0 ? 4.0F : 2.0F);
+    part->shutdown();
+  });
+}
+
+TEST_F(Nccl, ARankThatDoesNotComeEndsTheStartWithItsName) {
+  const std::string id = make_unique_id(*mock.library);
+  const std::string message = message_of<DistributedError>(
+      [&] { Communicator alone(mock.library, id, 0, 2, "world", Communicator::Seconds(0.05)); });
+  EXPECT_TRUE(contains(message, "ncclCommInitRankConfig")) << message;
+  EXPECT_TRUE(contains(message, "rank 0 waited 0.05 s")) << message;
+  EXPECT_EQ(mock.calls("ncclCommAbort"), 1);
+}
+
+TEST_F(Nccl, AWrongArgumentLeavesTheGroupUsable) {
+  run_ranks(1, [&](Communicator& c) {
+    float value = 3;
+    mock.fail("ncclAllReduce", ncclInvalidArgument);
+    const std::string message = message_of<DistributedError>(
+        [&] { c.all_reduce(&value, &value, 1, kF32, ReduceOp::kSum, nullptr); });
+    EXPECT_TRUE(contains(message, "ncclAllReduce: group 'world': invalid argument")) << message;
+    EXPECT_TRUE(contains(message, "said by the mock")) << message;
+    EXPECT_TRUE(contains(message, "can still be used")) << message;
+    c.all_reduce(&value, &value, 1, kF32, ReduceOp::kSum, nullptr);
+    EXPECT_EQ(value, 3.0F);
+  });
+}
+
+TEST_F(Nccl, AFailureOfTheSystemAbortsAndLaterCallsSaySo) {
+  run_ranks(1, [&](Communicator& c) {
+    float value = 3;
+    auto reduce = [&] { c.all_reduce(&value, &value, 1, kF32, ReduceOp::kSum, nullptr); };
+    mock.fail("ncclAllReduce", ncclSystemError);
+    EXPECT_TRUE(contains(message_of<DistributedError>(reduce), "unhandled system error"));
+    EXPECT_EQ(mock.calls("ncclCommAbort"), 1);
+    const std::string later = message_of<DistributedError>(reduce);
+    EXPECT_TRUE(contains(later, "can no longer be used: ncclAllReduce failed")) << later;
+    EXPECT_EQ(mock.calls("ncclAllReduce"), 1);
+  });
+  EXPECT_EQ(mock.calls("ncclCommAbort"), 1);
+}
+
+TEST_F(Nccl, AnAsynchronousErrorIsFoundAndAborts) {
+  run_ranks(1, [&](Communicator& c) {
+    c.check_async();
+    mock.set_async_error(ncclRemoteError);
+    EXPECT_TRUE(contains(message_of<DistributedError>([&] { c.check_async(); }), "system error"));
+    EXPECT_EQ(mock.calls("ncclCommAbort"), 1);
+  });
+}
+
+TEST_F(Nccl, AnotherThreadCanAbortAndIsQuoted) {
+  run_ranks(1, [&](Communicator& c) {
+    std::thread watchdog([&] { c.abort("the watchdog's deadline has passed"); });
+    watchdog.join();
+    float value = 1;
+    const std::string message = message_of<DistributedError>(
+        [&] { c.all_reduce(&value, &value, 1, kF32, ReduceOp::kSum, nullptr); });
+    EXPECT_TRUE(contains(message, "the watchdog's deadline has passed")) << message;
+  });
+}
+
+TEST_F(Nccl, ClosesTheGroupAfterAnErrorInside) {
+  run_ranks(2, [&](Communicator& c) {
+    if (c.rank() == 1) return;
+    mock.fail("ncclSend", ncclInvalidArgument);
+    float value = 1;
+    const std::vector<Part> sends{{}, {&value, sizeof value}};
+    EXPECT_TRUE(contains(message_of<DistributedError>([&] { c.exchange(sends, {}, nullptr); }),
+                         "invalid argument"));
+    EXPECT_EQ(mock.calls("ncclGroupEnd"), 1);
+  });
+}
+
+TEST_F(Nccl, RefusesWhatNcclCannotReduce) {
+  EXPECT_TRUE(contains(message_of<DTypeError>([] { data_type(kBool); }), "bool"));
+  EXPECT_TRUE(contains(message_of<DTypeError>([] { data_type(kF8E4M3); }), "convert it first"));
+  EXPECT_TRUE(
+      contains(message_of<DTypeError>([] { reduction(ReduceOp::kMean, kI64); }), "use sum"));
+}
+
+TEST_F(Nccl, NamesAMissingAndAnOldLibrary) {
+  const std::string missing =
+      message_of<UnsupportedError>([] { Library library("libnccl_of_nowhere.so"); });
+  EXPECT_TRUE(contains(missing, "libnccl_of_nowhere.so")) << missing;
+  EXPECT_TRUE(contains(missing, "TESSERA_NCCL")) << missing;
+
+  setenv("MOCK_NCCL_VERSION", "21403", 1);
+  const std::string old = message_of<UnsupportedError>([] { Library library(TESSERA_MOCK_NCCL); });
+  unsetenv("MOCK_NCCL_VERSION");
+  EXPECT_TRUE(contains(old, "needs NCCL 2.18.0 or newer")) << old;
+  EXPECT_TRUE(contains(old, "is 2.14.3")) << old;
+}
+
+}  // namespace
+}  // namespace tessera::distributed::nccl
