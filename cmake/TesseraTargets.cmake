@@ -80,7 +80,7 @@ tessera_floor(optim DEPENDS tessera_autograd)
 tessera_floor(data DEPENDS tessera_core)
 target_link_libraries(tessera_data PRIVATE ICU::uc ZLIB::ZLIB $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 tessera_floor(distributed DEPENDS tessera_nn tessera_optim)
-target_link_libraries(tessera_distributed PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+target_link_libraries(tessera_distributed PUBLIC nlohmann_json::nlohmann_json)  # objects are JSON
 target_compile_options(tessera_distributed PRIVATE -fopenmp-simd)  # reductions in rank order
 if(TESSERA_MPI_FOUND)
   target_link_libraries(tessera_distributed PRIVATE MPI::MPI_CXX)

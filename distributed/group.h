@@ -56,7 +56,8 @@ class Work {
 class Group : public std::enable_shared_from_this<Group> {
  public:
   // `ranks`: world ranks in group order. For backends; users split world().
-  Group(std::string name, std::shared_ptr<Backend> backend, std::vector<int> ranks);
+  Group(std::string name, std::shared_ptr<Backend> backend, std::vector<int> ranks,
+        RankContext& context = rank_context());
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -116,6 +117,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void shutdown();
 
  private:
+  friend class Work;
   friend class CoalescedScope;
   struct Request;
   Work start(Request request, const CollectiveOptions& options);
@@ -124,6 +126,8 @@ class Group : public std::enable_shared_from_this<Group> {
   std::string late_ranks(const CommRecord& record, double waited);
   void check_rank(int rank, std::string_view what) const;
   std::vector<Part> cut(const Tensor& flat) const;
+  // One Work for several; wait() then copies each second tensor to the first.
+  Work join(std::vector<Work> works, std::vector<std::pair<Tensor, Tensor>> copy_back);
   template <class Check>
   void checked(Operation operation, const CollectiveOptions& options, Check&& check);
 

@@ -1,0 +1,731 @@
+#include <tessera/distributed/group.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdio>
+#include <cstring>
+#include <map>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/factory.h>
+#include <tessera/distributed/deterministic.h>
+
+namespace tessera::distributed {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+int64_t total_numel(std::span<const Tensor> tensors) {
+  int64_t sum = 0;
+  for (const Tensor& tensor : tensors) sum += tensor.numel();
+  return sum;
+}
+
+Part part_of(const Tensor& tensor) {
+  if (tensor.numel() == 0) return {};
+  return {tensor.is_meta() ? nullptr : static_cast<char*>(tensor.data()), tensor.nbytes()};
+}
+
+uint64_t hash_of(const std::source_location& where) {
+  uint64_t hash = 1469598103934665603u;  // FNV-1a
+  for (const char* c = where.file_name(); *c != 0; ++c) {
+    hash = (hash ^ static_cast<unsigned char>(*c)) * 1099511628211u;
+  }
+  return (hash ^ where.line()) * 1099511628211u;
+}
+
+std::string_view file_of(const char* path) {
+  const std::string_view text(path);
+  const size_t slash = text.rfind('/');
+  return slash == std::string_view::npos ? text : text.substr(slash + 1);
+}
+
+void set_text(CallText& text, const std::string& value) {
+  const size_t length = std::min(value.size(), text.size() - 1);
+  std::memcpy(text.data(), value.data(), length);
+  text[length] = 0;
+}
+
+std::string rank_list(std::span<const int> ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    text += (i == 0 ? "" : ",") + std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+}  // namespace
+
+// What start() needs to know of a call, whatever it is.
+struct Group::Request {
+  Operation operation;
+  DType dtype = DType::kUInt8;
+  ReduceOp reduce = ReduceOp::kSum;
+  int root = -1;
+  int tag = 0;
+  int64_t count = 0;  // -1: differs between ranks
+  int64_t bytes = 0;
+  std::vector<Part> sends = {}, receives = {};
+  // Tensors whose memory the transport uses, and where results go that it cannot write directly.
+  std::vector<Tensor> keep = {};
+  std::vector<std::pair<Tensor, Tensor>> copy_back = {};  // to, from
+
+  // A contiguous tensor that the transport reads.
+  Tensor input(const Tensor& tensor) {
+    keep.push_back(contiguous(detach(tensor)));
+    return keep.back();
+  }
+  // One that it writes (and reads, where in_place).
+  Tensor output(const Tensor& tensor, bool in_place = false) {
+    tensor.bump_version();
+    if (tensor.is_contiguous()) {
+      keep.push_back(tensor);
+      return tensor;
+    }
+    const Tensor buffer = in_place ? contiguous(detach(tensor))
+                                   : raw::empty(tensor.shape(), tensor.dtype(), tensor.device());
+    keep.push_back(buffer);
+    copy_back.emplace_back(detach(tensor), buffer);
+    return buffer;
+  }
+};
+
+// ---- Work ---------------------------------------------------------------------------------------
+
+struct Work::State {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool done = false;
+  std::exception_ptr error;
+  double virtual_done = 0;
+
+  std::shared_ptr<Group> group;
+  CommRecord record;
+  int64_t number = 0;  // in the trace
+  Clock::time_point issued;
+  double timeout = 0;
+  std::vector<Tensor> keep;
+  std::vector<std::pair<Tensor, Tensor>> copy_back;
+  bool delivered = false;   // wait() has copied back
+  std::vector<Work> parts;  // of a coalesced call
+
+  void finish(std::exception_ptr failure, double end_on_clock) {
+    {
+      const std::lock_guard lock(mutex);
+      if (done) return;
+      done = true;
+      error = std::move(failure);
+      virtual_done = end_on_clock;
+    }
+    changed.notify_all();
+  }
+};
+
+bool Work::completed() const {
+  if (!state_) return true;
+  for (const Work& part : state_->parts) {
+    if (!part.completed()) return false;
+  }
+  const std::lock_guard lock(state_->mutex);
+  return state_->done;
+}
+
+int64_t Work::sequence() const { return state_ ? state_->record.sequence : 0; }
+
+void Work::wait() const {
+  if (!state_) return;
+  State& state = *state_;
+  for (const Work& part : state.parts) part.wait();
+  if (state.group) {
+    RankContext& context = rank_context();
+    if (context.mutation == Mutation::kSkipWait) return;
+    if (context.hooks.before_wait) context.hooks.before_wait(state.record);
+    CommTrace& trace = state.group->trace();
+    const double begin = context.clock ? context.clock->now : trace.seconds();
+    std::exception_ptr error;
+    {
+      std::unique_lock lock(state.mutex);
+      const auto deadline =
+          state.issued + std::chrono::duration_cast<Clock::duration>(
+                             std::chrono::duration<double>(std::min(state.timeout, 1e9)));
+      if (!state.changed.wait_until(lock, deadline, [&] { return state.done; })) {
+        lock.unlock();
+        const double waited = std::chrono::duration<double>(Clock::now() - state.issued).count();
+        const std::string message = state.group->late_ranks(state.record, waited);
+        state.group->backend().fail(std::make_exception_ptr(DistributedError(message)));
+        state.finish(std::make_exception_ptr(DistributedError(message)), 0);
+        lock.lock();
+      }
+      error = state.error;
+      if (context.clock) context.clock->now = std::max(context.clock->now, state.virtual_done);
+    }
+    trace.waited(state.number, begin, context.clock ? context.clock->now : trace.seconds());
+    if (error) {
+      if (!context.dump_directory.empty()) {
+        const std::string path =
+            context.dump_directory + "/comm-rank-" + std::to_string(context.rank) + ".json";
+        if (FILE* file = std::fopen(path.c_str(), "w")) {
+          const std::string text = trace.to_json(context.rank);
+          std::fwrite(text.data(), 1, text.size(), file);
+          std::fclose(file);
+        }
+      }
+      // A copy: several waits may rethrow, each may be given context on its way.
+      try {
+        std::rethrow_exception(error);
+      } catch (const DistributedError& failure) {
+        throw DistributedError("rank " + std::to_string(context.rank) + ": " +
+                               state.record.describe() + " of '" + state.record.group +
+                               "': " + failure.what());
+      }
+    }
+    if (context.hooks.after_wait) context.hooks.after_wait(state.record);
+  }
+  if (state.delivered) return;
+  state.delivered = true;
+  const NoGradGuard no_grad;
+  for (const auto& [to, from] : state.copy_back) copy_(to, from);
+  state.copy_back.clear();
+  state.keep.clear();
+}
+
+// ---- Group --------------------------------------------------------------------------------------
+
+namespace {
+
+int own_position(const std::shared_ptr<Backend>& backend) { return backend ? backend->rank() : 0; }
+
+}  // namespace
+
+Group::Group(std::string name, std::shared_ptr<Backend> backend, std::vector<int> ranks,
+             RankContext& context)
+    : name_(std::move(name)),
+      backend_(std::move(backend)),
+      ranks_(std::move(ranks)),
+      rank_(own_position(backend_)),
+      trace_(context.trace),
+      sequences_(kChannels) {
+  TS_CHECK(!backend_ || backend_->size() == size(), "Group", "'", name_, "' lists ", ranks_.size(),
+           " ranks for a backend of ", backend_ ? backend_->size() : 1);
+  if (backend_) context.watch(backend_);
+}
+
+Group::~Group() = default;
+
+Work Group::local(Request& request) {
+  // One rank: what it sends is what it gets.
+  for (size_t r = 0; r < std::min(request.sends.size(), request.receives.size()); ++r) {
+    const Part &from = request.sends[r], &to = request.receives[r];
+    if (from.data != nullptr && to.data != nullptr && from.data != to.data) {
+      std::memcpy(to.data, from.data, static_cast<size_t>(from.bytes));
+    }
+  }
+  const NoGradGuard no_grad;
+  for (const auto& [to, from] : request.copy_back) copy_(to, from);
+  return {};
+}
+
+Work Group::start(Request request, const CollectiveOptions& options) {
+  TS_CHECK_AS(DistributedError, !shut_down_, name_, "the group was shut down; no ",
+              name_of(request.operation), " may follow");
+  const bool peer_call =
+      request.operation == Operation::kSend || request.operation == Operation::kRecv;
+  if (size() == 1 && !peer_call && request.operation != Operation::kInvalid) return local(request);
+
+  RankContext& context = rank_context();
+  auto state = std::make_shared<Work::State>();
+  CommRecord& record = state->record;
+  record.group = name_;
+  record.channel = options.channel;
+  record.sequence = peer_call ? ++peer_calls_ : ++sequences_[static_cast<size_t>(options.channel)];
+  record.operation = request.operation;
+  record.reduce = request.reduce;
+  record.dtype = request.dtype;
+  record.count = request.count;
+  record.bytes = request.bytes;
+  record.root = request.root;
+  record.group_size = size();
+  record.tag = options.tag;
+  record.phase = context.phase;
+  record.file = options.where.file_name();
+  record.line = static_cast<int>(options.where.line());
+  record.queued = context.clock ? context.clock->now : trace_->seconds();
+  state->group = shared_from_this();
+  state->issued = Clock::now();
+  state->timeout =
+      options.timeout_seconds > 0 ? options.timeout_seconds : context.timeouts.collective;
+  state->keep = std::move(request.keep);
+  state->copy_back = std::move(request.copy_back);
+
+  const bool issue = !context.hooks.before_issue || context.hooks.before_issue(record);
+  state->number = trace_->add(record);
+  if (!issue) return Work(state);
+
+  auto call = std::make_shared<Call>();
+  call->header = {request.operation, request.dtype, request.reduce,  context.reduction_mode,
+                  request.root,      request.count, record.sequence, hash_of(options.where)};
+  call->channel = options.channel;
+  call->tag = request.tag;
+  call->sends = std::move(request.sends);
+  call->receives = std::move(request.receives);
+  if (request.operation == Operation::kInvalid) {
+    set_text(call->text, record.tag);
+  } else {
+    set_text(call->text, record.describe() + " at " + std::string(file_of(record.file)) + ":" +
+                             std::to_string(record.line));
+  }
+  if (context.clock) {
+    call->virtual_issued = context.clock->now;
+    if (context.clock->latency) call->latency = context.clock->latency(record);
+  }
+  call->done = [state, trace = trace_, virtual_time = context.clock != nullptr,
+                raw = call.get()](std::exception_ptr error) {
+    const bool failed = error != nullptr;
+    trace->finish(state->number, failed, virtual_time ? raw->virtual_done : trace->seconds());
+    state->finish(std::move(error), raw->virtual_done);
+  };
+  backend_->start(std::move(call));
+  return Work(state);
+}
+
+Work Group::join(std::vector<Work> works, std::vector<std::pair<Tensor, Tensor>> copy_back) {
+  auto state = std::make_shared<Work::State>();
+  state->done = true;  // beyond its parts
+  state->parts = std::move(works);
+  for (const auto& [tensor, part] : copy_back) tensor.bump_version();
+  state->copy_back = std::move(copy_back);
+  return Work(std::move(state));
+}
+
+// Tells the others that this rank has no call to make here, and rethrows why.
+void Group::invalid(const CollectiveOptions& options, std::string_view operation) {
+  const std::exception_ptr mistake = std::current_exception();
+  if (size() > 1) {
+    std::string text(operation);
+    try {
+      std::rethrow_exception(mistake);
+    } catch (const std::exception& error) {
+      text += " with a mistake (" + std::string(error.what()) + ")";
+    } catch (...) {
+      text += " with a mistake";
+    }
+    CollectiveOptions reason = options;
+    reason.tag = text;
+    start({.operation = Operation::kInvalid}, reason);
+  }
+  std::rethrow_exception(mistake);
+}
+
+template <class Check>
+void Group::checked(Operation operation, const CollectiveOptions& options, Check&& check) {
+  try {
+    check();
+  } catch (...) {
+    invalid(options, name_of(operation));
+  }
+}
+
+std::string Group::late_ranks(const CommRecord& record, double waited) {
+  char seconds[32];
+  std::snprintf(seconds, sizeof(seconds), "%.3g", waited);
+  std::string message = std::string("waited ") + seconds + " s";
+  const auto positions = backend_->positions(record.channel);
+  std::vector<int> here;
+  std::map<std::pair<int64_t, std::string>, std::vector<int>> elsewhere;
+  std::vector<int> unknown;
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    if (r >= positions.size() || !positions[r]) {
+      unknown.push_back(ranks_[r]);
+    } else if (positions[r]->sequence == record.sequence) {
+      here.push_back(ranks_[r]);
+    } else {
+      elsewhere[{positions[r]->sequence, positions[r]->text}].push_back(ranks_[r]);
+    }
+  }
+  const auto is = [](const std::vector<int>& ranks) { return ranks.size() == 1 ? " is" : " are"; };
+  if (!here.empty()) {
+    message += "; " + rank_list(here) + is(here) + " at #" + std::to_string(record.sequence);
+  }
+  for (const auto& [position, ranks] : elsewhere) {
+    message += "; " + rank_list(ranks) + is(ranks) + " at #" + std::to_string(position.first);
+    message += position.first == 0 ? " (nothing called yet)" : " (" + position.second + ")";
+  }
+  if (!unknown.empty()) message += "; nothing is known of " + rank_list(unknown);
+  return message;
+}
+
+void Group::check_rank(int rank, std::string_view what) const {
+  TS_CHECK(rank >= 0 && rank < size(), name_, what, " is rank ", rank,
+           "; the group has ranks 0 to ", size() - 1);
+}
+
+// Of one contiguous buffer, the piece that each rank sums.
+std::vector<Part> Group::cut(const Tensor& flat) const {
+  const Part all = part_of(flat);
+  const int64_t element = size_of(flat.dtype());
+  const int64_t step = (flat.numel() + size() - 1) / size() * element;
+  std::vector<Part> parts(ranks_.size());
+  for (size_t r = 0; r < parts.size(); ++r) {
+    const int64_t begin = std::min(static_cast<int64_t>(r) * step, all.bytes);
+    parts[r] = {all.data == nullptr ? nullptr : all.data + begin,
+                std::min(step, all.bytes - begin)};
+  }
+  return parts;
+}
+
+namespace {
+
+// One device and one dtype, which the group can carry.
+void check_tensors(std::span<const Tensor> tensors, const Tensor& model, Backend* backend,
+                   std::string_view where) {
+  for (const Tensor& tensor : tensors) {
+    TS_CHECK_DTYPE(tensor.dtype() == model.dtype(), where, "tensors of one call have one dtype; ",
+                   model, " and ", tensor);
+    TS_CHECK_DEVICE(tensor.device() == model.device(), where,
+                    "tensors of one call are on one device; ", model, " and ", tensor);
+  }
+  TS_CHECK_DEVICE(!backend || backend->serves(model.device()), where, "the ", backend->name(),
+                  " backend does not carry tensors of ", model.device(), "; given ", model);
+}
+
+}  // namespace
+
+Work Group::all_reduce(const Tensor& tensor, ReduceOp op, const CollectiveOptions& options) {
+  Request request{.operation = Operation::kAllReduce, .reduce = op};
+  checked(request.operation, options, [&] {
+    check_tensors({&tensor, 1}, tensor, backend_.get(), "all_reduce");
+    check_reduction(tensor.dtype(), op, "all_reduce");
+  });
+  request.dtype = tensor.dtype();
+  request.count = tensor.numel();
+  request.bytes = tensor.nbytes();
+  const NoGradGuard no_grad;
+  request.sends = cut(request.output(tensor, true));
+  return start(std::move(request), options);
+}
+
+Work Group::reduce(const Tensor& tensor, int root, ReduceOp op, const CollectiveOptions& options) {
+  Request request{.operation = Operation::kReduce, .reduce = op, .root = root};
+  checked(request.operation, options, [&] {
+    check_tensors({&tensor, 1}, tensor, backend_.get(), "reduce");
+    check_reduction(tensor.dtype(), op, "reduce");
+    check_rank(root, "reduce: root");
+  });
+  request.dtype = tensor.dtype();
+  request.count = tensor.numel();
+  request.bytes = tensor.nbytes();
+  const NoGradGuard no_grad;
+  request.sends = cut(request.output(tensor, true));
+  return start(std::move(request), options);
+}
+
+Work Group::broadcast(const Tensor& tensor, int root, const CollectiveOptions& options) {
+  Request request{.operation = Operation::kBroadcast, .root = root};
+  checked(request.operation, options, [&] {
+    check_tensors({&tensor, 1}, tensor, backend_.get(), "broadcast");
+    check_rank(root, "broadcast: root");
+  });
+  request.dtype = tensor.dtype();
+  request.count = tensor.numel();
+  request.bytes = tensor.nbytes();
+  request.sends.resize(ranks_.size());
+  request.receives.resize(ranks_.size());
+  const NoGradGuard no_grad;
+  if (rank_ == root) {
+    request.sends[static_cast<size_t>(root)] = part_of(request.input(tensor));
+  } else {
+    request.receives[static_cast<size_t>(root)] = part_of(request.output(tensor));
+  }
+  return start(std::move(request), options);
+}
+
+namespace {
+
+void check_parts(const Tensor& whole, const Tensor& part, int ranks, std::string_view where,
+                 std::string_view whole_name, std::string_view part_name) {
+  TS_CHECK_SHAPE(whole.numel() == part.numel() * ranks, where, whole_name, " must have ", ranks,
+                 " times the elements of ", part_name, "; given ", whole, " and ", part);
+}
+
+std::vector<Part> even_parts(const Tensor& flat, size_t ranks) {
+  std::vector<Part> parts(ranks);
+  const Part all = part_of(flat);
+  const int64_t step = all.bytes / static_cast<int64_t>(ranks);
+  for (size_t r = 0; r < ranks; ++r) {
+    parts[r] = {all.data == nullptr ? nullptr : all.data + static_cast<int64_t>(r) * step, step};
+  }
+  return parts;
+}
+
+}  // namespace
+
+Work Group::all_gather(const Tensor& output, const Tensor& input,
+                       const CollectiveOptions& options) {
+  Request request{.operation = Operation::kAllGather};
+  checked(request.operation, options, [&] {
+    check_tensors({&output, 1}, input, backend_.get(), "all_gather");
+    check_parts(output, input, size(), "all_gather", "output", "input");
+  });
+  request.dtype = input.dtype();
+  request.count = input.numel();
+  request.bytes = input.nbytes();
+  const NoGradGuard no_grad;
+  request.sends.assign(ranks_.size(), part_of(request.input(input)));
+  request.receives = even_parts(request.output(output), ranks_.size());
+  return start(std::move(request), options);
+}
+
+Work Group::all_gather(std::span<const Tensor> outputs, const Tensor& input,
+                       const CollectiveOptions& options) {
+  Request request{.operation = Operation::kAllGather};
+  checked(request.operation, options, [&] {
+    TS_CHECK(std::ssize(outputs) == size(), "all_gather", "needs an output for each of ", size(),
+             " ranks; given ", outputs.size());
+    check_tensors(outputs, input, backend_.get(), "all_gather");
+    TS_CHECK_SHAPE(outputs[static_cast<size_t>(rank_)].numel() == input.numel(), "all_gather",
+                   "the output of this rank is ", outputs[static_cast<size_t>(rank_)],
+                   " and its input ", input);
+  });
+  request.dtype = input.dtype();
+  request.count = total_numel(outputs);
+  request.bytes = input.nbytes();
+  const NoGradGuard no_grad;
+  request.sends.assign(ranks_.size(), part_of(request.input(input)));
+  for (const Tensor& output : outputs) {
+    request.receives.push_back(part_of(request.output(output)));
+  }
+  return start(std::move(request), options);
+}
+
+Work Group::reduce_scatter(const Tensor& output, const Tensor& input, ReduceOp op,
+                           const CollectiveOptions& options) {
+  Request request{.operation = Operation::kReduceScatter, .reduce = op};
+  checked(request.operation, options, [&] {
+    check_tensors({&output, 1}, input, backend_.get(), "reduce_scatter");
+    check_reduction(input.dtype(), op, "reduce_scatter");
+    check_parts(input, output, size(), "reduce_scatter", "input", "output");
+  });
+  request.dtype = input.dtype();
+  request.count = input.numel();
+  request.bytes = output.nbytes();
+  const NoGradGuard no_grad;
+  request.sends = even_parts(request.input(input), ranks_.size());
+  request.receives.resize(ranks_.size());
+  request.receives[static_cast<size_t>(rank_)] = part_of(request.output(output));
+  return start(std::move(request), options);
+}
+
+Work Group::reduce_scatter(const Tensor& output, std::span<const Tensor> inputs, ReduceOp op,
+                           const CollectiveOptions& options) {
+  Request request{.operation = Operation::kReduceScatter, .reduce = op};
+  checked(request.operation, options, [&] {
+    TS_CHECK(std::ssize(inputs) == size(), "reduce_scatter", "needs an input for each of ", size(),
+             " ranks; given ", inputs.size());
+    check_tensors(inputs, output, backend_.get(), "reduce_scatter");
+    check_reduction(output.dtype(), op, "reduce_scatter");
+    TS_CHECK_SHAPE(inputs[static_cast<size_t>(rank_)].numel() == output.numel(), "reduce_scatter",
+                   "the input for this rank is ", inputs[static_cast<size_t>(rank_)],
+                   " and its output ", output);
+  });
+  request.dtype = output.dtype();
+  request.count = total_numel(inputs);
+  request.bytes = output.nbytes();
+  const NoGradGuard no_grad;
+  for (const Tensor& input : inputs) request.sends.push_back(part_of(request.input(input)));
+  request.receives.resize(ranks_.size());
+  request.receives[static_cast<size_t>(rank_)] = part_of(request.output(output));
+  return start(std::move(request), options);
+}
+
+Work Group::all_to_all(std::span<const Tensor> outputs, std::span<const Tensor> inputs,
+                       const CollectiveOptions& options) {
+  Request request{.operation = Operation::kAllToAll, .count = -1};
+  checked(request.operation, options, [&] {
+    TS_CHECK(std::ssize(outputs) == size() && std::ssize(inputs) == size(), "all_to_all",
+             "needs an input and an output for each of ", size(), " ranks; given ", inputs.size(),
+             " and ", outputs.size());
+    check_tensors(inputs, inputs[0], backend_.get(), "all_to_all");
+    check_tensors(outputs, inputs[0], backend_.get(), "all_to_all");
+  });
+  request.dtype = inputs[0].dtype();
+  const NoGradGuard no_grad;
+  for (const Tensor& input : inputs) {
+    request.sends.push_back(part_of(request.input(input)));
+    request.bytes += input.nbytes();
+  }
+  for (const Tensor& output : outputs) {
+    request.receives.push_back(part_of(request.output(output)));
+  }
+  return start(std::move(request), options);
+}
+
+Work Group::gather(std::span<const Tensor> outputs, const Tensor& input, int root,
+                   const CollectiveOptions& options) {
+  Request request{.operation = Operation::kGather, .root = root, .count = -1};
+  checked(request.operation, options, [&] {
+    check_rank(root, "gather: root");
+    TS_CHECK(std::ssize(outputs) == (rank_ == root ? size() : 0), "gather",
+             "needs an output for each of ", size(), " ranks at root ", root,
+             " and none elsewhere; rank ", rank_, " gives ", outputs.size());
+    check_tensors(outputs, input, backend_.get(), "gather");
+  });
+  request.dtype = input.dtype();
+  request.bytes = input.nbytes();
+  request.sends.resize(ranks_.size());
+  request.receives.resize(ranks_.size());
+  const NoGradGuard no_grad;
+  request.sends[static_cast<size_t>(root)] = part_of(request.input(input));
+  for (size_t r = 0; r < outputs.size(); ++r) {
+    request.receives[r] = part_of(request.output(outputs[r]));
+  }
+  return start(std::move(request), options);
+}
+
+Work Group::scatter(const Tensor& output, std::span<const Tensor> inputs, int root,
+                    const CollectiveOptions& options) {
+  Request request{.operation = Operation::kScatter, .root = root, .count = -1};
+  checked(request.operation, options, [&] {
+    check_rank(root, "scatter: root");
+    TS_CHECK(std::ssize(inputs) == (rank_ == root ? size() : 0), "scatter",
+             "needs an input for each of ", size(), " ranks at root ", root,
+             " and none elsewhere; rank ", rank_, " gives ", inputs.size());
+    check_tensors(inputs, output, backend_.get(), "scatter");
+  });
+  request.dtype = output.dtype();
+  request.bytes = output.nbytes();
+  request.sends.resize(ranks_.size());
+  request.receives.resize(ranks_.size());
+  const NoGradGuard no_grad;
+  for (size_t r = 0; r < inputs.size(); ++r) {
+    request.sends[r] = part_of(request.input(inputs[r]));
+  }
+  request.receives[static_cast<size_t>(root)] = part_of(request.output(output));
+  return start(std::move(request), options);
+}
+
+Work Group::send(const Tensor& tensor, int peer, int tag, const CollectiveOptions& options) {
+  check_rank(peer, "send: peer");
+  TS_CHECK(peer != rank_, name_, "send: rank ", rank_, " cannot send to itself");
+  check_tensors({&tensor, 1}, tensor, backend_.get(), "send");
+  Request request{.operation = Operation::kSend,
+                  .dtype = tensor.dtype(),
+                  .root = peer,
+                  .tag = tag,
+                  .count = tensor.numel(),
+                  .bytes = tensor.nbytes()};
+  const NoGradGuard no_grad;
+  request.sends.resize(ranks_.size());
+  request.sends[static_cast<size_t>(peer)] = part_of(request.input(tensor));
+  return start(std::move(request), options);
+}
+
+Work Group::recv(const Tensor& tensor, int peer, int tag, const CollectiveOptions& options) {
+  check_rank(peer, "recv: peer");
+  TS_CHECK(peer != rank_, name_, "recv: rank ", rank_, " cannot receive from itself");
+  check_tensors({&tensor, 1}, tensor, backend_.get(), "recv");
+  Request request{.operation = Operation::kRecv,
+                  .dtype = tensor.dtype(),
+                  .root = peer,
+                  .tag = tag,
+                  .count = tensor.numel(),
+                  .bytes = tensor.nbytes()};
+  const NoGradGuard no_grad;
+  request.receives.resize(ranks_.size());
+  request.receives[static_cast<size_t>(peer)] = part_of(request.output(tensor));
+  return start(std::move(request), options);
+}
+
+void Group::barrier(const CollectiveOptions& options) {
+  start({.operation = Operation::kBarrier}, options).wait();
+}
+
+std::shared_ptr<Group> Group::split(int color, int key, const CollectiveOptions& options) {
+  CollectiveOptions control = options;
+  control.channel = Channel::kControl;
+  control.tag = "split";
+  const Tensor own = raw::empty({2}, kI64), all = raw::empty({2 * size()}, kI64);
+  own.data_as<int64_t>()[0] = color;
+  own.data_as<int64_t>()[1] = key;
+  all_gather(all, own, control).wait();
+  const int64_t* entries = all.data_as<int64_t>();
+  std::vector<int> members;
+  for (int r = 0; r < size(); ++r) {
+    if (entries[2 * r] == color) members.push_back(r);
+  }
+  std::ranges::stable_sort(members, {}, [&](int r) { return entries[2 * r + 1]; });
+  const std::string name =
+      name_ + "/" + std::to_string(splits_++) + "." + std::to_string(std::max(color, 0));
+  std::vector<int> world_ranks;
+  for (const int member : members) world_ranks.push_back(ranks_[static_cast<size_t>(member)]);
+  std::shared_ptr<Backend> backend;
+  if (backend_) backend = backend_->split(color, members, name);
+  if (color < 0) return nullptr;
+  return std::make_shared<Group>(name, std::move(backend), std::move(world_ranks));
+}
+
+std::shared_ptr<Group> Group::subgroup(std::span<const int> ranks,
+                                       const CollectiveOptions& options) {
+  CollectiveOptions control = options;
+  control.channel = Channel::kControl;
+  control.tag = "subgroup";
+  checked(Operation::kAllGather, control, [&] {
+    std::vector<bool> listed(ranks_.size());
+    for (const int rank : ranks) {
+      check_rank(rank, "subgroup: a member");
+      TS_CHECK(!listed[static_cast<size_t>(rank)], name_, "subgroup: rank ", rank,
+               " is listed twice");
+      listed[static_cast<size_t>(rank)] = true;
+    }
+    TS_CHECK(ranks.empty() || listed[static_cast<size_t>(rank_)], name_, "subgroup: rank ", rank_,
+             " calls with a list that it is not in; give the list of its own group, or none");
+  });
+  // Each rank's place in its group (-1: none) and the group's first rank, which names it.
+  const Tensor own = raw::empty({size()}, kI64), all = raw::empty({size() * size()}, kI64);
+  int64_t* places = own.data_as<int64_t>();
+  std::fill_n(places, size(), -1);
+  for (size_t i = 0; i < ranks.size(); ++i) places[ranks[i]] = static_cast<int64_t>(i);
+  all_gather(all, own, control).wait();
+  const int64_t* table = all.data_as<int64_t>();
+  for (int r = 0; r < size(); ++r) {
+    for (int other = 0; other < size(); ++other) {
+      if (table[r * size() + other] < 0) continue;
+      TS_CHECK_AS(DistributedError,
+                  std::equal(table + r * size(), table + (r + 1) * size(), table + other * size()),
+                  name_, "subgroup: ranks ", r, " and ", other,
+                  " list different members for the group that both are in");
+    }
+  }
+  int color = -1;
+  for (int r = size() - 1; r >= 0; --r) {
+    if (places[r] >= 0) color = r;
+  }
+  return split(color, color < 0 ? 0 : static_cast<int>(places[rank_]), options);
+}
+
+void Group::abort(const std::string& reason) {
+  if (!backend_) return;
+  backend_->fail(std::make_exception_ptr(DistributedError("aborted: " + reason)));
+}
+
+void Group::shutdown() {
+  if (shut_down_) return;
+  if (backend_) {
+    const double seconds = rank_context().timeouts.collective;
+    try {
+      barrier({.channel = Channel::kControl, .tag = "shutdown"});
+    } catch (...) {
+      shut_down_ = true;
+      backend_->shutdown(std::chrono::milliseconds(0));
+      throw;
+    }
+    backend_->shutdown(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000)));
+  }
+  shut_down_ = true;
+}
+
+Group& world() { return *rank_context().world; }
+int rank() { return rank_context().rank; }
+int world_size() { return rank_context().world_size; }
+
+}  // namespace tessera::distributed
