@@ -153,7 +153,12 @@ int run(const AgentOptions& options) {
   const AgentFacts facts =
       gather_facts(info.rank, info.world_size, options.command[0], environment, cores);
   store->set(key("ready", info.rank), facts.to_text());
-  const Layout layout = Layout::from_text(store->wait("job/go", std::chrono::hours(24)));
+  const std::string go = store->wait("job/go", std::chrono::hours(24));
+  if (go == kStop) {
+    store->withdraw_will();
+    return 0;
+  }
+  const Layout layout = Layout::from_text(go);
 
   ExitReport report;
   report.host = facts.host;

@@ -430,7 +430,11 @@ Milliseconds Attempt::next_deadline() const {
 
 // Waits for mpirun; what does not end by itself is killed.
 void Attempt::end_manager() {
-  if (!record_.all_exited()) ::kill(manager_.pid, SIGTERM);
+  if (refused_) {
+    server_->store()->set("job/go", kStop);
+  } else if (!record_.all_exited()) {
+    ::kill(manager_.pid, SIGTERM);
+  }
   const Clock::time_point deadline = Clock::now() + kEndTime;
   int status = 0;
   while (!manager_status_) {

@@ -1,7 +1,7 @@
 // What agents and the launcher tell each other, through the job's store:
 //
 //     job/ready/RANK    an agent has come; AgentFacts          (agent)
-//     job/go            all have and fit together; Layout      (launcher)
+//     job/go            all have come: Layout, or kStop        (launcher)
 //     job/exit/RANK     how the process ended; ExitReport      (agent)
 //     job/agent/RANK    the agent's will: it is gone           (server)
 //     job/command/N     a signal for every process             (launcher)
@@ -14,6 +14,8 @@
 #include <tessera/accelerate/launch/process.h>
 
 namespace tessera::launch {
+
+constexpr std::string_view kStop = "stop";  // as job/go: the job does not start
 
 // What an agent finds where it runs.
 struct AgentFacts {

@@ -1,0 +1,86 @@
+#include <tessera/accelerate/run.h>
+
+#include <atomic>
+#include <csignal>
+#include <cstdio>
+#include <vector>
+
+#include <tessera/core/error.h>
+#include <tessera/core/parallel.h>
+#include <tessera/distributed/job.h>
+
+namespace tessera {
+namespace {
+
+// Signals are the process's, so this is too.
+std::atomic<bool> stop_requested{false};
+std::atomic<bool> save_requested{false};
+static_assert(std::atomic<bool>::is_always_lock_free);  // as signal handlers need
+
+extern "C" void note_signal(int signal) {
+  (signal == SIGTERM ? stop_requested : save_requested) = true;
+}
+
+// Leaves a handler that the program has installed itself.
+void handle(int signal) {
+  struct sigaction action {};
+  ::sigaction(signal, nullptr, &action);
+  if (action.sa_handler != SIG_DFL) return;
+  action.sa_handler = note_signal;
+  action.sa_flags = SA_RESTART;
+  ::sigaction(signal, &action, nullptr);
+}
+
+// The rank's tie to its job for the time of the body.
+class JobScope {
+ public:
+  explicit JobScope(const distributed::LaunchInfo& info) {
+    if (info.under_tessera) distributed::set_current_job(distributed::Job::join(info));
+  }
+  ~JobScope() {
+    if (const auto job = distributed::current_job()) job->leave();
+    distributed::set_current_job(nullptr);
+  }
+  JobScope(const JobScope&) = delete;
+  JobScope& operator=(const JobScope&) = delete;
+};
+
+void report(const char* message) {
+  std::fprintf(stderr, "%s\n", message);
+  if (const auto job = distributed::current_job()) {
+    job->publish(distributed::FailureKind::kError, message);
+  }
+}
+
+}  // namespace
+
+Request requested() {
+  if (stop_requested) return Request::kCheckpointAndStop;
+  return save_requested ? Request::kCheckpoint : Request::kNone;
+}
+
+void clear_request() { save_requested = false; }
+
+int run(int argc, char** argv, const std::function<void(std::span<const std::string>)>& body) {
+  std::vector<std::string> arguments(argv + 1, argv + argc);
+  try {
+    const distributed::LaunchInfo info = distributed::detect();
+    if (info.world_size > 1) set_num_threads(info.threads);
+    handle(SIGTERM);
+    handle(SIGUSR1);
+    const JobScope job(info);
+    try {
+      body(arguments);
+      return 0;
+    } catch (const std::exception& error) {
+      report(error.what());
+    } catch (...) {
+      report("an exception that is no std::exception");
+    }
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+  }
+  return 1;
+}
+
+}  // namespace tessera

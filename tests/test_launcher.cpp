@@ -1,0 +1,316 @@
+// The tessera command with real processes: codes, output, signals, restarts, host files. The ranks
+// are shell scripts; test_failures has ranks that train.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "finished_process.h"
+
+namespace tessera {
+namespace {
+
+const std::string kCommand = TESSERA_COMMAND;
+
+bool has_mpi() {
+  return !launch::find_program("mpirun", distributed::process_environment()).empty();
+}
+
+#define SKIP_WITHOUT_MPI() \
+  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed"
+
+FinishedProcess launch_script(
+    const std::vector<std::string>& flags, const std::string& script,
+    const launch::Environment& changes = {},
+    const std::function<void(pid_t, const std::string&)>& meanwhile = {}) {
+  std::vector<std::string> command = {kCommand, "launch"};
+  command.insert(command.end(), flags.begin(), flags.end());
+  command.insert(command.end(), {"sh", "-c", script});
+  return run_process(command, changes, meanwhile);
+}
+
+std::set<std::string> lines_of(const std::string& text) {
+  std::set<std::string> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.insert(line);
+  return lines;
+}
+
+TEST(Launcher, RanksLearnWhoTheyAreAndTheirLinesSayIt) {
+  SKIP_WITHOUT_MPI();
+  const FinishedProcess job = launch_script(
+      {"-n", "3", "--threads", "2"},
+      "echo $TESSERA_RANK/$TESSERA_WORLD_SIZE $TESSERA_LOCAL_RANK/$TESSERA_LOCAL_WORLD_SIZE "
+      "$TESSERA_NODE/$TESSERA_NODES $TESSERA_NODE_OF_RANK $TESSERA_NUM_THREADS "
+      "$TESSERA_RESTART_COUNT; echo on stderr >&2; printf 'no end'");
+  EXPECT_EQ(job.code(), 0) << job;
+  std::set<std::string> expected;
+  for (const std::string rank : {"0", "1", "2"}) {
+    expected.insert("[" + rank + "] " + rank + "/3 " + rank + "/3 0/1 0,0,0 2 0");
+    expected.insert("[" + rank + "] no end");
+    EXPECT_TRUE(job.complained("[" + rank + "] on stderr")) << job;
+  }
+  EXPECT_EQ(lines_of(job.output), expected);
+}
+
+TEST(Launcher, OneRankNeedsNoMpi) {
+  const FinishedProcess job =
+      launch_script({}, "echo rank $TESSERA_RANK; exit 4", {{"PATH", "/bin"}});
+  EXPECT_EQ(job.code(), 4) << job;
+  EXPECT_EQ(job.output, "rank 0\n");
+}
+
+TEST(Launcher, TheProgramsOwnOptionsAreItsOwn) {
+  const FinishedProcess job = run_process(
+      {kCommand, "launch", "--threads", "1", "echo", "--threads", "7", "-n", "9", "--help"});
+  EXPECT_EQ(job.output, "--threads 7 -n 9 --help\n") << job;
+  const FinishedProcess dashes = run_process({kCommand, "launch", "-n1", "--", "echo", "--", "x"});
+  EXPECT_EQ(dashes.output, "-- x\n") << dashes;
+}
+
+TEST(Launcher, TheFirstCausesCodeIsReturned) {
+  SKIP_WITHOUT_MPI();
+  const FinishedProcess killed = launch_script(
+      {"-n", "2"}, "if [ $TESSERA_RANK = 1 ]; then kill -9 $$; fi; sleep 0.3; exit 5");
+  EXPECT_EQ(killed.code(), 137) << killed;
+  EXPECT_TRUE(killed.complained("rank 1 on ")) << killed;
+  EXPECT_TRUE(killed.complained("was killed by signal 9 (Killed)")) << killed;
+  const FinishedProcess exited =
+      launch_script({"-n", "2"}, "test $TESSERA_RANK = 0 || exit 3; sleep 0.3; exit 9");
+  EXPECT_EQ(exited.code(), 3) << exited;
+  EXPECT_TRUE(exited.complained("first cause: rank 1")) << exited;
+}
+
+TEST(Launcher, SurvivorsHaveTheGraceTimeAndAreKilledThen) {
+  SKIP_WITHOUT_MPI();
+  const FinishedProcess finished =
+      launch_script({"-n", "2", "--grace", "20"},
+                    "test $TESSERA_RANK = 0 || exit 3; sleep 0.4; echo saved; exit 0");
+  EXPECT_TRUE(finished.printed("[0] saved")) << finished;
+  EXPECT_EQ(finished.code(), 3);
+  const FinishedProcess hung =
+      launch_script({"-n", "2", "--grace", "0.2"}, "test $TESSERA_RANK = 0 || exit 3; sleep 600");
+  EXPECT_EQ(hung.code(), 3) << hung;
+  EXPECT_TRUE(hung.complained("rank 0 killed: still running 0.2 s")) << hung;
+}
+
+TEST(Launcher, AJobThatTakesTooLongIsKilledWithItsChildren) {
+  SKIP_WITHOUT_MPI();
+  TestFolder folder;
+  const FinishedProcess job =
+      launch_script({"-n", "2", "--job-timeout", "0.4"},
+                    "sleep 600 & echo $! > " + folder.path("child") + "$TESSERA_RANK; wait");
+  EXPECT_EQ(job.code(), 124) << job;
+  for (const char* name : {"child0", "child1"}) {
+    const pid_t child = std::stoi(folder.read(name));
+    // A zombie that nobody reaped yet counts as gone.
+    std::ifstream status("/proc/" + std::to_string(child) + "/stat");
+    std::string text;
+    std::getline(status, text);
+    EXPECT_TRUE(text.empty() || text.find(") Z ") != std::string::npos) << text;
+  }
+}
+
+TEST(Launcher, SignalsReachTheRanks) {
+  SKIP_WITHOUT_MPI();
+  const std::string script =
+      "trap 'echo checkpoint' USR1; trap 'echo saved and stopped; exit 0' TERM; "
+      "echo ready; while true; do sleep 0.02; done";
+  bool saved = false;
+  bool stopped = false;
+  const FinishedProcess job =
+      launch_script({"-n", "2"}, script, {}, [&](pid_t pid, const std::string& output) {
+        const auto times = [&](const std::string& text) {
+          int found = 0;
+          for (size_t at = output.find(text); at != std::string::npos;
+               at = output.find(text, at + 1)) {
+            ++found;
+          }
+          return found;
+        };
+        if (!saved && times("ready") == 2) {
+          saved = true;
+          ::kill(pid, SIGUSR1);
+        }
+        if (!stopped && times("checkpoint") == 2) {
+          stopped = true;
+          ::kill(pid, SIGTERM);
+        }
+      });
+  EXPECT_EQ(job.code(), 0) << job;
+  EXPECT_EQ(lines_of(job.output),
+            (std::set<std::string>{"[0] ready", "[1] ready", "[0] checkpoint", "[1] checkpoint",
+                                   "[0] saved and stopped", "[1] saved and stopped"}));
+}
+
+TEST(Launcher, RanksEndWhenTheLauncherIsKilled) {
+  SKIP_WITHOUT_MPI();
+  TestFolder folder;
+  bool killed = false;
+  launch_script({"-n", "2", "--grace", "0.2"},
+                "trap 'echo end >> " + folder.path("ends") +
+                    "; exit 0' TERM; echo ready; while true; do sleep 0.02; done",
+                {}, [&](pid_t pid, const std::string& output) {
+                  if (killed || std::count(output.begin(), output.end(), '\n') < 2) return;
+                  killed = true;
+                  ::kill(pid, SIGKILL);
+                });
+  // run_process returns when the ranks have closed their output.
+  EXPECT_TRUE(killed);
+}
+
+TEST(Launcher, AKilledAgentIsALostRankAndTakesItsProgramAlong) {
+  SKIP_WITHOUT_MPI();
+  const FinishedProcess job =
+      launch_script({"-n", "2", "--grace", "5"},
+                    "if [ $TESSERA_RANK = 1 ]; then kill -9 $PPID; sleep 600; fi; sleep 0.3");
+  EXPECT_EQ(job.code(), 137) << job;
+  EXPECT_TRUE(job.complained("rank 1")) << job;
+  EXPECT_TRUE(job.complained("lost its agent")) << job;
+}
+
+TEST(Launcher, ACE3RestartsGoOnFromTheCheckpointInAChangedWorld) {
+  SKIP_WITHOUT_MPI();
+  TestFolder folder;
+  // Every attempt but the third fails after a step of rank 0 that it saved.
+  const FinishedProcess job =
+      launch_script({"-n", "3", "--restarts", "4", "--restart-ranks", "2,1", "--grace", "5"},
+                    "cd " + folder.path("") +
+                        "; if [ $TESSERA_RANK = 0 ]; then cat step; echo x >> step; "
+                        "echo attempt $TESSERA_RESTART_COUNT of $TESSERA_WORLD_SIZE ranks; "
+                        "test $TESSERA_RESTART_COUNT = 2 || exit 6; fi");
+  EXPECT_EQ(job.code(), 0) << job;
+  EXPECT_TRUE(job.printed("attempt 0 of 3 ranks")) << job;
+  EXPECT_TRUE(job.printed("attempt 1 of 2 ranks")) << job;
+  EXPECT_TRUE(job.printed("attempt 2 of 1 ranks")) << job;
+  EXPECT_TRUE(job.complained("starting again with 2 ranks (restart 1 of 4)")) << job;
+  EXPECT_EQ(folder.read("step"), "x\nx\nx\n");
+}
+
+TEST(Launcher, WhenAllRestartsFailTheLastCodeIsReturned) {
+  const FinishedProcess job = launch_script({"--restarts", "2"},
+                                            "echo $TESSERA_RESTART_COUNT; exit $((10 + "
+                                            "TESSERA_RESTART_COUNT))");
+  EXPECT_EQ(job.code(), 12) << job;
+  EXPECT_EQ(job.output, "0\n1\n2\n");
+}
+
+// --- several nodes, on this machine: an agent that runs the command here, under the node's name
+// ---
+
+class FakeNodes : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+    hosts_ = folder_.write("hosts", "nodea slots=2\nnodeb slots=1\n");
+    // Node names of this cluster are nodea and nodeb; PATH begins with a folder of the node.
+    agent_ = folder_.write("agent",
+                           "#!/bin/sh\ncase $1 in nodea|nodeb) ;; *) exit 255;; esac\n"
+                           "export TESSERA_NODE_NAME=$1 PATH=" +
+                               folder_.path("bin-") + "$1:$PATH\nshift\nexec sh -c \"$*\"\n",
+                           true);
+  }
+  FinishedProcess launch(std::vector<std::string> flags, const std::string& script) {
+    flags.insert(flags.end(),
+                 {"--hostfile", hosts_, "--remote-agent", agent_, "--transport", "tcp"});
+    return launch_script(flags, script);
+  }
+  TestFolder folder_;
+  std::string hosts_;
+  std::string agent_;
+};
+
+TEST_F(FakeNodes, RanksKnowTheirNodesAndTheirPlaceThere) {
+  const FinishedProcess job =
+      launch({},
+             "echo $TESSERA_RANK on $TESSERA_NODE_NAME node $TESSERA_NODE/$TESSERA_NODES "
+             "local $TESSERA_LOCAL_RANK/$TESSERA_LOCAL_WORLD_SIZE of $TESSERA_NODE_OF_RANK");
+  EXPECT_EQ(job.code(), 0) << job;
+  EXPECT_EQ(lines_of(job.output),
+            (std::set<std::string>{"[0] 0 on nodea node 0/2 local 0/2 of 0,0,1",
+                                   "[1] 1 on nodea node 0/2 local 1/2 of 0,0,1",
+                                   "[2] 2 on nodeb node 1/2 local 0/1 of 0,0,1"}));
+}
+
+TEST_F(FakeNodes, AFailureNamesItsNode) {
+  const FinishedProcess job =
+      launch({"--grace", "5"}, "test $TESSERA_RANK != 2 || kill -11 $$; sleep 0.2");
+  EXPECT_EQ(job.code(), 139) << job;
+  EXPECT_TRUE(job.complained("rank 2 on nodeb was killed by signal 11")) << job;
+}
+
+TEST_F(FakeNodes, AHostThatCannotBeReachedIsNamedBeforeAnythingStarts) {
+  folder_.write("hosts", "nodea slots=2\nnodec slots=1\n");
+  const FinishedProcess job = launch({}, "echo started");
+  EXPECT_NE(job.code(), 0);
+  EXPECT_TRUE(job.complained("no command runs on nodec")) << job;
+  EXPECT_FALSE(job.printed("started"));
+}
+
+TEST_F(FakeNodes, ANodeWithoutTheProgramOrWithAnotherBuildIsNamed) {
+  std::filesystem::create_directory(folder_.path("bin-nodea"));
+  std::filesystem::create_directory(folder_.path("bin-nodeb"));
+  folder_.write("bin-nodea/train", "#!/bin/sh\necho started\n", true);
+  const std::vector<std::string> command = {kCommand,         "launch", "--hostfile", hosts_,
+                                            "--remote-agent", agent_,   "train"};
+  const FinishedProcess missing = run_process(command);
+  EXPECT_EQ(missing.code(), 1) << missing;
+  EXPECT_TRUE(missing.complained("not found, or cannot be executed, on nodeb (rank 2)")) << missing;
+
+  folder_.write("bin-nodeb/train", "#!/bin/sh\necho started, but another one\n", true);
+  const FinishedProcess other = run_process(command);
+  EXPECT_EQ(other.code(), 1) << other;
+  EXPECT_TRUE(other.complained("bytes differ")) << other;
+  EXPECT_FALSE(other.printed("started"));
+
+  folder_.write("bin-nodeb/train", "#!/bin/sh\necho started\n", true);
+  EXPECT_EQ(run_process(command).code(), 0);
+}
+
+TEST_F(FakeNodes, ARestartReadsTheHostFileAgain) {
+  const FinishedProcess job =
+      launch({"--restarts", "1", "--restart-ranks", "1", "--grace", "5"},
+             "echo $TESSERA_RESTART_COUNT $TESSERA_NODE_NAME; test $TESSERA_RESTART_COUNT = 1 || { "
+             "echo 'nodeb slots=1' > " +
+                 hosts_ + "; exit 1; }");
+  EXPECT_EQ(job.code(), 0) << job;
+  EXPECT_TRUE(job.printed("1 nodeb")) << job;
+}
+
+// --- what cannot start ---
+
+TEST(LauncherInput, MistakesAreToldWithoutStartingAnything) {
+  const auto complaint = [](const std::vector<std::string>& flags) {
+    std::vector<std::string> command = {kCommand, "launch"};
+    command.insert(command.end(), flags.begin(), flags.end());
+    const FinishedProcess job = run_process(command);
+    EXPECT_NE(job.code(), 0) << job;
+    return job.error;
+  };
+  const auto mentions = [](const std::string& text, const char* part) {
+    return text.find(part) != std::string::npos;
+  };
+  EXPECT_TRUE(mentions(complaint({}), "no program"));
+  EXPECT_TRUE(mentions(complaint({"-n", "0", "true"}), "--ranks"));
+  EXPECT_TRUE(mentions(complaint({"-n", "x", "true"}), "--ranks"));
+  EXPECT_TRUE(mentions(complaint({"--hostfile", "/nowhere/hosts", "true"}), "/nowhere/hosts"));
+  EXPECT_TRUE(mentions(complaint({"--no-such-flag", "true"}), "no-such-flag"));
+  EXPECT_TRUE(mentions(complaint({"/nowhere/program"}), "not found"));
+  TestFolder folder;
+  const std::string hosts = folder.write("hosts", "a slots=1\nb slots=none\n");
+  EXPECT_TRUE(mentions(complaint({"--hostfile", hosts, "true"}), "hosts:2"));
+}
+
+TEST(LauncherInput, ADryRunShowsTheCommandAndWhereSettingsCameFrom) {
+  SKIP_WITHOUT_MPI();
+  const FinishedProcess shown = run_process(
+      {kCommand, "launch", "-n", "2", "--dry-run", "train", "--x"}, {{"TESSERA_GRACE", "3"}});
+  EXPECT_EQ(shown.code(), 0) << shown;
+  EXPECT_TRUE(shown.printed("--enable-recovery")) << shown;
+  EXPECT_TRUE(shown.printed("agent -- train --x")) << shown;
+  EXPECT_TRUE(shown.printed("grace from TESSERA_GRACE")) << shown;
+  EXPECT_TRUE(shown.printed("ranks from --ranks")) << shown;
+}
+
+}  // namespace
+}  // namespace tessera
