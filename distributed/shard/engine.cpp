@@ -204,7 +204,9 @@ void ParamGroupEngine::launch(ParamGroup& group) {
 }
 
 double ParamGroupEngine::divisor() const {
-  const int ranks = active_ranks > 0 ? active_ranks : ranks_->size();
+  int ranks = active_ranks > 0 ? active_ranks : ranks_->size();
+  if (rank_context().mutation == Mutation::kWrongDivide) [[unlikely]]
+    ++ranks;
   switch (options_.average) {
     case GradientAverage::kRanks:
       return ranks;

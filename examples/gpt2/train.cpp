@@ -3,6 +3,7 @@
 //     train --data shakespeare.txt --save model
 //     train --resume model                      # goes on as if it had never stopped (Ctrl-C saves)
 //     train --data more.txt --init-from model   # new training from given weights
+//     tessera launch -n 2 -- train --data shakespeare.txt   # each step: a micro-batch of each rank
 //
 // A saved folder holds a model that transformers can load (config.json, model.safetensors) and what
 // it takes to go on (training.json, training.safetensors).
@@ -22,6 +23,9 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/data/dataloader.h>
+#include <tessera/distributed/group.h>
+#include <tessera/distributed/mesh.h>
+#include <tessera/distributed/shard/replicate.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/schedule.h>
@@ -40,7 +44,8 @@ using Clock = std::chrono::steady_clock;
 struct TrainOptions {
   std::string data, tokenizer = "bytes", tokenizer_files, dtype = "f32";
   int64_t layers = 4, width = 128, heads = 4, context = 64;
-  int64_t batch_size = 12, steps = 2000, warmup = 100, eval_every = 250, save_every = 0;
+  int64_t batch_size = 12, accumulate = 1, steps = 2000, warmup = 100, eval_every = 250,
+          save_every = 0;
   int64_t schedule_steps = 0;  // 0: steps
   int64_t stop_at = 0;         // 0: steps
   double lr = 1e-3, min_lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0.1, clip = 1;
@@ -53,7 +58,8 @@ struct TrainOptions {
   template <class Visit>
   void visit_resumed(Visit&& visit) {
     visit("data", data), visit("tokenizer", tokenizer), visit("tokenizer-files", tokenizer_files);
-    visit("dtype", dtype), visit("batch-size", batch_size), visit("steps", steps);
+    visit("dtype", dtype), visit("batch-size", batch_size), visit("accumulate", accumulate);
+    visit("steps", steps);
     visit("schedule-steps", schedule_steps), visit("warmup", warmup), visit("lr", lr);
     visit("min-lr", min_lr), visit("beta1", beta1), visit("beta2", beta2);
     visit("weight-decay", weight_decay), visit("clip", clip), visit("seed", seed);
@@ -90,7 +96,9 @@ TrainOptions parse_options(int argc, char** argv) {
   add("width", options.width, "size of the residual stream")->check(CLI::PositiveNumber);
   add("heads", options.heads, "attention heads")->check(CLI::PositiveNumber);
   add("context", options.context, "longest sequence")->check(CLI::PositiveNumber);
-  add("batch-size", options.batch_size, "sequences a step")->check(CLI::PositiveNumber);
+  add("batch-size", options.batch_size, "sequences in a micro-batch")->check(CLI::PositiveNumber);
+  add("accumulate", options.accumulate, "micro-batches a step (of each rank)")
+      ->check(CLI::PositiveNumber);
   add("steps", options.steps, "optimizer steps in all")->check(CLI::NonNegativeNumber);
   add("schedule-steps", options.schedule_steps, "where the cosine ends; 0: at --steps");
   add("stop-at", options.stop_at, "stop early at this step and save, to --resume later; 0: no");
@@ -148,7 +156,8 @@ class Trainer {
         tokenizer_(make_tokenizer(options_.tokenizer, options_.tokenizer_files)),
         model_(make_model()),
         corpus_(read_corpus(options_.data, *tokenizer_, options_.context)),
-        windows_(corpus_.training, options_.context, options_.seed, options_.batch_size),
+        windows_(corpus_.training, options_.context, options_.seed,
+                 options_.batch_size * micro_batches()),
         validation_(
             std::make_shared<data::ConsecutiveWindows>(corpus_.validation, options_.context)),
         optimizer_(parameter_groups()),
@@ -156,17 +165,29 @@ class Trainer {
                                .total = options_.schedule_steps,
                                .min_lr = options_.min_lr}) {
     if (!options_.resume.empty()) load_state();
+    if (distributed::world_size() > 1) {
+      replica_.emplace(distributed::replicate(*model_, distributed::mesh(),
+                                              {.average = distributed::GradientAverage::kWindow}));
+    }
   }
 
   void run();
 
  private:
+  // Of a step, on all ranks together.
+  int64_t micro_batches() const { return options_.accumulate * distributed::world_size(); }
+  int64_t tokens_in_step() const {
+    return micro_batches() * options_.batch_size * options_.context;
+  }
+  bool is_first_rank() const { return distributed::rank() == 0; }
   std::unique_ptr<Gpt> make_model();
   std::vector<optim::ParameterGroup<optim::AdamWOptions>> parameter_groups() const;
   double train_step();
+  double agree(double loss);
   double validate();
   void save();
   void load_state();
+  void check_replicas();
   void open_log();
   void log_row(double loss, std::optional<double> val_loss, double milliseconds);
   void show(double loss, std::optional<double> val_loss, double milliseconds, bool last);
@@ -179,7 +200,8 @@ class Trainer {
   std::shared_ptr<data::ConsecutiveWindows> validation_;
   optim::AdamW optimizer_;
   optim::CosineSchedule schedule_;
-  int64_t step_ = 0;  // steps done
+  std::optional<distributed::Replica> replica_;  // where there are several ranks
+  int64_t step_ = 0;                             // steps done
   double grad_norm_ = 0;
   double smooth_ms_ = 0;
   std::optional<double> last_val_loss_;
@@ -226,10 +248,27 @@ std::vector<optim::ParameterGroup<optim::AdamWOptions>> Trainer::parameter_group
   return {{matrices, decayed}, {others, plain}};
 }
 
+// Ranks take the step's micro-batches in turn. With one each, N ranks do, to the bit, what one
+// process does with --accumulate N: gradients are added in rank order and multiplied once.
 double Trainer::train_step() {
-  const data::TokenExample batch = windows_.batch(step_, options_.batch_size);
-  const GptOutput out = (*model_)(batch.inputs, batch.targets);
-  out.loss.backward();
+  double loss = 0;
+  for (int64_t i = 0; i < options_.accumulate; ++i) {
+    const int64_t micro = i * distributed::world_size() + distributed::rank();
+    // Dropout draws by step and micro-batch: the same masks for any number of ranks.
+    random_state().next_stream = static_cast<uint64_t>(step_ * micro_batches() + micro) << 20;
+    if (replica_) replica_->set_plan(distributed::StepPlan::of(i, options_.accumulate));
+    const data::TokenExample batch =
+        windows_.batch(step_, options_.batch_size, micro * options_.batch_size);
+    const GptOutput out = (*model_)(batch.inputs, batch.targets);
+    out.loss.backward();
+    loss += out.loss.item();
+  }
+  if (!replica_ && options_.accumulate > 1) {
+    const NoGradGuard no_grad;
+    const Scalar scale(1 / static_cast<double>(options_.accumulate));
+    for (const Tensor& parameter : model_->parameters()) mul_(parameter.grad(), scale);
+  }
+  loss = agree(loss) / static_cast<double>(micro_batches());
   grad_norm_ =
       optim::clip_grad_norm(model_->parameters(), options_.clip > 0 ? options_.clip : HUGE_VAL,
                             {.fold_into = &optimizer_})
@@ -238,7 +277,16 @@ double Trainer::train_step() {
   schedule_.step();
   optimizer_.zero_grad();
   ++step_;
-  return out.loss.item();
+  return loss;
+}
+
+// The sum of the ranks' losses. All stop where one was asked to.
+double Trainer::agree(double loss) {
+  if (!replica_) return loss;
+  const Tensor message = tensor({loss, static_cast<double>(stop_requested)}, kF64);
+  distributed::world().all_reduce(message).wait();
+  if (message.data_as<double>()[1] > 0) stop_requested = 1;
+  return message.data_as<double>()[0];
 }
 
 double Trainer::validate() {
@@ -261,7 +309,7 @@ double Trainer::validate() {
 // ---- State -------------------------------------------------------------------------------------
 
 void Trainer::save() {
-  if (options_.save.empty()) return;
+  if (options_.save.empty() || !is_first_rank()) return;
   model_->save(options_.save);
   StateDict state;
   state.merge("optimizer.", optimizer_.state_dict());
@@ -300,7 +348,7 @@ void Trainer::load_state() {
 
 // A resumed run goes on in its log: rows of steps that come again are dropped.
 void Trainer::open_log() {
-  if (options_.log.empty()) return;
+  if (options_.log.empty() || !is_first_rank()) return;
   std::string kept;
   if (!options_.resume.empty()) {
     std::ifstream old(options_.log);
@@ -317,7 +365,7 @@ void Trainer::open_log() {
 void Trainer::log_row(double loss, std::optional<double> val_loss, double milliseconds) {
   if (log_ == nullptr) return;
   const auto number = [](double value) { return std::isfinite(value) ? Json(value) : Json(); };
-  const auto tokens = static_cast<double>(options_.batch_size * options_.context);
+  const auto tokens = static_cast<double>(tokens_in_step());
   const Json row = {{"step", step_},
                     {"loss", number(loss)},
                     {"val_loss", val_loss ? number(*val_loss) : Json()},
@@ -341,18 +389,36 @@ void Trainer::show(double loss, std::optional<double> val_loss, double milliseco
   std::printf("%sstep %lld/%lld  loss %.4f  val %s  %.0f tokens/s  %.1f ms/step  %dm%02ds left%s",
               terminal ? "\r\033[K" : "", static_cast<long long>(step_),
               static_cast<long long>(options_.steps), loss, val_text,
-              static_cast<double>(options_.batch_size * options_.context) / smooth_ms_ * 1e3,
-              smooth_ms_, static_cast<int>(seconds_left) / 60, static_cast<int>(seconds_left) % 60,
+              static_cast<double>(tokens_in_step()) / smooth_ms_ * 1e3, smooth_ms_,
+              static_cast<int>(seconds_left) / 60, static_cast<int>(seconds_left) % 60,
               terminal && !val_loss && !last ? "" : "\n");
   std::fflush(stdout);
 }
 
+// Ranks that trained alike hold the same bits.
+void Trainer::check_replicas() {
+  if (!replica_) return;
+  for (const auto& [name, parameter] : model_->named_parameters()) {
+    const Tensor first = parameter.detach().clone();
+    distributed::world().broadcast(first, 0).wait();
+    TS_CHECK_AS(DistributedError, first.to_vector() == parameter.to_vector(), "train", "'", name,
+                "' of rank ", distributed::rank(), " differs from rank 0's");
+  }
+  if (is_first_rank()) {
+    std::printf("parameters are equal on all %d ranks\n", distributed::world_size());
+  }
+}
+
 void Trainer::run() {
   open_log();
-  std::printf("%lld parameters, %lld tokens to train on, %lld to validate with, %d threads\n",
-              static_cast<long long>(model_->num_parameters()),
-              static_cast<long long>(corpus_.training.size()),
-              static_cast<long long>(corpus_.validation.size()), num_threads());
+  if (is_first_rank()) {
+    std::printf(
+        "%lld parameters, %lld tokens to train on, %lld to validate with, %d x %d threads\n",
+        static_cast<long long>(model_->num_parameters()),
+        static_cast<long long>(corpus_.training.size()),
+        static_cast<long long>(corpus_.validation.size()), distributed::world_size(),
+        num_threads());
+  }
   std::signal(SIGINT, request_stop);
   std::signal(SIGTERM, request_stop);
   while (step_ < options_.steps && stop_requested == 0) {
@@ -362,16 +428,21 @@ void Trainer::run() {
         std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
     if (step_ == options_.stop_at) stop_requested = 1;
     const bool last = step_ == options_.steps || stop_requested != 0;
-    const bool evaluate = last || (options_.eval_every > 0 && step_ % options_.eval_every == 0);
-    const std::optional<double> val_loss = evaluate ? std::optional(validate()) : std::nullopt;
-    log_row(loss, val_loss, milliseconds);
-    show(loss, val_loss, milliseconds, last);
+    if (is_first_rank()) {
+      const bool evaluate = last || (options_.eval_every > 0 && step_ % options_.eval_every == 0);
+      const std::optional<double> val_loss = evaluate ? std::optional(validate()) : std::nullopt;
+      log_row(loss, val_loss, milliseconds);
+      show(loss, val_loss, milliseconds, last);
+    }
     TS_CHECK(std::isfinite(loss), "train", "the loss is ", loss, " at step ", step_,
              "; lower --lr or raise --warmup. The last save is kept");
     if (last || (options_.save_every > 0 && step_ % options_.save_every == 0)) save();
   }
   if (log_ != nullptr) std::fclose(log_);
-  if (!options_.save.empty()) std::printf("saved to %s\n", options_.save.c_str());
+  if (!options_.save.empty() && is_first_rank()) {
+    std::printf("saved to %s\n", options_.save.c_str());
+  }
+  check_replicas();
 }
 
 }  // namespace

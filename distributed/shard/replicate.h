@@ -1,0 +1,106 @@
+// Data-parallel training: every rank holds the whole model and works on batches of its own;
+// gradients are averaged while backward runs.
+//
+//     Gpt model(config);
+//     Replica replica = replicate(model, mesh());  // in place: the model stays what it was
+//     optim::AdamW optimizer(model.named_parameters(), {.lr = 3e-4});
+//     for (auto& batch : loader) {
+//       model(batch.inputs, batch.targets).loss.backward();  // `.grad` is now the mean of all
+//       ranks optimizer.step(); optimizer.zero_grad();
+//     }
+//
+// Accumulation over m micro-batches: all but the last backward under no_sync(), or a StepPlan for
+// each. Parameters that a backward does not use, weights used several times, recomputed activations
+// (checkpoint()) and control flow that differs between ranks need no option; see engine.h.
+//
+// Bits: with deterministic reductions and f32, N ranks give the gradients of one process that runs
+// the N batches one after the other and multiplies once by 1/N, to the bit, whatever the buckets.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/distributed/mesh.h>
+#include <tessera/distributed/shard/engine.h>
+#include <tessera/distributed/shard/join.h>
+#include <tessera/distributed/shard/report.h>
+#include <tessera/nn/module.h>
+
+namespace tessera::distributed {
+
+// Replaces the broadcast of buffers: makes them equal on all ranks of the group.
+using BufferHook = std::function<void(const NamedTensors& buffers, Group& ranks)>;
+
+struct ReplicateOptions {
+  std::string axis = "dp";  // of the mesh
+  int64_t first_bucket_bytes = kFirstBucketBytes;
+  int64_t bucket_bytes = kBucketBytes;
+  // `.grad` is a view of its bucket: no second copy of the gradients. False: it stays its own.
+  bool gradient_as_bucket_view = true;
+  bool rebuild_buckets = true;  // once, in the order in which rank 0's gradients came
+  GradientAverage average = GradientAverage::kRanks;
+  // Rank 0's parameters and buffers become everybody's. False where they are known to be equal.
+  bool init_sync = true;
+  // Rank 0's buffers become everybody's in each forward in training mode whose gradients are
+  // synchronised.
+  bool broadcast_buffers = true;
+  BufferHook buffer_hook = {};
+  // Names of parameters, buffers or modules that are each rank's own affair.
+  std::vector<std::string> ignored = {};
+};
+
+// Backwards in the scope add up locally.
+class [[nodiscard]] NoSync {
+ public:
+  explicit NoSync(std::shared_ptr<ParamGroupEngine> engine)
+      : engine_(std::move(engine)), previous_(engine_->plan.sync_gradients) {
+    engine_->plan.sync_gradients = false;
+  }
+  ~NoSync() { engine_->plan.sync_gradients = previous_; }
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  std::shared_ptr<ParamGroupEngine> engine_;
+  bool previous_;
+};
+
+// What replicate() has set up. The model trains alone again when it goes.
+class Replica {
+ public:
+  Replica(Replica&&) noexcept;
+  Replica& operator=(Replica&&) noexcept;
+  ~Replica();
+
+  NoSync no_sync();
+  void set_plan(const StepPlan& plan);
+  const StepPlan& plan() const;
+
+  // Once, before the first backward. Collective: ranks compare the hooks' names. Throws
+  // DistributedError where they differ, ValueError for a second one.
+  void set_communication_hook(std::shared_ptr<CommunicationHook> hook);
+
+  // Ranks may have different numbers of batches in the scope; see join.h.
+  Join join(const JoinOptions& options = {});
+
+  // What is set up and what one step costs.
+  ShardReport report() const;
+  const ParamGroupEngine& engine() const;
+
+ private:
+  friend Replica replicate(nn::ModuleBase&, Mesh&, const ReplicateOptions&);
+  struct State;
+  explicit Replica(std::shared_ptr<State> state);
+  std::shared_ptr<State> state_;
+};
+
+// Collective over the axis. The ranks first compare what they hold: number, names, shapes, dtypes
+// of parameters and buffers, which of them require grad, and the options; where any rank differs
+// all throw one DistributedError that names it. `model` must outlive the Replica or not be called
+// any more, `mesh` must outlive both. Throws ConfigError for an axis that the mesh lacks and for an
+// ignored name that the model lacks.
+Replica replicate(nn::ModuleBase& model, Mesh& mesh, const ReplicateOptions& options = {});
+
+}  // namespace tessera::distributed

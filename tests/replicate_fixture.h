@@ -1,0 +1,119 @@
+// What the tests of data-parallel training share: small models, batches, and one process that does
+// the work of all ranks.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/parallel.h>
+#include <nlohmann/json.hpp>
+
+#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/group.h>
+#include <tessera/distributed/mesh.h>
+#include <tessera/distributed/run_ranks.h>
+#include <tessera/distributed/shard/replicate.h>
+#include <tessera/nn/container.h>
+#include <tessera/nn/linear.h>
+#include <tessera/optim/sgd.h>
+
+namespace tessera::distributed {
+
+// run_ranks with the end that every distributed test has: all ranks issued the same collectives in
+// the same order, within each channel of each group.
+inline void on_ranks(int size, const std::function<void(int rank)>& body) {
+  run_ranks(size, [&](int rank) {
+    const CommTrace::Scope scope(*rank_context().trace);
+    body(rank);
+    check_equal_traces(scope);
+  });
+}
+
+// Collectives for gradients that this rank has issued so far and the trace keeps.
+inline Traffic gradient_traffic() {
+  Traffic traffic;
+  for (const CommRecord& record : rank_context().trace->records()) {
+    if (record.channel == Channel::kGradient) traffic += {1, record.bytes};
+  }
+  return traffic;
+}
+inline int64_t gradient_collectives() { return gradient_traffic().collectives; }
+
+// Elements of every parameter's gradient, by name; nothing where there is none.
+struct Gradients {
+  std::vector<std::string> names;
+  std::vector<std::vector<float>> values;
+  friend bool operator==(const Gradients&, const Gradients&) = default;
+};
+inline Gradients gradients_of(const nn::ModuleBase& model) {
+  Gradients result;
+  for (const auto& [name, tensor] : model.named_parameters()) {
+    result.names.push_back(name);
+    result.values.push_back(tensor.grad().defined() ? tensor.grad().to_vector<float>()
+                                                    : std::vector<float>());
+  }
+  return result;
+}
+inline std::vector<std::vector<float>> values_of(const nn::ModuleBase& model) {
+  std::vector<std::vector<float>> result;
+  for (const auto& [name, tensor] : model.named_parameters()) {
+    result.push_back(tensor.to_vector<float>());
+  }
+  return result;
+}
+
+// Bits, with one 0: a rank without a gradient adds zeros, which turns -0 into 0.
+inline void expect_same_bits(const Gradients& a, const Gradients& b) {
+  ASSERT_EQ(a.names, b.names);
+  for (size_t i = 0; i < a.values.size(); ++i) {
+    ASSERT_EQ(a.values[i].size(), b.values[i].size()) << a.names[i];
+    for (size_t j = 0; j < a.values[i].size(); ++j) {
+      ASSERT_EQ(a.values[i][j], b.values[i][j]) << a.names[i] << " element " << j;
+    }
+  }
+}
+
+// Three layers of 3180 parameters in all.
+struct Net : nn::Module<Net> {
+  Net()
+      : first(add<nn::Linear>("first", 8, 32)),
+        second(add<nn::Linear>("second", 32, 64)),
+        third(add<nn::Linear>("third", 64, 12)) {}
+  Tensor forward(const Tensor& x) { return third(relu(second(relu(first(x))))); }
+  nn::Linear& first;
+  nn::Linear& second;
+  nn::Linear& third;
+};
+
+// The loss of batch number `index`: a pure function, the same on any rank.
+template <class Model>
+Tensor loss_of(Model& model, int64_t index, int64_t rows = 5) {
+  const Tensor x = randn({rows, 8}, {}, RandomStream{7, static_cast<uint64_t>(index)});
+  const Tensor y = model(x);
+  return (y * y).mean();
+}
+
+// Buckets small enough that a few thousand parameters make several.
+inline ReplicateOptions small_buckets() {
+  return {.first_bucket_bytes = 1024, .bucket_bytes = 6000};
+}
+
+// One process: batches first, first + 1... one backward each, added up, multiplied once at the end.
+template <class Model>
+Gradients accumulate_in_one_process(Model& model, int64_t first, int64_t count, double divisor) {
+  model.zero_grad();
+  for (int64_t i = 0; i < count; ++i) loss_of(model, first + i).backward();
+  const NoGradGuard no_grad;
+  for (const Tensor& parameter : model.parameters()) {
+    if (parameter.grad().defined()) mul_(parameter.grad(), Scalar(1 / divisor));
+  }
+  return gradients_of(model);
+}
+
+}  // namespace tessera::distributed

@@ -1,0 +1,535 @@
+// Buffers, batch norm over ranks, compressed gradients, uneven inputs: on threads as ranks.
+// ctest labels: threads
+#include <cmath>
+
+#include <tessera/distributed/sync_batch_norm.h>
+#include <tessera/nn/norm.h>
+#include <tessera/optim/adamw.h>
+
+#include "replicate_fixture.h"
+
+namespace tessera::distributed {
+namespace {
+
+using Json = nlohmann::json;
+
+Json on_all_ranks(const Json& own, int rank) {
+  return all_gather_objects(world(), own)[static_cast<size_t>(rank)];
+}
+void expect_equal_on_all_ranks(const Json& own) {
+  const auto all = all_gather_objects(world(), own);
+  for (size_t rank = 1; rank < all.size(); ++rank) EXPECT_EQ(all[rank], all[0]) << "rank " << rank;
+}
+
+// ---- Buffers -----------------------------------------------------------------------------------
+
+struct Normed : nn::Module<Normed> {
+  Normed()
+      : in(add<nn::Linear>("in", 8, 6)),
+        norm(add<nn::BatchNorm1d>("norm", 6)),
+        out(add<nn::Linear>("out", 6, 3)) {}
+  Tensor forward(const Tensor& x) { return out(relu(norm(in(x)))); }
+  nn::Linear& in;
+  nn::BatchNorm1d& norm;
+  nn::Linear& out;
+};
+
+TEST(Buffers, D10_Rank0sBecomeEverybodysInEverySynchronisedTrainingForward) {
+  on_ranks(4, [](int rank) {
+    Normed model;
+    Mesh mesh(world());
+    Replica replica = replicate(model, mesh);
+    EXPECT_EQ(replica.report().buffers_per_forward, (Traffic{2, (6 + 6) * 4 + 8}));
+    const auto fill = [&] { fill_(model.norm.running_mean, rank + 1.0); };
+    const auto forward = [&] { return loss_of(model, rank); };
+    fill();
+    {
+      const NoGradGuard no_grad;
+      model.eval();
+      forward();
+      model.train();
+    }
+    EXPECT_EQ(model.norm.running_mean.to_vector()[0], rank + 1.0);  // evaluation is a rank's own
+    {
+      const NoSync local = replica.no_sync();
+      forward().backward();
+    }
+    EXPECT_NEAR(model.norm.running_mean.to_vector()[0], 0.9 * (rank + 1.0), 0.3);
+    fill();
+    forward().backward();
+    EXPECT_NEAR(model.norm.running_mean.to_vector()[0], 0.9, 0.3);
+  });
+}
+
+TEST(Buffers, D10_AHookMayReplaceTheBroadcastAndItMayBeLeftOut) {
+  on_ranks(2, [](int rank) {
+    Normed model;
+    Mesh mesh(world());
+    ReplicateOptions options;
+    options.buffer_hook = [](const NamedTensors& buffers, Group& ranks) {
+      for (const auto& [name, tensor] : buffers) {
+        if (is_floating(tensor.dtype())) ranks.all_reduce(tensor, ReduceOp::kMean).wait();
+      }
+    };
+    {
+      const Replica replica = replicate(model, mesh, options);
+      fill_(model.norm.running_var, rank * 10.0);
+      loss_of(model, 0).backward();
+      expect_equal_on_all_ranks(model.norm.running_var.to_vector());
+      EXPECT_GT(model.norm.running_var.to_vector()[0], 0.9 * 5);
+      EXPECT_LT(model.norm.running_var.to_vector()[0], 0.9 * 5 + 1);
+    }
+    model.zero_grad();
+    options = {.broadcast_buffers = false};
+    const Replica replica = replicate(model, mesh, options);
+    fill_(model.norm.running_var, rank * 10.0);
+    loss_of(model, 0).backward();
+    EXPECT_NE(on_all_ranks(model.norm.running_var.to_vector(), 0),
+              on_all_ranks(model.norm.running_var.to_vector(), 1));
+  });
+}
+
+// ---- The report is the trace -------------------------------------------------------------------
+
+TEST(Report, SaysWhatAStepCostsAndTheTraceAgrees) {
+  for (const int size : {1, 2, 4, 8}) {
+    on_ranks(size, [&](int rank) {
+      Normed model;
+      Mesh mesh(world());
+      ReplicateOptions options;
+      options.first_bucket_bytes = 30, options.bucket_bytes = 60;
+      const Replica replica = replicate(model, mesh, options);
+      for (int step = 0; step < 3; ++step) {
+        const CommTrace::Scope scope(*rank_context().trace);
+        loss_of(model, rank).backward();
+        model.zero_grad();
+        Traffic gradients, used_map, buffers, others;
+        for (const CommRecord& record : scope.records()) {
+          Traffic& traffic = record.channel == Channel::kGradient    ? gradients
+                             : record.tag == "used_map"              ? used_map
+                             : record.channel == Channel::kParameter ? buffers
+                                                                     : others;
+          traffic += {1, record.bytes};
+        }
+        const ShardReport report = replica.report();
+        EXPECT_EQ(gradients, report.gradients);
+        EXPECT_EQ(used_map, report.used_map);
+        EXPECT_EQ(buffers, report.buffers_per_forward);
+        // Once: the order of rank 0's gradients.
+        EXPECT_EQ(others, (step == 0 && size > 1 ? Traffic{1, report.parameters * 8} : Traffic{}));
+        EXPECT_EQ(report.gradient_bytes, (8 * 6 + 6 + 6 + 6 + 6 * 3 + 3) * 4);
+        if (size > 1) {
+          EXPECT_EQ(report.gradients.bytes, report.gradient_bytes);
+        }
+        EXPECT_GE(report.buckets.size(), 3u);
+        EXPECT_NE(report.describe().find("(R, P, R) over " + std::to_string(size) + " ranks"),
+                  std::string::npos)
+            << report.describe();
+      }
+    });
+  }
+}
+
+// ---- Batch norm over ranks ---------------------------------------------------------------------
+
+struct NormResult {
+  std::vector<double> y, dx, weight, bias, mean, variance;
+};
+
+// Rows [begin, end) of a fixed batch [rows, C, 3] through the function; loss: weighted sum.
+template <class Function>
+NormResult run_batch_norm(const Function& function, int64_t begin, int64_t end, DType dtype) {
+  constexpr int64_t kRows = 12, kChannels = 5;
+  const Tensor all =
+      (randn({kRows, kChannels, 3}, {kF64}, RandomStream{1, 1}) * 3.0 + 2.0).to(dtype);
+  const Tensor up = randn({kRows, kChannels, 3}, {kF64}, RandomStream{1, 2}).to(dtype);
+  const Tensor x = all.narrow(0, begin, end - begin).clone().set_requires_grad();
+  const Tensor weight =
+      randn({kChannels}, {kF64}, RandomStream{1, 3}).to(dtype).set_requires_grad();
+  const Tensor bias = randn({kChannels}, {kF64}, RandomStream{1, 4}).to(dtype).set_requires_grad();
+  const Tensor mean = zeros({kChannels}, {dtype}), variance = ones({kChannels}, {dtype});
+  const Tensor y = function(nn::BatchNormCall{x, mean, variance, weight, bias, true, 0.1, 1e-5});
+  (y * up.narrow(0, begin, end - begin)).sum().backward();
+  return {y.to_vector(),           x.grad().to_vector(), weight.grad().to_vector(),
+          bias.grad().to_vector(), mean.to_vector(),     variance.to_vector()};
+}
+
+void expect_near(const std::vector<double>& a, const std::vector<double>& b, double tolerance,
+                 const char* what) {
+  ASSERT_EQ(a.size(), b.size()) << what;
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(a[i], b[i], tolerance) << what << " " << i;
+}
+
+TEST(SyncBatchNorm, D10_ForwardAndBackwardAreThoseOfTheConcatenatedBatch) {
+  const std::vector<std::vector<int64_t>> cuts{
+      {0, 6, 12}, {0, 1, 12}, {0, 12, 12}, {0, 0, 5, 9, 12}};
+  for (const DType dtype : {kF64, kF32}) {
+    const double tolerance = dtype == kF64 ? 1e-12 : 2e-5;
+    const NormResult whole = run_batch_norm(
+        [](const nn::BatchNormCall& c) {
+          return batch_norm(c.x, c.running_mean, c.running_var, c.weight, c.bias, c.training,
+                            c.momentum, c.eps);
+        },
+        0, 12, dtype);
+    for (const auto& cut : cuts) {
+      on_ranks(static_cast<int>(cut.size()) - 1, [&](int rank) {
+        const int64_t begin = cut[static_cast<size_t>(rank)],
+                      end = cut[static_cast<size_t>(rank) + 1];
+        const NormResult own = run_batch_norm(
+            [](const nn::BatchNormCall& call) { return sync_batch_norm(call, world()); }, begin,
+            end, dtype);
+        const auto part = [&](const std::vector<double>& values) {
+          return std::vector<double>(values.begin() + begin * 15, values.begin() + end * 15);
+        };
+        expect_near(own.y, part(whole.y), tolerance, "y");
+        expect_near(own.dx, part(whole.dx), tolerance, "dx");
+        expect_near(own.mean, whole.mean, tolerance, "running mean");
+        expect_near(own.variance, whole.variance, tolerance * 10, "running variance");
+        const Tensor sums = tensor(std::span<const double>(own.weight), {5}, kF64);
+        const Tensor biases = tensor(std::span<const double>(own.bias), {5}, kF64);
+        world().all_reduce(sums).wait();
+        world().all_reduce(biases).wait();
+        expect_near(sums.to_vector(), whole.weight, tolerance * 20, "weight");
+        expect_near(biases.to_vector(), whole.bias, tolerance * 20, "bias");
+        expect_equal_on_all_ranks(Json(own.mean));
+      });
+    }
+  }
+}
+
+TEST(SyncBatchNorm, D10_AReplicatedModelTrainsAsOnTheBigBatch) {
+  std::vector<double> expected_grad, expected_mean;
+  {
+    Context context;
+    const ContextGuard guard(context);
+    manual_seed(3);
+    Normed model;
+    TensorList parts;
+    for (uint64_t i = 0; i < 4; ++i) parts.push_back(randn({5, 8}, {}, RandomStream{7, i}));
+    const Tensor y = model(cat(parts));
+    (y * y).mean().backward();
+    expected_grad = model.in.weight.grad().to_vector();
+    expected_mean = model.norm.running_mean.to_vector();
+  }
+  on_ranks(4, [&](int rank) {
+    manual_seed(3);
+    Normed model;
+    Mesh mesh(world());
+    EXPECT_EQ(synchronise_batch_norm(model, mesh.group("dp")), 1);
+    const Replica replica = replicate(model, mesh);
+    loss_of(model, rank).backward();
+    expect_near(model.in.weight.grad().to_vector(), expected_grad, 1e-6, "weight");
+    expect_near(model.norm.running_mean.to_vector(), expected_mean, 1e-6, "running mean");
+    model.eval();
+    const NoGradGuard no_grad;
+    loss_of(model, rank);  // evaluation needs nobody else
+  });
+}
+
+TEST(SyncBatchNorm, OneValuePerChannelOnAllRanksIsRefused) {
+  on_ranks(2, [](int rank) {
+    const Tensor x = zeros({rank, 3}), none;
+    EXPECT_THROW(
+        sync_batch_norm(nn::BatchNormCall{x, none, none, none, none, true, 0.1, 1e-5}, world()),
+        ShapeError);
+  });
+}
+
+// ---- Compression -------------------------------------------------------------------------------
+
+// Gradients of rank 0 after each of some steps with a hook; nullptr: none is set.
+std::vector<Gradients> gradients_with(
+    int size, int steps, const std::function<std::shared_ptr<CommunicationHook>()>& make) {
+  std::vector<Gradients> result;
+  on_ranks(size, [&](int rank) {
+    manual_seed(3);
+    Net net;
+    Mesh mesh(world());
+    Replica replica = replicate(net, mesh, small_buckets());
+    if (make) replica.set_communication_hook(make());
+    for (int step = 0; step < steps; ++step) {
+      const Traffic before = gradient_traffic();
+      loss_of(net, step * size + rank).backward();
+      const Traffic expected = replica.report().gradients;  // of these buckets
+      EXPECT_EQ(gradient_traffic().collectives - before.collectives, expected.collectives);
+      EXPECT_EQ(gradient_traffic().bytes - before.bytes, expected.bytes);
+      expect_equal_on_all_ranks(Json(gradients_of(net).values));
+      if (rank == 0) result.push_back(gradients_of(net));
+      net.zero_grad();
+    }
+  });
+  return result;
+}
+
+double largest_difference(const Gradients& a, const Gradients& b) {
+  double largest = 0;
+  for (size_t i = 0; i < a.values.size(); ++i) {
+    for (size_t j = 0; j < a.values[i].size(); ++j) {
+      largest = std::max<double>(largest, std::abs(a.values[i][j] - b.values[i][j]));
+    }
+  }
+  return largest;
+}
+double largest(const Gradients& a) {
+  double result = 0;
+  for (const auto& values : a.values) {
+    for (const float value : values) result = std::max<double>(result, std::abs(value));
+  }
+  return result;
+}
+
+TEST(CommunicationHook, D11_AllReduceSetByHandGivesTheBitsOfTheDefault) {
+  const auto plain = gradients_with(4, 3, nullptr);
+  const auto hooked = gradients_with(4, 3, [] { return std::make_shared<AllReduceHook>(); });
+  for (size_t step = 0; step < 3; ++step) expect_same_bits(plain[step], hooked[step]);
+}
+
+TEST(CommunicationHook, D11_SixteenBitsHalveTheBytes) {
+  const auto plain = gradients_with(4, 2, nullptr);
+  for (const DType dtype : {kF16, kBF16}) {
+    const auto cast = gradients_with(4, 2, [&] { return std::make_shared<CastHook>(dtype); });
+    // Each of the 4 contributions and the sum are rounded once.
+    const double eps = dtype == kF16 ? 0x1p-11 : 0x1p-8;
+    for (size_t step = 0; step < 2; ++step) {
+      EXPECT_LE(largest_difference(plain[step], cast[step]), 4 * eps * largest(plain[step]));
+      EXPECT_GT(largest_difference(plain[step], cast[step]), 0);
+    }
+  }
+  on_ranks(2, [](int) {
+    Net net;
+    Mesh mesh(world());
+    Replica replica = replicate(net, mesh, small_buckets());
+    const Traffic plain = replica.report().gradients;
+    replica.set_communication_hook(std::make_shared<CastHook>(kBF16));
+    EXPECT_EQ(replica.report().gradients, (Traffic{plain.collectives, plain.bytes / 2}));
+    EXPECT_THROW(CastHook{kF32}, DTypeError);
+  });
+}
+
+TEST(CommunicationHook, D11_OneHookIsSetOnceAndAlikeOnAllRanks) {
+  on_ranks(2, [](int rank) {
+    Net net;
+    Mesh mesh(world());
+    {
+      Replica replica = replicate(net, mesh);
+      EXPECT_THROW(replica.set_communication_hook(nullptr), ValueError);
+      replica.set_communication_hook(std::make_shared<AllReduceHook>());
+      EXPECT_THROW(replica.set_communication_hook(std::make_shared<AllReduceHook>()), ValueError);
+    }
+    Replica replica = replicate(net, mesh);
+    EXPECT_THROW(
+        replica.set_communication_hook(std::make_shared<CastHook>(rank == 0 ? kF16 : kBF16)),
+        DistributedError);
+    loss_of(net, rank).backward();
+    EXPECT_THROW(replica.set_communication_hook(std::make_shared<AllReduceHook>()), ValueError);
+  });
+}
+
+std::shared_ptr<PowerSgdHook> power_sgd(const PowerSgdOptions& options) {
+  return std::make_shared<PowerSgdHook>(options);
+}
+
+TEST(CommunicationHook, D11_PowerSgdMovesTheBytesOfItsFormula) {
+  on_ranks(2, [](int rank) {
+    Net net;  // weights [32, 8], [64, 32], [12, 64], biases 32, 64, 12
+    Mesh mesh(world());
+    Replica replica = replicate(net, mesh);
+    replica.set_communication_hook(power_sgd({.rank = 2, .start_step = 1}));
+    EXPECT_EQ(replica.report().gradients.bytes, (32 * 8 + 64 * 32 + 12 * 64 + 108) * 4);
+    loss_of(net, rank).backward();
+    net.zero_grad();
+    // [32, 8] is worth it, too: (32 + 8) * 2 * 2 < 256.
+    const int64_t factors = ((32 + 8) + (64 + 32) + (12 + 64)) * 2;
+    EXPECT_EQ(replica.report().gradients.bytes, (factors + 108) * 4);
+    const Traffic expected = replica.report().gradients, before = gradient_traffic();
+    loss_of(net, rank).backward();
+    EXPECT_EQ(gradient_traffic().bytes - before.bytes, expected.bytes);
+    EXPECT_EQ(gradient_traffic().collectives - before.collectives, expected.collectives);
+  });
+}
+
+TEST(CommunicationHook, D11_PowerSgdOfFullRankGivesTheGradient) {
+  const auto plain = gradients_with(4, 3, nullptr);
+  const auto full =
+      gradients_with(4, 3, [] { return power_sgd({.rank = 1000, .min_compression = 0}); });
+  for (size_t step = 0; step < 3; ++step) {
+    EXPECT_LE(largest_difference(plain[step], full[step]), 1e-5 * largest(plain[step]));
+  }
+}
+
+// Minimises a quadratic over ranks with gradients of rank 1; returns the distance from the minimum.
+double distance_after(bool error_feedback) {
+  double distance = 0;
+  on_ranks(2, [&](int rank) {
+    manual_seed(3);
+    nn::Linear model(16, 16, {.bias = false});
+    const Tensor target = randn({16, 16}, {}, RandomStream{2, static_cast<uint64_t>(rank)});
+    Mesh mesh(world());
+    Replica replica = replicate(model, mesh);
+    const auto hook =
+        power_sgd({.rank = 1, .error_feedback = error_feedback, .warm_start = error_feedback});
+    replica.set_communication_hook(hook);
+    const auto step = [&](double rate) {
+      const Tensor y = model(eye(16));
+      const Tensor difference = y - target.t();
+      (difference * difference).sum().backward();
+      const NoGradGuard no_grad;
+      add_(model.weight, model.weight.grad(), Scalar(-rate));
+      model.zero_grad();
+    };
+    for (int i = 0; i < 300; ++i) step(0.02);
+    const Tensor mean = target.clone();
+    world().all_reduce(mean, ReduceOp::kMean).wait();
+    if (rank == 0) distance = square(model.weight.detach() - mean).sum().item();
+  });
+  return distance;
+}
+
+TEST(CommunicationHook, D11_ErrorFeedbackConvergesToTheMinimumOfAllRanks) {
+  EXPECT_LT(distance_after(true), 1e-3);
+  EXPECT_GT(distance_after(false), 10);  // directions that rank 1 leaves out never come
+}
+
+TEST(CommunicationHook, D11_PowerSgdGoesOnFromItsState) {
+  on_ranks(2, [](int rank) {
+    const auto train = [&](int steps, int first, Net& net, PowerSgdHook* from,
+                           std::shared_ptr<PowerSgdHook> hook) {
+      Mesh mesh(world());
+      Replica replica = replicate(net, mesh, small_buckets());
+      if (from != nullptr) hook->load_state_dict(from->state_dict().clone());
+      replica.set_communication_hook(hook);
+      for (int step = first; step < first + steps; ++step) {
+        net.zero_grad();
+        loss_of(net, 10 * step + rank).backward();
+      }
+    };
+    manual_seed(3);
+    Net whole, parts;
+    const PowerSgdOptions options{.rank = 2, .start_step = 1, .min_compression = 1};
+    const auto one = power_sgd(options), first = power_sgd(options), second = power_sgd(options);
+    train(6, 0, whole, nullptr, one);
+    train(3, 0, parts, nullptr, first);
+    train(3, 3, parts, first.get(), second);
+    expect_same_bits(gradients_of(parts), gradients_of(whole));
+    EXPECT_THROW(second->load_state_dict(StateDict::from_map({{"weight.what", ones({1})}})),
+                 ValueError);
+  });
+}
+
+// ---- Uneven inputs -----------------------------------------------------------------------------
+
+TEST(Join, D12_RanksMayHaveDifferentNumbersOfBatches) {
+  for (const int size : {2, 4}) {
+    for (const JoinDivide divide : {JoinDivide::kActiveRanks, JoinDivide::kAllRanks}) {
+      // Rank r has 2 + r batches; in step s the ranks from s - 1 on are at work.
+      std::vector<std::vector<float>> expected;
+      {
+        Context context;
+        const ContextGuard guard(context);
+        set_num_threads(1);
+        manual_seed(3);
+        Net net;
+        optim::SGD optimizer(net.named_parameters(), {.lr = 0.1});
+        for (int step = 0; step < size + 1; ++step) {
+          const int first = std::max(0, step - 1);
+          net.zero_grad();
+          for (int rank = first; rank < size; ++rank) loss_of(net, 10 * step + rank).backward();
+          const NoGradGuard no_grad;
+          const double divisor = divide == JoinDivide::kActiveRanks ? size - first : size;
+          for (const Tensor& parameter : net.parameters()) {
+            mul_(parameter.grad(), Scalar(1 / divisor));
+          }
+          optimizer.step();
+        }
+        expected = values_of(net);
+      }
+      on_ranks(size, [&](int rank) {
+        manual_seed(3);
+        Net net;
+        Mesh mesh(world());
+        Replica replica = replicate(net, mesh, small_buckets());
+        optim::SGD optimizer(net.named_parameters(), {.lr = 0.1});
+        Join join = replica.join({.divide = divide});
+        for (int step = 0; step < 2 + rank; ++step) {
+          loss_of(net, 10 * step + rank).backward();
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+        join.finish();
+        const auto values = values_of(net);
+        ASSERT_EQ(values.size(), expected.size());
+        for (size_t i = 0; i < values.size(); ++i) EXPECT_EQ(values[i], expected[i]);
+        EXPECT_THROW(join.finish(), ValueError);
+        // The next epoch needs no scope.
+        loss_of(net, rank).backward();
+      });
+    }
+  }
+}
+
+TEST(Join, D12_RanksThatEndedAnswerLocalStepsAndBuffers) {
+  on_ranks(4, [](int rank) {
+    Normed model;
+    Mesh mesh(world());
+    ReplicateOptions options = small_buckets();
+    options.average = GradientAverage::kWindow;
+    Replica replica = replicate(model, mesh, options);
+    Join join = replica.join();
+    for (int step = 0; step < rank; ++step) {  // rank 0 has none at all
+      for (int micro = 0; micro < 2; ++micro) {
+        replica.set_plan(StepPlan::of(micro, 2));
+        loss_of(model, 10 * step + rank).backward();
+      }
+      EXPECT_EQ(replica.engine().last_backward().backwards_before, 1);
+      model.zero_grad();
+    }
+    join.finish();
+    expect_equal_on_all_ranks(Json(values_of(model)));
+    expect_equal_on_all_ranks(Json(model.norm.running_mean.to_vector()));
+    EXPECT_EQ(replica.engine().reductions(), 3);
+  });
+}
+
+TEST(Join, D12_ThrowModeRaisesOnAllRanksInOneStep) {
+  on_ranks(4, [](int rank) {
+    Net net;
+    Mesh mesh(world());
+    Replica replica = replicate(net, mesh, small_buckets());
+    int steps = 0;
+    {
+      Join join = replica.join({.throw_on_early_end = true});
+      EXPECT_THROW(
+          {
+            for (int step = 0; step < 2 + rank; ++step) {
+              loss_of(net, 10 * step + rank).backward();
+              net.zero_grad();
+              ++steps;
+            }
+            join.finish();
+          },
+          DistributedError);
+    }
+    EXPECT_EQ(steps, 2);
+    net.zero_grad();
+    loss_of(net, rank).backward();  // and training can go on
+    expect_equal_on_all_ranks(Json(gradients_of(net).values));
+  });
+}
+
+TEST(Join, GradientsThatWereNeverReducedAreAnError) {
+  on_ranks(1, [](int) {
+    Net net;
+    Mesh mesh(world());
+    Replica replica = replicate(net, mesh);
+    Join join = replica.join();
+    {
+      const NoSync local = replica.no_sync();
+      loss_of(net, 0).backward();
+    }
+    EXPECT_THROW(join.finish(), ValueError);
+    EXPECT_THROW(static_cast<void>(replica.join()), ValueError);  // one scope at a time
+  });
+}
+
+}  // namespace
+}  // namespace tessera::distributed

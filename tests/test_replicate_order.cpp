@@ -1,0 +1,211 @@
+// When data-parallel training communicates: launch order under random delays, overlap under a
+// virtual clock, and deliberate bugs that these tests must see.
+// ctest labels: threads
+#include <chrono>
+#include <random>
+#include <thread>
+
+#include "replicate_fixture.h"
+
+namespace tessera::distributed {
+namespace {
+
+// Eight layers; each rank may call the two of a pair in its own order.
+struct Pairs : nn::Module<Pairs> {
+  Pairs() {
+    for (int i = 0; i < 8; ++i) layers.push_back(&add<nn::Linear>("l" + std::to_string(i), 8, 8));
+  }
+  Tensor forward(const Tensor& x, unsigned swapped, unsigned skipped) {
+    Tensor y = x;
+    for (size_t pair = 0; pair < 4; ++pair) {
+      const size_t first = 2 * pair + (swapped >> pair & 1), second = 4 * pair + 1 - first;
+      Tensor sum = y + (*layers[first])(y);
+      if (!(skipped >> pair & 1)) sum = sum + (*layers[second])(y);
+      y = tanh(sum);
+    }
+    return y;
+  }
+  std::vector<nn::Linear*> layers;
+};
+
+void sleep_some(std::mt19937& random, int most_microseconds) {
+  const auto amount = random() % static_cast<unsigned>(most_microseconds);
+  if (amount < static_cast<unsigned>(most_microseconds) / 2) return;
+  std::this_thread::sleep_for(std::chrono::microseconds(amount));
+}
+
+// Two steps with a delay, or none, before every gradient and every collective.
+void train_with_delays(unsigned seed, int rank, bool swap_and_skip) {
+  std::mt19937 random(seed * 64 + static_cast<unsigned>(rank));
+  rank_context().hooks.before_issue = [&](const CommRecord&) {
+    sleep_some(random, 100);
+    return true;
+  };
+  manual_seed(3);
+  Pairs model;
+  Mesh mesh(world());
+  ReplicateOptions options;
+  options.first_bucket_bytes = 300, options.bucket_bytes = 600;
+  const Replica replica = replicate(model, mesh, options);
+  std::vector<HookHandle> handles;
+  for (const Tensor& parameter : model.parameters()) {
+    handles.push_back(register_hook(parameter, [&](const Tensor&) {
+      sleep_some(random, 100);
+      return Tensor();
+    }));
+  }
+  for (int step = 0; step < 2; ++step) {
+    const unsigned swapped = swap_and_skip ? random() : 0, skipped = swap_and_skip ? random() : 0;
+    const Tensor x = randn({2, 8}, {}, RandomStream{seed, static_cast<uint64_t>(rank)});
+    model(x, swapped, skipped).sum().backward();
+    model.zero_grad();
+  }
+  for (HookHandle& handle : handles) handle.remove();
+  rank_context().hooks.before_issue = nullptr;
+}
+
+TEST(ReplicateOrder, D13_EveryRankIssuesTheSameSequenceUnder200SeedsOfDelays) {
+  for (unsigned seed = 0; seed < 200; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    // on_ranks compares the sequences.
+    on_ranks(seed % 2 == 0 ? 2 : 4,
+             [&](int rank) { train_with_delays(seed, rank, /*swap_and_skip=*/seed % 4 >= 2); });
+    if (HasFailure()) break;
+  }
+}
+
+TEST(ReplicateOrder, D14_EveryBucketButTheLastIsIssuedBeforeTheLastGradient) {
+  on_ranks(4, [](int rank) {
+    Net net;
+    Mesh mesh(world());
+    ReplicateOptions options;
+    options.first_bucket_bytes = options.bucket_bytes = 1;
+    const Replica replica = replicate(net, mesh, options);
+    for (int step = 0; step < 3; ++step) {
+      const CommTrace::Scope scope(world().trace());
+      loss_of(net, rank).backward();
+      const BackwardRecord& record = replica.engine().last_backward();
+      const auto buckets = static_cast<int64_t>(replica.engine().groups().size());
+      ASSERT_EQ(buckets, 6);
+      ASSERT_EQ(static_cast<int64_t>(record.launches.size()), buckets);
+      EXPECT_EQ(record.gradients, 6);
+      // The first backward knows the order of layers, not yet that of weight and bias.
+      const int64_t late = step == 0 ? 1 : 0;
+      for (int64_t i = 0; i < buckets; ++i) {
+        EXPECT_EQ(record.launches[static_cast<size_t>(i)].bucket, i);
+        EXPECT_LE(record.launches[static_cast<size_t>(i)].gradients_before, i + 1 + late);
+      }
+      EXPECT_LT(record.launches[static_cast<size_t>(buckets - 2)].gradients_before, 6 + late);
+      // The trace says the same: in order, under the names of the buckets.
+      std::vector<std::string> tags;
+      for (const CommRecord& entry : scope.records()) {
+        if (entry.channel == Channel::kGradient) tags.push_back(entry.tag);
+      }
+      EXPECT_EQ(tags, (std::vector<std::string>{"bucket 0", "bucket 1", "bucket 2", "bucket 3",
+                                                "bucket 4", "bucket 5"}));
+      net.zero_grad();
+    }
+  });
+}
+
+// A backward whose every gradient takes `compute` seconds of the virtual clock and whose every
+// bucket takes `latency`.
+struct Times {
+  double total = 0, hidden = 0;
+};
+Times backward_on_virtual_clock(double compute, double latency, bool overlap) {
+  Times times;
+  on_ranks(4, [&](int rank) {
+    auto clock = std::make_shared<VirtualClock>();
+    clock->latency = [=](const CommRecord& record) {
+      return record.channel == Channel::kGradient ? latency : 0.0;
+    };
+    rank_context().clock = clock;
+    Net net;
+    Mesh mesh(world());
+    ReplicateOptions options;
+    options.first_bucket_bytes = options.bucket_bytes = overlap ? 1 : 1 << 20;
+    const Replica replica = replicate(net, mesh, options);
+    std::vector<HookHandle> handles;
+    for (const Tensor& parameter : net.parameters()) {
+      handles.push_back(register_hook(parameter, [&](const Tensor&) {
+        clock->now += compute;
+        return Tensor();
+      }));
+    }
+    for (int step = 0; step < 2; ++step) {
+      const CommTrace::Scope scope(world().trace());
+      const double begin = clock->now;
+      loss_of(net, rank).backward();
+      if (rank == 0)
+        times = {clock->now - begin, hidden_share(scope.records(), Channel::kGradient)};
+      net.zero_grad();
+    }
+    for (HookHandle& handle : handles) handle.remove();
+  });
+  return times;
+}
+
+TEST(ReplicateOrder, D14_CommunicationThatFitsIsHiddenButForTheLastBucket) {
+  for (const double latency : {0.2, 0.5, 0.9}) {
+    const Times times = backward_on_virtual_clock(1, latency, true);
+    EXPECT_LE(times.total, (6 + latency) * 1.1) << "latency " << latency;
+    EXPECT_NEAR(times.hidden, 5.0 / 6, 0.01);
+  }
+}
+
+TEST(ReplicateOrder, D14_OneBucketForAllHidesNothing) {
+  const Times times = backward_on_virtual_clock(1, 0.9, false);
+  EXPECT_NEAR(times.total, 6.9, 1e-6);
+  EXPECT_NEAR(times.hidden, 0, 1e-6);
+}
+
+// ---- Deliberate bugs ---------------------------------------------------------------------------
+
+// Whether two ranks end with the gradients of one process, under a deliberate bug of both or, where
+// it concerns the order, of rank 1.
+bool trains_rightly(Mutation mutation) {
+  Gradients expected;
+  {
+    Context context;
+    const ContextGuard guard(context);
+    manual_seed(3);
+    Net net;
+    expected = accumulate_in_one_process(net, 0, 2, 2);
+  }
+  std::atomic<bool> right{true};
+  try {
+    run_ranks(2, [&](int rank) {
+      manual_seed(3);
+      Net net;
+      Mesh mesh(world());
+      ReplicateOptions options;
+      options.first_bucket_bytes = options.bucket_bytes = 1;
+      const Replica replica = replicate(net, mesh, options);
+      if (rank == 1 || mutation != Mutation::kLaunchOutOfOrder) rank_context().mutation = mutation;
+      // Rank 0 is late, so that who does not wait does not see its part.
+      if (rank == 0) {
+        rank_context().hooks.before_issue = [](const CommRecord&) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(2));
+          return true;
+        };
+      }
+      loss_of(net, rank).backward();
+      const Gradients own = gradients_of(net);
+      if (own.values != expected.values) right = false;
+    });
+  } catch (const DistributedError&) {
+    right = false;
+  }
+  return right;
+}
+
+TEST(ReplicateOrder, DeliberateBugsAreSeen) {
+  EXPECT_TRUE(trains_rightly(Mutation::kNone));
+  EXPECT_FALSE(trains_rightly(Mutation::kSkipWait));
+  EXPECT_FALSE(trains_rightly(Mutation::kWrongDivide));
+  EXPECT_FALSE(trains_rightly(Mutation::kLaunchOutOfOrder));
+}
+
+}  // namespace
+}  // namespace tessera::distributed
