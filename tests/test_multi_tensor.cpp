@@ -6,6 +6,7 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/multi_tensor.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
@@ -217,6 +218,61 @@ TEST(MultiTensor, a_shadow_receives_the_rounded_new_value) {
   const std::vector<float> values = master.to_vector<float>();
   for (size_t i = 0; i < values.size(); ++i) {
     ASSERT_EQ(shadow.data_as<bf16>()[i].bits, from_float<bf16>(values[i]).bits) << "at " << i;
+  }
+}
+
+// What a pass does with narrow tensors is what it does with their widened copies, rounded.
+TEST(MultiTensor, narrow_operands_give_the_bits_of_widened_ones) {
+  const std::vector<double> scalars = scalars_of(0.1, 3, 0.5);
+  const auto widened = [](const Tensor& x) { return convert(x, kF32); };
+  for (const DType narrow : {kBF16, kF16}) {
+    for (const int64_t size : {7, 1000, 20001}) {  // less than a register, a block; two chunks
+      const Tensor grad = filled(size, 2, narrow), values = filled(size, 1, narrow);
+      const auto check = [&](const char* name, auto&& pass) {
+        SCOPED_TRACE(testing::Message() << name << ' ' << narrow << ' ' << size);
+        const auto state = [&](int seed) {
+          const Tensor x = filled(size, seed);
+          for (int64_t i = 0; i < size; ++i) x.data_as<float>()[i] += 2;  // squares are positive
+          return x;
+        };
+        const Tensor expected = widened(values), expected_state = state(5);
+        pass(expected, widened(grad), expected_state, Tensor());
+        const Tensor master = widened(values), shadow = raw::zeros({size}, narrow);
+        const Tensor master_state = state(5);
+        pass(master, grad, master_state, shadow);
+        EXPECT_TRUE(same_bits(master, expected));
+        EXPECT_TRUE(same_bits(master_state, expected_state));
+        EXPECT_TRUE(same_bits(shadow, convert(expected, narrow)));
+        const Tensor own = copy_of(values), own_state = state(5);
+        pass(own, grad, own_state, Tensor());
+        EXPECT_TRUE(same_bits(own, convert(expected, narrow)));
+        EXPECT_TRUE(same_bits(own_state, expected_state));
+      };
+      check("sgd", [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
+        const SgdTensors entry{p, g, s, false, shadow};
+        multi_tensor_sgd({&entry, 1}, {.momentum = 0.9, .nesterov = true}, scalars.data());
+      });
+      check("adam", [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
+        const AdamTensors entry{p, g, zeros_of(s), s, {}, shadow};
+        multi_tensor_adam({&entry, 1}, {}, scalars.data());
+      });
+      check("lion", [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
+        const LionTensors entry{p, g, s, shadow};
+        multi_tensor_lion({&entry, 1}, {.weight_decay = 0.1}, scalars.data());
+      });
+      check("adagrad",
+            [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
+              const AdagradTensors entry{p, g, s, shadow};
+              multi_tensor_adagrad({&entry, 1}, {.weight_decay = 0.1}, scalars.data());
+            });
+      check("rmsprop",
+            [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
+              const RmspropTensors entry{p, g, s, {}, {}, shadow};
+              multi_tensor_rmsprop({&entry, 1}, {}, scalars.data());
+            });
+      const std::vector<Tensor> one{grad}, wide{widened(grad)};
+      EXPECT_EQ(multi_tensor_norm(one), multi_tensor_norm(wide));
+    }
   }
 }
 

@@ -87,21 +87,58 @@ struct UnalignedOf {
 template <class C>
 using Pack = typename PackOf<C>::type;
 
-// PackOf<L>::kSize elements from x, converted to L.
+template <class T>
+inline constexpr bool kIsHalf = std::is_same_v<T, bf16> || std::is_same_v<T, f16>;
+
+template <class L, class C>
+TS_HD L convert_one(C x) {
+  if constexpr (kIsHalf<C>) {
+    return static_cast<L>(to_float(x));
+  } else {
+    return static_cast<L>(x);
+  }
+}
+
+// PackOf<L>::kSize elements from x, converted to L. 16-bit floats become packs of double only.
 template <class L, class C>
 TS_HD Pack<L> load_pack(const C* x) {
-#if defined(__AVX__)  // g++ 12 converts halves and joins them
-  if constexpr (std::is_same_v<L, double> && std::is_same_v<C, float>) {
+  if constexpr (kIsHalf<C>) {
+    static_assert(std::is_same_v<L, double>);
 #if defined(__AVX512F__)
-    return reinterpret_cast<Pack<L>>(_mm512_cvtps_pd(_mm256_loadu_ps(x)));
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+    if constexpr (std::is_same_v<C, bf16>) {
+      return reinterpret_cast<Pack<L>>(
+          _mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))));
+    } else {
+      return reinterpret_cast<Pack<L>>(_mm512_cvtps_pd(_mm256_cvtph_ps(bits)));
+    }
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m128i bits = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x));
+    if constexpr (std::is_same_v<C, bf16>) {
+      return reinterpret_cast<Pack<L>>(
+          _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(bits), 16))));
+    } else {
+      return reinterpret_cast<Pack<L>>(_mm256_cvtps_pd(_mm_cvtph_ps(bits)));
+    }
 #else
-    return reinterpret_cast<Pack<L>>(_mm256_cvtps_pd(_mm_loadu_ps(x)));
+    float wide[PackOf<L>::kSize];
+    for (int i = 0; i < PackOf<L>::kSize; ++i) wide[i] = to_float(x[i]);
+    return load_pack<L>(static_cast<const float*>(wide));
 #endif
+  } else {
+#if defined(__AVX__)  // g++ 12 converts halves and joins them
+    if constexpr (std::is_same_v<L, double> && std::is_same_v<C, float>) {
+#if defined(__AVX512F__)
+      return reinterpret_cast<Pack<L>>(_mm512_cvtps_pd(_mm256_loadu_ps(x)));
+#else
+      return reinterpret_cast<Pack<L>>(_mm256_cvtps_pd(_mm_loadu_ps(x)));
+#endif
+    }
+#endif
+    constexpr int kBytes = PackOf<L>::kSize * static_cast<int>(sizeof(C));
+    const auto packed = *reinterpret_cast<const typename UnalignedOf<C, kBytes>::type*>(x);
+    return __builtin_convertvector(packed, Pack<L>);
   }
-#endif
-  constexpr int kBytes = PackOf<L>::kSize * static_cast<int>(sizeof(C));
-  const auto packed = *reinterpret_cast<const typename UnalignedOf<C, kBytes>::type*>(x);
-  return __builtin_convertvector(packed, Pack<L>);
 }
 template <class C>
 TS_HD void store_pack(C* y, Pack<C> value) {
@@ -117,7 +154,7 @@ TS_HD L fold_lanes(const C* x, int64_t n, L init, Step step, Join join) {
   int64_t i = 0;
   if (n < kLanes / 2) {
     L result = init;
-    for (; i < n; ++i) result = step(result, static_cast<L>(x[i]));
+    for (; i < n; ++i) result = step(result, convert_one<L>(x[i]));
     return result;
   }
   constexpr int kSize = PackOf<L>::kSize, kPacks = kLanes / kSize;
@@ -130,7 +167,7 @@ TS_HD L fold_lanes(const C* x, int64_t n, L init, Step step, Join join) {
   }
 #pragma GCC unroll 16
   for (int k = 0; k < kPacks; ++k) store_pack(lanes + k * kSize, packs[k]);
-  for (int l = 0; i < n; ++i, ++l) lanes[l] = step(lanes[l], static_cast<L>(x[i]));
+  for (int l = 0; i < n; ++i, ++l) lanes[l] = step(lanes[l], convert_one<L>(x[i]));
   for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int l = 0; l < width; ++l) lanes[l] = join(lanes[l], lanes[l + width]);
   }

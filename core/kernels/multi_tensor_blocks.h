@@ -34,20 +34,40 @@ struct RmspropStep {
   C gradient_scale, l2, alpha, one_minus_alpha, eps, momentum, lr;
 };
 
-// Pointers are of the compute type and do not alias. Optional ones may be null.
-TS_SIMD_DECLARE(template <class C> void adam_block(const AdamStep<C>& step, int64_t n, C* param,
-                                                   const C* grad, C* exp_avg, C* exp_avg_sq,
-                                                   C* max_exp_avg_sq));
-TS_SIMD_DECLARE(template <class C> void sgd_block(const SgdStep<C>& step, int64_t n, C* param,
-                                                  const C* grad, C* momentum_buffer));
-TS_SIMD_DECLARE(template <class C> void lion_block(const LionStep<C>& step, int64_t n, C* param,
-                                                   const C* grad, C* exp_avg));
-TS_SIMD_DECLARE(template <class C> void adagrad_block(const AdagradStep<C>& step, int64_t n,
-                                                      C* param, const C* grad, C* state_sum));
-TS_SIMD_DECLARE(template <class C> void rmsprop_block(const RmspropStep<C>& step, int64_t n,
-                                                      C* param, const C* grad, C* square_avg,
+// A block of a parameter with its gradient, and where its rounded new values go (or null). All are
+// of the compute type and there is no shadow; or, but for Adam, one of the combinations that
+// updates_directly() names, which are converted in the registers of the update. (Adam's division,
+// root and conversions wait for the same units: staged in L1 it takes 8.5 ms where one loop takes
+// 11.2; bench_optim.)
+struct UpdateBlock {
+  int64_t n;
+  void* param;
+  const void* grad;
+  void* shadow;
+  DType param_dtype, grad_dtype;
+};
+// Whether blocks of these dtypes may be given as they are. Without a shadow its dtype is f32's.
+inline bool updates_directly(DType param, DType grad, DType shadow) {
+  if (param == kF64) return grad == kF64 && shadow == kF32;
+  if (param == kF32)
+    return (grad == kF32 && shadow == kF32) || ((grad == kF32 || grad == kBF16) && shadow == kBF16);
+  return param == kBF16 && grad == kBF16 && shadow == kF32;
+}
+
+// States are of the compute type; nothing aliases. Optional states may be null.
+TS_SIMD_DECLARE(template <class C> void adam_block(const AdamStep<C>& step,
+                                                   const UpdateBlock& block, C* exp_avg,
+                                                   C* exp_avg_sq, C* max_exp_avg_sq));
+TS_SIMD_DECLARE(template <class C> void sgd_block(const SgdStep<C>& step, const UpdateBlock& block,
+                                                  C* momentum_buffer));
+TS_SIMD_DECLARE(template <class C>
+                void lion_block(const LionStep<C>& step, const UpdateBlock& block, C* exp_avg));
+TS_SIMD_DECLARE(template <class C> void adagrad_block(const AdagradStep<C>& step,
+                                                      const UpdateBlock& block, C* state_sum));
+TS_SIMD_DECLARE(template <class C> void rmsprop_block(const RmspropStep<C>& step,
+                                                      const UpdateBlock& block, C* square_avg,
                                                       C* grad_avg, C* momentum_buffer));
-TS_SIMD_DECLARE(template <class C> void lerp_block(int64_t n, C* average, const C* x, C weight));
+TS_SIMD_DECLARE(template <class C> void lerp_block(const UpdateBlock& block, C weight));
 TS_SIMD_DECLARE(template <class C> void scale_block(int64_t n, C* x, C factor));
 TS_SIMD_DECLARE(template <class C> void clamp_block(int64_t n, C* x, C limit));
 // Sum of |x|^p of a block of any floating dtype, in f64; the largest |x| for p = infinity.

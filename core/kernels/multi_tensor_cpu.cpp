@@ -148,17 +148,33 @@ void* bytes_at(const Operand& operand, int64_t i) {
   return static_cast<char*>(operand.data) + i * size_of(operand.dtype);
 }
 
-// Runs block(n, param, grad, states) over elements [begin, end), staging param and grad where they
-// are not of the compute type.
+// Where values that are not of the compute type are converted.
+enum class Convert { kInL1, kInRegisters };
+
+// Runs block(update block, states) over elements [begin, end), staging what is neither of the
+// compute type nor of dtypes that the loops convert themselves.
 template <class C, class Block>
-void update_range(const Entry& entry, int64_t begin, int64_t end, Block&& block) {
+void update_range(const Entry& entry, Convert convert, int64_t begin, int64_t end, Block&& block) {
+  const auto states = [&](int64_t i) {
+    return std::array<C*, kMaxStates>{at<C>(entry.states[0], i), at<C>(entry.states[1], i),
+                                      at<C>(entry.states[2], i)};
+  };
+  const bool has_shadow = entry.shadow.data != nullptr;
   const bool direct_param = entry.param.dtype == dtype_of<C>;
   const bool direct_grad = entry.grad.dtype == dtype_of<C>;
-  const bool direct = direct_param && direct_grad && entry.shadow.data == nullptr;
-  const int64_t step = direct ? end - begin : kStage;
+  if ((direct_param && direct_grad && !has_shadow) ||
+      (convert == Convert::kInRegisters &&
+       updates_directly(entry.param.dtype, entry.grad.dtype,
+                        has_shadow ? entry.shadow.dtype : kF32))) {
+    block(UpdateBlock{end - begin, bytes_at(entry.param, begin), bytes_at(entry.grad, begin),
+                      has_shadow ? bytes_at(entry.shadow, begin) : nullptr, entry.param.dtype,
+                      entry.grad.dtype},
+          states(begin));
+    return;
+  }
   C params[kStage], grads[kStage];
-  for (int64_t i = begin; i < end; i += step) {
-    const int64_t n = std::min(step, end - i);
+  for (int64_t i = begin; i < end; i += kStage) {
+    const int64_t n = std::min(kStage, end - i);
     C* param = params;
     if (direct_param) {
       param = at<C>(entry.param, i);
@@ -171,21 +187,19 @@ void update_range(const Entry& entry, int64_t begin, int64_t end, Block&& block)
     } else {
       convert_in(entry.grad.dtype, bytes_at(entry.grad, i), n, grads);
     }
-    block(n, param, grad,
-          std::array<C*, kMaxStates>{at<C>(entry.states[0], i), at<C>(entry.states[1], i),
-                                     at<C>(entry.states[2], i)});
+    block(UpdateBlock{n, param, grad, nullptr, dtype_of<C>, dtype_of<C>}, states(i));
     if (!direct_param) {
       convert_out(entry.param.dtype, bytes_at(entry.param, i), n, static_cast<const C*>(params));
     }
-    if (entry.shadow.data != nullptr) {
+    if (has_shadow) {
       convert_out(entry.shadow.dtype, bytes_at(entry.shadow, i), n, static_cast<const C*>(param));
     }
   }
 }
 
-// Calls update.operator()<C>(entry index, n, param, grad, states) for all blocks of all entries.
+// Calls update.operator()<C>(entry index, update block, states) for all blocks of all entries.
 template <class Update>
-void run_update(const std::vector<Entry>& entries, Update&& update) {
+void run_update(const std::vector<Entry>& entries, Convert convert, Update&& update) {
   const std::vector<Chunk> chunks =
       cut_into_chunks(entries.size(), [&](size_t t) { return entries[t].numel; });
   parallel_for(static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
@@ -193,9 +207,9 @@ void run_update(const std::vector<Entry>& entries, Update&& update) {
       const Chunk& chunk = chunks[static_cast<size_t>(c)];
       const Entry& entry = entries[static_cast<size_t>(chunk.tensor)];
       const auto run = [&]<class C>() {
-        update_range<C>(entry, chunk.begin, chunk.end,
-                        [&](int64_t n, C* param, const C* grad, auto states) {
-                          update.template operator()<C>(chunk.tensor, n, param, grad, states);
+        update_range<C>(entry, convert, chunk.begin, chunk.end,
+                        [&](const UpdateBlock& block, auto states) {
+                          update.template operator()<C>(chunk.tensor, block, states);
                         });
       };
       entry.is_double ? run.template operator()<double>() : run.template operator()<float>();
@@ -206,7 +220,7 @@ void run_update(const std::vector<Entry>& entries, Update&& update) {
 // Checks, cuts and runs an update. states(tensors[i]) lists the states of an entry.
 template <class Tensors, class States, class Update>
 void run_optimizer(const char* where, std::span<const Tensors> tensors, const double* scalars,
-                   States&& states, Update&& update) {
+                   States&& states, Update&& update, Convert convert = Convert::kInRegisters) {
   std::vector<Entry> entries;
   entries.reserve(tensors.size());
   bool meta = false;
@@ -215,7 +229,7 @@ void run_optimizer(const char* where, std::span<const Tensors> tensors, const do
     meta = meta || t.param.is_meta();
   }
   if (meta || scalars[kSkipStep] != 0) return;
-  run_update(entries, update);
+  run_update(entries, convert, update);
   for (const Tensors& t : tensors) mark_written(t.param, t.shadow, states(t));
 }
 
@@ -306,13 +320,14 @@ void multi_tensor_adam(std::span<const AdamTensors> tensors, const AdamOptions& 
       [](const AdamTensors& t) -> StateTensors {
         return {&t.exp_avg, &t.exp_avg_sq, &t.max_exp_avg_sq};
       },
-      [&]<class C>(int, int64_t n, C* param, const C* grad, std::array<C*, kMaxStates> s) {
+      [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
         if constexpr (std::is_same_v<C, float>) {
-          TS_SIMD_CALL(adam_block, single, n, param, grad, s[0], s[1], s[2]);
+          TS_SIMD_CALL(adam_block, single, block, s[0], s[1], s[2]);
         } else {
-          TS_SIMD_CALL(adam_block, wide, n, param, grad, s[0], s[1], s[2]);
+          TS_SIMD_CALL(adam_block, wide, block, s[0], s[1], s[2]);
         }
-      });
+      },
+      Convert::kInL1);
 }
 
 void multi_tensor_sgd(std::span<const SgdTensors> tensors, const SgdOptions& options,
@@ -334,9 +349,9 @@ void multi_tensor_sgd(std::span<const SgdTensors> tensors, const SgdOptions& opt
   run_optimizer(
       "multi_tensor_sgd", tensors, scalars,
       [](const SgdTensors& t) -> StateTensors { return {&t.momentum_buffer}; },
-      [&]<class C>(int t, int64_t n, C* param, const C* grad, std::array<C*, kMaxStates> s) {
+      [&]<class C>(int t, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
         const auto step = step_of.template operator()<C>(tensors[static_cast<size_t>(t)].first);
-        TS_SIMD_CALL(sgd_block, step, n, param, grad, s[0]);
+        TS_SIMD_CALL(sgd_block, step, block, s[0]);
       });
 }
 
@@ -348,7 +363,7 @@ void multi_tensor_lion(std::span<const LionTensors> tensors, const LionOptions& 
   run_optimizer(
       "multi_tensor_lion", tensors, scalars,
       [](const LionTensors& t) -> StateTensors { return {&t.exp_avg}; },
-      [&]<class C>(int, int64_t n, C* param, const C* grad, std::array<C*, kMaxStates> s) {
+      [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
         const double lr = scalars[kLearningRate];
         const LionStep<C> step{static_cast<C>(signed_scale(scalars, options.maximize)),
                                static_cast<C>(1 - lr * options.weight_decay),
@@ -357,7 +372,7 @@ void multi_tensor_lion(std::span<const LionTensors> tensors, const LionOptions& 
                                static_cast<C>(options.beta2),
                                static_cast<C>(1 - options.beta2),
                                static_cast<C>(lr)};
-        TS_SIMD_CALL(lion_block, step, n, param, grad, s[0]);
+        TS_SIMD_CALL(lion_block, step, block, s[0]);
       });
 }
 
@@ -369,12 +384,12 @@ void multi_tensor_adagrad(std::span<const AdagradTensors> tensors, const Adagrad
   run_optimizer(
       "multi_tensor_adagrad", tensors, scalars,
       [](const AdagradTensors& t) -> StateTensors { return {&t.state_sum}; },
-      [&]<class C>(int, int64_t n, C* param, const C* grad, std::array<C*, kMaxStates> s) {
+      [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
         const double lr = scalars[kLearningRate] / (1 + (scalars[kStep] - 1) * options.lr_decay);
         const AdagradStep<C> step{static_cast<C>(signed_scale(scalars, options.maximize)),
                                   static_cast<C>(options.weight_decay), static_cast<C>(options.eps),
                                   static_cast<C>(lr)};
-        TS_SIMD_CALL(adagrad_block, step, n, param, grad, s[0]);
+        TS_SIMD_CALL(adagrad_block, step, block, s[0]);
       });
 }
 
@@ -391,7 +406,7 @@ void multi_tensor_rmsprop(std::span<const RmspropTensors> tensors, const Rmsprop
       [](const RmspropTensors& t) -> StateTensors {
         return {&t.square_avg, &t.grad_avg, &t.momentum_buffer};
       },
-      [&]<class C>(int, int64_t n, C* param, const C* grad, std::array<C*, kMaxStates> s) {
+      [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
         const RmspropStep<C> step{static_cast<C>(signed_scale(scalars, options.maximize)),
                                   static_cast<C>(options.weight_decay),
                                   static_cast<C>(options.alpha),
@@ -399,7 +414,7 @@ void multi_tensor_rmsprop(std::span<const RmspropTensors> tensors, const Rmsprop
                                   static_cast<C>(options.eps),
                                   static_cast<C>(options.momentum),
                                   static_cast<C>(scalars[kLearningRate])};
-        TS_SIMD_CALL(rmsprop_block, step, n, param, grad, s[0], s[1], s[2]);
+        TS_SIMD_CALL(rmsprop_block, step, block, s[0], s[1], s[2]);
       });
 }
 
@@ -477,8 +492,8 @@ void multi_tensor_lerp(std::span<const Tensor> averages, std::span<const Tensor>
     entries.push_back(make_entry(kWhere, averages[i], tensors[i], {}, {}));
     if (averages[i].is_meta()) entries.back().numel = 0;
   }
-  run_update(entries, [&]<class C>(int, int64_t n, C* average, const C* x, auto) {
-    TS_SIMD_CALL(lerp_block, n, average, x, static_cast<C>(weight));
+  run_update(entries, Convert::kInRegisters, [&]<class C>(int, const UpdateBlock& block, auto) {
+    TS_SIMD_CALL(lerp_block, block, static_cast<C>(weight));
   });
   for (const Tensor& average : averages) average.bump_version();
 }
