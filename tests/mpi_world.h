@@ -1,0 +1,49 @@
+// The world backend of a test program that runs under mpirun. MPI starts once in a process, so the
+// program's tests share it; under plain ctest they skip and say so.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <string>
+
+#include <tessera/distributed/backend.h>
+
+namespace tessera::distributed {
+
+// Messages and chunks of a few hundred bytes, where the environment asks for them: then small
+// tensors travel in as many pieces as tensors of many GiB otherwise do.
+inline BackendOptions mpi_test_options() {
+  BackendOptions options;
+  options.timeout_seconds = 60;
+  if (const char* limit = std::getenv("TESSERA_TEST_MESSAGE_LIMIT")) {
+    options.message_limit = std::atoll(limit);
+    options.chunk_bytes = 3 * options.message_limit;
+  }
+  return options;
+}
+
+class MpiWorld : public testing::Environment {
+ public:
+  static std::shared_ptr<Backend>& backend() {
+    static std::shared_ptr<Backend> backend;
+    return backend;
+  }
+  void SetUp() override {
+    if (std::getenv("TESSERA_TEST_MPI")) backend() = make_mpi_backend(mpi_test_options());
+  }
+  void TearDown() override {
+    if (!backend()) return;
+    EXPECT_EQ(backend()->shutdown(std::chrono::seconds(20)), "");
+    backend().reset();
+  }
+};
+
+#define TS_SKIP_WITHOUT_MPI()                                                 \
+  if (!::tessera::distributed::MpiWorld::backend()) {                         \
+    GTEST_SKIP() << "several processes are needed; ctest -L mpi starts them"; \
+  }
+
+}  // namespace tessera::distributed
