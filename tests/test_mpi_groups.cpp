@@ -1,0 +1,322 @@
+// Groups and data-parallel training over processes: the bits of rank threads and of one process.
+// ctest ranks: 2 4
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <thread>
+
+#include "mpi_world.h"
+#include "replicate_fixture.h"
+
+namespace tessera::distributed {
+namespace {
+
+// The process's own world group; its context is the main thread's.
+class MpiGroups : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    if (!MpiWorld::backend()) return;
+    RankContext& context = rank_context();
+    context.rank = MpiWorld::backend()->rank();
+    context.world_size = MpiWorld::backend()->size();
+    context.timeouts = {30, 30};
+    std::vector<int> ranks;
+    for (int r = 0; r < context.world_size; ++r) ranks.push_back(r);
+    context.world = std::make_shared<Group>("world", MpiWorld::backend(), ranks, context);
+    set_num_threads(1);
+  }
+  static void TearDownTestSuite() { rank_context().world = nullptr; }
+  void SetUp() override {
+    TS_SKIP_WITHOUT_MPI();
+    scope_ = std::make_unique<CommTrace::Scope>(*rank_context().trace);
+  }
+  // As every distributed test: all ranks have called the same.
+  void TearDown() override {
+    if (scope_) check_equal_traces(*scope_);
+  }
+
+ private:
+  std::unique_ptr<CommTrace::Scope> scope_;
+};
+
+// Runs `body` here as a rank of the world of processes, then all ranks as threads of this process,
+// and compares this rank's results bit by bit. A body leaves its results in the list it is given.
+using Body = std::function<void(Group&, TensorList&)>;
+void expect_bits_of_threads(const Body& body) {
+  TensorList mine;
+  body(world(), mine);
+  const int self = rank();
+  TensorList expected;
+  run_ranks(world_size(), [&](int rank) {
+    TensorList results;
+    body(world(), results);
+    if (rank == self) expected = results;
+  });
+  ASSERT_EQ(mine.size(), expected.size());
+  for (size_t i = 0; i < mine.size(); ++i) {
+    SCOPED_TRACE(testing::Message() << "result " << i << ", " << mine[i]);
+    ASSERT_EQ(mine[i].shape(), expected[i].shape());
+    ASSERT_EQ(mine[i].dtype(), expected[i].dtype());
+    const Tensor a = mine[i].contiguous(), b = expected[i].contiguous();
+    if (a.numel() > 0) {
+      ASSERT_EQ(std::memcmp(a.data(), b.data(), static_cast<size_t>(a.nbytes())), 0);
+    }
+  }
+}
+
+// Numbers that depend on who holds them.
+Tensor numbers(Group& group, const Shape& shape, DType dtype, uint64_t seed) {
+  const auto stream = RandomStream{seed, static_cast<uint64_t>(group.rank())};
+  if (is_floating(dtype)) return randn(shape, {}, stream).to(dtype);
+  return (randn(shape, {}, stream) * Scalar(20.0) + Scalar(100.0)).to(dtype);
+}
+
+constexpr DType kReducible[] = {kF64, kF32, kF16, kBF16, kI64, kI32, kU8};
+constexpr DType kAll[] = {kF64, kF32, kF16, kBF16, kF8E4M3, kI64, kU8, kBool};
+const Shape kShapes[] = {{0}, {1}, {3}, {8, 5}, {64, 129}};
+
+TEST_F(MpiGroups, ReductionsHaveTheBitsOfThreads) {
+  expect_bits_of_threads([](Group& group, TensorList& results) {
+    uint64_t seed = 0;
+    for (const DType dtype : kReducible) {
+      for (const Shape& shape : kShapes) {
+        for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMean, ReduceOp::kMax, ReduceOp::kMin,
+                                  ReduceOp::kProduct}) {
+          if (op == ReduceOp::kMean && !is_floating(dtype)) continue;
+          const Tensor all = numbers(group, shape, dtype, ++seed);
+          group.all_reduce(all, op).wait();
+          results.push_back(all);
+
+          const int root = static_cast<int>(seed % static_cast<uint64_t>(group.size()));
+          const Tensor one = numbers(group, shape, dtype, seed);
+          group.reduce(one, root, op).wait();
+          if (group.rank() == root) results.push_back(one);
+
+          Shape whole = shape;
+          whole[0] *= group.size();
+          const Tensor part = raw::empty(shape, dtype);
+          group.reduce_scatter(part, numbers(group, whole, dtype, seed), op).wait();
+          results.push_back(part);
+        }
+      }
+    }
+  });
+}
+
+TEST_F(MpiGroups, MovesHaveTheBitsOfThreads) {
+  expect_bits_of_threads([](Group& group, TensorList& results) {
+    const int size = group.size(), rank = group.rank();
+    uint64_t seed = 1000;
+    for (const DType dtype : kAll) {
+      for (const Shape& shape : kShapes) {
+        const int root = static_cast<int>(++seed % static_cast<uint64_t>(size));
+        const Tensor mine = numbers(group, shape, dtype, seed);
+        const Tensor same = mine.clone();
+        group.broadcast(same, root).wait();
+        results.push_back(same);
+
+        Shape whole = shape;
+        whole[0] *= size;
+        const Tensor gathered = raw::empty(whole, dtype);
+        group.all_gather(gathered, mine).wait();
+        results.push_back(gathered);
+
+        TensorList out, in, at_root, from_root;
+        for (int r = 0; r < size; ++r) {
+          // Uneven: rank a sends (a + 2 * b) % 4 rows to rank b.
+          in.push_back(numbers(group, {(rank + 2 * r) % 4, 7}, dtype, seed + 50));
+          out.push_back(raw::empty({(r + 2 * rank) % 4, 7}, dtype));
+          if (rank == root) {
+            at_root.push_back(raw::empty(shape, dtype));
+            from_root.push_back(numbers(group, shape, dtype, seed + static_cast<uint64_t>(r)));
+          }
+        }
+        group.all_to_all(out, in).wait();
+        results.insert(results.end(), out.begin(), out.end());
+        group.gather(at_root, mine, root).wait();
+        results.insert(results.end(), at_root.begin(), at_root.end());
+        const Tensor scattered = raw::empty(shape, dtype);
+        group.scatter(scattered, from_root, root).wait();
+        results.push_back(scattered);
+
+        TensorList ragged;
+        for (int r = 0; r < size; ++r) ragged.push_back(raw::empty({r % 3, 4}, dtype));
+        group.all_gather(ragged, numbers(group, {rank % 3, 4}, dtype, seed)).wait();
+        results.insert(results.end(), ragged.begin(), ragged.end());
+
+        const Tensor received = raw::empty(shape, dtype);
+        const Work send = group.send(mine, (rank + 1) % size, 3);
+        const Work receive = group.recv(received, (rank + size - 1) % size, 3);
+        send.wait();
+        receive.wait();
+        results.push_back(received);
+      }
+    }
+  });
+}
+
+TEST_F(MpiGroups, NonContiguousTensorsHaveTheBitsOfThreads) {
+  expect_bits_of_threads([](Group& group, TensorList& results) {
+    const Tensor base = numbers(group, {12, 10}, kF32, 5);
+    const Tensor view = base.t().slice(0, 1, 9, 2);
+    group.all_reduce(view, ReduceOp::kMean).wait();
+    results.push_back(base);
+    const Tensor gathered = raw::empty({12 * group.size(), 10}, kF32);
+    group.all_gather(gathered, numbers(group, {10, 12}, kF32, 6).t()).wait();
+    results.push_back(gathered);
+  });
+}
+
+TEST_F(MpiGroups, CoalescedCallsAndObjectsHaveTheBitsOfThreads) {
+  expect_bits_of_threads([](Group& group, TensorList& results) {
+    CoalescedScope calls(group);
+    for (uint64_t i = 0; i < 5; ++i) {
+      results.push_back(numbers(group, {static_cast<int64_t>(i) + 1, 3}, kBF16, 70 + i));
+      calls.all_reduce(results.back());
+    }
+    calls.finish().wait();
+    const auto objects = all_gather_objects(group, {{"rank", group.rank()}, {"nan", std::nan("")}});
+    for (const auto& object : objects) {
+      results.push_back(scalar_tensor(object.at("rank").get<double>(), kF64));
+      results.push_back(scalar_tensor(object.at("nan").get<double>(), kF64));
+    }
+  });
+}
+
+TEST_F(MpiGroups, GroupsIssuedInOppositeOrderComplete) {
+  const auto a = world().split(0), b = world().split(0);
+  const Tensor x = full({1000}, rank() + 1.0), y = full({1000}, 10.0 * (rank() + 1));
+  Work on_a, on_b;
+  if (rank() % 2 == 0) {
+    on_a = a->all_reduce(x);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    on_b = b->all_reduce(y);
+  } else {
+    on_b = b->all_reduce(y);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    on_a = a->all_reduce(x);
+  }
+  on_b.wait();
+  on_a.wait();
+  const double sum = world_size() * (world_size() + 1) / 2.0;
+  EXPECT_EQ(x.to_vector(), std::vector<double>(1000, sum));
+  EXPECT_EQ(y.to_vector(), std::vector<double>(1000, 10 * sum));
+  a->shutdown();
+  b->shutdown();
+}
+
+TEST_F(MpiGroups, PartsOfTheWorldReduceOnTheirOwn) {
+  const auto parity = world().split(rank() % 2, -rank());
+  int count = 0;
+  double sum = 0;
+  for (int r = rank() % 2; r < world_size(); r += 2, ++count) sum += r;
+  EXPECT_EQ(parity->size(), count);
+  const Tensor x = scalar_tensor(rank() * 1.0, kF32);
+  parity->all_reduce(x).wait();
+  EXPECT_EQ(x.item(), sum);
+  parity->shutdown();
+}
+
+TEST_F(MpiGroups, BackwardGoesOnWhileGradientsTravel) {
+  // The work ends although this thread does nothing but look: nobody's wait() drives it.
+  const Tensor x = ones({1 << 18});
+  const Work work = world().all_reduce(x);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  while (!work.completed() && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_TRUE(work.completed());
+  work.wait();
+  EXPECT_EQ(x.to_vector(), std::vector<double>(1 << 18, world_size()));
+}
+
+TEST_F(MpiGroups, ADifferenceIsNamedOnEveryRank) {
+  const Tensor x = ones({4});
+  const bool odd_one = rank() == world_size() - 1;
+  // Called apart from the world's trace, which has to be equal at the end of the test.
+  const auto group = world().split(0);
+  Work work = odd_one ? group->broadcast(x, 0) : group->all_reduce(x);
+  try {
+    work.wait();
+    ADD_FAILURE() << "the mismatch was not seen";
+  } catch (const DistributedError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("all_reduce #1"), text.npos) << text;
+    EXPECT_NE(text.find("broadcast #1"), text.npos) << text;
+    EXPECT_NE(text.find("test_mpi_groups.cpp"), text.npos) << text;
+  }
+  EXPECT_EQ(x.to_vector(), std::vector<double>(4, 1.0));
+  rank_context().trace = std::make_shared<CommTrace>();
+  SetUpTestSuite();
+  SetUp();
+}
+
+TEST_F(MpiGroups, AMistakeOfOneRankIsItsTypedErrorAndTheOthersNews) {
+  const auto group = world().split(0);
+  const Tensor x = ones({4}).to(rank() == 0 ? kBool : kF32);
+  if (rank() == 0) {
+    EXPECT_THROW(group->all_reduce(x), DTypeError);
+  } else {
+    try {
+      group->all_reduce(x).wait();
+      ADD_FAILURE() << "rank 0's mistake was not told";
+    } catch (const DistributedError& error) {
+      EXPECT_NE(std::string(error.what()).find("with a mistake"), std::string::npos)
+          << error.what();
+    }
+  }
+  rank_context().trace = std::make_shared<CommTrace>();
+  SetUpTestSuite();
+  SetUp();
+}
+
+// ---- Data-parallel training ---------------------------------------------------------------------
+
+TEST_F(MpiGroups, D2_RanksGiveTheBitsOfOneProcessThatAccumulatesInRankOrder) {
+  const int size = world_size();
+  std::vector<Gradients> expected;
+  {
+    Context context;
+    const ContextGuard guard(context);
+    set_num_threads(1);
+    manual_seed(3);
+    Net alone;
+    for (int step = 0; step < 3; ++step) {
+      expected.push_back(accumulate_in_one_process(alone, step * size, size, size));
+    }
+  }
+  manual_seed(3);
+  Net net;
+  Mesh mesh(world());
+  Replica replica = replicate(net, mesh, small_buckets());
+  EXPECT_GT(replica.report().buckets.size(), 2u);
+  for (int step = 0; step < 3; ++step) {
+    loss_of(net, step * size + rank()).backward();
+    expect_same_bits(gradients_of(net), expected[static_cast<size_t>(step)]);
+    net.zero_grad();
+  }
+  EXPECT_EQ(replica.engine().rebuilds(), 1);
+}
+
+TEST_F(MpiGroups, TrainingHasTheBitsOfThreads) {
+  expect_bits_of_threads([](Group& group, TensorList& results) {
+    manual_seed(3);
+    Net net;
+    Mesh mesh(group);
+    Replica replica = replicate(net, mesh, small_buckets());
+    optim::SGD optimizer(net.named_parameters(), {.lr = 0.05});
+    for (int step = 0; step < 4; ++step) {
+      loss_of(net, step * group.size() + group.rank()).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    for (const Tensor& parameter : net.parameters()) results.push_back(parameter.detach().clone());
+  });
+  manual_seed(3);
+}
+
+}  // namespace
+
+[[maybe_unused]] static const auto* const kWorld = testing::AddGlobalTestEnvironment(new MpiWorld);
+
+}  // namespace tessera::distributed
