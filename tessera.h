@@ -47,10 +47,18 @@
 #include <tessera/optim/schedule.h>
 #include <tessera/optim/sgd.h>
 
+#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/group.h>
+#include <tessera/distributed/mesh.h>
+#include <tessera/distributed/run_ranks.h>
+#include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/sync_batch_norm.h>
+
 #include <tessera/data/bpe.h>
 #include <tessera/data/csv.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/data/dataset.h>
+#include <tessera/data/distributed_source.h>
 #include <tessera/data/idx.h>
 #include <tessera/data/jsonl.h>
 #include <tessera/data/text.h>
