@@ -10,6 +10,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 #include <tessera/distributed/deterministic.h>
+#include <tessera/distributed/watchdog.h>
 
 namespace tessera::distributed {
 namespace {
@@ -330,7 +331,10 @@ std::string Group::late_ranks(const CommRecord& record, double waited) {
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%.3g", waited);
   std::string message = std::string("waited ") + seconds + " s";
-  const auto positions = backend_->positions(record.channel);
+  auto positions = backend_->positions(record.channel);
+  if (const auto& watchdog = rank_context().watchdog; positions.empty() && watchdog) {
+    positions = watchdog->ask(name_, record.channel, ranks_, Milliseconds(1000));
+  }
   std::vector<int> here;
   std::map<std::pair<int64_t, std::string>, std::vector<int>> elsewhere;
   std::vector<int> unknown;
@@ -351,7 +355,8 @@ std::string Group::late_ranks(const CommRecord& record, double waited) {
     message += "; " + rank_list(ranks) + is(ranks) + " at #" + std::to_string(position.first);
     message += position.first == 0 ? " (nothing called yet)" : " (" + position.second + ")";
   }
-  if (!unknown.empty()) message += "; nothing is known of " + rank_list(unknown);
+  if (!unknown.empty())
+    message += "; " + rank_list(unknown) + (unknown.size() == 1 ? " does" : " do") + " not answer";
   return message;
 }
 
@@ -654,6 +659,10 @@ std::shared_ptr<Group> Group::split(int color, int key, const CollectiveOptions&
     if (entries[2 * r] == color) members.push_back(r);
   }
   std::ranges::stable_sort(members, {}, [&](int r) { return entries[2 * r + 1]; });
+  return part(color, members);
+}
+
+std::shared_ptr<Group> Group::part(int color, std::span<const int> members) {
   const std::string name =
       name_ + "/" + std::to_string(splits_++) + "." + std::to_string(std::max(color, 0));
   std::vector<int> world_ranks;
@@ -696,11 +705,8 @@ std::shared_ptr<Group> Group::subgroup(std::span<const int> ranks,
                   " list different members for the group that both are in");
     }
   }
-  int color = -1;
-  for (int r = size() - 1; r >= 0; --r) {
-    if (places[r] >= 0) color = r;
-  }
-  return split(color, color < 0 ? 0 : static_cast<int>(places[rank_]), options);
+  const int color = ranks.empty() ? -1 : *std::ranges::min_element(ranks);
+  return part(color, ranks);
 }
 
 void Group::abort(const std::string& reason) {

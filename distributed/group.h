@@ -128,6 +128,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::vector<Part> cut(const Tensor& flat) const;
   // One Work for several; wait() then copies each second tensor to the first.
   Work join(std::vector<Work> works, std::vector<std::pair<Tensor, Tensor>> copy_back);
+  std::shared_ptr<Group> part(int color, std::span<const int> members);
   template <class Check>
   void checked(Operation operation, const CollectiveOptions& options, Check&& check);
 

@@ -5,6 +5,8 @@
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
 #include <tessera/distributed/group.h>
+#include <tessera/distributed/store.h>
+#include <tessera/distributed/watchdog.h>
 
 namespace tessera::distributed {
 

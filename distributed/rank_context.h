@@ -18,6 +18,7 @@ namespace tessera::distributed {
 class Backend;
 class Group;
 class Store;
+class Watchdog;
 
 // Seconds that a collective may take, from its issue on this rank.
 struct Timeouts {
@@ -49,7 +50,8 @@ struct RankContext {
 
   int rank = 0, world_size = 1;
   int local_rank = 0, local_world_size = 1;
-  std::shared_ptr<Store> store;  // null for one process
+  std::shared_ptr<Store> store;        // null for one process
+  std::shared_ptr<Watchdog> watchdog;  // of processes
   std::shared_ptr<Group> world;
   std::shared_ptr<CommTrace> trace;
   Timeouts timeouts;
