@@ -54,5 +54,604 @@ TEST_P(Dtypes, AllReduceSumsWhatRanksGive) {
 INSTANTIATE_TEST_SUITE_P(All, Dtypes, testing::Values(kF64, kF32, kF16, kBF16, kI64, kI32, kU8),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
+CommRecord numbered(int64_t sequence) {
+  CommRecord record;
+  record.group = "world";
+  record.sequence = sequence;
+  return record;
+}
+
+std::string message_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// Group ------------------------------------------------------------------------------------------
+
+TEST(Collectives, ReductionsKnowMeanMaximumMinimumAndProduct) {
+  on_ranks(4, [](int rank) {
+    const auto reduced = [&](ReduceOp op) {
+      const Tensor x = full({3}, rank + 1.0);
+      all_reduce(x, op);
+      return x.to_vector()[2];
+    };
+    EXPECT_EQ(reduced(ReduceOp::kSum), 10);
+    EXPECT_EQ(reduced(ReduceOp::kMean), 2.5);
+    EXPECT_EQ(reduced(ReduceOp::kMax), 4);
+    EXPECT_EQ(reduced(ReduceOp::kMin), 1);
+    EXPECT_EQ(reduced(ReduceOp::kProduct), 24);
+  });
+}
+
+TEST(Collectives, NarrowSumsAreAccumulatedInF32AndRoundedOnce) {
+  on_ranks(4, [](int rank) {
+    // 256 + 1 + 1 + 1: each step in bf16 would stay at 256.
+    const Tensor x = full({4}, rank == 0 ? 256.0 : 1.0, {kBF16});
+    all_reduce(x);
+    EXPECT_EQ(x.to_vector()[0], 260);                // 259 to the nearest bf16
+    const Tensor mean = full({4}, 60000.0, {kF16});  // the sum alone overflows f16
+    all_reduce(mean, ReduceOp::kMean);
+    EXPECT_EQ(mean.to_vector()[0], to(full({1}, 60000.0), {kF16}).to_vector()[0]);
+  });
+}
+
+TEST(Collectives, SumsAreTakenInRankOrder) {
+  on_ranks(8, [](int rank) {
+    const RandomStream stream{3, static_cast<uint64_t>(rank)};
+    const Tensor x = randn({1000}, {}, stream);
+    all_reduce(x);
+    Tensor expected = randn({1000}, {}, RandomStream{3, 0});
+    for (uint64_t r = 1; r < 8; ++r) expected = expected + randn({1000}, {}, RandomStream{3, r});
+    EXPECT_EQ(x.to_vector(), expected.to_vector());  // to the bit
+    // The same sum by scattering and gathering.
+    const Tensor again = all_gather(reduce_scatter(randn({1000}, {}, stream)));
+    EXPECT_EQ(again.to_vector(), expected.to_vector());
+  });
+}
+
+TEST(Collectives, NaNWinsMaximumAndMinimumOnEveryRank) {
+  on_ranks(4, [](int rank) {
+    for (const ReduceOp op : {ReduceOp::kMax, ReduceOp::kMin}) {
+      const Tensor x = full({2}, rank == 2 ? std::nan("") : rank);
+      all_reduce(x, op);
+      EXPECT_TRUE(std::isnan(x.to_vector()[0]));
+    }
+  });
+}
+
+TEST(Collectives, ReduceGivesTheSumToRootAlone) {
+  on_ranks(4, [](int rank) {
+    for (int root = 0; root < 4; ++root) {
+      const Tensor x = full({5}, rank + 1.0);
+      world().reduce(x, root).wait();
+      if (rank != root) continue;
+      EXPECT_EQ(x.to_vector(), full({5}, 10.0).to_vector());
+    }
+  });
+}
+
+TEST(Collectives, BroadcastGatherAndScatterMoveWholeTensors) {
+  on_ranks(4, [](int rank) {
+    const Tensor x = full({2, 3}, rank);
+    broadcast(x, 2);
+    EXPECT_EQ(x.to_vector(), full({2, 3}, 2).to_vector());
+
+    std::vector<Tensor> outputs;
+    if (rank == 1) {
+      for (int r = 0; r < 4; ++r) outputs.push_back(zeros({r + 1}));
+    }
+    world().gather(outputs, full({rank + 1}, rank), 1).wait();
+    for (size_t r = 0; r < outputs.size(); ++r) {
+      EXPECT_EQ(outputs[r].to_vector(),
+                full({static_cast<int64_t>(r) + 1}, static_cast<int>(r)).to_vector());
+    }
+
+    std::vector<Tensor> inputs;
+    if (rank == 3) {
+      for (int r = 0; r < 4; ++r) inputs.push_back(full({2}, 10 * r));
+    }
+    const Tensor own = zeros({2});
+    world().scatter(own, inputs, 3).wait();
+    EXPECT_EQ(own.to_vector(), full({2}, 10 * rank).to_vector());
+  });
+}
+
+TEST(Collectives, AllGatherJoinsRowsAndTakesRaggedOnes) {
+  on_ranks(4, [](int rank) {
+    const Tensor joined = all_gather(full({2, 3}, rank));
+    EXPECT_EQ(joined.shape(), (Shape{8, 3}));
+    for (int r = 0; r < 4; ++r) EXPECT_EQ(joined.select(0, 2 * r + 1).to_vector()[0], r);
+    EXPECT_EQ(all_gather(full({}, rank)).to_vector(), (std::vector<double>{0, 1, 2, 3}));
+
+    const auto ragged = all_gather_ragged(full({rank, 2}, rank));  // rank 0 has none
+    for (int r = 0; r < 4; ++r) {
+      EXPECT_EQ(ragged[static_cast<size_t>(r)].shape(), (Shape{r, 2}));
+      EXPECT_EQ(ragged[static_cast<size_t>(r)].to_vector(), full({r, 2}, r).to_vector());
+    }
+  });
+}
+
+TEST(Collectives, ReduceScatterTakesUnevenParts) {
+  on_ranks(4, [](int rank) {
+    std::vector<Tensor> inputs;
+    for (int r = 0; r < 4; ++r) inputs.push_back(full({r}, rank + 10.0 * r));
+    const Tensor own = zeros({rank});
+    world().reduce_scatter(own, inputs, ReduceOp::kMean).wait();
+    EXPECT_EQ(own.to_vector(), full({rank}, 1.5 + 10 * rank).to_vector());
+  });
+}
+
+TEST(Collectives, AllToAllSendsAnotherSizeToEachRank) {
+  on_ranks(4, [](int rank) {
+    std::vector<Tensor> inputs, outputs;
+    for (int r = 0; r < 4; ++r) {
+      inputs.push_back(full({rank * r}, 10 * rank + r));
+      outputs.push_back(zeros({rank * r}));
+    }
+    world().all_to_all(outputs, inputs).wait();
+    for (int r = 0; r < 4; ++r) {
+      EXPECT_EQ(outputs[static_cast<size_t>(r)].to_vector(),
+                full({rank * r}, 10 * r + rank).to_vector());
+    }
+  });
+}
+
+TEST(Collectives, SendAndReceiveMatchByTagInOrder) {
+  on_ranks(3, [](int rank) {
+    const int next = (rank + 1) % 3, previous = (rank + 2) % 3;
+    const Tensor a = zeros({2}), b = zeros({2}), c = zeros({2});
+    const Work first = world().recv(b, previous, 7);
+    const Work second = world().recv(c, previous, 7);
+    const Work other = world().recv(a, previous, 1);
+    world().send(full({2}, rank), next, 7).wait();
+    world().send(full({2}, rank + 10), next, 7).wait();
+    world().send(full({2}, rank + 20), next, 1).wait();
+    first.wait(), second.wait(), other.wait();
+    EXPECT_EQ(b.to_vector()[0], previous);
+    EXPECT_EQ(c.to_vector()[0], previous + 10);
+    EXPECT_EQ(a.to_vector()[0], previous + 20);
+  });
+}
+
+TEST(Collectives, TensorsMayBeNonContiguousOrEmpty) {
+  on_ranks(4, [](int rank) {
+    const Tensor base = full({4, 6}, rank + 1.0);
+    const Tensor column = base.transpose(0, 1).slice(0, 1, 5, 2);  // (2, 4), strides 2, 6
+    ASSERT_FALSE(column.is_contiguous());
+    all_reduce(column);
+    EXPECT_EQ(column.to_vector(), full({2, 4}, 10.0).to_vector());
+    EXPECT_EQ(base.to_vector()[0], rank + 1.0);  // what lies between is untouched
+
+    const Tensor target = zeros({6, 4}).transpose(0, 1);
+    world().all_gather(target, full({1, 6}, rank)).wait();
+    for (int r = 0; r < 4; ++r) EXPECT_EQ(target.select(0, r).to_vector()[5], r);
+
+    const Tensor nothing = zeros({0, 3});
+    all_reduce(nothing);
+    broadcast(nothing, 1);
+    EXPECT_EQ(all_gather(nothing).numel(), 0);
+  });
+}
+
+TEST(Collectives, WorldOfOneIssuesNothing) {
+  const CommTrace::Scope scope(world().trace());
+  const Tensor x = full({3}, 2.0);
+  all_reduce(x, ReduceOp::kMean);
+  broadcast(x);
+  barrier();
+  EXPECT_EQ(all_gather(x).to_vector(), x.to_vector());
+  EXPECT_EQ(broadcast_object({{"a", 1}}).at("a"), 1);
+  EXPECT_EQ(world_size(), 1);
+  EXPECT_TRUE(scope.records().empty());
+}
+
+TEST(Collectives, ObjectsKeepNaNAndBytes) {
+  on_ranks(4, [](int rank) {
+    const nlohmann::json own = {{"rank", rank}, {"loss", std::nan("")}, {"text", "\u00e9\n"}};
+    const auto all = all_gather_objects(world(), own);
+    ASSERT_EQ(all.size(), 4u);
+    for (int r = 0; r < 4; ++r) {
+      EXPECT_EQ(all[static_cast<size_t>(r)].at("rank"), r);
+      EXPECT_TRUE(std::isnan(all[static_cast<size_t>(r)].at("loss").get<double>()));
+    }
+    EXPECT_EQ(broadcast_object(own, 3).at("rank"), 3);
+    EXPECT_EQ(gather_objects(own, 1).size(), rank == 1 ? 4u : 0u);
+    std::vector<nlohmann::json> lists;
+    for (int r = 0; rank == 2 && r < 4; ++r) lists.push_back(std::vector<int>(r, r));
+    EXPECT_EQ(scatter_objects(lists, 2).size(), static_cast<size_t>(rank));
+  });
+}
+
+TEST(Collectives, CoalescedCallsTravelAsOne) {
+  on_ranks(4, [](int rank) {
+    const CommTrace::Scope scope(world().trace());
+    CoalescedScope calls(world());
+    const Tensor a = full({3}, rank), b = full({2, 2}, 10.0 * rank), c = full({4}, rank);
+    calls.all_reduce(a);
+    calls.all_reduce(b);
+    calls.broadcast(c, 2);
+    calls.finish().wait();
+    EXPECT_EQ(a.to_vector(), full({3}, 6).to_vector());
+    EXPECT_EQ(b.to_vector(), full({2, 2}, 60).to_vector());
+    EXPECT_EQ(c.to_vector(), full({4}, 2).to_vector());
+    EXPECT_EQ(scope.records().size(), 2u);
+  });
+}
+
+TEST(Collectives, GroupsSplitByColourAndKey) {
+  on_ranks(6, [](int rank) {
+    const auto half = world().split(rank % 2, -rank);  // ranks in falling order
+    EXPECT_EQ(half->size(), 3);
+    EXPECT_EQ(half->rank(), (4 + rank % 2 - rank) / 2);
+    const Tensor x = full({2}, rank);
+    all_reduce(x, ReduceOp::kSum, *half);
+    EXPECT_EQ(x.to_vector()[0], rank % 2 == 0 ? 6 : 9);
+
+    const auto some = world().split(rank < 2 ? 0 : -1);
+    EXPECT_EQ(some != nullptr, rank < 2);
+
+    const std::vector<int> members = {5, 0, 3};
+    const auto listed = world().subgroup(rank % 5 == 0 || rank == 3 ? members : std::vector<int>());
+    if (listed) {
+      EXPECT_EQ(members[static_cast<size_t>(listed->rank())], rank);
+      EXPECT_EQ(all_gather(full({}, rank), *listed).to_vector(), (std::vector<double>{5, 0, 3}));
+    }
+  });
+}
+
+TEST(Collectives, AHundredAndTwentyEightRanksAgree) {
+  on_ranks(128, [](int rank) {
+    const Tensor x = full({3}, rank);
+    all_reduce(x);
+    EXPECT_EQ(x.to_vector()[0], 127 * 64);
+    EXPECT_EQ(all_gather(full({}, rank)).to_vector()[100], 100);
+  });
+}
+
+TEST(Collectives, ChannelsAreIndependent) {
+  on_ranks(2, [](int rank) {
+    // The ranks use the two channels in opposite orders.
+    const Tensor a = full({2}, 1.0), b = full({2}, 2.0);
+    const auto reduce_on = [&](const Tensor& x, Channel channel) {
+      return world().all_reduce(x, ReduceOp::kSum, {.channel = channel});
+    };
+    const Work first =
+        rank == 0 ? reduce_on(a, Channel::kGradient) : reduce_on(b, Channel::kModule);
+    const Work second =
+        rank == 0 ? reduce_on(b, Channel::kModule) : reduce_on(a, Channel::kGradient);
+    first.wait(), second.wait();
+    EXPECT_EQ(a.to_vector()[0], 2);
+    EXPECT_EQ(b.to_vector()[0], 4);
+  });
+}
+
+TEST(Collectives, BackwardTurnsEachConverterAround) {
+  on_ranks(4, [](int rank) {
+    const auto gradient = [&](auto&& convert) {
+      const Tensor x = full({4, 2}, rank + 1.0).set_requires_grad();
+      const Tensor y = convert(x);
+      (y * (rank + 1.0)).sum().backward();  // each rank uses the result in its own way
+      return x.grad().to_vector();
+    };
+    Group& group = world();
+    EXPECT_EQ(gradient([&](auto& x) { return partial_to_replicated(x, group); }),
+              full({4, 2}, rank + 1.0).to_vector());
+    EXPECT_EQ(gradient([&](auto& x) { return replicated_to_varying(x, group); }),
+              full({4, 2}, 10.0).to_vector());
+    EXPECT_EQ(gradient([&](auto& x) { return sharded_to_replicated(x, group); }),
+              full({4, 2}, 10.0).to_vector());
+    const Tensor rows = arange(4).to(kF32).reshape({4, 1}).expand({4, 2}) + 1;
+    EXPECT_EQ(gradient([&](auto& x) { return partial_to_sharded(x, group); }), rows.to_vector());
+    EXPECT_EQ(gradient([&](auto& x) { return replicated_to_sharded(x, group); }), rows.to_vector());
+  });
+}
+
+// Mistakes ---------------------------------------------------------------------------------------
+
+TEST(Mistakes, WrongRanksDtypesAndShapesAreTypedErrors) {
+  run_ranks(2, [](int rank) {
+    const Tensor x = zeros({4});
+    EXPECT_THROW(world().send(x, 2), ValueError);
+    EXPECT_THROW(world().send(x, rank), ValueError);
+    EXPECT_THROW(broadcast(x, -1), ValueError);
+    EXPECT_THROW(all_reduce(zeros({4}, {kBool})), DTypeError);
+    EXPECT_THROW(all_reduce(to(x, kF8E4M3)), DTypeError);
+    EXPECT_THROW(all_reduce(zeros({4}, {kI64}), ReduceOp::kMean), DTypeError);
+    EXPECT_THROW(world().all_gather(zeros({4}), x), ShapeError);
+    EXPECT_THROW(reduce_scatter(zeros({3})), ShapeError);
+    EXPECT_THROW(all_reduce(empty({4}, {kF32, kMeta})), DeviceError);
+    EXPECT_THROW(world().subgroup(std::vector<int>{0, 0, 1}), ValueError);
+    EXPECT_THROW(world().subgroup(std::vector<int>{0, 2}), ValueError);
+    all_reduce(x);  // the group is as good as before
+  });
+}
+
+TEST(Mistakes, OfOneRankAreToldToTheOthersInTheSameCall) {
+  run_ranks(3, [](int rank) {
+    const Tensor x = zeros({4});
+    const Tensor given = rank == 1 ? zeros({4}, {kBool}) : x;
+    const std::string message = message_of([&] { all_reduce(given); });
+    if (rank == 1) {
+      EXPECT_EQ(message.find("all_reduce: a reduction of bool has no meaning"), 0u) << message;
+    } else {
+      EXPECT_NE(message.find("rank 1: all_reduce with a mistake"), std::string::npos) << message;
+      EXPECT_NE(message.find("a reduction of bool has no meaning"), std::string::npos) << message;
+    }
+    all_reduce(x);
+  });
+}
+
+TEST(Mistakes, AcE2_DifferentCallsRaiseOnEveryRankAndNameBothCallSites) {
+  const std::vector<std::function<void(int)>> cases = {
+      [](int rank) {  // operation
+        const Tensor x = zeros({4});
+        if (rank == 1) {
+          broadcast(x);
+        } else {
+          all_reduce(x);
+        }
+      },
+      [](int rank) { all_reduce(zeros({4}, {rank == 1 ? kF32 : kF64})); },  // dtype
+      [](int rank) { all_reduce(zeros({rank == 1 ? 4 : 8})); },             // count
+      [](int rank) { broadcast(zeros({4}), rank == 1 ? 0 : 1); },           // root
+      [](int rank) { all_reduce(zeros({4}), rank == 1 ? ReduceOp::kSum : ReduceOp::kMax); },
+  };
+  for (const auto& mismatch : cases) {
+    std::atomic<int> raised{0};
+    run_ranks(4, [&](int rank) {
+      const std::string message = message_of([&] { mismatch(rank); });
+      EXPECT_NE(message.find("rank 0,2,3: "), std::string::npos) << message;
+      EXPECT_NE(message.find("; rank 1: "), std::string::npos) << message;
+      EXPECT_NE(message.find("test_collectives.cpp:"), std::string::npos) << message;
+      ++raised;
+      const Tensor x = full({1}, 1.0);
+      all_reduce(x);  // nothing was moved, the group is whole
+      EXPECT_EQ(x.to_vector()[0], 4);
+    });
+    EXPECT_EQ(raised, 4);
+  }
+}
+
+TEST(Mistakes, DifferentOrdersAreSeenByTheTraces) {
+  run_ranks(2, [](int rank) {
+    const CommTrace::Scope scope(world().trace());
+    const auto sub = world().split(rank);  // groups of one issue nothing
+    all_reduce(zeros({2}));
+    check_equal_traces(scope);
+    // A rank that records something that the other does not.
+    if (rank == 1) world().trace().add(numbered(9));
+    const std::string message = message_of([&] { check_equal_traces(scope); });
+    EXPECT_NE(
+        message.find("on 'world user' rank 0 called nothing more where rank 1 called barrier #9"),
+        std::string::npos)
+        << message;
+  });
+}
+
+// Failures ---------------------------------------------------------------------------------------
+
+TEST(Failures, AcE1_ARankThatThrowsMakesTheOthersRaise) {
+  for (const bool in_collective : {false, true}) {
+    std::atomic<int> raised{0};
+    const std::string message = message_of([&] {
+      run_ranks(4, [&](int rank) {
+        barrier();
+        if (rank == 2) TS_THROW(ValueError, "loss", "is not finite");
+        if (!in_collective) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        try {
+          for (;;) all_reduce(zeros({4}));
+        } catch (const DistributedError& error) {
+          EXPECT_NE(std::string(error.what()).find("rank 2 failed: loss: is not finite"),
+                    std::string::npos)
+              << error.what();
+          ++raised;
+        }
+      });
+    });
+    EXPECT_EQ(raised, 3);
+    EXPECT_EQ(message, "rank 2: loss: is not finite");  // the first cause, not its consequences
+  }
+}
+
+TEST(Failures, AcE1_ARankThatEndsEarlyIsNamed) {
+  std::atomic<int> raised{0};
+  run_ranks(3, [&](int rank) {
+    if (rank == 1) return;
+    const std::string message = message_of([] { barrier(); });
+    EXPECT_NE(message.find("rank 1 ended"), std::string::npos) << message;
+    ++raised;
+  });
+  EXPECT_EQ(raised, 2);
+}
+
+TEST(Failures, AcE1_ATimeoutNamesWhoIsWhereAndLeavesADump) {
+  const std::string folder = testing::TempDir();
+  run_ranks(4, [&](int rank) {
+    rank_context().dump_directory = folder;
+    std::remove((folder + "/comm-rank-" + std::to_string(rank) + ".json").c_str());
+    all_reduce(zeros({4}), ReduceOp::kSum, world(), {.tag = "bucket 0"});
+    if (rank == 3) {  // hangs, until the others have given up
+      std::this_thread::sleep_for(std::chrono::milliseconds(400));
+      EXPECT_THROW(barrier(), DistributedError);
+      return;
+    }
+    const std::string message = message_of(
+        [] { all_reduce(zeros({8}), ReduceOp::kSum, world(), {.timeout_seconds = 0.1}); });
+    // One rank's wait runs out first and breaks the group for the others.
+    EXPECT_NE(message.find("all_reduce #2 (sum, f32[8]) of 'world': waited 0."), std::string::npos)
+        << message;
+    EXPECT_NE(message.find("ranks 0,1,2 are at #2; rank 3 is at #1 (all_reduce #1 (sum, f32[4]) "
+                           "'bucket 0' at test_collectives.cpp:"),
+              std::string::npos)
+        << message;
+    std::FILE* file =
+        std::fopen((folder + "/comm-rank-" + std::to_string(rank) + ".json").c_str(), "r");
+    ASSERT_NE(file, nullptr);
+    const nlohmann::json dump = nlohmann::json::parse(file);
+    std::fclose(file);
+    EXPECT_EQ(dump.at("rank"), rank);
+    EXPECT_EQ(dump.at("records").at(1).at("state"), "failed");
+  });
+}
+
+TEST(Failures, AbortEndsWhatIsUnderWayAndRefusesWhatComes) {
+  run_ranks(2, [](int rank) {
+    if (rank == 0) {
+      const Work work = world().all_reduce(zeros({4}));
+      world().abort("tired");
+      EXPECT_THROW(work.wait(), DistributedError);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(rank * 50));
+    const std::string message = message_of([] { barrier(); });
+    EXPECT_NE(message.find("aborted: tired"), std::string::npos) << message;
+  });
+}
+
+TEST(Failures, NothingFollowsAShutdown) {
+  run_ranks(2, [](int) {
+    const auto group = world().split(0);
+    all_reduce(zeros({4}), ReduceOp::kSum, *group);
+    group->shutdown();
+    EXPECT_THROW(all_reduce(zeros({4}), ReduceOp::kSum, *group), DistributedError);
+    barrier();  // others live
+  });
+}
+
+// Injected ---------------------------------------------------------------------------------------
+
+TEST(Injected, ADroppedCallMakesTheOthersWaitInVain) {
+  run_ranks(2, [](int rank) {
+    if (rank == 1) {
+      rank_context().hooks.before_issue = [](const CommRecord& record) {
+        return record.tag != "lost";
+      };
+    }
+    EXPECT_THROW(
+        all_reduce(zeros({4}), ReduceOp::kSum, world(), {.timeout_seconds = 0.1, .tag = "lost"}),
+        DistributedError);
+  });
+}
+
+TEST(Injected, DelaysDoNotChangeBits) {
+  std::vector<double> reference;
+  for (const uint64_t seed : {0, 1, 2, 3}) {
+    run_ranks(4, [&](int rank) {
+      uint64_t state = seed * 4 + static_cast<uint64_t>(rank);
+      rank_context().hooks.before_issue = [&](const CommRecord&) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        if (seed > 0) std::this_thread::sleep_for(std::chrono::microseconds(state >> 54));
+        return true;
+      };
+      const Tensor x = randn({50}, {}, RandomStream{1, static_cast<uint64_t>(rank)});
+      for (int i = 0; i < 20; ++i) all_reduce(x, ReduceOp::kMean);
+      if (rank != 0) return;
+      if (seed == 0) reference = x.to_vector();
+      EXPECT_EQ(x.to_vector(), reference);
+    });
+  }
+}
+
+TEST(Injected, TheVirtualClockMakesACollectiveTakeItsLatencyFromTheLastRank) {
+  on_ranks(2, [](int rank) {
+    auto clock = std::make_shared<VirtualClock>();
+    clock->latency = [](const CommRecord& record) { return record.tag == "slow" ? 5.0 : 0.0; };
+    rank_context().clock = clock;
+    clock->now = rank == 0 ? 1 : 3;  // rank 1 comes last
+    const Work work = world().all_reduce(zeros({4}), ReduceOp::kSum, {.tag = "slow"});
+    const Work next = world().all_reduce(zeros({4}), ReduceOp::kSum, {.tag = "slow"});
+    clock->now += 2;  // compute
+    work.wait();
+    EXPECT_EQ(clock->now, 8);
+    next.wait();
+    EXPECT_EQ(clock->now, 13);  // one after the other
+    const auto records = world().trace().records();
+    EXPECT_EQ(records[0].queued, rank == 0 ? 1 : 3);
+    EXPECT_EQ(records[0].done, 8);
+    // Rank 1: 15 s of transfers, of which it waited 3 + 5.
+    rank_context().clock = nullptr;
+    if (rank == 0) return;
+    EXPECT_NEAR(hidden_share(records, Channel::kUser), 1 - 8.0 / 15, 1e-12);
+  });
+}
+
+TEST(Injected, ASkippedWaitIsSeen) {
+  // The deliberate bug reads the tensor before the other rank has come.
+  std::atomic<bool> early{false};
+  run_ranks(2, [&](int rank) {
+    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    if (rank == 0) rank_context().mutation = Mutation::kSkipWait;
+    const Tensor x = full({4}, 1.0);
+    const Work work = world().all_reduce(x);
+    work.wait();
+    if (rank == 0) early = !work.completed();
+    rank_context().mutation = Mutation::kNone;
+    work.wait();
+    EXPECT_EQ(x.to_vector()[0], 2);
+  });
+  EXPECT_TRUE(early);
+}
+
+// Trace and fake ---------------------------------------------------------------------------------
+
+TEST(Trace, RecordsSayWhatWasCalledWhereAndFor) {
+  on_ranks(2, [](int) {
+    const PhaseScope phase("backward");
+    const CommTrace::Scope scope(world().trace());
+    all_reduce(zeros({1000}), ReduceOp::kMean, world(),
+               {.channel = Channel::kGradient, .tag = "bucket 3"});
+    world().all_gather(zeros({8}), zeros({4})).wait();
+    const auto records = scope.records();
+    ASSERT_EQ(records.size(), 2u);
+    EXPECT_EQ(records[0].describe(), "all_reduce #1 (mean, f32[1000]) 'bucket 3'");
+    EXPECT_EQ(records[0].phase, "backward");
+    EXPECT_EQ(records[0].bytes, 4000);
+    EXPECT_EQ(records[0].wire_bytes(), 4000);  // 2 (N - 1) / N
+    EXPECT_EQ(records[1].wire_bytes(), 16);
+    EXPECT_NE(std::string(records[0].file).find("test_collectives.cpp"), std::string::npos);
+    EXPECT_EQ(records[0].state, CommRecord::State::kDone);
+    EXPECT_GE(records[0].done, records[0].queued);
+    EXPECT_EQ(count(records, Operation::kAllReduce, Channel::kGradient), 1);
+    EXPECT_EQ(bytes(records, Operation::kAllReduce), 4000);
+  });
+}
+
+TEST(Trace, TheRingForgetsTheOldestUnlessAScopeIsOpen) {
+  CommTrace trace(4);
+  for (int i = 1; i <= 10; ++i) trace.add(numbered(i));
+  EXPECT_EQ(trace.records().size(), 4u);
+  EXPECT_EQ(trace.records().front().sequence, 7);
+  trace.finish(0, false, 1.0);  // of one that is gone
+  {
+    const CommTrace::Scope scope(trace);
+    for (int i = 11; i <= 20; ++i) trace.add(numbered(i));
+    EXPECT_EQ(scope.records().size(), 10u);
+  }
+  EXPECT_EQ(trace.records().size(), 4u);
+}
+
+TEST(Fake, CountsAtAThousandRanksWithoutData) {
+  Context own;
+  const ContextGuard guard(own);
+  RankContext& context = rank_context();
+  std::vector<int> ranks(1024);
+  for (int r = 0; r < 1024; ++r) ranks[static_cast<size_t>(r)] = r;
+  const auto group = std::make_shared<Group>("world", make_fake_backend(5, 1024), ranks);
+  const CommTrace::Scope scope(*context.trace);
+  const Tensor parameter = empty({8192, 8192}, {kBF16, kMeta});
+  group->all_reduce(parameter).wait();
+  const Tensor shard = empty({8, 8192}, {kBF16, kMeta});
+  group->all_gather(parameter, shard).wait();
+  const auto records = scope.records();
+  EXPECT_EQ(records[0].bytes, int64_t{2} * 8192 * 8192);
+  EXPECT_EQ(records[0].wire_bytes(), 2.0 * 1023 / 1024 * 2 * 8192 * 8192);
+  EXPECT_EQ(records[1].wire_bytes(), 1023.0 * 2 * 8 * 8192);
+  const std::vector<int> row = {4, 5, 6, 7};
+  EXPECT_EQ(group->subgroup(row)->rank(), 1);
+}
+
 }  // namespace
 }  // namespace tessera::distributed
