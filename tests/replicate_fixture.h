@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
@@ -17,6 +18,7 @@
 #include <tessera/distributed/collectives.h>
 #include <tessera/distributed/group.h>
 #include <tessera/distributed/mesh.h>
+#include <tessera/distributed/process_group.h>
 #include <tessera/distributed/run_ranks.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/nn/container.h>
@@ -25,15 +27,31 @@
 
 namespace tessera::distributed {
 
+inline bool ranks_are_threads() { return std::getenv("TESSERA_TEST_MPI") == nullptr; }
+inline bool has_ranks(int size) {
+  return ranks_are_threads() || std::atoi(std::getenv("TESSERA_TEST_MPI")) == size;
+}
+#define NEEDS_RANKS(size) \
+  if (!has_ranks(size)) GTEST_SKIP() << "needs " << (size) << " ranks"
+
 // run_ranks with the end that every distributed test has: all ranks issued the same collectives in
-// the same order, within each channel of each group.
+// the same order, within each channel of each group. Under mpirun the processes are the ranks;
+// there only bodies for as many ranks as there are processes run.
 inline void on_ranks(int size, const std::function<void(int rank)>& body) {
-  run_ranks(size, [&](int rank) {
+  const auto checked = [&](int rank) {
     const CommTrace::Scope scope(*rank_context().trace);
     body(rank);
     check_equal_traces(scope);
-  });
+  };
+  if (ranks_are_threads()) return run_ranks(size, checked);
+  if (!has_ranks(size)) return;
+  if (world_size() == 1) init_process_group();
+  set_num_threads(1);
+  checked(rank());
 }
+// Whether this thread keeps what a test looks at after on_ranks: of threads one does, of processes
+// each.
+inline bool keeps_results(int rank) { return rank == 0 || !ranks_are_threads(); }
 
 // Collectives for gradients that this rank has issued so far and the trace keeps.
 inline Traffic gradient_traffic() {

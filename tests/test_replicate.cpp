@@ -1,6 +1,7 @@
 // Data-parallel training on threads as ranks. The numbers in the names are those of the criteria
 // that the design sets for it.
 // ctest labels: threads
+// ctest ranks: 2 4
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/core/allocator.h>
 
@@ -136,6 +137,7 @@ TEST(Replicate, D3_GradientsLieInTheBucketsAndKeepTheirLayout) {
 }
 
 TEST(Replicate, D3_ViewsAndCopiesGiveTheSameBits) {
+  NEEDS_RANKS(2);
   for (const bool set_to_none : {true, false}) {
     std::vector<Gradients> results[2];
     for (const bool views : {false, true}) {
@@ -152,7 +154,7 @@ TEST(Replicate, D3_ViewsAndCopiesGiveTheSameBits) {
             loss_of(net, 10 * step + rank).backward();
           }
           loss_of(net, 10 * step + 2 + rank).backward();
-          if (rank == 1) results[views].push_back(gradients_of(net));
+          if (keeps_results(rank)) results[views].push_back(gradients_of(net));
           net.zero_grad(set_to_none);
         }
       });

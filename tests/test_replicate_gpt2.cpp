@@ -1,5 +1,6 @@
 // GPT-2 on threads as ranks: losses and parameters are those of one process that accumulates.
 // ctest labels: threads
+// ctest ranks: 2 4
 #include <tessera/core/random.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>

@@ -17,6 +17,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include <tessera/accelerate/run.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/allocator.h>
 #include <tessera/core/atomic_file.h>
@@ -25,6 +26,7 @@
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/group.h>
 #include <tessera/distributed/mesh.h>
+#include <tessera/distributed/process_group.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
@@ -146,8 +148,8 @@ TrainOptions parse_options(int argc, char** argv) {
 
 // ---- Training ----------------------------------------------------------------------------------
 
-volatile std::sig_atomic_t stop_requested = 0;
-void request_stop(int) { stop_requested = 1; }
+volatile std::sig_atomic_t interrupted = 0;
+void request_stop(int) { interrupted = 1; }
 
 class Trainer {
  public:
@@ -202,6 +204,7 @@ class Trainer {
   optim::CosineSchedule schedule_;
   std::optional<distributed::Replica> replica_;  // where there are several ranks
   int64_t step_ = 0;                             // steps done
+  bool stop_ = false, save_now_ = false;         // asked for by a signal to any rank
   double grad_norm_ = 0;
   double smooth_ms_ = 0;
   std::optional<double> last_val_loss_;
@@ -280,13 +283,18 @@ double Trainer::train_step() {
   return loss;
 }
 
-// The sum of the ranks' losses. All stop where one was asked to.
+// The sum of the ranks' losses. All save, and all stop, where one was asked to.
 double Trainer::agree(double loss) {
-  if (!replica_) return loss;
-  const Tensor message = tensor({loss, static_cast<double>(stop_requested)}, kF64);
+  const Request request = requested();
+  const bool stop = interrupted != 0 || request == Request::kCheckpointAndStop;
+  const bool checkpoint = request == Request::kCheckpoint;
+  if (checkpoint) clear_request();
+  const Tensor message = tensor({loss, stop ? 1.0 : 0.0, checkpoint ? 1.0 : 0.0}, kF64);
   distributed::world().all_reduce(message).wait();
-  if (message.data_as<double>()[1] > 0) stop_requested = 1;
-  return message.data_as<double>()[0];
+  const double* values = message.data_as<double>();
+  stop_ |= values[1] > 0;
+  save_now_ = values[2] > 0;
+  return values[0];
 }
 
 double Trainer::validate() {
@@ -420,14 +428,13 @@ void Trainer::run() {
         num_threads());
   }
   std::signal(SIGINT, request_stop);
-  std::signal(SIGTERM, request_stop);
-  while (step_ < options_.steps && stop_requested == 0) {
+  while (step_ < options_.steps && !stop_) {
     const auto begin = Clock::now();
     const double loss = train_step();
     const double milliseconds =
         std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
-    if (step_ == options_.stop_at) stop_requested = 1;
-    const bool last = step_ == options_.steps || stop_requested != 0;
+    stop_ |= step_ == options_.stop_at;
+    const bool last = step_ == options_.steps || stop_;
     if (is_first_rank()) {
       const bool evaluate = last || (options_.eval_every > 0 && step_ % options_.eval_every == 0);
       const std::optional<double> val_loss = evaluate ? std::optional(validate()) : std::nullopt;
@@ -436,7 +443,8 @@ void Trainer::run() {
     }
     TS_CHECK(std::isfinite(loss), "train", "the loss is ", loss, " at step ", step_,
              "; lower --lr or raise --warmup. The last save is kept");
-    if (last || (options_.save_every > 0 && step_ % options_.save_every == 0)) save();
+    const bool due = options_.save_every > 0 && step_ % options_.save_every == 0;
+    if (last || due || save_now_) save();
   }
   if (log_ != nullptr) std::fclose(log_);
   if (!options_.save.empty() && is_first_rank()) {
@@ -449,11 +457,10 @@ void Trainer::run() {
 }  // namespace tessera::gpt2
 
 int main(int argc, char** argv) {
-  try {
-    tessera::gpt2::Trainer(tessera::gpt2::parse_options(argc, argv)).run();
-    return 0;
-  } catch (const tessera::Error& error) {
-    std::fprintf(stderr, "train: %s\n", error.what());
-    return 1;
-  }
+  return tessera::run(argc, argv, [&](auto) {
+    const tessera::gpt2::TrainOptions options = tessera::gpt2::parse_options(argc, argv);
+    tessera::distributed::init_process_group();
+    tessera::gpt2::Trainer(options).run();
+    tessera::distributed::destroy_process_group();
+  });
 }
