@@ -14,8 +14,10 @@
 #include <string>
 #include <vector>
 
+#include <tessera/accelerate/run.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/mesh.h>
+#include <tessera/distributed/process_group.h>
 #include <tessera/distributed/run_ranks.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/optim/adamw.h>
@@ -137,12 +139,13 @@ void run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
+  return tessera::run(argc, argv, [&](auto) {
     const Options options = parse(argc, argv);
-    distributed::run_ranks(options.ranks, [&](int) { run(options); });
-    return 0;
-  } catch (const Error& error) {
-    std::fprintf(stderr, "bench_ddp: %s\n", error.what());
-    return 1;
-  }
+    const distributed::ProcessGroup processes;
+    if (distributed::world_size() > 1) {
+      run(options);
+    } else {
+      distributed::run_ranks(options.ranks, [&](int) { run(options); });
+    }
+  });
 }

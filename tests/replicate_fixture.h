@@ -34,6 +34,18 @@ inline bool has_ranks(int size) {
 #define NEEDS_RANKS(size) \
   if (!has_ranks(size)) GTEST_SKIP() << "needs " << (size) << " ranks"
 
+// The world of processes under mpirun: made at its first use, left after the last test.
+class ProcessWorld : public testing::Environment {
+ public:
+  static std::unique_ptr<ProcessGroup>& group() {
+    static std::unique_ptr<ProcessGroup> instance;
+    return instance;
+  }
+  void TearDown() override { group().reset(); }
+};
+inline const testing::Environment* const kProcessWorld =
+    testing::AddGlobalTestEnvironment(new ProcessWorld);
+
 // run_ranks with the end that every distributed test has: all ranks issued the same collectives in
 // the same order, within each channel of each group. Under mpirun the processes are the ranks;
 // there only bodies for as many ranks as there are processes run.
@@ -45,7 +57,8 @@ inline void on_ranks(int size, const std::function<void(int rank)>& body) {
   };
   if (ranks_are_threads()) return run_ranks(size, checked);
   if (!has_ranks(size)) return;
-  if (world_size() == 1) init_process_group();
+  std::unique_ptr<ProcessGroup>& group = ProcessWorld::group();
+  if (!group) group = std::make_unique<ProcessGroup>();
   set_num_threads(1);
   checked(rank());
 }

@@ -186,6 +186,7 @@ class Trainer {
   std::vector<optim::ParameterGroup<optim::AdamWOptions>> parameter_groups() const;
   double train_step();
   double agree(double loss);
+  void draw_for(int64_t micro);
   double validate();
   void save();
   void load_state();
@@ -257,8 +258,7 @@ double Trainer::train_step() {
   double loss = 0;
   for (int64_t i = 0; i < options_.accumulate; ++i) {
     const int64_t micro = i * distributed::world_size() + distributed::rank();
-    // Dropout draws by step and micro-batch: the same masks for any number of ranks.
-    random_state().next_stream = static_cast<uint64_t>(step_ * micro_batches() + micro) << 20;
+    draw_for(micro);
     if (replica_) replica_->set_plan(distributed::StepPlan::of(i, options_.accumulate));
     const data::TokenExample batch =
         windows_.batch(step_, options_.batch_size, micro * options_.batch_size);
@@ -280,7 +280,13 @@ double Trainer::train_step() {
   schedule_.step();
   optimizer_.zero_grad();
   ++step_;
+  draw_for(0);
   return loss;
+}
+
+// Dropout draws by step and micro-batch: the same masks for any number of ranks.
+void Trainer::draw_for(int64_t micro) {
+  random_state().next_stream = static_cast<uint64_t>(step_ * micro_batches() + micro) << 20;
 }
 
 // The sum of the ranks' losses. All save, and all stop, where one was asked to.
@@ -459,8 +465,7 @@ void Trainer::run() {
 int main(int argc, char** argv) {
   return tessera::run(argc, argv, [&](auto) {
     const tessera::gpt2::TrainOptions options = tessera::gpt2::parse_options(argc, argv);
-    tessera::distributed::init_process_group();
+    const tessera::distributed::ProcessGroup processes;
     tessera::gpt2::Trainer(options).run();
-    tessera::distributed::destroy_process_group();
   });
 }
