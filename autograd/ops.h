@@ -407,7 +407,16 @@ Tensor conv1d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
               const ConvOptions& options = {});
 Tensor conv2d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
               const ConvOptions& options = {});
-// x: [N, C, H, W] or [C, H, W]. Empty stride: the kernel size.
+// x: [N, C, H, W] or [C, H, W] (max_pool1d: [N, C, W] or [C, W]). Empty stride: the kernel size.
+// Indices are positions in the plane of H * W; the first of equals, a NaN before all.
+Tensor max_pool1d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
+                  const Shape& padding = {0}, const Shape& dilation = {1}, bool ceil_mode = false);
+ValuesIndices max_pool1d_with_indices(const Tensor& x, const Shape& kernel_size,
+                                      const Shape& stride = {}, const Shape& padding = {0},
+                                      const Shape& dilation = {1}, bool ceil_mode = false);
+ValuesIndices max_pool2d_with_indices(const Tensor& x, const Shape& kernel_size,
+                                      const Shape& stride = {}, const Shape& padding = {0},
+                                      const Shape& dilation = {1}, bool ceil_mode = false);
 Tensor max_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
                   const Shape& padding = {0}, const Shape& dilation = {1}, bool ceil_mode = false);
 Tensor avg_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},

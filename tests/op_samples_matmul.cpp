@@ -38,6 +38,16 @@ Result convolve(const Args& in, Attrs& a, int spatial,
   return unbatched ? squeeze(y, 0) : y;
 }
 
+Result max_pool(const Args& in, Attrs& a,
+                ValuesIndices (*pool)(const Tensor&, const Shape&, const Shape&, const Shape&,
+                                      const Shape&, bool)) {
+  const bool with_indices = a.flag("return_indices", false);
+  const ValuesIndices result =
+      pool(in[0], a.integers("kernel_size"), a.integers("stride", {}), a.integers("padding", {0}),
+           a.integers("dilation", {1}), a.flag("ceil_mode", false));
+  return with_indices ? Result(result) : Result(result.values);
+}
+
 Result attend(const Args& in, Attrs& a) {
   AttentionOptions options;
   options.mask = in.optional(3);
@@ -208,13 +218,21 @@ std::vector<OpRow> convolution_rows() {
        .sums = true,
        .perf = Sample{{normal({32, 32, 28, 28}), normal({64, 32, 3, 3}), normal({64})},
                       R"({"padding": 1})"}},
+      {.name = "max_pool1d",
+       .parameters = "input",
+       .call = [](const Args& in, Attrs& a) -> Result {
+         return max_pool(in, a, max_pool1d_with_indices);
+       },
+       .samples = {{{distinct({1, 2, 6})}, R"({"kernel_size": 2})"},
+                   {{distinct({2, 9})},
+                    R"({"kernel_size": 3, "stride": 2, "padding": 1, "dilation": 2})",
+                    4},
+                   {{distinct({1, 2, 8})},
+                    R"({"kernel_size": 3, "ceil_mode": true, "return_indices": true})"}}},
       {.name = "max_pool2d",
        .parameters = "input",
        .call = [](const Args& in, Attrs& a) -> Result {
-         a.only("return_indices", false);
-         return max_pool2d(in[0], a.integers("kernel_size"), a.integers("stride", {}),
-                           a.integers("padding", {0}), a.integers("dilation", {1}),
-                           a.flag("ceil_mode", false));
+         return max_pool(in, a, max_pool2d_with_indices);
        },
        .samples = {{{distinct({1, 2, 4, 6})}, R"({"kernel_size": 2})"},
                    {{distinct({1, 1, 7, 7})},
@@ -222,7 +240,8 @@ std::vector<OpRow> convolution_rows() {
                     4},
                    {{distinct({1, 7, 8})},
                     R"({"kernel_size": [2, 3], "stride": [1, 2], "ceil_mode": true})",
-                    4}}},
+                    4},
+                   {{distinct({2, 5, 6})}, R"({"kernel_size": 3, "return_indices": true})"}}},
       {.name = "avg_pool2d",
        .parameters = "input",
        .call = [](const Args& in, Attrs& a) -> Result {

@@ -41,11 +41,6 @@ double norm_order(Attrs& a) {
   return a.number("p|ord");
 }
 
-// torch: uint8 gives uint8, everything else bool.
-Tensor logical(const Tensor& result, const Tensor& x) {
-  return x.dtype() == kU8 ? to(result, kU8) : result;
-}
-
 Reduction reduction_of(Attrs& a, std::string_view op) {
   const std::string name = a.text("reduction", "mean");
   if (name == "none") return Reduction::kNone;
@@ -178,14 +173,14 @@ std::vector<OpRow> reduce_rows() {
               {.name = "any",
                .parameters = "input",
                .call = [](const Args& in, Attrs& a) -> Result {
-                 return logical(any(in[0], a.integers("dim", {}), a.flag("keepdim", false)), in[0]);
+                 return any(in[0], a.integers("dim", {}), a.flag("keepdim", false));
                },
                .samples = reductions(booleans),
                .differentiable = kNo},
               {.name = "all",
                .parameters = "input",
                .call = [](const Args& in, Attrs& a) -> Result {
-                 return logical(all(in[0], a.integers("dim", {}), a.flag("keepdim", false)), in[0]);
+                 return all(in[0], a.integers("dim", {}), a.flag("keepdim", false));
                },
                .samples = reductions(booleans),
                .differentiable = kNo},

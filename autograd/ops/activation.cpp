@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include <tessera/autograd/ops/elementwise_rules.h>
+#include <tessera/core/raw_views.h>
 
 namespace tessera {
 namespace {
@@ -138,12 +139,27 @@ Tensor leaky_relu(const Tensor& x, double negative_slope) {
       });
 }
 
+const Op kGlu{.name = "glu", .reads = {inputs(0)}, .flops_per_element = 15};
+
 Tensor glu(const Tensor& x, int64_t dim) {
-  const int d = wrap_dim(dim, x.dim(), "glu");
-  TS_CHECK_SHAPE(x.dim() > 0 && x.size(d) % 2 == 0, "glu", "halves dimension ", d, " of ", x,
+  check_floating(kGlu, x);
+  TS_CHECK_SHAPE(x.dim() > 0, kGlu, "halves a dimension and needs one; got ", x);
+  const int d = wrap_dim(dim, x.dim(), kGlu.name);
+  TS_CHECK_SHAPE(x.size(d) % 2 == 0, kGlu, "halves dimension ", d, " of ", x,
                  ", whose size must be even");
   const int64_t half = x.size(d) / 2;
-  return mul(narrow(x, d, 0, half), sigmoid(narrow(x, d, half, half)));
+  return differentiable(
+      kGlu, {x},
+      [=](Inputs in) {
+        return kernels::binary<fn::Mul>(
+            raw::narrow(in[0], d, 0, half),
+            kernels::unary<fn::Sigmoid>(raw::narrow(in[0], d, half, half)));
+      },
+      [=](Grads dy, const Saved& s) {
+        const Tensor x = s.input(0), value = narrow(x, d, 0, half);
+        const Tensor gate = sigmoid(narrow(x, d, half, half)), up = mul(dy[0], gate);
+        return cat(TensorList{up, mul(mul(up, value), rsub(1, gate))}, d);
+      });
 }
 
 }  // namespace tessera

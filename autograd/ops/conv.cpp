@@ -17,12 +17,15 @@ const Op kConv2d{
 namespace {
 
 // One value serves all dimensions; a one-dimensional convolution has height 1.
+constexpr int64_t kLargest = (int64_t{1} << 31) - 1;  // products of two are still numbers
+
 void spread(const Op& op, const char* what, const Shape& values, int spatial, int64_t least,
             int64_t (&target)[2]) {
   TS_CHECK(values.size() == 1 || values.size() == spatial, op, what, " must have 1 or ", spatial,
            " values; got ", values);
   for (int64_t value : values) {
-    TS_CHECK(value >= least, op, what, " must be at least ", least, "; got ", values);
+    TS_CHECK(value >= least && value <= kLargest, op, what, " must be in [", least, ", ", kLargest,
+             "]; got ", values);
   }
   for (int d = 2 - spatial; d < 2; ++d) {
     target[d] = values.size() == 1 ? values[0] : values[d - (2 - spatial)];
@@ -153,7 +156,7 @@ Tensor conv1d(const Tensor& x, const Tensor& weight, const Tensor& bias,
 // ---- max_pool2d
 // ----------------------------------------------------------------------------------------
 
-const Op kMaxPool2d{.name = "max_pool2d"};
+const Op kMaxPool2d{.name = "max_pool2d", .reads_outputs = outputs(1)};
 
 namespace {
 
@@ -188,22 +191,22 @@ PoolGeometry pool_geometry(const Op& op, const Tensor& x, const Shape& kernel, c
 
 }  // namespace
 
-Tensor max_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride,
-                  const Shape& padding, const Shape& dilation, bool ceil_mode) {
+ValuesIndices max_pool2d_with_indices(const Tensor& x, const Shape& kernel_size,
+                                      const Shape& stride, const Shape& padding,
+                                      const Shape& dilation, bool ceil_mode) {
   const PoolGeometry g =
       pool_geometry(kMaxPool2d, x, kernel_size, stride, padding, dilation, ceil_mode);
-  return differentiable(
+  const TensorList result = differentiable(
       kMaxPool2d, {x},
-      [&g](Inputs in, Extras& extras) {
+      [&g](Inputs in) {
         const auto [values, indices] =
             kernels::max_pool(in[0], g.kernel, g.conv, g.output[0], g.output[1]);
-        if (extras.wanted()) extras.save(indices);
-        return values;
+        return TensorList{values, indices};
       },
       [](Grads dy, const Saved& s) {
         const Shape& shape = s.input_shape(0);
         const int64_t plane = shape[shape.size() - 2] * shape.back();
-        const Tensor indices = s.extra(0);
+        const Tensor indices = s.output(1);
         const int64_t window_count = indices.size(-2) * indices.size(-1);
         const int64_t planes = window_count == 0 ? 0 : indices.numel() / window_count;
         const Tensor zero =
@@ -212,6 +215,34 @@ Tensor max_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride
                                         reshape(dy[0], {planes, window_count}));
         return reshape(grad, shape);
       });
+  return {result[0], result[1]};
+}
+
+Tensor max_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride,
+                  const Shape& padding, const Shape& dilation, bool ceil_mode) {
+  return max_pool2d_with_indices(x, kernel_size, stride, padding, dilation, ceil_mode).values;
+}
+
+// A row is a plane of height 1, in which positions are the same.
+ValuesIndices max_pool1d_with_indices(const Tensor& x, const Shape& kernel_size,
+                                      const Shape& stride, const Shape& padding,
+                                      const Shape& dilation, bool ceil_mode) {
+  constexpr const char* kWhere = "max_pool1d";
+  TS_CHECK_SHAPE(x.dim() == 2 || x.dim() == 3, kWhere, "expects [N, C, W] or [C, W]; got ", x);
+  const auto plane = [&](const char* what, const Shape& values, int64_t rows) {
+    TS_CHECK(values.size() == 1, kWhere, what, " must have one value; got ", values);
+    return Shape{rows, values[0]};
+  };
+  const auto [values, indices] = max_pool2d_with_indices(
+      unsqueeze(x, -2), plane("kernel_size", kernel_size, 1),
+      stride.empty() ? stride : plane("stride", stride, 1), plane("padding", padding, 0),
+      plane("dilation", dilation, 1), ceil_mode);
+  return {squeeze(values, -2), squeeze(indices, -2)};
+}
+
+Tensor max_pool1d(const Tensor& x, const Shape& kernel_size, const Shape& stride,
+                  const Shape& padding, const Shape& dilation, bool ceil_mode) {
+  return max_pool1d_with_indices(x, kernel_size, stride, padding, dilation, ceil_mode).values;
 }
 
 // ---- avg_pool2d, adaptive_avg_pool2d, interpolate: linear maps over windows

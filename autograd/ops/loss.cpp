@@ -76,9 +76,15 @@ void check_class_target(const Op& op, const Tensor& x, const Tensor& target) {
   TS_CHECK_DEVICE(target.device() == x.device(), op, "input is on ", x.device(), " and target on ",
                   target.device());
 }
+// As in torch: a weight scales losses and is not trained.
+void check_constant(const Op& op, const char* role, const Tensor& weight) {
+  TS_CHECK(!weight.defined() || !grad_enabled() || !weight.requires_grad(), op,
+           "has no gradient for ", role, ", which requires one; give it detached");
+}
 void check_class_weight(const Op& op, const Tensor& x, const Tensor& weight) {
   if (!weight.defined()) return;
   check_input(op, "weight", weight);
+  check_constant(op, "weight", weight);
   TS_CHECK_SHAPE(weight.shape() == Shape{classes_of(x)}, op, "weight must have shape [",
                  classes_of(x), "], the classes of ", x, "; got ", weight);
 }
@@ -353,6 +359,7 @@ const Op kBinaryCrossEntropy{.name = "binary_cross_entropy",
 Tensor binary_cross_entropy(const Tensor& x, const Tensor& target, const Tensor& weight,
                             Reduction reduction) {
   check_input(kBinaryCrossEntropy, "input", x);
+  check_constant(kBinaryCrossEntropy, "weight", weight);
   TS_CHECK_SHAPE(x.shape() == target.shape(), kBinaryCrossEntropy,
                  "input and target must have one shape; got ", x, " and ", target);
   if (!x.is_meta() && x.numel() > 0) {
@@ -384,6 +391,8 @@ const Op kBinaryCrossEntropyWithLogits{.name = "binary_cross_entropy_with_logits
 Tensor binary_cross_entropy_with_logits(const Tensor& x, const Tensor& target, const Tensor& weight,
                                         Reduction reduction, const Tensor& pos_weight) {
   check_input(kBinaryCrossEntropyWithLogits, "input", x);
+  check_constant(kBinaryCrossEntropyWithLogits, "weight", weight);
+  check_constant(kBinaryCrossEntropyWithLogits, "pos_weight", pos_weight);
   TS_CHECK_SHAPE(x.shape() == target.shape(), kBinaryCrossEntropyWithLogits,
                  "input and target must have one shape; got ", x, " and ", target);
   const Tensor positive = pos_weight.defined() ? in_compute(pos_weight) : pos_weight;

@@ -317,13 +317,20 @@ Tensor argmin(const Tensor& x, std::optional<int64_t> dim, bool keepdim) {
   return extreme_index(kArgmin, x, dim, keepdim, false);
 }
 
+namespace {
+// torch's rule: u8 gives u8, everything else bool.
+Tensor logical(const Tensor& truth, const Tensor& x) {
+  return x.dtype() == kU8 ? kernels::convert(truth, kU8) : truth;
+}
+}  // namespace
+
 const Op kAny{.name = "any"};
 
 Tensor any(const Tensor& x, const Shape& dims, bool keepdim) {
   check_not_float8(kAny, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kAny.name);
-  return not_differentiable(kAny, {x},
-                            [=](Inputs in) { return kernels::any(in[0], wrapped, keepdim); });
+  return not_differentiable(
+      kAny, {x}, [=](Inputs in) { return logical(kernels::any(in[0], wrapped, keepdim), in[0]); });
 }
 
 const Op kAll{.name = "all"};
@@ -331,8 +338,8 @@ const Op kAll{.name = "all"};
 Tensor all(const Tensor& x, const Shape& dims, bool keepdim) {
   check_not_float8(kAll, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kAll.name);
-  return not_differentiable(kAll, {x},
-                            [=](Inputs in) { return kernels::all(in[0], wrapped, keepdim); });
+  return not_differentiable(
+      kAll, {x}, [=](Inputs in) { return logical(kernels::all(in[0], wrapped, keepdim), in[0]); });
 }
 
 // ---- Norms and exponentials ---------------------------------------------------------------------

@@ -1,5 +1,6 @@
 // Views, which share elements with their input, and copies that rearrange.
 #include <algorithm>
+#include <limits>
 #include <memory>
 
 #include <tessera/autograd/differentiable.h>
@@ -514,6 +515,16 @@ Tensor pad(const Tensor& x, const Shape& sizes, Pad mode, double value) {
   TS_CHECK_SHAPE(sizes.size() % 2 == 0 && sizes.size() / 2 <= x.dim(), kPad,
                  "sizes come in pairs (left, right), at most one for each dimension; got ", sizes,
                  " for ", x);
+  Shape padded = x.shape();
+  for (int i = 0; i < sizes.size() / 2; ++i) {
+    constexpr int64_t kLimit = std::numeric_limits<int64_t>::max() / 4;  // sums of three stay below
+    const int64_t left = sizes[2 * i], right = sizes[2 * i + 1];
+    TS_CHECK_SHAPE(std::min(left, right) >= -kLimit && std::max(left, right) <= kLimit, kPad,
+                   "sizes must be within 2^61; got ", sizes, " for ", x);
+    int64_t& size = padded[x.dim() - 1 - i];
+    size = std::max<int64_t>(size + left + right, 0);  // below 0: reported with its dimension
+  }
+  checked_numel(padded, kPad.name);
   auto maps = std::make_shared<Maps>(static_cast<size_t>(x.dim()));
   for (int i = 0; i < sizes.size() / 2; ++i) {
     const int d = x.dim() - 1 - i;
