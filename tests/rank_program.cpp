@@ -1,0 +1,145 @@
+// A rank that trains a small model and, in a phase that it is told, is killed, exits, throws or
+// hangs: test_failures starts several and looks at what the others do.
+//
+//     rank_program --rank R --phase P --action A [--mark FILE] [--steps N]
+//
+// The failing rank writes the time (CLOCK_MONOTONIC, seconds) to FILE when it fails. A rank that
+// catches a DistributedError prints "raised TIME MESSAGE" and ends with it.
+#include <atomic>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <string>
+#include <thread>
+
+#include <time.h>
+#include <unistd.h>
+
+#include <tessera.h>
+#include <tessera/accelerate/run.h>
+#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/detect.h>
+#include <tessera/distributed/mesh.h>
+#include <tessera/distributed/process_group.h>
+#include <tessera/distributed/shard/replicate.h>
+
+namespace {
+
+using namespace tessera;
+
+double now() {
+  timespec time;
+  ::clock_gettime(CLOCK_MONOTONIC, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+void sleep_for(double seconds) {
+  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+}
+
+struct Fault {
+  int rank = -1;
+  std::string phase, action, mark;
+  int own_rank = 0;
+
+  bool is_due(const std::string& here) const { return rank == own_rank && phase == here; }
+
+  void act() const {
+    if (!mark.empty()) std::ofstream(mark) << std::fixed << now();
+    if (action == "kill") ::kill(::getpid(), SIGKILL);
+    if (action == "exit") std::exit(3);
+    if (action == "stop") ::kill(::getpid(), SIGSTOP);  // every thread of it
+    if (action == "hang") {
+      while (true) sleep_for(1);
+    }
+    throw ValueError("rank_program: this rank was told to throw");
+  }
+  void at(const std::string& here) const {
+    if (is_due(here)) act();
+  }
+  // While the main thread waits in a phase that it cannot leave by itself.
+  void soon(const std::string& here, double seconds) const {
+    if (!is_due(here)) return;
+    std::thread([this, seconds] {
+      sleep_for(seconds);
+      act();
+    }).detach();
+  }
+};
+
+struct Net : nn::Module<Net> {
+  Net() : first(add<nn::Linear>("first", 8, 32)), last(add<nn::Linear>("last", 32, 1)) {}
+  Tensor forward(const Tensor& x) { return last(gelu(first(x))); }
+  nn::Linear& first;
+  nn::Linear& last;
+};
+
+// A checkpoint of rank 0 that counts when all have come so far.
+void save(const nn::ModuleBase& model, const Fault& fault) {
+  const std::string path =
+      "/tmp/tessera-rank-program-" + std::to_string(::getpid()) + ".safetensors";
+  if (distributed::rank() == 0) save_safetensors(path, model.state_dict().to_map());
+  fault.at("save");
+  const distributed::PhaseScope phase("save");
+  distributed::barrier();
+  ::unlink(path.c_str());
+}
+
+void train(const Fault& fault, int steps) {
+  fault.at("before-init");
+  const bool late = fault.phase == "init" && fault.rank != fault.own_rank;
+  fault.soon("init", 0.15);
+  if (late) sleep_for(0.5);  // the failing rank waits in its start until then, or fails there
+  distributed::ProcessGroup processes;
+
+  Net model;
+  distributed::Mesh mesh(distributed::world());
+  distributed::Replica replica = distributed::replicate(model, mesh);
+  optim::SGD optimizer(model.named_parameters(), {.lr = 0.01});
+  int step = 0;
+  register_hook(model.first.weight, [&](const Tensor& gradient) {
+    if (step == 2) fault.at("backward");
+    return gradient;
+  });
+  for (; step < steps; ++step) {
+    const Tensor x = full({4, 8}, 0.1 * (1 + distributed::rank() + step));
+    Tensor loss = mean(square(model(x)));
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    if (step == 2) {
+      fault.at("between");
+      fault.soon("collective", 0.1);
+      if (fault.phase == "collective" && fault.rank != fault.own_rank) sleep_for(0.3);
+      Tensor sum = detach(loss);
+      distributed::all_reduce(sum);
+      save(model, fault);
+    }
+  }
+  fault.at("shutdown");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return run(argc, argv, [](std::span<const std::string> arguments) {
+    std::map<std::string, std::string> options;
+    for (size_t i = 0; i + 1 < arguments.size(); i += 2) options[arguments[i]] = arguments[i + 1];
+    Fault fault;
+    fault.own_rank = distributed::detect().rank;
+    if (options.count("--rank") != 0) fault.rank = std::stoi(options["--rank"]);
+    fault.phase = options["--phase"];
+    fault.action = options["--action"];
+    fault.mark = options["--mark"];
+    try {
+      train(fault, 4);
+      std::printf("done\n");
+    } catch (const DistributedError& error) {
+      std::printf("raised %.6f %s\n", now(), error.what());
+      std::fflush(stdout);
+      throw;
+    }
+  });
+}

@@ -1,0 +1,164 @@
+// AC-E1: one rank is killed, exits, throws or hangs in each phase of a training program; the others
+// raise DistributedError that names it, in time, and the job's code is the first cause's. Processes
+// under `tessera launch`; at the end the same under bare mpirun.
+//
+// Prints a table of what was measured, which docs/distributed.md shows.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "finished_process.h"
+
+namespace tessera {
+namespace {
+
+constexpr double kCollectiveTimeout = 1.5;  // seconds
+constexpr double kNotice = 2;               // seconds until every other rank has raised
+
+struct Case {
+  const char* phase;
+  const char* action;
+  int code;
+  int ranks = 2;
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& fault) {
+  return out << fault.action << " in phase " << fault.phase << " of " << fault.ranks << " ranks";
+}
+
+bool has_mpi() {
+  return !launch::find_program("mpirun", distributed::process_environment()).empty();
+}
+
+// A rank's "raised TIME MESSAGE".
+struct Raised {
+  double time = 0;
+  std::string message;
+};
+
+std::vector<Raised> raised_lines(const std::string& output) {
+  std::vector<Raised> result;
+  std::istringstream lines(output);
+  for (std::string line; std::getline(lines, line);) {
+    const size_t at = line.find("raised ");
+    if (at == std::string::npos) continue;
+    std::istringstream words(line.substr(at + 7));
+    Raised raised;
+    words >> raised.time;
+    std::getline(words >> std::ws, raised.message);
+    result.push_back(raised);
+  }
+  return result;
+}
+
+class Failure : public ::testing::TestWithParam<Case> {
+ protected:
+  void SetUp() override {
+    if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  }
+  TestFolder folder_;
+};
+
+TEST_P(Failure, ACE1EveryOtherRankRaisesInTimeAndTheCodeIsTheFirstCauses) {
+  const Case fault = GetParam();
+  const bool hangs = fault.action == std::string("hang") || fault.action == std::string("stop");
+  const std::string mark = folder_.path("mark");
+  const FinishedProcess job =
+      run_process({TESSERA_COMMAND, "launch", "-n", std::to_string(fault.ranks), "--threads", "1",
+                   "--collective-timeout", std::to_string(kCollectiveTimeout), "--grace", "3",
+                   TESSERA_RANK_PROGRAM, "--rank", "1", "--phase", fault.phase, "--action",
+                   fault.action, "--mark", mark},
+                  {{"TESSERA_DUMP_DIR", folder_.path("")}});
+  EXPECT_EQ(job.code(), fault.code) << job;
+
+  const std::vector<Raised> raised = raised_lines(job.output);
+  // A rank that throws is heard of as a DistributedError by the others alone.
+  ASSERT_EQ(raised.size(), static_cast<size_t>(fault.ranks - 1)) << job;
+  const double failed_at = std::stod("0" + folder_.read("mark"));
+  ASSERT_GT(failed_at, 0) << job;
+  double last = 0;
+  for (const Raised& rank : raised) {
+    last = std::max(last, rank.time - failed_at);
+    EXPECT_NE(rank.message.find("rank 1"), std::string::npos) << job;
+  }
+  EXPECT_LT(last, kNotice + (hangs ? kCollectiveTimeout : 0)) << job;
+  EXPECT_FALSE(job.printed("done")) << job;
+  if (hangs) {
+    EXPECT_TRUE(job.complained("rank 1 killed: still running")) << job;
+  }
+  std::printf("| %s | %s | %d | %.2f | %d | %s |\n", fault.phase, fault.action, fault.ranks, last,
+              job.code(), raised.front().message.c_str());
+}
+
+std::vector<Case> all_cases() {
+  std::vector<Case> cases;
+  for (const char* phase : {"before-init", "between", "backward", "save", "shutdown"}) {
+    cases.push_back({phase, "kill", 137});
+    cases.push_back({phase, "exit", 3});
+    cases.push_back({phase, "throw", 1});
+    cases.push_back({phase, "hang", 1});
+  }
+  // Where the main thread waits inside the library, another one fails: an exception cannot pass.
+  for (const char* phase : {"init", "collective"}) {
+    cases.push_back({phase, "kill", 137});
+    cases.push_back({phase, "exit", 3});
+    cases.push_back({phase, "stop", 1});
+  }
+  cases.push_back({"backward", "kill", 137, 4});
+  cases.push_back({"between", "throw", 1, 4});
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Phases, Failure, ::testing::ValuesIn(all_cases()), [](const auto& info) {
+  std::string name = std::string(info.param.phase) + "_" + info.param.action + "_" +
+                     std::to_string(info.param.ranks);
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+});
+
+class Launched : public Failure {};
+
+TEST_P(Launched, AProgramWithoutFaultsEndsWell) {
+  const FinishedProcess job =
+      run_process({TESSERA_COMMAND, "launch", "-n", std::to_string(GetParam().ranks), "--threads",
+                   "1", TESSERA_RANK_PROGRAM});
+  EXPECT_EQ(job.code(), 0) << job;
+  for (int rank = 0; rank < GetParam().ranks; ++rank) {
+    EXPECT_TRUE(job.printed("[" + std::to_string(rank) + "] done")) << job;
+  }
+  EXPECT_EQ(job.error, "");
+}
+INSTANTIATE_TEST_SUITE_P(Ranks, Launched,
+                         ::testing::Values(Case{"none", "none", 0, 2}, Case{"none", "none", 0, 4}),
+                         [](const auto& info) { return "Of" + std::to_string(info.param.ranks); });
+
+// Without the launcher there is no promise of who hears what, but none hangs and none says all was
+// well.
+class BareMpirun : public Failure {};
+
+TEST_P(BareMpirun, NothingHangsAndTheCodeIsNotZero) {
+  const launch::Environment root = {{"OMPI_ALLOW_RUN_AS_ROOT", "1"},
+                                    {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"},
+                                    {"TESSERA_COLLECTIVE_TIMEOUT", "1.5"}};
+  const FinishedProcess job =
+      run_process({"mpirun", "-n", "2", "--oversubscribe", "--bind-to", "none",
+                   TESSERA_RANK_PROGRAM, "--rank", std::to_string(GetParam().ranks), "--phase",
+                   GetParam().phase, "--action", GetParam().action},
+                  root);
+  EXPECT_NE(job.code(), 0) << job;
+  EXPECT_FALSE(job.printed("done")) << job;
+}
+// `ranks` is the failing rank here: 0 hosts the store.
+INSTANTIATE_TEST_SUITE_P(
+    Ranks, BareMpirun,
+    ::testing::Values(Case{"between", "kill", 0, 0}, Case{"between", "kill", 0, 1},
+                      Case{"collective", "exit", 0, 1}, Case{"backward", "throw", 0, 1},
+                      Case{"backward", "throw", 0, 0}, Case{"between", "exit", 0, 0}),
+    [](const auto& info) {
+      return std::string(info.param.phase) + "_" + info.param.action + "_of_rank_" +
+             std::to_string(info.param.ranks);
+    });
+
+}  // namespace
+}  // namespace tessera
