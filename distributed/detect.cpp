@@ -177,6 +177,9 @@ void read_launcher_settings(const Environment& environment, LaunchInfo& info) {
   if (const std::string* text = find(environment, "TESSERA_COLLECTIVE_TIMEOUT")) {
     info.collective_timeout = parse_seconds("TESSERA_COLLECTIVE_TIMEOUT", *text);
   }
+  if (const std::string* text = find(environment, "TESSERA_INIT_TIMEOUT")) {
+    info.init_timeout = parse_seconds("TESSERA_INIT_TIMEOUT", *text);
+  }
   if (const std::string* text = find(environment, "TESSERA_GRACE")) {
     info.grace = parse_seconds("TESSERA_GRACE", *text);
   }

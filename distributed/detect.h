@@ -40,6 +40,7 @@ struct LaunchInfo {
   int threads = 1;           // for compute: asked for, or cores / local ranks
   std::optional<StoreAddress> store;               // of the launcher
   std::optional<Milliseconds> collective_timeout;  // --collective-timeout
+  std::optional<Milliseconds> init_timeout;        // --init-timeout
   std::optional<Milliseconds> grace;               // --grace
   std::string transport;                           // --transport; empty: chosen by device
   std::string node_groups;  // node of each rank, "0,0,1,1"; empty where the launcher does not say

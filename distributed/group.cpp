@@ -332,8 +332,16 @@ std::string Group::late_ranks(const CommRecord& record, double waited) {
   std::snprintf(seconds, sizeof(seconds), "%.3g", waited);
   std::string message = std::string("waited ") + seconds + " s";
   auto positions = backend_->positions(record.channel);
-  if (const auto& watchdog = rank_context().watchdog; positions.empty() && watchdog) {
-    positions = watchdog->ask(name_, record.channel, ranks_, Milliseconds(1000));
+  std::vector<int> silent;  // came so far, but do not even answer: stopped, or cut off
+  if (const auto& watchdog = rank_context().watchdog) {
+    const auto answers = watchdog->ask(name_, record.channel, ranks_, Milliseconds(1000));
+    if (positions.empty()) {
+      positions = answers;
+    } else {
+      for (size_t r = 0; r < ranks_.size(); ++r) {
+        if (!answers[r]) silent.push_back(ranks_[r]);
+      }
+    }
   }
   std::vector<int> here;
   std::map<std::pair<int64_t, std::string>, std::vector<int>> elsewhere;
@@ -355,8 +363,10 @@ std::string Group::late_ranks(const CommRecord& record, double waited) {
     message += "; " + rank_list(ranks) + is(ranks) + " at #" + std::to_string(position.first);
     message += position.first == 0 ? " (nothing called yet)" : " (" + position.second + ")";
   }
-  if (!unknown.empty())
-    message += "; " + rank_list(unknown) + (unknown.size() == 1 ? " does" : " do") + " not answer";
+  for (const std::vector<int>& ranks : {unknown, silent}) {
+    if (ranks.empty()) continue;
+    message += "; " + rank_list(ranks) + (ranks.size() == 1 ? " does" : " do") + " not answer";
+  }
   return message;
 }
 

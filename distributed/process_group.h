@@ -17,7 +17,7 @@
 namespace tessera::distributed {
 
 struct ProcessGroupOptions {
-  double init_timeout_seconds = 600;
+  double init_timeout_seconds = 0;        // 0: the launcher's --init-timeout, else 600
   double collective_timeout_seconds = 0;  // 0: the launcher's --collective-timeout, else 600
   bool set_threads = true;                // this rank's share of the cores, for this Context
   BackendOptions backend = {};
@@ -27,20 +27,27 @@ struct ProcessGroupOptions {
 // MPI can be started once in a process, so the second one in a process fails.
 //
 // Throws ConfigError where the environment contradicts itself, UnsupportedError without MPI,
-// DistributedError where a rank does not come in time. From then on the failure of a rank makes
-// every collective of the others raise DistributedError, those under way within two seconds.
+// DistributedError where a rank does not come in time, or fails meanwhile. From then on the failure
+// of a rank makes every collective of the others raise DistributedError, those under way within two
+// seconds.
 class ProcessGroup {
  public:
   explicit ProcessGroup(const ProcessGroupOptions& options = {});
-  // Meets the other ranks and ends in order; after an error it only lets go, and publishes an
-  // exception that passes as this rank's failure.
+  // Does what shutdown() does, where nobody called it, and publishes what fails. After an error it
+  // only lets go; an exception that passes is published as this rank's failure, by tessera::run
+  // with its text.
   ~ProcessGroup();
   ProcessGroup(const ProcessGroup&) = delete;
   ProcessGroup& operator=(const ProcessGroup&) = delete;
 
+  // Meets the other ranks and leaves the job: from here on the end of this process is no failure.
+  // DistributedError where a rank does not come to its end.
+  void shutdown();
+
   const LaunchInfo& info() const;
 
  private:
+  void leave();
   struct State;
   std::unique_ptr<State> state_;
 };

@@ -119,6 +119,7 @@ void train(const Fault& fault, int steps) {
     }
   }
   fault.at("shutdown");
+  processes.shutdown();
 }
 
 }  // namespace

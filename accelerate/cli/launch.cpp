@@ -51,6 +51,8 @@ void add_launch(CLI::App& app, const std::vector<std::string>& program, int& exi
   setting("--threads", "threads", "compute threads of a rank (default: cores / local ranks)");
   setting("--collective-timeout", "collective_timeout",
           "seconds a collective may wait for other ranks (default: 600)");
+  setting("--init-timeout", "init_timeout",
+          "seconds until all ranks must have started their process group (default: 600)");
   setting("--job-timeout", "job_timeout", "seconds after which the job is killed (default: none)");
   setting("--start-timeout", "start_timeout",
           "seconds until every agent must have reported (default: 60)");

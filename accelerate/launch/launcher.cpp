@@ -268,6 +268,7 @@ void Attempt::start_manager() {
       {"TESSERA_STORE_TOKEN", address.token},
       {"TESSERA_RESTART_COUNT", std::to_string(number_)},
       {"TESSERA_COLLECTIVE_TIMEOUT", seconds(options_.collective_timeout)},
+      {"TESSERA_INIT_TIMEOUT", seconds(options_.init_timeout)},
       {"TESSERA_GRACE", seconds(options_.grace)},
   };
   if (options_.threads > 0) job["TESSERA_NUM_THREADS"] = std::to_string(options_.threads);

@@ -15,9 +15,10 @@ constexpr std::string_view kWhere = "tessera launch";
 
 const std::vector<std::string>& setting_names() {
   static const std::vector<std::string> kNames = {
-      "ranks",         "nodes",     "hostfile",           "threads",      "restarts",
-      "restart_ranks", "grace",     "collective_timeout", "job_timeout",  "start_timeout",
-      "transport",     "interface", "store_host",         "remote_agent", "oversubscribe"};
+      "ranks",       "nodes",         "hostfile",     "threads",
+      "restarts",    "restart_ranks", "grace",        "collective_timeout",
+      "job_timeout", "start_timeout", "init_timeout", "transport",
+      "interface",   "store_host",    "remote_agent", "oversubscribe"};
   return kNames;
 }
 
@@ -138,6 +139,7 @@ LaunchOptions resolve_options(const Flags& flags, const Environment& environment
     }
   });
   seconds("collective_timeout", options.collective_timeout);
+  seconds("init_timeout", options.init_timeout);
   seconds("job_timeout", options.job_timeout);
   seconds("start_timeout", options.start_timeout);
   seconds("grace", options.grace);

@@ -39,6 +39,7 @@ struct LaunchOptions {
   int threads = 0;  // a rank; 0: cores / local ranks
   int restarts = 0;
   Milliseconds collective_timeout{600000};
+  Milliseconds init_timeout{600000};        // of a rank's ProcessGroup
   std::optional<Milliseconds> job_timeout;  // of each attempt
   Milliseconds start_timeout{60000};        // until every agent has reported
   Milliseconds grace{30000};  // between the first failure and the killing of ranks that still run
@@ -60,8 +61,8 @@ struct LaunchOptions {
 using Flags = std::map<std::string, std::string>;
 
 // Every setting from its first source: flag, TESSERA_NAME, ACCELERATE_NAME, the JSON file, default.
-// Names: ranks nodes hostfile threads restarts restart_ranks collective_timeout job_timeout
-// start_timeout grace transport interface store_host remote_agent oversubscribe.
+// Names: ranks nodes hostfile threads restarts restart_ranks collective_timeout init_timeout
+// job_timeout start_timeout grace transport interface store_host remote_agent oversubscribe.
 // ConfigError for values that cannot be and for unknown names in the file; IoError, FormatError.
 LaunchOptions resolve_options(const Flags& flags, const Environment& environment,
                               const std::string& file, std::vector<std::string> command);
