@@ -2,6 +2,7 @@
 // ctest labels: threads
 // ctest ranks: 2 4
 #include <cmath>
+#include <numeric>
 
 #include <tessera/distributed/sync_batch_norm.h>
 #include <tessera/nn/norm.h>
@@ -128,6 +129,33 @@ TEST(Report, SaysWhatAStepCostsAndTheTraceAgrees) {
             << report.describe();
       }
     });
+  }
+}
+
+TEST(Report, HoldsForAThousandRanksThatAreNotThere) {
+  Context context;
+  const ContextGuard guard(context);
+  constexpr int kRanks = 1024;
+  std::vector<int> ranks(kRanks);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const auto group = std::make_shared<Group>("world", make_fake_backend(77, kRanks), ranks);
+  Mesh mesh(*group);
+  Normed model;
+  const Replica replica = replicate(model, mesh, small_buckets());
+  for (int step = 0; step < 2; ++step) {
+    const CommTrace::Scope scope(*rank_context().trace);
+    loss_of(model, step).backward();
+    model.zero_grad();
+    Traffic gradients;
+    double on_the_wire = 0;
+    for (const CommRecord& record : scope.records()) {
+      if (record.channel != Channel::kGradient) continue;
+      gradients += {1, record.bytes};
+      on_the_wire += record.wire_bytes();
+    }
+    EXPECT_EQ(gradients, replica.report().gradients);
+    // 2 (N - 1) / N bytes for each byte of gradients.
+    EXPECT_NEAR(on_the_wire, 2.0 * (kRanks - 1) / kRanks * static_cast<double>(gradients.bytes), 1);
   }
 }
 
