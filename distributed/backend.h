@@ -107,6 +107,9 @@ struct BackendOptions {
   double timeout_seconds = 600;                       // of the start, which needs every rank
   int64_t message_limit = (int64_t{1} << 31) - 4096;  // bytes of one message
   int64_t chunk_bytes = 0;  // of a pipelined reduction; 0: the backend's choice
+  // Up to so many ranks native reductions are carried out like deterministic ones, which is faster
+  // there than MPI's non-blocking forms (docs/measurements/collectives.md).
+  int exchange_ranks = 8;
 };
 std::unique_ptr<Backend> make_mpi_backend(const BackendOptions& options = {});
 std::unique_ptr<Backend> make_fake_backend(int rank, int size);

@@ -257,6 +257,7 @@ class MpiBackend : public Backend {
       ranks.rank = rank;
       ranks.size = size;
       ranks.message_limit = options.message_limit;
+      ranks.exchange_ranks = options.exchange_ranks;
       ranks.chunk_bytes = options.chunk_bytes > 0 ? options.chunk_bytes : kChunkBytes;
       channels_[i] = std::make_shared<ChannelState>();
       channels_[i]->ranks = std::make_shared<Ranks>(std::move(ranks));

@@ -85,6 +85,9 @@ class MpiBackend : public testing::Test {
     static int64_t sequence = 0;
     return ++sequence;
   }
+  // All ranks come here; nothing happens on the other channels.
+  void meet() { Pending(Operation::kBarrier, Channel::kControl).start(*world, next()).wait(); }
+
   std::shared_ptr<Backend> world;
   int rank = 0, size = 1;
 };
@@ -315,8 +318,10 @@ TEST_F(MpiBackend, ChannelsIssuedInOppositeOrderComplete) {
   const int64_t sequence = next();
   Pending& before = rank % 2 == 0 ? gradient : parameter;
   Pending& after = rank % 2 == 0 ? parameter : gradient;
-  before.start(*world, sequence).wait_for(0.02);  // each rank is alone with its first one
-  EXPECT_FALSE(before.done());
+  before.start(*world, sequence);
+  meet();
+  EXPECT_FALSE(before.done()) << "half of the ranks have not called it";
+  meet();
   after.start(*world, sequence).wait();
   before.wait();
   EXPECT_EQ(first, expected_reduction(size, 5000, kF32, ReduceOp::kSum, 1));
@@ -458,23 +463,23 @@ TEST_F(MpiBackend, DifferentCallsRaiseOnEveryRankWithAllTextsAndTheGroupGoesOn) 
 
 TEST_F(MpiBackend, PositionsTellWhoHasCome) {
   // Rank 0 is late: the others see that it is one call behind.
-  Pending first(Operation::kBarrier);
   const int64_t sequence = next();
-  first.start(*world, sequence).wait();
+  Pending(Operation::kBarrier).start(*world, sequence).wait();
   Pending second(Operation::kBarrier);
   next();
-  if (rank == 0) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(300));
-    second.start(*world, sequence + 1).wait();
-    return;
-  }
-  second.start(*world, sequence + 1);
-  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  if (rank != 0) second.start(*world, sequence + 1);
+  meet();
   const auto positions = world->positions(Channel::kUser);
   ASSERT_EQ(positions.size(), static_cast<size_t>(size));
-  ASSERT_TRUE(positions[0].has_value());
-  EXPECT_EQ(positions[0]->sequence, sequence);
-  EXPECT_EQ(positions[static_cast<size_t>(rank)]->sequence, sequence + 1);
+  for (int r = 0; r < size; ++r) {
+    const auto& position = positions[static_cast<size_t>(r)];
+    ASSERT_TRUE(position.has_value());
+    if (r == 0 || r == rank) {
+      EXPECT_EQ(position->sequence, r == 0 ? sequence : sequence + 1);
+    }
+  }
+  meet();
+  if (rank == 0) second.start(*world, sequence + 1);
   second.wait();
 }
 

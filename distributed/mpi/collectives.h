@@ -28,6 +28,7 @@ struct Ranks {
   int size = 1;
   int64_t message_limit = 0;  // bytes of a message; longer ones travel as several (MPI counts int)
   int64_t chunk_bytes = 0;    // of a reduction: so much travels while as much is summed
+  int exchange_ranks = 0;     // see BackendOptions
   // Of the reduction that is under way; kept, as fresh pages cost more than the sum.
   std::array<std::vector<char>, 2> scratch;
 };

@@ -94,8 +94,6 @@ MPI_Op operation_of(ReduceOp op, DType dtype) {
   TS_THROW(ValueError, "mpi", "unknown reduction ", static_cast<int>(op));
 }
 
-constexpr int kExchangeRanks = 8;  // up to here the exchange is faster
-
 }  // namespace
 
 bool reduces_well(const Ranks& ranks, const Reduction& reduction) {
@@ -105,7 +103,7 @@ bool reduces_well(const Ranks& ranks, const Reduction& reduction) {
     if (reduction.deliver == Deliver::kOwner && pieces[r].bytes != pieces[0].bytes) return false;
   }
   return reduction.deliver == Deliver::kOwner ? pieces[0].bytes <= ranks.message_limit
-                                              : ranks.size > kExchangeRanks;
+                                              : ranks.size > ranks.exchange_ranks;
 }
 
 Task reduce_natively(std::shared_ptr<Ranks> ranks, Reduction reduction) {

@@ -14,8 +14,8 @@
 namespace tessera::distributed::mpi {
 
 // Whether MPI's non-blocking form serves this reduction well: the pieces lie one after the other,
-// are equal where they stay with their owners, and more than 8 ranks take part. With fewer the
-// exchange of reduce_in_rank_order is faster: Open MPI 4.1's MPI_Iallreduce has 0.2 to 0.6 of
+// are equal where they stay with their owners, and more than exchange_ranks take part. With fewer
+// the exchange of reduce_in_rank_order is faster: Open MPI 4.1's MPI_Iallreduce has 0.2 to 0.6 of
 // MPI_Allreduce's speed at n = 2, where it sends whole buffers through one rank, and 0.6 to 1.0 at
 // n = 4 (docs/measurements/collectives.md).
 bool reduces_well(const Ranks& ranks, const Reduction& reduction);
