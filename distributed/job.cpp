@@ -206,6 +206,17 @@ void Job::publish(FailureKind kind, std::string_view message) noexcept {
   }
 }
 
+// Left, or failed.
+bool Job::everyone_has_ended() const {
+  for (int rank = 0; rank < info_.world_size; ++rank) {
+    if (!server_->store()->get(key_of("left", rank)) &&
+        !server_->store()->get(key_of("failure", rank))) {
+      return false;
+    }
+  }
+  return true;
+}
+
 void Job::leave(Milliseconds timeout) noexcept {
   if (leaving_.exchange(true)) return;
   try {
@@ -214,14 +225,11 @@ void Job::leave(Milliseconds timeout) noexcept {
     if (server_) {
       // The others' last calls need the store.
       const auto deadline = std::chrono::steady_clock::now() + timeout;
-      for (int rank = 0; rank < info_.world_size; ++rank) {
-        const std::vector<std::string> left = {key_of("left", rank)};
-        const std::vector<std::string> lost = {key_of("failure", rank)};
-        while (!server_->store()->check(left) && !server_->store()->check(lost) &&
-               std::chrono::steady_clock::now() < deadline) {
-          server_->store()->watch("job/", 0, Milliseconds(1));
-          std::this_thread::sleep_for(Milliseconds(1));
-        }
+      int64_t revision = 0;
+      while (!everyone_has_ended() && std::chrono::steady_clock::now() < deadline) {
+        const auto left =
+            std::chrono::ceil<Milliseconds>(deadline - std::chrono::steady_clock::now());
+        revision = server_->store()->watch("job/", revision, left).revision;
       }
     }
   } catch (const std::exception&) {

@@ -91,6 +91,7 @@ class Job {
   void connect(const StoreAddress& address);
   void watch();
   void learn(const RankFailure& failure);
+  bool everyone_has_ended() const;
 
   LaunchInfo info_;
   int exceptions_;  // in flight at construction

@@ -1,7 +1,7 @@
 // A rank that trains a small model and, in a phase that it is told, is killed, exits, throws or
 // hangs: test_failures starts several and looks at what the others do.
 //
-//     rank_program --rank R --phase P --action A [--mark FILE] [--steps N]
+//     rank_program --rank R --phase P --action A [--mark FILE] [--checkpoint FILE]
 //
 // The failing rank writes the time (CLOCK_MONOTONIC, seconds) to FILE when it fails. A rank that
 // catches a DistributedError prints "raised TIME MESSAGE" and ends with it.
@@ -76,18 +76,24 @@ struct Net : nn::Module<Net> {
   nn::Linear& last;
 };
 
-// A checkpoint of rank 0 that counts when all have come so far.
-void save(const nn::ModuleBase& model, const Fault& fault) {
-  const std::string path =
-      "/tmp/tessera-rank-program-" + std::to_string(::getpid()) + ".safetensors";
-  if (distributed::rank() == 0) save_safetensors(path, model.state_dict().to_map());
+// A checkpoint of rank 0, which the others wait for.
+void save(const nn::ModuleBase& model, int step, const std::string& path, const Fault& fault) {
   fault.at("save");
   const distributed::PhaseScope phase("save");
+  if (distributed::rank() == 0 && !path.empty()) {
+    save_safetensors(path, model.state_dict().to_map(), {{"step", std::to_string(step)}});
+  }
   distributed::barrier();
-  ::unlink(path.c_str());
 }
 
-void train(const Fault& fault, int steps) {
+// The number of steps that the checkpoint has seen; 0 where there is none.
+int load(nn::ModuleBase& model, const std::string& path) {
+  if (path.empty() || !std::ifstream(path).is_open()) return 0;
+  model.load_state_dict(StateDict::from_map(load_safetensors(path)));
+  return std::stoi(SafeTensorsFile(path).metadata().at("step"));
+}
+
+void train(const Fault& fault, const std::string& checkpoint) {
   fault.at("before-init");
   const bool late = fault.phase == "init" && fault.rank != fault.own_rank;
   fault.soon("init", 0.15);
@@ -97,13 +103,15 @@ void train(const Fault& fault, int steps) {
   Net model;
   distributed::Mesh mesh(distributed::world());
   distributed::Replica replica = distributed::replicate(model, mesh);
+  int step = load(model, checkpoint);
+  std::printf("steps from %d of %d ranks\n", step, distributed::world_size());
+  std::fflush(stdout);
   optim::SGD optimizer(model.named_parameters(), {.lr = 0.01});
-  int step = 0;
   register_hook(model.first.weight, [&](const Tensor& gradient) {
     if (step == 2) fault.at("backward");
     return gradient;
   });
-  for (; step < steps; ++step) {
+  for (; step < 4; ++step) {
     const Tensor x = full({4, 8}, 0.1 * (1 + distributed::rank() + step));
     Tensor loss = mean(square(model(x)));
     loss.backward();
@@ -115,8 +123,8 @@ void train(const Fault& fault, int steps) {
       if (fault.phase == "collective" && fault.rank != fault.own_rank) sleep_for(0.3);
       Tensor sum = detach(loss);
       distributed::all_reduce(sum);
-      save(model, fault);
     }
+    if (step >= 1) save(model, step + 1, checkpoint, fault);
   }
   fault.at("shutdown");
   processes.shutdown();
@@ -129,13 +137,18 @@ int main(int argc, char** argv) {
     std::map<std::string, std::string> options;
     for (size_t i = 0; i + 1 < arguments.size(); i += 2) options[arguments[i]] = arguments[i + 1];
     Fault fault;
-    fault.own_rank = distributed::detect().rank;
-    if (options.count("--rank") != 0) fault.rank = std::stoi(options["--rank"]);
+    const distributed::LaunchInfo info = distributed::detect();
+    fault.own_rank = info.rank;
+    const auto number = [&](const char* name, int otherwise) {
+      return options.count(name) != 0 ? std::stoi(options[name]) : otherwise;
+    };
+    // A restarted job runs through, unless its first restarts shall fail too.
+    if (info.restart_count <= number("--restarts-with-fault", 0)) fault.rank = number("--rank", -1);
     fault.phase = options["--phase"];
     fault.action = options["--action"];
     fault.mark = options["--mark"];
     try {
-      train(fault, 4);
+      train(fault, options["--checkpoint"]);
       std::printf("done\n");
     } catch (const DistributedError& error) {
       std::printf("raised %.6f %s\n", now(), error.what());

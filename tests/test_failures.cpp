@@ -65,28 +65,25 @@ TEST_P(Failure, ACE1EveryOtherRankRaisesInTimeAndTheCodeIsTheFirstCauses) {
   const Case fault = GetParam();
   const bool hangs = fault.action == std::string("hang") || fault.action == std::string("stop");
   const std::string mark = folder_.path("mark");
-  const FinishedProcess job = run_process({TESSERA_COMMAND,
-                                           "launch",
-                                           "-n",
-                                           std::to_string(fault.ranks),
-                                           "--threads",
-                                           "1",
-                                           "--collective-timeout",
-                                           std::to_string(kCollectiveTimeout),
-                                           "--init-timeout",
-                                           std::to_string(kInitTimeout),
-                                           "--grace",
-                                           "1",
-                                           TESSERA_RANK_PROGRAM,
-                                           "--rank",
-                                           "1",
-                                           "--phase",
-                                           fault.phase,
-                                           "--action",
-                                           fault.action,
-                                           "--mark",
-                                           mark},
-                                          {{"TESSERA_DUMP_DIR", folder_.path("")}});
+  std::vector<std::string> command = {TESSERA_COMMAND,
+                                      "launch",
+                                      "-n",
+                                      std::to_string(fault.ranks),
+                                      "--threads",
+                                      "1",
+                                      "--collective-timeout",
+                                      std::to_string(kCollectiveTimeout),
+                                      "--init-timeout",
+                                      std::to_string(kInitTimeout),
+                                      "--grace",
+                                      "1",
+                                      "--dump-dir",
+                                      folder_.path(".")};
+  for (const char* word : {TESSERA_RANK_PROGRAM, "--rank", "1", "--phase", fault.phase, "--action",
+                           fault.action, "--mark", mark.c_str()}) {
+    command.push_back(word);
+  }
+  const FinishedProcess job = run_process(command);
   EXPECT_EQ(job.code(), fault.code) << job;
 
   const std::vector<Raised> raised = raised_lines(job.output);
@@ -107,6 +104,13 @@ TEST_P(Failure, ACE1EveryOtherRankRaisesInTimeAndTheCodeIsTheFirstCauses) {
   const double timeout = !hangs ? 0 : starting ? kInitTimeout : kCollectiveTimeout;
   EXPECT_LT(last, kNotice + timeout) << job;
   EXPECT_FALSE(job.printed("done")) << job;
+  if (!starting) {
+    for (int rank = 0; rank < fault.ranks; ++rank) {
+      if (rank == 1) continue;
+      const std::string dump = folder_.read("comm-rank-" + std::to_string(rank) + ".json");
+      EXPECT_NE(dump.find("all_reduce"), std::string::npos) << "rank " << rank << ": " << dump;
+    }
+  }
   if (hangs) {
     EXPECT_TRUE(job.complained("rank 1 killed: still running")) << job;
   }
@@ -155,6 +159,43 @@ TEST_P(Launched, AProgramWithoutFaultsEndsWell) {
 INSTANTIATE_TEST_SUITE_P(Ranks, Launched,
                          ::testing::Values(Case{"none", "none", 0, 2}, Case{"none", "none", 0, 4}),
                          [](const auto& info) { return "Of" + std::to_string(info.param.ranks); });
+
+// AC-E3 with a program that trains: the restarted job, of another size, goes on from the step that
+// rank 0 saved last.
+TEST(Restart, ACE3ATrainingGoesOnFromItsCheckpointWithAnotherNumberOfRanks) {
+  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  TestFolder folder;
+  const FinishedProcess job = run_process({TESSERA_COMMAND,
+                                           "launch",
+                                           "-n",
+                                           "2",
+                                           "--threads",
+                                           "1",
+                                           "--restarts",
+                                           "2",
+                                           "--restart-ranks",
+                                           "3,1",
+                                           "--grace",
+                                           "2",
+                                           TESSERA_RANK_PROGRAM,
+                                           "--checkpoint",
+                                           folder.path("model.safetensors"),
+                                           "--rank",
+                                           "0",
+                                           "--phase",
+                                           "between",
+                                           "--action",
+                                           "kill",
+                                           "--restarts-with-fault",
+                                           "1"});
+  EXPECT_EQ(job.code(), 0) << job;
+  EXPECT_TRUE(job.complained("starting again with 3 ranks")) << job;
+  EXPECT_TRUE(job.complained("starting again with 1 ranks")) << job;
+  for (const char* start :
+       {"steps from 0 of 2 ranks", "steps from 2 of 3 ranks", "steps from 2 of 1 ranks", "done"}) {
+    EXPECT_TRUE(job.printed(start)) << job;
+  }
+}
 
 // Without the launcher there is no promise of who hears what, but none hangs and none says all was
 // well.

@@ -264,7 +264,8 @@ TEST_F(FakeNodes, ANodeWithoutTheProgramOrWithAnotherBuildIsNamed) {
   EXPECT_FALSE(other.printed("started"));
 
   folder_.write("bin-nodeb/train", "#!/bin/sh\necho started\n", true);
-  EXPECT_EQ(run_process(command).code(), 0);
+  const FinishedProcess equal = run_process(command);
+  EXPECT_EQ(equal.code(), 0) << equal;
 }
 
 TEST_F(FakeNodes, ARestartReadsTheHostFileAgain) {

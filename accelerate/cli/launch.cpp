@@ -64,6 +64,8 @@ void add_launch(CLI::App& app, const std::vector<std::string>& program, int& exi
   setting("--transport", "transport", "auto, shared (memory of one node) or tcp");
   setting("--interface", "interface", "network interface for TCP");
   setting("--store-host", "store_host", "address of this machine that the other nodes reach");
+  setting("--dump-dir", "dump_dir",
+          "folder where ranks write what they communicated when a collective fails");
   setting("--remote-agent", "remote_agent", "program that runs a command on a node, as ssh does");
   launch->add_flag_callback(
       "--oversubscribe", [flags] { flags->values["oversubscribe"] = "true"; },

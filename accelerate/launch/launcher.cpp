@@ -271,6 +271,7 @@ void Attempt::start_manager() {
       {"TESSERA_INIT_TIMEOUT", seconds(options_.init_timeout)},
       {"TESSERA_GRACE", seconds(options_.grace)},
   };
+  if (!options_.dump_dir.empty()) job["TESSERA_DUMP_DIR"] = options_.dump_dir;
   if (options_.threads > 0) job["TESSERA_NUM_THREADS"] = std::to_string(options_.threads);
   if (options_.transport != Transport::kAuto) {
     job["TESSERA_TRANSPORT"] = options_.transport == Transport::kTcp ? "tcp" : "shared";

@@ -15,10 +15,10 @@ constexpr std::string_view kWhere = "tessera launch";
 
 const std::vector<std::string>& setting_names() {
   static const std::vector<std::string> kNames = {
-      "ranks",       "nodes",         "hostfile",     "threads",
-      "restarts",    "restart_ranks", "grace",        "collective_timeout",
-      "job_timeout", "start_timeout", "init_timeout", "transport",
-      "interface",   "store_host",    "remote_agent", "oversubscribe"};
+      "ranks",         "nodes",        "hostfile",           "threads",     "restarts",
+      "restart_ranks", "grace",        "collective_timeout", "job_timeout", "start_timeout",
+      "init_timeout",  "dump_dir",     "transport",          "interface",   "store_host",
+      "remote_agent",  "oversubscribe"};
   return kNames;
 }
 
@@ -152,6 +152,7 @@ LaunchOptions resolve_options(const Flags& flags, const Environment& environment
   });
   text("interface", options.interface);
   text("store_host", options.store_host);
+  text("dump_dir", options.dump_dir);
   text("remote_agent", options.remote_agent);
   setting("oversubscribe", [&](const std::string& source, const std::string& value) {
     TS_CHECK_AS(ConfigError, value == "true" || value == "false" || value == "1" || value == "0",

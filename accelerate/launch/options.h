@@ -47,6 +47,7 @@ struct LaunchOptions {
   Transport transport = Transport::kAuto;
   std::string interface;     // network interface for TCP
   std::string store_host;    // address of this machine that the other nodes reach; empty: found
+  std::string dump_dir;      // where ranks write what they communicated when a collective fails
   std::string remote_agent;  // of mpirun, instead of ssh
   std::vector<std::string> exported;  // variables that remote ranks get beside TESSERA_*
   bool prefix_output = true;
@@ -62,8 +63,9 @@ using Flags = std::map<std::string, std::string>;
 
 // Every setting from its first source: flag, TESSERA_NAME, ACCELERATE_NAME, the JSON file, default.
 // Names: ranks nodes hostfile threads restarts restart_ranks collective_timeout init_timeout
-// job_timeout start_timeout grace transport interface store_host remote_agent oversubscribe.
-// ConfigError for values that cannot be and for unknown names in the file; IoError, FormatError.
+// job_timeout start_timeout dump_dir grace transport interface store_host remote_agent
+// oversubscribe. ConfigError for values that cannot be and for unknown names in the file; IoError,
+// FormatError.
 LaunchOptions resolve_options(const Flags& flags, const Environment& environment,
                               const std::string& file, std::vector<std::string> command);
 

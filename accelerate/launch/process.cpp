@@ -101,6 +101,8 @@ Child spawn(const SpawnOptions& options) {
     make_pipe(child.output, output);
     make_pipe(child.error, error);
   }
+  FileDescriptor no_input;
+  if (::isatty(STDIN_FILENO)) no_input = FileDescriptor(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   FileDescriptor problem_read;
   FileDescriptor problem_write;  // closed by a successful exec
   make_pipe(problem_read, problem_write);
@@ -115,6 +117,7 @@ Child spawn(const SpawnOptions& options) {
       ::prctl(PR_SET_PDEATHSIG, options.death_signal);
       if (::getppid() != parent) ::_exit(1);  // it died before
     }
+    if (no_input) ::dup2(no_input.get(), STDIN_FILENO);
     if (options.capture) {
       ::dup2(output.get(), STDOUT_FILENO);
       ::dup2(error.get(), STDERR_FILENO);

@@ -41,7 +41,8 @@ struct Child {
   FileDescriptor error;
 };
 
-// Starts a process, in a process group of its own. IoError where the program cannot be executed.
+// Starts a process, in a process group of its own, which may not read from a terminal: its input is
+// then empty, else this process's. IoError where the program cannot be executed.
 Child spawn(const SpawnOptions& options);
 
 // The file that PATH gives for a program; empty where there is none that can be executed.
