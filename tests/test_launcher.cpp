@@ -203,11 +203,13 @@ class FakeNodes : public ::testing::Test {
   void SetUp() override {
     if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
     hosts_ = folder_.write("hosts", "nodea slots=2\nnodeb slots=1\n");
-    // Node names of this cluster are nodea and nodeb; PATH begins with a folder of the node.
+    // Node names of this cluster are nodea and nodeb. PATH begins with a folder of the node, and
+    // MPI's daemons need one each for their files.
     agent_ = folder_.write("agent",
                            "#!/bin/sh\ncase $1 in nodea|nodeb) ;; *) exit 255;; esac\n"
                            "export TESSERA_NODE_NAME=$1 PATH=" +
-                               folder_.path("bin-") + "$1:$PATH\nshift\nexec sh -c \"$*\"\n",
+                               folder_.path("bin-") + "$1:$PATH TMPDIR=" + folder_.path("tmp-") +
+                               "$1\nmkdir -p $TMPDIR\nshift\nexec sh -c \"$*\"\n",
                            true);
   }
   FinishedProcess launch(std::vector<std::string> flags, const std::string& script) {
