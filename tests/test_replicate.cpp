@@ -488,12 +488,14 @@ TEST(Replicate, FrozenAndIgnoredParametersStayOut) {
   });
 }
 
-TEST(Replicate, AnIgnoredNameThatTheModelLacksIsAConfigError) {
+TEST(Replicate, OptionsThatDoNotFitAreConfigErrors) {
   on_ranks(1, [](int) {
     Net net;
     Mesh mesh(world());
     ReplicateOptions options;
     options.ignored = {"thirds"};
+    EXPECT_THROW(replicate(net, mesh, options), ConfigError);
+    options = {.gradient_as_bucket_view = false, .gradient_dtype = kF32};
     EXPECT_THROW(replicate(net, mesh, options), ConfigError);
     options = {.axis = "tp"};
     EXPECT_THROW(replicate(net, mesh, options), ConfigError);
@@ -522,6 +524,33 @@ TEST(Replicate, SeveralDtypesTravelInBucketsOfTheirOwn) {
                                                       model.high.weight.grad().to_vector()}));
       EXPECT_EQ(all[0], all[1]);
       model.zero_grad();
+    }
+  });
+}
+
+TEST(Replicate, GradientsOfNarrowParametersMayBeKeptInF32) {
+  on_ranks(2, [](int rank) {
+    manual_seed(3);
+    nn::Linear model(8, 4);
+    model.to(kBF16);
+    Mesh mesh(world());
+    ReplicateOptions options;
+    options.gradient_dtype = kF32;
+    Replica replica = replicate(model, mesh, options);
+    EXPECT_EQ(replica.report().gradient_bytes, 36 * 4);
+    optim::SGD optimizer(model.named_parameters(), {.lr = 1});
+    const auto bias = [&] { return model.bias.grad().to_vector<float>()[0]; };
+    for (int step = 0; step < 2; ++step) {
+      // 256 and 1 on one rank, 1 and 1 on the other: bf16 has neither 257 nor 259.
+      for (int micro = 0; micro < 2; ++micro) {
+        replica.set_plan(StepPlan::of(micro, 2));
+        const double factor = micro == 0 && rank == 0 ? 256 : 1;
+        (model(zeros({1, 8}, {kBF16})) * factor).sum().backward();
+      }
+      EXPECT_EQ(model.bias.grad().dtype(), kF32);
+      EXPECT_EQ(bias(), 129.5f);
+      EXPECT_TRUE(optimizer.step());
+      optimizer.zero_grad();
     }
   });
 }

@@ -64,7 +64,8 @@ void ParamGroupEngine::make_groups(const std::vector<size_t>& order) {
   std::vector<BucketItem> items;
   for (const size_t i : order) {
     const Tensor& tensor = params_[i].tensor;
-    items.push_back({tensor.nbytes(), tensor.dtype(), tensor.device()});
+    const DType dtype = ParamGroup::gradient_dtype_of(tensor, options_.gradient_dtype);
+    items.push_back({tensor.numel() * size_of(dtype), tensor.dtype(), tensor.device()});
   }
   const int64_t caps[] = {options_.first_bucket_bytes, options_.bucket_bytes};
   const bool any_gradient = std::ranges::any_of(
@@ -79,9 +80,9 @@ void ParamGroupEngine::make_groups(const std::vector<size_t>& order) {
   if (!any_gradient) old.clear();
   for (std::vector<size_t>& bucket : assign_buckets(items, caps)) {
     for (size_t& member : bucket) member = order[member];
-    auto group = std::make_unique<ParamGroup>(static_cast<int>(groups_.size()), std::move(bucket),
-                                              params_, options_.placements, *ranks_,
-                                              options_.gradient_as_bucket_view);
+    auto group = std::make_unique<ParamGroup>(
+        static_cast<int>(groups_.size()), std::move(bucket), params_, options_.placements, *ranks_,
+        options_.gradient_as_bucket_view, options_.gradient_dtype);
     for (size_t slot = 0; slot < group->size(); ++slot) {
       const size_t member = group->members()[slot];
       places_[member] = {group.get(), slot};

@@ -19,6 +19,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,6 +46,7 @@ struct EngineOptions {
   int64_t bucket_bytes = kBucketBytes;
   bool gradient_as_bucket_view = true;
   bool rebuild_buckets = true;
+  std::optional<DType> gradient_dtype = {};
   GradientAverage average = GradientAverage::kRanks;
 };
 

@@ -18,7 +18,8 @@ FlatLayout layout_of(const std::vector<size_t>& members, const std::vector<Manag
 }  // namespace
 
 ParamGroup::ParamGroup(int index, std::vector<size_t> members, std::vector<ManagedParam>& params,
-                       const Placements& placements, Group& ranks, bool gradients_are_views)
+                       const Placements& placements, Group& ranks, bool gradients_are_views,
+                       std::optional<DType> gradient_dtype)
     : index_(index),
       members_(std::move(members)),
       params_(&params),
@@ -30,8 +31,8 @@ ParamGroup::ParamGroup(int index, std::vector<size_t> members, std::vector<Manag
               describe(placements), " (parameter, gradient, optimizer) are not served; use ",
               describe(kDataParallel), ", which replicate() sets");
   const Tensor& first = param(0).tensor;
-  gradients_ = FlatBuffer(layout_of(members_, params), 0, first.dtype(), first.device(),
-                          MemoryCategory::kGradient);
+  gradients_ = FlatBuffer(layout_of(members_, params), 0, gradient_dtype_of(first, gradient_dtype),
+                          first.device(), MemoryCategory::kGradient);
   views_.reserve(size());
   for (size_t slot = 0; slot < size(); ++slot) {
     const Tensor& tensor = param(slot).tensor;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -32,13 +33,19 @@ class ParamGroup {
   // `members`: positions in `params`, in the order of the buffer. `params` must outlive the group.
   // Throws UnsupportedError for placements that no mode of this build has.
   ParamGroup(int index, std::vector<size_t> members, std::vector<ManagedParam>& params,
-             const Placements& placements, Group& ranks, bool gradients_are_views);
+             const Placements& placements, Group& ranks, bool gradients_are_views,
+             std::optional<DType> gradient_dtype = {});
+
+  // `wanted` where it is wider than the parameter's dtype, else the parameter's.
+  static DType gradient_dtype_of(const Tensor& parameter, std::optional<DType> wanted) {
+    return wanted && size_of(*wanted) > size_of(parameter.dtype()) ? *wanted : parameter.dtype();
+  }
 
   int index() const { return index_; }  // in launch order
   const Placements& placements() const { return placements_; }
   Group& ranks() const { return *ranks_; }
   const std::string& tag() const { return tag_; }  // "bucket 3": in the trace and in errors
-  DType dtype() const { return gradients_.flat().dtype(); }
+  DType dtype() const { return gradients_.flat().dtype(); }  // of the gradients
 
   size_t size() const { return members_.size(); }
   std::span<const size_t> members() const { return members_; }

@@ -32,6 +32,7 @@ Json describe_options(const ReplicateOptions& options) {
           {"bucket_bytes", options.bucket_bytes},
           {"rebuild_buckets", options.rebuild_buckets},
           {"average", static_cast<int>(options.average)},
+          {"gradient_dtype", options.gradient_dtype ? name_of(*options.gradient_dtype) : "own"},
           {"init_sync", options.init_sync},
           {"broadcast_buffers", options.broadcast_buffers},
           {"buffer_hook", static_cast<bool>(options.buffer_hook)}};
@@ -224,6 +225,9 @@ ShardReport Replica::report() const {
 }
 
 Replica replicate(nn::ModuleBase& model, Mesh& mesh, const ReplicateOptions& options) {
+  TS_CHECK_AS(ConfigError, !options.gradient_dtype || options.gradient_as_bucket_view, "replicate",
+              "gradient_dtype needs gradients that lie in their buckets; set "
+              "gradient_as_bucket_view");
   auto state = std::make_shared<Replica::State>();
   state->model = &model;
   state->options = options;
@@ -244,6 +248,7 @@ Replica replicate(nn::ModuleBase& model, Mesh& mesh, const ReplicateOptions& opt
                     .bucket_bytes = options.bucket_bytes,
                     .gradient_as_bucket_view = options.gradient_as_bucket_view,
                     .rebuild_buckets = options.rebuild_buckets,
+                    .gradient_dtype = options.gradient_dtype,
                     .average = options.average});
   state->install();
   return Replica(std::move(state));

@@ -19,6 +19,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -40,6 +41,9 @@ struct ReplicateOptions {
   // `.grad` is a view of its bucket: no second copy of the gradients. False: it stays its own.
   bool gradient_as_bucket_view = true;
   bool rebuild_buckets = true;  // once, in the order in which rank 0's gradients came
+  // Gradients of narrower parameters are added up, reduced and kept in this dtype: kF32 for models
+  // in bf16 or f16. Needs gradient_as_bucket_view.
+  std::optional<DType> gradient_dtype = {};
   GradientAverage average = GradientAverage::kRanks;
   // Rank 0's parameters and buffers become everybody's. False where they are known to be equal.
   bool init_sync = true;
