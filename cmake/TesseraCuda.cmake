@@ -4,17 +4,54 @@
 #   tessera_core_no_cuda        there is no GPU
 # Programs get the first where nvcc was found, else the last. A program with the target property
 # TESSERA_GPU = emulated gets the second.
+file(GLOB cuda_runtime_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/cuda/*.cpp)
+file(GLOB cuda_kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*.cu)
+
 add_library(tessera_core_no_cuda STATIC core/cuda/none/backend_none.cpp)
 set_target_properties(tessera_core_no_cuda PROPERTIES EXPORT_NAME core_no_cuda POSITION_INDEPENDENT_CODE ON)
 target_link_libraries(tessera_core_no_cuda PRIVATE $<BUILD_INTERFACE:tessera_compile> PUBLIC tessera_core)
-
 set(tessera_gpu tessera_core_no_cuda)
-set(tessera_gpu_emulated tessera_core_no_cuda)
+
+if(TESSERA_CUDA_FOUND)
+  set(CMAKE_CUDA_COMPILER ${TESSERA_NVCC})
+  list(TRANSFORM TESSERA_CUDA_ARCHITECTURES APPEND -real OUTPUT_VARIABLE CMAKE_CUDA_ARCHITECTURES)
+  if(CMAKE_CXX_COMPILER_LAUNCHER AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
+    set(CMAKE_CUDA_COMPILER_LAUNCHER ${CMAKE_CXX_COMPILER_LAUNCHER})  # ccache knows nvcc too
+  endif()
+  enable_language(CUDA)
+  find_package(CUDAToolkit REQUIRED)
+  # C++20 is asked for by hand: CMake 3.25 does not know it for nvcc 13. No contraction: the kernels
+  # give the bits of the CPU's formulas. A kernel that spills registers fails the build.
+  add_library(tessera_cuda_kernels OBJECT ${cuda_kernel_sources})
+  target_include_directories(tessera_cuda_kernels PRIVATE ${TESSERA_INCLUDE_DIR})
+  target_compile_options(tessera_cuda_kernels PRIVATE -std=c++20 -O3 --expt-relaxed-constexpr
+    --fmad=false "SHELL:-Werror all-warnings" "SHELL:-Xptxas --warn-on-spills,--warning-as-error"
+    -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
+  if(TESSERA_X86)
+    target_compile_options(tessera_cuda_kernels PRIVATE -Xcompiler=-march=x86-64-v3)
+  endif()
+  set_target_properties(tessera_cuda_kernels PROPERTIES CUDA_STANDARD_REQUIRED OFF
+    CXX_STANDARD_REQUIRED OFF CUDA_SEPARABLE_COMPILATION OFF
+    POSITION_INDEPENDENT_CODE ON)
+  add_library(tessera_core_cuda STATIC ${cuda_runtime_sources} $<TARGET_OBJECTS:tessera_cuda_kernels>)
+  set_target_properties(tessera_core_cuda PROPERTIES EXPORT_NAME core_cuda LINKER_LANGUAGE CXX
+    POSITION_INDEPENDENT_CODE ON)
+  target_include_directories(tessera_core_cuda SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  # The runtime is linked statically and finds the driver when it is asked for a device: the same
+  # program runs where there is none.
+  target_link_libraries(tessera_core_cuda PRIVATE $<BUILD_INTERFACE:tessera_compile>
+    PUBLIC tessera_core CUDA::cudart_static)
+  set(tessera_gpu tessera_core_cuda)
+endif()
+
+set(tessera_gpu_emulated ${tessera_gpu})
 if(TESSERA_EMULATION)
   add_subdirectory(core/cuda/emulation)
   set(tessera_gpu_emulated tessera_core_cuda_emulated)
 endif()
 
+# Installed programs take the backend that was built; tesseraConfig.cmake finds CUDA's runtime.
+string(REPLACE tessera_ "" tessera_gpu_export ${tessera_gpu})
 target_link_libraries(tessera_core INTERFACE
   $<BUILD_INTERFACE:$<IF:$<STREQUAL:$<TARGET_PROPERTY:TESSERA_GPU>,emulated>,${tessera_gpu_emulated},${tessera_gpu}>>
-  $<INSTALL_INTERFACE:tessera::core_no_cuda>)
+  $<INSTALL_INTERFACE:tessera::${tessera_gpu_export}>)

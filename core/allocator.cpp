@@ -9,6 +9,7 @@
 
 #include <tessera/core/asan.h>
 #include <tessera/core/block_arena.h>
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/error.h>
 
 namespace tessera {
@@ -205,8 +206,8 @@ MemoryCategory MemoryCategoryGuard::current() {
 Allocator& cpu_allocator() { return the_cpu_allocator(); }
 
 Allocator& allocator_for(const Device& device) {
-  TS_CHECK_DEVICE(device.is_cpu(), "allocator", "this program has no backend for ", device,
-                  "; use cpu, or build with CUDA");
+  if (device.is_cuda()) return gpu::device_allocator(device.index);
+  TS_CHECK_DEVICE(device.is_cpu(), "allocator", "there are no bytes on ", device);
   return the_cpu_allocator();
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include <tessera/core/dispatch.h>
+#include <tessera/core/kernels/copy.h>
 
 namespace tessera {
 namespace {
@@ -20,6 +21,13 @@ Tensor from_values(std::span<const Value> values, const Shape& shape, DType dtyp
       out[i] = store<Element>(static_cast<Compute<Element>>(values[i]));
     }
   });
+  return result;
+}
+
+// The same elements on a GPU.
+Tensor moved(const Tensor& x, const Device& device) {
+  Tensor result = raw::empty(x.shape(), x.dtype(), device);
+  kernels::copy_into(result, x);
   return result;
 }
 
@@ -53,7 +61,10 @@ Tensor empty_like(const Tensor& x) { return empty_like(x, x.dtype()); }
 Tensor full(const Shape& shape, const Scalar& value, DType dtype, const Device& device) {
   Tensor result = empty(shape, dtype, device);
   if (device.is_meta()) return result;
-  TS_CHECK_DEVICE(device.is_cpu(), "full", "no backend for ", device);
+  if (device.is_cuda()) {
+    kernels::fill(result, value);
+    return result;
+  }
   if (value.to_double() == 0) {
     if (result.nbytes() > 0) std::memset(result.data(), 0, static_cast<size_t>(result.nbytes()));
     return result;
@@ -73,7 +84,9 @@ Tensor zeros(const Shape& shape, DType dtype, const Device& device) {
 
 Tensor zeros_like(const Tensor& x) {
   Tensor result = empty_like(x);
-  if (!x.is_meta() && result.nbytes() > 0) {
+  if (x.device().is_cuda()) {
+    kernels::fill(result, 0);
+  } else if (!x.is_meta() && result.nbytes() > 0) {
     std::memset(result.data(), 0, static_cast<size_t>(result.nbytes()));
   }
   return result;
@@ -81,6 +94,7 @@ Tensor zeros_like(const Tensor& x) {
 
 Tensor arange(const Scalar& start, const Scalar& step, int64_t size, DType dtype,
               const Device& device) {
+  if (device.is_cuda()) return moved(arange(start, step, size, dtype, kCpu), device);
   Tensor result = empty({size}, dtype, device);
   if (device.is_meta()) return result;
   dispatch_all(dtype, "arange", [&]<class Element>() {
@@ -99,6 +113,7 @@ Tensor arange(const Scalar& start, const Scalar& step, int64_t size, DType dtype
 }
 
 Tensor linspace(double start, double end, int64_t size, DType dtype, const Device& device) {
+  if (device.is_cuda()) return moved(linspace(start, end, size, dtype, kCpu), device);
   Tensor result = empty({size}, dtype, device);
   if (device.is_meta()) return result;
   dispatch_all(dtype, "linspace", [&]<class Element>() {
@@ -116,6 +131,7 @@ Tensor linspace(double start, double end, int64_t size, DType dtype, const Devic
 }
 
 Tensor eye(int64_t rows, int64_t columns, DType dtype, const Device& device) {
+  if (device.is_cuda()) return moved(eye(rows, columns, dtype, kCpu), device);
   Tensor result = zeros({rows, columns}, dtype, device);
   if (device.is_meta()) return result;
   dispatch_all(dtype, "eye", [&]<class Element>() {

@@ -91,45 +91,44 @@ TS_HD float log_corrected(float u, float correction, int32_t exponent_offset) {
   return ::fmaf(e, kLn2High, f + y);
 }
 
-// 16^i reduced by multiples of 2 pi: a high part of at most 29 bits and a double for the rest.
-inline constexpr double kReducedPowersHigh[27] = {
-    0x1p+0,          -0x1.6cbe3fap+1, -0x1.9c501fcp+0, -0x1.460d4ecp-1, 0x1.304999dp+1,
-    0x1.58e8ecp-2,   -0x1.c9b6498p-1, -0x1.bcb4a24p+0, -0x1.54a767dp+1, 0x1.668ad94p+0,
-    -0x1.5ca6dffp+1, 0x1.9a6f588p-2,  0x1.09f468p-3,   0x1.09f4684p+1,  0x1.d412de4p+0,
-    -0x1.14a6223p+1, 0x1.8f1a5c4p+1,  -0x1.82ac838p-2, 0x1.ee663ap-3,   -0x1.35d931p+1,
-    -0x1.082d21ap+0, 0x1.2b5532cp+1,  -0x1.214a9b8p-2, 0x1.c35466cp+0,  0x1.89a58c4p+1,
-    -0x1.0f45204p+0, 0x1.e52a7a6p+0};
-inline constexpr double kReducedPowersLow[27] = {0.0,
-                                                 0x1.9bc5b961b1acep-29,
-                                                 0x1.4c71cb18f8747p-30,
-                                                 -0x1.16ce9e652943p-29,
-                                                 -0x1.2a1861e90aa2fp-29,
-                                                 0x1.2c0aa86572557p-30,
-                                                 -0x1.8226fe126436p-30,
-                                                 0x1.8ccc9eb33ee4bp-32,
-                                                 -0x1.830ee719bc742p-31,
-                                                 0x1.bb436614df386p-30,
-                                                 0x1.547827d3e6a98p-29,
-                                                 0x1.8afe657e60255p-32,
-                                                 0x1.e928118ff7087p-30,
-                                                 -0x1.6d7ee7008f78ap-30,
-                                                 0x1.ecfcfcf3ac5b5p-29,
-                                                 0x1.462021976ea92p-32,
-                                                 -0x1.56965f290c0efp-30,
-                                                 0x1.001bd445e5556p-31,
-                                                 -0x1.de27ecb3a5e43p-29,
-                                                 -0x1.f3c6b791847c5p-36,
-                                                 0x1.13f76c94d82d9p-30,
-                                                 -0x1.f814a975e080fp-30,
-                                                 -0x1.1233b1d7415b4p-30,
-                                                 0x1.8fcb337ab9ec9p-29,
-                                                 0x1.dc40bb622ebdap-31,
-                                                 -0x1.9a43241d6b3c8p-29,
-                                                 0x1.8010098f35163p-30};
-
 // x = n pi/2 + r with |r| <= pi/4, for every finite float. x is written m * 16^i with |m| < 2^24,
 // so that m times a reduced power of 16 is small and its high part exact in double.
 TS_HD float reduce_half_pi(float x, uint32_t& quadrant) {
+  // 16^i reduced by multiples of 2 pi: a high part of at most 29 bits and a double for the rest.
+  static constexpr double kReducedPowersHigh[27] = {
+      0x1p+0,          -0x1.6cbe3fap+1, -0x1.9c501fcp+0, -0x1.460d4ecp-1, 0x1.304999dp+1,
+      0x1.58e8ecp-2,   -0x1.c9b6498p-1, -0x1.bcb4a24p+0, -0x1.54a767dp+1, 0x1.668ad94p+0,
+      -0x1.5ca6dffp+1, 0x1.9a6f588p-2,  0x1.09f468p-3,   0x1.09f4684p+1,  0x1.d412de4p+0,
+      -0x1.14a6223p+1, 0x1.8f1a5c4p+1,  -0x1.82ac838p-2, 0x1.ee663ap-3,   -0x1.35d931p+1,
+      -0x1.082d21ap+0, 0x1.2b5532cp+1,  -0x1.214a9b8p-2, 0x1.c35466cp+0,  0x1.89a58c4p+1,
+      -0x1.0f45204p+0, 0x1.e52a7a6p+0};
+  static constexpr double kReducedPowersLow[27] = {0.0,
+                                                   0x1.9bc5b961b1acep-29,
+                                                   0x1.4c71cb18f8747p-30,
+                                                   -0x1.16ce9e652943p-29,
+                                                   -0x1.2a1861e90aa2fp-29,
+                                                   0x1.2c0aa86572557p-30,
+                                                   -0x1.8226fe126436p-30,
+                                                   0x1.8ccc9eb33ee4bp-32,
+                                                   -0x1.830ee719bc742p-31,
+                                                   0x1.bb436614df386p-30,
+                                                   0x1.547827d3e6a98p-29,
+                                                   0x1.8afe657e60255p-32,
+                                                   0x1.e928118ff7087p-30,
+                                                   -0x1.6d7ee7008f78ap-30,
+                                                   0x1.ecfcfcf3ac5b5p-29,
+                                                   0x1.462021976ea92p-32,
+                                                   -0x1.56965f290c0efp-30,
+                                                   0x1.001bd445e5556p-31,
+                                                   -0x1.de27ecb3a5e43p-29,
+                                                   -0x1.f3c6b791847c5p-36,
+                                                   0x1.13f76c94d82d9p-30,
+                                                   -0x1.f814a975e080fp-30,
+                                                   -0x1.1233b1d7415b4p-30,
+                                                   0x1.8fcb337ab9ec9p-29,
+                                                   0x1.dc40bb622ebdap-31,
+                                                   -0x1.9a43241d6b3c8p-29,
+                                                   0x1.8010098f35163p-30};
   const int32_t exponent = static_cast<int32_t>((bits_of(x) >> 23) & 0xffu) - 127;
   const int32_t steps = exponent < 23 ? 0 : (exponent - 23) >> 2;
   const int32_t index = steps < 27 ? steps : 26;  // infinity and NaN have an exponent of 128

@@ -1,6 +1,6 @@
 // Queues of work that run beside the caller, and events that order them. On the CPU a stream is a
-// worker thread and an event a flag; a GPU backend gives the same types its own forms, so that code
-// which overlaps communication with calculation is written once.
+// worker thread and an event a flag; on a GPU they are those of its runtime. Code that overlaps
+// communication with calculation is written once.
 #pragma once
 
 #include <functional>
@@ -16,6 +16,9 @@ class Event {
   Event();
   bool done() const;  // true before the first record, as on GPUs
   void wait() const;  // blocks the calling thread; rethrows an error of the stream's earlier work
+  // From `start` to this one, both of which happened; on the clock of the device. Throws ValueError
+  // for events of different kinds and DeviceError for one that did not happen.
+  double milliseconds_since(const Event& start) const;
 
  private:
   friend class Stream;
@@ -31,9 +34,9 @@ class Stream {
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  // Runs `work` after everything queued before. The worker has a context of its own; an error is
-  // kept and rethrown by the next synchronize() or Event::wait(), and the work behind it is
-  // dropped.
+  // Runs `work` after everything queued before. On the CPU a worker runs it, in a context of its
+  // own; an error is kept and rethrown by the next synchronize() or Event::wait(), and the work
+  // behind it is dropped. On a GPU the caller runs it now, and what it queues goes to this stream.
   void enqueue(std::function<void()> work);
   Event record();                 // happens when all work queued so far is done
   void wait(const Event& event);  // later work on this stream waits for it

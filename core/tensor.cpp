@@ -3,6 +3,8 @@
 #include <sstream>
 
 #include <tessera/core/dispatch.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -27,9 +29,14 @@ void for_each_offset(const Tensor& tensor, F&& f) {
   }
 }
 
-void check_readable(const Tensor& tensor, const char* where) {
-  TS_CHECK_DEVICE(tensor.device().is_cpu(), where, "reads elements and needs a CPU tensor; got ",
-                  tensor, "; use to(kCpu) first");
+// A tensor whose elements the host reads: itself, or a copy of one on a GPU after the work queued
+// there.
+Tensor readable(const Tensor& tensor, const char* where) {
+  TS_CHECK_DEVICE(!tensor.is_meta(), where, "reads elements, and ", tensor, " has none");
+  if (tensor.device().is_cpu()) return tensor;
+  const Tensor copy = raw::empty(tensor.shape(), tensor.dtype());
+  kernels::copy_into(copy, tensor);
+  return copy;
 }
 
 }  // namespace
@@ -65,22 +72,22 @@ std::string Tensor::describe() const {
 template <class T>
 T Tensor::item() const {
   TS_CHECK_SHAPE(numel() == 1, "item", "needs a tensor with one element; got ", *this);
-  check_readable(*this, "item");
+  const Tensor source = readable(*this, "item");
   T value{};
   dispatch_all(dtype(), "item", [&]<class Element>() {
-    value = static_cast<T>(load<Compute<Element>>(*data_as<Element>()));
+    value = static_cast<T>(load<Compute<Element>>(*source.data_as<Element>()));
   });
   return value;
 }
 
 template <class T>
 std::vector<T> Tensor::to_vector() const {
-  check_readable(*this, "to_vector");
+  const Tensor source = readable(*this, "to_vector");
   std::vector<T> values;
   values.reserve(static_cast<size_t>(numel()));
   dispatch_all(dtype(), "to_vector", [&]<class Element>() {
-    const Element* elements = data_as<Element>();
-    for_each_offset(*this, [&](int64_t offset) {
+    const Element* elements = source.data_as<Element>();
+    for_each_offset(source, [&](int64_t offset) {
       values.push_back(static_cast<T>(load<Compute<Element>>(elements[offset])));
     });
   });

@@ -99,16 +99,18 @@ Evaluation evaluate(const OpRow& row, const TensorList& inputs, const std::vecto
   for (size_t o = 0; o < result.outputs.size(); ++o) {
     if (!result.outputs[o].requires_grad()) continue;
     followed.push_back(result.outputs[o]);
-    seeds.push_back(gradients_in[o].dtype() == result.outputs[o].dtype()
-                        ? gradients_in[o]
-                        : converted(gradients_in[o], result.outputs[o].dtype()));
+    const Tensor seed = gradients_in[o].dtype() == result.outputs[o].dtype()
+                            ? gradients_in[o]
+                            : converted(gradients_in[o], result.outputs[o].dtype());
+    const Device& device = result.outputs[o].device();
+    seeds.push_back(seed.device() == device ? seed : seed.to(device));
   }
   TS_CHECK(!followed.empty(), row.name, "no output requires grad");
   for (size_t i : wanted) targets.push_back(leaves[i]);
   result.gradients = grad(followed, targets, seeds, {.allow_unused = true});
   for (size_t i = 0; i < targets.size(); ++i) {
     if (!result.gradients[i].defined())
-      result.gradients[i] = raw::zeros(targets[i].shape(), targets[i].dtype());
+      result.gradients[i] = raw::zeros(targets[i].shape(), targets[i].dtype(), targets[i].device());
   }
   return result;
 }
@@ -116,7 +118,13 @@ Evaluation evaluate(const OpRow& row, const TensorList& inputs, const std::vecto
 TensorList in_f64(const TensorList& inputs) {
   TensorList result;
   for (const Tensor& x : inputs) {
-    result.push_back(x.defined() && is_floating(x.dtype()) ? converted(x, kF64) : x);
+    if (!x.defined()) {
+      result.push_back(x);
+    } else if (is_floating(x.dtype())) {
+      result.push_back(converted(x, kF64));
+    } else {
+      result.push_back(x.to(kCpu));
+    }
   }
   return result;
 }
@@ -245,12 +253,17 @@ std::string difference(const Tensor& got, const std::vector<double>& reference, 
 
 Tensor converted(const Tensor& x, DType dtype) { return tensor(x.to_vector(), x.shape(), dtype); }
 
-Complaints check_forward(const OpRow& row, const Sample& sample) {
+Complaints check_forward(const OpRow& row, const Sample& sample, const Device& device) {
   Complaints complaints;
   for (const DType dtype : {kF32, kBF16, kF16}) {
     const std::string where = text(title(row, sample), " in ", dtype);
     guarded(complaints, where, [&] {
-      const TensorList inputs = make_inputs(row, sample, dtype);
+      TensorList inputs = make_inputs(row, sample, dtype);
+      if (!device.is_cpu()) {
+        for (Tensor& x : inputs) {
+          if (x.defined()) x = x.to(device);
+        }
+      }
       const bool floating = has_floating_input(inputs);
       if (!floating && dtype != kF32 && !sample.inputs.empty()) return;
       const std::vector<size_t> wanted = wanted_inputs(row, sample);

@@ -14,9 +14,8 @@ using kernels::Operand;
 
 void check_divisor(const Op& op, const Tensor& b) {
   if (is_floating(b.dtype()) || b.is_meta() || b.numel() == 0) return;
-  const Tensor divisors = kernels::contiguous(kernels::convert(b, kI64));
-  const int64_t* values = divisors.data_as<int64_t>();
-  for (int64_t i = 0; i < divisors.numel(); ++i) {
+  const std::vector<int64_t> values = b.to_vector<int64_t>();
+  for (size_t i = 0; i < values.size(); ++i) {
     TS_CHECK(values[i] != 0, op, "integer division by zero; the divisor ", b, " is 0 at element ",
              i, "; convert to a floating dtype or mask the zeros");
   }

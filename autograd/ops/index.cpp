@@ -6,6 +6,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/index.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -289,6 +290,7 @@ PlannedIndex plan_index(const Shape& shape, const TensorList& indices, const Dev
                                            true, op.name),
                     index_shape));
     if (device.is_meta()) continue;
+    if (device.is_cuda()) kernels::fail_without_form(op.name.data(), device);
     const int64_t* values = index.data_as<int64_t>();
     int64_t* joined = positions.data_as<int64_t>();
     for (int64_t j = 0; j < positions.numel(); ++j) {

@@ -9,6 +9,7 @@
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/cross_entropy.h>
 #include <tessera/core/kernels/elementwise.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/reduce.h>
 #include <tessera/core/raw_views.h>
 
@@ -188,6 +189,9 @@ Tensor cross_entropy_inplace(const Tensor& logits, const Tensor& target, int64_t
         if (in[0].is_meta()) {
           extras.save(in[0]);
           return raw::empty({}, in[0].dtype(), in[0].device());
+        }
+        if (in[0].device().is_cuda()) {
+          kernels::fail_without_form("cross_entropy_inplace", in[0].device());
         }
         const Tensor x = contiguous_rows(in[0]);  // rows that are not are worked on in a copy
         const int64_t N = x.size(0);

@@ -12,6 +12,7 @@
 
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/device_errors.h>
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/hooks.h>
 #include <tessera/core/cuda/kernel_list.h>
@@ -215,6 +216,7 @@ void synchronize(int index) {
   require_device(index, "synchronize");
   const CurrentDevice scope(index);
   TS_CUDA(cudaDeviceSynchronize());
+  raise_device_errors(index);
 }
 
 // ---- Memory -------------------------------------------------------------------------------------
@@ -256,7 +258,10 @@ void copy_bytes(void* target, const Device& to, const void* source, const Device
   note_operation("copy", stream);
   TS_CUDA(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, stream));
   const bool host = to.is_cpu() || from.is_cpu();
-  if ((host && !non_blocking) || waits_for_launches()) TS_CUDA(cudaStreamSynchronize(stream));
+  if ((host && !non_blocking) || waits_for_launches()) {
+    TS_CUDA(cudaStreamSynchronize(stream));
+    raise_device_errors(index);
+  }
   if (to.is_cuda() && from.is_cuda() && to.index != from.index) {
     TS_CUDA(cudaStreamSynchronize(stream));  // the source's owner may free it now
   }
@@ -290,6 +295,7 @@ std::shared_ptr<StreamHandle> wrap_stream(int device, void* stream) {
 void synchronize_stream(StreamHandle& stream) {
   const CurrentDevice scope(stream.device);
   TS_CUDA(cudaStreamSynchronize(stream.stream));
+  raise_device_errors(stream.device);
 }
 
 std::shared_ptr<EventHandle> record_event(StreamHandle& stream) {

@@ -1,7 +1,43 @@
 #include <tessera/core/cuda/kernel_list.h>
 
-namespace tessera::gpu {
+namespace tessera {
+namespace kernels {
 
-void register_kernels() {}
+// One for each .cu file.
+void register_copy();
+void register_cross_entropy();
+void register_elementwise_unary();
+void register_elementwise_gradient();
+void register_elementwise_binary();
+void register_elementwise_ternary();
+void register_embedding();
+void register_index();
+void register_matmul();
+void register_multi_tensor();
+void register_norm();
+void register_random_fill();
+void register_reduce();
+void register_shape();
+void register_softmax();
 
-}  // namespace tessera::gpu
+}  // namespace kernels
+
+void gpu::register_kernels() {
+  kernels::register_copy();
+  kernels::register_cross_entropy();
+  kernels::register_elementwise_unary();
+  kernels::register_elementwise_gradient();
+  kernels::register_elementwise_binary();
+  kernels::register_elementwise_ternary();
+  kernels::register_embedding();
+  kernels::register_index();
+  kernels::register_matmul();
+  kernels::register_multi_tensor();
+  kernels::register_norm();
+  kernels::register_random_fill();
+  kernels::register_reduce();
+  kernels::register_shape();
+  kernels::register_softmax();
+}
+
+}  // namespace tessera

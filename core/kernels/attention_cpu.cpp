@@ -2,6 +2,7 @@
 #include <tessera/core/kernels/attention.h>
 #include <tessera/core/kernels/attention_head.h>
 #include <tessera/core/kernels/gemm.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/scratch.h>
 #include <tessera/core/raw_views.h>
 
@@ -46,6 +47,10 @@ AttentionProblem problem_of(const Tensor& query, const Tensor& key, const Tensor
 
 AttentionResult attention(const Tensor& query, const Tensor& key, const Tensor& value,
                           const AttentionSpec& spec) {
+  if (query.device().is_cuda()) {
+    return on_cuda<kernels::attention>("scaled_dot_product_attention", query.device(), query, key,
+                                       value, spec);
+  }
   const int64_t B = query.size(0), H = query.size(1), T = query.size(2), Ev = value.size(3);
   AttentionResult result{
       raw::transpose(raw::empty({B, T, H, Ev}, query.dtype(), query.device()), 1, 2),
@@ -67,6 +72,11 @@ void attention_backward(const Tensor& grad_output, const Tensor& query, const Te
                         const Tensor& value, const Tensor& output, const Tensor& log_sums,
                         const AttentionSpec& spec, const Tensor& grad_query, const Tensor& grad_key,
                         const Tensor& grad_value) {
+  if (query.device().is_cuda()) {
+    return on_cuda<kernels::attention_backward>("attention", query.device(), grad_output, query,
+                                                key, value, output, log_sums, spec, grad_query,
+                                                grad_key, grad_value);
+  }
   const int64_t B = key.size(0), Hk = key.size(1);
   if (query.is_meta() || B * Hk == 0) return;
   AttentionProblem problem = problem_of(query, key, value, output, log_sums, spec);

@@ -9,6 +9,7 @@
 #include <tessera/core/kernels/conv.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/gemm.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera::kernels {
@@ -216,6 +217,9 @@ void weight_gradient(const Sizes& n, const T* grad, const T* x, Compute<T>* resu
 
 Tensor conv2d(const Tensor& x, const Tensor& weight, const Tensor& bias,
               const ConvGeometry& geometry) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::conv2d>("conv2d", x.device(), x, weight, bias, geometry);
+  }
   const Sizes n(x.shape(), weight.shape(), geometry);
   const Tensor result = raw::empty({n.N, n.O, n.OH, n.OW}, x.dtype(), x.device());
   if (result.is_meta() || result.numel() == 0) return result;
@@ -230,6 +234,10 @@ Tensor conv2d(const Tensor& x, const Tensor& weight, const Tensor& bias,
 
 Tensor conv2d_input_gradient(const Tensor& grad, const Tensor& weight, const Shape& x_shape,
                              const ConvGeometry& geometry) {
+  if (grad.device().is_cuda()) {
+    return on_cuda<kernels::conv2d_input_gradient>("conv2d", grad.device(), grad, weight, x_shape,
+                                                   geometry);
+  }
   const Sizes n(x_shape, weight.shape(), geometry);
   const Tensor result = raw::empty(x_shape, grad.dtype(), grad.device());
   if (result.is_meta() || result.numel() == 0) return result;
@@ -242,6 +250,10 @@ Tensor conv2d_input_gradient(const Tensor& grad, const Tensor& weight, const Sha
 
 Tensor conv2d_weight_gradient(const Tensor& grad, const Tensor& x, const Shape& weight_shape,
                               const ConvGeometry& geometry) {
+  if (grad.device().is_cuda()) {
+    return on_cuda<kernels::conv2d_weight_gradient>("conv2d", grad.device(), grad, x, weight_shape,
+                                                    geometry);
+  }
   const Sizes n(x.shape(), weight_shape, geometry);
   const DType sum_dtype = sum_dtype_of(x.dtype());
   const Tensor result = raw::empty(weight_shape, sum_dtype, x.device());

@@ -5,6 +5,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/copy_loops.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/overlap.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
@@ -14,10 +15,6 @@ namespace {
 
 constexpr int64_t kGrain = 32768;
 constexpr int64_t kTile = 1024;
-
-void check_cpu(const Tensor& x, const char* where) {
-  TS_CHECK_DEVICE(x.device().is_cpu(), where, "this build has no kernels for ", x.device());
-}
 
 // The innermost dimension of the target runs along a row of it, and another one is where the source
 // lies in order: moved in tiles, as each side alone would touch a cache line an element.
@@ -144,6 +141,57 @@ void move_converting(const Walk& walk, const Tensor& target, const Tensor& sourc
 
 }  // namespace
 
+uint64_t element_bits(const Scalar& value, DType dtype) {
+  uint64_t bits = 0;
+  dispatch_all(dtype, "fill_", [&]<class T>() {
+    using C = Compute<T>;
+    C number;
+    if constexpr (std::is_floating_point_v<C>) {
+      number = static_cast<C>(value.to_double());
+    } else if constexpr (std::is_same_v<C, bool>) {
+      number = value.to_bool();
+    } else {
+      number = value.to_int();
+    }
+    const T stored = store<T>(number);
+    std::memcpy(&bits, &stored, sizeof stored);
+  });
+  return bits;
+}
+
+void move_elements(const Walk& walk, const Tensor& target, const Tensor& source) {
+  const Device& device = target.device();
+  if (device.is_cuda()) return on_cuda<move_elements>("copy_", device, walk, target, source);
+  if (target.dtype() == source.dtype()) {
+    move_same_dtype(walk, size_of(target.dtype()), static_cast<const char*>(source.data()),
+                    static_cast<char*>(target.data()));
+  } else {
+    move_converting(walk, target, source);
+  }
+}
+
+void fill_elements(const Walk& walk, const Tensor& x, uint64_t bits) {
+  if (x.device().is_cuda()) return on_cuda<fill_elements>("fill_", x.device(), walk, x, bits);
+  move_same_dtype(walk, size_of(x.dtype()), reinterpret_cast<const char*>(&bits),
+                  static_cast<char*>(x.data()));
+}
+
+namespace {
+
+// Bytes travel in row-major order; layouts and dtypes change on the side they arrive at.
+void copy_between_devices(const Tensor& target, const Tensor& source) {
+  const Tensor dense = contiguous(source);
+  const bool direct = target.is_contiguous() && target.dtype() == source.dtype() &&
+                      target.shape() == source.shape();
+  const Tensor arrived =
+      direct ? target : raw::empty(source.shape(), source.dtype(), target.device());
+  gpu::copy_bytes(arrived.data(), target.device(), dense.data(), source.device(),
+                  static_cast<size_t>(dense.nbytes()));
+  if (!direct) copy_into(target, arrived);
+}
+
+}  // namespace
+
 void copy_into(const Tensor& target, const Tensor& source) {
   TS_CHECK_SHAPE(
       source.shape() == target.shape() || broadcastable_to(source.shape(), target.shape()), "copy_",
@@ -153,11 +201,13 @@ void copy_into(const Tensor& target, const Tensor& source) {
                     "target is ", target);
     return;
   }
-  check_cpu(target, "copy_");
-  check_cpu(source, "copy_");
   if (target.numel() == 0) return;
   TS_CHECK(!repeats_elements(target), "copy_", "writes to ", target, " with strides ",
            target.strides(), ", in which elements lie on one another; make it contiguous() first");
+  if (target.device() != source.device()) {
+    copy_between_devices(target, source);
+    return;
+  }
   if (overlaps_shifted(target, source)) {
     copy_into(target, copy(source));
     return;
@@ -167,13 +217,8 @@ void copy_into(const Tensor& target, const Tensor& source) {
                             ? source.strides()
                             : broadcast_strides(source.shape(), source.strides(), target.shape())};
   const Walk walk(target.shape(), strides);
-  if (target.dtype() == source.dtype()) {
-    if (target.data() == source.data()) return;  // the same elements
-    move_same_dtype(walk, size_of(target.dtype()), static_cast<const char*>(source.data()),
-                    static_cast<char*>(target.data()));
-  } else {
-    move_converting(walk, target, source);
-  }
+  if (target.dtype() == source.dtype() && target.data() == source.data()) return;  // the same
+  move_elements(walk, target, source);
 }
 
 Tensor convert(const Tensor& x, DType dtype) {
@@ -193,26 +238,10 @@ Tensor contiguous(const Tensor& x) {
 
 void fill(const Tensor& x, const Scalar& value) {
   if (x.is_meta() || x.numel() == 0) return;
-  check_cpu(x, "fill_");
-  alignas(8) char element[8] = {};
-  dispatch_all(x.dtype(), "fill_", [&]<class T>() {
-    using C = Compute<T>;
-    C number;
-    if constexpr (std::is_floating_point_v<C>) {
-      number = static_cast<C>(value.to_double());
-    } else if constexpr (std::is_same_v<C, bool>) {
-      number = value.to_bool();
-    } else {
-      number = value.to_int();
-    }
-    const T stored = store<T>(number);
-    std::memcpy(element, &stored, sizeof stored);
-  });
-  const int64_t size = size_of(x.dtype());
   const Shape strides[2] = {x.strides(), Shape::filled(x.dim(), 0)};
   // Elements that lie on one another get the same value: no harm.
   const Walk walk(x.shape(), strides);
-  move_same_dtype(walk, size, element, static_cast<char*>(x.data()));
+  fill_elements(walk, x, element_bits(value, x.dtype()));
 }
 
 }  // namespace tessera::kernels

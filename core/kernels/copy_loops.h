@@ -5,8 +5,15 @@
 
 #include <tessera/core/kernels/isa.h>
 #include <tessera/core/kernels/strided.h>
+#include <tessera/core/tensor.h>
 
 namespace tessera::kernels {
+
+// The bits of a number in a dtype, in the first size_of(dtype) bytes.
+uint64_t element_bits(const Scalar& value, DType dtype);
+// target[i] = source[i], converted; the walk has the target's strides and the source's.
+void move_elements(const Walk& walk, const Tensor& target, const Tensor& source);
+void fill_elements(const Walk& walk, const Tensor& x, uint64_t bits);
 
 struct MoveFunctions {  // for elements of one size, moved as bits
   void (*run)(const void* source, int64_t source_stride, void* target, int64_t target_stride,

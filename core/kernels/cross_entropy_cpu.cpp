@@ -8,6 +8,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/cross_entropy_blocks.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/reduce.h>
 #include <tessera/core/parallel.h>
 
@@ -72,6 +73,10 @@ void for_each_row(int64_t rows, int64_t V, F&& f) {
 
 Tensor check_targets(const char* where, const Tensor& target, int64_t classes,
                      int64_t ignore_index) {
+  if (target.device().is_cuda()) {
+    return on_cuda<kernels::check_targets>(where, target.device(), where, target, classes,
+                                           ignore_index);
+  }
   TS_CHECK_DTYPE(target.dtype() == kI64 || target.dtype() == kI32, where,
                  "expects class indices of i64 or i32; got ", target,
                  "; probabilities have the dtype and shape of the input");
@@ -97,6 +102,10 @@ Tensor check_targets(const char* where, const Tensor& target, int64_t classes,
 
 CrossEntropyRows cross_entropy_forward(const Tensor& logits, const Tensor& targets,
                                        const CrossEntropyAttributes& attributes) {
+  if (logits.device().is_cuda()) {
+    return on_cuda<kernels::cross_entropy_forward>("cross_entropy", logits.device(), logits,
+                                                   targets, attributes);
+  }
   check_logits(logits);
   const int64_t N = logits.size(0), V = logits.size(1);
   const DType compute = compute_dtype(logits.dtype());
@@ -136,6 +145,11 @@ CrossEntropyRows cross_entropy_forward(const Tensor& logits, const Tensor& targe
 Tensor cross_entropy_backward(const Tensor& logits, const Tensor& targets,
                               const CrossEntropyAttributes& attributes, const Tensor& statistics,
                               const Tensor& row_gradients, double scale) {
+  if (logits.device().is_cuda()) {
+    return on_cuda<kernels::cross_entropy_backward>("cross_entropy", logits.device(), logits,
+                                                    targets, attributes, statistics, row_gradients,
+                                                    scale);
+  }
   check_logits(logits);
   const int64_t N = logits.size(0), V = logits.size(1);
   const Tensor result = raw::empty({N, V}, logits.dtype(), logits.device());
@@ -169,6 +183,10 @@ Tensor cross_entropy_backward(const Tensor& logits, const Tensor& targets,
 
 void cross_entropy_in_place(const Tensor& logits, const int64_t* targets, int64_t ignore_index,
                             double scale, double* losses) {
+  if (logits.device().is_cuda()) {
+    return on_cuda<kernels::cross_entropy_in_place>("cross_entropy", logits.device(), logits,
+                                                    targets, ignore_index, scale, losses);
+  }
   check_logits(logits);
   if (logits.is_meta()) return;
   const int64_t N = logits.size(0), V = logits.size(1);
@@ -189,6 +207,10 @@ void cross_entropy_in_place(const Tensor& logits, const int64_t* targets, int64_
 
 Tensor cross_entropy_distribution(const Tensor& like, const Tensor& targets,
                                   const CrossEntropyAttributes& attributes) {
+  if (like.device().is_cuda()) {
+    return on_cuda<kernels::cross_entropy_distribution>("cross_entropy", like.device(), like,
+                                                        targets, attributes);
+  }
   const int64_t N = like.size(0), V = like.size(1);
   const DType compute = compute_dtype(like.dtype());
   const Tensor result = raw::zeros({N, V}, compute, like.device());

@@ -6,6 +6,7 @@
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/elementwise.h>
 #include <tessera/core/kernels/elementwise_loops.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/overlap.h>
 #include <tessera/core/parallel.h>
 
@@ -136,11 +137,64 @@ Loop loop_for(const Loops& loops, DType common) {
   return loop;
 }
 
+// A GPU reads operands of the lane's own dtypes; others are converted before, and the result after.
+// A CPU tensor of one element goes along as a number.
+void run_on_device(const Loops& loops, const void* functor, const Tensor& out,
+                   std::span<const Operand> operands, DType common) {
+  const Lane lane = lane_of(common);
+  const Lane result_lane = loops.predicate ? Lane::kBool : lane;
+  if (!detail::is_direct(result_lane, out.dtype())) {
+    const Tensor result = raw::empty(out.shape(), loops.predicate ? kBool : common, out.device());
+    run_on_device(loops, functor, result, operands, common);
+    copy_into(out, result);
+    return;
+  }
+  if (*loops.cuda == nullptr) fail_without_form(kWhere, out.device());
+  Tensor converted[kMaxInputs];
+  Shape strides[kMaxOperands];
+  strides[0] = out.strides();
+  detail::DeviceInput inputs[kMaxInputs];
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const Lane wanted = i == 0 && loops.condition ? Lane::kBool : lane;
+    detail::DeviceInput& input = inputs[i];
+    strides[i + 1] = Shape::filled(out.dim(), 0);
+    if (!operands[i].is_tensor()) {
+      input.number = operands[i].scalar().to_double();
+      input.integer = operands[i].scalar().to_int();
+      continue;
+    }
+    Tensor x = operands[i].tensor();
+    if (x.device().is_cpu()) {
+      if (lane == Lane::kInt64) {
+        input.integer = x.item<int64_t>();
+      } else {
+        input.number = x.item<double>();
+      }
+      if (wanted == Lane::kBool) input.integer = x.item<bool>();
+      continue;
+    }
+    if (!detail::is_direct(wanted, x.dtype())) {
+      x = converted[i] = convert(x, wanted == Lane::kBool ? kBool : common);
+    }
+    strides[i + 1] = x.shape() == out.shape()
+                         ? x.strides()
+                         : broadcast_strides(x.shape(), x.strides(), out.shape());
+    input.data = x.data();
+    input.dtype = x.dtype();
+  }
+  const Walk walk(out.shape(), {strides, operands.size() + 1});
+  detail::DeviceCall call{walk, functor, lane, out.data(), out.dtype(), {}};
+  std::copy(inputs, inputs + operands.size(), call.inputs);
+  const gpu::CurrentDevice scope(out.device().index);
+  (*loops.cuda)(call);
+}
+
 void run(const Loops& loops, const void* functor, const Tensor& out,
          std::span<const Operand> operands, DType common) {
   Call call;
   call.loop = loop_for(loops, common);
   if (out.numel() == 0) return;
+  if (out.device().is_cuda()) return run_on_device(loops, functor, out, operands, common);
   call.functor = functor;
   call.inputs = static_cast<int>(operands.size());
   Shape strides[kMaxOperands];
@@ -294,7 +348,6 @@ Tensor elementwise(const Loops& loops, const void* functor, std::initializer_lis
                    ? raw::empty(shape, result_dtype, device)
                    : raw::empty_strided(shape, model->strides(), result_dtype, device);
   if (device.is_meta()) return out;
-  TS_CHECK_DEVICE(device.is_cpu(), kWhere, "this build has no kernels for ", device);
   run_prepared(loops, functor, out, operands, calculated);
   return out;
 }
@@ -315,18 +368,21 @@ void elementwise_into(const Loops& loops, const void* functor, const Tensor& out
                     "; move one with to(device)");
   }
   if (device.is_meta()) return;
-  TS_CHECK_DEVICE(device.is_cpu(), kWhere, "this build has no kernels for ", device);
   TS_CHECK(!repeats_elements(out), kWhere, "writes to ", out, " with strides ", out.strides(),
            ", in which elements lie on one another; make it contiguous() first");
 
   run_prepared(loops, functor, out, operands, calculated);
 }
 
-#define TS_LOOPS_OF(F)                                                 \
-  template <>                                                          \
-  const Loops& loops_of<fn::F>() {                                     \
-    static const Loops loops = TS_SIMD_CALL(elementwise_loops<fn::F>); \
-    return loops;                                                      \
+#define TS_LOOPS_OF(F)                                     \
+  template <>                                              \
+  const Loops& loops_of<fn::F>() {                         \
+    static const Loops loops = [] {                        \
+      Loops made = TS_SIMD_CALL(elementwise_loops<fn::F>); \
+      made.cuda = &cuda_loop<fn::F>;                       \
+      return made;                                         \
+    }();                                                   \
+    return loops;                                          \
   }
 TS_UNARY_FUNCTORS(TS_LOOPS_OF)
 TS_BINARY_FUNCTORS(TS_LOOPS_OF)

@@ -9,6 +9,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/index.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
@@ -48,6 +49,10 @@ Tensor embedding(const Tensor& index, const Tensor& weight) {
 }
 
 Tensor embedding_backward(const Tensor& grad, const Tensor& index, int64_t V, int64_t padding_idx) {
+  if (grad.device().is_cuda()) {
+    return on_cuda<kernels::embedding_backward>("embedding", grad.device(), grad, index, V,
+                                                padding_idx);
+  }
   const int64_t C = grad.size(-1);
   Tensor result = raw::empty({V, C}, grad.dtype(), grad.device());
   const Tensor places = checked_index(index, V, false, "embedding");
@@ -88,6 +93,10 @@ Tensor embedding_backward(const Tensor& grad, const Tensor& index, int64_t V, in
 
 Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved,
               bool inverse) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::rotary>("rotary_embedding", x.device(), x, cos, sin, interleaved,
+                                    inverse);
+  }
   Tensor result = raw::empty_like(x);
   if (x.is_meta() || x.numel() == 0) return result;
   // Rows are read with any stride, their elements one after the other.

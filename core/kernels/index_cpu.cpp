@@ -8,6 +8,7 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera::kernels {
@@ -222,6 +223,10 @@ Tensor triangle(const Tensor& x, int64_t diagonal, bool lower, const char* where
 }  // namespace
 
 Tensor checked_index(const Tensor& index, int64_t size, bool negative, std::string_view where) {
+  if (index.device().is_cuda()) {
+    return on_cuda<kernels::checked_index>(std::string(where).c_str(), index.device(), index, size,
+                                           negative, where);
+  }
   TS_CHECK_DTYPE(index.dtype() == kI64 || index.dtype() == kI32, where,
                  "expects an index of dtype i64 or i32; got ", index, "; convert with to(kI64)");
   if (index.is_meta()) return raw::empty(index.shape(), kI64, index.device());
@@ -230,6 +235,9 @@ Tensor checked_index(const Tensor& index, int64_t size, bool negative, std::stri
 }
 
 Tensor select_rows(const Tensor& x, const Tensor& positions) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::select_rows>("index_select", x.device(), x, positions);
+  }
   const int64_t B = x.size(0), M = x.size(1), A = x.size(2), N = positions.numel();
   Tensor result = raw::empty({B, N, A}, x.dtype(), x.device());
   if (x.is_meta() || result.numel() == 0) return result;
@@ -260,6 +268,9 @@ Tensor select_rows(const Tensor& x, const Tensor& positions) {
 }
 
 void put_rows(const Tensor& x, const Tensor& positions, const Tensor& source) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::put_rows>("index_put", x.device(), x, positions, source);
+  }
   if (x.is_meta() || source.numel() == 0) return;
   const int64_t B = x.size(0), M = x.size(1), A = x.size(2), N = positions.numel();
   const int64_t* places = positions.data_as<int64_t>();
@@ -276,6 +287,9 @@ void put_rows(const Tensor& x, const Tensor& positions, const Tensor& source) {
 }
 
 void add_rows(const Tensor& x, const Tensor& positions, const Tensor& source) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::add_rows>("index_add", x.device(), x, positions, source);
+  }
   if (x.is_meta() || source.numel() == 0) return;
   const int64_t B = x.size(0), M = x.size(1), A = x.size(2), N = positions.numel();
   const int64_t* places = positions.data_as<int64_t>();
@@ -294,6 +308,9 @@ void add_rows(const Tensor& x, const Tensor& positions, const Tensor& source) {
 }
 
 Tensor gather(const Tensor& x, int dim, const Tensor& index) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::gather>("gather", x.device(), x, dim, index);
+  }
   Tensor result = raw::empty(index.shape(), x.dtype(), x.device());
   const Tensor places = checked_index(index, x.dim() == 0 ? 1 : x.shape()[dim], false, "gather");
   if (x.is_meta() || result.numel() == 0) return result;
@@ -309,6 +326,9 @@ Tensor gather(const Tensor& x, int dim, const Tensor& index) {
 }
 
 void scatter(const Tensor& x, int dim, const Tensor& index, const Tensor& source) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::scatter>("scatter", x.device(), x, dim, index, source);
+  }
   const Tensor places = checked_index(index, x.dim() == 0 ? 1 : x.shape()[dim], false, "scatter");
   if (x.is_meta() || index.numel() == 0) return;
   const Tensor values = contiguous(source);
@@ -322,6 +342,9 @@ void scatter(const Tensor& x, int dim, const Tensor& index, const Tensor& source
 }
 
 void scatter_add(const Tensor& x, int dim, const Tensor& index, const Tensor& source) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::scatter_add>("scatter_add", x.device(), x, dim, index, source);
+  }
   const Tensor places =
       checked_index(index, x.dim() == 0 ? 1 : x.shape()[dim], false, "scatter_add");
   if (x.is_meta() || index.numel() == 0) return;
@@ -337,6 +360,9 @@ void scatter_add(const Tensor& x, int dim, const Tensor& index, const Tensor& so
 }
 
 Tensor nonzero(const Tensor& x) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::nonzero>("nonzero", x.device(), x);
+  }
   TS_CHECK_DEVICE(!x.is_meta(), "nonzero", "the shape of the result depends on the values, which ",
                   x, " does not have; use a CPU tensor");
   const Tensor dense = contiguous(x);
@@ -384,10 +410,23 @@ Tensor nonzero(const Tensor& x) {
   return result;
 }
 
-Tensor tril(const Tensor& x, int64_t diagonal) { return triangle(x, diagonal, true, "tril"); }
-Tensor triu(const Tensor& x, int64_t diagonal) { return triangle(x, diagonal, false, "triu"); }
+Tensor tril(const Tensor& x, int64_t diagonal) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::tril>("tril", x.device(), x, diagonal);
+  }
+  return triangle(x, diagonal, true, "tril");
+}
+Tensor triu(const Tensor& x, int64_t diagonal) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::triu>("triu", x.device(), x, diagonal);
+  }
+  return triangle(x, diagonal, false, "triu");
+}
 
 Tensor one_hot(const Tensor& x, int64_t num_classes) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::one_hot>("one_hot", x.device(), x, num_classes);
+  }
   TS_CHECK_DTYPE(x.dtype() == kI64 || x.dtype() == kI32, "one_hot",
                  "expects class indices of dtype i64 or i32; got ", x, "; convert with to(kI64)");
   TS_CHECK(num_classes >= -1 && num_classes != 0, "one_hot",
@@ -413,6 +452,9 @@ Tensor one_hot(const Tensor& x, int64_t num_classes) {
 }
 
 Tensor bincount(const Tensor& x, const Tensor& weights, int64_t minlength) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::bincount>("bincount", x.device(), x, weights, minlength);
+  }
   TS_CHECK_SHAPE(x.dim() == 1, "bincount", "expects one dimension; got ", x, "; flatten it first");
   TS_CHECK(minlength >= 0, "bincount", "minlength must not be negative; got ", minlength);
   TS_CHECK_SHAPE(!weights.defined() || weights.shape() == x.shape(), "bincount",

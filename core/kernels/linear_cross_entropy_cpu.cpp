@@ -8,6 +8,7 @@
 #include <tessera/core/kernels/linear_cross_entropy.h>
 #include <tessera/core/kernels/linear_cross_entropy_rows.h>
 #include <tessera/core/kernels/matmul.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
@@ -38,6 +39,11 @@ int64_t read_targets(const Tensor& target, int64_t classes, int64_t ignore_index
 LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
                                         int64_t ignore_index, bool mean, bool want_grad_x,
                                         bool want_grad_weight) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::linear_cross_entropy>("linear_cross_entropy", x.device(), x, weight,
+                                                  target, ignore_index, mean, want_grad_x,
+                                                  want_grad_weight);
+  }
   const int64_t N = x.size(0), C = x.size(1), V = weight.size(0);
   const DType sum_dtype = x.dtype() == kF64 ? kF64 : kF32;
   LinearCrossEntropy result;

@@ -3,6 +3,7 @@
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/gemm.h>
 #include <tessera/core/kernels/matmul.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera::kernels {
@@ -91,15 +92,26 @@ void copy_broadcast(const Tensor& x, const Tensor& result) {
 
 }  // namespace
 
-Tensor matmul(const Tensor& a, const Tensor& b) { return product(a, b, {}); }
+Tensor matmul(const Tensor& a, const Tensor& b) {
+  if (a.device().is_cuda()) {
+    return on_cuda<kernels::matmul>("matmul", a.device(), a, b);
+  }
+  return product(a, b, {});
+}
 
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::linear>("linear", x.device(), x, weight, bias);
+  }
   const Tensor transposed = raw::transpose(weight, 0, 1);
   if (x.dim() >= 2) return product(x, transposed, bias);
   return raw::squeeze(product(raw::unsqueeze(x, 0), transposed, bias), 0);
 }
 
 Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, double beta, double alpha) {
+  if (a.device().is_cuda()) {
+    return on_cuda<kernels::addmm>("addmm", a.device(), x, a, b, beta, alpha);
+  }
   const Tensor result = raw::empty({a.size(0), b.size(1)}, a.dtype(), a.device());
   if (result.is_meta() || result.numel() == 0) return result;
   if (beta != 0) {
@@ -120,6 +132,9 @@ Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, double beta, dou
 }
 
 void matmul_into(const Tensor& target, const Tensor& a, const Tensor& b, bool accumulate) {
+  if (target.device().is_cuda()) {
+    return on_cuda<kernels::matmul_into>("matmul", target.device(), target, a, b, accumulate);
+  }
   if (target.is_meta()) return;
   gemm({.m = a.size(0),
         .n = b.size(1),

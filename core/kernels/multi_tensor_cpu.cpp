@@ -10,6 +10,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/multi_tensor_blocks.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/strided.h>
 #include <tessera/core/parallel.h>
 
@@ -293,6 +294,10 @@ double tree_of_norm(std::span<double> partials, double p) {
 
 void multi_tensor_adam(std::span<const AdamTensors> tensors, const AdamOptions& options,
                        const double* scalars) {
+  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_adam>("multi_tensor_adam", tensors[0].param.device(),
+                                               tensors, options, scalars);
+  }
   for (const AdamTensors& t : tensors) {
     TS_CHECK(t.exp_avg.defined() && t.exp_avg_sq.defined(), "multi_tensor_adam",
              "exp_avg and exp_avg_sq must be defined");
@@ -419,6 +424,10 @@ void multi_tensor_rmsprop(std::span<const RmspropTensors> tensors, const Rmsprop
 }
 
 std::vector<double> multi_tensor_power_sums(std::span<const Tensor> tensors, double p) {
+  if (!tensors.empty() && tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_power_sums>("multi_tensor_power_sums", tensors[0].device(),
+                                                     tensors, p);
+  }
   constexpr const char* kWhere = "multi_tensor_power_sums";
   TS_CHECK(p > 0, kWhere, "p must be positive or infinity; got ", p);
   std::vector<Tensor> copies(tensors.begin(), tensors.end());
@@ -460,6 +469,10 @@ double multi_tensor_norm(std::span<const Tensor> tensors, double p) {
 }
 
 void multi_tensor_scale(std::span<const Tensor> tensors, const double* factor) {
+  if (!tensors.empty() && tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_scale>("multi_tensor_scale", tensors[0].device(), tensors,
+                                                factor);
+  }
   run_in_place("multi_tensor_scale", tensors, [&](const Chunk& chunk, const Operand& x) {
     for_each_block(chunk, x, [&]<class C>(int64_t n, C* block) {
       TS_SIMD_CALL(scale_block, n, block, static_cast<C>(*factor));
@@ -476,6 +489,9 @@ void multi_tensor_clamp(std::span<const Tensor> tensors, double limit) {
 }
 
 void multi_tensor_zero(std::span<const Tensor> tensors) {
+  if (!tensors.empty() && tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_zero>("multi_tensor_zero", tensors[0].device(), tensors);
+  }
   run_in_place("multi_tensor_zero", tensors, [&](const Chunk& chunk, const Operand& x) {
     std::memset(bytes_at(x, chunk.begin), 0,
                 static_cast<size_t>((chunk.end - chunk.begin) * size_of(x.dtype)));

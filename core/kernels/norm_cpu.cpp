@@ -8,6 +8,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/norm_blocks.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/reduce.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
@@ -53,6 +54,10 @@ Tensor sum_partials(const Tensor& partials, DType dtype) {
 
 RowNorm row_norm_forward(const Tensor& x, const Tensor& residual, int64_t columns,
                          const Tensor& weight, const Tensor& bias, double eps, bool center) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::row_norm_forward>(center ? "layer_norm" : "rms_norm", x.device(), x,
+                                              residual, columns, weight, bias, eps, center);
+  }
   const char* where = center ? "layer_norm" : "rms_norm";
   check_operand(where, x);
   const int64_t rows = columns == 0 ? 0 : x.numel() / columns;
@@ -91,6 +96,11 @@ RowNorm row_norm_forward(const Tensor& x, const Tensor& residual, int64_t column
 RowNormGradients row_norm_backward(const Tensor& dy, const Tensor& dsum, const Tensor& x,
                                    int64_t columns, const Tensor& weight, const Tensor& mean,
                                    const Tensor& rstd, const bool (&wanted)[3]) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::row_norm_backward>(mean.defined() ? "layer_norm" : "rms_norm",
+                                               x.device(), dy, dsum, x, columns, weight, mean, rstd,
+                                               wanted);
+  }
   const int64_t rows = columns == 0 ? 0 : x.numel() / columns;
   const DType compute = compute_dtype(x.dtype());
   const int64_t blocks = (rows + kNormRows - 1) / kNormRows;
@@ -173,6 +183,9 @@ Tensor columns_tensor(const std::vector<double>& values, DType compute) {
 }  // namespace
 
 Statistics channel_statistics(const Tensor& x, int64_t groups) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::channel_statistics>("batch_norm", x.device(), x, groups);
+  }
   const DType compute = compute_dtype(x.dtype());
   Moments m;
   if (groups == 0) {
@@ -189,6 +202,9 @@ Statistics channel_statistics(const Tensor& x, int64_t groups) {
 }
 
 Tensor rstd_of(const Tensor& variance, double eps) {
+  if (variance.device().is_cuda()) {
+    return on_cuda<kernels::rstd_of>("batch_norm", variance.device(), variance, eps);
+  }
   const DType compute = compute_dtype(variance.dtype());
   const Tensor result = raw::empty(variance.shape(), compute, variance.device());
   if (variance.is_meta()) return result;
@@ -203,6 +219,10 @@ Tensor rstd_of(const Tensor& variance, double eps) {
 
 Tensor channel_norm_forward(const Tensor& x, int64_t groups, const Tensor& mean, const Tensor& rstd,
                             const Tensor& weight, const Tensor& bias) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::channel_norm_forward>(groups > 0 ? "group_norm" : "batch_norm",
+                                                  x.device(), x, groups, mean, rstd, weight, bias);
+  }
   check_operand(groups == 0 ? "batch_norm" : "group_norm", x);
   const Tensor y = raw::empty(x.shape(), x.dtype(), x.device());
   if (x.is_meta() || x.numel() == 0) return y;
@@ -251,6 +271,11 @@ Tensor channel_norm_forward(const Tensor& x, int64_t groups, const Tensor& mean,
 RowNormGradients channel_norm_backward(const Tensor& dy, const Tensor& x, int64_t groups,
                                        const Tensor& mean, const Tensor& rstd, const Tensor& weight,
                                        bool fixed, const bool (&wanted)[3]) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::channel_norm_backward>(groups > 0 ? "group_norm" : "batch_norm",
+                                                   x.device(), dy, x, groups, mean, rstd, weight,
+                                                   fixed, wanted);
+  }
   RowNormGradients result;
   const Channels size(x);
   const DType compute = compute_dtype(x.dtype());

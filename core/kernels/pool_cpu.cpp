@@ -4,6 +4,7 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/pool.h>
 #include <tessera/core/parallel.h>
 
@@ -25,6 +26,9 @@ int64_t plane_grain(int64_t plane) {
 }  // namespace
 
 Tensor window_sum(const Tensor& x, const WindowMap& rows, const WindowMap& columns) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::window_sum>("avg_pool", x.device(), x, rows, columns);
+  }
   const int64_t H = rows.input_size, W = columns.input_size, OH = rows.size(), OW = columns.size();
   const Tensor result = raw::empty(with_plane(x.shape(), OH, OW), x.dtype(), x.device());
   if (result.is_meta() || result.numel() == 0) return result;
@@ -55,6 +59,9 @@ Tensor window_sum(const Tensor& x, const WindowMap& rows, const WindowMap& colum
 }
 
 Tensor window_sum_transposed(const Tensor& grad, const WindowMap& rows, const WindowMap& columns) {
+  if (grad.device().is_cuda()) {
+    return on_cuda<kernels::window_sum_transposed>("avg_pool", grad.device(), grad, rows, columns);
+  }
   const int64_t H = rows.input_size, W = columns.input_size, OH = rows.size(), OW = columns.size();
   const Tensor result = raw::empty(with_plane(grad.shape(), H, W), grad.dtype(), grad.device());
   if (result.is_meta() || result.numel() == 0) return result;
@@ -92,6 +99,9 @@ Tensor window_sum_transposed(const Tensor& grad, const WindowMap& rows, const Wi
 
 MaxPool max_pool(const Tensor& x, const int64_t (&kernel)[2], const ConvGeometry& geometry,
                  int64_t OH, int64_t OW) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::max_pool>("max_pool", x.device(), x, kernel, geometry, OH, OW);
+  }
   const int64_t H = x.size(-2), W = x.size(-1);
   MaxPool result{raw::empty(with_plane(x.shape(), OH, OW), x.dtype(), x.device()),
                  raw::empty(with_plane(x.shape(), OH, OW), kI64, x.device())};

@@ -8,6 +8,7 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera::kernels {
@@ -56,6 +57,9 @@ uint64_t below(uint64_t bits, uint64_t range) {
 }  // namespace
 
 void random_uniform(const Tensor& x, double low, double high, RandomStream stream) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::random_uniform>("random_uniform", x.device(), x, low, high, stream);
+  }
   dispatch_floating(x.dtype(), "random_uniform", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       T* values = dense.data_as<T>();
@@ -67,6 +71,9 @@ void random_uniform(const Tensor& x, double low, double high, RandomStream strea
 }
 
 void random_normal(const Tensor& x, double mean, double std, RandomStream stream) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::random_normal>("random_normal", x.device(), x, mean, std, stream);
+  }
   dispatch_floating(x.dtype(), "random_normal", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       T* values = dense.data_as<T>();
@@ -78,6 +85,9 @@ void random_normal(const Tensor& x, double mean, double std, RandomStream stream
 }
 
 void random_bernoulli(const Tensor& x, double p, RandomStream stream) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::random_bernoulli>("random_bernoulli", x.device(), x, p, stream);
+  }
   const uint64_t threshold = static_cast<uint64_t>(p * 0x1p32 + 0.5);
   dispatch_numeric_and_bool(x.dtype(), "random_bernoulli", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
@@ -91,6 +101,9 @@ void random_bernoulli(const Tensor& x, double p, RandomStream stream) {
 }
 
 void random_integers(const Tensor& x, int64_t low, int64_t high, RandomStream stream) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::random_integers>("random_integers", x.device(), x, low, high, stream);
+  }
   const uint64_t range = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
   dispatch_numeric_and_bool(x.dtype(), "random_integers", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
@@ -122,6 +135,10 @@ Tensor random_permutation(int64_t size, RandomStream stream) {
 }
 
 Tensor random_choice(const Tensor& weights, int64_t count, bool replacement, RandomStream stream) {
+  if (weights.device().is_cuda()) {
+    return on_cuda<kernels::random_choice>("multinomial", weights.device(), weights, count,
+                                           replacement, stream);
+  }
   const int64_t rows = weights.size(0), n = weights.size(1);
   Tensor result = raw::empty({rows, count}, kI64, weights.device());
   if (weights.is_meta()) return result;
@@ -184,6 +201,9 @@ Tensor random_choice(const Tensor& weights, int64_t count, bool replacement, Ran
 }
 
 Tensor dropout(const Tensor& x, double p, RandomStream stream) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::dropout>("dropout", x.device(), x, p, stream);
+  }
   Tensor result = raw::empty(x.shape(), x.dtype(), x.device());
   dispatch_floating(x.dtype(), "dropout", [&]<class T>() {
     if (x.is_meta()) return;

@@ -8,6 +8,7 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/reduce_blocks.h>
 #include <tessera/core/kernels/strided.h>
 #include <tessera/core/parallel.h>
@@ -436,16 +437,25 @@ void check_extremum(const char* where, const Tensor& x, const Shape& dims) {
 }  // namespace
 
 Tensor sum(const Tensor& x, const Shape& dims, bool keepdim, DType dtype) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::sum>("sum", x.device(), x, dims, keepdim, dtype);
+  }
   return reduce("sum", Fold::kSum, 0, converted_for(x, dtype), dims, keepdim, dtype, dtype, {},
                 kAsIs);
 }
 
 Tensor prod(const Tensor& x, const Shape& dims, bool keepdim, DType dtype) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::prod>("prod", x.device(), x, dims, keepdim, dtype);
+  }
   return reduce("prod", Fold::kProd, 0, converted_for(x, dtype), dims, keepdim, dtype, dtype, {},
                 kAsIs);
 }
 
 Tensor mean(const Tensor& x, const Shape& dims, bool keepdim) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::mean>("mean", x.device(), x, dims, keepdim);
+  }
   const double terms = static_cast<double>(terms_of(x, dims));
   return reduce("mean", Fold::kSum, 0, x, dims, keepdim, x.dtype(), x.dtype(), {},
                 [&](auto* values, int64_t, int64_t, int64_t count) {
@@ -458,6 +468,9 @@ Tensor mean(const Tensor& x, const Shape& dims, bool keepdim) {
 
 Moments moments(const Tensor& x, const Shape& dims, bool keepdim, double correction, bool root,
                 DType dtype) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::moments>("var", x.device(), x, dims, keepdim, correction, root, dtype);
+  }
   const double terms = static_cast<double>(terms_of(x, dims));
   const Tensor mean = reduce("var", Fold::kSum, 0, x, dims, keepdim, x.dtype(), kF64, {},
                              [&](auto* values, int64_t, int64_t, int64_t count) {
@@ -481,20 +494,32 @@ Moments moments(const Tensor& x, const Shape& dims, bool keepdim, double correct
 }
 
 Tensor amax(const Tensor& x, const Shape& dims, bool keepdim) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::amax>("amax", x.device(), x, dims, keepdim);
+  }
   check_extremum("amax", x, dims);
   return reduce("amax", Fold::kMax, 0, x, dims, keepdim, x.dtype(), x.dtype(), {}, kAsIs);
 }
 
 Tensor amin(const Tensor& x, const Shape& dims, bool keepdim) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::amin>("amin", x.device(), x, dims, keepdim);
+  }
   check_extremum("amin", x, dims);
   return reduce("amin", Fold::kMin, 0, x, dims, keepdim, x.dtype(), x.dtype(), {}, kAsIs);
 }
 
 Tensor any(const Tensor& x, const Shape& dims, bool keepdim) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::any>("any", x.device(), x, dims, keepdim);
+  }
   return reduce("any", Fold::kCountNonzero, 0, x, dims, keepdim, x.dtype(), kBool, {}, kAsIs);
 }
 
 Tensor all(const Tensor& x, const Shape& dims, bool keepdim) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::all>("all", x.device(), x, dims, keepdim);
+  }
   const int64_t terms = terms_of(x, dims);
   return reduce("all", Fold::kCountNonzero, 0, x, dims, keepdim, x.dtype(), kBool, {},
                 [&](auto* values, int64_t, int64_t, int64_t count) {
@@ -506,6 +531,9 @@ Tensor all(const Tensor& x, const Shape& dims, bool keepdim) {
 }
 
 Tensor norm(const Tensor& x, double p, const Shape& dims, bool keepdim) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::norm>("norm", x.device(), x, p, dims, keepdim);
+  }
   const Fold fold = p == 0           ? Fold::kCountNonzero
                     : p == 1         ? Fold::kSumAbs
                     : p == 2         ? Fold::kSumSquares
@@ -526,6 +554,9 @@ Tensor norm(const Tensor& x, double p, const Shape& dims, bool keepdim) {
 }
 
 Tensor logsumexp(const Tensor& x, const Shape& dims, bool keepdim) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::logsumexp>("logsumexp", x.device(), x, dims, keepdim);
+  }
   // The shift is the largest element; 0 where that is infinite or there is none.
   const Tensor shift = reduce("logsumexp", Fold::kMax, 0, x, dims, keepdim, x.dtype(), kF64, {},
                               [](auto* values, int64_t, int64_t, int64_t count) {
@@ -684,6 +715,10 @@ Tensor scan_checked(const char* where, const Tensor& x, int dim, bool product, b
 }  // namespace
 
 Extremum extremum(const Tensor& x, int dim, bool keepdim, bool largest) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::extremum>(largest ? "max" : "min", x.device(), x, dim, keepdim,
+                                      largest);
+  }
   const char* where = largest ? "max" : "min";
   check_host(where, x);
   const Shape dims = x.dim() == 0 ? Shape{} : Shape{dim};
@@ -707,10 +742,16 @@ Extremum extremum(const Tensor& x, int dim, bool keepdim, bool largest) {
 }
 
 Tensor cumsum(const Tensor& x, int dim, DType dtype, bool reverse) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::cumsum>("cumsum", x.device(), x, dim, dtype, reverse);
+  }
   return scan_checked("cumsum", x, dim, false, reverse, dtype);
 }
 
 Tensor cumprod(const Tensor& x, int dim, DType dtype) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::cumprod>("cumprod", x.device(), x, dim, dtype);
+  }
   return scan_checked("cumprod", x, dim, true, false, dtype);
 }
 

@@ -6,6 +6,7 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
@@ -59,6 +60,9 @@ void for_each_place(const Geometry& geometry, F&& f) {
 }  // namespace
 
 Tensor cat(std::span<const Tensor> tensors, int dim) {
+  if (!tensors.empty() && tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::cat>("cat", tensors[0].device(), tensors, dim);
+  }
   const Tensor& first = tensors[0];
   Shape shape = first.shape();
   shape[dim] = 0;
@@ -97,6 +101,9 @@ Tensor cat(std::span<const Tensor> tensors, int dim) {
 }
 
 Tensor take(const Tensor& x, std::span<const std::vector<int64_t>> maps) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::take>("take", x.device(), x, maps);
+  }
   Shape shape = x.shape();
   for (int d = 0; d < x.dim(); ++d) {
     const auto& map = maps[static_cast<size_t>(d)];
@@ -134,6 +141,9 @@ Tensor take(const Tensor& x, std::span<const std::vector<int64_t>> maps) {
 
 Tensor take_transposed(const Tensor& x, std::span<const std::vector<int64_t>> maps,
                        const Shape& shape) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::take_transposed>("take", x.device(), x, maps, shape);
+  }
   const DType sum_dtype = sum_dtype_of(x.dtype());
   Tensor sums = raw::zeros(shape, sum_dtype, x.device());
   if (!x.is_meta() && x.numel() > 0) {
@@ -166,6 +176,9 @@ Tensor take_transposed(const Tensor& x, std::span<const std::vector<int64_t>> ma
 }
 
 Tensor embed_slice(const Tensor& x, const Shape& shape, int dim, int64_t start, int64_t step) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::embed_slice>("slice", x.device(), x, shape, dim, start, step);
+  }
   Tensor result = raw::zeros(shape, x.dtype(), x.device());
   if (x.is_meta() || x.numel() == 0) return result;
   Shape strides = result.strides();
@@ -176,6 +189,9 @@ Tensor embed_slice(const Tensor& x, const Shape& shape, int dim, int64_t start, 
 }
 
 Tensor restride(const Tensor& x, const Geometry& from, const Geometry& to) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::restride>("as_strided", x.device(), x, from, to);
+  }
   Tensor result = raw::empty(to.shape, x.dtype(), x.device());
   if (x.is_meta()) return result;
   const int64_t first = std::min(from.offset, to.offset);

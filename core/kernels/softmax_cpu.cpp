@@ -4,6 +4,7 @@
 
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/softmax_blocks.h>
 #include <tessera/core/parallel.h>
 
@@ -45,6 +46,9 @@ void for_each_piece(const Tensor& x, int dim, Rows&& rows, Columns&& columns) {
 }  // namespace
 
 Tensor softmax(const Tensor& x, int dim, bool log) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::softmax>(log ? "log_softmax" : "softmax", x.device(), x, dim, log);
+  }
   check_operand(log ? "log_softmax" : "softmax", x);
   const Tensor y = raw::empty(x.shape(), x.dtype(), x.device());
   if (x.is_meta()) return y;
@@ -67,6 +71,10 @@ Tensor softmax(const Tensor& x, int dim, bool log) {
 }
 
 Tensor softmax_backward(const Tensor& dy, const Tensor& y, int dim, bool log) {
+  if (y.device().is_cuda()) {
+    return on_cuda<kernels::softmax_backward>(log ? "log_softmax" : "softmax", y.device(), dy, y,
+                                              dim, log);
+  }
   const char* where = log ? "log_softmax" : "softmax";
   check_operand(where, y);
   TS_CHECK_SHAPE(dy.shape() == y.shape(), where, "the gradient must have the shape of y, ", y,

@@ -7,6 +7,7 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
@@ -193,6 +194,9 @@ SortedValues along(const Tensor& x, int dim, int64_t k, const char* where, F&& f
 }  // namespace
 
 SortedValues sort(const Tensor& x, int dim, bool descending) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::sort>("sort", x.device(), x, dim, descending);
+  }
   const int64_t size = x.dim() == 0 ? 1 : x.shape()[dim];
   return along(x, dim, size, "sort",
                [&]<class T>(const T* row, int64_t n, Scratch<Key<T>>& scratch) {
@@ -206,6 +210,9 @@ SortedValues sort(const Tensor& x, int dim, bool descending) {
 }
 
 SortedValues topk(const Tensor& x, int64_t k, int dim, bool largest) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::topk>("topk", x.device(), x, k, dim, largest);
+  }
   return along(x, dim, k, "topk", [&]<class T>(const T* row, int64_t n, Scratch<Key<T>>& scratch) {
     if (2 * k >= n) {
       for (int64_t i = 0; i < n; ++i) {

@@ -1,0 +1,232 @@
+#include <tessera/core/kernels/cross_entropy.h>
+
+#include <cmath>
+
+#include <tessera/core/cuda/device_errors.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/on_device.h>
+#include <tessera/core/kernels/reduce.h>
+#include <tessera/core/math.h>
+#include <tessera/core/kernels/rows.cuh>
+
+namespace tessera::kernels {
+namespace {
+
+constexpr int kBlock = 256;
+constexpr const char* kName = "cross_entropy";
+
+DType compute_dtype(DType dtype) { return dtype == kF64 ? kF64 : kF32; }
+
+__global__ void check_targets_kernel(const int64_t* target, int64_t* result, int64_t n, int64_t V,
+                                     int64_t ignore_index, const char* op,
+                                     gpu::DeviceErrorWord* errors) {
+  const int64_t i = gpu::first_index();
+  if (i >= n) return;
+  const int64_t value = target[i];
+  const bool outside = value != ignore_index && (value < 0 || value >= V);
+  if (outside && atomicCAS(&errors->found, 0, 1) == 0) {
+    errors->op = op;
+    errors->position = i;
+    errors->value = value;
+    errors->low = 0;
+    errors->high = V;
+  }
+  result[i] = outside ? ignore_index : value;
+}
+
+Tensor check_targets_cuda(const char* where, const Tensor& target, int64_t classes,
+                          int64_t ignore_index) {
+  TS_CHECK_DTYPE(target.dtype() == kI64 || target.dtype() == kI32, where,
+                 "expects class indices of i64 or i32; got ", target,
+                 "; probabilities have the dtype and shape of the input");
+  const Tensor wide = contiguous(target.dtype() == kI64 ? target : convert(target, kI64));
+  const Tensor result = raw::empty(target.shape(), kI64, target.device());
+  if (target.numel() == 0) return result;
+  gpu::launch({.name = where, .grid = gpu::blocks(target.numel(), kBlock), .block = kBlock},
+              check_targets_kernel, wide.data_as<int64_t>(), result.data_as<int64_t>(),
+              target.numel(), classes, ignore_index, where, gpu::device_error_word());
+  return result;
+}
+
+// One block a row: the largest logit, then the sums.
+template <class T>
+__global__ void forward_kernel(const T* logits,            // (N, V), rows `stride` apart
+                               const int64_t* targets,     // (N)
+                               const Compute<T>* weights,  // (V) or null
+                               const double* weight_sum,   // one number, or null
+                               Compute<T>* losses,         // (N)
+                               Compute<T>* statistics,     // (N, 2)
+                               double* target_weights,     // (N)
+                               int64_t stride, int64_t V, int64_t ignore_index, double smoothing) {
+  using C = Compute<T>;
+  TS_REDUCE_SLOT(C, largest_slot);
+  TS_REDUCE_SLOT(double, sum_slot);
+  const int64_t n = blockIdx.x, target = targets[n];
+  if (target == ignore_index) {  // the whole block
+    if (threadIdx.x == 0) {
+      losses[n] = statistics[2 * n] = statistics[2 * n + 1] = C(0);
+      target_weights[n] = 0;
+    }
+    return;
+  }
+  const T* const x = logits + n * stride;
+  C largest = -static_cast<C>(INFINITY);
+  for (int64_t c = threadIdx.x; c < V; c += blockDim.x) {
+    largest = gpu::Larger{}(largest, load<C>(x[c]));
+  }
+  largest = gpu::block_reduce(largest, gpu::Larger{}, -static_cast<C>(INFINITY), largest_slot);
+  double sum = 0, weighted = 0;
+  for (int64_t c = threadIdx.x; c < V; c += blockDim.x) {
+    const C shifted = load<C>(x[c]) - largest;
+    sum += static_cast<double>(math::exp(shifted));
+    if (smoothing != 0) {
+      weighted += static_cast<double>(weights != nullptr ? weights[c] * shifted : shifted);
+    }
+  }
+  sum = gpu::block_reduce(sum, gpu::Plus{}, 0.0, sum_slot);
+  if (smoothing != 0) weighted = gpu::block_reduce(weighted, gpu::Plus{}, 0.0, sum_slot);
+  if (threadIdx.x != 0) return;
+  const double weight = weights != nullptr ? static_cast<double>(weights[target]) : 1.0;
+  const double total = weight_sum != nullptr ? *weight_sum : static_cast<double>(V);
+  const double log_sum = ::log(sum);
+  double loss =
+      (1 - smoothing) * weight *
+      ((static_cast<double>(largest) - static_cast<double>(load<C>(x[target]))) + log_sum);
+  if (smoothing != 0) {
+    loss += smoothing / static_cast<double>(V) * (total * log_sum - weighted);
+  }
+  losses[n] = static_cast<C>(loss);
+  statistics[2 * n] = largest;
+  statistics[2 * n + 1] = static_cast<C>(1 / sum);
+  target_weights[n] = weight;
+}
+
+template <class T>
+__global__ void backward_kernel(const T* logits, const int64_t* targets, const Compute<T>* weights,
+                                const double* weight_sum, const Compute<T>* statistics,
+                                const Compute<T>* row_gradients, T* result, int64_t stride,
+                                int64_t V, int64_t ignore_index, double smoothing, double scale,
+                                bool one_gradient) {
+  using C = Compute<T>;
+  const int64_t n = blockIdx.x, target = targets[n];
+  const T* const x = logits + n * stride;
+  T* const dx = result + n * V;
+  if (target == ignore_index) {
+    for (int64_t c = threadIdx.x; c < V; c += blockDim.x) dx[c] = store<T>(C(0));
+    return;
+  }
+  const double total = weight_sum != nullptr ? *weight_sum : static_cast<double>(V);
+  const double smooth = smoothing / static_cast<double>(V);
+  const double g = static_cast<double>(row_gradients[one_gradient ? 0 : n]) * scale;
+  const double hard =
+      g * (1 - smoothing) * (weights != nullptr ? static_cast<double>(weights[target]) : 1.0);
+  const C a =
+      static_cast<C>((hard + g * smooth * total) * static_cast<double>(statistics[2 * n + 1]));
+  const C b = static_cast<C>(g * smooth), largest = statistics[2 * n];
+  for (int64_t c = threadIdx.x; c < V; c += blockDim.x) {
+    C value = a * math::exp(load<C>(x[c]) - largest);
+    if (smoothing != 0) value = value - (weights != nullptr ? b * weights[c] : b);
+    if (c == target) value = value - static_cast<C>(hard);
+    dx[c] = store<T>(value);
+  }
+}
+
+// The class weights in the compute dtype and their sum, on the device.
+struct ClassWeights {
+  Tensor values, sum;
+  ClassWeights(const Tensor& weight, DType compute) {
+    if (!weight.defined()) return;
+    values = contiguous(weight.dtype() == compute ? weight : convert(weight, compute));
+    sum = kernels::sum(values, {0}, false, kF64);
+  }
+};
+
+CrossEntropyRows forward_cuda(const Tensor& logits, const Tensor& targets,
+                              const CrossEntropyAttributes& attributes) {
+  const int64_t N = logits.size(0), V = logits.size(1);
+  const DType compute = compute_dtype(logits.dtype());
+  CrossEntropyRows result{raw::empty({N}, compute, logits.device()),
+                          raw::empty({N, 2}, compute, logits.device()), 0};
+  if (N == 0) return result;
+  const ClassWeights weights(attributes.weight, compute);
+  const Tensor target_weights = raw::empty({N}, kF64, logits.device());
+  dispatch_floating(logits.dtype(), kName, [&]<class T>() {
+    using C = Compute<T>;
+    gpu::launch({.name = kName, .grid = static_cast<unsigned>(N), .block = row_threads(V)},
+                forward_kernel<T>, logits.data_as<T>(), targets.data_as<int64_t>(),
+                weights.values.defined() ? weights.values.data_as<C>() : nullptr,
+                weights.sum.defined() ? weights.sum.data_as<double>() : nullptr,
+                result.losses.data_as<C>(), result.statistics.data_as<C>(),
+                target_weights.data_as<double>(), logits.stride(0), V, attributes.ignore_index,
+                attributes.label_smoothing);
+  });
+  result.total_weight = sum(target_weights, {0}, false, kF64).item();
+  return result;
+}
+
+Tensor backward_cuda(const Tensor& logits, const Tensor& targets,
+                     const CrossEntropyAttributes& attributes, const Tensor& statistics,
+                     const Tensor& row_gradients, double scale) {
+  const int64_t N = logits.size(0), V = logits.size(1);
+  const Tensor result = raw::empty({N, V}, logits.dtype(), logits.device());
+  if (result.numel() == 0) return result;
+  const DType compute = compute_dtype(logits.dtype());
+  const ClassWeights weights(attributes.weight, compute);
+  const Tensor gradients = contiguous(
+      row_gradients.dtype() == compute ? row_gradients : convert(row_gradients, compute));
+  dispatch_floating(logits.dtype(), kName, [&]<class T>() {
+    using C = Compute<T>;
+    gpu::launch({.name = kName, .grid = static_cast<unsigned>(N), .block = row_threads(V)},
+                backward_kernel<T>, logits.data_as<T>(), targets.data_as<int64_t>(),
+                weights.values.defined() ? weights.values.data_as<C>() : nullptr,
+                weights.sum.defined() ? weights.sum.data_as<double>() : nullptr,
+                statistics.data_as<C>(), gradients.data_as<C>(), result.data_as<T>(),
+                logits.stride(0), V, attributes.ignore_index, attributes.label_smoothing, scale,
+                gradients.numel() == 1);
+  });
+  return result;
+}
+
+template <class C>
+__global__ void distribution_kernel(const int64_t* targets, const C* weights, C* result, int64_t N,
+                                    int64_t V, int64_t ignore_index, double smoothing) {
+  const int64_t i = gpu::first_index();
+  if (i >= N * V) return;
+  const int64_t c = i % V, target = targets[i / V];
+  const double weight = weights != nullptr ? static_cast<double>(weights[c]) : 1.0;
+  C value = C(0);
+  if (target != ignore_index) {
+    if (smoothing != 0) value = static_cast<C>(smoothing / static_cast<double>(V) * weight);
+    if (c == target) value = value + static_cast<C>((1 - smoothing) * weight);
+  }
+  result[i] = value;
+}
+
+Tensor distribution_cuda(const Tensor& like, const Tensor& targets,
+                         const CrossEntropyAttributes& attributes) {
+  const int64_t N = like.size(0), V = like.size(1);
+  const DType compute = compute_dtype(like.dtype());
+  const Tensor result = raw::empty({N, V}, compute, like.device());
+  if (result.numel() == 0) return result;
+  const ClassWeights weights(attributes.weight, compute);
+  const auto run = [&]<class C>() {
+    gpu::launch({.name = kName, .grid = gpu::blocks(N * V, kBlock), .block = kBlock},
+                distribution_kernel<C>, targets.data_as<int64_t>(),
+                weights.values.defined() ? weights.values.data_as<C>() : nullptr,
+                result.data_as<C>(), N, V, attributes.ignore_index, attributes.label_smoothing);
+  };
+  compute == kF64 ? run.operator()<double>() : run.operator()<float>();
+  return result;
+}
+
+}  // namespace
+
+void register_cross_entropy() {
+  cuda_form<check_targets> = check_targets_cuda;
+  cuda_form<cross_entropy_forward> = forward_cuda;
+  cuda_form<cross_entropy_backward> = backward_cuda;
+  cuda_form<cross_entropy_distribution> = distribution_cuda;
+}
+
+}  // namespace tessera::kernels

@@ -1,0 +1,309 @@
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/elementwise_loops.h>
+#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/kernels/multi_tensor_blocks.h>
+#include <tessera/core/kernels/on_device.h>
+#include <tessera/core/math.h>
+#include <tessera/core/kernels/rows.cuh>
+#include <tessera/core/kernels/strided.cuh>
+
+namespace tessera::kernels {
+namespace {
+
+constexpr int kBlock = 256;
+
+// ---- Tables: one block for each chunk of each tensor --------------------------------------------
+
+struct Span {
+  void* data;
+  DType dtype;
+};
+constexpr int kMaxSpans = 6;
+struct Row {  // one tensor, or one parameter with what belongs to it
+  Span spans[kMaxSpans];
+  int64_t numel;
+  int64_t first_chunk;
+};
+
+// The rows on the device. Queued before the launch that reads them, from memory that CUDA stages.
+struct Table {
+  Tensor bytes;
+  std::vector<Row> rows;
+  int64_t chunks = 0;
+
+  void add(std::initializer_list<Span> spans, int64_t numel) {
+    Row row{};
+    std::copy(spans.begin(), spans.end(), row.spans);
+    row.numel = numel;
+    row.first_chunk = chunks;
+    chunks += (numel + kMultiTensorChunk - 1) / kMultiTensorChunk;
+    if (numel > 0) rows.push_back(row);
+  }
+  const Row* upload(const Device& device) {
+    const auto size = static_cast<int64_t>(rows.size() * sizeof(Row));
+    bytes = raw::empty({size}, kU8, device);
+    gpu::copy_bytes(bytes.data(), device, rows.data(), kCpu, static_cast<size_t>(size), true);
+    return static_cast<const Row*>(bytes.data());
+  }
+};
+
+struct Place {
+  int row;
+  int64_t begin, end;
+};
+TS_DEVICE Place find_chunk(const Row* rows, int count) {
+  const int64_t chunk = blockIdx.x;
+  int low = 0, high = count - 1;  // the last row that begins at or before the chunk
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (rows[middle].first_chunk <= chunk) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const int64_t begin = (chunk - rows[low].first_chunk) * kMultiTensorChunk;
+  const int64_t end = begin + kMultiTensorChunk;
+  return {low, begin, end < rows[low].numel ? end : rows[low].numel};
+}
+
+Span span_of(const Tensor& x) {
+  return x.defined() ? Span{x.data(), x.dtype()} : Span{nullptr, kF32};
+}
+
+// ---- Adam ---------------------------------------------------------------------------------------
+
+// The arithmetic of adam_block on the CPU, operation by operation: the bits are the same.
+template <class C>
+__global__ void adam_kernel(const Row* rows, int count, const AdamStep<C> step) {
+  const Place place = find_chunk(rows, count);
+  const Row& row = rows[place.row];
+  C* const exp_avg = static_cast<C*>(row.spans[2].data);
+  C* const exp_avg_sq = static_cast<C*>(row.spans[3].data);
+  C* const largest = static_cast<C*>(row.spans[4].data);
+  for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) {
+    C param = 0, grad = 0;
+    with_lane_dtype<C>(row.spans[0].dtype, [&]<class P>() {
+      param = load<C>(static_cast<const P*>(row.spans[0].data)[i]);
+    });
+    with_lane_dtype<C>(row.spans[1].dtype, [&]<class G>() {
+      grad = load<C>(static_cast<const G*>(row.spans[1].data)[i]);
+    });
+    C g = grad * step.gradient_scale;
+    if (step.l2 != C(0)) g = g + step.l2 * param;
+    const C decayed = param * step.decay;
+    const C m = exp_avg[i] + step.one_minus_beta1 * (g - exp_avg[i]);
+    const C v = exp_avg_sq[i] * step.beta2 + step.one_minus_beta2 * g * g;
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    C second = v;
+    if (largest != nullptr) {
+      second = v > largest[i] || v != v ? v : largest[i];
+      largest[i] = second;
+    }
+    const C denominator = math::sqrt(second) / step.correction2_root + step.eps;
+    const C value = decayed - step.step_size * m / denominator;
+    with_lane_dtype<C>(row.spans[0].dtype,
+                       [&]<class P>() { static_cast<P*>(row.spans[0].data)[i] = store<P>(value); });
+    if (row.spans[5].data != nullptr) {
+      with_any_dtype(row.spans[5].dtype,
+                     [&]<class S>() { static_cast<S*>(row.spans[5].data)[i] = store<S>(value); });
+    }
+  }
+}
+
+template <class C>
+AdamStep<C> adam_step(const AdamOptions& options, const double* scalars) {
+  const double lr = scalars[kLearningRate], step = scalars[kStep];
+  const double correction1 = 1 - std::pow(options.beta1, step);
+  const double correction2 = 1 - std::pow(options.beta2, step);
+  const double scale = options.maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
+  return {static_cast<C>(scale),
+          static_cast<C>(options.decoupled ? 1 - lr * options.weight_decay : 1),
+          static_cast<C>(options.decoupled ? 0 : options.weight_decay),
+          static_cast<C>(1 - options.beta1),
+          static_cast<C>(options.beta2),
+          static_cast<C>(1 - options.beta2),
+          static_cast<C>(std::sqrt(correction2)),
+          static_cast<C>(options.eps),
+          static_cast<C>(lr / correction1)};
+}
+
+// The elements of x in the order of param's memory.
+Tensor in_order_of(const Tensor& x, const Tensor& param, DType dtype) {
+  if (x.dtype() == dtype && x.strides() == param.strides()) return x;
+  const Tensor result = raw::empty_strided(param.shape(), param.strides(), dtype, param.device());
+  copy_into(result, x);
+  return result;
+}
+
+void multi_tensor_adam_cuda(std::span<const AdamTensors> tensors, const AdamOptions& options,
+                            const double* scalars) {
+  constexpr const char* kName = "multi_tensor_adam";
+  if (scalars[kSkipStep] != 0) return;
+  Table narrow, wide;
+  TensorList kept;  // converted gradients, until the launch is queued
+  for (const AdamTensors& t : tensors) {
+    const Tensor& param = t.param;
+    TS_CHECK_SHAPE(is_dense(param.shape(), param.strides()), kName, "param must be dense; got ",
+                   param, " with strides ", param.strides());
+    const bool is_double = param.dtype() == kF64;
+    const DType compute = is_double ? kF64 : kF32;
+    for (const Tensor* x : {&t.grad, &t.exp_avg, &t.exp_avg_sq, &t.max_exp_avg_sq, &t.shadow}) {
+      if (!x->defined()) continue;
+      TS_CHECK_DEVICE(x->device() == param.device(), kName, "all tensors of an entry must be on ",
+                      param.device(), "; got ", *x);
+      TS_CHECK_SHAPE(x->shape() == param.shape(), kName, "all must have the shape of param, ",
+                     param, "; got ", *x);
+      TS_CHECK_SHAPE(x == &t.grad || x->strides() == param.strides(), kName,
+                     "states and shadow must have the strides of param; got ", x->strides());
+    }
+    const bool direct = detail::is_direct(is_double ? Lane::kDouble : Lane::kFloat, t.grad.dtype());
+    kept.push_back(in_order_of(t.grad, param, direct ? t.grad.dtype() : compute));
+    (is_double ? wide : narrow)
+        .add({span_of(param), span_of(kept.back()), span_of(t.exp_avg), span_of(t.exp_avg_sq),
+              span_of(t.max_exp_avg_sq), span_of(t.shadow)},
+             param.numel());
+  }
+  const Device& device = tensors[0].param.device();
+  const auto run = [&]<class C>(Table& table) {
+    if (table.chunks == 0) return;
+    const Row* const rows = table.upload(device);
+    gpu::launch({.name = kName, .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
+                adam_kernel<C>, rows, static_cast<int>(table.rows.size()),
+                adam_step<C>(options, scalars));
+  };
+  run.operator()<float>(narrow);
+  run.operator()<double>(wide);
+  for (const AdamTensors& t : tensors) {
+    for (const Tensor* x : {&t.param, &t.exp_avg, &t.exp_avg_sq, &t.max_exp_avg_sq, &t.shadow}) {
+      if (x->defined()) x->bump_version();
+    }
+  }
+}
+
+// ---- Sums of powers, scaling --------------------------------------------------------------------
+
+template <class C>
+__global__ void power_sum_kernel(const Row* rows, int count, double* partials, double p) {
+  TS_REDUCE_SLOT(double, slot);
+  const Place place = find_chunk(rows, count);
+  const Row& row = rows[place.row];
+  const bool largest = p == static_cast<double>(INFINITY);
+  double value = 0;
+  with_lane_dtype<C>(row.spans[0].dtype, [&]<class T>() {
+    const T* const x = static_cast<const T*>(row.spans[0].data);
+    for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) {
+      const double v = ::fabs(static_cast<double>(load<C>(x[i])));
+      if (largest) {
+        value = gpu::Larger{}(value, v);
+      } else {
+        value += p == 2 ? v * v : p == 1 ? v : ::pow(v, p);
+      }
+    }
+  });
+  value = largest ? gpu::block_reduce(value, gpu::Larger{}, 0.0, slot)
+                  : gpu::block_reduce(value, gpu::Plus{}, 0.0, slot);
+  if (threadIdx.x == 0) partials[blockIdx.x] = value;
+}
+
+std::vector<double> multi_tensor_power_sums_cuda(std::span<const Tensor> tensors, double p) {
+  std::vector<double> sums;
+  const Device& device = tensors[0].device();
+  TensorList dense;
+  for (const Tensor& x : tensors) {
+    TS_CHECK_DEVICE(x.device() == device, "multi_tensor_norm", "all tensors must be on ", device,
+                    "; got ", x);
+    dense.push_back(is_dense(x.shape(), x.strides()) ? x : contiguous(x));
+  }
+  // Tensors of each lane in one launch; partial results come to the host at once.
+  std::vector<std::vector<double>> partials(dense.size());
+  const auto run = [&]<class C>(bool is_double) {
+    Table table;
+    std::vector<size_t> owners;
+    for (size_t i = 0; i < dense.size(); ++i) {
+      if ((dense[i].dtype() == kF64) != is_double || dense[i].numel() == 0) continue;
+      const int64_t before = table.chunks;
+      table.add({span_of(dense[i])}, dense[i].numel());
+      owners.insert(owners.end(), static_cast<size_t>(table.chunks - before), i);
+    }
+    if (table.chunks == 0) return;
+    const Row* const rows = table.upload(device);
+    const Tensor results = raw::empty({table.chunks}, kF64, device);
+    gpu::launch(
+        {.name = "multi_tensor_norm", .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
+        power_sum_kernel<C>, rows, static_cast<int>(table.rows.size()), results.data_as<double>(),
+        p);
+    const std::vector<double> values = results.to_vector<double>();
+    for (size_t c = 0; c < owners.size(); ++c) partials[owners[c]].push_back(values[c]);
+  };
+  run.operator()<float>(false);
+  run.operator()<double>(true);
+  for (std::vector<double>& parts : partials) {  // the CPU's binary tree over chunks
+    for (size_t width = 1; width < parts.size(); width *= 2) {
+      for (size_t i = 0; i + width < parts.size(); i += 2 * width) {
+        const double a = parts[i], b = parts[i + width];
+        parts[i] = std::isinf(p) ? (b > a || std::isnan(b) ? b : a) : a + b;
+      }
+    }
+    sums.push_back(parts.empty() ? 0 : parts[0]);
+  }
+  return sums;
+}
+
+template <class C>
+__global__ void scale_kernel(const Row* rows, int count, C factor) {
+  const Place place = find_chunk(rows, count);
+  const Row& row = rows[place.row];
+  with_lane_dtype<C>(row.spans[0].dtype, [&]<class T>() {
+    T* const x = static_cast<T*>(row.spans[0].data);
+    for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) {
+      x[i] = store<T>(load<C>(x[i]) * factor);
+    }
+  });
+}
+
+void multi_tensor_scale_cuda(std::span<const Tensor> tensors, const double* factor) {
+  Table narrow, wide;
+  for (const Tensor& x : tensors) {
+    TS_CHECK_SHAPE(is_dense(x.shape(), x.strides()), "multi_tensor_scale",
+                   "tensors must be dense; got ", x, " with strides ", x.strides());
+    (x.dtype() == kF64 ? wide : narrow).add({span_of(x)}, x.numel());
+  }
+  const Device& device = tensors[0].device();
+  const auto run = [&]<class C>(Table& table) {
+    if (table.chunks == 0) return;
+    const Row* const rows = table.upload(device);
+    gpu::launch({.name = "multi_tensor_scale",
+                 .grid = static_cast<unsigned>(table.chunks),
+                 .block = kBlock},
+                scale_kernel<C>, rows, static_cast<int>(table.rows.size()),
+                static_cast<C>(*factor));
+  };
+  run.operator()<float>(narrow);
+  run.operator()<double>(wide);
+  for (const Tensor& x : tensors) x.bump_version();
+}
+
+void multi_tensor_zero_cuda(std::span<const Tensor> tensors) {
+  for (const Tensor& x : tensors) {
+    fill(x, 0);
+    x.bump_version();
+  }
+}
+
+}  // namespace
+
+void register_multi_tensor() {
+  cuda_form<multi_tensor_adam> = multi_tensor_adam_cuda;
+  cuda_form<multi_tensor_power_sums> = multi_tensor_power_sums_cuda;
+  cuda_form<multi_tensor_scale> = multi_tensor_scale_cuda;
+  cuda_form<multi_tensor_zero> = multi_tensor_zero_cuda;
+}
+
+}  // namespace tessera::kernels

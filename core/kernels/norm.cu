@@ -1,0 +1,188 @@
+#include <cmath>
+
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/norm.h>
+#include <tessera/core/kernels/on_device.h>
+#include <tessera/core/kernels/reduce.h>
+#include <tessera/core/kernels/rows.cuh>
+
+namespace tessera::kernels {
+namespace {
+
+DType compute_dtype(DType dtype) { return dtype == kF64 ? kF64 : kF32; }
+
+// One block a row: residual added and written, mean, variance of the deviations, result.
+template <class T>
+__global__ void row_norm_kernel(const T* x,                // (rows, C)
+                                const T* residual,         // (rows, C) or null
+                                T* sum,                    // (rows, C) where there is a residual
+                                T* y,                      // (rows, C)
+                                const Compute<T>* weight,  // (C) or null
+                                const Compute<T>* bias,    // (C) or null
+                                Compute<T>* mean_out,      // (rows), null for rms_norm
+                                Compute<T>* rstd_out,      // (rows)
+                                int64_t C, double eps) {
+  using A = Compute<T>;
+  TS_REDUCE_SLOT(double, slot);
+  const int64_t row = blockIdx.x;
+  x += row * C;
+  y += row * C;
+  if (residual != nullptr) {
+    residual += row * C;
+    sum += row * C;
+  }
+  // Each thread reads again what it wrote: no barrier between.
+  const T* const normalised = residual != nullptr ? sum : x;
+  double total = 0;
+  for (int64_t i = threadIdx.x; i < C; i += blockDim.x) {
+    if (residual != nullptr) sum[i] = store<T>(load<A>(x[i]) + load<A>(residual[i]));
+    total += static_cast<double>(load<A>(normalised[i]));
+  }
+  A mean = 0;
+  if (mean_out != nullptr) {
+    mean =
+        static_cast<A>(gpu::block_reduce(total, gpu::Plus{}, 0.0, slot) / static_cast<double>(C));
+  }
+  double squares = 0;
+  for (int64_t i = threadIdx.x; i < C; i += blockDim.x) {
+    const A deviation = load<A>(normalised[i]) - mean;
+    squares += static_cast<double>(deviation * deviation);
+  }
+  squares = gpu::block_reduce(squares, gpu::Plus{}, 0.0, slot);
+  const A rstd = static_cast<A>(1 / ::sqrt(squares / static_cast<double>(C) + eps));
+  if (threadIdx.x == 0) {
+    if (mean_out != nullptr) mean_out[row] = mean;
+    rstd_out[row] = rstd;
+  }
+  for (int64_t i = threadIdx.x; i < C; i += blockDim.x) {
+    A value = (load<A>(normalised[i]) - mean) * rstd;
+    if (weight != nullptr) value = value * weight[i];
+    if (bias != nullptr) value = value + bias[i];
+    y[i] = store<T>(value);
+  }
+}
+
+// A block walks kNormRows rows: their input gradients, and its partial column sums (dweight,
+// dbias), which stay in the block's row of `partials` and belong to one thread each.
+template <class T>
+__global__ void row_norm_backward_kernel(const T* dy,               // (rows, C)
+                                         const T* dsum,             // (rows, C) or null
+                                         const T* x,                // (rows, C)
+                                         const Compute<T>* weight,  // (C) or null
+                                         const Compute<T>* mean,    // (rows), null for rms_norm
+                                         const Compute<T>* rstd,    // (rows)
+                                         T* dx,                     // (rows, C) or null
+                                         Compute<T>* dweights,      // (blocks, C) or null
+                                         Compute<T>* dbiases,       // (blocks, C) or null
+                                         int64_t rows, int64_t C) {
+  using A = Compute<T>;
+  TS_REDUCE_SLOT(double, slot);
+  const int64_t begin = int64_t{blockIdx.x} * kNormRows;
+  const int64_t end = begin + kNormRows < rows ? begin + kNormRows : rows;
+  for (int64_t i = threadIdx.x; i < C; i += blockDim.x) {
+    if (dweights != nullptr) dweights[blockIdx.x * C + i] = 0;
+    if (dbiases != nullptr) dbiases[blockIdx.x * C + i] = 0;
+  }
+  for (int64_t row = begin; row < end; ++row) {
+    const A m = mean != nullptr ? mean[row] : A(0), r = rstd[row];
+    double sum = 0, product = 0;  // of g and g xhat, with g = dy weight
+    for (int64_t i = threadIdx.x; i < C; i += blockDim.x) {
+      const A grad = load<A>(dy[row * C + i]);
+      const A xhat = (load<A>(x[row * C + i]) - m) * r;
+      const A g = weight != nullptr ? grad * weight[i] : grad;
+      sum += static_cast<double>(g);
+      product += static_cast<double>(g * xhat);
+      if (dweights != nullptr) dweights[blockIdx.x * C + i] += grad * xhat;
+      if (dbiases != nullptr) dbiases[blockIdx.x * C + i] += grad;
+    }
+    if (dx == nullptr) continue;
+    A mean_g = 0;
+    if (mean != nullptr) {
+      mean_g =
+          static_cast<A>(gpu::block_reduce(sum, gpu::Plus{}, 0.0, slot) / static_cast<double>(C));
+    }
+    const A mean_product =
+        static_cast<A>(gpu::block_reduce(product, gpu::Plus{}, 0.0, slot) / static_cast<double>(C));
+    for (int64_t i = threadIdx.x; i < C; i += blockDim.x) {
+      const A xhat = (load<A>(x[row * C + i]) - m) * r;
+      const A g = load<A>(dy[row * C + i]) * (weight != nullptr ? weight[i] : A(1));
+      A value = (g - mean_g - xhat * mean_product) * r;
+      if (dsum != nullptr) value = value + load<A>(dsum[row * C + i]);
+      dx[row * C + i] = store<T>(value);
+    }
+  }
+}
+
+Tensor in_dtype(const Tensor& x, DType dtype) {
+  if (!x.defined()) return x;
+  return contiguous(x.dtype() == dtype ? x : convert(x, dtype));
+}
+template <class T>
+T* data_or_null(const Tensor& x) {
+  return x.defined() ? x.data_as<T>() : nullptr;
+}
+
+RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t columns,
+                              const Tensor& weight, const Tensor& bias, double eps, bool center) {
+  const int64_t rows = columns == 0 ? 0 : x.numel() / columns;
+  const DType compute = compute_dtype(x.dtype());
+  RowNorm result;
+  result.y = raw::empty(x.shape(), x.dtype(), x.device());
+  result.rstd = raw::empty({rows}, compute, x.device());
+  if (center) result.mean = raw::empty({rows}, compute, x.device());
+  if (residual.defined()) result.sum = raw::empty(x.shape(), x.dtype(), x.device());
+  if (rows == 0) return result;
+  const Tensor source = contiguous(x), w = in_dtype(weight, compute), b = in_dtype(bias, compute);
+  const Tensor other = in_dtype(residual, x.dtype());
+  dispatch_floating(x.dtype(), "layer_norm", [&]<class T>() {
+    using A = Compute<T>;
+    gpu::launch({.name = center ? "layer_norm" : "rms_norm",
+                 .grid = static_cast<unsigned>(rows),
+                 .block = row_threads(columns)},
+                row_norm_kernel<T>, source.data_as<T>(), data_or_null<T>(other),
+                data_or_null<T>(result.sum), result.y.data_as<T>(), data_or_null<A>(w),
+                data_or_null<A>(b), data_or_null<A>(result.mean), result.rstd.data_as<A>(), columns,
+                eps);
+  });
+  return result;
+}
+
+RowNormGradients row_norm_backward_cuda(const Tensor& dy, const Tensor& dsum, const Tensor& x,
+                                        int64_t columns, const Tensor& weight, const Tensor& mean,
+                                        const Tensor& rstd, const bool (&wanted)[3]) {
+  const int64_t rows = columns == 0 ? 0 : x.numel() / columns;
+  const DType compute = compute_dtype(x.dtype());
+  const int64_t blocks = (rows + kNormRows - 1) / kNormRows;
+  RowNormGradients result;
+  if (wanted[0]) result.input = raw::empty(x.shape(), x.dtype(), x.device());
+  Tensor dweights, dbiases;  // (blocks, columns)
+  if (wanted[1]) dweights = raw::empty({blocks, columns}, compute, x.device());
+  if (wanted[2]) dbiases = raw::empty({blocks, columns}, compute, x.device());
+  if (blocks > 0) {
+    const Tensor source = contiguous(x), grad = in_dtype(dy, x.dtype());
+    const Tensor more = in_dtype(dsum, x.dtype()), w = in_dtype(weight, compute);
+    dispatch_floating(x.dtype(), "layer_norm", [&]<class T>() {
+      using A = Compute<T>;
+      gpu::launch({.name = "norm_backward",
+                   .grid = static_cast<unsigned>(blocks),
+                   .block = row_threads(columns)},
+                  row_norm_backward_kernel<T>, grad.data_as<T>(), data_or_null<T>(more),
+                  source.data_as<T>(), data_or_null<A>(w), data_or_null<A>(mean), rstd.data_as<A>(),
+                  data_or_null<T>(result.input), data_or_null<A>(dweights),
+                  data_or_null<A>(dbiases), rows, columns);
+    });
+  }
+  if (wanted[1]) result.weight = sum(dweights, {0}, false, compute);
+  if (wanted[2]) result.bias = sum(dbiases, {0}, false, compute);
+  return result;
+}
+
+}  // namespace
+
+void register_norm() {
+  cuda_form<row_norm_forward> = row_norm_forward_cuda;
+  cuda_form<row_norm_backward> = row_norm_backward_cuda;
+}
+
+}  // namespace tessera::kernels

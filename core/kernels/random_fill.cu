@@ -1,0 +1,180 @@
+#include <cmath>
+
+#include <tessera/core/cuda/launch.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/on_device.h>
+#include <tessera/core/kernels/random_fill.h>
+#include <tessera/core/kernels/random_numbers.h>
+
+namespace tessera::kernels {
+namespace {
+
+constexpr int kBlock = 256;
+
+struct Bits {
+  uint32_t words[4];
+  TS_DEVICE uint64_t word64(int half) const {
+    return (uint64_t{words[2 * half]} << 32) | words[2 * half + 1];
+  }
+};
+TS_DEVICE Bits philox_block(RandomStream stream, int64_t block) {
+  const auto four = philox4x32(stream.seed, stream.stream, static_cast<uint64_t>(block));
+  return {{four[0], four[1], four[2], four[3]}};
+}
+
+// A thread makes the numbers of one Philox block: four elements, or two of 64 bits.
+template <class T>
+__global__ void uniform_kernel(T* x, int64_t n, RandomStream stream, double low, double high) {
+  constexpr int kEach = std::is_same_v<T, double> ? 2 : 4;
+  const int64_t block = gpu::first_index(), first = block * kEach;
+  if (first >= n) return;
+  const Bits bits = philox_block(stream, block);
+  for (int i = 0; i < kEach && first + i < n; ++i) {
+    if constexpr (std::is_same_v<T, double>) {
+      x[first + i] = uniform_between<double>(unit64(bits.word64(i)), low, high);
+    } else {
+      const float u = unit<T>(bits.words[i]);
+      x[first + i] = low == 0 && high == 1
+                         ? store<T>(u)
+                         : uniform_between<T>(u, static_cast<float>(low), static_cast<float>(high));
+    }
+  }
+}
+
+template <class T>
+__global__ void normal_kernel(T* x, int64_t n, RandomStream stream, double mean, double std) {
+  constexpr int kEach = std::is_same_v<T, double> ? 2 : 4;
+  const int64_t block = gpu::first_index(), first = block * kEach;
+  if (first >= n) return;
+  const Bits bits = philox_block(stream, block);
+  if constexpr (std::is_same_v<T, double>) {
+    const double radius = ::sqrt(-2.0 * ::log(unit64(bits.word64(0)) + 0x1p-54));
+    const double angle = 6.283185307179586477 * unit64(bits.word64(1));
+    x[first] = mean + std * (radius * ::cos(angle));
+    if (first + 1 < n) x[first + 1] = mean + std * (radius * ::sin(angle));
+  } else {
+    float z[4];
+    box_muller(bits.words[0], bits.words[1], z[0], z[1]);
+    box_muller(bits.words[2], bits.words[3], z[2], z[3]);
+    for (int i = 0; i < 4; ++i) {
+      if (first + i < n) {
+        x[first + i] = store<T>(static_cast<float>(mean) + static_cast<float>(std) * z[i]);
+      }
+    }
+  }
+}
+
+template <class T>
+__global__ void bernoulli_kernel(T* x, int64_t n, RandomStream stream, uint64_t threshold) {
+  const int64_t block = gpu::first_index(), first = 4 * block;
+  if (first >= n) return;
+  const Bits bits = philox_block(stream, block);
+  for (int i = 0; i < 4; ++i) {
+    if (first + i < n) x[first + i] = store<T>(static_cast<Compute<T>>(bits.words[i] < threshold));
+  }
+}
+
+template <class T>
+__global__ void integers_kernel(T* x, int64_t n, RandomStream stream, int64_t low, uint64_t range) {
+  const int64_t block = gpu::first_index(), first = 2 * block;
+  if (first >= n) return;
+  const Bits bits = philox_block(stream, block);
+  for (int i = 0; i < 2; ++i) {
+    if (first + i >= n) continue;
+    const uint64_t value = static_cast<uint64_t>(low) + __umul64hi(bits.word64(i), range);
+    x[first + i] = store<T>(load<Compute<T>>(static_cast<int64_t>(value)));
+  }
+}
+
+template <class T>
+__global__ void dropout_kernel(const T* x, T* y, int64_t n, RandomStream stream, uint32_t dropped,
+                               Compute<T> scale) {
+  const int64_t block = gpu::first_index(), first = 4 * block;
+  if (first >= n) return;
+  const Bits bits = philox_block(stream, block);
+  for (int i = 0; i < 4; ++i) {
+    if (first + i >= n) continue;
+    const Compute<T> value = load<Compute<T>>(x[first + i]) * scale;
+    y[first + i] = store<T>(bits.words[i] >= dropped ? value : Compute<T>(0));
+  }
+}
+
+// Calls fill(contiguous tensor): x itself, or one that is copied to x.
+template <class F>
+void fill_contiguous(const Tensor& x, const F& fill) {
+  if (x.numel() == 0) return;
+  if (x.is_contiguous()) {
+    fill(x);
+    return;
+  }
+  const Tensor dense = raw::empty(x.shape(), x.dtype(), x.device());
+  fill(dense);
+  copy_into(x, dense);
+}
+
+gpu::LaunchConfig config_for(const char* name, int64_t n, int each) {
+  return {.name = name, .grid = gpu::blocks(n, kBlock, each), .block = kBlock};
+}
+
+void random_uniform_cuda(const Tensor& x, double low, double high, RandomStream stream) {
+  dispatch_floating(x.dtype(), "random_uniform", [&]<class T>() {
+    fill_contiguous(x, [&](const Tensor& dense) {
+      gpu::launch(config_for("random_uniform", dense.numel(), std::is_same_v<T, double> ? 2 : 4),
+                  uniform_kernel<T>, dense.data_as<T>(), dense.numel(), stream, low, high);
+    });
+  });
+}
+
+void random_normal_cuda(const Tensor& x, double mean, double std, RandomStream stream) {
+  dispatch_floating(x.dtype(), "random_normal", [&]<class T>() {
+    fill_contiguous(x, [&](const Tensor& dense) {
+      gpu::launch(config_for("random_normal", dense.numel(), std::is_same_v<T, double> ? 2 : 4),
+                  normal_kernel<T>, dense.data_as<T>(), dense.numel(), stream, mean, std);
+    });
+  });
+}
+
+void random_bernoulli_cuda(const Tensor& x, double p, RandomStream stream) {
+  const uint64_t threshold = static_cast<uint64_t>(p * 0x1p32 + 0.5);
+  dispatch_numeric_and_bool(x.dtype(), "random_bernoulli", [&]<class T>() {
+    fill_contiguous(x, [&](const Tensor& dense) {
+      gpu::launch(config_for("random_bernoulli", dense.numel(), 4), bernoulli_kernel<T>,
+                  dense.data_as<T>(), dense.numel(), stream, threshold);
+    });
+  });
+}
+
+void random_integers_cuda(const Tensor& x, int64_t low, int64_t high, RandomStream stream) {
+  const uint64_t range = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
+  dispatch_numeric_and_bool(x.dtype(), "random_integers", [&]<class T>() {
+    fill_contiguous(x, [&](const Tensor& dense) {
+      gpu::launch(config_for("random_integers", dense.numel(), 2), integers_kernel<T>,
+                  dense.data_as<T>(), dense.numel(), stream, low, range);
+    });
+  });
+}
+
+Tensor dropout_cuda(const Tensor& x, double p, RandomStream stream) {
+  const Tensor result = raw::empty(x.shape(), x.dtype(), x.device());
+  if (x.numel() == 0) return result;
+  const Tensor dense = contiguous(x);
+  dispatch_floating(x.dtype(), "dropout", [&]<class T>() {
+    gpu::launch(config_for("dropout", x.numel(), 4), dropout_kernel<T>, dense.data_as<T>(),
+                result.data_as<T>(), x.numel(), stream, dropout_threshold(p),
+                static_cast<Compute<T>>(1.0 / (1.0 - p)));
+  });
+  return result;
+}
+
+}  // namespace
+
+void register_random_fill() {
+  cuda_form<random_uniform> = random_uniform_cuda;
+  cuda_form<random_normal> = random_normal_cuda;
+  cuda_form<random_bernoulli> = random_bernoulli_cuda;
+  cuda_form<random_integers> = random_integers_cuda;
+  cuda_form<dropout> = dropout_cuda;
+}
+
+}  // namespace tessera::kernels

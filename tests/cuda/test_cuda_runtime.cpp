@@ -1,0 +1,223 @@
+// Devices, streams, events, memory and errors of the GPU backend, on the emulation's runtime.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/ops.h>
+#include <tessera/core/cuda/backend.h>
+#include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/device_memory.h>
+#include <tessera/core/cuda/emulation/simt.h>
+#include <tessera/core/cuda/streams.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/elementwise.h>
+#include <tessera/core/raw_views.h>
+#include <tessera/core/stream.h>
+
+namespace tessera {
+namespace {
+
+template <class Call>
+std::string message_of(Call&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(CudaDevices, AreCountedDescribedAndRefused) {
+  EXPECT_EQ(gpu::backend_kind(), gpu::BackendKind::kEmulated);
+  EXPECT_EQ(gpu::device_count(), 2);
+  EXPECT_NE(gpu::describe_device(1).find("sm_90"), std::string::npos);
+  EXPECT_THROW(raw::empty({2}, kF32, cuda(2)), DeviceError);
+  EXPECT_NE(message_of([] { raw::empty({2}, kF32, cuda(2)); }).find("cuda:0 to cuda:1"),
+            std::string::npos);
+}
+
+TEST(CudaTensors, TravelBetweenDevicesInAnyLayoutAndDtype) {
+  const Tensor x = raw::arange(0, 1, 24, kF32);
+  for (const DType dtype : {kF64, kF32, kF16, kBF16, kI64, kI32, kU8}) {
+    const Tensor host = raw::transpose(raw::view(kernels::convert(x, dtype), {2, 3, 4}), 0, 2);
+    const Tensor there = host.to(cuda(0)), other = there.to(cuda(1)), back = other.to(kCpu);
+    EXPECT_EQ(there.device(), cuda(0));
+    EXPECT_EQ(back.to_vector(), host.to_vector());
+    EXPECT_EQ(raw::transpose(there, 0, 1).to_vector(), raw::transpose(host, 0, 1).to_vector());
+    const Tensor target = raw::transpose(raw::empty({2, 3, 4}, kF32, cuda(0)), 0, 2);
+    kernels::copy_into(target, host);  // converts and changes the layout on the way
+    EXPECT_EQ(target.to_vector(), host.to_vector());
+  }
+  EXPECT_EQ(raw::select(x.to(cuda(0)), 0, 7).item(), 7);
+}
+
+TEST(CudaTensors, OperandsOnDifferentDevicesAreRefused) {
+  const Tensor x = raw::zeros({2}, kF32, cuda(0));
+  EXPECT_THROW(kernels::binary<fn::Add>(x, raw::zeros({2}, kF32)), DeviceError);
+  EXPECT_THROW(kernels::binary<fn::Add>(x, raw::zeros({2}, kF32, cuda(1))), DeviceError);
+  // A number that happens to be a CPU tensor goes along.
+  EXPECT_EQ(kernels::binary<fn::Add>(x, scalar_tensor(2.5, kF32)).to_vector(),
+            std::vector<double>(2, 2.5));
+}
+
+TEST(CudaTensors, AnOpWithoutAKernelNamesItselfAndTheDevice) {
+  const Tensor x = raw::zeros({4, 4}, kF32, cuda(0));
+  const std::string text = message_of([&] { sort(x, 0); });
+  EXPECT_NE(text.find("sort"), std::string::npos) << text;
+  EXPECT_NE(text.find("cuda:0"), std::string::npos) << text;
+  EXPECT_THROW(sort(x, 0), UnsupportedError);
+}
+
+TEST(CudaTensors, AnIndexOutsideIsToldAtTheNextWaitAndForgotten) {
+  const Tensor table = raw::zeros({4, 3}, kF32, cuda(0));
+  const Tensor index = tensor({1, 9, 2}, kI64).to(cuda(0));
+  const Tensor rows = embedding(index, table);
+  EXPECT_EQ(message_of([&] { gpu::synchronize(0); }),
+            "embedding: index 9 at element 1 is outside [0, 4); check where the indices come from "
+            "(found on cuda:0)");
+  EXPECT_EQ(rows.to_vector(), std::vector<double>(9, 0.0));
+}
+
+TEST(CudaMemory, IsSplitJoinedAndUsedAgain) {
+  gpu::DeviceAllocator& allocator = gpu::caching_allocator(0);
+  allocator.release_cached();
+  const gpu::DeviceMemoryUse before = allocator.use();
+  void* const a = allocator.allocate(1000);
+  void* const b = allocator.allocate(2000);
+  EXPECT_EQ(static_cast<char*>(b) - static_cast<char*>(a), 1024);  // of one segment
+  EXPECT_EQ(allocator.use().in_use - before.in_use, 1024 + 2048);
+  EXPECT_EQ(allocator.use().reserved - before.reserved, 2 << 20);
+  allocator.deallocate(a, 1000);
+  EXPECT_EQ(allocator.allocate(600), a);  // the smallest that holds it
+  allocator.deallocate(a, 600);
+  allocator.deallocate(b, 2000);
+  EXPECT_EQ(allocator.use().in_use, before.in_use);
+  void* const whole = allocator.allocate(1 << 20);  // the pieces have joined
+  EXPECT_EQ(whole, a);
+  allocator.deallocate(whole, 1 << 20);
+  allocator.release_cached();
+  EXPECT_EQ(allocator.use().reserved, before.reserved);
+  EXPECT_EQ(allocator.use().segments, before.segments);
+}
+
+TEST(CudaMemory, IsCountedByCategory) {
+  const auto stats = memory_stats();
+  const int64_t before = stats->current(MemoryCategory::kOptimizer);
+  {
+    const MemoryCategoryGuard guard(MemoryCategory::kOptimizer);
+    const Tensor x = raw::empty({1000}, kF32, cuda(1));
+    EXPECT_EQ(stats->current(MemoryCategory::kOptimizer) - before, 4000);
+  }
+  EXPECT_EQ(stats->current(MemoryCategory::kOptimizer), before);
+}
+
+TEST(CudaMemory, TellsWhatItHoldsWhereThereIsNotEnough) {
+  const std::string text = message_of([] { raw::empty({int64_t{1} << 34}, kF32, cuda(0)); });
+  for (const char* part :
+       {"cuda allocator", "68719476736 bytes", "cuda:0", "in use", "memory in bytes"}) {
+    EXPECT_NE(text.find(part), std::string::npos) << part << " in " << text;
+  }
+  EXPECT_THROW(raw::empty({int64_t{1} << 34}, kF32, cuda(0)), OutOfMemory);
+  EXPECT_EQ(raw::full({3}, 2, kF32, cuda(0)).to_vector(), std::vector<double>(3, 2));
+}
+
+TEST(CudaMemory, WaitsForOtherStreamsThatUsedIt) {
+  gpu::DeviceAllocator& allocator = gpu::caching_allocator(0);
+  const auto side = gpu::make_stream(0);
+  void* const block = allocator.allocate(4096);
+  {
+    const gpu::CurrentDevice device(0);
+    const gpu::CurrentStream current(side);
+    gpu::record_use(0, block);
+    TS_CUDA(cudaMemsetAsync(block, 1, 4096, gpu::native(*side)));
+  }
+  allocator.deallocate(block, 4096);
+  void* const other = allocator.allocate(4096);
+  EXPECT_NE(other, block);  // the side stream has not come by
+  gpu::synchronize_stream(*side);
+  void* const again = allocator.allocate(4096);
+  EXPECT_EQ(again, block);
+  allocator.deallocate(other, 4096);
+  allocator.deallocate(again, 4096);
+  gpu::synchronize(0);
+}
+
+TEST(CudaStreams, OrderWorkByEventsAndTakeTime) {
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    gpu::emulation::set_seed(seed);
+    Stream producer(cuda(0)), consumer(cuda(0));
+    const Tensor x = raw::zeros({1000}, kF32, cuda(0));
+    const Tensor y = raw::zeros({1000}, kF32, cuda(0));
+    gpu::synchronize(0);
+    const Event start = producer.record();
+    producer.enqueue([&] { kernels::fill(x, 3); });
+    const Event filled = producer.record();
+    consumer.wait(filled);
+    consumer.enqueue([&] { kernels::copy_into(y, x); });
+    consumer.synchronize();
+    EXPECT_EQ(y.to_vector(), std::vector<double>(1000, 3.0)) << "seed " << seed;
+    EXPECT_TRUE(filled.done());
+    EXPECT_GE(filled.milliseconds_since(start), 0);
+  }
+}
+
+TEST(CudaStreams, CpuStreamsKeepTimeToo) {
+  Stream stream;
+  const Event start = stream.record();
+  stream.enqueue([] {});
+  const Event end = stream.record();
+  end.wait();
+  EXPECT_GE(end.milliseconds_since(start), 0);
+}
+
+TEST(CudaStreams, PinnedMemoryIsKeptAndHandedOutAgain) {
+  Allocator& pinned = gpu::pinned_allocator();
+  void* const block = pinned.allocate(10000);
+  pinned.deallocate(block, 10000);
+  EXPECT_EQ(pinned.cached_bytes(), 16384);
+  EXPECT_EQ(pinned.allocate(12000), block);
+  pinned.deallocate(block, 12000);
+  pinned.release_cached();
+  EXPECT_EQ(pinned.cached_bytes(), 0);
+}
+
+TEST(CudaKernels, GiveTheBitsOfTheCpuWhereTheFormulaIsShared) {
+  manual_seed(3);
+  const Tensor x = randn({37, 53});
+  for (const DType dtype : {kF32, kBF16, kF16}) {
+    const Tensor host = kernels::convert(x, dtype), there = host.to(cuda(0));
+    EXPECT_EQ(kernels::unary<fn::Gelu>(there).to_vector(),
+              kernels::unary<fn::Gelu>(host).to_vector());
+    EXPECT_EQ(kernels::unary<fn::Exp>(there).to_vector(),
+              kernels::unary<fn::Exp>(host).to_vector());
+    EXPECT_EQ(kernels::unary<fn::Sin>(there).to_vector(),
+              kernels::unary<fn::Sin>(host).to_vector());
+    const Tensor row = raw::select(host, 0, 1), row_there = raw::select(there, 0, 1);
+    EXPECT_EQ(kernels::binary<fn::Mul>(there, row_there).to_vector(),
+              kernels::binary<fn::Mul>(host, row).to_vector());
+  }
+  for (const DType dtype : {kF8E4M3, kF8E5M2, kI32, kBool}) {
+    EXPECT_EQ(kernels::convert(x.to(cuda(0)), dtype).to_vector(),
+              kernels::convert(x, dtype).to_vector());
+  }
+}
+
+TEST(CudaKernels, DrawTheRandomNumbersOfTheCpu) {
+  for (const DType dtype : {kF64, kF32, kBF16}) {
+    std::vector<double> numbers[2];
+    for (const Device& device : {kCpu, cuda(0)}) {
+      manual_seed(9);
+      std::vector<double>& all = numbers[device.is_cuda()];
+      for (const Tensor& x : {rand({101}, {dtype, device}), randn({101}, {dtype, device}),
+                              dropout(raw::full({101}, 1, dtype, device), 0.3)}) {
+        for (double value : x.to_vector()) all.push_back(value);
+      }
+    }
+    EXPECT_EQ(numbers[0], numbers[1]);
+  }
+}
+
+}  // namespace
+}  // namespace tessera
