@@ -165,6 +165,38 @@ TEST(LinearCrossEntropy, MatchesTheDefinition) {
   }
 }
 
+// Logits 0, -1, -2, ..., -199 and their gradients exp(-v) / sum: those that would be denormal
+// numbers, on which processors are slow, are zeros.
+TEST(LinearCrossEntropy, GradientsOfExtremeLogitsAreNormalNumbersOrZero) {
+  const int64_t N = 3, V = 200;
+  for (DType dtype : {kF32, kBF16}) {
+    const Tensor x = raw::empty({N, 1}, dtype), weight = raw::empty({V, 1}, dtype);
+    const Tensor target = raw::empty({N}, kI64);
+    for (int64_t i = 0; i < N; ++i) target.data_as<int64_t>()[i] = 0;
+    dispatch_floating(dtype, "test", [&]<class T>() {
+      for (int64_t i = 0; i < N; ++i) x.data_as<T>()[i] = store<T>(1.0f);
+      for (int64_t v = 0; v < V; ++v) {
+        weight.data_as<T>()[v] = store<T>(-static_cast<float>(v));
+      }
+    });
+    const auto result = linear_cross_entropy(x, weight, target, -100, false, true, true);
+    const double sum = 1 / (1 - std::exp(-1.0));
+    EXPECT_NEAR(result.loss.item(), 3 * std::log(sum), 1e-5);
+    const std::vector<double> gradient = result.grad_weight.to_vector();
+    for (int64_t v = 0; v < V; ++v) {
+      const double expected = 3 * (std::exp(-static_cast<double>(v)) / sum - (v == 0));
+      const double value = gradient[static_cast<size_t>(v)];
+      if (value == 0) {
+        EXPECT_LT(expected, 1e-29) << "class " << v;
+      } else {
+        EXPECT_NEAR(value, expected, std::abs(expected) * 4 * epsilon_of(dtype)) << "class " << v;
+        EXPECT_GE(std::abs(value), 1.1754944e-38) << "class " << v;
+      }
+    }
+    EXPECT_EQ(gradient.back(), 0);
+  }
+}
+
 TEST(LinearCrossEntropy, ATargetOutsideTheClassesNamesItsPosition) {
   const Tensor x = random_tensor({2, 3}, kF32, 1), weight = random_tensor({4, 3}, kF32, 2);
   const Tensor target = raw::empty({2}, kI32);
