@@ -13,8 +13,20 @@
 namespace tessera::distributed {
 namespace {
 
+// Failures are kept as text and thrown anew for each call: an exception object that threads share
+// is counted inside libstdc++, out of ThreadSanitizer's sight.
 std::exception_ptr distributed_error(const std::string& message) {
-  return std::make_exception_ptr(DistributedError(message));
+  return message.empty() ? nullptr : std::make_exception_ptr(DistributedError(message));
+}
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& failure) {
+    return failure.what();
+  } catch (...) {
+    return "unknown failure";
+  }
 }
 
 void copy_part(const Part& to, const Part& from, size_t receiver, size_t sender) {
@@ -98,7 +110,7 @@ class ThreadHub {
   void start(int rank, CallPtr call) {
     const bool peer_call =
         call->header.operation == Operation::kSend || call->header.operation == Operation::kRecv;
-    std::exception_ptr error;
+    std::string error;
     std::vector<CallPtr> complete;
     {
       const std::lock_guard lock(mutex_);
@@ -106,14 +118,14 @@ class ThreadHub {
           positions_[static_cast<size_t>(call->channel)][static_cast<size_t>(rank)];
       position = {call->header.sequence, call->text.data()};
       error = broken_;
-      if (!error) {
+      if (error.empty()) {
         complete = peer_call ? match(rank, call) : meet(rank, call, &error);
       }
     }
-    if (error) return call->done(error);
+    if (!error.empty()) return call->done(distributed_error(error));
     if (complete.empty()) return;
     if (!peer_call) error = verify(complete);
-    if (!error) {
+    if (error.empty()) {
       try {
         if (peer_call) {
           deliver(*complete[0], *complete[1]);
@@ -121,18 +133,18 @@ class ThreadHub {
           carry_out(complete);
         }
       } catch (...) {
-        error = std::current_exception();
+        error = message_of(std::current_exception());
       }
     }
     pass_time(complete);
-    for (const CallPtr& side : complete) side->done(error);
+    for (const CallPtr& side : complete) side->done(distributed_error(error));
   }
 
-  void fail(const std::exception_ptr& error) {
+  void fail(const std::string& error) {
     std::vector<CallPtr> open;
     {
       const std::lock_guard lock(mutex_);
-      if (!broken_) broken_ = error;
+      if (broken_.empty()) broken_ = error;
       for (auto& [key, meeting] : meetings_) {
         for (CallPtr& call : meeting.calls) {
           if (call) open.push_back(std::move(call));
@@ -144,7 +156,7 @@ class ThreadHub {
       }
       waiting_.clear();
     }
-    for (const CallPtr& call : open) call->done(error);
+    for (const CallPtr& call : open) call->done(distributed_error(error));
   }
 
   // A rank that failed breaks its groups. One that ended still owes nothing to the collectives that
@@ -152,12 +164,12 @@ class ThreadHub {
   void leave(int world_rank, const std::string& message, bool failed) {
     const auto place = std::ranges::find(world_ranks_, world_rank);
     if (place == world_ranks_.end()) return;
-    if (failed) return fail(distributed_error(message));
+    if (failed) return fail(message);
     const auto rank = static_cast<size_t>(place - world_ranks_.begin());
     std::vector<CallPtr> hopeless;
     {
       const std::lock_guard lock(mutex_);
-      gone_[rank] = message;
+      gone_.emplace_back(rank, message);
       for (auto meeting = meetings_.begin(); meeting != meetings_.end();) {
         if (meeting->second.calls[rank]) {
           ++meeting;
@@ -184,13 +196,13 @@ class ThreadHub {
     int arrived = 0;
   };
 
-  std::vector<CallPtr> meet(int rank, const CallPtr& call, std::exception_ptr* error) {
+  std::vector<CallPtr> meet(int rank, const CallPtr& call, std::string* error) {
     const std::pair key(call->channel, call->header.sequence);
     Meeting& meeting = meetings_[key];
     meeting.calls.resize(world_ranks_.size());
     for (const auto& [other, message] : gone_) {
       if (meeting.calls[other]) continue;
-      *error = distributed_error(message);
+      *error = message;
       return {};
     }
     meeting.calls[static_cast<size_t>(rank)] = call;
@@ -214,14 +226,14 @@ class ThreadHub {
     return sends ? std::vector{call, other} : std::vector{other, call};
   }
 
-  static std::exception_ptr verify(std::span<const CallPtr> calls) {
+  static std::string verify(std::span<const CallPtr> calls) {
     std::vector<CallHeader> headers;
     std::vector<CallText> texts;
     for (const CallPtr& call : calls) {
       headers.push_back(call->header);
       texts.push_back(call->text);
     }
-    return agree(headers) ? nullptr : distributed_error(describe_mismatch(texts));
+    return agree(headers) ? "" : describe_mismatch(texts);
   }
 
   static void deliver(const Call& send, const Call& recv) {
@@ -244,8 +256,8 @@ class ThreadHub {
 
   const std::vector<int> world_ranks_;
   std::mutex mutex_;
-  std::exception_ptr broken_;
-  std::map<size_t, std::string> gone_;  // ranks that ended
+  std::string broken_;                                // why no call can succeed any more
+  std::vector<std::pair<size_t, std::string>> gone_;  // ranks that ended, the first first
   std::map<std::pair<Channel, int64_t>, Meeting> meetings_;
   std::map<std::tuple<int, int, int, bool>, std::deque<CallPtr>> waiting_;
   std::vector<std::vector<Position>> positions_;  // [channel][rank]
@@ -290,7 +302,7 @@ class ThreadBackend : public Backend {
   int size() const override { return hub_->size(); }
   bool serves(const Device& device) const override { return device.is_cpu(); }
   void start(CallPtr call) override { hub_->start(rank_, std::move(call)); }
-  void fail(std::exception_ptr error) override { hub_->fail(error); }
+  void fail(std::exception_ptr error) override { hub_->fail(message_of(error)); }
   std::vector<std::optional<Position>> positions(Channel channel) override {
     return hub_->positions(channel);
   }

@@ -98,7 +98,7 @@ struct Work::State {
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
-  std::exception_ptr error;
+  std::string error;  // empty: all is well. Text, not an exception that threads would share
   double virtual_done = 0;
 
   std::shared_ptr<Group> group;
@@ -111,7 +111,7 @@ struct Work::State {
   bool delivered = false;   // wait() has copied back
   std::vector<Work> parts;  // of a coalesced call
 
-  void finish(std::exception_ptr failure, double end_on_clock) {
+  void finish(std::string failure, double end_on_clock) {
     {
       const std::lock_guard lock(mutex);
       if (done) return;
@@ -144,7 +144,7 @@ void Work::wait() const {
     if (context.hooks.before_wait) context.hooks.before_wait(state.record);
     CommTrace& trace = state.group->trace();
     const double begin = context.clock ? context.clock->now : trace.seconds();
-    std::exception_ptr error;
+    std::string error;
     {
       std::unique_lock lock(state.mutex);
       const auto deadline =
@@ -155,14 +155,15 @@ void Work::wait() const {
         const double waited = std::chrono::duration<double>(Clock::now() - state.issued).count();
         const std::string message = state.group->late_ranks(state.record, waited);
         state.group->backend().fail(std::make_exception_ptr(DistributedError(message)));
-        state.finish(std::make_exception_ptr(DistributedError(message)), 0);
+        trace.finish(state.number, true, trace.seconds());
+        state.finish(message, 0);
         lock.lock();
       }
       error = state.error;
       if (context.clock) context.clock->now = std::max(context.clock->now, state.virtual_done);
     }
     trace.waited(state.number, begin, context.clock ? context.clock->now : trace.seconds());
-    if (error) {
+    if (!error.empty()) {
       if (!context.dump_directory.empty()) {
         const std::string path =
             context.dump_directory + "/comm-rank-" + std::to_string(context.rank) + ".json";
@@ -172,14 +173,9 @@ void Work::wait() const {
           std::fclose(file);
         }
       }
-      // A copy: several waits may rethrow, each may be given context on its way.
-      try {
-        std::rethrow_exception(error);
-      } catch (const DistributedError& failure) {
-        throw DistributedError("rank " + std::to_string(context.rank) + ": " +
-                               state.record.describe() + " of '" + state.record.group +
-                               "': " + failure.what());
-      }
+      throw DistributedError("rank " + std::to_string(context.rank) + ": " +
+                             state.record.describe() + " of '" + state.record.group +
+                             "': " + error);
     }
     if (context.hooks.after_wait) context.hooks.after_wait(state.record);
   }
@@ -282,9 +278,19 @@ Work Group::start(Request request, const CollectiveOptions& options) {
   }
   call->done = [state, trace = trace_, virtual_time = context.clock != nullptr,
                 raw = call.get()](std::exception_ptr error) {
-    const bool failed = error != nullptr;
-    trace->finish(state->number, failed, virtual_time ? raw->virtual_done : trace->seconds());
-    state->finish(std::move(error), raw->virtual_done);
+    std::string message;
+    if (error) {
+      try {
+        std::rethrow_exception(error);
+      } catch (const std::exception& failure) {
+        message = failure.what();
+      } catch (...) {
+        message = "unknown failure";
+      }
+    }
+    trace->finish(state->number, error != nullptr,
+                  virtual_time ? raw->virtual_done : trace->seconds());
+    state->finish(std::move(message), raw->virtual_done);
   };
   backend_->start(std::move(call));
   return Work(state);
