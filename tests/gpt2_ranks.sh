@@ -25,5 +25,5 @@ fields "$folder/many.jsonl" > "$folder/many.fields"
 test "$(grep -c '"loss"' "$folder/one.fields")" -eq 12
 diff "$folder/one.fields" "$folder/many.fields"
 cmp "$folder/one/model.safetensors" "$folder/many/model.safetensors"
-cmp "$folder/one/training.safetensors" "$folder/many/training.safetensors"
+cmp "$folder/one/training-12.safetensors" "$folder/many/training-12.safetensors"
 echo "$ranks ranks: 12 losses, norms and all parameters are those of one process"

@@ -1,5 +1,6 @@
 #include "corpus.h"
 
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 
@@ -21,7 +22,10 @@ std::unique_ptr<data::Tokenizer> make_tokenizer(const std::string& name,
 Corpus read_corpus(const std::string& text_file, const data::Tokenizer& tokenizer,
                    int64_t context) {
   std::ifstream file(text_file, std::ios::binary);
-  TS_CHECK_AS(IoError, file, "corpus", "cannot read the text '", text_file, "'");
+  std::error_code ignored;  // a folder opens, and reads as an empty file
+  const bool readable = file && !std::filesystem::is_directory(text_file, ignored);
+  TS_CHECK_AS(IoError, readable, "corpus", "cannot read the text '", text_file,
+              "'; give --data a file that exists and can be read");
   std::ostringstream text;
   text << file.rdbuf();
   const std::vector<data::TokenId> ids = tokenizer.encode(text.str());

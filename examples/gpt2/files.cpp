@@ -175,7 +175,8 @@ std::unique_ptr<Gpt> Gpt::load(const std::string& folder) {
   return model;
 }
 
-void Gpt::save(const std::string& folder) const {
+void Gpt::save(const std::string& folder,
+               const std::map<std::string, std::string>& metadata) const {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   TS_CHECK_AS(IoError, !error, "gpt2", "cannot make the folder '", folder, "': ", error.message(),
@@ -185,8 +186,10 @@ void Gpt::save(const std::string& folder) const {
     tensors.emplace(name, is_transposed(name) ? tensor.transpose(0, 1) : tensor);
   }
   const std::filesystem::path path(folder);
-  save_safetensors((path / "model.safetensors").string(), tensors, {{"format", "pt"}});
   config.write((path / "config.json").string(), transformer.wte.weight.dtype());
+  std::map<std::string, std::string> all = {{"format", "pt"}};  // transformers asks for this one
+  all.insert(metadata.begin(), metadata.end());
+  save_safetensors((path / "model.safetensors").string(), tensors, all);
 }
 
 }  // namespace tessera::gpt2

@@ -22,7 +22,9 @@ int run(int argc, char** argv) {
   CLI::App app("Lets a GPT-2 go on with a text.");
   app.add_option("--model", folder, "folder with config.json and model.safetensors")->required();
   app.add_option("--prompt", prompt, "the text to go on from");
-  app.add_option("--tokens", options.max_tokens, "new tokens")->capture_default_str();
+  app.add_option("--tokens", options.max_tokens, "new tokens")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
   app.add_option("--temperature", options.temperature, "0: always the most likely token")
       ->capture_default_str();
   app.add_option("--top-k", options.top_k, "only the k most likely tokens; 0: all");
@@ -33,7 +35,7 @@ int run(int argc, char** argv) {
   app.add_option("--tokenizer-files", tokenizer_files,
                  "folder with the vocabulary of gpt2; default: the model's");
   app.add_option("--dtype", dtype, "default: as saved")->check(CLI::IsMember({"f32", "bf16"}));
-  app.add_option("--threads", threads, "0: one a core");
+  app.add_option("--threads", threads, "0: one a core")->check(CLI::NonNegativeNumber);
   app.add_flag("--quiet", quiet, "only the text, no speed");
   CLI11_PARSE(app, argc, argv);
 
@@ -65,6 +67,8 @@ int run(int argc, char** argv) {
     return true;
   });
   print(stream.finish() + "\n");
+  TS_CHECK_AS(IoError, std::ferror(stdout) == 0, "generate",
+              "cannot write the text to the standard output; is its disk full?");
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   if (!quiet) {
@@ -80,7 +84,7 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     return tessera::gpt2::run(argc, argv);
-  } catch (const tessera::Error& error) {
+  } catch (const std::exception& error) {
     std::fprintf(stderr, "generate: %s\n", error.what());
     return 1;
   }

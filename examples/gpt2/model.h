@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -140,8 +141,10 @@ class Gpt : public nn::Module<Gpt> {
   // a head equal to wte are passed over. FormatError, IoError, ValueError.
   static std::unique_ptr<Gpt> load(const std::string& folder);
   void load_weights(const std::string& safetensors_path);
-  // Makes the folder where it is missing. Files appear whole or not at all.
-  void save(const std::string& folder) const;
+  // Makes the folder where it is missing. Files appear whole or not at all, model.safetensors last;
+  // `metadata` goes into its header.
+  void save(const std::string& folder,
+            const std::map<std::string, std::string>& metadata = {}) const;
 
   std::unique_ptr<Gpt> remake() const { return std::make_unique<Gpt>(config); }
 

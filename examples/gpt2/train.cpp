@@ -6,13 +6,16 @@
 //     tessera launch -n 2 -- train --data shakespeare.txt   # each step: a micro-batch of each rank
 //
 // A saved folder holds a model that transformers can load (config.json, model.safetensors) and what
-// it takes to go on (training.json, training.safetensors).
+// it takes to go on (training-STEP.json and .safetensors). The model names its step and is replaced
+// last, so that a save which fails or is cut off leaves the one before it whole.
 #include <unistd.h>
 #include <CLI/CLI.hpp>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -69,8 +72,20 @@ struct TrainOptions {
   }
 };
 
-std::string file_in(const std::string& folder, const char* name) {
+std::string file_in(const std::string& folder, const std::string& name) {
   return (std::filesystem::path(folder) / name).string();
+}
+
+// What belongs to the model in `folder`, without an ending.
+std::string state_of(const std::string& folder) {
+  const SafeTensorsFile model(file_in(folder, "model.safetensors"));
+  const auto found = model.metadata().find("step");
+  const std::string step = found == model.metadata().end() ? "" : found->second;
+  TS_CHECK_AS(ConfigError,
+              !step.empty() && step.find_first_not_of("0123456789") == std::string::npos, "train",
+              "--resume needs a folder that train saved; the model in '", folder,
+              "' names no step; give --init-from to begin with its weights");
+  return file_in(folder, "training-" + step);
 }
 
 Json read_json(const std::string& path) {
@@ -114,7 +129,7 @@ TrainOptions parse_options(int argc, char** argv) {
   add("dropout", options.dropout, "in the residual stream and attention");
   add("dtype", options.dtype, "of model and activations")->check(CLI::IsMember({"f32", "bf16"}));
   add("seed", options.seed, "initial weights and order of data");
-  add("threads", options.threads, "0: one a core");
+  add("threads", options.threads, "0: one a core")->check(CLI::NonNegativeNumber);
   add("eval-every", options.eval_every, "steps between validations; 0: only at the end");
   add("save-every", options.save_every, "steps between saves; 0: only at the end");
   add("save", options.save, "folder for the model and the state of training");
@@ -127,7 +142,7 @@ TrainOptions parse_options(int argc, char** argv) {
     std::exit(app.exit(error));
   }
   if (!options.resume.empty()) {
-    const std::string path = file_in(options.resume, "training.json");
+    const std::string path = state_of(options.resume) + ".json";
     const Json saved = read_json(path);
     options.visit_resumed([&](const char* name, auto& value) {
       if (app.get_option(std::string("--") + name)->count() > 0) return;
@@ -189,6 +204,7 @@ class Trainer {
   void draw_for(int64_t micro);
   double validate();
   void save();
+  void check_can_save() const;
   void load_state();
   void check_replicas();
   void open_log();
@@ -324,7 +340,6 @@ double Trainer::validate() {
 
 void Trainer::save() {
   if (options_.save.empty() || !is_first_rank()) return;
-  model_->save(options_.save);
   StateDict state;
   state.merge("optimizer.", optimizer_.state_dict());
   state.merge("schedule.", schedule_.state_dict());
@@ -334,17 +349,36 @@ void Trainer::save() {
   state.set("step", scalar_tensor(numbers[0], kI64));
   state.set("random.seed", scalar_tensor(numbers[1], kI64));
   state.set("random.next_stream", scalar_tensor(numbers[2], kI64));
-  save_safetensors(file_in(options_.save, "training.safetensors"), state.to_map());
   Json json;
   options_.visit_resumed([&](const char* name, auto& value) { json[name] = value; });
-  json["step"] = step_;
-  AtomicFile file(file_in(options_.save, "training.json"));
-  file.write(json.dump(2) + "\n");
-  file.commit();
+  const std::string step = std::to_string(step_);
+  const std::string current = "training-" + step;
+  save_safetensors(file_in(options_.save, current + ".safetensors"), state.to_map());
+  write_file_atomically(file_in(options_.save, current + ".json"), json.dump(2) + "\n");
+  model_->save(options_.save, {{"step", step}});
+  // No model is left that the older ones belong to.
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(options_.save, ignored)) {
+    const std::filesystem::path& path = entry.path();
+    const bool is_state = path.extension() == ".json" || path.extension() == ".safetensors";
+    if (is_state && path.stem().string().starts_with("training-") && path.stem() != current) {
+      std::filesystem::remove(path, ignored);
+    }
+  }
+}
+
+// Before the first step, not after hours of training.
+void Trainer::check_can_save() const {
+  if (options_.save.empty() || !is_first_rank()) return;
+  std::error_code error;
+  std::filesystem::create_directories(options_.save, error);
+  TS_CHECK_AS(IoError, !error, "train", "cannot make the folder '", options_.save,
+              "': ", error.message(), "; choose a --save folder that can be written");
+  const AtomicFile probe(file_in(options_.save, "model.safetensors"));  // removed, not committed
 }
 
 void Trainer::load_state() {
-  const std::string path = file_in(options_.resume, "training.safetensors");
+  const std::string path = state_of(options_.resume) + ".safetensors";
   const StateDict state = StateDict::from_map(load_safetensors(path));
   try {
     optimizer_.load_state_dict(state.with_prefix("optimizer."));
@@ -371,9 +405,11 @@ void Trainer::open_log() {
       if (row.is_object() && row.value("step", step_ + 1) <= step_) kept += line + "\n";
     }
   }
-  log_ = std::fopen(options_.log.c_str(), "w");
-  TS_CHECK_AS(IoError, log_ != nullptr, "train", "cannot write the log '", options_.log, "'");
-  std::fputs(kept.c_str(), log_);
+  // Devices cannot be replaced and have no rows to keep.
+  if (!kept.empty()) write_file_atomically(options_.log, kept);
+  log_ = std::fopen(options_.log.c_str(), kept.empty() ? "w" : "a");
+  TS_CHECK_AS(IoError, log_ != nullptr, "train", "cannot write the log '", options_.log,
+              "': ", std::strerror(errno), "; choose a --log file that can be written");
 }
 
 void Trainer::log_row(double loss, std::optional<double> val_loss, double milliseconds) {
@@ -389,7 +425,9 @@ void Trainer::log_row(double loss, std::optional<double> val_loss, double millis
                     {"tokens_per_s", tokens / milliseconds * 1e3},
                     {"peak_bytes", memory_stats()->peak()}};
   std::fputs((row.dump() + "\n").c_str(), log_);
-  std::fflush(log_);
+  TS_CHECK_AS(IoError, std::fflush(log_) == 0, "train", "cannot write the log '", options_.log,
+              "' at step ", step_, ": ", std::strerror(errno),
+              "; free some space or choose another --log. The last save is kept");
 }
 
 void Trainer::show(double loss, std::optional<double> val_loss, double milliseconds, bool last) {
@@ -424,6 +462,7 @@ void Trainer::check_replicas() {
 }
 
 void Trainer::run() {
+  check_can_save();
   open_log();
   if (is_first_rank()) {
     std::printf(

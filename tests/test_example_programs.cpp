@@ -1,0 +1,249 @@
+// examples/gpt2 train and generate as a user runs them: options, logs, folders, exit codes.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include <tessera/core/safetensors.h>
+
+#include "finished_process.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+using Words = std::vector<std::string>;
+
+constexpr int kSteps = 8, kHalf = 4;
+
+class Programs : public testing::Test {
+ protected:
+  Programs() {
+    std::string text;
+    for (int i = 0; i < 400; ++i) {
+      text += std::to_string(i % 13) + " and " + std::to_string(i % 17) + " are " +
+              std::to_string(i % 13 + i % 17) + ".\n";
+    }
+    folder_.write("text", text);
+  }
+
+  std::string path(const std::string& name) const { return folder_.path(name); }
+
+  // Command-line words of a small training; what `more` gives stands instead of what is here.
+  Words small(const Words& more) const {
+    const std::vector<std::pair<std::string, std::string>> defaults = {
+        {"--data", path("text")}, {"--tokenizer", "bytes"},
+        {"--layers", "1"},        {"--width", "32"},
+        {"--heads", "2"},         {"--context", "16"},
+        {"--batch-size", "2"},    {"--steps", std::to_string(kSteps)},
+        {"--warmup", "2"},        {"--eval-every", "4"},
+        {"--threads", "1"}};
+    Words words = {TESSERA_GPT2_TRAIN};
+    for (const auto& [name, value] : defaults) {
+      if (std::ranges::find(more, name) == more.end()) words.insert(words.end(), {name, value});
+    }
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  }
+  static Words generate(const std::string& model, const Words& more = {}) {
+    Words words = {
+        TESSERA_GPT2_GENERATE, "--model", model,    "--prompt", "1 and", "--tokens", "24",
+        "--threads",           "1",       "--quiet"};
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  }
+
+  std::vector<Json> rows(const std::string& log) const {
+    std::vector<Json> result;
+    std::ifstream file(path(log));
+    for (std::string line; std::getline(file, line);) result.push_back(Json::parse(line));
+    return result;
+  }
+  // What a run must repeat to the last digit; times differ.
+  static Words digits(const std::vector<Json>& rows) {
+    Words result;
+    for (const Json& row : rows) {
+      std::string text;
+      for (const char* field : {"step", "loss", "val_loss", "grad_norm", "lr"}) {
+        text += row.at(field).dump() + " ";
+      }
+      result.push_back(text);
+    }
+    return result;
+  }
+  std::vector<std::string> entries(const std::string& name) const {
+    std::vector<std::string> result;
+    for (const auto& entry : fs::directory_iterator(path(name))) {
+      result.push_back(entry.path().filename().string());
+    }
+    std::ranges::sort(result);
+    return result;
+  }
+  // The command with files limited to `kilobytes`: writes fail as on a full disk.
+  static Words limited(int kilobytes, const Words& command) {
+    Words words = {"/bin/sh", "-c",
+                   "trap '' XFSZ; ulimit -f " + std::to_string(2 * kilobytes) + "; exec \"$@\"",
+                   "sh"};
+    words.insert(words.end(), command.begin(), command.end());
+    return words;
+  }
+
+  void expect_refusal(const FinishedProcess& process, const std::string& message) {
+    EXPECT_NE(process.code(), 0) << process;
+    EXPECT_EQ(process.status.signal, 0) << process;
+    EXPECT_TRUE(process.complained(message)) << "expected '" << message << "'\n" << process;
+  }
+
+  TestFolder folder_;
+};
+
+TEST_F(Programs, ARowOfTheLogTellsEverythingOfAStep) {
+  const auto process = run_process(small({"--save", path("model"), "--log", path("log.jsonl")}));
+  ASSERT_EQ(process.code(), 0) << process;
+  const std::vector<Json> log = rows("log.jsonl");
+  ASSERT_EQ(log.size(), kSteps);
+  for (int i = 0; i < kSteps; ++i) {
+    const Json& row = log[static_cast<size_t>(i)];
+    EXPECT_EQ(row.size(), 8U) << row;
+    EXPECT_EQ(row.at("step"), i + 1);
+    EXPECT_GT(row.at("loss").get<double>(), 0);
+    EXPECT_EQ(row.at("val_loss").is_number(), (i + 1) % 4 == 0) << row;
+    for (const char* field : {"grad_norm", "lr", "ms", "tokens_per_s"}) {
+      EXPECT_GT(row.at(field).get<double>(), 0) << field << " of " << row;
+    }
+    // The parameters alone: 256 x 32 of the embedding, and gradients as large.
+    EXPECT_GT(row.at("peak_bytes").get<int64_t>(), 2 * 4 * 256 * 32);
+  }
+  EXPECT_LT(log.back().at("val_loss"), log[kHalf - 1].at("val_loss"));
+  EXPECT_EQ(entries("model"), (Words{"config.json", "model.safetensors", "training-8.json",
+                                     "training-8.safetensors"}));
+}
+
+TEST_F(Programs, AResumedTrainingRepeatsTheDigitsOfAnUninterruptedOne) {
+  ASSERT_EQ(run_process(small({"--log", path("whole.jsonl"), "--save", path("whole")})).code(), 0);
+  ASSERT_EQ(run_process(small({"--log", path("log.jsonl"), "--save", path("model"), "--stop-at",
+                               std::to_string(kHalf)}))
+                .code(),
+            0);
+  EXPECT_EQ(rows("log.jsonl").size(), kHalf);
+  const auto process =
+      run_process({TESSERA_GPT2_TRAIN, "--resume", path("model"), "--log", path("log.jsonl")});
+  ASSERT_EQ(process.code(), 0) << process;
+  EXPECT_EQ(digits(rows("log.jsonl")), digits(rows("whole.jsonl")));
+  EXPECT_TRUE(folder_.read("model/model.safetensors") == folder_.read("whole/model.safetensors"));
+  EXPECT_EQ(entries("model"), entries("whole"));
+}
+
+TEST_F(Programs, ASavedModelIsGeneratedFromAndBegunWith) {
+  ASSERT_EQ(run_process(small({"--save", path("model")})).code(), 0);
+
+  const auto greedy = run_process(generate(path("model"), {"--temperature", "0"}));
+  ASSERT_EQ(greedy.code(), 0) << greedy;
+  EXPECT_TRUE(greedy.output.starts_with("1 and")) << greedy;
+  EXPECT_EQ(run_process(generate(path("model"), {"--temperature", "0", "--seed", "7"})).output,
+            greedy.output);
+  const auto drawn = [&](const char* seed) {
+    return run_process(generate(path("model"), {"--temperature", "2", "--seed", seed})).output;
+  };
+  EXPECT_EQ(drawn("1"), drawn("1"));
+  EXPECT_NE(drawn("1"), drawn("2"));
+  EXPECT_EQ(run_process(generate(path("model"), {"--top-k", "1", "--seed", "3"})).output,
+            greedy.output);
+
+  // Without warm-up, steps or decay the first loss is that of the given weights.
+  const auto begun =
+      run_process({TESSERA_GPT2_TRAIN, "--data", path("text"), "--init-from", path("model"),
+                   "--steps", "1", "--log", path("begun.jsonl"), "--threads", "1"});
+  ASSERT_EQ(begun.code(), 0) << begun;
+  EXPECT_LT(rows("begun.jsonl").at(0).at("loss").get<double>(), 5.4);  // log(256) is 5.55
+}
+
+TEST_F(Programs, WhatCannotBeReadIsNamedBeforeAnythingIsWritten) {
+  const Words save = {"--save", path("model")};
+  const auto refused = [&](Words more, const std::string& message) {
+    more.insert(more.end(), save.begin(), save.end());
+    expect_refusal(run_process(small(more)), message);
+    EXPECT_FALSE(fs::exists(path("model"))) << message;
+  };
+  refused({"--data", path("missing")}, "cannot read the text '" + path("missing") + "'");
+  refused({"--data", path("")}, "cannot read the text");
+  folder_.write("short", "too short");
+  refused({"--data", path("short")}, "windows of 16 need more");
+  refused({"--tokenizer", "words"}, "--tokenizer");
+  refused({"--tokenizer", "gpt2"}, "gpt2 needs its vocabulary");
+  refused({"--init-from", path("missing")}, path("missing"));
+  refused({"--heads", "3"}, "width must be a multiple of heads");
+  refused({"--layers", "-1"}, "--layers");
+  refused({"--no-such-option"}, "--no-such-option");
+  expect_refusal(run_process(generate(path("missing"))), path("missing"));
+}
+
+TEST_F(Programs, ABadFolderToResumeFromIsNamed) {
+  const auto resume = [&] { return run_process({TESSERA_GPT2_TRAIN, "--resume", path("model")}); };
+  expect_refusal(resume(), path("model"));
+
+  ASSERT_EQ(run_process(small({"--save", path("model"), "--steps", "1"})).code(), 0);
+  expect_refusal(
+      run_process({TESSERA_GPT2_TRAIN, "--resume", path("model"), "--init-from", path("model")}),
+      "exclude each other");
+  const std::string state = path("model/training-1.safetensors");
+  fs::resize_file(state, fs::file_size(state) - 8);
+  expect_refusal(resume(), state);
+  fs::remove(state);
+  expect_refusal(resume(), state);
+  folder_.write("model/training-1.json", "{\"data\": 1}");
+  expect_refusal(resume(), "the field 'data' does not fit");
+  folder_.write("model/training-1.json", "{");
+  expect_refusal(resume(), "is not JSON");
+
+  // A folder of another program: weights, but no step.
+  const std::string model = path("model/model.safetensors");
+  save_safetensors(model, load_safetensors(model), {{"format", "pt"}});
+  expect_refusal(resume(), "names no step");
+  save_safetensors(model, load_safetensors(model), {{"step", "../1"}});
+  expect_refusal(resume(), "names no step");
+}
+
+TEST_F(Programs, AFolderThatCannotBeWrittenIsRefusedBeforeTheFirstStep) {
+  const auto refused = [&](const std::string& folder) {
+    const auto process = run_process(small({"--save", folder, "--log", path("log.jsonl")}));
+    expect_refusal(process, folder);
+    EXPECT_FALSE(fs::exists(path("log.jsonl"))) << process;
+  };
+  refused(path("text"));        // a file stands there
+  refused(path("text/model"));  // and is no folder
+  refused("/proc/tessera");
+  expect_refusal(run_process(small({"--log", path("missing/log.jsonl")})), path("missing/log"));
+  expect_refusal(run_process(small({"--log", "/dev/full"})), "cannot write the log '/dev/full'");
+}
+
+TEST_F(Programs, AFullDiskLeavesTheSaveBeforeItWhole) {
+  ASSERT_EQ(run_process(small({"--log", path("whole.jsonl")})).code(), 0);
+  ASSERT_EQ(run_process(small({"--save", path("model"), "--log", path("log.jsonl"), "--stop-at",
+                               std::to_string(kHalf)}))
+                .code(),
+            0);
+  const Words before = entries("model");
+  const std::string model = folder_.read("model/model.safetensors");
+  const auto model_kilobytes = static_cast<int>(model.size() / 1024);
+  const Words resume = {TESSERA_GPT2_TRAIN, "--resume", path("model"), "--log", path("log.jsonl")};
+
+  // Room for the model but not for the optimizer's state, which is twice as large; then for
+  // neither.
+  for (const int kilobytes : {model_kilobytes * 3 / 2, model_kilobytes / 2}) {
+    expect_refusal(run_process(limited(kilobytes, resume)), "File too large");
+    EXPECT_TRUE(folder_.read("model/model.safetensors") == model);
+    for (const std::string& name : before) EXPECT_TRUE(fs::exists(path("model/" + name))) << name;
+    for (const std::string& name : entries("model")) {
+      EXPECT_EQ(name.find(".tmp"), std::string::npos) << name;
+    }
+  }
+  const auto process = run_process(resume);
+  ASSERT_EQ(process.code(), 0) << process;
+  EXPECT_EQ(digits(rows("log.jsonl")), digits(rows("whole.jsonl")));
+}
+
+}  // namespace
+}  // namespace tessera
