@@ -268,14 +268,15 @@ struct ThreadJob::State {
   std::mutex mutex;
   std::map<std::string, std::weak_ptr<ThreadHub>> hubs;
   struct Leave {
+    int rank;
     std::string message;
     bool failed;
   };
-  std::map<int, Leave> left;  // ranks that are gone
+  std::vector<Leave> left;  // ranks that are gone, in that order
 
   std::shared_ptr<ThreadHub> hub(const std::string& name, const std::vector<int>& world_ranks) {
     std::shared_ptr<ThreadHub> hub;
-    std::map<int, Leave> gone;
+    std::vector<Leave> gone;
     {
       const std::lock_guard lock(mutex);
       std::weak_ptr<ThreadHub>& slot = hubs[name];
@@ -283,7 +284,7 @@ struct ThreadJob::State {
       if (!hub) slot = hub = std::make_shared<ThreadHub>(world_ranks);
       gone = left;
     }
-    for (const auto& [rank, leave] : gone) hub->leave(rank, leave.message, leave.failed);
+    for (const Leave& leave : gone) hub->leave(leave.rank, leave.message, leave.failed);
     return hub;
   }
 };
@@ -349,7 +350,7 @@ void ThreadJob::leave(int rank, const std::string& message, bool failed) {
   std::vector<std::shared_ptr<ThreadHub>> hubs;
   {
     const std::lock_guard lock(state_->mutex);
-    state_->left.insert({rank, {message, failed}});
+    state_->left.push_back({rank, message, failed});
     for (const auto& [name, known] : state_->hubs) {
       if (auto hub = known.lock()) hubs.push_back(std::move(hub));
     }

@@ -153,14 +153,24 @@ nlohmann::json scatter_objects(const std::vector<nlohmann::json>& objects, int r
 // ---- Several calls as few -----------------------------------------------------------------------
 
 struct CoalescedScope::Item {
-  Tensor tensor;
   Operation operation;
-  ReduceOp op;
-  int root;
+  Tensor output, input;  // the same tensor where a call is in place
+  ReduceOp op = ReduceOp::kSum;
+  int root = -1;
 
-  bool joins(const Item& other) const {
+  // Rows divide as the call needs it. Others are issued alone, where Group says what is wrong.
+  bool packs(int ranks) const {
+    if (operation == Operation::kAllReduce || operation == Operation::kBroadcast) return true;
+    const bool gathers = operation == Operation::kAllGather;
+    const Tensor &whole = gathers ? output : input, &part = gathers ? input : output;
+    return whole.dim() >= 1 && whole.size(0) % ranks == 0 &&
+           whole.numel() == part.numel() * ranks && whole.dtype() == part.dtype() &&
+           whole.device() == part.device();
+  }
+  bool joins(const Item& other, int ranks) const {
     return operation == other.operation && op == other.op && root == other.root &&
-           tensor.dtype() == other.tensor.dtype() && tensor.device() == other.tensor.device();
+           input.dtype() == other.input.dtype() && input.device() == other.input.device() &&
+           packs(ranks) && other.packs(ranks);
   }
 };
 
@@ -169,11 +179,73 @@ CoalescedScope::CoalescedScope(Group& group, const CollectiveOptions& options)
 CoalescedScope::~CoalescedScope() = default;
 
 void CoalescedScope::all_reduce(const Tensor& tensor, ReduceOp op) {
-  items_.push_back({tensor, Operation::kAllReduce, op, -1});
+  items_.push_back({Operation::kAllReduce, tensor, tensor, op});
+}
+void CoalescedScope::broadcast(const Tensor& tensor, int root) {
+  items_.push_back({Operation::kBroadcast, tensor, tensor, ReduceOp::kSum, root});
+}
+void CoalescedScope::all_gather(const Tensor& output, const Tensor& input) {
+  items_.push_back({Operation::kAllGather, output, input});
+}
+void CoalescedScope::reduce_scatter(const Tensor& output, const Tensor& input, ReduceOp op) {
+  items_.push_back({Operation::kReduceScatter, output, input, op});
 }
 
-void CoalescedScope::broadcast(const Tensor& tensor, int root) {
-  items_.push_back({tensor, Operation::kBroadcast, ReduceOp::kSum, root});
+Work CoalescedScope::issue(const Item& item) {
+  switch (item.operation) {
+    case Operation::kAllReduce:
+      return group_.all_reduce(item.output, item.op, options_);
+    case Operation::kBroadcast:
+      return group_.broadcast(item.output, item.root, options_);
+    case Operation::kAllGather:
+      return group_.all_gather(item.output, item.input, options_);
+    default:
+      return group_.reduce_scatter(item.output, item.input, item.op, options_);
+  }
+}
+
+namespace {
+
+// The r-th of `sections` equal parts of dimension 0; with one, the tensor itself.
+Tensor section(const Tensor& tensor, int64_t r, int64_t sections) {
+  if (sections == 1) return detach(tensor);
+  const int64_t rows = tensor.size(0) / sections;
+  return raw::narrow(detach(tensor), 0, r * rows, rows);
+}
+
+}  // namespace
+
+Work CoalescedScope::issue(std::span<const Item> items,
+                           std::vector<std::pair<Tensor, Tensor>>* copy_back) {
+  // A message has a section for each rank on the side where the call has one, and every section
+  // holds the tensors in their order.
+  const Item& model = items.front();
+  const bool in_place =
+      model.operation == Operation::kAllReduce || model.operation == Operation::kBroadcast;
+  const int64_t sections_in = model.operation == Operation::kReduceScatter ? group_.size() : 1;
+  const int64_t sections_out = model.operation == Operation::kAllGather ? group_.size() : 1;
+  int64_t length = 0;
+  for (const Item& item : items) length += item.input.numel() / sections_in;
+  const MemoryCategoryGuard category(MemoryCategory::kCommunication);
+  const auto message = [&](int64_t sections) {
+    return raw::empty({sections * length}, model.input.dtype(), model.input.device());
+  };
+  const Tensor input = message(sections_in), output = in_place ? input : message(sections_out);
+  int64_t offset = 0;
+  for (const Item& item : items) {
+    const int64_t numel = item.input.numel() / sections_in;
+    for (int64_t r = 0; r < sections_in; ++r) {
+      const Tensor from = section(item.input, r, sections_in);
+      copy_(raw::view(raw::narrow(input, 0, r * length + offset, numel), from.shape()), from);
+    }
+    for (int64_t r = 0; r < sections_out; ++r) {
+      const Tensor to = section(item.output, r, sections_out);
+      copy_back->emplace_back(
+          to, raw::view(raw::narrow(output, 0, r * length + offset, numel), to.shape()));
+    }
+    offset += numel;
+  }
+  return issue({model.operation, output, input, model.op, model.root});
 }
 
 Work CoalescedScope::finish() {
@@ -181,33 +253,17 @@ Work CoalescedScope::finish() {
   items_.clear();
   if (items.empty()) return {};
   std::vector<Work> works;
-  std::vector<std::pair<Tensor, Tensor>> parts;  // tensor, its part of a message
+  std::vector<std::pair<Tensor, Tensor>> copy_back;  // tensor, its part of a message
   const NoGradGuard no_grad;
   for (size_t begin = 0; begin < items.size();) {
     size_t end = begin + 1;
-    int64_t numel = items[begin].tensor.numel();
-    while (end < items.size() && items[end].joins(items[begin]))
-      numel += items[end++].tensor.numel();
-    Tensor message = items[begin].tensor;
-    if (end - begin > 1) {
-      const MemoryCategoryGuard category(MemoryCategory::kCommunication);
-      message = raw::empty({numel}, message.dtype(), message.device());
-      int64_t offset = 0;
-      for (size_t i = begin; i < end; ++i) {
-        const Tensor& tensor = items[i].tensor;
-        const Tensor part =
-            raw::view(raw::narrow(message, 0, offset, tensor.numel()), tensor.shape());
-        copy_(part, detach(tensor));
-        parts.emplace_back(detach(tensor), part);
-        offset += tensor.numel();
-      }
-    }
-    works.push_back(items[begin].operation == Operation::kAllReduce
-                        ? group_.all_reduce(message, items[begin].op, options_)
-                        : group_.broadcast(message, items[begin].root, options_));
+    while (end < items.size() && items[end].joins(items[begin], group_.size())) ++end;
+    works.push_back(end - begin == 1
+                        ? issue(items[begin])
+                        : issue(std::span(items).subspan(begin, end - begin), &copy_back));
     begin = end;
   }
-  return group_.join(std::move(works), std::move(parts));
+  return group_.join(std::move(works), std::move(copy_back));
 }
 
 // ---- Through autograd ---------------------------------------------------------------------------
@@ -308,7 +364,9 @@ void check_equal_traces(const CommTrace::Scope& scope, Group& group) {
   nlohmann::json own = nlohmann::json::object();
   for (const CommRecord& record : scope.records()) {
     if (record.operation == Operation::kSend || record.operation == Operation::kRecv) continue;
-    own[record.group + " " + std::string(name_of(record.channel))].push_back(record.describe());
+    const std::string key = record.group + " " + std::string(name_of(record.channel));
+    own[key]["members"] = record.group_size;
+    own[key]["calls"].push_back(record.describe());
   }
   const auto all =
       all_gather_objects(group, own, {.channel = Channel::kControl, .tag = "equal traces"});
@@ -319,9 +377,11 @@ void check_equal_traces(const CommTrace::Scope& scope, Group& group) {
   for (const std::string& key : keys) {
     const nlohmann::json* first = nullptr;
     size_t first_rank = 0;
+    int callers = 0;
     for (size_t r = 0; r < all.size(); ++r) {
       if (!all[r].contains(key)) continue;
-      const nlohmann::json& calls = all[r].at(key);
+      ++callers;
+      const nlohmann::json& calls = all[r].at(key).at("calls");
       if (first == nullptr) {
         first = &calls;
         first_rank = r;
@@ -334,6 +394,12 @@ void check_equal_traces(const CommTrace::Scope& scope, Group& group) {
                     first_rank, " called ", a, " where rank ", r, " called ", b);
       }
     }
+    // Who is in a group but called nothing has no entry; only the world sees all its members.
+    const int members = all[first_rank].at(key).at("members").get<int>();
+    TS_CHECK_AS(DistributedError, group.size() < world_size() || callers == members,
+                "check_equal_traces", "on '", key, "' rank ", first_rank, " called ",
+                first->at(0).get<std::string>(), " where ", members - callers, " of ", members,
+                " ranks called nothing");
   }
 }
 

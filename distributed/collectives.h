@@ -55,10 +55,15 @@ class CoalescedScope {
 
   void all_reduce(const Tensor& tensor, ReduceOp op = ReduceOp::kSum);
   void broadcast(const Tensor& tensor, int root);
+  // As Group's. Results are in the tensors after finish().wait().
+  void all_gather(const Tensor& output, const Tensor& input);
+  void reduce_scatter(const Tensor& output, const Tensor& input, ReduceOp op = ReduceOp::kSum);
   Work finish();
 
  private:
   struct Item;
+  Work issue(const Item& item);
+  Work issue(std::span<const Item> items, std::vector<std::pair<Tensor, Tensor>>* copy_back);
   Group& group_;
   const CollectiveOptions options_;
   std::vector<Item> items_;

@@ -381,6 +381,15 @@ void Group::check_rank(int rank, std::string_view what) const {
            "; the group has ranks 0 to ", size() - 1);
 }
 
+// What a rank sends to itself.
+void Group::check_own(std::span<const Tensor> parts, const Tensor& other, std::string_view where,
+                      std::string_view part_name, std::string_view other_name) const {
+  const Tensor& own = parts[static_cast<size_t>(rank_)];
+  TS_CHECK_SHAPE(own.numel() == other.numel(), where, "the ", part_name, " for rank ", rank_,
+                 " itself is ", own, " and its ", other_name, " ", other,
+                 "; they need the same number of elements");
+}
+
 // Of one contiguous buffer, the piece that each rank sums.
 std::vector<Part> Group::cut(const Tensor& flat) const {
   const Part all = part_of(flat);
@@ -504,9 +513,7 @@ Work Group::all_gather(std::span<const Tensor> outputs, const Tensor& input,
     TS_CHECK(std::ssize(outputs) == size(), "all_gather", "needs an output for each of ", size(),
              " ranks; given ", outputs.size());
     check_tensors(outputs, input, backend_.get(), "all_gather");
-    TS_CHECK_SHAPE(outputs[static_cast<size_t>(rank_)].numel() == input.numel(), "all_gather",
-                   "the output of this rank is ", outputs[static_cast<size_t>(rank_)],
-                   " and its input ", input);
+    check_own(outputs, input, "all_gather", "output", "input");
   });
   request.dtype = input.dtype();
   request.count = total_numel(outputs);
@@ -545,9 +552,7 @@ Work Group::reduce_scatter(const Tensor& output, std::span<const Tensor> inputs,
              " ranks; given ", inputs.size());
     check_tensors(inputs, output, backend_.get(), "reduce_scatter");
     check_reduction(output.dtype(), op, "reduce_scatter");
-    TS_CHECK_SHAPE(inputs[static_cast<size_t>(rank_)].numel() == output.numel(), "reduce_scatter",
-                   "the input for this rank is ", inputs[static_cast<size_t>(rank_)],
-                   " and its output ", output);
+    check_own(inputs, output, "reduce_scatter", "input", "output");
   });
   request.dtype = output.dtype();
   request.count = total_numel(inputs);
@@ -568,6 +573,7 @@ Work Group::all_to_all(std::span<const Tensor> outputs, std::span<const Tensor> 
              " and ", outputs.size());
     check_tensors(inputs, inputs[0], backend_.get(), "all_to_all");
     check_tensors(outputs, inputs[0], backend_.get(), "all_to_all");
+    check_own(outputs, inputs[static_cast<size_t>(rank_)], "all_to_all", "output", "input");
   });
   request.dtype = inputs[0].dtype();
   const NoGradGuard no_grad;
@@ -590,6 +596,7 @@ Work Group::gather(std::span<const Tensor> outputs, const Tensor& input, int roo
              "needs an output for each of ", size(), " ranks at root ", root,
              " and none elsewhere; rank ", rank_, " gives ", outputs.size());
     check_tensors(outputs, input, backend_.get(), "gather");
+    if (rank_ == root) check_own(outputs, input, "gather", "output", "input");
   });
   request.dtype = input.dtype();
   request.bytes = input.nbytes();
@@ -612,6 +619,7 @@ Work Group::scatter(const Tensor& output, std::span<const Tensor> inputs, int ro
              "needs an input for each of ", size(), " ranks at root ", root,
              " and none elsewhere; rank ", rank_, " gives ", inputs.size());
     check_tensors(inputs, output, backend_.get(), "scatter");
+    if (rank_ == root) check_own(inputs, output, "scatter", "input", "output");
   });
   request.dtype = output.dtype();
   request.bytes = output.nbytes();

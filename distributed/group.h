@@ -125,6 +125,8 @@ class Group : public std::enable_shared_from_this<Group> {
   [[noreturn]] void invalid(const CollectiveOptions& options, std::string_view operation);
   std::string late_ranks(const CommRecord& record, double waited);
   void check_rank(int rank, std::string_view what) const;
+  void check_own(std::span<const Tensor> parts, const Tensor& other, std::string_view where,
+                 std::string_view part_name, std::string_view other_name) const;
   std::vector<Part> cut(const Tensor& flat) const;
   // One Work for several; wait() then copies each second tensor to the first.
   Work join(std::vector<Work> works, std::vector<std::pair<Tensor, Tensor>> copy_back);

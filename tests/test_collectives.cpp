@@ -54,9 +54,10 @@ TEST_P(Dtypes, AllReduceSumsWhatRanksGive) {
 INSTANTIATE_TEST_SUITE_P(All, Dtypes, testing::Values(kF64, kF32, kF16, kBF16, kI64, kI32, kU8),
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
-CommRecord numbered(int64_t sequence) {
+CommRecord numbered(int64_t sequence, int ranks = 2) {
   CommRecord record;
   record.group = "world";
+  record.group_size = ranks;
   record.sequence = sequence;
   return record;
 }
@@ -282,6 +283,34 @@ TEST(Collectives, CoalescedCallsTravelAsOne) {
   });
 }
 
+TEST(Collectives, CoalescedGathersAndScattersAreThoseOfTheirTensors) {
+  for (const int size : {1, 2, 4}) {
+    on_ranks(size, [&](int rank) {
+      const auto each = [&](int64_t seed, const Shape& shape) {
+        return randn(shape, {}, RandomStream{static_cast<uint64_t>(seed), uint64_t(rank)});
+      };
+      const CommTrace::Scope scope(world().trace());
+      CoalescedScope calls(world());
+      const Tensor a = each(1, {3, 2}), b = each(2, {2}), c = each(3, {0, 4});
+      const Tensor all_a = zeros({2, 3 * size}).transpose(0, 1);  // results may lie anywhere
+      const Tensor all_b = zeros({2 * size}), all_c = zeros({0, 4});
+      calls.all_gather(all_a, a);
+      calls.all_gather(all_b, b);
+      calls.all_gather(all_c, c);
+      const Tensor d = each(4, {2 * size, 3}), e = each(5, {size});
+      const Tensor own_d = zeros({2, 3}), own_e = zeros({1});
+      calls.reduce_scatter(own_d, d, ReduceOp::kMean);
+      calls.reduce_scatter(own_e, e, ReduceOp::kMean);
+      calls.finish().wait();
+      EXPECT_EQ(scope.records().size(), size == 1 ? 0u : 2u);
+      EXPECT_EQ(all_a.to_vector(), all_gather(a).to_vector());
+      EXPECT_EQ(all_b.to_vector(), all_gather(b).to_vector());
+      EXPECT_EQ(own_d.to_vector(), reduce_scatter(d, ReduceOp::kMean).to_vector());
+      EXPECT_EQ(own_e.to_vector(), reduce_scatter(e, ReduceOp::kMean).to_vector());
+    });
+  }
+}
+
 TEST(Collectives, GroupsSplitByColourAndKey) {
   on_ranks(6, [](int rank) {
     const auto half = world().split(rank % 2, -rank);  // ranks in falling order
@@ -370,6 +399,29 @@ TEST(Mistakes, WrongRanksDtypesAndShapesAreTypedErrors) {
   });
 }
 
+TEST(Mistakes, WhatARankGivesItselfMustFitAlsoAlone) {
+  for (const int size : {1, 2}) {
+    run_ranks(size, [](int rank) {
+      Group& group = world();
+      const auto parts = [&](int64_t numel) {
+        return TensorList(static_cast<size_t>(group.size()), zeros({numel}));
+      };
+      EXPECT_THROW(group.all_to_all(parts(2), parts(800)), ShapeError);
+      EXPECT_THROW(group.all_gather(parts(2), zeros({800})), ShapeError);
+      EXPECT_THROW(group.reduce_scatter(zeros({2}), parts(800)), ShapeError);
+      const Tensor small = zeros({2});
+      if (rank == 0) {
+        EXPECT_THROW(group.gather(parts(2), zeros({800}), 0), ShapeError);
+        EXPECT_THROW(group.scatter(small, parts(800), 0), ShapeError);
+      } else {
+        EXPECT_THROW(group.gather({}, zeros({800}), 0).wait(), DistributedError);
+        EXPECT_THROW(group.scatter(small, {}, 0).wait(), DistributedError);
+      }
+      barrier();  // the group is as good as before
+    });
+  }
+}
+
 TEST(Mistakes, OfOneRankAreToldToTheOthersInTheSameCall) {
   run_ranks(3, [](int rank) {
     const Tensor x = zeros({4});
@@ -428,6 +480,21 @@ TEST(Mistakes, DifferentOrdersAreSeenByTheTraces) {
     EXPECT_NE(
         message.find("on 'world user' rank 0 called nothing more where rank 1 called barrier #9"),
         std::string::npos)
+        << message;
+  });
+}
+
+TEST(Mistakes, ARankThatCalledNothingIsSeenByTheTraces) {
+  run_ranks(3, [](int rank) {
+    const CommTrace::Scope scope(world().trace());
+    const auto pair = world().split(rank < 2 ? 0 : -1);
+    if (pair) all_reduce(zeros({2}), ReduceOp::kSum, *pair);
+    check_equal_traces(scope);  // who is not in a group need not call
+    if (rank == 1) world().trace().add(numbered(1, 3));
+    const std::string message = message_of([&] { check_equal_traces(scope); });
+    EXPECT_NE(message.find("on 'world user' rank 1 called barrier #1 where 2 of 3 ranks called "
+                           "nothing"),
+              std::string::npos)
         << message;
   });
 }
