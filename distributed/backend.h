@@ -24,6 +24,8 @@
 
 namespace tessera::distributed {
 
+class Store;
+
 // Travels before every collective on the mpi and thread backends, so that ranks that call different
 // things raise instead of exchanging nonsense. All but `call_site` must agree.
 struct CallHeader {
@@ -112,6 +114,10 @@ struct BackendOptions {
   int exchange_ranks = 8;
 };
 std::unique_ptr<Backend> make_mpi_backend(const BackendOptions& options = {});
+// Always UnsupportedError until it is connected to the CUDA backend's streams: its groups are there
+// (nccl/backend.h) and proven over a mock of the library.
+std::unique_ptr<Backend> make_nccl_backend(Store& store, int rank, int size,
+                                           const BackendOptions& options = {});
 std::unique_ptr<Backend> make_fake_backend(int rank, int size);
 
 }  // namespace tessera::distributed

@@ -1,6 +1,6 @@
 // The nccl backend's communicators over a mock of the library whose ranks are threads: what is
 // asked of NCCL, followed to its end, and what its answers become.
-#include <tessera/distributed/nccl/communicator.h>
+#include <tessera/distributed/nccl/backend.h>
 
 #include <gtest/gtest.h>
 
@@ -78,6 +78,11 @@ std::string message_of(const std::function<void()>& function) {
   return "no error";
 }
 
+template <class T>
+Part part_of(std::vector<T>& values) {
+  return {reinterpret_cast<char*>(values.data()), static_cast<int64_t>(values.size() * sizeof(T))};
+}
+
 bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
@@ -129,8 +134,8 @@ TEST_F(Nccl, ExchangesUnevenPartsInOneGroup) {
       const auto i = static_cast<size_t>(s);
       out[i].assign(i + 1, static_cast<float>(10 * c.rank() + s));
       in[i].resize(static_cast<size_t>(c.rank()) + 1);
-      sends[i] = {out[i].data(), out[i].size() * sizeof(float)};
-      receives[i] = {in[i].data(), in[i].size() * sizeof(float)};
+      sends[i] = part_of(out[i]);
+      receives[i] = part_of(in[i]);
     }
     c.exchange(sends, receives, nullptr);
     mock.synchronize();
@@ -227,7 +232,7 @@ TEST_F(Nccl, ClosesTheGroupAfterAnErrorInside) {
     if (c.rank() == 1) return;
     mock.fail("ncclSend", ncclInvalidArgument);
     float value = 1;
-    const std::vector<Part> sends{{}, {&value, sizeof value}};
+    const std::vector<Part> sends{{}, {reinterpret_cast<char*>(&value), sizeof value}};
     EXPECT_TRUE(contains(message_of<DistributedError>([&] { c.exchange(sends, {}, nullptr); }),
                          "invalid argument"));
     EXPECT_EQ(mock.calls("ncclGroupEnd"), 1);
@@ -252,6 +257,172 @@ TEST_F(Nccl, NamesAMissingAndAnOldLibrary) {
   unsetenv("MOCK_NCCL_VERSION");
   EXPECT_TRUE(contains(old, "needs NCCL 2.18.0 or newer")) << old;
   EXPECT_TRUE(contains(old, "is 2.14.3")) << old;
+}
+
+// ---- The backend --------------------------------------------------------------------------------
+
+// The mock's memory is the host's, and its streams run when they are waited for.
+class MockQueues : public DeviceQueues {
+ public:
+  explicit MockQueues(const Mock& mock) : mock_(mock) {}
+  Device device() const override { return cuda(0); }
+  cudaStream_t stream(Channel) override { return nullptr; }
+  void when_done(Channel, std::function<void(std::exception_ptr)> done) override {
+    waiting_.push_back(std::move(done));
+  }
+  void run() {
+    mock_.synchronize();
+    for (const auto& done : std::exchange(waiting_, {})) done(nullptr);
+  }
+
+ private:
+  const Mock& mock_;
+  std::vector<std::function<void(std::exception_ptr)>> waiting_;
+};
+
+class NcclGroups : public Nccl {
+ protected:
+  struct Rank {
+    std::unique_ptr<Backend> backend;
+    std::shared_ptr<MockQueues> queues;
+
+    // Starts the call, lets the stream run and rethrows what came of it.
+    void carry_out(const CallPtr& call) {
+      std::exception_ptr error;
+      bool done = false;
+      call->done = [&](std::exception_ptr failure) {
+        error = std::move(failure);
+        done = true;
+      };
+      backend->start(call);
+      if (!done) queues->run();
+      EXPECT_TRUE(done);
+      if (error) std::rethrow_exception(error);
+    }
+  };
+
+  void run_backends(int size, const std::function<void(Rank&)>& body) {
+    const auto store = std::make_shared<MemoryStore>();
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < size; ++rank) {
+      ranks.emplace_back([&, rank] {
+        Rank own;
+        own.queues = std::make_shared<MockQueues>(mock);
+        own.backend = make_backend(mock.library, store, "world", rank, size, own.queues, {});
+        body(own);
+        EXPECT_EQ(own.backend->shutdown(std::chrono::seconds(1)), "");
+      });
+    }
+    for (std::thread& rank : ranks) rank.join();
+  }
+};
+
+CallPtr make_call(Operation operation, DType dtype, Channel channel = Channel::kUser) {
+  auto call = std::make_shared<Call>();
+  call->header.operation = operation;
+  call->header.dtype = dtype;
+  call->channel = channel;
+  return call;
+}
+
+TEST_F(NcclGroups, FormOverTheStoreAndCarryOutEveryCollective) {
+  run_backends(3, [&](Rank& own) {
+    Backend& backend = *own.backend;
+    const int rank = backend.rank();
+    const auto self = static_cast<size_t>(rank);
+    EXPECT_EQ(backend.size(), 3);
+    EXPECT_TRUE(backend.serves(cuda(0)));
+    EXPECT_FALSE(backend.serves(kCpu));
+    std::vector<float> data(6, static_cast<float>(rank + 1));
+    const auto pieces = [&] {
+      std::vector<Part> parts;
+      for (size_t r = 0; r < 3; ++r) parts.push_back({reinterpret_cast<char*>(&data[2 * r]), 8});
+      return parts;
+    };
+
+    auto call = make_call(Operation::kAllReduce, kF32, Channel::kGradient);
+    call->sends = pieces();
+    own.carry_out(call);
+    EXPECT_EQ(data, std::vector<float>(6, 6.0F));
+
+    std::vector<float> piece(2);
+    data.assign(6, static_cast<float>(rank + 1));
+    call = make_call(Operation::kReduceScatter, kF32);
+    call->sends = pieces();
+    call->receives.resize(3);
+    call->receives[self] = part_of(piece);
+    own.carry_out(call);
+    EXPECT_EQ(piece, std::vector<float>(2, 6.0F));
+
+    // Uneven: rank r keeps r + 1 of the six.
+    std::vector<float> uneven(self + 1);
+    call = make_call(Operation::kReduceScatter, kF32);
+    call->receives.resize(3);
+    for (size_t r = 0, begin = 0; r < 3; begin += ++r) {
+      call->sends.push_back(
+          {reinterpret_cast<char*>(&data[begin]), static_cast<int64_t>(4 * (r + 1))});
+    }
+    call->receives[self] = part_of(uneven);
+    own.carry_out(call);
+    EXPECT_EQ(uneven, std::vector<float>(self + 1, 6.0F));
+
+    data.assign(6, static_cast<float>(rank + 1));
+    call = make_call(Operation::kReduce, kF32);
+    call->header.root = 2;
+    call->sends = pieces();
+    own.carry_out(call);
+    if (rank == 2) {
+      EXPECT_EQ(data, std::vector<float>(6, 6.0F));
+    }
+
+    data.assign(6, static_cast<float>(rank + 1));
+    call = make_call(Operation::kBroadcast, kF32);
+    call->header.root = 1;
+    call->sends.resize(3);
+    call->receives.resize(3);
+    (rank == 1 ? call->sends : call->receives)[1] = part_of(data);
+    own.carry_out(call);
+    EXPECT_EQ(data, std::vector<float>(6, 2.0F));
+
+    std::vector<float> mine(2, static_cast<float>(rank + 1));
+    call = make_call(Operation::kAllGather, kF32);
+    call->sends.assign(3, part_of(mine));
+    call->receives = pieces();
+    own.carry_out(call);
+    EXPECT_EQ(data, (std::vector<float>{1, 1, 2, 2, 3, 3}));
+
+    // Ragged: rank r gives r + 1 numbers.
+    std::vector<float> given(self + 1, static_cast<float>(rank));
+    std::vector<std::vector<float>> got{std::vector<float>(1), std::vector<float>(2),
+                                        std::vector<float>(3)};
+    call = make_call(Operation::kAllGather, kF32);
+    call->sends.assign(3, part_of(given));
+    for (auto& one : got) call->receives.push_back(part_of(one));
+    own.carry_out(call);
+    EXPECT_EQ(got[2], std::vector<float>(3, 2.0F));
+    EXPECT_EQ(got[0], std::vector<float>(1, 0.0F));
+
+    own.carry_out(make_call(Operation::kBarrier, kU8));
+  });
+}
+
+TEST_F(NcclGroups, AFailureAbortsAllChannelsAndIsWhatLaterCallsSay) {
+  run_backends(2, [&](Rank& own) {
+    std::vector<float> data(2, 1.0F);
+    auto call = make_call(Operation::kAllReduce, kF32, Channel::kParameter);
+    call->sends = {{reinterpret_cast<char*>(&data[0]), 4}, {reinterpret_cast<char*>(&data[1]), 4}};
+    own.carry_out(call);
+    own.backend->fail(std::make_exception_ptr(DistributedError("rank 1 was killed by signal 9")));
+    const std::string message = message_of<DistributedError>([&] { own.carry_out(call); });
+    EXPECT_EQ(message, "rank 1 was killed by signal 9");
+  });
+  EXPECT_EQ(mock.calls("ncclCommAbort"), 4);  // two communicators on two ranks
+}
+
+TEST(NcclBackend, WaitsForCudaTensorsAndSaysSo) {
+  MemoryStore store;
+  const std::string message = message_of<UnsupportedError>([&] { make_nccl_backend(store, 0, 1); });
+  EXPECT_TRUE(contains(message, "CUDA")) << message;
 }
 
 }  // namespace

@@ -194,11 +194,12 @@ void Communicator::exchange(std::span<const Part> sends, std::span<const Part> r
     for (int peer = 0; peer < size_; ++peer) {
       const auto i = static_cast<size_t>(peer);
       if (i < sends.size() && sends[i].bytes > 0) {
-        note(library_->Send(sends[i].data, sends[i].bytes, ncclUint8, peer, communicator_, stream));
+        note(library_->Send(sends[i].data, static_cast<size_t>(sends[i].bytes), ncclUint8, peer,
+                            communicator_, stream));
       }
       if (i < receives.size() && receives[i].bytes > 0) {
-        note(library_->Recv(receives[i].data, receives[i].bytes, ncclUint8, peer, communicator_,
-                            stream));
+        note(library_->Recv(receives[i].data, static_cast<size_t>(receives[i].bytes), ncclUint8,
+                            peer, communicator_, stream));
       }
     }
     const ncclResult_t end = library_->GroupEnd();

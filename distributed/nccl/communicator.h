@@ -19,7 +19,7 @@
 #include <string>
 
 #include <tessera/core/dtype.h>
-#include <tessera/distributed/trace.h>
+#include <tessera/distributed/backend.h>
 
 namespace tessera::distributed::nccl {
 
@@ -37,12 +37,13 @@ struct Library {
   std::string path;
   int version = 0;  // 22809 is 2.28.9
 
-#define TS_NCCL_FUNCTIONS(F)                                                               \
-  F(GetVersion)                                                                            \
-  F(GetUniqueId)                                                                           \
-  F(GetErrorString) F(GetLastError) F(CommInitRankConfig) F(CommSplit) F(CommFinalize)     \
-      F(CommDestroy) F(CommAbort) F(CommGetAsyncError) F(AllReduce) F(Reduce) F(Broadcast) \
-          F(AllGather) F(ReduceScatter) F(Send) F(Recv) F(GroupStart) F(GroupEnd)
+#define TS_NCCL_FUNCTIONS(F)                                                                     \
+  F(GetVersion)                                                                                  \
+  F(GetUniqueId)                                                                                 \
+  F(GetErrorString)                                                                              \
+  F(GetLastError) F(CommInitRankConfig) F(CommSplit) F(CommFinalize) F(CommDestroy) F(CommAbort) \
+      F(CommGetAsyncError) F(AllReduce) F(Reduce) F(Broadcast) F(AllGather) F(ReduceScatter)     \
+          F(Send) F(Recv) F(GroupStart) F(GroupEnd)
 #define TS_NCCL_MEMBER(name) decltype(&::nccl##name) name = nullptr;
   TS_NCCL_FUNCTIONS(TS_NCCL_MEMBER)
 #undef TS_NCCL_MEMBER
@@ -58,11 +59,6 @@ ncclRedOp_t reduction(ReduceOp op, DType dtype);
 
 // 128 bytes that rank 0 makes and hands to the others through the store.
 std::string make_unique_id(const Library& library);
-
-struct Part {
-  void* data = nullptr;
-  size_t bytes = 0;
-};
 
 // One communicator. The calls of a rank come from one thread, in the same order on all ranks;
 // abort() may come from any thread, also while another is inside a call.

@@ -2,7 +2,7 @@
 
 #include <chrono>
 #include <condition_variable>
-#include <cstdio>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -24,6 +24,7 @@ struct Rendezvous {
 struct MockGroup {
   int size = 0;
   int joined = 0;
+  std::shared_ptr<int> missing;  // of a split: ranks of the parent that have not called yet
   std::map<long, Rendezvous> collectives;  // by sequence number
   std::map<std::pair<int, int>, std::vector<std::pair<const void*, size_t>>> sent;  // from, to
   std::map<std::pair<int, int>, std::vector<std::pair<void*, size_t>>> awaited;
@@ -32,6 +33,7 @@ struct MockGroup {
 std::mutex mutex;
 std::condition_variable changed;
 std::map<std::string, std::shared_ptr<MockGroup>> groups;  // by unique id
+std::map<std::string, std::shared_ptr<int>> splits;        // see MockGroup::missing
 std::map<std::string, int> calls;
 std::map<std::string, std::pair<ncclResult_t, int>> failures;
 ncclResult_t async_error = ncclSuccess;
@@ -210,6 +212,10 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* communicator, int size, ncclUniq
   *communicator = new ncclComm{group, rank};
   return ncclInProgress;
 }
+static std::string name_of_split(ncclComm_t parent) {
+  return std::to_string(reinterpret_cast<uintptr_t>(parent->group.get())) + " split " +
+         std::to_string(parent->splits++);
+}
 ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* part,
                            ncclConfig_t* config) {
   std::lock_guard lock(mutex);
@@ -217,25 +223,26 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* pa
   if (intercepted("ncclCommSplit", &result)) return result;
   if (config->blocking != 0) return ncclInvalidUsage;
   *part = nullptr;
-  const int split = parent->splits++;
+  const std::string split = name_of_split(parent);
+  auto& missing = splits[split];
+  if (!missing) missing = std::make_shared<int>(parent->group->size);
+  --*missing;
   if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
-  char name[64];
-  std::snprintf(name, sizeof name, "%p split %d color %d", static_cast<void*>(parent->group.get()),
-                split, color);
-  auto& group = groups[name];
+  auto& group = groups[split + " color " + std::to_string(color)];
   if (!group) group = std::make_shared<MockGroup>();
-  // The mock's tests split into groups that keep the parent's order, so a rank is its arrival by
-  // key; the size grows as they come.
+  group->missing = missing;
+  // The callers number their keys as ranks.
   ++group->size;
   ++group->joined;
   ++alive;
   *part = new ncclComm{group, key};
-  return ncclSuccess;
+  return ncclInProgress;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* state) {
   std::lock_guard lock(mutex);
   ++calls["ncclCommGetAsyncError"];
-  if (communicator->group->joined < communicator->group->size) {
+  const MockGroup& group = *communicator->group;
+  if (group.joined < group.size || (group.missing && *group.missing > 0)) {
     *state = ncclInProgress;
   } else {
     *state = async_error;
