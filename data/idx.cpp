@@ -26,7 +26,7 @@ constexpr uint64_t kMaxInflation = 1032;
 class Source {
  public:
   Source(std::span<const std::byte> bytes, std::string_view file) : bytes_(bytes), file_(file) {
-    compressed_ = bytes.size() >= 2 && bytes[0] == std::byte{0x1F} && bytes[1] == std::byte{0x8B};
+    compressed_ = member_begins(0);
     if (!compressed_) return;
     stream_ = std::make_unique<z_stream>();
     std::memset(stream_.get(), 0, sizeof(z_stream));
@@ -67,6 +67,11 @@ class Source {
   }
 
  private:
+  bool member_begins(uint64_t at) const {
+    return bytes_.size() - at >= 2 && bytes_[at] == std::byte{0x1F} &&
+           bytes_[at + 1] == std::byte{0x8B};
+  }
+
   uint64_t consumed() const {
     return compressed_ ? reinterpret_cast<const std::byte*>(stream_->next_in) - bytes_.data()
                        : position_;
@@ -89,7 +94,8 @@ class Source {
       const int result = inflate(stream_.get(), Z_NO_FLUSH);
       got += room - stream_->avail_out;
       if (result == Z_STREAM_END) {
-        ended_ = true;
+        // Members follow each other, as after `cat a.gz b.gz`: they are one content.
+        ended_ = !member_begins(consumed()) || inflateReset(stream_.get()) != Z_OK;
       } else if (result == Z_BUF_ERROR && stream_->avail_in == 0 && left <= UINT_MAX) {
         break;  // the stream ends before its end mark
       } else {

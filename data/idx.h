@@ -1,4 +1,4 @@
-// IDX files, the format of MNIST, plain or compressed with gzip.
+// IDX files, the format of MNIST, plain or compressed with gzip (in one or several members).
 //
 // Layout: two zero bytes, one byte element type, one byte number of dimensions, the sizes as
 // big-endian u32, then the elements in row-major order, big-endian (Y. LeCun, "The MNIST

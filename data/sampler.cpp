@@ -18,6 +18,18 @@ void check_position(int64_t position, int64_t size, std::string_view where) {
                  " is outside the epoch's ", size, " samples.");
 }
 
+void check_weights(std::span<const double> weights, std::string_view where) {
+  TS_CHECK(!weights.empty(), where, "needs a weight for each example; got none.");
+  double sum = 0;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    TS_CHECK(std::isfinite(weights[i]) && weights[i] >= 0, where,
+             "weights must be finite and not negative; weight ", i, " is ", weights[i], ".");
+    sum += weights[i];
+  }
+  TS_CHECK(sum > 0 && std::isfinite(sum), where, "weights must have a positive, finite sum; it is ",
+           sum, ".");
+}
+
 // Mixes all bits of x into all bits of the result (the finaliser of MurmurHash3).
 uint64_t mix(uint64_t x) {
   x ^= x >> 33;
@@ -93,18 +105,11 @@ void RandomSampler::indices(int64_t epoch, int64_t begin, std::span<int64_t> out
 
 WeightedSampler::WeightedSampler(std::span<const double> weights, int64_t size, uint64_t seed)
     : size_(size), seed_(seed) {
-  constexpr std::string_view kWhere = "WeightedSampler";
-  check_size(size, kWhere);
-  TS_CHECK(!weights.empty(), kWhere, "needs a weight for each example; got none.");
+  check_size(size, "WeightedSampler");
+  check_weights(weights, "WeightedSampler");
   double sum = 0;
   cumulative_.reserve(weights.size());
-  for (size_t i = 0; i < weights.size(); ++i) {
-    TS_CHECK(std::isfinite(weights[i]) && weights[i] >= 0, kWhere,
-             "weights must be finite and not negative; weight ", i, " is ", weights[i], ".");
-    cumulative_.push_back(sum += weights[i]);
-  }
-  TS_CHECK(sum > 0 && std::isfinite(sum), kWhere,
-           "weights must have a positive, finite sum; it is ", sum, ".");
+  for (const double weight : weights) cumulative_.push_back(sum += weight);
 }
 
 int64_t WeightedSampler::index(int64_t epoch, int64_t position) const {
@@ -119,6 +124,54 @@ int64_t WeightedSampler::index(int64_t epoch, int64_t position) const {
     found = std::lower_bound(cumulative_.begin(), cumulative_.end(), cumulative_.back());
   }
   return found - cumulative_.begin();
+}
+
+WeightedOrderSampler::WeightedOrderSampler(std::span<const double> weights, int64_t size,
+                                           uint64_t seed)
+    : weights_(weights.begin(), weights.end()), size_(size), seed_(seed) {
+  check_size(size, "WeightedOrderSampler");
+  check_weights(weights, "WeightedOrderSampler");
+  const auto zeros = std::count(weights_.begin(), weights_.end(), 0.0);
+  const auto drawable = static_cast<int64_t>(weights_.size()) - zeros;
+  TS_CHECK(size <= drawable, "WeightedOrderSampler", "can draw each of the ", drawable,
+           " examples with a weight above 0 once; got size ", size,
+           "; lower it or take WeightedSampler, which repeats.");
+}
+
+WeightedOrderSampler::Order WeightedOrderSampler::order_of(int64_t epoch) const {
+  const std::lock_guard lock(mutex_);  // threads that need the order wait for the one that makes it
+  for (const Kept& kept : kept_) {
+    if (kept.epoch == epoch) return kept.order;
+  }
+  // The example that an exponential clock of its weight's rate rings first for is the next.
+  std::vector<std::pair<double, int64_t>> rings;
+  rings.reserve(weights_.size());
+  for (size_t i = 0; i < weights_.size(); ++i) {
+    if (weights_[i] == 0) continue;
+    const auto bits = philox4x32(seed_, static_cast<uint64_t>(epoch), i);
+    rings.emplace_back(-std::log1p(-uniform_from_bits64(bits[0], bits[1])) / weights_[i],
+                       static_cast<int64_t>(i));
+  }
+  std::partial_sort(rings.begin(), rings.begin() + size_, rings.end());
+  auto order = std::make_shared<std::vector<int64_t>>();
+  order->reserve(static_cast<size_t>(size_));
+  for (int64_t i = 0; i < size_; ++i) order->push_back(rings[static_cast<size_t>(i)].second);
+  if (kept_.size() == 2) kept_.erase(kept_.begin());
+  kept_.push_back({epoch, order});
+  return order;
+}
+
+int64_t WeightedOrderSampler::index(int64_t epoch, int64_t position) const {
+  check_position(position, size_, "WeightedOrderSampler");
+  return (*order_of(epoch))[static_cast<size_t>(position)];
+}
+
+void WeightedOrderSampler::indices(int64_t epoch, int64_t begin, std::span<int64_t> out) const {
+  if (out.empty()) return;
+  check_position(begin, size_, "WeightedOrderSampler");
+  check_position(begin + static_cast<int64_t>(out.size()) - 1, size_, "WeightedOrderSampler");
+  const Order order = order_of(epoch);
+  std::copy_n(order->begin() + begin, out.size(), out.begin());
 }
 
 BatchSource::BatchSource(std::shared_ptr<const Sampler> sampler, int64_t batch_size, bool drop_last)

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <vector>
@@ -77,6 +78,33 @@ class WeightedSampler : public Sampler {
   std::vector<double> cumulative_;
   int64_t size_;
   uint64_t seed_;
+};
+
+// Draws without replacement: each next example with a probability in proportion to its weight among
+// those not drawn yet (P. Efraimidis, P. Spirakis, "Weighted random sampling with a reservoir",
+// 2006). An epoch's first use costs O(n log n); the orders of the last two epochs are kept, 8 n
+// bytes each.
+class WeightedOrderSampler : public Sampler {
+ public:
+  // ValueError as WeightedSampler, and if `size` exceeds the number of weights that are not 0.
+  WeightedOrderSampler(std::span<const double> weights, int64_t size, uint64_t seed);
+  int64_t size() const override { return size_; }
+  int64_t index(int64_t epoch, int64_t position) const override;
+  void indices(int64_t epoch, int64_t begin, std::span<int64_t> out) const override;
+
+ private:
+  using Order = std::shared_ptr<const std::vector<int64_t>>;
+  Order order_of(int64_t epoch) const;
+
+  std::vector<double> weights_;
+  int64_t size_;
+  uint64_t seed_;
+  struct Kept {
+    int64_t epoch;
+    Order order;
+  };
+  mutable std::mutex mutex_;
+  mutable std::vector<Kept> kept_;  // the latest last
 };
 
 // What a loader reads: an epoch cut into batches. Positions count samples of the whole epoch, over

@@ -349,7 +349,8 @@ TEST(Idx, EveryElementTypePlainAndCompressed) {
   };
   for (const auto& c : cases) {
     const std::string plain = idx_bytes(c.type, {2, 1}, c.elements);
-    for (const std::string& bytes : {plain, gzip(plain)}) {
+    const std::string members = gzip(plain.substr(0, 5)) + gzip("") + gzip(plain.substr(5));
+    for (const std::string& bytes : {plain, gzip(plain), members}) {
       const Tensor tensor = parse_idx(bytes_of(bytes), "t.idx");
       EXPECT_EQ(tensor.dtype(), c.dtype);
       EXPECT_EQ(tensor.shape(), (Shape{2, 1}));
@@ -382,6 +383,8 @@ TEST(Idx, DamageIsAFormatErrorWithFileAndPlace) {
       {idx_bytes(8, {65536, 65536, 65536, 65536}, "abc"), "more than the file can hold"},
       {idx_bytes(0x0E, {2}, "12345678"), "more than the file can hold"},
       {gzip(good) + "x", "after the end of the gzip stream"},
+      {gzip(good) + gzip("x"), "after its last element"},
+      {gzip(good) + gzip("").substr(0, 12), "before the end mark"},
       {gzip(good + "x"), "after its last element"},
       {gzip(good.substr(0, good.size() - 1)), "ends inside its elements"},
       {gzip(idx_bytes(8, {huge, huge}, "abc")), "more than the file can hold"},

@@ -157,6 +157,33 @@ TEST(Samplers, WeightsAreProportions) {
   EXPECT_THROW(WeightedSampler(std::vector<double>{INFINITY}, 1, 0), ValueError);
 }
 
+TEST(Samplers, WeightsWithoutReplacementDrawTheRestInProportion) {
+  const std::vector<double> weights = {1, 0, 2, 3};
+  const WeightedOrderSampler sampler(weights, 3, 5);
+  constexpr int kEpochs = 3000;
+  std::map<std::vector<int64_t>, int> counts;
+  for (int64_t epoch = 0; epoch < kEpochs; ++epoch) {
+    std::vector<int64_t> order(3);
+    sampler.indices(epoch, 0, order);
+    EXPECT_EQ(sampler.index(epoch, 2), order[2]);
+    ++counts[order];
+  }
+  EXPECT_EQ(counts.size(), 6u);  // the permutations of {0, 2, 3}
+  // 3 of 6 and then 2 of 3: binomial with p = 1/3, a standard deviation of 26.
+  EXPECT_NEAR((counts[{3, 2, 0}]), kEpochs / 3, 5 * 26);
+  // 1 of 6 and then 2 of 5: p = 1/15, 14.
+  EXPECT_NEAR((counts[{0, 2, 3}]), kEpochs / 15, 5 * 14);
+
+  const std::vector<double> many(1000, 0.5);
+  const WeightedOrderSampler a(many, 10, 7), b(many, 10, 7);
+  for (const int64_t epoch : {3, 0, 2, 3}) {  // in any order of epochs
+    EXPECT_EQ(a.index(epoch, 9), b.index(epoch, 9));
+  }
+  EXPECT_THROW(sampler.index(0, 3), IndexError);
+  EXPECT_THROW(WeightedOrderSampler(weights, 4, 0), ValueError);
+  EXPECT_THROW(WeightedOrderSampler(std::vector<double>{1, NAN}, 1, 0), ValueError);
+}
+
 // ---- Data sets and collation --------------------------------------------------------------------
 
 TEST(Datasets, TensorRowsAreExamplesAndBatchesStackThem) {
