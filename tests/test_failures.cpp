@@ -13,9 +13,14 @@
 namespace tessera {
 namespace {
 
-constexpr double kCollectiveTimeout = 1.5;  // seconds
-constexpr double kInitTimeout = 3;
-constexpr double kNotice = 2;  // seconds until every other rank has raised
+#if defined(__SANITIZE_ADDRESS__)
+constexpr double kSlower = 4;
+#else
+constexpr double kSlower = 1;
+#endif
+constexpr double kCollectiveTimeout = 1.5 * kSlower;  // seconds
+constexpr double kInitTimeout = 3 * kSlower;
+constexpr double kNotice = 2 * kSlower;  // seconds until every other rank has raised
 
 struct Case {
   const char* phase;
