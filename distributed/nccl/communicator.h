@@ -37,13 +37,13 @@ struct Library {
   std::string path;
   int version = 0;  // 22809 is 2.28.9
 
-#define TS_NCCL_FUNCTIONS(F)                                                                     \
-  F(GetVersion)                                                                                  \
-  F(GetUniqueId)                                                                                 \
-  F(GetErrorString)                                                                              \
-  F(GetLastError) F(CommInitRankConfig) F(CommSplit) F(CommFinalize) F(CommDestroy) F(CommAbort) \
-      F(CommGetAsyncError) F(AllReduce) F(Reduce) F(Broadcast) F(AllGather) F(ReduceScatter)     \
-          F(Send) F(Recv) F(GroupStart) F(GroupEnd)
+  // clang-format off (never settles on this list)
+#define TS_NCCL_FUNCTIONS(F) \
+  F(GetVersion) F(GetUniqueId) F(GetErrorString) F(GetLastError) F(CommInitRankConfig) \
+  F(CommSplit) F(CommFinalize) F(CommDestroy) F(CommAbort) F(CommGetAsyncError) F(AllReduce) \
+  F(Reduce) F(Broadcast) F(AllGather) F(ReduceScatter) F(Send) F(Recv) F(GroupStart) \
+  F(GroupEnd)
+  // clang-format on
 #define TS_NCCL_MEMBER(name) decltype(&::nccl##name) name = nullptr;
   TS_NCCL_FUNCTIONS(TS_NCCL_MEMBER)
 #undef TS_NCCL_MEMBER
