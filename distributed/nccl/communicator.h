@@ -37,7 +37,8 @@ struct Library {
   std::string path;
   int version = 0;  // 22809 is 2.28.9
 
-  // clang-format off (never settles on this list)
+  // Formatting never settles on this list.
+  // clang-format off
 #define TS_NCCL_FUNCTIONS(F) \
   F(GetVersion) F(GetUniqueId) F(GetErrorString) F(GetLastError) F(CommInitRankConfig) \
   F(CommSplit) F(CommFinalize) F(CommDestroy) F(CommAbort) F(CommGetAsyncError) F(AllReduce) \
