@@ -5,8 +5,8 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/elementwise.h>
 #include <tessera/core/kernels/index.h>
-#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -290,7 +290,12 @@ PlannedIndex plan_index(const Shape& shape, const TensorList& indices, const Dev
                                            true, op.name),
                     index_shape));
     if (device.is_meta()) continue;
-    if (device.is_cuda()) kernels::fail_without_form(op.name.data(), device);
+    if (device.is_cuda()) {
+      positions =
+          i == 0 ? index
+                 : kernels::binary<fn::Add>(kernels::binary<fn::Mul>(positions, indexed[i]), index);
+      continue;
+    }
     const int64_t* values = index.data_as<int64_t>();
     int64_t* joined = positions.data_as<int64_t>();
     for (int64_t j = 0; j < positions.numel(); ++j) {

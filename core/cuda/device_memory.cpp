@@ -62,6 +62,15 @@ class CachingAllocator final : public DeviceAllocator {
   }
 
   void deallocate(void* pointer, size_t) noexcept override {
+    // The null stream of a block is that of this device, whichever is the thread's.
+    int previous = 0;
+    cudaGetDevice(&previous);
+    if (previous != device_) cudaSetDevice(device_);
+    free_block(pointer);
+    if (previous != device_) cudaSetDevice(previous);
+  }
+
+  void free_block(void* pointer) noexcept {
     std::lock_guard lock(mutex_);
     const auto place = owned_.find(pointer);
     if (place == owned_.end()) return;
@@ -74,7 +83,6 @@ class CachingAllocator final : public DeviceAllocator {
     }
     // Other streams may still read it: wait for what they have queued by now.
     try {
-      const CurrentDevice scope(device_);
       for (const cudaStream_t user : block->users) {
         cudaEvent_t event = nullptr;
         if (cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) continue;

@@ -4,6 +4,7 @@ namespace tessera {
 namespace kernels {
 
 // One for each .cu file.
+void register_attention();
 void register_copy();
 void register_cross_entropy();
 void register_elementwise_unary();
@@ -23,6 +24,7 @@ void register_softmax();
 }  // namespace kernels
 
 void gpu::register_kernels() {
+  kernels::register_attention();
   kernels::register_copy();
   kernels::register_cross_entropy();
   kernels::register_elementwise_unary();

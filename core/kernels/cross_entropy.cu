@@ -5,9 +5,13 @@
 #include <tessera/core/cuda/device_errors.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/elementwise.h>
+#include <tessera/core/kernels/linear_cross_entropy.h>
+#include <tessera/core/kernels/matmul.h>
 #include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/reduce.h>
 #include <tessera/core/math.h>
+#include <tessera/core/raw_views.h>
 #include <tessera/core/kernels/rows.cuh>
 
 namespace tessera::kernels {
@@ -220,9 +224,54 @@ Tensor distribution_cuda(const Tensor& like, const Tensor& targets,
   return result;
 }
 
+// The composed form, in chunks of rows: logits in the dtype of sums, their gradient beside them.
+LinearCrossEntropy linear_cross_entropy_cuda(const Tensor& x, const Tensor& weight,
+                                             const Tensor& target, int64_t ignore_index, bool mean,
+                                             bool want_grad_x, bool want_grad_weight) {
+  const int64_t N = x.size(0), C = x.size(1), V = weight.size(0);
+  const DType sums = compute_dtype(x.dtype());
+  const Device& device = x.device();
+  const Tensor targets = check_targets("linear_cross_entropy", target, V, ignore_index);
+  const int64_t counted =
+      sum(binary<fn::Ne>(targets, ignore_index), {0}, false, kI64).item<int64_t>();
+  const double scale = mean ? (counted > 0 ? 1.0 / static_cast<double>(counted) : NAN) : 1.0;
+  LinearCrossEntropy result;
+  Tensor losses = raw::zeros({N}, sums, device), grad_weight;
+  if (want_grad_x) result.grad_x = raw::empty({N, C}, x.dtype(), device);
+  if (want_grad_weight) grad_weight = raw::zeros({V, C}, sums, device);
+  const Tensor one = raw::full({1}, 1, sums, device);
+  const CrossEntropyAttributes attributes{.ignore_index = ignore_index};
+  constexpr int64_t kChunk = 8192;  // rows: fewer would read and write grad_weight too often
+  for (int64_t first = 0; first < N; first += kChunk) {
+    const int64_t rows = N - first < kChunk ? N - first : kChunk;
+    const Tensor x_rows = raw::narrow(x, 0, first, rows);
+    const Tensor target_rows = raw::narrow(targets, 0, first, rows);
+    const Tensor logits = raw::empty({rows, V}, sums, device);
+    matmul_into(logits, x_rows, raw::transpose(weight, 0, 1), false);
+    const CrossEntropyRows forward = cross_entropy_forward(logits, target_rows, attributes);
+    copy_into(raw::narrow(losses, 0, first, rows), forward.losses);
+    if (!want_grad_x && !want_grad_weight) continue;
+    Tensor gradient = cross_entropy_backward(logits, target_rows, attributes, forward.statistics,
+                                             one, counted > 0 ? scale : 1.0);
+    if (gradient.dtype() != x.dtype()) gradient = convert(gradient, x.dtype());
+    if (want_grad_x) {
+      matmul_into(raw::narrow(result.grad_x, 0, first, rows), gradient, weight, false);
+    }
+    if (want_grad_weight) {
+      matmul_into(grad_weight, raw::transpose(gradient, 0, 1), x_rows, true);
+    }
+  }
+  if (want_grad_weight) {
+    result.grad_weight = x.dtype() == sums ? grad_weight : convert(grad_weight, x.dtype());
+  }
+  result.loss = convert(binary<fn::Mul>(sum(losses, {0}, false, kF64), scale), sums);
+  return result;
+}
+
 }  // namespace
 
 void register_cross_entropy() {
+  cuda_form<linear_cross_entropy> = linear_cross_entropy_cuda;
   cuda_form<check_targets> = check_targets_cuda;
   cuda_form<cross_entropy_forward> = forward_cuda;
   cuda_form<cross_entropy_backward> = backward_cuda;
