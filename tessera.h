@@ -61,6 +61,7 @@
 #include <tessera/data/distributed_source.h>
 #include <tessera/data/idx.h>
 #include <tessera/data/jsonl.h>
+#include <tessera/data/shuffle_buffer.h>
 #include <tessera/data/text.h>
 #include <tessera/data/token_dataset.h>
 #include <tessera/data/token_file.h>

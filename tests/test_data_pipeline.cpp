@@ -21,6 +21,7 @@
 #include <tessera/core/parallel.h>
 #include <tessera/data/bpe.h>
 #include <tessera/data/dataloader.h>
+#include <tessera/data/shuffle_buffer.h>
 #include <tessera/data/text.h>
 #include <tessera/data/token_dataset.h>
 #include <tessera/data/wordpiece.h>
@@ -632,6 +633,46 @@ TEST(Streams, AreReadInOrderAndResumedExactly) {
   }
   const Counter one(1);
   EXPECT_THROW(StreamLoader(one, {.shuffle = true}), ValueError);
+}
+
+TEST(Streams, AShuffleBufferHandsOutEachExampleOnceAndNoneEarlierThanItReaches) {
+  const auto counter = std::make_shared<Counter>(50);
+  const auto order = [&](int64_t buffer_size, uint64_t seed, int64_t epoch) {
+    std::vector<int64_t> values;
+    const auto stream = shuffle(counter, buffer_size, seed)->open(epoch);  // outlives its data set
+    while (const auto value = stream->next()) values.push_back(*value);
+    EXPECT_FALSE(stream->next());
+    return values;
+  };
+  std::vector<int64_t> sorted(50);
+  std::iota(sorted.begin(), sorted.end(), 0);
+  for (const int64_t buffer_size : {1, 2, 8, 50, 1000}) {
+    std::vector<int64_t> values = order(buffer_size, 3, 0);
+    for (int64_t i = 0; i < 50; ++i) EXPECT_LT(values[static_cast<size_t>(i)], i + buffer_size);
+    EXPECT_EQ(values == sorted, buffer_size == 1);
+    std::ranges::sort(values);
+    EXPECT_EQ(values, sorted);
+  }
+  EXPECT_EQ(order(8, 3, 0), order(8, 3, 0));
+  EXPECT_NE(order(8, 3, 0), order(8, 4, 0));
+
+  // The first of three in a buffer of three: each as often.
+  const auto three = std::make_shared<Counter>(3);
+  std::map<int64_t, int> firsts;
+  for (uint64_t seed = 0; seed < 3000; ++seed) ++firsts[*shuffle(three, 3, seed)->open(0)->next()];
+  // Binomial: 1000 with a standard deviation of 26.
+  for (const int64_t value : {0, 1, 2}) EXPECT_NEAR(firsts[value], 1000, 5 * 26);
+
+  // A loader resumes it exactly.
+  const auto mixed = shuffle(counter, 8, 3);
+  StreamLoader loader(*mixed, {.batch_size = 20, .workers = 2});
+  loader.next();
+  StreamLoader second(*mixed, {.batch_size = 20, .workers = 2});
+  second.load_state_dict(loader.state_dict());
+  const std::vector<int64_t> all = order(8, 3, 0);
+  EXPECT_EQ(flatten(epoch_of(second)), std::vector<int64_t>(all.begin() + 20, all.end()));
+  EXPECT_THROW(shuffle(counter, 0, 0), ValueError);
+  EXPECT_THROW(shuffle(std::shared_ptr<Counter>(), 4, 0), ValueError);
 }
 
 TEST(Streams, AnErrorNamesThePlaceInTheStream) {
