@@ -16,6 +16,20 @@ bool takes_part(const Tensor& tensor) {
          (tensor.dtype() == kF32 || tensor.dtype() == kF16 || tensor.dtype() == kBF16);
 }
 
+// Both hold the same values now.
+void stamp(AutogradSlot& slot, const Tensor& leaf) {
+  slot.shadow_version = leaf.version();
+  slot.shadow_source = leaf.storage();
+  slot.shadow_offset = leaf.offset();
+  slot.shadow_strides = leaf.strides();
+}
+
+bool is_current(const AutogradSlot& slot, const Tensor& leaf) {
+  return slot.shadow_version == leaf.version() && slot.shadow_source.lock() == leaf.storage() &&
+         slot.shadow_offset == leaf.offset() && slot.shadow_strides == leaf.strides() &&
+         slot.shadow.shape() == leaf.shape();
+}
+
 const Op kShadow{.name = "autocast_weight"};
 
 Tensor cast(const Tensor& x, DType dtype) {
@@ -24,11 +38,10 @@ Tensor cast(const Tensor& x, DType dtype) {
   const bool leaf = slot != nullptr && slot->requires_grad && !slot->grad_fn;
   if (!leaf || dtype == kF32) return to(x, dtype);
   AutogradSlot& cache = ensure_autograd_slot(x);
-  if (!cache.shadow.defined() || cache.shadow.dtype() != dtype ||
-      cache.shadow_version != x.version() || !(cache.shadow.shape() == x.shape())) {
+  if (!cache.shadow.defined() || cache.shadow.dtype() != dtype || !is_current(cache, x)) {
     NoGradGuard no_grad;
     cache.shadow = to(x, dtype);
-    cache.shadow_version = x.version();
+    stamp(cache, x);
   }
   cache.shadow_was_read = true;
   const Tensor shadow = cache.shadow;
@@ -98,7 +111,7 @@ Tensor take_shadow_to_write(const Tensor& leaf) {
 }
 
 void stamp_shadow(const Tensor& leaf) {
-  if (AutogradSlot* slot = autograd_slot(leaf)) slot->shadow_version = leaf.version();
+  if (AutogradSlot* slot = autograd_slot(leaf)) stamp(*slot, leaf);
 }
 
 }  // namespace detail

@@ -1,10 +1,11 @@
 // Autocast: each op runs in the precision that its record names, casts are inserted as needed.
 //
-// Casts of leaves are kept as *shadows* in the leaf's autograd slot, stamped with its version: the
-// second use of a weight costs nothing. Optimizers write them in the pass that writes the leaf, so
-// that a weight is cast once in a training; any other write of the leaf makes its shadow stale, and
-// the next use casts again. The shadow is written in place: a graph that saved it before the step
-// refuses to run backward after it, as one that saved the leaf itself does.
+// Casts of leaves are kept as *shadows* in the leaf's autograd slot, stamped with its version and
+// storage: the second use of a weight costs nothing. Optimizers write them in the pass that writes
+// the leaf, so that a weight is cast once in a training; any other write of the leaf, and set_data,
+// makes its shadow stale, and the next use casts again. The shadow is written in place: a graph
+// that saved it before the step refuses to run backward after it, as one that saved the leaf itself
+// does.
 #pragma once
 
 #include <span>

@@ -100,6 +100,9 @@ struct AutogradSlot final : TensorSlot {
   std::unique_ptr<ViewInfo> view;
   Tensor shadow;  // low-precision copy of a leaf for autocast, see autocast_mode.h
   uint32_t shadow_version = 0;
+  std::weak_ptr<Storage> shadow_source;  // what it was cast from: set_data keeps the version
+  int64_t shadow_offset = 0;
+  Shape shadow_strides;
   bool shadow_was_read = false;  // since whoever writes the leaf last asked for the shadow
 };
 

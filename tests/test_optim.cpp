@@ -256,6 +256,25 @@ TEST(Optimizer, AShadowIsStaleAfterAnyOtherWriteAndLetGoWhereAutocastIsLeft) {
   EXPECT_EQ(casts_in([&] { forward(true); }), 2);  // the weight and x
 }
 
+TEST(Optimizer, AShadowIsStaleAfterSetData) {
+  const Tensor weight = tensor({1, 2, 3, 4}).view({2, 2}).clone().set_requires_grad();
+  const auto forward = [&] {
+    const AutocastGuard autocast;
+    return linear(ones({1, 2}), weight).to(kF32).to_vector();
+  };
+  EXPECT_EQ(forward(), (std::vector<double>{3, 7}));
+  const Tensor values = tensor({7, 7, 7, 7, 1, 1, 1, 1}).view({2, 2, 2}).clone();
+  weight.set_data(values.select(0, 0));
+  EXPECT_EQ(forward(), (std::vector<double>{14, 14}));
+  weight.set_data(values.select(0, 1));  // of the same storage
+  EXPECT_EQ(forward(), (std::vector<double>{2, 2}));
+  const Tensor square = tensor({1, 2, 3, 4}).view({2, 2}).clone();
+  weight.set_data(square);
+  EXPECT_EQ(forward(), (std::vector<double>{3, 7}));
+  weight.set_data(square.t());  // of the same storage and shape
+  EXPECT_EQ(forward(), (std::vector<double>{4, 6}));
+}
+
 TEST(Optimizer, AGraphFromBeforeTheStepRefusesTheShadowThatWasWritten) {
   const Tensor weight = randn({4, 4}).set_requires_grad();
   const Tensor x = randn({2, 4}).set_requires_grad();
