@@ -253,7 +253,11 @@ std::string difference(const Tensor& got, const std::vector<double>& reference, 
 
 Tensor converted(const Tensor& x, DType dtype) { return tensor(x.to_vector(), x.shape(), dtype); }
 
-Complaints check_forward(const OpRow& row, const Sample& sample, const Device& device) {
+Complaints check_forward(const OpRow& row, const Sample& sample) {
+  return check_forward_on(row, sample, kCpu);
+}
+
+Complaints check_forward_on(const OpRow& row, const Sample& sample, const Device& device) {
   Complaints complaints;
   for (const DType dtype : {kF32, kBF16, kF16}) {
     const std::string where = text(title(row, sample), " in ", dtype);

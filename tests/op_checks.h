@@ -29,8 +29,9 @@ Tensor converted(const Tensor& x, DType dtype);
 
 // Values and gradients in f32, bf16 and f16 against f64 from the same rounded inputs; the dtype of
 // the results; inputs stay as they were.
+Complaints check_forward(const OpRow& row, const Sample& sample);
 // The op runs on `device`, the reference on the CPU.
-Complaints check_forward(const OpRow& row, const Sample& sample, const Device& device = kCpu);
+Complaints check_forward_on(const OpRow& row, const Sample& sample, const Device& device);
 // The Jacobian against central differences in f64; second derivatives, or the error that names the
 // op.
 Complaints check_grad(const OpRow& row, const Sample& sample);

@@ -50,7 +50,7 @@ TEST_P(CudaOps, GiveTheValuesAndGradientsOfTheCpu) {
   const OpRow& row = *find_op_row(GetParam());
   Complaints wrong, refused;
   for (const Sample& sample : row.samples) {
-    for (const std::string& complaint : check_forward(row, sample, cuda(0))) {
+    for (const std::string& complaint : check_forward_on(row, sample, cuda(0))) {
       (is_refusal(complaint) ? refused : wrong).push_back(complaint);
     }
   }
