@@ -145,6 +145,12 @@ TEST(Gemm, TilesCoverLargeMatrices) {
   expect_product<bf16, bf16>(600, 300, 700, Layout::kColumnMajor, Layout::kRowMajor);
 }
 
+// Tiles of wide operands with a long K are gathered before they are multiplied.
+TEST(Gemm, WeightGradientsOfWideLayersMatchF64) {
+  expect_product<float, float>(1100, 40, 520, Layout::kColumnMajor, Layout::kRowMajor);
+  expect_product<float, float>(40, 1700, 520, Layout::kColumnMajor, Layout::kRowMajor, {.beta = 1});
+}
+
 TEST(Gemm, EmptyMatricesAreLeftAlone) {
   float untouched = 5;
   gemm({.m = 0, .n = 4, .k = 3, .c = &untouched, .c_row_stride = 4});

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstring>
 
 #if defined(TESSERA_WITH_ONEDNN)
 #include <dnnl.h>
@@ -70,6 +71,22 @@ struct SgemmView {
 #endif
 
 #if defined(TESSERA_WITH_ONEDNN)
+// A tile of a wide matrix has its rows on different pages: a long K then costs sgemm's packing an
+// address translation a row, and pages that are a power of two apart fall into the same cache sets.
+// Gathered first, weight gradients 1536 x 384 x 2048 and 384 x 1536 x 2048 gain 18% and 13%, 1152 x
+// 384 x 2048 5% (one core).
+bool gathers_tile(int64_t width, int64_t leading, int64_t k) {
+  return width < leading && leading >= 1024 && k >= 512;
+}
+
+const void* gather_tile(const void* from, int64_t rows, int64_t width, int64_t leading, char* to) {
+  const auto bytes = static_cast<size_t>(width) * sizeof(float);
+  for (int64_t row = 0; row < rows; ++row) {
+    std::memcpy(to + static_cast<size_t>(row) * bytes, at(from, row * leading, kF32), bytes);
+  }
+  return to;
+}
+
 // sgemm on this thread alone. It would cut K by the number of threads that OpenMP offers, and so
 // change bits with it.
 void sgemm_on_this_thread(const SgemmView& a_view, const SgemmView& b_view, int64_t m, int64_t n,
@@ -98,8 +115,18 @@ void gemm_floating(const Gemm& p) {
   // sgemm cuts columns by itself.
   const Tiling tiling(p.m, p.n, p.k, p.batch, use_sgemm ? 2 * kGemmTileColumns : kGemmTileColumns);
   const int64_t tiles = tiling.row_tiles * tiling.column_tiles;
-  const int64_t panel_bytes =
+  int64_t panel_bytes =
       use_sgemm ? 0 : TS_SIMD_CALL(gemm_scratch_bytes, tiling.rows, tiling.columns);
+#if defined(TESSERA_WITH_ONEDNN)
+  const bool gathers_a =
+      use_sgemm && view_a.transposed == 'T' && gathers_tile(tiling.rows, view_a.leading, p.k);
+  const bool gathers_b =
+      use_sgemm && view_b.transposed == 'N' && gathers_tile(tiling.columns, view_b.leading, p.k);
+  const int64_t gathered_a_bytes = gathers_a ? tiling.rows * p.k * size_of(kF32) : 0;
+  if (use_sgemm) {
+    panel_bytes = gathered_a_bytes + (gathers_b ? tiling.columns * p.k * size_of(kF32) : 0);
+  }
+#endif
   const int64_t sum_bytes = in_place ? 0 : tiling.rows * tiling.columns * size_of(sum_dtype);
   Scratch scratch(tiles * p.batch, panel_bytes + sum_bytes);
 
@@ -123,7 +150,18 @@ void gemm_floating(const Gemm& p) {
       const bool accumulate = in_place && p.beta == 1;
       if (use_sgemm) {
 #if defined(TESSERA_WITH_ONEDNN)
-        sgemm_on_this_thread(view_a, view_b, m, n, p.k, a, b, accumulate, sums, sums_row_stride);
+        SgemmView tile_a = view_a, tile_b = view_b;
+        const void *left = a, *right = b;
+        if (gathers_a) {
+          left = gather_tile(a, p.k, m, view_a.leading, slice);
+          tile_a.leading = m;
+        }
+        if (gathers_b) {
+          right = gather_tile(b, p.k, n, view_b.leading, slice + gathered_a_bytes);
+          tile_b.leading = n;
+        }
+        sgemm_on_this_thread(tile_a, tile_b, m, n, p.k, left, right, accumulate, sums,
+                             sums_row_stride);
 #endif
       } else {
         const GemmTile tile{m,
