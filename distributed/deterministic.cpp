@@ -16,10 +16,12 @@ C combine(C a, C b) {
     return b > a || b != b ? b : a;  // NaN wins, as in maximum
   } else if constexpr (op == ReduceOp::kMin) {
     return b < a || b != b ? b : a;
-  } else if constexpr (op == ReduceOp::kProduct) {
-    return a * b;
+  } else if constexpr (std::is_integral_v<C>) {  // integers wrap
+    using U = std::make_unsigned_t<C>;
+    const U x = static_cast<U>(a), y = static_cast<U>(b);
+    return static_cast<C>(op == ReduceOp::kProduct ? x * y : x + y);
   } else {
-    return a + b;
+    return op == ReduceOp::kProduct ? a * b : a + b;
   }
 }
 

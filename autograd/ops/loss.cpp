@@ -152,7 +152,7 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target,
         if (in[0].is_meta()) return raw::empty({}, in[0].dtype(), in[0].device());
         const double total = kernels::sum(rows.losses, {0}, false, kF64).item();
         return scalar_tensor(reduction == Reduction::kMean ? total / rows.total_weight : total,
-                             in[0].dtype());
+                             in[0].dtype(), in[0].device());
       },
       [=](Grads dy, const Saved& s) -> TensorList {
         const Tensor logits = s.input(0), targets = s.extra(0), rows = to_rows(logits);
@@ -201,7 +201,7 @@ Tensor cross_entropy_inplace(const Tensor& logits, const Tensor& target, int64_t
         if (!extras.wanted()) {
           const auto rows = kernels::cross_entropy_forward(x, in[1], {{}, ignore_index, 0});
           const double total = kernels::sum(rows.losses, {0}, false, kF64).item();
-          return scalar_tensor(total / static_cast<double>(valid), x.dtype());
+          return scalar_tensor(total / static_cast<double>(valid), x.dtype(), x.device());
         }
         const Tensor losses = raw::empty({N}, kF64);
         kernels::cross_entropy_in_place(x, t, ignore_index, 1 / static_cast<double>(valid),
@@ -209,7 +209,7 @@ Tensor cross_entropy_inplace(const Tensor& logits, const Tensor& target, int64_t
         // The logits hold their gradient from here on.
         extras.save(raw::alias(x));
         const double total = kernels::sum(losses, {0}, false, kF64).item();
-        return scalar_tensor(total / static_cast<double>(valid), x.dtype());
+        return scalar_tensor(total / static_cast<double>(valid), x.dtype(), x.device());
       },
       [](Grads dy, const Saved& s) -> TensorList {
         const Tensor gradient = s.extra(0);

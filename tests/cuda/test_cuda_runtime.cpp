@@ -127,6 +127,7 @@ TEST(CudaMemory, WaitsForOtherStreamsThatUsedIt) {
   gpu::DeviceAllocator& allocator = gpu::caching_allocator(0);
   const auto side = gpu::make_stream(0);
   void* const block = allocator.allocate(4096);
+  gpu::synchronize(0);  // memory belongs to its stream from where it was allocated
   {
     const gpu::CurrentDevice device(0);
     const gpu::CurrentStream current(side);
