@@ -79,7 +79,8 @@ target_link_libraries(tessera_nn PRIVATE $<BUILD_INTERFACE:Eigen3::Eigen>)
 tessera_floor(optim DEPENDS tessera_autograd)
 tessera_floor(data DEPENDS tessera_core)
 target_link_libraries(tessera_data PRIVATE ICU::uc ZLIB::ZLIB $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
-tessera_floor(distributed DEPENDS tessera_nn tessera_optim)
+tessera_floor(precision DEPENDS tessera_nn)
+tessera_floor(distributed DEPENDS tessera_nn tessera_optim tessera_precision)
 target_link_libraries(tessera_distributed PUBLIC nlohmann_json::nlohmann_json)  # objects are JSON
 target_compile_options(tessera_distributed PRIVATE -fopenmp-simd)  # reductions in rank order
 if(TESSERA_MPI_FOUND)
@@ -92,7 +93,21 @@ if(TESSERA_NCCL_FOUND)  # the library itself is loaded at run time
   target_link_libraries(tessera_distributed PRIVATE ${CMAKE_DL_LIBS})
 endif()
 tessera_floor(accelerate DEPENDS tessera_distributed tessera_data)
-target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
+  yaml-cpp protobuf::libprotobuf-lite)
+# Messages of TensorBoard's event files, lite runtime; generated into the build folder.
+file(GLOB proto_files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/accelerate/*.proto)
+if(proto_files)
+  add_library(tessera_protos OBJECT ${proto_files})
+  target_link_libraries(tessera_protos PUBLIC protobuf::libprotobuf-lite)
+  set_target_properties(tessera_protos PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  protobuf_generate(TARGET tessera_protos IMPORT_DIRS ${CMAKE_CURRENT_SOURCE_DIR}
+    PROTOC_OUT_DIR ${CMAKE_BINARY_DIR}/generated)
+  target_include_directories(tessera_protos SYSTEM PUBLIC ${CMAKE_BINARY_DIR}/generated)
+  target_include_directories(tessera_accelerate SYSTEM PRIVATE ${CMAKE_BINARY_DIR}/generated)
+  target_sources(tessera_accelerate PRIVATE $<TARGET_OBJECTS:tessera_protos>)
+  add_dependencies(tessera_accelerate tessera_protos)
+endif()
 target_compile_definitions(tessera_accelerate PRIVATE TESSERA_VERSION="${PROJECT_VERSION}")
 
 add_library(tessera INTERFACE)
