@@ -82,30 +82,50 @@ void LoaderBase::begin_loop() {
   start();
 }
 
+LoaderBase::~LoaderBase() {
+  if (const auto observer = observer_.lock()) observer->loader_gone(*this);
+}
+
 bool LoaderBase::advance() {
   current_.reset();  // before waiting: the consumer is done with it, its memory may be used again
+  current_samples_ = 0;
   if (!prefetcher_) start();
   MadeBatch made;
   try {
-    made = prefetcher_->next();
+    made = std::exchange(ahead_known_, false) ? std::exchange(ahead_, {}) : prefetcher_->next();
+    if (look_ahead_ && made.batch != nullptr) {
+      ahead_ = prefetcher_->next();
+      ahead_known_ = true;
+    }
   } catch (...) {
-    prefetcher_.reset();
+    stop();
+    end_loop();
     throw;
   }
   if (made.batch == nullptr) {
-    prefetcher_.reset();
+    stop();
     cursor_ = {cursor_.epoch + 1, 0};
     at_start_ = true;
+    end_loop();
     return false;
   }
   current_ = std::move(made.batch);
+  current_samples_ = made.samples;
   cursor_.position = made.end_position;
+  if (const auto observer = observer_.lock()) observer->batch_began(*this);
   return true;
+}
+
+void LoaderBase::end_loop() {
+  if (const auto observer = observer_.lock()) observer->loop_ended(*this);
 }
 
 void LoaderBase::stop() {
   prefetcher_.reset();
   current_.reset();
+  current_samples_ = 0;
+  ahead_ = {};
+  ahead_known_ = false;
 }
 
 }  // namespace tessera::data

@@ -50,10 +50,21 @@ struct LoaderCursor {
   friend bool operator==(const LoaderCursor&, const LoaderCursor&) = default;
 };
 
+class LoaderBase;
+
+// Follows the loops over a loader: which of several is being read, and which batch is in hand.
+class LoaderObserver {
+ public:
+  virtual ~LoaderObserver() = default;
+  virtual void batch_began(LoaderBase& loader) = 0;  // the consumer gets a batch
+  virtual void loop_ended(LoaderBase& loader) noexcept = 0;   // at the end, by break or by an exception
+  virtual void loader_gone(LoaderBase& loader) noexcept = 0;
+};
+
 // What all loaders share: cursor, epochs, workers.
 class LoaderBase {
  public:
-  virtual ~LoaderBase() = default;
+  virtual ~LoaderBase();
   LoaderBase(const LoaderBase&) = delete;
   LoaderBase& operator=(const LoaderBase&) = delete;
 
@@ -68,6 +79,17 @@ class LoaderBase {
 
   const DataLoaderOptions& options() const { return options_; }
 
+  // ---- The batch in hand
+  int64_t batch_samples() const { return current_samples_; }  // 0 where there is none
+  // Whether it is the last of its epoch. A stream knows only when it is read one batch ahead.
+  bool batch_is_last() const { return ahead_known_ ? ahead_.batch == nullptr : is_last_by_index(); }
+  // From the next batch on, a batch is handed out when the one after it is there.
+  void set_look_ahead(bool value) { look_ahead_ = value; }
+
+  // One at a time; null: nobody. The loader does not keep it alive.
+  void set_observer(const std::shared_ptr<LoaderObserver>& observer) { observer_ = observer; }
+  std::shared_ptr<LoaderObserver> observer() const { return observer_.lock(); }
+
  protected:
   // ValueError: batch size, workers or prefetch out of range.
   explicit LoaderBase(const DataLoaderOptions& options);
@@ -75,10 +97,12 @@ class LoaderBase {
   virtual int64_t epoch_size() const = 0;  // samples, -1 if unknown
   virtual std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const = 0;
   virtual int workers_for(int64_t position) const = 0;
+  virtual bool is_last_by_index() const { return false; }
 
   void begin_loop();
-  bool advance();  // false at the end of the epoch, which is then the next one's start
-  void stop();     // gives up what was made ahead; the cursor stays
+  bool advance();   // false at the end of the epoch, which is then the next one's start
+  void end_loop();  // of an iterator that goes
+  void stop();      // gives up what was made ahead; the cursor stays
   void* current() const { return current_.get(); }
 
  private:
@@ -89,13 +113,18 @@ class LoaderBase {
   bool at_start_ = true;  // the next loop begins at the cursor, not with the next epoch
   std::unique_ptr<Prefetcher> prefetcher_;
   std::shared_ptr<void> current_;
+  int64_t current_samples_ = 0;
+  bool look_ahead_ = false;
+  bool ahead_known_ = false;
+  MadeBatch ahead_;  // the batch after the one in hand, where ahead_known_
+  std::weak_ptr<LoaderObserver> observer_;
 };
 
 namespace detail {
 // Inside a catch block: throws the exception on with the example's index in front.
 [[noreturn]] void rethrow_with_example(int64_t index, int64_t epoch);
 
-// The loop over batches of type Batch: begin() and end() of a loader.
+// The loop over batches of type Batch: begin() and end() of a loader. It ends with its iterator.
 template <class Batch, class Loader>
 class BatchIterator {
  public:
@@ -103,6 +132,14 @@ class BatchIterator {
   using value_type = Batch;
   using difference_type = std::ptrdiff_t;
   explicit BatchIterator(Loader* loader) : loader_(loader) {}
+  BatchIterator(BatchIterator&& other) noexcept : loader_(std::exchange(other.loader_, nullptr)) {}
+  BatchIterator& operator=(BatchIterator&& other) noexcept {
+    std::swap(loader_, other.loader_);
+    return *this;
+  }
+  ~BatchIterator() {
+    if (loader_ != nullptr) loader_->leave();
+  }
   Batch& operator*() const { return *loader_->batch(); }
   Batch* operator->() const { return loader_->batch(); }
   BatchIterator& operator++() {
@@ -185,7 +222,9 @@ class DataLoader : public LoaderBase {
           detail::rethrow_with_example(index, epoch_);
         }
       }
-      return {std::make_shared<Batch>(collate(std::span<Example>(examples))), next_position};
+      const auto samples = static_cast<int64_t>(examples.size());
+      return {std::make_shared<Batch>(collate(std::span<Example>(examples))), next_position,
+              samples};
     }
 
    private:
@@ -206,8 +245,10 @@ class DataLoader : public LoaderBase {
   int workers_for(int64_t position) const override {
     return static_cast<int>(std::min<int64_t>(options().workers, source_->batches_after(position)));
   }
+  bool is_last_by_index() const override { return source_->batches_after(cursor().position) == 0; }
   Batch* batch() const { return static_cast<Batch*>(current()); }
   bool step() { return advance(); }
+  void leave() { end_loop(); }
 
   DatasetPtr<Example> dataset_;
   std::shared_ptr<const IndexSource> source_;
@@ -276,7 +317,8 @@ class StreamLoader : public LoaderBase {
         detail::rethrow_with_example(reached_, from_.epoch);
       }
       if (examples.empty() || (options_.drop_last && reached_ < next_position)) return {};
-      return {std::make_shared<Batch>(collate(std::span<Example>(examples))), reached_};
+      const auto samples = static_cast<int64_t>(examples.size());
+      return {std::make_shared<Batch>(collate(std::span<Example>(examples))), reached_, samples};
     }
 
    private:
@@ -294,6 +336,7 @@ class StreamLoader : public LoaderBase {
   int workers_for(int64_t) const override { return std::min(options().workers, 1); }
   Batch* batch() const { return static_cast<Batch*>(current()); }
   bool step() { return advance(); }
+  void leave() { end_loop(); }
 
   std::shared_ptr<const IterableDataset<Example>> dataset_;
 };

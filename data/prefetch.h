@@ -12,6 +12,7 @@ namespace tessera::data {
 struct MadeBatch {
   std::shared_ptr<void> batch;  // null: the epoch is over
   int64_t end_position = 0;     // the cursor after this batch
+  int64_t samples = 0;          // in this batch
 };
 
 // Makes the batches of one epoch.

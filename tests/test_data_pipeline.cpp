@@ -784,5 +784,42 @@ TEST(Tokenizers, SeveralThreadsGiveTheIdsOfOne) {
   }
 }
 
+TEST(LoaderObserver, SeesEachBatchAndTheEndOfALoopHoweverItEnds) {
+  struct Log : LoaderObserver {
+    std::vector<std::string> lines;
+    void batch_began(LoaderBase& loader) override {
+      lines.push_back(std::to_string(loader.batch_samples()) +
+                      (loader.batch_is_last() ? " last" : ""));
+    }
+    void loop_ended(LoaderBase&) noexcept override { lines.push_back("end"); }
+    void loader_gone(LoaderBase&) noexcept override { lines.push_back("gone"); }
+  };
+  using Lines = std::vector<std::string>;
+  const auto log = std::make_shared<Log>();
+  const auto lines = [&] { return std::exchange(log->lines, {}); };
+  const Numbers numbers(5);
+  {
+    DataLoader loader(numbers, {.batch_size = 2});
+    loader.set_observer(log);
+    epoch_of(loader);
+    EXPECT_EQ(lines(), (Lines{"2", "2", "1 last", "end"}));
+    for (Tensor& batch : loader) {
+      EXPECT_EQ(batch.numel(), 2);
+      break;
+    }
+    EXPECT_EQ(lines(), (Lines{"2", "end"}));
+    EXPECT_THROW(
+        {
+          for (Tensor& batch : loader) throw ValueError(batch.describe());
+        },
+        ValueError);
+    EXPECT_EQ(lines(), (Lines{"2", "end"}));
+    loader.set_look_ahead(true);
+    EXPECT_EQ(epoch_of(loader), (std::vector<std::vector<int64_t>>{{0, 1}, {2, 3}, {4}}));
+    EXPECT_EQ(lines(), (Lines{"2", "2", "1 last", "end"}));
+  }
+  EXPECT_EQ(lines(), (Lines{"gone"}));
+}
+
 }  // namespace
 }  // namespace tessera::data
