@@ -1,0 +1,161 @@
+// Collectives over everything in a nested value: a struct, a vector, a map, a tuple of tensors.
+//
+//     auto all = accelerate::gather(predictions);                      // rows of all ranks
+//     auto mean = accelerate::reduce(losses, accelerate::Reduction::kMean);
+//     auto even = accelerate::pad_across_processes(ids, {.dim = 1, .pad_index = 0});
+//
+// Every function takes the value by value and returns one of the same type with other tensors; what
+// the caller holds is never written to. Tensors are found by nn::visit_tensors, in order; a struct
+// says what it holds. Undefined tensors stay undefined. Results have no history.
+//
+// All ranks of `group` (the data-parallel ranks, by default the world) call with values of one
+// structure. What differs is a DistributedError on every rank, in bounded time, whatever the mode:
+// calls, dtypes and numbers of elements are compared before data moves. In debug mode the ranks
+// first compare the shapes of all tensors too, and OperationMismatch shows them by rank.
+//
+// With one rank nothing is communicated and nothing is copied.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <source_location>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <tessera/distributed/group.h>
+#include <tessera/nn/visit_tensors.h>
+
+namespace tessera::accelerate {
+
+// Ranks called an operation with tensors that do not fit together. The message names the operation
+// and has a line for each rank.
+class OperationMismatch : public DistributedError {
+ public:
+  using DistributedError::DistributedError;
+};
+
+struct OperationOptions {
+  // Compare the shapes of all ranks before the operation: one more collective of a few bytes.
+  bool debug = false;
+  std::source_location where = std::source_location::current();
+};
+
+enum class Reduction : uint8_t {
+  kSum,
+  kMean,  // DTypeError for integers
+  kMax,
+  kNone,  // every rank keeps what it has
+};
+
+struct PadOptions {
+  int64_t dim = 0;         // negative: from the end
+  double pad_index = 0;    // what the new elements are
+  bool pad_first = false;  // new elements come before the old ones
+};
+
+namespace detail {
+
+using Leaves = std::vector<Tensor*>;
+
+template <class T>
+inline constexpr bool holds_tensors = !std::is_arithmetic_v<T> && !std::is_enum_v<T> &&
+                                      !std::is_pointer_v<T> && !std::is_same_v<T, std::string>;
+// A copy of a span sees the caller's elements.
+template <class T, size_t N>
+inline constexpr bool holds_tensors<std::span<T, N>> = false;
+
+// The defined tensors of a value.
+template <class T>
+Leaves leaves_of(T& value) {
+  static_assert(holds_tensors<T>,
+                "operations on tensors; for other values take gather_object and "
+                "broadcast_object, or scalar_tensor(value, dtype)");
+  Leaves leaves;
+  nn::visit_tensors(value, [&](Tensor& tensor) {
+    if (tensor.defined()) leaves.push_back(&tensor);
+  });
+  return leaves;
+}
+
+// Each replaces the tensors that `leaves` point at.
+void gather(const Leaves& leaves, distributed::Group& group, const OperationOptions& options);
+void reduce(const Leaves& leaves, Reduction reduction, distributed::Group& group,
+            const OperationOptions& options);
+void broadcast(const Leaves& leaves, int from, distributed::Group& group,
+               const OperationOptions& options);
+void pad(const Leaves& leaves, const PadOptions& pad, distributed::Group& group,
+         const OperationOptions& options);
+
+// Of every rank, joined: JSON lists.
+nlohmann::json gather_lists(const nlohmann::json& own, distributed::Group& group);
+nlohmann::json broadcast_json(const nlohmann::json& object, int from, distributed::Group& group);
+
+// OperationMismatch on every rank unless all call with the same description.
+void check_equal_on_all_ranks(std::string_view operation, const std::string& description,
+                              std::string_view remedy, distributed::Group& group,
+                              const OperationOptions& options);
+
+}  // namespace detail
+
+// Tensors of all ranks, joined along dimension 0 in rank order. A scalar counts as one row: it
+// becomes as many elements as there are ranks. Rows must be equally many; see pad_across_processes.
+template <class T>
+T gather(T value, distributed::Group& group = distributed::world(),
+         const OperationOptions& options = {}) {
+  detail::gather(detail::leaves_of(value), group, options);
+  return value;
+}
+
+// The elementwise sum, mean or maximum over the ranks.
+template <class T>
+T reduce(T value, Reduction reduction = Reduction::kMean,
+         distributed::Group& group = distributed::world(), const OperationOptions& options = {}) {
+  detail::reduce(detail::leaves_of(value), reduction, group, options);
+  return value;
+}
+
+// What rank `from` of the group holds. All ranks hold tensors of the same shapes and dtypes; see
+// copy_from_owner for those that hold nothing.
+template <class T>
+T broadcast(T value, int from = 0, distributed::Group& group = distributed::world(),
+            const OperationOptions& options = {}) {
+  detail::broadcast(detail::leaves_of(value), from, group, options);
+  return value;
+}
+
+// Tensors made as long along `dim` as the longest of any rank. A tensor without that dimension
+// stays as it is. OperationMismatch where the tensors of the ranks differ in number of dimensions
+// or dtype, with and without debug mode.
+template <class T>
+T pad_across_processes(T value, const PadOptions& pad = {},
+                       distributed::Group& group = distributed::world(),
+                       const OperationOptions& options = {}) {
+  detail::pad(detail::leaves_of(value), pad, group, options);
+  return value;
+}
+
+// A tensor that one rank has and the others do not (theirs is undefined), on all of them; shape and
+// dtype travel with it. Others receive on `device`. DistributedError on every rank where none or
+// several have one.
+Tensor copy_from_owner(const Tensor& tensor, distributed::Group& group = distributed::world(),
+                       const Device& device = kCpu);
+
+// The elements of all ranks' lists, in rank order. T is what JSON can hold (include nlohmann/json
+// and, for types of your own, to_json and from_json); NaN and infinities survive.
+template <class T, class Json = nlohmann::json>
+std::vector<T> gather_object(const std::vector<T>& own,
+                             distributed::Group& group = distributed::world()) {
+  if (group.size() == 1) return own;
+  return detail::gather_lists(Json(own), group).template get<std::vector<T>>();
+}
+
+// What rank `from` holds. Types as for gather_object.
+template <class T, class Json = nlohmann::json>
+T broadcast_object(const T& object, int from = 0,
+                   distributed::Group& group = distributed::world()) {
+  if (group.size() == 1) return object;
+  return detail::broadcast_json(Json(object), from, group).template get<T>();
+}
+
+}  // namespace tessera::accelerate
