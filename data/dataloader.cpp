@@ -70,9 +70,29 @@ void LoaderBase::load_state_dict(const StateDict& state) {
   set_cursor({read("epoch"), read("position")});
 }
 
+void LoaderBase::skip_batches(int64_t batches) {
+  TS_CHECK(batches >= 0, kWhere, "skips 0 batches or more; asked for ", batches, ".");
+  const LoaderCursor from = at_start_ ? cursor_ : LoaderCursor{cursor_.epoch + 1, 0};
+  set_cursor({from.epoch, position_after(from.position, batches)});
+}
+
+int64_t LoaderBase::remainder() const {
+  if (dataset_size() < 0 || total_batch_size() == 0 || drops_last()) return 0;
+  return epoch_size() % total_batch_size();
+}
+
+void LoaderBase::set_relay(std::shared_ptr<BatchRelay> relay) {
+  restart();
+  relay_ = std::move(relay);
+}
+
 void LoaderBase::start() {
-  prefetcher_ = std::make_unique<Prefetcher>(make_epoch(cursor_), cursor_.position,
-                                             workers_for(cursor_.position), options_.prefetch);
+  if (relay_) relay_->begin_epoch();
+  if (!relay_ || relay_->makes_batches()) {
+    prefetcher_ = std::make_unique<Prefetcher>(make_epoch(cursor_), cursor_.position,
+                                               workers_for(cursor_.position), options_.prefetch);
+  }
+  running_ = true;
   at_start_ = false;
 }
 
@@ -80,6 +100,7 @@ void LoaderBase::begin_loop() {
   stop();
   if (!at_start_) cursor_ = {cursor_.epoch + 1, 0};
   start();
+  in_loop_ = true;
 }
 
 LoaderBase::~LoaderBase() {
@@ -88,15 +109,18 @@ LoaderBase::~LoaderBase() {
 
 bool LoaderBase::advance() {
   current_.reset();  // before waiting: the consumer is done with it, its memory may be used again
-  current_samples_ = 0;
-  if (!prefetcher_) start();
+  current_rows_ = current_samples_ = 0;
+  if (!running_) start();
   MadeBatch made;
   try {
-    made = std::exchange(ahead_known_, false) ? std::exchange(ahead_, {}) : prefetcher_->next();
-    if (look_ahead_ && made.batch != nullptr) {
-      ahead_ = prefetcher_->next();
-      ahead_known_ = true;
+    std::exception_ptr error;
+    try {
+      if (prefetcher_) made = prefetcher_->next();
+    } catch (...) {
+      if (!relay_) throw;
+      error = std::current_exception();
     }
+    if (relay_) made = relay_->exchange(std::move(made), error);
   } catch (...) {
     stop();
     end_loop();
@@ -110,22 +134,59 @@ bool LoaderBase::advance() {
     return false;
   }
   current_ = std::move(made.batch);
+  current_rows_ = made.rows;
   current_samples_ = made.samples;
+  known_last_ = made.last;
   cursor_.position = made.end_position;
   if (const auto observer = observer_.lock()) observer->batch_began(*this);
   return true;
 }
 
 void LoaderBase::end_loop() {
+  in_loop_ = false;
   if (const auto observer = observer_.lock()) observer->loop_ended(*this);
 }
 
-void LoaderBase::stop() {
+void LoaderBase::restart() {
   prefetcher_.reset();
+  running_ = false;
+}
+
+void LoaderBase::stop() {
+  restart();
   current_.reset();
-  current_samples_ = 0;
-  ahead_ = {};
-  ahead_known_ = false;
+  current_rows_ = current_samples_ = 0;
+  known_last_ = false;
+}
+
+void IndexedLoader::set_source(std::shared_ptr<const IndexSource> source,
+                               std::vector<std::shared_ptr<const IndexSource>> others) {
+  TS_CHECK(source != nullptr, kWhere, "needs an index source; got none.");
+  restart();
+  source_ = std::move(source);
+  others_ = std::move(others);
+}
+
+int IndexedLoader::workers_for(int64_t position) const {
+  return static_cast<int>(std::min<int64_t>(options().workers, source_->batches_after(position)));
+}
+
+StreamLoaderBase::StreamLoaderBase(const DataLoaderOptions& options)
+    : LoaderBase(options),
+      share_{.batch_size = options.batch_size,
+             .tail = options.drop_last ? Tail::kDrop : Tail::kUneven} {
+  TS_CHECK(!options.shuffle, "StreamLoader",
+           "a stream has its own order; shuffle is asked for; shuffle in the data set.");
+}
+
+void StreamLoaderBase::set_share(const StreamShare& share) {
+  TS_CHECK(share.world_size >= 1 && share.rank >= 0 && share.rank < share.world_size,
+           "StreamLoader", "the rank must lie in [0, world size); got rank ", share.rank, " of ",
+           share.world_size, ".");
+  TS_CHECK(share.batch_size >= 1, "StreamLoader",
+           "the batch size of a rank must be at least 1; got ", share.batch_size, ".");
+  restart();
+  share_ = share;
 }
 
 }  // namespace tessera::data

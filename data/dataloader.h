@@ -17,7 +17,11 @@
 // original nested). The cursor stays before the failed batch; next() tries it again.
 #pragma once
 
+#include <algorithm>
+#include <concepts>
 #include <cstdint>
+#include <deque>
+#include <exception>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -28,6 +32,7 @@
 #include <tessera/core/state_dict.h>
 #include <tessera/data/collate.h>
 #include <tessera/data/dataset.h>
+#include <tessera/data/distributed_source.h>
 #include <tessera/data/prefetch.h>
 #include <tessera/data/sampler.h>
 
@@ -57,7 +62,8 @@ class LoaderObserver {
  public:
   virtual ~LoaderObserver() = default;
   virtual void batch_began(LoaderBase& loader) = 0;  // the consumer gets a batch
-  virtual void loop_ended(LoaderBase& loader) noexcept = 0;   // at the end, by break or by an exception
+  // At the end, by break or by an exception.
+  virtual void loop_ended(LoaderBase& loader) noexcept = 0;
   virtual void loader_gone(LoaderBase& loader) noexcept = 0;
 };
 
@@ -72,6 +78,12 @@ class LoaderBase {
   // ValueError for a negative field or a position beyond the epoch.
   void set_cursor(const LoaderCursor& cursor);
 
+  // The next loop is that of `epoch`, from its start.
+  void set_epoch(int64_t epoch) { set_cursor({epoch, 0}); }
+  // The next loop leaves out its first `batches` batches; those after it do not. An index source
+  // does it in O(1), a stream reads over them.
+  void skip_batches(int64_t batches);
+
   // epoch, position, and what they rely on: the number of examples and the seed.
   StateDict state_dict() const;
   // ConfigError where the data set's size or the seed differ: the order would be another.
@@ -79,50 +91,128 @@ class LoaderBase {
 
   const DataLoaderOptions& options() const { return options_; }
 
+  // ---- Sizes, over all ranks
+  virtual int64_t dataset_size() const = 0;  // examples; -1 for a stream
+  // Samples in a turn of all ranks; 0 where turns differ (a batch sampler).
+  virtual int64_t total_batch_size() const = 0;
+  // Samples of the last turn where it is not full: 0 where it is, or where it is left out, or
+  // where sizes are not known.
+  int64_t remainder() const;
+
   // ---- The batch in hand
-  int64_t batch_samples() const { return current_samples_; }  // 0 where there is none
-  // Whether it is the last of its epoch. A stream knows only when it is read one batch ahead.
-  bool batch_is_last() const { return ahead_known_ ? ahead_.batch == nullptr : is_last_by_index(); }
-  // From the next batch on, a batch is handed out when the one after it is there.
+  int64_t batch_rows() const { return current_rows_; }  // examples in it; 0 where there is none
+  // The first so many rows count. The others were read before in this epoch and fill the batch up,
+  // so that all ranks have equally many rows.
+  int64_t batch_samples() const { return current_samples_; }
+  // Whether it is this rank's last of its epoch. A stream knows only where it looks ahead.
+  bool batch_is_last() const { return current_ != nullptr && (known_last_ || is_last_by_index()); }
+  // A stream hands out a batch when it has read enough to know whether another follows.
   void set_look_ahead(bool value) { look_ahead_ = value; }
+
+  bool in_loop() const { return in_loop_; }  // between begin() and the end of its iterator
 
   // One at a time; null: nobody. The loader does not keep it alive.
   void set_observer(const std::shared_ptr<LoaderObserver>& observer) { observer_ = observer; }
   std::shared_ptr<LoaderObserver> observer() const { return observer_.lock(); }
 
+  // From the cursor on, batches come through it. Null: from here.
+  void set_relay(std::shared_ptr<BatchRelay> relay);
+  const std::shared_ptr<BatchRelay>& relay() const { return relay_; }
+
  protected:
   // ValueError: batch size, workers or prefetch out of range.
   explicit LoaderBase(const DataLoaderOptions& options);
 
-  virtual int64_t epoch_size() const = 0;  // samples, -1 if unknown
+  virtual int64_t epoch_size() const = 0;  // what positions count, -1 if unknown
+  virtual int64_t position_after(int64_t position, int64_t batches) const = 0;
   virtual std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const = 0;
   virtual int workers_for(int64_t position) const = 0;
   virtual bool is_last_by_index() const { return false; }
+  virtual bool drops_last() const { return options_.drop_last; }
 
   void begin_loop();
   bool advance();   // false at the end of the epoch, which is then the next one's start
   void end_loop();  // of an iterator that goes
-  void stop();      // gives up what was made ahead; the cursor stays
+  void restart();   // gives up what was made ahead; batch in hand and cursor stay
   void* current() const { return current_.get(); }
+  bool looks_ahead() const { return look_ahead_; }
 
  private:
   void start();
+  void stop();
 
   DataLoaderOptions options_;
   LoaderCursor cursor_;
   bool at_start_ = true;  // the next loop begins at the cursor, not with the next epoch
-  std::unique_ptr<Prefetcher> prefetcher_;
+  bool running_ = false;
+  bool in_loop_ = false;
+  std::unique_ptr<Prefetcher> prefetcher_;  // null where another rank makes the batches
   std::shared_ptr<void> current_;
-  int64_t current_samples_ = 0;
+  int64_t current_rows_ = 0, current_samples_ = 0;
+  bool known_last_ = false;
   bool look_ahead_ = false;
-  bool ahead_known_ = false;
-  MadeBatch ahead_;  // the batch after the one in hand, where ahead_known_
   std::weak_ptr<LoaderObserver> observer_;
+  std::shared_ptr<BatchRelay> relay_;
+};
+
+// Loaders that read by index.
+class IndexedLoader : public LoaderBase {
+ public:
+  int64_t size() const { return source_->batches_after(0); }  // batches in an epoch
+  // Batches from the cursor to the end of its epoch.
+  int64_t remaining_batches() const { return source_->batches_after(cursor().position); }
+  int64_t dataset_size() const override { return dataset_size_; }
+  int64_t total_batch_size() const override { return source_->global_batch_size(); }
+
+  const std::shared_ptr<const IndexSource>& source() const { return source_; }
+  // Takes effect from the cursor on: batches made ahead are given up. `others`: of ranks 1, 2...,
+  // whose batches this loader makes too, for a relay. ValueError without a source.
+  void set_source(std::shared_ptr<const IndexSource> source,
+                  std::vector<std::shared_ptr<const IndexSource>> others = {});
+
+ protected:
+  IndexedLoader(const DataLoaderOptions& options, int64_t dataset_size,
+                std::shared_ptr<const IndexSource> source)
+      : LoaderBase(options), dataset_size_(dataset_size), source_(std::move(source)) {}
+
+  int64_t epoch_size() const override { return source_->size(); }
+  int64_t position_after(int64_t position, int64_t batches) const override {
+    return source_->position_after(position, batches);
+  }
+  int workers_for(int64_t position) const override;
+  bool is_last_by_index() const override { return source_->batches_after(cursor().position) == 0; }
+  const std::vector<std::shared_ptr<const IndexSource>>& others() const { return others_; }
+
+ private:
+  int64_t dataset_size_;
+  std::shared_ptr<const IndexSource> source_;
+  std::vector<std::shared_ptr<const IndexSource>> others_;
 };
 
 namespace detail {
 // Inside a catch block: throws the exception on with the example's index in front.
 [[noreturn]] void rethrow_with_example(int64_t index, int64_t epoch);
+
+// A batch that has a field `int64_t valid` is told how many of its rows count.
+template <class Batch>
+void set_valid(Batch& batch, int64_t samples) {
+  if constexpr (requires {
+                  { (batch.valid) } -> std::same_as<int64_t&>;
+                }) {
+    batch.valid = samples;
+  }
+}
+
+// A batch of examples, of which the first `samples` count.
+template <class Example>
+BatchShare collate_share(std::vector<Example>& examples, int64_t samples) {
+  using Batch = BatchOf<Example>;
+  const auto rows = static_cast<int64_t>(examples.size());
+  auto batch = std::make_shared<Batch>(collate(std::span<Example>(examples)));
+  samples = std::min(rows, samples);
+  set_valid(*batch, samples);
+  return {std::move(batch), rows, samples, false};
+}
 
 // The loop over batches of type Batch: begin() and end() of a loader. It ends with its iterator.
 template <class Batch, class Loader>
@@ -158,7 +248,7 @@ class BatchIterator {
 
 // Loader of a Dataset. Of one loader there is one loop at a time.
 template <class Example>
-class DataLoader : public LoaderBase {
+class DataLoader : public IndexedLoader {
  public:
   using Batch = BatchOf<Example>;
 
@@ -172,20 +262,17 @@ class DataLoader : public LoaderBase {
   // data set.
   DataLoader(DatasetPtr<Example> dataset, std::shared_ptr<const Sampler> sampler,
              const DataLoaderOptions& options = {})
-      : LoaderBase(options),
-        dataset_(std::move(dataset)),
-        source_(std::make_shared<BatchSource>(std::move(sampler), options.batch_size,
-                                              options.drop_last)) {}
-
-  int64_t size() const { return source_->batches_after(0); }  // batches in an epoch
-
-  const std::shared_ptr<const IndexSource>& source() const { return source_; }
-  // Takes effect from the cursor on: batches made ahead are given up.
-  void set_source(std::shared_ptr<const IndexSource> source) {
-    TS_CHECK(source != nullptr, "DataLoader", "needs an index source; got none.");
-    stop();
-    source_ = std::move(source);
-  }
+      : IndexedLoader(options, dataset->size(),
+                      std::make_shared<BatchSource>(std::move(sampler), options.batch_size,
+                                                    options.drop_last)),
+        dataset_(std::move(dataset)) {}
+  // Batches of any sizes: options.shuffle and batch_size are not looked at, and drop_last only
+  // where ranks share the loader: it leaves out a last turn in which not every rank has a batch.
+  DataLoader(DatasetPtr<Example> dataset, std::shared_ptr<const BatchSampler> sampler,
+             const DataLoaderOptions& options = {})
+      : IndexedLoader(options, dataset->size(),
+                      std::make_shared<BatchSamplerSource>(std::move(sampler))),
+        dataset_(std::move(dataset)) {}
 
   using Iterator = detail::BatchIterator<Batch, DataLoader>;
   Iterator begin() {
@@ -202,16 +289,30 @@ class DataLoader : public LoaderBase {
 
  private:
   friend Iterator;
+  using Source = std::shared_ptr<const IndexSource>;
 
   class Maker : public BatchMaker {
    public:
-    Maker(DatasetPtr<Example> dataset, std::shared_ptr<const IndexSource> source, int64_t epoch)
-        : dataset_(std::move(dataset)), source_(std::move(source)), epoch_(epoch) {}
+    Maker(DatasetPtr<Example> dataset, Source source, std::vector<Source> others, int64_t epoch)
+        : dataset_(std::move(dataset)),
+          source_(std::move(source)),
+          others_(std::move(others)),
+          epoch_(epoch) {}
     std::optional<int64_t> next_position(int64_t position) const override {
       return source_->next_position(position);
     }
     MadeBatch make(int64_t position, int64_t next_position) override {
-      const std::vector<int64_t> indices = source_->batch(epoch_, position);
+      MadeBatch made{share(*source_, position), next_position, {}};
+      for (const Source& other : others_) {
+        const bool has_batch = other->next_position(position).has_value();
+        made.others.push_back(has_batch ? share(*other, position) : BatchShare());
+      }
+      return prefetch_is_stopping() ? MadeBatch() : made;
+    }
+
+   private:
+    BatchShare share(const IndexSource& source, int64_t position) const {
+      const std::vector<int64_t> indices = source.batch(epoch_, position);
       std::vector<Example> examples;
       examples.reserve(indices.size());
       for (const int64_t index : indices) {
@@ -222,14 +323,12 @@ class DataLoader : public LoaderBase {
           detail::rethrow_with_example(index, epoch_);
         }
       }
-      const auto samples = static_cast<int64_t>(examples.size());
-      return {std::make_shared<Batch>(collate(std::span<Example>(examples))), next_position,
-              samples};
+      return detail::collate_share(examples, source.valid(position));
     }
 
-   private:
     DatasetPtr<Example> dataset_;
-    std::shared_ptr<const IndexSource> source_;
+    Source source_;
+    std::vector<Source> others_;
     int64_t epoch_;
   };
 
@@ -238,20 +337,14 @@ class DataLoader : public LoaderBase {
     if (options.shuffle) return std::make_shared<RandomSampler>(size, options.seed);
     return std::make_shared<SequentialSampler>(size);
   }
-  int64_t epoch_size() const override { return source_->size(); }
   std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const override {
-    return std::make_unique<Maker>(dataset_, source_, from.epoch);
+    return std::make_unique<Maker>(dataset_, source(), others(), from.epoch);
   }
-  int workers_for(int64_t position) const override {
-    return static_cast<int>(std::min<int64_t>(options().workers, source_->batches_after(position)));
-  }
-  bool is_last_by_index() const override { return source_->batches_after(cursor().position) == 0; }
   Batch* batch() const { return static_cast<Batch*>(current()); }
   bool step() { return advance(); }
   void leave() { end_loop(); }
 
   DatasetPtr<Example> dataset_;
-  std::shared_ptr<const IndexSource> source_;
 };
 template <class D>
 DataLoader(const D&, const DataLoaderOptions& = {}) -> DataLoader<typename D::Example>;
@@ -261,26 +354,55 @@ template <class D, class S>
 DataLoader(std::shared_ptr<D>, std::shared_ptr<S>, const DataLoaderOptions& = {})
     -> DataLoader<typename D::Example>;
 
+// What one rank of several does with a stream. In a turn all ranks together read world_size *
+// batch_size examples of it: rank r has the r-th batch_size of them.
+struct StreamShare {
+  int rank = 0;
+  int world_size = 1;
+  int64_t batch_size = 1;  // of one rank
+  // Of a last turn that is not full. kWrapAround fills it up with the stream's first examples.
+  Tail tail = Tail::kUneven;
+  bool for_all = false;  // makes the batches of the other ranks too, for a relay
+};
+
+// Loaders that read a stream.
+class StreamLoaderBase : public LoaderBase {
+ public:
+  int64_t dataset_size() const override { return -1; }
+  int64_t total_batch_size() const override { return share_.batch_size * share_.world_size; }
+
+  const StreamShare& share() const { return share_; }
+  // Takes effect from the cursor on. ValueError for a rank outside the world or no batch size.
+  void set_share(const StreamShare& share);
+
+ protected:
+  explicit StreamLoaderBase(const DataLoaderOptions& options);
+
+  int64_t epoch_size() const override { return -1; }
+  int64_t position_after(int64_t position, int64_t batches) const override {
+    return position + batches * total_batch_size();
+  }
+  int workers_for(int64_t) const override { return std::min(options().workers, 1); }
+
+ private:
+  StreamShare share_;
+};
+
 // Loader of an IterableDataset. One worker at most reads ahead: the stream's order is the order.
 // options.shuffle is refused. Resuming reads the stream again up to the cursor.
 template <class Example>
-class StreamLoader : public LoaderBase {
+class StreamLoader : public StreamLoaderBase {
  public:
   using Batch = BatchOf<Example>;
+  using DatasetPointer = std::shared_ptr<const IterableDataset<Example>>;
 
   // `dataset` must outlive the loader.
   StreamLoader(const IterableDataset<Example>& dataset, const DataLoaderOptions& options = {})
-      : StreamLoader(std::shared_ptr<const IterableDataset<Example>>(
-                         std::shared_ptr<const IterableDataset<Example>>(), &dataset),
-                     options) {}
+      : StreamLoader(DatasetPointer(DatasetPointer(), &dataset), options) {}
   StreamLoader(const IterableDataset<Example>&& temporary,
                const DataLoaderOptions& options = {}) = delete;
-  StreamLoader(std::shared_ptr<const IterableDataset<Example>> dataset,
-               const DataLoaderOptions& options = {})
-      : LoaderBase(options), dataset_(std::move(dataset)) {
-    TS_CHECK(!options.shuffle, "StreamLoader",
-             "a stream has its own order; shuffle is asked for; shuffle in the data set.");
-  }
+  StreamLoader(DatasetPointer dataset, const DataLoaderOptions& options = {})
+      : StreamLoaderBase(options), dataset_(std::move(dataset)) {}
 
   using Iterator = detail::BatchIterator<Batch, StreamLoader>;
   Iterator begin() {
@@ -298,47 +420,132 @@ class StreamLoader : public LoaderBase {
 
   class Maker : public BatchMaker {
    public:
-    Maker(std::shared_ptr<const IterableDataset<Example>> dataset, const DataLoaderOptions& options,
+    Maker(DatasetPointer dataset, const StreamShare& share, bool looks_ahead,
           const LoaderCursor& from)
-        : dataset_(std::move(dataset)), options_(options), from_(from), reached_(0) {}
+        : dataset_(std::move(dataset)), share_(share), looks_ahead_(looks_ahead), from_(from) {}
     std::optional<int64_t> next_position(int64_t position) const override {
-      return position + options_.batch_size;
+      return position + turn();
     }
     MadeBatch make(int64_t position, int64_t next_position) override {
-      std::vector<Example> examples;
+      std::vector<std::optional<Example>> examples;  // of this turn; nothing for other ranks'
       try {
-        if (!stream_) stream_ = dataset_->open(from_.epoch);
         while (reached_ < next_position && !prefetch_is_stopping()) {
-          std::optional<Example> example = stream_->next();
+          std::optional<Example> example = take();
           if (!example) break;
-          if (reached_++ >= position) examples.push_back(std::move(*example));
+          if (fills_up() && std::ssize(first_) < turn()) keep(*example);
+          const int64_t at = reached_++ - position;
+          if (at >= 0) examples.push_back(own(at) ? std::move(example) : std::nullopt);
         }
       } catch (...) {
         detail::rethrow_with_example(reached_, from_.epoch);
       }
-      if (examples.empty() || (options_.drop_last && reached_ < next_position)) return {};
-      const auto samples = static_cast<int64_t>(examples.size());
-      return {std::make_shared<Batch>(collate(std::span<Example>(examples))), reached_, samples};
+      const auto there = std::ssize(examples);
+      if (there == 0 || (share_.tail == Tail::kDrop && there < turn())) return {};
+      if (looks_ahead_) look_ahead();
+      MadeBatch made{share_of(share_.rank, examples), reached_, {}};
+      if (share_.for_all) {
+        for (int rank = 1; rank < share_.world_size; ++rank) {
+          made.others.push_back(share_of(rank, examples));
+        }
+      }
+      return made;
     }
 
    private:
-    std::shared_ptr<const IterableDataset<Example>> dataset_;
-    DataLoaderOptions options_;
+    int64_t turn() const { return share_.batch_size * share_.world_size; }
+    bool fills_up() const { return share_.tail == Tail::kWrapAround; }
+    // Whether this rank needs the example at `at` of a turn.
+    bool own(int64_t at) const { return share_.for_all || at / share_.batch_size == share_.rank; }
+
+    std::optional<Example> take() {
+      if (!ahead_.empty()) {
+        std::optional<Example> example(std::move(ahead_.front()));
+        ahead_.pop_front();
+        return example;
+      }
+      if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+      return read();
+    }
+    std::optional<Example> read() {
+      if (ended_) return std::nullopt;
+      if (!stream_) stream_ = dataset_->open(from_.epoch);
+      std::optional<Example> example = stream_->next();
+      ended_ = !example;
+      return example;
+    }
+    // Reads as much as says which ranks have a batch in the next turn. What goes wrong here belongs
+    // to that turn.
+    void look_ahead() {
+      const int last_rank = share_.for_all ? share_.world_size - 1 : share_.rank;
+      const int64_t needed = share_.tail == Tail::kDrop     ? turn()
+                             : share_.tail == Tail::kUneven ? last_rank * share_.batch_size + 1
+                                                            : 1;
+      try {
+        while (!error_ && std::ssize(ahead_) < needed) {
+          std::optional<Example> example = read();
+          if (!example) return;
+          ahead_.push_back(*std::move(example));
+        }
+      } catch (...) {
+        error_ = std::current_exception();
+      }
+    }
+    // After look_ahead().
+    bool is_last_of(int rank) const {
+      if (!looks_ahead_ || error_) return false;
+      const auto there = std::ssize(ahead_);
+      if (share_.tail == Tail::kDrop) return there < turn();
+      return there <= (share_.tail == Tail::kUneven ? rank * share_.batch_size : 0);
+    }
+    void keep(const Example& example) {
+      if constexpr (std::is_copy_constructible_v<Example>) {
+        first_.push_back(example);
+      } else {
+        TS_THROW(UnsupportedError, "StreamLoader",
+                 "fills the last batches up with copies of the first examples, and these cannot be "
+                 "copied; let them be uneven or drop them.");
+      }
+    }
+    BatchShare share_of(int rank, std::vector<std::optional<Example>>& turn_examples) {
+      const auto there = std::ssize(turn_examples);
+      const int64_t begin = rank * share_.batch_size;
+      const int64_t samples = std::clamp<int64_t>(there - begin, 0, share_.batch_size);
+      std::vector<Example> examples;
+      for (int64_t i = 0; i < samples; ++i) {
+        examples.push_back(*std::move(turn_examples[static_cast<size_t>(begin + i)]));
+      }
+      if constexpr (std::is_copy_constructible_v<Example>) {
+        if (fills_up()) {
+          for (int64_t at = begin + samples - there; std::ssize(examples) < share_.batch_size; ++at)
+            examples.push_back(first_[static_cast<size_t>(at % std::ssize(first_))]);
+        }
+      }
+      if (examples.empty()) return {};
+      BatchShare share = detail::collate_share(examples, samples);
+      share.last = is_last_of(rank);
+      return share;
+    }
+
+    DatasetPointer dataset_;
+    StreamShare share_;
+    bool looks_ahead_;
     LoaderCursor from_;
-    int64_t reached_;
+    int64_t reached_ = 0;
     std::unique_ptr<ExampleStream<Example>> stream_;
+    std::vector<Example> first_;  // of the epoch, to fill up with
+    std::deque<Example> ahead_;
+    std::exception_ptr error_;  // of what comes after ahead_
+    bool ended_ = false;
   };
 
-  int64_t epoch_size() const override { return -1; }
   std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const override {
-    return std::make_unique<Maker>(dataset_, options(), from);
+    return std::make_unique<Maker>(dataset_, share(), looks_ahead(), from);
   }
-  int workers_for(int64_t) const override { return std::min(options().workers, 1); }
   Batch* batch() const { return static_cast<Batch*>(current()); }
   bool step() { return advance(); }
   void leave() { end_loop(); }
 
-  std::shared_ptr<const IterableDataset<Example>> dataset_;
+  DatasetPointer dataset_;
 };
 template <class D>
 StreamLoader(const D&, const DataLoaderOptions& = {}) -> StreamLoader<typename D::Example>;

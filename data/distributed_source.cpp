@@ -9,6 +9,12 @@ namespace {
 
 constexpr std::string_view kWhere = "DistributedBatchSource";
 
+void check_share(const RankShare& share, std::string_view where) {
+  TS_CHECK(share.world_size >= 1 && share.rank >= 0 && share.rank < share.world_size, where,
+           "the rank must lie in [0, world size); got rank ", share.rank, " of ", share.world_size,
+           ".");
+}
+
 RankShare with_tail_of(const BatchSource& source, RankShare share) {
   if (source.drop_last()) share.tail = Tail::kDrop;
   return share;
@@ -22,9 +28,7 @@ DistributedBatchSource::DistributedBatchSource(std::shared_ptr<const Sampler> sa
   TS_CHECK(sampler_ != nullptr, kWhere, "needs a sampler; got none.");
   TS_CHECK(batch_size >= 1, kWhere, "the batch size of a rank must be at least 1; got ", batch_size,
            ".");
-  TS_CHECK(share.world_size >= 1 && share.rank >= 0 && share.rank < share.world_size, kWhere,
-           "the rank must lie in [0, world size); got rank ", share.rank, " of ", share.world_size,
-           ".");
+  check_share(share, kWhere);
 }
 
 DistributedBatchSource::DistributedBatchSource(const BatchSource& source, RankShare share)
@@ -73,6 +77,69 @@ int64_t DistributedBatchSource::batches_after(int64_t position) const {
   const int64_t left = std::max<int64_t>(size() - position, 0);
   const int64_t full = left / global_batch_size();
   return full + (count_at(position + full * global_batch_size()) > 0 ? 1 : 0);
+}
+
+int64_t DistributedBatchSource::position_after(int64_t position, int64_t batches) const {
+  return batches > batches_after(position)
+             ? size()
+             : std::min(size(), position + batches * global_batch_size());
+}
+
+int64_t DistributedBatchSource::valid(int64_t position) const {
+  const int64_t left = std::max<int64_t>(size() - position, 0);
+  if (share_.deal == Deal::kBatches) {
+    return std::clamp<int64_t>(left - share_.rank * batch_size_, 0, batch_size_);
+  }
+  const int64_t own = (left - share_.rank + share_.world_size - 1) / share_.world_size;
+  return std::clamp<int64_t>(own, 0, batch_size_);
+}
+
+RoundRobinSource::RoundRobinSource(std::shared_ptr<const IndexSource> batches,
+                                   const RankShare& share)
+    : batches_(std::move(batches)), share_(share) {
+  TS_CHECK(batches_ != nullptr, "RoundRobinSource", "needs a source of batches; got none.");
+  check_share(share, "RoundRobinSource");
+}
+
+int64_t RoundRobinSource::in_turn(int64_t position) const {
+  return std::min<int64_t>(batches_->batches_after(position), share_.world_size);
+}
+
+std::optional<int64_t> RoundRobinSource::next_position(int64_t position) const {
+  const int64_t there = in_turn(position);
+  if (there == 0) return std::nullopt;
+  if (there < share_.world_size) {
+    if (share_.tail == Tail::kDrop) return std::nullopt;
+    if (share_.tail == Tail::kUneven && share_.rank >= there) return std::nullopt;
+  }
+  return batches_->position_after(position, there);
+}
+
+std::vector<int64_t> RoundRobinSource::batch(int64_t epoch, int64_t position) const {
+  const int64_t there = in_turn(position);
+  if (share_.rank < there) {
+    return batches_->batch(epoch, batches_->position_after(position, share_.rank));
+  }
+  const int64_t copy = (share_.rank - there) % batches_->batches_after(0);
+  return batches_->batch(epoch, batches_->position_after(0, copy));
+}
+
+int64_t RoundRobinSource::batches_after(int64_t position) const {
+  const int64_t left = batches_->batches_after(position), over = left % share_.world_size;
+  const bool takes_part = over > 0 && (share_.tail == Tail::kWrapAround ||
+                                       (share_.tail == Tail::kUneven && share_.rank < over));
+  return left / share_.world_size + (takes_part ? 1 : 0);
+}
+
+int64_t RoundRobinSource::position_after(int64_t position, int64_t batches) const {
+  return batches > batches_after(position)
+             ? size()
+             : batches_->position_after(position, std::min(batches * share_.world_size,
+                                                           batches_->batches_after(position)));
+}
+
+int64_t RoundRobinSource::valid(int64_t position) const {
+  return share_.rank < in_turn(position) ? kAllValid : 0;
 }
 
 }  // namespace tessera::data

@@ -60,16 +60,44 @@ class DistributedBatchSource : public IndexSource {
   std::optional<int64_t> next_position(int64_t position) const override;
   std::vector<int64_t> batch(int64_t epoch, int64_t position) const override;
   int64_t batches_after(int64_t position) const override;
+  int64_t position_after(int64_t position, int64_t batches) const override;
+  int64_t valid(int64_t position) const override;
+  int64_t global_batch_size() const override { return batch_size_ * share_.world_size; }
 
+  const std::shared_ptr<const Sampler>& sampler() const { return sampler_; }
   const RankShare& share() const { return share_; }
   int64_t batch_size() const { return batch_size_; }
-  int64_t global_batch_size() const { return batch_size_ * share_.world_size; }
 
  private:
   int64_t count_at(int64_t position) const;  // samples of this rank in the global batch there
 
   std::shared_ptr<const Sampler> sampler_;
   int64_t batch_size_;
+  RankShare share_;
+};
+
+// Whole batches of another source in turn: rank r reads batches r, r + world_size... What a batch
+// sampler's batches of different sizes need. kWrapAround completes the last turn with copies of the
+// epoch's first batches, of which no sample counts. share.deal is not looked at.
+class RoundRobinSource : public IndexSource {
+ public:
+  // ValueError for a missing source or a rank outside the world.
+  RoundRobinSource(std::shared_ptr<const IndexSource> batches, const RankShare& share);
+
+  int64_t size() const override { return batches_->size(); }
+  std::optional<int64_t> next_position(int64_t position) const override;
+  std::vector<int64_t> batch(int64_t epoch, int64_t position) const override;
+  int64_t batches_after(int64_t position) const override;
+  int64_t position_after(int64_t position, int64_t batches) const override;
+  int64_t valid(int64_t position) const override;
+
+  const std::shared_ptr<const IndexSource>& batches() const { return batches_; }
+  const RankShare& share() const { return share_; }
+
+ private:
+  int64_t in_turn(int64_t position) const;  // batches of the turn that starts there
+
+  std::shared_ptr<const IndexSource> batches_;
   RankShare share_;
 };
 

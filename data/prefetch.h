@@ -3,16 +3,38 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
+#include <vector>
 
 namespace tessera::data {
 
 // A batch of a type that only maker and consumer know.
-struct MadeBatch {
-  std::shared_ptr<void> batch;  // null: the epoch is over
-  int64_t end_position = 0;     // the cursor after this batch
-  int64_t samples = 0;          // in this batch
+struct BatchShare {
+  std::shared_ptr<void> batch;  // null: there is none
+  int64_t rows = 0;             // examples in it
+  // The first `samples` rows count; those behind them are there a second time, to fill up.
+  int64_t samples = 0;
+  bool last = false;  // known to be this rank's last of the epoch
+};
+
+struct MadeBatch : BatchShare {    // no batch: the epoch is over
+  int64_t end_position = 0;        // the cursor after this batch
+  std::vector<BatchShare> others;  // of ranks 1, 2...: a BatchRelay sends them
+};
+
+// Stands between the makers of batches and the loops where several ranks share one loader: its
+// exchange() is called by the consumer of every rank in each turn, until it hands out nothing.
+class BatchRelay {
+ public:
+  virtual ~BatchRelay() = default;
+  // Whether this rank makes batches. The others have what exchange() returns.
+  virtual bool makes_batches() const = 0;
+  virtual void begin_epoch() = 0;
+  // `made`: what this rank made, nothing at its end of the epoch, where it makes none and after
+  // `error`, which it throws on. Returns this rank's batch.
+  virtual MadeBatch exchange(MadeBatch made, std::exception_ptr error) = 0;
 };
 
 // Makes the batches of one epoch.

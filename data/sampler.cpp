@@ -174,6 +174,15 @@ void WeightedOrderSampler::indices(int64_t epoch, int64_t begin, std::span<int64
   std::copy_n(order->begin() + begin, out.size(), out.begin());
 }
 
+int64_t IndexSource::position_after(int64_t position, int64_t batches) const {
+  for (; batches > 0; --batches) {
+    const std::optional<int64_t> next = next_position(position);
+    if (!next) return size();
+    position = *next;
+  }
+  return position;
+}
+
 BatchSource::BatchSource(std::shared_ptr<const Sampler> sampler, int64_t batch_size, bool drop_last)
     : sampler_(std::move(sampler)), batch_size_(batch_size), drop_last_(drop_last) {
   TS_CHECK(sampler_ != nullptr, "BatchSource", "needs a sampler; got none.");
@@ -197,6 +206,38 @@ std::vector<int64_t> BatchSource::batch(int64_t epoch, int64_t position) const {
 int64_t BatchSource::batches_after(int64_t position) const {
   const int64_t left = std::max<int64_t>(size() - position, 0);
   return drop_last_ ? left / batch_size_ : left / batch_size_ + (left % batch_size_ != 0);
+}
+
+int64_t BatchSource::position_after(int64_t position, int64_t batches) const {
+  return batches > batches_after(position) ? size()
+                                           : std::min(size(), position + batches * batch_size_);
+}
+
+std::vector<int64_t> BatchList::batch(int64_t /*epoch*/, int64_t number) const {
+  check_position(number, size(), "BatchList");
+  return batches_[static_cast<size_t>(number)];
+}
+
+BatchSamplerSource::BatchSamplerSource(std::shared_ptr<const BatchSampler> sampler)
+    : sampler_(std::move(sampler)) {
+  TS_CHECK(sampler_ != nullptr, "BatchSamplerSource", "needs a batch sampler; got none.");
+}
+
+std::optional<int64_t> BatchSamplerSource::next_position(int64_t position) const {
+  if (position >= size()) return std::nullopt;
+  return position + 1;
+}
+
+std::vector<int64_t> BatchSamplerSource::batch(int64_t epoch, int64_t position) const {
+  return sampler_->batch(epoch, position);
+}
+
+int64_t BatchSamplerSource::batches_after(int64_t position) const {
+  return std::max<int64_t>(size() - position, 0);
+}
+
+int64_t BatchSamplerSource::position_after(int64_t position, int64_t batches) const {
+  return batches > batches_after(position) ? size() : position + batches;
 }
 
 }  // namespace tessera::data

@@ -5,10 +5,12 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 namespace tessera::data {
@@ -123,6 +125,14 @@ class IndexSource {
   virtual std::vector<int64_t> batch(int64_t epoch, int64_t position) const = 0;
   // Batches from `position` to the end of the epoch.
   virtual int64_t batches_after(int64_t position) const = 0;
+  // Position after the next `batches` batches, or the end of the epoch.
+  virtual int64_t position_after(int64_t position, int64_t batches) const;
+  // Of the batch that starts at `position`, the first `valid` examples count; those behind them
+  // were read before and fill it up. Larger than the batch: all of them.
+  virtual int64_t valid(int64_t /*position*/) const { return kAllValid; }
+  static constexpr int64_t kAllValid = std::numeric_limits<int64_t>::max();
+  // Samples that all ranks read in a turn; 0 where that is not the same in all turns.
+  virtual int64_t global_batch_size() const { return 0; }
 };
 
 // Batches of one size. The last one is smaller, or dropped.
@@ -134,6 +144,8 @@ class BatchSource : public IndexSource {
   std::optional<int64_t> next_position(int64_t position) const override;
   std::vector<int64_t> batch(int64_t epoch, int64_t position) const override;
   int64_t batches_after(int64_t position) const override;
+  int64_t position_after(int64_t position, int64_t batches) const override;
+  int64_t global_batch_size() const override { return batch_size_; }
 
   const std::shared_ptr<const Sampler>& sampler() const { return sampler_; }
   int64_t batch_size() const { return batch_size_; }
@@ -143,6 +155,43 @@ class BatchSource : public IndexSource {
   std::shared_ptr<const Sampler> sampler_;
   int64_t batch_size_;
   bool drop_last_;
+};
+
+// Batches of any sizes, in an order of their own: lengths sorted into buckets, a number of tokens
+// instead of a number of examples.
+class BatchSampler {
+ public:
+  virtual ~BatchSampler() = default;
+  virtual int64_t size() const = 0;  // batches in an epoch
+  // The examples of batch `number` in [0, size()). Called by several threads at once.
+  virtual std::vector<int64_t> batch(int64_t epoch, int64_t number) const = 0;
+};
+
+// The same batches in every epoch.
+class BatchList : public BatchSampler {
+ public:
+  explicit BatchList(std::vector<std::vector<int64_t>> batches) : batches_(std::move(batches)) {}
+  int64_t size() const override { return static_cast<int64_t>(batches_.size()); }
+  std::vector<int64_t> batch(int64_t epoch, int64_t number) const override;  // IndexError
+
+ private:
+  std::vector<std::vector<int64_t>> batches_;
+};
+
+// What a BatchSampler says. Positions and size() count batches.
+class BatchSamplerSource : public IndexSource {
+ public:
+  explicit BatchSamplerSource(std::shared_ptr<const BatchSampler> sampler);  // ValueError for null
+  int64_t size() const override { return sampler_->size(); }
+  std::optional<int64_t> next_position(int64_t position) const override;
+  std::vector<int64_t> batch(int64_t epoch, int64_t position) const override;
+  int64_t batches_after(int64_t position) const override;
+  int64_t position_after(int64_t position, int64_t batches) const override;
+
+  const std::shared_ptr<const BatchSampler>& sampler() const { return sampler_; }
+
+ private:
+  std::shared_ptr<const BatchSampler> sampler_;
 };
 
 }  // namespace tessera::data
