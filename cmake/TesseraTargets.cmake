@@ -94,7 +94,7 @@ if(TESSERA_NCCL_FOUND)  # the library itself is loaded at run time
 endif()
 tessera_floor(accelerate DEPENDS tessera_distributed tessera_data)
 target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
-  yaml-cpp protobuf::libprotobuf-lite)
+  yaml-cpp protobuf::libprotobuf-lite PNG::PNG)
 # Messages of TensorBoard's event files, lite runtime; generated into the build folder.
 file(GLOB proto_files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/accelerate/*.proto)
 if(proto_files)

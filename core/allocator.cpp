@@ -179,6 +179,23 @@ void MemoryStats::reset_peak() {
   for (int c = 0; c < kNumMemoryCategories; ++c) peak_[c].store(current_[c].load());
 }
 
+MemoryStats::Peaks MemoryStats::begin_peaks() {
+  Peaks before{peak(), {}};
+  for (size_t c = 0; c < kNumMemoryCategories; ++c) before.categories[c] = peak_[c].load();
+  reset_peak();
+  return before;
+}
+
+MemoryStats::Peaks MemoryStats::end_peaks(const Peaks& before) {
+  Peaks now{peak(), {}};
+  raise(total_peak_, before.total);
+  for (size_t c = 0; c < kNumMemoryCategories; ++c) {
+    now.categories[c] = peak_[c].load();
+    raise(peak_[c], before.categories[c]);
+  }
+  return now;
+}
+
 std::string MemoryStats::summary() const {
   std::ostringstream out;
   out << "memory in bytes (current, peak):\n";

@@ -38,7 +38,15 @@ class MemoryStats {
   int64_t current(MemoryCategory category) const;
   int64_t peak(MemoryCategory category) const;
   int64_t allocations() const { return allocations_.load(std::memory_order_relaxed); }
-  void reset_peak();            // peaks become the current values
+  void reset_peak();  // peaks become the current values
+  // For watches that may nest: begin_peaks() returns the marks and starts new ones from the current
+  // values; end_peaks() returns the new ones and puts the higher of both in force.
+  struct Peaks {
+    int64_t total = 0;
+    std::array<int64_t, kNumMemoryCategories> categories{};
+  };
+  Peaks begin_peaks();
+  Peaks end_peaks(const Peaks& before);
   std::string summary() const;  // a table: category, current, peak
 
  private:

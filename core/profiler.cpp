@@ -41,11 +41,12 @@ void Profiler::leave() {
   ++entry.calls;
   entry.total_seconds += seconds;
   entry.self_seconds += seconds - range.inner_seconds;
-  entry.allocated_bytes += memory_stats()->current() - range.bytes;
+  const int64_t bytes = memory_stats()->current();
+  entry.allocated_bytes += bytes - range.bytes;
   if (!open_.empty()) open_.back().inner_seconds += seconds;
   if (keep_events_) {
     events_.push_back({std::string(range.name), seconds_between(start_, range.begin),
-                       seconds_between(start_, now), static_cast<int>(open_.size())});
+                       seconds_between(start_, now), static_cast<int>(open_.size()), bytes});
   }
 }
 

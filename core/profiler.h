@@ -31,11 +31,13 @@ class Profiler {
     std::string name;
     double begin = 0, end = 0;
     int depth = 0;
+    int64_t bytes = 0;  // in use by the context's tensors at its end
   };
 
   explicit Profiler(bool keep_events = false);
   const std::map<std::string, Entry, std::less<>>& entries() const { return entries_; }
   const std::vector<Event>& events() const { return events_; }
+  bool in_range() const { return !open_.empty(); }
   std::string table(int rows = 30) const;           // sorted by own time
   std::string chrome_trace(int process = 0) const;  // JSON that Perfetto and chrome://tracing read
 

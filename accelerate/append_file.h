@@ -1,0 +1,27 @@
+// A file that records are appended to, each whole. IoError names the path and the reason.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace tessera {
+
+class AppendFile {
+ public:
+  // Makes the folder where it is missing. `fresh`: the file must not exist yet.
+  explicit AppendFile(std::string path, bool fresh = false);
+  ~AppendFile();
+  AppendFile(const AppendFile&) = delete;
+  AppendFile& operator=(const AppendFile&) = delete;
+
+  // In one system call, so that a run that is killed leaves no half record but at most its last.
+  void write(std::string_view record);
+  void sync();  // onto the disk
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+  int descriptor_ = -1;
+};
+
+}  // namespace tessera
