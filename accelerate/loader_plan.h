@@ -1,0 +1,138 @@
+// How ranks share the loaders of one training, and which loader is being read.
+//
+//     LoaderPlan loaders(world(), {.even_batches = true});
+//     loaders.prepare(loader);                 // in place: the same object, now this rank's
+//     batches for (auto& batch : loader) {
+//       if (loaders.end_of_loader()) ...       // the last batch of the innermost loop
+//     }
+//
+// prepare() gives the loader another index source (a stream another share) and follows its loops.
+// Nothing is wrapped and no type changes. Shuffling needs no exchange of random numbers: an order
+// is a pure function of (seed, epoch, position), and prepare() compares what the ranks hold. With
+// one rank only loops are followed.
+//
+// mode          who reads                      rank r of n has, with batches of B
+// sharded       every rank its own batches     batches r, r + n, r + 2n... of B
+// split         every rank its own batches     rows [r B/n, (r+1) B/n) of every batch of B
+// dispatched    rank 0 all, then a scatter     what sharded or split would give it
+//
+// The end of an epoch, where it has no full turn (B n samples, split: B):
+//   even_batches  filled up with the epoch's first samples, so that all ranks have equally many
+//   full
+//                 batches. batch_samples() says how many rows of a batch count, and
+//                 gather_for_metrics() leaves out the others.
+//   uneven        everything once: the last batches are short, some ranks have one batch less. Then
+//                 collectives in the loop need join().
+//   drop_last     (an option of the loader) left out on all ranks.
+//
+// A loader with a BatchSampler deals whole batches; even_batches completes the last turn with
+// copies of the epoch's first batches, of which no row counts.
+//
+// Streams: by default rank 0 reads and dispatches. With dispatch_batches = false every rank opens
+// the stream, skips what is not its own and reads n times what it uses, without communication:
+// right for cheap streams.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <tessera/accelerate/batch_codec.h>
+#include <tessera/data/dataloader.h>
+#include <tessera/distributed/group.h>
+
+namespace tessera::accelerate {
+
+struct LoaderPlanOptions {
+  bool split_batches = false;
+  // Unset: streams are dispatched, loaders that read by index are not.
+  std::optional<bool> dispatch_batches = {};
+  bool even_batches = true;
+  // Compare what the ranks pass to prepare(): kind, sizes, seeds, first batches. One collective a
+  // loader; DistributedError (OperationMismatch) that shows them by rank.
+  bool verify = true;
+};
+
+enum class LoaderMode : uint8_t {
+  kWhole,       // one rank: as it was
+  kSharded,     // whole batches in turn
+  kSplit,       // a part of every batch
+  kDispatched,  // rank 0 makes all, as kSharded
+  kDispatchedSplit,
+};
+
+class LoaderPlan {
+ public:
+  // `ranks`: those among which batches are dealt, which is an axis of a mesh rather than the world.
+  // It must outlive the plan and the loops over its loaders.
+  explicit LoaderPlan(distributed::Group& ranks = distributed::world(),
+                      const LoaderPlanOptions& options = {});
+  // Every loader reads alone again.
+  ~LoaderPlan();
+  LoaderPlan(const LoaderPlan&) = delete;
+  LoaderPlan& operator=(const LoaderPlan&) = delete;
+
+  // Collective: all ranks prepare the same loaders in the same order. A second time changes
+  // nothing. Takes effect from the cursor on. ConfigError: split batches whose size does not divide
+  // among the ranks or is not known, a loader that has a share already, or that another plan
+  // follows. UnsupportedError: dispatching batches that cannot travel (see batch_codec.h).
+  template <class Example>
+  void prepare(data::DataLoader<Example>& loader) {
+    prepare_indexed(loader, codec_of<data::BatchOf<Example>>());
+  }
+  template <class Example>
+  void prepare(data::StreamLoader<Example>& loader) {
+    prepare_stream(loader, codec_of<data::BatchOf<Example>>());
+  }
+  // Reads alone again, from the cursor on. Nothing for a loader that was not prepared.
+  void release(data::LoaderBase& loader);
+  void release_all();
+
+  bool is_prepared(const data::LoaderBase& loader) const;
+  LoaderMode mode(const data::LoaderBase& loader) const;  // ValueError if not prepared
+  // "sharded, 4 ranks x 8 samples, even batches, 12 batches a rank"
+  std::string describe(const data::LoaderBase& loader) const;
+
+  bool even_batches() const;
+  // Of all prepared loaders and those to come, from the cursor on; a batch in hand stays. Not
+  // collective, but all ranks do it between the same batches.
+  void set_even_batches(bool value);
+
+  // The loader of the innermost loop that is running over a prepared loader, however inner loops
+  // ended (by break or an exception too). Outside of loops the one whose next() was called last,
+  // until its epoch is over. Null: none.
+  data::LoaderBase* active() const;
+  // Whether the batch in hand of active() is this rank's last of the epoch.
+  bool end_of_loader() const;
+
+  distributed::Group& ranks() const { return ranks_; }
+  const LoaderPlanOptions& options() const { return options_; }
+
+ private:
+  class State;
+  bool begin_prepare(data::LoaderBase& loader);  // false: nothing to do
+  LoaderMode mode_for(bool dispatch, const BatchCodec* codec) const;
+  std::shared_ptr<data::BatchRelay> relay_for(LoaderMode mode, const BatchCodec* codec) const;
+  void prepare_indexed(data::IndexedLoader& loader, const BatchCodec* codec);
+  void prepare_stream(data::StreamLoaderBase& loader, const BatchCodec* codec);
+
+  distributed::Group& ranks_;
+  LoaderPlanOptions options_;
+  std::shared_ptr<State> state_;
+};
+
+// Another setting of even_batches for a scope, restored also when an exception passes.
+class EvenBatchesScope {
+ public:
+  EvenBatchesScope(LoaderPlan& plan, bool value);
+  ~EvenBatchesScope();
+  EvenBatchesScope(const EvenBatchesScope&) = delete;
+  EvenBatchesScope& operator=(const EvenBatchesScope&) = delete;
+
+ private:
+  LoaderPlan& plan_;
+  bool previous_;
+};
+
+}  // namespace tessera::accelerate
