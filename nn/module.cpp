@@ -49,8 +49,10 @@ struct ModuleBase::Hooks {
   List<ForwardPreHook> pre_forward;
   List<ForwardHook> forward;
   List<BackwardHook> backward;
+  List<CallScope> scopes;
   bool empty() const {
-    return pre_forward.entries.empty() && forward.entries.empty() && backward.entries.empty();
+    return pre_forward.entries.empty() && forward.entries.empty() && backward.entries.empty() &&
+           scopes.entries.empty();
   }
 
   template <class Function>
@@ -84,6 +86,10 @@ HookHandle ModuleBase::register_forward_pre_hook(ForwardPreHook hook) {
 HookHandle ModuleBase::register_forward_hook(ForwardHook hook) {
   hooks();
   return Hooks::add(hooks_, &Hooks::forward, std::move(hook));
+}
+HookHandle ModuleBase::register_call_scope(CallScope scope) {
+  hooks();
+  return Hooks::add(hooks_, &Hooks::scopes, std::move(scope));
 }
 HookHandle ModuleBase::register_full_backward_hook(BackwardHook hook) {
   hooks();
@@ -156,9 +162,13 @@ ModuleCall::ModuleCall(ModuleBase& module) : module_(module), outer_site_(call_s
   call_site() = module.dotted_name();
   Context::current().slot<NamedError>().error = nullptr;
 }
-ModuleCall::~ModuleCall() { call_site() = std::move(outer_site_); }
+ModuleCall::~ModuleCall() {
+  while (!scopes_.empty()) scopes_.pop_back();  // the last one first, as guards on the stack
+  call_site() = std::move(outer_site_);
+}
 
 void ModuleCall::before(TensorRefs inputs) {
+  for (const auto& [id, scope] : hooks_->scopes.entries) scopes_.push_back(scope(module_));
   ModuleBase::Hooks::run(hooks_->pre_forward, module_, inputs);
   if (hooks_->backward.entries.empty() || !grad_enabled()) return;
   backward_ = std::make_shared<BackwardState>();

@@ -55,6 +55,10 @@ using ForwardHook = std::function<void(ModuleBase& module, TensorRefs inputs, Te
 using BackwardHook =
     std::function<void(ModuleBase& module, TensorRefs grad_inputs, TensorRefs grad_outputs)>;
 
+// What it returns lives from before the call's hooks until the call has ended, be it by an
+// exception: a guard (autocast, random numbers) around forward.
+using CallScope = std::function<std::shared_ptr<void>(ModuleBase& module)>;
+
 // ---- Where parameters are made -----------------------------------------------------------------
 
 // What `ModuleBase::parameter(name, shape)` makes, per context.
@@ -159,6 +163,7 @@ class ModuleBase {
 
   HookHandle register_forward_pre_hook(ForwardPreHook hook);
   HookHandle register_forward_hook(ForwardHook hook);
+  HookHandle register_call_scope(CallScope scope);
   HookHandle register_full_backward_hook(BackwardHook hook);
 
   // forward of modules that map one tensor to one, by type-erased call: what Sequential needs.
@@ -247,6 +252,7 @@ class ModuleCall {
   ModuleBase& module_;
   std::shared_ptr<ModuleBase::Hooks> hooks_;
   std::shared_ptr<BackwardState> backward_;
+  std::vector<std::shared_ptr<void>> scopes_;
   std::string outer_site_;
 };
 

@@ -83,6 +83,7 @@ NamedTensors Optimizer::parameters() const {
 const NamedTensors& Optimizer::parameters(size_t group) const { return groups_.at(group).named; }
 
 void Optimizer::zero_grad(bool set_to_none) {
+  if (zero_grad_gate_ && !zero_grad_gate_()) return;
   for (const Group& group : groups_) {
     for (const auto& [name, tensor] : group.named) tensor.zero_grad(set_to_none);
   }

@@ -37,7 +37,10 @@ namespace tessera::optim {
 struct StepDecision {
   bool run = true;
   std::string reason = {};  // why not
-  static StepDecision skip(std::string reason) { return {false, std::move(reason)}; }
+  int64_t count = 1;        // steps that a schedule takes at once
+  static StepDecision skip(std::string reason) {
+    return {.run = false, .reason = std::move(reason)};
+  }
 };
 // Gradient accumulation, loss scaling and sharding hold steps back through it.
 using StepGate = std::function<StepDecision()>;
@@ -55,6 +58,9 @@ class Optimizer {
   void set_step_gate(StepGate gate) { gate_ = std::move(gate); }
   const std::string& skip_reason() const { return skip_reason_; }
   void zero_grad(bool set_to_none = true);
+  // Asked before each zero_grad(), which does nothing where it says false: gradients that are still
+  // being accumulated stay.
+  void set_zero_grad_gate(std::function<bool()> gate) { zero_grad_gate_ = std::move(gate); }
 
   size_t num_groups() const { return groups_.size(); }
   double lr(size_t group = 0) const;
@@ -139,6 +145,7 @@ class Optimizer {
 
   std::vector<Group> groups_;
   StepGate gate_;
+  std::function<bool()> zero_grad_gate_;
   std::string skip_reason_;
   Tensor next_step_;
 };

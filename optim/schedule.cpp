@@ -147,15 +147,18 @@ void Schedule::apply() {
 }
 
 bool Schedule::step() {
+  int64_t count = 1;
   if (gate_) {
     StepDecision decision = gate_();
+    count = decision.count;
     if (!decision.run) {
       skip_reason_ = std::move(decision.reason);
       return false;
     }
   }
   skip_reason_.clear();
-  ++step_;
+  if (count > 1) count = std::clamp(last_step() - step_, int64_t{0}, count);
+  step_ += count;
   apply();
   return true;
 }

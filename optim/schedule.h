@@ -163,12 +163,14 @@ class Schedule {
   Schedule& operator=(const Schedule&) = delete;
 
   // Goes to the next step and sets the rates of the optimizer's groups. False where the gate said
-  // no: skip_reason() tells why.
+  // no: skip_reason() tells why. A gate may ask for several steps at once; a rule with an end
+  // (OneCycle) is then not taken beyond it.
   bool step();
   void set_step_gate(StepGate gate) { gate_ = std::move(gate); }
   const std::string& skip_reason() const { return skip_reason_; }
   int64_t current_step() const { return step_; }
   double lr(size_t group = 0) const { return optimizer_->lr(group); }
+  const Optimizer& optimizer() const { return *optimizer_; }
 
   // The step and the groups' own rates; the options of the rule are code, not state.
   virtual StateDict state_dict() const;
@@ -179,6 +181,8 @@ class Schedule {
   explicit Schedule(Optimizer& optimizer);
   virtual double rate(int64_t step, double base) const = 0;
   virtual std::optional<double> momentum(int64_t) const { return std::nullopt; }
+  // Several steps at once do not go beyond it.
+  virtual int64_t last_step() const { return std::numeric_limits<int64_t>::max(); }
   void apply();
 
  private:
@@ -203,6 +207,10 @@ class RuleSchedule : public Schedule {
   std::optional<double> momentum(int64_t step) const override {
     if constexpr (requires { rule_.momentum(step); }) return rule_.momentum(step);
     return std::nullopt;
+  }
+  int64_t last_step() const override {
+    if constexpr (std::is_same_v<R, OneCycle>) return rule_.total - 1;
+    return Schedule::last_step();
   }
 
  private:

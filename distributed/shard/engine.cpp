@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
@@ -167,6 +168,7 @@ void ParamGroupEngine::begin_pass(bool shadow) {
   record_.backwards_before = backwards_in_window_;
   next_launch_ = 0;
   if (!synchronises_) return;
+  if (options_.average == GradientAverage::kWeight) begin_weight();
   for (ManagedParam& param : params_) param.ready = false;
   for (const auto& group : groups_) group->begin_backward();
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -201,10 +203,18 @@ void ParamGroupEngine::launch(ParamGroup& group) {
   const PhaseScope phase("backward");
   record_.launches.push_back({group.index(), record_.gradients, seconds()});
   group.set_launched();
-  hook_->start(group, divisor());
+  hook_->start(group, divisor_ = divisor());
 }
 
-double ParamGroupEngine::divisor() const {
+// Travels while the first gradients are computed.
+void ParamGroupEngine::begin_weight() {
+  weight_ = raw::empty({1}, kF64);
+  weight_.data_as<double>()[0] = shadow_ ? 0 : plan.weight;
+  weight_work_ = ranks_->all_reduce(weight_, ReduceOp::kSum,
+                                    {.channel = Channel::kControl, .tag = "window_weight"});
+}
+
+double ParamGroupEngine::divisor() {
   int ranks = active_ranks > 0 ? active_ranks : ranks_->size();
   if (rank_context().mutation == Mutation::kWrongDivide) [[unlikely]]
     ++ranks;
@@ -213,10 +223,35 @@ double ParamGroupEngine::divisor() const {
       return ranks;
     case GradientAverage::kWindow:
       return static_cast<double>(ranks) * static_cast<double>(plan.micro_index + 1);
+    case GradientAverage::kWeight:
+      if (weight_work_.valid()) {
+        std::exchange(weight_work_, {}).wait();
+        window_weight_ = weight_.data_as<double>()[0];
+      }
+      // Nothing weighs anything: the sum is zeros.
+      return window_weight_ == 0 ? 1 : window_weight_;
     case GradientAverage::kNone:
       break;
   }
   return 1;
+}
+
+void ParamGroupEngine::resume_sum() {
+  const NoGradGuard no_grad;
+  for (ManagedParam& param : params_) {
+    if (!std::exchange(param.reduced, false)) continue;
+    const Tensor grad = param.tensor.grad();
+    // A gradient that was stepped with or replaced is no part of the sum any more.
+    if (!grad.defined() || grad.version() != param.gradient_version ||
+        param.tensor.version() != param.parameter_version) {
+      continue;
+    }
+    if (ranks_->rank() != 0) {
+      zero_(grad);
+    } else if (divisor_ != 1) {
+      mul_(grad, Scalar(divisor_));
+    }
+  }
 }
 
 void ParamGroupEngine::end_pass() {

@@ -38,6 +38,9 @@ enum class GradientAverage : uint8_t {
   kRanks,   // the number of ranks that took part: losses are means over local batches
   kWindow,  // ranks times micro-batches of the step (plan.micro_index + 1)
   kNone,    // nothing: the loss is scaled by the caller
+  // The sum of plan.weight over the ranks, which one small reduction finds ("window_weight"):
+  // losses are scaled by their samples or tokens. A rank without a batch weighs nothing.
+  kWeight,
 };
 
 struct EngineOptions {
@@ -85,6 +88,10 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
 
   // ---- Settings
   StepPlan plan;
+  // Before a backward that adds to gradients which were reduced already and belong to the same
+  // step: they become contributions again. Rank 0 holds their sum and the others zeros, so that the
+  // next reduction counts them once. Nothing to do where there are none.
+  void resume_sum();
   // Ranks that bring gradients to the next reduction; 0: all. (join)
   int active_ranks = 0;
   void set_hook(std::shared_ptr<CommunicationHook> hook) { hook_ = std::move(hook); }
@@ -97,6 +104,8 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   const std::vector<std::unique_ptr<ParamGroup>>& groups() const { return groups_; }
   int rebuilds() const { return rebuilds_; }
   int64_t reductions() const { return reductions_; }
+  // kWeight: the sum over the ranks at the last reduction.
+  double window_weight() const { return window_weight_; }
   bool holds_unreduced() const { return backwards_in_window_ > 0; }
   const BackwardRecord& last_backward() const { return record_; }
 
@@ -109,7 +118,8 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   void launch(ParamGroup& group);
   void finish_reduction();
   void check_cleared();
-  double divisor() const;
+  void begin_weight();
+  double divisor();
   void make_groups(const std::vector<size_t>& order);
   void agree_on_order();
   void rebuild_if_due();
@@ -134,6 +144,10 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   size_t next_launch_ = 0;
   int64_t began_ = 0;  // nanoseconds
   BackwardRecord record_;
+  Tensor weight_;  // kWeight: f64 [1], under way until weight_work_ has been waited for
+  Work weight_work_;
+  double window_weight_ = 0;
+  double divisor_ = 1;  // of the last reduction
 
   int64_t backwards_in_window_ = 0;
   int64_t reductions_ = 0;

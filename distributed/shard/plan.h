@@ -9,6 +9,9 @@ struct StepPlan {
   int64_t micro_index = 0;     // of the micro-batch in its step
   bool is_last = true;         // the step's last micro-batch
   bool sync_gradients = true;  // reduce gradients in this backward; otherwise they add up locally
+  // With GradientAverage::kWeight, in a backward that synchronises: what this rank's micro-batches
+  // of the step weigh together, in units of the nominal weight that their losses were divided by.
+  double weight = 1;
   // Sharded modes with a replicated axis in front: reduce along that axis, too.
   bool all_reduce = true;
   // Sharded parameters: free them after their backward.

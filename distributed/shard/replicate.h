@@ -81,6 +81,8 @@ class Replica {
   NoSync no_sync();
   void set_plan(const StepPlan& plan);
   const StepPlan& plan() const;
+  // See ParamGroupEngine.
+  void resume_sum();
 
   // Once, before the first backward. Collective: ranks compare the hooks' names. Throws
   // DistributedError where they differ, ValueError for a second one.

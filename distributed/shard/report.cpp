@@ -27,6 +27,9 @@ ShardReport make_report(const ParamGroupEngine& engine) {
     report.buckets.push_back(std::move(bucket));
   }
   if (!alone) report.used_map = {1, report.parameters};
+  if (!alone && engine.options().average == GradientAverage::kWeight) {
+    report.window_weight = {1, size_of(kF64)};
+  }
   return report;
 }
 
@@ -44,7 +47,8 @@ std::string ShardReport::describe() const {
   }
   out << "  each synchronising backward: " << gradients.collectives << " collectives of "
       << gradients.bytes << " bytes for gradients, " << used_map.collectives << " of "
-      << used_map.bytes << " bytes for the used map\n"
+      << used_map.bytes << " bytes for the used map, " << window_weight.collectives << " of "
+      << window_weight.bytes << " bytes for the window's weight\n"
       << "  each synchronised forward: " << buffers_per_forward.collectives << " broadcasts of "
       << buffers_per_forward.bytes << " bytes for buffers\n";
   return out.str();

@@ -27,6 +27,7 @@ struct ShardReport {
   int64_t gradient_bytes = 0;   // of all buckets
   Traffic gradients;            // of one synchronising backward, on Channel::kGradient
   Traffic used_map;             // of the same, on Channel::kControl
+  Traffic window_weight;        // of the same, with GradientAverage::kWeight
   Traffic buffers_per_forward;  // on Channel::kParameter
   int rebuilds = 0;
 
