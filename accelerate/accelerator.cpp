@@ -1,0 +1,721 @@
+#include <tessera/accelerate/accelerator.h>
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+#include <unordered_map>
+#include <unordered_set>
+
+#include <tessera/accelerate/step_window.h>
+#include <tessera/autograd/autocast_mode.h>
+#include <tessera/autograd/autograd.h>
+#include <tessera/core/context.h>
+#include <tessera/core/error.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/random.h>
+#include <tessera/data/dataloader.h>
+#include <tessera/data/distributed_source.h>
+#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/mesh.h>
+#include <tessera/distributed/shard/replicate.h>
+#include <tessera/nn/module.h>
+#include <tessera/optim/clip.h>
+#include <tessera/optim/optimizer.h>
+#include <tessera/optim/schedule.h>
+
+namespace tessera {
+namespace {
+
+using distributed::Channel;
+using optim::StepDecision;
+
+// Random numbers of a micro-batch: room for this many streams, behind those that a program takes
+// by itself.
+constexpr int kStreamBits = 24;
+
+double* value_of(const Tensor& tensor) { return tensor.data_as<double>(); }
+
+TensorList gradients_of(const NamedTensors& parameters, std::unordered_set<TensorImpl*>& seen) {
+  TensorList gradients;
+  for (const auto& [name, tensor] : parameters) {
+    if (!seen.insert(tensor.impl()).second) continue;
+    if (Tensor gradient = tensor.grad(); gradient.defined()) {
+      gradients.push_back(std::move(gradient));
+    }
+  }
+  return gradients;
+}
+
+}  // namespace
+
+// What the Accelerator knows of a model.
+struct ModelRecord {
+  nn::ModuleBase* model = nullptr;
+  NamedTensors parameters;  // held: a model that was made at the address of a dead one is another
+  std::vector<HookHandle> handles;
+  std::optional<distributed::Replica> replica;
+  StepWindow window;
+  std::optional<int64_t> steps;
+  int no_sync = 0;         // scopes that are open
+  bool triggered = false;  // the next backward reduces whatever no_sync says
+  bool local = false;      // windows are closed on this rank alone (local SGD)
+  bool explicit_weights = false;
+  double divisor = 1;  // that this rank's gradients were divided by without communication
+
+  ~ModelRecord() {
+    for (HookHandle& handle : handles) handle.remove();
+  }
+  bool has_weight() const {
+    return replica && !local ? replica->engine().window_weight() != 0 : window.weight() != 0;
+  }
+};
+
+struct OptimizerRecord {
+  optim::Optimizer* optimizer = nullptr;
+  NamedTensors parameters;
+  std::vector<std::shared_ptr<ModelRecord>> models;  // that hold its parameters
+  uint64_t generation = 0;                           // of the models when they were looked up
+  bool attempted = false;  // step() came to a boundary, and nobody has looked how it ended
+  bool skipped = false;
+
+  bool was_skipped() {
+    if (std::exchange(attempted, false)) skipped = !optimizer->skip_reason().empty();
+    return skipped;
+  }
+};
+
+struct Accelerator::State : data::LoaderObserver, std::enable_shared_from_this<State> {
+  AcceleratorOptions options;
+  Precision precision = Precision::kNo;
+  int64_t steps = 1;
+  bool sync_with_dataloader = true, sync_each_batch = false;
+  bool step_schedule_with_optimizer = true;
+  ScheduleUnit schedule_unit = ScheduleUnit::kUpdates;
+  bool split_batches = false, even_batches = true;
+  int data_rank = 0, data_ranks = 1;  // along the axis that batches are dealt over
+
+  std::vector<std::shared_ptr<ModelRecord>> models;
+  std::vector<std::shared_ptr<OptimizerRecord>> optimizers;
+  std::vector<optim::Schedule*> schedules;
+  std::vector<optim::PlateauSchedule*> plateau_schedules;
+  std::vector<data::LoaderBase*> loaders;
+  std::vector<data::LoaderBase*> reading;  // loops that are open, the innermost last
+  uint64_t generation = 1;                 // of models
+
+  // The micro-batches that are open, the innermost last.
+  struct OpenMicro {
+    uint64_t id;
+    std::vector<std::shared_ptr<ModelRecord>> records;
+  };
+  std::vector<OpenMicro> open;
+  uint64_t next_id = 0;
+  bool sync_gradients = true;
+  bool joined = false;
+  Counters counters;
+
+  RandomState random;
+  int forward_depth = 0;
+
+  std::shared_ptr<ModelRecord> find(const nn::ModuleBase& model) const {
+    for (const auto& record : models) {
+      if (record->model == &model) return record;
+    }
+    return nullptr;
+  }
+  std::shared_ptr<ModelRecord> at(const nn::ModuleBase& model, std::string_view where) const {
+    auto record = find(model);
+    TS_CHECK(record != nullptr, where, "the model ", model.type_name(),
+             " was not prepared; call prepare(model) first");
+    return record;
+  }
+  OptimizerRecord* find(const optim::Optimizer& optimizer) const {
+    for (const auto& record : optimizers) {
+      if (record->optimizer == &optimizer) return record.get();
+    }
+    return nullptr;
+  }
+
+  void prepare_model(nn::ModuleBase& model);
+  void prepare_optimizer(optim::Optimizer& optimizer);
+  void prepare_loader(const LoaderRequest& request);
+  void prepare_schedule(optim::Schedule& schedule);
+
+  // ---- Windows
+  void begin_random_numbers();
+  double weigh(std::optional<double> weight);
+  double agree_on_nominal(double weight);
+  void divide(std::span<const std::shared_ptr<ModelRecord>> records);
+  void resume(ModelRecord& record);
+  const std::vector<std::shared_ptr<ModelRecord>>& models_of(OptimizerRecord& record);
+  StepDecision may_step(OptimizerRecord& record);
+  StepDecision may_step(const optim::Schedule& schedule);
+  bool at_boundary(OptimizerRecord& record);
+  bool clips(const TensorList& parameters) const;
+
+  // ---- Loaders
+  data::LoaderBase* active() const { return reading.empty() ? nullptr : reading.back(); }
+  void batch_began(data::LoaderBase& loader) override {
+    std::erase(reading, &loader);
+    reading.push_back(&loader);
+  }
+  void loop_ended(data::LoaderBase& loader) noexcept override { std::erase(reading, &loader); }
+  void loader_gone(data::LoaderBase& loader) noexcept override {
+    std::erase(reading, &loader);
+    std::erase(loaders, &loader);
+  }
+};
+
+namespace {
+
+// Around every call of a prepared model.
+class ForwardScope {
+ public:
+  ForwardScope(RandomState& random, int& depth, Precision precision)
+      : random_(random), depth_(depth) {
+    if (precision == Precision::kBF16) autocast_.emplace(kBF16);
+    if (depth_++ == 0) std::swap(random_, random_state());
+  }
+  ~ForwardScope() {
+    if (--depth_ == 0) std::swap(random_, random_state());
+  }
+  ForwardScope(const ForwardScope&) = delete;
+  ForwardScope& operator=(const ForwardScope&) = delete;
+
+ private:
+  RandomState& random_;
+  int& depth_;
+  std::optional<AutocastGuard> autocast_;
+};
+
+bool same_tensors(const NamedTensors& a, const NamedTensors& b) {
+  return std::ranges::equal(a, b, [](const NamedTensor& x, const NamedTensor& y) {
+    return x.name == y.name && x.tensor.is(y.tensor);
+  });
+}
+
+}  // namespace
+
+// ---- Preparation -------------------------------------------------------------------------------
+
+void Accelerator::State::prepare_model(nn::ModuleBase& model) {
+  NamedTensors parameters = model.named_parameters();
+  if (const auto known = find(model)) {
+    if (same_tensors(known->parameters, parameters)) return;
+    std::erase(models, known);
+  }
+  auto record = std::make_shared<ModelRecord>();
+  record->model = &model;
+  record->parameters = std::move(parameters);
+  record->handles.push_back(model.register_call_scope(
+      [weak = weak_from_this()](nn::ModuleBase&) -> std::shared_ptr<void> {
+        const auto state = weak.lock();
+        if (!state) return nullptr;
+        // The scope's state lives with it.
+        auto scope =
+            std::make_shared<ForwardScope>(state->random, state->forward_depth, state->precision);
+        return {scope.get(), [state, scope](void*) mutable { scope.reset(); }};
+      }));
+  const bool trains = std::ranges::any_of(
+      record->parameters, [](const NamedTensor& named) { return named.tensor.requires_grad(); });
+  if (data_ranks > 1 && trains) {
+    // Before replicate()'s own hook on the outputs, which begins the reduction: what ran forward
+    // under no_sync() is not reduced.
+    record->handles.push_back(model.register_forward_hook(
+        [weak = std::weak_ptr(record)](nn::ModuleBase&, nn::TensorRefs, nn::TensorRefs outputs) {
+          const auto own = weak.lock();
+          if (!own || own->no_sync == 0 || !grad_enabled()) return;
+          for (Tensor* output : outputs) {
+            if (!output->requires_grad() || output->is_leaf()) continue;
+            register_hook(*output, [weak](const Tensor&) {
+              if (const auto record = weak.lock();
+                  record && record->replica && !record->triggered) {
+                distributed::StepPlan plan = record->replica->plan();
+                plan.sync_gradients = false;
+                record->replica->set_plan(plan);
+              }
+              return Tensor();
+            });
+          }
+        }));
+    record->replica.emplace(distributed::replicate(
+        model, distributed::mesh(), {.average = distributed::GradientAverage::kWeight}));
+  }
+  models.push_back(std::move(record));
+  ++generation;
+}
+
+void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
+  NamedTensors parameters = optimizer.parameters();
+  if (const OptimizerRecord* known = find(optimizer)) {
+    if (same_tensors(known->parameters, parameters)) return;
+    std::erase_if(optimizers, [&](const auto& record) { return record.get() == known; });
+  }
+  auto record = std::make_shared<OptimizerRecord>();
+  record->optimizer = &optimizer;
+  record->parameters = std::move(parameters);
+  const std::weak_ptr<State> weak = weak_from_this();
+  const std::weak_ptr<OptimizerRecord> own = record;
+  optimizer.set_step_gate([weak, own] {
+    const auto state = weak.lock();
+    const auto record = own.lock();
+    return state && record ? state->may_step(*record) : StepDecision{};
+  });
+  optimizer.set_zero_grad_gate([weak, own] {
+    const auto state = weak.lock();
+    const auto record = own.lock();
+    return !state || !record || state->at_boundary(*record);
+  });
+  optimizers.push_back(std::move(record));
+}
+
+void Accelerator::State::prepare_loader(const LoaderRequest& request) {
+  data::LoaderBase& loader = *request.loader;
+  if (std::ranges::find(loaders, &loader) != loaders.end()) return;
+  TS_CHECK(loader.observer() == nullptr, "prepare",
+           "the loader belongs to another Accelerator; make one for each");
+  if (data_ranks > 1) {
+    const auto* batches = dynamic_cast<const data::BatchSource*>(request.source.get());
+    TS_CHECK_AS(UnsupportedError, batches != nullptr, "prepare",
+                "a loader's share is taken from a BatchSource; this one reads a stream or has a "
+                "source of its own; set the rank's own source yourself");
+    request.set_source(std::make_shared<data::DistributedBatchSource>(
+        *batches,
+        data::RankShare{.rank = data_rank,
+                        .world_size = data_ranks,
+                        .tail = even_batches ? data::Tail::kWrapAround : data::Tail::kUneven}));
+  }
+  if (!request.source) loader.set_look_ahead(true);
+  loader.set_observer(shared_from_this());
+  loaders.push_back(&loader);
+}
+
+void Accelerator::State::prepare_schedule(optim::Schedule& schedule) {
+  if (std::ranges::find(schedules, &schedule) == schedules.end()) schedules.push_back(&schedule);
+  if (!step_schedule_with_optimizer) return;
+  schedule.set_step_gate([weak = weak_from_this(), own = &schedule] {
+    const auto state = weak.lock();
+    return state ? state->may_step(*own) : StepDecision{};
+  });
+}
+
+// In one order, whatever that of the arguments: what comes later looks at what came before.
+void Accelerator::run(const Preparation& preparation) {
+  for (nn::ModuleBase* model : preparation.models) state_->prepare_model(*model);
+  for (optim::Optimizer* optimizer : preparation.optimizers) state_->prepare_optimizer(*optimizer);
+  for (const LoaderRequest& loader : preparation.loaders) state_->prepare_loader(loader);
+  for (optim::Schedule* schedule : preparation.schedules) state_->prepare_schedule(*schedule);
+  for (optim::PlateauSchedule* schedule : preparation.plateau_schedules) {
+    auto& known = state_->plateau_schedules;
+    if (std::ranges::find(known, schedule) == known.end()) known.push_back(schedule);
+  }
+}
+
+Accelerator::Accelerator(const AcceleratorOptions& options) : state_(std::make_shared<State>()) {
+  State& state = *state_;
+  state.options = options;
+  state.precision = options.mixed_precision.value_or(Precision::kNo);
+  TS_CHECK_AS(UnsupportedError, state.precision != Precision::kFP16, "Accelerator",
+              "mixed_precision fp16 needs loss scaling, which this build lacks; take bf16");
+  state.steps = options.gradient_accumulation_steps.value_or(1);
+  TS_CHECK(state.steps >= 1, "Accelerator", "gradient_accumulation_steps must be at least 1; got ",
+           state.steps);
+  state.sync_with_dataloader = options.sync_with_dataloader.value_or(true);
+  state.sync_each_batch = options.sync_each_batch.value_or(false);
+  state.step_schedule_with_optimizer = options.step_schedule_with_optimizer.value_or(true);
+  state.schedule_unit = options.schedule_unit.value_or(ScheduleUnit::kUpdates);
+  state.split_batches = options.split_batches.value_or(false);
+  state.even_batches = options.even_batches.value_or(true);
+  if (num_processes() > 1) {
+    state.data_rank = distributed::mesh().coordinate("dp");
+    state.data_ranks = distributed::mesh().size("dp");
+  }
+  state.counters.seed = options.seed.value_or(random_state().seed);
+  state.begin_random_numbers();
+}
+
+Accelerator::~Accelerator() = default;
+
+void Accelerator::free_memory() {
+  State& state = *state_;
+  for (data::LoaderBase* loader : state.loaders) loader->set_observer(nullptr);
+  for (const auto& record : state.optimizers) {
+    record->optimizer->set_step_gate({});
+    record->optimizer->set_zero_grad_gate({});
+  }
+  for (optim::Schedule* schedule : state.schedules) schedule->set_step_gate({});
+  state.models.clear();
+  state.optimizers.clear();
+  state.schedules.clear();
+  state.plateau_schedules.clear();
+  state.loaders.clear();
+  state.reading.clear();
+  state.open.clear();
+  state.sync_gradients = true;
+  state.counters = {.seed = state.counters.seed};
+  ++state.generation;
+  state.begin_random_numbers();
+}
+
+// ---- Windows -----------------------------------------------------------------------------------
+
+// A function of the global micro-batch: of N ranks with m each, rank r's k-th is number k * N + r.
+void Accelerator::State::begin_random_numbers() {
+  const auto micro = static_cast<uint64_t>(counters.micro_batches * data_ranks + data_rank + 1);
+  random = {.seed = counters.seed, .next_stream = (micro << kStreamBits) & ~(uint64_t{1} << 63)};
+}
+
+struct MicroBatch::Scope {
+  std::weak_ptr<Accelerator::State> state;
+  uint64_t id;
+};
+
+MicroBatch::MicroBatch(std::unique_ptr<Scope> scope, bool sync_gradients)
+    : scope_(std::move(scope)), sync_gradients_(sync_gradients) {}
+MicroBatch::~MicroBatch() {
+  if (const auto state = scope_->state.lock()) {
+    std::erase_if(state->open, [&](const auto& micro) { return micro.id == scope_->id; });
+  }
+}
+
+MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
+                             const AccumulateOptions& options) {
+  State& state = *state_;
+  State::OpenMicro micro{.id = state.next_id++, .records = {}};
+  for (const nn::ModuleBase* model : models)
+    micro.records.push_back(state.at(*model, "accumulate"));
+  const bool ends = options.ends_window || (state.sync_with_dataloader && end_of_dataloader());
+  state.begin_random_numbers();
+  ++state.counters.micro_batches;
+  bool sync = true;
+  for (const auto& record : micro.records) {
+    record->window.begin_micro(record->steps.value_or(state.steps), ends);
+    sync = sync && record->window.is_boundary();
+  }
+  state.sync_gradients = sync;
+  auto scope = std::make_unique<MicroBatch::Scope>(state_, micro.id);
+  state.open.push_back(std::move(micro));
+  return MicroBatch(std::move(scope), sync);
+}
+
+void Accelerator::set_gradient_accumulation_steps(int64_t steps) {
+  TS_CHECK(steps >= 1, "set_gradient_accumulation_steps", "must be at least 1; got ", steps);
+  state_->steps = steps;
+}
+void Accelerator::set_gradient_accumulation_steps(nn::ModuleBase& model, int64_t steps) {
+  TS_CHECK(steps >= 1, "set_gradient_accumulation_steps", "must be at least 1; got ", steps);
+  state_->at(model, "set_gradient_accumulation_steps")->steps = steps;
+}
+int64_t Accelerator::gradient_accumulation_steps() const { return state_->steps; }
+bool Accelerator::sync_gradients() const { return state_->sync_gradients; }
+
+// The weight of this micro-batch in units of the nominal one.
+double Accelerator::State::weigh(std::optional<double> weight) {
+  if (weight) {
+    TS_CHECK(*weight >= 0 && std::isfinite(*weight), "backward",
+             "a weight counts samples or tokens and is not negative; got ", *weight);
+    if (counters.nominal_weight == 0) counters.nominal_weight = agree_on_nominal(*weight);
+    return *weight / counters.nominal_weight;
+  }
+  const data::LoaderBase* loader = active();
+  if (loader == nullptr) return 1;
+  if (counters.nominal_samples == 0) {
+    counters.nominal_samples = static_cast<double>(loader->options().batch_size);
+  }
+  return static_cast<double>(loader->batch_samples()) / counters.nominal_samples;
+}
+
+// Rank 0's first weight: all ranks must divide by the same. Ranks that have no more batches could
+// not be asked.
+double Accelerator::State::agree_on_nominal(double weight) {
+  if (data_ranks > 1 && !joined) {
+    const Tensor nominal = raw::empty({1}, kF64);
+    *value_of(nominal) = weight;
+    distributed::mesh()
+        .group("dp")
+        .broadcast(nominal, 0, {.channel = Channel::kControl, .tag = "nominal_weight"})
+        .wait();
+    weight = *value_of(nominal);
+  } else if (joined) {
+    weight = 1;
+  }
+  return weight > 0 ? weight : 1;
+}
+
+// What the reduction does where there is one: the sum becomes the mean.
+void Accelerator::State::divide(std::span<const std::shared_ptr<ModelRecord>> records) {
+  std::unordered_set<TensorImpl*> seen;
+  for (const auto& record : records) {
+    record->divisor = record->window.weight() == 0 ? 1 : record->window.weight();
+    if (record->divisor == 1) continue;
+    const double factor = 1 / record->divisor;
+    kernels::multi_tensor_scale(gradients_of(record->parameters, seen), &factor);
+  }
+}
+
+// A mean that a further backward adds to becomes a sum again.
+void Accelerator::State::resume(ModelRecord& record) {
+  if (record.replica && !record.local) return record.replica->resume_sum();
+  if (record.divisor == 1) return;
+  std::unordered_set<TensorImpl*> seen;
+  kernels::multi_tensor_scale(gradients_of(record.parameters, seen), &record.divisor);
+}
+
+void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
+  State& state = *state_;
+  TS_CHECK_SHAPE(loss.defined() && loss.numel() == 1, "backward",
+                 "the loss must have one element; got ", loss, "; take its mean");
+  const bool in_window = !state.open.empty();
+  const double weight = state.weigh(options.weight);
+  const std::vector<std::shared_ptr<ModelRecord>> own =
+      in_window ? state.open.back().records : std::vector<std::shared_ptr<ModelRecord>>();
+  for (const auto& record : own) {
+    StepWindow& window = record->window;
+    TS_CHECK(window.weight() == 0 || record->explicit_weights == options.weight.has_value(),
+             "backward", "the window's micro-batches are weighed by ",
+             record->explicit_weights ? "weights that were given" : "their samples",
+             " so far, this one by the other; give all of a window a weight, or none");
+    record->explicit_weights = options.weight.has_value();
+    TS_CHECK(window.add_weight(weight), "backward",
+             "a micro-batch has one weight; its first backward had ", window.micro_weight(),
+             " of the nominal one, this one has ", weight, "; give all of its losses the same");
+    if (window.reduced()) state.resume(*record);
+  }
+  struct Expected {
+    ModelRecord* record;
+    int64_t reductions;
+  };
+  std::vector<Expected> reducing;
+  for (const auto& record : state.models) {
+    if (!record->replica) continue;
+    const bool is_own = std::ranges::find(own, record) != own.end();
+    const StepWindow& window = record->window;
+    bool sync = record->no_sync == 0 && !record->local;
+    if (is_own) sync = sync && (window.is_boundary() || state.sync_each_batch);
+    sync = sync || record->triggered;
+    record->replica->set_plan({.micro_index = is_own ? window.index() : 0,
+                               .is_last = !is_own || window.is_boundary(),
+                               .sync_gradients = sync,
+                               .weight = is_own ? window.weight() : weight});
+    reducing.push_back({record.get(), record->replica->engine().reductions()});
+  }
+
+  // One process outside of a window: nothing to weigh against.
+  const double scale = in_window || state.data_ranks > 1 ? weight : 1;
+  const Tensor seed =
+      scale == 1 ? Tensor() : raw::full(loss.shape(), scale, loss.dtype(), loss.device());
+  tessera::backward(loss, seed,
+                    {.retain_graph = options.retain_graph, .create_graph = options.create_graph});
+
+  for (const Expected& expected : reducing) expected.record->triggered = false;
+  std::vector<std::shared_ptr<ModelRecord>> closed;
+  for (const auto& record : own) {
+    const auto expected = std::ranges::find(reducing, record.get(), &Expected::record);
+    if (expected != reducing.end() && !record->local) {
+      const bool reduced = record->replica->engine().reductions() > expected->reductions;
+      reduced ? record->window.set_reduced() : record->window.set_pending();
+    } else if ((record->window.is_boundary() || state.sync_each_batch)) {
+      closed.push_back(record);
+      record->window.set_reduced();
+    } else {
+      record->window.set_pending();
+    }
+  }
+  state.divide(closed);
+  if (!in_window) {
+    ++state.counters.micro_batches;
+    state.begin_random_numbers();
+  }
+}
+
+AcceleratorScope Accelerator::no_sync(nn::ModuleBase& model) {
+  const auto record = state_->at(model, "no_sync");
+  ++record->no_sync;
+  return AcceleratorScope([record] { --record->no_sync; });
+}
+
+void Accelerator::trigger_sync_in_backward(nn::ModuleBase& model) {
+  state_->at(model, "trigger_sync_in_backward")->triggered = true;
+}
+
+// ---- Gates -------------------------------------------------------------------------------------
+
+const std::vector<std::shared_ptr<ModelRecord>>& Accelerator::State::models_of(
+    OptimizerRecord& record) {
+  if (record.generation == generation) return record.models;
+  record.generation = generation;
+  record.models.clear();
+  std::unordered_set<TensorImpl*> tensors;
+  for (const auto& [name, tensor] : record.parameters) tensors.insert(tensor.impl());
+  for (const auto& model : models) {
+    if (std::ranges::any_of(model->parameters, [&](const NamedTensor& named) {
+          return tensors.contains(named.tensor.impl());
+        })) {
+      record.models.push_back(model);
+    }
+  }
+  return record.models;
+}
+
+bool Accelerator::State::at_boundary(OptimizerRecord& record) {
+  const auto& models = models_of(record);
+  if (models.empty()) return sync_gradients;
+  return std::ranges::all_of(models, [](const auto& model) { return model->window.is_boundary(); });
+}
+
+StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
+  record.was_skipped();  // before skip_reason() is another
+  if (!at_boundary(record)) return StepDecision::skip("gradients are being accumulated");
+  record.attempted = true;
+  bool has_weight = models_of(record).empty();
+  for (const auto& model : models_of(record)) {
+    TS_CHECK_AS(AutogradError, !model->window.pending() || model->no_sync > 0, "step",
+                "the gradients of ", model->model->type_name(),
+                " were not reduced: no backward came to it in the last micro-batch of its window; "
+                "call backward() in every micro-batch that accumulate() opens");
+    // A window without any backward has no gradients to judge.
+    has_weight = has_weight || !model->window.reduced() || model->has_weight();
+  }
+  if (!has_weight) return StepDecision::skip("no micro-batch of the window has any weight");
+  return {};
+}
+
+StepDecision Accelerator::State::may_step(const optim::Schedule& schedule) {
+  OptimizerRecord* record = find(schedule.optimizer());
+  if (!(record != nullptr ? at_boundary(*record) : sync_gradients)) {
+    return StepDecision::skip("gradients are being accumulated");
+  }
+  if (record != nullptr && record->was_skipped()) {
+    return StepDecision::skip("its optimizer left its step out: " +
+                              record->optimizer->skip_reason());
+  }
+  const bool each_rank = schedule_unit == ScheduleUnit::kHuggingFace && !split_batches;
+  return {.run = true, .reason = {}, .count = each_rank ? data_ranks : 1};
+}
+
+// Whether the parameters' models are all at the boundary.
+bool Accelerator::State::clips(const TensorList& parameters) const {
+  std::unordered_set<TensorImpl*> tensors;
+  for (const Tensor& tensor : parameters) tensors.insert(tensor.impl());
+  bool known = false;
+  for (const auto& record : models) {
+    for (const auto& [name, tensor] : record->parameters) {
+      if (!tensors.contains(tensor.impl())) continue;
+      if (!record->window.is_boundary()) return false;
+      known = true;
+      break;
+    }
+  }
+  return known || sync_gradients;
+}
+
+Tensor Accelerator::clip_grad_norm(const TensorList& parameters, double max_norm,
+                                   double norm_type) {
+  if (!state_->clips(parameters)) return {};
+  return optim::clip_grad_norm(parameters, max_norm, {.norm_type = norm_type});
+}
+
+void Accelerator::clip_grad_value(const TensorList& parameters, double limit) {
+  if (state_->clips(parameters)) optim::clip_grad_value(parameters, limit);
+}
+
+bool Accelerator::optimizer_step_was_skipped() const {
+  return std::ranges::any_of(state_->optimizers,
+                             [](const auto& record) { return record->was_skipped(); });
+}
+bool Accelerator::optimizer_step_was_skipped(const optim::Optimizer& optimizer) const {
+  OptimizerRecord* record = state_->find(optimizer);
+  TS_CHECK(record != nullptr, "optimizer_step_was_skipped", "the optimizer was not prepared");
+  return record->was_skipped();
+}
+
+void Accelerator::join_uneven_inputs(nn::ModuleBase& model, const std::function<void()>& body,
+                                     const JoinUnevenOptions& options) {
+  const auto record = state_->at(model, "join_uneven_inputs");
+  if (!record->replica) return body();
+  const ScopedValue<bool> joined(state_->joined, true);
+  const ScopedValue<bool> by_count(state_->sync_with_dataloader, false);
+  distributed::Join join =
+      record->replica->join({.throw_on_early_end = options.throw_on_early_end});
+  body();
+  join.finish();
+}
+
+// ---- Random numbers ----------------------------------------------------------------------------
+
+void Accelerator::set_seed(uint64_t seed, bool device_specific) {
+  if (device_specific) {
+    // Not seed + rank, by which runs with neighbouring seeds would share numbers.
+    const auto mixed = philox4x32(seed, static_cast<uint64_t>(process_index()), 0);
+    seed = (uint64_t{mixed[0]} << 32) | mixed[1];
+  }
+  manual_seed(seed);
+  state_->counters.seed = seed;
+  state_->begin_random_numbers();
+}
+
+void Accelerator::synchronize_rng_states() {
+  RandomState& random = random_state();
+  const Tensor shared = raw::empty({3}, kI64);
+  int64_t* values = shared.data_as<int64_t>();
+  values[0] = static_cast<int64_t>(random.seed);
+  values[1] = static_cast<int64_t>(random.next_stream);
+  values[2] = static_cast<int64_t>(state_->counters.seed);
+  world().broadcast(shared, 0, {.channel = Channel::kControl, .tag = "rng"}).wait();
+  random = {.seed = static_cast<uint64_t>(values[0]),
+            .next_stream = static_cast<uint64_t>(values[1])};
+  state_->counters.seed = static_cast<uint64_t>(values[2]);
+  state_->begin_random_numbers();
+}
+
+// ---- Looking -----------------------------------------------------------------------------------
+
+data::LoaderBase* Accelerator::active_loader() const { return state_->active(); }
+bool Accelerator::end_of_dataloader() const {
+  const data::LoaderBase* loader = state_->active();
+  return loader != nullptr && loader->batch_is_last();
+}
+
+const AcceleratorOptions& Accelerator::options() const { return state_->options; }
+std::vector<nn::ModuleBase*> Accelerator::models() const {
+  std::vector<nn::ModuleBase*> list;
+  for (const auto& record : state_->models) list.push_back(record->model);
+  return list;
+}
+std::vector<optim::Optimizer*> Accelerator::optimizers() const {
+  std::vector<optim::Optimizer*> list;
+  for (const auto& record : state_->optimizers) list.push_back(record->optimizer);
+  return list;
+}
+std::vector<optim::Schedule*> Accelerator::schedules() const { return state_->schedules; }
+std::vector<optim::PlateauSchedule*> Accelerator::plateau_schedules() const {
+  return state_->plateau_schedules;
+}
+std::vector<data::LoaderBase*> Accelerator::loaders() const { return state_->loaders; }
+
+Accelerator::Counters Accelerator::counters() const {
+  for (const auto& record : state_->models) {
+    TS_CHECK(record->window.is_boundary(), "counters", "a window of ", record->model->type_name(),
+             " is open, and its gradients are no state; save after an optimizer step");
+  }
+  return state_->counters;
+}
+void Accelerator::set_counters(const Counters& counters) {
+  state_->counters = counters;
+  state_->begin_random_numbers();
+}
+
+std::string Accelerator::describe() const {
+  const State& state = *state_;
+  std::ostringstream out;
+  out << "Accelerator: rank " << process_index() << " of " << num_processes() << " (local "
+      << local_process_index() << " of " << num_local_processes() << ")\n";
+  for (const auto& record : state.models) {
+    out << "  model " << record->model->type_name() << ": " << record->parameters.size()
+        << " parameters, window of " << record->steps.value_or(state.steps) << "\n";
+    if (record->replica) out << record->replica->report().describe();
+  }
+  return out.str();
+}
+
+}  // namespace tessera

@@ -1,0 +1,313 @@
+// One plain training loop for every set-up: processes, accumulation and precision are
+// configuration.
+//
+//     Accelerator accelerator({.gradient_accumulation_steps = 4});
+//     Gpt model(config);
+//     optim::AdamW optimizer(model.named_parameters(), {.lr = 3e-4});
+//     data::DataLoader loader(dataset, {.batch_size = 8, .shuffle = true});
+//     optim::CosineSchedule schedule(optimizer, {.warmup = 100, .total = 2000});
+//
+//     accelerator.prepare(model, optimizer, loader, schedule);  // in place: the same objects
+//     for (auto& batch : loader) {
+//       auto micro = accelerator.accumulate(model);
+//       auto out = model(batch.inputs, batch.targets);
+//       accelerator.backward(out.loss);
+//       accelerator.clip_grad_norm(model.parameters(), 1.0);
+//       optimizer.step(), schedule.step(), optimizer.zero_grad();
+//     }
+//
+// The same program runs as one process and as N: `tessera launch -n N`. batch_size is that of one
+// rank, learning rates are used as given, schedules count optimizer updates.
+//
+// [Note: window] The micro-batches between two optimizer steps of a model are its window. Within
+// it step(), zero_grad(), clip_* and a schedule's step() do nothing until the last one (the
+// boundary); the end of the loader ends the window early. Each model has its own window, so models
+// that are trained in turn may accumulate at different cadences; accumulate(a, b) opens a
+// micro-batch of both.
+//
+// [Note: weight] After the boundary's backward `.grad` is the gradient of the weighted mean over
+// all micro-batches of the window on all ranks: sum of weight * gradient / sum of weights, also
+// where the window is short, batches differ in size or ranks have unequal numbers of tokens. A
+// weight is what its loss is a mean over: samples (the default) or tokens. Losses are multiplied
+// by weight / nominal, so that a factor of 1 is left where batches are equal, and the sum is
+// divided once. Within the window `.grad` is this rank's sum so far.
+//
+// Bits: f32, deterministic reductions, one thread and equal micro-batches: N ranks are bit-equal to
+// one process that accumulates N times as many micro-batches, dropout included: random numbers of
+// prepared models are a function of (seed, global micro-batch, order of calls).
+//
+// Nothing is global. Several Accelerators live side by side, each with the bits that it has alone.
+// An Accelerator belongs to the Context in which it was made, and is used from its thread. Prepared
+// objects may die before or after it; a prepared model trains alone again once it is gone.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include <tessera/accelerate/process_control.h>
+#include <tessera/core/tensor.h>
+
+namespace tessera {
+
+namespace nn {
+class ModuleBase;
+}
+namespace optim {
+class Optimizer;
+class PlateauSchedule;
+class Schedule;
+}  // namespace optim
+namespace data {
+class IndexSource;
+class LoaderBase;
+}  // namespace data
+namespace distributed {
+struct ShardReport;
+}
+
+// In what prepared models compute.
+enum class Precision : uint8_t {
+  kNo,    // as the model is
+  kBF16,  // autocast to bf16
+  kFP16,  // autocast to f16 with loss scaling
+};
+
+// What one step of a prepared schedule is.
+enum class ScheduleUnit : uint8_t {
+  kUpdates,      // an optimizer update, whatever the number of ranks
+  kHuggingFace,  // Accelerate's: each update counts once for every rank, unless batches are split
+};
+
+struct AcceleratorOptions {
+  std::optional<Precision> mixed_precision = {};            // kNo
+  std::optional<int64_t> gradient_accumulation_steps = {};  // 1: micro-batches of a window
+  std::optional<bool> sync_with_dataloader = {};            // true: its end ends the window
+  std::optional<bool> sync_each_batch = {};                 // false: reduce in every micro-batch
+  std::optional<bool> step_schedule_with_optimizer = {};    // true: only where it has stepped
+  std::optional<ScheduleUnit> schedule_unit = {};           // kUpdates
+  std::optional<bool> split_batches = {};                   // false: batch_size is of one rank
+  std::optional<bool> even_batches = {};                    // true: the tail is filled up
+  std::optional<uint64_t> seed = {};                        // the Context's
+};
+
+class Accelerator;
+
+// A micro-batch that is open; accumulate() makes it.
+class [[nodiscard]] MicroBatch {
+ public:
+  ~MicroBatch();
+  MicroBatch(const MicroBatch&) = delete;
+  MicroBatch& operator=(const MicroBatch&) = delete;
+  bool sync_gradients() const { return sync_gradients_; }  // the window's last
+
+ private:
+  friend class Accelerator;
+  struct Scope;
+  explicit MicroBatch(std::unique_ptr<Scope> scope, bool sync_gradients);
+  std::unique_ptr<Scope> scope_;
+  bool sync_gradients_;
+};
+
+// Undoes what it stands for when it goes: no_sync().
+class [[nodiscard]] AcceleratorScope {
+ public:
+  explicit AcceleratorScope(std::function<void()> end) : end_(std::move(end)) {}
+  AcceleratorScope(AcceleratorScope&& other) noexcept : end_(std::exchange(other.end_, nullptr)) {}
+  AcceleratorScope& operator=(AcceleratorScope&&) = delete;
+  ~AcceleratorScope() {
+    if (end_) end_();
+  }
+
+ private:
+  std::function<void()> end_;
+};
+
+class Accelerator : public ProcessControl {
+ public:
+  explicit Accelerator(const AcceleratorOptions& options = {});
+  ~Accelerator();
+  Accelerator(const Accelerator&) = delete;
+  Accelerator& operator=(const Accelerator&) = delete;
+
+  // ---- Preparation
+
+  // Takes models, optimizers, loaders and schedules in any order and changes them in place:
+  //   model      with several ranks and a parameter that requires grad: gradients are averaged in
+  //              backward, rank 0's parameters become everybody's; calls compute in the precision
+  //   optimizer  step() and zero_grad() act at the boundary of the models whose parameters it has
+  //   loader     reads this rank's share
+  //   schedule   steps where its own optimizer has
+  // Preparing an object again changes nothing; nullptr is passed over. Collective where there are
+  // models or loaders. Throws what replicate() throws, ValueError for a loader that another
+  // Accelerator has, UnsupportedError for a loader that cannot be shared among ranks.
+  template <class... Objects>
+  void prepare(Objects&... objects) {
+    Preparation preparation;
+    (collect(preparation, objects), ...);
+    run(preparation);
+  }
+
+  // ---- The loop
+
+  // Opens the next micro-batch of the models' windows, until the result goes. ValueError for a
+  // model that was not prepared. `ends_window` makes it the last of its window.
+  struct AccumulateOptions {
+    bool ends_window = false;
+  };
+  template <std::derived_from<nn::ModuleBase>... Models>
+  MicroBatch accumulate(Models&... models) {
+    nn::ModuleBase* const list[] = {&models...};
+    return open(list, AccumulateOptions());
+  }
+  MicroBatch accumulate(std::initializer_list<nn::ModuleBase*> models,
+                        const AccumulateOptions& options) {
+    return open({models.begin(), models.size()}, options);
+  }
+  // Of all models, or of one from its next window on. ValueError below 1.
+  void set_gradient_accumulation_steps(int64_t steps);
+  void set_gradient_accumulation_steps(nn::ModuleBase& model, int64_t steps);
+  int64_t gradient_accumulation_steps() const;
+  // Whether the micro-batch that was opened last is its window's last; true before the first.
+  bool sync_gradients() const;
+
+  struct BackwardOptions {
+    // What the loss is a mean over: samples or tokens of this micro-batch. Default: the samples of
+    // the batch in hand of the prepared loader that is being read; 1 where none is. Not negative.
+    // In units of its own choice, the same within a window.
+    std::optional<double> weight = {};
+    bool retain_graph = false;
+    bool create_graph = false;
+  };
+  // Adds the gradient of a loss of one element to the window; see [Note: weight]. Outside of
+  // accumulate() a backward is a window of its own; under no_sync() backwards then add up
+  // undivided. Collective where gradients are reduced. ValueError for a second backward of one
+  // micro-batch with another weight.
+  void backward(const Tensor& loss, const BackwardOptions& options);
+  void backward(const Tensor& loss) { backward(loss, BackwardOptions()); }
+
+  // Backwards in the scope add up on this rank; forward and backward both belong in it. What ran
+  // forward in it is not reduced by its backward outside either, unless trigger_sync_in_backward()
+  // came before.
+  AcceleratorScope no_sync(nn::ModuleBase& model);
+  void trigger_sync_in_backward(nn::ModuleBase& model);
+
+  // At the boundary: clips and returns the norm before, f64, one element: of the true, reduced
+  // gradients of any subset of parameters. Elsewhere nothing, and an undefined tensor.
+  Tensor clip_grad_norm(const TensorList& parameters, double max_norm, double norm_type = 2);
+  void clip_grad_value(const TensorList& parameters, double limit);
+
+  // Whether any prepared optimizer, or this one, left its last step out at a boundary (an overflow,
+  // a window without weight).
+  bool optimizer_step_was_skipped() const;
+  bool optimizer_step_was_skipped(const optim::Optimizer& optimizer) const;
+
+  // Runs the body, in which ranks may have different numbers of batches of the model: at its end a
+  // rank answers the others' reductions with zeros until all are done (distributed/shard/join.h).
+  // Prepared loaders hand out everything once meanwhile, unless even_batches says otherwise; their
+  // setting comes back however the body ends. An exception leaves at once. Every rank's number of
+  // batches must fill its windows: ValueError. Collective.
+  struct JoinUnevenOptions {
+    bool even_batches = false;
+    bool throw_on_early_end = false;
+  };
+  void join_uneven_inputs(nn::ModuleBase& model, const std::function<void()>& body,
+                          const JoinUnevenOptions& options);
+  void join_uneven_inputs(nn::ModuleBase& model, const std::function<void()>& body) {
+    join_uneven_inputs(model, body, JoinUnevenOptions());
+  }
+
+  // ---- Random numbers
+
+  // Seeds this Context and the streams of prepared models. device_specific: every rank gets a seed
+  // of its own, mixed from seed and rank.
+  void set_seed(uint64_t seed, bool device_specific = false);
+  // Rank 0's seed and position become everybody's. Collective.
+  void synchronize_rng_states();
+
+  // ---- Looking
+
+  // The loader that is being read: the innermost of nested loops; null outside.
+  data::LoaderBase* active_loader() const;
+  bool end_of_dataloader() const;  // its batch in hand is the last
+  // What is set up: ranks, settings with their origin, models, loaders.
+  std::string describe() const;
+  const AcceleratorOptions& options() const;
+  std::vector<nn::ModuleBase*> models() const;
+  std::vector<optim::Optimizer*> optimizers() const;
+  std::vector<optim::Schedule*> schedules() const;
+  std::vector<optim::PlateauSchedule*> plateau_schedules() const;
+  std::vector<data::LoaderBase*> loaders() const;
+  // What a restart must know beside the objects' own states. Between windows only: ValueError.
+  struct Counters {
+    int64_t micro_batches = 0;                       // opened so far
+    double nominal_samples = 0, nominal_weight = 0;  // 0: not known yet
+    uint64_t seed = 0;
+  };
+  Counters counters() const;
+  void set_counters(const Counters& counters);
+
+  // Lets go of all prepared objects: they train alone again. Counters begin anew.
+  void free_memory();
+
+ private:
+  friend class MicroBatch;
+  friend class LocalSGD;
+  struct State;
+  struct LoaderRequest {
+    data::LoaderBase* loader;
+    std::shared_ptr<const data::IndexSource> source;  // null: a stream
+    std::function<void(std::shared_ptr<const data::IndexSource>)> set_source;
+  };
+  struct Preparation {
+    std::vector<nn::ModuleBase*> models;
+    std::vector<optim::Optimizer*> optimizers;
+    std::vector<LoaderRequest> loaders;
+    std::vector<optim::Schedule*> schedules;
+    std::vector<optim::PlateauSchedule*> plateau_schedules;
+  };
+  template <class T>
+  static void collect(Preparation& preparation, T& object) {
+    if constexpr (std::is_same_v<std::remove_const_t<T>, std::nullptr_t>) {
+    } else if constexpr (requires { object.get(), *object; }) {  // a smart pointer
+      if (object) collect(preparation, *object);
+    } else if constexpr (std::is_pointer_v<T>) {
+      if (object != nullptr) collect(preparation, *object);
+    } else if constexpr (std::derived_from<T, nn::ModuleBase>) {
+      preparation.models.push_back(&object);
+    } else if constexpr (std::derived_from<T, optim::Optimizer>) {
+      preparation.optimizers.push_back(&object);
+    } else if constexpr (std::derived_from<T, optim::Schedule>) {
+      preparation.schedules.push_back(&object);
+    } else if constexpr (std::derived_from<T, optim::PlateauSchedule>) {
+      preparation.plateau_schedules.push_back(&object);
+    } else if constexpr (std::derived_from<T, data::LoaderBase>) {
+      LoaderRequest request{&object, nullptr, {}};
+      if constexpr (requires { object.set_source(object.source()); }) {
+        request.source = object.source();
+        request.set_source = [&object](std::shared_ptr<const data::IndexSource> source) {
+          object.set_source(std::move(source));
+        };
+      }
+      preparation.loaders.push_back(std::move(request));
+    } else {
+      static_assert(!sizeof(T*), "prepare() takes models, optimizers, loaders and schedules");
+    }
+  }
+  void run(const Preparation& preparation);
+  MicroBatch open(std::span<nn::ModuleBase* const> models, const AccumulateOptions& options);
+
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace tessera

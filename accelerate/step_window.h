@@ -1,0 +1,64 @@
+// The micro-batches of one optimizer step of one model.
+//
+//     window.begin_micro(4, loader_is_at_its_end);   // accumulate()
+//     window.add_weight(batch_weight / nominal);     // backward()
+//     if (window.is_boundary()) ...                  // step, zero_grad, clip, schedule
+//
+// Bookkeeping alone: no tensors, no ranks. Every model has a window of its own, so that models
+// trained in turn may step at different cadences.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera {
+
+class StepWindow {
+ public:
+  // Opens the next micro-batch. The first one of a window fixes how many it has; `ends` makes this
+  // one the last, whatever their number.
+  void begin_micro(int64_t steps, bool ends) {
+    if (boundary_) {
+      index_ = 0;
+      steps_ = steps;
+      weight_ = 0;
+      pending_ = reduced_ = false;
+    } else {
+      ++index_;
+    }
+    weighed_ = false;
+    boundary_ = ends || index_ + 1 >= steps_;
+  }
+
+  int64_t index() const { return index_; }
+  bool is_boundary() const { return boundary_; }  // this micro-batch is the window's last
+
+  // In units of the nominal weight. Several backwards of one micro-batch (two losses) have one
+  // weight: that of the first, and the others must name the same. False where they do not.
+  bool add_weight(double weight) {
+    if (weighed_) return weight == micro_weight_;
+    weighed_ = true;
+    micro_weight_ = weight;
+    weight_ += weight;
+    return true;
+  }
+  double weight() const { return weight_; }  // of this rank's micro-batches so far
+  double micro_weight() const { return micro_weight_; }
+
+  // ---- What the gradients hold
+  // A backward has added to them and they were neither reduced nor divided since.
+  bool pending() const { return pending_; }
+  // They are what the optimizer may use; a further backward in the window must resume the sum.
+  bool reduced() const { return reduced_; }
+  void set_pending() { pending_ = true, reduced_ = false; }
+  void set_reduced() { pending_ = false, reduced_ = true; }
+
+ private:
+  int64_t steps_ = 1;
+  int64_t index_ = 0;
+  bool boundary_ = true;
+  bool weighed_ = false;
+  bool pending_ = false, reduced_ = false;
+  double weight_ = 0, micro_weight_ = 0;
+};
+
+}  // namespace tessera
