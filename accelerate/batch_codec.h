@@ -63,6 +63,12 @@ struct BatchCodec {
   std::shared_ptr<void> (*decode)(ByteReader& in, int64_t samples);
 };
 
+// A type that says which tensors it holds.
+template <class T>
+concept VisitableStruct = requires(T& value, nn::AnyVisitor visitor) {
+  value.visit_tensors(visitor);
+};
+
 namespace detail {
 
 [[noreturn]] void cannot_travel(const std::type_info& type);
@@ -70,9 +76,8 @@ namespace detail {
 // Coder: Encoder or Decoder. Each calls `code` for what it finds.
 template <class T>
 struct Travels {
-  static constexpr bool kIsStruct = nn::VisitTensors<T>::kHasMember;
   static void code(T& value, auto& coder) {
-    if constexpr (kIsStruct) {
+    if constexpr (VisitableStruct<T>) {
       value.visit_tensors(coder);
     } else if constexpr (std::is_trivially_copyable_v<T> && !std::is_pointer_v<T>) {
       coder.number(value);

@@ -141,8 +141,8 @@ class LoaderPlan::State : public data::LoaderObserver {
       if (record->indexed) record->indexed->set_source(record->whole);
       if (record->stream) record->stream->set_share(record->alone);
     }
-    loader.set_look_ahead(false);
-    loader.set_observer(nullptr);
+    if (record->stream) loader.set_look_ahead(false);
+    loader.remove_observer(*this);
     loader_gone(loader);
   }
   void remove_all() {
@@ -194,7 +194,7 @@ LoaderPlan::LoaderPlan(distributed::Group& ranks, const LoaderPlanOptions& optio
 LoaderPlan::~LoaderPlan() { state_->remove_all(); }
 
 void LoaderPlan::prepare_indexed(data::IndexedLoader& loader, const BatchCodec* codec) {
-  if (!begin_prepare(loader)) return;
+  if (is_prepared(loader)) return;
   const LoaderMode mode = mode_for(options_.dispatch_batches.value_or(false), codec);
   if (mode != LoaderMode::kWhole) {
     TS_CHECK_AS(ConfigError, !is_share(*loader.source()), kWhere,
@@ -208,11 +208,11 @@ void LoaderPlan::prepare_indexed(data::IndexedLoader& loader, const BatchCodec* 
     }
   }
   state_->add({&loader, &loader, nullptr, mode, loader.source(), {}}, relay_for(mode, codec));
-  loader.set_observer(state_);
+  loader.add_observer(state_);
 }
 
 void LoaderPlan::prepare_stream(data::StreamLoaderBase& loader, const BatchCodec* codec) {
-  if (!begin_prepare(loader)) return;
+  if (is_prepared(loader)) return;
   const LoaderMode mode = mode_for(options_.dispatch_batches.value_or(true), codec);
   if (mode != LoaderMode::kWhole) {
     TS_CHECK_AS(ConfigError, loader.share().world_size == 1, kWhere,
@@ -225,16 +225,7 @@ void LoaderPlan::prepare_stream(data::StreamLoaderBase& loader, const BatchCodec
     }
   }
   state_->add({&loader, nullptr, &loader, mode, nullptr, loader.share()}, relay_for(mode, codec));
-  loader.set_observer(state_);
-}
-
-bool LoaderPlan::begin_prepare(data::LoaderBase& loader) {
-  if (is_prepared(loader)) return false;
-  TS_CHECK_AS(
-      ConfigError, loader.observer() == nullptr, kWhere,
-      "follows the loops of a loader, and another plan follows this one's; release it there "
-      "first.");
-  return true;
+  loader.add_observer(state_);
 }
 
 LoaderMode LoaderPlan::mode_for(bool dispatch, const BatchCodec* codec) const {

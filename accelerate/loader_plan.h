@@ -75,8 +75,8 @@ class LoaderPlan {
 
   // Collective: all ranks prepare the same loaders in the same order. A second time changes
   // nothing. Takes effect from the cursor on. ConfigError: split batches whose size does not divide
-  // among the ranks or is not known, a loader that has a share already, or that another plan
-  // follows. UnsupportedError: dispatching batches that cannot travel (see batch_codec.h).
+  // among the ranks or is not known, or a loader that has a rank's share already (another plan
+  // has prepared it). UnsupportedError: dispatching batches that cannot travel (see batch_codec.h).
   template <class Example>
   void prepare(data::DataLoader<Example>& loader) {
     prepare_indexed(loader, codec_of<data::BatchOf<Example>>());
@@ -111,7 +111,6 @@ class LoaderPlan {
 
  private:
   class State;
-  bool begin_prepare(data::LoaderBase& loader);  // false: nothing to do
   LoaderMode mode_for(bool dispatch, const BatchCodec* codec) const;
   std::shared_ptr<data::BatchRelay> relay_for(LoaderMode mode, const BatchCodec* codec) const;
   void prepare_indexed(data::IndexedLoader& loader, const BatchCodec* codec);

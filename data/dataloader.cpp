@@ -103,8 +103,24 @@ void LoaderBase::begin_loop() {
   in_loop_ = true;
 }
 
-LoaderBase::~LoaderBase() {
-  if (const auto observer = observer_.lock()) observer->loader_gone(*this);
+LoaderBase::~LoaderBase() { notify(&LoaderObserver::loader_gone); }
+
+void LoaderBase::add_observer(const std::shared_ptr<LoaderObserver>& observer) {
+  added_observers_.push_back(observer);
+}
+
+void LoaderBase::remove_observer(const LoaderObserver& observer) {
+  std::erase_if(added_observers_, [&](const auto& added) {
+    const auto kept = added.lock();
+    return kept == nullptr || kept.get() == &observer;
+  });
+}
+
+void LoaderBase::notify(void (LoaderObserver::*what)(LoaderBase&)) {
+  for (const auto& added : added_observers_) {
+    if (const auto observer = added.lock()) (observer.get()->*what)(*this);
+  }
+  if (const auto observer = observer_.lock()) (observer.get()->*what)(*this);
 }
 
 bool LoaderBase::advance() {
@@ -138,13 +154,13 @@ bool LoaderBase::advance() {
   current_samples_ = made.samples;
   known_last_ = made.last;
   cursor_.position = made.end_position;
-  if (const auto observer = observer_.lock()) observer->batch_began(*this);
+  notify(&LoaderObserver::batch_began);
   return true;
 }
 
 void LoaderBase::end_loop() {
   in_loop_ = false;
-  if (const auto observer = observer_.lock()) observer->loop_ended(*this);
+  notify(&LoaderObserver::loop_ended);
 }
 
 void LoaderBase::restart() {

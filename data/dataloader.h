@@ -111,9 +111,12 @@ class LoaderBase {
 
   bool in_loop() const { return in_loop_; }  // between begin() and the end of its iterator
 
-  // One at a time; null: nobody. The loader does not keep it alive.
+  // The loader keeps no observer alive. set_observer() replaces its own one (null: by nobody) and
+  // leaves those that were added.
   void set_observer(const std::shared_ptr<LoaderObserver>& observer) { observer_ = observer; }
   std::shared_ptr<LoaderObserver> observer() const { return observer_.lock(); }
+  void add_observer(const std::shared_ptr<LoaderObserver>& observer);
+  void remove_observer(const LoaderObserver& observer);
 
   // From the cursor on, batches come through it. Null: from here.
   void set_relay(std::shared_ptr<BatchRelay> relay);
@@ -140,6 +143,7 @@ class LoaderBase {
  private:
   void start();
   void stop();
+  void notify(void (LoaderObserver::*what)(LoaderBase&));
 
   DataLoaderOptions options_;
   LoaderCursor cursor_;
@@ -152,6 +156,7 @@ class LoaderBase {
   bool known_last_ = false;
   bool look_ahead_ = false;
   std::weak_ptr<LoaderObserver> observer_;
+  std::vector<std::weak_ptr<LoaderObserver>> added_observers_;
   std::shared_ptr<BatchRelay> relay_;
 };
 
