@@ -25,7 +25,13 @@ TensorList gradients_of(const TensorList& parameters) {
 Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipOptions& options) {
   TS_CHECK(max_norm >= 0, "clip_grad_norm", "max_norm must not be negative; got ", max_norm);
   const TensorList gradients = gradients_of(parameters);
-  const double norm = kernels::multi_tensor_norm(gradients, options.norm_type);
+  TS_CHECK(options.fold_into == nullptr || options.gradient_scale == 1, "clip_grad_norm",
+           "the optimizer in fold_into says itself what gradients are multiplied by; leave out "
+           "gradient_scale");
+  const double scale = options.fold_into != nullptr
+                           ? options.fold_into->next_step().data_as<double>()[0]
+                           : options.gradient_scale;
+  const double norm = kernels::multi_tensor_norm(gradients, options.norm_type) * scale;
   TS_CHECK(!options.error_if_nonfinite || std::isfinite(norm), "clip_grad_norm",
            "the norm of the gradients is ", norm,
            "; look for the op with AnomalyMode, or lower the learning rate");
@@ -40,9 +46,11 @@ Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipO
   return scalar_tensor(norm, kF64);
 }
 
-void clip_grad_value(const TensorList& parameters, double limit) {
+void clip_grad_value(const TensorList& parameters, double limit, double gradient_scale) {
   TS_CHECK(limit >= 0, "clip_grad_value", "the limit must not be negative; got ", limit);
-  kernels::multi_tensor_clamp(gradients_of(parameters), limit);
+  TS_CHECK(gradient_scale > 0, "clip_grad_value", "gradient_scale must be positive; got ",
+           gradient_scale);
+  kernels::multi_tensor_clamp(gradients_of(parameters), limit / gradient_scale);
 }
 
 }  // namespace tessera::optim

@@ -13,6 +13,9 @@ struct ClipOptions {
   // The factor is left to this optimizer's next step, which applies it while it reads the
   // gradients: saves a pass over them. The gradients keep their values.
   Optimizer* fold_into = nullptr;
+  // The gradients count as multiplied by it: what the step will do to them as it reads them, a loss
+  // scaler's inverse. Where fold_into is set, its next_step() says so.
+  double gradient_scale = 1;
 };
 // Scales the gradients of `parameters` so that their norm, taken as that of one vector, is at most
 // max_norm: by min(1, max_norm / (norm + 1e-6)). Returns the norm before clipping, f64, one
@@ -20,7 +23,7 @@ struct ClipOptions {
 // Parameters without a gradient are passed over.
 Tensor clip_grad_norm(const TensorList& parameters, double max_norm,
                       const ClipOptions& options = {});
-// Clamps every element of every gradient to [-limit, limit].
-void clip_grad_value(const TensorList& parameters, double limit);
+// Clamps every element of every gradient to [-limit, limit]. gradient_scale: as above.
+void clip_grad_value(const TensorList& parameters, double limit, double gradient_scale = 1);
 
 }  // namespace tessera::optim

@@ -106,10 +106,11 @@ void Optimizer::prepare(size_t group, ParameterState& state) {
 
 bool Optimizer::step() {
   const NoGradGuard no_grad;
+  // A gate may still set what the step is told (a loss scaler that unscales now).
+  StepDecision decision = gate_ ? gate_() : StepDecision{};
   double* next_step = next_step_.data_as<double>();
   const double scale = std::exchange(next_step[0], 1);
   const bool skip = std::exchange(next_step[1], 0) != 0;
-  StepDecision decision = gate_ ? gate_() : StepDecision{};
   if (decision.run && skip) decision = StepDecision::skip("a gradient is not finite");
   if (!decision.run) {
     skip_reason_ = std::move(decision.reason);

@@ -42,7 +42,8 @@ struct StepDecision {
     return {.run = false, .reason = std::move(reason)};
   }
 };
-// Gradient accumulation, loss scaling and sharding hold steps back through it.
+// Gradient accumulation, loss scaling and sharding hold steps back through it. It is asked before
+// next_step() is read and may change that.
 using StepGate = std::function<StepDecision()>;
 
 class Optimizer {

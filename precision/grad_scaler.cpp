@@ -1,0 +1,191 @@
+#include <tessera/precision/grad_scaler.h>
+
+#include <cmath>
+#include <limits>
+#include <sstream>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/multi_tensor.h>
+
+namespace tessera::precision {
+namespace {
+
+constexpr const char* kWhere = "GradScaler";
+
+// Powers of two pass unrounded, others become what f32 gradients were really multiplied by.
+double as_f32(double value) { return static_cast<double>(static_cast<float>(value)); }
+
+}  // namespace
+
+GradScaler::GradScaler(const GradScalerOptions& options)
+    : options_(options), scale_(as_f32(options.init_scale)) {
+  TS_CHECK_AS(ConfigError, scale_ > 0 && std::isfinite(scale_), kWhere,
+              "init_scale must be positive and finite in f32; got ", options.init_scale);
+  TS_CHECK_AS(ConfigError, options.growth_factor > 1 && std::isfinite(options.growth_factor),
+              kWhere, "growth_factor must be greater than 1; got ", options.growth_factor);
+  TS_CHECK_AS(ConfigError, options.backoff_factor > 0 && options.backoff_factor < 1, kWhere,
+              "backoff_factor must lie between 0 and 1; got ", options.backoff_factor);
+  TS_CHECK_AS(ConfigError, options.growth_interval > 0, kWhere,
+              "growth_interval must be positive; got ", options.growth_interval);
+  TS_CHECK_AS(ConfigError, options.min_scale >= 0 && options.min_scale <= scale_, kWhere,
+              "min_scale must lie between 0 and init_scale; got ", options.min_scale);
+}
+
+Tensor GradScaler::scale(const Tensor& loss) const {
+  if (!enabled()) return loss;
+  const bool narrow = loss.dtype() == kF16 || loss.dtype() == kBF16;
+  return mul(narrow ? to(loss, kF32) : loss, Scalar(scale_));
+}
+
+// ---- One iteration of one optimizer ------------------------------------------------------------
+
+const GradScaler::Record* GradScaler::find(const Tensor& next_step) const {
+  for (const Record& record : records_) {
+    if (record.next_step.is(next_step)) return &record;
+  }
+  return nullptr;
+}
+
+void GradScaler::unscale(const Tensor& next_step) {
+  const Record* known = find(next_step);
+  TS_CHECK(known == nullptr, "unscale", "the gradients of this optimizer were ",
+           known != nullptr && known->stepped ? "stepped with" : "unscaled",
+           " since the last update(); unscale once for each step, and call update() after the "
+           "steps of all optimizers");
+  next_step.data_as<double>()[0] /= scale_;
+  records_.push_back({.next_step = next_step});
+}
+
+void GradScaler::note_norm(const Tensor& next_step, const Tensor& norm) {
+  auto* record = const_cast<Record*>(find(next_step));
+  TS_CHECK(record != nullptr, "note_norm",
+           "the gradients of this optimizer are still scaled; call unscale() first");
+  TS_CHECK(!record->stepped, "note_norm", "the optimizer has stepped; note the norm before");
+  record->judged = true;
+  record->found = !std::isfinite(norm.item<double>());
+}
+
+GradScaler::Record& GradScaler::begin_step(const Tensor& next_step) {
+  if (find(next_step) == nullptr) unscale(next_step);
+  auto& record = *const_cast<Record*>(find(next_step));
+  TS_CHECK(!record.stepped, "step",
+           "this optimizer has stepped since the last update(); call update() once after the "
+           "steps of all optimizers");
+  return record;
+}
+
+void GradScaler::append_gradients(const NamedTensors& parameters, TensorList& gradients) {
+  for (const auto& [name, tensor] : parameters) {
+    if (Tensor gradient = tensor.grad(); gradient.defined()) {
+      gradients.push_back(std::move(gradient));
+    }
+  }
+}
+
+// The largest magnitude: it is NaN where any element is, and sums of nothing can overflow.
+void GradScaler::judge(Record& record, const TensorList& gradients) {
+  record.judged = true;
+  record.found = !gradients.empty() && !std::isfinite(kernels::multi_tensor_norm(
+                                           gradients, std::numeric_limits<double>::infinity()));
+}
+
+std::string GradScaler::finish_step(Record& record) {
+  if (agreement_) {
+    const NoGradGuard no_grad;
+    const Tensor found = tensor({record.found ? 1.0 : 0.0}, kF32);
+    agreement_(found);
+    record.found = found.item<float>() != 0;
+  }
+  record.stepped = true;
+  if (!record.found) return {};
+  ++skipped_steps_;
+  std::ostringstream reason;
+  reason << "a gradient is not finite at a loss scale of " << scale_;
+  return reason.str();
+}
+
+void GradScaler::set_skip(const Tensor& next_step) { next_step.data_as<double>()[1] = 1; }
+
+// ---- The next scale ----------------------------------------------------------------------------
+
+bool GradScaler::update_is_due() const {
+  for (const Record& record : records_) {
+    if (record.stepped) return true;
+  }
+  return false;
+}
+
+void GradScaler::update() {
+  if (!enabled()) return;
+  TS_CHECK(!records_.empty(), "update",
+           "no optimizer was unscaled or stepped since the last update(); call it once after the "
+           "steps of all optimizers");
+  bool judged = false, found = false;
+  for (const Record& record : records_) {
+    judged |= record.judged;
+    found |= record.found;
+    // Unscaled gradients that nobody stepped with go with their factor.
+    if (!record.stepped) {
+      record.next_step.data_as<double>()[0] = 1;
+      record.next_step.data_as<double>()[1] = 0;
+    }
+  }
+  records_.clear();
+  if (!judged) return;
+  if (found) {
+    scale_ = as_f32(scale_ * options_.backoff_factor);
+    growth_tracker_ = 0;
+    TS_CHECK(scale_ >= options_.min_scale && scale_ > 0, kWhere,
+             "gradients are not finite even at a loss scale of ", scale_ / options_.backoff_factor,
+             ", so they are NaN or infinite by themselves; look for the op with AnomalyMode, or "
+             "lower the learning rate");
+    return;
+  }
+  if (++growth_tracker_ < options_.growth_interval) return;
+  growth_tracker_ = 0;
+  const double grown = as_f32(scale_ * options_.growth_factor);
+  if (std::isfinite(grown)) scale_ = grown;
+}
+
+// ---- State -------------------------------------------------------------------------------------
+
+StateDict GradScaler::state_dict() const {
+  TS_CHECK(!update_is_due(), "state_dict",
+           "the scaler is in the middle of an iteration; call update() before saving");
+  StateDict state;
+  state.set("scale", scalar_tensor(scale_, kF64));
+  state.set("growth_tracker", scalar_tensor(growth_tracker_, kI64));
+  state.set("skipped_steps", scalar_tensor(skipped_steps_, kI64));
+  state.set("growth_factor", scalar_tensor(options_.growth_factor, kF64));
+  state.set("backoff_factor", scalar_tensor(options_.backoff_factor, kF64));
+  state.set("growth_interval", scalar_tensor(options_.growth_interval, kI64));
+  state.set("min_scale", scalar_tensor(options_.min_scale, kF64));
+  return state;
+}
+
+void GradScaler::load_state_dict(const StateDict& state) {
+  TS_CHECK(!update_is_due(), "load_state_dict",
+           "the scaler is in the middle of an iteration; call update() before loading");
+  GradScalerOptions options = options_;
+  options.init_scale = state.scalar("scale");
+  options.growth_factor = state.scalar("growth_factor");
+  options.backoff_factor = state.scalar("backoff_factor");
+  options.growth_interval = state.at("growth_interval").item<int64_t>();
+  options.min_scale = state.scalar("min_scale");
+  const int64_t tracker = state.at("growth_tracker").item<int64_t>();
+  const int64_t skipped = state.at("skipped_steps").item<int64_t>();
+  TS_CHECK(tracker >= 0 && skipped >= 0, "load_state_dict",
+           "counts must not be negative; got growth_tracker ", tracker, ", skipped_steps ",
+           skipped);
+  const GradScaler checked(options);  // throws for constants that cannot work
+  scale_ = checked.scale_;
+  options.init_scale = options_.init_scale;
+  options_ = options;
+  growth_tracker_ = tracker;
+  skipped_steps_ = skipped;
+  records_.clear();
+}
+
+}  // namespace tessera::precision

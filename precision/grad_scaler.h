@@ -1,0 +1,160 @@
+// Loss scaling: small f16 gradients are lifted into f16's range, and steps whose gradients
+// overflowed are left out.
+//
+//     precision::GradScaler scaler;
+//     for (auto& batch : loader) {
+//       scaler.scale(model(batch).loss).backward();
+//       scaler.unscale(optimizer);                       // only where something reads gradients
+//       const Tensor norm = optim::clip_grad_norm(parameters, 1.0, {.fold_into = &optimizer});
+//       scaler.note_norm(optimizer, norm);               // spares the pass that looks for overflow
+//       scaler.step(optimizer);                          // false where the step was left out
+//       scaler.update();                                 // once, after all optimizers
+//       optimizer.zero_grad();
+//     }
+//
+// Gradients are never written: the inverse scale goes into Optimizer::next_step(), which the update
+// multiplies by as it reads them, in f32; so f16 gradients can be unscaled too. Whether one of them
+// is not finite is seen by one reading pass, or at no cost from a norm that was taken anyway.
+//
+// The scale begins at init_scale, is multiplied by backoff_factor where a gradient of any optimizer
+// was not finite and by growth_factor after growth_interval updates without (not beyond f32).
+//
+// An optimizer is anything with parameters(group), num_groups(), next_step() and step(): this floor
+// knows no update rules and no ranks. Optimizers are known by their next_step() tensor.
+//
+// Where rank threads or processes hold different gradients (sharded ones, or a parameter that is
+// each rank's own affair) an Agreement makes one finding of all: else some would step and others
+// not. Reduced gradients are equal on all ranks and need none.
+#pragma once
+
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <tessera/core/state_dict.h>
+#include <tessera/core/tensor.h>
+
+namespace tessera::precision {
+
+struct GradScalerOptions {
+  double init_scale = 65536;
+  double growth_factor = 2;
+  double backoff_factor = 0.5;
+  int64_t growth_interval = 2000;
+  bool enabled = true;  // false: every call passes through, scale 1, nothing is looked for
+  // A scale below it is an error: gradients that overflow even so are NaN or infinite by
+  // themselves, and leaving out steps would go on for ever.
+  double min_scale = 0x1p-32;
+};
+
+// Takes the maximum over all ranks in place. `found`: f32 [1] on the CPU, 0 or 1. Called once for
+// each optimizer and step, in the order of the steps, on every rank.
+using Agreement = std::function<void(const Tensor& found)>;
+
+template <class T>
+concept ScaledOptimizer = requires(T& optimizer) {
+  { optimizer.num_groups() } -> std::convertible_to<size_t>;
+  { optimizer.parameters(size_t{0}) } -> std::convertible_to<const NamedTensors&>;
+  { optimizer.next_step() } -> std::convertible_to<const Tensor&>;
+  { optimizer.step() } -> std::convertible_to<bool>;
+};
+
+class GradScaler {
+ public:
+  // Throws ConfigError for options that cannot work.
+  explicit GradScaler(const GradScalerOptions& options = {});
+
+  bool enabled() const { return options_.enabled; }
+  const GradScalerOptions& options() const { return options_; }
+  double loss_scale() const { return options_.enabled ? scale_ : 1; }
+  int64_t growth_tracker() const { return growth_tracker_; }  // good updates since the last change
+  // Optimizer steps left out so far.
+  int64_t skipped_steps() const { return skipped_steps_; }
+
+  // loss * loss_scale(). A 16-bit loss comes out as f32: 65536 is more than f16 holds.
+  Tensor scale(const Tensor& loss) const;
+
+  // The optimizer's next step divides its gradients by the scale. No pass over them. Throws
+  // ValueError where that was done since the last update().
+  template <ScaledOptimizer Optimizer>
+  void unscale(Optimizer& optimizer) {
+    if (enabled()) unscale(optimizer.next_step());
+  }
+  template <ScaledOptimizer Optimizer>
+  bool is_unscaled(Optimizer& optimizer) const {
+    return find(optimizer.next_step()) != nullptr;
+  }
+
+  // The norm of this iteration's gradients, scaled or not, one floating element. It must cover all
+  // gradients of the optimizer. Not finite: its step is left out. Throws ValueError before
+  // unscale().
+  template <ScaledOptimizer Optimizer>
+  void note_norm(Optimizer& optimizer, const Tensor& norm) {
+    if (enabled()) note_norm(optimizer.next_step(), norm);
+  }
+
+  // For a step gate, which is asked before next_step() is read: unscales where nobody did, looks
+  // for gradients that are not finite, agrees with the other ranks. Empty: step; else the reason
+  // for leaving the step out. Once for each optimizer between two updates, else ValueError.
+  template <ScaledOptimizer Optimizer>
+  std::string before_step(Optimizer& optimizer) {
+    if (!enabled()) return {};
+    Record& record = begin_step(optimizer.next_step());
+    if (!record.judged) {
+      TensorList gradients;
+      for (size_t group = 0; group < optimizer.num_groups(); ++group) {
+        append_gradients(optimizer.parameters(group), gradients);
+      }
+      judge(record, gradients);
+    }
+    return finish_step(record);
+  }
+
+  // before_step() and the step, where no gate does it: false where it was left out.
+  template <ScaledOptimizer Optimizer>
+  bool step(Optimizer& optimizer) {
+    if (!before_step(optimizer).empty()) set_skip(optimizer.next_step());
+    return optimizer.step();
+  }
+
+  // The next scale. Once for each iteration, after the steps of all optimizers whose gradients
+  // carry this scale. Throws ValueError where nothing was unscaled or stepped since the last one,
+  // and where the scale fell below min_scale.
+  void update();
+  bool update_is_due() const;  // some optimizer came to its step since the last update()
+
+  void set_agreement(Agreement agreement) { agreement_ = std::move(agreement); }
+
+  // scale, growth_tracker, skipped_steps and the constants. Between iterations: throws ValueError
+  // where an update is due. load_state_dict takes over the constants too; whether scaling is
+  // enabled stays.
+  StateDict state_dict() const;
+  void load_state_dict(const StateDict& state);
+
+ private:
+  struct Record {
+    Tensor next_step;  // whose optimizer
+    bool judged = false;
+    bool stepped = false;
+    bool found = false;
+  };
+  const Record* find(const Tensor& next_step) const;
+  void unscale(const Tensor& next_step);
+  void note_norm(const Tensor& next_step, const Tensor& norm);
+  Record& begin_step(const Tensor& next_step);
+  static void append_gradients(const NamedTensors& parameters, TensorList& gradients);
+  static void judge(Record& record, const TensorList& gradients);
+  std::string finish_step(Record& record);
+  static void set_skip(const Tensor& next_step);
+
+  GradScalerOptions options_;
+  double scale_;
+  int64_t growth_tracker_ = 0;
+  int64_t skipped_steps_ = 0;
+  std::vector<Record> records_;  // of this iteration
+  Agreement agreement_;
+};
+
+}  // namespace tessera::precision
