@@ -119,6 +119,12 @@ class LoaderPlan::State : public data::LoaderObserver {
     return running_.empty() ? nullptr : running_.back();
   }
 
+  std::vector<data::LoaderBase*> loaders() const {
+    std::vector<data::LoaderBase*> loaders;
+    for (const Record& record : records_) loaders.push_back(record.loader);
+    return loaders;
+  }
+
   const Record* find(const data::LoaderBase& loader) const {
     const auto found = std::ranges::find(records_, &loader, &Record::loader);
     return found == records_.end() ? nullptr : &*found;
@@ -195,6 +201,7 @@ LoaderPlan::~LoaderPlan() { state_->remove_all(); }
 
 void LoaderPlan::prepare_indexed(data::IndexedLoader& loader, const BatchCodec* codec) {
   if (is_prepared(loader)) return;
+  check_free(loader);
   const LoaderMode mode = mode_for(options_.dispatch_batches.value_or(false), codec);
   if (mode != LoaderMode::kWhole) {
     TS_CHECK_AS(ConfigError, !is_share(*loader.source()), kWhere,
@@ -213,6 +220,7 @@ void LoaderPlan::prepare_indexed(data::IndexedLoader& loader, const BatchCodec* 
 
 void LoaderPlan::prepare_stream(data::StreamLoaderBase& loader, const BatchCodec* codec) {
   if (is_prepared(loader)) return;
+  check_free(loader);
   const LoaderMode mode = mode_for(options_.dispatch_batches.value_or(true), codec);
   if (mode != LoaderMode::kWhole) {
     TS_CHECK_AS(ConfigError, loader.share().world_size == 1, kWhere,
@@ -227,6 +235,16 @@ void LoaderPlan::prepare_stream(data::StreamLoaderBase& loader, const BatchCodec
   state_->add({&loader, nullptr, &loader, mode, nullptr, loader.share()}, relay_for(mode, codec));
   loader.add_observer(state_);
 }
+
+void LoaderPlan::check_free(const data::LoaderBase& loader) const {
+  for (const auto& observer : loader.observers()) {
+    TS_CHECK_AS(ConfigError, dynamic_cast<const State*>(observer.get()) == nullptr, kWhere,
+                "a loader has one plan, and another one has prepared this; make a loader for each, "
+                "or release() it there first.");
+  }
+}
+
+std::vector<data::LoaderBase*> LoaderPlan::loaders() const { return state_->loaders(); }
 
 LoaderMode LoaderPlan::mode_for(bool dispatch, const BatchCodec* codec) const {
   if (ranks_.size() == 1) return LoaderMode::kWhole;

@@ -37,6 +37,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <tessera/accelerate/batch_codec.h>
 #include <tessera/data/dataloader.h>
@@ -75,8 +76,9 @@ class LoaderPlan {
 
   // Collective: all ranks prepare the same loaders in the same order. A second time changes
   // nothing. Takes effect from the cursor on. ConfigError: split batches whose size does not divide
-  // among the ranks or is not known, or a loader that has a rank's share already (another plan
-  // has prepared it). UnsupportedError: dispatching batches that cannot travel (see batch_codec.h).
+  // among the ranks or is not known, a loader that another plan has prepared, one that has a
+  // rank's share already. UnsupportedError: dispatching batches that cannot travel (see
+  // batch_codec.h).
   template <class Example>
   void prepare(data::DataLoader<Example>& loader) {
     prepare_indexed(loader, codec_of<data::BatchOf<Example>>());
@@ -90,6 +92,8 @@ class LoaderPlan {
   void release_all();
 
   bool is_prepared(const data::LoaderBase& loader) const;
+  // Those that are prepared and alive, in the order of preparation.
+  std::vector<data::LoaderBase*> loaders() const;
   LoaderMode mode(const data::LoaderBase& loader) const;  // ValueError if not prepared
   // "sharded, 4 ranks x 8 samples, even batches, 12 batches a rank"
   std::string describe(const data::LoaderBase& loader) const;
@@ -111,6 +115,7 @@ class LoaderPlan {
 
  private:
   class State;
+  void check_free(const data::LoaderBase& loader) const;
   LoaderMode mode_for(bool dispatch, const BatchCodec* codec) const;
   std::shared_ptr<data::BatchRelay> relay_for(LoaderMode mode, const BatchCodec* codec) const;
   void prepare_indexed(data::IndexedLoader& loader, const BatchCodec* codec);

@@ -116,11 +116,22 @@ void LoaderBase::remove_observer(const LoaderObserver& observer) {
   });
 }
 
-void LoaderBase::notify(void (LoaderObserver::*what)(LoaderBase&)) {
+std::vector<std::shared_ptr<LoaderObserver>> LoaderBase::observers() const {
+  std::vector<std::shared_ptr<LoaderObserver>> alive;
   for (const auto& added : added_observers_) {
-    if (const auto observer = added.lock()) (observer.get()->*what)(*this);
+    if (auto observer = added.lock()) alive.push_back(std::move(observer));
   }
-  if (const auto observer = observer_.lock()) (observer.get()->*what)(*this);
+  if (auto observer = observer_.lock()) alive.push_back(std::move(observer));
+  return alive;
+}
+
+void LoaderBase::notify(void (LoaderObserver::*what)(LoaderBase&)) {
+  // Copies: an observer may add and remove.
+  if (added_observers_.empty()) {
+    if (const auto observer = observer_.lock()) (observer.get()->*what)(*this);
+    return;
+  }
+  for (const auto& observer : observers()) (observer.get()->*what)(*this);
 }
 
 bool LoaderBase::advance() {

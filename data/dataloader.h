@@ -117,6 +117,7 @@ class LoaderBase {
   std::shared_ptr<LoaderObserver> observer() const { return observer_.lock(); }
   void add_observer(const std::shared_ptr<LoaderObserver>& observer);
   void remove_observer(const LoaderObserver& observer);
+  std::vector<std::shared_ptr<LoaderObserver>> observers() const;
 
   // From the cursor on, batches come through it. Null: from here.
   void set_relay(std::shared_ptr<BatchRelay> relay);
