@@ -1,0 +1,311 @@
+// Settings from their sources.
+#include <tessera/accelerate/config.h>
+
+#include <algorithm>
+#include <charconv>
+
+#include <unistd.h>
+#include <nlohmann/json.hpp>
+
+#include <tessera/core/error.h>
+
+namespace tessera::accelerate {
+namespace {
+
+constexpr std::string_view kWhere = "settings";
+
+const std::string* find(const Environment& environment, std::string_view name) {
+  const auto at = environment.find(name);
+  return at == environment.end() || at->second.empty() ? nullptr : &at->second;
+}
+
+std::string suggestion(std::string_view key) {
+  const std::string near = nearest_key(key);
+  return near.empty() ? "; docs/configuration.md lists all settings"
+                      : "; did you mean \"" + near + "\"?";
+}
+
+const Setting& known(std::string_view key, std::string_view source) {
+  const Setting* setting = find_setting(key);
+  TS_CHECK_AS(ConfigError, setting != nullptr, kWhere, source, " has the setting \"", key,
+              "\", which is unknown", suggestion(key));
+  return *setting;
+}
+
+// One source's word on one setting.
+struct Candidate {
+  const Setting* setting;
+  std::string text;
+  Origin origin;
+};
+
+std::string value_of(const Candidate& candidate) {
+  Settings scratch;
+  assign(*candidate.setting, scratch, candidate.text, candidate.origin);
+  return text(*candidate.setting, scratch);
+}
+
+// Two spellings of one setting, both given: they have to say the same.
+void check_same(const Candidate& first, const Candidate& second) {
+  TS_CHECK_AS(ConfigError, value_of(first) == value_of(second), kWhere, first.origin.name, "=",
+              first.text, " contradicts ", second.origin.name, "=", second.text,
+              "; both are the setting \"", first.setting->key, "\": unset one of them");
+}
+
+// Variables of the library, its launcher and its tests that are no settings.
+bool is_internal(std::string_view name) {
+  constexpr std::string_view kNames[] = {"RANK",
+                                         "WORLD_SIZE",
+                                         "LOCAL_RANK",
+                                         "LOCAL_WORLD_SIZE",
+                                         "NODE",
+                                         "NODE_OF_RANK",
+                                         "STORE",
+                                         "STORE_TOKEN",
+                                         "RESTART_COUNT",
+                                         "LAUNCH_SETTINGS",
+                                         "CONFIG_FILE",
+                                         "NODE_NAME",
+                                         "DATA_DIR",
+                                         "ISA",
+                                         "SYNC",
+                                         "NCCL",
+                                         "EMULATED_DEVICES",
+                                         "EMULATION_SEED"};
+  return name.starts_with("TEST_") ||
+         std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames);
+}
+
+// A variable that was meant as a setting: one of its sections, or a letter or two from a setting.
+// Programs have TESSERA_ variables of their own, which are left alone.
+void check_variables(const Environment& environment) {
+  constexpr std::string_view kPrefix = "TESSERA_";
+  for (auto at = environment.lower_bound(kPrefix);
+       at != environment.end() && at->first.starts_with(kPrefix); ++at) {
+    const std::string_view name = std::string_view(at->first).substr(kPrefix.size());
+    if (is_internal(name) || find_setting(name) != nullptr || at->second.empty()) continue;
+    const bool of_a_section = name.starts_with("DDP_") || name.starts_with("SCALER_") ||
+                              name.starts_with("FSDP_") || name.starts_with("FP8_");
+    const bool close = name.size() > 3 && !nearest_key(name, name.size() < 8 ? 1 : 2).empty();
+    TS_CHECK_AS(ConfigError, !of_a_section && !close, kWhere, at->first,
+                " looks like a setting but is none", suggestion(name));
+  }
+}
+
+class Sources {
+ public:
+  explicit Sources(const ResolveOptions& options)
+      : environment_(options.environment), file_(config_file(options)) {
+    read_launch_settings();
+    if (!file_.empty()) {
+      for (auto& [key, text] : read_config_file(file_)) {
+        put(file_values_, {&known(key, file_), text, {Source::kFile, file_}});
+      }
+    }
+    read_accelerate();
+    read_tessera();
+    for (const auto& [key, text] : options.flags) {
+      const Setting& setting = known(key, "the command line");
+      put(flags_, {&setting, text, {Source::kLaunchFlag, setting.flag()}});
+    }
+    for (const auto& [key, text] : options.code.texts()) {
+      put(code_, {&known(key, "the program"), text, {Source::kCode, ""}});
+    }
+  }
+
+  Settings settings() const {
+    Settings result;
+    for (const auto* source : {&file_values_, &accelerate_, &tessera_, &flags_, &code_}) {
+      for (const Candidate& candidate : *source) {
+        assign(*candidate.setting, result, candidate.text, candidate.origin);
+      }
+    }
+    for (const Candidate& ours : tessera_) {
+      for (const Candidate& theirs : accelerate_) {
+        if (ours.setting == theirs.setting) check_same(ours, theirs);
+      }
+    }
+    return result;
+  }
+
+ private:
+  using Candidates = std::vector<Candidate>;
+
+  static void put(Candidates& candidates, Candidate candidate) {
+    for (const Candidate& other : candidates) {
+      if (other.setting == candidate.setting && other.origin.source != Source::kCode) {
+        check_same(other, candidate);
+      }
+    }
+    candidates.push_back(std::move(candidate));
+  }
+
+  void read_launch_settings() {
+    const std::string* text = find(environment_, kLaunchSettings);
+    if (text == nullptr) return;
+    const auto json = nlohmann::json::parse(*text, nullptr, false);
+    TS_CHECK_AS(ConfigError, json.is_object() && json.contains("flags") && json.contains("written"),
+                kWhere, kLaunchSettings, " is not what tessera launch writes: \"", *text, "\"");
+    for (const auto& [key, value] : json.at("flags").items()) {
+      const Setting& setting = known(key, kLaunchSettings);
+      put(flags_, {&setting, value.get<std::string>(), {Source::kLaunchFlag, setting.flag()}});
+    }
+    // What the launcher wrote repeats flags, the file or defaults.
+    for (const auto& name : json.at("written")) environment_.erase(name.get<std::string>());
+  }
+
+  void read_tessera() {
+    // The agent says on how many nodes the job is; a setting it is only before the launch.
+    if (find(environment_, "TESSERA_STORE") != nullptr) environment_.erase("TESSERA_NODES");
+    check_variables(environment_);
+    for (const Setting& setting : schema()) {
+      const auto look = [&](std::string name) {
+        for (char& letter : name) {
+          if (letter >= 'a' && letter <= 'z') letter = static_cast<char>(letter - 'a' + 'A');
+        }
+        name = "TESSERA_" + name;
+        const std::string* text = find(environment_, name);
+        if (text != nullptr) put(tessera_, {&setting, *text, {Source::kEnvironment, name}});
+      };
+      look(std::string(setting.key));
+      for (const std::string_view alias : setting.aliases) look(std::string(alias));
+    }
+  }
+
+  // Accelerate's switches: variables of a family count where its switch is on.
+  bool switched_on(std::string_view name) const {
+    const std::string* text = find(environment_, name);
+    return text != nullptr && parse_bool(name, *text);
+  }
+  void read_accelerate() {
+    const bool fsdp = switched_on("ACCELERATE_USE_FSDP");
+    const bool deepspeed = switched_on("ACCELERATE_USE_DEEPSPEED");
+    const bool mesh = switched_on("ACCELERATE_USE_PARALLELISM_CONFIG");
+    TS_CHECK_AS(UnsupportedError, !switched_on("ACCELERATE_USE_MEGATRON_LM"), kWhere,
+                "ACCELERATE_USE_MEGATRON_LM asks for Megatron's parallelism, which is not "
+                "available yet; unset it");
+    for (const Setting& setting : schema()) {
+      for (const std::string_view name : setting.accelerate) {
+        if (name.starts_with("FSDP_") && !fsdp) continue;
+        if (name.starts_with("ACCELERATE_DEEPSPEED_") && !deepspeed) continue;
+        if (name.starts_with("PARALLELISM_CONFIG_") && !mesh) continue;
+        const std::string* text = find(environment_, name);
+        if (text == nullptr) continue;
+        put(accelerate_, {&setting, *text, {Source::kAccelerate, std::string(name)}});
+      }
+    }
+    if (!fsdp) return;
+    const std::string* strategy = find(environment_, "FSDP_SHARDING_STRATEGY");
+    const bool optimizer_and_gradients = strategy != nullptr && *strategy == "SHARD_GRAD_OP";
+    const bool nothing = strategy != nullptr && *strategy == "NO_SHARD";
+    put(accelerate_, {find_setting("zero_stage"),
+                      nothing                   ? "0"
+                      : optimizer_and_gradients ? "2"
+                                                : "3",
+                      {Source::kAccelerate, "ACCELERATE_USE_FSDP"}});
+  }
+
+  Environment environment_;
+  std::string file_;
+  Candidates file_values_, accelerate_, tessera_, flags_, code_;
+};
+
+bool given(const Origin& origin) { return origin.source != Source::kDefault; }
+
+}  // namespace
+
+void CodeSettings::add(std::string_view key, std::string text) {
+  const Setting& setting = known(key, "the program");
+  Settings scratch;  // refuses what cannot be where it is said
+  assign(setting, scratch, text, {Source::kCode, ""});
+  texts_.emplace_back(setting.key, std::move(text));
+}
+
+void CodeSettings::add_enum(std::string_view key, size_t position) {
+  const Setting& setting = known(key, "the program");
+  TS_CHECK_AS(ConfigError, position < setting.names.size(), kWhere, key, " is a ", setting.type(),
+              ", not an enumerator with the number ", position);
+  add(key, std::string(setting.names[position]));
+}
+
+void CodeSettings::add_number(std::string_view key, double value) {
+  char buffer[40];
+  add(key, {buffer, std::to_chars(buffer, buffer + sizeof buffer, value).ptr});
+}
+
+std::string default_config_file(const Environment& environment) {
+  if (const std::string* folder = find(environment, "XDG_CONFIG_HOME")) {
+    return *folder + "/tessera/config.json";
+  }
+  const std::string* home = find(environment, "HOME");
+  return home == nullptr ? "" : *home + "/.config/tessera/config.json";
+}
+
+Settings merge(const ResolveOptions& options) { return Sources(options).settings(); }
+
+void check_consistent(const Settings& settings) {
+  const auto contradict = [&](bool wrong, std::string_view a, std::string_view b,
+                              std::string_view why) {
+    const Setting& first = *find_setting(a);
+    const Setting& second = *find_setting(b);
+    TS_CHECK_AS(ConfigError, !wrong, kWhere, a, "=", text(first, settings), " (",
+                origin(first, settings).describe(), ") contradicts ", b, "=",
+                text(second, settings), " (", origin(second, settings).describe(), "): ", why);
+  };
+  for (const std::string_view key : {"total_limit", "keep_every", "keep_best"}) {
+    contradict(text(*find_setting(key), settings) != "0" && !settings.automatic_checkpoint_naming,
+               key, "automatic_checkpoint_naming",
+               "only folders that are named automatically are counted; set it to true");
+  }
+  for (const std::string_view key : {"ddp_power_sgd_rank", "ddp_power_sgd_start_step"}) {
+    contradict(given(origin(*find_setting(key), settings)) &&
+                   settings.ddp_comm_hook.value != CommHook::kPowerSgd,
+               key, "ddp_comm_hook", "it is power_sgd's alone");
+  }
+  contradict(settings.scaler_backoff_factor > settings.scaler_growth_factor,
+             "scaler_backoff_factor", "scaler_growth_factor", "the scale could only grow");
+  contradict(!settings.restart_ranks.value.empty() && settings.restarts == 0, "restart_ranks",
+             "restarts", "there are no restarts; give --restarts K with --restart-ranks");
+  contradict(settings.cp_size > 1 && settings.sp_size > 1, "cp_size", "sp_size",
+             "both split sequences; choose one");
+  for (const std::string_view key : {"tp_size", "cp_size"}) {
+    const bool split = text(*find_setting(key), settings) != "1";
+    contradict(split && settings.dp_replicate_size > 1 && settings.dp_shard_size == 1, key,
+               "dp_replicate_size",
+               "replicas alone do not combine with it; shard too (dp_shard_size > 1)");
+  }
+}
+
+void check_available(const Settings& settings) {
+  const Settings defaults;
+  for (const Setting& setting : schema()) {
+    if (!setting.planned) continue;
+    TS_CHECK_AS(UnsupportedError, text(setting, settings) == text(setting, defaults), kWhere,
+                setting.key, "=", text(setting, settings), " (",
+                origin(setting, settings).describe(), ") is not available yet; leave it at ",
+                text(setting, defaults).empty() ? "nothing" : text(setting, defaults));
+  }
+}
+
+Settings resolve(const ResolveOptions& options) {
+  Settings settings = merge(options);
+  check_consistent(settings);
+  check_available(settings);
+  return settings;
+}
+
+std::string launch_settings_text(const SettingTexts& flags,
+                                 const std::vector<std::string>& written) {
+  nlohmann::json json = {{"flags", nlohmann::json::object()}, {"written", written}};
+  for (const auto& [key, text] : flags) json["flags"][key] = text;
+  return json.dump();
+}
+
+std::string config_file(const ResolveOptions& options) {
+  if (options.file) return *options.file;
+  if (const std::string* file = find(options.environment, "TESSERA_CONFIG_FILE")) return *file;
+  const std::string file = default_config_file(options.environment);
+  return file.empty() || ::access(file.c_str(), F_OK) != 0 ? "" : file;
+}
+
+}  // namespace tessera::accelerate
