@@ -1,13 +1,12 @@
 // Folders of transformers: config.json and model.safetensors.
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/atomic_file.h>
 #include <tessera/core/safetensors.h>
 
+#include "../common/model_config.h"
 #include "model.h"
 
 namespace tessera::gpt2 {
@@ -26,50 +25,6 @@ bool is_mask(std::string_view name) {
   return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
 }
 
-std::string read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  TS_CHECK_AS(IoError, file, "gpt2", "cannot read '", path, "'; is it a model folder?");
-  std::ostringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
-
-class ConfigReader {
- public:
-  ConfigReader(const Json& json, const std::string& path) : json_(json), path_(path) {}
-  int64_t integer(const char* field, std::optional<int64_t> fallback = {}) const {
-    const auto found = json_.find(field);
-    if (found == json_.end() || found->is_null()) {
-      TS_CHECK_AS(FormatError, fallback.has_value(), path_, "the field '", field, "' is missing");
-      return *fallback;
-    }
-    TS_CHECK_AS(FormatError, found->is_number_integer(), path_, "the field '", field,
-                "' must be an integer; it is ", found->dump());
-    return found->get<int64_t>();
-  }
-  double number(const char* field, double fallback) const {
-    const auto found = json_.find(field);
-    if (found == json_.end() || found->is_null()) return fallback;
-    TS_CHECK_AS(FormatError, found->is_number(), path_, "the field '", field,
-                "' must be a number; it is ", found->dump());
-    return found->get<double>();
-  }
-  // A field of which GPT-2 here knows one value.
-  void require(const char* field, const Json& value) const {
-    const auto found = json_.find(field);
-    TS_CHECK_AS(UnsupportedError, found == json_.end() || *found == value, path_, "the field '",
-                field, "' is ", found->dump(), "; this model supports ", value.dump());
-  }
-  std::string text(const char* field) const {
-    const auto found = json_.find(field);
-    return found != json_.end() && found->is_string() ? found->get<std::string>() : "";
-  }
-
- private:
-  const Json& json_;
-  const std::string& path_;
-};
-
 }  // namespace
 
 void GptConfig::check() const {
@@ -85,14 +40,7 @@ void GptConfig::check() const {
 }
 
 GptConfig GptConfig::read(const std::string& path) {
-  Json json;
-  try {
-    json = Json::parse(read_file(path));
-  } catch (const Json::exception& error) {
-    TS_THROW(FormatError, path, "is not JSON (", error.what(), "); write it again");
-  }
-  TS_CHECK_AS(FormatError, json.is_object(), path, "holds no JSON object; is it a config.json?");
-  const ConfigReader reader(json, path);
+  const examples::ModelConfigReader reader(path);
   reader.require("model_type", "gpt2");
   reader.require("activation_function", "gelu_new");
   reader.require("tie_word_embeddings", true);

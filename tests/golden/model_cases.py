@@ -7,6 +7,9 @@ NAME/grad.KEY, and NAME/after.KEY for buffers that the call changed. References 
 gpt2/ is a folder as transformers writes it (config.json, model.safetensors, random weights).
 gpt2.safetensors holds input_ids, logits, grad.KEY of the loss, the token batches of 10 AdamW steps
 with clipping, final.KEY and greedy; gpt2.json the loss, the losses and norms of the steps, options.
+
+bert/ and bert.* are the same for a BertForSequenceClassification: input_ids, token_type_ids,
+attention_mask (the second row is padded), labels, logits, hidden (the last layer's states), grad.KEY.
 """
 
 import json
@@ -206,9 +209,43 @@ def gpt2():
     print(f"gpt2: loss {losses[0]:.4f} -> {losses[-1]:.4f}, norms {min(norms):.3f} to {max(norms):.3f}")
 
 
+def bert():
+    config = transformers.BertConfig(vocab_size=83, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=72, max_position_embeddings=24,
+                                     hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=5)
+    torch.manual_seed(50)
+    model = transformers.BertForSequenceClassification(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():  # biases and norms too: zeros and ones would hide mistakes
+            p += 0.05 * torch.randn_like(p)
+        model.bert.embeddings.word_embeddings.weight[0] = 0  # the padding row
+    folder = os.path.join(HERE, "bert")
+    model.save_pretrained(folder)
+    for stray in set(os.listdir(folder)) - {"config.json", "model.safetensors"}:
+        os.remove(os.path.join(folder, stray))
+    os.chmod(os.path.join(folder, "model.safetensors"), 0o644)
+    model = model.double().train()
+    ids = torch.randint(1, 83, (3, 17))
+    types = (torch.arange(17) >= 9).long().expand(3, 17).contiguous()
+    mask = torch.ones(3, 17, dtype=torch.long)
+    mask[1, 11:] = 0
+    ids[mask == 0], types[mask == 0] = 0, 0
+    labels = torch.tensor([3, 0, 4])
+    output = model(input_ids=ids, token_type_ids=types, attention_mask=mask, output_hidden_states=True)
+    loss = nn.functional.cross_entropy(output.logits, labels)
+    loss.backward()
+    tensors = {"input_ids": ids, "token_type_ids": types, "attention_mask": mask, "labels": labels, "logits": output.logits, "hidden": output.hidden_states[-1]}
+    for name, p in model.named_parameters():
+        tensors[f"grad.{name}"] = p.grad.float()
+    save_tensors("bert.safetensors", tensors)
+    with open(os.path.join(HERE, "bert.json"), "w") as file:
+        json.dump({"loss": loss.item()}, file, indent=1)
+        file.write("\n")
+
+
 def write_all():
     modules()
     gpt2()
+    bert()
 
 
 if __name__ == "__main__":

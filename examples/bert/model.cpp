@@ -1,0 +1,156 @@
+#include "model.h"
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/nn/init.h>
+
+namespace tessera::bert {
+namespace {
+
+nn::LayerNormOptions norm_options(const BertConfig& config) {
+  return {.eps = config.layer_norm_eps};
+}
+
+}  // namespace
+
+Embeddings::Embeddings(const BertConfig& config)
+    : config(config),
+      word_embeddings(add<nn::Embedding>("word_embeddings", config.vocab_size, config.width,
+                                         nn::EmbeddingOptions{.padding_idx = config.padding})),
+      position_embeddings(add<nn::Embedding>("position_embeddings", config.context, config.width)),
+      token_type_embeddings(
+          add<nn::Embedding>("token_type_embeddings", config.types, config.width)),
+      norm(add<nn::LayerNorm>("LayerNorm", config.width, norm_options(config))) {}
+
+Tensor Embeddings::forward(const Tensor& ids, const Tensor& type_ids) {
+  const int64_t T = ids.size(-1);
+  TS_CHECK_SHAPE(ids.dim() == 2 && T <= config.context, "bert",
+                 "ids must be [batch, length] with at most ", config.context, " positions; got ",
+                 ids, "; cut the sequences");
+  const Tensor positions = arange(0, T, 1, kI64, ids.device());
+  const Tensor types = type_ids.defined() ? token_type_embeddings(type_ids)
+                                          : token_type_embeddings.weight.narrow(0, 0, 1);  // [1, C]
+  const Tensor sum = word_embeddings(ids) + types + position_embeddings(positions);
+  return dropout(norm(sum), config.dropout, is_training());
+}
+
+SelfAttention::SelfAttention(const BertConfig& config)
+    : heads(config.heads),
+      dropout(config.attention_dropout),
+      query(add<nn::Linear>("query", config.width, config.width)),
+      key(add<nn::Linear>("key", config.width, config.width)),
+      value(add<nn::Linear>("value", config.width, config.width)) {}
+
+Tensor SelfAttention::forward(const Tensor& x, const Tensor& mask) {
+  const int64_t B = x.size(0), T = x.size(1), C = x.size(2);
+  const auto by_head = [&](const Tensor& y) {
+    return y.view({B, T, heads, C / heads}).transpose(1, 2);
+  };
+  const Tensor y =
+      scaled_dot_product_attention(by_head(query(x)), by_head(key(x)), by_head(value(x)),
+                                   {.mask = mask, .dropout = is_training() ? dropout : 0});
+  return y.transpose(1, 2).reshape({B, T, C});
+}
+
+SublayerOutput::SublayerOutput(int64_t inputs, const BertConfig& config)
+    : dropout(config.dropout),
+      dense(add<nn::Linear>("dense", inputs, config.width)),
+      norm(add<nn::LayerNorm>("LayerNorm", config.width, norm_options(config))) {}
+
+Tensor SublayerOutput::forward(const Tensor& x, const Tensor& residual) {
+  const Tensor update = tessera::dropout(dense(x), dropout, is_training());
+  return residual_layer_norm(update, residual, norm.normalized_shape, norm.weight, norm.bias,
+                             norm.options.eps)
+      .normalized;
+}
+
+Attention::Attention(const BertConfig& config)
+    : self(add<SelfAttention>("self", config)),
+      output(add<SublayerOutput>("output", config.width, config)) {}
+
+Tensor Attention::forward(const Tensor& x, const Tensor& mask) { return output(self(x, mask), x); }
+
+Intermediate::Intermediate(const BertConfig& config)
+    : dense(add<nn::Linear>("dense", config.width, config.inner_width())) {}
+
+Tensor Intermediate::forward(const Tensor& x) {
+  return linear_gelu(x, dense.weight, dense.bias, Gelu::kNone);
+}
+
+Layer::Layer(const BertConfig& config)
+    : attention(add<Attention>("attention", config)),
+      intermediate(add<Intermediate>("intermediate", config)),
+      output(add<SublayerOutput>("output", config.inner_width(), config)) {}
+
+Tensor Layer::forward(const Tensor& x, const Tensor& mask) {
+  const Tensor attended = attention(x, mask);
+  return output(intermediate(attended), attended);
+}
+
+Encoder::Encoder(const BertConfig& config) : layer(add<nn::ModuleList>("layer")) {
+  for (int64_t i = 0; i < config.layers; ++i) layer.append<Layer>(config);
+}
+
+Tensor Encoder::forward(const Tensor& x, const Tensor& mask) {
+  Tensor y = x;
+  for (size_t i = 0; i < layer.size(); ++i) y = layer.at<Layer>(i)(y, mask);
+  return y;
+}
+
+Pooler::Pooler(const BertConfig& config)
+    : dense(add<nn::Linear>("dense", config.width, config.width)) {}
+
+Tensor Pooler::forward(const Tensor& x) { return dense(x.select(1, 0)).tanh(); }
+
+Model::Model(const BertConfig& config)
+    : embeddings(add<Embeddings>("embeddings", config)),
+      encoder(add<Encoder>("encoder", config)),
+      pooler(add<Pooler>("pooler", config)) {}
+
+Tensor Model::forward(const Tensor& ids, const TokenFeatures& features) {
+  Tensor mask;
+  if (features.attention_mask.defined()) {
+    TS_CHECK_SHAPE(features.attention_mask.shape() == ids.shape(), "bert",
+                   "attention_mask must have the shape of ids; got ", features.attention_mask,
+                   " and ", ids);
+    // Every query sees the keys that are tokens: [B, 1, 1, T].
+    mask = ne(features.attention_mask, 0).unsqueeze(1).unsqueeze(1);
+  }
+  return encoder(embeddings(ids, features.type_ids), mask);
+}
+
+Bert::Bert(const BertConfig& config)
+    : config((config.check(), config)),
+      bert([&]() -> Model& {
+        // Values come from initialise(), as BERT has them.
+        nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
+        defaults.initialise = false;
+        const nn::ParameterDefaultsGuard guard(defaults);
+        return add<Model>("bert", config);
+      }()),
+      classifier(add<nn::Linear>("classifier", config.width, config.labels)) {
+  if (nn::ParameterDefaultsGuard::current().initialise) initialise();
+}
+
+// Normal with deviation initializer_range, biases zero, as google-research/bert.
+void Bert::initialise() {
+  for (const auto& [name, tensor] : named_parameters()) {
+    if (tensor.dim() == 1) {
+      nn::init::constant(tensor, name.ends_with("LayerNorm.weight") ? 1 : 0);
+    } else {
+      nn::init::normal(tensor, 0, config.initializer_range, initial_stream(name));
+    }
+  }
+  const NoGradGuard no_grad;
+  bert.embeddings.word_embeddings.weight.select(0, config.padding).zero_();
+}
+
+BertOutput Bert::forward(const Tensor& ids, const TokenFeatures& features, const Tensor& labels) {
+  const Tensor pooled = bert.pooler(bert(ids, features));
+  const double rate = config.classifier_dropout >= 0 ? config.classifier_dropout : config.dropout;
+  BertOutput output;
+  output.logits = classifier(dropout(pooled, rate, is_training()));
+  if (labels.defined()) output.loss = cross_entropy(output.logits, labels);
+  return output;
+}
+
+}  // namespace tessera::bert

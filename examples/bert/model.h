@@ -1,0 +1,172 @@
+// BERT (Devlin et al. 2018) for classifying texts and pairs of texts, with the parameter names and
+// files of HuggingFace transformers' BertForSequenceClassification.
+//
+//     bert::Bert model({.vocab_size = 30522, .width = 128, .layers = 2, .heads = 2, .labels = 77});
+//     auto out = model(batch.ids, bert::TokenFeatures{batch.type_ids, batch.attention_mask},
+//     batch.labels); out.loss.backward(); model.save("folder");                  // config.json,
+//     model.safetensors auto same = bert::Bert::load("folder");  // also any BERT from the hub
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/ops.h>
+#include <tessera/nn/container.h>
+#include <tessera/nn/dropout.h>
+#include <tessera/nn/embedding.h>
+#include <tessera/nn/linear.h>
+#include <tessera/nn/module.h>
+#include <tessera/nn/norm.h>
+
+namespace tessera::bert {
+
+struct BertConfig {
+  int64_t vocab_size = 30522;
+  int64_t width = 768;    // hidden_size
+  int64_t layers = 12;    // num_hidden_layers
+  int64_t heads = 12;     // num_attention_heads
+  int64_t inner = 0;      // intermediate_size, 0: 4 * width
+  int64_t context = 512;  // max_position_embeddings: the longest sequence
+  int64_t types = 2;      // type_vocab_size
+  int64_t labels = 2;
+  double dropout = 0.1;            // of embeddings and of what each layer adds
+  double attention_dropout = 0.1;  // of attention weights
+  double classifier_dropout = -1;  // negative: `dropout`
+  double layer_norm_eps = 1e-12;
+  double initializer_range = 0.02;
+  int64_t padding = 0;                        // pad_token_id: its embedding is zero and stays so
+  std::vector<std::string> label_names = {};  // empty, or one a label
+
+  int64_t inner_width() const { return inner > 0 ? inner : 4 * width; }
+  void check() const;  // throws ConfigError
+
+  // config.json of transformers' BertConfig. FormatError, IoError, ConfigError name file and field.
+  static BertConfig read(const std::string& path);
+  void write(const std::string& path, DType dtype) const;
+};
+
+struct Embeddings : nn::Module<Embeddings> {
+  explicit Embeddings(const BertConfig& config);
+  Tensor forward(const Tensor& ids, const Tensor& type_ids);  // [B, T] -> [B, T, C]
+
+  const BertConfig config;
+  nn::Embedding& word_embeddings;
+  nn::Embedding& position_embeddings;
+  nn::Embedding& token_type_embeddings;
+  nn::LayerNorm& norm;
+};
+
+struct SelfAttention : nn::Module<SelfAttention> {
+  explicit SelfAttention(const BertConfig& config);
+  Tensor forward(const Tensor& x, const Tensor& mask);
+
+  const int64_t heads;
+  const double dropout;
+  nn::Linear& query;
+  nn::Linear& key;
+  nn::Linear& value;
+};
+
+// dense, dropout, and the layer norm of its sum with what the sublayer received.
+struct SublayerOutput : nn::Module<SublayerOutput> {
+  SublayerOutput(int64_t inputs, const BertConfig& config);
+  Tensor forward(const Tensor& x, const Tensor& residual);
+
+  const double dropout;
+  nn::Linear& dense;
+  nn::LayerNorm& norm;
+};
+
+struct Attention : nn::Module<Attention> {
+  explicit Attention(const BertConfig& config);
+  Tensor forward(const Tensor& x, const Tensor& mask);
+
+  SelfAttention& self;
+  SublayerOutput& output;
+};
+
+struct Intermediate : nn::Module<Intermediate> {
+  explicit Intermediate(const BertConfig& config);
+  Tensor forward(const Tensor& x);
+
+  nn::Linear& dense;
+};
+
+struct Layer : nn::Module<Layer> {
+  explicit Layer(const BertConfig& config);
+  Tensor forward(const Tensor& x, const Tensor& mask);
+
+  Attention& attention;
+  Intermediate& intermediate;
+  SublayerOutput& output;
+};
+
+struct Encoder : nn::Module<Encoder> {
+  explicit Encoder(const BertConfig& config);
+  Tensor forward(const Tensor& x, const Tensor& mask);
+
+  nn::ModuleList& layer;
+};
+
+struct Pooler : nn::Module<Pooler> {
+  explicit Pooler(const BertConfig& config);
+  Tensor forward(const Tensor& x);  // [B, T, C] -> [B, C], of the first token
+
+  nn::Linear& dense;
+};
+
+struct TokenFeatures {
+  Tensor type_ids = {};        // [B, T] i64: which text a token is of; undefined: all of the first
+  Tensor attention_mask = {};  // [B, T], 0 for padding; undefined: no padding
+  void visit_tensors(auto&& visit) { visit(type_ids), visit(attention_mask); }
+};
+
+struct Model : nn::Module<Model> {
+  explicit Model(const BertConfig& config);
+  // The last layer's states [B, T, C].
+  Tensor forward(const Tensor& ids, const TokenFeatures& features);
+
+  Embeddings& embeddings;
+  Encoder& encoder;
+  Pooler& pooler;
+};
+
+struct BertOutput {
+  Tensor logits;  // [B, labels]
+  Tensor loss;    // mean cross-entropy over labels other than -100, or undefined
+  void visit_tensors(auto&& visit) { visit(logits), visit(loss); }
+};
+
+class Bert : public nn::Module<Bert> {
+ public:
+  explicit Bert(const BertConfig& config);
+
+  // ids: [B, T] i64 or i32, T <= context; labels: [B].
+  BertOutput forward(const Tensor& ids, const TokenFeatures& features = {},
+                     const Tensor& labels = {});
+
+  // A folder of transformers: config.json and model.safetensors. A checkpoint of the encoder alone
+  // (any BERT before fine-tuning) leaves the classifier, and a missing pooler, at their initial
+  // values: `fresh` gets their names; without it they are an error. Heads of pre-training and
+  // position id buffers are passed over; LayerNorm's old names gamma and beta are known.
+  // FormatError, IoError, ValueError.
+  static std::unique_ptr<Bert> load(const std::string& folder,
+                                    std::vector<std::string>* fresh = nullptr);
+  void load_weights(const std::string& safetensors_path, std::vector<std::string>* fresh = nullptr);
+  // Makes the folder where it is missing. Files appear whole or not at all, model.safetensors last.
+  void save(const std::string& folder) const;
+
+  std::unique_ptr<Bert> remake() const { return std::make_unique<Bert>(config); }
+
+  const BertConfig config;
+  Model& bert;
+  nn::Linear& classifier;
+
+ private:
+  void initialise();
+};
+
+}  // namespace tessera::bert

@@ -1,0 +1,32 @@
+// Reads config.json of a transformers folder, with errors that name file and field.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+
+namespace tessera::examples {
+
+class ModelConfigReader {
+ public:
+  // IoError; FormatError: not JSON, no object.
+  explicit ModelConfigReader(const std::string& path);
+
+  // FormatError: absent without a fallback, or of another kind. null is as absent.
+  int64_t integer(const char* field, std::optional<int64_t> fallback = {}) const;
+  double number(const char* field, double fallback) const;
+  std::string text(const char* field, const std::string& fallback = "") const;
+  // A field of which the model knows one value: UnsupportedError for others.
+  void require(const char* field, const nlohmann::json& value) const;
+  const nlohmann::json& json() const { return json_; }
+  const std::string& path() const { return path_; }
+
+ private:
+  const nlohmann::json* find(const char* field) const;  // null where absent
+
+  std::string path_;
+  nlohmann::json json_;
+};
+
+}  // namespace tessera::examples
