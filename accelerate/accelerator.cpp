@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <sstream>
 #include <unordered_map>
 #include <unordered_set>
@@ -15,7 +16,6 @@
 #include <tessera/core/kernels/multi_tensor.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
-#include <tessera/data/distributed_source.h>
 #include <tessera/distributed/collectives.h>
 #include <tessera/distributed/mesh.h>
 #include <tessera/distributed/shard/replicate.h>
@@ -66,6 +66,13 @@ struct ModelRecord {
   ~ModelRecord() {
     for (HookHandle& handle : handles) handle.remove();
   }
+  // What a forward must know: buffers are synchronised where gradients will be.
+  void plan_forward(bool sync) {
+    if (!replica) return;
+    distributed::StepPlan plan = replica->plan();
+    plan.sync_gradients = sync && no_sync == 0 && !local;
+    replica->set_plan(plan);
+  }
   bool has_weight() const {
     return replica && !local ? replica->engine().window_weight() != 0 : window.weight() != 0;
   }
@@ -85,14 +92,14 @@ struct OptimizerRecord {
   }
 };
 
-struct Accelerator::State : data::LoaderObserver, std::enable_shared_from_this<State> {
+struct Accelerator::State : std::enable_shared_from_this<State> {
   AcceleratorOptions options;
   Precision precision = Precision::kNo;
   int64_t steps = 1;
   bool sync_with_dataloader = true, sync_each_batch = false;
   bool step_schedule_with_optimizer = true;
   ScheduleUnit schedule_unit = ScheduleUnit::kUpdates;
-  bool split_batches = false, even_batches = true;
+  bool split_batches = false;
   int data_rank = 0, data_ranks = 1;  // along the axis that batches are dealt over
 
   std::vector<std::shared_ptr<ModelRecord>> models;
@@ -100,8 +107,9 @@ struct Accelerator::State : data::LoaderObserver, std::enable_shared_from_this<S
   std::vector<optim::Schedule*> schedules;
   std::vector<optim::PlateauSchedule*> plateau_schedules;
   std::vector<data::LoaderBase*> loaders;
-  std::vector<data::LoaderBase*> reading;  // loops that are open, the innermost last
-  uint64_t generation = 1;                 // of models
+  std::unique_ptr<accelerate::LoaderPlan> loader_plan;
+  distributed::Group* dealt_ranks = nullptr;  // that batches are dealt among
+  uint64_t generation = 1;                    // of models
 
   // The micro-batches that are open, the innermost last.
   struct OpenMicro {
@@ -152,18 +160,6 @@ struct Accelerator::State : data::LoaderObserver, std::enable_shared_from_this<S
   StepDecision may_step(const optim::Schedule& schedule);
   bool at_boundary(OptimizerRecord& record);
   bool clips(const TensorList& parameters) const;
-
-  // ---- Loaders
-  data::LoaderBase* active() const { return reading.empty() ? nullptr : reading.back(); }
-  void batch_began(data::LoaderBase& loader) override {
-    std::erase(reading, &loader);
-    reading.push_back(&loader);
-  }
-  void loop_ended(data::LoaderBase& loader) noexcept override { std::erase(reading, &loader); }
-  void loader_gone(data::LoaderBase& loader) noexcept override {
-    std::erase(reading, &loader);
-    std::erase(loaders, &loader);
-  }
 };
 
 namespace {
@@ -270,24 +266,10 @@ void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
 }
 
 void Accelerator::State::prepare_loader(const LoaderRequest& request) {
-  data::LoaderBase& loader = *request.loader;
-  if (std::ranges::find(loaders, &loader) != loaders.end()) return;
-  TS_CHECK(loader.observer() == nullptr, "prepare",
-           "the loader belongs to another Accelerator; make one for each");
-  if (data_ranks > 1) {
-    const auto* batches = dynamic_cast<const data::BatchSource*>(request.source.get());
-    TS_CHECK_AS(UnsupportedError, batches != nullptr, "prepare",
-                "a loader's share is taken from a BatchSource; this one reads a stream or has a "
-                "source of its own; set the rank's own source yourself");
-    request.set_source(std::make_shared<data::DistributedBatchSource>(
-        *batches,
-        data::RankShare{.rank = data_rank,
-                        .world_size = data_ranks,
-                        .tail = even_batches ? data::Tail::kWrapAround : data::Tail::kUneven}));
+  request.prepare(*loader_plan);
+  if (std::ranges::find(loaders, request.loader) == loaders.end()) {
+    loaders.push_back(request.loader);
   }
-  if (!request.source) loader.set_look_ahead(true);
-  loader.set_observer(shared_from_this());
-  loaders.push_back(&loader);
 }
 
 void Accelerator::State::prepare_schedule(optim::Schedule& schedule) {
@@ -325,11 +307,14 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : state_(std::make_s
   state.step_schedule_with_optimizer = options.step_schedule_with_optimizer.value_or(true);
   state.schedule_unit = options.schedule_unit.value_or(ScheduleUnit::kUpdates);
   state.split_batches = options.split_batches.value_or(false);
-  state.even_batches = options.even_batches.value_or(true);
-  if (num_processes() > 1) {
-    state.data_rank = distributed::mesh().coordinate("dp");
-    state.data_ranks = distributed::mesh().size("dp");
-  }
+  state.dealt_ranks = num_processes() > 1 ? &distributed::mesh().group("dp") : &world();
+  state.data_rank = state.dealt_ranks->rank();
+  state.data_ranks = state.dealt_ranks->size();
+  state.loader_plan = std::make_unique<accelerate::LoaderPlan>(
+      *state.dealt_ranks,
+      accelerate::LoaderPlanOptions{.split_batches = state.split_batches,
+                                    .dispatch_batches = options.dispatch_batches,
+                                    .even_batches = options.even_batches.value_or(true)});
   state.counters.seed = options.seed.value_or(random_state().seed);
   state.begin_random_numbers();
 }
@@ -338,7 +323,7 @@ Accelerator::~Accelerator() = default;
 
 void Accelerator::free_memory() {
   State& state = *state_;
-  for (data::LoaderBase* loader : state.loaders) loader->set_observer(nullptr);
+  state.loader_plan->release_all();
   for (const auto& record : state.optimizers) {
     record->optimizer->set_step_gate({});
     record->optimizer->set_zero_grad_gate({});
@@ -349,7 +334,6 @@ void Accelerator::free_memory() {
   state.schedules.clear();
   state.plateau_schedules.clear();
   state.loaders.clear();
-  state.reading.clear();
   state.open.clear();
   state.sync_gradients = true;
   state.counters = {.seed = state.counters.seed};
@@ -391,6 +375,7 @@ MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
   for (const auto& record : micro.records) {
     record->window.begin_micro(record->steps.value_or(state.steps), ends);
     sync = sync && record->window.is_boundary();
+    record->plan_forward(record->window.is_boundary() || state.sync_each_batch);
   }
   state.sync_gradients = sync;
   auto scope = std::make_unique<MicroBatch::Scope>(state_, micro.id);
@@ -417,10 +402,11 @@ double Accelerator::State::weigh(std::optional<double> weight) {
     if (counters.nominal_weight == 0) counters.nominal_weight = agree_on_nominal(*weight);
     return *weight / counters.nominal_weight;
   }
-  const data::LoaderBase* loader = active();
+  const data::LoaderBase* loader = loader_plan->active();
   if (loader == nullptr) return 1;
   if (counters.nominal_samples == 0) {
-    counters.nominal_samples = static_cast<double>(loader->options().batch_size);
+    counters.nominal_samples =
+        static_cast<double>(loader->options().batch_size) / (split_batches ? data_ranks : 1);
   }
   return static_cast<double>(loader->batch_samples()) / counters.nominal_samples;
 }
@@ -431,9 +417,7 @@ double Accelerator::State::agree_on_nominal(double weight) {
   if (data_ranks > 1 && !joined) {
     const Tensor nominal = raw::empty({1}, kF64);
     *value_of(nominal) = weight;
-    distributed::mesh()
-        .group("dp")
-        .broadcast(nominal, 0, {.channel = Channel::kControl, .tag = "nominal_weight"})
+    dealt_ranks->broadcast(nominal, 0, {.channel = Channel::kControl, .tag = "nominal_weight"})
         .wait();
     weight = *value_of(nominal);
   } else if (joined) {
@@ -531,7 +515,22 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
 AcceleratorScope Accelerator::no_sync(nn::ModuleBase& model) {
   const auto record = state_->at(model, "no_sync");
   ++record->no_sync;
-  return AcceleratorScope([record] { --record->no_sync; });
+  record->plan_forward(record->window.is_boundary());
+  return AcceleratorScope([record] {
+    --record->no_sync;
+    record->plan_forward(record->window.is_boundary());
+  });
+}
+
+AcceleratorScope Accelerator::without_reduction(nn::ModuleBase& model) {
+  const auto record = state_->at(model, "without_reduction");
+  TS_CHECK(!record->local, "without_reduction", "a scope of this model is open already");
+  record->local = true;
+  record->plan_forward(false);
+  return AcceleratorScope([record] {
+    record->local = false;
+    record->plan_forward(record->window.is_boundary());
+  });
 }
 
 void Accelerator::trigger_sync_in_backward(nn::ModuleBase& model) {
@@ -635,6 +634,7 @@ void Accelerator::join_uneven_inputs(nn::ModuleBase& model, const std::function<
   if (!record->replica) return body();
   const ScopedValue<bool> joined(state_->joined, true);
   const ScopedValue<bool> by_count(state_->sync_with_dataloader, false);
+  const accelerate::EvenBatchesScope uneven(*state_->loader_plan, options.even_batches);
   distributed::Join join =
       record->replica->join({.throw_on_early_end = options.throw_on_early_end});
   body();
@@ -670,11 +670,10 @@ void Accelerator::synchronize_rng_states() {
 
 // ---- Looking -----------------------------------------------------------------------------------
 
-data::LoaderBase* Accelerator::active_loader() const { return state_->active(); }
-bool Accelerator::end_of_dataloader() const {
-  const data::LoaderBase* loader = state_->active();
-  return loader != nullptr && loader->batch_is_last();
-}
+data::LoaderBase* Accelerator::active_loader() const { return state_->loader_plan->active(); }
+bool Accelerator::end_of_dataloader() const { return state_->loader_plan->end_of_loader(); }
+accelerate::LoaderPlan& Accelerator::loader_plan() { return *state_->loader_plan; }
+distributed::Group& Accelerator::data_ranks() const { return *state_->dealt_ranks; }
 
 const AcceleratorOptions& Accelerator::options() const { return state_->options; }
 std::vector<nn::ModuleBase*> Accelerator::models() const {
@@ -691,7 +690,13 @@ std::vector<optim::Schedule*> Accelerator::schedules() const { return state_->sc
 std::vector<optim::PlateauSchedule*> Accelerator::plateau_schedules() const {
   return state_->plateau_schedules;
 }
-std::vector<data::LoaderBase*> Accelerator::loaders() const { return state_->loaders; }
+std::vector<data::LoaderBase*> Accelerator::loaders() const {
+  std::vector<data::LoaderBase*> alive;
+  std::ranges::copy_if(state_->loaders, std::back_inserter(alive), [&](const auto* loader) {
+    return state_->loader_plan->is_prepared(*loader);
+  });
+  return alive;
+}
 
 Accelerator::Counters Accelerator::counters() const {
   for (const auto& record : state_->models) {

@@ -55,6 +55,8 @@
 #include <variant>
 #include <vector>
 
+#include <tessera/accelerate/loader_plan.h>
+#include <tessera/accelerate/operations.h>
 #include <tessera/accelerate/process_control.h>
 #include <tessera/core/tensor.h>
 
@@ -68,13 +70,6 @@ class Optimizer;
 class PlateauSchedule;
 class Schedule;
 }  // namespace optim
-namespace data {
-class IndexSource;
-class LoaderBase;
-}  // namespace data
-namespace distributed {
-struct ShardReport;
-}
 
 // In what prepared models compute.
 enum class Precision : uint8_t {
@@ -97,8 +92,9 @@ struct AcceleratorOptions {
   std::optional<bool> step_schedule_with_optimizer = {};    // true: only where it has stepped
   std::optional<ScheduleUnit> schedule_unit = {};           // kUpdates
   std::optional<bool> split_batches = {};                   // false: batch_size is of one rank
-  std::optional<bool> even_batches = {};                    // true: the tail is filled up
-  std::optional<uint64_t> seed = {};                        // the Context's
+  std::optional<bool> even_batches = {};      // true: an epoch's last turn is filled up
+  std::optional<bool> dispatch_batches = {};  // unset: rank 0 reads streams, nothing else
+  std::optional<uint64_t> seed = {};          // the Context's
 };
 
 class Accelerator;
@@ -149,8 +145,7 @@ class Accelerator : public ProcessControl {
   //   loader     reads this rank's share
   //   schedule   steps where its own optimizer has
   // Preparing an object again changes nothing; nullptr is passed over. Collective where there are
-  // models or loaders. Throws what replicate() throws, ValueError for a loader that another
-  // Accelerator has, UnsupportedError for a loader that cannot be shared among ranks.
+  // models or loaders. Throws what replicate() and LoaderPlan::prepare() throw.
   template <class... Objects>
   void prepare(Objects&... objects) {
     Preparation preparation;
@@ -201,6 +196,9 @@ class Accelerator : public ProcessControl {
   // came before.
   AcceleratorScope no_sync(nn::ModuleBase& model);
   void trigger_sync_in_backward(nn::ModuleBase& model);
+  // Windows of the model end on this rank alone in the scope: its gradients are the weighted mean
+  // of its own micro-batches. For algorithms that bring the ranks together otherwise (LocalSGD).
+  AcceleratorScope without_reduction(nn::ModuleBase& model);
 
   // At the boundary: clips and returns the norm before, f64, one element: of the true, reduced
   // gradients of any subset of parameters. Elsewhere nothing, and an undefined tensor.
@@ -240,6 +238,28 @@ class Accelerator : public ProcessControl {
   // The loader that is being read: the innermost of nested loops; null outside.
   data::LoaderBase* active_loader() const;
   bool end_of_dataloader() const;  // its batch in hand is the last
+  accelerate::LoaderPlan& loader_plan();
+
+  // ---- Values of all ranks: accelerate/operations.h along the data-parallel ranks
+  template <class T>
+  T gather(T value) const {
+    return accelerate::gather(std::move(value), data_ranks());
+  }
+  template <class T>
+  T reduce(T value, accelerate::Reduction reduction = accelerate::Reduction::kMean) const {
+    return accelerate::reduce(std::move(value), reduction, data_ranks());
+  }
+  template <class T>
+  T broadcast(T value, int from = 0) const {
+    return accelerate::broadcast(std::move(value), from, data_ranks());
+  }
+  template <class T>
+  T pad_across_processes(T value, const accelerate::PadOptions& pad = {}) const {
+    return accelerate::pad_across_processes(std::move(value), pad, data_ranks());
+  }
+  // The ranks among which batches are dealt: the axis "dp" of the Context's mesh.
+  distributed::Group& data_ranks() const;
+
   // What is set up: ranks, settings with their origin, models, loaders.
   std::string describe() const;
   const AcceleratorOptions& options() const;
@@ -262,12 +282,10 @@ class Accelerator : public ProcessControl {
 
  private:
   friend class MicroBatch;
-  friend class LocalSGD;
   struct State;
   struct LoaderRequest {
     data::LoaderBase* loader;
-    std::shared_ptr<const data::IndexSource> source;  // null: a stream
-    std::function<void(std::shared_ptr<const data::IndexSource>)> set_source;
+    std::function<void(accelerate::LoaderPlan&)> prepare;
   };
   struct Preparation {
     std::vector<nn::ModuleBase*> models;
@@ -292,14 +310,8 @@ class Accelerator : public ProcessControl {
     } else if constexpr (std::derived_from<T, optim::PlateauSchedule>) {
       preparation.plateau_schedules.push_back(&object);
     } else if constexpr (std::derived_from<T, data::LoaderBase>) {
-      LoaderRequest request{&object, nullptr, {}};
-      if constexpr (requires { object.set_source(object.source()); }) {
-        request.source = object.source();
-        request.set_source = [&object](std::shared_ptr<const data::IndexSource> source) {
-          object.set_source(std::move(source));
-        };
-      }
-      preparation.loaders.push_back(std::move(request));
+      preparation.loaders.push_back(
+          {&object, [&object](accelerate::LoaderPlan& plan) { plan.prepare(object); }});
     } else {
       static_assert(!sizeof(T*), "prepare() takes models, optimizers, loaders and schedules");
     }

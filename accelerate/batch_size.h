@@ -1,0 +1,65 @@
+// The largest batch size that fits into memory, found by trying.
+//
+//     auto result = find_executable_batch_size(accelerator, 128, [&](int64_t batch_size) {
+//       Gpt model(config);                       // made anew in every try
+//       data::DataLoader loader(dataset, {.batch_size = batch_size});
+//       ...
+//       return train(model, loader);
+//     });
+//
+// Sizes go down by a tenth: 128 115 103 92 82 ... A try has failed where any rank throws
+// OutOfMemory or std::bad_alloc: all ranks then try the next size together. Any other exception
+// ends the search on its rank, and with the rank's failure that of the others.
+//
+// Ranks agree when their bodies have ended. A body that reduces gradients while another rank has
+// run out of memory waits for it until the collective's timeout: let the body fit its memory (one
+// step under no_sync(), say) before it trains.
+#pragma once
+
+#include <concepts>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include <tessera/accelerate/process_control.h>
+
+namespace tessera {
+
+struct BatchSizeOptions {
+  // The next size to try; must fall. Default: size * 9 / 10.
+  std::function<int64_t(int64_t size)> next = {};
+  // Told on the main rank when a try has failed.
+  std::function<void(int64_t size, const std::string& reason)> on_failure = {};
+};
+
+namespace detail {
+// Calls attempt(size) until one succeeds on every rank; that size.
+int64_t search_batch_size(const ProcessControl& ranks, int64_t start,
+                          const std::function<void(int64_t)>& attempt,
+                          const BatchSizeOptions& options);
+}  // namespace detail
+
+// What the body returned at the first size that succeeded. Collective. ValueError for a start below
+// 1 or a `next` that does not fall, OutOfMemory where no size is left.
+template <std::invocable<int64_t> Body>
+auto find_executable_batch_size(const ProcessControl& ranks, int64_t start, Body&& body,
+                                const BatchSizeOptions& options = {}) {
+  using Result = std::invoke_result_t<Body, int64_t>;
+  if constexpr (std::is_void_v<Result>) {
+    detail::search_batch_size(ranks, start, body, options);
+  } else {
+    std::optional<Result> result;
+    detail::search_batch_size(
+        ranks, start,
+        [&](int64_t size) {
+          result.reset();
+          result.emplace(body(size));
+        },
+        options);
+    return std::move(*result);
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,55 @@
+#include <tessera/accelerate/local_sgd.h>
+
+#include <memory>
+#include <vector>
+
+#include <tessera/core/error.h>
+#include <tessera/distributed/collectives.h>
+#include <tessera/nn/module.h>
+
+namespace tessera {
+
+LocalSGD::LocalSGD(Accelerator& accelerator, nn::ModuleBase& model, const LocalSGDOptions& options)
+    : accelerator_(accelerator), model_(model), options_(options) {
+  TS_CHECK(options.steps >= 1, "LocalSGD", "steps must be at least 1; got ", options.steps);
+  if (options.enabled && accelerator.data_ranks().size() > 1) {
+    scope_.emplace(accelerator.without_reduction(model));
+  }
+}
+
+LocalSGD::~LocalSGD() = default;
+
+void LocalSGD::step() {
+  if (!scope_ || !accelerator_.sync_gradients()) return;
+  if (++updates_ % options_.steps == 0) average();
+}
+
+void LocalSGD::finish() {
+  if (!scope_) return;
+  average();
+  scope_.reset();
+}
+
+void LocalSGD::average() {
+  using distributed::CoalescedScope;
+  distributed::Group& ranks = accelerator_.data_ranks();
+  std::vector<Tensor> parameters;
+  for (const Tensor& parameter : model_.parameters()) {
+    if (parameter.requires_grad()) parameters.push_back(parameter.detach());
+  }
+  std::vector<distributed::Work> works;
+  for (size_t next = 0; next < parameters.size();) {
+    CoalescedScope bucket(ranks, {.channel = distributed::Channel::kParameter, .tag = "local_sgd"});
+    for (int64_t bytes = 0; next < parameters.size() && bytes < options_.bucket_bytes; ++next) {
+      bucket.all_reduce(parameters[next], distributed::ReduceOp::kMean);
+      bytes += parameters[next].nbytes();
+    }
+    works.push_back(bucket.finish());
+  }
+  for (const distributed::Work& work : works) work.wait();
+  // detach() shares the version: what autocast keeps of them is stale.
+  for (const Tensor& parameter : parameters) parameter.bump_version();
+  ++averages_;
+}
+
+}  // namespace tessera
