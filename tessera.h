@@ -67,3 +67,12 @@
 #include <tessera/data/token_file.h>
 #include <tessera/data/tokenizer.h>
 #include <tessera/data/wordpiece.h>
+
+#include <tessera/accelerate/accelerator.h>
+#include <tessera/accelerate/memory_tracker.h>
+#include <tessera/accelerate/metrics.h>
+#include <tessera/accelerate/operations.h>
+#include <tessera/accelerate/profile.h>
+#include <tessera/accelerate/progress.h>
+#include <tessera/accelerate/run.h>
+#include <tessera/accelerate/tracker.h>
