@@ -101,7 +101,8 @@ struct StateIoOptions {
   // next one waits for it.
   bool asynchronous = false;
   // Told on the main rank of what must not go by unseen: a damaged folder that was passed over, a
-  // folder that could not be removed. Default: a line to stderr.
+  // folder that could not be removed. Default: a line to stderr. An asynchronous save calls it
+  // from its thread.
   std::function<void(const std::string&)> warn = {};
   // Called on every rank at each stage of a save (distributed/checkpoint/commit.h); for tests.
   std::function<void(distributed::SaveStage)> at_stage = {};

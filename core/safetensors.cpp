@@ -408,60 +408,31 @@ std::map<std::string, Tensor> load_safetensors(const std::string& path) {
   return tensors;
 }
 
+// ---- Writing -----------------------------------------------------------------------------------
+
 namespace {
 
-// Writes the elements in row-major order, whatever the strides.
-void write_elements(AtomicFile& file, const Tensor& x) {
-  if (x.numel() == 0) return;
-  if (x.is_contiguous()) return file.write(x.data(), static_cast<size_t>(x.nbytes()));
-  const size_t element = static_cast<size_t>(size_of(x.dtype()));
-  const char* base = static_cast<const char*>(x.data());
-  const int last = x.dim() - 1;
-  Shape index = Shape::filled(x.dim(), 0);
-  for (;;) {
-    int64_t offset = 0;
-    for (int d = 0; d < last; ++d) offset += index[d] * x.strides()[d];
-    for (int64_t i = 0; i < x.shape()[last]; ++i) {
-      file.write(base + (offset + i * x.strides()[last]) * static_cast<int64_t>(element), element);
-    }
-    int d = last - 1;
-    for (; d >= 0 && ++index[d] == x.shape()[d]; --d) index[d] = 0;
-    if (d < 0) return;
-  }
+uint64_t bytes_of(const SafeTensorsWriter::Entry& entry) {
+  return static_cast<uint64_t>(checked_numel(entry.shape, "save_safetensors") *
+                               size_of(entry.dtype));
 }
 
-}  // namespace
-
-void save_safetensors(const std::string& path, const std::map<std::string, Tensor>& tensors,
+// Length and header. Text by hand: the order of the entries is that of the elements, and an ordered
+// JSON object would search all earlier names for each new one.
+std::string header_of(const std::string& path, const std::vector<SafeTensorsWriter::Entry>& entries,
                       const std::map<std::string, std::string>& metadata) {
-  std::vector<std::pair<std::string_view, Tensor>> ordered;
-  for (const auto& [name, tensor] : tensors) {
-    TS_CHECK(tensor.defined(), "save_safetensors", "tensor ", shown(name),
-             " is undefined; leave it out");
-    TS_CHECK(name != kMetadataKey, "save_safetensors", "'", kMetadataKey,
-             "' is reserved by the format; name the tensor differently");
-    TS_CHECK_DEVICE(tensor.device().is_cpu(), "save_safetensors", "expects tensors on the cpu; ",
-                    shown(name), " is ", tensor, "; move it there first");
-    ordered.emplace_back(name, tensor);
-  }
-  std::stable_sort(ordered.begin(), ordered.end(), [](const auto& a, const auto& b) {
-    return size_of(a.second.dtype()) > size_of(b.second.dtype());
-  });
-
-  // Text by hand: the order of the entries is that of the elements, and an ordered JSON object
-  // would search all earlier names for each new one.
   std::string text = "{";
   uint64_t position = 0;
   try {
     if (!metadata.empty()) {
       text += nlohmann::json(kMetadataKey).dump() + ":" + nlohmann::json(metadata).dump() + ",";
     }
-    for (const auto& [name, tensor] : ordered) {
-      const uint64_t end = position + static_cast<uint64_t>(tensor.nbytes());
-      const nlohmann::json entry = {{"dtype", file_name_of(tensor.dtype())},
-                                    {"shape", tensor.shape().to_vector()},
-                                    {"data_offsets", {position, end}}};
-      text += nlohmann::json(name).dump() + ":" + entry.dump() + ",";
+    for (const SafeTensorsWriter::Entry& entry : entries) {
+      const uint64_t end = position + bytes_of(entry);
+      const nlohmann::json fields = {{"dtype", file_name_of(entry.dtype)},
+                                     {"shape", entry.shape.to_vector()},
+                                     {"data_offsets", {position, end}}};
+      text += nlohmann::json(entry.name).dump() + ":" + fields.dump() + ",";
       position = end;
     }
   } catch (const nlohmann::json::exception&) {
@@ -474,13 +445,102 @@ void save_safetensors(const std::string& path, const std::map<std::string, Tenso
   TS_CHECK(text.size() <= kMaxHeaderBytes, "save_safetensors", "the header has at most ",
            kMaxHeaderBytes, " bytes; names and metadata need ", text.size(),
            "; write several files");
+  const uint64_t bytes = text.size();
+  return std::string(reinterpret_cast<const char*>(&bytes), 8) + text;
+}
 
-  AtomicFile file(path);
-  const uint64_t header_bytes = text.size();
-  file.write(&header_bytes, 8);
-  file.write(text);
-  for (const auto& [name, tensor] : ordered) write_elements(file, tensor);
-  file.commit();
+}  // namespace
+
+SafeTensorsWriter::SafeTensorsWriter(const std::string& path, std::vector<Entry> entries,
+                                     const std::map<std::string, std::string>& metadata)
+    : order_(std::move(entries)) {
+  std::sort(order_.begin(), order_.end(), [](const Entry& a, const Entry& b) {
+    const int64_t a_size = size_of(a.dtype), b_size = size_of(b.dtype);
+    return a_size != b_size ? a_size > b_size : a.name < b.name;
+  });
+  std::map<std::string_view, int> names;
+  for (const Entry& entry : order_) {
+    TS_CHECK(entry.name != kMetadataKey, "save_safetensors", "'", kMetadataKey,
+             "' is reserved by the format; name the tensor differently");
+    TS_CHECK(names.emplace(entry.name, 0).second, "save_safetensors", "every name stands once; ",
+             shown(entry.name), " was given twice");
+  }
+  const std::string header = header_of(path, order_, metadata);
+  file_ = std::make_unique<AtomicFile>(path);
+  file_->write(header);
+  skip_complete();
+}
+SafeTensorsWriter::~SafeTensorsWriter() = default;
+
+void SafeTensorsWriter::skip_complete() {
+  while (current_ < order_.size() && written_ == bytes_of(order_[current_])) {
+    ++current_;
+    written_ = 0;
+  }
+}
+
+void SafeTensorsWriter::write(std::string_view name, const void* data, size_t bytes) {
+  if (bytes == 0) return;
+  TS_CHECK(current_ < order_.size() && order_[current_].name == name, "save_safetensors",
+           "tensors are written in order; the next is ",
+           current_ < order_.size() ? shown(order_[current_].name) : "none", ", given ",
+           shown(name), "; follow order()");
+  const uint64_t left = bytes_of(order_[current_]) - written_;
+  TS_CHECK(bytes <= left, "save_safetensors", shown(name), " has ", left, " bytes left; given ",
+           bytes, "; give its elements once");
+  file_->write(data, bytes);
+  written_ += bytes;
+  skip_complete();
+}
+
+void SafeTensorsWriter::commit() {
+  TS_CHECK(current_ == order_.size(), "save_safetensors", "elements of ",
+           shown(order_[current_].name), " are missing; write all before commit()");
+  file_->commit();
+}
+
+namespace {
+
+// Writes the elements in row-major order, whatever the strides.
+void write_elements(SafeTensorsWriter& file, const std::string& name, const Tensor& x) {
+  if (x.numel() == 0) return;
+  if (x.is_contiguous()) return file.write(name, x.data(), static_cast<size_t>(x.nbytes()));
+  const size_t element = static_cast<size_t>(size_of(x.dtype()));
+  const char* base = static_cast<const char*>(x.data());
+  const int last = x.dim() - 1;
+  Shape index = Shape::filled(x.dim(), 0);
+  std::string row(static_cast<size_t>(x.shape()[last]) * element, '\0');
+  for (;;) {
+    int64_t offset = 0;
+    for (int d = 0; d < last; ++d) offset += index[d] * x.strides()[d];
+    for (int64_t i = 0; i < x.shape()[last]; ++i) {
+      std::memcpy(row.data() + static_cast<size_t>(i) * element,
+                  base + (offset + i * x.strides()[last]) * static_cast<int64_t>(element), element);
+    }
+    file.write(name, row.data(), row.size());
+    int d = last - 1;
+    for (; d >= 0 && ++index[d] == x.shape()[d]; --d) index[d] = 0;
+    if (d < 0) return;
+  }
+}
+
+}  // namespace
+
+void save_safetensors(const std::string& path, const std::map<std::string, Tensor>& tensors,
+                      const std::map<std::string, std::string>& metadata) {
+  std::vector<SafeTensorsWriter::Entry> entries;
+  for (const auto& [name, tensor] : tensors) {
+    TS_CHECK(tensor.defined(), "save_safetensors", "tensor ", shown(name),
+             " is undefined; leave it out");
+    TS_CHECK_DEVICE(tensor.device().is_cpu(), "save_safetensors", "expects tensors on the cpu; ",
+                    shown(name), " is ", tensor, "; move it there first");
+    entries.push_back({name, tensor.dtype(), tensor.shape()});
+  }
+  SafeTensorsWriter writer(path, std::move(entries), metadata);
+  for (const auto& entry : writer.order()) {
+    write_elements(writer, entry.name, tensors.at(entry.name));
+  }
+  writer.commit();
 }
 
 }  // namespace tessera

@@ -27,6 +27,7 @@
 
 namespace tessera {
 
+class AtomicFile;
 class MappedFile;
 
 struct SafeTensorsEntry {
@@ -78,5 +79,39 @@ std::map<std::string, Tensor> load_safetensors(const std::string& path);
 // Throws ValueError (undefined tensor, name that is not UTF-8), DeviceError, IoError.
 void save_safetensors(const std::string& path, const std::map<std::string, Tensor>& tensors,
                       const std::map<std::string, std::string>& metadata = {});
+
+// Writes a file tensor by tensor, with no more in memory than one piece of one tensor.
+//
+//     SafeTensorsWriter writer("merged.safetensors", {{"a", kF32, {2, 3}}, {"b", kI64, {}}});
+//     for (const auto& entry : writer.order()) { ...; writer.write(entry.name, data, bytes); }
+//     writer.commit();
+class SafeTensorsWriter {
+ public:
+  struct Entry {
+    std::string name;
+    DType dtype;
+    Shape shape;
+  };
+  // ValueError for a name twice, reserved or not UTF-8; IoError.
+  SafeTensorsWriter(const std::string& path, std::vector<Entry> entries,
+                    const std::map<std::string, std::string>& metadata = {});
+  ~SafeTensorsWriter();
+  SafeTensorsWriter(const SafeTensorsWriter&) = delete;
+  SafeTensorsWriter& operator=(const SafeTensorsWriter&) = delete;
+
+  // The order in which elements must come: wide dtypes first, then by name.
+  const std::vector<Entry>& order() const { return order_; }
+  // The next elements of a tensor, row-major. ValueError out of turn or beyond its bytes.
+  void write(std::string_view name, const void* data, size_t bytes);
+  // Makes the file visible. ValueError where elements are missing.
+  void commit();
+
+ private:
+  void skip_complete();
+  std::vector<Entry> order_;
+  std::unique_ptr<AtomicFile> file_;
+  size_t current_ = 0;    // in order_
+  uint64_t written_ = 0;  // of its bytes
+};
 
 }  // namespace tessera

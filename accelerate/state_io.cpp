@@ -1,0 +1,577 @@
+#include <tessera/accelerate/state_io.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <tuple>
+
+#include <tessera/autograd/ops.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/random.h>
+#include <tessera/data/dataloader.h>
+#include <tessera/distributed/checkpoint/commit.h>
+#include <tessera/distributed/checkpoint/reader.h>
+#include <tessera/distributed/collectives.h>
+#include <tessera/nn/module.h>
+#include <tessera/optim/optimizer.h>
+
+namespace tessera::accelerate {
+namespace {
+
+namespace fs = std::filesystem;
+using distributed::CheckpointReader;
+using distributed::SaveItem;
+
+constexpr std::string_view kNamePrefix = "checkpoint_";
+constexpr std::string_view kKind = "training-state";
+constexpr std::string_view kTiedPrefix = "tied:";
+
+std::string checkpoints_folder(const std::string& project_dir) {
+  return (fs::path(project_dir) / "checkpoints").string();
+}
+std::string numbered_folder(const std::string& project_dir, int64_t number) {
+  return (fs::path(checkpoints_folder(project_dir)) /
+          (std::string(kNamePrefix) + std::to_string(number)))
+      .string();
+}
+
+// "checkpoint_12" -> 12; nothing for any other spelling.
+std::optional<int64_t> number_of(std::string_view name) {
+  if (!name.starts_with(kNamePrefix)) return std::nullopt;
+  name.remove_prefix(kNamePrefix.size());
+  if (name.empty() || name.size() > 18 || (name.size() > 1 && name[0] == '0')) return std::nullopt;
+  int64_t number = 0;
+  for (const char c : name) {
+    if (c < '0' || c > '9') return std::nullopt;
+    number = number * 10 + (c - '0');
+  }
+  return number;
+}
+
+std::string numbered(std::string_view kind, size_t index) {
+  return std::string(kind) + "." + std::to_string(index) + ".";
+}
+
+// ---- From objects to tensors and back ----------------------------------------------------------
+
+// The tensors of a state; those that are one tensor under several names once.
+void add_state(std::vector<SaveItem>& items, std::map<std::string, std::string>& metadata,
+               const std::string& prefix, const StateDict& state) {
+  using Identity = std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>, DType>;
+  std::map<Identity, std::string> seen;
+  for (const auto& [name, tensor] : state) {
+    const std::string full = prefix + name;
+    TS_CHECK(tensor.defined(), "save_state", "'", full,
+             "' is undefined; leave it out of state_dict");
+    if (!tensor.is_meta() && tensor.numel() > 0) {
+      const auto [first, added] =
+          seen.try_emplace(Identity{tensor.data(), tensor.shape().to_vector(),
+                                    tensor.strides().to_vector(), tensor.dtype()},
+                           full);
+      if (!added) {
+        metadata[std::string(kTiedPrefix) + full] = first->second;
+        continue;
+      }
+    }
+    items.push_back(SaveItem::whole(full, tensor));
+  }
+}
+
+std::string random_name(int rank) { return "random." + std::to_string(rank); }
+
+// Unsigned numbers as the bits of signed ones.
+Tensor random_tensor() {
+  const tessera::RandomState& random = random_state();
+  const Tensor state = raw::empty({2}, kI64);
+  std::memcpy(state.data(), &random.seed, 8);
+  std::memcpy(state.data_as<int64_t>() + 1, &random.next_stream, 8);
+  return state;
+}
+tessera::RandomState random_of(const Tensor& state) {
+  TS_CHECK_AS(FormatError, state.dtype() == kI64 && state.shape() == Shape{2}, "load_state",
+              "the random numbers of a rank are i64[2]; the checkpoint has ", state,
+              "; load an older checkpoint.");
+  tessera::RandomState random;
+  std::memcpy(&random.seed, state.data(), 8);
+  std::memcpy(&random.next_stream, state.data_as<int64_t>() + 1, 8);
+  return random;
+}
+
+// A checkpoint as objects see it.
+class SavedState {
+ public:
+  SavedState(CheckpointReader& reader, const Device& device) : reader_(reader), device_(device) {
+    for (const auto& [key, value] : reader.metadata()) {
+      if (key.starts_with(kTiedPrefix)) tied_.emplace(key.substr(kTiedPrefix.size()), value);
+    }
+  }
+
+  StateDict section(const std::string& prefix) const {
+    StateDict state;
+    for (const auto& [name, tensor] : reader_.state_dict(prefix)) {
+      state.set(name, device_.is_cpu() ? tensor : tensor.to(device_));
+    }
+    for (auto alias = tied_.lower_bound(prefix);
+         alias != tied_.end() && alias->first.starts_with(prefix); ++alias) {
+      if (const Tensor* tensor =
+              state.find(alias->second.substr(std::min(prefix.size(), alias->second.size())))) {
+        state.set(alias->first.substr(prefix.size()), Tensor(*tensor));
+      }
+    }
+    return state;
+  }
+
+  int64_t number(const std::string& key) const {
+    const auto found = reader_.metadata().find(key);
+    TS_CHECK_AS(FormatError, found != reader_.metadata().end(), "load_state", "'", reader_.folder(),
+                "': the metadata has no '", key, "'; it is no checkpoint of a training state.");
+    const std::string& text = found->second;
+    const bool digits = !text.empty() && text.size() <= 18 &&
+                        std::ranges::all_of(text, [](char c) { return c >= '0' && c <= '9'; });
+    TS_CHECK_AS(FormatError, digits, "load_state", "'", reader_.folder(), "': the metadata '", key,
+                "' must be a whole number; it is ", distributed::shown(text),
+                "; load an older checkpoint.");
+    return std::stoll(text);
+  }
+
+  CheckpointReader& reader() const { return reader_; }
+
+ private:
+  CheckpointReader& reader_;
+  Device device_;
+  std::map<std::string, std::string> tied_;
+};
+
+// The numbers of objects of each kind, as metadata says them.
+std::map<std::string, int64_t> counts_of(const TrainingState& state, size_t registered) {
+  const auto number = [](size_t size) { return static_cast<int64_t>(size); };
+  return {{"models", number(state.models.size())},
+          {"optimizers", number(state.optimizers.size())},
+          {"schedules", number(state.schedules.size())},
+          {"loaders", number(state.loaders.size())},
+          {"objects", number(registered)},
+          {"scaler", state.scaler.has_value()},
+          {"counters", state.counters.has_value()}};
+}
+
+template <class Function>
+void with_name(const std::string& name, Function&& function) {
+  try {
+    function();
+  } catch (Error& error) {
+    error.add_context(name);
+    throw;
+  }
+}
+
+}  // namespace
+
+MapLocation parse_map_location(std::string_view text) {
+  if (text == "cpu") return MapLocation::kCpu;
+  if (text == "on_device") return MapLocation::kOnDevice;
+  TS_THROW(ConfigError, "map_location", "must be cpu or on_device; got ", distributed::shown(text),
+           "; give one of them.");
+}
+
+std::vector<NumberedCheckpoint> list_checkpoints(const std::string& project_dir) {
+  std::vector<NumberedCheckpoint> found;
+  std::error_code error;
+  const std::string folder = checkpoints_folder(project_dir);
+  for (fs::directory_iterator entry(folder, error), end; !error && entry != end;
+       entry.increment(error)) {
+    const auto number = number_of(entry->path().filename().string());
+    std::error_code status;
+    if (number && entry->is_directory(status)) found.push_back({*number, entry->path().string()});
+  }
+  std::ranges::sort(found, {}, &NumberedCheckpoint::number);
+  return found;
+}
+
+Request should_checkpoint(distributed::Group& group) {
+  Request request = requested();
+  if (group.size() > 1) {
+    const Tensor highest = scalar_tensor(static_cast<int64_t>(request), kI64);
+    distributed::all_reduce(highest, distributed::ReduceOp::kMax, group, {.tag = "checkpoint"});
+    request = static_cast<Request>(highest.item<int64_t>());
+  }
+  if (request != Request::kNone) clear_request();
+  return request;
+}
+
+// ---- StateIo -----------------------------------------------------------------------------------
+
+struct StateIo::State {
+  State(StateIoOptions given, distributed::Group& ranks)
+      : options(std::move(given)), group(ranks), saver(ranks) {}
+
+  StateIoOptions options;
+  distributed::Group& group;
+  int64_t iteration = 0;
+  std::vector<Stateful> registered;
+  std::map<int64_t, SaveStateHook> save_hooks;
+  std::map<int64_t, LoadStateHook> load_hooks;
+  int64_t next_hook = 0;
+  // Rank 0: of folders that this object has saved or looked at. Used by the thread that saves.
+  std::map<int64_t, std::optional<double>> metrics;
+  std::shared_ptr<State*> self = std::make_shared<State*>(this);  // for handles of hooks
+  distributed::CheckpointSaver saver;  // last: its thread uses the others
+
+  bool is_main() const { return group.rank() == 0; }
+
+  void warn(const std::string& message) const {
+    if (!is_main()) return;
+    if (options.warn) return options.warn(message);
+    std::fprintf(stderr, "%s\n", message.c_str());
+  }
+
+  template <class Hook>
+  HookHandle add_hook(std::map<int64_t, Hook> State::*hooks, Hook hook) {
+    const int64_t id = next_hook++;
+    (this->*hooks).emplace(id, std::move(hook));
+    return HookHandle([self = std::weak_ptr<State*>(self), hooks, id] {
+      if (const auto state = self.lock()) ((*state)->*hooks).erase(id);
+    });
+  }
+
+  // ---- Saving
+
+  std::vector<SaveItem> collect(const TrainingState& state, const std::string& folder,
+                                std::map<std::string, std::string>& metadata) {
+    std::vector<ModelWeights> models;
+    for (nn::ModuleBase* model : state.models) models.push_back({model, model->state_dict()});
+    const auto hooks = save_hooks;  // one may remove itself
+    for (const auto& [id, hook] : hooks) hook(models, folder);
+
+    std::vector<SaveItem> items;
+    for (const ModelWeights& one : models) {
+      const auto found = std::ranges::find(state.models, one.model);
+      TS_CHECK(found != state.models.end(), "save_state",
+               "a hook has added a model that was not there; hooks may take models off the list");
+      add_state(items, metadata,
+                numbered("model", static_cast<size_t>(found - state.models.begin())), one.weights);
+    }
+    const auto add_all = [&](std::string_view kind, const auto& objects, const auto& state_of) {
+      for (size_t i = 0; i < objects.size(); ++i) {
+        with_name(numbered(kind, i),
+                  [&] { add_state(items, metadata, numbered(kind, i), state_of(objects[i])); });
+      }
+    };
+    const auto pointed = [](const auto* object) { return object->state_dict(); };
+    const auto itself = [](const Stateful& object) { return object.state_dict(); };
+    add_all("optimizer", state.optimizers, pointed);
+    add_all("schedule", state.schedules, itself);
+    add_all("loader", state.loaders, pointed);
+    add_all("object", registered, itself);
+    if (state.scaler) add_state(items, metadata, "scaler.", state.scaler->state_dict());
+    if (state.counters) add_state(items, metadata, "counters.", state.counters->state_dict());
+    items.push_back(SaveItem::part(random_name(group.rank()), random_tensor(), {2}, {0}));
+    return items;
+  }
+
+  std::optional<double> metric_of(const NumberedCheckpoint& checkpoint) {
+    const auto [known, added] = metrics.try_emplace(checkpoint.number, std::nullopt);
+    if (!added) return known->second;
+    try {
+      const CheckpointReader reader(checkpoint.folder);
+      const auto text = reader.metadata().find("metric");
+      if (text != reader.metadata().end()) {
+        const nlohmann::json value = nlohmann::json::parse(text->second, nullptr, false);
+        if (value.is_number()) known->second = value.get<double>();
+      }
+    } catch (const Error&) {  // a damaged one is none of the best
+    }
+    return known->second;
+  }
+
+  // After the commit of `newest`, on rank 0.
+  void rotate(int64_t newest) {
+    if (options.total_limit == 0) return;
+    const std::vector<NumberedCheckpoint> all = list_checkpoints(options.project_dir);
+    std::set<int64_t> stay = {newest};
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (static_cast<int64_t>(all.size() - i) <= options.total_limit) stay.insert(all[i].number);
+      if (options.keep_every > 0 && all[i].number % options.keep_every == 0) {
+        stay.insert(all[i].number);
+      }
+    }
+    if (options.keep_best > 0) {
+      std::vector<std::pair<double, int64_t>> best;
+      for (const NumberedCheckpoint& one : all) {
+        const auto metric = metric_of(one);
+        if (!metric || std::isnan(*metric)) continue;
+        best.emplace_back(options.larger_is_better ? -*metric : *metric, one.number);
+      }
+      std::ranges::stable_sort(best, {}, &std::pair<double, int64_t>::first);
+      best.resize(std::min(best.size(), static_cast<size_t>(options.keep_best)));
+      for (const auto& [metric, number] : best) stay.insert(number);
+    }
+    for (const NumberedCheckpoint& one : all) {
+      if (stay.contains(one.number)) continue;
+      try {
+        distributed::remove_checkpoint(one.folder);
+        metrics.erase(one.number);
+      } catch (const Error& error) {  // the new checkpoint stands; the old one is only in the way
+        warn(error.what());
+      }
+    }
+  }
+
+  // ---- Loading
+
+  // What every rank finds: the reader, or the reason why the folder cannot be loaded. Without a
+  // place for the reason it is thrown.
+  std::optional<CheckpointReader> open(const std::string& folder, std::string* reason) {
+    std::exception_ptr own;
+    std::optional<CheckpointReader> reader;
+    try {
+      reader.emplace(folder);
+      reader->verify(group.rank(), group.size());
+    } catch (...) {
+      own = std::current_exception();
+    }
+    try {
+      distributed::throw_together(own, "load_state", group);
+    } catch (const DistributedError&) {
+      throw;
+    } catch (const Error& error) {
+      if (reason == nullptr) throw;
+      *reason = error.what();
+      return std::nullopt;
+    }
+    reader->assume_verified();
+    return reader;
+  }
+
+  void restore_random(const SavedState& saved, RandomNumbers random) {
+    if (random == RandomNumbers::kKeep) return;
+    CheckpointReader& reader = saved.reader();
+    const int before = reader.ranks(), now = group.size();
+    const auto of_rank = [&](int rank) { return random_of(reader.view(random_name(rank))); };
+    if (before == now) {
+      random_state() = of_rank(group.rank());
+      return;
+    }
+    const tessera::RandomState first = of_rank(0);
+    for (int rank = 1; rank < before; ++rank) {
+      const tessera::RandomState other = of_rank(rank);
+      TS_CHECK_AS(ConfigError, other.seed == first.seed && other.next_stream == first.next_stream,
+                  "load_state", "'", reader.folder(), "' was saved by ", before,
+                  " ranks whose random numbers differed (rank 0 was at stream ", first.next_stream,
+                  " of seed ", first.seed, ", rank ", rank, " at stream ", other.next_stream,
+                  " of seed ", other.seed, "), and ", now,
+                  " ranks load it: which rank goes on with which is not defined; load with ",
+                  before, " ranks, or with .random = RandomNumbers::kKeep.");
+    }
+    random_state() = first;
+  }
+
+  void apply(const TrainingState& state, CheckpointReader& reader, const LoadStateOptions& options_,
+             LoadedState& result) {
+    Device device = kCpu;
+    if (options_.map_location == MapLocation::kOnDevice) {
+      for (const nn::ModuleBase* model : state.models) {
+        const TensorList parameters = model->parameters();
+        if (parameters.empty()) continue;
+        device = parameters[0].device();
+        break;
+      }
+    }
+    const SavedState saved(reader, device);
+    const auto kind = reader.metadata().find("kind");
+    TS_CHECK_AS(FormatError, kind != reader.metadata().end() && kind->second == kKind, "load_state",
+                "'", reader.folder(),
+                "' is no checkpoint of a training state; give a folder that save_state has made.");
+    for (const auto& [name, count] : counts_of(state, registered.size())) {
+      TS_CHECK_AS(ConfigError, saved.number(name) == count, "load_state", "'", reader.folder(),
+                  "' holds ", saved.number(name), " ", name, ", this program has ", count,
+                  "; prepare and register the same objects as the program that saved it.");
+    }
+    result.saved_by_ranks = reader.ranks();
+    result.iteration = saved.number("iteration");
+
+    std::vector<nn::ModuleBase*> models = state.models;
+    const auto hooks = load_hooks;  // one may remove itself
+    for (const auto& [id, hook] : hooks) hook(models, reader.folder());
+    for (size_t i = 0; i < state.models.size(); ++i) {
+      if (std::ranges::find(models, state.models[i]) == models.end()) continue;
+      with_name(numbered("model", i),
+                [&] { state.models[i]->load_state_dict(saved.section(numbered("model", i))); });
+    }
+    const auto load_all = [&](std::string_view name, const auto& objects, const auto& load) {
+      for (size_t i = 0; i < objects.size(); ++i) {
+        with_name(numbered(name, i), [&] { load(objects[i], saved.section(numbered(name, i))); });
+      }
+    };
+    const auto pointed = [](auto* object, const StateDict& own) { object->load_state_dict(own); };
+    const auto itself = [](const Stateful& object, const StateDict& own) {
+      object.load_state_dict(own);
+    };
+    // The scaler before the optimizers that it guards, schedules after those whose rates they set.
+    if (state.scaler) state.scaler->load_state_dict(saved.section("scaler."));
+    load_all("optimizer", state.optimizers, pointed);
+    load_all("schedule", state.schedules, itself);
+    load_all("loader", state.loaders, pointed);
+    load_all("object", registered, itself);
+    if (state.counters) state.counters->load_state_dict(saved.section("counters."));
+    restore_random(saved, options_.random);
+  }
+};
+
+StateIo::StateIo(StateIoOptions options, distributed::Group& group)
+    : state_(std::make_unique<State>(std::move(options), group)) {
+  const StateIoOptions& given = state_->options;
+  TS_CHECK_AS(ConfigError, given.total_limit >= 0 && given.keep_every >= 0 && given.keep_best >= 0,
+              "StateIo", "total_limit, keep_every and keep_best must not be negative; got ",
+              given.total_limit, ", ", given.keep_every, " and ", given.keep_best,
+              "; 0 stands for none.");
+}
+
+StateIo::~StateIo() {
+  state_->self.reset();
+  if (std::uncaught_exceptions() > 0) return;  // a save under way is given up
+  try {
+    state_->saver.wait();
+  } catch (const std::exception& error) {
+    state_->warn(error.what());
+  }
+}
+
+void StateIo::add_registered(std::vector<std::optional<Stateful>> objects) {
+  std::string positions;
+  for (size_t i = 0; i < objects.size(); ++i) {
+    if (!objects[i]) positions += (positions.empty() ? "" : ", ") + std::to_string(i);
+  }
+  TS_CHECK(positions.empty(), "register_for_checkpointing",
+           "takes objects with state_dict and load_state_dict; the pointers at positions ",
+           positions, " (counted from 0) are null; give objects that are there.");
+  for (auto& object : objects) state_->registered.push_back(std::move(*object));
+}
+
+HookHandle StateIo::register_save_state_pre_hook(SaveStateHook hook) {
+  return state_->add_hook(&State::save_hooks, std::move(hook));
+}
+HookHandle StateIo::register_load_state_pre_hook(LoadStateHook hook) {
+  return state_->add_hook(&State::load_hooks, std::move(hook));
+}
+
+std::string StateIo::save_state(const TrainingState& state, const std::string& folder,
+                                const SaveStateOptions& options) {
+  State& own = *state_;
+  own.saver.wait();
+  const bool automatic = folder.empty();
+  TS_CHECK_AS(ConfigError, !automatic || own.options.automatic_naming, "save_state",
+              "needs a folder, or automatic naming; got neither; give one, or set ",
+              "StateIoOptions::automatic_naming.");
+  const int64_t number = own.iteration;
+  const std::string target = automatic ? numbered_folder(own.options.project_dir, number) : folder;
+
+  distributed::SaveOptions save;
+  std::map<std::string, std::string>& metadata = save.metadata;
+  metadata["kind"] = kKind;
+  metadata["iteration"] = std::to_string(automatic ? number + 1 : number);
+  if (options.metric) metadata["metric"] = nlohmann::json(*options.metric).dump();
+  for (const auto& [name, count] : counts_of(state, own.registered.size())) {
+    metadata[name] = std::to_string(count);
+  }
+  save.replace = !automatic;
+  save.asynchronous = own.options.asynchronous;
+  save.at_stage = own.options.at_stage;
+  if (automatic) {
+    save.after_commit = [&own, number, metric = options.metric] {
+      own.metrics[number] = metric;
+      own.rotate(number);
+    };
+    if (own.is_main()) {
+      distributed::remove_leftovers(
+          checkpoints_folder(own.options.project_dir),
+          [](const std::string& name) { return number_of(name).has_value(); });
+    }
+  }
+  own.saver.save(
+      target,
+      [&](const std::string& temporary, std::map<std::string, std::string>& all) {
+        return own.collect(state, temporary, all);
+      },
+      save);
+  if (automatic) own.iteration = number + 1;
+  return target;
+}
+
+LoadedState StateIo::load_state(const TrainingState& state, const std::string& folder,
+                                const LoadStateOptions& options) {
+  State& own = *state_;
+  own.saver.wait();
+  const distributed::PhaseScope phase("load");
+  const bool automatic = folder.empty();
+  TS_CHECK_AS(ConfigError, !automatic || own.options.automatic_naming, "load_state",
+              "needs a folder, or automatic naming; got neither; give one, or set ",
+              "StateIoOptions::automatic_naming.");
+  // Rank 0 says what there is: file systems may show other ranks a folder later.
+  std::vector<std::string> candidates;
+  int64_t newest = -1;
+  if (automatic) {
+    nlohmann::json found = nlohmann::json::array();
+    if (own.is_main()) {
+      for (const NumberedCheckpoint& one : list_checkpoints(own.options.project_dir)) {
+        found.push_back(one.number);
+      }
+    }
+    if (own.group.size() > 1) found = distributed::broadcast_object(found, 0, own.group);
+    for (const auto& number : found) {
+      newest = number.get<int64_t>();
+      candidates.insert(candidates.begin(), numbered_folder(own.options.project_dir, newest));
+    }
+    TS_CHECK_AS(ConfigError, !candidates.empty(), "load_state", "there is no checkpoint in '",
+                checkpoints_folder(own.options.project_dir),
+                "'; save one first, or give the folder to load.");
+  } else {
+    candidates.push_back(folder);
+  }
+
+  LoadedState result;
+  std::optional<CheckpointReader> reader;
+  for (const std::string& candidate : candidates) {
+    std::string reason;
+    reader = own.open(candidate, automatic ? &reason : nullptr);
+    if (reader) {
+      result.folder = candidate;
+      break;
+    }
+    own.warn("load_state: '" + candidate + "' is passed over: " + reason);
+    result.skipped.push_back({candidate, reason});
+  }
+  if (!reader) {
+    std::string reasons;
+    for (const auto& [name, reason] : result.skipped) reasons += "\n  " + reason;
+    TS_THROW(FormatError, "load_state", "none of the ", candidates.size(), " checkpoints in '",
+             checkpoints_folder(own.options.project_dir), "' can be loaded:", reasons);
+  }
+  std::exception_ptr error;
+  try {
+    own.apply(state, *reader, options, result);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  distributed::throw_together(error, "load_state", own.group);
+  // A damaged folder that was passed over keeps its number.
+  result.iteration = std::max(result.iteration, automatic ? newest + 1 : 0);
+  own.iteration = result.iteration;
+  return result;
+}
+
+void StateIo::wait() { state_->saver.wait(); }
+bool StateIo::is_saving() const { return state_->saver.is_saving(); }
+int64_t StateIo::iteration() const { return state_->iteration; }
+void StateIo::set_iteration(int64_t iteration) {
+  TS_CHECK(iteration >= 0, "StateIo", "an iteration is not negative; got ", iteration);
+  state_->iteration = iteration;
+}
+const StateIoOptions& StateIo::options() const { return state_->options; }
+
+}  // namespace tessera::accelerate

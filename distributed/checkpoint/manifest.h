@@ -1,0 +1,88 @@
+// The table of contents of a checkpoint folder, as text.
+//
+//     step-12/
+//       rank-0-0.bin, rank-0-1.bin, rank-1-0.bin...   elements: row-major, little-endian chunks
+//       rank-0.json, rank-1.json...                   the record of each rank: what it wrote
+//       manifest.json                                 all records joined; without it nothing stands
+//
+//     {"checksum": "4d8f0c...",
+//      "checkpoint": {
+//        "format": "tessera-checkpoint", "version": 1, "ranks": 2,
+//        "metadata": {"iteration": "12"},
+//        "files": {"rank-0-0.bin": {"bytes": 8388608}, "notes.json": {"bytes": 7, "checksum":
+//        ...}}, "tensors": {
+//          "model.0.fc.weight": {"dtype": "f32", "shape": [4, 3], "chunks": [
+//            {"box": [[0, 0], [2, 3]], "file": "rank-0-0.bin", "offset": 0, "length": 24,
+//             "checksum": "..."}, ...]}}}}
+//
+// The first checksum is that of the bytes after it; a chunk's is that of its elements. A box is
+// offset and extent in the tensor. Chunks of 4 KiB and more begin at multiples of 4 KiB, so that
+// they can be mapped and read past the page cache; smaller ones lie close, at multiples of 64.
+//
+// Reading trusts nothing: field by field it is checked that names are plain, numbers are in range
+// and do not overflow, boxes lie in their tensor and tile it, chunks lie in their file.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <tessera/core/dtype.h>
+#include <tessera/core/shape.h>
+#include <tessera/distributed/checkpoint/box.h>
+
+namespace tessera::distributed {
+
+inline constexpr std::string_view kManifestName = "manifest.json";
+
+struct SavedChunk {
+  Box box;
+  std::string file;
+  uint64_t offset = 0;  // bytes
+  uint64_t length = 0;
+  uint64_t checksum = 0;
+};
+struct SavedTensor {
+  DType dtype = kF32;
+  Shape shape;
+  std::vector<SavedChunk> chunks;  // by their first row
+
+  uint64_t bytes() const {
+    return static_cast<uint64_t>(numel_of(shape)) * static_cast<uint64_t>(size_of(dtype));
+  }
+};
+struct SavedFile {
+  uint64_t bytes = 0;
+  std::optional<uint64_t> checksum = {};  // of a whole file that holds no chunks
+};
+
+struct Manifest {
+  int ranks = 1;  // that saved it
+  std::map<std::string, std::string> metadata;
+  std::map<std::string, SavedFile> files;  // by their path in the folder
+  std::map<std::string, SavedTensor> tensors;
+
+  uint64_t bytes() const;  // of all files
+};
+
+// Throws ValueError for a name or metadata that is no UTF-8.
+std::string manifest_text(const Manifest& manifest);
+// `path` is named in errors. FormatError for text that is not what manifest_text writes.
+// `complete`: of a whole checkpoint, where every tensor is tiled, not of one rank's record.
+Manifest parse_manifest(std::string_view text, const std::string& path, bool complete = true);
+
+// FormatError unless the chunks of every tensor tile it.
+void check_tiling(const Manifest& manifest, const std::string& path);
+
+// Text with its checksum in front, as both kinds of files have it, and back: the text after the
+// checksum, which is checked. FormatError.
+std::string sealed(std::string_view text);
+std::string_view unsealed(std::string_view text, const std::string& path);
+
+// Names from files, for messages: control characters and length must not spoil them.
+std::string shown(std::string_view name);
+
+}  // namespace tessera::distributed
