@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <set>
 
+#include <fcntl.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -421,11 +422,13 @@ TEST_F(Checkpoints, AnyByteThatChangesGivesATypedErrorOrTheSameTensors) {
   int refused = 0, same = 0;
   for (const char* name : {"manifest.json", "rank-0-0.bin", "rank-0.json"}) {
     const std::string file = "a/" + std::string(name), good = folder_.read(file);
+    const int descriptor = ::open(path(file).c_str(), O_WRONLY | O_CLOEXEC);  // in place: quick
+    const auto put = [&](size_t at, char value) {
+      ASSERT_EQ(::pwrite(descriptor, &value, 1, static_cast<off_t>(at)), 1);
+    };
     for (size_t i = 0; i < good.size(); ++i) {
       for (const int flip : {1, 0x80}) {
-        std::string bad = good;
-        bad[i] = static_cast<char>(bad[i] ^ flip);
-        folder_.write(file, bad);
+        put(i, static_cast<char>(good[i] ^ flip));
         try {
           CheckpointReader reader(path("a"));
           reader.verify();
@@ -437,8 +440,10 @@ TEST_F(Checkpoints, AnyByteThatChangesGivesATypedErrorOrTheSameTensors) {
           ++refused;
         }
       }
+      put(i, good[i]);
     }
-    for (size_t size = 0; size < good.size(); size += 7) {  // truncated
+    ::close(descriptor);
+    for (size_t size = 0; size < good.size(); size += 31) {  // truncated
       folder_.write(file, good.substr(0, size));
       if (file == "a/rank-0.json") continue;
       EXPECT_THROW(CheckpointReader(path("a")).verify(), FormatError) << name << " at " << size;
