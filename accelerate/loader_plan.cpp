@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <tessera/accelerate/operations.h>
+#include <tessera/accelerate/parts_relay.h>
 #include <tessera/accelerate/scatter_relay.h>
 #include <tessera/core/error.h>
 #include <tessera/data/distributed_source.h>
@@ -93,10 +94,11 @@ class LoaderPlan::State : public data::LoaderObserver {
     LoaderMode mode;
     Source whole;             // what one rank would read
     data::StreamShare alone;  // the same of a stream
+    std::shared_ptr<data::BatchRelay> relay;
   };
 
-  State(int rank, int ranks, bool even_batches)
-      : rank_(rank), size_(ranks), even_batches_(even_batches) {}
+  State(int rank, int ranks, bool split, bool even_batches)
+      : rank_(rank), size_(ranks), split_(split), even_batches_(even_batches) {}
 
   void batch_began(data::LoaderBase& loader) override {
     const auto found = std::ranges::find(running_, &loader);
@@ -130,11 +132,8 @@ class LoaderPlan::State : public data::LoaderObserver {
     return found == records_.end() ? nullptr : &*found;
   }
 
-  void add(Record record, std::shared_ptr<data::BatchRelay> relay) {
-    if (record.mode != LoaderMode::kWhole) {
-      set_share(record);
-      if (relay) record.loader->set_relay(std::move(relay));
-    }
+  void add(Record record) {
+    if (record.mode != LoaderMode::kWhole) set_share(record);
     if (record.stream) record.stream->set_look_ahead(true);
     records_.push_back(std::move(record));
   }
@@ -170,24 +169,28 @@ class LoaderPlan::State : public data::LoaderObserver {
     const bool makes_all = dispatches(record.mode) && rank_ == 0;
     if (record.stream) {
       const int64_t batch_size = record.alone.batch_size;
-      record.stream->set_share(
-          {.rank = rank_,
-           .world_size = size_,
-           .batch_size = splits(record.mode) ? split_size(batch_size, size_) : batch_size,
-           .tail = tail,
-           .for_all = makes_all});
+      record.stream->set_share({.rank = rank_,
+                                .world_size = size_,
+                                .batch_size = split_ ? split_size(batch_size, size_) : batch_size,
+                                .tail = tail,
+                                .for_all = makes_all,
+                                .by_parts = record.mode == LoaderMode::kParts});
+      // Each rank ends alone.
+      const bool alone = record.mode == LoaderMode::kParts && tail == Tail::kUneven;
+      record.loader->set_relay(alone ? nullptr : record.relay);
       return;
     }
     std::vector<Source> others;
     for (int other = 1; makes_all && other < size_; ++other) {
       others.push_back(share_of(record.whole, record.mode, tail, other, size_));
     }
+    record.loader->set_relay(record.relay);
     record.indexed->set_source(share_of(record.whole, record.mode, tail, rank_, size_),
                                std::move(others));
   }
 
   int rank_, size_;
-  bool even_batches_;
+  bool split_, even_batches_;
   std::vector<Record> records_;
   std::vector<data::LoaderBase*> running_;  // the innermost last
 };
@@ -195,7 +198,8 @@ class LoaderPlan::State : public data::LoaderObserver {
 LoaderPlan::LoaderPlan(distributed::Group& ranks, const LoaderPlanOptions& options)
     : ranks_(ranks),
       options_(options),
-      state_(std::make_shared<State>(ranks.rank(), ranks.size(), options.even_batches)) {}
+      state_(std::make_shared<State>(ranks.rank(), ranks.size(), options.split_batches,
+                                     options.even_batches)) {}
 
 LoaderPlan::~LoaderPlan() { state_->remove_all(); }
 
@@ -214,25 +218,30 @@ void LoaderPlan::prepare_indexed(data::IndexedLoader& loader, const BatchCodec* 
                                        "make the same loader on every rank", ranks_, {});
     }
   }
-  state_->add({&loader, &loader, nullptr, mode, loader.source(), {}}, relay_for(mode, codec));
+  state_->add(
+      {&loader, &loader, nullptr, mode, loader.source(), {}, relay_for(mode, loader, codec)});
   loader.add_observer(state_);
 }
 
 void LoaderPlan::prepare_stream(data::StreamLoaderBase& loader, const BatchCodec* codec) {
   if (is_prepared(loader)) return;
   check_free(loader);
-  const LoaderMode mode = mode_for(options_.dispatch_batches.value_or(true), codec);
+  const bool by_parts = ranks_.size() > 1 && loader.num_parts() >= ranks_.size() &&
+                        !options_.dispatch_batches.value_or(false);
+  const LoaderMode mode =
+      by_parts ? LoaderMode::kParts : mode_for(options_.dispatch_batches.value_or(true), codec);
   if (mode != LoaderMode::kWhole) {
     TS_CHECK_AS(ConfigError, loader.share().world_size == 1, kWhere,
                 "deals a stream among the ranks itself; the loader has a share of ",
                 loader.share().world_size, " ranks already; leave set_share() to it.");
-    if (splits(mode)) split_size(loader.share().batch_size, ranks_.size());
+    if (options_.split_batches) split_size(loader.share().batch_size, ranks_.size());
     if (options_.verify) {
       detail::check_equal_on_all_ranks(kWhere, fingerprint(loader),
                                        "make the same loader on every rank", ranks_, {});
     }
   }
-  state_->add({&loader, nullptr, &loader, mode, nullptr, loader.share()}, relay_for(mode, codec));
+  state_->add(
+      {&loader, nullptr, &loader, mode, nullptr, loader.share(), relay_for(mode, loader, codec)});
   loader.add_observer(state_);
 }
 
@@ -256,9 +265,12 @@ LoaderMode LoaderPlan::mode_for(bool dispatch, const BatchCodec* codec) const {
 }
 
 std::shared_ptr<data::BatchRelay> LoaderPlan::relay_for(LoaderMode mode,
+                                                        const data::LoaderBase& loader,
                                                         const BatchCodec* codec) const {
-  if (!dispatches(mode)) return nullptr;
-  return std::make_shared<ScatterRelay>(ranks_, *codec);
+  if (mode == LoaderMode::kParts)
+    return std::make_shared<PartsRelay>(ranks_, loader.options().drop_last);
+  if (dispatches(mode)) return std::make_shared<ScatterRelay>(ranks_, *codec);
+  return nullptr;
 }
 
 void LoaderPlan::release(data::LoaderBase& loader) { state_->remove(loader); }
@@ -294,6 +306,9 @@ std::string LoaderPlan::describe(const data::LoaderBase& loader) const {
       break;
     case LoaderMode::kDispatchedSplit:
       out << "split and dispatched from rank 0, ";
+      break;
+    case LoaderMode::kParts:
+      out << "by parts of the stream, ";
       break;
   }
   out << ranks_.size() << (ranks_.size() == 1 ? " rank" : " ranks") << " x ";

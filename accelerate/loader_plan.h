@@ -28,9 +28,11 @@
 // A loader with a BatchSampler deals whole batches; even_batches completes the last turn with
 // copies of the epoch's first batches, of which no row counts.
 //
-// Streams: by default rank 0 reads and dispatches. With dispatch_batches = false every rank opens
-// the stream, skips what is not its own and reads n times what it uses, without communication:
-// right for cheap streams.
+// Streams. Where a stream has parts, at least one for each rank (IterableDataset::num_parts()),
+// each rank reads its own, and one small collective a turn keeps the ranks in step, for parts of
+// any lengths (uneven: none). Other streams are read and dispatched by rank 0. With
+// dispatch_batches = false every rank opens such a stream and skips what is not its own: n times
+// the reading, no communication, right for streams that cost nothing.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +49,7 @@ namespace tessera::accelerate {
 
 struct LoaderPlanOptions {
   bool split_batches = false;
-  // Unset: streams are dispatched, loaders that read by index are not.
+  // Unset: streams without parts are dispatched, all others are not.
   std::optional<bool> dispatch_batches = {};
   bool even_batches = true;
   // Compare what the ranks pass to prepare(): kind, sizes, seeds, first batches. One collective a
@@ -61,6 +63,7 @@ enum class LoaderMode : uint8_t {
   kSplit,       // a part of every batch
   kDispatched,  // rank 0 makes all, as kSharded
   kDispatchedSplit,
+  kParts,  // each rank its own parts of a stream
 };
 
 class LoaderPlan {
@@ -117,7 +120,8 @@ class LoaderPlan {
   class State;
   void check_free(const data::LoaderBase& loader) const;
   LoaderMode mode_for(bool dispatch, const BatchCodec* codec) const;
-  std::shared_ptr<data::BatchRelay> relay_for(LoaderMode mode, const BatchCodec* codec) const;
+  std::shared_ptr<data::BatchRelay> relay_for(LoaderMode mode, const data::LoaderBase& loader,
+                                              const BatchCodec* codec) const;
   void prepare_indexed(data::IndexedLoader& loader, const BatchCodec* codec);
   void prepare_stream(data::StreamLoaderBase& loader, const BatchCodec* codec);
 

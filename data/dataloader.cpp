@@ -56,6 +56,7 @@ StateDict LoaderBase::state_dict() const {
   state.set("position", scalar_tensor(cursor_.position, kI64));
   state.set("size", scalar_tensor(epoch_size(), kI64));
   state.set("seed", scalar_tensor(static_cast<int64_t>(options_.seed), kI64));
+  if (cursor_ranks() > 0) state.set("ranks", scalar_tensor(cursor_ranks(), kI64));
   return state;
 }
 
@@ -67,6 +68,10 @@ void LoaderBase::load_state_dict(const StateDict& state) {
   TS_CHECK_AS(ConfigError, read("seed") == static_cast<int64_t>(options_.seed), kWhere,
               "the state belongs to seed ", static_cast<uint64_t>(read("seed")),
               "; this loader has ", options_.seed, "; resume with the same seed.");
+  const int64_t ranks = state.contains("ranks") ? read("ranks") : 0;
+  TS_CHECK_AS(ConfigError, ranks == cursor_ranks() || read("position") == 0, kWhere,
+              "the state is that of ", ranks, " ranks that each read parts of a stream (0: any); ",
+              "here are ", cursor_ranks(), "; resume with as many, or at the start of an epoch.");
   set_cursor({read("epoch"), read("position")});
 }
 
@@ -77,7 +82,7 @@ void LoaderBase::skip_batches(int64_t batches) {
 }
 
 int64_t LoaderBase::remainder() const {
-  if (dataset_size() < 0 || total_batch_size() == 0 || drops_last()) return 0;
+  if (dataset_size() < 0 || total_batch_size() == 0 || options_.drop_last) return 0;
   return epoch_size() % total_batch_size();
 }
 
@@ -212,6 +217,8 @@ void StreamLoaderBase::set_share(const StreamShare& share) {
            share.world_size, ".");
   TS_CHECK(share.batch_size >= 1, "StreamLoader",
            "the batch size of a rank must be at least 1; got ", share.batch_size, ".");
+  TS_CHECK(!share.by_parts || num_parts() >= share.world_size, "StreamLoader", "the stream has ",
+           num_parts(), " parts, too few for ", share.world_size, " ranks; dispatch it.");
   restart();
   share_ = share;
 }

@@ -86,7 +86,8 @@ class LoaderBase {
 
   // epoch, position, and what they rely on: the number of examples and the seed.
   StateDict state_dict() const;
-  // ConfigError where the data set's size or the seed differ: the order would be another.
+  // ConfigError where the data set's size, the seed or (for a stream read by parts) the number of
+  // ranks differ: the order would be another.
   void load_state_dict(const StateDict& state);
 
   const DataLoaderOptions& options() const { return options_; }
@@ -132,7 +133,8 @@ class LoaderBase {
   virtual std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const = 0;
   virtual int workers_for(int64_t position) const = 0;
   virtual bool is_last_by_index() const { return false; }
-  virtual bool drops_last() const { return options_.drop_last; }
+  // The number of ranks that positions rely on; 0: any.
+  virtual int64_t cursor_ranks() const { return 0; }
 
   void begin_loop();
   bool advance();   // false at the end of the epoch, which is then the next one's start
@@ -369,6 +371,11 @@ struct StreamShare {
   // Of a last turn that is not full. kWrapAround fills it up with the stream's first examples.
   Tail tail = Tail::kUneven;
   bool for_all = false;  // makes the batches of the other ranks too, for a relay
+  // Reads only the parts rank, rank + world_size... of the stream, which may be of any lengths; all
+  // its examples are this rank's. Full turns are counted: the cursor moves by world_size *
+  // batch_size in each, and a run goes on with as many ranks. kWrapAround goes on for ever with the
+  // part's first examples, of which none counts: a relay knows when all ranks are done.
+  bool by_parts = false;
 };
 
 // Loaders that read a stream.
@@ -378,8 +385,10 @@ class StreamLoaderBase : public LoaderBase {
   int64_t total_batch_size() const override { return share_.batch_size * share_.world_size; }
 
   const StreamShare& share() const { return share_; }
-  // Takes effect from the cursor on. ValueError for a rank outside the world or no batch size.
+  // Takes effect from the cursor on. ValueError for a rank outside the world, no batch size, or
+  // fewer parts than ranks.
   void set_share(const StreamShare& share);
+  virtual int64_t num_parts() const = 0;  // of the stream
 
  protected:
   explicit StreamLoaderBase(const DataLoaderOptions& options);
@@ -389,6 +398,7 @@ class StreamLoaderBase : public LoaderBase {
     return position + batches * total_batch_size();
   }
   int workers_for(int64_t) const override { return std::min(options().workers, 1); }
+  int64_t cursor_ranks() const override { return share_.by_parts ? share_.world_size : 0; }
 
  private:
   StreamShare share_;
@@ -428,27 +438,35 @@ class StreamLoader : public StreamLoaderBase {
    public:
     Maker(DatasetPointer dataset, const StreamShare& share, bool looks_ahead,
           const LoaderCursor& from)
-        : dataset_(std::move(dataset)), share_(share), looks_ahead_(looks_ahead), from_(from) {}
+        : dataset_(std::move(dataset)), share_(share), looks_ahead_(looks_ahead), from_(from) {
+      if (share.by_parts) {  // alone with its parts
+        part_ = share.rank;
+        ranks_ = share.world_size;
+        share_.rank = 0, share_.world_size = 1;
+      }
+    }
     std::optional<int64_t> next_position(int64_t position) const override {
-      return position + turn();
+      return position + ranks_ * turn();
     }
     MadeBatch make(int64_t position, int64_t next_position) override {
       std::vector<std::optional<Example>> examples;  // of this turn; nothing for other ranks'
       try {
-        while (reached_ < next_position && !prefetch_is_stopping()) {
+        while (reached_ < next_position / ranks_ && !prefetch_is_stopping()) {
           std::optional<Example> example = take();
           if (!example) break;
           if (fills_up() && std::ssize(first_) < turn()) keep(*example);
-          const int64_t at = reached_++ - position;
+          const int64_t at = reached_++ - position / ranks_;
           if (at >= 0) examples.push_back(own(at) ? std::move(example) : std::nullopt);
         }
       } catch (...) {
         detail::rethrow_with_example(reached_, from_.epoch);
       }
       const auto there = std::ssize(examples);
-      if (there == 0 || (share_.tail == Tail::kDrop && there < turn())) return {};
+      if (there == 0 && !(share_.by_parts && fills_up() && !first_.empty())) return {};
+      if (share_.tail == Tail::kDrop && there < turn()) return {};
       if (looks_ahead_) look_ahead();
-      MadeBatch made{share_of(share_.rank, examples), reached_, {}};
+      MadeBatch made{
+          share_of(share_.rank, examples), share_.by_parts ? next_position : reached_, {}};
       if (share_.for_all) {
         for (int rank = 1; rank < share_.world_size; ++rank) {
           made.others.push_back(share_of(rank, examples));
@@ -473,11 +491,17 @@ class StreamLoader : public StreamLoaderBase {
       return read();
     }
     std::optional<Example> read() {
-      if (ended_) return std::nullopt;
-      if (!stream_) stream_ = dataset_->open(from_.epoch);
-      std::optional<Example> example = stream_->next();
-      ended_ = !example;
-      return example;
+      while (!ended_) {
+        if (!stream_) {
+          stream_ = share_.by_parts ? dataset_->open_part(from_.epoch, part_)
+                                    : dataset_->open(from_.epoch);
+        }
+        if (std::optional<Example> example = stream_->next()) return example;
+        part_ += ranks_;
+        ended_ = !share_.by_parts || part_ >= dataset_->num_parts();
+        stream_.reset();
+      }
+      return std::nullopt;
     }
     // Reads as much as says which ranks have a batch in the next turn. What goes wrong here belongs
     // to that turn.
@@ -536,7 +560,8 @@ class StreamLoader : public StreamLoaderBase {
     StreamShare share_;
     bool looks_ahead_;
     LoaderCursor from_;
-    int64_t reached_ = 0;
+    int64_t part_ = 0, ranks_ = 1;  // the part that is being read, and the step to the next
+    int64_t reached_ = 0;           // examples read, of this rank's parts
     std::unique_ptr<ExampleStream<Example>> stream_;
     std::vector<Example> first_;  // of the epoch, to fill up with
     std::deque<Example> ahead_;
@@ -544,6 +569,7 @@ class StreamLoader : public StreamLoaderBase {
     bool ended_ = false;
   };
 
+  int64_t num_parts() const override { return dataset_->num_parts(); }
   std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const override {
     return std::make_unique<Maker>(dataset_, share(), looks_ahead(), from);
   }

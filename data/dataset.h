@@ -183,6 +183,15 @@ class IterableDataset {
   virtual ~IterableDataset() = default;
   // A new pass. The same epoch gives the same examples in the same order.
   virtual std::unique_ptr<ExampleStream<Example>> open(int64_t epoch) const = 0;
+
+  // Parts that can be read apart (files, say), so that several ranks read without reading twice:
+  // rank r of n reads parts r, r + n... Together the parts have what open() has. 1: there are none.
+  virtual int64_t num_parts() const { return 1; }
+  // A new pass over `part` in [0, num_parts()).
+  virtual std::unique_ptr<ExampleStream<Example>> open_part(int64_t epoch, int64_t part) const {
+    detail::check_index(part, 1, "IterableDataset");
+    return open(epoch);
+  }
 };
 
 }  // namespace tessera::data

@@ -12,14 +12,21 @@
 
 #include <tessera/accelerate/loader_plan.h>
 #include <tessera/accelerate/operations.h>
+#include <tessera/autograd/autograd.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/random.h>
+#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/mesh.h>
 #include <tessera/distributed/run_ranks.h>
+#include <tessera/distributed/shard/replicate.h>
+#include <tessera/nn/linear.h>
 
 namespace tessera::accelerate {
 namespace {
 
 using data::DataLoader;
 using data::StreamLoader;
+using distributed::barrier;
 using distributed::run_ranks;
 using distributed::world;
 using Indices = std::vector<int64_t>;
@@ -53,6 +60,36 @@ struct NumberStream : data::IterableDataset<int64_t> {
   }
   int64_t size_;
   mutable std::atomic<int> opened{0}, read{0};
+};
+
+// Four parts of 3, 5, 2 and 2 numbers: 0 1 2, 10 11 12 13 14, 20 21, 30 31.
+struct NumberParts : data::IterableDataset<int64_t> {
+  struct Pass : data::ExampleStream<int64_t> {
+    explicit Pass(Indices numbers) : numbers_(std::move(numbers)) {}
+    std::optional<int64_t> next() override {
+      return next_ == numbers_.size() ? std::nullopt : std::optional(numbers_[next_++]);
+    }
+    Indices numbers_;
+    size_t next_ = 0;
+  };
+  static Indices numbers_of(int64_t part) {
+    Indices numbers(std::array<size_t, 4>{3, 5, 2, 2}[static_cast<size_t>(part)]);
+    std::iota(numbers.begin(), numbers.end(), 10 * part);
+    return numbers;
+  }
+  std::unique_ptr<data::ExampleStream<int64_t>> open(int64_t) const override {
+    Indices all;
+    for (int64_t part = 0; part < 4; ++part) {
+      for (const int64_t number : numbers_of(part)) all.push_back(number);
+    }
+    return std::make_unique<Pass>(all);
+  }
+  int64_t num_parts() const override { return 4; }
+  std::unique_ptr<data::ExampleStream<int64_t>> open_part(int64_t, int64_t part) const override {
+    ++opened;
+    return std::make_unique<Pass>(numbers_of(part));
+  }
+  mutable std::atomic<int> opened{0};
 };
 
 Indices values_of(const Tensor& tensor) { return tensor.to_vector<int64_t>(); }
@@ -239,6 +276,845 @@ TEST(FacadeLoaders, DL_1_SplitRefusesSizesThatDoNotDivide) {
       EXPECT_THROW(plan.prepare(listed), ConfigError);  // a size that is not known
       EXPECT_EQ(epoch_of(*odd).size(), 4U);             // as it was
     }
+  });
+}
+
+// ---- SCR-6 to 9
+// -----------------------------------------------------------------------------------
+
+TEST(FacadeLoaders, SCR_6_GatheredBatchesAreTheDataSet) {
+  for (const int n : {1, 2, 4}) {
+    run_ranks(n, [n](int) {
+      for (const bool split : {false, true}) {
+        for (const bool dispatch : {false, true}) {
+          for (const bool shuffle : {false, true}) {
+            LoaderPlan plan(world(), {.split_batches = split, .dispatch_batches = dispatch});
+            DataLoader loader(std::make_shared<Numbers>(32 * n),
+                              {.batch_size = 8, .shuffle = shuffle});
+            plan.prepare(loader);
+            Indices all;
+            for (Tensor& batch : loader) {
+              EXPECT_EQ(batch.size(0), split ? 8 / n : 8);
+              const Indices turn = values_of(gather(batch));
+              all.insert(all.end(), turn.begin(), turn.end());
+            }
+            Indices expected(static_cast<size_t>(32 * n));
+            std::iota(expected.begin(), expected.end(), 0);
+            if (shuffle) {
+              EXPECT_NE(all, expected);
+              std::ranges::sort(all);
+            }
+            EXPECT_EQ(all, expected);
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST(FacadeLoaders, SCR_7_ABatchSamplerOfTheUserStaysInTheShard) {
+  run_ranks(2, [](int) {
+    const auto sampler = std::make_shared<data::BatchList>(Batches{{0, 1}, {2}, {3, 4}, {5}});
+    DataLoader<int64_t> loader(std::make_shared<Numbers>(6), sampler);
+    LoaderPlan plan;
+    plan.prepare(loader);
+    const auto* share = dynamic_cast<const data::RoundRobinSource*>(loader.source().get());
+    ASSERT_NE(share, nullptr);
+    const auto* whole = dynamic_cast<const data::BatchSamplerSource*>(share->batches().get());
+    ASSERT_NE(whole, nullptr);
+    EXPECT_EQ(whole->sampler(), sampler);
+  });
+}
+
+TEST(FacadeLoaders, SCR_8_AnEpochIsTheSameWheneverItIsRead) {
+  run_ranks(2, [](int) {
+    const auto epochs_of = [](uint64_t seed, int64_t first, int count) {
+      LoaderPlan plan;
+      DataLoader loader(std::make_shared<Numbers>(48),
+                        {.batch_size = 4, .shuffle = true, .seed = seed});
+      plan.prepare(loader);
+      loader.set_epoch(first);
+      std::vector<Batches> epochs;
+      for (int i = 0; i < count; ++i) epochs.push_back(epoch_of(loader));
+      return epochs;
+    };
+    const auto epochs = epochs_of(42, 0, 3);
+    EXPECT_EQ(epochs_of(42, 0, 3), epochs);
+    EXPECT_EQ(epochs_of(42, 1, 2), (std::vector<Batches>{epochs[1], epochs[2]}));
+    EXPECT_NE(epochs[0], epochs[1]);  // upstream once had the same order in each epoch
+    EXPECT_NE(epochs_of(43, 0, 3), epochs);
+    // Trap 22: upstream adds seed and epoch, so that (42, epoch 1) is (43, epoch 0).
+    EXPECT_NE(epochs_of(43, 0, 1)[0], epochs[1]);
+  });
+}
+
+TEST(FacadeLoaders, SCR_9_TheSamplerInTheShardIsTheLoadersOwn) {
+  run_ranks(2, [](int) {
+    DataLoader loader(std::make_shared<Numbers>(8), {.batch_size = 2, .shuffle = true});
+    const auto* whole = dynamic_cast<const data::BatchSource*>(loader.source().get());
+    ASSERT_NE(whole, nullptr);
+    const std::shared_ptr<const data::Sampler> sampler = whole->sampler();
+    EXPECT_NE(dynamic_cast<const data::RandomSampler*>(sampler.get()), nullptr);
+    LoaderPlan plan;
+    plan.prepare(loader);
+    const auto* share = dynamic_cast<const data::DistributedBatchSource*>(loader.source().get());
+    ASSERT_NE(share, nullptr);
+    EXPECT_EQ(share->sampler(), sampler);
+  });
+}
+
+// ---- DDL
+// ------------------------------------------------------------------------------------------
+
+Ranks sizes_of(const Ranks& ranks) {
+  Ranks sizes = ranks;
+  for (Batches& batches : sizes) {
+    for (Indices& batch : batches) batch = {static_cast<int64_t>(batch.size())};
+  }
+  return sizes;
+}
+
+TEST(FacadeLoaders, DDL_1_ThreeSamplesOneByOne) {
+  EXPECT_EQ(sizes_of(on_ranks(2, {}, numbers_loader(3, 1))), (Ranks{{{1}, {1}}, {{1}, {1}}}));
+}
+TEST(FacadeLoaders, DDL_2_SevenSamplesTwoByTwo) {
+  EXPECT_EQ(sizes_of(on_ranks(2, {}, numbers_loader(7, 2))), (Ranks{{{2}, {2}}, {{2}, {2}}}));
+}
+TEST(FacadeLoaders, DDL_3_UnevenGivesWhatThereIs) {
+  const LoaderPlanOptions uneven{.even_batches = false};
+  EXPECT_EQ(sizes_of(on_ranks(2, uneven, numbers_loader(3, 1))), (Ranks{{{1}, {1}}, {{1}}}));
+  EXPECT_EQ(sizes_of(on_ranks(2, uneven, numbers_loader(7, 2))), (Ranks{{{2}, {2}}, {{2}, {1}}}));
+}
+
+TEST(FacadeLoaders, DDL_4_UnevenRanksTrainUnderJoin) {
+  run_ranks(2, [](int rank) {
+    nn::Linear model(1, 1);
+    distributed::Mesh mesh(world());
+    auto replica = distributed::replicate(model, mesh);
+    LoaderPlan plan;
+    DataLoader loader(std::make_shared<Numbers>(3), {.batch_size = 1});
+    plan.prepare(loader);
+    Indices turns;
+    {
+      const EvenBatchesScope uneven(plan, false);
+      distributed::Join join = replica.join();
+      for (Tensor& batch : loader) {
+        model(batch.to(kF32).view({1, 1})).sum().backward();
+        turns.push_back(static_cast<int64_t>(turns.size()));
+        for (const auto& [name, parameter] : model.named_parameters()) parameter.zero_grad();
+      }
+      join.finish();
+    }
+    EXPECT_EQ(turns, (rank == 0 ? Indices{0, 1} : Indices{0}));
+    EXPECT_EQ(epoch_of(loader).size(), 2U);
+  });
+}
+
+TEST(FacadeLoaders, DDL_5_EvenBatchesAreLiveAndComeBack) {
+  run_ranks(2, [](int rank) {
+    const size_t uneven_batches = rank == 0 ? 2 : 1;
+    LoaderPlan plan;
+    const auto train = numbers_loader(3, 1)(), validation = numbers_loader(3, 1)();
+    plan.prepare(*train), plan.prepare(*validation);
+    {
+      const EvenBatchesScope scope(plan, false);
+      EXPECT_FALSE(plan.even_batches());
+      EXPECT_EQ(epoch_of(*train).size(), uneven_batches);
+      EXPECT_EQ(epoch_of(*validation).size(), uneven_batches);
+    }
+    EXPECT_TRUE(plan.even_batches());
+    EXPECT_EQ(epoch_of(*train).size(), 2U);
+    EXPECT_EQ(epoch_of(*validation).size(), 2U);
+    EXPECT_THROW(
+        {
+          const EvenBatchesScope scope(plan, false);
+          throw ValueError("in the scope");
+        },
+        ValueError);
+    EXPECT_TRUE(plan.even_batches());
+    // In the middle of a loop: from the next batch on, and the batch in hand stays.
+    Batches seen;
+    for (Tensor& batch : *train) {
+      plan.set_even_batches(false);
+      seen.push_back(values_of(batch));
+    }
+    EXPECT_EQ(seen.size(), uneven_batches);
+  });
+}
+
+// Upstream can only warn about iterable loaders; here they change as the others do.
+TEST(FacadeLoaders, DDL_6_StreamsAreOverriddenAndRestoredToo) {
+  run_ranks(2, [](int rank) {
+    LoaderPlan plan;
+    const auto indexed = numbers_loader(3, 1)();
+    const auto stream = stream_loader(3, 1)();
+    plan.prepare(*indexed), plan.prepare(*stream);
+    for (const bool even : {true, false, true}) {
+      const EvenBatchesScope scope(plan, even);
+      const size_t expected = even || rank == 0 ? 2 : 1;
+      EXPECT_EQ(epoch_of(*indexed).size(), expected);
+      EXPECT_EQ(epoch_of(*stream).size(), expected);
+    }
+  });
+}
+
+// A loader that is thrown away after k batches and another one that goes on from its state.
+template <class Make>
+void expect_resumes_anywhere(const LoaderPlanOptions& options, Make make) {
+  Ranks epochs[2];
+  epochs[0].resize(2), epochs[1].resize(2);
+  run_ranks(2, [&](int rank) {
+    LoaderPlan plan(world(), options);
+    const auto loader = make();
+    plan.prepare(*loader);
+    for (Ranks& epoch : epochs) epoch[static_cast<size_t>(rank)] = epoch_of(*loader);
+  });
+  for (size_t stop = 0; stop <= epochs[0][0].size(); ++stop) {
+    SCOPED_TRACE(testing::Message() << "after " << stop << " batches");
+    run_ranks(2, [&](int rank) {
+      const Batches& all = epochs[0][static_cast<size_t>(rank)];
+      StateDict state;
+      {
+        LoaderPlan plan(world(), options);
+        const auto loader = make();
+        plan.prepare(*loader);
+        size_t read = 0;
+        if (stop == 0) state = loader->state_dict();
+        for ([[maybe_unused]] Tensor& batch : *loader) {
+          if (++read == stop) {
+            state = loader->state_dict();
+            break;
+          }
+        }
+      }
+      LoaderPlan plan(world(), options);
+      const auto loader = make();
+      plan.prepare(*loader);
+      loader->load_state_dict(state);
+      EXPECT_EQ(epoch_of(*loader),
+                Batches(all.begin() + static_cast<std::ptrdiff_t>(stop), all.end()));
+      EXPECT_EQ(epoch_of(*loader), epochs[1][static_cast<size_t>(rank)]);  // epoch 1
+    });
+  }
+}
+
+TEST(FacadeLoaders, DDL_9_DL_7_StateAtEveryPositionGoesOnWithTheSameBatches) {
+  for (const int workers : {0, 2}) {
+    for (const bool dispatch : {false, true}) {
+      for (const bool drop_last : {false, true}) {
+        const LoaderPlanOptions mode{.dispatch_batches = dispatch};
+        const data::DataLoaderOptions options{.batch_size = 3,
+                                              .shuffle = true,
+                                              .seed = 5,
+                                              .drop_last = drop_last,
+                                              .workers = workers};
+        expect_resumes_anywhere(mode, [&] {
+          return std::make_unique<DataLoader<int64_t>>(std::make_shared<Numbers>(22), options);
+        });
+        data::DataLoaderOptions in_order = options;
+        in_order.shuffle = false;
+        expect_resumes_anywhere(mode, [&] {
+          return std::make_unique<StreamLoader<int64_t>>(std::make_shared<NumberStream>(22),
+                                                         in_order);
+        });
+        expect_resumes_anywhere(mode, [&] {
+          return std::make_unique<StreamLoader<int64_t>>(std::make_shared<NumberParts>(), in_order);
+        });
+        expect_resumes_anywhere(mode, [&] {
+          return std::make_unique<DataLoader<int64_t>>(
+              std::make_shared<Numbers>(9),
+              std::make_shared<data::BatchList>(Batches{{0, 1}, {2}, {3, 4, 5}, {6}, {7, 8}}),
+              in_order);
+        });
+      }
+    }
+  }
+}
+
+TEST(FacadeLoaders, DDL_9_ARunGoesOnWithAnotherNumberOfRanks) {
+  Indices read;
+  StateDict state;
+  const auto loader_of = [] {
+    return DataLoader<int64_t>(std::make_shared<Numbers>(24),
+                               {.batch_size = 2, .shuffle = true, .seed = 1});
+  };
+  run_ranks(3, [&](int rank) {
+    auto loader = loader_of();
+    LoaderPlan plan;
+    plan.prepare(loader);
+    for (int i = 0; i < 2; ++i) {
+      const Indices turn = values_of(gather(*loader.next()));
+      if (rank == 0) read.insert(read.end(), turn.begin(), turn.end());
+    }
+    if (rank == 0) state = loader.state_dict();
+  });
+  auto alone = loader_of();
+  alone.load_state_dict(state);
+  for (const Indices& batch : epoch_of(alone)) read.insert(read.end(), batch.begin(), batch.end());
+  auto whole = loader_of();
+  Indices expected;
+  for (const Indices& batch : epoch_of(whole)) {
+    expected.insert(expected.end(), batch.begin(), batch.end());
+  }
+  EXPECT_EQ(read, expected);
+}
+
+// ---- DL-2: streams
+// --------------------------------------------------------------------------------
+
+TEST(FacadeLoaders, DL_2_RanksOfAStreamInterleaveToTheStreamAndItsStart) {
+  for (const int n : {2, 3}) {
+    for (const int64_t size : {1, 2, 7, 12, 23, 24}) {
+      for (const bool dispatch : {false, true}) {
+        const Ranks ranks = on_ranks(n, {.dispatch_batches = dispatch}, stream_loader(size, 4));
+        Indices all;
+        for (size_t turn = 0; turn < ranks[0].size(); ++turn) {
+          for (const Batches& batches : ranks) {
+            ASSERT_EQ(batches.size(), ranks[0].size());
+            EXPECT_EQ(batches[turn].size(), 4U);
+            all.insert(all.end(), batches[turn].begin(), batches[turn].end());
+          }
+        }
+        for (size_t i = 0; i < all.size(); ++i) {
+          // Beyond the end the first turn again.
+          const int64_t beyond = static_cast<int64_t>(i) - size;
+          EXPECT_EQ(all[i],
+                    beyond < 0 ? static_cast<int64_t>(i) : beyond % std::min<int64_t>(size, 4 * n));
+        }
+      }
+    }
+  }
+}
+
+// A length that nobody knows before, and that differs between epochs.
+struct RandomLengthStream : data::IterableDataset<std::string> {
+  std::unique_ptr<data::ExampleStream<std::string>> open(int64_t epoch) const override {
+    struct Pass : data::ExampleStream<std::string> {
+      std::optional<std::string> next() override {
+        if (next_ == size_) return std::nullopt;
+        const int64_t number = next_++;
+        return std::string(static_cast<size_t>(number % 5), 'x') + std::to_string(number);
+      }
+      int64_t size_ = 0, next_ = 0;
+    };
+    auto pass = std::make_unique<Pass>();
+    pass->size_ = 5 + static_cast<int64_t>(philox4x32(9, static_cast<uint64_t>(epoch), 0)[0] % 20);
+    return pass;
+  }
+};
+
+TEST(FacadeLoaders, DL_2_StringsOfAStreamOfUnknownLengthAreShared) {
+  run_ranks(2, [](int rank) {
+    for (const bool dispatch : {false, true}) {
+      LoaderPlan plan(world(), {.dispatch_batches = dispatch});
+      StreamLoader<std::string> loader(std::make_shared<RandomLengthStream>(), {.batch_size = 2});
+      plan.prepare(loader);
+      std::set<size_t> lengths;
+      for (int epoch = 0; epoch < 4; ++epoch) {
+        std::vector<std::string> own;
+        int64_t samples = 0;
+        for (std::vector<std::string>& batch : loader) {
+          EXPECT_EQ(batch.size(), 2U);
+          own.insert(own.end(), batch.begin(), batch.end());
+          samples += loader.batch_samples();
+        }
+        const auto pass = RandomLengthStream().open(epoch);
+        std::vector<std::string> all;
+        while (auto text = pass->next()) all.push_back(*text);
+        lengths.insert(all.size());
+        EXPECT_EQ(own.front(), all[rank == 0 ? 0 : 2]);
+        EXPECT_EQ(own.size(), (all.size() + 3) / 4 * 2);
+        EXPECT_EQ(reduce(scalar_tensor(samples, kI64), Reduction::kSum).item<int64_t>(),
+                  static_cast<int64_t>(all.size()));
+      }
+      EXPECT_GT(lengths.size(), 1U);
+    }
+  });
+}
+
+// Traps: with upstream's shards of iterable data every rank reads the whole stream.
+TEST(FacadeLoaders, DL_2_ByDefaultOnlyRank0OpensAStream) {
+  run_ranks(3, [](int rank) {
+    const auto stream = std::make_shared<NumberStream>(30);
+    StreamLoader<int64_t> loader(stream, {.batch_size = 2});
+    LoaderPlan plan;
+    plan.prepare(loader);
+    EXPECT_EQ(plan.mode(loader), LoaderMode::kDispatched);
+    EXPECT_EQ(epoch_of(loader).size(), 5U);
+    EXPECT_EQ(stream->opened, rank == 0 ? 1 : 0);
+    EXPECT_EQ(stream->read, rank == 0 ? 30 : 0);
+  });
+}
+
+TEST(FacadeLoaders, DL_2_RanksReadTheirOwnPartsOfAStream) {
+  run_ranks(2, [](int rank) {
+    const auto stream = std::make_shared<NumberParts>();
+    StreamLoader<int64_t> loader(stream, {.batch_size = 2});
+    LoaderPlan plan;
+    plan.prepare(loader);
+    EXPECT_EQ(plan.mode(loader), LoaderMode::kParts);
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      EXPECT_EQ(epoch_of(loader), (rank == 0 ? Batches{{0, 1}, {2, 20}, {21, 0}, {0, 1}}
+                                             : Batches{{10, 11}, {12, 13}, {14, 30}, {31, 10}}));
+    }
+    EXPECT_EQ(samples_of(loader), (rank == 0 ? Indices{2, 2, 1, 0} : Indices{2, 2, 2, 1}));
+    EXPECT_EQ(stream->opened, 6);  // its two parts in three epochs
+    {
+      const EvenBatchesScope uneven(plan, false);
+      EXPECT_EQ(epoch_of(loader), (rank == 0 ? Batches{{0, 1}, {2, 20}, {21}}
+                                             : Batches{{10, 11}, {12, 13}, {14, 30}, {31}}));
+    }
+    StreamLoader<int64_t> dropping(stream, {.batch_size = 2, .drop_last = true});
+    plan.prepare(dropping);
+    EXPECT_EQ(epoch_of(dropping),
+              (rank == 0 ? Batches{{0, 1}, {2, 20}} : Batches{{10, 11}, {12, 13}}));
+    StreamLoader<int64_t> dispatched(stream, {.batch_size = 2});
+    LoaderPlan asked(world(), {.dispatch_batches = true});
+    asked.prepare(dispatched);
+    EXPECT_EQ(asked.mode(dispatched), LoaderMode::kDispatched);
+  });
+  run_ranks(3, [](int) {  // a state of two ranks
+    StreamLoader<int64_t> loader(std::make_shared<NumberParts>(), {.batch_size = 2});
+    LoaderPlan plan;
+    plan.prepare(loader);
+    EXPECT_EQ(plan.mode(loader), LoaderMode::kParts);
+    loader.next();
+    StateDict state = loader.state_dict();
+    state.set("ranks", scalar_tensor(int64_t{2}, kI64));
+    EXPECT_THROW(loader.load_state_dict(state), ConfigError);
+  });
+}
+
+// ---- DL-3: skipping
+// -------------------------------------------------------------------------------
+
+TEST(FacadeLoaders, DL_3_SkippingBatchesLeavesTheFirstOnesOutOnce) {
+  const auto loader = numbers_loader(16, 4)();
+  EXPECT_EQ(loader->remaining_batches(), 4);
+  loader->skip_batches(2);
+  EXPECT_EQ(loader->remaining_batches(), 2);
+  EXPECT_EQ(epoch_of(*loader), (Batches{{8, 9, 10, 11}, {12, 13, 14, 15}}));
+  EXPECT_EQ(epoch_of(*loader).size(), 4U);
+  loader->skip_batches(9);
+  EXPECT_TRUE(epoch_of(*loader).empty());
+  EXPECT_THROW(loader->skip_batches(-1), ValueError);
+}
+
+TEST(FacadeLoaders, DL_3_SkippingTakesNoTimeAndReadsNothing) {
+  run_ranks(2, [](int rank) {
+    const int64_t huge = int64_t{1} << 50;
+    const auto loader = numbers_loader(huge, 4)();
+    LoaderPlan plan;
+    plan.prepare(*loader);
+    loader->skip_batches(huge / 8 - 1);
+    EXPECT_EQ(epoch_of(*loader).size(), 1U);
+    EXPECT_EQ(loader->cursor(), (data::LoaderCursor{1, 0}));
+    loader->skip_batches(int64_t{1} << 40);
+    EXPECT_EQ((*loader->begin()).to_vector<int64_t>()[0], 8 * (int64_t{1} << 40) + 4 * rank);
+  });
+}
+
+// Traps: upstream's loader that skips batches forgets drop_last.
+TEST(FacadeLoaders, DL_3_SkippingKeepsDropLast) {
+  run_ranks(2, [](int rank) {
+    for (const bool dispatch : {false, true}) {
+      LoaderPlan plan(world(), {.dispatch_batches = dispatch});
+      const auto indexed = numbers_loader(23, 5, true)();
+      const auto stream = stream_loader(23, 5, true)();
+      plan.prepare(*indexed), plan.prepare(*stream);
+      indexed->skip_batches(1), stream->skip_batches(1);
+      const Batches expected{rank == 0 ? Indices{10, 11, 12, 13, 14} : Indices{15, 16, 17, 18, 19}};
+      EXPECT_EQ(epoch_of(*indexed), expected);
+      EXPECT_EQ(epoch_of(*stream), expected);
+    }
+  });
+}
+
+// ---- DL-4, DL-5
+// -----------------------------------------------------------------------------------
+
+template <class Loader>
+void expect_end_only_at_last(LoaderPlan& plan, Loader& loader, size_t expected) {
+  std::vector<bool> flags;
+  EXPECT_FALSE(plan.end_of_loader());
+  for ([[maybe_unused]] Tensor& batch : loader) flags.push_back(plan.end_of_loader());
+  EXPECT_FALSE(plan.end_of_loader());
+  std::vector<bool> only_last(expected);
+  if (expected > 0) only_last.back() = true;
+  EXPECT_EQ(flags, only_last);
+}
+
+TEST(FacadeLoaders, DL_4_TheEndFlagIsTrueOnTheLastBatchOnly) {
+  for (const int n : {1, 2, 3}) {
+    run_ranks(n, [n](int rank) {
+      for (const bool dispatch : {false, true}) {
+        for (const Way way : {Way::kEven, Way::kUneven, Way::kDropLast}) {
+          for (const int64_t size : {1, 12, 13, 22, 23, 24}) {
+            SCOPED_TRACE(testing::Message()
+                         << n << " ranks, " << size << " samples, way " << static_cast<int>(way));
+            LoaderPlan plan(world(),
+                            {.dispatch_batches = dispatch, .even_batches = way == Way::kEven});
+            const bool drop = way == Way::kDropLast;
+            const auto indexed = numbers_loader(size, 4, drop)();
+            const auto stream = stream_loader(size, 4, drop)();
+            plan.prepare(*indexed), plan.prepare(*stream);
+            const int64_t turns = size / (4 * n), over = size % (4 * n);
+            const bool partial =
+                over > 0 &&
+                (n == 1 ? !drop : way == Way::kEven || (way == Way::kUneven && over > 4 * rank));
+            const size_t expected = static_cast<size_t>(turns + (partial ? 1 : 0));
+            for (int pass = 0; pass < 2; ++pass) {
+              expect_end_only_at_last(plan, *indexed, expected);
+              expect_end_only_at_last(plan, *stream, expected);
+            }
+            if (turns > 0) {  // on all ranks
+              indexed->skip_batches(1), stream->skip_batches(1);
+              expect_end_only_at_last(plan, *indexed, expected - 1);
+              expect_end_only_at_last(plan, *stream, expected - 1);
+            }
+          }
+        }
+      }
+      LoaderPlan plan;
+      StreamLoader<int64_t> parts(std::make_shared<NumberParts>(), {.batch_size = 2});
+      plan.prepare(parts);
+      if (n == 2) expect_end_only_at_last(plan, parts, 4);
+    });
+  }
+}
+
+TEST(FacadeLoaders, DL_4_ALoopOverOneLoaderHoldsTheFlagOfAnother) {
+  LoaderPlan plan;
+  const auto outer = numbers_loader(4, 2)(), inner = numbers_loader(3, 1)();
+  plan.prepare(*outer), plan.prepare(*inner);
+  std::vector<bool> outer_flags;
+  for ([[maybe_unused]] Tensor& batch : *outer) {
+    EXPECT_EQ(plan.active(), outer.get());
+    std::vector<bool> inner_flags;
+    for ([[maybe_unused]] Tensor& other : *inner) {
+      EXPECT_EQ(plan.active(), inner.get());
+      inner_flags.push_back(plan.end_of_loader());
+    }
+    EXPECT_EQ(inner_flags, (std::vector<bool>{false, false, true}));
+    EXPECT_EQ(plan.active(), outer.get());
+    outer_flags.push_back(plan.end_of_loader());
+  }
+  EXPECT_EQ(outer_flags, (std::vector<bool>{false, true}));
+  EXPECT_EQ(plan.active(), nullptr);
+}
+
+// Trap 5: upstream's stack of loaders keeps one whose loop was left by break or by an exception.
+TEST(FacadeLoaders, DL_4_LeavingALoopEarlyEndsIt) {
+  LoaderPlan plan;
+  const auto outer = numbers_loader(8, 2)(), inner = numbers_loader(3, 1)();
+  plan.prepare(*outer), plan.prepare(*inner);
+  for ([[maybe_unused]] Tensor& batch : *outer) {
+    for ([[maybe_unused]] Tensor& other : *inner) break;
+    EXPECT_EQ(plan.active(), outer.get());
+    try {
+      for ([[maybe_unused]] Tensor& other : *inner) throw ValueError("in the loop");
+    } catch (const ValueError&) {
+    }
+    EXPECT_EQ(plan.active(), outer.get());
+    // Batches taken without a loop do not take the loop's place.
+    inner->next();
+    EXPECT_EQ(plan.active(), outer.get());
+  }
+  inner->set_epoch(0);
+  EXPECT_EQ(epoch_of(*inner).size(), 3U);
+  EXPECT_EQ(plan.active(), nullptr);
+  while (inner->next()) EXPECT_EQ(plan.active(), inner.get());
+  EXPECT_EQ(plan.active(), nullptr);
+}
+
+TEST(FacadeLoaders, DL_4_ALoopThatIsLeftEarlyIsFollowedByTheNextEpochOnAllRanks) {
+  run_ranks(2, [](int rank) {
+    for (const bool dispatch : {false, true}) {
+      LoaderPlan plan(world(), {.dispatch_batches = dispatch});
+      DataLoader indexed(std::make_shared<Numbers>(16), {.batch_size = 2, .workers = 2});
+      const auto stream = stream_loader(16, 2)();
+      plan.prepare(indexed), plan.prepare(*stream);
+      for ([[maybe_unused]] Tensor& batch : indexed) break;
+      for ([[maybe_unused]] Tensor& batch : *stream) break;
+      const Indices first = rank == 0 ? Indices{0, 1} : Indices{2, 3};
+      EXPECT_EQ(epoch_of(indexed).front(), first);
+      EXPECT_EQ(epoch_of(*stream).front(), first);
+      EXPECT_EQ(indexed.cursor().epoch, 2);
+    }
+  });
+}
+
+TEST(FacadeLoaders, DL_5_SetEpochReachesTheSamplerAndSkippingKeepsTheEpoch) {
+  struct Recorder : data::BatchSampler {
+    int64_t size() const override { return 4; }
+    Indices batch(int64_t epoch, int64_t number) const override { return {10 * epoch + number}; }
+  };
+  run_ranks(2, [](int rank) {
+    LoaderPlan plan;
+    DataLoader<int64_t> loader(std::make_shared<Numbers>(100), std::make_shared<Recorder>());
+    plan.prepare(loader);
+    EXPECT_EQ(epoch_of(loader), (rank == 0 ? Batches{{0}, {2}} : Batches{{1}, {3}}));
+    EXPECT_EQ(epoch_of(loader), (rank == 0 ? Batches{{10}, {12}} : Batches{{11}, {13}}));
+    loader.set_epoch(7);
+    EXPECT_EQ(epoch_of(loader), (rank == 0 ? Batches{{70}, {72}} : Batches{{71}, {73}}));
+    loader.skip_batches(1);
+    EXPECT_EQ(loader.cursor().epoch, 8);
+    EXPECT_EQ(epoch_of(loader), (rank == 0 ? Batches{{82}} : Batches{{83}}));
+    for ([[maybe_unused]] Tensor& batch : loader) break;
+    loader.skip_batches(1);  // of the next loop, which is the next epoch
+    EXPECT_EQ(epoch_of(loader), (rank == 0 ? Batches{{102}} : Batches{{103}}));
+  });
+}
+
+// ---- DL-6 and what prepare() promises
+// -------------------------------------------------------------
+
+TEST(FacadeLoaders, DL_6_LoadersAndPlansMayGoInAnyOrder) {
+  run_ranks(2, [](int) {
+    const auto loader = numbers_loader(8, 2)();
+    const auto source = loader->source();
+    {
+      LoaderPlan plan;
+      {
+        const auto short_lived = numbers_loader(8, 2)();
+        plan.prepare(*short_lived), plan.prepare(*loader);
+        short_lived->next();
+        EXPECT_EQ(plan.active(), short_lived.get());
+        EXPECT_EQ(plan.loaders().size(), 2U);
+      }
+      EXPECT_EQ(plan.active(), nullptr);
+      EXPECT_EQ(plan.loaders(), std::vector<data::LoaderBase*>{loader.get()});
+      plan.set_even_batches(false);  // touches no loader that is gone
+      EXPECT_NE(loader->source(), source);
+    }
+    EXPECT_EQ(loader->source(), source);  // alone again
+    EXPECT_EQ(epoch_of(*loader).size(), 4U);
+  });
+}
+
+TEST(FacadeLoaders, DL_6_PrepareChangesALoaderOnceAndReleaseUndoesIt) {
+  run_ranks(2, [](int rank) {
+    LoaderPlan plan, other;
+    const auto loader = numbers_loader(6, 2)();
+    const auto stream = stream_loader(6, 2)();
+    plan.prepare(*loader), plan.prepare(*stream);
+    const auto share = loader->source();
+    plan.prepare(*loader), plan.prepare(*stream);
+    EXPECT_EQ(loader->source(), share);
+    EXPECT_THROW(other.prepare(*loader), ConfigError);
+    EXPECT_THROW(other.prepare(*stream), ConfigError);
+    EXPECT_EQ(plan.describe(*loader),
+              "sharded, 2 ranks x 2 samples, even batches, 2 batches a rank");
+    EXPECT_EQ(plan.describe(*stream), "dispatched from rank 0, 2 ranks x 2 samples, even batches");
+    EXPECT_THROW(other.mode(*loader), ValueError);
+    EXPECT_EQ(epoch_of(*loader).front(), (rank == 0 ? Indices{0, 1} : Indices{2, 3}));
+    plan.release_all();
+    other.prepare(*loader);
+    EXPECT_EQ(epoch_of(*loader).size(), 2U);
+    EXPECT_EQ(epoch_of(*stream).size(), 3U);
+    // A share that somebody gave it by hand.
+    const auto dealt = numbers_loader(6, 2)();
+    dealt->set_source(share);
+    EXPECT_THROW(plan.prepare(*dealt), ConfigError);
+  });
+}
+
+TEST(FacadeLoaders, DL_6_OneRankChangesAndCommunicatesNothing) {
+  const distributed::CommTrace::Scope scope(world().trace());
+  LoaderPlan plan(world(), {.split_batches = true, .dispatch_batches = true});
+  const auto loader = numbers_loader(5, 2)();
+  const auto stream = stream_loader(5, 2)();
+  const auto source = loader->source();
+  plan.prepare(*loader), plan.prepare(*stream);
+  EXPECT_EQ(loader->source(), source);
+  EXPECT_EQ(loader->relay(), nullptr);
+  EXPECT_EQ(stream->relay(), nullptr);
+  EXPECT_EQ(plan.mode(*loader), LoaderMode::kWhole);
+  EXPECT_EQ(epoch_of(*loader), (Batches{{0, 1}, {2, 3}, {4}}));
+  EXPECT_EQ(epoch_of(*stream), (Batches{{0, 1}, {2, 3}, {4}}));
+  EXPECT_TRUE(scope.records().empty());
+}
+
+TEST(FacadeLoaders, DL_6_LoadersThatDifferBetweenRanksAreRefusedByName) {
+  const auto refused = [](auto make) {
+    run_ranks(2, [&](int rank) {
+      auto loader = make(rank);
+      LoaderPlan plan;
+      try {
+        plan.prepare(*loader);
+        ADD_FAILURE() << "nothing was thrown";
+      } catch (const OperationMismatch& error) {
+        EXPECT_NE(std::string(error.what()).find("rank 1: loader of"), std::string::npos)
+            << error.what();
+      }
+    });
+  };
+  refused([](int rank) { return numbers_loader(6, 2 + rank)(); });
+  refused([](int rank) { return numbers_loader(6 + rank, 2)(); });
+  refused([](int rank) {  // one order for each rank: some samples twice, some never
+    return std::make_unique<DataLoader<int64_t>>(
+        std::make_shared<Numbers>(64),
+        data::DataLoaderOptions{.shuffle = true, .seed = static_cast<uint64_t>(rank)});
+  });
+  refused([](int rank) { return stream_loader(6, 2 + rank)(); });
+}
+
+TEST(FacadeLoaders, DL_6_SizesAreThoseOfAllRanks) {
+  run_ranks(2, [](int) {
+    LoaderPlan plan;
+    const auto loader = numbers_loader(22, 3)(), full = numbers_loader(24, 3)();
+    const auto dropping = numbers_loader(22, 3, true)();
+    const auto stream = stream_loader(22, 3)();
+    plan.prepare(*loader), plan.prepare(*full), plan.prepare(*dropping), plan.prepare(*stream);
+    EXPECT_EQ(loader->dataset_size(), 22);
+    EXPECT_EQ(loader->total_batch_size(), 6);
+    EXPECT_EQ(loader->remainder(), 4);
+    EXPECT_EQ(full->remainder(), 0);
+    EXPECT_EQ(dropping->remainder(), 0);
+    EXPECT_EQ(stream->dataset_size(), -1);
+    EXPECT_EQ(stream->total_batch_size(), 6);
+    EXPECT_EQ(stream->remainder(), 0);
+    EXPECT_EQ(loader->size(), 4);
+    EXPECT_EQ(dropping->size(), 3);
+  });
+}
+
+// ---- Dispatching
+// ----------------------------------------------------------------------------------
+
+struct Sentence {
+  Tensor ids;
+  int64_t valid = 0;
+  std::map<std::string, std::vector<Tensor>> more;
+  std::optional<Tensor> label;
+  std::string text;
+  void visit_tensors(auto&& visit) { visit(ids), visit(more), visit(label), visit(text); }
+};
+struct Word {
+  int64_t number;
+};
+struct Opaque {
+  explicit Opaque(int64_t number) : number(number) {}
+  int64_t number;
+};
+}  // namespace
+}  // namespace tessera::accelerate
+
+template <>
+struct tessera::data::Collate<tessera::accelerate::Word> {
+  static tessera::accelerate::Sentence batch(std::span<tessera::accelerate::Word> words) {
+    tessera::accelerate::Sentence sentence;
+    int64_t longest = 0;
+    for (const auto& word : words) longest = std::max(longest, word.number);
+    sentence.ids = raw::full({std::ssize(words), longest}, longest, kI64);  // its own padding
+    sentence.more["a"] = {raw::full({2}, longest, kBF16), Tensor()};
+    if (longest % 2 == 0) sentence.label = raw::full({}, 1, kBool);
+    sentence.text = "up to " + std::to_string(longest);
+    return sentence;
+  }
+};
+
+template <>
+struct tessera::data::Collate<tessera::accelerate::Opaque> {
+  static tessera::accelerate::Opaque batch(std::span<tessera::accelerate::Opaque> examples) {
+    return examples[0];
+  }
+};
+
+namespace tessera::accelerate {
+namespace {
+
+struct Opaques : data::Dataset<Opaque> {
+  int64_t size() const override { return 4; }
+  Opaque get(int64_t index) const override { return Opaque(index); }
+};
+struct Words : data::Dataset<Word> {
+  int64_t size() const override { return 7; }
+  Word get(int64_t index) const override { return {index + 1}; }
+};
+
+TEST(FacadeLoaders, DL_2_DispatchedBatchesArriveWhole) {
+  run_ranks(2, [](int rank) {
+    LoaderPlan plan(world(), {.dispatch_batches = true});
+    DataLoader<Word> loader(std::make_shared<Words>(), {.batch_size = 2});
+    plan.prepare(loader);
+    // Batches of one turn may have different shapes, which upstream refuses.
+    const Indices longest = rank == 0 ? Indices{2, 6} : Indices{4, 7};
+    size_t turn = 0;
+    for (Sentence& batch : loader) {
+      const int64_t length = longest[turn++];
+      EXPECT_EQ(batch.ids.shape(), Shape({2, length}));
+      EXPECT_EQ(batch.ids.to_vector<int64_t>(), Indices(static_cast<size_t>(2 * length), length));
+      EXPECT_EQ(batch.more.at("a")[0].dtype(), kBF16);
+      EXPECT_EQ(batch.more.at("a")[0].to_vector<int64_t>(), (Indices{length, length}));
+      EXPECT_FALSE(batch.more.at("a")[1].defined());
+      EXPECT_EQ(batch.label.has_value(), length % 2 == 0);
+      EXPECT_EQ(batch.text, "up to " + std::to_string(length));
+      EXPECT_EQ(batch.valid, rank == 1 && turn == 2 ? 1 : 2);
+    }
+    EXPECT_EQ(turn, 2U);
+  });
+}
+
+// Trap: upstream broadcasts the batches of all ranks to every rank.
+TEST(FacadeLoaders, DL_2_ARankReceivesItsOwnBatchOnly) {
+  constexpr int kRanks = 4;
+  run_ranks(kRanks, [](int rank) {
+    LoaderPlan plan(world(), {.dispatch_batches = true});
+    const auto loader = numbers_loader(64 * kRanks, 64)();
+    plan.prepare(*loader);
+    const distributed::CommTrace::Scope scope(world().trace());
+    epoch_of(*loader);
+    int64_t bytes = 0;
+    for (const distributed::CommRecord& record : scope.records()) {
+      EXPECT_EQ(record.operation, distributed::Operation::kScatter);
+      bytes += record.bytes;
+    }
+    const int64_t own = 64 * 8;  // and headers of a batch and of the end
+    EXPECT_GE(bytes, rank == 0 ? 0 : own);
+    EXPECT_LE(bytes, (rank == 0 ? 0 : own) + 256);
+  });
+}
+
+TEST(FacadeLoaders, DL_2_WhatRank0CannotReadIsAnErrorOnAllRanks) {
+  struct Broken : data::Dataset<int64_t> {
+    int64_t size() const override { return 12; }
+    int64_t get(int64_t index) const override {
+      if (index == 6) throw IoError("the file is gone");
+      return index;
+    }
+  };
+  for (const int workers : {0, 1}) {
+    run_ranks(2, [workers](int rank) {
+      LoaderPlan plan(world(), {.dispatch_batches = true});
+      DataLoader loader(std::make_shared<Broken>(), {.batch_size = 2, .workers = workers});
+      plan.prepare(loader);
+      EXPECT_EQ(loader.next()->numel(), 2);
+      const auto message = [&](auto error) -> std::string {
+        try {
+          loader.next();
+        } catch (const decltype(error)& thrown) {
+          return thrown.what();
+        }
+        return "nothing was thrown";
+      };
+      const std::string text = rank == 0 ? message(IoError("")) : message(DistributedError(""));
+      EXPECT_NE(text.find("example 6"), std::string::npos) << text;
+      EXPECT_NE(text.find("the file is gone"), std::string::npos) << text;
+      EXPECT_EQ(loader.cursor(), (data::LoaderCursor{0, 4}));
+      barrier();  // the ranks are in step
+    });
+  }
+}
+
+TEST(FacadeLoaders, DL_2_BatchesThatCannotBeMadeAnewAreNotDispatched) {
+  run_ranks(2, [](int) {
+    LoaderPlan plan(world(), {.dispatch_batches = true});
+    DataLoader<Opaque> loader(std::make_shared<Opaques>());
+    EXPECT_THROW(plan.prepare(loader), UnsupportedError);
+    LoaderPlan sharded;
+    sharded.prepare(loader);
+    EXPECT_EQ(loader.size(), 2);
   });
 }
 
