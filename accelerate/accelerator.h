@@ -56,6 +56,7 @@
 #include <vector>
 
 #include <tessera/accelerate/loader_plan.h>
+#include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/operations.h>
 #include <tessera/accelerate/process_control.h>
 #include <tessera/core/tensor.h>
@@ -256,6 +257,19 @@ class Accelerator : public ProcessControl {
   template <class T>
   T pad_across_processes(T value, const accelerate::PadOptions& pad = {}) const {
     return accelerate::pad_across_processes(std::move(value), pad, data_ranks());
+  }
+  // What was computed from the batch in hand of active_loader(), each sample once; see metrics.h.
+  template <class T>
+  T gather_for_metrics(T value) const {
+    return accelerate::gather_for_metrics(std::move(value), active_loader(), data_ranks());
+  }
+  template <class T>
+  std::vector<T> gather_object(const std::vector<T>& own) const {
+    return accelerate::gather_object(own, data_ranks());
+  }
+  template <class T>
+  T broadcast_object(const T& object, int from = 0) const {
+    return accelerate::broadcast_object(object, from, data_ranks());
   }
   // The ranks among which batches are dealt: the axis "dp" of the Context's mesh.
   distributed::Group& data_ranks() const;
