@@ -27,6 +27,14 @@ std::string list_of(const std::vector<std::string>& names) {
   return text;
 }
 
+// Whether `.grad` is what the last reduction left there, and no step was made with it.
+bool holds_reduced(const ManagedParam& param) {
+  if (!param.reduced) return false;
+  const Tensor grad = param.tensor.grad();
+  return grad.defined() && grad.version() == param.gradient_version &&
+         param.tensor.version() == param.parameter_version;
+}
+
 }  // namespace
 
 ParamGroupEngine::ParamGroupEngine(const NamedTensors& parameters, Group& ranks,
@@ -89,7 +97,10 @@ void ParamGroupEngine::make_groups(const std::vector<size_t>& order) {
       places_[member] = {group.get(), slot};
       if (!old.empty()) {
         const Place& from = old_places[member];
+        const bool untouched = holds_reduced(params_[member]);
         group->adopt(slot, from.group->gradient(from.slot));
+        // It lies elsewhere and is still what was reduced.
+        if (untouched) params_[member].gradient_version = params_[member].tensor.grad().version();
       }
     }
     group->install_homes();
@@ -239,13 +250,11 @@ double ParamGroupEngine::divisor() {
 void ParamGroupEngine::resume_sum() {
   const NoGradGuard no_grad;
   for (ManagedParam& param : params_) {
-    if (!std::exchange(param.reduced, false)) continue;
-    const Tensor grad = param.tensor.grad();
     // A gradient that was stepped with or replaced is no part of the sum any more.
-    if (!grad.defined() || grad.version() != param.gradient_version ||
-        param.tensor.version() != param.parameter_version) {
-      continue;
-    }
+    const bool resumes = holds_reduced(param);
+    param.reduced = false;
+    if (!resumes) continue;
+    const Tensor grad = param.tensor.grad();
     if (ranks_->rank() != 0) {
       zero_(grad);
     } else if (divisor_ != 1) {
@@ -312,12 +321,7 @@ void ParamGroupEngine::finish_reduction() {
 void ParamGroupEngine::check_cleared() {
   std::vector<std::string> stale;
   for (const ManagedParam& param : params_) {
-    if (!param.reduced) continue;
-    const Tensor grad = param.tensor.grad();
-    if (grad.defined() && grad.version() == param.gradient_version &&
-        param.tensor.version() == param.parameter_version) {
-      stale.push_back(param.name);
-    }
+    if (holds_reduced(param)) stale.push_back(param.name);
   }
   TS_CHECK_AS(AutogradError, stale.empty(), "replicate",
               "backward would add to gradients that were reduced before and were not used since: ",
