@@ -23,6 +23,7 @@
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizer.h>
 #include <tessera/optim/schedule.h>
+#include <tessera/precision/grad_scaler.h>
 
 namespace tessera {
 namespace {
@@ -45,6 +46,72 @@ TensorList gradients_of(const NamedTensors& parameters, std::unordered_set<Tenso
     }
   }
   return gradients;
+}
+
+}  // namespace
+
+namespace {
+
+accelerate::Settings settings_of(const AcceleratorOptions& options) {
+  accelerate::CodeSettings code;
+  code.set("mixed_precision", options.mixed_precision)
+      .set("gradient_accumulation_steps", options.gradient_accumulation_steps)
+      .set("sync_with_dataloader", options.sync_with_dataloader)
+      .set("sync_each_batch", options.sync_each_batch)
+      .set("step_schedule_with_optimizer", options.step_schedule_with_optimizer)
+      .set("schedule_unit", options.schedule_unit)
+      .set("split_batches", options.split_batches)
+      .set("even_batches", options.even_batches)
+      .set("dispatch_batches", options.dispatch_batches)
+      .set("seed", options.seed)
+      .set("debug", options.debug)
+      .set("project_dir", options.project_dir)
+      .set("automatic_checkpoint_naming", options.automatic_checkpoint_naming)
+      .set("total_limit", options.total_limit)
+      .set("keep_every", options.keep_every)
+      .set("keep_best", options.keep_best)
+      .set("asynchronous_checkpoints", options.asynchronous_checkpoints)
+      .set("ddp_bucket_cap_mb", options.ddp_bucket_cap_mb)
+      .set("ddp_first_bucket_mb", options.ddp_first_bucket_mb)
+      .set("ddp_broadcast_buffers", options.ddp_broadcast_buffers)
+      .set("ddp_gradient_as_bucket_view", options.ddp_gradient_as_bucket_view)
+      .set("ddp_comm_hook", options.ddp_comm_hook)
+      .set("scaler_init_scale", options.scaler_init_scale)
+      .set("scaler_growth_factor", options.scaler_growth_factor)
+      .set("scaler_backoff_factor", options.scaler_backoff_factor)
+      .set("scaler_growth_interval", options.scaler_growth_interval)
+      .set("scaler_enabled", options.scaler_enabled);
+  accelerate::ResolveOptions sources;
+  sources.code = std::move(code);
+  sources.file = options.config_file;
+  return accelerate::resolve(sources);
+}
+
+std::shared_ptr<distributed::CommunicationHook> hook_of(const accelerate::Settings& settings) {
+  switch (settings.ddp_comm_hook.value) {
+    case accelerate::CommHook::kFP16:
+      return std::make_shared<distributed::CastHook>(kF16);
+    case accelerate::CommHook::kBF16:
+      return std::make_shared<distributed::CastHook>(kBF16);
+    case accelerate::CommHook::kPowerSgd:
+      return std::make_shared<distributed::PowerSgdHook>(distributed::PowerSgdOptions{
+          .rank = settings.ddp_power_sgd_rank, .start_step = settings.ddp_power_sgd_start_step});
+    case accelerate::CommHook::kNone:
+      break;
+  }
+  return nullptr;
+}
+
+distributed::ReplicateOptions replicate_options(const accelerate::Settings& settings) {
+  const auto bytes = [](double megabytes) { return static_cast<int64_t>(megabytes * 1048576); };
+  distributed::ReplicateOptions options;
+  options.first_bucket_bytes = bytes(settings.ddp_first_bucket_mb);
+  options.bucket_bytes = bytes(settings.ddp_bucket_cap_mb);
+  options.gradient_as_bucket_view = settings.ddp_gradient_as_bucket_view;
+  options.average = distributed::GradientAverage::kWeight;
+  options.init_sync = settings.ddp_init_sync;
+  options.broadcast_buffers = settings.ddp_broadcast_buffers;
+  return options;
 }
 
 }  // namespace
@@ -93,13 +160,10 @@ struct OptimizerRecord {
 };
 
 struct Accelerator::State : std::enable_shared_from_this<State> {
-  AcceleratorOptions options;
-  Precision precision = Precision::kNo;
+  accelerate::Settings settings;
+  std::optional<precision::GradScaler> scaler;  // fp16
   int64_t steps = 1;
-  bool sync_with_dataloader = true, sync_each_batch = false;
-  bool step_schedule_with_optimizer = true;
-  ScheduleUnit schedule_unit = ScheduleUnit::kUpdates;
-  bool split_batches = false;
+  bool sync_with_dataloader = true;
   int data_rank = 0, data_ranks = 1;  // along the axis that batches are dealt over
 
   std::vector<std::shared_ptr<ModelRecord>> models;
@@ -149,6 +213,10 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   void prepare_loader(const LoaderRequest& request);
   void prepare_schedule(optim::Schedule& schedule);
 
+  // ---- Loss scaling
+  void make_scaler();
+  void update_scale();
+
   // ---- Windows
   void begin_random_numbers();
   double weigh(std::optional<double> weight);
@@ -170,6 +238,7 @@ class ForwardScope {
   ForwardScope(RandomState& random, int& depth, Precision precision)
       : random_(random), depth_(depth) {
     if (precision == Precision::kBF16) autocast_.emplace(kBF16);
+    if (precision == Precision::kFP16) autocast_.emplace(kF16);
     if (depth_++ == 0) std::swap(random_, random_state());
   }
   ~ForwardScope() {
@@ -208,8 +277,8 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
         const auto state = weak.lock();
         if (!state) return nullptr;
         // The scope's state lives with it.
-        auto scope =
-            std::make_shared<ForwardScope>(state->random, state->forward_depth, state->precision);
+        auto scope = std::make_shared<ForwardScope>(state->random, state->forward_depth,
+                                                    state->settings.mixed_precision.value);
         return {scope.get(), [state, scope](void*) mutable { scope.reset(); }};
       }));
   const bool trains = std::ranges::any_of(
@@ -234,8 +303,9 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
             });
           }
         }));
-    record->replica.emplace(distributed::replicate(
-        model, distributed::mesh(), {.average = distributed::GradientAverage::kWeight}));
+    record->replica.emplace(
+        distributed::replicate(model, distributed::mesh(), replicate_options(settings)));
+    if (auto hook = hook_of(settings)) record->replica->set_communication_hook(std::move(hook));
   }
   models.push_back(std::move(record));
   ++generation;
@@ -274,7 +344,7 @@ void Accelerator::State::prepare_loader(const LoaderRequest& request) {
 
 void Accelerator::State::prepare_schedule(optim::Schedule& schedule) {
   if (std::ranges::find(schedules, &schedule) == schedules.end()) schedules.push_back(&schedule);
-  if (!step_schedule_with_optimizer) return;
+  if (!settings.step_schedule_with_optimizer) return;
   schedule.set_step_gate([weak = weak_from_this(), own = &schedule] {
     const auto state = weak.lock();
     return state ? state->may_step(*own) : StepDecision{};
@@ -295,27 +365,23 @@ void Accelerator::run(const Preparation& preparation) {
 
 Accelerator::Accelerator(const AcceleratorOptions& options) : state_(std::make_shared<State>()) {
   State& state = *state_;
-  state.options = options;
-  state.precision = options.mixed_precision.value_or(Precision::kNo);
-  TS_CHECK_AS(UnsupportedError, state.precision != Precision::kFP16, "Accelerator",
-              "mixed_precision fp16 needs loss scaling, which this build lacks; take bf16");
-  state.steps = options.gradient_accumulation_steps.value_or(1);
-  TS_CHECK(state.steps >= 1, "Accelerator", "gradient_accumulation_steps must be at least 1; got ",
-           state.steps);
-  state.sync_with_dataloader = options.sync_with_dataloader.value_or(true);
-  state.sync_each_batch = options.sync_each_batch.value_or(false);
-  state.step_schedule_with_optimizer = options.step_schedule_with_optimizer.value_or(true);
-  state.schedule_unit = options.schedule_unit.value_or(ScheduleUnit::kUpdates);
-  state.split_batches = options.split_batches.value_or(false);
+  state.settings = settings_of(options);
+  const accelerate::Settings& settings = state.settings;
+  state.steps = settings.gradient_accumulation_steps;
+  state.sync_with_dataloader = settings.sync_with_dataloader;
   state.dealt_ranks = num_processes() > 1 ? &distributed::mesh().group("dp") : &world();
   state.data_rank = state.dealt_ranks->rank();
   state.data_ranks = state.dealt_ranks->size();
+  if (settings.mixed_precision.value == Precision::kFP16) state.make_scaler();
   state.loader_plan = std::make_unique<accelerate::LoaderPlan>(
       *state.dealt_ranks,
-      accelerate::LoaderPlanOptions{.split_batches = state.split_batches,
-                                    .dispatch_batches = options.dispatch_batches,
-                                    .even_batches = options.even_batches.value_or(true)});
-  state.counters.seed = options.seed.value_or(random_state().seed);
+      accelerate::LoaderPlanOptions{.split_batches = settings.split_batches,
+                                    .dispatch_batches = settings.dispatch_batches.value,
+                                    .even_batches = settings.even_batches});
+  if (const std::optional<int64_t> seed = settings.seed.value) {
+    manual_seed(static_cast<uint64_t>(*seed));
+  }
+  state.counters.seed = random_state().seed;
   state.begin_random_numbers();
 }
 
@@ -375,7 +441,7 @@ MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
   for (const auto& record : micro.records) {
     record->window.begin_micro(record->steps.value_or(state.steps), ends);
     sync = sync && record->window.is_boundary();
-    record->plan_forward(record->window.is_boundary() || state.sync_each_batch);
+    record->plan_forward(record->window.is_boundary() || state.settings.sync_each_batch);
   }
   state.sync_gradients = sync;
   auto scope = std::make_unique<MicroBatch::Scope>(state_, micro.id);
@@ -405,8 +471,8 @@ double Accelerator::State::weigh(std::optional<double> weight) {
   const data::LoaderBase* loader = loader_plan->active();
   if (loader == nullptr) return 1;
   if (counters.nominal_samples == 0) {
-    counters.nominal_samples =
-        static_cast<double>(loader->options().batch_size) / (split_batches ? data_ranks : 1);
+    counters.nominal_samples = static_cast<double>(loader->options().batch_size) /
+                               (settings.split_batches ? data_ranks : 1);
   }
   return static_cast<double>(loader->batch_samples()) / counters.nominal_samples;
 }
@@ -449,6 +515,7 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
   State& state = *state_;
   TS_CHECK_SHAPE(loss.defined() && loss.numel() == 1, "backward",
                  "the loss must have one element; got ", loss, "; take its mean");
+  state.update_scale();
   const bool in_window = !state.open.empty();
   const double weight = state.weigh(options.weight);
   const std::vector<std::shared_ptr<ModelRecord>> own =
@@ -475,7 +542,7 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
     const bool is_own = std::ranges::find(own, record) != own.end();
     const StepWindow& window = record->window;
     bool sync = record->no_sync == 0 && !record->local;
-    if (is_own) sync = sync && (window.is_boundary() || state.sync_each_batch);
+    if (is_own) sync = sync && (window.is_boundary() || state.settings.sync_each_batch);
     sync = sync || record->triggered;
     record->replica->set_plan({.micro_index = is_own ? window.index() : 0,
                                .is_last = !is_own || window.is_boundary(),
@@ -485,10 +552,14 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
   }
 
   // One process outside of a window: nothing to weigh against.
-  const double scale = in_window || state.data_ranks > 1 ? weight : 1;
+  double scale = in_window || state.data_ranks > 1 ? weight : 1;
+  if (state.scaler) scale *= state.scaler->loss_scale();
+  // A 16-bit loss is scaled behind a cast: 65536 is more than f16 holds.
+  const bool narrow = loss.dtype() == kF16 || loss.dtype() == kBF16;
+  const Tensor total = narrow && scale != 1 ? loss.to(kF32) : loss;
   const Tensor seed =
-      scale == 1 ? Tensor() : raw::full(loss.shape(), scale, loss.dtype(), loss.device());
-  tessera::backward(loss, seed,
+      scale == 1 ? Tensor() : raw::full(total.shape(), scale, total.dtype(), total.device());
+  tessera::backward(total, seed,
                     {.retain_graph = options.retain_graph, .create_graph = options.create_graph});
 
   for (const Expected& expected : reducing) expected.record->triggered = false;
@@ -498,7 +569,7 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
     if (expected != reducing.end() && !record->local) {
       const bool reduced = record->replica->engine().reductions() > expected->reductions;
       reduced ? record->window.set_reduced() : record->window.set_pending();
-    } else if ((record->window.is_boundary() || state.sync_each_batch)) {
+    } else if ((record->window.is_boundary() || state.settings.sync_each_batch)) {
       closed.push_back(record);
       record->window.set_reduced();
     } else {
@@ -576,7 +647,9 @@ StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
     has_weight = has_weight || !model->window.reduced() || model->has_weight();
   }
   if (!has_weight) return StepDecision::skip("no micro-batch of the window has any weight");
-  return {};
+  if (!scaler) return {};
+  std::string overflow = scaler->before_step(*record.optimizer);
+  return overflow.empty() ? StepDecision{} : StepDecision::skip(std::move(overflow));
 }
 
 StepDecision Accelerator::State::may_step(const optim::Schedule& schedule) {
@@ -588,7 +661,8 @@ StepDecision Accelerator::State::may_step(const optim::Schedule& schedule) {
     return StepDecision::skip("its optimizer left its step out: " +
                               record->optimizer->skip_reason());
   }
-  const bool each_rank = schedule_unit == ScheduleUnit::kHuggingFace && !split_batches;
+  const bool each_rank =
+      settings.schedule_unit.value == ScheduleUnit::kHuggingFace && !settings.split_batches;
   return {.run = true, .reason = {}, .count = each_rank ? data_ranks : 1};
 }
 
@@ -611,12 +685,49 @@ bool Accelerator::State::clips(const TensorList& parameters) const {
 Tensor Accelerator::clip_grad_norm(const TensorList& parameters, double max_norm,
                                    double norm_type) {
   if (!state_->clips(parameters)) return {};
-  return optim::clip_grad_norm(parameters, max_norm, {.norm_type = norm_type});
+  return optim::clip_grad_norm(parameters, max_norm,
+                               {.norm_type = norm_type, .gradient_scale = 1 / loss_scale()});
 }
 
 void Accelerator::clip_grad_value(const TensorList& parameters, double limit) {
-  if (state_->clips(parameters)) optim::clip_grad_value(parameters, limit);
+  if (state_->clips(parameters)) optim::clip_grad_value(parameters, limit, 1 / loss_scale());
 }
+
+// ---- Loss scaling ------------------------------------------------------------------------------
+
+void Accelerator::State::make_scaler() {
+  scaler.emplace(precision::GradScalerOptions{.init_scale = settings.scaler_init_scale,
+                                              .growth_factor = settings.scaler_growth_factor,
+                                              .backoff_factor = settings.scaler_backoff_factor,
+                                              .growth_interval = settings.scaler_growth_interval,
+                                              .enabled = settings.scaler_enabled});
+  // Reduced gradients are equal on all ranks; where a model's are not, the ranks agree.
+  scaler->set_agreement([this](const Tensor& found) {
+    if (!std::ranges::any_of(models, [](const auto& record) { return record->local; })) return;
+    dealt_ranks
+        ->all_reduce(found, distributed::ReduceOp::kMax,
+                     {.channel = Channel::kControl, .tag = "found_inf"})
+        .wait();
+  });
+}
+
+// After the steps of all optimizers, before the next loss is scaled. What open windows hold already
+// follows the scale.
+void Accelerator::State::update_scale() {
+  if (!scaler || !scaler->update_is_due()) return;
+  const double before = scaler->loss_scale();
+  scaler->update();
+  const double ratio = scaler->loss_scale() / before;
+  if (ratio == 1) return;
+  std::unordered_set<TensorImpl*> seen;
+  for (const auto& record : models) {
+    if (!record->window.pending()) continue;
+    kernels::multi_tensor_scale(gradients_of(record->parameters, seen), &ratio);
+  }
+}
+
+double Accelerator::loss_scale() const { return state_->scaler ? state_->scaler->loss_scale() : 1; }
+precision::GradScaler* Accelerator::scaler() { return state_->scaler ? &*state_->scaler : nullptr; }
 
 bool Accelerator::optimizer_step_was_skipped() const {
   return std::ranges::any_of(state_->optimizers,
@@ -675,7 +786,7 @@ bool Accelerator::end_of_dataloader() const { return state_->loader_plan->end_of
 accelerate::LoaderPlan& Accelerator::loader_plan() { return *state_->loader_plan; }
 distributed::Group& Accelerator::data_ranks() const { return *state_->dealt_ranks; }
 
-const AcceleratorOptions& Accelerator::options() const { return state_->options; }
+const accelerate::Settings& Accelerator::settings() const { return state_->settings; }
 std::vector<nn::ModuleBase*> Accelerator::models() const {
   std::vector<nn::ModuleBase*> list;
   for (const auto& record : state_->models) list.push_back(record->model);
@@ -713,12 +824,34 @@ void Accelerator::set_counters(const Counters& counters) {
 std::string Accelerator::describe() const {
   const State& state = *state_;
   std::ostringstream out;
-  out << "Accelerator: rank " << process_index() << " of " << num_processes() << " (local "
-      << local_process_index() << " of " << num_local_processes() << ")\n";
+  out << "rank " << process_index() << " of " << num_processes() << ", local "
+      << local_process_index() << " of " << num_local_processes() << ", batches among "
+      << state.data_ranks << "\nsettings\n";
+  std::istringstream settings(accelerate::describe(state.settings, true));
+  for (std::string line; std::getline(settings, line);) out << "  " << line << '\n';
   for (const auto& record : state.models) {
-    out << "  model " << record->model->type_name() << ": " << record->parameters.size()
-        << " parameters, window of " << record->steps.value_or(state.steps) << "\n";
-    if (record->replica) out << record->replica->report().describe();
+    out << "model " << record->model->type_name() << ": " << record->model->num_parameters()
+        << " elements in " << record->parameters.size() << " parameters, windows of "
+        << record->steps.value_or(state.steps) << " micro-batches\n";
+    if (record->replica) out << "  " << record->replica->report().describe();
+  }
+  for (const auto& record : state.optimizers) {
+    out << "optimizer of " << record->parameters.size() << " parameters: steps with";
+    for (const auto& model : state_->models_of(*record)) out << ' ' << model->model->type_name();
+    out << '\n';
+  }
+  for (const data::LoaderBase* loader : loaders()) {
+    out << "loader: " << state.loader_plan->describe(*loader) << '\n';
+  }
+  for (const optim::Schedule* schedule : state.schedules) {
+    const bool by_ranks = state.settings.schedule_unit.value == ScheduleUnit::kHuggingFace &&
+                          !state.settings.split_batches;
+    out << "schedule: at step " << schedule->current_step() << ", ";
+    if (!state.settings.step_schedule_with_optimizer) {
+      out << "stepped by the program\n";
+    } else {
+      out << (by_ranks ? state.data_ranks : 1) << " for each optimizer update\n";
+    }
   }
   return out.str();
 }

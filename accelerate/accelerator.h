@@ -48,13 +48,14 @@
 #include <initializer_list>
 #include <memory>
 #include <optional>
+#include <source_location>
 #include <span>
 #include <string>
 #include <type_traits>
 #include <utility>
-#include <variant>
 #include <vector>
 
+#include <tessera/accelerate/config.h>
 #include <tessera/accelerate/loader_plan.h>
 #include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/operations.h>
@@ -66,36 +67,51 @@ namespace tessera {
 namespace nn {
 class ModuleBase;
 }
+namespace precision {
+class GradScaler;
+}
 namespace optim {
 class Optimizer;
 class PlateauSchedule;
 class Schedule;
 }  // namespace optim
 
-// In what prepared models compute.
-enum class Precision : uint8_t {
-  kNo,    // as the model is
-  kBF16,  // autocast to bf16
-  kFP16,  // autocast to f16 with loss scaling
-};
-
-// What one step of a prepared schedule is.
-enum class ScheduleUnit : uint8_t {
-  kUpdates,      // an optimizer update, whatever the number of ranks
-  kHuggingFace,  // Accelerate's: each update counts once for every rank, unless batches are split
-};
-
+// What the program itself says. Everything else comes from the flags of `tessera launch`, the
+// environment, the configuration file and the defaults, in this order: accelerate/config.h, whose
+// settings have these names, and docs/configuration.md, which lists them.
 struct AcceleratorOptions {
-  std::optional<Precision> mixed_precision = {};            // kNo
-  std::optional<int64_t> gradient_accumulation_steps = {};  // 1: micro-batches of a window
-  std::optional<bool> sync_with_dataloader = {};            // true: its end ends the window
-  std::optional<bool> sync_each_batch = {};                 // false: reduce in every micro-batch
-  std::optional<bool> step_schedule_with_optimizer = {};    // true: only where it has stepped
-  std::optional<ScheduleUnit> schedule_unit = {};           // kUpdates
-  std::optional<bool> split_batches = {};                   // false: batch_size is of one rank
-  std::optional<bool> even_batches = {};      // true: an epoch's last turn is filled up
-  std::optional<bool> dispatch_batches = {};  // unset: rank 0 reads streams, nothing else
-  std::optional<uint64_t> seed = {};          // the Context's
+  std::optional<Precision> mixed_precision = {};
+  std::optional<int64_t> gradient_accumulation_steps = {};  // micro-batches of a window
+  std::optional<bool> sync_with_dataloader = {};            // its end ends the window
+  std::optional<bool> sync_each_batch = {};                 // reduce in every micro-batch
+  std::optional<bool> step_schedule_with_optimizer = {};    // only where it has stepped
+  std::optional<ScheduleUnit> schedule_unit = {};
+  std::optional<bool> split_batches = {};     // batch_size is that of all ranks together
+  std::optional<bool> even_batches = {};      // an epoch's last turn is filled up
+  std::optional<bool> dispatch_batches = {};  // rank 0 reads for all
+  std::optional<int64_t> seed = {};           // as set_seed()
+  std::optional<bool> debug = {};             // operations compare the shapes of all ranks first
+
+  std::optional<std::string> project_dir = {};
+  std::optional<bool> automatic_checkpoint_naming = {};
+  std::optional<int64_t> total_limit = {};
+  std::optional<int64_t> keep_every = {};
+  std::optional<int64_t> keep_best = {};
+  std::optional<bool> asynchronous_checkpoints = {};
+
+  std::optional<double> ddp_bucket_cap_mb = {};
+  std::optional<double> ddp_first_bucket_mb = {};
+  std::optional<bool> ddp_broadcast_buffers = {};
+  std::optional<bool> ddp_gradient_as_bucket_view = {};
+  std::optional<accelerate::CommHook> ddp_comm_hook = {};
+
+  std::optional<double> scaler_init_scale = {};
+  std::optional<double> scaler_growth_factor = {};
+  std::optional<double> scaler_backoff_factor = {};
+  std::optional<int64_t> scaler_growth_interval = {};
+  std::optional<bool> scaler_enabled = {};
+
+  std::optional<std::string> config_file = {};  // "": none
 };
 
 class Accelerator;
@@ -206,6 +222,11 @@ class Accelerator : public ProcessControl {
   Tensor clip_grad_norm(const TensorList& parameters, double max_norm, double norm_type = 2);
   void clip_grad_value(const TensorList& parameters, double limit);
 
+  // fp16: what losses, and so gradients until the step, are multiplied by; 1 otherwise. Steps whose
+  // gradients overflowed are left out and lower it (precision/grad_scaler.h).
+  double loss_scale() const;
+  precision::GradScaler* scaler();  // null unless fp16
+
   // Whether any prepared optimizer, or this one, left its last step out at a boundary (an overflow,
   // a window without weight).
   bool optimizer_step_was_skipped() const;
@@ -242,21 +263,33 @@ class Accelerator : public ProcessControl {
   accelerate::LoaderPlan& loader_plan();
 
   // ---- Values of all ranks: accelerate/operations.h along the data-parallel ranks
+  // (and metrics.h), with the setting `debug`.
   template <class T>
-  T gather(T value) const {
-    return accelerate::gather(std::move(value), data_ranks());
+  T gather(T value, const std::source_location& where = std::source_location::current()) const {
+    return accelerate::gather(std::move(value), data_ranks(), operation(where));
+  }
+  // Each sample of the active loader once, in the order of one process.
+  template <class T>
+  T gather_for_metrics(T value,
+                       const std::source_location& where = std::source_location::current()) const {
+    return accelerate::gather_for_metrics(std::move(value), active_loader(), data_ranks(),
+                                          operation(where));
   }
   template <class T>
-  T reduce(T value, accelerate::Reduction reduction = accelerate::Reduction::kMean) const {
-    return accelerate::reduce(std::move(value), reduction, data_ranks());
+  T reduce(T value, accelerate::Reduction reduction = accelerate::Reduction::kMean,
+           const std::source_location& where = std::source_location::current()) const {
+    return accelerate::reduce(std::move(value), reduction, data_ranks(), operation(where));
   }
   template <class T>
-  T broadcast(T value, int from = 0) const {
-    return accelerate::broadcast(std::move(value), from, data_ranks());
+  T broadcast(T value, int from = 0,
+              const std::source_location& where = std::source_location::current()) const {
+    return accelerate::broadcast(std::move(value), from, data_ranks(), operation(where));
   }
   template <class T>
-  T pad_across_processes(T value, const accelerate::PadOptions& pad = {}) const {
-    return accelerate::pad_across_processes(std::move(value), pad, data_ranks());
+  T pad_across_processes(
+      T value, const accelerate::PadOptions& pad = {},
+      const std::source_location& where = std::source_location::current()) const {
+    return accelerate::pad_across_processes(std::move(value), pad, data_ranks(), operation(where));
   }
   // What was computed from the batch in hand of active_loader(), each sample once; see metrics.h.
   template <class T>
@@ -276,7 +309,7 @@ class Accelerator : public ProcessControl {
 
   // What is set up: ranks, settings with their origin, models, loaders.
   std::string describe() const;
-  const AcceleratorOptions& options() const;
+  const accelerate::Settings& settings() const;
   std::vector<nn::ModuleBase*> models() const;
   std::vector<optim::Optimizer*> optimizers() const;
   std::vector<optim::Schedule*> schedules() const;
@@ -329,6 +362,9 @@ class Accelerator : public ProcessControl {
     } else {
       static_assert(!sizeof(T*), "prepare() takes models, optimizers, loaders and schedules");
     }
+  }
+  accelerate::OperationOptions operation(const std::source_location& where) const {
+    return {.debug = settings().debug, .where = where};
   }
   void run(const Preparation& preparation);
   MicroBatch open(std::span<nn::ModuleBase* const> models, const AccumulateOptions& options);

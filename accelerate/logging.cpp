@@ -32,7 +32,7 @@ LogLevel parse_log_level(std::string_view text) {
 }
 
 Logger::Logger(std::string name, const ProcessControl& ranks, std::string_view level)
-    : name_(std::move(name)), ranks_(ranks), level_(LogLevel::kInfo) {
+    : name_(std::move(name)), ranks_(ranks), level_(LogLevel::kWarning) {
   std::string text(level);
   for (const char* variable : {"TESSERA_LOG_LEVEL", "ACCELERATE_LOG_LEVEL"}) {
     const char* value = std::getenv(variable);

@@ -40,7 +40,7 @@ class Logger {
   using Sink = std::function<void(const std::string& line)>;
 
   // `ranks` must outlive it. The level is `level`, else $TESSERA_LOG_LEVEL, else
-  // $ACCELERATE_LOG_LEVEL, else info.
+  // $ACCELERATE_LOG_LEVEL, else warning.
   Logger(std::string name, const ProcessControl& ranks, std::string_view level = {});
 
   void debug(std::string_view text, const LogOptions& options = {}) {

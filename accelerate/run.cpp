@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <vector>
 
+#include <tessera/accelerate/process_control.h>
 #include <tessera/core/error.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/job.h>
@@ -45,6 +46,16 @@ class JobScope {
   JobScope& operator=(const JobScope&) = delete;
 };
 
+// Ranks that the body has joined stay together to its end. An exception that passes breaks their
+// group: the others must not wait for this one.
+class ProcessesScope {
+ public:
+  ProcessesScope() { detail::keep_processes(); }
+  ~ProcessesScope() { detail::end_processes(); }
+  ProcessesScope(const ProcessesScope&) = delete;
+  ProcessesScope& operator=(const ProcessesScope&) = delete;
+};
+
 void report(const char* message) {
   std::fprintf(stderr, "%s\n", message);
   if (const auto job = distributed::current_job()) {
@@ -70,6 +81,7 @@ int run(int argc, char** argv, const std::function<void(std::span<const std::str
     handle(SIGUSR1);
     const JobScope job(info);
     try {
+      const ProcessesScope processes;
       body(arguments);
       return 0;
     } catch (const std::exception& error) {

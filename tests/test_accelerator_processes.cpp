@@ -337,7 +337,7 @@ TEST(Logger, TheLevelComesFromCodeThenTheEnvironment) {
   EXPECT_EQ(Logger("a", ranks, "off").level(), LogLevel::kOff);
   ::unsetenv("TESSERA_LOG_LEVEL");
   ::unsetenv("ACCELERATE_LOG_LEVEL");
-  EXPECT_EQ(Logger("a", ranks).level(), LogLevel::kInfo);
+  EXPECT_EQ(Logger("a", ranks).level(), LogLevel::kWarning);
   EXPECT_THROW(Logger("a", ranks, "loud"), ConfigError);
 }
 
