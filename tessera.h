@@ -69,6 +69,9 @@
 #include <tessera/data/wordpiece.h>
 
 #include <tessera/accelerate/accelerator.h>
+#include <tessera/accelerate/batch_size.h>
+#include <tessera/accelerate/local_sgd.h>
+#include <tessera/accelerate/logging.h>
 #include <tessera/accelerate/memory_tracker.h>
 #include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/operations.h>
