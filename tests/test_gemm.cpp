@@ -219,6 +219,91 @@ TEST(Gemm, BitsDoNotDependOnTheThreadCount) {
   expect_same_bits_for_any_thread_count<f16>();
 }
 
+// Products of f32 may be made of narrower ones; no element may be further from f64 than a chain of
+// f32 products and sums allows, whatever its magnitude.
+TEST(Gemm, F32KeepsItsPrecisionOverTheWholeRange) {
+  const int64_t m = 70, n = 90, k = 450;
+  for (const auto& [scale_a, scale_b] : {std::pair{1.0, 1.0},
+                                         {0x1p61, 0x1p61},
+                                         {0x1p100, 0x1p-100},
+                                         {0x1p-100, 0x1p40},
+                                         {0x1p-30, 0x1p-40},
+                                         {0x1p120, 0x1p-140}}) {
+    Matrix<float> a(m, k, Layout::kRowMajor, 1), b(k, n, Layout::kRowMajor, 2);
+    for (float& value : a.data) value = static_cast<float>(value * scale_a);
+    for (float& value : b.data) value = static_cast<float>(value * scale_b);
+    std::vector<float> c(static_cast<size_t>(m * n), NAN);
+    gemm({.m = m,
+          .n = n,
+          .k = k,
+          .a = a.operand(),
+          .b = b.operand(),
+          .c = c.data(),
+          .c_row_stride = n});
+    for (int64_t i = 0; i < m; ++i) {
+      for (int64_t j = 0; j < n; ++j) {
+        double reference = 0, absolute = 0;
+        for (int64_t q = 0; q < k; ++q) {
+          reference += a.at(i, q) * b.at(q, j);
+          absolute += std::abs(a.at(i, q) * b.at(q, j));
+        }
+        // One rounding a product and, as a walk, one a sum. Beyond it subnormal parts may be lost:
+        // 2^-126 of an element, times the largest of the other side.
+        const double subnormal = 0x1p-126 * (scale_a + scale_b + 1) * static_cast<double>(k);
+        ASSERT_NEAR(c[static_cast<size_t>(i * n + j)], reference,
+                    0x1p-24 * absolute * 4 + (std::isfinite(subnormal) ? subnormal : 0))
+            << scale_a << " x " << scale_b << " at " << i << "," << j;
+      }
+    }
+  }
+}
+
+// Infinities and NaN go where they would in a sum of f32 products, and nowhere else.
+TEST(Gemm, InfinitiesAndNanReachTheirRowsAndColumnsOnly) {
+  const int64_t m = 65, n = 70, k = 500;
+  for (Layout layout : {Layout::kRowMajor, Layout::kColumnMajor}) {
+    Matrix<float> a(m, k, layout, 1), b(k, n, layout, 2);
+    const auto set = [](Matrix<float>& matrix, int64_t row, int64_t column, float value) {
+      matrix.data[static_cast<size_t>(row * matrix.row_stride + column * matrix.column_stride)] =
+          value;
+    };
+    const Matrix<float> plain_a = a, plain_b = b;
+    set(a, 3, 450, INFINITY);   // inf or -inf by b's sign
+    set(a, 40, 10, NAN);        // NaN in its row
+    set(b, 200, 69, INFINITY);  // inf or -inf by a's sign
+    set(a, 64, 5, 3e38f);       // finite, but near the end of the range
+    const auto product = [&](const Matrix<float>& left, const Matrix<float>& right) {
+      std::vector<float> c(static_cast<size_t>(m * n));
+      gemm({.m = m,
+            .n = n,
+            .k = k,
+            .a = left.operand(),
+            .b = right.operand(),
+            .c = c.data(),
+            .c_row_stride = n});
+      return c;
+    };
+    const std::vector<float> special = product(a, b), plain = product(plain_a, plain_b);
+    for (int64_t i = 0; i < m; ++i) {
+      for (int64_t j = 0; j < n; ++j) {
+        const float value = special[static_cast<size_t>(i * n + j)];
+        if (i == 40 || (i == 3 && j == 69 && (b.at(450, 69) > 0) != (a.at(3, 200) > 0))) {
+          EXPECT_TRUE(std::isnan(value)) << i << "," << j;
+        } else if (i == 3) {
+          EXPECT_EQ(value, b.at(450, j) > 0 ? INFINITY : -INFINITY) << j;
+        } else if (j == 69) {
+          EXPECT_EQ(value, a.at(i, 200) > 0 ? INFINITY : -INFINITY) << i;
+        } else if (i == 64) {
+          const double expected = 3e38 * b.at(5, j);
+          EXPECT_NEAR(value, expected, std::abs(expected) * 1e-6) << j;
+        } else {
+          EXPECT_NEAR(value, plain[static_cast<size_t>(i * n + j)], 1e-4) << i << "," << j;
+        }
+      }
+    }
+  }
+}
+
 TEST(Gemm, MixedDtypesAreRefused) {
   EXPECT_THROW(gemm({.m = 1, .n = 1, .k = 1, .dtype = kF32, .result_dtype = kBF16}), DTypeError);
   EXPECT_THROW(gemm({.m = 1, .n = 1, .k = 1, .dtype = kF8E4M3, .result_dtype = kF8E4M3}),

@@ -4,7 +4,9 @@
 // floating dtype multiplies in f32 (f64 in f64) and rounds once, at the end; integers wrap.
 //
 // Three engines, chosen by dtype and shape alone:
-//   f32         oneDNN's sgemm on tiles of C (as fast as MKL here), where oneDNN was found
+//   f32         where the processor has AMX, its tiles with operands in three bf16 parts, which
+//               keeps the precision of f32 products (gemm_split.h); elsewhere, and where a side is
+//               under 32, oneDNN's sgemm on tiles of C (as fast as MKL here), where it was found
 //   bf16        AMX tiles of our own where the processor has them
 //   the others  packed panels and an FMA micro-kernel (AVX2 or AVX-512); f16 and bf16 are widened
 //               while they are packed
@@ -55,7 +57,7 @@ struct Gemm {
 // beta * C + bias. Throws DTypeError for a dtype outside the list, OutOfMemory.
 void gemm(const Gemm& problem);
 
-// True where bf16 products run on AMX.
+// True where products of bf16 and f32 run on AMX.
 bool has_amx();
 
 }  // namespace tessera::kernels

@@ -101,16 +101,21 @@ void sgemm_on_this_thread(const SgemmView& a_view, const SgemmView& b_view, int6
 }
 #endif
 
+// Below it the tiles of a product of split f32 are mostly padding.
+constexpr int64_t kLeastSplit = 32;
+
 void gemm_floating(const Gemm& p) {
   const bool is_f64 = p.dtype == kF64;
   const DType sum_dtype = is_f64 ? kF64 : kF32;
-  const bool use_amx = p.dtype == kBF16 && has_amx();
+  const bool use_amx =
+      has_amx() && (p.dtype == kBF16 || (p.dtype == kF32 && p.m >= kLeastSplit &&
+                                         p.n >= kLeastSplit && p.k >= kLeastSplit));
   // Sums go straight to C where C has their type and is set or added to.
   const bool in_place = p.result_dtype == sum_dtype && p.alpha == 1 && (p.beta == 0 || p.beta == 1);
   bool use_sgemm = false;
 #if defined(TESSERA_WITH_ONEDNN)
   const SgemmView view_a(p.a, p.m, p.k), view_b(p.b, p.k, p.n);
-  use_sgemm = p.dtype == kF32 && view_a.leading > 0 && view_b.leading > 0;
+  use_sgemm = p.dtype == kF32 && !use_amx && view_a.leading > 0 && view_b.leading > 0;
 #endif
   // sgemm cuts columns by itself.
   const Tiling tiling(p.m, p.n, p.k, p.batch, use_sgemm ? 2 * kGemmTileColumns : kGemmTileColumns);

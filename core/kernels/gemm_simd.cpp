@@ -1,4 +1,5 @@
 #include <tessera/core/kernels/gemm_block.h>
+#include <tessera/core/kernels/gemm_split.h>
 #include <tessera/core/kernels/gemm_tile.h>
 
 namespace tessera::kernels::TS_SIMD {
@@ -27,6 +28,44 @@ void run_tile(const GemmTile& tile) {
   }
   Kernel::end();
 }
+
+#if defined(TESSERA_AMX_KERNEL)
+// f32 in three parts. A stretch of K that holds a number that cannot be split goes through f32
+// registers instead.
+void run_split_tile(const GemmTile& tile) {
+  using Kernel = SplitAmxKernel;
+  const auto* a = static_cast<const float*>(tile.a);
+  const auto* b = static_cast<const float*>(tile.b);
+  auto* sums = static_cast<float*>(tile.sums);
+  const int64_t blocks = (tile.k + Kernel::kBlockDepth - 1) / Kernel::kBlockDepth;
+  const int64_t step = round_up((tile.k + blocks - 1) / blocks, 32);
+  auto* packed_a = static_cast<bf16*>(tile.scratch);
+  auto* packed_b = packed_a + round_up(tile.m, Kernel::kRows) * Kernel::padded_depth(step);
+  Kernel::begin();
+  for (int64_t k = 0; k < tile.k; k += step) {
+    const int64_t depth = tile.k - k < step ? tile.k - k : step;
+    const float* a_block = a + k * tile.a_column_stride;
+    const float* b_block = b + k * tile.b_row_stride;
+    const bool accumulate = tile.accumulate || k > 0;
+    const uint32_t largest_a = Kernel::pack<false>(a_block, tile.a_row_stride, tile.a_column_stride,
+                                                   tile.m, depth, packed_a);
+    const uint32_t largest_b = Kernel::pack<true>(b_block, tile.b_column_stride, tile.b_row_stride,
+                                                  tile.n, depth, packed_b);
+    if (largest_a < Kernel::kLargestSplit && largest_b < Kernel::kLargestSplit) {
+      multiply_panels<Kernel>(tile.m, tile.n, depth, packed_a, packed_b, sums, tile.sums_row_stride,
+                              accumulate);
+      continue;
+    }
+    GemmTile block = tile;
+    block.k = depth;
+    block.a = a_block;
+    block.b = b_block;
+    block.accumulate = accumulate;
+    run_tile<FmaKernel<float>, float>(block);
+  }
+  Kernel::end();
+}
+#endif
 
 template <class Sum, class T>
 void finish_rows(const GemmFinish& finish) {
@@ -58,11 +97,15 @@ int64_t gemm_scratch_bytes(int64_t m, int64_t n) {
   // Each engine packs at most 2 KiB for a row or column of a block, in panels of at most 32.
   static_assert(FmaKernel<float>::kBlockDepth * 4 <= 2048 &&
                 FmaKernel<double>::kBlockDepth * 8 <= 2048);
+#if defined(TESSERA_AMX_KERNEL)
+  static_assert(SplitAmxKernel::kBlockDepth * SplitAmxKernel::kParts * 2 <= 2048);
+#endif
   return (round_up(m, 32) + 32 + round_up(n, 32) + 32) * 2048;
 }
 
 void gemm_tile(const GemmTile& tile) {
 #if defined(TESSERA_AMX_KERNEL)
+  if (tile.use_amx && tile.dtype == kF32) return run_split_tile(tile);
   if (tile.use_amx) return run_tile<AmxKernel, bf16>(tile);
 #endif
   switch (tile.dtype) {
