@@ -142,6 +142,66 @@ TEST(DistributedData, ARunGoesOnWithAnotherNumberOfRanks) {
   EXPECT_EQ(read, order);  // in the order of one process
 }
 
+TEST(DistributedData, SkippingIsWalking) {
+  const auto expect_walks = [](const IndexSource& source) {
+    int64_t position = 0;
+    const int64_t all = source.batches_after(0);
+    for (int64_t batches = 0; batches <= all; ++batches) {
+      EXPECT_EQ(source.position_after(0, batches), position);
+      EXPECT_EQ(source.batches_after(position), all - batches);
+      const auto next = source.next_position(position);
+      ASSERT_EQ(next.has_value(), batches < all);
+      if (!next) break;
+      const auto rows = static_cast<int64_t>(source.batch(0, position).size());
+      EXPECT_GE(source.valid(position), 0);
+      EXPECT_LE(std::min(source.valid(position), rows), rows);
+      position = *next;
+    }
+    EXPECT_EQ(source.position_after(0, all + 1), source.size());
+    EXPECT_EQ(source.position_after(0, int64_t{1} << 62), source.size());
+  };
+  const auto list = std::make_shared<BatchList>(
+      std::vector<Indices>{{0, 1, 2}, {3}, {4, 5}, {6, 7, 8}, {9}, {1}, {2}});
+  for (const int64_t size : {0, 1, 7, 24, 25}) {
+    for (const bool drop_last : {false, true})
+      expect_walks(BatchSource(in_order(size), 3, drop_last));
+    for (const int world : {1, 2, 3, 8}) {
+      for (int rank = 0; rank < world; ++rank) {
+        for (const Tail tail : {Tail::kWrapAround, Tail::kUneven, Tail::kDrop}) {
+          for (const Deal by : {Deal::kBatches, Deal::kSamples}) {
+            expect_walks(DistributedBatchSource(in_order(size), 3, {rank, world, by, tail}));
+          }
+          expect_walks(RoundRobinSource(std::make_shared<BatchSamplerSource>(list),
+                                        {.rank = rank, .world_size = world, .tail = tail}));
+        }
+      }
+    }
+  }
+}
+
+TEST(DistributedData, RowsThatCountAreThoseThatWereNotReadBefore) {
+  for (const int64_t size : {1, 2, 7, 24, 25}) {
+    for (const int world : {2, 3}) {
+      for (const Deal by : {Deal::kBatches, Deal::kSamples}) {
+        std::map<int64_t, int> counted;
+        for (int rank = 0; rank < world; ++rank) {
+          const DistributedBatchSource source(in_order(size), 2,
+                                              {rank, world, by, Tail::kWrapAround});
+          for (int64_t position = 0; source.next_position(position);
+               position = *source.next_position(position)) {
+            const Indices batch = source.batch(0, position);
+            for (size_t i = 0; i < batch.size(); ++i) {
+              if (static_cast<int64_t>(i) < source.valid(position)) ++counted[batch[i]];
+            }
+          }
+        }
+        EXPECT_EQ(static_cast<int64_t>(counted.size()), size);
+        for (const auto& [index, times] : counted) EXPECT_EQ(times, 1) << index;
+      }
+    }
+  }
+}
+
 TEST(DistributedData, AWorldOfOneReadsWhatABatchSourceReads) {
   const auto sampler = std::make_shared<RandomSampler>(23, 1);
   for (const bool drop_last : {false, true}) {
@@ -157,6 +217,11 @@ TEST(DistributedData, ImpossibleSharesAreRefused) {
   EXPECT_THROW(DistributedBatchSource(in_order(3), 1, {.rank = 2, .world_size = 2}), ValueError);
   EXPECT_THROW(DistributedBatchSource(in_order(3), 1, {.rank = -1, .world_size = 2}), ValueError);
   EXPECT_THROW(DistributedBatchSource(in_order(3), 1, {.rank = 0, .world_size = 0}), ValueError);
+  EXPECT_THROW(RoundRobinSource(nullptr, {}), ValueError);
+  EXPECT_THROW(RoundRobinSource(std::make_shared<BatchSource>(in_order(3), 1, false),
+                                {.rank = 2, .world_size = 2}),
+               ValueError);
+  EXPECT_THROW(BatchSamplerSource(nullptr), ValueError);
 }
 
 }  // namespace

@@ -16,37 +16,12 @@
 #include <tessera/core/random.h>
 #include <tessera/distributed/run_ranks.h>
 
+#include "loader_fixture.h"
+
 namespace tessera::accelerate {
 namespace {
 
-using data::DataLoader;
-using data::StreamLoader;
-using distributed::run_ranks;
-using distributed::world;
-using Indices = std::vector<int64_t>;
 using Values = std::vector<double>;
-
-struct Numbers : data::Dataset<int64_t> {
-  explicit Numbers(int64_t size) : size_(size) {}
-  int64_t size() const override { return size_; }
-  int64_t get(int64_t index) const override { return index; }
-  int64_t size_;
-};
-
-struct NumberStream : data::IterableDataset<int64_t> {
-  explicit NumberStream(int64_t size) : size_(size) {}
-  std::unique_ptr<data::ExampleStream<int64_t>> open(int64_t) const override {
-    struct Pass : data::ExampleStream<int64_t> {
-      explicit Pass(int64_t size) : size_(size) {}
-      std::optional<int64_t> next() override {
-        return next_ == size_ ? std::nullopt : std::optional(next_++);
-      }
-      int64_t size_, next_ = 0;
-    };
-    return std::make_unique<Pass>(size_);
-  }
-  int64_t size_;
-};
 
 Indices first_numbers(int64_t size) {
   Indices numbers(static_cast<size_t>(size));
