@@ -1,6 +1,7 @@
 #include <tessera/distributed/deterministic.h>
 
 #include <algorithm>
+#include <array>
 
 #include <tessera/core/dispatch.h>
 
@@ -9,6 +10,8 @@ namespace {
 
 // Accumulators of a block stay in the first cache while the inputs stream by.
 constexpr int64_t kBlock = 2048;
+// Inputs that one pass takes: their sum is then in registers, and no accumulator is stored.
+constexpr size_t kTogether = 4;
 
 template <ReduceOp op, class C>
 C combine(C a, C b) {
@@ -25,31 +28,72 @@ C combine(C a, C b) {
   }
 }
 
+// out[i] = finish(begin(i) op inputs[0][i] op ... op inputs[count - 1][i])
+template <ReduceOp op, size_t count, class T, class Begin, class Finish, class Out>
+void pass(const std::array<const T*, kTogether>& inputs, Out* out, int64_t length, Begin begin,
+          Finish finish) {
+  using C = Compute<T>;
+#pragma omp simd
+  for (int64_t i = 0; i < length; ++i) {
+    C sum = begin(i);
+    for (size_t r = 0; r < count; ++r) sum = combine<op>(sum, load<C>(inputs[r][i]));
+    out[i] = finish(sum);
+  }
+}
+
+template <ReduceOp op, class T, class... Arguments>
+void pass_of(size_t count, Arguments... arguments) {
+  switch (count) {
+    case 0:
+      return pass<op, 0, T>(arguments...);
+    case 1:
+      return pass<op, 1, T>(arguments...);
+    case 2:
+      return pass<op, 2, T>(arguments...);
+    case 3:
+      return pass<op, 3, T>(arguments...);
+    default:
+      return pass<op, kTogether, T>(arguments...);
+  }
+}
+
 template <ReduceOp op, class T>
 void reduce_blocks(std::span<const void* const> inputs, T* out, int64_t count) {
   using C = Compute<T>;
-  const auto input = [&](size_t r) { return static_cast<const T*>(inputs[r]); };
-  const double factor = 1.0 / static_cast<double>(inputs.size());
+  const C factor = static_cast<C>(1.0 / static_cast<double>(inputs.size()));
+  const auto finish = [factor](C sum) {
+    if constexpr (op == ReduceOp::kMean && std::is_floating_point_v<C>) {
+      return store<T>(sum * factor);
+    } else {
+      return store<T>(sum);
+    }
+  };
+  const auto keep = [](C sum) { return sum; };
   C sums[kBlock];
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t length = std::min(kBlock, count - begin);
-    const T* first = input(0) + begin;
-#pragma omp simd
-    for (int64_t i = 0; i < length; ++i) sums[i] = load<C>(first[i]);
-    for (size_t r = 1; r < inputs.size(); ++r) {
-      const T* next = input(r) + begin;
-#pragma omp simd
-      for (int64_t i = 0; i < length; ++i) sums[i] = combine<op>(sums[i], load<C>(next[i]));
-    }
-    T* result = out + begin;
-#pragma omp simd
-    for (int64_t i = 0; i < length; ++i) {
-      if constexpr (op == ReduceOp::kMean && std::is_floating_point_v<C>) {
-        result[i] = store<T>(sums[i] * static_cast<C>(factor));
-      } else {
-        result[i] = store<T>(sums[i]);
+    const T* const first = static_cast<const T*>(inputs[0]) + begin;
+    size_t r = 1;
+    do {  // the first pass begins with input 0, the last writes the result
+      const size_t together = std::min(kTogether, inputs.size() - r);
+      std::array<const T*, kTogether> next{};
+      for (size_t i = 0; i < together; ++i) {
+        next[i] = static_cast<const T*>(inputs[r + i]) + begin;
       }
-    }
+      const auto from_first = [first](int64_t i) { return load<C>(first[i]); };
+      const auto from_sums = [&sums](int64_t i) { return sums[i]; };
+      const bool is_first = r == 1, is_last = r + together == inputs.size();
+      if (is_first && is_last) {
+        pass_of<op, T>(together, next, out + begin, length, from_first, finish);
+      } else if (is_first) {
+        pass_of<op, T>(together, next, sums, length, from_first, keep);
+      } else if (is_last) {
+        pass_of<op, T>(together, next, out + begin, length, from_sums, finish);
+      } else {
+        pass_of<op, T>(together, next, sums, length, from_sums, keep);
+      }
+      r += together;
+    } while (r < inputs.size());
   }
 }
 

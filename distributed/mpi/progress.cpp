@@ -29,10 +29,12 @@ class Backoff {
   void reset() { idle_ = false; }
   void pause() {
     const Clock::time_point now = Clock::now();
-    if (!idle_) {
+    // What took MPI so long was a copy: the waiting begins after it.
+    if (!idle_ || now - last_ > kCopy) {
       idle_ = true;
       since_ = now;
     }
+    last_ = now;
     const auto waited = now - since_;
     if (waited < kSpin) return;
     if (waited < kYield) {
@@ -40,14 +42,16 @@ class Backoff {
     } else {
       std::this_thread::sleep_for(kSleep);
     }
+    last_ = Clock::now();
   }
 
  private:
+  static constexpr auto kCopy = std::chrono::microseconds(10);
   static constexpr auto kSpin = std::chrono::microseconds(2);
   static constexpr auto kYield = std::chrono::microseconds(200);
   static constexpr auto kSleep = std::chrono::microseconds(20);
   bool idle_ = false;
-  Clock::time_point since_;
+  Clock::time_point since_, last_;
 };
 
 }  // namespace
@@ -119,7 +123,7 @@ std::shared_ptr<Progress> Progress::start(double timeout_seconds) {
   TS_CHECK_AS(DistributedError, in_time, "MPI_Init_thread",
               "must return within the timeout of initialisation; ", timeout_seconds,
               " s have passed; a rank that never starts holds all others, see whether each "
-              "process of mpirun reaches init_process_group");
+              "process of mpirun comes to its ProcessGroup");
   TS_CHECK_AS(DistributedError, progress->state_ == State::kRunning, "MPI_Init_thread",
               progress->start_error_);
   return progress;
@@ -233,7 +237,7 @@ void Progress::initialize() {
   MPI_Initialized(&initialized);
   TS_CHECK_AS(DistributedError, !initialized, "mpi",
               "the backend starts MPI on its own thread; MPI has already been started by other "
-              "code of this process; let init_process_group come first and alone");
+              "code of this process; make the ProcessGroup first, and leave MPI_Init to it");
   check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &thread_level_), "MPI_Init_thread");
   TS_CHECK_AS(DistributedError, thread_level_ >= MPI_THREAD_FUNNELED, "MPI_Init_thread",
               "needs MPI_THREAD_FUNNELED at least; this MPI gives level ", thread_level_,
