@@ -3,12 +3,11 @@
 //     mpirun --oversubscribe --bind-to none -n 2 bench_collectives [--rounds 30] [--chunk-kib 0]
 //         [--quantile 0.5] [--largest-kib 25600]
 //
-// A line for each size: microseconds of MPI_Allreduce, of the deterministic and the native mode
-// (all f32) with their ratio to it, and of the deterministic mode on as many bytes of bf16. A time
-// is the slowest rank's from a common start, the figure the median of all rounds (on a machine that
-// does other work as well, a lower quantile tells more). MPI_Allreduce
-// runs on the main thread. Each of the four has a buffer of its own: one in common would travel
-// from core to core at each turn. The last line: what 25 MiB under 100 ms of compute add to it.
+// A line for each size: microseconds of MPI_Allreduce and of the deterministic mode (f32) with
+// their ratio, of MPI_Allreduce and of the native mode, and of the deterministic mode on as many
+// bytes of bf16. A time is the slowest rank's from a common start, the figure the median of all
+// rounds (on a machine that does other work as well, a lower quantile tells more). MPI_Allreduce
+// runs on the main thread. The last line: what 25 MiB under 100 ms of compute add to it.
 #include <mpi.h>
 
 #include <algorithm>
@@ -50,34 +49,37 @@ double typical(std::vector<double> values) {
   return values[static_cast<size_t>(static_cast<double>(values.size()) * g_quantile)];
 }
 
-void measure_size(Group& group, int64_t bytes, int rounds) {
-  const Tensor theirs = zeros({bytes / 4}), ours = zeros({bytes / 4}), x = zeros({bytes / 4});
-  const Tensor half = zeros({bytes / 2}, {.dtype = kBF16});
-  const auto reduce = [&](const Tensor& tensor, ReductionMode mode) {
-    rank_context().reduction_mode = mode;
-    group.all_reduce(tensor).wait();
-  };
-  std::vector<double> raw, deterministic, native, bf16;
+struct Pair {
+  double raw, ours;
+};
+
+// In turns, each on a buffer of its own: one in common would travel from core to core at each turn.
+Pair measure(Group& group, int64_t bytes, DType dtype, ReductionMode mode, int rounds) {
+  const Tensor theirs = zeros({bytes / 4}), ours = zeros({bytes / size_of(dtype)}, {dtype});
+  rank_context().reduction_mode = mode;
+  std::vector<double> raw, mine;
   for (int round = -2; round < rounds; ++round) {
     const double times[] = {timed([&] {
                               MPI_Allreduce(MPI_IN_PLACE, theirs.data(),
-                                            static_cast<int>(x.numel()), MPI_FLOAT, MPI_SUM,
+                                            static_cast<int>(theirs.numel()), MPI_FLOAT, MPI_SUM,
                                             MPI_COMM_WORLD);
                             }),
-                            timed([&] { reduce(ours, ReductionMode::kDeterministic); }),
-                            timed([&] { reduce(x, ReductionMode::kNative); }),
-                            timed([&] { reduce(half, ReductionMode::kDeterministic); })};
+                            timed([&] { group.all_reduce(ours).wait(); })};
     if (round < 0) continue;  // buffers are made
     raw.push_back(times[0]);
-    deterministic.push_back(times[1]);
-    native.push_back(times[2]);
-    bf16.push_back(times[3]);
+    mine.push_back(times[1]);
   }
+  return {typical(raw) * 1e6, typical(mine) * 1e6};
+}
+
+void measure_size(Group& group, int64_t bytes, int rounds) {
+  const Pair fixed = measure(group, bytes, kF32, ReductionMode::kDeterministic, rounds);
+  const Pair native = measure(group, bytes, kF32, ReductionMode::kNative, rounds);
+  const Pair bf16 = measure(group, bytes, kBF16, ReductionMode::kDeterministic, rounds);
   if (group.rank() != 0) return;
-  const double base = typical(raw), fixed = typical(deterministic), mpis = typical(native);
-  std::printf("%8lld KiB %10.1f %10.1f (%4.2f) %10.1f (%4.2f) %10.1f\n",
-              static_cast<long long>(bytes >> 10), base * 1e6, fixed * 1e6, fixed / base,
-              mpis * 1e6, mpis / base, typical(bf16) * 1e6);
+  std::printf("%8lld KiB %10.1f %10.1f (%4.2f) %10.1f %10.1f (%4.2f) %10.1f\n",
+              static_cast<long long>(bytes >> 10), fixed.raw, fixed.ours, fixed.ours / fixed.raw,
+              native.raw, native.ours, native.ours / native.raw, bf16.ours);
   std::fflush(stdout);
 }
 
@@ -126,8 +128,8 @@ int main(int argc, char** argv) {
     for (int r = 0; r < backend->size(); ++r) ranks.push_back(r);
     const auto group = std::make_shared<Group>("world", backend, ranks);
     if (backend->rank() == 0) {
-      std::printf("%d ranks, us%16s %10s %17s %17s\n", backend->size(), "MPI", "deterministic",
-                  "native", "bf16");
+      std::printf("%d ranks, us%16s %13s %14s %10s %17s\n", backend->size(), "MPI", "deterministic",
+                  "MPI", "native", "bf16");
     }
     for (const int64_t kib : {4, 64, 256, 1024, 4096, 16384, 25600}) {
       if (kib > largest) break;

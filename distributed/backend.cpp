@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <tessera/core/error.h>
+
 namespace tessera::distributed {
 
 bool agree(std::span<const CallHeader> headers) {
@@ -31,6 +33,26 @@ std::string describe_mismatch(std::span<const CallText> texts) {
     message += "rank " + ranks + ": " + std::string(text);
   }
   return message + "; every rank must call the same collectives in the same order";
+}
+
+bool agree(const Call& send, const Call& recv) {
+  return !send.refused && !recv.refused && send.header.dtype == recv.header.dtype &&
+         send.header.count == recv.header.count;
+}
+
+std::string describe_mismatch(const Call& send, const Call& recv) {
+  for (const Call* call : {&send, &recv}) {
+    if (call->refused) return std::string("no message passes here: ") + call->text.data();
+  }
+  return detail::concatenate("send and recv do not match: ", send.text.data(), " and ",
+                             recv.text.data(), "; both must name the same dtype and size");
+}
+
+std::string describe_sizes(int sender, int64_t sent, int receiver, int64_t expected, DType dtype) {
+  const int64_t element = size_of(dtype);
+  return detail::concatenate("sizes differ: rank ", sender, " sends ", dtype, "[", sent / element,
+                             "] to rank ", receiver, ", which expects ", dtype, "[",
+                             expected / element, "]; both ranks must give tensors of one size");
 }
 
 }  // namespace tessera::distributed

@@ -34,7 +34,7 @@ struct CallHeader {
   ReduceOp reduce = ReduceOp::kSum;
   ReductionMode mode = ReductionMode::kDeterministic;
   int32_t root = -1;
-  int64_t count = 0;
+  int64_t count = 0;  // of elements; -1 in uneven calls, whose sizes the backend compares
   int64_t sequence = 0;
   uint64_t call_site = 0;  // hash of file and line
 };
@@ -44,6 +44,8 @@ static_assert(sizeof(CallHeader) == 32);
 using CallText = std::array<char, 256>;  // "all_reduce #3 (sum, f32[8]) at train.cpp:41", 0-ended
 bool agree(std::span<const CallHeader> headers);
 std::string describe_mismatch(std::span<const CallText> texts);
+// The sizes of calls with count -1 differ from pair to pair: every pair compares its own.
+std::string describe_sizes(int sender, int64_t sent, int receiver, int64_t expected, DType dtype);
 
 struct Part {
   char* data = nullptr;
@@ -58,7 +60,8 @@ struct Part {
 //   broadcast       sends[root] at the root, receives[root] at the others: one buffer
 //   all_gather, all_to_all, gather, scatter: sends[r] goes to rank r, receives[r] comes from it;
 //                   parts of no bytes are not sent
-//   send, recv      sends[root] or receives[root], matched by `tag`
+//   send, recv      sends[root] or receives[root], matched by `tag`; a send ends when its receiver
+//                   has it, and both sides learn where they do not match or one is `refused`
 //   barrier, invalid  nothing but the header
 struct Call {
   CallHeader header;
@@ -66,11 +69,15 @@ struct Call {
   int tag = 0;
   std::vector<Part> sends, receives;
   CallText text{};
-  double virtual_issued = 0;                     // the rank's virtual clock
+  bool refused = false;       // send and recv: the arguments were wrong, `text` says how; no tensor
+  double virtual_issued = 0;  // the rank's virtual clock
   double latency = 0, virtual_done = 0;          // written by the thread backend
   std::function<void(std::exception_ptr)> done;  // exactly once, from any thread, null if well
 };
 using CallPtr = std::shared_ptr<Call>;
+// The same for a send and its recv.
+bool agree(const Call& send, const Call& recv);
+std::string describe_mismatch(const Call& send, const Call& recv);
 
 // Where a rank stands on a channel, as far as this rank's backend or store knows.
 struct Position {

@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <map>
 #include <mutex>
+#include <tuple>
 
 #include <tessera/core/error.h>
 #include <tessera/distributed/mpi/native.h>
@@ -26,13 +28,20 @@ using mpi::Task;
 // caches and is 1.5 times slower (bench_collectives).
 constexpr int64_t kChunkBytes = int64_t{4} << 20;
 
+// What goes from rank to rank before a call: its header, and what this rank will send to and takes
+// from that one.
+struct Greeting {
+  CallHeader header;
+  int64_t sends = 0, receives = 0;
+};
+
 // A channel of a group on this rank.
 struct ChannelState {
   LanePtr lane;
   std::shared_ptr<Ranks> ranks;
-  // On the progress thread: headers of the last call, sequence 0 where none has come, and of the
-  // one before it.
-  std::vector<CallHeader> headers, headers_before;
+  // On the progress thread: what the ranks said of the last call, sequence 0 where nothing has
+  // come, and of the one before it.
+  std::vector<Greeting> greetings, greetings_before;
 };
 using ChannelPtr = std::shared_ptr<ChannelState>;
 
@@ -41,69 +50,133 @@ std::string text_of(const CallHeader& header) {
                              "[", header.count, "])");
 }
 
-// Ends when the headers of all ranks have come and are the same.
+// Every rank's word to every other: words[r] of rank r, words[rank] of this one.
+template <class Word>
+void start_words(const Ranks& ranks, std::span<Word> sent, std::span<Word> words,
+                 Requests* requests) {
+  const auto size = static_cast<size_t>(ranks.size), self = static_cast<size_t>(ranks.rank);
+  std::vector<Part> sends(size), receives(size);
+  for (size_t r = 0; r < size; ++r) {
+    if (r == self) continue;
+    const auto bytes = static_cast<int64_t>(sizeof(Word));
+    sends[r] = {reinterpret_cast<char*>(&sent[sent.size() == 1 ? 0 : r]), bytes};
+    receives[r] = {reinterpret_cast<char*>(&words[r]), bytes};
+  }
+  mpi::start_exchange(ranks, mpi::kHeaderTag, sends, receives, requests);
+}
+
+// The first pair of ranks that expect different sizes of each other, as this rank sees it.
+std::string compare_sizes(const Call& call, std::span<const Greeting> mine,
+                          std::span<const Greeting> theirs, int self) {
+  for (int r = 0; r < static_cast<int>(mine.size()); ++r) {
+    if (r == self) continue;
+    const Greeting &here = mine[static_cast<size_t>(r)], &there = theirs[static_cast<size_t>(r)];
+    const DType dtype = call.header.dtype;
+    if (here.sends != there.receives) {
+      return describe_sizes(self, here.sends, r, there.receives, dtype);
+    }
+    if (here.receives != there.sends) {
+      return describe_sizes(r, there.sends, self, here.receives, dtype);
+    }
+  }
+  return {};
+}
+
+// Ends when the headers of all ranks have come and are the same, and where sizes may differ, those
+// of every pair.
 Task verify(ChannelPtr channel, CallPtr call) {
   const Ranks& ranks = *channel->ranks;
   const auto size = static_cast<size_t>(ranks.size), self = static_cast<size_t>(ranks.rank);
-  constexpr auto kBytes = static_cast<int64_t>(sizeof(CallHeader));
-  std::vector<Part> sends(size, Part{reinterpret_cast<char*>(&call->header), kBytes});
-  std::vector<Part> receives(size);
-  channel->headers_before.swap(channel->headers);
-  channel->headers.assign(size, CallHeader{});
-  channel->headers[self] = call->header;
-  for (size_t r = 0; r < size; ++r) {
-    receives[r] = {reinterpret_cast<char*>(&channel->headers[r]), kBytes};
+  const bool uneven = call->header.count < 0;
+  std::vector<Greeting> mine(size, Greeting{call->header});
+  std::vector<Greeting>& theirs = channel->greetings;
+  channel->greetings_before.swap(theirs);
+  theirs.assign(size, Greeting{});
+  for (size_t r = 0; uneven && r < size; ++r) {
+    const bool reduces = call->header.operation == Operation::kReduceScatter;
+    mine[r].sends = call->sends[r].bytes;
+    mine[r].receives = reduces ? call->sends[self].bytes : call->receives[r].bytes;
   }
-  sends[self] = receives[self] = {};
+  theirs[self] = mine[self];
   Requests requests;
-  mpi::start_exchange(ranks, mpi::kHeaderTag, sends, receives, &requests);
+  start_words<Greeting>(ranks, mine, theirs, &requests);
   co_await requests;
-  if (agree(channel->headers)) co_return;
 
+  std::vector<CallHeader> headers;
+  for (const Greeting& greeting : theirs) headers.push_back(greeting.header);
   std::vector<CallText> texts(size);
-  texts[self] = call->text;
-  for (size_t r = 0; r < size; ++r) {
-    sends[r] = {call->text.data(), sizeof(CallText)};
-    receives[r] = {texts[r].data(), sizeof(CallText)};
+  if (!agree(headers)) {
+    start_words<CallText>(ranks, {&call->text, 1}, texts, &requests);
+    co_await requests;
+    texts[self] = call->text;
+    throw DistributedError(describe_mismatch(texts));
   }
-  sends[self] = receives[self] = {};
-  mpi::start_exchange(ranks, mpi::kHeaderTag, sends, receives, &requests);
+  if (!uneven) co_return;
+  // Only two ranks see that a size differs: they tell the others.
+  CallText verdict{};
+  const std::string difference = compare_sizes(*call, mine, theirs, ranks.rank);
+  difference.copy(verdict.data(), verdict.size() - 1);
+  start_words<CallText>(ranks, {&verdict, 1}, texts, &requests);
   co_await requests;
-  throw DistributedError(describe_mismatch(texts));
+  texts[self] = verdict;
+  for (const CallText& text : texts) {
+    if (text[0] != 0) throw DistributedError(text.data());
+  }
 }
 
-// A receiver learns from the sender's header what comes; what does not fit is taken from the
-// network all the same, so that the sender ends and the next message is found.
+// What a sender says before its message, and the receiver's answer after it: empty, or why it could
+// not take it.
+struct Announcement {
+  CallHeader header;
+  CallText text;
+  bool refused = false;
+};
+
+// A receiver learns from the announcement what comes; what does not fit is taken from the network
+// all the same, so that the next message is found.
 Task transfer(ChannelPtr channel, CallPtr call) {
   const Ranks& ranks = *channel->ranks;
   const int peer = call->header.root;
-  TS_CHECK(call->tag >= 0 && call->tag < (1 << 29), name_of(call->header.operation),
-           "a tag is in [0, 2^29); ", call->tag, " was given");
-  const int header_tag = mpi::kFirstPeerTag + 2 * call->tag, payload_tag = header_tag + 1;
-  CallHeader theirs = call->header;
-  const Part header{reinterpret_cast<char*>(&theirs), sizeof theirs};
+  const int first_tag = mpi::kFirstPeerTag + 3 * call->tag;
+  const int payload_tag = first_tag + 1, answer_tag = first_tag + 2;
+  Announcement theirs{call->header, call->text, call->refused};
+  CallText answer{};
+  const Part announcement{reinterpret_cast<char*>(&theirs), sizeof theirs};
+  const Part answered{answer.data(), sizeof answer};
   Requests requests;
   if (call->header.operation == Operation::kSend) {
-    mpi::start_send(ranks, peer, header_tag, header, &requests);
-    mpi::start_send(ranks, peer, payload_tag, call->sends[static_cast<size_t>(peer)], &requests);
+    mpi::start_send(ranks, peer, first_tag, announcement, &requests);
+    if (!call->refused) {
+      mpi::start_send(ranks, peer, payload_tag, call->sends[static_cast<size_t>(peer)], &requests);
+    }
+    mpi::start_receive(ranks, peer, answer_tag, answered, &requests);
     co_await requests;
+    if (answer[0] != 0) throw DistributedError(answer.data());
     co_return;
   }
-  mpi::start_receive(ranks, peer, header_tag, header, &requests);
+  mpi::start_receive(ranks, peer, first_tag, announcement, &requests);
   co_await requests;
+  Call sent;
+  sent.header = theirs.header;
+  sent.text = theirs.text;
+  sent.refused = theirs.refused;
+  const bool fits = agree(sent, *call);
+  std::string mismatch;
   Part part = call->receives[static_cast<size_t>(peer)];
-  const CallHeader& mine = call->header;
-  const bool fits = theirs.dtype == mine.dtype && theirs.count == mine.count;
   std::vector<char> refused;
   if (!fits) {
-    refused.resize(static_cast<size_t>(theirs.count * size_of(theirs.dtype)));
+    mismatch = describe_mismatch(sent, *call);
+    mismatch.copy(answer.data(), answer.size() - 1);
+    refused.resize(static_cast<size_t>(sent.header.count * size_of(sent.header.dtype)));
     part = {refused.data(), static_cast<int64_t>(refused.size())};
   }
-  mpi::start_receive(ranks, peer, payload_tag, part, &requests);
+  if (!sent.refused) {
+    mpi::start_receive(ranks, peer, payload_tag, part, &requests);
+    co_await requests;
+  }
+  mpi::start_send(ranks, peer, answer_tag, answered, &requests);
   co_await requests;
-  TS_CHECK_AS(DistributedError, fits, "recv", "rank ", peer, " sent ", theirs.dtype, "[",
-              theirs.count, "] with tag ", call->tag, ", and this rank receives ", mine.dtype, "[",
-              mine.count, "]; send and recv must name the same dtype and number of elements");
+  if (!fits) throw DistributedError(mismatch);
 }
 
 Task carry_out(ChannelPtr channel, CallPtr call) {
@@ -228,14 +301,15 @@ Task free_communicators(std::vector<MPI_Comm> communicators) {
   co_return;
 }
 
-// Reads what the channel's headers say, on the thread to which they belong.
+// Reads what the channel's greetings say, on the thread to which they belong.
 using Positions = std::vector<std::optional<Position>>;
 Task read_positions(ChannelPtr channel, std::shared_ptr<Positions> positions) {
   positions->resize(static_cast<size_t>(channel->ranks->size));
   for (size_t r = 0; r < positions->size(); ++r) {
-    for (const auto* headers : {&channel->headers, &channel->headers_before}) {
-      if ((*positions)[r] || r >= headers->size() || (*headers)[r].sequence == 0) continue;
-      (*positions)[r] = Position{(*headers)[r].sequence, text_of((*headers)[r])};
+    for (const auto* greetings : {&channel->greetings, &channel->greetings_before}) {
+      if ((*positions)[r] || r >= greetings->size()) continue;
+      const CallHeader& header = (*greetings)[r].header;
+      if (header.sequence > 0) (*positions)[r] = Position{header.sequence, text_of(header)};
     }
     if (!(*positions)[r]) (*positions)[r] = Position{};
   }
@@ -263,7 +337,6 @@ class MpiBackend : public Backend {
       channels_[i]->ranks = std::make_shared<Ranks>(std::move(ranks));
       channels_[i]->lane = make_lane(i, mpi::Lane::Order::kOneByOne);
     }
-    peer_lane_ = make_lane(static_cast<size_t>(Channel::kPeer), mpi::Lane::Order::kAtOnce);
     query_lane_ = std::make_shared<mpi::Lane>(MPI_COMM_NULL, mpi::Lane::Order::kAtOnce);
   }
 
@@ -282,7 +355,7 @@ class MpiBackend : public Backend {
     const bool is_peer = operation == Operation::kSend || operation == Operation::kRecv;
     const ChannelPtr& channel =
         channels_[static_cast<size_t>(is_peer ? Channel::kPeer : call->channel)];
-    progress_->submit(is_peer ? peer_lane_ : channel->lane,
+    progress_->submit(is_peer ? peer_lane(*call) : channel->lane,
                       std::make_shared<mpi::Operation>(
                           [channel, call] { return carry_out(channel, call); },
                           [call](std::exception_ptr error) { call->done(std::move(error)); }));
@@ -314,7 +387,13 @@ class MpiBackend : public Backend {
 
   void fail(std::exception_ptr error) override {
     for (const ChannelPtr& channel : channels_) progress_->fail(channel->lane, error);
-    progress_->fail(peer_lane_, error);
+    std::vector<LanePtr> peer_lanes;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!peer_failure_) peer_failure_ = error;
+      for (const auto& [key, lane] : peer_lanes_) peer_lanes.push_back(lane);
+    }
+    for (const LanePtr& lane : peer_lanes) progress_->fail(lane, error);
     failed_ = true;
   }
 
@@ -348,12 +427,30 @@ class MpiBackend : public Backend {
     return std::make_shared<mpi::Lane>(channels_[channel]->ranks->communicator, order);
   }
 
+  // Messages of one kind, peer and tag follow one another; all others pass each other.
+  LanePtr peer_lane(const Call& call) {
+    std::exception_ptr failure;
+    LanePtr lane;
+    {
+      const std::lock_guard lock(mutex_);
+      LanePtr& known = peer_lanes_[{call.header.operation, call.header.root, call.tag}];
+      if (known) return known;
+      lane = known = make_lane(static_cast<size_t>(Channel::kPeer), mpi::Lane::Order::kOneByOne);
+      failure = peer_failure_;
+    }
+    if (failure) progress_->fail(lane, failure);
+    return lane;
+  }
+
   const std::shared_ptr<Progress> progress_;
   const int rank_, size_;
   const BackendOptions options_;
   const bool is_world_;
   std::array<ChannelPtr, kChannels> channels_;
-  LanePtr peer_lane_, query_lane_;
+  LanePtr query_lane_;
+  std::mutex mutex_;
+  std::map<std::tuple<Operation, int, int>, LanePtr> peer_lanes_;  // under mutex_
+  std::exception_ptr peer_failure_;                                // under mutex_
   std::atomic<bool> failed_{false};
 };
 

@@ -17,12 +17,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-int64_t total_numel(std::span<const Tensor> tensors) {
-  int64_t sum = 0;
-  for (const Tensor& tensor : tensors) sum += tensor.numel();
-  return sum;
-}
-
 Part part_of(const Tensor& tensor) {
   if (tensor.numel() == 0) return {};
   return {tensor.is_meta() ? nullptr : static_cast<char*>(tensor.data()), tensor.nbytes()};
@@ -67,6 +61,7 @@ struct Group::Request {
   int tag = 0;
   int64_t count = 0;  // -1: differs between ranks
   int64_t bytes = 0;
+  std::string mistake = {};  // of a send or recv whose peer is to be told
   std::vector<Part> sends = {}, receives = {};
   // Tensors whose memory the transport uses, and where results go that it cannot write directly.
   std::vector<Tensor> keep = {};
@@ -266,7 +261,10 @@ Work Group::start(Request request, const CollectiveOptions& options) {
   call->tag = request.tag;
   call->sends = std::move(request.sends);
   call->receives = std::move(request.receives);
-  if (request.operation == Operation::kInvalid) {
+  call->refused = !request.mistake.empty();
+  if (call->refused) {
+    set_text(call->text, request.mistake);
+  } else if (request.operation == Operation::kInvalid) {
     set_text(call->text, record.tag);
   } else {
     set_text(call->text, record.describe() + " at " + std::string(file_of(record.file)) + ":" +
@@ -305,18 +303,27 @@ Work Group::join(std::vector<Work> works, std::vector<std::pair<Tensor, Tensor>>
   return Work(std::move(state));
 }
 
+namespace {
+
+// "all_reduce with a mistake (what is wrong)", of the exception that is being handled.
+std::string describe_mistake(std::string_view operation) {
+  std::string text = std::string(operation) + " with a mistake";
+  try {
+    throw;
+  } catch (const std::exception& error) {
+    text += " (" + std::string(error.what()) + ")";
+  } catch (...) {
+  }
+  return text;
+}
+
+}  // namespace
+
 // Tells the others that this rank has no call to make here, and rethrows why.
 void Group::invalid(const CollectiveOptions& options, std::string_view operation) {
   const std::exception_ptr mistake = std::current_exception();
   if (size() > 1) {
-    std::string text(operation);
-    try {
-      std::rethrow_exception(mistake);
-    } catch (const std::exception& error) {
-      text += " with a mistake (" + std::string(error.what()) + ")";
-    } catch (...) {
-      text += " with a mistake";
-    }
+    const std::string text = describe_mistake(operation);
     CollectiveOptions reason = options;
     reason.tag = text;
     start({.operation = Operation::kInvalid}, reason);
@@ -508,7 +515,7 @@ Work Group::all_gather(const Tensor& output, const Tensor& input,
 
 Work Group::all_gather(std::span<const Tensor> outputs, const Tensor& input,
                        const CollectiveOptions& options) {
-  Request request{.operation = Operation::kAllGather};
+  Request request{.operation = Operation::kAllGather, .count = -1};
   checked(request.operation, options, [&] {
     TS_CHECK(std::ssize(outputs) == size(), "all_gather", "needs an output for each of ", size(),
              " ranks; given ", outputs.size());
@@ -516,7 +523,6 @@ Work Group::all_gather(std::span<const Tensor> outputs, const Tensor& input,
     check_own(outputs, input, "all_gather", "output", "input");
   });
   request.dtype = input.dtype();
-  request.count = total_numel(outputs);
   request.bytes = input.nbytes();
   const NoGradGuard no_grad;
   request.sends.assign(ranks_.size(), part_of(request.input(input)));
@@ -546,7 +552,7 @@ Work Group::reduce_scatter(const Tensor& output, const Tensor& input, ReduceOp o
 
 Work Group::reduce_scatter(const Tensor& output, std::span<const Tensor> inputs, ReduceOp op,
                            const CollectiveOptions& options) {
-  Request request{.operation = Operation::kReduceScatter, .reduce = op};
+  Request request{.operation = Operation::kReduceScatter, .reduce = op, .count = -1};
   checked(request.operation, options, [&] {
     TS_CHECK(std::ssize(inputs) == size(), "reduce_scatter", "needs an input for each of ", size(),
              " ranks; given ", inputs.size());
@@ -555,7 +561,6 @@ Work Group::reduce_scatter(const Tensor& output, std::span<const Tensor> inputs,
     check_own(inputs, output, "reduce_scatter", "input", "output");
   });
   request.dtype = output.dtype();
-  request.count = total_numel(inputs);
   request.bytes = output.nbytes();
   const NoGradGuard no_grad;
   for (const Tensor& input : inputs) request.sends.push_back(part_of(request.input(input)));
@@ -633,34 +638,41 @@ Work Group::scatter(const Tensor& output, std::span<const Tensor> inputs, int ro
   return start(std::move(request), options);
 }
 
-Work Group::send(const Tensor& tensor, int peer, int tag, const CollectiveOptions& options) {
-  check_rank(peer, "send: peer");
-  TS_CHECK(peer != rank_, name_, "send: rank ", rank_, " cannot send to itself");
-  check_tensors({&tensor, 1}, tensor, backend_.get(), "send");
-  Request request{.operation = Operation::kSend,
-                  .dtype = tensor.dtype(),
-                  .root = peer,
-                  .tag = tag,
-                  .count = tensor.numel(),
-                  .bytes = tensor.nbytes()};
-  const NoGradGuard no_grad;
+Group::Request Group::message(Operation operation, const Tensor& tensor, int peer, int tag,
+                              const CollectiveOptions& options) {
+  const std::string name(name_of(operation));
+  check_rank(peer, name + ": peer");
+  TS_CHECK(peer != rank_, name_, name, ": rank ", rank_, " is not its own peer");
+  TS_CHECK(tag >= 0 && tag < kMaxTag, name_, name, ": a tag is in [0, 2^29); given ", tag);
+  Request request{.operation = operation, .root = peer, .tag = tag};
+  try {
+    check_tensors({&tensor, 1}, tensor, backend_.get(), name);
+  } catch (...) {
+    const std::exception_ptr mistake = std::current_exception();
+    request.mistake = detail::concatenate("rank ", rank_, ": ", describe_mistake(name));
+    request.sends.resize(ranks_.size());
+    request.receives.resize(ranks_.size());
+    start(std::move(request), options);
+    std::rethrow_exception(mistake);
+  }
+  request.dtype = tensor.dtype();
+  request.count = tensor.numel();
+  request.bytes = tensor.nbytes();
   request.sends.resize(ranks_.size());
+  request.receives.resize(ranks_.size());
+  return request;
+}
+
+Work Group::send(const Tensor& tensor, int peer, int tag, const CollectiveOptions& options) {
+  Request request = message(Operation::kSend, tensor, peer, tag, options);
+  const NoGradGuard no_grad;
   request.sends[static_cast<size_t>(peer)] = part_of(request.input(tensor));
   return start(std::move(request), options);
 }
 
 Work Group::recv(const Tensor& tensor, int peer, int tag, const CollectiveOptions& options) {
-  check_rank(peer, "recv: peer");
-  TS_CHECK(peer != rank_, name_, "recv: rank ", rank_, " cannot receive from itself");
-  check_tensors({&tensor, 1}, tensor, backend_.get(), "recv");
-  Request request{.operation = Operation::kRecv,
-                  .dtype = tensor.dtype(),
-                  .root = peer,
-                  .tag = tag,
-                  .count = tensor.numel(),
-                  .bytes = tensor.nbytes()};
+  Request request = message(Operation::kRecv, tensor, peer, tag, options);
   const NoGradGuard no_grad;
-  request.receives.resize(ranks_.size());
   request.receives[static_cast<size_t>(peer)] = part_of(request.output(tensor));
   return start(std::move(request), options);
 }

@@ -53,6 +53,8 @@ class Work {
   std::shared_ptr<State> state_;
 };
 
+inline constexpr int kMaxTag = 1 << 29;  // tags of send and recv are below
+
 class Group : public std::enable_shared_from_this<Group> {
  public:
   // `ranks`: world ranks in group order. For backends; users split world().
@@ -95,7 +97,9 @@ class Group : public std::enable_shared_from_this<Group> {
               const CollectiveOptions& options = {});
   Work scatter(const Tensor& output, std::span<const Tensor> inputs, int root,
                const CollectiveOptions& options = {});
-  // Matched by (peer, tag) in the order of issue; not part of the channel's sequence.
+  // Matched by (peer, tag) in the order of issue; not part of the channel's sequence. A send ends
+  // when the receiver has it: wait for it after the recv that the peer may be waiting for. Where
+  // dtype or size differ, or one side had a mistake in its arguments, both sides raise.
   Work send(const Tensor& tensor, int peer, int tag = 0,
             const CollectiveOptions& options = {.channel = Channel::kPeer});
   Work recv(const Tensor& tensor, int peer, int tag = 0,
@@ -122,6 +126,8 @@ class Group : public std::enable_shared_from_this<Group> {
   struct Request;
   Work start(Request request, const CollectiveOptions& options);
   Work local(Request& request);
+  Request message(Operation operation, const Tensor& tensor, int peer, int tag,
+                  const CollectiveOptions& options);
   [[noreturn]] void invalid(const CollectiveOptions& options, std::string_view operation);
   std::string late_ranks(const CommRecord& record, double waited);
   void check_rank(int rank, std::string_view what) const;

@@ -437,6 +437,64 @@ TEST(Mistakes, OfOneRankAreToldToTheOthersInTheSameCall) {
   });
 }
 
+TEST(Mistakes, SizesThatTwoRanksSeeDifferentlyAreNamedOnEveryRank) {
+  run_ranks(3, [](int rank) {
+    Group& group = world();
+    const auto list = [](std::initializer_list<int64_t> sizes) {
+      TensorList tensors;
+      for (const int64_t size : sizes) tensors.push_back(ones({size}));
+      return tensors;
+    };
+    const auto expect = [](const char* what, const std::function<void()>& call) {
+      const std::string message = message_of(call);
+      EXPECT_NE(message.find(what), std::string::npos) << message;
+    };
+    // The sums of the sizes agree, the sizes do not.
+    expect("rank 1 sends f32[3] to rank 0, which expects f32[2]", [&] {
+      const TensorList outputs = rank == 0 ? list({2, 2, 4}) : list({2, 3, 3});
+      group.all_gather(outputs, ones({outputs[static_cast<size_t>(rank)].numel()})).wait();
+    });
+    expect("to rank 1, which expects f32[3]", [&] {
+      const TensorList inputs = rank == 0 ? list({2, 2, 4}) : list({2, 3, 3});
+      group.reduce_scatter(ones({inputs[static_cast<size_t>(rank)].numel()}), inputs).wait();
+    });
+    expect("rank 2 sends f32[5] to rank 1, which expects f32[1]", [&] {
+      group.all_to_all(list({1, 1, 1}), rank == 2 ? list({1, 5, 1}) : list({1, 1, 1})).wait();
+    });
+    expect("rank 1 sends f32[4] to rank 0, which expects f32[3]", [&] {
+      group.gather(rank == 0 ? list({3, 3, 3}) : TensorList{}, ones({rank == 1 ? 4 : 3}), 0).wait();
+    });
+    expect("rank 0 sends f32[3] to rank 2, which expects f32[1]", [&] {
+      group.scatter(ones({rank == 2 ? 1 : 3}), rank == 0 ? list({3, 3, 3}) : TensorList{}, 0)
+          .wait();
+    });
+    barrier();  // the group is as good as before
+  });
+}
+
+TEST(Mistakes, OfASenderOrReceiverAreToldToTheOther) {
+  run_ranks(2, [](int rank) {
+    Group& group = world();
+    const Tensor x = zeros({4}), meta = empty({4}, {kF32, kMeta});
+    const auto expect = [](const char* what, const std::function<void()>& call) {
+      const std::string message = message_of(call);
+      EXPECT_NE(message.find(what), std::string::npos) << message;
+    };
+    for (const int wrong : {0, 1}) {  // rank 0 sends, rank 1 receives
+      if (rank == wrong) {
+        EXPECT_THROW(rank == 0 ? group.send(meta, 1) : group.recv(meta, 0), DeviceError);
+      } else {
+        expect(wrong == 0 ? "rank 0: send with a mistake" : "rank 1: recv with a mistake",
+               [&] { (rank == 0 ? group.send(x, 1) : group.recv(x, 0)).wait(); });
+      }
+    }
+    expect("send and recv do not match",
+           [&] { (rank == 0 ? group.send(x, 1) : group.recv(zeros({5}), 0)).wait(); });
+    EXPECT_THROW(group.send(x, 1 - rank, -1), ValueError);
+    (rank == 0 ? group.send(x, 1) : group.recv(x, 0)).wait();
+  });
+}
+
 TEST(Mistakes, AcE2_DifferentCallsRaiseOnEveryRankAndNameBothCallSites) {
   const std::vector<std::function<void(int)>> cases = {
       [](int rank) {  // operation

@@ -400,7 +400,7 @@ TEST_F(MpiBackend, SendAndReceiveMatchByTagWhateverTheirOrder) {
   }
 }
 
-TEST_F(MpiBackend, AReceiverOfSomethingElseSaysWhatCameAndTheNextMessageIsFound) {
+TEST_F(MpiBackend, AReceiverOfSomethingElseTellsBothSidesAndTheNextMessageIsFound) {
   if (rank > 1) return;
   const int peer = 1 - rank;
   const auto transfer = [&](Operation operation, Bytes& data, DType dtype) {
@@ -415,7 +415,7 @@ TEST_F(MpiBackend, AReceiverOfSomethingElseSaysWhatCameAndTheNextMessageIsFound)
   };
   Bytes wrong = contribution(0, 60000, kF64), right = contribution(0, 8, kF32);
   if (rank == 0) {
-    transfer(Operation::kSend, wrong, kF64);
+    EXPECT_THROW(transfer(Operation::kSend, wrong, kF64), DistributedError);
     transfer(Operation::kSend, right, kF32);
     return;
   }
@@ -425,8 +425,7 @@ TEST_F(MpiBackend, AReceiverOfSomethingElseSaysWhatCameAndTheNextMessageIsFound)
     ADD_FAILURE() << "60000 numbers of f64 are not 8 of f32";
   } catch (const DistributedError& error) {
     const std::string text = error.what();
-    EXPECT_NE(text.find("rank 0 sent f64[60000] with tag 0"), text.npos) << text;
-    EXPECT_NE(text.find("this rank receives f32[8]"), text.npos) << text;
+    EXPECT_NE(text.find("send and recv do not match"), text.npos) << text;
   }
   transfer(Operation::kRecv, data, kF32);
   EXPECT_EQ(data, right);

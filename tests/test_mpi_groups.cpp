@@ -270,6 +270,60 @@ TEST_F(MpiGroups, AMistakeOfOneRankIsItsTypedErrorAndTheOthersNews) {
   SetUp();
 }
 
+TEST_F(MpiGroups, SizesThatTwoRanksSeeDifferentlyAreNamedOnEveryRank) {
+  Group& group = world();
+  const auto list = [&](int64_t size, int64_t last) {
+    TensorList tensors;
+    for (int r = 0; r < group.size(); ++r) tensors.push_back(ones({size}));
+    tensors.back() = ones({last});
+    return tensors;
+  };
+  const auto expect = [](const char* what, const std::function<void()>& call) {
+    try {
+      call();
+      ADD_FAILURE() << "not seen: " << what;
+    } catch (const DistributedError& error) {
+      EXPECT_NE(std::string(error.what()).find(what), std::string::npos) << error.what();
+    }
+  };
+  const bool last = group.rank() == group.size() - 1;
+  expect("sends f32[5]", [&] { group.all_to_all(list(1, 1), list(1, last ? 1 : 5)).wait(); });
+  expect("which expects f32[7]", [&] {
+    group.all_gather(list(2, group.rank() == 0 ? 7 : 3), ones({last ? 3 : 2})).wait();
+  });
+  expect("which expects f32[3]", [&] {
+    const TensorList inputs = list(2, group.rank() == 0 ? 7 : 3);
+    group.reduce_scatter(ones({last ? 3 : 2}), inputs).wait();
+  });
+  expect("sends f32[4]", [&] {
+    group.gather(group.rank() == 0 ? list(3, 3) : TensorList{}, ones({last ? 4 : 3}), 0).wait();
+  });
+  const Tensor x = ones({4});
+  group.all_reduce(x).wait();  // the group is as good as before
+  EXPECT_EQ(x.to_vector()[0], group.size());
+}
+
+TEST_F(MpiGroups, MistakesOfASenderOrReceiverAreToldToTheOther) {
+  Group& group = world();
+  if (group.rank() > 1) return;
+  const bool sends = group.rank() == 0;
+  const Tensor x = ones({400000}), meta = empty({4}, {kF32, kMeta});  // too long to be sent ahead
+  const auto pass = [&](const Tensor& tensor) {
+    (sends ? group.send(tensor, 1, 3) : group.recv(tensor, 0, 3)).wait();
+  };
+  for (const bool sender_is_wrong : {true, false}) {
+    if (sends == sender_is_wrong) {
+      EXPECT_THROW(pass(meta), DeviceError);
+    } else {
+      EXPECT_THROW(pass(x), DistributedError);
+    }
+  }
+  EXPECT_THROW(pass(sends ? x : ones({5})), DistributedError);
+  const Tensor right = sends ? x : zeros({400000});
+  pass(right);
+  EXPECT_EQ(right.to_vector(), x.to_vector());
+}
+
 // ---- Data-parallel training ---------------------------------------------------------------------
 
 TEST_F(MpiGroups, D2_RanksGiveTheBitsOfOneProcessThatAccumulatesInRankOrder) {

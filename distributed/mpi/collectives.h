@@ -34,7 +34,7 @@ struct Ranks {
 };
 
 // Messages match tag by tag; those of a reduction's two directions are not posted in the order in
-// which they are awaited. Tags of send and recv come after these, two for each of the user's.
+// which they are awaited. Tags of send and recv come after these, three for each of the user's.
 enum Tag : int { kHeaderTag, kPayloadTag, kResultTag, kFirstPeerTag };
 
 void start_send(const Ranks& ranks, int peer, int tag, Part part, Requests* requests);

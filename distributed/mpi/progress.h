@@ -148,8 +148,8 @@ using OperationPtr = std::shared_ptr<Operation>;
 class Lane {
  public:
   enum class Order {
-    kOneByOne,  // collectives: the next begins where the one before has ended
-    kAtOnce,    // send and recv: each begins where it is submitted, or two ranks could block
+    kOneByOne,  // the next begins where the one before has ended
+    kAtOnce,    // each begins where it is submitted
   };
   Lane(MPI_Comm communicator, Order order) : communicator(communicator), order_(order) {}
 

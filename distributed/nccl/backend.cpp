@@ -41,6 +41,7 @@ class NcclBackend : public Backend {
         std::lock_guard lock(mutex_);
         if (failure_) std::rethrow_exception(failure_);
       }
+      if (call->refused) return call->done(nullptr);  // nobody but this rank can know
       if (call->header.operation == Operation::kBarrier) {
         meet(*call);
         call->done(nullptr);
