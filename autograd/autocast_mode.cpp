@@ -32,10 +32,11 @@ bool is_current(const AutogradSlot& slot, const Tensor& leaf) {
 
 const Op kShadow{.name = "autocast_weight"};
 
-Tensor cast(const Tensor& x, DType dtype) {
+// `parameter`: known to be one, though it may be frozen.
+Tensor cast(const Tensor& x, DType dtype, bool parameter = false) {
   if (!takes_part(x) || x.dtype() == dtype) return x;
   const AutogradSlot* slot = autograd_slot(x);
-  const bool leaf = slot != nullptr && slot->requires_grad && !slot->grad_fn;
+  const bool leaf = parameter || (slot != nullptr && slot->requires_grad && !slot->grad_fn);
   if (!leaf || dtype == kF32) return to(x, dtype);
   AutogradSlot& cache = ensure_autograd_slot(x);
   if (!cache.shadow.defined() || cache.shadow.dtype() != dtype || !is_current(cache, x)) {
@@ -53,19 +54,41 @@ Tensor cast(const Tensor& x, DType dtype) {
 
 }  // namespace
 
-AutocastGuard::AutocastGuard(DType dtype, bool enabled)
-    : scoped_(Context::current().slot<AutocastMode>(), AutocastMode{enabled, dtype}) {
+namespace {
+
+AutocastMode guarded_mode(DType dtype, bool enabled) {
   TS_CHECK_DTYPE(dtype == kBF16 || dtype == kF16, "autocast", "expects bf16 or f16; got ", dtype);
+  const AutocastMode& outer = Context::current().slot<AutocastMode>();
+  if (!outer.enabled || !outer.boundary) return {.enabled = enabled, .dtype = dtype};
+  TS_CHECK_AS(ConfigError, !enabled, "autocast", "the module that is being called casts to ",
+              outer.dtype,
+              " at its boundary, and a module has one policy; take out the AutocastGuard, or give "
+              "the module an autocast policy instead");
+  return outer;
 }
+
+}  // namespace
+
+AutocastGuard::AutocastGuard(DType dtype, bool enabled)
+    : scoped_(Context::current().slot<AutocastMode>(), guarded_mode(dtype, enabled)) {}
 
 namespace detail {
 
 TensorList autocast_inputs(const Op& op, std::span<const Tensor> inputs) {
   TensorList result(inputs.begin(), inputs.end());
   const AutocastMode mode = Context::current().slot<AutocastMode>();
-  if (!mode.enabled || op.autocast == Autocast::kInputDtype) return result;
+  if (!mode.enabled) return result;
+  if (!mode.boundary && op.autocast == Autocast::kInputDtype) return result;
   // Casts are ops themselves; they must not be cast again.
-  const AutocastGuard off(mode.dtype, false);
+  const ScopedValue<bool> off(Context::current().slot<AutocastMode>().enabled, false);
+  if (mode.boundary) {
+    for (Tensor& input : result) {
+      if (input.defined() && mode.boundary->contains(input.impl())) {
+        input = cast(input, mode.dtype, true);
+      }
+    }
+    return result;
+  }
   DType target = kF32;
   switch (op.autocast) {
     case Autocast::kInputDtype:

@@ -6,9 +6,15 @@
 // makes its shadow stale, and the next use casts again. The shadow is written in place: a graph
 // that saved it before the step refuses to run backward after it, as one that saved the leaf itself
 // does.
+//
+// Module-boundary casting is the other way to a low precision: inside a unit its parameters are
+// read in one dtype by every op, and activations stay as they come (precision/autocast.h casts them
+// where the unit is entered). The two exclude each other.
 #pragma once
 
+#include <memory>
 #include <span>
+#include <unordered_set>
 
 #include <tessera/autograd/op.h>
 #include <tessera/core/context.h>
@@ -16,12 +22,18 @@
 
 namespace tessera {
 
+using TensorSet = std::unordered_set<const TensorImpl*>;
+
 struct AutocastMode {
   bool enabled = false;
   DType dtype = kBF16;  // of ops with Autocast::kLow
+  // Set: module-boundary casting. These tensors, and nothing else, are read in `dtype`, by all ops.
+  std::shared_ptr<const TensorSet> boundary = {};
 };
 
-// Autocast on (or off) in a scope. Throws DTypeError unless dtype is f16 or bf16.
+// Autocast on (or off) in a scope. Throws DTypeError unless dtype is f16 or bf16, and ConfigError
+// where a unit with module-boundary casting is being called; to switch autocast off there changes
+// nothing.
 class AutocastGuard {
  public:
   explicit AutocastGuard(DType dtype = kBF16, bool enabled = true);

@@ -6,6 +6,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/op_node.h>
+#include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/profiler.h>
 #include <tessera/core/raw_views.h>
@@ -98,7 +99,8 @@ TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, 
   check_placement(op, given);
   TensorList cast;
   std::span<const Tensor> inputs = given;
-  if (op.autocast != Autocast::kInputDtype && Context::current().slot<AutocastMode>().enabled) {
+  const AutocastMode& autocast = Context::current().slot<AutocastMode>();
+  if (autocast.enabled && (op.autocast != Autocast::kInputDtype || autocast.boundary)) {
     cast = detail::autocast_inputs(op, given);
     inputs = cast;
   }
@@ -107,6 +109,9 @@ TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, 
   {
     NoGradGuard no_grad;
     forward(function, inputs, extras, results);
+  }
+  if (OpObserver* observer = Context::current().slot<OpObserverSlot>().observer) [[unlikely]] {
+    observer->saw(op, inputs, results);
   }
   for (Tensor& result : results) {
     for (const Tensor& input : inputs) {

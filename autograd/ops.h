@@ -343,7 +343,7 @@ struct ResidualNorm {
   Tensor residual;    // x + residual
   Tensor normalized;  // layer_norm of it
 };
-// One pass for `s = x + residual; n = layer_norm(s)`, forward and backward.
+// One pass for `s = x + residual; n = layer_norm(s)`, forward and backward. Of two dtypes the wider.
 ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
                                  const Shape& normalized_shape, const Tensor& weight = {},
                                  const Tensor& bias = {}, double eps = 1e-5);
@@ -368,7 +368,7 @@ struct CrossEntropyOptions {
 };
 // logits: [N, C], [C] or [N, C, d1...]; target: class indices [N], [] or [N, d1...], or
 // probabilities in the shape of logits. Statistics and loss are f32 for f16/bf16 inputs, the result
-// has the logits' dtype. The softmax is not stored.
+// has the logits' dtype, f32 under autocast. The softmax is not stored.
 Tensor cross_entropy(const Tensor& logits, const Tensor& target,
                      const CrossEntropyOptions& options = {});
 // As above for [N, C] and class indices; the gradient is written over the logits during forward

@@ -170,7 +170,7 @@ StateDict Optimizer::state_dict() const {
               scalar_tensor(static_cast<int64_t>(groups_[g].named.size()), kI64));
     for (size_t i = 0; i < groups_[g].named.size(); ++i) {
       const ParameterState& own = groups_[g].states[i];
-      if (own.step == 0) continue;
+      if (own.step == 0 && !own.master.defined()) continue;
       const std::string prefix = "state." + groups_[g].named[i].name + ".";
       state.set(prefix + "step", scalar_tensor(own.step, kI64));
       if (own.master.defined()) state.set(prefix + "master", own.master);
@@ -261,7 +261,7 @@ void Optimizer::load_state_dict(const StateDict& state) {
           value.master = take(prefix + "master", parameter, kF32);
         }
         for (size_t s = 0; s < state_names().size(); ++s) {
-          if (initial_state(g, s)) {
+          if (value.step > 0 && initial_state(g, s)) {
             value.states[s] = take(prefix + state_names()[s], parameter, state_dtype(parameter));
           }
         }
@@ -303,6 +303,35 @@ void Optimizer::rebind(const NamedTensors& parameters) {
       group.named[i].tensor = by_name.at(group.named[i].name);
       group.states[i].parameter = group.named[i].tensor;
     }
+  }
+}
+
+void Optimizer::begin_masters(const NamedTensors& values) {
+  std::unordered_map<std::string, Tensor> by_name;
+  for (const auto& [name, tensor] : values) by_name.emplace(name, tensor);
+  std::vector<std::pair<ParameterState*, Tensor>> fitting;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    if (!keeps_master_weights(g)) continue;
+    for (size_t i = 0; i < groups_[g].named.size(); ++i) {
+      const auto found = by_name.find(groups_[g].named[i].name);
+      if (found == by_name.end()) continue;
+      ParameterState& state = groups_[g].states[i];
+      const Tensor& value = found->second;
+      TS_CHECK_DTYPE(value.dtype() == kF32 && is_16_bit(state.parameter.dtype()), "begin_masters",
+                     "expects f32 values for 16-bit parameters; got ", value, " for '",
+                     found->first, "', which is ", state.parameter);
+      TS_CHECK_SHAPE(
+          value.shape() == state.parameter.shape() && value.strides() == state.parameter.strides(),
+          "begin_masters", "the value of '", found->first, "' is ", value, ", the parameter is ",
+          state.parameter);
+      TS_CHECK(!state.master.defined(), "begin_masters", "'", found->first,
+               "' has a master; give the values before the first step");
+      fitting.emplace_back(&state, value);
+    }
+  }
+  for (auto& [state, value] : fitting) {
+    value.storage()->set_category(MemoryCategory::kOptimizer);
+    state->master = value;
   }
 }
 

@@ -92,6 +92,12 @@ class Optimizer {
   // State stays with its name; one of another shape than the new tensor throws ShapeError.
   void rebind(const NamedTensors& parameters);
 
+  // The f32 values that the masters of 16-bit parameters begin with: those before the parameters
+  // were rounded. The tensors become the masters, they are not copied; names that the optimizer
+  // does not hold, and groups without master_weights, are passed over. Throws ValueError for a
+  // parameter that has a master, DTypeError and ShapeError for one that does not fit.
+  void begin_masters(const NamedTensors& values);
+
   // Bytes of all states and master copies.
   int64_t state_bytes() const;
 

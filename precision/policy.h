@@ -1,18 +1,65 @@
 // The dtypes of a mixed-precision training: what parameters are stored in, what products are
-// computed in, what gradients are reduced in, what a module gives back.
+// computed in, what gradients are added up and reduced in, what a module gives back.
+//
+//     Policy::autocast(kBF16)    f32 parameters, ops by their records (autograd/op.h)
+//     Policy::pure(kBF16)        bf16 parameters, f32 masters in the optimizer, f32 gradients
+//     Policy::boundary(kBF16)    f32 parameters, cast where a module is entered
+//
+// This floor names the dtypes. Masters belong to the optimizer (Optimizer::begin_masters),
+// gradients and their reduction to the engine of distributed/shard
+// (ReplicateOptions::gradient_dtype, at world size 1 as well).
 #pragma once
 
+#include <cstdint>
 #include <optional>
+#include <string>
+#include <string_view>
 
+#include <tessera/core/device.h>
 #include <tessera/core/dtype.h>
 
 namespace tessera::precision {
 
+// How computing comes to its dtype where parameters are stored in another.
+enum class Casting : uint8_t {
+  kAutocast,  // each op by its record: products low, exp and sums f32
+  kBoundary,  // inputs and parameters at the module's boundary; ops take what comes
+};
+
 struct Policy {
   DType parameter = kF32;
   DType compute = kF32;
-  DType reduce = kF32;
-  std::optional<DType> output = {};  // nothing: what the module computes
+  DType reduce = kF32;               // of gradients: their sum over a window and over ranks
+  std::optional<DType> output = {};  // of a module's results; nothing: what it computed
+  Casting casting = Casting::kAutocast;
+
+  static Policy f32() { return {}; }
+  static Policy autocast(DType compute) { return {.compute = compute}; }
+  static Policy pure(DType dtype) {
+    return {.parameter = dtype, .compute = dtype, .casting = Casting::kBoundary};
+  }
+  static Policy boundary(DType compute) {
+    return {.compute = compute, .casting = Casting::kBoundary};
+  }
+
+  // f16's range asks for a GradScaler.
+  bool needs_loss_scaling() const { return parameter == kF16 || compute == kF16; }
+  // 16-bit parameters lose small updates: the optimizer keeps f32 masters.
+  bool needs_masters() const { return parameter == kF16 || parameter == kBF16; }
+
+  friend bool operator==(const Policy&, const Policy&) = default;
 };
+
+// "no" and "f32"; "bf16" and "fp16" (autocast); "bf16-pure", "fp16-pure"; "bf16-boundary",
+// "fp16-boundary". Throws ConfigError for other names, UnsupportedError for "fp8": it is never
+// replaced by another precision.
+Policy policy_named(std::string_view name);
+
+// Throws UnsupportedError where this build has no kernels for a dtype or the device is not there,
+// ConfigError where the dtypes contradict each other. The message names the field.
+void check(const Policy& policy, const Device& device = kCpu);
+
+// "parameters f32, compute bf16 (autocast), reduce f32, output as computed"
+std::string describe(const Policy& policy);
 
 }  // namespace tessera::precision

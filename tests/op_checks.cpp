@@ -535,6 +535,7 @@ Complaints check_autocast(const OpRow& row) {
         const bool low = record->autocast == Autocast::kLow && !row.float32_result;
         if (is_floating(expected) && low) expected = kBF16;
         if (is_floating(expected) && record->autocast == Autocast::kFloat32) expected = kF32;
+        if (row.float32_under_autocast) expected = kF32;
         if (got.outputs[i].dtype() != expected) {
           complaints.push_back(
               text(where, ": output ", i, " is ", got.outputs[i], "; expected ", expected));

@@ -161,6 +161,8 @@ struct OpRow {
   bool value_dependent = false;
   // The result is f32 for 16-bit inputs.
   bool float32_result = false;
+  // A loss that keeps the dtype of its input, but is f32 for 16-bit ones under autocast.
+  bool float32_under_autocast = false;
   // Refuses layouts that would need a copy, with a ShapeError.
   bool refuses_layouts = false;
   // Factor k of the error bound k * eps * sqrt(terms) * scale.

@@ -1,6 +1,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/elementwise.h>
 #include <tessera/core/kernels/linear_cross_entropy.h>
@@ -66,11 +67,12 @@ const Op kLinearCrossEntropy{.name = "linear_cross_entropy",
 
 namespace {
 
-// The gradient that forward made, times that of the loss; itself where that is 1, as it is where a
-// backward begins.
-Tensor scaled(const Tensor& grad, const Tensor& dy) {
-  if (!dy.is_meta() && dy.item() == 1) return grad;
-  return mul(grad, to(dy, grad.dtype()));
+// The gradient that forward made, times what it lacks and that of the loss; itself where that is 1,
+// as it is where a backward begins.
+Tensor scaled(const Tensor& grad, const Tensor& dy, double lacking) {
+  if (dy.is_meta()) return mul(grad, to(dy, grad.dtype()));
+  const double factor = dy.item() * lacking;
+  return factor == 1 ? grad : mul(grad, Scalar(factor));
 }
 
 }  // namespace
@@ -106,12 +108,14 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
         if (extras.wanted()) {
           extras.save(result.grad_x);
           extras.save(result.grad_weight);
+          extras.save(scalar_tensor(result.gradient_factor, kF64));
         }
         return result.loss;
       },
       [](Grads dy, const Saved& s) -> TensorList {
-        return {s.needs(0) ? scaled(s.extra(0), dy[0]) : Tensor(),
-                s.needs(1) ? scaled(s.extra(1), dy[0]) : Tensor(), Tensor()};
+        const double lacking = s.extra(2).item();
+        return {s.needs(0) ? scaled(s.extra(0), dy[0], lacking) : Tensor(),
+                s.needs(1) ? scaled(s.extra(1), dy[0], lacking) : Tensor(), Tensor()};
       });
 }
 

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <functional>
 
+#include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
@@ -21,6 +22,14 @@ void check_input(const Op& op, const char* name, const Tensor& x) {
                  " must be f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
 }
 Tensor in_compute(const Tensor& x) { return is_low_precision(x.dtype()) ? to(x, kF32) : x; }
+// Under autocast, or in a module that casts at its boundary, a loss is f32, whatever the logits:
+// three digits are too few to look at, and the gradient of a scaled f16 loss, 65536, would be
+// infinite.
+DType loss_dtype(const Tensor& logits) {
+  return is_low_precision(logits.dtype()) && Context::current().slot<AutocastMode>().enabled
+             ? kF32
+             : logits.dtype();
+}
 
 Tensor reduced(const Tensor& losses, Reduction reduction) {
   switch (reduction) {
@@ -111,7 +120,7 @@ Tensor soft_cross_entropy(const Op& op, const Tensor& logits, const Tensor& targ
   } else {
     result = reduced(losses, options.reduction);
   }
-  return to(result, logits.dtype());
+  return to(result, loss_dtype(logits));
 }
 
 }  // namespace
@@ -138,6 +147,7 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target,
   const Reduction reduction = options.reduction;
   const kernels::CrossEntropyAttributes attributes{options.weight, options.ignore_index,
                                                    options.label_smoothing};
+  const DType dtype = loss_dtype(logits);
   return differentiable(
       kCrossEntropy, {logits, targets},
       [=](Inputs in, Extras& extras) {
@@ -147,12 +157,12 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target,
         extras.save(rows.statistics);
         extras.save(scalar_tensor(rows.total_weight, kF64));
         if (reduction == Reduction::kNone) {
-          return kernels::convert(raw::view(rows.losses, in[1].shape()), in[0].dtype());
+          return kernels::convert(raw::view(rows.losses, in[1].shape()), dtype);
         }
-        if (in[0].is_meta()) return raw::empty({}, in[0].dtype(), in[0].device());
+        if (in[0].is_meta()) return raw::empty({}, dtype, in[0].device());
         const double total = kernels::sum(rows.losses, {0}, false, kF64).item();
         return scalar_tensor(reduction == Reduction::kMean ? total / rows.total_weight : total,
-                             in[0].dtype(), in[0].device());
+                             dtype, in[0].device());
       },
       [=](Grads dy, const Saved& s) -> TensorList {
         const Tensor logits = s.input(0), targets = s.extra(0), rows = to_rows(logits);
@@ -183,12 +193,17 @@ Tensor cross_entropy_inplace(const Tensor& logits, const Tensor& target, int64_t
   check_class_target(kCrossEntropyInplace, logits, target);
   const Tensor targets =
       kernels::check_targets("cross_entropy_inplace", target, logits.size(1), ignore_index);
+  const DType dtype = loss_dtype(logits);
+  // In f16 the gradient of a mean over many rows would sink below the smallest number before the
+  // scale of the loss lifts it: the division waits for that.
+  const bool divide_later = logits.dtype() == kF16;
   return differentiable(
       kCrossEntropyInplace, {logits, targets},
       [=](Inputs in, Extras& extras) {
         if (in[0].is_meta()) {
           extras.save(in[0]);
-          return raw::empty({}, in[0].dtype(), in[0].device());
+          extras.save(raw::empty({}, kF64, in[0].device()));
+          return raw::empty({}, dtype, in[0].device());
         }
         if (in[0].device().is_cuda()) {
           kernels::fail_without_form("cross_entropy_inplace", in[0].device());
@@ -201,20 +216,23 @@ Tensor cross_entropy_inplace(const Tensor& logits, const Tensor& target, int64_t
         if (!extras.wanted()) {
           const auto rows = kernels::cross_entropy_forward(x, in[1], {{}, ignore_index, 0});
           const double total = kernels::sum(rows.losses, {0}, false, kF64).item();
-          return scalar_tensor(total / static_cast<double>(valid), x.dtype(), x.device());
+          return scalar_tensor(total / static_cast<double>(valid), dtype, x.device());
         }
         const Tensor losses = raw::empty({N}, kF64);
-        kernels::cross_entropy_in_place(x, t, ignore_index, 1 / static_cast<double>(valid),
+        const double mean = 1 / static_cast<double>(valid);
+        kernels::cross_entropy_in_place(x, t, ignore_index, divide_later ? 1 : mean,
                                         losses.data_as<double>());
         // The logits hold their gradient from here on.
         extras.save(raw::alias(x));
+        extras.save(scalar_tensor(divide_later && valid > 0 ? mean : 1, kF64));
         const double total = kernels::sum(losses, {0}, false, kF64).item();
-        return scalar_tensor(total / static_cast<double>(valid), x.dtype(), x.device());
+        return scalar_tensor(total / static_cast<double>(valid), dtype, x.device());
       },
       [](Grads dy, const Saved& s) -> TensorList {
         const Tensor gradient = s.extra(0);
-        if (!dy[0].is_meta() && dy[0].item() == 1) return {gradient, Tensor()};
-        return {mul(gradient, dy[0]), Tensor()};
+        if (dy[0].is_meta()) return {mul(gradient, dy[0]), Tensor()};
+        const double factor = dy[0].item() * s.extra(1).item();
+        return {factor == 1 ? gradient : mul(gradient, Scalar(factor)), Tensor()};
       });
 }
 

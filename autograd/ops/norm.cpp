@@ -153,9 +153,13 @@ ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
   const int64_t columns = check_rows(kResidualLayerNorm, x, normalized_shape, weight, bias);
   TS_CHECK_SHAPE(residual.shape() == x.shape(), kResidualLayerNorm,
                  "x and residual must have one shape; got ", x, " and ", residual);
-  TS_CHECK_DTYPE(residual.dtype() == x.dtype(), kResidualLayerNorm,
-                 "x and residual must have one dtype; got ", x, " and ", residual,
-                 "; convert one with to(dtype)");
+  TS_CHECK_DTYPE(is_floating(residual.dtype()) && !is_float8(residual.dtype()), kResidualLayerNorm,
+                 "expects a floating residual; got ", residual);
+  if (residual.dtype() != x.dtype()) {  // as add: under autocast x is low, the stream f32
+    const DType widest = promote_types(x.dtype(), residual.dtype());
+    return residual_layer_norm(to(x, widest), to(residual, widest), normalized_shape, weight, bias,
+                               eps);
+  }
   const bool has_weight = weight.defined(), has_bias = bias.defined();
   const TensorList both = differentiable(
       kResidualLayerNorm, {x, residual, weight, bias},

@@ -10,6 +10,10 @@ struct LinearCrossEntropy {
   Tensor loss;         // [] f32, f64 for f64: sum or mean over rows that are not ignored
   Tensor grad_x;       // [N, C], undefined unless wanted
   Tensor grad_weight;  // [V, C], undefined unless wanted; f32 sums, rounded once
+  // The gradients lack this factor, 1 but for f16. A mean over many rows has gradients below f16's
+  // smallest number until the loss scale lifts them: for f16 they come undivided and, for more
+  // digits of small probabilities, lifted; grad_weight is then f32, so that sums do not overflow.
+  double gradient_factor = 1;
 };
 
 // x: [N, C]; weight: [V, C], floating, one dtype; target: [N] i64 or i32. The mean over no row is

@@ -15,6 +15,10 @@
 namespace tessera::kernels {
 namespace {
 
+// A power of two: lifts probabilities of 2^-22 to f16's normal numbers, and leaves products with
+// weights below 100 in its range.
+constexpr double kF16Lift = 256;
+
 // Targets as i64, -1 where ignored. Returns how many count.
 int64_t read_targets(const Tensor& target, int64_t classes, int64_t ignore_index,
                      std::vector<int64_t>& targets) {
@@ -50,13 +54,19 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, c
   result.loss = raw::empty({}, sum_dtype, x.device());
   if (want_grad_x) result.grad_x = raw::empty({N, C}, x.dtype(), x.device());
   if (x.is_meta()) {
-    if (want_grad_weight) result.grad_weight = raw::empty({V, C}, x.dtype(), x.device());
+    if (want_grad_weight) {
+      const DType dtype = x.dtype() == kF16 ? kF32 : x.dtype();
+      result.grad_weight = raw::empty({V, C}, dtype, x.device());
+    }
     return result;
   }
   std::vector<int64_t> targets;
   targets.reserve(static_cast<size_t>(N));
   const int64_t counted = read_targets(target, V, ignore_index, targets);
   const double scale = mean && counted > 0 ? 1.0 / static_cast<double>(counted) : 1.0;
+  const bool lifted = x.dtype() == kF16;
+  const double row_scale = lifted ? kF16Lift : scale;
+  if (lifted) result.gradient_factor = scale / kF16Lift;
   Tensor grad_weight;  // of the sums' dtype
   if (want_grad_weight) grad_weight = raw::empty({V, C}, sum_dtype, x.device());
 
@@ -89,7 +99,7 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, c
                        losses.data() + first + begin,
                        want_gradient,
                        x.dtype(),
-                       scale};
+                       row_scale};
                    TS_SIMD_CALL(cross_entropy_rows, problem);
                  });
     if (!want_gradient) continue;
@@ -103,7 +113,8 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, c
   }
   if (want_grad_weight) {
     if (N == 0) fill(grad_weight, 0);
-    result.grad_weight = x.dtype() == sum_dtype ? grad_weight : convert(grad_weight, x.dtype());
+    result.grad_weight =
+        x.dtype() == sum_dtype || lifted ? grad_weight : convert(grad_weight, x.dtype());
   }
   double sum = 0;
   for (double loss : losses) sum += loss;

@@ -1,0 +1,24 @@
+// Sees the ops of a context as they run: what precision/report.h is made from.
+#pragma once
+
+#include <span>
+
+#include <tessera/autograd/op.h>
+#include <tessera/core/tensor.h>
+
+namespace tessera {
+
+class OpObserver {
+ public:
+  virtual ~OpObserver() = default;
+  // After forward: the inputs as the op read them, after autocast. In-place forms are not shown.
+  virtual void saw(const Op& op, std::span<const Tensor> inputs,
+                   std::span<const Tensor> results) = 0;
+};
+
+// The current context's; set it with ScopedValue.
+struct OpObserverSlot {
+  OpObserver* observer = nullptr;
+};
+
+}  // namespace tessera

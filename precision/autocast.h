@@ -1,0 +1,59 @@
+// Puts a policy on a module, in place: its type, its calls and its parameters' names stay.
+//
+//     const AppliedPolicy applied = apply(model, Policy::autocast(kBF16));
+//     auto out = model(batch.inputs);  // products in bf16; out is as computed
+//
+// Around each call of the module stands a scope, which also an exception leaves:
+//   - kAutocast: an AutocastGuard. Inside, AutocastGuard(kF16), AutocastGuard(kBF16, false) and
+//     modules with policies of their own nest as they like.
+//   - kBoundary: the call's floating inputs (f32, f16, bf16) and, as ops read them, the parameters
+//     of the module and of all below it are cast to `compute`; casts of parameters are shadows that
+//     the optimizer's pass renews (autograd/autocast_mode.h). Buffers stay as they are. An
+//     AutocastGuard inside is a ConfigError. Autocast around it ends at the boundary.
+// Results come as they were computed unless `output` says otherwise: a cast to f32 that nobody
+// asked for doubles the logits' bytes.
+//
+// A module has one policy; below it others may have one too, and the innermost decides.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <tessera/core/state_dict.h>
+#include <tessera/nn/module.h>
+#include <tessera/precision/policy.h>
+
+namespace tessera::precision {
+
+// The policy stays on the module until this goes, or remove() is called. The stored dtype of
+// parameters stays also then.
+class [[nodiscard]] AppliedPolicy {
+ public:
+  AppliedPolicy() = default;
+  AppliedPolicy(AppliedPolicy&&) noexcept = default;
+  AppliedPolicy& operator=(AppliedPolicy&& other) noexcept;
+  ~AppliedPolicy() { remove(); }
+  void remove();
+
+  const Policy& policy() const { return policy_; }
+  // The f32 values of parameters that were narrowed, once, by name: what the optimizer's masters
+  // begin with (Optimizer::begin_masters), so that nothing is lost by the rounding.
+  NamedTensors take_originals() { return std::exchange(originals_, {}); }
+
+ private:
+  friend AppliedPolicy apply(nn::ModuleBase& module, const Policy& policy);
+  Policy policy_;
+  NamedTensors originals_;
+  std::vector<HookHandle> handles_;
+};
+
+// Converts parameters to policy.parameter (buffers stay: running statistics are f32) and installs
+// what the policy needs. Throws what check() throws, ConfigError where the module has a policy.
+AppliedPolicy apply(nn::ModuleBase& module, const Policy& policy);
+
+// The policy that apply() has put on this module, if any.
+std::optional<Policy> policy_of(const nn::ModuleBase& module);
+
+}  // namespace tessera::precision

@@ -1,0 +1,88 @@
+#include <tessera/precision/policy.h>
+
+#include <array>
+#include <sstream>
+
+#include <tessera/core/cuda/backend.h>
+#include <tessera/core/error.h>
+
+namespace tessera::precision {
+namespace {
+
+constexpr const char* kWhere = "precision";
+
+struct NamedPolicy {
+  std::string_view name;
+  Policy policy;
+};
+const std::array<NamedPolicy, 8> kPolicies = {{
+    {"no", Policy::f32()},
+    {"f32", Policy::f32()},
+    {"bf16", Policy::autocast(kBF16)},
+    {"fp16", Policy::autocast(kF16)},
+    {"bf16-pure", Policy::pure(kBF16)},
+    {"fp16-pure", Policy::pure(kF16)},
+    {"bf16-boundary", Policy::boundary(kBF16)},
+    {"fp16-boundary", Policy::boundary(kF16)},
+}};
+
+void check_dtype(const char* field, DType dtype) {
+  TS_CHECK_AS(UnsupportedError, !is_float8(dtype), kWhere, field, " ", dtype,
+              " needs products with scaling factors, for which this build has no kernels; take "
+              "bf16 (nothing else was put in its place)");
+  TS_CHECK_AS(ConfigError, is_floating(dtype), kWhere, field, " must be a floating dtype; got ",
+              dtype);
+}
+
+}  // namespace
+
+Policy policy_named(std::string_view name) {
+  std::string known;
+  for (const NamedPolicy& each : kPolicies) {
+    if (each.name == name) return each.policy;
+    known += (known.empty() ? "" : ", ") + std::string(each.name);
+  }
+  TS_CHECK_AS(UnsupportedError, name != "fp8", kWhere,
+              "fp8 needs products with scaling factors, for which this build has no kernels; take "
+              "bf16 (nothing else was put in its place)");
+  TS_THROW(ConfigError, kWhere, "there is no policy '", name, "'; known are ", known);
+}
+
+void check(const Policy& policy, const Device& device) {
+  check_dtype("parameter", policy.parameter);
+  check_dtype("compute", policy.compute);
+  check_dtype("reduce", policy.reduce);
+  if (policy.output) check_dtype("output", *policy.output);
+  TS_CHECK_AS(UnsupportedError, !device.is_cuda() || gpu::device_count() > 0, kWhere, "the device ",
+              device, " is not there: ", gpu::unavailable_reason());
+  if (policy.casting == Casting::kAutocast) {
+    const bool low = policy.compute == kBF16 || policy.compute == kF16;
+    TS_CHECK_AS(ConfigError, low || policy.compute == policy.parameter, kWhere,
+                "autocast computes in bf16 or f16; got compute ", policy.compute,
+                " with parameters in ", policy.parameter, "; use Casting::kBoundary");
+    TS_CHECK_AS(ConfigError, policy.parameter == kF32 || policy.parameter == policy.compute, kWhere,
+                "autocast reads parameters in f32 or in the compute dtype; got parameter ",
+                policy.parameter, " with compute ", policy.compute, "; use Casting::kBoundary");
+  } else {
+    TS_CHECK_AS(ConfigError, policy.compute != kF64 && policy.parameter != kF64, kWhere,
+                "f64 is never cast; got parameter ", policy.parameter, " with compute ",
+                policy.compute);
+  }
+}
+
+std::string describe(const Policy& policy) {
+  std::ostringstream text;
+  text << "parameters " << policy.parameter << ", compute " << policy.compute;
+  if (policy.compute != policy.parameter) {
+    text << (policy.casting == Casting::kAutocast ? " (autocast)" : " (cast at the boundary)");
+  }
+  text << ", reduce " << policy.reduce << ", output ";
+  if (policy.output) {
+    text << *policy.output;
+  } else {
+    text << "as computed";
+  }
+  return text.str();
+}
+
+}  // namespace tessera::precision
