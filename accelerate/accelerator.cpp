@@ -66,6 +66,8 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
       .set("seed", options.seed)
       .set("debug", options.debug)
       .set("project_dir", options.project_dir)
+      .set("logging_dir", options.logging_dir)
+      .set("log_with", options.log_with)
       .set("automatic_checkpoint_naming", options.automatic_checkpoint_naming)
       .set("total_limit", options.total_limit)
       .set("keep_every", options.keep_every)
@@ -161,6 +163,7 @@ struct OptimizerRecord {
 
 struct Accelerator::State : std::enable_shared_from_this<State> {
   accelerate::Settings settings;
+  std::unique_ptr<Trackers> trackers;           // made when first asked for
   std::optional<precision::GradScaler> scaler;  // fp16
   int64_t steps = 1;
   bool sync_with_dataloader = true;
@@ -386,6 +389,25 @@ Accelerator::Accelerator(const AcceleratorOptions& options) : state_(std::make_s
 }
 
 Accelerator::~Accelerator() = default;
+
+Trackers& Accelerator::trackers() {
+  State& state = *state_;
+  if (state.trackers == nullptr) {
+    const accelerate::Settings& settings = state.settings;
+    state.trackers = std::make_unique<Trackers>(
+        TrackersOptions{.folder = settings.logging_dir.value.empty() ? settings.project_dir.value
+                                                                     : settings.logging_dir.value,
+                        .with = settings.log_with.value,
+                        .rank = process_index(),
+                        .world_size = num_processes()});
+  }
+  return *state.trackers;
+}
+
+void Accelerator::end_training() {
+  if (state_->trackers != nullptr) state_->trackers->finish();
+  wait_for_everyone();
+}
 
 void Accelerator::free_memory() {
   State& state = *state_;

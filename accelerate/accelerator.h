@@ -60,6 +60,7 @@
 #include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/operations.h>
 #include <tessera/accelerate/process_control.h>
+#include <tessera/accelerate/tracker.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera {
@@ -93,6 +94,8 @@ struct AcceleratorOptions {
   std::optional<bool> debug = {};             // operations compare the shapes of all ranks first
 
   std::optional<std::string> project_dir = {};
+  std::optional<std::string> logging_dir = {};
+  std::optional<std::vector<std::string>> log_with = {};  // trackers, or "all"
   std::optional<bool> automatic_checkpoint_naming = {};
   std::optional<int64_t> total_limit = {};
   std::optional<int64_t> keep_every = {};
@@ -255,6 +258,19 @@ class Accelerator : public ProcessControl {
   // Rank 0's seed and position become everybody's. Collective.
   void synchronize_rng_states();
 
+  // ---- Tracking: accelerate/tracker.h, with the settings log_with and logging_dir (else
+  // project_dir). Calls are the same on all ranks; the main one writes.
+
+  // For trackers of one's own, before init_trackers(), and for what stands below in short.
+  Trackers& trackers();
+  void init_trackers(const std::string& project, const TrackedValues& configuration = {}) {
+    trackers().start(project, configuration);
+  }
+  void log(const TrackedValues& values, int64_t step) { trackers().log(values, step); }
+  Tracker& get_tracker(std::string_view name) { return trackers().get(name); }
+  // Finishes the trackers and waits for all ranks. Collective.
+  void end_training();
+
   // ---- Looking
 
   // The loader that is being read: the innermost of nested loops; null outside.
@@ -290,11 +306,6 @@ class Accelerator : public ProcessControl {
       T value, const accelerate::PadOptions& pad = {},
       const std::source_location& where = std::source_location::current()) const {
     return accelerate::pad_across_processes(std::move(value), pad, data_ranks(), operation(where));
-  }
-  // What was computed from the batch in hand of active_loader(), each sample once; see metrics.h.
-  template <class T>
-  T gather_for_metrics(T value) const {
-    return accelerate::gather_for_metrics(std::move(value), active_loader(), data_ranks());
   }
   template <class T>
   std::vector<T> gather_object(const std::vector<T>& own) const {

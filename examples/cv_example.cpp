@@ -40,8 +40,8 @@ double accuracy(Accelerator& accelerator, Net& net, data::DataLoader<Digit>& loa
   net.eval();
   examples::ClassificationScore score(10);
   for (auto& [images, labels] : loader) {
-    const auto [predictions, truth] = accelerate::gather_for_metrics(
-        std::pair(net(images).argmax(1), labels), accelerator.active_loader());
+    const auto [predictions, truth] =
+        accelerator.gather_for_metrics(std::pair(net(images).argmax(1), labels));
     score.add(predictions, truth);
   }
   net.train();

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include <tessera/accelerate/accelerator.h>
 #include <tessera/accelerate/memory_tracker.h>
 #include <tessera/accelerate/profile.h>
 #include <tessera/accelerate/progress.h>
@@ -292,6 +293,21 @@ TEST_F(Tracking, OnlyTheMainProcessWritesAndTheOthersMayMakeTheSameCalls) {
   ASSERT_EQ(all.size(), 2u);
   EXPECT_EQ(Json::parse(all[0])["loss"], 1);
   EXPECT_FALSE(event_file().empty());
+}
+
+TEST_F(Tracking, TheAcceleratorStartsTheTrackersOfItsSettings) {
+  distributed::run_ranks(2, [&](int rank) {
+    Accelerator accelerator({.logging_dir = folder(),
+                             .log_with = std::vector<std::string>{"jsonl"},
+                             .config_file = ""});
+    accelerator.init_trackers("p", {{"lr", 1}});
+    accelerator.log({{"loss", 2}}, 7);
+    EXPECT_NO_THROW(accelerator.get_tracker("jsonl"));
+    accelerator.end_training();
+    EXPECT_THROW(accelerator.log({{"loss", rank}}, 8), ValueError);
+  });
+  ASSERT_EQ(lines("metrics.jsonl").size(), 1u);
+  EXPECT_EQ(Json::parse(lines("metrics.jsonl")[0])["step"], 7);
 }
 
 TEST(Progress, TheLineShowsShareRateAndTimeLeft) {

@@ -12,7 +12,6 @@
 #include <cstdio>
 
 #include <tessera/accelerate/accelerator.h>
-#include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/run.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/optim/adamw.h>
@@ -78,8 +77,8 @@ examples::ClassificationScore evaluate(Accelerator& accelerator, bert::Bert& mod
   for (auto& batch : loader) {
     const Tensor logits =
         model(batch.ids, bert::TokenFeatures{batch.type_ids, batch.attention_mask}).logits;
-    const auto [predictions, labels] = accelerate::gather_for_metrics(
-        std::pair(logits.argmax(-1), batch.labels), accelerator.active_loader());
+    const auto [predictions, labels] =
+        accelerator.gather_for_metrics(std::pair(logits.argmax(-1), batch.labels));
     score.add(predictions, labels);
   }
   model.train();

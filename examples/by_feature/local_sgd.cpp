@@ -24,7 +24,7 @@ int main(int argc, char** argv) {
       local.step();
     }
     local.finish();
-    const Tensor slopes = accelerate::gather(model.slope.detach());
+    const Tensor slopes = accelerator.gather(model.slope.detach());
     accelerator.print("y = ", model.slope.item(), " x + ", model.intercept.item(), " after ",
                       local.averages(), " averages");
     good = std::abs(model.slope.item() - 2) < 0.1 && std::abs(model.intercept.item() - 3) < 0.1 &&

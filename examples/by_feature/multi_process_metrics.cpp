@@ -18,8 +18,7 @@ int main(int argc, char** argv) {
       int64_t samples = 0;
       for (auto& [x, y] : loader) {
         // Ranks whose last batch was filled up give only the rows that count.
-        const auto [predictions, targets] =
-            accelerate::gather_for_metrics(std::pair(model(x), y), accelerator.active_loader());
+        const auto [predictions, targets] = accelerator.gather_for_metrics(std::pair(model(x), y));
         squares += (predictions - targets).pow(2).sum().item();
         samples += targets.size(0);
       }

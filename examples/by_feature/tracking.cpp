@@ -9,13 +9,11 @@ using namespace tessera;
 
 int main(int argc, char** argv) {
   return run(argc, argv, [](std::span<const std::string> arguments) {
-    Accelerator accelerator;
+    const std::string folder = arguments.empty() ? "out/tracking" : arguments[0];
+    Accelerator accelerator({.logging_dir = folder, .log_with = std::vector<std::string>{"all"}});
     const double lr = 0.1;
-    Trackers trackers({.folder = arguments.empty() ? "out/tracking" : arguments[0],
-                       .with = {"all"},
-                       .rank = accelerator.process_index(),
-                       .world_size = accelerator.num_processes()});
-    trackers.start("line", {{"lr", lr}, {"optimizer", {{"name", "sgd"}, {"momentum", 0.9}}}});
+    accelerator.init_trackers("line",
+                              {{"lr", lr}, {"optimizer", {{"name", "sgd"}, {"momentum", 0.9}}}});
 
     data::DataLoader loader(examples::make_line(256), {.batch_size = 8, .shuffle = true});
     examples::Line model;
@@ -33,12 +31,12 @@ int main(int argc, char** argv) {
         optimizer.step();
         optimizer.zero_grad();
         // The mean over ranks; a rank's own loss would need no collective.
-        const Tensor mean = accelerate::reduce(loss.detach(), accelerate::Reduction::kMean);
-        trackers.log({{"train", {{"loss", mean}, {"slope", model.slope}}}}, step++);
+        const Tensor mean = accelerator.reduce(loss.detach());
+        accelerator.log({{"train", {{"loss", mean}, {"slope", model.slope}}}}, step++);
         progress.set_note("loss " + to_text(mean.item()));
         progress.advance();
       }
     }
-    trackers.finish();
+    accelerator.end_training();
   });
 }
