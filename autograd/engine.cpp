@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include <tessera/autograd/anomaly.h>
+#include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/profiler.h>
@@ -228,6 +229,8 @@ TensorList run_backward(const EngineRequest& request) {
   TensorList results;
   {
     ScopedValue<bool> mode(Context::current().slot<GradMode>().enabled, request.create_graph);
+    // Backward runs in the dtypes that forward has left, whatever scope it is called in.
+    ScopedValue<bool> autocast(Context::current().slot<AutocastMode>().enabled, false);
     results = pass.run();
   }
   // Callbacks may queue further ones.

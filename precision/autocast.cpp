@@ -5,7 +5,6 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/raw_views.h>
 
 namespace tessera::precision {
 namespace {
@@ -31,12 +30,10 @@ NamedTensors store_as(nn::ModuleBase& module, DType dtype) {
   for (const auto& [name, tensor] : module.named_parameters()) {
     if (!takes_part(tensor) || tensor.dtype() == dtype) continue;
     const MemoryCategoryGuard category(MemoryCategory::kParameter);
-    const Tensor original = tensor.detach();
-    // `original` shares an object with nobody: set_data gives the parameter another storage.
-    const Tensor kept = raw::alias(original);
+    const Tensor original = tensor.detach();  // keeps the storage that set_data takes away
     if (const Tensor grad = tensor.grad(); grad.defined()) grad.set_data(to(grad, dtype));
     tensor.set_data(to(original, dtype));
-    if (kept.dtype() == kF32 && is_low_precision(dtype)) originals.push_back({name, kept});
+    if (original.dtype() == kF32 && is_low_precision(dtype)) originals.push_back({name, original});
   }
   return originals;
 }

@@ -50,7 +50,9 @@ class [[nodiscard]] AppliedPolicy {
 };
 
 // Converts parameters to policy.parameter (buffers stay: running statistics are f32) and installs
-// what the policy needs. Throws what check() throws, ConfigError where the module has a policy.
+// what the policy needs. Before replicate(), whose buffers take the parameters' dtypes, and before
+// the optimizer's first step. Throws what check() throws, ConfigError where the module has a
+// policy.
 AppliedPolicy apply(nn::ModuleBase& module, const Policy& policy);
 
 // The policy that apply() has put on this module, if any.

@@ -6,6 +6,7 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 #include <tessera/nn/container.h>
@@ -149,6 +150,19 @@ TEST(ModuleAutocast, Trap28OutputsStayInTheComputeDTypeUnlessAskedFor) {
   EXPECT_TRUE(model.fc.weight.grad().defined());
 }
 
+TEST(ModuleAutocast, BackwardRunsInForwardsDTypesWhateverScopeItIsCalledIn) {
+  const Tensor x = random({16, 8}), weight = random({8, 8}).set_requires_grad();
+  std::vector<std::vector<double>> gradients;
+  for (const bool inside : {false, true}) {
+    const Tensor y = square(linear(x, weight)).mean();  // f32
+    const AutocastGuard autocast(kBF16, inside);
+    y.backward();
+    gradients.push_back(weight.grad().to_vector());
+    weight.zero_grad();
+  }
+  EXPECT_EQ(gradients[0], gradients[1]);
+}
+
 TEST(ModuleAutocast, AChildMayHaveAPolicyOfItsOwn) {
   nn::Sequential model(nn::layer<nn::Linear>(4, 4), nn::layer<nn::Linear>(4, 4));
   const AppliedPolicy outer = apply(model, Policy::autocast(kBF16));
@@ -231,6 +245,32 @@ TEST(BoundaryCasting, ReadsWhatTheOptimizerHasWritten) {
   reference.load_state_dict(model.state_dict());
   reference.to(kBF16);
   EXPECT_EQ(model(ids, x).to_vector(), reference(ids, to(x, kBF16)).to_vector());
+}
+
+TEST(BoundaryCasting, RecomputedActivationsAreThoseOfTheFirstRun) {
+  struct Recomputed : nn::Module<Recomputed> {
+    Recomputed() : fc(add<nn::Linear>("fc", 4, 4)) {}
+    Tensor forward(const Tensor& x) {
+      const auto function = [&](const TensorList& in) {
+        return TensorList{gelu(linear(gelu(linear(in[0], fc.weight)), fc.weight))};
+      };
+      return (again ? checkpoint(function, TensorList{x}) : function({x}))[0];
+    }
+    nn::Linear& fc;
+    bool again = false;
+  } model;
+  const Tensor x = random({3, 4});
+  for (const Policy& policy : {Policy::boundary(kBF16), Policy::autocast(kBF16)}) {
+    const AppliedPolicy applied = apply(model, policy);
+    std::vector<std::vector<double>> gradients;
+    for (const bool again : {false, true}) {
+      model.again = again;
+      sum(to(model(x), kF32)).backward();
+      gradients.push_back(model.fc.weight.grad().to_vector());
+      model.zero_grad();
+    }
+    EXPECT_EQ(gradients[0], gradients[1]);
+  }
 }
 
 TEST(BoundaryCasting, AndAutocastExcludeEachOtherPerUnit) {
