@@ -59,22 +59,14 @@ Tensor empty_like(const Tensor& x, DType dtype) {
 Tensor empty_like(const Tensor& x) { return empty_like(x, x.dtype()); }
 
 Tensor full(const Shape& shape, const Scalar& value, DType dtype, const Device& device) {
+  TS_CHECK(kernels::can_hold(dtype, value), "full", "no element of ", dtype, " can be ", value,
+           "; choose a dtype that holds it");
   Tensor result = empty(shape, dtype, device);
-  if (device.is_meta()) return result;
-  if (device.is_cuda()) {
-    kernels::fill(result, value);
-    return result;
-  }
-  if (value.to_double() == 0) {
+  if (device.is_cpu() && value.to_double() == 0) {
     if (result.nbytes() > 0) std::memset(result.data(), 0, static_cast<size_t>(result.nbytes()));
-    return result;
+  } else {
+    kernels::fill(result, value);
   }
-  dispatch_all(dtype, "full", [&]<class Element>() {
-    using C = Compute<Element>;
-    const C number = std::is_floating_point_v<C> ? static_cast<C>(value.to_double())
-                                                 : static_cast<C>(value.to_int());
-    std::fill_n(result.data_as<Element>(), result.numel(), store<Element>(number));
-  });
   return result;
 }
 

@@ -23,6 +23,10 @@ Tensor in_dtype(const Tensor& x, Attrs& a) {
   return dtype ? to(x, *dtype) : x;
 }
 
+// torch's any and all reduce nothing over "dim": [], where an empty list elsewhere means all.
+bool no_dims(Attrs& a) { return a.is_list("dim") && a.integers("dim", {}).empty(); }
+Tensor each_is_true(const Tensor& x) { return to(ne(x, 0), x.dtype() == kU8 ? kU8 : kBool); }
+
 double correction_of(Attrs& a) {
   if (a.has("unbiased")) return a.flag("unbiased", true) ? 1 : 0;
   return a.number("correction", 1);
@@ -173,14 +177,18 @@ std::vector<OpRow> reduce_rows() {
               {.name = "any",
                .parameters = "input",
                .call = [](const Args& in, Attrs& a) -> Result {
-                 return any(in[0], a.integers("dim", {}), a.flag("keepdim", false));
+                 const bool keepdim = a.flag("keepdim", false);
+                 if (no_dims(a)) return each_is_true(in[0]);
+                 return any(in[0], a.integers("dim", {}), keepdim);
                },
                .samples = reductions(booleans),
                .differentiable = kNo},
               {.name = "all",
                .parameters = "input",
                .call = [](const Args& in, Attrs& a) -> Result {
-                 return all(in[0], a.integers("dim", {}), a.flag("keepdim", false));
+                 const bool keepdim = a.flag("keepdim", false);
+                 if (no_dims(a)) return each_is_true(in[0]);
+                 return all(in[0], a.integers("dim", {}), keepdim);
                },
                .samples = reductions(booleans),
                .differentiable = kNo},

@@ -1,8 +1,11 @@
 // Corners of single ops where torch has a rule of its own.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 #include <string>
+#include <tuple>
+#include <utility>
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
@@ -58,6 +61,144 @@ TEST(MaxPool, GivesThePositionsOfItsValues) {
   EXPECT_EQ(row.indices.to_vector(), (std::vector<double>{0, 2, 3}));
   EXPECT_THROW(max_pool1d(randn({1, 1, 4, 4}), {2}), ShapeError);
   EXPECT_THROW(max_pool2d(randn({1, 4, 4}), {2}, {}, {int64_t{1} << 62}), ValueError);
+}
+
+TEST(MaxPool, TakesTheLastNanOfAWindow) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const auto pooled = max_pool1d_with_indices(tensor({nan, 1, nan, 2}).view({1, 4}), {4});
+  EXPECT_TRUE(std::isnan(pooled.values.item()));
+  EXPECT_EQ(pooled.indices.item<int64_t>(), 2);
+}
+
+TEST(Pooling, InCeilModeAWindowMayBeWiderThanThePaddedInput) {
+  const Tensor x = tensor({1, 2}).view({1, 1, 1, 2});
+  const auto largest = max_pool2d(x, {1, 3}, {}, {0}, {1}, true);
+  EXPECT_EQ(largest.shape(), (Shape{1, 1, 1, 1}));
+  EXPECT_EQ(largest.item(), 2);
+  EXPECT_EQ(avg_pool2d(x, {1, 3}, {}, {0}, true).item(), 1.5);
+  EXPECT_THROW(max_pool2d(x, {1, 3}), ShapeError);
+  EXPECT_THROW(max_pool2d(x, {1, 3}, {1}, {0}, {1}, true), ShapeError);
+  EXPECT_THROW(max_pool2d(zeros({1, 1, 0, 3}), {1}), ShapeError);
+}
+
+TEST(Topk, OfANumberIsTheNumber) {
+  const Tensor x = scalar_tensor(3, kF32).set_requires_grad();
+  for (const int64_t k : {0, 1}) {
+    const auto [values, indices] = topk(x, k);
+    EXPECT_EQ(values.item(), 3);
+    EXPECT_EQ(indices.item<int64_t>(), 0);
+    x.zero_grad();
+    values.backward();
+    EXPECT_EQ(x.grad().item(), 1);
+  }
+  EXPECT_THROW(topk(x, 2), ValueError);
+}
+
+TEST(Products, HaveGradientsWhereASizeIsZero) {
+  for (const auto& [batch, in, out] : {std::tuple<int, int, int>{3, 0, 4}, {3, 2, 0}, {0, 0, 4}}) {
+    const Tensor x = randn({2, batch, in}).set_requires_grad();
+    const Tensor weight = randn({out, in}).set_requires_grad();
+    const Tensor bias = randn({out}).set_requires_grad();
+    for (const Tensor& y :
+         {linear(x, weight, bias), matmul(x, weight.t()), linear_gelu(x, weight, bias)}) {
+      weight.zero_grad();
+      y.sum().backward();
+      EXPECT_EQ(y.shape(), (Shape{2, batch, out}));
+      EXPECT_EQ(weight.grad().shape(), weight.shape());
+      EXPECT_EQ(weight.grad().sum().item(), 0);
+    }
+  }
+  const Tensor vector = zeros({0}).set_requires_grad();
+  matmul(zeros({2, 1, 0}), vector).sum().backward();
+  EXPECT_EQ(vector.grad().shape(), Shape{0});
+}
+
+TEST(KlDiv, BroadcastsTheTargetAndTheInputWithGradients) {
+  for (const bool log_target : {false, true}) {
+    const Tensor narrow = rand({2, 1}).set_requires_grad(), wide = rand({3, 2, 4});
+    wide.set_requires_grad();
+    for (const auto& [x, target] : {std::pair{narrow, wide}, std::pair{wide, narrow}}) {
+      narrow.zero_grad();
+      wide.zero_grad();
+      kl_div(x, target, KlReduction::kSum, log_target).backward();
+      const Tensor narrow_grad = narrow.grad(), wide_grad = wide.grad();
+      narrow.zero_grad();
+      wide.zero_grad();
+      const Shape shape = wide.shape();
+      kl_div(x.expand(shape), target.expand(shape), KlReduction::kSum, log_target).backward();
+      EXPECT_LT((narrow_grad - narrow.grad()).abs().max().item(), 1e-4);
+      EXPECT_LT((wide_grad - wide.grad()).abs().max().item(), 1e-5);
+    }
+  }
+}
+
+TEST(Var, WithoutDegreesOfFreedomHasNoFiniteGradient) {
+  const Tensor x = tensor({1, 2}).set_requires_grad();
+  for (const double correction : {2.0, 3.0}) {
+    x.zero_grad();
+    const Tensor y = var(x, {}, correction);
+    EXPECT_EQ(y.item(), std::numeric_limits<double>::infinity());
+    y.backward();
+    EXPECT_EQ(x.grad().to_vector(), (std::vector<double>{-std::numeric_limits<double>::infinity(),
+                                                         std::numeric_limits<double>::infinity()}));
+  }
+}
+
+TEST(CosineSimilarity, PromotesAnIntegerToTheFloatingOperandsDtype) {
+  const Tensor half = ones({2, 3}, {.dtype = kBF16}), integer = ones({2, 3}, {.dtype = kI32});
+  EXPECT_EQ(cosine_similarity(half, integer).dtype(), kBF16);
+  EXPECT_EQ(cosine_similarity(integer, integer).dtype(), kF32);
+}
+
+TEST(Max, GivesTheGradientOfANanToTheNans) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const Tensor x = tensor({1, nan, 5, nan}).set_requires_grad();
+  max(x).backward();
+  EXPECT_EQ(x.grad().to_vector(), (std::vector<double>{0, 0.5, 0, 0.5}));
+  x.zero_grad();
+  min(x).backward();
+  EXPECT_EQ(x.grad().to_vector(), (std::vector<double>{0, 0.5, 0, 0.5}));
+}
+
+TEST(Integers, AreDividedByZeroOnlyWhereThereIsSomethingToDivide) {
+  const Tensor none = zeros({0, 2}, {.dtype = kU8}), zero = scalar_tensor(0, kU8);
+  EXPECT_EQ(remainder(none, zero).shape(), (Shape{0, 2}));
+  EXPECT_EQ(floor_divide(none, zero).shape(), (Shape{0, 2}));
+  EXPECT_THROW(remainder(ones({2}, {.dtype = kU8}), zero), ValueError);
+}
+
+TEST(Bool, IsANumberForSquareAndForLimitsOfOtherDtypes) {
+  const Tensor x = tensor({1, 0}, kBool);
+  EXPECT_EQ(square(x).dtype(), kI64);
+  EXPECT_EQ(clamp(x, 0, 1).dtype(), kI64);
+  EXPECT_EQ(clamp(x, {}, -0.25).dtype(), kF32);
+  EXPECT_EQ(clamp(x, {}, -0.25).to_vector(), (std::vector<double>{-0.25, -0.25}));
+  EXPECT_THROW(clamp(x, true, {}), DTypeError);
+}
+
+TEST(Fill, RefusesNumbersThatAnIntegerDtypeHasNot) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const double infinity = std::numeric_limits<double>::infinity();
+  const Tensor mask = ones({2}, {.dtype = kBool});
+  for (const DType dtype : {kU8, kI32, kI64}) {
+    const Tensor x = zeros({2}, {.dtype = dtype});
+    for (const double value : {nan, infinity, -infinity, 1e30, 0x1p63}) {
+      EXPECT_THROW(fill_(x, value), ValueError);
+      EXPECT_THROW(full({2}, value, {.dtype = dtype}), ValueError);
+      EXPECT_THROW(masked_fill(x, mask, value), ValueError);
+      EXPECT_THROW(masked_fill_(x, mask, value), ValueError);
+    }
+  }
+  EXPECT_THROW(full({1}, 256, {.dtype = kU8}), ValueError);
+  EXPECT_THROW(full({1}, -256, {.dtype = kU8}), ValueError);
+  EXPECT_EQ(full({1}, -3, {.dtype = kU8}).item(), 253);  // wraps, as in torch
+  EXPECT_EQ(full({1}, 255.5, {.dtype = kU8}).item(), 255);
+  EXPECT_EQ(full({1}, -0x1p31, {.dtype = kI32}).item(), -0x1p31);
+  EXPECT_THROW(full({1}, int64_t{1} << 31, {.dtype = kI32}), ValueError);
+  EXPECT_EQ(full({1}, -0x1p63, {.dtype = kI64}).item<int64_t>(),
+            std::numeric_limits<int64_t>::min());
+  EXPECT_EQ(full({1}, 1e300).item(), infinity);
+  EXPECT_EQ(full({1}, nan, {.dtype = kBool}).item(), 1);
 }
 
 TEST(Losses, RefuseToTrainTheirWeights) {

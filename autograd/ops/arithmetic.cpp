@@ -12,8 +12,9 @@ namespace {
 
 using kernels::Operand;
 
-void check_divisor(const Op& op, const Tensor& b) {
-  if (is_floating(b.dtype()) || b.is_meta() || b.numel() == 0) return;
+void check_divisor(const Op& op, const Tensor& a, const Tensor& b) {
+  if (is_floating(a.dtype()) || is_floating(b.dtype()) || b.is_meta()) return;
+  if (a.numel() == 0 || b.numel() == 0) return;  // nothing is divided
   const std::vector<int64_t> values = b.to_vector<int64_t>();
   for (size_t i = 0; i < values.size(); ++i) {
     TS_CHECK(values[i] != 0, op, "integer division by zero; the divisor ", b, " is 0 at element ",
@@ -294,7 +295,7 @@ const Op kFloorDivide{.name = "floor_divide"};
 
 Tensor floor_divide(const Tensor& a, const Tensor& b) {
   check_arithmetic(kFloorDivide, a, b);
-  if (!is_floating(a.dtype())) check_divisor(kFloorDivide, b);
+  check_divisor(kFloorDivide, a, b);
   return not_differentiable(kFloorDivide, {a, b}, [](Inputs in) {
     return kernels::binary<fn::FloorDivide>(in[0], in[1]);
   });
@@ -312,7 +313,7 @@ const Op kRemainder{.name = "remainder", .reads = {inputs(), inputs(0, 1)}};
 
 Tensor remainder(const Tensor& a, const Tensor& b) {
   check_arithmetic(kRemainder, a, b);
-  if (!is_floating(a.dtype())) check_divisor(kRemainder, b);
+  check_divisor(kRemainder, a, b);
   return differentiable(
       kRemainder, {a, b}, [](Inputs in) { return kernels::binary<fn::Remainder>(in[0], in[1]); },
       [](Grads dy, const Saved& s) -> TensorList {

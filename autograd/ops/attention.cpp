@@ -8,8 +8,7 @@
 
 namespace tessera {
 
-// ---- scaled_dot_product_attention
-// ------------------------------------------------------------------
+// ---- scaled_dot_product_attention ---------------------------------------------------------------
 
 const Op kAttention{.name = "scaled_dot_product_attention",
                     .autocast = Autocast::kLow,
@@ -120,8 +119,7 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
       });
 }
 
-// ---- packed_attention
-// --------------------------------------------------------------------------------
+// ---- packed_attention ---------------------------------------------------------------------------
 
 const Op kPackedAttention{
     .name = "packed_attention",

@@ -8,8 +8,7 @@
 
 namespace tessera {
 
-// ---- conv2d, conv1d
-// ----------------------------------------------------------------------------------
+// ---- conv2d, conv1d -----------------------------------------------------------------------------
 
 const Op kConv2d{
     .name = "conv2d", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0), inputs()}};
@@ -153,8 +152,7 @@ Tensor conv1d(const Tensor& x, const Tensor& weight, const Tensor& bias,
   return squeeze(conv(plane, kernel, bias, geometry), 2);
 }
 
-// ---- max_pool2d
-// ----------------------------------------------------------------------------------------
+// ---- max_pool2d ---------------------------------------------------------------------------------
 
 const Op kMaxPool2d{.name = "max_pool2d", .reads_outputs = outputs(1)};
 
@@ -181,9 +179,11 @@ PoolGeometry pool_geometry(const Op& op, const Tensor& x, const Shape& kernel, c
     TS_CHECK(2 * pad <= g.kernel[d], op, "padding must be at most half of the kernel; got padding ",
              padding, " and kernel ", kernel);
     const int64_t room = input + 2 * pad - g.conv.dilation[d] * (g.kernel[d] - 1) - 1;
-    TS_CHECK_SHAPE(room >= 0, op, "the kernel ", kernel, " does not fit into the padded input ", x);
-    g.output[d] = (room + (ceil_mode ? step - 1 : 0)) / step + 1;
-    // A window must begin inside the input or its left padding.
+    // With ceil_mode a window may stick out, but must begin inside the input or its left padding.
+    const int64_t reach = room + (ceil_mode ? step - 1 : 0);
+    TS_CHECK_SHAPE(input > 0 && reach >= 0, op, "the kernel ", kernel,
+                   " does not fit into the padded input ", x);
+    g.output[d] = reach / step + 1;
     if (ceil_mode && (g.output[d] - 1) * step >= input + pad) --g.output[d];
   }
   return g;
@@ -245,8 +245,7 @@ Tensor max_pool1d(const Tensor& x, const Shape& kernel_size, const Shape& stride
   return max_pool1d_with_indices(x, kernel_size, stride, padding, dilation, ceil_mode).values;
 }
 
-// ---- avg_pool2d, adaptive_avg_pool2d, interpolate: linear maps over windows
-// -----------------------------
+// ---- avg_pool2d, adaptive_avg_pool2d, interpolate: linear maps over windows ---------------------
 
 const Op kAvgPool2d{.name = "avg_pool2d"};
 const Op kAdaptiveAvgPool2d{.name = "adaptive_avg_pool2d"};

@@ -73,6 +73,7 @@ const Op kSquare{.name = "square", .reads = {inputs(0)}};
 
 Tensor square(const Tensor& x) {
   check_arithmetic(kSquare, x);
+  if (x.dtype() == kBool) return to(x, kI64);  // torch's square is pow(x, 2)
   return differentiable(kSquare, {x}, apply<fn::Square>,
                         [](Grads dy, const Saved& s) { return mul(mul(dy[0], 2), s.input(0)); });
 }
@@ -212,19 +213,20 @@ const Op kClamp{.name = "clamp", .reads = {inputs(0)}};
 
 namespace {
 
-void check_clamp(const Tensor& x, const std::optional<Scalar>& min,
-                 const std::optional<Scalar>& max) {
-  check_arithmetic(kClamp, x);
-  check_not_bool(kClamp, x, "logical_and or logical_or");
-  TS_CHECK(min || max, kClamp, "expects min, max or both");
-}
-
 DType clamp_dtype(const Tensor& x, const std::optional<Scalar>& min,
                   const std::optional<Scalar>& max) {
   DType dtype = x.dtype();
   if (min) dtype = promote_types(dtype, *min);
   if (max) dtype = promote_types(dtype, *max);
   return dtype;
+}
+
+void check_clamp(const Tensor& x, const std::optional<Scalar>& min,
+                 const std::optional<Scalar>& max) {
+  check_arithmetic(kClamp, x);
+  TS_CHECK(min || max, kClamp, "expects min, max or both");
+  TS_CHECK_DTYPE(clamp_dtype(x, min, max) != kBool, kClamp, "is not defined for bool; got ", x,
+                 "; use logical_and or logical_or");
 }
 
 // The gradient flows strictly inside of the limits, as in torch since 2.15.

@@ -4,8 +4,7 @@
 
 namespace tessera {
 
-// ---- embedding
-// -----------------------------------------------------------------------------------
+// ---- embedding ----------------------------------------------------------------------------------
 
 const Op kEmbeddingBackward{.name = "embedding_backward", .reads = {inputs(1)}};
 
@@ -40,8 +39,7 @@ Tensor embedding(const Tensor& index, const Tensor& weight, std::optional<int64_
       });
 }
 
-// ---- rotary_embedding
-// ----------------------------------------------------------------------------
+// ---- rotary_embedding ---------------------------------------------------------------------------
 
 const Op kRotaryEmbedding{.name = "rotary_embedding",
                           .reads = {inputs(1, 2), inputs(0), inputs(0)},

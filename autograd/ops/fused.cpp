@@ -10,8 +10,7 @@
 
 namespace tessera {
 
-// ---- linear_gelu
-// -----------------------------------------------------------------------------------
+// ---- linear_gelu --------------------------------------------------------------------------------
 
 const Op kLinearGelu{.name = "linear_gelu",
                      .autocast = Autocast::kLow,
@@ -43,22 +42,22 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
         const Tensor before = s.extra(0);
         const Tensor grad = tanh_form ? kernels::binary<fn::GeluTanhGrad>(dy[0], before)
                                       : kernels::binary<fn::GeluGrad>(dy[0], before);
-        const Tensor rows = raw::view(kernels::contiguous(grad), {-1, grad.size(-1)});
+        const int64_t count = numel_of(grad.shape().slice(0, grad.dim() - 1));
+        const Tensor rows = raw::view(kernels::contiguous(grad), {count, grad.size(-1)});
         Tensor grad_x, grad_weight, grad_bias;
         if (s.needs(0)) {
           grad_x = raw::view(kernels::matmul(rows, s.input(1)), s.input_shape(0));
         }
         if (s.needs(1)) {
           const Tensor x = s.input(0);
-          grad_weight = matmul(transpose(rows, 0, 1), reshape(x, {-1, x.size(-1)}));
+          grad_weight = matmul(transpose(rows, 0, 1), reshape(x, {count, x.size(-1)}));
         }
         if (s.needs(2)) grad_bias = sum(rows, {0});
         return {grad_x, grad_weight, grad_bias};
       });
 }
 
-// ---- linear_cross_entropy
-// --------------------------------------------------------------------------
+// ---- linear_cross_entropy -----------------------------------------------------------------------
 
 const Op kLinearCrossEntropy{.name = "linear_cross_entropy",
                              .autocast = Autocast::kLow,

@@ -56,8 +56,7 @@ Tensor fitted_source(const Tensor& x, const Tensor& index, const Tensor& source,
 
 }  // namespace
 
-// ---- Rows
-// ----------------------------------------------------------------------------------------
+// ---- Rows ---------------------------------------------------------------------------------------
 
 const Op kIndexAdd{.name = "index_add", .reads = {inputs(), inputs(), inputs(1)}};
 
@@ -121,8 +120,7 @@ Tensor index_add(const Tensor& x, int64_t dim, const Tensor& index, const Tensor
   return add_at(x, x.shape(), d, index, source);
 }
 
-// ---- Elements along a dimension
-// ------------------------------------------------------------------
+// ---- Elements along a dimension -----------------------------------------------------------------
 
 const Op kScatterAdd{.name = "scatter_add", .reads = {inputs(), inputs(), inputs(1)}};
 
@@ -204,8 +202,7 @@ Tensor scatter_add(const Tensor& x, int64_t dim, const Tensor& index, const Tens
   return scatter_add_at(x, x.shape(), d, index, fitted_source(x, index, source, kScatterAdd));
 }
 
-// ---- x[indices...]
-// -------------------------------------------------------------------------------
+// ---- x[indices...] ------------------------------------------------------------------------------
 
 namespace {
 
@@ -421,8 +418,7 @@ const Tensor& index_put_(const Tensor& x, const TensorList& indices, const Tenso
   return x;
 }
 
-// ---- Masks and counts
-// ----------------------------------------------------------------------------
+// ---- Masks and counts ---------------------------------------------------------------------------
 
 Tensor masked_select(const Tensor& x, const Tensor& mask) {
   TS_CHECK_DTYPE(mask.dtype() == kBool, "masked_select", "mask must be bool; got ", mask);

@@ -296,8 +296,9 @@ Tensor pointwise(const Op& op, const Tensor& x, const Tensor& target, Reduction 
         const Tensor up = share_of(in_compute(dy[0]), reduction, numel);
         TensorList gradients(2);
         if (target_slope) {
-          if (s.needs(0)) gradients[0] = mul(slope(x, t), up);
-          if (s.needs(1)) gradients[1] = mul(target_slope(x, t), up);
+          // A slope may have the shape of one input only; the engine sums what was broadcast.
+          if (s.needs(0)) gradients[0] = expand(mul(slope(x, t), up), shape);
+          if (s.needs(1)) gradients[1] = expand(mul(target_slope(x, t), up), shape);
         } else {
           const Tensor gradient = mul(slope(x, t), up);
           if (s.needs(0)) gradients[0] = gradient;

@@ -21,13 +21,15 @@ double product_flops(const Tensor& a, const Tensor& result) {
 }
 
 Tensor swapped(const Tensor& x) { return transpose(x, -2, -1); }
-// All leading dimensions in one.
-Tensor as_rows(const Tensor& x) { return x.dim() == 2 ? x : reshape(x, {-1, x.size(-1)}); }
+// All leading dimensions in one; their product is spelled out, as a row may have no elements.
+Tensor as_rows(const Tensor& x) {
+  if (x.dim() == 2) return x;
+  return reshape(x, {numel_of(x.shape().slice(0, x.dim() - 1)), x.size(-1)});
+}
 
 }  // namespace
 
-// ---- matmul
-// --------------------------------------------------------------------------------------
+// ---- matmul -------------------------------------------------------------------------------------
 
 const Op kMatmul{.name = "matmul", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0)}};
 
@@ -80,8 +82,7 @@ Tensor bmm(const Tensor& a, const Tensor& b) {
   return matmul(a, b);
 }
 
-// ---- dot, outer
-// ----------------------------------------------------------------------------------
+// ---- dot, outer ---------------------------------------------------------------------------------
 
 const Op kDot{.name = "dot", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0)}};
 
@@ -106,8 +107,7 @@ Tensor outer(const Tensor& a, const Tensor& b) {
   return mul(unsqueeze(a, 1), unsqueeze(b, 0));
 }
 
-// ---- linear
-// --------------------------------------------------------------------------------------
+// ---- linear -------------------------------------------------------------------------------------
 
 const Op kLinear{
     .name = "linear", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0), inputs()}};
@@ -141,8 +141,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
       });
 }
 
-// ---- addmm
-// ---------------------------------------------------------------------------------------
+// ---- addmm --------------------------------------------------------------------------------------
 
 const Op kAddmm{
     .name = "addmm", .autocast = Autocast::kLow, .reads = {inputs(), inputs(2), inputs(1)}};
@@ -170,8 +169,7 @@ Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& be
       });
 }
 
-// ---- einsum: views, one product a pair of operands, sums
-// ------------------------------------------
+// ---- einsum: views, one product a pair of operands, sums ----------------------------------------
 
 namespace {
 

@@ -86,10 +86,11 @@ Tensor mean(const Tensor& x, const Shape& dims, bool keepdim) {
 
 namespace {
 
-// d variance / d x times dy: 2 / (n - correction) * dy * (x - mean).
+// d variance / d x times dy: 2 / (n - correction) * dy * (x - mean). Where the correction leaves
+// nothing of n, the variance is NaN or infinite, and so is its gradient.
 Tensor variance_gradient(const Tensor& dy, const Tensor& x, const Shape& dims, double correction) {
   const double n = static_cast<double>(size_over(x.shape(), dims));
-  const Tensor scaled = mul(with_dims(dy, x.shape(), dims), 2 / (n - correction));
+  const Tensor scaled = mul(with_dims(dy, x.shape(), dims), 2 / std::max(0.0, n - correction));
   return mul(scaled, sub(x, mean(x, dims, true)));
 }
 
@@ -221,21 +222,27 @@ Tensor cumprod(const Tensor& x, int64_t dim) {
 
 namespace {
 
-// Equal extrema share the gradient.
-Tensor shared_gradient(const Tensor& dy, const Tensor& x, const Tensor& y, const Shape& dims) {
-  const Tensor mask = to(eq(x, with_dims(y, x.shape(), dims)), x.dtype());
+// Equal extrema share the gradient. A NaN is equal to nothing: amax and amin then give NaN to all,
+// max and min (nan_shares) to the NaNs their share, as torch does.
+Tensor shared_gradient(const Tensor& dy, const Tensor& x, const Tensor& y, const Shape& dims,
+                       bool nan_shares) {
+  const Tensor extremum = with_dims(y, x.shape(), dims);
+  Tensor equal = eq(x, extremum);
+  if (nan_shares) equal = logical_or(equal, logical_and(isnan(x), isnan(extremum)));
+  const Tensor mask = to(equal, x.dtype());
   const Tensor shares = div(with_dims(dy, x.shape(), dims), sum(mask, dims, true));
   return mul(mask, shares);
 }
 
 Tensor extreme_values(const Op& op, const Tensor& x, const Shape& dims, bool keepdim,
-                      Tensor (*kernel)(const Tensor&, const Shape&, bool)) {
+                      Tensor (*kernel)(const Tensor&, const Shape&, bool),
+                      bool nan_shares = false) {
   check_not_float8(op, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), op.name);
   return differentiable(
       op, {x}, [=](Inputs in) { return kernel(in[0], wrapped, keepdim); },
       [=](Grads dy, const Saved& s) {
-        return shared_gradient(dy[0], s.input(0), s.output(), wrapped);
+        return shared_gradient(dy[0], s.input(0), s.output(), wrapped, nan_shares);
       });
 }
 
@@ -292,7 +299,7 @@ Tensor amin(const Tensor& x, const Shape& dims, bool keepdim) {
 const Op kMax{.name = "max", .reads = {inputs(0)}, .reads_outputs = outputs(0)};
 const Op kMaxDim{.name = "max", .reads_outputs = outputs(1)};
 
-Tensor max(const Tensor& x) { return extreme_values(kMax, x, {}, false, kernels::amax); }
+Tensor max(const Tensor& x) { return extreme_values(kMax, x, {}, false, kernels::amax, true); }
 ValuesIndices max(const Tensor& x, int64_t dim, bool keepdim) {
   return extreme_along(kMaxDim, x, dim, keepdim, true);
 }
@@ -300,7 +307,7 @@ ValuesIndices max(const Tensor& x, int64_t dim, bool keepdim) {
 const Op kMin{.name = "min", .reads = {inputs(0)}, .reads_outputs = outputs(0)};
 const Op kMinDim{.name = "min", .reads_outputs = outputs(1)};
 
-Tensor min(const Tensor& x) { return extreme_values(kMin, x, {}, false, kernels::amin); }
+Tensor min(const Tensor& x) { return extreme_values(kMin, x, {}, false, kernels::amin, true); }
 ValuesIndices min(const Tensor& x, int64_t dim, bool keepdim) {
   return extreme_along(kMinDim, x, dim, keepdim, false);
 }
@@ -445,7 +452,8 @@ Tensor normalize(const Tensor& x, double p, int64_t dim, double eps) {
 
 Tensor cosine_similarity(const Tensor& a, const Tensor& b, int64_t dim, double eps) {
   const Shape shape = broadcast_shapes(a.shape(), b.shape(), "cosine_similarity");
-  const DType dtype = promote_types(as_floating(a).dtype(), as_floating(b).dtype());
+  const DType promoted = promote_types(a.dtype(), b.dtype());
+  const DType dtype = is_floating(promoted) ? promoted : kF32;
   const Tensor left = expand(to(a, dtype), shape), right = expand(to(b, dtype), shape);
   const Tensor left_unit = div(left, clamp(norm(left, 2, {dim}, true), eps));
   const Tensor right_unit = div(right, clamp(norm(right, 2, {dim}, true), eps));

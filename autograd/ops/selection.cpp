@@ -102,8 +102,7 @@ Tensor logical_xor(const Tensor& a, const Tensor& b) {
       kLogicalXor, {a, b}, [](Inputs in) { return kernels::binary<fn::LogicalXor>(in[0], in[1]); });
 }
 
-// ---- where, masked_fill
-// --------------------------------------------------------------------------
+// ---- where, masked_fill -------------------------------------------------------------------------
 
 const Op kWhere{.name = "where", .reads = {inputs(), inputs(0), inputs(0)}, .flops_per_element = 0};
 
@@ -154,8 +153,18 @@ Tensor where(const Tensor& condition, const Scalar& a, const Tensor& b) {
 
 const Op kMaskedFill{.name = "masked_fill", .reads = {inputs(1)}, .flops_per_element = 0};
 
+namespace {
+
+void check_fill_value(const Tensor& x, const Scalar& value) {
+  TS_CHECK(kernels::can_hold(x.dtype(), value), kMaskedFill, "no element of ", x.dtype(),
+           " can be ", value, "; convert the tensor with to(dtype) first");
+}
+
+}  // namespace
+
 Tensor masked_fill(const Tensor& x, const Tensor& mask, const Scalar& value) {
   check_condition(kMaskedFill, mask);
+  check_fill_value(x, value);
   broadcast_shapes(x.shape(), mask.shape(), kMaskedFill.name);
   return differentiable(
       kMaskedFill, {x, mask},
@@ -169,6 +178,7 @@ Tensor masked_fill(const Tensor& x, const Tensor& mask, const Scalar& value) {
 
 const Tensor& masked_fill_(const Tensor& x, const Tensor& mask, const Scalar& value) {
   check_condition(kMaskedFill, mask);
+  check_fill_value(x, value);
   check_fits(kMaskedFill, x, mask);
   differentiable_inplace(
       kMaskedFill, {x, mask},

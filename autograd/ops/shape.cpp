@@ -16,8 +16,7 @@ using Maps = std::vector<std::vector<int64_t>>;
 
 }  // namespace
 
-// ---- Views
-// ---------------------------------------------------------------------------------------
+// ---- Views --------------------------------------------------------------------------------------
 
 Tensor detach(const Tensor& x) { return raw::alias(x); }
 
@@ -170,8 +169,24 @@ Tensor as_strided(const Tensor& x, const Shape& shape, const Shape& strides, int
       });
 }
 
-// ---- Several views
-// -------------------------------------------------------------------------------
+// ---- Several views ------------------------------------------------------------------------------
+
+namespace {
+
+// The gradients of all parts, zeros for those that nothing used.
+TensorList part_gradients(const Grads& dy, const Saved& s) {
+  Tensor any;
+  for (int i = 0; i < dy.size(); ++i) {
+    if (dy.defined(i)) any = dy[i];
+  }
+  TensorList parts;
+  for (int i = 0; i < dy.size(); ++i) {
+    parts.push_back(dy.defined(i) ? dy[i] : zeros(s.output_shape(i), {any.dtype(), any.device()}));
+  }
+  return parts;
+}
+
+}  // namespace
 
 const Op kSplit{.name = "split", .view = true, .flops_per_element = 0};
 
@@ -197,18 +212,7 @@ TensorList split(const Tensor& x, const Shape& sizes, int64_t dim) {
         }
         return parts;
       },
-      [=](Grads dy, const Saved& s) {
-        TensorList parts;
-        Tensor any;
-        for (int i = 0; i < dy.size(); ++i) {
-          if (dy.defined(i)) any = dy[i];
-        }
-        for (int i = 0; i < dy.size(); ++i) {
-          parts.push_back(dy.defined(i) ? dy[i]
-                                        : zeros(s.output_shape(i), {any.dtype(), any.device()}));
-        }
-        return cat(parts, d);
-      });
+      [=](Grads dy, const Saved& s) { return cat(part_gradients(dy, s), d); });
 }
 
 TensorList split(const Tensor& x, int64_t size, int64_t dim) {
@@ -258,22 +262,10 @@ TensorList unbind(const Tensor& x, int64_t dim) {
         for (int64_t i = 0; i < in[0].shape()[d]; ++i) parts.push_back(raw::select(in[0], d, i));
         return parts;
       },
-      [=](Grads dy, const Saved& s) {
-        TensorList parts;
-        Tensor any;
-        for (int i = 0; i < dy.size(); ++i) {
-          if (dy.defined(i)) any = dy[i];
-        }
-        for (int i = 0; i < dy.size(); ++i) {
-          parts.push_back(dy.defined(i) ? dy[i]
-                                        : zeros(s.output_shape(i), {any.dtype(), any.device()}));
-        }
-        return stack(parts, d);
-      });
+      [=](Grads dy, const Saved& s) { return stack(part_gradients(dy, s), d); });
 }
 
-// ---- Copies
-// --------------------------------------------------------------------------------------
+// ---- Copies -------------------------------------------------------------------------------------
 
 static TensorList promoted(const TensorList& tensors, std::string_view where) {
   TS_CHECK_SHAPE(!tensors.empty(), where, "expects at least one tensor; got none");

@@ -41,6 +41,7 @@ ValuesIndices topk(const Tensor& x, int64_t k, int64_t dim, bool largest) {
   const int64_t size = x.dim() == 0 ? 1 : x.shape()[d];
   TS_CHECK(k >= 0 && k <= size, kTopk, "k must be in [0, ", size, "], the size of dimension ", d,
            " of ", x, "; got ", k);
+  if (x.dim() == 0) k = 1;  // a number is its own best, as in torch for k = 0 too
   const TensorList result = differentiable(
       kTopk, {x},
       [=](Inputs in) {

@@ -20,6 +20,12 @@ Tensor copy(const Tensor& x);
 // x itself where it is contiguous.
 Tensor contiguous(const Tensor& x);
 
+// Throws ValueError where x holds integers and has no number for the value (see can_hold).
 void fill(const Tensor& x, const Scalar& value);
+
+// False where an integer dtype has no number for the value: NaN, an infinity, beyond the range.
+// Floating dtypes round, beyond their range to infinity; fractions are cut; a negative number wraps
+// in u8, as in torch.
+bool can_hold(DType dtype, const Scalar& value);
 
 }  // namespace tessera::kernels

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include <tessera/core/dispatch.h>
@@ -236,7 +237,20 @@ Tensor contiguous(const Tensor& x) {
   return result;
 }
 
+bool can_hold(DType dtype, const Scalar& value) {
+  if (is_floating(dtype) || dtype == kBool) return true;
+  // The bounds are exact in double; a fraction is cut, so that 255.5 is 255.
+  const double bound = dtype == kU8 ? 0x1p8 : dtype == kI32 ? 0x1p31 : 0x1p63;
+  const auto inside = [&](auto number, auto limit) {
+    return number < limit && (dtype == kU8 ? number > -limit : number >= -limit);
+  };
+  if (value.is_floating()) return inside(std::trunc(value.to_double()), bound);
+  return dtype == kI64 || inside(value.to_int(), static_cast<int64_t>(bound));
+}
+
 void fill(const Tensor& x, const Scalar& value) {
+  TS_CHECK(can_hold(x.dtype(), value), "fill_", "no element of ", x.dtype(), " can be ", value,
+           "; convert the tensor with to(dtype) first");
   if (x.is_meta() || x.numel() == 0) return;
   const Shape strides[2] = {x.strides(), Shape::filled(x.dim(), 0)};
   // Elements that lie on one another get the same value: no harm.

@@ -129,7 +129,7 @@ MaxPool max_pool(const Tensor& x, const int64_t (&kernel)[2], const ConvGeometry
           for (int64_t h = first_inside(h0, 0); h < h_end; h += geometry.dilation[0]) {
             for (int64_t w = first_inside(w0, 1); w < w_end; w += geometry.dilation[1]) {
               const A value = load<A>(in[h * W + w]);
-              if (value > maximum || (value != value && maximum == maximum)) {
+              if (value > maximum || value != value) {  // of NaNs the last, as in torch
                 maximum = value;
                 best = h * W + w;
               }
