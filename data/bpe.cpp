@@ -449,11 +449,16 @@ BpeTokenizer BpeTokenizer::from_files(const std::string& vocabulary, const std::
 }
 
 BpeTokenizer BpeTokenizer::from_folder(const std::string& folder, const BpeOptions& options) {
+  const Files files = files_in(folder);
+  return from_files(files.vocabulary, files.merges, options);
+}
+
+BpeTokenizer::Files BpeTokenizer::files_in(const std::string& folder) {
   const std::filesystem::path base(folder);
   for (const auto& [vocabulary, merges] :
        {std::pair("vocab.json", "merges.txt"), std::pair("encoder.json", "vocab.bpe")}) {
     if (std::filesystem::exists(base / vocabulary)) {
-      return from_files((base / vocabulary).string(), (base / merges).string(), options);
+      return {(base / vocabulary).string(), (base / merges).string()};
     }
   }
   TS_THROW(IoError, kWhere, "'", folder,

@@ -41,6 +41,11 @@ class BpeTokenizer : public Tokenizer {
                                  const BpeOptions& options = {});
   // A folder that holds vocab.json and merges.txt, or encoder.json and vocab.bpe.
   static BpeTokenizer from_folder(const std::string& folder, const BpeOptions& options = {});
+  // The paths of its files. IoError where it has neither vocabulary; the merges are not looked for.
+  struct Files {
+    std::string vocabulary, merges;
+  };
+  static Files files_in(const std::string& folder);
   // From the contents of the two files; the names stand in errors.
   static BpeTokenizer parse(std::string_view vocabulary, std::string_view vocabulary_name,
                             std::string_view merges, std::string_view merges_name,

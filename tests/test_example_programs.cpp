@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/core/safetensors.h>
+#include <tessera/data/text.h>
 
 #include "finished_process.h"
 
@@ -158,6 +159,38 @@ TEST_F(Programs, ASavedModelIsGeneratedFromAndBegunWith) {
                    "--steps", "1", "--log", path("begun.jsonl"), "--threads", "1"});
   ASSERT_EQ(begun.code(), 0) << begun;
   EXPECT_LT(rows("begun.jsonl").at(0).at("loss").get<double>(), 5.4);  // log(256) is 5.55
+}
+
+TEST_F(Programs, ASavedModelBringsItsVocabularyAlong) {
+  // GPT-2's bytes without merges: printable ones stand for themselves, the others follow 255.
+  Json vocabulary = Json::object();
+  for (int byte = 0, moved = 256; byte < 256; ++byte) {
+    const bool printable = (byte > 32 && byte < 127) || (byte > 160 && byte != 173);
+    std::string token;
+    data::append_utf8(static_cast<char32_t>(printable ? byte : moved++), token);
+    vocabulary[token] = byte;
+  }
+  vocabulary["<|endoftext|>"] = 256;
+  fs::create_directory(path("words"));
+  folder_.write("words/encoder.json", vocabulary.dump());
+  folder_.write("words/vocab.bpe", "#version: 0.2\n");
+  const auto trained =
+      run_process(small({"--tokenizer", "gpt2", "--tokenizer-files", path("words"), "--save",
+                         path("model"), "--stop-at", std::to_string(kHalf)}));
+  ASSERT_EQ(trained.code(), 0) << trained;
+  EXPECT_EQ(folder_.read("model/vocab.json"), folder_.read("words/encoder.json"));
+  EXPECT_EQ(folder_.read("model/merges.txt"), folder_.read("words/vocab.bpe"));
+
+  fs::remove_all(path("words"));
+  const auto made = run_process(generate(path("model")));
+  ASSERT_EQ(made.code(), 0) << made;
+  EXPECT_TRUE(made.output.starts_with("1 and")) << made;
+  const auto resumed = run_process({TESSERA_GPT2_TRAIN, "--resume", path("model")});
+  EXPECT_EQ(resumed.code(), 0) << resumed;
+  const auto begun = run_process(
+      small({"--init-from", path("model"), "--tokenizer", "gpt2", "--save", path("next")}));
+  ASSERT_EQ(begun.code(), 0) << begun;
+  EXPECT_EQ(run_process(generate(path("next"))).code(), 0);
 }
 
 TEST_F(Programs, WhatCannotBeReadIsNamedBeforeAnythingIsWritten) {

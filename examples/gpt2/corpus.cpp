@@ -3,7 +3,10 @@
 #include <filesystem>
 #include <fstream>
 #include <sstream>
+#include <utility>
 
+#include <tessera/core/atomic_file.h>
+#include <tessera/core/mapped_file.h>
 #include <tessera/data/bpe.h>
 
 namespace tessera::gpt2 {
@@ -17,6 +20,19 @@ std::unique_ptr<data::Tokenizer> make_tokenizer(const std::string& name,
               "gpt2 needs its vocabulary; give --tokenizer-files a folder with vocab.json and "
               "merges.txt, or encoder.json and vocab.bpe");
   return std::make_unique<data::BpeTokenizer>(data::BpeTokenizer::from_folder(folder));
+}
+
+void copy_tokenizer_files(const std::string& name, const std::string& folder,
+                          const std::string& target) {
+  if (name != "gpt2") return;
+  const auto files = data::BpeTokenizer::files_in(folder);
+  const std::filesystem::path to(target);
+  for (const auto& [source, copy] : {std::pair(files.vocabulary, to / "vocab.json"),
+                                     std::pair(files.merges, to / "merges.txt")}) {
+    std::error_code absent;  // the copy may not be there yet
+    if (std::filesystem::equivalent(source, copy, absent)) continue;
+    write_file_atomically(copy.string(), MappedFile(source).text());
+  }
 }
 
 Corpus read_corpus(const std::string& text_file, const data::Tokenizer& tokenizer,

@@ -14,6 +14,11 @@ namespace tessera::gpt2 {
 // encoder.json and vocab.bpe). Throws ConfigError for another name.
 std::unique_ptr<data::Tokenizer> make_tokenizer(const std::string& name, const std::string& folder);
 
+// Puts the files of that vocabulary into `target` as vocab.json and merges.txt, where generate and
+// transformers look for them. Nothing to do for "bytes", and where they are there. Throws IoError.
+void copy_tokenizer_files(const std::string& name, const std::string& folder,
+                          const std::string& target);
+
 struct Corpus {
   data::TokenArray training;
   data::TokenArray validation;

@@ -5,9 +5,10 @@
 //     train --data more.txt --init-from model   # new training from given weights
 //     tessera launch -n 2 -- train --data shakespeare.txt   # each step: a micro-batch of each rank
 //
-// A saved folder holds a model that transformers can load (config.json, model.safetensors) and what
-// it takes to go on (training-STEP.json and .safetensors). The model names its step and is replaced
-// last, so that a save which fails or is cut off leaves the one before it whole.
+// A saved folder holds a model that transformers can load (config.json, model.safetensors, of gpt2
+// the vocabulary: vocab.json, merges.txt) and what it takes to go on (training-STEP.json and
+// .safetensors). The model names its step and is replaced last, so that a save which fails or is
+// cut off leaves the one before it whole.
 #include <unistd.h>
 #include <CLI/CLI.hpp>
 #include <cerrno>
@@ -108,7 +109,8 @@ TrainOptions parse_options(int argc, char** argv) {
   add("data", options.data, "text file; its last tenth validates");
   add("tokenizer", options.tokenizer, "how text becomes tokens")
       ->check(CLI::IsMember({"bytes", "gpt2"}));
-  add("tokenizer-files", options.tokenizer_files, "folder with the vocabulary of gpt2");
+  add("tokenizer-files", options.tokenizer_files,
+      "folder with the vocabulary of gpt2; default: that of --resume or --init-from");
   add("layers", options.layers, "transformer blocks")->check(CLI::PositiveNumber);
   add("width", options.width, "size of the residual stream")->check(CLI::PositiveNumber);
   add("heads", options.heads, "attention heads")->check(CLI::PositiveNumber);
@@ -155,6 +157,12 @@ TrainOptions parse_options(int argc, char** argv) {
     if (options.save.empty()) options.save = options.resume;
     TS_CHECK_AS(ConfigError, options.init_from.empty(), "train",
                 "--resume and --init-from exclude each other");
+  }
+  // A folder with a model brings its vocabulary along.
+  if (app.get_option("--tokenizer-files")->count() == 0) {
+    const std::string& folder = options.resume.empty() ? options.init_from : options.resume;
+    const bool brings = !folder.empty() && std::filesystem::exists(file_in(folder, "vocab.json"));
+    if (brings) options.tokenizer_files = folder;
   }
   if (options.schedule_steps == 0) options.schedule_steps = options.steps;
   TS_CHECK_AS(ConfigError, !options.data.empty(), "train", "--data FILE is needed");
@@ -204,7 +212,7 @@ class Trainer {
   void draw_for(int64_t micro);
   double validate();
   void save();
-  void check_can_save() const;
+  void prepare_save_folder() const;
   void load_state();
   void check_replicas();
   void open_log();
@@ -367,14 +375,15 @@ void Trainer::save() {
   }
 }
 
-// Before the first step, not after hours of training.
-void Trainer::check_can_save() const {
+// What can go wrong does so before the first step, not after hours of training.
+void Trainer::prepare_save_folder() const {
   if (options_.save.empty() || !is_first_rank()) return;
   std::error_code error;
   std::filesystem::create_directories(options_.save, error);
   TS_CHECK_AS(IoError, !error, "train", "cannot make the folder '", options_.save,
               "': ", error.message(), "; choose a --save folder that can be written");
   const AtomicFile probe(file_in(options_.save, "model.safetensors"));  // removed, not committed
+  copy_tokenizer_files(options_.tokenizer, options_.tokenizer_files, options_.save);
 }
 
 void Trainer::load_state() {
@@ -462,7 +471,7 @@ void Trainer::check_replicas() {
 }
 
 void Trainer::run() {
-  check_can_save();
+  prepare_save_folder();
   open_log();
   if (is_first_rank()) {
     std::printf(
