@@ -2,6 +2,11 @@
 #include <cmath>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <tessera/core/allocator.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
@@ -38,6 +43,35 @@ int64_t read_targets(const Tensor& target, int64_t classes, int64_t ignore_index
   return counted;
 }
 
+// Smaller blocks are needed again soon: new pages would cost more than what they hold.
+constexpr int64_t kLeastReturned = int64_t{32} << 20;
+
+// Logits and sums of a large vocabulary are the largest blocks of a step and live in this op alone.
+// Their pages go back to the system with them, so that a training holds at rest what the rest of it
+// needs; the addresses stay with the allocator.
+Tensor workspace(const Shape& shape, DType dtype) {
+  constexpr uintptr_t kPage = uintptr_t{2} << 20;  // a huge page: parts of one are kept
+  int64_t bytes = size_of(dtype);
+  for (int64_t size : shape) bytes *= size;
+  if (bytes == 0) return raw::empty(shape, dtype, kCpu);
+  void* const block = cpu_allocator().allocate(static_cast<size_t>(bytes));
+  const auto stats = memory_stats();
+  stats->allocated(MemoryCategory::kActivation, bytes);
+  return raw::from_blob(block, shape, dtype, [block, bytes, stats] {
+    stats->freed(MemoryCategory::kActivation, bytes);
+#if defined(__linux__)
+    const auto begin = reinterpret_cast<uintptr_t>(block);
+    const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+    const uintptr_t end = (begin + static_cast<uintptr_t>(bytes)) / kPage * kPage;
+    // Where the system refuses, the pages stay: a matter of memory alone.
+    if (end > first && bytes >= kLeastReturned) {
+      madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+    }
+#endif
+    cpu_allocator().deallocate(block, static_cast<size_t>(bytes));
+  });
+}
+
 }  // namespace
 
 LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
@@ -68,20 +102,23 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, c
   const double row_scale = lifted ? kF16Lift : scale;
   if (lifted) result.gradient_factor = scale / kF16Lift;
   Tensor grad_weight;  // of the sums' dtype
-  if (want_grad_weight) grad_weight = raw::empty({V, C}, sum_dtype, x.device());
+  if (want_grad_weight) {
+    grad_weight = x.dtype() == sum_dtype ? raw::empty({V, C}, sum_dtype, x.device())
+                                         : workspace({V, C}, sum_dtype);
+  }
 
   // Equal chunks of at most 2^25 logits; the weight is packed once a chunk, which costs 4% of the
   // product at 512 rows (bench_gemm head/forward).
   const int64_t limit = std::max<int64_t>(128, (int64_t{1} << 25) / std::max<int64_t>(V, 1));
   const int64_t chunks = std::max<int64_t>(1, (N + limit - 1) / limit);
   const int64_t step = std::max<int64_t>(1, (N + chunks - 1) / chunks);
-  const Tensor logits = raw::empty({std::min(step, N), V}, sum_dtype, x.device());
+  Tensor logits = workspace({std::min(step, N), V}, sum_dtype);
   const bool want_gradient = want_grad_x || want_grad_weight;
   // Where the gradient is narrower than the logits, its rows begin where theirs do.
   const int64_t gradient_stride = V * size_of(sum_dtype) / size_of(x.dtype());
-  const Tensor gradients = x.dtype() == sum_dtype ? logits
-                                                  : raw::from_blob(logits.data(), logits.shape(),
-                                                                   {gradient_stride, 1}, x.dtype());
+  Tensor gradients = x.dtype() == sum_dtype ? logits
+                                            : raw::from_blob(logits.data(), logits.shape(),
+                                                             {gradient_stride, 1}, x.dtype());
   std::vector<double> losses(static_cast<size_t>(N));
   for (int64_t first = 0; first < N; first += step) {
     const int64_t rows = std::min(step, N - first);
@@ -111,6 +148,8 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, c
       matmul_into(grad_weight, raw::transpose(gradient_rows, 0, 1), x_rows, first > 0);
     }
   }
+  gradients = Tensor();
+  logits = Tensor();
   if (want_grad_weight) {
     if (N == 0) fill(grad_weight, 0);
     result.grad_weight =
