@@ -121,6 +121,10 @@ if(TESSERA_BUILD_CLI)
     add_executable(tessera_cli ${cli_sources})
     set_target_properties(tessera_cli PROPERTIES OUTPUT_NAME tessera
       RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
-    target_link_libraries(tessera_cli PRIVATE tessera_compile tessera_accelerate CLI11::CLI11)
+    target_link_libraries(tessera_cli PRIVATE tessera_compile tessera_accelerate CLI11::CLI11
+      nlohmann_json::nlohmann_json ${CMAKE_DL_LIBS})
+    # What `tessera env` says of the build.
+    set_source_files_properties(accelerate/cli/env.cpp PROPERTIES COMPILE_DEFINITIONS
+      "TESSERA_BUILT_WITH_MPI=\"$<$<BOOL:${TESSERA_MPI_FOUND}>:${MPI_CXX_VERSION}>\";TESSERA_BUILT_WITH_NCCL=\"$<$<BOOL:${TESSERA_NCCL_FOUND}>:yes>\";TESSERA_BUILT_WITH_ONEDNN=\"$<$<BOOL:${oneDNN_FOUND}>:${oneDNN_VERSION}>\";TESSERA_BUILT_WITH_CUDA=\"$<$<BOOL:${TESSERA_CUDA_FOUND}>:CUDA>\"")
   endif()
 endif()

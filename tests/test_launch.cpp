@@ -101,7 +101,7 @@ LaunchOptions resolve(const Flags& flags, const Environment& environment = {},
 TEST(LaunchSettings, FlagBeatsTesseraBeatsAccelerateBeatsFileBeatsDefault) {
   const TextFile file(R"({"ranks": 5, "grace": 7.5, "transport": "tcp"})");
   Flags flags = {{"ranks", "2"}};
-  Environment environment = {{"TESSERA_RANKS", "3"}, {"ACCELERATE_NUM_PROCESSES", "4"}};
+  Environment environment = {{"TESSERA_RANKS", "3"}, {"ACCELERATE_NUM_PROCESSES", "3"}};
   LaunchOptions options = resolve(flags, environment, file.path());
   EXPECT_EQ(options.ranks, 2);
   EXPECT_EQ(options.provenance["ranks"], "--ranks");
@@ -112,6 +112,10 @@ TEST(LaunchSettings, FlagBeatsTesseraBeatsAccelerateBeatsFileBeatsDefault) {
 
   flags.clear();
   EXPECT_EQ(resolve(flags, environment, file.path()).ranks, 3);
+  // Two variables for one setting, which say two things, are a mistake.
+  environment["ACCELERATE_NUM_PROCESSES"] = "4";
+  EXPECT_TRUE(mentions(message_of<ConfigError>([&] { resolve(flags, environment); }),
+                       "TESSERA_RANKS=3 contradicts ACCELERATE_NUM_PROCESSES=4"));
   environment.erase("TESSERA_RANKS");
   options = resolve(flags, environment, file.path());
   EXPECT_EQ(options.ranks, 4);

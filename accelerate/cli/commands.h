@@ -1,6 +1,7 @@
 // The subcommands of `tessera`: each adds itself to the command line and runs when it is chosen.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,14 @@ namespace tessera::cli {
 
 // `program`: the words after the subcommand's own options. Sets `exit_code` when it has run.
 void add_launch(CLI::App& app, const std::vector<std::string>& program, int& exit_code);
+void add_config(CLI::App& app, int& exit_code);
+void add_env(CLI::App& app, int& exit_code);
+void add_estimate_memory(CLI::App& app, int& exit_code);
+void add_merge_weights(CLI::App& app, int& exit_code);
+void add_test(CLI::App& app, int& exit_code);
 void add_agent(CLI::App& app, const std::vector<std::string>& program, int& exit_code);
+
+// One option for each setting of the table (accelerate/config.h); `values` gets key and text.
+void add_settings(CLI::App& app, std::map<std::string, std::string>& values);
 
 }  // namespace tessera::cli

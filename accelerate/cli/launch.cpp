@@ -4,9 +4,36 @@
 #include <CLI/CLI.hpp>
 
 #include <tessera/accelerate/cli/commands.h>
+#include <tessera/accelerate/config.h>
 #include <tessera/accelerate/launch/launcher.h>
 
 namespace tessera::cli {
+
+void add_settings(CLI::App& app, std::map<std::string, std::string>& values) {
+  for (const accelerate::Setting& setting : accelerate::schema()) {
+    std::string names;
+    for (const std::string& flag : setting.flags()) names += (names.empty() ? "" : ",") + flag;
+    std::string help(setting.help);
+    const std::string value = accelerate::text(setting, accelerate::Settings());
+    if (!value.empty()) help += " (default: " + value + ")";
+    if (setting.planned) help += " (planned)";
+    const auto keep = [&values, key = std::string(setting.key)](const CLI::results_t& words) {
+      values[key] = words.empty() ? "true" : words.front();
+      return true;
+    };
+    // A truth value may stand alone (--cpu) or say it (--cpu=false, --cpu false).
+    CLI::Option* option = setting.type() == "bool" ? app.add_option(names, keep, help)->expected(0)
+                                                   : app.add_option(names, keep, help)->expected(1);
+    std::string type(setting.type());
+    if (type == "choice") {
+      type.clear();
+      for (const std::string_view name : setting.names)
+        type += (type.empty() ? "" : "|") + std::string(name);
+    }
+    option->type_name(type)->group(std::string(setting.section));
+  }
+}
+
 namespace {
 
 struct LaunchFlags {
@@ -41,35 +68,7 @@ void add_launch(CLI::App& app, const std::vector<std::string>& program, int& exi
       "launch",
       "tessera launch [OPTIONS] PROGRAM ARGUMENTS...\nstarts a program as the ranks of a job");
   const auto flags = std::make_shared<LaunchFlags>();
-  const auto setting = [&](const char* flag, const char* name, const char* help) {
-    launch->add_option_function<std::string>(
-        flag, [flags, name](const std::string& text) { flags->values[name] = text; }, help);
-  };
-  setting("-n,--ranks", "ranks", "number of ranks (default: 1, or all slots of the host file)");
-  setting("--hostfile", "hostfile", "machines, one a line: NAME slots=N");
-  setting("--nodes", "nodes", "spread the ranks over this many nodes");
-  setting("--threads", "threads", "compute threads of a rank (default: cores / local ranks)");
-  setting("--collective-timeout", "collective_timeout",
-          "seconds a collective may wait for other ranks (default: 600)");
-  setting("--init-timeout", "init_timeout",
-          "seconds until all ranks must have started their process group (default: 600)");
-  setting("--job-timeout", "job_timeout", "seconds after which the job is killed (default: none)");
-  setting("--start-timeout", "start_timeout",
-          "seconds until every agent must have reported (default: 60)");
-  setting("--grace", "grace",
-          "seconds between the first failure and the killing of what still runs (default: 30)");
-  setting("--restarts", "restarts", "how often a failed job is started again (default: 0)");
-  setting("--restart-ranks", "restart_ranks",
-          "ranks of each restart, N,N,..., the last for all further ones (default: as before)");
-  setting("--transport", "transport", "auto, shared (memory of one node) or tcp");
-  setting("--interface", "interface", "network interface for TCP");
-  setting("--store-host", "store_host", "address of this machine that the other nodes reach");
-  setting("--dump-dir", "dump_dir",
-          "folder where ranks write what they communicated when a collective fails");
-  setting("--remote-agent", "remote_agent", "program that runs a command on a node, as ssh does");
-  launch->add_flag_callback(
-      "--oversubscribe", [flags] { flags->values["oversubscribe"] = "true"; },
-      "allow more ranks than slots");
+  add_settings(*launch, flags->values);
   launch->add_option("--export", flags->exported, "variable that remote ranks get (repeatable)")
       ->take_all()
       ->expected(1);
@@ -77,8 +76,9 @@ void add_launch(CLI::App& app, const std::vector<std::string>& program, int& exi
   launch->add_flag("--no-prefix", flags->no_prefix, "print lines without their rank");
   launch->add_flag("--dry-run", flags->dry_run, "print the command line and stop");
   launch->footer(
-      "Each setting comes from the flag, else TESSERA_NAME, ACCELERATE_NAME, the file, the "
-      "default.\nThe exit code is that of the first cause: 128 + signal, the program's own, 124 "
+      "Names may have hyphens or underscores. Each setting comes from the program's code, else the "
+      "flag, TESSERA_NAME, ACCELERATE_NAME, the file, the default.\nThe exit code is that of the "
+      "first cause: 128 + signal, the program's own, 124 "
       "for --job-timeout.");
   launch->callback([flags, &program, &exit_code] { exit_code = run(*flags, program); });
 }

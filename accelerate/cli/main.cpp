@@ -1,4 +1,5 @@
 // The `tessera` command.
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <string>
@@ -7,25 +8,67 @@
 #include <CLI/CLI.hpp>
 
 #include <tessera/accelerate/cli/commands.h>
+#include <tessera/accelerate/config.h>
 #include <tessera/accelerate/launch/protocol.h>
+#include <tessera/core/error.h>
 
+namespace tessera {
 namespace {
 
+// --gradient_accumulation_steps is --gradient-accumulation-steps.
+std::string with_hyphens(std::string word) {
+  if (word.rfind("--", 0) == 0) {
+    const auto end =
+        word.begin() + static_cast<std::ptrdiff_t>(std::min(word.find('='), word.size()));
+    std::replace(word.begin(), end, '_', '-');
+  }
+  return word;
+}
+
+bool is_truth_value(const std::string& word) {
+  try {
+    accelerate::parse_bool("", word);
+    return true;
+  } catch (const ConfigError&) {
+    return false;
+  }
+}
+
+// `--cpu false` to `--cpu=false` at a place of the words.
+void join_truth_value(std::vector<std::string>& words, size_t at) {
+  const size_t name = words[at].find_first_not_of('-');
+  if (name != 2 || at + 1 >= words.size() || !is_truth_value(words[at + 1])) return;
+  const accelerate::Setting* setting = accelerate::find_setting(words[at].substr(name));
+  if (setting == nullptr || setting->type() != "bool") return;
+  words[at] += "=" + words[at + 1];
+  words.erase(words.begin() + static_cast<std::ptrdiff_t>(at) + 1);
+}
+
+void join_truth_values(std::vector<std::string>& words) {
+  for (size_t at = 0; at < words.size(); ++at) join_truth_value(words, at);
+}
+
 // Where, in `tessera launch [OPTIONS] PROGRAM ARGUMENTS...`, the program begins: its options are
-// its own, also those that have a name of ours. words.size() where there is none.
-size_t find_program_word(const CLI::App& subcommand, const std::vector<std::string>& words) {
+// its own, also those that have a name of ours. words.size() where there is none. Joins
+// `--cpu false` to `--cpu=false`: the program is not the one named false.
+size_t find_program_word(const CLI::App& subcommand, std::vector<std::string>& words) {
   for (size_t at = 1; at < words.size(); ++at) {
-    const std::string& word = words[at];
-    if (word == "--" || word.empty() || word[0] != '-') return at;
-    const size_t equals = word.find('=');
-    const CLI::Option* option = subcommand.get_option_no_throw(word.substr(0, equals));
-    const bool takes_value = option != nullptr && option->get_items_expected_max() > 0;
-    if (takes_value && equals == std::string::npos) ++at;
+    if (words[at] == "--" || words[at].empty() || words[at][0] != '-') return at;
+    words[at] = with_hyphens(words[at]);
+    if (words[at].find('=') != std::string::npos) continue;
+    const CLI::Option* option = subcommand.get_option_no_throw(words[at]);
+    if (option == nullptr) continue;
+    if (option->get_items_expected_max() > 0) {
+      ++at;
+      continue;
+    }
+    join_truth_value(words, at);
   }
   return words.size();
 }
 
 }  // namespace
+}  // namespace tessera
 
 int main(int argc, char** argv) {
   CLI::App app("tessera: starts and watches training jobs", "tessera");
@@ -34,12 +77,22 @@ int main(int argc, char** argv) {
   std::vector<std::string> program;
   int exit_code = 0;
   tessera::cli::add_launch(app, program, exit_code);
+  tessera::cli::add_config(app, exit_code);
+  tessera::cli::add_env(app, exit_code);
+  tessera::cli::add_estimate_memory(app, exit_code);
+  tessera::cli::add_merge_weights(app, exit_code);
+  tessera::cli::add_test(app, exit_code);
   tessera::cli::add_agent(app, program, exit_code);
 
   std::vector<std::string> words(argv + 1, argv + argc);
   for (const CLI::App* subcommand : std::as_const(app).get_subcommands({})) {
     if (words.empty() || subcommand->get_name() != words[0]) continue;
-    const size_t at = std::min(find_program_word(*subcommand, words), words.size());
+    if (words[0] != "launch" && words[0] != "agent") {
+      for (std::string& word : words) word = tessera::with_hyphens(word);
+      if (words[0] == "config") tessera::join_truth_values(words);
+      continue;
+    }
+    const size_t at = std::min(tessera::find_program_word(*subcommand, words), words.size());
     program.assign(words.begin() + static_cast<std::ptrdiff_t>(at), words.end());
     words.resize(at);
     if (!program.empty() && program[0] == "--") program.erase(program.begin());

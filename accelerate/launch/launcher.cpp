@@ -261,7 +261,8 @@ class Attempt {
 void Attempt::start_manager() {
   const Manager manager = choose_manager(options_, machine_, ranks_);
   const bool one_machine = store_host(options_, manager) == "127.0.0.1";
-  const StoreAddress address{one_machine ? "127.0.0.1" : "0.0.0.0", 0, random_token()};
+  const StoreAddress address{one_machine ? "127.0.0.1" : "0.0.0.0", options_.store_port,
+                             random_token()};
   server_ = std::make_unique<TcpStoreServer>(address);
   Environment job = {
       {"TESSERA_STORE", store_host(options_, manager) + ":" + std::to_string(server_->port())},
@@ -276,6 +277,7 @@ void Attempt::start_manager() {
   if (options_.transport != Transport::kAuto) {
     job["TESSERA_TRANSPORT"] = options_.transport == Transport::kTcp ? "tcp" : "shared";
   }
+  job.merge(settings_for_ranks(options_, job));
   if (manager == Manager::kMpirun && !options_.hosts.empty()) {
     host_file_.write(machine_.temporary, format_hosts(options_.hosts));
   }

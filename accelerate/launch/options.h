@@ -47,11 +47,16 @@ struct LaunchOptions {
   Transport transport = Transport::kAuto;
   std::string interface;     // network interface for TCP
   std::string store_host;    // address of this machine that the other nodes reach; empty: found
+  int store_port = 0;        // of the store; 0: a free one
   std::string dump_dir;      // where ranks write what they communicated when a collective fails
   std::string remote_agent;  // of mpirun, instead of ssh
   std::vector<std::string> exported;  // variables that remote ranks get beside TESSERA_*
   bool prefix_output = true;
   bool dry_run = false;
+
+  // What its ranks resolve their own settings from.
+  std::vector<std::pair<std::string, std::string>> flags;
+  std::string config_file;  // empty: none
 
   // Where each setting came from: "ranks" -> "--ranks", "TESSERA_RANKS", "file job.json",
   // "default".
@@ -61,13 +66,15 @@ struct LaunchOptions {
 // A value as text from the command line, for a setting that was given there.
 using Flags = std::map<std::string, std::string>;
 
-// Every setting from its first source: flag, TESSERA_NAME, ACCELERATE_NAME, the JSON file, default.
-// Names: ranks nodes hostfile threads restarts restart_ranks collective_timeout init_timeout
-// job_timeout start_timeout dump_dir grace transport interface store_host remote_agent
-// oversubscribe. ConfigError for values that cannot be and for unknown names in the file; IoError,
+// Every setting of the launcher and of its ranks, see accelerate/config.h: the same table, sources
+// and errors. `file`: --config; empty: the others. ConfigError, UnsupportedError, IoError,
 // FormatError.
 LaunchOptions resolve_options(const Flags& flags, const Environment& environment,
                               const std::string& file, std::vector<std::string> command);
+
+// Variables that tell the ranks which of `job`, the launcher's own variables for them, are settings
+// that it has written there itself, which flags were given, and which file.
+Environment settings_for_ranks(const LaunchOptions& options, const Environment& job);
 
 std::string describe_settings(const LaunchOptions& options);
 

@@ -1,0 +1,238 @@
+// tessera merge-weights: the shards of a model as one safetensors file, or as fewer shards. Tensors
+// go from mapped files to the new one, one after the other: the model is never in memory.
+#include <algorithm>
+#include <charconv>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <set>
+
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include <tessera/accelerate/cli/commands.h>
+#include <tessera/core/atomic_file.h>
+#include <tessera/core/error.h>
+#include <tessera/core/safetensors.h>
+
+namespace tessera::cli {
+namespace {
+
+constexpr std::string_view kWhere = "tessera merge-weights";
+constexpr const char* kIndex = "model.safetensors.index.json";
+namespace fs = std::filesystem;
+
+struct Request {
+  std::string source, output;
+  std::string max_shard_size;
+  bool remove_source = false;
+  bool overwrite = false;
+};
+
+struct Source {
+  fs::path index;
+  std::vector<fs::path> shards;
+  std::map<std::string, std::string> metadata;
+  std::vector<std::unique_ptr<SafeTensorsFile>> files;
+  std::vector<std::pair<const SafeTensorsFile*, std::string>> tensors;  // by name
+};
+
+// DIR, or an index file itself.
+fs::path find_index(const fs::path& source) {
+  TS_CHECK_AS(IoError, fs::exists(source), kWhere, "there is no ", source.string());
+  if (!fs::is_directory(source)) return source;
+  if (fs::exists(source / kIndex)) return source / kIndex;
+  std::vector<fs::path> found;
+  for (const auto& entry : fs::directory_iterator(source)) {
+    if (entry.path().string().ends_with(".safetensors.index.json")) found.push_back(entry.path());
+  }
+  TS_CHECK_AS(FormatError, found.size() == 1, kWhere, source.string(), " has ", found.size(),
+              " files named *.safetensors.index.json; ",
+              found.empty() ? "shards without an index cannot be told to be complete"
+                            : "give the one that is meant");
+  return found[0];
+}
+
+Source open_source(const std::string& path) {
+  Source source;
+  source.index = find_index(path);
+  std::ifstream file(source.index);
+  TS_CHECK_AS(IoError, file.is_open(), kWhere, "cannot read ", source.index.string());
+  const auto json = nlohmann::json::parse(file, nullptr, false);
+  TS_CHECK_AS(FormatError,
+              json.is_object() && json.contains("weight_map") && json["weight_map"].is_object() &&
+                  !json["weight_map"].empty(),
+              kWhere, source.index.string(), " has no \"weight_map\" of tensors and files");
+  std::map<std::string, std::string> where;
+  std::set<std::string> names;
+  for (const auto& [tensor, shard] : json["weight_map"].items()) {
+    TS_CHECK_AS(FormatError, shard.is_string(), kWhere, source.index.string(), ": the file of \"",
+                tensor, "\" has to be a text");
+    const auto name = shard.get<std::string>();
+    // A shard lies beside its index: an index from elsewhere names no files of this machine.
+    TS_CHECK_AS(FormatError, !name.empty() && fs::path(name).filename() == fs::path(name), kWhere,
+                source.index.string(), ": \"", tensor, "\" is in \"", name,
+                "\", which is not the name of a file beside it");
+    where[tensor] = name;
+    names.insert(name);
+  }
+  std::map<std::string, const SafeTensorsFile*> by_name;
+  for (const std::string& name : names) {
+    const fs::path shard = source.index.parent_path() / name;
+    TS_CHECK_AS(IoError, fs::exists(shard), kWhere, source.index.string(), " needs ",
+                shard.string(), ", which is not there");
+    source.shards.push_back(shard);
+    source.files.push_back(std::make_unique<SafeTensorsFile>(shard.string()));
+    const SafeTensorsFile& opened = *source.files.back();
+    by_name[name] = &opened;
+    for (const SafeTensorsEntry& entry : opened.entries()) {
+      const auto at = where.find(entry.name);
+      TS_CHECK_AS(FormatError, at != where.end() && at->second == name, kWhere, shard.string(),
+                  " has \"", entry.name, "\", which the index ",
+                  at == where.end() ? "does not know" : "has in " + at->second);
+    }
+    for (const auto& [key, value] : opened.metadata()) {
+      const auto [at, is_new] = source.metadata.emplace(key, value);
+      TS_CHECK_AS(FormatError, is_new || at->second == value, kWhere, shard.string(),
+                  ": the metadata \"", key, "\" is \"", value, "\", and another shard's \"",
+                  at->second, "\"");
+    }
+  }
+  for (const auto& [tensor, name] : where) {
+    TS_CHECK_AS(FormatError, by_name[name]->contains(tensor), kWhere,
+                (source.index.parent_path() / name).string(), " lacks \"", tensor,
+                "\", which the index has there");
+    source.tensors.emplace_back(by_name[name], tensor);
+  }
+  return source;
+}
+
+// "5GB", "300MiB", "1000": bytes.
+int64_t parse_size(const std::string& text) {
+  int64_t count = 0;
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), count);
+  const std::string unit(end, static_cast<size_t>(text.data() + text.size() - end));
+  const std::map<std::string, int64_t> kUnits = {
+      {"", 1},          {"B", 1},         {"KB", 1000},    {"MB", 1000000}, {"GB", 1000000000},
+      {"KiB", 1 << 10}, {"MiB", 1 << 20}, {"GiB", 1 << 30}};
+  const auto at = kUnits.find(unit);
+  TS_CHECK_AS(
+      ConfigError,
+      problem == std::errc() && at != kUnits.end() && count > 0 && count < (int64_t{1} << 33),
+      kWhere, "--max-shard-size has to be like 5GB, 300MiB or 1000; got \"", text, "\"");
+  return count * at->second;
+}
+
+uint64_t size_of(const std::pair<const SafeTensorsFile*, std::string>& tensor) {
+  const SafeTensorsEntry& entry = tensor.first->entry(tensor.second);
+  return entry.end - entry.begin;
+}
+
+void write_file(const fs::path& path, const Source& source, size_t begin, size_t end) {
+  std::map<std::string, Tensor> views;
+  for (size_t i = begin; i < end; ++i) {
+    const auto& [file, name] = source.tensors[i];
+    views.emplace(name, file->view(name));
+  }
+  save_safetensors(path.string(), views, source.metadata);
+}
+
+// model-00001-of-00003.safetensors and so on, with their index.
+std::vector<fs::path> write_shards(const fs::path& folder, const Source& source, int64_t limit) {
+  std::vector<size_t> starts = {0};
+  uint64_t bytes = 0, total = 0;
+  for (size_t i = 0; i < source.tensors.size(); ++i) {
+    const uint64_t size = size_of(source.tensors[i]);
+    if (i > starts.back() && bytes + size > static_cast<uint64_t>(limit)) {
+      starts.push_back(i);
+      bytes = 0;
+    }
+    bytes += size;
+    total += size;
+  }
+  fs::create_directories(folder);
+  nlohmann::ordered_json index = {{"metadata", {{"total_size", total}}},
+                                  {"weight_map", nlohmann::ordered_json::object()}};
+  std::vector<fs::path> written;
+  for (size_t shard = 0; shard < starts.size(); ++shard) {
+    const size_t end = shard + 1 < starts.size() ? starts[shard + 1] : source.tensors.size();
+    char name[64];
+    std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", shard + 1, starts.size());
+    write_file(folder / name, source, starts[shard], end);
+    written.push_back(folder / name);
+    for (size_t i = starts[shard]; i < end; ++i)
+      index["weight_map"][source.tensors[i].second] = name;
+  }
+  write_file_atomically((folder / kIndex).string(), index.dump(2) + "\n");
+  written.push_back(folder / kIndex);
+  return written;
+}
+
+int merge(const Request& request) {
+  const Source source = open_source(request.source);
+  const fs::path output(request.output);
+  std::vector<fs::path> written;
+  if (request.max_shard_size.empty()) {
+    const fs::path file = fs::is_directory(output) ? output / "model.safetensors" : output;
+    TS_CHECK_AS(ConfigError, file.extension() == ".safetensors", kWhere,
+                "OUT has to be a folder or "
+                "a file named *.safetensors; got ",
+                request.output);
+    TS_CHECK_AS(ConfigError, request.overwrite || !fs::exists(file), kWhere, file.string(),
+                " exists; give --overwrite to replace it");
+    for (const fs::path& shard : source.shards) {
+      TS_CHECK_AS(ConfigError, !fs::exists(file) || !fs::equivalent(shard, file), kWhere,
+                  file.string(), " is one of the shards; choose another OUT");
+    }
+    if (file.has_parent_path()) fs::create_directories(file.parent_path());
+    write_file(file, source, 0, source.tensors.size());
+    written.push_back(file);
+  } else {
+    const int64_t limit = parse_size(request.max_shard_size);
+    TS_CHECK_AS(ConfigError, output.extension() != ".safetensors", kWhere,
+                "--max-shard-size makes several files; OUT has to be a folder; got ",
+                request.output);
+    TS_CHECK_AS(
+        ConfigError,
+        !fs::exists(output) || !fs::equivalent(output, fs::absolute(source.index).parent_path()),
+        kWhere, "shards cannot be written among those that are read; choose another OUT");
+    TS_CHECK_AS(ConfigError, request.overwrite || !fs::exists(output / kIndex), kWhere,
+                (output / kIndex).string(), " exists; give --overwrite to replace it");
+    written = write_shards(output, source, limit);
+  }
+  std::printf("%zu tensors of %zu shards written:\n", source.tensors.size(), source.shards.size());
+  for (const fs::path& file : written) std::printf("  %s\n", file.c_str());
+  if (!request.remove_source) return 0;
+  // Only what was merged goes; a folder goes where nothing else is in it.
+  const fs::path folder = fs::absolute(source.index).parent_path();
+  std::error_code problem;
+  for (const fs::path& shard : source.shards) {
+    TS_CHECK_AS(IoError, fs::remove(shard, problem), kWhere, "the new file is complete, but ",
+                shard.string(), " cannot be removed: ", problem.message());
+  }
+  TS_CHECK_AS(IoError, fs::remove(source.index, problem), kWhere, "the new file is complete, but ",
+              source.index.string(), " cannot be removed: ", problem.message());
+  if (fs::is_empty(folder, problem)) fs::remove(folder, problem);
+  std::printf("removed: %zu shards and their index\n", source.shards.size());
+  return 0;
+}
+
+}  // namespace
+
+void add_merge_weights(CLI::App& app, int& exit_code) {
+  CLI::App* command = app.add_subcommand(
+      "merge-weights", "makes one safetensors file, or fewer, of a model's shards");
+  const auto request = std::make_shared<Request>();
+  command->add_option("DIR", request->source, "folder with shards and their index, or the index")
+      ->required();
+  command->add_option("OUT", request->output, "*.safetensors, or a folder")->required();
+  command->add_option("--max-shard-size", request->max_shard_size,
+                      "bytes of each file (5GB, 300MiB, 1000); without it one file");
+  command->add_flag("--remove-source,--remove-checkpoint-dir", request->remove_source,
+                    "remove the shards and their index afterwards");
+  command->add_flag("--overwrite", request->overwrite, "replace OUT");
+  command->callback([request, &exit_code] { exit_code = merge(*request); });
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,490 @@
+#include <tessera/accelerate/config_import.h>
+
+#include <algorithm>
+#include <fstream>
+#include <sstream>
+
+#include <yaml-cpp/yaml.h>
+
+#include <tessera/core/error.h>
+
+namespace tessera::accelerate {
+namespace {
+
+constexpr std::string_view kWhere = "tessera config import";
+
+// What becomes of a key: `setting`, or no counterpart and why. Those with neither are read by
+// code of their own.
+struct Rule {
+  std::string_view key;
+  std::string_view setting = {};
+  std::string_view why = {};
+  std::string_view harmless = {};  // the value with which nothing is lost
+};
+
+constexpr std::string_view kTpu = "TPUs are not supported";
+constexpr std::string_view kCloud =
+    "tessera does not start cloud jobs; run tessera launch on the machines";
+constexpr std::string_view kCompile = "there is no graph compiler to configure";
+constexpr std::string_view kRemoved = "dropped, as FSDP2 does";
+
+// Keys of the top level, by generation. https://github.com/huggingface/accelerate, ClusterConfig
+// and SageMakerConfig.
+const Rule kTop[] = {
+    {.key = "compute_environment"},
+    {.key = "distributed_type"},
+    {.key = "mixed_precision"},
+    {.key = "use_cpu", .setting = "cpu"},
+    {.key = "debug", .setting = "debug"},
+    {.key = "num_processes", .setting = "ranks"},
+    {.key = "num_machines", .setting = "nodes"},
+    {.key = "machine_rank",
+     .why = "one tessera launch starts the ranks of all machines; list them in a host file",
+     .harmless = "0"},
+    {.key = "gpu_ids", .why = "set CUDA_VISIBLE_DEVICES", .harmless = "all"},
+    {.key = "main_process_ip", .setting = "store_host"},
+    {.key = "main_process_port", .setting = "store_port"},
+    {.key = "rdzv_backend", .why = "ranks meet through the launcher's store", .harmless = "static"},
+    {.key = "same_network", .why = "addresses are found from the routes", .harmless = "true"},
+    {.key = "main_training_function", .why = "a program has its main()", .harmless = "main"},
+    {.key = "enable_cpu_affinity", .why = "mpirun binds ranks to cores", .harmless = "false"},
+    {.key = "downcast_bf16", .why = kTpu, .harmless = "no"},
+    {.key = "tpu_name", .why = kTpu},
+    {.key = "tpu_zone", .why = kTpu},
+    {.key = "tpu_use_cluster", .why = kTpu, .harmless = "false"},
+    {.key = "tpu_use_sudo", .why = kTpu, .harmless = "false"},
+    {.key = "tpu_vm", .why = kTpu},
+    {.key = "tpu_env", .why = kTpu, .harmless = "[]"},
+    {.key = "command_file", .why = kTpu},
+    {.key = "commands", .why = kTpu},
+    {.key = "dynamo_backend", .why = kCompile, .harmless = "no"},
+    {.key = "max_restarts", .setting = "restarts"},
+    {.key = "gradient_accumulation_steps", .setting = "gradient_accumulation_steps"},
+    {.key = "fsdp_config"},
+    {.key = "deepspeed_config"},
+    {.key = "fp8_config"},
+    {.key = "parallelism_config"},
+    {.key = "mpirun_config"},
+    {.key = "ipex_config"},
+    {.key = "dynamo_config"},
+    {.key = "megatron_lm_config"},
+    {.key = "ec2_instance_type", .why = kCloud},
+    {.key = "iam_role_name", .why = kCloud},
+    {.key = "image_uri", .why = kCloud},
+    {.key = "profile", .why = kCloud},
+    {.key = "region", .why = kCloud},
+    {.key = "base_job_name", .why = kCloud},
+    {.key = "py_version", .why = kCloud},
+    {.key = "pytorch_version", .why = kCloud},
+    {.key = "transformers_version", .why = kCloud},
+    {.key = "sagemaker_inputs_file", .why = kCloud},
+    {.key = "sagemaker_metrics_file", .why = kCloud},
+    {.key = "additional_args", .why = kCloud, .harmless = "{}"},
+};
+
+const Rule kFsdp[] = {
+    {.key = "fsdp_version"},
+    {.key = "fsdp_sharding_strategy"},
+    {.key = "fsdp_reshard_after_forward"},
+    {.key = "fsdp_state_dict_type"},
+    {.key = "fsdp_auto_wrap_policy"},
+    {.key = "fsdp_offload_params", .setting = "fsdp_offload_params"},
+    {.key = "fsdp_activation_checkpointing", .setting = "fsdp_activation_checkpointing"},
+    {.key = "fsdp_cpu_ram_efficient_loading", .setting = "fsdp_cpu_ram_efficient_loading"},
+    {.key = "fsdp_transformer_layer_cls_to_wrap", .setting = "fsdp_wrap_modules"},
+    {.key = "fsdp_min_num_params", .setting = "fsdp_min_num_params"},
+    // Spellings of 0.11 to 0.14.
+    {.key = "sharding_strategy"},
+    {.key = "offload_params", .setting = "fsdp_offload_params"},
+    {.key = "min_num_params", .setting = "fsdp_min_num_params"},
+    {.key = "fsdp_backward_prefetch", .why = kRemoved},
+    {.key = "fsdp_backward_prefetch_policy", .why = kRemoved},
+    {.key = "fsdp_forward_prefetch", .why = kRemoved, .harmless = "false"},
+    {.key = "fsdp_use_orig_params", .why = kRemoved},
+    {.key = "fsdp_sync_module_states", .why = kRemoved},
+    {.key = "fsdp_limit_all_gathers", .why = kRemoved},
+    {.key = "fsdp_param_init_fn", .why = kRemoved},
+    {.key = "fsdp_ignored_modules", .why = "name them in the program"},
+};
+
+const Rule kDeepSpeed[] = {
+    {.key = "zero_stage", .setting = "zero_stage"},
+    {.key = "gradient_accumulation_steps"},
+    {.key = "gradient_clipping", .why = "call clip_grad_norm() in the program", .harmless = "auto"},
+    {.key = "deepspeed_hostfile", .setting = "hostfile"},
+    {.key = "deepspeed_config_file",
+     .why = "its settings are not read; give them to tessera config"},
+    {.key = "deepspeed_multinode_launcher", .why = "tessera launch chooses mpirun or srun"},
+    {.key = "deepspeed_inclusion_filter", .why = "list the machines in the host file"},
+    {.key = "deepspeed_exclusion_filter", .why = "list the machines in the host file"},
+    {.key = "deepspeed_moe_layer_cls_names", .why = "mixtures of experts are not sharded by class"},
+    {.key = "offload_optimizer_device", .why = "offload is not available yet", .harmless = "none"},
+    {.key = "offload_param_device", .why = "offload is not available yet", .harmless = "none"},
+    {.key = "offload_optimizer_nvme_path",
+     .why = "offload is not available yet",
+     .harmless = "none"},
+    {.key = "offload_param_nvme_path", .why = "offload is not available yet", .harmless = "none"},
+    {.key = "zero3_init_flag",
+     .why = "modules are made on the meta device by the program",
+     .harmless = "false"},
+    {.key = "zero3_save_16bit_model", .why = "save_model() takes the dtype", .harmless = "false"},
+};
+
+// The questionnaire writes three names that Accelerate's own readers do not know
+// (amax_history_length, amax_compute_algorithm, optimization_level): here both are read.
+const Rule kFp8[] = {
+    {.key = "backend", .why = "there is one implementation"},
+    {.key = "fp8_format", .setting = "fp8_format"},
+    {.key = "format", .setting = "fp8_format"},
+    {.key = "margin", .setting = "fp8_margin"},
+    {.key = "amax_history_len", .setting = "fp8_amax_history_len"},
+    {.key = "amax_history_length", .setting = "fp8_amax_history_len"},
+    {.key = "amax_compute_algo", .setting = "fp8_amax_compute_algo"},
+    {.key = "amax_compute_algorithm", .setting = "fp8_amax_compute_algo"},
+    {.key = "interval", .why = "scales follow each step", .harmless = "1"},
+    {.key = "override_linear_precision", .why = "not available yet", .harmless = "false"},
+    {.key = "use_autocast_during_eval", .why = "not available yet", .harmless = "false"},
+    {.key = "use_mxfp8_block_scaling", .why = "not available yet", .harmless = "false"},
+    {.key = "opt_level", .why = "MS-AMP's alone"},
+    {.key = "optimization_level", .why = "MS-AMP's alone"},
+    {.key = "pad_inner_dim", .why = "TorchAO's alone"},
+    {.key = "enable_fsdp_float8_all_gather", .why = "TorchAO's alone"},
+};
+
+const Rule kParallelism[] = {
+    {.key = "parallelism_config_dp_replicate_size", .setting = "dp_replicate_size"},
+    {.key = "parallelism_config_dp_shard_size", .setting = "dp_shard_size"},
+    {.key = "parallelism_config_tp_size", .setting = "tp_size"},
+    {.key = "parallelism_config_cp_size", .setting = "cp_size"},
+    {.key = "parallelism_config_sp_size", .setting = "sp_size"},
+    {.key = "parallelism_config_cp_backend",
+     .why = "there is one implementation",
+     .harmless = "torch"},
+    {.key = "parallelism_config_cp_comm_strategy", .why = "there is one implementation"},
+    {.key = "parallelism_config_sp_backend",
+     .why = "there is one implementation",
+     .harmless = "deepspeed"},
+    {.key = "parallelism_config_sp_seq_length", .why = "taken from the batch"},
+    {.key = "parallelism_config_sp_seq_length_is_variable", .why = "taken from the batch"},
+    {.key = "parallelism_config_sp_attn_implementation", .why = "there is one implementation"},
+};
+
+const Rule kMpirun[] = {
+    {.key = "mpirun_hostfile", .setting = "hostfile"},
+    {.key = "mpirun_ccl", .why = "MPI's own collectives are used"},
+};
+
+const Rule* find_rule(std::span<const Rule> rules, std::string_view key) {
+  for (const Rule& rule : rules) {
+    if (rule.key == key) return &rule;
+  }
+  return nullptr;
+}
+
+std::string upper(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(), [](char c) {
+    return c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
+  });
+  return text;
+}
+
+std::string lower(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(), [](char c) {
+    return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+  });
+  return text;
+}
+
+class Importer {
+ public:
+  explicit Importer(std::string path) : path_(std::move(path)) {}
+
+  Import run() {
+    const YAML::Node file = read();
+    TS_CHECK_AS(FormatError, file.IsMap(), kWhere, path_, " has to hold keys and values");
+    find_strangers("", file, kTop);
+    for (const auto& [section, rules] : sections()) {
+      if (file[section] && file[section].IsMap())
+        find_strangers(section + ".", file[section], rules);
+    }
+    TS_CHECK_AS(ConfigError, strangers_.empty(), kWhere, path_,
+                " has keys that Accelerate does not know: ", strangers_,
+                "; correct or remove them");
+    for (const auto& entry : file) {
+      const auto key = entry.first.as<std::string>();
+      const auto section = std::find_if(sections().begin(), sections().end(),
+                                        [&](const auto& one) { return one.first == key; });
+      if (section != sections().end()) {
+        read_section(key, entry.second, section->second);
+      } else if (entry.second.IsMap()) {
+        unsupported_section(key, entry.second);
+      } else {
+        read_key("", *find_rule(kTop, key), entry.second);
+      }
+    }
+    finish(file);
+    return std::move(result_);
+  }
+
+ private:
+  using Sections = std::vector<std::pair<std::string, std::span<const Rule>>>;
+  static const Sections& sections() {
+    static const Sections kSections = {{"fsdp_config", kFsdp},
+                                       {"deepspeed_config", kDeepSpeed},
+                                       {"fp8_config", kFp8},
+                                       {"parallelism_config", kParallelism},
+                                       {"mpirun_config", kMpirun}};
+    return kSections;
+  }
+
+  YAML::Node read() const {
+    std::ifstream file(path_);
+    TS_CHECK_AS(IoError, file.is_open(), kWhere, "cannot read ", path_,
+                "; is the path right? Accelerate's default is "
+                "~/.cache/huggingface/accelerate/default_config.yaml");
+    std::ostringstream text;
+    text << file.rdbuf();
+    try {
+      return YAML::Load(text.str());
+    } catch (const YAML::Exception& error) {
+      TS_THROW(FormatError, kWhere, path_, " is no YAML: ", error.what());
+    }
+  }
+
+  void find_strangers(const std::string& prefix, const YAML::Node& map,
+                      std::span<const Rule> rules) {
+    for (const auto& entry : map) {
+      const auto key = entry.first.as<std::string>();
+      if (find_rule(rules, key) != nullptr) continue;
+      strangers_ += (strangers_.empty() ? "\"" : ", \"") + prefix + key + "\"";
+    }
+  }
+
+  static std::string value_text(const YAML::Node& node) {
+    if (node.IsNull()) return "";
+    if (node.IsScalar()) return node.Scalar();
+    std::string list;
+    if (node.IsSequence()) {
+      for (const auto& item : node) list += (list.empty() ? "" : ",") + item.as<std::string>();
+      return list.empty() ? "[]" : list;
+    }
+    return node.size() == 0 ? "{}" : YAML::Dump(node);
+  }
+
+  void line(const std::string& key, const std::string& value, ImportOutcome outcome,
+            std::string note) {
+    result_.lines.push_back({key, value, outcome, std::move(note)});
+  }
+
+  void map(const std::string& key, const std::string& value, std::string_view name,
+           const std::string& text_of_setting) {
+    const Setting& setting = *find_setting(name);
+    const Settings defaults;
+    Settings scratch;
+    assign(setting, scratch, text_of_setting, {Source::kFile, path_ + ", " + key});
+    const std::string now = text(setting, scratch);
+    if (now == text(setting, defaults)) {
+      line(key, value, ImportOutcome::kUnset, "the default of " + std::string(name));
+      return;
+    }
+    const std::string before = text(setting, result_.settings);
+    TS_CHECK_AS(ConfigError, before == text(setting, defaults) || before == now, kWhere, path_,
+                ": ", key, " makes ", name, " ", now, ", and another key makes it ", before);
+    assign(setting, result_.settings, text_of_setting, {Source::kFile, path_});
+    line(key, value, setting.planned ? ImportOutcome::kPlanned : ImportOutcome::kMapped,
+         std::string(name) + " = " + now);
+  }
+
+  void read_section(const std::string& name, const YAML::Node& node, std::span<const Rule> rules) {
+    if (node.IsNull() || (node.IsMap() && node.size() == 0)) {
+      line(name, "", ImportOutcome::kUnset, "empty");
+      return;
+    }
+    TS_CHECK_AS(FormatError, node.IsMap(), kWhere, path_, ": ", name,
+                " has to hold keys and values");
+    for (const auto& entry : node) {
+      read_key(name + ".", *find_rule(rules, entry.first.as<std::string>()), entry.second);
+    }
+  }
+
+  void unsupported_section(const std::string& name, const YAML::Node& node) {
+    const std::string_view why = name == "megatron_lm_config"
+                                     ? "Megatron's parallelism is not available yet"
+                                 : name == "ipex_config"   ? "oneDNN is used by itself"
+                                 : name == "dynamo_config" ? kCompile
+                                                           : "no counterpart";
+    if (node.size() == 0) line(name, "", ImportOutcome::kUnset, "empty");
+    for (const auto& entry : node) {
+      line(name + "." + entry.first.as<std::string>(), value_text(entry.second),
+           ImportOutcome::kNoCounterpart, std::string(why));
+    }
+  }
+
+  void read_key(const std::string& prefix, const Rule& rule, const YAML::Node& node) {
+    const std::string key = prefix + std::string(rule.key);
+    const std::string value = value_text(node);
+    if (value.empty() || value == "null" || value == "~") {
+      line(key, "", ImportOutcome::kUnset, "empty");
+    } else if (!rule.why.empty()) {
+      const bool harmless = lower(value) == rule.harmless;
+      line(key, value, harmless ? ImportOutcome::kUnset : ImportOutcome::kNoCounterpart,
+           std::string(rule.why));
+    } else if (!rule.setting.empty()) {
+      read_setting(key, value, rule);
+    } else {
+      read_special(key, std::string(rule.key), value);
+    }
+  }
+
+  void read_setting(const std::string& key, const std::string& value, const Rule& rule) {
+    TS_CHECK_AS(ConfigError, rule.key != "num_processes" || value != "-1", kWhere, path_,
+                ": num_processes is -1, which Accelerate writes where nobody said how many; "
+                "write the number of processes");
+    // One node is no wish, but the case where nothing is said.
+    if (rule.key == "num_machines" && value == "1") {
+      line(key, value, ImportOutcome::kUnset, "as the ranks fit");
+      return;
+    }
+    map(key, value, rule.setting, rule.setting == "fp8_format" ? lower(value) : value);
+  }
+
+  void read_special(const std::string& key, const std::string& name, const std::string& value) {
+    if (name == "compute_environment") {
+      const bool local = value == "LOCAL_MACHINE";
+      line(key, value, local ? ImportOutcome::kUnset : ImportOutcome::kNoCounterpart,
+           local ? "as always" : std::string(kCloud));
+    } else if (name == "distributed_type") {
+      read_distributed_type(key, value);
+    } else if (name == "mixed_precision") {
+      if (lower(value) == "fp8") {
+        line(key, value, ImportOutcome::kNoCounterpart,
+             "fp8 is not available yet: the training would run in f32; choose bf16");
+      } else {
+        // Unquoted no is a truth value to some writers of YAML.
+        map(key, value, "mixed_precision", lower(value) == "false" ? "no" : value);
+      }
+    } else if (name == "gradient_accumulation_steps") {
+      if (value == "auto") {
+        line(key, value, ImportOutcome::kUnset, "what the program says");
+      } else {
+        map(key, value, "gradient_accumulation_steps", value);
+      }
+    } else {
+      read_fsdp(key, name, value);
+    }
+  }
+
+  void read_distributed_type(const std::string& key, const std::string& value) {
+    const std::string type = upper(value);
+    if (type == "NO" || type == "FALSE" || type.starts_with("MULTI_CPU") ||
+        type.starts_with("MULTI_GPU")) {
+      line(key, value, ImportOutcome::kUnset, "data parallel where there are several ranks");
+    } else if (type == "FSDP") {
+      line(key, value, ImportOutcome::kPlanned, "see fsdp_config");
+    } else if (type == "DEEPSPEED") {
+      line(key, value, ImportOutcome::kPlanned, "see deepspeed_config");
+    } else {
+      line(key, value, ImportOutcome::kNoCounterpart, "tessera has no such processes");
+    }
+  }
+
+  void read_fsdp(const std::string& key, const std::string& name, const std::string& value) {
+    if (name == "fsdp_version") {
+      // As a number: 2, "2" and 2.0 are one version.
+      result_.fsdp_version = value == "2" || value == "2.0" ? 2 : 1;
+      line(key, value, ImportOutcome::kUnset, "both are one engine here");
+    } else if (name == "fsdp_sharding_strategy" || name == "sharding_strategy" ||
+               (name == "fsdp_reshard_after_forward" && find_strategy(value) != nullptr)) {
+      const Strategy* strategy = find_strategy(value);
+      TS_CHECK_AS(ConfigError, strategy != nullptr, kWhere, path_, ": ", key,
+                  " has to be FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or "
+                  "HYBRID_SHARD_ZERO2; got \"",
+                  value, "\"");
+      map(key, value, "zero_stage", strategy->stage);
+      strategy_given_ = true;
+    } else if (name == "fsdp_reshard_after_forward") {
+      map(key, value, "fsdp_reshard_after_forward", value);
+    } else if (name == "fsdp_state_dict_type") {
+      const std::string type = upper(value);
+      if (type.find("LOCAL") != std::string::npos || type == "3") {
+        line(key, value, ImportOutcome::kNoCounterpart, "FSDP2 has no local state dicts");
+      } else {
+        map(key, value, "fsdp_state_dict_type",
+            type.find("FULL") != std::string::npos || type == "1" ? "full" : "sharded");
+      }
+    } else if (name == "fsdp_auto_wrap_policy") {
+      line(key, value, ImportOutcome::kUnset,
+           "follows from fsdp_wrap_modules and fsdp_min_num_params");
+    } else {
+      TS_THROW(ConfigError, kWhere, path_, ": ", key, " is not understood");
+    }
+  }
+
+  struct Strategy {
+    std::string_view name, number;
+    const char* stage;
+  };
+  static const Strategy* find_strategy(const std::string& value) {
+    // 0.11 to 0.20 wrote the number.
+    static constexpr Strategy kStrategies[] = {{"FULL_SHARD", "1", "3"},
+                                               {"SHARD_GRAD_OP", "2", "2"},
+                                               {"NO_SHARD", "3", "0"},
+                                               {"HYBRID_SHARD", "4", "3"},
+                                               {"HYBRID_SHARD_ZERO2", "5", "2"}};
+    for (const Strategy& strategy : kStrategies) {
+      if (upper(value) == strategy.name || value == strategy.number) return &strategy;
+    }
+    return nullptr;
+  }
+
+  void finish(const YAML::Node& file) {
+    const YAML::Node type = file["distributed_type"];
+    if (!type || !type.IsScalar()) return;
+    const std::string name = upper(type.Scalar());
+    if (name == "FSDP") {
+      if (result_.fsdp_version == 0) result_.fsdp_version = 1;
+      if (!strategy_given_) map("distributed_type", type.Scalar(), "zero_stage", "3");
+    }
+    if (name == "DEEPSPEED" && result_.settings.zero_stage == 0) {
+      const YAML::Node section = file["deepspeed_config"];
+      const bool said =
+          section && section.IsMap() && (section["zero_stage"] || section["deepspeed_config_file"]);
+      if (!said) map("distributed_type", type.Scalar(), "zero_stage", "2");  // its default
+    }
+    // Accelerate starts one process with NO whatever num_processes says.
+    TS_CHECK_AS(ConfigError,
+                (name != "NO" && name != "FALSE") || result_.settings.ranks.value.value_or(1) == 1,
+                kWhere, path_, ": distributed_type is NO and num_processes is ",
+                result_.settings.ranks.value.value_or(1),
+                ", which contradict each other; make it MULTI_CPU or MULTI_GPU, or 1 process");
+  }
+
+  std::string path_;
+  std::string strangers_;
+  bool strategy_given_ = false;
+  Import result_;
+};
+
+}  // namespace
+
+std::string Import::report() const {
+  constexpr std::string_view kNames[] = {"mapped", "planned", "-", "none"};
+  std::string text;
+  size_t width = 0;
+  for (const ImportLine& line : lines) {
+    width = std::max(width, line.key.size() + line.value.size() + 2);
+  }
+  for (const ImportLine& line : lines) {
+    std::string left = line.key + ": " + line.value;
+    left.resize(std::max(width, left.size()), ' ');
+    std::string outcome(kNames[static_cast<size_t>(line.outcome)]);
+    outcome.resize(8, ' ');
+    text += "  " + left + "  " + outcome + line.note +
+            (line.outcome == ImportOutcome::kPlanned ? " (not available yet)" : "") + "\n";
+  }
+  return text;
+}
+
+Import import_accelerate(const std::string& path) { return Importer(path).run(); }
+
+}  // namespace tessera::accelerate

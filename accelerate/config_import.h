@@ -1,0 +1,40 @@
+// Settings from the YAML files of HuggingFace Accelerate, of all their generations (0.11 to today).
+//
+// Every key of the file is accounted for: it became a setting, it says what is the default anyway,
+// it stands for something that this version does not have yet, or it has no counterpart and the
+// note says what takes its place. Keys that Accelerate does not know are a ConfigError that lists
+// all of them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <tessera/accelerate/config.h>
+
+namespace tessera::accelerate {
+
+enum class ImportOutcome : uint8_t {
+  kMapped,         // became a setting
+  kPlanned,        // became a setting that is not available yet: a training with it is an error
+  kUnset,          // empty, or what is the case anyway
+  kNoCounterpart,  // nothing was written for it
+};
+
+struct ImportLine {
+  std::string key;  // "fsdp_config.fsdp_offload_params"
+  std::string value;
+  ImportOutcome outcome = ImportOutcome::kMapped;
+  std::string note;  // "ranks = 4"; why there is no counterpart
+};
+
+struct Import {
+  Settings settings;              // with the origin of the YAML file
+  std::vector<ImportLine> lines;  // in the order of the file
+  int fsdp_version = 0;           // of its fsdp_config; 0: none
+  std::string report() const;     // one line a key
+};
+
+// IoError, FormatError (no YAML, no map), ConfigError: see above, and values that cannot be.
+Import import_accelerate(const std::string& path);
+
+}  // namespace tessera::accelerate

@@ -1,0 +1,453 @@
+// The table of settings and where their values come from. DC-1, CLI-2 and the defects of other
+// configurations that it is built against are in the tests' names.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <set>
+#include <sstream>
+
+#include <unistd.h>
+
+#include <tessera/accelerate/config.h>
+#include <tessera/accelerate/launch/options.h>
+#include <tessera/core/error.h>
+
+namespace tessera::accelerate {
+namespace {
+
+namespace fs = std::filesystem;
+
+class Folder {
+ public:
+  Folder() {
+    char path[] = "/tmp/tessera_config_XXXXXX";
+    path_ = ::mkdtemp(path);
+  }
+  ~Folder() { fs::remove_all(path_); }
+  std::string path(const std::string& name) const { return path_ + "/" + name; }
+  std::string write(const std::string& name, const std::string& text) const {
+    fs::create_directories(fs::path(path(name)).parent_path());
+    std::ofstream(path(name)) << text;
+    return path(name);
+  }
+  std::string read(const std::string& name) const {
+    std::ifstream file(path(name));
+    std::ostringstream text;
+    text << file.rdbuf();
+    return text.str();
+  }
+
+ private:
+  std::string path_;
+};
+
+template <class E, class F>
+std::string message_of(const F& f) {
+  try {
+    f();
+  } catch (const E& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "another error: " << error.what();
+    return "";
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return "";
+}
+
+bool mentions(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+Settings from(const Environment& environment, const CodeSettings& code = {},
+              const std::string& file = "") {
+  return resolve({.code = code, .environment = environment, .file = file});
+}
+
+// A value that differs from the default.
+std::string another_value(const Setting& setting) {
+  const Settings defaults;
+  const std::string now = text(setting, defaults);
+  if (setting.type() == "bool") return now == "true" ? "false" : "true";
+  if (setting.type() == "choice")
+    return std::string(setting.names[now == setting.names[0] ? 1 : 0]);
+  if (setting.type() == "list") return "2,3";
+  if (setting.type() == "text") return "somewhere";
+  for (const char* value : {"2", "1", "0.5"}) {
+    if (value != now && std::atof(value) >= setting.least &&
+        (setting.most == 0 || std::atof(value) <= setting.most)) {
+      return value;
+    }
+  }
+  ADD_FAILURE() << setting.key;
+  return now;
+}
+
+TEST(ConfigSchema, EveryKeyAliasFlagAndVariableIsThereOnce) {
+  std::set<std::string> keys, flags, variables;
+  for (const Setting& setting : schema()) {
+    EXPECT_TRUE(keys.insert(std::string(setting.key)).second) << setting.key;
+    for (const std::string_view alias : setting.aliases) {
+      EXPECT_TRUE(keys.insert(std::string(alias)).second) << alias;
+    }
+    for (const std::string& flag : setting.flags()) EXPECT_TRUE(flags.insert(flag).second) << flag;
+    for (const std::string_view name : setting.accelerate) {
+      EXPECT_TRUE(variables.insert(std::string(name)).second) << name;
+    }
+    EXPECT_FALSE(setting.help.empty()) << setting.key;
+  }
+  EXPECT_GT(keys.size(), 60u);
+}
+
+TEST(ConfigSchema, CLI2_HyphensAndUnderscoresAreOneSpelling) {
+  EXPECT_EQ(find_setting("gradient-accumulation-steps"),
+            find_setting("gradient_accumulation_steps"));
+  EXPECT_EQ(find_setting("num_processes"), find_setting("ranks"));
+  EXPECT_EQ(find_setting("no_such_setting"), nullptr);
+}
+
+// The defect: a questionnaire that writes FP8 keys that no reader knows.
+TEST(ConfigSchema, EveryKeyThatIsWrittenIsRead_Fp8KeyMismatch) {
+  const Folder folder;
+  for (const Setting& setting : schema()) {
+    Settings settings;
+    assign(setting, settings, another_value(setting), {Source::kCode, ""});
+    write_config_file(folder.path("one.json"), settings);
+    const SettingTexts texts = read_config_file(folder.path("one.json"));
+    ASSERT_EQ(texts.size(), 1u) << setting.key;
+    EXPECT_EQ(texts[0].first, setting.key);
+    Settings again;
+    assign(*find_setting(texts[0].first), again, texts[0].second, {Source::kFile, "one.json"});
+    EXPECT_EQ(text(setting, again), text(setting, settings)) << setting.key;
+  }
+  for (const char* key : {"fp8_amax_history_len", "fp8_amax_history_length",
+                          "fp8_amax_compute_algo", "fp8_amax_compute_algorithm"}) {
+    EXPECT_NE(find_setting(key), nullptr) << key;
+  }
+}
+
+// DC-1's round trip, of every setting: what is exported is what is read, under every spelling.
+TEST(ConfigEnvironment, DC1_EverySettingMakesTheRoundTripThroughItsVariables) {
+  const Environment switches = {{"ACCELERATE_USE_PARALLELISM_CONFIG", "true"},
+                                {"ACCELERATE_USE_DEEPSPEED", "true"}};
+  for (const Setting& setting : schema()) {
+    const std::string value = another_value(setting);
+    std::vector<std::string> names = {setting.environment()};
+    for (const std::string_view name : setting.accelerate) names.emplace_back(name);
+    for (const std::string& name : names) {
+      Environment environment = switches;
+      if (name.starts_with("FSDP_")) {
+        environment["ACCELERATE_USE_FSDP"] = "1";
+        environment["FSDP_SHARDING_STRATEGY"] = "NO_SHARD";
+      }
+      environment[name] = value;
+      const Settings settings = merge({.environment = environment, .file = ""});
+      EXPECT_EQ(text(setting, settings), value) << name;
+      EXPECT_EQ(origin(setting, settings).describe(), name);
+    }
+  }
+}
+
+TEST(ConfigEnvironment, DC1_MeshSizesOfAllAxesAreRead) {
+  const Environment environment = {{"ACCELERATE_USE_PARALLELISM_CONFIG", "true"},
+                                   {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2"},
+                                   {"PARALLELISM_CONFIG_DP_SHARD_SIZE", "4"},
+                                   {"PARALLELISM_CONFIG_TP_SIZE", "8"},
+                                   {"PARALLELISM_CONFIG_CP_SIZE", "16"}};
+  const Settings settings = merge({.environment = environment, .file = ""});
+  EXPECT_EQ(settings.dp_replicate_size, 2);
+  EXPECT_EQ(settings.dp_shard_size, 4);
+  EXPECT_EQ(settings.tp_size, 8);
+  EXPECT_EQ(settings.cp_size, 16);
+  // Accelerate reads them where its switch is on.
+  Environment off = environment;
+  off.erase("ACCELERATE_USE_PARALLELISM_CONFIG");
+  EXPECT_EQ(merge({.environment = off, .file = ""}).tp_size, 1);
+}
+
+TEST(ConfigEnvironment, DC1_WrongSizesAndExclusiveOnesAreErrorsWithTheirNames) {
+  EXPECT_TRUE(mentions(message_of<ConfigError>([] {
+                         from({{"TESSERA_TP_SIZE", "0"}});
+                       }),
+                       "TESSERA_TP_SIZE"));
+  const std::string both = message_of<ConfigError>([] {
+    from({{"TESSERA_CP_SIZE", "2"}, {"TESSERA_SP_SIZE", "2"}});
+  });
+  EXPECT_TRUE(mentions(both, "cp_size=2") && mentions(both, "sp_size=2")) << both;
+  EXPECT_TRUE(mentions(message_of<ConfigError>([] {
+                         from({{"TESSERA_TP_SIZE", "2"}, {"TESSERA_DP_REPLICATE_SIZE", "2"}});
+                       }),
+                       "dp_shard_size"));
+}
+
+TEST(ConfigAvailability, WhatIsPlannedIsAnErrorThatSaysSo) {
+  for (const Setting& setting : schema()) {
+    if (!setting.planned) continue;
+    const std::string message = message_of<UnsupportedError>([&] {
+      from({{setting.environment(), another_value(setting)}});
+    });
+    EXPECT_TRUE(mentions(message, std::string(setting.key)) &&
+                mentions(message, "not available yet"))
+        << message;
+  }
+  EXPECT_TRUE(mentions(message_of<UnsupportedError>([] {
+                         from({{"ACCELERATE_MIXED_PRECISION", "fp8"}});
+                       }),
+                       "fp8"));  // never fp16 in its place
+  EXPECT_THROW(from({{"ACCELERATE_USE_FSDP", "true"}}), UnsupportedError);
+  EXPECT_THROW(
+      from({{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"}}),
+      UnsupportedError);
+  EXPECT_THROW(from({{"ACCELERATE_USE_MEGATRON_LM", "true"}}), UnsupportedError);
+}
+
+TEST(ConfigPrecedence, CodeFlagTesseraAccelerateFileDefault) {
+  const Folder folder;
+  const std::string file = folder.write("a.json", R"({"gradient_accumulation_steps": 6})");
+  CodeSettings code;
+  code.set("gradient_accumulation_steps", 2);
+  Environment environment = {{"TESSERA_GRADIENT_ACCUMULATION_STEPS", "4"},
+                             {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"},
+                             {"TESSERA_LAUNCH_SETTINGS",
+                              launch_settings_text({{"gradient_accumulation_steps", "3"}}, {})}};
+  const auto now = [&](const CodeSettings& with) {
+    const Settings settings = from(environment, with, file);
+    return std::to_string(settings.gradient_accumulation_steps.value) + " " +
+           settings.gradient_accumulation_steps.origin.describe();
+  };
+  EXPECT_EQ(now(code), "2 code");
+  EXPECT_EQ(now({}), "3 --gradient-accumulation-steps");
+  environment.erase("TESSERA_LAUNCH_SETTINGS");
+  EXPECT_EQ(now({}), "4 TESSERA_GRADIENT_ACCUMULATION_STEPS");
+  environment.erase("TESSERA_GRADIENT_ACCUMULATION_STEPS");
+  EXPECT_EQ(now({}), "4 ACCELERATE_GRADIENT_ACCUMULATION_STEPS");
+  environment.clear();
+  EXPECT_EQ(now({}), "6 file " + file);
+  EXPECT_EQ(from({}).gradient_accumulation_steps.origin.describe(), "default");
+}
+
+TEST(ConfigPrecedence, Trap3_TheAccumulationVariableDoesNotBeatTheProgram) {
+  CodeSettings code;
+  code.set("gradient_accumulation_steps", std::optional<int64_t>(2));
+  const Settings settings = from({{"ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8"}}, code);
+  EXPECT_EQ(settings.gradient_accumulation_steps, 2);
+}
+
+TEST(ConfigPrecedence, AnAbsentOptionalOfTheProgramSaysNothing) {
+  CodeSettings code;
+  code.set("mixed_precision", std::optional<Precision>())
+      .set("even_batches", std::optional<bool>(false))
+      .set("schedule_unit", ScheduleUnit::kHuggingFace)
+      .set("scaler_init_scale", 1024.0)
+      .set("log_with", std::vector<std::string>{"csv", "jsonl"})
+      .set("project_dir", "runs/1");
+  const Settings settings = from({{"TESSERA_MIXED_PRECISION", "bf16"}}, code);
+  EXPECT_EQ(settings.mixed_precision, Precision::kBF16);
+  EXPECT_FALSE(settings.even_batches);
+  EXPECT_EQ(settings.schedule_unit, ScheduleUnit::kHuggingFace);
+  EXPECT_EQ(settings.scaler_init_scale, 1024);
+  EXPECT_EQ(settings.log_with.value, (std::vector<std::string>{"csv", "jsonl"}));
+  EXPECT_EQ(settings.project_dir.value, "runs/1");
+  EXPECT_THROW(code.set("mixed_precisoin", 1), ConfigError);
+  EXPECT_THROW(code.set("even_batches", 7), ConfigError);
+  EXPECT_THROW(code.set("gradient_accumulation_steps", 0), ConfigError);
+}
+
+// Any non-empty text, "false" too, was true in eight options of the other launcher.
+TEST(ConfigValues, Trap25_FalseIsFalse) {
+  for (const char* no : {"false", "False", "FALSE", "no", "n", "f", "off", "0"}) {
+    EXPECT_FALSE(parse_bool("x", no)) << no;
+    EXPECT_FALSE(from({{"TESSERA_EVEN_BATCHES", no}}).even_batches) << no;
+  }
+  for (const char* yes : {"true", "True", "yes", "Y", "t", "on", "1"}) {
+    EXPECT_TRUE(from({{"ACCELERATE_USE_CPU", yes}}).cpu) << yes;
+  }
+  for (const char* neither : {"2", "maybe", "tru", "none", " true"}) {
+    EXPECT_TRUE(mentions(message_of<ConfigError>([&] {
+                           from({{"TESSERA_CPU", neither}});
+                         }),
+                         "TESSERA_CPU has to be true or false"));
+  }
+}
+
+// The version of FSDP was compared with a text, so that a check never fired: all that is compared
+// here has the type of its row.
+TEST(ConfigValues, Trap25_NumbersAreComparedAsNumbers) {
+  EXPECT_THROW(from({{"TESSERA_GRADIENT_ACCUMULATION_STEPS", "0"}}), ConfigError);
+  EXPECT_THROW(from({{"TESSERA_GRADIENT_ACCUMULATION_STEPS", "2.5"}}), ConfigError);
+  EXPECT_THROW(from({{"TESSERA_GRADIENT_ACCUMULATION_STEPS", "2x"}}), ConfigError);
+  EXPECT_THROW(from({{"TESSERA_SCALER_BACKOFF_FACTOR", "nan"}}), ConfigError);
+  EXPECT_THROW(from({{"TESSERA_ZERO_STAGE", "4"}}), ConfigError);
+  EXPECT_EQ(merge({.environment = {{"TESSERA_ZERO_STAGE", "3"}}, .file = ""}).zero_stage, 3);
+}
+
+TEST(ConfigValues, NamesOfChoicesAreListedWhereOneIsWrong) {
+  const std::string message = message_of<ConfigError>([] {
+    from({{"TESSERA_MIXED_PRECISION", "fp17"}});
+  });
+  EXPECT_TRUE(mentions(message, "TESSERA_MIXED_PRECISION has to be one of no, bf16, fp16"))
+      << message;
+  EXPECT_EQ(from({{"ACCELERATE_LOG_LEVEL", "WARNING"}}).log_level, LogLevel::kWarning);
+}
+
+TEST(ConfigContradictions, TwoVariablesOfOneSettingHaveToSayTheSame) {
+  const std::string message = message_of<ConfigError>([] {
+    from({{"TESSERA_MIXED_PRECISION", "bf16"}, {"ACCELERATE_MIXED_PRECISION", "fp16"}});
+  });
+  EXPECT_TRUE(mentions(message, "TESSERA_MIXED_PRECISION=bf16")) << message;
+  EXPECT_TRUE(mentions(message, "ACCELERATE_MIXED_PRECISION=fp16")) << message;
+  // The same value in other words is no contradiction.
+  EXPECT_TRUE(from({{"TESSERA_CPU", "yes"}, {"ACCELERATE_USE_CPU", "1"}}).cpu);
+  EXPECT_THROW(from({{"TESSERA_RANKS", "2"}, {"TESSERA_NUM_PROCESSES", "3"}}), ConfigError);
+}
+
+TEST(ConfigContradictions, SettingsWithoutEffectAreNamedWithWhatTheyNeed) {
+  const std::string limit = message_of<ConfigError>([] { from({{"TESSERA_TOTAL_LIMIT", "2"}}); });
+  EXPECT_TRUE(mentions(limit, "total_limit=2 (TESSERA_TOTAL_LIMIT)")) << limit;
+  EXPECT_TRUE(mentions(limit, "automatic_checkpoint_naming")) << limit;
+  EXPECT_EQ(from({{"TESSERA_TOTAL_LIMIT", "2"}, {"TESSERA_AUTOMATIC_CHECKPOINT_NAMING", "1"}})
+                .total_limit,
+            2);
+  EXPECT_TRUE(mentions(message_of<ConfigError>([] {
+                         from({{"TESSERA_DDP_POWER_SGD_RANK", "4"}});
+                       }),
+                       "ddp_comm_hook"));
+}
+
+TEST(ConfigUnknown, VariablesThatLookLikeSettingsAreNamedWithTheNearestKey) {
+  const std::string message = message_of<ConfigError>([] {
+    from({{"TESSERA_MIXED_PRECISOIN", "bf16"}});
+  });
+  EXPECT_TRUE(mentions(message, "TESSERA_MIXED_PRECISOIN")) << message;
+  EXPECT_TRUE(mentions(message, "\"mixed_precision\"")) << message;
+  EXPECT_THROW(from({{"TESSERA_DDP_FIND_UNUSED", "1"}}), ConfigError);
+  EXPECT_THROW(from({{"TESSERA_SEDE", "1"}}), ConfigError);
+  // Variables of the library and of users stay theirs.
+  EXPECT_NO_THROW(from({{"TESSERA_RANK", "0"},
+                        {"TESSERA_NODE", "0"},
+                        {"TESSERA_WORLD_SIZE", "1"},
+                        {"TESSERA_DATA_DIR", "/data"},
+                        {"TESSERA_TEST_SLOW", "1"},
+                        {"TESSERA_MY_EXPERIMENT", "x"},
+                        {"TESSERA_SEED", ""}}));
+}
+
+TEST(ConfigFile, UnknownKeysAreAllListed) {
+  const Folder folder;
+  const std::string file =
+      folder.write("a.json", R"({"mixed_precison": "bf16", "cpu": true, "warp_factor": 9})");
+  const std::string message = message_of<ConfigError>([&] { from({}, {}, file); });
+  EXPECT_TRUE(mentions(message, "\"mixed_precison\" (did you mean \"mixed_precision\"?)"))
+      << message;
+  EXPECT_TRUE(mentions(message, "\"warp_factor\"") && mentions(message, file)) << message;
+}
+
+TEST(ConfigFile, WhatIsNoObjectOfSettingsIsRefused) {
+  const Folder folder;
+  const auto read = [&](const std::string& text) {
+    return from({}, {}, folder.write("b.json", text));
+  };
+  EXPECT_THROW(read("[1]"), FormatError);
+  EXPECT_THROW(read("{\"cpu\": "), FormatError);
+  EXPECT_THROW(read(R"({"cpu": {"a": 1}})"), ConfigError);
+  EXPECT_THROW(read(R"({"cpu": true, "cpu": false})"), ConfigError);
+  EXPECT_THROW(read(R"({"ranks": 2, "num_processes": 3})"), ConfigError);
+  EXPECT_THROW(read(R"({"gradient_accumulation_steps": "four"})"), ConfigError);
+  EXPECT_THROW(from({}, {}, folder.path("absent.json")), IoError);
+  EXPECT_EQ(read(R"({"seed": null, "log_with": ["csv", "jsonl"], "num_processes": 4})").ranks.value,
+            4);
+}
+
+TEST(ConfigFile, ThePlaceIsAnArgumentAVariableOrTheUsersFolder) {
+  const Folder folder;
+  folder.write("xdg/tessera/config.json", R"({"seed": 1})");
+  const std::string named = folder.write("named.json", R"({"seed": 2})");
+  const std::string given = folder.write("given.json", R"({"seed": 3})");
+  Environment environment = {{"XDG_CONFIG_HOME", folder.path("xdg")},
+                             {"HOME", folder.path("home")}};
+  EXPECT_EQ(resolve({.environment = environment}).seed.value, 1);
+  environment["TESSERA_CONFIG_FILE"] = named;
+  EXPECT_EQ(resolve({.environment = environment}).seed.value, 2);
+  EXPECT_EQ(resolve({.environment = environment, .file = given}).seed.value, 3);
+  EXPECT_EQ(resolve({.environment = environment, .file = ""}).seed.value, std::nullopt);
+  EXPECT_EQ(resolve({.environment = {{"HOME", folder.path("home")}}}).seed.value, std::nullopt);
+  EXPECT_EQ(default_config_file({{"HOME", "/h"}}), "/h/.config/tessera/config.json");
+  environment["TESSERA_CONFIG_FILE"] = folder.path("gone.json");
+  EXPECT_THROW(resolve({.environment = environment}), IoError);
+}
+
+TEST(ConfigFile, ItHoldsWhatDiffersFromTheDefaultWithItsTypes) {
+  CodeSettings code;
+  code.set("mixed_precision", "bf16").set("seed", 7).set("even_batches", false);
+  code.set("log_with", "csv,jsonl").set("scaler_growth_factor", 2.5);
+  EXPECT_EQ(config_json(from({}, code)),
+            "{\n  \"mixed_precision\": \"bf16\",\n  \"seed\": 7,\n  \"even_batches\": false,\n"
+            "  \"log_with\": [\n    \"csv\",\n    \"jsonl\"\n  ],\n"
+            "  \"scaler_growth_factor\": 2.5\n}\n");
+}
+
+// The defect: --gradient_accumulation_steps was exported for one paradigm only. Every flag reaches
+// the ranks here, and is told from what the user has exported.
+TEST(ConfigLaunch, EveryFlagReachesTheRanksAsAFlag) {
+  launch::Flags flags;
+  for (const Setting& setting : schema()) {
+    if (setting.planned || setting.section == "launch") continue;
+    flags[std::string(setting.key)] = another_value(setting);
+  }
+  flags["automatic_checkpoint_naming"] = "true";
+  flags["ddp_comm_hook"] = "power_sgd";
+  const launch::LaunchOptions options = launch::resolve_options(flags, {}, "", {"train"});
+  const Environment of_ranks = launch::settings_for_ranks(options, {});
+  const Settings settings = resolve({.environment = of_ranks, .file = ""});
+  for (const auto& [key, value] : flags) {
+    EXPECT_EQ(text(*find_setting(key), settings), value) << key;
+    EXPECT_EQ(origin(*find_setting(key), settings).source, Source::kLaunchFlag) << key;
+  }
+}
+
+TEST(ConfigLaunch, WhatTheLauncherWroteItselfIsNoVariableOfTheUser) {
+  const launch::LaunchOptions options =
+      launch::resolve_options({{"grace", "3"}}, {{"TESSERA_INIT_TIMEOUT", "9"}}, "", {"train"});
+  Environment job = {{"TESSERA_GRACE", "3"},
+                     {"TESSERA_INIT_TIMEOUT", "9"},
+                     {"TESSERA_COLLECTIVE_TIMEOUT", "600"},
+                     {"TESSERA_NUM_THREADS", "1"},
+                     {"TESSERA_STORE", "127.0.0.1:1"},
+                     {"TESSERA_NODES", "1"}};
+  job.merge(launch::settings_for_ranks(options, job));
+  const Settings settings = resolve({.environment = job, .file = ""});
+  EXPECT_EQ(settings.grace.origin.describe(), "--grace");
+  EXPECT_EQ(settings.init_timeout.origin.describe(), "TESSERA_INIT_TIMEOUT");
+  EXPECT_EQ(settings.collective_timeout.origin.describe(), "default");
+  EXPECT_EQ(settings.threads.origin.describe(), "default");
+  EXPECT_EQ(settings.nodes.origin.describe(), "default");
+}
+
+TEST(ConfigLaunch, TheFileOfTheLauncherIsTheFileOfItsRanks) {
+  const Folder folder;
+  const std::string file = folder.write("job.json", R"({"ranks": 2, "mixed_precision": "bf16"})");
+  const launch::LaunchOptions options = launch::resolve_options({}, {}, file, {"train"});
+  EXPECT_EQ(options.ranks, 2);
+  const Settings settings = resolve({.environment = launch::settings_for_ranks(options, {})});
+  EXPECT_EQ(settings.mixed_precision, Precision::kBF16);
+  EXPECT_EQ(settings.mixed_precision.origin.describe(), "file " + file);
+}
+
+TEST(ConfigDocument, ThePageIsTheTable) {
+  std::ifstream file(TESSERA_SOURCE_DIR "/docs/configuration.md");
+  std::ostringstream page;
+  page << file.rdbuf();
+  EXPECT_EQ(page.str(), configuration_document())
+      << "run: build/bin/tessera config document > docs/configuration.md";
+}
+
+TEST(ConfigDescribe, ValuesAreShownWithTheirOrigin) {
+  const Settings settings = from({{"TESSERA_SEED", "5"}});
+  EXPECT_EQ(describe(settings, false), "seed = 5  (TESSERA_SEED)\n");
+  EXPECT_TRUE(mentions(describe(settings, true), "even_batches = true  (default)\n"));
+}
+
+}  // namespace
+}  // namespace tessera::accelerate
