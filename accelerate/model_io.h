@@ -1,0 +1,75 @@
+// A model alone, in the files of HuggingFace: one model.safetensors, or shards with an index.
+//
+//     save_model(model, "out", {.max_shard_size = "5GB"});
+//     nn::LoadReport report = load_model(model, "out");
+//
+//     model.safetensors                                     where all fits into one shard
+//     model-00001-of-00003.safetensors ...                  else
+//     model.safetensors.index.json                          {"metadata": {"total_size": ...},
+//                                                            "weight_map": {name: file}}
+//
+// Tensors come in the order of state_dict(); a shard is closed before it would grow beyond its
+// size, a tensor that is larger has one of its own. Tied weights are written once, under the first
+// of their names; the file's metadata says {other name: first name}, as safetensors' own writer
+// does, and loading gives every name its tensor.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <tessera/distributed/group.h>
+#include <tessera/nn/module.h>
+
+namespace tessera::accelerate {
+
+// "10GB", "500 MB", "2GiB", "123": bytes; KB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in
+// 1024. ConfigError for anything else ("10Gb" is bits) and for less than one byte.
+int64_t parse_byte_size(std::string_view text);
+
+struct SaveModelOptions {
+  std::string max_shard_size = "10GB";
+  std::map<std::string, std::string> metadata = {};  // of every file, beside {"format": "pt"}
+};
+struct SavedModel {
+  std::vector<std::string> files;  // in the folder, the index last
+  int64_t bytes = 0;               // of the tensors
+};
+// Rank 0 of the group writes; collective, all ranks throw what it throws and return when the files
+// are there. All files are written and forced to the disk under `folder` before the first is
+// renamed to its name; the index comes after the shards, then files of an earlier save that are no
+// longer part of it go. IoError for a path that is a file and for what cannot be written,
+// DeviceError for a tensor without bytes (meta), ConfigError for the shard size.
+SavedModel save_model(const nn::ModuleBase& model, const std::string& folder,
+                      const SaveModelOptions& options = {},
+                      distributed::Group& group = distributed::world());
+// The same of tensors by name.
+SavedModel save_weights(const StateDict& weights, const std::string& folder,
+                        const SaveModelOptions& options = {});
+
+struct LoadModelOptions {
+  bool strict = true;  // missing and unexpected names are errors
+};
+// `path`: a safetensors file, an index, or a folder that holds either. Reads on every rank.
+// ValueError that lists all missing, unexpected and misshapen names, before anything changed; not
+// strict: the first two are returned. FormatError for a shard that lacks what the index says,
+// IoError for files that are not there.
+nn::LoadReport load_model(nn::ModuleBase& model, const std::string& path,
+                          const LoadModelOptions& options = {});
+// Mapped, not read: all tensors of such files by name, tied ones under each name.
+StateDict load_weights(const std::string& path);
+
+// ---- From checkpoints
+struct ExportOptions {
+  std::string prefix = "model.0.";  // of the tensors' names; taken off
+  std::string max_shard_size = "10GB";
+};
+// The model in a checkpoint folder (distributed/checkpoint), whatever number of ranks saved it, as
+// such files: chunk by chunk, with no more in memory than a few MiB. ValueError where no tensor has
+// the prefix; else as save_model and CheckpointReader.
+SavedModel export_checkpoint(const std::string& checkpoint, const std::string& folder,
+                             const ExportOptions& options = {});
+
+}  // namespace tessera::accelerate
