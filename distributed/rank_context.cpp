@@ -44,6 +44,11 @@ void RankContext::fail(std::exception_ptr error) {
   for (const auto& backend : backends) backend->fail(error);
 }
 
+std::exception_ptr RankContext::failure() {
+  const std::lock_guard lock(mutex_);
+  return failure_;
+}
+
 PhaseScope::PhaseScope(std::string phase) : previous_(std::move(rank_context().phase)) {
   rank_context().phase = std::move(phase);
 }

@@ -66,6 +66,7 @@ struct RankContext {
   // Ends every call under way of all groups of this rank, and every later one, with `error`. Any
   // thread: watchdogs call it.
   void fail(std::exception_ptr error);
+  std::exception_ptr failure();  // what fail() was told; null where nothing failed. Any thread.
   void watch(const std::shared_ptr<Backend>& backend);  // groups register theirs
 
  private:

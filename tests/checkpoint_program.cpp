@@ -2,6 +2,7 @@
 // stage that it is told: test_checkpoint_kill looks at what it leaves.
 //
 //     checkpoint_program FOLDER STAGE RANK synchronous|asynchronous
+#include <atomic>
 #include <csignal>
 #include <cstdlib>
 
@@ -26,8 +27,10 @@ int main(int argc, char** argv) {
     options.asynchronous = arguments[3] == "asynchronous";
     const auto fatal = static_cast<distributed::SaveStage>(std::stoi(arguments[1]));
     const bool here = std::stoi(arguments[2]) == distributed::rank();
+    std::atomic<int> saves{0};
     options.at_stage = [&](distributed::SaveStage stage) {
-      if (here && stage == fatal && training.updates >= 4) ::kill(::getpid(), SIGKILL);
+      if (stage == distributed::SaveStage::kBegun) ++saves;
+      if (here && stage == fatal && saves == 2) ::kill(::getpid(), SIGKILL);
     };
     accelerate::StateIo io(options);
     for (int update = 2; update <= 8; update += 2) {

@@ -54,7 +54,7 @@ TEST_P(Killed, ACK3TheNewestCompleteCheckpointLoadsAndTheTrainingGoesOnBitForBit
   std::vector<std::string> command;
   if (kill.ranks > 1) {
     command = {TESSERA_COMMAND, "launch", "-n",      std::to_string(kill.ranks),
-               "--threads",     "1",      "--grace", "1"};
+               "--threads",     "1",      "--grace", "3"};
   }
   for (const std::string& word :
        {std::string(TESSERA_CHECKPOINT_PROGRAM), folder.path("run"),
@@ -64,6 +64,7 @@ TEST_P(Killed, ACK3TheNewestCompleteCheckpointLoadsAndTheTrainingGoesOnBitForBit
   }
   const FinishedProcess job = run_process(command, {{"OMP_NUM_THREADS", "1"}});
   EXPECT_EQ(job.code(), 137) << job;
+  EXPECT_FALSE(job.complained("still running")) << "the other rank has ended by itself: " << job;
 
   // From kRenamed on the second checkpoint stands. Where rank 1 is killed after it has said that
   // its part is written, rank 0 may still commit.

@@ -104,12 +104,13 @@ std::vector<std::string> exchange(const std::string& own, Group& group, double t
 class StoreExchange {
  public:
   StoreExchange(std::shared_ptr<Store> store, std::string name, int rank, int ranks,
-                double timeout_seconds, const std::atomic<bool>& given_up)
+                double timeout_seconds, RankContext& context, const std::atomic<bool>& given_up)
       : store_(std::move(store)),
         name_(std::move(name)),
         rank_(rank),
         ranks_(ranks),
         timeout_seconds_(timeout_seconds),
+        context_(context),
         given_up_(given_up) {}
 
   std::vector<std::string> operator()(const std::string& own) {
@@ -138,6 +139,7 @@ class StoreExchange {
       try {
         return store_->wait(key(step, rank), Milliseconds(200));
       } catch (const StoreTimeout&) {
+        if (const auto failure = context_.failure()) std::rethrow_exception(failure);
         TS_CHECK_AS(DistributedError, !given_up_, kWhere, "the save of '", name_,
                     "' was given up while another error passed.");
         TS_CHECK_AS(DistributedError, Clock::now() < end, kWhere, "rank ", rank,
@@ -151,6 +153,7 @@ class StoreExchange {
   std::string name_;
   int rank_, ranks_;
   double timeout_seconds_;
+  RankContext& context_;  // of the thread that saves
   const std::atomic<bool>& given_up_;
   int step_ = 0;
 };
@@ -496,7 +499,7 @@ void CheckpointSaver::save(const std::string& folder, const Collect& collect,
   }
   state.store_exchange = std::make_unique<StoreExchange>(
       rank_context().store, temporary, group.rank(), group.size(),
-      timeout > 0 ? timeout : rank_context().timeouts.collective, state.given_up);
+      timeout > 0 ? timeout : rank_context().timeouts.collective, rank_context(), state.given_up);
   state.saving = true;
   state.thread = std::thread([&state, target, temporary, chunks = std::move(chunks), options] {
     try {
