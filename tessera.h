@@ -47,6 +47,8 @@
 #include <tessera/optim/schedule.h>
 #include <tessera/optim/sgd.h>
 
+#include <tessera/distributed/checkpoint/commit.h>
+#include <tessera/distributed/checkpoint/reader.h>
 #include <tessera/distributed/collectives.h>
 #include <tessera/distributed/group.h>
 #include <tessera/distributed/mesh.h>
@@ -74,8 +76,10 @@
 #include <tessera/accelerate/logging.h>
 #include <tessera/accelerate/memory_tracker.h>
 #include <tessera/accelerate/metrics.h>
+#include <tessera/accelerate/model_io.h>
 #include <tessera/accelerate/operations.h>
 #include <tessera/accelerate/profile.h>
 #include <tessera/accelerate/progress.h>
 #include <tessera/accelerate/run.h>
+#include <tessera/accelerate/state_io.h>
 #include <tessera/accelerate/tracker.h>
