@@ -15,6 +15,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/multi_tensor.h>
 #include <tessera/core/random.h>
+#include <tessera/core/state_dict.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/collectives.h>
 #include <tessera/distributed/mesh.h>
@@ -175,6 +176,7 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   std::vector<optim::PlateauSchedule*> plateau_schedules;
   std::vector<data::LoaderBase*> loaders;
   std::unique_ptr<accelerate::LoaderPlan> loader_plan;
+  std::unique_ptr<accelerate::StateIo> io;    // made at the first use
   distributed::Group* dealt_ranks = nullptr;  // that batches are dealt among
   uint64_t generation = 1;                    // of models
 
@@ -841,6 +843,71 @@ Accelerator::Counters Accelerator::counters() const {
 void Accelerator::set_counters(const Counters& counters) {
   state_->counters = counters;
   state_->begin_random_numbers();
+}
+
+// ---- State -------------------------------------------------------------------------------------
+
+namespace {
+
+StateDict to_state(const Accelerator::Counters& counters) {
+  StateDict state;
+  state.set("micro_batches", scalar_tensor(counters.micro_batches, kI64));
+  state.set("nominal_samples", scalar_tensor(counters.nominal_samples, kF64));
+  state.set("nominal_weight", scalar_tensor(counters.nominal_weight, kF64));
+  state.set("seed", scalar_tensor(static_cast<int64_t>(counters.seed), kI64));
+  return state;
+}
+
+Accelerator::Counters counters_from(const StateDict& state) {
+  return {.micro_batches = state.at("micro_batches").item<int64_t>(),
+          .nominal_samples = state.at("nominal_samples").item<double>(),
+          .nominal_weight = state.at("nominal_weight").item<double>(),
+          .seed = static_cast<uint64_t>(state.at("seed").item<int64_t>())};
+}
+
+}  // namespace
+
+accelerate::StateIo& Accelerator::state_io() {
+  std::unique_ptr<accelerate::StateIo>& io = state_->io;
+  if (!io) {
+    const accelerate::Settings& settings = state_->settings;
+    accelerate::StateIoOptions options;
+    options.project_dir = settings.project_dir.value;
+    options.automatic_naming = settings.automatic_checkpoint_naming;
+    options.total_limit = settings.total_limit;
+    options.keep_every = settings.keep_every;
+    options.keep_best = settings.keep_best;
+    options.asynchronous = settings.asynchronous_checkpoints;
+    io = std::make_unique<accelerate::StateIo>(std::move(options), world());
+  }
+  return *io;
+}
+
+accelerate::TrainingState Accelerator::training_state() {
+  accelerate::TrainingState training;
+  training.models = models();
+  training.optimizers = optimizers();
+  for (optim::Schedule* schedule : state_->schedules) training.schedules.emplace_back(*schedule);
+  for (optim::PlateauSchedule* schedule : state_->plateau_schedules) {
+    training.schedules.emplace_back(*schedule);
+  }
+  training.loaders = loaders();
+  if (state_->scaler) training.scaler.emplace(*state_->scaler);
+  training.counters.emplace([this] { return to_state(counters()); },
+                            [this](const StateDict& state) { set_counters(counters_from(state)); });
+  return training;
+}
+
+std::string Accelerator::save_state(const std::string& folder,
+                                    const accelerate::SaveStateOptions& options) {
+  counters();  // refuses an open window before anything is written
+  state_->update_scale();
+  return state_io().save_state(training_state(), folder, options);
+}
+
+accelerate::LoadedState Accelerator::load_state(const std::string& folder,
+                                                const accelerate::LoadStateOptions& options) {
+  return state_io().load_state(training_state(), folder, options);
 }
 
 std::string Accelerator::describe() const {

@@ -15,6 +15,7 @@
 //       accelerator.clip_grad_norm(model.parameters(), 1.0);
 //       optimizer.step(), schedule.step(), optimizer.zero_grad();
 //     }
+//     accelerator.save_state("run/last");
 //
 // The same program runs as one process and as N: `tessera launch -n N`. batch_size is that of one
 // rank, learning rates are used as given, schedules count optimizer updates.
@@ -60,6 +61,7 @@
 #include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/operations.h>
 #include <tessera/accelerate/process_control.h>
+#include <tessera/accelerate/state_io.h>
 #include <tessera/accelerate/tracker.h>
 #include <tessera/core/tensor.h>
 
@@ -278,13 +280,13 @@ class Accelerator : public ProcessControl {
   bool end_of_dataloader() const;  // its batch in hand is the last
   accelerate::LoaderPlan& loader_plan();
 
-  // ---- Values of all ranks: accelerate/operations.h along the data-parallel ranks
-  // (and metrics.h), with the setting `debug`.
+  // ---- Values of all ranks: accelerate/operations.h and metrics.h among data_ranks(). With the
+  // setting `debug` the ranks compare their shapes first.
   template <class T>
   T gather(T value, const std::source_location& where = std::source_location::current()) const {
     return accelerate::gather(std::move(value), data_ranks(), operation(where));
   }
-  // Each sample of the active loader once, in the order of one process.
+  // What was computed from the batch in hand of active_loader(), each sample once; see metrics.h.
   template <class T>
   T gather_for_metrics(T value,
                        const std::source_location& where = std::source_location::current()) const {
@@ -326,7 +328,22 @@ class Accelerator : public ProcessControl {
   std::vector<optim::Schedule*> schedules() const;
   std::vector<optim::PlateauSchedule*> plateau_schedules() const;
   std::vector<data::LoaderBase*> loaders() const;
-  // What a restart must know beside the objects' own states. Between windows only: ValueError.
+
+  // ---- State: accelerate/state_io.h with all prepared objects, in the order of preparation
+
+  // Between windows: ValueError while one is open. Collective.
+  std::string save_state(const std::string& folder = {},
+                         const accelerate::SaveStateOptions& options = {});
+  accelerate::LoadedState load_state(const std::string& folder = {},
+                                     const accelerate::LoadStateOptions& options = {});
+  // More objects, hooks, and an asynchronous save's end. Made at the first use.
+  accelerate::StateIo& state_io();
+  template <class... T>
+  void register_for_checkpointing(T&&... objects) {
+    state_io().register_for_checkpointing(std::forward<T>(objects)...);
+  }
+  accelerate::TrainingState training_state();
+  // What a restart must know beside the objects' own states. ValueError while a window is open.
   struct Counters {
     int64_t micro_batches = 0;                       // opened so far
     double nominal_samples = 0, nominal_weight = 0;  // 0: not known yet
