@@ -131,7 +131,8 @@ struct ModelRecord {
   bool triggered = false;  // the next backward reduces whatever no_sync says
   bool local = false;      // windows are closed on this rank alone (local SGD)
   bool explicit_weights = false;
-  double divisor = 1;  // that this rank's gradients were divided by without communication
+  bool consumed = true;  // an optimizer has stepped since the last backward
+  double divisor = 1;    // that this rank's gradients were divided by without communication
 
   ~ModelRecord() {
     for (HookHandle& handle : handles) handle.remove();
@@ -587,6 +588,7 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
                     {.retain_graph = options.retain_graph, .create_graph = options.create_graph});
 
   for (const Expected& expected : reducing) expected.record->triggered = false;
+  for (const auto& record : in_window ? own : state.models) record->consumed = false;
   std::vector<std::shared_ptr<ModelRecord>> closed;
   for (const auto& record : own) {
     const auto expected = std::ranges::find(reducing, record.get(), &Expected::record);
@@ -671,6 +673,7 @@ StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
     has_weight = has_weight || !model->window.reduced() || model->has_weight();
   }
   if (!has_weight) return StepDecision::skip("no micro-batch of the window has any weight");
+  for (const auto& model : models_of(record)) model->consumed = true;
   if (!scaler) return {};
   std::string overflow = scaler->before_step(*record.optimizer);
   return overflow.empty() ? StepDecision{} : StepDecision::skip(std::move(overflow));
@@ -735,8 +738,8 @@ void Accelerator::State::make_scaler() {
   });
 }
 
-// After the steps of all optimizers, before the next loss is scaled. What open windows hold already
-// follows the scale.
+// After the steps of all optimizers, before the next loss is scaled. Gradients that wait for their
+// step follow the scale.
 void Accelerator::State::update_scale() {
   if (!scaler || !scaler->update_is_due()) return;
   const double before = scaler->loss_scale();
@@ -745,7 +748,7 @@ void Accelerator::State::update_scale() {
   if (ratio == 1) return;
   std::unordered_set<TensorImpl*> seen;
   for (const auto& record : models) {
-    if (!record->window.pending()) continue;
+    if (record->consumed) continue;
     kernels::multi_tensor_scale(gradients_of(record->parameters, seen), &ratio);
   }
 }
