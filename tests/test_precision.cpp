@@ -84,6 +84,25 @@ TEST(GradScaler, AnOverflowLeavesTheStepOutHalvesTheScaleAndSaysWhy) {
   }
 }
 
+// KW-1: what is given counts, what is not keeps its default.
+TEST(GradScaler, KW1OptionsAreHonouredOneByOne) {
+  OneWeight one;
+  GradScaler scaler({.init_scale = 1024, .growth_factor = 4});
+  EXPECT_EQ(scaler.loss_scale(), 1024);
+  EXPECT_EQ(scaler.options().growth_interval, 2000);
+  for (int iteration = 0; iteration < 2000; ++iteration) {
+    EXPECT_EQ(scaler.loss_scale(), 1024);
+    one.set_gradient({0, 0});
+    scaler.step(one.optimizer);
+    scaler.update();
+  }
+  EXPECT_EQ(scaler.loss_scale(), 4096);
+  one.set_gradient({kInfinity, 0});
+  scaler.step(one.optimizer);
+  scaler.update();
+  EXPECT_EQ(scaler.loss_scale(), 2048);
+}
+
 TEST(GradScaler, GrowsAfterTheIntervalAndAnOverflowBeginsItAnew) {
   OneWeight one;
   GradScaler scaler({.init_scale = 4, .growth_interval = 3});
