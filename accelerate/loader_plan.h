@@ -1,9 +1,9 @@
 // How ranks share the loaders of one training, and which loader is being read.
 //
 //     LoaderPlan loaders(world(), {.even_batches = true});
-//     loaders.prepare(loader);                 // in place: the same object, now this rank's
-//     batches for (auto& batch : loader) {
-//       if (loaders.end_of_loader()) ...       // the last batch of the innermost loop
+//     loaders.prepare(loader);            // in place: the same object, now this rank's batches
+//     for (auto& batch : loader) {
+//       if (loaders.end_of_loader()) ...  // the last batch of the innermost loop
 //     }
 //
 // prepare() gives the loader another index source (a stream another share) and follows its loops.
@@ -15,11 +15,11 @@
 // sharded       every rank its own batches     batches r, r + n, r + 2n... of B
 // split         every rank its own batches     rows [r B/n, (r+1) B/n) of every batch of B
 // dispatched    rank 0 all, then a scatter     what sharded or split would give it
+// by parts      every rank its own parts       parts r, r + n... of a stream
 //
 // The end of an epoch, where it has no full turn (B n samples, split: B):
-//   even_batches  filled up with the epoch's first samples, so that all ranks have equally many
-//   full
-//                 batches. batch_samples() says how many rows of a batch count, and
+//   even_batches  filled up with the epoch's first samples: all ranks have equally many batches,
+//                 and full ones. batch_samples() says how many rows of a batch count, and
 //                 gather_for_metrics() leaves out the others.
 //   uneven        everything once: the last batches are short, some ranks have one batch less. Then
 //                 collectives in the loop need join().

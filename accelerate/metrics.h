@@ -3,20 +3,19 @@
 //     for (auto& batch : loader) {
 //       auto [predictions, targets] = gather_for_metrics(
 //           std::pair(model(batch.inputs).argmax(-1), batch.targets), loaders.active(), ranks);
-//       correct += (predictions.eq(targets)).sum();
+//       correct += predictions.eq(targets).sum();
 //     }
 //
 // Which rows count is known with each batch (data/dataloader.h, batch_samples()): those that fill
 // up the last batches of an epoch are left out on the rank that has them, before anything travels.
-// So it is exact for all sizes, modes, tails and skips, and rank 0's result is that of one process,
-// in its order where batches are dealt in turn.
+// So it is exact for all sizes, modes, tails and skips, and what every rank gets is what one
+// process would have, in its order.
 //
 // A value may be nested as for gather(). In it
-//   a tensor with a row for each row of the batch   becomes the rows that count, of all ranks
-//   a scalar tensor                                 is a value of the rank: an element for each
-//   rank a list of numbers, strings and what is made of  becomes the elements that count, of all
-//   ranks such (std::vector<std::string>) a number or a string by itself                  stays
-//   this rank's
+//   a tensor with a row for each row of the batch: becomes the rows that count, of all ranks
+//   a list of numbers, strings or what is made of such (std::vector<std::string>): the same
+//   a scalar tensor: is a value of the rank, and becomes an element for each rank
+//   a number or a string by itself: stays this rank's
 // Any other number of rows is a ShapeError on all ranks: whether it should be cut is not known. Use
 // gather() for what does not belong to samples.
 //
