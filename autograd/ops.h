@@ -343,7 +343,7 @@ struct ResidualNorm {
   Tensor residual;    // x + residual
   Tensor normalized;  // layer_norm of it
 };
-// One pass for `s = x + residual; n = layer_norm(s)`, forward and backward. Of two dtypes the wider.
+// `s = x + residual; n = layer_norm(s)` in one pass, forward and backward. Of two dtypes the wider.
 ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
                                  const Shape& normalized_shape, const Tensor& weight = {},
                                  const Tensor& bias = {}, double eps = 1e-5);

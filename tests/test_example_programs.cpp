@@ -202,6 +202,7 @@ TEST_F(Programs, WhatCannotBeReadIsNamedBeforeAnythingIsWritten) {
   };
   refused({"--data", path("missing")}, "cannot read the text '" + path("missing") + "'");
   refused({"--data", path("")}, "cannot read the text");
+  refused({"--data", "/proc/self/mem"}, "cannot read the text");  // opens; reading fails
   folder_.write("short", "too short");
   refused({"--data", path("short")}, "windows of 16 need more");
   refused({"--tokenizer", "words"}, "--tokenizer");
@@ -211,6 +212,21 @@ TEST_F(Programs, WhatCannotBeReadIsNamedBeforeAnythingIsWritten) {
   refused({"--layers", "-1"}, "--layers");
   refused({"--no-such-option"}, "--no-such-option");
   expect_refusal(run_process(generate(path("missing"))), path("missing"));
+}
+
+TEST_F(Programs, AConfigThatAsksForMoreThanTheWeightsHoldIsRefused) {
+  ASSERT_EQ(run_process(small({"--save", path("model"), "--steps", "1"})).code(), 0);
+  const std::string config = folder_.read("model/config.json");
+  const int64_t billion = 1000000000;
+  for (const auto& [field, value] :
+       {std::pair("n_layer", billion), std::pair("n_embd", billion * billion),
+        std::pair("n_embd", billion), std::pair("vocab_size", billion),
+        std::pair("n_positions", billion), std::pair("n_inner", -billion)}) {
+    Json changed = Json::parse(config);
+    changed[field] = value;
+    folder_.write("model/config.json", changed.dump());
+    expect_refusal(run_process(generate(path("model"))), path("model/config.json"));
+  }
 }
 
 TEST_F(Programs, ABadFolderToResumeFromIsNamed) {

@@ -2,8 +2,8 @@
 
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 #include <utility>
+#include <vector>
 
 #include <tessera/core/atomic_file.h>
 #include <tessera/core/mapped_file.h>
@@ -39,12 +39,17 @@ Corpus read_corpus(const std::string& text_file, const data::Tokenizer& tokenize
                    int64_t context) {
   std::ifstream file(text_file, std::ios::binary);
   std::error_code ignored;  // a folder opens, and reads as an empty file
-  const bool readable = file && !std::filesystem::is_directory(text_file, ignored);
+  bool readable = file && !std::filesystem::is_directory(text_file, ignored);
+  std::string text;
+  std::vector<char> piece(size_t{1} << 20);
+  while (readable && file) {
+    file.read(piece.data(), static_cast<std::streamsize>(piece.size()));
+    text.append(piece.data(), static_cast<size_t>(file.gcount()));
+    readable = !file.bad();  // an error on the way
+  }
   TS_CHECK_AS(IoError, readable, "corpus", "cannot read the text '", text_file,
               "'; give --data a file that exists and can be read");
-  std::ostringstream text;
-  text << file.rdbuf();
-  const std::vector<data::TokenId> ids = tokenizer.encode(text.str());
+  const std::vector<data::TokenId> ids = tokenizer.encode(text);
   const auto tokens = data::TokenArray::from_ids(ids, tokenizer.vocab_size());
   const int64_t boundary = tokens.size() * 9 / 10;
   TS_CHECK_AS(ConfigError, boundary > context && tokens.size() - boundary >= 2, "corpus", "'",

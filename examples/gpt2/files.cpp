@@ -1,4 +1,5 @@
 // Folders of transformers: config.json and model.safetensors.
+#include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -25,6 +26,23 @@ bool is_mask(std::string_view name) {
   return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
 }
 
+// Before a model is made: a damaged config.json would ask for any amount of memory.
+void check_sizes(const GptConfig& config, const std::string& path, const SafeTensorsFile& weights) {
+  double held = 0;
+  for (const SafeTensorsEntry& entry : weights.entries()) {
+    held += static_cast<double>(numel_of(entry.shape));
+  }
+  const double width = static_cast<double>(config.width);
+  const double block = 4 * width * width + 2 * width * static_cast<double>(config.inner_width());
+  const double needed =
+      static_cast<double>(config.layers) * block +
+      (static_cast<double>(config.vocab_size) + static_cast<double>(config.context)) * width;
+  TS_CHECK_AS(FormatError, needed <= held, path, "n_layer ", config.layers, ", n_embd ",
+              config.width, ", n_positions ", config.context, " and vocab_size ", config.vocab_size,
+              " make ", needed, " weights; '", weights.path(), "' holds ", held,
+              "; get both files again from one place");
+}
+
 }  // namespace
 
 void GptConfig::check() const {
@@ -33,6 +51,10 @@ void GptConfig::check() const {
   };
   positive("vocab_size", vocab_size), positive("context", context), positive("width", width);
   positive("layers", layers), positive("heads", heads);
+  constexpr int64_t kLargest = int64_t{1} << 31;  // products of two sizes are numbers, too
+  TS_CHECK_AS(ConfigError, std::max({vocab_size, context, width, inner}) < kLargest && inner >= 0,
+              "gpt2", "vocab_size, context, width and inner must be below 2^31; got ", vocab_size,
+              ", ", context, ", ", width, " and ", inner);
   TS_CHECK_AS(ConfigError, width % heads == 0, "gpt2", "width must be a multiple of heads; got ",
               width, " and ", heads);
   TS_CHECK_AS(ConfigError, dropout >= 0 && dropout < 1, "gpt2", "dropout must be in [0, 1); got ",
@@ -114,7 +136,9 @@ void Gpt::load_weights(const std::string& path) {
 
 std::unique_ptr<Gpt> Gpt::load(const std::string& folder) {
   const std::filesystem::path path(folder);
-  const GptConfig config = GptConfig::read((path / "config.json").string());
+  const std::string config_path = (path / "config.json").string();
+  const GptConfig config = GptConfig::read(config_path);
+  check_sizes(config, config_path, SafeTensorsFile((path / "model.safetensors").string()));
   nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
   defaults.initialise = false;
   const nn::ParameterDefaultsGuard guard(defaults);
