@@ -160,6 +160,13 @@ TEST(Max, GivesTheGradientOfANanToTheNans) {
   EXPECT_EQ(x.grad().to_vector(), (std::vector<double>{0, 0.5, 0, 0.5}));
 }
 
+TEST(Cumprod, OfOneFactorPassesTheGradientOn) {
+  const Tensor x = tensor({std::numeric_limits<double>::infinity(), 0, 2}).view({3, 1}).clone();
+  x.set_requires_grad();
+  cumprod(x, 1).sum().backward();
+  EXPECT_EQ(x.grad().to_vector(), (std::vector<double>{1, 1, 1}));
+}
+
 TEST(Integers, AreDividedByZeroOnlyWhereThereIsSomethingToDivide) {
   const Tensor none = zeros({0, 2}, {.dtype = kU8}), zero = scalar_tensor(0, kU8);
   EXPECT_EQ(remainder(none, zero).shape(), (Shape{0, 2}));

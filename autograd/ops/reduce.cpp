@@ -204,8 +204,8 @@ Tensor cumprod(const Tensor& x, int64_t dim) {
       [=](Inputs in) { return kernels::cumprod(in[0], wrapped, sum_dtype(in[0].dtype())); },
       [=](Grads dy, const Saved& s) {
         const Tensor x = s.input(0), y = s.output();
+        if (x.dim() == 0 || x.size(wrapped) == 1) return dy[0];
         const Tensor sums = running_sum(mul(dy[0], y), wrapped, true);
-        if (x.dim() == 0) return dy[0];
         if (!has_zero(x)) return div(sums, x);
         // In front of the first zero as above; at it, the products without it; 0 behind.
         const Tensor zero = eq(x, 0), zeros_so_far = cumsum(zero, wrapped);
