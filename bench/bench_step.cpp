@@ -3,6 +3,9 @@
 //
 //     bench_step --vocab 50304 --dtype bf16 --steps 10 --profile
 //
+// --dtype: f32; bf16: parameters too, with f32 masters; autocast-bf16: f32 parameters, as
+// torch.autocast has it; autocast-fp16: with loss scaling.
+//
 // Prints one JSON line: median ms/step, tokens/s, resident memory over start-up.
 #include <time.h>
 #include <unistd.h>
@@ -23,6 +26,8 @@
 #include <tessera/core/profiler.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
+#include <tessera/precision/autocast.h>
+#include <tessera/precision/grad_scaler.h>
 
 #include "gpt2/model.h"
 
@@ -52,6 +57,15 @@ double cpu_ms() {
   timespec time{};
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
   return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) * 1e-6;
+}
+
+precision::Policy policy_of(const std::string& dtype) {
+  if (dtype == "f32") return precision::Policy::f32();
+  if (dtype == "bf16") return precision::Policy::pure(kBF16);
+  if (dtype == "autocast-bf16") return precision::Policy::autocast(kBF16);
+  if (dtype == "autocast-fp16") return precision::Policy::autocast(kF16);
+  TS_THROW(ValueError, "bench_step", "--dtype is f32, bf16, autocast-bf16 or autocast-fp16; got '",
+           dtype, "'");
 }
 
 struct Options {
@@ -91,8 +105,7 @@ Options parse(int argc, char** argv) {
       options.dtype = argv[++i];
     }
   }
-  TS_CHECK(options.dtype == "f32" || options.dtype == "bf16", "bench_step",
-           "--dtype is f32 or bf16; got '", options.dtype, "'");
+  (void)policy_of(options.dtype);
   return options;
 }
 
@@ -104,8 +117,11 @@ class Bench {
                 .width = options.width,
                 .layers = options.layers,
                 .heads = options.heads}),
-        optimizer_(in_dtype(options.dtype).named_parameters(),
-                   {.lr = 3e-4, .betas = {0.9, 0.99}, .weight_decay = 0.1}) {
+        applied_(apply(model_, policy_of(options.dtype))),
+        optimizer_(model_.named_parameters(),
+                   {.lr = 3e-4, .betas = {0.9, 0.99}, .weight_decay = 0.1}),
+        scaler_({.enabled = applied_.policy().needs_loss_scaling()}) {
+    optimizer_.begin_masters(applied_.take_originals());
     const Tensor tokens = randint(0, options.vocab, {options.batch_size, options.context + 1});
     inputs_ = tokens.narrow(1, 0, options.context).contiguous();
     targets_ = tokens.narrow(1, 1, options.context).contiguous();
@@ -113,9 +129,12 @@ class Bench {
 
   double step() {
     const gpt2::GptOutput out = model_(inputs_, targets_);
-    out.loss.backward();
-    optim::clip_grad_norm(model_.parameters(), 1.0, {.fold_into = &optimizer_});
-    optimizer_.step();
+    scaler_.scale(out.loss).backward();
+    scaler_.unscale(optimizer_);
+    scaler_.note_norm(optimizer_,
+                      optim::clip_grad_norm(model_.parameters(), 1.0, {.fold_into = &optimizer_}));
+    scaler_.step(optimizer_);
+    scaler_.update();
     optimizer_.zero_grad();
     return out.loss.item();
   }
@@ -135,13 +154,10 @@ class Bench {
   double loss() const { return loss_; }
 
  private:
-  gpt2::Gpt& in_dtype(const std::string& dtype) {
-    if (dtype == "bf16") model_.to(kBF16);
-    return model_;
-  }
-
   gpt2::Gpt model_;
+  precision::AppliedPolicy applied_;
   optim::AdamW optimizer_;
+  precision::GradScaler scaler_;
   Tensor inputs_, targets_;
   double loss_ = 0;
 };

@@ -35,7 +35,8 @@ parser.add_argument("--heads", type=int, default=6)
 parser.add_argument("--context", type=int, default=256)
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--vocab", type=int, default=256)
-parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32", help="bf16 is torch.autocast")
+parser.add_argument("--dtype", choices=["f32", "bf16", "autocast-bf16", "autocast-fp16"],
+                    default="f32", help="all but f32 are torch.autocast; fp16 with a GradScaler")
 parser.add_argument("--compile", action="store_true")
 parser.add_argument("--threads", type=int, default=2)
 parser.add_argument("--warmup", type=int, default=3)
@@ -101,13 +102,18 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.99), we
 tokens = torch.randint(arguments.vocab, (arguments.batch_size, arguments.context + 1))
 inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
+low = torch.float16 if arguments.dtype == "autocast-fp16" else torch.bfloat16
+scaler = torch.amp.GradScaler("cpu", enabled=low == torch.float16)
+
 
 def step():
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.dtype == "bf16"):
+    with torch.autocast("cpu", dtype=low, enabled=arguments.dtype != "f32"):
         loss = forward(inputs, targets)
-    loss.backward()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    scaler.step(optimizer)
+    scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return loss.item()
 

@@ -86,7 +86,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tessera", default="build/bench/bench_step", help="the program bench_step")
     parser.add_argument("--vocab", type=int, nargs="+", default=[256, 50304])
-    parser.add_argument("--dtype", nargs="+", default=["f32", "bf16"], choices=["f32", "bf16"])
+    parser.add_argument("--dtype", nargs="+", default=["f32", "bf16"],
+                        choices=["f32", "bf16", "autocast-bf16", "autocast-fp16"],
+                        help="bf16: parameters too in tessera, torch.autocast in PyTorch")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="steps a turn")
@@ -98,7 +100,7 @@ def main():
     arguments = parser.parse_args()
 
     cells = []
-    print(f"{'vocab':>6} {'dtype':>5}  {'program':<16} {'ms/step':>9} {'tokens/s':>9} "
+    print(f"{'vocab':>6} {'dtype':>13}  {'program':<16} {'ms/step':>9} {'tokens/s':>9} "
           f"{'speed of tessera':>17} {'memory MiB':>11} {'peak MiB':>9}")
     for vocab in arguments.vocab:
         for dtype in arguments.dtype:
@@ -109,13 +111,13 @@ def main():
                 if name not in cell:
                     continue
                 row = cell[name]
-                print(f"{vocab:>6} {dtype:>5}  {name:<16} {row['ms_per_step']:>9.1f} "
+                print(f"{vocab:>6} {dtype:>13}  {name:<16} {row['ms_per_step']:>9.1f} "
                       f"{2048 / row['ms_per_step'] * 1e3:>9.0f} "
                       f"{row['ms_per_step'] / ours:>16.2f}x {row['resident_bytes'] / 2**20:>11.0f} "
                       f"{row['peak_resident_bytes'] / 2**20:>9.0f}", flush=True)
             if "gemm_share" in cell:
                 share = cell["gemm_share"]
-                print(f"{'':>14}GEMM is {share:.0%} of PyTorch's eager step: at equal GEMM, at most "
+                print(f"{'':>22}GEMM is {share:.0%} of PyTorch's eager step: at equal GEMM, at most "
                       f"{1 / share:.2f}x", flush=True)
     if arguments.json:
         path = pathlib.Path(arguments.json)
