@@ -208,6 +208,39 @@ TEST(Attention, BitsDoNotDependOnTheThreadCount) {
   set_num_threads(before);
 }
 
+// A power of two in front of the values, or an infinity among them, changes nothing else: however
+// f32 products are made.
+TEST(Attention, EnormousAndInfiniteValuesGoWhereTheyBelong) {
+  const Shape shape{1, 2, 64, 32};
+  const Tensor q = random_tensor(shape, kF32, 1), k = random_tensor(shape, kF32, 2);
+  const AttentionSpec spec{.scale = 0.2, .causal = true};
+  const Tensor plain_v = random_tensor(shape, kF32, 3), v = random_tensor(shape, kF32, 3);
+  const Tensor plain = attention(q, k, plain_v, spec).output;
+  for (int64_t i = 0; i < v.numel(); ++i) v.data_as<float>()[i] *= 0x1p100f;
+  Tensor scaled = attention(q, k, v, spec).output;
+  for (int64_t h = 0; h < 2; ++h) {
+    for (int64_t t = 0; t < 64; ++t) {
+      for (int64_t e = 0; e < 32; ++e) {
+        ASSERT_NEAR(at(scaled, 0, h, t, e) * 0x1p-100, at(plain, 0, h, t, e), 1e-5);
+      }
+    }
+  }
+  for (int64_t i = 0; i < v.numel(); ++i) v.data_as<float>()[i] *= 0x1p-100f;
+  v.data_as<float>()[40 * 32 + 5] = INFINITY;  // head 0, key 40
+  scaled = attention(q, k, v, spec).output;
+  for (int64_t h = 0; h < 2; ++h) {
+    for (int64_t t = 0; t < 64; ++t) {
+      for (int64_t e = 0; e < 32; ++e) {
+        if (h == 0 && t >= 40 && e == 5) {
+          EXPECT_EQ(at(scaled, 0, h, t, e), INFINITY) << t;
+        } else if (h == 1 || e != 5 || t < 32) {  // a hidden key of the same block gives 0 * inf
+          EXPECT_NEAR(at(scaled, 0, h, t, e), at(plain, 0, h, t, e), 1e-5) << h << t << e;
+        }
+      }
+    }
+  }
+}
+
 TEST(Attention, MetaTensorsGiveShapes) {
   const Tensor q = raw::empty({2, 3, 5, 8}, kBF16, kMeta);
   const AttentionResult result = attention(q, q, q, {});

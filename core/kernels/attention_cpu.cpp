@@ -18,7 +18,7 @@ AttentionProblem problem_of(const Tensor& query, const Tensor& key, const Tensor
                             const AttentionSpec& spec) {
   AttentionProblem problem{};
   problem.dtype = query.dtype();
-  problem.use_amx = query.dtype() == kBF16 && has_amx();
+  problem.use_amx = (query.dtype() == kBF16 || query.dtype() == kF32) && has_amx();
   problem.B = query.size(0);
   problem.H = query.size(1);
   problem.Hk = key.size(1);

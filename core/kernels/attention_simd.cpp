@@ -8,6 +8,7 @@
 //             only grad_query += dS K packs its left side once more
 #include <tessera/core/kernels/attention_head.h>
 #include <tessera/core/kernels/gemm_block.h>
+#include <tessera/core/kernels/gemm_split.h>
 #include <tessera/core/math.h>
 
 namespace tessera::kernels::TS_SIMD {
@@ -136,12 +137,11 @@ struct ForwardBuffers {
 
   ForwardBuffers(const AttentionProblem& p, void* scratch) {
     Arena arena(scratch);
-    const int64_t keys_padded = round_up(Kernel::padded_depth(p.S), kR);
     keys = arena.take<Value>(round_up(p.S, kR) * Kernel::padded_depth(p.E));
     values = arena.take<Value>(round_up(p.Ev, kR) * Kernel::padded_depth(p.S));
     queries = arena.take<Value>(kC * Kernel::padded_depth(p.E));
-    panel = arena.take<Value>(kC * keys_padded);
-    scores = arena.take<A>(kC * keys_padded);
+    panel = arena.take<Value>(kC * Kernel::padded_depth(p.S));
+    scores = arena.take<A>(kC * round_up(p.S, kR));
     bias = arena.take<A>(p.has_mask ? kC * p.S : 0);
     keep = arena.take<A>(p.dropout > 0 ? kC * p.S : 0);
     transposed = arena.take<A>(round_up(p.Ev, kR) * kC);
@@ -249,7 +249,7 @@ struct BackwardBuffers {
 
   BackwardBuffers(const AttentionProblem& p, void* scratch) {
     Arena arena(scratch);
-    const int64_t depth_T = Kernel::padded_depth(p.T), rows_T = round_up(depth_T, kR);
+    const int64_t depth_T = Kernel::padded_depth(p.T), rows_T = round_up(p.T, kR);
     const int64_t widest = p.E > p.Ev ? p.E : p.Ev;
     query_rows = arena.take<Value>(rows_T * Kernel::padded_depth(p.E));
     grad_rows = arena.take<Value>(rows_T * Kernel::padded_depth(p.Ev));
@@ -258,7 +258,7 @@ struct BackwardBuffers {
     key_panel = arena.take<Value>(kC * Kernel::padded_depth(p.E));
     value_panel = arena.take<Value>(kC * Kernel::padded_depth(p.Ev));
     key_rows_panel = arena.take<Value>(round_up(p.E, kC) * Kernel::padded_depth(kC));
-    panel = arena.take<Value>(rows_T * kC);
+    panel = arena.take<Value>(kC * depth_T);
     left = arena.take<Value>(rows_T * Kernel::padded_depth(kC));
     scores = arena.take<A>(rows_T * kC);
     grad_scores = arena.take<A>(rows_T * kC);
@@ -369,11 +369,13 @@ void backward_query_head(const AttentionProblem& p, const BackwardBuffers<Kernel
       }
     }
     const auto* panel = as_panel<Kernel>(buffers.scores, depth, buffers.panel);
-    multiply_panels<Kernel>(round_up(p.Ev, kR), kC, depth, buffers.grad_columns + first * kR, panel,
+    multiply_panels<Kernel>(round_up(p.Ev, kR), kC, depth,
+                            buffers.grad_columns + Kernel::padded_depth(first) * kR, panel,
                             buffers.transposed, kC, false, p.T);
     add_transposed<A, kC>(buffers.transposed, p.Ev, buffers.rows, buffers.grad_value + s0 * p.Ev);
     panel = as_panel<Kernel>(buffers.grad_scores, depth, buffers.panel);
-    multiply_panels<Kernel>(round_up(p.E, kR), kC, depth, buffers.query_columns + first * kR, panel,
+    multiply_panels<Kernel>(round_up(p.E, kR), kC, depth,
+                            buffers.query_columns + Kernel::padded_depth(first) * kR, panel,
                             buffers.transposed, kC, false, p.T);
     add_transposed<A, kC>(buffers.transposed, p.E, buffers.rows, buffers.grad_key + s0 * p.E);
     pack_rows<Kernel>(buffers.grad_scores, kC, 1, depth, count, buffers.left);
@@ -407,11 +409,43 @@ void backward(const AttentionProblem& p, int64_t batch, int64_t key_head, void* 
              p.grad_value.column_stride);
 }
 
-// Calls f<Kernel, T>() for the problem's dtype.
-template <class F>
-auto with_kernel(const AttentionProblem& p, F&& f) {
 #if defined(TESSERA_AMX_KERNEL)
-  if (p.use_amx) return f.template operator()<AmxKernel, bf16>();
+// Products of probabilities and gradients with these stay far from the end of the range.
+constexpr uint32_t kLargestAttended = uint32_t{127 + 30} << 23;
+
+bool all_small(const HeadView& view, int64_t batch, int64_t head, int64_t rows, int64_t columns) {
+  const float* data = head_of<float>(view, batch, head);
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    const float* row = data + i * view.row_stride;
+    for (int64_t j = 0; j < columns; ++j) {
+      const uint32_t magnitude =
+          __builtin_bit_cast(uint32_t, row[j * view.column_stride]) & 0x7fffffff;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+  }
+  return largest < kLargestAttended;
+}
+
+// f32 in three bf16 parts: not for few queries, whose time is the packing of keys and values, nor
+// for infinities, NaN and enormous numbers.
+bool splits(const AttentionProblem& p) { return p.use_amx && p.dtype == kF32 && p.T >= 32; }
+bool splits_keys(const AttentionProblem& p, int64_t batch, int64_t key_head) {
+  return splits(p) && all_small(p.key, batch, key_head, p.S, p.E) &&
+         all_small(p.value, batch, key_head, p.S, p.Ev);
+}
+#else
+bool splits(const AttentionProblem&) { return false; }
+bool splits_keys(const AttentionProblem&, int64_t, int64_t) { return false; }
+bool all_small(const HeadView&, int64_t, int64_t, int64_t, int64_t) { return false; }
+#endif
+
+// Calls f<Kernel, T>() for the problem's dtype; `split`: f32 in parts.
+template <class F>
+auto with_kernel(const AttentionProblem& p, [[maybe_unused]] bool split, F&& f) {
+#if defined(TESSERA_AMX_KERNEL)
+  if (p.use_amx && p.dtype == kBF16) return f.template operator()<AmxKernel, bf16>();
+  if (split) return f.template operator()<SplitAmxKernel, float>();
 #endif
   switch (p.dtype) {
     case kF64:
@@ -428,19 +462,32 @@ auto with_kernel(const AttentionProblem& p, F&& f) {
 }  // namespace
 
 int64_t attention_scratch_bytes(const AttentionProblem& p, bool is_backward) {
-  return with_kernel(p, [&]<class Kernel, class T>() {
-    return is_backward ? BackwardBuffers<Kernel>(p, nullptr).bytes
-                       : ForwardBuffers<Kernel>(p, nullptr).bytes;
-  });
+  int64_t most = 0;
+  for (const bool split : {false, splits(p)}) {
+    const int64_t bytes = with_kernel(p, split, [&]<class Kernel, class T>() {
+      return is_backward ? BackwardBuffers<Kernel>(p, nullptr).bytes
+                         : ForwardBuffers<Kernel>(p, nullptr).bytes;
+    });
+    most = bytes > most ? bytes : most;
+  }
+  return most;
 }
 
 void attention_head(const AttentionProblem& p, int64_t batch, int64_t head, void* scratch) {
-  with_kernel(p, [&]<class Kernel, class T>() { forward<Kernel, T>(p, batch, head, scratch); });
+  const bool split =
+      splits_keys(p, batch, head / (p.H / p.Hk)) && all_small(p.query, batch, head, p.T, p.E);
+  with_kernel(p, split,
+              [&]<class Kernel, class T>() { forward<Kernel, T>(p, batch, head, scratch); });
 }
 
 void attention_head_backward(const AttentionProblem& p, int64_t batch, int64_t key_head,
                              void* scratch) {
-  with_kernel(p,
+  const int64_t group = p.H / p.Hk;
+  bool split = splits_keys(p, batch, key_head);
+  for (int64_t i = key_head * group; split && i < (key_head + 1) * group; ++i) {
+    split = all_small(p.query, batch, i, p.T, p.E) && all_small(p.grad_output, batch, i, p.T, p.Ev);
+  }
+  with_kernel(p, split,
               [&]<class Kernel, class T>() { backward<Kernel, T>(p, batch, key_head, scratch); });
 }
 

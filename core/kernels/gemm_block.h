@@ -495,7 +495,7 @@ inline void pack_columns(const Source* source, int64_t k_stride, int64_t column_
 
 // c (+)= a b for packed operands; c: (rows, columns), row stride ldc. Between begin() and end().
 // Where a's panels are deeper than this product, a_depth is their depth; position d of their depth
-// lies kRows * d elements on (AmxKernel: d a multiple of 32).
+// lies kRows * padded_depth(d) elements on (on AMX tiles d is a multiple of 32).
 template <class Kernel>
 inline void multiply_panels(int64_t rows, int64_t columns, int64_t depth,
                             const typename Kernel::Value* a, const typename Kernel::Value* b,

@@ -149,6 +149,16 @@ struct SplitAmxKernel {
     return result;
   }
 
+  // One panel of numbers that are known to be under kLargestSplit.
+  static void pack_a(const float* source, int64_t row_stride, int64_t k_stride, int64_t rows,
+                     int64_t depth, Value* panel) {
+    pack<false>(source, row_stride, k_stride, rows, depth, panel);
+  }
+  static void pack_b(const float* source, int64_t k_stride, int64_t column_stride, int64_t columns,
+                     int64_t depth, Value* panel) {
+    pack<true>(source, column_stride, k_stride, columns, depth, panel);
+  }
+
   // c: (kRows, kColumns) with row stride ldc; set, or added to where accumulate. Tiles 0 to 3 hold
   // c, 4 and 5 a part of A, 6 and 7 one of B.
   static TS_HD void multiply(int64_t depth, const Value* a, const Value* b, Accumulator* c,
