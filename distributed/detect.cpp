@@ -174,14 +174,14 @@ void read_launcher_settings(const Environment& environment, LaunchInfo& info) {
     if (const std::string* token = find(environment, "TESSERA_STORE_TOKEN")) address.token = *token;
     info.store = address;
   }
-  if (const std::string* text = find(environment, "TESSERA_COLLECTIVE_TIMEOUT")) {
-    info.collective_timeout = parse_seconds("TESSERA_COLLECTIVE_TIMEOUT", *text);
-  }
-  if (const std::string* text = find(environment, "TESSERA_INIT_TIMEOUT")) {
-    info.init_timeout = parse_seconds("TESSERA_INIT_TIMEOUT", *text);
-  }
-  if (const std::string* text = find(environment, "TESSERA_GRACE")) {
-    info.grace = parse_seconds("TESSERA_GRACE", *text);
+  const std::pair<const char*, std::optional<Milliseconds>*> times[] = {
+      {"TESSERA_COLLECTIVE_TIMEOUT", &info.collective_timeout},
+      {"TESSERA_INIT_TIMEOUT", &info.init_timeout},
+      {"TESSERA_FIRST_STEP_TIMEOUT", &info.first_step_timeout},
+      {"TESSERA_SAVE_TIMEOUT", &info.save_timeout},
+      {"TESSERA_GRACE", &info.grace}};
+  for (const auto& [name, time] : times) {
+    if (const std::string* text = find(environment, name)) *time = parse_seconds(name, *text);
   }
   if (const std::string* text = find(environment, "TESSERA_TRANSPORT")) info.transport = *text;
   if (const std::string* text = find(environment, "TESSERA_NODE_OF_RANK")) info.node_groups = *text;

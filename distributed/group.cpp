@@ -104,8 +104,12 @@ struct Work::State {
   std::vector<Tensor> keep;
   std::vector<std::pair<Tensor, Tensor>> copy_back;
   bool delivered = false;   // wait() has copied back
+  bool answered = false;    // someone waited, or the caller has an error of its own
   std::vector<Work> parts;  // of a coalesced call
 
+  ~State() {
+    if (group && !answered && !error.empty()) group->note_unseen(record, number, error);
+  }
   void finish(std::string failure, double end_on_clock) {
     {
       const std::lock_guard lock(mutex);
@@ -135,6 +139,7 @@ void Work::wait() const {
   for (const Work& part : state.parts) part.wait();
   if (state.group) {
     RankContext& context = rank_context();
+    state.answered = true;
     if (context.mutation == Mutation::kSkipWait) return;
     if (context.hooks.before_wait) context.hooks.before_wait(state.record);
     CommTrace& trace = state.group->trace();
@@ -159,6 +164,7 @@ void Work::wait() const {
     }
     trace.waited(state.number, begin, context.clock ? context.clock->now : trace.seconds());
     if (!error.empty()) {
+      state.group->note_raised();
       if (!context.dump_directory.empty()) {
         const std::string path =
             context.dump_directory + "/comm-rank-" + std::to_string(context.rank) + ".json";
@@ -224,6 +230,7 @@ Work Group::start(Request request, const CollectiveOptions& options) {
   const bool peer_call =
       request.operation == Operation::kSend || request.operation == Operation::kRecv;
   if (size() == 1 && !peer_call && request.operation != Operation::kInvalid) return local(request);
+  if (request.operation != Operation::kInvalid) raise_unseen(options);
 
   RankContext& context = rank_context();
   auto state = std::make_shared<Work::State>();
@@ -249,6 +256,8 @@ Work Group::start(Request request, const CollectiveOptions& options) {
       options.timeout_seconds > 0 ? options.timeout_seconds : context.timeouts.collective;
   state->keep = std::move(request.keep);
   state->copy_back = std::move(request.copy_back);
+  // Who made a mistake hears of it at once, and what the others say of it is no news.
+  state->answered = request.operation == Operation::kInvalid || !request.mistake.empty();
 
   const bool issue = !context.hooks.before_issue || context.hooks.before_issue(record);
   state->number = trace_->add(record);
@@ -338,6 +347,41 @@ void Group::checked(Operation operation, const CollectiveOptions& options, Check
   } catch (...) {
     invalid(options, name_of(operation));
   }
+}
+
+// Any thread: the last of a Work may go where its transfer ended.
+void Group::note_unseen(const CommRecord& record, int64_t number, const std::string& error) {
+  const std::string text = record.describe() + " of '" + name_ + "' failed: " + error;
+  {
+    const std::lock_guard lock(failures_mutex_);
+    // After an error was raised the calls that were under way with it are let go, as they should.
+    if (number <= raised_until_ || !unseen_failure_.empty()) return;
+    unseen_failure_ = text;
+  }
+  std::fprintf(stderr, "tessera: nobody waited for a collective: %s\n", text.c_str());
+}
+
+void Group::note_raised() {
+  const std::lock_guard lock(failures_mutex_);
+  raised_until_ = trace_->next() - 1;
+  unseen_failure_.clear();
+}
+
+// The others, who may call what is right, learn why this rank does not.
+void Group::raise_unseen(const CollectiveOptions& options) {
+  std::string text;
+  {
+    const std::lock_guard lock(failures_mutex_);
+    text = std::exchange(unseen_failure_, {});
+    if (!text.empty()) raised_until_ = trace_->next() - 1;
+  }
+  if (text.empty()) return;
+  CollectiveOptions reason = options;
+  const std::string said = "a call after one that failed unseen (" + text + ")";
+  reason.tag = said;
+  if (options.channel != Channel::kPeer) start({.operation = Operation::kInvalid}, reason);
+  TS_THROW(DistributedError, name_, "nobody waited for an earlier call, and ", text,
+           "; wait for every Work");
 }
 
 std::string Group::late_ranks(const CommRecord& record, double waited) {

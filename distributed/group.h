@@ -15,6 +15,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <source_location>
 #include <span>
 #include <string>
@@ -40,7 +41,8 @@ class Work {
  public:
   Work() = default;  // nothing: waits for nothing
   bool valid() const { return state_ != nullptr; }
-  // Until the results are in the tensors. Rethrows what went wrong: DistributedError.
+  // Until the results are in the tensors. Rethrows what went wrong: DistributedError. A failure
+  // that nobody waits for is not lost: a line on stderr says it, and the group's next call raises.
   void wait() const;
   bool completed() const;    // the transfer has ended; wait() no longer blocks
   int64_t sequence() const;  // of its channel, 0 where nothing was issued
@@ -128,6 +130,9 @@ class Group : public std::enable_shared_from_this<Group> {
   Work local(Request& request);
   Request message(Operation operation, const Tensor& tensor, int peer, int tag,
                   const CollectiveOptions& options);
+  void note_unseen(const CommRecord& record, int64_t number, const std::string& error);
+  void note_raised();
+  void raise_unseen(const CollectiveOptions& options);
   [[noreturn]] void invalid(const CollectiveOptions& options, std::string_view operation);
   std::string late_ranks(const CommRecord& record, double waited);
   void check_rank(int rank, std::string_view what) const;
@@ -149,6 +154,10 @@ class Group : public std::enable_shared_from_this<Group> {
   int64_t peer_calls_ = 0;
   int splits_ = 0;
   bool shut_down_ = false;
+  // Failures: up to which call of the trace wait() has raised one, and the first that nobody saw.
+  std::mutex failures_mutex_;
+  int64_t raised_until_ = -1;
+  std::string unseen_failure_;
 };
 
 // The world group of the current Context: one rank where nothing was initialised.

@@ -163,11 +163,17 @@ ProcessGroup::ProcessGroup(const ProcessGroupOptions& options) : state_(std::mak
   context.world_size = info.world_size;
   context.local_rank = info.local_rank;
   context.local_world_size = info.local_world_size;
-  if (options.collective_timeout_seconds > 0) {
-    context.timeouts.collective = options.collective_timeout_seconds;
-  } else if (info.collective_timeout) {
-    context.timeouts.collective = static_cast<double>(info.collective_timeout->count()) / 1000;
-  }
+  const auto set_timeout = [](double& timeout, double given, std::optional<Milliseconds> launched) {
+    if (given > 0) {
+      timeout = given;
+    } else if (launched) {
+      timeout = static_cast<double>(launched->count()) / 1000;
+    }
+  };
+  Timeouts& timeouts = context.timeouts;
+  set_timeout(timeouts.collective, options.collective_timeout_seconds, info.collective_timeout);
+  set_timeout(timeouts.first_step, options.first_step_timeout_seconds, info.first_step_timeout);
+  set_timeout(timeouts.save, options.save_timeout_seconds, info.save_timeout);
   if (const char* directory = std::getenv("TESSERA_DUMP_DIR")) context.dump_directory = directory;
   std::vector<int> ranks;
   for (int r = 0; r < info.world_size; ++r) ranks.push_back(r);

@@ -58,6 +58,11 @@ TimeoutScope::TimeoutScope(double seconds) : previous_(rank_context().timeouts.c
   TS_CHECK(seconds > 0, "TimeoutScope", "a timeout is positive; given ", seconds, " s");
   rank_context().timeouts.collective = seconds;
 }
+TimeoutScope::TimeoutScope(double Timeouts::*timeout)
+    : previous_(rank_context().timeouts.collective) {
+  Timeouts& timeouts = rank_context().timeouts;
+  timeouts.collective = std::max(timeouts.collective, timeouts.*timeout);
+}
 TimeoutScope::~TimeoutScope() { rank_context().timeouts.collective = previous_; }
 
 }  // namespace tessera::distributed

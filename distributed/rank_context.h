@@ -24,6 +24,9 @@ class Watchdog;
 struct Timeouts {
   double init = 600;        // start of a group, which needs every rank
   double collective = 600;  // everything else
+  // Where ranks may legitimately be far apart; 0, or less than `collective`: as collective.
+  double first_step = 0;  // replicate(): until the first gradients are reduced
+  double save = 0;        // checkpoints: waits for the other ranks' writing
 };
 
 // Deliberate bugs, for tests that prove that tests would see them.
@@ -92,6 +95,8 @@ class PhaseScope {
 class TimeoutScope {
  public:
   explicit TimeoutScope(double seconds);  // ValueError unless positive
+  // One of the context's, where it is longer than what holds now.
+  explicit TimeoutScope(double Timeouts::*timeout);
   ~TimeoutScope();
   TimeoutScope(const TimeoutScope&) = delete;
   TimeoutScope& operator=(const TimeoutScope&) = delete;

@@ -636,6 +636,30 @@ TEST(Failures, AbortEndsWhatIsUnderWayAndRefusesWhatComes) {
   });
 }
 
+TEST(Failures, OfAWorkThatNobodyWaitsForAreSaidAndRaisedByTheNextCall) {
+  testing::internal::CaptureStderr();
+  run_ranks(2, [](int rank) {
+    const Tensor x = zeros({4});
+    const auto differ = [&] { return rank == 0 ? world().all_reduce(x) : world().broadcast(x, 0); };
+    // Calls have ended when all ranks have come here, twice: the second is after the first's end.
+    const auto let_it_end = [] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); };
+    differ();
+    let_it_end();
+    const std::string message = message_of([&] { all_reduce(x); });
+    EXPECT_NE(message.find("nobody waited for an earlier call"), std::string::npos) << message;
+    EXPECT_NE(message.find("ranks call different things here"), std::string::npos) << message;
+    all_reduce(x);  // said once
+    // What is under way with a call whose failure was raised is let go without a word.
+    const Work first = differ();
+    differ();
+    EXPECT_THROW(first.wait(), DistributedError);
+    let_it_end();
+    all_reduce(x);
+  });
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_NE(said.find("nobody waited for a collective: all_reduce #1"), std::string::npos) << said;
+}
+
 TEST(Failures, NothingFollowsAShutdown) {
   run_ranks(2, [](int) {
     const auto group = world().split(0);

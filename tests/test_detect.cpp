@@ -238,6 +238,8 @@ TEST(Detect, TesseraLaunchAddsStoreTimeoutsNodesAndThreads) {
                                                  {"TESSERA_RESTART_COUNT", "3"},
                                                  {"TESSERA_NUM_THREADS", "5"},
                                                  {"TESSERA_COLLECTIVE_TIMEOUT", "2.5"},
+                                                 {"TESSERA_FIRST_STEP_TIMEOUT", "900"},
+                                                 {"TESSERA_SAVE_TIMEOUT", "60"},
                                                  {"TESSERA_GRACE", "30"},
                                                  {"TESSERA_TRANSPORT", "mpi"}}),
                                  {8, 8});
@@ -254,6 +256,8 @@ TEST(Detect, TesseraLaunchAddsStoreTimeoutsNodesAndThreads) {
   EXPECT_EQ(info.restart_count, 3);
   EXPECT_EQ(info.threads, 5);
   EXPECT_EQ(info.collective_timeout, 2500ms);
+  EXPECT_EQ(info.first_step_timeout, 900s);
+  EXPECT_EQ(info.save_timeout, 60s);
   EXPECT_EQ(info.grace, 30s);
   EXPECT_EQ(info.transport, "mpi");
 }

@@ -1,7 +1,7 @@
-// Tensors of more than 2^31 elements over processes: slow and 5 GB large, so only where
-// TESSERA_TEST_SLOW is set. The suite proper sends small tensors in pieces instead
-// (test_mpi_backend_pieces).
-//     TESSERA_TEST_SLOW=1 ctest -R test_mpi_large_mpi2
+// Tensors of more than 2^31 elements over processes: a minute and 5 GB, so only on request. The suite
+// proper sends small tensors in pieces instead (test_mpi_backend_pieces).
+//     ctest -C slow -L slow
+// ctest labels: slow
 // ctest ranks: 2
 #include <gtest/gtest.h>
 
@@ -24,9 +24,6 @@ class MpiLarge : public testing::Test {
  protected:
   void SetUp() override {
     TS_SKIP_WITHOUT_MPI();
-    if (!std::getenv("TESSERA_TEST_SLOW")) {
-      GTEST_SKIP() << "takes 5 GB and a minute; TESSERA_TEST_SLOW=1 runs it";
-    }
     std::vector<int> ranks;
     for (int r = 0; r < MpiWorld::backend()->size(); ++r) ranks.push_back(r);
     group = std::make_shared<Group>("world", MpiWorld::backend(), ranks);

@@ -160,6 +160,35 @@ TEST(ReplicateOrder, D14_OneBucketForAllHidesNothing) {
   EXPECT_NEAR(times.hidden, 0, 1e-6);
 }
 
+// ---- Timeouts ----------------------------------------------------------------------------------
+
+TEST(ReplicateOrder, TheFirstReductionHasATimeoutOfItsOwn) {
+  std::atomic<int> steps{0}, raised{0};
+  run_ranks(2, [&](int rank) {
+    manual_seed(3);
+    Net net;
+    Mesh mesh(world());
+    const Replica replica = replicate(net, mesh, {});
+    rank_context().timeouts.collective = 0.15;
+    rank_context().timeouts.first_step = 30;
+    try {
+      for (int step = 0; step < 2; ++step) {
+        if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(450));
+        loss_of(net, rank).backward();
+        net.zero_grad();
+        ++steps;
+      }
+    } catch (const DistributedError& error) {
+      if (rank == 0) {
+        EXPECT_NE(std::string(error.what()).find("waited 0."), std::string::npos) << error.what();
+      }
+      ++raised;
+    }
+  });
+  EXPECT_EQ(steps, 2);  // one of each rank
+  EXPECT_EQ(raised, 2);
+}
+
 // ---- Deliberate bugs ---------------------------------------------------------------------------
 
 // Whether two ranks end with the gradients of one process, under a deliberate bug of both or, where

@@ -89,6 +89,7 @@ void throw_first(const std::vector<std::string>& errors, const std::string& what
 
 std::vector<std::string> exchange(const std::string& own, Group& group, double timeout_seconds) {
   if (group.size() == 1) return {own};
+  const TimeoutScope timeout(&Timeouts::save);
   std::vector<std::string> all;
   // As bytes: paths in messages need not be UTF-8.
   for (const auto& object :
@@ -499,7 +500,9 @@ void CheckpointSaver::save(const std::string& folder, const Collect& collect,
   }
   state.store_exchange = std::make_unique<StoreExchange>(
       rank_context().store, temporary, group.rank(), group.size(),
-      timeout > 0 ? timeout : rank_context().timeouts.collective, rank_context(), state.given_up);
+      timeout > 0 ? timeout
+                  : std::max(rank_context().timeouts.collective, rank_context().timeouts.save),
+      rank_context(), state.given_up);
   state.saving = true;
   state.thread = std::thread([&state, target, temporary, chunks = std::move(chunks), options] {
     try {

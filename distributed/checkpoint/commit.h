@@ -53,7 +53,7 @@ struct SaveOptions {
   bool asynchronous = false;
   int64_t chunk_bytes = kChunkBytes;
   int64_t file_bytes = kFileBytes;
-  double timeout_seconds = 0;  // of waits for other ranks; 0: the context's
+  double timeout_seconds = 0;  // of waits for other ranks; 0: the context's of saves
   std::function<void(SaveStage)> at_stage = {};
   // On rank 0, after the commit: rotation. What it throws every rank throws.
   std::function<void()> after_commit = {};

@@ -27,6 +27,17 @@ std::string list_of(const std::vector<std::string>& names) {
   return text;
 }
 
+// Ranks come to their first reduction at very different times: data is opened, caches are filled.
+class FirstStepTimeout {
+ public:
+  explicit FirstStepTimeout(int64_t reductions) {
+    if (reductions == 0) scope_.emplace(&Timeouts::first_step);
+  }
+
+ private:
+  std::optional<TimeoutScope> scope_;
+};
+
 // Whether `.grad` is what the last reduction left there, and no step was made with it.
 bool holds_reduced(const ManagedParam& param) {
   if (!param.reduced) return false;
@@ -119,6 +130,7 @@ void ParamGroupEngine::rebuild_if_due() {
 // Rank 0's order is everybody's.
 void ParamGroupEngine::agree_on_order() {
   const PhaseScope phase("backward");
+  const FirstStepTimeout timeout(0);
   learning_order_ = false;
   std::vector<size_t> order = std::move(arrival_order_);
   arrival_order_.clear();
@@ -212,6 +224,7 @@ void ParamGroupEngine::launch_complete() {
 
 void ParamGroupEngine::launch(ParamGroup& group) {
   const PhaseScope phase("backward");
+  const FirstStepTimeout timeout(reductions_);
   record_.launches.push_back({group.index(), record_.gradients, seconds()});
   group.set_launched();
   hook_->start(group, divisor_ = divisor());
@@ -219,6 +232,7 @@ void ParamGroupEngine::launch(ParamGroup& group) {
 
 // Travels while the first gradients are computed.
 void ParamGroupEngine::begin_weight() {
+  const FirstStepTimeout timeout(reductions_);
   weight_ = raw::empty({1}, kF64);
   weight_.data_as<double>()[0] = shadow_ ? 0 : plan.weight;
   weight_work_ = ranks_->all_reduce(weight_, ReduceOp::kSum,
@@ -287,6 +301,7 @@ void ParamGroupEngine::shadow_backward() {
 
 void ParamGroupEngine::finish_reduction() {
   const PhaseScope phase("backward");
+  const FirstStepTimeout timeout(reductions_);
   const int64_t waiting_since = now_in_nanoseconds();
   const auto count = static_cast<int64_t>(params_.size());
   const Tensor used = raw::zeros({count}, kU8);

@@ -15,6 +15,8 @@
 // [Note: several backwards] Backwards whose plan does not synchronise add up in `.grad`, which lies
 // in the buckets. The one that does reduces the sums. A second reduction of the same gradients,
 // with neither a step nor zero_grad between, would count the first one twice and is refused.
+//
+// The first reduction waits for Timeouts::first_step where that is longer.
 #pragma once
 
 #include <cstdint>
