@@ -37,8 +37,8 @@ TEST_F(FacadeProcesses, DDL_8_TheRanksHaveEverySampleOnce) {
       for (const int64_t size : {1, 22, 36}) {
         LoaderPlan plan(*group, {.split_batches = split, .dispatch_batches = dispatch});
         DataLoader indexed(std::make_shared<Numbers>(size),
-                           {.batch_size = 6, .shuffle = true, .workers = 1});
-        StreamLoader<int64_t> stream(std::make_shared<NumberStream>(size), {.batch_size = 6});
+                           {.batch_size = 8, .shuffle = true, .workers = 1});
+        StreamLoader<int64_t> stream(std::make_shared<NumberStream>(size), {.batch_size = 8});
         plan.prepare(indexed), plan.prepare(stream);
         const auto expect_all = [&](auto& loader) {
           Indices all;
