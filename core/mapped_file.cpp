@@ -61,7 +61,9 @@ MappedFile::MappedFile(const std::string& path, FileAccess access) : path_(path)
   size_ = static_cast<size_t>(status.st_size);
   if (size_ > 0) {  // mmap refuses empty ranges
     const int protection = access == FileAccess::kCopyOnWrite ? PROT_READ | PROT_WRITE : PROT_READ;
-    void* mapped = ::mmap(nullptr, size_, protection, MAP_PRIVATE, descriptor, 0);
+    // Pages that could be written count as if they all were, unless MAP_NORESERVE: a file larger
+    // than the memory could not be opened.
+    void* mapped = ::mmap(nullptr, size_, protection, MAP_PRIVATE | MAP_NORESERVE, descriptor, 0);
     const int error = errno;
     if (mapped == MAP_FAILED) {
       ::close(descriptor);

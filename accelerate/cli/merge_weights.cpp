@@ -1,7 +1,6 @@
 // tessera merge-weights: the shards of a model as one safetensors file, or as fewer shards. Tensors
 // go from mapped files to the new one, one after the other: the model is never in memory.
 #include <algorithm>
-#include <charconv>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -12,9 +11,11 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/accelerate/cli/commands.h>
+#include <tessera/accelerate/model_io.h>
 #include <tessera/core/atomic_file.h>
 #include <tessera/core/error.h>
 #include <tessera/core/safetensors.h>
+#include <tessera/distributed/checkpoint/reader.h>
 
 namespace tessera::cli {
 namespace {
@@ -26,17 +27,62 @@ namespace fs = std::filesystem;
 struct Request {
   std::string source, output;
   std::string max_shard_size;
+  int64_t model = 0;
   bool remove_source = false;
   bool overwrite = false;
 };
 
+// A tensor that will be written, and where it lies.
+struct Entry {
+  std::string name;
+  std::string dtype;  // as safetensors spells it
+  tessera::Shape shape;
+  uint64_t bytes = 0;
+  int64_t element = 1;                    // bytes
+  const SafeTensorsFile* file = nullptr;  // null: in the checkpoint
+  std::string source_name;
+};
+
 struct Source {
-  fs::path index;
+  fs::path index;  // empty: a checkpoint
   std::vector<fs::path> shards;
   std::map<std::string, std::string> metadata;
   std::vector<std::unique_ptr<SafeTensorsFile>> files;
-  std::vector<std::pair<const SafeTensorsFile*, std::string>> tensors;  // by name
+  std::unique_ptr<distributed::CheckpointReader> checkpoint;
+  std::vector<Entry> tensors;  // by name
+
+  // Mapped where that can be: one tensor is in memory at most.
+  Tensor tensor(const Entry& entry) const {
+    return entry.file != nullptr ? entry.file->view(entry.source_name)
+                                 : checkpoint->view(entry.source_name);
+  }
 };
+
+std::string safetensors_name(DType dtype) {
+  switch (dtype) {
+    case kF64:
+      return "F64";
+    case kF32:
+      return "F32";
+    case kF16:
+      return "F16";
+    case kBF16:
+      return "BF16";
+    case kF8E4M3:
+      return "F8_E4M3";
+    case kF8E5M2:
+      return "F8_E5M2";
+    case kI64:
+      return "I64";
+    case kI32:
+      return "I32";
+    case kU8:
+      return "U8";
+    case kBool:
+      return "BOOL";
+  }
+  TS_THROW(UnsupportedError, kWhere, "safetensors has no name for ", name_of(dtype));
+}
 
 // DIR, or an index file itself.
 fs::path find_index(const fs::path& source) {
@@ -77,12 +123,15 @@ Source open_source(const std::string& path) {
     where[tensor] = name;
     names.insert(name);
   }
-  std::map<std::string, const SafeTensorsFile*> by_name;
   for (const std::string& name : names) {
     const fs::path shard = source.index.parent_path() / name;
     TS_CHECK_AS(IoError, fs::exists(shard), kWhere, source.index.string(), " needs ",
                 shard.string(), ", which is not there");
     source.shards.push_back(shard);
+  }
+  std::map<std::string, const SafeTensorsFile*> by_name;
+  for (const fs::path& shard : source.shards) {
+    const std::string name = shard.filename().string();
     source.files.push_back(std::make_unique<SafeTensorsFile>(shard.string()));
     const SafeTensorsFile& opened = *source.files.back();
     by_name[name] = &opened;
@@ -103,39 +152,60 @@ Source open_source(const std::string& path) {
     TS_CHECK_AS(FormatError, by_name[name]->contains(tensor), kWhere,
                 (source.index.parent_path() / name).string(), " lacks \"", tensor,
                 "\", which the index has there");
-    source.tensors.emplace_back(by_name[name], tensor);
+    const SafeTensorsEntry& entry = by_name[name]->entry(tensor);
+    TS_CHECK_AS(UnsupportedError, entry.dtype.has_value(), kWhere,
+                (source.index.parent_path() / name).string(), ": \"", tensor, "\" is of the dtype ",
+                entry.dtype_name, ", which tessera does not have");
+    source.tensors.push_back({tensor, entry.dtype_name, entry.shape, entry.end - entry.begin,
+                              tessera::size_of(*entry.dtype), by_name[name], tensor});
   }
   return source;
 }
 
-// "5GB", "300MiB", "1000": bytes.
-int64_t parse_size(const std::string& text) {
-  int64_t count = 0;
-  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), count);
-  const std::string unit(end, static_cast<size_t>(text.data() + text.size() - end));
-  const std::map<std::string, int64_t> kUnits = {
-      {"", 1},          {"B", 1},         {"KB", 1000},    {"MB", 1000000}, {"GB", 1000000000},
-      {"KiB", 1 << 10}, {"MiB", 1 << 20}, {"GiB", 1 << 30}};
-  const auto at = kUnits.find(unit);
-  TS_CHECK_AS(
-      ConfigError,
-      problem == std::errc() && at != kUnits.end() && count > 0 && count < (int64_t{1} << 33),
-      kWhere, "--max-shard-size has to be like 5GB, 300MiB or 1000; got \"", text, "\"");
-  return count * at->second;
-}
-
-uint64_t size_of(const std::pair<const SafeTensorsFile*, std::string>& tensor) {
-  const SafeTensorsEntry& entry = tensor.first->entry(tensor.second);
-  return entry.end - entry.begin;
-}
-
-void write_file(const fs::path& path, const Source& source, size_t begin, size_t end) {
-  std::map<std::string, Tensor> views;
-  for (size_t i = begin; i < end; ++i) {
-    const auto& [file, name] = source.tensors[i];
-    views.emplace(name, file->view(name));
+// A folder of save_state(): the model with the number, every chunk checked as it is read.
+Source open_checkpoint(const std::string& folder, int64_t model) {
+  Source source;
+  source.checkpoint = std::make_unique<distributed::CheckpointReader>(folder);
+  const std::string prefix = "model." + std::to_string(model) + ".";
+  for (const auto& [name, tensor] : source.checkpoint->tensors()) {
+    if (name.rfind(prefix, 0) != 0) continue;
+    source.tensors.push_back({name.substr(prefix.size()), safetensors_name(tensor.dtype),
+                              tensor.shape, tensor.bytes(), tessera::size_of(tensor.dtype), nullptr,
+                              name});
   }
-  save_safetensors(path.string(), views, source.metadata);
+  TS_CHECK_AS(ConfigError, !source.tensors.empty(), kWhere, "the checkpoint ", folder,
+              " has no model with the number ", model);
+  source.metadata["format"] = "pt";
+  return source;
+}
+
+// Tensors [begin, end) in one file. Elements begin at multiples of 8 bytes, wide dtypes first.
+void write_file(const fs::path& path, const Source& source, size_t begin, size_t end) {
+  std::vector<const Entry*> order;
+  for (size_t i = begin; i < end; ++i) order.push_back(&source.tensors[i]);
+  std::stable_sort(order.begin(), order.end(),
+                   [](const Entry* a, const Entry* b) { return a->element > b->element; });
+  nlohmann::ordered_json header = nlohmann::ordered_json::object();
+  if (!source.metadata.empty()) header["__metadata__"] = source.metadata;
+  uint64_t offset = 0;
+  for (const Entry* entry : order) {
+    header[entry->name] = {
+        {"dtype", entry->dtype},
+        {"shape", std::vector<int64_t>(entry->shape.begin(), entry->shape.end())},
+        {"data_offsets", {offset, offset + entry->bytes}}};
+    offset += entry->bytes;
+  }
+  std::string text = header.dump();
+  text.resize((text.size() + 7) / 8 * 8, ' ');
+  AtomicFile file(path.string());
+  const uint64_t size = text.size();
+  file.write(&size, sizeof size);  // little-endian, as all machines that tessera builds for
+  file.write(text);
+  for (const Entry* entry : order) {
+    const Tensor tensor = source.tensor(*entry);
+    if (entry->bytes > 0) file.write(tensor.data(), entry->bytes);
+  }
+  file.commit();
 }
 
 // model-00001-of-00003.safetensors and so on, with their index.
@@ -143,7 +213,7 @@ std::vector<fs::path> write_shards(const fs::path& folder, const Source& source,
   std::vector<size_t> starts = {0};
   uint64_t bytes = 0, total = 0;
   for (size_t i = 0; i < source.tensors.size(); ++i) {
-    const uint64_t size = size_of(source.tensors[i]);
+    const uint64_t size = source.tensors[i].bytes;
     if (i > starts.back() && bytes + size > static_cast<uint64_t>(limit)) {
       starts.push_back(i);
       bytes = 0;
@@ -161,8 +231,7 @@ std::vector<fs::path> write_shards(const fs::path& folder, const Source& source,
     std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", shard + 1, starts.size());
     write_file(folder / name, source, starts[shard], end);
     written.push_back(folder / name);
-    for (size_t i = starts[shard]; i < end; ++i)
-      index["weight_map"][source.tensors[i].second] = name;
+    for (size_t i = starts[shard]; i < end; ++i) index["weight_map"][source.tensors[i].name] = name;
   }
   write_file_atomically((folder / kIndex).string(), index.dump(2) + "\n");
   written.push_back(folder / kIndex);
@@ -170,7 +239,11 @@ std::vector<fs::path> write_shards(const fs::path& folder, const Source& source,
 }
 
 int merge(const Request& request) {
-  const Source source = open_source(request.source);
+  const bool is_checkpoint = distributed::is_checkpoint(request.source);
+  TS_CHECK_AS(ConfigError, !is_checkpoint || !request.remove_source, kWhere, request.source,
+              " holds a whole training, not weights alone; --remove-source does not remove it");
+  const Source source =
+      is_checkpoint ? open_checkpoint(request.source, request.model) : open_source(request.source);
   const fs::path output(request.output);
   std::vector<fs::path> written;
   if (request.max_shard_size.empty()) {
@@ -189,19 +262,24 @@ int merge(const Request& request) {
     write_file(file, source, 0, source.tensors.size());
     written.push_back(file);
   } else {
-    const int64_t limit = parse_size(request.max_shard_size);
+    const int64_t limit = accelerate::parse_byte_size(request.max_shard_size);
     TS_CHECK_AS(ConfigError, output.extension() != ".safetensors", kWhere,
                 "--max-shard-size makes several files; OUT has to be a folder; got ",
                 request.output);
-    TS_CHECK_AS(
-        ConfigError,
-        !fs::exists(output) || !fs::equivalent(output, fs::absolute(source.index).parent_path()),
-        kWhere, "shards cannot be written among those that are read; choose another OUT");
+    TS_CHECK_AS(ConfigError,
+                is_checkpoint || !fs::exists(output) ||
+                    !fs::equivalent(output, fs::absolute(source.index).parent_path()),
+                kWhere, "shards cannot be written among those that are read; choose another OUT");
     TS_CHECK_AS(ConfigError, request.overwrite || !fs::exists(output / kIndex), kWhere,
                 (output / kIndex).string(), " exists; give --overwrite to replace it");
     written = write_shards(output, source, limit);
   }
-  std::printf("%zu tensors of %zu shards written:\n", source.tensors.size(), source.shards.size());
+  if (is_checkpoint) {
+    std::printf("%zu tensors of a checkpoint written:\n", source.tensors.size());
+  } else {
+    std::printf("%zu tensors of %zu shards written:\n", source.tensors.size(),
+                source.shards.size());
+  }
   for (const fs::path& file : written) std::printf("  %s\n", file.c_str());
   if (!request.remove_source) return 0;
   // Only what was merged goes; a folder goes where nothing else is in it.
@@ -224,13 +302,17 @@ void add_merge_weights(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand(
       "merge-weights", "makes one safetensors file, or fewer, of a model's shards");
   const auto request = std::make_shared<Request>();
-  command->add_option("DIR", request->source, "folder with shards and their index, or the index")
+  command
+      ->add_option("DIR", request->source,
+                   "folder with shards and their index, the index, or a checkpoint of save_state()")
       ->required();
   command->add_option("OUT", request->output, "*.safetensors, or a folder")->required();
   command->add_option("--max-shard-size", request->max_shard_size,
                       "bytes of each file (5GB, 300MiB, 1000); without it one file");
   command->add_flag("--remove-source,--remove-checkpoint-dir", request->remove_source,
                     "remove the shards and their index afterwards");
+  command->add_option("--model", request->model, "of a checkpoint: number of the model")
+      ->capture_default_str();
   command->add_flag("--overwrite", request->overwrite, "replace OUT");
   command->callback([request, &exit_code] { exit_code = merge(*request); });
 }

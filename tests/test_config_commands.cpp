@@ -1,0 +1,567 @@
+// The tessera command as users run it: config, env, launch's flags, estimate-memory, merge-weights,
+// test. CLI-2 to CLI-5 are in the tests' names.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <set>
+
+#include "finished_process.h"
+
+#include <nlohmann/json.hpp>
+
+#include <tessera/accelerate/config.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/safetensors.h>
+#include <tessera/distributed/checkpoint/commit.h>
+
+namespace tessera {
+namespace {
+
+const std::string kCommand = TESSERA_COMMAND;
+
+bool has_mpi() {
+  return !launch::find_program("mpirun", distributed::process_environment()).empty();
+}
+
+// Without the user's own settings.
+FinishedProcess tessera_command(std::vector<std::string> words, launch::Environment changes = {}) {
+  words.insert(words.begin(), kCommand);
+  changes.emplace("XDG_CONFIG_HOME", "/nonexistent");
+  return run_process(words, changes);
+}
+
+// Answers to questions, by a shell.
+FinishedProcess tessera_with_input(const std::string& input, const std::string& words) {
+  return run_process({"sh", "-c", "printf '" + input + "' | " + kCommand + " " + words},
+                     {{"XDG_CONFIG_HOME", "/nonexistent"}});
+}
+
+// ---- config
+
+TEST(ConfigCommand, DefaultWritesAFileThatATrainingReads) {
+  TestFolder folder;
+  const std::string file = folder.path("made/here/config.json");
+  const FinishedProcess made =
+      tessera_command({"config", "default", "--mixed_precision", "bf16", "--even-batches", "false",
+                       "--cpu", "--output", file});
+  EXPECT_EQ(made.code(), 0) << made;
+  EXPECT_EQ(
+      folder.read("made/here/config.json"),
+      "{\n  \"mixed_precision\": \"bf16\",\n  \"cpu\": true,\n  \"even_batches\": false\n}\n");
+  const FinishedProcess shown = tessera_command({"env", "--changed", "--config", file});
+  EXPECT_TRUE(shown.printed("mixed_precision = bf16  (file " + file + ")")) << shown;
+  // It is not replaced by mistake.
+  const FinishedProcess again = tessera_command({"config", "default", "--output", file});
+  EXPECT_EQ(again.code(), 1);
+  EXPECT_TRUE(again.complained("--overwrite")) << again;
+  EXPECT_EQ(tessera_command({"config", "default", "--output", file, "--overwrite"}).code(), 0);
+  EXPECT_EQ(folder.read("made/here/config.json"), "{}\n");
+}
+
+TEST(ConfigCommand, DefaultGoesToTheUsersFolder) {
+  TestFolder folder;
+  const FinishedProcess made = tessera_command({"config", "default", "--seed", "3"},
+                                               {{"XDG_CONFIG_HOME", folder.path("xdg")}});
+  EXPECT_EQ(made.code(), 0) << made;
+  EXPECT_EQ(folder.read("xdg/tessera/config.json"), "{\n  \"seed\": 3\n}\n");
+}
+
+TEST(ConfigCommand, TheQuestionnaireAsksAgainForWhatCannotBe) {
+  TestFolder folder;
+  const std::string file = folder.path("asked.json");
+  // mixed_precision twice, accumulation, then all other questions with empty answers.
+  std::string input = "fp17\\nbf16\\n4\\n";
+  for (int i = 0; i < 60; ++i) input += "\\n";
+  const FinishedProcess asked = tessera_with_input(input, "config --output " + file);
+  EXPECT_EQ(asked.code(), 0) << asked;
+  EXPECT_TRUE(asked.printed("has to be one of no, bf16, fp16")) << asked;
+  EXPECT_EQ(folder.read("asked.json"),
+            "{\n  \"mixed_precision\": \"bf16\",\n  \"gradient_accumulation_steps\": 4\n}\n");
+}
+
+TEST(ConfigCommand, TheQuestionnaireWritesNothingWhereTheInputEnds) {
+  TestFolder folder;
+  const FinishedProcess asked =
+      tessera_with_input("bf16\\n", "config --output " + folder.path("none.json"));
+  EXPECT_EQ(asked.code(), 1) << asked;
+  EXPECT_TRUE(asked.complained("the input ended")) << asked;
+  EXPECT_FALSE(std::filesystem::exists(folder.path("none.json")));
+}
+
+TEST(ConfigCommand, UpdateRewritesOlderNames) {
+  TestFolder folder;
+  const std::string file =
+      folder.write("old.json", R"({"num_processes": "2", "use_cpu": true, "even_batches": "yes"})");
+  const FinishedProcess updated = tessera_command({"config", "update", file});
+  EXPECT_EQ(updated.code(), 0) << updated;
+  EXPECT_EQ(folder.read("old.json"), "{\n  \"cpu\": true,\n  \"ranks\": 2\n}\n");
+  folder.write("bad.json", R"({"num_process": 2})");
+  const FinishedProcess refused = tessera_command({"config", "update", folder.path("bad.json")});
+  EXPECT_EQ(refused.code(), 1);
+  EXPECT_TRUE(refused.complained("\"num_process\" (did you mean \"num_processes\"?)")) << refused;
+}
+
+TEST(ConfigCommand, CLI1_ImportSaysWhatBecameOfEachKeyAndTheFileLaunches) {
+  TestFolder folder;
+  const std::string yaml =
+      folder.write("a.yaml",
+                   "distributed_type: MULTI_CPU\nmixed_precision: bf16\nnum_processes: 1\n"
+                   "gpu_ids: '0,1'\nuse_cpu: true\nmain_process_port: null\n");
+  const std::string json = folder.path("a.json");
+  const FinishedProcess imported = tessera_command({"config", "import", yaml, "--output", json});
+  EXPECT_EQ(imported.code(), 0) << imported;
+  EXPECT_TRUE(imported.printed("mixed_precision = bf16")) << imported;
+  EXPECT_TRUE(imported.printed("CUDA_VISIBLE_DEVICES")) << imported;
+  const FinishedProcess launched =
+      tessera_command({"launch", "--config", json, kCommand, "env", "--changed"});
+  EXPECT_EQ(launched.code(), 0) << launched;
+  EXPECT_TRUE(launched.printed("mixed_precision = bf16  (file " + json + ")")) << launched;
+  EXPECT_EQ(tessera_command({"config", "import", yaml, "--output", json}).code(), 1);
+  EXPECT_EQ(tessera_command({"config", "import", folder.path("no.yaml")}).code(), 1);
+}
+
+TEST(ConfigCommand, CLI4_ToFsdp2) {
+  TestFolder folder;
+  const std::string first =
+      folder.write("v1.yaml",
+                   "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n"
+                   "  fsdp_backward_prefetch: BACKWARD_PRE\nnum_processes: 2\n");
+  const std::string output = folder.path("v2.json");
+  const auto convert = [&](std::vector<std::string> words) {
+    words.insert(words.begin(), {"config", "to-fsdp2"});
+    return tessera_command(words);
+  };
+  FinishedProcess done =
+      convert({"--config_file", folder.path("no.yaml"), "--output_file", output});
+  EXPECT_EQ(done.code(), 1);
+  EXPECT_TRUE(done.complained("there is no file")) << done;
+  done = convert({"--config_file", first});
+  EXPECT_EQ(done.code(), 1);
+  EXPECT_TRUE(done.complained("--output-file")) << done;
+  done = convert({"--config_file", first, "--output_file", output});
+  EXPECT_EQ(done.code(), 0) << done;
+  EXPECT_TRUE(done.printed("fsdp_backward_prefetch") && done.printed("dropped")) << done;
+  EXPECT_EQ(folder.read("v2.json"), "{\n  \"zero_stage\": 2,\n  \"ranks\": 2\n}\n");
+  done = convert({"--config_file", first, "--output_file", output});
+  EXPECT_EQ(done.code(), 1);
+  EXPECT_TRUE(done.complained("exists")) << done;
+  EXPECT_EQ(convert({"--config_file", first, "--output_file", output, "--overwrite"}).code(), 0);
+
+  const std::string second =
+      folder.write("v2.yaml", "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n");
+  done = convert({"--config_file", second, "--output_file", folder.path("unwritten.json")});
+  EXPECT_EQ(done.code(), 0) << done;
+  EXPECT_TRUE(done.printed("FSDP2 already")) << done;
+  EXPECT_FALSE(std::filesystem::exists(folder.path("unwritten.json")));
+  done = convert({"--config_file", folder.write("none.yaml", "use_cpu: true\n"), "--output_file",
+                  folder.path("x.json")});
+  EXPECT_TRUE(done.code() == 1 && done.complained("no fsdp_config")) << done;
+}
+
+// ---- launch
+
+TEST(LaunchFlags, CLI2_EverySettingIsAFlagOnceInBothSpellings) {
+  const FinishedProcess help = tessera_command({"launch", "--help"});
+  ASSERT_EQ(help.code(), 0);
+  for (const accelerate::Setting& setting : accelerate::schema()) {
+    size_t times = 0;
+    for (const std::string end : {" ", ",", "\n"}) {
+      const std::string flag = setting.flag() + end;
+      for (size_t at = help.output.find(flag); at != std::string::npos;
+           at = help.output.find(flag, at + 1)) {
+        const char before = at == 0 ? ' ' : help.output[at - 1];
+        if (before == ' ' || before == ',') ++times;
+      }
+    }
+    EXPECT_EQ(times, 1u) << setting.flag();
+  }
+  for (const char* flag : {"--gradient_accumulation_steps", "--gradient-accumulation-steps",
+                           "--gradient_accumulation-steps=4"}) {
+    std::vector<std::string> words = {"launch", flag};
+    if (words[1].find('=') == std::string::npos) words.push_back("4");
+    words.insert(words.end(), {kCommand, "env", "--changed"});
+    const FinishedProcess shown = tessera_command(words);
+    EXPECT_TRUE(shown.printed("gradient_accumulation_steps = 4  (--gradient-accumulation-steps)"))
+        << shown;
+  }
+}
+
+TEST(LaunchFlags, CLI2_AFlagBeatsTheFile) {
+  TestFolder folder;
+  const std::string file =
+      folder.write("a.json", R"({"mixed_precision": "fp16", "gradient_accumulation_steps": 2})");
+  const FinishedProcess shown = tessera_command(
+      {"launch", "--config", file, "--mixed_precision", "bf16", kCommand, "env", "--changed"});
+  EXPECT_TRUE(shown.printed("mixed_precision = bf16  (--mixed-precision)")) << shown;
+  EXPECT_TRUE(shown.printed("gradient_accumulation_steps = 2  (file " + file + ")")) << shown;
+}
+
+// With the other launcher a variable of the user was overwritten by the launcher's defaults.
+TEST(LaunchFlags, VariablesOfTheUserReachTheRanksAsSuch) {
+  const FinishedProcess shown =
+      tessera_command({"launch", kCommand, "env", "--changed"},
+                      {{"ACCELERATE_MIXED_PRECISION", "bf16"}, {"TESSERA_SEED", "9"}});
+  EXPECT_TRUE(shown.printed("mixed_precision = bf16  (ACCELERATE_MIXED_PRECISION)")) << shown;
+  EXPECT_TRUE(shown.printed("seed = 9  (TESSERA_SEED)")) << shown;
+  EXPECT_FALSE(shown.printed("grace =")) << shown;  // nobody said anything of it
+}
+
+TEST(LaunchFlags, Trap25_TruthValuesMayStandApartAndFalseIsFalse) {
+  for (const std::vector<std::string>& flag : {std::vector<std::string>{"--even_batches", "false"},
+                                               {"--even-batches=no"},
+                                               {"--even_batches", "0"}}) {
+    std::vector<std::string> words = {"launch"};
+    words.insert(words.end(), flag.begin(), flag.end());
+    words.insert(words.end(), {kCommand, "env", "--changed"});
+    const FinishedProcess shown = tessera_command(words);
+    EXPECT_TRUE(shown.printed("even_batches = false  (--even-batches)")) << shown;
+  }
+  const FinishedProcess alone = tessera_command({"launch", "--cpu", kCommand, "env", "--changed"});
+  EXPECT_TRUE(alone.printed("cpu = true  (--cpu)")) << alone;
+}
+
+TEST(LaunchFlags, MistakesAreToldBeforeAnythingStarts) {
+  const FinishedProcess planned = tessera_command({"launch", "--tp_size", "2", "true"});
+  EXPECT_TRUE(planned.code() == 1 && planned.complained("not available yet")) << planned;
+  const FinishedProcess wrong = tessera_command({"launch", "--mixed_precision", "fp17", "true"});
+  EXPECT_TRUE(wrong.code() == 1 && wrong.complained("--mixed-precision")) << wrong;
+}
+
+// Jobs at the same time need no ports of their own; a port that is asked for and taken is an error.
+TEST(LaunchFlags, CLI5_AFreePortIsChosen) {
+  const std::string script = "echo $TESSERA_STORE; sleep 0.5";
+  const std::string both = kCommand + " launch sh -c '" + script + "' & " + kCommand +
+                           " launch sh -c '" + script + "'; wait";
+  const FinishedProcess jobs = run_process({"sh", "-c", both});
+  EXPECT_EQ(jobs.code(), 0) << jobs;
+  std::set<std::string> stores;
+  std::istringstream lines(jobs.output);
+  for (std::string line; std::getline(lines, line);) {
+    stores.insert(line);
+    EXPECT_GT(std::stoi(line.substr(line.rfind(':') + 1)), 0) << line;
+  }
+  EXPECT_EQ(stores.size(), 2u) << jobs;
+}
+
+TEST(LaunchFlags, CLI5_APortThatIsTakenIsAnErrorThatNamesIt) {
+  distributed::TcpStoreServer server({"127.0.0.1", 0, "token"});
+  const std::string port = std::to_string(server.port());
+  const FinishedProcess job = tessera_command({"launch", "--main_process_port", port, "true"});
+  EXPECT_EQ(job.code(), 1) << job;
+  EXPECT_TRUE(job.complained(port)) << job;
+}
+
+// ---- env
+
+TEST(EnvCommand, ShowsTheMachineAndEverySettingWithItsOrigin) {
+  const FinishedProcess shown = tessera_command({"env"}, {{"TESSERA_COLLECTIVE_TIMEOUT", "30"}});
+  EXPECT_EQ(shown.code(), 0) << shown;
+  for (const char* part : {"tessera:", "compiler:", "processor:", "extensions:", "kernels:",
+                           "cores:", "memory:", "oneDNN:", "MPI:", "NCCL:", "CUDA:", "launcher:"}) {
+    EXPECT_TRUE(shown.printed(part)) << part;
+  }
+  for (const accelerate::Setting& setting : accelerate::schema()) {
+    EXPECT_TRUE(shown.printed("\n" + std::string(setting.key) + " = ")) << setting.key;
+  }
+  EXPECT_TRUE(shown.printed("collective_timeout = 30  (TESSERA_COLLECTIVE_TIMEOUT)")) << shown;
+}
+
+TEST(EnvCommand, SaysWhatATrainingWouldRefuse) {
+  const FinishedProcess planned = tessera_command({"env", "--changed"}, {{"TESSERA_TP_SIZE", "2"}});
+  EXPECT_EQ(planned.code(), 1);
+  EXPECT_TRUE(planned.printed("tp_size = 2  (TESSERA_TP_SIZE)")) << planned;
+  EXPECT_TRUE(planned.printed("a training is refused")) << planned;
+}
+
+// ---- estimate-memory
+
+const char* const kBertBaseCased = R"({"model_type": "bert", "hidden_size": 768,
+  "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
+  "vocab_size": 28996, "max_position_embeddings": 512, "type_vocab_size": 2})";
+
+nlohmann::json estimate(const std::vector<std::string>& words) {
+  std::vector<std::string> command = {"estimate-memory", "--json"};
+  command.insert(command.end(), words.begin(), words.end());
+  const FinishedProcess process = tessera_command(command);
+  EXPECT_EQ(process.code(), 0) << process;
+  return nlohmann::json::parse(process.output);
+}
+
+TEST(EstimateMemory, CLI3_BertBaseCasedToTheByte) {
+  TestFolder folder;
+  const std::string file = folder.write("config.json", kBertBaseCased);
+  for (const std::string& path : {file, folder.path("")}) {
+    const auto rows = estimate({path, "--dtypes", "float32,float16"})["dtypes"];
+    EXPECT_EQ(rows[0]["largest_layer_bytes"], 90669056);
+    EXPECT_EQ(rows[0]["total_bytes"], 433249280);
+    EXPECT_EQ(rows[0]["training_bytes"], 4 * 433249280LL);
+    EXPECT_EQ(rows[1]["largest_layer_bytes"], 90669056 / 2);
+    EXPECT_EQ(rows[1]["total_bytes"], 433249280 / 2);
+    EXPECT_EQ(rows[1]["training_bytes"], 4 * (433249280LL / 2));
+  }
+}
+
+TEST(EstimateMemory, RanksShareWhatTheirModeShards) {
+  TestFolder folder;
+  const std::string file = folder.write("config.json", kBertBaseCased);
+  const auto row = estimate({file, "--dtypes", "f32", "--num_processes", "4", "--batch-size", "8",
+                             "--sequence-length", "128"})["dtypes"][0]["per_rank"];
+  constexpr int64_t kSize = 433249280;
+  EXPECT_EQ(row["DDP"]["optimizer"], 2 * kSize);
+  EXPECT_EQ(row["ZeRO-1"]["optimizer"], 2 * kSize / 4);
+  EXPECT_EQ(row["ZeRO-1"]["gradients"], kSize);
+  EXPECT_EQ(row["ZeRO-2"]["gradients"], kSize / 4);
+  EXPECT_EQ(row["ZeRO-2"]["parameters"], kSize);
+  EXPECT_EQ(row["ZeRO-3"]["parameters"], kSize / 4);
+  // 8 * 128 tokens; a layer keeps 8 C + 2 F values and statistics, then 3 C + V.
+  EXPECT_EQ(row["DDP"]["activations"],
+            8 * 128 * (12 * ((8 * 768 + 2 * 3072) * 4 + 4 * 12) + (3 * 768 + 28996) * 4));
+}
+
+TEST(EstimateMemory, ParametersOfGpt2AndLlama) {
+  TestFolder folder;
+  const std::string gpt2 = folder.write(
+      "gpt2.json", R"({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12,
+                       "n_positions": 1024, "vocab_size": 50257})");
+  EXPECT_EQ(estimate({gpt2})["dtypes"][0]["total_bytes"], 4 * 124439808LL);
+  // TinyLlama-1.1B: 1 100 048 384 parameters.
+  const std::string llama = folder.write(
+      "llama.json", R"({"model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632,
+                        "num_hidden_layers": 22, "num_attention_heads": 32,
+                        "num_key_value_heads": 4, "vocab_size": 32000})");
+  EXPECT_EQ(estimate({llama})["dtypes"][0]["total_bytes"], 4 * 1100048384LL);
+}
+
+TEST(EstimateMemory, HeadersOfFilesAreEnough) {
+  TestFolder folder;
+  // A header that claims 80 GB, in a sparse file: reading the data would show.
+  const std::string header =
+      R"({"h.0.w":{"dtype":"F32","shape":[100000,100000],"data_offsets":[0,40000000000]},)"
+      R"("h.1.w":{"dtype":"F32","shape":[100000,100000],"data_offsets":[40000000000,80000000000]}})";
+  std::ofstream file(folder.path("model.safetensors"), std::ios::binary);
+  const uint64_t size = header.size();
+  file.write(reinterpret_cast<const char*>(&size), 8);
+  file << header;
+  file.close();
+  std::filesystem::resize_file(folder.path("model.safetensors"), 8 + size + 80000000000ULL);
+  const auto result = estimate({folder.path("")});
+  EXPECT_EQ(result["dtypes"][0]["total_bytes"], 80000000000);
+  EXPECT_EQ(result["dtypes"][0]["largest_layer_bytes"], 40000000000);
+  EXPECT_EQ(result["largest_layer"], "h.0");
+}
+
+TEST(EstimateMemory, CLI3_ErrorsSayWhatIsMissing) {
+  TestFolder folder;
+  const auto complaint = [&](const std::vector<std::string>& words) {
+    std::vector<std::string> command = {"estimate-memory"};
+    command.insert(command.end(), words.begin(), words.end());
+    const FinishedProcess process = tessera_command(command);
+    EXPECT_EQ(process.code(), 1) << process;
+    return process.error;
+  };
+  const auto mentions = [](const std::string& text, const std::string& part) {
+    return text.find(part) != std::string::npos;
+  };
+  EXPECT_TRUE(mentions(complaint({"bert-base-uncased-that-is-not-here"}), "there is no "));
+  std::filesystem::create_directories(folder.path("empty"));
+  EXPECT_TRUE(mentions(complaint({folder.path("empty")}), "no config.json"));
+  const std::string unknown = folder.write("u.json", R"({"model_type": "perceiver"})");
+  EXPECT_TRUE(mentions(complaint({unknown}), "model_type \"perceiver\", which is unknown"));
+  EXPECT_TRUE(mentions(complaint({folder.write("n.json", "{}")}), "\"model_type\""));
+  EXPECT_TRUE(mentions(complaint({folder.write("m.json", R"({"model_type": "bert"})")}),
+                       "no \"hidden_size\""));
+  EXPECT_TRUE(mentions(complaint({folder.write("a.bin", "x")}), "neither"));
+  EXPECT_TRUE(
+      mentions(complaint({folder.write("b.json", kBertBaseCased), "--dtypes", "f12"}), "\"f12\""));
+  EXPECT_TRUE(mentions(complaint({folder.write("c.json", kBertBaseCased), "--batch-size", "2"}),
+                       "--sequence-length"));
+}
+
+// ---- merge-weights
+
+class MergeWeights : public testing::Test {
+ protected:
+  MergeWeights() {
+    for (int i = 0; i < 6; ++i) tensors_["layer." + std::to_string(i)] = randn({5, 3 + i});
+    tensors_["half"] = randn({7}).to(kBF16);
+    tensors_["none"] = zeros({0, 4});
+    std::map<std::string, Tensor> first, second;
+    nlohmann::json index = {{"metadata", {{"total_size", 1}}}};
+    for (const auto& [name, tensor] : tensors_) {
+      auto& shard = first.size() < 4 ? first : second;
+      shard[name] = tensor;
+      index["weight_map"][name] = &shard == &first ? "a.safetensors" : "b.safetensors";
+    }
+    std::filesystem::create_directories(folder_.path("in"));
+    save_safetensors(folder_.path("in/a.safetensors"), first, {{"format", "pt"}});
+    save_safetensors(folder_.path("in/b.safetensors"), second, {{"format", "pt"}});
+    write_index(index);
+  }
+  void write_index(const nlohmann::json& index) {
+    index_ = index;
+    folder_.write("in/model.safetensors.index.json", index.dump());
+  }
+  FinishedProcess merge(std::vector<std::string> words) {
+    words.insert(words.begin(), "merge-weights");
+    return tessera_command(words);
+  }
+  void expect_refused(const std::string& part, const std::vector<std::string>& words = {}) {
+    std::vector<std::string> all = {folder_.path("in"), folder_.path("refused.safetensors")};
+    if (!words.empty()) all = words;
+    const FinishedProcess process = merge(all);
+    EXPECT_EQ(process.code(), 1) << process;
+    EXPECT_TRUE(process.complained(part)) << part << "\n" << process;
+    EXPECT_FALSE(std::filesystem::exists(folder_.path("refused.safetensors")));
+  }
+  void expect_tensors(const std::map<std::string, Tensor>& got) {
+    ASSERT_EQ(got.size(), tensors_.size());
+    for (const auto& [name, tensor] : tensors_) {
+      ASSERT_EQ(got.at(name).dtype(), tensor.dtype());
+      ASSERT_EQ(got.at(name).shape(), tensor.shape());
+      EXPECT_EQ(got.at(name).to_vector<float>(), tensor.to_vector<float>()) << name;
+    }
+  }
+
+  TestFolder folder_;
+  std::map<std::string, Tensor> tensors_;
+  nlohmann::json index_;
+};
+
+TEST_F(MergeWeights, ShardsBecomeOneFile) {
+  const FinishedProcess merged = merge({folder_.path("in"), folder_.path("out.safetensors")});
+  EXPECT_EQ(merged.code(), 0) << merged;
+  expect_tensors(load_safetensors(folder_.path("out.safetensors")));
+  EXPECT_EQ(SafeTensorsFile(folder_.path("out.safetensors")).metadata().at("format"), "pt");
+  EXPECT_TRUE(std::filesystem::exists(folder_.path("in/a.safetensors")));
+  // Into a folder, by the usual name; not over what is there.
+  std::filesystem::create_directories(folder_.path("to"));
+  EXPECT_EQ(merge({folder_.path("in"), folder_.path("to")}).code(), 0);
+  EXPECT_TRUE(std::filesystem::exists(folder_.path("to/model.safetensors")));
+  const FinishedProcess again = merge({folder_.path("in"), folder_.path("to")});
+  EXPECT_TRUE(again.code() == 1 && again.complained("--overwrite")) << again;
+  EXPECT_EQ(merge({folder_.path("in"), folder_.path("to"), "--overwrite"}).code(), 0);
+}
+
+TEST_F(MergeWeights, OrFewerShardsWithTheirIndex) {
+  const FinishedProcess merged =
+      merge({folder_.path("in"), folder_.path("out"), "--max-shard-size", "150"});
+  EXPECT_EQ(merged.code(), 0) << merged;
+  const auto index = nlohmann::json::parse(folder_.read("out/model.safetensors.index.json"));
+  std::map<std::string, Tensor> all;
+  std::set<std::string> files;
+  for (const auto& [name, file] : index["weight_map"].items()) {
+    files.insert(file.get<std::string>());
+    all[name] = SafeTensorsFile(folder_.path("out/" + file.get<std::string>())).load(name);
+  }
+  expect_tensors(all);
+  EXPECT_GT(files.size(), 3u);
+  int64_t bytes = 0;
+  for (const auto& [name, tensor] : tensors_) bytes += tensor.numel() * size_of(tensor.dtype());
+  EXPECT_EQ(index["metadata"]["total_size"], bytes);
+  // Its own result can be merged again.
+  EXPECT_EQ(merge({folder_.path("out"), folder_.path("one.safetensors")}).code(), 0);
+  expect_tensors(load_safetensors(folder_.path("one.safetensors")));
+}
+
+TEST_F(MergeWeights, TheSourceGoesWhereThatIsAsked) {
+  folder_.write("in/notes.txt", "keep me");
+  EXPECT_EQ(merge({folder_.path("in"), folder_.path("x.safetensors"), "--remove-source"}).code(),
+            0);
+  EXPECT_FALSE(std::filesystem::exists(folder_.path("in/a.safetensors")));
+  EXPECT_FALSE(std::filesystem::exists(folder_.path("in/model.safetensors.index.json")));
+  EXPECT_EQ(folder_.read("in/notes.txt"), "keep me");
+  expect_tensors(load_safetensors(folder_.path("x.safetensors")));
+}
+
+TEST_F(MergeWeights, WhatIsIncompleteOrContradictoryIsRefused) {
+  const nlohmann::json whole = index_;
+  nlohmann::json index = whole;
+  index["weight_map"]["missing"] = "a.safetensors";
+  write_index(index);
+  expect_refused("lacks \"missing\"");
+  index = whole;
+  index["weight_map"].erase("half");
+  write_index(index);
+  expect_refused("\"half\", which the index does not know");
+  index = whole;
+  index["weight_map"]["half"] = "../b.safetensors";
+  write_index(index);
+  expect_refused("not the name of a file beside it");
+  index = whole;
+  index["weight_map"]["half"] = "c.safetensors";
+  write_index(index);
+  expect_refused("c.safetensors, which is not there");
+  folder_.write("in/model.safetensors.index.json", "{}");
+  expect_refused("weight_map");
+  write_index(whole);
+  std::filesystem::resize_file(folder_.path("in/b.safetensors"), 100);
+  expect_refused("b.safetensors");
+}
+
+TEST_F(MergeWeights, ACheckpointGivesTheWeightsOfItsModels) {
+  tensors_["large"] = randn({3000, 1000});  // of several chunks
+  std::vector<distributed::SaveItem> items;
+  for (const auto& [name, tensor] : tensors_) {
+    items.push_back(distributed::SaveItem::whole("model.1." + name, tensor));
+    items.push_back(distributed::SaveItem::whole("optimizer.0." + name, tensor));
+  }
+  distributed::CheckpointSaver saver;
+  saver.save(folder_.path("saved"), items);
+  const std::string out = folder_.path("of_checkpoint.safetensors");
+  const FinishedProcess merged = merge({folder_.path("saved"), out, "--model", "1"});
+  EXPECT_EQ(merged.code(), 0) << merged;
+  expect_tensors(load_safetensors(out));
+  expect_refused("no model with the number 0",
+                 {folder_.path("saved"), folder_.path("refused.safetensors")});
+  expect_refused("whole training", {folder_.path("saved"), folder_.path("refused.safetensors"),
+                                    "--model", "1", "--remove-source"});
+  // One byte of an element is enough.
+  std::fstream chunk(folder_.path("saved/rank-0-0.bin"), std::ios::in | std::ios::out);
+  chunk.seekp(4096 * 3 + 1);
+  chunk.put('!');
+  chunk.close();
+  expect_refused("rank-0-0.bin",
+                 {folder_.path("saved"), folder_.path("refused.safetensors"), "--model", "1"});
+}
+
+TEST_F(MergeWeights, MistakesOnTheCommandLineAreTold) {
+  expect_refused("there is no", {folder_.path("nowhere"), folder_.path("refused.safetensors")});
+  std::filesystem::create_directories(folder_.path("empty"));
+  expect_refused("has 0 files", {folder_.path("empty"), folder_.path("refused.safetensors")});
+  expect_refused("*.safetensors", {folder_.path("in"), folder_.path("out.bin")});
+  expect_refused("byte size",
+                 {folder_.path("in"), folder_.path("out"), "--max-shard-size", "many"});
+  expect_refused("OUT has to be a folder",
+                 {folder_.path("in"), folder_.path("o.safetensors"), "--max-shard-size", "1GB"});
+  expect_refused("among those that are read",
+                 {folder_.path("in"), folder_.path("in"), "--max-shard-size", "1GB"});
+  expect_refused("one of the shards",
+                 {folder_.path("in"), folder_.path("in/a.safetensors"), "--overwrite"});
+}
+
+// ---- test
+
+TEST(TestCommand, PassesHere) {
+  for (const char* ranks : {"1", "2"}) {
+    if (!has_mpi() && std::string(ranks) != "1") GTEST_SKIP() << "mpirun is not installed";
+    const FinishedProcess tested = tessera_command({"test", "-n", ranks});
+    EXPECT_EQ(tested.code(), 0) << tested;
+    EXPECT_TRUE(tested.printed("all passed")) << tested;
+    EXPECT_FALSE(tested.printed("FAIL")) << tested;
+  }
+}
+
+TEST(TestCommand, FailsWhereTheRanksCannotStart) {
+  const FinishedProcess tested = tessera_command({"test", "-n", "2"}, {{"PATH", "/nonexistent"}});
+  EXPECT_EQ(tested.code(), 1) << tested;
+  EXPECT_TRUE(tested.printed("FAILED")) << tested;
+}
+
+TEST(TesseraCommand, WithoutASubcommandOrWithAnUnknownOneItSaysWhatThereIs) {
+  EXPECT_NE(tessera_command({}).code(), 0);
+  EXPECT_EQ(tessera_command({"--help"}).code(), 0);
+  EXPECT_NE(tessera_command({"confgi"}).code(), 0);
+}
+
+}  // namespace
+}  // namespace tessera

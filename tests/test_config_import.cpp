@@ -1,0 +1,355 @@
+// Accelerate's YAML files of all generations (CLI-1), key by key, and the sharding settings of FSDP
+// version 1 (CLI-4). The files are written here from the lists of keys of each generation.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include <unistd.h>
+
+#include <tessera/accelerate/config_import.h>
+#include <tessera/core/error.h>
+
+namespace tessera::accelerate {
+namespace {
+
+class YamlFile {
+ public:
+  explicit YamlFile(const std::string& text) {
+    char path[] = "/tmp/tessera_yaml_XXXXXX";
+    ::close(::mkstemp(path));
+    path_ = path;
+    std::ofstream(path_) << text;
+  }
+  ~YamlFile() { std::filesystem::remove(path_); }
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+Import import_text(const std::string& text) { return import_accelerate(YamlFile(text).path()); }
+
+template <class E, class F>
+std::string message_of(const F& f) {
+  try {
+    f();
+  } catch (const E& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "another error: " << error.what();
+    return "";
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return "";
+}
+
+bool mentions(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+const ImportLine& line_of(const Import& import, const std::string& key) {
+  for (const ImportLine& line : import.lines) {
+    if (line.key == key) return line;
+  }
+  ADD_FAILURE() << "no line for " << key << " in\n" << import.report();
+  static const ImportLine kNone;
+  return kNone;
+}
+
+const std::string kOldest = R"(compute_environment: LOCAL_MACHINE
+deepspeed_config: {}
+distributed_type: 'NO'
+fsdp_config: {}
+machine_rank: 0
+main_process_ip: null
+main_process_port: null
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 1
+use_cpu: false
+)";
+
+TEST(ConfigImport, CLI1_Generation0_11SaysNothingButTheDefaults) {
+  const Import import = import_text(kOldest);
+  EXPECT_EQ(config_json(import.settings), "{\n  \"ranks\": 1\n}\n") << import.report();
+  for (const ImportLine& line : import.lines) {
+    const bool is_count = line.key == "num_processes";
+    EXPECT_EQ(line.outcome, is_count ? ImportOutcome::kMapped : ImportOutcome::kUnset) << line.key;
+  }
+  EXPECT_EQ(import.settings.ranks.value, 1);
+  EXPECT_NO_THROW(check_available(import.settings));
+}
+
+TEST(ConfigImport, CLI1_Generation0_12WithUnquotedNo) {
+  const Import import = import_text(R"(compute_environment: LOCAL_MACHINE
+deepspeed_config: {}
+distributed_type: MULTI_CPU
+downcast_bf16: no
+fsdp_config: {}
+machine_rank: 0
+main_process_ip: null
+main_process_port: null
+main_training_function: main
+mixed_precision: no
+num_machines: 1
+num_processes: 4
+use_cpu: true
+)");
+  EXPECT_EQ(import.settings.mixed_precision, Precision::kNo);
+  EXPECT_EQ(import.settings.ranks.value, 4);
+  EXPECT_TRUE(import.settings.cpu);
+  EXPECT_EQ(line_of(import, "use_cpu").outcome, ImportOutcome::kMapped);
+  EXPECT_EQ(line_of(import, "downcast_bf16").outcome, ImportOutcome::kUnset);
+}
+
+TEST(ConfigImport, CLI1_Generation0_28WithMpi) {
+  const Import import = import_text(R"(compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: MULTI_CPU
+downcast_bf16: 'no'
+ipex_config:
+  ipex: true
+machine_rank: 0
+main_process_ip: 127.0.0.1
+main_process_port: 29500
+main_training_function: main
+mixed_precision: bf16
+mpirun_config:
+  mpirun_ccl: '1'
+  mpirun_hostfile: /home/user/hostfile
+num_machines: 4
+num_processes: 16
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: true
+)");
+  const Settings& settings = import.settings;
+  EXPECT_EQ(settings.ranks.value, 16);
+  EXPECT_EQ(settings.nodes.value, 4);
+  EXPECT_EQ(settings.hostfile.value, "/home/user/hostfile");
+  EXPECT_EQ(settings.store_host.value, "127.0.0.1");
+  EXPECT_EQ(settings.store_port, 29500);
+  EXPECT_EQ(settings.mixed_precision, Precision::kBF16);
+  EXPECT_EQ(line_of(import, "mpirun_config.mpirun_ccl").outcome, ImportOutcome::kNoCounterpart);
+  EXPECT_EQ(line_of(import, "ipex_config.ipex").outcome, ImportOutcome::kNoCounterpart);
+  EXPECT_EQ(line_of(import, "tpu_env").outcome, ImportOutcome::kUnset);
+  EXPECT_NO_THROW(check_available(settings));
+}
+
+TEST(ConfigImport, CLI1_Generation0_30OfACloudSaysThatThereIsNoCounterpart) {
+  const Import import = import_text(R"(compute_environment: AMAZON_SAGEMAKER
+debug: false
+distributed_type: 'NO'
+ec2_instance_type: ml.p3.2xlarge
+iam_role_name: xxxxx
+image_uri: null
+mixed_precision: fp16
+num_machines: 1
+profile: xxxxx
+py_version: py10
+pytorch_version: 2.1.0
+region: us-east-1
+sagemaker_inputs_file: null
+sagemaker_metrics_file: null
+transformers_version: 4.17.0
+use_cpu: false
+)");
+  EXPECT_EQ(import.settings.mixed_precision, Precision::kFP16);
+  for (const char* key : {"compute_environment", "ec2_instance_type", "iam_role_name", "region",
+                          "py_version", "pytorch_version", "transformers_version", "profile"}) {
+    EXPECT_EQ(line_of(import, key).outcome, ImportOutcome::kNoCounterpart) << key;
+  }
+  EXPECT_EQ(line_of(import, "image_uri").outcome, ImportOutcome::kUnset);
+}
+
+// The questionnaire of this generation wrote keys that its own readers did not know.
+TEST(ConfigImport, CLI1_Generation0_34WithFp8_BothSpellingsAreRead_Fp8KeyMismatch) {
+  const auto file = [](const std::string& length, const std::string& algorithm) {
+    return "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nfp8_config:\n  " +
+           algorithm + ": max\n  " + length +
+           ": 32\n  backend: TE\n  fp8_format: E4M3\n  interval: 1\n  margin: 0\n"
+           "  override_linear_precision: false\n  use_autocast_during_eval: false\n"
+           "gpu_ids: all\nenable_cpu_affinity: false\nmixed_precision: fp8\nnum_processes: 2\n";
+  };
+  for (const auto& [length, algorithm] :
+       {std::pair("amax_history_length", "amax_compute_algorithm"),
+        std::pair("amax_history_len", "amax_compute_algo")}) {
+    const Import import = import_text(file(length, algorithm));
+    EXPECT_EQ(import.settings.fp8_amax_history_len, 32);
+    EXPECT_EQ(import.settings.fp8_amax_compute_algo, AmaxAlgorithm::kMax);
+    EXPECT_EQ(import.settings.fp8_format, Fp8Format::kE4M3);
+    EXPECT_EQ(line_of(import, std::string("fp8_config.") + length).outcome,
+              ImportOutcome::kPlanned);
+    EXPECT_EQ(line_of(import, "mixed_precision").outcome, ImportOutcome::kNoCounterpart);
+    EXPECT_TRUE(mentions(line_of(import, "mixed_precision").note, "not available yet"));
+    EXPECT_THROW(check_available(import.settings), UnsupportedError);
+  }
+}
+
+TEST(ConfigImport, CLI1_TheLatestGenerationWithShardingAndMesh) {
+  const Import import = import_text(R"(compute_environment: LOCAL_MACHINE
+debug: true
+distributed_type: FSDP
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+dynamo_config:
+  dynamo_backend: INDUCTOR
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: false
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: BertLayer,BertPooler
+  fsdp_activation_checkpointing: true
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: true
+  fsdp_state_dict_type: FULL_STATE_DICT
+parallelism_config:
+  parallelism_config_dp_replicate_size: 2
+  parallelism_config_dp_shard_size: 4
+  parallelism_config_tp_size: 1
+  parallelism_config_cp_size: 1
+machine_rank: 1
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+rdzv_backend: c10d
+same_network: true
+use_cpu: false
+)");
+  const Settings& settings = import.settings;
+  EXPECT_TRUE(settings.debug);
+  EXPECT_EQ(settings.zero_stage, 3);
+  EXPECT_FALSE(settings.fsdp_reshard_after_forward);
+  EXPECT_EQ(settings.fsdp_wrap_modules.value,
+            (std::vector<std::string>{"BertLayer", "BertPooler"}));
+  EXPECT_TRUE(settings.fsdp_offload_params);
+  EXPECT_EQ(settings.fsdp_state_dict_type, StateDictType::kFull);
+  EXPECT_EQ(settings.dp_replicate_size, 2);
+  EXPECT_EQ(settings.dp_shard_size, 4);
+  for (const char* key : {"machine_rank", "rdzv_backend", "dynamo_config.dynamo_backend"}) {
+    EXPECT_EQ(line_of(import, key).outcome, ImportOutcome::kNoCounterpart) << key;
+  }
+  EXPECT_THROW(check_available(settings), UnsupportedError);
+}
+
+TEST(ConfigImport, EveryKeyOfTheFileHasALineOfTheReport) {
+  const Import import = import_text(kOldest + "gradient_accumulation_steps: 4\n");
+  EXPECT_EQ(import.lines.size(), 13u);
+  EXPECT_TRUE(mentions(import.report(), "gradient_accumulation_steps = 4")) << import.report();
+}
+
+TEST(ConfigImport, CLI1_InvalidKeysAreAllListed) {
+  const std::string message = message_of<ConfigError>([] {
+    import_text(kOldest +
+                "another_invalid_key: 1\ninvalid_key: another_invalid_value\n"
+                "mpirun_config:\n  mpirun_ccl: '1'\n  strange: 2\n");
+  });
+  EXPECT_TRUE(mentions(message, "\"another_invalid_key\"")) << message;
+  EXPECT_TRUE(mentions(message, "\"invalid_key\"")) << message;
+  EXPECT_TRUE(mentions(message, "\"mpirun_config.strange\"")) << message;
+}
+
+TEST(ConfigImport, ValuesThatCannotBeAreErrors) {
+  EXPECT_TRUE(mentions(message_of<ConfigError>(
+                           [] { import_text("distributed_type: MULTI_CPU\nnum_processes: -1\n"); }),
+                       "num_processes is -1"));
+  EXPECT_TRUE(mentions(
+      message_of<ConfigError>([] { import_text("distributed_type: 'NO'\nnum_processes: 4\n"); }),
+      "contradict"));
+  EXPECT_THROW(import_text("use_cpu: perhaps\n"), ConfigError);
+  EXPECT_THROW(import_text("[1, 2]\n"), FormatError);
+  EXPECT_THROW(import_text("a: [1\n"), FormatError);
+  EXPECT_THROW(import_accelerate("/nowhere/default_config.yaml"), IoError);
+}
+
+// Truth values were read by a constructor for which every text is true.
+TEST(ConfigImport, Trap25_FalseInQuotesIsFalse) {
+  const Import import = import_text(
+      "distributed_type: FSDP\nuse_cpu: 'False'\ndebug: 'no'\nfsdp_config:\n"
+      "  fsdp_offload_params: 'false'\n  fsdp_sharding_strategy: FULL_SHARD\n");
+  EXPECT_FALSE(import.settings.cpu);
+  EXPECT_FALSE(import.settings.debug);
+  EXPECT_FALSE(import.settings.fsdp_offload_params);
+}
+
+std::string fsdp1(const std::string& strategy) {
+  return "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config:\n"
+         "  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: 2000\n"
+         "  fsdp_backward_prefetch: BACKWARD_PRE\n  fsdp_forward_prefetch: true\n"
+         "  fsdp_use_orig_params: true\n  fsdp_sync_module_states: true\n"
+         "  fsdp_offload_params: false\n  fsdp_sharding_strategy: " +
+         strategy + "\n  fsdp_state_dict_type: SHARDED_STATE_DICT\nnum_processes: 2\n";
+}
+
+TEST(ConfigImport, CLI4_StrategiesOfVersion1BecomeStages) {
+  for (const auto& [strategy, stage] :
+       {std::pair("FULL_SHARD", 3), std::pair("SHARD_GRAD_OP", 2), std::pair("NO_SHARD", 0),
+        std::pair("HYBRID_SHARD", 3), std::pair("HYBRID_SHARD_ZERO2", 2), std::pair("1", 3),
+        std::pair("2", 2), std::pair("3", 0)}) {
+    const Import import = import_text(fsdp1(strategy));
+    EXPECT_EQ(import.settings.zero_stage, stage) << strategy;
+    EXPECT_EQ(import.fsdp_version, 1);
+  }
+  EXPECT_TRUE(mentions(message_of<ConfigError>([] { import_text(fsdp1("SOME_SHARD")); }),
+                       "fsdp_sharding_strategy"));
+}
+
+TEST(ConfigImport, CLI4_KeysThatVersion2DroppedAreSaidToBeDropped) {
+  const Import import = import_text(fsdp1("FULL_SHARD"));
+  for (const char* key : {"fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params",
+                          "fsdp_sync_module_states"}) {
+    const ImportLine& line = line_of(import, std::string("fsdp_config.") + key);
+    EXPECT_EQ(line.outcome, ImportOutcome::kNoCounterpart) << key;
+    EXPECT_TRUE(mentions(line.note, "dropped")) << key;
+  }
+  EXPECT_EQ(import.settings.fsdp_min_num_params, 2000);
+  EXPECT_EQ(config_json(import.settings),
+            "{\n  \"zero_stage\": 3,\n  \"fsdp_min_num_params\": 2000,\n  \"ranks\": 2\n}\n");
+}
+
+// The version was compared as a number with a text, so that 2 in quotes was no 2.
+TEST(ConfigImport, Trap25_TheVersionIsANumberHoweverItIsWritten) {
+  for (const char* version : {"2", "'2'", "\"2\""}) {
+    EXPECT_EQ(import_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: " +
+                          std::string(version) + "\n")
+                  .fsdp_version,
+              2)
+        << version;
+  }
+}
+
+TEST(ConfigImport, DeepSpeedsStagesAreMappedAndItsOffloadIsSaidToBeMissing) {
+  const Import import = import_text(R"(distributed_type: DEEPSPEED
+deepspeed_config:
+  gradient_accumulation_steps: 8
+  gradient_clipping: 1.0
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  offload_optimizer_nvme_path: /local_nvme
+  zero3_init_flag: false
+  zero_stage: 2
+  deepspeed_hostfile: /job/hostfile
+num_processes: 2
+)");
+  EXPECT_EQ(import.settings.zero_stage, 2);
+  EXPECT_EQ(import.settings.gradient_accumulation_steps, 8);
+  EXPECT_EQ(import.settings.hostfile.value, "/job/hostfile");
+  EXPECT_EQ(line_of(import, "deepspeed_config.offload_optimizer_device").outcome,
+            ImportOutcome::kNoCounterpart);
+  EXPECT_EQ(line_of(import, "deepspeed_config.offload_param_device").outcome,
+            ImportOutcome::kUnset);
+  // The option that the other launcher took and never handed on.
+  EXPECT_EQ(line_of(import, "deepspeed_config.offload_optimizer_nvme_path").outcome,
+            ImportOutcome::kNoCounterpart);
+  EXPECT_EQ(import_text("distributed_type: DEEPSPEED\ndeepspeed_config: {}\n").settings.zero_stage,
+            2);
+}
+
+}  // namespace
+}  // namespace tessera::accelerate
