@@ -107,9 +107,9 @@ constexpr int64_t kLeastSplit = 32;
 void gemm_floating(const Gemm& p) {
   const bool is_f64 = p.dtype == kF64;
   const DType sum_dtype = is_f64 ? kF64 : kF32;
-  const bool use_amx =
-      has_amx() && (p.dtype == kBF16 || (p.dtype == kF32 && p.m >= kLeastSplit &&
-                                         p.n >= kLeastSplit && p.k >= kLeastSplit));
+  const bool use_amx = has_amx() && (p.dtype == kBF16 ||
+                                     ((p.dtype == kF32 || p.dtype == kF16) && p.m >= kLeastSplit &&
+                                      p.n >= kLeastSplit && p.k >= kLeastSplit));
   // Sums go straight to C where C has their type and is set or added to.
   const bool in_place = p.result_dtype == sum_dtype && p.alpha == 1 && (p.beta == 0 || p.beta == 1);
   bool use_sgemm = false;

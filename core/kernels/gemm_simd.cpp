@@ -30,12 +30,13 @@ void run_tile(const GemmTile& tile) {
 }
 
 #if defined(TESSERA_AMX_KERNEL)
-// f32 in three parts. A stretch of K that holds a number that cannot be split goes through f32
-// registers instead.
+// f32, or f16 widened, in three parts. A stretch of K that holds a number that cannot be split goes
+// through f32 registers instead.
+template <class Source>
 void run_split_tile(const GemmTile& tile) {
   using Kernel = SplitAmxKernel;
-  const auto* a = static_cast<const float*>(tile.a);
-  const auto* b = static_cast<const float*>(tile.b);
+  const auto* a = static_cast<const Source*>(tile.a);
+  const auto* b = static_cast<const Source*>(tile.b);
   auto* sums = static_cast<float*>(tile.sums);
   const int64_t blocks = (tile.k + Kernel::kBlockDepth - 1) / Kernel::kBlockDepth;
   const int64_t step = round_up((tile.k + blocks - 1) / blocks, 32);
@@ -44,8 +45,8 @@ void run_split_tile(const GemmTile& tile) {
   Kernel::begin();
   for (int64_t k = 0; k < tile.k; k += step) {
     const int64_t depth = tile.k - k < step ? tile.k - k : step;
-    const float* a_block = a + k * tile.a_column_stride;
-    const float* b_block = b + k * tile.b_row_stride;
+    const Source* a_block = a + k * tile.a_column_stride;
+    const Source* b_block = b + k * tile.b_row_stride;
     const bool accumulate = tile.accumulate || k > 0;
     const uint32_t largest_a = Kernel::pack<false>(a_block, tile.a_row_stride, tile.a_column_stride,
                                                    tile.m, depth, packed_a);
@@ -61,7 +62,7 @@ void run_split_tile(const GemmTile& tile) {
     block.a = a_block;
     block.b = b_block;
     block.accumulate = accumulate;
-    run_tile<FmaKernel<float>, float>(block);
+    run_tile<FmaKernel<float>, Source>(block);
   }
   Kernel::end();
 }
@@ -105,7 +106,8 @@ int64_t gemm_scratch_bytes(int64_t m, int64_t n) {
 
 void gemm_tile(const GemmTile& tile) {
 #if defined(TESSERA_AMX_KERNEL)
-  if (tile.use_amx && tile.dtype == kF32) return run_split_tile(tile);
+  if (tile.use_amx && tile.dtype == kF32) return run_split_tile<float>(tile);
+  if (tile.use_amx && tile.dtype == kF16) return run_split_tile<f16>(tile);
   if (tile.use_amx) return run_tile<AmxKernel, bf16>(tile);
 #endif
   switch (tile.dtype) {

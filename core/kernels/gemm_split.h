@@ -1,5 +1,5 @@
-// f32 products on AMX tiles that only multiply bf16. Included by *_simd.cpp files only, after
-// gemm_block.h.
+// f32 and f16 products on AMX tiles that only multiply bf16. Included by *_simd.cpp files only,
+// after gemm_block.h.
 //
 // An f32 is the exact sum of three bf16, x = x1 + x2 + x3, each at most 2^-8 of the one before: 8
 // significant bits three times. Of the nine products of x y the six largest are made,
@@ -11,7 +11,8 @@
 // Rapids). Sums are f32.
 //
 // The tiles flush subnormal numbers: an element under 2^-100 counts to within 2^-126. Numbers from
-// 2^62 on, infinities and NaN are not split; see kLargestSplit.
+// 2^62 on, infinities and NaN are not split; see kLargestSplit. An f16 is widened as it is read:
+// its first two parts are all of it.
 #pragma once
 
 #include <tessera/core/kernels/gemm_block.h>
@@ -67,24 +68,29 @@ struct SplitAmxKernel {
           _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(lows[part], 16), highs[part]));
     }
   }
+  static TS_HD __m512 load_lanes(__mmask16 mask, const float* source) {
+    return _mm512_maskz_loadu_ps(mask, source);
+  }
+  static TS_HD __m512 load_lanes(__mmask16 mask, const f16* source) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, source));
+  }
   static TS_HD void raise(__m512 x, __m512i& largest) {
     largest = _mm512_max_epu32(
         largest, _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)));
   }
 
   // Tiles of 16 lanes x 32 k, 2 kTile apart. kPairsFirst as in AmxKernel.
-  template <bool kPairsFirst>
-  static TS_HD void pack_tile(const float* source, int64_t lane_stride, int64_t k_stride,
+  template <bool kPairsFirst, class Source>
+  static TS_HD void pack_tile(const Source* source, int64_t lane_stride, int64_t k_stride,
                               int64_t lanes, int64_t depth, bf16* tile, __m512i& largest) {
-    alignas(64) float gathered[16][32];
+    alignas(64) Source gathered[16][32];
     bool pairs_first = false;
     if (k_stride != 1 && lane_stride == 1) {
       const __mmask16 mask = first_lanes(lanes);
       for (int p = 0; p < 16; ++p) {
-        const __m512 low =
-            _mm512_maskz_loadu_ps(p < depth ? mask : __mmask16(0), source + p * k_stride);
-        const __m512 high = _mm512_maskz_loadu_ps(p + 16 < depth ? mask : __mmask16(0),
-                                                  source + (p + 16) * k_stride);
+        const __m512 low = load_lanes(p < depth ? mask : __mmask16(0), source + p * k_stride);
+        const __m512 high =
+            load_lanes(p + 16 < depth ? mask : __mmask16(0), source + (p + 16) * k_stride);
         raise(low, largest);
         raise(high, largest);
         store_pairs(low, high, p, tile);
@@ -102,9 +108,9 @@ struct SplitAmxKernel {
       }
       const __mmask16 low_mask = first_lanes(depth), high_mask = first_lanes(depth - 16);
       for (int i = 0; i < 16; ++i) {
-        const float* row = source + i * lane_stride;
-        const __m512 low = _mm512_maskz_loadu_ps(i < lanes ? low_mask : __mmask16(0), row);
-        const __m512 high = _mm512_maskz_loadu_ps(i < lanes ? high_mask : __mmask16(0), row + 16);
+        const Source* row = source + i * lane_stride;
+        const __m512 low = load_lanes(i < lanes ? low_mask : __mmask16(0), row);
+        const __m512 high = load_lanes(i < lanes ? high_mask : __mmask16(0), row + 16);
         raise(low, largest);
         raise(high, largest);
         store_pairs(low, high, i, tile);
@@ -122,8 +128,8 @@ struct SplitAmxKernel {
 
   // All panels of `lanes` rows of A (kPairsFirst = false) or columns of B. Returns the largest
   // magnitude in them, as bits.
-  template <bool kPairsFirst>
-  static uint32_t pack(const float* source, int64_t lane_stride, int64_t k_stride, int64_t lanes,
+  template <bool kPairsFirst, class Source>
+  static uint32_t pack(const Source* source, int64_t lane_stride, int64_t k_stride, int64_t lanes,
                        int64_t depth, bf16* panels) {
     __m512i largest = _mm512_setzero_si512();
     // Source is read along its contiguous side: a panel after the other, or a stretch of K.
