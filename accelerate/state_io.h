@@ -20,7 +20,6 @@
 // else lies there. A folder that goes is renamed first: a crash leaves no half of it.
 #pragma once
 
-#include <array>
 #include <concepts>
 #include <cstdint>
 #include <functional>

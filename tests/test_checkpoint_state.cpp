@@ -262,7 +262,8 @@ TEST_F(StateCheckpoints, ACK1AnotherNumberOfRanksGoesOnWithTheSameBits) {
   }
 }
 
-TEST_F(StateCheckpoints, EveryRanksRandomNumbersComeBackAndAreNotGuessedForAnotherNumber) {
+// Trap: a load only logs that it could not restore random numbers.
+TEST_F(StateCheckpoints, TrapEveryRanksRandomNumbersComeBackAndAreNotGuessedForAnotherNumber) {
   run_ranks(2, [&](int rank) {
     Training training(2);
     manual_seed(static_cast<uint64_t>(100 + rank));
