@@ -1,0 +1,50 @@
+// What nlp_example and complete_nlp_example share: the tasks, the model to begin with, evaluation.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/accelerate/accelerator.h>
+#include <tessera/data/dataloader.h>
+
+#include "../common/classification.h"
+#include "model.h"
+#include "text_data.h"
+
+namespace tessera::bert {
+
+struct TaskOptions {
+  std::string data, task = "intents", model, save;
+  std::string mixed_precision = "no";
+  int64_t epochs = 12, batch_size = 32, accumulate = 1, max_length = 64, train_rows = 0;
+  int64_t width = 128, layers = 2, heads = 4;
+  double lr = 1e-3, dropout = 0.1, weight_decay = 0.01;
+  int64_t seed = 42;
+
+  void add_to(CLI::App& app);
+  Precision precision() const;
+};
+
+struct Task {
+  data::DatasetPtr<TextExample> train, validation;
+  std::vector<std::string> labels;
+};
+
+// "intents": the 77 intents of Banking77; "mrpc": do two sentences say the same; "qnli": does the
+// sentence answer the question (every tenth validates: of QNLI only the development part is used).
+Task read_task(const TaskOptions& options, const data::WordPieceTokenizer& tokenizer);
+
+// From random weights, or options.model. ConfigError where that has another number of labels.
+std::unique_ptr<Bert> make_model(const TaskOptions& options, const Task& task, int64_t vocab_size,
+                                 const Accelerator& accelerator);
+
+// Each sample of a prepared loader once, over all ranks.
+examples::ClassificationScore evaluate(Accelerator& accelerator, Bert& model,
+                                       data::DataLoader<TextExample>& loader);
+
+// F1 of the second of two classes, or the mean over all classes.
+double f1_of(const examples::ClassificationScore& score, const Task& task);
+
+}  // namespace tessera::bert
