@@ -36,8 +36,8 @@ class EnableGradGuard {
   ScopedValue<bool> scoped_;
 };
 
-// ---- Backward
-// ------------------------------------------------------------------------------------
+// ---- Backward ----------------------------------------------------------------------------------
+// Order, and with it every bit, follows from the forward calls alone (engine.h).
 
 struct BackwardOptions {
   bool retain_graph = false;  // keep saved tensors for another backward
@@ -83,8 +83,8 @@ bool backward_reaches(const Tensor& leaf);
 // AutogradError.
 void set_grad_home(const Tensor& leaf, const Tensor& home);
 
-// ---- Hooks
-// ------------------------------------------------------------------------------------------
+// ---- Hooks -------------------------------------------------------------------------------------
+// Those of one tensor run in the order of registration.
 
 class HookHandle {  // the hook stays until remove() is called
  public:
@@ -117,8 +117,8 @@ class SavedTensorHooks {
   SavedTensorHooks& operator=(const SavedTensorHooks&) = delete;
 };
 
-// ---- Looking for mistakes
-// -----------------------------------------------------------------------------
+// ---- Looking for mistakes ----------------------------------------------------------------------
+// At a cost in time: for a run that went wrong.
 
 // In the scope, forward calls are remembered and backward looks for NaN: an error in backward names
 // the op, its inputs and the module that made the call.

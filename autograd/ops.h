@@ -56,8 +56,8 @@ const Tensor& bernoulli_(const Tensor& x, double p, std::optional<RandomStream> 
 Tensor multinomial(const Tensor& x, int64_t count, bool replacement = false,
                    std::optional<RandomStream> stream = {});
 
-// ---- Elementwise, one input (ops/elementwise.cpp)
-// ------------------------------------------------
+// ---- Elementwise, one input (ops/elementwise.cpp) ----------------------------------------------
+// Of integers and bool, transcendental ones give f32; others keep the dtype, or refuse it.
 
 Tensor to(const Tensor& x, DType dtype);  // the same tensor where nothing changes
 Tensor to(const Tensor& x, const Device& device);
@@ -96,8 +96,8 @@ Tensor isinf(const Tensor& x);     // bool
 Tensor isfinite(const Tensor& x);  // bool
 Tensor logical_not(const Tensor& x);
 
-// ---- Elementwise, two and three inputs (ops/elementwise.cpp)
-// --------------------------------------
+// ---- Elementwise, two and three inputs (ops/elementwise.cpp) -----------------------------------
+// Integers divided by zero (floor_divide, remainder) are a ValueError.
 
 Tensor add(const Tensor& a, const Tensor& b, const Scalar& alpha = 1);  // a + alpha * b
 Tensor sub(const Tensor& a, const Tensor& b, const Scalar& alpha = 1);
@@ -191,8 +191,8 @@ inline const Tensor& operator*=(const Tensor& a, const Scalar& b) { return mul_(
 inline const Tensor& operator/=(const Tensor& a, const Scalar& b) { return div_(a, b); }
 // clang-format on
 
-// ---- Activations (ops/activation.cpp)
-// ------------------------------------------------------------
+// ---- Activations (ops/activation.cpp) ----------------------------------------------------------
+// Floating dtypes; relu takes integers, too.
 
 enum class Gelu { kNone, kTanh };  // erf, or the tanh approximation that GPT-2 uses
 Tensor relu(const Tensor& x);
@@ -203,8 +203,8 @@ Tensor softplus(const Tensor& x, double beta = 1, double threshold = 20);
 Tensor leaky_relu(const Tensor& x, double negative_slope = 0.01);
 Tensor glu(const Tensor& x, int64_t dim = -1);  // a * sigmoid(b) of the two halves
 
-// ---- Reductions (ops/reduce.cpp)
-// -----------------------------------------------------------------
+// ---- Reductions (ops/reduce.cpp) ---------------------------------------------------------------
+// Of no elements: sum 0, prod 1, mean NaN, any false, all true; an extremum is an error.
 
 Tensor sum(const Tensor& x, const Shape& dims = {}, bool keepdim = false,
            std::optional<DType> dtype = {});  // integers and bool give i64
@@ -239,8 +239,8 @@ Tensor cosine_similarity(const Tensor& a, const Tensor& b, int64_t dim = 1, doub
 // Sums to `shape`, from which x's was broadcast.
 Tensor sum_to(const Tensor& x, const Shape& shape);
 
-// ---- Matrix products (ops/matmul.cpp)
-// --------------------------------------------------------------
+// ---- Matrix products (ops/matmul.cpp) ----------------------------------------------------------
+// Operands of one dtype, which autocast gives them; f16 and bf16 are added up in f32.
 
 Tensor matmul(const Tensor& a, const Tensor& b);  // torch's rules for 1-D, 2-D and batches
 Tensor bmm(const Tensor& a, const Tensor& b);     // [B, M, K] x [B, K, N]
@@ -253,8 +253,8 @@ Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& be
              const Scalar& alpha = 1);
 Tensor einsum(std::string_view equation, const TensorList& operands);
 
-// ---- Shape (ops/shape.cpp); views share elements with x
-// ----------------------------------------------
+// ---- Shape (ops/shape.cpp) ---------------------------------------------------------------------
+// Views share elements with x; reshape and flatten copy where no view is possible.
 
 Tensor detach(const Tensor& x);
 Tensor view(const Tensor& x, const Shape& shape);
@@ -287,8 +287,8 @@ enum class Pad { kConstant, kReflect, kReplicate, kCircular };
 // sizes: (left, right) of the last dimension first, as torch.nn.functional.pad. Negative crops.
 Tensor pad(const Tensor& x, const Shape& sizes, Pad mode = Pad::kConstant, double value = 0);
 
-// ---- Index (ops/index.cpp) and sort (ops/sort.cpp). index: i64 or i32
-// --------------------------------
+// ---- Index (ops/index.cpp) and sort (ops/sort.cpp) ---------------------------------------------
+// index: i64 or i32. One outside of its dimension is an IndexError.
 
 Tensor index_select(const Tensor& x, int64_t dim, const Tensor& index);
 Tensor gather(const Tensor& x, int64_t dim, const Tensor& index);
@@ -312,8 +312,8 @@ ValuesIndices topk(const Tensor& x, int64_t k, int64_t dim = -1, bool largest = 
 Tensor bincount(const Tensor& x, const Tensor& weights = {}, int64_t minlength = 0);
 Tensor one_hot(const Tensor& x, int64_t num_classes = -1);
 
-// ---- Embedding and rotary positions (ops/embedding.cpp)
-// -----------------------------------------------
+// ---- Embedding and rotary positions (ops/embedding.cpp) ----------------------------------------
+// Rows of a table by index; pairs of features turned by position.
 
 // index: any shape, i64 or i32; weight: [V, C]. Result [..., C]. Backward adds rows in index order.
 // The row padding_idx gets no gradient.
@@ -324,8 +324,8 @@ Tensor embedding(const Tensor& index, const Tensor& weight,
 Tensor rotary_embedding(const Tensor& x, const Tensor& cos, const Tensor& sin,
                         bool interleaved = false);
 
-// ---- Normalisation (ops/norm.cpp). Statistics are f32 (f64 for f64)
-// -----------------------------------
+// ---- Normalisation (ops/norm.cpp) --------------------------------------------------------------
+// Statistics are f32 (f64 for f64).
 
 // Normalises the last `normalized_shape.size()` dimensions. weight, bias: normalized_shape or
 // absent.
@@ -348,16 +348,16 @@ ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
                                  const Shape& normalized_shape, const Tensor& weight = {},
                                  const Tensor& bias = {}, double eps = 1e-5);
 
-// ---- Random masks (ops/random.cpp)
-// ----------------------------------------------------------------
+// ---- Random masks (ops/random.cpp) -------------------------------------------------------------
+// The same random stream gives the same mask.
 
 // Zeroes with probability p and scales the rest by 1 / (1 - p). The mask is not stored: backward
 // draws it again.
 Tensor dropout(const Tensor& x, double p = 0.5, bool training = true,
                std::optional<RandomStream> stream = {});
 
-// ---- Losses (ops/loss.cpp)
-// ----------------------------------------------------------------------------
+// ---- Losses (ops/loss.cpp) ---------------------------------------------------------------------
+// Formulas of f16 and bf16 inputs are calculated in f32.
 
 enum class Reduction { kNone, kMean, kSum };
 struct CrossEntropyOptions {
@@ -393,8 +393,8 @@ enum class KlReduction { kNone, kMean, kSum, kBatchMean };
 Tensor kl_div(const Tensor& x, const Tensor& target, KlReduction reduction = KlReduction::kMean,
               bool log_target = false);
 
-// ---- Convolution and pooling (ops/conv.cpp)
-// --------------------------------------------------------------
+// ---- Convolution and pooling (ops/conv.cpp) ----------------------------------------------------
+// Floating dtypes, float8 excepted.
 
 // x: [N, C, L]; weight: [O, C / groups, K]; bias: [O] or absent. One value serves all dimensions.
 struct ConvOptions {
@@ -408,7 +408,7 @@ Tensor conv1d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
 Tensor conv2d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
               const ConvOptions& options = {});
 // x: [N, C, H, W] or [C, H, W] (max_pool1d: [N, C, W] or [C, W]). Empty stride: the kernel size.
-// Indices are positions in the plane of H * W; the first of equals, a NaN before all.
+// Indices are positions in the plane of H * W; the first of equals, before all the last NaN.
 Tensor max_pool1d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
                   const Shape& padding = {0}, const Shape& dilation = {1}, bool ceil_mode = false);
 ValuesIndices max_pool1d_with_indices(const Tensor& x, const Shape& kernel_size,
@@ -426,8 +426,8 @@ Tensor adaptive_avg_pool2d(const Tensor& x, const Shape& output_size);
 // Nearest neighbour; sizes of the spatial dimensions, or factors.
 Tensor interpolate(const Tensor& x, const Shape& size, std::span<const double> scale_factor = {});
 
-// ---- Attention (ops/attention.cpp)
-// -----------------------------------------------------------------------
+// ---- Attention (ops/attention.cpp) -------------------------------------------------------------
+// softmax(query key^T * scale + mask) value.
 
 struct AttentionOptions {
   Tensor mask = {};  // bool (true takes part) or additive, broadcastable to [B, H, T, S]
@@ -444,8 +444,8 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
 // packed: [B, T, 3, H, E], the result of one linear layer. Returns [B, T, H * E].
 Tensor packed_attention(const Tensor& packed, const AttentionOptions& options = {});
 
-// ---- Fused (ops/fused.cpp)
-// ---------------------------------------------------------------------------------
+// ---- Fused (ops/fused.cpp) ---------------------------------------------------------------------
+// Values and gradients of the composed form, in fewer passes over memory.
 
 // gelu(linear(x, weight, bias)); keeps the pre-activation for backward.
 Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias,

@@ -45,8 +45,8 @@ Tensor from_blob(void* data, const Shape& shape, const Shape& strides, DType dty
 
 }  // namespace raw
 
-// A tensor of the values' natural dtype (double and float: f32, integers: i64, bool: bool) or of
-// the dtype asked for: tensor({1.0, 2.0}), tensor({1, 2, 3}, {2, 2}...).
+// The values, converted to the dtype: tensor({1, 2, 3}) has one dimension and is f32,
+// tensor(values, {2, 3}) copies a row-major list. Throws ShapeError where the numbers differ.
 Tensor tensor(std::initializer_list<double> values, DType dtype = kF32);
 Tensor tensor(std::span<const double> values, const Shape& shape, DType dtype = kF32);
 Tensor tensor(std::span<const float> values, const Shape& shape, DType dtype = kF32);

@@ -76,10 +76,10 @@ Shape reduced_shape(const Shape& shape, const Shape& dims, bool keepdim);
 
 // A shape with at most one -1, which is inferred from `numel`. Throws ShapeError.
 Shape infer_shape(const Shape& shape, int64_t numel, std::string_view where);
-// Strides with which a tensor can be viewed as `target` without a copy; empty optional-like: false.
+// Strides of a view as `target` without a copy, in `result`; false where there are none.
 bool view_strides(const Shape& shape, const Shape& strides, const Shape& target, Shape& result);
 
-// Largest byte-free extent: index of the last element reached plus one, 0 for empty tensors.
+// Elements from the first to the last that is reached, both included; 0 for empty tensors.
 int64_t storage_extent(const Shape& shape, const Shape& strides);
 
 }  // namespace tessera

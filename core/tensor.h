@@ -95,7 +95,7 @@ class Tensor {
   bool is_contiguous() const { return tessera::is_contiguous(shape(), strides()); }
   const StoragePtr& storage() const { return get().storage; }
 
-  // First element. The typed form checks the dtype (char sizes of half types come from half.h).
+  // First element; on the CPU it can be read. T is not checked: bf16 and f16 are those of half.h.
   void* data() const {
     const TensorImpl& impl = get();
     return static_cast<char*>(impl.storage->data()) + impl.offset * size_of(impl.dtype);
@@ -108,9 +108,9 @@ class Tensor {
   uint32_t version() const { return get().version->value.load(std::memory_order_relaxed); }
   void bump_version() const { get().version->value.fetch_add(1, std::memory_order_relaxed); }
 
-  // Takes over contents, shape and dtype of `other` under all holders of this tensor; the history
-  // and the grad of this one stay. Sharding in place and loading stand on it.
-  void set_data(const Tensor& other) const;
+  // Takes over contents, shape and dtype of `other` under all holders; history, grad and version
+  // counter stay. Backward is not warned: a graph that saved this tensor reads the new contents.
+  void set_data(const Tensor& other) const;  // elements are shared then, counters of writes are not
 
   // The value of a tensor with one element, converted. Throws ShapeError.
   template <class T = double>

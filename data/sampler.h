@@ -36,11 +36,11 @@ class SequentialSampler : public Sampler {
   int64_t size_;
 };
 
-// A permutation of [0, size) without a table: O(1) time and memory for any size.
+// A permutation of [0, size) without a table: O(1) time and memory for any size. A generalised
+// Feistel network of 8 rounds (24 for sizes under 1024) over a grid of about
+// sqrt(size) x sqrt(size) cells, with cycle walking over the few cells beyond `size` (J. Black,
+// P. Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
 //
-// A generalised Feistel network of 8 rounds over a grid of about sqrt(size) x sqrt(size) cells,
-// with cycle walking over the few cells beyond `size` (J. Black, P. Rogaway, "Ciphers with
-// Arbitrary Finite Domains", 2002).
 class Permutation {
  public:
   Permutation(int64_t size, uint64_t seed, uint64_t stream);  // ValueError if size is negative
