@@ -1,5 +1,5 @@
-// Tensors of more than 2^31 elements over processes: a minute and 5 GB, so only on request. The suite
-// proper sends small tensors in pieces instead (test_mpi_backend_pieces).
+// Tensors of more than 2^31 elements over processes: a minute and 5 GB, so only on request. The
+// suite proper sends small tensors in pieces instead (test_mpi_backend_pieces).
 //     ctest -C slow -L slow
 // ctest labels: slow
 // ctest ranks: 2

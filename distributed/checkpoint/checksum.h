@@ -1,4 +1,5 @@
-// XXH64, the checksum of checkpoints: 64 bits over a stream of bytes, 5 GB/s a core (measured, 256 MiB).
+// XXH64, the checksum of checkpoints: 64 bits over a stream of bytes, 5 GB/s a core (measured, 256
+// MiB).
 //
 // Source: Yann Collet, "xxHash fast digest algorithm" (the specification of XXH64), seed 0. It
 // finds damage, it does not keep out someone who forges.

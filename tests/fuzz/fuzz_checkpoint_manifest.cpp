@@ -23,8 +23,8 @@ FUZZ(text) {
       }
       // What was accepted is written and read as the same.
       const std::string again = distributed::manifest_text(manifest);
-      fuzz::require(distributed::manifest_text(distributed::parse_manifest(
-                        again, "manifest.json", complete)) == again,
+      fuzz::require(distributed::manifest_text(
+                        distributed::parse_manifest(again, "manifest.json", complete)) == again,
                     "a manifest survives writing and reading");
     });
   }
