@@ -2,6 +2,8 @@
 // with the same bits.
 //
 //     checkpointing [FOLDER]      default: out/checkpointing
+#include <filesystem>
+
 #include <tessera.h>
 
 #include "line.h"
@@ -42,10 +44,13 @@ int main(int argc, char** argv) {
   bool equal = false;
   const int failed = run(argc, argv, [&](std::span<const std::string> arguments) {
     const std::string folder = arguments.empty() ? "out/checkpointing" : arguments[0];
+    // Of an earlier run of this program.
+    ProcessControl ranks;
+    ranks.main_process_first([&] { std::filesystem::remove_all(folder + "/checkpoints"); });
     const auto whole = train(folder, 50, false, false);
     train(folder, 27, false, true);  // in the midst of its epoch
     equal = train(folder, 23, true, false) == whole;
-    ProcessControl().print(equal ? "the same bits" : "other numbers than in one go");
+    ranks.print(equal ? "the same bits" : "other numbers than in one go");
   });
   return failed || !equal;
 }
