@@ -507,6 +507,18 @@ TEST(JoinUnevenInputs, RanksWithMoreBatchesFinishAloneAndTheLoadersComeBack) {
   });
 }
 
+// DDL-7: Accelerate warns of a model whose gradients are not reduced, and does nothing.
+TEST(JoinUnevenInputs, AModelThatRanksDoNotShareIsAnErrorBeforeTheBody) {
+  on_ranks(2, [](int) {
+    Accelerator accelerator;
+    Regression stranger;
+    bool ran = false;
+    EXPECT_THROW(accelerator.join_uneven_inputs(stranger, [&] { ran = true; }), ValueError);
+    EXPECT_FALSE(ran);
+    EXPECT_TRUE(accelerator.loader_plan().even_batches());
+  });
+}
+
 TEST(JoinUnevenInputs, OneProcessRunsTheBody) {
   Accelerator accelerator;
   Regression model;
