@@ -1,4 +1,5 @@
 // Trackers, progress, memory reports and profiles: what a run tells about itself.
+// ctest labels: threads
 #include <cmath>
 #include <cstring>
 #include <filesystem>
