@@ -2,6 +2,7 @@
 // virtual clock, and deliberate bugs that these tests must see.
 // ctest labels: threads
 #include <chrono>
+#include <future>
 #include <random>
 #include <thread>
 
@@ -203,6 +204,7 @@ bool trains_rightly(Mutation mutation) {
     expected = accumulate_in_one_process(net, 0, 2, 2);
   }
   std::atomic<bool> right{true};
+  std::promise<void> read;
   try {
     run_ranks(2, [&](int rank) {
       manual_seed(3);
@@ -212,15 +214,16 @@ bool trains_rightly(Mutation mutation) {
       options.first_bucket_bytes = options.bucket_bytes = 1;
       const Replica replica = replicate(net, mesh, options);
       if (rank == 1 || mutation != Mutation::kLaunchOutOfOrder) rank_context().mutation = mutation;
-      // Rank 0 is late, so that who does not wait does not see its part.
-      if (rank == 0) {
-        rank_context().hooks.before_issue = [](const CommRecord&) {
-          std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      // Rank 0 comes when rank 1 has read its gradients, as one that does not wait can.
+      if (rank == 0 && mutation == Mutation::kSkipWait) {
+        rank_context().hooks.before_issue = [came = read.get_future().share()](const CommRecord&) {
+          came.wait_for(std::chrono::seconds(10));
           return true;
         };
       }
       loss_of(net, rank).backward();
       const Gradients own = gradients_of(net);
+      if (rank == 1) read.set_value();
       if (own.values != expected.values) right = false;
     });
   } catch (const DistributedError&) {
