@@ -82,6 +82,8 @@ endif()
 if(TESSERA_WITH_CUDA AND (TESSERA_REQUIRE_CUDA OR "$ENV{TESSERA_REQUIRE_CUDA}" STREQUAL "1"))
   tessera_require("CUDA" TESSERA_CUDA_FOUND "${TESSERA_NVCC}"
     "TESSERA_REQUIRE_CUDA is set, and there is no nvcc on PATH; install the CUDA 13 toolkit")
+elseif(NOT TESSERA_WITH_CUDA)
+  tessera_report("CUDA" TESSERA_CUDA_FOUND "" "switched off by TESSERA_WITH_CUDA")
 else()
   tessera_report("CUDA" TESSERA_CUDA_FOUND "${TESSERA_NVCC}"
     "optional; without it programs have no GPU; install the CUDA 13 toolkit and put nvcc on PATH")

@@ -8,13 +8,17 @@ foreach(floor IN LISTS TESSERA_FLOORS)
 endforeach()
 file(CREATE_LINK ${CMAKE_CURRENT_SOURCE_DIR}/tessera.h ${TESSERA_INCLUDE_DIR}/tessera.h SYMBOLIC)
 
-# tessera_floor(NAME [DEPENDS targets...]): static library of all sources of a folder.
+# tessera_floor(NAME [DEPENDS targets...] [WITHOUT files...]): static library of all sources of a
+# folder but these.
 function(tessera_floor name)
-  cmake_parse_arguments(arg "" "" "DEPENDS" ${ARGN})
+  cmake_parse_arguments(arg "" "" "DEPENDS;WITHOUT" ${ARGN})
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${name}/*.cpp)
   # The command has a target of its own; a backend (X_mpi.cpp, mpi/) is compiled or its stub
   # (X_no_mpi.cpp), never an #ifdef.
   list(FILTER sources EXCLUDE REGEX "_simd\\.cpp$|/cuda/|/cli/")
+  foreach(file IN LISTS arg_WITHOUT)
+    list(REMOVE_ITEM sources ${CMAKE_CURRENT_SOURCE_DIR}/${name}/${file})
+  endforeach()
   foreach(backend mpi nccl)
     string(TOUPPER ${backend} found)
     if(TESSERA_${found}_FOUND)
@@ -92,7 +96,13 @@ if(TESSERA_NCCL_FOUND)  # the library itself is loaded at run time
   target_include_directories(tessera_distributed SYSTEM PRIVATE ${TESSERA_NCCL_INCLUDE} ${TESSERA_CUDA_INCLUDE})
   target_link_libraries(tessera_distributed PRIVATE ${CMAKE_DL_LIBS})
 endif()
-tessera_floor(accelerate DEPENDS tessera_distributed tessera_data)
+# The frame of a program and its rank's control: all that a program takes from the facade which
+# writes its loop itself. The quickstart builds this and not the rest of the folder.
+add_library(tessera_process STATIC accelerate/process_control.cpp accelerate/run.cpp)
+add_library(tessera::process ALIAS tessera_process)
+set_target_properties(tessera_process PROPERTIES EXPORT_NAME process POSITION_INDEPENDENT_CODE ON)
+target_link_libraries(tessera_process PRIVATE $<BUILD_INTERFACE:tessera_compile> PUBLIC tessera_distributed)
+tessera_floor(accelerate DEPENDS tessera_process tessera_data WITHOUT process_control.cpp run.cpp)
 target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
   yaml-cpp protobuf::libprotobuf-lite PNG::PNG)
 # Messages of TensorBoard's event files, lite runtime; generated into the build folder.

@@ -26,8 +26,8 @@ scripts/install_packages.sh g++ cmake ninja-build libeigen3-dev nlohmann-json3-d
   libicu-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler libpng-dev libdnnl-dev libcli11-dev gnuplot-nox
 
 echo "==> Build"
-# The release preset without tests and benchmarks; scripts/test.sh goes on from the same objects.
-cmake --preset release -DTESSERA_BUILD_TESTS=OFF -DTESSERA_BUILD_BENCH=OFF
+# The release preset without tests, benchmarks and GPU; scripts/test.sh goes on from the same objects.
+cmake --preset release -DTESSERA_BUILD_TESTS=OFF -DTESSERA_BUILD_BENCH=OFF -DTESSERA_WITH_CUDA=OFF
 cmake --build --preset release --target gpt2_train gpt2_generate
 
 out=out/quickstart
