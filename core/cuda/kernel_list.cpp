@@ -5,6 +5,8 @@ namespace kernels {
 
 // One for each .cu file.
 void register_attention();
+void register_channel_norm();
+void register_conv();
 void register_copy();
 void register_cross_entropy();
 void register_elementwise_unary();
@@ -16,15 +18,20 @@ void register_index();
 void register_matmul();
 void register_multi_tensor();
 void register_norm();
+void register_pool();
 void register_random_fill();
 void register_reduce();
+void register_scan();
 void register_shape();
+void register_sort();
 void register_softmax();
 
 }  // namespace kernels
 
 void gpu::register_kernels() {
   kernels::register_attention();
+  kernels::register_channel_norm();
+  kernels::register_conv();
   kernels::register_copy();
   kernels::register_cross_entropy();
   kernels::register_elementwise_unary();
@@ -36,9 +43,12 @@ void gpu::register_kernels() {
   kernels::register_matmul();
   kernels::register_multi_tensor();
   kernels::register_norm();
+  kernels::register_pool();
   kernels::register_random_fill();
   kernels::register_reduce();
+  kernels::register_scan();
   kernels::register_shape();
+  kernels::register_sort();
   kernels::register_softmax();
 }
 

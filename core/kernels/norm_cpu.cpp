@@ -183,9 +183,6 @@ Tensor columns_tensor(const std::vector<double>& values, DType compute) {
 }  // namespace
 
 Statistics channel_statistics(const Tensor& x, int64_t groups) {
-  if (x.device().is_cuda()) {
-    return on_cuda<kernels::channel_statistics>("batch_norm", x.device(), x, groups);
-  }
   const DType compute = compute_dtype(x.dtype());
   Moments m;
   if (groups == 0) {
@@ -386,6 +383,10 @@ RowNormGradients channel_norm_backward(const Tensor& dy, const Tensor& x, int64_
 }
 
 void update_running(const Tensor& running, const Tensor& value, double factor, double momentum) {
+  if (running.device().is_cuda()) {
+    return on_cuda<kernels::update_running>("batch_norm", running.device(), running, value, factor,
+                                            momentum);
+  }
   if (running.is_meta()) return;
   const std::vector<double> values = value.to_vector<double>();
   std::vector<double> next = running.to_vector<double>();

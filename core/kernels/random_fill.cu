@@ -1,11 +1,15 @@
 #include <cmath>
+#include <vector>
 
-#include <tessera/core/cuda/launch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/random_fill.h>
 #include <tessera/core/kernels/random_numbers.h>
+#include <tessera/core/kernels/reduce.h>
+#include <tessera/core/kernels/sort.h>
+#include <tessera/core/raw_views.h>
+#include <tessera/core/kernels/rows.cuh>
 
 namespace tessera::kernels {
 namespace {
@@ -167,6 +171,104 @@ Tensor dropout_cuda(const Tensor& x, double p, RandomStream stream) {
   return result;
 }
 
+// ---- Draws by weight ----------------------------------------------------------------------------
+
+// Number (row, i) of a draw, as on the CPU.
+TS_DEVICE double draw(RandomStream stream, int64_t element) {
+  return unit64(philox_block(stream, element / 2).word64(static_cast<int>(element % 2)));
+}
+
+// A block a row: the positive weights, and the first that cannot be one (-1: none).
+template <class T>
+__global__ void inspect_weights_kernel(const T* weights, int64_t* found, int64_t n) {
+  TS_REDUCE_SLOT(int64_t, slot);
+  int64_t positive = 0, last_bad = 0;  // n - position, the largest is the first
+  for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
+    const Compute<T> w = load<Compute<T>>(weights[blockIdx.x * n + i]);
+    positive += w > 0;
+    const bool good = w >= 0 && w < static_cast<Compute<T>>(INFINITY);
+    if (!good && n - i > last_bad) last_bad = n - i;
+  }
+  positive = gpu::block_reduce(positive, gpu::Plus{}, int64_t{0}, slot);
+  last_bad = gpu::block_reduce(last_bad, gpu::Larger{}, int64_t{0}, slot);
+  if (threadIdx.x == 0) {
+    found[2 * blockIdx.x] = positive;
+    found[2 * blockIdx.x + 1] = last_bad > 0 ? n - last_bad : -1;
+  }
+}
+
+// sums: running sums of the weights of each row. The first sum above u times the total.
+template <class T>
+__global__ void choose_kernel(const T* weights, const double* sums, int64_t* chosen, int64_t total,
+                              int64_t n, int64_t count, RandomStream stream) {
+  const int64_t i = gpu::first_index();
+  if (i >= total) return;
+  const int64_t row = i / count;
+  const double* const sum = sums + row * n;
+  const double u = draw(stream, i) * sum[n - 1];
+  int64_t low = 0, high = n;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (sum[middle] <= u) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  int64_t index = low < n ? low : n - 1;
+  // Rounding of u * total may reach the end: the last positive weight takes it.
+  while (!(load<Compute<T>>(weights[row * n + index]) > 0)) --index;
+  chosen[i] = index;
+}
+
+template <class T>
+__global__ void priorities_kernel(const T* weights, double* priorities, int64_t total,
+                                  RandomStream stream) {
+  const int64_t i = gpu::first_index();
+  if (i >= total) return;
+  const auto w = static_cast<double>(load<Compute<T>>(weights[i]));
+  priorities[i] = w > 0 ? ::log(draw(stream, i) + 0x1p-54) / w : -static_cast<double>(INFINITY);
+}
+
+// The weights are looked at on the host before anything is drawn: an error here is worth a wait.
+Tensor random_choice_cuda(const Tensor& weights, int64_t count, bool replacement,
+                          RandomStream stream) {
+  const int64_t rows = weights.size(0), n = weights.size(1);
+  const Tensor dense = contiguous(weights);
+  Tensor result = raw::empty({rows, count}, kI64, weights.device());
+  if (rows == 0) return result;
+  const Tensor found = raw::zeros({rows, 2}, kI64, weights.device());
+  dispatch_floating(weights.dtype(), "multinomial", [&]<class T>() {
+    gpu::launch(
+        {.name = "multinomial", .grid = static_cast<unsigned>(rows), .block = row_threads(n)},
+        inspect_weights_kernel<T>, dense.data_as<T>(), found.data_as<int64_t>(), n);
+    const std::vector<int64_t> seen = found.to_vector<int64_t>();
+    const int64_t needed = replacement ? 1 : count;
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t positive = seen[static_cast<size_t>(2 * row)];
+      const int64_t bad = seen[static_cast<size_t>(2 * row + 1)];
+      TS_CHECK(bad < 0, "multinomial", "weights must be finite and not negative; got ",
+               raw::select(raw::select(dense, 0, row), 0, bad).item(), " at position [", row, ", ",
+               bad, "]");
+      TS_CHECK(positive >= needed, "multinomial", "row ", row, " has ", positive,
+               " positive weights and must have at least ", needed,
+               replacement ? "" : "; draw with replacement, or fewer");
+    }
+    if (replacement) {
+      const Tensor sums = cumsum(dense, 1, kF64);
+      gpu::launch(config_for("multinomial", rows * count, 1), choose_kernel<T>, dense.data_as<T>(),
+                  sums.data_as<double>(), result.data_as<int64_t>(), rows * count, n, count,
+                  stream);
+    } else {
+      const Tensor priorities = raw::empty({rows, n}, kF64, weights.device());
+      gpu::launch(config_for("multinomial", rows * n, 1), priorities_kernel<T>, dense.data_as<T>(),
+                  priorities.data_as<double>(), rows * n, stream);
+      result = topk(priorities, count, 1, true).indices;
+    }
+  });
+  return result;
+}
+
 }  // namespace
 
 void register_random_fill() {
@@ -174,6 +276,7 @@ void register_random_fill() {
   cuda_form<random_normal> = random_normal_cuda;
   cuda_form<random_bernoulli> = random_bernoulli_cuda;
   cuda_form<random_integers> = random_integers_cuda;
+  cuda_form<random_choice> = random_choice_cuda;
   cuda_form<dropout> = dropout_cuda;
 }
 

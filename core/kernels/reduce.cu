@@ -347,7 +347,8 @@ Tensor logsumexp_cuda(const Tensor& x, const Shape& dims, bool keepdim) {
                 {Finish::kLogPlusShift, 0});
 }
 
-// ---- Extrema with their places, running sums: x seen as (outer, n, inner) -----------------------
+// ---- Extrema with their places: x seen as (outer, n, inner)
+// --------------------------------------
 
 struct Around {
   int64_t outer = 1, n = 1, inner = 1;
@@ -435,58 +436,6 @@ Extremum extremum_cuda(const Tensor& x, int dim, bool keepdim, bool largest) {
   return result;
 }
 
-// One thread a line, in order: as exact as the CPU, and slow for few long lines.
-template <class C>
-__global__ void scan_kernel(const void* source, DType dtype, void* result, DType result_dtype,
-                            int64_t lines, int64_t n, int64_t inner, bool product, bool reverse) {
-  const int64_t line = gpu::first_index();
-  if (line >= lines) return;
-  const int64_t first = line / inner * n * inner + line % inner;
-  with_lane_dtype<C>(dtype, [&]<class T>() {
-    const T* const x = static_cast<const T*>(source) + first;
-    with_lane_dtype<C>(result_dtype, [&]<class R>() {
-      R* const y = static_cast<R*>(result) + first;
-      Wide<C> carry = product ? 1 : 0;
-      for (int64_t k = 0; k < n; ++k) {
-        const int64_t i = (reverse ? n - 1 - k : k) * inner;
-        const auto v = static_cast<Wide<C>>(load<C>(x[i]));
-        carry = product ? carry * v : carry + v;
-        y[i] = store<R>(static_cast<C>(carry));
-      }
-    });
-  });
-}
-
-Tensor scan(const char* where, const Tensor& x, int dim, bool product, bool reverse, DType dtype) {
-  const Tensor result = raw::empty(x.shape(), dtype, x.device());
-  if (x.numel() == 0) return result;
-  const Lane lane = lane_of(dtype);
-  Tensor source = converted_for(x, dtype);
-  if (!detail::is_direct(lane, source.dtype())) source = convert(source, dtype);
-  source = contiguous(source);
-  const Around a(x, dim);
-  const int64_t lines = a.outer * a.inner;
-  const auto run = [&]<class C>() {
-    gpu::launch({.name = where, .grid = gpu::blocks(lines, kBlock), .block = kBlock},
-                scan_kernel<C>, source.data(), source.dtype(), result.data(), dtype, lines, a.n,
-                a.inner, product, reverse);
-  };
-  if (lane == Lane::kFloat) {
-    run.operator()<float>();
-  } else if (lane == Lane::kDouble) {
-    run.operator()<double>();
-  } else {
-    run.operator()<int64_t>();
-  }
-  return result;
-}
-Tensor cumsum_cuda(const Tensor& x, int dim, DType dtype, bool reverse) {
-  return scan("cumsum", x, dim, false, reverse, dtype);
-}
-Tensor cumprod_cuda(const Tensor& x, int dim, DType dtype) {
-  return scan("cumprod", x, dim, true, false, dtype);
-}
-
 }  // namespace
 
 void register_reduce() {
@@ -501,8 +450,6 @@ void register_reduce() {
   cuda_form<norm> = norm_cuda;
   cuda_form<logsumexp> = logsumexp_cuda;
   cuda_form<extremum> = extremum_cuda;
-  cuda_form<cumsum> = cumsum_cuda;
-  cuda_form<cumprod> = cumprod_cuda;
 }
 
 }  // namespace tessera::kernels
