@@ -159,6 +159,8 @@ struct Settings {
   Resolved<int64_t> restarts{0};
   Resolved<std::vector<std::string>> restart_ranks;
   Resolved<double> collective_timeout{600};
+  Resolved<std::optional<double>> first_step_timeout;
+  Resolved<std::optional<double>> save_timeout;
   Resolved<double> init_timeout{600};
   Resolved<std::optional<double>> job_timeout;
   Resolved<double> start_timeout{60};

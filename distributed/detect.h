@@ -41,8 +41,8 @@ struct LaunchInfo {
   std::optional<StoreAddress> store;               // of the launcher
   std::optional<Milliseconds> collective_timeout;  // --collective-timeout
   std::optional<Milliseconds> init_timeout;        // --init-timeout
-  std::optional<Milliseconds> first_step_timeout;  // TESSERA_FIRST_STEP_TIMEOUT
-  std::optional<Milliseconds> save_timeout;        // TESSERA_SAVE_TIMEOUT
+  std::optional<Milliseconds> first_step_timeout;  // --first-step-timeout
+  std::optional<Milliseconds> save_timeout;        // --save-timeout
   std::optional<Milliseconds> grace;               // --grace
   std::string transport;                           // --transport; empty: chosen by device
   std::string node_groups;  // node of each rank, "0,0,1,1"; empty where the launcher does not say

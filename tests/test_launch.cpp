@@ -126,6 +126,18 @@ TEST(LaunchSettings, FlagBeatsTesseraBeatsAccelerateBeatsFileBeatsDefault) {
   EXPECT_EQ(resolve(flags, environment).collective_timeout, 600s);
 }
 
+TEST(LaunchSettings, TimesOfTheFirstStepAndOfSavesAreFlagsToo) {
+  EXPECT_FALSE(resolve({}).first_step_timeout);
+  EXPECT_FALSE(resolve({}).save_timeout);
+  const LaunchOptions options =
+      resolve({{"first_step_timeout", "900"}}, {{"TESSERA_SAVE_TIMEOUT", "1200.5"}});
+  EXPECT_EQ(options.first_step_timeout, 900s);
+  EXPECT_EQ(options.provenance.at("first_step_timeout"), "--first-step-timeout");
+  EXPECT_EQ(options.save_timeout, 1200500ms);
+  EXPECT_EQ(options.provenance.at("save_timeout"), "TESSERA_SAVE_TIMEOUT");
+  EXPECT_EQ(resolve({{"save_timeout", "7"}}, {{"TESSERA_SAVE_TIMEOUT", "9"}}).save_timeout, 7s);
+}
+
 TEST(LaunchSettings, ValuesThatCannotBeAreRefusedWithTheirSource) {
   const std::pair<const char*, const char*> kMistakes[] = {
       {"ranks", "0"},
@@ -143,6 +155,8 @@ TEST(LaunchSettings, ValuesThatCannotBeAreRefusedWithTheirSource) {
       {"transport", "ucx"},
       {"restart_ranks", "2"},  // without restarts
       {"collective_timeout", "nan"},
+      {"first_step_timeout", "0"},
+      {"save_timeout", "later"},
       {"oversubscribe", "perhaps"}};
   for (const auto& [name, value] : kMistakes) {
     const std::string message = message_of<ConfigError>([&] { resolve({{name, value}}); });

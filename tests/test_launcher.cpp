@@ -53,6 +53,16 @@ TEST(Launcher, RanksLearnWhoTheyAreAndTheirLinesSayIt) {
   EXPECT_EQ(lines_of(job.output), expected);
 }
 
+TEST(Launcher, RanksLearnTheirTimes) {
+  const std::string script =
+      "echo $TESSERA_COLLECTIVE_TIMEOUT/$TESSERA_FIRST_STEP_TIMEOUT/$TESSERA_SAVE_TIMEOUT";
+  const FinishedProcess given = launch_script(
+      {"--collective-timeout", "30", "--first-step-timeout", "90.5", "--save-timeout=120"}, script);
+  EXPECT_EQ(given.output, "30/90.5/120\n") << given;
+  const FinishedProcess silent = launch_script({}, script);
+  EXPECT_EQ(silent.output, "600//\n") << silent;
+}
+
 TEST(Launcher, OneRankNeedsNoMpi) {
   const FinishedProcess job =
       launch_script({}, "echo rank $TESSERA_RANK; exit 4", {{"PATH", "/bin"}});

@@ -272,6 +272,10 @@ void Attempt::start_manager() {
       {"TESSERA_INIT_TIMEOUT", seconds(options_.init_timeout)},
       {"TESSERA_GRACE", seconds(options_.grace)},
   };
+  if (options_.first_step_timeout) {
+    job["TESSERA_FIRST_STEP_TIMEOUT"] = seconds(*options_.first_step_timeout);
+  }
+  if (options_.save_timeout) job["TESSERA_SAVE_TIMEOUT"] = seconds(*options_.save_timeout);
   if (!options_.dump_dir.empty()) job["TESSERA_DUMP_DIR"] = options_.dump_dir;
   if (options_.threads > 0) job["TESSERA_NUM_THREADS"] = std::to_string(options_.threads);
   if (options_.transport != Transport::kAuto) {

@@ -65,7 +65,12 @@ LaunchOptions resolve_options(const Flags& flags, const Environment& environment
   }
   options.collective_timeout = milliseconds(settings.collective_timeout);
   options.init_timeout = milliseconds(settings.init_timeout);
-  if (settings.job_timeout.value) options.job_timeout = milliseconds(*settings.job_timeout.value);
+  const auto optional_milliseconds = [&](const std::optional<double>& seconds) {
+    return seconds ? std::optional(milliseconds(*seconds)) : std::nullopt;
+  };
+  options.first_step_timeout = optional_milliseconds(settings.first_step_timeout.value);
+  options.save_timeout = optional_milliseconds(settings.save_timeout.value);
+  options.job_timeout = optional_milliseconds(settings.job_timeout.value);
   options.start_timeout = milliseconds(settings.start_timeout);
   options.grace = milliseconds(settings.grace);
   options.transport = static_cast<Transport>(settings.transport.value);

@@ -39,6 +39,9 @@ struct LaunchOptions {
   int threads = 0;  // a rank; 0: cores / local ranks
   int restarts = 0;
   Milliseconds collective_timeout{600000};
+  // Where longer than collective_timeout: until the first gradients are reduced, and in
+  // checkpoints.
+  std::optional<Milliseconds> first_step_timeout, save_timeout;
   Milliseconds init_timeout{600000};        // of a rank's ProcessGroup
   std::optional<Milliseconds> job_timeout;  // of each attempt
   Milliseconds start_timeout{60000};        // until every agent has reported
