@@ -8,7 +8,6 @@
 #include <unordered_set>
 
 #include <tessera/accelerate/step_window.h>
-#include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
@@ -24,6 +23,7 @@
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizer.h>
 #include <tessera/optim/schedule.h>
+#include <tessera/precision/autocast.h>
 #include <tessera/precision/grad_scaler.h>
 
 namespace tessera {
@@ -56,6 +56,7 @@ namespace {
 accelerate::Settings settings_of(const AcceleratorOptions& options) {
   accelerate::CodeSettings code;
   code.set("mixed_precision", options.mixed_precision)
+      .set("precision_policy", options.precision_policy)
       .set("gradient_accumulation_steps", options.gradient_accumulation_steps)
       .set("sync_with_dataloader", options.sync_with_dataloader)
       .set("sync_each_batch", options.sync_each_batch)
@@ -105,6 +106,20 @@ std::shared_ptr<distributed::CommunicationHook> hook_of(const accelerate::Settin
   return nullptr;
 }
 
+precision::Policy policy_of(const accelerate::Settings& settings) {
+  if (settings.mixed_precision.value == Precision::kNo) return precision::Policy::f32();
+  const DType low = settings.mixed_precision.value == Precision::kBF16 ? kBF16 : kF16;
+  switch (settings.precision_policy.value) {
+    case PrecisionPolicy::kBoundary:
+      return precision::Policy::boundary(low);
+    case PrecisionPolicy::kPure:
+      return precision::Policy::pure(low);
+    case PrecisionPolicy::kAutocast:
+      break;
+  }
+  return precision::Policy::autocast(low);
+}
+
 distributed::ReplicateOptions replicate_options(const accelerate::Settings& settings) {
   const auto bytes = [](double megabytes) { return static_cast<int64_t>(megabytes * 1048576); };
   distributed::ReplicateOptions options;
@@ -114,6 +129,8 @@ distributed::ReplicateOptions replicate_options(const accelerate::Settings& sett
   options.average = distributed::GradientAverage::kWeight;
   options.init_sync = settings.ddp_init_sync;
   options.broadcast_buffers = settings.ddp_broadcast_buffers;
+  const precision::Policy policy = policy_of(settings);
+  if (policy.needs_masters()) options.gradient_dtype = policy.reduce;
   return options;
 }
 
@@ -124,6 +141,15 @@ struct ModelRecord {
   nn::ModuleBase* model = nullptr;
   NamedTensors parameters;  // held: a model that was made at the address of a dead one is another
   std::vector<HookHandle> handles;
+  precision::AppliedPolicy policy;
+  // Of parameters that were narrowed: until their optimizer's first step.
+  struct Original {
+    Tensor value;  // f32
+    // Of the parameter that holds it rounded, as long as nobody has written another.
+    uint32_t version;
+    const void* data;
+  };
+  std::unordered_map<TensorImpl*, Original> originals;
   std::optional<distributed::Replica> replica;
   StepWindow window;
   std::optional<int64_t> steps;
@@ -218,6 +244,8 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   void prepare_optimizer(optim::Optimizer& optimizer);
   void prepare_loader(const LoaderRequest& request);
   void prepare_schedule(optim::Schedule& schedule);
+  void keep_originals(ModelRecord& record);
+  void begin_masters(OptimizerRecord& record);
 
   // ---- Loss scaling
   void make_scaler();
@@ -241,10 +269,7 @@ namespace {
 // Around every call of a prepared model.
 class ForwardScope {
  public:
-  ForwardScope(RandomState& random, int& depth, Precision precision)
-      : random_(random), depth_(depth) {
-    if (precision == Precision::kBF16) autocast_.emplace(kBF16);
-    if (precision == Precision::kFP16) autocast_.emplace(kF16);
+  ForwardScope(RandomState& random, int& depth) : random_(random), depth_(depth) {
     if (depth_++ == 0) std::swap(random_, random_state());
   }
   ~ForwardScope() {
@@ -256,7 +281,6 @@ class ForwardScope {
  private:
   RandomState& random_;
   int& depth_;
-  std::optional<AutocastGuard> autocast_;
 };
 
 bool same_tensors(const NamedTensors& a, const NamedTensors& b) {
@@ -273,6 +297,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
   NamedTensors parameters = model.named_parameters();
   if (const auto known = find(model)) {
     if (same_tensors(known->parameters, parameters)) return;
+    known->policy.remove();
     std::erase(models, known);
   }
   auto record = std::make_shared<ModelRecord>();
@@ -283,13 +308,15 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
         const auto state = weak.lock();
         if (!state) return nullptr;
         // The scope's state lives with it.
-        auto scope = std::make_shared<ForwardScope>(state->random, state->forward_depth,
-                                                    state->settings.mixed_precision.value);
+        auto scope = std::make_shared<ForwardScope>(state->random, state->forward_depth);
         return {scope.get(), [state, scope](void*) mutable { scope.reset(); }};
       }));
   const bool trains = std::ranges::any_of(
       record->parameters, [](const NamedTensor& named) { return named.tensor.requires_grad(); });
-  if (data_ranks > 1 && trains) {
+  const precision::Policy policy = policy_of(settings);
+  if (policy != precision::Policy::f32()) record->policy = precision::apply(model, policy);
+  // One rank too keeps the f32 gradients of 16-bit parameters in the engine's buckets.
+  if ((data_ranks > 1 || policy.needs_masters()) && trains) {
     // Before replicate()'s own hook on the outputs, which begins the reduction: what ran forward
     // under no_sync() is not reduced.
     record->handles.push_back(model.register_forward_hook(
@@ -313,6 +340,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
         distributed::replicate(model, distributed::mesh(), replicate_options(settings)));
     if (auto hook = hook_of(settings)) record->replica->set_communication_hook(std::move(hook));
   }
+  keep_originals(*record);
   models.push_back(std::move(record));
   ++generation;
 }
@@ -339,6 +367,41 @@ void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
     return !state || !record || state->at_boundary(*record);
   });
   optimizers.push_back(std::move(record));
+}
+
+// Rank 0's become everybody's, as the parameters did.
+void Accelerator::State::keep_originals(ModelRecord& record) {
+  NamedTensors values = record.policy.take_originals();
+  std::erase_if(values, [&](const NamedTensor& value) {
+    const auto at = std::ranges::find(record.parameters, value.name, &NamedTensor::name);
+    return !at->tensor.requires_grad();
+  });
+  if (data_ranks > 1 && settings.ddp_init_sync && !values.empty()) {
+    distributed::CoalescedScope calls(*dealt_ranks, {.tag = "masters"});
+    for (const auto& [name, value] : values) calls.broadcast(value, 0);
+    calls.finish().wait();
+  }
+  for (const auto& [name, value] : values) {
+    const Tensor& parameter =
+        std::ranges::find(record.parameters, name, &NamedTensor::name)->tensor;
+    record.originals[parameter.impl()] = {value, parameter.version(), parameter.data()};
+  }
+}
+
+// The masters of 16-bit parameters begin unrounded. Not before they are needed: weights that were
+// loaded since prepare() are their own beginning.
+void Accelerator::State::begin_masters(OptimizerRecord& record) {
+  NamedTensors masters;
+  for (const auto& model : models_of(record)) {
+    if (model->originals.empty()) continue;
+    for (const auto& [name, tensor] : record.parameters) {
+      const auto original = model->originals.extract(tensor.impl());
+      if (!original) continue;
+      const auto& [value, version, data] = original.mapped();
+      if (version == tensor.version() && data == tensor.data()) masters.push_back({name, value});
+    }
+  }
+  if (!masters.empty()) record.optimizer->begin_masters(masters);
 }
 
 void Accelerator::State::prepare_loader(const LoaderRequest& request) {
@@ -576,8 +639,8 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
     reducing.push_back({record.get(), record->replica->engine().reductions()});
   }
 
-  // One process outside of a window: nothing to weigh against.
-  double scale = in_window || state.data_ranks > 1 ? weight : 1;
+  // Outside of a window and without a reduction there is nothing to weigh against.
+  double scale = in_window || !reducing.empty() ? weight : 1;
   if (state.scaler) scale *= state.scaler->loss_scale();
   // A 16-bit loss is scaled behind a cast: 65536 is more than f16 holds.
   const bool narrow = loss.dtype() == kF16 || loss.dtype() == kBF16;
@@ -663,6 +726,7 @@ StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
   record.was_skipped();  // before skip_reason() is another
   if (!at_boundary(record)) return StepDecision::skip("gradients are being accumulated");
   record.attempted = true;
+  begin_masters(record);
   bool has_weight = models_of(record).empty();
   for (const auto& model : models_of(record)) {
     TS_CHECK_AS(AutogradError, !model->window.pending() || model->no_sync > 0, "step",
@@ -887,6 +951,7 @@ accelerate::StateIo& Accelerator::state_io() {
 }
 
 accelerate::TrainingState Accelerator::training_state() {
+  for (const auto& record : state_->optimizers) state_->begin_masters(*record);
   accelerate::TrainingState training;
   training.models = models();
   training.optimizers = optimizers();
@@ -925,6 +990,10 @@ std::string Accelerator::describe() const {
     out << "model " << record->model->type_name() << ": " << record->model->num_parameters()
         << " elements in " << record->parameters.size() << " parameters, windows of "
         << record->steps.value_or(state.steps) << " micro-batches\n";
+    out << "  precision: "
+        << precision::describe(
+               precision::policy_of(*record->model).value_or(precision::Policy::f32()))
+        << '\n';
     if (record->replica) out << "  " << record->replica->report().describe();
   }
   for (const auto& record : state.optimizers) {

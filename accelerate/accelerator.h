@@ -84,6 +84,7 @@ class Schedule;
 // settings have these names, and docs/configuration.md, which lists them.
 struct AcceleratorOptions {
   std::optional<Precision> mixed_precision = {};
+  std::optional<PrecisionPolicy> precision_policy = {};
   std::optional<int64_t> gradient_accumulation_steps = {};  // micro-batches of a window
   std::optional<bool> sync_with_dataloader = {};            // its end ends the window
   std::optional<bool> sync_each_batch = {};                 // reduce in every micro-batch
@@ -162,12 +163,15 @@ class Accelerator : public ProcessControl {
 
   // Takes models, optimizers, loaders and schedules in any order and changes them in place:
   //   model      with several ranks and a parameter that requires grad: gradients are averaged in
-  //              backward, rank 0's parameters become everybody's; calls compute in the precision
-  //   optimizer  step() and zero_grad() act at the boundary of the models whose parameters it has
+  //              backward, rank 0's parameters become everybody's; calls compute in the
+  //              precision. precision_policy pure stores its parameters in 16 bits from here on
+  //   optimizer  step() and zero_grad() act at the boundary of the models whose parameters it has;
+  //              its f32 masters of 16-bit parameters begin with the values before prepare()
   //   loader     reads this rank's share
   //   schedule   steps where its own optimizer has
   // Preparing an object again changes nothing; nullptr is passed over. Collective where there are
-  // models or loaders. Throws what replicate() and LoaderPlan::prepare() throw.
+  // models or loaders. Throws what replicate(), LoaderPlan::prepare() and precision::apply() throw:
+  // a model that has a policy of its own and gets another by mixed_precision is a ConfigError.
   template <class... Objects>
   void prepare(Objects&... objects) {
     Preparation preparation;

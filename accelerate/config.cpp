@@ -262,6 +262,13 @@ void check_consistent(const Settings& settings) {
                    settings.ddp_comm_hook.value != CommHook::kPowerSgd,
                key, "ddp_comm_hook", "it is power_sgd's alone");
   }
+  contradict(settings.precision_policy.value != PrecisionPolicy::kAutocast &&
+                 settings.mixed_precision.value == Precision::kNo,
+             "precision_policy", "mixed_precision", "nothing is cast in f32; set bf16 or fp16");
+  contradict(settings.precision_policy.value == PrecisionPolicy::kPure &&
+                 !settings.ddp_gradient_as_bucket_view,
+             "precision_policy", "ddp_gradient_as_bucket_view",
+             "f32 gradients of 16-bit parameters lie in the buckets; leave it true");
   contradict(settings.scaler_backoff_factor > settings.scaler_growth_factor,
              "scaler_backoff_factor", "scaler_growth_factor", "the scale could only grow");
   contradict(!settings.restart_ranks.value.empty() && settings.restarts == 0, "restart_ranks",

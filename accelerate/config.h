@@ -37,9 +37,16 @@ namespace tessera {
 
 // In what prepared models compute.
 enum class Precision : uint8_t {
-  kNo,    // as the model is
-  kBF16,  // autocast to bf16
-  kFP16,  // autocast to f16 with loss scaling
+  kNo,  // as the model is
+  kBF16,
+  kFP16,  // f16 with loss scaling
+};
+
+// How that precision comes about (precision/policy.h).
+enum class PrecisionPolicy : uint8_t {
+  kAutocast,  // f32 parameters, each op by its record
+  kBoundary,  // f32 parameters, cast with the inputs where the model is entered
+  kPure,      // parameters in 16 bits, their f32 masters in the optimizer, gradients in f32
 };
 
 // What one step of a prepared schedule is.
@@ -83,6 +90,7 @@ enum class TransportChoice : uint8_t { kAuto, kShared, kTcp };
 struct Settings {
   // training
   Resolved<Precision> mixed_precision{Precision::kNo};
+  Resolved<PrecisionPolicy> precision_policy{PrecisionPolicy::kAutocast};
   Resolved<int64_t> gradient_accumulation_steps{1};
   Resolved<bool> sync_with_dataloader{true};
   Resolved<bool> sync_each_batch{false};

@@ -13,6 +13,13 @@ LocalSGD::LocalSGD(Accelerator& accelerator, nn::ModuleBase& model, const LocalS
     : accelerator_(accelerator), model_(model), options_(options) {
   TS_CHECK(options.steps >= 1, "LocalSGD", "steps must be at least 1; got ", options.steps);
   if (options.enabled && accelerator.data_ranks().size() > 1) {
+    for (const auto& [name, parameter] : model.named_parameters()) {
+      TS_CHECK_AS(
+          UnsupportedError,
+          !parameter.requires_grad() || parameter.dtype() == kF32 || parameter.dtype() == kF64,
+          "LocalSGD", "averages parameters, and the f32 masters of '", name, "' (", parameter,
+          ") would undo it; take precision_policy autocast or boundary");
+    }
     scope_.emplace(accelerator.without_reduction(model));
   }
 }

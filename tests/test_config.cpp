@@ -314,6 +314,16 @@ TEST(ConfigContradictions, SettingsWithoutEffectAreNamedWithWhatTheyNeed) {
                          from({{"TESSERA_DDP_POWER_SGD_RANK", "4"}});
                        }),
                        "ddp_comm_hook"));
+  EXPECT_TRUE(mentions(message_of<ConfigError>([] {
+                         from({{"TESSERA_PRECISION_POLICY", "pure"}});
+                       }),
+                       "mixed_precision=no"));
+  EXPECT_TRUE(mentions(message_of<ConfigError>([] {
+                         from({{"TESSERA_MIXED_PRECISION", "bf16"},
+                               {"TESSERA_PRECISION_POLICY", "pure"},
+                               {"TESSERA_DDP_GRADIENT_AS_BUCKET_VIEW", "no"}});
+                       }),
+                       "ddp_gradient_as_bucket_view=false"));
 }
 
 TEST(ConfigUnknown, VariablesThatLookLikeSettingsAreNamedWithTheNearestKey) {
