@@ -10,6 +10,7 @@
 #include <tessera/accelerate/step_window.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/context.h>
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/multi_tensor.h>
@@ -66,7 +67,10 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
       .set("even_batches", options.even_batches)
       .set("dispatch_batches", options.dispatch_batches)
       .set("seed", options.seed)
+      .set("data_seed", options.data_seed)
+      .set("cpu", options.cpu)
       .set("debug", options.debug)
+      .set("log_level", options.log_level)
       .set("project_dir", options.project_dir)
       .set("logging_dir", options.logging_dir)
       .set("log_with", options.log_with)
@@ -79,7 +83,10 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
       .set("ddp_first_bucket_mb", options.ddp_first_bucket_mb)
       .set("ddp_broadcast_buffers", options.ddp_broadcast_buffers)
       .set("ddp_gradient_as_bucket_view", options.ddp_gradient_as_bucket_view)
+      .set("ddp_init_sync", options.ddp_init_sync)
       .set("ddp_comm_hook", options.ddp_comm_hook)
+      .set("ddp_power_sgd_rank", options.ddp_power_sgd_rank)
+      .set("ddp_power_sgd_start_step", options.ddp_power_sgd_start_step)
       .set("scaler_init_scale", options.scaler_init_scale)
       .set("scaler_growth_factor", options.scaler_growth_factor)
       .set("scaler_backoff_factor", options.scaler_backoff_factor)
@@ -300,6 +307,11 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
     known->policy.remove();
     std::erase(models, known);
   }
+  for (const auto& [name, tensor] : parameters) {
+    TS_CHECK_AS(ConfigError, !settings.cpu || tensor.device().is_cpu(), "prepare",
+                "the setting cpu (", settings.cpu.origin.describe(), ") asks for the CPU; '", name,
+                "' of ", model.type_name(), " is ", tensor, "; leave it there, or cpu unset");
+  }
   auto record = std::make_shared<ModelRecord>();
   record->model = &model;
   record->parameters = std::move(parameters);
@@ -405,6 +417,11 @@ void Accelerator::State::begin_masters(OptimizerRecord& record) {
 }
 
 void Accelerator::State::prepare_loader(const LoaderRequest& request) {
+  const std::optional<int64_t> seed = settings.data_seed.value;
+  if (seed && !loader_plan->is_prepared(*request.loader)) {
+    auto* const indexed = dynamic_cast<data::IndexedLoader*>(request.loader);
+    if (indexed != nullptr) indexed->set_shuffle_seed(static_cast<uint64_t>(*seed));
+  }
   request.prepare(*loader_plan);
   if (std::ranges::find(loaders, request.loader) == loaders.end()) {
     loaders.push_back(request.loader);
@@ -868,6 +885,17 @@ void Accelerator::synchronize_rng_states() {
             .next_stream = static_cast<uint64_t>(values[1])};
   state_->counters.seed = static_cast<uint64_t>(values[2]);
   state_->begin_random_numbers();
+}
+
+// ---- Devices -----------------------------------------------------------------------------------
+
+Device Accelerator::device() const {
+  const int devices = state_->settings.cpu ? 0 : gpu::device_count();
+  if (devices == 0) return kCpu;
+  TS_CHECK_AS(DeviceError, local_process_index() < devices, "device", "rank ", process_index(),
+              " is number ", local_process_index(), " of its node, which has ", devices,
+              " GPUs; start fewer ranks there, or set cpu");
+  return cuda(local_process_index());
 }
 
 // ---- Looking -----------------------------------------------------------------------------------

@@ -94,7 +94,10 @@ struct AcceleratorOptions {
   std::optional<bool> even_batches = {};      // an epoch's last turn is filled up
   std::optional<bool> dispatch_batches = {};  // rank 0 reads for all
   std::optional<int64_t> seed = {};           // as set_seed()
+  std::optional<int64_t> data_seed = {};      // of loaders that shuffle
+  std::optional<bool> cpu = {};               // device() is the CPU
   std::optional<bool> debug = {};             // operations compare the shapes of all ranks first
+  std::optional<LogLevel> log_level = {};
 
   std::optional<std::string> project_dir = {};
   std::optional<std::string> logging_dir = {};
@@ -109,7 +112,10 @@ struct AcceleratorOptions {
   std::optional<double> ddp_first_bucket_mb = {};
   std::optional<bool> ddp_broadcast_buffers = {};
   std::optional<bool> ddp_gradient_as_bucket_view = {};
+  std::optional<bool> ddp_init_sync = {};
   std::optional<accelerate::CommHook> ddp_comm_hook = {};
+  std::optional<int64_t> ddp_power_sgd_rank = {};
+  std::optional<int64_t> ddp_power_sgd_start_step = {};
 
   std::optional<double> scaler_init_scale = {};
   std::optional<double> scaler_growth_factor = {};
@@ -158,6 +164,11 @@ class Accelerator : public ProcessControl {
   ~Accelerator();
   Accelerator(const Accelerator&) = delete;
   Accelerator& operator=(const Accelerator&) = delete;
+
+  // Where this rank is to compute: the GPU with its number on the node, or the CPU where there is
+  // none or the setting `cpu` asks for it. Models and batches stay where the program has put them:
+  // model.to(accelerator.device()). DeviceError where the node has fewer GPUs than ranks.
+  Device device() const;
 
   // ---- Preparation
 

@@ -55,6 +55,9 @@ enum class ScheduleUnit : uint8_t {
   kHuggingFace,  // Accelerate's: each update counts once for every rank, unless batches are split
 };
 
+// The least weight of lines that a Logger writes.
+enum class LogLevel : uint8_t { kDebug, kInfo, kWarning, kError, kOff };
+
 }  // namespace tessera
 
 namespace tessera::accelerate {
@@ -79,7 +82,6 @@ struct Resolved {
 };
 
 enum class CommHook : uint8_t { kNone, kFP16, kBF16, kPowerSgd };
-enum class LogLevel : uint8_t { kDebug, kInfo, kWarning, kError };
 enum class StateDictType : uint8_t { kSharded, kFull };
 enum class Fp8Format : uint8_t { kHybrid, kE4M3 };
 enum class AmaxAlgorithm : uint8_t { kMax, kMostRecent };

@@ -4,9 +4,9 @@
 #include <array>
 #include <cctype>
 #include <cstdio>
-#include <cstdlib>
 #include <iterator>
 
+#include <tessera/accelerate/accelerator.h>
 #include <tessera/core/error.h>
 
 namespace tessera {
@@ -31,15 +31,15 @@ LogLevel parse_log_level(std::string_view text) {
   return static_cast<LogLevel>(found - kNames.begin());
 }
 
+Logger::Logger(std::string name, const Accelerator& accelerator, std::string_view level)
+    : name_(std::move(name)),
+      ranks_(accelerator),
+      level_(level.empty() ? accelerator.settings().log_level.value : parse_log_level(level)) {}
+
 Logger::Logger(std::string name, const ProcessControl& ranks, std::string_view level)
-    : name_(std::move(name)), ranks_(ranks), level_(LogLevel::kWarning) {
-  std::string text(level);
-  for (const char* variable : {"TESSERA_LOG_LEVEL", "ACCELERATE_LOG_LEVEL"}) {
-    const char* value = std::getenv(variable);
-    if (text.empty() && value != nullptr) text = value;
-  }
-  if (!text.empty()) level_ = parse_log_level(text);
-}
+    : name_(std::move(name)),
+      ranks_(ranks),
+      level_(level.empty() ? accelerate::resolve().log_level.value : parse_log_level(level)) {}
 
 void Logger::warning_once(std::string_view text, const LogOptions& options) {
   if (said_.emplace(text).second) warning(text, options);

@@ -18,11 +18,13 @@
 #include <string_view>
 #include <utility>
 
+#include <tessera/accelerate/config.h>
 #include <tessera/accelerate/process_control.h>
 
 namespace tessera {
 
-enum class LogLevel : uint8_t { kDebug, kInfo, kWarning, kError, kOff };
+class Accelerator;
+
 // "debug", "info", "warning", "error", "off", in any case; ConfigError for others.
 LogLevel parse_log_level(std::string_view text);
 
@@ -39,8 +41,10 @@ class Logger {
  public:
   using Sink = std::function<void(const std::string& line)>;
 
-  // `ranks` must outlive it. The level is `level`, else $TESSERA_LOG_LEVEL, else
-  // $ACCELERATE_LOG_LEVEL, else warning.
+  // `accelerator` must outlive it. The level is `level`, else its setting log_level.
+  Logger(std::string name, const Accelerator& accelerator, std::string_view level = {});
+  // `ranks` must outlive it. The level is `level`, else the setting log_level of flags, environment
+  // and file (accelerate/config.h).
   Logger(std::string name, const ProcessControl& ranks, std::string_view level = {});
 
   void debug(std::string_view text, const LogOptions& options = {}) {

@@ -68,6 +68,14 @@ void gather_for_metrics(MetricLeaves& leaves, const data::LoaderBase* loader, Gr
   const auto size = static_cast<size_t>(group.size());
   std::vector<int64_t> counts(size);  // rows that count, of each rank
   if (loader != nullptr) {
+    // No rank that is here waits for one that will not come.
+    const int64_t present = loader->ranks_in_turn();
+    TS_CHECK_AS(DistributedError, present >= group.size(), kWhere,
+                "every rank calls it in every turn; this is the last one of uneven batches, in "
+                "which ranks from ",
+                present,
+                " on have no batch; use even batches (no sample is counted twice), or "
+                "leave the turn out");
     const std::string problem = misfits(leaves, loader->batch_rows());
     // Samples and whether the value fits: a rank that throws alone would leave the others waiting.
     const Device device = leaves.tensors.empty() ? kCpu : leaves.tensors.front()->device();

@@ -19,8 +19,11 @@
 // Any other number of rows is a ShapeError on all ranks: whether it should be cut is not known. Use
 // gather() for what does not belong to samples.
 //
-// Collective: every rank calls it for the same turn. Where batches are uneven, a rank without a
-// batch does not: leave the last turn out, or use even batches (nothing is counted twice).
+// Collective: every rank calls it for the same turn. Where batches are uneven, a rank may be
+// without one in the last turn and does not call: then the others get a DistributedError at once,
+// nothing was sent, and they may go on. Leave that turn out, or use even batches (nothing is
+// counted twice). Of a stream that ranks read unevenly it is not known: there ranks that call in
+// vain get the error of the next collective, of the other rank's end, or of the timeout.
 #pragma once
 
 #include <span>

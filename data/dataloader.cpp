@@ -1,6 +1,7 @@
 #include <tessera/data/dataloader.h>
 
 #include <exception>
+#include <typeinfo>
 
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
@@ -169,6 +170,7 @@ bool LoaderBase::advance() {
   current_rows_ = made.rows;
   current_samples_ = made.samples;
   known_last_ = made.last;
+  turn_position_ = cursor_.position;
   cursor_.position = made.end_position;
   notify(&LoaderObserver::batch_began);
   return true;
@@ -197,6 +199,17 @@ void IndexedLoader::set_source(std::shared_ptr<const IndexSource> source,
   restart();
   source_ = std::move(source);
   others_ = std::move(others);
+}
+
+bool IndexedLoader::set_shuffle_seed(uint64_t seed) {
+  const auto* const batches = dynamic_cast<const BatchSource*>(source_.get());
+  if (batches == nullptr) return false;
+  const Sampler& sampler = *batches->sampler();
+  if (typeid(sampler) != typeid(RandomSampler)) return false;
+  set_source(std::make_shared<BatchSource>(std::make_shared<RandomSampler>(sampler.size(), seed),
+                                           batches->batch_size(), batches->drop_last()));
+  set_seed(seed);
+  return true;
 }
 
 int IndexedLoader::workers_for(int64_t position) const {

@@ -105,6 +105,9 @@ class LoaderBase {
   // The first so many rows count. The others were read before in this epoch and fill the batch up,
   // so that all ranks have equally many rows.
   int64_t batch_samples() const { return current_samples_; }
+  // Ranks that have a batch in this turn: the first so many of those that share the loader. More
+  // than there are: all. A stream does not know, and says all.
+  virtual int64_t ranks_in_turn() const { return IndexSource::kAllRanks; }
   // Whether it is this rank's last of its epoch. A stream knows only where it looks ahead.
   bool batch_is_last() const { return current_ != nullptr && (known_last_ || is_last_by_index()); }
   // A stream hands out a batch when it has read enough to know whether another follows.
@@ -140,6 +143,8 @@ class LoaderBase {
   bool advance();   // false at the end of the epoch, which is then the next one's start
   void end_loop();  // of an iterator that goes
   void restart();   // gives up what was made ahead; batch in hand and cursor stay
+  int64_t turn_position() const { return turn_position_; }  // where the batch in hand began
+  void set_seed(uint64_t seed) { options_.seed = seed; }    // of options()
   void* current() const { return current_.get(); }
   bool looks_ahead() const { return look_ahead_; }
 
@@ -156,6 +161,7 @@ class LoaderBase {
   std::unique_ptr<Prefetcher> prefetcher_;  // null where another rank makes the batches
   std::shared_ptr<void> current_;
   int64_t current_rows_ = 0, current_samples_ = 0;
+  int64_t turn_position_ = 0;
   bool known_last_ = false;
   bool look_ahead_ = false;
   std::weak_ptr<LoaderObserver> observer_;
@@ -171,12 +177,18 @@ class IndexedLoader : public LoaderBase {
   int64_t remaining_batches() const { return source_->batches_after(cursor().position); }
   int64_t dataset_size() const override { return dataset_size_; }
   int64_t total_batch_size() const override { return source_->global_batch_size(); }
+  int64_t ranks_in_turn() const override {
+    return batch_rows() == 0 ? IndexSource::kAllRanks : source_->ranks_at(turn_position());
+  }
 
   const std::shared_ptr<const IndexSource>& source() const { return source_; }
   // Takes effect from the cursor on: batches made ahead are given up. `others`: of ranks 1, 2...,
   // whose batches this loader makes too, for a relay. ValueError without a source.
   void set_source(std::shared_ptr<const IndexSource> source,
                   std::vector<std::shared_ptr<const IndexSource>> others = {});
+  // Shuffles by another seed from the cursor on. False, and nothing changes, where the order is not
+  // that of a RandomSampler, or is a rank's share of one.
+  bool set_shuffle_seed(uint64_t seed);
 
  protected:
   IndexedLoader(const DataLoaderOptions& options, int64_t dataset_size,

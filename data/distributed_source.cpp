@@ -94,6 +94,13 @@ int64_t DistributedBatchSource::valid(int64_t position) const {
   return std::clamp<int64_t>(own, 0, batch_size_);
 }
 
+int64_t DistributedBatchSource::ranks_at(int64_t position) const {
+  const int64_t left = size() - position;
+  if (share_.tail != Tail::kUneven || left <= 0 || left >= global_batch_size()) return kAllRanks;
+  const int64_t each = share_.deal == Deal::kBatches ? batch_size_ : 1;
+  return std::min<int64_t>((left + each - 1) / each, share_.world_size);
+}
+
 RoundRobinSource::RoundRobinSource(std::shared_ptr<const IndexSource> batches,
                                    const RankShare& share)
     : batches_(std::move(batches)), share_(share) {
@@ -103,6 +110,11 @@ RoundRobinSource::RoundRobinSource(std::shared_ptr<const IndexSource> batches,
 
 int64_t RoundRobinSource::in_turn(int64_t position) const {
   return std::min<int64_t>(batches_->batches_after(position), share_.world_size);
+}
+
+int64_t RoundRobinSource::ranks_at(int64_t position) const {
+  const int64_t there = in_turn(position);
+  return share_.tail == Tail::kUneven && there > 0 ? there : kAllRanks;
 }
 
 std::optional<int64_t> RoundRobinSource::next_position(int64_t position) const {

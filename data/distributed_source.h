@@ -62,6 +62,7 @@ class DistributedBatchSource : public IndexSource {
   int64_t batches_after(int64_t position) const override;
   int64_t position_after(int64_t position, int64_t batches) const override;
   int64_t valid(int64_t position) const override;
+  int64_t ranks_at(int64_t position) const override;
   int64_t global_batch_size() const override { return batch_size_ * share_.world_size; }
 
   const std::shared_ptr<const Sampler>& sampler() const { return sampler_; }
@@ -90,6 +91,7 @@ class RoundRobinSource : public IndexSource {
   int64_t batches_after(int64_t position) const override;
   int64_t position_after(int64_t position, int64_t batches) const override;
   int64_t valid(int64_t position) const override;
+  int64_t ranks_at(int64_t position) const override;
 
   const std::shared_ptr<const IndexSource>& batches() const { return batches_; }
   const RankShare& share() const { return share_; }

@@ -131,6 +131,9 @@ class IndexSource {
   // were read before and fill it up. Larger than the batch: all of them.
   virtual int64_t valid(int64_t /*position*/) const { return kAllValid; }
   static constexpr int64_t kAllValid = std::numeric_limits<int64_t>::max();
+  // Ranks that have a batch in the turn that starts at `position`: the first so many.
+  virtual int64_t ranks_at(int64_t /*position*/) const { return kAllRanks; }
+  static constexpr int64_t kAllRanks = std::numeric_limits<int64_t>::max();
   // Samples that all ranks read in a turn; 0 where that is not the same in all turns.
   virtual int64_t global_batch_size() const { return 0; }
 };

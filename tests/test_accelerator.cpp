@@ -322,7 +322,7 @@ struct PolicyRun {
 
 PolicyRun run_with_policy() {
   manual_seed(4);
-  Accelerator accelerator({.scaler_init_scale = 256});
+  Accelerator accelerator({.gradient_accumulation_steps = 2, .scaler_init_scale = 256});
   const Line line(64);
   Net net;
   net.eval();  // without dropout
@@ -369,7 +369,7 @@ TEST(Precision, PoliciesAreSettings) {
         ::unsetenv("TESSERA_PRECISION_POLICY");
         const bool pure = policy == "pure";
         for (const PolicyRun& run : runs) EXPECT_EQ(run.weights, runs[0].weights);
-        // Eight (or four) steps of 1e-3 each; measured 2e-4 from f32's.
+        // Four (or two) steps of at most 1e-3 each.
         for (size_t i = 0; i < f32.size(); ++i) {
           for (size_t j = 0; j < f32[i].size(); ++j) {
             EXPECT_NEAR(runs[0].weights[i][j], f32[i][j], 2e-3) << i << ' ' << j;
@@ -401,7 +401,10 @@ TEST(Precision, MastersBeginWithWhatTheParametersWereUnlessOthersWereLoaded) {
       Accelerator accelerator(
           {.mixed_precision = Precision::kBF16, .precision_policy = PrecisionPolicy::kPure});
       Regression model;
-      model.parameters()[0].fill_(1 + 0x1p-12 + rank);  // rank 0's become everybody's
+      {
+        const NoGradGuard no_grad;
+        model.a.fill_(1 + 0x1p-12 + rank);  // rank 0's become everybody's
+      }
       optim::SGD optimizer(model.named_parameters(), {.lr = 0.5});
       accelerator.prepare(model);
       EXPECT_EQ(model.a.dtype(), kBF16);
@@ -417,7 +420,8 @@ TEST(Precision, MastersBeginWithWhatTheParametersWereUnlessOthersWereLoaded) {
     EXPECT_EQ(first_master([](Regression&) {}), 1 + 0x1p-12);
     EXPECT_EQ(first_master([](Regression& model) {
                 Regression other;
-                other.parameters()[0].fill_(5);
+                const NoGradGuard no_grad;
+                other.a.fill_(5);
                 model.load_state_dict(other.state_dict());
               }),
               5);
@@ -476,6 +480,54 @@ TEST(Settings, ReachWhatTheyAreFor) {
       EXPECT_NE(text.find(part), std::string::npos) << part << " in\n" << text;
     }
   });
+}
+
+// Their own values differ by rank and shape; only `debug` sees that before they are mixed.
+TEST(Settings, DebugComparesShapesInEveryOperationOfTheFacade) {
+  on_ranks(2, [](int rank) {
+    const Tensor value = zeros(rank == 0 ? Shape{2, 3} : Shape{3, 2});
+    const Accelerator plain;
+    EXPECT_EQ(plain.gather(value).size(0), rank == 0 ? 4 : 6);
+    const Accelerator accelerator({.debug = true});
+    using accelerate::OperationMismatch;
+    EXPECT_THROW(accelerator.gather(value), OperationMismatch);
+    EXPECT_THROW(accelerator.reduce(value), OperationMismatch);
+    EXPECT_THROW(accelerator.broadcast(value), OperationMismatch);
+  });
+  ::setenv("ACCELERATE_DEBUG_MODE", "1", 1);
+  EXPECT_TRUE(Accelerator().settings().debug);
+  ::unsetenv("ACCELERATE_DEBUG_MODE");
+}
+
+// SCR-8
+TEST(Settings, TheDataSeedIsThatOfLoadersThatShuffle) {
+  const auto order = [](std::optional<int64_t> data_seed, bool own_sampler = false) {
+    const Line line(32);
+    Accelerator accelerator({.data_seed = data_seed});
+    const data::DataLoaderOptions options{.batch_size = 8, .shuffle = !own_sampler, .seed = 3};
+    data::DataLoader<std::array<Tensor, 2>> loader =
+        own_sampler ? data::DataLoader<std::array<Tensor, 2>>(
+                          {std::shared_ptr<void>(), &line},
+                          std::make_shared<data::SequentialSampler>(32), options)
+                    : data::DataLoader<std::array<Tensor, 2>>(line, options);
+    accelerator.prepare(loader);
+    accelerator.prepare(loader);
+    std::vector<std::vector<float>> batches;
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      for (auto& [x, y] : loader) batches.push_back(x.to_vector<float>());
+    }
+    return batches;
+  };
+  EXPECT_EQ(order(42), order(42));
+  EXPECT_NE(order(42), order(43));
+  EXPECT_EQ(order(3), order({}));
+  EXPECT_NE(order(42), order({}));
+  EXPECT_EQ(order(42, true), order({}, true));
+}
+
+TEST(Settings, TheDeviceIsTheCpuWhereThereIsNoGpu) {
+  EXPECT_EQ(Accelerator().device(), kCpu);
+  EXPECT_EQ(Accelerator({.cpu = true}).device(), kCpu);
 }
 
 // Trap 3: the environment beats the program.

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <fstream>
 #include <map>
 #include <mutex>
 #include <new>
@@ -328,17 +329,29 @@ TEST(Logger, LinesNameTheCallerAndARankWhereSeveralSpeak) {
   EXPECT_EQ(lines[5].find("[rank 1] INFO train"), 0u);
 }
 
-TEST(Logger, TheLevelComesFromCodeThenTheEnvironment) {
+TEST(Logger, TheLevelIsTheSettingUnlessTheCallerSaysAnother) {
   const ProcessControl ranks;
   ::setenv("ACCELERATE_LOG_LEVEL", "error", 1);
   EXPECT_EQ(Logger("a", ranks).level(), LogLevel::kError);
+  EXPECT_EQ(Logger("a", Accelerator()).level(), LogLevel::kError);
+  EXPECT_EQ(Logger("a", Accelerator({.log_level = LogLevel::kInfo})).level(), LogLevel::kInfo);
+  // Both spellings that differ are a mistake, as for every setting.
   ::setenv("TESSERA_LOG_LEVEL", "Debug", 1);
+  EXPECT_THROW(Logger("a", ranks), ConfigError);
+  ::unsetenv("ACCELERATE_LOG_LEVEL");
   EXPECT_EQ(Logger("a", ranks).level(), LogLevel::kDebug);
   EXPECT_EQ(Logger("a", ranks, "off").level(), LogLevel::kOff);
   ::unsetenv("TESSERA_LOG_LEVEL");
-  ::unsetenv("ACCELERATE_LOG_LEVEL");
   EXPECT_EQ(Logger("a", ranks).level(), LogLevel::kWarning);
   EXPECT_THROW(Logger("a", ranks, "loud"), ConfigError);
+  // From a file and from a flag of the launcher too.
+  const std::string file = testing::TempDir() + "log_level.json";
+  std::ofstream(file) << R"({"log_level": "off"})";
+  EXPECT_EQ(Logger("a", Accelerator({.config_file = file})).level(), LogLevel::kOff);
+  ::setenv("TESSERA_LAUNCH_SETTINGS",
+           accelerate::launch_settings_text({{"log_level", "info"}}, {}).c_str(), 1);
+  EXPECT_EQ(Logger("a", ranks).level(), LogLevel::kInfo);
+  ::unsetenv("TESSERA_LAUNCH_SETTINGS");
 }
 
 // ---- Batch sizes -------------------------------------------------------------------------------

@@ -301,6 +301,28 @@ TEST(EstimateMemory, CLI3_BertBaseCasedToTheByte) {
   }
 }
 
+// idefics-80b-instruct. The largest block that stays together is Accelerate's figure;
+// 79 968 171 264 parameters, as transformers counts them, and the tables of 100 rotary embeddings
+// and of 257 positions.
+TEST(EstimateMemory, CLI3_AModelOf80BWithBlocksThatStayTogether) {
+  TestFolder folder;
+  const std::string file = folder.write("config.json", R"({"model_type": "idefics",
+    "hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "vocab_size": 32000, "additional_vocab_size": 2,
+    "max_position_embeddings": 2048, "cross_layer_interval": 4, "qk_layer_norms": true,
+    "alpha_type": "vector", "use_resampler": true,
+    "vision_config": {"embed_dim": 1280, "image_size": 224, "intermediate_size": 5120,
+                      "num_hidden_layers": 32, "patch_size": 14},
+    "perceiver_config": {"resampler_depth": 6, "resampler_head_dim": 96, "resampler_n_heads": 16,
+                         "resampler_n_latents": 64, "qk_layer_norms_perceiver": true}})");
+  const auto result = estimate({file, "--dtypes", "float32,float16"});
+  const auto rows = result["dtypes"];
+  EXPECT_EQ(result["largest_layer"], "model.layers.0");
+  EXPECT_EQ(rows[0]["largest_layer_bytes"], 3240165632);
+  EXPECT_EQ(rows[1]["largest_layer_bytes"], 3240165632 / 2);
+  EXPECT_EQ(rows[0]["total_bytes"], 4 * (79968171264LL + 100 * (2 * 2048 * 128 + 64) + 2 * 257));
+}
+
 TEST(EstimateMemory, RanksShareWhatTheirModeShards) {
   TestFolder folder;
   const std::string file = folder.write("config.json", kBertBaseCased);

@@ -273,6 +273,43 @@ TEST(FacadeMetrics, MET_1_UnevenBatchesAreNotCut) {
   });
 }
 
+// Upstream hangs.
+TEST(FacadeMetrics, MET_1_ATurnInWhichARankHasNoBatchIsAnErrorAtOnceAndTheRanksGoOn) {
+  run_ranks(3, [](int rank) {
+    for (const bool dispatch : {false, true}) {
+      for (const bool sampler : {false, true}) {
+        LoaderPlan plan(world(), {.dispatch_batches = dispatch, .even_batches = false});
+        const auto numbers = std::make_shared<Numbers>(9);
+        const auto batches = std::make_shared<data::BatchList>(
+            std::vector<Indices>{{0, 1}, {2, 3}, {4, 5}, {6, 7}, {8}});
+        const auto loader = sampler ? std::make_unique<DataLoader<int64_t>>(numbers, batches)
+                                    : std::make_unique<DataLoader<int64_t>>(
+                                          numbers, data::DataLoaderOptions{.batch_size = 2});
+        plan.prepare(*loader);
+        int64_t turns = 0;
+        for (Tensor& batch : *loader) {
+          if (++turns == 1) {
+            EXPECT_EQ(values_of(gather_for_metrics(batch, plan.active())), first_numbers(6));
+            continue;
+          }
+          EXPECT_LT(rank, 2);
+          try {
+            gather_for_metrics(batch, plan.active());
+            ADD_FAILURE() << "nothing was thrown";
+          } catch (const DistributedError& error) {
+            EXPECT_NE(std::string(error.what()).find("ranks from 2 on have no batch"),
+                      std::string::npos)
+                << error.what();
+          }
+        }
+        EXPECT_EQ(turns, rank < 2 ? 2 : 1);
+        plan.set_even_batches(true);
+        EXPECT_EQ(gathered_epoch(*loader, plan), first_numbers(9));
+      }
+    }
+  });
+}
+
 // Trap 17: upstream catches everything and returns what it has not cut.
 TEST(FacadeMetrics, MET_1_RowsThatAreNotTheBatchsAreAnErrorOnAllRanks) {
   run_ranks(2, [](int rank) {

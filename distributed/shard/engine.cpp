@@ -249,10 +249,9 @@ double ParamGroupEngine::divisor() {
     case GradientAverage::kWindow:
       return static_cast<double>(ranks) * static_cast<double>(plan.micro_index + 1);
     case GradientAverage::kWeight:
-      if (weight_work_.valid()) {
-        std::exchange(weight_work_, {}).wait();
-        window_weight_ = weight_.data_as<double>()[0];
-      }
+      // A group of one rank has no work to wait for.
+      if (weight_work_.valid()) std::exchange(weight_work_, {}).wait();
+      window_weight_ = weight_.data_as<double>()[0];
       // Nothing weighs anything: the sum is zeros.
       return window_weight_ == 0 ? 1 : window_weight_;
     case GradientAverage::kNone:

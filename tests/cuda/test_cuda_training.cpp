@@ -4,8 +4,10 @@
 #include <cmath>
 #include <vector>
 
+#include <tessera/accelerate/accelerator.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/optim/adamw.h>
@@ -61,6 +63,18 @@ TEST(CudaTraining, AGptLearnsWhatItLearnsOnTheCpu) {
 
 TEST(CudaTraining, TheSameSeedGivesTheSameBits) {
   EXPECT_EQ(losses_on(cuda(1), kF32, 4), losses_on(cuda(1), kF32, 4));
+}
+
+// The setting `cpu`.
+TEST(CudaTraining, TheAcceleratorNamesTheGpuUnlessTheCpuIsAskedFor) {
+  EXPECT_EQ(Accelerator().device(), cuda(0));
+  Accelerator accelerator({.cpu = true});
+  EXPECT_EQ(accelerator.device(), kCpu);
+  Gpt model({.vocab_size = 8, .context = 4, .width = 8, .layers = 1, .heads = 2});
+  accelerator.prepare(model);
+  accelerator.free_memory();
+  model.to(cuda(0));
+  EXPECT_THROW(accelerator.prepare(model), ConfigError);
 }
 
 }  // namespace
