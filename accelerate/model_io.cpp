@@ -34,17 +34,6 @@ constexpr const char* kLoad = "load_model";
 constexpr const char* kWeightsName = "model.safetensors";
 constexpr const char* kIndexName = "model.safetensors.index.json";
 
-// A tensor that will be written, wherever its elements are.
-struct Source {
-  std::string name;
-  DType dtype;
-  Shape shape;
-  // Gives the elements to `take`, row-major, in pieces.
-  std::function<void(const std::function<void(const void*, size_t)>& take)> read;
-
-  int64_t bytes() const { return numel_of(shape) * size_of(dtype); }
-};
-
 // "model-00002-of-00003.safetensors"
 std::string shard_name(size_t index, size_t count) {
   if (count == 1) return kWeightsName;
@@ -65,11 +54,11 @@ bool is_own_name(std::string_view name) {
   return of != name.npos && is_digits(name.substr(0, of)) && is_digits(name.substr(of + 4));
 }
 
-std::vector<std::vector<const Source*>> cut_shards(const std::vector<Source>& sources,
-                                                   int64_t limit) {
-  std::vector<std::vector<const Source*>> shards(1);
+std::vector<std::vector<const StoredWeight*>> cut_shards(const std::vector<StoredWeight>& sources,
+                                                         int64_t limit) {
+  std::vector<std::vector<const StoredWeight*>> shards(1);
   int64_t bytes = 0;
-  for (const Source& source : sources) {
+  for (const StoredWeight& source : sources) {
     if (!shards.back().empty() && bytes + source.bytes() > limit) {
       shards.emplace_back();
       bytes = 0;
@@ -108,11 +97,11 @@ class StagingFolder {
   fs::path path_;
 };
 
-void write_shard(const std::string& path, const std::vector<const Source*>& shard,
+void write_shard(const std::string& path, const std::vector<const StoredWeight*>& shard,
                  const Metadata& metadata) {
   std::vector<SafeTensorsWriter::Entry> entries;
-  std::map<std::string_view, const Source*> by_name;
-  for (const Source* source : shard) {
+  std::map<std::string_view, const StoredWeight*> by_name;
+  for (const StoredWeight* source : shard) {
     entries.push_back({source->name, source->dtype, source->shape});
     by_name.emplace(source->name, source);
   }
@@ -125,57 +114,15 @@ void write_shard(const std::string& path, const std::vector<const Source*>& shar
   writer.commit();
 }
 
-// `tied`: names of tensors that `sources` has under another name, and which.
-SavedModel write_all(const std::vector<Source>& sources, const Metadata& tied,
-                     const std::string& folder, const std::string& max_shard_size,
-                     const Metadata& metadata) {
-  const int64_t limit = parse_byte_size(max_shard_size);
-  const StagingFolder staging(folder);
-  const auto shards = cut_shards(sources, limit);
-  SavedModel saved;
-  Json weight_map = Json::object();
-  for (size_t i = 0; i < shards.size(); ++i) {
-    const std::string name = shard_name(i, shards.size());
-    std::set<std::string_view> names;
-    for (const Source* source : shards[i]) {
-      names.insert(source->name);
-      weight_map[source->name] = name;
-      saved.bytes += source->bytes();
-    }
-    Metadata all = {{"format", "pt"}};  // transformers asks for this one
-    for (const auto& [key, value] : metadata) all[key] = value;
-    for (const auto& [alias, kept] : tied) {
-      if (names.contains(kept)) all[alias] = kept;
-    }
-    write_shard((staging.path() / name).string(), shards[i], all);
-    saved.files.push_back(name);
+Metadata metadata_of(const StoredWeights& stored, const std::vector<const StoredWeight*>& shard) {
+  Metadata all = {{"format", "pt"}};  // transformers asks for this one
+  for (const auto& [key, value] : stored.metadata) all[key] = value;
+  std::set<std::string_view> names;
+  for (const StoredWeight* weight : shard) names.insert(weight->name);
+  for (const auto& [alias, kept] : stored.tied) {
+    if (names.contains(kept)) all[alias] = kept;
   }
-  if (shards.size() > 1) {
-    const Json index = {{"metadata", {{"total_size", saved.bytes}}}, {"weight_map", weight_map}};
-    write_file_atomically((staging.path() / kIndexName).string(), index.dump(2) + "\n");
-    saved.files.push_back(kIndexName);
-  }
-  // Everything is on the disk: from here on there are only renames.
-  for (const std::string& name : saved.files) {
-    std::error_code error;
-    fs::rename(staging.path() / name, fs::path(folder) / name, error);
-    TS_CHECK_AS(IoError, !error, kSave, "cannot rename to '", (fs::path(folder) / name).string(),
-                "': ", error.message(), "; check the folder.");
-  }
-  std::vector<fs::path> stale;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    const std::string name = entry.path().filename().string();
-    if (is_own_name(name) && std::ranges::find(saved.files, name) == saved.files.end()) {
-      stale.push_back(entry.path());
-    }
-  }
-  for (const fs::path& path : stale) {
-    std::error_code error;
-    fs::remove(path, error);
-    TS_CHECK_AS(IoError, !error, kSave, "cannot remove '", path.string(),
-                "' of an earlier save: ", error.message(), "; remove it by hand.");
-  }
-  return saved;
+  return all;
 }
 
 // A file as an index names it: in the index's own folder.
@@ -261,12 +208,66 @@ int64_t parse_byte_size(std::string_view text) {
   return static_cast<int64_t>(bytes);
 }
 
+SavedModel write_weights_file(const StoredWeights& stored, const std::string& path) {
+  SavedModel saved{{path}, 0};
+  std::vector<const StoredWeight*> all;
+  for (const StoredWeight& weight : stored.weights) {
+    all.push_back(&weight);
+    saved.bytes += weight.bytes();
+  }
+  write_shard(path, all, metadata_of(stored, all));
+  return saved;
+}
+
+SavedModel write_weights(const StoredWeights& stored, const std::string& folder,
+                         const std::string& max_shard_size) {
+  const int64_t limit = parse_byte_size(max_shard_size);
+  const StagingFolder staging(folder);
+  const auto shards = cut_shards(stored.weights, limit);
+  SavedModel saved;
+  Json weight_map = Json::object();
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const std::string name = shard_name(i, shards.size());
+    for (const StoredWeight* weight : shards[i]) {
+      weight_map[weight->name] = name;
+      saved.bytes += weight->bytes();
+    }
+    write_shard((staging.path() / name).string(), shards[i], metadata_of(stored, shards[i]));
+    saved.files.push_back(name);
+  }
+  if (shards.size() > 1) {
+    const Json index = {{"metadata", {{"total_size", saved.bytes}}}, {"weight_map", weight_map}};
+    write_file_atomically((staging.path() / kIndexName).string(), index.dump(2) + "\n");
+    saved.files.push_back(kIndexName);
+  }
+  // Everything is on the disk: from here on there are only renames.
+  for (const std::string& name : saved.files) {
+    std::error_code error;
+    fs::rename(staging.path() / name, fs::path(folder) / name, error);
+    TS_CHECK_AS(IoError, !error, kSave, "cannot rename to '", (fs::path(folder) / name).string(),
+                "': ", error.message(), "; check the folder.");
+  }
+  std::vector<fs::path> stale;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    if (is_own_name(name) && std::ranges::find(saved.files, name) == saved.files.end()) {
+      stale.push_back(entry.path());
+    }
+  }
+  for (const fs::path& path : stale) {
+    std::error_code error;
+    fs::remove(path, error);
+    TS_CHECK_AS(IoError, !error, kSave, "cannot remove '", path.string(),
+                "' of an earlier save: ", error.message(), "; remove it by hand.");
+  }
+  return saved;
+}
+
 SavedModel save_weights(const StateDict& weights, const std::string& folder,
                         const SaveModelOptions& options) {
   using Identity = std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>, DType>;
   std::map<Identity, std::string> seen;
-  std::vector<Source> sources;
-  Metadata tied;
+  StoredWeights stored{.weights = {}, .metadata = options.metadata};
   for (const auto& [name, tensor] : weights) {
     TS_CHECK(tensor.defined(), kSave, shown(name), " is undefined; leave it out.");
     TS_CHECK_DEVICE(!tensor.is_meta(), kSave, shown(name), " is ", tensor,
@@ -277,16 +278,17 @@ SavedModel save_weights(const StateDict& weights, const std::string& folder,
                                     tensor.strides().to_vector(), tensor.dtype()},
                            name);
       if (!added) {
-        tied[name] = first->second;
+        stored.tied[name] = first->second;
         continue;
       }
     }
-    sources.push_back({name, tensor.dtype(), tensor.shape(), [tensor = tensor](const auto& take) {
-                         const Tensor elements = tensor.detach().to(kCpu).contiguous();
-                         take(elements.data(), static_cast<size_t>(elements.nbytes()));
-                       }});
+    stored.weights.push_back(
+        {name, tensor.dtype(), tensor.shape(), [tensor = tensor](const auto& take) {
+           const Tensor elements = tensor.detach().to(kCpu).contiguous();
+           take(elements.data(), static_cast<size_t>(elements.nbytes()));
+         }});
   }
-  return write_all(sources, tied, folder, options.max_shard_size, options.metadata);
+  return write_weights(stored, folder, options.max_shard_size);
 }
 
 SavedModel save_model(const nn::ModuleBase& model, const std::string& folder,
@@ -328,12 +330,11 @@ nn::LoadReport load_model(nn::ModuleBase& model, const std::string& path,
   }
 }
 
-SavedModel export_checkpoint(const std::string& checkpoint, const std::string& folder,
-                             const ExportOptions& options) {
-  distributed::CheckpointReader reader(checkpoint);
-  std::vector<Source> sources;
-  for (auto entry = reader.tensors().lower_bound(options.prefix);
-       entry != reader.tensors().end() && entry->first.starts_with(options.prefix); ++entry) {
+StoredWeights weights_of_checkpoint(distributed::CheckpointReader& reader,
+                                    const std::string& prefix) {
+  StoredWeights stored;
+  for (auto entry = reader.tensors().lower_bound(prefix);
+       entry != reader.tensors().end() && entry->first.starts_with(prefix); ++entry) {
     const std::string& name = entry->first;
     const distributed::SavedTensor& tensor = entry->second;
     // By rows, so that a tensor of many chunks is never whole in memory.
@@ -351,19 +352,25 @@ SavedModel export_checkpoint(const std::string& checkpoint, const std::string& f
         give(whole.rows(row, std::min(row + step, tensor.shape[0])));
       }
     };
-    sources.push_back({name.substr(options.prefix.size()), tensor.dtype, tensor.shape, read});
+    stored.weights.push_back({name.substr(prefix.size()), tensor.dtype, tensor.shape, read});
   }
-  TS_CHECK(!sources.empty(), "export_checkpoint", "'", checkpoint,
-           "' has no tensor whose name begins with ", shown(options.prefix),
-           "; give the prefix of a model, as the manifest has it.");
-  Metadata tied;
-  const std::string tied_prefix = "tied:" + options.prefix;
+  const std::string tied_prefix = "tied:" + prefix;
   for (const auto& [key, kept] : reader.metadata()) {
-    if (key.starts_with(tied_prefix) && kept.starts_with(options.prefix)) {
-      tied[key.substr(tied_prefix.size())] = kept.substr(options.prefix.size());
+    if (key.starts_with(tied_prefix) && kept.starts_with(prefix)) {
+      stored.tied[key.substr(tied_prefix.size())] = kept.substr(prefix.size());
     }
   }
-  return write_all(sources, tied, folder, options.max_shard_size, {});
+  return stored;
+}
+
+SavedModel export_checkpoint(const std::string& checkpoint, const std::string& folder,
+                             const ExportOptions& options) {
+  distributed::CheckpointReader reader(checkpoint);
+  const StoredWeights stored = weights_of_checkpoint(reader, options.prefix);
+  TS_CHECK(!stored.weights.empty(), "export_checkpoint", "'", checkpoint,
+           "' has no tensor whose name begins with ", shown(options.prefix),
+           "; give the prefix of a model, as the manifest has it.");
+  return write_weights(stored, folder, options.max_shard_size);
 }
 
 }  // namespace tessera::accelerate

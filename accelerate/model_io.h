@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <string_view>
@@ -22,6 +23,10 @@
 
 #include <tessera/distributed/group.h>
 #include <tessera/nn/module.h>
+
+namespace tessera::distributed {
+class CheckpointReader;
+}
 
 namespace tessera::accelerate {
 
@@ -71,5 +76,32 @@ struct ExportOptions {
 // the prefix; else as save_model and CheckpointReader.
 SavedModel export_checkpoint(const std::string& checkpoint, const std::string& folder,
                              const ExportOptions& options = {});
+
+// ---- From anywhere: what the functions above and `tessera merge-weights` write with
+
+// A tensor to be written, wherever its elements are.
+struct StoredWeight {
+  std::string name;
+  DType dtype;
+  Shape shape;
+  // Gives the elements to `take`, row-major, in pieces.
+  std::function<void(const std::function<void(const void*, size_t)>& take)> read;
+
+  int64_t bytes() const { return numel_of(shape) * size_of(dtype); }
+};
+struct StoredWeights {
+  std::vector<StoredWeight> weights;
+  std::map<std::string, std::string> tied = {};      // other name: name in `weights`
+  std::map<std::string, std::string> metadata = {};  // of every file, beside {"format": "pt"}
+};
+// Files in a folder, as save_model().
+SavedModel write_weights(const StoredWeights& stored, const std::string& folder,
+                         const std::string& max_shard_size);
+// All in one file, whole or not at all.
+SavedModel write_weights_file(const StoredWeights& stored, const std::string& path);
+// Those whose names begin with `prefix`, which is taken off; none where there are none. `reader`
+// must outlive what comes of it.
+StoredWeights weights_of_checkpoint(distributed::CheckpointReader& reader,
+                                    const std::string& prefix);
 
 }  // namespace tessera::accelerate

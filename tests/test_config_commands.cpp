@@ -69,8 +69,8 @@ TEST(ConfigCommand, DefaultGoesToTheUsersFolder) {
 TEST(ConfigCommand, TheQuestionnaireAsksAgainForWhatCannotBe) {
   TestFolder folder;
   const std::string file = folder.path("asked.json");
-  // mixed_precision twice, accumulation, then all other questions with empty answers.
-  std::string input = "fp17\\nbf16\\n4\\n";
+  // mixed_precision twice, its policy, accumulation, then all other questions with empty answers.
+  std::string input = "fp17\\nbf16\\n\\n4\\n";
   for (int i = 0; i < 60; ++i) input += "\\n";
   const FinishedProcess asked = tessera_with_input(input, "config --output " + file);
   EXPECT_EQ(asked.code(), 0) << asked;
@@ -528,11 +528,12 @@ TEST_F(MergeWeights, ACheckpointGivesTheWeightsOfItsModels) {
     items.push_back(distributed::SaveItem::whole("optimizer.0." + name, tensor));
   }
   distributed::CheckpointSaver saver;
-  saver.save(folder_.path("saved"), items);
+  saver.save(folder_.path("saved"), items, {.metadata = {{"tied:model.1.head", "model.1.half"}}});
   const std::string out = folder_.path("of_checkpoint.safetensors");
   const FinishedProcess merged = merge({folder_.path("saved"), out, "--model", "1"});
   EXPECT_EQ(merged.code(), 0) << merged;
   expect_tensors(load_safetensors(out));
+  EXPECT_EQ(SafeTensorsFile(out).metadata().at("head"), "half");  // tied: the other name stays
   expect_refused("no model with the number 0",
                  {folder_.path("saved"), folder_.path("refused.safetensors")});
   expect_refused("whole training", {folder_.path("saved"), folder_.path("refused.safetensors"),

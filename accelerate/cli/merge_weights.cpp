@@ -12,7 +12,6 @@
 
 #include <tessera/accelerate/cli/commands.h>
 #include <tessera/accelerate/model_io.h>
-#include <tessera/core/atomic_file.h>
 #include <tessera/core/error.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/distributed/checkpoint/reader.h>
@@ -22,6 +21,7 @@ namespace {
 
 constexpr std::string_view kWhere = "tessera merge-weights";
 constexpr const char* kIndex = "model.safetensors.index.json";
+constexpr const char* kWhole = "model.safetensors";
 namespace fs = std::filesystem;
 
 struct Request {
@@ -32,57 +32,14 @@ struct Request {
   bool overwrite = false;
 };
 
-// A tensor that will be written, and where it lies.
-struct Entry {
-  std::string name;
-  std::string dtype;  // as safetensors spells it
-  tessera::Shape shape;
-  uint64_t bytes = 0;
-  int64_t element = 1;                    // bytes
-  const SafeTensorsFile* file = nullptr;  // null: in the checkpoint
-  std::string source_name;
-};
-
+// What is merged. Mapped where that can be: of a tensor a piece is in memory.
 struct Source {
   fs::path index;  // empty: a checkpoint
   std::vector<fs::path> shards;
-  std::map<std::string, std::string> metadata;
   std::vector<std::unique_ptr<SafeTensorsFile>> files;
   std::unique_ptr<distributed::CheckpointReader> checkpoint;
-  std::vector<Entry> tensors;  // by name
-
-  // Mapped where that can be: one tensor is in memory at most.
-  Tensor tensor(const Entry& entry) const {
-    return entry.file != nullptr ? entry.file->view(entry.source_name)
-                                 : checkpoint->view(entry.source_name);
-  }
+  accelerate::StoredWeights stored;
 };
-
-std::string safetensors_name(DType dtype) {
-  switch (dtype) {
-    case kF64:
-      return "F64";
-    case kF32:
-      return "F32";
-    case kF16:
-      return "F16";
-    case kBF16:
-      return "BF16";
-    case kF8E4M3:
-      return "F8_E4M3";
-    case kF8E5M2:
-      return "F8_E5M2";
-    case kI64:
-      return "I64";
-    case kI32:
-      return "I32";
-    case kU8:
-      return "U8";
-    case kBool:
-      return "BOOL";
-  }
-  TS_THROW(UnsupportedError, kWhere, "safetensors has no name for ", name_of(dtype));
-}
 
 // DIR, or an index file itself.
 fs::path find_index(const fs::path& source) {
@@ -142,7 +99,7 @@ Source open_source(const std::string& path) {
                   at == where.end() ? "does not know" : "has in " + at->second);
     }
     for (const auto& [key, value] : opened.metadata()) {
-      const auto [at, is_new] = source.metadata.emplace(key, value);
+      const auto [at, is_new] = source.stored.metadata.emplace(key, value);
       TS_CHECK_AS(FormatError, is_new || at->second == value, kWhere, shard.string(),
                   ": the metadata \"", key, "\" is \"", value, "\", and another shard's \"",
                   at->second, "\"");
@@ -156,8 +113,12 @@ Source open_source(const std::string& path) {
     TS_CHECK_AS(UnsupportedError, entry.dtype.has_value(), kWhere,
                 (source.index.parent_path() / name).string(), ": \"", tensor, "\" is of the dtype ",
                 entry.dtype_name, ", which tessera does not have");
-    source.tensors.push_back({tensor, entry.dtype_name, entry.shape, entry.end - entry.begin,
-                              tessera::size_of(*entry.dtype), by_name[name], tensor});
+    source.stored.weights.push_back({tensor, *entry.dtype, entry.shape,
+                                     [file = by_name[name], tensor = tensor](const auto& take) {
+                                       const Tensor elements = file->view(tensor);
+                                       take(elements.data(),
+                                            static_cast<size_t>(elements.nbytes()));
+                                     }});
   }
   return source;
 }
@@ -166,76 +127,11 @@ Source open_source(const std::string& path) {
 Source open_checkpoint(const std::string& folder, int64_t model) {
   Source source;
   source.checkpoint = std::make_unique<distributed::CheckpointReader>(folder);
-  const std::string prefix = "model." + std::to_string(model) + ".";
-  for (const auto& [name, tensor] : source.checkpoint->tensors()) {
-    if (name.rfind(prefix, 0) != 0) continue;
-    source.tensors.push_back({name.substr(prefix.size()), safetensors_name(tensor.dtype),
-                              tensor.shape, tensor.bytes(), tessera::size_of(tensor.dtype), nullptr,
-                              name});
-  }
-  TS_CHECK_AS(ConfigError, !source.tensors.empty(), kWhere, "the checkpoint ", folder,
+  source.stored =
+      accelerate::weights_of_checkpoint(*source.checkpoint, "model." + std::to_string(model) + ".");
+  TS_CHECK_AS(ConfigError, !source.stored.weights.empty(), kWhere, "the checkpoint ", folder,
               " has no model with the number ", model);
-  source.metadata["format"] = "pt";
   return source;
-}
-
-// Tensors [begin, end) in one file. Elements begin at multiples of 8 bytes, wide dtypes first.
-void write_file(const fs::path& path, const Source& source, size_t begin, size_t end) {
-  std::vector<const Entry*> order;
-  for (size_t i = begin; i < end; ++i) order.push_back(&source.tensors[i]);
-  std::stable_sort(order.begin(), order.end(),
-                   [](const Entry* a, const Entry* b) { return a->element > b->element; });
-  nlohmann::ordered_json header = nlohmann::ordered_json::object();
-  if (!source.metadata.empty()) header["__metadata__"] = source.metadata;
-  uint64_t offset = 0;
-  for (const Entry* entry : order) {
-    header[entry->name] = {
-        {"dtype", entry->dtype},
-        {"shape", std::vector<int64_t>(entry->shape.begin(), entry->shape.end())},
-        {"data_offsets", {offset, offset + entry->bytes}}};
-    offset += entry->bytes;
-  }
-  std::string text = header.dump();
-  text.resize((text.size() + 7) / 8 * 8, ' ');
-  AtomicFile file(path.string());
-  const uint64_t size = text.size();
-  file.write(&size, sizeof size);  // little-endian, as all machines that tessera builds for
-  file.write(text);
-  for (const Entry* entry : order) {
-    const Tensor tensor = source.tensor(*entry);
-    if (entry->bytes > 0) file.write(tensor.data(), entry->bytes);
-  }
-  file.commit();
-}
-
-// model-00001-of-00003.safetensors and so on, with their index.
-std::vector<fs::path> write_shards(const fs::path& folder, const Source& source, int64_t limit) {
-  std::vector<size_t> starts = {0};
-  uint64_t bytes = 0, total = 0;
-  for (size_t i = 0; i < source.tensors.size(); ++i) {
-    const uint64_t size = source.tensors[i].bytes;
-    if (i > starts.back() && bytes + size > static_cast<uint64_t>(limit)) {
-      starts.push_back(i);
-      bytes = 0;
-    }
-    bytes += size;
-    total += size;
-  }
-  fs::create_directories(folder);
-  nlohmann::ordered_json index = {{"metadata", {{"total_size", total}}},
-                                  {"weight_map", nlohmann::ordered_json::object()}};
-  std::vector<fs::path> written;
-  for (size_t shard = 0; shard < starts.size(); ++shard) {
-    const size_t end = shard + 1 < starts.size() ? starts[shard + 1] : source.tensors.size();
-    char name[64];
-    std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", shard + 1, starts.size());
-    write_file(folder / name, source, starts[shard], end);
-    written.push_back(folder / name);
-    for (size_t i = starts[shard]; i < end; ++i) index["weight_map"][source.tensors[i].name] = name;
-  }
-  write_file_atomically((folder / kIndex).string(), index.dump(2) + "\n");
-  written.push_back(folder / kIndex);
-  return written;
 }
 
 int merge(const Request& request) {
@@ -247,7 +143,7 @@ int merge(const Request& request) {
   const fs::path output(request.output);
   std::vector<fs::path> written;
   if (request.max_shard_size.empty()) {
-    const fs::path file = fs::is_directory(output) ? output / "model.safetensors" : output;
+    const fs::path file = fs::is_directory(output) ? output / kWhole : output;
     TS_CHECK_AS(ConfigError, file.extension() == ".safetensors", kWhere,
                 "OUT has to be a folder or "
                 "a file named *.safetensors; got ",
@@ -259,10 +155,10 @@ int merge(const Request& request) {
                   file.string(), " is one of the shards; choose another OUT");
     }
     if (file.has_parent_path()) fs::create_directories(file.parent_path());
-    write_file(file, source, 0, source.tensors.size());
+    accelerate::write_weights_file(source.stored, file.string());
     written.push_back(file);
   } else {
-    const int64_t limit = accelerate::parse_byte_size(request.max_shard_size);
+    accelerate::parse_byte_size(request.max_shard_size);  // its error before all others
     TS_CHECK_AS(ConfigError, output.extension() != ".safetensors", kWhere,
                 "--max-shard-size makes several files; OUT has to be a folder; got ",
                 request.output);
@@ -270,14 +166,18 @@ int merge(const Request& request) {
                 is_checkpoint || !fs::exists(output) ||
                     !fs::equivalent(output, fs::absolute(source.index).parent_path()),
                 kWhere, "shards cannot be written among those that are read; choose another OUT");
-    TS_CHECK_AS(ConfigError, request.overwrite || !fs::exists(output / kIndex), kWhere,
-                (output / kIndex).string(), " exists; give --overwrite to replace it");
-    written = write_shards(output, source, limit);
+    for (const char* name : {kIndex, kWhole}) {
+      TS_CHECK_AS(ConfigError, request.overwrite || !fs::exists(output / name), kWhere,
+                  (output / name).string(), " exists; give --overwrite to replace it");
+    }
+    const accelerate::SavedModel saved =
+        accelerate::write_weights(source.stored, output.string(), request.max_shard_size);
+    for (const std::string& name : saved.files) written.push_back(output / name);
   }
   if (is_checkpoint) {
-    std::printf("%zu tensors of a checkpoint written:\n", source.tensors.size());
+    std::printf("%zu tensors of a checkpoint written:\n", source.stored.weights.size());
   } else {
-    std::printf("%zu tensors of %zu shards written:\n", source.tensors.size(),
+    std::printf("%zu tensors of %zu shards written:\n", source.stored.weights.size(),
                 source.shards.size());
   }
   for (const fs::path& file : written) std::printf("  %s\n", file.c_str());
