@@ -17,6 +17,7 @@ void register_embedding();
 void register_index();
 void register_matmul();
 void register_multi_tensor();
+void register_multi_tensor_updates();
 void register_norm();
 void register_pool();
 void register_random_fill();
@@ -42,6 +43,7 @@ void gpu::register_kernels() {
   kernels::register_index();
   kernels::register_matmul();
   kernels::register_multi_tensor();
+  kernels::register_multi_tensor_updates();
   kernels::register_norm();
   kernels::register_pool();
   kernels::register_random_fill();

@@ -337,6 +337,10 @@ void multi_tensor_adam(std::span<const AdamTensors> tensors, const AdamOptions& 
 
 void multi_tensor_sgd(std::span<const SgdTensors> tensors, const SgdOptions& options,
                       const double* scalars) {
+  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_sgd>("multi_tensor_sgd", tensors[0].param.device(),
+                                              tensors, options, scalars);
+  }
   for (const SgdTensors& t : tensors) {
     TS_CHECK(options.momentum == 0 || t.momentum_buffer.defined(), "multi_tensor_sgd", "momentum ",
              options.momentum, " needs a momentum_buffer for every param");
@@ -362,6 +366,10 @@ void multi_tensor_sgd(std::span<const SgdTensors> tensors, const SgdOptions& opt
 
 void multi_tensor_lion(std::span<const LionTensors> tensors, const LionOptions& options,
                        const double* scalars) {
+  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_lion>("multi_tensor_lion", tensors[0].param.device(),
+                                               tensors, options, scalars);
+  }
   for (const LionTensors& t : tensors) {
     TS_CHECK(t.exp_avg.defined(), "multi_tensor_lion", "exp_avg must be defined");
   }
@@ -383,6 +391,10 @@ void multi_tensor_lion(std::span<const LionTensors> tensors, const LionOptions& 
 
 void multi_tensor_adagrad(std::span<const AdagradTensors> tensors, const AdagradOptions& options,
                           const double* scalars) {
+  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_adagrad>("multi_tensor_adagrad", tensors[0].param.device(),
+                                                  tensors, options, scalars);
+  }
   for (const AdagradTensors& t : tensors) {
     TS_CHECK(t.state_sum.defined(), "multi_tensor_adagrad", "state_sum must be defined");
   }
@@ -400,6 +412,10 @@ void multi_tensor_adagrad(std::span<const AdagradTensors> tensors, const Adagrad
 
 void multi_tensor_rmsprop(std::span<const RmspropTensors> tensors, const RmspropOptions& options,
                           const double* scalars) {
+  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_rmsprop>("multi_tensor_rmsprop", tensors[0].param.device(),
+                                                  tensors, options, scalars);
+  }
   for (const RmspropTensors& t : tensors) {
     TS_CHECK(t.square_avg.defined(), "multi_tensor_rmsprop", "square_avg must be defined");
     TS_CHECK((options.momentum != 0) == t.momentum_buffer.defined(), "multi_tensor_rmsprop",
@@ -481,6 +497,10 @@ void multi_tensor_scale(std::span<const Tensor> tensors, const double* factor) {
 }
 
 void multi_tensor_clamp(std::span<const Tensor> tensors, double limit) {
+  if (!tensors.empty() && tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_clamp>("multi_tensor_clamp", tensors[0].device(), tensors,
+                                                limit);
+  }
   run_in_place("multi_tensor_clamp", tensors, [&](const Chunk& chunk, const Operand& x) {
     for_each_block(chunk, x, [&]<class C>(int64_t n, C* block) {
       TS_SIMD_CALL(clamp_block, n, block, static_cast<C>(limit));
@@ -500,6 +520,10 @@ void multi_tensor_zero(std::span<const Tensor> tensors) {
 
 void multi_tensor_lerp(std::span<const Tensor> averages, std::span<const Tensor> tensors,
                        double weight) {
+  if (!averages.empty() && averages[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_lerp>("multi_tensor_lerp", averages[0].device(), averages,
+                                               tensors, weight);
+  }
   constexpr const char* kWhere = "multi_tensor_lerp";
   TS_CHECK(averages.size() == tensors.size(), kWhere,
            "the lists differ in length: ", averages.size(), " and ", tensors.size());

@@ -1,0 +1,369 @@
+// The optimizers beside Adam, averaging and clamping: one launch over all tensors of a call for
+// each compute type. The arithmetic of each rule is that of its loop in multi_tensor_simd.cpp,
+// operation by operation: the bits are the same.
+#include <array>
+#include <cmath>
+
+#include <tessera/core/kernels/elementwise_loops.h>
+#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/kernels/multi_tensor_blocks.h>
+#include <tessera/core/kernels/on_device.h>
+#include <tessera/core/math.h>
+#include <tessera/core/kernels/multi_tensor.cuh>
+
+namespace tessera::kernels {
+namespace {
+
+using namespace multi_tensor;
+
+constexpr int kBlock = 256;
+
+// ---- Rules: the new value of a parameter from the old one, the gradient and up to three states --
+
+template <class C>
+struct States {  // of one element; null: absent
+  C* of[3];
+};
+
+template <class C>
+struct SgdRule {
+  SgdStep<C> step;
+  TS_DEVICE C operator()(C old, C grad, const States<C>& states) const {
+    C g = grad * step.gradient_scale;
+    if (step.l2 != C(0)) g = g + step.l2 * old;
+    if (!step.has_momentum) return old - step.lr * g;
+    C& momentum_buffer = *states.of[0];
+    C buffer = g;
+    if (!step.first) buffer = step.momentum * momentum_buffer + step.one_minus_dampening * g;
+    momentum_buffer = buffer;
+    const C update = step.nesterov ? g + step.momentum * buffer : buffer;
+    return old - step.lr * update;
+  }
+};
+
+template <class C>
+struct LionRule {
+  LionStep<C> step;
+  TS_DEVICE C operator()(C old, C grad, const States<C>& states) const {
+    C& exp_avg = *states.of[0];
+    const C g = grad * step.gradient_scale, m = exp_avg;
+    const C direction = step.beta1 * m + step.one_minus_beta1 * g;
+    // NaN stays NaN: a bad gradient shows in the parameter.
+    const C sign = direction > 0 ? C(1) : direction < 0 ? C(-1) : direction;
+    exp_avg = step.beta2 * m + step.one_minus_beta2 * g;
+    return old * step.decay - step.lr * sign;
+  }
+};
+
+template <class C>
+struct AdagradRule {
+  AdagradStep<C> step;
+  TS_DEVICE C operator()(C old, C grad, const States<C>& states) const {
+    C g = grad * step.gradient_scale;
+    if (step.l2 != C(0)) g = g + step.l2 * old;
+    const C sum = *states.of[0] + g * g;
+    *states.of[0] = sum;
+    return old - step.lr * g / (math::sqrt(sum) + step.eps);
+  }
+};
+
+template <class C>
+struct RmspropRule {
+  RmspropStep<C> step;
+  TS_DEVICE C operator()(C old, C grad, const States<C>& states) const {
+    C g = grad * step.gradient_scale;
+    if (step.l2 != C(0)) g = g + step.l2 * old;
+    C average = step.alpha * *states.of[0] + step.one_minus_alpha * g * g;
+    *states.of[0] = average;
+    if (states.of[1] != nullptr) {  // centered
+      C& grad_avg = *states.of[1];
+      const C mean = grad_avg + step.one_minus_alpha * (g - grad_avg);
+      grad_avg = mean;
+      average = average - mean * mean;
+    }
+    const C denominator = math::sqrt(average) + step.eps;
+    if (states.of[2] == nullptr) return old - step.lr * g / denominator;
+    const C buffer = step.momentum * *states.of[2] + g / denominator;
+    *states.of[2] = buffer;
+    return old - step.lr * buffer;
+  }
+};
+
+template <class C>
+struct LerpRule {
+  C weight;
+  TS_DEVICE C operator()(C old, C end, const States<C>&) const {
+    // torch's lerp: from the nearer end, so that weight 1 gives x exactly.
+    return weight < C(0.5) ? old + weight * (end - old) : end - (end - old) * (C(1) - weight);
+  }
+};
+
+// Spans of a row: parameter, gradient, three states, shadow.
+template <class C, class Rule>
+__global__ void __launch_bounds__(kBlock)
+    update_kernel(const Row* rows, int count, const Rule rule) {
+  const Place place = find_chunk(rows, count);
+  const Row& row = rows[place.row];
+  for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) {
+    C param = 0, grad = 0;
+    with_lane_dtype<C>(row.spans[0].dtype, [&]<class P>() {
+      param = load<C>(static_cast<const P*>(row.spans[0].data)[i]);
+    });
+    with_lane_dtype<C>(row.spans[1].dtype, [&]<class G>() {
+      grad = load<C>(static_cast<const G*>(row.spans[1].data)[i]);
+    });
+    States<C> states;
+    for (int s = 0; s < 3; ++s) {
+      C* const data = static_cast<C*>(row.spans[2 + s].data);
+      states.of[s] = data != nullptr ? data + i : nullptr;
+    }
+    const C value = rule(param, grad, states);
+    with_lane_dtype<C>(row.spans[0].dtype,
+                       [&]<class P>() { static_cast<P*>(row.spans[0].data)[i] = store<P>(value); });
+    if (row.spans[5].data != nullptr) {
+      with_any_dtype(row.spans[5].dtype,
+                     [&]<class S>() { static_cast<S*>(row.spans[5].data)[i] = store<S>(value); });
+    }
+  }
+}
+
+// ---- Launches -----------------------------------------------------------------------------------
+
+using StateTensors = std::array<Tensor, 3>;  // undefined: absent
+
+void check_floating(const Tensor& x, const char* where, const char* role) {
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), where, role,
+                 " must be f64, f32, bf16 or f16; got ", x);
+}
+
+// The rows of one launch, and the gradients that had to be converted.
+struct Update {
+  Table table;
+  TensorList kept;
+
+  void add(const char* where, const Tensor& param, const Tensor& grad, const Tensor& shadow,
+           const StateTensors& states) {
+    check_floating(param, where, "param");
+    check_floating(grad, where, "grad");
+    TS_CHECK_SHAPE(is_dense(param.shape(), param.strides()), where, "param must be dense; got ",
+                   param, " with strides ", param.strides());
+    const DType compute = param.dtype() == kF64 ? kF64 : kF32;
+    const auto check = [&](const Tensor& x, const char* role) {
+      TS_CHECK_DEVICE(x.device() == param.device(), where, role, " must be on ", param.device(),
+                      "; got ", x);
+      TS_CHECK_SHAPE(x.shape() == param.shape(), where, role, " must have the shape of param, ",
+                     param, "; got ", x);
+    };
+    const auto check_layout = [&](const Tensor& x, const char* role) {
+      check(x, role);
+      TS_CHECK_SHAPE(x.strides() == param.strides() || (x.is_contiguous() && param.is_contiguous()),
+                     where, role, " must have the strides of param, ", param.strides(), "; got ",
+                     x.strides());
+    };
+    check(grad, "grad");
+    if (shadow.defined()) {
+      check_layout(shadow, "shadow");
+      check_floating(shadow, where, "shadow");
+    }
+    for (const Tensor& state : states) {
+      if (!state.defined()) continue;
+      check_layout(state, "states");
+      TS_CHECK_DTYPE(state.dtype() == compute, where, "states of a ", param.dtype(), " param are ",
+                     compute, "; got ", state);
+    }
+    const bool direct =
+        detail::is_direct(compute == kF64 ? Lane::kDouble : Lane::kFloat, grad.dtype());
+    kept.push_back(in_order_of(grad, param, direct ? grad.dtype() : compute));
+    table.add({span_of(param), span_of(kept.back()), span_of(states[0]), span_of(states[1]),
+               span_of(states[2]), span_of(shadow)},
+              param.numel());
+  }
+
+  template <class C, class Rule>
+  void launch(const char* where, const Device& device, const Rule& rule) {
+    if (table.chunks == 0) return;
+    const Row* const rows = table.upload(device);
+    gpu::launch({.name = where, .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
+                update_kernel<C, Rule>, rows, static_cast<int>(table.rows.size()), rule);
+  }
+};
+
+// rule_of.operator()<C>() makes the rule; states_of(entry) lists the states.
+template <class Entry, class StatesOf, class RuleOf>
+void run_optimizer(const char* where, std::span<const Entry* const> entries, const double* scalars,
+                   const StatesOf& states_of, const RuleOf& rule_of) {
+  if (entries.empty()) return;
+  Update narrow, wide;
+  for (const Entry* t : entries) {
+    (t->param.dtype() == kF64 ? wide : narrow)
+        .add(where, t->param, t->grad, t->shadow, states_of(*t));
+  }
+  if (scalars[kSkipStep] != 0) return;
+  const Device& device = entries[0]->param.device();
+  narrow.launch<float>(where, device, rule_of.template operator()<float>());
+  wide.launch<double>(where, device, rule_of.template operator()<double>());
+  for (const Entry* t : entries) {
+    t->param.bump_version();
+    if (t->shadow.defined()) t->shadow.bump_version();
+    for (const Tensor& state : states_of(*t)) {
+      if (state.defined()) state.bump_version();
+    }
+  }
+}
+
+template <class Entry, class Keep>
+std::vector<const Entry*> those(std::span<const Entry> tensors, const Keep& keep) {
+  std::vector<const Entry*> result;
+  for (const Entry& t : tensors) {
+    if (keep(t)) result.push_back(&t);
+  }
+  return result;
+}
+template <class Entry>
+std::vector<const Entry*> all_of(std::span<const Entry> tensors) {
+  return those(tensors, [](const Entry&) { return true; });
+}
+
+double signed_scale(const double* scalars, bool maximize) {
+  return maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
+}
+
+void multi_tensor_sgd_cuda(std::span<const SgdTensors> tensors, const SgdOptions& options,
+                           const double* scalars) {
+  constexpr const char* kName = "multi_tensor_sgd";
+  for (const SgdTensors& t : tensors) {
+    TS_CHECK(options.momentum == 0 || t.momentum_buffer.defined(), kName, "momentum ",
+             options.momentum, " needs a momentum_buffer for every param");
+  }
+  for (const bool first : {true, false}) {
+    const auto entries = those(tensors, [&](const SgdTensors& t) { return t.first == first; });
+    run_optimizer<SgdTensors>(
+        kName, entries, scalars,
+        [](const SgdTensors& t) -> StateTensors { return {t.momentum_buffer}; },
+        [&]<class C>() {
+          return SgdRule<C>{{static_cast<C>(signed_scale(scalars, options.maximize)),
+                             static_cast<C>(options.weight_decay), static_cast<C>(options.momentum),
+                             static_cast<C>(1 - options.dampening),
+                             static_cast<C>(scalars[kLearningRate]), options.momentum != 0,
+                             options.nesterov, first}};
+        });
+  }
+}
+
+void multi_tensor_lion_cuda(std::span<const LionTensors> tensors, const LionOptions& options,
+                            const double* scalars) {
+  for (const LionTensors& t : tensors) {
+    TS_CHECK(t.exp_avg.defined(), "multi_tensor_lion", "exp_avg must be defined");
+  }
+  run_optimizer<LionTensors>(
+      "multi_tensor_lion", all_of(tensors), scalars,
+      [](const LionTensors& t) -> StateTensors { return {t.exp_avg}; },
+      [&]<class C>() {
+        const double lr = scalars[kLearningRate];
+        return LionRule<C>{{static_cast<C>(signed_scale(scalars, options.maximize)),
+                            static_cast<C>(1 - lr * options.weight_decay),
+                            static_cast<C>(options.beta1), static_cast<C>(1 - options.beta1),
+                            static_cast<C>(options.beta2), static_cast<C>(1 - options.beta2),
+                            static_cast<C>(lr)}};
+      });
+}
+
+void multi_tensor_adagrad_cuda(std::span<const AdagradTensors> tensors,
+                               const AdagradOptions& options, const double* scalars) {
+  for (const AdagradTensors& t : tensors) {
+    TS_CHECK(t.state_sum.defined(), "multi_tensor_adagrad", "state_sum must be defined");
+  }
+  run_optimizer<AdagradTensors>(
+      "multi_tensor_adagrad", all_of(tensors), scalars,
+      [](const AdagradTensors& t) -> StateTensors { return {t.state_sum}; },
+      [&]<class C>() {
+        const double lr = scalars[kLearningRate] / (1 + (scalars[kStep] - 1) * options.lr_decay);
+        return AdagradRule<C>{{static_cast<C>(signed_scale(scalars, options.maximize)),
+                               static_cast<C>(options.weight_decay), static_cast<C>(options.eps),
+                               static_cast<C>(lr)}};
+      });
+}
+
+void multi_tensor_rmsprop_cuda(std::span<const RmspropTensors> tensors,
+                               const RmspropOptions& options, const double* scalars) {
+  constexpr const char* kName = "multi_tensor_rmsprop";
+  for (const RmspropTensors& t : tensors) {
+    TS_CHECK(t.square_avg.defined(), kName, "square_avg must be defined");
+    TS_CHECK((options.momentum != 0) == t.momentum_buffer.defined(), kName,
+             "a momentum_buffer is given exactly where momentum is not 0; momentum is ",
+             options.momentum);
+  }
+  run_optimizer<RmspropTensors>(
+      kName, all_of(tensors), scalars,
+      [](const RmspropTensors& t) -> StateTensors {
+        return {t.square_avg, t.grad_avg, t.momentum_buffer};
+      },
+      [&]<class C>() {
+        return RmspropRule<C>{{static_cast<C>(signed_scale(scalars, options.maximize)),
+                               static_cast<C>(options.weight_decay), static_cast<C>(options.alpha),
+                               static_cast<C>(1 - options.alpha), static_cast<C>(options.eps),
+                               static_cast<C>(options.momentum),
+                               static_cast<C>(scalars[kLearningRate])}};
+      });
+}
+
+void multi_tensor_lerp_cuda(std::span<const Tensor> averages, std::span<const Tensor> tensors,
+                            double weight) {
+  constexpr const char* kName = "multi_tensor_lerp";
+  TS_CHECK(averages.size() == tensors.size(), kName,
+           "the lists differ in length: ", averages.size(), " and ", tensors.size());
+  Update narrow, wide;
+  for (size_t i = 0; i < averages.size(); ++i) {
+    (averages[i].dtype() == kF64 ? wide : narrow).add(kName, averages[i], tensors[i], {}, {});
+  }
+  const Device& device = averages[0].device();
+  narrow.launch<float>(kName, device, LerpRule<float>{static_cast<float>(weight)});
+  wide.launch<double>(kName, device, LerpRule<double>{weight});
+  for (const Tensor& average : averages) average.bump_version();
+}
+
+template <class C>
+__global__ void __launch_bounds__(kBlock) clamp_kernel(const Row* rows, int count, C limit) {
+  const Place place = find_chunk(rows, count);
+  const Row& row = rows[place.row];
+  with_lane_dtype<C>(row.spans[0].dtype, [&]<class T>() {
+    T* const x = static_cast<T*>(row.spans[0].data);
+    for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) {
+      const C value = load<C>(x[i]), low = value < -limit ? -limit : value;
+      x[i] = store<T>(low > limit ? limit : low);  // NaN stays
+    }
+  });
+}
+
+void multi_tensor_clamp_cuda(std::span<const Tensor> tensors, double limit) {
+  constexpr const char* kName = "multi_tensor_clamp";
+  Table narrow, wide;
+  for (const Tensor& x : tensors) {
+    check_floating(x, kName, "a tensor");
+    TS_CHECK_SHAPE(is_dense(x.shape(), x.strides()), kName, "tensors must be dense; got ", x,
+                   " with strides ", x.strides());
+    (x.dtype() == kF64 ? wide : narrow).add({span_of(x)}, x.numel());
+  }
+  const auto run = [&]<class C>(Table& table) {
+    if (table.chunks == 0) return;
+    const Row* const rows = table.upload(tensors[0].device());
+    gpu::launch({.name = kName, .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
+                clamp_kernel<C>, rows, static_cast<int>(table.rows.size()), static_cast<C>(limit));
+  };
+  run.operator()<float>(narrow);
+  run.operator()<double>(wide);
+  for (const Tensor& x : tensors) x.bump_version();
+}
+
+}  // namespace
+
+void register_multi_tensor_updates() {
+  cuda_form<multi_tensor_sgd> = multi_tensor_sgd_cuda;
+  cuda_form<multi_tensor_lion> = multi_tensor_lion_cuda;
+  cuda_form<multi_tensor_adagrad> = multi_tensor_adagrad_cuda;
+  cuda_form<multi_tensor_rmsprop> = multi_tensor_rmsprop_cuda;
+  cuda_form<multi_tensor_lerp> = multi_tensor_lerp_cuda;
+  cuda_form<multi_tensor_clamp> = multi_tensor_clamp_cuda;
+}
+
+}  // namespace tessera::kernels
