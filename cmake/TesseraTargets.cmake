@@ -86,6 +86,7 @@ target_link_libraries(tessera_data PRIVATE ICU::uc ZLIB::ZLIB $<BUILD_INTERFACE:
 tessera_floor(precision DEPENDS tessera_nn)
 tessera_floor(distributed DEPENDS tessera_nn tessera_optim tessera_precision)
 target_link_libraries(tessera_distributed PUBLIC nlohmann_json::nlohmann_json)  # objects are JSON
+target_include_directories(tessera_distributed SYSTEM PRIVATE ${TESSERA_XXHASH_INCLUDE})
 target_compile_options(tessera_distributed PRIVATE -fopenmp-simd)  # reductions in rank order
 if(TESSERA_MPI_FOUND)
   target_link_libraries(tessera_distributed PRIVATE MPI::MPI_CXX)

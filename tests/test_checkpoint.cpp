@@ -76,6 +76,10 @@ TEST(Checksum, IsXXH64ByItsPublishedValuesAndInAnyPieces) {
     checksum.update(text.data() + cut, text.size() - cut);
     EXPECT_EQ(checksum.value(), checksum_of(text)) << cut;
   }
+  // What checkpoints of earlier versions have: 64 KiB through the loop over stripes.
+  std::string long_text;
+  for (int i = 0; i < 65536; ++i) long_text += static_cast<char>(i * 131 + i / 256);
+  EXPECT_EQ(checksum_text(checksum_of(long_text)), "c1630cca1eaa2e89");
   EXPECT_EQ(parse_checksum("44bc2cf5ad770999"), checksum_of("abc"));
   EXPECT_FALSE(parse_checksum("44BC2CF5AD770999").has_value());
   EXPECT_FALSE(parse_checksum("44bc").has_value());
