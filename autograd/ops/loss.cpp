@@ -10,7 +10,6 @@
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/cross_entropy.h>
 #include <tessera/core/kernels/elementwise.h>
-#include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/reduce.h>
 #include <tessera/core/raw_views.h>
 
@@ -205,33 +204,33 @@ Tensor cross_entropy_inplace(const Tensor& logits, const Tensor& target, int64_t
           extras.save(raw::empty({}, kF64, in[0].device()));
           return raw::empty({}, dtype, in[0].device());
         }
-        if (in[0].device().is_cuda()) {
-          kernels::fail_without_form("cross_entropy_inplace", in[0].device());
-        }
         const Tensor x = contiguous_rows(in[0]);  // rows that are not are worked on in a copy
         const int64_t N = x.size(0);
-        const int64_t* t = in[1].data_as<int64_t>();
-        int64_t valid = 0;
-        for (int64_t n = 0; n < N; ++n) valid += t[n] != ignore_index;
+        // Beside the logits: a GPU reads nothing back.
+        const Tensor valid =
+            kernels::sum(kernels::binary<fn::Ne>(in[1], ignore_index), {0}, false, kF64);
+        const auto mean_of = [&](const Tensor& losses) {
+          const Tensor total = kernels::sum(losses, {0}, false, kF64);
+          return kernels::convert(kernels::binary<fn::Div>(total, valid), dtype);
+        };
         if (!extras.wanted()) {
-          const auto rows = kernels::cross_entropy_forward(x, in[1], {{}, ignore_index, 0});
-          const double total = kernels::sum(rows.losses, {0}, false, kF64).item();
-          return scalar_tensor(total / static_cast<double>(valid), dtype, x.device());
+          return mean_of(kernels::cross_entropy_forward(x, in[1], {{}, ignore_index, 0}).losses);
         }
-        const Tensor losses = raw::empty({N}, kF64);
-        const double mean = 1 / static_cast<double>(valid);
-        kernels::cross_entropy_in_place(x, t, ignore_index, divide_later ? 1 : mean,
-                                        losses.data_as<double>());
+        const Tensor losses = raw::empty({N}, kF64, x.device());
+        kernels::cross_entropy_in_place(x, in[1], ignore_index, divide_later ? Tensor() : valid,
+                                        losses);
         // The logits hold their gradient from here on.
         extras.save(raw::alias(x));
-        extras.save(scalar_tensor(divide_later && valid > 0 ? mean : 1, kF64));
-        const double total = kernels::sum(losses, {0}, false, kF64).item();
-        return scalar_tensor(total / static_cast<double>(valid), dtype, x.device());
+        extras.save(divide_later
+                        ? kernels::unary<fn::Reciprocal>(kernels::binary<fn::Maximum>(valid, 1.0))
+                        : Tensor());
+        return mean_of(losses);
       },
       [](Grads dy, const Saved& s) -> TensorList {
         const Tensor gradient = s.extra(0);
         if (dy[0].is_meta()) return {mul(gradient, dy[0]), Tensor()};
-        const double factor = dy[0].item() * s.extra(1).item();
+        // One number: where it is 1, as a rule, the gradient is there already.
+        const double factor = dy[0].item() * (s.extra(1).defined() ? s.extra(1).item() : 1.0);
         return {factor == 1 ? gradient : mul(gradient, Scalar(factor)), Tensor()};
       });
 }

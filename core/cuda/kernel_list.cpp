@@ -9,6 +9,7 @@ void register_channel_norm();
 void register_conv();
 void register_copy();
 void register_cross_entropy();
+void register_cross_entropy_in_place();
 void register_elementwise_unary();
 void register_elementwise_gradient();
 void register_elementwise_binary();
@@ -35,6 +36,7 @@ void gpu::register_kernels() {
   kernels::register_conv();
   kernels::register_copy();
   kernels::register_cross_entropy();
+  kernels::register_cross_entropy_in_place();
   kernels::register_elementwise_unary();
   kernels::register_elementwise_gradient();
   kernels::register_elementwise_binary();

@@ -37,10 +37,11 @@ Tensor cross_entropy_backward(const Tensor& logits, const Tensor& targets,
                               const Tensor& row_gradients, double scale);
 
 // Forward and backward at once, for callers that hold a block of rows and need it no more: writes
-// losses[n] and overwrites the logits by scale * (softmax - one_hot(target)), zeros for ignored
-// rows. Parallel over rows; two passes over a row.
-void cross_entropy_in_place(const Tensor& logits, const int64_t* targets, int64_t ignore_index,
-                            double scale, double* losses);
+// losses [N] f64 and overwrites the logits by (softmax - one_hot(target)) / divisor, zeros for
+// ignored rows. divisor: one f64 element beside the logits, or undefined for 1. Parallel over rows;
+// two passes over a row.
+void cross_entropy_in_place(const Tensor& logits, const Tensor& targets, int64_t ignore_index,
+                            const Tensor& divisor, const Tensor& losses);
 
 // The distribution q[N, V] that the rows are compared with: d loss / d logits = row_sum(q) *
 // softmax - q. In the compute dtype of `like`; for gradients of gradients.

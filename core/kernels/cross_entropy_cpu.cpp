@@ -181,26 +181,29 @@ Tensor cross_entropy_backward(const Tensor& logits, const Tensor& targets,
   return result;
 }
 
-void cross_entropy_in_place(const Tensor& logits, const int64_t* targets, int64_t ignore_index,
-                            double scale, double* losses) {
+void cross_entropy_in_place(const Tensor& logits, const Tensor& targets, int64_t ignore_index,
+                            const Tensor& divisor, const Tensor& losses) {
   if (logits.device().is_cuda()) {
     return on_cuda<kernels::cross_entropy_in_place>("cross_entropy", logits.device(), logits,
-                                                    targets, ignore_index, scale, losses);
+                                                    targets, ignore_index, divisor, losses);
   }
   check_logits(logits);
   if (logits.is_meta()) return;
   const int64_t N = logits.size(0), V = logits.size(1);
+  const int64_t* const t = targets.data_as<int64_t>();
+  double* const loss = losses.data_as<double>();
+  const double scale = divisor.defined() ? 1 / *divisor.data_as<double>() : 1;
   for_each_row(N, V, [&](int64_t n) {
     char* row = static_cast<char*>(const_cast<void*>(row_of(logits, n)));
-    if (targets[n] == ignore_index) {
+    if (t[n] == ignore_index) {
       std::memset(row, 0, static_cast<size_t>(V * size_of(logits.dtype())));
-      losses[n] = 0;
+      loss[n] = 0;
       return;
     }
     const RowStatistics s = TS_SIMD_CALL(cross_entropy_row, logits.dtype(), row, V, nullptr, false);
-    losses[n] = (s.largest - element(logits, n, targets[n])) + std::log(s.sum);
+    loss[n] = (s.largest - element(logits, n, t[n])) + std::log(s.sum);
     TS_SIMD_CALL(cross_entropy_row_gradient, logits.dtype(), row, row, V, s.largest, scale / s.sum,
-                 0.0, nullptr, targets[n], scale);
+                 0.0, nullptr, t[n], scale);
   });
   logits.bump_version();
 }

@@ -179,6 +179,25 @@ TEST(CudaConv, SpansTilesAndParts) {
   for (size_t i = 0; i < got.size(); ++i) expect_equal(got[i], expected[i]);  // sums are exact
 }
 
+TEST(CudaLoss, InPlaceGradientsOfRowsWithAndWithoutVectors) {
+  for (const DType dtype : {kF32, kBF16, kF16}) {
+    for (const int64_t classes : {1200, 1203}) {
+      const Tensor logits = mul(numbers({5, classes}, kF32), 0.1).to(dtype);
+      const Tensor target = tensor({7.0, -100.0, 0.0, 1199.0, 1.0}, kI64);
+      const auto run = [&](const Device& device) {
+        const Tensor x = leaf(logits.to(device));
+        const Tensor loss = cross_entropy_inplace(mul(x, 1), target.to(device));
+        mul(loss, 2).backward();
+        return std::vector<Tensor>{loss.detach(), x.grad()};
+      };
+      const std::vector<Tensor> got = run(kGpu), expected = run(kCpu);
+      const double eps = dtype == kF32 ? 0x1p-23 : dtype == kBF16 ? 0x1p-8 : 0x1p-10;
+      expect_close(got[0], expected[0], 16 * eps);
+      expect_close(got[1], expected[1], eps);  // at most 1/2
+    }
+  }
+}
+
 TEST(CudaNorm, BatchNormOfManySamplesAndItsRunningStatistics) {
   const Tensor x = mul(numbers({130, 5}, kF32), 0.125);
   const auto run = [&](const Device& device) {
