@@ -50,16 +50,10 @@ endif()
 set(TESSERA_MPI_FOUND ${MPI_CXX_FOUND})
 tessera_report("MPI" MPI_CXX_FOUND "${MPI_CXX_VERSION} ${MPIEXEC_EXECUTABLE}"
   "optional; without it several processes cannot train together; apt install libopenmpi-dev openmpi-bin")
-set(TESSERA_NCCL_FOUND OFF)
-if(TESSERA_WITH_NCCL)
-  find_path(TESSERA_NCCL_INCLUDE nccl.h HINTS $ENV{CUDA_HOME}/include /usr/local/cuda/include)
-  find_path(TESSERA_CUDA_INCLUDE cuda_runtime.h HINTS $ENV{CUDA_HOME}/include /usr/local/cuda/include)
-  if(TESSERA_NCCL_INCLUDE AND TESSERA_CUDA_INCLUDE)  # nccl.h includes CUDA's headers
-    set(TESSERA_NCCL_FOUND ON)
-  endif()
-endif()
-tessera_report("NCCL" TESSERA_NCCL_FOUND "${TESSERA_NCCL_INCLUDE}"
-  "optional; groups of GPUs need it; install libnccl-dev and the CUDA headers")
+# NCCL's library is loaded when a program asks for it; its interface is declared in distributed/nccl.
+set(TESSERA_NCCL_FOUND ${TESSERA_WITH_NCCL})
+tessera_report("NCCL" TESSERA_NCCL_FOUND "(libnccl.so.2 is loaded at run time)"
+  "optional; groups of GPUs need it; TESSERA_WITH_NCCL is off")
 if(TESSERA_BUILD_EXAMPLES OR TESSERA_BUILD_CLI)
   find_package(CLI11 QUIET)
   tessera_require("CLI11" CLI11_FOUND "${CLI11_VERSION}" "apt install libcli11-dev")

@@ -29,7 +29,7 @@ function(tessera_floor name)
   endforeach()
   file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/${name}
        ${CMAKE_CURRENT_SOURCE_DIR}/${name}/*.h)
-  list(FILTER headers EXCLUDE REGEX "^mpi/|^nccl/")  # private: they need mpi.h and nccl.h
+  list(FILTER headers EXCLUDE REGEX "^mpi/|^nccl/")  # private
   # Of the GPU backend only its interface is public; the rest needs CUDA's headers.
   list(FILTER headers EXCLUDE REGEX "^cuda/(emulation/|[^b])")
   list(TRANSFORM headers PREPEND ${TESSERA_INCLUDE_DIR}/tessera/${name}/)
@@ -93,8 +93,7 @@ if(TESSERA_MPI_FOUND)
   # Programs without groups do without the MPI library too.
   target_link_options(tessera_distributed INTERFACE -Wl,--as-needed)
 endif()
-if(TESSERA_NCCL_FOUND)  # the library itself is loaded at run time
-  target_include_directories(tessera_distributed SYSTEM PRIVATE ${TESSERA_NCCL_INCLUDE} ${TESSERA_CUDA_INCLUDE})
+if(TESSERA_NCCL_FOUND)
   target_link_libraries(tessera_distributed PRIVATE ${CMAKE_DL_LIBS})
 endif()
 # The frame of a program and its rank's control: all that a program takes from the facade which

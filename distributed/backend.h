@@ -4,7 +4,8 @@
 //
 //     backend_thread.cpp  ranks are threads of this process; the last to come does the work
 //     backend_mpi.cpp     one progress thread makes all MPI calls (where built with MPI)
-//     backend_nccl.cpp    CUDA streams
+//     backend_nccl.cpp    tensors of GPUs, on streams beside the one that calculates
+//     backend_paired.cpp  the first two for CPU tensors, nccl for those of a GPU
 //     backend_fake.cpp    any number of ranks, no data: counts and bytes
 #pragma once
 
@@ -69,10 +70,15 @@ struct Call {
   int tag = 0;
   std::vector<Part> sends, receives;
   CallText text{};
-  bool refused = false;       // send and recv: the arguments were wrong, `text` says how; no tensor
-  double virtual_issued = 0;  // the rank's virtual clock
+  bool refused = false;  // send and recv: the arguments were wrong, `text` says how; no tensor
+  Device device = kCpu;  // of the tensors
+  double timeout_seconds = 600;
+  double virtual_issued = 0;                     // the rank's virtual clock
   double latency = 0, virtual_done = 0;          // written by the thread backend
   std::function<void(std::exception_ptr)> done;  // exactly once, from any thread, null if well
+  // Written by start() where the results lie in the order of a stream: makes its caller's current
+  // stream wait for them. Nobody needs to wait for `done` then.
+  std::function<void()> order;
 };
 using CallPtr = std::shared_ptr<Call>;
 // The same for a send and its recv.
@@ -119,12 +125,23 @@ struct BackendOptions {
   // Up to so many ranks native reductions are carried out like deterministic ones, which is faster
   // there than MPI's non-blocking forms (docs/measurements/collectives.md).
   int exchange_ranks = 8;
+  // Pairs: before tensors of GPUs move, ranks compare their calls over the host's backend, and this
+  // thread waits for it. A mismatch, and a mistake on one rank, is then an error at once instead of
+  // a timeout.
+  bool compare_calls = false;
 };
 std::unique_ptr<Backend> make_mpi_backend(const BackendOptions& options = {});
-// Always UnsupportedError until it is connected to the CUDA backend's streams: its groups are there
-// (nccl/backend.h) and proven over a mock of the library.
-std::unique_ptr<Backend> make_nccl_backend(Store& store, int rank, int size,
+// For tensors of `device`, the rank's GPU, alone. NCCL's own order of addition, whatever the mode;
+// the library (libnccl.so.2, or what TESSERA_NCCL names) is loaded here. DeviceError without the
+// device, UnsupportedError without the library. The start needs every rank.
+std::unique_ptr<Backend> make_nccl_backend(std::shared_ptr<Store> store, int rank, int size,
+                                           const Device& device,
                                            const BackendOptions& options = {});
+// Ranks with a GPU each: CPU tensors and barriers travel over `host`, tensors of a GPU over
+// `device`.
+std::unique_ptr<Backend> make_paired_backend(std::shared_ptr<Backend> host,
+                                             std::unique_ptr<Backend> device,
+                                             const BackendOptions& options = {});
 std::unique_ptr<Backend> make_fake_backend(int rank, int size);
 
 }  // namespace tessera::distributed

@@ -8,6 +8,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/factory.h>
 #include <tessera/distributed/deterministic.h>
 #include <tessera/distributed/watchdog.h>
@@ -67,6 +68,7 @@ struct Group::Request {
   std::vector<Tensor> keep = {};
   std::vector<std::pair<Tensor, Tensor>> copy_back = {};  // to, from
 
+  Device device() const { return keep.empty() ? kCpu : keep.front().device(); }
   // A contiguous tensor that the transport reads.
   Tensor input(const Tensor& tensor) {
     keep.push_back(contiguous(detach(tensor)));
@@ -103,12 +105,15 @@ struct Work::State {
   double timeout = 0;
   std::vector<Tensor> keep;
   std::vector<std::pair<Tensor, Tensor>> copy_back;
-  bool delivered = false;   // wait() has copied back
-  bool answered = false;    // someone waited, or the caller has an error of its own
-  std::vector<Work> parts;  // of a coalesced call
+  std::function<void()> order;  // see Call::order
+  bool delivered = false;       // wait() has copied back
+  bool answered = false;        // someone waited, or the caller has an error of its own
+  std::vector<Work> parts;      // of a coalesced call
 
   ~State() {
-    if (group && !answered && !error.empty()) group->note_unseen(record, number, error);
+    if (group && !answered && !error.empty()) {
+      group->note_unseen(record, number, error, delivered);
+    }
   }
   void finish(std::string failure, double end_on_clock) {
     {
@@ -139,7 +144,7 @@ void Work::wait() const {
   for (const Work& part : state.parts) part.wait();
   if (state.group) {
     RankContext& context = rank_context();
-    state.answered = true;
+    if (!state.order) state.answered = true;
     if (context.mutation == Mutation::kSkipWait) return;
     if (context.hooks.before_wait) context.hooks.before_wait(state.record);
     CommTrace& trace = state.group->trace();
@@ -150,7 +155,11 @@ void Work::wait() const {
       const auto deadline =
           state.issued + std::chrono::duration_cast<Clock::duration>(
                              std::chrono::duration<double>(std::min(state.timeout, 1e9)));
-      if (!state.changed.wait_until(lock, deadline, [&] { return state.done; })) {
+      const auto ended = [&] { return state.done; };
+      if (state.order) {
+        // The stream waits, not the thread: what fails from now on is told by the next call.
+        state.answered = state.done;
+      } else if (!state.changed.wait_until(lock, deadline, ended)) {
         lock.unlock();
         const double waited = std::chrono::duration<double>(Clock::now() - state.issued).count();
         const std::string message = state.group->late_ranks(state.record, waited);
@@ -178,6 +187,7 @@ void Work::wait() const {
                              state.record.describe() + " of '" + state.record.group +
                              "': " + error);
     }
+    if (state.order) state.order();
     if (context.hooks.after_wait) context.hooks.after_wait(state.record);
   }
   if (state.delivered) return;
@@ -215,8 +225,12 @@ Work Group::local(Request& request) {
   // One rank: what it sends is what it gets.
   for (size_t r = 0; r < std::min(request.sends.size(), request.receives.size()); ++r) {
     const Part &from = request.sends[r], &to = request.receives[r];
-    if (from.data != nullptr && to.data != nullptr && from.data != to.data) {
-      std::memcpy(to.data, from.data, static_cast<size_t>(from.bytes));
+    if (from.data == nullptr || to.data == nullptr || from.data == to.data) continue;
+    const auto bytes = static_cast<size_t>(from.bytes);
+    if (const Device device = request.device(); device.is_cuda()) {
+      gpu::copy_bytes(to.data, device, from.data, device, bytes);
+    } else {
+      std::memcpy(to.data, from.data, bytes);
     }
   }
   const NoGradGuard no_grad;
@@ -254,6 +268,7 @@ Work Group::start(Request request, const CollectiveOptions& options) {
   state->issued = Clock::now();
   state->timeout =
       options.timeout_seconds > 0 ? options.timeout_seconds : context.timeouts.collective;
+  const Device device = request.device();
   state->keep = std::move(request.keep);
   state->copy_back = std::move(request.copy_back);
   // Who made a mistake hears of it at once, and what the others say of it is no news.
@@ -268,6 +283,8 @@ Work Group::start(Request request, const CollectiveOptions& options) {
                   request.root,      request.count, record.sequence, hash_of(options.where)};
   call->channel = options.channel;
   call->tag = request.tag;
+  call->device = device;
+  call->timeout_seconds = state->timeout;
   call->sends = std::move(request.sends);
   call->receives = std::move(request.receives);
   call->refused = !request.mistake.empty();
@@ -299,7 +316,8 @@ Work Group::start(Request request, const CollectiveOptions& options) {
                   virtual_time ? raw->virtual_done : trace->seconds());
     state->finish(std::move(message), raw->virtual_done);
   };
-  backend_->start(std::move(call));
+  backend_->start(call);
+  state->order = std::move(call->order);
   return Work(state);
 }
 
@@ -350,8 +368,11 @@ void Group::checked(Operation operation, const CollectiveOptions& options, Check
 }
 
 // Any thread: the last of a Work may go where its transfer ended.
-void Group::note_unseen(const CommRecord& record, int64_t number, const std::string& error) {
-  const std::string text = record.describe() + " of '" + name_ + "' failed: " + error;
+void Group::note_unseen(const CommRecord& record, int64_t number, const std::string& error,
+                        bool waited) {
+  const std::string text = record.describe() + " of '" + name_ + "' failed" +
+                           (waited ? " on the GPU, after its stream was told to wait" : "") + ": " +
+                           error;
   {
     const std::lock_guard lock(failures_mutex_);
     // After an error was raised the calls that were under way with it are let go, as they should.

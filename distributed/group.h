@@ -43,6 +43,7 @@ class Work {
   bool valid() const { return state_ != nullptr; }
   // Until the results are in the tensors. Rethrows what went wrong: DistributedError. A failure
   // that nobody waits for is not lost: a line on stderr says it, and the group's next call raises.
+  // For tensors of a GPU the current stream waits, not the thread: what fails later is told so too.
   void wait() const;
   bool completed() const;    // the transfer has ended; wait() no longer blocks
   int64_t sequence() const;  // of its channel, 0 where nothing was issued
@@ -130,7 +131,7 @@ class Group : public std::enable_shared_from_this<Group> {
   Work local(Request& request);
   Request message(Operation operation, const Tensor& tensor, int peer, int tag,
                   const CollectiveOptions& options);
-  void note_unseen(const CommRecord& record, int64_t number, const std::string& error);
+  void note_unseen(const CommRecord& record, int64_t number, const std::string& error, bool waited);
   void note_raised();
   void raise_unseen(const CollectiveOptions& options);
   [[noreturn]] void invalid(const CollectiveOptions& options, std::string_view operation);

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <tessera/core/context.h>
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/collectives.h>
 #include <tessera/distributed/job.h>
@@ -134,6 +135,7 @@ ProcessGroup::ProcessGroup(const ProcessGroupOptions& options) : state_(std::mak
   TS_CHECK_AS(ConfigError, context.world_size == 1, "ProcessGroup", "this Context is already rank ",
               context.rank, " of ", context.world_size);
   state.context = &context;
+  if (options.device.is_cuda()) gpu::require_device(options.device.index, "ProcessGroup");
   if (options.set_threads) set_num_threads(info.threads);
   if (info.world_size == 1) return;
   TS_CHECK_AS(ConfigError, info.launcher != Launcher::kTorchrun, "ProcessGroup",
@@ -177,7 +179,7 @@ ProcessGroup::ProcessGroup(const ProcessGroupOptions& options) : state_(std::mak
   if (const char* directory = std::getenv("TESSERA_DUMP_DIR")) context.dump_directory = directory;
   std::vector<int> ranks;
   for (int r = 0; r < info.world_size; ++r) ranks.push_back(r);
-  context.world = std::make_shared<Group>("world", std::move(backend), std::move(ranks));
+  context.world = std::make_shared<Group>("world", backend, ranks);
 
   if (!state.job) {
     const TimeoutScope scope(context.timeouts.init);
@@ -186,6 +188,13 @@ ProcessGroup::ProcessGroup(const ProcessGroupOptions& options) : state_(std::mak
     set_current_job(state.job);
   }
   context.store = state.job->store();
+  if (options.device.is_cuda()) {
+    auto of_gpus = make_nccl_backend(context.store, info.rank, info.world_size, options.device,
+                                     backend_options);
+    context.world = std::make_shared<Group>(
+        "world", make_paired_backend(backend, std::move(of_gpus), backend_options),
+        std::move(ranks));
+  }
   if (info.nodes == 0) find_nodes(state.info, *context.world);
   context.watchdog = std::make_shared<Watchdog>(context.store, info.rank, context.trace);
   state.callback = state.job->on_failure([&context](const RankFailure& failure) {

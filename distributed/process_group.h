@@ -19,9 +19,11 @@ namespace tessera::distributed {
 struct ProcessGroupOptions {
   double init_timeout_seconds = 0;        // 0: the launcher's --init-timeout, else 600
   double collective_timeout_seconds = 0;  // 0: the launcher's --collective-timeout, else 600
-  double first_step_timeout_seconds = 0;  // 0: TESSERA_FIRST_STEP_TIMEOUT, else as above
-  double save_timeout_seconds = 0;        // 0: TESSERA_SAVE_TIMEOUT, else as above
+  double first_step_timeout_seconds = 0;  // 0: --first-step-timeout, else as above
+  double save_timeout_seconds = 0;        // 0: --save-timeout, else as above
   bool set_threads = true;                // this rank's share of the cores, for this Context
+  // cuda:N: tensors of this rank's GPU travel too, over NCCL. DeviceError where it is not there.
+  Device device = kCpu;
   BackendOptions backend = {};
 };
 

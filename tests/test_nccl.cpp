@@ -12,6 +12,7 @@
 #include <vector>
 
 #include <tessera/core/error.h>
+#include <tessera/distributed/process_group.h>
 
 #include "mock_nccl/mock_nccl.h"
 
@@ -261,23 +262,28 @@ TEST_F(Nccl, NamesAMissingAndAnOldLibrary) {
 
 // ---- The backend --------------------------------------------------------------------------------
 
-// The mock's memory is the host's, and its streams run when they are waited for.
+// The mock's memory is the host's, and its streams run when they are waited for. (The queues of a
+// device are tested with an emulated one: tests/cuda/test_cuda_nccl.cpp.)
 class MockQueues : public DeviceQueues {
  public:
   explicit MockQueues(const Mock& mock) : mock_(mock) {}
   Device device() const override { return cuda(0); }
-  cudaStream_t stream(Channel) override { return nullptr; }
-  void when_done(Channel, std::function<void(std::exception_ptr)> done) override {
-    waiting_.push_back(std::move(done));
+  std::function<void()> run(Channel, const std::function<void(CudaStream)>& launch,
+                            Watch watch) override {
+    launch(nullptr);
+    waiting_.push_back(std::move(watch));
+    return [] {};
   }
-  void run() {
+  void synchronize() override {
+    if (waiting_.empty()) return;
     mock_.synchronize();
-    for (const auto& done : std::exchange(waiting_, {})) done(nullptr);
+    for (const Watch& watch : std::exchange(waiting_, {})) watch.done(nullptr);
   }
+  std::vector<Watch>& waiting() { return waiting_; }
 
  private:
   const Mock& mock_;
-  std::vector<std::function<void(std::exception_ptr)>> waiting_;
+  std::vector<Watch> waiting_;
 };
 
 class NcclGroups : public Nccl {
@@ -295,7 +301,7 @@ class NcclGroups : public Nccl {
         done = true;
       };
       backend->start(call);
-      if (!done) queues->run();
+      if (!done) queues->synchronize();
       EXPECT_TRUE(done);
       if (error) std::rethrow_exception(error);
     }
@@ -419,10 +425,71 @@ TEST_F(NcclGroups, AFailureAbortsAllChannelsAndIsWhatLaterCallsSay) {
   EXPECT_EQ(mock.calls("ncclCommAbort"), 4);  // two communicators on two ranks
 }
 
-TEST(NcclBackend, WaitsForCudaTensorsAndSaysSo) {
-  MemoryStore store;
-  const std::string message = message_of<UnsupportedError>([&] { make_nccl_backend(store, 0, 1); });
-  EXPECT_TRUE(contains(message, "CUDA")) << message;
+TEST_F(NcclGroups, WhatNcclFindsWhileATransferIsWatchedAbortsTheGroup) {
+  run_backends(1, [&](Rank& own) {
+    std::vector<float> data(2, 1.0F);
+    auto call = make_call(Operation::kAllReduce, kF32);
+    call->sends = {part_of(data)};
+    std::string error;
+    call->done = [&](std::exception_ptr failure) {
+      error = message_of<DistributedError>([&] { std::rethrow_exception(failure); });
+    };
+    own.backend->start(call);
+    ASSERT_TRUE(call->order);
+    Watch watch = std::move(own.queues->waiting().at(0));
+    own.queues->waiting().clear();
+    watch.check();
+    mock.set_async_error(ncclRemoteError);
+    EXPECT_TRUE(contains(message_of<DistributedError>(watch.check), "system error"));
+    EXPECT_EQ(mock.calls("ncclCommAbort"), 1);
+    watch.check();  // said once
+    watch.done(nullptr);
+    EXPECT_TRUE(contains(error, "system error")) << error;
+  });
+}
+
+TEST_F(NcclGroups, ATransferThatWaitsTooLongAbortsTheGroup) {
+  run_backends(1, [&](Rank& own) {
+    std::vector<float> data(2, 1.0F);
+    auto call = make_call(Operation::kAllReduce, kF32);
+    call->sends = {part_of(data)};
+    call->text = {"all_reduce #1"};
+    call->done = [](std::exception_ptr) {};
+    own.backend->start(call);
+    own.queues->waiting().at(0).expired(1.5);
+    EXPECT_EQ(mock.calls("ncclCommAbort"), 1);
+    own.queues->waiting().clear();
+    const std::string message = message_of<DistributedError>([&] { own.carry_out(call); });
+    EXPECT_TRUE(contains(message, "all_reduce #1 waited 1.5 s on the GPU")) << message;
+  });
+}
+
+TEST_F(NcclGroups, ARankFormsAGroupOfTheSameNameAgainWithAnIdOfItsOwn) {
+  const auto store = std::make_shared<MemoryStore>();
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      for (int round = 0; round < 3; ++round) {
+        Rank own;
+        own.queues = std::make_shared<MockQueues>(mock);
+        own.backend = make_backend(mock.library, store, "world", rank, 2, own.queues, {});
+        own.carry_out(make_call(Operation::kBarrier, kU8));
+        EXPECT_EQ(own.backend->shutdown(std::chrono::seconds(1)), "");
+      }
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  EXPECT_EQ(mock.calls("ncclGetUniqueId"), 3);
+}
+
+TEST(NcclBackend, NeedsAGpuAndSaysSo) {
+  const auto store = std::make_shared<MemoryStore>();
+  const std::string cpu = message_of<DeviceError>([&] { make_nccl_backend(store, 0, 1, kCpu); });
+  EXPECT_TRUE(contains(cpu, "need a GPU for each rank; given cpu")) << cpu;
+  const std::string far =
+      message_of<DeviceError>([&] { make_nccl_backend(store, 0, 1, cuda(99)); });
+  EXPECT_TRUE(contains(far, "nccl: ")) << far;
+  EXPECT_THROW(ProcessGroup({.device = cuda(99)}), DeviceError);
 }
 
 }  // namespace

@@ -292,6 +292,16 @@ std::shared_ptr<StreamHandle> wrap_stream(int device, void* stream) {
   return std::make_shared<StreamHandle>(device, static_cast<cudaStream_t>(stream), false);
 }
 
+std::shared_ptr<StreamHandle> current_stream_handle(int device) {
+  require_device(device, "stream");
+  const auto& streams = Context::current().slot<StreamSlot>().of_device;
+  const auto index = static_cast<size_t>(device);
+  if (index < streams.size() && streams[index]) return streams[index];
+  return wrap_stream(device, nullptr);
+}
+
+void* native_stream(const StreamHandle& stream) { return stream.stream; }
+
 void synchronize_stream(StreamHandle& stream) {
   const CurrentDevice scope(stream.device);
   TS_CUDA(cudaStreamSynchronize(stream.stream));

@@ -54,6 +54,9 @@ struct EventHandle;
 std::shared_ptr<StreamHandle> make_stream(int device);
 // A stream that someone else made (a cudaStream_t); it must outlive the handle.
 std::shared_ptr<StreamHandle> wrap_stream(int device, void* stream);
+// The one that work of the current context on the device goes to.
+std::shared_ptr<StreamHandle> current_stream_handle(int device);
+void* native_stream(const StreamHandle& stream);  // its cudaStream_t
 void synchronize_stream(StreamHandle& stream);
 std::shared_ptr<EventHandle> record_event(StreamHandle& stream);
 void wait_event(StreamHandle& stream, EventHandle& event);

@@ -17,6 +17,50 @@ bool is_one_buffer(const std::vector<Part>& parts) {
   return true;
 }
 
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& failure) {
+    return failure.what();
+  } catch (...) {
+    return "it failed";
+  }
+}
+
+// What a failure ends. Transfers that are watched hold it, and not the backend. Failures are text,
+// thrown anew for each call.
+struct Channels {
+  std::mutex mutex;  // of `failure` and of who sees `communicators`
+  std::string failure;
+  std::array<std::unique_ptr<Communicator>, kChannels> communicators;
+
+  std::exception_ptr failed() {
+    const std::lock_guard lock(mutex);
+    return failure.empty() ? nullptr : std::make_exception_ptr(DistributedError(failure));
+  }
+  void fail(const std::string& text) {
+    const std::lock_guard lock(mutex);
+    if (failure.empty()) failure = text;
+    for (const auto& communicator : communicators) {
+      if (communicator) communicator->abort(text);
+    }
+  }
+  void check(Channel channel) {
+    Communicator* communicator;
+    {
+      const std::lock_guard lock(mutex);
+      if (!failure.empty()) return;
+      communicator = communicators[static_cast<size_t>(channel)].get();
+    }
+    try {
+      communicator->check_async();
+    } catch (const std::exception& error) {
+      fail(error.what());
+      throw;
+    }
+  }
+};
+
 class NcclBackend : public Backend {
  public:
   NcclBackend(std::unique_ptr<Communicator> communicator, std::shared_ptr<Store> store,
@@ -27,8 +71,9 @@ class NcclBackend : public Backend {
         options_(options),
         rank_(communicator->rank()),
         size_(communicator->size()) {
-    communicators_[0] = std::move(communicator);
+    channels_->communicators[0] = std::move(communicator);
   }
+  ~NcclBackend() override { channels_->fail("the group has gone"); }
 
   std::string_view name() const override { return "nccl"; }
   int rank() const override { return rank_; }
@@ -37,19 +82,18 @@ class NcclBackend : public Backend {
 
   void start(CallPtr call) override {
     try {
-      {
-        std::lock_guard lock(mutex_);
-        if (failure_) std::rethrow_exception(failure_);
-      }
-      if (call->refused) return call->done(nullptr);  // nobody but this rank can know
-      if (call->header.operation == Operation::kBarrier) {
+      if (const std::exception_ptr failure = channels_->failed()) std::rethrow_exception(failure);
+      const Operation operation = call->header.operation;
+      // What this rank did wrong nobody else can know here.
+      if (call->refused || operation == Operation::kInvalid) return call->done(nullptr);
+      if (operation == Operation::kBarrier) {
         meet(*call);
         call->done(nullptr);
         return;
       }
-      launch(*call);
-      queues_->when_done(call->channel,
-                         [call](std::exception_ptr error) { call->done(std::move(error)); });
+      communicator(call->channel);
+      call->order = queues_->run(
+          call->channel, [&](CudaStream stream) { launch(*call, stream); }, watch(call));
     } catch (...) {
       call->done(std::current_exception());
     }
@@ -59,32 +103,24 @@ class NcclBackend : public Backend {
                                  const std::string& name) override {
     const auto self = std::find(members.begin(), members.end(), rank_);
     const int key = static_cast<int>(self - members.begin());
-    auto part = communicators_[0]->split(color, key, key, static_cast<int>(members.size()), name,
-                                         timeout());
+    auto part = channels_->communicators[0]->split(
+        color, key, key, static_cast<int>(members.size()), name, timeout());
     if (!part) return nullptr;
     return std::make_unique<NcclBackend>(std::move(part), store_,
                                          group_ + "/" + name + "/" + std::to_string(color), queues_,
                                          options_);
   }
 
-  void fail(std::exception_ptr error) override {
-    std::string text = "it failed";
-    try {
-      std::rethrow_exception(error);
-    } catch (const std::exception& failure) {
-      text = failure.what();
-    } catch (...) {
-    }
-    std::lock_guard lock(mutex_);
-    if (!failure_) failure_ = error;
-    for (const auto& communicator : communicators_) {
-      if (communicator) communicator->abort(text);
-    }
-  }
+  void fail(std::exception_ptr error) override { channels_->fail(text_of(error)); }
 
   std::string shutdown(std::chrono::milliseconds) override {
     std::string report;
-    for (const auto& communicator : communicators_) {
+    try {
+      queues_->synchronize();
+    } catch (const std::exception& error) {
+      report = error.what();
+    }
+    for (const auto& communicator : channels_->communicators) {
       try {
         if (communicator) communicator->shutdown();
       } catch (const std::exception& error) {
@@ -99,18 +135,35 @@ class NcclBackend : public Backend {
 
   Communicator& communicator(Channel channel) {
     const auto index = static_cast<size_t>(channel);
-    if (!communicators_[index]) {
-      auto made = communicators_[0]->split(0, rank_, rank_, size_,
-                                           group_ + " " + std::string(name_of(channel)), timeout());
-      std::lock_guard lock(mutex_);
-      communicators_[index] = std::move(made);
+    auto& all = channels_->communicators;
+    if (!all[index]) {
+      auto made = all[0]->split(0, rank_, rank_, size_,
+                                group_ + " " + std::string(name_of(channel)), timeout());
+      const std::lock_guard lock(channels_->mutex);
+      all[index] = std::move(made);
     }
-    return *communicators_[index];
+    return *all[index];
   }
 
-  void launch(const Call& call) {
+  Watch watch(const CallPtr& call) const {
+    const auto channels = channels_;
+    return {.timeout_seconds = call->timeout_seconds,
+            .check = [channels, channel = call->channel] { channels->check(channel); },
+            .expired =
+                [channels, call](double waited) {
+                  channels->fail(detail::concatenate(
+                      call->text.data(), " waited ", waited,
+                      " s on the GPU; a rank did not call it, called something else or is stuck"));
+                },
+            // What ended because the communicator was aborted did not end well.
+            .done =
+                [channels, call](std::exception_ptr error) {
+                  call->done(error ? std::move(error) : channels->failed());
+                }};
+  }
+
+  void launch(const Call& call, CudaStream stream) {
     Communicator& ranks = communicator(call.channel);
-    const cudaStream_t stream = queues_->stream(call.channel);
     const auto self = static_cast<size_t>(rank_), root = static_cast<size_t>(call.header.root);
     const CallHeader& header = call.header;
     switch (header.operation) {
@@ -180,7 +233,20 @@ class NcclBackend : public Backend {
     const std::string key = group_ + "/barrier/" + std::string(name_of(call.channel)) + "/" +
                             std::to_string(call.header.sequence);
     if (store_->add(key, 1) == size_) store_->set(key + "/met", "");
-    store_->wait(key + "/met", Milliseconds(static_cast<int64_t>(options_.timeout_seconds * 1000)));
+    const auto deadline = std::chrono::steady_clock::now() +
+                          std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                              Communicator::Seconds(call.timeout_seconds));
+    while (true) {
+      try {
+        store_->wait(key + "/met", Milliseconds(100));
+        return;
+      } catch (const StoreTimeout&) {
+        if (const std::exception_ptr failure = channels_->failed()) {
+          std::rethrow_exception(failure);
+        }
+        if (std::chrono::steady_clock::now() > deadline) throw;
+      }
+    }
   }
 
   const std::shared_ptr<Store> store_;
@@ -188,9 +254,7 @@ class NcclBackend : public Backend {
   const std::shared_ptr<DeviceQueues> queues_;
   const BackendOptions options_;
   const int rank_, size_;
-  std::mutex mutex_;  // of failure_ and of who sees communicators_
-  std::exception_ptr failure_;
-  std::array<std::unique_ptr<Communicator>, kChannels> communicators_;
+  const std::shared_ptr<Channels> channels_ = std::make_shared<Channels>();
 };
 
 }  // namespace
@@ -199,13 +263,15 @@ std::unique_ptr<Backend> make_backend(LibraryPtr library, std::shared_ptr<Store>
                                       const std::string& name, int rank, int size,
                                       std::shared_ptr<DeviceQueues> queues,
                                       const BackendOptions& options) {
-  const std::string key = name + "/nccl id";
+  // A rank's first, second, ... group of this name: ids that were used are not taken again.
+  const int64_t form = store->add(name + "/nccl forms/" + std::to_string(rank), 1);
+  const std::string group = name + " " + std::to_string(form), key = group + "/nccl id";
   if (rank == 0) store->set(key, make_unique_id(*library));
   const std::string id =
       store->wait(key, Milliseconds(static_cast<int64_t>(options.timeout_seconds * 1000)));
   auto communicator = std::make_unique<Communicator>(
       std::move(library), id, rank, size, name, Communicator::Seconds(options.timeout_seconds));
-  return std::make_unique<NcclBackend>(std::move(communicator), std::move(store), name,
+  return std::make_unique<NcclBackend>(std::move(communicator), std::move(store), group,
                                        std::move(queues), options);
 }
 

@@ -26,7 +26,7 @@ Library::Library(const std::string& file) : path(file) {
              "; install libnccl2, or give its path in TESSERA_NCCL");
   }
   std::string missing;
-#define TS_NCCL_FIND(name)                                               \
+#define TS_NCCL_FIND(result, name, parameters)                           \
   name = reinterpret_cast<decltype(name)>(dlsym(handle_, "nccl" #name)); \
   if (!name) missing += " nccl" #name;
   TS_NCCL_FUNCTIONS(TS_NCCL_FIND)
@@ -121,7 +121,7 @@ Communicator::Communicator(LibraryPtr library, const std::string& unique_id, int
   TS_CHECK(unique_id.size() == sizeof id.internal, "nccl", "a unique id has ", sizeof id.internal,
            " bytes; ", unique_id.size(), " were given; take it from make_unique_id on rank 0");
   std::memcpy(id.internal, unique_id.data(), sizeof id.internal);
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  ncclConfig_t config;
   config.blocking = 0;
   call("ncclCommInitRankConfig",
        [&] { return library_->CommInitRankConfig(&communicator_, size_, id, rank_, &config); });
@@ -132,10 +132,10 @@ Communicator::~Communicator() { abort("its group has gone"); }
 std::unique_ptr<Communicator> Communicator::split(int color, int key, int new_rank, int new_size,
                                                   const std::string& name, Seconds timeout) {
   std::unique_ptr<Communicator> part(new Communicator(library_, new_rank, new_size, name, timeout));
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  ncclConfig_t config;
   config.blocking = 0;
   call("ncclCommSplit", [&] {
-    return library_->CommSplit(communicator_, color < 0 ? NCCL_SPLIT_NOCOLOR : color, key,
+    return library_->CommSplit(communicator_, color < 0 ? kNcclNoColor : color, key,
                                &part->communicator_, &config);
   });
   if (color < 0) return nullptr;
@@ -144,7 +144,7 @@ std::unique_ptr<Communicator> Communicator::split(int color, int key, int new_ra
 }
 
 void Communicator::all_reduce(const void* send, void* receive, size_t count, DType dtype,
-                              ReduceOp op, cudaStream_t stream) {
+                              ReduceOp op, CudaStream stream) {
   const auto type = data_type(dtype);
   const auto reduce_op = reduction(op, dtype);
   call("ncclAllReduce", [&] {
@@ -153,7 +153,7 @@ void Communicator::all_reduce(const void* send, void* receive, size_t count, DTy
 }
 
 void Communicator::reduce(const void* send, void* receive, size_t count, DType dtype, ReduceOp op,
-                          int root, cudaStream_t stream) {
+                          int root, CudaStream stream) {
   const auto type = data_type(dtype);
   const auto reduce_op = reduction(op, dtype);
   call("ncclReduce", [&] {
@@ -161,19 +161,19 @@ void Communicator::reduce(const void* send, void* receive, size_t count, DType d
   });
 }
 
-void Communicator::broadcast(void* data, size_t bytes, int root, cudaStream_t stream) {
+void Communicator::broadcast(void* data, size_t bytes, int root, CudaStream stream) {
   call("ncclBroadcast", [&] {
     return library_->Broadcast(data, data, bytes, ncclUint8, root, communicator_, stream);
   });
 }
 
-void Communicator::all_gather(const void* send, void* receive, size_t bytes, cudaStream_t stream) {
+void Communicator::all_gather(const void* send, void* receive, size_t bytes, CudaStream stream) {
   call("ncclAllGather",
        [&] { return library_->AllGather(send, receive, bytes, ncclUint8, communicator_, stream); });
 }
 
 void Communicator::reduce_scatter(const void* send, void* receive, size_t receive_count,
-                                  DType dtype, ReduceOp op, cudaStream_t stream) {
+                                  DType dtype, ReduceOp op, CudaStream stream) {
   const auto type = data_type(dtype);
   const auto reduce_op = reduction(op, dtype);
   call("ncclReduceScatter", [&] {
@@ -183,7 +183,7 @@ void Communicator::reduce_scatter(const void* send, void* receive, size_t receiv
 }
 
 void Communicator::exchange(std::span<const Part> sends, std::span<const Part> receives,
-                            cudaStream_t stream) {
+                            CudaStream stream) {
   call("ncclGroupEnd", [&] {
     // The group is closed whatever happens inside, or the thread's later calls would be queued.
     ncclResult_t first = library_->GroupStart();

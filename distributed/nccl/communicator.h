@@ -5,10 +5,8 @@
 // then followed until NCCL says success or the deadline has passed. Errors of arguments and usage
 // leave the communicator whole; all others abort it, and what is called on it later says so.
 //
-// Private to the nccl backend: not installed. Compiled where nccl.h is found.
+// Private to the nccl backend: not installed.
 #pragma once
-
-#include <nccl.h>
 
 #include <atomic>
 #include <chrono>
@@ -20,6 +18,7 @@
 
 #include <tessera/core/dtype.h>
 #include <tessera/distributed/backend.h>
+#include <tessera/distributed/nccl/api.h>
 
 namespace tessera::distributed::nccl {
 
@@ -37,15 +36,7 @@ struct Library {
   std::string path;
   int version = 0;  // 22809 is 2.28.9
 
-  // Formatting never settles on this list.
-  // clang-format off
-#define TS_NCCL_FUNCTIONS(F) \
-  F(GetVersion) F(GetUniqueId) F(GetErrorString) F(GetLastError) F(CommInitRankConfig) \
-  F(CommSplit) F(CommFinalize) F(CommDestroy) F(CommAbort) F(CommGetAsyncError) F(AllReduce) \
-  F(Reduce) F(Broadcast) F(AllGather) F(ReduceScatter) F(Send) F(Recv) F(GroupStart) \
-  F(GroupEnd)
-  // clang-format on
-#define TS_NCCL_MEMBER(name) decltype(&::nccl##name) name = nullptr;
+#define TS_NCCL_MEMBER(result, name, parameters) result(*name) parameters = nullptr;
   TS_NCCL_FUNCTIONS(TS_NCCL_MEMBER)
 #undef TS_NCCL_MEMBER
 
@@ -85,16 +76,16 @@ class Communicator {
                                       const std::string& name, Seconds timeout);
 
   void all_reduce(const void* send, void* receive, size_t count, DType dtype, ReduceOp op,
-                  cudaStream_t stream);
+                  CudaStream stream);
   void reduce(const void* send, void* receive, size_t count, DType dtype, ReduceOp op, int root,
-              cudaStream_t stream);
-  void broadcast(void* data, size_t bytes, int root, cudaStream_t stream);
-  void all_gather(const void* send, void* receive, size_t bytes, cudaStream_t stream);
+              CudaStream stream);
+  void broadcast(void* data, size_t bytes, int root, CudaStream stream);
+  void all_gather(const void* send, void* receive, size_t bytes, CudaStream stream);
   void reduce_scatter(const void* send, void* receive, size_t receive_count, DType dtype,
-                      ReduceOp op, cudaStream_t stream);
+                      ReduceOp op, CudaStream stream);
   // Sends sends[r] to and receives receives[r] from each rank r, in one group: uneven all_to_all,
   // ragged all_gather, gather, scatter, send and recv. Empty parts send nothing.
-  void exchange(std::span<const Part> sends, std::span<const Part> receives, cudaStream_t stream);
+  void exchange(std::span<const Part> sends, std::span<const Part> receives, CudaStream stream);
 
   // Throws DistributedError where NCCL has found a failure since the last call, and aborts then.
   void check_async();

@@ -1,5 +1,6 @@
 #include "mock_nccl.h"
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -9,14 +10,23 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
+
+// As NCCL's own, at file level.
+using namespace tessera::distributed::nccl;
 
 namespace {
 
 // One collective of a group: what each rank brought, and the function that the last one runs.
 struct Rendezvous {
   int arrived = 0;
+  // On streams only:
+  std::set<int> ranks;  // that have come
+  bool ran = false;
+  int left = 0;
   std::vector<const void*> sends;
   std::vector<void*> receives;
 };
@@ -28,7 +38,11 @@ struct MockGroup {
   std::map<long, Rendezvous> collectives;  // by sequence number
   std::map<std::pair<int, int>, std::vector<std::pair<const void*, size_t>>> sent;  // from, to
   std::map<std::pair<int, int>, std::vector<std::pair<void*, size_t>>> awaited;
+  // On streams only:
+  std::map<std::pair<int, int>, std::vector<std::vector<char>>> mail;  // from, to
+  std::set<int> aborted;
 };
+using GroupPtr = std::shared_ptr<MockGroup>;
 
 std::mutex mutex;
 std::condition_variable changed;
@@ -38,10 +52,11 @@ std::map<std::string, int> calls;
 std::map<std::string, std::pair<ncclResult_t, int>> failures;
 ncclResult_t async_error = ncclSuccess;
 int ids = 0, alive = 0;
+MockEnqueue enqueue = nullptr;
 
 }  // namespace
 
-struct ncclComm {
+struct tessera::distributed::nccl::ncclComm {
   std::shared_ptr<MockGroup> group;
   int rank = 0;
   long sequence = 0;
@@ -117,12 +132,47 @@ size_t size_of(ncclDataType_t type) {
   }
 }
 
+// A rank's stream has come to the collective. Whether it can go on.
+bool come(MockGroup& group, int rank, long sequence, const void* send, void* receive) {
+  const std::lock_guard lock(mutex);
+  if (group.aborted.contains(rank)) return true;
+  Rendezvous& rendezvous = group.collectives[sequence];
+  if (rendezvous.ranks.insert(rank).second) {
+    rendezvous.sends.resize(static_cast<size_t>(group.size));
+    rendezvous.receives.resize(static_cast<size_t>(group.size));
+    rendezvous.sends[static_cast<size_t>(rank)] = send;
+    rendezvous.receives[static_cast<size_t>(rank)] = receive;
+  }
+  return rendezvous.ran || rendezvous.ranks.size() == static_cast<size_t>(group.size);
+}
+
+// The first rank to go on does the work of all: the others' streams still stand here.
+void go_on(MockGroup& group, int rank, long sequence,
+           const std::function<void(const Rendezvous&)>& body) {
+  const std::lock_guard lock(mutex);
+  if (group.aborted.contains(rank)) return;
+  Rendezvous& rendezvous = group.collectives[sequence];
+  if (!rendezvous.ran) body(rendezvous);
+  rendezvous.ran = true;
+  if (++rendezvous.left == group.size) group.collectives.erase(sequence);
+}
+
 // Queues this rank's part of a collective; the last rank runs `body` for all.
 ncclResult_t meet(const char* function, ncclComm_t communicator, const void* send, void* receive,
-                  const std::function<void(const Rendezvous&)>& body) {
-  std::lock_guard lock(mutex);
+                  CudaStream stream, const std::function<void(const Rendezvous&)>& body) {
+  std::unique_lock lock(mutex);
   ncclResult_t result;
   if (intercepted(function, &result)) return result;
+  if (enqueue != nullptr) {
+    const GroupPtr group = communicator->group;
+    const int rank = communicator->rank;
+    const long sequence = communicator->sequence++;
+    lock.unlock();  // streams may run meanwhile, and they come here
+    enqueue(
+        stream, [=] { return come(*group, rank, sequence, send, receive); },
+        [=] { go_on(*group, rank, sequence, body); });
+    return ncclSuccess;
+  }
   MockGroup& group = *communicator->group;
   const long sequence = communicator->sequence++;
   Rendezvous& rendezvous = group.collectives[sequence];
@@ -139,6 +189,49 @@ ncclResult_t meet(const char* function, ncclComm_t communicator, const void* sen
 }
 
 thread_local ncclComm_t last_used = nullptr;
+
+// Sends and receives between ncclGroupStart and ncclGroupEnd, on streams.
+struct Message {
+  ncclComm_t communicator;
+  CudaStream stream;
+  int peer;
+  const void* from;  // null: received
+  void* to;
+  size_t bytes;
+};
+thread_local std::vector<Message> messages;
+
+void queue_messages() {
+  if (messages.empty()) return;
+  const auto all = std::make_shared<std::vector<Message>>(std::exchange(messages, {}));
+  const GroupPtr group = all->front().communicator->group;
+  const int rank = all->front().communicator->rank;
+  const auto sent = std::make_shared<bool>(false);
+  const auto ready = [=] {
+    const std::lock_guard lock(mutex);
+    if (group->aborted.contains(rank)) return true;
+    for (const Message& message : *all) {
+      if (message.from == nullptr || *sent) continue;
+      const char* bytes = static_cast<const char*>(message.from);
+      group->mail[{rank, message.peer}].emplace_back(bytes, bytes + message.bytes);
+    }
+    *sent = true;
+    return std::all_of(all->begin(), all->end(), [&](const Message& message) {
+      return message.from != nullptr || !group->mail[{message.peer, rank}].empty();
+    });
+  };
+  const auto receive = [=] {
+    const std::lock_guard lock(mutex);
+    if (group->aborted.contains(rank)) return;
+    for (const Message& message : *all) {
+      if (message.from != nullptr) continue;
+      auto& mail = group->mail[{message.peer, rank}];
+      std::memcpy(message.to, mail.front().data(), std::min(mail.front().size(), message.bytes));
+      mail.erase(mail.begin());
+    }
+  };
+  enqueue(all->front().stream, ready, receive);
+}
 
 }  // namespace
 
@@ -172,6 +265,10 @@ int mock_nccl_alive() {
   std::lock_guard lock(mutex);
   return alive;
 }
+void mock_nccl_use_streams(MockEnqueue function) {
+  std::lock_guard lock(mutex);
+  enqueue = function;
+}
 void mock_nccl_reset() {
   std::lock_guard lock(mutex);
   calls.clear();
@@ -181,7 +278,7 @@ void mock_nccl_reset() {
 
 ncclResult_t ncclGetVersion(int* version) {
   const char* pretended = std::getenv("MOCK_NCCL_VERSION");
-  *version = pretended ? std::atoi(pretended) : NCCL_VERSION_CODE;
+  *version = pretended ? std::atoi(pretended) : 22809;
   return ncclSuccess;
 }
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
@@ -227,7 +324,7 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t* pa
   auto& missing = splits[split];
   if (!missing) missing = std::make_shared<int>(parent->group->size);
   --*missing;
-  if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+  if (color == kNcclNoColor) return ncclSuccess;
   auto& group = groups[split + " color " + std::to_string(color)];
   if (!group) group = std::make_shared<MockGroup>();
   group->missing = missing;
@@ -265,38 +362,39 @@ ncclResult_t ncclCommAbort(ncclComm_t communicator) {
   std::lock_guard lock(mutex);
   ++calls["ncclCommAbort"];
   --alive;
+  communicator->group->aborted.insert(communicator->rank);
   delete communicator;
   return ncclSuccess;
 }
 
 ncclResult_t ncclAllReduce(const void* send, void* receive, size_t count, ncclDataType_t type,
-                           ncclRedOp_t op, ncclComm_t communicator, cudaStream_t) {
+                           ncclRedOp_t op, ncclComm_t communicator, CudaStream stream) {
   last_used = communicator;
-  return meet("ncclAllReduce", communicator, send, receive, [=](const Rendezvous& all) {
+  return meet("ncclAllReduce", communicator, send, receive, stream, [=](const Rendezvous& all) {
     std::vector<char> result(count * size_of(type));
     reduce(all.sends, 0, result.data(), count, type, op);
     for (void* to : all.receives) std::memcpy(to, result.data(), result.size());
   });
 }
 ncclResult_t ncclReduce(const void* send, void* receive, size_t count, ncclDataType_t type,
-                        ncclRedOp_t op, int root, ncclComm_t communicator, cudaStream_t) {
+                        ncclRedOp_t op, int root, ncclComm_t communicator, CudaStream stream) {
   last_used = communicator;
-  return meet("ncclReduce", communicator, send, receive, [=](const Rendezvous& all) {
+  return meet("ncclReduce", communicator, send, receive, stream, [=](const Rendezvous& all) {
     reduce(all.sends, 0, all.receives[static_cast<size_t>(root)], count, type, op);
   });
 }
 ncclResult_t ncclBroadcast(const void* send, void* receive, size_t count, ncclDataType_t type,
-                           int root, ncclComm_t communicator, cudaStream_t) {
+                           int root, ncclComm_t communicator, CudaStream stream) {
   last_used = communicator;
-  return meet("ncclBroadcast", communicator, send, receive, [=](const Rendezvous& all) {
+  return meet("ncclBroadcast", communicator, send, receive, stream, [=](const Rendezvous& all) {
     const void* from = all.sends[static_cast<size_t>(root)];
     for (void* to : all.receives) std::memmove(to, from, count * size_of(type));
   });
 }
 ncclResult_t ncclAllGather(const void* send, void* receive, size_t count, ncclDataType_t type,
-                           ncclComm_t communicator, cudaStream_t) {
+                           ncclComm_t communicator, CudaStream stream) {
   last_used = communicator;
-  return meet("ncclAllGather", communicator, send, receive, [=](const Rendezvous& all) {
+  return meet("ncclAllGather", communicator, send, receive, stream, [=](const Rendezvous& all) {
     const size_t bytes = count * size_of(type);
     for (void* to : all.receives) {
       for (size_t r = 0; r < all.sends.size(); ++r) {
@@ -306,9 +404,9 @@ ncclResult_t ncclAllGather(const void* send, void* receive, size_t count, ncclDa
   });
 }
 ncclResult_t ncclReduceScatter(const void* send, void* receive, size_t count, ncclDataType_t type,
-                               ncclRedOp_t op, ncclComm_t communicator, cudaStream_t) {
+                               ncclRedOp_t op, ncclComm_t communicator, CudaStream stream) {
   last_used = communicator;
-  return meet("ncclReduceScatter", communicator, send, receive, [=](const Rendezvous& all) {
+  return meet("ncclReduceScatter", communicator, send, receive, stream, [=](const Rendezvous& all) {
     for (size_t r = 0; r < all.receives.size(); ++r) {
       reduce(all.sends, r * count, all.receives[r], count, type, op);
     }
@@ -328,22 +426,30 @@ static void deliver(MockGroup& group, std::pair<int, int> pair) {
   changed.notify_all();
 }
 ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t type, int peer,
-                      ncclComm_t communicator, cudaStream_t) {
+                      ncclComm_t communicator, CudaStream stream) {
   last_used = communicator;
   std::lock_guard lock(mutex);
   ncclResult_t result;
   if (intercepted("ncclSend", &result)) return result;
+  if (enqueue != nullptr) {
+    messages.push_back({communicator, stream, peer, data, nullptr, count * size_of(type)});
+    return ncclSuccess;
+  }
   const std::pair pair{communicator->rank, peer};
   communicator->group->sent[pair].emplace_back(data, count * size_of(type));
   deliver(*communicator->group, pair);
   return ncclSuccess;
 }
 ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t type, int peer,
-                      ncclComm_t communicator, cudaStream_t) {
+                      ncclComm_t communicator, CudaStream stream) {
   last_used = communicator;
   std::lock_guard lock(mutex);
   ncclResult_t result;
   if (intercepted("ncclRecv", &result)) return result;
+  if (enqueue != nullptr) {
+    messages.push_back({communicator, stream, peer, nullptr, data, count * size_of(type)});
+    return ncclSuccess;
+  }
   const std::pair pair{peer, communicator->rank};
   communicator->group->awaited[pair].emplace_back(data, count * size_of(type));
   deliver(*communicator->group, pair);
@@ -355,9 +461,14 @@ ncclResult_t ncclGroupStart() {
   return intercepted("ncclGroupStart", &result) ? result : ncclSuccess;
 }
 ncclResult_t ncclGroupEnd() {
-  std::lock_guard lock(mutex);
-  ncclResult_t result;
-  return intercepted("ncclGroupEnd", &result) ? result : ncclSuccess;
+  {
+    std::lock_guard lock(mutex);
+    ncclResult_t result;
+    if (intercepted("ncclGroupEnd", &result)) return result;
+    if (enqueue == nullptr) return ncclSuccess;
+  }
+  queue_messages();
+  return ncclSuccess;
 }
 
 }  // extern "C"

@@ -9,6 +9,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -33,8 +35,10 @@ struct EmulatedStream {
   struct Item {
     std::function<cudaError_t()> work;
     std::shared_ptr<EmulatedEvent::Happening> waits_for, marks;
+    std::function<bool()> ready;  // of work that other threads' streams take part in
   };
   std::deque<Item> queue;
+  int device = 0;
 };
 
 namespace {
@@ -51,14 +55,25 @@ struct Machine {
     const char* text = std::getenv("TESSERA_EMULATED_DEVICES");
     if (text != nullptr) devices = std::atoi(text);
     defaults.resize(static_cast<size_t>(devices));
-    for (EmulatedStream& stream : defaults) streams.push_back(&stream);
+    for (EmulatedStream& stream : defaults) {
+      stream.device = static_cast<int>(streams.size());
+      streams.push_back(&stream);
+    }
   }
 };
 Machine& machine() {
   static Machine* the_machine = new Machine;
   return *the_machine;
 }
-using Lock = std::lock_guard<std::recursive_mutex>;
+thread_local int locks_held = 0;
+class Lock {
+ public:
+  explicit Lock(std::recursive_mutex& mutex) : lock_(mutex) { ++locks_held; }
+  ~Lock() { --locks_held; }
+
+ private:
+  const std::lock_guard<std::recursive_mutex> lock_;
+};
 
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
@@ -73,8 +88,19 @@ EmulatedStream& resolve(cudaStream_t stream) {
 }
 
 bool can_run(const EmulatedStream& stream) {
-  return !stream.queue.empty() &&
-         (stream.queue.front().waits_for == nullptr || stream.queue.front().waits_for->done);
+  if (stream.queue.empty()) return false;
+  const EmulatedStream::Item& front = stream.queue.front();
+  return (front.waits_for == nullptr || front.waits_for->done) && (!front.ready || front.ready());
+}
+
+// Lets other threads queue what a stream waits for. False where they have not for a minute.
+bool let_others_in(std::chrono::steady_clock::time_point since) {
+  if (std::chrono::steady_clock::now() - since > std::chrono::minutes(1)) return false;
+  std::recursive_mutex& mutex = machine().mutex;
+  for (int i = 0; i < locks_held; ++i) mutex.unlock();
+  std::this_thread::sleep_for(std::chrono::microseconds(100));
+  for (int i = 0; i < locks_held; ++i) mutex.lock();
+  return true;
 }
 
 cudaError_t run_front(EmulatedStream& stream) {
@@ -93,16 +119,28 @@ cudaError_t run_front(EmulatedStream& stream) {
 template <class Done>
 cudaError_t run_until(const Done& done) {
   Machine& all = machine();
-  arena::Open open;
+  std::optional<arena::Open> open(std::in_place);
+  auto last_work = std::chrono::steady_clock::now();
   while (!done()) {
     std::vector<EmulatedStream*> able;
     for (EmulatedStream* stream : all.streams) {
       if (can_run(*stream)) able.push_back(stream);
     }
     if (able.empty()) {
-      all.report = "streams wait for events that nobody will record";
+      bool others = false;
+      for (const EmulatedStream* stream : all.streams) {
+        others |= !stream->queue.empty() && stream->queue.front().ready != nullptr;
+      }
+      open.reset();
+      if (others && let_others_in(last_work)) {
+        open.emplace();
+        continue;
+      }
+      all.report = others ? "streams wait for other threads' streams, which do not come"
+                          : "streams wait for events that nobody will record";
       return failed(cudaErrorLaunchFailure);
     }
+    last_work = std::chrono::steady_clock::now();
     const cudaError_t error = run_front(*able[next_random() % able.size()]);
     if (error != cudaSuccess) {
       for (EmulatedStream* stream : all.streams) {
@@ -190,9 +228,9 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
 }
 cudaError_t cudaDeviceSynchronize() {
   Lock lock(machine().mutex);
-  return run_until([] {
+  return run_until([device = current_device] {
     for (const EmulatedStream* stream : machine().streams) {
-      if (!stream->queue.empty()) return false;
+      if (stream->device == device && !stream->queue.empty()) return false;
     }
     return true;
   });
@@ -245,13 +283,13 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cuda
                              std::memcpy(target, staged.get(), bytes);
                              return cudaSuccess;
                            },
-                           nullptr, nullptr});
+                           nullptr, nullptr, nullptr});
   } else {
     queue.queue.push_back({[=] {
                              std::memmove(target, source, bytes);
                              return cudaSuccess;
                            },
-                           nullptr, nullptr});
+                           nullptr, nullptr, nullptr});
   }
   if (!to_device && !is_pinned(target)) return cudaStreamSynchronize(stream);
   return cudaSuccess;
@@ -262,13 +300,13 @@ cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t 
                                      std::memset(target, value, bytes);
                                      return cudaSuccess;
                                    },
-                                   nullptr, nullptr});
+                                   nullptr, nullptr, nullptr});
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   Lock lock(machine().mutex);
-  *stream = new EmulatedStream;
+  *stream = new EmulatedStream{{}, current_device};
   machine().streams.push_back(*stream);
   return cudaSuccess;
 }
@@ -292,7 +330,7 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   Lock lock(machine().mutex);
   if (event->last && !event->last->done) {
-    resolve(stream).queue.push_back({nullptr, event->last, nullptr});
+    resolve(stream).queue.push_back({nullptr, event->last, nullptr, nullptr});
   }
   return cudaSuccess;
 }
@@ -302,7 +340,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), voi
                                      function(data);
                                      return cudaSuccess;
                                    },
-                                   nullptr, nullptr});
+                                   nullptr, nullptr, nullptr});
   return cudaSuccess;
 }
 
@@ -319,7 +357,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   event->last = std::make_shared<EmulatedEvent::Happening>();
   EmulatedStream& queue = resolve(stream);
   event->last->stream = &queue;
-  queue.queue.push_back({nullptr, nullptr, event->last});
+  queue.queue.push_back({nullptr, nullptr, event->last, nullptr});
   return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -359,8 +397,17 @@ cudaError_t enqueue_launch(const char* name, dim3 grid, dim3 block, size_t share
                                      machine().report = what;
                                      return cudaErrorLaunchFailure;
                                    },
-                                   nullptr, nullptr});
+                                   nullptr, nullptr, nullptr});
   return cudaSuccess;
+}
+
+void enqueue_when(cudaStream_t stream, std::function<bool()> ready, std::function<void()> work) {
+  Lock lock(machine().mutex);
+  resolve(stream).queue.push_back({[work = std::move(work)] {
+                                     work();
+                                     return cudaSuccess;
+                                   },
+                                   nullptr, nullptr, std::move(ready)});
 }
 
 std::string take_report() {

@@ -27,6 +27,8 @@ void copy_bytes(void*, const Device&, const void*, const Device&, size_t, bool) 
 Allocator& pinned_allocator() { refuse("pinned memory"); }
 std::shared_ptr<StreamHandle> make_stream(int) { refuse("stream"); }
 std::shared_ptr<StreamHandle> wrap_stream(int, void*) { refuse("stream"); }
+std::shared_ptr<StreamHandle> current_stream_handle(int) { refuse("stream"); }
+void* native_stream(const StreamHandle&) { refuse("stream"); }
 void synchronize_stream(StreamHandle&) { refuse("stream"); }
 std::shared_ptr<EventHandle> record_event(StreamHandle&) { refuse("event"); }
 void wait_event(StreamHandle&, EventHandle&) { refuse("event"); }

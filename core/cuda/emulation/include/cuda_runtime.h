@@ -98,6 +98,11 @@ namespace tessera::gpu::emulation {
 cudaError_t enqueue_launch(const char* name, dim3 grid, dim3 block, size_t shared_bytes,
                            cudaStream_t stream, std::function<void()> kernel);
 
+// Queues work that takes part in what other threads' streams do, as a collective's. When the stream
+// has come to it, `ready` is asked until it says so; whoever waits for the stream lets other
+// threads queue theirs meanwhile. Both run on any thread, and must not call the runtime.
+void enqueue_when(cudaStream_t stream, std::function<bool()> ready, std::function<void()> work);
+
 }  // namespace tessera::gpu::emulation
 
 // ---- Device language ----------------------------------------------------------------------------

@@ -1,0 +1,393 @@
+// Groups of GPUs: the nccl backend on emulated devices, with the mock of the library. Ranks are
+// threads with a device each; CPU tensors travel over the thread backend. Collectives run when
+// their streams are waited for, in a drawn order, so that an event that is missing shows.
+#include <gtest/gtest.h>
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <functional>
+#include <future>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <cuda_runtime.h>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/context.h>
+#include <tessera/core/cuda/backend.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/parallel.h>
+#include <tessera/core/random.h>
+#include <tessera/distributed/backend_thread.h>
+#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/mesh.h>
+#include <tessera/distributed/run_ranks.h>
+#include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/store.h>
+#include <tessera/nn/linear.h>
+
+#include "../mock_nccl/mock_nccl.h"
+
+namespace tessera::distributed {
+namespace {
+
+// Before the emulation counts its devices and the backend loads its library.
+const bool kEnvironment = [] {
+  ::setenv("TESSERA_EMULATED_DEVICES", "4", 1);
+  ::setenv("TESSERA_NCCL", TESSERA_MOCK_NCCL, 1);
+  return true;
+}();
+
+class CudaNccl : public testing::Test {
+ protected:
+  void SetUp() override {
+    find<decltype(mock_nccl_reset)>("mock_nccl_reset")();
+    find<decltype(mock_nccl_use_streams)>("mock_nccl_use_streams")(
+        [](void* stream, std::function<bool()> ready, std::function<void()> work) {
+          gpu::emulation::enqueue_when(static_cast<cudaStream_t>(stream), std::move(ready),
+                                       std::move(work));
+        });
+  }
+  void TearDown() override {
+    // A watcher may be the last to let go of a group.
+    const auto alive = find<decltype(mock_nccl_alive)>("mock_nccl_alive");
+    for (int i = 0; i < 30000 && alive() > 0; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    EXPECT_EQ(alive(), 0);
+  }
+  int calls(const char* function) const {
+    return find<decltype(mock_nccl_calls)>("mock_nccl_calls")(function);
+  }
+
+ private:
+  template <class Function>
+  Function* find(const char* name) const {
+    return reinterpret_cast<Function*>(dlsym(handle_, name));
+  }
+  void* handle_ = dlopen(TESSERA_MOCK_NCCL, RTLD_NOW | RTLD_LOCAL);
+};
+
+struct GpuRanks {
+  BackendOptions backend = {};
+  bool fails = false;  // the group is broken at the end
+};
+
+// run_ranks with a device for each rank, and its end: all ranks called the same.
+void on_gpus(int size, const std::function<void(int rank)>& body, const GpuRanks& options = {}) {
+  ThreadJob job(size);
+  const auto store = std::make_shared<MemoryStore>();
+  std::mutex mutex;
+  std::exception_ptr first;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      Context own;
+      const ContextGuard guard(own);
+      const gpu::CurrentDevice device(rank);
+      set_num_threads(1);
+      RankContext& context = rank_context();
+      context.rank = context.local_rank = rank;
+      context.world_size = context.local_world_size = size;
+      context.store = store;
+      std::vector<int> ranks;
+      for (int r = 0; r < size; ++r) ranks.push_back(r);
+      std::string end = "ended";
+      bool failed = false;
+      try {
+        context.world = std::make_shared<Group>(
+            "world",
+            make_paired_backend(job.backend(rank),
+                                make_nccl_backend(store, rank, size, cuda(rank), options.backend),
+                                options.backend),
+            ranks);
+        const CommTrace::Scope scope(*context.trace);
+        body(rank);
+        if (!options.fails) {
+          check_equal_traces(scope);
+          context.world->shutdown();
+        }
+      } catch (const std::exception& error) {
+        failed = true;
+        end = std::string("failed: ") + error.what();
+        if (context.world) context.world->abort(end);
+        try {
+          gpu::synchronize(rank);  // what is aborted goes by
+        } catch (const std::exception& after) {
+          end += std::string("; ") + after.what();
+        }
+        const std::lock_guard lock(mutex);
+        if (!first) first = std::current_exception();
+      }
+      job.leave(rank, "rank " + std::to_string(rank) + " " + end, failed);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (first) std::rethrow_exception(first);
+}
+
+Tensor on_gpu(const Tensor& x) { return x.to(cuda(rank())); }
+std::vector<float> values(const Tensor& x) { return x.to(kCpu).to_vector<float>(); }
+
+template <class ErrorClass, class F>
+std::string message_of(const F& f) {
+  try {
+    f();
+  } catch (const ErrorClass& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return "";
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+TEST_F(CudaNccl, EveryCollectiveCarriesTensorsOfTheDevice) {
+  on_gpus(3, [](int rank) {
+    Group& group = world();
+    const auto mine = [&](const Shape& shape) { return on_gpu(full(shape, rank + 1.0)); };
+    const auto room = [&](const Shape& shape) { return on_gpu(zeros(shape)); };
+    Tensor x = mine({7});
+    all_reduce(x);
+    EXPECT_EQ(values(x), std::vector<float>(7, 6));
+    x = mine({2, 3});
+    all_reduce(x, ReduceOp::kMean);
+    EXPECT_EQ(values(x), std::vector<float>(6, 2));
+    x = mine({5});
+    group.reduce(x, 2, ReduceOp::kMax).wait();
+    EXPECT_TRUE(rank != 2 || values(x) == std::vector<float>(5, 3));
+    x = mine({5});
+    broadcast(x, 1);
+    EXPECT_EQ(values(x), std::vector<float>(5, 2));
+    EXPECT_EQ(values(all_gather(mine({1, 2}))), (std::vector<float>{1, 1, 2, 2, 3, 3}));
+    EXPECT_EQ(values(reduce_scatter(mine({6}))), std::vector<float>(2, 6));
+    const std::vector<Tensor> ragged = all_gather_ragged(mine({rank + 1, 1}));
+    ASSERT_EQ(ragged.size(), 3u);
+    EXPECT_EQ(values(ragged[2]), std::vector<float>(3, 3));
+
+    // Rank r sends r + s + 1 elements to rank s.
+    std::vector<Tensor> inputs, outputs;
+    for (int s = 0; s < 3; ++s) {
+      inputs.push_back(mine({rank + s + 1}));
+      outputs.push_back(room({rank + s + 1}));
+    }
+    group.all_to_all(outputs, inputs).wait();
+    for (int s = 0; s < 3; ++s) {
+      EXPECT_EQ(values(outputs[static_cast<size_t>(s)]),
+                std::vector<float>(static_cast<size_t>(rank + s + 1), static_cast<float>(s + 1)));
+    }
+    std::vector<Tensor> parts;
+    for (int r = 0; rank == 0 && r < 3; ++r) parts.push_back(room({2}));
+    group.gather(parts, mine({2}), 0).wait();
+    EXPECT_TRUE(rank != 0 || values(parts[1]) == std::vector<float>(2, 2));
+    const Tensor part = room({2});
+    group.scatter(part, parts, 0).wait();
+    EXPECT_EQ(values(part), std::vector<float>(2, static_cast<float>(rank + 1)));
+
+    // A ring, a transposed tensor, an empty one, and one of the CPU between them.
+    const Tensor from = room({4});
+    const Work sent = group.send(mine({4}), (rank + 1) % 3, 7);
+    group.recv(from, (rank + 2) % 3, 7).wait();
+    sent.wait();
+    EXPECT_EQ(values(from), std::vector<float>(4, static_cast<float>((rank + 2) % 3 + 1)));
+    const Tensor transposed = transpose(mine({2, 3}), 0, 1);
+    all_reduce(transposed);
+    EXPECT_EQ(values(transposed), std::vector<float>(6, 6));
+    const Tensor on_cpu = full({3}, 1.0);
+    all_reduce(on_cpu);
+    EXPECT_EQ(on_cpu.to_vector<float>(), std::vector<float>(3, 3));
+    all_reduce(room({0}));
+    barrier();
+  });
+}
+
+TEST_F(CudaNccl, WaitHoldsTheStreamAndNotTheThread) {
+  std::promise<void> waited;
+  on_gpus(2, [&](int rank) {
+    const Tensor x = on_gpu(full({64}, rank + 1.0));
+    if (rank == 1) waited.get_future().wait_for(std::chrono::minutes(1));
+    const Work work = world().all_reduce(x);
+    if (rank == 0) {
+      EXPECT_FALSE(work.completed());
+      work.wait();  // rank 1 comes only after this has returned
+      EXPECT_FALSE(work.completed());
+      waited.set_value();
+    }
+    work.wait();
+    // What the stream does next comes behind the sum.
+    EXPECT_EQ(values(x * 2), std::vector<float>(64, 6));
+  });
+}
+
+// How often a rank reads before the sum is there.
+int early_reads(Mutation mutation) {
+  std::atomic<int> early = 0;
+  on_gpus(2, [&](int rank) {
+    rank_context().mutation = mutation;
+    for (int round = 0; round < 30; ++round) {
+      const Tensor x = on_gpu(full({16}, 1.0));
+      const Work work = world().all_reduce(x, ReduceOp::kSum, {.channel = Channel::kGradient});
+      work.wait();
+      if (values(x)[0] != 2) ++early;
+      gpu::synchronize(rank);
+    }
+    rank_context().mutation = Mutation::kNone;
+  });
+  return early;
+}
+
+TEST_F(CudaNccl, ASkippedWaitIsSeen) {
+  EXPECT_EQ(early_reads(Mutation::kNone), 0);
+  EXPECT_GT(early_reads(Mutation::kSkipWait), 0);
+}
+
+TEST_F(CudaNccl, GroupsAreSplitWithCommunicatorsOfTheirOwn) {
+  on_gpus(4, [](int rank) {
+    const std::shared_ptr<Group> parity = world().split(rank % 2);
+    Tensor x = on_gpu(full({3}, rank + 1.0));
+    all_reduce(x, ReduceOp::kSum, *parity);
+    EXPECT_EQ(values(x)[0], rank % 2 == 0 ? 4 : 6);
+    const std::vector<int> members = {1, 2, 3};
+    const std::shared_ptr<Group> three =
+        world().subgroup(rank == 0 ? std::span<const int>() : std::span<const int>(members));
+    EXPECT_EQ(three == nullptr, rank == 0);
+    if (three) {
+      x = on_gpu(full({3}, rank + 1.0));
+      all_reduce(x, ReduceOp::kSum, *three);
+      EXPECT_EQ(values(x)[0], 9);
+      three->shutdown();
+    }
+    parity->shutdown();
+  });
+  EXPECT_GE(calls("ncclCommSplit"), 8);
+}
+
+TEST_F(CudaNccl, TensorsOfAnotherDeviceAreRefused) {
+  on_gpus(2, [](int) {
+    const Tensor x = full({3}, 1.0).to(cuda(2));
+    const std::string message = message_of<DeviceError>([&] { world().all_reduce(x); });
+    EXPECT_TRUE(contains(message, "does not carry tensors of cuda:2")) << message;
+  });
+}
+
+TEST_F(CudaNccl, CallsAreComparedBeforeDataMovesWhereAsked) {
+  const GpuRanks compared{.backend = {.compare_calls = true}, .fails = true};
+  on_gpus(
+      2,
+      [](int rank) {
+        const Tensor x = on_gpu(full({3}, rank + 1.0));
+        all_reduce(x);
+        EXPECT_EQ(values(x)[0], 3);
+        const std::string message = message_of<DistributedError>([&] {
+          if (rank == 0) {
+            all_reduce(x);
+          } else {
+            broadcast(x, 0);
+          }
+        });
+        EXPECT_TRUE(contains(message, "ranks call different things here")) << message;
+        EXPECT_TRUE(contains(message, "broadcast #2")) << message;
+      },
+      compared);
+  EXPECT_EQ(calls("ncclBroadcast"), 0);
+}
+
+TEST_F(CudaNccl, WhatWaitsTooLongAbortsTheGroupAndTheNextCallSaysSo) {
+  on_gpus(2,
+          [](int rank) {
+            const Tensor x = on_gpu(full({3}, rank + 1.0));
+            all_reduce(x);  // the channel's communicator needs both
+            if (rank == 1) return;
+            Work work = world().all_reduce(x, ReduceOp::kSum, {.timeout_seconds = 0.05});
+            work.wait();
+            gpu::synchronize(rank);  // the stream goes on when the watcher has aborted
+            const std::string message = message_of<DistributedError>([&] { all_reduce(x); });
+            EXPECT_TRUE(contains(message, "all_reduce #2")) << message;
+            EXPECT_TRUE(contains(message, "s on the GPU")) << message;
+          },
+          {.fails = true});
+}
+
+TEST_F(CudaNccl, AnAbortedGroupQuotesItsReason) {
+  on_gpus(2,
+          [](int rank) {
+            const Tensor x = on_gpu(full({3}, rank + 1.0));
+            all_reduce(x);
+            gpu::synchronize(rank);
+            barrier();
+            world().abort("enough");
+            const std::string message = message_of<DistributedError>([&] { all_reduce(x); });
+            EXPECT_TRUE(contains(message, "enough")) << message;
+          },
+          {.fails = true});
+  EXPECT_GE(calls("ncclCommAbort"), 2);
+}
+
+struct Net : nn::Module<Net> {
+  Net()
+      : first(add<nn::Linear>("first", 8, 32)),
+        second(add<nn::Linear>("second", 32, 16)),
+        third(add<nn::Linear>("third", 16, 4)) {}
+  Tensor forward(const Tensor& x) { return third(relu(second(relu(first(x))))); }
+  nn::Linear& first;
+  nn::Linear& second;
+  nn::Linear& third;
+};
+
+// The gradients of rank 0 after three steps of plain descent.
+std::vector<std::vector<float>> train(bool on_devices) {
+  std::vector<std::vector<float>> gradients;
+  const auto body = [&](int rank) {
+    const Device device = on_devices ? cuda(rank) : kCpu;
+    manual_seed(static_cast<uint64_t>(11 + rank));  // rank 0's parameters are everybody's
+    Net model;
+    model.to(device);
+    Mesh mesh(world());
+    const Replica replica =
+        replicate(model, mesh, {.first_bucket_bytes = 1024, .bucket_bytes = 1200});
+    for (uint64_t step = 0; step < 3; ++step) {
+      const RandomStream stream{5, 10 * step + static_cast<uint64_t>(rank)};
+      const Tensor y = model(randn({6, 8}, {}, stream).to(device));
+      if (step > 0) model.zero_grad();
+      (y * y).mean().backward();
+      const NoGradGuard no_grad;
+      for (const Tensor& parameter : model.parameters()) {
+        copy_(parameter, parameter - parameter.grad() * 0.1);
+      }
+    }
+    if (rank != 0) return;
+    for (const Tensor& parameter : model.parameters()) {
+      gradients.push_back(values(parameter.grad()));
+    }
+  };
+  if (on_devices) {
+    on_gpus(2, body);
+  } else {
+    run_ranks(2, body);
+  }
+  return gradients;
+}
+
+TEST_F(CudaNccl, ReplicatedTrainingHasTheGradientsOfTheCpus) {
+  const auto expected = train(false), got = train(true);
+  ASSERT_EQ(expected.size(), got.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    ASSERT_EQ(expected[i].size(), got[i].size());
+    for (size_t j = 0; j < expected[i].size(); ++j) {
+      EXPECT_NEAR(got[i][j], expected[i][j], 1e-6 + 1e-5 * std::abs(expected[i][j]))
+          << "parameter " << i << " element " << j;
+    }
+  }
+  EXPECT_GE(calls("ncclAllReduce"), 2 * 3 * 2);  // several buckets in each step of each rank
+}
+
+}  // namespace
+}  // namespace tessera::distributed
