@@ -4,13 +4,19 @@
 #include <mutex>
 #include <sstream>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include <tessera/core/asan.h>
 #include <tessera/core/block_arena.h>
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/error.h>
+#include <tessera/core/page_return.h>
 
 namespace tessera {
 namespace {
@@ -30,6 +36,18 @@ void raise(std::atomic<int64_t>& peak, int64_t value) {
 
 constexpr size_t kAlignment = 64;
 constexpr size_t kLarge = size_t{1} << 20;
+constexpr size_t kLeastReturned = size_t{32} << 20;
+
+// Where the system refuses, the pages stay: a matter of memory alone.
+void return_pages([[maybe_unused]] void* block, [[maybe_unused]] size_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kPage = uintptr_t{2} << 20;  // a huge page: parts of one are kept
+  const auto begin = reinterpret_cast<uintptr_t>(block);
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (begin + bytes) / kPage * kPage;
+  if (end > first) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+#endif
+}
 
 // What is taken for `bytes`. Small blocks: one of 8 steps between powers of two, at most 12.5%
 // slack and few classes. Large ones: the arena's grain. Wraps to less than `bytes` at the end of
@@ -72,7 +90,10 @@ class CpuAllocator final : public Allocator {
     ASAN_POISON_MEMORY_REGION(pointer, rounded);
     std::lock_guard lock(mutex_);
     in_use_ -= static_cast<int64_t>(rounded);
-    if (rounded >= kLarge) return arena_.deallocate(pointer, rounded);
+    if (rounded >= kLarge) {
+      if (returned_.erase(pointer) > 0) return_pages(pointer, bytes);
+      return arena_.deallocate(pointer, rounded);
+    }
     try {
       free_[rounded].push_back(pointer);
       cached_ += static_cast<int64_t>(rounded);
@@ -90,6 +111,12 @@ class CpuAllocator final : public Allocator {
   int64_t cached_bytes() const override {
     std::lock_guard lock(mutex_);
     return cached_ + arena_.cached_bytes();
+  }
+
+  void return_pages_when_freed(void* block, size_t bytes) {
+    if (bytes < kLeastReturned) return;
+    std::lock_guard lock(mutex_);
+    returned_.insert(block);
   }
 
   void set_limit(int64_t bytes) {
@@ -138,6 +165,7 @@ class CpuAllocator final : public Allocator {
   mutable std::mutex mutex_;
   std::unordered_map<size_t, std::vector<void*>> free_;
   detail::BlockArena arena_;
+  std::unordered_set<void*> returned_;           // blocks in use whose pages go back
   int64_t cached_ = 0, in_use_ = 0, limit_ = 0;  // cached_: without the arena
 };
 
@@ -226,6 +254,10 @@ Allocator& allocator_for(const Device& device) {
   if (device.is_cuda()) return gpu::device_allocator(device.index);
   TS_CHECK_DEVICE(device.is_cpu(), "allocator", "there are no bytes on ", device);
   return the_cpu_allocator();
+}
+
+void return_pages_when_freed(void* block, size_t bytes) {
+  the_cpu_allocator().return_pages_when_freed(block, bytes);
 }
 
 void set_cpu_memory_limit(int64_t bytes) { the_cpu_allocator().set_limit(bytes); }

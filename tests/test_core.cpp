@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <thread>
@@ -11,6 +12,7 @@
 #include <tessera/core/block_arena.h>
 #include <tessera/core/context.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/page_return.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/profiler.h>
 #include <tessera/core/raw_views.h>
@@ -157,6 +159,27 @@ TEST(Memory, AStepOfOtherSizesReusesWhatTheFirstHeld) {
   EXPECT_EQ(cpu_allocator().cached_bytes(), 48 << 20);
   step(1, 48 << 20);
   EXPECT_EQ(cpu_allocator().cached_bytes(), 48 << 20);
+}
+
+TEST(Memory, PagesOfABlockGoBackToTheSystemWhereThatIsAsked) {
+  constexpr size_t kBytes = size_t{64} << 20, kPage = 4096;
+  const auto resident_pages = [&](void* block) {
+    std::vector<unsigned char> pages(kBytes / kPage);
+    EXPECT_EQ(mincore(block, kBytes, pages.data()), 0);
+    return std::count_if(pages.begin(), pages.end(), [](unsigned char page) { return page & 1; });
+  };
+  void* block = cpu_allocator().allocate(kBytes);
+  std::memset(block, 1, kBytes);
+  return_pages_when_freed(block, kBytes);
+  EXPECT_GT(resident_pages(block), 0);
+  cpu_allocator().deallocate(block, kBytes);
+  // The edges may share a huge page with other blocks.
+  EXPECT_LE(resident_pages(block), 2 * 512);
+  EXPECT_EQ(cpu_allocator().allocate(kBytes), block);  // the addresses stayed
+  std::memset(block, 1, kBytes);
+  cpu_allocator().deallocate(block, kBytes);  // asked for once, not for ever
+  EXPECT_GT(resident_pages(block), 2 * 512);
+  cpu_allocator().release_cached();
 }
 
 TEST(Memory, OutOfMemoryNamesTheRequestAndTheHolders) {

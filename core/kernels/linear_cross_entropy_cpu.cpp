@@ -2,10 +2,6 @@
 #include <cmath>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <tessera/core/allocator.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
@@ -14,6 +10,7 @@
 #include <tessera/core/kernels/linear_cross_entropy_rows.h>
 #include <tessera/core/kernels/matmul.h>
 #include <tessera/core/kernels/on_device.h>
+#include <tessera/core/page_return.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
@@ -43,33 +40,16 @@ int64_t read_targets(const Tensor& target, int64_t classes, int64_t ignore_index
   return counted;
 }
 
-// Smaller blocks are needed again soon: new pages would cost more than what they hold.
-constexpr int64_t kLeastReturned = int64_t{32} << 20;
-
-// Logits and sums of a large vocabulary are the largest blocks of a step and live in this op alone.
-// Their pages go back to the system with them, so that a training holds at rest what the rest of it
-// needs; the addresses stay with the allocator.
+// Logits, sums and the weight's gradient are the largest blocks of a step with a large vocabulary,
+// and gone at its end. Their pages go with them, so that a training holds at rest what the rest of
+// it needs.
+Tensor returned(const Tensor& x) {
+  return_pages_when_freed(x.data(), static_cast<size_t>(x.nbytes()));
+  return x;
+}
 Tensor workspace(const Shape& shape, DType dtype) {
-  constexpr uintptr_t kPage = uintptr_t{2} << 20;  // a huge page: parts of one are kept
-  int64_t bytes = size_of(dtype);
-  for (int64_t size : shape) bytes *= size;
-  if (bytes == 0) return raw::empty(shape, dtype, kCpu);
-  void* const block = cpu_allocator().allocate(static_cast<size_t>(bytes));
-  const auto stats = memory_stats();
-  stats->allocated(MemoryCategory::kActivation, bytes);
-  return raw::from_blob(block, shape, dtype, [block, bytes, stats] {
-    stats->freed(MemoryCategory::kActivation, bytes);
-#if defined(__linux__)
-    const auto begin = reinterpret_cast<uintptr_t>(block);
-    const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
-    const uintptr_t end = (begin + static_cast<uintptr_t>(bytes)) / kPage * kPage;
-    // Where the system refuses, the pages stay: a matter of memory alone.
-    if (end > first && bytes >= kLeastReturned) {
-      madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
-    }
-#endif
-    cpu_allocator().deallocate(block, static_cast<size_t>(bytes));
-  });
+  const MemoryCategoryGuard category(MemoryCategory::kActivation);
+  return returned(raw::empty(shape, dtype, kCpu));
 }
 
 }  // namespace
@@ -153,7 +133,7 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, c
   if (want_grad_weight) {
     if (N == 0) fill(grad_weight, 0);
     result.grad_weight =
-        x.dtype() == sum_dtype || lifted ? grad_weight : convert(grad_weight, x.dtype());
+        x.dtype() == sum_dtype || lifted ? grad_weight : returned(convert(grad_weight, x.dtype()));
   }
   double sum = 0;
   for (double loss : losses) sum += loss;
