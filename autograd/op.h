@@ -72,7 +72,8 @@ struct Op {
 // Every record of the program, sorted by name.
 std::vector<const Op*> all_ops();
 
-// Floating point operations of products and convolutions in the current context, while enabled.
+// Floating point operations of products, convolutions and attention in the current context, while
+// enabled; those of a backward pass where it runs. A multiplication and an addition are two.
 struct FlopCounter {
   bool enabled = false;
   double total = 0;

@@ -238,6 +238,17 @@ TEST(Recurrent, WorksWithoutABatchAndGoesOnFromAState) {
   EXPECT_THROW(LSTM(3, 4)(x, LstmState{zeros({1, 4}), {}}), ValueError);
 }
 
+TEST(Recurrent, OnlyAnLstmProjectsAndToLessThanItsHiddenSize) {
+  const LstmResult result =
+      LSTM(3, 8, {.num_layers = 2, .proj_size = 2})(random({4, 5, 3}), LstmState{});
+  EXPECT_EQ(result.output.shape(), (Shape{4, 5, 2}));
+  EXPECT_EQ(result.state.hidden.shape(), (Shape{2, 5, 2}));
+  EXPECT_EQ(result.state.cell.shape(), (Shape{2, 5, 8}));
+  EXPECT_THROW(LSTM(3, 8, {.proj_size = 8}), ValueError);
+  EXPECT_THROW(LSTM(3, 8, {.proj_size = -1}), ValueError);
+  EXPECT_THROW(GRU(3, 8, {.proj_size = 2}), ValueError);
+}
+
 TEST(Recurrent, DropoutBetweenLayersActsInTrainingOnly) {
   LSTM lstm(3, 8, {.num_layers = 2, .dropout = 0.5});
   const Tensor x = random({4, 2, 3});
@@ -321,6 +332,8 @@ TEST(Layers, PrintTheirOptionsAsTorchDoes) {
   EXPECT_EQ(Embedding(7, 3, {.padding_idx = 0}).repr(), "Embedding(7, 3, padding_idx=0)");
   EXPECT_EQ(LSTM(3, 4, {.num_layers = 2, .dropout = 0.5}).repr(),
             "LSTM(3, 4, num_layers=2, dropout=0.5)");
+  EXPECT_EQ(LSTM(3, 4, {.num_layers = 2, .proj_size = 2}).repr(),
+            "LSTM(3, 4, proj_size=2, num_layers=2)");
   EXPECT_EQ(MaxPool2d(2).repr(),
             "MaxPool2d(kernel_size=2, stride=2, padding=0, dilation=1, ceil_mode=False)");
   EXPECT_EQ(Dropout(0.1).repr(), "Dropout(p=0.1)");
@@ -339,6 +352,70 @@ TEST(Summary, CountsAndLeavesTheModelAsItWas) {
   EXPECT_EQ(result.activation_bytes, 5 * (8 + 8 + 2) * 4);
   EXPECT_EQ(net(x).to_vector(), before);
   EXPECT_NE(result.table().find("  0: Linear  [5, 8]"), std::string::npos) << result.table();
+}
+
+TEST(Summary, CountsConvolutionsAndAttention) {
+  const auto image = empty({2, 6, 8, 8}, {.device = kMeta});
+  Conv2d convolution(6, 4, 3, {.padding = {1}, .groups = 2});
+  EXPECT_EQ(summary(convolution, image).flops, 2.0 * (2 * 4 * 8 * 8) * (3 * 3 * 3));
+  const Tensor x = empty({2, 7, 8}, {.device = kMeta});
+  MultiheadAttention attention(8, 2, {.batch_first = true});
+  const double projections = 4 * 2.0 * (2 * 7) * 8 * 8, products = 2 * 2.0 * (2 * 7 * 7) * 8;
+  EXPECT_EQ(summary(attention, x, x, x).flops, projections + products);
+}
+
+// ---- Operations counted while an op runs -------------------------------------------------------
+
+// Those of f(), forward and backward apart.
+struct Flops {
+  double forward, backward;
+};
+template <class F>
+Flops count(F&& f) {
+  FlopCounter& counter = Context::current().slot<FlopCounter>();
+  counter = {.enabled = true};
+  const Tensor y = f();
+  const double forward = counter.total;
+  y.sum().backward();
+  const double total = counter.total;
+  counter = {};
+  return {forward, total - forward};
+}
+
+TEST(Flops, BackwardOfAConvolutionIsTwoOfTheForward) {
+  const Tensor x = random({2, 6, 9, 9}).set_requires_grad();
+  const Tensor weight = random({4, 3, 3, 3}).set_requires_grad();
+  const ConvOptions options{.stride = {2}, .groups = 2};
+  const Flops both = count([&] { return conv2d(x, weight, {}, options); });
+  EXPECT_EQ(both.forward, 2.0 * (2 * 4 * 4 * 4) * (3 * 3 * 3));
+  EXPECT_EQ(both.backward, 2 * both.forward);
+  const Flops one = count([&] { return conv2d(x.detach(), weight, {}, options); });
+  EXPECT_EQ(one.backward, one.forward);
+}
+
+TEST(Flops, BackwardOfAttentionIsFiveProductsOfVisiblePairs) {
+  const Tensor q = random({2, 4, 6, 8}).set_requires_grad();
+  const Tensor k = random({2, 2, 5, 8}).set_requires_grad();
+  const Tensor v = random({2, 2, 5, 3}).set_requires_grad();
+  for (bool causal : {false, true}) {
+    const double pairs = 2 * 4 * (causal ? 1 + 2 + 3 + 4 + 5 + 5 : 6 * 5);
+    const Flops flops = count([&] {
+      return scaled_dot_product_attention(q, k, v, {.causal = causal, .enable_gqa = true});
+    });
+    EXPECT_EQ(flops.forward, 2 * pairs * (8 + 3));
+    EXPECT_EQ(flops.backward, 2 * pairs * (3 * 8 + 2 * 3));
+  }
+  const Tensor packed = random({2, 6, 3, 4, 8}).set_requires_grad();
+  const Flops flops = count([&] { return packed_attention(packed, {.causal = true}); });
+  EXPECT_EQ(flops.forward, 2.0 * (2 * 4 * 21) * (8 + 8));
+  EXPECT_EQ(flops.backward, 2.0 * (2 * 4 * 21) * 5 * 8);
+}
+
+TEST(Flops, BackwardOfAFusedLayerIsTwoOfTheForward) {
+  const Tensor x = random({5, 4}).set_requires_grad(), w = random({3, 4}).set_requires_grad();
+  const Flops flops = count([&] { return linear_gelu(x, w, {}, Gelu::kTanh); });
+  EXPECT_EQ(flops.forward, 2.0 * 5 * 3 * 4);
+  EXPECT_EQ(flops.backward, 2 * flops.forward);
 }
 
 }  // namespace

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 
 #include <tessera/autograd/autograd.h>
@@ -64,9 +65,19 @@ kernels::AttentionSpec spec_of(const AttentionOptions& options, int64_t width) {
           .mask = options.mask};
 }
 
+// Pairs of a query and a key that it sees; an explicit mask hides none of them.
+double visible_pairs(const Tensor& q, const Tensor& k, bool causal) {
+  const auto T = static_cast<double>(q.size(2)), S = static_cast<double>(k.size(2));
+  const double rising = std::min(T, S);  // rows that see one key more than the one before
+  const double pairs = causal ? rising * (rising + 1) / 2 + (T - rising) * S : T * S;
+  return static_cast<double>(q.size(0) * q.size(1)) * pairs;
+}
 double attention_flops(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
-  const double scores = static_cast<double>(q.size(0) * q.size(1) * q.size(2) * k.size(2));
-  return 2 * scores * static_cast<double>(q.size(3) + v.size(3)) * (causal ? 0.5 : 1);
+  return 2 * visible_pairs(q, k, causal) * static_cast<double>(q.size(3) + v.size(3));
+}
+// The scores again, the gradients of probabilities and value, and those of query and key.
+double backward_flops(const Tensor& q, const Tensor& k, const Tensor& v, bool causal) {
+  return 2 * visible_pairs(q, k, causal) * static_cast<double>(3 * q.size(3) + 2 * v.size(3));
 }
 
 // [B, H, rows, width] that lies in memory as [B, rows, H, width], as a linear layer wants it.
@@ -115,6 +126,7 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
         const TensorList grads{empty_heads(q), empty_heads(k), empty_heads(v)};
         kernels::attention_backward(dy[0], q, k, v, s.output(), s.extra(0), spec, grads[0],
                                     grads[1], grads[2]);
+        count_flops(backward_flops(q, k, v, spec.causal));
         return grads;
       });
 }
@@ -166,9 +178,11 @@ Tensor packed_attention(const Tensor& packed, const AttentionOptions& options) {
         const Tensor qkv = s.input(0);
         const Tensor grad = raw::empty(qkv.shape(), qkv.dtype(), qkv.device());
         const int64_t heads = qkv.size(3);
-        kernels::attention_backward(split_heads(dy[0], heads), part_of(qkv, 0), part_of(qkv, 1),
-                                    part_of(qkv, 2), split_heads(s.output(), heads), s.extra(0),
-                                    spec, part_of(grad, 0), part_of(grad, 1), part_of(grad, 2));
+        const Tensor q = part_of(qkv, 0), k = part_of(qkv, 1), v = part_of(qkv, 2);
+        kernels::attention_backward(split_heads(dy[0], heads), q, k, v,
+                                    split_heads(s.output(), heads), s.extra(0), spec,
+                                    part_of(grad, 0), part_of(grad, 1), part_of(grad, 2));
+        count_flops(backward_flops(q, k, v, spec.causal));
         return grad;
       });
 }

@@ -64,8 +64,10 @@ void check_conv_dtypes(Inputs in) {
   }
 }
 
-void count_conv(const Tensor& result, const Shape& weight) {
-  count_flops(2.0 * static_cast<double>(result.numel()) *
+// Of the convolution and of each of its gradients, which are sums of the same products. y: the
+// result or its gradient.
+void count_conv(const Tensor& y, const Shape& weight) {
+  count_flops(2.0 * static_cast<double>(y.numel()) *
               static_cast<double>(weight[1] * weight[2] * weight[3]));
 }
 
@@ -103,7 +105,10 @@ Tensor conv_input_gradient(const Tensor& grad, const Tensor& weight, const Shape
                            const kernels::ConvGeometry& geometry) {
   return differentiable(
       kConv2d, {grad, weight},
-      [&](Inputs in) { return kernels::conv2d_input_gradient(in[0], in[1], x_shape, geometry); },
+      [&](Inputs in) {
+        count_conv(in[0], in[1].shape());
+        return kernels::conv2d_input_gradient(in[0], in[1], x_shape, geometry);
+      },
       [geometry](Grads dx, const Saved& s) -> TensorList {
         return {s.needs(0) ? conv(dx[0], s.input(1), {}, geometry) : Tensor(),
                 s.needs(1) ? conv_weight_gradient(s.input(0), dx[0], s.input_shape(1), geometry)
@@ -116,6 +121,7 @@ Tensor conv_weight_gradient(const Tensor& grad, const Tensor& x, const Shape& we
   return differentiable(
       kConv2d, {grad, x},
       [&](Inputs in) {
+        count_conv(in[0], weight_shape);
         return kernels::conv2d_weight_gradient(in[0], in[1], weight_shape, geometry);
       },
       [geometry](Grads dw, const Saved& s) -> TensorList {

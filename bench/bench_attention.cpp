@@ -1,0 +1,106 @@
+// Scaled dot product attention, forward and backward, beside a matrix product of the same run:
+//
+//     bench_attention --benchmark_filter=bf16/causal
+//
+// GFLOP/s counts pairs of a query and a key that it sees (autograd/op.h): two products forward,
+// five backward. "of_gemm" is its share of the rate of the last "gemm" row of its dtype, which
+// stands before each group because machines drift.
+#include <benchmark/benchmark.h>
+
+#include <chrono>
+#include <string>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/op.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/context.h>
+
+namespace tessera {
+namespace {
+
+struct Case {
+  int64_t B, H, T, D;
+};
+constexpr Case kCases[] = {
+    {8, 6, 256, 64},    // the model of bench_step
+    {1, 12, 1024, 64},  // GPT-2 small
+    {1, 16, 512, 128},
+    {1, 4, 4096, 64},
+};
+
+double gemm_rate[kNumDTypes] = {};  // floating point operations a second
+
+double& rate_of(DType dtype) { return gemm_rate[static_cast<size_t>(dtype)]; }
+
+// Calls f() once a pass and reports the operations that it counts.
+template <class F>
+void measure(benchmark::State& state, DType dtype, bool is_gemm, F&& f) {
+  FlopCounter& counter = Context::current().slot<FlopCounter>();
+  counter = {.enabled = true};
+  f();
+  const double operations = counter.total;
+  counter = {};
+  double seconds = 0;
+  for (auto _ : state) {
+    const auto start = std::chrono::steady_clock::now();
+    f();
+    const std::chrono::duration<double> time = std::chrono::steady_clock::now() - start;
+    state.SetIterationTime(time.count());
+    seconds += time.count();
+  }
+  const double rate = operations * static_cast<double>(state.iterations()) / seconds;
+  state.counters["GFLOP/s"] = rate * 1e-9;
+  if (is_gemm) rate_of(dtype) = rate;
+  if (rate_of(dtype) > 0) state.counters["of_gemm"] = rate / rate_of(dtype);
+}
+
+void add(const std::string& name, auto&& run) {
+  benchmark::RegisterBenchmark(name.c_str(), run)->MinTime(0.2)->UseManualTime();
+}
+
+void add_all(DType dtype) {
+  const std::string prefix = std::string(name_of(dtype)) + "/";
+  for (const Case& c : kCases) {
+    const std::string shape = "B" + std::to_string(c.B) + "_H" + std::to_string(c.H) + "_T" +
+                              std::to_string(c.T) + "_D" + std::to_string(c.D);
+    add(prefix + "gemm/" + shape, [dtype](benchmark::State& state) {
+      const NoGradGuard no_grad;
+      const Tensor a = randn({1024, 1024}, {.dtype = dtype}), b = randn_like(a);
+      measure(state, dtype, true, [&] { matmul(a, b); });
+    });
+    for (bool causal : {false, true}) {
+      const auto inputs = [c, dtype] {
+        // As a linear layer gives them: [B, T, H, D] in memory.
+        TensorList list;
+        for (int i = 0; i < 3; ++i) {
+          const Tensor x = randn({c.B, c.T, c.H, c.D}, {.dtype = dtype});
+          list.push_back(x.transpose(1, 2).set_requires_grad());
+        }
+        return list;
+      };
+      const std::string kind = prefix + (causal ? "causal/" : "full/");
+      add(kind + "forward/" + shape, [=](benchmark::State& state) {
+        const NoGradGuard no_grad;
+        const TensorList x = inputs();
+        measure(state, dtype, false,
+                [&] { scaled_dot_product_attention(x[0], x[1], x[2], {.causal = causal}); });
+      });
+      add(kind + "backward/" + shape, [=](benchmark::State& state) {
+        const TensorList x = inputs();
+        const Tensor y = scaled_dot_product_attention(x[0], x[1], x[2], {.causal = causal});
+        const Tensor seed = ones_like(y);
+        measure(state, dtype, false, [&] { grad(y, x, seed, {.retain_graph = true}); });
+      });
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera
+
+int main(int argc, char** argv) {
+  tessera::add_all(tessera::kF32);
+  tessera::add_all(tessera::kBF16);
+  benchmark::Initialize(&argc, argv);
+  benchmark::RunSpecifiedBenchmarks();
+}
