@@ -49,9 +49,14 @@ RecurrentModule<Derived, kGates>::RecurrentModule(int64_t input_size, int64_t hi
   TS_CHECK(options.num_layers > 0 && hidden_size > 0, this->type_name(),
            "needs at least one layer and a positive hidden size; got ", options.num_layers, " and ",
            hidden_size);
+  TS_CHECK(kGates == 4 || options.proj_size == 0, this->type_name(),
+           "has no projection; got a proj_size of ", options.proj_size, "; use LSTM or leave it 0");
+  TS_CHECK(options.proj_size >= 0 && options.proj_size < hidden_size, this->type_name(),
+           "needs a proj_size of at least 0 (none) and below hidden_size (", hidden_size, "); got ",
+           options.proj_size);
   const int64_t rows = kGates * hidden_size;
   for (int64_t layer = 0; layer < options.num_layers; ++layer) {
-    const int64_t in = layer == 0 ? input_size : num_directions() * hidden_size;
+    const int64_t in = layer == 0 ? input_size : num_directions() * state_size();
     for (int64_t direction = 0; direction < num_directions(); ++direction) {
       const std::string suffix = "_l" + std::to_string(layer) + (direction == 1 ? "_reverse" : "");
       const auto bias = [&](const char* name) {
@@ -60,9 +65,13 @@ RecurrentModule<Derived, kGates>::RecurrentModule(int64_t input_size, int64_t hi
       };
       Direction made{};
       made.weight_ih = &this->parameter("weight_ih" + suffix, Shape{rows, in});
-      made.weight_hh = &this->parameter("weight_hh" + suffix, Shape{rows, hidden_size});
+      made.weight_hh = &this->parameter("weight_hh" + suffix, Shape{rows, state_size()});
       made.bias_ih = bias("bias_ih");
       made.bias_hh = bias("bias_hh");
+      if (options.proj_size > 0) {
+        made.weight_hr =
+            &this->parameter("weight_hr" + suffix, Shape{options.proj_size, hidden_size});
+      }
       directions_.push_back(made);
     }
   }
@@ -79,6 +88,7 @@ void RecurrentModule<Derived, kGates>::reset_parameters() {
 template <class Derived, int kGates>
 std::string RecurrentModule<Derived, kGates>::extra_repr() const {
   std::string text = std::to_string(input_size) + ", " + std::to_string(hidden_size);
+  if (options.proj_size != 0) text += ", " + describe("proj_size", options.proj_size);
   if (options.num_layers != 1) text += ", " + describe("num_layers", options.num_layers);
   if (!options.bias) text += ", " + describe("bias", options.bias);
   if (options.batch_first) text += ", " + describe("batch_first", options.batch_first);
@@ -94,22 +104,22 @@ typename RecurrentModule<Derived, kGates>::Run RecurrentModule<Derived, kGates>:
                  "needs [length, batch, ", input_size, "] or [length, ", input_size, "]; got ", x);
   const bool batched = x.dim() == 3;
   Tensor input = !batched ? x.unsqueeze(1) : options.batch_first ? x.transpose(0, 1) : x;
-  const int64_t L = input.size(0), N = input.size(1), H = hidden_size;
+  const int64_t L = input.size(0), N = input.size(1);
   TS_CHECK_SHAPE(L > 0, this->type_name(), "needs at least one step; got ", x);
   const auto count = static_cast<int64_t>(directions_.size());
-  const auto initial = [&](const Tensor& given) {
-    if (!given.defined()) return zeros_for(x, {count, N, H});
+  const auto initial = [&](const Tensor& given, int64_t size) {
+    if (!given.defined()) return zeros_for(x, {count, N, size});
     const Tensor state = batched ? given : given.unsqueeze(1);
-    TS_CHECK_SHAPE(state.shape() == (Shape{count, N, H}), this->type_name(), "a state must be [",
-                   count, ", ", N, ", ", H, "]; got ", given);
+    TS_CHECK_SHAPE(state.shape() == (Shape{count, N, size}), this->type_name(), "a state must be [",
+                   count, ", ", N, ", ", size, "]; got ", given);
     return state;
   };
-  const Tensor first_hidden = initial(hidden);
-  const Tensor first_cell = kGates == 4 ? initial(cell) : Tensor();
+  const Tensor first_hidden = initial(hidden, state_size());
+  const Tensor first_cell = kGates == 4 ? initial(cell, hidden_size) : Tensor();
 
   Run result;
   for (int64_t layer = 0; layer < options.num_layers; ++layer) {
-    TensorList outputs;  // [L, N, H] of each direction
+    TensorList outputs;  // [L, N, state_size()] of each direction
     for (int64_t direction = 0; direction < num_directions(); ++direction) {
       const int64_t index = layer * num_directions() + direction;
       const Direction& weights = directions_[static_cast<size_t>(index)];
@@ -125,7 +135,8 @@ typename RecurrentModule<Derived, kGates>::Run RecurrentModule<Derived, kGates>:
         const auto t = static_cast<size_t>(direction == 1 ? L - 1 - i : i);
         if constexpr (kGates == 4) {
           LstmState next = lstm_step(steps[t] + linear(h, *weights.weight_hh), c);
-          h = std::move(next.hidden);
+          h = weights.weight_hr != nullptr ? linear(next.hidden, *weights.weight_hr)
+                                           : std::move(next.hidden);
           c = std::move(next.cell);
         } else {
           h = gru_step(steps[t], linear(h, *weights.weight_hh, *weights.bias_hh), h);

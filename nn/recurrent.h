@@ -18,15 +18,16 @@ struct RecurrentOptions {
   bool batch_first = false;  // [N, L, ...] instead of [L, N, ...]; states are [layers, N, ...]
   double dropout = 0;        // between layers, while training
   bool bidirectional = false;
+  int64_t proj_size = 0;  // LSTM: above 0, hidden states are projected to this size
 };
 
 struct LstmState {
-  Tensor hidden;  // [layers * directions, N, hidden_size]
-  Tensor cell;    // like hidden
+  Tensor hidden;  // [layers * directions, N, proj_size, or hidden_size without projection]
+  Tensor cell;    // [layers * directions, N, hidden_size]
   void visit_tensors(auto&& visit) { visit(hidden), visit(cell); }
 };
 struct LstmResult {
-  Tensor output;    // [L, N, directions * hidden_size]
+  Tensor output;    // [L, N, directions * (proj_size or hidden_size)]
   LstmState state;  // after the last step
   void visit_tensors(auto&& visit) { visit(output), visit(state); }
 };
@@ -39,7 +40,9 @@ struct GruResult {
 namespace detail {
 // weight_ih_l0 [gates * hidden, in], weight_hh_l0 [gates * hidden, hidden], bias_ih_l0, bias_hh_l0;
 // "_l1" for the next layer, "_reverse" for the second direction. All uniform in
-// +-1/sqrt(hidden_size) at first.
+// +-1/sqrt(hidden_size) at first. With a projection (Sak, Senior, Beaufays 2014) weight_hr_l0
+// [proj, hidden] comes last, weight_hh is [gates * hidden, proj], and so are the next layer's
+// inputs.
 template <class Derived, int kGates>
 class RecurrentModule : public Module<Derived> {
  public:
@@ -57,8 +60,10 @@ class RecurrentModule : public Module<Derived> {
     const Tensor* weight_hh;
     const Tensor* bias_ih;  // undefined tensors without bias
     const Tensor* bias_hh;
+    const Tensor* weight_hr;  // null without projection
   };
   int64_t num_directions() const { return options.bidirectional ? 2 : 1; }
+  int64_t state_size() const { return options.proj_size > 0 ? options.proj_size : hidden_size; }
   // x: [L, N, in] or [L, in]; one state a layer and direction.
   struct Run {
     Tensor output;

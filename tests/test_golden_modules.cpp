@@ -109,7 +109,8 @@ nn::RecurrentOptions recurrent_options(const json& o) {
   return {.num_layers = o.value("num_layers", int64_t{1}),
           .bias = o.value("bias", true),
           .batch_first = o.value("batch_first", false),
-          .bidirectional = o.value("bidirectional", false)};
+          .bidirectional = o.value("bidirectional", false),
+          .proj_size = o.value("proj_size", int64_t{0})};
 }
 
 Subject make_subject(const std::string& kind, const json& o, const json& forward) {
@@ -180,7 +181,7 @@ TEST_P(GoldenModules, StateOutputsGradientsAndBuffersAreThoseOfTorch) {
   const DType dtype = GetParam();
   const SafeTensorsFile file(golden_path("modules.safetensors"));
   const json cases = golden_json("modules.json");
-  EXPECT_EQ(cases.size(), 46u);
+  EXPECT_EQ(cases.size(), 48u);
   // Norms, softmax and up to 60 products follow each other: a few dozen roundings.
   const double relative = dtype == kF64 ? 1e-12 : 64 * 0x1p-24;
   const auto cast = [&](const Tensor& x) {

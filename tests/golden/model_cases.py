@@ -139,6 +139,9 @@ def modules():
         m.case(f"{low}_plain", kind, {**recurrent, "bias": False}, [m.normal(3, 2, 4)])
     m.case("lstm_state", "LSTM", recurrent, [m.normal(3, 2, 4), m.normal(1, 2, 3), m.normal(1, 2, 3)], call=lambda module, x, h, c: module(x, (h, c)))
     m.case("gru_state", "GRU", recurrent, [m.normal(3, 2, 4), m.normal(1, 2, 3)])
+    projected = {**recurrent, "proj_size": 2}
+    m.case("lstm_projected", "LSTM", projected, [m.normal(5, 2, 4), m.normal(1, 2, 2), m.normal(1, 2, 3)], call=lambda module, x, h, c: module(x, (h, c)))
+    m.case("lstm_projected_stacked", "LSTM", {**projected, "num_layers": 2, "bidirectional": True, "batch_first": True}, [m.normal(2, 4, 4)])
     print(f"modules: {m.save()} cases")
 
 
