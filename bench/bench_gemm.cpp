@@ -34,6 +34,9 @@ constexpr Case kCases[] = {
     {"head/input_gradient", false, false, 512, 384, 50304},
     {"head/weight_gradient", true, false, 50304, 384, 512},
     {"attention/scores", false, true, 64, 256, 64},
+    {"mlp/decode", false, true, 1, 384, 1536},  // one token: the weight's bytes are the limit
+    {"head/decode", false, true, 1, 50304, 384},
+    {"head/decode_rows", false, false, 1, 50304, 384},
 };
 
 template <class T>
@@ -61,6 +64,8 @@ void run(benchmark::State& state, const Case& shape) {
       benchmark::Counter(2e-9 * static_cast<double>(shape.m * shape.n * shape.k) *
                              static_cast<double>(state.iterations()),
                          benchmark::Counter::kIsRate);
+  state.SetBytesProcessed(state.iterations() * static_cast<int64_t>(sizeof(T)) *
+                          (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n));
 }
 
 template <class T>

@@ -145,6 +145,27 @@ TEST(Gemm, TilesCoverLargeMatrices) {
   expect_product<bf16, bf16>(600, 300, 700, Layout::kColumnMajor, Layout::kRowMajor);
 }
 
+// One row or one column is read where it lies, in stretches of columns.
+template <class T, class R>
+void expect_rows_and_columns() {
+  for (Layout a : kLayouts) {
+    for (Layout b : kLayouts) {
+      for (const auto& [n, k] : {std::pair{1, 300}, {31, 64}, {33, 7}, {70, 97}, {2113, 35}}) {
+        const Options options{.alpha = 0.5, .beta = 1, .bias = GemmBias::kColumn};
+        expect_product<T, R>(1, n, k, a, b, options);
+        expect_product<T, R>(n, 1, k, a, b, options);
+        expect_product<T, R>(n, 1, k, a, b, {.bias = GemmBias::kRow});
+      }
+    }
+  }
+}
+TEST(Gemm, OneRowOrColumnMatchesF64InAllLayouts) {
+  expect_rows_and_columns<float, float>();
+  expect_rows_and_columns<double, double>();
+  expect_rows_and_columns<f16, f16>();
+  expect_rows_and_columns<bf16, float>();
+}
+
 // Tiles of wide operands with a long K are gathered before they are multiplied.
 TEST(Gemm, WeightGradientsOfWideLayersMatchF64) {
   expect_product<float, float>(1100, 40, 520, Layout::kColumnMajor, Layout::kRowMajor);
@@ -186,12 +207,12 @@ TEST(Gemm, BatchesFollowTheirOffsets) {
 
 // Weight gradients add up a long K; their bits must not depend on who calculates them.
 template <class T>
-void expect_same_bits_for_any_thread_count() {
+void expect_same_bits_for_any_thread_count(int64_t m, int64_t n, int64_t k, Layout layout_a,
+                                           Layout layout_b) {
   const int before = num_threads();
-  const int64_t m = 200, n = 330, k = 2048;
-  const Matrix<T> a(m, k, Layout::kColumnMajor, 1), b(k, n, Layout::kRowMajor, 2);
+  const Matrix<T> a(m, k, layout_a, 1), b(k, n, layout_b, 2);
   std::vector<T> results[3];
-  const int threads[] = {1, 2, 4};
+  const int threads[] = {1, 2, 3};
   for (int i = 0; i < 3; ++i) {
     set_num_threads(threads[i]);
     results[i].resize(static_cast<size_t>(m * n));
@@ -213,10 +234,17 @@ void expect_same_bits_for_any_thread_count() {
 }
 
 TEST(Gemm, BitsDoNotDependOnTheThreadCount) {
-  expect_same_bits_for_any_thread_count<float>();
-  expect_same_bits_for_any_thread_count<double>();
-  expect_same_bits_for_any_thread_count<bf16>();
-  expect_same_bits_for_any_thread_count<f16>();
+  const auto expect = []<class T>(T) {
+    constexpr Layout kRows = Layout::kRowMajor, kColumns = Layout::kColumnMajor;
+    expect_same_bits_for_any_thread_count<T>(200, 330, 2048, kColumns, kRows);
+    expect_same_bits_for_any_thread_count<T>(1, 1333, 515, kRows, kColumns);  // a token's product
+    expect_same_bits_for_any_thread_count<T>(1, 1333, 515, kRows, kRows);
+    expect_same_bits_for_any_thread_count<T>(1333, 1, 515, kRows, kRows);
+  };
+  expect(float());
+  expect(double());
+  expect(bf16());
+  expect(f16());
 }
 
 // Products of f32 may be made of narrower ones; no element may be further from f64 than a chain of

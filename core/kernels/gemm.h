@@ -3,7 +3,8 @@
 // Operands are given by strides, so that a transposed or sliced matrix is read where it lies. Every
 // floating dtype multiplies in f32 (f64 in f64) and rounds once, at the end; integers wrap.
 //
-// Three engines, chosen by dtype and shape alone:
+// Four engines, chosen by dtype, shape and strides alone:
+//   one row     or one column of C: the matrix is read once, where it lies, at memory's speed
 //   f32         where the processor has AMX, its tiles with operands in three bf16 parts, which
 //               keeps the precision of f32 products (gemm_split.h); elsewhere, and where a side is
 //               under 32, oneDNN's sgemm on tiles of C (as fast as MKL here), where it was found

@@ -205,6 +205,74 @@ void gemm_floating(const Gemm& p) {
   });
 }
 
+// One row of C, or one column, whose problem is transposed to one: C = a B.
+struct RowProblem {
+  int64_t n;
+  GemmOperand a, b;
+  const int64_t *a_offsets, *b_offsets;
+  int64_t c_stride;  // from element to element
+  bool transposed;
+
+  explicit RowProblem(const Gemm& p)
+      : n(p.m == 1 ? p.n : p.m),
+        a(p.m == 1 ? p.a : GemmOperand{p.b.data, p.b.column_stride, p.b.row_stride}),
+        b(p.m == 1 ? p.b : GemmOperand{p.a.data, p.a.column_stride, p.a.row_stride}),
+        a_offsets(p.m == 1 ? p.a_offsets : p.b_offsets),
+        b_offsets(p.m == 1 ? p.b_offsets : p.a_offsets),
+        c_stride(p.m == 1 ? 1 : p.c_row_stride),
+        transposed(p.m != 1) {}
+
+  // Few columns of a matrix that lies in rows would leave registers empty.
+  bool can_run() const { return b.row_stride == 1 || (b.column_stride == 1 && n >= 32); }
+};
+
+template <class Sum>
+void gemm_row_by_row(const Gemm& p, const RowProblem& row) {
+  constexpr int64_t kColumns = 2048;  // sums at a time: on the stack and in L1
+  constexpr int64_t kLeastWork = 32768;
+  const bool wide = p.dtype == dtype_of<Sum> && row.a.column_stride == 1;
+  // The row in the sums' type, once for all threads.
+  Scratch scratch(1, wide ? 0 : p.batch * p.k * int64_t{sizeof(Sum)});
+  Sum* const converted = wide ? nullptr : reinterpret_cast<Sum*>(scratch.take());
+  if (!wide) {
+    dispatch_floating(p.dtype, "gemm", [&]<class T>() {
+      for (int64_t batch = 0; batch < p.batch; ++batch) {
+        const T* a = static_cast<const T*>(row.a.data) + (row.a_offsets ? row.a_offsets[batch] : 0);
+        for (int64_t k = 0; k < p.k; ++k) {
+          converted[batch * p.k + k] = load<Sum>(a[k * row.a.column_stride]);
+        }
+      }
+    });
+  }
+  const int64_t grain = (kLeastWork / p.k + 64) / 64 * 64;
+  parallel_for(p.batch * row.n, grain, [&](int64_t begin, int64_t end) {
+    Sum sums[kColumns];
+    for (int64_t first = begin; first < end;) {
+      const int64_t batch = first / row.n, column = first % row.n;
+      const int64_t count = std::min({kColumns, row.n - column, end - first});
+      const int64_t a_offset = row.a_offsets ? row.a_offsets[batch] : 0;
+      const int64_t b_offset =
+          (row.b_offsets ? row.b_offsets[batch] : 0) + column * row.b.column_stride;
+      const int64_t c_offset = (p.c_offsets ? p.c_offsets[batch] : 0) + column * row.c_stride;
+      TS_SIMD_CALL(gemm_row, GemmRow{count, p.k, p.dtype,
+                                     wide ? at(row.a.data, a_offset, p.dtype)
+                                          : static_cast<const void*>(converted + batch * p.k),
+                                     at(row.b.data, b_offset, p.dtype), row.b.row_stride,
+                                     row.b.column_stride, sums});
+      const bool bias_by_element =
+          p.bias_kind == (row.transposed ? GemmBias::kRow : GemmBias::kColumn);
+      const void* bias = p.bias_kind == GemmBias::kNone
+                             ? nullptr
+                             : at(p.bias, bias_by_element ? column : 0, p.result_dtype);
+      TS_SIMD_CALL(gemm_finish,
+                   GemmFinish{row.transposed ? count : 1, row.transposed ? 1 : count, sums,
+                              row.transposed ? 1 : count, at(p.c, c_offset, p.result_dtype),
+                              row.c_stride, p.result_dtype, p.alpha, p.beta, bias, p.bias_kind});
+      first += count;
+    }
+  });
+}
+
 // beta * C + bias, and the whole product of integers: loops for any numeric type.
 template <class T>
 void gemm_by_loops(const Gemm& p) {
@@ -268,7 +336,12 @@ void gemm(const Gemm& p) {
   if (is_integral(p.dtype)) {
     return dispatch_integral(p.dtype, "gemm", [&]<class T>() { gemm_by_loops<T>(p); });
   }
-  dispatch_floating(p.dtype, "gemm", [&]<class T>() { gemm_floating(p); });
+  TS_CHECK_DTYPE(is_floating(p.dtype) && !is_float8(p.dtype), "gemm",
+                 "expects f64, f32, f16, bf16 or integers; got ", p.dtype);
+  if (const RowProblem row(p); (p.m == 1 || p.n == 1) && row.can_run()) {
+    return p.dtype == kF64 ? gemm_row_by_row<double>(p, row) : gemm_row_by_row<float>(p, row);
+  }
+  gemm_floating(p);
 }
 
 }  // namespace tessera::kernels

@@ -1,4 +1,5 @@
-// What gemm_cpu.cpp asks of gemm_simd.cpp: one tile of C over the whole of K. Internal.
+// What gemm_cpu.cpp asks of gemm_simd.cpp, one tile of C over the whole of K, and of
+// gemm_row_simd.cpp, one row times a matrix. Internal.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +41,20 @@ struct GemmFinish {
   GemmBias bias_kind;
 };
 
+// sums = a B, with B read where it lies. A column's bits depend on k and the layout alone, not on
+// the columns beside it.
+struct GemmRow {
+  int64_t n, k;
+  DType dtype;    // of b
+  const void* a;  // (k): f64 for f64, else f32
+  const void* b;  // (k, n); one of its strides is 1
+  int64_t b_row_stride, b_column_stride;
+  void* sums;  // (n): f64 for f64, else f32
+};
+
 TS_SIMD_DECLARE(int64_t gemm_scratch_bytes(int64_t m, int64_t n));
 TS_SIMD_DECLARE(void gemm_tile(const GemmTile& tile));
 TS_SIMD_DECLARE(void gemm_finish(const GemmFinish& finish));
+TS_SIMD_DECLARE(void gemm_row(const GemmRow& row));
 
 }  // namespace tessera::kernels
