@@ -7,6 +7,8 @@
 //
 //   static constexpr bool kIntegers = true;   also instantiated for int64_t
 //   static constexpr bool kCondition = true;  the first argument is a bool, as a byte
+//   static is_common, common                  of floats: a form without calls, with the same bits
+//                                             where is_common; loops on the CPU vectorise it
 //
 // Integer arithmetic wraps around, as in torch. Functors in *Grad take dy first and return dx;
 // their conventions at kinks are torch's (2.15).
@@ -150,15 +152,23 @@ struct Log1pGrad {
 };
 struct Sin {
   TS_FUNCTOR_UNARY(C) { return math::sin(x); }
+  static TS_HD bool is_common(float x) { return math::fabs(x) < math::kCommonAngle; }
+  static TS_HD float common(float x) { return math::sin_common(x); }
 };
 struct SinGrad {
   TS_FUNCTOR_BINARY(C) { return a * math::cos(b); }
+  static TS_HD bool is_common(float, float b) { return Sin::is_common(b); }
+  static TS_HD float common(float a, float b) { return a * math::cos_common(b); }
 };
 struct Cos {
   TS_FUNCTOR_UNARY(C) { return math::cos(x); }
+  static TS_HD bool is_common(float x) { return Sin::is_common(x); }
+  static TS_HD float common(float x) { return math::cos_common(x); }
 };
 struct CosGrad {
   TS_FUNCTOR_BINARY(C) { return a * -math::sin(b); }
+  static TS_HD bool is_common(float, float b) { return Sin::is_common(b); }
+  static TS_HD float common(float a, float b) { return a * -math::sin_common(b); }
 };
 struct Tanh {
   TS_FUNCTOR_UNARY(C) { return math::tanh(x); }
@@ -329,14 +339,22 @@ struct FloorDivide {
       const C quotient = a / b;
       return quotient - C((a % b != 0) && ((a < 0) != (b < 0)));
     } else {
-      const C rest = math::fmod(a, b);
-      const C exact = (a - rest) / b;
-      const C lower = rest != C(0) && (b < C(0)) != (rest < C(0)) ? exact - C(1) : exact;
-      const C floored = math::floor(lower);
-      const C rounded = lower - floored > C(0.5) ? floored + C(1) : floored;
-      const C quotient = lower != C(0) ? rounded : math::copysign(C(0), a / b);
-      return b == C(0) ? a / b : quotient;
+      return from_rest(a, b, math::fmod(a, b));
     }
+  }
+  static TS_HD bool is_common(float a, float b) { return math::has_common_quotient(a, b); }
+  static TS_HD float common(float a, float b) { return from_rest(a, b, math::fmod_common(a, b)); }
+
+ private:
+  template <class C>
+  static TS_HD C from_rest(C a, C b, C rest) {
+    const C exact = (a - rest) / b;
+    const bool lowers = (rest != C(0)) & ((b < C(0)) != (rest < C(0)));
+    const C lower = lowers ? exact - C(1) : exact;
+    const C floored = math::floor(lower);
+    const C rounded = lower - floored > C(0.5) ? floored + C(1) : floored;
+    const C quotient = lower != C(0) ? rounded : math::copysign(C(0), a / b);
+    return b == C(0) ? a / b : quotient;
   }
 };
 // Python's %: the sign of the divisor. Integers: the divisor is not 0 (the op checks).
@@ -348,9 +366,16 @@ struct Remainder {
       const C rest = a % b;
       return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
     } else {
-      const C rest = math::fmod(a, b);
-      return rest != C(0) && (b < C(0)) != (rest < C(0)) ? rest + b : rest;
+      return from_rest(b, math::fmod(a, b));
     }
+  }
+  static TS_HD bool is_common(float a, float b) { return math::has_common_quotient(a, b); }
+  static TS_HD float common(float a, float b) { return from_rest(b, math::fmod_common(a, b)); }
+
+ private:
+  template <class C>
+  static TS_HD C from_rest(C b, C rest) {
+    return (rest != C(0)) & ((b < C(0)) != (rest < C(0))) ? rest + b : rest;
   }
 };
 // Integers: by squaring, modulo 2^64; negative exponents give the truncated quotient.

@@ -1,7 +1,8 @@
 // Elementary functions of the functors. The float forms have no branch and no call, so that loops
-// over them vectorise (sin and cos look up a table and stay scalar under g++ 12) and host and
-// device give the same bits; contraction must be off, fma is written where meant. The double forms
-// are libm's. pow is libm's for both.
+// over them vectorise (sin and cos look up a table and stay scalar under g++ 12; below kCommonAngle
+// sin_common and cos_common give the same bits without it) and host and device give the same bits;
+// contraction must be off, fma is written where meant. The double forms are libm's. pow is libm's
+// for both.
 //
 // Largest error of the float forms, in units of the last place of the exact result, measured over
 // bit patterns of all finite floats, subnormals included (tests/test_math.cpp holds them to it):
@@ -142,6 +143,16 @@ TS_HD float reduce_half_pi(float x, uint32_t& quadrant) {
   return static_cast<float>(r);
 }
 
+// The same for |x| < kCommonAngle, where the power is 16^0: the same bits, and it vectorises.
+TS_HD float reduce_common_half_pi(float x, uint32_t& quadrant) {
+  constexpr double kRoundDouble = 6755399441055744.0;  // 1.5 * 2^52
+  const double m = static_cast<double>(x);
+  const double shifted = ::fma(m, 0x1.45f306dc9c883p-1, kRoundDouble);
+  const double n = shifted - kRoundDouble;
+  quadrant = static_cast<uint32_t>(__builtin_bit_cast(uint64_t, shifted));
+  return static_cast<float>(::fma(n, -0x1.921fb54442d18p+0, m) + n * -0x1.1a62633145c07p-54);
+}
+
 TS_HD float sin_of_reduced(float r, uint32_t quadrant) {  // sin(r + quadrant * pi / 2)
   const float r2 = r * r;
   float s = 2.831717893e-06f;
@@ -234,6 +245,20 @@ TS_HD float erf(float x) {
 }
 TS_HD double erf(double x) { return ::erf(x); }
 
+inline constexpr float kCommonAngle = 0x1p27f;
+
+TS_HD float sin_common(float x) {  // |x| < kCommonAngle
+  uint32_t quadrant;
+  const float r = detail::reduce_common_half_pi(x, quadrant);
+  const float value = detail::sin_of_reduced(r, quadrant);
+  return x == 0.0f ? x : value;
+}
+TS_HD float cos_common(float x) {  // |x| < kCommonAngle
+  uint32_t quadrant;
+  const float r = detail::reduce_common_half_pi(x, quadrant);
+  return detail::sin_of_reduced(r, quadrant + 1);
+}
+
 TS_HD float sin(float x) {
   uint32_t quadrant;
   const float r = detail::reduce_half_pi(x, quadrant);
@@ -299,6 +324,17 @@ TS_HD float fabs(float x) { return ::fabsf(x); }
 TS_HD double fabs(double x) { return ::fabs(x); }
 TS_HD float fmod(float x, float y) { return ::fmodf(x, y); }
 TS_HD double fmod(double x, double y) { return ::fmod(x, y); }
+// fmod without a call, exact where has_common_quotient: a quotient below 2^27 of two floats is at
+// least 2^-52 away, relatively, from an integer that it is not, so that the division in double
+// truncates to the right one, and 27 + 24 bits of its product are exact.
+TS_HD bool has_common_quotient(float x, float y) {
+  const float size = ::fabsf(y);
+  return (::fabsf(x) < 0x1p27f * size) & (size < detail::float_of(0x7f800000u));
+}
+TS_HD float fmod_common(float x, float y) {
+  const double a = static_cast<double>(x), b = static_cast<double>(y);
+  return ::copysignf(static_cast<float>(::fma(-::trunc(a / b), b, a)), x);
+}
 TS_HD float fma(float x, float y, float z) { return ::fmaf(x, y, z); }
 TS_HD double fma(double x, double y, double z) { return ::fma(x, y, z); }
 TS_HD float copysign(float x, float sign) { return ::copysignf(x, sign); }

@@ -210,6 +210,53 @@ TEST(Elementwise, FormulasWithoutAnIntegerFormAndFloat8ArithmeticAreErrors) {
   EXPECT_THROW(kernels::binary<fn::Add>(random_tensor({3}, kF8E4M3), 1), DTypeError);
 }
 
+// sin, cos, remainder and floor_divide have a form for common arguments that vectorises. Which of
+// both an element meets depends on its neighbours, so both must give the same bits.
+TEST(Elementwise, CommonArgumentsGiveTheBitsOfTheFormulaForAll) {
+  constexpr int64_t kCount = 1 << 15;
+  std::mt19937 engine(7);
+  std::vector<float> a, b;
+  for (int64_t i = 0; i < kCount; ++i) {
+    // Every sign and exponent in the second half; in the first those that the common form takes.
+    const auto any = [&] { return __builtin_bit_cast(float, static_cast<uint32_t>(engine())); };
+    const auto usual = [&](double size) {
+      return static_cast<float>((static_cast<double>(engine()) / 0x1p31 - 1) * size);
+    };
+    a.push_back(i < kCount / 2 ? usual(i % 3 == 0 ? 10 : 1e8) : any());
+    b.push_back(i < kCount / 2 ? usual(i % 5 == 0 ? 100 : 1e3) : any());
+    if (i % 7 == 0) a.back() = b.back() * static_cast<float>(engine() % 2000);  // near a multiple
+  }
+  const float special[] = {0.0f, -0.0f, 1.0f, -3.0f, INFINITY, -INFINITY, NAN};
+  for (float x : special) {
+    for (float y : special) a.push_back(x), b.push_back(y);
+  }
+  const Shape shape{static_cast<int64_t>(a.size())};
+  const Tensor x = raw::from_blob(a.data(), shape, kF32), y = raw::from_blob(b.data(), shape, kF32);
+  const auto expect = [&](const char* name, const Tensor& result, auto&& formula) {
+    int64_t differences = 0;
+    for (size_t i = 0; i < a.size(); ++i) {
+      const float got = result.data_as<float>()[i], wanted = formula(a[i], b[i]);
+      const bool same = std::isnan(wanted) ? std::isnan(got)
+                                           : __builtin_bit_cast(uint32_t, got) ==
+                                                 __builtin_bit_cast(uint32_t, wanted);
+      if (!same && ++differences < 5) {
+        ADD_FAILURE() << name << " of " << a[i] << ", " << b[i] << ": " << got << ", not "
+                      << wanted;
+      }
+    }
+  };
+  expect("sin", kernels::unary<fn::Sin>(x), [](float p, float) { return fn::Sin{}(p); });
+  expect("cos", kernels::unary<fn::Cos>(x), [](float p, float) { return fn::Cos{}(p); });
+  expect("gradient of sin", kernels::binary<fn::SinGrad>(y, x),
+         [](float p, float q) { return fn::SinGrad{}(q, p); });
+  expect("gradient of cos", kernels::binary<fn::CosGrad>(y, x),
+         [](float p, float q) { return fn::CosGrad{}(q, p); });
+  expect("remainder", kernels::binary<fn::Remainder>(x, y),
+         [](float p, float q) { return fn::Remainder{}(p, q); });
+  expect("floor_divide", kernels::binary<fn::FloorDivide>(x, y),
+         [](float p, float q) { return fn::FloorDivide{}(p, q); });
+}
+
 TEST(Elementwise, ResultsDoNotDependOnTheThreadCount) {
   const Tensor x = raw::transpose(random_tensor({500, 300}), 0, 1);
   const Tensor row = random_tensor({500}, kBF16);

@@ -354,6 +354,13 @@ TEST(Reductions, running_sums_and_products_follow_each_dimension) {
       }
     }
   }
+  for (DType dtype : {kF64, kF32}) {  // blocks of eight and what is left, from both ends
+    std::vector<double> ones(21, 1), up(21), down(21);
+    for (size_t i = 0; i < 21; ++i) up[i] = static_cast<double>(i + 1), down[20 - i] = up[i];
+    const Tensor x = tensor(std::span<const double>(ones), {21}, dtype);
+    EXPECT_EQ(kernels::cumsum(x, 0, dtype).to_vector<double>(), up);
+    EXPECT_EQ(kernels::cumsum(x, 0, dtype, true).to_vector<double>(), down);
+  }
   EXPECT_EQ(kernels::cumprod(tensor({1.0, 2.0, 3.0, 4.0}), 0, kF32).to_vector<double>(),
             (std::vector<double>{1, 2, 6, 24}));
 }

@@ -13,13 +13,38 @@ using detail::Loops;
 // Output and inputs are the same memory or apart, never shifted: no iteration depends on another.
 #define TS_ELEMENTWISE_LOOP _Pragma("GCC ivdep") for (int64_t i = 0; i < count; ++i)
 
+// Functors with a common form: a block takes it where it holds for all of it. Bits are the same.
+constexpr int64_t kCommonBlock = 512;
+template <class F, class C>
+inline constexpr bool has_common = std::is_same_v<C, float>&& requires {
+  &F::is_common;
+};
+template <class F, class... Inputs>
+TS_HD bool all_common(int64_t count, const Inputs*... x) {
+  uint32_t others = 0;
+  for (int64_t i = 0; i < count; ++i) others |= static_cast<uint32_t>(!F::is_common(x[i]...));
+  return others == 0;
+}
+
 template <class F, class C>
 void unary_loop(const void* functor, const void* const* inputs, void* output, int64_t count) {
   using R = std::invoke_result_t<const F&, C>;
   const F f = *static_cast<const F*>(functor);
   const C* x = static_cast<const C*>(inputs[0]);
   R* y = static_cast<R*>(output);
-  TS_ELEMENTWISE_LOOP y[i] = f(x[i]);
+  if constexpr (has_common<F, C>) {
+    for (int64_t left = count; left > 0; left -= kCommonBlock) {
+      count = left < kCommonBlock ? left : kCommonBlock;
+      if (all_common<F>(count, x)) {
+        TS_ELEMENTWISE_LOOP y[i] = F::common(x[i]);
+      } else {
+        TS_ELEMENTWISE_LOOP y[i] = f(x[i]);
+      }
+      x += count, y += count;
+    }
+  } else {
+    TS_ELEMENTWISE_LOOP y[i] = f(x[i]);
+  }
 }
 
 template <class F, class C>
@@ -29,7 +54,19 @@ void binary_loop(const void* functor, const void* const* inputs, void* output, i
   const C* a = static_cast<const C*>(inputs[0]);
   const C* b = static_cast<const C*>(inputs[1]);
   R* y = static_cast<R*>(output);
-  TS_ELEMENTWISE_LOOP y[i] = f(a[i], b[i]);
+  if constexpr (has_common<F, C>) {
+    for (int64_t left = count; left > 0; left -= kCommonBlock) {
+      count = left < kCommonBlock ? left : kCommonBlock;
+      if (all_common<F>(count, a, b)) {
+        TS_ELEMENTWISE_LOOP y[i] = F::common(a[i], b[i]);
+      } else {
+        TS_ELEMENTWISE_LOOP y[i] = f(a[i], b[i]);
+      }
+      a += count, b += count, y += count;
+    }
+  } else {
+    TS_ELEMENTWISE_LOOP y[i] = f(a[i], b[i]);
+  }
 }
 
 template <class F, class C, class A>
