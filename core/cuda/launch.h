@@ -65,6 +65,9 @@ __device__ __forceinline__ T* dynamic_shared() {
 
 #define TS_CHECK_ALIGNMENT(pointer, bytes) ((void)0)
 
+// Before a loop over an array that must stay in registers.
+#define TS_UNROLL _Pragma("unroll")
+
 #else
 
 template <class... Parameters, class... Arguments>
@@ -87,6 +90,8 @@ T* dynamic_shared() {
 
 #define TS_CHECK_ALIGNMENT(pointer, bytes) \
   ::tessera::gpu::emulation::check_alignment(pointer, bytes)
+
+#define TS_UNROLL
 
 #endif
 

@@ -66,7 +66,9 @@ TS_DEVICE void for_group(const Channels& size, int64_t total, const F& f) {
   const int64_t plane = first / size.S;
   int64_t s = first % size.S, n = plane / size.C, c = plane % size.C;
   const int count = static_cast<int>(total - first < kGroup ? total - first : kGroup);
-  for (int j = 0; j < count; ++j) {
+  TS_UNROLL
+  for (int j = 0; j < kGroup; ++j) {
+    if (j >= count) break;
     f(j, n, c);
     if (++s == size.S) {
       s = 0;

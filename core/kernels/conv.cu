@@ -220,10 +220,12 @@ __global__ void __launch_bounds__(kBlock)
     }
     __syncthreads();
   }
+  TS_UNROLL
   for (int j = 0; j < kEach; ++j) {
     const int64_t column = column0 + tx + j * kSide;
     if (column >= form.columns) continue;
     const typename Form::Column at = form.column(column);
+    TS_UNROLL
     for (int i = 0; i < kEach; ++i) {
       const int64_t row = row0 + ty * kEach + i;
       if (row < form.rows) form.write(g, row, column, at, part, sums[i][j]);

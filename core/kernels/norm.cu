@@ -1,4 +1,5 @@
 #include <cmath>
+#include <initializer_list>
 
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
@@ -6,11 +7,190 @@
 #include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/reduce.h>
 #include <tessera/core/kernels/rows.cuh>
+#include <tessera/core/kernels/strided.cuh>
 
 namespace tessera::kernels {
 namespace {
 
 DType compute_dtype(DType dtype) { return dtype == kF64 ? kF64 : kF32; }
+
+// Rows of up to 1024 numbers (512 of f64) whose vectors are aligned stay in a warp's registers:
+// read and written once, 16 bytes at a time. Other rows take a block each, which reads them again
+// from the caches.
+template <class T>
+struct InRegisters {
+  static constexpr int kWidth = 16 / sizeof(T);
+  static constexpr int kVectors = static_cast<int>(128 / sizeof(Compute<T>)) / kWidth;
+  static constexpr int kNumbers = kVectors * kWidth;  // of a lane
+  static constexpr int64_t kMost = int64_t{kNumbers} * gpu::kWarp;
+};
+constexpr int kRowsOfBlock = 4;  // a warp each
+constexpr int kRegisterBlock = kRowsOfBlock * gpu::kWarp;
+
+// Calls f(vector of the lane, first column) for the lane's vectors of a row.
+template <class T, class F>
+TS_DEVICE void for_vectors(int64_t C, const F& f) {
+  const int lane = static_cast<int>(threadIdx.x) % gpu::kWarp;
+  TS_UNROLL
+  for (int v = 0; v < InRegisters<T>::kVectors; ++v) {
+    const int64_t c = int64_t{v * gpu::kWarp + lane} * InRegisters<T>::kWidth;
+    if (c < C) f(v, c);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kRegisterBlock)
+    short_row_norm_kernel(const T* x,                // (rows, C)
+                          const T* residual,         // (rows, C) or null
+                          T* sum,                    // (rows, C) where there is a residual
+                          T* y,                      // (rows, C)
+                          const Compute<T>* weight,  // (C) or null
+                          const Compute<T>* bias,    // (C) or null
+                          Compute<T>* mean_out,      // (rows), null for rms_norm
+                          Compute<T>* rstd_out,      // (rows)
+                          int64_t rows, int64_t C, double eps) {
+  using A = Compute<T>;
+  constexpr int kWidth = InRegisters<T>::kWidth;
+  const int64_t row = int64_t{blockIdx.x} * kRowsOfBlock + threadIdx.x / gpu::kWarp;
+  if (row >= rows) return;  // the whole warp
+  A values[InRegisters<T>::kNumbers];
+  double total = 0;
+  for_vectors<T>(C, [&](int v, int64_t c) {
+    gpu::Vector<T, kWidth> in = gpu::load_vector<kWidth>(x + row * C + c);
+    if (residual != nullptr) {
+      const auto other = gpu::load_vector<kWidth>(residual + row * C + c);
+      TS_UNROLL
+      for (int j = 0; j < kWidth; ++j) {
+        in.values[j] = store<T>(load<A>(in.values[j]) + load<A>(other.values[j]));
+      }
+      gpu::store_vector(sum + row * C + c, in);
+    }
+    TS_UNROLL
+    for (int j = 0; j < kWidth; ++j) {
+      const A value = load<A>(in.values[j]);
+      values[v * kWidth + j] = value;
+      total += static_cast<double>(value);
+    }
+  });
+  A mean = 0;
+  if (mean_out != nullptr) {
+    mean = static_cast<A>(gpu::warp_reduce(total, gpu::Plus{}) / static_cast<double>(C));
+  }
+  double squares = 0;
+  for_vectors<T>(C, [&](int v, int64_t) {
+    TS_UNROLL
+    for (int j = 0; j < kWidth; ++j) {
+      const A deviation = values[v * kWidth + j] - mean;
+      squares += static_cast<double>(deviation * deviation);
+    }
+  });
+  squares = gpu::warp_reduce(squares, gpu::Plus{});
+  const A rstd = static_cast<A>(1 / ::sqrt(squares / static_cast<double>(C) + eps));
+  if (threadIdx.x % gpu::kWarp == 0) {
+    if (mean_out != nullptr) mean_out[row] = mean;
+    rstd_out[row] = rstd;
+  }
+  for_vectors<T>(C, [&](int v, int64_t c) {
+    gpu::Vector<A, kWidth> w, b;
+    if (weight != nullptr) w = gpu::load_vector<kWidth>(weight + c);
+    if (bias != nullptr) b = gpu::load_vector<kWidth>(bias + c);
+    gpu::Vector<T, kWidth> out;
+    TS_UNROLL
+    for (int j = 0; j < kWidth; ++j) {
+      A value = (values[v * kWidth + j] - mean) * rstd;
+      if (weight != nullptr) value = value * w.values[j];
+      if (bias != nullptr) value = value + b.values[j];
+      out.values[j] = store<T>(value);
+    }
+    gpu::store_vector(y + row * C + c, out);
+  });
+}
+
+// A block walks kNormRows rows, a warp every fourth of them; the sums of its columns stay in
+// registers and are joined in the order of the warps.
+template <class T>
+__global__ void __launch_bounds__(kRegisterBlock)
+    short_row_norm_backward_kernel(const T* dy,               // (rows, C)
+                                   const T* dsum,             // (rows, C) or null
+                                   const T* x,                // (rows, C)
+                                   const Compute<T>* weight,  // (C) or null
+                                   const Compute<T>* mean,    // (rows), null for rms_norm
+                                   const Compute<T>* rstd,    // (rows)
+                                   T* dx,                     // (rows, C) or null
+                                   Compute<T>* dweights,      // (blocks, C) or null
+                                   Compute<T>* dbiases,       // (blocks, C) or null
+                                   int64_t rows, int64_t C) {
+  using A = Compute<T>;
+  constexpr int kWidth = InRegisters<T>::kWidth, kNumbers = InRegisters<T>::kNumbers;
+  TS_SHARED(A, joined, InRegisters<T>::kMost);
+  const int warp = static_cast<int>(threadIdx.x) / gpu::kWarp;
+  const int64_t begin = int64_t{blockIdx.x} * kNormRows;
+  const int64_t end = begin + kNormRows < rows ? begin + kNormRows : rows;
+  A dweight[kNumbers] = {}, dbias[kNumbers] = {};
+  for (int64_t row = begin + warp; row < end; row += kRowsOfBlock) {
+    const A m = mean != nullptr ? mean[row] : A(0), r = rstd[row];
+    A xhats[kNumbers], gs[kNumbers];  // g = dy weight
+    double sum = 0, product = 0;      // of g and g xhat
+    for_vectors<T>(C, [&](int v, int64_t c) {
+      const auto grads = gpu::load_vector<kWidth>(dy + row * C + c);
+      const auto in = gpu::load_vector<kWidth>(x + row * C + c);
+      gpu::Vector<A, kWidth> w;
+      if (weight != nullptr) w = gpu::load_vector<kWidth>(weight + c);
+      TS_UNROLL
+      for (int j = 0; j < kWidth; ++j) {
+        const int i = v * kWidth + j;
+        const A grad = load<A>(grads.values[j]);
+        xhats[i] = (load<A>(in.values[j]) - m) * r;
+        gs[i] = weight != nullptr ? grad * w.values[j] : grad;
+        sum += static_cast<double>(gs[i]);
+        product += static_cast<double>(gs[i] * xhats[i]);
+        dweight[i] += grad * xhats[i];
+        dbias[i] += grad;
+      }
+    });
+    if (dx == nullptr) continue;
+    A mean_g = 0;
+    if (mean != nullptr) {
+      mean_g = static_cast<A>(gpu::warp_reduce(sum, gpu::Plus{}) / static_cast<double>(C));
+    }
+    const A mean_product =
+        static_cast<A>(gpu::warp_reduce(product, gpu::Plus{}) / static_cast<double>(C));
+    for_vectors<T>(C, [&](int v, int64_t c) {
+      gpu::Vector<T, kWidth> more, out;
+      if (dsum != nullptr) more = gpu::load_vector<kWidth>(dsum + row * C + c);
+      TS_UNROLL
+      for (int j = 0; j < kWidth; ++j) {
+        const int i = v * kWidth + j;
+        A value = (gs[i] - mean_g - xhats[i] * mean_product) * r;
+        if (dsum != nullptr) value = value + load<A>(more.values[j]);
+        out.values[j] = store<T>(value);
+      }
+      gpu::store_vector(dx + row * C + c, out);
+    });
+  }
+  const auto join = [&](const A(&own)[kNumbers], A* result) {
+    if (result == nullptr) return;  // all threads
+    for (int turn = 0; turn < kRowsOfBlock; ++turn) {
+      if (warp == turn) {
+        for_vectors<T>(C, [&](int v, int64_t c) {
+          TS_UNROLL
+          for (int j = 0; j < kWidth; ++j) {
+            const A before = turn > 0 ? joined[c + j] : A(0);
+            const A value = before + own[v * kWidth + j];
+            if (turn + 1 < kRowsOfBlock) {
+              joined[c + j] = value;
+            } else {
+              result[blockIdx.x * C + c + j] = value;
+            }
+          }
+        });
+      }
+      __syncthreads();
+    }
+  };
+  join(dweight, dweights);
+  join(dbias, dbiases);
+}
 
 // One block a row: residual added and written, mean, variance of the deviations, result.
 template <class T>
@@ -123,6 +303,13 @@ T* data_or_null(const Tensor& x) {
   return x.defined() ? x.data_as<T>() : nullptr;
 }
 
+template <class T>
+bool stays_in_registers(int64_t columns, std::initializer_list<const Tensor*> operands) {
+  bool result = columns <= InRegisters<T>::kMost && columns % InRegisters<T>::kWidth == 0;
+  for (const Tensor* x : operands) result = result && (!x->defined() || is_aligned(x->data()));
+  return result;
+}
+
 RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t columns,
                               const Tensor& weight, const Tensor& bias, double eps, bool center) {
   const int64_t rows = columns == 0 ? 0 : x.numel() / columns;
@@ -137,9 +324,16 @@ RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t c
   const Tensor other = in_dtype(residual, x.dtype());
   dispatch_floating(x.dtype(), "layer_norm", [&]<class T>() {
     using A = Compute<T>;
-    gpu::launch({.name = center ? "layer_norm" : "rms_norm",
-                 .grid = static_cast<unsigned>(rows),
-                 .block = row_threads(columns)},
+    const char* const name = center ? "layer_norm" : "rms_norm";
+    if (stays_in_registers<T>(columns, {&source, &other, &result.sum, &result.y, &w, &b})) {
+      gpu::launch({.name = name, .grid = gpu::blocks(rows, kRowsOfBlock), .block = kRegisterBlock},
+                  short_row_norm_kernel<T>, source.data_as<T>(), data_or_null<T>(other),
+                  data_or_null<T>(result.sum), result.y.data_as<T>(), data_or_null<A>(w),
+                  data_or_null<A>(b), data_or_null<A>(result.mean), result.rstd.data_as<A>(), rows,
+                  columns, eps);
+      return;
+    }
+    gpu::launch({.name = name, .grid = static_cast<unsigned>(rows), .block = row_threads(columns)},
                 row_norm_kernel<T>, source.data_as<T>(), data_or_null<T>(other),
                 data_or_null<T>(result.sum), result.y.data_as<T>(), data_or_null<A>(w),
                 data_or_null<A>(b), data_or_null<A>(result.mean), result.rstd.data_as<A>(), columns,
@@ -164,13 +358,15 @@ RowNormGradients row_norm_backward_cuda(const Tensor& dy, const Tensor& dsum, co
     const Tensor more = in_dtype(dsum, x.dtype()), w = in_dtype(weight, compute);
     dispatch_floating(x.dtype(), "layer_norm", [&]<class T>() {
       using A = Compute<T>;
+      const bool is_short =
+          stays_in_registers<T>(columns, {&grad, &more, &source, &w, &result.input});
       gpu::launch({.name = "norm_backward",
                    .grid = static_cast<unsigned>(blocks),
-                   .block = row_threads(columns)},
-                  row_norm_backward_kernel<T>, grad.data_as<T>(), data_or_null<T>(more),
-                  source.data_as<T>(), data_or_null<A>(w), data_or_null<A>(mean), rstd.data_as<A>(),
-                  data_or_null<T>(result.input), data_or_null<A>(dweights),
-                  data_or_null<A>(dbiases), rows, columns);
+                   .block = is_short ? kRegisterBlock : row_threads(columns)},
+                  is_short ? short_row_norm_backward_kernel<T> : row_norm_backward_kernel<T>,
+                  grad.data_as<T>(), data_or_null<T>(more), source.data_as<T>(), data_or_null<A>(w),
+                  data_or_null<A>(mean), rstd.data_as<A>(), data_or_null<T>(result.input),
+                  data_or_null<A>(dweights), data_or_null<A>(dbiases), rows, columns);
     });
   }
   if (wanted[1]) result.weight = sum(dweights, {0}, false, compute);

@@ -2,6 +2,7 @@
 // result on the emulated device against the CPU's.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -194,6 +195,36 @@ TEST(CudaLoss, InPlaceGradientsOfRowsWithAndWithoutVectors) {
       const double eps = dtype == kF32 ? 0x1p-23 : dtype == kBF16 ? 0x1p-8 : 0x1p-10;
       expect_close(got[0], expected[0], 16 * eps);
       expect_close(got[1], expected[1], eps);  // at most 1/2
+    }
+  }
+}
+
+// In registers, in registers with idle lanes, too wide for them, not aligned.
+TEST(CudaNorm, RowsOfAllWidths) {
+  for (const int64_t width : {512, 24, 1032, 13}) {
+    for (const DType dtype : {kF32, kBF16, kF64}) {
+      // More rows than a block of the backward has.
+      const Tensor x = mul(numbers({67, width}, kF32), 0.125).to(dtype);
+      const Tensor weight = add(mul(numbers({width}, kF32, 9), 0.1), 1).to(dtype);
+      const Tensor bias = mul(numbers({width}, kF32, 11), 0.1).to(dtype);
+      const Tensor grad = mul(numbers({67, width}, kF32, 41), 0.05).to(dtype);
+      const auto run = [&](const Device& device) {
+        const Tensor a = leaf(x.to(device)), w = leaf(weight.to(device)), b = leaf(bias.to(device));
+        const auto [sum, y] = residual_layer_norm(a, a, {width}, w, b);
+        const Tensor z = rms_norm(sum, {width}, w);
+        add(add(y, z), sum).backward(grad.to(device));
+        return std::vector<Tensor>{y.detach(), z.detach(), a.grad(), w.grad(), b.grad()};
+      };
+      const std::vector<Tensor> got = run(kGpu), expected = run(kCpu);
+      const double eps = dtype == kF64 ? 0x1p-52 : dtype == kF32 ? 0x1p-23 : 0x1p-8;
+      for (size_t i = 0; i < got.size(); ++i) {
+        double largest = 1;
+        for (const double value : expected[i].to_vector()) {
+          largest = std::max(largest, std::abs(value));
+        }
+        SCOPED_TRACE(testing::Message() << "result " << i << " of width " << width);
+        expect_close(got[i], expected[i], 16 * eps * largest);
+      }
     }
   }
 }
