@@ -23,8 +23,8 @@ struct SummaryRow {
   std::string output;          // shapes of the tensors it returned at first, "" if never called
   int64_t parameters = 0;      // of the module and its children, tied ones once
   int64_t own_parameters = 0;  // without its children
-  double flops = 0;            // of all its calls: products, convolutions, attention; children included
-  int64_t output_bytes = 0;    // what all its calls returned
+  double flops = 0;  // of all its calls: products, convolutions, attention; children included
+  int64_t output_bytes = 0;  // what all its calls returned
   int64_t calls = 0;
 };
 
