@@ -171,7 +171,8 @@ TEST(Schedules, StayWhereTheirOwnOptimizerSkipped) {
   }
 }
 
-// SCH-2
+// SCH-2, and trap 2: the option that lets accumulation count as steps never does. Here accumulation
+// never counts.
 TEST(Schedules, ALinearScheduleOfTwentyReachesZeroAfterTenUpdatesOfTwoRanks) {
   for (const int64_t steps : {1, 2, 4}) {
     for (const bool updates : {true, false}) {

@@ -16,6 +16,7 @@
 #include <tessera/accelerate/batch_size.h>
 #include <tessera/accelerate/logging.h>
 #include <tessera/accelerate/process_control.h>
+#include <tessera/core/allocator.h>
 #include <tessera/core/error.h>
 
 namespace tessera {
@@ -390,8 +391,28 @@ TEST(BatchSize, ZeroIsAnErrorAndOthersPass) {
       find_executable_batch_size(ranks, 16, [](int64_t) { throw OutOfMemory(""); },
                                  {.next = [](int64_t size) { return size; }, .on_failure = {}}),
       ValueError);
-  // A body that takes something else than the size does not compile.
-  static_assert(!std::invocable<decltype([](int64_t, int64_t) {}), int64_t>);
+}
+
+// MEM-1: what a try that failed had allocated is gone before the next one. A body that takes the
+// size twice does not compile.
+template <class Body>
+concept Searchable = requires(const ProcessControl& ranks, Body body) {
+  find_executable_batch_size(ranks, 16, body);
+};
+TEST(BatchSize, ATryThatFailedLeavesNoMemoryBehind) {
+  static_assert(Searchable<decltype([](int64_t) {})>);
+  static_assert(!Searchable<decltype([](int64_t, int64_t) {})>);
+  const ProcessControl ranks;
+  const int64_t start = memory_stats()->current();
+  std::vector<int64_t> held;
+  find_executable_batch_size(ranks, 16, [&](int64_t size) {
+    held.push_back(memory_stats()->current());
+    const Tensor activations = raw::empty({size, 1024}, kF32);
+    const Tensor gradients = raw::empty({size, 1024}, kF32);
+    if (size > 10) throw OutOfMemory("allocate: no room");
+  });
+  EXPECT_EQ(held, std::vector<int64_t>(4, start));  // 16 14 12 10
+  EXPECT_EQ(memory_stats()->current(), start);
 }
 
 // Trap 23: every rank retries by itself.

@@ -574,6 +574,39 @@ TEST(LocalSGD, RanksStepAloneAndAverageEveryFewUpdates) {
   }
 }
 
+// LSG-1: with an average after each step of SGD it is data-parallel training, and at its end all
+// ranks hold the same.
+TEST(LocalSGD, AveragingAfterEachStepOfSgdIsDataParallelTraining) {
+  for (const int size : {2, 4}) {
+    on_ranks(size, [&](int rank) {
+      const Line line(16 * size * 6);
+      const auto train = [&](bool local_steps) {
+        Accelerator accelerator({.gradient_accumulation_steps = 2});
+        Regression model;
+        optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+        accelerator.prepare(model, optimizer);
+        LocalSGD local(accelerator, model, {.steps = 1, .enabled = local_steps});
+        for (int turn = 0; turn < 6; ++turn) {
+          const auto [begin, end] = share(turn, rank, size);
+          const auto micro = accelerator.accumulate(model);
+          accelerator.backward(loss_of(model, line.rows(begin, end)));
+          optimizer.step(), optimizer.zero_grad();
+          local.step();
+        }
+        local.finish();
+        for (const Tensor& parameter : model.parameters()) {
+          const Tensor all = accelerator.gather(parameter.detach());
+          for (int other = 1; other < size; ++other) {
+            EXPECT_EQ(all[other].item(), all[0].item()) << other;
+          }
+        }
+        return values_of(model);
+      };
+      EXPECT_TRUE(near(train(true), train(false), 1e-6));
+    });
+  }
+}
+
 TEST(LocalSGD, DoesNothingInOneProcess) {
   const Line line(8);
   Accelerator accelerator;

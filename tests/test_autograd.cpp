@@ -429,6 +429,7 @@ TEST(Threads, RunBackwardToTheSameLeavesAtOnce) {
   EXPECT_EQ(x.grad().to_vector(), (Values{400, 400, 400, 400}));
 }
 
+// Trap 20: what is recomputed draws other random numbers.
 TEST(Checkpoint, GivesTheSameGradientsFromLessMemory) {
   const Tensor weight = leaf({0.5, -0.25, 1.5});
   const auto block = [&](const Tensor& x) {

@@ -135,7 +135,7 @@ TEST_F(ModelFiles, ShardsOfAnEarlierSaveGoAndOtherFilesStay) {
                                                     "model.safetensors"}));
 }
 
-// Trap: a path that is a file is only logged, and nothing saved.
+// Trap 29: a path that is a file is only logged, and nothing saved.
 TEST_F(ModelFiles, TrapAPathThatIsAFileIsAnErrorOnEveryRank) {
   folder_.write("out", "text");
   std::atomic<int> threw{0};

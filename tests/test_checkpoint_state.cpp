@@ -96,7 +96,7 @@ TEST_F(StateCheckpoints, CKP1ElevenSavesWithALimitOfTwoLeaveNineAndTen) {
   EXPECT_EQ(saved_numbers(), (Numbers{9, 10})) << "by number, not by spelling";
 }
 
-// Trap: rotation deletes before the new checkpoint is written, and before it is known whether its
+// Trap 11: rotation deletes before the new checkpoint is written, and before it is known whether its
 // name is free.
 TEST_F(StateCheckpoints, TrapRotationComesAfterTheCommitAndATakenNameDeletesNothing) {
   Training training(1);
@@ -262,7 +262,7 @@ TEST_F(StateCheckpoints, ACK1AnotherNumberOfRanksGoesOnWithTheSameBits) {
   }
 }
 
-// Trap: a load only logs that it could not restore random numbers.
+// Trap 12: a load only logs that it could not restore random numbers.
 TEST_F(StateCheckpoints, TrapEveryRanksRandomNumbersComeBackAndAreNotGuessedForAnotherNumber) {
   run_ranks(2, [&](int rank) {
     Training training(2);
@@ -284,7 +284,7 @@ TEST_F(StateCheckpoints, TrapEveryRanksRandomNumbersComeBackAndAreNotGuessedForA
   EXPECT_EQ(random_state().seed, 6u);
 }
 
-// Trap #3896: without a barrier a rank loads before others have written. Trap PR#4164: ranks that
+// Trap 13: without a barrier a rank loads before others have written. Trap 14: ranks that
 // write one file.
 TEST_F(StateCheckpoints, TrapEveryRankMayLoadAsSoonAsItsOwnSaveReturns) {
   run_ranks(4, [&](int rank) {

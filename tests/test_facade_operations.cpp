@@ -212,6 +212,7 @@ TEST(FacadeOperations, OPS_10_AMismatchWithoutDebugModeIsAnErrorAndNoHang) {
   });
 }
 
+// UTL-1: types stay.
 TEST(FacadeOperations, OPS_1_NestedValuesKeepTheirStructure) {
   run_ranks(2, [](int rank) {
     const Tensor own = range(rank, 1);

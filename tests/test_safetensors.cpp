@@ -93,6 +93,14 @@ TEST_F(SafeTensors, EveryDTypeAndShapeComesBackAsItWasWritten) {
   expect_same(load_safetensors(path()).at("i64.matrix"), tensors.at("i64.matrix"));
 }
 
+// UTL-1
+TEST_F(SafeTensors, ASavedViewIsNotItsWholeStorage) {
+  const Tensor large = counting({1000, 100}, kF32);
+  save_safetensors(path(), {{"row", raw::narrow(large, 0, 7, 1)}});
+  EXPECT_LT(std::filesystem::file_size(path()), 100 * 4 + 200u);
+  expect_same(load_safetensors(path()).at("row"), raw::narrow(large, 0, 7, 1));
+}
+
 TEST_F(SafeTensors, AnyLayoutIsWrittenRowMajor) {
   const Tensor x = counting({4, 6}, kF32);
   const std::map<std::string, Tensor> views = {
