@@ -1,6 +1,7 @@
 // Documents tell the truth: code that they show is code that is compiled, links lead somewhere.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -56,6 +57,17 @@ TEST(Documents, ReadmeShowsTheQuickstartProgramAsItIs) {
   const std::string program = read(kRoot / "examples/quickstart.cpp");
   ASSERT_FALSE(program.empty());
   EXPECT_EQ(code_block(read(kRoot / "README.md"), "int main()"), program);
+}
+
+TEST(Documents, TheMigrationPageShowsAProgramThatIsCompiledBesideItsScript) {
+  const std::string page = read(kRoot / "docs/accelerator.md");
+  const std::string program = read(kRoot / "examples/by_feature/from_accelerate.cpp");
+  EXPECT_EQ(code_block(page, "struct Classifier"), program);
+  const size_t begin = page.find("```python\n") + 10;
+  const std::string script = page.substr(begin, page.find("```", begin) - begin);
+  EXPECT_EQ(std::count(script.begin(), script.end(), '\n'),
+            std::count(program.begin(), program.end(), '\n'))
+      << "line n is line n";
 }
 
 TEST(Documents, RelativeLinksLeadToFiles) {
