@@ -96,8 +96,8 @@ TEST_F(StateCheckpoints, CKP1ElevenSavesWithALimitOfTwoLeaveNineAndTen) {
   EXPECT_EQ(saved_numbers(), (Numbers{9, 10})) << "by number, not by spelling";
 }
 
-// Trap 11: rotation deletes before the new checkpoint is written, and before it is known whether its
-// name is free.
+// Trap 11: rotation deletes before the new checkpoint is written, and before it is known whether
+// its name is free.
 TEST_F(StateCheckpoints, TrapRotationComesAfterTheCommitAndATakenNameDeletesNothing) {
   Training training(1);
   StateIo io(automatic(1));
