@@ -6,19 +6,29 @@
 // S = {"op": name in torch or torch.nn.functional,
 //      "inputs": [names of tensors in IN in the order of torch's signature, null = absent],
 //      "attrs": {torch's keyword: value; dtypes as "bfloat16"},
-//      "grad_of": [names], "grad_output": name (a list of names for several outputs), "device":
-//      "cpu"}
+//      "grad_of": [names], "grad_output": name (a list of names for several outputs),
+//      "device": "cpu", "cuda" or "cuda:N"}
 // OUT holds y (y0, y1, ... where torch returns several) and grad.NAME. A gradient that does not
 // depend on an input is zero. Without grad_output, the only element of y gets 1.
-// Exit codes: 0 done; 2 a wrong specification or input, explained on stderr; 1 OUT not written.
+// Where there is no GPU, "cuda" is the emulation on the CPU: op_runner_emulated beside this
+// program, which is the same one linked with it. OUT's metadata says under "device" which it was,
+// and with the emulation stderr does. Exit codes: 0 done; 2 a wrong specification or input,
+// explained on stderr; 1 OUT not written.
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
+#include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <sstream>
 #include <string>
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/error.h>
 #include <tessera/core/mapped_file.h>
 #include <tessera/core/safetensors.h>
@@ -39,6 +49,7 @@ struct Spec {
   Attrs attrs;
   std::vector<std::string> grad_of;
   std::vector<std::string> grad_output;
+  Device device = kCpu;
 };
 
 std::vector<std::string> names_of(const json& list, std::string_view field) {
@@ -80,7 +91,10 @@ Spec parse_spec(const std::string& path) {
       spec.grad_output = value.is_string() ? std::vector<std::string>{value.get<std::string>()}
                                            : names_of(value, key);
     } else if (key == "device") {
-      TS_CHECK_DEVICE(value == "cpu", kWhere, "'device' is \"cpu\"; got ", value.dump());
+      const std::string name = value.is_string() ? value.get<std::string>() : "";
+      TS_CHECK_DEVICE(name == "cpu" || name.starts_with("cuda"), kWhere,
+                      "'device' is \"cpu\", \"cuda\" or \"cuda:N\"; got ", value.dump());
+      spec.device = parse_device(name);
     } else {
       TS_THROW(ValueError, kWhere, "unknown field '", key,
                "'; a specification has op, inputs, attrs, grad_of, grad_output, device");
@@ -100,7 +114,7 @@ std::map<std::string, Tensor> run(const Spec& spec, const SafeTensorsFile* file)
     TS_CHECK(file != nullptr, kWhere, "'--inputs' is missing, and the specification names '", name,
              "'");
     Tensor& loaded = tensors[name];
-    if (!loaded.defined()) loaded = file->load(name);
+    if (!loaded.defined()) loaded = file->load(name).to(spec.device);
     return loaded;
   };
   TensorList inputs, wanted;
@@ -114,10 +128,22 @@ std::map<std::string, Tensor> run(const Spec& spec, const SafeTensorsFile* file)
                    "' is ", x);
     wanted.push_back(x.set_requires_grad());
   }
-  const Result result = call_op(*row, inputs, spec.attrs);
+  Attrs attrs = spec.attrs;
+  if (row->parameters.empty() && !attrs.has("device")) {  // made from nothing, on that device
+    std::ostringstream name;
+    name << spec.device;
+    AttrValue device;
+    device.kind = AttrValue::Kind::kString;
+    device.text = name.str();
+    attrs.set("device", device);
+  }
+  const Result result = call_op(*row, inputs, attrs);
 
   std::map<std::string, Tensor> outputs;
   for (size_t i = 0; i < result.tensors.size(); ++i) {
+    const Tensor& y = result.tensors[i];
+    TS_CHECK_DEVICE(y.device() == spec.device, kWhere, "'device' is ", spec.device, ", and '",
+                    spec.op, "' gave ", y);
     outputs[result.several ? "y" + std::to_string(i) : "y"] = result.tensors[i].detach();
   }
   if (wanted.empty()) return outputs;
@@ -155,6 +181,24 @@ std::map<std::string, Tensor> run(const Spec& spec, const SafeTensorsFile* file)
   return outputs;
 }
 
+// "cpu", or the GPU that `cuda` stands for in this program.
+std::string describe(const Device& device) {
+  if (device.is_cpu()) return "cpu";
+  const bool emulated = gpu::backend_kind() == gpu::BackendKind::kEmulated;
+  return (emulated ? "emulated on the CPU: " : "") + gpu::describe_device(device.index);
+}
+
+// Becomes op_runner_emulated, where this program has no GPU and that one was built.
+void continue_emulated(char** arguments) {
+  const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe");
+  const std::string other = self.parent_path() / "op_runner_emulated";
+  TS_CHECK_DEVICE(std::filesystem::exists(other), kWhere, "'device' is cuda, and ",
+                  gpu::unavailable_reason(), "; the emulation was not built either: '", other,
+                  "' is missing (it needs Boost.Context, g++ and a build without TSan)");
+  execv(other.c_str(), arguments);
+  TS_THROW(IoError, kWhere, "cannot start '", other, "': ", std::strerror(errno));
+}
+
 constexpr const char* kUsage =
     "usage: op_runner --list\n"
     "       op_runner --spec S.json --inputs IN.safetensors --outputs OUT.safetensors\n";
@@ -187,17 +231,25 @@ int main(int count, char** arguments) {
     return 2;
   }
   std::map<std::string, Tensor> outputs;
+  std::string device;
   try {
     const Spec spec = parse_spec(options["--spec"]);
+    if (spec.device.is_cuda() && gpu::device_count() == 0) continue_emulated(arguments);
+    device = describe(spec.device);
+    if (gpu::backend_kind() == gpu::BackendKind::kEmulated) {
+      std::fprintf(stderr, "op_runner: device %s\n", device.c_str());
+    }
     std::optional<SafeTensorsFile> file;
     if (options.contains("--inputs")) file.emplace(options["--inputs"]);
-    outputs = run(spec, file ? &*file : nullptr);
+    for (auto& [name, tensor] : run(spec, file ? &*file : nullptr)) {
+      outputs[name] = tensor.to(kCpu);
+    }
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 2;
   }
   try {
-    save_safetensors(options["--outputs"], outputs);
+    save_safetensors(options["--outputs"], outputs, {{"device", device}});
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;

@@ -261,6 +261,8 @@ std::optional<DType> Attrs::dtype() {
   return dtype;
 }
 
+Device Attrs::device() { return parse_device(text("device", "cpu")); }
+
 void Attrs::only(std::string_view key, bool value) {
   if (flag(key, value) != value)
     fail("'", key, "' is served as ", value ? "true" : "false", " only");

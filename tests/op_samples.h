@@ -63,6 +63,7 @@ class Attrs {
   std::vector<std::optional<int64_t>> maybe_integers(std::string_view key);  // a list with nulls
   std::vector<double> numbers(std::string_view key);  // a list, or one number
   std::optional<DType> dtype();                       // of "dtype"
+  Device device();                                    // of "device"; the CPU where it is absent
   // A keyword of torch that tessera serves with one value only.
   void only(std::string_view key, bool value);
 

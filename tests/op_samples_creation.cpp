@@ -6,7 +6,9 @@ namespace {
 
 using enum Differentiable;
 
-TensorOptions options_of(Attrs& a) { return {.dtype = a.dtype().value_or(kF32)}; }
+TensorOptions options_of(Attrs& a, DType natural = kF32) {
+  return {.dtype = a.dtype().value_or(natural), .device = a.device()};
+}
 
 Tensor like(const Args& in, Attrs& a, Tensor (*make)(const Tensor&)) {
   const std::optional<DType> dtype = a.dtype();
@@ -48,14 +50,14 @@ std::vector<OpRow> creation_rows() {
                  const DType natural = value.kind() == Scalar::Kind::kBool  ? kBool
                                        : value.kind() == Scalar::Kind::kInt ? kI64
                                                                             : kF32;
-                 return full(a.integers("size"), value, {.dtype = a.dtype().value_or(natural)});
+                 return full(a.integers("size"), value, options_of(a, natural));
                },
                {{{}, R"({"size": [2, 3], "fill_value": 1.5})"},
                 {{}, R"({"size": [3], "fill_value": 7})"}}),
       creation("arange",
                [](const Args&, Attrs& a) -> Result {
                  return arange(a.scalar("start", 0), a.scalar("end"), a.scalar("step", 1),
-                               a.dtype());
+                               a.dtype(), a.device());
                },
                {{{}, R"({"end": 7})"}, {{}, R"({"start": 1, "end": -2.5, "step": -0.5})"}}),
       creation("linspace",
@@ -105,14 +107,15 @@ std::vector<OpRow> creation_rows() {
       creation(
           "randint",
           [](const Args&, Attrs& a) -> Result {
-            return randint(a.integer("low", 0), a.integer("high"), a.integers("size"),
-                           a.dtype().value_or(kI64));
+            const Tensor numbers = randint(a.integer("low", 0), a.integer("high"),
+                                           a.integers("size"), a.dtype().value_or(kI64));
+            return numbers.to(a.device());
           },
           {{{}, R"({"high": 9, "size": [2, 3]})"}}, true),
       creation(
           "randperm",
           [](const Args&, Attrs& a) -> Result {
-            const Tensor order = randperm(a.integer("n"));
+            const Tensor order = randperm(a.integer("n")).to(a.device());
             const std::optional<DType> dtype = a.dtype();
             return dtype ? to(order, *dtype) : order;
           },

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <sstream>
 
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/safetensors.h>
 
@@ -108,6 +109,34 @@ TEST_F(OpRunner, CreationNeedsNoInputs) {
   ASSERT_EQ(execute("--spec " + path("spec") + " --outputs " + path("out")), 0) << read("stderr");
   EXPECT_EQ(output("y"), (Values{3, 3}));
   EXPECT_EQ(SafeTensorsFile(path("out")).entry("y").dtype, kBF16);
+}
+
+TEST_F(OpRunner, TheDeviceCudaIsAGpuOrItsEmulationAndTheOutputSaysWhich) {
+  const std::string spec =
+      R"({"op": "mul", "inputs": ["x", "z"], "grad_of": ["x"], "grad_output": "g", "device": "cuda"})";
+  if (!std::filesystem::exists(std::string(TESSERA_OP_RUNNER) + "_emulated") &&
+      gpu::device_count() == 0) {
+    expect_refused(spec, "op_runner_emulated");
+    GTEST_SKIP() << "there is no GPU, and its emulation was not built";
+  }
+  ASSERT_EQ(run(spec), 0) << read("stderr");
+  EXPECT_EQ(output("y"), (Values{1, -2, 3, 0.5}));
+  EXPECT_EQ(output("grad.x"), (Values{1, 2, 3, 4}));
+  const std::string device = SafeTensorsFile(path("out")).metadata().at("device");
+  EXPECT_EQ(device.starts_with("emulated on the CPU"), gpu::device_count() == 0) << device;
+  EXPECT_EQ(read("stderr").find(device) != std::string::npos, gpu::device_count() == 0);
+  ASSERT_EQ(run(R"({"op": "full", "inputs": [], "attrs": {"size": [2], "fill_value": 3},
+                    "device": "cuda:0"})"),
+            0)
+      << read("stderr");
+  EXPECT_EQ(output("y"), (Values{3, 3}));
+  expect_refused(R"({"op": "relu", "inputs": ["x"], "device": "cuda:99"})", "cuda:99");
+}
+
+TEST_F(OpRunner, TheCpuIsNamedToo) {
+  ASSERT_EQ(run(R"({"op": "relu", "inputs": ["x"]})"), 0) << read("stderr");
+  EXPECT_EQ(SafeTensorsFile(path("out")).metadata().at("device"), "cpu");
+  EXPECT_EQ(read("stderr"), "");
 }
 
 TEST_F(OpRunner, ListNamesEveryOp) {
