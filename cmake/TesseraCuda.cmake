@@ -7,7 +7,9 @@
 file(GLOB cuda_runtime_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/cuda/*.cpp)
 file(GLOB cuda_kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*.cu)
 
-add_library(tessera_core_no_cuda STATIC core/cuda/none/backend_none.cpp)
+set(without_cublaslt core/cuda/none/gemm_none.cpp)
+add_library(tessera_core_no_cuda STATIC core/cuda/none/backend_none.cpp core/cuda/gemm.cpp
+  ${without_cublaslt})
 set_target_properties(tessera_core_no_cuda PROPERTIES EXPORT_NAME core_no_cuda POSITION_INDEPENDENT_CODE ON)
 target_link_libraries(tessera_core_no_cuda PRIVATE $<BUILD_INTERFACE:tessera_compile> PUBLIC tessera_core)
 set(tessera_gpu tessera_core_no_cuda)
@@ -20,6 +22,14 @@ if(TESSERA_CUDA_FOUND)
   endif()
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)
+  # cuBLASLt is loaded when a product asks for it; only its header is needed here.
+  find_path(TESSERA_CUBLASLT_INCLUDE cublasLt.h HINTS ${CUDAToolkit_INCLUDE_DIRS})
+  mark_as_advanced(TESSERA_CUBLASLT_INCLUDE)
+  if(NOT TESSERA_CUBLASLT_INCLUDE)
+    message(STATUS "tessera: no cublasLt.h: matrix products run on own kernels; install libcublas-dev")
+    list(FILTER cuda_runtime_sources EXCLUDE REGEX "/native_gemm.cpp$")
+    list(APPEND cuda_runtime_sources ${without_cublaslt})
+  endif()
   # C++20 is asked for by hand: CMake 3.25 does not know it for nvcc 13. No contraction: the kernels
   # give the bits of the CPU's formulas. A kernel that spills registers fails the build.
   add_library(tessera_cuda_kernels OBJECT ${cuda_kernel_sources})
@@ -41,6 +51,7 @@ if(TESSERA_CUDA_FOUND)
   # program runs where there is none.
   target_link_libraries(tessera_core_cuda PRIVATE $<BUILD_INTERFACE:tessera_compile>
     PUBLIC tessera_core CUDA::cudart_static)
+  target_link_libraries(tessera_core_cuda PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
   set(tessera_gpu tessera_core_cuda)
 endif()
 

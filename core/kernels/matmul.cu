@@ -1,8 +1,10 @@
-// Matrix products without a library: the fallback where cuBLASLt does not serve a dtype or layout,
-// and what the emulation runs. Tiles of 32 x 32 in shared memory, sums in the compute type in the
-// order of K: the bits depend on the shape alone.
+// Matrix products: by cuBLASLt (core/cuda/gemm.h) where it serves them, else by the tiles below,
+// which are also what the emulation runs. Tiles of 32 x 32 in shared memory, sums in the compute
+// type in the order of K: the bits depend on the shape alone.
 #include <tessera/core/kernels/matmul.h>
 
+#include <tessera/core/context.h>
+#include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
@@ -67,6 +69,50 @@ __global__ void matmul_kernel(const Product p, const T* a, const T* b, const T* 
   }
 }
 
+// The last two dimensions as the library reads them, with one stride from matrix to matrix;
+// `batch_strides` are merged ones. Nothing where strides are of another kind.
+bool as_operand(const Tensor& x, const Walk& batch, int operand, gpu::GemmMatrix& matrix) {
+  const int64_t rows = x.size(-2), columns = x.size(-1);
+  const bool by_rows = columns == 1 || x.stride(-1) == 1;
+  const bool by_columns = rows == 1 || x.stride(-2) == 1;
+  if (by_rows && (rows == 1 || x.stride(-2) >= columns)) {
+    matrix.transposed = false;
+    matrix.leading = rows == 1 ? columns : x.stride(-2);
+  } else if (by_columns && (columns == 1 || x.stride(-1) >= rows)) {
+    matrix.transposed = true;
+    matrix.leading = columns == 1 ? rows : x.stride(-1);
+  } else {
+    return false;
+  }
+  if (batch.dims > 1) return false;
+  matrix.dtype = x.dtype();
+  matrix.data = x.data();
+  matrix.batch_stride = batch.dims == 1 ? batch.strides[operand][0] : 0;
+  return true;
+}
+
+bool multiply_by_library(const Tensor& a, const Tensor& b, const Tensor& bias, const Tensor& result,
+                         double alpha, double beta, const Walk& batch) {
+  gpu::GemmProblem problem{
+      .M = result.size(-2),
+      .N = result.size(-1),
+      .K = a.size(-1),
+      .batch = batch.numel,
+      .alpha = alpha,
+      .beta = beta,
+      .tf32 = a.dtype() == kF32 && Context::current().slot<gpu::GemmOptions>().tf32};
+  if (!as_operand(result, batch, 0, problem.d) || !as_operand(a, batch, 1, problem.a) ||
+      !as_operand(b, batch, 2, problem.b)) {
+    return false;
+  }
+  if (bias.defined()) {
+    problem.epilogue = gpu::GemmEpilogue::kBias;
+    problem.bias = bias.data();
+    problem.bias_dtype = bias.dtype();
+  }
+  return gpu::run_gemm(problem);
+}
+
 // result = alpha a b + beta result + bias; a: [..., M, K], b: [..., K, N], batches broadcast to
 // those of result, whose rows are contiguous.
 void multiply(const char* where, const Tensor& a, const Tensor& b, const Tensor& bias,
@@ -92,6 +138,9 @@ void multiply(const char* where, const Tensor& a, const Tensor& b, const Tensor&
                         .alpha = alpha,
                         .beta = beta};
   const Tensor packed = bias.defined() ? contiguous(bias) : bias;
+  if (is_floating(a.dtype()) && multiply_by_library(a, b, packed, result, alpha, beta, walk)) {
+    return;
+  }
   const dim3 grid(gpu::blocks(product.N, kTile), gpu::blocks(product.M, kTile),
                   static_cast<unsigned>(walk.numel));
   dispatch_numeric(a.dtype(), where, [&]<class T>() {

@@ -1,0 +1,250 @@
+#include <tessera/core/cuda/gemm.h>
+
+#include <algorithm>
+#include <limits>
+#include <sstream>
+
+#include <tessera/core/error.h>
+
+namespace tessera::gpu {
+namespace {
+
+bool is_16_bit(DType dtype) { return dtype == kF16 || dtype == kBF16; }
+bool has_gelu(GemmEpilogue e) {
+  return e == GemmEpilogue::kGelu || e == GemmEpilogue::kGeluBias || e == GemmEpilogue::kGeluGrad ||
+         e == GemmEpilogue::kGeluGradBiasGrad;
+}
+bool needs_aux(GemmEpilogue e) {
+  return e == GemmEpilogue::kGeluGrad || e == GemmEpilogue::kGeluGradBiasGrad;
+}
+bool needs_bias(GemmEpilogue e) {
+  return e != GemmEpilogue::kNone && e != GemmEpilogue::kGelu && e != GemmEpilogue::kGeluGrad;
+}
+bool is_float8_problem(const GemmProblem& p) { return is_float8(p.a.dtype); }
+
+template <class... Args>
+std::string text(const Args&... args) {
+  return tessera::detail::concatenate(args...);
+}
+
+bool is_aligned(const void* pointer, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
+}
+
+// A matrix of `rows` x `columns`: strides that hold it, and an address that fits its elements.
+std::string check_matrix(const char* name, const GemmMatrix& x, int64_t rows, int64_t columns,
+                         int64_t batch, bool written) {
+  const int64_t inner = x.transposed ? rows : columns, outer = x.transposed ? columns : rows;
+  if (x.leading < inner) {
+    return text(name, " has rows of ", inner, " elements ", x.leading, " apart");
+  }
+  if (x.batch_stride < 0) return text(name, " has a negative batch stride, ", x.batch_stride);
+  if (written && batch > 1 && x.batch_stride < (outer - 1) * x.leading + inner) {
+    return text("the matrices of ", name, " overlap: their batch stride is ", x.batch_stride);
+  }
+  if (x.data == nullptr) return text(name, " is missing");
+  if (!is_aligned(x.data, size_of(x.dtype))) {
+    return text(name, " lies at an address that is no multiple of its elements' ", size_of(x.dtype),
+                " bytes");
+  }
+  return {};
+}
+
+// The dtypes that go together, and that of the bias.
+std::string check_dtypes(const GemmProblem& p) {
+  const DType a = p.a.dtype, b = p.b.dtype, d = p.d.dtype;
+  DType bias = d;
+  if (is_float8(a) || is_float8(b)) {
+    if (!is_float8(a) || !is_float8(b)) return text("float8 meets ", is_float8(a) ? b : a);
+    if (a == kF8E5M2 && b == kF8E5M2) return "there is no product of f8e5m2 with f8e5m2";
+    const bool narrow = d == kF8E4M3 || (d == kF8E5M2 && (a == kF8E5M2 || b == kF8E5M2));
+    if (d != kF32 && !is_16_bit(d) && !narrow) return text(a, " and ", b, " do not give ", d);
+    // There is no f32 bias beside float8 operands.
+    bias = d == kF16 ? kF16 : kBF16;
+  } else {
+    if (a != kF64 && a != kF32 && !is_16_bit(a)) return text("there is no product of ", a);
+    if (a != b) return text("a is ", a, " and b is ", b);
+    if (d != a && !(is_16_bit(a) && d == kF32)) return text(a, " operands do not give ", d);
+  }
+  if (needs_bias(p.epilogue) && p.bias_dtype != bias) {
+    return text("the bias must be ", bias, ", it is ", p.bias_dtype);
+  }
+  if (p.tf32 && a != kF32) return text("tf32 is for f32 operands, they are ", a);
+  return {};
+}
+
+std::string check_float8(const GemmProblem& p) {
+  if (!is_float8_problem(p)) {
+    if (p.fast_accumulation) return "fast accumulation is for float8";
+    if (p.a_scale != nullptr || p.b_scale != nullptr || p.d_scale != nullptr) {
+      return "scales are for float8";
+    }
+    return {};
+  }
+  // Hopper multiplies float8 in one layout: K runs along memory in both operands.
+  if (p.a.transposed || !p.b.transposed) {
+    return "float8 needs a by rows and b by columns, so that K lies along memory in both";
+  }
+  if (p.M % 16 != 0 || p.N % 16 != 0 || p.K % 16 != 0) {
+    return text("float8 needs M, N and K to be multiples of 16; they are ", p.M, ", ", p.N, ", ",
+                p.K);
+  }
+  for (const GemmMatrix* x : {&p.a, &p.b, &p.d}) {
+    const int64_t size = size_of(x->dtype);
+    if (x->leading * size % 16 != 0 || x->batch_stride * size % 16 != 0 ||
+        !is_aligned(x->data, 16)) {
+      return "float8 needs rows that begin at multiples of 16 bytes";
+    }
+  }
+  if (is_float8(p.d.dtype) && p.beta != 0) return "a float8 result cannot be added to";
+  if (!is_float8(p.d.dtype) && p.d_scale != nullptr) {
+    return text("a result of ", p.d.dtype, " has no scale");
+  }
+  return {};
+}
+
+std::string check_epilogue(const GemmProblem& p) {
+  const GemmEpilogue e = p.epilogue;
+  if (e == GemmEpilogue::kNone) {
+    return p.bias == nullptr && p.aux.data == nullptr ? std::string()
+                                                      : "there is a bias or aux without epilogue";
+  }
+  if (p.a.dtype == kF64) return text("f64 has no epilogue ", name_of(e));
+  if (p.batch > 1) return text("the epilogue ", name_of(e), " serves one product, not a batch");
+  if (needs_bias(e) != (p.bias != nullptr)) {
+    return text("the epilogue ", name_of(e), needs_bias(e) ? " needs a bias" : " has no bias");
+  }
+  if (p.bias != nullptr && !is_aligned(p.bias, size_of(p.bias_dtype))) {
+    return "the bias lies at an address that is no multiple of its elements";
+  }
+  const bool of_operand = e == GemmEpilogue::kBiasGradOfA || e == GemmEpilogue::kBiasGradOfB;
+  if (of_operand && is_float8_problem(p)) return text("float8 has no epilogue ", name_of(e));
+  if (p.aux.data == nullptr) {
+    return needs_aux(e) ? text("the epilogue ", name_of(e), " needs aux") : std::string();
+  }
+  if (!has_gelu(e)) return text("the epilogue ", name_of(e), " has no aux");
+  const bool narrow = p.d.dtype == kF8E4M3 && p.aux.dtype == kF16;
+  if (p.aux.dtype != p.d.dtype && !narrow) {
+    return text("aux must be ", p.d.dtype, " as the result is, it is ", p.aux.dtype);
+  }
+  if (p.aux.transposed || p.aux.leading % 8 != 0 || !is_aligned(p.aux.data, 16)) {
+    return "aux needs rows a multiple of 8 elements apart that begin at a multiple of 16 bytes";
+  }
+  return check_matrix("aux", p.aux, p.M, p.N, 1, e != GemmEpilogue::kGeluGrad);
+}
+
+}  // namespace
+
+const char* name_of(GemmEpilogue epilogue) {
+  constexpr const char* names[] = {"none",      "bias",           "gelu",        "gelu_bias",
+                                   "gelu_grad", "gelu_grad_bias", "bias_grad_a", "bias_grad_b"};
+  return names[static_cast<int>(epilogue)];
+}
+
+std::string validate(const GemmProblem& p) {
+  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
+  for (const int64_t size : {p.M, p.N, p.K, p.batch}) {
+    if (size < 1 || size > kLargest) {
+      return text("sizes must be in [1, 2^31); they are ", p.M, " x ", p.N, " x ", p.K, ", ",
+                  p.batch, " of them");
+    }
+  }
+  if (p.d.transposed) return "the result must lie by rows";
+  std::string reason = check_dtypes(p);
+  if (reason.empty()) reason = check_matrix("a", p.a, p.M, p.K, p.batch, false);
+  if (reason.empty()) reason = check_matrix("b", p.b, p.K, p.N, p.batch, false);
+  if (reason.empty()) reason = check_matrix("the result", p.d, p.M, p.N, p.batch, true);
+  if (reason.empty()) reason = check_float8(p);
+  if (reason.empty()) reason = check_epilogue(p);
+  return reason;
+}
+
+GemmProblem fold_batch(GemmProblem p) {
+  const bool rows_follow = !p.a.transposed && !p.d.transposed && p.b.batch_stride == 0 &&
+                           p.a.batch_stride == p.M * p.a.leading &&
+                           p.d.batch_stride == p.M * p.d.leading;
+  if (p.batch <= 1 || !rows_follow) return p;
+  p.M *= p.batch;
+  p.batch = 1;
+  p.a.batch_stride = p.b.batch_stride = p.d.batch_stride = 0;
+  return p;
+}
+
+LibraryCall library_call(const GemmProblem& p) {
+  LibraryCall call{.m = p.N, .n = p.M, .k = p.K, .batch = p.batch};
+  // What is by rows here is the transpose there, and the operands change places.
+  const auto matrix = [](const GemmMatrix& x, int64_t rows, int64_t columns) {
+    return LibraryMatrix{x.dtype,
+                         x.transposed ? rows : columns,
+                         x.transposed ? columns : rows,
+                         x.leading,
+                         x.batch_stride,
+                         x.data};
+  };
+  call.a = matrix(p.b, p.K, p.N);
+  call.transpose_a = p.b.transposed;
+  call.b = matrix(p.a, p.M, p.K);
+  call.transpose_b = p.a.transposed;
+  call.d = matrix(p.d, p.M, p.N);
+  if (p.aux.data != nullptr) call.aux = matrix(p.aux, p.M, p.N);
+  call.a_scale = p.b_scale;
+  call.b_scale = p.a_scale;
+  constexpr uint32_t kDefault = 1, kBias = 4, kBiasGrad = 16, kGelu = 32, kGeluGrad = 64,
+                     kAux = 128, kBiasGradOfTheirA = 256, kBiasGradOfTheirB = 512;
+  const uint32_t aux = p.aux.data != nullptr ? kAux : 0;
+  switch (p.epilogue) {
+    case GemmEpilogue::kNone:
+      call.epilogue = kDefault;
+      break;
+    case GemmEpilogue::kBias:
+      call.epilogue = kBias;
+      break;
+    case GemmEpilogue::kGelu:
+      call.epilogue = kGelu | aux;
+      break;
+    case GemmEpilogue::kGeluBias:
+      call.epilogue = kGelu | kBias | aux;
+      break;
+    case GemmEpilogue::kGeluGrad:
+      call.epilogue = kGeluGrad | kAux;
+      break;
+    case GemmEpilogue::kGeluGradBiasGrad:
+      call.epilogue = kGeluGrad | kAux | kBiasGrad;
+      break;
+    case GemmEpilogue::kBiasGradOfA:  // their b
+      call.epilogue = kBiasGradOfTheirB;
+      break;
+    case GemmEpilogue::kBiasGradOfB:
+      call.epilogue = kBiasGradOfTheirA;
+      break;
+  }
+  return call;
+}
+
+int alignment_of(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  int alignment = 256;
+  while (address % static_cast<uintptr_t>(alignment) != 0) alignment /= 2;
+  return alignment;
+}
+
+std::string describe(const GemmProblem& p) {
+  std::ostringstream out;
+  const auto matrix = [&](const char* name, const GemmMatrix& x) {
+    out << ' ' << name << ':' << x.dtype << (x.transposed ? ",t," : ",n,") << x.leading << ','
+        << x.batch_stride << ",@" << alignment_of(x.data);
+  };
+  out << 'm' << p.M << " n" << p.N << " k" << p.K << " b" << p.batch;
+  matrix("a", p.a);
+  matrix("b", p.b);
+  matrix("d", p.d);
+  out << ' ' << name_of(p.epilogue);
+  if (p.bias != nullptr) out << " bias:" << p.bias_dtype << ",@" << alignment_of(p.bias);
+  if (p.aux.data != nullptr) matrix("aux", p.aux);
+  out << (p.beta != 0 ? " beta1" : " beta0");
+  if (p.tf32) out << " tf32";
+  if (p.fast_accumulation) out << " fast";
+  return out.str();
+}
+
+}  // namespace tessera::gpu

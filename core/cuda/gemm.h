@@ -1,0 +1,114 @@
+// Matrix products by NVIDIA's library (cuBLASLt), as data: what is asked for, whether the library
+// serves it, and how it is called. Nothing here needs CUDA's headers or a GPU, so the rules and the
+// mapping are tested on the CPU; native_gemm.cpp makes the calls and is the only file that knows
+// the library, which it loads when the first product asks for it. It is never required: what it
+// does not serve, and everything where it is missing, runs on the kernels of
+// core/kernels/matmul.cu.
+//
+// tessera's matrices lie row by row, the library's column by column. A row-major matrix read by
+// columns is its transpose, so d = a b is asked for as d^T = b^T a^T: the operands change places,
+// strides stay, and a bias for each column of d is one for each row of d^T, which epilogues know.
+//
+// Sums are f32 (f64 for f64). f32 operands are multiplied in full unless GemmOptions::tf32 says
+// otherwise.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include <tessera/core/dtype.h>
+
+namespace tessera::gpu {
+
+// What is done to v = alpha a b + beta d before it is stored. GELU is the tanh approximation.
+enum class GemmEpilogue : uint8_t {
+  kNone,              // d = v
+  kBias,              // d = v + bias; bias: [N]
+  kGelu,              // aux = v where there is one; d = gelu(v)
+  kGeluBias,          // the same of v + bias
+  kGeluGrad,          // d = v gelu'(aux)
+  kGeluGradBiasGrad,  // the same; bias = sum of d over rows: [N]
+  kBiasGradOfA,       // d = v; bias = sum of a over K: [M]
+  kBiasGradOfB,       // d = v; bias = sum of b over K: [N]
+};
+const char* name_of(GemmEpilogue epilogue);
+
+// Elements lie `leading` apart from row to row; in a transposed matrix from column to column.
+struct GemmMatrix {
+  DType dtype = kF32;
+  bool transposed = false;
+  int64_t leading = 0;
+  int64_t batch_stride = 0;  // from matrix to matrix; 0: all the same one
+  void* data = nullptr;
+};
+
+struct GemmProblem {
+  int64_t M = 0, N = 0, K = 0, batch = 1;
+  GemmMatrix a = {}, b = {}, d = {};  // [M, K], [K, N], [M, N]
+  double alpha = 1, beta = 0;
+  GemmEpilogue epilogue = GemmEpilogue::kNone;
+  void* bias = nullptr;
+  DType bias_dtype = kF32;
+  GemmMatrix aux = {};  // [M, N], for GELU and its gradient
+  // float8: f32 numbers on the device by which a and b are multiplied and d is divided.
+  const void* a_scale = nullptr;
+  const void* b_scale = nullptr;
+  const void* d_scale = nullptr;
+  bool fast_accumulation = false;  // float8: partial sums keep fewer bits
+  bool tf32 = false;               // f32 operands are cut to 10 bits of mantissa
+};
+
+// Empty where the library serves the problem, else the reason why not.
+std::string validate(const GemmProblem& problem);
+
+// A batch of products with one b whose rows all follow each other is one product with more rows.
+GemmProblem fold_batch(GemmProblem problem);
+
+// A matrix as the library describes it: `rows` elements one after the other, columns `leading`
+// apart.
+struct LibraryMatrix {
+  DType dtype = kF32;
+  int64_t rows = 0, columns = 0, leading = 0, batch_stride = 0;
+  void* data = nullptr;
+};
+// d[m, n] = op(a)[m, k] op(b)[k, n] by columns.
+struct LibraryCall {
+  int64_t m = 0, n = 0, k = 0, batch = 1;
+  bool transpose_a = false, transpose_b = false;
+  LibraryMatrix a = {}, b = {}, d = {}, aux = {};
+  uint32_t epilogue = 1;                              // cublasLtEpilogue_t
+  const void *a_scale = nullptr, *b_scale = nullptr;  // of its own a and b
+};
+// Of a problem that validate() has no word against.
+LibraryCall library_call(const GemmProblem& problem);
+
+// The power of two, at most 256, that the address is a multiple of.
+int alignment_of(const void* pointer);
+
+// All that the choice of an algorithm depends on but the GPU and the library's version:
+// "m768 n1024 k3072 b1 a:bf16,n,768,0,@256 ... bias:bf16 beta0".
+std::string describe(const GemmProblem& problem);
+
+// ---- On the device (native_gemm.cpp; emulation/hooks.cpp: there is no library) ------------------
+
+struct GemmOptions {  // a slot of the context
+  bool tf32 = false;
+};
+
+// Queues the product on the current stream and says true; or does nothing and says false, where
+// validate() has a reason or there is no library. Algorithms come from the file that the
+// environment names in TESSERA_GEMM_TABLE (gemm_table.h), where new problems are measured and
+// added; without one the library's first suggestion is taken. Throws CudaError.
+bool run_gemm(const GemmProblem& problem);
+
+// "cuBLASLt 13.1.0", or why products run without it.
+std::string gemm_library();
+
+// Makes all descriptors of the problem and throws them away; needs the library but no GPU. Throws
+// CudaError naming what was refused, UnsupportedError without the library.
+void try_gemm_descriptors(const GemmProblem& problem);
+
+// How many algorithms the library offers on the current device.
+int count_gemm_algorithms(const GemmProblem& problem);
+
+}  // namespace tessera::gpu

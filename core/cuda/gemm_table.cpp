@@ -1,0 +1,131 @@
+#include <tessera/core/cuda/gemm_table.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
+
+#include <tessera/core/atomic_file.h>
+#include <tessera/core/error.h>
+#include <tessera/core/mapped_file.h>
+
+namespace tessera::gpu {
+namespace {
+
+using Json = nlohmann::json;
+constexpr const char* kFormat = "tessera gemm table 1";
+
+std::string to_hex(const std::string& bytes) {
+  constexpr const char* digits = "0123456789abcdef";
+  std::string hex;
+  for (const char c : bytes) {
+    hex += digits[static_cast<unsigned char>(c) >> 4];
+    hex += digits[static_cast<unsigned char>(c) & 15];
+  }
+  return hex;
+}
+
+std::optional<std::string> from_hex(const std::string& hex) {
+  if (hex.size() % 2 != 0) return {};
+  const auto digit = [](char c) {
+    return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+  };
+  std::string bytes;
+  for (size_t i = 0; i < hex.size(); i += 2) {
+    const int high = digit(hex[i]), low = digit(hex[i + 1]);
+    if (high < 0 || low < 0) return {};
+    bytes += static_cast<char>(high * 16 + low);
+  }
+  return bytes;
+}
+
+template <class... Args>
+[[noreturn]] void refuse(const std::string& path, const Args&... what) {
+  TS_THROW(FormatError, path, "is not a table of matrix products: ", what...,
+           "; delete it, and it is measured anew");
+}
+
+std::map<std::string, GemmAlgorithm> read(const std::string& path) {
+  std::map<std::string, GemmAlgorithm> entries;
+  if (!std::filesystem::exists(path)) return entries;
+  Json file;
+  try {
+    const MappedFile bytes(path);
+    file = Json::parse(bytes.text());
+  } catch (const Json::exception& error) {
+    refuse(path, error.what());
+  }
+  const bool is_ours = file.is_object() && file.contains("format") && file["format"] == kFormat &&
+                       file.contains("entries") && file["entries"].is_object();
+  if (!is_ours) refuse(path, "it lacks \"format\": \"", kFormat, "\" or \"entries\"");
+  for (const auto& [key, entry] : file["entries"].items()) {
+    const bool complete = entry.is_object() && entry.contains("algorithm") &&
+                          entry["algorithm"].is_string() && entry.contains("microseconds") &&
+                          entry["microseconds"].is_number();
+    if (!complete) refuse(path, "the entry '", key, "' lacks \"algorithm\" or \"microseconds\"");
+    const auto bytes = from_hex(entry["algorithm"].get<std::string>());
+    const double microseconds = entry["microseconds"];
+    if (!bytes || bytes->empty()) {
+      refuse(path, "the algorithm of '", key, "' is not hexadecimal");
+    }
+    if (!(microseconds > 0)) refuse(path, "the time of '", key, "' is ", microseconds);
+    entries[key] = {*bytes, microseconds};
+  }
+  return entries;
+}
+
+}  // namespace
+
+GemmTable::GemmTable(std::string path) : path_(std::move(path)), entries_(read(path_)) {}
+
+std::optional<GemmAlgorithm> GemmTable::find(const std::string& key) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = entries_.find(key);
+  return found == entries_.end() ? std::nullopt : std::optional(found->second);
+}
+
+void GemmTable::add(const std::string& key, const GemmAlgorithm& algorithm) {
+  TS_CHECK(!algorithm.bytes.empty() && algorithm.microseconds > 0, "gemm table",
+           "an entry has an algorithm and a positive time; got ", algorithm.bytes.size(),
+           " bytes and ", algorithm.microseconds);
+  const std::lock_guard lock(mutex_);
+  std::map<std::string, GemmAlgorithm> now = read(path_);
+  now[key] = algorithm;
+  Json entries = Json::object();
+  for (const auto& [name, entry] : now) {
+    entries[name] = {{"algorithm", to_hex(entry.bytes)}, {"microseconds", entry.microseconds}};
+  }
+  write_file_atomically(path_, Json{{"format", kFormat}, {"entries", entries}}.dump(1) + "\n");
+  entries_ = std::move(now);
+}
+
+size_t GemmTable::size() const {
+  const std::lock_guard lock(mutex_);
+  return entries_.size();
+}
+
+std::optional<FastestCandidate> fastest_candidate(
+    size_t count, int rounds, const std::function<std::optional<double>(size_t)>& time) {
+  std::vector<std::vector<double>> times(count);
+  std::vector<bool> runs(count, true);
+  for (int round = 0; round <= rounds; ++round) {
+    for (size_t i = 0; i < count; ++i) {
+      if (!runs[i]) continue;
+      const std::optional<double> microseconds = time(i);
+      runs[i] = microseconds.has_value() && std::isfinite(*microseconds);
+      if (runs[i] && round > 0) times[i].push_back(*microseconds);
+    }
+  }
+  std::optional<FastestCandidate> best;
+  for (size_t i = 0; i < count; ++i) {
+    if (!runs[i] || times[i].empty()) continue;
+    const auto middle = times[i].begin() + static_cast<std::ptrdiff_t>(times[i].size() / 2);
+    std::nth_element(times[i].begin(), middle, times[i].end());
+    if (!best || *middle < 0.99 * best->microseconds) best = FastestCandidate{i, *middle};
+  }
+  return best;
+}
+
+}  // namespace tessera::gpu

@@ -1,0 +1,56 @@
+// Which algorithm is fastest for a matrix product, measured once and kept in a file.
+//
+//     GemmTable table("gemm.json");
+//     if (const auto known = table.find(key)) ...known->algorithm...
+//     table.add(key, {bytes, microseconds});        // the file is whole at any moment
+//
+// A key names GPU, library version and problem (gemm.h, describe), so that one file serves several
+// machines. The file is JSON: {"format": "tessera gemm table 1", "entries": {KEY: {"algorithm":
+// hexadecimal, "microseconds": number}}}. Entries that another process added meanwhile stay; of one
+// key the last one written does. A file that is damaged is a FormatError that names it and the
+// place; one that cannot be read or written an IoError. Thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+
+namespace tessera::gpu {
+
+struct GemmAlgorithm {
+  std::string bytes;  // the library's own description, opaque
+  double microseconds = 0;
+};
+
+class GemmTable {
+ public:
+  // A file that is not there yet is an empty table.
+  explicit GemmTable(std::string path);
+
+  std::optional<GemmAlgorithm> find(const std::string& key) const;
+  void add(const std::string& key, const GemmAlgorithm& algorithm);
+  size_t size() const;
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+  mutable std::mutex mutex_;
+  std::map<std::string, GemmAlgorithm> entries_;
+};
+
+// Runs candidates 0 to count - 1 in turn, `rounds` times after one turn that does not count, and
+// compares their medians. time(i) is the microseconds of one run, or nothing where the candidate
+// cannot run, which excludes it. Candidates come in the library's order of preference: a later one
+// has to be 1% faster than the best before it, which is more than a measurement trembles. Nothing
+// where none runs.
+struct FastestCandidate {
+  size_t index = 0;
+  double microseconds = 0;
+};
+std::optional<FastestCandidate> fastest_candidate(
+    size_t count, int rounds, const std::function<std::optional<double>(size_t)>& time);
+
+}  // namespace tessera::gpu

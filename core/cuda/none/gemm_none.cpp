@@ -1,0 +1,18 @@
+// A program without cuBLASLt: that of no GPU, of the emulation, and one built without its header.
+#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/error.h>
+
+namespace tessera::gpu {
+namespace {
+
+constexpr const char* kReason =
+    "this program was built without cuBLASLt; build it with nvcc and cublasLt.h";
+
+}  // namespace
+
+bool run_gemm(const GemmProblem&) { return false; }
+std::string gemm_library() { return std::string("products run on own kernels, as ") + kReason; }
+void try_gemm_descriptors(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
+int count_gemm_algorithms(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
+
+}  // namespace tessera::gpu
