@@ -37,7 +37,7 @@ void AdamFamily<Options>::update(size_t group, std::span<ParameterState* const> 
                               .weight_decay = options.weight_decay,
                               .decoupled = std::is_same_v<Options, AdamWOptions>,
                               .maximize = options.maximize},
-                             scalars);
+                             scalars, this->gradient_factor_);
 }
 
 template class AdamFamily<AdamWOptions>;

@@ -5,6 +5,7 @@
 
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/raw_views.h>
 #include <tessera/optim/optimizer.h>
 
 namespace tessera::optim {
@@ -31,6 +32,13 @@ Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipO
   const double scale = options.fold_into != nullptr
                            ? options.fold_into->next_step().data_as<double>()[0]
                            : options.gradient_scale;
+  const bool on_device = !gradients.empty() && gradients[0].device().is_cuda();
+  if (on_device && options.fold_into != nullptr && !options.error_if_nonfinite) {
+    const Tensor norm_and_factor =
+        kernels::multi_tensor_clip_factor(gradients, options.norm_type, scale, max_norm);
+    options.fold_into->scale_next_step(raw::select(norm_and_factor, 0, 1));
+    return raw::select(norm_and_factor, 0, 0);
+  }
   const double norm = kernels::multi_tensor_norm(gradients, options.norm_type) * scale;
   TS_CHECK(!options.error_if_nonfinite || std::isfinite(norm), "clip_grad_norm",
            "the norm of the gradients is ", norm,

@@ -20,7 +20,8 @@ struct ClipOptions {
 // Scales the gradients of `parameters` so that their norm, taken as that of one vector, is at most
 // max_norm: by min(1, max_norm / (norm + 1e-6)). Returns the norm before clipping, f64, one
 // element. Partial sums are f64 per block in a fixed tree: the same bits for any thread count.
-// Parameters without a gradient are passed over.
+// Parameters without a gradient are passed over. On a GPU, with fold_into and without
+// error_if_nonfinite, norm and factor stay there: the host waits only for a norm that it reads.
 Tensor clip_grad_norm(const TensorList& parameters, double max_norm,
                       const ClipOptions& options = {});
 // Clamps every element of every gradient to [-limit, limit]. gradient_scale: as above.

@@ -84,6 +84,7 @@ const NamedTensors& Optimizer::parameters(size_t group) const { return groups_.a
 
 void Optimizer::zero_grad(bool set_to_none) {
   if (zero_grad_gate_ && !zero_grad_gate_()) return;
+  gradient_factor_ = {};
   for (const Group& group : groups_) {
     for (const auto& [name, tensor] : group.named) tensor.zero_grad(set_to_none);
   }
@@ -109,12 +110,16 @@ bool Optimizer::step() {
   // A gate may still set what the step is told (a loss scaler that unscales now).
   StepDecision decision = gate_ ? gate_() : StepDecision{};
   double* next_step = next_step_.data_as<double>();
-  const double scale = std::exchange(next_step[0], 1);
+  double scale = std::exchange(next_step[0], 1);
   const bool skip = std::exchange(next_step[1], 0) != 0;
   if (decision.run && skip) decision = StepDecision::skip("a gradient is not finite");
   if (!decision.run) {
     skip_reason_ = std::move(decision.reason);
+    gradient_factor_ = {};
     return false;
+  }
+  if (gradient_factor_.defined() && !reads_gradient_factor()) {
+    scale *= std::exchange(gradient_factor_, {}).item();
   }
   skip_reason_.clear();
   for (size_t g = 0; g < groups_.size(); ++g) {
@@ -144,6 +149,7 @@ bool Optimizer::step() {
       }
     }
   }
+  gradient_factor_ = {};
   return true;
 }
 

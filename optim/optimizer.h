@@ -79,6 +79,9 @@ class Optimizer {
   // leaves parameters, states and step numbers as they are (a non-finite gradient was found).
   const Tensor& next_step() const { return next_step_; }
   void scale_next_step(double factor);
+  // The same by one f64 element beside the parameters, which AdamW and Adam read there: the host
+  // does not wait for it. Replaces the one before; goes with the next step, or with zero_grad().
+  void scale_next_step(const Tensor& factor) { gradient_factor_ = factor; }
 
   // "state.NAME.exp_avg": the state of each parameter that was stepped, by its name; "group.0.lr":
   // the options of each group. Tensors share elements with the optimizer.
@@ -142,6 +145,11 @@ class Optimizer {
   // One pass over parameters that all take their step number scalars[kStep].
   virtual void update(size_t group, std::span<ParameterState* const> parameters,
                       const double* scalars) = 0;
+  // Whether update() multiplies gradients by gradient_factor_; else step() reads it and puts it
+  // into scalars[kGradientScale].
+  virtual bool reads_gradient_factor() const { return false; }
+
+  Tensor gradient_factor_;  // of the next step, or undefined
 
  private:
   struct Group {

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/data/text.h>
 
@@ -192,6 +193,58 @@ TEST_F(Programs, ASavedModelBringsItsVocabularyAlong) {
   ASSERT_EQ(begun.code(), 0) << begun;
   EXPECT_EQ(run_process(generate(path("next"))).code(), 0);
 }
+
+TEST_F(Programs, AGpuThatIsNotThereIsRefusedWithTheRemedy) {
+  const std::string missing = gpu::device_count() == 0 ? "cuda" : "cuda:99";
+  const std::string reason = gpu::device_count() == 0 ? gpu::unavailable_reason() : "there is no";
+  const auto trained = run_process(small({"--device", missing, "--save", path("model")}));
+  expect_refusal(trained, reason);
+  EXPECT_FALSE(fs::exists(path("model")));
+  expect_refusal(run_process(small({"--device", "tpu"})), "--device is cpu, cuda or cuda:N");
+  ASSERT_EQ(run_process(small({"--save", path("model"), "--steps", "1"})).code(), 0);
+  expect_refusal(run_process(generate(path("model"), {"--device", missing})), reason);
+}
+
+#ifdef TESSERA_GPT2_TRAIN_EMULATED
+TEST_F(Programs, ADeviceTrainsSavesResumesAndGeneratesAsTheCpuDoes) {
+  folder_.write("text", folder_.read("text").substr(0, 700));
+  const auto on = [&](const Words& words, const std::string& program, const std::string& device) {
+    Words all = words;
+    all[0] = program;
+    all.insert(all.end(), {"--device", device});
+    return run_process(all);
+  };
+  const Words half = small({"--save", path("cuda"), "--log", path("cuda.jsonl"), "--stop-at", "2",
+                            "--steps", "4", "--accumulate", "2", "--eval-every", "0"});
+  const auto begun = on(half, TESSERA_GPT2_TRAIN_EMULATED, "cuda");
+  ASSERT_EQ(begun.code(), 0) << begun;
+  const auto resumed =
+      on({"", "--resume", path("cuda"), "--log", path("cuda.jsonl"), "--log-every", "2"},
+         TESSERA_GPT2_TRAIN_EMULATED, "cuda:1");
+  ASSERT_EQ(resumed.code(), 0) << resumed;
+  const Words whole = small({"--save", path("cpu"), "--log", path("cpu.jsonl"), "--steps", "4",
+                             "--accumulate", "2", "--eval-every", "0"});
+  ASSERT_EQ(run_process(whole).code(), 0);
+
+  const std::vector<Json> got = rows("cuda.jsonl"), expected = rows("cpu.jsonl");
+  ASSERT_EQ(got.size(), 3U);  // the resumed run logs every second step
+  for (const Json& row : got) {
+    const Json& same = expected.at(row.at("step").get<size_t>() - 1);
+    for (const char* field : {"loss", "grad_norm"}) {
+      const double value = same.at(field);
+      EXPECT_NEAR(row.at(field).get<double>(), value, 1e-5 * value) << row;
+    }
+  }
+  const auto tensors = load_safetensors(path("cuda/model.safetensors"));
+  EXPECT_EQ(tensors.size(), load_safetensors(path("cpu/model.safetensors")).size());
+
+  const Words greedy = {"--temperature", "0"};
+  const auto here = run_process(generate(path("cuda"), greedy));
+  const auto there = on(generate(path("cuda"), greedy), TESSERA_GPT2_GENERATE_EMULATED, "cuda");
+  ASSERT_EQ(there.code(), 0) << there;
+  EXPECT_EQ(there.output, here.output);
+}
+#endif
 
 TEST_F(Programs, WhatCannotBeReadIsNamedBeforeAnythingIsWritten) {
   const Words save = {"--save", path("model")};

@@ -52,8 +52,10 @@ const Op kCopy{.name = "copy_", .flops_per_element = 0};
 const Tensor& copy_(const Tensor& target, const Tensor& source) {
   TS_CHECK_SHAPE(broadcastable_to(source.shape(), target.shape()), kCopy, "the source ", source,
                  " does not broadcast to the target ", target);
+  const bool travels = source.device() != target.device() && !source.is_meta() && !target.is_meta();
+  const Tensor here = travels ? to(source, target.device()) : source;
   differentiable_inplace(
-      kCopy, {target, source},
+      kCopy, {target, here},
       [](Inputs in) {
         kernels::copy_into(in[0], in[1]);
         return in[0];

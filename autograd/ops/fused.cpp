@@ -80,6 +80,9 @@ namespace {
 // as it is where a backward begins.
 Tensor scaled(const Tensor& grad, const Tensor& dy, double lacking) {
   if (dy.is_meta()) return mul(grad, to(dy, grad.dtype()));
+  if (dy.device().is_cuda()) {  // a pass over the gradient, which takes less time than the host
+    return mul(grad, lacking == 1 ? dy : mul(dy, Scalar(lacking)));
+  }
   const double factor = dy.item() * lacking;
   return factor == 1 ? grad : mul(grad, Scalar(factor));
 }

@@ -154,28 +154,31 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target,
             kernels::cross_entropy_forward(contiguous_rows(to_rows(in[0])), in[1], attributes);
         extras.save(in[1]);
         extras.save(rows.statistics);
-        extras.save(scalar_tensor(rows.total_weight, kF64));
+        extras.save(rows.total_weight);
         if (reduction == Reduction::kNone) {
           return kernels::convert(raw::view(rows.losses, in[1].shape()), dtype);
         }
         if (in[0].is_meta()) return raw::empty({}, dtype, in[0].device());
-        const double total = kernels::sum(rows.losses, {0}, false, kF64).item();
-        return scalar_tensor(reduction == Reduction::kMean ? total / rows.total_weight : total,
-                             dtype, in[0].device());
+        const Tensor total = kernels::sum(rows.losses, {0}, false, kF64);
+        return kernels::convert(reduction == Reduction::kMean
+                                    ? kernels::binary<fn::Div>(total, rows.total_weight)
+                                    : total,
+                                dtype);
       },
       [=](Grads dy, const Saved& s) -> TensorList {
         const Tensor logits = s.input(0), targets = s.extra(0), rows = to_rows(logits);
-        const double scale =
-            reduction == Reduction::kMean && !logits.is_meta() ? 1 / s.extra(2).item() : 1;
+        const bool divided = reduction == Reduction::kMean && !logits.is_meta();
+        const Tensor divisor = divided ? s.extra(2) : Tensor();
         const Tensor up = reshape(dy[0], {dy[0].numel()});
         if (!grad_enabled()) {
           const Tensor gradient = kernels::cross_entropy_backward(
-              contiguous_rows(rows), targets, attributes, s.extra(1), up, scale);
+              contiguous_rows(rows), targets, attributes, s.extra(1), up, divisor);
           return {from_rows(gradient, logits.shape()), Tensor()};
         }
         const Tensor q = kernels::cross_entropy_distribution(rows, targets, attributes);
         const Tensor p = softmax(in_compute(rows), 1);
-        const Tensor weight = unsqueeze(mul(in_compute(up), scale), 1);
+        const Tensor share = divided ? mul(in_compute(up), reciprocal(divisor)) : in_compute(up);
+        const Tensor weight = unsqueeze(share, 1);
         const Tensor gradient = mul(weight, sub(mul(p, kernels::sum(q, {1}, true, q.dtype())), q));
         return {from_rows(gradient, logits.shape()), Tensor()};
       });

@@ -237,6 +237,14 @@ Allocator& pinned_allocator() {
   return *allocator;
 }
 
+namespace {
+bool is_pinned(const void* pointer) {
+  cudaPointerAttributes attributes;
+  TS_CUDA(cudaPointerGetAttributes(&attributes, pointer));
+  return attributes.type != cudaMemoryTypeUnregistered;
+}
+}  // namespace
+
 void copy_bytes(void* target, const Device& to, const void* source, const Device& from,
                 size_t bytes, bool non_blocking) {
   if (bytes == 0) return;
@@ -257,7 +265,8 @@ void copy_bytes(void* target, const Device& to, const void* source, const Device
   const cudaStream_t stream = current_stream();
   note_operation("copy", stream);
   TS_CUDA(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, stream));
-  const bool host = to.is_cpu() || from.is_cpu();
+  // CUDA takes the bytes of pageable memory before it returns; from pinned memory the device reads.
+  const bool host = to.is_cpu() || (from.is_cpu() && is_pinned(source));
   if ((host && !non_blocking) || waits_for_launches()) {
     TS_CUDA(cudaStreamSynchronize(stream));
     raise_device_errors(index);

@@ -109,9 +109,10 @@ __global__ void forward_kernel(const T* logits,            // (N, V), rows `stri
 template <class T>
 __global__ void backward_kernel(const T* logits, const int64_t* targets, const Compute<T>* weights,
                                 const double* weight_sum, const Compute<T>* statistics,
-                                const Compute<T>* row_gradients, T* result, int64_t stride,
-                                int64_t V, int64_t ignore_index, double smoothing, double scale,
-                                bool one_gradient) {
+                                const Compute<T>* row_gradients,
+                                const double* divisor,  // one number, or null
+                                T* result, int64_t stride, int64_t V, int64_t ignore_index,
+                                double smoothing, bool one_gradient) {
   using C = Compute<T>;
   const int64_t n = blockIdx.x, target = targets[n];
   const T* const x = logits + n * stride;
@@ -122,6 +123,7 @@ __global__ void backward_kernel(const T* logits, const int64_t* targets, const C
   }
   const double total = weight_sum != nullptr ? *weight_sum : static_cast<double>(V);
   const double smooth = smoothing / static_cast<double>(V);
+  const double scale = divisor != nullptr ? 1 / *divisor : 1.0;
   const double g = static_cast<double>(row_gradients[one_gradient ? 0 : n]) * scale;
   const double hard =
       g * (1 - smoothing) * (weights != nullptr ? static_cast<double>(weights[target]) : 1.0);
@@ -151,8 +153,11 @@ CrossEntropyRows forward_cuda(const Tensor& logits, const Tensor& targets,
   const int64_t N = logits.size(0), V = logits.size(1);
   const DType compute = compute_dtype(logits.dtype());
   CrossEntropyRows result{raw::empty({N}, compute, logits.device()),
-                          raw::empty({N, 2}, compute, logits.device()), 0};
-  if (N == 0) return result;
+                          raw::empty({N, 2}, compute, logits.device()), Tensor()};
+  if (N == 0) {
+    result.total_weight = raw::zeros({}, kF64, logits.device());
+    return result;
+  }
   const ClassWeights weights(attributes.weight, compute);
   const Tensor target_weights = raw::empty({N}, kF64, logits.device());
   dispatch_floating(logits.dtype(), kName, [&]<class T>() {
@@ -165,13 +170,13 @@ CrossEntropyRows forward_cuda(const Tensor& logits, const Tensor& targets,
                 target_weights.data_as<double>(), logits.stride(0), V, attributes.ignore_index,
                 attributes.label_smoothing);
   });
-  result.total_weight = sum(target_weights, {0}, false, kF64).item();
+  result.total_weight = sum(target_weights, {0}, false, kF64);
   return result;
 }
 
 Tensor backward_cuda(const Tensor& logits, const Tensor& targets,
                      const CrossEntropyAttributes& attributes, const Tensor& statistics,
-                     const Tensor& row_gradients, double scale) {
+                     const Tensor& row_gradients, const Tensor& divisor) {
   const int64_t N = logits.size(0), V = logits.size(1);
   const Tensor result = raw::empty({N, V}, logits.dtype(), logits.device());
   if (result.numel() == 0) return result;
@@ -185,8 +190,9 @@ Tensor backward_cuda(const Tensor& logits, const Tensor& targets,
                 backward_kernel<T>, logits.data_as<T>(), targets.data_as<int64_t>(),
                 weights.values.defined() ? weights.values.data_as<C>() : nullptr,
                 weights.sum.defined() ? weights.sum.data_as<double>() : nullptr,
-                statistics.data_as<C>(), gradients.data_as<C>(), result.data_as<T>(),
-                logits.stride(0), V, attributes.ignore_index, attributes.label_smoothing, scale,
+                statistics.data_as<C>(), gradients.data_as<C>(),
+                divisor.defined() ? divisor.data_as<double>() : nullptr, result.data_as<T>(),
+                logits.stride(0), V, attributes.ignore_index, attributes.label_smoothing,
                 gradients.numel() == 1);
   });
   return result;
@@ -232,9 +238,9 @@ LinearCrossEntropy linear_cross_entropy_cuda(const Tensor& x, const Tensor& weig
   const DType sums = compute_dtype(x.dtype());
   const Device& device = x.device();
   const Tensor targets = check_targets("linear_cross_entropy", target, V, ignore_index);
-  const int64_t counted =
-      sum(binary<fn::Ne>(targets, ignore_index), {0}, false, kI64).item<int64_t>();
-  const double scale = mean ? (counted > 0 ? 1.0 / static_cast<double>(counted) : NAN) : 1.0;
+  // How many rows count; over none the mean is NaN. Stays on the device.
+  Tensor divisor;
+  if (mean) divisor = sum(binary<fn::Ne>(targets, ignore_index), {0}, false, kF64);
   LinearCrossEntropy result;
   Tensor losses = raw::zeros({N}, sums, device), grad_weight;
   if (want_grad_x) result.grad_x = raw::empty({N, C}, x.dtype(), device);
@@ -251,8 +257,8 @@ LinearCrossEntropy linear_cross_entropy_cuda(const Tensor& x, const Tensor& weig
     const CrossEntropyRows forward = cross_entropy_forward(logits, target_rows, attributes);
     copy_into(raw::narrow(losses, 0, first, rows), forward.losses);
     if (!want_grad_x && !want_grad_weight) continue;
-    Tensor gradient = cross_entropy_backward(logits, target_rows, attributes, forward.statistics,
-                                             one, counted > 0 ? scale : 1.0);
+    Tensor gradient =
+        cross_entropy_backward(logits, target_rows, attributes, forward.statistics, one, divisor);
     if (gradient.dtype() != x.dtype()) gradient = convert(gradient, x.dtype());
     if (want_grad_x) {
       matmul_into(raw::narrow(result.grad_x, 0, first, rows), gradient, weight, false);
@@ -264,7 +270,8 @@ LinearCrossEntropy linear_cross_entropy_cuda(const Tensor& x, const Tensor& weig
   if (want_grad_weight) {
     result.grad_weight = x.dtype() == sums ? grad_weight : convert(grad_weight, x.dtype());
   }
-  result.loss = convert(binary<fn::Mul>(sum(losses, {0}, false, kF64), scale), sums);
+  const Tensor total = sum(losses, {0}, false, kF64);
+  result.loss = convert(mean ? binary<fn::Div>(total, divisor) : total, sums);
   return result;
 }
 

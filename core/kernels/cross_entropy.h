@@ -25,16 +25,19 @@ struct CrossEntropyAttributes {
   double label_smoothing = 0;
 };
 struct CrossEntropyRows {
-  Tensor losses;        // [N] f32 (f64)
-  Tensor statistics;    // [N, 2]: largest logit, 1 / sum of exp(logit - largest)
-  double total_weight;  // sum of w[target]: the divisor of the mean
+  Tensor losses;      // [N] f32 (f64)
+  Tensor statistics;  // [N, 2]: largest logit, 1 / sum of exp(logit - largest)
+  // sum of w[target], the divisor of the mean: [] f64 beside the logits, which a GPU does not read
+  // back; undefined for meta.
+  Tensor total_weight;
 };
 CrossEntropyRows cross_entropy_forward(const Tensor& logits, const Tensor& targets,
                                        const CrossEntropyAttributes& attributes);
-// d logits = row_gradients[n] * scale * d loss[n], in the logits' dtype. row_gradients: [N] or [1].
+// d logits = row_gradients[n] / divisor * d loss[n], in the logits' dtype. row_gradients: [N] or
+// [1]; divisor: one f64 element beside the logits, or undefined for 1.
 Tensor cross_entropy_backward(const Tensor& logits, const Tensor& targets,
                               const CrossEntropyAttributes& attributes, const Tensor& statistics,
-                              const Tensor& row_gradients, double scale);
+                              const Tensor& row_gradients, const Tensor& divisor);
 
 // Forward and backward at once, for callers that hold a block of rows and need it no more: writes
 // losses [N] f64 and overwrites the logits by (softmax - one_hot(target)) / divisor, zeros for

@@ -110,14 +110,16 @@ CrossEntropyRows cross_entropy_forward(const Tensor& logits, const Tensor& targe
   const int64_t N = logits.size(0), V = logits.size(1);
   const DType compute = compute_dtype(logits.dtype());
   CrossEntropyRows result{raw::empty({N}, compute, logits.device()),
-                          raw::empty({N, 2}, compute, logits.device()), 0};
+                          raw::empty({N, 2}, compute, logits.device()), Tensor()};
   if (logits.is_meta()) return result;
   const ClassWeights weights(attributes.weight, compute, V);
   const double smoothing = attributes.label_smoothing;
   const int64_t* t = targets.data_as<int64_t>();
+  double total_weight = 0;
   for (int64_t n = 0; n < N; ++n) {
-    if (t[n] != attributes.ignore_index) result.total_weight += weights.at(t[n]);
+    if (t[n] != attributes.ignore_index) total_weight += weights.at(t[n]);
   }
+  result.total_weight = scalar_tensor(total_weight, kF64);
   with_compute(compute, [&]<class C>() {
     C* losses = result.losses.data_as<C>();
     C* statistics = result.statistics.data_as<C>();
@@ -144,16 +146,17 @@ CrossEntropyRows cross_entropy_forward(const Tensor& logits, const Tensor& targe
 
 Tensor cross_entropy_backward(const Tensor& logits, const Tensor& targets,
                               const CrossEntropyAttributes& attributes, const Tensor& statistics,
-                              const Tensor& row_gradients, double scale) {
+                              const Tensor& row_gradients, const Tensor& divisor) {
   if (logits.device().is_cuda()) {
     return on_cuda<kernels::cross_entropy_backward>("cross_entropy", logits.device(), logits,
                                                     targets, attributes, statistics, row_gradients,
-                                                    scale);
+                                                    divisor);
   }
   check_logits(logits);
   const int64_t N = logits.size(0), V = logits.size(1);
   const Tensor result = raw::empty({N, V}, logits.dtype(), logits.device());
   if (logits.is_meta()) return result;
+  const double scale = divisor.defined() ? 1 / divisor.item() : 1;
   const DType compute = compute_dtype(logits.dtype());
   const ClassWeights weights(attributes.weight, compute, V);
   const double smoothing = attributes.label_smoothing;

@@ -23,12 +23,15 @@ constexpr int kBlock = 256;
 
 // The arithmetic of adam_block on the CPU, operation by operation: the bits are the same.
 template <class C>
-__global__ void adam_kernel(const Row* rows, int count, const AdamStep<C> step) {
+__global__ void adam_kernel(const Row* rows, int count, const AdamStep<C> step, double scale,
+                            const double* gradient_factor) {
   const Place place = find_chunk(rows, count);
   const Row& row = rows[place.row];
   C* const exp_avg = static_cast<C*>(row.spans[2].data);
   C* const exp_avg_sq = static_cast<C*>(row.spans[3].data);
   C* const largest = static_cast<C*>(row.spans[4].data);
+  const C gradient_scale =
+      gradient_factor != nullptr ? static_cast<C>(scale * *gradient_factor) : step.gradient_scale;
   for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) {
     C param = 0, grad = 0;
     with_lane_dtype<C>(row.spans[0].dtype, [&]<class P>() {
@@ -37,7 +40,7 @@ __global__ void adam_kernel(const Row* rows, int count, const AdamStep<C> step) 
     with_lane_dtype<C>(row.spans[1].dtype, [&]<class G>() {
       grad = load<C>(static_cast<const G*>(row.spans[1].data)[i]);
     });
-    C g = grad * step.gradient_scale;
+    C g = grad * gradient_scale;
     if (step.l2 != C(0)) g = g + step.l2 * param;
     const C decayed = param * step.decay;
     const C m = exp_avg[i] + step.one_minus_beta1 * (g - exp_avg[i]);
@@ -60,13 +63,16 @@ __global__ void adam_kernel(const Row* rows, int count, const AdamStep<C> step) 
   }
 }
 
+double signed_scale(const AdamOptions& options, const double* scalars) {
+  return options.maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
+}
+
 template <class C>
 AdamStep<C> adam_step(const AdamOptions& options, const double* scalars) {
   const double lr = scalars[kLearningRate], step = scalars[kStep];
   const double correction1 = 1 - std::pow(options.beta1, step);
   const double correction2 = 1 - std::pow(options.beta2, step);
-  const double scale = options.maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
-  return {static_cast<C>(scale),
+  return {static_cast<C>(signed_scale(options, scalars)),
           static_cast<C>(options.decoupled ? 1 - lr * options.weight_decay : 1),
           static_cast<C>(options.decoupled ? 0 : options.weight_decay),
           static_cast<C>(1 - options.beta1),
@@ -78,7 +84,7 @@ AdamStep<C> adam_step(const AdamOptions& options, const double* scalars) {
 }
 
 void multi_tensor_adam_cuda(std::span<const AdamTensors> tensors, const AdamOptions& options,
-                            const double* scalars) {
+                            const double* scalars, const Tensor& gradient_factor) {
   constexpr const char* kName = "multi_tensor_adam";
   if (scalars[kSkipStep] != 0) return;
   Table narrow, wide;
@@ -106,12 +112,15 @@ void multi_tensor_adam_cuda(std::span<const AdamTensors> tensors, const AdamOpti
              param.numel());
   }
   const Device& device = tensors[0].param.device();
+  TS_CHECK_DEVICE(!gradient_factor.defined() || gradient_factor.device() == device, kName,
+                  "gradient_factor must be on ", device, "; got ", gradient_factor);
   const auto run = [&]<class C>(Table& table) {
     if (table.chunks == 0) return;
     const Row* const rows = table.upload(device);
     gpu::launch({.name = kName, .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
                 adam_kernel<C>, rows, static_cast<int>(table.rows.size()),
-                adam_step<C>(options, scalars));
+                adam_step<C>(options, scalars), signed_scale(options, scalars),
+                gradient_factor.defined() ? gradient_factor.data_as<double>() : nullptr);
   };
   run.operator()<float>(narrow);
   run.operator()<double>(wide);
@@ -123,6 +132,11 @@ void multi_tensor_adam_cuda(std::span<const AdamTensors> tensors, const AdamOpti
 }
 
 // ---- Sums of powers, scaling --------------------------------------------------------------------
+
+// A node of the trees over partial results; NaN wins.
+TS_HD double joined(double a, double b, bool largest) {
+  return !largest ? a + b : b > a || b != b ? b : a;
+}
 
 template <class C>
 __global__ void power_sum_kernel(const Row* rows, int count, double* partials, double p) {
@@ -147,8 +161,16 @@ __global__ void power_sum_kernel(const Row* rows, int count, double* partials, d
   if (threadIdx.x == 0) partials[blockIdx.x] = value;
 }
 
-std::vector<double> multi_tensor_power_sums_cuda(std::span<const Tensor> tensors, double p) {
-  std::vector<double> sums;
+struct NormPart {  // the partial sums of one tensor
+  int64_t first, count;
+};
+struct PowerPartials {
+  Tensor sums;                  // f64, one for each chunk of each tensor; undefined for none
+  std::vector<NormPart> parts;  // in the order of the tensors
+};
+
+// Tensors of each lane in one launch.
+PowerPartials power_partials(std::span<const Tensor> tensors, double p) {
   const Device& device = tensors[0].device();
   TensorList dense;
   for (const Tensor& x : tensors) {
@@ -156,39 +178,101 @@ std::vector<double> multi_tensor_power_sums_cuda(std::span<const Tensor> tensors
                     "; got ", x);
     dense.push_back(is_dense(x.shape(), x.strides()) ? x : contiguous(x));
   }
-  // Tensors of each lane in one launch; partial results come to the host at once.
-  std::vector<std::vector<double>> partials(dense.size());
-  const auto run = [&]<class C>(bool is_double) {
-    Table table;
-    std::vector<size_t> owners;
+  PowerPartials result;
+  result.parts.resize(dense.size());
+  Table tables[2];
+  for (const bool is_double : {false, true}) {
+    Table& table = tables[is_double];
     for (size_t i = 0; i < dense.size(); ++i) {
-      if ((dense[i].dtype() == kF64) != is_double || dense[i].numel() == 0) continue;
+      if ((dense[i].dtype() == kF64) != is_double) continue;
       const int64_t before = table.chunks;
       table.add({span_of(dense[i])}, dense[i].numel());
-      owners.insert(owners.end(), static_cast<size_t>(table.chunks - before), i);
+      result.parts[i] = {before + (is_double ? tables[0].chunks : 0), table.chunks - before};
     }
+  }
+  if (tables[0].chunks + tables[1].chunks == 0) return result;
+  result.sums = raw::empty({tables[0].chunks + tables[1].chunks}, kF64, device);
+  const auto run = [&]<class C>(Table& table, double* sums) {
     if (table.chunks == 0) return;
     const Row* const rows = table.upload(device);
-    const Tensor results = raw::empty({table.chunks}, kF64, device);
     gpu::launch(
         {.name = "multi_tensor_norm", .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
-        power_sum_kernel<C>, rows, static_cast<int>(table.rows.size()), results.data_as<double>(),
-        p);
-    const std::vector<double> values = results.to_vector<double>();
-    for (size_t c = 0; c < owners.size(); ++c) partials[owners[c]].push_back(values[c]);
+        power_sum_kernel<C>, rows, static_cast<int>(table.rows.size()), sums, p);
   };
-  run.operator()<float>(false);
-  run.operator()<double>(true);
-  for (std::vector<double>& parts : partials) {  // the CPU's binary tree over chunks
+  run.operator()<float>(tables[0], result.sums.data_as<double>());
+  run.operator()<double>(tables[1], result.sums.data_as<double>() + tables[0].chunks);
+  return result;
+}
+
+std::vector<double> multi_tensor_power_sums_cuda(std::span<const Tensor> tensors, double p) {
+  const PowerPartials partials = power_partials(tensors, p);
+  std::vector<double> values, sums;
+  if (partials.sums.defined()) values = partials.sums.to_vector<double>();
+  for (const NormPart& part : partials.parts) {  // the CPU's binary tree over chunks
+    const std::span parts(values.data() + part.first, static_cast<size_t>(part.count));
     for (size_t width = 1; width < parts.size(); width *= 2) {
       for (size_t i = 0; i + width < parts.size(); i += 2 * width) {
-        const double a = parts[i], b = parts[i + width];
-        parts[i] = std::isinf(p) ? (b > a || std::isnan(b) ? b : a) : a + b;
+        parts[i] = joined(parts[i], parts[i + width], std::isinf(p));
       }
     }
     sums.push_back(parts.empty() ? 0 : parts[0]);
   }
   return sums;
+}
+
+// One block: the tree of each tensor's partials, a warp a tensor, and then that of the tensors, as
+// the host walks them in multi_tensor_norm(): the bits are the same.
+__global__ void clip_factor_kernel(const NormPart* parts, int count, double* partials, double* sums,
+                                   double p, double scale, double max_norm, double* result) {
+  const bool largest = p == static_cast<double>(INFINITY);
+  const int warps = static_cast<int>(blockDim.x) / gpu::kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % gpu::kWarp;
+  for (int t = static_cast<int>(threadIdx.x) / gpu::kWarp; t < count; t += warps) {
+    double* const x = partials + parts[t].first;
+    const int64_t n = parts[t].count;
+    for (int64_t width = 1; width < n; width *= 2) {
+      for (int64_t i = lane * 2 * width; i + width < n; i += gpu::kWarp * 2 * width) {
+        x[i] = joined(x[i], x[i + width], largest);
+      }
+      __syncwarp();
+    }
+    if (lane == 0) sums[t] = n > 0 ? x[0] : 0;
+  }
+  __syncthreads();
+  for (int width = 1; width < count; width *= 2) {
+    for (int i = static_cast<int>(threadIdx.x) * 2 * width; i + width < count;
+         i += static_cast<int>(blockDim.x) * 2 * width) {
+      sums[i] = joined(sums[i], sums[i + width], largest);
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x != 0) return;
+  const double total = sums[0];
+  const double norm = (p == 2              ? ::sqrt(total)
+                       : largest || p == 1 ? total
+                                           : ::pow(total, 1 / p)) *
+                      scale;
+  const double factor = max_norm / (norm + 1e-6);
+  result[0] = norm;
+  result[1] = factor >= 1 ? 1 : factor;  // NaN stays
+}
+
+Tensor multi_tensor_clip_factor_cuda(std::span<const Tensor> tensors, double p, double scale,
+                                     double max_norm) {
+  const PowerPartials partials = power_partials(tensors, p);
+  const Device& device = tensors[0].device();
+  const Tensor result = raw::empty({2}, kF64, device);
+  const auto count = static_cast<int64_t>(partials.parts.size());
+  const Tensor sums = raw::empty({count}, kF64, device);
+  const int64_t bytes = count * static_cast<int64_t>(sizeof(NormPart));
+  const Tensor parts = raw::empty({bytes}, kU8, device);
+  gpu::copy_bytes(parts.data(), device, partials.parts.data(), kCpu, static_cast<size_t>(bytes),
+                  true);
+  gpu::launch({.name = "multi_tensor_norm", .grid = 1, .block = 1024}, clip_factor_kernel,
+              static_cast<const NormPart*>(parts.data()), static_cast<int>(count),
+              partials.sums.defined() ? partials.sums.data_as<double>() : nullptr,
+              sums.data_as<double>(), p, scale, max_norm, result.data_as<double>());
+  return result;
 }
 
 template <class C>
@@ -237,6 +321,7 @@ void multi_tensor_zero_cuda(std::span<const Tensor> tensors) {
 void register_multi_tensor() {
   cuda_form<multi_tensor_adam> = multi_tensor_adam_cuda;
   cuda_form<multi_tensor_power_sums> = multi_tensor_power_sums_cuda;
+  cuda_form<multi_tensor_clip_factor> = multi_tensor_clip_factor_cuda;
   cuda_form<multi_tensor_scale> = multi_tensor_scale_cuda;
   cuda_form<multi_tensor_zero> = multi_tensor_zero_cuda;
 }

@@ -55,9 +55,10 @@ struct AdamTensors {
   Tensor max_exp_avg_sq = {};  // amsgrad where defined
   Tensor shadow = {};
 };
-// torch.optim.AdamW and Adam.
+// torch.optim.AdamW and Adam. gradient_factor: one f64 element beside the tensors that gradients
+// are multiplied by as well (multi_tensor_clip_factor), or undefined.
 void multi_tensor_adam(std::span<const AdamTensors> tensors, const AdamOptions& options,
-                       const double* scalars);
+                       const double* scalars, const Tensor& gradient_factor = {});
 
 struct SgdOptions {
   double momentum = 0;
@@ -135,6 +136,12 @@ std::vector<double> multi_tensor_power_sums(std::span<const Tensor> tensors, dou
 // The norm of all tensors as one vector: their power sums combined in a binary tree over the list,
 // to the power 1 / p. Infinity or NaN tells of a non-finite element at no further cost.
 double multi_tensor_norm(std::span<const Tensor> tensors, double p = 2);
+
+// What clipping needs, beside the tensors: f64 [2], the norm, which is multi_tensor_norm() * scale,
+// and min(1, max_norm / (norm + 1e-6)), NaN where the norm is. A GPU reads nothing back. There is
+// at least one tensor.
+Tensor multi_tensor_clip_factor(std::span<const Tensor> tensors, double p, double scale,
+                                double max_norm);
 
 // x *= *factor, in the dtype's compute type.
 void multi_tensor_scale(std::span<const Tensor> tensors, const double* factor);

@@ -293,10 +293,16 @@ double tree_of_norm(std::span<double> partials, double p) {
 }  // namespace
 
 void multi_tensor_adam(std::span<const AdamTensors> tensors, const AdamOptions& options,
-                       const double* scalars) {
+                       const double* scalars, const Tensor& gradient_factor) {
   if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_adam>("multi_tensor_adam", tensors[0].param.device(),
-                                               tensors, options, scalars);
+                                               tensors, options, scalars, gradient_factor);
+  }
+  double with_factor[kNumStepScalars];
+  if (gradient_factor.defined()) {
+    std::copy(scalars, scalars + kNumStepScalars, with_factor);
+    with_factor[kGradientScale] *= gradient_factor.item();
+    scalars = with_factor;
   }
   for (const AdamTensors& t : tensors) {
     TS_CHECK(t.exp_avg.defined() && t.exp_avg_sq.defined(), "multi_tensor_adam",
@@ -482,6 +488,18 @@ double multi_tensor_norm(std::span<const Tensor> tensors, double p) {
   const double total = tree_of_norm(sums, p);
   if (std::isinf(p)) return total;
   return p == 2 ? std::sqrt(total) : p == 1 ? total : std::pow(total, 1 / p);
+}
+
+Tensor multi_tensor_clip_factor(std::span<const Tensor> tensors, double p, double scale,
+                                double max_norm) {
+  TS_CHECK(!tensors.empty(), "multi_tensor_clip_factor", "expects at least one tensor");
+  if (tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_clip_factor>(
+        "multi_tensor_clip_factor", tensors[0].device(), tensors, p, scale, max_norm);
+  }
+  const double norm = multi_tensor_norm(tensors, p) * scale;
+  const double factor = max_norm / (norm + 1e-6);
+  return tensor({norm, factor >= 1 ? 1 : factor}, kF64);
 }
 
 void multi_tensor_scale(std::span<const Tensor> tensors, const double* factor) {

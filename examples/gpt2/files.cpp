@@ -158,7 +158,8 @@ void Gpt::save(const std::string& folder,
               "; choose a folder that can be written");
   std::map<std::string, Tensor> tensors;
   for (const auto& [name, tensor] : state_dict()) {
-    tensors.emplace(name, is_transposed(name) ? tensor.transpose(0, 1) : tensor);
+    const Tensor here = tensor.to(kCpu);
+    tensors.emplace(name, is_transposed(name) ? here.transpose(0, 1) : here);
   }
   const std::filesystem::path path(folder);
   config.write((path / "config.json").string(), transformer.wte.weight.dtype());

@@ -15,7 +15,7 @@ namespace tessera::gpt2 {
 namespace {
 
 int run(int argc, char** argv) {
-  std::string folder, prompt = "\n", tokenizer_name, tokenizer_files, dtype;
+  std::string folder, prompt = "\n", tokenizer_name, tokenizer_files, dtype, device_name = "cpu";
   GenerateOptions options{.max_tokens = 300};
   int threads = 0;
   bool quiet = false;
@@ -35,13 +35,16 @@ int run(int argc, char** argv) {
   app.add_option("--tokenizer-files", tokenizer_files,
                  "folder with the vocabulary of gpt2; default: the model's");
   app.add_option("--dtype", dtype, "default: as saved")->check(CLI::IsMember({"f32", "bf16"}));
+  app.add_option("--device", device_name, "cpu, cuda or cuda:N")->capture_default_str();
   app.add_option("--threads", threads, "0: one a core")->check(CLI::NonNegativeNumber);
   app.add_flag("--quiet", quiet, "only the text, no speed");
   CLI11_PARSE(app, argc, argv);
 
   if (threads > 0) set_num_threads(threads);
+  const Device device = program_device(device_name, "generate");
   const auto model = Gpt::load(folder);
   if (!dtype.empty()) model->to(*parse_dtype(dtype));
+  model->to(device);
   if (tokenizer_name.empty()) tokenizer_name = model->config.tokenizer;
   if (tokenizer_name.empty()) tokenizer_name = model->config.vocab_size == 256 ? "bytes" : "gpt2";
   if (tokenizer_files.empty()) tokenizer_files = folder;

@@ -52,7 +52,8 @@ std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
   const bool was_training = model.is_training();
   model.eval();
   const int64_t context = model.config.context;
-  KvCache cache(model.config, 1, model.transformer.wte.weight.dtype());
+  const Device device = model.transformer.wte.weight.device();
+  KvCache cache(model.config, 1, model.transformer.wte.weight.dtype(), device);
   std::vector<int64_t> text(prompt.begin(), prompt.end());
   auto pending = static_cast<int64_t>(std::min(text.size(), static_cast<size_t>(context)));
   std::vector<int64_t> made;
@@ -63,7 +64,7 @@ std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
     }
     const std::span<const int64_t> fresh(text.end() - pending, text.end());
     const Tensor logits =
-        model(tensor(fresh, {1, pending}), Tensor(), Logits::kLast, &cache).logits;
+        model(tensor(fresh, {1, pending}).to(device), Tensor(), Logits::kLast, &cache).logits;
     const auto numbers = logits.to_vector<float>();
     const int64_t token = sample(numbers, options, static_cast<int64_t>(made.size()));
     if (options.stop_at_end && token == model.config.end_of_text) break;

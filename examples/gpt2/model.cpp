@@ -5,9 +5,18 @@
 #include <filesystem>
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/core/cuda/backend.h>
 #include <tessera/nn/init.h>
 
 namespace tessera::gpt2 {
+
+Device program_device(const std::string& name, const char* program) {
+  TS_CHECK_AS(ConfigError, name == "cpu" || name == "cuda" || name.starts_with("cuda:"), program,
+              "--device is cpu, cuda or cuda:N; got '", name, "'");
+  const Device device = parse_device(name);
+  if (device.is_cuda()) gpu::require_device(device.index, program);
+  return device;
+}
 
 // ---- KvCache -----------------------------------------------------------------------------------
 

@@ -22,6 +22,10 @@
 
 namespace tessera::gpt2 {
 
+// What --device names: the CPU, or a GPU of this machine. ConfigError for another name, DeviceError
+// that tells the remedy where there is no such GPU.
+Device program_device(const std::string& name, const char* program);
+
 struct GptConfig {
   int64_t vocab_size = 50257;
   int64_t context = 1024;  // n_positions: the longest sequence
@@ -141,8 +145,8 @@ class Gpt : public nn::Module<Gpt> {
   // a head equal to wte are passed over. FormatError, IoError, ValueError.
   static std::unique_ptr<Gpt> load(const std::string& folder);
   void load_weights(const std::string& safetensors_path);
-  // Makes the folder where it is missing. Files appear whole or not at all, model.safetensors last;
-  // `metadata` goes into its header.
+  // From any device. Makes the folder where it is missing. Files appear whole or not at all,
+  // model.safetensors last; `metadata` goes into its header.
   void save(const std::string& folder,
             const std::map<std::string, std::string>& metadata = {}) const;
 

@@ -3,6 +3,7 @@
 //     train --data shakespeare.txt --save model
 //     train --resume model                      # goes on as if it had never stopped (Ctrl-C saves)
 //     train --data more.txt --init-from model   # new training from given weights
+//     train --data shakespeare.txt --device cuda --log-every 100   # on a GPU
 //     tessera launch -n 2 -- train --data shakespeare.txt   # each step: a micro-batch of each rank
 //
 // A saved folder holds a model that transformers can load (config.json, model.safetensors, of gpt2
@@ -44,11 +45,12 @@ namespace {
 
 using Json = nlohmann::json;
 using Clock = std::chrono::steady_clock;
+constexpr int64_t kShowEvery = 100;  // steps between lines where the output is a file
 
 // ---- Options -----------------------------------------------------------------------------------
 
 struct TrainOptions {
-  std::string data, tokenizer = "bytes", tokenizer_files, dtype = "f32";
+  std::string data, tokenizer = "bytes", tokenizer_files, dtype = "f32", device = "cpu";
   int64_t layers = 4, width = 128, heads = 4, context = 64;
   int64_t batch_size = 12, accumulate = 1, steps = 2000, warmup = 100, eval_every = 250,
           save_every = 0;
@@ -56,6 +58,7 @@ struct TrainOptions {
   int64_t stop_at = 0;         // 0: steps
   double lr = 1e-3, min_lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0.1, clip = 1;
   double dropout = 0;
+  int64_t log_every = 1;
   uint64_t seed = 1337;
   int threads = 0;  // 0: as the environment says
   std::string save, resume, init_from, log;
@@ -130,6 +133,7 @@ TrainOptions parse_options(int argc, char** argv) {
   add("clip", options.clip, "largest gradient norm; 0: none");
   add("dropout", options.dropout, "in the residual stream and attention");
   add("dtype", options.dtype, "of model and activations")->check(CLI::IsMember({"f32", "bf16"}));
+  add("device", options.device, "cpu, cuda or cuda:N; a resumed run may take another one");
   add("seed", options.seed, "initial weights and order of data");
   add("threads", options.threads, "0: one a core")->check(CLI::NonNegativeNumber);
   add("eval-every", options.eval_every, "steps between validations; 0: only at the end");
@@ -138,6 +142,9 @@ TrainOptions parse_options(int argc, char** argv) {
   add("resume", options.resume, "folder to go on from; also --save unless that is given");
   add("init-from", options.init_from, "folder of a GPT-2 whose weights to begin with");
   add("log", options.log, "file for one JSON object a step");
+  add("log-every", options.log_every,
+      "steps between rows of the log and changes on the screen, for which a GPU is waited for")
+      ->check(CLI::PositiveNumber);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -178,6 +185,7 @@ class Trainer {
  public:
   explicit Trainer(TrainOptions options)
       : options_(std::move(options)),
+        device_(choose_device()),
         tokenizer_(make_tokenizer(options_.tokenizer, options_.tokenizer_files)),
         model_(make_model()),
         corpus_(read_corpus(options_.data, *tokenizer_, options_.context)),
@@ -205,10 +213,11 @@ class Trainer {
     return micro_batches() * options_.batch_size * options_.context;
   }
   bool is_first_rank() const { return distributed::rank() == 0; }
+  Device choose_device() const;
   std::unique_ptr<Gpt> make_model();
   std::vector<optim::ParameterGroup<optim::AdamWOptions>> parameter_groups() const;
-  double train_step();
-  double agree(double loss);
+  Tensor train_step();
+  Tensor agree(const Tensor& loss);
   void draw_for(int64_t micro);
   double validate();
   void save();
@@ -220,6 +229,7 @@ class Trainer {
   void show(double loss, std::optional<double> val_loss, double milliseconds, bool last);
 
   TrainOptions options_;
+  Device device_;
   std::unique_ptr<data::Tokenizer> tokenizer_;
   std::unique_ptr<Gpt> model_;
   Corpus corpus_;
@@ -230,11 +240,19 @@ class Trainer {
   std::optional<distributed::Replica> replica_;  // where there are several ranks
   int64_t step_ = 0;                             // steps done
   bool stop_ = false, save_now_ = false;         // asked for by a signal to any rank
-  double grad_norm_ = 0;
+  Tensor grad_norm_;                             // of the last step, on the device
   double smooth_ms_ = 0;
   std::optional<double> last_val_loss_;
   std::FILE* log_ = nullptr;
 };
+
+Device Trainer::choose_device() const {
+  const Device device = program_device(options_.device, "train");
+  TS_CHECK_AS(ConfigError, device.is_cpu() || distributed::world_size() == 1, "train", "--device ",
+              options_.device, " trains in one process; there are ", distributed::world_size(),
+              " ranks, which train on the cpu");
+  return device;
+}
 
 std::unique_ptr<Gpt> Trainer::make_model() {
   if (options_.threads > 0) set_num_threads(options_.threads);
@@ -259,6 +277,7 @@ std::unique_ptr<Gpt> Trainer::make_model() {
                                             .tokenizer = options_.tokenizer});
   }
   if (options_.dtype == "bf16") model->to(kBF16);
+  model->to(device_);
   return model;
 }
 
@@ -278,17 +297,19 @@ std::vector<optim::ParameterGroup<optim::AdamWOptions>> Trainer::parameter_group
 
 // Ranks take the step's micro-batches in turn. With one each, N ranks do, to the bit, what one
 // process does with --accumulate N: gradients are added in rank order and multiplied once.
-double Trainer::train_step() {
-  double loss = 0;
+//
+// Loss and gradient norm stay on the device: a GPU works on while the host queues the next step.
+Tensor Trainer::train_step() {
+  Tensor loss = zeros({}, {.dtype = kF64, .device = device_});
   for (int64_t i = 0; i < options_.accumulate; ++i) {
     const int64_t micro = i * distributed::world_size() + distributed::rank();
     draw_for(micro);
     if (replica_) replica_->set_plan(distributed::StepPlan::of(i, options_.accumulate));
     const data::TokenExample batch =
         windows_.batch(step_, options_.batch_size, micro * options_.batch_size);
-    const GptOutput out = (*model_)(batch.inputs, batch.targets);
+    const GptOutput out = (*model_)(batch.inputs.to(device_), batch.targets.to(device_));
     out.loss.backward();
-    loss += out.loss.item();
+    loss = loss + out.loss.detach().to(kF64);
   }
   if (!replica_ && options_.accumulate > 1) {
     const NoGradGuard no_grad;
@@ -298,8 +319,7 @@ double Trainer::train_step() {
   loss = agree(loss) / static_cast<double>(micro_batches());
   grad_norm_ =
       optim::clip_grad_norm(model_->parameters(), options_.clip > 0 ? options_.clip : HUGE_VAL,
-                            {.fold_into = &optimizer_})
-          .item();
+                            {.fold_into = &optimizer_});
   optimizer_.step();
   schedule_.step();
   optimizer_.zero_grad();
@@ -314,17 +334,20 @@ void Trainer::draw_for(int64_t micro) {
 }
 
 // The sum of the ranks' losses. All save, and all stop, where one was asked to.
-double Trainer::agree(double loss) {
+Tensor Trainer::agree(const Tensor& loss) {
   const Request request = requested();
   const bool stop = interrupted != 0 || request == Request::kCheckpointAndStop;
   const bool checkpoint = request == Request::kCheckpoint;
   if (checkpoint) clear_request();
-  const Tensor message = tensor({loss, stop ? 1.0 : 0.0, checkpoint ? 1.0 : 0.0}, kF64);
+  stop_ |= stop;
+  save_now_ = checkpoint;
+  if (distributed::world_size() == 1) return loss;
+  const Tensor message = tensor({loss.item(), stop ? 1.0 : 0.0, checkpoint ? 1.0 : 0.0}, kF64);
   distributed::world().all_reduce(message).wait();
   const double* values = message.data_as<double>();
   stop_ |= values[1] > 0;
   save_now_ = values[2] > 0;
-  return values[0];
+  return scalar_tensor(values[0], kF64);
 }
 
 double Trainer::validate() {
@@ -337,7 +360,8 @@ double Trainer::validate() {
   data::DataLoader loader(validation_, {.batch_size = at_once});
   for (const data::TokenExample& batch : loader) {
     const int64_t targets = std::min(targets_left, batch.targets.numel());  // without padding
-    sum += (*model_)(batch.inputs, batch.targets).loss.item() * static_cast<double>(targets);
+    const Tensor loss = (*model_)(batch.inputs.to(device_), batch.targets.to(device_)).loss;
+    sum += loss.item() * static_cast<double>(targets);
     targets_left -= targets;
   }
   model_->train();
@@ -361,7 +385,9 @@ void Trainer::save() {
   options_.visit_resumed([&](const char* name, auto& value) { json[name] = value; });
   const std::string step = std::to_string(step_);
   const std::string current = "training-" + step;
-  save_safetensors(file_in(options_.save, current + ".safetensors"), state.to_map());
+  std::map<std::string, Tensor> tensors = state.to_map();
+  for (auto& [name, tensor] : tensors) tensor = tensor.to(kCpu);
+  save_safetensors(file_in(options_.save, current + ".safetensors"), tensors);
   write_file_atomically(file_in(options_.save, current + ".json"), json.dump(2) + "\n");
   model_->save(options_.save, {{"step", step}});
   // No model is left that the older ones belong to.
@@ -428,7 +454,7 @@ void Trainer::log_row(double loss, std::optional<double> val_loss, double millis
   const Json row = {{"step", step_},
                     {"loss", number(loss)},
                     {"val_loss", val_loss ? number(*val_loss) : Json()},
-                    {"grad_norm", number(grad_norm_)},
+                    {"grad_norm", number(grad_norm_.item())},
                     {"lr", optimizer_.lr()},
                     {"ms", milliseconds},
                     {"tokens_per_s", tokens / milliseconds * 1e3},
@@ -443,7 +469,7 @@ void Trainer::show(double loss, std::optional<double> val_loss, double milliseco
   if (val_loss) last_val_loss_ = val_loss;
   smooth_ms_ = smooth_ms_ == 0 ? milliseconds : 0.95 * smooth_ms_ + 0.05 * milliseconds;
   const bool terminal = isatty(STDOUT_FILENO) != 0;
-  if (!terminal && !val_loss && !last && step_ % 100 != 0) return;
+  if (!terminal && !val_loss && !last && step_ % kShowEvery != 0) return;
   const double seconds_left = static_cast<double>(options_.steps - step_) * smooth_ms_ / 1e3;
   char val_text[32] = "-";
   if (last_val_loss_) std::snprintf(val_text, sizeof val_text, "%.4f", *last_val_loss_);
@@ -482,23 +508,35 @@ void Trainer::run() {
         num_threads());
   }
   std::signal(SIGINT, request_stop);
+  const bool follows = log_ != nullptr || isatty(STDOUT_FILENO) != 0;
+  auto begin = Clock::now();  // of the steps since the last one that was read
+  int64_t unread = 0;
   while (step_ < options_.steps && !stop_) {
-    const auto begin = Clock::now();
-    const double loss = train_step();
-    const double milliseconds =
-        std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+    const Tensor step_loss = train_step();
+    ++unread;
     stop_ |= step_ == options_.stop_at;
     const bool last = step_ == options_.steps || stop_;
-    if (is_first_rank()) {
-      const bool evaluate = last || (options_.eval_every > 0 && step_ % options_.eval_every == 0);
-      const std::optional<double> val_loss = evaluate ? std::optional(validate()) : std::nullopt;
-      log_row(loss, val_loss, milliseconds);
-      show(loss, val_loss, milliseconds, last);
-    }
-    TS_CHECK(std::isfinite(loss), "train", "the loss is ", loss, " at step ", step_,
-             "; lower --lr or raise --warmup. The last save is kept");
+    const bool evaluate = last || (options_.eval_every > 0 && step_ % options_.eval_every == 0);
+    const bool logs = evaluate || step_ % options_.log_every == 0;
+    // Reading a number costs nothing on the CPU, and on a GPU the time until it is made.
     const bool due = options_.save_every > 0 && step_ % options_.save_every == 0;
-    if (last || due || save_now_) save();
+    const bool saves = last || due || save_now_;
+    if (device_.is_cpu() || evaluate || saves || (follows && logs) || step_ % kShowEvery == 0) {
+      const double loss = step_loss.item();
+      const double milliseconds =
+          std::chrono::duration<double, std::milli>(Clock::now() - begin).count() /
+          static_cast<double>(unread);
+      if (is_first_rank()) {
+        const std::optional<double> val_loss = evaluate ? std::optional(validate()) : std::nullopt;
+        if (logs) log_row(loss, val_loss, milliseconds);
+        if (logs || step_ % kShowEvery == 0) show(loss, val_loss, milliseconds, last);
+      }
+      TS_CHECK(std::isfinite(loss), "train", "the loss is ", loss, " at step ", step_,
+               "; lower --lr or raise --warmup. The last save is kept");
+      begin = Clock::now();
+      unread = 0;
+    }
+    if (saves) save();
   }
   if (log_ != nullptr) std::fclose(log_);
   if (!options_.save.empty() && is_first_rank()) {

@@ -53,6 +53,16 @@ TEST(CudaTensors, TravelBetweenDevicesInAnyLayoutAndDtype) {
   EXPECT_EQ(raw::select(x.to(cuda(0)), 0, 7).item(), 7);
 }
 
+TEST(CudaTensors, CopiesInPlaceTravelWithTheirGradients) {
+  const Tensor source = tensor({1.0, 2.0, 3.0}).set_requires_grad();
+  const Tensor target = raw::zeros({2, 3}, kBF16, cuda(1));
+  copy_(target, source);
+  EXPECT_EQ(target.to_vector(), (std::vector<double>{1, 2, 3, 1, 2, 3}));
+  target.sum().backward();
+  EXPECT_EQ(source.grad().device(), kCpu);
+  EXPECT_EQ(source.grad().to_vector(), (std::vector<double>{2, 2, 2}));
+}
+
 TEST(CudaTensors, OperandsOnDifferentDevicesAreRefused) {
   const Tensor x = raw::zeros({2}, kF32, cuda(0));
   EXPECT_THROW(kernels::binary<fn::Add>(x, raw::zeros({2}, kF32)), DeviceError);

@@ -1,14 +1,17 @@
 // A whole training on the device "cuda", emulated, beside the same one on the CPU.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/multi_tensor.h>
 #include <tessera/core/random.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
@@ -58,6 +61,84 @@ TEST(CudaTraining, AGptLearnsWhatItLearnsOnTheCpu) {
   EXPECT_LT(expected.back(), 0.98 * expected.front());
   for (size_t i = 0; i < expected.size(); ++i) {
     EXPECT_NEAR(got[i], expected[i], 1e-5 * expected[i]) << "step " << i;
+  }
+}
+
+// Loss, count of targets, norm and clip factor stay on the device: the host queues step after step.
+TEST(CudaTraining, AStepDoesNotWaitForTheDevice) {
+  manual_seed(17);
+  Gpt model({.vocab_size = kVocabulary,
+             .context = kContext,
+             .width = kWidth,
+             .layers = 1,
+             .heads = 4,
+             .dropout = 0.1});
+  model.to(cuda(0));
+  optim::AdamW optimizer(model.named_parameters(), {.lr = 3e-3});
+  std::vector<int64_t> ids(kBatch * (kContext + 1), 5);
+  Tensor loss, norm;
+  const auto step = [&] {
+    const Tensor tokens = tensor(ids, {kBatch, kContext + 1}, kI64).to(cuda(0));
+    loss = model(tokens.narrow(1, 0, kContext), tokens.narrow(1, 1, kContext)).loss;
+    loss.backward();
+    norm = optim::clip_grad_norm(model.parameters(), 0.1, {.fold_into = &optimizer});
+    optimizer.step();
+    optimizer.zero_grad();
+  };
+  step();  // makes the optimizer's state
+  const double first = loss.item();
+  const int64_t before = gpu::emulation::host_waits();
+  step();
+  EXPECT_EQ(gpu::emulation::host_waits(), before);
+  EXPECT_EQ(norm.device(), cuda(0));
+  EXPECT_GT(norm.item(), 0.1);
+  EXPECT_LT(loss.item(), first);
+}
+
+// Of gradients in both lanes, over several chunks of some tensors: the tree on the device is the
+// one that the host walks in multi_tensor_norm().
+TEST(CudaTraining, NormAndClipFactorAreThoseThatTheHostFinds) {
+  TensorList here, there;
+  for (const int64_t size : {0, 3, 70000, 16384, 33000, 1}) {
+    const Tensor x = randn({size}, {.dtype = size == 33000 ? kF64 : size == 3 ? kBF16 : kF32});
+    here.push_back(x);
+    there.push_back(x.to(cuda(0)));
+  }
+  for (const double p : {2.0, 1.0, HUGE_VAL}) {
+    for (const double max_norm : {0.5, 1e9}) {
+      const auto got = kernels::multi_tensor_clip_factor(there, p, 0.25, max_norm).to_vector();
+      const auto on_cpu = kernels::multi_tensor_clip_factor(here, p, 0.25, max_norm).to_vector();
+      const double norm = kernels::multi_tensor_norm(there, p) * 0.25;
+      EXPECT_EQ(got, (std::vector<double>{norm, std::min(1.0, max_norm / (norm + 1e-6))})) << p;
+      EXPECT_NEAR(got[0], on_cpu[0], 1e-14 * on_cpu[0]) << p;
+      EXPECT_NEAR(got[1], on_cpu[1], 1e-14) << p;
+    }
+  }
+  there[2].fill_(std::nan(""));
+  for (const double value : kernels::multi_tensor_clip_factor(there, 2, 1, 1).to_vector()) {
+    EXPECT_TRUE(std::isnan(value));
+  }
+}
+
+// A factor that waits on the device is that of the next step alone, also for an optimizer that has
+// to read it.
+TEST(CudaTraining, AFactorOnTheDeviceIsAppliedOnce) {
+  for (const Device& device : {kCpu, cuda(0)}) {
+    Tensor weight = tensor({1.0, 2.0}).to(device);
+    weight.set_requires_grad();
+    optim::AdamW optimizer({{"weight", weight}}, {.lr = 0.5, .betas = {0, 0}, .weight_decay = 0});
+    const Tensor quarter = tensor({0.25}, kF64).to(device);
+    const auto step = [&] {
+      weight.set_grad(tensor({4.0, -4.0}).to(device));
+      optimizer.step();
+      return optimizer.state_dict().at("state.weight.exp_avg").to_vector();
+    };
+    optimizer.scale_next_step(quarter);
+    EXPECT_EQ(step(), (std::vector<double>{1, -1})) << device;
+    EXPECT_EQ(step(), (std::vector<double>{4, -4})) << device;
+    optimizer.scale_next_step(quarter);
+    optimizer.zero_grad();
+    EXPECT_EQ(step(), (std::vector<double>{4, -4})) << device;
   }
 }
 

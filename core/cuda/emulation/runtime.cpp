@@ -49,6 +49,7 @@ struct Machine {
   std::vector<EmulatedStream> defaults;  // the null stream of each device
   std::map<char*, size_t> pinned;
   std::string report;
+  int64_t host_waits = 0;
   int devices = 2;
 
   Machine() {
@@ -119,6 +120,7 @@ cudaError_t run_front(EmulatedStream& stream) {
 template <class Done>
 cudaError_t run_until(const Done& done) {
   Machine& all = machine();
+  ++all.host_waits;
   std::optional<arena::Open> open(std::in_place);
   auto last_work = std::chrono::steady_clock::now();
   while (!done()) {
@@ -294,6 +296,14 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cuda
   if (!to_device && !is_pinned(target)) return cudaStreamSynchronize(stream);
   return cudaSuccess;
 }
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  Lock lock(machine().mutex);
+  *attributes = {};
+  attributes->type = arena::contains(pointer) ? cudaMemoryTypeDevice
+                     : is_pinned(pointer)     ? cudaMemoryTypeHost
+                                              : cudaMemoryTypeUnregistered;
+  return cudaSuccess;
+}
 cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t stream) {
   Lock lock(machine().mutex);
   resolve(stream).queue.push_back({[=] {
@@ -408,6 +418,11 @@ void enqueue_when(cudaStream_t stream, std::function<bool()> ready, std::functio
                                      return cudaSuccess;
                                    },
                                    nullptr, nullptr, std::move(ready)});
+}
+
+int64_t host_waits() {
+  Lock lock(machine().mutex);
+  return machine().host_waits;
 }
 
 std::string take_report() {

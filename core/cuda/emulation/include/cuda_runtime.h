@@ -45,6 +45,14 @@ enum cudaMemcpyKind {
   cudaMemcpyDeviceToDevice,
   cudaMemcpyDefault,
 };
+enum cudaMemoryType {
+  cudaMemoryTypeUnregistered,
+  cudaMemoryTypeHost,
+  cudaMemoryTypeDevice,
+};
+struct cudaPointerAttributes {
+  cudaMemoryType type;
+};
 struct cudaDeviceProp {
   char name[256];
   size_t totalGlobalMem;
@@ -78,6 +86,7 @@ cudaError_t cudaFreeHost(void* pointer);
 // Pageable host memory is read or written before the call returns, pinned when the stream runs.
 cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream);
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer);
 cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 cudaError_t cudaStreamDestroy(cudaStream_t stream);
