@@ -31,13 +31,13 @@ constexpr size_t kFlushBytes = size_t{128} << 20;     // more than any L2 cache 
 
 // ---- The library --------------------------------------------------------------------------------
 
-#define TS_CUBLASLT_FUNCTIONS(F)                                                           \
-  F(GetVersion)                                                                            \
-  F(Create)                                                                                \
-  F(Matmul) F(MatmulAlgoGetHeuristic) F(MatmulDescCreate) F(MatmulDescDestroy)             \
-      F(MatmulDescSetAttribute) F(MatrixLayoutCreate) F(MatrixLayoutDestroy)               \
-          F(MatrixLayoutSetAttribute) F(MatmulPreferenceCreate) F(MatmulPreferenceDestroy) \
-              F(MatmulPreferenceSetAttribute) F(GetStatusName)
+// clang-format off
+#define TS_CUBLASLT_FUNCTIONS(F)                                                                 \
+  F(GetVersion) F(Create) F(GetStatusName) F(Matmul) F(MatmulAlgoGetHeuristic)                   \
+  F(MatmulDescCreate) F(MatmulDescDestroy) F(MatmulDescSetAttribute)                             \
+  F(MatrixLayoutCreate) F(MatrixLayoutDestroy) F(MatrixLayoutSetAttribute)                       \
+  F(MatmulPreferenceCreate) F(MatmulPreferenceDestroy) F(MatmulPreferenceSetAttribute)
+// clang-format on
 
 struct Library {
 #define TS_MEMBER(name) decltype(&cublasLt##name) name = nullptr;
