@@ -70,6 +70,8 @@ struct Call {
   int tag = 0;
   std::vector<Part> sends, receives;
   CallText text{};
+  bool waits = false;           // the caller comes to drive() at once
+  std::weak_ptr<void> carrier;  // written by start(): what drive() takes
   bool refused = false;  // send and recv: the arguments were wrong, `text` says how; no tensor
   Device device = kCpu;  // of the tensors
   double timeout_seconds = 600;
@@ -104,6 +106,9 @@ class Backend {
 
   // Returns at once. Calls of one channel are carried out in their order.
   virtual void start(CallPtr call) = 0;
+  // Moves a call that said it `waits` on this thread, at most until the deadline. Returns early
+  // where another thread moves it already.
+  virtual void drive(const std::shared_ptr<void>&, std::chrono::steady_clock::time_point) {}
   // A backend for the ranks of one colour, ordered as in `members` (ranks of this one). Every rank
   // of this backend calls it, with its own colour; color < 0 takes part and gets null.
   virtual std::unique_ptr<Backend> split(int color, std::span<const int> members,

@@ -355,10 +355,16 @@ class MpiBackend : public Backend {
     const bool is_peer = operation == Operation::kSend || operation == Operation::kRecv;
     const ChannelPtr& channel =
         channels_[static_cast<size_t>(is_peer ? Channel::kPeer : call->channel)];
-    progress_->submit(is_peer ? peer_lane(*call) : channel->lane,
-                      std::make_shared<mpi::Operation>(
-                          [channel, call] { return carry_out(channel, call); },
-                          [call](std::exception_ptr error) { call->done(std::move(error)); }));
+    const auto carrier = std::make_shared<mpi::Operation>(
+        [channel, call] { return carry_out(channel, call); },
+        [call](std::exception_ptr error) { call->done(std::move(error)); });
+    if (call->waits) call->carrier = carrier;
+    progress_->submit(is_peer ? peer_lane(*call) : channel->lane, carrier, call->waits);
+  }
+
+  void drive(const std::shared_ptr<void>& carrier,
+             std::chrono::steady_clock::time_point deadline) override {
+    progress_->drive(*std::static_pointer_cast<mpi::Operation>(carrier), deadline);
   }
 
   std::unique_ptr<Backend> split(int color, std::span<const int> members,

@@ -36,34 +36,39 @@ nlohmann::json object_of(const Tensor& bytes) {
   }
 }
 
+CollectiveOptions waiting(CollectiveOptions options) {
+  options.waits = true;
+  return options;
+}
+
 CollectiveOptions tagged(CollectiveOptions options, std::string_view tag) {
   if (options.tag.empty()) options.tag = tag;
-  return options;
+  return waiting(options);
 }
 
 // Each rank's number, by rank.
 std::vector<int64_t> all_numbers(int64_t own, Group& group, const CollectiveOptions& options) {
   const Tensor input = raw::empty({1}, kI64), output = raw::empty({group.size()}, kI64);
   *input.data_as<int64_t>() = own;
-  group.all_gather(output, input, options).wait();
+  group.all_gather(output, input, waiting(options)).wait();
   return {output.data_as<int64_t>(), output.data_as<int64_t>() + group.size()};
 }
 
 }  // namespace
 
 void all_reduce(const Tensor& tensor, ReduceOp op, Group& group, const CollectiveOptions& options) {
-  group.all_reduce(tensor, op, options).wait();
+  group.all_reduce(tensor, op, waiting(options)).wait();
 }
 
 void broadcast(const Tensor& tensor, int root, Group& group, const CollectiveOptions& options) {
-  group.broadcast(tensor, root, options).wait();
+  group.broadcast(tensor, root, waiting(options)).wait();
 }
 
 Tensor all_gather(const Tensor& input, Group& group, const CollectiveOptions& options) {
   const int64_t rows = input.dim() == 0 ? 1 : input.size(0);
   const Tensor output =
       raw::empty(with_rows(input.shape(), rows * group.size()), input.dtype(), input.device());
-  group.all_gather(output, input, options).wait();
+  group.all_gather(output, input, waiting(options)).wait();
   return output;
 }
 
@@ -74,7 +79,7 @@ std::vector<Tensor> all_gather_ragged(const Tensor& input, Group& group,
   for (const int64_t rows : all_numbers(input.size(0), group, tagged(options, "rows"))) {
     outputs.push_back(raw::empty(with_rows(input.shape(), rows), input.dtype(), input.device()));
   }
-  group.all_gather(outputs, input, options).wait();
+  group.all_gather(outputs, input, waiting(options)).wait();
   return outputs;
 }
 
@@ -85,7 +90,7 @@ Tensor reduce_scatter(const Tensor& input, ReduceOp op, Group& group,
                  " do not divide among ", group.size(), " ranks; use the form with lists");
   const Tensor output =
       raw::empty(with_rows(input.shape(), rows / group.size()), input.dtype(), input.device());
-  group.reduce_scatter(output, input, op, options).wait();
+  group.reduce_scatter(output, input, op, waiting(options)).wait();
   return output;
 }
 

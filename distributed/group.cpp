@@ -103,6 +103,7 @@ struct Work::State {
   int64_t number = 0;  // in the trace
   Clock::time_point issued;
   double timeout = 0;
+  std::weak_ptr<void> carrier;  // for drive(), where the call said that it waits
   std::vector<Tensor> keep;
   std::vector<std::pair<Tensor, Tensor>> copy_back;
   std::function<void()> order;  // see Call::order
@@ -149,12 +150,13 @@ void Work::wait() const {
     if (context.hooks.before_wait) context.hooks.before_wait(state.record);
     CommTrace& trace = state.group->trace();
     const double begin = context.clock ? context.clock->now : trace.seconds();
+    const auto deadline =
+        state.issued + std::chrono::duration_cast<Clock::duration>(
+                           std::chrono::duration<double>(std::min(state.timeout, 1e9)));
+    if (const auto carrier = state.carrier.lock()) state.group->backend().drive(carrier, deadline);
     std::string error;
     {
       std::unique_lock lock(state.mutex);
-      const auto deadline =
-          state.issued + std::chrono::duration_cast<Clock::duration>(
-                             std::chrono::duration<double>(std::min(state.timeout, 1e9)));
       const auto ended = [&] { return state.done; };
       if (state.order) {
         // The stream waits, not the thread: what fails from now on is told by the next call.
@@ -283,6 +285,8 @@ Work Group::start(Request request, const CollectiveOptions& options) {
                   request.root,      request.count, record.sequence, hash_of(options.where)};
   call->channel = options.channel;
   call->tag = request.tag;
+  // Hooks may keep the caller from coming.
+  call->waits = options.waits && !context.hooks.before_wait && context.mutation == Mutation::kNone;
   call->device = device;
   call->timeout_seconds = state->timeout;
   call->sends = std::move(request.sends);
@@ -318,6 +322,7 @@ Work Group::start(Request request, const CollectiveOptions& options) {
   };
   backend_->start(call);
   state->order = std::move(call->order);
+  state->carrier = call->carrier;
   return Work(state);
 }
 
@@ -353,6 +358,7 @@ void Group::invalid(const CollectiveOptions& options, std::string_view operation
     const std::string text = describe_mistake(operation);
     CollectiveOptions reason = options;
     reason.tag = text;
+    reason.waits = false;
     start({.operation = Operation::kInvalid}, reason);
   }
   std::rethrow_exception(mistake);
@@ -743,7 +749,9 @@ Work Group::recv(const Tensor& tensor, int peer, int tag, const CollectiveOption
 }
 
 void Group::barrier(const CollectiveOptions& options) {
-  start({.operation = Operation::kBarrier}, options).wait();
+  CollectiveOptions waiting = options;
+  waiting.waits = true;
+  start({.operation = Operation::kBarrier}, waiting).wait();
 }
 
 std::shared_ptr<Group> Group::split(int color, int key, const CollectiveOptions& options) {

@@ -34,6 +34,9 @@ struct CollectiveOptions {
   double timeout_seconds = 0;  // 0: TimeoutScope's, else the context's
   std::string_view tag = {};   // what it is for: "bucket 3"; in records and messages
   std::source_location where = std::source_location::current();
+  // The caller waits at once, so that its thread may move the data itself and wakes no other. Where
+  // it does not wait, nothing may move until it does.
+  bool waits = false;
 };
 
 // A collective under way. Copies share it; it keeps its tensors alive, also where nobody waits.

@@ -123,8 +123,9 @@ inline void Task::TaskAwaiter::await_suspend(Handle handle) { handle.promise().i
 // What was asked of a lane: the coroutine and what to tell whom at its end.
 class Operation {
  public:
-  // `start` makes the coroutine, on the progress thread; what it captures (tensors, lists) lives as
-  // long as the operation. `done` is called exactly once, from any thread, with the error or null.
+  // `start` makes the coroutine, on the thread that drives; what it captures (tensors, lists) lives
+  // as long as the operation. `done` is called exactly once, from any thread, with the error or
+  // null.
   Operation(std::function<Task()> start, std::function<void(std::exception_ptr)> done)
       : start_(std::move(start)), done_(std::move(done)) {}
 
@@ -158,8 +159,8 @@ class Lane {
  private:
   friend class Progress;
   const Order order_;
-  std::deque<OperationPtr> queue_;        // on the progress thread: those that have not begun
-  std::vector<OperationPtr> running_;     // on the progress thread
+  std::deque<OperationPtr> queue_;        // under Progress::driver_: those that have not begun
+  std::vector<OperationPtr> running_;     // under Progress::driver_
   std::vector<OperationPtr> unfinished_;  // under Progress::mutex_: all of them
   std::exception_ptr broken_;             // under Progress::mutex_
 };
@@ -177,8 +178,13 @@ class Progress : public std::enable_shared_from_this<Progress> {
   int thread_level() const { return thread_level_; }  // MPI_THREAD_...
   const std::string& version() const { return version_; }
 
-  // Returns at once; `done` of the operation tells the rest. Any thread.
-  void submit(const LanePtr& lane, OperationPtr operation);
+  // Returns at once; `done` of the operation tells the rest. Any thread. With `driven` the caller
+  // comes to drive() next, and the progress thread is left asleep.
+  void submit(const LanePtr& lane, OperationPtr operation, bool driven = false);
+  // Does the progress thread's work on this one until the operation has ended or the deadline has
+  // come; returns at once where another thread is at it. What is then left over the progress thread
+  // takes. Saves the two wake-ups of a blocking collective.
+  void drive(const Operation& operation, std::chrono::steady_clock::time_point deadline);
   // Breaks the lane: its operations end with `error` before this returns, whatever the thread is
   // doing. MPI may go on writing to their buffers, which are therefore never freed. Any thread.
   void fail(const LanePtr& lane, std::exception_ptr error);
@@ -191,6 +197,8 @@ class Progress : public std::enable_shared_from_this<Progress> {
   Progress() = default;
   void run();
   void initialize();
+  bool step();
+  void wake();
   bool take_submissions();
   bool advance(const LanePtr& lane);
   void end_operation(const LanePtr& lane, const OperationPtr& operation, std::exception_ptr error);
@@ -211,8 +219,9 @@ class Progress : public std::enable_shared_from_this<Progress> {
   bool damaged_ = false;  // requests were left open, or MPI failed
   std::string start_error_, stop_report_;
 
-  std::atomic<bool> mail_{false};  // inbox_ or stopping_ changed
-  std::vector<LanePtr> active_;    // on the thread: lanes with operations
+  std::atomic<bool> mail_{false};  // inbox_ or stopping_ changed, or active_ was left over
+  std::mutex driver_;              // of whoever makes MPI calls: the progress thread, or in drive()
+  std::vector<LanePtr> active_;    // under driver_: lanes with operations
 };
 
 }  // namespace tessera::distributed::mpi
