@@ -93,7 +93,13 @@ int load(nn::ModuleBase& model, const std::string& path) {
   return std::stoi(SafeTensorsFile(path).metadata().at("step"));
 }
 
+// Something of the program's that has to be let go of, whatever happens.
+struct Resource {
+  ~Resource() { std::printf("cleaned up\n"); }
+};
+
 void train(const Fault& fault, const std::string& checkpoint) {
+  const Resource resource;
   fault.at("before-init");
   const bool late = fault.phase == "init" && fault.rank != fault.own_rank;
   fault.soon("init", 0.15);

@@ -4,29 +4,23 @@
 
 #include <atomic>
 #include <cmath>
+#include <future>
+#include <latch>
 #include <nlohmann/json.hpp>
 #include <thread>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
-#include <tessera/distributed/collectives.h>
-#include <tessera/distributed/run_ranks.h>
+
+#include "compared_ranks.h"
 
 namespace tessera::distributed {
 namespace {
 
-// run_ranks with the end that every distributed test has: all ranks called the same.
 void on_ranks(int size, const std::function<void(int rank)>& body,
               const RunRanksOptions& options = {}) {
-  run_ranks(
-      size,
-      [&](int rank) {
-        const CommTrace::Scope scope(world().trace());
-        body(rank);
-        check_equal_traces(scope);
-      },
-      options);
+  compared_ranks(size, body, options);
 }
 
 // Small whole numbers: every sum of eight is exact in every dtype of the sweep.
@@ -382,7 +376,7 @@ TEST(Collectives, BackwardTurnsEachConverterAround) {
 // Mistakes ---------------------------------------------------------------------------------------
 
 TEST(Mistakes, WrongRanksDtypesAndShapesAreTypedErrors) {
-  run_ranks(2, [](int rank) {
+  on_ranks(2, [](int rank) {
     const Tensor x = zeros({4});
     EXPECT_THROW(world().send(x, 2), ValueError);
     EXPECT_THROW(world().send(x, rank), ValueError);
@@ -495,7 +489,7 @@ TEST(Mistakes, OfASenderOrReceiverAreToldToTheOther) {
   });
 }
 
-TEST(Mistakes, AcE2_DifferentCallsRaiseOnEveryRankAndNameBothCallSites) {
+TEST(Mistakes, ACE2_DifferentCallsRaiseOnEveryRankAndNameBothCallSites) {
   const std::vector<std::function<void(int)>> cases = {
       [](int rank) {  // operation
         const Tensor x = zeros({4});
@@ -559,7 +553,7 @@ TEST(Mistakes, ARankThatCalledNothingIsSeenByTheTraces) {
 
 // Failures ---------------------------------------------------------------------------------------
 
-TEST(Failures, AcE1_ARankThatThrowsMakesTheOthersRaise) {
+TEST(Failures, ACE1_ARankThatThrowsMakesTheOthersRaise) {
   for (const bool in_collective : {false, true}) {
     std::atomic<int> raised{0};
     const std::string message = message_of([&] {
@@ -582,7 +576,7 @@ TEST(Failures, AcE1_ARankThatThrowsMakesTheOthersRaise) {
   }
 }
 
-TEST(Failures, AcE1_ARankThatEndsEarlyIsNamed) {
+TEST(Failures, ACE1_ARankThatEndsEarlyIsNamed) {
   std::atomic<int> raised{0};
   run_ranks(3, [&](int rank) {
     if (rank == 1) return;
@@ -593,21 +587,24 @@ TEST(Failures, AcE1_ARankThatEndsEarlyIsNamed) {
   EXPECT_EQ(raised, 2);
 }
 
-TEST(Failures, AcE1_ATimeoutNamesWhoIsWhereAndLeavesADump) {
+TEST(Failures, ACE1_ATimeoutNamesWhoIsWhereAndLeavesADump) {
   const std::string folder = testing::TempDir();
+  std::latch issued(3), gave_up(4);
   run_ranks(4, [&](int rank) {
     rank_context().dump_directory = folder;
     std::remove((folder + "/comm-rank-" + std::to_string(rank) + ".json").c_str());
     all_reduce(zeros({4}), ReduceOp::kSum, world(), {.tag = "bucket 0"});
     if (rank == 3) {  // hangs, until the others have given up
-      std::this_thread::sleep_for(std::chrono::milliseconds(400));
+      gave_up.arrive_and_wait();
       EXPECT_THROW(barrier(), DistributedError);
       return;
     }
-    const std::string message = message_of(
-        [] { all_reduce(zeros({8}), ReduceOp::kSum, world(), {.timeout_seconds = 0.1}); });
+    const Work work = world().all_reduce(zeros({8}), ReduceOp::kSum, {.timeout_seconds = 0.1});
+    issued.arrive_and_wait();
+    const std::string message = message_of([&] { work.wait(); });
+    gave_up.count_down();
     // One rank's wait runs out first and breaks the group for the others.
-    EXPECT_NE(message.find("all_reduce #2 (sum, f32[8]) of 'world': waited 0."), std::string::npos)
+    EXPECT_NE(message.find("all_reduce #2 (sum, f32[8]) of 'world': waited "), std::string::npos)
         << message;
     EXPECT_NE(message.find("ranks 0,1,2 are at #2; rank 3 is at #1 (all_reduce #1 (sum, f32[4]) "
                            "'bucket 0' at test_collectives.cpp:"),
@@ -624,13 +621,14 @@ TEST(Failures, AcE1_ATimeoutNamesWhoIsWhereAndLeavesADump) {
 }
 
 TEST(Failures, AbortEndsWhatIsUnderWayAndRefusesWhatComes) {
-  run_ranks(2, [](int rank) {
+  std::latch aborted(2);
+  run_ranks(2, [&](int rank) {
     if (rank == 0) {
       const Work work = world().all_reduce(zeros({4}));
       world().abort("tired");
       EXPECT_THROW(work.wait(), DistributedError);
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(rank * 50));
+    aborted.arrive_and_wait();
     const std::string message = message_of([] { barrier(); });
     EXPECT_NE(message.find("aborted: tired"), std::string::npos) << message;
   });
@@ -638,13 +636,13 @@ TEST(Failures, AbortEndsWhatIsUnderWayAndRefusesWhatComes) {
 
 TEST(Failures, OfAWorkThatNobodyWaitsForAreSaidAndRaisedByTheNextCall) {
   testing::internal::CaptureStderr();
-  run_ranks(2, [](int rank) {
+  // A call has ended when both ranks have issued it.
+  std::latch issued(2), issued_again(2);
+  run_ranks(2, [&](int rank) {
     const Tensor x = zeros({4});
     const auto differ = [&] { return rank == 0 ? world().all_reduce(x) : world().broadcast(x, 0); };
-    // Calls have ended when all ranks have come here, twice: the second is after the first's end.
-    const auto let_it_end = [] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); };
     differ();
-    let_it_end();
+    issued.arrive_and_wait();
     const std::string message = message_of([&] { all_reduce(x); });
     EXPECT_NE(message.find("nobody waited for an earlier call"), std::string::npos) << message;
     EXPECT_NE(message.find("ranks call different things here"), std::string::npos) << message;
@@ -652,8 +650,8 @@ TEST(Failures, OfAWorkThatNobodyWaitsForAreSaidAndRaisedByTheNextCall) {
     // What is under way with a call whose failure was raised is let go without a word.
     const Work first = differ();
     differ();
+    issued_again.arrive_and_wait();
     EXPECT_THROW(first.wait(), DistributedError);
-    let_it_end();
     all_reduce(x);
   });
   const std::string said = testing::internal::GetCapturedStderr();
@@ -661,7 +659,7 @@ TEST(Failures, OfAWorkThatNobodyWaitsForAreSaidAndRaisedByTheNextCall) {
 }
 
 TEST(Failures, NothingFollowsAShutdown) {
-  run_ranks(2, [](int) {
+  on_ranks(2, [](int) {
     const auto group = world().split(0);
     all_reduce(zeros({4}), ReduceOp::kSum, *group);
     group->shutdown();
@@ -688,7 +686,7 @@ TEST(Injected, ADroppedCallMakesTheOthersWaitInVain) {
 TEST(Injected, DelaysDoNotChangeBits) {
   std::vector<double> reference;
   for (const uint64_t seed : {0, 1, 2, 3}) {
-    run_ranks(4, [&](int rank) {
+    on_ranks(4, [&](int rank) {
       uint64_t state = seed * 4 + static_cast<uint64_t>(rank);
       rank_context().hooks.before_issue = [&](const CommRecord&) {
         state = state * 6364136223846793005u + 1442695040888963407u;
@@ -697,6 +695,7 @@ TEST(Injected, DelaysDoNotChangeBits) {
       };
       const Tensor x = randn({50}, {}, RandomStream{1, static_cast<uint64_t>(rank)});
       for (int i = 0; i < 20; ++i) all_reduce(x, ReduceOp::kMean);
+      rank_context().hooks.before_issue = nullptr;
       if (rank != 0) return;
       if (seed == 0) reference = x.to_vector();
       EXPECT_EQ(x.to_vector(), reference);
@@ -730,13 +729,17 @@ TEST(Injected, TheVirtualClockMakesACollectiveTakeItsLatencyFromTheLastRank) {
 TEST(Injected, ASkippedWaitIsSeen) {
   // The deliberate bug reads the tensor before the other rank has come.
   std::atomic<bool> early{false};
-  run_ranks(2, [&](int rank) {
-    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  std::promise<void> looked;
+  on_ranks(2, [&](int rank) {
+    if (rank == 1) looked.get_future().wait_for(std::chrono::minutes(1));
     if (rank == 0) rank_context().mutation = Mutation::kSkipWait;
     const Tensor x = full({4}, 1.0);
     const Work work = world().all_reduce(x);
     work.wait();
-    if (rank == 0) early = !work.completed();
+    if (rank == 0) {
+      early = !work.completed();
+      looked.set_value();
+    }
     rank_context().mutation = Mutation::kNone;
     work.wait();
     EXPECT_EQ(x.to_vector()[0], 2);

@@ -2,7 +2,7 @@
 // raise DistributedError that names it, in time, and the job's code is the first cause's. Processes
 // under `tessera launch`; at the end the same under bare mpirun.
 //
-// Prints a table of what was measured, which docs/distributed.md shows.
+// Prints a table of what was measured, which docs/launching.md shows.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,9 +18,11 @@ constexpr double kSlower = 4;
 #else
 constexpr double kSlower = 1;
 #endif
-constexpr double kCollectiveTimeout = 1.5 * kSlower;  // seconds
-constexpr double kInitTimeout = 3 * kSlower;
-constexpr double kNotice = 2 * kSlower;  // seconds until every other rank has raised
+// Seconds. Only a hung rank is found by a timeout, which exceeds what a busy machine may hold up
+// the others; all else is noticed, on an idle machine within 2 s, and long before a timeout.
+constexpr double kTimeoutOfHung = 3 * kSlower, kInitTimeoutOfHung = 4 * kSlower;
+constexpr double kTimeout = 120;
+constexpr double kNotice = 30;  // until every other rank has raised
 
 struct Case {
   const char* phase;
@@ -70,6 +72,8 @@ TEST_P(Failure, ACE1EveryOtherRankRaisesInTimeAndTheCodeIsTheFirstCauses) {
   const Case fault = GetParam();
   const bool hangs = fault.action == std::string("hang") || fault.action == std::string("stop");
   const std::string mark = folder_.path("mark");
+  const double collective_timeout = hangs ? kTimeoutOfHung : kTimeout;
+  const double init_timeout = hangs ? kInitTimeoutOfHung : kTimeout;
   std::vector<std::string> command = {TESSERA_COMMAND,
                                       "launch",
                                       "-n",
@@ -77,9 +81,9 @@ TEST_P(Failure, ACE1EveryOtherRankRaisesInTimeAndTheCodeIsTheFirstCauses) {
                                       "--threads",
                                       "1",
                                       "--collective-timeout",
-                                      std::to_string(kCollectiveTimeout),
+                                      std::to_string(collective_timeout),
                                       "--init-timeout",
-                                      std::to_string(kInitTimeout),
+                                      std::to_string(init_timeout),
                                       "--grace",
                                       "1",
                                       "--dump-dir",
@@ -106,9 +110,14 @@ TEST_P(Failure, ACE1EveryOtherRankRaisesInTimeAndTheCodeIsTheFirstCauses) {
   }
   const bool starting =
       fault.phase == std::string("init") || fault.phase == std::string("before-init");
-  const double timeout = !hangs ? 0 : starting ? kInitTimeout : kCollectiveTimeout;
+  const double timeout = !hangs ? 0 : starting ? init_timeout : collective_timeout;
   EXPECT_LT(last, kNotice + timeout) << job;
   EXPECT_FALSE(job.printed("done")) << job;
+  for (int rank = 0; rank < fault.ranks; ++rank) {
+    if (rank == 1) continue;
+    EXPECT_TRUE(job.printed("[" + std::to_string(rank) + "] cleaned up")) << job;
+  }
+  EXPECT_TRUE(job.complained(hangs ? "first cause: rank" : "first cause: rank 1")) << job;
   if (!starting) {
     for (int rank = 0; rank < fault.ranks; ++rank) {
       if (rank == 1) continue;

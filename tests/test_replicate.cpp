@@ -80,34 +80,45 @@ void expect_bits_of_one_process(int size, int steps, const Loss& loss,
   });
 }
 
-TEST(Replicate, D2_AgreesWithTheConcatenatedBatch) {
+// The gradients of one backward of `count` batches in one.
+Gradients of_the_big_batch(int count) {
   Context context;
-  Gradients expected;
-  {
-    const ContextGuard guard(context);
-    manual_seed(3);
-    Net net;
-    TensorList batches;
-    for (uint64_t i = 0; i < 4; ++i) batches.push_back(randn({5, 8}, {}, RandomStream{7, i}));
-    const Tensor y = net(cat(batches));
-    (y * y).mean().backward();
-    expected = gradients_of(net);
+  const ContextGuard guard(context);
+  manual_seed(3);
+  Net net;
+  TensorList batches;
+  for (int i = 0; i < count; ++i) {
+    batches.push_back(randn({5, 8}, {}, RandomStream{7, static_cast<uint64_t>(i)}));
   }
-  on_ranks(4, [&](int rank) {
-    manual_seed(3);
-    Net net;
-    Mesh mesh(world());
-    const Replica replica = replicate(net, mesh, small_buckets());
-    loss_of(net, rank).backward();
-    const Gradients own = gradients_of(net);
-    for (size_t i = 0; i < own.values.size(); ++i) {
-      double largest = 0;
-      for (const float value : expected.values[i])
-        largest = std::max<double>(largest, std::abs(value));
-      for (size_t j = 0; j < own.values[i].size(); ++j) {
-        EXPECT_NEAR(own.values[i][j], expected.values[i][j], 1e-6 * largest);
-      }
+  const Tensor y = net(cat(batches));
+  (y * y).mean().backward();
+  return gradients_of(net);
+}
+// Each element within 1e-6 of the largest of its parameter's.
+void expect_close(const Gradients& own, const Gradients& expected) {
+  for (size_t i = 0; i < own.values.size(); ++i) {
+    double largest = 0;
+    for (const float value : expected.values[i])
+      largest = std::max<double>(largest, std::abs(value));
+    for (size_t j = 0; j < own.values[i].size(); ++j) {
+      EXPECT_NEAR(own.values[i][j], expected.values[i][j], 1e-6 * largest);
     }
+  }
+}
+
+TEST(Replicate, D2_AgreesWithTheConcatenatedBatchAlsoByTheTransportsOwnReductions) {
+  const Gradients expected = of_the_big_batch(4);
+  on_ranks(4, [&](int rank) {
+    for (const ReductionMode mode : {ReductionMode::kDeterministic, ReductionMode::kNative}) {
+      rank_context().reduction_mode = mode;
+      manual_seed(3);
+      Net net;
+      Mesh mesh(world());
+      const Replica replica = replicate(net, mesh, small_buckets());
+      loss_of(net, rank).backward();
+      expect_close(gradients_of(net), expected);
+    }
+    rank_context().reduction_mode = ReductionMode::kDeterministic;
   });
 }
 
@@ -210,6 +221,7 @@ TEST(Replicate, D4_LocalBackwardsCommunicateNothingAndGiveTheBitsOfTheDoubleSum)
         parameters[i].set_grad(sums[i]);
       }
       expected = gradients_of(net);
+      expect_close(expected, of_the_big_batch(size * kMicroBatches));
     }
     on_ranks(size, [&](int rank) {
       manual_seed(3);

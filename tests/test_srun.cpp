@@ -63,7 +63,8 @@ TEST_F(Srun, AKilledRankIsTheFirstCauseAndTheOtherRaises) {
            TESSERA_RANK_PROGRAM, "--rank", "1", "--phase", "between", "--action", "kill"});
   EXPECT_EQ(job.code(), 137) << job;
   EXPECT_TRUE(job.printed("[0] raised ")) << job;
-  EXPECT_TRUE(job.printed("rank 1 was killed by signal 9")) << job;
+  EXPECT_TRUE(job.printed("was killed by signal 9")) << job;
+  EXPECT_TRUE(job.complained("first cause: rank 1 on ")) << job;
 }
 
 TEST_F(Srun, AProgramThatSrunStartsDirectlyFindsItsRanks) {

@@ -143,6 +143,10 @@ void ParamGroupEngine::agree_on_order() {
   std::ranges::copy(order, shared.data_as<int64_t>());
   ranks_->broadcast(shared, 0, {.channel = Channel::kControl, .tag = "bucket_order"}).wait();
   const int64_t* values = shared.data_as<int64_t>();
+  if (rank_context().mutation == Mutation::kOwnBucketOrder) [[unlikely]] {
+    next_order_ = std::move(order);
+    return;
+  }
   for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<size_t>(values[i]);
   next_order_ = std::move(order);
 }
@@ -186,6 +190,8 @@ void ParamGroupEngine::begin_pass(bool shadow) {
   rebuild_if_due();
   shadow_ = shadow;
   synchronises_ = plan.sync_gradients || shadow;
+  if (rank_context().mutation == Mutation::kReduceAlways) [[unlikely]]
+    synchronises_ = true;
   began_ = now_in_nanoseconds();
   record_ = {};
   record_.backwards_before = backwards_in_window_;
@@ -320,6 +326,10 @@ void ParamGroupEngine::finish_reduction() {
   if (shadow_) return;
   for (int64_t i = 0; i < count; ++i) {
     if (flags[i] == 0) continue;
+    if (rank_context().mutation == Mutation::kOwnUsedMap &&
+        !params_[static_cast<size_t>(i)].tensor.grad().defined()) [[unlikely]] {
+      continue;
+    }
     const Place& place = places_[static_cast<size_t>(i)];
     place.group->hand_out(place.slot);
   }

@@ -51,7 +51,7 @@ void ParamGroup::collect(size_t slot) {
   const Tensor& part = views_[slot];
   const Tensor grad = param.tensor.grad();
   if (!grad.defined()) {
-    zero_(part);
+    if (rank_context().mutation != Mutation::kStaleBucket) zero_(part);
   } else if (!grad.is(part)) {
     copy_(part, grad);
     if (gradients_are_views_) param.tensor.set_grad(part);

@@ -161,6 +161,8 @@ void Replica::State::before_forward() {
 
 void Replica::State::synchronise_buffers() {
   if (!options.broadcast_buffers || buffers.empty()) return;
+  if (rank_context().mutation == Mutation::kSkipBuffers) [[unlikely]]
+    return;
   if (options.buffer_hook) {
     options.buffer_hook(buffers, *ranks);
   } else {
@@ -241,7 +243,9 @@ Replica replicate(nn::ModuleBase& model, Mesh& mesh, const ReplicateOptions& opt
                 "' is no parameter, buffer or module of the model with any; correct the name");
   }
   check_equal_on_all_ranks(state->parameters, state->buffers, options, *state->ranks);
-  if (options.init_sync) state->synchronise_all(0);
+  if (options.init_sync && rank_context().mutation != Mutation::kSkipInitSync) {
+    state->synchronise_all(0);
+  }
   state->engine = std::make_shared<ParamGroupEngine>(
       state->parameters, *state->ranks,
       EngineOptions{.placements = kDataParallel,
