@@ -38,6 +38,12 @@ class PairedBackend : public Backend {
     device_->start(std::move(call));
   }
 
+  // Only the host's calls are moved by their callers.
+  void drive(const std::shared_ptr<void>& carrier,
+             std::chrono::steady_clock::time_point deadline) override {
+    host_->drive(carrier, deadline);
+  }
+
   std::unique_ptr<Backend> split(int color, std::span<const int> members,
                                  const std::string& name) override {
     auto host = host_->split(color, members, name);
