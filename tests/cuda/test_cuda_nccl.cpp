@@ -247,8 +247,10 @@ int wrong_sums(Mutation mutation) {
 
 TEST_F(CudaNccl, EventsThatAreMissingAreSeen) {
   EXPECT_EQ(wrong_sums(Mutation::kNone), 0);
+#if !defined(__SANITIZE_ADDRESS__)  // which sees the early read itself and ends the program
   EXPECT_GT(wrong_sums(Mutation::kSkipWait), 0);
   EXPECT_GT(wrong_sums(Mutation::kSkipStreamOrder), 0);
+#endif
 }
 
 TEST_F(CudaNccl, GroupsAreSplitWithCommunicatorsOfTheirOwn) {
