@@ -12,7 +12,7 @@
 namespace tessera::accelerate {
 namespace {
 
-constexpr std::string_view kWhere = "settings";
+constexpr std::string_view kSettings = "settings";
 
 const std::string* find(const Environment& environment, std::string_view name) {
   const auto at = environment.find(name);
@@ -27,7 +27,7 @@ std::string suggestion(std::string_view key) {
 
 const Setting& known(std::string_view key, std::string_view source) {
   const Setting* setting = find_setting(key);
-  TS_CHECK_AS(ConfigError, setting != nullptr, kWhere, source, " has the setting \"", key,
+  TS_CHECK_AS(ConfigError, setting != nullptr, kSettings, source, " has the setting \"", key,
               "\", which is unknown", suggestion(key));
   return *setting;
 }
@@ -47,7 +47,7 @@ std::string value_of(const Candidate& candidate) {
 
 // Two spellings of one setting, both given: they have to say the same.
 void check_same(const Candidate& first, const Candidate& second) {
-  TS_CHECK_AS(ConfigError, value_of(first) == value_of(second), kWhere, first.origin.name, "=",
+  TS_CHECK_AS(ConfigError, value_of(first) == value_of(second), kSettings, first.origin.name, "=",
               first.text, " contradicts ", second.origin.name, "=", second.text,
               "; both are the setting \"", first.setting->key, "\": unset one of them");
 }
@@ -87,7 +87,7 @@ void check_variables(const Environment& environment) {
     const bool of_a_section = name.starts_with("DDP_") || name.starts_with("SCALER_") ||
                               name.starts_with("FSDP_") || name.starts_with("FP8_");
     const bool close = name.size() > 3 && !nearest_key(name, name.size() < 8 ? 1 : 2).empty();
-    TS_CHECK_AS(ConfigError, !of_a_section && !close, kWhere, at->first,
+    TS_CHECK_AS(ConfigError, !of_a_section && !close, kSettings, at->first,
                 " looks like a setting but is none", suggestion(name));
   }
 }
@@ -145,7 +145,7 @@ class Sources {
     if (text == nullptr) return;
     const auto json = nlohmann::json::parse(*text, nullptr, false);
     TS_CHECK_AS(ConfigError, json.is_object() && json.contains("flags") && json.contains("written"),
-                kWhere, kLaunchSettings, " is not what tessera launch writes: \"", *text, "\"");
+                kSettings, kLaunchSettings, " is not what tessera launch writes: \"", *text, "\"");
     for (const auto& [key, value] : json.at("flags").items()) {
       const Setting& setting = known(key, kLaunchSettings);
       put(flags_, {&setting, value.get<std::string>(), {Source::kLaunchFlag, setting.flag()}});
@@ -181,7 +181,7 @@ class Sources {
     const bool fsdp = switched_on("ACCELERATE_USE_FSDP");
     const bool deepspeed = switched_on("ACCELERATE_USE_DEEPSPEED");
     const bool mesh = switched_on("ACCELERATE_USE_PARALLELISM_CONFIG");
-    TS_CHECK_AS(UnsupportedError, !switched_on("ACCELERATE_USE_MEGATRON_LM"), kWhere,
+    TS_CHECK_AS(UnsupportedError, !switched_on("ACCELERATE_USE_MEGATRON_LM"), kSettings,
                 "ACCELERATE_USE_MEGATRON_LM asks for Megatron's parallelism, which is not "
                 "available yet; unset it");
     for (const Setting& setting : schema()) {
@@ -223,8 +223,8 @@ void CodeSettings::add(std::string_view key, std::string text) {
 
 void CodeSettings::add_enum(std::string_view key, size_t position) {
   const Setting& setting = known(key, "the program");
-  TS_CHECK_AS(ConfigError, position < setting.names.size(), kWhere, key, " is a ", setting.type(),
-              ", not an enumerator with the number ", position);
+  TS_CHECK_AS(ConfigError, position < setting.names.size(), kSettings, key, " is a ",
+              setting.type(), ", not an enumerator with the number ", position);
   add(key, std::string(setting.names[position]));
 }
 
@@ -248,7 +248,7 @@ void check_consistent(const Settings& settings) {
                               std::string_view why) {
     const Setting& first = *find_setting(a);
     const Setting& second = *find_setting(b);
-    TS_CHECK_AS(ConfigError, !wrong, kWhere, a, "=", text(first, settings), " (",
+    TS_CHECK_AS(ConfigError, !wrong, kSettings, a, "=", text(first, settings), " (",
                 origin(first, settings).describe(), ") contradicts ", b, "=",
                 text(second, settings), " (", origin(second, settings).describe(), "): ", why);
   };
@@ -287,7 +287,7 @@ void check_available(const Settings& settings) {
   const Settings defaults;
   for (const Setting& setting : schema()) {
     if (!setting.planned) continue;
-    TS_CHECK_AS(UnsupportedError, text(setting, settings) == text(setting, defaults), kWhere,
+    TS_CHECK_AS(UnsupportedError, text(setting, settings) == text(setting, defaults), kSettings,
                 setting.key, "=", text(setting, settings), " (",
                 origin(setting, settings).describe(), ") is not available yet; leave it at ",
                 text(setting, defaults).empty() ? "nothing" : text(setting, defaults));

@@ -13,13 +13,13 @@
 namespace tessera::accelerate {
 namespace {
 
-constexpr std::string_view kWhere = "settings";
+constexpr std::string_view kSettingsFile = "settings";
 
 std::string as_text(const nlohmann::json& value, const std::string& key, const std::string& path) {
   if (value.is_string()) return value.get<std::string>();
   if (value.is_boolean() || value.is_number()) return value.dump();
   std::string list;
-  TS_CHECK_AS(ConfigError, value.is_array(), kWhere, path, ": \"", key,
+  TS_CHECK_AS(ConfigError, value.is_array(), kSettingsFile, path, ": \"", key,
               "\" has to be a number, a truth value, a text or a list of texts; got ",
               value.dump());
   for (const auto& item : value) {
@@ -47,7 +47,7 @@ nlohmann::json as_json(const Setting& setting, const Settings& settings) {
 
 SettingTexts read_config_file(const std::string& path) {
   std::ifstream file(path);
-  TS_CHECK_AS(IoError, file.is_open(), kWhere, "cannot read the settings in ", path, ": ",
+  TS_CHECK_AS(IoError, file.is_open(), kSettingsFile, "cannot read the settings in ", path, ": ",
               std::strerror(errno));
   SettingTexts texts;
   // nlohmann's object would keep one of two equal keys.
@@ -65,10 +65,10 @@ SettingTexts read_config_file(const std::string& path) {
   try {
     json = nlohmann::json::parse(file, watch);
   } catch (const nlohmann::json::exception& error) {
-    TS_THROW(FormatError, kWhere, path, " is no JSON: ", error.what());
+    TS_THROW(FormatError, kSettingsFile, path, " is no JSON: ", error.what());
   }
-  TS_CHECK_AS(FormatError, json.is_object(), kWhere, path, " has to hold one JSON object");
-  TS_CHECK_AS(ConfigError, repeated.empty(), kWhere, path, " has the setting \"", repeated,
+  TS_CHECK_AS(FormatError, json.is_object(), kSettingsFile, path, " has to hold one JSON object");
+  TS_CHECK_AS(ConfigError, repeated.empty(), kSettingsFile, path, " has the setting \"", repeated,
               "\" twice");
   std::string unknown;
   for (const auto& [key, value] : json.items()) {
@@ -80,7 +80,7 @@ SettingTexts read_config_file(const std::string& path) {
       texts.emplace_back(key, as_text(value, key, path));
     }
   }
-  TS_CHECK_AS(ConfigError, unknown.empty(), kWhere, path,
+  TS_CHECK_AS(ConfigError, unknown.empty(), kSettingsFile, path,
               " has settings that are unknown: ", unknown,
               "; docs/configuration.md lists all settings");
   std::erase_if(texts, [](const auto& entry) { return entry.second.empty(); });
@@ -101,7 +101,7 @@ void write_config_file(const std::string& path, const Settings& settings) {
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();
   std::error_code problem;
   if (!folder.empty()) std::filesystem::create_directories(folder, problem);
-  TS_CHECK_AS(IoError, !problem, kWhere, "cannot make the folder ", folder.string(), ": ",
+  TS_CHECK_AS(IoError, !problem, kSettingsFile, "cannot make the folder ", folder.string(), ": ",
               problem.message());
   write_file_atomically(path, config_json(settings));
 }

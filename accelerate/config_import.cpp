@@ -11,7 +11,7 @@
 namespace tessera::accelerate {
 namespace {
 
-constexpr std::string_view kWhere = "tessera config import";
+constexpr std::string_view kConfigImport = "tessera config import";
 
 // What becomes of a key: `setting`, or no counterpart and why. Those with neither are read by
 // code of their own.
@@ -201,13 +201,13 @@ class Importer {
 
   Import run() {
     const YAML::Node file = read();
-    TS_CHECK_AS(FormatError, file.IsMap(), kWhere, path_, " has to hold keys and values");
+    TS_CHECK_AS(FormatError, file.IsMap(), kConfigImport, path_, " has to hold keys and values");
     find_strangers("", file, kTop);
     for (const auto& [section, rules] : sections()) {
       if (file[section] && file[section].IsMap())
         find_strangers(section + ".", file[section], rules);
     }
-    TS_CHECK_AS(ConfigError, strangers_.empty(), kWhere, path_,
+    TS_CHECK_AS(ConfigError, strangers_.empty(), kConfigImport, path_,
                 " has keys that Accelerate does not know: ", strangers_,
                 "; correct or remove them");
     for (const auto& entry : file) {
@@ -239,7 +239,7 @@ class Importer {
 
   YAML::Node read() const {
     std::ifstream file(path_);
-    TS_CHECK_AS(IoError, file.is_open(), kWhere, "cannot read ", path_,
+    TS_CHECK_AS(IoError, file.is_open(), kConfigImport, "cannot read ", path_,
                 "; is the path right? Accelerate's default is "
                 "~/.cache/huggingface/accelerate/default_config.yaml");
     std::ostringstream text;
@@ -247,7 +247,7 @@ class Importer {
     try {
       return YAML::Load(text.str());
     } catch (const YAML::Exception& error) {
-      TS_THROW(FormatError, kWhere, path_, " is no YAML: ", error.what());
+      TS_THROW(FormatError, kConfigImport, path_, " is no YAML: ", error.what());
     }
   }
 
@@ -288,8 +288,8 @@ class Importer {
       return;
     }
     const std::string before = text(setting, result_.settings);
-    TS_CHECK_AS(ConfigError, before == text(setting, defaults) || before == now, kWhere, path_,
-                ": ", key, " makes ", name, " ", now, ", and another key makes it ", before);
+    TS_CHECK_AS(ConfigError, before == text(setting, defaults) || before == now, kConfigImport,
+                path_, ": ", key, " makes ", name, " ", now, ", and another key makes it ", before);
     assign(setting, result_.settings, text_of_setting, {Source::kFile, path_});
     line(key, value, setting.planned ? ImportOutcome::kPlanned : ImportOutcome::kMapped,
          std::string(name) + " = " + now);
@@ -300,7 +300,7 @@ class Importer {
       line(name, "", ImportOutcome::kUnset, "empty");
       return;
     }
-    TS_CHECK_AS(FormatError, node.IsMap(), kWhere, path_, ": ", name,
+    TS_CHECK_AS(FormatError, node.IsMap(), kConfigImport, path_, ": ", name,
                 " has to hold keys and values");
     for (const auto& entry : node) {
       read_key(name + ".", *find_rule(rules, entry.first.as<std::string>()), entry.second);
@@ -337,7 +337,7 @@ class Importer {
   }
 
   void read_setting(const std::string& key, const std::string& value, const Rule& rule) {
-    TS_CHECK_AS(ConfigError, rule.key != "num_processes" || value != "-1", kWhere, path_,
+    TS_CHECK_AS(ConfigError, rule.key != "num_processes" || value != "-1", kConfigImport, path_,
                 ": num_processes is -1, which Accelerate writes where nobody said how many; "
                 "write the number of processes");
     // One node is no wish, but the case where nothing is said.
@@ -396,7 +396,7 @@ class Importer {
     } else if (name == "fsdp_sharding_strategy" || name == "sharding_strategy" ||
                (name == "fsdp_reshard_after_forward" && find_strategy(value) != nullptr)) {
       const Strategy* strategy = find_strategy(value);
-      TS_CHECK_AS(ConfigError, strategy != nullptr, kWhere, path_, ": ", key,
+      TS_CHECK_AS(ConfigError, strategy != nullptr, kConfigImport, path_, ": ", key,
                   " has to be FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or "
                   "HYBRID_SHARD_ZERO2; got \"",
                   value, "\"");
@@ -416,7 +416,7 @@ class Importer {
       line(key, value, ImportOutcome::kUnset,
            "follows from fsdp_wrap_modules and fsdp_min_num_params");
     } else {
-      TS_THROW(ConfigError, kWhere, path_, ": ", key, " is not understood");
+      TS_THROW(ConfigError, kConfigImport, path_, ": ", key, " is not understood");
     }
   }
 
@@ -454,7 +454,7 @@ class Importer {
     // Accelerate starts one process with NO whatever num_processes says.
     TS_CHECK_AS(ConfigError,
                 (name != "NO" && name != "FALSE") || result_.settings.ranks.value.value_or(1) == 1,
-                kWhere, path_, ": distributed_type is NO and num_processes is ",
+                kConfigImport, path_, ": distributed_type is NO and num_processes is ",
                 result_.settings.ranks.value.value_or(1),
                 ", which contradict each other; make it MULTI_CPU or MULTI_GPU, or 1 process");
   }

@@ -9,7 +9,7 @@
 namespace tessera::accelerate {
 namespace {
 
-constexpr std::string_view kWhere = "settings";
+constexpr std::string_view kSettingsSchema = "settings";
 constexpr double kMost = 1e15;
 
 template <auto Member>
@@ -515,8 +515,8 @@ T parse_number(const Setting& setting, std::string_view source, std::string_view
   TS_CHECK_AS(ConfigError,
               is_number && (!bounded || (static_cast<double>(value) >= setting.least &&
                                          static_cast<double>(value) <= setting.most)),
-              kWhere, source, " has to be a ", std::is_integral_v<T> ? "whole " : "", "number",
-              range, "; got \"", text, "\"");
+              kSettingsSchema, source, " has to be a ", std::is_integral_v<T> ? "whole " : "",
+              "number", range, "; got \"", text, "\"");
   return value;
 }
 
@@ -528,7 +528,7 @@ std::vector<std::string> parse_list(std::string_view source, std::string_view te
     std::string_view item = text.substr(begin, end - begin);
     while (item.starts_with(' ')) item.remove_prefix(1);
     while (item.ends_with(' ')) item.remove_suffix(1);
-    TS_CHECK_AS(ConfigError, !item.empty(), kWhere, source,
+    TS_CHECK_AS(ConfigError, !item.empty(), kSettingsSchema, source,
                 " has to be a list A,B,... without empty items; got \"", text, "\"");
     items.emplace_back(item);
     begin = end + 1;
@@ -539,12 +539,13 @@ std::vector<std::string> parse_list(std::string_view source, std::string_view te
 uint8_t parse_name(const Setting& setting, std::string_view source, std::string_view text) {
   const auto at = std::find(setting.names.begin(), setting.names.end(), lower(text));
   if (at != setting.names.end()) return static_cast<uint8_t>(at - setting.names.begin());
-  TS_CHECK_AS(UnsupportedError, setting.key != "mixed_precision" || lower(text) != "fp8", kWhere,
-              source, " asks for fp8, which is not available yet; use bf16");
+  TS_CHECK_AS(UnsupportedError, setting.key != "mixed_precision" || lower(text) != "fp8",
+              kSettingsSchema, source, " asks for fp8, which is not available yet; use bf16");
   std::string names;
   for (const std::string_view name : setting.names)
     names += (names.empty() ? "" : ", ") + std::string(name);
-  TS_THROW(ConfigError, kWhere, source, " has to be one of ", names, "; got \"", text, "\"");
+  TS_THROW(ConfigError, kSettingsSchema, source, " has to be one of ", names, "; got \"", text,
+           "\"");
 }
 
 // Letters to change, add, take away or swap with their neighbour.
@@ -696,7 +697,7 @@ bool parse_bool(std::string_view source, std::string_view text) {
   for (const std::string_view no : {"n", "no", "f", "false", "off", "0"}) {
     if (word == no) return false;
   }
-  TS_THROW(ConfigError, kWhere, source, " has to be true or false; got \"", text, "\"");
+  TS_THROW(ConfigError, kSettingsSchema, source, " has to be true or false; got \"", text, "\"");
 }
 
 void assign(const Setting& setting, Settings& settings, std::string_view text,

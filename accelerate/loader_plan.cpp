@@ -16,7 +16,7 @@ namespace {
 using data::Tail;
 using Source = std::shared_ptr<const data::IndexSource>;
 
-constexpr std::string_view kWhere = "prepare";
+constexpr std::string_view kPrepareLoader = "prepare";
 
 bool splits(LoaderMode mode) {
   return mode == LoaderMode::kSplit || mode == LoaderMode::kDispatchedSplit;
@@ -30,9 +30,9 @@ Tail tail_of(bool drop_last, bool even_batches) {
 }
 
 int64_t split_size(int64_t batch_size, int ranks) {
-  TS_CHECK_AS(ConfigError, batch_size % ranks == 0, kWhere, "split_batches cuts every batch into ",
-              ranks, " equal parts; the batch size is ", batch_size,
-              "; make it a round multiple of the number of ranks.");
+  TS_CHECK_AS(ConfigError, batch_size % ranks == 0, kPrepareLoader,
+              "split_batches cuts every batch into ", ranks, " equal parts; the batch size is ",
+              batch_size, "; make it a round multiple of the number of ranks.");
   return batch_size / ranks;
 }
 
@@ -44,7 +44,7 @@ Source share_of(const Source& whole, LoaderMode mode, Tail tail, int rank, int r
         splits(mode) ? split_size(fixed->batch_size(), ranks) : fixed->batch_size();
     return std::make_shared<data::DistributedBatchSource>(fixed->sampler(), size, share);
   }
-  TS_CHECK_AS(ConfigError, !splits(mode), kWhere,
+  TS_CHECK_AS(ConfigError, !splits(mode), kPrepareLoader,
               "split_batches needs to know the batch size; this loader's batches come from a batch "
               "sampler; let it make batches for one rank and leave split_batches off.");
   return std::make_shared<data::RoundRobinSource>(whole, share);
@@ -208,13 +208,13 @@ void LoaderPlan::prepare_indexed(data::IndexedLoader& loader, const BatchCodec* 
   check_free(loader);
   const LoaderMode mode = mode_for(options_.dispatch_batches.value_or(false), codec);
   if (mode != LoaderMode::kWhole) {
-    TS_CHECK_AS(ConfigError, !is_share(*loader.source()), kWhere,
+    TS_CHECK_AS(ConfigError, !is_share(*loader.source()), kPrepareLoader,
                 "deals batches among the ranks itself; the loader's source is a rank's share "
                 "already; give the loader the source that one rank would have.");
     // Errors before any rank is changed.
     share_of(loader.source(), mode, Tail::kDrop, 0, ranks_.size());
     if (options_.verify) {
-      detail::check_equal_on_all_ranks(kWhere, fingerprint(loader),
+      detail::check_equal_on_all_ranks(kPrepareLoader, fingerprint(loader),
                                        "make the same loader on every rank", ranks_, {});
     }
   }
@@ -231,12 +231,12 @@ void LoaderPlan::prepare_stream(data::StreamLoaderBase& loader, const BatchCodec
   const LoaderMode mode =
       by_parts ? LoaderMode::kParts : mode_for(options_.dispatch_batches.value_or(true), codec);
   if (mode != LoaderMode::kWhole) {
-    TS_CHECK_AS(ConfigError, loader.share().world_size == 1, kWhere,
+    TS_CHECK_AS(ConfigError, loader.share().world_size == 1, kPrepareLoader,
                 "deals a stream among the ranks itself; the loader has a share of ",
                 loader.share().world_size, " ranks already; leave set_share() to it.");
     if (options_.split_batches) split_size(loader.share().batch_size, ranks_.size());
     if (options_.verify) {
-      detail::check_equal_on_all_ranks(kWhere, fingerprint(loader),
+      detail::check_equal_on_all_ranks(kPrepareLoader, fingerprint(loader),
                                        "make the same loader on every rank", ranks_, {});
     }
   }
@@ -247,7 +247,7 @@ void LoaderPlan::prepare_stream(data::StreamLoaderBase& loader, const BatchCodec
 
 void LoaderPlan::check_free(const data::LoaderBase& loader) const {
   for (const auto& observer : loader.observers()) {
-    TS_CHECK_AS(ConfigError, dynamic_cast<const State*>(observer.get()) == nullptr, kWhere,
+    TS_CHECK_AS(ConfigError, dynamic_cast<const State*>(observer.get()) == nullptr, kPrepareLoader,
                 "a loader has one plan, and another one has prepared this; make a loader for each, "
                 "or release() it there first.");
   }
@@ -258,7 +258,7 @@ std::vector<data::LoaderBase*> LoaderPlan::loaders() const { return state_->load
 LoaderMode LoaderPlan::mode_for(bool dispatch, const BatchCodec* codec) const {
   if (ranks_.size() == 1) return LoaderMode::kWhole;
   if (!dispatch) return options_.split_batches ? LoaderMode::kSplit : LoaderMode::kSharded;
-  TS_CHECK_AS(UnsupportedError, codec != nullptr, kWhere,
+  TS_CHECK_AS(UnsupportedError, codec != nullptr, kPrepareLoader,
               "dispatched batches are made anew on other ranks, and this loader's have no default "
               "constructor; give them one or set dispatch_batches = false.");
   return options_.split_batches ? LoaderMode::kDispatchedSplit : LoaderMode::kDispatched;

@@ -17,7 +17,7 @@ namespace {
 using distributed::CollectiveOptions;
 using distributed::Group;
 
-constexpr std::string_view kWhere = "gather_for_metrics";
+constexpr std::string_view kGatherForMetrics = "gather_for_metrics";
 
 // What does not have a row for each of the batch's; empty where all do.
 std::string misfits(const MetricLeaves& leaves, int64_t rows) {
@@ -64,13 +64,13 @@ void gather_for_metrics(MetricLeaves& leaves, const data::LoaderBase* loader, Gr
   if (loader == nullptr || group.size() == 1) gather(leaves.tensors, group, options);
   if (group.size() == 1) return;
   const NoGradGuard no_grad;
-  const CollectiveOptions tagged{.tag = kWhere, .where = options.where};
+  const CollectiveOptions tagged{.tag = kGatherForMetrics, .where = options.where};
   const auto size = static_cast<size_t>(group.size());
   std::vector<int64_t> counts(size);  // rows that count, of each rank
   if (loader != nullptr) {
     // No rank that is here waits for one that will not come.
     const int64_t present = loader->ranks_in_turn();
-    TS_CHECK_AS(DistributedError, present >= group.size(), kWhere,
+    TS_CHECK_AS(DistributedError, present >= group.size(), kGatherForMetrics,
                 "every rank calls it in every turn; this is the last one of uneven batches, in "
                 "which ranks from ",
                 present,
@@ -93,8 +93,9 @@ void gather_for_metrics(MetricLeaves& leaves, const data::LoaderBase* loader, Gr
       for (size_t rank = 0; rank < size; ++rank) {
         if (!texts[rank].empty()) table << "\n  rank " << rank << ": " << texts[rank];
       }
-      TS_THROW(ShapeError, kWhere, "takes a row for each row of the batch in hand (here ",
-               loader->batch_rows(), ") or a scalar for each rank; given", table.str(),
+      TS_THROW(ShapeError, kGatherForMetrics,
+               "takes a row for each row of the batch in hand (here ", loader->batch_rows(),
+               ") or a scalar for each rank; given", table.str(),
                "\n  use gather() for what does not belong to samples.");
     }
     const bool equal = std::ranges::all_of(counts, [&](int64_t n) { return n == counts[0]; });

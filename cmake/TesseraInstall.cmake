@@ -4,7 +4,7 @@ include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 set(tessera_installed tessera_core ${tessera_gpu} tessera_autograd tessera_nn tessera_optim tessera_precision tessera_data
-  tessera_distributed tessera_process tessera_accelerate tessera)
+  tessera_distributed tessera_checkpoint tessera_process tessera_accelerate tessera)
 install(TARGETS ${tessera_installed} EXPORT tesseraTargets
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
   FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})

@@ -8,6 +8,20 @@ foreach(floor IN LISTS TESSERA_FLOORS)
 endforeach()
 file(CREATE_LINK ${CMAKE_CURRENT_SOURCE_DIR}/tessera.h ${TESSERA_INCLUDE_DIR}/tessera.h SYMBOLIC)
 
+# tessera_library(NAME SOURCES files... [DEPENDS targets...]): the static library tessera::NAME.
+function(tessera_library name)
+  cmake_parse_arguments(arg "" "" "DEPENDS;SOURCES" ${ARGN})
+  add_library(tessera_${name} STATIC ${arg_SOURCES})
+  add_library(tessera::${name} ALIAS tessera_${name})
+  set_target_properties(tessera_${name} PROPERTIES EXPORT_NAME ${name} POSITION_INDEPENDENT_CODE ON
+    UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 8)
+  target_link_libraries(tessera_${name} PRIVATE $<BUILD_INTERFACE:tessera_compile> PUBLIC ${arg_DEPENDS})
+  target_compile_features(tessera_${name} PUBLIC cxx_std_20)
+  if(TESSERA_UNITY)  # a batch is one file to the compiler: it takes private classes for headers'
+    target_compile_options(tessera_${name} PRIVATE -Wno-subobject-linkage)
+  endif()
+endfunction()
+
 # tessera_floor(NAME [DEPENDS targets...] [WITHOUT files...]): static library of all sources of a
 # folder but these.
 function(tessera_floor name)
@@ -36,15 +50,13 @@ function(tessera_floor name)
   if(NOT sources)
     set(sources ${CMAKE_CURRENT_SOURCE_DIR}/cmake/empty.cpp)
   endif()
-  add_library(tessera_${name} STATIC ${sources})
-  add_library(tessera::${name} ALIAS tessera_${name})
-  set_target_properties(tessera_${name} PROPERTIES EXPORT_NAME ${name} POSITION_INDEPENDENT_CODE ON)
-  target_link_libraries(tessera_${name} PRIVATE $<BUILD_INTERFACE:tessera_compile> PUBLIC ${arg_DEPENDS})
-  target_compile_features(tessera_${name} PUBLIC cxx_std_20)
+  tessera_library(${name} DEPENDS ${arg_DEPENDS} SOURCES ${sources})
   target_sources(tessera_${name} PUBLIC FILE_SET HEADERS BASE_DIRS ${TESSERA_INCLUDE_DIR} FILES ${headers})
 endfunction()
 
 tessera_floor(core)
+file(GLOB kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*_cpu.cpp)
+set_source_files_properties(${kernel_sources} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 target_link_libraries(tessera_core PUBLIC Threads::Threads PRIVATE
   $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 if(oneDNN_FOUND)
@@ -57,7 +69,20 @@ endif()
 file(GLOB simd_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*_simd.cpp)
 if(NOT TESSERA_X86)
   set(TESSERA_SIMD v3)
+elseif(TESSERA_SIMD STREQUAL "native")  # only what the processor here runs
+  set(TESSERA_SIMD v3)
+  execute_process(COMMAND ${CMAKE_CXX_COMPILER} -march=native -dM -E ${CMAKE_CURRENT_LIST_DIR}/empty.cpp
+    OUTPUT_VARIABLE macros ERROR_QUIET)
+  if(macros MATCHES "__AVX512F__" AND macros MATCHES "__AVX512BW__" AND macros MATCHES "__AVX512DQ__"
+     AND macros MATCHES "__AVX512VL__")
+    set(TESSERA_SIMD v4)
+  endif()
 endif()
+foreach(level IN LISTS TESSERA_SIMD)
+  if(NOT level MATCHES "^v[34]$")
+    message(FATAL_ERROR "TESSERA_SIMD is '${TESSERA_SIMD}'; it must be v3, v4, 'v3;v4' or native")
+  endif()
+endforeach()
 if(simd_sources)
   foreach(level IN LISTS TESSERA_SIMD)
     add_library(tessera_kernels_${level} OBJECT ${simd_sources})
@@ -73,9 +98,14 @@ if(simd_sources)
     target_sources(tessera_core PRIVATE $<TARGET_OBJECTS:tessera_kernels_${level}>)
   endforeach()
 endif()
+set(tessera_simd_definitions "")
 if("v4" IN_LIST TESSERA_SIMD)
-  target_compile_definitions(tessera_core PRIVATE TESSERA_WITH_V4)
+  set(tessera_simd_definitions TESSERA_WITH_V4)
+  if(NOT "v3" IN_LIST TESSERA_SIMD)
+    list(APPEND tessera_simd_definitions TESSERA_ONLY_V4)
+  endif()
 endif()
+target_compile_definitions(tessera_core PRIVATE ${tessera_simd_definitions})
 
 tessera_floor(autograd DEPENDS tessera_core)
 tessera_floor(nn DEPENDS tessera_autograd)
@@ -84,9 +114,11 @@ tessera_floor(optim DEPENDS tessera_autograd)
 tessera_floor(data DEPENDS tessera_core)
 target_link_libraries(tessera_data PRIVATE ICU::uc ZLIB::ZLIB $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 tessera_floor(precision DEPENDS tessera_nn)
-tessera_floor(distributed DEPENDS tessera_nn tessera_optim tessera_precision)
+# Saved trainings, which programs do without that read and write HuggingFace's folders.
+file(GLOB checkpoint_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/distributed
+  ${CMAKE_CURRENT_SOURCE_DIR}/distributed/checkpoint/*.cpp)
+tessera_floor(distributed DEPENDS tessera_nn tessera_optim tessera_precision WITHOUT ${checkpoint_sources})
 target_link_libraries(tessera_distributed PUBLIC nlohmann_json::nlohmann_json)  # objects are JSON
-target_include_directories(tessera_distributed SYSTEM PRIVATE ${TESSERA_XXHASH_INCLUDE})
 target_compile_options(tessera_distributed PRIVATE -fopenmp-simd)  # reductions in rank order
 if(TESSERA_MPI_FOUND)
   target_link_libraries(tessera_distributed PRIVATE MPI::MPI_CXX)
@@ -96,13 +128,14 @@ endif()
 if(TESSERA_NCCL_FOUND)
   target_link_libraries(tessera_distributed PRIVATE ${CMAKE_DL_LIBS})
 endif()
+list(TRANSFORM checkpoint_sources PREPEND distributed/)
+tessera_library(checkpoint DEPENDS tessera_distributed SOURCES ${checkpoint_sources})
+target_include_directories(tessera_checkpoint SYSTEM PRIVATE ${TESSERA_XXHASH_INCLUDE})
 # The frame of a program and its rank's control: all that a program takes from the facade which
 # writes its loop itself. The quickstart builds this and not the rest of the folder.
-add_library(tessera_process STATIC accelerate/process_control.cpp accelerate/run.cpp)
-add_library(tessera::process ALIAS tessera_process)
-set_target_properties(tessera_process PROPERTIES EXPORT_NAME process POSITION_INDEPENDENT_CODE ON)
-target_link_libraries(tessera_process PRIVATE $<BUILD_INTERFACE:tessera_compile> PUBLIC tessera_distributed)
-tessera_floor(accelerate DEPENDS tessera_process tessera_data WITHOUT process_control.cpp run.cpp)
+tessera_library(process DEPENDS tessera_distributed
+  SOURCES accelerate/process_control.cpp accelerate/run.cpp)
+tessera_floor(accelerate DEPENDS tessera_process tessera_checkpoint tessera_data WITHOUT process_control.cpp run.cpp)
 target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
   yaml-cpp protobuf::libprotobuf-lite PNG::PNG)
 # Messages of TensorBoard's event files, lite runtime; generated into the build folder.

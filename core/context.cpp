@@ -2,6 +2,8 @@
 
 #include <atomic>
 
+#include <tessera/core/kernels/isa.h>
+
 namespace tessera {
 namespace {
 
@@ -9,7 +11,9 @@ thread_local Context* current_context = nullptr;
 
 }  // namespace
 
-Context::Context() = default;
+Context::Context() {
+  kernels::cpu_isa();  // here, and not in a kernel's thread, a build for other machines fails
+}
 Context::~Context() = default;
 
 Context* Context::current_or_default() {

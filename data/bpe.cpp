@@ -19,7 +19,7 @@
 namespace tessera::data {
 namespace {
 
-constexpr std::string_view kWhere = "BpeTokenizer";
+constexpr std::string_view kBpe = "BpeTokenizer";
 
 // ---- Cutting a text into pieces -----------------------------------------------------------------
 
@@ -152,8 +152,8 @@ class VocabularyHandler : public nlohmann::json_sax<nlohmann::json> {
   bool end_array() override { return true; }
   bool parse_error(size_t position, const std::string&,
                    const nlohmann::detail::exception& error) override {
-    TS_THROW(FormatError, kWhere, "the vocabulary must be a JSON object; '", file_,
-             "' byte offset ", position, ": ", json_reason(error), "; get the file again.");
+    TS_THROW(FormatError, kBpe, "the vocabulary must be a JSON object; '", file_, "' byte offset ",
+             position, ": ", json_reason(error), "; get the file again.");
   }
 
  private:
@@ -163,7 +163,7 @@ class VocabularyHandler : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
   [[noreturn]] bool refuse(std::string_view what) {
-    TS_THROW(FormatError, kWhere, "the vocabulary must be a JSON object from token to id; '", file_,
+    TS_THROW(FormatError, kBpe, "the vocabulary must be a JSON object from token to id; '", file_,
              "' has ", what,
              depth_ > 0 ? " for token '" + key_ + "'" : std::string(" at its start"),
              "; give the right file.");
@@ -240,7 +240,7 @@ struct BpeTokenizer::Model {
   int64_t size() const { return static_cast<int64_t>(ends.size()); }
 
   std::string_view bytes(TokenId id) const {
-    TS_CHECK_INDEX(id >= 0 && id < size(), kWhere, "ids are 0 to ", size() - 1, "; got ", id,
+    TS_CHECK_INDEX(id >= 0 && id < size(), kBpe, "ids are 0 to ", size() - 1, "; got ", id,
                    "; was the text encoded with another tokenizer?");
     const auto i = static_cast<size_t>(id);
     const uint32_t start = i == 0 ? 0 : ends[i - 1];
@@ -359,7 +359,7 @@ BpeTokenizer BpeTokenizer::parse(std::string_view vocabulary, std::string_view v
   VocabularyHandler handler(vocabulary_name);
   nlohmann::json::sax_parse(vocabulary.begin(), vocabulary.end(), &handler);
   const std::vector<std::pair<std::string, int64_t>> entries = handler.take();
-  TS_CHECK_AS(FormatError, vocabulary.size() < (size_t{1} << 31), kWhere, "'", vocabulary_name,
+  TS_CHECK_AS(FormatError, vocabulary.size() < (size_t{1} << 31), kBpe, "'", vocabulary_name,
               "' has more than 2^31 bytes; give the right file.");
   const auto is_special = [&](const std::string& token) {
     return std::find(options.special_tokens.begin(), options.special_tokens.end(), token) !=
@@ -370,21 +370,21 @@ BpeTokenizer BpeTokenizer::parse(std::string_view vocabulary, std::string_view v
   std::unordered_map<std::string_view, TokenId> written;  // as the files write tokens
   std::vector<const std::string*> by_id(entries.size(), nullptr);
   for (const auto& [token, id] : entries) {
-    TS_CHECK_AS(FormatError, id >= 0 && id < static_cast<int64_t>(entries.size()), kWhere,
+    TS_CHECK_AS(FormatError, id >= 0 && id < static_cast<int64_t>(entries.size()), kBpe,
                 "ids must be 0 to the number of tokens less 1; '", vocabulary_name, "' has id ", id,
                 " for '", token, "' among ", entries.size(), " tokens; get the file again.");
-    TS_CHECK_AS(FormatError, by_id[static_cast<size_t>(id)] == nullptr, kWhere,
+    TS_CHECK_AS(FormatError, by_id[static_cast<size_t>(id)] == nullptr, kBpe,
                 "every id must stand once; '", vocabulary_name, "' gives id ", id, " to '",
                 *by_id[static_cast<size_t>(id)], "' and '", token, "'; get the file again.");
     by_id[static_cast<size_t>(id)] = &token;
-    TS_CHECK_AS(FormatError, written.emplace(token, static_cast<TokenId>(id)).second, kWhere,
+    TS_CHECK_AS(FormatError, written.emplace(token, static_cast<TokenId>(id)).second, kBpe,
                 "every token must stand once; '", vocabulary_name, "' has '", token,
                 "' twice; get the file again.");
   }
   for (size_t id = 0; id < by_id.size(); ++id) {
     std::optional<std::string> bytes = bytes_of(*by_id[id]);
     if (!bytes && is_special(*by_id[id])) bytes = *by_id[id];
-    TS_CHECK_AS(FormatError, bytes.has_value(), kWhere,
+    TS_CHECK_AS(FormatError, bytes.has_value(), kBpe,
                 "tokens are written in the characters that GPT-2 uses for bytes; '",
                 vocabulary_name, "' has '", *by_id[id], "' (id ", id,
                 "); name it in special_tokens if it is one, or give a byte-level vocabulary.");
@@ -397,7 +397,7 @@ BpeTokenizer BpeTokenizer::parse(std::string_view vocabulary, std::string_view v
     std::string token;
     append_utf8(static_cast<char32_t>(c), token);
     const auto found = written.find(token);
-    TS_CHECK_AS(FormatError, found != written.end(), kWhere, "every byte needs a token; '",
+    TS_CHECK_AS(FormatError, found != written.end(), kBpe, "every byte needs a token; '",
                 vocabulary_name, "' has none for byte ", kByteOfChar[static_cast<size_t>(c)], " ('",
                 token, "'); give a byte-level vocabulary.");
     model->byte_ids[static_cast<size_t>(kByteOfChar[static_cast<size_t>(c)])] = found->second;
@@ -413,11 +413,11 @@ BpeTokenizer BpeTokenizer::parse(std::string_view vocabulary, std::string_view v
     TS_CHECK_AS(FormatError,
                 space != line.npos && space > 0 && space + 1 < line.size() &&
                     line.find(' ', space + 1) == line.npos,
-                kWhere, "a merge is two tokens with a space between; '", merges_name, "' line ",
+                kBpe, "a merge is two tokens with a space between; '", merges_name, "' line ",
                 i + 1, " is '", line.substr(0, 60), "'; get the file again.");
     const auto id_of = [&](std::string_view token) {
       const auto found = written.find(token);
-      TS_CHECK_AS(FormatError, found != written.end(), kWhere,
+      TS_CHECK_AS(FormatError, found != written.end(), kBpe,
                   "merges must be made of and make tokens of the vocabulary; '", merges_name,
                   "' line ", i + 1, " needs '", token.substr(0, 60), "', which '", vocabulary_name,
                   "' lacks; give two files that belong together.");
@@ -425,14 +425,14 @@ BpeTokenizer BpeTokenizer::parse(std::string_view vocabulary, std::string_view v
     };
     const std::string_view left = line.substr(0, space), right = line.substr(space + 1);
     const Merge merge = {rank++, id_of(std::string(left).append(right))};
-    TS_CHECK_AS(FormatError, model->merges.insert(id_of(left), id_of(right), merge), kWhere,
+    TS_CHECK_AS(FormatError, model->merges.insert(id_of(left), id_of(right), merge), kBpe,
                 "every merge must stand once; '", merges_name, "' line ", i + 1, " repeats '",
                 line.substr(0, 60), "'; get the file again.");
   }
 
   for (const std::string& token : options.special_tokens) {
     const auto found = written.find(token);
-    TS_CHECK_AS(FormatError, found != written.end(), kWhere,
+    TS_CHECK_AS(FormatError, found != written.end(), kBpe,
                 "special tokens must be in the vocabulary; '", vocabulary_name, "' lacks '", token,
                 "'; leave it out of special_tokens or add it to the file.");
     model->special.add(token, found->second);
@@ -461,7 +461,7 @@ BpeTokenizer::Files BpeTokenizer::files_in(const std::string& folder) {
       return {(base / vocabulary).string(), (base / merges).string()};
     }
   }
-  TS_THROW(IoError, kWhere, "'", folder,
+  TS_THROW(IoError, kBpe, "'", folder,
            "' must hold vocab.json and merges.txt, or encoder.json and vocab.bpe; it has neither; "
            "check the path.");
 }

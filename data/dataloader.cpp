@@ -9,7 +9,7 @@
 namespace tessera::data {
 namespace {
 
-constexpr std::string_view kWhere = "DataLoader";
+constexpr std::string_view kDataLoader = "DataLoader";
 
 }  // namespace
 
@@ -33,18 +33,18 @@ void rethrow_with_example(int64_t index, int64_t epoch) {
 }  // namespace detail
 
 LoaderBase::LoaderBase(const DataLoaderOptions& options) : options_(options) {
-  TS_CHECK(options.batch_size >= 1, kWhere, "the batch size must be at least 1; got ",
+  TS_CHECK(options.batch_size >= 1, kDataLoader, "the batch size must be at least 1; got ",
            options.batch_size, ".");
-  TS_CHECK(options.workers >= 0 && options.workers <= 1024, kWhere,
+  TS_CHECK(options.workers >= 0 && options.workers <= 1024, kDataLoader,
            "the number of workers must be 0 to 1024; got ", options.workers, ".");
-  TS_CHECK(options.prefetch >= 1 && options.prefetch <= 1'000'000, kWhere,
+  TS_CHECK(options.prefetch >= 1 && options.prefetch <= 1'000'000, kDataLoader,
            "prefetch must be 1 to 1000000 batches a worker; got ", options.prefetch, ".");
 }
 
 void LoaderBase::set_cursor(const LoaderCursor& cursor) {
   TS_CHECK(cursor.epoch >= 0 && cursor.position >= 0 &&
                (epoch_size() < 0 || cursor.position <= epoch_size()),
-           kWhere, "a cursor must lie in an epoch of ", epoch_size(), " samples; got epoch ",
+           kDataLoader, "a cursor must lie in an epoch of ", epoch_size(), " samples; got epoch ",
            cursor.epoch, " position ", cursor.position, ".");
   stop();
   cursor_ = cursor;
@@ -63,21 +63,21 @@ StateDict LoaderBase::state_dict() const {
 
 void LoaderBase::load_state_dict(const StateDict& state) {
   const auto read = [&](std::string_view name) { return state.at(name).item<int64_t>(); };
-  TS_CHECK_AS(ConfigError, read("size") == epoch_size(), kWhere,
+  TS_CHECK_AS(ConfigError, read("size") == epoch_size(), kDataLoader,
               "the state belongs to a data set of ", read("size"), " samples; this one has ",
               epoch_size(), "; resume with the same data.");
-  TS_CHECK_AS(ConfigError, read("seed") == static_cast<int64_t>(options_.seed), kWhere,
+  TS_CHECK_AS(ConfigError, read("seed") == static_cast<int64_t>(options_.seed), kDataLoader,
               "the state belongs to seed ", static_cast<uint64_t>(read("seed")),
               "; this loader has ", options_.seed, "; resume with the same seed.");
   const int64_t ranks = state.contains("ranks") ? read("ranks") : 0;
-  TS_CHECK_AS(ConfigError, ranks == cursor_ranks() || read("position") == 0, kWhere,
+  TS_CHECK_AS(ConfigError, ranks == cursor_ranks() || read("position") == 0, kDataLoader,
               "the state is that of ", ranks, " ranks that each read parts of a stream (0: any); ",
               "here are ", cursor_ranks(), "; resume with as many, or at the start of an epoch.");
   set_cursor({read("epoch"), read("position")});
 }
 
 void LoaderBase::skip_batches(int64_t batches) {
-  TS_CHECK(batches >= 0, kWhere, "skips 0 batches or more; asked for ", batches, ".");
+  TS_CHECK(batches >= 0, kDataLoader, "skips 0 batches or more; asked for ", batches, ".");
   const LoaderCursor from = at_start_ ? cursor_ : LoaderCursor{cursor_.epoch + 1, 0};
   set_cursor({from.epoch, position_after(from.position, batches)});
 }
@@ -195,7 +195,7 @@ void LoaderBase::stop() {
 
 void IndexedLoader::set_source(std::shared_ptr<const IndexSource> source,
                                std::vector<std::shared_ptr<const IndexSource>> others) {
-  TS_CHECK(source != nullptr, kWhere, "needs an index source; got none.");
+  TS_CHECK(source != nullptr, kDataLoader, "needs an index source; got none.");
   restart();
   source_ = std::move(source);
   others_ = std::move(others);

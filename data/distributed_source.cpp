@@ -7,7 +7,7 @@
 namespace tessera::data {
 namespace {
 
-constexpr std::string_view kWhere = "DistributedBatchSource";
+constexpr std::string_view kDistributedSource = "DistributedBatchSource";
 
 void check_share(const RankShare& share, std::string_view where) {
   TS_CHECK(share.world_size >= 1 && share.rank >= 0 && share.rank < share.world_size, where,
@@ -25,10 +25,10 @@ RankShare with_tail_of(const BatchSource& source, RankShare share) {
 DistributedBatchSource::DistributedBatchSource(std::shared_ptr<const Sampler> sampler,
                                                int64_t batch_size, const RankShare& share)
     : sampler_(std::move(sampler)), batch_size_(batch_size), share_(share) {
-  TS_CHECK(sampler_ != nullptr, kWhere, "needs a sampler; got none.");
-  TS_CHECK(batch_size >= 1, kWhere, "the batch size of a rank must be at least 1; got ", batch_size,
-           ".");
-  check_share(share, kWhere);
+  TS_CHECK(sampler_ != nullptr, kDistributedSource, "needs a sampler; got none.");
+  TS_CHECK(batch_size >= 1, kDistributedSource, "the batch size of a rank must be at least 1; got ",
+           batch_size, ".");
+  check_share(share, kDistributedSource);
 }
 
 DistributedBatchSource::DistributedBatchSource(const BatchSource& source, RankShare share)

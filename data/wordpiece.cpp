@@ -15,7 +15,7 @@
 namespace tessera::data {
 namespace {
 
-constexpr std::string_view kWhere = "WordPieceTokenizer";
+constexpr std::string_view kWordPiece = "WordPieceTokenizer";
 
 enum class AsciiKind : uint8_t { kWord, kPunctuation, kSpace, kDropped };
 
@@ -101,7 +101,7 @@ struct WordPieceTokenizer::Model {
   int64_t size() const { return static_cast<int64_t>(tokens.size()); }
 
   std::string_view token(TokenId id) const {
-    TS_CHECK_INDEX(id >= 0 && id < size(), kWhere, "ids are 0 to ", size() - 1, "; got ", id,
+    TS_CHECK_INDEX(id >= 0 && id < size(), kWordPiece, "ids are 0 to ", size() - 1, "; got ", id,
                    "; was the text encoded with another tokenizer?");
     return tokens[static_cast<size_t>(id)];
   }
@@ -223,8 +223,8 @@ struct WordPieceTokenizer::Model {
       return static_cast<int64_t>(ids.size());
     };
     if (options.max_length != 0) {
-      TS_CHECK(options.max_length >= specials, kWhere, "max_length must leave room for ", specials,
-               " special tokens; got ", options.max_length, "; raise it.");
+      TS_CHECK(options.max_length >= specials, kWordPiece, "max_length must leave room for ",
+               specials, " special tokens; got ", options.max_length, "; raise it.");
       const int64_t room = options.max_length - specials;
       const int64_t total = length_of(a) + (b != nullptr ? length_of(*b) : 0);
       if (b == nullptr) {
@@ -270,20 +270,20 @@ WordPieceTokenizer::~WordPieceTokenizer() = default;
 
 WordPieceTokenizer WordPieceTokenizer::parse(std::string_view vocabulary, std::string_view name,
                                              const WordPieceOptions& options) {
-  TS_CHECK(options.max_word_characters > 0, kWhere, "max_word_characters must be positive; got ",
-           options.max_word_characters, ".");
-  check_utf8(vocabulary, kWhere, name);
+  TS_CHECK(options.max_word_characters > 0, kWordPiece,
+           "max_word_characters must be positive; got ", options.max_word_characters, ".");
+  check_utf8(vocabulary, kWordPiece, name);
   auto model = std::make_unique<Model>();
   model->text = strip_byte_order_mark(vocabulary);
   model->tokens = split_lines(model->text);
-  TS_CHECK_AS(FormatError, model->tokens.size() < (size_t{1} << 31), kWhere, "'", name,
+  TS_CHECK_AS(FormatError, model->tokens.size() < (size_t{1} << 31), kWordPiece, "'", name,
               "' has more than 2^31 lines; give the right file.");
   for (size_t i = 0; i < model->tokens.size(); ++i) {
     const std::string_view token = model->tokens[i];
     const auto id = static_cast<TokenId>(i);
-    TS_CHECK_AS(FormatError, !token.empty(), kWhere, "every line is a token; '", name, "' line ",
-                i + 1, " is empty; get the file again.");
-    TS_CHECK_AS(FormatError, model->starts.emplace(token, id).second, kWhere,
+    TS_CHECK_AS(FormatError, !token.empty(), kWordPiece, "every line is a token; '", name,
+                "' line ", i + 1, " is empty; get the file again.");
+    TS_CHECK_AS(FormatError, model->starts.emplace(token, id).second, kWordPiece,
                 "every token must stand once; '", name, "' line ", i + 1, " repeats '", token,
                 "'; get the file again.");
     model->longest_start = std::max(model->longest_start, token.size());
@@ -294,7 +294,7 @@ WordPieceTokenizer WordPieceTokenizer::parse(std::string_view vocabulary, std::s
   }
   const auto special = [&](const std::string& token) {
     const auto found = model->starts.find(token);
-    TS_CHECK_AS(FormatError, found != model->starts.end(), kWhere,
+    TS_CHECK_AS(FormatError, found != model->starts.end(), kWordPiece,
                 "special tokens must be in the vocabulary; '", name, "' lacks '", token,
                 "'; give the right file or set the token's name in the options.");
     model->special.add(token, found->second);
@@ -344,8 +344,8 @@ Encoding WordPieceTokenizer::encode_pair(std::string_view first, std::string_vie
 EncodingBatch WordPieceTokenizer::encode_batch(std::span<const std::string> first,
                                                std::span<const std::string> second,
                                                const EncodeOptions& options) const {
-  TS_CHECK(!first.empty(), kWhere, "a batch has at least one text; got none.");
-  TS_CHECK(second.empty() || second.size() == first.size(), kWhere,
+  TS_CHECK(!first.empty(), kWordPiece, "a batch has at least one text; got none.");
+  TS_CHECK(second.empty() || second.size() == first.size(), kWordPiece,
            "a batch of pairs has as many second as first texts; got ", first.size(), " and ",
            second.size(), ".");
   std::vector<Encoding> encodings;

@@ -11,7 +11,7 @@
 namespace tessera::distributed {
 namespace {
 
-constexpr std::string_view kWhere = "launch environment";
+constexpr std::string_view kLaunchEnvironment = "launch environment";
 
 const std::string* find(const Environment& environment, std::string_view name) {
   const auto at = environment.find(name);
@@ -22,9 +22,9 @@ int parse_number(std::string_view name, std::string_view text, int least) {
   int number = 0;
   const char* const last = text.data() + text.size();
   const auto [end, problem] = std::from_chars(text.data(), last, number);
-  TS_CHECK_AS(ConfigError, problem == std::errc() && end == last && number >= least, kWhere, name,
-              " has to be a whole number of at least ", least, "; it is \"", text,
-              "\"; unset it or start through tessera launch");
+  TS_CHECK_AS(ConfigError, problem == std::errc() && end == last && number >= least,
+              kLaunchEnvironment, name, " has to be a whole number of at least ", least,
+              "; it is \"", text, "\"; unset it or start through tessera launch");
   return number;
 }
 
@@ -39,7 +39,7 @@ std::optional<int> number(const Environment& environment, std::string_view name,
 int required(const Environment& environment, std::string_view name, std::string_view set,
              int least = 0) {
   const std::string* text = find(environment, name);
-  TS_CHECK_AS(ConfigError, text != nullptr, kWhere, set, " is set but ", name,
+  TS_CHECK_AS(ConfigError, text != nullptr, kLaunchEnvironment, set, " is set but ", name,
               " is not; both come from one launcher, so a variable was lost or left over; unset ",
               set, " to run one process");
   return parse_number(name, *text, least);
@@ -48,15 +48,15 @@ int required(const Environment& environment, std::string_view name, std::string_
 void check_agree(const Environment& environment, std::string_view a, std::string_view b) {
   const std::optional<int> first = number(environment, a);
   const std::optional<int> second = number(environment, b);
-  TS_CHECK_AS(ConfigError, !first || !second || *first == *second, kWhere, a, "=",
+  TS_CHECK_AS(ConfigError, !first || !second || *first == *second, kLaunchEnvironment, a, "=",
               first.value_or(0), " contradicts ", b, "=", second.value_or(0),
               "; two launchers are active at once: start the program by one of them, or unset the "
               "variables of the other");
 }
 
 void check_range(std::string_view what, int index, std::string_view of, int count) {
-  TS_CHECK_AS(ConfigError, index < count, kWhere, what, " ", index, " is outside ", of, " ", count,
-              "; the variables do not come from one launcher");
+  TS_CHECK_AS(ConfigError, index < count, kLaunchEnvironment, what, " ", index, " is outside ", of,
+              " ", count, "; the variables do not come from one launcher");
 }
 
 LaunchInfo from_mpi(const Environment& environment) {
@@ -84,14 +84,14 @@ int slurm_tasks_on(std::string_view list, int node) {
     int repeat = 1;
     if (open != std::string_view::npos) {
       const size_t close = item.find(')', open);
-      TS_CHECK_AS(ConfigError, close != std::string_view::npos, kWhere, kName, " item \"", item,
-                  "\" has no closing bracket");
+      TS_CHECK_AS(ConfigError, close != std::string_view::npos, kLaunchEnvironment, kName,
+                  " item \"", item, "\" has no closing bracket");
       repeat = parse_number(kName, item.substr(open + 2, close - open - 2), 1);
     }
     if (node < first + repeat) return tasks;
     first += repeat;
   }
-  TS_THROW(ConfigError, kWhere, kName, " names ", first, " nodes; this is node ", node);
+  TS_THROW(ConfigError, kLaunchEnvironment, kName, " names ", first, " nodes; this is node ", node);
 }
 
 LaunchInfo from_slurm(const Environment& environment) {
@@ -109,7 +109,7 @@ LaunchInfo from_slurm(const Environment& environment) {
   info.nodes = step_nodes ? *step_nodes : required(environment, "SLURM_NNODES", kSet, 1);
   const std::string* tasks = find(environment, "SLURM_STEP_TASKS_PER_NODE");
   if (tasks == nullptr) tasks = find(environment, "SLURM_TASKS_PER_NODE");
-  TS_CHECK_AS(ConfigError, tasks != nullptr, kWhere, kSet,
+  TS_CHECK_AS(ConfigError, tasks != nullptr, kLaunchEnvironment, kSet,
               " is set but SLURM_STEP_TASKS_PER_NODE is not; start the program with srun");
   info.local_world_size = slurm_tasks_on(*tasks, info.node);
   check_range("SLURM_NODEID", info.node, "SLURM_STEP_NUM_NODES", info.nodes);
@@ -151,7 +151,7 @@ LaunchInfo from_source(const Environment& environment) {
       find(environment, "SLURM_PROCID") != nullptr) {
     if (has_pmi(environment)) return from_slurm(environment);
     const int tasks = number(environment, "SLURM_STEP_NUM_TASKS").value_or(1);
-    TS_CHECK_AS(ConfigError, tasks == 1 || has_torchrun_set(environment), kWhere,
+    TS_CHECK_AS(ConfigError, tasks == 1 || has_torchrun_set(environment), kLaunchEnvironment,
                 "this srun step has ", tasks,
                 " tasks but no PMI, through which they would find each other; use srun "
                 "--mpi=pmix, or tessera launch");
@@ -165,7 +165,7 @@ void read_launcher_settings(const Environment& environment, LaunchInfo& info) {
   info.under_tessera = store != nullptr;
   if (store != nullptr) {
     const size_t colon = store->rfind(':');
-    TS_CHECK_AS(ConfigError, colon != std::string::npos, kWhere,
+    TS_CHECK_AS(ConfigError, colon != std::string::npos, kLaunchEnvironment,
                 "TESSERA_STORE has to be HOST:PORT; it is \"", *store, "\"");
     StoreAddress address;
     address.host = store->substr(0, colon);
@@ -257,7 +257,8 @@ Milliseconds parse_seconds(std::string_view name, std::string_view text) {
   const char* const last = text.data() + text.size();
   const auto [end, problem] = std::from_chars(text.data(), last, seconds);
   TS_CHECK_AS(ConfigError, problem == std::errc() && end == last && seconds > 0 && seconds <= 1e9,
-              kWhere, name, " has to be a number of seconds above 0; it is \"", text, "\"");
+              kLaunchEnvironment, name, " has to be a number of seconds above 0; it is \"", text,
+              "\"");
   return Milliseconds(std::max<int64_t>(1, std::llround(seconds * 1000)));
 }
 
@@ -269,7 +270,7 @@ LaunchInfo detect(const Environment& environment, Cores cores) {
   TS_CHECK_AS(ConfigError,
               !info.under_tessera || info.launcher != Launcher::kSingle ||
                   number(environment, "TESSERA_WORLD_SIZE").value_or(1) == 1,
-              kWhere,
+              kLaunchEnvironment,
               "TESSERA_STORE is set but there is no process manager's rank "
               "(OMPI_COMM_WORLD_RANK, SLURM_PROCID); the program cleared its environment");
   check_range("rank", info.rank, "world size", info.world_size);

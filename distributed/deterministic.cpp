@@ -9,7 +9,7 @@ namespace tessera::distributed {
 namespace {
 
 // Accumulators of a block stay in the first cache while the inputs stream by.
-constexpr int64_t kBlock = 2048;
+constexpr int64_t kSumBlock = 2048;
 // Inputs that one pass takes: their sum is then in registers, and no accumulator is stored.
 constexpr size_t kTogether = 4;
 
@@ -69,9 +69,9 @@ void reduce_blocks(std::span<const void* const> inputs, T* out, int64_t count) {
     }
   };
   const auto keep = [](C sum) { return sum; };
-  C sums[kBlock];
-  for (int64_t begin = 0; begin < count; begin += kBlock) {
-    const int64_t length = std::min(kBlock, count - begin);
+  C sums[kSumBlock];
+  for (int64_t begin = 0; begin < count; begin += kSumBlock) {
+    const int64_t length = std::min(kSumBlock, count - begin);
     const T* const first = static_cast<const T*>(inputs[0]) + begin;
     size_t r = 1;
     do {  // the first pass begins with input 0, the last writes the result

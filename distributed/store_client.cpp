@@ -13,7 +13,7 @@
 namespace tessera::distributed {
 namespace {
 
-using wire::Operation;
+using wire::Command;
 using wire::Status;
 
 // Beyond its own timeout a host that lives answers at once, even on a loaded machine.
@@ -28,9 +28,9 @@ std::string name_of(const StoreAddress& address) {
            " is gone (the launcher, or rank 0 where it hosts the store); see its output for why");
 }
 
-std::string request(Operation operation) { return std::string(1, static_cast<char>(operation)); }
+std::string request(Command operation) { return std::string(1, static_cast<char>(operation)); }
 
-std::string request(Operation operation, std::string_view key) {
+std::string request(Command operation, std::string_view key) {
   std::string body = request(operation);
   wire::put_string(body, key);
   return body;
@@ -81,7 +81,7 @@ Transfer exchange(int socket, const std::string& body, Clock::time_point deadlin
 FileDescriptor open_connection(const StoreAddress& address, Clock::time_point deadline) {
   FileDescriptor socket = try_connect(address.host, address.port, deadline);
   if (!socket) return {};
-  std::string hello = request(Operation::kHello, wire::kMagic);
+  std::string hello = request(Command::kHello, wire::kMagic);
   wire::put_string(hello, address.token);
   std::string answer;
   const Transfer done =
@@ -160,20 +160,20 @@ std::string TcpStore::call(const std::string& body, Milliseconds timeout, std::s
 }
 
 void TcpStore::set(std::string_view key, std::string_view value) {
-  std::string body = request(Operation::kSet, key);
+  std::string body = request(Command::kSet, key);
   wire::put_string(body, value);
   call(body, Milliseconds(0), key);
 }
 
 std::optional<std::string> TcpStore::get(std::string_view key) {
-  const std::string answer = call(request(Operation::kGet, key), Milliseconds(0), key);
+  const std::string answer = call(request(Command::kGet, key), Milliseconds(0), key);
   wire::Reader reader{answer};
   if (reader.number<uint8_t>() == 0) return std::nullopt;
   return std::string(reader.string());
 }
 
 std::string TcpStore::wait(std::string_view key, Milliseconds timeout) {
-  std::string body = request(Operation::kWait);
+  std::string body = request(Command::kWait);
   wire::put_number<int64_t>(body, timeout.count());
   wire::put_string(body, key);
   const std::string answer = call(body, timeout, key);
@@ -182,7 +182,7 @@ std::string TcpStore::wait(std::string_view key, Milliseconds timeout) {
 }
 
 int64_t TcpStore::add(std::string_view key, int64_t amount) {
-  std::string body = request(Operation::kAdd, key);
+  std::string body = request(Command::kAdd, key);
   wire::put_number(body, amount);
   const std::string answer = call(body, Milliseconds(0), key);
   return wire::Reader{answer}.number<int64_t>();
@@ -190,7 +190,7 @@ int64_t TcpStore::add(std::string_view key, int64_t amount) {
 
 bool TcpStore::compare_set(std::string_view key, std::optional<std::string_view> expected,
                            std::string_view desired) {
-  std::string body = request(Operation::kCompareSet, key);
+  std::string body = request(Command::kCompareSet, key);
   wire::put_number<uint8_t>(body, expected.has_value());
   wire::put_string(body, expected.value_or(""));
   wire::put_string(body, desired);
@@ -198,17 +198,17 @@ bool TcpStore::compare_set(std::string_view key, std::optional<std::string_view>
 }
 
 bool TcpStore::check(std::span<const std::string> keys) {
-  std::string body = request(Operation::kCheck);
+  std::string body = request(Command::kCheck);
   for (const std::string& key : keys) wire::put_string(body, key);
   return call(body, Milliseconds(0), "check")[0] != 0;
 }
 
 bool TcpStore::remove(std::string_view key) {
-  return call(request(Operation::kRemove, key), Milliseconds(0), key)[0] != 0;
+  return call(request(Command::kRemove, key), Milliseconds(0), key)[0] != 0;
 }
 
 std::vector<std::string> TcpStore::list(std::string_view prefix) {
-  const std::string answer = call(request(Operation::kList, prefix), Milliseconds(0), prefix);
+  const std::string answer = call(request(Command::kList, prefix), Milliseconds(0), prefix);
   wire::Reader reader{answer};
   std::vector<std::string> keys;
   while (!reader.rest.empty() && reader.good) keys.emplace_back(reader.string());
@@ -216,7 +216,7 @@ std::vector<std::string> TcpStore::list(std::string_view prefix) {
 }
 
 StoreChanges TcpStore::watch(std::string_view prefix, int64_t after, Milliseconds timeout) {
-  std::string body = request(Operation::kWatch);
+  std::string body = request(Command::kWatch);
   wire::put_number<int64_t>(body, timeout.count());
   wire::put_string(body, prefix);
   wire::put_number(body, after);
@@ -234,7 +234,7 @@ StoreChanges TcpStore::watch(std::string_view prefix, int64_t after, Millisecond
 }
 
 void TcpStore::leave_will(std::string_view key, std::string_view value) {
-  std::string body = request(Operation::kWill, key);
+  std::string body = request(Command::kWill, key);
   wire::put_string(body, value);
   FileDescriptor fresh;
   if (!connections_->will) fresh = open_connection(address_, Clock::now() + kAnswerTime);
@@ -253,7 +253,7 @@ void TcpStore::withdraw_will() {
   if (!connections_->will) return;
   std::string answer;
   // Where the host is gone there is nobody left who could read the will.
-  exchange(connections_->will.get(), request(Operation::kWithdrawWill), Clock::now() + kAnswerTime,
+  exchange(connections_->will.get(), request(Command::kWithdrawWill), Clock::now() + kAnswerTime,
            answer);
   connections_->will.reset();
 }

@@ -18,7 +18,7 @@
 namespace tessera::distributed {
 namespace {
 
-using wire::Operation;
+using wire::Command;
 using wire::Status;
 
 // A client's socket, what came of a message, what waits to be sent, and a wait in progress.
@@ -139,9 +139,9 @@ struct TcpStoreServer::Loop {
 
   void take_message(Connection& connection, const std::string& body) {
     wire::Reader reader{body};
-    const auto operation = static_cast<Operation>(reader.number<uint8_t>());
+    const auto operation = static_cast<Command>(reader.number<uint8_t>());
     if (!connection.greeted) {
-      const bool known = operation == Operation::kHello && reader.string() == wire::kMagic;
+      const bool known = operation == Command::kHello && reader.string() == wire::kMagic;
       if (!known) {
         connection.broken = true;
         return;
@@ -157,7 +157,7 @@ struct TcpStoreServer::Loop {
       }
       return;
     }
-    if (operation == Operation::kWait || operation == Operation::kWatch) {
+    if (operation == Command::kWait || operation == Command::kWatch) {
       const auto milliseconds = reader.number<int64_t>();
       connection.deadline =
           Clock::now() + Milliseconds(std::clamp<int64_t>(milliseconds, 0, int64_t{1} << 40));
@@ -173,28 +173,28 @@ struct TcpStoreServer::Loop {
     reply(connection, reader.good ? answer : error_body("store: a request ends too early"));
   }
 
-  std::string serve(Connection& connection, Operation operation, wire::Reader& reader) {
+  std::string serve(Connection& connection, Command operation, wire::Reader& reader) {
     std::string body = status_body(Status::kOk);
     switch (operation) {
-      case Operation::kSet: {
+      case Command::kSet: {
         const std::string_view key = reader.string();
         const std::string_view value = reader.string();
         if (reader.good) store.set(key, value);
         return body;
       }
-      case Operation::kGet: {
+      case Command::kGet: {
         const auto value = store.get(reader.string());
         wire::put_number<uint8_t>(body, value.has_value());
         wire::put_string(body, value.value_or(""));
         return body;
       }
-      case Operation::kAdd: {
+      case Command::kAdd: {
         const std::string_view key = reader.string();
         const auto amount = reader.number<int64_t>();
         if (reader.good) wire::put_number(body, store.add(key, amount));
         return body;
       }
-      case Operation::kCompareSet: {
+      case Command::kCompareSet: {
         const std::string_view key = reader.string();
         const bool expects = reader.number<uint8_t>() != 0;
         const std::string_view expected = reader.string();
@@ -205,26 +205,26 @@ struct TcpStoreServer::Loop {
         wire::put_number<uint8_t>(body, done);
         return body;
       }
-      case Operation::kCheck: {
+      case Command::kCheck: {
         std::vector<std::string> keys;
         while (!reader.rest.empty() && reader.good) keys.emplace_back(reader.string());
         wire::put_number<uint8_t>(body, store.check(keys));
         return body;
       }
-      case Operation::kRemove:
+      case Command::kRemove:
         wire::put_number<uint8_t>(body, store.remove(reader.string()));
         return body;
-      case Operation::kList:
+      case Command::kList:
         for (const std::string& key : store.list(reader.string())) wire::put_string(body, key);
         return body;
-      case Operation::kWill: {
+      case Command::kWill: {
         StoreEntry will;
         will.key = reader.string();
         will.value = reader.string();
         if (reader.good) connection.will = std::move(will);
         return body;
       }
-      case Operation::kWithdrawWill:
+      case Command::kWithdrawWill:
         connection.will.reset();
         return body;
       default:
@@ -235,12 +235,12 @@ struct TcpStoreServer::Loop {
   // Replies to a wait that can be answered or has run out.
   void answer_wait(Connection& connection) {
     wire::Reader reader{connection.waiting};
-    const auto operation = static_cast<Operation>(reader.number<uint8_t>());
+    const auto operation = static_cast<Command>(reader.number<uint8_t>());
     reader.number<int64_t>();  // the timeout
     const std::string_view key = reader.string();
     const bool late = Clock::now() >= connection.deadline;
     std::string body = status_body(Status::kOk);
-    if (operation == Operation::kWait) {
+    if (operation == Command::kWait) {
       if (const auto value = store.get(key)) {
         wire::put_string(body, *value);
       } else if (late) {

@@ -13,7 +13,7 @@ constexpr std::string_view kMagic = "tessera store 1";
 constexpr size_t kGreetingLimit = 4096;     // of a client that did not show the token yet
 constexpr size_t kMessageLimit = 1u << 28;  // 256 MiB
 
-enum class Operation : uint8_t {
+enum class Command : uint8_t {
   kHello,  // magic, token
   kSet,
   kGet,

@@ -11,7 +11,7 @@
 namespace tessera::distributed {
 namespace {
 
-constexpr std::string_view kWhere = "sync_batch_norm";
+constexpr std::string_view kSyncBatchNorm = "sync_batch_norm";
 
 struct GlobalStatistics {
   Tensor mean, variance;  // [C], biased, of the compute dtype
@@ -49,8 +49,9 @@ GlobalStatistics gather_statistics(const Tensor& x, Group& ranks) {
     }
     count = total;
   }
-  TS_CHECK_SHAPE(count > 1, kWhere, "training needs more than 1 value per channel on all ranks; ",
-                 "they have ", count, " together, this rank ", x);
+  TS_CHECK_SHAPE(count > 1, kSyncBatchNorm,
+                 "training needs more than 1 value per channel on all ranks; ", "they have ", count,
+                 " together, this rank ", x);
   for (int64_t c = 0; c < C; ++c) sums[c] /= count;
   return {mean.to(compute), squares.to(compute), count};
 }
@@ -64,7 +65,7 @@ Tensor sync_batch_norm(const nn::BatchNormCall& call, Group& ranks) {
     return batch_norm(call.x, call.running_mean, call.running_var, call.weight, call.bias,
                       call.training, call.momentum, call.eps);
   }
-  TS_CHECK_DEVICE(call.x.device().is_cpu(), kWhere, "runs on the CPU; got ", call.x);
+  TS_CHECK_DEVICE(call.x.device().is_cpu(), kSyncBatchNorm, "runs on the CPU; got ", call.x);
   const Tensor running_mean = call.running_mean, running_var = call.running_var;
   const double momentum = call.momentum, eps = call.eps;
   const bool has_weight = call.weight.defined(), has_bias = call.bias.defined();

@@ -12,7 +12,7 @@
 namespace tessera::precision {
 namespace {
 
-constexpr const char* kWhere = "GradScaler";
+constexpr const char* kGradScaler = "GradScaler";
 
 // Powers of two pass unrounded, others become what f32 gradients were really multiplied by.
 double as_f32(double value) { return static_cast<double>(static_cast<float>(value)); }
@@ -21,15 +21,15 @@ double as_f32(double value) { return static_cast<double>(static_cast<float>(valu
 
 GradScaler::GradScaler(const GradScalerOptions& options)
     : options_(options), scale_(as_f32(options.init_scale)) {
-  TS_CHECK_AS(ConfigError, scale_ > 0 && std::isfinite(scale_), kWhere,
+  TS_CHECK_AS(ConfigError, scale_ > 0 && std::isfinite(scale_), kGradScaler,
               "init_scale must be positive and finite in f32; got ", options.init_scale);
   TS_CHECK_AS(ConfigError, options.growth_factor > 1 && std::isfinite(options.growth_factor),
-              kWhere, "growth_factor must be greater than 1; got ", options.growth_factor);
-  TS_CHECK_AS(ConfigError, options.backoff_factor > 0 && options.backoff_factor < 1, kWhere,
+              kGradScaler, "growth_factor must be greater than 1; got ", options.growth_factor);
+  TS_CHECK_AS(ConfigError, options.backoff_factor > 0 && options.backoff_factor < 1, kGradScaler,
               "backoff_factor must lie between 0 and 1; got ", options.backoff_factor);
-  TS_CHECK_AS(ConfigError, options.growth_interval > 0, kWhere,
+  TS_CHECK_AS(ConfigError, options.growth_interval > 0, kGradScaler,
               "growth_interval must be positive; got ", options.growth_interval);
-  TS_CHECK_AS(ConfigError, options.min_scale >= 0 && options.min_scale <= scale_, kWhere,
+  TS_CHECK_AS(ConfigError, options.min_scale >= 0 && options.min_scale <= scale_, kGradScaler,
               "min_scale must lie between 0 and init_scale; got ", options.min_scale);
 }
 
@@ -137,7 +137,7 @@ void GradScaler::update() {
   if (found) {
     scale_ = as_f32(scale_ * options_.backoff_factor);
     growth_tracker_ = 0;
-    TS_CHECK(scale_ >= options_.min_scale && scale_ > 0, kWhere,
+    TS_CHECK(scale_ >= options_.min_scale && scale_ > 0, kGradScaler,
              "gradients are not finite even at a loss scale of ", scale_ / options_.backoff_factor,
              ", so they are NaN or infinite by themselves; look for the op with AnomalyMode, or "
              "lower the learning rate");

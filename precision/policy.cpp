@@ -9,7 +9,7 @@
 namespace tessera::precision {
 namespace {
 
-constexpr const char* kWhere = "precision";
+constexpr const char* kPrecision = "precision";
 
 struct NamedPolicy {
   std::string_view name;
@@ -27,10 +27,10 @@ const std::array<NamedPolicy, 8> kPolicies = {{
 }};
 
 void check_dtype(const char* field, DType dtype) {
-  TS_CHECK_AS(UnsupportedError, !is_float8(dtype), kWhere, field, " ", dtype,
+  TS_CHECK_AS(UnsupportedError, !is_float8(dtype), kPrecision, field, " ", dtype,
               " needs products with scaling factors, for which this build has no kernels; take "
               "bf16 (nothing else was put in its place)");
-  TS_CHECK_AS(ConfigError, is_floating(dtype), kWhere, field, " must be a floating dtype; got ",
+  TS_CHECK_AS(ConfigError, is_floating(dtype), kPrecision, field, " must be a floating dtype; got ",
               dtype);
 }
 
@@ -42,10 +42,10 @@ Policy policy_named(std::string_view name) {
     if (each.name == name) return each.policy;
     known += (known.empty() ? "" : ", ") + std::string(each.name);
   }
-  TS_CHECK_AS(UnsupportedError, name != "fp8", kWhere,
+  TS_CHECK_AS(UnsupportedError, name != "fp8", kPrecision,
               "fp8 needs products with scaling factors, for which this build has no kernels; take "
               "bf16 (nothing else was put in its place)");
-  TS_THROW(ConfigError, kWhere, "there is no policy '", name, "'; known are ", known);
+  TS_THROW(ConfigError, kPrecision, "there is no policy '", name, "'; known are ", known);
 }
 
 void check(const Policy& policy, const Device& device) {
@@ -53,18 +53,19 @@ void check(const Policy& policy, const Device& device) {
   check_dtype("compute", policy.compute);
   check_dtype("reduce", policy.reduce);
   if (policy.output) check_dtype("output", *policy.output);
-  TS_CHECK_AS(UnsupportedError, !device.is_cuda() || gpu::device_count() > 0, kWhere, "the device ",
-              device, " is not there: ", gpu::unavailable_reason());
+  TS_CHECK_AS(UnsupportedError, !device.is_cuda() || gpu::device_count() > 0, kPrecision,
+              "the device ", device, " is not there: ", gpu::unavailable_reason());
   if (policy.casting == Casting::kAutocast) {
     const bool low = policy.compute == kBF16 || policy.compute == kF16;
-    TS_CHECK_AS(ConfigError, low || policy.compute == policy.parameter, kWhere,
+    TS_CHECK_AS(ConfigError, low || policy.compute == policy.parameter, kPrecision,
                 "autocast computes in bf16 or f16; got compute ", policy.compute,
                 " with parameters in ", policy.parameter, "; use Casting::kBoundary");
-    TS_CHECK_AS(ConfigError, policy.parameter == kF32 || policy.parameter == policy.compute, kWhere,
+    TS_CHECK_AS(ConfigError, policy.parameter == kF32 || policy.parameter == policy.compute,
+                kPrecision,
                 "autocast reads parameters in f32 or in the compute dtype; got parameter ",
                 policy.parameter, " with compute ", policy.compute, "; use Casting::kBoundary");
   } else {
-    TS_CHECK_AS(ConfigError, policy.compute != kF64 && policy.parameter != kF64, kWhere,
+    TS_CHECK_AS(ConfigError, policy.compute != kF64 && policy.parameter != kF64, kPrecision,
                 "f64 is never cast; got parameter ", policy.parameter, " with compute ",
                 policy.compute);
   }

@@ -26,9 +26,8 @@ scripts/install_packages.sh g++ cmake ninja-build libeigen3-dev nlohmann-json3-d
   libicu-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler libpng-dev libdnnl-dev libxxhash-dev libcli11-dev gnuplot-nox
 
 echo "==> Build"
-# The release preset without tests, benchmarks and GPU; scripts/test.sh goes on from the same objects.
-cmake --preset release -DTESSERA_BUILD_TESTS=OFF -DTESSERA_BUILD_BENCH=OFF -DTESSERA_WITH_CUDA=OFF
-cmake --build --preset release --target gpt2_train gpt2_generate
+cmake --preset quickstart
+cmake --build --preset quickstart
 
 out=out/quickstart
 mkdir -p "$out"
@@ -40,7 +39,7 @@ fi
 
 echo "==> Train on $data ($(wc -c < "$data") bytes)"
 rm -f "$out/log.jsonl"
-build/release/examples/gpt2/train --data "$data" --tokenizer bytes --layers 4 --width 128 --heads 4 \
+build/quickstart/examples/gpt2/train --data "$data" --tokenizer bytes --layers 4 --width 128 --heads 4 \
   --context 64 --batch-size 12 --steps "$steps" --eval-every 250 --save "$out/model" --log "$out/log.jsonl"
 
 echo "==> Plot"
@@ -67,6 +66,6 @@ plot "$out/loss.dat" with lines lw 1 lc rgb "#9db4d3" title "training", \
 END
 
 echo "==> Sample"
-build/release/examples/gpt2/generate --model "$out/model" --prompt "$prompt" --tokens 400 --seed 1
+build/quickstart/examples/gpt2/generate --model "$out/model" --prompt "$prompt" --tokens 400 --seed 1
 echo
 echo "The model is in $out/model, the loss curve in $out/loss.png, the log in $out/log.jsonl."

@@ -11,16 +11,16 @@
 namespace tessera::launch {
 namespace {
 
-constexpr std::string_view kWhere = "tessera launch";
+constexpr std::string_view kLaunchOptions = "tessera launch";
 
 int whole_number(const std::string& source, std::string_view text, int least, int most) {
   int number = 0;
   const char* const last = text.data() + text.size();
   const auto [end, problem] = std::from_chars(text.data(), last, number);
   TS_CHECK_AS(ConfigError,
-              problem == std::errc() && end == last && number >= least && number <= most, kWhere,
-              source, " has to be a whole number from ", least, " to ", most, "; got \"", text,
-              "\"");
+              problem == std::errc() && end == last && number >= least && number <= most,
+              kLaunchOptions, source, " has to be a whole number from ", least, " to ", most,
+              "; got \"", text, "\"");
   return number;
 }
 
@@ -32,7 +32,7 @@ LaunchOptions resolve_options(const Flags& flags, const Environment& environment
                               const std::string& file, std::vector<std::string> command) {
   LaunchOptions options;
   options.command = std::move(command);
-  TS_CHECK_AS(ConfigError, !options.command.empty(), kWhere,
+  TS_CHECK_AS(ConfigError, !options.command.empty(), kLaunchOptions,
               "there is no program to start; write: tessera launch -n 2 PROGRAM ARGUMENTS");
   accelerate::ResolveOptions sources;
   sources.environment = environment;
@@ -82,8 +82,8 @@ LaunchOptions resolve_options(const Flags& flags, const Environment& environment
   options.oversubscribe = settings.oversubscribe;
 
   TS_CHECK_AS(ConfigError, options.transport != Transport::kShared || options.hosts.size() <= 1,
-              kWhere, "shared memory does not reach the ", options.hosts.size(), " hosts of ",
-              options.host_file, "; use --transport auto or tcp");
+              kLaunchOptions, "shared memory does not reach the ", options.hosts.size(),
+              " hosts of ", options.host_file, "; use --transport auto or tcp");
   for (int attempt = 0; attempt <= static_cast<int>(options.restart_ranks.size()); ++attempt) {
     if (options.hosts.empty()) break;
     check_slots(options.hosts, ranks_of_attempt(options, attempt), options.oversubscribe);

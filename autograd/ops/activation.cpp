@@ -7,7 +7,7 @@
 namespace tessera {
 namespace {
 
-void check_floating(const Op& op, const Tensor& x) {
+void check_real(const Op& op, const Tensor& x) {
   TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op,
                  "expects an f64, f32, f16 or bf16 tensor; got ", x, "; convert with to(dtype)");
 }
@@ -67,7 +67,7 @@ Tensor composed_gelu_tanh_gradient(const Tensor& dy, const Tensor& x) {
 }  // namespace
 
 Tensor gelu(const Tensor& x, Gelu approximate) {
-  check_floating(kGelu, x);
+  check_real(kGelu, x);
   if (approximate == Gelu::kTanh) {
     return differentiable(kGelu, {x}, apply<fn::GeluTanh>, [](Grads dy, const Saved& s) {
       return gradient(dy[0], s.input(0), fn::GeluTanhGrad{}, composed_gelu_tanh_gradient);
@@ -81,7 +81,7 @@ Tensor gelu(const Tensor& x, Gelu approximate) {
 const Op kSilu{.name = "silu", .reads = {inputs(0)}, .flops_per_element = 15};
 
 Tensor silu(const Tensor& x) {
-  check_floating(kSilu, x);
+  check_real(kSilu, x);
   return differentiable(kSilu, {x}, apply<fn::Silu>, [](Grads dy, const Saved& s) {
     return gradient(dy[0], s.input(0), fn::SiluGrad{}, [](const Tensor& dy, const Tensor& x) {
       const Tensor s = sigmoid(x);
@@ -93,7 +93,7 @@ Tensor silu(const Tensor& x) {
 const Op kElu{.name = "elu", .reads = {inputs(0)}, .flops_per_element = 15};
 
 Tensor elu(const Tensor& x, double alpha) {
-  check_floating(kElu, x);
+  check_real(kElu, x);
   return differentiable(
       kElu, {x}, [alpha](Inputs in) { return kernels::unary(in[0], fn::Elu{alpha}); },
       [alpha](Grads dy, const Saved& s) {
@@ -109,7 +109,7 @@ Tensor elu(const Tensor& x, double alpha) {
 const Op kSoftplus{.name = "softplus", .reads = {inputs(0)}, .flops_per_element = 30};
 
 Tensor softplus(const Tensor& x, double beta, double threshold) {
-  check_floating(kSoftplus, x);
+  check_real(kSoftplus, x);
   return differentiable(
       kSoftplus, {x},
       [=](Inputs in) {
@@ -127,7 +127,7 @@ Tensor softplus(const Tensor& x, double beta, double threshold) {
 const Op kLeakyRelu{.name = "leaky_relu", .reads = {inputs(0)}};
 
 Tensor leaky_relu(const Tensor& x, double negative_slope) {
-  check_floating(kLeakyRelu, x);
+  check_real(kLeakyRelu, x);
   return differentiable(
       kLeakyRelu, {x},
       [=](Inputs in) { return kernels::unary(in[0], fn::LeakyRelu{negative_slope}); },
@@ -142,7 +142,7 @@ Tensor leaky_relu(const Tensor& x, double negative_slope) {
 const Op kGlu{.name = "glu", .reads = {inputs(0)}, .flops_per_element = 15};
 
 Tensor glu(const Tensor& x, int64_t dim) {
-  check_floating(kGlu, x);
+  check_real(kGlu, x);
   TS_CHECK_SHAPE(x.dim() > 0, kGlu, "halves a dimension and needs one; got ", x);
   const int d = wrap_dim(dim, x.dim(), kGlu.name);
   TS_CHECK_SHAPE(x.size(d) % 2 == 0, kGlu, "halves dimension ", d, " of ", x,

@@ -13,7 +13,7 @@ RandomStream stream_or_next(const std::optional<RandomStream>& stream) {
   return stream ? *stream : next_random_stream();
 }
 
-void check_floating(DType dtype, std::string_view where) {
+void check_random_dtype(DType dtype, std::string_view where) {
   TS_CHECK_DTYPE(is_floating(dtype) && !is_float8(dtype), where,
                  "makes f64, f32, f16 or bf16; got ", dtype, "; convert the result with to(dtype)");
 }
@@ -75,14 +75,14 @@ Tensor eye(int64_t rows, std::optional<int64_t> columns, const TensorOptions& op
 }
 
 Tensor rand(const Shape& shape, const TensorOptions& options, std::optional<RandomStream> stream) {
-  check_floating(options.dtype, "rand");
+  check_random_dtype(options.dtype, "rand");
   Tensor result = raw::empty(shape, options.dtype, options.device);
   kernels::random_uniform(result, 0, 1, stream_or_next(stream));
   return result;
 }
 
 Tensor randn(const Shape& shape, const TensorOptions& options, std::optional<RandomStream> stream) {
-  check_floating(options.dtype, "randn");
+  check_random_dtype(options.dtype, "randn");
   Tensor result = raw::empty(shape, options.dtype, options.device);
   kernels::random_normal(result, 0, 1, stream_or_next(stream));
   return result;
@@ -105,7 +105,7 @@ const Op kUniform{.name = "uniform_"};
 
 const Tensor& uniform_(const Tensor& x, double low, double high,
                        std::optional<RandomStream> stream) {
-  check_floating(x.dtype(), kUniform.name);
+  check_random_dtype(x.dtype(), kUniform.name);
   TS_CHECK(low <= high && std::isfinite(high - low), kUniform, "expects finite low <= high; got [",
            low, ", ", high, ")");
   const RandomStream numbers = stream_or_next(stream);
@@ -123,7 +123,7 @@ const Op kNormal{.name = "normal_"};
 
 const Tensor& normal_(const Tensor& x, double mean, double std,
                       std::optional<RandomStream> stream) {
-  check_floating(x.dtype(), kNormal.name);
+  check_random_dtype(x.dtype(), kNormal.name);
   TS_CHECK(std >= 0, kNormal, "std must not be negative; got ", std);
   const RandomStream numbers = stream_or_next(stream);
   differentiable_inplace(
@@ -155,7 +155,7 @@ const Op kMultinomial{.name = "multinomial"};
 
 Tensor multinomial(const Tensor& x, int64_t count, bool replacement,
                    std::optional<RandomStream> stream) {
-  check_floating(x.dtype(), kMultinomial.name);
+  check_random_dtype(x.dtype(), kMultinomial.name);
   TS_CHECK_SHAPE(x.dim() == 1 || x.dim() == 2, kMultinomial, "expects [n] or [rows, n]; got ", x);
   TS_CHECK(count > 0 && (replacement || count <= x.size(-1)), kMultinomial, "cannot draw ", count,
            " of ", x.size(-1), replacement ? "" : " without replacement");

@@ -21,7 +21,7 @@ const Op kLinearGelu{.name = "linear_gelu",
 namespace {
 
 // y: [..., out]; weight: [out, in]. The same for the product and for the gradient of its input.
-double product_flops(const Tensor& y, const Tensor& weight) {
+double linear_flops(const Tensor& y, const Tensor& weight) {
   return 2.0 * static_cast<double>(y.numel()) * static_cast<double>(weight.size(1));
 }
 
@@ -43,7 +43,7 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
                        kLinearGelu, "expects operands of one floating dtype; got ", in[0], ", ",
                        in[1], " and ", in[2]);
         const Tensor before = kernels::linear(in[0], in[1], in[2]);
-        count_flops(product_flops(before, in[1]));
+        count_flops(linear_flops(before, in[1]));
         if (extras.wanted()) extras.save(before);
         return tanh_form ? kernels::unary<fn::GeluTanh>(before) : kernels::unary<fn::Gelu>(before);
       },
@@ -56,7 +56,7 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
         Tensor grad_x, grad_weight, grad_bias;
         if (s.needs(0)) {
           grad_x = raw::view(kernels::matmul(rows, s.input(1)), s.input_shape(0));
-          count_flops(product_flops(before, s.input(1)));
+          count_flops(linear_flops(before, s.input(1)));
         }
         if (s.needs(1)) {
           const Tensor x = s.input(0);

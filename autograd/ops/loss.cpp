@@ -7,6 +7,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/ops/compute_dtype.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/cross_entropy.h>
 #include <tessera/core/kernels/elementwise.h>
@@ -20,7 +21,6 @@ void check_input(const Op& op, const char* name, const Tensor& x) {
   TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op, name,
                  " must be f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
 }
-Tensor in_compute(const Tensor& x) { return is_low_precision(x.dtype()) ? to(x, kF32) : x; }
 // Under autocast, or in a module that casts at its boundary, a loss is f32, whatever the logits:
 // three digits are too few to look at, and the gradient of a scaled f16 loss, 65536, would be
 // infinite.

@@ -7,6 +7,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/ops/compute_dtype.h>
 #include <tessera/core/kernels/copy.h>
 
 namespace tessera {
@@ -44,8 +45,6 @@ int64_t check_rows(const Op& op, const Tensor& x, const Shape& normalized_shape,
 Tensor shaped(const Tensor& gradient, const Shape& shape) {
   return gradient.defined() && !(gradient.shape() == shape) ? reshape(gradient, shape) : gradient;
 }
-
-Tensor in_compute(const Tensor& x) { return is_low_precision(x.dtype()) ? to(x, kF32) : x; }
 
 // What the kernels do, in ops: gradients of (x - mean) rstd weight + bias where mean and rstd are
 // those of x over `dims`. `parameter_shape` is that of weight as it broadcasts to x.

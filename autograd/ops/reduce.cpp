@@ -18,7 +18,7 @@ void check_not_float8(const Op& op, const Tensor& x) {
   TS_CHECK_DTYPE(!is_float8(x.dtype()), op, "float8 is storage only; got ", x,
                  "; convert with to(dtype)");
 }
-void check_floating(const Op& op, const Tensor& x) {
+void check_reducible(const Op& op, const Tensor& x) {
   TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op,
                  "expects f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
 }
@@ -74,7 +74,7 @@ Tensor sum_to(const Tensor& x, const Shape& shape) {
 const Op kMean{.name = "mean", .autocast = Autocast::kFloat32};
 
 Tensor mean(const Tensor& x, const Shape& dims, bool keepdim) {
-  check_floating(kMean, x);
+  check_reducible(kMean, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kMean.name);
   return differentiable(
       kMean, {x}, [=](Inputs in) { return kernels::mean(in[0], wrapped, keepdim); },
@@ -99,7 +99,7 @@ Tensor variance_gradient(const Tensor& dy, const Tensor& x, const Shape& dims, d
 const Op kVar{.name = "var", .autocast = Autocast::kFloat32, .reads = {inputs(0)}};
 
 Tensor var(const Tensor& x, const Shape& dims, double correction, bool keepdim) {
-  check_floating(kVar, x);
+  check_reducible(kVar, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kVar.name);
   return differentiable(
       kVar, {x},
@@ -117,7 +117,7 @@ const Op kStd{.name = "std",
               .reads_outputs = outputs(0)};
 
 Tensor std(const Tensor& x, const Shape& dims, double correction, bool keepdim) {
-  check_floating(kStd, x);
+  check_reducible(kStd, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kStd.name);
   return differentiable(
       kStd, {x},
@@ -380,7 +380,7 @@ const Op kNorm{.name = "norm",
                .reads_outputs = outputs(0)};
 
 Tensor norm(const Tensor& x, double p, const Shape& dims, bool keepdim) {
-  check_floating(kNorm, x);
+  check_reducible(kNorm, x);
   TS_CHECK(!::std::isnan(p), kNorm, "p must be a number; got NaN");
   const Shape wrapped = wrap_dims(dims, x.dim(), kNorm.name);
   return differentiable(
@@ -399,7 +399,7 @@ const Op kLogsumexp{.name = "logsumexp",
 
 Tensor logsumexp(const Tensor& given, const Shape& dims, bool keepdim) {
   const Tensor x = as_floating(given);
-  check_floating(kLogsumexp, x);
+  check_reducible(kLogsumexp, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kLogsumexp.name);
   return differentiable(
       kLogsumexp, {x}, [=](Inputs in) { return kernels::logsumexp(in[0], wrapped, keepdim); },
@@ -416,7 +416,7 @@ const Op kSoftmax{.name = "softmax",
                   .flops_per_element = 15};
 
 Tensor softmax(const Tensor& x, int64_t dim) {
-  check_floating(kSoftmax, x);
+  check_reducible(kSoftmax, x);
   const int wrapped = wrap_dim(dim, x.dim(), kSoftmax.name);
   return differentiable(
       kSoftmax, {x}, [=](Inputs in) { return kernels::softmax(in[0], wrapped, false); },
@@ -433,7 +433,7 @@ const Op kLogSoftmax{.name = "log_softmax",
                      .flops_per_element = 15};
 
 Tensor log_softmax(const Tensor& x, int64_t dim) {
-  check_floating(kLogSoftmax, x);
+  check_reducible(kLogSoftmax, x);
   const int wrapped = wrap_dim(dim, x.dim(), kLogSoftmax.name);
   return differentiable(
       kLogSoftmax, {x}, [=](Inputs in) { return kernels::softmax(in[0], wrapped, true); },

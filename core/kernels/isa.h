@@ -19,12 +19,14 @@ namespace tessera::kernels {
 enum class Isa { kV3, kV4 };
 
 // The best set that this processor has and this binary contains. The environment variable
-// TESSERA_ISA=v3 lowers it; read once.
+// TESSERA_ISA=v3 lowers it; read once. UnsupportedError where the binary contains none that serves.
 Isa cpu_isa();
 
 }  // namespace tessera::kernels
 
-#if defined(TESSERA_WITH_V4)
+#if defined(TESSERA_ONLY_V4)  // a build for machines like its own (TESSERA_SIMD=native)
+#define TS_SIMD_CALL(function, ...) ::tessera::kernels::v4::function(__VA_ARGS__)
+#elif defined(TESSERA_WITH_V4)
 #define TS_SIMD_CALL(function, ...)                              \
   (::tessera::kernels::cpu_isa() == ::tessera::kernels::Isa::kV4 \
        ? ::tessera::kernels::v4::function(__VA_ARGS__)           \
@@ -38,6 +40,11 @@ Isa cpu_isa();
 #if defined(TS_SIMD)  // inside such a file only its own variant exists
 #define TS_SIMD_DECLARE(...) \
   namespace TS_SIMD {        \
+  __VA_ARGS__;               \
+  }
+#elif defined(TESSERA_ONLY_V4)
+#define TS_SIMD_DECLARE(...) \
+  namespace v4 {             \
   __VA_ARGS__;               \
   }
 #elif defined(TESSERA_WITH_V4)

@@ -106,15 +106,34 @@ class Reader {
   LoadFunction load_;
 };
 
-// One reduction: `finish(values, first output, stride of outputs, count)` turns folds into results
-// in place.
-template <class C, class Finish>
+// Turns `count` folds into results in place: outputs first, first + stride, ... Refers to a
+// function, so that Reduction is compiled once for all of them.
+template <class W>
+class Finisher {
+ public:
+  template <class F>
+  explicit Finisher(const F& f)
+      : function_(&f),
+        call_([](const void* function, W* values, int64_t first, int64_t stride, int64_t count) {
+          (*static_cast<const F*>(function))(values, first, stride, count);
+        }) {}
+  void operator()(W* values, int64_t first, int64_t stride, int64_t count) const {
+    call_(function_, values, first, stride, count);
+  }
+
+ private:
+  const void* function_;
+  void (*call_)(const void*, W*, int64_t, int64_t, int64_t);
+};
+
+// One reduction.
+template <class C>
 class Reduction {
   using W = Wide<C>;
 
  public:
   Reduction(Fold fold, double p, const Tensor& x, const Shape& dims, const Tensor& shift,
-            const Tensor& result, const Finish& finish)
+            const Tensor& result, Finisher<W> finish)
       : fold_(fold),
         p_(p),
         reader_(x),
@@ -385,7 +404,7 @@ class Reduction {
   char* target_;
   int64_t target_item_;
   StoreFunction store_;
-  const Finish& finish_;
+  Finisher<W> finish_;
   Dimensions kept_, reduced_;
   int64_t outputs_ = 0, terms_ = 0;
 };
@@ -401,13 +420,13 @@ Tensor reduce(const char* where, Fold fold, double p, const Tensor& x, const Sha
   if (x.is_meta()) return result;
   switch (lane_of(compute)) {
     case Lane::kFloat:
-      Reduction<float, Finish>(fold, p, x, dims, shift, result, finish).run();
+      Reduction<float>(fold, p, x, dims, shift, result, Finisher<double>(finish)).run();
       break;
     case Lane::kDouble:
-      Reduction<double, Finish>(fold, p, x, dims, shift, result, finish).run();
+      Reduction<double>(fold, p, x, dims, shift, result, Finisher<double>(finish)).run();
       break;
     default:
-      Reduction<int64_t, Finish>(fold, p, x, dims, shift, result, finish).run();
+      Reduction<int64_t>(fold, p, x, dims, shift, result, Finisher<int64_t>(finish)).run();
   }
   return result;
 }

@@ -27,11 +27,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kWhere = "checkpoint";
+constexpr const char* kCheckpointCommit = "checkpoint";
 
 [[noreturn]] void fail(std::string_view what, const std::string& path, int error,
                        std::string_view remedy) {
-  throw IoError(detail::concatenate(kWhere, ": cannot ", what, " '", path, "': ",
+  throw IoError(detail::concatenate(kCheckpointCommit, ": cannot ", what, " '", path, "': ",
                                     std::generic_category().message(error), "; ", remedy, "."));
 }
 
@@ -141,9 +141,9 @@ class StoreExchange {
         return store_->wait(key(step, rank), Milliseconds(200));
       } catch (const StoreTimeout&) {
         if (const auto failure = context_.failure()) std::rethrow_exception(failure);
-        TS_CHECK_AS(DistributedError, !given_up_, kWhere, "the save of '", name_,
+        TS_CHECK_AS(DistributedError, !given_up_, kCheckpointCommit, "the save of '", name_,
                     "' was given up while another error passed.");
-        TS_CHECK_AS(DistributedError, Clock::now() < end, kWhere, "rank ", rank,
+        TS_CHECK_AS(DistributedError, Clock::now() < end, kCheckpointCommit, "rank ", rank,
                     " did not finish its part of '", name_, "' within ", timeout_seconds_,
                     " s; give SaveOptions::timeout_seconds more time, or look at that rank.");
       }
@@ -186,11 +186,12 @@ std::string parent_of(const std::string& folder) {
 // "runs/../runs/step-1/" as an absolute path without its detours: the working folder may change
 // while a thread writes.
 std::string absolute(const std::string& folder) {
-  TS_CHECK_AS(ConfigError, !folder.empty(), kWhere, "needs the name of a folder; got none.");
+  TS_CHECK_AS(ConfigError, !folder.empty(), kCheckpointCommit,
+              "needs the name of a folder; got none.");
   fs::path path = fs::absolute(folder).lexically_normal();
   if (!path.has_filename()) path = path.parent_path();
-  TS_CHECK_AS(ConfigError, path.has_relative_path(), kWhere, "the root folder cannot be a ",
-              "checkpoint; got '", folder, "'.");
+  TS_CHECK_AS(ConfigError, path.has_relative_path(), kCheckpointCommit,
+              "the root folder cannot be a ", "checkpoint; got '", folder, "'.");
   return path.string();
 }
 
@@ -202,9 +203,9 @@ bool is_empty_folder(const std::string& folder) {
 void check_target(const std::string& target, bool replace) {
   std::error_code error;
   if (!fs::exists(fs::symlink_status(target, error)) || is_empty_folder(target)) return;
-  TS_CHECK_AS(ConfigError, is_checkpoint(target), kWhere, "'", target,
+  TS_CHECK_AS(ConfigError, is_checkpoint(target), kCheckpointCommit, "'", target,
               "' exists and is no checkpoint; it is left alone: choose another folder.");
-  TS_CHECK_AS(ConfigError, replace, kWhere, "'", target,
+  TS_CHECK_AS(ConfigError, replace, kCheckpointCommit, "'", target,
               "' exists; it is left alone: choose another folder, or remove it.");
 }
 
@@ -260,16 +261,16 @@ Manifest join_records(const std::string& folder, int ranks) {
     Manifest record = parse_manifest(file.text(), path, false);
     for (const auto& [name, saved] : record.files) {
       const uint64_t bytes = fs::file_size(fs::path(folder) / name, error);
-      TS_CHECK_AS(IoError, !error && bytes == saved.bytes, kWhere, "rank ", rank, " wrote ",
-                  saved.bytes, " bytes to '", name, "' and this rank sees ", error ? 0 : bytes,
-                  "; all ranks must see one file system.");
+      TS_CHECK_AS(IoError, !error && bytes == saved.bytes, kCheckpointCommit, "rank ", rank,
+                  " wrote ", saved.bytes, " bytes to '", name, "' and this rank sees ",
+                  error ? 0 : bytes, "; all ranks must see one file system.");
       manifest.files[name] = saved;
     }
     for (auto& [name, tensor] : record.tensors) {
       SavedTensor& joined =
           manifest.tensors.try_emplace(name, tensor.dtype, tensor.shape).first->second;
       TS_CHECK_AS(DistributedError, joined.dtype == tensor.dtype && joined.shape == tensor.shape,
-                  kWhere, "ranks save ", shown(name), " as ", joined.dtype, joined.shape,
+                  kCheckpointCommit, "ranks save ", shown(name), " as ", joined.dtype, joined.shape,
                   " and, rank ", rank, ", as ", tensor.dtype, tensor.shape,
                   "; all ranks must give a tensor one shape and dtype.");
       joined.chunks.insert(joined.chunks.end(), tensor.chunks.begin(), tensor.chunks.end());
@@ -280,8 +281,8 @@ Manifest join_records(const std::string& folder, int ranks) {
     boxes.clear();
     for (const SavedChunk& chunk : tensor.chunks) boxes.push_back(chunk.box);
     if (const auto problem = tiling_problem(tensor.shape, boxes)) {
-      TS_THROW(ValueError, kWhere, "the parts that ranks save of ", shown(name), ", ", tensor.dtype,
-               tensor.shape, ", must hold every element once: ", *problem,
+      TS_THROW(ValueError, kCheckpointCommit, "the parts that ranks save of ", shown(name), ", ",
+               tensor.dtype, tensor.shape, ", must hold every element once: ", *problem,
                "; save each part on one rank.");
     }
   }
@@ -304,7 +305,7 @@ void add_other_files(const std::string& folder, int ranks, Manifest& manifest) {
     }
     const std::string name = fs::relative(entry.path(), folder).string();
     if (manifest.files.contains(name) || is_record(name)) continue;
-    TS_CHECK(entry.is_regular_file() && name != kManifestName, kWhere, "'", path,
+    TS_CHECK(entry.is_regular_file() && name != kManifestName, kCheckpointCommit, "'", path,
              "' must be a regular file under another name to be part of a checkpoint; a hook has ",
              "put it there.");
     sync_file(path);
@@ -430,7 +431,8 @@ void CheckpointSaver::save(const std::string& folder, const Collect& collect,
   try {
     target = absolute(folder);
     const auto& store = rank_context().store;
-    TS_CHECK_AS(UnsupportedError, !options.asynchronous || group.size() == 1 || store, kWhere,
+    TS_CHECK_AS(UnsupportedError, !options.asynchronous || group.size() == 1 || store,
+                kCheckpointCommit,
                 "asynchronous saving of several ranks needs their store, and there is none; ",
                 "start them with `tessera launch`, or save synchronously.");
     if (group.rank() == 0) {
@@ -464,8 +466,8 @@ void CheckpointSaver::save(const std::string& folder, const Collect& collect,
   own = nullptr;
   try {
     std::error_code error;
-    TS_CHECK_AS(IoError, fs::is_directory(temporary, error), kWhere, "this rank does not see '",
-                temporary, "'; all ranks must see one file system.");
+    TS_CHECK_AS(IoError, fs::is_directory(temporary, error), kCheckpointCommit,
+                "this rank does not see '", temporary, "'; all ranks must see one file system.");
     const std::vector<SaveItem> items = collect(temporary, options.metadata);
     fingerprint = fingerprint_of(items);
     const auto plan = plan_chunks(items, group.rank(), group.size(), options.chunk_bytes);

@@ -14,7 +14,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kWhere = "checkpoint";
+constexpr const char* kCheckpointReader = "checkpoint";
 
 std::string path_in(const std::string& folder, std::string_view name) {
   return (fs::path(folder) / name).string();
@@ -23,13 +23,13 @@ std::string path_in(const std::string& folder, std::string_view name) {
 Manifest read_manifest(const std::string& folder) {
   std::error_code error;
   const fs::file_status status = fs::status(folder, error);
-  TS_CHECK_AS(IoError, fs::exists(status), kWhere, "there is no folder '", folder,
+  TS_CHECK_AS(IoError, fs::exists(status), kCheckpointReader, "there is no folder '", folder,
               "'; check the path.");
-  TS_CHECK_AS(FormatError, fs::is_directory(status), kWhere, "'", folder,
+  TS_CHECK_AS(FormatError, fs::is_directory(status), kCheckpointReader, "'", folder,
               "' is a file; give the folder of a checkpoint.");
   const std::string path = path_in(folder, kManifestName);
-  TS_CHECK_AS(FormatError, fs::exists(path, error), kWhere, "'", folder, "' has no ", kManifestName,
-              ": it is no checkpoint, or one that was not finished; load another.");
+  TS_CHECK_AS(FormatError, fs::exists(path, error), kCheckpointReader, "'", folder, "' has no ",
+              kManifestName, ": it is no checkpoint, or one that was not finished; load another.");
   const MappedFile file(path, FileAccess::kSequential);
   return parse_manifest(file.text(), path);
 }
@@ -65,12 +65,12 @@ CheckpointReader::CheckpointReader(const std::string& folder)
     const std::string path = path_in(folder, name);
     std::error_code error;
     const bool regular = fs::is_regular_file(path, error);
-    TS_CHECK_AS(FormatError, regular, kWhere, "'", path,
+    TS_CHECK_AS(FormatError, regular, kCheckpointReader, "'", path,
                 "' must be a file, as the manifest says; it is missing",
                 "; the folder is damaged: load an older checkpoint.");
     const uint64_t bytes = fs::file_size(path, error);
-    TS_CHECK_AS(FormatError, !error && bytes == file.bytes, kWhere, "'", path, "' must have ",
-                file.bytes, " bytes; it has ", error ? 0 : bytes,
+    TS_CHECK_AS(FormatError, !error && bytes == file.bytes, kCheckpointReader, "'", path,
+                "' must have ", file.bytes, " bytes; it has ", error ? 0 : bytes,
                 "; the folder is damaged: load an older checkpoint.");
   }
 }
@@ -85,8 +85,9 @@ bool CheckpointReader::contains(std::string_view name) const {
 
 const SavedTensor& CheckpointReader::tensor(std::string_view name) const {
   const auto found = manifest_.tensors.find(std::string(name));
-  TS_CHECK(found != manifest_.tensors.end(), kWhere, "'", folder_, "': there is no tensor ",
-           shown(name), " among its ", manifest_.tensors.size(), "; check the name.");
+  TS_CHECK(found != manifest_.tensors.end(), kCheckpointReader, "'", folder_,
+           "': there is no tensor ", shown(name), " among its ", manifest_.tensors.size(),
+           "; check the name.");
   return found->second;
 }
 
@@ -99,8 +100,8 @@ std::shared_ptr<MappedFile> CheckpointReader::file(const std::string& name) {
     if (mapped->size() != bytes) {  // since it was opened
       const size_t size = mapped->size();
       mapped.reset();
-      TS_THROW(FormatError, kWhere, "'", path, "' must have ", bytes, " bytes; it has ", size,
-               "; another program writes to it: stop that.");
+      TS_THROW(FormatError, kCheckpointReader, "'", path, "' must have ", bytes, " bytes; it has ",
+               size, "; another program writes to it: stop that.");
     }
   }
   return mapped;
@@ -113,15 +114,16 @@ const std::byte* CheckpointReader::bytes_of(const std::string& name, const Saved
   bool& verified = verified_[&chunk];
   if (verified) return data;
   const uint64_t checksum = checksum_of(data, chunk.length);
-  TS_CHECK_AS(FormatError, checksum == chunk.checksum, kWhere, "'", path_in(folder_, chunk.file),
-              "': tensor ", shown(name), " ", chunk.box, " at byte ", chunk.offset,
-              ": the checksum must be ", checksum_text(chunk.checksum), "; the bytes have ",
-              checksum_text(checksum), "; the file is damaged: load an older checkpoint.");
+  TS_CHECK_AS(FormatError, checksum == chunk.checksum, kCheckpointReader, "'",
+              path_in(folder_, chunk.file), "': tensor ", shown(name), " ", chunk.box, " at byte ",
+              chunk.offset, ": the checksum must be ", checksum_text(chunk.checksum),
+              "; the bytes have ", checksum_text(checksum),
+              "; the file is damaged: load an older checkpoint.");
   if (dtype == kBool) {  // reading another value as bool would be undefined behaviour
     const bool valid = std::all_of(data, data + chunk.length,
                                    [](std::byte value) { return value <= std::byte{1}; });
-    TS_CHECK_AS(FormatError, valid, kWhere, "'", path_in(folder_, chunk.file), "': tensor ",
-                shown(name), ": a bool is 0 or 1, and there is another value",
+    TS_CHECK_AS(FormatError, valid, kCheckpointReader, "'", path_in(folder_, chunk.file),
+                "': tensor ", shown(name), ": a bool is 0 or 1, and there is another value",
                 "; the file is damaged: load an older checkpoint.");
   }
   verified = true;
@@ -134,9 +136,9 @@ Tensor CheckpointReader::read(std::string_view name) {
 
 Tensor CheckpointReader::read(std::string_view name, const Box& box) {
   const SavedTensor& saved = tensor(name);
-  TS_CHECK(lies_within(box, saved.shape), kWhere, "the box at ", box.offset, " of extent ",
-           box.extent, " must lie within ", shown(name), ", ", saved.dtype, saved.shape,
-           "; ask for a part of it.");
+  TS_CHECK(lies_within(box, saved.shape), kCheckpointReader, "the box at ", box.offset,
+           " of extent ", box.extent, " must lie within ", shown(name), ", ", saved.dtype,
+           saved.shape, "; ask for a part of it.");
   const Tensor result = raw::empty(box.extent, saved.dtype);
   if (result.numel() == 0) return result;
   // Chunks are sorted by their first row: those that begin behind the box are not looked at.
@@ -185,7 +187,7 @@ StateDict CheckpointReader::state_dict(std::string_view prefix) {
 }
 
 void CheckpointReader::verify(int part, int parts) {
-  TS_CHECK(parts >= 1 && part >= 0 && part < parts, kWhere,
+  TS_CHECK(parts >= 1 && part >= 0 && part < parts, kCheckpointReader,
            "verify takes part 0 to parts - 1; got ", part, " of ", parts, ".");
   // By bytes: whoever has the middle of a chunk in its share of all bytes checks it.
   const double share = static_cast<double>(manifest_.bytes()) / parts;
@@ -204,7 +206,7 @@ void CheckpointReader::verify(int part, int parts) {
   for (const auto& [name, saved] : manifest_.files) {
     if (!saved.checksum || !is_mine(saved.bytes)) continue;
     const MappedFile mapped(path_in(folder_, name), FileAccess::kSequential);
-    TS_CHECK_AS(FormatError, checksum_of(mapped.text()) == *saved.checksum, kWhere, "'",
+    TS_CHECK_AS(FormatError, checksum_of(mapped.text()) == *saved.checksum, kCheckpointReader, "'",
                 mapped.path(), "': the checksum must be ", checksum_text(*saved.checksum),
                 "; the bytes have ", checksum_text(checksum_of(mapped.text())),
                 "; the file is damaged: load an older checkpoint.");

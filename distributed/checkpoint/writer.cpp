@@ -18,23 +18,23 @@
 namespace tessera::distributed {
 namespace {
 
-constexpr const char* kWhere = "checkpoint";
+constexpr const char* kCheckpointWriter = "checkpoint";
 constexpr uint64_t kPage = 4096;  // chunks of at least a page begin at one
 constexpr uint64_t kLine = 64;
 constexpr size_t kBlock = 1 << 20;  // is checksummed and written while it lies in the cache
 
-int64_t bytes_of(const Shape& extent, DType dtype) { return numel_of(extent) * size_of(dtype); }
+int64_t extent_bytes(const Shape& extent, DType dtype) { return numel_of(extent) * size_of(dtype); }
 
 void check(std::span<const SaveItem> items) {
   std::set<std::string_view> names;
   for (const SaveItem& item : items) {
-    TS_CHECK(!item.name.empty(), kWhere, "every tensor has a name; got an empty one.");
-    TS_CHECK(item.tensor.defined(), kWhere, "tensor ", shown(item.name),
+    TS_CHECK(!item.name.empty(), kCheckpointWriter, "every tensor has a name; got an empty one.");
+    TS_CHECK(item.tensor.defined(), kCheckpointWriter, "tensor ", shown(item.name),
              " is undefined; leave it out.");
-    TS_CHECK_DEVICE(!item.tensor.is_meta(), kWhere, "tensor ", shown(item.name), " is ",
+    TS_CHECK_DEVICE(!item.tensor.is_meta(), kCheckpointWriter, "tensor ", shown(item.name), " is ",
                     item.tensor, " and has no elements; initialise or load it first.");
-    TS_CHECK(names.insert(item.name).second, kWhere, "every name stands once; ", shown(item.name),
-             " was given twice.");
+    TS_CHECK(names.insert(item.name).second, kCheckpointWriter, "every name stands once; ",
+             shown(item.name), " was given twice.");
   }
 }
 
@@ -45,7 +45,7 @@ void cut(std::span<const SaveItem> items, size_t index, int64_t chunk_bytes, int
   const Box& box = item.box;
   if (box.dim() == 0 || box.numel() == 0) return plan.push_back({index, box, writer});
   const int64_t rows = box.extent[0];
-  const int64_t row_bytes = bytes_of(box.extent, item.tensor.dtype()) / rows;
+  const int64_t row_bytes = extent_bytes(box.extent, item.tensor.dtype()) / rows;
   const int64_t step = std::max<int64_t>(1, chunk_bytes / std::max<int64_t>(row_bytes, 1));
   for (int64_t begin = 0; begin < rows; begin += step) {
     plan.push_back({index, box.rows(begin, std::min(begin + step, rows)), writer});
@@ -93,16 +93,18 @@ class ChunkFile {
 }  // namespace
 
 SaveItem SaveItem::whole(std::string name, const Tensor& tensor) {
-  TS_CHECK(tensor.defined(), kWhere, "tensor ", shown(name), " is undefined; leave it out.");
+  TS_CHECK(tensor.defined(), kCheckpointWriter, "tensor ", shown(name),
+           " is undefined; leave it out.");
   return {std::move(name), tensor, tensor.shape(), Box::whole(tensor.shape()), true};
 }
 
 SaveItem SaveItem::part(std::string name, const Tensor& tensor, const Shape& shape,
                         const Shape& offset) {
-  TS_CHECK(tensor.defined(), kWhere, "tensor ", shown(name), " is undefined; leave it out.");
+  TS_CHECK(tensor.defined(), kCheckpointWriter, "tensor ", shown(name),
+           " is undefined; leave it out.");
   const Box box{offset, tensor.shape()};
-  TS_CHECK_SHAPE(lies_within(box, shape), kWhere, "the part of ", shown(name), " at ", offset,
-                 " must lie within ", shape, "; it is ", tensor, "; give its true offset.");
+  TS_CHECK_SHAPE(lies_within(box, shape), kCheckpointWriter, "the part of ", shown(name), " at ",
+                 offset, " must lie within ", shape, "; it is ", tensor, "; give its true offset.");
   return {std::move(name), tensor, shape, box, false};
 }
 
@@ -115,7 +117,7 @@ std::vector<PlannedChunk> plan_chunks(std::span<const SaveItem> items, int rank,
   }
   if (ranks > 1) {
     const auto size_of_chunk = [&](size_t i) {
-      return bytes_of(plan[i].box.extent, items[plan[i].item].tensor.dtype());
+      return extent_bytes(plan[i].box.extent, items[plan[i].item].tensor.dtype());
     };
     std::vector<size_t> order(plan.size());
     std::iota(order.begin(), order.end(), size_t{0});
