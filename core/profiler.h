@@ -4,8 +4,11 @@
 //     { ProfilerScope scope(profiler); train_step(); }
 //     std::cout << profiler.table();
 //
-// Every op opens a range by its name (forward and backward), modules may add theirs. Inactive, a
-// range costs one load and one branch. Ranges nest; a range's own time excludes ranges inside it.
+// Every op opens a range by its name (forward and backward). Inactive, a range costs one load and
+// one branch. Ranges nest; a range's own time excludes ranges inside it.
+//
+// Timelines of other tools (core/nvtx.h) hear of these ranges too, and of TimelineRanges: calls of
+// modules, optimizer steps, collectives, batches of loaders.
 #pragma once
 
 #include <chrono>
@@ -19,7 +22,14 @@
 
 namespace tessera {
 
-class Profiler {
+class RangeListener {
+ public:
+  virtual ~RangeListener() = default;
+  virtual void enter(std::string_view name) = 0;
+  virtual void leave() = 0;
+};
+
+class Profiler : public RangeListener {
  public:
   struct Entry {
     int64_t calls = 0;
@@ -41,8 +51,10 @@ class Profiler {
   std::string table(int rows = 30) const;           // sorted by own time
   std::string chrome_trace(int process = 0) const;  // JSON that Perfetto and chrome://tracing read
 
+  void enter(std::string_view name) override;  // ProfilerRange calls them
+  void leave() override;
+
  private:
-  friend class ProfilerRange;
   using Clock = std::chrono::steady_clock;
   struct Open {
     std::string_view name;
@@ -50,9 +62,6 @@ class Profiler {
     int64_t bytes;
     double inner_seconds;
   };
-  void enter(std::string_view name);
-  void leave();
-
   bool keep_events_;
   Clock::time_point start_;
   std::vector<Open> open_;
@@ -62,37 +71,84 @@ class Profiler {
 
 namespace detail {
 struct ProfilerSlot {
-  Profiler* active = nullptr;
+  ProfilerSlot();                     // the environment may ask for a timeline
+  RangeListener* active = nullptr;    // hears of the ranges of ops
+  RangeListener* timeline = nullptr;  // of all, as part of `active` or alone
 };
 }  // namespace detail
+
+// Two listeners as one.
+class BothListeners : public RangeListener {
+ public:
+  BothListeners(RangeListener* first, RangeListener* second) : first_(first), second_(second) {}
+  void enter(std::string_view name) override { first_->enter(name), second_->enter(name); }
+  void leave() override { second_->leave(), first_->leave(); }
+
+ private:
+  RangeListener *first_, *second_;
+};
 
 // Makes a profiler the context's active one for a scope.
 class ProfilerScope {
  public:
   explicit ProfilerScope(Profiler& profiler)
-      : scoped_(Context::current().slot<detail::ProfilerSlot>().active, &profiler) {}
+      : ProfilerScope(profiler, Context::current().slot<detail::ProfilerSlot>()) {}
 
  private:
-  ScopedValue<Profiler*> scoped_;
+  ProfilerScope(Profiler& profiler, detail::ProfilerSlot& slot)
+      : both_(&profiler, slot.timeline),
+        scoped_(slot.active,
+                slot.timeline == nullptr ? static_cast<RangeListener*>(&profiler) : &both_) {}
+
+  BothListeners both_;
+  ScopedValue<RangeListener*> scoped_;
+};
+
+// Marks the ranges of the context on a timeline, for a scope, beside a profiler that is active.
+class TimelineScope {
+ public:
+  explicit TimelineScope(RangeListener& timeline)
+      : TimelineScope(timeline, Context::current().slot<detail::ProfilerSlot>()) {}
+
+ private:
+  TimelineScope(RangeListener& timeline, detail::ProfilerSlot& slot)
+      : both_(slot.active, &timeline),
+        active_(slot.active, slot.timeline != nullptr ? slot.active
+                             : slot.active == nullptr ? &timeline
+                                                      : &both_),
+        timeline_(slot.timeline, &timeline) {}
+
+  BothListeners both_;
+  ScopedValue<RangeListener*> active_, timeline_;
 };
 
 // A named range. `name` must live as long as the range.
 class ProfilerRange {
  public:
   explicit ProfilerRange(std::string_view name)
-      : profiler_(Context::current().slot<detail::ProfilerSlot>().active) {
-    if (profiler_ != nullptr) [[unlikely]]
-      profiler_->enter(name);
-  }
+      : ProfilerRange(name, Context::current().slot<detail::ProfilerSlot>().active) {}
   ~ProfilerRange() {
-    if (profiler_ != nullptr) [[unlikely]]
-      profiler_->leave();
+    if (listener_ != nullptr) [[unlikely]]
+      listener_->leave();
   }
   ProfilerRange(const ProfilerRange&) = delete;
   ProfilerRange& operator=(const ProfilerRange&) = delete;
 
+ protected:
+  ProfilerRange(std::string_view name, RangeListener* listener) : listener_(listener) {
+    if (listener_ != nullptr) [[unlikely]]
+      listener_->enter(name);
+  }
+
  private:
-  Profiler* profiler_;
+  RangeListener* listener_;
+};
+
+// A range that stands for more than an op: on timelines, not in a Profiler's table.
+class TimelineRange : public ProfilerRange {
+ public:
+  explicit TimelineRange(std::string_view name)
+      : ProfilerRange(name, Context::current().slot<detail::ProfilerSlot>().timeline) {}
 };
 
 }  // namespace tessera

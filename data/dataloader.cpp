@@ -3,13 +3,68 @@
 #include <exception>
 #include <typeinfo>
 
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/pinned.h>
+#include <tessera/core/profiler.h>
 
 namespace tessera::data {
 namespace {
 
 constexpr std::string_view kDataLoader = "DataLoader";
+
+// What its workers do with a batch that is made: bring it where it is wanted.
+class Staging {
+ public:
+  Staging(FindBatchTensors find, std::shared_ptr<const DeviceCopier> copier)
+      : find_(find), copier_(std::move(copier)) {}
+
+  void start(BatchShare& made) const {
+    if (made.batch == nullptr) return;
+    const std::vector<Tensor*> tensors = of(made);
+    if (copier_->device().is_cuda()) {
+      made.copy = copier_->start_tensors(tensors);
+    } else {
+      for (Tensor* const tensor : tensors) *tensor = raw::pin(*tensor);
+    }
+  }
+  void finish(BatchShare& made) const {
+    if (made.copy == nullptr) return;
+    copier_->finish_tensors(made.copy, of(made));
+    made.copy = nullptr;
+  }
+
+ private:
+  std::vector<Tensor*> of(const BatchShare& made) const {
+    BatchTensors found;
+    find_(made.batch.get(), found);
+    check_seen(found);
+    return std::move(found.tensors);
+  }
+
+  FindBatchTensors find_;
+  std::shared_ptr<const DeviceCopier> copier_;
+};
+
+class StagingMaker : public BatchMaker {
+ public:
+  StagingMaker(std::unique_ptr<BatchMaker> maker, const Staging& staging)
+      : maker_(std::move(maker)), staging_(staging) {}
+  std::optional<int64_t> next_position(int64_t position) const override {
+    return maker_->next_position(position);
+  }
+  MadeBatch make(int64_t position, int64_t next_position) override {
+    MadeBatch made = maker_->make(position, next_position);
+    const TimelineRange range("copy batch");
+    if (!prefetch_is_stopping()) staging_.start(made);
+    return made;
+  }
+
+ private:
+  std::unique_ptr<BatchMaker> maker_;
+  Staging staging_;
+};
 
 }  // namespace
 
@@ -39,6 +94,17 @@ LoaderBase::LoaderBase(const DataLoaderOptions& options) : options_(options) {
            "the number of workers must be 0 to 1024; got ", options.workers, ".");
   TS_CHECK(options.prefetch >= 1 && options.prefetch <= 1'000'000, kDataLoader,
            "prefetch must be 1 to 1000000 batches a worker; got ", options.prefetch, ".");
+  set_device(options.device);
+}
+
+void LoaderBase::set_device(const Device& device) {
+  const bool stages = device.is_cuda() || options_.pin_memory;
+  if (options_.pin_memory) gpu::pinned_allocator();  // throws where there is no GPU
+  std::shared_ptr<const DeviceCopier> copier;
+  if (stages || device.is_meta()) copier = std::make_shared<DeviceCopier>(device);
+  restart();
+  copier_ = std::move(copier);
+  options_.device = device;
 }
 
 void LoaderBase::set_cursor(const LoaderCursor& cursor) {
@@ -95,7 +161,12 @@ void LoaderBase::set_relay(std::shared_ptr<BatchRelay> relay) {
 void LoaderBase::start() {
   if (relay_) relay_->begin_epoch();
   if (!relay_ || relay_->makes_batches()) {
-    prefetcher_ = std::make_unique<Prefetcher>(make_epoch(cursor_), cursor_.position,
+    std::unique_ptr<BatchMaker> maker = make_epoch(cursor_);
+    // What a relay takes along travels from the CPU.
+    if (copier_ && !relay_) {
+      maker = std::make_unique<StagingMaker>(std::move(maker), Staging(find_tensors(), copier_));
+    }
+    prefetcher_ = std::make_unique<Prefetcher>(std::move(maker), cursor_.position,
                                                workers_for(cursor_.position), options_.prefetch);
   }
   running_ = true;
@@ -141,6 +212,7 @@ void LoaderBase::notify(void (LoaderObserver::*what)(LoaderBase&)) {
 }
 
 bool LoaderBase::advance() {
+  const TimelineRange range("next batch");
   current_.reset();  // before waiting: the consumer is done with it, its memory may be used again
   current_rows_ = current_samples_ = 0;
   if (!running_) start();
@@ -154,6 +226,11 @@ bool LoaderBase::advance() {
       error = std::current_exception();
     }
     if (relay_) made = relay_->exchange(std::move(made), error);
+    if (copier_) {
+      const Staging staging(find_tensors(), copier_);
+      if (relay_) staging.start(made);
+      staging.finish(made);
+    }
   } catch (...) {
     stop();
     end_loop();

@@ -12,6 +12,11 @@
 // that is left early gives up the rest of its epoch. The first loop after set_cursor() or
 // load_state_dict() starts at the cursor. next() needs no loop and crosses epochs.
 //
+// Devices: with options.device, or set_device(), the tensors of a batch are those of that GPU. The
+// workers copy what they make, through page-locked memory and on a stream of its own, so that
+// workers * prefetch batches wait there; the consumer's stream waits for a copy, the consumer never
+// does. Without workers a batch is copied when it is asked for, as is one that a relay brings.
+//
 // Errors: what a worker throws is rethrown in the consumer's turn for that batch, with the index of
 // the example before its message (an exception that is no tessera::Error becomes one, with the
 // original nested). The cursor stays before the failed batch; next() tries it again.
@@ -32,6 +37,7 @@
 #include <tessera/core/state_dict.h>
 #include <tessera/data/collate.h>
 #include <tessera/data/dataset.h>
+#include <tessera/data/device_copy.h>
 #include <tessera/data/distributed_source.h>
 #include <tessera/data/prefetch.h>
 #include <tessera/data/sampler.h>
@@ -47,6 +53,11 @@ struct DataLoaderOptions {
   // are not started. Each calculates with one thread.
   int workers = 0;
   int64_t prefetch = 2;  // batches made or waiting for each worker
+  // Where the tensors of the batches are to be. DeviceError where there is no such GPU.
+  Device device = kCpu;
+  // Batches that stay on the CPU lie in page-locked memory, for copies of one's own
+  // (core/pinned.h). DeviceError where there is no GPU.
+  bool pin_memory = false;
 };
 
 struct LoaderCursor {
@@ -123,6 +134,11 @@ class LoaderBase {
   void remove_observer(const LoaderObserver& observer);
   std::vector<std::shared_ptr<LoaderObserver>> observers() const;
 
+  // The tensors of batches are on `device`, from the cursor on: those made ahead are given up.
+  // UnsupportedError, in the turn of the batch, for batches that do not say which tensors they hold
+  // (data/batch_tensors.h).
+  void set_device(const Device& device);
+
   // From the cursor on, batches come through it. Null: from here.
   void set_relay(std::shared_ptr<BatchRelay> relay);
   const std::shared_ptr<BatchRelay>& relay() const { return relay_; }
@@ -138,6 +154,7 @@ class LoaderBase {
   virtual bool is_last_by_index() const { return false; }
   // The number of ranks that positions rely on; 0: any.
   virtual int64_t cursor_ranks() const { return 0; }
+  virtual FindBatchTensors find_tensors() const = 0;
 
   void begin_loop();
   bool advance();   // false at the end of the epoch, which is then the next one's start
@@ -158,6 +175,7 @@ class LoaderBase {
   bool at_start_ = true;  // the next loop begins at the cursor, not with the next epoch
   bool running_ = false;
   bool in_loop_ = false;
+  std::shared_ptr<const DeviceCopier> copier_;
   std::unique_ptr<Prefetcher> prefetcher_;  // null where another rank makes the batches
   std::shared_ptr<void> current_;
   int64_t current_rows_ = 0, current_samples_ = 0;
@@ -360,6 +378,7 @@ class DataLoader : public IndexedLoader {
   std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const override {
     return std::make_unique<Maker>(dataset_, source(), others(), from.epoch);
   }
+  FindBatchTensors find_tensors() const override { return find_batch_tensors<Batch>; }
   Batch* batch() const { return static_cast<Batch*>(current()); }
   bool step() { return advance(); }
   void leave() { end_loop(); }
@@ -585,6 +604,7 @@ class StreamLoader : public StreamLoaderBase {
   std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const override {
     return std::make_unique<Maker>(dataset_, share(), looks_ahead(), from);
   }
+  FindBatchTensors find_tensors() const override { return find_batch_tensors<Batch>; }
   Batch* batch() const { return static_cast<Batch*>(current()); }
   bool step() { return advance(); }
   void leave() { end_loop(); }

@@ -8,6 +8,8 @@
 #include <optional>
 #include <vector>
 
+#include <tessera/data/device_copy.h>
+
 namespace tessera::data {
 
 // A batch of a type that only maker and consumer know.
@@ -17,6 +19,8 @@ struct BatchShare {
   // The first `samples` rows count; those behind them are there a second time, to fill up.
   int64_t samples = 0;
   bool last = false;  // known to be this rank's last of the epoch
+  // On their way to a device: the consumer calls DeviceCopier::finish(). Null: they are there.
+  std::shared_ptr<gpu::EventHandle> copy = {};
 };
 
 struct MadeBatch : BatchShare {    // no batch: the epoch is over

@@ -10,6 +10,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/profiler.h>
 #include <tessera/distributed/deterministic.h>
 #include <tessera/distributed/watchdog.h>
 
@@ -245,6 +246,7 @@ Work Group::start(Request request, const CollectiveOptions& options) {
               name_of(request.operation), " may follow");
   const bool peer_call =
       request.operation == Operation::kSend || request.operation == Operation::kRecv;
+  const TimelineRange range(name_of(request.operation));
   if (size() == 1 && !peer_call && request.operation != Operation::kInvalid) return local(request);
   if (request.operation != Operation::kInvalid) raise_unseen(options);
 

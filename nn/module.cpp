@@ -11,6 +11,7 @@
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/profiler.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera::nn {
@@ -157,13 +158,34 @@ struct ModuleCall::BackwardState {
   }
 };
 
+namespace {
+
+// The calls that have begun a range, the innermost last. It may be switched on or off within them.
+struct MarkedCalls {
+  std::vector<std::pair<const ModuleCall*, RangeListener*>> open;
+};
+
+}  // namespace
+
 ModuleCall::ModuleCall(ModuleBase& module) : module_(module), outer_site_(call_site()) {
+  if (RangeListener* const timeline =
+          Context::current().slot<tessera::detail::ProfilerSlot>().timeline;
+      timeline != nullptr) [[unlikely]] {
+    const std::string& name = module.dotted_name();
+    timeline->enter(name.empty() ? module.type_name() : name);
+    Context::current().slot<MarkedCalls>().open.push_back({this, timeline});
+  }
   if (module.hooks_ && !module.hooks_->empty()) hooks_ = module.hooks_;
   call_site() = module.dotted_name();
   Context::current().slot<NamedError>().error = nullptr;
 }
 ModuleCall::~ModuleCall() {
   while (!scopes_.empty()) scopes_.pop_back();  // the last one first, as guards on the stack
+  if (auto& open = Context::current().slot<MarkedCalls>().open;
+      !open.empty() && open.back().first == this) [[unlikely]] {
+    open.back().second->leave();
+    open.pop_back();
+  }
   call_site() = std::move(outer_site_);
 }
 

@@ -10,6 +10,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/profiler.h>
 
 namespace tessera::optim {
 namespace {
@@ -93,6 +94,14 @@ void Optimizer::zero_grad(bool set_to_none) {
 // ---- The step ----------------------------------------------------------------------------------
 
 void Optimizer::prepare(size_t group, ParameterState& state) {
+  // A model that has moved since takes its state along.
+  const Device& device = state.parameter.device();
+  const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
+  const auto follow = [&](Tensor& held) {
+    if (held.defined() && held.device() != device) held = held.to(device);
+  };
+  follow(state.master);
+  for (Tensor& held : state.states) follow(held);
   if (is_16_bit(state.parameter.dtype()) && keeps_master_weights(group) &&
       !state.master.defined()) {
     state.master = make_master(state.parameter);
@@ -106,6 +115,7 @@ void Optimizer::prepare(size_t group, ParameterState& state) {
 }
 
 bool Optimizer::step() {
+  const TimelineRange range("optimizer step");
   const NoGradGuard no_grad;
   // A gate may still set what the step is told (a loss scaler that unscales now).
   StepDecision decision = gate_ ? gate_() : StepDecision{};

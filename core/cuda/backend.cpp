@@ -5,8 +5,8 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -16,7 +16,9 @@
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/hooks.h>
 #include <tessera/core/cuda/kernel_list.h>
+#include <tessera/core/cuda/pinned_memory.h>
 #include <tessera/core/cuda/streams.h>
+#include <tessera/core/cuda/transfers.h>
 #include <tessera/core/error.h>
 
 namespace tessera::gpu {
@@ -75,67 +77,6 @@ const char* file_name(const char* path) {
   const char* slash = std::strrchr(path, '/');
   return slash == nullptr ? path : slash + 1;
 }
-
-class PinnedAllocator final : public Allocator {
- public:
-  void* allocate(size_t bytes) override {
-    const size_t size = rounded(bytes);
-    {
-      std::lock_guard lock(mutex_);
-      std::vector<void*>& blocks = free_[size];
-      if (!blocks.empty()) {
-        void* pointer = blocks.back();
-        blocks.pop_back();
-        cached_ -= static_cast<int64_t>(size);
-        return pointer;
-      }
-    }
-    void* pointer = nullptr;
-    if (cudaMallocHost(&pointer, size) != cudaSuccess) {
-      cudaGetLastError();
-      release_cached();
-      if (cudaMallocHost(&pointer, size) != cudaSuccess) {
-        cudaGetLastError();
-        TS_THROW(OutOfMemory, "pinned allocator", "cannot allocate ", bytes,
-                 " bytes of page-locked memory\n", memory_stats()->summary());
-      }
-    }
-    return pointer;
-  }
-  void deallocate(void* pointer, size_t bytes) noexcept override {
-    // Copies may be under way: what was queued by now ends before the bytes are used again.
-    cudaDeviceSynchronize();
-    std::lock_guard lock(mutex_);
-    try {
-      free_[rounded(bytes)].push_back(pointer);
-      cached_ += static_cast<int64_t>(rounded(bytes));
-    } catch (...) {
-      cudaFreeHost(pointer);
-    }
-  }
-  void release_cached() override {
-    std::lock_guard lock(mutex_);
-    for (auto& [size, blocks] : free_) {
-      for (void* block : blocks) cudaFreeHost(block);
-    }
-    free_.clear();
-    cached_ = 0;
-  }
-  int64_t cached_bytes() const override {
-    std::lock_guard lock(mutex_);
-    return cached_;
-  }
-
- private:
-  static size_t rounded(size_t bytes) {
-    size_t size = 4096;
-    while (size < bytes) size *= 2;
-    return size;
-  }
-  mutable std::mutex mutex_;
-  std::unordered_map<size_t, std::vector<void*>> free_;
-  int64_t cached_ = 0;
-};
 
 }  // namespace
 
@@ -233,34 +174,59 @@ void record_use(int index, void* pointer) {
 
 Allocator& pinned_allocator() {
   TS_CHECK_DEVICE(device_count() > 0, "pinned memory", unavailable_reason());
-  static PinnedAllocator* const allocator = new PinnedAllocator;
-  return *allocator;
+  return pinned_memory();
+}
+
+bool is_pinned(const void* pointer) {
+  if (device_count() == 0) return false;
+  cudaPointerAttributes attributes;
+  TS_CUDA(cudaPointerGetAttributes(&attributes, pointer));
+  return attributes.type != cudaMemoryTypeUnregistered && attributes.type != cudaMemoryTypeDevice;
 }
 
 namespace {
-bool is_pinned(const void* pointer) {
-  cudaPointerAttributes attributes;
-  TS_CUDA(cudaPointerGetAttributes(&attributes, pointer));
-  return attributes.type != cudaMemoryTypeUnregistered;
+
+std::unique_ptr<EventHandle> queue_event(cudaStream_t stream) {
+  cudaEvent_t event = nullptr;
+  TS_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  auto handle = std::make_unique<EventHandle>(event);
+  TS_CUDA(cudaEventRecord(event, stream));
+  return handle;
 }
+
+// [Note: peer copies] The target's stream carries the copy, behind what the source's has to do. The
+// source's stream goes on behind the copy: whoever owns the bytes may write or free them as if the
+// copy were work of his own. The host waits for nothing.
+void copy_between(void* target, int to, const void* source, int from, size_t bytes) {
+  require_device(from, "copy");
+  require_device(to, "copy");
+  const CurrentDevice source_scope(from);
+  const cudaStream_t giving = current_stream();
+  const auto made = queue_event(giving);
+  const CurrentDevice target_scope(to);
+  const cudaStream_t taking = current_stream();
+  TS_CUDA(cudaStreamWaitEvent(taking, made->event, 0));
+  note_operation("copy", taking);
+  TS_CUDA(hook_copy_between(target, to, source, from, bytes, taking));
+  const auto copied = queue_event(taking);
+  const CurrentDevice back(from);
+  TS_CUDA(cudaStreamWaitEvent(giving, copied->event, 0));
+  if (waits_for_launches()) {
+    TS_CUDA(cudaStreamSynchronize(giving));
+    raise_device_errors(from);
+  }
+}
+
 }  // namespace
 
 void copy_bytes(void* target, const Device& to, const void* source, const Device& from,
                 size_t bytes, bool non_blocking) {
   if (bytes == 0) return;
+  if (to.is_cuda() && from.is_cuda() && to.index != from.index) {
+    return copy_between(target, to.index, source, from.index, bytes);
+  }
   const int index = to.is_cuda() ? to.index : from.index;
   require_device(index, "copy");
-  if (to.is_cuda() && from.is_cuda() && to.index != from.index) {
-    require_device(from.index, "copy");
-    // The target's stream goes on when the source's has come by.
-    const CurrentDevice scope(from.index);
-    cudaEvent_t event = nullptr;
-    TS_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    const EventHandle owner{event};
-    TS_CUDA(cudaEventRecord(event, current_stream()));
-    const CurrentDevice target_scope(to.index);
-    TS_CUDA(cudaStreamWaitEvent(current_stream(), event, 0));
-  }
   const CurrentDevice scope(index);
   const cudaStream_t stream = current_stream();
   note_operation("copy", stream);
@@ -270,9 +236,8 @@ void copy_bytes(void* target, const Device& to, const void* source, const Device
   if ((host && !non_blocking) || waits_for_launches()) {
     TS_CUDA(cudaStreamSynchronize(stream));
     raise_device_errors(index);
-  }
-  if (to.is_cuda() && from.is_cuda() && to.index != from.index) {
-    TS_CUDA(cudaStreamSynchronize(stream));  // the source's owner may free it now
+  } else if (host) {
+    pinned_memory().record_use(to.is_cpu() ? target : source, stream);
   }
 }
 
@@ -294,6 +259,15 @@ std::shared_ptr<StreamHandle> make_stream(int device) {
   cudaStream_t stream = nullptr;
   TS_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   return std::make_shared<StreamHandle>(device, stream, true);
+}
+
+std::shared_ptr<StreamHandle> copy_stream(int device) {
+  static std::mutex* const mutex = new std::mutex;
+  static auto* const streams = new std::map<int, std::shared_ptr<StreamHandle>>;
+  const std::lock_guard lock(*mutex);
+  std::shared_ptr<StreamHandle>& stream = (*streams)[device];
+  if (stream == nullptr) stream = make_stream(device);
+  return stream;
 }
 
 std::shared_ptr<StreamHandle> wrap_stream(int device, void* stream) {

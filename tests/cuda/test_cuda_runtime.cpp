@@ -1,6 +1,10 @@
 // Devices, streams, events, memory and errors of the GPU backend, on the emulation's runtime.
 #include <gtest/gtest.h>
 
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -8,6 +12,8 @@
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/device_memory.h>
+#include <tessera/core/cuda/emulation/peers.h>
+#include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/cuda/emulation/simt.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/factory.h>
@@ -37,6 +43,29 @@ TEST(CudaDevices, AreCountedDescribedAndRefused) {
   EXPECT_THROW(raw::empty({2}, kF32, cuda(2)), DeviceError);
   EXPECT_NE(message_of([] { raw::empty({2}, kF32, cuda(2)); }).find("cuda:0 to cuda:1"),
             std::string::npos);
+}
+
+// What a program of another machine says, in a process of its own.
+void expect_refusal(const char* variable, const char* value, const char* text) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  ::setenv(variable, value, 1);
+  EXPECT_EXIT(
+      {
+        const bool refuses = gpu::device_count() == 0 && parse_device("cuda") == cuda(0);
+        std::fputs(message_of([] { raw::empty({2}, kF32, cuda(0)); }).c_str(), stderr);
+        std::fputs(message_of([] { gpu::pinned_allocator(); }).c_str(), stderr);
+        ::_exit(refuses && raw::full({2}, 3, kF32).to_vector()[1] == 3 ? 0 : 1);
+      },
+      testing::ExitedWithCode(0), std::string(text) + ".*" + text);
+  ::unsetenv(variable);
+}
+
+TEST(CudaDevices, AMachineWithoutAGpuOrWithAnOldDriverSaysSo) {
+  expect_refusal("TESSERA_EMULATED_DEVICES", "0",
+                 "no usable NVIDIA GPU .cudaErrorNoDevice.; use cpu");
+  expect_refusal("TESSERA_EMULATED_DRIVER", "12040",
+                 "the NVIDIA driver supports CUDA 12.4 and this program needs 13.0; update");
+  expect_refusal("TESSERA_EMULATED_DRIVER", "0", "this machine has no NVIDIA driver; use cpu");
 }
 
 TEST(CudaTensors, TravelBetweenDevicesInAnyLayoutAndDtype) {
@@ -178,6 +207,62 @@ TEST(CudaStreams, OrderWorkByEventsAndTakeTime) {
     EXPECT_TRUE(filled.done());
     EXPECT_GE(filled.milliseconds_since(start), 0);
   }
+}
+
+// The copy comes between what was queued on the source's device before it and after it.
+TEST(CudaPeers, ACopyIsInTheOrderOfBothDevices) {
+  for (uint64_t seed = 0; seed < 12; ++seed) {
+    gpu::emulation::set_seed(seed);
+    const auto giving = gpu::make_stream(0), taking = gpu::make_stream(1);
+    const gpu::CurrentStream on_source(giving), on_target(taking);
+    std::vector<Tensor> copies;
+    const int64_t waits = gpu::emulation::host_waits();
+    const Tensor x = raw::full({500}, 3, kF32, cuda(0));
+    copies.push_back(x.to(cuda(1)));
+    kernels::fill(x, 7);  // after the copy has read it
+    {
+      const Tensor gone = raw::full({500}, 4, kF32, cuda(0));
+      copies.push_back(gone.to(cuda(1)));
+    }
+    const Tensor reuses = raw::full({500}, 8, kF32, cuda(0));  // the memory of `gone`
+    kernels::copy_into(x, copies[1]);                          // and back
+    EXPECT_EQ(gpu::emulation::host_waits(), waits) << "the host waited";
+    EXPECT_EQ(copies[0].to_vector(), std::vector<double>(500, 3)) << "seed " << seed;
+    EXPECT_EQ(copies[1].to_vector(), std::vector<double>(500, 4)) << "seed " << seed;
+    EXPECT_EQ(x.to_vector(), std::vector<double>(500, 4)) << "seed " << seed;
+    EXPECT_EQ(reuses.to_vector(), std::vector<double>(500, 8)) << "seed " << seed;
+    copies.clear();
+    gpu::synchronize(0);
+    gpu::synchronize(1);
+  }
+}
+
+TEST(CudaPeers, WithoutTheEventsACopyIsTooEarlyOrTooLate) {
+  bool early = false, late = false;
+  const Tensor x = raw::zeros({500}, kF32, cuda(0)), y = raw::zeros({500}, kF32, cuda(1));
+  for (uint64_t seed = 0; seed < 16; ++seed) {
+    gpu::emulation::set_seed(seed);
+    kernels::fill(x, 1);
+    gpu::synchronize(0);
+    kernels::fill(x, 3);
+    {
+      const gpu::CurrentDevice device(1);
+      TS_CUDA(cudaMemcpyPeerAsync(y.data(), 1, x.data(), 0, 2000, gpu::current_stream()));
+    }
+    kernels::fill(x, 7);
+    const double got = y.to_vector()[0];
+    early = early || got == 1;
+    late = late || got == 7;
+    gpu::synchronize(0);
+  }
+  EXPECT_TRUE(early);
+  EXPECT_TRUE(late);
+}
+
+TEST(CudaPeers, MemoryOfAnotherDeviceThanNamedIsRefused) {
+  const Tensor x = raw::zeros({8}, kF32, cuda(0)), y = raw::zeros({8}, kF32, cuda(1));
+  EXPECT_THROW(TS_CUDA(cudaMemcpyPeerAsync(y.data(), 0, x.data(), 1, 32, nullptr)), CudaError);
+  EXPECT_EQ(x.to(cuda(1)).to_vector(), std::vector<double>(8, 0));
 }
 
 TEST(CudaStreams, CpuStreamsKeepTimeToo) {

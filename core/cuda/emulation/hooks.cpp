@@ -1,11 +1,41 @@
 #include <tessera/core/cuda/hooks.h>
 
-#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include <tessera/core/cuda/emulation/arena.h>
+#include <tessera/core/cuda/emulation/peers.h>
 #include <tessera/core/cuda/emulation/report.h>
+#include <tessera/core/cuda/transfers.h>
 
 namespace tessera::gpu {
+
+namespace emulation {
+namespace {
+std::mutex ranges_mutex;
+std::vector<std::string> ranges;
+thread_local int open_ranges = 0;
+}  // namespace
+
+std::vector<std::string> take_ranges() {
+  const std::lock_guard lock(ranges_mutex);
+  return std::exchange(ranges, {});
+}
+}  // namespace emulation
+
+void push_range(const char* name) {
+  const std::lock_guard lock(emulation::ranges_mutex);
+  emulation::ranges.push_back(std::string(static_cast<size_t>(emulation::open_ranges++), '>') +
+                              name);
+}
+void pop_range() { --emulation::open_ranges; }
+
+cudaError_t hook_copy_between(void* target, int to, const void* source, int from, size_t bytes,
+                              cudaStream_t stream) {
+  return cudaMemcpyPeerAsync(target, to, source, from, bytes, stream);
+}
 
 BackendKind hook_kind() { return BackendKind::kEmulated; }
 std::string hook_failure_details() { return emulation::take_report(); }
@@ -14,18 +44,9 @@ void hook_segment(void* pointer, size_t bytes) {
 }
 
 void hook_accessible(void* pointer, size_t bytes, bool accessible, cudaStream_t stream) noexcept {
-  struct Change {
-    void* pointer;
-    size_t bytes;
-    bool accessible;
-  };
-  cudaLaunchHostFunc(
-      stream,
-      [](void* data) {
-        const std::unique_ptr<Change> change(static_cast<Change*>(data));
-        emulation::arena::set_accessible(change->pointer, change->bytes, change->accessible);
-      },
-      new Change{pointer, bytes, accessible});
+  emulation::enqueue_always(stream, [pointer, bytes, accessible] {
+    emulation::arena::set_accessible(pointer, bytes, accessible);
+  });
 }
 
 }  // namespace tessera::gpu

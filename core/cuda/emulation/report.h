@@ -3,10 +3,15 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace tessera::gpu::emulation {
 
 std::string take_report();  // empty where there is nothing new
+
+// The ranges that were begun since the last call, in order, with a '>' for each that was open on
+// their thread.
+std::vector<std::string> take_ranges();
 
 // How often the host waited for queued work so far: synchronisations, and copies to host memory.
 int64_t host_waits();

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include <tessera/core/cuda/emulation/arena.h>
+#include <tessera/core/cuda/emulation/peers.h>
 #include <tessera/core/cuda/emulation/report.h>
 
 using tessera::gpu::emulation::next_random;
@@ -36,6 +37,7 @@ struct EmulatedStream {
     std::function<cudaError_t()> work;
     std::shared_ptr<EmulatedEvent::Happening> waits_for, marks;
     std::function<bool()> ready;  // of work that other threads' streams take part in
+    bool always = false;          // also where the stream forgets what was queued
   };
   std::deque<Item> queue;
   int device = 0;
@@ -48,13 +50,18 @@ struct Machine {
   std::vector<EmulatedStream*> streams;
   std::vector<EmulatedStream> defaults;  // the null stream of each device
   std::map<char*, size_t> pinned;
+  std::map<const void*, int> device_of;  // of each cudaMalloc
   std::string report;
   int64_t host_waits = 0;
   int devices = 2;
+  int driver = CUDART_VERSION;  // 0: none is installed
 
   Machine() {
     const char* text = std::getenv("TESSERA_EMULATED_DEVICES");
     if (text != nullptr) devices = std::atoi(text);
+    text = std::getenv("TESSERA_EMULATED_DRIVER");
+    if (text != nullptr) driver = std::atoi(text);
+    if (driver < CUDART_VERSION) devices = 0;
     defaults.resize(static_cast<size_t>(devices));
     for (EmulatedStream& stream : defaults) {
       stream.device = static_cast<int>(streams.size());
@@ -148,6 +155,7 @@ cudaError_t run_until(const Done& done) {
       for (EmulatedStream* stream : all.streams) {
         while (!stream->queue.empty()) {
           if (stream->queue.front().marks) stream->queue.front().marks->done = true;
+          if (stream->queue.front().always) stream->queue.front().work();
           stream->queue.pop_front();
         }
       }
@@ -200,6 +208,7 @@ cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); 
 
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = machine().devices;
+  if (machine().driver < CUDART_VERSION) return failed(cudaErrorInsufficientDriver);
   return *count > 0 ? cudaSuccess : failed(cudaErrorNoDevice);
 }
 cudaError_t cudaGetDevice(int* device) {
@@ -221,7 +230,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   return cudaSuccess;
 }
 cudaError_t cudaDriverGetVersion(int* version) {
-  *version = CUDART_VERSION;
+  *version = machine().driver;
   return cudaSuccess;
 }
 cudaError_t cudaRuntimeGetVersion(int* version) {
@@ -246,13 +255,16 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   Lock lock(machine().mutex);
   *pointer = arena::allocate(bytes);
-  return *pointer != nullptr ? cudaSuccess : failed(cudaErrorMemoryAllocation);
+  if (*pointer == nullptr) return failed(cudaErrorMemoryAllocation);
+  machine().device_of[*pointer] = current_device;
+  return cudaSuccess;
 }
 cudaError_t cudaFree(void* pointer) {
   if (pointer == nullptr) return cudaSuccess;
   Lock lock(machine().mutex);
   const cudaError_t error = cudaDeviceSynchronize();  // as CUDA's
   if (!arena::release(pointer)) return failed(cudaErrorInvalidValue);
+  machine().device_of.erase(pointer);
   return error;
 }
 cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
@@ -294,6 +306,24 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cuda
                            nullptr, nullptr, nullptr});
   }
   if (!to_device && !is_pinned(target)) return cudaStreamSynchronize(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyPeerAsync(void* target, int target_device, const void* source,
+                                int source_device, size_t bytes, cudaStream_t stream) {
+  Lock lock(machine().mutex);
+  const auto is_of = [](const void* pointer, int device) {
+    const auto& device_of = machine().device_of;
+    auto place = device_of.upper_bound(pointer);
+    return place != device_of.begin() && (--place)->second == device;
+  };
+  if (!is_of(target, target_device) || !is_of(source, source_device)) {
+    return failed(cudaErrorInvalidValue);
+  }
+  resolve(stream).queue.push_back({[=] {
+                                     std::memmove(target, source, bytes);
+                                     return cudaSuccess;
+                                   },
+                                   nullptr, nullptr, nullptr});
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
@@ -409,6 +439,15 @@ cudaError_t enqueue_launch(const char* name, dim3 grid, dim3 block, size_t share
                                    },
                                    nullptr, nullptr, nullptr});
   return cudaSuccess;
+}
+
+void enqueue_always(cudaStream_t stream, std::function<void()> work) {
+  Lock lock(machine().mutex);
+  resolve(stream).queue.push_back({[work = std::move(work)] {
+                                     work();
+                                     return cudaSuccess;
+                                   },
+                                   nullptr, nullptr, nullptr, true});
 }
 
 void enqueue_when(cudaStream_t stream, std::function<bool()> ready, std::function<void()> work) {

@@ -1,5 +1,5 @@
 // core_no_cuda: a program without a GPU backend.
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/cuda/transfers.h>
 #include <tessera/core/error.h>
 
 namespace tessera::gpu {
@@ -25,7 +25,9 @@ void record_use(int, void*) { refuse("cuda"); }
 void synchronize(int) { refuse("synchronize"); }
 void copy_bytes(void*, const Device&, const void*, const Device&, size_t, bool) { refuse("copy"); }
 Allocator& pinned_allocator() { refuse("pinned memory"); }
+bool is_pinned(const void*) { return false; }
 std::shared_ptr<StreamHandle> make_stream(int) { refuse("stream"); }
+std::shared_ptr<StreamHandle> copy_stream(int) { refuse("stream"); }
 std::shared_ptr<StreamHandle> wrap_stream(int, void*) { refuse("stream"); }
 std::shared_ptr<StreamHandle> current_stream_handle(int) { refuse("stream"); }
 void* native_stream(const StreamHandle&) { refuse("stream"); }
@@ -35,6 +37,8 @@ void wait_event(StreamHandle&, EventHandle&) { refuse("event"); }
 bool event_done(EventHandle&) { refuse("event"); }
 void synchronize_event(EventHandle&) { refuse("event"); }
 float elapsed_milliseconds(EventHandle&, EventHandle&) { refuse("event"); }
+void push_range(const char*) {}
+void pop_range() {}
 CurrentStream::CurrentStream(std::shared_ptr<StreamHandle>) { refuse("stream"); }
 CurrentStream::~CurrentStream() = default;
 CurrentDevice::CurrentDevice(int) : previous_(0) { refuse("cuda"); }

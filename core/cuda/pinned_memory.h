@@ -1,0 +1,58 @@
+// Page-locked host memory, kept and handed out again.
+//
+// A block is used again when its owner has let go of it and the copies that were queued from it or
+// into it are over: events on their streams say so, nobody waits for them. Sizes are powers of two
+// from 4096 on. Thread-safe.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include <tessera/core/allocator.h>
+
+namespace tessera::gpu {
+
+class PinnedAllocator final : public Allocator {
+ public:
+  void* allocate(size_t bytes) override;
+  void deallocate(void* pointer, size_t bytes) noexcept override;
+  void release_cached() override;  // waits for the copies under way
+  int64_t cached_bytes() const override;
+
+  // What is queued on `stream` of the current device by now uses the block that `pointer` lies in.
+  // False for memory of other origin, which its owner has to keep.
+  bool record_use(const void* pointer, cudaStream_t stream);
+
+ private:
+  struct Use {
+    int device;
+    cudaStream_t stream;
+    cudaEvent_t event;
+  };
+  struct Block {
+    char* data = nullptr;
+    size_t size = 0;
+    std::vector<Use> uses;
+    Block* next = nullptr;  // in the list of free or of waiting blocks
+  };
+  static constexpr size_t kSmallest = 4096;
+  static int size_class(size_t bytes);
+  static bool is_over(Block& block) noexcept;
+  void take_back_finished() noexcept;
+  void release_free() noexcept;
+
+  mutable std::mutex mutex_;
+  std::map<char*, Block> blocks_;  // all, by address
+  std::array<Block*, 52> free_{};  // by size class
+  Block* waiting_ = nullptr;       // nobody's, with copies under way
+  int64_t cached_ = 0;             // bytes of both
+};
+
+// Never destroyed: storages with static lifetime may outlive every other object.
+PinnedAllocator& pinned_memory();
+
+}  // namespace tessera::gpu

@@ -1,0 +1,22 @@
+// More of the GPU as core sees it, beside backend.h: what copies and tools need.
+#pragma once
+
+#include <memory>
+
+#include <tessera/core/cuda/backend.h>
+
+namespace tessera::gpu {
+
+// Whether devices read and write these bytes of the host by themselves. Blocks of
+// pinned_allocator() are used again when the copies that were queued with them are over.
+bool is_pinned(const void* host);
+
+// The stream for copies beside the calculation: all share it, it never ends, and so memory may
+// belong to it.
+std::shared_ptr<StreamHandle> copy_stream(int device);
+
+// Begins and ends a range of this thread on the timeline of NVIDIA's tools (core/nvtx.h).
+void push_range(const char* name);
+void pop_range();
+
+}  // namespace tessera::gpu
