@@ -7,10 +7,10 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include <tessera/accelerate/rank_device.h>
 #include <tessera/accelerate/step_window.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/backend.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/multi_tensor.h>
@@ -69,6 +69,7 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
       .set("seed", options.seed)
       .set("data_seed", options.data_seed)
       .set("cpu", options.cpu)
+      .set("device", options.device)
       .set("debug", options.debug)
       .set("log_level", options.log_level)
       .set("project_dir", options.project_dir)
@@ -203,6 +204,7 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   int64_t steps = 1;
   bool sync_with_dataloader = true;
   int data_rank = 0, data_ranks = 1;  // along the axis that batches are dealt over
+  Device device;                      // of models and batches; known when something is prepared
 
   std::vector<std::shared_ptr<ModelRecord>> models;
   std::vector<std::shared_ptr<OptimizerRecord>> optimizers;
@@ -311,6 +313,13 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
     TS_CHECK_AS(ConfigError, !settings.cpu || tensor.device().is_cpu(), "prepare",
                 "the setting cpu (", settings.cpu.origin.describe(), ") asks for the CPU; '", name,
                 "' of ", model.type_name(), " is ", tensor, "; leave it there, or cpu unset");
+  }
+  const auto is_elsewhere = [&](const NamedTensor& named) {
+    return named.tensor.device() != device;
+  };
+  if (device.is_cuda() && (std::ranges::any_of(parameters, is_elsewhere) ||
+                           std::ranges::any_of(model.named_buffers(), is_elsewhere))) {
+    model.to(device);
   }
   auto record = std::make_shared<ModelRecord>();
   record->model = &model;
@@ -423,6 +432,9 @@ void Accelerator::State::prepare_loader(const LoaderRequest& request) {
     if (indexed != nullptr) indexed->set_shuffle_seed(static_cast<uint64_t>(*seed));
   }
   request.prepare(*loader_plan);
+  if (device.is_cuda() && request.loader->options().device != device) {
+    request.loader->set_device(device);
+  }
   if (std::ranges::find(loaders, request.loader) == loaders.end()) {
     loaders.push_back(request.loader);
   }
@@ -439,6 +451,7 @@ void Accelerator::State::prepare_schedule(optim::Schedule& schedule) {
 
 // In one order, whatever that of the arguments: what comes later looks at what came before.
 void Accelerator::run(const Preparation& preparation) {
+  state_->device = device();
   for (nn::ModuleBase* model : preparation.models) state_->prepare_model(*model);
   for (optim::Optimizer* optimizer : preparation.optimizers) state_->prepare_optimizer(*optimizer);
   for (const LoaderRequest& loader : preparation.loaders) state_->prepare_loader(loader);
@@ -449,9 +462,26 @@ void Accelerator::run(const Preparation& preparation) {
   }
 }
 
-Accelerator::Accelerator(const AcceleratorOptions& options) : state_(std::make_shared<State>()) {
+namespace {
+
+Device device_of(const accelerate::Settings& settings, const accelerate::RankPlace& place) {
+  if (settings.cpu) return kCpu;
+  return accelerate::rank_device(settings.device.value,
+                                 "the setting device (" + settings.device.origin.describe() + ")",
+                                 place);
+}
+
+}  // namespace
+
+Accelerator::Accelerator(const AcceleratorOptions& options)
+    : Accelerator(settings_of(options), std::make_shared<State>()) {}
+
+Accelerator::Accelerator(accelerate::Settings resolved, std::shared_ptr<State> fresh)
+    : ProcessControl(
+          [&](const accelerate::RankPlace& place) { return device_of(resolved, place); }),
+      state_(std::move(fresh)) {
   State& state = *state_;
-  state.settings = settings_of(options);
+  state.settings = std::move(resolved);
   const accelerate::Settings& settings = state.settings;
   state.steps = settings.gradient_accumulation_steps;
   state.sync_with_dataloader = settings.sync_with_dataloader;
@@ -890,12 +920,8 @@ void Accelerator::synchronize_rng_states() {
 // ---- Devices -----------------------------------------------------------------------------------
 
 Device Accelerator::device() const {
-  const int devices = state_->settings.cpu ? 0 : gpu::device_count();
-  if (devices == 0) return kCpu;
-  TS_CHECK_AS(DeviceError, local_process_index() < devices, "device", "rank ", process_index(),
-              " is number ", local_process_index(), " of its node, which has ", devices,
-              " GPUs; start fewer ranks there, or set cpu");
-  return cuda(local_process_index());
+  return device_of(state_->settings,
+                   {process_index(), local_process_index(), num_local_processes()});
 }
 
 // ---- Looking -----------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ struct AcceleratorOptions {
   std::optional<int64_t> seed = {};           // as set_seed()
   std::optional<int64_t> data_seed = {};      // of loaders that shuffle
   std::optional<bool> cpu = {};               // device() is the CPU
+  std::optional<std::string> device = {};     // "cpu", "cuda", "cuda:1"; accelerate/rank_device.h
   std::optional<bool> debug = {};             // operations compare the shapes of all ranks first
   std::optional<LogLevel> log_level = {};
 
@@ -165,20 +166,23 @@ class Accelerator : public ProcessControl {
   Accelerator(const Accelerator&) = delete;
   Accelerator& operator=(const Accelerator&) = delete;
 
-  // Where this rank is to compute: the GPU with its number on the node, or the CPU where there is
-  // none or the setting `cpu` asks for it. Models and batches stay where the program has put them:
-  // model.to(accelerator.device()). DeviceError where the node has fewer GPUs than ranks.
+  // Where this rank computes: the GPU with its number on the node, or the CPU where there is none
+  // or the setting `cpu` asks for it; the setting `device` names one. prepare() brings models and
+  // batches there; tensors of the program's own go by x.to(accelerator.device()). DeviceError where
+  // a GPU is asked for and not there, or the node has fewer than ranks. See
+  // accelerate/rank_device.h.
   Device device() const;
 
   // ---- Preparation
 
   // Takes models, optimizers, loaders and schedules in any order and changes them in place:
-  //   model      with several ranks and a parameter that requires grad: gradients are averaged in
+  //   model      moves to device(), in place: whoever holds its parameters holds them there;
+  //              with several ranks and a parameter that requires grad: gradients are averaged in
   //              backward, rank 0's parameters become everybody's; calls compute in the
   //              precision. precision_policy pure stores its parameters in 16 bits from here on
   //   optimizer  step() and zero_grad() act at the boundary of the models whose parameters it has;
   //              its f32 masters of 16-bit parameters begin with the values before prepare()
-  //   loader     reads this rank's share
+  //   loader     reads this rank's share; its batches come on device()
   //   schedule   steps where its own optimizer has
   // Preparing an object again changes nothing; nullptr is passed over. Collective where there are
   // models or loaders. Throws what replicate(), LoaderPlan::prepare() and precision::apply() throw:
@@ -373,6 +377,7 @@ class Accelerator : public ProcessControl {
  private:
   friend class MicroBatch;
   struct State;
+  Accelerator(accelerate::Settings settings, std::shared_ptr<State> state);
   struct LoaderRequest {
     data::LoaderBase* loader;
     std::function<void(accelerate::LoaderPlan&)> prepare;

@@ -273,6 +273,8 @@ void check_consistent(const Settings& settings) {
              "scaler_backoff_factor", "scaler_growth_factor", "the scale could only grow");
   contradict(!settings.restart_ranks.value.empty() && settings.restarts == 0, "restart_ranks",
              "restarts", "there are no restarts; give --restarts K with --restart-ranks");
+  contradict(settings.cpu && settings.device.value.starts_with("cuda"), "cpu", "device",
+             "one asks for the CPU, the other for a GPU; leave one out");
   contradict(settings.cp_size > 1 && settings.sp_size > 1, "cp_size", "sp_size",
              "both split sequences; choose one");
   for (const std::string_view key : {"tp_size", "cp_size"}) {

@@ -100,6 +100,7 @@ struct Settings {
   Resolved<ScheduleUnit> schedule_unit{ScheduleUnit::kUpdates};
   Resolved<std::optional<int64_t>> seed;
   Resolved<bool> cpu{false};
+  Resolved<std::string> device;
   Resolved<bool> debug{false};
   Resolved<LogLevel> log_level{LogLevel::kWarning};
 

@@ -75,6 +75,12 @@ const std::vector<Setting>& table() {
                "another is an error",
        .aliases = {"use_cpu"},
        .accelerate = {"ACCELERATE_USE_CPU"}},
+      {.key = "device",
+       .section = "training",
+       .field = field<&S::device>,
+       .help =
+           "where prepared models compute and batches come: cpu, cuda (each rank the GPU with "
+           "its number on the node; it must be there) or cuda:N; empty: cuda where there is one"},
       {.key = "debug",
        .section = "training",
        .field = field<&S::debug>,

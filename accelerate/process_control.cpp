@@ -31,12 +31,14 @@ struct JoinedProcesses {
   bool keep = false;
 };
 
-std::shared_ptr<ProcessGroup> join_processes() {
+std::shared_ptr<ProcessGroup> join_processes(const ProcessControl::ChooseDevice& device) {
   JoinedProcesses& joined = Context::current().slot<JoinedProcesses>();
   std::shared_ptr<ProcessGroup> group = joined.group.lock();
   if (group || distributed::rank_context().world_size > 1) return group;
-  if (distributed::detect().world_size == 1) return nullptr;
-  group = std::make_shared<ProcessGroup>();
+  const distributed::LaunchInfo info = distributed::detect();
+  if (info.world_size == 1) return nullptr;
+  group = std::make_shared<ProcessGroup>(distributed::ProcessGroupOptions{
+      .device = device({info.rank, info.local_rank, info.local_world_size})});
   joined.group = group;
   if (joined.keep) joined.kept = group;
   return group;
@@ -126,7 +128,10 @@ void end_processes() {
 
 }  // namespace detail
 
-ProcessControl::ProcessControl() : processes_(join_processes()) {
+ProcessControl::ProcessControl()
+    : ProcessControl([](const accelerate::RankPlace&) { return kCpu; }) {}
+
+ProcessControl::ProcessControl(const ChooseDevice& device) : processes_(join_processes(device)) {
   const distributed::RankContext& context = distributed::rank_context();
   world_ = context.world;
   rank_ = context.rank;

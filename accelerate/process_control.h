@@ -25,6 +25,7 @@
 #include <variant>
 #include <vector>
 
+#include <tessera/accelerate/rank_device.h>
 #include <tessera/core/error.h>
 #include <tessera/core/tensor.h>
 
@@ -104,6 +105,9 @@ class ProcessControl {
   // last ProcessControl, or at the end of tessera::run. Collective then, and where ranks are on
   // several nodes.
   ProcessControl();
+  // The same, with the device that this process is to have there: its tensors travel too.
+  using ChooseDevice = std::function<Device(const accelerate::RankPlace& place)>;
+  explicit ProcessControl(const ChooseDevice& device);
   ~ProcessControl();
   ProcessControl(const ProcessControl&) = delete;
   ProcessControl& operator=(const ProcessControl&) = delete;

@@ -134,8 +134,9 @@ target_include_directories(tessera_checkpoint SYSTEM PRIVATE ${TESSERA_XXHASH_IN
 # The frame of a program and its rank's control: all that a program takes from the facade which
 # writes its loop itself. The quickstart builds this and not the rest of the folder.
 tessera_library(process DEPENDS tessera_distributed
-  SOURCES accelerate/process_control.cpp accelerate/run.cpp)
-tessera_floor(accelerate DEPENDS tessera_process tessera_checkpoint tessera_data WITHOUT process_control.cpp run.cpp)
+  SOURCES accelerate/process_control.cpp accelerate/rank_device.cpp accelerate/run.cpp)
+tessera_floor(accelerate DEPENDS tessera_process tessera_checkpoint tessera_data WITHOUT process_control.cpp
+  rank_device.cpp run.cpp)
 target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
   yaml-cpp protobuf::libprotobuf-lite PNG::PNG)
 # Messages of TensorBoard's event files, lite runtime; generated into the build folder.

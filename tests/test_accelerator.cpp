@@ -529,6 +529,10 @@ TEST(Settings, TheDataSeedIsThatOfLoadersThatShuffle) {
 TEST(Settings, TheDeviceIsTheCpuWhereThereIsNoGpu) {
   EXPECT_EQ(Accelerator().device(), kCpu);
   EXPECT_EQ(Accelerator({.cpu = true}).device(), kCpu);
+  EXPECT_EQ(Accelerator({.device = "cpu"}).device(), kCpu);
+  EXPECT_THROW(Accelerator({.device = "cuda"}).device(), DeviceError);
+  EXPECT_THROW(Accelerator({.device = "tpu"}).device(), ConfigError);
+  EXPECT_THROW(Accelerator({.cpu = true, .device = "cuda"}), ConfigError);
 }
 
 // Trap 3: the environment beats the program.

@@ -244,6 +244,25 @@ TEST_F(Programs, ADeviceTrainsSavesResumesAndGeneratesAsTheCpuDoes) {
   ASSERT_EQ(there.code(), 0) << there;
   EXPECT_EQ(there.output, here.output);
 }
+
+// Before the ranks meet: one of them has no GPU, or all are to have the same.
+TEST_F(Programs, RanksWithoutAGpuEachAreRefused) {
+  const auto second_of_two = [&](const std::string& device) {
+    Words words = {"env",
+                   "TESSERA_EMULATED_DEVICES=1",
+                   "OMPI_COMM_WORLD_RANK=1",
+                   "OMPI_COMM_WORLD_SIZE=2",
+                   "OMPI_COMM_WORLD_LOCAL_RANK=1",
+                   "OMPI_COMM_WORLD_LOCAL_SIZE=2"};
+    Words train = small({"--device", device});
+    train[0] = TESSERA_GPT2_TRAIN_EMULATED;
+    words.insert(words.end(), train.begin(), train.end());
+    return run_process(words);
+  };
+  expect_refusal(second_of_two("cuda"),
+                 "rank 1 is number 1 of its node, which has 1 GPU; start fewer ranks there");
+  expect_refusal(second_of_two("cuda:0"), "--device names cuda:0 and this node has 2 ranks");
+}
 #endif
 
 TEST_F(Programs, WhatCannotBeReadIsNamedBeforeAnythingIsWritten) {

@@ -5,6 +5,7 @@
 //     train --data more.txt --init-from model   # new training from given weights
 //     train --data shakespeare.txt --device cuda --log-every 100   # on a GPU
 //     tessera launch -n 2 -- train --data shakespeare.txt   # each step: a micro-batch of each rank
+//     tessera launch -n 8 -- train --data shakespeare.txt --device cuda   # with a GPU each
 //
 // A saved folder holds a model that transformers can load (config.json, model.safetensors, of gpt2
 // the vocabulary: vocab.json, merges.txt) and what it takes to go on (training-STEP.json and
@@ -22,6 +23,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include <tessera/accelerate/rank_device.h>
 #include <tessera/accelerate/run.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/allocator.h>
@@ -29,6 +31,7 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/data/dataloader.h>
+#include <tessera/data/distributed_source.h>
 #include <tessera/distributed/group.h>
 #include <tessera/distributed/mesh.h>
 #include <tessera/distributed/process_group.h>
@@ -133,7 +136,9 @@ TrainOptions parse_options(int argc, char** argv) {
   add("clip", options.clip, "largest gradient norm; 0: none");
   add("dropout", options.dropout, "in the residual stream and attention");
   add("dtype", options.dtype, "of model and activations")->check(CLI::IsMember({"f32", "bf16"}));
-  add("device", options.device, "cpu, cuda or cuda:N; a resumed run may take another one");
+  add("device", options.device,
+      "cpu, cuda (each rank the GPU with its number) or cuda:N; a resumed run may take another "
+      "one");
   add("seed", options.seed, "initial weights and order of data");
   add("threads", options.threads, "0: one a core")->check(CLI::NonNegativeNumber);
   add("eval-every", options.eval_every, "steps between validations; 0: only at the end");
@@ -183,14 +188,17 @@ void request_stop(int) { interrupted = 1; }
 
 class Trainer {
  public:
-  explicit Trainer(TrainOptions options)
+  Trainer(TrainOptions options, const Device& device)
       : options_(std::move(options)),
-        device_(choose_device()),
+        device_(device),
         tokenizer_(make_tokenizer(options_.tokenizer, options_.tokenizer_files)),
         model_(make_model()),
         corpus_(read_corpus(options_.data, *tokenizer_, options_.context)),
-        windows_(corpus_.training, options_.context, options_.seed,
-                 options_.batch_size * micro_batches()),
+        windows_(std::make_shared<data::RandomWindows>(corpus_.training, options_.context,
+                                                       options_.seed, rows_in_step())),
+        loader_(windows_, {.batch_size = options_.batch_size,
+                           .workers = device_.is_cuda() ? 1 : 0,
+                           .device = device_}),
         validation_(
             std::make_shared<data::ConsecutiveWindows>(corpus_.validation, options_.context)),
         optimizer_(parameter_groups()),
@@ -198,6 +206,10 @@ class Trainer {
                                .total = options_.schedule_steps,
                                .min_lr = options_.min_lr}) {
     if (!options_.resume.empty()) load_state();
+    loader_.set_source(std::make_shared<data::DistributedBatchSource>(
+        std::make_shared<data::SequentialSampler>(windows_->size()), options_.batch_size,
+        data::RankShare{.rank = distributed::rank(), .world_size = distributed::world_size()}));
+    loader_.set_cursor({0, step_ * rows_in_step()});
     if (distributed::world_size() > 1) {
       replica_.emplace(distributed::replicate(*model_, distributed::mesh(),
                                               {.average = distributed::GradientAverage::kWindow}));
@@ -209,11 +221,9 @@ class Trainer {
  private:
   // Of a step, on all ranks together.
   int64_t micro_batches() const { return options_.accumulate * distributed::world_size(); }
-  int64_t tokens_in_step() const {
-    return micro_batches() * options_.batch_size * options_.context;
-  }
+  int64_t rows_in_step() const { return micro_batches() * options_.batch_size; }
+  int64_t tokens_in_step() const { return rows_in_step() * options_.context; }
   bool is_first_rank() const { return distributed::rank() == 0; }
-  Device choose_device() const;
   std::unique_ptr<Gpt> make_model();
   std::vector<optim::ParameterGroup<optim::AdamWOptions>> parameter_groups() const;
   Tensor train_step();
@@ -233,7 +243,8 @@ class Trainer {
   std::unique_ptr<data::Tokenizer> tokenizer_;
   std::unique_ptr<Gpt> model_;
   Corpus corpus_;
-  data::RandomWindows windows_;  // its cursor is the step
+  std::shared_ptr<data::RandomWindows> windows_;
+  data::DataLoader<data::TokenExample> loader_;  // this rank's micro-batches, one after the other
   std::shared_ptr<data::ConsecutiveWindows> validation_;
   optim::AdamW optimizer_;
   optim::CosineSchedule schedule_;
@@ -245,14 +256,6 @@ class Trainer {
   std::optional<double> last_val_loss_;
   std::FILE* log_ = nullptr;
 };
-
-Device Trainer::choose_device() const {
-  const Device device = program_device(options_.device, "train");
-  TS_CHECK_AS(ConfigError, device.is_cpu() || distributed::world_size() == 1, "train", "--device ",
-              options_.device, " trains in one process; there are ", distributed::world_size(),
-              " ranks, which train on the cpu");
-  return device;
-}
 
 std::unique_ptr<Gpt> Trainer::make_model() {
   if (options_.threads > 0) set_num_threads(options_.threads);
@@ -305,9 +308,8 @@ Tensor Trainer::train_step() {
     const int64_t micro = i * distributed::world_size() + distributed::rank();
     draw_for(micro);
     if (replica_) replica_->set_plan(distributed::StepPlan::of(i, options_.accumulate));
-    const data::TokenExample batch =
-        windows_.batch(step_, options_.batch_size, micro * options_.batch_size);
-    const GptOutput out = (*model_)(batch.inputs.to(device_), batch.targets.to(device_));
+    const std::optional<data::TokenExample> batch = loader_.next();
+    const GptOutput out = (*model_)(batch->inputs, batch->targets);
     out.loss.backward();
     loss = loss + out.loss.detach().to(kF64);
   }
@@ -342,12 +344,16 @@ Tensor Trainer::agree(const Tensor& loss) {
   stop_ |= stop;
   save_now_ = checkpoint;
   if (distributed::world_size() == 1) return loss;
-  const Tensor message = tensor({loss.item(), stop ? 1.0 : 0.0, checkpoint ? 1.0 : 0.0}, kF64);
+  // A loss on a GPU is summed there: nobody waits for it.
+  const double on_cpu = device_.is_cpu() ? loss.item() : 0;
+  const Tensor message = tensor({on_cpu, stop ? 1.0 : 0.0, checkpoint ? 1.0 : 0.0}, kF64);
   distributed::world().all_reduce(message).wait();
   const double* values = message.data_as<double>();
   stop_ |= values[1] > 0;
   save_now_ = values[2] > 0;
-  return scalar_tensor(values[0], kF64);
+  if (device_.is_cpu()) return scalar_tensor(values[0], kF64);
+  distributed::world().all_reduce(loss).wait();
+  return loss;
 }
 
 double Trainer::validate() {
@@ -357,10 +363,10 @@ double Trainer::validate() {
   // As many windows at once as a training step has, or about a thousand tokens.
   const int64_t at_once = std::max(options_.batch_size, 1 + 1024 / options_.context);
   int64_t targets_left = validation_->num_targets();
-  data::DataLoader loader(validation_, {.batch_size = at_once});
+  data::DataLoader loader(validation_, {.batch_size = at_once, .device = device_});
   for (const data::TokenExample& batch : loader) {
     const int64_t targets = std::min(targets_left, batch.targets.numel());  // without padding
-    const Tensor loss = (*model_)(batch.inputs.to(device_), batch.targets.to(device_)).loss;
+    const Tensor loss = (*model_)(batch.inputs, batch.targets).loss;
     sum += loss.item() * static_cast<double>(targets);
     targets_left -= targets;
   }
@@ -551,7 +557,8 @@ void Trainer::run() {
 int main(int argc, char** argv) {
   return tessera::run(argc, argv, [&](auto) {
     const tessera::gpt2::TrainOptions options = tessera::gpt2::parse_options(argc, argv);
-    const tessera::distributed::ProcessGroup processes;
-    tessera::gpt2::Trainer(options).run();
+    const tessera::Device device = tessera::accelerate::rank_device(options.device, "--device");
+    const tessera::distributed::ProcessGroup processes({.device = device});
+    tessera::gpt2::Trainer(options, device).run();
   });
 }

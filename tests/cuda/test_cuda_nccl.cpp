@@ -17,6 +17,7 @@
 
 #include <cuda_runtime.h>
 
+#include <tessera/accelerate/accelerator.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
@@ -24,6 +25,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/random.h>
+#include <tessera/data/dataloader.h>
 #include <tessera/distributed/backend_thread.h>
 #include <tessera/distributed/collectives.h>
 #include <tessera/distributed/mesh.h>
@@ -31,6 +33,7 @@
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/store.h>
 #include <tessera/nn/linear.h>
+#include <tessera/optim/adamw.h>
 
 #include "../mock_nccl/mock_nccl.h"
 
@@ -391,6 +394,54 @@ TEST_F(CudaNccl, ReplicatedTrainingHasTheGradientsOfTheCpus) {
     }
   }
   EXPECT_GE(calls("ncclAllReduce"), 2 * 3 * 2);  // several buckets in each step of each rank
+}
+
+struct Rows : data::Dataset<std::array<Tensor, 2>> {
+  int64_t size() const override { return 26; }
+  std::array<Tensor, 2> get(int64_t index) const override {
+    return {randn({8}, {}, RandomStream{3, static_cast<uint64_t>(index)}),
+            full({}, static_cast<double>(index % 4)).to(kI64)};
+  }
+};
+
+// The losses of two epochs with the facade, averaged over two ranks; on rank 0.
+std::vector<double> accelerated(bool on_devices) {
+  std::vector<double> losses;
+  const auto body = [&](int rank) {
+    manual_seed(static_cast<uint64_t>(5 + rank));
+    Accelerator accelerator({.gradient_accumulation_steps = 2, .cpu = !on_devices});
+    Net model;
+    optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-2});
+    const Rows rows;
+    data::DataLoader loader(rows, {.batch_size = 4, .shuffle = true, .workers = 1});
+    accelerator.prepare(model, optimizer, loader);
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      for (const auto& [inputs, targets] : loader) {
+        EXPECT_EQ(inputs.device(), on_devices ? cuda(rank) : kCpu);
+        const auto micro = accelerator.accumulate(model);
+        const Tensor loss = cross_entropy(model(inputs), targets);
+        accelerator.backward(loss);
+        accelerator.clip_grad_norm(model.parameters(), 1);
+        optimizer.step();
+        optimizer.zero_grad();
+        const double mean = accelerator.reduce(loss.detach()).item();
+        if (rank == 0) losses.push_back(mean);
+      }
+    }
+  };
+  if (on_devices) {
+    on_gpus(2, body);
+  } else {
+    run_ranks(2, body);
+  }
+  return losses;
+}
+
+TEST_F(CudaNccl, TheAcceleratorTrainsRanksWithAGpuEach) {
+  const std::vector<double> expected = accelerated(false), got = accelerated(true);
+  ASSERT_EQ(expected.size(), 8u);
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], 1e-5 * expected[i]) << i;
 }
 
 }  // namespace
