@@ -1,12 +1,18 @@
-// A whole training step of GPT-2: forward, loss, backward, clipping, AdamW. The same model, batch
-// and loop as bench/compare/pytorch_gpt.py; bench/compare/run.py runs both in turn.
+// A whole training step of GPT-2 or BERT: forward, loss, backward, clipping, AdamW. The same model,
+// batch and loop as bench/compare/pytorch_gpt.py; bench/compare/run.py runs both in turn.
 //
 //     bench_step --vocab 50304 --dtype bf16 --steps 10 --profile
+//     bench_step --device cuda --dtype bf16 --layers 12 --width 768 --heads 12 --context 1024
 //
+// --model: gpt2, or bert: a text of --context tokens is put into one of two classes.
 // --dtype: f32; bf16: parameters too, with f32 masters; autocast-bf16: f32 parameters, as
 // torch.autocast has it; autocast-fp16: with loss scaling.
 //
-// Prints one JSON line: median ms/step, tokens/s, resident memory over start-up.
+// On a GPU the steps of a turn are queued one after the other and timed together, as a training
+// runs them.
+//
+// Prints one JSON line: median ms/step, tokens/s, memory of the process over start-up, and the most
+// bytes that tensors held.
 #include <time.h>
 #include <unistd.h>
 
@@ -18,10 +24,12 @@
 #include <cstring>
 #include <fstream>
 #include <iostream>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include <tessera/core/allocator.h>
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/profiler.h>
 #include <tessera/optim/adamw.h>
@@ -29,6 +37,7 @@
 #include <tessera/precision/autocast.h>
 #include <tessera/precision/grad_scaler.h>
 
+#include "bert/model.h"
 #include "gpt2/model.h"
 
 namespace {
@@ -71,7 +80,7 @@ precision::Policy policy_of(const std::string& dtype) {
 struct Options {
   int64_t layers = 6, width = 384, heads = 6, context = 256, batch_size = 8, vocab = 256;
   int64_t threads = 2, warmup = 3, steps = 10;
-  std::string dtype = "f32";
+  std::string dtype = "f32", device = "cpu", model = "gpt2";
   bool profile = false;
   bool serve = false;  // read counts from stdin, run that many steps, print their times
 };
@@ -96,70 +105,145 @@ Options parse(int argc, char** argv) {
     }
     const auto* number = std::find_if(std::begin(numbers), std::end(numbers),
                                       [&](const auto& entry) { return name == entry.first; });
-    const bool known = number != std::end(numbers) || name == "--dtype";
+    std::string* const text = name == "--dtype"    ? &options.dtype
+                              : name == "--device" ? &options.device
+                              : name == "--model"  ? &options.model
+                                                   : nullptr;
+    const bool known = number != std::end(numbers) || text != nullptr;
     TS_CHECK(known && i + 1 < argc, "bench_step", "does not know '", name,
              "' or lacks its value; see the head of bench_step.cpp");
     if (number != std::end(numbers)) {
       *number->second = std::atoll(argv[++i]);
     } else {
-      options.dtype = argv[++i];
+      *text = argv[++i];
     }
   }
   (void)policy_of(options.dtype);
+  TS_CHECK(options.model == "gpt2" || options.model == "bert", "bench_step",
+           "--model is gpt2 or bert; got '", options.model, "'");
   return options;
 }
 
-class Bench {
+// A model with its batch: what a step computes the loss of.
+class Subject {
  public:
-  explicit Bench(const Options& options)
+  virtual ~Subject() = default;
+  virtual nn::ModuleBase& model() = 0;
+  virtual Tensor loss() = 0;
+};
+
+class GptSubject : public Subject {
+ public:
+  GptSubject(const Options& options, const Device& device)
       : model_({.vocab_size = options.vocab,
                 .context = options.context,
                 .width = options.width,
                 .layers = options.layers,
-                .heads = options.heads}),
-        applied_(apply(model_, policy_of(options.dtype))),
-        optimizer_(model_.named_parameters(),
+                .heads = options.heads}) {
+    const Tensor tokens = randint(0, options.vocab, {options.batch_size, options.context + 1});
+    inputs_ = tokens.narrow(1, 0, options.context).contiguous().to(device);
+    targets_ = tokens.narrow(1, 1, options.context).contiguous().to(device);
+  }
+  nn::ModuleBase& model() override { return model_; }
+  Tensor loss() override { return model_(inputs_, targets_).loss; }
+
+ private:
+  gpt2::Gpt model_;
+  Tensor inputs_, targets_;
+};
+
+class BertSubject : public Subject {
+ public:
+  BertSubject(const Options& options, const Device& device)
+      : model_({.vocab_size = options.vocab,
+                .width = options.width,
+                .layers = options.layers,
+                .heads = options.heads,
+                .context = options.context}),
+        ids_(randint(0, options.vocab, {options.batch_size, options.context}).to(device)),
+        labels_(randint(0, 2, {options.batch_size}).to(device)) {}
+  nn::ModuleBase& model() override { return model_; }
+  Tensor loss() override { return model_(ids_, bert::TokenFeatures{}, labels_).loss; }
+
+ private:
+  bert::Bert model_;
+  Tensor ids_, labels_;
+};
+
+std::unique_ptr<Subject> make_subject(const Options& options, const Device& device) {
+  std::unique_ptr<Subject> subject;
+  if (options.model == "bert") {
+    subject = std::make_unique<BertSubject>(options, device);
+  } else {
+    subject = std::make_unique<GptSubject>(options, device);
+  }
+  subject->model().to(device);
+  return subject;
+}
+
+class Bench {
+ public:
+  Bench(const Options& options, const Device& device)
+      : device_(device),
+        subject_(make_subject(options, device)),
+        applied_(apply(subject_->model(), policy_of(options.dtype))),
+        optimizer_(subject_->model().named_parameters(),
                    {.lr = 3e-4, .betas = {0.9, 0.99}, .weight_decay = 0.1}),
         scaler_({.enabled = applied_.policy().needs_loss_scaling()}) {
     optimizer_.begin_masters(applied_.take_originals());
-    const Tensor tokens = randint(0, options.vocab, {options.batch_size, options.context + 1});
-    inputs_ = tokens.narrow(1, 0, options.context).contiguous();
-    targets_ = tokens.narrow(1, 1, options.context).contiguous();
   }
 
-  double step() {
-    const gpt2::GptOutput out = model_(inputs_, targets_);
-    scaler_.scale(out.loss).backward();
-    scaler_.unscale(optimizer_);
-    scaler_.note_norm(optimizer_,
-                      optim::clip_grad_norm(model_.parameters(), 1.0, {.fold_into = &optimizer_}));
-    scaler_.step(optimizer_);
-    scaler_.update();
+  // Leaves the loss where it is.
+  void step() {
+    const Tensor loss = subject_->loss();
+    const TensorList parameters = subject_->model().parameters();
+    if (applied_.policy().needs_loss_scaling()) {
+      scaler_.scale(loss).backward();
+      scaler_.unscale(optimizer_);
+      scaler_.note_norm(optimizer_,
+                        optim::clip_grad_norm(parameters, 1.0, {.fold_into = &optimizer_}));
+      scaler_.step(optimizer_);
+      scaler_.update();
+    } else {
+      loss.backward();
+      optim::clip_grad_norm(parameters, 1.0, {.fold_into = &optimizer_});
+      optimizer_.step();
+    }
     optimizer_.zero_grad();
-    return out.loss.item();
+    last_ = loss.detach();
   }
 
   struct Time {
     double ms;      // on the clock
     double cpu_ms;  // of all threads: what a busy machine leaves comparable, with one thread
   };
-  Time timed_step() {
-    const auto start = std::chrono::steady_clock::now();
-    const double cpu_start = cpu_ms();
-    loss_ = step();
-    return {
-        std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count(),
-        cpu_ms() - cpu_start};
+  // Of each of `count` steps. On a GPU the host reads the last loss alone.
+  std::vector<Time> timed_steps(int64_t count) {
+    const int64_t at_once = device_.is_cuda() ? count : 1;
+    std::vector<Time> times;
+    for (int64_t done = 0; done < count; done += at_once) {
+      const auto start = std::chrono::steady_clock::now();
+      const double cpu_start = cpu_ms();
+      for (int64_t i = 0; i < at_once; ++i) step();
+      loss();
+      const double ms =
+          std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start)
+              .count();
+      const auto steps = static_cast<double>(at_once);
+      times.insert(times.end(), static_cast<size_t>(at_once),
+                   {ms / steps, (cpu_ms() - cpu_start) / steps});
+    }
+    return times;
   }
-  double loss() const { return loss_; }
+  double loss() const { return last_.defined() ? last_.item() : 0; }  // waits for the device
 
  private:
-  gpt2::Gpt model_;
+  const Device device_;
+  std::unique_ptr<Subject> subject_;
   precision::AppliedPolicy applied_;
   optim::AdamW optimizer_;
   precision::GradScaler scaler_;
-  Tensor inputs_, targets_;
-  double loss_ = 0;
+  Tensor last_;
 };
 
 double median(std::vector<double> values) {
@@ -173,27 +257,31 @@ void run(const Options& options) {
   const int64_t start_up = resident_bytes();
   set_num_threads(static_cast<int>(options.threads));
   manual_seed(1);
-  Bench bench(options);
-  for (int64_t i = 0; i < options.warmup; ++i) bench.step();
+  const Device device = parse_device(options.device);
+  if (device.is_cuda()) gpu::require_device(device.index, "bench_step");
+  Bench bench(options, device);
+  bench.timed_steps(options.warmup);
 
   std::vector<double> times, cpu_times;
-  const auto timed_step = [&] {
-    const auto [ms, cpu_ms] = bench.timed_step();
-    times.push_back(ms);
-    cpu_times.push_back(cpu_ms);
+  const auto timed_steps = [&](int64_t count) {
+    for (const auto& [ms, cpu_ms] : bench.timed_steps(count)) {
+      times.push_back(ms);
+      cpu_times.push_back(cpu_ms);
+    }
   };
   if (options.serve) {
     std::cout << "{\"ready\": true}" << std::endl;
     for (int64_t count; std::cin >> count;) {
       std::cout << "{\"ms\": [";
-      for (int64_t i = 0; i < count; ++i) {
-        timed_step();
-        std::cout << (i > 0 ? ", " : "") << times.back();
+      const size_t before = times.size();
+      timed_steps(count);
+      for (size_t i = before; i < times.size(); ++i) {
+        std::cout << (i > before ? ", " : "") << times[i];
       }
       std::cout << "]}" << std::endl;
     }
   } else {
-    for (int64_t i = 0; i < options.steps; ++i) timed_step();
+    timed_steps(options.steps);
   }
   const double ms = median(times);
   const int64_t resident = resident_bytes() - start_up, peak = peak_resident_bytes() - start_up;
@@ -209,11 +297,13 @@ void run(const Options& options) {
       "{\"program\": \"tessera\", \"vocab\": %lld, \"dtype\": \"%s\", \"threads\": %lld, "
       "\"ms_per_step\": %.3f, \"cpu_ms_per_step\": %.3f, \"tokens_per_s\": %.1f, "
       "\"resident_bytes\": %lld, "
-      "\"peak_resident_bytes\": %lld, \"loss\": %.6f}\n",
+      "\"peak_resident_bytes\": %lld, \"peak_tensor_bytes\": %lld, \"device\": \"%s\", "
+      "\"loss\": %.6f}\n",
       static_cast<long long>(options.vocab), options.dtype.c_str(),
       static_cast<long long>(options.threads), ms, median(cpu_times),
       ms > 0 ? static_cast<double>(options.batch_size * options.context) / ms * 1e3 : 0.0,
-      static_cast<long long>(resident), static_cast<long long>(peak), bench.loss());
+      static_cast<long long>(resident), static_cast<long long>(peak),
+      static_cast<long long>(memory_stats()->peak()), options.device.c_str(), bench.loss());
 }
 
 }  // namespace

@@ -1,9 +1,17 @@
 #!/usr/bin/env bash
-# test_gpu.sh [--out DIR] [--quick]: all that needs a GPU, as one command. Builds the release preset,
-# runs the table of ops on the device and the tests of cuBLASLt, compute-sanitizer's four tools over
-# the table (its shapes are small), a training beside the same one on the CPU, and trainings whose
-# speed is measured. Writes DIR/report.md (default: out/gpu) with device, driver, versions, commit and
-# the result of each part, and DIR/*.log. --quick leaves the sanitizer and the large trainings out.
+# test_gpu.sh [--out DIR] [--quick] [--prefix DIR] [--rehearse]: all that needs a GPU, as one command.
+# Builds the release preset and runs
+#   the table of ops, bad input, cuBLASLt's and cuDNN's descriptors with choosing and running
+#   compute-sanitizer's four tools over the table (its shapes are small)
+#   a training beside the same one on the CPU, and one twice, to the bit
+#   bench_ops beside a copy and a product, trainings of 124M and 355M parameters and BERT's, and the
+#   same beside PyTorch, where a Python with torch and a GPU is ($TESSERA_PYTHON, else python3)
+# Writes DIR/report.md (default: out/gpu) with device, driver, versions, commit and the result of each
+# part, and DIR/*.log, *.json.
+#   --quick     without the sanitizer, the large trainings and PyTorch
+#   --prefix D  libraries that portable_prefix.sh has gathered in D
+#   --rehearse  the same way with the emulated programs and tiny sizes, on a machine without a GPU: it
+#               tries the script and the programs' options, and its figures mean nothing
 # Exit code: 0 where every part passed, 1 where one failed, 77 where there is no GPU or no nvcc.
 # shellcheck disable=SC2317  # the functions are called through part()
 set -euo pipefail
@@ -11,22 +19,33 @@ cd "$(dirname "$0")/.."
 
 out=out/gpu
 quick=0
+rehearse=0
 while [[ $# -gt 0 ]]; do
   case $1 in
-    --out)
-      [[ $# -ge 2 ]] || { echo "test_gpu.sh: --out needs a folder" >&2; exit 2; }
-      out=$2
+    --out | --prefix)
+      [[ $# -ge 2 ]] || { echo "test_gpu.sh: $1 needs a folder" >&2; exit 2; }
+      if [[ $1 == --out ]]; then out=$2; else
+        [[ -r $2/environment ]] || { echo "test_gpu.sh: $2 was not made by portable_prefix.sh" >&2; exit 2; }
+        # shellcheck disable=SC1091
+        source "$2/environment"
+      fi
       shift
       ;;
     --quick) quick=1 ;;
-    *) echo "test_gpu.sh: unknown option $1; there are --out DIR and --quick" >&2; exit 2 ;;
+    --rehearse) rehearse=1 ;;
+    *)
+      echo "test_gpu.sh: unknown option $1; there are --out, --prefix, --quick, --rehearse" >&2
+      exit 2
+      ;;
   esac
   shift
 done
 
 export PATH="$PATH:/usr/local/cuda/bin"
 command -v nvcc > /dev/null || { echo "test_gpu.sh: skipped: there is no nvcc" >&2; exit 77; }
-if ! gpu=$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2> /dev/null) ||
+if [[ $rehearse -eq 1 ]]; then
+  gpu="none: a rehearsal on the emulation"
+elif ! gpu=$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2> /dev/null) ||
   [[ -z $gpu ]]; then
   echo "test_gpu.sh: skipped: nvidia-smi finds no GPU" >&2
   exit 77
@@ -34,7 +53,8 @@ fi
 
 mkdir -p "$out"
 report=$out/report.md
-build=build/release
+build=${TESSERA_GPU_BUILD:-build/release}
+python=${TESSERA_PYTHON:-python3}
 failed=0
 {
   printf '# GPU report\n\n'
@@ -58,10 +78,43 @@ part() {  # part NAME COMMAND...: runs it into DIR/NAME.log and adds a row
   fi
   printf '| %s | %s | %d |\n' "$name" "$result" $((SECONDS - start)) >> "$report"
 }
+skip() {  # skip NAME REASON
+  printf '==> %s skipped: %s\n' "$1" "$2"
+  printf '| %s | skipped: %s | 0 |\n' "$1" "$2" >> "$report"
+}
+
+# What is run, and how much of it.
+if [[ $rehearse -eq 1 ]]; then
+  ops=$build/tests/cuda/test_cuda_ops
+  bad_input=$build/tests/cuda/test_cuda_bad_input
+  train=$build/examples/gpt2/train_emulated
+  bench_ops=$build/bench/bench_ops_emulated
+  bench_step=$build/bench/bench_step_emulated
+  targets=(test_cuda_ops test_cuda_bad_input test_cublaslt gpt2_train_emulated bench_ops_emulated
+    bench_step_emulated bench_step)
+  op_filter='*/gelu:*/layer_norm:*/matmul:-CudaDevice.*'
+  bench_options=(--tokens 32 --seconds 0 --filter add)
+  small=(--layers 1 --width 32 --heads 2 --context 16 --batch-size 2 --steps 3 --warmup 1)
+  tiny=(--layers 1 --width 32 --heads 2 --context 16 --batch-size 2 --vocab 64 --warmup 1 --steps 2)
+else
+  ops=$build/tests/gpu_ops
+  bad_input=$build/tests/gpu_bad_input
+  train=$build/examples/gpt2/train
+  bench_ops=$build/bench/bench_ops
+  bench_step=$build/bench/bench_step
+  targets=(gpu_ops gpu_bad_input test_cublaslt gpt2_train bench_ops bench_step)
+  op_filter='-CudaDevice.*'
+  bench_options=()
+  small=(--layers 2 --width 64 --heads 4 --context 64 --batch-size 4 --steps 20 --warmup 2)
+  tiny=()
+fi
 
 build_all() {
-  TESSERA_REQUIRE_CUDA=1 cmake --preset release &&
-    cmake --build --preset release --target gpu_ops test_cublaslt gpt2_train
+  TESSERA_REQUIRE_CUDA=1 cmake --preset release -B "$build" \
+    -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_BENCH=ON -DTESSERA_BUILD_EXAMPLES=ON || return 1
+  # Not every version of the sources has it.
+  if cmake --build "$build" --target help | grep -q 'test_cudnn'; then targets+=(test_cudnn); fi
+  cmake --build "$build" --target "${targets[@]}"
 }
 part build build_all
 if [[ $failed -ne 0 ]]; then
@@ -69,62 +122,128 @@ if [[ $failed -ne 0 ]]; then
   exit 1
 fi
 
-part op_table "$build/tests/gpu_ops" --gtest_filter=-CudaDevice.*
-part cublaslt "$build/tests/test_cublaslt"
+# ---- What is right
 
-if [[ $quick -eq 0 ]] && command -v compute-sanitizer > /dev/null; then
-  for tool in memcheck racecheck initcheck synccheck; do
-    part "sanitizer_$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 \
-      "$build/tests/gpu_ops" --gtest_filter=-CudaDevice.*
-  done
-elif [[ $quick -eq 0 ]]; then
-  printf '| sanitizer | skipped: no compute-sanitizer on PATH | 0 |\n' >> "$report"
+part op_table "$ops" --gtest_filter="$op_filter"
+part bad_input "$bad_input"
+part cublaslt "$build/tests/test_cublaslt"
+if [[ -x $build/tests/test_cudnn ]]; then
+  part cudnn "$build/tests/test_cudnn"
+else
+  skip cudnn "there is no test_cudnn"
 fi
+
+sanitize() {  # sanitize TOOL
+  compute-sanitizer --tool "$1" --error-exitcode 1 "$ops" --gtest_filter="$op_filter"
+}
+for tool in memcheck racecheck initcheck synccheck; do
+  if [[ $quick -eq 1 ]]; then
+    skip "sanitizer_$tool" "--quick"
+  elif [[ $rehearse -eq 1 ]]; then
+    skip "sanitizer_$tool" "a rehearsal; the emulation has its own"
+  elif ! command -v compute-sanitizer > /dev/null; then
+    skip "sanitizer_$tool" "no compute-sanitizer on PATH"
+  else
+    part "sanitizer_$tool" sanitize "$tool"
+  fi
+done
 
 # A text to train on: the sources themselves.
 find core autograd nn optim data docs -type f \( -name '*.md' -o -name '*.h' -o -name '*.cpp' \) -print0 |
   LC_ALL=C sort -z | xargs -0 cat > "$out/corpus.txt"
+if [[ $rehearse -eq 1 ]]; then  # the last tenth validates, which the emulation does slowly
+  head -c 4000 "$out/corpus.txt" > "$out/short.txt"
+  mv "$out/short.txt" "$out/corpus.txt"
+fi
 train() {  # train LOG OPTION...
   local log=$1
   shift
-  "$build/examples/gpt2/train" --data "$out/corpus.txt" --tokenizer bytes --eval-every 0 --log "$log" "$@"
+  "$train" --data "$out/corpus.txt" --tokenizer bytes --eval-every 0 --log "$log" "$@"
 }
 field() {  # field LOG NAME: of its last row
   tail -n 1 "$1" | sed -n "s/.*\"$2\": *\([-+0-9.eE]*\).*/\1/p"
 }
 parity() {
-  local small=(--layers 2 --width 64 --heads 4 --context 64 --batch-size 4 --steps 20 --warmup 2)
   rm -f "$out"/parity-*.jsonl
   train "$out/parity-cpu.jsonl" "${small[@]}" --device cpu || return 1
   train "$out/parity-cuda.jsonl" "${small[@]}" --device cuda || return 1
   local cpu cuda  # the functions run in a condition: nothing but return ends them
   cpu=$(field "$out/parity-cpu.jsonl" loss)
   cuda=$(field "$out/parity-cuda.jsonl" loss)
-  echo "loss after 20 steps: cpu $cpu, cuda $cuda"
+  echo "last loss: cpu $cpu, cuda $cuda"
   # Products sum in another order than the CPU's.
   [[ -n $cpu && -n $cuda ]] || return 1
   awk -v a="$cpu" -v b="$cuda" 'BEGIN { d = a - b; if (d < 0) d = -d; exit !(d <= 1e-3 * a) }'
 }
 part training_parity parity
 
-speed() {  # speed NAME OPTION...: a table row of tokens/s
-  local name=$1
+twice() {  # a training has the same bits again
+  local run file
+  for run in once again; do
+    rm -rf "${out:?}/$run" "$out/$run.jsonl"
+    train "$out/$run.jsonl" "${small[@]}" --dropout 0.1 --dtype bf16 --device cuda --save "$out/$run" ||
+      return 1
+  done
+  for file in "$out"/once/*.safetensors; do
+    cmp "$file" "$out/again/${file##*/}" || return 1
+    echo "equal: ${file##*/}"
+  done
+}
+part deterministic_twice twice
+
+# ---- How fast it is
+
+part bench_ops "$bench_ops" --device cuda --dtype bf16 --json "$out/bench_ops.json" \
+  "${bench_options[@]}"
+
+export TESSERA_GEMM_TABLE=${TESSERA_GEMM_TABLE:-$out/gemm.json}
+speed() {  # speed NAME OPTION...: a row of tokens/s
+  local name=$1 line
   shift
-  rm -f "$out/speed-$name.jsonl"
-  train "$out/speed-$name.jsonl" --device cuda --dtype bf16 --context 1024 --log-every 10 --warmup 5 "$@" ||
+  line=$("$bench_step" --device cuda --dtype bf16 --warmup 5 --steps 20 "$@" "${tiny[@]}" | tail -n 1) ||
     return 1
-  printf '%s: %s tokens/s, loss %s\n' "$name" "$(field "$out/speed-$name.jsonl" tokens_per_s)" \
-    "$(field "$out/speed-$name.jsonl" loss)" | tee -a "$out/speeds.txt"
+  printf '%s: %s\n' "$name" "$line" | tee -a "$out/speeds.txt"
+  [[ $line == *tokens_per_s* ]]
 }
 rm -f "$out/speeds.txt"
-part speed_small speed small --layers 6 --width 384 --heads 6 --batch-size 16 --steps 20
+part speed_small speed small --layers 6 --width 384 --heads 6 --context 1024 --batch-size 16 --vocab 256
 if [[ $quick -eq 0 ]]; then
-  export TESSERA_GEMM_TABLE=${TESSERA_GEMM_TABLE:-$out/gemm.json}
-  part speed_124m speed 124m --layers 12 --width 768 --heads 12 --batch-size 16 --steps 20
+  part speed_124m speed 124m --layers 12 --width 768 --heads 12 --context 1024 --batch-size 64 \
+    --vocab 50304
+  part speed_355m speed 355m --layers 24 --width 1024 --heads 16 --context 1024 --batch-size 32 \
+    --vocab 50304
+  part speed_bert speed bert --model bert --layers 12 --width 768 --heads 12 --context 512 \
+    --batch-size 64 --vocab 30528
 fi
+
+compare() {
+  "$python" bench/compare/run.py --tessera "$1" --device "$2" --json "$out/compare.json" "${@:3}"
+}
+if [[ $quick -eq 1 ]]; then
+  skip compare "--quick"
+elif ! "$python" -c 'import torch' 2> /dev/null; then
+  skip compare "$python has no torch; see bench/requirements.txt"
+elif [[ $rehearse -eq 1 ]]; then
+  part compare compare "$build/bench/bench_step" cpu --models tiny tiny-bert --dtype f32 --no-compile \
+    --warmup 1 --steps 1 --rounds 2
+elif ! "$python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
+  skip compare "the torch of $python finds no GPU"
+else
+  part compare compare "$bench_step" cuda --models 124m 355m bert --warmup 10 --steps 20 --rounds 5
+fi
+
+# ---- The report
+
 if [[ -s $out/speeds.txt ]]; then
-  { printf '\nTrainings in bf16, context 1024, byte tokens (last rows of the logs):\n\n'
+  { printf '\nTraining steps in bf16 (bench_step):\n\n'
     sed 's/^/- /' "$out/speeds.txt"; } >> "$report"
 fi
+for table in bench_ops compare; do
+  if [[ -s $out/$table.log ]]; then
+    { printf '\n%s:\n\n```\n' "$table"
+      cat "$out/$table.log"
+      printf '```\n'; } >> "$report"
+  fi
+done
 cat "$report"
 exit "$failed"

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""One training step of a GPT in plain PyTorch: the number that bench_step is measured against.
+"""One training step of a GPT or BERT in plain PyTorch: what bench_step is measured against.
 
-The model is GPT-2's: pre-LayerNorm blocks, learned positions, tanh GELU, biases, a head tied to the
-token embedding, causal scaled_dot_product_attention. A step is forward, cross entropy, backward,
-clip_grad_norm_(1.0), AdamW, zero_grad. It is written the way that is fastest in PyTorch without
-custom kernels: fused AdamW, foreach clipping, set_to_none.
+The models are GPT-2 and BERT for two classes (pytorch_models.py). A step is forward, cross entropy,
+backward, clip_grad_norm_(1.0), AdamW, zero_grad. It is written the way that is fastest in PyTorch
+without custom kernels: fused AdamW, foreach clipping, set_to_none. On a GPU nothing is read back,
+and the steps of a turn are timed together, as bench_step does it.
 
-Prints one JSON line: median ms/step, tokens/s, resident memory over start-up.
+Prints one JSON line: median ms/step, tokens/s, memory of the process over start-up, and on a GPU the
+most bytes that tensors held.
 """
 import argparse
 import json
@@ -37,7 +38,13 @@ parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--vocab", type=int, default=256)
 parser.add_argument("--dtype", choices=["f32", "bf16", "autocast-bf16", "autocast-fp16"],
                     default="f32", help="all but f32 are torch.autocast; fp16 with a GradScaler")
+parser.add_argument("--model", choices=["gpt2", "bert"], default="gpt2")
+parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+parser.add_argument("--sdpa", choices=["any", "flash", "cudnn"], default="any",
+                    help="on a GPU: the attention that scaled_dot_product_attention takes")
 parser.add_argument("--compile", action="store_true")
+parser.add_argument("--compile-mode", default="default",
+                    help="of torch.compile: default, reduce-overhead, max-autotune...")
 parser.add_argument("--threads", type=int, default=2)
 parser.add_argument("--warmup", type=int, default=3)
 parser.add_argument("--steps", type=int, default=10)
@@ -48,66 +55,40 @@ parser.add_argument("--serve", action="store_true",
 arguments = parser.parse_args()
 
 import torch  # noqa: E402  (after argparse: --help needs no torch)
-import torch.nn as nn  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+
+from pytorch_models import Bert, Gpt  # noqa: E402
 
 torch.set_num_threads(arguments.threads)
 torch.manual_seed(1)
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.ln_1 = nn.LayerNorm(width)
-        self.c_attn = nn.Linear(width, 3 * width)
-        self.c_proj = nn.Linear(width, width)
-        self.ln_2 = nn.LayerNorm(width)
-        self.c_fc = nn.Linear(width, 4 * width)
-        self.mlp_proj = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        batch, time_, width = x.shape
-        q, k, v = self.c_attn(self.ln_1(x)).split(width, dim=2)
-        q, k, v = (t.view(batch, time_, self.heads, width // self.heads).transpose(1, 2)
-                   for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.c_proj(y.transpose(1, 2).reshape(batch, time_, width))
-        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
-
-
-class Gpt(nn.Module):
-    def __init__(self, layers, width, heads, context, vocab):
-        super().__init__()
-        self.wte = nn.Embedding(vocab, width)
-        self.wpe = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.ln_f = nn.LayerNorm(width)
-        nn.init.normal_(self.wte.weight, std=0.02)
-        nn.init.normal_(self.wpe.weight, std=0.02)
-
-    def forward(self, tokens, targets):
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        logits = F.linear(self.ln_f(x), self.wte.weight)
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
-
+device = torch.device(arguments.device)
+on_gpu = device.type == "cuda"
+if on_gpu:
+    torch.cuda.set_device(device)
+    torch.backends.cuda.enable_math_sdp(arguments.sdpa == "any")
+    torch.backends.cuda.enable_mem_efficient_sdp(arguments.sdpa == "any")
+    torch.backends.cuda.enable_flash_sdp(arguments.sdpa in ("any", "flash"))
+    torch.backends.cuda.enable_cudnn_sdp(arguments.sdpa in ("any", "cudnn"))
 
 start_up_bytes = resident_bytes()
-model = Gpt(arguments.layers, arguments.width, arguments.heads, arguments.context, arguments.vocab)
-forward = torch.compile(model) if arguments.compile else model
+shape = (arguments.layers, arguments.width, arguments.heads, arguments.context, arguments.vocab)
+model = (Bert if arguments.model == "bert" else Gpt)(*shape).to(device)
+forward = torch.compile(model, mode=arguments.compile_mode) if arguments.compile else model
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.99), weight_decay=0.1,
                               fused=True)
-tokens = torch.randint(arguments.vocab, (arguments.batch_size, arguments.context + 1))
-inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+if arguments.model == "bert":
+    inputs = torch.randint(arguments.vocab, (arguments.batch_size, arguments.context)).to(device)
+    targets = torch.randint(2, (arguments.batch_size,)).to(device)
+else:
+    tokens = torch.randint(arguments.vocab, (arguments.batch_size, arguments.context + 1))
+    inputs = tokens[:, :-1].contiguous().to(device)
+    targets = tokens[:, 1:].contiguous().to(device)
 
 low = torch.float16 if arguments.dtype == "autocast-fp16" else torch.bfloat16
-scaler = torch.amp.GradScaler("cpu", enabled=low == torch.float16)
+scaler = torch.amp.GradScaler(device.type, enabled=arguments.dtype == "autocast-fp16")
 
 
 def step():
-    with torch.autocast("cpu", dtype=low, enabled=arguments.dtype != "f32"):
+    with torch.autocast(device.type, dtype=low, enabled=arguments.dtype != "f32"):
         loss = forward(inputs, targets)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
@@ -115,21 +96,27 @@ def step():
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    return loss.item()
+    return loss.detach()
 
 
 cpu_times = []  # of all threads: what a busy machine leaves comparable, with one thread
 
 
-def timed_step():
-    start, cpu_start = time.perf_counter(), time.process_time()
-    loss = step()
-    cpu_times.append((time.process_time() - cpu_start) * 1e3)
-    return (time.perf_counter() - start) * 1e3, loss
+def timed_steps(count):
+    """The milliseconds of each step, and the last loss."""
+    at_once, parts, loss = (count if on_gpu else 1), [], float("nan")
+    for _ in range(count // at_once if at_once else 0):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        for _ in range(at_once):
+            last = step()
+        loss = last.item()  # waits for the device
+        parts += [(time.perf_counter() - start) * 1e3 / at_once] * at_once
+        cpu_times.extend([(time.process_time() - cpu_start) * 1e3 / at_once] * at_once)
+    return parts, loss
 
 
-for _ in range(arguments.warmup):
-    step()
+timed_steps(arguments.warmup)
+cpu_times.clear()
 
 result = {
     "program": "pytorch-compile" if arguments.compile else "pytorch-eager",
@@ -137,6 +124,8 @@ result = {
     "vocab": arguments.vocab,
     "dtype": arguments.dtype,
     "threads": arguments.threads,
+    "device": arguments.device,
+    "sdpa": arguments.sdpa,
 }
 
 if arguments.serve:
@@ -145,19 +134,13 @@ if arguments.serve:
     try:
         while True:
             count = int(input())
-            part = []
-            for _ in range(count):
-                ms, loss = timed_step()
-                part.append(ms)
+            part, loss = timed_steps(count)
             times += part
             print(json.dumps({"ms": part}), flush=True)
     except EOFError:
         pass
 else:
-    times = []
-    for _ in range(arguments.steps):
-        ms, loss = timed_step()
-        times.append(ms)
+    times, loss = timed_steps(arguments.steps)
 
 ms = statistics.median(times) if times else float("nan")
 result.update({
@@ -166,6 +149,7 @@ result.update({
     "tokens_per_s": round(arguments.batch_size * arguments.context / ms * 1e3, 1),
     "resident_bytes": resident_bytes() - start_up_bytes,
     "peak_resident_bytes": peak_resident_bytes() - start_up_bytes,
+    "peak_tensor_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
     "loss": loss,
 })
 

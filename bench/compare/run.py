@@ -1,24 +1,73 @@
 #!/usr/bin/env python3
-"""Trains the same GPT in tessera and in PyTorch, in turn, and compares time and memory.
+"""Trains the same model in tessera and in PyTorch, in turn, and compares time and memory.
 
     python bench/compare/run.py --tessera build/bench/bench_step --json out/compare.json
+    python bench/compare/run.py --device cuda --models 124m 355m bert --json out/compare-gpu.json
 
-Each cell (vocabulary, dtype) starts tessera, PyTorch eager and torch.compile, warms each up, and
-then runs a few steps of one after the other, round after round, so that a change of the machine's
-speed meets all of them. Medians over all rounds are reported. PyTorch's bf16 is autocast; tessera's
-bf16 is a bf16 model with f32 master weights. Memory is resident memory over that at start-up.
+Each cell (model or vocabulary, dtype) starts tessera, PyTorch eager and torch.compile, warms each
+up, and then runs a few steps of one after the other, round after round, so that a change of the
+machine's speed meets all of them. Medians over all rounds are reported. PyTorch's bf16 is autocast;
+tessera's bf16 is a bf16 model with f32 master weights.
+
+On a GPU PyTorch runs with FlashAttention and with cuDNN's attention. MFU is the share of
+--peak-tflops that 6 operations for each weight in a product and token, and the attention's, make.
+Memory is what tensors held at most; on the CPU it is resident memory over that at start-up.
 
 Needs the packages of bench/requirements.txt in the Python that runs this.
 """
 import argparse
+import collections
 import json
 import os
 import pathlib
 import statistics
 import subprocess
 import sys
+import threading
 
 HERE = pathlib.Path(__file__).resolve().parent
+
+
+class Shape:
+    """A model with its batch."""
+
+    def __init__(self, model="gpt2", layers=6, width=384, heads=6, context=256, batch_size=8,
+                 vocab=256):
+        self.model, self.layers, self.width, self.heads = model, layers, width, heads
+        self.context, self.batch_size, self.vocab = context, batch_size, vocab
+
+    def options(self):
+        names = ("model", "layers", "width", "heads", "context", "batch_size", "vocab")
+        return [word for name in names
+                for word in ("--" + name.replace("_", "-"), str(getattr(self, name)))]
+
+    def tokens(self):
+        return self.batch_size * self.context
+
+    def operations(self):
+        """Of a training step, in products and attention (backward: 2.5 times forward)."""
+        weights = 12 * self.layers * self.width**2
+        attended = 2 * self.context * self.width * self.layers  # scores and values, causal: half
+        if self.model == "gpt2":
+            weights += self.vocab * self.width
+        else:
+            attended *= 2
+        return self.tokens() * (6 * weights + 3.5 * attended)
+
+
+# Vocabularies are padded to a multiple of 64.
+MODELS = {
+    "124m": Shape(layers=12, width=768, heads=12, context=1024, batch_size=64, vocab=50304),
+    "355m": Shape(layers=24, width=1024, heads=16, context=1024, batch_size=32, vocab=50304),
+    "bert": Shape("bert", layers=12, width=768, heads=12, context=512, batch_size=64, vocab=30528),
+    # To try the programs.
+    "tiny": Shape(layers=2, width=64, heads=2, context=32, batch_size=2, vocab=256),
+    "tiny-bert": Shape("bert", layers=2, width=64, heads=2, context=32, batch_size=2, vocab=256),
+}
+
+
+class ProgramEnded(RuntimeError):
+    pass
 
 
 class Program:
@@ -29,13 +78,20 @@ class Program:
         self.name = name
         self.times = []
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.DEVNULL, text=True, env=environment)
+                                        stderr=subprocess.PIPE, text=True, env=environment)
+        self.errors = collections.deque(maxlen=20)
+        threading.Thread(target=self.follow_errors, daemon=True).start()
         self.read()  # ready
+
+    def follow_errors(self):
+        for line in self.process.stderr:
+            self.errors.append(line)
 
     def read(self):
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} ended with code {self.process.wait()}")
+            raise ProgramEnded(f"{self.name} ended with code {self.process.wait()}:\n"
+                               + "".join(self.errors))
         return json.loads(line)
 
     def steps(self, count):
@@ -62,67 +118,104 @@ def gemm_share(arguments, vocab, dtype):
     return profile["gemm_share"], profile["top_ops_ms"]
 
 
-def compare(arguments, vocab, dtype):
-    shape = ["--vocab", str(vocab), "--dtype", dtype, "--threads", str(arguments.threads),
-             "--warmup", str(arguments.warmup), "--serve"]
-    torch_command = [sys.executable, str(HERE / "pytorch_gpt.py"), *shape]
-    programs = [Program("tessera", [arguments.tessera, *shape], arguments.threads),
-                Program("pytorch-eager", torch_command, arguments.threads)]
-    if not arguments.no_compile:
-        programs.append(Program("pytorch-compile", [*torch_command, "--compile"],
-                                arguments.threads))
+def commands(arguments, shape, dtype):
+    """The programs of a cell, by name."""
+    common = [*shape.options(), "--dtype", dtype, "--threads", str(arguments.threads),
+              "--warmup", str(arguments.warmup), "--device", arguments.device, "--serve"]
+    torch = [sys.executable, str(HERE / "pytorch_gpt.py"), *common]
+    found = {"tessera": [arguments.tessera, *common]}
+    attentions = ["flash", "cudnn"] if arguments.device.startswith("cuda") else [None]
+    for attention in attentions:
+        suffix, options = ("", []) if attention is None else (
+            "-" + attention, ["--sdpa", attention])
+        found["pytorch-eager" + suffix] = [*torch, *options]
+        if not arguments.no_compile:
+            found["pytorch-compile" + suffix] = [*torch, *options, "--compile"]
+    return found
+
+
+def compare(arguments, shape, dtype):
+    programs, failed = [], {}
+    for name, command in commands(arguments, shape, dtype).items():
+        try:
+            programs.append(Program(name, command, arguments.threads))
+        except ProgramEnded as error:
+            if name == "tessera":
+                raise
+            failed[name] = str(error)
     for _ in range(arguments.rounds):
         for program in programs:
             program.steps(arguments.steps)
-    cell = {"vocab": vocab, "dtype": dtype}
-    for program in programs:
-        cell[program.name] = program.finish()
-    if arguments.profile:
-        cell["gemm_share"], cell["pytorch_profile_ms"] = gemm_share(arguments, vocab, dtype)
-    return cell
+    rows = {program.name: program.finish() for program in programs}
+    for row in rows.values():
+        row["tokens_per_s"] = shape.tokens() / row["ms_per_step"] * 1e3
+        row["tflop_per_s"] = shape.operations() / row["ms_per_step"] * 1e-9
+        row["mfu"] = row["tflop_per_s"] / arguments.peak_tflops if arguments.peak_tflops else None
+    return rows, failed
+
+
+def show(title, rows, failed):
+    ours = rows["tessera"]["ms_per_step"]
+    for name, row in rows.items():
+        peak = row.get("peak_tensor_bytes") if row.get("device", "cpu") != "cpu" else None
+        memory = peak if peak is not None else row["peak_resident_bytes"]
+        mfu = f"{row['mfu']:>6.1%}" if row["mfu"] is not None else f"{'-':>6}"
+        print(f"{title:<24} {name:<22} {row['ms_per_step']:>9.1f} {row['tokens_per_s']:>10.0f} "
+              f"{row['ms_per_step'] / ours:>16.2f}x {mfu} {memory / 2**20:>9.0f}", flush=True)
+    for name, error in failed.items():
+        print(f"{title:<24} {name:<22} failed: {error.strip().splitlines()[-1]}", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tessera", default="build/bench/bench_step", help="the program bench_step")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=[],
+                        help="default: the small GPT with each --vocab")
     parser.add_argument("--vocab", type=int, nargs="+", default=[256, 50304])
-    parser.add_argument("--dtype", nargs="+", default=["f32", "bf16"],
+    parser.add_argument("--dtype", nargs="+", default=[],
                         choices=["f32", "bf16", "autocast-bf16", "autocast-fp16"],
-                        help="bf16: parameters too in tessera, torch.autocast in PyTorch")
+                        help="bf16: parameters too in tessera, torch.autocast in PyTorch; default: "
+                        "f32 and bf16, on a GPU bf16")
+    parser.add_argument("--peak-tflops", type=float,
+                        help="of the device, for MFU; default on a GPU: 989, an H100's or H200's")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="steps a turn")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--profile", action="store_true",
-                        help="also the share of GEMM in PyTorch's profile")
+                        help="also the share of GEMM in PyTorch's profile of the small GPT")
     parser.add_argument("--json", help="write the results to this file")
     arguments = parser.parse_args()
+    on_gpu = arguments.device.startswith("cuda")
+    if on_gpu and arguments.peak_tflops is None:
+        arguments.peak_tflops = 989
+    dtypes = arguments.dtype or (["bf16"] if on_gpu else ["f32", "bf16"])
+    shapes = ({name: MODELS[name] for name in arguments.models} or
+              {f"vocab {vocab}": Shape(vocab=vocab) for vocab in arguments.vocab})
 
     cells = []
-    print(f"{'vocab':>6} {'dtype':>13}  {'program':<16} {'ms/step':>9} {'tokens/s':>9} "
-          f"{'speed of tessera':>17} {'memory MiB':>11} {'peak MiB':>9}")
-    for vocab in arguments.vocab:
-        for dtype in arguments.dtype:
-            cell = compare(arguments, vocab, dtype)
+    print(f"{'cell':<24} {'program':<22} {'ms/step':>9} {'tokens/s':>10} {'speed of tessera':>17} "
+          f"{'MFU':>6} {'peak MiB':>9}")
+    for title, shape in shapes.items():
+        for dtype in dtypes:
+            rows, failed = compare(arguments, shape, dtype)
+            show(f"{title} {dtype}", rows, failed)
+            cell = {"cell": title, "vocab": shape.vocab, "dtype": dtype, **rows}
+            if failed:
+                cell["failed"] = failed
+            if arguments.profile and not arguments.models:
+                share, profile = gemm_share(arguments, shape.vocab, dtype)
+                cell["gemm_share"], cell["pytorch_profile_ms"] = share, profile
+                print(f"{'':>25}GEMM is {share:.0%} of PyTorch's eager step: at equal GEMM, at "
+                      f"most {1 / share:.2f}x", flush=True)
             cells.append(cell)
-            ours = cell["tessera"]["ms_per_step"]
-            for name in ("tessera", "pytorch-eager", "pytorch-compile"):
-                if name not in cell:
-                    continue
-                row = cell[name]
-                print(f"{vocab:>6} {dtype:>13}  {name:<16} {row['ms_per_step']:>9.1f} "
-                      f"{2048 / row['ms_per_step'] * 1e3:>9.0f} "
-                      f"{row['ms_per_step'] / ours:>16.2f}x {row['resident_bytes'] / 2**20:>11.0f} "
-                      f"{row['peak_resident_bytes'] / 2**20:>9.0f}", flush=True)
-            if "gemm_share" in cell:
-                share = cell["gemm_share"]
-                print(f"{'':>22}GEMM is {share:.0%} of PyTorch's eager step: at equal GEMM, at most "
-                      f"{1 / share:.2f}x", flush=True)
     if arguments.json:
         path = pathlib.Path(arguments.json)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"threads": arguments.threads, "cells": cells}, indent=2) + "\n")
+        path.write_text(json.dumps({"threads": arguments.threads, "device": arguments.device,
+                                    "cells": cells}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

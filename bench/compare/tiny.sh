@@ -1,0 +1,26 @@
+#!/bin/sh
+# tiny.sh BENCH_STEP: the comparison with PyTorch at a size that says nothing, to see that it runs.
+# Skips (77) where python3, or $TESSERA_PYTHON, has no torch.
+set -eu
+python=${TESSERA_PYTHON:-python3}
+"$python" -c 'import torch' 2> /dev/null || { echo "skipped: $python has no torch"; exit 77; }
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+export PYTHONDONTWRITEBYTECODE=1
+"$python" "$(dirname "$0")/run.py" --tessera "$1" --models tiny tiny-bert --dtype f32 --no-compile \
+  --warmup 1 --steps 2 --rounds 2 --json "$folder/tiny.json" | tee "$folder/table"
+test "$(grep -c 'tessera .*x' "$folder/table")" -eq 2
+test "$(grep -c 'pytorch-eager .*x' "$folder/table")" -eq 2
+"$python" - "$folder/tiny.json" << 'END'
+import json
+import sys
+cells = json.load(open(sys.argv[1]))["cells"]
+assert [cell["cell"] for cell in cells] == ["tiny", "tiny-bert"], cells
+for cell in cells:
+    for program in ("tessera", "pytorch-eager"):
+        row = cell[program]
+        assert row["ms_per_step"] > 0 and row["tokens_per_s"] > 0 and row["loss"] > 0, row
+    expected = 5.5 if cell["cell"] == "tiny" else 0.7  # nothing is learned in four steps
+    for program in ("tessera", "pytorch-eager"):
+        assert abs(cell[program]["loss"] - expected) < 0.7, cell[program]
+END
