@@ -8,8 +8,10 @@ file(GLOB cuda_runtime_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/cor
 file(GLOB cuda_kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*.cu)
 
 set(without_cublaslt core/cuda/none/gemm_none.cpp)
+set(without_cudnn core/cuda/none/graph_none.cpp)
 add_library(tessera_core_no_cuda STATIC core/cuda/none/backend_none.cpp core/cuda/gemm.cpp
-  ${without_cublaslt})
+  core/cuda/library_graph.cpp core/cuda/attention_graph.cpp core/cuda/conv_graph.cpp
+  core/cuda/norm_graph.cpp ${without_cublaslt} ${without_cudnn})
 set_target_properties(tessera_core_no_cuda PROPERTIES EXPORT_NAME core_no_cuda POSITION_INDEPENDENT_CODE ON)
 target_link_libraries(tessera_core_no_cuda PRIVATE $<BUILD_INTERFACE:tessera_compile> PUBLIC tessera_core)
 set(tessera_gpu tessera_core_no_cuda)
@@ -30,6 +32,14 @@ if(TESSERA_CUDA_FOUND)
     list(FILTER cuda_runtime_sources EXCLUDE REGEX "/native_gemm.cpp$")
     list(APPEND cuda_runtime_sources ${without_cublaslt})
   endif()
+  # The same for cuDNN.
+  find_path(TESSERA_CUDNN_INCLUDE cudnn.h HINTS ${CUDAToolkit_INCLUDE_DIRS})
+  mark_as_advanced(TESSERA_CUDNN_INCLUDE)
+  if(NOT TESSERA_CUDNN_INCLUDE)
+    message(STATUS "tessera: no cudnn.h: attention and convolution run on own kernels; install libcudnn9-dev")
+    list(FILTER cuda_runtime_sources EXCLUDE REGEX "/native_graph.cpp$")
+    list(APPEND cuda_runtime_sources ${without_cudnn})
+  endif()
   # C++20 is asked for by hand: CMake 3.25 does not know it for nvcc 13. No contraction: the kernels
   # give the bits of the CPU's formulas. A kernel that spills registers fails the build.
   add_library(tessera_cuda_kernels OBJECT ${cuda_kernel_sources})
@@ -46,7 +56,8 @@ if(TESSERA_CUDA_FOUND)
   add_library(tessera_core_cuda STATIC ${cuda_runtime_sources} $<TARGET_OBJECTS:tessera_cuda_kernels>)
   set_target_properties(tessera_core_cuda PROPERTIES EXPORT_NAME core_cuda LINKER_LANGUAGE CXX
     POSITION_INDEPENDENT_CODE ON)
-  target_include_directories(tessera_core_cuda SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  target_include_directories(tessera_core_cuda SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS}
+    $<$<BOOL:${TESSERA_CUDNN_INCLUDE}>:${TESSERA_CUDNN_INCLUDE}>)
   # The runtime is linked statically and finds the driver when it is asked for a device: the same
   # program runs where there is none.
   target_link_libraries(tessera_core_cuda PRIVATE $<BUILD_INTERFACE:tessera_compile>

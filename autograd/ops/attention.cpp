@@ -4,6 +4,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/context.h>
 #include <tessera/core/kernels/attention.h>
 #include <tessera/core/raw_views.h>
 
@@ -62,7 +63,8 @@ kernels::AttentionSpec spec_of(const AttentionOptions& options, int64_t width) {
           .dropout = options.dropout,
           .stream = options.dropout > 0 ? (options.stream ? *options.stream : next_random_stream())
                                         : RandomStream{},
-          .mask = options.mask};
+          .mask = options.mask,
+          .policy = Context::current().slot<kernels::AttentionPolicy>()};
 }
 
 // Pairs of a query and a key that it sees; an explicit mask hides none of them.

@@ -1,11 +1,19 @@
-// Attention without a library and without tensor cores: one block for each row of queries (and, in
-// backward, of keys), scores in shared memory. It serves any mask, dropout, grouped heads and every
-// dtype where a faster path does not, and is what the emulation runs. Sums have a fixed order.
+// Attention on a GPU: cuDNN where it serves the problem, else the tiles below, for any mask,
+// dropout, grouped heads, width and dtype; they are what the emulation runs.
+//
+// Method: Dao, "FlashAttention-2" (2023). A block holds 64 rows of queries and walks over tiles of
+// 64 keys: the scores of a pair of tiles exist in registers and shared memory only. A running
+// maximum and sum scale what was added up before. Backward walks twice, once a block for rows of
+// queries and once for rows of keys, so that every sum has one owner and a fixed order: no atomics.
+// Products run on the ordinary units, in the compute type.
 #include <tessera/core/kernels/attention.h>
 
+#include <array>
 #include <cmath>
 
+#include <tessera/core/cuda/attention_graph.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/on_device.h>
 #include <tessera/core/math.h>
 #include <tessera/core/raw_views.h>
@@ -14,21 +22,30 @@
 namespace tessera::kernels {
 namespace {
 
-// Threads for a row of n scores.
-unsigned threads_for(int64_t n) { return row_threads(n) < 128 ? row_threads(n) : 128; }
+// A block of 256 threads owns 64 rows; thread (ty, tx) of 16 x 16 has rows 4 ty + i and columns
+// tx + 16 j of what it calculates.
+constexpr int kTile = 64, kSide = 16, kEach = kTile / kSide, kBlock = kSide * kSide;
+constexpr int kInner = 32;         // columns (rows) of operands in shared memory at a time
+constexpr int kPitch = kTile + 1;  // no two rows of a tile begin in one bank
+constexpr int kWeights = kTile * kPitch, kOperands = 2 * kInner * kPitch;
+static_assert(kOperands >= kInner * 2 * kTile);
 
 template <class T>
 struct View {  // [B, H, rows, columns], strides in elements
   T* data;
   int64_t batch, head, row, column;
+  bool vectors;  // 16 bytes along the columns can be loaded at once
   TS_DEVICE T* at(int64_t b, int64_t h, int64_t r) const {
     return data + b * batch + h * head + r * row;
   }
 };
 template <class T>
 View<T> view_of(const Tensor& x) {
-  if (!x.defined()) return {};
-  return {x.data_as<T>(), x.stride(0), x.stride(1), x.stride(2), x.stride(3)};
+  constexpr int64_t kVector = 16 / static_cast<int64_t>(sizeof(T));
+  bool vectors = x.stride(3) == 1 && x.size(3) % kVector == 0 &&
+                 reinterpret_cast<uintptr_t>(x.data()) % 16 == 0;
+  for (int i = 0; i < 3; ++i) vectors = vectors && x.stride(i) % kVector == 0;
+  return {x.data_as<T>(), x.stride(0), x.stride(1), x.stride(2), x.stride(3), vectors};
 }
 
 struct Problem {
@@ -40,12 +57,178 @@ struct Problem {
   RandomStream stream;
 };
 
-// scale q k + mask, or -infinity where the query does not see the key.
+// a b + c with one rounding, which is one instruction of a GPU.
+TS_DEVICE float fused(float a, float b, float c) { return ::fmaf(a, b, c); }
+TS_DEVICE double fused(double a, double b, double c) { return ::fma(a, b, c); }
+
+// One head's matrix.
 template <class T>
-TS_DEVICE Compute<T> score(const Problem& p, const T* q, int64_t q_column, const T* k,
-                           int64_t k_column, int64_t b, int64_t h, int64_t t, int64_t s) {
+struct Matrix {
+  T* data;
+  int64_t row, column;  // strides
+  int64_t rows, columns;
+  bool vectors;
+};
+template <class T>
+TS_DEVICE Matrix<T> head_of(const View<T>& x, int64_t b, int64_t h, int64_t rows, int64_t columns) {
+  T* const data = x.data != nullptr ? x.at(b, h, 0) : nullptr;  // no elements, no memory
+  return {data, x.row, x.column, rows, columns, x.vectors};
+}
+
+// N elements of a row from `column`, 0 outside of the matrix.
+template <int N, class T>
+TS_DEVICE void load_columns(const Matrix<T>& x, int64_t row, int64_t column,
+                            Compute<T> (&values)[N]) {
+  const T* const source = x.data + row * x.row + column * x.column;
+  if (x.vectors && row < x.rows && column < x.columns) {
+    const gpu::Vector<T, N> loaded = gpu::load_vector<N>(source);
+    TS_UNROLL
+    for (int i = 0; i < N; ++i) values[i] = load<Compute<T>>(loaded.values[i]);
+    return;
+  }
+  TS_UNROLL
+  for (int i = 0; i < N; ++i) {
+    values[i] = row < x.rows && column + i < x.columns ? load<Compute<T>>(source[i * x.column])
+                                                       : Compute<T>(0);
+  }
+}
+
+// tile[column][row]: kInner columns of kTile rows.
+template <class T>
+TS_DEVICE void load_by_columns(const Matrix<T>& x, int64_t row0, int64_t column0,
+                               Compute<T>* tile) {
+  constexpr int N = 16 / static_cast<int>(sizeof(T));
+  for (int v = static_cast<int>(threadIdx.x); v < kTile * kInner / N; v += kBlock) {
+    const int row = v / (kInner / N), column = v % (kInner / N) * N;
+    Compute<T> values[N];
+    load_columns<N>(x, row0 + row, column0 + column, values);
+    TS_UNROLL
+    for (int i = 0; i < N; ++i) tile[(column + i) * kPitch + row] = values[i];
+  }
+}
+
+// tile[row][column]: kInner rows of `Columns` columns.
+template <int Columns, class T>
+TS_DEVICE void load_by_rows(const Matrix<T>& x, int64_t row0, int64_t column0, Compute<T>* tile) {
+  constexpr int N = 16 / static_cast<int>(sizeof(T));
+  for (int v = static_cast<int>(threadIdx.x); v < kInner * Columns / N; v += kBlock) {
+    const int row = v / (Columns / N), column = v % (Columns / N) * N;
+    Compute<T> values[N];
+    load_columns<N>(x, row0 + row, column0 + column, values);
+    TS_UNROLL
+    for (int i = 0; i < N; ++i) tile[row * Columns + column + i] = values[i];
+  }
+}
+
+// sums = the products of rows left0... of left with rows right0... of right. `operands`: shared.
+template <class T>
+TS_DEVICE void multiply_rows(const Matrix<T>& left, int64_t left0, const Matrix<T>& right,
+                             int64_t right0, Compute<T>* operands,
+                             Compute<T> (&sums)[kEach][kEach]) {
   using A = Compute<T>;
-  if (p.causal && s > t) return -static_cast<A>(INFINITY);
+  const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
+  A* const a_tile = operands;
+  A* const b_tile = operands + kInner * kPitch;
+  TS_UNROLL
+  for (int i = 0; i < kEach; ++i) {
+    TS_UNROLL
+    for (int j = 0; j < kEach; ++j) sums[i][j] = A(0);
+  }
+  for (int64_t k0 = 0; k0 < left.columns; k0 += kInner) {
+    __syncthreads();  // who read the tiles before is done
+    load_by_columns(left, left0, k0, a_tile);
+    load_by_columns(right, right0, k0, b_tile);
+    __syncthreads();
+    const int count = left.columns - k0 < kInner ? static_cast<int>(left.columns - k0) : kInner;
+    for (int k = 0; k < count; ++k) {
+      A a[kEach], b[kEach];
+      TS_UNROLL
+      for (int i = 0; i < kEach; ++i) {
+        a[i] = a_tile[k * kPitch + ty * kEach + i];
+        b[i] = b_tile[k * kPitch + tx + i * kSide];
+      }
+      TS_UNROLL
+      for (int i = 0; i < kEach; ++i) {
+        TS_UNROLL
+        for (int j = 0; j < kEach; ++j) sums[i][j] = fused(a[i], b[j], sums[i][j]);
+      }
+    }
+  }
+}
+
+// Writes what the threads hold to weights[row][column] in shared memory.
+template <class A>
+TS_DEVICE void store_weights(const A (&values)[kEach][kEach], A* weights) {
+  const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
+  TS_UNROLL
+  for (int i = 0; i < kEach; ++i) {
+    TS_UNROLL
+    for (int j = 0; j < kEach; ++j) {
+      weights[(ty * kEach + i) * kPitch + tx + j * kSide] = values[i][j];
+    }
+  }
+}
+
+// sums[i][j] += weights (kTile, kTile) times rows row0... of x, columns column0 + tx + 16 j. The
+// weights may have been stored just before.
+template <int Panels, class T>
+TS_DEVICE void add_product(const Compute<T>* weights, const Matrix<T>& x, int64_t row0,
+                           int64_t column0, Compute<T>* operands,
+                           Compute<T> (&sums)[kEach][kEach * Panels]) {
+  using A = Compute<T>;
+  constexpr int kColumns = kTile * Panels;
+  const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
+  for (int r0 = 0; r0 < kTile && row0 + r0 < x.rows; r0 += kInner) {
+    __syncthreads();
+    load_by_rows<kColumns>(x, row0 + r0, column0, operands);
+    __syncthreads();
+    const int64_t left = x.rows - row0 - r0;
+    const int count = left < kInner ? static_cast<int>(left) : kInner;
+    for (int r = 0; r < count; ++r) {
+      A a[kEach];
+      TS_UNROLL
+      for (int i = 0; i < kEach; ++i) a[i] = weights[(ty * kEach + i) * kPitch + r0 + r];
+      TS_UNROLL
+      for (int j = 0; j < kEach * Panels; ++j) {
+        const A b = operands[r * kColumns + tx + j * kSide];
+        TS_UNROLL
+        for (int i = 0; i < kEach; ++i) sums[i][j] = fused(a[i], b, sums[i][j]);
+      }
+    }
+  }
+}
+
+template <int Panels, class T>
+TS_DEVICE void write_rows(const Matrix<T>& x, int64_t row0, int64_t column0,
+                          const Compute<T> (&sums)[kEach][kEach * Panels],
+                          const Compute<T> (&factors)[kEach]) {
+  const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
+  TS_UNROLL
+  for (int i = 0; i < kEach; ++i) {
+    const int64_t row = row0 + ty * kEach + i;
+    TS_UNROLL
+    for (int j = 0; j < kEach * Panels; ++j) {
+      const int64_t column = column0 + tx + j * kSide;
+      if (row < x.rows && column < x.columns) {
+        x.data[row * x.row + column * x.column] = store<T>(sums[i][j] * factors[i]);
+      }
+    }
+  }
+}
+
+// The 16 threads that share rows.
+template <class A, class Op>
+TS_DEVICE A row_reduce(A value, const Op& op) {
+  for (int lanes = kSide / 2; lanes > 0; lanes /= 2) {
+    value = op(value, __shfl_xor_sync(gpu::kAllLanes, value, lanes));
+  }
+  return value;
+}
+
+// scale (q k) + mask, or -infinity where the query does not see the key.
+template <class A>
+TS_DEVICE A score_of(const Problem& p, A product, int64_t b, int64_t h, int64_t t, int64_t s) {
+  if (t >= p.T || s >= p.S || (p.causal && s > t)) return -static_cast<A>(INFINITY);
   A added = 0;
   if (p.has_mask) {
     const char* const m = p.mask.at(b, h, t) + s * p.mask.column;
@@ -66,9 +249,7 @@ TS_DEVICE Compute<T> score(const Problem& p, const T* q, int64_t q_column, const
         added = static_cast<A>(to_float(*reinterpret_cast<const f16*>(m)));
     }
   }
-  A sum = 0;
-  for (int64_t e = 0; e < p.E; ++e) sum += load<A>(q[e * q_column]) * load<A>(k[e * k_column]);
-  return sum * static_cast<A>(p.scale) + added;
+  return product * static_cast<A>(p.scale) + added;
 }
 
 // What dropout multiplies a probability with.
@@ -82,51 +263,83 @@ TS_DEVICE A kept(const Problem& p, int64_t b, int64_t h, int64_t t, int64_t s) {
   return static_cast<A>(p.dropout < 1 ? 1 / (1 - p.dropout) : 0);
 }
 
-// A block for each (b, h, t).
-template <class T>
-__global__ void attention_kernel(const Problem p, const View<T> query, const View<T> key,
-                                 const View<T> value, const View<T> output, Compute<T>* log_sums) {
+// Which rows a block owns; the longest walks of a causal problem begin first.
+struct Place {
+  int64_t b, h, row0;
+};
+TS_DEVICE Place place_of(int64_t heads, int64_t tiles, bool last_first) {
+  const int64_t tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
+  return {pair / heads, pair % heads, (last_first ? tiles - 1 - tile : tile) * kTile};
+}
+TS_DEVICE int64_t tiles_of(int64_t rows) { return (rows + kTile - 1) / kTile; }
+
+// A block for each (b, h, tile of queries) and panel of output columns.
+template <class T, int Panels>
+__global__ void __launch_bounds__(kBlock)
+    attention_kernel(const Problem p, const View<T> query, const View<T> key, const View<T> value,
+                     const View<T> output, Compute<T>* log_sums) {
   using A = Compute<T>;
-  TS_REDUCE_SLOT(A, slot);
-  TS_REDUCE_SLOT(double, sum_slot);
-  A* const scores = gpu::dynamic_shared<A>();  // (S)
-  const int64_t row = blockIdx.x, t = row % p.T, h = row / p.T % p.H, b = row / p.T / p.H;
-  const T* const q = query.at(b, h, t);
-  A largest = -static_cast<A>(INFINITY);
-  for (int64_t s = threadIdx.x; s < p.S; s += blockDim.x) {
-    scores[s] = score(p, q, query.column, key.at(b, h / p.group, s), key.column, b, h, t, s);
-    largest = gpu::Larger{}(largest, scores[s]);
+  A* const operands = gpu::dynamic_shared<A>();
+  A* const weights = operands + kOperands;
+  const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
+  const auto [b, h, t0] = place_of(p.H, tiles_of(p.T), p.causal);
+  const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
+  const Matrix<T> q = head_of(query, b, h, p.T, p.E), k = head_of(key, b, h / p.group, p.S, p.E);
+  const Matrix<T> v = head_of(value, b, h / p.group, p.S, p.Ev);
+  A largest[kEach], total[kEach], sums[kEach][kEach * Panels];
+  TS_UNROLL
+  for (int i = 0; i < kEach; ++i) {
+    largest[i] = -static_cast<A>(INFINITY);
+    total[i] = A(0);
+    TS_UNROLL
+    for (int j = 0; j < kEach * Panels; ++j) sums[i][j] = A(0);
   }
-  largest = gpu::block_reduce(largest, gpu::Larger{}, -static_cast<A>(INFINITY), slot);
-  T* const out = output.at(b, h, t);
-  if (largest == -static_cast<A>(INFINITY)) {  // no key: the whole block
-    for (int64_t e = threadIdx.x; e < p.Ev; e += blockDim.x)
-      out[e * output.column] = store<T>(A(0));
-    if (threadIdx.x == 0) log_sums[row] = static_cast<A>(INFINITY);
-    return;
-  }
-  double sum = 0;
-  for (int64_t s = threadIdx.x; s < p.S; s += blockDim.x) {
-    scores[s] = math::exp(scores[s] - largest);
-    sum += static_cast<double>(scores[s]);
-  }
-  sum = gpu::block_reduce(sum, gpu::Plus{}, 0.0, sum_slot);
-  if (threadIdx.x == 0) {
-    log_sums[row] = static_cast<A>(static_cast<double>(largest) + ::log(sum));
-  }
-  const A scale = static_cast<A>(1 / sum);
-  if (p.dropout > 0) {
-    for (int64_t s = threadIdx.x; s < p.S; s += blockDim.x) scores[s] *= kept<A>(p, b, h, t, s);
-  }
-  __syncthreads();
-  const T* const v = value.at(b, h / p.group, 0);
-  for (int64_t e = threadIdx.x; e < p.Ev; e += blockDim.x) {
-    A total = 0;
-    for (int64_t s = 0; s < p.S; ++s) {
-      total += scores[s] * load<A>(v[s * value.row + e * value.column]);
+  const int64_t end = p.causal && t0 + kTile < p.S ? t0 + kTile : p.S;
+  for (int64_t s0 = 0; s0 < end; s0 += kTile) {
+    A scores[kEach][kEach];
+    multiply_rows(q, t0, k, s0, operands, scores);
+    TS_UNROLL
+    for (int i = 0; i < kEach; ++i) {
+      const int64_t t = t0 + ty * kEach + i;
+      A above = largest[i];
+      TS_UNROLL
+      for (int j = 0; j < kEach; ++j) {
+        scores[i][j] = score_of(p, scores[i][j], b, h, t, s0 + tx + j * kSide);
+        above = gpu::Larger{}(above, scores[i][j]);
+      }
+      above = row_reduce(above, gpu::Larger{});
+      const bool sees_none = above == -static_cast<A>(INFINITY);
+      const A shrink = sees_none ? A(1) : math::exp(largest[i] - above);
+      A sum = 0;
+      TS_UNROLL
+      for (int j = 0; j < kEach; ++j) {
+        scores[i][j] = sees_none ? A(0) : math::exp(scores[i][j] - above);
+        sum += scores[i][j];
+        if (p.dropout > 0 && scores[i][j] != A(0)) {
+          scores[i][j] *= kept<A>(p, b, h, t, s0 + tx + j * kSide);
+        }
+      }
+      total[i] = total[i] * shrink + row_reduce(sum, gpu::Plus{});
+      largest[i] = above;
+      TS_UNROLL
+      for (int j = 0; j < kEach * Panels; ++j) sums[i][j] *= shrink;
     }
-    out[e * output.column] = store<T>(total * scale);
+    __syncthreads();  // the weights of the tile before were read
+    store_weights(scores, weights);
+    add_product<Panels>(weights, v, s0, column0, operands, sums);
   }
+  A factors[kEach];
+  TS_UNROLL
+  for (int i = 0; i < kEach; ++i) {
+    const int64_t t = t0 + ty * kEach + i;
+    const bool sees_none = largest[i] == -static_cast<A>(INFINITY);
+    factors[i] = sees_none ? A(0) : A(1) / total[i];
+    if (tx == 0 && blockIdx.y == 0 && t < p.T) {
+      log_sums[(b * p.H + h) * p.T + t] =
+          sees_none ? static_cast<A>(INFINITY) : largest[i] + math::log(total[i]);
+    }
+  }
+  write_rows<Panels>(head_of(output, b, h, p.T, p.Ev), t0, column0, sums, factors);
 }
 
 template <class T>
@@ -136,97 +349,129 @@ struct Gradients {
   Compute<T>* deltas;          // (B, H, T): sum of dy y
 };
 
-// exp(score - log sum) of one pair; 0 where the row sees no key.
+// A warp for each (b, h, t).
 template <class T>
-TS_DEVICE Compute<T> probability(const Problem& p, const Gradients<T>& g, int64_t b, int64_t h,
-                                 int64_t t, int64_t s) {
-  const Compute<T> value = score(p, g.query.at(b, h, t), g.query.column,
-                                 g.key.at(b, h / p.group, s), g.key.column, b, h, t, s);
-  return math::exp(value - g.log_sums[(b * p.H + h) * p.T + t]);
-}
-
-template <class T>
-TS_DEVICE Compute<T> grad_probability(const Problem& p, const Gradients<T>& g, int64_t b, int64_t h,
-                                      int64_t t, int64_t s) {
+__global__ void delta_kernel(const Problem p, const Gradients<T> g, int64_t rows) {
   using A = Compute<T>;
-  const T* const dy = g.grad_output.at(b, h, t);
-  const T* const v = g.value.at(b, h / p.group, s);
-  A sum = 0;
-  for (int64_t e = 0; e < p.Ev; ++e) {
-    sum += load<A>(dy[e * g.grad_output.column]) * load<A>(v[e * g.value.column]);
-  }
-  return sum * kept<A>(p, b, h, t, s);
-}
-
-// A block for each (b, h, t): its delta and grad_query.
-template <class T>
-__global__ void query_gradient_kernel(const Problem p, const Gradients<T> g) {
-  using A = Compute<T>;
-  TS_REDUCE_SLOT(A, slot);
-  A* const grad_scores = gpu::dynamic_shared<A>();  // (S)
-  const int64_t row = blockIdx.x, t = row % p.T, h = row / p.T % p.H, b = row / p.T / p.H;
+  const int64_t row = gpu::first_index() / gpu::kWarp;
+  if (row >= rows) return;
+  const int64_t t = row % p.T, h = row / p.T % p.H, b = row / p.T / p.H;
   const T* const dy = g.grad_output.at(b, h, t);
   const T* const y = g.output.at(b, h, t);
   A delta = 0;
-  for (int64_t e = threadIdx.x; e < p.Ev; e += blockDim.x) {
+  for (int64_t e = threadIdx.x % gpu::kWarp; e < p.Ev; e += gpu::kWarp) {
     delta += load<A>(dy[e * g.grad_output.column]) * load<A>(y[e * g.output.column]);
   }
-  delta = gpu::block_reduce(delta, gpu::Plus{}, A(0), slot);
-  if (threadIdx.x == 0) g.deltas[row] = delta;
-  for (int64_t s = threadIdx.x; s < p.S; s += blockDim.x) {
-    const A weight = probability(p, g, b, h, t, s);
-    grad_scores[s] = weight == A(0) ? A(0) : weight * (grad_probability(p, g, b, h, t, s) - delta);
-  }
-  __syncthreads();
-  const T* const k = g.key.at(b, h / p.group, 0);
-  T* const dq = g.grad_query.at(b, h, t);
-  for (int64_t e = threadIdx.x; e < p.E; e += blockDim.x) {
-    A total = 0;
-    for (int64_t s = 0; s < p.S; ++s) {
-      total += grad_scores[s] * load<A>(k[s * g.key.row + e * g.key.column]);
-    }
-    dq[e * g.grad_query.column] = store<T>(total * static_cast<A>(p.scale));
-  }
+  delta = gpu::warp_reduce(delta, gpu::Plus{});
+  if (threadIdx.x % gpu::kWarp == 0) g.deltas[row] = delta;
 }
 
-// A block for each (b, key head, s): grad_key and grad_value, summed over the group's heads and all
-// queries in their order. deltas are there by now.
-template <class T>
-__global__ void key_gradient_kernel(const Problem p, const Gradients<T> g) {
+// A block for each (b, h, tile of queries) and panel of columns: grad_query.
+template <class T, int Panels>
+__global__ void __launch_bounds__(kBlock)
+    query_gradient_kernel(const Problem p, const Gradients<T> g) {
   using A = Compute<T>;
-  A* const weights = gpu::dynamic_shared<A>();  // (T) after dropout
-  A* const grad_scores = weights + p.T;         // (T)
-  const int64_t Hk = p.H / p.group;
-  const int64_t s = blockIdx.x % p.S, hk = blockIdx.x / p.S % Hk, b = blockIdx.x / p.S / Hk;
-  T* const dk = g.grad_key.at(b, hk, s);
-  T* const dv = g.grad_value.at(b, hk, s);
-  const int64_t columns = p.E > p.Ev ? p.E : p.Ev;
-  // Each thread owns columns threadIdx.x, threadIdx.x + blockDim.x, ...; its sums over the heads of
-  // the group stay in registers for one column at a time.
-  for (int64_t first = 0; first < columns; first += blockDim.x) {
-    const int64_t e = first + threadIdx.x;
-    A key_sum = 0, value_sum = 0;
-    for (int64_t h = hk * p.group; h < (hk + 1) * p.group; ++h) {
-      for (int64_t t = threadIdx.x; t < p.T; t += blockDim.x) {
-        const A weight = probability(p, g, b, h, t, s);
-        const A delta = g.deltas[(b * p.H + h) * p.T + t];
-        weights[t] = weight * kept<A>(p, b, h, t, s);
-        grad_scores[t] =
-            weight == A(0) ? A(0) : weight * (grad_probability(p, g, b, h, t, s) - delta);
+  A* const operands = gpu::dynamic_shared<A>();
+  A* const weights = operands + kOperands;
+  const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
+  const auto [b, h, t0] = place_of(p.H, tiles_of(p.T), p.causal);
+  const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
+  const Matrix<T> q = head_of(g.query, b, h, p.T, p.E);
+  const Matrix<T> k = head_of(g.key, b, h / p.group, p.S, p.E);
+  const Matrix<T> v = head_of(g.value, b, h / p.group, p.S, p.Ev);
+  const Matrix<T> dy = head_of(g.grad_output, b, h, p.T, p.Ev);
+  A log_sum[kEach], delta[kEach], sums[kEach][kEach * Panels];
+  TS_UNROLL
+  for (int i = 0; i < kEach; ++i) {
+    const int64_t t = t0 + ty * kEach + i, row = (b * p.H + h) * p.T + t;
+    log_sum[i] = t < p.T ? g.log_sums[row] : A(0);
+    delta[i] = t < p.T ? g.deltas[row] : A(0);
+    TS_UNROLL
+    for (int j = 0; j < kEach * Panels; ++j) sums[i][j] = A(0);
+  }
+  const int64_t end = p.causal && t0 + kTile < p.S ? t0 + kTile : p.S;
+  for (int64_t s0 = 0; s0 < end; s0 += kTile) {
+    A scores[kEach][kEach], grads[kEach][kEach];
+    multiply_rows(q, t0, k, s0, operands, scores);
+    multiply_rows(dy, t0, v, s0, operands, grads);
+    TS_UNROLL
+    for (int i = 0; i < kEach; ++i) {
+      TS_UNROLL
+      for (int j = 0; j < kEach; ++j) {
+        const int64_t t = t0 + ty * kEach + i, s = s0 + tx + j * kSide;
+        const A weight = math::exp(score_of(p, scores[i][j], b, h, t, s) - log_sum[i]);
+        if (p.dropout > 0 && weight != A(0)) grads[i][j] *= kept<A>(p, b, h, t, s);
+        grads[i][j] = weight == A(0) ? A(0) : weight * (grads[i][j] - delta[i]);
       }
-      __syncthreads();
-      for (int64_t t = 0; t < p.T; ++t) {
-        if (e < p.E) key_sum += grad_scores[t] * load<A>(g.query.at(b, h, t)[e * g.query.column]);
-        if (e < p.Ev) {
-          value_sum += weights[t] * load<A>(g.grad_output.at(b, h, t)[e * g.grad_output.column]);
+    }
+    __syncthreads();
+    store_weights(grads, weights);
+    add_product<Panels>(weights, k, s0, column0, operands, sums);
+  }
+  A factors[kEach];
+  TS_UNROLL
+  for (int i = 0; i < kEach; ++i) factors[i] = static_cast<A>(p.scale);
+  write_rows<Panels>(head_of(g.grad_query, b, h, p.T, p.E), t0, column0, sums, factors);
+}
+
+// A block for each (b, key head, tile of keys) and panel of columns: grad_key and grad_value,
+// summed over the group's heads and all queries in their order.
+template <class T, int Panels>
+__global__ void __launch_bounds__(kBlock)
+    key_gradient_kernel(const Problem p, const Gradients<T> g) {
+  using A = Compute<T>;
+  A* const operands = gpu::dynamic_shared<A>();
+  A* const weights = operands + kOperands;
+  const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
+  const int64_t Hk = p.H / p.group;
+  const auto [b, hk, s0] = place_of(Hk, tiles_of(p.S), false);
+  const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
+  const Matrix<T> k = head_of(g.key, b, hk, p.S, p.E), v = head_of(g.value, b, hk, p.S, p.Ev);
+  A key_sums[kEach][kEach * Panels], value_sums[kEach][kEach * Panels];
+  TS_UNROLL
+  for (int i = 0; i < kEach; ++i) {
+    TS_UNROLL
+    for (int j = 0; j < kEach * Panels; ++j) key_sums[i][j] = value_sums[i][j] = A(0);
+  }
+  for (int64_t h = hk * p.group; h < (hk + 1) * p.group; ++h) {
+    const Matrix<T> q = head_of(g.query, b, h, p.T, p.E);
+    const Matrix<T> dy = head_of(g.grad_output, b, h, p.T, p.Ev);
+    for (int64_t t0 = p.causal ? s0 : 0; t0 < p.T; t0 += kTile) {
+      A scores[kEach][kEach], grads[kEach][kEach];
+      multiply_rows(k, s0, q, t0, operands, scores);
+      multiply_rows(v, s0, dy, t0, operands, grads);
+      TS_UNROLL
+      for (int j = 0; j < kEach; ++j) {
+        const int64_t t = t0 + tx + j * kSide, row = (b * p.H + h) * p.T + t;
+        const A log_sum = t < p.T ? g.log_sums[row] : A(0), delta = t < p.T ? g.deltas[row] : A(0);
+        TS_UNROLL
+        for (int i = 0; i < kEach; ++i) {
+          const int64_t s = s0 + ty * kEach + i;
+          const A weight = math::exp(score_of(p, scores[i][j], b, h, t, s) - log_sum);
+          const A keep = p.dropout > 0 && weight != A(0) ? kept<A>(p, b, h, t, s) : A(1);
+          grads[i][j] = weight == A(0) ? A(0) : weight * (grads[i][j] * keep - delta);
+          scores[i][j] = weight * keep;
         }
       }
       __syncthreads();
+      store_weights(scores, weights);
+      add_product<Panels>(weights, dy, t0, column0, operands, value_sums);
+      __syncthreads();
+      store_weights(grads, weights);
+      add_product<Panels>(weights, q, t0, column0, operands, key_sums);
     }
-    if (e < p.E) dk[e * g.grad_key.column] = store<T>(key_sum * static_cast<A>(p.scale));
-    if (e < p.Ev) dv[e * g.grad_value.column] = store<T>(value_sum);
   }
+  A scales[kEach], ones[kEach];
+  TS_UNROLL
+  for (int i = 0; i < kEach; ++i) {
+    scales[i] = static_cast<A>(p.scale);
+    ones[i] = A(1);
+  }
+  write_rows<Panels>(head_of(g.grad_key, b, hk, p.S, p.E), s0, column0, key_sums, scales);
+  write_rows<Panels>(head_of(g.grad_value, b, hk, p.S, p.Ev), s0, column0, value_sums, ones);
 }
+
+// ---- Launches -----------------------------------------------------------------------------------
 
 Problem problem_of(const Tensor& query, const Tensor& key, const Tensor& value,
                    const AttentionSpec& spec) {
@@ -247,36 +492,167 @@ Problem problem_of(const Tensor& query, const Tensor& key, const Tensor& value,
     const int64_t bytes = size_of(spec.mask.dtype());
     p.mask_dtype = spec.mask.dtype();
     p.mask = {static_cast<char*>(spec.mask.data()), spec.mask.stride(0) * bytes,
-              spec.mask.stride(1) * bytes, spec.mask.stride(2) * bytes,
-              spec.mask.stride(3) * bytes};
+              spec.mask.stride(1) * bytes,          spec.mask.stride(2) * bytes,
+              spec.mask.stride(3) * bytes,          false};
   }
-  constexpr int64_t kLongest = 24 << 10;  // of f64 scores in 227 KiB, with room for reductions
-  const int64_t longest = p.S > 2 * p.T ? p.S : 2 * p.T;
-  TS_CHECK_AS(UnsupportedError, longest <= kLongest, "scaled_dot_product_attention",
-              "the fallback for GPUs takes at most ", kLongest / 2, " queries and ", kLongest,
-              " keys; got ", query, " and ", key, "; split the sequence");
   return p;
+}
+
+// Blocks for `pairs` of sample and head, and panels of `columns`.
+template <class T>
+gpu::LaunchConfig over_tiles(const char* name, int64_t pairs, int64_t rows, int64_t columns,
+                             int panels) {
+  return {.name = name,
+          .grid = dim3(static_cast<unsigned>(pairs * ((rows + kTile - 1) / kTile)),
+                       gpu::blocks(columns, kTile, panels)),
+          .block = kBlock,
+          .shared_bytes = (kOperands + kWeights) * sizeof(Compute<T>)};
+}
+
+// Calls run<T, panels>: 128 columns a block where there are so many and their sums fit registers.
+template <class Run>
+void dispatch_panels(DType dtype, int64_t columns, const Run& run) {
+  dispatch_floating(dtype, "scaled_dot_product_attention", [&]<class T>() {
+    if constexpr (sizeof(Compute<T>) == 4) {
+      if (columns > kTile) return run.template operator()<T, 2>();
+    }
+    run.template operator()<T, 1>();
+  });
+}
+
+void attention_by_tiles(const Tensor& query, const Tensor& key, const Tensor& value,
+                        const AttentionSpec& spec, const AttentionResult& result) {
+  const Problem p = problem_of(query, key, value, spec);
+  dispatch_panels(query.dtype(), p.Ev, [&]<class T, int Panels>() {
+    gpu::launch(over_tiles<T>("attention", query.size(0) * p.H, p.T, p.Ev > 0 ? p.Ev : 1, Panels),
+                attention_kernel<T, Panels>, p, view_of<T>(query), view_of<T>(key),
+                view_of<T>(value), view_of<T>(result.output),
+                result.log_sums.data_as<Compute<T>>());
+  });
+}
+
+// ---- The library --------------------------------------------------------------------------------
+
+gpu::AttentionOperand operand_of(const Tensor& x) {
+  gpu::AttentionOperand result{x.stride(0), x.stride(1), x.stride(2), x.stride(3), x.data()};
+  // A dimension of one element has any stride; the library wants one that fits.
+  if (x.size(2) == 1) result.row = x.size(3);
+  if (x.size(1) == 1) result.head = x.size(2) * x.size(3);
+  if (x.size(0) == 1) result.batch = x.size(1) * x.size(2) * x.size(3);
+  return result;
+}
+
+gpu::AttentionProblem library_problem(const Tensor& query, const Tensor& key, const Tensor& value,
+                                      const AttentionResult& result, const AttentionSpec& spec) {
+  return {.dtype = query.dtype(),
+          .B = query.size(0),
+          .H = query.size(1),
+          .Hk = key.size(1),
+          .T = query.size(2),
+          .S = key.size(2),
+          .E = query.size(3),
+          .Ev = value.size(3),
+          .scale = spec.scale,
+          .causal = spec.causal,
+          .dropout = spec.dropout,
+          .has_mask = spec.mask.defined(),
+          .query = operand_of(query),
+          .key = operand_of(key),
+          .value = operand_of(value),
+          .output = operand_of(result.output),
+          .log_sums = result.log_sums.data(),
+          .deterministic = spec.policy.deterministic};
+}
+
+// The backward of a problem whose gradients lie as the operands do.
+gpu::AttentionProblem backward_of(gpu::AttentionProblem p) {
+  p.backward = true;
+  p.grad_output = p.output;
+  p.grad_query = p.query;
+  p.grad_key = p.key;
+  p.grad_value = p.value;
+  return p;
+}
+
+// Where the library draws dropout it must do so in both directions, so forward asks for both.
+bool is_served(const gpu::AttentionProblem& p, const AttentionSpec& spec) {
+  const int version = spec.policy.library ? gpu::graph_library_version() : 0;
+  if (version == 0 || !validate(p, version).empty()) return false;
+  if (spec.dropout <= 0) return true;
+  const gpu::AttentionProblem backward = backward_of(p);
+  return !spec.policy.equal_dropout && validate(backward, version).empty() &&
+         has_engine(attention_request(p)) && has_engine(attention_request(backward));
+}
+
+__global__ void store_stream_kernel(int64_t* numbers, uint64_t seed, uint64_t stream) {
+  numbers[0] = static_cast<int64_t>(seed);
+  numbers[1] = static_cast<int64_t>(stream);
+}
+
+bool run_on_library(const gpu::AttentionProblem& p, const RandomStream& stream,
+                    const Device& device) {
+  std::array<void*, gpu::kAttentionSlots> memory{};
+  memory[gpu::kQuerySlot] = p.query.data;
+  memory[gpu::kKeySlot] = p.key.data;
+  memory[gpu::kValueSlot] = p.value.data;
+  memory[gpu::kOutputSlot] = p.output.data;
+  memory[gpu::kLogSumsSlot] = p.log_sums;
+  memory[gpu::kGradOutputSlot] = p.grad_output.data;
+  memory[gpu::kGradQuerySlot] = p.grad_query.data;
+  memory[gpu::kGradKeySlot] = p.grad_key.data;
+  memory[gpu::kGradValueSlot] = p.grad_value.data;
+  Tensor numbers;
+  if (p.dropout > 0) {
+    numbers = raw::empty({2}, kI64, device);
+    int64_t* const seed = numbers.data_as<int64_t>();
+    gpu::launch({.name = "scaled_dot_product_attention"}, store_stream_kernel, seed, stream.seed,
+                stream.stream);
+    memory[gpu::kSeedSlot] = seed;
+    memory[gpu::kOffsetSlot] = seed + 1;
+  }
+  return run_graph(attention_request(p), memory);
 }
 
 AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
                                const AttentionSpec& spec) {
-  const Problem p = problem_of(query, key, value, spec);
-  const int64_t B = query.size(0);
+  const int64_t B = query.size(0), H = query.size(1), T = query.size(2), Ev = value.size(3);
   const DType compute = query.dtype() == kF64 ? kF64 : kF32;
   AttentionResult result{
-      raw::transpose(raw::empty({B, p.T, p.H, p.Ev}, query.dtype(), query.device()), 1, 2),
-      raw::empty({B, p.H, p.T}, compute, query.device())};
-  if (B * p.H * p.T == 0) return result;
-  dispatch_floating(query.dtype(), "scaled_dot_product_attention", [&]<class T>() {
-    using A = Compute<T>;
-    gpu::launch({.name = "attention",
-                 .grid = static_cast<unsigned>(B * p.H * p.T),
-                 .block = threads_for(p.S),
-                 .shared_bytes = static_cast<size_t>(p.S) * sizeof(A)},
-                attention_kernel<T>, p, view_of<T>(query), view_of<T>(key), view_of<T>(value),
-                view_of<T>(result.output), result.log_sums.data_as<A>());
-  });
+      raw::transpose(raw::empty({B, T, H, Ev}, query.dtype(), query.device()), 1, 2),
+      raw::empty({B, H, T}, compute, query.device())};
+  if (B * H * T == 0) return result;
+  const gpu::AttentionProblem problem = library_problem(query, key, value, result, spec);
+  if (is_served(problem, spec) && run_on_library(problem, spec.stream, query.device())) {
+    return result;
+  }
+  attention_by_tiles(query, key, value, spec, result);
   return result;
+}
+
+bool backward_on_library(const Tensor& grad_output, const Tensor& query, const Tensor& key,
+                         const Tensor& value, const Tensor& output, const Tensor& log_sums,
+                         const AttentionSpec& spec, const Tensor& grad_query,
+                         const Tensor& grad_key, const Tensor& grad_value) {
+  gpu::AttentionProblem problem = library_problem(query, key, value, {output, log_sums}, spec);
+  if (!is_served(problem, spec)) return false;
+  problem.backward = true;
+  problem.grad_output = operand_of(grad_output);
+  problem.grad_query = operand_of(grad_query);
+  problem.grad_key = operand_of(grad_key);
+  problem.grad_value = operand_of(grad_value);
+  const int version = gpu::graph_library_version();
+  Tensor dense = grad_output;
+  if (!validate(problem, version).empty()) {  // as the gradient of a sum lies, for example
+    dense = raw::transpose(contiguous(raw::transpose(grad_output, 1, 2)), 1, 2);
+    problem.grad_output = operand_of(dense);
+  }
+  const std::string reason = validate(problem, version);
+  const bool ran = reason.empty() && run_on_library(problem, spec.stream, query.device());
+  TS_CHECK_AS(UnsupportedError, ran || spec.dropout <= 0, "scaled_dot_product_attention",
+              "forward drew dropout by ", gpu::graph_library(), ", which has no backward for it (",
+              reason.empty() ? "no engine" : reason,
+              "); set kernels::AttentionPolicy::equal_dropout");
+  return ran;
 }
 
 void attention_backward_cuda(const Tensor& grad_output, const Tensor& query, const Tensor& key,
@@ -284,35 +660,43 @@ void attention_backward_cuda(const Tensor& grad_output, const Tensor& query, con
                              const AttentionSpec& spec, const Tensor& grad_query,
                              const Tensor& grad_key, const Tensor& grad_value) {
   const Problem p = problem_of(query, key, value, spec);
-  const int64_t B = query.size(0), Hk = key.size(1);
+  const int64_t B = query.size(0), Hk = key.size(1), rows = B * p.H * p.T;
+  if (rows > 0 && B * Hk * p.S > 0 &&
+      backward_on_library(grad_output, query, key, value, output, log_sums, spec, grad_query,
+                          grad_key, grad_value)) {
+    return;
+  }
   const Tensor deltas = raw::empty({B, p.H, p.T}, log_sums.dtype(), query.device());
-  dispatch_floating(query.dtype(), "scaled_dot_product_attention", [&]<class T>() {
-    using A = Compute<T>;
-    const Gradients<T> g{.query = view_of<T>(query),
-                         .key = view_of<T>(key),
-                         .value = view_of<T>(value),
-                         .output = view_of<T>(output),
-                         .grad_output = view_of<T>(grad_output),
-                         .grad_query = view_of<T>(grad_query),
-                         .grad_key = view_of<T>(grad_key),
-                         .grad_value = view_of<T>(grad_value),
-                         .log_sums = log_sums.data_as<A>(),
-                         .deltas = deltas.data_as<A>()};
-    if (B * p.H * p.T > 0) {
-      gpu::launch({.name = "attention_backward",
-                   .grid = static_cast<unsigned>(B * p.H * p.T),
-                   .block = threads_for(p.S),
-                   .shared_bytes = static_cast<size_t>(p.S) * sizeof(A)},
-                  query_gradient_kernel<T>, p, g);
-    }
-    if (B * Hk * p.S > 0) {
-      gpu::launch({.name = "attention_backward",
-                   .grid = static_cast<unsigned>(B * Hk * p.S),
-                   .block = threads_for(p.T),
-                   .shared_bytes = static_cast<size_t>(2 * p.T) * sizeof(A)},
-                  key_gradient_kernel<T>, p, g);
-    }
-  });
+  const auto gradients = [&]<class T>() {
+    return Gradients<T>{.query = view_of<T>(query),
+                        .key = view_of<T>(key),
+                        .value = view_of<T>(value),
+                        .output = view_of<T>(output),
+                        .grad_output = view_of<T>(grad_output),
+                        .grad_query = view_of<T>(grad_query),
+                        .grad_key = view_of<T>(grad_key),
+                        .grad_value = view_of<T>(grad_value),
+                        .log_sums = log_sums.data_as<Compute<T>>(),
+                        .deltas = deltas.data_as<Compute<T>>()};
+  };
+  const char* const name = "attention_backward";
+  if (rows > 0) {
+    dispatch_panels(query.dtype(), p.E, [&]<class T, int Panels>() {
+      gpu::launch({.name = name, .grid = gpu::blocks(rows, kBlock / gpu::kWarp), .block = kBlock},
+                  delta_kernel<T>, p, gradients.template operator()<T>(), rows);
+      if (p.E > 0) {
+        gpu::launch(over_tiles<T>(name, B * p.H, p.T, p.E, Panels),
+                    query_gradient_kernel<T, Panels>, p, gradients.template operator()<T>());
+      }
+    });
+  }
+  const int64_t columns = p.E > p.Ev ? p.E : p.Ev;
+  if (B * Hk * p.S > 0 && columns > 0) {
+    dispatch_panels(query.dtype(), columns, [&]<class T, int Panels>() {
+      gpu::launch(over_tiles<T>(name, B * Hk, p.S, columns, Panels), key_gradient_kernel<T, Panels>,
+                  p, gradients.template operator()<T>());
+    });
+  }
 }
 
 }  // namespace

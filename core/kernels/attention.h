@@ -5,12 +5,24 @@
 // query: [B, H, T, E]; key: [B, Hk, S, E]; value: [B, Hk, S, Ev]; H a multiple of Hk; any strides.
 // f64, f32, f16, bf16; scores and sums are f32 (f64 for f64). bf16 runs on AMX where it is there,
 // with probabilities rounded to bf16. Shapes are checked by the public ops.
+//
+// On a GPU cuDNN runs it where it can, with probabilities rounded to the operands' dtype and,
+// unless the policy says otherwise, other dropout numbers and an order of sums in backward that
+// changes; else own tiles do, whose bits depend on the operands alone.
 #pragma once
 
 #include <tessera/core/random.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera::kernels {
+
+// How attention runs on a GPU where NVIDIA's cuDNN serves it (core/cuda/attention_graph.h); a slot
+// of the context, read by the op and kept for its backward.
+struct AttentionPolicy {
+  bool library = true;         // false: own kernels only
+  bool deterministic = false;  // backward with the same bits each run: slower, 2 B H T S bytes
+  bool equal_dropout = false;  // dropout draws the CPU's numbers: own kernels
+};
 
 struct AttentionSpec {
   double scale = 1;
@@ -19,6 +31,7 @@ struct AttentionSpec {
       0;  // of probabilities; element (b, h, t, s) draws number ((b H + h) T + t) S + s
   RandomStream stream = {};
   Tensor mask = {};  // [B, H, T, S] (expanded), bool or floating; or undefined
+  AttentionPolicy policy = {};
 };
 
 struct AttentionResult {

@@ -1,5 +1,9 @@
 // group_norm and batch_norm: x seen as (N, C, S), statistics of slots: a channel (batch_norm), or a
-// group of channels of one sample (group_norm).
+// group of channels of one sample (group_norm). The gradient of batch_norm in training runs on
+// cuDNN where it serves the problem (core/cuda/norm_graph.h).
+#include <array>
+
+#include <tessera/core/cuda/norm_graph.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/norm.h>
@@ -302,6 +306,33 @@ Tensor channel_norm_forward_cuda(const Tensor& x, int64_t groups, const Tensor& 
   return y;
 }
 
+// All gradients of batch_norm at once; true where the library made them.
+bool backward_on_library(const Tensor& dy, const Tensor& x, const Channels& size,
+                         const Tensor& mean, const Tensor& rstd, const Tensor& weight,
+                         const RowNormGradients& result) {
+  const int version = gpu::graph_library_version();
+  if (version == 0) return false;
+  const gpu::NormProblem problem{.dtype = x.dtype(), .N = size.N, .C = size.C, .S = size.S};
+  if (!validate(problem, version).empty()) return false;
+  const auto or_scratch = [&](const Tensor& wanted) {
+    return wanted.defined() ? wanted : raw::empty({size.C}, kF32, x.device());
+  };
+  const Tensor dweight = or_scratch(result.weight), dbias = or_scratch(result.bias);
+  std::array<void*, gpu::kNormSlots> memory{};
+  memory[gpu::kNormInputSlot] = x.data();
+  memory[gpu::kNormGradOutputSlot] = dy.data();
+  memory[gpu::kNormScaleSlot] = weight.data();
+  memory[gpu::kNormMeanSlot] = mean.data();
+  memory[gpu::kNormRstdSlot] = rstd.data();
+  memory[gpu::kNormGradInputSlot] = result.input.data();
+  memory[gpu::kNormGradScaleSlot] = dweight.data();
+  memory[gpu::kNormGradBiasSlot] = dbias.data();
+  for (const void* pointer : memory) {
+    if (!is_aligned(pointer)) return false;
+  }
+  return run_graph(norm_request(problem), memory);
+}
+
 RowNormGradients channel_norm_backward_cuda(const Tensor& dy, const Tensor& x, int64_t groups,
                                             const Tensor& mean, const Tensor& rstd,
                                             const Tensor& weight, bool fixed,
@@ -317,6 +348,10 @@ RowNormGradients channel_norm_backward_cuda(const Tensor& dy, const Tensor& x, i
   const Tensor source = contiguous(x), grad = in_dtype(dy, x.dtype());
   const Tensor m = in_dtype(mean, compute), r = in_dtype(rstd, compute);
   const Tensor w = in_dtype(weight, compute);
+  if (groups == 0 && !fixed && wanted[0] && w.defined() && x.numel() > 0 &&
+      backward_on_library(grad, source, size, m, r, w, result)) {
+    return result;
+  }
   const char* const name = groups == 0 ? "batch_norm" : "group_norm";
   const bool by_columns = groups == 0 && size.S == 1;
   const int64_t pieces = by_columns ? (size.N + kNormRows - 1) / kNormRows : size.N;

@@ -1,10 +1,15 @@
-// Convolution without a library: three products whose operands are read through the geometry, so
-// that no patch is ever laid out in memory. The fallback where cuDNN does not serve, and what the
-// emulation runs.
+// Convolution by cuDNN where it serves the problem (core/cuda/conv_graph.h), else without a
+// library: three products whose operands are read through the geometry, so that no patch is ever
+// laid out in memory. They are what the emulation runs.
 //
 // A block makes kTile x kTile results of one group from tiles in shared memory, a thread 4 x 4 of
 // them in registers. Sums are in the compute type in the order of the inner dimension: the bits
 // depend on the shape alone. Letters as in conv_cpu.cpp.
+#include <array>
+
+#include <tessera/core/context.h>
+#include <tessera/core/cuda/conv_graph.h>
+#include <tessera/core/cuda/gemm.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/conv.h>
 #include <tessera/core/kernels/copy.h>
@@ -244,6 +249,38 @@ void launch_conv(const Form& form, int64_t groups, int64_t parts = 1) {
               groups);
 }
 
+// True where the library made the third of x, weight and y from the other two.
+bool run_on_library(gpu::GraphOp op, const Tensor& x, const Tensor& weight, const Tensor& y,
+                    const ConvGeometry& g) {
+  const int version = gpu::graph_library_version();
+  if (version == 0) return false;
+  const gpu::ConvProblem problem{
+      .op = op,
+      .dtype = x.dtype(),
+      .x = x.shape(),
+      .weight = weight.shape(),
+      .y = y.shape(),
+      .window = {.stride = {g.stride[0], g.stride[1]},
+                 .padding = {g.padding[0], g.padding[1]},
+                 .dilation = {g.dilation[0], g.dilation[1]}},
+      .groups = g.groups,
+      .tf32 = x.dtype() == kF32 && Context::current().slot<gpu::GemmOptions>().tf32,
+      .x_data = x.data(),
+      .weight_data = weight.data(),
+      .y_data = y.data()};
+  if (!validate(problem, version).empty()) return false;
+  const std::array<void*, gpu::kConvSlots> memory{x.data(), weight.data(), y.data()};
+  return run_graph(conv_request(problem), memory);
+}
+
+// y[n, o, p] += bias[o], of planes of P positions.
+template <class T>
+__global__ void add_bias_kernel(T* y, const T* bias, int64_t O, int64_t P, int64_t n) {
+  const int64_t i = gpu::first_index();
+  if (i >= n) return;
+  y[i] = store<T>(load<Compute<T>>(y[i]) + load<Compute<T>>(bias[i / P % O]));
+}
+
 Tensor conv2d_cuda(const Tensor& x, const Tensor& weight, const Tensor& bias,
                    const ConvGeometry& geometry) {
   const Sizes n(x.shape(), weight.shape(), geometry);
@@ -251,7 +288,16 @@ Tensor conv2d_cuda(const Tensor& x, const Tensor& weight, const Tensor& bias,
   if (result.numel() == 0) return result;
   const Tensor dense_x = contiguous(x), dense_weight = contiguous(weight);
   const Tensor dense_bias = bias.defined() ? contiguous(bias) : bias;
+  const bool is_done =
+      run_on_library(gpu::GraphOp::kConvolution, dense_x, dense_weight, result, geometry);
+  if (is_done && !bias.defined()) return result;
   dispatch_floating(x.dtype(), "conv2d", [&]<class T>() {
+    if (is_done) {
+      gpu::launch({.name = "conv2d", .grid = gpu::blocks(result.numel(), kBlock), .block = kBlock},
+                  add_bias_kernel<T>, result.data_as<T>(), dense_bias.data_as<T>(), n.O,
+                  n.OH * n.OW, result.numel());
+      return;
+    }
     launch_conv(Forward<T>{.n = n,
                            .x = dense_x.data_as<T>(),
                            .weight = dense_weight.data_as<T>(),
@@ -271,6 +317,10 @@ Tensor conv2d_input_gradient_cuda(const Tensor& grad, const Tensor& weight, cons
   const Tensor result = raw::empty(x_shape, grad.dtype(), grad.device());
   if (result.numel() == 0) return result;
   const Tensor dense_grad = contiguous(grad), dense_weight = contiguous(weight);
+  if (run_on_library(gpu::GraphOp::kConvolutionInputGradient, result, dense_weight, dense_grad,
+                     geometry)) {
+    return result;
+  }
   dispatch_floating(grad.dtype(), "conv2d", [&]<class T>() {
     launch_conv(InputGradient<T>{.n = n,
                                  .grad = dense_grad.data_as<T>(),
@@ -295,12 +345,17 @@ Tensor conv2d_weight_gradient_cuda(const Tensor& grad, const Tensor& x, const Sh
   if (numel_of(weight_shape) == 0 || positions == 0) {
     return raw::zeros(weight_shape, x.dtype(), x.device());
   }
+  const Tensor dense_grad = contiguous(grad), dense_x = contiguous(x);
+  const Tensor by_library = raw::empty(weight_shape, x.dtype(), x.device());
+  if (run_on_library(gpu::GraphOp::kConvolutionWeightGradient, dense_x, by_library, dense_grad,
+                     geometry)) {
+    return by_library;
+  }
   const int64_t wanted = (positions + kPartSize - 1) / kPartSize;
   const int64_t allowed = 65535 / n.G < kMostParts ? 65535 / n.G : kMostParts;
   const int64_t parts = wanted < allowed ? wanted : allowed > 0 ? allowed : 1;
   Shape shape = {parts};
   for (const int64_t size : weight_shape) shape.push_back(size);
-  const Tensor dense_grad = contiguous(grad), dense_x = contiguous(x);
   Tensor sums;
   dispatch_floating(x.dtype(), "conv2d", [&]<class T>() {
     sums = raw::empty(shape, dtype_of<Compute<T>>, x.device());

@@ -1,0 +1,76 @@
+// Attention by cuDNN's fused kernels, as data: what is asked for, whether the library serves it,
+// and the graph of operations in the order that its patterns know. Pure functions, tested on the
+// CPU; core/kernels/attention.cu asks here first and runs its own tiles where the answer is no.
+//
+// Query, key and value are read in place by their strides (also out of one packed [B, T, 3, H, E]),
+// gradients are written the same way, and nothing of size T S exists. What differs from own
+// kernels:
+//
+// - Probabilities are rounded to the operands' dtype before they meet the values, as tensor cores
+//   take them.
+// - The gradient of the query is added up by atomics, in an order that changes from run to run,
+//   unless kernels::AttentionPolicy::deterministic asks for the other form: slower, and with a
+//   workspace of 2 B H T S bytes.
+// - Dropout draws other numbers than the CPU (the library's generator, keyed by the same seed and
+//   stream); forward and backward agree. kernels::AttentionPolicy::equal_dropout asks for the
+//   CPU's.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include <tessera/core/cuda/library_graph.h>
+
+namespace tessera::gpu {
+
+// [B, heads, rows, columns], strides in elements.
+struct AttentionOperand {
+  int64_t batch = 0, head = 0, row = 0, column = 1;
+  void* data = nullptr;
+};
+
+struct AttentionProblem {
+  DType dtype = kBF16;
+  int64_t B = 0, H = 0, Hk = 0, T = 0, S = 0, E = 0, Ev = 0;  // as in kernels/attention.h
+  double scale = 1;
+  bool causal = false;
+  double dropout = 0;
+  bool has_mask = false;     // a tensor of [B, H, T, S]
+  bool has_lengths = false;  // sample b has lengths[b] queries and keys, i32 each
+  AttentionOperand query = {}, key = {}, value = {}, output = {};
+  void* log_sums = nullptr;  // f32 [B, H, T]; nullptr forward: not wanted
+  // Backward only.
+  bool backward = false, deterministic = false;
+  AttentionOperand grad_output = {}, grad_query = {}, grad_key = {}, grad_value = {};
+};
+
+// Empty where this release of the library serves the problem, else the reason why not.
+std::string validate(const AttentionProblem& problem, int version);
+
+// Slots of the graph's memory.
+enum AttentionSlot : int {
+  kQuerySlot,
+  kKeySlot,
+  kValueSlot,
+  kOutputSlot,
+  kLogSumsSlot,
+  kSeedSlot,    // i64 on the device, for dropout
+  kOffsetSlot,  // the same
+  kQueryLengthsSlot,
+  kKeyLengthsSlot,
+  kGradOutputSlot,
+  kGradQuerySlot,
+  kGradKeySlot,
+  kGradValueSlot,
+  kAttentionSlots
+};
+
+// Of a problem that validate() has no word against.
+LibraryGraph attention_graph(const AttentionProblem& problem);
+
+// All that the graph depends on but addresses.
+std::string describe(const AttentionProblem& problem);
+
+GraphRequest attention_request(const AttentionProblem& problem);
+
+}  // namespace tessera::gpu

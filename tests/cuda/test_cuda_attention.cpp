@@ -1,0 +1,352 @@
+// Attention and convolution on the emulated device: own tiles over several blocks against the CPU,
+// and the way to cuDNN, with a model of it that evaluates the graph it is given on the memory it is
+// given.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/context.h>
+#include <tessera/core/cuda/attention_graph.h>
+#include <tessera/core/cuda/emulation/graph_model.h>
+#include <tessera/core/error.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/attention.h>
+
+namespace tessera {
+namespace {
+
+const Device kGpu = cuda(0);
+
+struct Case {
+  std::string name;
+  int64_t B, H, Hk, T, S, E, Ev;
+  DType dtype;
+  bool causal = false;
+  double dropout = 0;
+};
+
+struct Outcome {
+  std::vector<double> output, query, key, value;
+};
+
+// Forward and backward with a gradient that is dense, or as a sum over everything gives it.
+Outcome run(const Case& c, const Device& device, DType compute, bool dense_gradient,
+            const Tensor& mask = {}) {
+  manual_seed(11);
+  const auto leaf = [&](int64_t heads, int64_t rows, int64_t width) {
+    // [B, rows, heads, width] in memory, as linear layers give it
+    const Tensor x = randn({c.B, rows, heads, width}).to(c.dtype).to(compute).to(device);
+    return x.transpose(1, 2).detach().set_requires_grad();
+  };
+  const Tensor q = leaf(c.H, c.T, c.E), k = leaf(c.Hk, c.S, c.E), v = leaf(c.Hk, c.S, c.Ev);
+  const Tensor up = randn({c.B, c.H, c.T, c.Ev}).to(c.dtype).to(compute).to(device);
+  AttentionOptions options{.dropout = c.dropout, .causal = c.causal, .enable_gqa = c.H != c.Hk};
+  options.stream = RandomStream{5, 7};
+  if (mask.defined()) options.mask = mask.to(device);
+  const Tensor y = scaled_dot_product_attention(q, k, v, options);
+  dense_gradient ? backward(sum(mul(y, up))) : backward(sum(y));
+  return {y.to_vector(), q.grad().to_vector(), k.grad().to_vector(), v.grad().to_vector()};
+}
+
+void expect_near(const std::vector<double>& got, const std::vector<double>& expected, double bound,
+                 const std::string& what) {
+  ASSERT_EQ(got.size(), expected.size()) << what;
+  double largest = 0, furthest = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    largest = std::fmax(largest, std::fabs(expected[i]));
+    const double away = std::fabs(got[i] - expected[i]);
+    furthest = away <= furthest ? furthest : away;  // NaN stays
+  }
+  EXPECT_LE(furthest, bound * std::fmax(1.0, largest)) << what;
+}
+void expect_near(const Outcome& got, const Outcome& expected, double bound,
+                 const std::string& what) {
+  expect_near(got.output, expected.output, bound, what + ": output");
+  expect_near(got.query, expected.query, bound, what + ": grad_query");
+  expect_near(got.key, expected.key, bound, what + ": grad_key");
+  expect_near(got.value, expected.value, bound, what + ": grad_value");
+}
+
+// ---- Own tiles ----------------------------------------------------------------------------------
+
+TEST(AttentionTiles, HaveTheValuesOfTheCpuOverSeveralTilesAndPanels) {
+  for (const Case& c : {Case{"causal", 1, 2, 2, 130, 130, 16, 16, kF32, true},
+                        Case{"cross", 2, 2, 2, 70, 150, 40, 24, kF32},
+                        Case{"grouped", 1, 4, 2, 65, 65, 32, 32, kF32, true},
+                        Case{"wide", 1, 1, 1, 66, 80, 136, 200, kF32},
+                        Case{"odd widths", 1, 2, 1, 67, 66, 9, 5, kF32, true},
+                        Case{"more keys than queries", 1, 1, 1, 3, 140, 16, 16, kF32, true},
+                        Case{"dropout", 1, 2, 2, 70, 70, 16, 16, kF32, true, 0.3},
+                        Case{"f64", 1, 1, 1, 70, 70, 72, 72, kF64, true}}) {
+    const Outcome expected = run(c, kCpu, c.dtype, true);
+    // Sums of up to 150 numbers in another order.
+    expect_near(run(c, kGpu, c.dtype, true), expected, 64 * epsilon_of(c.dtype), c.name);
+  }
+}
+
+TEST(AttentionTiles, MasksHideKeysAndAddToScoresAndRowsWithoutKeysAreZero) {
+  const Case c{"mask", 1, 2, 2, 70, 90, 16, 16, kF32};
+  std::vector<double> visible(70 * 90);
+  for (size_t i = 0; i < visible.size(); ++i) {
+    visible[i] = i / 90 == 5 ? 0 : static_cast<double>((i * 7 + i / 90) % 3 != 0);
+  }
+  const Tensor mask = tensor(visible, {70, 90}, kBool);
+  const Outcome got = run(c, kGpu, kF32, true, mask);
+  expect_near(got, run(c, kCpu, kF32, true, mask), 64 * epsilon_of(kF32), "bool");
+  for (size_t e = 0; e < 16; ++e) EXPECT_EQ(got.output[5 * 16 + e], 0);
+  const Tensor added = tensor(visible, {70, 90}, kF32);
+  expect_near(run(c, kGpu, kF32, true, added), run(c, kCpu, kF32, true, added),
+              64 * epsilon_of(kF32), "added");
+}
+
+// ---- The library --------------------------------------------------------------------------------
+
+class AttentionLibrary : public testing::Test {
+ protected:
+  AttentionLibrary() { model().enabled = true; }
+  static gpu::emulation::GraphModel& model() {
+    return Context::current().slot<gpu::emulation::GraphModel>();
+  }
+  static kernels::AttentionPolicy& policy() {
+    return Context::current().slot<kernels::AttentionPolicy>();
+  }
+  // What the model was asked for: "forward", "backward", ...
+  static std::string ran() {
+    std::string result;
+    for (const std::string& key : model().ran) {
+      if (!result.empty()) result += " ";
+      const size_t begin = key.find(' ') + 1;
+      result += key.substr(begin, key.find(' ', begin) - begin);
+    }
+    model().ran.clear();
+    return result;
+  }
+
+ private:
+  Context context_;
+  ContextGuard guard_{context_};
+};
+
+// bf16 in and out, with probabilities rounded to it on the way.
+constexpr double kBound = 0.03;
+
+TEST_F(AttentionLibrary, IsHandedWhatTheOpMeans) {
+  for (const Case& c : {Case{"full", 2, 3, 3, 20, 36, 16, 24, kBF16},
+                        Case{"causal", 2, 2, 2, 40, 40, 16, 16, kBF16, true},
+                        Case{"more keys", 1, 2, 2, 12, 40, 16, 16, kF16, true},
+                        Case{"grouped", 2, 4, 2, 24, 24, 16, 8, kBF16, true},
+                        Case{"dropout", 1, 2, 2, 32, 32, 16, 16, kBF16, true, 0.25},
+                        Case{"one sample and head", 1, 1, 1, 16, 16, 8, 8, kF16}}) {
+    for (const bool dense : {true, false}) {
+      const Outcome expected = run(c, kCpu, kF32, dense);
+      expect_near(run(c, kGpu, c.dtype, dense), expected, kBound, c.name);
+      EXPECT_EQ(ran(), "forward backward") << c.name;
+    }
+  }
+}
+
+TEST_F(AttentionLibrary, WritesGradientsDirectlyInTheDeterministicForm) {
+  policy().deterministic = true;
+  const Case c{"deterministic", 2, 2, 2, 24, 24, 16, 16, kBF16, true};
+  expect_near(run(c, kGpu, kBF16, true), run(c, kCpu, kF32, true), kBound, c.name);
+  ASSERT_EQ(model().ran.size(), 2U);
+  EXPECT_NE(model().ran[1].find("deterministic"), std::string::npos);
+}
+
+TEST_F(AttentionLibrary, ReadsAndWritesThePackedLayoutInPlace) {
+  const auto packed = [](const Device& device, DType dtype) {
+    manual_seed(3);
+    const Tensor qkv = randn({2, 24, 3, 2, 16}).to(kBF16).to(dtype).to(device).set_requires_grad();
+    const Tensor up = randn({2, 24, 32}).to(kBF16).to(dtype).to(device);
+    const Tensor y = packed_attention(qkv, {.causal = true});
+    backward(sum(mul(y, up)));
+    return std::pair(y.to_vector(), qkv.grad().to_vector());
+  };
+  const auto expected = packed(kCpu, kF32), got = packed(kGpu, kBF16);
+  expect_near(got.first, expected.first, kBound, "output");
+  expect_near(got.second, expected.second, kBound, "gradient");
+  // Strides of 3 * 2 * 16 from row to row, both ways.
+  ASSERT_EQ(model().ran.size(), 2U);
+  EXPECT_NE(model().ran[0].find(" 2304,16,96 2304,16,96 2304,16,96 768,16,32"), std::string::npos)
+      << model().ran[0];
+  EXPECT_TRUE(model().ran[1].ends_with(" 768,16,32 2304,16,96 2304,16,96 2304,16,96"))
+      << model().ran[1];
+}
+
+TEST_F(AttentionLibrary, IsNotAskedForWhatItDoesNotServe) {
+  const auto asked = [&](const Case& c, const Tensor& mask = {}) {
+    expect_near(run(c, kGpu, c.dtype, true, mask), run(c, kCpu, kF32, true, mask), kBound, c.name);
+    return ran();
+  };
+  const Case good{"good", 1, 2, 2, 16, 16, 16, 16, kBF16, true};
+  Case c = good;
+  EXPECT_EQ(asked(c), "forward backward");
+  c.E = c.Ev = 12;
+  EXPECT_EQ(asked(c), "");
+  c.E = c.Ev = 136;
+  EXPECT_EQ(asked(c), "forward");  // its backward ends at 128
+  c.dropout = 0.2;
+  EXPECT_EQ(asked(c), "");  // which must be drawn by one hand
+  c = good;
+  c.dtype = kF32;
+  EXPECT_EQ(asked(c), "");
+  c = good;
+  c.causal = false;
+  EXPECT_EQ(asked(c, tensor(std::vector<double>(256, 1), {16, 16}, kBool)), "");
+  c = good;
+  c.dropout = 0.2;
+  EXPECT_EQ(asked(c), "forward backward");
+  policy().equal_dropout = true;
+  EXPECT_EQ(asked(c), "");
+  EXPECT_EQ(asked(good), "forward backward");
+  policy().library = false;
+  EXPECT_EQ(asked(good), "");
+  policy().library = true;
+  model().version = 91001;
+  EXPECT_EQ(asked(good), "");
+  model().version = 91500;  // backward wants keys in multiples of 128
+  EXPECT_EQ(asked(good), "forward");
+  model().enabled = false;
+  EXPECT_EQ(asked(good), "");
+  EXPECT_NE(gpu::graph_library().find("own kernels"), std::string::npos);
+}
+
+TEST_F(AttentionLibrary, HidesWhatLiesBeyondTheLengthsOfASample) {
+  constexpr int64_t B = 2, H = 2, T = 16, E = 8;
+  manual_seed(5);
+  const Tensor q = randn({B, T, H, E}).to(kBF16), k = randn({B, T, H, E}).to(kBF16),
+               v = randn({B, T, H, E}).to(kBF16), up = randn({B, T, H, E}).to(kBF16);
+  const std::vector<double> lengths = {16, 5};
+  // The CPU sees the same as a mask; rows beyond a length do not count.
+  std::vector<double> visible(B * T * T), counts(B * T * H * E);
+  for (int64_t i = 0; i < B * T * T; ++i) {
+    const double length = lengths[static_cast<size_t>(i / (T * T))];
+    visible[static_cast<size_t>(i)] = static_cast<double>(i % T) < length;
+  }
+  for (int64_t i = 0; i < B * T * H * E; ++i) {
+    counts[static_cast<size_t>(i)] =
+        static_cast<double>(i / (H * E) % T) < lengths[static_cast<size_t>(i / (T * H * E))];
+  }
+  const Tensor counted = tensor(counts, {B, T, H, E}, kF32);
+  const auto leaf = [](const Tensor& x) {
+    return x.to(kF32).transpose(1, 2).detach().set_requires_grad();
+  };
+  const Tensor cpu_q = leaf(q), cpu_k = leaf(k), cpu_v = leaf(v);
+  const Tensor y = scaled_dot_product_attention(cpu_q, cpu_k, cpu_v,
+                                                {.mask = tensor(visible, {B, 1, T, T}, kBool)});
+  backward(sum(mul(y, mul(up.to(kF32), counted).transpose(1, 2))));
+
+  const auto on_gpu = [&](const Tensor& x) { return x.to(kGpu); };
+  const Tensor gq = on_gpu(q), gk = on_gpu(k), gv = on_gpu(v),
+               dy = on_gpu(mul(up.to(kF32), counted).to(kBF16)),
+               out = zeros({B, T, H, E}, {.dtype = kBF16, .device = kGpu}),
+               sums = zeros({B, H, T}, {.device = kGpu}), n = on_gpu(tensor(lengths, {B}, kI32));
+  const Tensor dq = zeros_like(gq), dk = zeros_like(gq), dv = zeros_like(gq);
+  const auto operand = [&](const Tensor& x) {
+    return gpu::AttentionOperand{T * H * E, E, H * E, 1, x.data()};
+  };
+  gpu::AttentionProblem p{.B = B, .H = H, .Hk = H, .T = T, .S = T, .E = E, .Ev = E};
+  p.scale = 1 / std::sqrt(8.0);
+  p.has_lengths = true;
+  p.query = operand(gq);
+  p.key = operand(gk);
+  p.value = operand(gv);
+  p.output = operand(out);
+  p.log_sums = sums.data();
+  std::array<void*, gpu::kAttentionSlots> memory{};
+  memory[gpu::kQuerySlot] = gq.data();
+  memory[gpu::kKeySlot] = gk.data();
+  memory[gpu::kValueSlot] = gv.data();
+  memory[gpu::kOutputSlot] = out.data();
+  memory[gpu::kLogSumsSlot] = sums.data();
+  memory[gpu::kQueryLengthsSlot] = memory[gpu::kKeyLengthsSlot] = n.data();
+  memory[gpu::kGradOutputSlot] = dy.data();
+  memory[gpu::kGradQuerySlot] = dq.data();
+  memory[gpu::kGradKeySlot] = dk.data();
+  memory[gpu::kGradValueSlot] = dv.data();
+  ASSERT_EQ(validate(p, 91900), "");
+  EXPECT_TRUE(run_graph(attention_request(p), memory));
+  p.backward = true;
+  p.grad_output = operand(dy);
+  p.grad_query = operand(dq);
+  p.grad_key = operand(dk);
+  p.grad_value = operand(dv);
+  ASSERT_EQ(validate(p, 91900), "");
+  EXPECT_TRUE(run_graph(attention_request(p), memory));
+  // [B, H, T, E] of the CPU as the GPU's tensors lie.
+  const auto as_rows = [](const Tensor& x) { return x.transpose(1, 2).contiguous().to_vector(); };
+  expect_near(out.to_vector(), mul(y.transpose(1, 2), counted).to_vector(), kBound, "output");
+  expect_near(dq.to_vector(), as_rows(cpu_q.grad()), kBound, "grad_query");
+  expect_near(dk.to_vector(), as_rows(cpu_k.grad()), kBound, "grad_key");
+  expect_near(dv.to_vector(), as_rows(cpu_v.grad()), kBound, "grad_value");
+}
+
+// ---- Convolution --------------------------------------------------------------------------------
+
+struct ConvOutcome {
+  std::vector<double> output, x, weight, bias;
+};
+ConvOutcome convolve(const Device& device, DType dtype, const ConvOptions& options) {
+  manual_seed(9);
+  const auto leaf = [&](const Shape& shape) {
+    return randn(shape).to(kBF16).to(dtype).to(device).set_requires_grad();
+  };
+  const Tensor x = leaf({2, 4, 7, 6}), weight = leaf({6, 4 / options.groups, 3, 2}),
+               bias = leaf({6});
+  const Tensor y = conv2d(x, weight, bias, options);
+  const Tensor up = randn(y.shape()).to(kBF16).to(dtype).to(device);
+  backward(sum(mul(y, up)));
+  return {y.to_vector(), x.grad().to_vector(), weight.grad().to_vector(), bias.grad().to_vector()};
+}
+
+TEST_F(AttentionLibrary, ServesConvolutionsAndTheirGradientsToo) {
+  for (const ConvOptions& options :
+       {ConvOptions{}, ConvOptions{.stride = {2, 1}, .padding = {1, 2}, .groups = 2},
+        ConvOptions{.padding = {2}, .dilation = {2, 3}}}) {
+    for (const DType dtype : {kF32, kBF16}) {
+      const double bound = dtype == kF32 ? 1e-5 : kBound;
+      const ConvOutcome got = convolve(kGpu, dtype, options),
+                        expected = convolve(kCpu, kF32, options);
+      EXPECT_EQ(model().ran.size(), 3U);
+      model().ran.clear();
+      expect_near(got.output, expected.output, bound, "output");
+      expect_near(got.x, expected.x, bound, "grad_x");
+      expect_near(got.weight, expected.weight, bound, "grad_weight");
+      expect_near(got.bias, expected.bias, bound, "grad_bias");
+    }
+  }
+  convolve(kGpu, kF64, {});
+  EXPECT_TRUE(model().ran.empty());
+}
+
+// ---- Batch norm ---------------------------------------------------------------------------------
+
+TEST_F(AttentionLibrary, ServesTheGradientOfBatchNormOfRowsInTraining) {
+  const auto outcome = [](const Device& device, DType dtype, bool training) {
+    manual_seed(21);
+    const Tensor x = randn({16, 3}).to(kBF16).to(dtype).to(device).set_requires_grad();
+    const Tensor weight = randn({3}).to(device).set_requires_grad(),
+                 bias = randn({3}).to(device).set_requires_grad();
+    const Tensor mean = zeros({3}, {.device = device}), variance = ones({3}, {.device = device});
+    const Tensor y = batch_norm(x, mean, variance, weight, bias, training, 0.1, 1e-5);
+    const Tensor up = randn(y.shape()).to(kBF16).to(dtype).to(device);
+    backward(sum(mul(y, up)));
+    return Outcome{y.to_vector(), x.grad().to_vector(), weight.grad().to_vector(),
+                   bias.grad().to_vector()};
+  };
+  for (const DType dtype : {kF32, kBF16}) {
+    const Outcome expected = outcome(kCpu, kF32, true);
+    expect_near(outcome(kGpu, dtype, true), expected, dtype == kF32 ? 1e-5 : kBound, "training");
+    EXPECT_EQ(ran(), "backward");
+    outcome(kGpu, dtype, false);
+    EXPECT_EQ(ran(), "");
+  }
+}
+
+}  // namespace
+}  // namespace tessera
