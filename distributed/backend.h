@@ -101,6 +101,10 @@ class Backend {
   virtual int size() const = 0;
   // Whether tensors of the device may travel; Group answers DeviceError where not.
   virtual bool serves(const Device& device) const = 0;
+  // Of the calls that carry tensors of GPUs and that nobody compares beforehand: the same on all
+  // ranks that have called the same on the channels that training has (gradients, parameters,
+  // modules). Empty where every call is compared.
+  virtual std::optional<uint64_t> fingerprint() const { return std::nullopt; }
   // False: nothing travels (fake), results are not meaningful.
   virtual bool moves_data() const { return true; }
 
@@ -132,7 +136,7 @@ struct BackendOptions {
   int exchange_ranks = 8;
   // Pairs: before tensors of GPUs move, ranks compare their calls over the host's backend, and this
   // thread waits for it. A mismatch, and a mistake on one rank, is then an error at once instead of
-  // a timeout.
+  // a timeout or, where NCCL carries it out all the same, one at the end of backward (fingerprint).
   bool compare_calls = false;
 };
 std::unique_ptr<Backend> make_mpi_backend(const BackendOptions& options = {});

@@ -1,5 +1,8 @@
+#include <array>
 #include <condition_variable>
+#include <cstdint>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include <tessera/core/error.h>
@@ -34,8 +37,20 @@ class PairedBackend : public Backend {
     const bool peer_call = operation == Operation::kSend || operation == Operation::kRecv;
     if (options_.compare_calls && !peer_call) {
       if (std::exception_ptr error = compare(*call)) return call->done(std::move(error));
+    } else if (!peer_call) {
+      note(*call);
     }
     device_->start(std::move(call));
+  }
+
+  // Ranks may use the other channels in an order of their own beside these.
+  std::optional<uint64_t> fingerprint() const override {
+    if (options_.compare_calls) return std::nullopt;
+    uint64_t hash = 0;
+    for (const Channel channel : {Channel::kGradient, Channel::kParameter, Channel::kModule}) {
+      hash = mixed(hash, noted_[static_cast<size_t>(channel)]);
+    }
+    return hash;
   }
 
   // Only the host's calls are moved by their callers.
@@ -68,6 +83,23 @@ class PairedBackend : public Backend {
   }
 
  private:
+  static uint64_t mixed(uint64_t hash, uint64_t value) {  // FNV-1a
+    for (int byte = 0; byte < 8; ++byte, value >>= 8) {
+      hash = (hash ^ (value & 0xff)) * 1099511628211u;
+    }
+    return hash;
+  }
+  void note(const Call& call) {
+    const CallHeader& header = call.header;
+    uint64_t& hash = noted_[static_cast<size_t>(call.channel)];
+    hash = mixed(hash, static_cast<uint64_t>(header.operation) |
+                           static_cast<uint64_t>(header.dtype) << 8 |
+                           static_cast<uint64_t>(header.reduce) << 16 |
+                           static_cast<uint64_t>(static_cast<uint32_t>(header.root)) << 32);
+    hash = mixed(hash, static_cast<uint64_t>(header.count));
+    hash = mixed(hash, static_cast<uint64_t>(header.sequence));
+  }
+
   // The same call without data, over the host's backend.
   std::exception_ptr compare(const Call& call) {
     struct Answer {
@@ -104,6 +136,7 @@ class PairedBackend : public Backend {
   const std::unique_ptr<Backend> device_;
   const BackendOptions options_;
   const std::string name_;
+  std::array<uint64_t, kChannels> noted_{};  // by channel; of the thread that issues calls
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 #include <map>
+#include <optional>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
@@ -54,6 +55,20 @@ std::string rank_list(std::span<const int> ranks) {
 
 }  // namespace
 
+namespace {
+
+// Memory that a collective writes. It is asked for on the stream that reads it later, as freed
+// memory goes to what its own stream does next.
+Tensor result_buffer(const Tensor& like) {
+  std::optional<gpu::CurrentStream> elsewhere;
+  RankContext& context = rank_context();
+  if (context.mutation == Mutation::kOtherStream) [[unlikely]]
+    elsewhere.emplace(context.other_stream);
+  return raw::empty(like.shape(), like.dtype(), like.device());
+}
+
+}  // namespace
+
 // What start() needs to know of a call, whatever it is.
 struct Group::Request {
   Operation operation;
@@ -82,8 +97,7 @@ struct Group::Request {
       keep.push_back(tensor);
       return tensor;
     }
-    const Tensor buffer = in_place ? contiguous(detach(tensor))
-                                   : raw::empty(tensor.shape(), tensor.dtype(), tensor.device());
+    const Tensor buffer = in_place ? contiguous(detach(tensor)) : result_buffer(tensor);
     keep.push_back(buffer);
     copy_back.emplace_back(detach(tensor), buffer);
     return buffer;
@@ -836,7 +850,12 @@ void Group::shutdown() {
       backend_->shutdown(std::chrono::milliseconds(0));
       throw;
     }
-    backend_->shutdown(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000)));
+    const std::string report =
+        backend_->shutdown(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000)));
+    // All ranks are here and nothing is under way: what stays behind costs memory, no results.
+    if (!report.empty()) {
+      std::fprintf(stderr, "tessera: %s was shut down, but %s\n", name_.c_str(), report.c_str());
+    }
   }
   shut_down_ = true;
 }

@@ -5,6 +5,8 @@
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <string_view>
 #include <thread>
 
 #include <unistd.h>
@@ -23,6 +25,7 @@ struct ProcessGroup::State {
   std::shared_ptr<Job> job;  // null: alone, or left
   bool own_job = false;      // tessera::run has joined it otherwise, and leaves it
   int callback = -1;
+  std::optional<CommTrace::Scope> calls;  // to be compared at the end
   RankContext* context = nullptr;
   int exceptions = std::uncaught_exceptions();
 };
@@ -196,6 +199,10 @@ ProcessGroup::ProcessGroup(const ProcessGroupOptions& options) : state_(std::mak
         std::move(ranks));
   }
   if (info.nodes == 0) find_nodes(state.info, *context.world);
+  const char* compare = std::getenv("TESSERA_COMPARE_TRACES");
+  if (options.compare_traces || (compare != nullptr && std::string_view(compare) == "1")) {
+    state.calls.emplace(*context.trace);
+  }
   context.watchdog = std::make_shared<Watchdog>(context.store, info.rank, context.trace);
   state.callback = state.job->on_failure([&context](const RankFailure& failure) {
     context.fail(std::make_exception_ptr(DistributedError(failure.describe())));
@@ -204,6 +211,8 @@ ProcessGroup::ProcessGroup(const ProcessGroupOptions& options) : state_(std::mak
 
 void ProcessGroup::shutdown() {
   if (!state_->job) return;
+  if (state_->calls) check_equal_traces(*state_->calls, *state_->context->world);
+  state_->calls.reset();
   state_->context->world->shutdown();
   leave();
 }

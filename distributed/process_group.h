@@ -21,7 +21,10 @@ struct ProcessGroupOptions {
   double collective_timeout_seconds = 0;  // 0: the launcher's --collective-timeout, else 600
   double first_step_timeout_seconds = 0;  // 0: --first-step-timeout, else as above
   double save_timeout_seconds = 0;        // 0: --save-timeout, else as above
-  bool set_threads = true;                // this rank's share of the cores, for this Context
+  // At the end ranks compare what they have called, channel by channel, and raise where it differs;
+  // until then every record is kept. For tests. TESSERA_COMPARE_TRACES=1 says so for a whole job.
+  bool compare_traces = false;
+  bool set_threads = true;  // this rank's share of the cores, for this Context
   // cuda:N: tensors of this rank's GPU travel too, over NCCL. DeviceError where it is not there.
   Device device = kCpu;
   BackendOptions backend = {};

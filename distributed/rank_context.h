@@ -13,6 +13,10 @@
 
 #include <tessera/distributed/trace.h>
 
+namespace tessera::gpu {
+struct StreamHandle;
+}
+
 namespace tessera::distributed {
 
 class Backend;
@@ -32,9 +36,10 @@ struct Timeouts {
 // Deliberate bugs, for tests that prove that tests would see them.
 enum class Mutation : uint8_t {
   kNone,
-  kSkipWait,          // Work::wait() returns at once
-  kSkipStreamOrder,   // a collective of a GPU does not wait for what was calculated before
-  kWrongDivide,       // the mean is taken over a rank too many
+  kSkipWait,         // Work::wait() returns at once
+  kSkipStreamOrder,  // a collective of a GPU does not wait for what was calculated before
+  kOtherStream,      // memory for a result is asked for on `other_stream`, which nobody tells of it
+  kWrongDivide,      // the mean is taken over a rank too many
   kLaunchOutOfOrder,  // buckets are launched as they fill up
   kOwnBucketOrder,    // buckets are made anew in this rank's order, not rank 0's
   kStaleBucket,       // the place of an unused gradient keeps what lay there
@@ -77,6 +82,7 @@ struct RankContext {
   CommHooks hooks;
   std::shared_ptr<VirtualClock> clock;
   Mutation mutation = Mutation::kNone;
+  std::shared_ptr<gpu::StreamHandle> other_stream;  // for Mutation::kOtherStream
 
   // Ends every call under way of all groups of this rank, and every later one, with `error`. Any
   // thread: watchdogs call it.

@@ -14,11 +14,12 @@
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/collectives.h>
-#include <tessera/distributed/run_ranks.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/schedule.h>
 #include <tessera/optim/sgd.h>
+
+#include "compared_ranks.h"
 
 namespace tessera {
 
@@ -77,11 +78,7 @@ std::vector<std::vector<float>> gradients_of(const Model& model) {
 
 // All ranks do the same collectives in the same order.
 inline void on_ranks(int size, const std::function<void(int rank)>& body) {
-  distributed::run_ranks(size, [&](int rank) {
-    const distributed::CommTrace::Scope scope(*distributed::rank_context().trace);
-    body(rank);
-    if (size > 1) distributed::check_equal_traces(scope);
-  });
+  distributed::compared_ranks(size, body);
 }
 
 }  // namespace tessera

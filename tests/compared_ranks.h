@@ -1,6 +1,10 @@
-// run_ranks with the end that every distributed test has.
+// Ranks as threads, for tests. Every distributed test ends by comparing what its ranks called:
+// test_layering refuses run_ranks in tests/, these two take its place.
 #pragma once
 
+#include <gtest/gtest.h>
+
+#include <atomic>
 #include <functional>
 
 #include <tessera/distributed/collectives.h>
@@ -17,9 +21,35 @@ inline void compared_ranks(int size, const std::function<void(int rank)>& body,
       [&](int rank) {
         const CommTrace::Scope scope(*rank_context().trace);
         body(rank);
+        rank_context().hooks = {};  // what the body injected ends with it
+        rank_context().mutation = Mutation::kNone;
         if (size > 1) check_equal_traces(scope);
       },
       options);
+}
+
+// For tests whose ranks fail: some call of one of them must not have ended well, or there is
+// something to compare. `reason` tells the reader why the ranks' calls differ.
+inline void failing_ranks(const char* reason, int size, const std::function<void(int rank)>& body,
+                          const RunRanksOptions& options = {}) {
+  std::atomic<bool> failed{false};
+  const auto look = [&](const CommTrace::Scope& scope) {
+    for (const CommRecord& record : scope.records()) {
+      const bool done = record.state == CommRecord::State::kDone;
+      if (!done || record.operation == Operation::kInvalid) failed = true;
+    }
+  };
+  // Where a rank throws, run_ranks does.
+  run_ranks(
+      size,
+      [&](int rank) {
+        const CommTrace::Scope scope(*rank_context().trace);
+        body(rank);
+        look(scope);
+      },
+      options);
+  EXPECT_TRUE(failed || size == 1)
+      << "all calls of these ranks ended well (" << reason << "): compared_ranks is for them";
 }
 
 }  // namespace tessera::distributed

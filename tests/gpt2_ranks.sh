@@ -17,7 +17,7 @@ flags="--data $folder/text --layers 2 --width 32 --heads 2 --context 32 --batch-
 # shellcheck disable=SC2086  # flags are words
 "$train" $flags --accumulate "$ranks" --save "$folder/one" --log "$folder/one.jsonl"
 # shellcheck disable=SC2086
-"$tessera" launch -n "$ranks" "$train" $flags --save "$folder/many" --log "$folder/many.jsonl"
+TESSERA_COMPARE_TRACES=1 "$tessera" launch -n "$ranks" "$train" $flags --save "$folder/many" --log "$folder/many.jsonl"
 
 fields() { grep -oE '"(step|loss|val_loss|grad_norm|lr)":[^,}]*' "$1"; }
 fields "$folder/one.jsonl" > "$folder/one.fields"

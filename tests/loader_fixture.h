@@ -12,13 +12,14 @@
 
 #include <tessera/accelerate/loader_plan.h>
 #include <tessera/core/tensor.h>
-#include <tessera/distributed/run_ranks.h>
+
+#include "compared_ranks.h"
 
 namespace tessera::accelerate {
 
 using data::DataLoader;
 using data::StreamLoader;
-using distributed::run_ranks;
+using distributed::compared_ranks;
 using distributed::world;
 using Indices = std::vector<int64_t>;
 using Batches = std::vector<Indices>;
@@ -107,7 +108,7 @@ Indices samples_of(Loader& loader) {
 template <class Make>
 Ranks on_ranks(int n, const LoaderPlanOptions& options, Make make) {
   Ranks ranks(static_cast<size_t>(n));
-  run_ranks(n, [&](int rank) {
+  compared_ranks(n, [&](int rank) {
     auto loader = make();
     LoaderPlan plan(world(), options);
     plan.prepare(*loader);

@@ -19,11 +19,12 @@
 #include <tessera/distributed/group.h>
 #include <tessera/distributed/mesh.h>
 #include <tessera/distributed/process_group.h>
-#include <tessera/distributed/run_ranks.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/sgd.h>
+
+#include "compared_ranks.h"
 
 namespace tessera::distributed {
 
@@ -46,21 +47,19 @@ class ProcessWorld : public testing::Environment {
 inline const testing::Environment* const kProcessWorld =
     testing::AddGlobalTestEnvironment(new ProcessWorld);
 
-// run_ranks with the end that every distributed test has: all ranks issued the same collectives in
-// the same order, within each channel of each group. Under mpirun the processes are the ranks;
-// there only bodies for as many ranks as there are processes run.
+// Under mpirun the processes are the ranks; there only bodies for as many ranks as there are
+// processes run. Native reductions are then MPI's own, however few the ranks.
 inline void on_ranks(int size, const std::function<void(int rank)>& body) {
-  const auto checked = [&](int rank) {
-    const CommTrace::Scope scope(*rank_context().trace);
-    body(rank);
-    check_equal_traces(scope);
-  };
-  if (ranks_are_threads()) return run_ranks(size, checked);
+  if (ranks_are_threads()) return compared_ranks(size, body);
   if (!has_ranks(size)) return;
   std::unique_ptr<ProcessGroup>& group = ProcessWorld::group();
-  if (!group) group = std::make_unique<ProcessGroup>();
+  if (!group) {
+    group = std::make_unique<ProcessGroup>(ProcessGroupOptions{.backend = {.exchange_ranks = 1}});
+  }
   set_num_threads(1);
-  checked(rank());
+  const CommTrace::Scope scope(*rank_context().trace);
+  body(rank());
+  check_equal_traces(scope);
 }
 // Whether this thread keeps what a test looks at after on_ranks: of threads one does, of processes
 // each.

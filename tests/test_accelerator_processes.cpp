@@ -99,7 +99,7 @@ TEST(ProcessControl, ABodyThatThrowsReleasesAndInformsTheOtherRanks) {
 
 // Two nodes of two ranks.
 void on_two_nodes(const std::function<void(int rank)>& body) {
-  distributed::run_ranks(4, [&](int rank) {
+  distributed::compared_ranks(4, [&](int rank) {
     distributed::rank_context().local_rank = rank % 2;
     distributed::rank_context().local_world_size = 2;
     body(rank);

@@ -19,8 +19,8 @@
 #include <tessera/distributed/checkpoint/checksum.h>
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/reader.h>
-#include <tessera/distributed/run_ranks.h>
 
+#include "compared_ranks.h"
 #include "finished_process.h"
 
 namespace tessera::distributed {
@@ -159,7 +159,7 @@ TEST_F(Checkpoints, ACK1PartsThatAnyNumberOfRanksWroteAreReadByAnyOther) {
   };
   for (const int writers : {1, 2, 3, 4}) {
     const std::string folder = path("by" + std::to_string(writers));
-    run_ranks(writers, [&](int rank) {
+    compared_ranks(writers, [&](int rank) {
       const auto [begin, rows] = rows_of(rank, writers);
       const std::vector<SaveItem> items = {
           SaveItem::part("sharded", whole.narrow(0, begin, rows), {10, 3}, {begin, 0}),
@@ -169,7 +169,7 @@ TEST_F(Checkpoints, ACK1PartsThatAnyNumberOfRanksWroteAreReadByAnyOther) {
       saver.save(folder, items, {.chunk_bytes = 24});
     });
     for (const int readers : {1, 2, 3, 4}) {
-      run_ranks(readers, [&](int rank) {
+      compared_ranks(readers, [&](int rank) {
         const auto [begin, rows] = rows_of(rank, readers);
         CheckpointReader reader(folder);
         reader.verify(rank, readers);
@@ -277,7 +277,7 @@ TEST_F(Checkpoints, MistakesInTheListAreErrorsOnEveryRank) {
   EXPECT_EQ(entries_in(path("")), 0);
 
   std::atomic<int> threw{0};
-  run_ranks(3, [&](int rank) {
+  compared_ranks(3, [&](int rank) {
     CheckpointSaver own;
     const std::string text = message_of<DistributedError>([&] {
       own.save(path("a"), std::vector{SaveItem::whole("x", numbers({rank == 1 ? 3 : 2}))});
@@ -290,7 +290,7 @@ TEST_F(Checkpoints, MistakesInTheListAreErrorsOnEveryRank) {
 }
 
 TEST_F(Checkpoints, OneRankThatCannotWriteLeavesNothingAndAllNameIt) {
-  run_ranks(3, [&](int rank) {
+  compared_ranks(3, [&](int rank) {
     CheckpointSaver saver;
     const auto items = std::vector{SaveItem::whole("x", numbers({300}))};
     saver.save(path("a"), items);
@@ -462,7 +462,7 @@ TEST_F(Checkpoints, AnyByteThatChangesGivesATypedErrorOrTheSameTensors) {
 
 // AC-K5
 TEST_F(Checkpoints, ACK5AnAsynchronousSaveHoldsTheValuesOfTheCall) {
-  run_ranks(2, [&](int) {
+  compared_ranks(2, [&](int) {
     CheckpointSaver saver;
     const Tensor x = numbers({1000});
     for (int step = 0; step < 5; ++step) {
@@ -481,7 +481,7 @@ TEST_F(Checkpoints, ACK5AnAsynchronousSaveHoldsTheValuesOfTheCall) {
 
 TEST_F(Checkpoints, ACK5TheErrorOfAnAsynchronousSaveComesWithTheNextCallOnEveryRank) {
   std::atomic<int> threw{0};
-  run_ranks(2, [&](int rank) {
+  compared_ranks(2, [&](int rank) {
     CheckpointSaver saver;
     const auto items = std::vector{SaveItem::whole("x", numbers({100}))};
     SaveOptions options{.asynchronous = true};

@@ -6,9 +6,9 @@
 
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/checkpoint/commit.h>
-#include <tessera/distributed/run_ranks.h>
 
 #include "checkpoint_training.h"
+#include "compared_ranks.h"
 #include "finished_process.h"
 
 namespace tessera {
@@ -77,7 +77,7 @@ TEST_P(Killed, ACK3TheNewestCompleteCheckpointLoadsAndTheTrainingGoesOnBitForBit
   }
 
   const std::string& expected = expected_bits();  // made by one process, not by a rank
-  distributed::run_ranks(2, [&](int rank) {
+  distributed::compared_ranks(2, [&](int rank) {
     manual_seed(77);
     CheckpointTraining training(2);
     StateIoOptions options;

@@ -11,10 +11,10 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/safetensors.h>
-#include <tessera/distributed/run_ranks.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
 
+#include "compared_ranks.h"
 #include "finished_process.h"
 
 namespace tessera::accelerate {
@@ -139,7 +139,7 @@ TEST_F(ModelFiles, ShardsOfAnEarlierSaveGoAndOtherFilesStay) {
 TEST_F(ModelFiles, TrapAPathThatIsAFileIsAnErrorOnEveryRank) {
   folder_.write("out", "text");
   std::atomic<int> threw{0};
-  distributed::run_ranks(2, [&](int) {
+  distributed::compared_ranks(2, [&](int) {
     TiedNet model;
     expect_in("it is a file: nothing was saved",
               message_of<IoError>([&] { save_model(model, path("out")); }));
@@ -216,7 +216,7 @@ TEST_F(ModelFiles, ACheckpointOfThreeRanksIsMergedChunkByChunkIntoTheFilesOfTheM
   TiedNet model;
   TrainingState state;
   state.models = {&model};
-  distributed::run_ranks(3, [&](int rank) {
+  distributed::compared_ranks(3, [&](int rank) {
     // The threads only read the model.
     StateIo().save_state(state, path("checkpoint"));
     static_cast<void>(rank);

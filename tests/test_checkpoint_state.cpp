@@ -12,17 +12,17 @@
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/reader.h>
-#include <tessera/distributed/run_ranks.h>
 #include <tessera/optim/ema.h>
 
 #include "checkpoint_training.h"
+#include "compared_ranks.h"
 #include "finished_process.h"
 
 namespace tessera::accelerate {
 namespace {
 
 namespace fs = std::filesystem;
-using distributed::run_ranks;
+using distributed::compared_ranks;
 using Training = CheckpointTraining;
 
 template <class E = Error, class Function>
@@ -245,13 +245,13 @@ TEST_F(StateCheckpoints, ACK1AnotherNumberOfRanksGoesOnWithTheSameBits) {
       reference.train(11);
       expected = reference.bits();
     }
-    run_ranks(from, [&, micro = micro](int) {
+    compared_ranks(from, [&, micro = micro](int) {
       manual_seed(1);
       Training training(micro);
       training.train(5);
       StateIo().save_state(training.state(), path(name));
     });
-    run_ranks(to, [&, micro = micro, from = from](int rank) {
+    compared_ranks(to, [&, micro = micro, from = from](int rank) {
       manual_seed(2);
       Training training(micro);
       const LoadedState loaded = StateIo().load_state(training.state(), path(name));
@@ -264,7 +264,7 @@ TEST_F(StateCheckpoints, ACK1AnotherNumberOfRanksGoesOnWithTheSameBits) {
 
 // Trap 12: a load only logs that it could not restore random numbers.
 TEST_F(StateCheckpoints, TrapEveryRanksRandomNumbersComeBackAndAreNotGuessedForAnotherNumber) {
-  run_ranks(2, [&](int rank) {
+  compared_ranks(2, [&](int rank) {
     Training training(2);
     manual_seed(static_cast<uint64_t>(100 + rank));
     next_random_stream();
@@ -287,7 +287,7 @@ TEST_F(StateCheckpoints, TrapEveryRanksRandomNumbersComeBackAndAreNotGuessedForA
 // Trap 13: without a barrier a rank loads before others have written. Trap 14: ranks that
 // write one file.
 TEST_F(StateCheckpoints, TrapEveryRankMayLoadAsSoonAsItsOwnSaveReturns) {
-  run_ranks(4, [&](int rank) {
+  compared_ranks(4, [&](int rank) {
     manual_seed(1);
     Training training(4);
     training.train(1);
@@ -391,7 +391,7 @@ TEST_F(StateCheckpoints, ADamagedFolderIsPassedOverAloudAndAnExplicitOneIsAnErro
 
   for (const int ranks : {1, 2}) {
     std::atomic<int> passed{0};
-    run_ranks(ranks, [&](int) {
+    compared_ranks(ranks, [&](int) {
       Training other(2);
       StateIo again(automatic());
       const LoadedState loaded = again.load_state(other.state());
@@ -480,12 +480,12 @@ TEST_F(StateCheckpoints, ASignalToOneProcessIsARequestToAllRanks) {
   char name[] = "test";
   char* arguments[] = {name};
   const int code = run(1, arguments, [](std::span<const std::string>) {
-    run_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), Request::kNone); });
+    compared_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), Request::kNone); });
     ::raise(SIGUSR1);
-    run_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), Request::kCheckpoint); });
-    run_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), Request::kNone) << "served"; });
+    compared_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), Request::kCheckpoint); });
+    compared_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), Request::kNone) << "served"; });
     ::raise(SIGTERM);
-    run_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), Request::kCheckpointAndStop); });
+    compared_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), Request::kCheckpointAndStop); });
     EXPECT_EQ(should_checkpoint(), Request::kCheckpointAndStop) << "stays";
   });
   EXPECT_EQ(code, 0);

@@ -395,7 +395,7 @@ TEST(Mistakes, WrongRanksDtypesAndShapesAreTypedErrors) {
 
 TEST(Mistakes, WhatARankGivesItselfMustFitAlsoAlone) {
   for (const int size : {1, 2}) {
-    run_ranks(size, [](int rank) {
+    failing_ranks("each rank makes mistakes of its own", size, [](int rank) {
       Group& group = world();
       const auto parts = [&](int64_t numel) {
         return TensorList(static_cast<size_t>(group.size()), zeros({numel}));
@@ -417,22 +417,55 @@ TEST(Mistakes, WhatARankGivesItselfMustFitAlsoAlone) {
 }
 
 TEST(Mistakes, OfOneRankAreToldToTheOthersInTheSameCall) {
-  run_ranks(3, [](int rank) {
-    const Tensor x = zeros({4});
-    const Tensor given = rank == 1 ? zeros({4}, {kBool}) : x;
-    const std::string message = message_of([&] { all_reduce(given); });
-    if (rank == 1) {
-      EXPECT_EQ(message.find("all_reduce: a reduction of bool has no meaning"), 0u) << message;
-    } else {
-      EXPECT_NE(message.find("rank 1: all_reduce with a mistake"), std::string::npos) << message;
-      EXPECT_NE(message.find("a reduction of bool has no meaning"), std::string::npos) << message;
+  struct Case {
+    std::function<void(bool wrong)> call;
+    std::function<bool(const std::exception&)> is_typed;
+    const char* reason;
+  };
+  const auto is = []<class E>(E*) {
+    return [](const std::exception& error) { return dynamic_cast<const E*>(&error) != nullptr; };
+  };
+  const Case cases[] = {
+      {[](bool wrong) { all_reduce(zeros({4}, {wrong ? kBool : kF32})); },
+       is(static_cast<DTypeError*>(nullptr)), "a reduction of bool has no meaning"},
+      {[](bool wrong) {
+         all_reduce(wrong ? empty({4}, {kF32, kMeta}) : zeros({4}));
+       },
+       is(static_cast<DeviceError*>(nullptr)), "does not carry tensors of meta"},
+      {[](bool wrong) { broadcast(zeros({4}), wrong ? 3 : 0); },
+       is(static_cast<ValueError*>(nullptr)), "broadcast: root is rank 3"},
+      {[](bool wrong) {
+         world().subgroup(std::vector<int>{0, 1, wrong ? 1 : 2});
+       },
+       is(static_cast<ValueError*>(nullptr)), "rank 1 is listed twice"},
+      {[](bool wrong) {
+         world().subgroup(std::vector<int>{0, 1, wrong ? 5 : 2});
+       },
+       is(static_cast<ValueError*>(nullptr)), "a member is rank 5"},
+  };
+  failing_ranks("rank 1 makes mistakes", 3, [&](int rank) {
+    for (const Case& mistake : cases) {
+      try {
+        mistake.call(rank == 1);
+        ADD_FAILURE() << "nothing was thrown: " << mistake.reason;
+      } catch (const std::exception& error) {
+        const std::string message = error.what();
+        EXPECT_NE(message.find(mistake.reason), std::string::npos) << message;
+        if (rank == 1) {
+          EXPECT_TRUE(mistake.is_typed(error)) << message;
+        } else {
+          EXPECT_NE(dynamic_cast<const DistributedError*>(&error), nullptr) << message;
+          EXPECT_NE(message.find("rank 1: "), std::string::npos) << message;
+          EXPECT_NE(message.find(" with a mistake"), std::string::npos) << message;
+        }
+      }
     }
-    all_reduce(x);
+    all_reduce(zeros({4}));  // the group is as good as before
   });
 }
 
 TEST(Mistakes, SizesThatTwoRanksSeeDifferentlyAreNamedOnEveryRank) {
-  run_ranks(3, [](int rank) {
+  failing_ranks("sizes differ", 3, [](int rank) {
     Group& group = world();
     const auto list = [](std::initializer_list<int64_t> sizes) {
       TensorList tensors;
@@ -467,7 +500,7 @@ TEST(Mistakes, SizesThatTwoRanksSeeDifferentlyAreNamedOnEveryRank) {
 }
 
 TEST(Mistakes, OfASenderOrReceiverAreToldToTheOther) {
-  run_ranks(2, [](int rank) {
+  failing_ranks("one side makes a mistake", 2, [](int rank) {
     Group& group = world();
     const Tensor x = zeros({4}), meta = empty({4}, {kF32, kMeta});
     const auto expect = [](const char* what, const std::function<void()>& call) {
@@ -506,7 +539,7 @@ TEST(Mistakes, ACE2_DifferentCallsRaiseOnEveryRankAndNameBothCallSites) {
   };
   for (const auto& mismatch : cases) {
     std::atomic<int> raised{0};
-    run_ranks(4, [&](int rank) {
+    failing_ranks("rank 1 calls something else", 4, [&](int rank) {
       const std::string message = message_of([&] { mismatch(rank); });
       EXPECT_NE(message.find("rank 0,2,3: "), std::string::npos) << message;
       EXPECT_NE(message.find("; rank 1: "), std::string::npos) << message;
@@ -521,7 +554,7 @@ TEST(Mistakes, ACE2_DifferentCallsRaiseOnEveryRankAndNameBothCallSites) {
 }
 
 TEST(Mistakes, DifferentOrdersAreSeenByTheTraces) {
-  run_ranks(2, [](int rank) {
+  failing_ranks("a trace is made to differ", 2, [](int rank) {
     const CommTrace::Scope scope(world().trace());
     const auto sub = world().split(rank);  // groups of one issue nothing
     all_reduce(zeros({2}));
@@ -537,7 +570,7 @@ TEST(Mistakes, DifferentOrdersAreSeenByTheTraces) {
 }
 
 TEST(Mistakes, ARankThatCalledNothingIsSeenByTheTraces) {
-  run_ranks(3, [](int rank) {
+  failing_ranks("a trace is made to differ", 3, [](int rank) {
     const CommTrace::Scope scope(world().trace());
     const auto pair = world().split(rank < 2 ? 0 : -1);
     if (pair) all_reduce(zeros({2}), ReduceOp::kSum, *pair);
@@ -557,7 +590,7 @@ TEST(Failures, ACE1_ARankThatThrowsMakesTheOthersRaise) {
   for (const bool in_collective : {false, true}) {
     std::atomic<int> raised{0};
     const std::string message = message_of([&] {
-      run_ranks(4, [&](int rank) {
+      failing_ranks("rank 2 throws", 4, [&](int rank) {
         barrier();
         if (rank == 2) TS_THROW(ValueError, "loss", "is not finite");
         if (!in_collective) std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -578,7 +611,7 @@ TEST(Failures, ACE1_ARankThatThrowsMakesTheOthersRaise) {
 
 TEST(Failures, ACE1_ARankThatEndsEarlyIsNamed) {
   std::atomic<int> raised{0};
-  run_ranks(3, [&](int rank) {
+  failing_ranks("rank 1 ends early", 3, [&](int rank) {
     if (rank == 1) return;
     const std::string message = message_of([] { barrier(); });
     EXPECT_NE(message.find("rank 1 ended"), std::string::npos) << message;
@@ -590,7 +623,7 @@ TEST(Failures, ACE1_ARankThatEndsEarlyIsNamed) {
 TEST(Failures, ACE1_ATimeoutNamesWhoIsWhereAndLeavesADump) {
   const std::string folder = testing::TempDir();
   std::latch issued(3), gave_up(4);
-  run_ranks(4, [&](int rank) {
+  failing_ranks("rank 3 does not come", 4, [&](int rank) {
     rank_context().dump_directory = folder;
     std::remove((folder + "/comm-rank-" + std::to_string(rank) + ".json").c_str());
     all_reduce(zeros({4}), ReduceOp::kSum, world(), {.tag = "bucket 0"});
@@ -622,7 +655,7 @@ TEST(Failures, ACE1_ATimeoutNamesWhoIsWhereAndLeavesADump) {
 
 TEST(Failures, AbortEndsWhatIsUnderWayAndRefusesWhatComes) {
   std::latch aborted(2);
-  run_ranks(2, [&](int rank) {
+  failing_ranks("the group is aborted", 2, [&](int rank) {
     if (rank == 0) {
       const Work work = world().all_reduce(zeros({4}));
       world().abort("tired");
@@ -638,7 +671,7 @@ TEST(Failures, OfAWorkThatNobodyWaitsForAreSaidAndRaisedByTheNextCall) {
   testing::internal::CaptureStderr();
   // A call has ended when both ranks have issued it.
   std::latch issued(2), issued_again(2);
-  run_ranks(2, [&](int rank) {
+  failing_ranks("the ranks call different things", 2, [&](int rank) {
     const Tensor x = zeros({4});
     const auto differ = [&] { return rank == 0 ? world().all_reduce(x) : world().broadcast(x, 0); };
     differ();
@@ -671,7 +704,7 @@ TEST(Failures, NothingFollowsAShutdown) {
 // Injected ---------------------------------------------------------------------------------------
 
 TEST(Injected, ADroppedCallMakesTheOthersWaitInVain) {
-  run_ranks(2, [](int rank) {
+  failing_ranks("a call is lost", 2, [](int rank) {
     if (rank == 1) {
       rank_context().hooks.before_issue = [](const CommRecord& record) {
         return record.tag != "lost";

@@ -10,7 +10,6 @@
 #include <tessera/accelerate/operations.h>
 #include <tessera/core/factory.h>
 #include <tessera/distributed/mesh.h>
-#include <tessera/distributed/run_ranks.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/nn/linear.h>
 
@@ -121,7 +120,7 @@ TEST(FacadeLoaders, DL_1_BatchesOfAnySize) {
 }
 
 TEST(FacadeLoaders, DL_1_CopiesThatCompleteATurnDoNotCount) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     LoaderPlan plan;
     const auto fixed = numbers_loader(20, 3)();
     const auto listed = std::make_unique<DataLoader<int64_t>>(
@@ -136,7 +135,7 @@ TEST(FacadeLoaders, DL_1_CopiesThatCompleteATurnDoNotCount) {
 }
 
 TEST(FacadeLoaders, DL_1_SplitRefusesSizesThatDoNotDivide) {
-  run_ranks(2, [](int) {
+  compared_ranks(2, [](int) {
     for (const bool dispatch : {false, true}) {
       LoaderPlan plan(world(), {.split_batches = true, .dispatch_batches = dispatch});
       const auto odd = numbers_loader(10, 3)();
@@ -161,7 +160,7 @@ TEST(FacadeLoaders, DL_1_SplitRefusesSizesThatDoNotDivide) {
 
 TEST(FacadeLoaders, SCR_6_GatheredBatchesAreTheDataSet) {
   for (const int n : {1, 2, 4}) {
-    run_ranks(n, [n](int) {
+    compared_ranks(n, [n](int) {
       for (const bool split : {false, true}) {
         for (const bool dispatch : {false, true}) {
           for (const bool shuffle : {false, true}) {
@@ -190,7 +189,7 @@ TEST(FacadeLoaders, SCR_6_GatheredBatchesAreTheDataSet) {
 }
 
 TEST(FacadeLoaders, SCR_7_ABatchSamplerOfTheUserStaysInTheShard) {
-  run_ranks(2, [](int) {
+  compared_ranks(2, [](int) {
     const auto sampler = std::make_shared<data::BatchList>(Batches{{0, 1}, {2}, {3, 4}, {5}});
     DataLoader<int64_t> loader(std::make_shared<Numbers>(6), sampler);
     LoaderPlan plan;
@@ -204,7 +203,7 @@ TEST(FacadeLoaders, SCR_7_ABatchSamplerOfTheUserStaysInTheShard) {
 }
 
 TEST(FacadeLoaders, SCR_8_AnEpochIsTheSameWheneverItIsRead) {
-  run_ranks(2, [](int) {
+  compared_ranks(2, [](int) {
     const auto epochs_of = [](uint64_t seed, int64_t first, int count) {
       LoaderPlan plan;
       DataLoader loader(std::make_shared<Numbers>(48),
@@ -226,7 +225,7 @@ TEST(FacadeLoaders, SCR_8_AnEpochIsTheSameWheneverItIsRead) {
 }
 
 TEST(FacadeLoaders, SCR_9_TheSamplerInTheShardIsTheLoadersOwn) {
-  run_ranks(2, [](int) {
+  compared_ranks(2, [](int) {
     DataLoader loader(std::make_shared<Numbers>(8), {.batch_size = 2, .shuffle = true});
     const auto* whole = dynamic_cast<const data::BatchSource*>(loader.source().get());
     ASSERT_NE(whole, nullptr);
@@ -264,7 +263,7 @@ TEST(FacadeLoaders, DDL_3_UnevenGivesWhatThereIs) {
 }
 
 TEST(FacadeLoaders, DDL_4_UnevenRanksTrainUnderJoin) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     nn::Linear model(1, 1);
     distributed::Mesh mesh(world());
     auto replica = distributed::replicate(model, mesh);
@@ -288,7 +287,7 @@ TEST(FacadeLoaders, DDL_4_UnevenRanksTrainUnderJoin) {
 }
 
 TEST(FacadeLoaders, DDL_5_EvenBatchesAreLiveAndComeBack) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     const size_t uneven_batches = rank == 0 ? 2 : 1;
     LoaderPlan plan;
     const auto train = numbers_loader(3, 1)(), validation = numbers_loader(3, 1)();
@@ -321,7 +320,7 @@ TEST(FacadeLoaders, DDL_5_EvenBatchesAreLiveAndComeBack) {
 
 // Upstream can only warn about iterable loaders; here they change as the others do.
 TEST(FacadeLoaders, DDL_6_StreamsAreOverriddenAndRestoredToo) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     LoaderPlan plan;
     const auto indexed = numbers_loader(3, 1)();
     const auto stream = stream_loader(3, 1)();
@@ -340,7 +339,7 @@ template <class Make>
 void expect_resumes_anywhere(const LoaderPlanOptions& options, Make make) {
   Ranks epochs[2];
   epochs[0].resize(2), epochs[1].resize(2);
-  run_ranks(2, [&](int rank) {
+  compared_ranks(2, [&](int rank) {
     LoaderPlan plan(world(), options);
     const auto loader = make();
     plan.prepare(*loader);
@@ -348,7 +347,7 @@ void expect_resumes_anywhere(const LoaderPlanOptions& options, Make make) {
   });
   for (size_t stop = 0; stop <= epochs[0][0].size(); ++stop) {
     SCOPED_TRACE(testing::Message() << "after " << stop << " batches");
-    run_ranks(2, [&](int rank) {
+    compared_ranks(2, [&](int rank) {
       const Batches& all = epochs[0][static_cast<size_t>(rank)];
       StateDict state;
       {
@@ -415,7 +414,7 @@ TEST(FacadeLoaders, DDL_9_ARunGoesOnWithAnotherNumberOfRanks) {
     return DataLoader<int64_t>(std::make_shared<Numbers>(24),
                                {.batch_size = 2, .shuffle = true, .seed = 1});
   };
-  run_ranks(3, [&](int rank) {
+  compared_ranks(3, [&](int rank) {
     auto loader = loader_of();
     LoaderPlan plan;
     plan.prepare(loader);
@@ -452,7 +451,7 @@ TEST(FacadeLoaders, DL_3_SkippingBatchesLeavesTheFirstOnesOutOnce) {
 }
 
 TEST(FacadeLoaders, DL_3_SkippingTakesNoTimeAndReadsNothing) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     const int64_t huge = int64_t{1} << 50;
     const auto loader = numbers_loader(huge, 4)();
     LoaderPlan plan;
@@ -467,7 +466,7 @@ TEST(FacadeLoaders, DL_3_SkippingTakesNoTimeAndReadsNothing) {
 
 // Traps: upstream's loader that skips batches forgets drop_last.
 TEST(FacadeLoaders, DL_3_SkippingKeepsDropLast) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     for (const bool dispatch : {false, true}) {
       LoaderPlan plan(world(), {.dispatch_batches = dispatch});
       const auto indexed = numbers_loader(23, 5, true)();
@@ -497,7 +496,7 @@ void expect_end_only_at_last(LoaderPlan& plan, Loader& loader, size_t expected) 
 
 TEST(FacadeLoaders, DL_4_TheEndFlagIsTrueOnTheLastBatchOnly) {
   for (const int n : {1, 2, 3}) {
-    run_ranks(n, [n](int rank) {
+    compared_ranks(n, [n](int rank) {
       for (const bool dispatch : {false, true}) {
         for (const Way way : {Way::kEven, Way::kUneven, Way::kDropLast}) {
           for (const int64_t size : {1, 12, 13, 22, 23, 24}) {
@@ -579,7 +578,7 @@ TEST(FacadeLoaders, DL_4_LeavingALoopEarlyEndsIt) {
 }
 
 TEST(FacadeLoaders, DL_4_ALoopThatIsLeftEarlyIsFollowedByTheNextEpochOnAllRanks) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     for (const bool dispatch : {false, true}) {
       LoaderPlan plan(world(), {.dispatch_batches = dispatch});
       DataLoader indexed(std::make_shared<Numbers>(16), {.batch_size = 2, .workers = 2});
@@ -600,7 +599,7 @@ TEST(FacadeLoaders, DL_5_SetEpochReachesTheSamplerAndSkippingKeepsTheEpoch) {
     int64_t size() const override { return 4; }
     Indices batch(int64_t epoch, int64_t number) const override { return {10 * epoch + number}; }
   };
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     LoaderPlan plan;
     DataLoader<int64_t> loader(std::make_shared<Numbers>(100), std::make_shared<Recorder>());
     plan.prepare(loader);
@@ -621,7 +620,7 @@ TEST(FacadeLoaders, DL_5_SetEpochReachesTheSamplerAndSkippingKeepsTheEpoch) {
 // ------------------------------------------------------------
 
 TEST(FacadeLoaders, DL_6_LoadersAndPlansMayGoInAnyOrder) {
-  run_ranks(2, [](int) {
+  compared_ranks(2, [](int) {
     const auto loader = numbers_loader(8, 2)();
     const auto source = loader->source();
     {
@@ -644,7 +643,7 @@ TEST(FacadeLoaders, DL_6_LoadersAndPlansMayGoInAnyOrder) {
 }
 
 TEST(FacadeLoaders, DL_6_PrepareChangesALoaderOnceAndReleaseUndoesIt) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     LoaderPlan plan, other;
     const auto loader = numbers_loader(6, 2)();
     const auto stream = stream_loader(6, 2)();
@@ -688,7 +687,7 @@ TEST(FacadeLoaders, DL_6_OneRankChangesAndCommunicatesNothing) {
 
 TEST(FacadeLoaders, DL_6_LoadersThatDifferBetweenRanksAreRefusedByName) {
   const auto refused = [](auto make) {
-    run_ranks(2, [&](int rank) {
+    compared_ranks(2, [&](int rank) {
       auto loader = make(rank);
       LoaderPlan plan;
       try {
@@ -714,7 +713,7 @@ TEST(FacadeLoaders, DL_6_LoadersThatDifferBetweenRanksAreRefusedByName) {
 TEST(FacadeLoaders, DL_6_RanksOfAnotherAxisReadTheSame) {
   for (const bool dispatch : {false, true}) {
     Ranks ranks(4);
-    run_ranks(4, [&](int rank) {
+    compared_ranks(4, [&](int rank) {
       distributed::Mesh mesh(world(), {{"dp", 2}, {"tp", 2}});
       LoaderPlan plan(mesh.group("dp"), {.dispatch_batches = dispatch});
       const auto loader = numbers_loader(7, 2)();
@@ -730,7 +729,7 @@ TEST(FacadeLoaders, DL_6_RanksOfAnotherAxisReadTheSame) {
 }
 
 TEST(FacadeLoaders, DL_6_SizesAreThoseOfAllRanks) {
-  run_ranks(2, [](int) {
+  compared_ranks(2, [](int) {
     LoaderPlan plan;
     const auto loader = numbers_loader(22, 3)(), full = numbers_loader(24, 3)();
     const auto dropping = numbers_loader(22, 3, true)();

@@ -14,7 +14,6 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/random.h>
-#include <tessera/distributed/run_ranks.h>
 
 #include "loader_fixture.h"
 
@@ -53,7 +52,7 @@ Indices gathered_epoch(Loader& loader, LoaderPlan& plan) {
 
 TEST(FacadeMetrics, DDL_8_TheRanksHaveEverySampleOnce) {
   for (const int n : {1, 2, 3, 4}) {
-    run_ranks(n, [n](int) {
+    compared_ranks(n, [n](int) {
       for (const LoaderPlanOptions& mode : all_modes()) {
         for (const int64_t size : {22, 1, 2, 5, 12, 24, 25}) {
           SCOPED_TRACE(testing::Message() << n << " ranks, " << size << " samples");
@@ -80,7 +79,7 @@ TEST(FacadeMetrics, DDL_8_TheRanksHaveEverySampleOnce) {
 
 TEST(FacadeMetrics, DDL_8_BatchesOfABatchSamplerHaveEverySampleOnce) {
   for (const int n : {1, 2, 3, 4}) {
-    run_ranks(n, [](int) {
+    compared_ranks(n, [](int) {
       for (const bool dispatch : {false, true}) {
         LoaderPlan plan(world(), {.dispatch_batches = dispatch});
         DataLoader loader(std::make_shared<Numbers>(14),
@@ -95,7 +94,7 @@ TEST(FacadeMetrics, DDL_8_BatchesOfABatchSamplerHaveEverySampleOnce) {
 
 TEST(FacadeMetrics, MET_1_CountsAreExactForAnySizeAndMode) {
   for (const int n : {2, 4}) {
-    run_ranks(n, [n](int) {
+    compared_ranks(n, [n](int) {
       for (const LoaderPlanOptions& mode : all_modes()) {
         for (const int64_t size : {99, 512}) {
           LoaderPlan plan(world(), mode);
@@ -170,7 +169,7 @@ TEST(FacadeMetrics, MET_2_AccuracyAndF1AreThoseOfOneProcess) {
   EXPECT_GT(alone.accuracy, 0.6);
   EXPECT_LT(alone.accuracy, 0.95);
   for (const int n : {2, 3, 4}) {
-    run_ranks(n, [&](int) {
+    compared_ranks(n, [&](int) {
       for (const LoaderPlanOptions& mode : all_modes()) {
         LoaderPlan plan(world(), mode);
         DataLoader<Point> loader(points, {.batch_size = 24});
@@ -185,7 +184,7 @@ TEST(FacadeMetrics, MET_2_AccuracyAndF1AreThoseOfOneProcess) {
 
 TEST(FacadeMetrics, MET_3_AStreamOf30ItemsGives30TensorsAndObjects) {
   for (const int n : {1, 2, 4}) {
-    run_ranks(n, [](int) {
+    compared_ranks(n, [](int) {
       for (const bool dispatch : {false, true}) {
         LoaderPlan plan(world(), {.dispatch_batches = dispatch});
         StreamLoader<int64_t> loader(std::make_shared<NumberStream>(30), {.batch_size = 4});
@@ -217,7 +216,7 @@ TEST(FacadeMetrics, MET_3_AStreamOf30ItemsGives30TensorsAndObjects) {
 
 TEST(FacadeMetrics, MET_4_DropLastCutsNothing) {
   for (const int n : {1, 2, 3}) {
-    run_ranks(n, [n](int) {
+    compared_ranks(n, [n](int) {
       for (const bool dispatch : {false, true}) {
         LoaderPlan plan(world(), {.dispatch_batches = dispatch});
         DataLoader loader(std::make_shared<Numbers>(10 * n + 1),
@@ -236,7 +235,7 @@ TEST(FacadeMetrics, MET_4_DropLastCutsNothing) {
 
 // Trap 15: upstream's loader that skips batches forgets drop_last, and a full last batch is cut.
 TEST(FacadeMetrics, MET_4_SkippingBatchesWithDropLastCutsNothing) {
-  run_ranks(2, [](int) {
+  compared_ranks(2, [](int) {
     LoaderPlan plan;
     DataLoader loader(std::make_shared<Numbers>(23), {.batch_size = 5, .drop_last = true});
     plan.prepare(loader);
@@ -247,7 +246,7 @@ TEST(FacadeMetrics, MET_4_SkippingBatchesWithDropLastCutsNothing) {
 }
 
 TEST(FacadeMetrics, MET_4_SkippingBatchesLeavesOutWhatFillsUp) {
-  run_ranks(2, [](int) {
+  compared_ranks(2, [](int) {
     for (const bool dispatch : {false, true}) {
       LoaderPlan plan(world(), {.dispatch_batches = dispatch});
       DataLoader loader(std::make_shared<Numbers>(23), {.batch_size = 5});
@@ -262,7 +261,7 @@ TEST(FacadeMetrics, MET_4_SkippingBatchesLeavesOutWhatFillsUp) {
 
 // Trap 16: upstream cuts by the remainder where nothing was filled up.
 TEST(FacadeMetrics, MET_1_UnevenBatchesAreNotCut) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     LoaderPlan plan(world(), {.even_batches = false});
     DataLoader loader(std::make_shared<Numbers>(7), {.batch_size = 2});
     plan.prepare(loader);
@@ -275,7 +274,7 @@ TEST(FacadeMetrics, MET_1_UnevenBatchesAreNotCut) {
 
 // Upstream hangs.
 TEST(FacadeMetrics, MET_1_ATurnInWhichARankHasNoBatchIsAnErrorAtOnceAndTheRanksGoOn) {
-  run_ranks(3, [](int rank) {
+  compared_ranks(3, [](int rank) {
     for (const bool dispatch : {false, true}) {
       for (const bool sampler : {false, true}) {
         LoaderPlan plan(world(), {.dispatch_batches = dispatch, .even_batches = false});
@@ -312,7 +311,7 @@ TEST(FacadeMetrics, MET_1_ATurnInWhichARankHasNoBatchIsAnErrorAtOnceAndTheRanksG
 
 // Trap 17: upstream catches everything and returns what it has not cut.
 TEST(FacadeMetrics, MET_1_RowsThatAreNotTheBatchsAreAnErrorOnAllRanks) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     LoaderPlan plan;
     DataLoader loader(std::make_shared<Numbers>(7), {.batch_size = 2});
     plan.prepare(loader);
@@ -332,7 +331,7 @@ TEST(FacadeMetrics, MET_1_RowsThatAreNotTheBatchsAreAnErrorOnAllRanks) {
 }
 
 TEST(FacadeMetrics, MET_1_TheInnermostLoopDecides) {
-  run_ranks(2, [](int) {
+  compared_ranks(2, [](int) {
     LoaderPlan plan;
     DataLoader outer(std::make_shared<Numbers>(5), {.batch_size = 2});
     DataLoader inner(std::make_shared<Numbers>(3), {.batch_size = 3});

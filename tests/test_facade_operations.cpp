@@ -14,12 +14,14 @@
 #include <tessera/accelerate/operations.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
-#include <tessera/distributed/run_ranks.h>
+
+#include "compared_ranks.h"
 
 namespace tessera::accelerate {
 namespace {
 
-using distributed::run_ranks;
+using distributed::compared_ranks;
+using distributed::failing_ranks;
 using distributed::world;
 using distributed::world_size;
 using Values = std::vector<double>;
@@ -38,7 +40,7 @@ struct Output {
 
 TEST(FacadeOperations, OPS_1_GatherJoinsRowsInRankOrder) {
   for (const int n : {1, 2, 3, 4}) {
-    run_ranks(n, [n](int rank) {
+    compared_ranks(n, [n](int rank) {
       EXPECT_EQ(gather(range(rank * n + 1, n)).to_vector(), expected_range(1, n * n));
     });
   }
@@ -46,7 +48,7 @@ TEST(FacadeOperations, OPS_1_GatherJoinsRowsInRankOrder) {
 
 TEST(FacadeOperations, OPS_1_GatherMakesAScalarOneElementARank) {
   for (const int n : {1, 3}) {
-    run_ranks(n, [n](int rank) {
+    compared_ranks(n, [n](int rank) {
       const Tensor all = gather(scalar_tensor(rank, kI64));
       EXPECT_EQ(all.shape(), Shape({n}));
       EXPECT_EQ(all.dtype(), kI64);
@@ -56,7 +58,7 @@ TEST(FacadeOperations, OPS_1_GatherMakesAScalarOneElementARank) {
 }
 
 TEST(FacadeOperations, OPS_2_GatherOfATransposedTensorKeepsItsOrder) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     const Tensor own = (range(0, 6) + 10.0 * rank).view({2, 3}).t();  // [3, 2]
     ASSERT_FALSE(own.is_contiguous());
     const Tensor all = gather(own);
@@ -66,7 +68,7 @@ TEST(FacadeOperations, OPS_2_GatherOfATransposedTensorKeepsItsOrder) {
 }
 
 TEST(FacadeOperations, OPS_3_GatherObjectJoinsLists) {
-  run_ranks(3, [](int rank) {
+  compared_ranks(3, [](int rank) {
     EXPECT_EQ(gather_object(std::vector<int>{rank}), (std::vector<int>{0, 1, 2}));
     // Lists of any length, NaN and text survive.
     const std::vector<std::string> words(static_cast<size_t>(rank), "r" + std::to_string(rank));
@@ -80,7 +82,7 @@ TEST(FacadeOperations, OPS_3_GatherObjectJoinsLists) {
 }
 
 TEST(FacadeOperations, OPS_3_BroadcastObjectGivesEveryRankTheSame) {
-  run_ranks(3, [](int rank) {
+  compared_ranks(3, [](int rank) {
     const std::map<std::string, int> own{{"rank", rank}};
     EXPECT_EQ(broadcast_object(own, 2).at("rank"), 2);
     EXPECT_EQ(broadcast_object(std::string(size_t(rank) + 1, 'a')), "a");
@@ -88,7 +90,7 @@ TEST(FacadeOperations, OPS_3_BroadcastObjectGivesEveryRankTheSame) {
 }
 
 TEST(FacadeOperations, OPS_4_BroadcastGivesWhatRank0Holds) {
-  run_ranks(3, [](int rank) {
+  compared_ranks(3, [](int rank) {
     const Tensor own = range(rank * 3 + 1, 3);
     EXPECT_EQ(broadcast(own).to_vector(), (Values{1, 2, 3}));
     EXPECT_EQ(broadcast(own, 2).to_vector(), (Values{7, 8, 9}));
@@ -100,7 +102,7 @@ TEST(FacadeOperations, OPS_4_BroadcastGivesWhatRank0Holds) {
 
 TEST(FacadeOperations, OPS_5_PadMakesAllAsLongAsTheLongest) {
   for (const int n : {2, 4}) {
-    run_ranks(n, [n](int rank) {
+    compared_ranks(n, [n](int rank) {
       const Tensor own = range(1, rank == 0 ? n + 1 : n);
       const Tensor padded = pad_across_processes(own);
       Values expected = expected_range(1, n);
@@ -112,7 +114,7 @@ TEST(FacadeOperations, OPS_5_PadMakesAllAsLongAsTheLongest) {
 }
 
 TEST(FacadeOperations, OPS_5_PadTakesDimensionValueAndSide) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     const Tensor own = raw::full({2, 1 + rank}, 5, kI64);
     const Tensor last = pad_across_processes(own, {.dim = -1, .pad_index = -100});
     const Tensor first = pad_across_processes(own, {.dim = 1, .pad_index = 7, .pad_first = true});
@@ -125,7 +127,7 @@ TEST(FacadeOperations, OPS_5_PadTakesDimensionValueAndSide) {
 }
 
 TEST(FacadeOperations, OPS_6_ReduceOfTwoRanks) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     const Tensor own = numbers(rank == 0 ? Values{1, 2} : Values{3, 4});
     EXPECT_EQ(reduce(own, Reduction::kSum).to_vector(), (Values{4, 6}));
     EXPECT_EQ(reduce(own, Reduction::kMean).to_vector(), (Values{2, 3}));
@@ -148,7 +150,7 @@ TEST(FacadeOperations, OPS_7_DebugModeNamesTheOperationAndEveryRanksShapes) {
     }
     return "nothing was thrown";
   };
-  run_ranks(2, [&](int rank) {
+  compared_ranks(2, [&](int rank) {
     const Named rank_differs{
         {"tensor", raw::zeros(rank == 0 ? Shape{1, 6} : Shape{1, 1, 6}, kF32)}};
     const Named size_differs{{"tensor", raw::zeros(rank == 0 ? Shape{2, 3} : Shape{3, 2}, kF32)}};
@@ -174,7 +176,7 @@ TEST(FacadeOperations, OPS_7_DebugModeNamesTheOperationAndEveryRanksShapes) {
 }
 
 TEST(FacadeOperations, OPS_8_CopyFromOwnerBringsShapeAndDtype) {
-  run_ranks(3, [](int rank) {
+  compared_ranks(3, [](int rank) {
     Tensor own;
     if (rank == 1) own = raw::arange(5, 1, 6, kI32).view({2, 1, 3});
     const Tensor copy = copy_from_owner(own);
@@ -189,7 +191,7 @@ TEST(FacadeOperations, OPS_8_CopyFromOwnerBringsShapeAndDtype) {
 
 // Trap 1: upstream's reduce("none") sums.
 TEST(FacadeOperations, OPS_9_ReduceNoneKeepsWhatEachRankHas) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     const Tensor own = range(rank, 2);
     EXPECT_TRUE(reduce(own, Reduction::kNone).is(own));
   });
@@ -197,13 +199,13 @@ TEST(FacadeOperations, OPS_9_ReduceNoneKeepsWhatEachRankHas) {
 
 // Trap 21: upstream checks shapes in debug mode only, and hangs otherwise.
 TEST(FacadeOperations, OPS_10_AMismatchWithoutDebugModeIsAnErrorAndNoHang) {
-  run_ranks(2, [](int rank) {
+  failing_ranks("shapes differ", 2, [](int rank) {
     EXPECT_THROW(gather(range(0, 2 + rank)), DistributedError);
     EXPECT_THROW(reduce(range(0, 2 + rank), Reduction::kSum), DistributedError);
     EXPECT_THROW(broadcast(rank == 0 ? range(0, 2) : range(0, 2).to(kI64)), DistributedError);
   });
   // Another operation altogether.
-  run_ranks(2, [](int rank) {
+  failing_ranks("operations differ", 2, [](int rank) {
     if (rank == 0) {
       EXPECT_THROW(gather(range(0, 2)), DistributedError);
     } else {
@@ -214,7 +216,7 @@ TEST(FacadeOperations, OPS_10_AMismatchWithoutDebugModeIsAnErrorAndNoHang) {
 
 // UTL-1: types stay.
 TEST(FacadeOperations, OPS_1_NestedValuesKeepTheirStructure) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     const Tensor own = range(rank, 1);
     const auto vectors = gather(std::vector<Tensor>{own, own + 10.0});
     EXPECT_EQ(vectors[1].to_vector(), (Values{10, 11}));
@@ -232,7 +234,7 @@ TEST(FacadeOperations, OPS_1_NestedValuesKeepTheirStructure) {
 
 // Trap 30: upstream writes into the caller's dict.
 TEST(FacadeOperations, OPS_1_WhatTheCallerHoldsIsNotChanged) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     std::map<std::string, Tensor> own{{"x", range(rank, rank + 1)}, {"y", range(5, 1)}};
     const std::map<std::string, Tensor> before = own;
     pad_across_processes(own);
@@ -246,7 +248,7 @@ TEST(FacadeOperations, OPS_1_WhatTheCallerHoldsIsNotChanged) {
 }
 
 TEST(FacadeOperations, OPS_4_ResultsHaveNoHistory) {
-  run_ranks(2, [](int) {
+  compared_ranks(2, [](int) {
     const Tensor weight = range(0, 2);
     weight.set_requires_grad();
     const Tensor product = weight * weight;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 
 #include <tessera/accelerate/loader_plan.h>
@@ -27,8 +28,13 @@ class FacadeProcesses : public testing::Test {
     std::vector<int> ranks;
     for (int r = 0; r < MpiWorld::backend()->size(); ++r) ranks.push_back(r);
     group = std::make_shared<Group>("world", MpiWorld::backend(), ranks);
+    calls.emplace(group->trace());
+  }
+  void TearDown() override {
+    if (calls) check_equal_traces(*calls, *group);
   }
   std::shared_ptr<Group> group;
+  std::optional<distributed::CommTrace::Scope> calls;
 };
 
 TEST_F(FacadeProcesses, DDL_8_TheRanksHaveEverySampleOnce) {

@@ -13,7 +13,6 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/distributed/collectives.h>
-#include <tessera/distributed/run_ranks.h>
 
 #include "loader_fixture.h"
 
@@ -65,7 +64,7 @@ struct RandomLengthStream : data::IterableDataset<std::string> {
 };
 
 TEST(FacadeStreams, DL_2_StringsOfAStreamOfUnknownLengthAreShared) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     for (const bool dispatch : {false, true}) {
       LoaderPlan plan(world(), {.dispatch_batches = dispatch});
       StreamLoader<std::string> loader(std::make_shared<RandomLengthStream>(), {.batch_size = 2});
@@ -95,7 +94,7 @@ TEST(FacadeStreams, DL_2_StringsOfAStreamOfUnknownLengthAreShared) {
 
 // Traps: with upstream's shards of iterable data every rank reads the whole stream.
 TEST(FacadeStreams, DL_2_ByDefaultOnlyRank0OpensAStream) {
-  run_ranks(3, [](int rank) {
+  compared_ranks(3, [](int rank) {
     const auto stream = std::make_shared<NumberStream>(30);
     StreamLoader<int64_t> loader(stream, {.batch_size = 2});
     LoaderPlan plan;
@@ -108,7 +107,7 @@ TEST(FacadeStreams, DL_2_ByDefaultOnlyRank0OpensAStream) {
 }
 
 TEST(FacadeStreams, DL_2_RanksReadTheirOwnPartsOfAStream) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     const auto stream = std::make_shared<NumberParts>();
     StreamLoader<int64_t> loader(stream, {.batch_size = 2});
     LoaderPlan plan;
@@ -134,7 +133,7 @@ TEST(FacadeStreams, DL_2_RanksReadTheirOwnPartsOfAStream) {
     asked.prepare(dispatched);
     EXPECT_EQ(asked.mode(dispatched), LoaderMode::kDispatched);
   });
-  run_ranks(3, [](int) {  // a state of two ranks
+  compared_ranks(3, [](int) {  // a state of two ranks
     StreamLoader<int64_t> loader(std::make_shared<NumberParts>(), {.batch_size = 2});
     LoaderPlan plan;
     plan.prepare(loader);
@@ -201,7 +200,7 @@ struct Words : data::Dataset<Word> {
 };
 
 TEST(FacadeStreams, DL_2_DispatchedBatchesArriveWhole) {
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     LoaderPlan plan(world(), {.dispatch_batches = true});
     DataLoader<Word> loader(std::make_shared<Words>(), {.batch_size = 2});
     plan.prepare(loader);
@@ -226,7 +225,7 @@ TEST(FacadeStreams, DL_2_DispatchedBatchesArriveWhole) {
 // Trap: upstream broadcasts the batches of all ranks to every rank.
 TEST(FacadeStreams, DL_2_ARankReceivesItsOwnBatchOnly) {
   constexpr int kRanks = 4;
-  run_ranks(kRanks, [](int rank) {
+  compared_ranks(kRanks, [](int rank) {
     LoaderPlan plan(world(), {.dispatch_batches = true});
     const auto loader = numbers_loader(64 * kRanks, 64)();
     plan.prepare(*loader);
@@ -288,7 +287,7 @@ TEST(FacadeStreams, DL_2_APartThatCannotBeReadOrIsEmptyIsAnErrorOnAllRanks) {
     }
     bool broken_;
   };
-  run_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     LoaderPlan plan;
     StreamLoader<int64_t> broken(std::make_shared<Parts>(true), {.batch_size = 2});
     plan.prepare(broken);
@@ -314,7 +313,7 @@ TEST(FacadeStreams, DL_2_WhatRank0CannotReadIsAnErrorOnAllRanks) {
     }
   };
   for (const int workers : {0, 1}) {
-    run_ranks(2, [workers](int rank) {
+    compared_ranks(2, [workers](int rank) {
       LoaderPlan plan(world(), {.dispatch_batches = true});
       DataLoader loader(std::make_shared<Broken>(), {.batch_size = 2, .workers = workers});
       plan.prepare(loader);
@@ -337,7 +336,7 @@ TEST(FacadeStreams, DL_2_WhatRank0CannotReadIsAnErrorOnAllRanks) {
 }
 
 TEST(FacadeStreams, DL_2_BatchesThatCannotBeMadeAnewAreNotDispatched) {
-  run_ranks(2, [](int) {
+  compared_ranks(2, [](int) {
     LoaderPlan plan(world(), {.dispatch_batches = true});
     DataLoader<Opaque> loader(std::make_shared<Opaques>());
     EXPECT_THROW(plan.prepare(loader), UnsupportedError);

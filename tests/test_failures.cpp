@@ -163,7 +163,8 @@ class Launched : public Failure {};
 TEST_P(Launched, AProgramWithoutFaultsEndsWell) {
   const FinishedProcess job =
       run_process({TESSERA_COMMAND, "launch", "-n", std::to_string(GetParam().ranks), "--threads",
-                   "1", TESSERA_RANK_PROGRAM});
+                   "1", TESSERA_RANK_PROGRAM},
+                  {{"TESSERA_COMPARE_TRACES", "1"}});
   EXPECT_EQ(job.code(), 0) << job;
   for (int rank = 0; rank < GetParam().ranks; ++rank) {
     EXPECT_TRUE(job.printed("[" + std::to_string(rank) + "] done")) << job;
@@ -173,6 +174,33 @@ TEST_P(Launched, AProgramWithoutFaultsEndsWell) {
 INSTANTIATE_TEST_SUITE_P(Ranks, Launched,
                          ::testing::Values(Case{"none", "none", 0, 2}, Case{"none", "none", 0, 4}),
                          [](const auto& info) { return "Of" + std::to_string(info.param.ranks); });
+
+// Of two ranks one is told another size of the world.
+TEST(WrongWorld, TheRankThatSeesItRaisesAndTheOthersAreInformed) {
+  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  const FinishedProcess job = run_process(
+      {TESSERA_COMMAND, "launch", "-n", "2", "--threads", "1", "--grace", "1", "sh", "-c",
+       "if [ $TESSERA_RANK = 1 ]; then export TESSERA_WORLD_SIZE=3; fi; exec " +
+           std::string(TESSERA_RANK_PROGRAM)});
+  EXPECT_EQ(job.code(), 1) << job;
+  EXPECT_TRUE(job.complained("TESSERA_WORLD_SIZE")) << job;
+  const std::vector<Raised> raised = raised_lines(job.output);
+  ASSERT_EQ(raised.size(), 1u) << job;
+  EXPECT_NE(raised[0].message.find("rank 1"), std::string::npos) << job;
+}
+
+TEST(CompareTraces, RanksThatCalledDifferentThingsRaiseAtTheEndWhereAsked) {
+  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  const std::vector<std::string> command = {
+      TESSERA_COMMAND, "launch", "-n",      "2",       "--threads", "1",    TESSERA_RANK_PROGRAM,
+      "--rank",        "1",      "--phase", "between", "--action",  "claim"};
+  EXPECT_EQ(run_process(command).code(), 0);
+  const FinishedProcess job = run_process(command, {{"TESSERA_COMPARE_TRACES", "1"}});
+  EXPECT_EQ(job.code(), 1) << job;
+  for (const char* rank : {"[0] raised", "[1] raised"}) EXPECT_TRUE(job.printed(rank)) << job;
+  EXPECT_TRUE(job.printed("check_equal_traces: on 'world user' rank 0 called all_reduce #2"))
+      << job;
+}
 
 // AC-E3 with a program that trains: the restarted job, of another size, goes on from the step that
 // rank 0 saved last.

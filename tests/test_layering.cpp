@@ -1,6 +1,9 @@
-// The floors of the library: reads every include of the tree and fails on an edge that runs up.
+// The floors of the library: reads every include of the tree and fails on an edge that runs up. And
+// tests that start ranks: they end by comparing what these called.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cctype>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -83,6 +86,52 @@ std::vector<std::string> layering_errors(const fs::path& root) {
   return errors;
 }
 
+// Programs of several processes that have nothing to compare at their end.
+const std::map<std::string, const char*> kUncompared = {
+    {"test_mpi_backend.cpp", "works below groups, which keep the traces"},
+    {"test_mpi_timeout.cpp", "breaks its group"},
+};
+
+// One line for each test that could forget the comparison: "tests/test_x.cpp:12: ...".
+std::vector<std::string> comparison_errors(const fs::path& root) {
+  std::vector<std::string> errors;
+  for (const auto& entry : fs::recursive_directory_iterator(root / "tests")) {
+    const std::string name = entry.path().filename().string();
+    if (!entry.is_regular_file() || !is_source(entry.path()) || name == "compared_ranks.h" ||
+        name == "test_layering.cpp") {
+      continue;
+    }
+    std::ifstream in(entry.path());
+    std::string line;
+    int processes = 0;  // the line that asks for them
+    bool compares = kUncompared.count(name) != 0;
+    const auto report = [&](int number, const std::string& problem) {
+      errors.push_back(fs::relative(entry.path(), root).string() + ":" + std::to_string(number) +
+                       ": " + problem);
+    };
+    for (int number = 1; std::getline(in, line); ++number) {
+      if (line.rfind("// ctest ranks: ", 0) == 0) processes = number;
+      compares |= line.find("check_equal_traces(") != std::string::npos ||
+                  line.find("\"replicate_fixture.h\"") != std::string::npos;
+      const size_t at = line.find("run_ranks(");
+      if (at == std::string::npos) continue;
+      const char before = at == 0 ? ' ' : line[at - 1];
+      if (std::isalnum(static_cast<unsigned char>(before)) != 0 || before == '_') continue;
+      report(number,
+             "calls run_ranks; compared_ranks and failing_ranks of compared_ranks.h look at "
+             "the traces too");
+    }
+    if (processes > 0 && !compares) {
+      report(processes, "runs as processes and never calls check_equal_traces");
+    }
+  }
+  return errors;
+}
+
+TEST(Layering, EveryTestThatStartsRanksComparesTheirTraces) {
+  for (const std::string& error : comparison_errors(TESSERA_SOURCE_DIR)) ADD_FAILURE() << error;
+}
+
 TEST(Layering, NoIncludeOfTheTreeRunsUp) {
   const fs::path root = TESSERA_SOURCE_DIR;
   ASSERT_TRUE(fs::exists(root / "core/tensor.h")) << root << " is not the source tree";
@@ -138,6 +187,22 @@ TEST_F(PlantedTree, UnknownFloorsLocalIncludesAndMissingHeadersAreReported) {
   write("core/c.cpp", "#include <tessera.h>\n");
   write("core/d.cpp", "#include <tessera/core/gone.h>\n");
   EXPECT_EQ(layering_errors(root_).size(), 4u);
+}
+
+TEST_F(PlantedTree, TestsThatForgetToCompareAreReported) {
+  write("tests/a.cpp", "  compared_ranks(2, body);\n  failing_ranks(\"why\", 2, body);\n");
+  write("tests/compared_ranks.h", "run_ranks(size, body);\n");
+  write("tests/b.cpp", "// ctest ranks: 2\ncheck_equal_traces(scope);\n");
+  write("tests/test_mpi_timeout.cpp", "// ctest ranks: 2\n");
+  EXPECT_TRUE(comparison_errors(root_).empty());
+  write("tests/c.cpp", "\nrun_ranks(2, body);\n");
+  write("tests/deeper/d.cpp", "  distributed::run_ranks(2, body);\n");
+  write("tests/e.cpp", "// ctest ranks: 2 4\n");
+  const std::vector<std::string> errors = comparison_errors(root_);
+  ASSERT_EQ(errors.size(), 3u);
+  EXPECT_NE(std::find_if(errors.begin(), errors.end(),
+                         [](const std::string& e) { return e.rfind("tests/c.cpp:2: ", 0) == 0; }),
+            errors.end());
 }
 
 TEST(Layering, AllowedPairsAreDirected) {

@@ -47,7 +47,7 @@ void expect_bits_of_threads(const Body& body) {
   body(world(), mine);
   const int self = rank();
   TensorList expected;
-  run_ranks(world_size(), [&](int rank) {
+  compared_ranks(world_size(), [&](int rank) {
     TensorList results;
     body(world(), results);
     if (rank == self) expected = results;
@@ -230,7 +230,7 @@ TEST_F(MpiGroups, BackwardGoesOnWhileGradientsTravel) {
   EXPECT_EQ(x.to_vector(), std::vector<double>(1 << 18, world_size()));
 }
 
-TEST_F(MpiGroups, ADifferenceIsNamedOnEveryRank) {
+TEST_F(MpiGroups, ACE2_ADifferenceIsNamedOnEveryRank) {
   const Tensor x = ones({4});
   const bool odd_one = rank() == world_size() - 1;
   // Called apart from the world's trace, which has to be equal at the end of the test.

@@ -6,10 +6,11 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <optional>
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
-#include <tessera/distributed/group.h>
+#include <tessera/distributed/collectives.h>
 
 #include "mpi_world.h"
 
@@ -27,8 +28,13 @@ class MpiLarge : public testing::Test {
     std::vector<int> ranks;
     for (int r = 0; r < MpiWorld::backend()->size(); ++r) ranks.push_back(r);
     group = std::make_shared<Group>("world", MpiWorld::backend(), ranks);
+    calls.emplace(group->trace());
+  }
+  void TearDown() override {
+    if (calls) check_equal_traces(*calls, *group);
   }
   std::shared_ptr<Group> group;
+  std::optional<CommTrace::Scope> calls;
 };
 
 // A byte that differs between neighbours, blocks and ranks.

@@ -16,7 +16,7 @@
 namespace tessera::distributed {
 namespace {
 
-TEST(MpiTimeout, ARankThatDoesNotComeIsNamedAndTheGroupBreaks) {
+TEST(MpiTimeout, ACE1_ARankThatDoesNotComeIsNamedAndTheGroupBreaks) {
   if (!std::getenv("TESSERA_TEST_MPI")) GTEST_SKIP() << "ctest -L mpi2 starts several processes";
   std::shared_ptr<Backend> backend = make_mpi_backend(mpi_test_options());
   const auto group = std::make_shared<Group>("world", backend, std::vector<int>{0, 1});

@@ -52,7 +52,7 @@ class Nccl : public testing::Test {
   void TearDown() override { EXPECT_EQ(mock.alive(), 0) << "a communicator has not been freed"; }
 
   // `body` on `size` threads, each with its communicator of one group.
-  void run_ranks(int size, const std::function<void(Communicator&)>& body) {
+  void on_communicators(int size, const std::function<void(Communicator&)>& body) {
     const std::string id = make_unique_id(*mock.library);
     std::vector<std::thread> ranks;
     for (int rank = 0; rank < size; ++rank) {
@@ -89,7 +89,7 @@ bool contains(const std::string& text, const std::string& part) {
 }
 
 TEST_F(Nccl, ReducesGathersAndScatters) {
-  run_ranks(4, [&](Communicator& c) {
+  on_communicators(4, [&](Communicator& c) {
     const float mine = static_cast<float>(c.rank() + 1);
     std::vector<float> data(6, mine);
     c.all_reduce(data.data(), data.data(), 6, kF32, ReduceOp::kSum, nullptr);
@@ -126,7 +126,7 @@ TEST_F(Nccl, ReducesGathersAndScatters) {
 }
 
 TEST_F(Nccl, ExchangesUnevenPartsInOneGroup) {
-  run_ranks(3, [&](Communicator& c) {
+  on_communicators(3, [&](Communicator& c) {
     // Rank r sends s + 1 numbers 10 * r + s to rank s, and nothing to itself.
     std::vector<std::vector<float>> out(3), in(3);
     std::vector<Part> sends(3), receives(3);
@@ -153,7 +153,7 @@ TEST_F(Nccl, ExchangesUnevenPartsInOneGroup) {
 }
 
 TEST_F(Nccl, SplitsIntoGroupsOfTheirOwn) {
-  run_ranks(4, [&](Communicator& c) {
+  on_communicators(4, [&](Communicator& c) {
     // Even and odd ranks; rank 3 stays out.
     const int color = c.rank() == 3 ? -1 : c.rank() % 2;
     const int new_rank = c.rank() / 2, new_size = color == 0 ? 2 : 1;
@@ -181,7 +181,7 @@ TEST_F(Nccl, ARankThatDoesNotComeEndsTheStartWithItsName) {
 }
 
 TEST_F(Nccl, AWrongArgumentLeavesTheGroupUsable) {
-  run_ranks(1, [&](Communicator& c) {
+  on_communicators(1, [&](Communicator& c) {
     float value = 3;
     mock.fail("ncclAllReduce", ncclInvalidArgument);
     const std::string message = message_of<DistributedError>(
@@ -195,7 +195,7 @@ TEST_F(Nccl, AWrongArgumentLeavesTheGroupUsable) {
 }
 
 TEST_F(Nccl, AFailureOfTheSystemAbortsAndLaterCallsSaySo) {
-  run_ranks(1, [&](Communicator& c) {
+  on_communicators(1, [&](Communicator& c) {
     float value = 3;
     auto reduce = [&] { c.all_reduce(&value, &value, 1, kF32, ReduceOp::kSum, nullptr); };
     mock.fail("ncclAllReduce", ncclSystemError);
@@ -209,7 +209,7 @@ TEST_F(Nccl, AFailureOfTheSystemAbortsAndLaterCallsSaySo) {
 }
 
 TEST_F(Nccl, AnAsynchronousErrorIsFoundAndAborts) {
-  run_ranks(1, [&](Communicator& c) {
+  on_communicators(1, [&](Communicator& c) {
     c.check_async();
     mock.set_async_error(ncclRemoteError);
     EXPECT_TRUE(contains(message_of<DistributedError>([&] { c.check_async(); }), "system error"));
@@ -218,7 +218,7 @@ TEST_F(Nccl, AnAsynchronousErrorIsFoundAndAborts) {
 }
 
 TEST_F(Nccl, AnotherThreadCanAbortAndIsQuoted) {
-  run_ranks(1, [&](Communicator& c) {
+  on_communicators(1, [&](Communicator& c) {
     std::thread watchdog([&] { c.abort("the watchdog's deadline has passed"); });
     watchdog.join();
     float value = 1;
@@ -229,7 +229,7 @@ TEST_F(Nccl, AnotherThreadCanAbortAndIsQuoted) {
 }
 
 TEST_F(Nccl, ClosesTheGroupAfterAnErrorInside) {
-  run_ranks(2, [&](Communicator& c) {
+  on_communicators(2, [&](Communicator& c) {
     if (c.rank() == 1) return;
     mock.fail("ncclSend", ncclInvalidArgument);
     float value = 1;

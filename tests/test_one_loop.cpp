@@ -35,7 +35,7 @@ Runs run_as(int ranks, const std::vector<Case>& cases) {
                                                       std::to_string(cases[i].accumulation) + "}");
     command.push_back(cases[i].model + ":" + std::to_string(cases[i].batch_size) + ":" + settings);
   }
-  const FinishedProcess job = run_process(command);
+  const FinishedProcess job = run_process(command, {{"TESSERA_COMPARE_TRACES", "1"}});
   EXPECT_EQ(job.code(), 0) << job;
   Runs runs;
   std::istringstream lines(folder.read("out"));

@@ -166,7 +166,7 @@ TEST(ReplicateOrder, D14_OneBucketForAllHidesNothing) {
 TEST(ReplicateOrder, TheFirstReductionHasATimeoutOfItsOwn) {
   std::atomic<int> steps{0}, raised{0};
   std::promise<void> rank_0_raised;
-  run_ranks(2, [&](int rank) {
+  failing_ranks("rank 1 is late", 2, [&](int rank) {
     manual_seed(3);
     Net net;
     Mesh mesh(world());
@@ -211,7 +211,7 @@ bool trains_rightly(Mutation mutation) {
   std::atomic<bool> right{true};
   std::promise<void> read;
   try {
-    run_ranks(2, [&](int rank) {
+    compared_ranks(2, [&](int rank) {
       manual_seed(3);
       Net net;
       Mesh mesh(world());
@@ -261,7 +261,7 @@ bool control_flow_trains_rightly(Mutation mutation) {
   }
   std::atomic<bool> right{true};
   try {
-    run_ranks(2, [&](int rank) {
+    compared_ranks(2, [&](int rank) {
       manual_seed(static_cast<uint64_t>(3 + rank));
       rank_context().mutation = mutation;
       Pairs model;
@@ -291,7 +291,7 @@ struct Shifted : nn::Module<Shifted> {
 // Whether a forward begins with rank 0's buffers, and a backward under no_sync reduces nothing.
 bool buffers_and_local_steps_are_right(Mutation mutation) {
   std::atomic<bool> right{true};
-  run_ranks(2, [&](int rank) {
+  compared_ranks(2, [&](int rank) {
     rank_context().mutation = mutation;
     Shifted model;
     Mesh mesh(world());

@@ -45,8 +45,8 @@ class Srun : public ::testing::Test {
 };
 
 TEST_F(Srun, TheLauncherStartsItsAgentsAndRanksTrainTogether) {
-  const FinishedProcess job =
-      run({TESSERA_COMMAND, "launch", "-n", "2", "--threads", "1", TESSERA_RANK_PROGRAM});
+  const FinishedProcess job = run({"env", "TESSERA_COMPARE_TRACES=1", TESSERA_COMMAND, "launch",
+                                   "-n", "2", "--threads", "1", TESSERA_RANK_PROGRAM});
   EXPECT_EQ(job.code(), 0) << job;
   for (const char* line :
        {"[0] steps from 0 of 2 ranks", "[1] steps from 0 of 2 ranks", "[0] done", "[1] done"}) {

@@ -19,8 +19,8 @@
 #include <tessera/core/factory.h>
 #include <tessera/distributed/collectives.h>
 #include <tessera/distributed/rank_context.h>
-#include <tessera/distributed/run_ranks.h>
 
+#include "compared_ranks.h"
 #include "finished_process.h"
 
 namespace tessera {
@@ -279,7 +279,7 @@ TEST_F(Tracking, TrapAnUnknownTrackerOrAMissingFolderIsAnErrorAndNotAnUnrecorded
 }
 
 TEST_F(Tracking, OnlyTheMainProcessWritesAndTheOthersMayMakeTheSameCalls) {
-  distributed::run_ranks(3, [&](int) {
+  distributed::compared_ranks(3, [&](int) {
     const auto& ranks = distributed::rank_context();
     Trackers trackers(
         {.folder = folder(), .with = {"all"}, .rank = ranks.rank, .world_size = ranks.world_size});
@@ -297,7 +297,7 @@ TEST_F(Tracking, OnlyTheMainProcessWritesAndTheOthersMayMakeTheSameCalls) {
 }
 
 TEST_F(Tracking, TheAcceleratorStartsTheTrackersOfItsSettings) {
-  distributed::run_ranks(2, [&](int rank) {
+  distributed::compared_ranks(2, [&](int rank) {
     Accelerator accelerator({.logging_dir = folder(),
                              .log_with = std::vector<std::string>{"jsonl"},
                              .config_file = ""});
@@ -464,7 +464,7 @@ TEST_F(Tracking, AProfileWithoutScheduleHoldsEverythingAndAnOpenRangeIsRefused) 
 }
 
 TEST_F(Tracking, EachRankWritesATraceThatShowsItsCollectives) {
-  distributed::run_ranks(2, [&](int) {
+  distributed::compared_ranks(2, [&](int) {
     ProfileSession session({.folder = folder()});
     Tensor x = ones({64});
     distributed::all_reduce(x, distributed::ReduceOp::kSum);

@@ -21,6 +21,12 @@ Part slice(Part piece, int64_t begin, int64_t step) {
   return {piece.data + begin, std::min(step, piece.bytes - begin)};
 }
 
+// How much of a piece a step takes: whole elements.
+int64_t step_of(const Ranks& ranks, const Reduction& reduction) {
+  const int64_t element_size = size_of(reduction.dtype);
+  return std::max<int64_t>(1, ranks.chunk_bytes / ranks.size / element_size) * element_size;
+}
+
 }  // namespace
 
 void start_send(const Ranks& ranks, int peer, int tag, Part part, Requests* requests) {
@@ -62,15 +68,24 @@ void start_broadcast(const Ranks& ranks, int root, Part part, Requests* requests
   });
 }
 
+void begin_reduction(const Ranks& ranks, Reduction* reduction, std::span<int64_t> bytes) {
+  const int64_t step = step_of(ranks, *reduction);
+  for (int distance = 1; distance < ranks.size; ++distance) {
+    const auto to = static_cast<size_t>((ranks.rank + distance) % ranks.size);
+    const Part first = slice(reduction->pieces[to], 0, step);
+    start_send(ranks, static_cast<int>(to), kPayloadTag, first, &reduction->sent);
+    bytes[to] = first.bytes;
+  }
+  reduction->begun = true;
+}
+
 // [Note: pipeline] All pieces advance together in steps. While the contributions of step k + 1
 // travel into one scratch buffer, those of step k are summed from the other while they are still in
 // the cache, and the results of step k - 1 travel on. A step's results overwrite this rank's own
 // contributions, which is safe: they have been sent when those it awaits have come.
 Task reduce_in_rank_order(std::shared_ptr<Ranks> ranks, Reduction reduction) {
   const auto size = static_cast<size_t>(ranks->size), self = static_cast<size_t>(ranks->rank);
-  const int64_t element_size = size_of(reduction.dtype);
-  const int64_t step =
-      std::max<int64_t>(1, ranks->chunk_bytes / ranks->size / element_size) * element_size;
+  const int64_t element_size = size_of(reduction.dtype), step = step_of(*ranks, reduction);
   const Part own = reduction.pieces[self];
   const bool in_place = reduction.deliver != Deliver::kOwner;
   const Part output{in_place ? own.data : reduction.output, own.bytes};
@@ -88,7 +103,7 @@ Task reduce_in_rank_order(std::shared_ptr<Ranks> ranks, Reduction reduction) {
       scratch.resize(size * static_cast<size_t>(bytes));
     }
     for (size_t r = 0; r < size; ++r) {
-      sends[r] = slice(reduction.pieces[r], begin, step);
+      sends[r] = reduction.begun && begin == 0 ? Part{} : slice(reduction.pieces[r], begin, step);
       receives[r] = {scratch.data() + static_cast<int64_t>(r) * bytes, bytes};
     }
     sends[self] = receives[self] = {};
@@ -116,6 +131,7 @@ Task reduce_in_rank_order(std::shared_ptr<Ranks> ranks, Reduction reduction) {
   };
 
   size_t slot = 0;
+  contributions[slot] = std::move(reduction.sent);
   if (longest > 0) start_contributions(0, slot);
   for (int64_t begin = 0; begin < longest; begin += step, slot ^= 1) {
     if (begin + step < longest) start_contributions(begin + step, slot ^ 1);

@@ -58,7 +58,14 @@ struct Reduction {
   ReduceOp op = ReduceOp::kSum;
   Deliver deliver = Deliver::kAll;
   int root = 0;
+  bool begun = false;  // by begin_reduction(): `sent` is what is under way
+  Requests sent;
 };
+
+// Sends the first contributions before anyone has said that he takes them, and tells in bytes[r]
+// how many go to rank r. Who takes part posts its receives in reduce_in_rank_order; who does not
+// has to receive so many bytes of kPayloadTag all the same.
+void begin_reduction(const Ranks& ranks, Reduction* reduction, std::span<int64_t> bytes);
 
 // The owner of a piece adds the contributions in rank order (deterministic.h): every rank gets the
 // same bits, which depend neither on chunks nor on messages.

@@ -1,9 +1,10 @@
-// The one thread of a process that makes MPI calls, and the coroutines it runs.
+// The thread of a process that makes MPI calls, and the coroutines it runs.
 //
 // MPI progresses only inside MPI calls, and a blocking call of a peer that is gone never returns.
 // So no call here blocks: an operation is a coroutine that starts requests and awaits them; the
-// thread tests the requests of all operations in turn and resumes whose have arrived. Nothing of
-// MPI is called elsewhere: not even MPI_Init and MPI_Finalize, so MPI_THREAD_FUNNELED is enough.
+// thread tests the requests of all operations in turn and resumes whose have arrived. Whoever waits
+// for a collective may do this instead (drive()), one thread at a time, where MPI allows
+// MPI_THREAD_SERIALIZED. Nothing of MPI is called elsewhere, not even MPI_Init and MPI_Finalize.
 //
 //     Task shift(MPI_Comm communicator, ...) {
 //       Requests requests;
@@ -57,7 +58,7 @@ class Requests {
   std::vector<MPI_Request> requests_;
 };
 
-// A coroutine on the progress thread. It starts suspended and suspends only where it awaits
+// A coroutine of whoever drives. It starts suspended and suspends only where it awaits
 // requests or another task.
 class Task {
  public:

@@ -81,6 +81,12 @@ namespace {
 // Makes the columns of x [rows, columns] (f32, contiguous) orthonormal: modified Gram-Schmidt,
 // twice over each column, in double. A column without a direction of its own becomes 0.
 void orthonormalise(const Tensor& x) {
+  if (!x.device().is_cpu()) {  // a few columns, which the host works through in double
+    const Tensor host = x.to(kCpu);
+    orthonormalise(host);
+    copy_(x, host);
+    return;
+  }
   const int64_t rows = x.size(0), columns = x.size(1);
   float* values = x.data_as<float>();
   std::vector<std::vector<double>> basis;

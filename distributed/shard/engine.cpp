@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <utility>
 
 #include <tessera/autograd/ops.h>
@@ -37,6 +38,10 @@ class FirstStepTimeout {
  private:
   std::optional<TimeoutScope> scope_;
 };
+
+std::optional<uint64_t> fingerprint_of(Group& ranks) {
+  return ranks.size() > 1 ? ranks.backend().fingerprint() : std::nullopt;
+}
 
 // Whether `.grad` is what the last reduction left there, and no step was made with it.
 bool holds_reduced(const ManagedParam& param) {
@@ -304,16 +309,25 @@ void ParamGroupEngine::shadow_backward() {
   shadow_ = false;
 }
 
+int64_t ParamGroupEngine::used_map_bytes() const {
+  const size_t fingerprint = fingerprint_of(*ranks_) ? 2 * sizeof(uint64_t) : 0;
+  return static_cast<int64_t>(params_.size() + fingerprint);
+}
+
 void ParamGroupEngine::finish_reduction() {
   const PhaseScope phase("backward");
   const FirstStepTimeout timeout(reductions_);
   const int64_t waiting_since = now_in_nanoseconds();
   const auto count = static_cast<int64_t>(params_.size());
-  const Tensor used = raw::zeros({count}, kU8);
+  const Tensor used = raw::zeros({used_map_bytes()}, kU8);
   uint8_t* flags = used.data_as<uint8_t>();
   for (int64_t i = 0; i < count; ++i) {
     flags[i] = !shadow_ && params_[static_cast<size_t>(i)].tensor.grad().defined();
   }
+  // see [Note: fingerprint]
+  const uint64_t calls = fingerprint_of(*ranks_).value_or(0), fingerprint[] = {calls, ~calls};
+  const auto fingerprint_bytes = static_cast<size_t>(used.numel() - count);
+  std::memcpy(flags + count, fingerprint, fingerprint_bytes);
   const Work used_work =
       ranks_->all_reduce(used, ReduceOp::kMax, {.channel = Channel::kControl, .tag = "used_map"});
   std::vector<ParamGroup*> open;
@@ -322,6 +336,12 @@ void ParamGroupEngine::finish_reduction() {
     std::erase_if(open, [&](ParamGroup* group) { return hook_->advance(*group); });
   }
   used_work.wait();
+  TS_CHECK_AS(DistributedError, std::memcmp(flags + count, fingerprint, fingerprint_bytes) == 0,
+              "replicate",
+              "all ranks must call the same collectives of GPUs in the same order; on '",
+              ranks_->name(),
+              "' they have not up to the end of this backward; compare calls before "
+              "data moves (BackendOptions::compare_calls) to see which");
   record_.waited = static_cast<double>(now_in_nanoseconds() - waiting_since) * 1e-9;
   if (shadow_) return;
   for (int64_t i = 0; i < count; ++i) {

@@ -16,6 +16,10 @@
 // in the buckets. The one that does reduces the sums. A second reduction of the same gradients,
 // with neither a step nor zero_grad between, would count the first one twice and is refused.
 //
+// [Note: fingerprint] NCCL does not compare what ranks call, and may carry out calls that differ. A
+// hash of the calls so far (Backend::fingerprint) and its complement travel behind the used map:
+// their maximum is this rank's own on all ranks only where all hashes are equal.
+//
 // The first reduction waits for Timeouts::first_step where that is longer.
 #pragma once
 
@@ -101,6 +105,7 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
 
   // ---- Looking
   Group& ranks() const { return *ranks_; }
+  int64_t used_map_bytes() const;  // with the fingerprint, where there is one
   const EngineOptions& options() const { return options_; }
   const std::vector<ManagedParam>& params() const { return params_; }
   const std::vector<std::unique_ptr<ParamGroup>>& groups() const { return groups_; }

@@ -26,7 +26,7 @@ ShardReport make_report(const ParamGroupEngine& engine) {
     report.gradients += bucket.traffic;
     report.buckets.push_back(std::move(bucket));
   }
-  if (!alone) report.used_map = {1, report.parameters};
+  if (!alone) report.used_map = {1, engine.used_map_bytes()};
   if (!alone && engine.options().average == GradientAverage::kWeight) {
     report.window_weight = {1, size_of(kF64)};
   }

@@ -29,12 +29,12 @@
 #include <tessera/distributed/backend_thread.h>
 #include <tessera/distributed/collectives.h>
 #include <tessera/distributed/mesh.h>
-#include <tessera/distributed/run_ranks.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/store.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/adamw.h>
 
+#include "../compared_ranks.h"
 #include "../mock_nccl/mock_nccl.h"
 
 namespace tessera::distributed {
@@ -82,7 +82,7 @@ struct GpuRanks {
   bool fails = false;  // the group is broken at the end
 };
 
-// run_ranks with a device for each rank, and its end: all ranks called the same.
+// Ranks with a device each, and the end of every distributed test: all ranks called the same.
 void on_gpus(int size, const std::function<void(int rank)>& body, const GpuRanks& options = {}) {
   ThreadJob job(size);
   const auto store = std::make_shared<MemoryStore>();
@@ -248,11 +248,35 @@ int wrong_sums(Mutation mutation) {
   return wrong;
 }
 
-TEST_F(CudaNccl, EventsThatAreMissingAreSeen) {
+// How often a result is overwritten by what another stream does with memory of its own, before it
+// was read. The rows are gathered into a buffer of the call, as the tensor is not contiguous.
+int overwritten_results(Mutation mutation) {
+  std::atomic<int> wrong = 0;
+  on_gpus(2, [&](int rank) {
+    rank_context().other_stream = gpu::make_stream(rank);
+    for (int round = 0; round < 30; ++round) {
+      const Tensor rows = on_gpu(full({1, 64}, 1.0)), all = on_gpu(zeros({64, 2})).transpose(0, 1);
+      rank_context().mutation = mutation;
+      world().all_gather(all, rows).wait();
+      rank_context().mutation = Mutation::kNone;
+      {
+        const gpu::CurrentStream elsewhere(rank_context().other_stream);
+        const Tensor other = full({2, 64}, 777.0, {kF32, cuda(rank)});
+      }
+      if (values(all) != std::vector<float>(128, 1)) ++wrong;
+      gpu::synchronize(rank);
+    }
+  });
+  return wrong;
+}
+
+TEST_F(CudaNccl, EventsThatAreMissingAndMemoryOfOtherStreamsAreSeen) {
   EXPECT_EQ(wrong_sums(Mutation::kNone), 0);
+  EXPECT_EQ(overwritten_results(Mutation::kNone), 0);
 #if !defined(__SANITIZE_ADDRESS__)  // which sees the early read itself and ends the program
   EXPECT_GT(wrong_sums(Mutation::kSkipWait), 0);
   EXPECT_GT(wrong_sums(Mutation::kSkipStreamOrder), 0);
+  EXPECT_GT(overwritten_results(Mutation::kOtherStream), 0);
 #endif
 }
 
@@ -350,7 +374,7 @@ struct Net : nn::Module<Net> {
 };
 
 // The gradients of rank 0 after three steps of plain descent.
-std::vector<std::vector<float>> train(bool on_devices) {
+std::vector<std::vector<float>> train(bool on_devices, bool compressed = false) {
   std::vector<std::vector<float>> gradients;
   const auto body = [&](int rank) {
     const Device device = on_devices ? cuda(rank) : kCpu;
@@ -358,8 +382,11 @@ std::vector<std::vector<float>> train(bool on_devices) {
     Net model;
     model.to(device);
     Mesh mesh(world());
-    const Replica replica =
-        replicate(model, mesh, {.first_bucket_bytes = 1024, .bucket_bytes = 1200});
+    Replica replica = replicate(model, mesh, {.first_bucket_bytes = 1024, .bucket_bytes = 1200});
+    if (compressed) {
+      replica.set_communication_hook(
+          std::make_shared<PowerSgdHook>(PowerSgdOptions{.rank = 2, .start_step = 1}));
+    }
     for (uint64_t step = 0; step < 3; ++step) {
       const RandomStream stream{5, 10 * step + static_cast<uint64_t>(rank)};
       const Tensor y = model(randn({6, 8}, {}, stream).to(device));
@@ -378,19 +405,21 @@ std::vector<std::vector<float>> train(bool on_devices) {
   if (on_devices) {
     on_gpus(2, body);
   } else {
-    run_ranks(2, body);
+    compared_ranks(2, body);
   }
   return gradients;
 }
 
 TEST_F(CudaNccl, ReplicatedTrainingHasTheGradientsOfTheCpus) {
-  const auto expected = train(false), got = train(true);
-  ASSERT_EQ(expected.size(), got.size());
-  for (size_t i = 0; i < expected.size(); ++i) {
-    ASSERT_EQ(expected[i].size(), got[i].size());
-    for (size_t j = 0; j < expected[i].size(); ++j) {
-      EXPECT_NEAR(got[i][j], expected[i][j], 1e-6 + 1e-5 * std::abs(expected[i][j]))
-          << "parameter " << i << " element " << j;
+  for (const bool compressed : {false, true}) {
+    const auto expected = train(false, compressed), got = train(true, compressed);
+    ASSERT_EQ(expected.size(), got.size());
+    for (size_t i = 0; i < expected.size(); ++i) {
+      ASSERT_EQ(expected[i].size(), got[i].size());
+      for (size_t j = 0; j < expected[i].size(); ++j) {
+        EXPECT_NEAR(got[i][j], expected[i][j], 1e-6 + 1e-5 * std::abs(expected[i][j]))
+            << "parameter " << i << " element " << j << (compressed ? ", PowerSGD" : "");
+      }
     }
   }
   EXPECT_GE(calls("ncclAllReduce"), 2 * 3 * 2);  // several buckets in each step of each rank
@@ -432,7 +461,7 @@ std::vector<double> accelerated(bool on_devices) {
   if (on_devices) {
     on_gpus(2, body);
   } else {
-    run_ranks(2, body);
+    compared_ranks(2, body);
   }
   return losses;
 }
@@ -442,6 +471,34 @@ TEST_F(CudaNccl, TheAcceleratorTrainsRanksWithAGpuEach) {
   ASSERT_EQ(expected.size(), 8u);
   ASSERT_EQ(got.size(), expected.size());
   for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], 1e-5 * expected[i]) << i;
+}
+
+TEST_F(CudaNccl, CallsThatDifferWithoutAnErrorOfNcclAreSeenAtTheEndOfBackward) {
+  on_gpus(2,
+          [](int rank) {
+            Net model;
+            model.to(cuda(rank));
+            Mesh mesh(world());
+            const Replica replica = replicate(model, mesh);
+            EXPECT_EQ(replica.report().used_map.bytes, 6 + 16);
+            const auto backward = [&] {
+              model.zero_grad();
+              const Tensor y = model(on_gpu(ones({6, 8})));
+              (y * y).mean().backward();
+            };
+            const Tensor x = on_gpu(full({3}, rank + 1.0));
+            const auto reduce = [&](ReduceOp op, Channel channel) {
+              world().all_reduce(x, op, {.channel = channel}).wait();
+            };
+            backward();
+            reduce(ReduceOp::kMax, Channel::kModule);
+            backward();
+            // NCCL reduces with the operation of whoever comes last.
+            reduce(rank == 0 ? ReduceOp::kSum : ReduceOp::kMax, Channel::kModule);
+            const std::string message = message_of<DistributedError>(backward);
+            EXPECT_TRUE(contains(message, "must call the same collectives of GPUs")) << message;
+          },
+          {.fails = true});
 }
 
 }  // namespace
