@@ -5,6 +5,7 @@
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/elementwise.h>
 #include <tessera/core/kernels/linear_cross_entropy.h>
+#include <tessera/core/kernels/linear_fused.h>
 #include <tessera/core/kernels/matmul.h>
 #include <tessera/core/raw_views.h>
 
@@ -42,10 +43,11 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
                            (!in[2].defined() || in[2].dtype() == in[0].dtype()),
                        kLinearGelu, "expects operands of one floating dtype; got ", in[0], ", ",
                        in[1], " and ", in[2]);
-        const Tensor before = kernels::linear(in[0], in[1], in[2]);
-        count_flops(linear_flops(before, in[1]));
-        if (extras.wanted()) extras.save(before);
-        return tanh_form ? kernels::unary<fn::GeluTanh>(before) : kernels::unary<fn::Gelu>(before);
+        const kernels::LinearGelu result =
+            kernels::linear_gelu(in[0], in[1], in[2], tanh_form, extras.wanted());
+        count_flops(linear_flops(result.y, in[1]));
+        if (extras.wanted()) extras.save(result.before);
+        return result.y;
       },
       [tanh_form](Grads dy, const Saved& s) -> TensorList {
         const Tensor before = s.extra(0);
@@ -60,9 +62,14 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
         }
         if (s.needs(1)) {
           const Tensor x = s.input(0);
-          grad_weight = matmul(transpose(rows, 0, 1), reshape(x, {count, x.size(-1)}));
+          const kernels::LinearGradients gradients =
+              kernels::linear_gradients(rows, reshape(x, {count, x.size(-1)}), s.needs(2));
+          count_flops(linear_flops(before, s.input(1)));
+          grad_weight = gradients.weight;
+          grad_bias = gradients.bias;
+        } else if (s.needs(2)) {
+          grad_bias = sum(rows, {0});
         }
-        if (s.needs(2)) grad_bias = sum(rows, {0});
         return {grad_x, grad_weight, grad_bias};
       });
 }

@@ -227,12 +227,24 @@ Tensor cross_entropy_inplace(const Tensor& logits, const Tensor& target, int64_t
         extras.save(divide_later
                         ? kernels::unary<fn::Reciprocal>(kernels::binary<fn::Maximum>(valid, 1.0))
                         : Tensor());
+        // What the gradient is multiplied by already; a GPU keeps it beside the gradient.
+        extras.save(x.device().is_cuda() ? raw::full({}, 1, kF64, x.device()) : Tensor());
         return mean_of(losses);
       },
       [](Grads dy, const Saved& s) -> TensorList {
         const Tensor gradient = s.extra(0);
         if (dy[0].is_meta()) return {mul(gradient, dy[0]), Tensor()};
         // One number: where it is 1, as a rule, the gradient is there already.
+        if (gradient.device().is_cuda()) {
+          const Tensor applied = s.extra(2), up = kernels::convert(dy[0], kF64);
+          const Tensor wanted =
+              s.extra(1).defined() ? kernels::binary<fn::Mul>(up, s.extra(1)) : up;
+          kernels::scale_unless_one(gradient,
+                                    kernels::convert(kernels::binary<fn::Div>(wanted, applied),
+                                                     gradient.dtype() == kF64 ? kF64 : kF32));
+          kernels::copy_into(applied, wanted);
+          return {gradient, Tensor()};
+        }
         const double factor = dy[0].item() * (s.extra(1).defined() ? s.extra(1).item() : 1.0);
         return {factor == 1 ? gradient : mul(gradient, Scalar(factor)), Tensor()};
       });

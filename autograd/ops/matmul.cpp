@@ -1,8 +1,10 @@
 #include <algorithm>
 #include <string>
 
+#include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/linear_fused.h>
 #include <tessera/core/kernels/matmul.h>
 #include <tessera/core/raw_views.h>
 
@@ -132,10 +134,17 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
         Tensor grad_x, grad_weight, grad_bias;
         if (s.needs(0)) grad_x = matmul(dy[0], s.input(1));
         const Tensor rows = as_rows(dy[0].dim() == 1 ? unsqueeze(dy[0], 0) : dy[0]);
-        if (s.needs(1)) {
+        const auto x_rows = [&] {
           const Tensor x = s.input(0);
-          grad_weight = matmul(swapped(rows), as_rows(x.dim() == 1 ? unsqueeze(x, 0) : x));
+          return as_rows(x.dim() == 1 ? unsqueeze(x, 0) : x);
+        };
+        if (s.needs(1) && s.needs(2) && !grad_enabled()) {
+          const kernels::LinearGradients gradients =
+              kernels::linear_gradients(rows, x_rows(), true);
+          count_flops(product_flops(swapped(rows), gradients.weight));
+          return {grad_x, gradients.weight, gradients.bias};
         }
+        if (s.needs(1)) grad_weight = matmul(swapped(rows), x_rows());
         if (s.needs(2)) grad_bias = sum(rows, {0});
         return {grad_x, grad_weight, grad_bias};
       });

@@ -170,6 +170,13 @@ GemmProblem fold_batch(GemmProblem p) {
   return p;
 }
 
+GemmProblem without_epilogue(GemmProblem p) {
+  p.epilogue = GemmEpilogue::kNone;
+  p.bias = nullptr;
+  p.aux = {};
+  return p;
+}
+
 LibraryCall library_call(const GemmProblem& p) {
   LibraryCall call{.m = p.N, .n = p.M, .k = p.K, .batch = p.batch};
   // What is by rows here is the transpose there, and the operands change places.

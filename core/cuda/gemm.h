@@ -14,11 +14,15 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include <tessera/core/dtype.h>
+#include <tessera/core/gemm_options.h>
 
 namespace tessera::gpu {
+
+using tessera::GemmOptions;
 
 // What is done to v = alpha a b + beta d before it is stored. GELU is the tanh approximation.
 enum class GemmEpilogue : uint8_t {
@@ -89,17 +93,22 @@ int alignment_of(const void* pointer);
 // "m768 n1024 k3072 b1 a:bf16,n,768,0,@256 ... bias:bf16 beta0".
 std::string describe(const GemmProblem& problem);
 
-// ---- On the device (native_gemm.cpp; emulation/hooks.cpp: there is no library) ------------------
+// The same product with nothing around it.
+GemmProblem without_epilogue(GemmProblem problem);
 
-struct GemmOptions {  // a slot of the context
-  bool tf32 = false;
-};
+// ---- On the device (native_gemm.cpp; emulation/gemm.cpp: a model that a test gives) -------------
 
 // Queues the product on the current stream and says true; or does nothing and says false, where
 // validate() has a reason or there is no library. Algorithms come from the file that the
 // environment names in TESSERA_GEMM_TABLE (gemm_table.h), where new problems are measured and
 // added; without one the library's first suggestion is taken. Throws CudaError.
 bool run_gemm(const GemmProblem& problem);
+
+// Whether to ask for a product with an epilogue, by the context's GemmOptions: false where
+// validate() has a reason or there is no library. For GemmFusion::kMeasured the product, the same
+// one without its epilogue and `rest`, which queues what would then be left to do, are measured
+// once, and the answer is kept in the table.
+bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>& rest);
 
 // "cuBLASLt 13.1.0", or why products run without it.
 std::string gemm_library();

@@ -5,6 +5,7 @@ namespace kernels {
 
 // One for each .cu file.
 void register_attention();
+void register_cast_transpose();
 void register_channel_norm();
 void register_conv();
 void register_copy();
@@ -16,6 +17,7 @@ void register_elementwise_binary();
 void register_elementwise_ternary();
 void register_embedding();
 void register_index();
+void register_linear_fused();
 void register_matmul();
 void register_multi_tensor();
 void register_multi_tensor_updates();
@@ -32,6 +34,7 @@ void register_softmax();
 
 void gpu::register_kernels() {
   kernels::register_attention();
+  kernels::register_cast_transpose();
   kernels::register_channel_norm();
   kernels::register_conv();
   kernels::register_copy();
@@ -43,6 +46,7 @@ void gpu::register_kernels() {
   kernels::register_elementwise_ternary();
   kernels::register_embedding();
   kernels::register_index();
+  kernels::register_linear_fused();
   kernels::register_matmul();
   kernels::register_multi_tensor();
   kernels::register_multi_tensor_updates();

@@ -7,13 +7,16 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include <tessera/core/context.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/gemm_table.h>
@@ -336,7 +339,82 @@ bool choose_algorithm(DevicePlans& device, Plan& plan, const GemmProblem& proble
   return true;
 }
 
+// The algorithm of a problem on its device, chosen when it comes up first.
+Plan& plan_of(DevicePlans& device, const GemmProblem& problem, void* workspace) {
+  const std::string name = describe(problem);
+  auto place = device.plans.find(name);
+  if (place == device.plans.end()) {
+    Plan plan{.descriptors = make_descriptors(problem)};
+    plan.serves = choose_algorithm(device, plan, problem, name, workspace);
+    place = device.plans.emplace(name, std::move(plan)).first;
+  }
+  return place->second;
+}
+
+Tensor new_workspace() {
+  int index = 0;
+  TS_CUDA(cudaGetDevice(&index));
+  // The allocator hands it out again to the same stream only.
+  return raw::empty({static_cast<int64_t>(kWorkspaceBytes)}, kU8, cuda(index));
+}
+
+// Microseconds of what `work` queues, from memory that the L2 cache has forgotten.
+double measure_rest(const std::function<void()>& work) {
+  int index = 0;
+  TS_CUDA(cudaGetDevice(&index));
+  const Tensor flush = raw::empty({static_cast<int64_t>(kFlushBytes)}, kU8, cuda(index));
+  const TimingEvent start, end;
+  const cudaStream_t stream = current_stream();
+  return fastest_candidate(1, kRounds,
+                           [&](size_t) -> std::optional<double> {
+                             TS_CUDA(cudaMemsetAsync(flush.data(), 0, kFlushBytes, stream));
+                             TS_CUDA(cudaEventRecord(start.event, stream));
+                             work();
+                             TS_CUDA(cudaEventRecord(end.event, stream));
+                             TS_CUDA(cudaEventSynchronize(end.event));
+                             float milliseconds = 0;
+                             TS_CUDA(cudaEventElapsedTime(&milliseconds, start.event, end.event));
+                             return 1e3 * static_cast<double>(milliseconds);
+                           })
+      .value_or(FastestCandidate{})
+      .microseconds;
+}
+
 }  // namespace
+
+bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>& rest) {
+  const GemmFusion fusion = Context::current().slot<GemmOptions>().fusion;
+  if (fusion == GemmFusion::kNever || !library().reason.empty() || !validate(problem).empty()) {
+    return false;
+  }
+  if (fusion == GemmFusion::kAlways) return true;
+  GemmTable* const known = table();
+  if (known == nullptr) return false;
+  const auto key = [](const DevicePlans& device, const std::string& name) {
+    return "cublasLt " + std::to_string(library().version) + ", " + device.gpu + ": " + name;
+  };
+  const GemmProblem apart = without_epilogue(problem);
+  DevicePlans& device = device_plans();
+  std::optional<GemmAlgorithm> whole, product;
+  std::string decision;
+  {
+    const std::lock_guard lock(device.mutex);
+    begin(device);
+    decision = key(device, "fused? " + describe(problem));
+    if (const auto entry = known->find(decision)) return entry->bytes == "fused";
+    const Tensor workspace = new_workspace();
+    if (!plan_of(device, problem, workspace.data()).serves) return false;
+    if (!plan_of(device, apart, workspace.data()).serves) return true;
+    whole = known->find(key(device, describe(problem)));
+    product = known->find(key(device, describe(apart)));
+  }
+  if (!whole || !product) return false;
+  const double passes = measure_rest(rest);
+  const bool wins = whole->microseconds < product->microseconds + passes;
+  known->add(decision, {wins ? "fused" : "apart",
+                        wins ? whole->microseconds : product->microseconds + passes});
+  return wins;
+}
 
 bool run_gemm(const GemmProblem& given) {
   if (!library().reason.empty()) return false;
@@ -345,22 +423,12 @@ bool run_gemm(const GemmProblem& given) {
   DevicePlans& device = device_plans();
   const std::lock_guard lock(device.mutex);
   begin(device);
-  int index = 0;
-  TS_CUDA(cudaGetDevice(&index));
-  // The allocator hands it out again to the same stream only.
-  const Tensor workspace = raw::empty({static_cast<int64_t>(kWorkspaceBytes)}, kU8, cuda(index));
-  const std::string name = describe(problem);
-  auto place = device.plans.find(name);
-  if (place == device.plans.end()) {
-    Plan plan{.descriptors = make_descriptors(problem)};
-    plan.serves = choose_algorithm(device, plan, problem, name, workspace.data());
-    place = device.plans.emplace(name, std::move(plan)).first;
-  }
-  if (!place->second.serves) return false;
-  set_pointers(place->second.descriptors, library_call(problem), problem);
+  const Tensor workspace = new_workspace();
+  Plan& plan = plan_of(device, problem, workspace.data());
+  if (!plan.serves) return false;
+  set_pointers(plan.descriptors, library_call(problem), problem);
   note_operation("matmul", current_stream());
-  check(queue(device, place->second, problem, problem.d.data, workspace.data()), "the product",
-        problem);
+  check(queue(device, plan, problem, problem.d.data, workspace.data()), "the product", problem);
   finish_launch(cudaGetLastError(), "matmul", current_stream());
   return true;
 }

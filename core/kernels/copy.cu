@@ -176,21 +176,39 @@ void move_elements_cuda(const Walk& walk, const Tensor& target, const Tensor& so
 // ---- Fills --------------------------------------------------------------------------------------
 
 template <class T>
-__global__ void fill_kernel(T* x, T value, const DeviceWalk<1> walk, bool linear) {
-  constexpr int kGroup = 8;
-  const int64_t position = gpu::first_index() * kGroup;
-  for (int64_t i = position; i < walk.numel && i < position + kGroup; ++i) {
-    int64_t at[1] = {i};
-    if (!linear) walk.offsets(i, at);
-    x[at[0]] = value;
+__global__ void fill_linear(T* x, T value, int64_t n, bool vectors) {
+  constexpr int kGroup = 16 / sizeof(T);
+  const int64_t i = gpu::first_index() * kGroup;
+  if (vectors && i + kGroup <= n) {
+    gpu::Vector<T, kGroup> group;
+    TS_UNROLL
+    for (int j = 0; j < kGroup; ++j) group.values[j] = value;
+    gpu::store_vector(x + i, group);
+  } else {
+    for (int64_t j = i; j < n && j < i + kGroup; ++j) x[j] = value;
   }
 }
 
 template <class T>
+__global__ void fill_strided(T* x, T value, const DeviceWalk<1> walk) {
+  const int64_t i = gpu::first_index();
+  if (i >= walk.numel) return;
+  int64_t at[1];
+  walk.offsets(i, at);
+  x[at[0]] = value;
+}
+
+template <class T>
 void fill_as(const Walk& walk, const Tensor& x, uint64_t bits) {
-  gpu::launch({.name = "fill_", .grid = gpu::blocks(walk.numel, kBlock, 8), .block = kBlock},
-              fill_kernel<T>, static_cast<T*>(x.data()), static_cast<T>(bits), DeviceWalk<1>(walk),
-              walk.is_linear(0));
+  T* const data = static_cast<T*>(x.data());
+  if (walk.is_linear(0)) {
+    gpu::launch(
+        {.name = "fill_", .grid = gpu::blocks(walk.numel, kBlock, 16 / sizeof(T)), .block = kBlock},
+        fill_linear<T>, data, static_cast<T>(bits), walk.numel, is_aligned(data));
+    return;
+  }
+  gpu::launch({.name = "fill_", .grid = gpu::blocks(walk.numel, kBlock), .block = kBlock},
+              fill_strided<T>, data, static_cast<T>(bits), DeviceWalk<1>(walk));
 }
 
 void fill_elements_cuda(const Walk& walk, const Tensor& x, uint64_t bits) {

@@ -18,6 +18,17 @@ namespace tessera::kernels {
 namespace {
 
 constexpr int kBlock = 256;
+// Numbers that a thread takes at once, and threads of a block at most: exp and division of f64 take
+// many registers.
+template <class T>
+inline constexpr int kVector = sizeof(T) == 8 ? 1 : 16 / static_cast<int>(sizeof(T));
+template <class T>
+inline constexpr unsigned kMostThreads = sizeof(T) == 8 ? 512 : 1024;
+template <class T>
+unsigned threads_for(int64_t V, int width) {
+  const unsigned threads = walk_threads(V, width);
+  return threads < kMostThreads<T> ? threads : kMostThreads<T>;
+}
 constexpr const char* kName = "cross_entropy";
 
 DType compute_dtype(DType dtype) { return dtype == kF64 ? kF64 : kF32; }
@@ -53,16 +64,17 @@ Tensor check_targets_cuda(const char* where, const Tensor& target, int64_t class
   return result;
 }
 
-// One block a row: the largest logit, then the sums.
-template <class T>
-__global__ void forward_kernel(const T* logits,            // (N, V), rows `stride` apart
-                               const int64_t* targets,     // (N)
-                               const Compute<T>* weights,  // (V) or null
-                               const double* weight_sum,   // one number, or null
-                               Compute<T>* losses,         // (N)
-                               Compute<T>* statistics,     // (N, 2)
-                               double* target_weights,     // (N)
-                               int64_t stride, int64_t V, int64_t ignore_index, double smoothing) {
+// One block a row, which is read once.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kMostThreads<T>)
+    forward_kernel(const T* logits,            // (N, V), rows `stride` apart
+                   const int64_t* targets,     // (N)
+                   const Compute<T>* weights,  // (V) or null
+                   const double* weight_sum,   // one number, or null
+                   Compute<T>* losses,         // (N)
+                   Compute<T>* statistics,     // (N, 2)
+                   double* target_weights,     // (N)
+                   int64_t stride, int64_t V, int64_t ignore_index, double smoothing) {
   using C = Compute<T>;
   TS_REDUCE_SLOT(C, largest_slot);
   TS_REDUCE_SLOT(double, sum_slot);
@@ -75,67 +87,72 @@ __global__ void forward_kernel(const T* logits,            // (N, V), rows `stri
     return;
   }
   const T* const x = logits + n * stride;
-  C largest = -static_cast<C>(INFINITY);
-  for (int64_t c = threadIdx.x; c < V; c += blockDim.x) {
-    largest = gpu::Larger{}(largest, load<C>(x[c]));
-  }
-  largest = gpu::block_reduce(largest, gpu::Larger{}, -static_cast<C>(INFINITY), largest_slot);
-  double sum = 0, weighted = 0;
-  for (int64_t c = threadIdx.x; c < V; c += blockDim.x) {
-    const C shifted = load<C>(x[c]) - largest;
-    sum += static_cast<double>(math::exp(shifted));
-    if (smoothing != 0) {
-      weighted += static_cast<double>(weights != nullptr ? weights[c] * shifted : shifted);
+  ExpSum<C> row;
+  double weighted = 0;  // sum of weight times logit
+  RowWalk<T, kWidth>(x, V).each([&]<int N>(int64_t c) {
+    const gpu::Vector<T, N> in = gpu::load_vector<N>(x + c);
+    C values[N];
+    TS_UNROLL
+    for (int j = 0; j < N; ++j) values[j] = load<C>(in.values[j]);
+    row.add(values);
+    if (smoothing == 0) return;
+    TS_UNROLL
+    for (int j = 0; j < N; ++j) {
+      const double value = static_cast<double>(values[j]);
+      weighted += weights != nullptr ? static_cast<double>(weights[c + j]) * value : value;
     }
-  }
-  sum = gpu::block_reduce(sum, gpu::Plus{}, 0.0, sum_slot);
+  });
+  row.template join<0>(largest_slot, sum_slot);
   if (smoothing != 0) weighted = gpu::block_reduce(weighted, gpu::Plus{}, 0.0, sum_slot);
   if (threadIdx.x != 0) return;
   const double weight = weights != nullptr ? static_cast<double>(weights[target]) : 1.0;
   const double total = weight_sum != nullptr ? *weight_sum : static_cast<double>(V);
-  const double log_sum = ::log(sum);
+  const double largest = static_cast<double>(row.largest), log_sum = ::log(row.sum);
   double loss =
-      (1 - smoothing) * weight *
-      ((static_cast<double>(largest) - static_cast<double>(load<C>(x[target]))) + log_sum);
+      (1 - smoothing) * weight * ((largest - static_cast<double>(load<C>(x[target]))) + log_sum);
   if (smoothing != 0) {
-    loss += smoothing / static_cast<double>(V) * (total * log_sum - weighted);
+    loss += smoothing / static_cast<double>(V) * (total * (largest + log_sum) - weighted);
   }
   losses[n] = static_cast<C>(loss);
-  statistics[2 * n] = largest;
-  statistics[2 * n + 1] = static_cast<C>(1 / sum);
+  statistics[2 * n] = row.largest;
+  statistics[2 * n + 1] = static_cast<C>(1 / row.sum);
   target_weights[n] = weight;
 }
 
-template <class T>
-__global__ void backward_kernel(const T* logits, const int64_t* targets, const Compute<T>* weights,
-                                const double* weight_sum, const Compute<T>* statistics,
-                                const Compute<T>* row_gradients,
-                                const double* divisor,  // one number, or null
-                                T* result, int64_t stride, int64_t V, int64_t ignore_index,
-                                double smoothing, bool one_gradient) {
+// One block a row; each number is read once and written once.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kMostThreads<T>)
+    backward_kernel(const T* logits, const int64_t* targets, const Compute<T>* weights,
+                    const double* weight_sum, const Compute<T>* statistics,
+                    const Compute<T>* row_gradients,
+                    const double* divisor,  // one number, or null
+                    T* result, int64_t stride, int64_t V, int64_t ignore_index, double smoothing,
+                    bool one_gradient) {
   using C = Compute<T>;
   const int64_t n = blockIdx.x, target = targets[n];
   const T* const x = logits + n * stride;
   T* const dx = result + n * V;
-  if (target == ignore_index) {
-    for (int64_t c = threadIdx.x; c < V; c += blockDim.x) dx[c] = store<T>(C(0));
-    return;
-  }
+  const bool ignored = target == ignore_index;
   const double total = weight_sum != nullptr ? *weight_sum : static_cast<double>(V);
   const double smooth = smoothing / static_cast<double>(V);
   const double scale = divisor != nullptr ? 1 / *divisor : 1.0;
   const double g = static_cast<double>(row_gradients[one_gradient ? 0 : n]) * scale;
-  const double hard =
-      g * (1 - smoothing) * (weights != nullptr ? static_cast<double>(weights[target]) : 1.0);
+  const double weight = weights != nullptr && !ignored ? static_cast<double>(weights[target]) : 1.0;
+  const double hard = g * (1 - smoothing) * weight;
   const C a =
       static_cast<C>((hard + g * smooth * total) * static_cast<double>(statistics[2 * n + 1]));
   const C b = static_cast<C>(g * smooth), largest = statistics[2 * n];
-  for (int64_t c = threadIdx.x; c < V; c += blockDim.x) {
-    C value = a * math::exp(load<C>(x[c]) - largest);
-    if (smoothing != 0) value = value - (weights != nullptr ? b * weights[c] : b);
-    if (c == target) value = value - static_cast<C>(hard);
-    dx[c] = store<T>(value);
-  }
+  RowWalk<T, kWidth>(x, V).each([&]<int N>(int64_t c) {
+    gpu::Vector<T, N> vector = gpu::load_vector<N>(x + c);
+    TS_UNROLL
+    for (int j = 0; j < N; ++j) {
+      C value = a * math::exp(load<C>(vector.values[j]) - largest);
+      if (smoothing != 0) value = value - (weights != nullptr ? b * weights[c + j] : b);
+      if (c + j == target) value = value - static_cast<C>(hard);
+      vector.values[j] = store<T>(ignored ? C(0) : value);
+    }
+    gpu::store_vector(dx + c, vector);
+  });
 }
 
 // The class weights in the compute dtype and their sum, on the device.
@@ -162,13 +179,13 @@ CrossEntropyRows forward_cuda(const Tensor& logits, const Tensor& targets,
   const Tensor target_weights = raw::empty({N}, kF64, logits.device());
   dispatch_floating(logits.dtype(), kName, [&]<class T>() {
     using C = Compute<T>;
-    gpu::launch({.name = kName, .grid = static_cast<unsigned>(N), .block = row_threads(V)},
-                forward_kernel<T>, logits.data_as<T>(), targets.data_as<int64_t>(),
-                weights.values.defined() ? weights.values.data_as<C>() : nullptr,
-                weights.sum.defined() ? weights.sum.data_as<double>() : nullptr,
-                result.losses.data_as<C>(), result.statistics.data_as<C>(),
-                target_weights.data_as<double>(), logits.stride(0), V, attributes.ignore_index,
-                attributes.label_smoothing);
+    gpu::launch(
+        {.name = kName, .grid = static_cast<unsigned>(N), .block = threads_for<T>(V, kVector<T>)},
+        forward_kernel<T, kVector<T>>, logits.data_as<T>(), targets.data_as<int64_t>(),
+        weights.values.defined() ? weights.values.data_as<C>() : nullptr,
+        weights.sum.defined() ? weights.sum.data_as<double>() : nullptr, result.losses.data_as<C>(),
+        result.statistics.data_as<C>(), target_weights.data_as<double>(), logits.stride(0), V,
+        attributes.ignore_index, attributes.label_smoothing);
   });
   result.total_weight = sum(target_weights, {0}, false, kF64);
   return result;
@@ -186,8 +203,13 @@ Tensor backward_cuda(const Tensor& logits, const Tensor& targets,
       row_gradients.dtype() == compute ? row_gradients : convert(row_gradients, compute));
   dispatch_floating(logits.dtype(), kName, [&]<class T>() {
     using C = Compute<T>;
-    gpu::launch({.name = kName, .grid = static_cast<unsigned>(N), .block = row_threads(V)},
-                backward_kernel<T>, logits.data_as<T>(), targets.data_as<int64_t>(),
+    constexpr int kWidth = kVector<T>;
+    const bool vectors = begin_alike<T>({logits.data(), result.data()}, {logits.stride(0), V});
+    gpu::launch({.name = kName,
+                 .grid = static_cast<unsigned>(N),
+                 .block = threads_for<T>(V, vectors ? kWidth : 1)},
+                vectors ? backward_kernel<T, kWidth> : backward_kernel<T, 1>, logits.data_as<T>(),
+                targets.data_as<int64_t>(),
                 weights.values.defined() ? weights.values.data_as<C>() : nullptr,
                 weights.sum.defined() ? weights.sum.data_as<double>() : nullptr,
                 statistics.data_as<C>(), gradients.data_as<C>(),

@@ -211,6 +211,10 @@ void cross_entropy_in_place(const Tensor& logits, const Tensor& targets, int64_t
   logits.bump_version();
 }
 
+void scale_unless_one(const Tensor& x, const Tensor& factor) {
+  on_cuda<kernels::scale_unless_one>("cross_entropy", x.device(), x, factor);
+}
+
 Tensor cross_entropy_distribution(const Tensor& like, const Tensor& targets,
                                   const CrossEntropyAttributes& attributes) {
   if (like.device().is_cuda()) {

@@ -1,5 +1,5 @@
-// Loss and gradient of rows of logits in one launch, the gradient over the logits: a row is read
-// twice, the second time from the caches, and written once.
+// Loss and gradient of rows of logits in one launch, the gradient over the logits: a row stays in
+// shared memory between its two walks, so that it is read from memory once and written once.
 #include <tessera/core/kernels/cross_entropy.h>
 
 #include <cmath>
@@ -13,65 +13,59 @@
 namespace tessera::kernels {
 namespace {
 
-// One block a row; kWidth neighbours a thread.
+// One block a row. `staged`: the row fits into shared memory; else it is read again.
 template <class T, int kWidth>
-__global__ void in_place_kernel(T* logits,               // (N, V), rows `stride` apart
-                                const int64_t* targets,  // (N)
-                                const double* divisor,   // one number, or null for 1
-                                double* losses,          // (N)
-                                int64_t stride, int64_t V, int64_t ignore_index) {
+__global__ void __launch_bounds__(1024)
+    in_place_kernel(T* logits,               // (N, V), rows `stride` apart
+                    const int64_t* targets,  // (N)
+                    const double* divisor,   // one number, or null for 1
+                    double* losses,          // (N)
+                    int64_t stride, int64_t V, int64_t ignore_index, bool staged) {
   using C = Compute<T>;
-  using Vector = gpu::Vector<T, kWidth>;
   TS_REDUCE_SLOT(C, largest_slot);
   TS_REDUCE_SLOT(double, sum_slot);
+  T* const stage = gpu::dynamic_shared<T>();
   const int64_t target = targets[blockIdx.x];
   T* const x = logits + blockIdx.x * stride;
-  const int64_t first = int64_t{threadIdx.x} * kWidth, step = int64_t{blockDim.x} * kWidth;
+  const RowWalk<T, kWidth> walk(x, V);
   if (target == ignore_index) {  // the whole block
-    Vector zeros;
-    for (int j = 0; j < kWidth; ++j) zeros.values[j] = store<T>(C(0));
-    for (int64_t c = first; c < V; c += step) gpu::store_vector(x + c, zeros);
+    walk.each([&]<int N>(int64_t c) {
+      gpu::Vector<T, N> zeros;
+      TS_UNROLL
+      for (int j = 0; j < N; ++j) zeros.values[j] = store<T>(C(0));
+      gpu::store_vector(x + c, zeros);
+    });
     if (threadIdx.x == 0) losses[blockIdx.x] = 0;
     return;
   }
-  // The largest so far, and the sum of exponentials below it.
-  C largest = -static_cast<C>(INFINITY);
-  double sum = 0;
-  for (int64_t c = first; c < V; c += step) {
-    const Vector vector = gpu::load_vector<kWidth>(x + c);
-    C local = largest;
-    for (int j = 0; j < kWidth; ++j) {
-      const C value = load<C>(vector.values[j]);
-      local = value > local ? value : local;
-    }
-    if (local > largest) {
-      sum *= static_cast<double>(math::exp(largest - local));
-      largest = local;
-    }
-    for (int j = 0; j < kWidth; ++j) {
-      sum += static_cast<double>(math::exp(load<C>(vector.values[j]) - largest));
-    }
-  }
+  ExpSum<C> row;
+  walk.each([&]<int N>(int64_t c) {
+    const gpu::Vector<T, N> in = gpu::load_vector<N>(x + c);
+    if (staged) gpu::store_vector(stage + walk.skew + c, in);
+    C values[N];
+    TS_UNROLL
+    for (int j = 0; j < N; ++j) values[j] = load<C>(in.values[j]);
+    row.add(values);
+  });
   const C at_target = load<C>(x[target]);  // before the barriers: it is overwritten after them
-  const C own = largest;
-  largest = gpu::block_reduce(largest, gpu::Larger{}, -static_cast<C>(INFINITY), largest_slot);
-  if (first < V) sum *= static_cast<double>(math::exp(own - largest));
-  sum = gpu::block_reduce(sum, gpu::Plus{}, 0.0, sum_slot);
+  row.template join<0>(largest_slot, sum_slot);
+  const C largest = row.largest;
   if (threadIdx.x == 0) {
     losses[blockIdx.x] =
-        (static_cast<double>(largest) - static_cast<double>(at_target)) + ::log(sum);
+        (static_cast<double>(largest) - static_cast<double>(at_target)) + ::log(row.sum);
   }
   const double scale = divisor != nullptr ? 1 / *divisor : 1.0;
-  const C a = static_cast<C>(scale / sum), hard = static_cast<C>(scale);
-  for (int64_t c = first; c < V; c += step) {
-    Vector vector = gpu::load_vector<kWidth>(x + c);
-    for (int j = 0; j < kWidth; ++j) {
+  const C a = static_cast<C>(scale / row.sum), hard = static_cast<C>(scale);
+  walk.each([&]<int N>(int64_t c) {
+    gpu::Vector<T, N> vector = gpu::load_vector<N>(staged ? stage + walk.skew + c : x + c);
+    TS_UNROLL
+    for (int j = 0; j < N; ++j) {
       C value = a * math::exp(load<C>(vector.values[j]) - largest);
       if (c + j == target) value = value - hard;
       vector.values[j] = store<T>(value);
     }
     gpu::store_vector(x + c, vector);
-  }
+  });
 }
 
 void cross_entropy_in_place_cuda(const Tensor& logits, const Tensor& targets, int64_t ignore_index,
@@ -79,26 +73,58 @@ void cross_entropy_in_place_cuda(const Tensor& logits, const Tensor& targets, in
   const int64_t N = logits.size(0), V = logits.size(1);
   if (N == 0 || V == 0) return;
   dispatch_floating(logits.dtype(), "cross_entropy", [&]<class T>() {
-    constexpr int kWidth = 16 / sizeof(T);
-    const bool vectors =
-        V % kWidth == 0 && logits.stride(0) % kWidth == 0 && is_aligned(logits.data());
-    const auto run = [&](auto* kernel, int width) {
-      gpu::launch({.name = "cross_entropy",
-                   .grid = static_cast<unsigned>(N),
-                   .block = row_threads((V + width - 1) / width * 4)},
-                  kernel, logits.data_as<T>(), targets.data_as<int64_t>(),
-                  divisor.defined() ? divisor.data_as<double>() : nullptr, losses.data_as<double>(),
-                  logits.stride(0), V, ignore_index);
-    };
-    vectors ? run(in_place_kernel<T, kWidth>, kWidth) : run(in_place_kernel<T, 1>, 1);
+    const size_t bytes = stage_bytes<T>(V);
+    const bool staged = bytes <= kMostStaged;
+    gpu::launch({.name = "cross_entropy",
+                 .grid = static_cast<unsigned>(N),
+                 .block = walk_threads(V, 16 / sizeof(T)),
+                 .shared_bytes = staged ? bytes : 0},
+                in_place_kernel<T, 16 / sizeof(T)>, logits.data_as<T>(), targets.data_as<int64_t>(),
+                divisor.defined() ? divisor.data_as<double>() : nullptr, losses.data_as<double>(),
+                logits.stride(0), V, ignore_index, staged);
   });
   logits.bump_version();
+}
+
+// A block walks every gridDim.x-th row.
+template <class T>
+__global__ void __launch_bounds__(256)
+    scale_unless_one_kernel(T* rows, int64_t N, int64_t stride, int64_t V,
+                            const Compute<T>* factor) {
+  using C = Compute<T>;
+  const C by = *factor;
+  if (by == C(1)) return;
+  for (int64_t n = blockIdx.x; n < N; n += gridDim.x) {
+    T* const x = rows + n * stride;
+    RowWalk<T, 16 / sizeof(T)>(x, V).each([&]<int kCount>(int64_t c) {
+      gpu::Vector<T, kCount> vector = gpu::load_vector<kCount>(x + c);
+      TS_UNROLL
+      for (int j = 0; j < kCount; ++j) {
+        vector.values[j] = store<T>(load<C>(vector.values[j]) * by);
+      }
+      gpu::store_vector(x + c, vector);
+    });
+  }
+}
+
+void scale_unless_one_cuda(const Tensor& x, const Tensor& factor) {
+  const int64_t N = x.size(0), V = x.size(1);
+  if (N == 0 || V == 0) return;
+  constexpr int64_t kMostBlocks = 2112;  // cheap to start where there is nothing to do
+  dispatch_floating(x.dtype(), "cross_entropy", [&]<class T>() {
+    gpu::launch({.name = "cross_entropy",
+                 .grid = static_cast<unsigned>(N < kMostBlocks ? N : kMostBlocks),
+                 .block = 256},
+                scale_unless_one_kernel<T>, x.data_as<T>(), N, x.stride(0), V,
+                factor.data_as<Compute<T>>());
+  });
 }
 
 }  // namespace
 
 void register_cross_entropy_in_place() {
   cuda_form<cross_entropy_in_place> = cross_entropy_in_place_cuda;
+  cuda_form<scale_unless_one> = scale_unless_one_cuda;
 }
 
 }  // namespace tessera::kernels

@@ -16,57 +16,122 @@ namespace {
 constexpr int kBlock = 256;
 
 // [Note: deterministic embedding gradient] Positions are sorted by their row of the table and stay
-// in order within one. Each row of the table is summed by one block in this order, without atomics.
+// in order within one. Blocks take segments of kSegment sorted positions, which a row with many
+// positions spans several of: its parts are added up in their order by a second launch. Each number
+// is summed by one thread at a time, without atomics, in an order that the index decides.
+constexpr int64_t kSegment = 64;
 
-// starts[v]: how many of the sorted rows are smaller than v; v up to V.
-__global__ void starts_kernel(const int32_t* sorted, int64_t* starts, int64_t n, int64_t V) {
-  const int64_t v = gpu::first_index();
-  if (v > V) return;
-  int64_t low = 0, high = n;
-  while (low < high) {
-    const int64_t middle = (low + high) / 2;
-    if (sorted[middle] < v) {
-      low = middle + 1;
-    } else {
-      high = middle;
+// Of a segment: the sum of the positions that continue the row of the segment before, and of those
+// at its end whose row goes on in the next. A segment of one row that does both has the first only.
+constexpr int64_t kHead = 0, kTail = 1, kParts = 2;
+
+// places, order: (n). partials: (segments, kParts, C). Threads have kWidth columns each.
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kBlock)
+    sum_segments_kernel(const T* grad,  // (n, C)
+                        const int32_t* places, const int32_t* order,
+                        T* table,  // (V, C), zeros
+                        Compute<T>* partials, int64_t n, int64_t C, int64_t padding_idx) {
+  using A = Compute<T>;
+  TS_SHARED(int32_t, own_places, kSegment);
+  TS_SHARED(int32_t, own_order, kSegment);
+  const int64_t begin = int64_t{blockIdx.x} * kSegment;
+  const int count = static_cast<int>(n - begin < kSegment ? n - begin : kSegment);
+  for (int k = static_cast<int>(threadIdx.x); k < count; k += static_cast<int>(blockDim.x)) {
+    own_places[k] = places[begin + k];
+    own_order[k] = order[begin + k];
+  }
+  const bool continues = begin > 0 && places[begin - 1] == places[begin];
+  const bool goes_on = begin + count < n && places[begin + count] == places[begin + count - 1];
+  __syncthreads();
+  const int64_t c = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kWidth;
+  if (c >= C) return;
+  A sums[kWidth] = {};
+  bool is_first = true;      // the first row of the segment
+  constexpr int kAhead = 4;  // rows that are read before they are added
+  for (int k0 = 0; k0 < count; k0 += kAhead) {
+    gpu::Vector<T, kWidth> rows[kAhead];
+    TS_UNROLL
+    for (int a = 0; a < kAhead; ++a) {
+      const int k = k0 + a < count ? k0 + a : count - 1;
+      rows[a] = gpu::load_vector<kWidth>(grad + own_order[k] * C + c);
+    }
+    TS_UNROLL
+    for (int a = 0; a < kAhead; ++a) {
+      const int k = k0 + a;
+      if (k >= count) continue;
+      TS_UNROLL
+      for (int j = 0; j < kWidth; ++j) sums[j] += load<A>(rows[a].values[j]);
+      const bool is_last = k + 1 == count;
+      if (!is_last && own_places[k + 1] == own_places[k]) continue;
+      // The end of a row, or of its part here.
+      const bool is_head = is_first && continues, is_tail = is_last && goes_on;
+      if (is_head || is_tail) {
+        A* const to = partials + (blockIdx.x * kParts + (is_head ? kHead : kTail)) * C + c;
+        TS_UNROLL
+        for (int j = 0; j < kWidth; ++j) to[j] = sums[j];
+      } else if (own_places[k] != padding_idx) {
+        gpu::Vector<T, kWidth> out;
+        TS_UNROLL
+        for (int j = 0; j < kWidth; ++j) out.values[j] = store<T>(sums[j]);
+        gpu::store_vector(table + own_places[k] * C + c, out);
+      }
+      is_first = false;
+      TS_UNROLL
+      for (int j = 0; j < kWidth; ++j) sums[j] = A(0);
     }
   }
-  starts[v] = low;
 }
 
+// A block for each segment: where a row begins in it and goes on, its parts in their order.
 template <class T>
-__global__ void sum_rows_kernel(const T* grad,          // (n, C)
-                                const int64_t* starts,  // (V + 1)
-                                const int32_t* order,   // (n)
-                                T* table,               // (V, C)
-                                int64_t C, int64_t padding_idx) {
-  const int64_t v = blockIdx.x;
-  const int64_t begin = starts[v], end = v == padding_idx ? begin : starts[v + 1];
-  for (int64_t c = threadIdx.x; c < C; c += blockDim.x) {
-    Compute<T> sum = 0;
-    for (int64_t k = begin; k < end; ++k) sum += load<Compute<T>>(grad[order[k] * C + c]);
-    table[v * C + c] = store<T>(sum);
-  }
+__global__ void __launch_bounds__(kBlock)
+    join_segments_kernel(const int32_t* places, T* table, const Compute<T>* partials, int64_t n,
+                         int64_t C, int64_t padding_idx) {
+  const int64_t segment = blockIdx.x, begin = segment * kSegment, end = begin + kSegment;
+  if (end >= n || places[end] != places[end - 1]) return;
+  const int64_t place = places[end - 1];
+  const bool began_before = begin > 0 && places[begin - 1] == place;
+  if (began_before || place == padding_idx) return;
+  int64_t last = segment + 1;  // segments from here to `last` hold the row
+  while ((last + 1) * kSegment < n && places[(last + 1) * kSegment] == place) ++last;
+  const int64_t c = int64_t{blockIdx.y} * blockDim.x + threadIdx.x;
+  if (c >= C) return;
+  Compute<T> sum = partials[(segment * kParts + kTail) * C + c];
+  for (int64_t s = segment + 1; s <= last; ++s) sum += partials[(s * kParts + kHead) * C + c];
+  table[place * C + c] = store<T>(sum);
 }
 
 Tensor embedding_backward_cuda(const Tensor& grad, const Tensor& index, int64_t V,
                                int64_t padding_idx) {
   const int64_t C = grad.size(-1);
-  const Tensor result = raw::empty({V, C}, grad.dtype(), grad.device());
+  const Tensor result = raw::zeros({V, C}, grad.dtype(), grad.device());
   const Tensor rows = checked_index(index, V, false, "embedding");
-  if (result.numel() == 0) return result;
+  const int64_t n = rows.numel();
+  if (result.numel() == 0 || n == 0) return result;
   const Tensor dense = contiguous(grad);
   const SortedPlaces sorted = sort_places(rows, V);
-  const Tensor starts = raw::empty({V + 1}, kI64, grad.device());
-  gpu::launch({.name = "embedding_backward", .grid = gpu::blocks(V + 1, kBlock), .block = kBlock},
-              starts_kernel, sorted.places.data_as<int32_t>(), starts.data_as<int64_t>(),
-              rows.numel(), V);
+  const int64_t segments = (n + kSegment - 1) / kSegment;
   dispatch_floating(grad.dtype(), "embedding", [&]<class T>() {
-    gpu::launch({.name = "embedding_backward",
-                 .grid = static_cast<unsigned>(V),
-                 .block = row_threads(C) < 256 ? row_threads(C) : 256},
-                sum_rows_kernel<T>, dense.data_as<T>(), starts.data_as<int64_t>(),
-                sorted.order.data_as<int32_t>(), result.data_as<T>(), C, padding_idx);
+    using A = Compute<T>;
+    constexpr int kWidth = 16 / sizeof(T);
+    const Tensor partials = raw::empty({segments, kParts, C}, dtype_of<A>, grad.device());
+    const bool vectors = C % kWidth == 0 && is_aligned(dense.data());
+    const auto grid = [&](int64_t columns) {
+      return dim3(static_cast<unsigned>(segments), gpu::blocks(columns, kBlock));
+    };
+    const auto threads = [](int64_t columns) {
+      return static_cast<unsigned>(columns < kBlock ? (columns + 31) / 32 * 32 : kBlock);
+    };
+    const int64_t columns = vectors ? C / kWidth : C;
+    gpu::launch({.name = "embedding_backward", .grid = grid(columns), .block = threads(columns)},
+                vectors ? sum_segments_kernel<T, kWidth> : sum_segments_kernel<T, 1>,
+                dense.data_as<T>(), sorted.places.data_as<int32_t>(),
+                sorted.order.data_as<int32_t>(), result.data_as<T>(), partials.data_as<A>(), n, C,
+                padding_idx);
+    gpu::launch({.name = "embedding_backward", .grid = grid(C), .block = threads(C)},
+                join_segments_kernel<T>, sorted.places.data_as<int32_t>(), result.data_as<T>(),
+                static_cast<const A*>(partials.data()), n, C, padding_idx);
   });
   return result;
 }

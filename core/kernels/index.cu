@@ -63,14 +63,22 @@ Tensor checked_index_cuda(const Tensor& index, int64_t size, bool negative,
 
 // ---- Rows and elements, moved as bits -----------------------------------------------------------
 
-// result[b, n, a] = x[b, positions[n], a]
+// result[b, n, a] = x[b, positions[n], a], a thread a unit of up to 16 bytes.
 template <class T>
 __global__ void select_rows_kernel(const T* x, const int64_t* positions, T* result, int64_t total,
-                                   int64_t M, int64_t N, int64_t A) {
+                                   int64_t M, int64_t N, int64_t A, const Divisor by_A,
+                                   const Divisor by_N) {
   const int64_t i = gpu::first_index();
   if (i >= total) return;
-  const int64_t a = i % A, n = i / A % N, b = i / A / N;
-  result[i] = x[(b * M + positions[n]) * A + a];
+  int64_t row, b;  // row = b N + n
+  if (total <= INT32_MAX) {
+    row = by_A.quotient(static_cast<uint32_t>(i));
+    b = by_N.quotient(static_cast<uint32_t>(row));
+  } else {
+    row = i / A;
+    b = row / N;
+  }
+  result[i] = x[(b * M + positions[row - b * N]) * A + i - row * A];
 }
 
 template <class F>
@@ -94,14 +102,23 @@ Tensor select_rows_cuda(const Tensor& x, const Tensor& positions) {
   // The widest unit that rows and addresses allow.
   const int64_t bytes = size_of(x.dtype());
   int64_t unit = bytes;
-  while (unit < 8 && A * bytes % (2 * unit) == 0 && is_aligned(x.data())) unit *= 2;
-  const int64_t width = A * bytes / unit;
-  with_bits(unit, [&]<class T>() {
-    gpu::launch(
-        {.name = "index_select", .grid = gpu::blocks(B * N * width, kBlock), .block = kBlock},
-        select_rows_kernel<T>, static_cast<const T*>(x.data()), positions.data_as<int64_t>(),
-        static_cast<T*>(result.data()), B * N * width, M, N, width);
-  });
+  while (unit < 16 && A * bytes % (2 * unit) == 0 && is_aligned(x.data())) unit *= 2;
+  const int64_t width = A * bytes / unit, total = B * N * width;
+  const auto run = [&]<class T>() {
+    // Divisors count where the total, and so each of them, is below 2^31.
+    const auto divisor = [](int64_t n) {
+      return Divisor(n > INT32_MAX ? 1 : static_cast<uint32_t>(n));
+    };
+    gpu::launch({.name = "index_select", .grid = gpu::blocks(total, kBlock), .block = kBlock},
+                select_rows_kernel<T>, static_cast<const T*>(x.data()),
+                positions.data_as<int64_t>(), static_cast<T*>(result.data()), total, M, N, width,
+                divisor(width), divisor(N));
+  };
+  if (unit == 16) {
+    run.template operator()<gpu::Vector<uint64_t, 2>>();
+  } else {
+    with_bits(unit, run);
+  }
   return result;
 }
 
@@ -191,11 +208,11 @@ Tensor gather_cuda(const Tensor& x, int dim, const Tensor& index) {
   return result;
 }
 
-// A thread a line, in the order of the index.
+// Many lines, or short ones: a thread a line, in the order of the index.
 template <class T, bool kAdds>
-__global__ void scatter_kernel(T* x, const int64_t* index, const T* source, int64_t n,
-                               int64_t x_stride, int64_t index_stride, int64_t source_stride,
-                               const DeviceWalk<3> lines) {
+__global__ void scatter_lines_kernel(T* x, const int64_t* index, const T* source, int64_t n,
+                                     int64_t x_stride, int64_t index_stride, int64_t source_stride,
+                                     const DeviceWalk<3> lines) {
   const int64_t line = gpu::first_index();
   if (line >= lines.numel) return;
   int64_t at[3];
@@ -212,20 +229,86 @@ __global__ void scatter_kernel(T* x, const int64_t* index, const T* source, int6
   }
 }
 
+// Few long lines: elements are sorted by their place, see [Note: order of writes]. Elements of a
+// line stand in their order, and places of different lines differ.
+__global__ void scatter_places_kernel(const int64_t* index, int64_t* places, int64_t x_stride,
+                                      const DeviceWalk<2> walk) {
+  const int64_t i = gpu::first_index();
+  if (i >= walk.numel) return;
+  int64_t at[2];  // in x without its dimension, in the index
+  walk.offsets(i, at);
+  places[i] = at[0] + index[at[1]] * x_stride;
+}
+
+template <class T, bool kAdds>
+__global__ void scatter_sorted_kernel(T* x, const int32_t* places, const int32_t* order,
+                                      const T* source, const DeviceWalk<1> walk) {
+  const int64_t i = gpu::first_index();
+  if (i >= walk.numel) return;
+  const int32_t place = places[i];
+  int64_t at[1];
+  if constexpr (kAdds) {
+    if (i > 0 && places[i - 1] == place) return;
+    Compute<T> sum = load<Compute<T>>(x[place]);
+    for (int64_t k = i; k < walk.numel && places[k] == place; ++k) {
+      walk.offsets(order[k], at);
+      sum = static_cast<Compute<T>>(sum + load<Compute<T>>(source[at[0]]));
+    }
+    x[place] = store<T>(sum);
+  } else {
+    if (i + 1 < walk.numel && places[i + 1] == place) return;
+    walk.offsets(order[i], at);
+    x[place] = source[at[0]];
+  }
+}
+
+// Below this a thread a line would leave the GPU idle.
+constexpr int64_t kManyLines = 1 << 14;
+constexpr int64_t kShortLine = 16;
+
+// A walk in row-major order, which a Walk of an operand in another one is not.
+template <size_t kOperands>
+Walk in_order(const Shape& shape, const Shape (&strides)[kOperands]) {
+  Shape all[kOperands + 1] = {contiguous_strides(shape)};
+  for (size_t k = 0; k < kOperands; ++k) all[k + 1] = strides[k];
+  Walk walk(shape, {all, kOperands + 1});
+  for (size_t k = 0; k < kOperands; ++k) {
+    for (int d = 0; d < walk.dims; ++d) walk.strides[k][d] = walk.strides[k + 1][d];
+  }
+  return walk;
+}
+
 template <class T, bool kAdds>
 void launch_scatter(const char* where, const Tensor& x, int dim, const Tensor& places,
                     const Tensor& source) {
   Shape lines = places.shape();
   const bool scalar = x.dim() == 0;
+  const int64_t n = scalar ? 1 : places.shape()[dim], total = places.numel();
+  T* const data = static_cast<T*>(x.data());
+  const T* const values = static_cast<const T*>(source.data());
+  const int64_t stride = scalar ? 0 : x.strides()[dim];
+  if (n > kShortLine && total / n < kManyLines && x.is_contiguous() && x.numel() <= INT32_MAX &&
+      total <= INT32_MAX) {
+    const Tensor targets = raw::empty({total}, kI64, x.device());
+    gpu::launch({.name = where, .grid = gpu::blocks(total, kBlock), .block = kBlock},
+                scatter_places_kernel, places.data_as<int64_t>(), targets.data_as<int64_t>(),
+                stride,
+                DeviceWalk<2>(in_order<2>(lines, {without(x.strides(), dim), places.strides()})));
+    const SortedPlaces sorted = sort_places(targets, x.numel());
+    gpu::launch({.name = where, .grid = gpu::blocks(total, kBlock), .block = kBlock},
+                scatter_sorted_kernel<T, kAdds>, data, sorted.places.data_as<int32_t>(),
+                sorted.order.data_as<int32_t>(), values,
+                DeviceWalk<1>(in_order<1>(lines, {source.strides()})));
+    return;
+  }
   if (!scalar) lines[dim] = 1;
   const Shape strides[3] = {without(x.strides(), dim), without(places.strides(), dim),
                             without(source.strides(), dim)};
   const Walk walk(lines, strides);
   gpu::launch({.name = where, .grid = gpu::blocks(walk.numel, kBlock), .block = kBlock},
-              scatter_kernel<T, kAdds>, static_cast<T*>(x.data()), places.data_as<int64_t>(),
-              static_cast<const T*>(source.data()), scalar ? 1 : places.shape()[dim],
-              scalar ? 0 : x.strides()[dim], scalar ? 0 : places.strides()[dim],
-              scalar ? 0 : source.strides()[dim], DeviceWalk<3>(walk));
+              scatter_lines_kernel<T, kAdds>, data, places.data_as<int64_t>(), values, n, stride,
+              scalar ? 0 : places.strides()[dim], scalar ? 0 : source.strides()[dim],
+              DeviceWalk<3>(walk));
 }
 
 void scatter_cuda(const Tensor& x, int dim, const Tensor& index, const Tensor& source) {

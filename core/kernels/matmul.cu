@@ -1,5 +1,6 @@
-// Matrix products: by cuBLASLt (core/cuda/gemm.h) where it serves them, else by the tiles below,
-// which are also what the emulation runs. Tiles of 32 x 32 in shared memory, sums in the compute
+// Matrix products: by cuBLASLt (core/cuda/gemm.h) where it serves them, f16 and bf16 else on tensor
+// cores (matmul_tensor.cu), and the rest by the tiles below. Without the library, as in the
+// emulation, these kernels are all there is. Tiles of 32 x 32 in shared memory, sums in the compute
 // type in the order of K: the bits depend on the shape alone.
 #include <tessera/core/kernels/matmul.h>
 
@@ -10,18 +11,13 @@
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/on_device.h>
 #include <tessera/core/raw_views.h>
+#include <tessera/core/kernels/matmul_tiles.cuh>
 #include <tessera/core/kernels/strided.cuh>
 
 namespace tessera::kernels {
 namespace {
 
 constexpr int kTile = 32, kRows = 8;  // a block of 32 x 8 threads; four results a thread
-
-struct Product {
-  int64_t M, N, K;
-  int64_t a_row, a_column, b_row, b_column, c_row;  // strides in elements
-  double alpha, beta;
-};
 
 // c = alpha a b + beta c + bias, for each matrix of the batch.
 template <class T, class R>
@@ -69,24 +65,9 @@ __global__ void matmul_kernel(const Product p, const T* a, const T* b, const T* 
   }
 }
 
-// The last two dimensions as the library reads them, with one stride from matrix to matrix;
-// `batch_strides` are merged ones. Nothing where strides are of another kind.
+// With one stride from matrix to matrix; `batch` holds merged ones.
 bool as_operand(const Tensor& x, const Walk& batch, int operand, gpu::GemmMatrix& matrix) {
-  const int64_t rows = x.size(-2), columns = x.size(-1);
-  const bool by_rows = columns == 1 || x.stride(-1) == 1;
-  const bool by_columns = rows == 1 || x.stride(-2) == 1;
-  if (by_rows && (rows == 1 || x.stride(-2) >= columns)) {
-    matrix.transposed = false;
-    matrix.leading = rows == 1 ? columns : x.stride(-2);
-  } else if (by_columns && (columns == 1 || x.stride(-1) >= rows)) {
-    matrix.transposed = true;
-    matrix.leading = columns == 1 ? rows : x.stride(-1);
-  } else {
-    return false;
-  }
-  if (batch.dims > 1) return false;
-  matrix.dtype = x.dtype();
-  matrix.data = x.data();
+  if (batch.dims > 1 || !as_gemm_matrix(x, matrix)) return false;
   matrix.batch_stride = batch.dims == 1 ? batch.strides[operand][0] : 0;
   return true;
 }
@@ -100,7 +81,7 @@ bool multiply_by_library(const Tensor& a, const Tensor& b, const Tensor& bias, c
       .batch = batch.numel,
       .alpha = alpha,
       .beta = beta,
-      .tf32 = a.dtype() == kF32 && Context::current().slot<gpu::GemmOptions>().tf32};
+      .tf32 = a.dtype() == kF32 && Context::current().slot<GemmOptions>().tf32};
   if (!as_operand(result, batch, 0, problem.d) || !as_operand(a, batch, 1, problem.a) ||
       !as_operand(b, batch, 2, problem.b)) {
     return false;
@@ -141,6 +122,7 @@ void multiply(const char* where, const Tensor& a, const Tensor& b, const Tensor&
   if (is_floating(a.dtype()) && multiply_by_library(a, b, packed, result, alpha, beta, walk)) {
     return;
   }
+  if (multiply_on_tensor_cores(where, product, a, b, packed, result, walk)) return;
   const dim3 grid(gpu::blocks(product.N, kTile), gpu::blocks(product.M, kTile),
                   static_cast<unsigned>(walk.numel));
   dispatch_numeric(a.dtype(), where, [&]<class T>() {
@@ -188,6 +170,24 @@ void matmul_into_cuda(const Tensor& target, const Tensor& a, const Tensor& b, bo
 }
 
 }  // namespace
+
+bool as_gemm_matrix(const Tensor& x, gpu::GemmMatrix& matrix) {
+  const int64_t rows = x.size(-2), columns = x.size(-1);
+  const bool by_rows = columns == 1 || x.stride(-1) == 1;
+  const bool by_columns = rows == 1 || x.stride(-2) == 1;
+  if (by_rows && (rows == 1 || x.stride(-2) >= columns)) {
+    matrix.transposed = false;
+    matrix.leading = rows == 1 ? columns : x.stride(-2);
+  } else if (by_columns && (columns == 1 || x.stride(-1) >= rows)) {
+    matrix.transposed = true;
+    matrix.leading = columns == 1 ? rows : x.stride(-1);
+  } else {
+    return false;
+  }
+  matrix.dtype = x.dtype();
+  matrix.data = x.data();
+  return true;
+}
 
 void register_matmul() {
   cuda_form<matmul> = matmul_cuda;

@@ -13,10 +13,13 @@
 namespace tessera::kernels {
 namespace {
 
-// Elements that one block, or one thread of a column, adds up; partial results are joined in their
-// order. The partition is a function of the shape.
+// Elements of a row, and rows of a column, that one block adds up; partial results are folded by a
+// second launch. The partition is a function of the shape.
 constexpr int64_t kRowChunk = 1 << 16, kColumnChunk = 512;
+constexpr int64_t kWarpRow = 1024;  // elements of rows that take a warp each
 constexpr int kBlock = 256;
+constexpr int kTileLanes = 8, kTileLines = 32;  // of a block that folds columns
+constexpr int kTileWidth = 8;                   // neighbouring columns of a thread, at most
 
 // What is done with the result of a fold.
 struct Finish {
@@ -126,7 +129,113 @@ TS_DEVICE void write_result(const FoldTask& task, int64_t output, W value) {
                  [&]<class T>() { static_cast<T*>(task.result)[output] = store<T>(last); });
 }
 
-// A block for each chunk of each output.
+template <bool kIsSum, class W, class C>
+TS_DEVICE W accumulate_in(const FoldTask& task, W a, C v, double shift) {
+  if constexpr (kIsSum) {
+    return a + static_cast<W>(v);
+  } else {
+    return accumulate(task.fold, task.p, a, v, shift);
+  }
+}
+
+// Rows that lie in order: `threads` of a block, a warp or all, for each chunk of each output.
+template <class C, bool kIsSum>
+__global__ void __launch_bounds__(1024)
+    fold_linear_kernel(const FoldTask task, Wide<C>* partials, int threads) {
+  using W = Wide<C>;
+  TS_REDUCE_SLOT(W, slot);
+  const int t = static_cast<int>(threadIdx.x) % threads;
+  const int groups = static_cast<int>(blockDim.x) / threads;
+  const int64_t place = int64_t{blockIdx.x} * groups + static_cast<int>(threadIdx.x) / threads;
+  if (place >= task.kept.numel * task.chunks) return;  // the whole warp; a block has one place
+  const int64_t output = place / task.chunks, begin = place % task.chunks * task.chunk;
+  const int64_t end = begin + task.chunk < task.terms ? begin + task.chunk : task.terms;
+  int64_t base[1];
+  task.kept.offsets(output, base);
+  const double shift = task.shift != nullptr ? task.shift[output] : 0.0;
+  W value = neutral_of<W>(task.fold);
+  with_lane_dtype<C>(task.dtype, [&]<class T>() {
+    const T* const x = static_cast<const T*>(task.x) + base[0] + begin;
+    RowWalk<T, 16 / sizeof(T)>(x, end - begin).each(t, threads, [&]<int N>(int64_t c) {
+      const gpu::Vector<T, N> in = gpu::load_vector<N>(x + c);
+      TS_UNROLL
+      for (int j = 0; j < N; ++j) {
+        value = accumulate_in<kIsSum>(task, value, load<C>(in.values[j]), shift);
+      }
+    });
+  });
+  const Join<W> join{task.fold};
+  value = threads == gpu::kWarp ? gpu::warp_reduce(value, join)
+                                : gpu::block_reduce(value, join, neutral_of<W>(task.fold), slot);
+  if (t != 0) return;
+  if (task.chunks == 1) {
+    write_result(task, output, value);
+  } else {
+    partials[place] = value;
+  }
+}
+
+// Columns of a matrix whose rows lie `stride` apart: a block takes kTileLanes vectors of a row at a
+// time, kTileLines rows at once. partials: (chunks, outputs)
+template <class C, bool kIsSum>
+__global__ void __launch_bounds__(kTileLanes* kTileLines)
+    fold_tiles_kernel(const FoldTask task, Wide<C>* partials, int64_t stride, bool vectors) {
+  using W = Wide<C>;
+  TS_SHARED(W, joined, kTileLanes * kTileLines * kTileWidth);
+  const int lane = static_cast<int>(threadIdx.x) % kTileLanes;
+  const int line = static_cast<int>(threadIdx.x) / kTileLanes;
+  const int64_t columns = task.kept.numel, begin = blockIdx.y * task.chunk;
+  const int64_t end = begin + task.chunk < task.terms ? begin + task.chunk : task.terms;
+  with_lane_dtype<C>(task.dtype, [&]<class T>() {
+    constexpr int kWidth = sizeof(T) > 1 ? 16 / static_cast<int>(sizeof(T)) : kTileWidth;
+    const int64_t first = (int64_t{blockIdx.x} * kTileLanes + lane) * kWidth;
+    const int count = static_cast<int>(columns - first < kWidth ? columns - first : kWidth);
+    const T* const x = static_cast<const T*>(task.x) + first;
+    W own[kWidth];
+    double shifts[kWidth];
+    TS_UNROLL
+    for (int j = 0; j < kWidth; ++j) {
+      own[j] = neutral_of<W>(task.fold);
+      shifts[j] = !kIsSum && task.shift != nullptr && j < count ? task.shift[first + j] : 0.0;
+    }
+    if (vectors && count == kWidth) {
+      for (int64_t row = begin + line; row < end; row += kTileLines) {
+        const gpu::Vector<T, kWidth> in = gpu::load_vector<kWidth>(x + row * stride);
+        TS_UNROLL
+        for (int j = 0; j < kWidth; ++j) {
+          own[j] = accumulate_in<kIsSum>(task, own[j], load<C>(in.values[j]), shifts[j]);
+        }
+      }
+    } else {
+      for (int64_t row = begin + line; row < end; row += kTileLines) {
+        TS_UNROLL
+        for (int j = 0; j < kWidth; ++j) {
+          if (j >= count) continue;
+          own[j] = accumulate_in<kIsSum>(task, own[j], load<C>(x[row * stride + j]), shifts[j]);
+        }
+      }
+    }
+    TS_UNROLL
+    for (int j = 0; j < kWidth; ++j) {
+      joined[(line * kTileWidth + j) * kTileLanes + lane] = own[j];
+    }
+    __syncthreads();
+    // A thread a column: the lines in their order.
+    const int j = line % kWidth;
+    if (line >= kWidth || j >= count) return;
+    W value = joined[j * kTileLanes + lane];
+    for (int l = 1; l < kTileLines; ++l) {
+      value = Join<W>{task.fold}(value, joined[(l * kTileWidth + j) * kTileLanes + lane]);
+    }
+    if (task.chunks == 1) {
+      write_result(task, first + j, value);
+    } else {
+      partials[blockIdx.y * columns + first + j] = value;
+    }
+  });
+}
+
+// Any strides: a block for each chunk of each output. partials: (outputs, chunks)
 template <class C>
 __global__ void fold_rows_kernel(const FoldTask task, Wide<C>* partials) {
   using W = Wide<C>;
@@ -155,7 +264,8 @@ __global__ void fold_rows_kernel(const FoldTask task, Wide<C>* partials) {
   }
 }
 
-// A thread for each chunk of each output: neighbours are neighbours in memory.
+// Columns of other strides: a thread for each chunk of each output; neighbours are neighbours in
+// memory. partials: (outputs, chunks)
 template <class C>
 __global__ void fold_columns_kernel(const FoldTask task, Wide<C>* partials) {
   using W = Wide<C>;
@@ -182,45 +292,96 @@ __global__ void fold_columns_kernel(const FoldTask task, Wide<C>* partials) {
   }
 }
 
-template <class W>
-__global__ void join_partials_kernel(const FoldTask task, const W* partials) {
-  const int64_t output = gpu::first_index();
-  if (output >= task.kept.numel) return;
-  W value = partials[output * task.chunks];
-  for (int64_t part = 1; part < task.chunks; ++part) {
-    value = Join<W>{task.fold}(value, partials[output * task.chunks + part]);
+// How a fold walks what it reads.
+enum class FoldForm : uint8_t { kLinear, kTiles, kRows, kColumns };
+
+// What joins partial results of a fold.
+Fold joining(Fold fold) {
+  switch (fold) {
+    case Fold::kProd:
+      return fold;
+    case Fold::kMax:
+    case Fold::kMaxAbs:
+      return Fold::kMax;
+    case Fold::kMin:
+    case Fold::kMinAbs:
+      return Fold::kMin;
+    default:
+      return Fold::kSum;
   }
-  write_result(task, output, value);
 }
 
 template <class C>
-void run_fold(const char* where, FoldTask task, bool columns) {
+void launch_fold(const char* where, const FoldTask& task, FoldForm form, int64_t stride,
+                 bool vectors, Wide<C>* partials) {
+  const int64_t outputs = task.kept.numel;
+  const bool sums = task.fold == Fold::kSum;
+  const int size = static_cast<int>(size_of(task.dtype));
+  switch (form) {
+    case FoldForm::kLinear: {
+      const bool warps = task.terms <= kWarpRow;
+      const int64_t longest = task.terms < task.chunk ? task.terms : task.chunk;
+      const unsigned threads =
+          warps ? static_cast<unsigned>(gpu::kWarp) : walk_threads(longest, 16 / size);
+      const int64_t places = outputs * task.chunks;
+      gpu::launch(
+          {.name = where,
+           .grid = warps ? gpu::blocks(places, kBlock / gpu::kWarp) : static_cast<unsigned>(places),
+           .block = warps ? static_cast<unsigned>(kBlock) : threads},
+          sums ? fold_linear_kernel<C, true> : fold_linear_kernel<C, false>, task, partials,
+          static_cast<int>(threads));
+      return;
+    }
+    case FoldForm::kTiles: {
+      const int width = size > 1 ? 16 / size : kTileWidth;
+      gpu::launch({.name = where,
+                   .grid = dim3(gpu::blocks(outputs, kTileLanes * width),
+                                static_cast<unsigned>(task.chunks)),
+                   .block = kTileLanes * kTileLines},
+                  sums ? fold_tiles_kernel<C, true> : fold_tiles_kernel<C, false>, task, partials,
+                  stride, vectors);
+      return;
+    }
+    case FoldForm::kRows:
+      gpu::launch({.name = where,
+                   .grid = static_cast<unsigned>(outputs * task.chunks),
+                   .block = row_threads(task.terms < task.chunk ? task.terms : task.chunk)},
+                  fold_rows_kernel<C>, task, partials);
+      return;
+    case FoldForm::kColumns:
+      gpu::launch({.name = where,
+                   .grid = dim3(gpu::blocks(outputs, kBlock), static_cast<unsigned>(task.chunks)),
+                   .block = kBlock},
+                  fold_columns_kernel<C>, task, partials);
+  }
+}
+
+template <class C>
+void run_fold(const char* where, FoldTask task, FoldForm form, int64_t stride, bool vectors) {
   using W = Wide<C>;
   const int64_t outputs = task.kept.numel;
+  const bool columns = form == FoldForm::kTiles || form == FoldForm::kColumns;
   task.chunk = columns ? kColumnChunk : kRowChunk;
+  while (columns && task.terms > task.chunk * 65535) task.chunk *= 2;  // the grid's second side
   task.chunks = task.terms == 0 ? 1 : (task.terms + task.chunk - 1) / task.chunk;
-  Tensor partials;
+  if (task.chunks == 1) return launch_fold<C>(where, task, form, stride, vectors, nullptr);
   int device = 0;
   TS_CUDA(cudaGetDevice(&device));
-  if (task.chunks > 1) {
-    partials = raw::empty({outputs * task.chunks}, dtype_of<W>, cuda(device));
+  const Tensor partials = raw::empty({outputs * task.chunks}, dtype_of<W>, cuda(device));
+  launch_fold<C>(where, task, form, stride, vectors, partials.data_as<W>());
+  FoldTask last = task;
+  last.fold = joining(task.fold);
+  last.x = partials.data();
+  last.dtype = dtype_of<W>;
+  last.terms = last.chunk = task.chunks;
+  last.chunks = 1;
+  if (form == FoldForm::kTiles) {
+    return launch_fold<W>(where, last, form, outputs, outputs % 2 == 0, nullptr);
   }
-  W* const parts = partials.defined() ? partials.data_as<W>() : nullptr;
-  if (columns) {
-    gpu::launch({.name = where,
-                 .grid = dim3(gpu::blocks(outputs, kBlock), static_cast<unsigned>(task.chunks)),
-                 .block = kBlock},
-                fold_columns_kernel<C>, task, parts);
-  } else {
-    gpu::launch({.name = where,
-                 .grid = static_cast<unsigned>(outputs * task.chunks),
-                 .block = row_threads(task.terms < task.chunk ? task.terms : task.chunk)},
-                fold_rows_kernel<C>, task, parts);
-  }
-  if (task.chunks > 1) {
-    gpu::launch({.name = where, .grid = gpu::blocks(outputs, kBlock), .block = kBlock},
-                join_partials_kernel<W>, task, static_cast<const W*>(parts));
-  }
+  const Shape sizes[2] = {{outputs}, {task.chunks}}, strides[2] = {{task.chunks}, {1}};
+  last.kept = DeviceWalk<1>(Walk(sizes[0], {&strides[0], 1}));
+  last.reduced = DeviceWalk<1>(Walk(sizes[1], {&strides[1], 1}));
+  launch_fold<W>(where, last, FoldForm::kLinear, 0, false, nullptr);
 }
 
 Tensor reduce(const char* where, Fold fold, double p, const Tensor& x_in, const Shape& dims,
@@ -247,6 +408,12 @@ Tensor reduce(const char* where, Fold fold, double p, const Tensor& x_in, const 
   const int64_t inner_kept = kept_only.strides[0][kept_only.dims - 1];
   const int64_t inner_reduced = reduced_walk.strides[0][reduced_walk.dims - 1];
   const bool columns = kept_walk.numel >= 32 && inner_kept == 1 && inner_reduced != 1;
+  const bool matrix = kept_only.dims == 1 && reduced_walk.dims == 1;
+  const FoldForm form = columns ? (matrix ? FoldForm::kTiles : FoldForm::kColumns)
+                        : reduced_walk.dims == 1 && (inner_reduced == 1 || reduced_walk.numel == 1)
+                            ? FoldForm::kLinear
+                            : FoldForm::kRows;
+  const bool vectors = is_aligned(x.data()) && inner_reduced * size_of(x.dtype()) % 16 == 0;
   const FoldTask task{.fold = fold,
                       .p = p,
                       .x = x.data(),
@@ -262,13 +429,13 @@ Tensor reduce(const char* where, Fold fold, double p, const Tensor& x_in, const 
                       .result_dtype = dtype};
   switch (lane) {
     case Lane::kFloat:
-      run_fold<float>(where, task, columns);
+      run_fold<float>(where, task, form, inner_reduced, vectors);
       break;
     case Lane::kDouble:
-      run_fold<double>(where, task, columns);
+      run_fold<double>(where, task, form, inner_reduced, vectors);
       break;
     default:
-      run_fold<int64_t>(where, task, columns);
+      run_fold<int64_t>(where, task, form, inner_reduced, vectors);
   }
   return result;
 }

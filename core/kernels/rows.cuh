@@ -1,14 +1,18 @@
 // Rows for blocks: how the kernels that normalise, reduce and compare walk a tensor of (rows, n).
 //
-// A block of 32 to 1024 threads works on one row; the number depends on n alone, so that the order
-// of every sum is a function of the shape. Threads add up in float lanes (double for f64), blocks
-// of partial sums are joined in a fixed tree in the wide type.
+// Short rows stay in the registers of a warp or a block, longer ones in shared memory between the
+// walks over them: both are read from memory once. The number of threads depends on n alone, so
+// that the order of every sum is a function of the shape and of the rows' alignment. Partial sums
+// are joined in a fixed tree in the wide type.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <initializer_list>
 
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/dispatch.h>
+#include <tessera/core/math.h>
 
 namespace tessera::kernels {
 
@@ -25,5 +29,136 @@ inline unsigned row_threads(int64_t n) {
 
 // Shared memory that block_reduce needs.
 #define TS_REDUCE_SLOT(T, name) TS_SHARED(T, name, ::tessera::gpu::kWarp)
+
+// ---- A row in registers -------------------------------------------------------------------------
+
+// Rows whose vectors are aligned and that kThreads threads hold in their registers, 32 numbers each
+// (16 of f64): read and written once.
+template <class T, int kThreads = gpu::kWarp, int kWidth = 16 / static_cast<int>(sizeof(T))>
+struct InRegisters {
+  static constexpr int kNumbers = static_cast<int>(128 / sizeof(Compute<T>));  // of a thread
+  static constexpr int kVectors = kNumbers / kWidth;
+  static constexpr int64_t kMost = int64_t{kNumbers} * kThreads;
+
+  // Calls f(number of the vector, its first column) for the vectors of the calling thread.
+  template <class F>
+  static TS_DEVICE void each(int64_t n, const F& f) {
+    const int t = static_cast<int>(threadIdx.x) % kThreads;
+    TS_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t c = int64_t{v * kThreads + t} * kWidth;
+      if (c < n) f(v, c);
+    }
+  }
+};
+
+// Every thread of a row gets op over the row: a warp, or the whole block.
+template <int kThreads, class V, class Op>
+TS_DEVICE V row_reduce(V value, const Op& op, V neutral, V* slot) {
+  if constexpr (kThreads == gpu::kWarp) {
+    return gpu::warp_reduce(value, op);
+  } else {
+    return gpu::block_reduce(value, op, neutral, slot);
+  }
+}
+
+// ---- A row in shared memory ---------------------------------------------------------------------
+
+// How a block walks a row of any length and alignment: vectors of kWidth from the first aligned
+// address on, single numbers before and after them. What a thread puts into a stage in the first
+// walk it takes back in the next: no barrier between.
+template <class T, int kWidth>
+struct RowWalk {
+  int64_t n;
+  int64_t head = 0;  // numbers before the first vector
+  int64_t skew = 0;  // of the stage, so that vectors are aligned there too
+
+  TS_DEVICE RowWalk(const T* row, int64_t n) : n(n) {
+    if constexpr (kWidth > 1) {
+      skew = static_cast<int64_t>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kWidth);
+      head = skew > 0 ? kWidth - skew : 0;
+      if (head > n) head = n;
+    }
+  }
+  // Calls f.operator()<N>(c) for N numbers from column c on, as thread t of `threads`.
+  template <class F>
+  TS_DEVICE void each(const F& f) const {
+    each(threadIdx.x, blockDim.x, f);
+  }
+  template <class F>
+  TS_DEVICE void each(int64_t t, int64_t threads, const F& f) const {
+    const int64_t vectors = (n - head) / kWidth, tail = head + vectors * kWidth;
+    if constexpr (kWidth > 1) {
+      if (t < head) f.template operator()<1>(t);
+    }
+    for (int64_t v = t; v < vectors; v += threads) {
+      f.template operator()<kWidth>(head + v * kWidth);
+    }
+    if constexpr (kWidth > 1) {
+      if (tail + t < n) f.template operator()<1>(tail + t);
+    }
+  }
+};
+
+// Shared memory for one row, as a multiple of 16 bytes; stages of together up to kMostStaged bytes
+// leave room for the slots of reductions.
+template <class T>
+size_t stage_bytes(int64_t n) {
+  return (static_cast<size_t>(n) * sizeof(T) + 31) / 16 * 16;
+}
+inline constexpr size_t kMostStaged = 224u << 10;
+
+// Two vectors of `width` numbers a thread.
+inline unsigned walk_threads(int64_t n, int width) {
+  unsigned threads = 64;
+  while (threads < 1024 && int64_t{threads} * 2 * width < n) threads *= 2;
+  return threads;
+}
+
+// True where row i of all operands begins at the same distance from a multiple of 16 bytes.
+template <class T>
+bool begin_alike(std::initializer_list<const void*> bases, std::initializer_list<int64_t> strides) {
+  constexpr int64_t kWidth = 16 / sizeof(T);
+  const auto distance = [](const void* base) { return reinterpret_cast<uintptr_t>(base) % 16; };
+  bool alike = true;
+  for (const void* base : bases) alike = alike && distance(base) == distance(*bases.begin());
+  for (const int64_t stride : strides) {
+    alike = alike && (stride - *strides.begin()) % kWidth == 0;
+  }
+  return alike;
+}
+
+// ---- Sums of exponentials -----------------------------------------------------------------------
+
+// The largest of some numbers and the sum of exp(number - largest), in one walk. The numbers of a
+// vector are added up in C, vectors in f64. -infinity adds nothing; NaN makes the sum NaN.
+template <class C>
+struct ExpSum {
+  C largest = -static_cast<C>(INFINITY);
+  double sum = 0;
+
+  template <int N>
+  TS_DEVICE void add(const C (&values)[N]) {
+    C local = largest;
+    TS_UNROLL
+    for (int j = 0; j < N; ++j) local = values[j] > local ? values[j] : local;
+    if (local > largest) raise(local);
+    const C shift = largest == -static_cast<C>(INFINITY) ? C(0) : largest;
+    C part = 0;
+    TS_UNROLL
+    for (int j = 0; j < N; ++j) part += math::exp(values[j] - shift);
+    sum += static_cast<double>(part);
+  }
+  // Over the threads of a row; `largest_slot` and `sum_slot` as of block_reduce.
+  template <int kThreads>
+  TS_DEVICE void join(C* largest_slot, double* sum_slot) {
+    raise(row_reduce<kThreads>(largest, gpu::Larger{}, -static_cast<C>(INFINITY), largest_slot));
+    sum = row_reduce<kThreads>(sum, gpu::Plus{}, 0.0, sum_slot);
+  }
+  TS_DEVICE void raise(C to) {
+    if (sum != 0) sum *= static_cast<double>(math::exp(largest - to));
+    largest = to;
+  }
+};
 
 }  // namespace tessera::kernels

@@ -3,8 +3,9 @@
 // Up to kBlockSort elements a row: one block, a bitonic network in shared memory over pairs (key,
 // place), which no two elements share: so the order is the stable one. Longer rows: radix passes of
 // eight bits from the lowest, each a histogram of tiles, a running sum over (digit, tile) and a
-// stable move. topk of a small part of a long row finds the k-th key by its digits from the highest
-// and sorts what it keeps.
+// stable move through shared memory. topk of a small part of a long row finds the k-th key by its
+// digits from the highest and sorts what it keeps: one block a row, from kLongSelect elements on a
+// grid of tiles.
 #include <tessera/core/kernels/sort.h>
 
 #include <tessera/core/factory.h>
@@ -111,26 +112,44 @@ __global__ void __launch_bounds__(kBlock)
   counts[(row * kDigits + threadIdx.x) * tiles + tile] = own[threadIdx.x];
 }
 
+// Shared memory of move_digits_kernel, whose arrays follow each other.
+template <class K>
+struct TileMemory {
+  K keys[kTile];  // the tile in the order of its digits
+  int32_t order[kTile];
+  int32_t starts[kWarps * kDigits];  // of each warp's elements in it
+  int32_t targets[kDigits];          // from a place in it to one in the row
+  int32_t scan[gpu::kWarp];
+};
+
 // A warp walks its part of the tile in order; equal digits among its lanes are ranked by a vote for
-// each bit. ends: running sums of counts along (digit, tile).
+// each bit. The tile is put in order in shared memory, so that neighbouring threads write to
+// neighbouring places. ends: running sums of counts along (digit, tile).
 template <class K>
 __global__ void __launch_bounds__(kBlock)
     move_digits_kernel(const K* keys, const int32_t* order, K* keys_out, int32_t* order_out,
                        const int32_t* counts, const int64_t* ends, int64_t n, int64_t tiles,
                        int shift) {
-  TS_SHARED(int32_t, starts, kWarps * kDigits);
+  TileMemory<K>& memory = *gpu::dynamic_shared<TileMemory<K>>();
   const int64_t row = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-  const int warp = static_cast<int>(threadIdx.x) / gpu::kWarp;
-  const int lane = static_cast<int>(threadIdx.x) % gpu::kWarp;
-  for (int i = static_cast<int>(threadIdx.x); i < kWarps * kDigits; i += kBlock) starts[i] = 0;
+  const int t = static_cast<int>(threadIdx.x);
+  const int warp = t / gpu::kWarp, lane = t % gpu::kWarp;
+  for (int i = t; i < kWarps * kDigits; i += kBlock) memory.starts[i] = 0;
   __syncthreads();
-  int32_t* const own = starts + warp * kDigits;
+  int32_t* const own = memory.starts + warp * kDigits;
   const int64_t first = tile * kTile + warp * kWarpTile + lane;
   const K* const source = keys + row * n;
+  K held[kSteps];
   int32_t ranks[kSteps];
+  TS_UNROLL
   for (int step = 0; step < kSteps; ++step) {
     const bool inside = first + step * gpu::kWarp < n;
-    const int digit = inside ? digit_of(source[first + step * gpu::kWarp], shift) : 0;
+    held[step] = inside ? source[first + step * gpu::kWarp] : K{0};
+  }
+  TS_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    const bool inside = first + step * gpu::kWarp < n;
+    const int digit = digit_of(held[step], shift);
     const unsigned present = __ballot_sync(gpu::kAllLanes, inside);
     unsigned peers = inside ? present : ~present;
     for (int bit = 0; bit < kDigitBits; ++bit) {
@@ -146,23 +165,34 @@ __global__ void __launch_bounds__(kBlock)
   }
   __syncthreads();
   {  // a thread a digit: where each warp's elements begin
-    const int64_t at = (row * kDigits + threadIdx.x) * tiles + tile;
-    int32_t start = static_cast<int32_t>(ends[at] - counts[at]);
+    const int64_t at = (row * kDigits + t) * tiles + tile;
+    const int32_t count = counts[at];
+    int32_t start = block_scan(count, gpu::Plus{}, memory.scan) - count;
+    memory.targets[t] = static_cast<int32_t>(ends[at]) - count - start;
     for (int w = 0; w < kWarps; ++w) {
-      int32_t& slot = starts[w * kDigits + static_cast<int>(threadIdx.x)];
-      const int32_t count = slot;
+      int32_t& slot = memory.starts[w * kDigits + t];
+      const int32_t of_warp = slot;
       slot = start;
-      start += count;
+      start += of_warp;
     }
   }
   __syncthreads();
+  TS_UNROLL
   for (int step = 0; step < kSteps; ++step) {
     const int64_t i = first + step * gpu::kWarp;
-    if (i >= n) break;
-    const K key = source[i];
-    const int64_t to = row * n + own[digit_of(key, shift)] + ranks[step];
+    if (i >= n) continue;
+    const int to = own[digit_of(held[step], shift)] + ranks[step];
+    memory.keys[to] = held[step];
+    memory.order[to] = order[row * n + i];
+  }
+  __syncthreads();
+  const int64_t rest = n - tile * kTile;
+  const int size = static_cast<int>(rest < kTile ? rest : kTile);
+  for (int i = t; i < size; i += kBlock) {
+    const K key = memory.keys[i];
+    const int64_t to = row * n + memory.targets[digit_of(key, shift)] + i;
     keys_out[to] = key;
-    order_out[to] = order[row * n + i];
+    order_out[to] = memory.order[i];
   }
 }
 
@@ -189,12 +219,14 @@ void sort_rows(const char* where, Tensor& keys, Tensor& order, int64_t rows, int
   Tensor other_keys = raw::empty(keys.shape(), keys.dtype(), device);
   Tensor other_order = raw::empty({rows * n}, kI32, device);
   const Tensor counts = raw::empty({rows, kDigits * tiles}, kI32, device);
-  const gpu::LaunchConfig config{
+  gpu::LaunchConfig config{
       .name = where, .grid = static_cast<unsigned>(rows * tiles), .block = kBlock};
   for (int shift = 0; shift < bits; shift += kDigitBits) {
     const K* const from = static_cast<const K*>(keys.data());
+    config.shared_bytes = 0;
     gpu::launch(config, count_digits_kernel<K>, from, counts.data_as<int32_t>(), n, tiles, shift);
     const Tensor ends = cumsum(counts, 1, kI64);
+    config.shared_bytes = sizeof(TileMemory<K>);
     gpu::launch(config, move_digits_kernel<K>, from, order.data_as<int32_t>(),
                 static_cast<K*>(other_keys.data()), other_order.data_as<int32_t>(),
                 counts.data_as<int32_t>(), ends.data_as<int64_t>(), n, tiles, shift);
@@ -205,6 +237,65 @@ void sort_rows(const char* where, Tensor& keys, Tensor& order, int64_t rows, int
 
 // ---- The k smallest keys of a long row ----------------------------------------------------------
 
+// The k-th key is found digit by digit: those above are known, the others 0.
+template <class K>
+struct Search {
+  K threshold;
+  int32_t wanted;  // how many of the keys that agree with the threshold so far are among the k
+};
+
+template <class K>
+TS_DEVICE bool agrees(K key, K threshold, int shift) {
+  // The digits above this one; a shift by the whole width is not defined.
+  return static_cast<K>((key ^ threshold) >> shift >> (kDigitBits - 1) >> 1) == 0;
+}
+
+// The next digit, from how many agreeing keys have each. All threads of a block of at least kDigits
+// call it; `found` is shared memory.
+template <class K>
+TS_DEVICE void find_digit(Search<K>& search, int shift, const int32_t* counts, int32_t* found,
+                          int32_t* slot) {
+  const int t = static_cast<int>(threadIdx.x);
+  const int32_t own = t < kDigits ? counts[t] : 0;
+  const int32_t up_to = block_scan(own, gpu::Plus{}, slot);
+  if (own > 0 && up_to - own < search.wanted && up_to >= search.wanted) {
+    found[0] = t;
+    found[1] = search.wanted - (up_to - own);
+  }
+  __syncthreads();
+  search.threshold =
+      static_cast<K>(search.threshold | static_cast<K>(static_cast<K>(found[0]) << shift));
+  search.wanted = found[1];
+  __syncthreads();
+}
+
+// Elements [begin, end) of a row, in their order, to their places among those kept: smaller keys
+// all are, of those that equal the threshold the first `wanted`. Both are counted at once, in the
+// halves of one number; `before` is that of the elements before `begin`.
+template <class K>
+TS_DEVICE void keep_range(const K* keys, int64_t begin, int64_t end, const Search<K>& search,
+                          int64_t before, K* kept, int32_t* places, int64_t* slot) {
+  for (int64_t tile = begin; tile < end; tile += blockDim.x) {
+    const int64_t i = tile + threadIdx.x;
+    const K key = i < end ? keys[i] : static_cast<K>(~K{0});
+    const bool smaller = i < end && key < search.threshold;
+    const bool equal = i < end && key == search.threshold;
+    const int64_t own = smaller ? 1 : equal ? int64_t{1} << 32 : 0;
+    const int64_t place = before + block_scan(own, gpu::Plus{}, slot) - own;
+    const int64_t total = slot[blockDim.x / gpu::kWarp - 1];
+    const auto smaller_before = static_cast<int32_t>(place & 0xffffffff);
+    const auto equal_before = static_cast<int32_t>(place >> 32);
+    if (smaller || (equal && equal_before < search.wanted)) {
+      const int32_t to =
+          smaller_before + (equal_before < search.wanted ? equal_before : search.wanted);
+      kept[to] = key;
+      places[to] = static_cast<int32_t>(i);
+    }
+    before += total;
+    __syncthreads();  // the next tile writes the slot
+  }
+}
+
 // One block a row, at least kDigits threads. Leaves the k smallest, and of equal ones the first, in
 // the order in which they stand.
 template <class K>
@@ -213,55 +304,131 @@ __global__ void select_kernel(const K* keys,    // (rows, n)
                               int32_t* places,  // (rows, k)
                               int64_t n, int k) {
   TS_SHARED(int32_t, counts, kDigits);
+  TS_SHARED(int32_t, narrow_slot, gpu::kWarp);
   TS_SHARED(int64_t, slot, gpu::kWarp);
-  TS_SHARED(int32_t, found, 2);  // digit, and how many of the rest are wanted
+  TS_SHARED(int32_t, found, 2);
   keys += int64_t{blockIdx.x} * n;
-  kept += int64_t{blockIdx.x} * k;
-  places += int64_t{blockIdx.x} * k;
   const int t = static_cast<int>(threadIdx.x);
-  K threshold = 0;  // the digits that are known; the others are 0
-  int32_t wanted = k;
+  Search<K> search{0, k};
   for (int shift = static_cast<int>(8 * sizeof(K)) - kDigitBits; shift >= 0; shift -= kDigitBits) {
     if (t < kDigits) counts[t] = 0;
     __syncthreads();
     for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
       const K key = keys[i];
-      // The digits above this one agree; a shift by the whole width is not defined.
-      const bool agrees = static_cast<K>((key ^ threshold) >> shift >> (kDigitBits - 1) >> 1) == 0;
-      if (agrees) atomicAdd(&counts[digit_of(key, shift)], 1);
+      if (agrees(key, search.threshold, shift)) atomicAdd(&counts[digit_of(key, shift)], 1);
     }
     __syncthreads();
-    const int32_t own = t < kDigits ? counts[t] : 0;
-    const auto up_to = static_cast<int32_t>(block_scan(int64_t{own}, gpu::Plus{}, slot));
-    if (own > 0 && up_to - own < wanted && up_to >= wanted) {
-      found[0] = t;
-      found[1] = wanted - (up_to - own);
-    }
-    __syncthreads();
-    threshold = static_cast<K>(threshold | static_cast<K>(static_cast<K>(found[0]) << shift));
-    wanted = found[1];
-    __syncthreads();
+    find_digit(search, shift, counts, found, narrow_slot);
   }
-  // Smaller keys are all kept, of those that equal the threshold the first `wanted`. Both are
-  // counted at once, in the halves of one number.
-  int64_t before = 0;
-  for (int64_t tile = 0; tile < n; tile += blockDim.x) {
-    const int64_t i = tile + threadIdx.x;
-    const K key = i < n ? keys[i] : static_cast<K>(~K{0});
-    const bool smaller = i < n && key < threshold, equal = i < n && key == threshold;
-    const int64_t own = smaller ? 1 : equal ? int64_t{1} << 32 : 0;
-    const int64_t place = before + block_scan(own, gpu::Plus{}, slot) - own;
-    const int64_t total = slot[blockDim.x / gpu::kWarp - 1];
-    const auto smaller_before = static_cast<int32_t>(place & 0xffffffff);
-    const auto equal_before = static_cast<int32_t>(place >> 32);
-    if (smaller || (equal && equal_before < wanted)) {
-      const int32_t to = smaller_before + (equal_before < wanted ? equal_before : wanted);
-      kept[to] = key;
-      places[to] = static_cast<int32_t>(i);
-    }
-    before += total;
-    __syncthreads();  // the next tile writes the slot
+  keep_range(keys, 0, n, search, 0, kept + int64_t{blockIdx.x} * k,
+             places + int64_t{blockIdx.x} * k, slot);
+}
+
+// The same by tiles of kSelectTile elements: for each digit the tiles count and a block a row
+// picks, then the tiles count what they keep, and write it.
+constexpr int64_t kLongSelect = 1 << 16;
+constexpr int64_t kSelectTile = 16 * kBlock;
+
+// counts: (rows, kDigits), zero before. Integers: the order of the additions cannot be seen.
+template <class K>
+__global__ void __launch_bounds__(kBlock)
+    count_agreeing_kernel(const K* keys, const Search<K>* searches, int32_t* counts, int64_t n,
+                          int64_t tiles, int shift) {
+  TS_SHARED(int32_t, own, kDigits);
+  const int64_t row = blockIdx.x / tiles, begin = blockIdx.x % tiles * kSelectTile;
+  const int64_t end = begin + kSelectTile < n ? begin + kSelectTile : n;
+  const K threshold = searches[row].threshold;
+  own[threadIdx.x] = 0;
+  __syncthreads();
+  for (int64_t i = begin + threadIdx.x; i < end; i += kBlock) {
+    const K key = keys[row * n + i];
+    if (agrees(key, threshold, shift)) atomicAdd(&own[digit_of(key, shift)], 1);
   }
+  __syncthreads();
+  if (own[threadIdx.x] > 0) atomicAdd(&counts[row * kDigits + threadIdx.x], own[threadIdx.x]);
+}
+
+// A block a row, which leaves the counts at zero.
+template <class K>
+__global__ void __launch_bounds__(kBlock)
+    pick_digit_kernel(Search<K>* searches, int32_t* counts, int shift) {
+  TS_SHARED(int32_t, slot, gpu::kWarp);
+  TS_SHARED(int32_t, found, 2);
+  Search<K> search = searches[blockIdx.x];
+  int32_t* const own = counts + int64_t{blockIdx.x} * kDigits;
+  find_digit(search, shift, own, found, slot);
+  own[threadIdx.x] = 0;
+  if (threadIdx.x == 0) searches[blockIdx.x] = search;
+}
+
+template <class K>
+__global__ void begin_search_kernel(Search<K>* searches, int32_t* counts, int64_t rows, int k) {
+  const int64_t i = gpu::first_index();
+  if (i < rows) searches[i] = Search<K>{0, k};
+  if (i < rows * kDigits) counts[i] = 0;
+}
+
+// kept: (rows, tiles)
+template <class K>
+__global__ void __launch_bounds__(kBlock)
+    count_kept_kernel(const K* keys, const Search<K>* searches, int64_t* kept, int64_t n,
+                      int64_t tiles) {
+  TS_SHARED(int64_t, slot, gpu::kWarp);
+  const int64_t row = blockIdx.x / tiles, begin = blockIdx.x % tiles * kSelectTile;
+  const int64_t end = begin + kSelectTile < n ? begin + kSelectTile : n;
+  const K threshold = searches[row].threshold;
+  int64_t own = 0;
+  for (int64_t i = begin + threadIdx.x; i < end; i += kBlock) {
+    const K key = keys[row * n + i];
+    own += key < threshold ? 1 : key == threshold ? int64_t{1} << 32 : 0;
+  }
+  own = gpu::block_reduce(own, gpu::Plus{}, int64_t{0}, slot);
+  if (threadIdx.x == 0) kept[blockIdx.x] = own;
+}
+
+// ends: running sums of what count_kept_kernel found, along the tiles.
+template <class K>
+__global__ void __launch_bounds__(kBlock)
+    keep_kernel(const K* keys, const Search<K>* searches, const int64_t* ends, K* kept,
+                int32_t* places, int64_t n, int64_t tiles, int k) {
+  TS_SHARED(int64_t, slot, gpu::kWarp);
+  const int64_t row = blockIdx.x / tiles, tile = blockIdx.x % tiles, begin = tile * kSelectTile;
+  const int64_t end = begin + kSelectTile < n ? begin + kSelectTile : n;
+  keep_range(keys + row * n, begin, end, searches[row], tile > 0 ? ends[blockIdx.x - 1] : 0,
+             kept + row * k, places + row * k, slot);
+}
+
+template <class K>
+void select(const char* where, const Tensor& keys, const Tensor& kept, const Tensor& places,
+            int64_t rows, int64_t n, int k) {
+  const K* const from = static_cast<const K*>(keys.data());
+  K* const to = static_cast<K*>(kept.data());
+  if (n < kLongSelect) {
+    gpu::launch({.name = where, .grid = static_cast<unsigned>(rows), .block = 1024},
+                select_kernel<K>, from, to, places.data_as<int32_t>(), n, k);
+    return;
+  }
+  const Device& device = keys.device();
+  const int64_t tiles = (n + kSelectTile - 1) / kSelectTile;
+  const Tensor state =
+      raw::empty({rows * static_cast<int64_t>(sizeof(Search<K>) / sizeof(K))}, kStorage<K>, device);
+  const Tensor counts = raw::empty({rows, kDigits}, kI32, device);
+  const Tensor by_tile = raw::empty({rows, tiles}, kI64, device);
+  auto* const searches = static_cast<Search<K>*>(state.data());
+  const gpu::LaunchConfig by_tiles{
+      .name = where, .grid = static_cast<unsigned>(rows * tiles), .block = kBlock};
+  const gpu::LaunchConfig by_rows{
+      .name = where, .grid = static_cast<unsigned>(rows), .block = kBlock};
+  gpu::launch(by_rows, begin_search_kernel<K>, searches, counts.data_as<int32_t>(), rows, k);
+  for (int shift = static_cast<int>(8 * sizeof(K)) - kDigitBits; shift >= 0; shift -= kDigitBits) {
+    gpu::launch(by_tiles, count_agreeing_kernel<K>, from, searches, counts.data_as<int32_t>(), n,
+                tiles, shift);
+    gpu::launch(by_rows, pick_digit_kernel<K>, searches, counts.data_as<int32_t>(), shift);
+  }
+  gpu::launch(by_tiles, count_kept_kernel<K>, from, searches, by_tile.data_as<int64_t>(), n, tiles);
+  const Tensor ends = cumsum(by_tile, 1, kI64);
+  gpu::launch(by_tiles, keep_kernel<K>, from, searches, ends.data_as<int64_t>(), to,
+              places.data_as<int32_t>(), n, tiles, k);
 }
 
 // ---- Results ------------------------------------------------------------------------------------
@@ -309,9 +476,7 @@ SortedValues sorted_along(const char* where, const Tensor& x, int dim, int64_t k
     if (selects) {
       const Tensor kept = raw::empty({rows * k}, kStorage<K>, device);
       order = raw::empty({rows * k}, kI32, device);
-      gpu::launch({.name = where, .grid = static_cast<unsigned>(rows), .block = 1024},
-                  select_kernel<K>, static_cast<const K*>(keys.data()),
-                  static_cast<K*>(kept.data()), order.data_as<int32_t>(), n, static_cast<int>(k));
+      select<K>(where, keys, kept, order, rows, n, static_cast<int>(k));
       keys = kept;
       stride = k;
     }

@@ -2,6 +2,7 @@
 // columns, the table of algorithms and the choice among candidates.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -9,9 +10,14 @@
 #include <sstream>
 #include <vector>
 
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/context.h>
+#include <tessera/core/cuda/emulation/gemm.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/gemm_table.h>
 #include <tessera/core/error.h>
+#include <tessera/core/factory.h>
 #include <tessera/core/functors.h>
 #include <unistd.h>
 
@@ -498,6 +504,111 @@ TEST(GemmChoice, WhatDoesNotRunIsLeftOut) {
   };
   EXPECT_FALSE(fastest_candidate(2, 3, none).has_value());
   EXPECT_FALSE(fastest_candidate(0, 3, none).has_value());
+}
+
+// ---- Ops that ask for products with epilogues: the model in the place of the library
+// -------------
+
+std::vector<GemmProblem> asked;
+
+void run_model(const GemmProblem& problem, const LibraryCall& call) {
+  asked.push_back(problem);
+  run_by_columns(call, problem.alpha, problem.beta, static_cast<float*>(problem.bias));
+}
+
+class GemmOfOps : public testing::Test {
+ protected:
+  GemmOfOps() {
+    asked.clear();
+    emulation::set_gemm_model(run_model);
+  }
+  ~GemmOfOps() override { emulation::set_gemm_model(nullptr); }
+
+  // Numbers between -1 and 1.
+  static Tensor numbers(const Shape& shape) {
+    std::vector<double> values(static_cast<size_t>(numel_of(shape)));
+    int state = 7;
+    for (double& value : values) {
+      state = (state * 75 + 74) % 65537;
+      value = state / 32768.5 - 1;
+    }
+    return tensor(values, shape, kF32);
+  }
+  static int count(GemmEpilogue epilogue) {
+    return static_cast<int>(std::count_if(
+        asked.begin(), asked.end(), [&](const GemmProblem& p) { return p.epilogue == epilogue; }));
+  }
+  // Values and gradients of both layers, on the emulated device.
+  static std::vector<std::vector<double>> run(GemmFusion fusion, bool bias) {
+    const ScopedValue<GemmFusion> scope(Context::current().slot<GemmOptions>().fusion, fusion);
+    const auto leaf = [](const Tensor& x) { return x.to(cuda(0)).detach().set_requires_grad(); };
+    const Tensor x = leaf(numbers({2, 3, 8})), first = leaf(numbers({16, 8}));
+    const Tensor second = leaf(numbers({24, 16}));
+    const Tensor b = bias ? leaf(numbers({16})) : Tensor(),
+                 c = bias ? leaf(numbers({24})) : Tensor();
+    const Tensor y = linear(linear_gelu(x, first, b), second, c);
+    y.backward(numbers({2, 3, 24}).to(cuda(0)));
+    std::vector<std::vector<double>> results = {y.to_vector()};
+    for (const Tensor& leaf : {x, first, second, b, c}) {
+      if (leaf.defined()) results.push_back(leaf.grad().to_vector());
+    }
+    return results;
+  }
+};
+
+TEST_F(GemmOfOps, FusedProductsGiveWhatTheyGiveApart) {
+  for (const bool bias : {true, false}) {
+    asked.clear();
+    const auto apart = run(GemmFusion::kNever, bias);
+    EXPECT_EQ(asked.size(), 6U);
+    EXPECT_EQ(count(GemmEpilogue::kGeluBias) + count(GemmEpilogue::kBiasGradOfA), 0);
+    const auto measured = run(GemmFusion::kMeasured, bias);  // nothing was measured
+    EXPECT_EQ(measured, apart);
+    asked.clear();
+    const auto fused = run(GemmFusion::kAlways, bias);
+    EXPECT_EQ(asked.size(), 6U);
+    EXPECT_EQ(count(GemmEpilogue::kGeluBias), bias ? 1 : 0);
+    EXPECT_EQ(count(GemmEpilogue::kGelu), bias ? 0 : 1);
+    EXPECT_EQ(count(GemmEpilogue::kBiasGradOfA), bias ? 2 : 0);
+    ASSERT_EQ(fused.size(), apart.size());
+    for (size_t i = 0; i < fused.size(); ++i) {
+      ASSERT_EQ(fused[i].size(), apart[i].size());
+      for (size_t j = 0; j < fused[i].size(); ++j) {
+        EXPECT_NEAR(fused[i][j], apart[i][j], 1e-5) << "result " << i << ", element " << j;
+      }
+    }
+  }
+}
+
+TEST_F(GemmOfOps, WithoutGradientsNothingIsKeptForThem) {
+  const NoGradGuard none;
+  const ScopedValue<GemmFusion> scope(Context::current().slot<GemmOptions>().fusion,
+                                      GemmFusion::kAlways);
+  linear_gelu(numbers({3, 8}).to(cuda(0)), numbers({16, 8}).to(cuda(0)), {}).to_vector();
+  ASSERT_EQ(asked.size(), 1U);
+  EXPECT_EQ(asked[0].epilogue, GemmEpilogue::kGelu);
+  EXPECT_EQ(asked[0].aux.data, nullptr);
+  asked.clear();  // the library has the tanh form only
+  linear_gelu(numbers({3, 8}).to(cuda(0)), numbers({16, 8}).to(cuda(0)), {}, Gelu::kNone)
+      .to_vector();
+  ASSERT_EQ(asked.size(), 1U);
+  EXPECT_EQ(asked[0].epilogue, GemmEpilogue::kNone);
+}
+
+TEST_F(GemmOfOps, Tf32IsASwitchAndOffAtFirst) {
+  const Tensor a = numbers({8, 8}).to(cuda(0));
+  matmul(a, a).to_vector();
+  {
+    const ScopedValue<bool> scope(Context::current().slot<GemmOptions>().tf32, true);
+    matmul(a, a).to_vector();
+    linear(a, a).to_vector();
+  }
+  matmul(a, a).to_vector();
+  ASSERT_EQ(asked.size(), 4U);
+  EXPECT_FALSE(asked[0].tf32);
+  EXPECT_TRUE(asked[1].tf32);
+  EXPECT_TRUE(asked[2].tf32);
+  EXPECT_FALSE(asked[3].tf32);
 }
 
 TEST(GemmLibrary, TheEmulationSaysThatItHasNone) {

@@ -11,6 +11,8 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/cast_transpose.h>
+#include <tessera/core/kernels/matmul.h>
 #include <tessera/core/random.h>
 
 namespace tessera {
@@ -83,6 +85,88 @@ TEST(CudaTopk, SelectsFromLongRowsWhatTheCpuSelects) {
       }
     }
   }
+}
+
+// By tiles; with many equal keys at the threshold, and few.
+TEST(CudaTopk, SelectsFromRowsOfManyTiles) {
+  for (const DType dtype : {kF32, kU8}) {
+    const Tensor x = numbers({2, 66001}, kF32, dtype == kF32 ? 60013 : 97).to(dtype);
+    const auto [values, indices] = topk(x.to(kGpu), 300, 1, true);
+    const auto expected = topk(x, 300, 1, true);
+    expect_equal(values, expected.values);
+    expect_equal(indices, expected.indices);
+  }
+}
+
+TEST(CudaIndex, ScattersLongLinesInTheirOrder) {
+  // Few lines: sorted by place. In x, index and source the dimension lies differently.
+  for (const int64_t dim : {0, 1}) {
+    const Tensor index = add(numbers({150, 20}, kI64, 7), 3);
+    const Tensor source = mul(numbers({150, 20}, kF32, 1009), 1e-3);
+    for (const DType dtype : {kF32, kBF16}) {
+      const Tensor x = numbers(dim == 0 ? Shape{7, 21} : Shape{151, 7}, dtype);
+      const Tensor values = source.to(dtype);
+      const Tensor flipped = values.t().contiguous().t();
+      for (const Tensor& v : {values, flipped}) {
+        expect_equal(scatter_add(x.to(kGpu), dim, index.to(kGpu), v.to(kGpu)),
+                     scatter_add(x, dim, index, v));
+        expect_equal(scatter(x.to(kGpu), dim, index.to(kGpu), v.to(kGpu)),
+                     scatter(x, dim, index, v));
+      }
+    }
+  }
+  // Many lines, and short ones: a thread a line.
+  const Tensor index = add(numbers({12, 1500}, kI64, 5), 2);
+  const Tensor source = numbers({12, 1500}, kF32), x = numbers({5, 1500}, kF32);
+  expect_equal(scatter_add(x.to(kGpu), 0, index.to(kGpu), source.to(kGpu)),
+               scatter_add(x, 0, index, source));
+}
+
+TEST(CudaIndex, SelectsRowsInUnitsOfAnySize) {
+  const Tensor index = tensor({4.0, 0.0, 4.0, 2.0}, kI64);
+  for (const DType dtype : {kU8, kBF16, kF32, kF64}) {
+    for (const int64_t width : {1, 3, 8, 48}) {
+      const Tensor x = numbers({2, 5, width}, kF32).to(dtype);
+      expect_equal(index_select(x.to(kGpu), 1, index.to(kGpu)), index_select(x, 1, index));
+    }
+  }
+}
+
+TEST(CudaCast, NarrowsAndTransposesWithTheLargestMagnitude) {
+  const Tensor scale = scalar_tensor(24, kF32);
+  for (const Shape& shape : {Shape{64, 128}, Shape{68, 132}, Shape{70, 33}, Shape{1, 5}}) {
+    for (const DType dtype : {kF32, kBF16, kF16}) {
+      const Tensor x = mul(numbers(shape, kF32), 0.37).to(dtype);
+      for (const DType to : {kF8E4M3, kF8E5M2, kBF16, kF16}) {
+        const auto got = kernels::cast_transpose(x.to(kGpu), to, scale.to(kGpu), true, true);
+        const auto expected = kernels::cast_transpose(x, to, scale, true, true);
+        expect_equal(got.values, expected.values);
+        expect_equal(got.transposed, expected.transposed);
+        expect_equal(got.amax, expected.amax);
+        // And the CPU's own against what it is made of.
+        const Tensor plain = to == kF8E5M2 ? Tensor() : mul(x.to(kF32), 24).to(to);
+        if (plain.defined()) {
+          EXPECT_EQ(expected.values.to_vector(), plain.to_vector());
+          EXPECT_EQ(expected.transposed.to_vector(), plain.to(kF32).t().contiguous().to_vector());
+        }
+        EXPECT_EQ(expected.amax.item(), amax(x.to(kF32).abs()).item());
+      }
+    }
+  }
+  const auto alone =
+      kernels::cast_transpose(numbers({8, 8}, kBF16).to(kGpu), kF8E4M3, {}, false, true);
+  EXPECT_FALSE(alone.values.defined());
+  EXPECT_EQ(alone.transposed.shape(), (Shape{8, 8}));
+  const Tensor infinite = tensor({1.0, -INFINITY, 70000.0, NAN}, kF32).view({2, 2});
+  const auto ends = kernels::cast_transpose(infinite.to(kGpu), kF8E5M2, {}, true, false);
+  const std::vector<double> values = ends.values.to_vector();
+  EXPECT_EQ(values[1], -57344);  // saturates, where to() gives infinity
+  EXPECT_EQ(values[2], 57344);
+  EXPECT_TRUE(std::isnan(values[3]));
+  EXPECT_TRUE(std::isnan(ends.amax.item()));
+  EXPECT_THROW(kernels::cast_transpose(infinite, kI32, {}, true, true), DTypeError);
+  EXPECT_THROW(kernels::cast_transpose(infinite.to(kF64), kBF16, {}, true, true), DTypeError);
+  EXPECT_THROW(kernels::cast_transpose(infinite.view({4}), kBF16, {}, true, true), ShapeError);
 }
 
 TEST(CudaScan, GoesOnFromChunkToChunk) {
@@ -165,6 +249,42 @@ TEST(CudaRotary, TurnsGroupsAndSinglePairsAlike) {
   }
 }
 
+// On tensor cores, by whole tiles and parts of them, operands in either order, aligned or not. The
+// sums are exact, so their order does not matter.
+TEST(CudaMatmul, TilesOfTensorCores) {
+  struct Size {
+    int64_t M, N, K;
+  };
+  for (const DType dtype : {kBF16, kF16}) {
+    for (const auto& [M, N, K] : {Size{48, 64, 16}, Size{130, 136, 72}, Size{61, 150, 33}}) {
+      const Tensor a = mul(numbers({2, M, K}, kF32, 9), 0.5).to(dtype);
+      const Tensor b = mul(numbers({2, K, N}, kF32, 7), 0.5).to(dtype);
+      const auto by_columns = [](const Tensor& x) { return x.transpose(1, 2).contiguous(); };
+      const Tensor a_t = by_columns(a), b_t = by_columns(b);
+      for (const bool a_turned : {false, true}) {
+        for (const bool b_turned : {false, true}) {
+          SCOPED_TRACE(testing::Message() << dtype << " " << M << " x " << N << " x " << K << " "
+                                          << a_turned << b_turned);
+          const auto run = [&](const Device& device) {
+            const Tensor left = a_turned ? a_t.to(device).transpose(1, 2) : a.to(device);
+            return matmul(left, b_turned ? b_t.to(device).transpose(1, 2) : b.to(device));
+          };
+          expect_equal(run(kGpu), run(kCpu));
+        }
+      }
+      const Tensor bias = numbers({N}, dtype, 9), x = a.select(0, 1), weight = b_t.select(0, 0);
+      expect_equal(linear(x.to(kGpu), weight.to(kGpu), bias.to(kGpu)), linear(x, weight, bias));
+      const Tensor c = numbers({M, N}, dtype, 5), other = b.select(0, 1);
+      expect_equal(addmm(c.to(kGpu), x.to(kGpu), other.to(kGpu), 0.5, 2),
+                   addmm(c, x, other, 0.5, 2));
+      const Tensor wide = raw::full({M, N}, 3, kF32), device_wide = wide.to(kGpu);
+      kernels::matmul_into(device_wide, x.to(kGpu), other.to(kGpu), true);
+      kernels::matmul_into(wide, x, other, true);
+      expect_equal(device_wide, wide);
+    }
+  }
+}
+
 TEST(CudaConv, SpansTilesAndParts) {
   // More rows, columns and inner elements than a tile has, and several parts of the sum.
   const Tensor x = mul(numbers({3, 6, 21, 19}, kF32, 9), 0.5);
@@ -242,15 +362,21 @@ TEST(CudaNorm, BatchNormOfManySamplesAndItsRunningStatistics) {
   for (size_t i = 0; i < got.size(); ++i) expect_close(got[i], expected[i], 3e-5);
 }
 
+// Rows of the table within a segment, at its ends, over many segments; by vectors and one by one.
 TEST(CudaEmbedding, GradientSumsLongRunsOfOneToken) {
-  const Tensor index = add(numbers({2500}, kI64, 3), 1);
-  const Tensor grad = mul(numbers({2500, 4}, kF32), 0.5);
-  const auto run = [&](const Device& device) {
-    const Tensor table = leaf(raw::zeros({70, 4}, kF32, device));
-    embedding(index.to(device), table).backward(grad.to(device));
-    return table.grad();
-  };
-  expect_equal(run(kGpu), run(kCpu));
+  for (const int64_t different : {3, 61, 999}) {
+    for (const int64_t width : {4, 5, 520}) {
+      const int64_t count = width > 5 ? 200 : 2500;
+      const Tensor index = add(numbers({count}, kI64, different), different / 2);
+      const Tensor grad = mul(numbers({count, width}, kF32), 0.5);
+      const auto run = [&](const Device& device) {
+        const Tensor table = leaf(raw::zeros({1000, width}, kF32, device));
+        embedding(index.to(device), table, 2).backward(grad.to(device));
+        return table.grad();
+      };
+      expect_equal(run(kGpu), run(kCpu));
+    }
+  }
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include <tessera/core/cuda/emulation/race.h>
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/error.h>
+#include <tessera/core/half.h>
 
 namespace tessera::gpu::tests {
 namespace {
@@ -101,6 +102,52 @@ TEST(Emulation, AtomicsVotesAndScansFollowCuda) {
     ASSERT_EQ(s[i], running);
     ASSERT_EQ(o[i] >> (i % 32) & 1, static_cast<unsigned>(x[i] % 2));
   }
+}
+
+TEST(Emulation, AWarpMultipliesTiles) {
+  std::vector<uint16_t> a(256), b(256);
+  std::vector<float> c = numbers(256), expected = c;
+  for (size_t i = 0; i < 256; ++i) {
+    a[i] = bf16(static_cast<float>(i * 7 % 13) - 6).bits;
+    b[i] = bf16(static_cast<float>(i * 5 % 11) / 4).bits;
+  }
+  for (size_t row = 0; row < 16; ++row) {
+    for (size_t column = 0; column < 16; ++column) {
+      for (size_t k = 0; k < 16; ++k) {  // all exact
+        expected[row * 16 + column] += to_float(bf16::from_bits(a[row * 16 + k])) *
+                                       to_float(bf16::from_bits(b[k * 16 + column]));
+      }
+    }
+  }
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    emulation::set_seed(seed);
+    const Buffer<uint16_t> device_a(a), device_b(b);
+    const Buffer<float> device_c(c);
+    warp_product(Bug::kNone, device_a.data(), device_b.data(), device_c.data(), nullptr);
+    ASSERT_EQ(complaint(), "");
+    EXPECT_EQ(device_c.read(), expected);
+  }
+}
+
+TEST(Emulation, ProductsOfWarpsThatBreakARuleAreFound) {
+  const Buffer<uint16_t> a(std::vector<uint16_t>(400, 0)), b(std::vector<uint16_t>(256, 0));
+  const Buffer<float> c(numbers(256));
+  const auto run = [&](Bug bug) {
+    warp_product(bug, a.data(), b.data(), c.data(), nullptr);
+    return complaint();
+  };
+  const std::pair<Bug, const char*> cases[] = {
+      {Bug::kMisalignedTile, "not aligned"},
+      {Bug::kTileStride, "a multiple of 16 bytes apart, they lie 40"},
+      {Bug::kHalfWarp, "ask for different tiles"},
+      {Bug::kTwoTiles, "ask for different tiles"},
+      {Bug::kUnsetTile, "nothing was loaded into"}};
+  for (const auto& [bug, expected] : cases) {
+    const std::string report = run(bug);
+    EXPECT_NE(report.find(expected), std::string::npos) << expected << ", report: " << report;
+  }
+  if (!emulation::race::tracked()) return;
+  EXPECT_NE(run(Bug::kMissingWarpSync), "");
 }
 
 TEST(Emulation, AMissingBarrierIsFound) {

@@ -1,5 +1,7 @@
 #include "test_emulation.h"
 
+#include <mma.h>
+
 #include <tessera/core/cuda/launch.h>
 
 namespace tessera::gpu::tests {
@@ -80,8 +82,36 @@ __global__ void warp_scan_kernel(const int* x, int* y, unsigned* y2, int64_t n) 
   }
 }
 
+__global__ void warp_product_kernel(Bug bug, const uint16_t* a, const uint16_t* b, float* c) {
+  namespace wmma = nvcuda::wmma;
+  using Element = __nv_bfloat16;
+  Element* const tile = dynamic_shared<Element>();
+  const int lane = static_cast<int>(threadIdx.x);
+  for (int i = lane; i < 256; i += 32) {
+    tile[i] = reinterpret_cast<const Element*>(b)[i % 16 * 16 + i / 16];  // by columns
+  }
+  if (bug != Bug::kMissingWarpSync) __syncwarp();
+  wmma::fragment<wmma::matrix_a, 16, 16, 16, Element, wmma::row_major> left;
+  wmma::fragment<wmma::matrix_b, 16, 16, 16, Element, wmma::col_major> right;
+  wmma::fragment<wmma::accumulator, 16, 16, 16, float> sums;
+  const auto* from = reinterpret_cast<const Element*>(a);
+  if (bug == Bug::kMisalignedTile) from += 8;
+  if (bug == Bug::kTwoTiles && lane == 5) from += 16;
+  if (bug != Bug::kHalfWarp || lane < 16) {
+    wmma::load_matrix_sync(left, from, bug == Bug::kTileStride ? 20 : 16);
+  }
+  if (bug != Bug::kUnsetTile) wmma::load_matrix_sync(right, tile, 16);
+  wmma::load_matrix_sync(sums, c, 16, wmma::mem_row_major);
+  wmma::mma_sync(sums, left, right, sums);
+  wmma::store_matrix_sync(c, sums, 16, wmma::mem_row_major);
+}
+
 }  // namespace
 
+void warp_product(Bug bug, const uint16_t* a, const uint16_t* b, float* c, cudaStream_t stream) {
+  launch({.name = "warp_product", .grid = 1, .block = 32, .shared_bytes = 512, .stream = stream},
+         warp_product_kernel, bug, a, b, c);
+}
 void block_sums(Bug bug, const float* x, float* y, int64_t n, cudaStream_t stream) {
   launch({.name = "block_sums",
           .grid = blocks(n, kBlock),

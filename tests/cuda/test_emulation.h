@@ -18,6 +18,12 @@ enum class Bug {
   kUninitialised,     // shared memory that nobody wrote
   kBlocksRace,        // two blocks write one address
   kMissingWarpSync,   // lanes exchange through shared memory without __syncwarp
+  // Of products of warps:
+  kMisalignedTile,  // a tile that begins at 16 bytes
+  kTileStride,      // rows 40 bytes apart
+  kHalfWarp,        // only half of the lanes load
+  kTwoTiles,        // lanes that load different tiles
+  kUnsetTile,       // an operand that was never loaded
 };
 
 // y[block] = sum of x over the block's 256 elements, through shared memory.
@@ -31,6 +37,8 @@ void copy_vectors(const float* x, float* y, int64_t n, cudaStream_t stream);
 void add_one(float* x, int64_t n, cudaStream_t stream);
 // counts[x[i]] += 1 with atomic operations.
 void histogram(const int* x, int* counts, int64_t n, cudaStream_t stream);
+// c = a b + c for tiles of 16 x 16 by rows, bf16 as bits; b goes through shared memory.
+void warp_product(Bug bug, const uint16_t* a, const uint16_t* b, float* c, cudaStream_t stream);
 // y[i] = inclusive scan of each warp of x; also votes: y2[i] = lanes whose x is odd.
 void warp_scan(const int* x, int* y, unsigned* y2, int64_t n, cudaStream_t stream);
 

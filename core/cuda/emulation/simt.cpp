@@ -119,7 +119,8 @@ class Machine {
   std::string run(const Launch& launch, const std::function<void()>& kernel);
   void leave_with(const std::string& what);
   void sync_threads();
-  void collective(unsigned mask, const char* name, void* payload, Combine combine);
+  void collective(unsigned mask, const char* name, void* payload, Combine combine,
+                  bool orders_memory);
   void* dynamic_shared(size_t alignment);
   void* static_shared(const void* site, size_t bytes, size_t alignment);
 
@@ -317,7 +318,8 @@ void Machine::sync_threads() {
   go_to(take_next());
 }
 
-void Machine::collective(unsigned mask, const char* name, void* payload, Combine combine) {
+void Machine::collective(unsigned mask, const char* name, void* payload, Combine combine,
+                         bool orders_memory) {
   const int self = running_->thread;
   const Thread& thread = threads_[static_cast<size_t>(self)].self;
   Warp& warp = warps_[static_cast<size_t>(thread.warp)];
@@ -368,7 +370,7 @@ void Machine::collective(unsigned mask, const char* name, void* payload, Combine
     go_to(take_next());
     return;
   }
-  race::join_lanes(thread.warp, mask);
+  if (orders_memory) race::join_lanes(thread.warp, mask);
   combine(meeting->payloads, mask);
   meeting->arrived = 0;
   const int first = thread.warp * kWarpSize;
@@ -515,8 +517,9 @@ void fail(const std::string& what) {
 
 void sync_threads() { machine->sync_threads(); }
 
-void warp_collective(unsigned mask, const char* name, void* payload, Combine combine) {
-  machine->collective(mask, name, payload, combine);
+void warp_collective(unsigned mask, const char* name, void* payload, Combine combine,
+                     bool orders_memory) {
+  machine->collective(mask, name, payload, combine, orders_memory);
 }
 
 void* dynamic_shared(size_t alignment) { return machine->dynamic_shared(alignment); }
@@ -530,6 +533,49 @@ void check_alignment(const void* pointer, size_t bytes) {
   char text[160];
   fail("an access of " + std::to_string(bytes) +
        " bytes at once is not aligned to them: " + arena::describe(pointer, text, sizeof text));
+}
+
+namespace {
+
+struct Tile {
+  const void* pointer;
+  unsigned leading;
+};
+
+}  // namespace
+
+void check_tile(const char* name, const void* pointer, unsigned leading, size_t element_bytes) {
+  check_alignment(pointer, 32);
+  if (leading < 16 || leading * element_bytes % 16 != 0) {
+    fail(std::string(name) + ": rows of a tile must lie a multiple of 16 bytes apart, they lie " +
+         std::to_string(leading * element_bytes));
+  }
+  Tile own{pointer, leading};
+  const Combine compare = [](void* const* payloads, unsigned) {
+    const Tile& first = *static_cast<const Tile*>(payloads[0]);
+    for (int lane = 1; lane < kWarpSize; ++lane) {
+      const Tile& other = *static_cast<const Tile*>(payloads[lane]);
+      if (other.pointer != first.pointer || other.leading != first.leading) {
+        fail("lanes of a warp ask for different tiles: lane 0 and lane " + std::to_string(lane));
+      }
+    }
+  };
+  machine->collective(0xffffffffu, name, &own, compare, false);
+}
+
+void check_operands(bool are_set) {
+  if (!are_set) fail("mma_sync: a tile is multiplied that nothing was loaded into");
+}
+
+void multiply_tiles(const float* a, const float* b, float* c) {
+  for (int row = 0; row < 16; ++row) {
+    for (int k = 0; k < 16; ++k) {
+      const float left = a[row * 16 + k];
+      for (int column = 0; column < 16; ++column) {
+        c[row * 16 + column] += left * b[k * 16 + column];
+      }
+    }
+  }
 }
 
 std::string run_grid(const Launch& launch, const std::function<void()>& kernel) {

@@ -47,8 +47,11 @@ void sync_threads();
 // The last of the lanes in `mask` to arrive calls combine(payloads, mask), where payloads[lane] is
 // what that lane brought (on its stack), and all go on. Fails for a mask without the own lane, for
 // masks that disagree, for lanes that have left the kernel, and where names differ.
+// `orders_memory`: what a lane wrote before is there for the others afterwards, as after
+// __syncwarp.
 using Combine = void (*)(void* const* payloads, unsigned mask);
-void warp_collective(unsigned mask, const char* name, void* payload, Combine combine);
+void warp_collective(unsigned mask, const char* name, void* payload, Combine combine,
+                     bool orders_memory = true);
 
 // Shared memory of the block. An array of fixed size is known by its `site`, one address for each
 // declaration.
@@ -57,6 +60,16 @@ void* static_shared(const void* site, size_t bytes, size_t alignment);
 
 // An access of `bytes` at once, as vector loads are on a GPU.
 void check_alignment(const void* pointer, size_t bytes);
+
+// A warp meets to read or write a tile of 16 x 16 elements whose rows lie `leading` apart: all
+// lanes, with the same arguments, at a multiple of 32 bytes and with rows a multiple of 16 bytes
+// apart.
+void check_tile(const char* name, const void* pointer, unsigned leading, size_t element_bytes);
+// Of a product of tiles: were all of them loaded or filled?
+void check_operands(bool are_set);
+
+// c += a b for tiles of 16 x 16 by rows, in f32 and in the order of the inner dimension.
+void multiply_tiles(const float* a, const float* b, float* c);
 
 struct Launch {
   const char* name;

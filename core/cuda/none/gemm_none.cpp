@@ -1,4 +1,4 @@
-// A program without cuBLASLt: that of no GPU, of the emulation, and one built without its header.
+// A program without cuBLASLt: that of no GPU, and one built without its header.
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/error.h>
 
@@ -11,6 +11,7 @@ constexpr const char* kReason =
 }  // namespace
 
 bool run_gemm(const GemmProblem&) { return false; }
+bool fused_gemm_wins(const GemmProblem&, const std::function<void()>&) { return false; }
 std::string gemm_library() { return std::string("products run on own kernels, as ") + kReason; }
 void try_gemm_descriptors(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
 int count_gemm_algorithms(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }

@@ -1,0 +1,46 @@
+#include <tessera/core/cuda/emulation/gemm.h>
+
+#include <atomic>
+
+#include <cuda_runtime.h>
+#include <tessera/core/context.h>
+#include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/streams.h>
+#include <tessera/core/error.h>
+
+namespace tessera::gpu {
+namespace {
+
+std::atomic<emulation::GemmModel> the_model{nullptr};
+
+constexpr const char* kReason = "the emulation has no library of matrix products";
+
+}  // namespace
+
+void emulation::set_gemm_model(GemmModel model) { the_model = model; }
+
+bool run_gemm(const GemmProblem& given) {
+  const emulation::GemmModel model = the_model;
+  const GemmProblem problem = fold_batch(given);
+  if (model == nullptr || !validate(problem).empty()) return false;
+  const cudaStream_t stream = current_stream();
+  finish_launch(
+      emulation::enqueue_launch("matmul", 1, 1, 0, stream,
+                                [model, problem] { model(problem, library_call(problem)); }),
+      "matmul", stream);
+  return true;
+}
+
+bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>&) {
+  return the_model != nullptr && validate(problem).empty() &&
+         Context::current().slot<GemmOptions>().fusion == GemmFusion::kAlways;
+}
+
+std::string gemm_library() {
+  return the_model != nullptr ? "a model of a test"
+                              : std::string("products run on own kernels, as ") + kReason;
+}
+void try_gemm_descriptors(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
+int count_gemm_algorithms(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
+
+}  // namespace tessera::gpu

@@ -1,0 +1,13 @@
+// The place of the library of matrix products in the emulation: empty, or a model that a test
+// gives.
+#pragma once
+
+#include <tessera/core/cuda/gemm.h>
+
+namespace tessera::gpu::emulation {
+
+// Called within a kernel, where device memory is in reach, for products that validate() allows.
+using GemmModel = void (*)(const GemmProblem& problem, const LibraryCall& call);
+void set_gemm_model(GemmModel model);  // null for none
+
+}  // namespace tessera::gpu::emulation

@@ -1,0 +1,30 @@
+#include <tessera/core/functors.h>
+#include <tessera/core/kernels/elementwise.h>
+#include <tessera/core/kernels/linear_fused.h>
+#include <tessera/core/kernels/matmul.h>
+#include <tessera/core/kernels/on_device.h>
+#include <tessera/core/kernels/reduce.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera::kernels {
+
+LinearGelu linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, bool tanh_form,
+                       bool want_before) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::linear_gelu>("linear_gelu", x.device(), x, weight, bias, tanh_form,
+                                         want_before);
+  }
+  const Tensor before = linear(x, weight, bias);
+  return {tanh_form ? unary<fn::GeluTanh>(before) : unary<fn::Gelu>(before),
+          want_before ? before : Tensor()};
+}
+
+LinearGradients linear_gradients(const Tensor& dy, const Tensor& x, bool want_bias) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::linear_gradients>("linear", x.device(), dy, x, want_bias);
+  }
+  return {matmul(raw::transpose(dy, 0, 1), x),
+          want_bias ? sum(dy, {0}, false, dy.dtype()) : Tensor()};
+}
+
+}  // namespace tessera::kernels
