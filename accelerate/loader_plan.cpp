@@ -14,7 +14,7 @@ namespace tessera::accelerate {
 namespace {
 
 using data::Tail;
-using Source = std::shared_ptr<const data::IndexSource>;
+using Indices = std::shared_ptr<const data::IndexSource>;
 
 constexpr std::string_view kPrepareLoader = "prepare";
 
@@ -37,7 +37,7 @@ int64_t split_size(int64_t batch_size, int ranks) {
 }
 
 // What rank `rank` of `ranks` reads of a source for one.
-Source share_of(const Source& whole, LoaderMode mode, Tail tail, int rank, int ranks) {
+Indices share_of(const Indices& whole, LoaderMode mode, Tail tail, int rank, int ranks) {
   const data::RankShare share{.rank = rank, .world_size = ranks, .tail = tail};
   if (const auto* fixed = dynamic_cast<const data::BatchSource*>(whole.get())) {
     const int64_t size =
@@ -92,7 +92,7 @@ class LoaderPlan::State : public data::LoaderObserver {
     data::IndexedLoader* indexed;    // or
     data::StreamLoaderBase* stream;  // this
     LoaderMode mode;
-    Source whole;             // what one rank would read
+    Indices whole;            // what one rank would read
     data::StreamShare alone;  // the same of a stream
     std::shared_ptr<data::BatchRelay> relay;
   };
@@ -180,7 +180,7 @@ class LoaderPlan::State : public data::LoaderObserver {
       record.loader->set_relay(alone ? nullptr : record.relay);
       return;
     }
-    std::vector<Source> others;
+    std::vector<Indices> others;
     for (int other = 1; makes_all && other < size_; ++other) {
       others.push_back(share_of(record.whole, record.mode, tail, other, size_));
     }
