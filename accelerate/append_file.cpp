@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 
@@ -48,6 +49,10 @@ void AppendFile::sync() {
   if (::fsync(descriptor_) != 0 && errno != EINVAL && errno != EROFS) {
     fail(path_, "force to the disk", errno);
   }
+}
+
+double unix_seconds() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace tessera

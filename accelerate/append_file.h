@@ -24,4 +24,6 @@ class AppendFile {
   int descriptor_ = -1;
 };
 
+double unix_seconds();  // since 1970, as records carry them
+
 }  // namespace tessera

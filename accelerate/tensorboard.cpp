@@ -21,10 +21,6 @@ namespace {
 using tensorboard::Event;
 using tensorboard::Summary;
 
-double now() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
-
 uint32_t masked_crc(const void* data, size_t bytes) {
   const uint32_t crc = crc32c(data, bytes);
   return ((crc >> 15) | (crc << 17)) + 0xa282ead8u;
@@ -79,7 +75,7 @@ class TensorBoardTracker : public Tracker {
  public:
   void start(const TrackerRun& run) override {
     project_ = run.project;
-    started_ = now();
+    started_ = unix_seconds();
     char host[256] = "localhost";
     ::gethostname(host, sizeof host - 1);
     // Of two writers within a second and a process, each has a file of its own.
@@ -193,7 +189,7 @@ class TensorBoardTracker : public Tracker {
   void finish() override {
     tensorboard::HparamsPluginData plugin;
     plugin.mutable_session_end_info()->set_status(1);
-    plugin.mutable_session_end_info()->set_end_time_secs(now());
+    plugin.mutable_session_end_info()->set_end_time_secs(unix_seconds());
     write_hparams("_hparams_/session_end_info", plugin);
     flush();
     file_->sync();
@@ -202,7 +198,7 @@ class TensorBoardTracker : public Tracker {
  private:
   static Event at(int64_t step) {
     Event event;
-    event.set_wall_time(now());
+    event.set_wall_time(unix_seconds());
     event.set_step(step);
     return event;
   }

@@ -1,6 +1,5 @@
 // The trackers that write plain text: JSON lines and CSV.
 #include <algorithm>
-#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <optional>
@@ -15,10 +14,6 @@
 
 namespace tessera {
 namespace {
-
-double now() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
 
 using Json = nlohmann::ordered_json;
 
@@ -56,13 +51,13 @@ class JsonlTracker : public Tracker {
         dump(Json{{"project", project_}, {"configuration", to_json(configuration)}}, 2) + "\n");
   }
   void log(const TrackedValues& values, int64_t step) override {
-    Json line{{"step", step}, {"time", now()}};
+    Json line{{"step", step}, {"time", unix_seconds()}};
     for (const auto& [name, value] : flatten(values)) line[name] = to_json(value);
     file_->write(dump(line) + "\n");
   }
   bool log_table(const std::string& name, const TrackedTable& table, int64_t step) override {
     file_->write(dump(Json{{"step", step},
-                           {"time", now()},
+                           {"time", unix_seconds()},
                            {name, {{"columns", table.columns}, {"rows", table.rows}}}}) +
                  "\n");
     return true;
@@ -146,7 +141,7 @@ class CsvTracker : public Tracker {
   void log(const TrackedValues& values, int64_t step) override {
     std::vector<std::string> cells(columns_.size());
     char seconds[32];
-    std::snprintf(seconds, sizeof seconds, "%.3f", now());
+    std::snprintf(seconds, sizeof seconds, "%.3f", unix_seconds());
     cells[0] = std::to_string(step);
     cells[1] = seconds;
     const size_t before = columns_.size();

@@ -55,8 +55,6 @@ function(tessera_floor name)
 endfunction()
 
 tessera_floor(core)
-file(GLOB kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*_cpu.cpp)
-set_source_files_properties(${kernel_sources} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 target_link_libraries(tessera_core PUBLIC Threads::Threads PRIVATE
   $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 if(oneDNN_FOUND)

@@ -14,8 +14,8 @@
 namespace tessera::kernels {
 namespace {
 
-constexpr int64_t kGrain = 32768;
-constexpr int64_t kTile = 1024;
+constexpr int64_t kCopyGrain = 32768;
+constexpr int64_t kCopyTile = 1024;
 
 // The innermost dimension of the target runs along a row of it, and another one is where the source
 // lies in order: moved in tiles, as each side alone would touch a cache line an element.
@@ -37,7 +37,7 @@ void transpose_all(const Walk& walk, int source_inner, const MoveFunctions& move
   const int64_t rows = walk.sizes[source_inner], columns = walk.sizes[inner];
   const int64_t batches = walk.numel / (rows * columns);
   const int64_t bands = (rows + 31) / 32;  // of 32 rows: units of work
-  const int64_t grain = std::max<int64_t>(1, kGrain / (32 * columns));
+  const int64_t grain = std::max<int64_t>(1, kCopyGrain / (32 * columns));
   parallel_for(batches * bands, grain, [&](int64_t begin, int64_t end) {
     for (int64_t unit = begin; unit < end; ++unit) {
       int64_t rest = unit / bands;
@@ -61,7 +61,7 @@ void transpose_all(const Walk& walk, int source_inner, const MoveFunctions& move
 
 void move_same_dtype(const Walk& walk, int64_t size, const char* source, char* target) {
   if (walk.is_linear(0) && walk.is_linear(1)) {
-    parallel_for(walk.numel, kGrain, [&](int64_t begin, int64_t end) {
+    parallel_for(walk.numel, kCopyGrain, [&](int64_t begin, int64_t end) {
       std::memcpy(target + begin * size, source + begin * size,
                   static_cast<size_t>((end - begin) * size));
     });
@@ -76,7 +76,7 @@ void move_same_dtype(const Walk& walk, int64_t size, const char* source, char* t
   const int inner = walk.dims - 1;
   const int64_t target_stride = walk.strides[0][inner], source_stride = walk.strides[1][inner];
   const bool rows = target_stride == 1 && source_stride == 1;
-  parallel_for(walk.numel, kGrain, [&](int64_t begin, int64_t end) {
+  parallel_for(walk.numel, kCopyGrain, [&](int64_t begin, int64_t end) {
     for (int64_t position = begin; position < end;) {
       const int64_t in_row = position % walk.sizes[inner];
       const int64_t length = std::min(walk.sizes[inner] - in_row, end - position);
@@ -111,9 +111,9 @@ void move_converting(const Walk& walk, const Tensor& target, const Tensor& sourc
   const char* from = static_cast<const char*>(source.data());
   char* to = static_cast<char*>(target.data());
   const int inner = walk.dims - 1;
-  parallel_for(walk.numel, kGrain, [&](int64_t begin, int64_t end) {
-    alignas(64) char buffer[kTile * 8];
-    const int64_t step = source_direct || target_direct ? end - begin : kTile;
+  parallel_for(walk.numel, kCopyGrain, [&](int64_t begin, int64_t end) {
+    alignas(64) char buffer[kCopyTile * 8];
+    const int64_t step = source_direct || target_direct ? end - begin : kCopyTile;
     const int64_t lane_size = size_of(lane);
     for (int64_t position = begin; position < end; position += step) {
       const int64_t count = std::min(step, end - position);

@@ -15,7 +15,7 @@
 namespace tessera::kernels {
 namespace {
 
-constexpr int64_t kParallelWork = 1 << 14;
+constexpr int64_t kLossWork = 1 << 14;
 
 DType compute_dtype(DType dtype) { return dtype == kF64 ? kF64 : kF32; }
 
@@ -63,7 +63,7 @@ double element(const Tensor& x, int64_t row, int64_t c) {
 
 template <class F>
 void for_each_row(int64_t rows, int64_t V, F&& f) {
-  parallel_for(rows, std::max<int64_t>(1, kParallelWork / std::max<int64_t>(1, V)),
+  parallel_for(rows, std::max<int64_t>(1, kLossWork / std::max<int64_t>(1, V)),
                [&](int64_t begin, int64_t end) {
                  for (int64_t n = begin; n < end; ++n) f(n);
                });

@@ -16,9 +16,9 @@ namespace {
 using detail::Loop;
 using detail::Loops;
 
-constexpr const char* kWhere = "elementwise";
-constexpr int64_t kGrain = 32768;  // elements that are worth a thread
-constexpr int64_t kTile = 1024;    // elements a buffer: five of 8 KiB at most stay in L1
+constexpr const char* kElementwise = "elementwise";
+constexpr int64_t kElementGrain = 32768;  // elements that are worth a thread
+constexpr int64_t kElementTile = 1024;    // elements a buffer: five of 8 KiB at most stay in L1
 
 constexpr int kMaxInputs = kMaxOperands - 1;
 
@@ -44,16 +44,16 @@ struct Call {
 };
 
 void run_range(const Call& call, const Walk& walk, int64_t begin, int64_t end) {
-  alignas(64) char buffers[kMaxOperands][kTile * 8];
+  alignas(64) char buffers[kMaxOperands][kElementTile * 8];
   const void* lanes[kMaxInputs];
   bool direct = call.output.direct;
   for (int i = 0; i < call.inputs; ++i) {
     const Port& port = call.input[i];
     direct = direct && port.direct;
     lanes[i] = buffers[i];
-    if (port.constant) port.load(port.data, 0, buffers[i], std::min(kTile, end - begin));
+    if (port.constant) port.load(port.data, 0, buffers[i], std::min(kElementTile, end - begin));
   }
-  const int64_t step = direct ? end - begin : kTile;
+  const int64_t step = direct ? end - begin : kElementTile;
   for (int64_t position = begin; position < end; position += step) {
     const int64_t count = std::min(step, end - position);
     for (int i = 0; i < call.inputs; ++i) {
@@ -99,7 +99,7 @@ Shape broadcast_of(std::span<const Operand> operands) {
   Shape shape = shape_of(operands[0]);
   for (const Operand& operand : operands.subspan(1)) {
     if (operand.is_tensor() && !(operand.tensor().shape() == shape)) {
-      shape = broadcast_shapes(shape, operand.tensor().shape(), kWhere);
+      shape = broadcast_shapes(shape, operand.tensor().shape(), kElementwise);
     }
   }
   return shape;
@@ -117,22 +117,22 @@ const Device& device_of(std::span<const Operand> operands) {
     } else {
       TS_CHECK_DEVICE(
           tensor.device() == chosen->device() || (tensor.device().is_cpu() && tensor.dim() == 0),
-          kWhere, "operands are on different devices: ", *chosen, " and ", tensor,
+          kElementwise, "operands are on different devices: ", *chosen, " and ", tensor,
           "; move one with to(device)");
     }
   }
-  TS_CHECK(chosen != nullptr, kWhere, "expects at least one tensor among the operands");
+  TS_CHECK(chosen != nullptr, kElementwise, "expects at least one tensor among the operands");
   return chosen->device();
 }
 
 Loop loop_for(const Loops& loops, DType common) {
-  TS_CHECK_DTYPE(!is_float8(common) || loops.condition, kWhere, common,
+  TS_CHECK_DTYPE(!is_float8(common) || loops.condition, kElementwise, common,
                  " is storage only; convert to another floating dtype first");
   const Lane lane = lane_of(common);
   const Loop loop = lane == Lane::kFloat    ? loops.of_float
                     : lane == Lane::kDouble ? loops.of_double
                                             : loops.of_int64;
-  TS_CHECK_DTYPE(loop != nullptr, kWhere, "the formula is not defined for ", common,
+  TS_CHECK_DTYPE(loop != nullptr, kElementwise, "the formula is not defined for ", common,
                  "; convert to a floating dtype first");
   return loop;
 }
@@ -149,7 +149,7 @@ void run_on_device(const Loops& loops, const void* functor, const Tensor& out,
     copy_into(out, result);
     return;
   }
-  if (*loops.cuda == nullptr) fail_without_form(kWhere, out.device());
+  if (*loops.cuda == nullptr) fail_without_form(kElementwise, out.device());
   Tensor converted[kMaxInputs];
   Shape strides[kMaxOperands];
   strides[0] = out.strides();
@@ -246,14 +246,15 @@ void run(const Loops& loops, const void* functor, const Tensor& out,
   output.linear = walk.is_linear(0);
   output.direct = output.linear && is_stored_as(output.lane, out.dtype());
 
-  parallel_for(walk.numel, kGrain,
+  parallel_for(walk.numel, kElementGrain,
                [&](int64_t begin, int64_t end) { run_range(call, walk, begin, end); });
 }
 
 // True where walking x in the order of `out` would touch a cache line, and for many rows a page,
 // for each element: then a transposing copy first is three times as fast (2048 x 1536, f32).
 bool is_transposed(const Tensor& x, const Tensor& out) {
-  if (x.numel() < kGrain || !(x.shape() == out.shape()) || !is_dense(out.shape(), out.strides())) {
+  if (x.numel() < kElementGrain || !(x.shape() == out.shape()) ||
+      !is_dense(out.shape(), out.strides())) {
     return false;
   }
   const Shape strides[2] = {out.strides(), x.strides()};
@@ -357,18 +358,18 @@ void elementwise_into(const Loops& loops, const void* functor, const Tensor& out
   const std::span<const Operand> operands(list.begin(), list.size());
   const DType calculated = common ? *common : promote(promoting(loops, operands));
   const Shape shape = broadcast_of(operands);
-  TS_CHECK_SHAPE(shape == out.shape() || broadcastable_to(shape, out.shape()), kWhere,
+  TS_CHECK_SHAPE(shape == out.shape() || broadcastable_to(shape, out.shape()), kElementwise,
                  "the result has shape ", shape, ", which does not fit the output ", out);
   loop_for(loops, calculated);
   const Device& device = out.device();
   for (const Operand& operand : operands) {
     TS_CHECK_DEVICE(!operand.is_tensor() || operand.tensor().device() == device ||
                         (operand.tensor().device().is_cpu() && operand.tensor().dim() == 0),
-                    kWhere, "the output is on ", device, " and an operand is ", operand.tensor(),
-                    "; move one with to(device)");
+                    kElementwise, "the output is on ", device, " and an operand is ",
+                    operand.tensor(), "; move one with to(device)");
   }
   if (device.is_meta()) return;
-  TS_CHECK(!repeats_elements(out), kWhere, "writes to ", out, " with strides ", out.strides(),
+  TS_CHECK(!repeats_elements(out), kElementwise, "writes to ", out, " with strides ", out.strides(),
            ", in which elements lie on one another; make it contiguous() first");
 
   run_prepared(loops, functor, out, operands, calculated);

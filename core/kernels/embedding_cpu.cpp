@@ -16,7 +16,7 @@
 namespace tessera::kernels {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // elements a piece
+constexpr int64_t kEmbeddingGrain = 16384;  // elements a piece
 
 // Positions of an index, sorted by value and stable: those of row v are
 // order[start[v] .. start[v + 1]).
@@ -67,26 +67,27 @@ Tensor embedding_backward(const Tensor& grad, const Tensor& index, int64_t V, in
     // A row of the result costs as much to write as a row of grad to read: row v begins at place
     // v + start[v] of the work, so that a frequent token does not unbalance the threads more than
     // it must.
-    parallel_for(V + count, std::max<int64_t>(1, kGrain / C), [&](int64_t begin, int64_t end) {
-      int64_t low = 0, high = V;  // the first row at or after `begin`
-      while (low < high) {
-        const int64_t middle = (low + high) / 2;
-        if (middle + start[middle] < begin) {
-          low = middle + 1;
-        } else {
-          high = middle;
-        }
-      }
-      for (int64_t v = low; v < V && v + start[v] < end; ++v) {
-        const int64_t terms = v == padding_idx ? 0 : start[v + 1] - start[v];
-        if (terms == 0) {
-          std::memset(static_cast<void*>(table + v * C), 0, static_cast<size_t>(C) * sizeof(T));
-        } else {
-          const int64_t* order = sorted.order.get() + start[v];
-          TS_SIMD_CALL(sum_rows, rows, C, order, terms, table + v * C, C);
-        }
-      }
-    });
+    parallel_for(
+        V + count, std::max<int64_t>(1, kEmbeddingGrain / C), [&](int64_t begin, int64_t end) {
+          int64_t low = 0, high = V;  // the first row at or after `begin`
+          while (low < high) {
+            const int64_t middle = (low + high) / 2;
+            if (middle + start[middle] < begin) {
+              low = middle + 1;
+            } else {
+              high = middle;
+            }
+          }
+          for (int64_t v = low; v < V && v + start[v] < end; ++v) {
+            const int64_t terms = v == padding_idx ? 0 : start[v + 1] - start[v];
+            if (terms == 0) {
+              std::memset(static_cast<void*>(table + v * C), 0, static_cast<size_t>(C) * sizeof(T));
+            } else {
+              const int64_t* order = sorted.order.get() + start[v];
+              TS_SIMD_CALL(sum_rows, rows, C, order, terms, table + v * C, C);
+            }
+          }
+        });
   });
   return result;
 }
@@ -121,7 +122,7 @@ Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interl
                    "rotary_embedding", "cos and sin need ", half, " angles in a row; got ", cos,
                    " and ", sin);
     const Shape outer = x.shape().slice(0, dims - 1);
-    parallel_for(numel_of(outer), std::max<int64_t>(1, kGrain / x.size(-1)),
+    parallel_for(numel_of(outer), std::max<int64_t>(1, kEmbeddingGrain / x.size(-1)),
                  [&](int64_t begin, int64_t end) {
                    for (int64_t row = begin; row < end; ++row) {
                      int64_t rest = row, from = 0, to = 0, c = 0, s = 0;

@@ -14,7 +14,7 @@
 namespace tessera::kernels {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // elements a piece
+constexpr int64_t kIndexGrain = 16384;  // elements a piece
 
 // Moving elements only needs their size.
 template <class F>
@@ -95,7 +95,7 @@ class Lines {
   template <class F>
   void run(const int64_t* index, F&& f) const {
     const int64_t lines = numel_of(outer_) * width_;
-    parallel_for(lines, std::max<int64_t>(1, kGrain / std::max<int64_t>(length_, 1)),
+    parallel_for(lines, std::max<int64_t>(1, kIndexGrain / std::max<int64_t>(length_, 1)),
                  [&](int64_t begin, int64_t end) {
                    for (int64_t line = begin; line < end;) {
                      const int64_t column = line % width_;
@@ -139,7 +139,7 @@ class Lines {
 // destination belongs to one thread, which sees the positions in their order.
 template <class F>
 void for_each_column_segment(int64_t B, int64_t A, int64_t N, F&& f) {
-  const int64_t grain = std::max<int64_t>(16, kGrain / std::max<int64_t>(N, 1));
+  const int64_t grain = std::max<int64_t>(16, kIndexGrain / std::max<int64_t>(N, 1));
   parallel_for(B * A, grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end;) {
       const int64_t column = p % A, count = std::min(A - column, end - p);
@@ -156,7 +156,7 @@ Tensor checked_index_as(const Tensor& index, int64_t size, bool negative, std::s
   const int64_t count = dense.numel(), lowest = negative ? -size : 0;
   std::atomic<int64_t> first_bad{count};
   std::atomic<bool> any_negative{false};
-  parallel_for(count, kGrain, [&](int64_t begin, int64_t end) {
+  parallel_for(count, kIndexGrain, [&](int64_t begin, int64_t end) {
     bool below_zero = false;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t value = values[i];
@@ -181,7 +181,7 @@ Tensor checked_index_as(const Tensor& index, int64_t size, bool negative, std::s
   }
   Tensor result = raw::empty(index.shape(), kI64, index.device());
   int64_t* wrapped = result.data_as<int64_t>();
-  parallel_for(count, kGrain, [&](int64_t begin, int64_t end) {
+  parallel_for(count, kIndexGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t value = values[i];
       wrapped[i] = value < 0 ? value + size : value;
@@ -198,7 +198,7 @@ Tensor triangle(const Tensor& x, int64_t diagonal, bool lower, const char* where
   const int64_t rows = x.size(-2), columns = x.size(-1), bytes = size_of(x.dtype());
   const char* source = static_cast<const char*>(dense.data());
   char* target = static_cast<char*>(result.data());
-  parallel_for(x.numel() / columns, std::max<int64_t>(1, kGrain / columns),
+  parallel_for(x.numel() / columns, std::max<int64_t>(1, kIndexGrain / columns),
                [&](int64_t begin, int64_t end) {
                  for (int64_t row = begin; row < end; ++row) {
                    const int64_t first = lower ? 1 : 0;  // elements left of the cut
@@ -246,7 +246,7 @@ Tensor select_rows(const Tensor& x, const Tensor& positions) {
     dispatch_size(size_of(x.dtype()), [&]<class T>() {
       const T* source = x.data_as<T>();
       T* target = result.data_as<T>();
-      parallel_for(B * N, kGrain, [&](int64_t begin, int64_t end) {
+      parallel_for(B * N, kIndexGrain, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end;) {
           const int64_t b = i / N, stop = std::min(end, (b + 1) * N);
           for (; i < stop; ++i) target[i] = source[b * M + places[i - b * N]];
@@ -258,7 +258,7 @@ Tensor select_rows(const Tensor& x, const Tensor& positions) {
   const int64_t row = A * size_of(x.dtype());
   const char* source = static_cast<const char*>(x.data());
   char* target = static_cast<char*>(result.data());
-  parallel_for(B * N, std::max<int64_t>(1, kGrain / A), [&](int64_t begin, int64_t end) {
+  parallel_for(B * N, std::max<int64_t>(1, kIndexGrain / A), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       std::memcpy(target + i * row, source + (i / N * M + places[i % N]) * row,
                   static_cast<size_t>(row));
@@ -367,7 +367,7 @@ Tensor nonzero(const Tensor& x) {
                   x, " does not have; use a CPU tensor");
   const Tensor dense = contiguous(x);
   const int64_t dims = x.dim(), size = x.numel();
-  const int64_t chunks = (size + kGrain - 1) / kGrain;
+  const int64_t chunks = (size + kIndexGrain - 1) / kIndexGrain;
   std::vector<int64_t> first(static_cast<size_t>(chunks) + 1, 0);
   Tensor result;
   dispatch_all(x.dtype(), "nonzero", [&]<class T>() {
@@ -382,8 +382,8 @@ Tensor nonzero(const Tensor& x) {
     parallel_for(chunks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t c = begin; c < end; ++c) {
         int64_t count = 0;
-        const int64_t stop = std::min(size, (c + 1) * kGrain);
-        for (int64_t i = c * kGrain; i < stop; ++i) count += is_set(values[i]);
+        const int64_t stop = std::min(size, (c + 1) * kIndexGrain);
+        for (int64_t i = c * kIndexGrain; i < stop; ++i) count += is_set(values[i]);
         first[static_cast<size_t>(c) + 1] = count;
       }
     });
@@ -393,8 +393,8 @@ Tensor nonzero(const Tensor& x) {
     parallel_for(chunks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t c = begin; c < end; ++c) {
         int64_t* to = coordinate + first[static_cast<size_t>(c)] * dims;
-        const int64_t stop = std::min(size, (c + 1) * kGrain);
-        for (int64_t i = c * kGrain; i < stop; ++i) {
+        const int64_t stop = std::min(size, (c + 1) * kIndexGrain);
+        for (int64_t i = c * kIndexGrain; i < stop; ++i) {
           if (!is_set(values[i])) continue;
           int64_t rest = i;
           for (int64_t d = dims - 1; d >= 0; --d) {

@@ -17,7 +17,8 @@
 namespace tessera::kernels {
 namespace {
 
-constexpr int64_t kStage = 1024;  // elements that are converted at a time: five of them fit in L1
+constexpr int64_t kTensorStage =
+    1024;  // elements that are converted at a time: five of them fit in L1
 
 struct Chunk {
   int32_t tensor;
@@ -64,7 +65,7 @@ void convert_out(DType dtype, void* x, int64_t n, const C* buffer) {
 }
 
 // One tensor of an update as the loops see it.
-struct Operand {
+struct ListElement {
   void* data = nullptr;
   DType dtype = kF32;
 };
@@ -75,8 +76,8 @@ using StateTensors = std::array<const Tensor*, kMaxStates>;  // null or undefine
 struct Entry {
   int64_t numel = 0;
   bool is_double = false;
-  Operand param, grad, shadow;
-  std::array<Operand, kMaxStates> states = {};
+  ListElement param, grad, shadow;
+  std::array<ListElement, kMaxStates> states = {};
   Tensor grad_copy;  // where the gradient had another layout
 };
 
@@ -98,7 +99,7 @@ Entry make_entry(const char* where, const Tensor& param, const Tensor& grad, con
                     param, "; got ", x);
   };
   const auto operand = [](const Tensor& x) {
-    return x.is_meta() ? Operand{nullptr, x.dtype()} : Operand{x.data(), x.dtype()};
+    return x.is_meta() ? ListElement{nullptr, x.dtype()} : ListElement{x.data(), x.dtype()};
   };
   const auto same_layout = [&](const Tensor& x) {
     return x.strides() == param.strides() || (x.is_contiguous() && param.is_contiguous());
@@ -142,10 +143,10 @@ void mark_written(const Tensor& param, const Tensor& shadow, const StateTensors&
 }
 
 template <class C>
-C* at(const Operand& operand, int64_t i) {
+C* at(const ListElement& operand, int64_t i) {
   return operand.data == nullptr ? nullptr : static_cast<C*>(operand.data) + i;
 }
-void* bytes_at(const Operand& operand, int64_t i) {
+void* bytes_at(const ListElement& operand, int64_t i) {
   return static_cast<char*>(operand.data) + i * size_of(operand.dtype);
 }
 
@@ -173,9 +174,9 @@ void update_range(const Entry& entry, Convert convert, int64_t begin, int64_t en
           states(begin));
     return;
   }
-  C params[kStage], grads[kStage];
-  for (int64_t i = begin; i < end; i += kStage) {
-    const int64_t n = std::min(kStage, end - i);
+  C params[kTensorStage], grads[kTensorStage];
+  for (int64_t i = begin; i < end; i += kTensorStage) {
+    const int64_t n = std::min(kTensorStage, end - i);
     C* param = params;
     if (direct_param) {
       param = at<C>(entry.param, i);
@@ -252,20 +253,20 @@ void run_in_place(const char* where, std::span<const Tensor> tensors, auto&& blo
     for (int64_t c = begin; c < end; ++c) {
       const Chunk& chunk = chunks[static_cast<size_t>(c)];
       const Tensor& x = tensors[static_cast<size_t>(chunk.tensor)];
-      block(chunk, Operand{x.data(), x.dtype()});
+      block(chunk, ListElement{x.data(), x.dtype()});
     }
   });
   for (const Tensor& x : tensors) x.bump_version();
 }
 
 // block.operator()(n, C* x) over a chunk, converted where x is narrow.
-void for_each_block(const Chunk& chunk, const Operand& x, auto&& block) {
+void for_each_block(const Chunk& chunk, const ListElement& x, auto&& block) {
   const int64_t n = chunk.end - chunk.begin;
   if (x.dtype == kF64) return block(n, at<double>(x, chunk.begin));
   if (x.dtype == kF32) return block(n, at<float>(x, chunk.begin));
-  float buffer[kStage];
-  for (int64_t i = chunk.begin; i < chunk.end; i += kStage) {
-    const int64_t count = std::min(kStage, chunk.end - i);
+  float buffer[kTensorStage];
+  for (int64_t i = chunk.begin; i < chunk.end; i += kTensorStage) {
+    const int64_t count = std::min(kTensorStage, chunk.end - i);
     convert_in(x.dtype, bytes_at(x, i), count, static_cast<float*>(buffer));
     block(count, static_cast<float*>(buffer));
     convert_out(x.dtype, bytes_at(x, i), count, static_cast<const float*>(buffer));
@@ -467,7 +468,7 @@ std::vector<double> multi_tensor_power_sums(std::span<const Tensor> tensors, dou
     for (int64_t c = begin; c < end; ++c) {
       const Chunk& chunk = chunks[static_cast<size_t>(c)];
       const Tensor& x = copies[static_cast<size_t>(chunk.tensor)];
-      const Operand operand{x.data(), x.dtype()};
+      const ListElement operand{x.data(), x.dtype()};
       partials[static_cast<size_t>(c)] = TS_SIMD_CALL(
           power_sum_block, x.dtype(), bytes_at(operand, chunk.begin), chunk.end - chunk.begin, p);
     }
@@ -507,7 +508,7 @@ void multi_tensor_scale(std::span<const Tensor> tensors, const double* factor) {
     return on_cuda<kernels::multi_tensor_scale>("multi_tensor_scale", tensors[0].device(), tensors,
                                                 factor);
   }
-  run_in_place("multi_tensor_scale", tensors, [&](const Chunk& chunk, const Operand& x) {
+  run_in_place("multi_tensor_scale", tensors, [&](const Chunk& chunk, const ListElement& x) {
     for_each_block(chunk, x, [&]<class C>(int64_t n, C* block) {
       TS_SIMD_CALL(scale_block, n, block, static_cast<C>(*factor));
     });
@@ -519,7 +520,7 @@ void multi_tensor_clamp(std::span<const Tensor> tensors, double limit) {
     return on_cuda<kernels::multi_tensor_clamp>("multi_tensor_clamp", tensors[0].device(), tensors,
                                                 limit);
   }
-  run_in_place("multi_tensor_clamp", tensors, [&](const Chunk& chunk, const Operand& x) {
+  run_in_place("multi_tensor_clamp", tensors, [&](const Chunk& chunk, const ListElement& x) {
     for_each_block(chunk, x, [&]<class C>(int64_t n, C* block) {
       TS_SIMD_CALL(clamp_block, n, block, static_cast<C>(limit));
     });
@@ -530,7 +531,7 @@ void multi_tensor_zero(std::span<const Tensor> tensors) {
   if (!tensors.empty() && tensors[0].device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_zero>("multi_tensor_zero", tensors[0].device(), tensors);
   }
-  run_in_place("multi_tensor_zero", tensors, [&](const Chunk& chunk, const Operand& x) {
+  run_in_place("multi_tensor_zero", tensors, [&](const Chunk& chunk, const ListElement& x) {
     std::memset(bytes_at(x, chunk.begin), 0,
                 static_cast<size_t>((chunk.end - chunk.begin) * size_of(x.dtype)));
   });

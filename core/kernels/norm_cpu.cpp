@@ -16,7 +16,7 @@
 namespace tessera::kernels {
 namespace {
 
-constexpr int64_t kParallelWork = 1 << 14;
+constexpr int64_t kNormWork = 1 << 14;
 
 DType compute_dtype(DType dtype) { return dtype == kF64 ? kF64 : kF32; }
 
@@ -74,22 +74,21 @@ RowNorm row_norm_forward(const Tensor& x, const Tensor& residual, int64_t column
   const auto mutable_row = [&](const Tensor& t, int64_t row, int64_t n) {
     return const_cast<char*>(row_at(t, row, n));
   };
-  parallel_for(rows, std::max<int64_t>(1, kParallelWork / columns),
-               [&](int64_t begin, int64_t end) {
-                 const RowNormBlock block{.dtype = x.dtype(),
-                                          .rows = end - begin,
-                                          .C = columns,
-                                          .x = row_at(source, begin, columns),
-                                          .residual = row_at(other, begin, columns),
-                                          .sum = mutable_row(result.sum, begin, columns),
-                                          .y = mutable_row(result.y, begin, columns),
-                                          .weight = data_or_null(w),
-                                          .bias = data_or_null(b),
-                                          .mean = mutable_row(result.mean, begin, 1),
-                                          .rstd = mutable_row(result.rstd, begin, 1),
-                                          .eps = eps};
-                 TS_SIMD_CALL(row_norm_block, block);
-               });
+  parallel_for(rows, std::max<int64_t>(1, kNormWork / columns), [&](int64_t begin, int64_t end) {
+    const RowNormBlock block{.dtype = x.dtype(),
+                             .rows = end - begin,
+                             .C = columns,
+                             .x = row_at(source, begin, columns),
+                             .residual = row_at(other, begin, columns),
+                             .sum = mutable_row(result.sum, begin, columns),
+                             .y = mutable_row(result.y, begin, columns),
+                             .weight = data_or_null(w),
+                             .bias = data_or_null(b),
+                             .mean = mutable_row(result.mean, begin, 1),
+                             .rstd = mutable_row(result.rstd, begin, 1),
+                             .eps = eps};
+    TS_SIMD_CALL(row_norm_block, block);
+  });
   return result;
 }
 
@@ -122,7 +121,7 @@ RowNormGradients row_norm_backward(const Tensor& dy, const Tensor& dsum, const T
                              : raw::empty({blocks > 0 ? num_threads() : 0, 2 * columns}, compute);
   // One range of blocks for each thread: the scratch row belongs to the range.
   const int64_t ranges = std::min<int64_t>(num_threads(), blocks);
-  const bool small = rows * columns < kParallelWork;
+  const bool small = rows * columns < kNormWork;
   parallel_for(ranges, small ? ranges : 1, [&](int64_t first_range, int64_t last_range) {
     for (int64_t range = first_range; range < last_range; ++range) {
       for (int64_t i = blocks * range / ranges; i < blocks * (range + 1) / ranges; ++i) {
@@ -243,17 +242,16 @@ Tensor channel_norm_forward(const Tensor& x, int64_t groups, const Tensor& mean,
     for (int64_t c = 0; c < size.C; ++c) shifts.push_back(b[c]);
     const Tensor mean_row = columns_tensor(m, compute), scale_row = columns_tensor(scales, compute);
     const Tensor shift_row = columns_tensor(shifts, compute);
-    parallel_for(size.N, std::max<int64_t>(1, kParallelWork / size.C),
-                 [&](int64_t begin, int64_t end) {
-                   for (int64_t n = begin; n < end; ++n) {
-                     const int64_t offset = n * size.C * item;
-                     TS_SIMD_CALL(affine_columns, x.dtype(), from + offset, to + offset, size.C,
-                                  mean_row.data(), scale_row.data(), shift_row.data());
-                   }
-                 });
+    parallel_for(size.N, std::max<int64_t>(1, kNormWork / size.C), [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) {
+        const int64_t offset = n * size.C * item;
+        TS_SIMD_CALL(affine_columns, x.dtype(), from + offset, to + offset, size.C, mean_row.data(),
+                     scale_row.data(), shift_row.data());
+      }
+    });
     return y;
   }
-  parallel_for(size.N * size.C, std::max<int64_t>(1, kParallelWork / size.S),
+  parallel_for(size.N * size.C, std::max<int64_t>(1, kNormWork / size.S),
                [&](int64_t begin, int64_t end) {
                  for (int64_t i = begin; i < end; ++i) {
                    const int64_t c = i % size.C, g = slot(i / size.C, c);
@@ -304,7 +302,7 @@ RowNormGradients channel_norm_backward(const Tensor& dy, const Tensor& x, int64_
     }
     mean_row = columns_tensor(mean_values, compute);
     rstd_row = columns_tensor(rstd_values, compute);
-    parallel_for(pieces, std::max<int64_t>(1, kParallelWork / std::max<int64_t>(1, kNormRows * C)),
+    parallel_for(pieces, std::max<int64_t>(1, kNormWork / std::max<int64_t>(1, kNormRows * C)),
                  [&, N = N, C = C](int64_t begin, int64_t end) {
                    for (int64_t n = begin * kNormRows; n < std::min(N, end * kNormRows); ++n) {
                      const int64_t offset = n * C * item, piece = n / kNormRows * C;
@@ -314,7 +312,7 @@ RowNormGradients channel_norm_backward(const Tensor& dy, const Tensor& x, int64_
                    }
                  });
   } else {
-    parallel_for(N * C, std::max<int64_t>(1, kParallelWork / std::max<int64_t>(1, S)),
+    parallel_for(N * C, std::max<int64_t>(1, kNormWork / std::max<int64_t>(1, S)),
                  [&, C = C, S = S](int64_t begin, int64_t end) {
                    for (int64_t i = begin; i < end; ++i) {
                      const int64_t g = slot(i / C, i % C), offset = i * S * item;
@@ -361,16 +359,15 @@ RowNormGradients channel_norm_backward(const Tensor& dy, const Tensor& x, int64_
     }
     const Tensor a_row = columns_tensor(as, compute), b_row = columns_tensor(bs, compute);
     const Tensor c_row = columns_tensor(cs, compute);
-    parallel_for(
-        N, std::max<int64_t>(1, kParallelWork / C), [&, C = C](int64_t begin, int64_t end) {
-          for (int64_t n = begin; n < end; ++n) {
-            const int64_t offset = n * C * item;
-            TS_SIMD_CALL(gradient_columns, x.dtype(), dys + offset, xs + offset, dxs + offset, C,
-                         mean_row.data(), a_row.data(), b_row.data(), c_row.data());
-          }
-        });
+    parallel_for(N, std::max<int64_t>(1, kNormWork / C), [&, C = C](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) {
+        const int64_t offset = n * C * item;
+        TS_SIMD_CALL(gradient_columns, x.dtype(), dys + offset, xs + offset, dxs + offset, C,
+                     mean_row.data(), a_row.data(), b_row.data(), c_row.data());
+      }
+    });
   } else {
-    parallel_for(N * C, std::max<int64_t>(1, kParallelWork / S),
+    parallel_for(N * C, std::max<int64_t>(1, kNormWork / S),
                  [&, C = C, S = S](int64_t begin, int64_t end) {
                    for (int64_t i = begin; i < end; ++i) {
                      const int64_t c = i % C, g = slot(i / C, c), offset = i * S * item;

@@ -15,7 +15,7 @@ namespace tessera::kernels {
 namespace {
 
 // A multiple of the chunk of random_fill_simd.cpp; 30 us a piece.
-constexpr int64_t kGrain = 32768;
+constexpr int64_t kFillGrain = 32768;
 
 // Calls fill(contiguous tensor): x itself, or a copy that is written back.
 template <class F>
@@ -34,7 +34,7 @@ void fill_contiguous(const Tensor& x, F&& fill) {
 template <int words, class F>
 void for_each_random(int64_t size, RandomStream stream, F&& f) {
   constexpr int64_t kChunk = 1024;
-  parallel_for(size, kGrain, [&](int64_t begin, int64_t end) {
+  parallel_for(size, kFillGrain, [&](int64_t begin, int64_t end) {
     alignas(64) uint32_t bits[kChunk * words];
     for (int64_t i = begin; i < end; i += kChunk) {
       const int64_t n = std::min(kChunk, end - i);
@@ -63,7 +63,7 @@ void random_uniform(const Tensor& x, double low, double high, RandomStream strea
   dispatch_floating(x.dtype(), "random_uniform", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       T* values = dense.data_as<T>();
-      parallel_for(dense.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      parallel_for(dense.numel(), kFillGrain, [&](int64_t begin, int64_t end) {
         TS_SIMD_CALL(uniform_range, values, begin, end, stream, low, high);
       });
     });
@@ -77,7 +77,7 @@ void random_normal(const Tensor& x, double mean, double std, RandomStream stream
   dispatch_floating(x.dtype(), "random_normal", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       T* values = dense.data_as<T>();
-      parallel_for(dense.numel(), kGrain, [&](int64_t begin, int64_t end) {
+      parallel_for(dense.numel(), kFillGrain, [&](int64_t begin, int64_t end) {
         TS_SIMD_CALL(normal_range, values, begin, end, stream, mean, std);
       });
     });
@@ -210,7 +210,7 @@ Tensor dropout(const Tensor& x, double p, RandomStream stream) {
     const Tensor dense = contiguous(x);
     const T* source = dense.data_as<T>();
     T* target = result.data_as<T>();
-    parallel_for(dense.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    parallel_for(dense.numel(), kFillGrain, [&](int64_t begin, int64_t end) {
       TS_SIMD_CALL(dropout_range, source, target, begin, end, stream, p);
     });
   });

@@ -17,12 +17,12 @@
 namespace tessera::kernels {
 namespace {
 
-constexpr int64_t kStage = 1024;            // elements converted at a time: the block of the lanes
-constexpr int64_t kSplitUnit = 16384;       // a long row is shared out in pieces of this length
-constexpr int64_t kWorkPerGroup = 65536;    // elements for which another group of partials pays
-constexpr int64_t kMaxGroups = 64;          // groups of partials of one output
-constexpr int64_t kEnoughOutputs = 64;      // outputs from which they alone feed all threads
-constexpr int64_t kParallelWork = 1 << 15;  // elements a thread is worth waking for
+constexpr int64_t kReduceStage = 1024;    // elements converted at a time: the block of the lanes
+constexpr int64_t kSplitUnit = 16384;     // a long row is shared out in pieces of this length
+constexpr int64_t kWorkPerGroup = 65536;  // elements for which another group of partials pays
+constexpr int64_t kMaxGroups = 64;        // groups of partials of one output
+constexpr int64_t kEnoughOutputs = 64;    // outputs from which they alone feed all threads
+constexpr int64_t kReduceWork = 1 << 15;  // elements a thread is worth waking for
 
 struct Dimensions {
   std::vector<int64_t> sizes, strides;
@@ -177,9 +177,9 @@ class Reduction {
 
  private:
   void fill_neutral() {
-    std::vector<W> values(static_cast<size_t>(std::min(outputs_, kStage)));
-    for (int64_t begin = 0; begin < outputs_; begin += kStage) {
-      const int64_t count = std::min(kStage, outputs_ - begin);
+    std::vector<W> values(static_cast<size_t>(std::min(outputs_, kReduceStage)));
+    for (int64_t begin = 0; begin < outputs_; begin += kReduceStage) {
+      const int64_t count = std::min(kReduceStage, outputs_ - begin);
       std::fill(values.begin(), values.end(), neutral_of<W>(fold_));
       emit(values.data(), begin, 1, count);
     }
@@ -210,7 +210,7 @@ class Reduction {
     if (groups == 1 && outer.count() == 0) return run_plain_rows(n, stride);
     std::vector<W> partials(static_cast<size_t>(outputs_ * groups));
     const int64_t work = std::max<int64_t>(1, terms_ / groups);
-    parallel_for(outputs_ * groups, std::max<int64_t>(1, kParallelWork / work),
+    parallel_for(outputs_ * groups, std::max<int64_t>(1, kReduceWork / work),
                  [&](int64_t begin, int64_t end) {
                    for (int64_t item = begin; item < end; ++item) {
                      partials[static_cast<size_t>(item)] =
@@ -219,9 +219,9 @@ class Reduction {
                    }
                  });
     // partials: (outputs, groups)
-    std::vector<W> values(static_cast<size_t>(std::min(outputs_, kStage)));
-    for (int64_t first = 0; first < outputs_; first += kStage) {
-      const int64_t count = std::min(kStage, outputs_ - first);
+    std::vector<W> values(static_cast<size_t>(std::min(outputs_, kReduceStage)));
+    for (int64_t first = 0; first < outputs_; first += kReduceStage) {
+      const int64_t count = std::min(kReduceStage, outputs_ - first);
       for (int64_t i = 0; i < count; ++i) {
         W* groups_of = partials.data() + (first + i) * groups;
         for (int64_t g = 1; g < groups; ++g) join(groups_of, groups_of + g, 1);
@@ -255,9 +255,9 @@ class Reduction {
       join(&result, &value, 1);
       return;
     }
-    C buffer[kStage];
-    for (int64_t i = 0; i < n; i += kStage) {
-      const int64_t count = std::min(kStage, n - i);
+    C buffer[kReduceStage];
+    for (int64_t i = 0; i < n; i += kReduceStage) {
+      const int64_t count = std::min(kReduceStage, n - i);
       const C* block = reader_.read(offset + i * stride, stride, count, buffer);
       TS_SIMD_CALL(fold_rows, fold_, p_, block, 1, count, count, shift, &value);
       join(&result, &value, 1);
@@ -273,33 +273,32 @@ class Reduction {
     if (last >= 0) outer.erase(last);
     const bool direct = reader_.is_direct(stride);
     // Narrow rows that follow one another are converted several at a time.
-    const bool packed = stride == 1 && row_stride == n && n <= kStage;
-    const int64_t batch = direct ? 256 : packed ? std::max<int64_t>(1, kStage / n) : 1;
-    parallel_for(
-        outputs_, std::max<int64_t>(1, kParallelWork / n), [&](int64_t begin, int64_t end) {
-          C buffer[kStage];
-          W values[kStage];
-          Odometer block(outer, begin / row_count);
-          for (int64_t output = begin; output < end;) {
-            const int64_t row = output % row_count;
-            const int64_t count = std::min({batch, row_count - row, end - output, kStage});
-            const int64_t offset = block.offset() + row * row_stride;
-            const W* shift = shift_ != nullptr ? shift_ + output : nullptr;
-            if (direct) {
-              TS_SIMD_CALL(fold_rows, fold_, p_, reader_.at(offset), count, row_stride, n, shift,
-                           static_cast<W*>(values));
-            } else if (packed) {
-              const C* rows = reader_.read(offset, 1, count * n, buffer);
-              TS_SIMD_CALL(fold_rows, fold_, p_, rows, count, n, n, shift, static_cast<W*>(values));
-            } else {
-              values[0] = neutral_of<W>(fold_);
-              fold_run(offset, stride, n, shift, values[0]);
-            }
-            emit(values, output, 1, count);
-            output += count;
-            if (row + count == row_count) block.next();
-          }
-        });
+    const bool packed = stride == 1 && row_stride == n && n <= kReduceStage;
+    const int64_t batch = direct ? 256 : packed ? std::max<int64_t>(1, kReduceStage / n) : 1;
+    parallel_for(outputs_, std::max<int64_t>(1, kReduceWork / n), [&](int64_t begin, int64_t end) {
+      C buffer[kReduceStage];
+      W values[kReduceStage];
+      Odometer block(outer, begin / row_count);
+      for (int64_t output = begin; output < end;) {
+        const int64_t row = output % row_count;
+        const int64_t count = std::min({batch, row_count - row, end - output, kReduceStage});
+        const int64_t offset = block.offset() + row * row_stride;
+        const W* shift = shift_ != nullptr ? shift_ + output : nullptr;
+        if (direct) {
+          TS_SIMD_CALL(fold_rows, fold_, p_, reader_.at(offset), count, row_stride, n, shift,
+                       static_cast<W*>(values));
+        } else if (packed) {
+          const C* rows = reader_.read(offset, 1, count * n, buffer);
+          TS_SIMD_CALL(fold_rows, fold_, p_, rows, count, n, n, shift, static_cast<W*>(values));
+        } else {
+          values[0] = neutral_of<W>(fold_);
+          fold_run(offset, stride, n, shift, values[0]);
+        }
+        emit(values, output, 1, count);
+        output += count;
+        if (row + count == row_count) block.next();
+      }
+    });
   }
 
   // ---- Columns: a kept dimension has the smallest stride
@@ -330,7 +329,7 @@ class Reduction {
       first = Odometer(targets, other).offset() + begin * output_stride;
       count = std::min(kColumnTile, width - begin);
     };
-    parallel_for(items * groups, std::max<int64_t>(1, kParallelWork / work),
+    parallel_for(items * groups, std::max<int64_t>(1, kReduceWork / work),
                  [&](int64_t begin, int64_t end) {
                    W local[kColumnTile];
                    for (int64_t i = begin; i < end; ++i) {
@@ -345,7 +344,7 @@ class Reduction {
                    }
                  });
     if (groups == 1) return;
-    parallel_for(items, std::max<int64_t>(1, kParallelWork / (groups * tile_width)),
+    parallel_for(items, std::max<int64_t>(1, kReduceWork / (groups * tile_width)),
                  [&](int64_t begin, int64_t end) {
                    for (int64_t item = begin; item < end; ++item) {
                      int64_t offset, first, count;
@@ -628,26 +627,25 @@ void find_extremum(const Tensor& x, int dim, bool largest, const Tensor& values,
   const int64_t item = size_of(values.dtype());
   int64_t* positions = indices.data_as<int64_t>();
   if (a.inner == 1) {
-    parallel_for(a.outer, std::max<int64_t>(1, kParallelWork / a.n),
-                 [&](int64_t begin, int64_t end) {
-                   C buffer[kStage];
-                   for (int64_t row = begin; row < end; ++row) {
-                     C value{};
-                     int64_t index = -1;
-                     for (int64_t i = 0; i < a.n; i += kStage) {
-                       const int64_t count = std::min(kStage, a.n - i);
-                       const C* block = reader.read(row * a.n + i, 1, count, buffer);
-                       TS_SIMD_CALL(extremum_row, largest, block, count, i, value, index);
-                     }
-                     store(&value, target + row * item, 1, 1);
-                     positions[row] = index;
-                   }
-                 });
+    parallel_for(a.outer, std::max<int64_t>(1, kReduceWork / a.n), [&](int64_t begin, int64_t end) {
+      C buffer[kReduceStage];
+      for (int64_t row = begin; row < end; ++row) {
+        C value{};
+        int64_t index = -1;
+        for (int64_t i = 0; i < a.n; i += kReduceStage) {
+          const int64_t count = std::min(kReduceStage, a.n - i);
+          const C* block = reader.read(row * a.n + i, 1, count, buffer);
+          TS_SIMD_CALL(extremum_row, largest, block, count, i, value, index);
+        }
+        store(&value, target + row * item, 1, 1);
+        positions[row] = index;
+      }
+    });
     return;
   }
   const int64_t tiles = (a.inner + kColumnTile - 1) / kColumnTile;
   const int64_t work = std::min(a.inner, kColumnTile) * a.n;
-  parallel_for(a.outer * tiles, std::max<int64_t>(1, kParallelWork / work),
+  parallel_for(a.outer * tiles, std::max<int64_t>(1, kReduceWork / work),
                [&](int64_t begin, int64_t end) {
                  C buffer[kColumnTile], best[kColumnTile];
                  for (int64_t i = begin; i < end; ++i) {
@@ -674,26 +672,25 @@ void scan(const Tensor& x, int dim, bool product, bool reverse, const Tensor& re
   const int64_t item = size_of(result.dtype());
   const Wide<C> start = product ? 1 : 0;
   if (a.inner == 1) {
-    parallel_for(
-        a.outer, std::max<int64_t>(1, kParallelWork / a.n), [&](int64_t begin, int64_t end) {
-          C buffer[kStage], sums[kStage];
-          for (int64_t row = begin; row < end; ++row) {
-            Wide<C> carry = start;
-            const int64_t blocks = (a.n + kStage - 1) / kStage;
-            for (int64_t b = 0; b < blocks; ++b) {
-              const int64_t i = (reverse ? blocks - 1 - b : b) * kStage;
-              const int64_t count = std::min(kStage, a.n - i);
-              const C* block = reader.read(row * a.n + i, 1, count, buffer);
-              TS_SIMD_CALL(scan_row, product, reverse, block, count, carry, static_cast<C*>(sums));
-              store(sums, target + (row * a.n + i) * item, 1, count);
-            }
-          }
-        });
+    parallel_for(a.outer, std::max<int64_t>(1, kReduceWork / a.n), [&](int64_t begin, int64_t end) {
+      C buffer[kReduceStage], sums[kReduceStage];
+      for (int64_t row = begin; row < end; ++row) {
+        Wide<C> carry = start;
+        const int64_t blocks = (a.n + kReduceStage - 1) / kReduceStage;
+        for (int64_t b = 0; b < blocks; ++b) {
+          const int64_t i = (reverse ? blocks - 1 - b : b) * kReduceStage;
+          const int64_t count = std::min(kReduceStage, a.n - i);
+          const C* block = reader.read(row * a.n + i, 1, count, buffer);
+          TS_SIMD_CALL(scan_row, product, reverse, block, count, carry, static_cast<C*>(sums));
+          store(sums, target + (row * a.n + i) * item, 1, count);
+        }
+      }
+    });
     return;
   }
   const int64_t tiles = (a.inner + kColumnTile - 1) / kColumnTile;
   const int64_t work = std::min(a.inner, kColumnTile) * a.n;
-  parallel_for(a.outer * tiles, std::max<int64_t>(1, kParallelWork / work),
+  parallel_for(a.outer * tiles, std::max<int64_t>(1, kReduceWork / work),
                [&](int64_t begin, int64_t end) {
                  C buffer[kColumnTile], sums[kColumnTile];
                  Wide<C> carry[kColumnTile];

@@ -13,7 +13,7 @@
 namespace tessera::kernels {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // elements a piece
+constexpr int64_t kShapeGrain = 16384;  // elements a piece
 
 // Calls f(row of the result, first element of x) for every row (last dimension) of the result.
 template <class F>
@@ -81,12 +81,12 @@ Tensor cat(std::span<const Tensor> tensors, int dim) {
       char* target = static_cast<char*>(result.data()) + start * inner;
       const int64_t row = length * inner, target_row = shape[dim] * inner;
       if (outer == 1) {  // one long row: cut it
-        parallel_for(row, kGrain * 4, [&](int64_t begin, int64_t end) {
+        parallel_for(row, kShapeGrain * 4, [&](int64_t begin, int64_t end) {
           std::memcpy(target + begin, source + begin, static_cast<size_t>(end - begin));
         });
       } else {
         parallel_for(
-            outer, std::max<int64_t>(1, kGrain * 4 / row), [&](int64_t begin, int64_t end) {
+            outer, std::max<int64_t>(1, kShapeGrain * 4 / row), [&](int64_t begin, int64_t end) {
               for (int64_t i = begin; i < end; ++i) {
                 std::memcpy(target + i * target_row, source + i * row, static_cast<size_t>(row));
               }
@@ -121,7 +121,7 @@ Tensor take(const Tensor& x, std::span<const std::vector<int64_t>> maps) {
   dispatch_all(x.dtype(), "take", [&]<class T>() {
     const T* source = dense.data_as<T>();
     T* target = result.data_as<T>();
-    parallel_for(result.numel() / columns, std::max<int64_t>(1, kGrain / columns),
+    parallel_for(result.numel() / columns, std::max<int64_t>(1, kShapeGrain / columns),
                  [&](int64_t begin, int64_t end) {
                    for_each_row(shape, maps, dense.strides(), begin, end,
                                 [&](int64_t row, int64_t offset) {

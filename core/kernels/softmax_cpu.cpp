@@ -11,7 +11,7 @@
 namespace tessera::kernels {
 namespace {
 
-constexpr int64_t kParallelWork = 1 << 14;  // elements: an exponential costs more than a move
+constexpr int64_t kSoftmaxWork = 1 << 14;  // elements: an exponential costs more than a move
 
 void check_operand(const char* where, const Tensor& x) {
   TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), where,
@@ -28,14 +28,14 @@ void for_each_piece(const Tensor& x, int dim, Rows&& rows, Columns&& columns) {
   for (int d = dim + 1; d < x.dim(); ++d) inner *= x.shape()[d];
   if (x.numel() == 0) return;
   if (inner == 1) {
-    parallel_for(outer, std::max<int64_t>(1, kParallelWork / n),
+    parallel_for(outer, std::max<int64_t>(1, kSoftmaxWork / n),
                  [&](int64_t begin, int64_t end) { rows(begin, end - begin, n); });
     return;
   }
   const int64_t tiles = (inner + kSoftmaxTile - 1) / kSoftmaxTile;
   const int64_t work = std::min(inner, kSoftmaxTile) * n;
   parallel_for(
-      outer * tiles, std::max<int64_t>(1, kParallelWork / work), [&](int64_t begin, int64_t end) {
+      outer * tiles, std::max<int64_t>(1, kSoftmaxWork / work), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           const int64_t column = i % tiles * kSoftmaxTile;
           columns(i / tiles * n * inner + column, n, inner, std::min(kSoftmaxTile, inner - column));
