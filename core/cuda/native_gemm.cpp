@@ -3,7 +3,6 @@
 // where the environment names a table to keep them in.
 #include <cublasLt.h>
 #include <cuda_runtime.h>
-#include <dlfcn.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -20,6 +19,7 @@
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/gemm_table.h>
+#include <tessera/core/cuda/lazy_library.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
@@ -50,18 +50,11 @@ struct Library {
   size_t version = 0;
 
   Library() {
-    const std::string name = "libcublasLt.so." + std::to_string(CUBLAS_VER_MAJOR);
-    void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) {
-      reason = name + " cannot be loaded (" + dlerror() +
-               "); install cuBLAS or add its folder to LD_LIBRARY_PATH";
-      return;
-    }
-#define TS_LOAD(name)                                                       \
-  name = reinterpret_cast<decltype(name)>(dlsym(handle, "cublasLt" #name)); \
-  if (name == nullptr) reason = "libcublasLt lacks cublasLt" #name "; install another version";
-    TS_CUBLASLT_FUNCTIONS(TS_LOAD)
-#undef TS_LOAD
+    LazyLibrary file("libcublasLt.so." + std::to_string(CUBLAS_VER_MAJOR), "cuBLAS");
+#define TS_FIND(name) file.find("cublasLt" #name, name);
+    TS_CUBLASLT_FUNCTIONS(TS_FIND)
+#undef TS_FIND
+    reason = file.reason();
     if (reason.empty()) version = GetVersion();
   }
 };

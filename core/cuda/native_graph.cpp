@@ -3,7 +3,6 @@
 // kernels) for each key that it has seen.
 #include <cuda_runtime.h>
 #include <cudnn.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <array>
@@ -15,6 +14,7 @@
 #include <vector>
 
 #include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/lazy_library.h>
 #include <tessera/core/cuda/library_graph.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
@@ -40,18 +40,11 @@ struct Library {
   int version = 0;
 
   Library() {
-    const std::string name = "libcudnn.so." + std::to_string(CUDNN_MAJOR);
-    void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) {
-      reason = name + " cannot be loaded (" + dlerror() +
-               "); install cuDNN or add its folder to LD_LIBRARY_PATH";
-      return;
-    }
-#define TS_LOAD(name)                                                    \
-  name = reinterpret_cast<decltype(name)>(dlsym(handle, "cudnn" #name)); \
-  if (name == nullptr) reason = "libcudnn lacks cudnn" #name "; install another version";
-    TS_CUDNN_FUNCTIONS(TS_LOAD)
-#undef TS_LOAD
+    LazyLibrary file("libcudnn.so." + std::to_string(CUDNN_MAJOR), "cuDNN");
+#define TS_FIND(name) file.find("cudnn" #name, name);
+    TS_CUDNN_FUNCTIONS(TS_FIND)
+#undef TS_FIND
+    reason = file.reason();
     if (!reason.empty()) return;
     version = static_cast<int>(GetVersion());
     reason = validate_library(version);

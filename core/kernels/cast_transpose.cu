@@ -96,20 +96,6 @@ __global__ void __launch_bounds__(kSide* kSide)
   if (threadIdx.x == 0 && largest > 0) atomicMax(amax, largest);
 }
 
-template <class F>
-void dispatch_target(DType dtype, const F& f) {
-  switch (dtype) {
-    case kF8E4M3:
-      return f.template operator()<f8e4m3>();
-    case kF8E5M2:
-      return f.template operator()<f8e5m2>();
-    case kF16:
-      return f.template operator()<f16>();
-    default:
-      return f.template operator()<bf16>();
-  }
-}
-
 CastTransposed cast_transpose_cuda(const Tensor& x, DType dtype, const Tensor& scale,
                                    bool want_values, bool want_transposed) {
   const int64_t M = x.size(0), N = x.size(1);
@@ -123,7 +109,7 @@ CastTransposed cast_transpose_cuda(const Tensor& x, DType dtype, const Tensor& s
   TS_CHECK_SHAPE(grid.y <= 65535, "cast_transpose", "at most 65535 tiles of 64 rows; got ", x);
   dispatch_floating(x.dtype(), "cast_transpose", [&]<class T>() {
     if constexpr (!std::is_same_v<T, double>) {
-      dispatch_target(dtype, [&]<class Q>() {
+      dispatch_cast_target(dtype, [&]<class Q>() {
         const bool vectors = M % kPatch == 0 && N % kPatch == 0 && is_aligned(source.data());
         gpu::launch({.name = "cast_transpose", .grid = grid, .block = kSide * kSide},
                     cast_transpose_kernel<T, Q>, source.data_as<T>(),

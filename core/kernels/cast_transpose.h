@@ -3,6 +3,7 @@
 // matrix for all of it.
 #pragma once
 
+#include <tessera/core/half.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera::kernels {
@@ -18,5 +19,20 @@ struct CastTransposed {
 // size. The bits are the same on both devices. Throws DTypeError, ShapeError.
 CastTransposed cast_transpose(const Tensor& x, DType dtype, const Tensor& scale, bool want_values,
                               bool want_transposed);
+
+// Calls f<Q>() with the type of a dtype that cast_transpose gives.
+template <class F>
+void dispatch_cast_target(DType dtype, const F& f) {
+  switch (dtype) {
+    case kF8E4M3:
+      return f.template operator()<f8e4m3>();
+    case kF8E5M2:
+      return f.template operator()<f8e5m2>();
+    case kF16:
+      return f.template operator()<f16>();
+    default:
+      return f.template operator()<bf16>();
+  }
+}
 
 }  // namespace tessera::kernels

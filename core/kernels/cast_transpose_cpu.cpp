@@ -16,20 +16,6 @@ namespace {
 constexpr const char* kName = "cast_transpose";
 constexpr int64_t kTile = 64;
 
-template <class F>
-void dispatch_target(DType dtype, const F& f) {
-  switch (dtype) {
-    case kF8E4M3:
-      return f.template operator()<f8e4m3>();
-    case kF8E5M2:
-      return f.template operator()<f8e5m2>();
-    case kF16:
-      return f.template operator()<f16>();
-    default:
-      return f.template operator()<bf16>();
-  }
-}
-
 }  // namespace
 
 CastTransposed cast_transpose(const Tensor& x, DType dtype, const Tensor& scale, bool want_values,
@@ -58,7 +44,7 @@ CastTransposed cast_transpose(const Tensor& x, DType dtype, const Tensor& scale,
   std::vector<uint32_t> largest(static_cast<size_t>(tiles), 0);
   dispatch_floating(x.dtype(), kName, [&]<class T>() {
     if constexpr (!std::is_same_v<T, double>) {
-      dispatch_target(dtype, [&]<class Q>() {
+      dispatch_cast_target(dtype, [&]<class Q>() {
         const T* const from = source.data_as<T>();
         Q* const values = want_values ? result.values.data_as<Q>() : nullptr;
         Q* const transposed = want_transposed ? result.transposed.data_as<Q>() : nullptr;
