@@ -1,7 +1,7 @@
 // all_reduce over processes beside MPI's own, in the same processes and in turns.
 //
 //     mpirun --oversubscribe --bind-to none -n 2 bench_collectives [--rounds 30] [--chunk-kib 0]
-//         [--quantile 0.5] [--largest-kib 25600]
+//         [--quantile 0.5] [--smallest-kib 4] [--largest-kib 25600]
 //
 // A line for each size: microseconds of MPI_Allreduce and of the deterministic mode (f32) with
 // their ratio, of MPI_Allreduce and of the native mode, and of the deterministic mode on as many
@@ -114,12 +114,13 @@ void measure_overlap(Group& group, int rounds) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  int rounds = 30, largest = 25600;
+  int rounds = 30, smallest = 4, largest = 25600;
   BackendOptions options;
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string name = argv[i];
     if (name == "--rounds") rounds = std::atoi(argv[i + 1]);
     if (name == "--quantile") g_quantile = std::atof(argv[i + 1]);
+    if (name == "--smallest-kib") smallest = std::atoi(argv[i + 1]);
     if (name == "--largest-kib") largest = std::atoi(argv[i + 1]);
     if (name == "--chunk-kib") options.chunk_bytes = std::atoll(argv[i + 1]) << 10;
   }
@@ -133,7 +134,7 @@ int main(int argc, char** argv) {
                   "MPI", "native", "bf16");
     }
     for (const int64_t kib : {4, 64, 256, 1024, 4096, 16384, 25600}) {
-      if (kib > largest) break;
+      if (kib < smallest || kib > largest) continue;
       measure_size(*group, kib << 10, kib > 8192 ? rounds / 2 : kib < 512 ? 5 * rounds : rounds);
     }
     measure_overlap(*group, std::max(3, rounds / 6));

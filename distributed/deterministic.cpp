@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include <tessera/core/dispatch.h>
 
@@ -33,18 +34,24 @@ template <ReduceOp op, size_t count, class T, class Begin, class Finish, class O
 void pass(const std::array<const T*, kTogether>& inputs, Out* out, int64_t length, Begin begin,
           Finish finish) {
   using C = Compute<T>;
+  // Written out, not as a loop over the inputs: that one would keep the outer loop from becoming
+  // vector code at -O2.
+  const auto run = [&]<size_t... r>(std::index_sequence<r...>) {
+    [[maybe_unused]] const std::array<const T*, kTogether> input = inputs;
 #pragma omp simd
-  for (int64_t i = 0; i < length; ++i) {
-    C sum = begin(i);
-    for (size_t r = 0; r < count; ++r) sum = combine<op>(sum, load<C>(inputs[r][i]));
-    out[i] = finish(sum);
-  }
+    for (int64_t i = 0; i < length; ++i) {
+      C sum = begin(i);
+      ((sum = combine<op>(sum, load<C>(input[r][i]))), ...);
+      out[i] = finish(sum);
+    }
+  };
+  run(std::make_index_sequence<count>());
 }
 
 template <ReduceOp op, class T, class... Arguments>
-void pass_of(size_t count, Arguments... arguments) {
+void last_pass(size_t count, Arguments... arguments) {
   switch (count) {
-    case 0:
+    case 0:  // one rank
       return pass<op, 0, T>(arguments...);
     case 1:
       return pass<op, 1, T>(arguments...);
@@ -74,7 +81,8 @@ void reduce_blocks(std::span<const void* const> inputs, T* out, int64_t count) {
     const int64_t length = std::min(kSumBlock, count - begin);
     const T* const first = static_cast<const T*>(inputs[0]) + begin;
     size_t r = 1;
-    do {  // the first pass begins with input 0, the last writes the result
+    // The first pass begins with input 0, the last writes the result; those before it are full.
+    do {
       const size_t together = std::min(kTogether, inputs.size() - r);
       std::array<const T*, kTogether> next{};
       for (size_t i = 0; i < together; ++i) {
@@ -84,13 +92,13 @@ void reduce_blocks(std::span<const void* const> inputs, T* out, int64_t count) {
       const auto from_sums = [&sums](int64_t i) { return sums[i]; };
       const bool is_first = r == 1, is_last = r + together == inputs.size();
       if (is_first && is_last) {
-        pass_of<op, T>(together, next, out + begin, length, from_first, finish);
+        last_pass<op, T>(together, next, out + begin, length, from_first, finish);
       } else if (is_first) {
-        pass_of<op, T>(together, next, sums, length, from_first, keep);
+        pass<op, kTogether, T>(next, sums, length, from_first, keep);
       } else if (is_last) {
-        pass_of<op, T>(together, next, out + begin, length, from_sums, finish);
+        last_pass<op, T>(together, next, out + begin, length, from_sums, finish);
       } else {
-        pass_of<op, T>(together, next, sums, length, from_sums, keep);
+        pass<op, kTogether, T>(next, sums, length, from_sums, keep);
       }
       r += together;
     } while (r < inputs.size());
