@@ -174,6 +174,23 @@ std::vector<OpRow> matmul_rows() {
        .sums = true,
        .tolerance = 8,
        .perf = Sample{{normal({2048, 384}), normal({1536, 384}), normal({1536})}}},
+      {.name = "linear_gelu_linear",
+       .parameters = "input, weight, bias, out_weight, out_bias",
+       .call = [](const Args& in, Attrs& a) -> Result {
+         return linear_gelu_linear(in[0], in[1], in.optional(2), in[3], in.optional(4),
+                                   approximation(a));
+       },
+       .samples = {{{normal({3, 4}), normal({5, 4}), normal({5}), normal({2, 5}), normal({2})},
+                    "{}",
+                    10},
+                   {{normal({2, 3, 6}), normal({5, 6}), absent(), normal({4, 5}), absent()},
+                    R"({"approximate": "none"})",
+                    12}},
+       .differentiable = kOnce,
+       .sums = true,
+       .tolerance = 8,
+       .perf = Sample{{normal({2048, 384}), normal({1536, 384}), normal({1536}),
+                       normal({384, 1536}), normal({384})}}},
       {.name = "linear_cross_entropy",
        .parameters = "input, weight, target",
        .call = [](const Args& in, Attrs& a) -> Result {

@@ -416,6 +416,10 @@ TEST(Flops, BackwardOfAFusedLayerIsTwoOfTheForward) {
   const Flops flops = count([&] { return linear_gelu(x, w, {}, Gelu::kTanh); });
   EXPECT_EQ(flops.forward, 2.0 * 5 * 3 * 4);
   EXPECT_EQ(flops.backward, 2 * flops.forward);
+  const Tensor out = random({2, 3}).set_requires_grad();
+  const Flops both = count([&] { return linear_gelu_linear(x, w, {}, out, {}); });
+  EXPECT_EQ(both.forward, flops.forward + 2.0 * 5 * 2 * 3);
+  EXPECT_EQ(both.backward, 2 * both.forward);
 }
 
 }  // namespace

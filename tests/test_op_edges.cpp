@@ -100,7 +100,8 @@ TEST(Products, HaveGradientsWhereASizeIsZero) {
     const Tensor weight = randn({out, in}).set_requires_grad();
     const Tensor bias = randn({out}).set_requires_grad();
     for (const Tensor& y :
-         {linear(x, weight, bias), matmul(x, weight.t()), linear_gelu(x, weight, bias)}) {
+         {linear(x, weight, bias), matmul(x, weight.t()), linear_gelu(x, weight, bias),
+          linear_gelu_linear(x, weight, bias, ones({out, out}), {})}) {
       weight.zero_grad();
       y.sum().backward();
       EXPECT_EQ(y.shape(), (Shape{2, batch, out}));

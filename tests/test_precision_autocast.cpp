@@ -375,6 +375,10 @@ TEST(F16OnTheCpu, ProductsAreF32ProductsRoundedOnce) {
        [](const TensorList& in) { return linear_gelu(in[0], in[1], in[2]); },
        {random({5, 64}), random({17, 64}), random({17})},
        64},
+      {"linear_gelu_linear",
+       [](const TensorList& in) { return linear_gelu_linear(in[0], in[1], in[2], in[3], in[4]); },
+       {random({5, 64}), random({17, 64}), random({17}), random({9, 17}), random({9})},
+       64},
   };
   const double eps = epsilon_of(kF16);
   for (const Case& each : cases) {

@@ -26,23 +26,34 @@ double linear_flops(const Tensor& y, const Tensor& weight) {
   return 2.0 * static_cast<double>(y.numel()) * static_cast<double>(weight.size(1));
 }
 
+void check_layer(const Op& op, const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  TS_CHECK_SHAPE(weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1), op,
+                 "inner dimensions differ: x is ", x, " and weight is ", weight,
+                 "; x's last must equal the second of weight [out, in]");
+  TS_CHECK_SHAPE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), op,
+                 "expects a bias of [", weight.size(0), "]; got ", bias);
+}
+void check_layer_dtypes(const Op& op, const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()) && x.dtype() == weight.dtype() &&
+                     (!bias.defined() || bias.dtype() == x.dtype()),
+                 op, "expects operands of one floating dtype; got ", x, ", ", weight, " and ",
+                 bias);
+}
+
+// All dimensions but the last in one; their product is spelled out, as a row may have no elements.
+Tensor rows_of(const Tensor& x) {
+  return raw::view(kernels::contiguous(x), {numel_of(x.shape().slice(0, x.dim() - 1)), x.size(-1)});
+}
+
 }  // namespace
 
 Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Gelu approximate) {
-  TS_CHECK_SHAPE(weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1), kLinearGelu,
-                 "inner dimensions differ: x is ", x, " and weight is ", weight,
-                 "; x's last must equal the second of weight [out, in]");
-  TS_CHECK_SHAPE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)),
-                 kLinearGelu, "expects a bias of [", weight.size(0), "]; got ", bias);
+  check_layer(kLinearGelu, x, weight, bias);
   const bool tanh_form = approximate == Gelu::kTanh;
   return differentiable(
       kLinearGelu, {x, weight, bias},
       [tanh_form](Inputs in, Extras& extras) {
-        TS_CHECK_DTYPE(is_floating(in[0].dtype()) && !is_float8(in[0].dtype()) &&
-                           in[0].dtype() == in[1].dtype() &&
-                           (!in[2].defined() || in[2].dtype() == in[0].dtype()),
-                       kLinearGelu, "expects operands of one floating dtype; got ", in[0], ", ",
-                       in[1], " and ", in[2]);
+        check_layer_dtypes(kLinearGelu, in[0], in[1], in[2]);
         const kernels::LinearGelu result =
             kernels::linear_gelu(in[0], in[1], in[2], tanh_form, extras.wanted());
         count_flops(linear_flops(result.y, in[1]));
@@ -53,17 +64,15 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
         const Tensor before = s.extra(0);
         const Tensor grad = tanh_form ? kernels::binary<fn::GeluTanhGrad>(dy[0], before)
                                       : kernels::binary<fn::GeluGrad>(dy[0], before);
-        const int64_t count = numel_of(grad.shape().slice(0, grad.dim() - 1));
-        const Tensor rows = raw::view(kernels::contiguous(grad), {count, grad.size(-1)});
+        const Tensor rows = rows_of(grad);
         Tensor grad_x, grad_weight, grad_bias;
         if (s.needs(0)) {
           grad_x = raw::view(kernels::matmul(rows, s.input(1)), s.input_shape(0));
           count_flops(linear_flops(before, s.input(1)));
         }
         if (s.needs(1)) {
-          const Tensor x = s.input(0);
           const kernels::LinearGradients gradients =
-              kernels::linear_gradients(rows, reshape(x, {count, x.size(-1)}), s.needs(2));
+              kernels::linear_gradients(rows, rows_of(s.input(0)), s.needs(2));
           count_flops(linear_flops(before, s.input(1)));
           grad_weight = gradients.weight;
           grad_bias = gradients.bias;
@@ -71,6 +80,79 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
           grad_bias = sum(rows, {0});
         }
         return {grad_x, grad_weight, grad_bias};
+      });
+}
+
+// ---- linear_gelu_linear -------------------------------------------------------------------------
+
+const Op kLinearGeluLinear{
+    .name = "linear_gelu_linear",
+    .autocast = Autocast::kLow,
+    .reads = {inputs(1, 3), inputs(0, 3), inputs(3), inputs()},
+    .twice_differentiable = false,
+    .composed = "linear(gelu(linear(x, weight, bias)), out_weight, out_bias)"};
+
+Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                          const Tensor& out_weight, const Tensor& out_bias, Gelu approximate) {
+  check_layer(kLinearGeluLinear, x, weight, bias);
+  TS_CHECK_SHAPE(out_weight.dim() == 2 && out_weight.size(1) == weight.size(0), kLinearGeluLinear,
+                 "expects weights [inner, in] and [out, inner]; got ", weight, " and ", out_weight);
+  TS_CHECK_SHAPE(
+      !out_bias.defined() || (out_bias.dim() == 1 && out_bias.size(0) == out_weight.size(0)),
+      kLinearGeluLinear, "expects an out_bias of [", out_weight.size(0), "]; got ", out_bias);
+  const bool tanh_form = approximate == Gelu::kTanh;
+  // A frozen layer's operand is not kept for it.
+  const bool inner_learns =
+      x.requires_grad() || weight.requires_grad() || (bias.defined() && bias.requires_grad());
+  const bool outer_learns = out_weight.requires_grad();
+  return differentiable(
+      kLinearGeluLinear, {x, weight, bias, out_weight, out_bias},
+      [=](Inputs in, Extras& extras) {
+        check_layer_dtypes(kLinearGeluLinear, in[0], in[1], in[2]);
+        check_layer_dtypes(kLinearGeluLinear, in[0], in[3], in[4]);
+        const kernels::LinearGelu inner =
+            kernels::linear_gelu(in[0], in[1], in[2], tanh_form, extras.wanted() && inner_learns);
+        const Tensor y = kernels::linear(inner.y, in[3], in[4]);
+        count_flops(linear_flops(inner.y, in[1]) + linear_flops(y, in[3]));
+        if (extras.wanted()) {
+          extras.save(inner.before);
+          extras.save(outer_learns ? inner.y : Tensor());
+        }
+        return y;
+      },
+      [tanh_form](Grads dy, const Saved& s) -> TensorList {
+        TensorList grads(5);
+        const Tensor rows = rows_of(dy[0]);
+        if (s.needs(3)) {
+          const kernels::LinearGradients outer =
+              kernels::linear_gradients(rows, rows_of(s.extra(1)), s.needs(4));
+          count_flops(linear_flops(rows, outer.weight));
+          grads[3] = outer.weight;
+          grads[4] = outer.bias;
+        } else if (s.needs(4)) {
+          grads[4] = sum(rows, {0});
+        }
+        if (!s.needs(0) && !s.needs(1) && !s.needs(2)) return grads;
+        const Tensor out_weight = s.input(3);
+        const auto [before, bias] = kernels::linear_gelu_gradients(
+            rows, out_weight, rows_of(s.extra(0)), tanh_form, s.needs(2));
+        count_flops(linear_flops(rows, out_weight));
+        grads[2] = bias;
+        const bool wants_bias = s.needs(2) && !bias.defined();
+        if (s.needs(1)) {
+          const kernels::LinearGradients inner =
+              kernels::linear_gradients(before, rows_of(s.input(0)), wants_bias);
+          count_flops(linear_flops(before, inner.weight));
+          grads[1] = inner.weight;
+          if (wants_bias) grads[2] = inner.bias;
+        } else if (wants_bias) {
+          grads[2] = sum(before, {0});
+        }
+        if (s.needs(0)) {
+          grads[0] = raw::view(kernels::matmul(before, s.input(1)), s.input_shape(0));
+          count_flops(linear_flops(before, s.input(1)));
+        }
+        return grads;
       });
 }
 

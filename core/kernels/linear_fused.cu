@@ -82,11 +82,36 @@ LinearGradients linear_gradients_cuda(const Tensor& dy, const Tensor& x, bool wa
   return result;
 }
 
+GeluGradients linear_gelu_gradients_cuda(const Tensor& dy, const Tensor& weight,
+                                         const Tensor& before, bool tanh_form, bool want_bias) {
+  const Tensor grad = raw::empty(before.shape(), dy.dtype(), dy.device());
+  const auto through_gelu = [&] {
+    tanh_form ? binary_into<fn::GeluTanhGrad>(grad, grad, before)
+              : binary_into<fn::GeluGrad>(grad, grad, before);
+  };
+  gpu::GemmProblem problem;
+  if (tanh_form && product_of(dy, weight, grad, problem) && as_gemm_matrix(before, problem.aux)) {
+    const Tensor bias =
+        want_bias ? raw::empty({grad.size(1)}, grad.dtype(), grad.device()) : Tensor();
+    problem.epilogue = want_bias ? GemmEpilogue::kGeluGradBiasGrad : GemmEpilogue::kGeluGrad;
+    if (want_bias) set_bias(problem, bias);
+    const auto rest = [&] {
+      through_gelu();
+      if (want_bias) column_sums(grad);
+    };
+    if (gpu::fused_gemm_wins(problem, rest) && gpu::run_gemm(problem)) return {grad, bias};
+  }
+  matmul_into(grad, dy, weight, false);
+  through_gelu();
+  return {grad, Tensor()};
+}
+
 }  // namespace
 
 void register_linear_fused() {
   cuda_form<linear_gelu> = linear_gelu_cuda;
   cuda_form<linear_gradients> = linear_gradients_cuda;
+  cuda_form<linear_gelu_gradients> = linear_gelu_gradients_cuda;
 }
 
 }  // namespace tessera::kernels

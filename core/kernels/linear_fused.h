@@ -24,4 +24,15 @@ struct LinearGradients {
 // dy: [rows, out]; x: [rows, in].
 LinearGradients linear_gradients(const Tensor& dy, const Tensor& x, bool want_bias);
 
+// Back through a linear layer and the GELU before it.
+struct GeluGradients {
+  Tensor before;  // (dy weight) gelu'(before): [rows, in]
+  // Its sum over rows: [in]. Undefined where not wanted, or where the product did not bring it
+  // along: then it comes with linear_gradients() of the layer before.
+  Tensor bias;
+};
+// dy: [rows, out]; weight: [out, in]; before: [rows, in], what GELU was applied to.
+GeluGradients linear_gelu_gradients(const Tensor& dy, const Tensor& weight, const Tensor& before,
+                                    bool tanh_form, bool want_bias);
+
 }  // namespace tessera::kernels

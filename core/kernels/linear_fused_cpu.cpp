@@ -27,4 +27,16 @@ LinearGradients linear_gradients(const Tensor& dy, const Tensor& x, bool want_bi
           want_bias ? sum(dy, {0}, false, dy.dtype()) : Tensor()};
 }
 
+GeluGradients linear_gelu_gradients(const Tensor& dy, const Tensor& weight, const Tensor& before,
+                                    bool tanh_form, bool want_bias) {
+  if (dy.device().is_cuda()) {
+    return on_cuda<kernels::linear_gelu_gradients>("linear_gelu_linear", dy.device(), dy, weight,
+                                                   before, tanh_form, want_bias);
+  }
+  const Tensor grad = matmul(dy, weight);
+  tanh_form ? binary_into<fn::GeluTanhGrad>(grad, grad, before)
+            : binary_into<fn::GeluGrad>(grad, grad, before);
+  return {grad, Tensor()};
+}
+
 }  // namespace tessera::kernels

@@ -72,7 +72,7 @@ Mlp::Mlp(const GptConfig& config)
       c_proj(add<nn::Linear>("c_proj", config.inner_width(), config.width)) {}
 
 Tensor Mlp::forward(const Tensor& x) {
-  return c_proj(linear_gelu(x, c_fc.weight, c_fc.bias, Gelu::kTanh));
+  return linear_gelu_linear(x, c_fc.weight, c_fc.bias, c_proj.weight, c_proj.bias, Gelu::kTanh);
 }
 
 Block::Block(const GptConfig& config, size_t layer)

@@ -13,6 +13,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/cuda/emulation/gemm.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/gemm_table.h>
@@ -540,14 +541,22 @@ class GemmOfOps : public testing::Test {
   }
   // Values and gradients of both layers, on the emulated device.
   static std::vector<std::vector<double>> run(GemmFusion fusion, bool bias) {
+    return run(fusion, bias, [](const TensorList& in) {
+      return linear(linear_gelu(in[0], in[1], in[3]), in[2], in[4]);
+    });
+  }
+  // call: of x, both weights and both biases.
+  using Call = Tensor (*)(const TensorList&);
+  static std::vector<std::vector<double>> run(GemmFusion fusion, bool bias, Call call,
+                                              const Device& device = cuda(0)) {
     const ScopedValue<GemmFusion> scope(Context::current().slot<GemmOptions>().fusion, fusion);
-    const auto leaf = [](const Tensor& x) { return x.to(cuda(0)).detach().set_requires_grad(); };
+    const auto leaf = [&](const Tensor& x) { return x.to(device).detach().set_requires_grad(); };
     const Tensor x = leaf(numbers({2, 3, 8})), first = leaf(numbers({16, 8}));
     const Tensor second = leaf(numbers({24, 16}));
     const Tensor b = bias ? leaf(numbers({16})) : Tensor(),
                  c = bias ? leaf(numbers({24})) : Tensor();
-    const Tensor y = linear(linear_gelu(x, first, b), second, c);
-    y.backward(numbers({2, 3, 24}).to(cuda(0)));
+    const Tensor y = call({x, first, second, b, c});
+    y.backward(numbers({2, 3, 24}).to(device));
     std::vector<std::vector<double>> results = {y.to_vector()};
     for (const Tensor& leaf : {x, first, second, b, c}) {
       if (leaf.defined()) results.push_back(leaf.grad().to_vector());
@@ -555,6 +564,17 @@ class GemmOfOps : public testing::Test {
     return results;
   }
 };
+
+void expect_near(const std::vector<std::vector<double>>& got,
+                 const std::vector<std::vector<double>>& expected) {
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    ASSERT_EQ(got[i].size(), expected[i].size());
+    for (size_t j = 0; j < got[i].size(); ++j) {
+      EXPECT_NEAR(got[i][j], expected[i][j], 1e-5) << "result " << i << ", element " << j;
+    }
+  }
+}
 
 TEST_F(GemmOfOps, FusedProductsGiveWhatTheyGiveApart) {
   for (const bool bias : {true, false}) {
@@ -570,14 +590,62 @@ TEST_F(GemmOfOps, FusedProductsGiveWhatTheyGiveApart) {
     EXPECT_EQ(count(GemmEpilogue::kGeluBias), bias ? 1 : 0);
     EXPECT_EQ(count(GemmEpilogue::kGelu), bias ? 0 : 1);
     EXPECT_EQ(count(GemmEpilogue::kBiasGradOfA), bias ? 2 : 0);
-    ASSERT_EQ(fused.size(), apart.size());
-    for (size_t i = 0; i < fused.size(); ++i) {
-      ASSERT_EQ(fused[i].size(), apart[i].size());
-      for (size_t j = 0; j < fused[i].size(); ++j) {
-        EXPECT_NEAR(fused[i][j], apart[i][j], 1e-5) << "result " << i << ", element " << j;
-      }
-    }
+    expect_near(fused, apart);
   }
+}
+
+TEST_F(GemmOfOps, TheProductThatGoesBackThroughAnMlpBringsTheGradientsOfGeluAndBias) {
+  const Call mlp = [](const TensorList& in) {
+    return linear_gelu_linear(in[0], in[1], in[3], in[2], in[4]);
+  };
+  const Call exact = [](const TensorList& in) {
+    return linear_gelu_linear(in[0], in[1], in[3], in[2], in[4], Gelu::kNone);
+  };
+  for (const bool bias : {true, false}) {
+    const auto expected = run(GemmFusion::kNever, bias, mlp, kCpu);
+    asked.clear();
+    const auto apart = run(GemmFusion::kNever, bias, mlp);
+    EXPECT_EQ(apart, run(GemmFusion::kNever, bias));  // the ops one after the other
+    EXPECT_EQ(count(GemmEpilogue::kGeluGrad) + count(GemmEpilogue::kGeluGradBiasGrad), 0);
+    expect_near(apart, expected);
+    asked.clear();
+    expect_near(run(GemmFusion::kAlways, bias, mlp), expected);
+    EXPECT_EQ(asked.size(), 6U);
+    EXPECT_EQ(count(GemmEpilogue::kGeluGradBiasGrad), bias ? 1 : 0);
+    EXPECT_EQ(count(GemmEpilogue::kGeluGrad), bias ? 0 : 1);
+    EXPECT_EQ(count(GemmEpilogue::kBiasGradOfA), bias ? 1 : 0);  // the second layer's
+    const auto in_erf = run(GemmFusion::kNever, bias, exact, kCpu);
+    asked.clear();  // the library has the tanh form only
+    expect_near(run(GemmFusion::kAlways, bias, exact), in_erf);
+    EXPECT_EQ(count(GemmEpilogue::kGeluGrad) + count(GemmEpilogue::kGeluGradBiasGrad), 0);
+  }
+}
+
+TEST_F(GemmOfOps, FrozenLayersOfAnMlpCostNoProducts) {
+  const ScopedValue<GemmFusion> scope(Context::current().slot<GemmOptions>().fusion,
+                                      GemmFusion::kAlways);
+  const auto products = [](std::vector<bool> learns) {
+    const std::vector<Shape> shapes = {{3, 8}, {16, 8}, {16}, {24, 16}, {24}};
+    TensorList in;
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      in.push_back(numbers(shapes[i]).to(cuda(0)).detach().set_requires_grad(learns[i]));
+    }
+    const Tensor y = linear_gelu_linear(in[0], in[1], in[2], in[3], in[4]);
+    const Tensor loss = sum(mul(y, y));
+    gpu::synchronize(0);
+    asked.clear();
+    loss.backward();
+    gpu::synchronize(0);
+    for (size_t i = 0; i < shapes.size(); ++i) EXPECT_EQ(in[i].grad().defined(), learns[i]) << i;
+    return asked.size();
+  };
+  EXPECT_EQ(products({true, true, true, true, true}), 4U);
+  EXPECT_EQ(products({false, false, false, true, true}), 1U);
+  EXPECT_EQ(products({false, false, false, false, true}), 0U);
+  EXPECT_EQ(products({true, false, false, false, false}), 2U);
+  EXPECT_EQ(count(GemmEpilogue::kGeluGrad), 1);
+  EXPECT_EQ(products({false, false, true, false, false}), 1U);
+  EXPECT_EQ(count(GemmEpilogue::kGeluGradBiasGrad), 1);
 }
 
 TEST_F(GemmOfOps, WithoutGradientsNothingIsKeptForThem) {
