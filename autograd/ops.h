@@ -431,6 +431,10 @@ Tensor interpolate(const Tensor& x, const Shape& size, std::span<const double> s
 
 struct AttentionOptions {
   Tensor mask = {};  // bool (true takes part) or additive, broadcastable to [B, H, T, S]
+  // i64 or i32 [B], instead of a mask: sample b has keys 0..lengths[b] - 1, at least one; the
+  // others are padding, which nobody sees and which costs no time. An IndexError where one is not
+  // in [1, S], for lengths on a GPU at its next synchronisation.
+  Tensor lengths = {};
   double dropout = 0;
   bool causal = false;
   std::optional<double> scale = {};  // default 1 / sqrt(E)

@@ -48,9 +48,18 @@ Result max_pool(const Args& in, Attrs& a,
   return with_indices ? Result(result) : Result(result.values);
 }
 
+// "lengths" of a row of the table: of each sample.
+Tensor lengths_of(Attrs& a, const Tensor& like) {
+  const Shape lengths = a.integers("lengths", {});
+  if (lengths.empty()) return {};
+  return tensor(std::vector<double>(lengths.begin(), lengths.end()), {lengths.size()}, kI64)
+      .to(like.device());
+}
+
 Result attend(const Args& in, Attrs& a) {
   AttentionOptions options;
   options.mask = in.optional(3);
+  options.lengths = lengths_of(a, in[0]);
   options.dropout = a.number("dropout_p", 0);
   options.causal = a.flag("is_causal", false);
   options.scale = a.maybe_number("scale");
@@ -87,6 +96,9 @@ std::vector<Sample> attention_samples() {
       {{normal({1, 4, 5, 4}), normal({1, 2, 5, 4}), normal({1, 2, 5, 4})},
        R"({"is_causal": true, "enable_gqa": true})",
        10},
+      {{normal({2, 2, 5, 4}), normal({2, 2, 7, 4}), normal({2, 2, 7, 4})},
+       R"({"lengths": [3, 7]})",
+       7},
       {{normal({1, 1, 37, 3}), normal({1, 1, 37, 3}), normal({1, 1, 37, 3})},
        R"({"is_causal": true})",
        37}};
@@ -331,9 +343,11 @@ std::vector<OpRow> attention_rows() {
          AttentionOptions options;
          options.causal = a.flag("is_causal", false);
          options.scale = a.maybe_number("scale");
+         options.lengths = lengths_of(a, in[0]);
          return packed_attention(in[0], options);
        },
        .samples = {{{normal({2, 5, 3, 2, 4})}, R"({"is_causal": true})", 5},
+                   {{normal({2, 5, 3, 2, 4})}, R"({"is_causal": true, "lengths": [4, 1]})", 5},
                    {{normal({1, 7, 3, 1, 3})}, "{}", 7}},
        .differentiable = kOnce,
        .tolerance = 8,

@@ -46,7 +46,10 @@ struct Reference {
         grad_key(static_cast<size_t>(n.B * n.Hk * n.S * n.E)),
         grad_value(static_cast<size_t>(n.B * n.Hk * n.S * n.Ev)) {
     std::vector<double> p(static_cast<size_t>(n.S)), dp(p), keep(p);
+    const std::vector<double> lengths =
+        spec.lengths.defined() ? spec.lengths.to_vector() : std::vector<double>();
     for (int64_t b = 0; b < n.B; ++b) {
+      const double keys = lengths.empty() ? INFINITY : lengths[static_cast<size_t>(b)];
       for (int64_t h = 0; h < n.H; ++h) {
         const int64_t kh = h / (n.H / n.Hk);
         for (int64_t t = 0; t < n.T; ++t) {
@@ -61,6 +64,7 @@ struct Reference {
               p[i] += spec.mask.dtype() == kBool ? (m != 0 ? 0 : -INFINITY) : m;
             }
             if (spec.causal && s > t) p[i] = -INFINITY;
+            if (static_cast<double>(s) >= keys) p[i] = -INFINITY;
             maximum = std::max(maximum, p[i]);
             const uint64_t index = static_cast<uint64_t>(((b * n.H + h) * n.T + t) * n.S + s);
             const auto drawn = philox4x32(spec.stream.seed, spec.stream.stream, index / 4);
@@ -181,6 +185,31 @@ TEST(Attention, AdditiveMasksOfAnyDtypeAndStride) {
   for (DType dtype : kDTypes) {
     const Tensor mask = raw::expand(random_tensor({1, 1, n.T, n.S}, dtype, 8), {2, 3, n.T, n.S});
     expect_attention(n, dtype, {.mask = mask});
+  }
+}
+
+TEST(Attention, LengthsHideThePaddingOfASample) {
+  const auto lengths = [](const std::vector<int64_t>& values, DType dtype) {
+    const Tensor x = raw::empty({static_cast<int64_t>(values.size())}, dtype);
+    for (size_t i = 0; i < values.size(); ++i) {
+      if (dtype == kI64) {
+        x.data_as<int64_t>()[i] = values[i];
+      } else {
+        x.data_as<int32_t>()[i] = static_cast<int32_t>(values[i]);
+      }
+    }
+    return x;
+  };
+  for (DType dtype : kDTypes) {
+    expect_attention({3, 2, 2, 40, 70, 16, 24}, dtype, {.lengths = lengths({1, 33, 70}, kI64)});
+    expect_attention({2, 4, 2, 65, 65, 16, 16}, dtype,
+                     {.causal = true, .lengths = lengths({65, 20}, kI32)});
+    expect_attention({2, 2, 2, 40, 40, 16, 16}, dtype,
+                     {.dropout = 0.3, .stream = {7, 9}, .lengths = lengths({40, 11}, kI64)});
+  }
+  const Tensor x = random_tensor({2, 1, 3, 4}, kF32, 1);
+  for (const std::vector<int64_t>& wrong : {std::vector<int64_t>{3, 0}, {4, 1}, {-1, 1}}) {
+    EXPECT_THROW(attention(x, x, x, {.lengths = lengths(wrong, kI64)}), IndexError);
   }
 }
 

@@ -170,6 +170,28 @@ TEST(Bert, LongSequencesAndMasksOfAnotherShapeAreErrors) {
       ShapeError);
 }
 
+TEST(Bert, LengthsSayWhatAMaskSays) {
+  Bert model({.vocab_size = 11,
+              .width = 16,
+              .layers = 2,
+              .heads = 2,
+              .context = 6,
+              .dropout = 0,
+              .attention_dropout = 0});
+  const Tensor ids = tensor({2, 7, 3, 0, 0, 2, 5, 6, 8, 3}, kI64).view({2, 5});
+  const Tensor mask = tensor({1, 1, 1, 0, 0, 1, 1, 1, 1, 1}, kI64).view({2, 5});
+  const Tensor lengths = tensor({3, 5}, kI64), labels = tensor({0, 1}, kI64);
+  const auto gradients = [&](const TokenFeatures& features) {
+    model.zero_grad();
+    model(ids, features, labels).loss.backward();
+    return model.bert.embeddings.word_embeddings.weight.grad().to_vector();
+  };
+  const auto by_mask = gradients({.attention_mask = mask});
+  const auto by_lengths = gradients({.lengths = lengths});
+  for (size_t i = 0; i < by_mask.size(); ++i) EXPECT_NEAR(by_lengths[i], by_mask[i], 1e-6) << i;
+  EXPECT_THROW(model(ids, TokenFeatures{.attention_mask = mask, .lengths = lengths}), ValueError);
+}
+
 TEST(TextData, BatchesArePaddedToTheirLongestAndKeepTypesAndLabels) {
   const auto dataset = std::make_shared<TextDataset>(std::vector<TextExample>{
       {{2, 7, 3}, {0, 0, 0}, 1}, {{2, 5, 6, 3, 8, 3}, {0, 0, 0, 0, 1, 1}, 0}});
@@ -180,6 +202,7 @@ TEST(TextData, BatchesArePaddedToTheirLongestAndKeepTypesAndLabels) {
               (std::vector<int64_t>{2, 7, 3, 0, 0, 0, 2, 5, 6, 3, 8, 3}));
     EXPECT_EQ(batch.type_ids.sum().item(), 2);
     EXPECT_EQ(batch.attention_mask.sum(Shape{1}).to_vector(), (std::vector<double>{3, 6}));
+    EXPECT_EQ(batch.lengths.to_vector<int64_t>(), (std::vector<int64_t>{3, 6}));
     EXPECT_EQ(batch.labels.to_vector<int64_t>(), (std::vector<int64_t>{1, 0}));
   }
 }

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstdlib>
 #include <set>
@@ -75,6 +76,12 @@ AttentionProblem padded() {  // BERT
   p.has_lengths = true;
   return p;
 }
+// A mask of keys, or a number for each pair, as what is added to the scores.
+AttentionProblem biased(AttentionProblem p, int64_t B, int64_t H, int64_t T, DType dtype = kF32) {
+  p.causal = false;
+  p.bias = {dtype, B, H, T, H * T * p.S, T * p.S, p.S, some_memory};
+  return p;
+}
 AttentionProblem with_dropout(AttentionProblem p) {
   p.dropout = 0.1;
   return p;
@@ -132,7 +139,12 @@ TEST(AttentionRules, ShapesDtypesAndWidths) {
   expect_refused_when([](AttentionProblem& p) { p.scale = INFINITY; }, "the scale is inf");
   EXPECT_EQ(validate(with_dropout(packed()), kVersion), "");
   expect_refused_when([](AttentionProblem& p) { p.dropout = 1; }, "keeps nothing");
-  expect_refused_when([](AttentionProblem& p) { p.has_mask = true; }, "a row without keys");
+  const AttentionProblem good = biased(packed(), 1, 1, 1024, kBF16);
+  expect_refused_when([](AttentionProblem& p) { p.bias.dtype = kF16; }, "f32 or bf16, not f16",
+                      good);
+  expect_refused_when([](AttentionProblem& p) { p.bias.H = 2; }, "does not fit", good);
+  expect_refused_when([](AttentionProblem& p) { p.bias.row = 1020; }, "multiple of 8, 1020", good);
+  expect_refused_when([](AttentionProblem& p) { p.bias.data = some_memory + 8; }, "16 bytes", good);
 }
 
 TEST(AttentionRules, StridesAndAddresses) {
@@ -303,6 +315,17 @@ TEST_F(Cudnn, HasEnginesForEveryAttentionThatTheRulesAllow) {
     expect_attention(problem);
     expect_attention(with_backward(problem));
     expect_attention(deterministic(with_backward(problem)));
+  }
+  for (const DType dtype : {kF32, kBF16}) {
+    for (const auto& [B, H, T] : std::initializer_list<std::array<int64_t, 3>>{
+             {2, 12, 1024}, {1, 1, 1024}, {1, 12, 1024}, {2, 1, 1024}, {2, 1, 1}}) {
+      const AttentionProblem problem = biased(packed(), B, H, T, dtype);
+      for (const AttentionProblem& each : {problem, with_dropout(problem)}) {
+        expect_attention(each);
+        expect_attention(with_backward(each));
+        expect_attention(deterministic(with_backward(each)));
+      }
+    }
   }
   expect_attention(packed(256));
   AttentionProblem narrow = packed();  // values of another width than keys

@@ -28,6 +28,17 @@ void check_dtypes(const Op& op, const Tensor& q, const Tensor& k, const Tensor& 
                  "expects query, key and value of one dtype; got ", q, ", ", k, " and ", v);
 }
 
+void check_lengths(const Op& op, const Tensor& lengths, const Tensor& like, int64_t keys) {
+  if (!lengths.defined()) return;
+  TS_CHECK_DTYPE(lengths.dtype() == kI64 || lengths.dtype() == kI32, op,
+                 "expects lengths of i64 or i32; got ", lengths);
+  TS_CHECK_DEVICE(lengths.device() == like.device(), op, "the lengths are ", lengths,
+                  ", the query ", like);
+  TS_CHECK_SHAPE(lengths.dim() == 1 && lengths.size(0) == like.size(0), op, "expects lengths of [",
+                 like.size(0), "], one a sample; got ", lengths);
+  TS_CHECK_SHAPE(keys > 0 || like.size(0) == 0, op, "there are no keys to have lengths of");
+}
+
 void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v,
                   const AttentionOptions& options) {
   TS_CHECK_SHAPE(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, kAttention,
@@ -45,8 +56,11 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v,
                  "query's heads (", q.size(1), ") must be a multiple of key's (", k.size(1), ")");
   TS_CHECK(options.dropout >= 0 && options.dropout <= 1, kAttention,
            "dropout must be in [0, 1]; got ", options.dropout);
+  check_lengths(kAttention, options.lengths, q, k.size(2));
   const Tensor& mask = options.mask;
   if (!mask.defined()) return;
+  TS_CHECK(!options.lengths.defined(), kAttention,
+           "takes a mask or lengths, not both; hide what lies beyond the lengths in the mask");
   TS_CHECK(!options.causal, kAttention,
            "takes a mask or causal, not both; combine the mask with tril(ones)");
   TS_CHECK_DTYPE(mask.dtype() == kBool || (is_floating(mask.dtype()) && !is_float8(mask.dtype())),
@@ -64,6 +78,7 @@ kernels::AttentionSpec spec_of(const AttentionOptions& options, int64_t width) {
           .stream = options.dropout > 0 ? (options.stream ? *options.stream : next_random_stream())
                                         : RandomStream{},
           .mask = options.mask,
+          .lengths = options.lengths,
           .policy = Context::current().slot<kernels::AttentionPolicy>()};
 }
 
@@ -164,6 +179,7 @@ Tensor packed_attention(const Tensor& packed, const AttentionOptions& options) {
            "takes no mask and no shared heads; use scaled_dot_product_attention");
   TS_CHECK(options.dropout >= 0 && options.dropout <= 1, kPackedAttention,
            "dropout must be in [0, 1]; got ", options.dropout);
+  check_lengths(kPackedAttention, options.lengths, packed, packed.size(1));
   const kernels::AttentionSpec spec = spec_of(options, packed.size(4));
   return differentiable(
       kPackedAttention, {packed},

@@ -32,6 +32,28 @@ std::string check_operand(const char* name, const AttentionOperand& x, bool writ
   return {};
 }
 
+std::string check_bias(const AttentionProblem& p) {
+  const AttentionBias& x = p.bias;
+  if (x.data == nullptr) return {};
+  if (x.dtype != p.dtype && x.dtype != kF32) {
+    return text("a bias is f32 or ", p.dtype, ", not ", x.dtype);
+  }
+  if ((x.B != 1 && x.B != p.B) || (x.H != 1 && x.H != p.H) || (x.T != 1 && x.T != p.T)) {
+    return text("a bias of [", x.B, ", ", x.H, ", ", x.T, "] does not fit [", p.B, ", ", p.H, ", ",
+                p.T, "]");
+  }
+  const int64_t vector = 16 / size_of(x.dtype);
+  for (const int64_t stride : {x.batch, x.head, x.row}) {
+    if (stride < 0 || stride % vector != 0) {
+      return text("bias has a stride that is no multiple of ", vector, ", ", stride);
+    }
+  }
+  if (reinterpret_cast<uintptr_t>(x.data) % 16 != 0) {
+    return "bias does not begin at a multiple of 16 bytes";
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string validate(const AttentionProblem& p, int version) {
@@ -52,11 +74,10 @@ std::string validate(const AttentionProblem& p, int version) {
   }
   if (!std::isfinite(p.scale)) return text("the scale is ", p.scale);
   if (p.dropout < 0 || p.dropout >= 1) return text("dropout of ", p.dropout, " keeps nothing");
-  if (p.has_mask) return "a mask may leave a row without keys, which the library answers with NaN";
   if (p.backward && p.S % 128 != 0 && version <= 91500) {
     return text("before cuDNN 9.15.1 backward takes keys in multiples of 128; got ", p.S);
   }
-  std::string reason;
+  std::string reason = check_bias(p);
   const auto check = [&](const char* name, const AttentionOperand& x, bool written) {
     if (reason.empty()) reason = check_operand(name, x, written);
   };
@@ -96,7 +117,7 @@ class Builder {
     make_lengths();
     int scores = node(GraphOp::kMatmul, {query, key, query_lengths_, key_lengths_, -1}, pairs_);
     scores = node(GraphOp::kMultiply, {scores, graph_.scalar(p_.scale)}, pairs_);
-    scores = causal(padding(scores));
+    scores = causal(padding(biased(scores)));
 
     const int largest = node(GraphOp::kMax, {scores}, rows_);
     const int shifted = node(GraphOp::kSubtract, {scores, largest}, pairs_);
@@ -141,7 +162,7 @@ class Builder {
     // p = exp(scale q k^T - log_sums); dv = (kept p)^T dy
     int scores = node(GraphOp::kMatmul, {query, key, query_lengths_, key_lengths_, -1}, pairs_);
     scores = node(GraphOp::kMultiply, {scores, graph_.scalar(p_.scale)}, pairs_);
-    scores = padding(scores);
+    scores = padding(biased(scores));
     scores = node(GraphOp::kSubtract, {scores, log_sums()}, pairs_);
     const int weights = node(GraphOp::kExp, {causal(scores)}, pairs_);
     const int keep_scale = p_.dropout > 0 ? graph_.scalar(1 / (1 - p_.dropout)) : -1;
@@ -210,6 +231,13 @@ class Builder {
                 {scores, graph_.scalar(-std::numeric_limits<double>::infinity()), condition},
                 pairs_);
   }
+  int biased(int scores) {
+    const AttentionBias& x = p_.bias;
+    if (x.data == nullptr) return scores;
+    const int bias =
+        graph_.memory(kBiasSlot, x.dtype, {x.B, x.H, x.T, p_.S}, {x.batch, x.head, x.row, 1});
+    return node(GraphOp::kAdd, {scores, bias}, pairs_);
+  }
   int causal(int scores) {
     if (!p_.causal) return scores;
     const int row = index(scores, 2), column = index(scores, 3);
@@ -268,6 +296,11 @@ std::string describe(const AttentionProblem& p) {
            p.Hk, " T", p.T, " S", p.S, " E", p.E, "/", p.Ev, " scale ", bits(p.scale));
   if (p.causal) result += " causal";
   if (p.has_lengths) result += " lengths";
+  if (p.bias.data != nullptr) {
+    const AttentionBias& x = p.bias;
+    result += text(" bias ", x.dtype, " ", x.B, ",", x.H, ",", x.T, " ", x.batch, ",", x.head, ",",
+                   x.row);
+  }
   if (p.dropout > 0) result += text(" dropout ", bits(p.dropout));
   if (p.deterministic) result += " deterministic";
   if (p.log_sums != nullptr) result += " sums";

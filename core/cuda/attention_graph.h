@@ -11,6 +11,8 @@
 // - The gradient of the query is added up by atomics, in an order that changes from run to run,
 //   unless kernels::AttentionPolicy::deterministic asks for the other form: slower, and with a
 //   workspace of 2 B H T S bytes.
+// - A row without keys is NaN, and rows beyond a sample's length hold anything:
+//   core/kernels/attention_library.cu has what to do about it.
 // - Dropout draws other numbers than the CPU (the library's generator, keyed by the same seed and
 //   stream); forward and backward agree. kernels::AttentionPolicy::equal_dropout asks for the
 //   CPU's.
@@ -29,13 +31,21 @@ struct AttentionOperand {
   void* data = nullptr;
 };
 
+// What is added to the scores: [B, H, T, S], each of the first three may be 1 for all of them.
+struct AttentionBias {
+  DType dtype = kF32;
+  int64_t B = 1, H = 1, T = 1;
+  int64_t batch = 0, head = 0, row = 0;  // strides in elements
+  void* data = nullptr;                  // nullptr: there is none
+};
+
 struct AttentionProblem {
   DType dtype = kBF16;
   int64_t B = 0, H = 0, Hk = 0, T = 0, S = 0, E = 0, Ev = 0;  // as in kernels/attention.h
   double scale = 1;
   bool causal = false;
   double dropout = 0;
-  bool has_mask = false;     // a tensor of [B, H, T, S]
+  AttentionBias bias = {};
   bool has_lengths = false;  // sample b has lengths[b] queries and keys, i32 each
   AttentionOperand query = {}, key = {}, value = {}, output = {};
   void* log_sums = nullptr;  // f32 [B, H, T]; nullptr forward: not wanted
@@ -58,6 +68,7 @@ enum AttentionSlot : int {
   kOffsetSlot,  // the same
   kQueryLengthsSlot,
   kKeyLengthsSlot,
+  kBiasSlot,
   kGradOutputSlot,
   kGradQuerySlot,
   kGradKeySlot,

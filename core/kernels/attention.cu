@@ -8,19 +8,24 @@
 // Products run on the ordinary units, in the compute type.
 #include <tessera/core/kernels/attention.h>
 
-#include <array>
 #include <cmath>
 
-#include <tessera/core/cuda/attention_graph.h>
+#include <tessera/core/cuda/device_errors.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/attention_library.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/on_device.h>
-#include <tessera/core/math.h>
 #include <tessera/core/raw_views.h>
-#include <tessera/core/kernels/rows.cuh>
+#include <tessera/core/kernels/attention_tiles.cuh>
 
 namespace tessera::kernels {
 namespace {
+
+using Problem = TiledAttention;
+template <class T>
+using View = HeadsView<T>;
+template <class T>
+using Gradients = TiledGradients<T>;
 
 // A block of 256 threads owns 64 rows; thread (ty, tx) of 16 x 16 has rows 4 ty + i and columns
 // tx + 16 j of what it calculates.
@@ -29,33 +34,6 @@ constexpr int kInner = 32;         // columns (rows) of operands in shared memor
 constexpr int kPitch = kTile + 1;  // no two rows of a tile begin in one bank
 constexpr int kWeights = kTile * kPitch, kOperands = 2 * kInner * kPitch;
 static_assert(kOperands >= kInner * 2 * kTile);
-
-template <class T>
-struct View {  // [B, H, rows, columns], strides in elements
-  T* data;
-  int64_t batch, head, row, column;
-  bool vectors;  // 16 bytes along the columns can be loaded at once
-  TS_DEVICE T* at(int64_t b, int64_t h, int64_t r) const {
-    return data + b * batch + h * head + r * row;
-  }
-};
-template <class T>
-View<T> view_of(const Tensor& x) {
-  constexpr int64_t kVector = 16 / static_cast<int64_t>(sizeof(T));
-  bool vectors = x.stride(3) == 1 && x.size(3) % kVector == 0 &&
-                 reinterpret_cast<uintptr_t>(x.data()) % 16 == 0;
-  for (int i = 0; i < 3; ++i) vectors = vectors && x.stride(i) % kVector == 0;
-  return {x.data_as<T>(), x.stride(0), x.stride(1), x.stride(2), x.stride(3), vectors};
-}
-
-struct Problem {
-  int64_t H, group, T, S, E, Ev;  // group: query heads of a key head
-  double scale, dropout;
-  bool causal, has_mask;
-  DType mask_dtype;
-  View<char> mask;  // its strides in bytes
-  RandomStream stream;
-};
 
 // a b + c with one rounding, which is one instruction of a GPU.
 TS_DEVICE float fused(float a, float b, float c) { return ::fmaf(a, b, c); }
@@ -225,44 +203,6 @@ TS_DEVICE A row_reduce(A value, const Op& op) {
   return value;
 }
 
-// scale (q k) + mask, or -infinity where the query does not see the key.
-template <class A>
-TS_DEVICE A score_of(const Problem& p, A product, int64_t b, int64_t h, int64_t t, int64_t s) {
-  if (t >= p.T || s >= p.S || (p.causal && s > t)) return -static_cast<A>(INFINITY);
-  A added = 0;
-  if (p.has_mask) {
-    const char* const m = p.mask.at(b, h, t) + s * p.mask.column;
-    switch (p.mask_dtype) {
-      case kBool:
-        if (!*reinterpret_cast<const bool*>(m)) return -static_cast<A>(INFINITY);
-        break;
-      case kF64:
-        added = static_cast<A>(*reinterpret_cast<const double*>(m));
-        break;
-      case kF32:
-        added = static_cast<A>(*reinterpret_cast<const float*>(m));
-        break;
-      case kBF16:
-        added = static_cast<A>(to_float(*reinterpret_cast<const bf16*>(m)));
-        break;
-      default:
-        added = static_cast<A>(to_float(*reinterpret_cast<const f16*>(m)));
-    }
-  }
-  return product * static_cast<A>(p.scale) + added;
-}
-
-// What dropout multiplies a probability with.
-template <class A>
-TS_DEVICE A kept(const Problem& p, int64_t b, int64_t h, int64_t t, int64_t s) {
-  if (p.dropout <= 0) return A(1);
-  const int64_t element = ((b * p.H + h) * p.T + t) * p.S + s;
-  const auto drawn = philox4x32(p.stream.seed, p.stream.stream, static_cast<uint64_t>(element) / 4);
-  const float u = uniform_from_bits(drawn[static_cast<size_t>(element % 4)]);
-  if (u < static_cast<float>(p.dropout)) return A(0);
-  return static_cast<A>(p.dropout < 1 ? 1 / (1 - p.dropout) : 0);
-}
-
 // Which rows a block owns; the longest walks of a causal problem begin first.
 struct Place {
   int64_t b, h, row0;
@@ -284,8 +224,9 @@ __global__ void __launch_bounds__(kBlock)
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
   const auto [b, h, t0] = place_of(p.H, tiles_of(p.T), p.causal);
   const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
-  const Matrix<T> q = head_of(query, b, h, p.T, p.E), k = head_of(key, b, h / p.group, p.S, p.E);
-  const Matrix<T> v = head_of(value, b, h / p.group, p.S, p.Ev);
+  const int64_t S = p.keys_of(b);
+  const Matrix<T> q = head_of(query, b, h, p.T, p.E), k = head_of(key, b, h / p.group, S, p.E);
+  const Matrix<T> v = head_of(value, b, h / p.group, S, p.Ev);
   A largest[kEach], total[kEach], sums[kEach][kEach * Panels];
   TS_UNROLL
   for (int i = 0; i < kEach; ++i) {
@@ -294,7 +235,7 @@ __global__ void __launch_bounds__(kBlock)
     TS_UNROLL
     for (int j = 0; j < kEach * Panels; ++j) sums[i][j] = A(0);
   }
-  const int64_t end = p.causal && t0 + kTile < p.S ? t0 + kTile : p.S;
+  const int64_t end = p.causal && t0 + kTile < S ? t0 + kTile : S;
   for (int64_t s0 = 0; s0 < end; s0 += kTile) {
     A scores[kEach][kEach];
     multiply_rows(q, t0, k, s0, operands, scores);
@@ -304,7 +245,7 @@ __global__ void __launch_bounds__(kBlock)
       A above = largest[i];
       TS_UNROLL
       for (int j = 0; j < kEach; ++j) {
-        scores[i][j] = score_of(p, scores[i][j], b, h, t, s0 + tx + j * kSide);
+        scores[i][j] = score_of(p, scores[i][j], S, b, h, t, s0 + tx + j * kSide);
         above = gpu::Larger{}(above, scores[i][j]);
       }
       above = row_reduce(above, gpu::Larger{});
@@ -342,13 +283,6 @@ __global__ void __launch_bounds__(kBlock)
   write_rows<Panels>(head_of(output, b, h, p.T, p.Ev), t0, column0, sums, factors);
 }
 
-template <class T>
-struct Gradients {
-  View<T> query, key, value, output, grad_output, grad_query, grad_key, grad_value;
-  const Compute<T>* log_sums;  // (B, H, T)
-  Compute<T>* deltas;          // (B, H, T): sum of dy y
-};
-
 // A warp for each (b, h, t).
 template <class T>
 __global__ void delta_kernel(const Problem p, const Gradients<T> g, int64_t rows) {
@@ -376,9 +310,10 @@ __global__ void __launch_bounds__(kBlock)
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
   const auto [b, h, t0] = place_of(p.H, tiles_of(p.T), p.causal);
   const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
+  const int64_t S = p.keys_of(b);
   const Matrix<T> q = head_of(g.query, b, h, p.T, p.E);
-  const Matrix<T> k = head_of(g.key, b, h / p.group, p.S, p.E);
-  const Matrix<T> v = head_of(g.value, b, h / p.group, p.S, p.Ev);
+  const Matrix<T> k = head_of(g.key, b, h / p.group, S, p.E);
+  const Matrix<T> v = head_of(g.value, b, h / p.group, S, p.Ev);
   const Matrix<T> dy = head_of(g.grad_output, b, h, p.T, p.Ev);
   A log_sum[kEach], delta[kEach], sums[kEach][kEach * Panels];
   TS_UNROLL
@@ -389,7 +324,7 @@ __global__ void __launch_bounds__(kBlock)
     TS_UNROLL
     for (int j = 0; j < kEach * Panels; ++j) sums[i][j] = A(0);
   }
-  const int64_t end = p.causal && t0 + kTile < p.S ? t0 + kTile : p.S;
+  const int64_t end = p.causal && t0 + kTile < S ? t0 + kTile : S;
   for (int64_t s0 = 0; s0 < end; s0 += kTile) {
     A scores[kEach][kEach], grads[kEach][kEach];
     multiply_rows(q, t0, k, s0, operands, scores);
@@ -399,7 +334,7 @@ __global__ void __launch_bounds__(kBlock)
       TS_UNROLL
       for (int j = 0; j < kEach; ++j) {
         const int64_t t = t0 + ty * kEach + i, s = s0 + tx + j * kSide;
-        const A weight = math::exp(score_of(p, scores[i][j], b, h, t, s) - log_sum[i]);
+        const A weight = math::exp(score_of(p, scores[i][j], S, b, h, t, s) - log_sum[i]);
         if (p.dropout > 0 && weight != A(0)) grads[i][j] *= kept<A>(p, b, h, t, s);
         grads[i][j] = weight == A(0) ? A(0) : weight * (grads[i][j] - delta[i]);
       }
@@ -426,14 +361,16 @@ __global__ void __launch_bounds__(kBlock)
   const int64_t Hk = p.H / p.group;
   const auto [b, hk, s0] = place_of(Hk, tiles_of(p.S), false);
   const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
-  const Matrix<T> k = head_of(g.key, b, hk, p.S, p.E), v = head_of(g.value, b, hk, p.S, p.Ev);
+  const int64_t S = p.keys_of(b);
+  const Matrix<T> k = head_of(g.key, b, hk, S, p.E), v = head_of(g.value, b, hk, S, p.Ev);
   A key_sums[kEach][kEach * Panels], value_sums[kEach][kEach * Panels];
   TS_UNROLL
   for (int i = 0; i < kEach; ++i) {
     TS_UNROLL
     for (int j = 0; j < kEach * Panels; ++j) key_sums[i][j] = value_sums[i][j] = A(0);
   }
-  for (int64_t h = hk * p.group; h < (hk + 1) * p.group; ++h) {
+  const int64_t heads = s0 < S ? p.group : 0;  // keys that the sample lacks: zeros
+  for (int64_t h = hk * p.group; h < hk * p.group + heads; ++h) {
     const Matrix<T> q = head_of(g.query, b, h, p.T, p.E);
     const Matrix<T> dy = head_of(g.grad_output, b, h, p.T, p.Ev);
     for (int64_t t0 = p.causal ? s0 : 0; t0 < p.T; t0 += kTile) {
@@ -447,7 +384,7 @@ __global__ void __launch_bounds__(kBlock)
         TS_UNROLL
         for (int i = 0; i < kEach; ++i) {
           const int64_t s = s0 + ty * kEach + i;
-          const A weight = math::exp(score_of(p, scores[i][j], b, h, t, s) - log_sum);
+          const A weight = math::exp(score_of(p, scores[i][j], S, b, h, t, s) - log_sum);
           const A keep = p.dropout > 0 && weight != A(0) ? kept<A>(p, b, h, t, s) : A(1);
           grads[i][j] = weight == A(0) ? A(0) : weight * (grads[i][j] * keep - delta);
           scores[i][j] = weight * keep;
@@ -473,29 +410,40 @@ __global__ void __launch_bounds__(kBlock)
 
 // ---- Launches -----------------------------------------------------------------------------------
 
-Problem problem_of(const Tensor& query, const Tensor& key, const Tensor& value,
-                   const AttentionSpec& spec) {
-  Problem p{.H = query.size(1),
-            .group = key.size(1) == 0 ? 1 : query.size(1) / key.size(1),
-            .T = query.size(2),
-            .S = key.size(2),
-            .E = query.size(3),
-            .Ev = value.size(3),
-            .scale = spec.scale,
-            .dropout = spec.dropout,
-            .causal = spec.causal,
-            .has_mask = spec.mask.defined(),
-            .mask_dtype = kBool,
-            .mask = {},
-            .stream = spec.stream};
-  if (p.has_mask) {
-    const int64_t bytes = size_of(spec.mask.dtype());
-    p.mask_dtype = spec.mask.dtype();
-    p.mask = {static_cast<char*>(spec.mask.data()), spec.mask.stride(0) * bytes,
-              spec.mask.stride(1) * bytes,          spec.mask.stride(2) * bytes,
-              spec.mask.stride(3) * bytes,          false};
+// prepared: i32 [2, B], the query and key lengths of each sample. A length that is not in [1, S] is
+// reported, and S in its place.
+template <class Length>
+__global__ void prepare_lengths_kernel(const Length* lengths, int32_t* prepared, int64_t B,
+                                       int64_t T, int64_t S, gpu::DeviceErrorWord* errors) {
+  const int64_t b = gpu::first_index();
+  if (b >= B) return;
+  const int64_t length = lengths[b];
+  const bool fits = length >= 1 && length <= S;
+  if (!fits && atomicCAS(&errors->found, 0, 1) == 0) {
+    errors->op = "scaled_dot_product_attention (lengths)";
+    errors->position = b;
+    errors->value = length;
+    errors->low = 1;
+    errors->high = S + 1;
   }
-  return p;
+  prepared[b] = static_cast<int32_t>(T);
+  prepared[B + b] = static_cast<int32_t>(fits ? length : S);
+}
+
+// Undefined where the problem has no lengths. To be held until its kernels are queued.
+Tensor prepare_lengths(const Tensor& query, const Tensor& key, const AttentionSpec& spec) {
+  if (!spec.lengths.defined()) return {};
+  const int64_t B = query.size(0);
+  const Tensor prepared = raw::empty({2, B}, kI32, query.device());
+  const Tensor lengths = contiguous(spec.lengths);
+  const auto run = [&]<class Length>() {
+    gpu::launch({.name = "attention_lengths", .grid = gpu::blocks(B, kBlock), .block = kBlock},
+                prepare_lengths_kernel<Length>, lengths.data_as<Length>(),
+                prepared.data_as<int32_t>(), B, query.size(2), key.size(2),
+                gpu::device_error_word());
+  };
+  lengths.dtype() == kI64 ? run.operator()<int64_t>() : run.operator()<int32_t>();
+  return prepared;
 }
 
 // Blocks for `pairs` of sample and head, and panels of `columns`.
@@ -521,96 +469,15 @@ void dispatch_panels(DType dtype, int64_t columns, const Run& run) {
 }
 
 void attention_by_tiles(const Tensor& query, const Tensor& key, const Tensor& value,
-                        const AttentionSpec& spec, const AttentionResult& result) {
-  const Problem p = problem_of(query, key, value, spec);
+                        const Tensor& lengths, const AttentionSpec& spec,
+                        const AttentionResult& result) {
+  const Problem p = problem_of(query, key, value, lengths, spec);
   dispatch_panels(query.dtype(), p.Ev, [&]<class T, int Panels>() {
     gpu::launch(over_tiles<T>("attention", query.size(0) * p.H, p.T, p.Ev > 0 ? p.Ev : 1, Panels),
                 attention_kernel<T, Panels>, p, view_of<T>(query), view_of<T>(key),
                 view_of<T>(value), view_of<T>(result.output),
                 result.log_sums.data_as<Compute<T>>());
   });
-}
-
-// ---- The library --------------------------------------------------------------------------------
-
-gpu::AttentionOperand operand_of(const Tensor& x) {
-  gpu::AttentionOperand result{x.stride(0), x.stride(1), x.stride(2), x.stride(3), x.data()};
-  // A dimension of one element has any stride; the library wants one that fits.
-  if (x.size(2) == 1) result.row = x.size(3);
-  if (x.size(1) == 1) result.head = x.size(2) * x.size(3);
-  if (x.size(0) == 1) result.batch = x.size(1) * x.size(2) * x.size(3);
-  return result;
-}
-
-gpu::AttentionProblem library_problem(const Tensor& query, const Tensor& key, const Tensor& value,
-                                      const AttentionResult& result, const AttentionSpec& spec) {
-  return {.dtype = query.dtype(),
-          .B = query.size(0),
-          .H = query.size(1),
-          .Hk = key.size(1),
-          .T = query.size(2),
-          .S = key.size(2),
-          .E = query.size(3),
-          .Ev = value.size(3),
-          .scale = spec.scale,
-          .causal = spec.causal,
-          .dropout = spec.dropout,
-          .has_mask = spec.mask.defined(),
-          .query = operand_of(query),
-          .key = operand_of(key),
-          .value = operand_of(value),
-          .output = operand_of(result.output),
-          .log_sums = result.log_sums.data(),
-          .deterministic = spec.policy.deterministic};
-}
-
-// The backward of a problem whose gradients lie as the operands do.
-gpu::AttentionProblem backward_of(gpu::AttentionProblem p) {
-  p.backward = true;
-  p.grad_output = p.output;
-  p.grad_query = p.query;
-  p.grad_key = p.key;
-  p.grad_value = p.value;
-  return p;
-}
-
-// Where the library draws dropout it must do so in both directions, so forward asks for both.
-bool is_served(const gpu::AttentionProblem& p, const AttentionSpec& spec) {
-  const int version = spec.policy.library ? gpu::graph_library_version() : 0;
-  if (version == 0 || !validate(p, version).empty()) return false;
-  if (spec.dropout <= 0) return true;
-  const gpu::AttentionProblem backward = backward_of(p);
-  return !spec.policy.equal_dropout && validate(backward, version).empty() &&
-         has_engine(attention_request(p)) && has_engine(attention_request(backward));
-}
-
-__global__ void store_stream_kernel(int64_t* numbers, uint64_t seed, uint64_t stream) {
-  numbers[0] = static_cast<int64_t>(seed);
-  numbers[1] = static_cast<int64_t>(stream);
-}
-
-bool run_on_library(const gpu::AttentionProblem& p, const RandomStream& stream,
-                    const Device& device) {
-  std::array<void*, gpu::kAttentionSlots> memory{};
-  memory[gpu::kQuerySlot] = p.query.data;
-  memory[gpu::kKeySlot] = p.key.data;
-  memory[gpu::kValueSlot] = p.value.data;
-  memory[gpu::kOutputSlot] = p.output.data;
-  memory[gpu::kLogSumsSlot] = p.log_sums;
-  memory[gpu::kGradOutputSlot] = p.grad_output.data;
-  memory[gpu::kGradQuerySlot] = p.grad_query.data;
-  memory[gpu::kGradKeySlot] = p.grad_key.data;
-  memory[gpu::kGradValueSlot] = p.grad_value.data;
-  Tensor numbers;
-  if (p.dropout > 0) {
-    numbers = raw::empty({2}, kI64, device);
-    int64_t* const seed = numbers.data_as<int64_t>();
-    gpu::launch({.name = "scaled_dot_product_attention"}, store_stream_kernel, seed, stream.seed,
-                stream.stream);
-    memory[gpu::kSeedSlot] = seed;
-    memory[gpu::kOffsetSlot] = seed + 1;
-  }
-  return run_graph(attention_request(p), memory);
 }
 
 AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -621,49 +488,23 @@ AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Ten
       raw::transpose(raw::empty({B, T, H, Ev}, query.dtype(), query.device()), 1, 2),
       raw::empty({B, H, T}, compute, query.device())};
   if (B * H * T == 0) return result;
-  const gpu::AttentionProblem problem = library_problem(query, key, value, result, spec);
-  if (is_served(problem, spec) && run_on_library(problem, spec.stream, query.device())) {
-    return result;
-  }
-  attention_by_tiles(query, key, value, spec, result);
+  const Tensor lengths = prepare_lengths(query, key, spec);
+  if (attention_by_library(query, key, value, lengths, spec, result)) return result;
+  attention_by_tiles(query, key, value, lengths, spec, result);
   return result;
-}
-
-bool backward_on_library(const Tensor& grad_output, const Tensor& query, const Tensor& key,
-                         const Tensor& value, const Tensor& output, const Tensor& log_sums,
-                         const AttentionSpec& spec, const Tensor& grad_query,
-                         const Tensor& grad_key, const Tensor& grad_value) {
-  gpu::AttentionProblem problem = library_problem(query, key, value, {output, log_sums}, spec);
-  if (!is_served(problem, spec)) return false;
-  problem.backward = true;
-  problem.grad_output = operand_of(grad_output);
-  problem.grad_query = operand_of(grad_query);
-  problem.grad_key = operand_of(grad_key);
-  problem.grad_value = operand_of(grad_value);
-  const int version = gpu::graph_library_version();
-  Tensor dense = grad_output;
-  if (!validate(problem, version).empty()) {  // as the gradient of a sum lies, for example
-    dense = raw::transpose(contiguous(raw::transpose(grad_output, 1, 2)), 1, 2);
-    problem.grad_output = operand_of(dense);
-  }
-  const std::string reason = validate(problem, version);
-  const bool ran = reason.empty() && run_on_library(problem, spec.stream, query.device());
-  TS_CHECK_AS(UnsupportedError, ran || spec.dropout <= 0, "scaled_dot_product_attention",
-              "forward drew dropout by ", gpu::graph_library(), ", which has no backward for it (",
-              reason.empty() ? "no engine" : reason,
-              "); set kernels::AttentionPolicy::equal_dropout");
-  return ran;
 }
 
 void attention_backward_cuda(const Tensor& grad_output, const Tensor& query, const Tensor& key,
                              const Tensor& value, const Tensor& output, const Tensor& log_sums,
                              const AttentionSpec& spec, const Tensor& grad_query,
                              const Tensor& grad_key, const Tensor& grad_value) {
-  const Problem p = problem_of(query, key, value, spec);
-  const int64_t B = query.size(0), Hk = key.size(1), rows = B * p.H * p.T;
+  const int64_t B = query.size(0), Hk = key.size(1);
+  const Tensor lengths = B > 0 ? prepare_lengths(query, key, spec) : Tensor();
+  const Problem p = problem_of(query, key, value, lengths, spec);
+  const int64_t rows = B * p.H * p.T;
   if (rows > 0 && B * Hk * p.S > 0 &&
-      backward_on_library(grad_output, query, key, value, output, log_sums, spec, grad_query,
-                          grad_key, grad_value)) {
+      attention_backward_by_library(grad_output, query, key, value, lengths, spec,
+                                    {output, log_sums}, {grad_query, grad_key, grad_value})) {
     return;
   }
   const Tensor deltas = raw::empty({B, p.H, p.T}, log_sums.dtype(), query.device());

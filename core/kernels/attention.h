@@ -30,7 +30,8 @@ struct AttentionSpec {
   double dropout =
       0;  // of probabilities; element (b, h, t, s) draws number ((b H + h) T + t) S + s
   RandomStream stream = {};
-  Tensor mask = {};  // [B, H, T, S] (expanded), bool or floating; or undefined
+  Tensor mask = {};     // [B, H, T, S] (expanded), bool or floating; or undefined
+  Tensor lengths = {};  // [B] i64 or i32: keys of each sample, 1 to S; or undefined
   AttentionPolicy policy = {};
 };
 

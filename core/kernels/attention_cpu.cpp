@@ -1,3 +1,5 @@
+#include <vector>
+
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/attention.h>
 #include <tessera/core/kernels/attention_head.h>
@@ -23,7 +25,7 @@ AttentionProblem problem_of(const Tensor& query, const Tensor& key, const Tensor
   problem.H = query.size(1);
   problem.Hk = key.size(1);
   problem.T = query.size(2);
-  problem.S = key.size(2);
+  problem.S = problem.keys = key.size(2);
   problem.E = query.size(3);
   problem.Ev = value.size(3);
   problem.scale = spec.scale;
@@ -43,6 +45,22 @@ AttentionProblem problem_of(const Tensor& query, const Tensor& key, const Tensor
   return problem;
 }
 
+// Of each sample; empty where all have all keys.
+std::vector<int64_t> lengths_of(const AttentionSpec& spec, int64_t S) {
+  std::vector<int64_t> lengths;
+  if (spec.lengths.defined()) lengths = spec.lengths.to_vector<int64_t>();
+  for (size_t b = 0; b < lengths.size(); ++b) {
+    TS_CHECK_INDEX(lengths[b] >= 1 && lengths[b] <= S, "scaled_dot_product_attention", "sample ", b,
+                   " has a length of ", lengths[b], ", which is not in [1, ", S, "]");
+  }
+  return lengths;
+}
+AttentionProblem of_sample(AttentionProblem problem, const std::vector<int64_t>& lengths,
+                           int64_t b) {
+  if (!lengths.empty()) problem.keys = lengths[static_cast<size_t>(b)];
+  return problem;
+}
+
 }  // namespace
 
 AttentionResult attention(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -58,11 +76,12 @@ AttentionResult attention(const Tensor& query, const Tensor& key, const Tensor& 
   if (query.is_meta() || B * H * T == 0) return result;
   const AttentionProblem problem =
       problem_of(query, key, value, result.output, result.log_sums, spec);
+  const std::vector<int64_t> lengths = lengths_of(spec, problem.S);
   Scratch scratch(B * H, TS_SIMD_CALL(attention_scratch_bytes, problem, false));
   parallel_for(B * H, 1, [&](int64_t begin, int64_t end) {
     char* const slice = scratch.take();
     for (int64_t i = begin; i < end; ++i) {
-      TS_SIMD_CALL(attention_head, problem, i / H, i % H, slice);
+      TS_SIMD_CALL(attention_head, of_sample(problem, lengths, i / H), i / H, i % H, slice);
     }
   });
   return result;
@@ -84,11 +103,13 @@ void attention_backward(const Tensor& grad_output, const Tensor& query, const Te
   problem.grad_query = view_of(grad_query);
   problem.grad_key = view_of(grad_key);
   problem.grad_value = view_of(grad_value);
+  const std::vector<int64_t> lengths = lengths_of(spec, problem.S);
   Scratch scratch(B * Hk, TS_SIMD_CALL(attention_scratch_bytes, problem, true));
   parallel_for(B * Hk, 1, [&](int64_t begin, int64_t end) {
     char* const slice = scratch.take();
     for (int64_t i = begin; i < end; ++i) {
-      TS_SIMD_CALL(attention_head_backward, problem, i / Hk, i % Hk, slice);
+      TS_SIMD_CALL(attention_head_backward, of_sample(problem, lengths, i / Hk), i / Hk, i % Hk,
+                   slice);
     }
   });
 }

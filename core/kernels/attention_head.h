@@ -18,6 +18,7 @@ struct AttentionProblem {
   DType dtype;  // f64, f32, f16, bf16
   bool use_amx;
   int64_t B, H, Hk, T, S, E, Ev;
+  int64_t keys;  // of S, those that the sample has
   double scale;
   bool causal;
   double dropout;

@@ -137,13 +137,13 @@ struct ForwardBuffers {
 
   ForwardBuffers(const AttentionProblem& p, void* scratch) {
     Arena arena(scratch);
-    keys = arena.take<Value>(round_up(p.S, kR) * Kernel::padded_depth(p.E));
-    values = arena.take<Value>(round_up(p.Ev, kR) * Kernel::padded_depth(p.S));
+    keys = arena.take<Value>(round_up(p.keys, kR) * Kernel::padded_depth(p.E));
+    values = arena.take<Value>(round_up(p.Ev, kR) * Kernel::padded_depth(p.keys));
     queries = arena.take<Value>(kC * Kernel::padded_depth(p.E));
-    panel = arena.take<Value>(kC * Kernel::padded_depth(p.S));
-    scores = arena.take<A>(kC * round_up(p.S, kR));
-    bias = arena.take<A>(p.has_mask ? kC * p.S : 0);
-    keep = arena.take<A>(p.dropout > 0 ? kC * p.S : 0);
+    panel = arena.take<Value>(kC * Kernel::padded_depth(p.keys));
+    scores = arena.take<A>(kC * round_up(p.keys, kR));
+    bias = arena.take<A>(p.has_mask ? kC * p.keys : 0);
+    keep = arena.take<A>(p.dropout > 0 ? kC * p.keys : 0);
     transposed = arena.take<A>(round_up(p.Ev, kR) * kC);
     rows = arena.take<A>(kC * round_up(p.Ev, 16));
     bytes = arena.used();
@@ -159,13 +159,13 @@ void forward(const AttentionProblem& p, int64_t batch, int64_t head, void* scrat
   const T* query = head_of<T>(p.query, batch, head);
   const A scale = static_cast<A>(p.scale);
   Kernel::begin();
-  pack_rows<Kernel>(head_of<T>(p.key, batch, key_head), p.key.row_stride, p.key.column_stride, p.S,
-                    p.E, buffers.keys);
+  pack_rows<Kernel>(head_of<T>(p.key, batch, key_head), p.key.row_stride, p.key.column_stride,
+                    p.keys, p.E, buffers.keys);
   pack_rows<Kernel>(head_of<T>(p.value, batch, key_head), p.value.column_stride, p.value.row_stride,
-                    p.Ev, p.S, buffers.values);
+                    p.Ev, p.keys, buffers.values);
   for (int64_t t0 = 0; t0 < p.T; t0 += kC) {
     const int64_t count = p.T - t0 < kC ? p.T - t0 : kC;
-    const int64_t keys = p.causal && t0 + count < p.S ? t0 + count : p.S;
+    const int64_t keys = p.causal && t0 + count < p.keys ? t0 + count : p.keys;
     pack_columns<Kernel>(query + t0 * p.query.row_stride, p.query.column_stride, p.query.row_stride,
                          count, p.E, buffers.queries);
     A* const scores = buffers.scores;  // (keys, kC)
@@ -213,7 +213,7 @@ void forward(const AttentionProblem& p, int64_t batch, int64_t head, void* scrat
     }
     const auto* panel = as_panel<Kernel>(scores, keys, buffers.panel);
     multiply_panels<Kernel>(round_up(p.Ev, kR), kC, keys, buffers.values, panel, buffers.transposed,
-                            kC, false, p.S);
+                            kC, false, p.keys);
     A* log_sums = static_cast<A*>(p.log_sums) + (batch * p.H + head) * p.T + t0;
     for (int64_t c = 0; c < count; ++c) {
       log_sums[c] =
@@ -265,8 +265,8 @@ struct BackwardBuffers {
     bias = arena.take<A>(p.has_mask ? p.T * kC : 0);
     keep = arena.take<A>(p.dropout > 0 ? p.T * kC : 0);
     grad_query = arena.take<A>(rows_T * round_up(p.E, kC));
-    grad_key = arena.take<A>(round_up(p.S, kC) * p.E);
-    grad_value = arena.take<A>(round_up(p.S, kC) * p.Ev);
+    grad_key = arena.take<A>(round_up(p.keys, kC) * p.E);
+    grad_value = arena.take<A>(round_up(p.keys, kC) * p.Ev);
     transposed = arena.take<A>(round_up(widest, kR) * kC);
     rows = arena.take<A>(kC * round_up(widest, 16));
     delta = arena.take<A>(p.T);
@@ -318,11 +318,11 @@ void backward_query_head(const AttentionProblem& p, const BackwardBuffers<Kernel
   const int64_t rows_T = round_up(p.T, kR);
   __builtin_memset(buffers.grad_query, 0, static_cast<size_t>(rows_T * width_E) * sizeof(A));
 
-  for (int64_t s0 = 0; s0 < p.S; s0 += kC) {
+  for (int64_t s0 = 0; s0 < p.keys; s0 += kC) {
     // Queries from `first` on see these keys; a whole panel of rows begins there.
     const int64_t first = p.causal ? s0 / kR * kR : 0;
     if (first >= p.T) break;
-    const int64_t count = p.S - s0 < kC ? p.S - s0 : kC;
+    const int64_t count = p.keys - s0 < kC ? p.keys - s0 : kC;
     const int64_t depth = p.T - first;
     pack_columns<Kernel>(key + s0 * k.row_stride, k.column_stride, k.row_stride, count, p.E,
                          buffers.key_panel);
@@ -387,26 +387,41 @@ void backward_query_head(const AttentionProblem& p, const BackwardBuffers<Kernel
              p.grad_query.column_stride);
 }
 
+// Keys that the sample does not have.
+template <class T>
+void clear_padding(const AttentionProblem& p, const HeadView& grad, int64_t columns, int64_t batch,
+                   int64_t key_head) {
+  T* const rows = mutable_head_of<T>(grad, batch, key_head);
+  for (int64_t s = p.keys; s < p.S; ++s) {
+    for (int64_t e = 0; e < columns; ++e) {
+      rows[s * grad.row_stride + e * grad.column_stride] = store<T>(0.0f);
+    }
+  }
+}
+
 template <class Kernel, class T>
 void backward(const AttentionProblem& p, int64_t batch, int64_t key_head, void* scratch) {
   using A = typename Kernel::Accumulator;
   constexpr int64_t kC = Kernel::kColumns;
   const BackwardBuffers<Kernel> buffers(p, scratch);
   const int64_t group = p.H / p.Hk;
-  __builtin_memset(buffers.grad_key, 0, static_cast<size_t>(round_up(p.S, kC) * p.E) * sizeof(A));
+  __builtin_memset(buffers.grad_key, 0,
+                   static_cast<size_t>(round_up(p.keys, kC) * p.E) * sizeof(A));
   __builtin_memset(buffers.grad_value, 0,
-                   static_cast<size_t>(round_up(p.S, kC) * p.Ev) * sizeof(A));
+                   static_cast<size_t>(round_up(p.keys, kC) * p.Ev) * sizeof(A));
   Kernel::begin();
   for (int64_t i = 0; i < group; ++i) {
     backward_query_head<Kernel, T>(p, buffers, batch, key_head * group + i, key_head);
   }
   Kernel::end();
-  store_rows(buffers.grad_key, p.E, p.S, p.E, static_cast<A>(p.scale),
+  store_rows(buffers.grad_key, p.E, p.keys, p.E, static_cast<A>(p.scale),
              mutable_head_of<T>(p.grad_key, batch, key_head), p.grad_key.row_stride,
              p.grad_key.column_stride);
-  store_rows(buffers.grad_value, p.Ev, p.S, p.Ev, A(1),
+  store_rows(buffers.grad_value, p.Ev, p.keys, p.Ev, A(1),
              mutable_head_of<T>(p.grad_value, batch, key_head), p.grad_value.row_stride,
              p.grad_value.column_stride);
+  clear_padding<T>(p, p.grad_key, p.E, batch, key_head);
+  clear_padding<T>(p, p.grad_value, p.Ev, batch, key_head);
 }
 
 #if defined(TESSERA_AMX_KERNEL)
@@ -431,8 +446,8 @@ bool all_small(const HeadView& view, int64_t batch, int64_t head, int64_t rows, 
 // for infinities, NaN and enormous numbers.
 bool splits(const AttentionProblem& p) { return p.use_amx && p.dtype == kF32 && p.T >= 32; }
 bool splits_keys(const AttentionProblem& p, int64_t batch, int64_t key_head) {
-  return splits(p) && all_small(p.key, batch, key_head, p.S, p.E) &&
-         all_small(p.value, batch, key_head, p.S, p.Ev);
+  return splits(p) && all_small(p.key, batch, key_head, p.keys, p.E) &&
+         all_small(p.value, batch, key_head, p.keys, p.Ev);
 }
 #else
 bool splits(const AttentionProblem&) { return false; }

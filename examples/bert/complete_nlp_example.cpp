@@ -88,7 +88,8 @@ void train(const Options& options) {
       {
         const auto micro = accelerator.accumulate(*model);
         const auto out = (*model)(
-            batch.ids, bert::TokenFeatures{batch.type_ids, batch.attention_mask}, batch.labels);
+            batch.ids, bert::TokenFeatures{.type_ids = batch.type_ids, .lengths = batch.lengths},
+            batch.labels);
         accelerator.backward(out.loss);
         accelerator.clip_grad_norm(model->parameters(), 1.0);
         optimizer.step();

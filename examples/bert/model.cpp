@@ -40,14 +40,14 @@ SelfAttention::SelfAttention(const BertConfig& config)
       key(add<nn::Linear>("key", config.width, config.width)),
       value(add<nn::Linear>("value", config.width, config.width)) {}
 
-Tensor SelfAttention::forward(const Tensor& x, const Tensor& mask) {
+Tensor SelfAttention::forward(const Tensor& x, const VisibleKeys& keys) {
   const int64_t B = x.size(0), T = x.size(1), C = x.size(2);
   const auto by_head = [&](const Tensor& y) {
     return y.view({B, T, heads, C / heads}).transpose(1, 2);
   };
-  const Tensor y =
-      scaled_dot_product_attention(by_head(query(x)), by_head(key(x)), by_head(value(x)),
-                                   {.mask = mask, .dropout = is_training() ? dropout : 0});
+  const Tensor y = scaled_dot_product_attention(
+      by_head(query(x)), by_head(key(x)), by_head(value(x)),
+      {.mask = keys.mask, .lengths = keys.lengths, .dropout = is_training() ? dropout : 0});
   return y.transpose(1, 2).reshape({B, T, C});
 }
 
@@ -67,7 +67,9 @@ Attention::Attention(const BertConfig& config)
     : self(add<SelfAttention>("self", config)),
       output(add<SublayerOutput>("output", config.width, config)) {}
 
-Tensor Attention::forward(const Tensor& x, const Tensor& mask) { return output(self(x, mask), x); }
+Tensor Attention::forward(const Tensor& x, const VisibleKeys& keys) {
+  return output(self(x, keys), x);
+}
 
 Intermediate::Intermediate(const BertConfig& config)
     : dense(add<nn::Linear>("dense", config.width, config.inner_width())) {}
@@ -81,8 +83,8 @@ Layer::Layer(const BertConfig& config)
       intermediate(add<Intermediate>("intermediate", config)),
       output(add<SublayerOutput>("output", config.inner_width(), config)) {}
 
-Tensor Layer::forward(const Tensor& x, const Tensor& mask) {
-  const Tensor attended = attention(x, mask);
+Tensor Layer::forward(const Tensor& x, const VisibleKeys& keys) {
+  const Tensor attended = attention(x, keys);
   return output(intermediate(attended), attended);
 }
 
@@ -90,9 +92,9 @@ Encoder::Encoder(const BertConfig& config) : layer(add<nn::ModuleList>("layer"))
   for (int64_t i = 0; i < config.layers; ++i) layer.append<Layer>(config);
 }
 
-Tensor Encoder::forward(const Tensor& x, const Tensor& mask) {
+Tensor Encoder::forward(const Tensor& x, const VisibleKeys& keys) {
   Tensor y = x;
-  for (size_t i = 0; i < layer.size(); ++i) y = layer.at<Layer>(i)(y, mask);
+  for (size_t i = 0; i < layer.size(); ++i) y = layer.at<Layer>(i)(y, keys);
   return y;
 }
 
@@ -107,15 +109,16 @@ Model::Model(const BertConfig& config)
       pooler(add<Pooler>("pooler", config)) {}
 
 Tensor Model::forward(const Tensor& ids, const TokenFeatures& features) {
-  Tensor mask;
+  VisibleKeys keys{.lengths = features.lengths};
   if (features.attention_mask.defined()) {
+    TS_CHECK(!features.lengths.defined(), "bert", "takes attention_mask or lengths, not both");
     TS_CHECK_SHAPE(features.attention_mask.shape() == ids.shape(), "bert",
                    "attention_mask must have the shape of ids; got ", features.attention_mask,
                    " and ", ids);
     // Every query sees the keys that are tokens: [B, 1, 1, T].
-    mask = ne(features.attention_mask, 0).unsqueeze(1).unsqueeze(1);
+    keys.mask = ne(features.attention_mask, 0).unsqueeze(1).unsqueeze(1);
   }
-  return encoder(embeddings(ids, features.type_ids), mask);
+  return encoder(embeddings(ids, features.type_ids), keys);
 }
 
 Bert::Bert(const BertConfig& config)

@@ -2,9 +2,11 @@
 // files of HuggingFace transformers' BertForSequenceClassification.
 //
 //     bert::Bert model({.vocab_size = 30522, .width = 128, .layers = 2, .heads = 2, .labels = 77});
-//     auto out = model(batch.ids, bert::TokenFeatures{batch.type_ids, batch.attention_mask},
-//     batch.labels); out.loss.backward(); model.save("folder");                  // config.json,
-//     model.safetensors auto same = bert::Bert::load("folder");  // also any BERT from the hub
+//     bert::TokenFeatures features{.type_ids = batch.type_ids, .lengths = batch.lengths};
+//     auto out = model(batch.ids, features, batch.labels);
+//     out.loss.backward();
+//     model.save("folder");                     // config.json, model.safetensors
+//     auto same = bert::Bert::load("folder");   // also any BERT from the hub
 #pragma once
 
 #include <cstdint>
@@ -59,9 +61,16 @@ struct Embeddings : nn::Module<Embeddings> {
   nn::LayerNorm& norm;
 };
 
+// Which keys are tokens: at most one of the two is defined.
+struct VisibleKeys {
+  Tensor mask = {};     // [B, 1, 1, T] bool
+  Tensor lengths = {};  // [B], of rows that are padded on the right
+  void visit_tensors(auto&& visit) { visit(mask), visit(lengths); }
+};
+
 struct SelfAttention : nn::Module<SelfAttention> {
   explicit SelfAttention(const BertConfig& config);
-  Tensor forward(const Tensor& x, const Tensor& mask);
+  Tensor forward(const Tensor& x, const VisibleKeys& keys);
 
   const int64_t heads;
   const double dropout;
@@ -82,7 +91,7 @@ struct SublayerOutput : nn::Module<SublayerOutput> {
 
 struct Attention : nn::Module<Attention> {
   explicit Attention(const BertConfig& config);
-  Tensor forward(const Tensor& x, const Tensor& mask);
+  Tensor forward(const Tensor& x, const VisibleKeys& keys);
 
   SelfAttention& self;
   SublayerOutput& output;
@@ -97,7 +106,7 @@ struct Intermediate : nn::Module<Intermediate> {
 
 struct Layer : nn::Module<Layer> {
   explicit Layer(const BertConfig& config);
-  Tensor forward(const Tensor& x, const Tensor& mask);
+  Tensor forward(const Tensor& x, const VisibleKeys& keys);
 
   Attention& attention;
   Intermediate& intermediate;
@@ -106,7 +115,7 @@ struct Layer : nn::Module<Layer> {
 
 struct Encoder : nn::Module<Encoder> {
   explicit Encoder(const BertConfig& config);
-  Tensor forward(const Tensor& x, const Tensor& mask);
+  Tensor forward(const Tensor& x, const VisibleKeys& keys);
 
   nn::ModuleList& layer;
 };
@@ -121,7 +130,9 @@ struct Pooler : nn::Module<Pooler> {
 struct TokenFeatures {
   Tensor type_ids = {};        // [B, T] i64: which text a token is of; undefined: all of the first
   Tensor attention_mask = {};  // [B, T], 0 for padding; undefined: no padding
-  void visit_tensors(auto&& visit) { visit(type_ids), visit(attention_mask); }
+  // [B] i64 instead of the mask, for padding on the right: attention passes it over.
+  Tensor lengths = {};
+  void visit_tensors(auto&& visit) { visit(type_ids), visit(attention_mask), visit(lengths); }
 };
 
 struct Model : nn::Module<Model> {

@@ -46,7 +46,8 @@ double train(const bert::TaskOptions& options) {
     for (auto& batch : loader) {
       const auto micro = accelerator.accumulate(*model);
       const auto out = (*model)(
-          batch.ids, bert::TokenFeatures{batch.type_ids, batch.attention_mask}, batch.labels);
+          batch.ids, bert::TokenFeatures{.type_ids = batch.type_ids, .lengths = batch.lengths},
+          batch.labels);
       accelerator.backward(out.loss);
       accelerator.clip_grad_norm(model->parameters(), 1.0);
       optimizer.step();

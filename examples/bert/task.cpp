@@ -102,7 +102,8 @@ examples::ClassificationScore evaluate(Accelerator& accelerator, Bert& model,
   examples::ClassificationScore score(model.config.labels);
   for (auto& batch : loader) {
     const Tensor logits =
-        model(batch.ids, TokenFeatures{batch.type_ids, batch.attention_mask}).logits;
+        model(batch.ids, TokenFeatures{.type_ids = batch.type_ids, .lengths = batch.lengths})
+            .logits;
     const auto [predictions, labels] =
         accelerator.gather_for_metrics(std::pair(logits.argmax(-1), batch.labels));
     score.add(predictions, labels);

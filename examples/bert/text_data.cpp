@@ -110,6 +110,7 @@ tessera::bert::TextBatch tessera::data::Collate<tessera::bert::TextExample>::bat
   batch.ids = zeros({rows, columns}, {.dtype = kI64});
   batch.type_ids = zeros({rows, columns}, {.dtype = kI64});
   batch.attention_mask = zeros({rows, columns}, {.dtype = kI64});
+  batch.lengths = empty({rows}, {.dtype = kI64});
   batch.labels = empty({rows}, {.dtype = kI64});
   for (size_t row = 0; row < examples.size(); ++row) {
     const bert::TextExample& example = examples[row];
@@ -117,6 +118,7 @@ tessera::bert::TextBatch tessera::data::Collate<tessera::bert::TextExample>::bat
     std::copy(example.type_ids.begin(), example.type_ids.end(),
               batch.type_ids.data_as<int64_t>() + row * length);
     std::fill_n(batch.attention_mask.data_as<int64_t>() + row * length, example.ids.size(), 1);
+    batch.lengths.data_as<int64_t>()[row] = static_cast<int64_t>(example.ids.size());
     batch.labels.data_as<int64_t>()[row] = example.label;
   }
   return batch;

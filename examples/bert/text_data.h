@@ -27,9 +27,9 @@ struct TextExample {
 // Padded on the right to the longest example of the batch.
 struct TextBatch {
   Tensor ids, type_ids, attention_mask;  // i64[B, T]
-  Tensor labels;                         // i64[B]
+  Tensor lengths, labels;                // i64[B]
   void visit_tensors(auto&& visit) {
-    visit(ids), visit(type_ids), visit(attention_mask), visit(labels);
+    visit(ids), visit(type_ids), visit(attention_mask), visit(lengths), visit(labels);
   }
 };
 

@@ -3,15 +3,18 @@
 // given.
 #include <gtest/gtest.h>
 
-#include <array>
+#include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/attention_graph.h>
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/cuda/emulation/graph_model.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
@@ -36,7 +39,7 @@ struct Outcome {
 
 // Forward and backward with a gradient that is dense, or as a sum over everything gives it.
 Outcome run(const Case& c, const Device& device, DType compute, bool dense_gradient,
-            const Tensor& mask = {}) {
+            const Tensor& mask = {}, const Tensor& lengths = {}) {
   manual_seed(11);
   const auto leaf = [&](int64_t heads, int64_t rows, int64_t width) {
     // [B, rows, heads, width] in memory, as linear layers give it
@@ -48,6 +51,7 @@ Outcome run(const Case& c, const Device& device, DType compute, bool dense_gradi
   AttentionOptions options{.dropout = c.dropout, .causal = c.causal, .enable_gqa = c.H != c.Hk};
   options.stream = RandomStream{5, 7};
   if (mask.defined()) options.mask = mask.to(device);
+  if (lengths.defined()) options.lengths = lengths.to(device);
   const Tensor y = scaled_dot_product_attention(q, k, v, options);
   dense_gradient ? backward(sum(mul(y, up))) : backward(sum(y));
   return {y.to_vector(), q.grad().to_vector(), k.grad().to_vector(), v.grad().to_vector()};
@@ -102,6 +106,17 @@ TEST(AttentionTiles, MasksHideKeysAndAddToScoresAndRowsWithoutKeysAreZero) {
   const Tensor added = tensor(visible, {70, 90}, kF32);
   expect_near(run(c, kGpu, kF32, true, added), run(c, kCpu, kF32, true, added),
               64 * epsilon_of(kF32), "added");
+}
+
+TEST(AttentionTiles, PassOverThePaddingOfASample) {
+  for (const Case& c : {Case{"padded", 3, 1, 1, 20, 150, 8, 12, kF32},
+                        Case{"causal, grouped", 3, 2, 1, 70, 70, 8, 8, kF32, true},
+                        Case{"dropout", 3, 1, 1, 9, 66, 8, 8, kF32, false, 0.3}}) {
+    const auto S = static_cast<double>(c.S);
+    const Tensor lengths = tensor(std::vector<double>{5, S, 65}, {3}, kI64);
+    expect_near(run(c, kGpu, c.dtype, true, {}, lengths), run(c, kCpu, c.dtype, true, {}, lengths),
+                64 * epsilon_of(c.dtype), c.name);
+  }
 }
 
 // ---- The library --------------------------------------------------------------------------------
@@ -196,9 +211,6 @@ TEST_F(AttentionLibrary, IsNotAskedForWhatItDoesNotServe) {
   c.dtype = kF32;
   EXPECT_EQ(asked(c), "");
   c = good;
-  c.causal = false;
-  EXPECT_EQ(asked(c, tensor(std::vector<double>(256, 1), {16, 16}, kBool)), "");
-  c = good;
   c.dropout = 0.2;
   EXPECT_EQ(asked(c), "forward backward");
   policy().equal_dropout = true;
@@ -217,73 +229,104 @@ TEST_F(AttentionLibrary, IsNotAskedForWhatItDoesNotServe) {
 }
 
 TEST_F(AttentionLibrary, HidesWhatLiesBeyondTheLengthsOfASample) {
-  constexpr int64_t B = 2, H = 2, T = 16, E = 8;
-  manual_seed(5);
-  const Tensor q = randn({B, T, H, E}).to(kBF16), k = randn({B, T, H, E}).to(kBF16),
-               v = randn({B, T, H, E}).to(kBF16), up = randn({B, T, H, E}).to(kBF16);
-  const std::vector<double> lengths = {16, 5};
-  // The CPU sees the same as a mask; rows beyond a length do not count.
-  std::vector<double> visible(B * T * T), counts(B * T * H * E);
-  for (int64_t i = 0; i < B * T * T; ++i) {
-    const double length = lengths[static_cast<size_t>(i / (T * T))];
-    visible[static_cast<size_t>(i)] = static_cast<double>(i % T) < length;
+  for (const Case& c : {Case{"padded", 3, 2, 2, 20, 20, 16, 24, kBF16},
+                        Case{"causal", 3, 2, 2, 24, 24, 16, 16, kF16, true},
+                        Case{"cross, grouped", 3, 4, 2, 12, 40, 8, 8, kBF16},
+                        Case{"dropout", 3, 2, 2, 16, 16, 16, 16, kBF16, false, 0.25}}) {
+    for (const DType dtype : {kI64, kI32}) {
+      const auto S = static_cast<double>(c.S);
+      const Tensor lengths = tensor(std::vector<double>{S, 5, 1}, {3}, dtype);
+      const Outcome expected = run(c, kCpu, kF32, true, {}, lengths);
+      // The model leaves NaN in gradients of keys that are not there.
+      expect_near(run(c, kGpu, c.dtype, true, {}, lengths), expected, kBound, c.name);
+      ASSERT_EQ(model().ran.size(), 2U) << c.name;
+      for (const std::string& key : model().ran) {
+        EXPECT_NE(key.find(" lengths"), std::string::npos) << key;
+      }
+      EXPECT_EQ(ran(), "forward backward") << c.name;
+    }
   }
-  for (int64_t i = 0; i < B * T * H * E; ++i) {
-    counts[static_cast<size_t>(i)] =
-        static_cast<double>(i / (H * E) % T) < lengths[static_cast<size_t>(i / (T * H * E))];
-  }
-  const Tensor counted = tensor(counts, {B, T, H, E}, kF32);
-  const auto leaf = [](const Tensor& x) {
-    return x.to(kF32).transpose(1, 2).detach().set_requires_grad();
-  };
-  const Tensor cpu_q = leaf(q), cpu_k = leaf(k), cpu_v = leaf(v);
-  const Tensor y = scaled_dot_product_attention(cpu_q, cpu_k, cpu_v,
-                                                {.mask = tensor(visible, {B, 1, T, T}, kBool)});
-  backward(sum(mul(y, mul(up.to(kF32), counted).transpose(1, 2))));
+}
 
-  const auto on_gpu = [&](const Tensor& x) { return x.to(kGpu); };
-  const Tensor gq = on_gpu(q), gk = on_gpu(k), gv = on_gpu(v),
-               dy = on_gpu(mul(up.to(kF32), counted).to(kBF16)),
-               out = zeros({B, T, H, E}, {.dtype = kBF16, .device = kGpu}),
-               sums = zeros({B, H, T}, {.device = kGpu}), n = on_gpu(tensor(lengths, {B}, kI32));
-  const Tensor dq = zeros_like(gq), dk = zeros_like(gq), dv = zeros_like(gq);
-  const auto operand = [&](const Tensor& x) {
-    return gpu::AttentionOperand{T * H * E, E, H * E, 1, x.data()};
-  };
-  gpu::AttentionProblem p{.B = B, .H = H, .Hk = H, .T = T, .S = T, .E = E, .Ev = E};
-  p.scale = 1 / std::sqrt(8.0);
-  p.has_lengths = true;
-  p.query = operand(gq);
-  p.key = operand(gk);
-  p.value = operand(gv);
-  p.output = operand(out);
-  p.log_sums = sums.data();
-  std::array<void*, gpu::kAttentionSlots> memory{};
-  memory[gpu::kQuerySlot] = gq.data();
-  memory[gpu::kKeySlot] = gk.data();
-  memory[gpu::kValueSlot] = gv.data();
-  memory[gpu::kOutputSlot] = out.data();
-  memory[gpu::kLogSumsSlot] = sums.data();
-  memory[gpu::kQueryLengthsSlot] = memory[gpu::kKeyLengthsSlot] = n.data();
-  memory[gpu::kGradOutputSlot] = dy.data();
-  memory[gpu::kGradQuerySlot] = dq.data();
-  memory[gpu::kGradKeySlot] = dk.data();
-  memory[gpu::kGradValueSlot] = dv.data();
-  ASSERT_EQ(validate(p, 91900), "");
-  EXPECT_TRUE(run_graph(attention_request(p), memory));
-  p.backward = true;
-  p.grad_output = operand(dy);
-  p.grad_query = operand(dq);
-  p.grad_key = operand(dk);
-  p.grad_value = operand(dv);
-  ASSERT_EQ(validate(p, 91900), "");
-  EXPECT_TRUE(run_graph(attention_request(p), memory));
-  // [B, H, T, E] of the CPU as the GPU's tensors lie.
-  const auto as_rows = [](const Tensor& x) { return x.transpose(1, 2).contiguous().to_vector(); };
-  expect_near(out.to_vector(), mul(y.transpose(1, 2), counted).to_vector(), kBound, "output");
-  expect_near(dq.to_vector(), as_rows(cpu_q.grad()), kBound, "grad_query");
-  expect_near(dk.to_vector(), as_rows(cpu_k.grad()), kBound, "grad_key");
-  expect_near(dv.to_vector(), as_rows(cpu_v.grad()), kBound, "grad_value");
+// Of [B, H, T, S] = [2, 2, 20, 36], each dimension or 1 for it.
+Tensor some_mask(const Shape& shape, DType dtype) {
+  std::vector<double> values;
+  for (int64_t i = 0; i < numel_of(shape); ++i) {
+    const bool seen = (i * 7 + i / 36) % 3 != 0;
+    values.push_back(dtype == kBool ? seen : seen ? static_cast<double>(i % 5) - 2 : -INFINITY);
+  }
+  return tensor(values, shape, dtype);
+}
+
+TEST_F(AttentionLibrary, GetsMasksAsWhatIsAddedToTheScores) {
+  Case c{"mask", 2, 2, 2, 20, 36, 16, 24, kBF16};
+  for (const auto& [shape, dtype] :
+       std::initializer_list<std::pair<Shape, DType>>{{{20, 36}, kBool},
+                                                      {{2, 1, 1, 36}, kF32},
+                                                      {{2, 2, 20, 36}, kBF16},
+                                                      {{1, 2, 20, 36}, kF16},
+                                                      {{2, 1, 20, 36}, kF64}}) {
+    const Tensor mask = some_mask(shape, dtype);
+    expect_near(run(c, kGpu, kBF16, true, mask), run(c, kCpu, kF32, true, mask), kBound,
+                mask.describe());
+    ASSERT_EQ(model().ran.size(), 2U) << mask;
+    EXPECT_NE(model().ran[1].find(" bias f32 "), std::string::npos) << model().ran[1];
+    EXPECT_EQ(ran(), "forward backward");
+  }
+  run(c, kGpu, kBF16, true, some_mask({2, 1, 1, 36}, kBool));
+  EXPECT_NE(model().ran[0].find(" bias f32 2,1,1 36,36,36"), std::string::npos) << model().ran[0];
+  model().ran.clear();
+  c.dropout = 0.25;
+  const Tensor mask = some_mask({20, 36}, kBool);
+  expect_near(run(c, kGpu, kBF16, true, mask), run(c, kCpu, kF32, true, mask), kBound, "dropout");
+  EXPECT_EQ(ran(), "forward backward");
+}
+
+TEST_F(AttentionLibrary, RowsWithoutKeysAreZerosAndHaveNoGradients) {
+  const Case c{"hidden rows", 2, 2, 2, 20, 36, 16, 16, kBF16};
+  for (const double hidden : {0.0, -HUGE_VAL}) {
+    const DType dtype = hidden == 0 ? kBool : kF32;
+    std::vector<double> values(20 * 36, hidden == 0 ? 1 : 0.5);
+    for (size_t s = 0; s < 36; ++s) values[7 * 36 + s] = hidden;
+    for (size_t s = 0; s < 35; ++s) values[8 * 36 + s] = hidden;  // one key is left
+    const Tensor mask = tensor(values, {20, 36}, dtype);
+    const Outcome got = run(c, kGpu, kBF16, true, mask);
+    EXPECT_EQ(ran(), "forward backward");
+    expect_near(got, run(c, kCpu, kF32, true, mask), kBound, mask.describe());
+    for (size_t e = 0; e < 16; ++e) {
+      EXPECT_EQ(got.output[7 * 16 + e], 0);
+      EXPECT_EQ(got.query[7 * 16 + e], 0);
+    }
+  }
+  // A whole sample, as masks of padding say it: nothing comes of it or goes to it.
+  std::vector<double> sample(2 * 36, 1);
+  std::fill(sample.begin(), sample.begin() + 36, 0);
+  const Tensor mask = tensor(sample, {2, 1, 1, 36}, kBool);
+  expect_near(run(c, kGpu, kBF16, true, mask), run(c, kCpu, kF32, true, mask), kBound, "sample");
+  EXPECT_EQ(ran(), "forward backward");
+}
+
+TEST_F(AttentionLibrary, NumbersAsLargeAsThoseThatHideAreStillCompared) {
+  const Case c{"lowest", 1, 1, 1, 8, 8, 8, 8, kBF16};
+  // Some libraries hide with the lowest number: a row of it and -infinity sees what has the number.
+  std::vector<double> values(64, 0.0);
+  for (size_t s = 0; s < 8; ++s) values[3 * 8 + s] = s % 2 == 0 ? -3e38 : -INFINITY;
+  const Outcome got = run(c, kGpu, kBF16, true, tensor(values, {8, 8}, kF32));
+  EXPECT_EQ(ran(), "forward backward");
+  for (size_t s = 0; s < 8; ++s) values[3 * 8 + s] = s % 2 == 0 ? 0.0 : -INFINITY;
+  expect_near(got, run(c, kCpu, kF32, true, tensor(values, {8, 8}, kF32)), kBound, c.name);
+}
+
+TEST_F(AttentionLibrary, LengthsThatDoNotFitAreErrorsWhereTheDeviceIsWaitedFor) {
+  const Case c{"wrong", 2, 1, 1, 8, 8, 8, 8, kBF16};
+  for (const bool library : {true, false}) {
+    policy().library = library;
+    for (const double wrong : {0.0, 9.0, -3.0}) {
+      const Tensor lengths = tensor(std::vector<double>{8, wrong}, {2}, kI64);
+      EXPECT_THROW(run(c, kGpu, kBF16, true, {}, lengths), IndexError) << wrong;
+      EXPECT_NO_THROW(gpu::synchronize(0)) << "told once";
+    }
+  }
 }
 
 // ---- Convolution --------------------------------------------------------------------------------

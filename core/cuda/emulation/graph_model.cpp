@@ -197,14 +197,20 @@ class Run {
   int64_t length(const GraphNode& node, size_t i, int64_t batch, int64_t all) {
     return node.inputs[i] < 0 ? all : static_cast<int64_t>(input(node, i).read(batch));
   }
+  // Rows beyond a sample's length: 0 between operations, and not a number in memory, as nothing is
+  // promised there.
   void matmul(const GraphNode& node) {
+    const bool in_memory =
+        graph_.tensors[static_cast<size_t>(node.outputs[0])].role == GraphRole::kMemory;
+    const double beyond = in_memory ? std::numeric_limits<double>::quiet_NaN() : 0;
     const Value &a = input(node, 0), &b = input(node, 1), &c = output(node);
     for_each_index(c.sizes, [&](const Shape& index) {
       const int64_t rows = length(node, 2, index[0], c.sizes[2]);
       const int64_t columns = length(node, 3, index[0], c.sizes[3]);
       const int64_t inner = length(node, 4, index[0], a.sizes[3]);
-      double sum = 0;
+      double sum = beyond;
       if (index[2] < rows && index[3] < columns) {
+        sum = 0;
         for (int64_t k = 0; k < inner; ++k) {
           const Shape left = {index[0], index[1] / (c.sizes[1] / a.sizes[1]), index[2], k};
           const Shape right = {index[0], index[1] / (c.sizes[1] / b.sizes[1]), k, index[3]};
