@@ -39,7 +39,8 @@ mapfile -t all < <(apt-cache depends --recurse --no-recommends --no-suggests --n
 downloads=$(mktemp -d)
 trap 'rm -rf "$downloads"' EXIT
 echo "Fetching ${#all[@]} packages"
-(cd "$downloads" && apt-get -qq download "${all[@]}")
+# As who runs it: apt's own user cannot write to a folder of somebody else.
+(cd "$downloads" && apt-get -qq -o APT::Sandbox::User="$(id -un)" download "${all[@]}")
 for package in "$downloads"/*.deb; do
   dpkg-deb -x "$package" "$prefix"
 done

@@ -18,6 +18,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 out=out/gpu
+prefix=
 quick=0
 rehearse=0
 while [[ $# -gt 0 ]]; do
@@ -26,6 +27,7 @@ while [[ $# -gt 0 ]]; do
       [[ $# -ge 2 ]] || { echo "test_gpu.sh: $1 needs a folder" >&2; exit 2; }
       if [[ $1 == --out ]]; then out=$2; else
         [[ -r $2/environment ]] || { echo "test_gpu.sh: $2 was not made by portable_prefix.sh" >&2; exit 2; }
+        prefix=$2
         # shellcheck disable=SC1091
         source "$2/environment"
       fi
@@ -62,6 +64,10 @@ failed=0
   while IFS= read -r line; do printf -- '- GPU, driver, memory: %s\n' "$line"; done <<< "$gpu"
   printf -- '- toolkit: %s\n' "$(nvcc --version | sed -n 's/.*release //p')"
   printf -- '- compiler: %s\n' "$(c++ --version | head -n 1)"
+  printf -- '- libraries: %s\n' "${prefix:-of the system}"
+  if [[ $rehearse -eq 1 ]]; then
+    printf -- '- emulated programs and tiny sizes under the names of the large ones: no figure below means anything\n'
+  fi
   printf -- '- commit: %s%s\n\n' "$(git rev-parse HEAD 2> /dev/null || echo unknown)" \
     "$([[ -z $(git status --porcelain 2> /dev/null) ]] || echo ', changed')"
   printf '| part | result | seconds |\n|---|---|---|\n'
