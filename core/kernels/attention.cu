@@ -1,5 +1,5 @@
-// Attention on a GPU: cuDNN where it serves the problem, else the tiles below, for any mask,
-// dropout, grouped heads, width and dtype; they are what the emulation runs.
+// Attention on a GPU: cuDNN where it serves the problem, else tensor cores (attention_tensor.cu)
+// for f16 and bf16, else the tiles below, for any mask, dropout, grouped heads, width and dtype.
 //
 // Method: Dao, "FlashAttention-2" (2023). A block holds 64 rows of queries and walks over tiles of
 // 64 keys: the scores of a pair of tiles exist in registers and shared memory only. A running
@@ -461,10 +461,14 @@ gpu::LaunchConfig over_tiles(const char* name, int64_t pairs, int64_t rows, int6
 template <class Run>
 void dispatch_panels(DType dtype, int64_t columns, const Run& run) {
   dispatch_floating(dtype, "scaled_dot_product_attention", [&]<class T>() {
-    if constexpr (sizeof(Compute<T>) == 4) {
-      if (columns > kTile) return run.template operator()<T, 2>();
+    if constexpr (sizeof(T) == 2) {  // comes here for its width
+      return run.template operator()<T, 2>();
+    } else {
+      if constexpr (sizeof(T) == 4) {
+        if (columns > kTile) return run.template operator()<T, 2>();
+      }
+      run.template operator()<T, 1>();
     }
-    run.template operator()<T, 1>();
   });
 }
 
@@ -472,6 +476,9 @@ void attention_by_tiles(const Tensor& query, const Tensor& key, const Tensor& va
                         const Tensor& lengths, const AttentionSpec& spec,
                         const AttentionResult& result) {
   const Problem p = problem_of(query, key, value, lengths, spec);
+  if (runs_on_tensor_cores(p, query.dtype())) {
+    return attention_on_tensor_cores(p, query, key, value, result);
+  }
   dispatch_panels(query.dtype(), p.Ev, [&]<class T, int Panels>() {
     gpu::launch(over_tiles<T>("attention", query.size(0) * p.H, p.T, p.Ev > 0 ? p.Ev : 1, Panels),
                 attention_kernel<T, Panels>, p, view_of<T>(query), view_of<T>(key),
@@ -522,9 +529,18 @@ void attention_backward_cuda(const Tensor& grad_output, const Tensor& query, con
   };
   const char* const name = "attention_backward";
   if (rows > 0) {
-    dispatch_panels(query.dtype(), p.E, [&]<class T, int Panels>() {
+    dispatch_floating(query.dtype(), name, [&]<class T>() {
       gpu::launch({.name = name, .grid = gpu::blocks(rows, kBlock / gpu::kWarp), .block = kBlock},
                   delta_kernel<T>, p, gradients.template operator()<T>(), rows);
+    });
+  }
+  if (runs_on_tensor_cores(p, query.dtype())) {
+    return query.dtype() == kBF16
+               ? attention_backward_on_tensor_cores(p, B, gradients.template operator()<bf16>())
+               : attention_backward_on_tensor_cores(p, B, gradients.template operator()<f16>());
+  }
+  if (rows > 0) {
+    dispatch_panels(query.dtype(), p.E, [&]<class T, int Panels>() {
       if (p.E > 0) {
         gpu::launch(over_tiles<T>(name, B * p.H, p.T, p.E, Panels),
                     query_gradient_kernel<T, Panels>, p, gradients.template operator()<T>());

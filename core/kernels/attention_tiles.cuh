@@ -1,4 +1,5 @@
-// What attention on own tiles is told, and what a score and a probability are.
+// Attention on own tiles: one description for the kernels of attention.cu, which take anything, and
+// those of attention_tensor.cu, which take f16 and bf16 on tensor cores.
 #pragma once
 
 #include <cmath>
@@ -114,5 +115,19 @@ inline TiledAttention problem_of(const Tensor& query, const Tensor& key, const T
   }
   return p;
 }
+
+// f16 and bf16 of widths to 128, whose probabilities and gradients of scores are rounded to the
+// operands' dtype before they are multiplied, as cuDNN does.
+inline bool runs_on_tensor_cores(const TiledAttention& p, DType dtype) {
+  constexpr int64_t kWidest = 128;
+  return is_low_precision(dtype) && p.E > 0 && p.Ev > 0 && p.E <= kWidest && p.Ev <= kWidest;
+}
+void attention_on_tensor_cores(const TiledAttention& p, const Tensor& query, const Tensor& key,
+                               const Tensor& value, const AttentionResult& result);
+// B: samples. The deltas of `gradients` are there.
+void attention_backward_on_tensor_cores(const TiledAttention& p, int64_t B,
+                                        const TiledGradients<bf16>& gradients);
+void attention_backward_on_tensor_cores(const TiledAttention& p, int64_t B,
+                                        const TiledGradients<f16>& gradients);
 
 }  // namespace tessera::kernels

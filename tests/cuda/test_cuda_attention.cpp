@@ -119,6 +119,47 @@ TEST(AttentionTiles, PassOverThePaddingOfASample) {
   }
 }
 
+TEST(AttentionTiles, TakeHeadsOf16BitsThatAreWiderThanTensorCoresDo) {
+  for (const Case& c : {Case{"wide values", 1, 1, 1, 9, 70, 16, 136, kBF16},
+                        Case{"wide keys", 1, 1, 1, 66, 9, 136, 16, kF16, true}}) {
+    expect_near(run(c, kGpu, c.dtype, true), run(c, kCpu, kF32, true), 4 * epsilon_of(c.dtype),
+                c.name);
+  }
+}
+
+// ---- Tensor cores -------------------------------------------------------------------------------
+
+TEST(AttentionTensorCores, HaveTheValuesOfTheCpuOverSeveralTilesAndWidths) {
+  const Tensor lengths = tensor({5, 70}, kI64);
+  for (const Case& c : {Case{"causal", 1, 1, 1, 130, 130, 16, 16, kBF16, true},
+                        Case{"cross, widths of no vectors", 2, 1, 1, 20, 70, 17, 9, kF16},
+                        Case{"grouped", 1, 4, 2, 65, 65, 32, 24, kF16, true},
+                        Case{"wide", 1, 1, 1, 66, 80, 72, 128, kBF16},
+                        Case{"lengths", 2, 1, 1, 20, 70, 16, 16, kBF16},
+                        Case{"dropout", 1, 2, 2, 20, 70, 16, 16, kBF16, true, 0.3}}) {
+    const Tensor of_samples = c.name == "lengths" ? lengths : Tensor();
+    const Outcome expected = run(c, kCpu, kF32, true, {}, of_samples);
+    // Probabilities, gradients of scores and results are rounded once each.
+    expect_near(run(c, kGpu, c.dtype, true, {}, of_samples), expected, 4 * epsilon_of(c.dtype),
+                c.name);
+  }
+}
+
+TEST(AttentionTensorCores, MasksHideKeysAndAddToScoresAndRowsWithoutKeysAreZero) {
+  const Case c{"mask", 1, 2, 2, 20, 90, 16, 16, kBF16};
+  std::vector<double> visible(20 * 90);
+  for (size_t i = 0; i < visible.size(); ++i) {
+    visible[i] = i / 90 == 5 ? 0 : static_cast<double>((i * 7 + i / 90) % 3 != 0);
+  }
+  for (const DType dtype : {kBool, kF32}) {
+    const Tensor mask = tensor(visible, {20, 90}, dtype);
+    const Outcome got = run(c, kGpu, kBF16, true, mask);
+    expect_near(got, run(c, kCpu, kF32, true, mask), 4 * epsilon_of(kBF16), mask.describe());
+    if (dtype != kBool) continue;
+    for (size_t e = 0; e < 16; ++e) EXPECT_EQ(got.output[5 * 16 + e], 0);
+  }
+}
+
 // ---- The library --------------------------------------------------------------------------------
 
 class AttentionLibrary : public testing::Test {
