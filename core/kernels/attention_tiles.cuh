@@ -34,6 +34,7 @@ HeadsView<T> view_of(const Tensor& x) {
 struct TiledAttention {
   int64_t H, group, T, S, E, Ev;  // group: query heads of a key head
   double scale, dropout;
+  double kept_scale;  // of probabilities that dropout leaves
   bool causal, has_mask;
   DType mask_dtype;
   HeadsView<char> mask;    // its strides in bytes
@@ -85,7 +86,7 @@ TS_DEVICE A kept(const TiledAttention& p, int64_t b, int64_t h, int64_t t, int64
   const auto drawn = philox4x32(p.stream.seed, p.stream.stream, static_cast<uint64_t>(element) / 4);
   const float u = uniform_from_bits(drawn[static_cast<size_t>(element % 4)]);
   if (u < static_cast<float>(p.dropout)) return A(0);
-  return static_cast<A>(p.dropout < 1 ? 1 / (1 - p.dropout) : 0);
+  return static_cast<A>(p.kept_scale);
 }
 
 // `lengths`: as prepare_lengths() gives them.
@@ -100,6 +101,7 @@ inline TiledAttention problem_of(const Tensor& query, const Tensor& key, const T
       .Ev = value.size(3),
       .scale = spec.scale,
       .dropout = spec.dropout,
+      .kept_scale = spec.dropout < 1 ? 1 / (1 - spec.dropout) : 0,
       .causal = spec.causal,
       .has_mask = spec.mask.defined(),
       .mask_dtype = kBool,
