@@ -42,17 +42,20 @@ if(TESSERA_CUDA_FOUND)
   endif()
   # C++20 is asked for by hand: CMake 3.25 does not know it for nvcc 13. No contraction: the kernels
   # give the bits of the CPU's formulas. A kernel that spills registers fails the build.
+  function(tessera_compile_kernels target)
+    target_include_directories(${target} PRIVATE ${TESSERA_INCLUDE_DIR})
+    target_compile_options(${target} PRIVATE -std=c++20 -O3 --expt-relaxed-constexpr --fmad=false
+      "SHELL:-Werror all-warnings" -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
+    if(TESSERA_X86)
+      target_compile_options(${target} PRIVATE -Xcompiler=-march=x86-64-v3)
+    endif()
+    set_target_properties(${target} PROPERTIES CUDA_STANDARD_REQUIRED OFF CXX_STANDARD_REQUIRED OFF
+      CUDA_SEPARABLE_COMPILATION OFF POSITION_INDEPENDENT_CODE ON)
+  endfunction()
   add_library(tessera_cuda_kernels OBJECT ${cuda_kernel_sources})
-  target_include_directories(tessera_cuda_kernels PRIVATE ${TESSERA_INCLUDE_DIR})
-  target_compile_options(tessera_cuda_kernels PRIVATE -std=c++20 -O3 --expt-relaxed-constexpr
-    --fmad=false "SHELL:-Werror all-warnings" "SHELL:-Xptxas --warn-on-spills,--warning-as-error"
-    -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
-  if(TESSERA_X86)
-    target_compile_options(tessera_cuda_kernels PRIVATE -Xcompiler=-march=x86-64-v3)
-  endif()
-  set_target_properties(tessera_cuda_kernels PROPERTIES CUDA_STANDARD_REQUIRED OFF
-    CXX_STANDARD_REQUIRED OFF CUDA_SEPARABLE_COMPILATION OFF
-    POSITION_INDEPENDENT_CODE ON)
+  tessera_compile_kernels(tessera_cuda_kernels)
+  target_compile_options(tessera_cuda_kernels PRIVATE
+    "SHELL:-Xptxas --warn-on-spills,--warning-as-error")
   add_library(tessera_core_cuda STATIC ${cuda_runtime_sources} $<TARGET_OBJECTS:tessera_cuda_kernels>)
   set_target_properties(tessera_core_cuda PROPERTIES EXPORT_NAME core_cuda LINKER_LANGUAGE CXX
     POSITION_INDEPENDENT_CODE ON)

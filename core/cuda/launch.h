@@ -67,6 +67,8 @@ __device__ __forceinline__ T* dynamic_shared() {
 
 // Before a loop over an array that must stay in registers.
 #define TS_UNROLL _Pragma("unroll")
+// Before a loop of few turns and a large body.
+#define TS_ROLLED _Pragma("unroll 1")
 
 #else
 
@@ -92,6 +94,7 @@ T* dynamic_shared() {
   ::tessera::gpu::emulation::check_alignment(pointer, bytes)
 
 #define TS_UNROLL
+#define TS_ROLLED
 
 #endif
 
@@ -109,6 +112,51 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   T values[N];
 };
 
+#if defined(__CUDACC__)
+// What one instruction moves.
+template <size_t kBytes>
+struct Words {
+  using Type = uint4;  // one or several
+};
+template <>
+struct Words<8> {
+  using Type = uint2;
+};
+template <>
+struct Words<4> {
+  using Type = uint32_t;
+};
+template <>
+struct Words<2> {
+  using Type = uint16_t;
+};
+template <>
+struct Words<1> {
+  using Type = uint8_t;
+};
+
+// By name, because the compiler takes stores of four f32 apart where it sees pairs among them.
+TS_DEVICE void store_word(uint4* target, const uint4& x) {
+  asm("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(target)), "r"(x.x),
+      "r"(x.y), "r"(x.z), "r"(x.w)
+      : "memory");
+}
+template <class Word>
+TS_DEVICE void store_word(Word* target, const Word& x) {
+  *target = x;
+}
+TS_DEVICE void store_shared_word(uint4* target, const uint4& x) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(target));
+  asm("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z),
+      "r"(x.w)
+      : "memory");
+}
+template <class Word>
+TS_DEVICE void store_shared_word(Word* target, const Word& x) {
+  *target = x;
+}
+#endif
+
 template <int N, class T>
 TS_DEVICE Vector<T, N> load_vector(const T* source) {
   TS_CHECK_ALIGNMENT(source, alignof(Vector<T, N>));
@@ -120,12 +168,41 @@ TS_DEVICE Vector<T, N> load_vector(const T* source) {
   return vector;
 #endif
 }
+// To global memory.
 template <int N, class T>
 TS_DEVICE void store_vector(T* target, const Vector<T, N>& vector) {
   TS_CHECK_ALIGNMENT(target, alignof(Vector<T, N>));
 #if defined(__CUDACC__)
-  *reinterpret_cast<Vector<T, N>*>(target) = vector;
+  using Word = typename Words<sizeof(vector)>::Type;
+  Word words[sizeof(vector) / sizeof(Word)];
+  memcpy(words, &vector, sizeof(vector));
+  TS_UNROLL
+  for (size_t i = 0; i < sizeof(vector) / sizeof(Word); ++i) {
+    store_word(reinterpret_cast<Word*>(target) + i, words[i]);
+  }
 #else
+  emulation::check_space(target, false);
+  for (int i = 0; i < N; ++i) target[i] = vector.values[i];
+#endif
+}
+// To shared memory.
+template <int N, class T>
+TS_DEVICE void store_shared_vector(T* target, const Vector<T, N>& vector) {
+  TS_CHECK_ALIGNMENT(target, alignof(Vector<T, N>));
+#if defined(__CUDACC__)
+  if constexpr (sizeof(T) < 4) {  // stays together, and by name would cost a register
+    *reinterpret_cast<Vector<T, N>*>(target) = vector;
+  } else {
+    using Word = typename Words<sizeof(vector)>::Type;
+    Word words[sizeof(vector) / sizeof(Word)];
+    memcpy(words, &vector, sizeof(vector));
+    TS_UNROLL
+    for (size_t i = 0; i < sizeof(vector) / sizeof(Word); ++i) {
+      store_shared_word(reinterpret_cast<Word*>(target) + i, words[i]);
+    }
+  }
+#else
+  emulation::check_space(target, true);
   for (int i = 0; i < N; ++i) target[i] = vector.values[i];
 #endif
 }

@@ -76,7 +76,7 @@ TS_DEVICE void load_tile(const Matrix<T>& x, int64_t row0, T* tile) {
             row0 + row < x.rows && column + i < x.columns ? source[i * x.column] : T::from_bits(0);
       }
     }
-    gpu::store_vector(tile + row * kPitch<W> + column, values);
+    gpu::store_shared_vector(tile + row * kPitch<W> + column, values);
   }
 }
 

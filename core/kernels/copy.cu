@@ -34,15 +34,18 @@ __global__ void move_strided(const T* source, T* target, const DeviceWalk<2> wal
 struct TransposedCopy {
   int64_t rows, columns, target_row_stride, source_column_stride;
   int outer_dims;
-  int64_t outer_sizes[kMaxDims], target_strides[kMaxDims], source_strides[kMaxDims];
+  Divisor outer_sizes[kMaxDims];
+  int64_t target_strides[kMaxDims], source_strides[kMaxDims];
 };
 template <class T>
 __global__ void move_transposed(const T* source, T* target, const TransposedCopy copy) {
   TS_SHARED(T, tile, kTile * (kTile + 1));
-  int64_t rest = blockIdx.z;
+  uint32_t left = blockIdx.z;
+  TS_ROLLED
   for (int d = copy.outer_dims - 1; d >= 0; --d) {
-    const int64_t index = rest % copy.outer_sizes[d];
-    rest /= copy.outer_sizes[d];
+    const uint32_t rest = copy.outer_sizes[d].quotient(left);
+    const int64_t index = left - rest * copy.outer_sizes[d].value;
+    left = rest;
     target += index * copy.target_strides[d];
     source += index * copy.source_strides[d];
   }
@@ -80,11 +83,12 @@ bool find_transpose(const Walk& walk, TransposedCopy& copy) {
   for (int d = 0; d < inner; ++d) {
     if (d == source_inner) continue;
     batches *= walk.sizes[d];
-    copy.outer_sizes[copy.outer_dims] = walk.sizes[d];
+    if (batches > 65535) return false;  // sizes of 32 bits, and what a grid has
+    copy.outer_sizes[copy.outer_dims] = Divisor(static_cast<uint32_t>(walk.sizes[d]));
     copy.target_strides[copy.outer_dims] = walk.strides[0][d];
     copy.source_strides[copy.outer_dims++] = walk.strides[1][d];
   }
-  return batches <= 65535 && copy.rows <= 65535 * kTile;
+  return copy.rows <= 65535 * kTile;
 }
 
 template <class T>
@@ -120,32 +124,33 @@ __global__ void convert_kernel(const S* source, void* target, DType dtype, const
   if (position >= walk.numel) return;
   const int count =
       static_cast<int>(walk.numel - position < kGroup ? walk.numel - position : kGroup);
-  int64_t offsets[2][kGroup];
-  for (int i = 0; i < kGroup; ++i) {
-    int64_t at[2] = {position + (i < count ? i : 0), position + (i < count ? i : 0)};
-    if (!linear) walk.offsets(at[0], at);
-    offsets[0][i] = at[0];
-    offsets[1][i] = at[1];
-  }
-  Compute<S> values[kGroup] = {};
+  Compute<S> values[kGroup];
   if (vectors && count == kGroup) {
     const gpu::Vector<S, kGroup> vector = gpu::load_vector<kGroup>(source + position);
+    TS_UNROLL
     for (int i = 0; i < kGroup; ++i) values[i] = load<Compute<S>>(vector.values[i]);
-  } else {
-    for (int i = 0; i < kGroup; ++i) {
-      if (i < count) values[i] = load<Compute<S>>(source[offsets[1][i]]);
-    }
+    with_any_dtype(dtype, [&]<class T>() {
+      gpu::Vector<T, kGroup> result;
+      TS_UNROLL
+      for (int i = 0; i < kGroup; ++i) result.values[i] = store<T>(values[i]);
+      gpu::store_vector(static_cast<T*>(target) + position, result);
+    });
+    return;
   }
+  int64_t at[kGroup];
+  const auto find = [&](int operand) {
+    if (!linear) return walk.group_offsets(operand, position, count, at);
+    TS_UNROLL
+    for (int i = 0; i < kGroup; ++i) at[i] = position + (i < count ? i : 0);
+  };
+  find(1);
+  TS_UNROLL
+  for (int i = 0; i < kGroup; ++i) values[i] = load<Compute<S>>(source[at[i]]);
+  find(0);
   with_any_dtype(dtype, [&]<class T>() {
-    T* const y = static_cast<T*>(target);
-    if (vectors && count == kGroup) {
-      gpu::Vector<T, kGroup> vector;
-      for (int i = 0; i < kGroup; ++i) vector.values[i] = store<T>(values[i]);
-      gpu::store_vector(y + position, vector);
-    } else {
-      for (int i = 0; i < kGroup; ++i) {
-        if (i < count) y[offsets[0][i]] = store<T>(values[i]);
-      }
+    TS_UNROLL
+    for (int i = 0; i < kGroup; ++i) {
+      if (i < count) static_cast<T*>(target)[at[i]] = store<T>(values[i]);
     }
   });
 }

@@ -24,7 +24,6 @@ __global__ void __launch_bounds__(1024)
   using C = Compute<T>;
   TS_REDUCE_SLOT(C, largest_slot);
   TS_REDUCE_SLOT(double, sum_slot);
-  T* const stage = gpu::dynamic_shared<T>();
   const int64_t target = targets[blockIdx.x];
   T* const x = logits + blockIdx.x * stride;
   const RowWalk<T, kWidth> walk(x, V);
@@ -38,26 +37,19 @@ __global__ void __launch_bounds__(1024)
     if (threadIdx.x == 0) losses[blockIdx.x] = 0;
     return;
   }
-  ExpSum<C> row;
-  walk.each([&]<int N>(int64_t c) {
-    const gpu::Vector<T, N> in = gpu::load_vector<N>(x + c);
-    if (staged) gpu::store_vector(stage + walk.skew + c, in);
-    C values[N];
-    TS_UNROLL
-    for (int j = 0; j < N; ++j) values[j] = load<C>(in.values[j]);
-    row.add(values);
-  });
+  const StagedRow<T, kWidth> row(x, walk, gpu::dynamic_shared<T>(), staged);
+  ExpSum<C> sums = exp_sum(walk, row);
   const C at_target = load<C>(x[target]);  // before the barriers: it is overwritten after them
-  row.template join<0>(largest_slot, sum_slot);
-  const C largest = row.largest;
+  sums.template join<0>(largest_slot, sum_slot);
+  const C largest = sums.largest;
   if (threadIdx.x == 0) {
     losses[blockIdx.x] =
-        (static_cast<double>(largest) - static_cast<double>(at_target)) + ::log(row.sum);
+        (static_cast<double>(largest) - static_cast<double>(at_target)) + ::log(sums.sum);
   }
   const double scale = divisor != nullptr ? 1 / *divisor : 1.0;
-  const C a = static_cast<C>(scale / row.sum), hard = static_cast<C>(scale);
+  const C a = static_cast<C>(scale / sums.sum), hard = static_cast<C>(scale);
   walk.each([&]<int N>(int64_t c) {
-    gpu::Vector<T, N> vector = gpu::load_vector<N>(staged ? stage + walk.skew + c : x + c);
+    gpu::Vector<T, N> vector = row.template again<N>(c);
     TS_UNROLL
     for (int j = 0; j < N; ++j) {
       C value = a * math::exp(load<C>(vector.values[j]) - largest);
@@ -73,13 +65,14 @@ void cross_entropy_in_place_cuda(const Tensor& logits, const Tensor& targets, in
   const int64_t N = logits.size(0), V = logits.size(1);
   if (N == 0 || V == 0) return;
   dispatch_floating(logits.dtype(), "cross_entropy", [&]<class T>() {
+    constexpr int kWidth = kRowVector<T>;
     const size_t bytes = stage_bytes<T>(V);
     const bool staged = bytes <= kMostStaged;
     gpu::launch({.name = "cross_entropy",
                  .grid = static_cast<unsigned>(N),
-                 .block = walk_threads(V, 16 / sizeof(T)),
+                 .block = walk_threads(V, kWidth),
                  .shared_bytes = staged ? bytes : 0},
-                in_place_kernel<T, 16 / sizeof(T)>, logits.data_as<T>(), targets.data_as<int64_t>(),
+                in_place_kernel<T, kWidth>, logits.data_as<T>(), targets.data_as<int64_t>(),
                 divisor.defined() ? divisor.data_as<double>() : nullptr, losses.data_as<double>(),
                 logits.stride(0), V, ignore_index, staged);
   });

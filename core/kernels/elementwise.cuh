@@ -28,42 +28,74 @@ struct DevicePort {
   bool vectors;  // and whole groups are aligned
 };
 
-// Group of `count` elements from `position`; offsets of strided operands are given.
-template <class C>
-TS_DEVICE void load_group(const DevicePort<C>& port, int64_t position, int count,
-                          const int64_t (&offsets)[kGroup], C (&values)[kGroup]) {
+// Where elements of operand k from `position` on lie, of which `count` are asked for. Only an
+// operand out of order asks the walk, for as many as the registers of f64 kernels hold beside its
+// numbers.
+inline constexpr int kFound = 4;
+template <class C, int kOperands>
+TS_DEVICE void find_some(const DevicePort<C>& port, const DeviceWalk<kOperands>& walk, int k,
+                         int64_t position, int count, int64_t (&at)[kFound]) {
+  if (!port.linear) return walk.group_offsets(k, position, count, at);
+  TS_UNROLL
+  for (int i = 0; i < kFound; ++i) at[i] = position + (i < count ? i : 0);
+}
+
+template <class C, int kOperands>
+TS_DEVICE void load_group(const DevicePort<C>& port, const DeviceWalk<kOperands>& walk, int k,
+                          int64_t position, int count, C (&values)[kGroup]) {
   if (port.data == nullptr) {
+    TS_UNROLL
     for (int i = 0; i < kGroup; ++i) values[i] = port.number;
     return;
   }
-  with_lane_dtype<C>(port.dtype, [&]<class T>() {
-    const T* const x = static_cast<const T*>(port.data);
-    if (port.vectors && count == kGroup) {
-      const gpu::Vector<T, kGroup> vector = gpu::load_vector<kGroup>(x + position);
+  if (port.vectors && count == kGroup) {
+    with_lane_dtype<C>(port.dtype, [&]<class T>() {
+      const auto vector = gpu::load_vector<kGroup>(static_cast<const T*>(port.data) + position);
+      TS_UNROLL
       for (int i = 0; i < kGroup; ++i) values[i] = load<C>(vector.values[i]);
-    } else {
-      for (int i = 0; i < kGroup; ++i) {
-        if (i < count) values[i] = load<C>(x[port.linear ? position + i : offsets[i]]);
+    });
+    return;
+  }
+  TS_UNROLL
+  for (int first = 0; first < kGroup; first += kFound) {
+    const int left = count - first;
+    int64_t at[kFound];
+    find_some(port, walk, k, position + (left > 0 ? first : 0), left, at);
+    with_lane_dtype<C>(port.dtype, [&]<class T>() {
+      TS_UNROLL
+      for (int i = 0; i < kFound; ++i) {
+        values[first + i] = load<C>(static_cast<const T*>(port.data)[at[i]]);
       }
-    }
-  });
+    });
+  }
 }
 
-template <class R>
-TS_DEVICE void store_group(const DevicePort<R>& port, int64_t position, int count,
-                           const int64_t (&offsets)[kGroup], const R (&values)[kGroup]) {
-  with_lane_dtype<R>(port.dtype, [&]<class T>() {
-    T* const y = static_cast<T*>(const_cast<void*>(port.data));
-    if (port.vectors && count == kGroup) {
+template <class R, int kOperands>
+TS_DEVICE void store_group(const DevicePort<R>& port, const DeviceWalk<kOperands>& walk, int k,
+                           int64_t position, int count, const R (&values)[kGroup]) {
+  void* const data = const_cast<void*>(port.data);
+  if (port.vectors && count == kGroup) {
+    with_lane_dtype<R>(port.dtype, [&]<class T>() {
       gpu::Vector<T, kGroup> vector;
+      TS_UNROLL
       for (int i = 0; i < kGroup; ++i) vector.values[i] = store<T>(values[i]);
-      gpu::store_vector(y + position, vector);
-    } else {
-      for (int i = 0; i < kGroup; ++i) {
-        if (i < count) y[port.linear ? position + i : offsets[i]] = store<T>(values[i]);
+      gpu::store_vector(static_cast<T*>(data) + position, vector);
+    });
+    return;
+  }
+  TS_UNROLL
+  for (int first = 0; first < kGroup; first += kFound) {
+    const int left = count - first;
+    if (left <= 0) return;
+    int64_t at[kFound];
+    find_some(port, walk, k, position + first, left, at);
+    with_lane_dtype<R>(port.dtype, [&]<class T>() {
+      TS_UNROLL
+      for (int i = 0; i < kFound; ++i) {
+        if (i < left) static_cast<T*>(data)[at[i]] = store<T>(values[first + i]);
       }
-    }
-  });
+    });
+  }
 }
 
 // A: the type of the first argument (uint8_t for a condition), C: of the others.
@@ -71,25 +103,18 @@ template <int kInputs, class F, class A, class C, class R>
 __global__ void __launch_bounds__(kElementwiseBlock)
     elementwise_kernel(const F f, const DeviceWalk<kInputs + 1> walk, const DevicePort<R> output,
                        const DevicePort<A> first, const DevicePort<C> second,
-                       const DevicePort<C> third, const bool all_linear) {
+                       const DevicePort<C> third) {
   const int64_t position = gpu::first_index() * kGroup;
   if (position >= walk.numel) return;
   const int count =
       static_cast<int>(walk.numel - position < kGroup ? walk.numel - position : kGroup);
-  int64_t offsets[kInputs + 1][kGroup];
-  if (!all_linear) {
-    for (int i = 0; i < kGroup; ++i) {
-      int64_t at[kInputs + 1];
-      walk.offsets(position + (i < count ? i : 0), at);
-      for (int k = 0; k <= kInputs; ++k) offsets[k][i] = at[k];
-    }
-  }
-  A a[kGroup] = {};
-  C b[kGroup] = {}, c[kGroup] = {};
+  A a[kGroup];
+  C b[kGroup], c[kGroup];
   R y[kGroup];
-  load_group(first, position, count, offsets[1], a);
-  if constexpr (kInputs > 1) load_group(second, position, count, offsets[2], b);
-  if constexpr (kInputs > 2) load_group(third, position, count, offsets[3], c);
+  load_group(first, walk, 1, position, count, a);
+  if constexpr (kInputs > 1) load_group(second, walk, 2, position, count, b);
+  if constexpr (kInputs > 2) load_group(third, walk, 3, position, count, c);
+  TS_UNROLL
   for (int i = 0; i < kGroup; ++i) {
     if constexpr (kInputs == 1) {
       y[i] = f(a[i]);
@@ -99,7 +124,7 @@ __global__ void __launch_bounds__(kElementwiseBlock)
       y[i] = f(a[i], b[i], c[i]);
     }
   }
-  store_group(output, position, count, offsets[0], y);
+  store_group(output, walk, 0, position, count, y);
 }
 
 template <class C>
@@ -123,15 +148,11 @@ void launch_elementwise(const detail::DeviceCall& call) {
                              linear && is_aligned(call.output)};
   const DevicePort<A> first = port_of<A>(call, 0);
   const DevicePort<C> second = port_of<C>(call, 1), third = port_of<C>(call, 2);
-  bool all_linear = linear;
-  for (int k = 0; k < kInputs; ++k) {
-    all_linear = all_linear && (call.inputs[k].data == nullptr || call.walk.is_linear(k + 1));
-  }
   gpu::launch({.name = "elementwise",
                .grid = gpu::blocks(call.walk.numel, kElementwiseBlock, kGroup),
                .block = kElementwiseBlock},
               elementwise_kernel<kInputs, F, A, C, R>, f, DeviceWalk<kInputs + 1>(call.walk),
-              output, first, second, third, all_linear);
+              output, first, second, third);
 }
 
 template <class F>

@@ -66,7 +66,7 @@ struct Stage {
     TS_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       const int place = (v * kBlock + static_cast<int>(threadIdx.x)) * kWidth;
-      gpu::store_vector(stage + place / kRowLength * kStride + place % kRowLength, rows[v]);
+      gpu::store_shared_vector(stage + place / kRowLength * kStride + place % kRowLength, rows[v]);
     }
   }
   // Where the fragment of lines from `line` on, and of k from `depth` on, begins.

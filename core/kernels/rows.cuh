@@ -64,6 +64,11 @@ TS_DEVICE V row_reduce(V value, const Op& op, V neutral, V* slot) {
 
 // ---- A row in shared memory ---------------------------------------------------------------------
 
+// Numbers of a vector where a block of up to 1024 threads calculates a row. f64 goes one by one:
+// its exp, or the steps of a norm, and two numbers at once do not fit into the registers.
+template <class T>
+inline constexpr int kRowVector = sizeof(T) == 8 ? 1 : 16 / static_cast<int>(sizeof(T));
+
 // How a block walks a row of any length and alignment: vectors of kWidth from the first aligned
 // address on, single numbers before and after them. What a thread puts into a stage in the first
 // walk it takes back in the next: no barrier between.
@@ -99,6 +104,48 @@ struct RowWalk {
     }
   }
 };
+
+// A row that is walked twice: the first walk reads memory and keeps what it read in the stage, the
+// next takes it back from there. Without a stage, which long rows do not fit into, memory is read
+// again. `walk` must be that of the row or of one that begins alike.
+template <class T, int kWidth>
+struct StagedRow {
+  const T* row;
+  T* stage;  // in shared memory, of stage_bytes(n)
+  bool staged;
+  int64_t skew;
+
+  TS_DEVICE StagedRow(const T* row, const RowWalk<T, kWidth>& walk, T* stage, bool staged)
+      : row(row), stage(stage), staged(staged), skew(walk.skew) {}
+  template <int N>
+  TS_DEVICE void keep(int64_t c, const gpu::Vector<T, N>& vector) const {
+    if (staged) gpu::store_shared_vector(stage + skew + c, vector);
+  }
+  template <int N>
+  TS_DEVICE gpu::Vector<T, N> first(int64_t c) const {
+    const gpu::Vector<T, N> vector = gpu::load_vector<N>(row + c);
+    keep(c, vector);
+    return vector;
+  }
+  template <int N>
+  TS_DEVICE gpu::Vector<T, N> again(int64_t c) const {
+    if (staged) return gpu::load_vector<N>(stage + skew + c);
+    return gpu::load_vector<N>(row + c);
+  }
+};
+
+// N neighbouring numbers of an operand of columns (a weight, a bias), whatever a row's first vector
+// is: by vectors where they are aligned, which all threads of a row agree on but for its ends.
+template <int N, class A>
+TS_DEVICE gpu::Vector<A, N> load_columns(const A* columns) {
+  if (reinterpret_cast<uintptr_t>(columns) % alignof(gpu::Vector<A, N>) == 0) {
+    return gpu::load_vector<N>(columns);
+  }
+  gpu::Vector<A, N> vector;
+  TS_UNROLL
+  for (int j = 0; j < N; ++j) vector.values[j] = columns[j];
+  return vector;
+}
 
 // Shared memory for one row, as a multiple of 16 bytes; stages of together up to kMostStaged bytes
 // leave room for the slots of reductions.
@@ -160,5 +207,21 @@ struct ExpSum {
     largest = to;
   }
 };
+
+// The exponentials of the calling thread's share of a row, which goes to its stage.
+template <class T, int kWidth>
+TS_DEVICE ExpSum<Compute<T>> exp_sum(const RowWalk<T, kWidth>& walk,
+                                     const StagedRow<T, kWidth>& row) {
+  using C = Compute<T>;
+  ExpSum<C> sums;
+  walk.each([&]<int N>(int64_t c) {
+    const gpu::Vector<T, N> in = row.template first<N>(c);
+    C values[N];
+    TS_UNROLL
+    for (int j = 0; j < N; ++j) values[j] = load<C>(in.values[j]);
+    sums.add(values);
+  });
+  return sums;
+}
 
 }  // namespace tessera::kernels

@@ -16,9 +16,6 @@ namespace {
 
 constexpr int kRowsOfBlock = 4;  // a warp each
 constexpr int kColumns = 32, kLines = 8;
-// f64 goes one by one: its exp and two numbers at once do not fit into the registers.
-template <class T>
-inline constexpr int kVector = sizeof(T) == 8 ? 1 : 16 / static_cast<int>(sizeof(T));
 
 // x seen as (outer, n, inner).
 struct Rows {
@@ -120,23 +117,15 @@ __global__ void __launch_bounds__(1024)
   using C = Compute<T>;
   TS_REDUCE_SLOT(C, largest_slot);
   TS_REDUCE_SLOT(double, sum_slot);
-  T* const stage = gpu::dynamic_shared<T>();
   x += blockIdx.x * n;
   y += blockIdx.x * n;
   const RowWalk<T, kWidth> walk(x, n);
-  ExpSum<C> sums;
-  walk.each([&]<int N>(int64_t c) {
-    const gpu::Vector<T, N> in = gpu::load_vector<N>(x + c);
-    if (staged) gpu::store_vector(stage + walk.skew + c, in);
-    C values[N];
-    TS_UNROLL
-    for (int j = 0; j < N; ++j) values[j] = load<C>(in.values[j]);
-    sums.add(values);
-  });
+  const StagedRow<T, kWidth> row(x, walk, gpu::dynamic_shared<T>(), staged);
+  ExpSum<C> sums = exp_sum(walk, row);
   sums.template join<0>(largest_slot, sum_slot);
   const Softmax<C> result(sums, log);
   walk.each([&]<int N>(int64_t c) {
-    gpu::Vector<T, N> vector = gpu::load_vector<N>(staged ? stage + walk.skew + c : x + c);
+    gpu::Vector<T, N> vector = row.template again<N>(c);
     TS_UNROLL
     for (int j = 0; j < N; ++j) vector.values[j] = store<T>(result(load<C>(vector.values[j])));
     gpu::store_vector(y + c, vector);
@@ -150,19 +139,17 @@ __global__ void __launch_bounds__(1024)
                                 int64_t stage) {
   using C = Compute<T>;
   TS_REDUCE_SLOT(double, slot);
-  T* const grad_stage = gpu::dynamic_shared<T>();
-  T* const out_stage = grad_stage + stage;
+  T* const stages = gpu::dynamic_shared<T>();
   dy += blockIdx.x * n;
   y += blockIdx.x * n;
   dx += blockIdx.x * n;
   const RowWalk<T, kWidth> walk(y, n);
+  const StagedRow<T, kWidth> grad_row(dy, walk, stages, stage > 0);
+  const StagedRow<T, kWidth> out_row(y, walk, stages + stage, stage > 0);
   double sum = 0;
   walk.each([&]<int N>(int64_t c) {
-    const gpu::Vector<T, N> grads = gpu::load_vector<N>(dy + c), outs = gpu::load_vector<N>(y + c);
-    if (stage > 0) {
-      gpu::store_vector(grad_stage + walk.skew + c, grads);
-      gpu::store_vector(out_stage + walk.skew + c, outs);
-    }
+    const gpu::Vector<T, N> grads = grad_row.template first<N>(c);
+    const gpu::Vector<T, N> outs = out_row.template first<N>(c);
     TS_UNROLL
     for (int j = 0; j < N; ++j) {
       sum += gradient_term(load<C>(grads.values[j]), load<C>(outs.values[j]), log);
@@ -170,9 +157,8 @@ __global__ void __launch_bounds__(1024)
   });
   const C total = static_cast<C>(gpu::block_reduce(sum, gpu::Plus{}, 0.0, slot));
   walk.each([&]<int N>(int64_t c) {
-    gpu::Vector<T, N> grads = gpu::load_vector<N>(stage > 0 ? grad_stage + walk.skew + c : dy + c);
-    const gpu::Vector<T, N> outs =
-        gpu::load_vector<N>(stage > 0 ? out_stage + walk.skew + c : y + c);
+    gpu::Vector<T, N> grads = grad_row.template again<N>(c);
+    const gpu::Vector<T, N> outs = out_row.template again<N>(c);
     TS_UNROLL
     for (int j = 0; j < N; ++j) {
       grads.values[j] =
@@ -257,7 +243,7 @@ Tensor softmax_cuda(const Tensor& x, int dim, bool log) {
   const Rows rows(x, dim);
   constexpr const char* kName = "softmax";
   dispatch_floating(x.dtype(), kName, [&]<class T>() {
-    constexpr int kWidth = kVector<T>;
+    constexpr int kWidth = kRowVector<T>;
     const T* const in = source.data_as<T>();
     T* const out = y.data_as<T>();
     if (rows.inner > 1) {
@@ -297,7 +283,7 @@ Tensor softmax_backward_cuda(const Tensor& dy, const Tensor& y, int dim, bool lo
   const Rows rows(y, dim);
   constexpr const char* kName = "softmax_backward";
   dispatch_floating(y.dtype(), kName, [&]<class T>() {
-    constexpr int kWidth = kVector<T>;
+    constexpr int kWidth = kRowVector<T>;
     const T *const g = grad.data_as<T>(), *const o = out.data_as<T>();
     T* const result = dx.data_as<T>();
     if (rows.inner > 1) {

@@ -10,57 +10,111 @@
 namespace tessera::kernels {
 
 // Division by a number that is known before the launch: a product and a shift.
-struct Divisor {
-  uint32_t value = 1, magic = 0, shift = 0;
+template <class Word>
+struct DivisorOf {
+  static constexpr int kBits = 8 * sizeof(Word);
+  Word value = 1, magic = 0;
+  uint32_t shift = 0;
 
-  Divisor() = default;
-  explicit Divisor(uint32_t divisor) : value(divisor) {  // 1 <= divisor < 2^31
-    while ((uint64_t{1} << shift) < divisor) ++shift;
-    magic = static_cast<uint32_t>(
-        ((uint64_t{1} << 32) * ((uint64_t{1} << shift) - divisor)) / divisor + 1);
+  DivisorOf() = default;
+  explicit DivisorOf(Word divisor) : value(divisor) {  // 1 <= divisor < 2^(kBits - 1)
+    while ((Word{1} << shift) < divisor) ++shift;
+    // floor(2^kBits (2^shift - divisor) / divisor) + 1, digit by digit.
+    Word rest = (Word{1} << shift) - divisor;  // < divisor
+    for (int bit = 0; bit < kBits; ++bit) {
+      rest *= 2;
+      magic = 2 * magic + (rest >= divisor);
+      if (rest >= divisor) rest -= divisor;
+    }
+    ++magic;
   }
-  TS_DEVICE uint32_t quotient(uint32_t n) const {  // n < 2^31
-    return (__umulhi(n, magic) + n) >> shift;
+  TS_DEVICE Word quotient(Word n) const {  // n < 2^(kBits - 1)
+    if constexpr (kBits == 32) {
+      return (__umulhi(n, magic) + n) >> shift;
+    } else {
+      return (__umul64hi(n, magic) + n) >> shift;
+    }
   }
 };
+using Divisor = DivisorOf<uint32_t>;
 
 template <int kOperands>
 struct DeviceWalk {
   int dims;
-  bool wide;  // 2^31 elements or more: divisions of 64 bits
+  bool wide;  // 2^31 elements or more: indices of 64 bits
   int64_t numel;
-  int64_t sizes[kMaxDims];
-  Divisor divisors[kMaxDims];
+  Divisor divisors[kMaxDims];  // the sizes
+  DivisorOf<uint64_t> wide_divisors[kMaxDims];
   int64_t strides[kOperands][kMaxDims];
 
   explicit DeviceWalk(const Walk& walk)
       : dims(walk.dims), wide(walk.numel > INT32_MAX), numel(walk.numel) {
     for (int d = 0; d < dims; ++d) {
-      sizes[d] = walk.sizes[d];
-      // A walk of nothing is never stepped.
-      if (!wide && walk.sizes[d] > 0) divisors[d] = Divisor(static_cast<uint32_t>(walk.sizes[d]));
+      if (walk.sizes[d] > 0) {  // a walk of nothing is never stepped
+        if (wide) {
+          wide_divisors[d] = DivisorOf<uint64_t>(static_cast<uint64_t>(walk.sizes[d]));
+        } else {
+          divisors[d] = Divisor(static_cast<uint32_t>(walk.sizes[d]));
+        }
+      }
       for (int k = 0; k < kOperands; ++k) strides[k][d] = walk.strides[k][d];
     }
   }
 
   // Where element `position` lies in each operand.
   TS_DEVICE void offsets(int64_t position, int64_t (&offset)[kOperands]) const {
+    TS_UNROLL
     for (int k = 0; k < kOperands; ++k) offset[k] = 0;
     if (wide) {
-      for (int d = dims - 1; d >= 0; --d) {
-        const int64_t rest = position / sizes[d];
-        for (int k = 0; k < kOperands; ++k)
-          offset[k] += (position - rest * sizes[d]) * strides[k][d];
-        position = rest;
-      }
-      return;
+      step(wide_divisors, static_cast<uint64_t>(position), offset);
+    } else {
+      step(divisors, static_cast<uint32_t>(position), offset);
     }
-    uint32_t left = static_cast<uint32_t>(position);
+  }
+  // Where the elements from `position` on lie in one operand; `count` of them are asked for, and
+  // the others are the first again.
+  template <int kCount>
+  TS_DEVICE void group_offsets(int operand, int64_t position, int count,
+                               int64_t (&offsets)[kCount]) const {
+    if (wide) {
+      step_group(wide_divisors, operand, static_cast<uint64_t>(position), count, offsets);
+    } else {
+      step_group(divisors, operand, static_cast<uint32_t>(position), count, offsets);
+    }
+  }
+
+ private:
+  template <class Word>
+  TS_DEVICE void step(const DivisorOf<Word>* sizes, Word left, int64_t (&offset)[kOperands]) const {
     for (int d = dims - 1; d >= 0; --d) {
-      const uint32_t rest = divisors[d].quotient(left);
-      const uint32_t index = left - rest * divisors[d].value;
-      for (int k = 0; k < kOperands; ++k) offset[k] += index * strides[k][d];
+      const Word rest = sizes[d].quotient(left);
+      const Word index = left - rest * sizes[d].value;
+      TS_UNROLL
+      for (int k = 0; k < kOperands; ++k) {
+        offset[k] += static_cast<int64_t>(index) * strides[k][d];
+      }
       left = rest;
+    }
+  }
+  template <class Word, int kCount>
+  TS_DEVICE void step_group(const DivisorOf<Word>* sizes, int operand, Word position, int count,
+                            int64_t (&offsets)[kCount]) const {
+    Word left[kCount];
+    TS_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      left[i] = position + static_cast<Word>(i < count ? i : 0);
+      offsets[i] = 0;
+    }
+    TS_ROLLED
+    for (int d = dims - 1; d >= 0; --d) {
+      const Word size = sizes[d].value;
+      const int64_t stride = strides[operand][d];
+      TS_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        const Word rest = sizes[d].quotient(left[i]);
+        offsets[i] += static_cast<int64_t>(left[i] - rest * size) * stride;
+        left[i] = rest;
+      }
     }
   }
 };

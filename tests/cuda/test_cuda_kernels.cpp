@@ -1,5 +1,7 @@
 // Kernels that take other ways for large or odd inputs than the samples of the op table reach: each
 // result on the emulated device against the CPU's.
+#include "test_cuda_kernels.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -50,6 +52,39 @@ void expect_close(const Tensor& got, const Tensor& expected, double bound) {
   ASSERT_EQ(got.shape(), expected.shape());
   const std::vector<double> a = got.to_vector(), b = expected.to_vector();
   for (size_t i = 0; i < a.size(); ++i) ASSERT_NEAR(a[i], b[i], bound) << "element " << i;
+}
+
+// Nothing lies there: only the places are calculated, by 32 bits and by 64.
+TEST(CudaWalk, FindsPlacesOfTensorsOfAnySize) {
+  for (const Shape& sizes : {Shape{3, 7, 5}, Shape{3, 70001, 50021}, Shape{5, 65536, 65536, 3}}) {
+    SCOPED_TRACE(testing::Message() << "of " << sizes);
+    std::vector<int64_t> first, second;  // such that no two dimensions are one
+    for (int64_t d = 0; d < static_cast<int64_t>(sizes.size()); ++d) {
+      first.push_back(1000003 * d * d + 7);
+      second.push_back(d + 1);
+    }
+    const Shape strides[] = {Shape(first), Shape(second)};
+    const kernels::Walk walk(sizes, strides);
+    ASSERT_EQ(walk.dims, sizes.size());
+    for (const int64_t position : {int64_t{0}, walk.numel / 3, walk.numel - 4, walk.numel - 2}) {
+      const int count = position + 4 <= walk.numel ? 4 : static_cast<int>(walk.numel - position);
+      const Tensor groups = raw::empty({4}, kI64, kGpu), singles = raw::empty({4}, kI64, kGpu);
+      kernels::tests::find_places(walk, position, count, groups.data_as<int64_t>(),
+                                  singles.data_as<int64_t>());
+      const auto group = groups.to_vector<int64_t>(), single = singles.to_vector<int64_t>();
+      for (int i = 0; i < 4; ++i) {
+        int64_t left = position + (i < count ? i : 0), expected = 0;
+        for (int d = walk.dims - 1; d >= 0; --d) {
+          expected += left % walk.sizes[d] * walk.strides[0][d];
+          left /= walk.sizes[d];
+        }
+        EXPECT_EQ(group[static_cast<size_t>(i)], expected) << position << " + " << i;
+        if (i < count) {
+          EXPECT_EQ(single[static_cast<size_t>(i)], expected);
+        }
+      }
+    }
+  }
 }
 
 TEST(CudaSort, IsStableForRowsOfAnyLengthAndDtype) {

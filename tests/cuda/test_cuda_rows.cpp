@@ -63,21 +63,22 @@ void compare(const Run& run, double ulps) {
   }
 }
 
+// softmax and log_softmax along dimension 1, with their gradients.
+std::vector<Tensor> softmaxes(const Tensor& x, const Tensor& grad, const Device& device) {
+  const Tensor a = leaf(x.to(device)), b = leaf(x.to(device));
+  const Tensor y = softmax(a, 1), z = log_softmax(b, 1);
+  y.backward(grad.to(device));
+  z.backward(grad.to(device));
+  return {y.detach(), a.grad(), z.detach(), b.grad()};
+}
+
 TEST(CudaSoftmax, RowsOfAnyLength) {
   for (const int64_t n : {1, 1000, 1021, 1025, 4096, 50257, 100000}) {
     for (const DType dtype : {kF32, kBF16, kF64}) {
       if (n > 4096 && dtype != (n == 50257 ? kBF16 : kF32)) continue;
       SCOPED_TRACE(testing::Message() << "rows of " << n << " " << dtype);
       const Tensor x = numbers({3, n}, dtype), grad = numbers({3, n}, dtype, 1);
-      compare(
-          [&](const Device& device) {
-            const Tensor a = leaf(x.to(device)), b = leaf(x.to(device));
-            const Tensor y = softmax(a, 1), z = log_softmax(b, 1);
-            y.backward(grad.to(device));
-            z.backward(grad.to(device));
-            return std::vector<Tensor>{y.detach(), a.grad(), z.detach(), b.grad()};
-          },
-          16);
+      compare([&](const Device& device) { return softmaxes(x, grad, device); }, 16);
     }
   }
 }
@@ -97,15 +98,7 @@ TEST(CudaSoftmax, RowsThatBeginAnywhere) {
 TEST(CudaSoftmax, AnotherDimension) {
   for (const Shape& shape : {Shape{2, 70, 33}, Shape{3, 5, 100}, Shape{1, 300, 2}}) {
     const Tensor x = numbers(shape, kF32), grad = numbers(shape, kF32, 1);
-    compare(
-        [&](const Device& device) {
-          const Tensor a = leaf(x.to(device)), b = leaf(x.to(device));
-          const Tensor y = softmax(a, 1), z = log_softmax(b, 1);
-          y.backward(grad.to(device));
-          z.backward(grad.to(device));
-          return std::vector<Tensor>{y.detach(), a.grad(), z.detach(), b.grad()};
-        },
-        16);
+    compare([&](const Device& device) { return softmaxes(x, grad, device); }, 16);
   }
 }
 
@@ -218,6 +211,36 @@ TEST(CudaCrossEntropy, InPlaceGradientServesTwoBackwards) {
     return std::vector<Tensor>{first, a.grad()};
   };
   compare(run, 8);
+}
+
+// Backward beyond the registers: with vectors in shared memory, without, with rows that begin at
+// another place each, read twice; column sums of several blocks of rows and tiles of columns.
+TEST(CudaNorm, GradientsOfRowsTooLongForRegisters) {
+  struct Case {
+    int64_t rows, width;
+    DType dtype;
+  };
+  for (const auto& [rows, width, dtype] :
+       {Case{2, 8208, kBF16}, Case{3, 8203, kBF16}, Case{66, 301, kBF16}, Case{2, 8196, kF32},
+        Case{1, 30001, kF32}, Case{1, 58000, kF16}, Case{2, 4099, kF64}, Case{130, 37, kF16}}) {
+    SCOPED_TRACE(testing::Message() << rows << " rows of " << width << " " << dtype);
+    const Tensor x = numbers({rows, width}, dtype), grad = numbers({rows, width}, dtype, 1);
+    const Tensor weight = add(numbers({width}, kF32, 0.5), 1).to(dtype);
+    const Tensor bias = numbers({width}, dtype, 0.5);
+    compare(
+        [&](const Device& device) {
+          const Tensor a = leaf(x.to(device)), w = leaf(weight.to(device));
+          const Tensor b = leaf(bias.to(device));
+          layer_norm(a, {width}, w, b).backward(grad.to(device));
+          const Tensor c = leaf(x.to(device)), v = leaf(weight.to(device));
+          rms_norm(c, {width}, v).backward(grad.to(device));
+          // Without a weight: the input's gradient alone.
+          const Tensor d = leaf(x.to(device));
+          rms_norm(d, {width}).backward(mul(grad, grad).to(device));
+          return std::vector<Tensor>{a.grad(), w.grad(), b.grad(), c.grad(), v.grad(), d.grad()};
+        },
+        16);
+  }
 }
 
 // In a block's registers, in shared memory with and without vectors, read twice.

@@ -216,6 +216,17 @@ TEST(Emulation, AMisalignedVectorIsFound) {
   EXPECT_REPORT("not aligned");
 }
 
+TEST(Emulation, AStoreThatNamesTheOtherMemoryIsFound) {
+  const Buffer<float> x(numbers(128)), y(128);
+  stage_vectors(Bug::kNone, x.data(), y.data(), nullptr);
+  ASSERT_EQ(complaint(), "");
+  EXPECT_EQ(y.read(), numbers(128));
+  stage_vectors(Bug::kGlobalStoreToShared, x.data(), y.data(), nullptr);
+  EXPECT_REPORT("store_vector writes to shared memory");
+  stage_vectors(Bug::kSharedStoreToGlobal, x.data(), y.data(), nullptr);
+  EXPECT_REPORT("not in shared memory");
+}
+
 TEST(Emulation, UninitialisedSharedMemoryIsFound) {
   const Buffer<float> x(numbers(256)), y(1);
   block_sums(Bug::kUninitialised, x.data(), y.data(), 256, nullptr);

@@ -53,6 +53,22 @@ __global__ void reverse_tiles_kernel(Bug bug, const float* x, float* y, int64_t 
   y[n - 32 * (blockIdx.x + 1) + lane] = tile[31 - lane];
 }
 
+__global__ void stage_vectors_kernel(Bug bug, const float* x, float* y) {
+  float* const stage = dynamic_shared<float>();
+  const int64_t i = 4 * first_index();
+  const Vector<float, 4> vector = load_vector<4>(x + i);
+  if (bug == Bug::kGlobalStoreToShared) {
+    store_vector(stage + i, vector);
+  } else {
+    store_shared_vector(stage + i, vector);
+  }
+  if (bug == Bug::kSharedStoreToGlobal) {
+    store_shared_vector(y + i, load_vector<4>(stage + i));
+  } else {
+    store_vector(y + i, load_vector<4>(stage + i));
+  }
+}
+
 __global__ void copy_vectors_kernel(const float* x, float* y, int64_t n) {
   const int64_t i = 4 * first_index();
   if (i < n) store_vector(y + i, load_vector<4>(x + i));
@@ -127,6 +143,10 @@ void swap_neighbours(Bug bug, const float* x, float* y, int64_t n, cudaStream_t 
 void reverse_tiles(Bug bug, const float* x, float* y, int64_t n, cudaStream_t stream) {
   launch({.name = "reverse_tiles", .grid = blocks(n, 32), .block = 32, .stream = stream},
          reverse_tiles_kernel, bug, x, y, n);
+}
+void stage_vectors(Bug bug, const float* x, float* y, cudaStream_t stream) {
+  launch({.name = "stage_vectors", .grid = 1, .block = 32, .shared_bytes = 512, .stream = stream},
+         stage_vectors_kernel, bug, x, y);
 }
 void copy_vectors(const float* x, float* y, int64_t n, cudaStream_t stream) {
   launch({.name = "copy_vectors", .grid = blocks(n, 128, 4), .block = 128, .stream = stream},

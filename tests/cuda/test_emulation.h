@@ -9,15 +9,17 @@ namespace tessera::gpu::tests {
 
 enum class Bug {
   kNone,
-  kMissingBarrier,    // between writing shared memory and reading a neighbour's element
-  kOffByOne,          // reads one element beyond the end
-  kWrongMask,         // a mask that names only half of the lanes that shuffle
-  kMaskWithoutSelf,   // lanes that the mask does not name
-  kDivergentBarrier,  // half of a block at the barrier, the other half in a shuffle
-  kMisaligned,        // a vector of 16 bytes at an address of 4
-  kUninitialised,     // shared memory that nobody wrote
-  kBlocksRace,        // two blocks write one address
-  kMissingWarpSync,   // lanes exchange through shared memory without __syncwarp
+  kMissingBarrier,       // between writing shared memory and reading a neighbour's element
+  kOffByOne,             // reads one element beyond the end
+  kWrongMask,            // a mask that names only half of the lanes that shuffle
+  kMaskWithoutSelf,      // lanes that the mask does not name
+  kDivergentBarrier,     // half of a block at the barrier, the other half in a shuffle
+  kMisaligned,           // a vector of 16 bytes at an address of 4
+  kUninitialised,        // shared memory that nobody wrote
+  kBlocksRace,           // two blocks write one address
+  kMissingWarpSync,      // lanes exchange through shared memory without __syncwarp
+  kGlobalStoreToShared,  // a vector's store that names the other memory
+  kSharedStoreToGlobal,
   // Of products of warps:
   kMisalignedTile,  // a tile that begins at 16 bytes
   kTileStride,      // rows 40 bytes apart
@@ -34,6 +36,8 @@ void swap_neighbours(Bug bug, const float* x, float* y, int64_t n, cudaStream_t 
 void reverse_tiles(Bug bug, const float* x, float* y, int64_t n, cudaStream_t stream);
 // y[i] = x[i], four at a time.
 void copy_vectors(const float* x, float* y, int64_t n, cudaStream_t stream);
+// y[i] = x[i] for 128 elements, by way of shared memory.
+void stage_vectors(Bug bug, const float* x, float* y, cudaStream_t stream);
 void add_one(float* x, int64_t n, cudaStream_t stream);
 // counts[x[i]] += 1 with atomic operations.
 void histogram(const int* x, int* counts, int64_t n, cudaStream_t stream);

@@ -535,6 +535,14 @@ void check_alignment(const void* pointer, size_t bytes) {
        " bytes at once is not aligned to them: " + arena::describe(pointer, text, sizeof text));
 }
 
+void check_space(const void* pointer, bool shared) {
+  const char* const begin = arena::shared_memory();
+  const bool is_shared = pointer >= begin && pointer < begin + kMaxSharedBytes;
+  if (is_shared == shared) return;
+  fail(shared ? "store_shared_vector writes to an address that is not in shared memory"
+              : "store_vector writes to shared memory; store_shared_vector does that");
+}
+
 namespace {
 
 struct Tile {

@@ -60,6 +60,8 @@ void* static_shared(const void* site, size_t bytes, size_t alignment);
 
 // An access of `bytes` at once, as vector loads are on a GPU.
 void check_alignment(const void* pointer, size_t bytes);
+// An access whose instruction names the memory: shared, or global.
+void check_space(const void* pointer, bool shared);
 
 // A warp meets to read or write a tile of 16 x 16 elements whose rows lie `leading` apart: all
 // lanes, with the same arguments, at a multiple of 32 bytes and with rows a multiple of 16 bytes

@@ -1,0 +1,50 @@
+// Kernels that each break one rule of scripts/check_ptx.sh, and one that keeps all of them
+// (test_check_ptx.sh).
+#include <cstdint>
+
+namespace tessera::ptx_test {
+
+__global__ void sound_kernel(const float4* x, float4* y, int64_t n) {
+  const int64_t i = threadIdx.x;
+  if (i < n) y[i] = x[i];
+}
+
+__global__ void scalar_kernel(const float* x, float* y, int64_t n) {
+  const int64_t i = threadIdx.x;
+  if (i < n) y[i] = x[i];
+}
+
+__global__ void product_kernel(const float* x, float* y) { y[threadIdx.x] = x[0] * x[1]; }
+
+__global__ void wide_kernel(const float* x, float* y) {
+  y[threadIdx.x] = static_cast<float>(static_cast<double>(x[threadIdx.x]) * 0.1);
+}
+
+__global__ void local_kernel(const float* x, float* y, int at) {
+  float values[16];
+  for (int i = 0; i < 16; ++i) values[i] = x[i] * x[i + 1];
+  y[threadIdx.x] = values[at];
+}
+
+__global__ void generic_kernel(const float* x, float* y, bool staged) {
+  __shared__ float stage[32];
+  stage[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  const float* const source = staged ? stage : x;
+  y[threadIdx.x] = source[threadIdx.x ^ 1];
+}
+
+__global__ void division_kernel(const int* x, int* y, int divisor, int n) {
+  for (int i = threadIdx.x; i < n; i += 32) y[i] = x[i] / divisor;
+}
+
+__global__ void f64_division_kernel(const double* x, double* y, double divisor, int n) {
+  for (int i = threadIdx.x; i < n; i += 32) y[i] = x[i] / divisor;
+}
+
+__device__ __noinline__ float helper(float x) { return x * x + 1; }
+__global__ void call_kernel(const float* x, float* y) { y[threadIdx.x] = helper(x[threadIdx.x]); }
+
+__global__ void unlisted_kernel(float* y) { y[threadIdx.x] = 0; }
+
+}  // namespace tessera::ptx_test
