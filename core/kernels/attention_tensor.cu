@@ -124,6 +124,76 @@ TS_DEVICE void add_product(const T* weights, const T* rows, int64_t columns,
   }
 }
 
+// ---- Dropout ------------------------------------------------------------------------------------
+//
+// A draw decides about four neighbours, so lanes draw whole runs and hand bits around.
+
+// As it stands when the kernel runs.
+template <class Problem>
+TS_DEVICE RandomStream stream_of(const Problem& p) {
+  if constexpr (requires { p.stream.now(); }) {
+    return p.stream.now();
+  } else {
+    return p.stream;
+  }
+}
+
+// Bit i: dropout keeps number first + i of the probabilities; i < count <= 32.
+TS_DEVICE uint32_t kept_run(const TiledAttention& p, int64_t first, int count) {
+  const RandomStream stream = stream_of(p);
+  const auto dropout = static_cast<float>(p.dropout);
+  uint32_t bits = 0;
+  int place = -static_cast<int>(first % 4);  // of the draw's first number
+  TS_ROLLED
+  for (int64_t draw = first / 4; place < count; ++draw, place += 4) {
+    const auto drawn = philox4x32(stream.seed, stream.stream, static_cast<uint64_t>(draw));
+    TS_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const bool is_of_run = place + i >= 0 && place + i < count;
+      if (is_of_run && !(uniform_from_bits(drawn[i]) < dropout)) bits |= 1u << (place + i);
+    }
+  }
+  return bits;
+}
+
+// What dropout keeps of a lane's columns: those of its row, which it shares with a neighbour.
+struct KeptInRow {
+  uint32_t left, right;  // halves of the row, from the lane's first column on
+  TS_DEVICE bool has(int j) const {
+    constexpr int kHalf = kEach / 2;
+    return ((j < kHalf ? left : right) >> j % kHalf * kLanes & 1) != 0;
+  }
+};
+TS_DEVICE KeptInRow kept_in_row(const TiledAttention& p, int64_t b, int64_t h, int64_t t,
+                                int64_t s0, int part) {
+  constexpr int kRun = kTile / kLanes;
+  const int64_t first = ((b * p.H + h) * p.T + t) * p.S + s0 + part * kRun;
+  const uint32_t own = kept_run(p, first, kRun);
+  const uint32_t other = __shfl_xor_sync(gpu::kAllLanes, own, 1);
+  return {(part == 0 ? own : other) >> part, (part == 0 ? other : own) >> part};
+}
+
+// The same where rows are keys, s0... the warp's first, and columns are queries: a lane draws two
+// queries' runs over the warp's keys.
+struct KeptInColumns {
+  uint32_t bits;
+  // All lanes of the warp call it together.
+  TS_DEVICE bool has(int row, int column) const {
+    const uint32_t of_column = __shfl_sync(gpu::kAllLanes, bits, column % gpu::kWarp);
+    return (of_column >> (row + column / gpu::kWarp * kFragment) & 1) != 0;
+  }
+};
+TS_DEVICE KeptInColumns kept_in_columns(const TiledAttention& p, int64_t b, int64_t h, int64_t t0,
+                                        int64_t s0, int lane) {
+  uint32_t bits = 0;
+  TS_ROLLED
+  for (int column = lane; column < kTile; column += gpu::kWarp) {
+    const int64_t first = ((b * p.H + h) * p.T + t0 + column) * p.S + s0;
+    bits |= kept_run(p, first, kFragment) << column / gpu::kWarp * kFragment;
+  }
+  return {bits};
+}
+
 // A warp's sums to rows row0... of x, `factor` times, by way of its scores.
 template <int W, class T>
 TS_DEVICE void write_rows(const Matrix<T>& x, int64_t row0, const Sums (&sums)[W / kFragment],
@@ -138,8 +208,21 @@ TS_DEVICE void write_rows(const Matrix<T>& x, int64_t row0, const Sums (&sums)[W
                               wmma::mem_row_major);
     }
     __syncwarp();
-    for (int i = static_cast<int>(threadIdx.x) % gpu::kWarp; i < kFragment * kTile;
-         i += gpu::kWarp) {
+    const int lane = static_cast<int>(threadIdx.x) % gpu::kWarp;
+    if (x.vectors) {
+      for (int i = lane; i < kFragment * kTile / kWidth; i += gpu::kWarp) {
+        const int below = i / (kTile / kWidth), right = i % (kTile / kWidth) * kWidth;
+        const int64_t row = row0 + below, column = n0 * kFragment + right;
+        if (row >= x.rows || column >= x.columns) continue;
+        const auto from = gpu::load_vector<kWidth>(scores + below * kScorePitch + right);
+        gpu::Vector<T, kWidth> values;
+        TS_UNROLL
+        for (int e = 0; e < kWidth; ++e) values.values[e] = store<T>(factor * from.values[e]);
+        gpu::store_vector(x.data + row * x.row + column, values);
+      }
+      continue;
+    }
+    for (int i = lane; i < kFragment * kTile; i += gpu::kWarp) {
       const int64_t row = row0 + i / kTile, column = n0 * kFragment + i % kTile;
       if (row < x.rows && column < x.columns) {
         x.data[row * x.row + column * x.column] =
@@ -210,6 +293,8 @@ __global__ void __launch_bounds__(kBlock)
       for (int n = 0; n < W / kFragment; ++n) sums[n].x[i] *= factor;
     }
   };
+  const bool drops = p.dropout > 0;
+  const auto kept_scale = static_cast<float>(p.kept_scale);
   float largest = kNone, total = 0;
   const int64_t end = p.causal && t0 + kTile < S ? t0 + kTile : S;
   for (int64_t s0 = 0; s0 < end; s0 += kTile) {
@@ -234,9 +319,11 @@ __global__ void __launch_bounds__(kBlock)
     for (int j = 0; j < kEach; ++j) {
       own[j] = sees_none ? 0.0f : math::exp(own[j] - above);
       sum += own[j];
-      if (p.dropout > 0 && own[j] != 0) {
-        own[j] *= kept<float>(p, b, h, t, s0 + j * kLanes + part);
-      }
+    }
+    if (drops) {
+      const KeptInRow kept = kept_in_row(p, b, h, t, s0, part);
+      TS_UNROLL
+      for (int j = 0; j < kEach; ++j) own[j] *= kept.has(j) ? kept_scale : 0.0f;
     }
     sum += __shfl_xor_sync(gpu::kAllLanes, sum, 1);
     total = total * shrink + sum;
@@ -298,6 +385,8 @@ __global__ void __launch_bounds__(kBlock)
   load_tile<W>(head_of(g.grad_output, b, h, p.T, p.Ev), t0, dy_tile);
   const int64_t at = (b * p.H + h) * p.T + t;
   const float log_sum = t < p.T ? g.log_sums[at] : 0.0f, delta = t < p.T ? g.deltas[at] : 0.0f;
+  const bool drops = p.dropout > 0;
+  const auto kept_scale = static_cast<float>(p.kept_scale);
   Sums sums[W / kFragment];
   TS_UNROLL
   for (int n = 0; n < W / kFragment; ++n) wmma::fill_fragment(sums[n], 0.0f);
@@ -310,6 +399,8 @@ __global__ void __launch_bounds__(kBlock)
     multiply_rows<W>(q_tile + first * kPitch<W>, k_tile, p.E, scores);
     multiply_rows<W>(dy_tile + first * kPitch<W>, v_tile, p.Ev, grads);
     __syncwarp();
+    KeptInRow kept{};
+    if (drops) kept = kept_in_row(p, b, h, t, s0, part);
     float own[kEach];
     TS_UNROLL
     for (int j = 0; j < kEach; ++j) {
@@ -317,7 +408,7 @@ __global__ void __launch_bounds__(kBlock)
       const int64_t s = s0 + column;
       const float weight = math::exp(score_of(p, scores[place], S, b, h, t, s) - log_sum);
       float grad = grads[place];
-      if (p.dropout > 0 && weight != 0) grad *= kept<float>(p, b, h, t, s);
+      if (drops) grad *= kept.has(j) ? kept_scale : 0.0f;
       own[j] = weight == 0 ? 0.0f : weight * (grad - delta);
     }
     __syncwarp();
@@ -353,6 +444,8 @@ __global__ void __launch_bounds__(kBlock)
   const int64_t s = s0 + first + row, S = p.keys_of(b);
   load_tile<W>(head_of(g.key, b, hk, S, p.E), s0, k_tile);
   load_tile<W>(head_of(g.value, b, hk, S, p.Ev), s0, v_tile);
+  const bool drops = p.dropout > 0;
+  const auto kept_scale = static_cast<float>(p.kept_scale);
   Sums key_sums[W / kFragment], value_sums[W / kFragment];
   TS_UNROLL
   for (int n = 0; n < W / kFragment; ++n) {
@@ -376,13 +469,16 @@ __global__ void __launch_bounds__(kBlock)
       multiply_rows<W>(k_tile + first * kPitch<W>, q_tile, p.E, scores);
       multiply_rows<W>(v_tile + first * kPitch<W>, dy_tile, p.Ev, grads);
       __syncwarp();
+      KeptInColumns kept{};
+      if (drops) kept = kept_in_columns(p, b, h, t0, s0 + first, lane);
       // Weight and gradient of a score wait at the score's place until all gradients were read.
       for (int j = 0; j < kEach; ++j) {
         const int column = j * kLanes + part, place = row * kScorePitch + column;
         const int64_t t = t0 + column;
         const float weight =
             math::exp(score_of(p, scores[place], S, b, h, t, s) - log_sums[column]);
-        const float keep = p.dropout > 0 && weight != 0 ? kept<float>(p, b, h, t, s) : 1.0f;
+        float keep = 1;
+        if (drops) keep = kept.has(row, column) ? kept_scale : 0.0f;
         const float grad = weight == 0 ? 0.0f : weight * (grads[place] * keep - deltas[column]);
         const uint32_t both = uint32_t{store<T>(weight * keep).bits} | uint32_t{store<T>(grad).bits}
                                                                            << 16;

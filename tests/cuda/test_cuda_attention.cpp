@@ -136,7 +136,8 @@ TEST(AttentionTensorCores, HaveTheValuesOfTheCpuOverSeveralTilesAndWidths) {
                         Case{"grouped", 1, 4, 2, 65, 65, 32, 24, kF16, true},
                         Case{"wide", 1, 1, 1, 66, 80, 72, 128, kBF16},
                         Case{"lengths", 2, 1, 1, 20, 70, 16, 16, kBF16},
-                        Case{"dropout", 1, 2, 2, 20, 70, 16, 16, kBF16, true, 0.3}}) {
+                        Case{"dropout", 1, 2, 2, 20, 70, 16, 16, kBF16, true, 0.3},
+                        Case{"dropout, odd rows", 1, 1, 1, 66, 131, 8, 8, kF16, false, 0.3}}) {
     const Tensor of_samples = c.name == "lengths" ? lengths : Tensor();
     const Outcome expected = run(c, kCpu, kF32, true, {}, of_samples);
     // Probabilities, gradients of scores and results are rounded once each.
