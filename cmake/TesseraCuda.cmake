@@ -9,7 +9,8 @@ file(GLOB cuda_kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core
 
 set(without_cublaslt core/cuda/none/gemm_none.cpp)
 set(without_cudnn core/cuda/none/graph_none.cpp)
-add_library(tessera_core_no_cuda STATIC core/cuda/none/backend_none.cpp core/cuda/gemm.cpp
+add_library(tessera_core_no_cuda STATIC core/cuda/none/backend_none.cpp core/cuda/none/capture_none.cpp
+  core/cuda/gemm.cpp
   core/cuda/library_graph.cpp core/cuda/attention_graph.cpp core/cuda/conv_graph.cpp
   core/cuda/norm_graph.cpp ${without_cublaslt} ${without_cudnn})
 set_target_properties(tessera_core_no_cuda PROPERTIES EXPORT_NAME core_no_cuda POSITION_INDEPENDENT_CODE ON)

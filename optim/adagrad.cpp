@@ -13,7 +13,7 @@ std::optional<double> Adagrad::initial_state(size_t group, size_t) const {
 }
 
 void Adagrad::update(size_t group, std::span<ParameterState* const> parameters,
-                     const double* scalars) {
+                     const kernels::StepScalars& scalars) {
   const AdagradOptions& options = this->options(group);
   std::vector<kernels::AdagradTensors> tensors;
   tensors.reserve(parameters.size());

@@ -18,7 +18,7 @@ std::optional<double> AdamFamily<Options>::initial_state(size_t group, size_t in
 
 template <class Options>
 void AdamFamily<Options>::update(size_t group, std::span<ParameterState* const> parameters,
-                                 const double* scalars) {
+                                 const kernels::StepScalars& scalars) {
   const Options& options = this->options(group);
   std::vector<kernels::AdamTensors> tensors;
   tensors.reserve(parameters.size());
@@ -37,7 +37,7 @@ void AdamFamily<Options>::update(size_t group, std::span<ParameterState* const> 
                               .weight_decay = options.weight_decay,
                               .decoupled = std::is_same_v<Options, AdamWOptions>,
                               .maximize = options.maximize},
-                             scalars, this->gradient_factor_);
+                             scalars);
 }
 
 template class AdamFamily<AdamWOptions>;

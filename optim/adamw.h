@@ -46,8 +46,7 @@ class AdamFamily : public TypedOptimizer<Options> {
   std::span<const char* const> state_names() const override;
   std::optional<double> initial_state(size_t group, size_t index) const override;
   void update(size_t group, std::span<ParameterState* const> parameters,
-              const double* scalars) override;
-  bool reads_gradient_factor() const override { return true; }
+              const kernels::StepScalars& scalars) override;
 };
 
 // State: exp_avg, exp_avg_sq, with amsgrad max_exp_avg_sq.

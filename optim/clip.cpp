@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/multi_tensor.h>
 #include <tessera/core/raw_views.h>
@@ -32,10 +33,13 @@ Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipO
   const double scale = options.fold_into != nullptr
                            ? options.fold_into->next_step().data_as<double>()[0]
                            : options.gradient_scale;
+  TS_CHECK_AS(UnsupportedError, scale == 1 || gpu::Capture::current() == nullptr, "clip_grad_norm",
+              "a factor of the host would be a constant of the graph; keep it on the device (a "
+              "GradScaler with on_device)");
   const bool on_device = !gradients.empty() && gradients[0].device().is_cuda();
   if (on_device && options.fold_into != nullptr && !options.error_if_nonfinite) {
-    const Tensor norm_and_factor =
-        kernels::multi_tensor_clip_factor(gradients, options.norm_type, scale, max_norm);
+    const Tensor norm_and_factor = kernels::multi_tensor_clip_factor(
+        gradients, options.norm_type, scale, max_norm, options.fold_into->next_step_factor());
     options.fold_into->scale_next_step(raw::select(norm_and_factor, 0, 1));
     return raw::select(norm_and_factor, 0, 0);
   }

@@ -11,7 +11,7 @@ std::span<const char* const> Lion::state_names() const {
 std::optional<double> Lion::initial_state(size_t, size_t) const { return 0; }
 
 void Lion::update(size_t group, std::span<ParameterState* const> parameters,
-                  const double* scalars) {
+                  const kernels::StepScalars& scalars) {
   const LionOptions& options = this->options(group);
   std::vector<kernels::LionTensors> tensors;
   tensors.reserve(parameters.size());

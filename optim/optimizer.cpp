@@ -8,9 +8,11 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/multi_tensor.h>
 #include <tessera/core/profiler.h>
+#include <tessera/core/raw_views.h>
 
 namespace tessera::optim {
 namespace {
@@ -86,6 +88,7 @@ const NamedTensors& Optimizer::parameters(size_t group) const { return groups_.a
 void Optimizer::zero_grad(bool set_to_none) {
   if (zero_grad_gate_ && !zero_grad_gate_()) return;
   gradient_factor_ = {};
+  found_ = {};
   for (const Group& group : groups_) {
     for (const auto& [name, tensor] : group.named) tensor.zero_grad(set_to_none);
   }
@@ -94,6 +97,11 @@ void Optimizer::zero_grad(bool set_to_none) {
 // ---- The step ----------------------------------------------------------------------------------
 
 void Optimizer::prepare(size_t group, ParameterState& state) {
+  const auto check_outside_of_graphs = [&] {
+    TS_CHECK_AS(UnsupportedError, gpu::Capture::current() == nullptr, type_name(),
+                "a parameter takes part for the first time and its state must be made; run a step "
+                "before the capture");
+  };
   // A model that has moved since takes its state along.
   const Device& device = state.parameter.device();
   const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
@@ -104,11 +112,13 @@ void Optimizer::prepare(size_t group, ParameterState& state) {
   for (Tensor& held : state.states) follow(held);
   if (is_16_bit(state.parameter.dtype()) && keeps_master_weights(group) &&
       !state.master.defined()) {
+    check_outside_of_graphs();
     state.master = make_master(state.parameter);
   }
   for (size_t i = 0; i < state_names().size(); ++i) {
     if (state.states[i].defined()) continue;
     if (const auto value = initial_state(group, i)) {
+      check_outside_of_graphs();
       state.states[i] = make_state(state.parameter, *value);
     }
   }
@@ -117,21 +127,38 @@ void Optimizer::prepare(size_t group, ParameterState& state) {
 bool Optimizer::step() {
   const TimelineRange range("optimizer step");
   const NoGradGuard no_grad;
+  const bool captures = gpu::Capture::current() != nullptr;
+  TS_CHECK_AS(UnsupportedError, !captures || !gate_, type_name(),
+              "the step gate decides on the host, and a graph repeats the step without it; call "
+              "the step outside of the graph");
   // A gate may still set what the step is told (a loss scaler that unscales now).
   StepDecision decision = gate_ ? gate_() : StepDecision{};
   double* next_step = next_step_.data_as<double>();
-  double scale = std::exchange(next_step[0], 1);
-  const bool skip = std::exchange(next_step[1], 0) != 0;
-  if (decision.run && skip) decision = StepDecision::skip("a gradient is not finite");
+  double scalars[kernels::kNumStepScalars] = {};
+  kernels::StepScalars told(scalars);
+  told.gradient_factor = std::exchange(gradient_factor_, {});
+  told.found = std::exchange(found_, {});
+  if (!captures) {  // a replay takes what there is at its time
+    scalars[kernels::kGradientScale] = std::exchange(next_step[0], 1);
+    const bool skip = std::exchange(next_step[1], 0) != 0;
+    if (decision.run && skip) decision = StepDecision::skip("a gradient is not finite");
+  }
   if (!decision.run) {
     skip_reason_ = std::move(decision.reason);
-    gradient_factor_ = {};
     return false;
   }
-  if (gradient_factor_.defined() && !reads_gradient_factor()) {
-    scale *= std::exchange(gradient_factor_, {}).item();
-  }
   skip_reason_.clear();
+  std::vector<ParameterState*> all;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    for (ParameterState& state : groups_[g].states) {
+      if (state.parameter.grad().defined()) all.push_back(&state);
+    }
+  }
+  if (all.empty()) told.found = {};
+  if (told.found.defined() || skipped_.defined()) {
+    count_skipped(all);
+    told.skipped = skipped_;
+  }
   for (size_t g = 0; g < groups_.size(); ++g) {
     // Parameters that joined late have lower step numbers: each number is a pass of its own.
     std::map<int64_t, std::vector<ParameterState*>> by_step;
@@ -145,13 +172,12 @@ bool Optimizer::step() {
       by_step[state.step + 1].push_back(&state);
     }
     for (const auto& [number, states] : by_step) {
-      double scalars[kernels::kNumStepScalars] = {};
       scalars[kernels::kLearningRate] = lr_of(g);
       scalars[kernels::kStep] = static_cast<double>(number);
-      scalars[kernels::kGradientScale] = scale;
-      update(g, states, scalars);
+      if (captures) told.on_device = feed_replays(g, states);
+      update(g, states, told);
       for (ParameterState* state : states) {
-        state->step = number;
+        if (!captures) state->step = number;
         state->gradient = {};
         if (std::exchange(state->autocast_shadow, {}).defined()) {
           detail::stamp_shadow(state->parameter);
@@ -159,13 +185,100 @@ bool Optimizer::step() {
       }
     }
   }
-  gradient_factor_ = {};
+  if (told.found.defined()) add_(skipped_, reshape(told.found, {}));
+  if (captures) {  // what the replay was told is told
+    gpu::Capture::current()->feed(0, [this](void*) {
+      next_step_.data_as<double>()[0] = 1;
+      next_step_.data_as<double>()[1] = 0;
+    });
+  }
   return true;
+}
+
+// Options that a captured step has taken as constants.
+std::vector<double> Optimizer::constant_options(size_t group) {
+  class Reader : public OptionVisitor {
+   public:
+    void visit(const char* name, std::span<double> values) override {
+      if (std::string_view(name) != "lr") found.insert(found.end(), values.begin(), values.end());
+    }
+    std::vector<double> found;
+  };
+  Reader reader;
+  visit_options(group, reader);
+  return std::move(reader.found);
+}
+
+// The scalars of a captured update. What the host does in a step, the replay does as it fills them.
+const double* Optimizer::feed_replays(size_t group, const std::vector<ParameterState*>& stepped) {
+  struct Captured {
+    ParameterState* state;
+    Tensor target, parameter, shadow;  // kept: the graph writes to them
+    std::array<Tensor, kMaxStates> states;
+  };
+  std::vector<Captured> all;
+  for (ParameterState* state : stepped) {
+    all.push_back({state, raw::alias(state->target()), raw::alias(state->parameter),
+                   state->autocast_shadow, state->states});
+  }
+  const auto fill = [this, group, all = std::move(all), skipped = skipped_,
+                     options = constant_options(group)](void* host) {
+    TS_CHECK_AS(ConfigError, constant_options(group) == options, type_name(),
+                "options other than the learning rate changed since the step was captured; reset "
+                "the graph");
+    double* const scalars = static_cast<double*>(host);
+    double* const next_step = next_step_.data_as<double>();
+    const bool skip = next_step[1] != 0;
+    scalars[kernels::kLearningRate] = lr_of(group);
+    scalars[kernels::kStep] = static_cast<double>(all.front().state->step + 1);
+    scalars[kernels::kGradientScale] = next_step[0];
+    scalars[kernels::kSkipStep] = skip ? 1 : 0;
+    TS_CHECK_AS(ConfigError, skipped.is(skipped_), type_name(),
+                "the count of skipped steps was replaced since the step was captured (a state was "
+                "loaded); reset the graph");
+    for (const Captured& one : all) {
+      bool same = one.state->target().data() == one.target.data() &&
+                  one.state->parameter.data() == one.parameter.data();
+      for (size_t i = 0; i < kMaxStates; ++i) same = same && one.state->states[i].is(one.states[i]);
+      TS_CHECK_AS(ConfigError, same, type_name(),
+                  "parameters or state were replaced since the step was captured (a state was "
+                  "loaded, or the model moved); reset the graph");
+    }
+    if (skip) return;
+    for (const Captured& one : all) {
+      ++one.state->step;
+      one.state->parameter.bump_version();
+      if (one.shadow.defined()) detail::stamp_shadow(one.state->parameter);
+    }
+  };
+  gpu::Capture& capture = *gpu::Capture::current();
+  return static_cast<const double*>(capture.feed(kernels::kNumStepScalars * sizeof(double), fill));
+}
+
+// Counts from here on what the device leaves out of these parameters' steps.
+void Optimizer::count_skipped(const std::vector<ParameterState*>& stepped) {
+  if (skipped_.defined() && skipped_of_ == stepped) return;
+  TS_CHECK_AS(UnsupportedError, gpu::Capture::current() == nullptr, type_name(),
+              "the first step that the device may leave out cannot be captured; run one before");
+  settle_skipped();
+  if (stepped.empty()) return;
+  skipped_ = zeros({}, {.dtype = kF64, .device = stepped.front()->parameter.device()});
+  skipped_of_ = stepped;
+}
+
+void Optimizer::settle_skipped() const {
+  if (!skipped_.defined()) return;
+  const auto count = static_cast<int64_t>(skipped_.item());
+  if (count == 0) return;
+  for (ParameterState* state : skipped_of_) state->step -= count;
+  const NoGradGuard no_grad;
+  fill_(skipped_, 0);
 }
 
 // ---- State -------------------------------------------------------------------------------------
 
 StateDict Optimizer::state_dict() const {
+  settle_skipped();
   class Writer : public OptionVisitor {
    public:
     Writer(StateDict& state, size_t group) : state_(state), group_(group) {}
@@ -295,6 +408,7 @@ void Optimizer::load_state_dict(const StateDict& state) {
     visit_options(g, read);
   }
   for (Loaded& one : loaded) *one.target = std::move(one.value);
+  skipped_ = {};
 }
 
 void Optimizer::rebind(const NamedTensors& parameters) {

@@ -15,6 +15,11 @@
 // copy is kept unless Options::master_weights is false. The same pass writes what autocast keeps of
 // a parameter in its own dtype (autograd/autocast_mode.h). Parameters without a gradient are passed
 // over. Arithmetic and order of operations are torch's.
+//
+// In the capture of a graph (optim/graphed_step.h) a step becomes part of it. Each replay is a
+// step: it takes the learning rate, the step number and next_step() of its time, all else as it was
+// captured. Other options that changed, and state that was replaced, throw ConfigError at the
+// replay. A step gate, and parameters that were never stepped, cannot be captured.
 #pragma once
 
 #include <array>
@@ -30,6 +35,10 @@
 
 #include <tessera/core/state_dict.h>
 #include <tessera/core/tensor.h>
+
+namespace tessera::kernels {
+struct StepScalars;
+}
 
 namespace tessera::optim {
 
@@ -79,9 +88,14 @@ class Optimizer {
   // leaves parameters, states and step numbers as they are (a non-finite gradient was found).
   const Tensor& next_step() const { return next_step_; }
   void scale_next_step(double factor);
-  // The same by one f64 element beside the parameters, which AdamW and Adam read there: the host
-  // does not wait for it. Replaces the one before; goes with the next step, or with zero_grad().
+  // The same by one f64 element beside the parameters, which the update reads there: the host does
+  // not wait for it. Replaces the one before; goes with the next step, or with zero_grad().
   void scale_next_step(const Tensor& factor) { gradient_factor_ = factor; }
+  const Tensor& next_step_factor() const { return gradient_factor_; }  // or undefined
+  // The next step is left out where this f64 element beside the parameters is not 0, which the host
+  // does not learn: step() returns true, and step numbers are put right on the device. They are
+  // read back where state_dict() asks, or other parameters than before take part in a step.
+  void skip_next_step_where(const Tensor& found) { found_ = found; }
 
   // "state.NAME.exp_avg": the state of each parameter that was stepped, by its name; "group.0.lr":
   // the options of each group. Tensors share elements with the optimizer.
@@ -142,14 +156,9 @@ class Optimizer {
   virtual std::span<const char* const> state_names() const = 0;
   // The value with which state `index` begins; nothing where this group does not use it.
   virtual std::optional<double> initial_state(size_t group, size_t index) const = 0;
-  // One pass over parameters that all take their step number scalars[kStep].
+  // One pass over parameters that all take their step number.
   virtual void update(size_t group, std::span<ParameterState* const> parameters,
-                      const double* scalars) = 0;
-  // Whether update() multiplies gradients by gradient_factor_; else step() reads it and puts it
-  // into scalars[kGradientScale].
-  virtual bool reads_gradient_factor() const { return false; }
-
-  Tensor gradient_factor_;  // of the next step, or undefined
+                      const kernels::StepScalars& scalars) = 0;
 
  private:
   struct Group {
@@ -157,8 +166,16 @@ class Optimizer {
     std::vector<ParameterState> states;
   };
   void prepare(size_t group, ParameterState& state);
+  void settle_skipped() const;
+  void count_skipped(const std::vector<ParameterState*>& stepped);
+  std::vector<double> constant_options(size_t group);
+  const double* feed_replays(size_t group, const std::vector<ParameterState*>& stepped);
 
   std::vector<Group> groups_;
+  Tensor gradient_factor_, found_;  // of the next step, or undefined
+  // Steps that the device left out, f64, which the numbers of skipped_of_ still count.
+  Tensor skipped_;
+  std::vector<ParameterState*> skipped_of_;
   StepGate gate_;
   std::function<bool()> zero_grad_gate_;
   std::string skip_reason_;

@@ -15,7 +15,7 @@ std::optional<double> RMSprop::initial_state(size_t group, size_t index) const {
 }
 
 void RMSprop::update(size_t group, std::span<ParameterState* const> parameters,
-                     const double* scalars) {
+                     const kernels::StepScalars& scalars) {
   const RMSpropOptions& options = this->options(group);
   std::vector<kernels::RmspropTensors> tensors;
   tensors.reserve(parameters.size());

@@ -35,7 +35,7 @@ class RMSprop : public TypedOptimizer<RMSpropOptions> {
   std::span<const char* const> state_names() const override;
   std::optional<double> initial_state(size_t group, size_t index) const override;
   void update(size_t group, std::span<ParameterState* const> parameters,
-              const double* scalars) override;
+              const kernels::StepScalars& scalars) override;
 };
 
 }  // namespace tessera::optim

@@ -30,7 +30,8 @@ std::optional<double> SGD::initial_state(size_t group, size_t) const {
   return 0;
 }
 
-void SGD::update(size_t group, std::span<ParameterState* const> parameters, const double* scalars) {
+void SGD::update(size_t group, std::span<ParameterState* const> parameters,
+                 const kernels::StepScalars& scalars) {
   const SGDOptions& options = this->options(group);
   std::vector<kernels::SgdTensors> tensors;
   tensors.reserve(parameters.size());

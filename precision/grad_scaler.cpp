@@ -6,8 +6,11 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/raw_views.h>
 
 namespace tessera::precision {
 namespace {
@@ -36,7 +39,75 @@ GradScaler::GradScaler(const GradScalerOptions& options)
 Tensor GradScaler::scale(const Tensor& loss) const {
   if (!enabled()) return loss;
   const bool narrow = loss.dtype() == kF16 || loss.dtype() == kBF16;
-  return mul(narrow ? to(loss, kF32) : loss, Scalar(scale_));
+  const Tensor wide = narrow ? to(loss, kF32) : loss;
+  if (!options_.on_device || !loss.device().is_cuda()) return mul(wide, Scalar(scale_));
+  if (!is_on_device()) begin_on_device(loss.device());
+  // A copy: the scale changes before the graph of the loss is gone.
+  const Tensor factor = kernels::convert(raw::select(on_device_, 0, kernels::kLossScale), kF32);
+  return mul(wide, wide.dtype() == kF32 ? factor : kernels::convert(factor, wide.dtype()));
+}
+
+double GradScaler::loss_scale() const {
+  read_device();
+  return options_.enabled ? scale_ : 1;
+}
+int64_t GradScaler::growth_tracker() const {
+  read_device();
+  return growth_tracker_;
+}
+int64_t GradScaler::skipped_steps() const {
+  read_device();
+  return skipped_steps_;
+}
+
+// ---- On a device -------------------------------------------------------------------------------
+
+void GradScaler::begin_on_device(const Device& device) const {
+  TS_CHECK_AS(UnsupportedError, gpu::Capture::current() == nullptr, kGradScaler,
+              "the first iteration makes the scale and cannot be captured; run one before");
+  on_device_ = tensor({scale_, static_cast<double>(growth_tracker_),
+                       static_cast<double>(skipped_steps_), 0.0},
+                      kF64)
+                   .to(device);
+}
+
+void GradScaler::read_device() const {
+  if (!is_on_device()) return;
+  const std::vector<double> values = on_device_.to_vector();
+  scale_ = values[kernels::kLossScale];
+  growth_tracker_ = static_cast<int64_t>(values[kernels::kGrowthTracker]);
+  skipped_steps_ = static_cast<int64_t>(values[kernels::kSkippedSteps]);
+  check_scale();
+}
+
+void GradScaler::check_scale() const {
+  TS_CHECK(scale_ >= options_.min_scale && scale_ > 0, kGradScaler,
+           "gradients are not finite even at a loss scale of ", scale_ / options_.backoff_factor,
+           ", so they are NaN or infinite by themselves; look for the op with AnomalyMode, or "
+           "lower the learning rate");
+}
+
+Tensor GradScaler::inverse_on_device() const {
+  const NoGradGuard no_grad;
+  return reciprocal(raw::select(on_device_, 0, kernels::kLossScale));
+}
+
+Tensor GradScaler::finish_step_on_device(Record& record) {
+  TS_CHECK_AS(UnsupportedError, !agreement_, kGradScaler,
+              "ranks agree through the host, and on_device keeps the finding from it; leave "
+              "on_device out");
+  record.stepped = true;
+  const NoGradGuard no_grad;
+  const Tensor found = record.found_on_device;
+  // The steps left out, and what the next update() looks at.
+  add_(raw::narrow(on_device_, 0, kernels::kSkippedSteps, 2), found);
+  return found;
+}
+
+void GradScaler::fail_without_device_step() {
+  TS_THROW(UnsupportedError, kGradScaler,
+           "on_device needs an optimizer with scale_next_step(Tensor) and skip_next_step_where(); "
+           "leave on_device out");
 }
 
 // ---- One iteration of one optimizer ------------------------------------------------------------
@@ -54,7 +125,7 @@ void GradScaler::unscale(const Tensor& next_step) {
            known != nullptr && known->stepped ? "stepped with" : "unscaled",
            " since the last update(); unscale once for each step, and call update() after the "
            "steps of all optimizers");
-  next_step.data_as<double>()[0] /= scale_;
+  if (!is_on_device()) next_step.data_as<double>()[0] /= scale_;
   records_.push_back({.next_step = next_step});
 }
 
@@ -64,7 +135,11 @@ void GradScaler::note_norm(const Tensor& next_step, const Tensor& norm) {
            "the gradients of this optimizer are still scaled; call unscale() first");
   TS_CHECK(!record->stepped, "note_norm", "the optimizer has stepped; note the norm before");
   record->judged = true;
-  record->found = !std::isfinite(norm.item<double>());
+  if (is_on_device()) {
+    record->found_on_device = kernels::multi_tensor_found_nonfinite({&norm, 1});
+  } else {
+    record->found = !std::isfinite(norm.item<double>());
+  }
 }
 
 GradScaler::Record& GradScaler::begin_step(const Tensor& next_step) {
@@ -85,8 +160,14 @@ void GradScaler::append_gradients(const NamedTensors& parameters, TensorList& gr
 }
 
 // The largest magnitude: it is NaN where any element is, and sums of nothing can overflow.
-void GradScaler::judge(Record& record, const TensorList& gradients) {
+void GradScaler::judge(Record& record, const TensorList& gradients) const {
   record.judged = true;
+  if (is_on_device()) {
+    record.found_on_device = gradients.empty()
+                                 ? zeros({1}, {.dtype = kF64, .device = on_device_.device()})
+                                 : kernels::multi_tensor_found_nonfinite(gradients);
+    return;
+  }
   record.found = !gradients.empty() && !std::isfinite(kernels::multi_tensor_norm(
                                            gradients, std::numeric_limits<double>::infinity()));
 }
@@ -134,13 +215,15 @@ void GradScaler::update() {
   }
   records_.clear();
   if (!judged) return;
+  if (is_on_device()) {
+    return kernels::update_loss_scale(on_device_, {.growth_factor = options_.growth_factor,
+                                                   .backoff_factor = options_.backoff_factor,
+                                                   .growth_interval = options_.growth_interval});
+  }
   if (found) {
     scale_ = as_f32(scale_ * options_.backoff_factor);
     growth_tracker_ = 0;
-    TS_CHECK(scale_ >= options_.min_scale && scale_ > 0, kGradScaler,
-             "gradients are not finite even at a loss scale of ", scale_ / options_.backoff_factor,
-             ", so they are NaN or infinite by themselves; look for the op with AnomalyMode, or "
-             "lower the learning rate");
+    check_scale();
     return;
   }
   if (++growth_tracker_ < options_.growth_interval) return;
@@ -154,6 +237,7 @@ void GradScaler::update() {
 StateDict GradScaler::state_dict() const {
   TS_CHECK(!update_is_due(), "state_dict",
            "the scaler is in the middle of an iteration; call update() before saving");
+  read_device();
   StateDict state;
   state.set("scale", scalar_tensor(scale_, kF64));
   state.set("growth_tracker", scalar_tensor(growth_tracker_, kI64));
@@ -186,6 +270,11 @@ void GradScaler::load_state_dict(const StateDict& state) {
   growth_tracker_ = tracker;
   skipped_steps_ = skipped;
   records_.clear();
+  if (is_on_device()) {  // where graphs read it
+    kernels::copy_into(
+        on_device_,
+        tensor({scale_, static_cast<double>(tracker), static_cast<double>(skipped), 0.0}, kF64));
+  }
 }
 
 }  // namespace tessera::precision

@@ -25,6 +25,11 @@
 // Where rank threads or processes hold different gradients (sharded ones, or a parameter that is
 // each rank's own affair) an Agreement makes one finding of all: else some would step and others
 // not. Reduced gradients are equal on all ranks and need none.
+//
+// On a GPU the host waits in each step for what was found. With on_device it does not: scale and
+// finding stay beside the loss, the update reads them there, and the whole iteration can be
+// captured in a graph (optim/graphed_step.h). Then step() returns true also where the step was left
+// out, a schedule does not know of it, and loss_scale() and its like read the device when asked.
 #pragma once
 
 #include <concepts>
@@ -47,6 +52,7 @@ struct GradScalerOptions {
   // A scale below it is an error: gradients that overflow even so are NaN or infinite by
   // themselves, and leaving out steps would go on for ever.
   double min_scale = 0x1p-32;
+  bool on_device = false;  // for losses on a GPU; others are scaled as ever
 };
 
 // Takes the maximum over all ranks in place. `found`: f32 [1] on the CPU, 0 or 1. Called once for
@@ -61,6 +67,13 @@ concept ScaledOptimizer = requires(T& optimizer) {
   { optimizer.step() } -> std::convertible_to<bool>;
 };
 
+// One that can be told by tensors beside its parameters.
+template <class T>
+concept DeviceScaledOptimizer = ScaledOptimizer<T> && requires(T& optimizer, const Tensor& value) {
+  optimizer.scale_next_step(value);
+  optimizer.skip_next_step_where(value);
+};
+
 class GradScaler {
  public:
   // Throws ConfigError for options that cannot work.
@@ -68,10 +81,10 @@ class GradScaler {
 
   bool enabled() const { return options_.enabled; }
   const GradScalerOptions& options() const { return options_; }
-  double loss_scale() const { return options_.enabled ? scale_ : 1; }
-  int64_t growth_tracker() const { return growth_tracker_; }  // good updates since the last change
-  // Optimizer steps left out so far.
-  int64_t skipped_steps() const { return skipped_steps_; }
+  // These throw ValueError where the scale on a device fell below min_scale.
+  double loss_scale() const;
+  int64_t growth_tracker() const;  // good updates since the last change
+  int64_t skipped_steps() const;   // optimizer steps left out so far
 
   // loss * loss_scale(). A 16-bit loss comes out as f32: 65536 is more than f16 holds.
   Tensor scale(const Tensor& loss) const;
@@ -80,7 +93,14 @@ class GradScaler {
   // ValueError where that was done since the last update().
   template <ScaledOptimizer Optimizer>
   void unscale(Optimizer& optimizer) {
-    if (enabled()) unscale(optimizer.next_step());
+    if (!enabled()) return;
+    unscale(optimizer.next_step());
+    if (!is_on_device()) return;
+    if constexpr (DeviceScaledOptimizer<Optimizer>) {
+      optimizer.scale_next_step(inverse_on_device());
+    } else {
+      fail_without_device_step();
+    }
   }
   template <ScaledOptimizer Optimizer>
   bool is_unscaled(Optimizer& optimizer) const {
@@ -101,6 +121,7 @@ class GradScaler {
   template <ScaledOptimizer Optimizer>
   std::string before_step(Optimizer& optimizer) {
     if (!enabled()) return {};
+    if (!is_unscaled(optimizer)) unscale(optimizer);
     Record& record = begin_step(optimizer.next_step());
     if (!record.judged) {
       TensorList gradients;
@@ -108,6 +129,12 @@ class GradScaler {
         append_gradients(optimizer.parameters(group), gradients);
       }
       judge(record, gradients);
+    }
+    if constexpr (DeviceScaledOptimizer<Optimizer>) {
+      if (is_on_device()) {
+        optimizer.skip_next_step_where(finish_step_on_device(record));
+        return {};
+      }
     }
     return finish_step(record);
   }
@@ -139,20 +166,31 @@ class GradScaler {
     bool judged = false;
     bool stepped = false;
     bool found = false;
+    Tensor found_on_device = {};  // f64 [1]
   };
   const Record* find(const Tensor& next_step) const;
   void unscale(const Tensor& next_step);
   void note_norm(const Tensor& next_step, const Tensor& norm);
   Record& begin_step(const Tensor& next_step);
   static void append_gradients(const NamedTensors& parameters, TensorList& gradients);
-  static void judge(Record& record, const TensorList& gradients);
+  void judge(Record& record, const TensorList& gradients) const;
   std::string finish_step(Record& record);
   static void set_skip(const Tensor& next_step);
 
+  bool is_on_device() const { return on_device_.defined(); }
+  Tensor inverse_on_device() const;
+  Tensor finish_step_on_device(Record& record);
+  [[noreturn]] static void fail_without_device_step();
+  void begin_on_device(const Device& device) const;
+  void read_device() const;
+  void check_scale() const;
+
   GradScalerOptions options_;
-  double scale_;
-  int64_t growth_tracker_ = 0;
-  int64_t skipped_steps_ = 0;
+  // Where on_device_ is defined, what was last read of it.
+  mutable double scale_;
+  mutable int64_t growth_tracker_ = 0;
+  mutable int64_t skipped_steps_ = 0;
+  mutable Tensor on_device_;     // f64 [4]: kernels::LossScaleState, made by the first loss
   std::vector<Record> records_;  // of this iteration
   Agreement agreement_;
 };

@@ -7,13 +7,16 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <tessera/core/context.h>
+#include <tessera/core/cuda/capture.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/device_errors.h>
 #include <tessera/core/cuda/device_memory.h>
+#include <tessera/core/cuda/graph.h>
 #include <tessera/core/cuda/hooks.h>
 #include <tessera/core/cuda/kernel_list.h>
 #include <tessera/core/cuda/pinned_memory.h>
@@ -78,6 +81,17 @@ const char* file_name(const char* path) {
   return slash == nullptr ? path : slash + 1;
 }
 
+// Streams that nobody holds. They are not destroyed but used again: memory that was asked for on
+// one belongs to it for good.
+struct IdleStreams {
+  std::mutex mutex;
+  std::unordered_map<int, std::vector<cudaStream_t>> of_device;
+};
+IdleStreams& idle_streams() {
+  static IdleStreams* const streams = new IdleStreams;
+  return *streams;
+}
+
 }  // namespace
 
 struct StreamHandle {
@@ -85,7 +99,14 @@ struct StreamHandle {
   cudaStream_t stream;
   bool owned;
   ~StreamHandle() {
-    if (owned) cudaStreamDestroy(stream);
+    if (!owned) return;
+    cudaStreamSynchronize(stream);
+    IdleStreams& idle = idle_streams();
+    std::lock_guard lock(idle.mutex);
+    try {
+      idle.of_device[device].push_back(stream);
+    } catch (...) {  // no memory for the list: the stream stays unused
+    }
   }
 };
 struct EventHandle {
@@ -96,6 +117,8 @@ struct EventHandle {
 // ---- Errors -------------------------------------------------------------------------------------
 
 void note_operation(const char* name, cudaStream_t stream) { last_operation = {name, stream}; }
+
+const char* last_operation_name() { return last_operation.name; }
 
 std::string failure_details() { return hook_failure_details(); }
 
@@ -117,7 +140,7 @@ void throw_cuda_error(cudaError_t error, const char* expression, const char* fil
 void finish_launch(cudaError_t error, const char* name, cudaStream_t stream) {
   note_operation(name, stream);
   if (error != cudaSuccess) throw_cuda_error(error, name, "launch", 0);
-  if (waits_for_launches()) {
+  if (waits_for_launches() && Capture::current() == nullptr) {
     error = cudaStreamSynchronize(stream);
     if (error != cudaSuccess) throw_cuda_error(error, name, "launch", 0);
   }
@@ -155,7 +178,9 @@ CurrentDevice::~CurrentDevice() { cudaSetDevice(previous_); }
 
 void synchronize(int index) {
   require_device(index, "synchronize");
+  refuse_in_capture("synchronize");
   const CurrentDevice scope(index);
+  const NoCapture gate(index);
   TS_CUDA(cudaDeviceSynchronize());
   raise_device_errors(index);
 }
@@ -217,11 +242,28 @@ void copy_between(void* target, int to, const void* source, int from, size_t byt
   }
 }
 
+// Of copies, a graph takes those on its device, and those to and from pinned memory that the caller
+// does not wait for.
+void check_copy_in_capture(const void* target, const Device& to, const void* source,
+                           const Device& from, bool non_blocking) {
+  const Capture* const capture = Capture::current();
+  if (capture == nullptr) return;
+  if (to.is_cuda() && from.is_cuda()) {
+    if (to.index != from.index) refuse_in_capture("a copy between devices");
+    return;
+  }
+  if (non_blocking && is_pinned(to.is_cpu() ? target : source)) return;
+  refuse_in_capture(to.is_cpu() ? "a host read of device memory (item(), to(kCpu), a shape that "
+                                  "depends on values)"
+                                : "a copy from host memory that is not pinned and non_blocking");
+}
+
 }  // namespace
 
 void copy_bytes(void* target, const Device& to, const void* source, const Device& from,
                 size_t bytes, bool non_blocking) {
   if (bytes == 0) return;
+  check_copy_in_capture(target, to, source, from, non_blocking);
   if (to.is_cuda() && from.is_cuda() && to.index != from.index) {
     return copy_between(target, to.index, source, from.index, bytes);
   }
@@ -233,10 +275,10 @@ void copy_bytes(void* target, const Device& to, const void* source, const Device
   TS_CUDA(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, stream));
   // CUDA takes the bytes of pageable memory before it returns; from pinned memory the device reads.
   const bool host = to.is_cpu() || (from.is_cpu() && is_pinned(source));
-  if ((host && !non_blocking) || waits_for_launches()) {
+  if ((host && !non_blocking) || (waits_for_launches() && Capture::current() == nullptr)) {
     TS_CUDA(cudaStreamSynchronize(stream));
     raise_device_errors(index);
-  } else if (host) {
+  } else if (host && Capture::current() == nullptr) {
     pinned_memory().record_use(to.is_cpu() ? target : source, stream);
   }
 }
@@ -244,6 +286,7 @@ void copy_bytes(void* target, const Device& to, const void* source, const Device
 // ---- Streams and events -------------------------------------------------------------------------
 
 cudaStream_t native(const StreamHandle& stream) { return stream.stream; }
+int device_of(const StreamHandle& stream) { return stream.device; }
 
 cudaStream_t current_stream() {
   int device = 0;
@@ -255,6 +298,16 @@ cudaStream_t current_stream() {
 
 std::shared_ptr<StreamHandle> make_stream(int device) {
   require_device(device, "stream");
+  {
+    IdleStreams& idle = idle_streams();
+    std::lock_guard lock(idle.mutex);
+    std::vector<cudaStream_t>& streams = idle.of_device[device];
+    if (!streams.empty()) {
+      const auto handle = std::make_shared<StreamHandle>(device, streams.back(), true);
+      streams.pop_back();
+      return handle;
+    }
+  }
   const CurrentDevice scope(device);
   cudaStream_t stream = nullptr;
   TS_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -286,6 +339,7 @@ std::shared_ptr<StreamHandle> current_stream_handle(int device) {
 void* native_stream(const StreamHandle& stream) { return stream.stream; }
 
 void synchronize_stream(StreamHandle& stream) {
+  refuse_in_capture("synchronize");
   const CurrentDevice scope(stream.device);
   TS_CUDA(cudaStreamSynchronize(stream.stream));
   raise_device_errors(stream.device);
@@ -306,12 +360,16 @@ void wait_event(StreamHandle& stream, EventHandle& event) {
 }
 
 bool event_done(EventHandle& event) {
+  refuse_in_capture("asking for an event");
   const cudaError_t error = cudaEventQuery(event.event);
   if (error != cudaErrorNotReady) TS_CUDA(error);
   return error == cudaSuccess;
 }
 
-void synchronize_event(EventHandle& event) { TS_CUDA(cudaEventSynchronize(event.event)); }
+void synchronize_event(EventHandle& event) {
+  refuse_in_capture("waiting for an event");
+  TS_CUDA(cudaEventSynchronize(event.event));
+}
 
 float elapsed_milliseconds(EventHandle& start, EventHandle& end) {
   float milliseconds = 0;

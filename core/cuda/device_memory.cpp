@@ -1,13 +1,18 @@
 #include <tessera/core/cuda/device_memory.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <sstream>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
+#include <tessera/core/cuda/capture.h>
 #include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/graph.h>
 #include <tessera/core/cuda/hooks.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
@@ -25,7 +30,8 @@ struct Block {
   char* data;
   size_t size;
   cudaStream_t stream;
-  bool small;  // of a segment for small requests
+  uint64_t pool;  // of a graph; 0: everybody's
+  bool small;     // of a segment for small requests
   bool free = true;
   Block* before = nullptr;  // neighbours in the segment
   Block* after = nullptr;
@@ -48,10 +54,12 @@ class CachingAllocator final : public DeviceAllocator {
     const cudaStream_t stream = current_stream();
     const size_t size = round_up(bytes == 0 ? 1 : bytes, kRounding);
     if (size < bytes) out_of_memory(bytes);
+    const bool captures = is_captured_here();
     std::lock_guard lock(mutex_);
-    take_back_finished();
-    Block* block = find(size, stream);
-    if (block == nullptr) block = new_segment(size, stream, bytes);
+    const uint64_t pool = captures ? capturing_ : 0;
+    if (!captures) take_back_finished();
+    Block* block = find(size, stream, pool);
+    if (block == nullptr) block = new_segment(size, stream, pool, bytes);
     split(block, size);
     block->free = false;
     block->requested = bytes;
@@ -71,12 +79,27 @@ class CachingAllocator final : public DeviceAllocator {
   }
 
   void free_block(void* pointer) noexcept {
+    const bool captures = is_captured_here();
     std::lock_guard lock(mutex_);
     const auto place = owned_.find(pointer);
     if (place == owned_.end()) return;
     Block* const block = place->second;
     owned_.erase(place);
     use_.in_use -= static_cast<int64_t>(block->size);
+    // Nothing runs during a capture that could be waited for, and what the graph does to memory of
+    // others it does at each replay.
+    if (captures && (block->pool != capturing_ || !block->users.empty())) {
+      try {
+        after_capture_.push_back(block);
+      } catch (...) {  // the block stays out of use
+      }
+      return;
+    }
+    retire(block);
+  }
+
+  // Gives back a block that nobody owns, when all that used it came by.
+  void retire(Block* block) noexcept {
     if (block->users.empty()) {
       give_back(block);
       return;
@@ -107,9 +130,55 @@ class CachingAllocator final : public DeviceAllocator {
   }
 
   void release_cached() override {
+    refuse_in_capture("giving memory back");
+    const NoCapture gate(device_);
     std::lock_guard lock(mutex_);
     const CurrentDevice scope(device_);
     release_segments();
+  }
+
+  // ---- Pools of graphs ----
+
+  uint64_t open_pool() override {
+    std::lock_guard lock(mutex_);
+    open_pools_.insert(++last_pool_);
+    return last_pool_;
+  }
+  void close_pool(uint64_t pool) noexcept override {
+    std::lock_guard lock(mutex_);
+    open_pools_.erase(pool);
+    release_segments_of(pool);
+  }
+  void begin_capture(uint64_t pool) override {
+    std::lock_guard lock(mutex_);
+    capturing_ = pool;
+  }
+  void end_capture(uint64_t) noexcept override {
+    std::lock_guard lock(mutex_);
+    capturing_ = 0;
+    for (Block* const block : after_capture_) {
+      if (block->pool != 0) block->users.clear();  // the replays join their streams
+      retire(block);
+    }
+    after_capture_.clear();
+  }
+  int64_t pool_bytes(uint64_t pool) const override {
+    std::lock_guard lock(mutex_);
+    return bytes_of(pool).reserved;
+  }
+
+  std::string summary() const override {
+    std::lock_guard lock(mutex_);
+    std::ostringstream out;
+    const int64_t in_use = use_.in_use;
+    out << Device{Device::Type::kCuda, device_} << ": " << use_.reserved << " bytes reserved in "
+        << use_.segments << " segments, " << in_use << " in use";
+    for (const uint64_t pool : open_pools_) {
+      const PoolBytes bytes = bytes_of(pool);
+      out << "\n  pool of graph " << pool << ": " << bytes.reserved << " bytes reserved, "
+          << bytes.in_use << " in use";
+    }
+    return out.str();
   }
 
   int64_t cached_bytes() const override {
@@ -119,7 +188,9 @@ class CachingAllocator final : public DeviceAllocator {
 
   DeviceMemoryUse use() const override {
     std::lock_guard lock(mutex_);
-    return use_;
+    DeviceMemoryUse use = use_;
+    for (const uint64_t pool : open_pools_) use.graph_pools += bytes_of(pool).reserved;
+    return use;
   }
 
  private:
@@ -131,14 +202,41 @@ class CachingAllocator final : public DeviceAllocator {
     Block* block;
   };
 
-  std::set<Block*, BySize>& pool_of(cudaStream_t stream, bool small) {
-    Pool& pool = pools_[stream];
-    return small ? pool.small : pool.large;
+  struct PoolKey {
+    uint64_t graph;
+    cudaStream_t stream;
+    bool operator<(const PoolKey& other) const {
+      return graph != other.graph ? graph < other.graph
+                                  : std::less<cudaStream_t>{}(stream, other.stream);
+    }
+  };
+  struct PoolBytes {
+    int64_t reserved = 0, in_use = 0;
+  };
+
+  bool is_captured_here() const {
+    const Capture* const capture = Capture::current();
+    return capture != nullptr && capture->device() == device_;
   }
 
-  Block* find(size_t size, cudaStream_t stream) {
-    std::set<Block*, BySize>& pool = pool_of(stream, size <= kSmallRequest);
-    Block key{nullptr, size, stream, false, true, nullptr, nullptr, {}, 0};
+  PoolBytes bytes_of(uint64_t pool) const {
+    PoolBytes bytes;
+    for (const auto& [block, owner] : blocks_) {
+      if (block->pool != pool) continue;
+      bytes.reserved += static_cast<int64_t>(block->size);
+      if (!block->free) bytes.in_use += static_cast<int64_t>(block->size);
+    }
+    return bytes;
+  }
+
+  std::set<Block*, BySize>& pool_of(const Block& block) {
+    Pool& pool = pools_[{block.pool, block.stream}];
+    return block.small ? pool.small : pool.large;
+  }
+
+  Block* find(size_t size, cudaStream_t stream, uint64_t graph) {
+    Block key{nullptr, size, stream, graph, size <= kSmallRequest, true, nullptr, nullptr, {}, 0};
+    std::set<Block*, BySize>& pool = pool_of(key);
     const auto place = pool.lower_bound(&key);
     if (place == pool.end()) return nullptr;
     Block* const block = *place;
@@ -146,14 +244,16 @@ class CachingAllocator final : public DeviceAllocator {
     return block;
   }
 
-  Block* new_segment(size_t size, cudaStream_t stream, size_t requested) {
+  Block* new_segment(size_t size, cudaStream_t stream, uint64_t pool, size_t requested) {
     const bool small = size <= kSmallRequest;
     const size_t segment = small                    ? kSmallSegment
                            : size <= kMediumRequest ? kMediumSegment
                                                     : round_up(size, kSmallSegment);
     void* memory = nullptr;
+    const RelaxedCapture relaxed;
     if (cudaMalloc(&memory, segment) != cudaSuccess) {
-      cudaGetLastError();  // was told; the next call must not see it
+      cudaGetLastError();                       // was told; the next call must not see it
+      if (pool != 0) out_of_memory(requested);  // a capture cannot wait for what is to be released
       release_segments();
       if (cudaMalloc(&memory, segment) != cudaSuccess) {
         cudaGetLastError();
@@ -163,8 +263,8 @@ class CachingAllocator final : public DeviceAllocator {
     hook_segment(memory, segment);
     use_.reserved += static_cast<int64_t>(segment);
     ++use_.segments;
-    auto block = std::make_unique<Block>(
-        Block{static_cast<char*>(memory), segment, stream, small, true, nullptr, nullptr, {}, 0});
+    auto block = std::make_unique<Block>(Block{
+        static_cast<char*>(memory), segment, stream, pool, small, true, nullptr, nullptr, {}, 0});
     Block* const result = block.get();
     blocks_[result] = std::move(block);
     return result;
@@ -173,14 +273,22 @@ class CachingAllocator final : public DeviceAllocator {
   void split(Block* block, size_t size) {
     const size_t rest = block->size - size;
     if (rest < (block->small ? kRounding : kSmallRequest)) return;
-    auto remainder = std::make_unique<Block>(Block{
-        block->data + size, rest, block->stream, block->small, true, block, block->after, {}, 0});
+    auto remainder = std::make_unique<Block>(Block{block->data + size,
+                                                   rest,
+                                                   block->stream,
+                                                   block->pool,
+                                                   block->small,
+                                                   true,
+                                                   block,
+                                                   block->after,
+                                                   {},
+                                                   0});
     Block* const second = remainder.get();
     blocks_[second] = std::move(remainder);
     if (block->after != nullptr) block->after->before = second;
     block->after = second;
     block->size = size;
-    pool_of(block->stream, block->small).insert(second);
+    pool_of(*block).insert(second);
     ++use_.splits;
   }
 
@@ -190,7 +298,7 @@ class CachingAllocator final : public DeviceAllocator {
     block->free = true;
     for (Block* neighbour : {block->before, block->after}) {
       if (neighbour == nullptr || !neighbour->free) continue;
-      pool_of(block->stream, block->small).erase(neighbour);
+      pool_of(*block).erase(neighbour);
       Block* const first = neighbour->data < block->data ? neighbour : block;
       Block* const second = first == block ? neighbour : block;
       first->size += second->size;
@@ -200,7 +308,7 @@ class CachingAllocator final : public DeviceAllocator {
       block = first;
       ++use_.merges;
     }
-    pool_of(block->stream, block->small).insert(block);
+    pool_of(*block).insert(block);
   }
 
   void take_back_finished() {
@@ -223,7 +331,17 @@ class CachingAllocator final : public DeviceAllocator {
   void release_segments() {
     for (const Wait& wait : waiting_) cudaEventSynchronize(wait.event);
     take_back_finished();
-    for (auto& [stream, pool] : pools_) {
+    std::set<uint64_t> graphs;
+    for (const auto& [key, pool] : pools_) graphs.insert(key.graph);
+    for (const uint64_t graph : graphs) {
+      if (!open_pools_.contains(graph)) release_segments_of(graph);
+    }
+  }
+
+  // The free segments of a graph's pool, or of everybody's (0).
+  void release_segments_of(uint64_t graph) {
+    for (auto& [key, pool] : pools_) {
+      if (key.graph != graph) continue;
       for (std::set<Block*, BySize>* blocks : {&pool.small, &pool.large}) {
         for (auto place = blocks->begin(); place != blocks->end();) {
           Block* const block = *place;
@@ -247,12 +365,22 @@ class CachingAllocator final : public DeviceAllocator {
     TS_THROW(OutOfMemory, "cuda allocator", "cannot allocate ", bytes, " bytes on ",
              Device{Device::Type::kCuda, device_}, ": the device has ", free, " of ", total,
              " bytes free, this process holds ", use_.reserved, ", of which ", use_.in_use,
-             " are in use\n", memory_stats()->summary());
+             " are in use", pool_text(), "\n", memory_stats()->summary());
+  }
+
+  std::string pool_text() const {
+    int64_t bytes = 0;
+    for (const uint64_t pool : open_pools_) bytes += bytes_of(pool).reserved;
+    return bytes == 0 ? "" : "; graphs keep " + std::to_string(bytes) + " for themselves";
   }
 
   const int device_;
   mutable std::mutex mutex_;
-  std::unordered_map<cudaStream_t, Pool> pools_;
+  std::map<PoolKey, Pool> pools_;
+  std::set<uint64_t> open_pools_;
+  uint64_t last_pool_ = 0;
+  uint64_t capturing_ = 0;             // the pool of the capture on this device, or 0
+  std::vector<Block*> after_capture_;  // freed while a capture is under way
   std::unordered_map<void*, Block*> owned_;
   std::unordered_map<Block*, std::unique_ptr<Block>> blocks_;
   std::vector<Wait> waiting_;

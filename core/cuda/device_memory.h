@@ -5,13 +5,21 @@
 // that holds it and leaves the rest free; a freed block joins its free neighbours. A block belongs
 // to the stream on which it was asked for: work queued there later may overwrite it at once. A
 // block that other streams used too (record_use) waits for events on them. Sizes are multiples of
-// 512. Thread-safe. On failure: free segments go back to the device, one more attempt, then
+// 512. Thread-safe.
+//
+// Graphs have pools of their own (core/cuda/graph.h): what a thread allocates while it captures
+// comes from the graph's pool, what it frees there goes back to it at any time, and no one else is
+// given it; release_cached() passes over it until the graph is gone. What a capture frees of other
+// memory is free when it ends.
+//
+// On failure: free segments go back to the device, one more attempt, then
 // OutOfMemory with the request, the device's state and the context's summary.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <string>
 
 #include <tessera/core/allocator.h>
 
@@ -22,12 +30,23 @@ struct DeviceMemoryUse {
   int64_t in_use = 0;    // of them, in blocks that somebody owns (rounded sizes)
   int64_t segments = 0;
   int64_t splits = 0, merges = 0;  // since the start
+  int64_t graph_pools = 0;         // of reserved, in pools of graphs that live
 };
 
 class DeviceAllocator : public Allocator {
  public:
   virtual void record_use(void* pointer, cudaStream_t stream) = 0;
   virtual DeviceMemoryUse use() const = 0;
+  // "cuda:0: 22 MiB reserved, ...": one line, and one for each pool of a graph.
+  virtual std::string summary() const = 0;
+
+  virtual uint64_t open_pool() = 0;  // never 0
+  // The graph is gone: free segments go back to the device, the others when they are free.
+  virtual void close_pool(uint64_t pool) noexcept = 0;
+  // The calling context captures from here to there.
+  virtual void begin_capture(uint64_t pool) = 0;
+  virtual void end_capture(uint64_t pool) noexcept = 0;
+  virtual int64_t pool_bytes(uint64_t pool) const = 0;
 };
 
 DeviceAllocator& caching_allocator(int device);

@@ -4,6 +4,7 @@
 #include <string>
 
 #include <tessera/core/cuda/backend.h>
+#include <tessera/core/cuda/capture.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/error.h>
 
@@ -43,6 +44,7 @@ void* PinnedAllocator::allocate(size_t bytes) {
   TS_CHECK_AS(OutOfMemory, bytes <= kSmallest << 40, "pinned allocator", "cannot allocate ", bytes,
               " bytes of page-locked memory");
   const size_t kind = static_cast<size_t>(size_class(bytes)), size = kSmallest << kind;
+  const RelaxedCapture relaxed;
   const std::lock_guard lock(mutex_);
   take_back_finished();
   if (Block* const block = free_[kind]; block != nullptr) {
@@ -72,6 +74,7 @@ void* PinnedAllocator::allocate(size_t bytes) {
 }
 
 void PinnedAllocator::deallocate(void* pointer, size_t) noexcept {
+  const RelaxedCapture relaxed;
   const std::lock_guard lock(mutex_);
   const auto place = blocks_.find(static_cast<char*>(pointer));
   if (place == blocks_.end()) return;

@@ -221,6 +221,10 @@ __global__ void __launch_bounds__(kBlock)
   using A = Compute<T>;
   A* const operands = gpu::dynamic_shared<A>();
   A* const weights = operands + kOperands;
+  TS_SHARED(RandomStream, settled, 1);
+  const RandomStream fixed{p.stream.seed, p.stream.stream};
+  const RandomStream* const stream = Panels == 1 ? settled : &fixed;
+  if constexpr (Panels == 1) settle_stream(p, settled);
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
   const auto [b, h, t0] = place_of(p.H, tiles_of(p.T), p.causal);
   const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
@@ -257,7 +261,7 @@ __global__ void __launch_bounds__(kBlock)
         scores[i][j] = sees_none ? A(0) : math::exp(scores[i][j] - above);
         sum += scores[i][j];
         if (p.dropout > 0 && scores[i][j] != A(0)) {
-          scores[i][j] *= kept<A>(p, b, h, t, s0 + tx + j * kSide);
+          scores[i][j] *= kept<A>(p, b, h, t, s0 + tx + j * kSide, stream);
         }
       }
       total[i] = total[i] * shrink + row_reduce(sum, gpu::Plus{});
@@ -307,6 +311,10 @@ __global__ void __launch_bounds__(kBlock)
   using A = Compute<T>;
   A* const operands = gpu::dynamic_shared<A>();
   A* const weights = operands + kOperands;
+  TS_SHARED(RandomStream, settled, 1);
+  const RandomStream fixed{p.stream.seed, p.stream.stream};
+  const RandomStream* const stream = Panels == 1 ? settled : &fixed;
+  if constexpr (Panels == 1) settle_stream(p, settled);
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
   const auto [b, h, t0] = place_of(p.H, tiles_of(p.T), p.causal);
   const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
@@ -335,7 +343,7 @@ __global__ void __launch_bounds__(kBlock)
       for (int j = 0; j < kEach; ++j) {
         const int64_t t = t0 + ty * kEach + i, s = s0 + tx + j * kSide;
         const A weight = math::exp(score_of(p, scores[i][j], S, b, h, t, s) - log_sum[i]);
-        if (p.dropout > 0 && weight != A(0)) grads[i][j] *= kept<A>(p, b, h, t, s);
+        if (p.dropout > 0 && weight != A(0)) grads[i][j] *= kept<A>(p, b, h, t, s, stream);
         grads[i][j] = weight == A(0) ? A(0) : weight * (grads[i][j] - delta[i]);
       }
     }
@@ -357,6 +365,10 @@ __global__ void __launch_bounds__(kBlock)
   using A = Compute<T>;
   A* const operands = gpu::dynamic_shared<A>();
   A* const weights = operands + kOperands;
+  TS_SHARED(RandomStream, settled, 1);
+  const RandomStream fixed{p.stream.seed, p.stream.stream};
+  const RandomStream* const stream = Panels == 1 ? settled : &fixed;
+  if constexpr (Panels == 1) settle_stream(p, settled);
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
   const int64_t Hk = p.H / p.group;
   const auto [b, hk, s0] = place_of(Hk, tiles_of(p.S), false);
@@ -385,7 +397,7 @@ __global__ void __launch_bounds__(kBlock)
         for (int i = 0; i < kEach; ++i) {
           const int64_t s = s0 + ty * kEach + i;
           const A weight = math::exp(score_of(p, scores[i][j], S, b, h, t, s) - log_sum);
-          const A keep = p.dropout > 0 && weight != A(0) ? kept<A>(p, b, h, t, s) : A(1);
+          const A keep = p.dropout > 0 && weight != A(0) ? kept<A>(p, b, h, t, s, stream) : A(1);
           grads[i][j] = weight == A(0) ? A(0) : weight * (grads[i][j] * keep - delta);
           scores[i][j] = weight * keep;
         }
@@ -457,18 +469,16 @@ gpu::LaunchConfig over_tiles(const char* name, int64_t pairs, int64_t rows, int6
           .shared_bytes = (kOperands + kWeights) * sizeof(Compute<T>)};
 }
 
-// Calls run<T, panels>: 128 columns a block where there are so many and their sums fit registers.
+// Calls run<T, panels>: 128 columns a block where there are so many and their sums fit registers,
+// beside those of a stream that moves with a graph's replays.
 template <class Run>
-void dispatch_panels(DType dtype, int64_t columns, const Run& run) {
+void dispatch_panels(const Problem& p, DType dtype, int64_t columns, const Run& run) {
   dispatch_floating(dtype, "scaled_dot_product_attention", [&]<class T>() {
-    if constexpr (sizeof(T) == 2) {  // comes here for its width
-      return run.template operator()<T, 2>();
-    } else {
-      if constexpr (sizeof(T) == 4) {
-        if (columns > kTile) return run.template operator()<T, 2>();
-      }
-      run.template operator()<T, 1>();
+    if constexpr (sizeof(Compute<T>) == 4) {
+      const bool wide = sizeof(T) == 2 || columns > kTile;  // 16 bits come here for their width
+      if (wide && p.stream.state == nullptr) return run.template operator()<T, 2>();
     }
+    run.template operator()<T, 1>();
   });
 }
 
@@ -479,7 +489,7 @@ void attention_by_tiles(const Tensor& query, const Tensor& key, const Tensor& va
   if (runs_on_tensor_cores(p, query.dtype())) {
     return attention_on_tensor_cores(p, query, key, value, result);
   }
-  dispatch_panels(query.dtype(), p.Ev, [&]<class T, int Panels>() {
+  dispatch_panels(p, query.dtype(), p.Ev, [&]<class T, int Panels>() {
     gpu::launch(over_tiles<T>("attention", query.size(0) * p.H, p.T, p.Ev > 0 ? p.Ev : 1, Panels),
                 attention_kernel<T, Panels>, p, view_of<T>(query), view_of<T>(key),
                 view_of<T>(value), view_of<T>(result.output),
@@ -540,7 +550,7 @@ void attention_backward_cuda(const Tensor& grad_output, const Tensor& query, con
                : attention_backward_on_tensor_cores(p, B, gradients.template operator()<f16>());
   }
   if (rows > 0) {
-    dispatch_panels(query.dtype(), p.E, [&]<class T, int Panels>() {
+    dispatch_panels(p, query.dtype(), p.E, [&]<class T, int Panels>() {
       if (p.E > 0) {
         gpu::launch(over_tiles<T>(name, B * p.H, p.T, p.E, Panels),
                     query_gradient_kernel<T, Panels>, p, gradients.template operator()<T>());
@@ -549,7 +559,7 @@ void attention_backward_cuda(const Tensor& grad_output, const Tensor& query, con
   }
   const int64_t columns = p.E > p.Ev ? p.E : p.Ev;
   if (B * Hk * p.S > 0 && columns > 0) {
-    dispatch_panels(query.dtype(), columns, [&]<class T, int Panels>() {
+    dispatch_panels(p, query.dtype(), columns, [&]<class T, int Panels>() {
       gpu::launch(over_tiles<T>(name, B * Hk, p.S, columns, Panels), key_gradient_kernel<T, Panels>,
                   p, gradients.template operator()<T>());
     });

@@ -10,6 +10,7 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/movable_stream.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera::kernels {
@@ -242,9 +243,10 @@ bool prepare(gpu::AttentionProblem& p, const AttentionSpec& spec, Bias& bias) {
          (has_engine(attention_request(p)) && has_engine(attention_request(backward_of(p))));
 }
 
-__global__ void store_stream_kernel(int64_t* numbers, uint64_t seed, uint64_t stream) {
-  numbers[0] = static_cast<int64_t>(seed);
-  numbers[1] = static_cast<int64_t>(stream);
+__global__ void store_stream_kernel(int64_t* numbers, MovableStream movable) {
+  const RandomStream stream = movable.now();
+  numbers[0] = static_cast<int64_t>(stream.seed);
+  numbers[1] = static_cast<int64_t>(stream.stream);
 }
 
 bool run_on_library(const gpu::AttentionProblem& p, const RandomStream& stream,
@@ -268,8 +270,8 @@ bool run_on_library(const gpu::AttentionProblem& p, const RandomStream& stream,
   if (p.dropout > 0) {
     numbers = raw::empty({2}, kI64, device);
     int64_t* const seed = numbers.data_as<int64_t>();
-    gpu::launch({.name = "scaled_dot_product_attention"}, store_stream_kernel, seed, stream.seed,
-                stream.stream);
+    gpu::launch({.name = "scaled_dot_product_attention"}, store_stream_kernel, seed,
+                movable(stream));
     memory[gpu::kSeedSlot] = seed;
     memory[gpu::kOffsetSlot] = seed + 1;
   }

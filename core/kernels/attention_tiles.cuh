@@ -6,6 +6,7 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/kernels/attention.h>
+#include <tessera/core/kernels/movable_stream.h>
 #include <tessera/core/math.h>
 #include <tessera/core/random.h>
 #include <tessera/core/tensor.h>
@@ -39,7 +40,7 @@ struct TiledAttention {
   DType mask_dtype;
   HeadsView<char> mask;    // its strides in bytes
   const int32_t* lengths;  // of each sample's keys, in [1, S]; nullptr: all have S
-  RandomStream stream;
+  MovableStream stream;
   TS_DEVICE int64_t keys_of(int64_t b) const { return lengths != nullptr ? lengths[b] : S; }
 };
 
@@ -78,15 +79,24 @@ TS_DEVICE A score_of(const TiledAttention& p, A product, int64_t keys, int64_t b
   return product * static_cast<A>(p.scale) + added;
 }
 
-// What dropout multiplies a probability with.
+// What dropout multiplies a probability with. settled: p.stream.now() in shared memory, for kernels
+// that are short of registers.
 template <class A>
-TS_DEVICE A kept(const TiledAttention& p, int64_t b, int64_t h, int64_t t, int64_t s) {
+TS_DEVICE A kept(const TiledAttention& p, int64_t b, int64_t h, int64_t t, int64_t s,
+                 const RandomStream* settled = nullptr) {
   if (p.dropout <= 0) return A(1);
   const int64_t element = ((b * p.H + h) * p.T + t) * p.S + s;
-  const auto drawn = philox4x32(p.stream.seed, p.stream.stream, static_cast<uint64_t>(element) / 4);
+  const RandomStream stream = settled != nullptr ? *settled : p.stream.now();
+  const auto drawn = philox4x32(stream.seed, stream.stream, static_cast<uint64_t>(element) / 4);
   const float u = uniform_from_bits(drawn[static_cast<size_t>(element % 4)]);
   if (u < static_cast<float>(p.dropout)) return A(0);
   return static_cast<A>(p.kept_scale);
+}
+
+// All threads of the block call it.
+TS_DEVICE void settle_stream(const TiledAttention& p, RandomStream* settled) {
+  if (threadIdx.x == 0) *settled = p.stream.now();
+  __syncthreads();
 }
 
 // `lengths`: as prepare_lengths() gives them.
@@ -107,7 +117,7 @@ inline TiledAttention problem_of(const Tensor& query, const Tensor& key, const T
       .mask_dtype = kBool,
       .mask = {},
       .lengths = lengths.defined() ? lengths.data_as<int32_t>() + query.size(0) : nullptr,
-      .stream = spec.stream};
+      .stream = movable(spec.stream)};
   if (p.has_mask) {
     const int64_t bytes = size_of(spec.mask.dtype());
     p.mask_dtype = spec.mask.dtype();

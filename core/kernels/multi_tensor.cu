@@ -5,6 +5,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/elementwise_loops.h>
+#include <tessera/core/kernels/loss_scale.h>
 #include <tessera/core/kernels/multi_tensor.h>
 #include <tessera/core/kernels/multi_tensor_blocks.h>
 #include <tessera/core/kernels/on_device.h>
@@ -21,17 +22,44 @@ constexpr int kBlock = 256;
 
 // ---- Adam ---------------------------------------------------------------------------------------
 
-// The arithmetic of adam_block on the CPU, operation by operation: the bits are the same.
 template <class C>
-__global__ void adam_kernel(const Row* rows, int count, const AdamStep<C> step, double scale,
-                            const double* gradient_factor) {
+TS_DEVICE AdamStep<C> adam_step(const AdamOptions& options, const double* scalars) {
+  const double lr = scalars[kLearningRate], step = scalars[kStep];
+  const double scale = options.maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
+  const double correction1 = 1 - ::pow(options.beta1, step);
+  const double correction2 = 1 - ::pow(options.beta2, step);
+  return {static_cast<C>(scale),
+          static_cast<C>(options.decoupled ? 1 - lr * options.weight_decay : 1),
+          static_cast<C>(options.decoupled ? 0 : options.weight_decay),
+          static_cast<C>(1 - options.beta1),
+          static_cast<C>(options.beta2),
+          static_cast<C>(1 - options.beta2),
+          static_cast<C>(::sqrt(correction2)),
+          static_cast<C>(options.eps),
+          static_cast<C>(lr / correction1)};
+}
+
+// The arithmetic of adam_block on the CPU, operation by operation: the bits are the same. One
+// thread of each block works out the constants of the step: learning rate, step number and factors
+// may be known to the device alone.
+template <class C>
+__global__ void __launch_bounds__(kBlock)
+    adam_kernel(const Row* rows, int count, const AdamOptions options, const StepSource source) {
+  TS_SHARED(AdamStep<C>, constants, 1);
+  TS_SHARED(int, runs, 1);
+  if (threadIdx.x == 0) {
+    double scalars[kNumStepScalars];
+    runs[0] = read_scalars(source, scalars);
+    constants[0] = adam_step<C>(options, scalars);
+  }
+  __syncthreads();
+  if (runs[0] == 0) return;
+  const AdamStep<C> step = constants[0];
   const Place place = find_chunk(rows, count);
   const Row& row = rows[place.row];
   C* const exp_avg = static_cast<C*>(row.spans[2].data);
   C* const exp_avg_sq = static_cast<C*>(row.spans[3].data);
   C* const largest = static_cast<C*>(row.spans[4].data);
-  const C gradient_scale =
-      gradient_factor != nullptr ? static_cast<C>(scale * *gradient_factor) : step.gradient_scale;
   for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) {
     C param = 0, grad = 0;
     with_lane_dtype<C>(row.spans[0].dtype, [&]<class P>() {
@@ -40,7 +68,7 @@ __global__ void adam_kernel(const Row* rows, int count, const AdamStep<C> step, 
     with_lane_dtype<C>(row.spans[1].dtype, [&]<class G>() {
       grad = load<C>(static_cast<const G*>(row.spans[1].data)[i]);
     });
-    C g = grad * gradient_scale;
+    C g = grad * step.gradient_scale;
     if (step.l2 != C(0)) g = g + step.l2 * param;
     const C decayed = param * step.decay;
     const C m = exp_avg[i] + step.one_minus_beta1 * (g - exp_avg[i]);
@@ -63,30 +91,10 @@ __global__ void adam_kernel(const Row* rows, int count, const AdamStep<C> step, 
   }
 }
 
-double signed_scale(const AdamOptions& options, const double* scalars) {
-  return options.maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
-}
-
-template <class C>
-AdamStep<C> adam_step(const AdamOptions& options, const double* scalars) {
-  const double lr = scalars[kLearningRate], step = scalars[kStep];
-  const double correction1 = 1 - std::pow(options.beta1, step);
-  const double correction2 = 1 - std::pow(options.beta2, step);
-  return {static_cast<C>(signed_scale(options, scalars)),
-          static_cast<C>(options.decoupled ? 1 - lr * options.weight_decay : 1),
-          static_cast<C>(options.decoupled ? 0 : options.weight_decay),
-          static_cast<C>(1 - options.beta1),
-          static_cast<C>(options.beta2),
-          static_cast<C>(1 - options.beta2),
-          static_cast<C>(std::sqrt(correction2)),
-          static_cast<C>(options.eps),
-          static_cast<C>(lr / correction1)};
-}
-
 void multi_tensor_adam_cuda(std::span<const AdamTensors> tensors, const AdamOptions& options,
-                            const double* scalars, const Tensor& gradient_factor) {
+                            const StepScalars& told) {
   constexpr const char* kName = "multi_tensor_adam";
-  if (scalars[kSkipStep] != 0) return;
+  if (told.on_device == nullptr && told.values[kSkipStep] != 0) return;
   Table narrow, wide;
   TensorList kept;  // converted gradients, until the launch is queued
   for (const AdamTensors& t : tensors) {
@@ -112,15 +120,12 @@ void multi_tensor_adam_cuda(std::span<const AdamTensors> tensors, const AdamOpti
              param.numel());
   }
   const Device& device = tensors[0].param.device();
-  TS_CHECK_DEVICE(!gradient_factor.defined() || gradient_factor.device() == device, kName,
-                  "gradient_factor must be on ", device, "; got ", gradient_factor);
+  const StepSource source = source_of(kName, told, device);
   const auto run = [&]<class C>(Table& table) {
     if (table.chunks == 0) return;
     const Row* const rows = table.upload(device);
     gpu::launch({.name = kName, .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
-                adam_kernel<C>, rows, static_cast<int>(table.rows.size()),
-                adam_step<C>(options, scalars), signed_scale(options, scalars),
-                gradient_factor.defined() ? gradient_factor.data_as<double>() : nullptr);
+                adam_kernel<C>, rows, static_cast<int>(table.rows.size()), options, source);
   };
   run.operator()<float>(narrow);
   run.operator()<double>(wide);
@@ -223,7 +228,8 @@ std::vector<double> multi_tensor_power_sums_cuda(std::span<const Tensor> tensors
 // One block: the tree of each tensor's partials, a warp a tensor, and then that of the tensors, as
 // the host walks them in multi_tensor_norm(): the bits are the same.
 __global__ void clip_factor_kernel(const NormPart* parts, int count, double* partials, double* sums,
-                                   double p, double scale, double max_norm, double* result) {
+                                   double p, double scale, double max_norm, const double* factor,
+                                   double* result) {
   const bool largest = p == static_cast<double>(INFINITY);
   const int warps = static_cast<int>(blockDim.x) / gpu::kWarp;
   const int lane = static_cast<int>(threadIdx.x) % gpu::kWarp;
@@ -247,18 +253,22 @@ __global__ void clip_factor_kernel(const NormPart* parts, int count, double* par
     __syncthreads();
   }
   if (threadIdx.x != 0) return;
-  const double total = sums[0];
+  const double total = sums[0], given = factor != nullptr ? *factor : 1;
   const double norm = (p == 2              ? ::sqrt(total)
                        : largest || p == 1 ? total
                                            : ::pow(total, 1 / p)) *
-                      scale;
-  const double factor = max_norm / (norm + 1e-6);
+                      (scale * given);
+  const double clip = max_norm / (norm + 1e-6);
   result[0] = norm;
-  result[1] = factor >= 1 ? 1 : factor;  // NaN stays
+  result[1] = given * (clip >= 1 ? 1 : clip);  // NaN stays
+}
+
+__global__ void is_nonfinite_kernel(const double* x, double* found) {
+  found[0] = x[0] - x[0] == 0 ? 0 : 1;
 }
 
 Tensor multi_tensor_clip_factor_cuda(std::span<const Tensor> tensors, double p, double scale,
-                                     double max_norm) {
+                                     double max_norm, const Tensor& factor) {
   const PowerPartials partials = power_partials(tensors, p);
   const Device& device = tensors[0].device();
   const Tensor result = raw::empty({2}, kF64, device);
@@ -266,13 +276,33 @@ Tensor multi_tensor_clip_factor_cuda(std::span<const Tensor> tensors, double p, 
   const Tensor sums = raw::empty({count}, kF64, device);
   const int64_t bytes = count * static_cast<int64_t>(sizeof(NormPart));
   const Tensor parts = raw::empty({bytes}, kU8, device);
-  gpu::copy_bytes(parts.data(), device, partials.parts.data(), kCpu, static_cast<size_t>(bytes),
-                  true);
+  gpu::upload_constants(parts.data(), device.index, partials.parts.data(),
+                        static_cast<size_t>(bytes));
   gpu::launch({.name = "multi_tensor_norm", .grid = 1, .block = 1024}, clip_factor_kernel,
               static_cast<const NormPart*>(parts.data()), static_cast<int>(count),
               partials.sums.defined() ? partials.sums.data_as<double>() : nullptr,
-              sums.data_as<double>(), p, scale, max_norm, result.data_as<double>());
+              sums.data_as<double>(), p, scale, max_norm,
+              factor.defined() ? factor.data_as<double>() : nullptr, result.data_as<double>());
   return result;
+}
+
+// The largest magnitude: it is NaN where any element is, and sums of nothing can overflow.
+Tensor multi_tensor_found_nonfinite_cuda(std::span<const Tensor> tensors) {
+  const Tensor largest = multi_tensor_clip_factor_cuda(tensors, static_cast<double>(INFINITY), 1,
+                                                       static_cast<double>(INFINITY), {});
+  const Tensor found = raw::empty({1}, kF64, largest.device());
+  gpu::launch({.name = "multi_tensor_found_nonfinite", .grid = 1, .block = 1}, is_nonfinite_kernel,
+              static_cast<const double*>(largest.data_as<double>()), found.data_as<double>());
+  return found;
+}
+
+__global__ void loss_scale_kernel(double* state, const LossScaleOptions options) {
+  next_loss_scale(state, options);
+}
+
+void update_loss_scale_cuda(const Tensor& state, const LossScaleOptions& options) {
+  gpu::launch({.name = "update_loss_scale", .grid = 1, .block = 1}, loss_scale_kernel,
+              state.data_as<double>(), options);
 }
 
 template <class C>
@@ -322,6 +352,8 @@ void register_multi_tensor() {
   cuda_form<multi_tensor_adam> = multi_tensor_adam_cuda;
   cuda_form<multi_tensor_power_sums> = multi_tensor_power_sums_cuda;
   cuda_form<multi_tensor_clip_factor> = multi_tensor_clip_factor_cuda;
+  cuda_form<multi_tensor_found_nonfinite> = multi_tensor_found_nonfinite_cuda;
+  cuda_form<update_loss_scale> = update_loss_scale_cuda;
   cuda_form<multi_tensor_scale> = multi_tensor_scale_cuda;
   cuda_form<multi_tensor_zero> = multi_tensor_zero_cuda;
 }

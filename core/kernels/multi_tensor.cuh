@@ -5,6 +5,8 @@
 #include <initializer_list>
 #include <vector>
 
+#include <tessera/core/cuda/graph.h>
+#include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/multi_tensor.h>
@@ -41,10 +43,42 @@ struct Table {
   const Row* upload(const Device& device) {
     const auto size = static_cast<int64_t>(rows.size() * sizeof(Row));
     bytes = raw::empty({size}, kU8, device);
-    gpu::copy_bytes(bytes.data(), device, rows.data(), kCpu, static_cast<size_t>(size), true);
+    gpu::upload_constants(bytes.data(), device.index, rows.data(), static_cast<size_t>(size));
     return static_cast<const Row*>(bytes.data());
   }
 };
+
+// StepScalars as launches take them.
+struct StepSource {
+  double values[kNumStepScalars];
+  const double *on_device, *gradient_factor, *found, *skipped;  // or null
+};
+inline StepSource source_of(const char* where, const StepScalars& told, const Device& device) {
+  StepSource source{};
+  std::copy(told.values, told.values + kNumStepScalars, source.values);
+  source.on_device = told.on_device;
+  const auto take = [&](const Tensor& x, const char* role) -> const double* {
+    if (!x.defined()) return nullptr;
+    TS_CHECK_DEVICE(x.device() == device, where, role, " must be on ", device, "; got ", x);
+    TS_CHECK_DTYPE(x.dtype() == kF64 && x.numel() == 1, where, role,
+                   " must be one f64 element; got ", x);
+    return x.data_as<double>();
+  };
+  source.gradient_factor = take(told.gradient_factor, "gradient_factor");
+  source.found = take(told.found, "found");
+  source.skipped = take(told.skipped, "skipped");
+  return source;
+}
+// What this step is told. False where it is left out.
+TS_DEVICE bool read_scalars(const StepSource& source, double (&scalars)[kNumStepScalars]) {
+  TS_UNROLL
+  for (int i = 0; i < kNumStepScalars; ++i) {
+    scalars[i] = source.on_device != nullptr ? source.on_device[i] : source.values[i];
+  }
+  if (source.gradient_factor != nullptr) scalars[kGradientScale] *= *source.gradient_factor;
+  if (source.skipped != nullptr) scalars[kStep] -= *source.skipped;
+  return scalars[kSkipStep] == 0 && (source.found == nullptr || *source.found == 0);
+}
 
 struct Place {
   int row;

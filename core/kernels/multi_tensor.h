@@ -16,8 +16,8 @@
 //   - autocast: pass the f32 weight as `param` and its bf16 copy as `shadow`.
 // Without one, a bf16 param is read, updated in f32 and rounded back.
 //
-// Step scalars live in a small f64 array beside the parameters (on a device: device memory), so
-// that a step reads nothing back to the host and a captured graph can be replayed.
+// What changes from step to step can be told by device memory beside the parameters (StepScalars),
+// so that a step reads nothing back to the host and a captured graph can be replayed.
 #pragma once
 
 #include <span>
@@ -29,13 +29,22 @@ namespace tessera::kernels {
 
 inline constexpr int64_t kMultiTensorChunk = 16384;
 
-// Indices into `const double* scalars`, an array of kNumStepScalars.
+// Indices into StepScalars::values, an array of kNumStepScalars.
 enum StepScalar : int {
   kLearningRate,
   kStep,           // 1 in the first step
   kGradientScale,  // gradients are multiplied by it as they are read: clip factor / loss scale
   kSkipStep,       // not 0: the update leaves everything as it is (found_inf)
   kNumStepScalars,
+};
+// The tensors are f64 of one element, beside those that are updated, and may be undefined.
+struct StepScalars {
+  StepScalars(const double* values) : values(values) {}
+  const double* values;               // host memory
+  const double* on_device = nullptr;  // memory of a GPU that kernels read instead of `values`
+  Tensor gradient_factor = {};  // gradients are multiplied by it too (multi_tensor_clip_factor)
+  Tensor found = {};            // not 0: the update leaves everything as it is
+  Tensor skipped = {};          // of the steps that kStep counts, how many were left out
 };
 
 struct AdamOptions {
@@ -55,10 +64,9 @@ struct AdamTensors {
   Tensor max_exp_avg_sq = {};  // amsgrad where defined
   Tensor shadow = {};
 };
-// torch.optim.AdamW and Adam. gradient_factor: one f64 element beside the tensors that gradients
-// are multiplied by as well (multi_tensor_clip_factor), or undefined.
+// torch.optim.AdamW and Adam.
 void multi_tensor_adam(std::span<const AdamTensors> tensors, const AdamOptions& options,
-                       const double* scalars, const Tensor& gradient_factor = {});
+                       const StepScalars& scalars);
 
 struct SgdOptions {
   double momentum = 0;
@@ -76,7 +84,7 @@ struct SgdTensors {
 };
 // torch.optim.SGD.
 void multi_tensor_sgd(std::span<const SgdTensors> tensors, const SgdOptions& options,
-                      const double* scalars);
+                      const StepScalars& scalars);
 
 struct LionOptions {
   double beta1 = 0.9;
@@ -92,7 +100,7 @@ struct LionTensors {
 };
 // Chen et al. 2023, "Symbolic discovery of optimization algorithms", algorithm 2.
 void multi_tensor_lion(std::span<const LionTensors> tensors, const LionOptions& options,
-                       const double* scalars);
+                       const StepScalars& scalars);
 
 struct AdagradOptions {
   double lr_decay = 0;
@@ -108,7 +116,7 @@ struct AdagradTensors {
 };
 // torch.optim.Adagrad.
 void multi_tensor_adagrad(std::span<const AdagradTensors> tensors, const AdagradOptions& options,
-                          const double* scalars);
+                          const StepScalars& scalars);
 
 struct RmspropOptions {
   double alpha = 0.99;
@@ -127,7 +135,7 @@ struct RmspropTensors {
 };
 // torch.optim.RMSprop.
 void multi_tensor_rmsprop(std::span<const RmspropTensors> tensors, const RmspropOptions& options,
-                          const double* scalars);
+                          const StepScalars& scalars);
 
 // The sums of |x|^p of each tensor (p = 2, 1 or other), or the largest |x| for p = infinity.
 // f64 partials of blocks of kMultiTensorChunk elements in row-major order are combined in a binary
@@ -138,10 +146,30 @@ std::vector<double> multi_tensor_power_sums(std::span<const Tensor> tensors, dou
 double multi_tensor_norm(std::span<const Tensor> tensors, double p = 2);
 
 // What clipping needs, beside the tensors: f64 [2], the norm, which is multi_tensor_norm() * scale,
-// and min(1, max_norm / (norm + 1e-6)), NaN where the norm is. A GPU reads nothing back. There is
-// at least one tensor.
+// and min(1, max_norm / (norm + 1e-6)), NaN where the norm is. `factor`: f64, one element beside
+// the tensors, which multiplies both `scale` and the second result; or undefined. A GPU reads
+// nothing back. There is at least one tensor.
 Tensor multi_tensor_clip_factor(std::span<const Tensor> tensors, double p, double scale,
-                                double max_norm);
+                                double max_norm, const Tensor& factor = {});
+// f64 [1]: 1 where an element of a tensor, at least one, is not finite, else 0.
+Tensor multi_tensor_found_nonfinite(std::span<const Tensor> tensors);
+
+// Elements of a loss scaler's state beside the loss, f64 [kNumLossScaleState].
+enum LossScaleState : int {
+  kLossScale,
+  kGrowthTracker,  // good updates since the scale changed
+  kSkippedSteps,
+  kFoundNonfinite,  // not 0: since the last update
+  kNumLossScaleState,
+};
+struct LossScaleOptions {
+  double growth_factor = 2;
+  double backoff_factor = 0.5;
+  int64_t growth_interval = 2000;
+};
+// The next scale in place, rounded to f32: times backoff_factor where something was found, times
+// growth_factor after growth_interval updates without (not beyond f32).
+void update_loss_scale(const Tensor& state, const LossScaleOptions& options);
 
 // x *= *factor, in the dtype's compute type.
 void multi_tensor_scale(std::span<const Tensor> tensors, const double* factor);

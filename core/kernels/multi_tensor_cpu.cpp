@@ -9,6 +9,7 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/loss_scale.h>
 #include <tessera/core/kernels/multi_tensor_blocks.h>
 #include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/strided.h>
@@ -235,6 +236,16 @@ void run_optimizer(const char* where, std::span<const Tensors> tensors, const do
   for (const Tensors& t : tensors) mark_written(t.param, t.shadow, states(t));
 }
 
+// The numbers of a step whose tensors are on the CPU.
+std::array<double, kNumStepScalars> on_host(const StepScalars& told) {
+  std::array<double, kNumStepScalars> scalars;
+  std::copy(told.values, told.values + kNumStepScalars, scalars.begin());
+  if (told.gradient_factor.defined()) scalars[kGradientScale] *= told.gradient_factor.item();
+  if (told.found.defined() && told.found.item() != 0) scalars[kSkipStep] = 1;
+  if (told.skipped.defined()) scalars[kStep] -= told.skipped.item();
+  return scalars;
+}
+
 double signed_scale(const double* scalars, bool maximize) {
   return maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
 }
@@ -294,17 +305,13 @@ double tree_of_norm(std::span<double> partials, double p) {
 }  // namespace
 
 void multi_tensor_adam(std::span<const AdamTensors> tensors, const AdamOptions& options,
-                       const double* scalars, const Tensor& gradient_factor) {
+                       const StepScalars& told) {
   if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_adam>("multi_tensor_adam", tensors[0].param.device(),
-                                               tensors, options, scalars, gradient_factor);
+                                               tensors, options, told);
   }
-  double with_factor[kNumStepScalars];
-  if (gradient_factor.defined()) {
-    std::copy(scalars, scalars + kNumStepScalars, with_factor);
-    with_factor[kGradientScale] *= gradient_factor.item();
-    scalars = with_factor;
-  }
+  const auto values = on_host(told);
+  const double* const scalars = values.data();
   for (const AdamTensors& t : tensors) {
     TS_CHECK(t.exp_avg.defined() && t.exp_avg_sq.defined(), "multi_tensor_adam",
              "exp_avg and exp_avg_sq must be defined");
@@ -343,11 +350,13 @@ void multi_tensor_adam(std::span<const AdamTensors> tensors, const AdamOptions& 
 }
 
 void multi_tensor_sgd(std::span<const SgdTensors> tensors, const SgdOptions& options,
-                      const double* scalars) {
+                      const StepScalars& told) {
   if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_sgd>("multi_tensor_sgd", tensors[0].param.device(),
-                                              tensors, options, scalars);
+                                              tensors, options, told);
   }
+  const auto values = on_host(told);
+  const double* const scalars = values.data();
   for (const SgdTensors& t : tensors) {
     TS_CHECK(options.momentum == 0 || t.momentum_buffer.defined(), "multi_tensor_sgd", "momentum ",
              options.momentum, " needs a momentum_buffer for every param");
@@ -372,11 +381,13 @@ void multi_tensor_sgd(std::span<const SgdTensors> tensors, const SgdOptions& opt
 }
 
 void multi_tensor_lion(std::span<const LionTensors> tensors, const LionOptions& options,
-                       const double* scalars) {
+                       const StepScalars& told) {
   if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_lion>("multi_tensor_lion", tensors[0].param.device(),
-                                               tensors, options, scalars);
+                                               tensors, options, told);
   }
+  const auto values = on_host(told);
+  const double* const scalars = values.data();
   for (const LionTensors& t : tensors) {
     TS_CHECK(t.exp_avg.defined(), "multi_tensor_lion", "exp_avg must be defined");
   }
@@ -397,11 +408,13 @@ void multi_tensor_lion(std::span<const LionTensors> tensors, const LionOptions& 
 }
 
 void multi_tensor_adagrad(std::span<const AdagradTensors> tensors, const AdagradOptions& options,
-                          const double* scalars) {
+                          const StepScalars& told) {
   if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_adagrad>("multi_tensor_adagrad", tensors[0].param.device(),
-                                                  tensors, options, scalars);
+                                                  tensors, options, told);
   }
+  const auto values = on_host(told);
+  const double* const scalars = values.data();
   for (const AdagradTensors& t : tensors) {
     TS_CHECK(t.state_sum.defined(), "multi_tensor_adagrad", "state_sum must be defined");
   }
@@ -418,11 +431,13 @@ void multi_tensor_adagrad(std::span<const AdagradTensors> tensors, const Adagrad
 }
 
 void multi_tensor_rmsprop(std::span<const RmspropTensors> tensors, const RmspropOptions& options,
-                          const double* scalars) {
+                          const StepScalars& told) {
   if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_rmsprop>("multi_tensor_rmsprop", tensors[0].param.device(),
-                                                  tensors, options, scalars);
+                                                  tensors, options, told);
   }
+  const auto values = on_host(told);
+  const double* const scalars = values.data();
   for (const RmspropTensors& t : tensors) {
     TS_CHECK(t.square_avg.defined(), "multi_tensor_rmsprop", "square_avg must be defined");
     TS_CHECK((options.momentum != 0) == t.momentum_buffer.defined(), "multi_tensor_rmsprop",
@@ -492,15 +507,37 @@ double multi_tensor_norm(std::span<const Tensor> tensors, double p) {
 }
 
 Tensor multi_tensor_clip_factor(std::span<const Tensor> tensors, double p, double scale,
-                                double max_norm) {
+                                double max_norm, const Tensor& factor) {
   TS_CHECK(!tensors.empty(), "multi_tensor_clip_factor", "expects at least one tensor");
   if (tensors[0].device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_clip_factor>(
-        "multi_tensor_clip_factor", tensors[0].device(), tensors, p, scale, max_norm);
+        "multi_tensor_clip_factor", tensors[0].device(), tensors, p, scale, max_norm, factor);
   }
-  const double norm = multi_tensor_norm(tensors, p) * scale;
-  const double factor = max_norm / (norm + 1e-6);
-  return tensor({norm, factor >= 1 ? 1 : factor}, kF64);
+  const double given = factor.defined() ? factor.item() : 1;
+  const double norm = multi_tensor_norm(tensors, p) * (scale * given);
+  const double clip = max_norm / (norm + 1e-6);
+  return tensor({norm, given * (clip >= 1 ? 1 : clip)}, kF64);
+}
+
+Tensor multi_tensor_found_nonfinite(std::span<const Tensor> tensors) {
+  TS_CHECK(!tensors.empty(), "multi_tensor_found_nonfinite", "expects at least one tensor");
+  if (tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_found_nonfinite>("multi_tensor_found_nonfinite",
+                                                          tensors[0].device(), tensors);
+  }
+  const double largest = multi_tensor_norm(tensors, std::numeric_limits<double>::infinity());
+  return tensor({std::isfinite(largest) ? 0.0 : 1.0}, kF64);
+}
+
+void update_loss_scale(const Tensor& state, const LossScaleOptions& options) {
+  TS_CHECK_DTYPE(state.dtype() == kF64 && state.numel() == kNumLossScaleState, "update_loss_scale",
+                 "expects f64[", int{kNumLossScaleState}, "]; got ", state);
+  if (state.device().is_cuda()) {
+    on_cuda<kernels::update_loss_scale>("update_loss_scale", state.device(), state, options);
+  } else {
+    next_loss_scale(state.data_as<double>(), options);
+  }
+  state.bump_version();
 }
 
 void multi_tensor_scale(std::span<const Tensor> tensors, const double* factor) {

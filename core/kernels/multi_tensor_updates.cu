@@ -98,10 +98,84 @@ struct LerpRule {
   }
 };
 
+// ---- The rule of a step, from the options and what the step is told -----------------------------
+
+TS_DEVICE double signed_scale(const double* scalars, bool maximize) {
+  return maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
+}
+
+struct MakeSgd {
+  SgdOptions options;
+  bool first;         // all that is known on the host: the buffers hold nothing
+  bool counts_skips;  // the device knows better: steps so far may have been left out
+  template <class C>
+  TS_DEVICE SgdRule<C> make(const double* scalars) const {
+    return {{static_cast<C>(signed_scale(scalars, options.maximize)),
+             static_cast<C>(options.weight_decay), static_cast<C>(options.momentum),
+             static_cast<C>(1 - options.dampening), static_cast<C>(scalars[kLearningRate]),
+             options.momentum != 0, options.nesterov,
+             first || (counts_skips && scalars[kStep] == 1)}};
+  }
+};
+
+struct MakeLion {
+  LionOptions options;
+  template <class C>
+  TS_DEVICE LionRule<C> make(const double* scalars) const {
+    const double lr = scalars[kLearningRate];
+    return {{static_cast<C>(signed_scale(scalars, options.maximize)),
+             static_cast<C>(1 - lr * options.weight_decay), static_cast<C>(options.beta1),
+             static_cast<C>(1 - options.beta1), static_cast<C>(options.beta2),
+             static_cast<C>(1 - options.beta2), static_cast<C>(lr)}};
+  }
+};
+
+struct MakeAdagrad {
+  AdagradOptions options;
+  template <class C>
+  TS_DEVICE AdagradRule<C> make(const double* scalars) const {
+    const double lr = scalars[kLearningRate] / (1 + (scalars[kStep] - 1) * options.lr_decay);
+    return {{static_cast<C>(signed_scale(scalars, options.maximize)),
+             static_cast<C>(options.weight_decay), static_cast<C>(options.eps),
+             static_cast<C>(lr)}};
+  }
+};
+
+struct MakeRmsprop {
+  RmspropOptions options;
+  template <class C>
+  TS_DEVICE RmspropRule<C> make(const double* scalars) const {
+    return {{static_cast<C>(signed_scale(scalars, options.maximize)),
+             static_cast<C>(options.weight_decay), static_cast<C>(options.alpha),
+             static_cast<C>(1 - options.alpha), static_cast<C>(options.eps),
+             static_cast<C>(options.momentum), static_cast<C>(scalars[kLearningRate])}};
+  }
+};
+
+struct MakeLerp {
+  double weight;
+  template <class C>
+  TS_DEVICE LerpRule<C> make(const double*) const {
+    return {static_cast<C>(weight)};
+  }
+};
+
 // Spans of a row: parameter, gradient, three states, shadow.
-template <class C, class Rule>
+template <class C, class Maker>
 __global__ void __launch_bounds__(kBlock)
-    update_kernel(const Row* rows, int count, const Rule rule) {
+    update_kernel(const Row* rows, int count, const Maker maker, const StepSource source) {
+  // In shared memory, as registers are short: one thread works the constants out.
+  using Rule = decltype(maker.template make<C>(nullptr));
+  TS_SHARED(Rule, rules, 1);
+  TS_SHARED(int, runs, 1);
+  if (threadIdx.x == 0) {
+    double scalars[kNumStepScalars];
+    runs[0] = read_scalars(source, scalars);
+    rules[0] = maker.template make<C>(scalars);
+  }
+  __syncthreads();
+  if (runs[0] == 0) return;
+  const Rule& rule = rules[0];
   const Place place = find_chunk(rows, count);
   const Row& row = rows[place.row];
   for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) {
@@ -179,29 +253,31 @@ struct Update {
               param.numel());
   }
 
-  template <class C, class Rule>
-  void launch(const char* where, const Device& device, const Rule& rule) {
+  template <class C, class Maker>
+  void launch(const char* where, const Device& device, const Maker& maker,
+              const StepSource& source) {
     if (table.chunks == 0) return;
     const Row* const rows = table.upload(device);
     gpu::launch({.name = where, .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
-                update_kernel<C, Rule>, rows, static_cast<int>(table.rows.size()), rule);
+                update_kernel<C, Maker>, rows, static_cast<int>(table.rows.size()), maker, source);
   }
 };
 
-// rule_of.operator()<C>() makes the rule; states_of(entry) lists the states.
-template <class Entry, class StatesOf, class RuleOf>
-void run_optimizer(const char* where, std::span<const Entry* const> entries, const double* scalars,
-                   const StatesOf& states_of, const RuleOf& rule_of) {
+// states_of(entry) lists the states.
+template <class Entry, class StatesOf, class Maker>
+void run_optimizer(const char* where, std::span<const Entry* const> entries,
+                   const StepScalars& told, const StatesOf& states_of, const Maker& maker) {
   if (entries.empty()) return;
   Update narrow, wide;
   for (const Entry* t : entries) {
     (t->param.dtype() == kF64 ? wide : narrow)
         .add(where, t->param, t->grad, t->shadow, states_of(*t));
   }
-  if (scalars[kSkipStep] != 0) return;
+  if (told.on_device == nullptr && told.values[kSkipStep] != 0) return;
   const Device& device = entries[0]->param.device();
-  narrow.launch<float>(where, device, rule_of.template operator()<float>());
-  wide.launch<double>(where, device, rule_of.template operator()<double>());
+  const StepSource source = source_of(where, told, device);
+  narrow.launch<float>(where, device, maker, source);
+  wide.launch<double>(where, device, maker, source);
   for (const Entry* t : entries) {
     t->param.bump_version();
     if (t->shadow.defined()) t->shadow.bump_version();
@@ -224,12 +300,8 @@ std::vector<const Entry*> all_of(std::span<const Entry> tensors) {
   return those(tensors, [](const Entry&) { return true; });
 }
 
-double signed_scale(const double* scalars, bool maximize) {
-  return maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
-}
-
 void multi_tensor_sgd_cuda(std::span<const SgdTensors> tensors, const SgdOptions& options,
-                           const double* scalars) {
+                           const StepScalars& told) {
   constexpr const char* kName = "multi_tensor_sgd";
   for (const SgdTensors& t : tensors) {
     TS_CHECK(options.momentum == 0 || t.momentum_buffer.defined(), kName, "momentum ",
@@ -238,54 +310,34 @@ void multi_tensor_sgd_cuda(std::span<const SgdTensors> tensors, const SgdOptions
   for (const bool first : {true, false}) {
     const auto entries = those(tensors, [&](const SgdTensors& t) { return t.first == first; });
     run_optimizer<SgdTensors>(
-        kName, entries, scalars,
+        kName, entries, told,
         [](const SgdTensors& t) -> StateTensors { return {t.momentum_buffer}; },
-        [&]<class C>() {
-          return SgdRule<C>{{static_cast<C>(signed_scale(scalars, options.maximize)),
-                             static_cast<C>(options.weight_decay), static_cast<C>(options.momentum),
-                             static_cast<C>(1 - options.dampening),
-                             static_cast<C>(scalars[kLearningRate]), options.momentum != 0,
-                             options.nesterov, first}};
-        });
+        MakeSgd{options, first, told.skipped.defined()});
   }
 }
 
 void multi_tensor_lion_cuda(std::span<const LionTensors> tensors, const LionOptions& options,
-                            const double* scalars) {
+                            const StepScalars& told) {
   for (const LionTensors& t : tensors) {
     TS_CHECK(t.exp_avg.defined(), "multi_tensor_lion", "exp_avg must be defined");
   }
   run_optimizer<LionTensors>(
-      "multi_tensor_lion", all_of(tensors), scalars,
-      [](const LionTensors& t) -> StateTensors { return {t.exp_avg}; },
-      [&]<class C>() {
-        const double lr = scalars[kLearningRate];
-        return LionRule<C>{{static_cast<C>(signed_scale(scalars, options.maximize)),
-                            static_cast<C>(1 - lr * options.weight_decay),
-                            static_cast<C>(options.beta1), static_cast<C>(1 - options.beta1),
-                            static_cast<C>(options.beta2), static_cast<C>(1 - options.beta2),
-                            static_cast<C>(lr)}};
-      });
+      "multi_tensor_lion", all_of(tensors), told,
+      [](const LionTensors& t) -> StateTensors { return {t.exp_avg}; }, MakeLion{options});
 }
 
 void multi_tensor_adagrad_cuda(std::span<const AdagradTensors> tensors,
-                               const AdagradOptions& options, const double* scalars) {
+                               const AdagradOptions& options, const StepScalars& told) {
   for (const AdagradTensors& t : tensors) {
     TS_CHECK(t.state_sum.defined(), "multi_tensor_adagrad", "state_sum must be defined");
   }
   run_optimizer<AdagradTensors>(
-      "multi_tensor_adagrad", all_of(tensors), scalars,
-      [](const AdagradTensors& t) -> StateTensors { return {t.state_sum}; },
-      [&]<class C>() {
-        const double lr = scalars[kLearningRate] / (1 + (scalars[kStep] - 1) * options.lr_decay);
-        return AdagradRule<C>{{static_cast<C>(signed_scale(scalars, options.maximize)),
-                               static_cast<C>(options.weight_decay), static_cast<C>(options.eps),
-                               static_cast<C>(lr)}};
-      });
+      "multi_tensor_adagrad", all_of(tensors), told,
+      [](const AdagradTensors& t) -> StateTensors { return {t.state_sum}; }, MakeAdagrad{options});
 }
 
 void multi_tensor_rmsprop_cuda(std::span<const RmspropTensors> tensors,
-                               const RmspropOptions& options, const double* scalars) {
+                               const RmspropOptions& options, const StepScalars& told) {
   constexpr const char* kName = "multi_tensor_rmsprop";
   for (const RmspropTensors& t : tensors) {
     TS_CHECK(t.square_avg.defined(), kName, "square_avg must be defined");
@@ -294,17 +346,11 @@ void multi_tensor_rmsprop_cuda(std::span<const RmspropTensors> tensors,
              options.momentum);
   }
   run_optimizer<RmspropTensors>(
-      kName, all_of(tensors), scalars,
+      kName, all_of(tensors), told,
       [](const RmspropTensors& t) -> StateTensors {
         return {t.square_avg, t.grad_avg, t.momentum_buffer};
       },
-      [&]<class C>() {
-        return RmspropRule<C>{{static_cast<C>(signed_scale(scalars, options.maximize)),
-                               static_cast<C>(options.weight_decay), static_cast<C>(options.alpha),
-                               static_cast<C>(1 - options.alpha), static_cast<C>(options.eps),
-                               static_cast<C>(options.momentum),
-                               static_cast<C>(scalars[kLearningRate])}};
-      });
+      MakeRmsprop{options});
 }
 
 void multi_tensor_lerp_cuda(std::span<const Tensor> averages, std::span<const Tensor> tensors,
@@ -317,8 +363,8 @@ void multi_tensor_lerp_cuda(std::span<const Tensor> averages, std::span<const Te
     (averages[i].dtype() == kF64 ? wide : narrow).add(kName, averages[i], tensors[i], {}, {});
   }
   const Device& device = averages[0].device();
-  narrow.launch<float>(kName, device, LerpRule<float>{static_cast<float>(weight)});
-  wide.launch<double>(kName, device, LerpRule<double>{weight});
+  narrow.launch<float>(kName, device, MakeLerp{weight}, StepSource{});
+  wide.launch<double>(kName, device, MakeLerp{weight}, StepSource{});
   for (const Tensor& average : averages) average.bump_version();
 }
 

@@ -2,6 +2,7 @@
 // that the bits are the same.
 #include <tessera/core/kernels/pool.h>
 
+#include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/on_device.h>
@@ -64,8 +65,8 @@ class DeviceMaps {
     const auto count = static_cast<int64_t>(words.size());
     memory_ = raw::empty({count}, kI64, device);
     if (count > 0) {
-      gpu::copy_bytes(memory_.data(), device, words.data(), kCpu, words.size() * sizeof(int64_t),
-                      true);
+      gpu::upload_constants(memory_.data(), device.index, words.data(),
+                            words.size() * sizeof(int64_t));
     }
     for (int d = 0; d < 2; ++d) {
       const int64_t* const at = memory_.data_as<int64_t>() + starts[d];

@@ -3,6 +3,7 @@
 
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/movable_stream.h>
 #include <tessera/core/kernels/on_device.h>
 #include <tessera/core/kernels/random_fill.h>
 #include <tessera/core/kernels/random_numbers.h>
@@ -29,11 +30,11 @@ TS_DEVICE Bits philox_block(RandomStream stream, int64_t block) {
 
 // A thread makes the numbers of one Philox block: four elements, or two of 64 bits.
 template <class T>
-__global__ void uniform_kernel(T* x, int64_t n, RandomStream stream, double low, double high) {
+__global__ void uniform_kernel(T* x, int64_t n, MovableStream stream, double low, double high) {
   constexpr int kEach = std::is_same_v<T, double> ? 2 : 4;
   const int64_t block = gpu::first_index(), first = block * kEach;
   if (first >= n) return;
-  const Bits bits = philox_block(stream, block);
+  const Bits bits = philox_block(stream.now(), block);
   for (int i = 0; i < kEach && first + i < n; ++i) {
     if constexpr (std::is_same_v<T, double>) {
       x[first + i] = uniform_between<double>(unit64(bits.word64(i)), low, high);
@@ -47,11 +48,11 @@ __global__ void uniform_kernel(T* x, int64_t n, RandomStream stream, double low,
 }
 
 template <class T>
-__global__ void normal_kernel(T* x, int64_t n, RandomStream stream, double mean, double std) {
+__global__ void normal_kernel(T* x, int64_t n, MovableStream stream, double mean, double std) {
   constexpr int kEach = std::is_same_v<T, double> ? 2 : 4;
   const int64_t block = gpu::first_index(), first = block * kEach;
   if (first >= n) return;
-  const Bits bits = philox_block(stream, block);
+  const Bits bits = philox_block(stream.now(), block);
   if constexpr (std::is_same_v<T, double>) {
     const double radius = ::sqrt(-2.0 * ::log(unit64(bits.word64(0)) + 0x1p-54));
     const double angle = 6.283185307179586477 * unit64(bits.word64(1));
@@ -70,20 +71,21 @@ __global__ void normal_kernel(T* x, int64_t n, RandomStream stream, double mean,
 }
 
 template <class T>
-__global__ void bernoulli_kernel(T* x, int64_t n, RandomStream stream, uint64_t threshold) {
+__global__ void bernoulli_kernel(T* x, int64_t n, MovableStream stream, uint64_t threshold) {
   const int64_t block = gpu::first_index(), first = 4 * block;
   if (first >= n) return;
-  const Bits bits = philox_block(stream, block);
+  const Bits bits = philox_block(stream.now(), block);
   for (int i = 0; i < 4; ++i) {
     if (first + i < n) x[first + i] = store<T>(static_cast<Compute<T>>(bits.words[i] < threshold));
   }
 }
 
 template <class T>
-__global__ void integers_kernel(T* x, int64_t n, RandomStream stream, int64_t low, uint64_t range) {
+__global__ void integers_kernel(T* x, int64_t n, MovableStream stream, int64_t low,
+                                uint64_t range) {
   const int64_t block = gpu::first_index(), first = 2 * block;
   if (first >= n) return;
-  const Bits bits = philox_block(stream, block);
+  const Bits bits = philox_block(stream.now(), block);
   for (int i = 0; i < 2; ++i) {
     if (first + i >= n) continue;
     const uint64_t value = static_cast<uint64_t>(low) + __umul64hi(bits.word64(i), range);
@@ -92,11 +94,11 @@ __global__ void integers_kernel(T* x, int64_t n, RandomStream stream, int64_t lo
 }
 
 template <class T>
-__global__ void dropout_kernel(const T* x, T* y, int64_t n, RandomStream stream, uint32_t dropped,
+__global__ void dropout_kernel(const T* x, T* y, int64_t n, MovableStream stream, uint32_t dropped,
                                Compute<T> scale) {
   const int64_t block = gpu::first_index(), first = 4 * block;
   if (first >= n) return;
-  const Bits bits = philox_block(stream, block);
+  const Bits bits = philox_block(stream.now(), block);
   for (int i = 0; i < 4; ++i) {
     if (first + i >= n) continue;
     const Compute<T> value = load<Compute<T>>(x[first + i]) * scale;
@@ -125,7 +127,7 @@ void random_uniform_cuda(const Tensor& x, double low, double high, RandomStream 
   dispatch_floating(x.dtype(), "random_uniform", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       gpu::launch(config_for("random_uniform", dense.numel(), std::is_same_v<T, double> ? 2 : 4),
-                  uniform_kernel<T>, dense.data_as<T>(), dense.numel(), stream, low, high);
+                  uniform_kernel<T>, dense.data_as<T>(), dense.numel(), movable(stream), low, high);
     });
   });
 }
@@ -134,7 +136,7 @@ void random_normal_cuda(const Tensor& x, double mean, double std, RandomStream s
   dispatch_floating(x.dtype(), "random_normal", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       gpu::launch(config_for("random_normal", dense.numel(), std::is_same_v<T, double> ? 2 : 4),
-                  normal_kernel<T>, dense.data_as<T>(), dense.numel(), stream, mean, std);
+                  normal_kernel<T>, dense.data_as<T>(), dense.numel(), movable(stream), mean, std);
     });
   });
 }
@@ -144,7 +146,7 @@ void random_bernoulli_cuda(const Tensor& x, double p, RandomStream stream) {
   dispatch_numeric_and_bool(x.dtype(), "random_bernoulli", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       gpu::launch(config_for("random_bernoulli", dense.numel(), 4), bernoulli_kernel<T>,
-                  dense.data_as<T>(), dense.numel(), stream, threshold);
+                  dense.data_as<T>(), dense.numel(), movable(stream), threshold);
     });
   });
 }
@@ -154,7 +156,7 @@ void random_integers_cuda(const Tensor& x, int64_t low, int64_t high, RandomStre
   dispatch_numeric_and_bool(x.dtype(), "random_integers", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       gpu::launch(config_for("random_integers", dense.numel(), 2), integers_kernel<T>,
-                  dense.data_as<T>(), dense.numel(), stream, low, range);
+                  dense.data_as<T>(), dense.numel(), movable(stream), low, range);
     });
   });
 }
@@ -165,7 +167,7 @@ Tensor dropout_cuda(const Tensor& x, double p, RandomStream stream) {
   const Tensor dense = contiguous(x);
   dispatch_floating(x.dtype(), "dropout", [&]<class T>() {
     gpu::launch(config_for("dropout", x.numel(), 4), dropout_kernel<T>, dense.data_as<T>(),
-                result.data_as<T>(), x.numel(), stream, dropout_threshold(p),
+                result.data_as<T>(), x.numel(), movable(stream), dropout_threshold(p),
                 static_cast<Compute<T>>(1.0 / (1.0 - p)));
   });
   return result;
@@ -200,12 +202,12 @@ __global__ void inspect_weights_kernel(const T* weights, int64_t* found, int64_t
 // sums: running sums of the weights of each row. The first sum above u times the total.
 template <class T>
 __global__ void choose_kernel(const T* weights, const double* sums, int64_t* chosen, int64_t total,
-                              int64_t n, int64_t count, RandomStream stream) {
+                              int64_t n, int64_t count, MovableStream stream) {
   const int64_t i = gpu::first_index();
   if (i >= total) return;
   const int64_t row = i / count;
   const double* const sum = sums + row * n;
-  const double u = draw(stream, i) * sum[n - 1];
+  const double u = draw(stream.now(), i) * sum[n - 1];
   int64_t low = 0, high = n;
   while (low < high) {
     const int64_t middle = (low + high) / 2;
@@ -223,11 +225,12 @@ __global__ void choose_kernel(const T* weights, const double* sums, int64_t* cho
 
 template <class T>
 __global__ void priorities_kernel(const T* weights, double* priorities, int64_t total,
-                                  RandomStream stream) {
+                                  MovableStream stream) {
   const int64_t i = gpu::first_index();
   if (i >= total) return;
   const auto w = static_cast<double>(load<Compute<T>>(weights[i]));
-  priorities[i] = w > 0 ? ::log(draw(stream, i) + 0x1p-54) / w : -static_cast<double>(INFINITY);
+  priorities[i] =
+      w > 0 ? ::log(draw(stream.now(), i) + 0x1p-54) / w : -static_cast<double>(INFINITY);
 }
 
 // The weights are looked at on the host before anything is drawn: an error here is worth a wait.
@@ -258,11 +261,11 @@ Tensor random_choice_cuda(const Tensor& weights, int64_t count, bool replacement
       const Tensor sums = cumsum(dense, 1, kF64);
       gpu::launch(config_for("multinomial", rows * count, 1), choose_kernel<T>, dense.data_as<T>(),
                   sums.data_as<double>(), result.data_as<int64_t>(), rows * count, n, count,
-                  stream);
+                  movable(stream));
     } else {
       const Tensor priorities = raw::empty({rows, n}, kF64, weights.device());
       gpu::launch(config_for("multinomial", rows * n, 1), priorities_kernel<T>, dense.data_as<T>(),
-                  priorities.data_as<double>(), rows * n, stream);
+                  priorities.data_as<double>(), rows * n, movable(stream));
       result = topk(priorities, count, 1, true).indices;
     }
   });

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy.h>
 #include <tessera/core/kernels/index.h>
@@ -54,8 +55,8 @@ struct Maps {
     const auto count = static_cast<int64_t>(values.size());
     if (count == 0) return nullptr;
     table = raw::empty({count}, kI64, device);
-    gpu::copy_bytes(table.data(), device, values.data(), kCpu, values.size() * sizeof(int64_t),
-                    true);
+    gpu::upload_constants(table.data(), device.index, values.data(),
+                          values.size() * sizeof(int64_t));
     return table.data_as<int64_t>();
   }
 };

@@ -3,7 +3,7 @@
 //     train --data shakespeare.txt --save model
 //     train --resume model                      # goes on as if it had never stopped (Ctrl-C saves)
 //     train --data more.txt --init-from model   # new training from given weights
-//     train --data shakespeare.txt --device cuda --log-every 100   # on a GPU
+//     train --data shakespeare.txt --device cuda --graph --log-every 100   # on a GPU
 //     tessera launch -n 2 -- train --data shakespeare.txt   # each step: a micro-batch of each rank
 //     tessera launch -n 8 -- train --data shakespeare.txt --device cuda   # with a GPU each
 //
@@ -38,6 +38,7 @@
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
+#include <tessera/optim/graphed_step.h>
 #include <tessera/optim/schedule.h>
 
 #include "corpus.h"
@@ -61,6 +62,7 @@ struct TrainOptions {
   int64_t stop_at = 0;         // 0: steps
   double lr = 1e-3, min_lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0.1, clip = 1;
   double dropout = 0;
+  bool graph = false;
   int64_t log_every = 1;
   uint64_t seed = 1337;
   int threads = 0;  // 0: as the environment says
@@ -139,6 +141,8 @@ TrainOptions parse_options(int argc, char** argv) {
   add("device", options.device,
       "cpu, cuda (each rank the GPU with its number) or cuda:N; a resumed run may take another "
       "one");
+  app.add_flag("--graph", options.graph,
+               "with --device cuda: repeats the step as a CUDA graph, to the same bits");
   add("seed", options.seed, "initial weights and order of data");
   add("threads", options.threads, "0: one a core")->check(CLI::NonNegativeNumber);
   add("eval-every", options.eval_every, "steps between validations; 0: only at the end");
@@ -214,6 +218,12 @@ class Trainer {
       replica_.emplace(distributed::replicate(*model_, distributed::mesh(),
                                               {.average = distributed::GradientAverage::kWindow}));
     }
+    if (options_.graph) {
+      TS_CHECK_AS(ConfigError, device_.is_cuda() && !replica_, "train",
+                  "--graph repeats the step of one process on a GPU; give --device cuda and one "
+                  "rank, or leave it out");
+      graph_.emplace(device_, [this](const TensorList& batches) { return compute(batches); });
+    }
   }
 
   void run();
@@ -226,6 +236,7 @@ class Trainer {
   bool is_first_rank() const { return distributed::rank() == 0; }
   std::unique_ptr<Gpt> make_model();
   std::vector<optim::ParameterGroup<optim::AdamWOptions>> parameter_groups() const;
+  TensorList compute(const TensorList& batches);
   Tensor train_step();
   Tensor agree(const Tensor& loss);
   void draw_for(int64_t micro);
@@ -252,6 +263,7 @@ class Trainer {
   int64_t step_ = 0;                             // steps done
   bool stop_ = false, save_now_ = false;         // asked for by a signal to any rank
   Tensor grad_norm_;                             // of the last step, on the device
+  std::optional<optim::GraphedStep> graph_;      // of compute(), with --graph
   double smooth_ms_ = 0;
   std::optional<double> last_val_loss_;
   std::FILE* log_ = nullptr;
@@ -303,13 +315,31 @@ std::vector<optim::ParameterGroup<optim::AdamWOptions>> Trainer::parameter_group
 //
 // Loss and gradient norm stay on the device: a GPU works on while the host queues the next step.
 Tensor Trainer::train_step() {
+  TensorList batches;
+  for (int64_t i = 0; i < options_.accumulate; ++i) {
+    const std::optional<data::TokenExample> batch = loader_.next();
+    batches.push_back(batch->inputs);
+    batches.push_back(batch->targets);
+  }
+  draw_for(distributed::rank());
+  const TensorList results = graph_ ? (*graph_)(batches) : compute(batches);
+  const Tensor loss = agree(results[0]) / static_cast<double>(micro_batches());
+  grad_norm_ = results[1];
+  schedule_.step();
+  ++step_;
+  draw_for(0);
+  return loss;
+}
+
+// What a graph can repeat. batches: inputs and targets of each micro-batch of this rank. Results:
+// the sum of the losses, and the gradient norm.
+TensorList Trainer::compute(const TensorList& batches) {
   Tensor loss = zeros({}, {.dtype = kF64, .device = device_});
   for (int64_t i = 0; i < options_.accumulate; ++i) {
-    const int64_t micro = i * distributed::world_size() + distributed::rank();
-    draw_for(micro);
+    draw_for(i * distributed::world_size() + distributed::rank());
     if (replica_) replica_->set_plan(distributed::StepPlan::of(i, options_.accumulate));
-    const std::optional<data::TokenExample> batch = loader_.next();
-    const GptOutput out = (*model_)(batch->inputs, batch->targets);
+    const auto place = static_cast<size_t>(2 * i);
+    const GptOutput out = (*model_)(batches[place], batches[place + 1]);
     out.loss.backward();
     loss = loss + out.loss.detach().to(kF64);
   }
@@ -318,16 +348,12 @@ Tensor Trainer::train_step() {
     const Scalar scale(1 / static_cast<double>(options_.accumulate));
     for (const Tensor& parameter : model_->parameters()) mul_(parameter.grad(), scale);
   }
-  loss = agree(loss) / static_cast<double>(micro_batches());
-  grad_norm_ =
+  const Tensor norm =
       optim::clip_grad_norm(model_->parameters(), options_.clip > 0 ? options_.clip : HUGE_VAL,
                             {.fold_into = &optimizer_});
   optimizer_.step();
-  schedule_.step();
   optimizer_.zero_grad();
-  ++step_;
-  draw_for(0);
-  return loss;
+  return {loss, norm};
 }
 
 // Dropout draws by step and micro-batch: the same masks for any number of ranks.

@@ -1,6 +1,6 @@
 // Devices, streams and events of the emulation. All devices share one arena and one lock: what runs
 // on them runs one after the other.
-#include <cuda_runtime.h>
+#include <cuda_runtime_api.h>
 
 #include <chrono>
 #include <cstdio>
@@ -22,6 +22,30 @@ using tessera::gpu::emulation::next_random;
 namespace emulation = tessera::gpu::emulation;
 namespace arena = tessera::gpu::emulation::arena;
 
+// What was captured, with the nodes that each one follows.
+struct EmulatedGraph {
+  struct Node {
+    std::function<cudaError_t()> work;
+    std::vector<size_t> after;
+  };
+  std::vector<Node> nodes;
+};
+struct EmulatedGraphExec {
+  std::shared_ptr<const EmulatedGraph> graph;  // launches that were queued outlive the handle
+};
+
+namespace {
+
+// From cudaStreamBeginCapture to cudaStreamEndCapture.
+struct Capture {
+  EmulatedGraph graph;
+  EmulatedStream* origin = nullptr;
+  std::vector<EmulatedStream*> joined;  // with the origin
+  bool valid = true;
+};
+
+}  // namespace
+
 struct EmulatedEvent {
   // Each record is an instance of its own: a wait means the last record before it.
   struct Happening {
@@ -29,7 +53,9 @@ struct EmulatedEvent {
     std::chrono::steady_clock::time_point time;
     EmulatedStream* stream = nullptr;
   };
-  std::shared_ptr<Happening> last;  // null before the first record
+  std::shared_ptr<Happening> last;   // null before the first record
+  std::shared_ptr<Capture> capture;  // the last record was captured: it stands for these nodes
+  std::vector<size_t> nodes;
 };
 
 struct EmulatedStream {
@@ -41,6 +67,8 @@ struct EmulatedStream {
   };
   std::deque<Item> queue;
   int device = 0;
+  std::shared_ptr<Capture> capture;  // null: what is queued runs
+  std::vector<size_t> tail;          // the nodes that the next one follows
 };
 
 namespace {
@@ -85,6 +113,9 @@ class Lock {
 
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
+// The capture that this thread began, and whether it lets potentially unsafe calls through.
+thread_local std::shared_ptr<Capture> own_capture;
+thread_local cudaStreamCaptureMode own_mode = cudaStreamCaptureModeGlobal;
 
 cudaError_t failed(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
@@ -93,6 +124,52 @@ cudaError_t failed(cudaError_t error) {
 
 EmulatedStream& resolve(cudaStream_t stream) {
   return stream != nullptr ? *stream : machine().defaults[static_cast<size_t>(current_device)];
+}
+
+// Queues work, or adds it to the graph that the stream captures.
+void push(EmulatedStream& stream, std::function<cudaError_t()> work) {
+  if (!stream.capture) {
+    stream.queue.push_back({std::move(work), nullptr, nullptr, nullptr});
+    return;
+  }
+  std::vector<EmulatedGraph::Node>& nodes = stream.capture->graph.nodes;
+  nodes.push_back({std::move(work), std::move(stream.tail)});
+  stream.tail = {nodes.size() - 1};
+}
+
+cudaError_t spoil(Capture& capture, cudaError_t error) {
+  capture.valid = false;
+  return failed(error);
+}
+
+// Calls that CUDA forbids to a thread that captures, as they may wait.
+bool is_unsafe_now() {
+  if (!own_capture || own_mode == cudaStreamCaptureModeRelaxed) return false;
+  spoil(*own_capture, cudaErrorStreamCaptureUnsupported);
+  return true;
+}
+
+// The nodes in an order that is drawn among those that their edges allow.
+cudaError_t replay(const EmulatedGraph& graph) {
+  const size_t count = graph.nodes.size();
+  std::vector<size_t> missing(count), able;
+  std::vector<std::vector<size_t>> followers(count);
+  for (size_t i = 0; i < count; ++i) {
+    missing[i] = graph.nodes[i].after.size();
+    for (const size_t before : graph.nodes[i].after) followers[before].push_back(i);
+    if (missing[i] == 0) able.push_back(i);
+  }
+  while (!able.empty()) {
+    std::swap(able[next_random() % able.size()], able.back());
+    const size_t node = able.back();
+    able.pop_back();
+    const cudaError_t error = graph.nodes[node].work();
+    if (error != cudaSuccess) return error;
+    for (const size_t next : followers[node]) {
+      if (--missing[next] == 0) able.push_back(next);
+    }
+  }
+  return cudaSuccess;
 }
 
 bool can_run(const EmulatedStream& stream) {
@@ -201,6 +278,12 @@ const char* cudaGetErrorName(cudaError_t error) {
     case cudaErrorLaunchFailure:
       return "cudaErrorLaunchFailure";
   }
+  if (error == cudaErrorStreamCaptureUnsupported) return "cudaErrorStreamCaptureUnsupported";
+  if (error == cudaErrorStreamCaptureInvalidated) return "cudaErrorStreamCaptureInvalidated";
+  if (error == cudaErrorStreamCaptureMerge) return "cudaErrorStreamCaptureMerge";
+  if (error == cudaErrorStreamCaptureUnmatched) return "cudaErrorStreamCaptureUnmatched";
+  if (error == cudaErrorStreamCaptureUnjoined) return "cudaErrorStreamCaptureUnjoined";
+  if (error == cudaErrorStreamCaptureIsolation) return "cudaErrorStreamCaptureIsolation";
   return "unknown";
 }
 const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
@@ -239,6 +322,11 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
 }
 cudaError_t cudaDeviceSynchronize() {
   Lock lock(machine().mutex);
+  for (const EmulatedStream* stream : machine().streams) {
+    if (stream->device == current_device && stream->capture) {
+      return spoil(*stream->capture, cudaErrorStreamCaptureUnsupported);
+    }
+  }
   return run_until([device = current_device] {
     for (const EmulatedStream* stream : machine().streams) {
       if (stream->device == device && !stream->queue.empty()) return false;
@@ -254,6 +342,7 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   Lock lock(machine().mutex);
+  if (is_unsafe_now()) return cudaErrorStreamCaptureUnsupported;
   *pointer = arena::allocate(bytes);
   if (*pointer == nullptr) return failed(cudaErrorMemoryAllocation);
   machine().device_of[*pointer] = current_device;
@@ -262,21 +351,24 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
 cudaError_t cudaFree(void* pointer) {
   if (pointer == nullptr) return cudaSuccess;
   Lock lock(machine().mutex);
+  if (is_unsafe_now()) return cudaErrorStreamCaptureUnsupported;
   const cudaError_t error = cudaDeviceSynchronize();  // as CUDA's
   if (!arena::release(pointer)) return failed(cudaErrorInvalidValue);
   machine().device_of.erase(pointer);
   return error;
 }
 cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
+  Lock lock(machine().mutex);
+  if (is_unsafe_now()) return cudaErrorStreamCaptureUnsupported;
   *pointer = std::malloc(bytes == 0 ? 1 : bytes);
   if (*pointer == nullptr) return failed(cudaErrorMemoryAllocation);
-  Lock lock(machine().mutex);
   machine().pinned[static_cast<char*>(*pointer)] = bytes;
   return cudaSuccess;
 }
 cudaError_t cudaFreeHost(void* pointer) {
   if (pointer == nullptr) return cudaSuccess;
   Lock lock(machine().mutex);
+  if (is_unsafe_now()) return cudaErrorStreamCaptureUnsupported;
   if (machine().pinned.erase(static_cast<char*>(pointer)) == 0)
     return failed(cudaErrorInvalidValue);
   const cudaError_t error = cudaDeviceSynchronize();
@@ -290,20 +382,22 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cuda
   Lock lock(machine().mutex);
   EmulatedStream& queue = resolve(stream);
   const bool to_device = arena::contains(target), from_device = arena::contains(source);
+  if (queue.capture &&
+      ((!from_device && !is_pinned(source)) || (!to_device && !is_pinned(target)))) {
+    return spoil(*queue.capture, cudaErrorStreamCaptureUnsupported);
+  }
   if (!from_device && !is_pinned(source)) {  // pageable: the bytes of now
     std::shared_ptr<char[]> staged(new char[bytes]);
     std::memcpy(staged.get(), source, bytes);
-    queue.queue.push_back({[=] {
-                             std::memcpy(target, staged.get(), bytes);
-                             return cudaSuccess;
-                           },
-                           nullptr, nullptr, nullptr});
+    push(queue, [=] {
+      std::memcpy(target, staged.get(), bytes);
+      return cudaSuccess;
+    });
   } else {
-    queue.queue.push_back({[=] {
-                             std::memmove(target, source, bytes);
-                             return cudaSuccess;
-                           },
-                           nullptr, nullptr, nullptr});
+    push(queue, [=] {
+      std::memmove(target, source, bytes);
+      return cudaSuccess;
+    });
   }
   if (!to_device && !is_pinned(target)) return cudaStreamSynchronize(stream);
   return cudaSuccess;
@@ -319,11 +413,10 @@ cudaError_t cudaMemcpyPeerAsync(void* target, int target_device, const void* sou
   if (!is_of(target, target_device) || !is_of(source, source_device)) {
     return failed(cudaErrorInvalidValue);
   }
-  resolve(stream).queue.push_back({[=] {
-                                     std::memmove(target, source, bytes);
-                                     return cudaSuccess;
-                                   },
-                                   nullptr, nullptr, nullptr});
+  push(resolve(stream), [=] {
+    std::memmove(target, source, bytes);
+    return cudaSuccess;
+  });
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
@@ -336,17 +429,16 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 }
 cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t stream) {
   Lock lock(machine().mutex);
-  resolve(stream).queue.push_back({[=] {
-                                     std::memset(target, value, bytes);
-                                     return cudaSuccess;
-                                   },
-                                   nullptr, nullptr, nullptr});
+  push(resolve(stream), [=] {
+    std::memset(target, value, bytes);
+    return cudaSuccess;
+  });
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   Lock lock(machine().mutex);
-  *stream = new EmulatedStream{{}, current_device};
+  *stream = new EmulatedStream{{}, current_device, nullptr, {}};
   machine().streams.push_back(*stream);
   return cudaSuccess;
 }
@@ -360,27 +452,106 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   Lock lock(machine().mutex);
   EmulatedStream& queue = resolve(stream);
+  if (queue.capture) return spoil(*queue.capture, cudaErrorStreamCaptureUnsupported);
   if (queue.queue.empty()) return cudaSuccess;
   return run_until([&] { return queue.queue.empty(); });
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   Lock lock(machine().mutex);
-  return resolve(stream).queue.empty() ? cudaSuccess : cudaErrorNotReady;
+  EmulatedStream& queue = resolve(stream);
+  if (queue.capture) return spoil(*queue.capture, cudaErrorStreamCaptureUnsupported);
+  return queue.queue.empty() ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   Lock lock(machine().mutex);
-  if (event->last && !event->last->done) {
-    resolve(stream).queue.push_back({nullptr, event->last, nullptr, nullptr});
+  EmulatedStream& queue = resolve(stream);
+  if (event->capture) {
+    if (event->capture != queue.capture) {
+      if (queue.capture || !event->capture->origin) return failed(cudaErrorStreamCaptureMerge);
+      queue.capture = event->capture;
+      queue.capture->joined.push_back(&queue);
+    }
+    queue.tail.insert(queue.tail.end(), event->nodes.begin(), event->nodes.end());
+    return cudaSuccess;
   }
+  if (!event->last || event->last->done) return cudaSuccess;
+  if (queue.capture) return spoil(*queue.capture, cudaErrorStreamCaptureIsolation);
+  queue.queue.push_back({nullptr, event->last, nullptr, nullptr});
   return cudaSuccess;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), void* data) {
   Lock lock(machine().mutex);
-  resolve(stream).queue.push_back({[=] {
-                                     function(data);
-                                     return cudaSuccess;
-                                   },
-                                   nullptr, nullptr, nullptr});
+  push(resolve(stream), [=] {
+    function(data);
+    return cudaSuccess;
+  });
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode) {
+  Lock lock(machine().mutex);
+  if (stream == nullptr) return failed(cudaErrorStreamCaptureUnsupported);
+  if (stream->capture) return failed(cudaErrorStreamCaptureMerge);
+  stream->capture = std::make_shared<Capture>();
+  stream->capture->origin = stream;
+  stream->tail.clear();
+  own_capture = stream->capture;
+  own_mode = mode;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  Lock lock(machine().mutex);
+  *graph = nullptr;
+  if (stream == nullptr || !stream->capture || stream->capture->origin != stream) {
+    return failed(cudaErrorStreamCaptureUnmatched);
+  }
+  const std::shared_ptr<Capture> capture = std::exchange(stream->capture, nullptr);
+  capture->origin = nullptr;
+  own_capture = nullptr;
+  // The end of each stream that joined must lie before the end of this one.
+  std::vector<bool> reached(capture->graph.nodes.size());
+  std::vector<size_t> open = std::exchange(stream->tail, {});
+  while (!open.empty()) {
+    const size_t node = open.back();
+    open.pop_back();
+    if (reached[node]) continue;
+    reached[node] = true;
+    const std::vector<size_t>& after = capture->graph.nodes[node].after;
+    open.insert(open.end(), after.begin(), after.end());
+  }
+  bool whole = true;
+  for (EmulatedStream* joined : capture->joined) {
+    joined->capture = nullptr;
+    for (const size_t node : std::exchange(joined->tail, {})) whole = whole && reached[node];
+  }
+  if (!capture->valid) return failed(cudaErrorStreamCaptureInvalidated);
+  if (!whole) return failed(cudaErrorStreamCaptureUnjoined);
+  *graph = new EmulatedGraph(std::move(capture->graph));
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, own_mode);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, void*, size_t* count) {
+  *count = graph->nodes.size();
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+  *exec = new EmulatedGraphExec{std::make_shared<const EmulatedGraph>(*graph)};
+  return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+  Lock lock(machine().mutex);
+  push(resolve(stream), [graph = exec->graph] { return replay(*graph); });
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete graph;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  delete exec;
   return cudaSuccess;
 }
 
@@ -394,20 +565,26 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   Lock lock(machine().mutex);
-  event->last = std::make_shared<EmulatedEvent::Happening>();
   EmulatedStream& queue = resolve(stream);
+  event->capture = queue.capture;
+  event->nodes = queue.tail;
+  if (queue.capture) return cudaSuccess;
+  event->last = std::make_shared<EmulatedEvent::Happening>();
   event->last->stream = &queue;
   queue.queue.push_back({nullptr, nullptr, event->last, nullptr});
   return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   Lock lock(machine().mutex);
+  if (event->capture) return spoil(*event->capture, cudaErrorStreamCaptureUnsupported);
   const auto happening = event->last;
   if (!happening || happening->done) return cudaSuccess;
   return run_until([&] { return happening->done; });
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   Lock lock(machine().mutex);
+  if (event->capture) return spoil(*event->capture, cudaErrorStreamCaptureUnsupported);
+  if (is_unsafe_now()) return cudaErrorStreamCaptureUnsupported;
   return !event->last || event->last->done ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
@@ -431,32 +608,37 @@ cudaError_t enqueue_launch(const char* name, dim3 grid, dim3 block, size_t share
   }
   Lock lock(machine().mutex);
   const Launch launch{name, {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes};
-  resolve(stream).queue.push_back({[launch, kernel = std::move(kernel)] {
-                                     const std::string what = run_grid(launch, kernel);
-                                     if (what.empty()) return cudaSuccess;
-                                     machine().report = what;
-                                     return cudaErrorLaunchFailure;
-                                   },
-                                   nullptr, nullptr, nullptr});
+  push(resolve(stream), [launch, kernel = std::move(kernel)] {
+    const std::string what = run_grid(launch, kernel);
+    if (what.empty()) return cudaSuccess;
+    machine().report = what;
+    return cudaErrorLaunchFailure;
+  });
   return cudaSuccess;
 }
 
 void enqueue_always(cudaStream_t stream, std::function<void()> work) {
   Lock lock(machine().mutex);
-  resolve(stream).queue.push_back({[work = std::move(work)] {
-                                     work();
-                                     return cudaSuccess;
-                                   },
-                                   nullptr, nullptr, nullptr, true});
+  EmulatedStream& queue = resolve(stream);
+  push(queue, [work = std::move(work)] {
+    work();
+    return cudaSuccess;
+  });
+  if (!queue.capture) queue.queue.back().always = true;  // a graph does it at each replay
 }
 
 void enqueue_when(cudaStream_t stream, std::function<bool()> ready, std::function<void()> work) {
   Lock lock(machine().mutex);
-  resolve(stream).queue.push_back({[work = std::move(work)] {
-                                     work();
-                                     return cudaSuccess;
-                                   },
-                                   nullptr, nullptr, std::move(ready)});
+  EmulatedStream& queue = resolve(stream);
+  if (queue.capture) {  // a graph runs in one go and cannot wait for other threads
+    spoil(*queue.capture, cudaErrorStreamCaptureUnsupported);
+    return;
+  }
+  queue.queue.push_back({[work = std::move(work)] {
+                           work();
+                           return cudaSuccess;
+                         },
+                         nullptr, nullptr, std::move(ready)});
 }
 
 int64_t host_waits() {

@@ -1,0 +1,25 @@
+// What the files of the runtime share about captures. Internal: graph.h is the interface.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <tessera/core/cuda/backend.h>
+
+namespace tessera::gpu {
+
+int device_of(const StreamHandle& stream);
+const char* last_operation_name();  // what note_operation() was told last, or null
+
+// Calls that CUDA refuses to a thread that captures, and that do no harm to it: allocation.
+class RelaxedCapture {
+ public:
+  RelaxedCapture();
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_;
+};
+
+}  // namespace tessera::gpu

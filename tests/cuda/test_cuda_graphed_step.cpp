@@ -1,0 +1,409 @@
+// Training steps as graphs on the emulated device, beside the same steps queued op by op: the bits
+// are the same.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/cuda/emulation/report.h>
+#include <tessera/core/error.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/random.h>
+#include <tessera/nn/linear.h>
+#include <tessera/optim/adagrad.h>
+#include <tessera/optim/adamw.h>
+#include <tessera/optim/clip.h>
+#include <tessera/optim/graphed_step.h>
+#include <tessera/optim/lion.h>
+#include <tessera/optim/rmsprop.h>
+#include <tessera/optim/schedule.h>
+#include <tessera/optim/sgd.h>
+#include <tessera/precision/grad_scaler.h>
+
+#include "gpt2/model.h"
+
+namespace tessera::optim {
+namespace {
+
+// ---- A GPT --------------------------------------------------------------------------------------
+
+constexpr int64_t kBatch = 2, kContext = 8, kWidth = 16, kVocabulary = 29;
+
+Tensor tokens_of(int step) {
+  std::vector<int64_t> ids(kBatch * (kContext + 1));
+  for (size_t i = 0; i < ids.size(); ++i) {
+    ids[i] = static_cast<int64_t>((i * i + 7 * static_cast<size_t>(step)) % kVocabulary);
+  }
+  return tensor(ids, {kBatch, kContext + 1}, kI64);
+}
+
+struct Trained {
+  std::vector<double> losses, norms;
+  std::vector<std::vector<double>> parameters;
+  uint64_t next_stream = 0;
+};
+
+// Dropout, clipping, a schedule and AdamW, with or without a graph.
+Trained train_gpt(const Device& device, bool graphed, int steps) {
+  manual_seed(17);
+  gpt2::Gpt model({.vocab_size = kVocabulary,
+                   .context = kContext,
+                   .width = kWidth,
+                   .layers = 1,
+                   .heads = 2,
+                   .dropout = 0.1});
+  model.to(device);
+  AdamW optimizer(model.named_parameters(), {.lr = 1e-2});
+  CosineSchedule schedule(optimizer, {.warmup = 5, .total = 20, .min_lr = 1e-4});
+  const auto function = [&](const TensorList& batch) -> TensorList {
+    const Tensor loss = model(batch[0], batch[1]).loss;
+    loss.backward();
+    const Tensor norm = clip_grad_norm(model.parameters(), 0.5, {.fold_into = &optimizer});
+    optimizer.step();
+    optimizer.zero_grad();
+    return {loss, norm};
+  };
+  GraphedStep graph(device, function, {.warmup = 2});
+  Trained result;
+  for (int i = 0; i < steps; ++i) {
+    const Tensor tokens = tokens_of(i).to(device);
+    const TensorList batch{tokens.narrow(1, 0, kContext), tokens.narrow(1, 1, kContext)};
+    const TensorList got = graphed ? graph(batch) : function(batch);
+    schedule.step();
+    result.losses.push_back(got[0].item());
+    result.norms.push_back(got[1].item());
+  }
+  EXPECT_EQ(graph.captured(), graphed && device.is_cuda());
+  for (const Tensor& parameter : model.parameters()) {
+    result.parameters.push_back(parameter.to_vector());
+  }
+  result.next_stream = random_state().next_stream;
+  return result;
+}
+
+void expect_same(const Trained& got, const Trained& expected) {
+  EXPECT_EQ(got.losses, expected.losses);
+  EXPECT_EQ(got.norms, expected.norms);
+  EXPECT_EQ(got.parameters, expected.parameters);
+  EXPECT_EQ(got.next_stream, expected.next_stream);
+}
+
+TEST(GraphedStep, TrainsAGptToTheSameBitsAsWithoutTheGraph) {
+  const Trained expected = train_gpt(cuda(0), false, 20);
+  EXPECT_LT(expected.losses.back(), expected.losses.front());
+  EXPECT_GT(expected.norms.front(), 0.5);  // clipping takes part
+  expect_same(train_gpt(cuda(0), true, 20), expected);
+}
+
+TEST(GraphedStep, RunsTheFunctionOnTheCpu) {
+  expect_same(train_gpt(kCpu, true, 3), train_gpt(kCpu, false, 3));
+}
+
+// ---- Something small ----------------------------------------------------------------------------
+
+struct Small {
+  explicit Small(DType dtype = kF32) : model(6, 5) {
+    model.to(dtype);
+    model.to(cuda(0));
+  }
+  TensorList inputs(int step) const {
+    const Tensor x = sin(mul(raw::arange(0, 1, 24, kF32), Scalar(0.3 + 0.1 * step)));
+    return {x.view({4, 6}).to(model.weight.dtype()).to(cuda(0))};
+  }
+  Tensor loss(const Tensor& x) {
+    const Tensor y = model(x);
+    return mean(mul(y, y).to(kF32));
+  }
+  nn::Linear model;
+};
+
+using MakeOptimizer = std::function<std::unique_ptr<Optimizer>(const NamedTensors&)>;
+
+struct Outcome {
+  std::vector<double> weight;
+  std::vector<std::vector<double>> state;
+  friend bool operator==(const Outcome&, const Outcome&) = default;
+};
+Outcome outcome_of(const Small& small, const Optimizer& optimizer) {
+  Outcome outcome{small.model.weight.to_vector(), {}};
+  for (const auto& [name, value] : optimizer.state_dict()) {
+    outcome.state.push_back(value.to_vector());
+  }
+  return outcome;
+}
+
+Outcome train_small(const MakeOptimizer& make, bool graphed) {
+  manual_seed(1);
+  Small small;
+  const auto optimizer = make(small.model.named_parameters());
+  const auto function = [&](const TensorList& in) -> TensorList {
+    const Tensor loss = small.loss(in[0]);
+    loss.backward();
+    clip_grad_norm(small.model.parameters(), 0.01, {.fold_into = optimizer.get()});
+    optimizer->step();
+    optimizer->zero_grad();
+    return {loss};
+  };
+  GraphedStep graph(cuda(0), function, {.warmup = 1});
+  for (int i = 0; i < 6; ++i) {
+    optimizer->set_lr(0.1 / (1 + i));
+    const TensorList in = small.inputs(i);
+    graphed ? graph(in) : function(in);
+  }
+  return outcome_of(small, *optimizer);
+}
+
+template <class T, class Options>
+MakeOptimizer maker(const Options& options) {
+  return [options](const NamedTensors& parameters) {
+    return std::make_unique<T>(parameters, options);
+  };
+}
+
+TEST(GraphedStep, ServesEveryOptimizer) {
+  const MakeOptimizer all[] = {
+      maker<SGD>(SGDOptions{}),
+      maker<SGD>(SGDOptions{.momentum = 0.9, .weight_decay = 0.01, .nesterov = true}),
+      maker<Lion>(LionOptions{.weight_decay = 0.1}),
+      maker<Adagrad>(AdagradOptions{.lr_decay = 0.2}),
+      maker<RMSprop>(RMSpropOptions{.momentum = 0.9, .centered = true}),
+      maker<Adam>(AdamOptions{.weight_decay = 0.1, .amsgrad = true}),
+  };
+  for (const MakeOptimizer& make : all) {
+    const Outcome expected = train_small(make, false);
+    const Outcome got = train_small(make, true);
+    EXPECT_EQ(got.weight, expected.weight);
+    EXPECT_EQ(got.state, expected.state);
+  }
+}
+
+// The factor of clipping stays on the device for all of them.
+TEST(GraphedStep, NoOptimizerWaitsForAFoldedClip) {
+  const MakeOptimizer all[] = {
+      maker<SGD>(SGDOptions{.momentum = 0.9}),
+      maker<Lion>(LionOptions{}),
+      maker<Adagrad>(AdagradOptions{}),
+      maker<RMSprop>(RMSpropOptions{}),
+      maker<AdamW>(AdamWOptions{}),
+  };
+  for (const MakeOptimizer& make : all) {
+    Small small;
+    const auto optimizer = make(small.model.named_parameters());
+    const TensorList in = small.inputs(0);
+    const auto step = [&] {
+      small.loss(in[0]).backward();
+      clip_grad_norm(small.model.parameters(), 0.01, {.fold_into = optimizer.get()});
+      optimizer->step();
+      optimizer->zero_grad();
+    };
+    step();  // makes the state
+    const int64_t before = gpu::emulation::host_waits();
+    step();
+    EXPECT_EQ(gpu::emulation::host_waits(), before);
+  }
+}
+
+struct SmallStep : Small {
+  SmallStep() : optimizer(model.named_parameters(), {.lr = 0.1}) {}
+  TensorList operator()(const TensorList& in) {
+    const Tensor value = loss(in[0]);
+    value.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    return {value};
+  }
+  AdamW optimizer;
+};
+
+TEST(GraphedStep, ReplaysDoNotWaitForTheDevice) {
+  SmallStep step;
+  GraphedStep graph(cuda(0), std::ref(step), {.warmup = 1});
+  const TensorList in = step.inputs(0);
+  graph(in);
+  const double first = graph(in)[0].item();
+  const int64_t before = gpu::emulation::host_waits();
+  graph(in);
+  const Tensor loss = graph(in)[0];
+  EXPECT_EQ(gpu::emulation::host_waits(), before);
+  EXPECT_LT(loss.item(), first);
+  EXPECT_GT(graph.num_nodes(), 5);
+  EXPECT_GT(graph.pool_bytes(), 0);
+}
+
+TEST(GraphedStep, ASkippedStepOfTheHostLeavesTheReplayOut) {
+  SmallStep step;
+  GraphedStep graph(cuda(0), std::ref(step), {.warmup = 1});
+  const TensorList in = step.inputs(0);
+  graph(in);
+  graph(in);
+  const std::vector<double> weight = step.model.weight.to_vector();
+  step.optimizer.next_step().data_as<double>()[1] = 1;
+  graph(in);
+  EXPECT_EQ(step.model.weight.to_vector(), weight);
+  EXPECT_EQ(step.optimizer.state_dict().at("state.weight.step").item(), 2);
+  graph(in);
+  EXPECT_NE(step.model.weight.to_vector(), weight);
+  EXPECT_EQ(step.optimizer.state_dict().at("state.weight.step").item(), 3);
+}
+
+TEST(GraphedStep, OtherInputsAreRefusedAndCanBeCapturedAnew) {
+  SmallStep step;
+  GraphedStep graph(cuda(0), std::ref(step), {.warmup = 1});
+  const TensorList in = step.inputs(0);
+  graph(in);
+  EXPECT_THROW(graph({in[0].narrow(0, 0, 2)}), ShapeError);
+  EXPECT_THROW(graph({in[0].to(kF64)}), DTypeError);
+  EXPECT_THROW(graph({in[0], in[0]}), ValueError);
+  graph(in);
+  EXPECT_TRUE(graph.captured());
+  graph.reset();
+  EXPECT_FALSE(graph.captured());
+  graph({in[0].narrow(0, 0, 2)});
+  graph({in[0].narrow(0, 0, 2)});
+  EXPECT_TRUE(graph.captured());
+}
+
+TEST(GraphedStep, WhatAGraphCannotKnowIsRefused) {
+  SmallStep step;
+  GraphedStep graph(cuda(0), std::ref(step), {.warmup = 1});
+  const TensorList in = step.inputs(0);
+  graph(in);
+  graph(in);
+  step.optimizer.options().betas[0] = 0.5;  // a constant of the capture
+  EXPECT_THROW(graph(in), ConfigError);
+  graph.reset();
+  graph(in);
+  graph(in);
+  EXPECT_TRUE(graph.captured());
+  step.optimizer.load_state_dict(step.optimizer.state_dict());  // other tensors
+  EXPECT_THROW(graph(in), ConfigError);
+  graph.reset();
+  step.optimizer.set_step_gate([] { return StepDecision{}; });
+  graph(in);
+  EXPECT_THROW(graph(in), UnsupportedError);
+  EXPECT_FALSE(graph.captured());
+  EXPECT_THROW(GraphedStep(cuda(0), std::ref(step), {.warmup = 0}), ValueError);
+}
+
+TEST(GraphedStep, AStepThatReadsIsRefusedAndTrainsOnWithoutAGraph) {
+  SmallStep step;
+  bool reads = true;
+  GraphedStep graph(cuda(0),
+                    [&](const TensorList& in) {
+                      const TensorList results = step(in);
+                      if (reads) results[0].item();
+                      return results;
+                    },
+                    {.warmup = 1});
+  const TensorList in = step.inputs(0);
+  graph(in);
+  const std::vector<double> weight = step.model.weight.to_vector();
+  EXPECT_THROW(graph(in), UnsupportedError);
+  EXPECT_EQ(step.model.weight.to_vector(), weight);  // no step was done
+  reads = false;
+  graph(in);
+  EXPECT_TRUE(graph.captured());
+  EXPECT_NE(step.model.weight.to_vector(), weight);
+}
+
+// ---- Loss scaling -------------------------------------------------------------------------------
+
+struct ScaledRun {
+  Outcome outcome;
+  double scale = 0;
+  int64_t tracker = 0, skipped = 0;
+  friend bool operator==(const ScaledRun&, const ScaledRun&) = default;
+};
+
+enum class Scaling { kHost, kDevice, kGraph };
+
+// f16 weights and gradients at a scale that overflows now and then.
+template <class T, class Options>
+ScaledRun train_scaled(Scaling scaling, bool clips, const Options& options) {
+  manual_seed(1);
+  Small small(kF16);
+  T optimizer(small.model.named_parameters(), options);
+  precision::GradScaler scaler(
+      {.init_scale = 0x1p18, .growth_interval = 2, .on_device = scaling != Scaling::kHost});
+  const auto function = [&](const TensorList& in) -> TensorList {
+    const Tensor loss = small.loss(in[0]);
+    scaler.scale(loss).backward();
+    if (clips) {
+      scaler.unscale(optimizer);
+      const Tensor norm = clip_grad_norm(small.model.parameters(), 0.1, {.fold_into = &optimizer});
+      scaler.note_norm(optimizer, norm);
+    }
+    scaler.step(optimizer);
+    scaler.update();
+    optimizer.zero_grad();
+    return {loss};
+  };
+  GraphedStep graph(cuda(0), function, {.warmup = 1});
+  for (int i = 0; i < 14; ++i) {
+    const TensorList in = small.inputs(i);
+    scaling == Scaling::kGraph ? graph(in) : function(in);
+  }
+  EXPECT_EQ(graph.captured(), scaling == Scaling::kGraph);
+  return {outcome_of(small, optimizer), scaler.loss_scale(), scaler.growth_tracker(),
+          scaler.skipped_steps()};
+}
+
+template <class T, class Options>
+void expect_one_scaling(const Options& options) {
+  for (const bool clips : {false, true}) {
+    const ScaledRun expected = train_scaled<T>(Scaling::kHost, clips, options);
+    EXPECT_GT(expected.skipped, 1);
+    EXPECT_LT(expected.skipped, 10);
+    for (const Scaling scaling : {Scaling::kDevice, Scaling::kGraph}) {
+      const ScaledRun got = train_scaled<T>(scaling, clips, options);
+      EXPECT_EQ(got.outcome.weight, expected.outcome.weight);
+      EXPECT_EQ(got.outcome.state, expected.outcome.state);
+      EXPECT_EQ(got.scale, expected.scale);
+      EXPECT_EQ(got.tracker, expected.tracker);
+      EXPECT_EQ(got.skipped, expected.skipped);
+    }
+  }
+}
+
+TEST(GraphedStep, ScalesAnF16LossAsTheHostDoes) {
+  expect_one_scaling<AdamW>(AdamWOptions{.lr = 0.01});
+  expect_one_scaling<SGD>(SGDOptions{.lr = 0.01, .momentum = 0.9, .dampening = 0.5});
+}
+
+TEST(GraphedStep, AScaleOnTheDeviceIsSavedAndLoaded) {
+  precision::GradScaler scaler({.growth_interval = 1, .on_device = true});
+  const Tensor loss = raw::full({}, 2, kF32, cuda(0));
+  EXPECT_EQ(scaler.scale(loss).item(), 131072);
+  const precision::GradScaler other({.init_scale = 16});
+  scaler.load_state_dict(other.state_dict());
+  EXPECT_EQ(scaler.scale(loss).item(), 32);
+  EXPECT_EQ(scaler.loss_scale(), 16);
+  EXPECT_EQ(scaler.state_dict().at("scale").item(), 16);
+}
+
+TEST(GraphedStep, TheHostsScaleIsRefusedInAGraph) {
+  Small small;
+  AdamW optimizer(small.model.named_parameters());
+  precision::GradScaler scaler;
+  GraphedStep graph(cuda(0),
+                    [&](const TensorList& in) -> TensorList {
+                      const Tensor loss = small.loss(in[0]);
+                      scaler.scale(loss).backward();
+                      scaler.step(optimizer);
+                      scaler.update();
+                      optimizer.zero_grad();
+                      return {loss};
+                    },
+                    {.warmup = 1});
+  const TensorList in = small.inputs(0);
+  graph(in);
+  EXPECT_THROW(graph(in), UnsupportedError);
+}
+
+}  // namespace
+}  // namespace tessera::optim
