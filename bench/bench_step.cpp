@@ -9,7 +9,8 @@
 // torch.autocast has it; autocast-fp16: with loss scaling.
 //
 // On a GPU the steps of a turn are queued one after the other and timed together, as a training
-// runs them.
+// runs them. --graph: as replays of a CUDA graph (optim/graphed_step.h), captured after the
+// warm-up.
 //
 // Prints one JSON line: median ms/step, tokens/s, memory of the process over start-up, and the most
 // bytes that tensors held.
@@ -25,6 +26,7 @@
 #include <fstream>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -34,6 +36,7 @@
 #include <tessera/core/profiler.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
+#include <tessera/optim/graphed_step.h>
 #include <tessera/precision/autocast.h>
 #include <tessera/precision/grad_scaler.h>
 
@@ -82,6 +85,7 @@ struct Options {
   int64_t threads = 2, warmup = 3, steps = 10;
   std::string dtype = "f32", device = "cpu", model = "gpt2";
   bool profile = false;
+  bool graph = false;
   bool serve = false;  // read counts from stdin, run that many steps, print their times
 };
 
@@ -97,6 +101,10 @@ Options parse(int argc, char** argv) {
     const std::string name = argv[i];
     if (name == "--profile") {
       options.profile = true;
+      continue;
+    }
+    if (name == "--graph") {
+      options.graph = true;
       continue;
     }
     if (name == "--serve") {
@@ -121,6 +129,8 @@ Options parse(int argc, char** argv) {
   (void)policy_of(options.dtype);
   TS_CHECK(options.model == "gpt2" || options.model == "bert", "bench_step",
            "--model is gpt2 or bert; got '", options.model, "'");
+  TS_CHECK(!options.graph || !options.profile, "bench_step",
+           "--profile tells of ops, and a graph is one; leave out --profile or --graph");
   return options;
 }
 
@@ -189,29 +199,24 @@ class Bench {
         applied_(apply(subject_->model(), policy_of(options.dtype))),
         optimizer_(subject_->model().named_parameters(),
                    {.lr = 3e-4, .betas = {0.9, 0.99}, .weight_decay = 0.1}),
-        scaler_({.enabled = applied_.policy().needs_loss_scaling()}) {
+        scaler_({.enabled = applied_.policy().needs_loss_scaling(), .on_device = options.graph}) {
     optimizer_.begin_masters(applied_.take_originals());
+    if (options.graph) {
+      graph_.emplace(
+          device, [this](const TensorList&) -> TensorList { return {compute()}; },
+          optim::GraphedStepOptions{.warmup = std::max<int64_t>(options.warmup, 1)});
+    }
   }
 
   // Leaves the loss where it is.
-  void step() {
-    const Tensor loss = subject_->loss();
-    const TensorList parameters = subject_->model().parameters();
-    if (applied_.policy().needs_loss_scaling()) {
-      scaler_.scale(loss).backward();
-      scaler_.unscale(optimizer_);
-      scaler_.note_norm(optimizer_,
-                        optim::clip_grad_norm(parameters, 1.0, {.fold_into = &optimizer_}));
-      scaler_.step(optimizer_);
-      scaler_.update();
-    } else {
-      loss.backward();
-      optim::clip_grad_norm(parameters, 1.0, {.fold_into = &optimizer_});
-      optimizer_.step();
-    }
-    optimizer_.zero_grad();
-    last_ = loss.detach();
+  void step() { last_ = graph_ ? (*graph_)({})[0] : compute(); }
+
+  // Steps that are not measured: `count`, and with a graph one more, which captures it.
+  void warm_up(int64_t count) {
+    timed_steps(count);
+    while (graph_ && !graph_->captured()) timed_steps(1);
   }
+  int64_t graph_nodes() const { return graph_ ? graph_->num_nodes() : 0; }
 
   struct Time {
     double ms;      // on the clock
@@ -238,11 +243,31 @@ class Bench {
   double loss() const { return last_.defined() ? last_.item() : 0; }  // waits for the device
 
  private:
+  Tensor compute() {
+    const Tensor loss = subject_->loss();
+    const TensorList parameters = subject_->model().parameters();
+    if (applied_.policy().needs_loss_scaling()) {
+      scaler_.scale(loss).backward();
+      scaler_.unscale(optimizer_);
+      scaler_.note_norm(optimizer_,
+                        optim::clip_grad_norm(parameters, 1.0, {.fold_into = &optimizer_}));
+      scaler_.step(optimizer_);
+      scaler_.update();
+    } else {
+      loss.backward();
+      optim::clip_grad_norm(parameters, 1.0, {.fold_into = &optimizer_});
+      optimizer_.step();
+    }
+    optimizer_.zero_grad();
+    return loss.detach();
+  }
+
   const Device device_;
   std::unique_ptr<Subject> subject_;
   precision::AppliedPolicy applied_;
   optim::AdamW optimizer_;
   precision::GradScaler scaler_;
+  std::optional<optim::GraphedStep> graph_;  // of compute(), with --graph
   Tensor last_;
 };
 
@@ -259,8 +284,10 @@ void run(const Options& options) {
   manual_seed(1);
   const Device device = parse_device(options.device);
   if (device.is_cuda()) gpu::require_device(device.index, "bench_step");
+  TS_CHECK(!options.graph || device.is_cuda(), "bench_step",
+           "--graph repeats the steps of a GPU; give --device cuda, or leave it out");
   Bench bench(options, device);
-  bench.timed_steps(options.warmup);
+  bench.warm_up(options.warmup);
 
   std::vector<double> times, cpu_times;
   const auto timed_steps = [&](int64_t count) {
@@ -298,12 +325,13 @@ void run(const Options& options) {
       "\"ms_per_step\": %.3f, \"cpu_ms_per_step\": %.3f, \"tokens_per_s\": %.1f, "
       "\"resident_bytes\": %lld, "
       "\"peak_resident_bytes\": %lld, \"peak_tensor_bytes\": %lld, \"device\": \"%s\", "
-      "\"loss\": %.6f}\n",
+      "\"graph_nodes\": %lld, \"loss\": %.6f}\n",
       static_cast<long long>(options.vocab), options.dtype.c_str(),
       static_cast<long long>(options.threads), ms, median(cpu_times),
       ms > 0 ? static_cast<double>(options.batch_size * options.context) / ms * 1e3 : 0.0,
       static_cast<long long>(resident), static_cast<long long>(peak),
-      static_cast<long long>(memory_stats()->peak()), options.device.c_str(), bench.loss());
+      static_cast<long long>(memory_stats()->peak()), options.device.c_str(),
+      static_cast<long long>(bench.graph_nodes()), bench.loss());
 }
 
 }  // namespace

@@ -213,9 +213,13 @@ speed() {  # speed NAME OPTION...: a row of tokens/s
 }
 rm -f "$out/speeds.txt"
 part speed_small speed small --layers 6 --width 384 --heads 6 --context 1024 --batch-size 16 --vocab 256
+part speed_graph speed small-graph --layers 6 --width 384 --heads 6 --context 1024 --batch-size 16 \
+  --vocab 256 --graph
 if [[ $quick -eq 0 ]]; then
   part speed_124m speed 124m --layers 12 --width 768 --heads 12 --context 1024 --batch-size 64 \
     --vocab 50304
+  part speed_124m_graph speed 124m-graph --layers 12 --width 768 --heads 12 --context 1024 \
+    --batch-size 64 --vocab 50304 --graph
   part speed_355m speed 355m --layers 24 --width 1024 --heads 16 --context 1024 --batch-size 32 \
     --vocab 50304
   part speed_bert speed bert --model bert --layers 12 --width 768 --heads 12 --context 512 \

@@ -9,7 +9,9 @@ up, and then runs a few steps of one after the other, round after round, so that
 machine's speed meets all of them. Medians over all rounds are reported. PyTorch's bf16 is autocast;
 tessera's bf16 is a bf16 model with f32 master weights.
 
-On a GPU PyTorch runs with FlashAttention and with cuDNN's attention. MFU is the share of
+On a GPU tessera also repeats its step as a CUDA graph, and PyTorch runs with FlashAttention and with
+cuDNN's attention, compiled with and without graphs ("reduce-overhead"). There the programs of a cell
+run one after the other: their memory together is more than a device has. MFU is the share of
 --peak-tflops that 6 operations for each weight in a product and token, and the attention's, make.
 Memory is what tensors held at most; on the CPU it is resident memory over that at start-up.
 
@@ -124,29 +126,38 @@ def commands(arguments, shape, dtype):
               "--warmup", str(arguments.warmup), "--device", arguments.device, "--serve"]
     torch = [sys.executable, str(HERE / "pytorch_gpt.py"), *common]
     found = {"tessera": [arguments.tessera, *common]}
-    attentions = ["flash", "cudnn"] if arguments.device.startswith("cuda") else [None]
-    for attention in attentions:
+    on_gpu = arguments.device.startswith("cuda")
+    if on_gpu:
+        found["tessera-graph"] = [arguments.tessera, *common, "--graph"]
+    for attention in ["flash", "cudnn"] if on_gpu else [None]:
         suffix, options = ("", []) if attention is None else (
             "-" + attention, ["--sdpa", attention])
         found["pytorch-eager" + suffix] = [*torch, *options]
         if not arguments.no_compile:
             found["pytorch-compile" + suffix] = [*torch, *options, "--compile"]
+        if on_gpu and not arguments.no_compile:
+            found["pytorch-graph" + suffix] = [*torch, *options, "--compile", "--compile-mode",
+                                               "reduce-overhead"]
     return found
 
 
 def compare(arguments, shape, dtype):
-    programs, failed = [], {}
-    for name, command in commands(arguments, shape, dtype).items():
-        try:
-            programs.append(Program(name, command, arguments.threads))
-        except ProgramEnded as error:
-            if name == "tessera":
-                raise
-            failed[name] = str(error)
-    for _ in range(arguments.rounds):
-        for program in programs:
-            program.steps(arguments.steps)
-    rows = {program.name: program.finish() for program in programs}
+    rows, failed = {}, {}
+    found = list(commands(arguments, shape, dtype).items())
+    # What runs in turns.
+    for group in [[one] for one in found] if arguments.device.startswith("cuda") else [found]:
+        programs = []
+        for name, command in group:
+            try:
+                programs.append(Program(name, command, arguments.threads))
+            except ProgramEnded as error:
+                if name == "tessera":
+                    raise
+                failed[name] = str(error)
+        for _ in range(arguments.rounds):
+            for program in programs:
+                program.steps(arguments.steps)
+        rows.update((program.name, program.finish()) for program in programs)
     for row in rows.values():
         row["tokens_per_s"] = shape.tokens() / row["ms_per_step"] * 1e3
         row["tflop_per_s"] = shape.operations() / row["ms_per_step"] * 1e-9
