@@ -1,0 +1,247 @@
+// What prepare() does with models, optimizers, loaders and schedules.
+#include <algorithm>
+#include <ranges>
+
+#include <tessera/accelerate/accelerator_state.h>
+#include <tessera/autograd/autograd.h>
+#include <tessera/core/error.h>
+#include <tessera/core/random.h>
+#include <tessera/data/dataloader.h>
+#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/mesh.h>
+#include <tessera/precision/autocast.h>
+
+namespace tessera {
+namespace {
+
+using optim::StepDecision;
+
+std::shared_ptr<distributed::CommunicationHook> hook_of(const accelerate::Settings& settings) {
+  switch (settings.ddp_comm_hook.value) {
+    case accelerate::CommHook::kFP16:
+      return std::make_shared<distributed::CastHook>(kF16);
+    case accelerate::CommHook::kBF16:
+      return std::make_shared<distributed::CastHook>(kBF16);
+    case accelerate::CommHook::kPowerSgd:
+      return std::make_shared<distributed::PowerSgdHook>(distributed::PowerSgdOptions{
+          .rank = settings.ddp_power_sgd_rank, .start_step = settings.ddp_power_sgd_start_step});
+    case accelerate::CommHook::kNone:
+      break;
+  }
+  return nullptr;
+}
+
+precision::Policy policy_of(const accelerate::Settings& settings) {
+  if (settings.mixed_precision.value == Precision::kNo) return precision::Policy::f32();
+  const DType low = settings.mixed_precision.value == Precision::kBF16 ? kBF16 : kF16;
+  switch (settings.precision_policy.value) {
+    case PrecisionPolicy::kBoundary:
+      return precision::Policy::boundary(low);
+    case PrecisionPolicy::kPure:
+      return precision::Policy::pure(low);
+    case PrecisionPolicy::kAutocast:
+      break;
+  }
+  return precision::Policy::autocast(low);
+}
+
+distributed::ReplicateOptions replicate_options(const accelerate::Settings& settings) {
+  const auto bytes = [](double megabytes) { return static_cast<int64_t>(megabytes * 1048576); };
+  distributed::ReplicateOptions options;
+  options.first_bucket_bytes = bytes(settings.ddp_first_bucket_mb);
+  options.bucket_bytes = bytes(settings.ddp_bucket_cap_mb);
+  options.gradient_as_bucket_view = settings.ddp_gradient_as_bucket_view;
+  options.average = distributed::GradientAverage::kWeight;
+  options.init_sync = settings.ddp_init_sync;
+  options.broadcast_buffers = settings.ddp_broadcast_buffers;
+  const precision::Policy policy = policy_of(settings);
+  if (policy.needs_masters()) options.gradient_dtype = policy.reduce;
+  return options;
+}
+
+// Around every call of a prepared model.
+class ForwardScope {
+ public:
+  ForwardScope(RandomState& random, int& depth) : random_(random), depth_(depth) {
+    if (depth_++ == 0) std::swap(random_, random_state());
+  }
+  ~ForwardScope() {
+    if (--depth_ == 0) std::swap(random_, random_state());
+  }
+  ForwardScope(const ForwardScope&) = delete;
+  ForwardScope& operator=(const ForwardScope&) = delete;
+
+ private:
+  RandomState& random_;
+  int& depth_;
+};
+
+bool same_tensors(const NamedTensors& a, const NamedTensors& b) {
+  return std::ranges::equal(a, b, [](const NamedTensor& x, const NamedTensor& y) {
+    return x.name == y.name && x.tensor.is(y.tensor);
+  });
+}
+
+}  // namespace
+
+void Accelerator::State::prepare_model(nn::ModuleBase& model) {
+  NamedTensors parameters = model.named_parameters();
+  if (const auto known = find(model)) {
+    if (same_tensors(known->parameters, parameters)) return;
+    known->policy.remove();
+    std::erase(models, known);
+  }
+  for (const auto& [name, tensor] : parameters) {
+    TS_CHECK_AS(ConfigError, !settings.cpu || tensor.device().is_cpu(), "prepare",
+                "the setting cpu (", settings.cpu.origin.describe(), ") asks for the CPU; '", name,
+                "' of ", model.type_name(), " is ", tensor, "; leave it there, or cpu unset");
+  }
+  const auto is_elsewhere = [&](const NamedTensor& named) {
+    return named.tensor.device() != device;
+  };
+  if (device.is_cuda() && (std::ranges::any_of(parameters, is_elsewhere) ||
+                           std::ranges::any_of(model.named_buffers(), is_elsewhere))) {
+    model.to(device);
+  }
+  auto record = std::make_shared<ModelRecord>();
+  record->model = &model;
+  record->parameters = std::move(parameters);
+  record->handles.push_back(model.register_call_scope(
+      [weak = weak_from_this()](nn::ModuleBase&) -> std::shared_ptr<void> {
+        const auto state = weak.lock();
+        if (!state) return nullptr;
+        // The scope's state lives with it.
+        auto scope = std::make_shared<ForwardScope>(state->random, state->forward_depth);
+        return {scope.get(), [state, scope](void*) mutable { scope.reset(); }};
+      }));
+  const bool trains = std::ranges::any_of(
+      record->parameters, [](const NamedTensor& named) { return named.tensor.requires_grad(); });
+  const precision::Policy policy = policy_of(settings);
+  if (policy != precision::Policy::f32()) record->policy = precision::apply(model, policy);
+  // One rank too keeps the f32 gradients of 16-bit parameters in the engine's buckets.
+  if ((data_ranks > 1 || policy.needs_masters()) && trains) {
+    // Before replicate()'s own hook on the outputs, which begins the reduction: what ran forward
+    // under no_sync() is not reduced.
+    record->handles.push_back(model.register_forward_hook(
+        [weak = std::weak_ptr(record)](nn::ModuleBase&, nn::TensorRefs, nn::TensorRefs outputs) {
+          const auto own = weak.lock();
+          if (!own || own->no_sync == 0 || !grad_enabled()) return;
+          for (Tensor* output : outputs) {
+            if (!output->requires_grad() || output->is_leaf()) continue;
+            register_hook(*output, [weak](const Tensor&) {
+              if (const auto record = weak.lock();
+                  record && record->replica && !record->triggered) {
+                distributed::StepPlan plan = record->replica->plan();
+                plan.sync_gradients = false;
+                record->replica->set_plan(plan);
+              }
+              return Tensor();
+            });
+          }
+        }));
+    record->replica.emplace(
+        distributed::replicate(model, distributed::mesh(), replicate_options(settings)));
+    if (auto hook = hook_of(settings)) record->replica->set_communication_hook(std::move(hook));
+  }
+  keep_originals(*record);
+  models.push_back(std::move(record));
+  ++generation;
+}
+
+void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
+  NamedTensors parameters = optimizer.parameters();
+  if (const OptimizerRecord* known = find(optimizer)) {
+    if (same_tensors(known->parameters, parameters)) return;
+    std::erase_if(optimizers, [&](const auto& record) { return record.get() == known; });
+  }
+  auto record = std::make_shared<OptimizerRecord>();
+  record->optimizer = &optimizer;
+  record->parameters = std::move(parameters);
+  const std::weak_ptr<State> weak = weak_from_this();
+  const std::weak_ptr<OptimizerRecord> own = record;
+  optimizer.set_step_gate([weak, own] {
+    const auto state = weak.lock();
+    const auto record = own.lock();
+    return state && record ? state->may_step(*record) : StepDecision{};
+  });
+  optimizer.set_zero_grad_gate([weak, own] {
+    const auto state = weak.lock();
+    const auto record = own.lock();
+    return !state || !record || state->at_boundary(*record);
+  });
+  optimizers.push_back(std::move(record));
+}
+
+// Rank 0's become everybody's, as the parameters did.
+void Accelerator::State::keep_originals(ModelRecord& record) {
+  NamedTensors values = record.policy.take_originals();
+  std::erase_if(values, [&](const NamedTensor& value) {
+    const auto at = std::ranges::find(record.parameters, value.name, &NamedTensor::name);
+    return !at->tensor.requires_grad();
+  });
+  if (data_ranks > 1 && settings.ddp_init_sync && !values.empty()) {
+    distributed::CoalescedScope calls(*dealt_ranks, {.tag = "masters"});
+    for (const auto& [name, value] : values) calls.broadcast(value, 0);
+    calls.finish().wait();
+  }
+  for (const auto& [name, value] : values) {
+    const Tensor& parameter =
+        std::ranges::find(record.parameters, name, &NamedTensor::name)->tensor;
+    record.originals[parameter.impl()] = {value, parameter.version(), parameter.data()};
+  }
+}
+
+// The masters of 16-bit parameters begin unrounded. Not before they are needed: weights that were
+// loaded since prepare() are their own beginning.
+void Accelerator::State::begin_masters(OptimizerRecord& record) {
+  NamedTensors masters;
+  for (const auto& model : models_of(record)) {
+    if (model->originals.empty()) continue;
+    for (const auto& [name, tensor] : record.parameters) {
+      const auto original = model->originals.extract(tensor.impl());
+      if (!original) continue;
+      const auto& [value, version, data] = original.mapped();
+      if (version == tensor.version() && data == tensor.data()) masters.push_back({name, value});
+    }
+  }
+  if (!masters.empty()) record.optimizer->begin_masters(masters);
+}
+
+void Accelerator::State::prepare_loader(const LoaderRequest& request) {
+  const std::optional<int64_t> seed = settings.data_seed.value;
+  if (seed && !loader_plan->is_prepared(*request.loader)) {
+    auto* const indexed = dynamic_cast<data::IndexedLoader*>(request.loader);
+    if (indexed != nullptr) indexed->set_shuffle_seed(static_cast<uint64_t>(*seed));
+  }
+  request.prepare(*loader_plan);
+  if (device.is_cuda() && request.loader->options().device != device) {
+    request.loader->set_device(device);
+  }
+  if (std::ranges::find(loaders, request.loader) == loaders.end()) {
+    loaders.push_back(request.loader);
+  }
+}
+
+void Accelerator::State::prepare_schedule(optim::Schedule& schedule) {
+  if (std::ranges::find(schedules, &schedule) == schedules.end()) schedules.push_back(&schedule);
+  if (!settings.step_schedule_with_optimizer) return;
+  schedule.set_step_gate([weak = weak_from_this(), own = &schedule] {
+    const auto state = weak.lock();
+    return state ? state->may_step(*own) : StepDecision{};
+  });
+}
+
+// In one order, whatever that of the arguments: what comes later looks at what came before.
+void Accelerator::run(const Preparation& preparation) {
+  state_->device = device();
+  for (nn::ModuleBase* model : preparation.models) state_->prepare_model(*model);
+  for (optim::Optimizer* optimizer : preparation.optimizers) state_->prepare_optimizer(*optimizer);
+  for (const LoaderRequest& loader : preparation.loaders) state_->prepare_loader(loader);
+  for (optim::Schedule* schedule : preparation.schedules) state_->prepare_schedule(*schedule);
+  for (optim::PlateauSchedule* schedule : preparation.plateau_schedules) {
+    auto& known = state_->plateau_schedules;
+    if (std::ranges::find(known, schedule) == known.end()) known.push_back(schedule);
+  }
+}
+
+}  // namespace tessera

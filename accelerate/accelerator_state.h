@@ -1,0 +1,155 @@
+// What the Accelerator keeps between calls. Internal: accelerator.h is the interface.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include <tessera/accelerate/accelerator.h>
+#include <tessera/accelerate/step_window.h>
+#include <tessera/core/device.h>
+#include <tessera/core/error.h>
+#include <tessera/core/random.h>
+#include <tessera/distributed/shard/replicate.h>
+#include <tessera/nn/module.h>
+#include <tessera/optim/optimizer.h>
+#include <tessera/optim/schedule.h>
+#include <tessera/precision/autocast.h>
+#include <tessera/precision/grad_scaler.h>
+
+namespace tessera {
+
+// What the Accelerator knows of a model.
+struct ModelRecord {
+  nn::ModuleBase* model = nullptr;
+  NamedTensors parameters;  // held: a model that was made at the address of a dead one is another
+  std::vector<HookHandle> handles;
+  precision::AppliedPolicy policy;
+  // Of parameters that were narrowed: until their optimizer's first step.
+  struct Original {
+    Tensor value;  // f32
+    // Of the parameter that holds it rounded, as long as nobody has written another.
+    uint32_t version;
+    const void* data;
+  };
+  std::unordered_map<TensorImpl*, Original> originals;
+  std::optional<distributed::Replica> replica;
+  StepWindow window;
+  std::optional<int64_t> steps;
+  int no_sync = 0;         // scopes that are open
+  bool triggered = false;  // the next backward reduces whatever no_sync says
+  bool local = false;      // windows are closed on this rank alone (local SGD)
+  bool explicit_weights = false;
+  bool consumed = true;  // an optimizer has stepped since the last backward
+  double divisor = 1;    // that this rank's gradients were divided by without communication
+
+  ~ModelRecord() {
+    for (HookHandle& handle : handles) handle.remove();
+  }
+  // What a forward must know: buffers are synchronised where gradients will be.
+  void plan_forward(bool sync) {
+    if (!replica) return;
+    distributed::StepPlan plan = replica->plan();
+    plan.sync_gradients = sync && no_sync == 0 && !local;
+    replica->set_plan(plan);
+  }
+  bool has_weight() const {
+    return replica && !local ? replica->engine().window_weight() != 0 : window.weight() != 0;
+  }
+};
+
+struct OptimizerRecord {
+  optim::Optimizer* optimizer = nullptr;
+  NamedTensors parameters;
+  std::vector<std::shared_ptr<ModelRecord>> models;  // that hold its parameters
+  uint64_t generation = 0;                           // of the models when they were looked up
+  bool attempted = false;  // step() came to a boundary, and nobody has looked how it ended
+  bool skipped = false;
+
+  bool was_skipped() {
+    if (std::exchange(attempted, false)) skipped = !optimizer->skip_reason().empty();
+    return skipped;
+  }
+};
+
+struct Accelerator::State : std::enable_shared_from_this<State> {
+  accelerate::Settings settings;
+  std::unique_ptr<Trackers> trackers;           // made when first asked for
+  std::optional<precision::GradScaler> scaler;  // fp16
+  int64_t steps = 1;
+  bool sync_with_dataloader = true;
+  int data_rank = 0, data_ranks = 1;  // along the axis that batches are dealt over
+  Device device;                      // of models and batches; known when something is prepared
+
+  std::vector<std::shared_ptr<ModelRecord>> models;
+  std::vector<std::shared_ptr<OptimizerRecord>> optimizers;
+  std::vector<optim::Schedule*> schedules;
+  std::vector<optim::PlateauSchedule*> plateau_schedules;
+  std::vector<data::LoaderBase*> loaders;
+  std::unique_ptr<accelerate::LoaderPlan> loader_plan;
+  std::unique_ptr<accelerate::StateIo> io;    // made at the first use
+  distributed::Group* dealt_ranks = nullptr;  // that batches are dealt among
+  uint64_t generation = 1;                    // of models
+
+  // The micro-batches that are open, the innermost last.
+  struct OpenMicro {
+    uint64_t id;
+    std::vector<std::shared_ptr<ModelRecord>> records;
+  };
+  std::vector<OpenMicro> open;
+  uint64_t next_id = 0;
+  bool sync_gradients = true;
+  bool joined = false;
+  Counters counters;
+
+  RandomState random;
+  int forward_depth = 0;
+
+  std::shared_ptr<ModelRecord> find(const nn::ModuleBase& model) const {
+    for (const auto& record : models) {
+      if (record->model == &model) return record;
+    }
+    return nullptr;
+  }
+  std::shared_ptr<ModelRecord> at(const nn::ModuleBase& model, std::string_view where) const {
+    auto record = find(model);
+    TS_CHECK(record != nullptr, where, "the model ", model.type_name(),
+             " was not prepared; call prepare(model) first");
+    return record;
+  }
+  OptimizerRecord* find(const optim::Optimizer& optimizer) const {
+    for (const auto& record : optimizers) {
+      if (record->optimizer == &optimizer) return record.get();
+    }
+    return nullptr;
+  }
+
+  void prepare_model(nn::ModuleBase& model);
+  void prepare_optimizer(optim::Optimizer& optimizer);
+  void prepare_loader(const LoaderRequest& request);
+  void prepare_schedule(optim::Schedule& schedule);
+  void keep_originals(ModelRecord& record);
+  void begin_masters(OptimizerRecord& record);
+
+  // ---- Loss scaling
+  void make_scaler();
+  void update_scale();
+
+  // ---- Windows
+  void begin_random_numbers();
+  double weigh(std::optional<double> weight);
+  double agree_on_nominal(double weight);
+  void divide(std::span<const std::shared_ptr<ModelRecord>> records);
+  void resume(ModelRecord& record);
+  const std::vector<std::shared_ptr<ModelRecord>>& models_of(OptimizerRecord& record);
+  optim::StepDecision may_step(OptimizerRecord& record);
+  optim::StepDecision may_step(const optim::Schedule& schedule);
+  bool at_boundary(OptimizerRecord& record);
+  bool clips(const TensorList& parameters) const;
+};
+
+}  // namespace tessera

@@ -1,0 +1,390 @@
+// Micro-batches, the windows they make up, and who may step at their end.
+#include <algorithm>
+#include <cmath>
+#include <unordered_set>
+
+#include <tessera/accelerate/accelerator_state.h>
+#include <tessera/autograd/autograd.h>
+#include <tessera/core/context.h>
+#include <tessera/core/error.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/random.h>
+#include <tessera/data/dataloader.h>
+#include <tessera/distributed/collectives.h>
+#include <tessera/optim/clip.h>
+
+namespace tessera {
+namespace {
+
+using distributed::Channel;
+using optim::StepDecision;
+
+// Random numbers of a micro-batch: room for this many streams, behind those that a program takes
+// by itself.
+constexpr int kStreamBits = 24;
+
+double* value_of(const Tensor& tensor) { return tensor.data_as<double>(); }
+
+TensorList gradients_of(const NamedTensors& parameters, std::unordered_set<TensorImpl*>& seen) {
+  TensorList gradients;
+  for (const auto& [name, tensor] : parameters) {
+    if (!seen.insert(tensor.impl()).second) continue;
+    if (Tensor gradient = tensor.grad(); gradient.defined()) {
+      gradients.push_back(std::move(gradient));
+    }
+  }
+  return gradients;
+}
+
+}  // namespace
+
+// ---- Windows -----------------------------------------------------------------------------------
+
+// A function of the global micro-batch: of N ranks with m each, rank r's k-th is number k * N + r.
+void Accelerator::State::begin_random_numbers() {
+  const auto micro = static_cast<uint64_t>(counters.micro_batches * data_ranks + data_rank + 1);
+  random = {.seed = counters.seed, .next_stream = (micro << kStreamBits) & ~(uint64_t{1} << 63)};
+}
+
+struct MicroBatch::Scope {
+  std::weak_ptr<Accelerator::State> state;
+  uint64_t id;
+};
+
+MicroBatch::MicroBatch(std::unique_ptr<Scope> scope, bool sync_gradients)
+    : scope_(std::move(scope)), sync_gradients_(sync_gradients) {}
+MicroBatch::~MicroBatch() {
+  if (const auto state = scope_->state.lock()) {
+    std::erase_if(state->open, [&](const auto& micro) { return micro.id == scope_->id; });
+  }
+}
+
+MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
+                             const AccumulateOptions& options) {
+  State& state = *state_;
+  State::OpenMicro micro{.id = state.next_id++, .records = {}};
+  for (const nn::ModuleBase* model : models)
+    micro.records.push_back(state.at(*model, "accumulate"));
+  const bool ends = options.ends_window || (state.sync_with_dataloader && end_of_dataloader());
+  state.begin_random_numbers();
+  ++state.counters.micro_batches;
+  bool sync = true;
+  for (const auto& record : micro.records) {
+    record->window.begin_micro(record->steps.value_or(state.steps), ends);
+    sync = sync && record->window.is_boundary();
+    record->plan_forward(record->window.is_boundary() || state.settings.sync_each_batch);
+  }
+  state.sync_gradients = sync;
+  auto scope = std::make_unique<MicroBatch::Scope>(state_, micro.id);
+  state.open.push_back(std::move(micro));
+  return MicroBatch(std::move(scope), sync);
+}
+
+void Accelerator::set_gradient_accumulation_steps(int64_t steps) {
+  TS_CHECK(steps >= 1, "set_gradient_accumulation_steps", "must be at least 1; got ", steps);
+  state_->steps = steps;
+}
+void Accelerator::set_gradient_accumulation_steps(nn::ModuleBase& model, int64_t steps) {
+  TS_CHECK(steps >= 1, "set_gradient_accumulation_steps", "must be at least 1; got ", steps);
+  state_->at(model, "set_gradient_accumulation_steps")->steps = steps;
+}
+int64_t Accelerator::gradient_accumulation_steps() const { return state_->steps; }
+bool Accelerator::sync_gradients() const { return state_->sync_gradients; }
+
+// The weight of this micro-batch in units of the nominal one.
+double Accelerator::State::weigh(std::optional<double> weight) {
+  if (weight) {
+    TS_CHECK(*weight >= 0 && std::isfinite(*weight), "backward",
+             "a weight counts samples or tokens and is not negative; got ", *weight);
+    if (counters.nominal_weight == 0) counters.nominal_weight = agree_on_nominal(*weight);
+    return *weight / counters.nominal_weight;
+  }
+  const data::LoaderBase* loader = loader_plan->active();
+  if (loader == nullptr) return 1;
+  if (counters.nominal_samples == 0) {
+    counters.nominal_samples = static_cast<double>(loader->options().batch_size) /
+                               (settings.split_batches ? data_ranks : 1);
+  }
+  return static_cast<double>(loader->batch_samples()) / counters.nominal_samples;
+}
+
+// Rank 0's first weight: all ranks must divide by the same. Ranks that have no more batches could
+// not be asked.
+double Accelerator::State::agree_on_nominal(double weight) {
+  if (data_ranks > 1 && !joined) {
+    const Tensor nominal = raw::empty({1}, kF64);
+    *value_of(nominal) = weight;
+    dealt_ranks->broadcast(nominal, 0, {.channel = Channel::kControl, .tag = "nominal_weight"})
+        .wait();
+    weight = *value_of(nominal);
+  } else if (joined) {
+    weight = 1;
+  }
+  return weight > 0 ? weight : 1;
+}
+
+// What the reduction does where there is one: the sum becomes the mean.
+void Accelerator::State::divide(std::span<const std::shared_ptr<ModelRecord>> records) {
+  std::unordered_set<TensorImpl*> seen;
+  for (const auto& record : records) {
+    record->divisor = record->window.weight() == 0 ? 1 : record->window.weight();
+    if (record->divisor == 1) continue;
+    const double factor = 1 / record->divisor;
+    kernels::multi_tensor_scale(gradients_of(record->parameters, seen), &factor);
+  }
+}
+
+// A mean that a further backward adds to becomes a sum again.
+void Accelerator::State::resume(ModelRecord& record) {
+  if (record.replica && !record.local) return record.replica->resume_sum();
+  if (record.divisor == 1) return;
+  std::unordered_set<TensorImpl*> seen;
+  kernels::multi_tensor_scale(gradients_of(record.parameters, seen), &record.divisor);
+}
+
+void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
+  State& state = *state_;
+  TS_CHECK_SHAPE(loss.defined() && loss.numel() == 1, "backward",
+                 "the loss must have one element; got ", loss, "; take its mean");
+  state.update_scale();
+  const bool in_window = !state.open.empty();
+  const double weight = state.weigh(options.weight);
+  const std::vector<std::shared_ptr<ModelRecord>> own =
+      in_window ? state.open.back().records : std::vector<std::shared_ptr<ModelRecord>>();
+  for (const auto& record : own) {
+    StepWindow& window = record->window;
+    TS_CHECK(window.weight() == 0 || record->explicit_weights == options.weight.has_value(),
+             "backward", "the window's micro-batches are weighed by ",
+             record->explicit_weights ? "weights that were given" : "their samples",
+             " so far, this one by the other; give all of a window a weight, or none");
+    record->explicit_weights = options.weight.has_value();
+    TS_CHECK(window.add_weight(weight), "backward",
+             "a micro-batch has one weight; its first backward had ", window.micro_weight(),
+             " of the nominal one, this one has ", weight, "; give all of its losses the same");
+    if (window.reduced()) state.resume(*record);
+  }
+  struct Expected {
+    ModelRecord* record;
+    int64_t reductions;
+  };
+  std::vector<Expected> reducing;
+  for (const auto& record : state.models) {
+    if (!record->replica) continue;
+    const bool is_own = std::ranges::find(own, record) != own.end();
+    const StepWindow& window = record->window;
+    bool sync = record->no_sync == 0 && !record->local;
+    if (is_own) sync = sync && (window.is_boundary() || state.settings.sync_each_batch);
+    sync = sync || record->triggered;
+    record->replica->set_plan({.micro_index = is_own ? window.index() : 0,
+                               .is_last = !is_own || window.is_boundary(),
+                               .sync_gradients = sync,
+                               .weight = is_own ? window.weight() : weight});
+    reducing.push_back({record.get(), record->replica->engine().reductions()});
+  }
+
+  // Outside of a window and without a reduction there is nothing to weigh against.
+  double scale = in_window || !reducing.empty() ? weight : 1;
+  if (state.scaler) scale *= state.scaler->loss_scale();
+  // A 16-bit loss is scaled behind a cast: 65536 is more than f16 holds.
+  const bool narrow = loss.dtype() == kF16 || loss.dtype() == kBF16;
+  const Tensor total = narrow && scale != 1 ? loss.to(kF32) : loss;
+  const Tensor seed =
+      scale == 1 ? Tensor() : raw::full(total.shape(), scale, total.dtype(), total.device());
+  tessera::backward(total, seed,
+                    {.retain_graph = options.retain_graph, .create_graph = options.create_graph});
+
+  for (const Expected& expected : reducing) expected.record->triggered = false;
+  for (const auto& record : in_window ? own : state.models) record->consumed = false;
+  std::vector<std::shared_ptr<ModelRecord>> closed;
+  for (const auto& record : own) {
+    const auto expected = std::ranges::find(reducing, record.get(), &Expected::record);
+    if (expected != reducing.end() && !record->local) {
+      const bool reduced = record->replica->engine().reductions() > expected->reductions;
+      reduced ? record->window.set_reduced() : record->window.set_pending();
+    } else if ((record->window.is_boundary() || state.settings.sync_each_batch)) {
+      closed.push_back(record);
+      record->window.set_reduced();
+    } else {
+      record->window.set_pending();
+    }
+  }
+  state.divide(closed);
+  if (!in_window) {
+    ++state.counters.micro_batches;
+    state.begin_random_numbers();
+  }
+}
+
+AcceleratorScope Accelerator::no_sync(nn::ModuleBase& model) {
+  const auto record = state_->at(model, "no_sync");
+  ++record->no_sync;
+  record->plan_forward(record->window.is_boundary());
+  return AcceleratorScope([record] {
+    --record->no_sync;
+    record->plan_forward(record->window.is_boundary());
+  });
+}
+
+AcceleratorScope Accelerator::without_reduction(nn::ModuleBase& model) {
+  const auto record = state_->at(model, "without_reduction");
+  TS_CHECK(!record->local, "without_reduction", "a scope of this model is open already");
+  record->local = true;
+  record->plan_forward(false);
+  return AcceleratorScope([record] {
+    record->local = false;
+    record->plan_forward(record->window.is_boundary());
+  });
+}
+
+void Accelerator::trigger_sync_in_backward(nn::ModuleBase& model) {
+  state_->at(model, "trigger_sync_in_backward")->triggered = true;
+}
+
+// ---- Gates -------------------------------------------------------------------------------------
+
+const std::vector<std::shared_ptr<ModelRecord>>& Accelerator::State::models_of(
+    OptimizerRecord& record) {
+  if (record.generation == generation) return record.models;
+  record.generation = generation;
+  record.models.clear();
+  std::unordered_set<TensorImpl*> tensors;
+  for (const auto& [name, tensor] : record.parameters) tensors.insert(tensor.impl());
+  for (const auto& model : models) {
+    if (std::ranges::any_of(model->parameters, [&](const NamedTensor& named) {
+          return tensors.contains(named.tensor.impl());
+        })) {
+      record.models.push_back(model);
+    }
+  }
+  return record.models;
+}
+
+bool Accelerator::State::at_boundary(OptimizerRecord& record) {
+  const auto& models = models_of(record);
+  if (models.empty()) return sync_gradients;
+  return std::ranges::all_of(models, [](const auto& model) { return model->window.is_boundary(); });
+}
+
+StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
+  record.was_skipped();  // before skip_reason() is another
+  if (!at_boundary(record)) return StepDecision::skip("gradients are being accumulated");
+  record.attempted = true;
+  begin_masters(record);
+  bool has_weight = models_of(record).empty();
+  for (const auto& model : models_of(record)) {
+    TS_CHECK_AS(AutogradError, !model->window.pending() || model->no_sync > 0, "step",
+                "the gradients of ", model->model->type_name(),
+                " were not reduced: no backward came to it in the last micro-batch of its window; "
+                "call backward() in every micro-batch that accumulate() opens");
+    // A window without any backward has no gradients to judge.
+    has_weight = has_weight || !model->window.reduced() || model->has_weight();
+  }
+  if (!has_weight) return StepDecision::skip("no micro-batch of the window has any weight");
+  for (const auto& model : models_of(record)) model->consumed = true;
+  if (!scaler) return {};
+  std::string overflow = scaler->before_step(*record.optimizer);
+  return overflow.empty() ? StepDecision{} : StepDecision::skip(std::move(overflow));
+}
+
+StepDecision Accelerator::State::may_step(const optim::Schedule& schedule) {
+  OptimizerRecord* record = find(schedule.optimizer());
+  if (!(record != nullptr ? at_boundary(*record) : sync_gradients)) {
+    return StepDecision::skip("gradients are being accumulated");
+  }
+  if (record != nullptr && record->was_skipped()) {
+    return StepDecision::skip("its optimizer left its step out: " +
+                              record->optimizer->skip_reason());
+  }
+  const bool each_rank =
+      settings.schedule_unit.value == ScheduleUnit::kHuggingFace && !settings.split_batches;
+  return {.run = true, .reason = {}, .count = each_rank ? data_ranks : 1};
+}
+
+// Whether the parameters' models are all at the boundary.
+bool Accelerator::State::clips(const TensorList& parameters) const {
+  std::unordered_set<TensorImpl*> tensors;
+  for (const Tensor& tensor : parameters) tensors.insert(tensor.impl());
+  bool known = false;
+  for (const auto& record : models) {
+    for (const auto& [name, tensor] : record->parameters) {
+      if (!tensors.contains(tensor.impl())) continue;
+      if (!record->window.is_boundary()) return false;
+      known = true;
+      break;
+    }
+  }
+  return known || sync_gradients;
+}
+
+Tensor Accelerator::clip_grad_norm(const TensorList& parameters, double max_norm,
+                                   double norm_type) {
+  if (!state_->clips(parameters)) return {};
+  return optim::clip_grad_norm(parameters, max_norm,
+                               {.norm_type = norm_type, .gradient_scale = 1 / loss_scale()});
+}
+
+void Accelerator::clip_grad_value(const TensorList& parameters, double limit) {
+  if (state_->clips(parameters)) optim::clip_grad_value(parameters, limit, 1 / loss_scale());
+}
+
+// ---- Loss scaling ------------------------------------------------------------------------------
+
+void Accelerator::State::make_scaler() {
+  scaler.emplace(precision::GradScalerOptions{.init_scale = settings.scaler_init_scale,
+                                              .growth_factor = settings.scaler_growth_factor,
+                                              .backoff_factor = settings.scaler_backoff_factor,
+                                              .growth_interval = settings.scaler_growth_interval,
+                                              .enabled = settings.scaler_enabled});
+  // Reduced gradients are equal on all ranks; where a model's are not, the ranks agree.
+  scaler->set_agreement([this](const Tensor& found) {
+    if (!std::ranges::any_of(models, [](const auto& record) { return record->local; })) return;
+    dealt_ranks
+        ->all_reduce(found, distributed::ReduceOp::kMax,
+                     {.channel = Channel::kControl, .tag = "found_inf"})
+        .wait();
+  });
+}
+
+// After the steps of all optimizers, before the next loss is scaled. Gradients that wait for their
+// step follow the scale.
+void Accelerator::State::update_scale() {
+  if (!scaler || !scaler->update_is_due()) return;
+  const double before = scaler->loss_scale();
+  scaler->update();
+  const double ratio = scaler->loss_scale() / before;
+  if (ratio == 1) return;
+  std::unordered_set<TensorImpl*> seen;
+  for (const auto& record : models) {
+    if (record->consumed) continue;
+    kernels::multi_tensor_scale(gradients_of(record->parameters, seen), &ratio);
+  }
+}
+
+double Accelerator::loss_scale() const { return state_->scaler ? state_->scaler->loss_scale() : 1; }
+precision::GradScaler* Accelerator::scaler() { return state_->scaler ? &*state_->scaler : nullptr; }
+
+bool Accelerator::optimizer_step_was_skipped() const {
+  return std::ranges::any_of(state_->optimizers,
+                             [](const auto& record) { return record->was_skipped(); });
+}
+bool Accelerator::optimizer_step_was_skipped(const optim::Optimizer& optimizer) const {
+  OptimizerRecord* record = state_->find(optimizer);
+  TS_CHECK(record != nullptr, "optimizer_step_was_skipped", "the optimizer was not prepared");
+  return record->was_skipped();
+}
+
+void Accelerator::join_uneven_inputs(nn::ModuleBase& model, const std::function<void()>& body,
+                                     const JoinUnevenOptions& options) {
+  const auto record = state_->at(model, "join_uneven_inputs");
+  if (!record->replica) return body();
+  const ScopedValue<bool> joined(state_->joined, true);
+  const ScopedValue<bool> by_count(state_->sync_with_dataloader, false);
+  const accelerate::EvenBatchesScope uneven(*state_->loader_plan, options.even_batches);
+  distributed::Join join =
+      record->replica->join({.throw_on_early_end = options.throw_on_early_end});
+  body();
+  join.finish();
+}
+
+}  // namespace tessera
