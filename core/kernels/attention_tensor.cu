@@ -128,19 +128,9 @@ TS_DEVICE void add_product(const T* weights, const T* rows, int64_t columns,
 //
 // A draw decides about four neighbours, so lanes draw whole runs and hand bits around.
 
-// As it stands when the kernel runs.
-template <class Problem>
-TS_DEVICE RandomStream stream_of(const Problem& p) {
-  if constexpr (requires { p.stream.now(); }) {
-    return p.stream.now();
-  } else {
-    return p.stream;
-  }
-}
-
 // Bit i: dropout keeps number first + i of the probabilities; i < count <= 32.
 TS_DEVICE uint32_t kept_run(const TiledAttention& p, int64_t first, int count) {
-  const RandomStream stream = stream_of(p);
+  const RandomStream stream = p.stream.now();
   const auto dropout = static_cast<float>(p.dropout);
   uint32_t bits = 0;
   int place = -static_cast<int>(first % 4);  // of the draw's first number

@@ -88,7 +88,10 @@ TS_DEVICE A kept(const TiledAttention& p, int64_t b, int64_t h, int64_t t, int64
   const int64_t element = ((b * p.H + h) * p.T + t) * p.S + s;
   const RandomStream stream = settled != nullptr ? *settled : p.stream.now();
   const auto drawn = philox4x32(stream.seed, stream.stream, static_cast<uint64_t>(element) / 4);
-  const float u = uniform_from_bits(drawn[static_cast<size_t>(element % 4)]);
+  const int64_t place = element % 4;  // not an index: the draw stays in registers
+  const uint32_t bits =
+      place < 2 ? (place == 0 ? drawn[0] : drawn[1]) : (place == 2 ? drawn[2] : drawn[3]);
+  const float u = uniform_from_bits(bits);
   if (u < static_cast<float>(p.dropout)) return A(0);
   return static_cast<A>(p.kept_scale);
 }
