@@ -43,17 +43,25 @@ void start_receive(const Ranks& ranks, int peer, int tag, Part part, Requests* r
   });
 }
 
-void start_exchange(const Ranks& ranks, int tag, std::span<const Part> sends,
-                    std::span<const Part> receives, Requests* requests) {
-  // Beginning at the neighbour spreads the load: no rank is everyone's first.
+void start_receives(const Ranks& ranks, int tag, std::span<const Part> receives,
+                    Requests* requests) {
   for (int distance = 1; distance < ranks.size; ++distance) {
     const int from = (ranks.rank + ranks.size - distance) % ranks.size;
     start_receive(ranks, from, tag, receives[static_cast<size_t>(from)], requests);
   }
+}
+
+void start_sends(const Ranks& ranks, int tag, std::span<const Part> sends, Requests* requests) {
   for (int distance = 1; distance < ranks.size; ++distance) {
     const int to = (ranks.rank + distance) % ranks.size;
     start_send(ranks, to, tag, sends[static_cast<size_t>(to)], requests);
   }
+}
+
+void start_exchange(const Ranks& ranks, int tag, std::span<const Part> sends,
+                    std::span<const Part> receives, Requests* requests) {
+  start_receives(ranks, tag, receives, requests);
+  start_sends(ranks, tag, sends, requests);
   const Part& from = sends[static_cast<size_t>(ranks.rank)];
   const Part& to = receives[static_cast<size_t>(ranks.rank)];
   if (from.bytes > 0 && from.data != to.data) {
@@ -82,7 +90,8 @@ void begin_reduction(const Ranks& ranks, Reduction* reduction, std::span<int64_t
 // [Note: pipeline] All pieces advance together in steps. While the contributions of step k + 1
 // travel into one scratch buffer, those of step k are summed from the other while they are still in
 // the cache, and the results of step k - 1 travel on. A step's results overwrite this rank's own
-// contributions, which is safe: they have been sent when those it awaits have come.
+// contributions, so that they are received when those have been sent; the rank's own piece, which
+// it sends to nobody, is summed before.
 Task reduce_in_rank_order(std::shared_ptr<Ranks> ranks, Reduction reduction) {
   const auto size = static_cast<size_t>(ranks->size), self = static_cast<size_t>(ranks->rank);
   const int64_t element_size = size_of(reduction.dtype), step = step_of(*ranks, reduction);
@@ -92,7 +101,7 @@ Task reduce_in_rank_order(std::shared_ptr<Ranks> ranks, Reduction reduction) {
   int64_t longest = 0;
   for (const Part& piece : reduction.pieces) longest = std::max(longest, piece.bytes);
 
-  std::array<Requests, 2> contributions, results;
+  std::array<Requests, 2> sent, received, results;
   std::vector<Part> sends(size), receives(size);
   std::vector<const void*> operands(size);
 
@@ -107,7 +116,8 @@ Task reduce_in_rank_order(std::shared_ptr<Ranks> ranks, Reduction reduction) {
       receives[r] = {scratch.data() + static_cast<int64_t>(r) * bytes, bytes};
     }
     sends[self] = receives[self] = {};
-    start_exchange(*ranks, kPayloadTag, sends, receives, &contributions[slot]);
+    start_receives(*ranks, kPayloadTag, receives, &received[slot]);
+    start_sends(*ranks, kPayloadTag, sends, &sent[slot]);
   };
   auto sum = [&](int64_t begin, size_t slot) {
     const Part part = slice(own, begin, step);
@@ -119,28 +129,39 @@ Task reduce_in_rank_order(std::shared_ptr<Ranks> ranks, Reduction reduction) {
     reduce_contributions(operands, slice(output, begin, step).data, part.bytes / element_size,
                          reduction.dtype, reduction.op);
   };
-  auto start_results = [&](int64_t begin, size_t slot) {
-    const bool receive = reduction.deliver == Deliver::kAll || ranks->rank == reduction.root;
+  auto send_results = [&](int64_t begin, size_t slot) {
     for (size_t r = 0; r < size; ++r) {
       const bool send = reduction.deliver == Deliver::kAll || static_cast<int>(r) == reduction.root;
-      sends[r] = send ? slice(output, begin, step) : Part{};
-      receives[r] = receive ? slice(reduction.pieces[r], begin, step) : Part{};
+      sends[r] = send && r != self ? slice(output, begin, step) : Part{};
     }
-    sends[self] = receives[self] = {};
-    start_exchange(*ranks, kResultTag, sends, receives, &results[slot]);
+    start_sends(*ranks, kResultTag, sends, &results[slot]);
+  };
+  auto receive_results = [&](int64_t begin, size_t slot) {
+    const bool receive = reduction.deliver == Deliver::kAll || ranks->rank == reduction.root;
+    for (size_t r = 0; r < size; ++r) {
+      receives[r] = receive && r != self ? slice(reduction.pieces[r], begin, step) : Part{};
+    }
+    start_receives(*ranks, kResultTag, receives, &results[slot]);
   };
 
   size_t slot = 0;
-  contributions[slot] = std::move(reduction.sent);
+  sent[slot] = std::move(reduction.sent);
   if (longest > 0) start_contributions(0, slot);
   for (int64_t begin = 0; begin < longest; begin += step, slot ^= 1) {
-    if (begin + step < longest) start_contributions(begin + step, slot ^ 1);
-    co_await contributions[slot];
+    if (begin + step < longest) {
+      co_await sent[slot ^ 1];
+      start_contributions(begin + step, slot ^ 1);
+    }
+    co_await received[slot];
     sum(begin, slot);
     if (!in_place) continue;
     co_await results[slot];
-    start_results(begin, slot);
+    send_results(begin, slot);
+    co_await sent[slot];
+    receive_results(begin, slot);
   }
+  co_await sent[0];
+  co_await sent[1];
   co_await results[0];
   co_await results[1];
 }

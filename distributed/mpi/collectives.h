@@ -39,8 +39,13 @@ enum Tag : int { kHeaderTag, kPayloadTag, kResultTag, kFirstPeerTag };
 
 void start_send(const Ranks& ranks, int peer, int tag, Part part, Requests* requests);
 void start_receive(const Ranks& ranks, int peer, int tag, Part part, Requests* requests);
+// Of every other rank; from the neighbour on, so that no rank is everyone's first. Empty parts are
+// not sent.
+void start_receives(const Ranks& ranks, int tag, std::span<const Part> receives,
+                    Requests* requests);
+void start_sends(const Ranks& ranks, int tag, std::span<const Part> sends, Requests* requests);
 // Sends sends[r] to and receives receives[r] from each rank r; a rank copies its own part itself,
-// unless it is there already. Empty parts are not sent.
+// unless it is there already.
 void start_exchange(const Ranks& ranks, int tag, std::span<const Part> sends,
                     std::span<const Part> receives, Requests* requests);
 void start_broadcast(const Ranks& ranks, int root, Part part, Requests* requests);

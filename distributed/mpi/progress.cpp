@@ -4,6 +4,7 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
+#include <optional>
 
 #include <tessera/core/error.h>
 
@@ -20,6 +21,20 @@ void retain_forever(OperationPtr operation) {
   std::lock_guard lock(mutex);
   retained.push_back(std::move(operation));
 }
+
+// Sleeps of 20 us last 20 us, not the 70 that the usual slack of timers makes of them.
+class FineSleep {
+ public:
+  FineSleep() : slack_(prctl(PR_GET_TIMERSLACK)) { prctl(PR_SET_TIMERSLACK, 1000UL); }
+  ~FineSleep() {
+    if (slack_ > 0) prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(slack_));
+  }
+  FineSleep(const FineSleep&) = delete;
+  FineSleep& operator=(const FineSleep&) = delete;
+
+ private:
+  const int slack_;
+};
 
 // Waiting that costs little: a peer that computes on the same cores needs them more.
 // Spinning catches short collectives, yielding lets a thread of another rank run where cores are
@@ -40,6 +55,7 @@ class Backoff {
     if (waited < kYield) {
       sched_yield();
     } else {
+      if (!fine_sleep_) fine_sleep_.emplace();  // short collectives never come here
       std::this_thread::sleep_for(kSleep);
     }
     last_ = Clock::now();
@@ -52,6 +68,7 @@ class Backoff {
   static constexpr auto kSleep = std::chrono::microseconds(20);
   bool idle_ = false;
   Clock::time_point since_, last_;
+  std::optional<FineSleep> fine_sleep_;
 };
 
 }  // namespace
@@ -159,30 +176,11 @@ void Progress::wake() {
   changed_.notify_all();
 }
 
-namespace {
-
-// Sleeps of 20 us last 20 us, not the 70 that the usual slack of timers makes of them.
-class FineSleep {
- public:
-  FineSleep() : slack_(prctl(PR_GET_TIMERSLACK)) { prctl(PR_SET_TIMERSLACK, 1000UL); }
-  ~FineSleep() {
-    if (slack_ > 0) prctl(PR_SET_TIMERSLACK, static_cast<unsigned long>(slack_));
-  }
-  FineSleep(const FineSleep&) = delete;
-  FineSleep& operator=(const FineSleep&) = delete;
-
- private:
-  const int slack_;
-};
-
-}  // namespace
-
 void Progress::drive(const Operation& operation, Clock::time_point deadline) {
   std::unique_lock driving(driver_, std::defer_lock);
   if (thread_level_ < MPI_THREAD_SERIALIZED || !driving.try_lock()) return wake();
   bool stopping;
   {
-    const FineSleep fine_sleep;
     Backoff backoff;
     while (!operation.finished() && Clock::now() < deadline) {
       if (step()) {
