@@ -54,14 +54,6 @@ AttentionProblem packed(int64_t E = 64, int64_t T = 1024, int64_t B = 2, int64_t
   p.log_sums = some_memory;
   return p;
 }
-AttentionProblem with_backward(AttentionProblem p) {
-  p.backward = true;
-  p.grad_output = p.output;
-  p.grad_query = p.query;
-  p.grad_key = p.key;
-  p.grad_value = p.value;
-  return p;
-}
 // Key heads shared by groups of four, in tensors of their own.
 AttentionProblem grouped() {
   AttentionProblem p = packed(128, 512, 2, 8);
@@ -124,7 +116,7 @@ TEST(AttentionRules, ShapesDtypesAndWidths) {
     AttentionProblem p = packed();
     p.dtype = dtype;
     EXPECT_EQ(validate(p, kVersion), "");
-    EXPECT_EQ(validate(with_backward(p), kVersion), "");
+    EXPECT_EQ(validate(backward_of(p), kVersion), "");
   }
   for (const DType dtype : {kF64, kF32, kF8E4M3}) {
     expect_refused_when([&](AttentionProblem& p) { p.dtype = dtype; }, "f16 and bf16, not");
@@ -135,7 +127,7 @@ TEST(AttentionRules, ShapesDtypesAndWidths) {
   expect_refused_when([](AttentionProblem& p) { p.E = 60; }, "multiples of 8 up to 256; got 60");
   expect_refused_when([](AttentionProblem& p) { p.Ev = 264; }, "got 264");
   expect_refused_when([](AttentionProblem& p) { p.E = 136; }, "up to 128; got 136",
-                      with_backward(packed()));
+                      backward_of(packed()));
   expect_refused_when([](AttentionProblem& p) { p.scale = INFINITY; }, "the scale is inf");
   EXPECT_EQ(validate(with_dropout(packed()), kVersion), "");
   expect_refused_when([](AttentionProblem& p) { p.dropout = 1; }, "keeps nothing");
@@ -154,7 +146,7 @@ TEST(AttentionRules, StridesAndAddresses) {
   expect_refused_when([](AttentionProblem& p) { p.query.column = 2; }, "columns of query are 2");
   expect_refused_when([](AttentionProblem& p) { p.query.row = 2300; }, "no multiple of 8, 2300");
   expect_refused_when([](AttentionProblem& p) { p.output.batch = 0; }, "output has a stride of 0");
-  const AttentionProblem backward = with_backward(packed());
+  const AttentionProblem backward = backward_of(packed());
   expect_refused_when([](AttentionProblem& p) { p.log_sums = nullptr; }, "log_sums", backward);
   expect_refused_when([](AttentionProblem& p) { p.grad_output.column = 0; },
                       "columns of grad_output are 0", backward);
@@ -166,11 +158,11 @@ TEST(AttentionRules, StridesAndAddresses) {
 }
 
 TEST(AttentionRules, BackwardOfOddLengthsNeedsTheReleaseThatHasIt) {
-  const AttentionProblem odd = with_backward(packed(64, 1000));
+  const AttentionProblem odd = backward_of(packed(64, 1000));
   expect_refused(validate(odd, 91500), "multiples of 128; got 1000");
   EXPECT_EQ(validate(odd, 91501), "");
   EXPECT_EQ(validate(packed(64, 1000), 91500), "");  // forward
-  EXPECT_EQ(validate(with_backward(packed()), 91500), "");
+  EXPECT_EQ(validate(backward_of(packed()), 91500), "");
 }
 
 TEST(ConvRules, ShapesAndDtypes) {
@@ -204,18 +196,18 @@ TEST(AttentionGraphs, HaveTheOperationsOfTheLibrarysPatterns) {
   EXPECT_EQ(attention_graph(packed()).nodes.size(), 14U);
   EXPECT_EQ(attention_graph(with_dropout(packed())).nodes.size(), 17U);
   EXPECT_EQ(attention_graph(padded()).nodes.size(), 16U);
-  EXPECT_EQ(attention_graph(with_backward(packed())).nodes.size(), 22U);
-  EXPECT_EQ(attention_graph(deterministic(with_backward(packed()))).nodes.size(), 21U);
-  EXPECT_EQ(attention_graph(with_backward(grouped())).nodes.size(), 24U);
+  EXPECT_EQ(attention_graph(backward_of(packed())).nodes.size(), 22U);
+  EXPECT_EQ(attention_graph(deterministic(backward_of(packed()))).nodes.size(), 21U);
+  EXPECT_EQ(attention_graph(backward_of(grouped())).nodes.size(), 24U);
 }
 
 TEST(AttentionGraphs, ScratchLiesInTheWorkspaceWithoutOverlap) {
-  const LibraryGraph graph = attention_graph(with_backward(packed(64, 100, 3, 2)));
+  const LibraryGraph graph = attention_graph(backward_of(packed(64, 100, 3, 2)));
   const ScratchLayout layout = scratch_layout(graph);
   // delta [3, 2, 100, 1] and the query's gradient [3, 2, 100, 64], both f32
   EXPECT_EQ(layout.bytes, 2560 + 153600);
   EXPECT_EQ(
-      scratch_layout(attention_graph(deterministic(with_backward(packed(64, 100, 3, 2))))).bytes,
+      scratch_layout(attention_graph(deterministic(backward_of(packed(64, 100, 3, 2))))).bytes,
       2560);
   EXPECT_EQ(scratch_layout(attention_graph(packed())).bytes, 0);
   std::set<int64_t> offsets;
@@ -229,7 +221,7 @@ TEST(AttentionGraphs, WhatAPlanDependsOnIsInItsKey) {
   std::set<std::string> keys;
   size_t count = 0;
   for (const AttentionProblem& base :
-       {packed(), with_backward(packed()), with_dropout(packed()), padded()}) {
+       {packed(), backward_of(packed()), with_dropout(packed()), padded()}) {
     for (const auto& change : std::initializer_list<void (*)(AttentionProblem&)>{
              [](AttentionProblem&) {}, [](AttentionProblem& p) { p.dtype = kF16; },
              [](AttentionProblem& p) { p.B = 3; }, [](AttentionProblem& p) { p.T = 1000; },
@@ -307,14 +299,14 @@ TEST_F(Cudnn, HasEnginesForEveryAttentionThatTheRulesAllow) {
       AttentionProblem problem = packed(E);
       problem.dtype = dtype;
       expect_attention(problem);
-      expect_attention(with_backward(problem));
+      expect_attention(backward_of(problem));
     }
   }
   for (const AttentionProblem& problem :
        {grouped(), padded(), with_dropout(packed()), packed(80, 1000), with_dropout(padded())}) {
     expect_attention(problem);
-    expect_attention(with_backward(problem));
-    expect_attention(deterministic(with_backward(problem)));
+    expect_attention(backward_of(problem));
+    expect_attention(deterministic(backward_of(problem)));
   }
   for (const DType dtype : {kF32, kBF16}) {
     for (const auto& [B, H, T] : std::initializer_list<std::array<int64_t, 3>>{
@@ -322,8 +314,8 @@ TEST_F(Cudnn, HasEnginesForEveryAttentionThatTheRulesAllow) {
       const AttentionProblem problem = biased(packed(), B, H, T, dtype);
       for (const AttentionProblem& each : {problem, with_dropout(problem)}) {
         expect_attention(each);
-        expect_attention(with_backward(each));
-        expect_attention(deterministic(with_backward(each)));
+        expect_attention(backward_of(each));
+        expect_attention(deterministic(backward_of(each)));
       }
     }
   }
@@ -331,11 +323,11 @@ TEST_F(Cudnn, HasEnginesForEveryAttentionThatTheRulesAllow) {
   AttentionProblem narrow = packed();  // values of another width than keys
   narrow.Ev = 32;
   expect_attention(narrow);
-  expect_attention(with_backward(narrow));
+  expect_attention(backward_of(narrow));
 }
 
 TEST_F(Cudnn, KeepsNothingOfTheSizeOfTheScoresButInTheDeterministicForm) {
-  const AttentionProblem backward = with_backward(packed(64, 4096, 1, 12));
+  const AttentionProblem backward = backward_of(packed(64, 4096, 1, 12));
   const int64_t scores = int64_t{12} * 4096 * 4096 * 2;
   const auto first = [](const AttentionProblem& problem) {
     return engines_of(attention_graph(problem), describe(problem)).at(0).workspace_bytes;

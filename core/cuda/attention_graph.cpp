@@ -56,6 +56,15 @@ std::string check_bias(const AttentionProblem& p) {
 
 }  // namespace
 
+AttentionProblem backward_of(AttentionProblem p) {
+  p.backward = true;
+  p.grad_output = p.output;
+  p.grad_query = p.query;
+  p.grad_key = p.key;
+  p.grad_value = p.value;
+  return p;
+}
+
 std::string validate(const AttentionProblem& p, int version) {
   if (const std::string reason = validate_library(version); !reason.empty()) return reason;
   if (p.dtype != kF16 && p.dtype != kBF16)

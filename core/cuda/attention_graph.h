@@ -56,6 +56,8 @@ struct AttentionProblem {
 
 // Empty where this release of the library serves the problem, else the reason why not.
 std::string validate(const AttentionProblem& problem, int version);
+// Its backward, with gradients that lie as the operands do.
+AttentionProblem backward_of(AttentionProblem problem);
 
 // Slots of the graph's memory.
 enum AttentionSlot : int {

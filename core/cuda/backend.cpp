@@ -82,7 +82,7 @@ const char* file_name(const char* path) {
 }
 
 // Streams that nobody holds. They are not destroyed but used again: memory that was asked for on
-// one belongs to it for good.
+// one belongs to it for good. What is queued on one comes before what its next holder queues.
 struct IdleStreams {
   std::mutex mutex;
   std::unordered_map<int, std::vector<cudaStream_t>> of_device;
@@ -99,8 +99,8 @@ struct StreamHandle {
   cudaStream_t stream;
   bool owned;
   ~StreamHandle() {
-    if (!owned) return;
-    cudaStreamSynchronize(stream);
+    // One that a capture may have joined belongs to it until its end: nobody else gets it.
+    if (!owned || Capture::current() != nullptr) return;
     IdleStreams& idle = idle_streams();
     std::lock_guard lock(idle.mutex);
     try {

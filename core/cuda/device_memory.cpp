@@ -153,7 +153,7 @@ class CachingAllocator final : public DeviceAllocator {
     std::lock_guard lock(mutex_);
     capturing_ = pool;
   }
-  void end_capture(uint64_t) noexcept override {
+  void end_capture() noexcept override {
     std::lock_guard lock(mutex_);
     capturing_ = 0;
     for (Block* const block : after_capture_) {

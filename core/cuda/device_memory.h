@@ -45,7 +45,7 @@ class DeviceAllocator : public Allocator {
   virtual void close_pool(uint64_t pool) noexcept = 0;
   // The calling context captures from here to there.
   virtual void begin_capture(uint64_t pool) = 0;
-  virtual void end_capture(uint64_t pool) noexcept = 0;
+  virtual void end_capture() noexcept = 0;
   virtual int64_t pool_bytes(uint64_t pool) const = 0;
 };
 

@@ -171,7 +171,7 @@ void Graph::Impl::capture(const std::function<void()>& work) {
     const auto end = [&] {
       slot = {};
       const cudaError_t error = cudaStreamEndCapture(stream, &graph);
-      allocator_.end_capture(pool_);
+      allocator_.end_capture();
       streams_taken_ = random_state().next_stream - random_at_capture_.next_stream;
       random_state() = random_at_capture_;
       return error;

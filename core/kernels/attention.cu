@@ -21,12 +21,6 @@
 namespace tessera::kernels {
 namespace {
 
-using Problem = TiledAttention;
-template <class T>
-using View = HeadsView<T>;
-template <class T>
-using Gradients = TiledGradients<T>;
-
 // A block of 256 threads owns 64 rows; thread (ty, tx) of 16 x 16 has rows 4 ty + i and columns
 // tx + 16 j of what it calculates.
 constexpr int kTile = 64, kSide = 16, kEach = kTile / kSide, kBlock = kSide * kSide;
@@ -38,20 +32,6 @@ static_assert(kOperands >= kInner * 2 * kTile);
 // a b + c with one rounding, which is one instruction of a GPU.
 TS_DEVICE float fused(float a, float b, float c) { return ::fmaf(a, b, c); }
 TS_DEVICE double fused(double a, double b, double c) { return ::fma(a, b, c); }
-
-// One head's matrix.
-template <class T>
-struct Matrix {
-  T* data;
-  int64_t row, column;  // strides
-  int64_t rows, columns;
-  bool vectors;
-};
-template <class T>
-TS_DEVICE Matrix<T> head_of(const View<T>& x, int64_t b, int64_t h, int64_t rows, int64_t columns) {
-  T* const data = x.data != nullptr ? x.at(b, h, 0) : nullptr;  // no elements, no memory
-  return {data, x.row, x.column, rows, columns, x.vectors};
-}
 
 // N elements of a row from `column`, 0 outside of the matrix.
 template <int N, class T>
@@ -203,21 +183,33 @@ TS_DEVICE A row_reduce(A value, const Op& op) {
   return value;
 }
 
-// Which rows a block owns; the longest walks of a causal problem begin first.
-struct Place {
-  int64_t b, h, row0;
-};
-TS_DEVICE Place place_of(int64_t heads, int64_t tiles, bool last_first) {
-  const int64_t tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
-  return {pair / heads, pair % heads, (last_first ? tiles - 1 - tile : tile) * kTile};
+// What dropout multiplies a probability with. stream: p.stream.now(), in shared memory where
+// registers are short.
+template <class A>
+TS_DEVICE A kept(const TiledAttention& p, int64_t b, int64_t h, int64_t t, int64_t s,
+                 const RandomStream* stream) {
+  if (p.dropout <= 0) return A(1);
+  const int64_t element = ((b * p.H + h) * p.T + t) * p.S + s;
+  const auto drawn = philox4x32(stream->seed, stream->stream, static_cast<uint64_t>(element) / 4);
+  const int64_t place = element % 4;  // not an index: the draw stays in registers
+  const uint32_t bits =
+      place < 2 ? (place == 0 ? drawn[0] : drawn[1]) : (place == 2 ? drawn[2] : drawn[3]);
+  const float u = uniform_from_bits(bits);
+  if (u < static_cast<float>(p.dropout)) return A(0);
+  return static_cast<A>(p.kept_scale);
 }
-TS_DEVICE int64_t tiles_of(int64_t rows) { return (rows + kTile - 1) / kTile; }
+
+// All threads of the block call it.
+TS_DEVICE void settle_stream(const TiledAttention& p, RandomStream* settled) {
+  if (threadIdx.x == 0) *settled = p.stream.now();
+  __syncthreads();
+}
 
 // A block for each (b, h, tile of queries) and panel of output columns.
 template <class T, int Panels>
 __global__ void __launch_bounds__(kBlock)
-    attention_kernel(const Problem p, const View<T> query, const View<T> key, const View<T> value,
-                     const View<T> output, Compute<T>* log_sums) {
+    attention_kernel(const TiledAttention p, const HeadsView<T> query, const HeadsView<T> key,
+                     const HeadsView<T> value, const HeadsView<T> output, Compute<T>* log_sums) {
   using A = Compute<T>;
   A* const operands = gpu::dynamic_shared<A>();
   A* const weights = operands + kOperands;
@@ -226,7 +218,7 @@ __global__ void __launch_bounds__(kBlock)
   const RandomStream* const stream = Panels == 1 ? settled : &fixed;
   if constexpr (Panels == 1) settle_stream(p, settled);
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
-  const auto [b, h, t0] = place_of(p.H, tiles_of(p.T), p.causal);
+  const auto [b, h, t0] = place_of<kTile>(p.H, p.T, p.causal);
   const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
   const int64_t S = p.keys_of(b);
   const Matrix<T> q = head_of(query, b, h, p.T, p.E), k = head_of(key, b, h / p.group, S, p.E);
@@ -289,7 +281,7 @@ __global__ void __launch_bounds__(kBlock)
 
 // A warp for each (b, h, t).
 template <class T>
-__global__ void delta_kernel(const Problem p, const Gradients<T> g, int64_t rows) {
+__global__ void delta_kernel(const TiledAttention p, const TiledGradients<T> g, int64_t rows) {
   using A = Compute<T>;
   const int64_t row = gpu::first_index() / gpu::kWarp;
   if (row >= rows) return;
@@ -307,7 +299,7 @@ __global__ void delta_kernel(const Problem p, const Gradients<T> g, int64_t rows
 // A block for each (b, h, tile of queries) and panel of columns: grad_query.
 template <class T, int Panels>
 __global__ void __launch_bounds__(kBlock)
-    query_gradient_kernel(const Problem p, const Gradients<T> g) {
+    query_gradient_kernel(const TiledAttention p, const TiledGradients<T> g) {
   using A = Compute<T>;
   A* const operands = gpu::dynamic_shared<A>();
   A* const weights = operands + kOperands;
@@ -316,7 +308,7 @@ __global__ void __launch_bounds__(kBlock)
   const RandomStream* const stream = Panels == 1 ? settled : &fixed;
   if constexpr (Panels == 1) settle_stream(p, settled);
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
-  const auto [b, h, t0] = place_of(p.H, tiles_of(p.T), p.causal);
+  const auto [b, h, t0] = place_of<kTile>(p.H, p.T, p.causal);
   const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
   const int64_t S = p.keys_of(b);
   const Matrix<T> q = head_of(g.query, b, h, p.T, p.E);
@@ -361,7 +353,7 @@ __global__ void __launch_bounds__(kBlock)
 // summed over the group's heads and all queries in their order.
 template <class T, int Panels>
 __global__ void __launch_bounds__(kBlock)
-    key_gradient_kernel(const Problem p, const Gradients<T> g) {
+    key_gradient_kernel(const TiledAttention p, const TiledGradients<T> g) {
   using A = Compute<T>;
   A* const operands = gpu::dynamic_shared<A>();
   A* const weights = operands + kOperands;
@@ -371,7 +363,7 @@ __global__ void __launch_bounds__(kBlock)
   if constexpr (Panels == 1) settle_stream(p, settled);
   const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
   const int64_t Hk = p.H / p.group;
-  const auto [b, hk, s0] = place_of(Hk, tiles_of(p.S), false);
+  const auto [b, hk, s0] = place_of<kTile>(Hk, p.S, false);
   const int64_t column0 = int64_t{blockIdx.y} * kTile * Panels;
   const int64_t S = p.keys_of(b);
   const Matrix<T> k = head_of(g.key, b, hk, S, p.E), v = head_of(g.value, b, hk, S, p.Ev);
@@ -472,7 +464,7 @@ gpu::LaunchConfig over_tiles(const char* name, int64_t pairs, int64_t rows, int6
 // Calls run<T, panels>: 128 columns a block where there are so many and their sums fit registers,
 // beside those of a stream that moves with a graph's replays.
 template <class Run>
-void dispatch_panels(const Problem& p, DType dtype, int64_t columns, const Run& run) {
+void dispatch_panels(const TiledAttention& p, DType dtype, int64_t columns, const Run& run) {
   dispatch_floating(dtype, "scaled_dot_product_attention", [&]<class T>() {
     if constexpr (sizeof(Compute<T>) == 4) {
       const bool wide = sizeof(T) == 2 || columns > kTile;  // 16 bits come here for their width
@@ -485,7 +477,7 @@ void dispatch_panels(const Problem& p, DType dtype, int64_t columns, const Run& 
 void attention_by_tiles(const Tensor& query, const Tensor& key, const Tensor& value,
                         const Tensor& lengths, const AttentionSpec& spec,
                         const AttentionResult& result) {
-  const Problem p = problem_of(query, key, value, lengths, spec);
+  const TiledAttention p = problem_of(query, key, value, lengths, spec);
   if (runs_on_tensor_cores(p, query.dtype())) {
     return attention_on_tensor_cores(p, query, key, value, result);
   }
@@ -517,7 +509,7 @@ void attention_backward_cuda(const Tensor& grad_output, const Tensor& query, con
                              const Tensor& grad_key, const Tensor& grad_value) {
   const int64_t B = query.size(0), Hk = key.size(1);
   const Tensor lengths = B > 0 ? prepare_lengths(query, key, spec) : Tensor();
-  const Problem p = problem_of(query, key, value, lengths, spec);
+  const TiledAttention p = problem_of(query, key, value, lengths, spec);
   const int64_t rows = B * p.H * p.T;
   if (rows > 0 && B * Hk * p.S > 0 &&
       attention_backward_by_library(grad_output, query, key, value, lengths, spec,
@@ -526,16 +518,16 @@ void attention_backward_cuda(const Tensor& grad_output, const Tensor& query, con
   }
   const Tensor deltas = raw::empty({B, p.H, p.T}, log_sums.dtype(), query.device());
   const auto gradients = [&]<class T>() {
-    return Gradients<T>{.query = view_of<T>(query),
-                        .key = view_of<T>(key),
-                        .value = view_of<T>(value),
-                        .output = view_of<T>(output),
-                        .grad_output = view_of<T>(grad_output),
-                        .grad_query = view_of<T>(grad_query),
-                        .grad_key = view_of<T>(grad_key),
-                        .grad_value = view_of<T>(grad_value),
-                        .log_sums = log_sums.data_as<Compute<T>>(),
-                        .deltas = deltas.data_as<Compute<T>>()};
+    return TiledGradients<T>{.query = view_of<T>(query),
+                             .key = view_of<T>(key),
+                             .value = view_of<T>(value),
+                             .output = view_of<T>(output),
+                             .grad_output = view_of<T>(grad_output),
+                             .grad_query = view_of<T>(grad_query),
+                             .grad_key = view_of<T>(grad_key),
+                             .grad_value = view_of<T>(grad_value),
+                             .log_sums = log_sums.data_as<Compute<T>>(),
+                             .deltas = deltas.data_as<Compute<T>>()};
   };
   const char* const name = "attention_backward";
   if (rows > 0) {

@@ -212,16 +212,6 @@ gpu::AttentionProblem library_problem(const Tensor& query, const Tensor& key, co
           .deterministic = spec.policy.deterministic};
 }
 
-// The backward of a problem whose gradients lie as the operands do.
-gpu::AttentionProblem backward_of(gpu::AttentionProblem p) {
-  p.backward = true;
-  p.grad_output = p.output;
-  p.grad_query = p.query;
-  p.grad_key = p.key;
-  p.grad_value = p.value;
-  return p;
-}
-
 // Makes the mask a bias of the problem; false where the library does not serve what is asked for.
 // Where the library draws dropout it must do so in both directions, so forward asks for both.
 bool prepare(gpu::AttentionProblem& p, const AttentionSpec& spec, Bias& bias) {

@@ -39,21 +39,6 @@ template <class T>
 using Element = std::conditional_t<std::is_same_v<T, bf16>, __nv_bfloat16, __half>;
 using Sums = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
 
-// One head's matrix.
-template <class T>
-struct Matrix {
-  T* data;
-  int64_t row, column;  // strides
-  int64_t rows, columns;
-  bool vectors;
-};
-template <class T>
-TS_DEVICE Matrix<T> head_of(const HeadsView<T>& x, int64_t b, int64_t h, int64_t rows,
-                            int64_t columns) {
-  T* const data = x.data != nullptr ? x.at(b, h, 0) : nullptr;  // no elements, no memory
-  return {data, x.row, x.column, rows, columns, x.vectors};
-}
-
 // W: columns of a tile, those that the matrix lacks are zeros.
 template <int W>
 inline constexpr int kPitch = W + 8;
@@ -222,16 +207,6 @@ TS_DEVICE void write_rows(const Matrix<T>& x, int64_t row0, const Sums (&sums)[W
   }
 }
 
-// Which rows a block owns; the longest walks of a causal problem begin first.
-struct Place {
-  int64_t b, h, row0;
-};
-TS_DEVICE Place place_of(int64_t heads, int64_t rows, bool last_first) {
-  const int64_t tiles = (rows + kTile - 1) / kTile;
-  const int64_t tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
-  return {pair / heads, pair % heads, (last_first ? tiles - 1 - tile : tile) * kTile};
-}
-
 // ---- Forward ------------------------------------------------------------------------------------
 
 template <int W>
@@ -253,7 +228,7 @@ __global__ void __launch_bounds__(kBlock)
       reinterpret_cast<float*>(v_tile + kOperand<W>) + warp * (kScores + kFragment);
   float* const factors = scores + kScores;  // of the warp's rows
   T* const weights = reinterpret_cast<T*>(scores);
-  const auto [b, h, t0] = place_of(p.H, p.T, p.causal);
+  const auto [b, h, t0] = place_of<kTile>(p.H, p.T, p.causal);
   const int row = lane / kLanes, part = lane % kLanes;
   const int64_t t = t0 + warp * kFragment + row, S = p.keys_of(b);
   const Matrix<T> k = head_of(key, b, h / p.group, S, p.E);
@@ -366,7 +341,7 @@ __global__ void __launch_bounds__(kBlock)
   float* const scores = reinterpret_cast<float*>(v_tile + kOperand<W>) + warp * kOfWarp;
   float* const grads = scores + kScores;
   T* const weights = reinterpret_cast<T*>(scores);
-  const auto [b, h, t0] = place_of(p.H, p.T, p.causal);
+  const auto [b, h, t0] = place_of<kTile>(p.H, p.T, p.causal);
   const int row = lane / kLanes, part = lane % kLanes, first = warp * kFragment;
   const int64_t t = t0 + first + row, S = p.keys_of(b);
   const Matrix<T> k = head_of(g.key, b, h / p.group, S, p.E);
@@ -429,7 +404,7 @@ __global__ void __launch_bounds__(kBlock)
   float* const grads = scores + kScores;
   T *const weights = reinterpret_cast<T*>(grads), *const gradients = weights + kResult;
   const int64_t Hk = p.H / p.group;
-  const auto [b, hk, s0] = place_of(Hk, p.S, false);
+  const auto [b, hk, s0] = place_of<kTile>(Hk, p.S, false);
   const int row = lane / kLanes, part = lane % kLanes, first = warp * kFragment;
   const int64_t s = s0 + first + row, S = p.keys_of(b);
   load_tile<W>(head_of(g.key, b, hk, S, p.E), s0, k_tile);

@@ -79,27 +79,30 @@ TS_DEVICE A score_of(const TiledAttention& p, A product, int64_t keys, int64_t b
   return product * static_cast<A>(p.scale) + added;
 }
 
-// What dropout multiplies a probability with. settled: p.stream.now() in shared memory, for kernels
-// that are short of registers.
-template <class A>
-TS_DEVICE A kept(const TiledAttention& p, int64_t b, int64_t h, int64_t t, int64_t s,
-                 const RandomStream* settled = nullptr) {
-  if (p.dropout <= 0) return A(1);
-  const int64_t element = ((b * p.H + h) * p.T + t) * p.S + s;
-  const RandomStream stream = settled != nullptr ? *settled : p.stream.now();
-  const auto drawn = philox4x32(stream.seed, stream.stream, static_cast<uint64_t>(element) / 4);
-  const int64_t place = element % 4;  // not an index: the draw stays in registers
-  const uint32_t bits =
-      place < 2 ? (place == 0 ? drawn[0] : drawn[1]) : (place == 2 ? drawn[2] : drawn[3]);
-  const float u = uniform_from_bits(bits);
-  if (u < static_cast<float>(p.dropout)) return A(0);
-  return static_cast<A>(p.kept_scale);
+// One head's matrix.
+template <class T>
+struct Matrix {
+  T* data;
+  int64_t row, column;  // strides
+  int64_t rows, columns;
+  bool vectors;
+};
+template <class T>
+TS_DEVICE Matrix<T> head_of(const HeadsView<T>& x, int64_t b, int64_t h, int64_t rows,
+                            int64_t columns) {
+  T* const data = x.data != nullptr ? x.at(b, h, 0) : nullptr;  // no elements, no memory
+  return {data, x.row, x.column, rows, columns, x.vectors};
 }
 
-// All threads of the block call it.
-TS_DEVICE void settle_stream(const TiledAttention& p, RandomStream* settled) {
-  if (threadIdx.x == 0) *settled = p.stream.now();
-  __syncthreads();
+// Which rows a block owns, of tiles of kTile; the longest walks of a causal problem begin first.
+struct TilePlace {
+  int64_t b, h, row0;
+};
+template <int kTile>
+TS_DEVICE TilePlace place_of(int64_t heads, int64_t rows, bool last_first) {
+  const int64_t tiles = (rows + kTile - 1) / kTile;
+  const int64_t tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
+  return {pair / heads, pair % heads, (last_first ? tiles - 1 - tile : tile) * kTile};
 }
 
 // `lengths`: as prepare_lengths() gives them.

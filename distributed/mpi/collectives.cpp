@@ -115,7 +115,6 @@ Task reduce_in_rank_order(std::shared_ptr<Ranks> ranks, Reduction reduction) {
       sends[r] = reduction.begun && begin == 0 ? Part{} : slice(reduction.pieces[r], begin, step);
       receives[r] = {scratch.data() + static_cast<int64_t>(r) * bytes, bytes};
     }
-    sends[self] = receives[self] = {};
     start_receives(*ranks, kPayloadTag, receives, &received[slot]);
     start_sends(*ranks, kPayloadTag, sends, &sent[slot]);
   };
@@ -132,14 +131,14 @@ Task reduce_in_rank_order(std::shared_ptr<Ranks> ranks, Reduction reduction) {
   auto send_results = [&](int64_t begin, size_t slot) {
     for (size_t r = 0; r < size; ++r) {
       const bool send = reduction.deliver == Deliver::kAll || static_cast<int>(r) == reduction.root;
-      sends[r] = send && r != self ? slice(output, begin, step) : Part{};
+      sends[r] = send ? slice(output, begin, step) : Part{};
     }
     start_sends(*ranks, kResultTag, sends, &results[slot]);
   };
   auto receive_results = [&](int64_t begin, size_t slot) {
     const bool receive = reduction.deliver == Deliver::kAll || ranks->rank == reduction.root;
     for (size_t r = 0; r < size; ++r) {
-      receives[r] = receive && r != self ? slice(reduction.pieces[r], begin, step) : Part{};
+      receives[r] = receive ? slice(reduction.pieces[r], begin, step) : Part{};
     }
     start_receives(*ranks, kResultTag, receives, &results[slot]);
   };

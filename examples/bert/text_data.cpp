@@ -109,7 +109,6 @@ tessera::bert::TextBatch tessera::data::Collate<tessera::bert::TextExample>::bat
   // 0 is [PAD] in BERT's vocabularies, the first text, and "no token".
   batch.ids = zeros({rows, columns}, {.dtype = kI64});
   batch.type_ids = zeros({rows, columns}, {.dtype = kI64});
-  batch.attention_mask = zeros({rows, columns}, {.dtype = kI64});
   batch.lengths = empty({rows}, {.dtype = kI64});
   batch.labels = empty({rows}, {.dtype = kI64});
   for (size_t row = 0; row < examples.size(); ++row) {
@@ -117,7 +116,6 @@ tessera::bert::TextBatch tessera::data::Collate<tessera::bert::TextExample>::bat
     std::copy(example.ids.begin(), example.ids.end(), batch.ids.data_as<int64_t>() + row * length);
     std::copy(example.type_ids.begin(), example.type_ids.end(),
               batch.type_ids.data_as<int64_t>() + row * length);
-    std::fill_n(batch.attention_mask.data_as<int64_t>() + row * length, example.ids.size(), 1);
     batch.lengths.data_as<int64_t>()[row] = static_cast<int64_t>(example.ids.size());
     batch.labels.data_as<int64_t>()[row] = example.label;
   }

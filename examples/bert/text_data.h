@@ -26,11 +26,9 @@ struct TextExample {
 
 // Padded on the right to the longest example of the batch.
 struct TextBatch {
-  Tensor ids, type_ids, attention_mask;  // i64[B, T]
-  Tensor lengths, labels;                // i64[B]
-  void visit_tensors(auto&& visit) {
-    visit(ids), visit(type_ids), visit(attention_mask), visit(lengths), visit(labels);
-  }
+  Tensor ids, type_ids;    // i64[B, T]
+  Tensor lengths, labels;  // i64[B]
+  void visit_tensors(auto&& visit) { visit(ids), visit(type_ids), visit(lengths), visit(labels); }
 };
 
 class TextDataset : public data::Dataset<TextExample> {

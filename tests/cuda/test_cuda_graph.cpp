@@ -185,6 +185,22 @@ TEST_F(CudaGraph, AMissingEventShowsInTheReplay) {
   EXPECT_TRUE(wrong);
 }
 
+TEST_F(CudaGraph, AStreamMayEndInsideOfTheCapture) {
+  const Tensor x = raw::full({1000}, 1, kF32, cuda(0));
+  Tensor y;
+  const auto graph = capture([&] {
+    auto side = gpu::make_stream(0);
+    gpu::wait_event(*side, *gpu::record_event(*stream));
+    {
+      const gpu::CurrentStream current(side);
+      y = kernels::binary<fn::Add>(x, x);
+    }
+    gpu::wait_event(*stream, *gpu::record_event(*side));
+  });
+  replay(*graph);
+  EXPECT_EQ(y.to_vector(), filled(1000, 2));
+}
+
 TEST_F(CudaGraph, AStreamThatIsNotJoinedAgainIsRefused) {
   const auto side = gpu::make_stream(0);
   const Tensor x = raw::zeros({100}, kF32, cuda(0));
