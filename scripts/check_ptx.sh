@@ -5,13 +5,14 @@
 #
 # A rule is a line: the file's name, a pattern of kernels (as c++filt writes them, without namespaces
 # and parameters) and conditions. A kernel takes the first line that fits it; one without a line is an
-# error, and so is a line without a kernel. Conditions: COUNT (at least one), !COUNT (none),
-# COUNT<=NUMBER, COUNT<=COUNT. Counts of instructions:
+# error, and so is a line without a kernel. Conditions: COUNT (at least one), !COUNT (none), and A<=B
+# of counts and numbers. Counts of instructions:
 #   load16 store16     of 16 bytes, global memory
 #   load8              of 8 bytes by a vector
 #   load store         any other, global memory
 #   shared16           of 16 bytes, shared memory
 #   mma                products of tiles on tensor cores
+#   division           divisions and square roots of 32 bits
 # Forbidden unless the line says +COUNT:
 #   local              arrays in local memory
 #   generic            accesses whose memory is not known when compiling
@@ -79,6 +80,7 @@ count_instructions() {
     /mma\.sync/ && !/(load|store)/ || /wmma\.mma|wgmma\.mma/ { if (!/wmma\.(load|store)/) ++n["mma"] }
     /[ \t](add|sub|mul|fma|div|sqrt|rcp|rsqrt)(\.[a-z]+)*\.f64/ { ++n["f64"] }
     /[ \t](div|sqrt|rcp|rsqrt)(\.[a-z]+)*\.f64/ { division[FNR] = "loop_f64_division" }
+    /[ \t](div|sqrt|rcp|rsqrt)(\.[a-z]+)*\.f32/ { ++n["division"] }
     /[ \t](div|rem)\.[su](16|32|64)/ { division[FNR] = "loop_division" }
     /[ \t]call(\.uni)?[ \t]/ { ++n["call"] }
     END { finish() }
@@ -107,6 +109,7 @@ awk -v rules="$rules" '
     forbidden_count = split("local generic f64 loop_f64_division loop_division call", forbidden, " ")
   }
   function broken(what) { print name[1] ".cu: " name[2] ": " what; failed = 1 }
+  function value_of(what) { return what ~ /^[0-9]+$/ ? what + 0 : n[what] + 0 }
   {
     split($0, name, "|")
     gsub(/ /, "", name[2])
@@ -136,8 +139,9 @@ awk -v rules="$rules" '
         what = substr(what, 2)
         if (n[what] > 0) broken(n[what] " of " what ", and none is meant")
       } else if (split(what, pair, "<=") == 2) {
-        limit = pair[2] ~ /^[0-9]+$/ ? pair[2] + 0 : n[pair[2]] + 0
-        if (n[pair[1]] > limit) broken(n[pair[1]] " of " pair[1] ", and at most " limit " are meant")
+        if (value_of(pair[1]) <= value_of(pair[2])) continue
+        if (pair[1] ~ /^[0-9]+$/) broken(n[pair[2]] + 0 " of " pair[2] ", and at least " pair[1] " are meant")
+        else broken(n[pair[1]] " of " pair[1] ", and at most " value_of(pair[2]) " are meant")
       } else if (!(n[what] > 0)) {
         broken("no " what)
       }

@@ -21,13 +21,22 @@ DType compute_dtype(DType dtype) { return dtype == kF64 ? kF64 : kF32; }
 
 struct Channels {
   int64_t N = 1, C = 1, S = 1, groups = 0;
+  DivisorOf<uint64_t> by_C, by_S, by_width;  // width: channels of a group
   Channels(const Tensor& x, int64_t number_of_groups)
       : N(x.shape()[0]), C(x.shape()[1]), groups(number_of_groups) {
     for (int d = 2; d < x.dim(); ++d) S *= x.shape()[d];
+    by_C = divisor(C);
+    by_S = divisor(S);
+    by_width = divisor(groups == 0 ? 1 : C / groups);
+  }
+  static DivisorOf<uint64_t> divisor(int64_t n) {
+    return DivisorOf<uint64_t>(static_cast<uint64_t>(n));
   }
   int64_t slots() const { return groups == 0 ? C : N * groups; }
   TS_DEVICE int64_t slot(int64_t n, int64_t c) const {
-    return groups == 0 ? c : n * groups + c * groups / C;
+    return groups == 0
+               ? c
+               : n * groups + static_cast<int64_t>(by_width.quotient(static_cast<uint64_t>(c)));
   }
 };
 
@@ -62,25 +71,30 @@ __global__ void update_running_kernel(void* running, DType dtype, const void* va
   });
 }
 
-// A thread takes a group of neighbours. Calls f(place in the group, n, c) for each.
-template <class F>
-TS_DEVICE void for_group(const Channels& size, int64_t total, const F& f) {
+// A thread takes a group of neighbours. Calls enter(slot, c) for each plane among them and f(place
+// in the group) for each of them.
+template <class Enter, class F>
+TS_DEVICE void for_group(const Channels& size, int64_t total, const Enter& enter, const F& f) {
   const int64_t first = gpu::first_index() * kGroup;
   if (first >= total) return;
-  const int64_t plane = first / size.S;
-  int64_t s = first % size.S, n = plane / size.C, c = plane % size.C;
+  const auto plane = static_cast<int64_t>(size.by_S.quotient(static_cast<uint64_t>(first)));
+  auto n = static_cast<int64_t>(size.by_C.quotient(static_cast<uint64_t>(plane)));
+  int64_t s = first - plane * size.S, c = plane - n * size.C;
   const int count = static_cast<int>(total - first < kGroup ? total - first : kGroup);
+  enter(size.slot(n, c), c);
   TS_UNROLL
   for (int j = 0; j < kGroup; ++j) {
     if (j >= count) break;
-    f(j, n, c);
-    if (++s == size.S) {
+    if (s == size.S) {
       s = 0;
       if (++c == size.C) {
         c = 0;
         ++n;
       }
+      enter(size.slot(n, c), c);
     }
+    f(j);
+    ++s;
   }
 }
 
@@ -90,8 +104,10 @@ TS_DEVICE void read_group(const T* x, int64_t total, bool vectors, T (&values)[k
   const int64_t first = gpu::first_index() * kGroup;
   if (vectors && first + kGroup <= total) {
     const gpu::Vector<T, kGroup> vector = gpu::load_vector<kGroup>(x + first);
+    TS_UNROLL
     for (int j = 0; j < kGroup; ++j) values[j] = vector.values[j];
   } else {
+    TS_UNROLL
     for (int j = 0; j < kGroup; ++j) {
       if (first + j < total) values[j] = x[first + j];
     }
@@ -102,9 +118,11 @@ TS_DEVICE void write_group(T* y, int64_t total, bool vectors, const T (&values)[
   const int64_t first = gpu::first_index() * kGroup;
   if (vectors && first + kGroup <= total) {
     gpu::Vector<T, kGroup> vector;
+    TS_UNROLL
     for (int j = 0; j < kGroup; ++j) vector.values[j] = values[j];
     gpu::store_vector(y + first, vector);
   } else {
+    TS_UNROLL
     for (int j = 0; j < kGroup; ++j) {
       if (first + j < total) y[first + j] = values[j];
     }
@@ -120,38 +138,43 @@ __global__ void __launch_bounds__(kBlock)
   using A = Compute<T>;
   T values[kGroup] = {};
   read_group(x, total, vectors, values);
-  int64_t at_slot = -1, at_channel = -1;
   A m = 0, scale = 0, shift = 0;
-  for_group(size, total, [&](int j, int64_t n, int64_t c) {
-    const int64_t slot = size.slot(n, c);
-    if (slot != at_slot || c != at_channel) {
-      at_slot = slot;
-      at_channel = c;
-      m = mean[slot];
-      scale = static_cast<A>(static_cast<double>(rstd[slot]) * number_at(weight, c, 1));
-      shift = static_cast<A>(number_at(bias, c, 0));
-    }
-    values[j] = store<T>((load<A>(values[j]) - m) * scale + shift);
-  });
+  const auto enter = [&](int64_t slot, int64_t c) {
+    m = mean[slot];
+    scale = static_cast<A>(static_cast<double>(rstd[slot]) * number_at(weight, c, 1));
+    shift = static_cast<A>(number_at(bias, c, 0));
+  };
+  for_group(size, total, enter,
+            [&](int j) { values[j] = store<T>((load<A>(values[j]) - m) * scale + shift); });
   write_group(y, total, vectors, values);
 }
 
-// Sums of dy and dy xhat over each plane (n, c): a block a plane.
-template <class T>
+// Sums of dy and dy xhat over each plane (n, c): a block a plane. With kWidth > 1, dy and x begin
+// alike.
+template <class T, int kWidth>
 __global__ void plane_sums_kernel(const T* dy, const T* x, const Channels size,
                                   const Compute<T>* mean, const Compute<T>* rstd, double* dy_sums,
                                   double* xhat_sums) {
   using A = Compute<T>;
   TS_REDUCE_SLOT(double, slot);
-  const int64_t plane = blockIdx.x, at = size.slot(plane / size.C, plane % size.C);
+  const int64_t plane = blockIdx.x;
+  const auto n = static_cast<int64_t>(size.by_C.quotient(blockIdx.x));
+  const int64_t at = size.slot(n, plane - n * size.C);
   const A m = mean[at], r = rstd[at];
   double sum = 0, product = 0;
-  for (int64_t s = threadIdx.x; s < size.S; s += blockDim.x) {
-    const A grad = load<A>(dy[plane * size.S + s]);
-    const A xhat = (load<A>(x[plane * size.S + s]) - m) * r;
-    sum += static_cast<double>(grad);
-    product += static_cast<double>(grad * xhat);
-  }
+  dy += plane * size.S;
+  x += plane * size.S;
+  RowWalk<T, kWidth>(x, size.S).each([&]<int N>(int64_t s) {
+    const gpu::Vector<T, N> grads = gpu::load_vector<N>(dy + s),
+                            values = gpu::load_vector<N>(x + s);
+    TS_UNROLL
+    for (int j = 0; j < N; ++j) {
+      const A grad = load<A>(grads.values[j]);
+      const A xhat = (load<A>(values.values[j]) - m) * r;
+      sum += static_cast<double>(grad);
+      product += static_cast<double>(grad * xhat);
+    }
+  });
   sum = gpu::block_reduce(sum, gpu::Plus{}, 0.0, slot);
   product = gpu::block_reduce(product, gpu::Plus{}, 0.0, slot);
   if (threadIdx.x == 0) {
@@ -236,18 +259,14 @@ __global__ void __launch_bounds__(kBlock)
   T grads[kGroup] = {}, values[kGroup] = {};
   read_group(dy, total, vectors, grads);
   read_group(x, total, vectors, values);
-  int64_t at_slot = -1, at_channel = -1;
   A m = 0, scale = 0, average = 0, along = 0;
-  for_group(size, total, [&](int j, int64_t n, int64_t channel) {
-    const int64_t slot = size.slot(n, channel);
-    if (slot != at_slot || channel != at_channel) {
-      at_slot = slot;
-      at_channel = channel;
-      m = mean[slot];
-      scale = static_cast<A>(static_cast<double>(rstd[slot]) * number_at(weight, channel, 1));
-      average = b != nullptr ? b[slot] : A(0);
-      along = c != nullptr ? c[slot] : A(0);
-    }
+  const auto enter = [&](int64_t slot, int64_t channel) {
+    m = mean[slot];
+    scale = static_cast<A>(static_cast<double>(rstd[slot]) * number_at(weight, channel, 1));
+    average = b != nullptr ? b[slot] : A(0);
+    along = c != nullptr ? c[slot] : A(0);
+  };
+  for_group(size, total, enter, [&](int j) {
     grads[j] = store<T>(scale * load<A>(grads[j]) - average - (load<A>(values[j]) - m) * along);
   });
   write_group(dx, total, vectors, grads);
@@ -371,11 +390,14 @@ RowNormGradients channel_norm_backward_cuda(const Tensor& dy, const Tensor& x, i
                     column_sums_kernel<T>, grad.data_as<T>(), source.data_as<T>(), size,
                     m.data_as<A>(), r.data_as<A>(), dys, xhats);
       } else if (pieces > 0) {
+        constexpr int kWidth = 16 / sizeof(T);
+        const bool vectors = begin_alike<T>({grad.data(), source.data()}, {size.S});
         gpu::launch({.name = name,
                      .grid = static_cast<unsigned>(size.N * size.C),
-                     .block = row_threads(size.S)},
-                    plane_sums_kernel<T>, grad.data_as<T>(), source.data_as<T>(), size,
-                    m.data_as<A>(), r.data_as<A>(), dys, xhats);
+                     .block = walk_threads(size.S, vectors ? kWidth : 1)},
+                    vectors ? plane_sums_kernel<T, kWidth> : plane_sums_kernel<T, 1>,
+                    grad.data_as<T>(), source.data_as<T>(), size, m.data_as<A>(), r.data_as<A>(),
+                    dys, xhats);
       }
       if (wanted[1] || wanted[2]) {
         gpu::launch(over(name, size.C), channel_gradients_kernel<A>,

@@ -68,8 +68,10 @@ __global__ void __launch_bounds__(kBlock)
       const bool is_head = is_first && continues, is_tail = is_last && goes_on;
       if (is_head || is_tail) {
         A* const to = partials + (blockIdx.x * kParts + (is_head ? kHead : kTail)) * C + c;
+        gpu::Vector<A, kWidth> part;
         TS_UNROLL
-        for (int j = 0; j < kWidth; ++j) to[j] = sums[j];
+        for (int j = 0; j < kWidth; ++j) part.values[j] = sums[j];
+        gpu::store_vector(to, part);
       } else if (own_places[k] != padding_idx) {
         gpu::Vector<T, kWidth> out;
         TS_UNROLL
@@ -84,7 +86,7 @@ __global__ void __launch_bounds__(kBlock)
 }
 
 // A block for each segment: where a row begins in it and goes on, its parts in their order.
-template <class T>
+template <class T, int kWidth>
 __global__ void __launch_bounds__(kBlock)
     join_segments_kernel(const int32_t* places, T* table, const Compute<T>* partials, int64_t n,
                          int64_t C, int64_t padding_idx) {
@@ -95,11 +97,18 @@ __global__ void __launch_bounds__(kBlock)
   if (began_before || place == padding_idx) return;
   int64_t last = segment + 1;  // segments from here to `last` hold the row
   while ((last + 1) * kSegment < n && places[(last + 1) * kSegment] == place) ++last;
-  const int64_t c = int64_t{blockIdx.y} * blockDim.x + threadIdx.x;
+  const int64_t c = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * kWidth;
   if (c >= C) return;
-  Compute<T> sum = partials[(segment * kParts + kTail) * C + c];
-  for (int64_t s = segment + 1; s <= last; ++s) sum += partials[(s * kParts + kHead) * C + c];
-  table[place * C + c] = store<T>(sum);
+  auto sums = gpu::load_vector<kWidth>(partials + (segment * kParts + kTail) * C + c);
+  for (int64_t s = segment + 1; s <= last; ++s) {
+    const auto part = gpu::load_vector<kWidth>(partials + (s * kParts + kHead) * C + c);
+    TS_UNROLL
+    for (int j = 0; j < kWidth; ++j) sums.values[j] += part.values[j];
+  }
+  gpu::Vector<T, kWidth> out;
+  TS_UNROLL
+  for (int j = 0; j < kWidth; ++j) out.values[j] = store<T>(sums.values[j]);
+  gpu::store_vector(table + place * C + c, out);
 }
 
 Tensor embedding_backward_cuda(const Tensor& grad, const Tensor& index, int64_t V,
@@ -117,20 +126,17 @@ Tensor embedding_backward_cuda(const Tensor& grad, const Tensor& index, int64_t 
     constexpr int kWidth = 16 / sizeof(T);
     const Tensor partials = raw::empty({segments, kParts, C}, dtype_of<A>, grad.device());
     const bool vectors = C % kWidth == 0 && is_aligned(dense.data());
-    const auto grid = [&](int64_t columns) {
-      return dim3(static_cast<unsigned>(segments), gpu::blocks(columns, kBlock));
-    };
-    const auto threads = [](int64_t columns) {
-      return static_cast<unsigned>(columns < kBlock ? (columns + 31) / 32 * 32 : kBlock);
-    };
     const int64_t columns = vectors ? C / kWidth : C;
-    gpu::launch({.name = "embedding_backward", .grid = grid(columns), .block = threads(columns)},
-                vectors ? sum_segments_kernel<T, kWidth> : sum_segments_kernel<T, 1>,
+    const gpu::LaunchConfig config{
+        .name = "embedding_backward",
+        .grid = dim3(static_cast<unsigned>(segments), gpu::blocks(columns, kBlock)),
+        .block = static_cast<unsigned>(columns < kBlock ? (columns + 31) / 32 * 32 : kBlock)};
+    gpu::launch(config, vectors ? sum_segments_kernel<T, kWidth> : sum_segments_kernel<T, 1>,
                 dense.data_as<T>(), sorted.places.data_as<int32_t>(),
                 sorted.order.data_as<int32_t>(), result.data_as<T>(), partials.data_as<A>(), n, C,
                 padding_idx);
-    gpu::launch({.name = "embedding_backward", .grid = grid(C), .block = threads(C)},
-                join_segments_kernel<T>, sorted.places.data_as<int32_t>(), result.data_as<T>(),
+    gpu::launch(config, vectors ? join_segments_kernel<T, kWidth> : join_segments_kernel<T, 1>,
+                sorted.places.data_as<int32_t>(), result.data_as<T>(),
                 static_cast<const A*>(partials.data()), n, C, padding_idx);
   });
   return result;
@@ -154,6 +160,7 @@ __global__ void __launch_bounds__(kBlock)
                                      gpu::load_vector<kPairs>(x + at[1] + second)};
   const auto cosines = gpu::load_vector<kPairs>(cos + at[2]);
   const auto sines = gpu::load_vector<kPairs>(sin + at[3]);
+  TS_UNROLL
   for (int p = 0; p < kPairs; ++p) {
     T& first_part = interleaved ? parts[2 * p / kPairs].values[2 * p % kPairs] : parts[0].values[p];
     T& second_part =
@@ -189,14 +196,17 @@ Tensor rotary_cuda(const Tensor& x, const Tensor& cos, const Tensor& sin, bool i
     TS_CHECK_SHAPE(half == 1 || (strides[2][last] == 1 && strides[3][last] == 1),
                    "rotary_embedding", "cos and sin need ", half, " angles in a row; got ", cos,
                    " and ", sin);
-    // Four pairs a thread where every group of them is aligned.
-    constexpr int kPairs = 4;
-    bool vectors = half % kPairs == 0 && is_aligned(source.data()) && is_aligned(result.data()) &&
+    // The most pairs a thread of which every group is aligned.
+    constexpr int kMost = sizeof(T) == 2 ? 8 : 4;
+    const auto fits = [&](int pairs) {
+      bool whole = half % pairs == 0 && is_aligned(source.data()) && is_aligned(result.data()) &&
                    is_aligned(cosines.data()) && is_aligned(sines.data());
-    for (const Shape& stride : strides) {
-      for (int d = 0; d < last; ++d) vectors = vectors && stride[d] % kPairs == 0;
-    }
-    const int pairs = vectors ? kPairs : 1;
+      for (const Shape& stride : strides) {
+        for (int d = 0; d < last; ++d) whole = whole && stride[d] % pairs == 0;
+      }
+      return whole;
+    };
+    const int pairs = fits(kMost) ? kMost : fits(4) ? 4 : 1;
     angles[last] = half / pairs;
     for (Shape& stride : strides) stride[last] = pairs;
     if (interleaved) strides[0][last] = strides[1][last] = 2 * pairs;
@@ -207,7 +217,9 @@ Tensor rotary_cuda(const Tensor& x, const Tensor& cos, const Tensor& sin, bool i
           kernel, result.data_as<T>(), source.data_as<T>(), cosines.data_as<C>(),
           sines.data_as<C>(), half, interleaved, inverse, DeviceWalk<4>(walk));
     };
-    vectors ? run(rotary_kernel<T, kPairs>) : run(rotary_kernel<T, 1>);
+    pairs == kMost ? run(rotary_kernel<T, kMost>)
+    : pairs == 4   ? run(rotary_kernel<T, 4>)
+                   : run(rotary_kernel<T, 1>);
   });
   return result;
 }

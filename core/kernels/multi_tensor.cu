@@ -10,6 +10,7 @@
 #include <tessera/core/kernels/multi_tensor_blocks.h>
 #include <tessera/core/kernels/on_device.h>
 #include <tessera/core/math.h>
+#include <tessera/core/raw_views.h>
 #include <tessera/core/kernels/multi_tensor.cuh>
 #include <tessera/core/kernels/rows.cuh>
 
@@ -39,9 +40,9 @@ TS_DEVICE AdamStep<C> adam_step(const AdamOptions& options, const double* scalar
           static_cast<C>(lr / correction1)};
 }
 
-// The arithmetic of adam_block on the CPU, operation by operation: the bits are the same. One
-// thread of each block works out the constants of the step: learning rate, step number and factors
-// may be known to the device alone.
+// The arithmetic of adam_block on the CPU, operation by operation. One thread of each block works
+// out the constants of the step, as step number and factors may be known to the device alone: the
+// bits are the CPU's where its pow() is, and a GPU's may differ in the last place of f64.
 template <class C>
 __global__ void __launch_bounds__(kBlock)
     adam_kernel(const Row* rows, int count, const AdamOptions options, const StepSource source) {
@@ -56,39 +57,39 @@ __global__ void __launch_bounds__(kBlock)
   if (runs[0] == 0) return;
   const AdamStep<C> step = constants[0];
   const Place place = find_chunk(rows, count);
-  const Row& row = rows[place.row];
-  C* const exp_avg = static_cast<C*>(row.spans[2].data);
-  C* const exp_avg_sq = static_cast<C*>(row.spans[3].data);
-  C* const largest = static_cast<C*>(row.spans[4].data);
-  for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) {
-    C param = 0, grad = 0;
-    with_lane_dtype<C>(row.spans[0].dtype, [&]<class P>() {
-      param = load<C>(static_cast<const P*>(row.spans[0].data)[i]);
-    });
-    with_lane_dtype<C>(row.spans[1].dtype, [&]<class G>() {
-      grad = load<C>(static_cast<const G*>(row.spans[1].data)[i]);
-    });
-    C g = grad * step.gradient_scale;
-    if (step.l2 != C(0)) g = g + step.l2 * param;
-    const C decayed = param * step.decay;
-    const C m = exp_avg[i] + step.one_minus_beta1 * (g - exp_avg[i]);
-    const C v = exp_avg_sq[i] * step.beta2 + step.one_minus_beta2 * g * g;
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
-    C second = v;
-    if (largest != nullptr) {
-      second = v > largest[i] || v != v ? v : largest[i];
-      largest[i] = second;
+  const Row row = rows[place.row];  // a copy: nothing tells that stores leave the table alone
+  const bool has_largest = row.spans[4].data != nullptr;
+  for_groups<kSpanGroup>(place, [&](int64_t i, int count) {
+    C param[kSpanGroup], grad[kSpanGroup], exp_avg[kSpanGroup], exp_avg_sq[kSpanGroup];
+    C largest[kSpanGroup], value[kSpanGroup];
+    load_group_of<C>(row.spans[2], i, count, exp_avg);
+    load_group_of<C>(row.spans[3], i, count, exp_avg_sq);
+    if (has_largest) load_group_of<C>(row.spans[4], i, count, largest);
+    load_span(row.spans[0], i, count, param);  // last: a conversion waits for what it converts
+    load_span(row.spans[1], i, count, grad);
+    TS_UNROLL
+    for (int j = 0; j < kSpanGroup; ++j) {
+      C g = grad[j] * step.gradient_scale;
+      if (step.l2 != C(0)) g = g + step.l2 * param[j];
+      const C decayed = param[j] * step.decay;
+      const C m = exp_avg[j] + step.one_minus_beta1 * (g - exp_avg[j]);
+      const C v = exp_avg_sq[j] * step.beta2 + step.one_minus_beta2 * g * g;
+      exp_avg[j] = m;
+      exp_avg_sq[j] = v;
+      C second = v;
+      if (has_largest) {
+        second = v > largest[j] || v != v ? v : largest[j];
+        largest[j] = second;
+      }
+      const C denominator = math::sqrt(second) / step.correction2_root + step.eps;
+      value[j] = decayed - step.step_size * m / denominator;
     }
-    const C denominator = math::sqrt(second) / step.correction2_root + step.eps;
-    const C value = decayed - step.step_size * m / denominator;
-    with_lane_dtype<C>(row.spans[0].dtype,
-                       [&]<class P>() { static_cast<P*>(row.spans[0].data)[i] = store<P>(value); });
-    if (row.spans[5].data != nullptr) {
-      with_any_dtype(row.spans[5].dtype,
-                     [&]<class S>() { static_cast<S*>(row.spans[5].data)[i] = store<S>(value); });
-    }
-  }
+    store_group_of<C>(row.spans[2], i, count, exp_avg);
+    store_group_of<C>(row.spans[3], i, count, exp_avg_sq);
+    if (has_largest) store_group_of<C>(row.spans[4], i, count, largest);
+    store_span(row.spans[0], i, count, value);
+    store_shadow(row.spans[5], i, count, value);
+  });
 }
 
 void multi_tensor_adam_cuda(std::span<const AdamTensors> tensors, const AdamOptions& options,
@@ -147,19 +148,24 @@ template <class C>
 __global__ void power_sum_kernel(const Row* rows, int count, double* partials, double p) {
   TS_REDUCE_SLOT(double, slot);
   const Place place = find_chunk(rows, count);
-  const Row& row = rows[place.row];
+  const Span span = rows[place.row].spans[0];
   const bool largest = p == static_cast<double>(INFINITY);
   double value = 0;
-  with_lane_dtype<C>(row.spans[0].dtype, [&]<class T>() {
-    const T* const x = static_cast<const T*>(row.spans[0].data);
-    for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) {
-      const double v = ::fabs(static_cast<double>(load<C>(x[i])));
-      if (largest) {
-        value = gpu::Larger{}(value, v);
-      } else {
-        value += p == 2 ? v * v : p == 1 ? v : ::pow(v, p);
+  with_lane_dtype<C>(span.dtype, [&]<class T>() {
+    for_groups<kGroupOf<T>>(place, [&](int64_t i, int count) {
+      C x[kGroupOf<T>];
+      load_group_of<T>(span, i, count, x);
+      TS_UNROLL
+      for (int j = 0; j < kGroupOf<T>; ++j) {
+        if (j >= count) break;
+        const double v = ::fabs(static_cast<double>(x[j]));
+        if (largest) {
+          value = gpu::Larger{}(value, v);
+        } else {
+          value += p == 2 ? v * v : p == 1 ? v : ::pow(v, p);
+        }
       }
-    }
+    });
   });
   value = largest ? gpu::block_reduce(value, gpu::Larger{}, 0.0, slot)
                   : gpu::block_reduce(value, gpu::Plus{}, 0.0, slot);
@@ -261,6 +267,7 @@ __global__ void clip_factor_kernel(const NormPart* parts, int count, double* par
   const double clip = max_norm / (norm + 1e-6);
   result[0] = norm;
   result[1] = given * (clip >= 1 ? 1 : clip);  // NaN stays
+  result[2] = norm - norm == 0 ? 0 : 1;
 }
 
 __global__ void is_nonfinite_kernel(const double* x, double* found) {
@@ -271,7 +278,7 @@ Tensor multi_tensor_clip_factor_cuda(std::span<const Tensor> tensors, double p, 
                                      double max_norm, const Tensor& factor) {
   const PowerPartials partials = power_partials(tensors, p);
   const Device& device = tensors[0].device();
-  const Tensor result = raw::empty({2}, kF64, device);
+  const Tensor result = raw::empty({3}, kF64, device);
   const auto count = static_cast<int64_t>(partials.parts.size());
   const Tensor sums = raw::empty({count}, kF64, device);
   const int64_t bytes = count * static_cast<int64_t>(sizeof(NormPart));
@@ -288,12 +295,16 @@ Tensor multi_tensor_clip_factor_cuda(std::span<const Tensor> tensors, double p, 
 
 // The largest magnitude: it is NaN where any element is, and sums of nothing can overflow.
 Tensor multi_tensor_found_nonfinite_cuda(std::span<const Tensor> tensors) {
-  const Tensor largest = multi_tensor_clip_factor_cuda(tensors, static_cast<double>(INFINITY), 1,
-                                                       static_cast<double>(INFINITY), {});
-  const Tensor found = raw::empty({1}, kF64, largest.device());
-  gpu::launch({.name = "multi_tensor_found_nonfinite", .grid = 1, .block = 1}, is_nonfinite_kernel,
-              static_cast<const double*>(largest.data_as<double>()), found.data_as<double>());
-  return found;
+  const Tensor& first = tensors[0];
+  if (tensors.size() == 1 && first.dtype() == kF64 && first.numel() == 1) {  // a norm
+    const Tensor found = raw::empty({1}, kF64, first.device());
+    gpu::launch({.name = "multi_tensor_found_nonfinite", .grid = 1, .block = 1},
+                is_nonfinite_kernel, static_cast<const double*>(first.data_as<double>()),
+                found.data_as<double>());
+    return found;
+  }
+  constexpr auto kInfinity = static_cast<double>(INFINITY);
+  return raw::narrow(multi_tensor_clip_factor_cuda(tensors, kInfinity, 1, kInfinity, {}), 0, 2, 1);
 }
 
 __global__ void loss_scale_kernel(double* state, const LossScaleOptions options) {
@@ -308,12 +319,15 @@ void update_loss_scale_cuda(const Tensor& state, const LossScaleOptions& options
 template <class C>
 __global__ void scale_kernel(const Row* rows, int count, C factor) {
   const Place place = find_chunk(rows, count);
-  const Row& row = rows[place.row];
-  with_lane_dtype<C>(row.spans[0].dtype, [&]<class T>() {
-    T* const x = static_cast<T*>(row.spans[0].data);
-    for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) {
-      x[i] = store<T>(load<C>(x[i]) * factor);
-    }
+  const Span span = rows[place.row].spans[0];
+  with_lane_dtype<C>(span.dtype, [&]<class T>() {
+    for_groups<kGroupOf<T>>(place, [&](int64_t i, int count) {
+      C x[kGroupOf<T>];
+      load_group_of<T>(span, i, count, x);
+      TS_UNROLL
+      for (int j = 0; j < kGroupOf<T>; ++j) x[j] *= factor;
+      store_group_of<T>(span, i, count, x);
+    });
   });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <initializer_list>
 #include <vector>
 
@@ -18,6 +19,7 @@ namespace tessera::kernels::multi_tensor {
 struct Span {
   void* data;
   DType dtype;
+  bool vectors;  // data is aligned to them
 };
 inline constexpr int kMaxSpans = 6;
 struct Row {  // one tensor, or one parameter with what belongs to it
@@ -100,8 +102,90 @@ TS_DEVICE Place find_chunk(const Row* rows, int count) {
   return {low, begin, end < rows[low].numel ? end : rows[low].numel};
 }
 
+// ---- Groups: neighbouring elements of one thread, a vector where memory is aligned to it --------
+
+// Of an update: 16 bytes of f32, which all states are and most of what a step moves; a warp's
+// vectors of them lie side by side. Of bf16 and f16 it is 8 bytes.
+inline constexpr int kSpanGroup = 4;
+// Of a kernel that walks over one tensor.
+template <class T>
+inline constexpr int kGroupOf = 16 / sizeof(T);
+
 inline Span span_of(const Tensor& x) {
-  return x.defined() ? Span{x.data(), x.dtype()} : Span{nullptr, kF32};
+  if (!x.defined()) return {nullptr, kF32, false};
+  return {x.data(), x.dtype(), is_aligned(x.data())};
+}
+
+// visit(i, count): the group of `count` elements from i on. A thread has the same ones with and
+// without vectors, so that sums have the same bits. Rolled: an update needs the registers.
+template <int kGroup, class Visit>
+TS_DEVICE void for_groups(const Place& place, const Visit& visit) {
+  TS_ROLLED
+  for (int64_t i = place.begin + int64_t{threadIdx.x} * kGroup; i < place.end;
+       i += int64_t{blockDim.x} * kGroup) {
+    visit(i, static_cast<int>(place.end - i < kGroup ? place.end - i : kGroup));
+  }
+}
+
+// The elements from i on. Pointers from a table may lead anywhere, as far as the compiler knows.
+template <class T>
+TS_DEVICE T* elements_of(const Span& span, int64_t i) {
+  T* const x = static_cast<T*>(span.data) + i;
+#if defined(__CUDACC__)
+  size_t address;  // by name, because a cast to global memory and back is taken for none
+  asm("cvta.to.global.u64 %0, %1;" : "=l"(address) : "l"(x));
+  return static_cast<T*>(__cvta_global_to_generic(address));
+#else
+  return x;
+#endif
+}
+
+template <class T, class C, int kGroup>
+TS_DEVICE void load_group_of(const Span& span, int64_t i, int count, C (&values)[kGroup]) {
+  const T* const x = elements_of<T>(span, i);
+  if (span.vectors && count == kGroup) {
+    const gpu::Vector<T, kGroup> vector = gpu::load_vector<kGroup>(x);
+    TS_UNROLL
+    for (int j = 0; j < kGroup; ++j) values[j] = load<C>(vector.values[j]);
+  } else {
+    TS_UNROLL
+    for (int j = 0; j < kGroup; ++j) values[j] = j < count ? load<C>(x[j]) : C(0);
+  }
+}
+template <class T, class C, int kGroup>
+TS_DEVICE void store_group_of(const Span& span, int64_t i, int count, const C (&values)[kGroup]) {
+  T* const x = elements_of<T>(span, i);
+  if (span.vectors && count == kGroup) {
+    gpu::Vector<T, kGroup> vector;
+    TS_UNROLL
+    for (int j = 0; j < kGroup; ++j) vector.values[j] = store<T>(values[j]);
+    gpu::store_vector(x, vector);
+  } else {
+    TS_UNROLL
+    for (int j = 0; j < kGroup; ++j) {
+      if (j < count) x[j] = store<T>(values[j]);
+    }
+  }
+}
+// Of a span of any dtype of C's lane.
+template <class C>
+TS_DEVICE void load_span(const Span& span, int64_t i, int count, C (&values)[kSpanGroup]) {
+  with_lane_dtype<C>(span.dtype, [&]<class T>() { load_group_of<T>(span, i, count, values); });
+}
+template <class C>
+TS_DEVICE void store_span(const Span& span, int64_t i, int count, const C (&values)[kSpanGroup]) {
+  with_lane_dtype<C>(span.dtype, [&]<class T>() { store_group_of<T>(span, i, count, values); });
+}
+// A shadow has any floating dtype, beside a parameter of any lane.
+template <class C>
+TS_DEVICE void store_shadow(const Span& span, int64_t i, int count, const C (&values)[kSpanGroup]) {
+  if (span.data == nullptr) return;
+  if (span.dtype == kF64) {
+    store_group_of<double>(span, i, count, values);
+  } else {
+    with_lane_dtype<float>(span.dtype,
+                           [&]<class T>() { store_group_of<T>(span, i, count, values); });
+  }
 }
 
 // The elements of x in the order of param's memory.

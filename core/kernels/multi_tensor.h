@@ -145,10 +145,10 @@ std::vector<double> multi_tensor_power_sums(std::span<const Tensor> tensors, dou
 // to the power 1 / p. Infinity or NaN tells of a non-finite element at no further cost.
 double multi_tensor_norm(std::span<const Tensor> tensors, double p = 2);
 
-// What clipping needs, beside the tensors: f64 [2], the norm, which is multi_tensor_norm() * scale,
-// and min(1, max_norm / (norm + 1e-6)), NaN where the norm is. `factor`: f64, one element beside
-// the tensors, which multiplies both `scale` and the second result; or undefined. A GPU reads
-// nothing back. There is at least one tensor.
+// What clipping needs, beside the tensors: f64 [3], the norm, which is multi_tensor_norm() * scale,
+// min(1, max_norm / (norm + 1e-6)), NaN where the norm is, and 1 where the norm is not finite, else
+// 0. `factor`: f64, one element beside the tensors, which multiplies both `scale` and the second
+// result; or undefined. A GPU reads nothing back. There is at least one tensor.
 Tensor multi_tensor_clip_factor(std::span<const Tensor> tensors, double p, double scale,
                                 double max_norm, const Tensor& factor = {});
 // f64 [1]: 1 where an element of a tensor, at least one, is not finite, else 0.

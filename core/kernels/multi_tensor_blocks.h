@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include <tessera/core/dtype.h>
 #include <tessera/core/kernels/isa.h>
@@ -46,12 +47,11 @@ struct UpdateBlock {
   void* shadow;
   DType param_dtype, grad_dtype;
 };
-// Whether blocks of these dtypes may be given as they are. Without a shadow its dtype is f32's.
-inline bool updates_directly(DType param, DType grad, DType shadow) {
-  if (param == kF64) return grad == kF64 && shadow == kF32;
-  if (param == kF32)
-    return (grad == kF32 && shadow == kF32) || ((grad == kF32 || grad == kBF16) && shadow == kBF16);
-  return param == kBF16 && grad == kBF16 && shadow == kF32;
+// Whether blocks of these dtypes may be given as they are.
+inline bool updates_directly(DType param, DType grad, std::optional<DType> shadow) {
+  if (shadow.has_value() && *shadow != kBF16) return false;
+  if (param == kF32) return grad == kF32 || (grad == kBF16 && shadow.has_value());
+  return (param == kF64 || param == kBF16) && grad == param && !shadow.has_value();
 }
 
 // States are of the compute type; nothing aliases. Optional states may be null.

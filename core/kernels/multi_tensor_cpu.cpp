@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
@@ -168,7 +169,7 @@ void update_range(const Entry& entry, Convert convert, int64_t begin, int64_t en
   if ((direct_param && direct_grad && !has_shadow) ||
       (convert == Convert::kInRegisters &&
        updates_directly(entry.param.dtype, entry.grad.dtype,
-                        has_shadow ? entry.shadow.dtype : kF32))) {
+                        has_shadow ? std::optional(entry.shadow.dtype) : std::nullopt))) {
     block(UpdateBlock{end - begin, bytes_at(entry.param, begin), bytes_at(entry.grad, begin),
                       has_shadow ? bytes_at(entry.shadow, begin) : nullptr, entry.param.dtype,
                       entry.grad.dtype},
@@ -516,7 +517,7 @@ Tensor multi_tensor_clip_factor(std::span<const Tensor> tensors, double p, doubl
   const double given = factor.defined() ? factor.item() : 1;
   const double norm = multi_tensor_norm(tensors, p) * (scale * given);
   const double clip = max_norm / (norm + 1e-6);
-  return tensor({norm, given * (clip >= 1 ? 1 : clip)}, kF64);
+  return tensor({norm, given * (clip >= 1 ? 1 : clip), std::isfinite(norm) ? 0.0 : 1.0}, kF64);
 }
 
 Tensor multi_tensor_found_nonfinite(std::span<const Tensor> tensors) {

@@ -21,8 +21,9 @@ constexpr int kBlock = 256;
 // ---- Rules: the new value of a parameter from the old one, the gradient and up to three states --
 
 template <class C>
-struct States {  // of one element; null: absent
+struct States {  // of one element
   C* of[3];
+  bool has[3];
 };
 
 template <class C>
@@ -75,14 +76,14 @@ struct RmspropRule {
     if (step.l2 != C(0)) g = g + step.l2 * old;
     C average = step.alpha * *states.of[0] + step.one_minus_alpha * g * g;
     *states.of[0] = average;
-    if (states.of[1] != nullptr) {  // centered
+    if (states.has[1]) {  // centered
       C& grad_avg = *states.of[1];
       const C mean = grad_avg + step.one_minus_alpha * (g - grad_avg);
       grad_avg = mean;
       average = average - mean * mean;
     }
     const C denominator = math::sqrt(average) + step.eps;
-    if (states.of[2] == nullptr) return old - step.lr * g / denominator;
+    if (!states.has[2]) return old - step.lr * g / denominator;
     const C buffer = step.momentum * *states.of[2] + g / denominator;
     *states.of[2] = buffer;
     return old - step.lr * buffer;
@@ -177,28 +178,34 @@ __global__ void __launch_bounds__(kBlock)
   if (runs[0] == 0) return;
   const Rule& rule = rules[0];
   const Place place = find_chunk(rows, count);
-  const Row& row = rows[place.row];
-  for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) {
-    C param = 0, grad = 0;
-    with_lane_dtype<C>(row.spans[0].dtype, [&]<class P>() {
-      param = load<C>(static_cast<const P*>(row.spans[0].data)[i]);
-    });
-    with_lane_dtype<C>(row.spans[1].dtype, [&]<class G>() {
-      grad = load<C>(static_cast<const G*>(row.spans[1].data)[i]);
-    });
-    States<C> states;
+  const Row row = rows[place.row];  // a copy: nothing tells that stores leave the table alone
+  const bool has[3] = {row.spans[2].data != nullptr, row.spans[3].data != nullptr,
+                       row.spans[4].data != nullptr};
+  for_groups<kSpanGroup>(place, [&](int64_t i, int count) {
+    C param[kSpanGroup], grad[kSpanGroup], states[3][kSpanGroup];
+    TS_UNROLL
     for (int s = 0; s < 3; ++s) {
-      C* const data = static_cast<C*>(row.spans[2 + s].data);
-      states.of[s] = data != nullptr ? data + i : nullptr;
+      if (has[s]) load_group_of<C>(row.spans[2 + s], i, count, states[s]);
     }
-    const C value = rule(param, grad, states);
-    with_lane_dtype<C>(row.spans[0].dtype,
-                       [&]<class P>() { static_cast<P*>(row.spans[0].data)[i] = store<P>(value); });
-    if (row.spans[5].data != nullptr) {
-      with_any_dtype(row.spans[5].dtype,
-                     [&]<class S>() { static_cast<S*>(row.spans[5].data)[i] = store<S>(value); });
+    load_span(row.spans[0], i, count, param);  // last: a conversion waits for what it converts
+    load_span(row.spans[1], i, count, grad);
+    TS_UNROLL
+    for (int j = 0; j < kSpanGroup; ++j) {
+      States<C> of_element;
+      TS_UNROLL
+      for (int s = 0; s < 3; ++s) {
+        of_element.of[s] = &states[s][j];
+        of_element.has[s] = has[s];
+      }
+      param[j] = rule(param[j], grad[j], of_element);
     }
-  }
+    TS_UNROLL
+    for (int s = 0; s < 3; ++s) {
+      if (has[s]) store_group_of<C>(row.spans[2 + s], i, count, states[s]);
+    }
+    store_span(row.spans[0], i, count, param);
+    store_shadow(row.spans[5], i, count, param);
+  });
 }
 
 // ---- Launches -----------------------------------------------------------------------------------
@@ -371,13 +378,18 @@ void multi_tensor_lerp_cuda(std::span<const Tensor> averages, std::span<const Te
 template <class C>
 __global__ void __launch_bounds__(kBlock) clamp_kernel(const Row* rows, int count, C limit) {
   const Place place = find_chunk(rows, count);
-  const Row& row = rows[place.row];
-  with_lane_dtype<C>(row.spans[0].dtype, [&]<class T>() {
-    T* const x = static_cast<T*>(row.spans[0].data);
-    for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) {
-      const C value = load<C>(x[i]), low = value < -limit ? -limit : value;
-      x[i] = store<T>(low > limit ? limit : low);  // NaN stays
-    }
+  const Span span = rows[place.row].spans[0];
+  with_lane_dtype<C>(span.dtype, [&]<class T>() {
+    for_groups<kGroupOf<T>>(place, [&](int64_t i, int count) {
+      C x[kGroupOf<T>];
+      load_group_of<T>(span, i, count, x);
+      TS_UNROLL
+      for (int j = 0; j < kGroupOf<T>; ++j) {
+        const C low = x[j] < -limit ? -limit : x[j];
+        x[j] = low > limit ? limit : low;  // NaN stays
+      }
+      store_group_of<T>(span, i, count, x);
+    });
   });
 }
 

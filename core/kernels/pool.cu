@@ -22,6 +22,19 @@ Shape with_plane(const Shape& shape, int64_t rows, int64_t columns) {
 
 // ---- Linear maps of windows ---------------------------------------------------------------------
 
+using Count = DivisorOf<uint64_t>;
+
+// Where an element lies in (planes, rows, columns).
+struct Place {
+  int64_t plane, row, column;
+  TS_DEVICE Place(int64_t index, const Count& rows, const Count& columns) {
+    const uint64_t lines = columns.quotient(static_cast<uint64_t>(index));
+    column = index - static_cast<int64_t>(lines * columns.value);
+    plane = static_cast<int64_t>(rows.quotient(lines));
+    row = static_cast<int64_t>(lines) - plane * static_cast<int64_t>(rows.value);
+  }
+};
+
 // A WindowMap in device memory.
 struct DeviceMap {
   const int64_t* begin;  // (size)
@@ -29,7 +42,9 @@ struct DeviceMap {
   const double* weight;
   const int64_t* first;  // (input_size): the outputs whose windows may hold an input
   const int64_t* last;
-  int64_t size, input_size;
+  Count outputs, inputs;
+  TS_DEVICE int64_t size() const { return static_cast<int64_t>(outputs.value); }
+  TS_DEVICE int64_t input_size() const { return static_cast<int64_t>(inputs.value); }
 };
 
 // Both dimensions' maps as one block of device memory.
@@ -76,8 +91,8 @@ class DeviceMaps {
                   .weight = reinterpret_cast<const double*>(at + 2 * size),
                   .first = transposed ? at + 3 * size : nullptr,
                   .last = transposed ? at + 3 * size + inputs : nullptr,
-                  .size = size,
-                  .input_size = inputs};
+                  .outputs = Count(static_cast<uint64_t>(size)),
+                  .inputs = Count(static_cast<uint64_t>(inputs))};
     }
   }
   const DeviceMap& rows() const { return maps_[0]; }
@@ -95,13 +110,12 @@ __global__ void window_sum_kernel(const T* x,  // (planes, H, W)
   using A = Compute<T>;
   const int64_t index = gpu::first_index();
   if (index >= total) return;
-  const int64_t j = index % columns.size, i = index / columns.size % rows.size;
-  const T* const in = x + index / columns.size / rows.size * rows.input_size * columns.input_size;
+  const Place to(index, rows.outputs, columns.outputs);
+  const int64_t i = to.row, j = to.column, width = columns.input_size();
+  const T* const in = x + to.plane * rows.input_size() * width;
   A sum = 0;
   for (int64_t h = rows.begin[i]; h < rows.end[i]; ++h) {
-    for (int64_t w = columns.begin[j]; w < columns.end[j]; ++w) {
-      sum += load<A>(in[h * columns.input_size + w]);
-    }
+    for (int64_t w = columns.begin[j]; w < columns.end[j]; ++w) sum += load<A>(in[h * width + w]);
   }
   y[index] = store<T>(sum * static_cast<A>(rows.weight[i] * columns.weight[j]));
 }
@@ -114,15 +128,15 @@ __global__ void window_sum_transposed_kernel(const T* grad,  // (planes, OH, OW)
   using A = Compute<T>;
   const int64_t index = gpu::first_index();
   if (index >= total) return;
-  const int64_t w = index % columns.input_size, h = index / columns.input_size % rows.input_size;
-  const T* const in =
-      grad + index / columns.input_size / rows.input_size * rows.size * columns.size;
+  const Place to(index, rows.inputs, columns.inputs);
+  const int64_t h = to.row, w = to.column, width = columns.size();
+  const T* const in = grad + to.plane * rows.size() * width;
   A sum = 0;
   for (int64_t i = rows.first[h]; i <= rows.last[h]; ++i) {
     if (h < rows.begin[i] || h >= rows.end[i]) continue;
     for (int64_t j = columns.first[w]; j <= columns.last[w]; ++j) {
       if (w < columns.begin[j] || w >= columns.end[j]) continue;
-      sum += load<A>(in[i * columns.size + j]) * static_cast<A>(rows.weight[i] * columns.weight[j]);
+      sum += load<A>(in[i * width + j]) * static_cast<A>(rows.weight[i] * columns.weight[j]);
     }
   }
   dx[index] = store<T>(sum);
@@ -160,7 +174,8 @@ Tensor window_sum_transposed_cuda(const Tensor& grad, const WindowMap& rows,
 // ---- Maxima -------------------------------------------------------------------------------------
 
 struct MaxWindow {
-  int64_t H, W, OH, OW;
+  int64_t H, W;
+  Count OH, OW;
   int64_t kernel[2];
   ConvGeometry geometry;
 };
@@ -176,11 +191,11 @@ __global__ void max_pool_kernel(const T* x, T* values, int64_t* indices, const M
   using A = Compute<T>;
   const int64_t index = gpu::first_index();
   if (index >= total) return;
-  const int64_t j = index % p.OW, i = index / p.OW % p.OH;
-  const T* const in = x + index / p.OW / p.OH * p.H * p.W;
+  const Place to(index, p.OH, p.OW);
+  const T* const in = x + to.plane * p.H * p.W;
   const int64_t* const step = p.geometry.dilation;
-  const int64_t h0 = i * p.geometry.stride[0] - p.geometry.padding[0];
-  const int64_t w0 = j * p.geometry.stride[1] - p.geometry.padding[1];
+  const int64_t h0 = to.row * p.geometry.stride[0] - p.geometry.padding[0];
+  const int64_t w0 = to.column * p.geometry.stride[1] - p.geometry.padding[1];
   const int64_t h_reach = h0 + step[0] * (p.kernel[0] - 1) + 1;
   const int64_t w_reach = w0 + step[1] * (p.kernel[1] - 1) + 1;
   const int64_t h_end = h_reach < p.H ? h_reach : p.H, w_end = w_reach < p.W ? w_reach : p.W;
@@ -208,7 +223,12 @@ MaxPool max_pool_cuda(const Tensor& x, const int64_t (&kernel)[2], const ConvGeo
   const int64_t total = result.values.numel();
   if (total == 0) return result;
   const Tensor source = contiguous(x);
-  const MaxWindow window{x.size(-2), x.size(-1), OH, OW, {kernel[0], kernel[1]}, geometry};
+  const MaxWindow window{x.size(-2),
+                         x.size(-1),
+                         Count(static_cast<uint64_t>(OH)),
+                         Count(static_cast<uint64_t>(OW)),
+                         {kernel[0], kernel[1]},
+                         geometry};
   dispatch_floating(x.dtype(), "max_pool2d", [&]<class T>() {
     gpu::launch({.name = "max_pool", .grid = gpu::blocks(total, kBlock), .block = kBlock},
                 max_pool_kernel<T>, source.data_as<T>(), result.values.data_as<T>(),

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include <tessera/core/kernels/sort.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/core/kernels/rows.cuh>
+#include <tessera/core/kernels/strided.cuh>
 
 namespace tessera::kernels {
 namespace {
@@ -28,82 +30,126 @@ TS_DEVICE Bits philox_block(RandomStream stream, int64_t block) {
   return {{four[0], four[1], four[2], four[3]}};
 }
 
-// A thread makes the numbers of one Philox block: four elements, or two of 64 bits.
+// A thread makes the numbers of whole Philox blocks, kEach of a block, that fill 16 bytes or more.
+template <class T, int kEach>
+inline constexpr int kNumbers = std::max(kEach, 16 / static_cast<int>(sizeof(T)));
 template <class T>
-__global__ void uniform_kernel(T* x, int64_t n, MovableStream stream, double low, double high) {
-  constexpr int kEach = std::is_same_v<T, double> ? 2 : 4;
-  const int64_t block = gpu::first_index(), first = block * kEach;
+inline constexpr int kFloats = std::is_same_v<T, double> ? 2 : 4;  // of a block, if they are floats
+
+// The first `count` numbers: by vectors where all of them have a place.
+template <class T, int N>
+TS_DEVICE void store_numbers(T* x, const gpu::Vector<T, N>& numbers, int64_t count, bool vectors) {
+  if (vectors && count >= N) return gpu::store_vector(x, numbers);
+  TS_UNROLL
+  for (int i = 0; i < N; ++i) {
+    if (i < count) x[i] = numbers.values[i];
+  }
+}
+
+// make(bits, numbers): the kEach numbers of one Philox block.
+template <int kEach, class T, class F>
+TS_DEVICE void fill_numbers(T* x, int64_t n, bool vectors, const MovableStream& stream,
+                            const F& make) {
+  constexpr int kAll = kNumbers<T, kEach>;
+  const int64_t first = gpu::first_index() * kAll;
   if (first >= n) return;
-  const Bits bits = philox_block(stream.now(), block);
-  for (int i = 0; i < kEach && first + i < n; ++i) {
-    if constexpr (std::is_same_v<T, double>) {
-      x[first + i] = uniform_between<double>(unit64(bits.word64(i)), low, high);
-    } else {
-      const float u = unit<T>(bits.words[i]);
-      x[first + i] = low == 0 && high == 1
+  const RandomStream now = stream.now();
+  gpu::Vector<T, kAll> numbers;
+  TS_UNROLL
+  for (int b = 0; b < kAll / kEach; ++b) {
+    make(philox_block(now, first / kEach + b), numbers.values + b * kEach);
+  }
+  store_numbers(x + first, numbers, n - first, vectors);
+}
+
+template <class T>
+__global__ void uniform_kernel(T* x, int64_t n, bool vectors, MovableStream stream, double low,
+                               double high) {
+  fill_numbers<kFloats<T>>(x, n, vectors, stream, [&](const Bits& bits, T* numbers) {
+    TS_UNROLL
+    for (int i = 0; i < kFloats<T>; ++i) {
+      if constexpr (std::is_same_v<T, double>) {
+        numbers[i] = uniform_between<double>(unit64(bits.word64(i)), low, high);
+      } else {
+        const float u = unit<T>(bits.words[i]);
+        numbers[i] = low == 0 && high == 1
                          ? store<T>(u)
                          : uniform_between<T>(u, static_cast<float>(low), static_cast<float>(high));
-    }
-  }
-}
-
-template <class T>
-__global__ void normal_kernel(T* x, int64_t n, MovableStream stream, double mean, double std) {
-  constexpr int kEach = std::is_same_v<T, double> ? 2 : 4;
-  const int64_t block = gpu::first_index(), first = block * kEach;
-  if (first >= n) return;
-  const Bits bits = philox_block(stream.now(), block);
-  if constexpr (std::is_same_v<T, double>) {
-    const double radius = ::sqrt(-2.0 * ::log(unit64(bits.word64(0)) + 0x1p-54));
-    const double angle = 6.283185307179586477 * unit64(bits.word64(1));
-    x[first] = mean + std * (radius * ::cos(angle));
-    if (first + 1 < n) x[first + 1] = mean + std * (radius * ::sin(angle));
-  } else {
-    float z[4];
-    box_muller(bits.words[0], bits.words[1], z[0], z[1]);
-    box_muller(bits.words[2], bits.words[3], z[2], z[3]);
-    for (int i = 0; i < 4; ++i) {
-      if (first + i < n) {
-        x[first + i] = store<T>(static_cast<float>(mean) + static_cast<float>(std) * z[i]);
       }
     }
-  }
+  });
 }
 
 template <class T>
-__global__ void bernoulli_kernel(T* x, int64_t n, MovableStream stream, uint64_t threshold) {
-  const int64_t block = gpu::first_index(), first = 4 * block;
-  if (first >= n) return;
-  const Bits bits = philox_block(stream.now(), block);
-  for (int i = 0; i < 4; ++i) {
-    if (first + i < n) x[first + i] = store<T>(static_cast<Compute<T>>(bits.words[i] < threshold));
-  }
+__global__ void normal_kernel(T* x, int64_t n, bool vectors, MovableStream stream, double mean,
+                              double std) {
+  fill_numbers<kFloats<T>>(x, n, vectors, stream, [&](const Bits& bits, T* numbers) {
+    if constexpr (std::is_same_v<T, double>) {
+      const double radius = ::sqrt(-2.0 * ::log(unit64(bits.word64(0)) + 0x1p-54));
+      const double angle = 6.283185307179586477 * unit64(bits.word64(1));
+      numbers[0] = mean + std * (radius * ::cos(angle));
+      numbers[1] = mean + std * (radius * ::sin(angle));
+    } else {
+      float z[4];
+      box_muller(bits.words[0], bits.words[1], z[0], z[1]);
+      box_muller(bits.words[2], bits.words[3], z[2], z[3]);
+      TS_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        numbers[i] = store<T>(static_cast<float>(mean) + static_cast<float>(std) * z[i]);
+      }
+    }
+  });
 }
 
 template <class T>
-__global__ void integers_kernel(T* x, int64_t n, MovableStream stream, int64_t low,
+__global__ void bernoulli_kernel(T* x, int64_t n, bool vectors, MovableStream stream,
+                                 uint64_t threshold) {
+  fill_numbers<4>(x, n, vectors, stream, [&](const Bits& bits, T* numbers) {
+    TS_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      numbers[i] = store<T>(static_cast<Compute<T>>(bits.words[i] < threshold));
+    }
+  });
+}
+
+template <class T>
+__global__ void integers_kernel(T* x, int64_t n, bool vectors, MovableStream stream, int64_t low,
                                 uint64_t range) {
-  const int64_t block = gpu::first_index(), first = 2 * block;
-  if (first >= n) return;
-  const Bits bits = philox_block(stream.now(), block);
-  for (int i = 0; i < 2; ++i) {
-    if (first + i >= n) continue;
-    const uint64_t value = static_cast<uint64_t>(low) + __umul64hi(bits.word64(i), range);
-    x[first + i] = store<T>(load<Compute<T>>(static_cast<int64_t>(value)));
-  }
+  fill_numbers<2>(x, n, vectors, stream, [&](const Bits& bits, T* numbers) {
+    TS_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const uint64_t value = static_cast<uint64_t>(low) + __umul64hi(bits.word64(i), range);
+      numbers[i] = store<T>(load<Compute<T>>(static_cast<int64_t>(value)));
+    }
+  });
 }
 
+// vectors: x is aligned; y, which is new, always is.
 template <class T>
-__global__ void dropout_kernel(const T* x, T* y, int64_t n, MovableStream stream, uint32_t dropped,
-                               Compute<T> scale) {
-  const int64_t block = gpu::first_index(), first = 4 * block;
+__global__ void dropout_kernel(const T* x, T* y, int64_t n, bool vectors, MovableStream stream,
+                               uint32_t dropped, Compute<T> scale) {
+  constexpr int kAll = kNumbers<T, 4>;
+  const int64_t first = gpu::first_index() * kAll;
   if (first >= n) return;
-  const Bits bits = philox_block(stream.now(), block);
-  for (int i = 0; i < 4; ++i) {
-    if (first + i >= n) continue;
-    const Compute<T> value = load<Compute<T>>(x[first + i]) * scale;
-    y[first + i] = store<T>(bits.words[i] >= dropped ? value : Compute<T>(0));
+  gpu::Vector<T, kAll> numbers;
+  if (vectors && n - first >= kAll) {
+    numbers = gpu::load_vector<kAll>(x + first);
+  } else {
+    TS_UNROLL
+    for (int i = 0; i < kAll; ++i) numbers.values[i] = x[first + i < n ? first + i : first];
   }
+  const RandomStream now = stream.now();
+  TS_UNROLL
+  for (int b = 0; b < kAll / 4; ++b) {
+    const Bits bits = philox_block(now, first / 4 + b);
+    TS_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      T& number = numbers.values[4 * b + i];
+      const Compute<T> value = load<Compute<T>>(number) * scale;
+      number = store<T>(bits.words[i] >= dropped ? value : Compute<T>(0));
+    }
+  }
+  store_numbers(y + first, numbers, n - first, true);
 }
 
 // Calls fill(contiguous tensor): x itself, or one that is copied to x.
@@ -126,8 +172,9 @@ gpu::LaunchConfig config_for(const char* name, int64_t n, int each) {
 void random_uniform_cuda(const Tensor& x, double low, double high, RandomStream stream) {
   dispatch_floating(x.dtype(), "random_uniform", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
-      gpu::launch(config_for("random_uniform", dense.numel(), std::is_same_v<T, double> ? 2 : 4),
-                  uniform_kernel<T>, dense.data_as<T>(), dense.numel(), movable(stream), low, high);
+      gpu::launch(config_for("random_uniform", dense.numel(), kNumbers<T, kFloats<T>>),
+                  uniform_kernel<T>, dense.data_as<T>(), dense.numel(), is_aligned(dense.data()),
+                  movable(stream), low, high);
     });
   });
 }
@@ -135,8 +182,9 @@ void random_uniform_cuda(const Tensor& x, double low, double high, RandomStream 
 void random_normal_cuda(const Tensor& x, double mean, double std, RandomStream stream) {
   dispatch_floating(x.dtype(), "random_normal", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
-      gpu::launch(config_for("random_normal", dense.numel(), std::is_same_v<T, double> ? 2 : 4),
-                  normal_kernel<T>, dense.data_as<T>(), dense.numel(), movable(stream), mean, std);
+      gpu::launch(config_for("random_normal", dense.numel(), kNumbers<T, kFloats<T>>),
+                  normal_kernel<T>, dense.data_as<T>(), dense.numel(), is_aligned(dense.data()),
+                  movable(stream), mean, std);
     });
   });
 }
@@ -145,8 +193,9 @@ void random_bernoulli_cuda(const Tensor& x, double p, RandomStream stream) {
   const uint64_t threshold = static_cast<uint64_t>(p * 0x1p32 + 0.5);
   dispatch_numeric_and_bool(x.dtype(), "random_bernoulli", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
-      gpu::launch(config_for("random_bernoulli", dense.numel(), 4), bernoulli_kernel<T>,
-                  dense.data_as<T>(), dense.numel(), movable(stream), threshold);
+      gpu::launch(config_for("random_bernoulli", dense.numel(), kNumbers<T, 4>),
+                  bernoulli_kernel<T>, dense.data_as<T>(), dense.numel(), is_aligned(dense.data()),
+                  movable(stream), threshold);
     });
   });
 }
@@ -155,8 +204,9 @@ void random_integers_cuda(const Tensor& x, int64_t low, int64_t high, RandomStre
   const uint64_t range = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
   dispatch_numeric_and_bool(x.dtype(), "random_integers", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
-      gpu::launch(config_for("random_integers", dense.numel(), 2), integers_kernel<T>,
-                  dense.data_as<T>(), dense.numel(), movable(stream), low, range);
+      gpu::launch(config_for("random_integers", dense.numel(), kNumbers<T, 2>), integers_kernel<T>,
+                  dense.data_as<T>(), dense.numel(), is_aligned(dense.data()), movable(stream), low,
+                  range);
     });
   });
 }
@@ -166,9 +216,9 @@ Tensor dropout_cuda(const Tensor& x, double p, RandomStream stream) {
   if (x.numel() == 0) return result;
   const Tensor dense = contiguous(x);
   dispatch_floating(x.dtype(), "dropout", [&]<class T>() {
-    gpu::launch(config_for("dropout", x.numel(), 4), dropout_kernel<T>, dense.data_as<T>(),
-                result.data_as<T>(), x.numel(), movable(stream), dropout_threshold(p),
-                static_cast<Compute<T>>(1.0 / (1.0 - p)));
+    gpu::launch(config_for("dropout", x.numel(), kNumbers<T, 4>), dropout_kernel<T>,
+                dense.data_as<T>(), result.data_as<T>(), x.numel(), is_aligned(dense.data()),
+                movable(stream), dropout_threshold(p), static_cast<Compute<T>>(1.0 / (1.0 - p)));
   });
   return result;
 }
@@ -177,7 +227,8 @@ Tensor dropout_cuda(const Tensor& x, double p, RandomStream stream) {
 
 // Number (row, i) of a draw, as on the CPU.
 TS_DEVICE double draw(RandomStream stream, int64_t element) {
-  return unit64(philox_block(stream, element / 2).word64(static_cast<int>(element % 2)));
+  const Bits bits = philox_block(stream, element / 2);
+  return unit64(element % 2 == 0 ? bits.word64(0) : bits.word64(1));
 }
 
 // A block a row: the positive weights, and the first that cannot be one (-1: none).

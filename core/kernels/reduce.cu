@@ -539,29 +539,41 @@ TS_DEVICE bool is_better(bool largest, C a, int64_t i, C b, int64_t j) {
   return largest ? b > a : b < a;
 }
 
+// Of `lanes` neighbouring columns (places of inner) by each block, whose threads take a line of
+// them at a time; where inner is 1, of a row.
 template <class C>
-__global__ void extremum_kernel(const void* source, DType dtype, void* values, int64_t* indices,
-                                int64_t n, int64_t inner, bool largest) {
-  TS_SHARED(C, best_value, 256);
-  TS_SHARED(int64_t, best_index, 256);
-  const int64_t first = blockIdx.x / inner * n * inner + blockIdx.x % inner;
-  const int t = static_cast<int>(threadIdx.x);
+__global__ void __launch_bounds__(kBlock)
+    extremum_kernel(const void* source, DType dtype, void* values, int64_t* indices, int64_t n,
+                    int64_t inner, int lanes, bool largest) {
+  TS_SHARED(C, best_value, kBlock);
+  TS_SHARED(int64_t, best_index, kBlock);
+  const int t = static_cast<int>(threadIdx.x), lines = static_cast<int>(blockDim.x) / lanes;
+  const int64_t tiles = (inner + lanes - 1) / lanes, outer = blockIdx.x / tiles;
+  const int64_t column = (blockIdx.x - outer * tiles) * lanes + t % lanes;
   C value{};
   int64_t index = -1;
+  const auto consider = [&](C v, int64_t i) {
+    if (is_better(largest, value, index, v, i)) {
+      value = v;
+      index = i;
+    }
+  };
   with_lane_dtype<C>(dtype, [&]<class T>() {
-    const T* const x = static_cast<const T*>(source) + first;
-    for (int64_t i = t; i < n; i += blockDim.x) {
-      const C v = load<C>(x[i * inner]);
-      if (is_better(largest, value, index, v, i)) {
-        value = v;
-        index = i;
-      }
+    const T* const x = static_cast<const T*>(source) + outer * n * inner;
+    if (inner == 1) {
+      RowWalk<T, 16 / sizeof(T)>(x, n).each([&]<int N>(int64_t c) {
+        const gpu::Vector<T, N> in = gpu::load_vector<N>(x + c);
+        TS_UNROLL
+        for (int j = 0; j < N; ++j) consider(load<C>(in.values[j]), c + j);
+      });
+    } else if (column < inner) {
+      for (int64_t i = t / lanes; i < n; i += lines) consider(load<C>(x[i * inner + column]), i);
     }
   });
   best_value[t] = value;
   best_index[t] = index;
   __syncthreads();
-  for (int half = static_cast<int>(blockDim.x) / 2; half > 0; half /= 2) {
+  for (int half = static_cast<int>(blockDim.x) / 2; half >= lanes; half /= 2) {
     if (t < half && is_better(largest, best_value[t], best_index[t], best_value[t + half],
                               best_index[t + half])) {
       best_value[t] = best_value[t + half];
@@ -569,10 +581,11 @@ __global__ void extremum_kernel(const void* source, DType dtype, void* values, i
     }
     __syncthreads();
   }
-  if (t != 0) return;
-  with_lane_dtype<C>(
-      dtype, [&]<class T>() { static_cast<T*>(values)[blockIdx.x] = store<T>(best_value[0]); });
-  indices[blockIdx.x] = best_index[0];
+  if (t >= lanes || column >= inner) return;
+  const int64_t output = outer * inner + column;
+  with_lane_dtype<C>(dtype,
+                     [&]<class T>() { static_cast<T*>(values)[output] = store<T>(best_value[t]); });
+  indices[output] = best_index[t];
 }
 
 Extremum extremum_cuda(const Tensor& x, int dim, bool keepdim, bool largest) {
@@ -584,13 +597,15 @@ Extremum extremum_cuda(const Tensor& x, int dim, bool keepdim, bool largest) {
   check_extremum(where, x, dims);
   const Tensor source = contiguous(x);
   const Around a(x, dim);
+  int lanes = 1, threads = gpu::kWarp;
+  while (lanes < gpu::kWarp && lanes < a.inner) lanes *= 2;
+  while (threads < kBlock && threads * 4 < a.n * lanes) threads *= 2;
   const auto run = [&]<class C>() {
-    const unsigned threads = row_threads(a.n);
     gpu::launch({.name = where,
-                 .grid = static_cast<unsigned>(a.outer * a.inner),
-                 .block = threads < 256 ? threads : 256},
+                 .grid = static_cast<unsigned>(a.outer * ((a.inner + lanes - 1) / lanes)),
+                 .block = static_cast<unsigned>(threads)},
                 extremum_kernel<C>, source.data(), x.dtype(), result.values.data(),
-                result.indices.data_as<int64_t>(), a.n, a.inner, largest);
+                result.indices.data_as<int64_t>(), a.n, a.inner, lanes, largest);
   };
   const Lane lane = lane_of(x.dtype());
   if (lane == Lane::kFloat) {

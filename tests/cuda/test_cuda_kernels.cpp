@@ -15,6 +15,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/cast_transpose.h>
 #include <tessera/core/kernels/matmul.h>
+#include <tessera/core/kernels/random_fill.h>
 #include <tessera/core/random.h>
 
 namespace tessera {
@@ -258,6 +259,56 @@ TEST(CudaIndex, CountsAndWeighs) {
   expect_equal(one_hot(classes.to(kGpu), -1), one_hot(classes, -1));
 }
 
+// Vectors, what is left of one, and tensors that begin anywhere; nothing beside them is touched.
+TEST(CudaRandom, FillsTensorsOfAnyLengthAndAlignment) {
+  const RandomStream stream{11, 4};
+  for (const DType dtype : {kF64, kF32, kF16, kBF16, kI64, kI32, kU8, kBool}) {
+    const int64_t high = dtype == kI64 ? int64_t{1} << 50 : dtype == kI32 ? 1 << 30 : 200;
+    for (const int64_t length : {1, 7, 16, 1027}) {
+      for (const int64_t offset : {0, 1, 16}) {
+        SCOPED_TRACE(testing::Message() << dtype << ", " << length << " from " << offset);
+        const auto expect_same = [&](const auto& fill) {
+          const auto filled = [&](const Device& device) {
+            const Tensor all = raw::full({offset + length + 20}, 1, dtype, device);
+            fill(all.narrow(0, offset, length));
+            return all;
+          };
+          expect_equal(filled(kGpu), filled(kCpu));
+        };
+        expect_same([&](const Tensor& x) { kernels::random_bernoulli(x, 0.4, stream); });
+        expect_same([&](const Tensor& x) { kernels::random_integers(x, -2, high, stream); });
+        if (!is_floating(dtype)) continue;
+        expect_same([&](const Tensor& x) { kernels::random_uniform(x, 0, 1, stream); });
+        expect_same([&](const Tensor& x) { kernels::random_uniform(x, -2, 3, stream); });
+        expect_same([&](const Tensor& x) { kernels::random_normal(x, 0.5, 2, stream); });
+      }
+    }
+  }
+}
+
+TEST(CudaDropout, KeepsTheElementsThatTheCpuKeeps) {
+  const RandomStream stream{11, 4};
+  for (const DType dtype : {kF64, kF32, kF16, kBF16}) {
+    const Tensor all = numbers({1060}, dtype), gradients = numbers({1060}, dtype, 31);
+    for (const int64_t length : {1, 7, 16, 1027}) {
+      for (const int64_t offset : {0, 1, 16}) {
+        SCOPED_TRACE(testing::Message() << dtype << ", " << length << " from " << offset);
+        const auto run = [&](const Device& device) -> TensorList {
+          const Tensor x = leaf(all.to(device).narrow(0, offset, length));
+          const Tensor y = dropout(x, 0.3, true, stream);
+          y.backward(gradients.to(device).narrow(0, offset, length));
+          return {y, x.grad()};
+        };
+        const TensorList got = run(kGpu), expected = run(kCpu);
+        expect_equal(got[0], expected[0]);
+        expect_equal(got[1], expected[1]);
+      }
+    }
+    const Tensor columns = numbers({33, 7}, dtype).transpose(0, 1);
+    expect_equal(dropout(columns.to(kGpu), 0.3, true, stream), dropout(columns, 0.3, true, stream));
+  }
+}
+
 TEST(CudaMultinomial, DrawsWhatTheCpuDraws) {
   const Tensor weights = mul(numbers({3, 301}, kF32).abs(), 0.5);
   const RandomStream stream{11, 4};
@@ -271,7 +322,7 @@ TEST(CudaMultinomial, DrawsWhatTheCpuDraws) {
 }
 
 TEST(CudaRotary, TurnsGroupsAndSinglePairsAlike) {
-  for (const int64_t width : {8, 6}) {
+  for (const int64_t width : {16, 8, 6}) {
     const Tensor angles = mul(numbers({5, width / 2}, kF32), 0.01);
     for (const DType dtype : {kF32, kBF16}) {
       const Tensor x = numbers({2, 5, 3, width}, dtype).transpose(1, 2);
@@ -401,15 +452,18 @@ TEST(CudaNorm, BatchNormOfManySamplesAndItsRunningStatistics) {
 TEST(CudaEmbedding, GradientSumsLongRunsOfOneToken) {
   for (const int64_t different : {3, 61, 999}) {
     for (const int64_t width : {4, 5, 520}) {
-      const int64_t count = width > 5 ? 200 : 2500;
-      const Tensor index = add(numbers({count}, kI64, different), different / 2);
-      const Tensor grad = mul(numbers({count, width}, kF32), 0.5);
-      const auto run = [&](const Device& device) {
-        const Tensor table = leaf(raw::zeros({1000, width}, kF32, device));
-        embedding(index.to(device), table, 2).backward(grad.to(device));
-        return table.grad();
-      };
-      expect_equal(run(kGpu), run(kCpu));
+      for (const DType dtype : {kF32, kBF16}) {
+        if (dtype == kBF16 && width < 520) continue;
+        const int64_t count = width > 5 ? 200 : 2500;
+        const Tensor index = add(numbers({count}, kI64, different), different / 2);
+        const Tensor grad = mul(numbers({count, width}, dtype), 0.5);
+        const auto run = [&](const Device& device) {
+          const Tensor table = leaf(raw::zeros({1000, width}, dtype, device));
+          embedding(index.to(device), table, 2).backward(grad.to(device));
+          return table.grad();
+        };
+        expect_equal(run(kGpu), run(kCpu));
+      }
     }
   }
 }

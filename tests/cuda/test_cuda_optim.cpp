@@ -8,6 +8,7 @@
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/multi_tensor.h>
 #include <tessera/optim/adagrad.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
@@ -27,24 +28,38 @@ Tensor wave(const Shape& shape, DType dtype, double phase) {
   return tensor(values, shape, kF64).to(dtype);
 }
 
-// A parameter of each dtype, one of them longer than a chunk.
+// The same elements from an address that no vector begins at.
+Tensor shifted(const Tensor& x) {
+  const Tensor longer = zeros({x.numel() + 1}, {.dtype = x.dtype(), .device = x.device()});
+  const Tensor place = longer.narrow(0, 1, x.numel());
+  place.copy_(x.reshape({x.numel()}));
+  return place.reshape(x.shape());
+}
+
+// A parameter of each dtype, some of them longer than a chunk, and some between vectors.
 NamedTensors parameters_on(const Device& device) {
   NamedTensors parameters;
   const auto add = [&](const char* name, const Tensor& values) {
     parameters.push_back({name, values.to(device).set_requires_grad()});
   };
-  add("long", wave({17000}, kF32, 0));
+  add("long", wave({17003}, kF32, 0));
   add("bf16", wave({3, 5}, kBF16, 1));
   add("f16", wave({7}, kF16, 2));
-  add("f64", wave({4, 2}, kF64, 3));
+  add("f64", wave({3, 3}, kF64, 3));
   add("f32", wave({1}, kF32, 4));
+  for (const DType dtype : {kF32, kBF16, kF64}) {
+    const Tensor values = wave({16390}, dtype, static_cast<double>(parameters.size()));
+    parameters.push_back({"shifted " + std::string(name_of(dtype)),
+                          shifted(values.to(device)).detach().set_requires_grad()});
+  }
   return parameters;
 }
 
 void set_gradients(const NamedTensors& parameters, int step) {
   for (const auto& [name, parameter] : parameters) {
     const Tensor gradient = wave(parameter.shape(), parameter.dtype(), 10.0 + step);
-    parameter.set_grad(gradient.to(parameter.device()));
+    const Tensor there = gradient.to(parameter.device());
+    parameter.set_grad(step == 1 ? shifted(there) : there);
   }
 }
 
@@ -135,6 +150,146 @@ TEST(CudaOptimizers, AveragesAndClampedGradients) {
   for (size_t i = 0; i < here.size(); ++i) {
     expect_same(there[i].tensor.grad(), here[i].tensor.grad(), here[i].name);
   }
+}
+
+TEST(CudaOptimizers, NormsHaveTheSameBitsAtAnyAddress) {
+  for (const DType dtype : {kF32, kBF16, kF16, kF64}) {
+    for (const int64_t size : {1, 5, 16384, 20003}) {
+      const Tensor x = wave({size}, dtype, 1).to(cuda(0)), y = shifted(x);
+      for (const double p : {2.0, 3.0, HUGE_VAL}) {
+        EXPECT_EQ(kernels::multi_tensor_norm({&x, 1}, p), kernels::multi_tensor_norm({&y, 1}, p))
+            << dtype << ' ' << size << ' ' << p;
+      }
+    }
+  }
+}
+
+// ---- Views at any address ----------------------------------------------------------------------
+
+// Elements that begin where a vector may not, within memory that nobody else may write to.
+struct Framed {
+  Tensor memory, view;
+};
+Framed framed(DType dtype, int64_t offset, int64_t count, double phase, double mean,
+              const Device& device) {
+  std::vector<double> values(static_cast<size_t>(offset + count + 5));
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = mean + 0.5 * std::sin(0.7 * static_cast<double>(i) + phase);
+  }
+  const Tensor memory = tensor(values, {offset + count + 5}, kF64).to(dtype).to(device);
+  return {memory, memory.narrow(0, offset, count)};
+}
+
+constexpr size_t kShadow = 5;  // after parameter, gradient and three states
+struct Entry {
+  std::vector<Framed> framed;
+  Tensor operator[](size_t i) const { return framed[i].view; }
+};
+
+// Each dtype of parameters, gradients and shadows; every fourth entry is aligned.
+std::vector<Entry> entries_on(const Device& device) {
+  constexpr int64_t kCounts[] = {1, 6, 4, 3, 1031, 7, 5, 8, 2};
+  std::vector<Entry> entries;
+  for (const DType param : {kF32, kBF16, kF16, kF64}) {
+    for (const DType grad : {kF32, kBF16, kF16, kF64}) {
+      for (const DType shadow : {kF32, kBF16, kF16, kF64}) {
+        const auto i = static_cast<int64_t>(entries.size());
+        const int64_t count = i % 31 == 0 ? kernels::kMultiTensorChunk + 1 + i % 4 : kCounts[i % 9];
+        const DType state = param == kF64 ? kF64 : kF32;
+        Entry entry;
+        for (const DType dtype : {param, grad, state, state, state, shadow}) {
+          const auto role = static_cast<int64_t>(entry.framed.size());
+          entry.framed.push_back(framed(dtype, i % 4 == 0 ? 0 : (i + 2 * role) % 5, count,
+                                        static_cast<double>(i + role),
+                                        role == 2 ? 1.8 : 0.6,  // a centered variance is positive
+                                        device));
+        }
+        entries.push_back(std::move(entry));
+      }
+    }
+  }
+  return entries;
+}
+
+// run(entries) writes the same bits here and there, and nothing beside them.
+template <class Run>
+void expect_the_memory_of_the_cpu(const std::string& name, const Run& run) {
+  const std::vector<Entry> here = entries_on(kCpu), there = entries_on(cuda(0));
+  run(here);
+  run(there);
+  for (size_t i = 0; i < here.size(); ++i) {
+    for (size_t role = 0; role < here[i].framed.size(); ++role) {
+      const Framed& expected = here[i].framed[role];
+      expect_same(there[i].framed[role].memory, expected.memory,
+                  name + ", entry " + std::to_string(i) + ", role " + std::to_string(role));
+    }
+  }
+}
+
+// Some entries do without a shadow.
+template <class MakeTensors>
+auto updates(const std::vector<Entry>& entries, const MakeTensors& make) {
+  std::vector<decltype(make(entries[0], size_t{0}))> tensors;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    tensors.push_back(make(entries[i], i));
+    if (i % 5 != 2) tensors.back().shadow = entries[i][kShadow];
+  }
+  return tensors;
+}
+
+TEST(CudaOptimizers, UpdatesOfViewsHaveTheBitsOfTheCpuAndKeepToTheView) {
+  using namespace kernels;
+  const double scalars[kNumStepScalars] = {0.01, 3, 0.5, 0};
+  expect_the_memory_of_the_cpu("adam", [&](const std::vector<Entry>& entries) {
+    multi_tensor_adam(updates(entries,
+                              [](const Entry& x, size_t i) {
+                                return AdamTensors{x[0], x[1], x[2], x[3], i % 2 ? x[4] : Tensor()};
+                              }),
+                      {.weight_decay = 0.1}, scalars);
+  });
+  expect_the_memory_of_the_cpu("sgd", [&](const std::vector<Entry>& entries) {
+    multi_tensor_sgd(updates(entries,
+                             [](const Entry& x, size_t i) {
+                               return SgdTensors{x[0], x[1], x[2], i % 2 == 0};
+                             }),
+                     {.momentum = 0.9, .weight_decay = 0.1, .nesterov = true}, scalars);
+  });
+  expect_the_memory_of_the_cpu("lion", [&](const std::vector<Entry>& entries) {
+    multi_tensor_lion(updates(entries,
+                              [](const Entry& x, size_t) {
+                                return LionTensors{x[0], x[1], x[2]};
+                              }),
+                      {.weight_decay = 0.1}, scalars);
+  });
+  expect_the_memory_of_the_cpu("adagrad", [&](const std::vector<Entry>& entries) {
+    multi_tensor_adagrad(updates(entries,
+                                 [](const Entry& x, size_t) {
+                                   return AdagradTensors{x[0], x[1], x[2]};
+                                 }),
+                         {.lr_decay = 0.1}, scalars);
+  });
+  expect_the_memory_of_the_cpu("rmsprop", [&](const std::vector<Entry>& entries) {
+    multi_tensor_rmsprop(
+        updates(entries,
+                [](const Entry& x, size_t i) {
+                  return RmspropTensors{x[0], x[1], x[2], i % 2 ? x[3] : Tensor(), x[4]};
+                }),
+        {.momentum = 0.9}, scalars);
+  });
+}
+
+TEST(CudaOptimizers, WhatIsDoneInPlaceKeepsToTheView) {
+  const auto all = [](const std::vector<Entry>& entries, size_t role) {
+    TensorList tensors;
+    for (const Entry& entry : entries) tensors.push_back(entry[role]);
+    return tensors;
+  };
+  expect_the_memory_of_the_cpu("in place", [&](const std::vector<Entry>& entries) {
+    const double factor = 0.37;
+    kernels::multi_tensor_scale(all(entries, 0), &factor);
+    kernels::multi_tensor_clamp(all(entries, 1), 0.5);
+    kernels::multi_tensor_lerp(all(entries, 2), all(entries, kShadow), 0.3);
+  });
 }
 
 }  // namespace

@@ -267,6 +267,31 @@ TEST(CudaNorm, LongRows) {
   }
 }
 
+// Planes of any length, one block each in backward; the gradient may begin elsewhere than x.
+TEST(CudaNorm, GroupsOfPlanesOfAnyLength) {
+  for (const Shape& shape : {Shape{3, 6, 5, 7}, Shape{2, 4, 64}, Shape{2, 4, 1029}, Shape{5, 6}}) {
+    for (const DType dtype : {kF64, kF32, kBF16}) {
+      for (const int64_t offset : {0, 3}) {
+        SCOPED_TRACE(testing::Message() << shape << " " << dtype << " " << offset);
+        const Tensor weight = add(numbers({shape[1]}, dtype, 0.25), 1);
+        const Tensor bias = numbers({shape[1]}, dtype, 1), x = numbers(shape, dtype, 2);
+        const Tensor gradients = numbers({numel_of(shape) + offset}, dtype, 1);
+        compare(
+            [&](const Device& device) {
+              const Tensor a = leaf(x.to(device)), w = leaf(weight.to(device));
+              const Tensor b = leaf(bias.to(device));
+              const Tensor y = group_norm(a, 2, w, b);
+              y.backward(gradients.to(device).narrow(0, offset, numel_of(shape)).reshape(shape));
+              return std::vector<Tensor>{y.detach(), a.grad(), w.grad(), b.grad()};
+            },
+            dtype == kF64   ? 64
+            : dtype == kF32 ? 32
+                            : 4);  // sums in another order
+      }
+    }
+  }
+}
+
 TEST(CudaReduce, RowsAndColumnsOfAnyShape) {
   for (const Shape& shape :
        {Shape{2, 70003}, Shape{70, 50}, Shape{9, 1024}, Shape{700, 65}, Shape{520, 64}}) {
@@ -288,6 +313,36 @@ TEST(CudaReduce, RowsAndColumnsOfAnyShape) {
             return results;
           },
           dtype == kF64 ? 64 : 4);  // sums of f64 in another order
+    }
+  }
+}
+
+// The first of equal numbers, NaN before all others; rows that begin anywhere, columns in tiles.
+TEST(CudaReduce, ExtremaWithTheirPlaces) {
+  for (const Shape& shape :
+       {Shape{5, 1037}, Shape{1037, 5}, Shape{300, 70}, Shape{2, 50, 33}, Shape{64, 2}}) {
+    for (const DType dtype : {kF64, kF32, kBF16, kI64, kBool}) {
+      SCOPED_TRACE(testing::Message() << shape << " " << dtype);
+      const Tensor whole = numbers(shape, kF32, 20).to(kI64).to(dtype);  // many are equal
+      std::vector<Tensor> inputs = {whole};
+      if (is_floating(dtype)) {
+        inputs.push_back(where(gt(numbers(shape, kF32, 1), 0.99), Scalar(std::nan("")), whole));
+      }
+      for (const Tensor& x : inputs) {
+        compare(
+            [&](const Device& device) {
+              const Tensor a = x.to(device);
+              std::vector<Tensor> results;
+              for (int64_t dim = 0; dim < a.dim(); ++dim) {
+                for (const auto& [values, indices] : {max(a, dim), min(a, dim)}) {
+                  results.push_back(values);
+                  results.push_back(indices);
+                }
+              }
+              return results;
+            },
+            0);
+      }
     }
   }
 }

@@ -109,14 +109,25 @@ TEST(CudaTraining, NormAndClipFactorAreThoseThatTheHostFinds) {
       const auto got = kernels::multi_tensor_clip_factor(there, p, 0.25, max_norm).to_vector();
       const auto on_cpu = kernels::multi_tensor_clip_factor(here, p, 0.25, max_norm).to_vector();
       const double norm = kernels::multi_tensor_norm(there, p) * 0.25;
-      EXPECT_EQ(got, (std::vector<double>{norm, std::min(1.0, max_norm / (norm + 1e-6))})) << p;
+      EXPECT_EQ(got, (std::vector<double>{norm, std::min(1.0, max_norm / (norm + 1e-6)), 0})) << p;
       EXPECT_NEAR(got[0], on_cpu[0], 1e-14 * on_cpu[0]) << p;
       EXPECT_NEAR(got[1], on_cpu[1], 1e-14) << p;
+      EXPECT_EQ(on_cpu[2], 0) << p;
     }
   }
-  there[2].fill_(std::nan(""));
-  for (const double value : kernels::multi_tensor_clip_factor(there, 2, 1, 1).to_vector()) {
-    EXPECT_TRUE(std::isnan(value));
+  EXPECT_EQ(kernels::multi_tensor_found_nonfinite(there).to_vector(), (std::vector<double>{0}));
+  for (TensorList* const tensors : {&here, &there}) {
+    (*tensors)[2].fill_(std::nan(""));
+    const auto of_nan = kernels::multi_tensor_clip_factor(*tensors, 2, 1, 1).to_vector();
+    EXPECT_TRUE(std::isnan(of_nan[0]));
+    EXPECT_TRUE(std::isnan(of_nan[1]));
+    EXPECT_EQ(of_nan[2], 1);
+    EXPECT_EQ(kernels::multi_tensor_found_nonfinite(*tensors).to_vector(),
+              (std::vector<double>{1}));
+  }
+  for (const double norm : {HUGE_VAL, std::nan(""), 3.0}) {  // one element needs no pass
+    const Tensor one = scalar_tensor(norm, kF64).to(cuda(0));
+    EXPECT_EQ(kernels::multi_tensor_found_nonfinite({&one, 1}).item(), norm == 3 ? 0 : 1);
   }
 }
 

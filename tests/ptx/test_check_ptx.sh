@@ -12,8 +12,8 @@ fail() {
 }
 
 cat > "$folder/rules" << 'END'
-broken_kernels  sound_kernel      load16 store16 !load !store
-broken_kernels  scalar_kernel     load16 store<=0
+broken_kernels  sound_kernel      load16 store16 1<=load16 !load !store !division
+broken_kernels  scalar_kernel     load16 store<=0 2<=load
 broken_kernels  product_kernel    mma
 broken_kernels  wide_kernel       load<=1
 broken_kernels  (local|generic|division|call)_kernel  load
@@ -26,6 +26,7 @@ expect() {
 }
 expect "scalar_kernel: no load16"
 expect "scalar_kernel: 1 of store, and at most 0 are meant"
+expect "scalar_kernel: 1 of load, and at least 2 are meant"
 expect "product_kernel: no mma"
 expect "wide_kernel: 1 of f64, which it may not have"
 grep -q "local_kernel: [0-9]* of local, which it may not have" "$folder/report" ||
