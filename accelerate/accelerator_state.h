@@ -106,6 +106,15 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   bool joined = false;
   Counters counters;
 
+  // Gradients that a finite norm was taken of, as they were then: their step need not look for
+  // overflow. Held until then, or until the next backward, so that an address is one gradient.
+  struct FiniteGradient {
+    Tensor gradient;
+    uint32_t version;
+    Tensor norm;
+  };
+  std::unordered_map<TensorImpl*, FiniteGradient> finite_gradients;
+
   RandomState random;
   int forward_depth = 0;
 
@@ -138,6 +147,8 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   // ---- Loss scaling
   void make_scaler();
   void update_scale();
+  void note_norm(const TensorList& parameters, const Tensor& norm);
+  Tensor take_finite_norm(const optim::Optimizer& optimizer);
 
   // ---- Windows
   void begin_random_numbers();

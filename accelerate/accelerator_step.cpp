@@ -148,6 +148,7 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
   TS_CHECK_SHAPE(loss.defined() && loss.numel() == 1, "backward",
                  "the loss must have one element; got ", loss, "; take its mean");
   state.update_scale();
+  state.finite_gradients.clear();
   const bool in_window = !state.open.empty();
   const double weight = state.weigh(options.weight);
   const std::vector<std::shared_ptr<ModelRecord>> own =
@@ -283,6 +284,11 @@ StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
   if (!has_weight) return StepDecision::skip("no micro-batch of the window has any weight");
   for (const auto& model : models_of(record)) model->consumed = true;
   if (!scaler) return {};
+  const Tensor norm = take_finite_norm(*record.optimizer);
+  if (norm.defined() && !scaler->is_unscaled(*record.optimizer)) {
+    scaler->unscale(*record.optimizer);
+    scaler->note_norm(*record.optimizer, norm);
+  }
   std::string overflow = scaler->before_step(*record.optimizer);
   return overflow.empty() ? StepDecision{} : StepDecision::skip(std::move(overflow));
 }
@@ -320,8 +326,10 @@ bool Accelerator::State::clips(const TensorList& parameters) const {
 Tensor Accelerator::clip_grad_norm(const TensorList& parameters, double max_norm,
                                    double norm_type) {
   if (!state_->clips(parameters)) return {};
-  return optim::clip_grad_norm(parameters, max_norm,
-                               {.norm_type = norm_type, .gradient_scale = 1 / loss_scale()});
+  const Tensor norm = optim::clip_grad_norm(
+      parameters, max_norm, {.norm_type = norm_type, .gradient_scale = 1 / loss_scale()});
+  state_->note_norm(parameters, norm);
+  return norm;
 }
 
 void Accelerator::clip_grad_value(const TensorList& parameters, double limit) {
@@ -359,6 +367,38 @@ void Accelerator::State::update_scale() {
     if (record->consumed) continue;
     kernels::multi_tensor_scale(gradients_of(record->parameters, seen), &ratio);
   }
+}
+
+// A finite norm tells that every gradient in it is finite. One that is not may have overflowed on
+// its way: then the step looks for itself.
+void Accelerator::State::note_norm(const TensorList& parameters, const Tensor& norm) {
+  if (!scaler || !scaler->enabled() || !std::isfinite(norm.item())) return;
+  for (const Tensor& parameter : parameters) {
+    const Tensor gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    finite_gradients.insert_or_assign(gradient.impl(),
+                                      FiniteGradient{gradient, gradient.version(), norm});
+  }
+}
+
+// A norm by which every gradient of the optimizer is known to be finite; undefined where none is.
+Tensor Accelerator::State::take_finite_norm(const optim::Optimizer& optimizer) {
+  Tensor norm;
+  bool all = true;
+  for (size_t group = 0; group < optimizer.num_groups(); ++group) {
+    for (const auto& [name, parameter] : optimizer.parameters(group)) {
+      const Tensor gradient = parameter.grad();
+      if (!gradient.defined()) continue;
+      const auto found = finite_gradients.find(gradient.impl());
+      if (found == finite_gradients.end() || found->second.version != gradient.version()) {
+        all = false;
+        continue;
+      }
+      norm = found->second.norm;
+      finite_gradients.erase(found);
+    }
+  }
+  return all ? norm : Tensor();
 }
 
 double Accelerator::loss_scale() const { return state_->scaler ? state_->scaler->loss_scale() : 1; }

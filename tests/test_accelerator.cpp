@@ -171,6 +171,55 @@ TEST(Schedules, StayWhereTheirOwnOptimizerSkipped) {
   }
 }
 
+// What a second pass over the gradients would find is written behind the back of their versions.
+TEST(ClippedGradients, AreNotReadAgainForTheLossScaler) {
+  const double inf = std::numeric_limits<double>::infinity();
+  const Line line(8);
+  const auto [x, y] = line.rows(0, 8);
+  // Whether the step was skipped after clip(accelerator, a, b).
+  const auto skipped = [&, x = x, y = y](double factor, const auto& clip) {
+    Accelerator accelerator({.mixed_precision = Precision::kFP16, .scaler_init_scale = 1024});
+    Regression model;
+    optim::SGD optimizer(model.named_parameters(), {.lr = 1});
+    accelerator.prepare(model, optimizer);
+    accelerator.backward(squared_error(model(x), y) * factor);
+    clip(accelerator, model.a, model.b);
+    optimizer.step();
+    return accelerator.optimizer_step_was_skipped();
+  };
+  const auto clip = [](Accelerator& accelerator, const TensorList& parameters) {
+    EXPECT_GT(accelerator.clip_grad_norm(parameters, 0.01).item(), 0.01);
+  };
+  const auto overwrite = [inf](const Tensor& parameter) {
+    parameter.grad().data_as<float>()[0] = static_cast<float>(inf);
+  };
+  EXPECT_FALSE(skipped(1, [&](Accelerator& accelerator, const Tensor& a, const Tensor& b) {
+    clip(accelerator, {a, b});
+    overwrite(b);
+  }));
+  EXPECT_FALSE(skipped(1, [&](Accelerator& accelerator, const Tensor& a, const Tensor& b) {
+    clip(accelerator, {a});
+    clip(accelerator, {b});
+    overwrite(a);
+  }));
+  // A gradient that no norm was taken of, or another time; and a norm that is not finite.
+  EXPECT_TRUE(skipped(1, [&](Accelerator& accelerator, const Tensor& a, const Tensor& b) {
+    clip(accelerator, {a});
+    overwrite(b);
+  }));
+  EXPECT_TRUE(skipped(1, [&](Accelerator& accelerator, const Tensor& a, const Tensor& b) {
+    clip(accelerator, {a, b});
+    b.grad().fill_(inf);
+  }));
+  EXPECT_TRUE(skipped(1, [&](Accelerator& accelerator, const Tensor& a, const Tensor& b) {
+    clip(accelerator, {a, b});
+    b.set_grad(full({1}, inf));
+  }));
+  EXPECT_TRUE(skipped(inf, [&](Accelerator& accelerator, const Tensor& a, const Tensor& b) {
+    EXPECT_FALSE(std::isfinite(accelerator.clip_grad_norm({a, b}, 0.01).item()));
+  }));
+}
+
 // SCH-2, and trap 2: the option that lets accumulation count as steps never does. Here accumulation
 // never counts.
 TEST(Schedules, ALinearScheduleOfTwentyReachesZeroAfterTenUpdatesOfTwoRanks) {
