@@ -57,6 +57,15 @@ if(TESSERA_CUDA_FOUND)
   tessera_compile_kernels(tessera_cuda_kernels)
   target_compile_options(tessera_cuda_kernels PRIVATE
     "SHELL:-Xptxas --warn-on-spills,--warning-as-error")
+  # Tests read the kernels' PTX (tests/ptx), which nvcc has on its way: it is kept, where it has one
+  # name, and where no ccache would leave it out.
+  list(LENGTH TESSERA_CUDA_ARCHITECTURES architecture_count)
+  if(TESSERA_BUILD_TESTS AND architecture_count EQUAL 1
+     AND NOT CMAKE_CUDA_COMPILER_LAUNCHER MATCHES "ccache")
+    set(TESSERA_KERNEL_PTX_DIR ${CMAKE_BINARY_DIR}/kernel_ptx)
+    file(MAKE_DIRECTORY ${TESSERA_KERNEL_PTX_DIR})
+    target_compile_options(tessera_cuda_kernels PRIVATE --keep --keep-dir=${TESSERA_KERNEL_PTX_DIR})
+  endif()
   add_library(tessera_core_cuda STATIC ${cuda_runtime_sources} $<TARGET_OBJECTS:tessera_cuda_kernels>)
   set_target_properties(tessera_core_cuda PROPERTIES EXPORT_NAME core_cuda LINKER_LANGUAGE CXX
     POSITION_INDEPENDENT_CODE ON)

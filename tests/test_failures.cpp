@@ -3,6 +3,8 @@
 // under `tessera launch`; at the end the same under bare mpirun.
 //
 // Prints a table of what was measured, which docs/launching.md shows.
+//
+// ctest shards: 3
 #include <gtest/gtest.h>
 
 #include <algorithm>

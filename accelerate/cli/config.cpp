@@ -16,7 +16,7 @@ namespace {
 
 using namespace accelerate;
 
-constexpr std::string_view kWhere = "tessera config";
+constexpr std::string_view kConfig = "tessera config";
 
 struct Choices {
   std::string input;
@@ -28,13 +28,13 @@ struct Choices {
 std::string output_of(const Choices& choices) {
   if (!choices.output.empty()) return choices.output;
   const std::string file = default_config_file(distributed::process_environment());
-  TS_CHECK_AS(ConfigError, !file.empty(), kWhere,
+  TS_CHECK_AS(ConfigError, !file.empty(), kConfig,
               "neither XDG_CONFIG_HOME nor HOME says where the file goes; give --output FILE");
   return file;
 }
 
 void write(const std::string& path, const Settings& settings, bool overwrite) {
-  TS_CHECK_AS(ConfigError, overwrite || !std::filesystem::exists(path), kWhere, path,
+  TS_CHECK_AS(ConfigError, overwrite || !std::filesystem::exists(path), kConfig, path,
               " exists; give --overwrite to replace it, or --output OTHER");
   write_config_file(path, settings);
   std::printf("written: %s\n", path.c_str());
@@ -111,13 +111,13 @@ int questionnaire(const Choices& choices) {
   for (const std::string_view section : sections) {
     // The first section is what everybody wants to say.
     if (section != "training" && !ask_yes("Change settings of " + std::string(section) + "?")) {
-      TS_CHECK_AS(ConfigError, !std::cin.eof(), kWhere,
+      TS_CHECK_AS(ConfigError, !std::cin.eof(), kConfig,
                   "the input ended before the last question; nothing was written");
       continue;
     }
     for (const Setting& setting : schema()) {
       if (setting.section != section || setting.planned) continue;
-      TS_CHECK_AS(ConfigError, ask(setting, settings), kWhere, "the input ended at the question ",
+      TS_CHECK_AS(ConfigError, ask(setting, settings), kConfig, "the input ended at the question ",
                   setting.key, "; nothing was written");
     }
   }

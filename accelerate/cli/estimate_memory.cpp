@@ -25,7 +25,7 @@
 namespace tessera::cli {
 namespace {
 
-constexpr std::string_view kWhere = "tessera estimate-memory";
+constexpr std::string_view kEstimate = "tessera estimate-memory";
 namespace fs = std::filesystem;
 
 // A block that stays together on one device: embeddings, a layer.
@@ -59,11 +59,12 @@ int64_t number(const nlohmann::json& json, const std::string& path,
   for (const char* name : names) {
     const auto at = json.find(name);
     if (at == json.end() || at->is_null()) continue;
-    TS_CHECK_AS(FormatError, at->is_number_integer() && at->get<int64_t>() > 0, kWhere, path,
+    TS_CHECK_AS(FormatError, at->is_number_integer() && at->get<int64_t>() > 0, kEstimate, path,
                 ": \"", name, "\" has to be a whole number above 0; got ", at->dump());
     return at->get<int64_t>();
   }
-  TS_CHECK_AS(FormatError, fallback.has_value(), kWhere, path, " has no \"", *names.begin(), "\"");
+  TS_CHECK_AS(FormatError, fallback.has_value(), kEstimate, path, " has no \"", *names.begin(),
+              "\"");
   return *fallback;
 }
 
@@ -144,7 +145,7 @@ Model idefics(const nlohmann::json& json, const std::string& path) {
   const auto section = [&](const char* name) {
     const auto at = json.find(name);
     if (at == json.end() || at->is_null()) return nlohmann::json::object();
-    TS_CHECK_AS(FormatError, at->is_object(), kWhere, path, ": \"", name,
+    TS_CHECK_AS(FormatError, at->is_object(), kEstimate, path, ": \"", name,
                 "\" has to be an object; got ", at->dump());
     return *at;
   };
@@ -202,11 +203,11 @@ Model idefics(const nlohmann::json& json, const std::string& path) {
 
 Model from_config(const std::string& path) {
   std::ifstream file(path);
-  TS_CHECK_AS(IoError, file.is_open(), kWhere, "cannot read ", path);
+  TS_CHECK_AS(IoError, file.is_open(), kEstimate, "cannot read ", path);
   const auto json = nlohmann::json::parse(file, nullptr, false);
-  TS_CHECK_AS(FormatError, json.is_object(), kWhere, path, " is no JSON object");
+  TS_CHECK_AS(FormatError, json.is_object(), kEstimate, path, " is no JSON object");
   const auto kind = json.find("model_type");
-  TS_CHECK_AS(FormatError, kind != json.end() && kind->is_string(), kWhere, path,
+  TS_CHECK_AS(FormatError, kind != json.end() && kind->is_string(), kEstimate, path,
               " has no \"model_type\": it is no configuration of a transformers model");
   const auto type = kind->get<std::string>();
   Model model;
@@ -223,7 +224,7 @@ Model from_config(const std::string& path) {
   } else if (type == "idefics") {
     model = idefics(json, path);
   } else {
-    TS_THROW(UnsupportedError, kWhere, path, " is of model_type \"", type,
+    TS_THROW(UnsupportedError, kEstimate, path, " is of model_type \"", type,
              "\", which is unknown; known are bert, gpt2, idefics, llama, mistral, qwen2, qwen3; "
              "give the "
              "folder of its safetensors files instead");
@@ -255,7 +256,7 @@ Model from_safetensors(const std::vector<std::string>& files) {
   for (const std::string& path : files) {
     const SafeTensorsFile file(path);
     for (const SafeTensorsEntry& entry : file.entries()) {
-      TS_CHECK_AS(FormatError, names.insert(entry.name).second, kWhere, "\"", entry.name,
+      TS_CHECK_AS(FormatError, names.insert(entry.name).second, kEstimate, "\"", entry.name,
                   "\" is in two files, the second is ", path);
       double elements = 1;
       for (const int64_t size : entry.shape) elements *= static_cast<double>(size);
@@ -269,22 +270,22 @@ Model from_safetensors(const std::vector<std::string>& files) {
       blocks[block] += elements;
     }
   }
-  TS_CHECK_AS(FormatError, !order.empty(), kWhere, files[0], " holds no tensors");
+  TS_CHECK_AS(FormatError, !order.empty(), kEstimate, files[0], " holds no tensors");
   for (const std::string& block : order) model.parts.push_back({block, blocks[block]});
   return model;
 }
 
 std::vector<std::string> files_of_index(const std::string& path) {
   std::ifstream file(path);
-  TS_CHECK_AS(IoError, file.is_open(), kWhere, "cannot read ", path);
+  TS_CHECK_AS(IoError, file.is_open(), kEstimate, "cannot read ", path);
   const auto json = nlohmann::json::parse(file, nullptr, false);
   TS_CHECK_AS(FormatError,
               json.is_object() && json.contains("weight_map") && json["weight_map"].is_object() &&
                   !json["weight_map"].empty(),
-              kWhere, path, " has no \"weight_map\"");
+              kEstimate, path, " has no \"weight_map\"");
   std::set<std::string> files;
   for (const auto& [name, shard] : json["weight_map"].items()) {
-    TS_CHECK_AS(FormatError, shard.is_string(), kWhere, path, ": the file of \"", name,
+    TS_CHECK_AS(FormatError, shard.is_string(), kEstimate, path, ": the file of \"", name,
                 "\" has to be a text");
     files.insert((fs::path(path).parent_path() / shard.get<std::string>()).string());
   }
@@ -292,13 +293,13 @@ std::vector<std::string> files_of_index(const std::string& path) {
 }
 
 Model read_model(const std::string& path) {
-  TS_CHECK_AS(IoError, fs::exists(path), kWhere, "there is no ", path,
+  TS_CHECK_AS(IoError, fs::exists(path), kEstimate, "there is no ", path,
               "; models are read from this machine: give a config.json, a safetensors file, or a "
               "folder with one of them");
   if (!fs::is_directory(path)) {
     if (path.ends_with(".safetensors")) return from_safetensors({path});
     if (path.ends_with(".index.json")) return from_safetensors(files_of_index(path));
-    TS_CHECK_AS(UnsupportedError, path.ends_with(".json"), kWhere, path,
+    TS_CHECK_AS(UnsupportedError, path.ends_with(".json"), kEstimate, path,
                 " is neither a config.json nor safetensors");
     return from_config(path);
   }
@@ -319,7 +320,7 @@ Model read_model(const std::string& path) {
   if (fs::exists(folder / "model.safetensors")) {
     return from_safetensors({(folder / "model.safetensors").string()});
   }
-  TS_THROW(FormatError, kWhere, path,
+  TS_THROW(FormatError, kEstimate, path,
            " says nothing about a model: no config.json, model.safetensors or "
            "model.safetensors.index.json; pickled weights are not read");
 }
@@ -341,7 +342,7 @@ const Dtype& dtype_named(const std::string& name) {
   for (const Dtype& dtype : kDtypes) {
     if (dtype.name == wanted) return dtype;
   }
-  TS_THROW(ConfigError, kWhere, "--dtypes has to be of f32, f16, bf16, fp8, int4; got \"", name,
+  TS_THROW(ConfigError, kEstimate, "--dtypes has to be of f32, f16, bf16, fp8, int4; got \"", name,
            "\"");
 }
 
@@ -369,7 +370,7 @@ double activation_bytes(const Dimensions& m, double batch, double tokens, double
   return batch * tokens * (static_cast<double>(m.layers) * layer + (3 * C + V) * s);
 }
 
-struct Request {
+struct EstimateRequest {
   std::string path;
   std::string dtypes = "f32,f16,fp8,int4";
   int64_t ranks = 1;
@@ -385,7 +386,7 @@ struct ModeRow {
 };
 
 // Of one rank. Trained parameters are f32 or 16 bits (then with f32 masters).
-std::vector<ModeRow> modes(const Model& model, const Dtype& dtype, const Request& request) {
+std::vector<ModeRow> modes(const Model& model, const Dtype& dtype, const EstimateRequest& request) {
   const double elements = model.elements();
   const auto ranks = static_cast<double>(request.ranks);
   const double parameters = elements * dtype.bytes;
@@ -404,11 +405,11 @@ std::vector<ModeRow> modes(const Model& model, const Dtype& dtype, const Request
   return rows;
 }
 
-int estimate(const Request& request) {
+int estimate(const EstimateRequest& request) {
   const Model model = read_model(request.path);
-  TS_CHECK_AS(ConfigError, (request.batch == 0) == (request.tokens == 0), kWhere,
+  TS_CHECK_AS(ConfigError, (request.batch == 0) == (request.tokens == 0), kEstimate,
               "activations need --batch-size and --sequence-length");
-  TS_CHECK_AS(UnsupportedError, request.batch == 0 || model.shape.width > 0, kWhere,
+  TS_CHECK_AS(UnsupportedError, request.batch == 0 || model.shape.width > 0, kEstimate,
               "activations are known of bert, gpt2, llama, mistral and qwen by their config.json; "
               "this is ",
               model.kind);
@@ -476,7 +477,7 @@ int estimate(const Request& request) {
 void add_estimate_memory(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand(
       "estimate-memory", "memory of a model: its size, and what training takes on each rank");
-  const auto request = std::make_shared<Request>();
+  const auto request = std::make_shared<EstimateRequest>();
   command
       ->add_option("PATH", request->path,
                    "config.json of transformers, a safetensors file or index, or a folder")

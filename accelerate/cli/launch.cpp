@@ -44,7 +44,7 @@ struct LaunchFlags {
   bool dry_run = false;
 };
 
-int run(const LaunchFlags& flags, const std::vector<std::string>& program) {
+int launch_program(const LaunchFlags& flags, const std::vector<std::string>& program) {
   const launch::Environment environment = distributed::process_environment();
   launch::LaunchOptions options =
       launch::resolve_options(flags.values, environment, flags.file, program);
@@ -80,7 +80,7 @@ void add_launch(CLI::App& app, const std::vector<std::string>& program, int& exi
       "flag, TESSERA_NAME, ACCELERATE_NAME, the file, the default.\nThe exit code is that of the "
       "first cause: 128 + signal, the program's own, 124 "
       "for --job-timeout.");
-  launch->callback([flags, &program, &exit_code] { exit_code = run(*flags, program); });
+  launch->callback([flags, &program, &exit_code] { exit_code = launch_program(*flags, program); });
 }
 
 }  // namespace tessera::cli

@@ -19,12 +19,12 @@
 namespace tessera::cli {
 namespace {
 
-constexpr std::string_view kWhere = "tessera merge-weights";
+constexpr std::string_view kMerge = "tessera merge-weights";
 constexpr const char* kIndex = "model.safetensors.index.json";
 constexpr const char* kWhole = "model.safetensors";
 namespace fs = std::filesystem;
 
-struct Request {
+struct MergeRequest {
   std::string source, output;
   std::string max_shard_size;
   int64_t model = 0;
@@ -43,14 +43,14 @@ struct Source {
 
 // DIR, or an index file itself.
 fs::path find_index(const fs::path& source) {
-  TS_CHECK_AS(IoError, fs::exists(source), kWhere, "there is no ", source.string());
+  TS_CHECK_AS(IoError, fs::exists(source), kMerge, "there is no ", source.string());
   if (!fs::is_directory(source)) return source;
   if (fs::exists(source / kIndex)) return source / kIndex;
   std::vector<fs::path> found;
   for (const auto& entry : fs::directory_iterator(source)) {
     if (entry.path().string().ends_with(".safetensors.index.json")) found.push_back(entry.path());
   }
-  TS_CHECK_AS(FormatError, found.size() == 1, kWhere, source.string(), " has ", found.size(),
+  TS_CHECK_AS(FormatError, found.size() == 1, kMerge, source.string(), " has ", found.size(),
               " files named *.safetensors.index.json; ",
               found.empty() ? "shards without an index cannot be told to be complete"
                             : "give the one that is meant");
@@ -61,20 +61,20 @@ Source open_source(const std::string& path) {
   Source source;
   source.index = find_index(path);
   std::ifstream file(source.index);
-  TS_CHECK_AS(IoError, file.is_open(), kWhere, "cannot read ", source.index.string());
+  TS_CHECK_AS(IoError, file.is_open(), kMerge, "cannot read ", source.index.string());
   const auto json = nlohmann::json::parse(file, nullptr, false);
   TS_CHECK_AS(FormatError,
               json.is_object() && json.contains("weight_map") && json["weight_map"].is_object() &&
                   !json["weight_map"].empty(),
-              kWhere, source.index.string(), " has no \"weight_map\" of tensors and files");
+              kMerge, source.index.string(), " has no \"weight_map\" of tensors and files");
   std::map<std::string, std::string> where;
   std::set<std::string> names;
   for (const auto& [tensor, shard] : json["weight_map"].items()) {
-    TS_CHECK_AS(FormatError, shard.is_string(), kWhere, source.index.string(), ": the file of \"",
+    TS_CHECK_AS(FormatError, shard.is_string(), kMerge, source.index.string(), ": the file of \"",
                 tensor, "\" has to be a text");
     const auto name = shard.get<std::string>();
     // A shard lies beside its index: an index from elsewhere names no files of this machine.
-    TS_CHECK_AS(FormatError, !name.empty() && fs::path(name).filename() == fs::path(name), kWhere,
+    TS_CHECK_AS(FormatError, !name.empty() && fs::path(name).filename() == fs::path(name), kMerge,
                 source.index.string(), ": \"", tensor, "\" is in \"", name,
                 "\", which is not the name of a file beside it");
     where[tensor] = name;
@@ -82,7 +82,7 @@ Source open_source(const std::string& path) {
   }
   for (const std::string& name : names) {
     const fs::path shard = source.index.parent_path() / name;
-    TS_CHECK_AS(IoError, fs::exists(shard), kWhere, source.index.string(), " needs ",
+    TS_CHECK_AS(IoError, fs::exists(shard), kMerge, source.index.string(), " needs ",
                 shard.string(), ", which is not there");
     source.shards.push_back(shard);
   }
@@ -94,23 +94,23 @@ Source open_source(const std::string& path) {
     by_name[name] = &opened;
     for (const SafeTensorsEntry& entry : opened.entries()) {
       const auto at = where.find(entry.name);
-      TS_CHECK_AS(FormatError, at != where.end() && at->second == name, kWhere, shard.string(),
+      TS_CHECK_AS(FormatError, at != where.end() && at->second == name, kMerge, shard.string(),
                   " has \"", entry.name, "\", which the index ",
                   at == where.end() ? "does not know" : "has in " + at->second);
     }
     for (const auto& [key, value] : opened.metadata()) {
       const auto [at, is_new] = source.stored.metadata.emplace(key, value);
-      TS_CHECK_AS(FormatError, is_new || at->second == value, kWhere, shard.string(),
+      TS_CHECK_AS(FormatError, is_new || at->second == value, kMerge, shard.string(),
                   ": the metadata \"", key, "\" is \"", value, "\", and another shard's \"",
                   at->second, "\"");
     }
   }
   for (const auto& [tensor, name] : where) {
-    TS_CHECK_AS(FormatError, by_name[name]->contains(tensor), kWhere,
+    TS_CHECK_AS(FormatError, by_name[name]->contains(tensor), kMerge,
                 (source.index.parent_path() / name).string(), " lacks \"", tensor,
                 "\", which the index has there");
     const SafeTensorsEntry& entry = by_name[name]->entry(tensor);
-    TS_CHECK_AS(UnsupportedError, entry.dtype.has_value(), kWhere,
+    TS_CHECK_AS(UnsupportedError, entry.dtype.has_value(), kMerge,
                 (source.index.parent_path() / name).string(), ": \"", tensor, "\" is of the dtype ",
                 entry.dtype_name, ", which tessera does not have");
     source.stored.weights.push_back({tensor, *entry.dtype, entry.shape,
@@ -129,14 +129,14 @@ Source open_checkpoint(const std::string& folder, int64_t model) {
   source.checkpoint = std::make_unique<distributed::CheckpointReader>(folder);
   source.stored =
       accelerate::weights_of_checkpoint(*source.checkpoint, "model." + std::to_string(model) + ".");
-  TS_CHECK_AS(ConfigError, !source.stored.weights.empty(), kWhere, "the checkpoint ", folder,
+  TS_CHECK_AS(ConfigError, !source.stored.weights.empty(), kMerge, "the checkpoint ", folder,
               " has no model with the number ", model);
   return source;
 }
 
-int merge(const Request& request) {
+int merge(const MergeRequest& request) {
   const bool is_checkpoint = distributed::is_checkpoint(request.source);
-  TS_CHECK_AS(ConfigError, !is_checkpoint || !request.remove_source, kWhere, request.source,
+  TS_CHECK_AS(ConfigError, !is_checkpoint || !request.remove_source, kMerge, request.source,
               " holds a whole training, not weights alone; --remove-source does not remove it");
   const Source source =
       is_checkpoint ? open_checkpoint(request.source, request.model) : open_source(request.source);
@@ -144,14 +144,14 @@ int merge(const Request& request) {
   std::vector<fs::path> written;
   if (request.max_shard_size.empty()) {
     const fs::path file = fs::is_directory(output) ? output / kWhole : output;
-    TS_CHECK_AS(ConfigError, file.extension() == ".safetensors", kWhere,
+    TS_CHECK_AS(ConfigError, file.extension() == ".safetensors", kMerge,
                 "OUT has to be a folder or "
                 "a file named *.safetensors; got ",
                 request.output);
-    TS_CHECK_AS(ConfigError, request.overwrite || !fs::exists(file), kWhere, file.string(),
+    TS_CHECK_AS(ConfigError, request.overwrite || !fs::exists(file), kMerge, file.string(),
                 " exists; give --overwrite to replace it");
     for (const fs::path& shard : source.shards) {
-      TS_CHECK_AS(ConfigError, !fs::exists(file) || !fs::equivalent(shard, file), kWhere,
+      TS_CHECK_AS(ConfigError, !fs::exists(file) || !fs::equivalent(shard, file), kMerge,
                   file.string(), " is one of the shards; choose another OUT");
     }
     if (file.has_parent_path()) fs::create_directories(file.parent_path());
@@ -159,15 +159,15 @@ int merge(const Request& request) {
     written.push_back(file);
   } else {
     accelerate::parse_byte_size(request.max_shard_size);  // its error before all others
-    TS_CHECK_AS(ConfigError, output.extension() != ".safetensors", kWhere,
+    TS_CHECK_AS(ConfigError, output.extension() != ".safetensors", kMerge,
                 "--max-shard-size makes several files; OUT has to be a folder; got ",
                 request.output);
     TS_CHECK_AS(ConfigError,
                 is_checkpoint || !fs::exists(output) ||
                     !fs::equivalent(output, fs::absolute(source.index).parent_path()),
-                kWhere, "shards cannot be written among those that are read; choose another OUT");
+                kMerge, "shards cannot be written among those that are read; choose another OUT");
     for (const char* name : {kIndex, kWhole}) {
-      TS_CHECK_AS(ConfigError, request.overwrite || !fs::exists(output / name), kWhere,
+      TS_CHECK_AS(ConfigError, request.overwrite || !fs::exists(output / name), kMerge,
                   (output / name).string(), " exists; give --overwrite to replace it");
     }
     const accelerate::SavedModel saved =
@@ -186,10 +186,10 @@ int merge(const Request& request) {
   const fs::path folder = fs::absolute(source.index).parent_path();
   std::error_code problem;
   for (const fs::path& shard : source.shards) {
-    TS_CHECK_AS(IoError, fs::remove(shard, problem), kWhere, "the new file is complete, but ",
+    TS_CHECK_AS(IoError, fs::remove(shard, problem), kMerge, "the new file is complete, but ",
                 shard.string(), " cannot be removed: ", problem.message());
   }
-  TS_CHECK_AS(IoError, fs::remove(source.index, problem), kWhere, "the new file is complete, but ",
+  TS_CHECK_AS(IoError, fs::remove(source.index, problem), kMerge, "the new file is complete, but ",
               source.index.string(), " cannot be removed: ", problem.message());
   if (fs::is_empty(folder, problem)) fs::remove(folder, problem);
   std::printf("removed: %zu shards and their index\n", source.shards.size());
@@ -201,7 +201,7 @@ int merge(const Request& request) {
 void add_merge_weights(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand(
       "merge-weights", "makes one safetensors file, or fewer, of a model's shards");
-  const auto request = std::make_shared<Request>();
+  const auto request = std::make_shared<MergeRequest>();
   command
       ->add_option("DIR", request->source,
                    "folder with shards and their index, the index, or a checkpoint of save_state()")
