@@ -316,8 +316,24 @@ void update_loss_scale_cuda(const Tensor& state, const LossScaleOptions& options
               state.data_as<double>(), options);
 }
 
+// ---- Changes of every element where it lies -----------------------------------------------------
+
 template <class C>
-__global__ void scale_kernel(const Row* rows, int count, C factor) {
+struct ScaleBy {
+  C factor;
+  TS_DEVICE C operator()(C x) const { return x * factor; }
+};
+template <class C>
+struct ClampTo {
+  C limit;
+  TS_DEVICE C operator()(C x) const {
+    const C low = x < -limit ? -limit : x;
+    return low > limit ? limit : low;  // NaN stays
+  }
+};
+
+template <class C, class Change>
+__global__ void __launch_bounds__(kBlock) change_kernel(const Row* rows, int count, Change change) {
   const Place place = find_chunk(rows, count);
   const Span span = rows[place.row].spans[0];
   with_lane_dtype<C>(span.dtype, [&]<class T>() {
@@ -325,32 +341,38 @@ __global__ void scale_kernel(const Row* rows, int count, C factor) {
       C x[kGroupOf<T>];
       load_group_of<T>(span, i, count, x);
       TS_UNROLL
-      for (int j = 0; j < kGroupOf<T>; ++j) x[j] *= factor;
+      for (int j = 0; j < kGroupOf<T>; ++j) x[j] = change(x[j]);
       store_group_of<T>(span, i, count, x);
     });
   });
 }
 
-void multi_tensor_scale_cuda(std::span<const Tensor> tensors, const double* factor) {
+template <template <class C> class Change>
+void change_all(const char* name, std::span<const Tensor> tensors, double by) {
   Table narrow, wide;
   for (const Tensor& x : tensors) {
-    TS_CHECK_SHAPE(is_dense(x.shape(), x.strides()), "multi_tensor_scale",
-                   "tensors must be dense; got ", x, " with strides ", x.strides());
+    check_floating(x, name, "a tensor");
+    TS_CHECK_SHAPE(is_dense(x.shape(), x.strides()), name, "tensors must be dense; got ", x,
+                   " with strides ", x.strides());
     (x.dtype() == kF64 ? wide : narrow).add({span_of(x)}, x.numel());
   }
-  const Device& device = tensors[0].device();
   const auto run = [&]<class C>(Table& table) {
     if (table.chunks == 0) return;
-    const Row* const rows = table.upload(device);
-    gpu::launch({.name = "multi_tensor_scale",
-                 .grid = static_cast<unsigned>(table.chunks),
-                 .block = kBlock},
-                scale_kernel<C>, rows, static_cast<int>(table.rows.size()),
-                static_cast<C>(*factor));
+    const Row* const rows = table.upload(tensors[0].device());
+    gpu::launch({.name = name, .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
+                change_kernel<C, Change<C>>, rows, static_cast<int>(table.rows.size()),
+                Change<C>{static_cast<C>(by)});
   };
-  run.operator()<float>(narrow);
-  run.operator()<double>(wide);
+  run.template operator()<float>(narrow);
+  run.template operator()<double>(wide);
   for (const Tensor& x : tensors) x.bump_version();
+}
+
+void multi_tensor_scale_cuda(std::span<const Tensor> tensors, const double* factor) {
+  change_all<ScaleBy>("multi_tensor_scale", tensors, *factor);
+}
+void multi_tensor_clamp_cuda(std::span<const Tensor> tensors, double limit) {
+  change_all<ClampTo>("multi_tensor_clamp", tensors, limit);
 }
 
 void multi_tensor_zero_cuda(std::span<const Tensor> tensors) {
@@ -369,6 +391,7 @@ void register_multi_tensor() {
   cuda_form<multi_tensor_found_nonfinite> = multi_tensor_found_nonfinite_cuda;
   cuda_form<update_loss_scale> = update_loss_scale_cuda;
   cuda_form<multi_tensor_scale> = multi_tensor_scale_cuda;
+  cuda_form<multi_tensor_clamp> = multi_tensor_clamp_cuda;
   cuda_form<multi_tensor_zero> = multi_tensor_zero_cuda;
 }
 

@@ -212,11 +212,6 @@ __global__ void __launch_bounds__(kBlock)
 
 using StateTensors = std::array<Tensor, 3>;  // undefined: absent
 
-void check_floating(const Tensor& x, const char* where, const char* role) {
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), where, role,
-                 " must be f64, f32, bf16 or f16; got ", x);
-}
-
 // The rows of one launch, and the gradients that had to be converted.
 struct Update {
   Table table;
@@ -375,44 +370,6 @@ void multi_tensor_lerp_cuda(std::span<const Tensor> averages, std::span<const Te
   for (const Tensor& average : averages) average.bump_version();
 }
 
-template <class C>
-__global__ void __launch_bounds__(kBlock) clamp_kernel(const Row* rows, int count, C limit) {
-  const Place place = find_chunk(rows, count);
-  const Span span = rows[place.row].spans[0];
-  with_lane_dtype<C>(span.dtype, [&]<class T>() {
-    for_groups<kGroupOf<T>>(place, [&](int64_t i, int count) {
-      C x[kGroupOf<T>];
-      load_group_of<T>(span, i, count, x);
-      TS_UNROLL
-      for (int j = 0; j < kGroupOf<T>; ++j) {
-        const C low = x[j] < -limit ? -limit : x[j];
-        x[j] = low > limit ? limit : low;  // NaN stays
-      }
-      store_group_of<T>(span, i, count, x);
-    });
-  });
-}
-
-void multi_tensor_clamp_cuda(std::span<const Tensor> tensors, double limit) {
-  constexpr const char* kName = "multi_tensor_clamp";
-  Table narrow, wide;
-  for (const Tensor& x : tensors) {
-    check_floating(x, kName, "a tensor");
-    TS_CHECK_SHAPE(is_dense(x.shape(), x.strides()), kName, "tensors must be dense; got ", x,
-                   " with strides ", x.strides());
-    (x.dtype() == kF64 ? wide : narrow).add({span_of(x)}, x.numel());
-  }
-  const auto run = [&]<class C>(Table& table) {
-    if (table.chunks == 0) return;
-    const Row* const rows = table.upload(tensors[0].device());
-    gpu::launch({.name = kName, .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
-                clamp_kernel<C>, rows, static_cast<int>(table.rows.size()), static_cast<C>(limit));
-  };
-  run.operator()<float>(narrow);
-  run.operator()<double>(wide);
-  for (const Tensor& x : tensors) x.bump_version();
-}
-
 }  // namespace
 
 void register_multi_tensor_updates() {
@@ -421,7 +378,6 @@ void register_multi_tensor_updates() {
   cuda_form<multi_tensor_adagrad> = multi_tensor_adagrad_cuda;
   cuda_form<multi_tensor_rmsprop> = multi_tensor_rmsprop_cuda;
   cuda_form<multi_tensor_lerp> = multi_tensor_lerp_cuda;
-  cuda_form<multi_tensor_clamp> = multi_tensor_clamp_cuda;
 }
 
 }  // namespace tessera::kernels
