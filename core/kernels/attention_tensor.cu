@@ -482,7 +482,7 @@ template <class T>
 void run_backward(const TiledAttention& p, int64_t B, const TiledGradients<T>& g) {
   dispatch_width(p, [&]<int W>() {
     gpu::LaunchConfig config{
-        .name = "attention_backward", .block = kBlock, .shared_bytes = kBackwardBytes<W>};
+        .name = "attention_backward_tensor", .block = kBlock, .shared_bytes = kBackwardBytes<W>};
     if (B * p.H * p.T > 0) {
       config.grid = tiles_of(B * p.H, p.T);
       gpu::launch(config, query_gradient_tensor_kernel<T, W>, p, g);
@@ -501,7 +501,7 @@ void attention_on_tensor_cores(const TiledAttention& p, const Tensor& query, con
                                const Tensor& value, const AttentionResult& result) {
   const auto run = [&]<class T>() {
     dispatch_width(p, [&]<int W>() {
-      gpu::launch({.name = "attention",
+      gpu::launch({.name = "attention_tensor",
                    .grid = tiles_of(query.size(0) * p.H, p.T),
                    .block = kBlock,
                    .shared_bytes = kForwardBytes<W>},

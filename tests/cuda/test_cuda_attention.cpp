@@ -16,6 +16,7 @@
 #include <tessera/core/cuda/attention_graph.h>
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/cuda/emulation/graph_model.h>
+#include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/attention.h>
@@ -76,9 +77,31 @@ void expect_near(const Outcome& got, const Outcome& expected, double bound,
   expect_near(got.value, expected.value, bound, what + ": grad_value");
 }
 
+// Says which of the own kernels a test ran: those on tensor cores, or the others.
+template <bool kTensorCores>
+class OwnKernels : public testing::Test {
+ protected:
+  void TearDown() override {
+    const std::vector<int64_t> after = launches();
+    EXPECT_EQ(after[0] > before_[0], kTensorCores) << "forward on tensor cores";
+    EXPECT_EQ(after[1] > before_[1], kTensorCores) << "backward on tensor cores";
+    EXPECT_EQ(after[2] > before_[2], !kTensorCores) << "forward by tiles";
+  }
+
+ private:
+  static std::vector<int64_t> launches() {
+    using gpu::emulation::launches_of;
+    return {launches_of("attention_tensor"), launches_of("attention_backward_tensor"),
+            launches_of("attention")};
+  }
+  std::vector<int64_t> before_ = launches();
+};
+using AttentionTiles = OwnKernels<false>;
+using AttentionTensorCores = OwnKernels<true>;
+
 // ---- Own tiles ----------------------------------------------------------------------------------
 
-TEST(AttentionTiles, HaveTheValuesOfTheCpuOverSeveralTilesAndPanels) {
+TEST_F(AttentionTiles, HaveTheValuesOfTheCpuOverSeveralTilesAndPanels) {
   for (const Case& c : {Case{"causal", 1, 2, 2, 130, 130, 16, 16, kF32, true},
                         Case{"cross", 2, 2, 2, 70, 150, 40, 24, kF32},
                         Case{"grouped", 1, 4, 2, 65, 65, 32, 32, kF32, true},
@@ -93,7 +116,7 @@ TEST(AttentionTiles, HaveTheValuesOfTheCpuOverSeveralTilesAndPanels) {
   }
 }
 
-TEST(AttentionTiles, MasksHideKeysAndAddToScoresAndRowsWithoutKeysAreZero) {
+TEST_F(AttentionTiles, MasksHideKeysAndAddToScoresAndRowsWithoutKeysAreZero) {
   const Case c{"mask", 1, 2, 2, 70, 90, 16, 16, kF32};
   std::vector<double> visible(70 * 90);
   for (size_t i = 0; i < visible.size(); ++i) {
@@ -108,7 +131,7 @@ TEST(AttentionTiles, MasksHideKeysAndAddToScoresAndRowsWithoutKeysAreZero) {
               64 * epsilon_of(kF32), "added");
 }
 
-TEST(AttentionTiles, PassOverThePaddingOfASample) {
+TEST_F(AttentionTiles, PassOverThePaddingOfASample) {
   for (const Case& c : {Case{"padded", 3, 1, 1, 20, 150, 8, 12, kF32},
                         Case{"causal, grouped", 3, 2, 1, 70, 70, 8, 8, kF32, true},
                         Case{"dropout", 3, 1, 1, 9, 66, 8, 8, kF32, false, 0.3}}) {
@@ -119,7 +142,7 @@ TEST(AttentionTiles, PassOverThePaddingOfASample) {
   }
 }
 
-TEST(AttentionTiles, TakeHeadsOf16BitsThatAreWiderThanTensorCoresDo) {
+TEST_F(AttentionTiles, TakeHeadsOf16BitsThatAreWiderThanTensorCoresDo) {
   for (const Case& c : {Case{"wide values", 1, 1, 1, 9, 70, 16, 136, kBF16},
                         Case{"wide keys", 1, 1, 1, 66, 9, 136, 16, kF16, true}}) {
     expect_near(run(c, kGpu, c.dtype, true), run(c, kCpu, kF32, true), 4 * epsilon_of(c.dtype),
@@ -129,7 +152,7 @@ TEST(AttentionTiles, TakeHeadsOf16BitsThatAreWiderThanTensorCoresDo) {
 
 // ---- Tensor cores -------------------------------------------------------------------------------
 
-TEST(AttentionTensorCores, HaveTheValuesOfTheCpuOverSeveralTilesAndWidths) {
+TEST_F(AttentionTensorCores, HaveTheValuesOfTheCpuOverSeveralTilesAndWidths) {
   const Tensor lengths = tensor({5, 70}, kI64);
   for (const Case& c : {Case{"causal", 1, 1, 1, 130, 130, 16, 16, kBF16, true},
                         Case{"cross, widths of no vectors", 2, 1, 1, 20, 70, 17, 9, kF16},
@@ -146,7 +169,7 @@ TEST(AttentionTensorCores, HaveTheValuesOfTheCpuOverSeveralTilesAndWidths) {
   }
 }
 
-TEST(AttentionTensorCores, MasksHideKeysAndAddToScoresAndRowsWithoutKeysAreZero) {
+TEST_F(AttentionTensorCores, MasksHideKeysAndAddToScoresAndRowsWithoutKeysAreZero) {
   const Case c{"mask", 1, 2, 2, 20, 90, 16, 16, kBF16};
   std::vector<double> visible(20 * 90);
   for (size_t i = 0; i < visible.size(); ++i) {

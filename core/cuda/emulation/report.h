@@ -16,4 +16,7 @@ std::vector<std::string> take_ranges();
 // How often the host waited for queued work so far: synchronisations, and copies to host memory.
 int64_t host_waits();
 
+// How many launches of this name were queued so far.
+int64_t launches_of(const std::string& name);
+
 }  // namespace tessera::gpu::emulation

@@ -81,6 +81,7 @@ struct Machine {
   std::map<const void*, int> device_of;  // of each cudaMalloc
   std::string report;
   int64_t host_waits = 0;
+  std::map<std::string, int64_t> launches;  // by name
   int devices = 2;
   int driver = CUDART_VERSION;  // 0: none is installed
 
@@ -607,6 +608,7 @@ cudaError_t enqueue_launch(const char* name, dim3 grid, dim3 block, size_t share
     return failed(cudaErrorInvalidConfiguration);
   }
   Lock lock(machine().mutex);
+  ++machine().launches[name];
   const Launch launch{name, {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes};
   push(resolve(stream), [launch, kernel = std::move(kernel)] {
     const std::string what = run_grid(launch, kernel);
@@ -644,6 +646,13 @@ void enqueue_when(cudaStream_t stream, std::function<bool()> ready, std::functio
 int64_t host_waits() {
   Lock lock(machine().mutex);
   return machine().host_waits;
+}
+
+int64_t launches_of(const std::string& name) {
+  Lock lock(machine().mutex);
+  const auto& launches = machine().launches;
+  const auto it = launches.find(name);
+  return it == launches.end() ? 0 : it->second;
 }
 
 std::string take_report() {
