@@ -20,7 +20,8 @@ else()
 endif()
 
 add_library(tessera_compile INTERFACE)
-target_compile_options(tessera_compile INTERFACE -Wall -Wextra -Werror -fno-math-errno -fno-trapping-math)
+target_compile_options(tessera_compile INTERFACE -Wall -Wextra -Werror -fno-math-errno -fno-trapping-math
+  -fno-semantic-interposition)  # nobody replaces single functions: they may be inlined
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # g++ 12 reports these falsely from inlined standard containers at -O2 and above.
   target_compile_options(tessera_compile INTERFACE -Wno-array-bounds -Wno-stringop-overflow

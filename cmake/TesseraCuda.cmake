@@ -9,7 +9,7 @@ file(GLOB cuda_kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core
 
 set(without_cublaslt core/cuda/none/gemm_none.cpp)
 set(without_cudnn core/cuda/none/graph_none.cpp)
-add_library(tessera_core_no_cuda STATIC core/cuda/none/backend_none.cpp core/cuda/none/capture_none.cpp
+add_library(tessera_core_no_cuda core/cuda/none/backend_none.cpp core/cuda/none/capture_none.cpp
   core/cuda/gemm.cpp
   core/cuda/library_graph.cpp core/cuda/attention_graph.cpp core/cuda/conv_graph.cpp
   core/cuda/norm_graph.cpp ${without_cublaslt} ${without_cudnn})
@@ -46,7 +46,7 @@ if(TESSERA_CUDA_FOUND)
   function(tessera_compile_kernels target)
     target_include_directories(${target} PRIVATE ${TESSERA_INCLUDE_DIR})
     target_compile_options(${target} PRIVATE -std=c++20 -O3 --expt-relaxed-constexpr --fmad=false
-      "SHELL:-Werror all-warnings" -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
+      -Xfatbin=-compress-all "SHELL:-Werror all-warnings" -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
     if(TESSERA_X86)
       target_compile_options(${target} PRIVATE -Xcompiler=-march=x86-64-v3)
     endif()
@@ -64,9 +64,10 @@ if(TESSERA_CUDA_FOUND)
      AND NOT CMAKE_CUDA_COMPILER_LAUNCHER MATCHES "ccache")
     set(TESSERA_KERNEL_PTX_DIR ${CMAKE_BINARY_DIR}/kernel_ptx)
     file(MAKE_DIRECTORY ${TESSERA_KERNEL_PTX_DIR})
-    target_compile_options(tessera_cuda_kernels PRIVATE --keep --keep-dir=${TESSERA_KERNEL_PTX_DIR})
+    set_target_properties(tessera_cuda_kernels PROPERTIES CUDA_COMPILER_LAUNCHER
+      "${CMAKE_CURRENT_SOURCE_DIR}/cmake/keep_ptx.sh;${TESSERA_KERNEL_PTX_DIR};${CMAKE_CUDA_COMPILER_LAUNCHER}")
   endif()
-  add_library(tessera_core_cuda STATIC ${cuda_runtime_sources} $<TARGET_OBJECTS:tessera_cuda_kernels>)
+  add_library(tessera_core_cuda ${cuda_runtime_sources} $<TARGET_OBJECTS:tessera_cuda_kernels>)
   set_target_properties(tessera_core_cuda PROPERTIES EXPORT_NAME core_cuda LINKER_LANGUAGE CXX
     POSITION_INDEPENDENT_CODE ON)
   target_include_directories(tessera_core_cuda SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS}
@@ -87,6 +88,12 @@ endif()
 
 # Installed programs take the backend that was built; tesseraConfig.cmake finds CUDA's runtime.
 string(REPLACE tessera_ "" tessera_gpu_export ${tessera_gpu})
-target_link_libraries(tessera_core INTERFACE
+set(gpu_of_program
   $<BUILD_INTERFACE:$<IF:$<STREQUAL:$<TARGET_PROPERTY:TESSERA_GPU>,emulated>,${tessera_gpu_emulated},${tessera_gpu}>>
   $<INSTALL_INTERFACE:tessera::${tessera_gpu_export}>)
+if(BUILD_SHARED_LIBS)  # the choice is the program's, not that of a library between
+  list(TRANSFORM gpu_of_program REPLACE "(.+)"
+    "$<$<STREQUAL:$<TARGET_PROPERTY:TYPE>,EXECUTABLE>:\\1>")
+  target_link_options(tessera_core INTERFACE -Wl,--no-as-needed)  # no program names it itself
+endif()
+target_link_libraries(tessera_core INTERFACE ${gpu_of_program})

@@ -1,5 +1,5 @@
 # `cmake --install BUILD --prefix P`, then find_package(tessera) and tessera::tessera.
-# The libraries are static: what they link privately is found again by the package's configuration.
+# What static libraries link privately is found again by the package's configuration.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 

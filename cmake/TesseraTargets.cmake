@@ -8,10 +8,11 @@ foreach(floor IN LISTS TESSERA_FLOORS)
 endforeach()
 file(CREATE_LINK ${CMAKE_CURRENT_SOURCE_DIR}/tessera.h ${TESSERA_INCLUDE_DIR}/tessera.h SYMBOLIC)
 
-# tessera_library(NAME SOURCES files... [DEPENDS targets...]): the static library tessera::NAME.
+# tessera_library(NAME SOURCES files... [DEPENDS targets...]): the library tessera::NAME, static
+# unless BUILD_SHARED_LIBS is on.
 function(tessera_library name)
   cmake_parse_arguments(arg "" "" "DEPENDS;SOURCES" ${ARGN})
-  add_library(tessera_${name} STATIC ${arg_SOURCES})
+  add_library(tessera_${name} ${arg_SOURCES})
   add_library(tessera::${name} ALIAS tessera_${name})
   set_target_properties(tessera_${name} PROPERTIES EXPORT_NAME ${name} POSITION_INDEPENDENT_CODE ON
     UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 8)
@@ -22,8 +23,8 @@ function(tessera_library name)
   endif()
 endfunction()
 
-# tessera_floor(NAME [DEPENDS targets...] [WITHOUT files...]): static library of all sources of a
-# folder but these.
+# tessera_floor(NAME [DEPENDS targets...] [WITHOUT files...]): library of all sources of a folder but
+# these.
 function(tessera_floor name)
   cmake_parse_arguments(arg "" "" "DEPENDS;WITHOUT" ${ARGN})
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${name}/*.cpp)
@@ -120,8 +121,9 @@ target_link_libraries(tessera_distributed PUBLIC nlohmann_json::nlohmann_json)  
 target_compile_options(tessera_distributed PRIVATE -fopenmp-simd)  # reductions in rank order
 if(TESSERA_MPI_FOUND)
   target_link_libraries(tessera_distributed PRIVATE MPI::MPI_CXX)
-  # Programs without groups do without the MPI library too.
-  target_link_options(tessera_distributed INTERFACE -Wl,--as-needed)
+  if(NOT BUILD_SHARED_LIBS)  # programs without groups do without the MPI library too
+    target_link_options(tessera_distributed INTERFACE -Wl,--as-needed)
+  endif()
 endif()
 if(TESSERA_NCCL_FOUND)
   target_link_libraries(tessera_distributed PRIVATE ${CMAKE_DL_LIBS})

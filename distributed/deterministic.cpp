@@ -11,8 +11,10 @@ namespace {
 
 // Accumulators of a block stay in the first cache while the inputs stream by.
 constexpr int64_t kSumBlock = 2048;
-// Inputs that one pass takes: their sum is then in registers, and no accumulator is stored.
-constexpr size_t kTogether = 4;
+// Inputs that one pass takes: their sum is then in registers, and no accumulator is stored. Ops
+// that gradients do not use go one by one: each number of inputs is a loop for each dtype.
+template <ReduceOp op>
+constexpr size_t kTogether = op == ReduceOp::kSum ? 4 : 1;
 
 template <ReduceOp op, class C>
 C combine(C a, C b) {
@@ -31,13 +33,13 @@ C combine(C a, C b) {
 
 // out[i] = finish(begin(i) op inputs[0][i] op ... op inputs[count - 1][i])
 template <ReduceOp op, size_t count, class T, class Begin, class Finish, class Out>
-void pass(const std::array<const T*, kTogether>& inputs, Out* out, int64_t length, Begin begin,
+void pass(const std::array<const T*, kTogether<op>>& inputs, Out* out, int64_t length, Begin begin,
           Finish finish) {
   using C = Compute<T>;
   // Written out, not as a loop over the inputs: that one would keep the outer loop from becoming
   // vector code at -O2.
   const auto run = [&]<size_t... r>(std::index_sequence<r...>) {
-    [[maybe_unused]] const std::array<const T*, kTogether> input = inputs;
+    [[maybe_unused]] const std::array<const T*, kTogether<op>> input = inputs;
 #pragma omp simd
     for (int64_t i = 0; i < length; ++i) {
       C sum = begin(i);
@@ -50,26 +52,29 @@ void pass(const std::array<const T*, kTogether>& inputs, Out* out, int64_t lengt
 
 template <ReduceOp op, class T, class... Arguments>
 void last_pass(size_t count, Arguments... arguments) {
-  switch (count) {
-    case 0:  // one rank
-      return pass<op, 0, T>(arguments...);
-    case 1:
-      return pass<op, 1, T>(arguments...);
-    case 2:
-      return pass<op, 2, T>(arguments...);
-    case 3:
-      return pass<op, 3, T>(arguments...);
-    default:
-      return pass<op, kTogether, T>(arguments...);
+  if (count == 0) return pass<op, 0, T>(arguments...);  // one rank
+  if constexpr (op == ReduceOp::kSum) {
+    switch (count) {
+      case 1:
+        return pass<op, 1, T>(arguments...);
+      case 2:
+        return pass<op, 2, T>(arguments...);
+      case 3:
+        return pass<op, 3, T>(arguments...);
+      default:
+        break;
+    }
   }
+  pass<op, kTogether<op>, T>(arguments...);
 }
 
+// factor: of the results of kSum; 1, or what makes a mean of floating numbers.
 template <ReduceOp op, class T>
-void reduce_blocks(std::span<const void* const> inputs, T* out, int64_t count) {
+void reduce_blocks(std::span<const void* const> inputs, T* out, int64_t count,
+                   Compute<T> factor = 1) {
   using C = Compute<T>;
-  const C factor = static_cast<C>(1.0 / static_cast<double>(inputs.size()));
   const auto finish = [factor](C sum) {
-    if constexpr (op == ReduceOp::kMean && std::is_floating_point_v<C>) {
+    if constexpr (op == ReduceOp::kSum && std::is_floating_point_v<C>) {
       return store<T>(sum * factor);
     } else {
       return store<T>(sum);
@@ -83,8 +88,8 @@ void reduce_blocks(std::span<const void* const> inputs, T* out, int64_t count) {
     size_t r = 1;
     // The first pass begins with input 0, the last writes the result; those before it are full.
     do {
-      const size_t together = std::min(kTogether, inputs.size() - r);
-      std::array<const T*, kTogether> next{};
+      const size_t together = std::min(kTogether<op>, inputs.size() - r);
+      std::array<const T*, kTogether<op>> next{};
       for (size_t i = 0; i < together; ++i) {
         next[i] = static_cast<const T*>(inputs[r + i]) + begin;
       }
@@ -94,11 +99,11 @@ void reduce_blocks(std::span<const void* const> inputs, T* out, int64_t count) {
       if (is_first && is_last) {
         last_pass<op, T>(together, next, out + begin, length, from_first, finish);
       } else if (is_first) {
-        pass<op, kTogether, T>(next, sums, length, from_first, keep);
+        pass<op, kTogether<op>, T>(next, sums, length, from_first, keep);
       } else if (is_last) {
         last_pass<op, T>(together, next, out + begin, length, from_sums, finish);
       } else {
-        pass<op, kTogether, T>(next, sums, length, from_sums, keep);
+        pass<op, kTogether<op>, T>(next, sums, length, from_sums, keep);
       }
       r += together;
     } while (r < inputs.size());
@@ -115,7 +120,9 @@ void reduce_contributions(std::span<const void* const> inputs, void* out, int64_
       case ReduceOp::kSum:
         return reduce_blocks<ReduceOp::kSum>(inputs, result, count);
       case ReduceOp::kMean:
-        return reduce_blocks<ReduceOp::kMean>(inputs, result, count);
+        return reduce_blocks<ReduceOp::kSum>(
+            inputs, result, count,
+            static_cast<Compute<T>>(1.0 / static_cast<double>(inputs.size())));
       case ReduceOp::kMax:
         return reduce_blocks<ReduceOp::kMax>(inputs, result, count);
       case ReduceOp::kMin:

@@ -29,9 +29,9 @@
 
 #if defined(__SANITIZE_ADDRESS__)
 // A kernel that fails leaves its fibers where they stand, with the text of its report on a stack
-// that nobody unwinds.
+// that nobody unwinds. All that ran there is below fiber_loop.
 extern "C" const char* __lsan_default_suppressions();
-extern "C" const char* __lsan_default_suppressions() { return "leak:tessera::gpu::emulation\n"; }
+extern "C" const char* __lsan_default_suppressions() { return "leak:fiber_loop\n"; }
 #endif
 
 namespace tessera::gpu::emulation {

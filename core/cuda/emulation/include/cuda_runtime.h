@@ -20,7 +20,8 @@
 #define __global__
 #define __device__
 #define __host__
-#define __forceinline__ inline __attribute__((always_inline))
+// Not by force: the kernels of all functors share their loads and stores, which a GPU has in each.
+#define __forceinline__ inline
 #define __launch_bounds__(...)
 
 // ---- Runtime ------------------------------------------------------------------------------------
