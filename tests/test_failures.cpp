@@ -4,7 +4,7 @@
 //
 // Prints a table of what was measured, which docs/launching.md shows.
 //
-// ctest shards: 3
+// ctest shards: 5
 #include <gtest/gtest.h>
 
 #include <algorithm>
