@@ -64,8 +64,9 @@ if(TESSERA_CUDA_FOUND)
      AND NOT CMAKE_CUDA_COMPILER_LAUNCHER MATCHES "ccache")
     set(TESSERA_KERNEL_PTX_DIR ${CMAKE_BINARY_DIR}/kernel_ptx)
     file(MAKE_DIRECTORY ${TESSERA_KERNEL_PTX_DIR})
-    set_target_properties(tessera_cuda_kernels PROPERTIES CUDA_COMPILER_LAUNCHER
-      "${CMAKE_CURRENT_SOURCE_DIR}/cmake/keep_ptx.sh;${TESSERA_KERNEL_PTX_DIR};${CMAKE_CUDA_COMPILER_LAUNCHER}")
+    set(keep_ptx ${CMAKE_CURRENT_SOURCE_DIR}/cmake/keep_ptx.sh ${TESSERA_KERNEL_PTX_DIR}
+      ${CMAKE_CUDA_COMPILER_LAUNCHER})
+    set_target_properties(tessera_cuda_kernels PROPERTIES CUDA_COMPILER_LAUNCHER "${keep_ptx}")
   endif()
   add_library(tessera_core_cuda ${cuda_runtime_sources} $<TARGET_OBJECTS:tessera_cuda_kernels>)
   set_target_properties(tessera_core_cuda PROPERTIES EXPORT_NAME core_cuda LINKER_LANGUAGE CXX
