@@ -5,7 +5,19 @@ include(CMakePackageConfigHelpers)
 
 set(tessera_installed tessera_core ${tessera_gpu} tessera_autograd tessera_nn tessera_optim tessera_precision tessera_data
   tessera_distributed tessera_checkpoint tessera_process tessera_accelerate tessera)
+if(BUILD_SHARED_LIBS)  # they find each other, and the command finds them, wherever the prefix is
+  foreach(target IN LISTS tessera_installed)
+    get_target_property(type ${target} TYPE)
+    if(type STREQUAL "SHARED_LIBRARY")
+      set_target_properties(${target} PROPERTIES INSTALL_RPATH "$ORIGIN")
+    endif()
+  endforeach()
+  if(TARGET tessera_cli)
+    set_target_properties(tessera_cli PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
+  endif()
+endif()
 install(TARGETS ${tessera_installed} EXPORT tesseraTargets
+  LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
   FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 if(TARGET tessera_cli)
