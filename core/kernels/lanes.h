@@ -174,8 +174,6 @@ TS_HD L fold_lanes(const C* x, int64_t n, L init, Step step, Join join) {
   return lanes[0];
 }
 
-TS_HD float square_root(float x) { return __builtin_sqrtf(x); }
-TS_HD double square_root(double x) { return __builtin_sqrt(x); }
 TS_HD float absolute(float x) { return __builtin_fabsf(x); }
 TS_HD double absolute(double x) { return __builtin_fabs(x); }
 

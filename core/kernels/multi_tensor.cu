@@ -7,9 +7,8 @@
 #include <tessera/core/kernels/elementwise_loops.h>
 #include <tessera/core/kernels/loss_scale.h>
 #include <tessera/core/kernels/multi_tensor.h>
-#include <tessera/core/kernels/multi_tensor_blocks.h>
 #include <tessera/core/kernels/on_device.h>
-#include <tessera/core/math.h>
+#include <tessera/core/kernels/update_rules.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/core/kernels/multi_tensor.cuh>
 #include <tessera/core/kernels/rows.cuh>
@@ -40,9 +39,9 @@ TS_DEVICE AdamStep<C> adam_step(const AdamOptions& options, const double* scalar
           static_cast<C>(lr / correction1)};
 }
 
-// The arithmetic of adam_block on the CPU, operation by operation. One thread of each block works
-// out the constants of the step, as step number and factors may be known to the device alone: the
-// bits are the CPU's where its pow() is, and a GPU's may differ in the last place of f64.
+// One thread of each block works out the constants of the step, as step number and factors may be
+// known to the device alone: the bits are the CPU's where its pow() is, and a GPU's may differ in
+// the last place of f64.
 template <class C>
 __global__ void __launch_bounds__(kBlock)
     adam_kernel(const Row* rows, int count, const AdamOptions options, const StepSource source) {
@@ -69,20 +68,8 @@ __global__ void __launch_bounds__(kBlock)
     load_span(row.spans[1], i, count, grad);
     TS_UNROLL
     for (int j = 0; j < kSpanGroup; ++j) {
-      C g = grad[j] * step.gradient_scale;
-      if (step.l2 != C(0)) g = g + step.l2 * param[j];
-      const C decayed = param[j] * step.decay;
-      const C m = exp_avg[j] + step.one_minus_beta1 * (g - exp_avg[j]);
-      const C v = exp_avg_sq[j] * step.beta2 + step.one_minus_beta2 * g * g;
-      exp_avg[j] = m;
-      exp_avg_sq[j] = v;
-      C second = v;
-      if (has_largest) {
-        second = v > largest[j] || v != v ? v : largest[j];
-        largest[j] = second;
-      }
-      const C denominator = math::sqrt(second) / step.correction2_root + step.eps;
-      value[j] = decayed - step.step_size * m / denominator;
+      value[j] = adam_rule(step, step.l2 != C(0), has_largest, param[j], grad[j], exp_avg[j],
+                           exp_avg_sq[j], largest[j]);
     }
     store_group_of<C>(row.spans[2], i, count, exp_avg);
     store_group_of<C>(row.spans[3], i, count, exp_avg_sq);
@@ -326,10 +313,7 @@ struct ScaleBy {
 template <class C>
 struct ClampTo {
   C limit;
-  TS_DEVICE C operator()(C x) const {
-    const C low = x < -limit ? -limit : x;
-    return low > limit ? limit : low;  // NaN stays
-  }
+  TS_DEVICE C operator()(C x) const { return clamp_rule(limit, x); }
 };
 
 template <class C, class Change>

@@ -1,5 +1,5 @@
-// What multi_tensor_cpu.cpp and multi_tensor_simd.cpp share: the constants of one step in the
-// compute type C (float or double), and the loops over one block.
+// What multi_tensor_cpu.cpp and multi_tensor_simd.cpp share: the loops over one block, in the
+// compute type C (float or double).
 #pragma once
 
 #include <cstdint>
@@ -7,33 +7,9 @@
 
 #include <tessera/core/dtype.h>
 #include <tessera/core/kernels/isa.h>
+#include <tessera/core/kernels/update_rules.h>
 
 namespace tessera::kernels {
-
-// `gradient_scale` has the sign of `maximize`. `decay` multiplies the parameter, `l2` times the
-// parameter is added to the gradient (where not 0).
-template <class C>
-struct AdamStep {
-  C gradient_scale, decay, l2, one_minus_beta1, beta2, one_minus_beta2, correction2_root, eps,
-      step_size;
-};
-template <class C>
-struct SgdStep {
-  C gradient_scale, l2, momentum, one_minus_dampening, lr;
-  bool has_momentum, nesterov, first;
-};
-template <class C>
-struct LionStep {
-  C gradient_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr;
-};
-template <class C>
-struct AdagradStep {
-  C gradient_scale, l2, eps, lr;
-};
-template <class C>
-struct RmspropStep {
-  C gradient_scale, l2, alpha, one_minus_alpha, eps, momentum, lr;
-};
 
 // A block of a parameter with its gradient, and where its rounded new values go (or null). All are
 // of the compute type and there is no shadow; or, but for Adam, one of the combinations that

@@ -62,26 +62,25 @@ TS_HD void with_types(const UpdateBlock& block, Loop&& loop) {
   }
 }
 
+// run<first, second>(): a loop for each case, without the question inside.
+TS_HD void with_flags(bool first, bool second, auto&& run) {
+  if (first) {
+    second ? run.template operator()<true, true>() : run.template operator()<true, false>();
+  } else {
+    second ? run.template operator()<false, true>() : run.template operator()<false, false>();
+  }
+}
+
+// Loops over the rules. What a rule leaves alone is `none`.
+
 template <bool kL2, bool kAmsgrad, class C>
 TS_HD void adam_loop(const AdamStep<C> step, int64_t n, C* TS_RESTRICT param,
                      const C* TS_RESTRICT grad, C* TS_RESTRICT exp_avg, C* TS_RESTRICT exp_avg_sq,
                      C* TS_RESTRICT max_exp_avg_sq) {
   for (int64_t i = 0; i < n; ++i) {
-    C g = grad[i] * step.gradient_scale;
-    if constexpr (kL2) g = g + step.l2 * param[i];
-    const C p = param[i] * step.decay;
-    const C m = exp_avg[i] + step.one_minus_beta1 * (g - exp_avg[i]);
-    const C v = exp_avg_sq[i] * step.beta2 + step.one_minus_beta2 * g * g;
-    exp_avg[i] = m;
-    exp_avg_sq[i] = v;
-    C second = v;
-    if constexpr (kAmsgrad) {
-      const C largest = max_exp_avg_sq[i];
-      second = v > largest || v != v ? v : largest;
-      max_exp_avg_sq[i] = second;
-    }
-    const C denominator = square_root(second) / step.correction2_root + step.eps;
-    param[i] = p - step.step_size * m / denominator;
+    C none = 0;
+    param[i] = adam_rule(step, kL2, kAmsgrad, param[i], grad[i], exp_avg[i], exp_avg_sq[i],
+                         kAmsgrad ? max_exp_avg_sq[i] : none);
   }
 }
 
@@ -89,28 +88,17 @@ template <class C, class P, class G, class S>
 TS_HD void sgd_loop(const SgdStep<C> step, int64_t n, P* TS_RESTRICT param,
                     const G* TS_RESTRICT grad, S* TS_RESTRICT shadow,
                     C* TS_RESTRICT momentum_buffer) {
-  // g + l2 * p only where asked for: an infinite parameter times 0 would be NaN.
-  const bool has_l2 = step.l2 != 0;
   if (!step.has_momentum) {
     for (int64_t i = 0; i < n; ++i) {
-      const C old = load<C>(param[i]);
-      C g = load<C>(grad[i]) * step.gradient_scale;
-      if (has_l2) g = g + step.l2 * old;
-      const C value = old - step.lr * g;
+      C none = 0;
+      const C value = sgd_rule(step, load<C>(param[i]), load<C>(grad[i]), none);
       param[i] = store<P>(value);
       write_shadow(shadow, i, value);
     }
     return;
   }
   for (int64_t i = 0; i < n; ++i) {
-    const C old = load<C>(param[i]);
-    C g = load<C>(grad[i]) * step.gradient_scale;
-    if (has_l2) g = g + step.l2 * old;
-    C buffer = g;
-    if (!step.first) buffer = step.momentum * momentum_buffer[i] + step.one_minus_dampening * g;
-    momentum_buffer[i] = buffer;
-    const C update = step.nesterov ? g + step.momentum * buffer : buffer;
-    const C value = old - step.lr * update;
+    const C value = sgd_rule(step, load<C>(param[i]), load<C>(grad[i]), momentum_buffer[i]);
     param[i] = store<P>(value);
     write_shadow(shadow, i, value);
   }
@@ -120,14 +108,9 @@ template <class C, class P, class G, class S>
 TS_HD void lion_loop(const LionStep<C> step, int64_t n, P* TS_RESTRICT param,
                      const G* TS_RESTRICT grad, S* TS_RESTRICT shadow, C* TS_RESTRICT exp_avg) {
   for (int64_t i = 0; i < n; ++i) {
-    const C g = load<C>(grad[i]) * step.gradient_scale, m = exp_avg[i];
-    const C direction = step.beta1 * m + step.one_minus_beta1 * g;
-    // NaN stays NaN: a bad gradient shows in the parameter.
-    const C sign = direction > 0 ? C(1) : direction < 0 ? C(-1) : direction;
-    const C value = load<C>(param[i]) * step.decay - step.lr * sign;
+    const C value = lion_rule(step, load<C>(param[i]), load<C>(grad[i]), exp_avg[i]);
     param[i] = store<P>(value);
     write_shadow(shadow, i, value);
-    exp_avg[i] = step.beta2 * m + step.one_minus_beta2 * g;
   }
 }
 
@@ -135,45 +118,22 @@ template <class C, class P, class G, class S>
 TS_HD void adagrad_loop(const AdagradStep<C> step, int64_t n, P* TS_RESTRICT param,
                         const G* TS_RESTRICT grad, S* TS_RESTRICT shadow,
                         C* TS_RESTRICT state_sum) {
-  const bool has_l2 = step.l2 != 0;
   for (int64_t i = 0; i < n; ++i) {
-    const C old = load<C>(param[i]);
-    C g = load<C>(grad[i]) * step.gradient_scale;
-    if (has_l2) g = g + step.l2 * old;
-    const C sum = state_sum[i] + g * g;
-    state_sum[i] = sum;
-    const C value = old - step.lr * g / (square_root(sum) + step.eps);
+    const C value = adagrad_rule(step, load<C>(param[i]), load<C>(grad[i]), state_sum[i]);
     param[i] = store<P>(value);
     write_shadow(shadow, i, value);
   }
 }
 
-template <class C, class P, class G, class S>
+template <bool kCentered, bool kMomentum, class C, class P, class G, class S>
 TS_HD void rmsprop_loop(const RmspropStep<C> step, int64_t n, P* TS_RESTRICT param,
                         const G* TS_RESTRICT grad, S* TS_RESTRICT shadow, C* TS_RESTRICT square_avg,
                         C* TS_RESTRICT grad_avg, C* TS_RESTRICT momentum_buffer) {
-  const bool has_l2 = step.l2 != 0, centered = grad_avg != nullptr;
-  const bool has_momentum = momentum_buffer != nullptr;
   for (int64_t i = 0; i < n; ++i) {
-    const C old = load<C>(param[i]);
-    C g = load<C>(grad[i]) * step.gradient_scale;
-    if (has_l2) g = g + step.l2 * old;
-    C average = step.alpha * square_avg[i] + step.one_minus_alpha * g * g;
-    square_avg[i] = average;
-    if (centered) {
-      const C mean = grad_avg[i] + step.one_minus_alpha * (g - grad_avg[i]);
-      grad_avg[i] = mean;
-      average = average - mean * mean;
-    }
-    const C denominator = square_root(average) + step.eps;
-    C value;
-    if (has_momentum) {
-      const C buffer = step.momentum * momentum_buffer[i] + g / denominator;
-      momentum_buffer[i] = buffer;
-      value = old - step.lr * buffer;
-    } else {
-      value = old - step.lr * g / denominator;
-    }
+    C none = 0;
+    const C value =
+        rmsprop_rule(step, kCentered, kMomentum, load<C>(param[i]), load<C>(grad[i]), square_avg[i],
+                     kCentered ? grad_avg[i] : none, kMomentum ? momentum_buffer[i] : none);
     param[i] = store<P>(value);
     write_shadow(shadow, i, value);
   }
@@ -182,12 +142,8 @@ TS_HD void rmsprop_loop(const RmspropStep<C> step, int64_t n, P* TS_RESTRICT par
 template <class C, class P, class G, class S>
 TS_HD void lerp_loop(int64_t n, P* TS_RESTRICT average, const G* TS_RESTRICT x,
                      S* TS_RESTRICT shadow, C weight) {
-  // torch's lerp: from the nearer end, so that weight 1 gives x exactly.
-  const bool near_average = weight < C(0.5);
-  const C rest = C(1) - weight;
   for (int64_t i = 0; i < n; ++i) {
-    const C old = load<C>(average[i]), end = load<C>(x[i]);
-    const C value = near_average ? old + weight * (end - old) : end - (end - old) * rest;
+    const C value = lerp_rule(weight, load<C>(average[i]), load<C>(x[i]));
     average[i] = store<P>(value);
     write_shadow(shadow, i, value);
   }
@@ -201,17 +157,9 @@ void adam_block(const AdamStep<C>& step, const UpdateBlock& block, C* exp_avg, C
   const int64_t n = block.n;
   C* const param = static_cast<C*>(block.param);
   const C* const grad = static_cast<const C*>(block.grad);
-  if (step.l2 != 0) {
-    if (max_exp_avg_sq != nullptr) {
-      adam_loop<true, true>(step, n, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq);
-    } else {
-      adam_loop<true, false>(step, n, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq);
-    }
-  } else if (max_exp_avg_sq != nullptr) {
-    adam_loop<false, true>(step, n, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq);
-  } else {
-    adam_loop<false, false>(step, n, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq);
-  }
+  with_flags(step.l2 != 0, max_exp_avg_sq != nullptr, [&]<bool kL2, bool kAmsgrad>() TS_LANES {
+    adam_loop<kL2, kAmsgrad>(step, n, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq);
+  });
 }
 
 template <class C>
@@ -238,7 +186,11 @@ template <class C>
 void rmsprop_block(const RmspropStep<C>& step, const UpdateBlock& block, C* square_avg, C* grad_avg,
                    C* momentum_buffer) {
   with_types<C>(block, [&](auto* param, const auto* grad, auto* shadow) TS_LANES {
-    rmsprop_loop(step, block.n, param, grad, shadow, square_avg, grad_avg, momentum_buffer);
+    const auto run = [&]<bool kCentered, bool kMomentum>() TS_LANES {
+      rmsprop_loop<kCentered, kMomentum>(step, block.n, param, grad, shadow, square_avg, grad_avg,
+                                         momentum_buffer);
+    };
+    with_flags(grad_avg != nullptr, momentum_buffer != nullptr, run);
   });
 }
 
@@ -255,10 +207,7 @@ void scale_block(int64_t n, C* x, C factor) {
 
 template <class C>
 void clamp_block(int64_t n, C* x, C limit) {
-  for (int64_t i = 0; i < n; ++i) {
-    const C low = x[i] < -limit ? -limit : x[i];
-    x[i] = low > limit ? limit : low;
-  }
+  for (int64_t i = 0; i < n; ++i) x[i] = clamp_rule(limit, x[i]);
 }
 
 double power_sum_block(DType dtype, const void* data, int64_t n, double p) {

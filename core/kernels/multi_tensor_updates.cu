@@ -1,14 +1,12 @@
-// The optimizers beside Adam, averaging and clamping: one launch over all tensors of a call for
-// each compute type. The arithmetic of each rule is that of its loop in multi_tensor_simd.cpp,
-// operation by operation: the bits are the same.
+// The optimizers beside Adam, and averaging: one launch over all tensors of a call for each compute
+// type.
 #include <array>
 #include <cmath>
 
 #include <tessera/core/kernels/elementwise_loops.h>
 #include <tessera/core/kernels/multi_tensor.h>
-#include <tessera/core/kernels/multi_tensor_blocks.h>
 #include <tessera/core/kernels/on_device.h>
-#include <tessera/core/math.h>
+#include <tessera/core/kernels/update_rules.h>
 #include <tessera/core/kernels/multi_tensor.cuh>
 
 namespace tessera::kernels {
@@ -18,7 +16,7 @@ using namespace multi_tensor;
 
 constexpr int kBlock = 256;
 
-// ---- Rules: the new value of a parameter from the old one, the gradient and up to three states --
+// ---- Rules over up to three states --------------------------------------------------------------
 
 template <class C>
 struct States {  // of one element
@@ -27,75 +25,39 @@ struct States {  // of one element
 };
 
 template <class C>
-struct SgdRule {
+struct Sgd {
   SgdStep<C> step;
-  TS_DEVICE C operator()(C old, C grad, const States<C>& states) const {
-    C g = grad * step.gradient_scale;
-    if (step.l2 != C(0)) g = g + step.l2 * old;
-    if (!step.has_momentum) return old - step.lr * g;
-    C& momentum_buffer = *states.of[0];
-    C buffer = g;
-    if (!step.first) buffer = step.momentum * momentum_buffer + step.one_minus_dampening * g;
-    momentum_buffer = buffer;
-    const C update = step.nesterov ? g + step.momentum * buffer : buffer;
-    return old - step.lr * update;
+  TS_DEVICE C operator()(C param, C grad, const States<C>& states) const {
+    return sgd_rule(step, param, grad, *states.of[0]);
   }
 };
-
 template <class C>
-struct LionRule {
+struct Lion {
   LionStep<C> step;
-  TS_DEVICE C operator()(C old, C grad, const States<C>& states) const {
-    C& exp_avg = *states.of[0];
-    const C g = grad * step.gradient_scale, m = exp_avg;
-    const C direction = step.beta1 * m + step.one_minus_beta1 * g;
-    // NaN stays NaN: a bad gradient shows in the parameter.
-    const C sign = direction > 0 ? C(1) : direction < 0 ? C(-1) : direction;
-    exp_avg = step.beta2 * m + step.one_minus_beta2 * g;
-    return old * step.decay - step.lr * sign;
+  TS_DEVICE C operator()(C param, C grad, const States<C>& states) const {
+    return lion_rule(step, param, grad, *states.of[0]);
   }
 };
-
 template <class C>
-struct AdagradRule {
+struct Adagrad {
   AdagradStep<C> step;
-  TS_DEVICE C operator()(C old, C grad, const States<C>& states) const {
-    C g = grad * step.gradient_scale;
-    if (step.l2 != C(0)) g = g + step.l2 * old;
-    const C sum = *states.of[0] + g * g;
-    *states.of[0] = sum;
-    return old - step.lr * g / (math::sqrt(sum) + step.eps);
+  TS_DEVICE C operator()(C param, C grad, const States<C>& states) const {
+    return adagrad_rule(step, param, grad, *states.of[0]);
   }
 };
-
 template <class C>
-struct RmspropRule {
+struct Rmsprop {
   RmspropStep<C> step;
-  TS_DEVICE C operator()(C old, C grad, const States<C>& states) const {
-    C g = grad * step.gradient_scale;
-    if (step.l2 != C(0)) g = g + step.l2 * old;
-    C average = step.alpha * *states.of[0] + step.one_minus_alpha * g * g;
-    *states.of[0] = average;
-    if (states.has[1]) {  // centered
-      C& grad_avg = *states.of[1];
-      const C mean = grad_avg + step.one_minus_alpha * (g - grad_avg);
-      grad_avg = mean;
-      average = average - mean * mean;
-    }
-    const C denominator = math::sqrt(average) + step.eps;
-    if (!states.has[2]) return old - step.lr * g / denominator;
-    const C buffer = step.momentum * *states.of[2] + g / denominator;
-    *states.of[2] = buffer;
-    return old - step.lr * buffer;
+  TS_DEVICE C operator()(C param, C grad, const States<C>& states) const {
+    return rmsprop_rule(step, states.has[1], states.has[2], param, grad, *states.of[0],
+                        *states.of[1], *states.of[2]);
   }
 };
-
 template <class C>
-struct LerpRule {
+struct Lerp {
   C weight;
-  TS_DEVICE C operator()(C old, C end, const States<C>&) const {
-    // torch's lerp: from the nearer end, so that weight 1 gives x exactly.
-    return weight < C(0.5) ? old + weight * (end - old) : end - (end - old) * (C(1) - weight);
+  TS_DEVICE C operator()(C start, C end, const States<C>&) const {
+    return lerp_rule(weight, start, end);
   }
 };
 
@@ -110,7 +72,7 @@ struct MakeSgd {
   bool first;         // all that is known on the host: the buffers hold nothing
   bool counts_skips;  // the device knows better: steps so far may have been left out
   template <class C>
-  TS_DEVICE SgdRule<C> make(const double* scalars) const {
+  TS_DEVICE Sgd<C> make(const double* scalars) const {
     return {{static_cast<C>(signed_scale(scalars, options.maximize)),
              static_cast<C>(options.weight_decay), static_cast<C>(options.momentum),
              static_cast<C>(1 - options.dampening), static_cast<C>(scalars[kLearningRate]),
@@ -122,7 +84,7 @@ struct MakeSgd {
 struct MakeLion {
   LionOptions options;
   template <class C>
-  TS_DEVICE LionRule<C> make(const double* scalars) const {
+  TS_DEVICE Lion<C> make(const double* scalars) const {
     const double lr = scalars[kLearningRate];
     return {{static_cast<C>(signed_scale(scalars, options.maximize)),
              static_cast<C>(1 - lr * options.weight_decay), static_cast<C>(options.beta1),
@@ -134,7 +96,7 @@ struct MakeLion {
 struct MakeAdagrad {
   AdagradOptions options;
   template <class C>
-  TS_DEVICE AdagradRule<C> make(const double* scalars) const {
+  TS_DEVICE Adagrad<C> make(const double* scalars) const {
     const double lr = scalars[kLearningRate] / (1 + (scalars[kStep] - 1) * options.lr_decay);
     return {{static_cast<C>(signed_scale(scalars, options.maximize)),
              static_cast<C>(options.weight_decay), static_cast<C>(options.eps),
@@ -145,7 +107,7 @@ struct MakeAdagrad {
 struct MakeRmsprop {
   RmspropOptions options;
   template <class C>
-  TS_DEVICE RmspropRule<C> make(const double* scalars) const {
+  TS_DEVICE Rmsprop<C> make(const double* scalars) const {
     return {{static_cast<C>(signed_scale(scalars, options.maximize)),
              static_cast<C>(options.weight_decay), static_cast<C>(options.alpha),
              static_cast<C>(1 - options.alpha), static_cast<C>(options.eps),
@@ -156,7 +118,7 @@ struct MakeRmsprop {
 struct MakeLerp {
   double weight;
   template <class C>
-  TS_DEVICE LerpRule<C> make(const double*) const {
+  TS_DEVICE Lerp<C> make(const double*) const {
     return {static_cast<C>(weight)};
   }
 };
