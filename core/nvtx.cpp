@@ -1,10 +1,9 @@
 #include <tessera/core/nvtx.h>
 
-#include <cstdlib>
-#include <cstring>
 #include <string>
 
 #include <tessera/core/cuda/transfers.h>
+#include <tessera/core/environment.h>
 
 namespace tessera {
 namespace {
@@ -15,14 +14,6 @@ class NvtxTimeline : public RangeListener {
   void leave() override { gpu::pop_range(); }
 };
 
-bool environment_asks() {
-  static const bool asks = [] {
-    const char* const text = std::getenv("TESSERA_NVTX");
-    return text != nullptr && *text != '\0' && std::strcmp(text, "0") != 0;
-  }();
-  return asks;
-}
-
 }  // namespace
 
 RangeListener& nvtx_timeline() {
@@ -31,7 +22,8 @@ RangeListener& nvtx_timeline() {
 }
 
 detail::ProfilerSlot::ProfilerSlot() {
-  if (environment_asks()) active = timeline = &nvtx_timeline();
+  static const bool asked = environment_flag("TESSERA_NVTX");
+  if (asked) active = timeline = &nvtx_timeline();
 }
 
 }  // namespace tessera

@@ -3,7 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -22,6 +21,7 @@
 #include <tessera/core/cuda/pinned_memory.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/cuda/transfers.h>
+#include <tessera/core/environment.h>
 #include <tessera/core/error.h>
 
 namespace tessera::gpu {
@@ -34,10 +34,7 @@ struct Operation {
 thread_local Operation last_operation;
 
 bool waits_for_launches() {
-  static const bool waits = [] {
-    const char* text = std::getenv("TESSERA_SYNC");
-    return text != nullptr && std::strcmp(text, "0") != 0 && *text != '\0';
-  }();
+  static const bool waits = environment_flag("TESSERA_SYNC");
   return waits;
 }
 

@@ -1,5 +1,6 @@
 #include <tessera/core/cuda/device_memory.h>
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -15,6 +16,7 @@
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/cuda/hooks.h>
 #include <tessera/core/cuda/streams.h>
+#include <tessera/core/environment.h>
 #include <tessera/core/error.h>
 
 namespace tessera::gpu {
@@ -23,6 +25,11 @@ namespace {
 constexpr size_t kRounding = 512;
 constexpr size_t kSmallRequest = size_t{1} << 20, kSmallSegment = size_t{2} << 20;
 constexpr size_t kMediumRequest = size_t{10} << 20, kMediumSegment = size_t{20} << 20;
+
+std::atomic<bool>& poison_switch() {
+  static std::atomic<bool> on = environment_flag("TESSERA_POISON");
+  return on;
+}
 
 size_t round_up(size_t bytes, size_t step) { return (bytes + step - 1) / step * step; }
 
@@ -66,6 +73,7 @@ class CachingAllocator final : public DeviceAllocator {
     owned_[block->data] = block;
     use_.in_use += static_cast<int64_t>(block->size);
     hook_accessible(block->data, bytes, true, block->stream);
+    if (poisons_memory()) TS_CUDA(cudaMemsetAsync(block->data, 0xff, bytes, block->stream));
     return block->data;
   }
 
@@ -389,6 +397,9 @@ class CachingAllocator final : public DeviceAllocator {
 };
 
 }  // namespace
+
+bool poisons_memory() { return poison_switch().load(std::memory_order_relaxed); }
+void set_poisons_memory(bool on) { poison_switch().store(on); }
 
 DeviceAllocator& caching_allocator(int device) {
   // Never destroyed: storages with static lifetime may outlive every other object.

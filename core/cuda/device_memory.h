@@ -51,4 +51,10 @@ class DeviceAllocator : public Allocator {
 
 DeviceAllocator& caching_allocator(int device);
 
+// Whether memory is handed out full of bytes 0xff, in stream order: NaN in every floating dtype, so
+// that a result shows which depends on what nobody wrote. At first as TESSERA_POISON=1 in the
+// environment says. One more write of all that is asked for; a graph keeps what its capture saw.
+bool poisons_memory();
+void set_poisons_memory(bool on);
+
 }  // namespace tessera::gpu

@@ -44,6 +44,27 @@ struct CudaGraph : ::testing::Test {
   static gpu::DeviceAllocator& allocator() { return gpu::caching_allocator(0); }
 };
 
+// The emulation hands all memory out so. That it is asked for shows in a capture, as one fill for
+// each tensor.
+TEST_F(CudaGraph, PoisonIsAFillOfWhatIsAllocated) {
+  const Tensor x = raw::full({1000}, 1, kF32, cuda(0));
+  const bool before = gpu::poisons_memory();
+  int64_t nodes[2];
+  for (const bool poison : {false, true}) {
+    gpu::set_poisons_memory(poison);
+    Tensor y;
+    const auto graph = capture([&] {
+      const Tensor sum = kernels::binary<fn::Add>(x, x);
+      y = kernels::binary<fn::Mul>(sum, x);
+    });
+    nodes[poison] = graph->num_nodes();
+    replay(*graph);
+    EXPECT_EQ(y.to_vector(), filled(1000, 2));
+  }
+  gpu::set_poisons_memory(before);
+  EXPECT_EQ(nodes[1], nodes[0] + 2);
+}
+
 TEST_F(CudaGraph, AReplayWorksOnWhatItsInputsHoldAtTheTime) {
   const Tensor x = raw::full({1000}, 1, kF32, cuda(0)), w = raw::full({1000}, 2, kF32, cuda(0));
   Tensor y;
