@@ -651,6 +651,12 @@ def fused(g):
     g.case("packed_attention", g.normal(2, 5, 3, 2, 4), is_causal=True, terms=5, fn=packed_attention)
     g.case("packed_attention", g.normal(1, 7, 3, 1, 3), terms=7, fn=packed_attention)
 
+    def linear_gelu_linear(x, w, b, out_w, out_b, approximate):
+        return F.linear(F.gelu(F.linear(x, w, b), approximate=approximate), out_w, out_b)
+
+    g.case("linear_gelu_linear", g.normal(3, 4), g.normal(5, 4), g.normal(5), g.normal(2, 5), g.normal(2), approximate="tanh", terms=20, sums=True, fn=linear_gelu_linear)
+    g.case("linear_gelu_linear", g.normal(2, 3, 4), g.normal(5, 4), None, g.normal(4, 5), None, approximate="none", terms=20, sums=True, fn=linear_gelu_linear)
+
 
 GROUPS = {f.__name__: f for f in (creation, unary, binary, reduce, matmul, shape, index, normalise, loss, convolution, attention, inplace, fused)}
 
