@@ -6,13 +6,13 @@
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <string_view>
 #include <thread>
 
 #include <unistd.h>
 
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/backend.h>
+#include <tessera/core/environment.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/collectives.h>
 #include <tessera/distributed/job.h>
@@ -199,8 +199,7 @@ ProcessGroup::ProcessGroup(const ProcessGroupOptions& options) : state_(std::mak
         std::move(ranks));
   }
   if (info.nodes == 0) find_nodes(state.info, *context.world);
-  const char* compare = std::getenv("TESSERA_COMPARE_TRACES");
-  if (options.compare_traces || (compare != nullptr && std::string_view(compare) == "1")) {
+  if (options.compare_traces || environment_flag("TESSERA_COMPARE_TRACES")) {
     state.calls.emplace(*context.trace);
   }
   context.watchdog = std::make_shared<Watchdog>(context.store, info.rank, context.trace);

@@ -257,10 +257,6 @@ __global__ void clip_factor_kernel(const NormPart* parts, int count, double* par
   result[2] = norm - norm == 0 ? 0 : 1;
 }
 
-__global__ void is_nonfinite_kernel(const double* x, double* found) {
-  found[0] = x[0] - x[0] == 0 ? 0 : 1;
-}
-
 Tensor multi_tensor_clip_factor_cuda(std::span<const Tensor> tensors, double p, double scale,
                                      double max_norm, const Tensor& factor) {
   const PowerPartials partials = power_partials(tensors, p);
@@ -282,14 +278,6 @@ Tensor multi_tensor_clip_factor_cuda(std::span<const Tensor> tensors, double p, 
 
 // The largest magnitude: it is NaN where any element is, and sums of nothing can overflow.
 Tensor multi_tensor_found_nonfinite_cuda(std::span<const Tensor> tensors) {
-  const Tensor& first = tensors[0];
-  if (tensors.size() == 1 && first.dtype() == kF64 && first.numel() == 1) {  // a norm
-    const Tensor found = raw::empty({1}, kF64, first.device());
-    gpu::launch({.name = "multi_tensor_found_nonfinite", .grid = 1, .block = 1},
-                is_nonfinite_kernel, static_cast<const double*>(first.data_as<double>()),
-                found.data_as<double>());
-    return found;
-  }
   constexpr auto kInfinity = static_cast<double>(INFINITY);
   return raw::narrow(multi_tensor_clip_factor_cuda(tensors, kInfinity, 1, kInfinity, {}), 0, 2, 1);
 }

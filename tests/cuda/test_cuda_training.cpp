@@ -125,7 +125,7 @@ TEST(CudaTraining, NormAndClipFactorAreThoseThatTheHostFinds) {
     EXPECT_EQ(kernels::multi_tensor_found_nonfinite(*tensors).to_vector(),
               (std::vector<double>{1}));
   }
-  for (const double norm : {HUGE_VAL, std::nan(""), 3.0}) {  // one element needs no pass
+  for (const double norm : {HUGE_VAL, std::nan(""), 3.0}) {  // of a norm
     const Tensor one = scalar_tensor(norm, kF64).to(cuda(0));
     EXPECT_EQ(kernels::multi_tensor_found_nonfinite({&one, 1}).item(), norm == 3 ? 0 : 1);
   }
