@@ -8,7 +8,7 @@
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/collectives.h>

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/parallel.h>
 
 namespace {

@@ -5,7 +5,7 @@
 # Programs get the first where nvcc was found, else the last. A program with the target property
 # TESSERA_GPU = emulated gets the second.
 file(GLOB cuda_runtime_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/cuda/*.cpp)
-file(GLOB cuda_kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*.cu)
+file(GLOB cuda_kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*/*.cu)
 
 set(without_cublaslt core/cuda/none/gemm_none.cpp)
 set(without_cudnn core/cuda/none/graph_none.cpp)

@@ -64,8 +64,8 @@ if(oneDNN_FOUND)
   target_compile_definitions(tessera_core PRIVATE TESSERA_WITH_ONEDNN)
 endif()
 
-# Kernels, once for each instruction set (see core/kernels/isa.h).
-file(GLOB simd_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*_simd.cpp)
+# Kernels, once for each instruction set (see core/kernels/common/isa.h).
+file(GLOB simd_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*/*_simd.cpp)
 if(NOT TESSERA_X86)
   set(TESSERA_SIMD v3)
 elseif(TESSERA_SIMD STREQUAL "native")  # only what the processor here runs

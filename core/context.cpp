@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include <tessera/core/kernels/isa.h>
+#include <tessera/core/kernels/common/isa.h>
 
 namespace tessera {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/dispatch.h>
-#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/copy/copy.h>
 
 namespace tessera {
 namespace {

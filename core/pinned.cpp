@@ -3,7 +3,7 @@
 #include <tessera/core/allocator.h>
 #include <tessera/core/cuda/transfers.h>
 #include <tessera/core/error.h>
-#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/copy/copy.h>
 
 namespace tessera {
 

@@ -4,7 +4,7 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {

@@ -5,7 +5,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/norm.h>
+#include <tessera/core/kernels/norm/norm.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera::distributed {

@@ -13,7 +13,7 @@
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/core/dispatch.h>
-#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/copy/copy.h>
 
 using namespace tessera;
 

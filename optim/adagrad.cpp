@@ -1,6 +1,6 @@
 #include <tessera/optim/adagrad.h>
 
-#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/kernels/optim/multi_tensor.h>
 
 namespace tessera::optim {
 

@@ -5,7 +5,7 @@
 
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/optim/optimizer.h>
 

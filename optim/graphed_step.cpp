@@ -7,7 +7,7 @@
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/copy/copy.h>
 
 namespace tessera::optim {
 namespace {

@@ -10,7 +10,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/profiler.h>
 #include <tessera/core/raw_views.h>
 

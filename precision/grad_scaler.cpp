@@ -8,8 +8,8 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/copy.h>
-#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera::precision {

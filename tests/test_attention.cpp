@@ -7,7 +7,7 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/attention.h>
+#include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 

@@ -6,8 +6,8 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/conv.h>
-#include <tessera/core/kernels/pool.h>
+#include <tessera/core/kernels/conv/conv.h>
+#include <tessera/core/kernels/pool/pool.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 

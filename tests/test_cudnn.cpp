@@ -20,7 +20,7 @@
 #include <tessera/core/cuda/norm_graph.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/attention.h>
+#include <tessera/core/kernels/attention/attention.h>
 
 namespace tessera::gpu {
 namespace {

@@ -1,6 +1,6 @@
 // Elementwise kernels and copies on every layout, broadcast, dtype and alias, against an element by
 // element reference; and the promotion of operands against torch's.
-#include <tessera/core/kernels/elementwise.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
 
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,7 @@
 
 #include <tessera/core/factory.h>
 #include <tessera/core/half.h>
-#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/kernels/gemm.h>
+#include <tessera/core/kernels/gemm/gemm.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera::kernels {

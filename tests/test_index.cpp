@@ -6,7 +6,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/embedding.h>
+#include <tessera/core/kernels/embedding/embedding.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera {

@@ -6,7 +6,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/cross_entropy.h>
+#include <tessera/core/kernels/loss/cross_entropy.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera {

@@ -5,8 +5,8 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/linear_cross_entropy.h>
-#include <tessera/core/kernels/matmul.h>
+#include <tessera/core/kernels/gemm/matmul.h>
+#include <tessera/core/kernels/loss/linear_cross_entropy.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera::kernels {

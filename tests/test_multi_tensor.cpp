@@ -6,8 +6,8 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/copy.h>
-#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 

@@ -11,7 +11,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/profiler.h>
 #include <tessera/optim/adagrad.h>
 #include <tessera/optim/adamw.h>

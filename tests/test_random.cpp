@@ -11,7 +11,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/dispatch.h>
-#include <tessera/core/kernels/random_fill.h>
+#include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 

@@ -9,8 +9,8 @@
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/copy.h>
-#include <tessera/core/kernels/reduce.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 

@@ -14,7 +14,7 @@
 #include <tessera/accelerate/launch/protocol.h>
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/error.h>
-#include <tessera/core/kernels/isa.h>
+#include <tessera/core/kernels/common/isa.h>
 
 namespace tessera::cli {
 namespace {

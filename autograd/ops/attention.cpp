@@ -5,7 +5,7 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
-#include <tessera/core/kernels/attention.h>
+#include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {

@@ -3,8 +3,8 @@
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/conv.h>
-#include <tessera/core/kernels/pool.h>
+#include <tessera/core/kernels/conv/conv.h>
+#include <tessera/core/kernels/pool/pool.h>
 
 namespace tessera {
 

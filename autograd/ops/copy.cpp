@@ -1,7 +1,7 @@
 // Ops that move elements: conversions, copies, fills.
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {

@@ -3,7 +3,7 @@
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/random_fill.h>
+#include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {

@@ -3,7 +3,7 @@
 #include <limits>
 
 #include <tessera/autograd/ops/elementwise_rules.h>
-#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/copy/copy.h>
 
 namespace tessera {
 namespace {

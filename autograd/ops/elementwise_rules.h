@@ -7,7 +7,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/elementwise.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
 
 namespace tessera {
 

@@ -1,6 +1,6 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/embedding.h>
+#include <tessera/core/kernels/embedding/embedding.h>
 
 namespace tessera {
 

@@ -2,11 +2,11 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/copy.h>
-#include <tessera/core/kernels/elementwise.h>
-#include <tessera/core/kernels/linear_cross_entropy.h>
-#include <tessera/core/kernels/linear_fused.h>
-#include <tessera/core/kernels/matmul.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
+#include <tessera/core/kernels/gemm/linear_fused.h>
+#include <tessera/core/kernels/gemm/matmul.h>
+#include <tessera/core/kernels/loss/linear_cross_entropy.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {

@@ -4,9 +4,9 @@
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/copy.h>
-#include <tessera/core/kernels/elementwise.h>
-#include <tessera/core/kernels/index.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
+#include <tessera/core/kernels/index/index.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {

@@ -8,10 +8,10 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/compute_dtype.h>
-#include <tessera/core/kernels/copy.h>
-#include <tessera/core/kernels/cross_entropy.h>
-#include <tessera/core/kernels/elementwise.h>
-#include <tessera/core/kernels/reduce.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
+#include <tessera/core/kernels/loss/cross_entropy.h>
+#include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {

@@ -4,8 +4,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/linear_fused.h>
-#include <tessera/core/kernels/matmul.h>
+#include <tessera/core/kernels/gemm/linear_fused.h>
+#include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {

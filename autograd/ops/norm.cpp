@@ -1,6 +1,6 @@
 // Normalisations. Backward is one sweep of a kernel; where backward itself is recorded, it is the
 // same formula in ops.
-#include <tessera/core/kernels/norm.h>
+#include <tessera/core/kernels/norm/norm.h>
 
 #include <algorithm>
 
@@ -8,7 +8,7 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/compute_dtype.h>
-#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/copy/copy.h>
 
 namespace tessera {
 namespace {

@@ -1,6 +1,6 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/random_fill.h>
+#include <tessera/core/kernels/random/random_fill.h>
 
 namespace tessera {
 

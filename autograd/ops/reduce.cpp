@@ -6,9 +6,9 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/copy.h>
-#include <tessera/core/kernels/reduce.h>
-#include <tessera/core/kernels/softmax.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/reduce/reduce.h>
+#include <tessera/core/kernels/softmax/softmax.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {

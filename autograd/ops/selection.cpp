@@ -1,6 +1,6 @@
 // Comparisons, logic, choices between elements, and ops of three inputs.
 #include <tessera/autograd/ops/elementwise_rules.h>
-#include <tessera/core/kernels/copy.h>
+#include <tessera/core/kernels/copy/copy.h>
 
 namespace tessera {
 

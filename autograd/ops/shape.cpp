@@ -5,8 +5,8 @@
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/copy.h>
-#include <tessera/core/kernels/shape.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/copy/shape.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {

@@ -1,6 +1,6 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/sort.h>
+#include <tessera/core/kernels/sort/sort.h>
 
 namespace tessera {
 namespace {

@@ -1,6 +1,7 @@
 // Attention by cuDNN's fused kernels, as data: what is asked for, whether the library serves it,
 // and the graph of operations in the order that its patterns know. Pure functions, tested on the
-// CPU; core/kernels/attention.cu asks here first and runs its own tiles where the answer is no.
+// CPU; core/kernels/attention/attention.cu asks here first and runs its own tiles where the answer
+// is no.
 //
 // Query, key and value are read in place by their strides (also out of one packed [B, T, 3, H, E]),
 // gradients are written the same way, and nothing of size T S exists. What differs from own
@@ -12,7 +13,7 @@
 //   unless kernels::AttentionPolicy::deterministic asks for the other form: slower, and with a
 //   workspace of 2 B H T S bytes.
 // - A row without keys is NaN, and rows beyond a sample's length hold anything:
-//   core/kernels/attention_library.cu has what to do about it.
+//   core/kernels/attention/attention_library.cu has what to do about it.
 // - Dropout draws other numbers than the CPU (the library's generator, keyed by the same seed and
 //   stream); forward and backward agree. kernels::AttentionPolicy::equal_dropout asks for the
 //   CPU's.

@@ -1,5 +1,5 @@
 // Convolution and the gradient of batch norm by cuDNN, as data; as attention_graph.h has it for
-// attention. core/kernels/conv.cu and channel_norm.cu ask here first.
+// attention. core/kernels/conv/conv.cu and channel_norm.cu ask here first.
 //
 // Tensors lie as [N, C, H, W] and [O, C / groups, KH, KW] without gaps. Sums are f32. Engines that
 // the library notes as changing from run to run, as summing in fewer bits, or as cutting f32 to

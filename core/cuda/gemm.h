@@ -3,7 +3,7 @@
 // mapping are tested on the CPU; native_gemm.cpp makes the calls and is the only file that knows
 // the library, which it loads when the first product asks for it. It is never required: what it
 // does not serve, and everything where it is missing, runs on the kernels of
-// core/kernels/matmul.cu.
+// core/kernels/gemm/matmul.cu.
 //
 // tessera's matrices lie row by row, the library's column by column. A row-major matrix read by
 // columns is its transpose, so d = a b is asked for as d^T = b^T a^T: the operands change places,

@@ -16,7 +16,7 @@
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
-#include <tessera/core/kernels/movable_stream.h>
+#include <tessera/core/kernels/random/movable_stream.h>
 #include <tessera/core/random.h>
 
 namespace tessera::gpu {

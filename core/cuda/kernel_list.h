@@ -1,4 +1,5 @@
-// Which kernels a GPU has: each family's .cu file registers its own (core/kernels/on_device.h).
+// Which kernels a GPU has: each family's .cu file registers its own
+// (core/kernels/common/on_device.h).
 #pragma once
 
 namespace tessera::gpu {

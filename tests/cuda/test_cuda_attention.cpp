@@ -19,7 +19,7 @@
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/attention.h>
+#include <tessera/core/kernels/attention/attention.h>
 
 namespace tessera {
 namespace {

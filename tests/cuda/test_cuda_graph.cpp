@@ -19,8 +19,8 @@
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/copy.h>
-#include <tessera/core/kernels/elementwise.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/random.h>
 #include <tessera/core/raw_views.h>
 

@@ -13,9 +13,9 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/cast_transpose.h>
-#include <tessera/core/kernels/matmul.h>
-#include <tessera/core/kernels/random_fill.h>
+#include <tessera/core/kernels/fp8/cast_transpose.h>
+#include <tessera/core/kernels/gemm/matmul.h>
+#include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/random.h>
 
 namespace tessera {

@@ -1,6 +1,6 @@
 #include "test_cuda_kernels.h"
 
-#include <tessera/core/kernels/strided.cuh>
+#include <tessera/core/kernels/common/strided.cuh>
 
 namespace tessera::kernels::tests {
 namespace {

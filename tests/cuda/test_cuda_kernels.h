@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include <tessera/core/kernels/strided.h>
+#include <tessera/core/kernels/common/strided.h>
 
 namespace tessera::kernels::tests {
 

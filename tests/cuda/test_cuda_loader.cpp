@@ -15,8 +15,8 @@
 #include <tessera/core/cuda/transfers.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/copy.h>
-#include <tessera/core/kernels/elementwise.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/pinned.h>
 #include <tessera/data/dataloader.h>
 

@@ -8,7 +8,7 @@
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/optim/adagrad.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>

@@ -17,9 +17,9 @@
 #include <tessera/core/cuda/emulation/simt.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/copy.h>
-#include <tessera/core/kernels/elementwise.h>
-#include <tessera/core/kernels/on_device.h>
+#include <tessera/core/kernels/common/on_device.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/core/stream.h>
 

@@ -11,7 +11,7 @@
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/kernels/multi_tensor.h>
+#include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/random.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>

@@ -1,0 +1,41 @@
+// What attention_cpu.cpp asks of attention_simd.cpp: one head. Internal.
+#pragma once
+
+#include <cstdint>
+
+#include <tessera/core/dtype.h>
+#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/random.h>
+
+namespace tessera::kernels {
+
+struct HeadView {  // [B, H, rows, columns], strides in elements
+  void* data = nullptr;
+  int64_t batch_stride = 0, head_stride = 0, row_stride = 0, column_stride = 0;
+};
+
+struct AttentionProblem {
+  DType dtype;  // f64, f32, f16, bf16
+  bool use_amx;
+  int64_t B, H, Hk, T, S, E, Ev;
+  int64_t keys;  // of S, those that the sample has
+  double scale;
+  bool causal;
+  double dropout;
+  RandomStream stream;
+  bool has_mask;
+  DType mask_dtype;
+  HeadView mask;  // (B, H, T, S)
+  HeadView query, key, value, output;
+  void* log_sums;  // (B, H, T) f64 for f64, else f32
+  HeadView grad_output, grad_query, grad_key, grad_value;
+};
+
+TS_SIMD_DECLARE(int64_t attention_scratch_bytes(const AttentionProblem& problem, bool backward));
+TS_SIMD_DECLARE(void attention_head(const AttentionProblem& problem, int64_t batch, int64_t head,
+                                    void* scratch));
+// All query heads of one key head, in their order.
+TS_SIMD_DECLARE(void attention_head_backward(const AttentionProblem& problem, int64_t batch,
+                                             int64_t key_head, void* scratch));
+
+}  // namespace tessera::kernels

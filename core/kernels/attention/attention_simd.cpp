@@ -1,0 +1,509 @@
+// Letters: B batch, H heads, Hk key heads, T queries, S keys, E width of query and key, Ev of
+// value.
+//
+// Scores are calculated in the orientation in which the result of one product, a block of C, is the
+// panel that the next product reads, so that probabilities are never moved:
+//   forward   scores^T (S, 32 queries) = K Q^T, softmax down the columns, output^T = V^T scores^T
+//   backward  scores (T, 32 keys) = Q K^T, grad_value^T = grad_output^T P, grad_key^T = Q^T dS;
+//             only grad_query += dS K packs its left side once more
+#include <tessera/core/kernels/attention/attention_head.h>
+#include <tessera/core/kernels/gemm/gemm_block.h>
+#include <tessera/core/kernels/gemm/gemm_split.h>
+#include <tessera/core/math.h>
+
+namespace tessera::kernels::TS_SIMD {
+namespace {
+
+template <class T>
+const T* head_of(const HeadView& view, int64_t batch, int64_t head) {
+  return static_cast<const T*>(view.data) + batch * view.batch_stride + head * view.head_stride;
+}
+template <class T>
+T* mutable_head_of(const HeadView& view, int64_t batch, int64_t head) {
+  return static_cast<T*>(view.data) + batch * view.batch_stride + head * view.head_stride;
+}
+
+// Cuts workspace out of a block; measures where the block is null.
+class Arena {
+ public:
+  explicit Arena(void* block) : block_(static_cast<char*>(block)) {}
+  template <class T>
+  T* take(int64_t count) {
+    const int64_t at = used_;
+    used_ += round_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return block_ == nullptr ? nullptr : reinterpret_cast<T*>(block_ + at);
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* block_;
+  int64_t used_ = 0;
+};
+
+template <class A>
+A infinity() {
+  return static_cast<A>(__builtin_inf());
+}
+
+// Row t of the mask from key `first` on, as numbers to add to scores.
+template <class A, class M>
+void read_mask(const AttentionProblem& p, int64_t batch, int64_t head, int64_t t, int64_t first,
+               int64_t count, A* row, int64_t stride) {
+  const M* mask = head_of<M>(p.mask, batch, head) + t * p.mask.row_stride;
+  for (int64_t s = 0; s < count; ++s) {
+    const M value = mask[(first + s) * p.mask.column_stride];
+    if constexpr (std::is_same_v<M, bool>) {
+      row[s * stride] = value ? A(0) : -infinity<A>();
+    } else {
+      row[s * stride] = load<A>(value);
+    }
+  }
+}
+template <class A>
+void read_mask(const AttentionProblem& p, int64_t batch, int64_t head, int64_t t, int64_t first,
+               int64_t count, A* row, int64_t stride) {
+  switch (p.mask_dtype) {
+    case kBool:
+      return read_mask<A, bool>(p, batch, head, t, first, count, row, stride);
+    case kF64:
+      return read_mask<A, double>(p, batch, head, t, first, count, row, stride);
+    case kF16:
+      return read_mask<A, f16>(p, batch, head, t, first, count, row, stride);
+    case kBF16:
+      return read_mask<A, bf16>(p, batch, head, t, first, count, row, stride);
+    default:
+      return read_mask<A, float>(p, batch, head, t, first, count, row, stride);
+  }
+}
+
+// What dropout multiplies row t with: 0 or 1 / (1 - p).
+template <class A>
+void draw_dropout(const AttentionProblem& p, int64_t batch, int64_t head, int64_t t, int64_t first,
+                  int64_t count, A* row, int64_t stride) {
+  const uint64_t start = static_cast<uint64_t>(((batch * p.H + head) * p.T + t) * p.S + first);
+  const float probability = static_cast<float>(p.dropout);
+  const A kept = static_cast<A>(p.dropout < 1 ? 1 / (1 - p.dropout) : 0);
+  uint32_t numbers[4];
+  uint64_t block = ~uint64_t{0};
+  for (int64_t s = 0; s < count; ++s) {
+    const uint64_t index = start + static_cast<uint64_t>(s);
+    if (index / 4 != block) {
+      block = index / 4;
+      const auto drawn = philox4x32(p.stream.seed, p.stream.stream, block);
+      __builtin_memcpy(numbers, &drawn, sizeof(numbers));
+    }
+    row[s * stride] = uniform_from_bits(numbers[index % 4]) >= probability ? kept : A(0);
+  }
+}
+
+// (rows, columns) of sums, times a factor, to a tensor of any strides.
+template <class T, class A>
+void store_rows(const A* source, int64_t source_stride, int64_t rows, int64_t columns, A factor,
+                T* target, int64_t row_stride, int64_t column_stride) {
+  for (int64_t i = 0; i < rows; ++i) {
+    const A* from = source + i * source_stride;
+    T* to = target + i * row_stride;
+    if (column_stride == 1) {
+      for (int64_t j = 0; j < columns; ++j) to[j] = store<T>(from[j] * factor);
+    } else {
+      for (int64_t j = 0; j < columns; ++j) to[j * column_stride] = store<T>(from[j] * factor);
+    }
+  }
+}
+
+// The right-hand panel that `sums` (depth, kColumns) is; depth is padded with zero rows.
+template <class Kernel>
+const typename Kernel::Value* as_panel(typename Kernel::Accumulator* sums, int64_t depth,
+                                       typename Kernel::Value* panel) {
+  if constexpr (std::is_same_v<typename Kernel::Value, typename Kernel::Accumulator>) {
+    return sums;
+  } else {
+    Kernel::pack_b(sums, Kernel::kColumns, 1, Kernel::kColumns, depth, panel);
+    return panel;
+  }
+}
+
+// ---- Forward
+// -------------------------------------------------------------------------------------
+
+template <class Kernel>
+struct ForwardBuffers {
+  using Value = typename Kernel::Value;
+  using A = typename Kernel::Accumulator;
+  static constexpr int64_t kC = Kernel::kColumns, kR = Kernel::kRows;
+  Value *keys, *values, *queries, *panel;
+  A *scores, *bias, *keep, *transposed, *rows;
+  int64_t bytes;
+
+  ForwardBuffers(const AttentionProblem& p, void* scratch) {
+    Arena arena(scratch);
+    keys = arena.take<Value>(round_up(p.keys, kR) * Kernel::padded_depth(p.E));
+    values = arena.take<Value>(round_up(p.Ev, kR) * Kernel::padded_depth(p.keys));
+    queries = arena.take<Value>(kC * Kernel::padded_depth(p.E));
+    panel = arena.take<Value>(kC * Kernel::padded_depth(p.keys));
+    scores = arena.take<A>(kC * round_up(p.keys, kR));
+    bias = arena.take<A>(p.has_mask ? kC * p.keys : 0);
+    keep = arena.take<A>(p.dropout > 0 ? kC * p.keys : 0);
+    transposed = arena.take<A>(round_up(p.Ev, kR) * kC);
+    rows = arena.take<A>(kC * round_up(p.Ev, 16));
+    bytes = arena.used();
+  }
+};
+
+template <class Kernel, class T>
+void forward(const AttentionProblem& p, int64_t batch, int64_t head, void* scratch) {
+  using A = typename Kernel::Accumulator;
+  constexpr int64_t kC = Kernel::kColumns, kR = Kernel::kRows;
+  const ForwardBuffers<Kernel> buffers(p, scratch);
+  const int64_t key_head = head / (p.H / p.Hk);
+  const T* query = head_of<T>(p.query, batch, head);
+  const A scale = static_cast<A>(p.scale);
+  Kernel::begin();
+  pack_rows<Kernel>(head_of<T>(p.key, batch, key_head), p.key.row_stride, p.key.column_stride,
+                    p.keys, p.E, buffers.keys);
+  pack_rows<Kernel>(head_of<T>(p.value, batch, key_head), p.value.column_stride, p.value.row_stride,
+                    p.Ev, p.keys, buffers.values);
+  for (int64_t t0 = 0; t0 < p.T; t0 += kC) {
+    const int64_t count = p.T - t0 < kC ? p.T - t0 : kC;
+    const int64_t keys = p.causal && t0 + count < p.keys ? t0 + count : p.keys;
+    pack_columns<Kernel>(query + t0 * p.query.row_stride, p.query.column_stride, p.query.row_stride,
+                         count, p.E, buffers.queries);
+    A* const scores = buffers.scores;  // (keys, kC)
+    multiply_panels<Kernel>(round_up(keys, kR), kC, p.E, buffers.keys, buffers.queries, scores, kC,
+                            false);
+    if (p.has_mask) {
+      for (int64_t c = 0; c < count; ++c) {
+        read_mask(p, batch, head, t0 + c, 0, keys, buffers.bias + c, kC);
+      }
+    }
+    A maximum[kC], sum[kC];
+    for (int64_t c = 0; c < kC; ++c) {
+      maximum[c] = -infinity<A>();
+      sum[c] = 0;
+    }
+    for (int64_t s = 0; s < keys; ++s) {
+      A* TS_RESTRICT row = scores + s * kC;
+      for (int64_t c = 0; c < kC; ++c) row[c] *= scale;
+      if (p.has_mask) {
+        const A* TS_RESTRICT bias = buffers.bias + s * kC;
+        for (int64_t c = 0; c < count; ++c) row[c] += bias[c];
+      }
+      if (p.causal) {
+        for (int64_t c = 0; c < s - t0; ++c) row[c] = -infinity<A>();
+      }
+      for (int64_t c = 0; c < kC; ++c) maximum[c] = row[c] > maximum[c] ? row[c] : maximum[c];
+    }
+    for (int64_t c = 0; c < kC; ++c) {
+      if (maximum[c] == -infinity<A>()) maximum[c] = 0;  // no key: exp(-inf) = 0, not NaN
+    }
+    for (int64_t s = 0; s < keys; ++s) {
+      A* TS_RESTRICT row = scores + s * kC;
+      for (int64_t c = 0; c < kC; ++c) {
+        row[c] = math::exp(row[c] - maximum[c]);
+        sum[c] += row[c];
+      }
+    }
+    if (p.dropout > 0) {
+      for (int64_t c = 0; c < count; ++c) {
+        draw_dropout(p, batch, head, t0 + c, 0, keys, buffers.keep + c, kC);
+      }
+      for (int64_t i = 0; i < keys * kC; ++i) {
+        scores[i] *= i % kC < count ? buffers.keep[i] : A(0);
+      }
+    }
+    const auto* panel = as_panel<Kernel>(scores, keys, buffers.panel);
+    multiply_panels<Kernel>(round_up(p.Ev, kR), kC, keys, buffers.values, panel, buffers.transposed,
+                            kC, false, p.keys);
+    A* log_sums = static_cast<A*>(p.log_sums) + (batch * p.H + head) * p.T + t0;
+    for (int64_t c = 0; c < count; ++c) {
+      log_sums[c] =
+          sum[c] > 0 ? maximum[c] + math::log(sum[c]) : (sum[c] == 0 ? infinity<A>() : sum[c]);
+      sum[c] = sum[c] == 0 ? A(0) : 1 / sum[c];
+    }
+    for (int64_t e = 0; e < p.Ev; ++e) {
+      for (int64_t c = 0; c < kC; ++c) buffers.transposed[e * kC + c] *= c < count ? sum[c] : A(0);
+    }
+    const int64_t stride = round_up(p.Ev, 16);
+    transpose_block(buffers.transposed, kC, p.Ev, kC, buffers.rows, stride);
+    store_rows(buffers.rows, stride, count, p.Ev, A(1),
+               mutable_head_of<T>(p.output, batch, head) + t0 * p.output.row_stride,
+               p.output.row_stride, p.output.column_stride);
+  }
+  Kernel::end();
+}
+
+// ---- Backward
+// ------------------------------------------------------------------------------------
+
+template <class Kernel>
+struct BackwardBuffers {
+  using Value = typename Kernel::Value;
+  using A = typename Kernel::Accumulator;
+  static constexpr int64_t kC = Kernel::kColumns, kR = Kernel::kRows;
+  Value *query_rows, *grad_rows, *query_columns, *grad_columns;  // left sides
+  Value *key_panel, *value_panel, *key_rows_panel;               // right sides of 32 keys
+  Value *panel, *left;
+  A *scores, *grad_scores, *bias, *keep;
+  A *grad_query, *grad_key, *grad_value, *transposed, *rows, *delta;
+  int64_t bytes;
+
+  BackwardBuffers(const AttentionProblem& p, void* scratch) {
+    Arena arena(scratch);
+    const int64_t depth_T = Kernel::padded_depth(p.T), rows_T = round_up(p.T, kR);
+    const int64_t widest = p.E > p.Ev ? p.E : p.Ev;
+    query_rows = arena.take<Value>(rows_T * Kernel::padded_depth(p.E));
+    grad_rows = arena.take<Value>(rows_T * Kernel::padded_depth(p.Ev));
+    query_columns = arena.take<Value>(round_up(p.E, kR) * depth_T);
+    grad_columns = arena.take<Value>(round_up(p.Ev, kR) * depth_T);
+    key_panel = arena.take<Value>(kC * Kernel::padded_depth(p.E));
+    value_panel = arena.take<Value>(kC * Kernel::padded_depth(p.Ev));
+    key_rows_panel = arena.take<Value>(round_up(p.E, kC) * Kernel::padded_depth(kC));
+    panel = arena.take<Value>(kC * depth_T);
+    left = arena.take<Value>(rows_T * Kernel::padded_depth(kC));
+    scores = arena.take<A>(rows_T * kC);
+    grad_scores = arena.take<A>(rows_T * kC);
+    bias = arena.take<A>(p.has_mask ? p.T * kC : 0);
+    keep = arena.take<A>(p.dropout > 0 ? p.T * kC : 0);
+    grad_query = arena.take<A>(rows_T * round_up(p.E, kC));
+    grad_key = arena.take<A>(round_up(p.keys, kC) * p.E);
+    grad_value = arena.take<A>(round_up(p.keys, kC) * p.Ev);
+    transposed = arena.take<A>(round_up(widest, kR) * kC);
+    rows = arena.take<A>(kC * round_up(widest, 16));
+    delta = arena.take<A>(p.T);
+    bytes = arena.used();
+  }
+};
+
+// target (kC, width) += transposed (width, kC)^T
+template <class A, int64_t kC>
+void add_transposed(const A* transposed, int64_t width, A* rows, A* target) {
+  const int64_t stride = round_up(width, 16);
+  transpose_block(transposed, kC, width, kC, rows, stride);
+  for (int64_t c = 0; c < kC; ++c) {
+    for (int64_t e = 0; e < width; ++e) target[c * width + e] += rows[c * stride + e];
+  }
+}
+
+// Adds the share of one query head to grad_key and grad_value, and stores its grad_query.
+template <class Kernel, class T>
+void backward_query_head(const AttentionProblem& p, const BackwardBuffers<Kernel>& buffers,
+                         int64_t batch, int64_t head, int64_t key_head) {
+  using A = typename Kernel::Accumulator;
+  constexpr int64_t kC = Kernel::kColumns, kR = Kernel::kRows;
+  const T* query = head_of<T>(p.query, batch, head);
+  const T* key = head_of<T>(p.key, batch, key_head);
+  const T* value = head_of<T>(p.value, batch, key_head);
+  const T* output = head_of<T>(p.output, batch, head);
+  const T* grad = head_of<T>(p.grad_output, batch, head);
+  const HeadView &q = p.query, &k = p.key, &v = p.value, &g = p.grad_output;
+  const A scale = static_cast<A>(p.scale);
+  const A* log_sums = static_cast<const A*>(p.log_sums) + (batch * p.H + head) * p.T;
+  pack_rows<Kernel>(query, q.row_stride, q.column_stride, p.T, p.E, buffers.query_rows);
+  pack_rows<Kernel>(grad, g.row_stride, g.column_stride, p.T, p.Ev, buffers.grad_rows);
+  pack_rows<Kernel>(query, q.column_stride, q.row_stride, p.E, p.T, buffers.query_columns);
+  pack_rows<Kernel>(grad, g.column_stride, g.row_stride, p.Ev, p.T, buffers.grad_columns);
+  for (int64_t t = 0; t < p.T; ++t) {
+    A sums[16] = {};
+    const T* grad_row = grad + t * g.row_stride;
+    const T* output_row = output + t * p.output.row_stride;
+    for (int64_t e = 0; e < p.Ev; ++e) {
+      sums[e % 16] +=
+          load<A>(grad_row[e * g.column_stride]) * load<A>(output_row[e * p.output.column_stride]);
+    }
+    A sum = 0;
+    for (A part : sums) sum += part;
+    buffers.delta[t] = sum;
+  }
+  const int64_t width_E = round_up(p.E, kC);
+  const int64_t rows_T = round_up(p.T, kR);
+  __builtin_memset(buffers.grad_query, 0, static_cast<size_t>(rows_T * width_E) * sizeof(A));
+
+  for (int64_t s0 = 0; s0 < p.keys; s0 += kC) {
+    // Queries from `first` on see these keys; a whole panel of rows begins there.
+    const int64_t first = p.causal ? s0 / kR * kR : 0;
+    if (first >= p.T) break;
+    const int64_t count = p.keys - s0 < kC ? p.keys - s0 : kC;
+    const int64_t depth = p.T - first;
+    pack_columns<Kernel>(key + s0 * k.row_stride, k.column_stride, k.row_stride, count, p.E,
+                         buffers.key_panel);
+    pack_columns<Kernel>(value + s0 * v.row_stride, v.column_stride, v.row_stride, count, p.Ev,
+                         buffers.value_panel);
+    pack_columns<Kernel>(key + s0 * k.row_stride, k.row_stride, k.column_stride, p.E, count,
+                         buffers.key_rows_panel);
+    multiply_panels<Kernel>(rows_T - first, kC, p.E,
+                            buffers.query_rows + first * Kernel::padded_depth(p.E),
+                            buffers.key_panel, buffers.scores, kC, false);
+    multiply_panels<Kernel>(rows_T - first, kC, p.Ev,
+                            buffers.grad_rows + first * Kernel::padded_depth(p.Ev),
+                            buffers.value_panel, buffers.grad_scores, kC, false);
+    for (int64_t t = first; t < p.T; ++t) {
+      A* TS_RESTRICT probability = buffers.scores + (t - first) * kC;
+      A* TS_RESTRICT grad_score = buffers.grad_scores + (t - first) * kC;
+      const A log_sum = log_sums[t], delta = buffers.delta[t];
+      const int64_t visible_causal = p.causal && t - s0 + 1 < count ? t - s0 + 1 : count;
+      const int64_t visible = visible_causal < 0 ? 0 : visible_causal;
+      if (p.has_mask) {
+        read_mask(p, batch, head, t, s0, count, buffers.bias, 1);
+        for (int64_t c = 0; c < kC; ++c) {
+          probability[c] =
+              math::exp(scale * probability[c] + (c < count ? buffers.bias[c] : A(0)) - log_sum);
+        }
+      } else {
+        for (int64_t c = 0; c < kC; ++c) {
+          probability[c] = math::exp(scale * probability[c] - log_sum);
+        }
+      }
+      for (int64_t c = visible; c < kC; ++c) probability[c] = 0;
+      if (p.dropout > 0) {
+        draw_dropout(p, batch, head, t, s0, count, buffers.keep, 1);
+        for (int64_t c = 0; c < visible; ++c) {
+          grad_score[c] = probability[c] * (grad_score[c] * buffers.keep[c] - delta);
+          probability[c] *= buffers.keep[c];
+        }
+        for (int64_t c = visible; c < kC; ++c) grad_score[c] = 0;
+      } else {
+        for (int64_t c = 0; c < kC; ++c) {
+          grad_score[c] = probability[c] * (grad_score[c] - delta);
+        }
+        for (int64_t c = visible; c < kC; ++c) grad_score[c] = 0;
+      }
+    }
+    const auto* panel = as_panel<Kernel>(buffers.scores, depth, buffers.panel);
+    multiply_panels<Kernel>(round_up(p.Ev, kR), kC, depth,
+                            buffers.grad_columns + Kernel::padded_depth(first) * kR, panel,
+                            buffers.transposed, kC, false, p.T);
+    add_transposed<A, kC>(buffers.transposed, p.Ev, buffers.rows, buffers.grad_value + s0 * p.Ev);
+    panel = as_panel<Kernel>(buffers.grad_scores, depth, buffers.panel);
+    multiply_panels<Kernel>(round_up(p.E, kR), kC, depth,
+                            buffers.query_columns + Kernel::padded_depth(first) * kR, panel,
+                            buffers.transposed, kC, false, p.T);
+    add_transposed<A, kC>(buffers.transposed, p.E, buffers.rows, buffers.grad_key + s0 * p.E);
+    pack_rows<Kernel>(buffers.grad_scores, kC, 1, depth, count, buffers.left);
+    multiply_panels<Kernel>(rows_T - first, width_E, count, buffers.left, buffers.key_rows_panel,
+                            buffers.grad_query + first * width_E, width_E, true);
+  }
+  store_rows(buffers.grad_query, width_E, p.T, p.E, scale,
+             mutable_head_of<T>(p.grad_query, batch, head), p.grad_query.row_stride,
+             p.grad_query.column_stride);
+}
+
+// Keys that the sample does not have.
+template <class T>
+void clear_padding(const AttentionProblem& p, const HeadView& grad, int64_t columns, int64_t batch,
+                   int64_t key_head) {
+  T* const rows = mutable_head_of<T>(grad, batch, key_head);
+  for (int64_t s = p.keys; s < p.S; ++s) {
+    for (int64_t e = 0; e < columns; ++e) {
+      rows[s * grad.row_stride + e * grad.column_stride] = store<T>(0.0f);
+    }
+  }
+}
+
+template <class Kernel, class T>
+void backward(const AttentionProblem& p, int64_t batch, int64_t key_head, void* scratch) {
+  using A = typename Kernel::Accumulator;
+  constexpr int64_t kC = Kernel::kColumns;
+  const BackwardBuffers<Kernel> buffers(p, scratch);
+  const int64_t group = p.H / p.Hk;
+  __builtin_memset(buffers.grad_key, 0,
+                   static_cast<size_t>(round_up(p.keys, kC) * p.E) * sizeof(A));
+  __builtin_memset(buffers.grad_value, 0,
+                   static_cast<size_t>(round_up(p.keys, kC) * p.Ev) * sizeof(A));
+  Kernel::begin();
+  for (int64_t i = 0; i < group; ++i) {
+    backward_query_head<Kernel, T>(p, buffers, batch, key_head * group + i, key_head);
+  }
+  Kernel::end();
+  store_rows(buffers.grad_key, p.E, p.keys, p.E, static_cast<A>(p.scale),
+             mutable_head_of<T>(p.grad_key, batch, key_head), p.grad_key.row_stride,
+             p.grad_key.column_stride);
+  store_rows(buffers.grad_value, p.Ev, p.keys, p.Ev, A(1),
+             mutable_head_of<T>(p.grad_value, batch, key_head), p.grad_value.row_stride,
+             p.grad_value.column_stride);
+  clear_padding<T>(p, p.grad_key, p.E, batch, key_head);
+  clear_padding<T>(p, p.grad_value, p.Ev, batch, key_head);
+}
+
+#if defined(TESSERA_AMX_KERNEL)
+// Products of probabilities and gradients with these stay far from the end of the range.
+constexpr uint32_t kLargestAttended = uint32_t{127 + 30} << 23;
+
+bool all_small(const HeadView& view, int64_t batch, int64_t head, int64_t rows, int64_t columns) {
+  const float* data = head_of<float>(view, batch, head);
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    const float* row = data + i * view.row_stride;
+    for (int64_t j = 0; j < columns; ++j) {
+      const uint32_t magnitude =
+          __builtin_bit_cast(uint32_t, row[j * view.column_stride]) & 0x7fffffff;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+  }
+  return largest < kLargestAttended;
+}
+
+// f32 in three bf16 parts: not for few queries, whose time is the packing of keys and values, nor
+// for infinities, NaN and enormous numbers.
+bool splits(const AttentionProblem& p) { return p.use_amx && p.dtype == kF32 && p.T >= 32; }
+bool splits_keys(const AttentionProblem& p, int64_t batch, int64_t key_head) {
+  return splits(p) && all_small(p.key, batch, key_head, p.keys, p.E) &&
+         all_small(p.value, batch, key_head, p.keys, p.Ev);
+}
+#else
+bool splits(const AttentionProblem&) { return false; }
+bool splits_keys(const AttentionProblem&, int64_t, int64_t) { return false; }
+bool all_small(const HeadView&, int64_t, int64_t, int64_t, int64_t) { return false; }
+#endif
+
+// Calls f<Kernel, T>() for the problem's dtype; `split`: f32 in parts.
+template <class F>
+auto with_kernel(const AttentionProblem& p, [[maybe_unused]] bool split, F&& f) {
+#if defined(TESSERA_AMX_KERNEL)
+  if (p.use_amx && p.dtype == kBF16) return f.template operator()<AmxKernel, bf16>();
+  if (split) return f.template operator()<SplitAmxKernel, float>();
+#endif
+  switch (p.dtype) {
+    case kF64:
+      return f.template operator()<FmaKernel<double>, double>();
+    case kF16:
+      return f.template operator()<FmaKernel<float>, f16>();
+    case kBF16:
+      return f.template operator()<FmaKernel<float>, bf16>();
+    default:
+      return f.template operator()<FmaKernel<float>, float>();
+  }
+}
+
+}  // namespace
+
+int64_t attention_scratch_bytes(const AttentionProblem& p, bool is_backward) {
+  int64_t most = 0;
+  for (const bool split : {false, splits(p)}) {
+    const int64_t bytes = with_kernel(p, split, [&]<class Kernel, class T>() {
+      return is_backward ? BackwardBuffers<Kernel>(p, nullptr).bytes
+                         : ForwardBuffers<Kernel>(p, nullptr).bytes;
+    });
+    most = bytes > most ? bytes : most;
+  }
+  return most;
+}
+
+void attention_head(const AttentionProblem& p, int64_t batch, int64_t head, void* scratch) {
+  const bool split =
+      splits_keys(p, batch, head / (p.H / p.Hk)) && all_small(p.query, batch, head, p.T, p.E);
+  with_kernel(p, split,
+              [&]<class Kernel, class T>() { forward<Kernel, T>(p, batch, head, scratch); });
+}
+
+void attention_head_backward(const AttentionProblem& p, int64_t batch, int64_t key_head,
+                             void* scratch) {
+  const int64_t group = p.H / p.Hk;
+  bool split = splits_keys(p, batch, key_head);
+  for (int64_t i = key_head * group; split && i < (key_head + 1) * group; ++i) {
+    split = all_small(p.query, batch, i, p.T, p.E) && all_small(p.grad_output, batch, i, p.T, p.Ev);
+  }
+  with_kernel(p, split,
+              [&]<class Kernel, class T>() { backward<Kernel, T>(p, batch, key_head, scratch); });
+}
+
+}  // namespace tessera::kernels::TS_SIMD

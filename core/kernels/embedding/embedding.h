@@ -1,0 +1,51 @@
+// Embedding tables and rotary positions.
+#pragma once
+
+#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/tensor.h>
+
+namespace tessera {
+struct bf16;
+struct f16;
+}  // namespace tessera
+
+namespace tessera::kernels {
+
+// index: i64 or i32, any shape; weight: [V, C], any dtype. Result [..., C], a memcpy a row. Throws
+// IndexError for an index outside [0, V).
+Tensor embedding(const Tensor& index, const Tensor& weight);
+
+// Rows of grad [..., C] summed by their index: [V, C] of grad's dtype. Each row is summed by one
+// thread in the order of the index, in f32 for f16 and bf16, without atomics: a counting sort of
+// the index first, then one pass over grad and one over the result. padding_idx: a row that stays
+// 0, -1 for none.
+Tensor embedding_backward(const Tensor& grad, const Tensor& index, int64_t V, int64_t padding_idx);
+
+// Turns pairs of the last dimension by the angles whose cos and sin are given: (a, b) becomes
+// (a cos - b sin, a sin + b cos), or with `inverse` (a cos + b sin, b cos - a sin), its gradient.
+// x: [..., T, C], floating, C even; cos, sin: broadcastable to [..., T, C / 2], of x's dtype or
+// f32. Pairs are (i, i + C / 2), or (2 i, 2 i + 1) where interleaved.
+Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved,
+              bool inverse);
+
+// A row of rotary, in embedding_simd.cpp. `half` = C / 2.
+#define TS_ROTARY_DECLARE(T, A)                                                               \
+  TS_SIMD_DECLARE(void rotary_row(const T* x, const A* cos, const A* sin, T* y, int64_t half, \
+                                  bool interleaved, bool inverse))
+TS_ROTARY_DECLARE(double, double)
+TS_ROTARY_DECLARE(float, float)
+TS_ROTARY_DECLARE(f16, float)
+TS_ROTARY_DECLARE(bf16, float)
+#undef TS_ROTARY_DECLARE
+
+// result[0..n) = sum of rows[order[0..count)] in this order, each row `stride` elements apart.
+#define TS_SUM_ROWS_DECLARE(T)                                                       \
+  TS_SIMD_DECLARE(void sum_rows(const T* rows, int64_t stride, const int64_t* order, \
+                                int64_t count, T* result, int64_t n))
+TS_SUM_ROWS_DECLARE(double)
+TS_SUM_ROWS_DECLARE(float)
+TS_SUM_ROWS_DECLARE(f16)
+TS_SUM_ROWS_DECLARE(bf16)
+#undef TS_SUM_ROWS_DECLARE
+
+}  // namespace tessera::kernels

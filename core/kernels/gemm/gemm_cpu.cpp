@@ -1,0 +1,347 @@
+#include <algorithm>
+#include <cstring>
+
+#if defined(TESSERA_WITH_ONEDNN)
+#include <dnnl.h>
+#include <omp.h>
+#endif
+#if defined(__linux__) && defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include <tessera/core/dispatch.h>
+#include <tessera/core/kernels/common/scratch.h>
+#include <tessera/core/kernels/gemm/gemm.h>
+#include <tessera/core/kernels/gemm/gemm_tile.h>
+
+namespace tessera::kernels {
+namespace {
+
+const char* at(const void* data, int64_t elements, DType dtype) {
+  return static_cast<const char*>(data) + elements * size_of(dtype);
+}
+char* at(void* data, int64_t elements, DType dtype) {
+  return static_cast<char*>(data) + elements * size_of(dtype);
+}
+
+// How C is cut: powers of two, so that two, four or eight threads get equal shares. A function of
+// the shape, never of the thread count. A tile packs its operands by itself, so that small ones
+// cost more: from 8 to 4 tiles of a weight gradient 1152 x 384 x 2048 gained 10% (bench_gemm, one
+// core).
+struct Tiling {
+  int64_t rows, columns;  // of a tile
+  int64_t row_tiles, column_tiles;
+
+  Tiling(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t most_columns) {
+    constexpr double kLeastWork = 3.2e7;  // multiplications of a tile that is split off
+    int64_t by_rows = 1, by_columns = 1;
+    while (m > by_rows * kGemmTileRows) by_rows *= 2;
+    while (n > by_columns * most_columns) by_columns *= 2;
+    const double work = static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
+    while (by_rows * by_columns * batch < 4 &&
+           work / static_cast<double>(by_rows * by_columns) > 2 * kLeastWork) {
+      const bool split_rows = m / by_rows >= n / by_columns;
+      if ((split_rows ? m / by_rows : n / by_columns) < 128) break;
+      (split_rows ? by_rows : by_columns) *= 2;
+    }
+    rows = std::max<int64_t>(1, (m + by_rows - 1) / by_rows);
+    columns = std::max<int64_t>(1, ((n + by_columns - 1) / by_columns + 31) / 32 * 32);
+    row_tiles = (m + rows - 1) / rows;
+    column_tiles = (n + columns - 1) / columns;
+  }
+};
+
+#if defined(TESSERA_WITH_ONEDNN)
+// The leading dimension under which sgemm can read an operand, and how; 0 where it cannot.
+struct SgemmView {
+  char transposed = 'N';
+  int64_t leading = 0;
+
+  SgemmView(const GemmOperand& operand, int64_t rows, int64_t columns) {
+    if (operand.column_stride == 1 && (rows == 1 || operand.row_stride >= columns)) {
+      leading = std::max(operand.row_stride, columns);
+    } else if (operand.row_stride == 1 && (columns == 1 || operand.column_stride >= rows)) {
+      transposed = 'T';
+      leading = std::max(operand.column_stride, rows);
+    }
+  }
+};
+#endif
+
+#if defined(TESSERA_WITH_ONEDNN)
+// A tile of a wide matrix has its rows on different pages: a long K then costs sgemm's packing an
+// address translation a row, and pages that are a power of two apart fall into the same cache sets.
+// Gathered first, weight gradients 1536 x 384 x 2048 and 384 x 1536 x 2048 gain 18% and 13%, 1152 x
+// 384 x 2048 5% (one core).
+bool gathers_tile(int64_t width, int64_t leading, int64_t k) {
+  return width < leading && leading >= 1024 && k >= 512;
+}
+
+const void* gather_tile(const void* from, int64_t rows, int64_t width, int64_t leading, char* to) {
+  const auto bytes = static_cast<size_t>(width) * sizeof(float);
+  for (int64_t row = 0; row < rows; ++row) {
+    std::memcpy(to + static_cast<size_t>(row) * bytes, at(from, row * leading, kF32), bytes);
+  }
+  return to;
+}
+
+// sgemm on this thread alone. It would cut K by the number of threads that OpenMP offers, and so
+// change bits with it.
+void sgemm_on_this_thread(const SgemmView& a_view, const SgemmView& b_view, int64_t m, int64_t n,
+                          int64_t k, const void* a, const void* b, bool accumulate, void* c,
+                          int64_t c_row_stride) {
+  const int threads = omp_get_max_threads();
+  omp_set_num_threads(1);
+  dnnl_sgemm(a_view.transposed, b_view.transposed, m, n, k, 1.0f, static_cast<const float*>(a),
+             a_view.leading, static_cast<const float*>(b), b_view.leading, accumulate ? 1.0f : 0.0f,
+             static_cast<float*>(c), c_row_stride);
+  omp_set_num_threads(threads);
+}
+#endif
+
+// Below it the tiles of a product of split f32 are mostly padding.
+constexpr int64_t kLeastSplit = 32;
+
+void gemm_floating(const Gemm& p) {
+  const bool is_f64 = p.dtype == kF64;
+  const DType sum_dtype = is_f64 ? kF64 : kF32;
+  const bool use_amx = has_amx() && (p.dtype == kBF16 ||
+                                     ((p.dtype == kF32 || p.dtype == kF16) && p.m >= kLeastSplit &&
+                                      p.n >= kLeastSplit && p.k >= kLeastSplit));
+  // Sums go straight to C where C has their type and is set or added to.
+  const bool in_place = p.result_dtype == sum_dtype && p.alpha == 1 && (p.beta == 0 || p.beta == 1);
+  bool use_sgemm = false;
+#if defined(TESSERA_WITH_ONEDNN)
+  const SgemmView view_a(p.a, p.m, p.k), view_b(p.b, p.k, p.n);
+  use_sgemm = p.dtype == kF32 && !use_amx && view_a.leading > 0 && view_b.leading > 0;
+#endif
+  // sgemm cuts columns by itself.
+  const Tiling tiling(p.m, p.n, p.k, p.batch, use_sgemm ? 2 * kGemmTileColumns : kGemmTileColumns);
+  const int64_t tiles = tiling.row_tiles * tiling.column_tiles;
+  int64_t panel_bytes =
+      use_sgemm ? 0 : TS_SIMD_CALL(gemm_scratch_bytes, tiling.rows, tiling.columns);
+#if defined(TESSERA_WITH_ONEDNN)
+  const bool gathers_a =
+      use_sgemm && view_a.transposed == 'T' && gathers_tile(tiling.rows, view_a.leading, p.k);
+  const bool gathers_b =
+      use_sgemm && view_b.transposed == 'N' && gathers_tile(tiling.columns, view_b.leading, p.k);
+  const int64_t gathered_a_bytes = gathers_a ? tiling.rows * p.k * size_of(kF32) : 0;
+  if (use_sgemm) {
+    panel_bytes = gathered_a_bytes + (gathers_b ? tiling.columns * p.k * size_of(kF32) : 0);
+  }
+#endif
+  const int64_t sum_bytes = in_place ? 0 : tiling.rows * tiling.columns * size_of(sum_dtype);
+  Scratch scratch(tiles * p.batch, panel_bytes + sum_bytes);
+
+  parallel_for(tiles * p.batch, 1, [&](int64_t begin, int64_t end) {
+    char* const slice = scratch.take();
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t batch = task / tiles, index = task % tiles;
+      const int64_t row = index / tiling.column_tiles * tiling.rows;
+      const int64_t column = index % tiling.column_tiles * tiling.columns;
+      const int64_t m = std::min(tiling.rows, p.m - row);
+      const int64_t n = std::min(tiling.columns, p.n - column);
+      const int64_t a_offset = (p.a_offsets ? p.a_offsets[batch] : 0) + row * p.a.row_stride;
+      const int64_t b_offset = (p.b_offsets ? p.b_offsets[batch] : 0) + column * p.b.column_stride;
+      const int64_t c_offset =
+          (p.c_offsets ? p.c_offsets[batch] : 0) + row * p.c_row_stride + column;
+      char* const c = at(p.c, c_offset, p.result_dtype);
+      const char* const a = at(p.a.data, a_offset, p.dtype);
+      const char* const b = at(p.b.data, b_offset, p.dtype);
+      void* const sums = in_place ? c : slice + panel_bytes;
+      const int64_t sums_row_stride = in_place ? p.c_row_stride : n;
+      const bool accumulate = in_place && p.beta == 1;
+      if (use_sgemm) {
+#if defined(TESSERA_WITH_ONEDNN)
+        SgemmView tile_a = view_a, tile_b = view_b;
+        const void *left = a, *right = b;
+        if (gathers_a) {
+          left = gather_tile(a, p.k, m, view_a.leading, slice);
+          tile_a.leading = m;
+        }
+        if (gathers_b) {
+          right = gather_tile(b, p.k, n, view_b.leading, slice + gathered_a_bytes);
+          tile_b.leading = n;
+        }
+        sgemm_on_this_thread(tile_a, tile_b, m, n, p.k, left, right, accumulate, sums,
+                             sums_row_stride);
+#endif
+      } else {
+        const GemmTile tile{m,
+                            n,
+                            p.k,
+                            p.dtype,
+                            a,
+                            p.a.row_stride,
+                            p.a.column_stride,
+                            b,
+                            p.b.row_stride,
+                            p.b.column_stride,
+                            sums,
+                            sums_row_stride,
+                            accumulate,
+                            use_amx,
+                            slice};
+        TS_SIMD_CALL(gemm_tile, tile);
+      }
+      if (in_place && p.bias_kind == GemmBias::kNone) continue;
+      const int64_t bias_offset = p.bias_kind == GemmBias::kColumn ? column : row;
+      const GemmFinish finish{
+          m,
+          n,
+          sums,
+          sums_row_stride,
+          c,
+          p.c_row_stride,
+          p.result_dtype,
+          p.alpha,
+          in_place ? 0 : p.beta,
+          p.bias_kind == GemmBias::kNone ? nullptr : at(p.bias, bias_offset, p.result_dtype),
+          p.bias_kind};
+      TS_SIMD_CALL(gemm_finish, finish);
+    }
+  });
+}
+
+// One row of C, or one column, whose problem is transposed to one: C = a B.
+struct RowProblem {
+  int64_t n;
+  GemmOperand a, b;
+  const int64_t *a_offsets, *b_offsets;
+  int64_t c_stride;  // from element to element
+  bool transposed;
+
+  explicit RowProblem(const Gemm& p)
+      : n(p.m == 1 ? p.n : p.m),
+        a(p.m == 1 ? p.a : GemmOperand{p.b.data, p.b.column_stride, p.b.row_stride}),
+        b(p.m == 1 ? p.b : GemmOperand{p.a.data, p.a.column_stride, p.a.row_stride}),
+        a_offsets(p.m == 1 ? p.a_offsets : p.b_offsets),
+        b_offsets(p.m == 1 ? p.b_offsets : p.a_offsets),
+        c_stride(p.m == 1 ? 1 : p.c_row_stride),
+        transposed(p.m != 1) {}
+
+  // Few columns of a matrix that lies in rows would leave registers empty.
+  bool can_run() const { return b.row_stride == 1 || (b.column_stride == 1 && n >= 32); }
+};
+
+template <class Sum>
+void gemm_row_by_row(const Gemm& p, const RowProblem& row) {
+  constexpr int64_t kColumns = 2048;  // sums at a time: on the stack and in L1
+  constexpr int64_t kLeastWork = 32768;
+  const bool wide = p.dtype == dtype_of<Sum> && row.a.column_stride == 1;
+  // The row in the sums' type, once for all threads.
+  Scratch scratch(1, wide ? 0 : p.batch * p.k * int64_t{sizeof(Sum)});
+  Sum* const converted = wide ? nullptr : reinterpret_cast<Sum*>(scratch.take());
+  if (!wide) {
+    dispatch_floating(p.dtype, "gemm", [&]<class T>() {
+      for (int64_t batch = 0; batch < p.batch; ++batch) {
+        const T* a = static_cast<const T*>(row.a.data) + (row.a_offsets ? row.a_offsets[batch] : 0);
+        for (int64_t k = 0; k < p.k; ++k) {
+          converted[batch * p.k + k] = load<Sum>(a[k * row.a.column_stride]);
+        }
+      }
+    });
+  }
+  const int64_t grain = (kLeastWork / p.k + 64) / 64 * 64;
+  parallel_for(p.batch * row.n, grain, [&](int64_t begin, int64_t end) {
+    Sum sums[kColumns];
+    for (int64_t first = begin; first < end;) {
+      const int64_t batch = first / row.n, column = first % row.n;
+      const int64_t count = std::min({kColumns, row.n - column, end - first});
+      const int64_t a_offset = row.a_offsets ? row.a_offsets[batch] : 0;
+      const int64_t b_offset =
+          (row.b_offsets ? row.b_offsets[batch] : 0) + column * row.b.column_stride;
+      const int64_t c_offset = (p.c_offsets ? p.c_offsets[batch] : 0) + column * row.c_stride;
+      TS_SIMD_CALL(gemm_row, GemmRow{count, p.k, p.dtype,
+                                     wide ? at(row.a.data, a_offset, p.dtype)
+                                          : static_cast<const void*>(converted + batch * p.k),
+                                     at(row.b.data, b_offset, p.dtype), row.b.row_stride,
+                                     row.b.column_stride, sums});
+      const bool bias_by_element =
+          p.bias_kind == (row.transposed ? GemmBias::kRow : GemmBias::kColumn);
+      const void* bias = p.bias_kind == GemmBias::kNone
+                             ? nullptr
+                             : at(p.bias, bias_by_element ? column : 0, p.result_dtype);
+      TS_SIMD_CALL(gemm_finish,
+                   GemmFinish{row.transposed ? count : 1, row.transposed ? 1 : count, sums,
+                              row.transposed ? 1 : count, at(p.c, c_offset, p.result_dtype),
+                              row.c_stride, p.result_dtype, p.alpha, p.beta, bias, p.bias_kind});
+      first += count;
+    }
+  });
+}
+
+// beta * C + bias, and the whole product of integers: loops for any numeric type.
+template <class T>
+void gemm_by_loops(const Gemm& p) {
+  using C = Compute<T>;
+  const C alpha = static_cast<C>(p.alpha), beta = static_cast<C>(p.beta);
+  parallel_for(
+      p.batch * p.m, std::max<int64_t>(1, 32768 / std::max<int64_t>(1, p.n * (p.k + 1))),
+      [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t batch = row / p.m, i = row % p.m;
+          const T* a = static_cast<const T*>(p.a.data) + (p.a_offsets ? p.a_offsets[batch] : 0) +
+                       i * p.a.row_stride;
+          const T* b = static_cast<const T*>(p.b.data) + (p.b_offsets ? p.b_offsets[batch] : 0);
+          T* c = static_cast<T*>(p.c) + (p.c_offsets ? p.c_offsets[batch] : 0) + i * p.c_row_stride;
+          const T* bias = static_cast<const T*>(p.bias);
+          for (int64_t j = 0; j < p.n; ++j) {
+            C sum = 0;
+            for (int64_t k = 0; k < p.k; ++k) {
+              sum += load<C>(a[k * p.a.column_stride]) *
+                     load<C>(b[k * p.b.row_stride + j * p.b.column_stride]);
+            }
+            C value = alpha * sum;
+            if (p.beta != 0) value += beta * load<C>(c[j]);
+            if (p.bias_kind != GemmBias::kNone) {
+              value += load<C>(bias[p.bias_kind == GemmBias::kColumn ? j : i]);
+            }
+            c[j] = store<T>(value);
+          }
+        }
+      });
+}
+
+}  // namespace
+
+bool has_amx() {
+#if defined(__linux__) && defined(__x86_64__) && defined(TESSERA_WITH_V4)
+  static const bool available = [] {
+    if (cpu_isa() != Isa::kV4) return false;
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+    const bool bf16_tiles = (edx >> 22) & 1, tiles = (edx >> 24) & 1;
+    if (!bf16_tiles || !tiles) return false;
+    // Linux hands out the tile registers on request (ARCH_REQ_XCOMP_PERM, feature XTILEDATA).
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return available;
+#else
+  return false;
+#endif
+}
+
+void gemm(const Gemm& p) {
+  TS_CHECK_DTYPE(p.result_dtype == p.dtype || (p.result_dtype == kF32 && is_low_precision(p.dtype)),
+                 "gemm", "the result's dtype must be the operands' or f32 for f16 and bf16; got ",
+                 p.dtype, " to ", p.result_dtype);
+  if (p.m <= 0 || p.n <= 0 || p.batch <= 0) return;
+  if (p.k <= 0) {
+    return dispatch_numeric(p.result_dtype, "gemm", [&]<class T>() { gemm_by_loops<T>(p); });
+  }
+  if (is_integral(p.dtype)) {
+    return dispatch_integral(p.dtype, "gemm", [&]<class T>() { gemm_by_loops<T>(p); });
+  }
+  TS_CHECK_DTYPE(is_floating(p.dtype) && !is_float8(p.dtype), "gemm",
+                 "expects f64, f32, f16, bf16 or integers; got ", p.dtype);
+  if (const RowProblem row(p); (p.m == 1 || p.n == 1) && row.can_run()) {
+    return p.dtype == kF64 ? gemm_row_by_row<double>(p, row) : gemm_row_by_row<float>(p, row);
+  }
+  gemm_floating(p);
+}
+
+}  // namespace tessera::kernels

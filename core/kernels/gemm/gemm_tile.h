@@ -1,0 +1,60 @@
+// What gemm_cpu.cpp asks of gemm_simd.cpp, one tile of C over the whole of K, and of
+// gemm_row_simd.cpp, one row times a matrix. Internal.
+#pragma once
+
+#include <cstdint>
+
+#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/kernels/gemm/gemm.h>
+
+namespace tessera::kernels {
+
+// Tiles of C. Two operands of a tile fit L2 together (2 MiB); 512 x 768 costs 3% of the time for
+// packing in f32.
+inline constexpr int64_t kGemmTileRows = 512;
+inline constexpr int64_t kGemmTileColumns = 768;
+
+struct GemmTile {
+  int64_t m, n, k;
+  DType dtype;  // of a and b
+  const void* a;
+  int64_t a_row_stride, a_column_stride;
+  const void* b;
+  int64_t b_row_stride, b_column_stride;
+  void* sums;  // (m, n): f64 for f64, else f32
+  int64_t sums_row_stride;
+  bool accumulate;  // add to sums
+  bool use_amx;
+  void* scratch;  // gemm_scratch_bytes(m, n)
+};
+
+// c = alpha * sums + beta * c + bias, with one rounding.
+struct GemmFinish {
+  int64_t m, n;
+  const void* sums;  // f64 for f64, else f32; may be c
+  int64_t sums_row_stride;
+  void* c;
+  int64_t c_row_stride;
+  DType dtype;  // of c and bias
+  double alpha, beta;
+  const void* bias;
+  GemmBias bias_kind;
+};
+
+// sums = a B, with B read where it lies. A column's bits depend on k and the layout alone, not on
+// the columns beside it.
+struct GemmRow {
+  int64_t n, k;
+  DType dtype;    // of b
+  const void* a;  // (k): f64 for f64, else f32
+  const void* b;  // (k, n); one of its strides is 1
+  int64_t b_row_stride, b_column_stride;
+  void* sums;  // (n): f64 for f64, else f32
+};
+
+TS_SIMD_DECLARE(int64_t gemm_scratch_bytes(int64_t m, int64_t n));
+TS_SIMD_DECLARE(void gemm_tile(const GemmTile& tile));
+TS_SIMD_DECLARE(void gemm_finish(const GemmFinish& finish));
+TS_SIMD_DECLARE(void gemm_row(const GemmRow& row));
+
+}  // namespace tessera::kernels

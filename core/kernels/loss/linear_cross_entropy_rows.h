@@ -1,0 +1,24 @@
+// What linear_cross_entropy_cpu.cpp asks of linear_cross_entropy_simd.cpp. Internal.
+#pragma once
+
+#include <cstdint>
+
+#include <tessera/core/dtype.h>
+#include <tessera/core/kernels/common/isa.h>
+
+namespace tessera::kernels {
+
+struct CrossEntropyRows {
+  int64_t rows, classes;
+  void* logits;            // (rows, classes) f64 for f64, else f32; destroyed
+  const int64_t* targets;  // (rows), negative: ignored
+  double* losses;          // (rows), 0 where ignored
+  // The gradient of a row, of `dtype`, is written over the beginning of the row's logits.
+  bool want_gradients;
+  DType dtype;
+  double scale;  // of the gradient
+};
+
+TS_SIMD_DECLARE(void cross_entropy_rows(const CrossEntropyRows& problem));
+
+}  // namespace tessera::kernels

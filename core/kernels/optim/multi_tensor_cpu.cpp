@@ -1,0 +1,598 @@
+#include <tessera/core/kernels/optim/multi_tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <optional>
+
+#include <tessera/core/dispatch.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/common/on_device.h>
+#include <tessera/core/kernels/common/strided.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/optim/loss_scale.h>
+#include <tessera/core/kernels/optim/multi_tensor_blocks.h>
+#include <tessera/core/parallel.h>
+
+namespace tessera::kernels {
+namespace {
+
+constexpr int64_t kTensorStage =
+    1024;  // elements that are converted at a time: five of them fit in L1
+
+struct Chunk {
+  int32_t tensor;
+  int64_t begin;
+  int64_t end;
+};
+
+std::vector<Chunk> cut_into_chunks(size_t count, auto&& numel_of_tensor) {
+  std::vector<Chunk> chunks;
+  for (size_t t = 0; t < count; ++t) {
+    const int64_t numel = numel_of_tensor(t);
+    for (int64_t begin = 0; begin < numel; begin += kMultiTensorChunk) {
+      chunks.push_back(
+          {static_cast<int32_t>(t), begin, std::min(numel, begin + kMultiTensorChunk)});
+    }
+  }
+  return chunks;
+}
+
+void check_floating(const Tensor& x, const char* where, const char* role) {
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), where, role,
+                 " must be f64, f32, bf16 or f16; got ", x);
+}
+
+void check_host(const Tensor& x, const char* where) {
+  TS_CHECK_DEVICE(x.device().is_cpu() || x.is_meta(), where, "has no kernel for ", x);
+}
+
+// Elements in the order of `like`'s memory, for a tensor of another layout.
+Tensor in_layout_of(const Tensor& x, const Shape& strides) {
+  const Tensor result = raw::empty_strided(x.shape(), strides, x.dtype(), x.device());
+  copy_into(result, x);
+  return result;
+}
+
+// Blocks to the compute type and back.
+template <class C>
+void convert_in(DType dtype, const void* x, int64_t n, C* buffer) {
+  load_function(dtype, lane_of(dtype_of<C>))(x, 1, buffer, n);
+}
+template <class C>
+void convert_out(DType dtype, void* x, int64_t n, const C* buffer) {
+  store_function(lane_of(dtype_of<C>), dtype)(buffer, x, 1, n);
+}
+
+// One tensor of an update as the loops see it.
+struct ListElement {
+  void* data = nullptr;
+  DType dtype = kF32;
+};
+
+// The operands of one parameter: param, grad, shadow and up to three states.
+constexpr int kMaxStates = 3;
+using StateTensors = std::array<const Tensor*, kMaxStates>;  // null or undefined: absent
+struct Entry {
+  int64_t numel = 0;
+  bool is_double = false;
+  ListElement param, grad, shadow;
+  std::array<ListElement, kMaxStates> states = {};
+  Tensor grad_copy;  // where the gradient had another layout
+};
+
+Entry make_entry(const char* where, const Tensor& param, const Tensor& grad, const Tensor& shadow,
+                 const StateTensors& states) {
+  check_floating(param, where, "param");
+  check_floating(grad, where, "grad");
+  check_host(param, where);
+  TS_CHECK_SHAPE(is_dense(param.shape(), param.strides()), where, "param must be dense; got shape ",
+                 param.shape(), " with strides ", param.strides(), "; make it contiguous first");
+  Entry entry;
+  entry.numel = param.numel();
+  entry.is_double = param.dtype() == kF64;
+  const DType state_dtype = entry.is_double ? kF64 : kF32;
+  const auto check = [&](const Tensor& x, const char* role) {
+    TS_CHECK_SHAPE(x.shape() == param.shape(), where, role, " must have the shape of param, ",
+                   param, "; got ", x);
+    TS_CHECK_DEVICE(x.device() == param.device(), where, role, " must be on the device of param, ",
+                    param, "; got ", x);
+  };
+  const auto operand = [](const Tensor& x) {
+    return x.is_meta() ? ListElement{nullptr, x.dtype()} : ListElement{x.data(), x.dtype()};
+  };
+  const auto same_layout = [&](const Tensor& x) {
+    return x.strides() == param.strides() || (x.is_contiguous() && param.is_contiguous());
+  };
+  check(grad, "grad");
+  entry.param = operand(param);
+  if (same_layout(grad) || grad.is_meta()) {
+    entry.grad = operand(grad);
+  } else {
+    entry.grad_copy = in_layout_of(grad, param.strides());
+    entry.grad = operand(entry.grad_copy);
+  }
+  if (shadow.defined()) {
+    check(shadow, "shadow");
+    check_floating(shadow, where, "shadow");
+    TS_CHECK_SHAPE(same_layout(shadow), where, "shadow must have the strides of param, ",
+                   param.strides(), "; got ", shadow.strides());
+    entry.shadow = operand(shadow);
+  }
+  size_t i = 0;
+  for (const Tensor* state : states) {
+    if (state != nullptr && state->defined()) {
+      check(*state, "state");
+      TS_CHECK_DTYPE(state->dtype() == state_dtype, where, "states of a ", param.dtype(),
+                     " param are ", state_dtype, "; got ", *state);
+      TS_CHECK_SHAPE(same_layout(*state), where, "states must have the strides of param, ",
+                     param.strides(), "; got ", state->strides());
+      entry.states[i] = operand(*state);
+    }
+    ++i;
+  }
+  return entry;
+}
+
+void mark_written(const Tensor& param, const Tensor& shadow, const StateTensors& states) {
+  param.bump_version();
+  if (shadow.defined()) shadow.bump_version();
+  for (const Tensor* state : states) {
+    if (state != nullptr && state->defined()) state->bump_version();
+  }
+}
+
+template <class C>
+C* at(const ListElement& operand, int64_t i) {
+  return operand.data == nullptr ? nullptr : static_cast<C*>(operand.data) + i;
+}
+void* bytes_at(const ListElement& operand, int64_t i) {
+  return static_cast<char*>(operand.data) + i * size_of(operand.dtype);
+}
+
+// Where values that are not of the compute type are converted.
+enum class Convert { kInL1, kInRegisters };
+
+// Runs block(update block, states) over elements [begin, end), staging what is neither of the
+// compute type nor of dtypes that the loops convert themselves.
+template <class C, class Block>
+void update_range(const Entry& entry, Convert convert, int64_t begin, int64_t end, Block&& block) {
+  const auto states = [&](int64_t i) {
+    return std::array<C*, kMaxStates>{at<C>(entry.states[0], i), at<C>(entry.states[1], i),
+                                      at<C>(entry.states[2], i)};
+  };
+  const bool has_shadow = entry.shadow.data != nullptr;
+  const bool direct_param = entry.param.dtype == dtype_of<C>;
+  const bool direct_grad = entry.grad.dtype == dtype_of<C>;
+  if ((direct_param && direct_grad && !has_shadow) ||
+      (convert == Convert::kInRegisters &&
+       updates_directly(entry.param.dtype, entry.grad.dtype,
+                        has_shadow ? std::optional(entry.shadow.dtype) : std::nullopt))) {
+    block(UpdateBlock{end - begin, bytes_at(entry.param, begin), bytes_at(entry.grad, begin),
+                      has_shadow ? bytes_at(entry.shadow, begin) : nullptr, entry.param.dtype,
+                      entry.grad.dtype},
+          states(begin));
+    return;
+  }
+  C params[kTensorStage], grads[kTensorStage];
+  for (int64_t i = begin; i < end; i += kTensorStage) {
+    const int64_t n = std::min(kTensorStage, end - i);
+    C* param = params;
+    if (direct_param) {
+      param = at<C>(entry.param, i);
+    } else {
+      convert_in(entry.param.dtype, bytes_at(entry.param, i), n, params);
+    }
+    const C* grad = grads;
+    if (direct_grad) {
+      grad = at<C>(entry.grad, i);
+    } else {
+      convert_in(entry.grad.dtype, bytes_at(entry.grad, i), n, grads);
+    }
+    block(UpdateBlock{n, param, grad, nullptr, dtype_of<C>, dtype_of<C>}, states(i));
+    if (!direct_param) {
+      convert_out(entry.param.dtype, bytes_at(entry.param, i), n, static_cast<const C*>(params));
+    }
+    if (has_shadow) {
+      convert_out(entry.shadow.dtype, bytes_at(entry.shadow, i), n, static_cast<const C*>(param));
+    }
+  }
+}
+
+// Calls update.operator()<C>(entry index, update block, states) for all blocks of all entries.
+template <class Update>
+void run_update(const std::vector<Entry>& entries, Convert convert, Update&& update) {
+  const std::vector<Chunk> chunks =
+      cut_into_chunks(entries.size(), [&](size_t t) { return entries[t].numel; });
+  parallel_for(static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      const Chunk& chunk = chunks[static_cast<size_t>(c)];
+      const Entry& entry = entries[static_cast<size_t>(chunk.tensor)];
+      const auto run = [&]<class C>() {
+        update_range<C>(entry, convert, chunk.begin, chunk.end,
+                        [&](const UpdateBlock& block, auto states) {
+                          update.template operator()<C>(chunk.tensor, block, states);
+                        });
+      };
+      entry.is_double ? run.template operator()<double>() : run.template operator()<float>();
+    }
+  });
+}
+
+// Checks, cuts and runs an update. states(tensors[i]) lists the states of an entry.
+template <class Tensors, class States, class Update>
+void run_optimizer(const char* where, std::span<const Tensors> tensors, const double* scalars,
+                   States&& states, Update&& update, Convert convert = Convert::kInRegisters) {
+  std::vector<Entry> entries;
+  entries.reserve(tensors.size());
+  bool meta = false;
+  for (const Tensors& t : tensors) {
+    entries.push_back(make_entry(where, t.param, t.grad, t.shadow, states(t)));
+    meta = meta || t.param.is_meta();
+  }
+  if (meta || scalars[kSkipStep] != 0) return;
+  run_update(entries, convert, update);
+  for (const Tensors& t : tensors) mark_written(t.param, t.shadow, states(t));
+}
+
+// The numbers of a step whose tensors are on the CPU.
+std::array<double, kNumStepScalars> on_host(const StepScalars& told) {
+  std::array<double, kNumStepScalars> scalars;
+  std::copy(told.values, told.values + kNumStepScalars, scalars.begin());
+  if (told.gradient_factor.defined()) scalars[kGradientScale] *= told.gradient_factor.item();
+  if (told.found.defined() && told.found.item() != 0) scalars[kSkipStep] = 1;
+  if (told.skipped.defined()) scalars[kStep] -= told.skipped.item();
+  return scalars;
+}
+
+double signed_scale(const double* scalars, bool maximize) {
+  return maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
+}
+
+// The pairs that a list of in-place calls works on.
+void run_in_place(const char* where, std::span<const Tensor> tensors, auto&& block) {
+  for (const Tensor& x : tensors) {
+    check_floating(x, where, "a tensor");
+    check_host(x, where);
+    TS_CHECK_SHAPE(is_dense(x.shape(), x.strides()), where, "tensors must be dense; got ", x,
+                   " with strides ", x.strides());
+  }
+  const std::vector<Chunk> chunks = cut_into_chunks(
+      tensors.size(), [&](size_t t) { return tensors[t].is_meta() ? 0 : tensors[t].numel(); });
+  parallel_for(static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      const Chunk& chunk = chunks[static_cast<size_t>(c)];
+      const Tensor& x = tensors[static_cast<size_t>(chunk.tensor)];
+      block(chunk, ListElement{x.data(), x.dtype()});
+    }
+  });
+  for (const Tensor& x : tensors) x.bump_version();
+}
+
+// block.operator()(n, C* x) over a chunk, converted where x is narrow.
+void for_each_block(const Chunk& chunk, const ListElement& x, auto&& block) {
+  const int64_t n = chunk.end - chunk.begin;
+  if (x.dtype == kF64) return block(n, at<double>(x, chunk.begin));
+  if (x.dtype == kF32) return block(n, at<float>(x, chunk.begin));
+  float buffer[kTensorStage];
+  for (int64_t i = chunk.begin; i < chunk.end; i += kTensorStage) {
+    const int64_t count = std::min(kTensorStage, chunk.end - i);
+    convert_in(x.dtype, bytes_at(x, i), count, static_cast<float*>(buffer));
+    block(count, static_cast<float*>(buffer));
+    convert_out(x.dtype, bytes_at(x, i), count, static_cast<const float*>(buffer));
+  }
+}
+
+// partials[0, n) combined in a binary tree over their index.
+template <class Join>
+double tree(std::span<double> partials, Join&& join) {
+  if (partials.empty()) return 0;
+  for (size_t width = 1; width < partials.size(); width *= 2) {
+    for (size_t i = 0; i + width < partials.size(); i += 2 * width) {
+      partials[i] = join(partials[i], partials[i + width]);
+    }
+  }
+  return partials[0];
+}
+double tree_of_norm(std::span<double> partials, double p) {
+  if (std::isinf(p)) {
+    return tree(partials, [](double a, double b) { return b > a || std::isnan(b) ? b : a; });
+  }
+  return tree(partials, [](double a, double b) { return a + b; });
+}
+
+}  // namespace
+
+void multi_tensor_adam(std::span<const AdamTensors> tensors, const AdamOptions& options,
+                       const StepScalars& told) {
+  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_adam>("multi_tensor_adam", tensors[0].param.device(),
+                                               tensors, options, told);
+  }
+  const auto values = on_host(told);
+  const double* const scalars = values.data();
+  for (const AdamTensors& t : tensors) {
+    TS_CHECK(t.exp_avg.defined() && t.exp_avg_sq.defined(), "multi_tensor_adam",
+             "exp_avg and exp_avg_sq must be defined");
+  }
+  const auto step_of = [&]<class C>() {
+    const double lr = scalars[kLearningRate], step = scalars[kStep];
+    const double correction1 = 1 - std::pow(options.beta1, step);
+    const double correction2 = 1 - std::pow(options.beta2, step);
+    return AdamStep<C>{
+        static_cast<C>(signed_scale(scalars, options.maximize)),
+        static_cast<C>(options.decoupled ? 1 - lr * options.weight_decay : 1),
+        static_cast<C>(options.decoupled ? 0 : options.weight_decay),
+        static_cast<C>(1 - options.beta1),
+        static_cast<C>(options.beta2),
+        static_cast<C>(1 - options.beta2),
+        static_cast<C>(std::sqrt(correction2)),
+        static_cast<C>(options.eps),
+        static_cast<C>(lr / correction1),
+    };
+  };
+  const auto single = step_of.operator()<float>();
+  const auto wide = step_of.operator()<double>();
+  run_optimizer(
+      "multi_tensor_adam", tensors, scalars,
+      [](const AdamTensors& t) -> StateTensors {
+        return {&t.exp_avg, &t.exp_avg_sq, &t.max_exp_avg_sq};
+      },
+      [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
+        if constexpr (std::is_same_v<C, float>) {
+          TS_SIMD_CALL(adam_block, single, block, s[0], s[1], s[2]);
+        } else {
+          TS_SIMD_CALL(adam_block, wide, block, s[0], s[1], s[2]);
+        }
+      },
+      Convert::kInL1);
+}
+
+void multi_tensor_sgd(std::span<const SgdTensors> tensors, const SgdOptions& options,
+                      const StepScalars& told) {
+  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_sgd>("multi_tensor_sgd", tensors[0].param.device(),
+                                              tensors, options, told);
+  }
+  const auto values = on_host(told);
+  const double* const scalars = values.data();
+  for (const SgdTensors& t : tensors) {
+    TS_CHECK(options.momentum == 0 || t.momentum_buffer.defined(), "multi_tensor_sgd", "momentum ",
+             options.momentum, " needs a momentum_buffer for every param");
+  }
+  const auto step_of = [&]<class C>(bool first) {
+    return SgdStep<C>{static_cast<C>(signed_scale(scalars, options.maximize)),
+                      static_cast<C>(options.weight_decay),
+                      static_cast<C>(options.momentum),
+                      static_cast<C>(1 - options.dampening),
+                      static_cast<C>(scalars[kLearningRate]),
+                      options.momentum != 0,
+                      options.nesterov,
+                      first};
+  };
+  run_optimizer(
+      "multi_tensor_sgd", tensors, scalars,
+      [](const SgdTensors& t) -> StateTensors { return {&t.momentum_buffer}; },
+      [&]<class C>(int t, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
+        const auto step = step_of.template operator()<C>(tensors[static_cast<size_t>(t)].first);
+        TS_SIMD_CALL(sgd_block, step, block, s[0]);
+      });
+}
+
+void multi_tensor_lion(std::span<const LionTensors> tensors, const LionOptions& options,
+                       const StepScalars& told) {
+  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_lion>("multi_tensor_lion", tensors[0].param.device(),
+                                               tensors, options, told);
+  }
+  const auto values = on_host(told);
+  const double* const scalars = values.data();
+  for (const LionTensors& t : tensors) {
+    TS_CHECK(t.exp_avg.defined(), "multi_tensor_lion", "exp_avg must be defined");
+  }
+  run_optimizer(
+      "multi_tensor_lion", tensors, scalars,
+      [](const LionTensors& t) -> StateTensors { return {&t.exp_avg}; },
+      [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
+        const double lr = scalars[kLearningRate];
+        const LionStep<C> step{static_cast<C>(signed_scale(scalars, options.maximize)),
+                               static_cast<C>(1 - lr * options.weight_decay),
+                               static_cast<C>(options.beta1),
+                               static_cast<C>(1 - options.beta1),
+                               static_cast<C>(options.beta2),
+                               static_cast<C>(1 - options.beta2),
+                               static_cast<C>(lr)};
+        TS_SIMD_CALL(lion_block, step, block, s[0]);
+      });
+}
+
+void multi_tensor_adagrad(std::span<const AdagradTensors> tensors, const AdagradOptions& options,
+                          const StepScalars& told) {
+  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_adagrad>("multi_tensor_adagrad", tensors[0].param.device(),
+                                                  tensors, options, told);
+  }
+  const auto values = on_host(told);
+  const double* const scalars = values.data();
+  for (const AdagradTensors& t : tensors) {
+    TS_CHECK(t.state_sum.defined(), "multi_tensor_adagrad", "state_sum must be defined");
+  }
+  run_optimizer(
+      "multi_tensor_adagrad", tensors, scalars,
+      [](const AdagradTensors& t) -> StateTensors { return {&t.state_sum}; },
+      [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
+        const double lr = scalars[kLearningRate] / (1 + (scalars[kStep] - 1) * options.lr_decay);
+        const AdagradStep<C> step{static_cast<C>(signed_scale(scalars, options.maximize)),
+                                  static_cast<C>(options.weight_decay), static_cast<C>(options.eps),
+                                  static_cast<C>(lr)};
+        TS_SIMD_CALL(adagrad_block, step, block, s[0]);
+      });
+}
+
+void multi_tensor_rmsprop(std::span<const RmspropTensors> tensors, const RmspropOptions& options,
+                          const StepScalars& told) {
+  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_rmsprop>("multi_tensor_rmsprop", tensors[0].param.device(),
+                                                  tensors, options, told);
+  }
+  const auto values = on_host(told);
+  const double* const scalars = values.data();
+  for (const RmspropTensors& t : tensors) {
+    TS_CHECK(t.square_avg.defined(), "multi_tensor_rmsprop", "square_avg must be defined");
+    TS_CHECK((options.momentum != 0) == t.momentum_buffer.defined(), "multi_tensor_rmsprop",
+             "a momentum_buffer is given exactly where momentum is not 0; momentum is ",
+             options.momentum);
+  }
+  run_optimizer(
+      "multi_tensor_rmsprop", tensors, scalars,
+      [](const RmspropTensors& t) -> StateTensors {
+        return {&t.square_avg, &t.grad_avg, &t.momentum_buffer};
+      },
+      [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
+        const RmspropStep<C> step{static_cast<C>(signed_scale(scalars, options.maximize)),
+                                  static_cast<C>(options.weight_decay),
+                                  static_cast<C>(options.alpha),
+                                  static_cast<C>(1 - options.alpha),
+                                  static_cast<C>(options.eps),
+                                  static_cast<C>(options.momentum),
+                                  static_cast<C>(scalars[kLearningRate])};
+        TS_SIMD_CALL(rmsprop_block, step, block, s[0], s[1], s[2]);
+      });
+}
+
+std::vector<double> multi_tensor_power_sums(std::span<const Tensor> tensors, double p) {
+  if (!tensors.empty() && tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_power_sums>("multi_tensor_power_sums", tensors[0].device(),
+                                                     tensors, p);
+  }
+  constexpr const char* kWhere = "multi_tensor_power_sums";
+  TS_CHECK(p > 0, kWhere, "p must be positive or infinity; got ", p);
+  std::vector<Tensor> copies(tensors.begin(), tensors.end());
+  for (Tensor& x : copies) {
+    check_floating(x, kWhere, "a tensor");
+    TS_CHECK_DEVICE(x.device().is_cpu(), kWhere, "reads elements and needs CPU tensors; got ", x);
+    if (!x.is_contiguous()) {
+      x = contiguous(x);
+    }
+  }
+  const std::vector<Chunk> chunks =
+      cut_into_chunks(copies.size(), [&](size_t t) { return copies[t].numel(); });
+  std::vector<double> partials(chunks.size());
+  parallel_for(static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      const Chunk& chunk = chunks[static_cast<size_t>(c)];
+      const Tensor& x = copies[static_cast<size_t>(chunk.tensor)];
+      const ListElement operand{x.data(), x.dtype()};
+      partials[static_cast<size_t>(c)] = TS_SIMD_CALL(
+          power_sum_block, x.dtype(), bytes_at(operand, chunk.begin), chunk.end - chunk.begin, p);
+    }
+  });
+  std::vector<double> sums(copies.size());
+  size_t first = 0;
+  for (size_t t = 0; t < copies.size(); ++t) {
+    const size_t count =
+        static_cast<size_t>((copies[t].numel() + kMultiTensorChunk - 1) / kMultiTensorChunk);
+    sums[t] = tree_of_norm(std::span(partials).subspan(first, count), p);
+    first += count;
+  }
+  return sums;
+}
+
+double multi_tensor_norm(std::span<const Tensor> tensors, double p) {
+  std::vector<double> sums = multi_tensor_power_sums(tensors, p);
+  const double total = tree_of_norm(sums, p);
+  if (std::isinf(p)) return total;
+  return p == 2 ? std::sqrt(total) : p == 1 ? total : std::pow(total, 1 / p);
+}
+
+Tensor multi_tensor_clip_factor(std::span<const Tensor> tensors, double p, double scale,
+                                double max_norm, const Tensor& factor) {
+  TS_CHECK(!tensors.empty(), "multi_tensor_clip_factor", "expects at least one tensor");
+  if (tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_clip_factor>(
+        "multi_tensor_clip_factor", tensors[0].device(), tensors, p, scale, max_norm, factor);
+  }
+  const double given = factor.defined() ? factor.item() : 1;
+  const double norm = multi_tensor_norm(tensors, p) * (scale * given);
+  const double clip = max_norm / (norm + 1e-6);
+  return tensor({norm, given * (clip >= 1 ? 1 : clip), std::isfinite(norm) ? 0.0 : 1.0}, kF64);
+}
+
+Tensor multi_tensor_found_nonfinite(std::span<const Tensor> tensors) {
+  TS_CHECK(!tensors.empty(), "multi_tensor_found_nonfinite", "expects at least one tensor");
+  if (tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_found_nonfinite>("multi_tensor_found_nonfinite",
+                                                          tensors[0].device(), tensors);
+  }
+  const double largest = multi_tensor_norm(tensors, std::numeric_limits<double>::infinity());
+  return tensor({std::isfinite(largest) ? 0.0 : 1.0}, kF64);
+}
+
+void update_loss_scale(const Tensor& state, const LossScaleOptions& options) {
+  TS_CHECK_DTYPE(state.dtype() == kF64 && state.numel() == kNumLossScaleState, "update_loss_scale",
+                 "expects f64[", int{kNumLossScaleState}, "]; got ", state);
+  if (state.device().is_cuda()) {
+    on_cuda<kernels::update_loss_scale>("update_loss_scale", state.device(), state, options);
+  } else {
+    next_loss_scale(state.data_as<double>(), options);
+  }
+  state.bump_version();
+}
+
+void multi_tensor_scale(std::span<const Tensor> tensors, const double* factor) {
+  if (!tensors.empty() && tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_scale>("multi_tensor_scale", tensors[0].device(), tensors,
+                                                factor);
+  }
+  run_in_place("multi_tensor_scale", tensors, [&](const Chunk& chunk, const ListElement& x) {
+    for_each_block(chunk, x, [&]<class C>(int64_t n, C* block) {
+      TS_SIMD_CALL(scale_block, n, block, static_cast<C>(*factor));
+    });
+  });
+}
+
+void multi_tensor_clamp(std::span<const Tensor> tensors, double limit) {
+  if (!tensors.empty() && tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_clamp>("multi_tensor_clamp", tensors[0].device(), tensors,
+                                                limit);
+  }
+  run_in_place("multi_tensor_clamp", tensors, [&](const Chunk& chunk, const ListElement& x) {
+    for_each_block(chunk, x, [&]<class C>(int64_t n, C* block) {
+      TS_SIMD_CALL(clamp_block, n, block, static_cast<C>(limit));
+    });
+  });
+}
+
+void multi_tensor_zero(std::span<const Tensor> tensors) {
+  if (!tensors.empty() && tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_zero>("multi_tensor_zero", tensors[0].device(), tensors);
+  }
+  run_in_place("multi_tensor_zero", tensors, [&](const Chunk& chunk, const ListElement& x) {
+    std::memset(bytes_at(x, chunk.begin), 0,
+                static_cast<size_t>((chunk.end - chunk.begin) * size_of(x.dtype)));
+  });
+}
+
+void multi_tensor_lerp(std::span<const Tensor> averages, std::span<const Tensor> tensors,
+                       double weight) {
+  if (!averages.empty() && averages[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_lerp>("multi_tensor_lerp", averages[0].device(), averages,
+                                               tensors, weight);
+  }
+  constexpr const char* kWhere = "multi_tensor_lerp";
+  TS_CHECK(averages.size() == tensors.size(), kWhere,
+           "the lists differ in length: ", averages.size(), " and ", tensors.size());
+  std::vector<Entry> entries;
+  for (size_t i = 0; i < averages.size(); ++i) {
+    entries.push_back(make_entry(kWhere, averages[i], tensors[i], {}, {}));
+    if (averages[i].is_meta()) entries.back().numel = 0;
+  }
+  run_update(entries, Convert::kInRegisters, [&]<class C>(int, const UpdateBlock& block, auto) {
+    TS_SIMD_CALL(lerp_block, block, static_cast<C>(weight));
+  });
+  for (const Tensor& average : averages) average.bump_version();
+}
+
+}  // namespace tessera::kernels
