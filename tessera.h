@@ -49,12 +49,12 @@
 
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/reader.h>
-#include <tessera/distributed/collectives.h>
-#include <tessera/distributed/group.h>
-#include <tessera/distributed/mesh.h>
-#include <tessera/distributed/run_ranks.h>
+#include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/rendezvous/run_ranks.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/sync_batch_norm.h>
+#include <tessera/distributed/transport/collectives.h>
+#include <tessera/distributed/transport/group.h>
 
 #include <tessera/data/bpe.h>
 #include <tessera/data/csv.h>

@@ -7,8 +7,8 @@
 #include <tessera/core/error.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
-#include <tessera/distributed/collectives.h>
-#include <tessera/distributed/mesh.h>
+#include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/transport/collectives.h>
 #include <tessera/precision/autocast.h>
 
 namespace tessera {

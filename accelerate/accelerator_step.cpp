@@ -11,7 +11,7 @@
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
-#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/transport/collectives.h>
 #include <tessera/optim/clip.h>
 
 namespace tessera {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <tessera/core/error.h>
-#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::detail {
 

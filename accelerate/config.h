@@ -31,7 +31,7 @@
 #include <variant>
 #include <vector>
 
-#include <tessera/distributed/detect.h>
+#include <tessera/distributed/rendezvous/detect.h>
 
 namespace tessera {
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include <tessera/core/error.h>
-#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/module.h>
 
 namespace tessera {

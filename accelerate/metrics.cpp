@@ -9,7 +9,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/raw_views.h>
-#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::accelerate::detail {
 namespace {

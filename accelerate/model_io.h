@@ -21,7 +21,7 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/distributed/group.h>
+#include <tessera/distributed/transport/group.h>
 #include <tessera/nn/module.h>
 
 namespace tessera::distributed {

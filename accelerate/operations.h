@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/distributed/group.h>
+#include <tessera/distributed/transport/group.h>
 #include <tessera/nn/visit_tensors.h>
 
 namespace tessera::accelerate {

@@ -5,7 +5,7 @@
 #pragma once
 
 #include <tessera/data/prefetch.h>
-#include <tessera/distributed/group.h>
+#include <tessera/distributed/transport/group.h>
 
 namespace tessera::accelerate {
 

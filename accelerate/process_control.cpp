@@ -12,9 +12,9 @@
 #include <tessera/core/context.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/raw_views.h>
-#include <tessera/distributed/collectives.h>
-#include <tessera/distributed/detect.h>
-#include <tessera/distributed/process_group.h>
+#include <tessera/distributed/rendezvous/detect.h>
+#include <tessera/distributed/rendezvous/process_group.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace tessera {
 namespace {

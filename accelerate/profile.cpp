@@ -9,7 +9,7 @@
 
 #include <tessera/core/atomic_file.h>
 #include <tessera/core/error.h>
-#include <tessera/distributed/rank_context.h>
+#include <tessera/distributed/rendezvous/rank_context.h>
 
 namespace tessera {
 

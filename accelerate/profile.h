@@ -19,7 +19,7 @@
 #include <vector>
 
 #include <tessera/core/profiler.h>
-#include <tessera/distributed/trace.h>
+#include <tessera/distributed/transport/trace.h>
 
 namespace tessera {
 

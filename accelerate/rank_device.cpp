@@ -4,7 +4,7 @@
 
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/error.h>
-#include <tessera/distributed/detect.h>
+#include <tessera/distributed/rendezvous/detect.h>
 
 namespace tessera::accelerate {
 

@@ -8,7 +8,7 @@
 #include <tessera/accelerate/process_control.h>
 #include <tessera/core/error.h>
 #include <tessera/core/parallel.h>
-#include <tessera/distributed/job.h>
+#include <tessera/distributed/rendezvous/job.h>
 
 namespace tessera {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <tessera/accelerate/batch_codec.h>
 #include <tessera/data/prefetch.h>
-#include <tessera/distributed/group.h>
+#include <tessera/distributed/transport/group.h>
 
 namespace tessera::accelerate {
 

@@ -17,7 +17,7 @@
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/reader.h>
-#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/optimizer.h>
 

@@ -34,7 +34,7 @@
 #include <tessera/accelerate/run.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/state_dict.h>
-#include <tessera/distributed/group.h>
+#include <tessera/distributed/transport/group.h>
 
 namespace tessera {
 namespace nn {

@@ -20,8 +20,8 @@
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
-#include <tessera/distributed/collectives.h>
-#include <tessera/distributed/group.h>
+#include <tessera/distributed/transport/collectives.h>
+#include <tessera/distributed/transport/group.h>
 
 namespace {
 

@@ -16,9 +16,9 @@
 
 #include <tessera/accelerate/run.h>
 #include <tessera/core/parallel.h>
-#include <tessera/distributed/mesh.h>
-#include <tessera/distributed/process_group.h>
-#include <tessera/distributed/run_ranks.h>
+#include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/rendezvous/process_group.h>
+#include <tessera/distributed/rendezvous/run_ranks.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>

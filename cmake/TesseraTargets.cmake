@@ -44,7 +44,7 @@ function(tessera_floor name)
   endforeach()
   file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/${name}
        ${CMAKE_CURRENT_SOURCE_DIR}/${name}/*.h)
-  list(FILTER headers EXCLUDE REGEX "^mpi/|^nccl/")  # private
+  list(FILTER headers EXCLUDE REGEX "^transport/(mpi|nccl)/")  # private
   # Of the GPU backend only its interface is public; the rest needs CUDA's headers.
   list(FILTER headers EXCLUDE REGEX "^cuda/(emulation/|[^b])")
   list(TRANSFORM headers PREPEND ${TESSERA_INCLUDE_DIR}/tessera/${name}/)

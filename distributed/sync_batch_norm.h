@@ -6,7 +6,7 @@
 // 2C + 1 numbers of f64 a layer in forward and reduce 2C in backward, on Channel::kModule.
 #pragma once
 
-#include <tessera/distributed/group.h>
+#include <tessera/distributed/transport/group.h>
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
 

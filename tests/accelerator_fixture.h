@@ -13,7 +13,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
-#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/schedule.h>

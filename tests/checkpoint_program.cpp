@@ -11,7 +11,7 @@
 #include <tessera/accelerate/run.h>
 #include <tessera/accelerate/state_io.h>
 #include <tessera/distributed/checkpoint/commit.h>
-#include <tessera/distributed/process_group.h>
+#include <tessera/distributed/rendezvous/process_group.h>
 
 #include "checkpoint_training.h"
 

@@ -7,8 +7,8 @@
 #include <atomic>
 #include <functional>
 
-#include <tessera/distributed/collectives.h>
-#include <tessera/distributed/run_ranks.h>
+#include <tessera/distributed/rendezvous/run_ranks.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {
 

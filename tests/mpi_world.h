@@ -9,7 +9,7 @@
 #include <memory>
 #include <string>
 
-#include <tessera/distributed/backend.h>
+#include <tessera/distributed/transport/backend.h>
 
 namespace tessera::distributed {
 

@@ -1,9 +1,9 @@
-// distributed/nccl/api.h against NCCL's own header: values, layouts and functions.
+// distributed/transport/nccl/api.h against NCCL's own header: values, layouts and functions.
 #include <nccl.h>
 
 #include <type_traits>
 
-#include <tessera/distributed/nccl/api.h>
+#include <tessera/distributed/transport/nccl/api.h>
 
 namespace ours = tessera::distributed::nccl;
 

@@ -19,11 +19,11 @@
 
 #include <tessera.h>
 #include <tessera/accelerate/run.h>
-#include <tessera/distributed/collectives.h>
-#include <tessera/distributed/detect.h>
-#include <tessera/distributed/mesh.h>
-#include <tessera/distributed/process_group.h>
+#include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/rendezvous/detect.h>
+#include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace {
 

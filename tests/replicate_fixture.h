@@ -15,11 +15,11 @@
 #include <tessera/core/parallel.h>
 #include <nlohmann/json.hpp>
 
-#include <tessera/distributed/collectives.h>
-#include <tessera/distributed/group.h>
-#include <tessera/distributed/mesh.h>
-#include <tessera/distributed/process_group.h>
+#include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/transport/collectives.h>
+#include <tessera/distributed/transport/group.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/sgd.h>

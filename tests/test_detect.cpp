@@ -1,7 +1,7 @@
 // The environments that launchers leave, as recorded from them, and what detect() makes of them.
 #include <gtest/gtest.h>
 
-#include <tessera/distributed/detect.h>
+#include <tessera/distributed/rendezvous/detect.h>
 
 namespace tessera::distributed {
 namespace {

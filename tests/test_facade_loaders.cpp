@@ -9,7 +9,7 @@
 #include <tessera/accelerate/loader_plan.h>
 #include <tessera/accelerate/operations.h>
 #include <tessera/core/factory.h>
-#include <tessera/distributed/mesh.h>
+#include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/nn/linear.h>
 

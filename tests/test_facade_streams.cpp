@@ -12,7 +12,7 @@
 #include <tessera/accelerate/operations.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/random.h>
-#include <tessera/distributed/collectives.h>
+#include <tessera/distributed/transport/collectives.h>
 
 #include "loader_fixture.h"
 

@@ -6,7 +6,7 @@
 #include <future>
 #include <optional>
 
-#include <tessera/distributed/job.h>
+#include <tessera/distributed/rendezvous/job.h>
 
 namespace tessera::distributed {
 namespace {

@@ -12,8 +12,8 @@
 
 #include <tessera/core/error.h>
 #include <tessera/core/half.h>
-#include <tessera/distributed/backend.h>
-#include <tessera/distributed/deterministic.h>
+#include <tessera/distributed/transport/backend.h>
+#include <tessera/distributed/transport/deterministic.h>
 
 #include "mpi_world.h"
 

@@ -9,7 +9,7 @@
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
-#include <tessera/distributed/group.h>
+#include <tessera/distributed/transport/group.h>
 
 #include "mpi_world.h"
 

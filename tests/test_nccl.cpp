@@ -1,6 +1,6 @@
 // The nccl backend's communicators over a mock of the library whose ranks are threads: what is
 // asked of NCCL, followed to its end, and what its answers become.
-#include <tessera/distributed/nccl/backend.h>
+#include <tessera/distributed/transport/nccl/backend.h>
 
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include <tessera/core/error.h>
-#include <tessera/distributed/process_group.h>
+#include <tessera/distributed/rendezvous/process_group.h>
 
 #include "mock_nccl/mock_nccl.h"
 

@@ -2,9 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <tessera/core/error.h>
-#include <tessera/distributed/placement.h>
 #include <tessera/distributed/shard/buckets.h>
 #include <tessera/distributed/shard/buffer.h>
+#include <tessera/distributed/shard/placement.h>
 #include <tessera/distributed/shard/plan.h>
 
 namespace tessera::distributed {

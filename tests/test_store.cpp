@@ -12,8 +12,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <tessera/distributed/socket.h>
-#include <tessera/distributed/store.h>
+#include <tessera/distributed/rendezvous/socket.h>
+#include <tessera/distributed/rendezvous/store.h>
 
 namespace tessera::distributed {
 namespace {

@@ -17,8 +17,8 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/crc32c.h>
 #include <tessera/core/factory.h>
-#include <tessera/distributed/collectives.h>
-#include <tessera/distributed/rank_context.h>
+#include <tessera/distributed/rendezvous/rank_context.h>
+#include <tessera/distributed/transport/collectives.h>
 
 #include "compared_ranks.h"
 #include "finished_process.h"

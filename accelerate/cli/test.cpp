@@ -29,10 +29,10 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/random.h>
 #include <tessera/data/distributed_source.h>
-#include <tessera/distributed/collectives.h>
-#include <tessera/distributed/mesh.h>
-#include <tessera/distributed/process_group.h>
+#include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/sgd.h>
 

@@ -9,7 +9,7 @@
 #include <tessera/accelerate/launch/command.h>
 #include <tessera/accelerate/launch/options.h>
 #include <tessera/accelerate/launch/protocol.h>
-#include <tessera/distributed/job.h>
+#include <tessera/distributed/rendezvous/job.h>
 
 namespace tessera::launch {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include <tessera/accelerate/launch/hostfile.h>
-#include <tessera/distributed/detect.h>
+#include <tessera/distributed/rendezvous/detect.h>
 
 namespace tessera::launch {
 

@@ -8,8 +8,8 @@
 
 #include <sys/types.h>
 
-#include <tessera/distributed/detect.h>
-#include <tessera/distributed/socket.h>
+#include <tessera/distributed/rendezvous/detect.h>
+#include <tessera/distributed/rendezvous/socket.h>
 
 namespace tessera::launch {
 

@@ -5,7 +5,7 @@
 //     job/exit/RANK     how the process ended; ExitReport      (agent)
 //     job/agent/RANK    the agent's will: it is gone           (server)
 //     job/command/N     a signal for every process             (launcher)
-// and job/failure/RANK, job/joined/RANK, job/left/RANK of <tessera/distributed/job.h>.
+// and job/failure/RANK, job/joined/RANK, job/left/RANK of <tessera/distributed/rendezvous/job.h>.
 #pragma once
 
 #include <string>

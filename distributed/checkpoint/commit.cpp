@@ -19,8 +19,8 @@
 #include <tessera/core/mapped_file.h>
 #include <tessera/distributed/checkpoint/checksum.h>
 #include <tessera/distributed/checkpoint/reader.h>
-#include <tessera/distributed/collectives.h>
-#include <tessera/distributed/store.h>
+#include <tessera/distributed/rendezvous/store.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {
 namespace {

@@ -27,7 +27,7 @@
 #include <vector>
 
 #include <tessera/distributed/checkpoint/writer.h>
-#include <tessera/distributed/group.h>
+#include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {
 

@@ -5,8 +5,8 @@
 #include <string_view>
 
 #include <tessera/core/state_dict.h>
-#include <tessera/distributed/group.h>
 #include <tessera/distributed/shard/communication_hook.h>
+#include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {
 

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include <tessera/core/state_dict.h>
-#include <tessera/distributed/group.h>
 #include <tessera/distributed/shard/param_group.h>
+#include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {
 

@@ -31,11 +31,11 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/state_dict.h>
-#include <tessera/distributed/group.h>
 #include <tessera/distributed/shard/buckets.h>
 #include <tessera/distributed/shard/communication_hook.h>
 #include <tessera/distributed/shard/param_group.h>
 #include <tessera/distributed/shard/plan.h>
+#include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {
 

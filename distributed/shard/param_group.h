@@ -12,9 +12,9 @@
 #include <vector>
 
 #include <tessera/core/tensor.h>
-#include <tessera/distributed/group.h>
-#include <tessera/distributed/placement.h>
 #include <tessera/distributed/shard/buffer.h>
+#include <tessera/distributed/shard/placement.h>
+#include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {
 

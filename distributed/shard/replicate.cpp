@@ -5,9 +5,9 @@
 #include <set>
 
 #include <tessera/core/error.h>
-#include <tessera/distributed/collectives.h>
 #include <tessera/distributed/shard/broadcast.h>
 #include <tessera/distributed/shard/join_state.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {
 namespace {

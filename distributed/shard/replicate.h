@@ -23,7 +23,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/distributed/mesh.h>
+#include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/shard/engine.h>
 #include <tessera/distributed/shard/join.h>
 #include <tessera/distributed/shard/report.h>

@@ -32,10 +32,10 @@
 #include <tessera/core/safetensors.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/data/distributed_source.h>
-#include <tessera/distributed/group.h>
-#include <tessera/distributed/mesh.h>
-#include <tessera/distributed/process_group.h>
+#include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/transport/group.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>

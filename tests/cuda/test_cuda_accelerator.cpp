@@ -18,7 +18,7 @@
 #include <tessera/core/nvtx.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
-#include <tessera/distributed/group.h>
+#include <tessera/distributed/transport/group.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/sgd.h>

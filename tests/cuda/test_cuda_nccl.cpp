@@ -26,11 +26,11 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
-#include <tessera/distributed/backend_thread.h>
-#include <tessera/distributed/collectives.h>
-#include <tessera/distributed/mesh.h>
+#include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/rendezvous/store.h>
 #include <tessera/distributed/shard/replicate.h>
-#include <tessera/distributed/store.h>
+#include <tessera/distributed/transport/backend_thread.h>
+#include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/adamw.h>
 

@@ -5,7 +5,7 @@
 
 #include <functional>
 
-#include <tessera/distributed/nccl/api.h>
+#include <tessera/distributed/transport/nccl/api.h>
 
 extern "C" {
 // The next calls of `function` ("ncclAllReduce") answer `result`, `times` times.

@@ -1,0 +1,68 @@
+#include <tessera/distributed/rendezvous/run_ranks.h>
+
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include <tessera/core/parallel.h>
+#include <tessera/distributed/rendezvous/store.h>
+#include <tessera/distributed/transport/backend_thread.h>
+
+namespace tessera::distributed {
+
+void run_ranks(int size, const std::function<void(int rank)>& fn, const RunRanksOptions& options) {
+  TS_CHECK(size >= 1, "run_ranks", "needs at least one rank; given ", size);
+  ThreadJob job(size);
+  const auto store = std::make_shared<MemoryStore>();
+  std::mutex mutex;
+  std::exception_ptr first;
+  int first_rank = 0;
+
+  const auto body = [&](int rank) {
+    Context own;
+    const ContextGuard guard(own);
+    set_num_threads(options.threads);
+    RankContext& context = rank_context();
+    context.rank = context.local_rank = rank;
+    context.world_size = context.local_world_size = size;
+    context.store = store;
+    context.timeouts = {options.timeout_seconds, options.timeout_seconds};
+    std::vector<int> ranks;
+    for (int r = 0; r < size; ++r) ranks.push_back(r);
+    if (size > 1) context.world = std::make_shared<Group>("world", job.backend(rank), ranks);
+    std::string end = "ended";
+    bool failed = false;
+    try {
+      fn(rank);
+    } catch (...) {
+      failed = true;
+      {
+        const std::lock_guard lock(mutex);
+        if (!first) {
+          first = std::current_exception();
+          first_rank = rank;
+        }
+      }
+      try {
+        throw;
+      } catch (const std::exception& error) {
+        end = std::string("failed: ") + error.what();
+      } catch (...) {
+        end = "failed";
+      }
+    }
+    job.leave(rank, "rank " + std::to_string(rank) + " " + end, failed);
+  };
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) threads.emplace_back(body, rank);
+  for (std::thread& thread : threads) thread.join();
+  if (!first) return;
+  try {
+    std::rethrow_exception(first);
+  } catch (Error& error) {
+    error.add_context("rank " + std::to_string(first_rank));
+    throw;
+  }
+}
+
+}  // namespace tessera::distributed

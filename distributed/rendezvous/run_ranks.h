@@ -1,0 +1,22 @@
+// Ranks as threads of this process: for tests, and for models that share one address space.
+//
+//     run_ranks(4, [](int rank) { Tensor x = full({8}, rank); all_reduce(x); });
+#pragma once
+
+#include <functional>
+
+#include <tessera/distributed/transport/group.h>
+
+namespace tessera::distributed {
+
+struct RunRanksOptions {
+  int threads = 1;              // for compute, of each rank
+  double timeout_seconds = 60;  // of collectives
+};
+// Runs fn(rank) on `size` threads, each with a Context, a world group and a MemoryStore of its own
+// job. Where ranks throw, the others' collectives raise, and the first exception is rethrown, with
+// its rank in front.
+void run_ranks(int size, const std::function<void(int rank)>& fn,
+               const RunRanksOptions& options = {});
+
+}  // namespace tessera::distributed

@@ -1,0 +1,89 @@
+// Collectives that wait, on plain tensors and on objects, and those that autograd goes through.
+//
+//     all_reduce(loss, ReduceOp::kMean);                        // of world()
+//     auto settings = broadcast_object(settings_of_rank_0, 0);  // any JSON
+#pragma once
+
+#include <memory>
+#include <nlohmann/json_fwd.hpp>
+#include <vector>
+
+#include <tessera/distributed/transport/group.h>
+
+namespace tessera::distributed {
+
+void all_reduce(const Tensor& tensor, ReduceOp op = ReduceOp::kSum, Group& group = world(),
+                const CollectiveOptions& options = {});
+void broadcast(const Tensor& tensor, int root = 0, Group& group = world(),
+               const CollectiveOptions& options = {});
+// A new tensor: the inputs of all ranks, equal in shape, joined along dimension 0 (a scalar counts
+// as one row).
+Tensor all_gather(const Tensor& input, Group& group = world(),
+                  const CollectiveOptions& options = {});
+// Rows may differ in number (other dimensions not): rank r's tensor at [r].
+std::vector<Tensor> all_gather_ragged(const Tensor& input, Group& group = world(),
+                                      const CollectiveOptions& options = {});
+// A new tensor: this rank's rows of the sum. Dimension 0 must divide by the number of ranks.
+Tensor reduce_scatter(const Tensor& input, ReduceOp op = ReduceOp::kSum, Group& group = world(),
+                      const CollectiveOptions& options = {});
+void barrier(Group& group = world(), const CollectiveOptions& options = {});
+
+// Objects travel as CBOR, so that NaN and bytes survive. FormatError on bytes that are none.
+nlohmann::json broadcast_object(const nlohmann::json& object, int root = 0, Group& group = world(),
+                                const CollectiveOptions& options = {});
+std::vector<nlohmann::json> all_gather_objects(Group& group, const nlohmann::json& object,
+                                               const CollectiveOptions& options = {});
+// At root: every rank's; elsewhere empty.
+std::vector<nlohmann::json> gather_objects(const nlohmann::json& object, int root = 0,
+                                           Group& group = world(),
+                                           const CollectiveOptions& options = {});
+nlohmann::json scatter_objects(const std::vector<nlohmann::json>& objects, int root = 0,
+                               Group& group = world(), const CollectiveOptions& options = {});
+
+// Several calls as few: between construction and finish() they are collected; those that follow
+// one another with the same operation, dtype, reduction and root travel as one.
+//
+//     CoalescedScope calls(group);
+//     for (const Tensor& t : tensors) calls.all_reduce(t);
+//     calls.finish().wait();
+class CoalescedScope {
+ public:
+  explicit CoalescedScope(Group& group, const CollectiveOptions& options = {});
+  ~CoalescedScope();  // calls that were not finished are dropped
+  CoalescedScope(const CoalescedScope&) = delete;
+  CoalescedScope& operator=(const CoalescedScope&) = delete;
+
+  void all_reduce(const Tensor& tensor, ReduceOp op = ReduceOp::kSum);
+  void broadcast(const Tensor& tensor, int root);
+  // As Group's. Results are in the tensors after finish().wait().
+  void all_gather(const Tensor& output, const Tensor& input);
+  void reduce_scatter(const Tensor& output, const Tensor& input, ReduceOp op = ReduceOp::kSum);
+  Work finish();
+
+ private:
+  struct Item;
+  Work issue(const Item& item);
+  Work issue(std::span<const Item> items, std::vector<std::pair<Tensor, Tensor>>* copy_back);
+  Group& group_;
+  const CollectiveOptions options_;
+  std::vector<Item> items_;
+};
+
+// What autograd goes through is named by what it turns into what, for "the gradient of all_reduce"
+// has two right answers. A value is replicated (the same on all ranks, used in ways that differ:
+// its gradient is a summand on each), partial (a summand on each rank: its gradient is the same on
+// all) or sharded (rows of dimension 0).
+//
+//     forward              backward
+Tensor partial_to_replicated(const Tensor& x, Group& group);  // all_reduce          nothing
+Tensor replicated_to_varying(const Tensor& x, Group& group);  // nothing             all_reduce
+Tensor sharded_to_replicated(const Tensor& x, Group& group);  // all_gather          reduce_scatter
+Tensor partial_to_sharded(const Tensor& x, Group& group);     // reduce_scatter      all_gather
+Tensor replicated_to_sharded(const Tensor& x, Group& group);  // own rows            all_gather
+
+// Compares what all ranks of the group have called since `scope` began, channel by channel and
+// group by group, sends and receives apart. DistributedError on every rank, naming the first
+// difference. Collective.
+void check_equal_traces(const CommTrace::Scope& scope, Group& group = world());
+
+}  // namespace tessera::distributed

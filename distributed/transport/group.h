@@ -1,0 +1,172 @@
+// Groups of ranks and their collectives.
+//
+//     Work work = group.all_reduce(gradient);   // returns at once
+//     ...                                       // compute goes on
+//     work.wait();                              // gradient holds the sum
+//
+// All calls are asynchronous; collectives.h has forms that wait. Every rank of a group makes the
+// same calls in the same order within a channel; what it calls is compared before any data moves,
+// and a difference is a DistributedError on every rank that names the call sites. A wait that
+// exceeds its time raises on this rank, naming who is where, and breaks the group.
+//
+// Tensors may be non-contiguous (a contiguous copy travels, the result is copied back by wait())
+// and empty. They must be of one device. Errors of the arguments are typed errors on the rank that
+// has the mistake; the others learn of it in the same call, as DistributedError.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <source_location>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <tessera/core/tensor.h>
+#include <tessera/distributed/rendezvous/rank_context.h>
+#include <tessera/distributed/transport/backend.h>
+#include <tessera/distributed/transport/trace.h>
+
+namespace tessera::distributed {
+
+struct CollectiveOptions {
+  Channel channel = Channel::kUser;
+  double timeout_seconds = 0;  // 0: TimeoutScope's, else the context's
+  std::string_view tag = {};   // what it is for: "bucket 3"; in records and messages
+  std::source_location where = std::source_location::current();
+  // The caller waits at once, so that its thread may move the data itself and wakes no other. Where
+  // it does not wait, nothing may move until it does.
+  bool waits = false;
+};
+
+// A collective under way. Copies share it; it keeps its tensors alive, also where nobody waits.
+class Work {
+ public:
+  Work() = default;  // nothing: waits for nothing
+  bool valid() const { return state_ != nullptr; }
+  // Until the results are in the tensors. Rethrows what went wrong: DistributedError. A failure
+  // that nobody waits for is not lost: a line on stderr says it, and the group's next call raises.
+  // For tensors of a GPU the current stream waits, not the thread: what fails later is told so too.
+  void wait() const;
+  bool completed() const;    // the transfer has ended; wait() no longer blocks
+  int64_t sequence() const;  // of its channel, 0 where nothing was issued
+
+ private:
+  friend class Group;
+  friend class CoalescedScope;
+  struct State;
+  explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  std::shared_ptr<State> state_;
+};
+
+inline constexpr int kMaxTag = 1 << 29;  // tags of send and recv are below
+
+class Group : public std::enable_shared_from_this<Group> {
+ public:
+  // `ranks`: world ranks in group order. For backends; users split world().
+  Group(std::string name, std::shared_ptr<Backend> backend, std::vector<int> ranks,
+        RankContext& context = rank_context());
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(ranks_.size()); }
+  const std::string& name() const { return name_; }
+  std::span<const int> ranks() const { return ranks_; }  // of the world
+  Backend& backend() { return *backend_; }
+  CommTrace& trace() { return *trace_; }
+
+  // In place. Deterministic unless the context's reduction mode says otherwise.
+  Work all_reduce(const Tensor& tensor, ReduceOp op = ReduceOp::kSum,
+                  const CollectiveOptions& options = {});
+  // In place at root; what the other ranks hold afterwards is not specified.
+  Work reduce(const Tensor& tensor, int root, ReduceOp op = ReduceOp::kSum,
+              const CollectiveOptions& options = {});
+  Work broadcast(const Tensor& tensor, int root, const CollectiveOptions& options = {});
+  // output: size() times the elements of input, rank r's in the r-th part of dimension 0. The
+  // list form is ragged: outputs[r] has the shape of rank r's input.
+  Work all_gather(const Tensor& output, const Tensor& input, const CollectiveOptions& options = {});
+  Work all_gather(std::span<const Tensor> outputs, const Tensor& input,
+                  const CollectiveOptions& options = {});
+  // The reverse: input has size() times the elements of output. The list form is uneven: inputs[r]
+  // goes to rank r, whose output has its shape.
+  Work reduce_scatter(const Tensor& output, const Tensor& input, ReduceOp op = ReduceOp::kSum,
+                      const CollectiveOptions& options = {});
+  Work reduce_scatter(const Tensor& output, std::span<const Tensor> inputs,
+                      ReduceOp op = ReduceOp::kSum, const CollectiveOptions& options = {});
+  // inputs[r] goes to rank r, outputs[r] comes from it; sizes may differ from pair to pair.
+  Work all_to_all(std::span<const Tensor> outputs, std::span<const Tensor> inputs,
+                  const CollectiveOptions& options = {});
+  // outputs (inputs): one for each rank at root, empty elsewhere.
+  Work gather(std::span<const Tensor> outputs, const Tensor& input, int root,
+              const CollectiveOptions& options = {});
+  Work scatter(const Tensor& output, std::span<const Tensor> inputs, int root,
+               const CollectiveOptions& options = {});
+  // Matched by (peer, tag) in the order of issue; not part of the channel's sequence. A send ends
+  // when the receiver has it: wait for it after the recv that the peer may be waiting for. Where
+  // dtype or size differ, or one side had a mistake in its arguments, both sides raise.
+  Work send(const Tensor& tensor, int peer, int tag = 0,
+            const CollectiveOptions& options = {.channel = Channel::kPeer});
+  Work recv(const Tensor& tensor, int peer, int tag = 0,
+            const CollectiveOptions& options = {.channel = Channel::kPeer});
+  // Waits for all ranks. A timeout names those that did not come.
+  void barrier(const CollectiveOptions& options = {});
+
+  // A group for each colour, ranks ordered by (key, rank); null for color < 0. Collective.
+  std::shared_ptr<Group> split(int color, int key = 0, const CollectiveOptions& options = {});
+  // A group of the listed ranks of this one; every rank of this group calls it with the list of
+  // the group it will be in (empty: none, and gets null). ValueError for a rank outside, one named
+  // twice, or a list without the caller; DistributedError where lists disagree.
+  std::shared_ptr<Group> subgroup(std::span<const int> ranks,
+                                  const CollectiveOptions& options = {});
+
+  // Ends what is under way and refuses what comes, here and, where the backend can, elsewhere.
+  void abort(const std::string& reason);
+  // Waits for the other ranks and gives the backend's resources back. A broken group only lets go.
+  void shutdown();
+
+ private:
+  friend class Work;
+  friend class CoalescedScope;
+  struct Request;
+  Work start(Request request, const CollectiveOptions& options);
+  Work local(Request& request);
+  Request message(Operation operation, const Tensor& tensor, int peer, int tag,
+                  const CollectiveOptions& options);
+  void note_unseen(const CommRecord& record, int64_t number, const std::string& error, bool waited);
+  void note_raised();
+  void raise_unseen(const CollectiveOptions& options);
+  [[noreturn]] void invalid(const CollectiveOptions& options, std::string_view operation);
+  std::string late_ranks(const CommRecord& record, double waited);
+  void check_rank(int rank, std::string_view what) const;
+  void check_own(std::span<const Tensor> parts, const Tensor& other, std::string_view where,
+                 std::string_view part_name, std::string_view other_name) const;
+  std::vector<Part> cut(const Tensor& flat) const;
+  // One Work for several; wait() then copies each second tensor to the first.
+  Work join(std::vector<Work> works, std::vector<std::pair<Tensor, Tensor>> copy_back);
+  std::shared_ptr<Group> part(int color, std::span<const int> members);
+  template <class Check>
+  void checked(Operation operation, const CollectiveOptions& options, Check&& check);
+
+  const std::string name_;
+  const std::shared_ptr<Backend> backend_;
+  const std::vector<int> ranks_;
+  const int rank_;
+  std::shared_ptr<CommTrace> trace_;
+  std::vector<int64_t> sequences_;
+  int64_t peer_calls_ = 0;
+  int splits_ = 0;
+  bool shut_down_ = false;
+  // Failures: up to which call of the trace wait() has raised one, and the first that nobody saw.
+  std::mutex failures_mutex_;
+  int64_t raised_until_ = -1;
+  std::string unseen_failure_;
+};
+
+// The world group of the current Context: one rank where nothing was initialised.
+Group& world();
+int rank();
+int world_size();
+
+}  // namespace tessera::distributed
