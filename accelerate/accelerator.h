@@ -56,13 +56,13 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/accelerate/config.h>
-#include <tessera/accelerate/loader_plan.h>
+#include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/operations.h>
 #include <tessera/accelerate/process_control.h>
-#include <tessera/accelerate/state_io.h>
-#include <tessera/accelerate/tracker.h>
+#include <tessera/accelerate/settings/config.h>
+#include <tessera/accelerate/state/state_io.h>
+#include <tessera/accelerate/tracking/tracker.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera {
@@ -80,8 +80,9 @@ class Schedule;
 }  // namespace optim
 
 // What the program itself says. Everything else comes from the flags of `tessera launch`, the
-// environment, the configuration file and the defaults, in this order: accelerate/config.h, whose
-// settings have these names, and docs/configuration.md, which lists them.
+// environment, the configuration file and the defaults, in this order:
+// accelerate/settings/config.h, whose settings have these names, and docs/configuration.md, which
+// lists them.
 struct AcceleratorOptions {
   std::optional<Precision> mixed_precision = {};
   std::optional<PrecisionPolicy> precision_policy = {};
@@ -279,7 +280,7 @@ class Accelerator : public ProcessControl {
   // Rank 0's seed and position become everybody's. Collective.
   void synchronize_rng_states();
 
-  // ---- Tracking: accelerate/tracker.h, with the settings log_with and logging_dir (else
+  // ---- Tracking: accelerate/tracking/tracker.h, with the settings log_with and logging_dir (else
   // project_dir). Calls are the same on all ranks; the main one writes.
 
   // For trackers of one's own, before init_trackers(), and for what stands below in short.
@@ -348,7 +349,7 @@ class Accelerator : public ProcessControl {
   std::vector<optim::PlateauSchedule*> plateau_schedules() const;
   std::vector<data::LoaderBase*> loaders() const;
 
-  // ---- State: accelerate/state_io.h with all prepared objects, in the order of preparation
+  // ---- State: accelerate/state/state_io.h with all prepared objects, in the order of preparation
 
   // Between windows: ValueError while one is open. Collective.
   std::string save_state(const std::string& folder = {},

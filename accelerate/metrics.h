@@ -32,7 +32,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/accelerate/batch_codec.h>
+#include <tessera/accelerate/loaders/batch_codec.h>
 #include <tessera/accelerate/operations.h>
 #include <tessera/data/dataloader.h>
 

@@ -140,7 +140,7 @@ tessera_floor(accelerate DEPENDS tessera_process tessera_checkpoint tessera_data
 target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
   yaml-cpp protobuf::libprotobuf-lite PNG::PNG)
 # Messages of TensorBoard's event files, lite runtime; generated into the build folder.
-file(GLOB proto_files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/accelerate/*.proto)
+file(GLOB proto_files CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/accelerate/tracking/*.proto)
 if(proto_files)
   add_library(tessera_protos OBJECT ${proto_files})
   target_link_libraries(tessera_protos PUBLIC protobuf::libprotobuf-lite)

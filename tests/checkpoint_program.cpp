@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #include <tessera/accelerate/run.h>
-#include <tessera/accelerate/state_io.h>
+#include <tessera/accelerate/state/state_io.h>
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/rendezvous/process_group.h>
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/accelerate/state_io.h>
+#include <tessera/accelerate/state/state_io.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/random.h>

@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include <tessera/accelerate/loader_plan.h>
+#include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/core/tensor.h>
 
 #include "compared_ranks.h"

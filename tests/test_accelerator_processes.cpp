@@ -14,8 +14,8 @@
 #include <variant>
 
 #include <tessera/accelerate/batch_size.h>
-#include <tessera/accelerate/logging.h>
 #include <tessera/accelerate/process_control.h>
+#include <tessera/accelerate/tracking/logging.h>
 #include <tessera/core/allocator.h>
 #include <tessera/core/error.h>
 

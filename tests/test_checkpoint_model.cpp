@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include <tessera/accelerate/model_io.h>
-#include <tessera/accelerate/state_io.h>
+#include <tessera/accelerate/state/model_io.h>
+#include <tessera/accelerate/state/state_io.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/safetensors.h>

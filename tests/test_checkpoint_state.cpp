@@ -8,7 +8,7 @@
 #include <csignal>
 #include <filesystem>
 
-#include <tessera/accelerate/state_io.h>
+#include <tessera/accelerate/state/state_io.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/reader.h>

@@ -10,8 +10,8 @@
 
 #include <unistd.h>
 
-#include <tessera/accelerate/config.h>
 #include <tessera/accelerate/launch/options.h>
+#include <tessera/accelerate/settings/config.h>
 #include <tessera/core/error.h>
 
 namespace tessera::accelerate {

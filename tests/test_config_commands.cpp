@@ -9,7 +9,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <tessera/accelerate/config.h>
+#include <tessera/accelerate/settings/config.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/distributed/checkpoint/commit.h>

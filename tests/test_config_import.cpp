@@ -7,7 +7,7 @@
 
 #include <unistd.h>
 
-#include <tessera/accelerate/config_import.h>
+#include <tessera/accelerate/settings/config_import.h>
 #include <tessera/core/error.h>
 
 namespace tessera::accelerate {

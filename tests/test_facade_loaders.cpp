@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include <tessera/accelerate/loader_plan.h>
+#include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/operations.h>
 #include <tessera/core/factory.h>
 #include <tessera/distributed/mesh/mesh.h>

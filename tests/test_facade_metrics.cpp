@@ -9,7 +9,7 @@
 #include <numeric>
 #include <string>
 
-#include <tessera/accelerate/loader_plan.h>
+#include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/metrics.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>

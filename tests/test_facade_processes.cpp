@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include <tessera/accelerate/loader_plan.h>
+#include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/operations.h>
 #include <tessera/core/factory.h>

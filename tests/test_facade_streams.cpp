@@ -8,7 +8,7 @@
 #include <set>
 #include <string>
 
-#include <tessera/accelerate/loader_plan.h>
+#include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/operations.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/random.h>

@@ -10,10 +10,10 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/accelerate/accelerator.h>
-#include <tessera/accelerate/memory_tracker.h>
-#include <tessera/accelerate/profile.h>
-#include <tessera/accelerate/progress.h>
-#include <tessera/accelerate/tracker.h>
+#include <tessera/accelerate/tracking/memory_tracker.h>
+#include <tessera/accelerate/tracking/profile.h>
+#include <tessera/accelerate/tracking/progress.h>
+#include <tessera/accelerate/tracking/tracker.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/crc32c.h>
 #include <tessera/core/factory.h>

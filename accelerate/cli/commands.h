@@ -20,7 +20,8 @@ void add_merge_weights(CLI::App& app, int& exit_code);
 void add_test(CLI::App& app, int& exit_code);
 void add_agent(CLI::App& app, const std::vector<std::string>& program, int& exit_code);
 
-// One option for each setting of the table (accelerate/config.h); `values` gets key and text.
+// One option for each setting of the table (accelerate/settings/config.h); `values` gets key and
+// text.
 void add_settings(CLI::App& app, std::map<std::string, std::string>& values);
 
 }  // namespace tessera::cli

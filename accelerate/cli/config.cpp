@@ -7,8 +7,8 @@
 #include <CLI/CLI.hpp>
 
 #include <tessera/accelerate/cli/commands.h>
-#include <tessera/accelerate/config.h>
-#include <tessera/accelerate/config_import.h>
+#include <tessera/accelerate/settings/config.h>
+#include <tessera/accelerate/settings/config_import.h>
 #include <tessera/core/error.h>
 
 namespace tessera::cli {

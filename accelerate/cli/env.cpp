@@ -9,9 +9,9 @@
 #include <CLI/CLI.hpp>
 
 #include <tessera/accelerate/cli/commands.h>
-#include <tessera/accelerate/config.h>
 #include <tessera/accelerate/launch/process.h>
 #include <tessera/accelerate/launch/protocol.h>
+#include <tessera/accelerate/settings/config.h>
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/error.h>
 #include <tessera/core/kernels/common/isa.h>

@@ -4,8 +4,8 @@
 #include <CLI/CLI.hpp>
 
 #include <tessera/accelerate/cli/commands.h>
-#include <tessera/accelerate/config.h>
 #include <tessera/accelerate/launch/launcher.h>
+#include <tessera/accelerate/settings/config.h>
 
 namespace tessera::cli {
 

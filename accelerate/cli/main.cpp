@@ -8,8 +8,8 @@
 #include <CLI/CLI.hpp>
 
 #include <tessera/accelerate/cli/commands.h>
-#include <tessera/accelerate/config.h>
 #include <tessera/accelerate/launch/protocol.h>
+#include <tessera/accelerate/settings/config.h>
 #include <tessera/core/error.h>
 
 namespace tessera {

@@ -11,7 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/accelerate/cli/commands.h>
-#include <tessera/accelerate/model_io.h>
+#include <tessera/accelerate/state/model_io.h>
 #include <tessera/core/error.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/distributed/checkpoint/reader.h>

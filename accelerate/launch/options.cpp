@@ -5,7 +5,7 @@
 #include <cmath>
 #include <filesystem>
 
-#include <tessera/accelerate/config.h>
+#include <tessera/accelerate/settings/config.h>
 #include <tessera/core/error.h>
 
 namespace tessera::launch {

@@ -69,8 +69,8 @@ struct LaunchOptions {
 // A value as text from the command line, for a setting that was given there.
 using Flags = std::map<std::string, std::string>;
 
-// Every setting of the launcher and of its ranks, see accelerate/config.h: the same table, sources
-// and errors. `file`: --config; empty: the others. ConfigError, UnsupportedError, IoError,
+// Every setting of the launcher and of its ranks, see accelerate/settings/config.h: the same table,
+// sources and errors. `file`: --config; empty: the others. ConfigError, UnsupportedError, IoError,
 // FormatError.
 LaunchOptions resolve_options(const Flags& flags, const Environment& environment,
                               const std::string& file, std::vector<std::string> command);

@@ -8,9 +8,9 @@
 // the best one by accuracy stay.
 #include <cstdio>
 
-#include <tessera/accelerate/progress.h>
 #include <tessera/accelerate/run.h>
-#include <tessera/accelerate/state_io.h>
+#include <tessera/accelerate/state/state_io.h>
+#include <tessera/accelerate/tracking/progress.h>
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/schedule.h>
 

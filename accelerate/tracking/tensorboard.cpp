@@ -8,10 +8,10 @@
 #include <cstring>
 #include <optional>
 
-#include <accelerate/tensorboard_event.pb.h>
+#include <accelerate/tracking/tensorboard_event.pb.h>
 
-#include <tessera/accelerate/append_file.h>
-#include <tessera/accelerate/tracker.h>
+#include <tessera/accelerate/tracking/append_file.h>
+#include <tessera/accelerate/tracking/tracker.h>
 #include <tessera/core/crc32c.h>
 #include <tessera/core/error.h>
 

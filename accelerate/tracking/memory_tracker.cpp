@@ -1,4 +1,4 @@
-#include <tessera/accelerate/memory_tracker.h>
+#include <tessera/accelerate/tracking/memory_tracker.h>
 
 #include <unistd.h>
 #include <algorithm>

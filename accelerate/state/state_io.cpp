@@ -1,4 +1,4 @@
-#include <tessera/accelerate/state_io.h>
+#include <tessera/accelerate/state/state_io.h>
 
 #include <algorithm>
 #include <cmath>

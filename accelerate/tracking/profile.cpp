@@ -1,4 +1,4 @@
-#include <tessera/accelerate/profile.h>
+#include <tessera/accelerate/tracking/profile.h>
 
 #include <algorithm>
 #include <cstdio>

@@ -6,7 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <tessera/accelerate/config.h>
+#include <tessera/accelerate/settings/config.h>
 #include <tessera/core/atomic_file.h>
 #include <tessera/core/error.h>
 

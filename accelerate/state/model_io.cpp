@@ -1,4 +1,4 @@
-#include <tessera/accelerate/model_io.h>
+#include <tessera/accelerate/state/model_io.h>
 
 #include <stdlib.h>
 

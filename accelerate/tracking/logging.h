@@ -18,8 +18,8 @@
 #include <string_view>
 #include <utility>
 
-#include <tessera/accelerate/config.h>
 #include <tessera/accelerate/process_control.h>
+#include <tessera/accelerate/settings/config.h>
 
 namespace tessera {
 
@@ -44,7 +44,7 @@ class Logger {
   // `accelerator` must outlive it. The level is `level`, else its setting log_level.
   Logger(std::string name, const Accelerator& accelerator, std::string_view level = {});
   // `ranks` must outlive it. The level is `level`, else the setting log_level of flags, environment
-  // and file (accelerate/config.h).
+  // and file (accelerate/settings/config.h).
   Logger(std::string name, const ProcessControl& ranks, std::string_view level = {});
 
   void debug(std::string_view text, const LogOptions& options = {}) {

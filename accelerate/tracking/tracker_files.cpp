@@ -7,8 +7,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include <tessera/accelerate/append_file.h>
-#include <tessera/accelerate/tracker.h>
+#include <tessera/accelerate/tracking/append_file.h>
+#include <tessera/accelerate/tracking/tracker.h>
 #include <tessera/core/atomic_file.h>
 #include <tessera/core/error.h>
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/accelerate/config.h>
+#include <tessera/accelerate/settings/config.h>
 
 namespace tessera::accelerate {
 

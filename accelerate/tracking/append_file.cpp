@@ -1,4 +1,4 @@
-#include <tessera/accelerate/append_file.h>
+#include <tessera/accelerate/tracking/append_file.h>
 
 #include <fcntl.h>
 #include <unistd.h>

@@ -1,4 +1,4 @@
-#include <tessera/accelerate/progress.h>
+#include <tessera/accelerate/tracking/progress.h>
 
 #include <unistd.h>
 #include <algorithm>

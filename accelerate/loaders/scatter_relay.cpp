@@ -1,4 +1,4 @@
-#include <tessera/accelerate/scatter_relay.h>
+#include <tessera/accelerate/loaders/scatter_relay.h>
 
 #include <cstring>
 

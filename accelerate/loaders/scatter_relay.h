@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/accelerate/batch_codec.h>
+#include <tessera/accelerate/loaders/batch_codec.h>
 #include <tessera/data/prefetch.h>
 #include <tessera/distributed/transport/group.h>
 

@@ -1,12 +1,12 @@
-#include <tessera/accelerate/loader_plan.h>
+#include <tessera/accelerate/loaders/loader_plan.h>
 
 #include <algorithm>
 #include <sstream>
 #include <vector>
 
+#include <tessera/accelerate/loaders/parts_relay.h>
+#include <tessera/accelerate/loaders/scatter_relay.h>
 #include <tessera/accelerate/operations.h>
-#include <tessera/accelerate/parts_relay.h>
-#include <tessera/accelerate/scatter_relay.h>
 #include <tessera/core/error.h>
 #include <tessera/data/distributed_source.h>
 

@@ -1,5 +1,5 @@
 // Settings from their sources.
-#include <tessera/accelerate/config.h>
+#include <tessera/accelerate/settings/config.h>
 
 #include <algorithm>
 #include <charconv>

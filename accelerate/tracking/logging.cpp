@@ -1,4 +1,4 @@
-#include <tessera/accelerate/logging.h>
+#include <tessera/accelerate/tracking/logging.h>
 
 #include <algorithm>
 #include <array>

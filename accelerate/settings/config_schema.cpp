@@ -3,7 +3,7 @@
 #include <charconv>
 #include <cmath>
 
-#include <tessera/accelerate/config.h>
+#include <tessera/accelerate/settings/config.h>
 #include <tessera/core/error.h>
 
 namespace tessera::accelerate {

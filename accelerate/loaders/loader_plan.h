@@ -41,7 +41,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/accelerate/batch_codec.h>
+#include <tessera/accelerate/loaders/batch_codec.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/transport/group.h>
 

@@ -1,4 +1,4 @@
-#include <tessera/accelerate/batch_codec.h>
+#include <tessera/accelerate/loaders/batch_codec.h>
 
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>

@@ -1,4 +1,4 @@
-#include <tessera/accelerate/tracker.h>
+#include <tessera/accelerate/tracking/tracker.h>
 
 #include <cmath>
 #include <cstdio>

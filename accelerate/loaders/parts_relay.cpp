@@ -1,4 +1,4 @@
-#include <tessera/accelerate/parts_relay.h>
+#include <tessera/accelerate/loaders/parts_relay.h>
 
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>

@@ -1,4 +1,4 @@
-#include <tessera/accelerate/config_import.h>
+#include <tessera/accelerate/settings/config_import.h>
 
 #include <algorithm>
 #include <fstream>
