@@ -128,12 +128,12 @@ HookHandle register_post_accumulate_hook(const Tensor& leaf,
       });
 }
 
-void set_grad_home(const Tensor& leaf, const Tensor& home) {
-  TS_CHECK_AS(AutogradError, leaf.is_leaf(), "set_grad_home", leaf, " must be a leaf");
-  TS_CHECK_SHAPE(!home.defined() || home.shape() == leaf.shape(), "set_grad_home", "the home ",
-                 home, " must have the shape of ", leaf);
-  if (!home.defined() && autograd_slot(leaf) == nullptr) return;
-  ensure_autograd_slot(leaf).grad_home = home;
+void set_main_grad(const Tensor& leaf, const Tensor& main_grad) {
+  TS_CHECK_AS(AutogradError, leaf.is_leaf(), "set_main_grad", leaf, " must be a leaf");
+  TS_CHECK_SHAPE(!main_grad.defined() || main_grad.shape() == leaf.shape(), "set_main_grad",
+                 "the main gradient ", main_grad, " must have the shape of ", leaf);
+  if (!main_grad.defined() && autograd_slot(leaf) == nullptr) return;
+  ensure_autograd_slot(leaf).main_grad = main_grad;
 }
 
 void retain_grad(const Tensor& tensor) {

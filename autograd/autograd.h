@@ -75,13 +75,14 @@ uint64_t current_backward();
 // come (it does not where an op on the way gives none). Known from the start. False outside.
 bool backward_reaches(const Tensor& leaf);
 
-// Gradients of `leaf` are kept in `home` from now on: a backward that finds no `.grad` copies its
-// gradient there, converting the dtype, and `.grad` is then `home` itself; later ones add in place.
-// zero_grad() forgets `.grad`, not the home. This is how gradients come to lie in one flat buffer
-// (`home` is then raw::as_parameter of a view of it), or in a wider dtype than their leaf.
-// Undefined: no home any more. Backward with create_graph passes it by. Throws ShapeError,
+// Gradients of `leaf` are kept in `main_grad` from now on: a backward that finds no `.grad` copies
+// its gradient there, converting the dtype, and `.grad` is then `main_grad` itself; later ones add
+// in place. zero_grad() forgets `.grad`, not main_grad. This is how gradients come to lie in one
+// flat buffer
+// (`main_grad` is then raw::as_parameter of a view of it), or in a wider dtype than their leaf.
+// Undefined: none any more. Backward with create_graph passes it by. Throws ShapeError,
 // AutogradError.
-void set_grad_home(const Tensor& leaf, const Tensor& home);
+void set_main_grad(const Tensor& leaf, const Tensor& main_grad);
 
 // ---- Hooks -------------------------------------------------------------------------------------
 // Those of one tensor run in the order of registration.

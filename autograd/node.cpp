@@ -141,9 +141,9 @@ TensorList AccumulateGrad::apply(TensorList grads) {
     if (!slot.grad.defined()) {
       if (grad_enabled()) {
         slot.grad = gradient;
-      } else if (slot.grad_home.defined()) {
-        copy_(slot.grad_home, gradient);
-        slot.grad = slot.grad_home;
+      } else if (slot.main_grad.defined()) {
+        copy_(slot.main_grad, gradient);
+        slot.grad = slot.main_grad;
       } else {
         // A gradient that nobody else holds becomes `.grad` without a copy.
         const bool take = owns_its_bytes(gradient) && gradient.is_contiguous();

@@ -90,7 +90,7 @@ struct PostAccumulateHook {
 struct AutogradSlot final : TensorSlot {
   bool requires_grad = false;  // of a leaf
   Tensor grad;
-  Tensor grad_home;                       // of a leaf: where `grad` is to lie, see set_grad_home
+  Tensor main_grad;                       // of a leaf: where `grad` is to lie, see set_main_grad
   std::shared_ptr<Tensor> retained_grad;  // of a tensor that is no leaf, after retain_grad()
   std::shared_ptr<Node> grad_fn;
   int output_index = 0;

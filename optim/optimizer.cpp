@@ -135,9 +135,9 @@ bool Optimizer::step() {
   StepDecision decision = gate_ ? gate_() : StepDecision{};
   double* next_step = next_step_.data_as<double>();
   double scalars[kernels::kNumStepScalars] = {};
-  kernels::StepScalars told(scalars);
-  told.gradient_factor = std::exchange(gradient_factor_, {});
-  told.found = std::exchange(found_, {});
+  kernels::StepScalars step_scalars(scalars);
+  step_scalars.gradient_factor = std::exchange(gradient_factor_, {});
+  step_scalars.found = std::exchange(found_, {});
   if (!captures) {  // a replay takes what there is at its time
     scalars[kernels::kGradientScale] = std::exchange(next_step[0], 1);
     const bool skip = std::exchange(next_step[1], 0) != 0;
@@ -154,10 +154,10 @@ bool Optimizer::step() {
       if (state.parameter.grad().defined()) all.push_back(&state);
     }
   }
-  if (all.empty()) told.found = {};
-  if (told.found.defined() || skipped_.defined()) {
+  if (all.empty()) step_scalars.found = {};
+  if (step_scalars.found.defined() || skipped_.defined()) {
     count_skipped(all);
-    told.skipped = skipped_;
+    step_scalars.skipped = skipped_;
   }
   for (size_t g = 0; g < groups_.size(); ++g) {
     // Parameters that joined late have lower step numbers: each number is a pass of its own.
@@ -174,8 +174,8 @@ bool Optimizer::step() {
     for (const auto& [number, states] : by_step) {
       scalars[kernels::kLearningRate] = lr_of(g);
       scalars[kernels::kStep] = static_cast<double>(number);
-      if (captures) told.on_device = feed_replays(g, states);
-      update(g, states, told);
+      if (captures) step_scalars.on_device = feed_replays(g, states);
+      update(g, states, step_scalars);
       for (ParameterState* state : states) {
         if (!captures) state->step = number;
         state->gradient = {};
@@ -185,7 +185,7 @@ bool Optimizer::step() {
       }
     }
   }
-  if (told.found.defined()) add_(skipped_, reshape(told.found, {}));
+  if (step_scalars.found.defined()) add_(skipped_, reshape(step_scalars.found, {}));
   if (captures) {  // what the replay was told is told
     gpu::Capture::current()->feed(0, [this](void*) {
       next_step_.data_as<double>()[0] = 1;

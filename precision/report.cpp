@@ -22,7 +22,7 @@ std::string text_of(const DTypes& dtypes) {
 DType gradient_dtype(const Tensor& parameter) {
   if (const Tensor grad = parameter.grad(); grad.defined()) return grad.dtype();
   const AutogradSlot* slot = autograd_slot(parameter);
-  if (slot != nullptr && slot->grad_home.defined()) return slot->grad_home.dtype();
+  if (slot != nullptr && slot->main_grad.defined()) return slot->main_grad.dtype();
   return parameter.dtype();
 }
 

@@ -271,8 +271,8 @@ TEST(Hooks, GradTouchesNoLeafAndSaysSo) {
 TEST(Backward, AGradientIsKeptInItsHome) {
   const Tensor flat = raw::full({5}, 9, kF64);
   const Tensor x = leaf({1, 2}), y = leaf({1, 2, 3});
-  set_grad_home(x, raw::as_parameter(raw::narrow(flat, 0, 0, 2)));
-  set_grad_home(y, raw::as_parameter(raw::narrow(flat, 0, 2, 3)));
+  set_main_grad(x, raw::as_parameter(raw::narrow(flat, 0, 0, 2)));
+  set_main_grad(y, raw::as_parameter(raw::narrow(flat, 0, 2, 3)));
   ((x * x).sum() + (y * 5.0).sum() + (y * 1.0).sum()).backward();
   EXPECT_EQ(flat.to_vector(), (Values{2, 4, 6, 6, 6}));
   EXPECT_EQ(x.grad().data(), flat.data());
@@ -282,18 +282,18 @@ TEST(Backward, AGradientIsKeptInItsHome) {
   EXPECT_FALSE(x.grad().defined());
   (x * 4.0).sum().backward();  // the old elements do not count
   EXPECT_EQ(flat.to_vector(), (Values{4, 4, 6, 6, 6}));
-  set_grad_home(x, Tensor());
+  set_main_grad(x, Tensor());
   x.zero_grad();
   (x * 1.0).sum().backward();
   EXPECT_NE(x.grad().data(), flat.data());
-  EXPECT_THROW(set_grad_home(x, flat), ShapeError);
-  EXPECT_THROW(set_grad_home(x * 2.0, tensor({0, 0}, kF64)), AutogradError);
+  EXPECT_THROW(set_main_grad(x, flat), ShapeError);
+  EXPECT_THROW(set_main_grad(x * 2.0, tensor({0, 0}, kF64)), AutogradError);
 }
 
 TEST(Backward, AHomeMayBeWiderThanItsLeaf) {
   const Tensor x = leaf({1}, kBF16);
   const Tensor home = raw::full({1}, 0, kF32);
-  set_grad_home(x, home);
+  set_main_grad(x, home);
   for (double factor : {256.0, 1.0, 1.0}) (x * factor).sum().backward();
   EXPECT_EQ(home.item(), 258);  // bf16 has no 257
   EXPECT_TRUE(x.grad().is(home));

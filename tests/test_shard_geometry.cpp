@@ -4,8 +4,8 @@
 #include <tessera/core/error.h>
 #include <tessera/distributed/shard/buckets.h>
 #include <tessera/distributed/shard/buffer.h>
-#include <tessera/distributed/shard/placement.h>
 #include <tessera/distributed/shard/plan.h>
+#include <tessera/distributed/shard/sharding_mode.h>
 
 namespace tessera::distributed {
 namespace {
@@ -137,7 +137,7 @@ TEST(StepPlan, OnlyTheLastMicroBatchSynchronises) {
   EXPECT_EQ(last.micro_index, 1);
 }
 
-TEST(Placements, ModesAreTriples) {
+TEST(ShardingMode, ModesAreTriples) {
   EXPECT_EQ(describe(kDataParallel), "(R, P, R)");
   EXPECT_EQ(describe(kZero1), "(R, P, S)");
   EXPECT_EQ(describe(kZero2), "(R, S, S)");

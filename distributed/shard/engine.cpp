@@ -106,7 +106,7 @@ void ParamGroupEngine::make_groups(const std::vector<size_t>& order) {
   for (std::vector<size_t>& bucket : assign_buckets(items, caps)) {
     for (size_t& member : bucket) member = order[member];
     auto group = std::make_unique<ParamGroup>(
-        static_cast<int>(groups_.size()), std::move(bucket), params_, options_.placements, *ranks_,
+        static_cast<int>(groups_.size()), std::move(bucket), params_, options_.mode, *ranks_,
         options_.gradient_as_bucket_view, options_.gradient_dtype);
     for (size_t slot = 0; slot < group->size(); ++slot) {
       const size_t member = group->members()[slot];

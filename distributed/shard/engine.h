@@ -50,7 +50,7 @@ enum class GradientAverage : uint8_t {
 };
 
 struct EngineOptions {
-  Placements placements = kDataParallel;
+  ShardingMode mode = kDataParallel;
   int64_t first_bucket_bytes = kFirstBucketBytes;
   int64_t bucket_bytes = kBucketBytes;
   bool gradient_as_bucket_view = true;

@@ -18,17 +18,17 @@ FlatLayout layout_of(const std::vector<size_t>& members, const std::vector<Manag
 }  // namespace
 
 ParamGroup::ParamGroup(int index, std::vector<size_t> members, std::vector<ManagedParam>& params,
-                       const Placements& placements, Group& ranks, bool gradients_are_views,
+                       const ShardingMode& mode, Group& ranks, bool gradients_are_views,
                        std::optional<DType> gradient_dtype)
     : index_(index),
       members_(std::move(members)),
       params_(&params),
-      placements_(placements),
+      mode_(mode),
       ranks_(&ranks),
       tag_("bucket " + std::to_string(index)),
       gradients_are_views_(gradients_are_views) {
-  TS_CHECK_AS(UnsupportedError, placements == kDataParallel, "ParamGroup", "the placements ",
-              describe(placements), " (parameter, gradient, optimizer) are not served; use ",
+  TS_CHECK_AS(UnsupportedError, mode == kDataParallel, "ParamGroup", "the sharding mode ",
+              describe(mode), " (parameter, gradient, optimizer) is not served; use ",
               describe(kDataParallel), ", which replicate() sets");
   const Tensor& first = param(0).tensor;
   gradients_ = FlatBuffer(layout_of(members_, params), 0, gradient_dtype_of(first, gradient_dtype),
@@ -89,12 +89,12 @@ void ParamGroup::adopt(size_t slot, const Tensor& from) {
 
 void ParamGroup::install_homes() {
   if (!gradients_are_views_) return;
-  for (size_t slot = 0; slot < size(); ++slot) set_grad_home(own(slot).tensor, views_[slot]);
+  for (size_t slot = 0; slot < size(); ++slot) set_main_grad(own(slot).tensor, views_[slot]);
 }
 
 void ParamGroup::remove_homes() {
   if (!gradients_are_views_) return;
-  for (size_t slot = 0; slot < size(); ++slot) set_grad_home(own(slot).tensor, Tensor());
+  for (size_t slot = 0; slot < size(); ++slot) set_main_grad(own(slot).tensor, Tensor());
 }
 
 }  // namespace tessera::distributed

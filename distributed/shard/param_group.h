@@ -1,7 +1,7 @@
 // Parameters that travel together: the unit of the one engine behind every data-parallel mode.
 //
 // A group holds parameters of one dtype and device, where their values, gradients and optimizer
-// states lie along the mesh axis (Placements), and the flat buffers for them. The buffer of
+// states lie along the mesh axis (ShardingMode), and the flat buffers for them. The buffer of
 // gradients is the payload of one collective, the group is then what others call a bucket.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 #include <tessera/core/tensor.h>
 #include <tessera/distributed/shard/buffer.h>
-#include <tessera/distributed/shard/placement.h>
+#include <tessera/distributed/shard/sharding_mode.h>
 #include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {
@@ -31,9 +31,9 @@ struct ManagedParam {
 class ParamGroup {
  public:
   // `members`: positions in `params`, in the order of the buffer. `params` must outlive the group.
-  // Throws UnsupportedError for placements that no mode of this build has.
+  // Throws UnsupportedError for a mode that this build does not serve.
   ParamGroup(int index, std::vector<size_t> members, std::vector<ManagedParam>& params,
-             const Placements& placements, Group& ranks, bool gradients_are_views,
+             const ShardingMode& mode, Group& ranks, bool gradients_are_views,
              std::optional<DType> gradient_dtype = {});
 
   // `wanted` where it is wider than the parameter's dtype, else the parameter's.
@@ -42,7 +42,7 @@ class ParamGroup {
   }
 
   int index() const { return index_; }  // in launch order
-  const Placements& placements() const { return placements_; }
+  const ShardingMode& mode() const { return mode_; }
   Group& ranks() const { return *ranks_; }
   const std::string& tag() const { return tag_; }  // "bucket 3": in the trace and in errors
   DType dtype() const { return gradients_.flat().dtype(); }  // of the gradients
@@ -80,7 +80,7 @@ class ParamGroup {
   int index_;
   std::vector<size_t> members_;
   std::vector<ManagedParam>* params_;
-  Placements placements_;
+  ShardingMode mode_;
   Group* ranks_;
   std::string tag_;
   bool gradients_are_views_;

@@ -248,7 +248,7 @@ Replica replicate(nn::ModuleBase& model, Mesh& mesh, const ReplicateOptions& opt
   }
   state->engine = std::make_shared<ParamGroupEngine>(
       state->parameters, *state->ranks,
-      EngineOptions{.placements = kDataParallel,
+      EngineOptions{.mode = kDataParallel,
                     .first_bucket_bytes = options.first_bucket_bytes,
                     .bucket_bytes = options.bucket_bytes,
                     .gradient_as_bucket_view = options.gradient_as_bucket_view,

@@ -6,7 +6,7 @@ namespace tessera::distributed {
 
 ShardReport make_report(const ParamGroupEngine& engine) {
   ShardReport report;
-  report.placements = engine.options().placements;
+  report.mode = engine.options().mode;
   report.ranks = engine.ranks().size();
   report.hook = engine.hook().name();
   report.parameters = static_cast<int64_t>(engine.params().size());
@@ -35,9 +35,9 @@ ShardReport make_report(const ParamGroupEngine& engine) {
 
 std::string ShardReport::describe() const {
   std::ostringstream out;
-  out << "placements (parameter, gradient, optimizer) = "
-      << tessera::distributed::describe(placements) << " over " << ranks << " ranks, hook " << hook
-      << ", buckets made anew " << rebuilds << " times\n";
+  out << "mode (parameter, gradient, optimizer) = " << tessera::distributed::describe(mode)
+      << " over " << ranks << " ranks, hook " << hook << ", buckets made anew " << rebuilds
+      << " times\n";
   for (const Bucket& bucket : buckets) {
     out << "  bucket " << bucket.index << ": " << bucket.dtype << '[' << bucket.elements << "], "
         << bucket.bytes << " bytes, " << bucket.parameters.size() << " parameters ("

@@ -19,7 +19,7 @@ struct ShardReport {
     int64_t bytes = 0;
     Traffic traffic;
   };
-  Placements placements;
+  ShardingMode mode;
   int ranks = 1;
   std::string hook;
   std::vector<Bucket> buckets;

@@ -561,8 +561,8 @@ void attention_backward_cuda(const Tensor& grad_output, const Tensor& query, con
 }  // namespace
 
 void register_attention() {
-  cuda_form<attention> = attention_cuda;
-  cuda_form<attention_backward> = attention_backward_cuda;
+  cuda_kernel<attention> = attention_cuda;
+  cuda_kernel<attention_backward> = attention_backward_cuda;
 }
 
 }  // namespace tessera::kernels

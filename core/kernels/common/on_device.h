@@ -7,7 +7,7 @@
 //     Tensor softmax(const Tensor& x, int dim, bool log) {
 //       if (x.device().is_cuda()) return on_cuda<softmax>("softmax", x.device(), x, dim, log);
 //     // softmax.cu
-//     void register_softmax() { cuda_form<softmax> = softmax_cuda; }
+//     void register_softmax() { cuda_kernel<softmax> = softmax_cuda; }
 //
 // A kernel without a form throws an UnsupportedError that names it and the device.
 #pragma once
@@ -21,9 +21,9 @@
 namespace tessera::kernels {
 
 template <auto Kernel>
-inline constinit decltype(Kernel) cuda_form = nullptr;
+inline constinit decltype(Kernel) cuda_kernel = nullptr;
 
-[[noreturn]] inline void fail_without_form(const char* where, const Device& device) {
+[[noreturn]] inline void fail_without_kernel(const char* where, const Device& device) {
   TS_THROW(UnsupportedError, where, "has no kernel for ", device,
            "; move its operands with to(kCpu)");
 }
@@ -31,9 +31,9 @@ inline constinit decltype(Kernel) cuda_form = nullptr;
 // Runs with the device as the thread's current one.
 template <auto Kernel, class... Arguments>
 decltype(auto) on_cuda(const char* where, const Device& device, Arguments&&... arguments) {
-  if (cuda_form<Kernel> == nullptr) fail_without_form(where, device);
+  if (cuda_kernel<Kernel> == nullptr) fail_without_kernel(where, device);
   const gpu::CurrentDevice scope(device.index);
-  return cuda_form<Kernel>(std::forward<Arguments>(arguments)...);
+  return cuda_kernel<Kernel>(std::forward<Arguments>(arguments)...);
 }
 
 }  // namespace tessera::kernels

@@ -375,9 +375,9 @@ Tensor conv2d_weight_gradient_cuda(const Tensor& grad, const Tensor& x, const Sh
 }  // namespace
 
 void register_conv() {
-  cuda_form<conv2d> = conv2d_cuda;
-  cuda_form<conv2d_input_gradient> = conv2d_input_gradient_cuda;
-  cuda_form<conv2d_weight_gradient> = conv2d_weight_gradient_cuda;
+  cuda_kernel<conv2d> = conv2d_cuda;
+  cuda_kernel<conv2d_input_gradient> = conv2d_input_gradient_cuda;
+  cuda_kernel<conv2d_weight_gradient> = conv2d_weight_gradient_cuda;
 }
 
 }  // namespace tessera::kernels

@@ -232,8 +232,8 @@ void fill_elements_cuda(const Walk& walk, const Tensor& x, uint64_t bits) {
 }  // namespace
 
 void register_copy() {
-  cuda_form<move_elements> = move_elements_cuda;
-  cuda_form<fill_elements> = fill_elements_cuda;
+  cuda_kernel<move_elements> = move_elements_cuda;
+  cuda_kernel<fill_elements> = fill_elements_cuda;
 }
 
 }  // namespace tessera::kernels

@@ -256,11 +256,11 @@ Tensor restride_cuda(const Tensor& x, const Geometry& from, const Geometry& to) 
 }  // namespace
 
 void register_shape() {
-  cuda_form<cat> = cat_cuda;
-  cuda_form<take> = take_cuda;
-  cuda_form<take_transposed> = take_transposed_cuda;
-  cuda_form<embed_slice> = embed_slice_cuda;
-  cuda_form<restride> = restride_cuda;
+  cuda_kernel<cat> = cat_cuda;
+  cuda_kernel<take> = take_cuda;
+  cuda_kernel<take_transposed> = take_transposed_cuda;
+  cuda_kernel<embed_slice> = embed_slice_cuda;
+  cuda_kernel<restride> = restride_cuda;
 }
 
 }  // namespace tessera::kernels

@@ -149,7 +149,7 @@ void run_on_device(const Loops& loops, const void* functor, const Tensor& out,
     copy_into(out, result);
     return;
   }
-  if (*loops.cuda == nullptr) fail_without_form(kElementwise, out.device());
+  if (*loops.cuda == nullptr) fail_without_kernel(kElementwise, out.device());
   Tensor converted[kMaxInputs];
   Shape strides[kMaxOperands];
   strides[0] = out.strides();

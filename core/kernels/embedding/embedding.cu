@@ -227,8 +227,8 @@ Tensor rotary_cuda(const Tensor& x, const Tensor& cos, const Tensor& sin, bool i
 }  // namespace
 
 void register_embedding() {
-  cuda_form<embedding_backward> = embedding_backward_cuda;
-  cuda_form<rotary> = rotary_cuda;
+  cuda_kernel<embedding_backward> = embedding_backward_cuda;
+  cuda_kernel<rotary> = rotary_cuda;
 }
 
 }  // namespace tessera::kernels

@@ -125,6 +125,6 @@ CastTransposed cast_transpose_cuda(const Tensor& x, DType dtype, const Tensor& s
 
 }  // namespace
 
-void register_cast_transpose() { cuda_form<cast_transpose> = cast_transpose_cuda; }
+void register_cast_transpose() { cuda_kernel<cast_transpose> = cast_transpose_cuda; }
 
 }  // namespace tessera::kernels

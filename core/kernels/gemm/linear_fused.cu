@@ -109,9 +109,9 @@ GeluGradients linear_gelu_gradients_cuda(const Tensor& dy, const Tensor& weight,
 }  // namespace
 
 void register_linear_fused() {
-  cuda_form<linear_gelu> = linear_gelu_cuda;
-  cuda_form<linear_gradients> = linear_gradients_cuda;
-  cuda_form<linear_gelu_gradients> = linear_gelu_gradients_cuda;
+  cuda_kernel<linear_gelu> = linear_gelu_cuda;
+  cuda_kernel<linear_gradients> = linear_gradients_cuda;
+  cuda_kernel<linear_gelu_gradients> = linear_gelu_gradients_cuda;
 }
 
 }  // namespace tessera::kernels

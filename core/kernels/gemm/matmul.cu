@@ -190,10 +190,10 @@ bool as_gemm_matrix(const Tensor& x, gpu::GemmMatrix& matrix) {
 }
 
 void register_matmul() {
-  cuda_form<matmul> = matmul_cuda;
-  cuda_form<linear> = linear_cuda;
-  cuda_form<addmm> = addmm_cuda;
-  cuda_form<matmul_into> = matmul_into_cuda;
+  cuda_kernel<matmul> = matmul_cuda;
+  cuda_kernel<linear> = linear_cuda;
+  cuda_kernel<addmm> = addmm_cuda;
+  cuda_kernel<matmul_into> = matmul_into_cuda;
 }
 
 }  // namespace tessera::kernels

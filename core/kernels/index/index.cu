@@ -541,18 +541,18 @@ Tensor bincount_cuda(const Tensor& x, const Tensor& weights, int64_t minlength) 
 }  // namespace
 
 void register_index() {
-  cuda_form<checked_index> = checked_index_cuda;
-  cuda_form<select_rows> = select_rows_cuda;
-  cuda_form<put_rows> = put_rows_cuda;
-  cuda_form<add_rows> = add_rows_cuda;
-  cuda_form<gather> = gather_cuda;
-  cuda_form<scatter> = scatter_cuda;
-  cuda_form<scatter_add> = scatter_add_cuda;
-  cuda_form<nonzero> = nonzero_cuda;
-  cuda_form<one_hot> = one_hot_cuda;
-  cuda_form<bincount> = bincount_cuda;
-  cuda_form<tril> = tril_cuda;
-  cuda_form<triu> = triu_cuda;
+  cuda_kernel<checked_index> = checked_index_cuda;
+  cuda_kernel<select_rows> = select_rows_cuda;
+  cuda_kernel<put_rows> = put_rows_cuda;
+  cuda_kernel<add_rows> = add_rows_cuda;
+  cuda_kernel<gather> = gather_cuda;
+  cuda_kernel<scatter> = scatter_cuda;
+  cuda_kernel<scatter_add> = scatter_add_cuda;
+  cuda_kernel<nonzero> = nonzero_cuda;
+  cuda_kernel<one_hot> = one_hot_cuda;
+  cuda_kernel<bincount> = bincount_cuda;
+  cuda_kernel<tril> = tril_cuda;
+  cuda_kernel<triu> = triu_cuda;
 }
 
 }  // namespace tessera::kernels

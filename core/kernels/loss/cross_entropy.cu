@@ -300,11 +300,11 @@ LinearCrossEntropy linear_cross_entropy_cuda(const Tensor& x, const Tensor& weig
 }  // namespace
 
 void register_cross_entropy() {
-  cuda_form<linear_cross_entropy> = linear_cross_entropy_cuda;
-  cuda_form<check_targets> = check_targets_cuda;
-  cuda_form<cross_entropy_forward> = forward_cuda;
-  cuda_form<cross_entropy_backward> = backward_cuda;
-  cuda_form<cross_entropy_distribution> = distribution_cuda;
+  cuda_kernel<linear_cross_entropy> = linear_cross_entropy_cuda;
+  cuda_kernel<check_targets> = check_targets_cuda;
+  cuda_kernel<cross_entropy_forward> = forward_cuda;
+  cuda_kernel<cross_entropy_backward> = backward_cuda;
+  cuda_kernel<cross_entropy_distribution> = distribution_cuda;
 }
 
 }  // namespace tessera::kernels

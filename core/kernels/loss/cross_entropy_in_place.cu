@@ -116,8 +116,8 @@ void scale_unless_one_cuda(const Tensor& x, const Tensor& factor) {
 }  // namespace
 
 void register_cross_entropy_in_place() {
-  cuda_form<cross_entropy_in_place> = cross_entropy_in_place_cuda;
-  cuda_form<scale_unless_one> = scale_unless_one_cuda;
+  cuda_kernel<cross_entropy_in_place> = cross_entropy_in_place_cuda;
+  cuda_kernel<scale_unless_one> = scale_unless_one_cuda;
 }
 
 }  // namespace tessera::kernels

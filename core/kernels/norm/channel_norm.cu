@@ -427,10 +427,10 @@ RowNormGradients channel_norm_backward_cuda(const Tensor& dy, const Tensor& x, i
 }  // namespace
 
 void register_channel_norm() {
-  cuda_form<rstd_of> = rstd_of_cuda;
-  cuda_form<update_running> = update_running_cuda;
-  cuda_form<channel_norm_forward> = channel_norm_forward_cuda;
-  cuda_form<channel_norm_backward> = channel_norm_backward_cuda;
+  cuda_kernel<rstd_of> = rstd_of_cuda;
+  cuda_kernel<update_running> = update_running_cuda;
+  cuda_kernel<channel_norm_forward> = channel_norm_forward_cuda;
+  cuda_kernel<channel_norm_backward> = channel_norm_backward_cuda;
 }
 
 }  // namespace tessera::kernels

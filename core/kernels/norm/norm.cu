@@ -509,8 +509,8 @@ RowNormGradients row_norm_backward_cuda(const Tensor& dy, const Tensor& dsum, co
 }  // namespace
 
 void register_norm() {
-  cuda_form<row_norm_forward> = row_norm_forward_cuda;
-  cuda_form<row_norm_backward> = row_norm_backward_cuda;
+  cuda_kernel<row_norm_forward> = row_norm_forward_cuda;
+  cuda_kernel<row_norm_backward> = row_norm_backward_cuda;
 }
 
 }  // namespace tessera::kernels

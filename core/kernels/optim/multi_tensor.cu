@@ -357,14 +357,14 @@ void multi_tensor_zero_cuda(std::span<const Tensor> tensors) {
 }  // namespace
 
 void register_multi_tensor() {
-  cuda_form<multi_tensor_adam> = multi_tensor_adam_cuda;
-  cuda_form<multi_tensor_power_sums> = multi_tensor_power_sums_cuda;
-  cuda_form<multi_tensor_clip_factor> = multi_tensor_clip_factor_cuda;
-  cuda_form<multi_tensor_found_nonfinite> = multi_tensor_found_nonfinite_cuda;
-  cuda_form<update_loss_scale> = update_loss_scale_cuda;
-  cuda_form<multi_tensor_scale> = multi_tensor_scale_cuda;
-  cuda_form<multi_tensor_clamp> = multi_tensor_clamp_cuda;
-  cuda_form<multi_tensor_zero> = multi_tensor_zero_cuda;
+  cuda_kernel<multi_tensor_adam> = multi_tensor_adam_cuda;
+  cuda_kernel<multi_tensor_power_sums> = multi_tensor_power_sums_cuda;
+  cuda_kernel<multi_tensor_clip_factor> = multi_tensor_clip_factor_cuda;
+  cuda_kernel<multi_tensor_found_nonfinite> = multi_tensor_found_nonfinite_cuda;
+  cuda_kernel<update_loss_scale> = update_loss_scale_cuda;
+  cuda_kernel<multi_tensor_scale> = multi_tensor_scale_cuda;
+  cuda_kernel<multi_tensor_clamp> = multi_tensor_clamp_cuda;
+  cuda_kernel<multi_tensor_zero> = multi_tensor_zero_cuda;
 }
 
 }  // namespace tessera::kernels

@@ -238,12 +238,13 @@ void run_optimizer(const char* where, std::span<const Tensors> tensors, const do
 }
 
 // The numbers of a step whose tensors are on the CPU.
-std::array<double, kNumStepScalars> on_host(const StepScalars& told) {
+std::array<double, kNumStepScalars> on_host(const StepScalars& step_scalars) {
   std::array<double, kNumStepScalars> scalars;
-  std::copy(told.values, told.values + kNumStepScalars, scalars.begin());
-  if (told.gradient_factor.defined()) scalars[kGradientScale] *= told.gradient_factor.item();
-  if (told.found.defined() && told.found.item() != 0) scalars[kSkipStep] = 1;
-  if (told.skipped.defined()) scalars[kStep] -= told.skipped.item();
+  std::copy(step_scalars.values, step_scalars.values + kNumStepScalars, scalars.begin());
+  if (step_scalars.gradient_factor.defined())
+    scalars[kGradientScale] *= step_scalars.gradient_factor.item();
+  if (step_scalars.found.defined() && step_scalars.found.item() != 0) scalars[kSkipStep] = 1;
+  if (step_scalars.skipped.defined()) scalars[kStep] -= step_scalars.skipped.item();
   return scalars;
 }
 
@@ -306,12 +307,12 @@ double tree_of_norm(std::span<double> partials, double p) {
 }  // namespace
 
 void multi_tensor_adam(std::span<const AdamTensors> tensors, const AdamOptions& options,
-                       const StepScalars& told) {
+                       const StepScalars& step_scalars) {
   if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_adam>("multi_tensor_adam", tensors[0].param.device(),
-                                               tensors, options, told);
+                                               tensors, options, step_scalars);
   }
-  const auto values = on_host(told);
+  const auto values = on_host(step_scalars);
   const double* const scalars = values.data();
   for (const AdamTensors& t : tensors) {
     TS_CHECK(t.exp_avg.defined() && t.exp_avg_sq.defined(), "multi_tensor_adam",
@@ -351,12 +352,12 @@ void multi_tensor_adam(std::span<const AdamTensors> tensors, const AdamOptions& 
 }
 
 void multi_tensor_sgd(std::span<const SgdTensors> tensors, const SgdOptions& options,
-                      const StepScalars& told) {
+                      const StepScalars& step_scalars) {
   if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_sgd>("multi_tensor_sgd", tensors[0].param.device(),
-                                              tensors, options, told);
+                                              tensors, options, step_scalars);
   }
-  const auto values = on_host(told);
+  const auto values = on_host(step_scalars);
   const double* const scalars = values.data();
   for (const SgdTensors& t : tensors) {
     TS_CHECK(options.momentum == 0 || t.momentum_buffer.defined(), "multi_tensor_sgd", "momentum ",
@@ -382,12 +383,12 @@ void multi_tensor_sgd(std::span<const SgdTensors> tensors, const SgdOptions& opt
 }
 
 void multi_tensor_lion(std::span<const LionTensors> tensors, const LionOptions& options,
-                       const StepScalars& told) {
+                       const StepScalars& step_scalars) {
   if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_lion>("multi_tensor_lion", tensors[0].param.device(),
-                                               tensors, options, told);
+                                               tensors, options, step_scalars);
   }
-  const auto values = on_host(told);
+  const auto values = on_host(step_scalars);
   const double* const scalars = values.data();
   for (const LionTensors& t : tensors) {
     TS_CHECK(t.exp_avg.defined(), "multi_tensor_lion", "exp_avg must be defined");
@@ -409,12 +410,12 @@ void multi_tensor_lion(std::span<const LionTensors> tensors, const LionOptions& 
 }
 
 void multi_tensor_adagrad(std::span<const AdagradTensors> tensors, const AdagradOptions& options,
-                          const StepScalars& told) {
+                          const StepScalars& step_scalars) {
   if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_adagrad>("multi_tensor_adagrad", tensors[0].param.device(),
-                                                  tensors, options, told);
+                                                  tensors, options, step_scalars);
   }
-  const auto values = on_host(told);
+  const auto values = on_host(step_scalars);
   const double* const scalars = values.data();
   for (const AdagradTensors& t : tensors) {
     TS_CHECK(t.state_sum.defined(), "multi_tensor_adagrad", "state_sum must be defined");
@@ -432,12 +433,12 @@ void multi_tensor_adagrad(std::span<const AdagradTensors> tensors, const Adagrad
 }
 
 void multi_tensor_rmsprop(std::span<const RmspropTensors> tensors, const RmspropOptions& options,
-                          const StepScalars& told) {
+                          const StepScalars& step_scalars) {
   if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_rmsprop>("multi_tensor_rmsprop", tensors[0].param.device(),
-                                                  tensors, options, told);
+                                                  tensors, options, step_scalars);
   }
-  const auto values = on_host(told);
+  const auto values = on_host(step_scalars);
   const double* const scalars = values.data();
   for (const RmspropTensors& t : tensors) {
     TS_CHECK(t.square_avg.defined(), "multi_tensor_rmsprop", "square_avg must be defined");

@@ -335,11 +335,11 @@ void multi_tensor_lerp_cuda(std::span<const Tensor> averages, std::span<const Te
 }  // namespace
 
 void register_multi_tensor_updates() {
-  cuda_form<multi_tensor_sgd> = multi_tensor_sgd_cuda;
-  cuda_form<multi_tensor_lion> = multi_tensor_lion_cuda;
-  cuda_form<multi_tensor_adagrad> = multi_tensor_adagrad_cuda;
-  cuda_form<multi_tensor_rmsprop> = multi_tensor_rmsprop_cuda;
-  cuda_form<multi_tensor_lerp> = multi_tensor_lerp_cuda;
+  cuda_kernel<multi_tensor_sgd> = multi_tensor_sgd_cuda;
+  cuda_kernel<multi_tensor_lion> = multi_tensor_lion_cuda;
+  cuda_kernel<multi_tensor_adagrad> = multi_tensor_adagrad_cuda;
+  cuda_kernel<multi_tensor_rmsprop> = multi_tensor_rmsprop_cuda;
+  cuda_kernel<multi_tensor_lerp> = multi_tensor_lerp_cuda;
 }
 
 }  // namespace tessera::kernels

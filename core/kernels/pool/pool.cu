@@ -240,9 +240,9 @@ MaxPool max_pool_cuda(const Tensor& x, const int64_t (&kernel)[2], const ConvGeo
 }  // namespace
 
 void register_pool() {
-  cuda_form<window_sum> = window_sum_cuda;
-  cuda_form<window_sum_transposed> = window_sum_transposed_cuda;
-  cuda_form<max_pool> = max_pool_cuda;
+  cuda_kernel<window_sum> = window_sum_cuda;
+  cuda_kernel<window_sum_transposed> = window_sum_transposed_cuda;
+  cuda_kernel<max_pool> = max_pool_cuda;
 }
 
 }  // namespace tessera::kernels

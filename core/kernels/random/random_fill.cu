@@ -326,12 +326,12 @@ Tensor random_choice_cuda(const Tensor& weights, int64_t count, bool replacement
 }  // namespace
 
 void register_random_fill() {
-  cuda_form<random_uniform> = random_uniform_cuda;
-  cuda_form<random_normal> = random_normal_cuda;
-  cuda_form<random_bernoulli> = random_bernoulli_cuda;
-  cuda_form<random_integers> = random_integers_cuda;
-  cuda_form<random_choice> = random_choice_cuda;
-  cuda_form<dropout> = dropout_cuda;
+  cuda_kernel<random_uniform> = random_uniform_cuda;
+  cuda_kernel<random_normal> = random_normal_cuda;
+  cuda_kernel<random_bernoulli> = random_bernoulli_cuda;
+  cuda_kernel<random_integers> = random_integers_cuda;
+  cuda_kernel<random_choice> = random_choice_cuda;
+  cuda_kernel<dropout> = dropout_cuda;
 }
 
 }  // namespace tessera::kernels

@@ -621,17 +621,17 @@ Extremum extremum_cuda(const Tensor& x, int dim, bool keepdim, bool largest) {
 }  // namespace
 
 void register_reduce() {
-  cuda_form<sum> = sum_cuda;
-  cuda_form<prod> = prod_cuda;
-  cuda_form<mean> = mean_cuda;
-  cuda_form<moments> = moments_cuda;
-  cuda_form<amax> = amax_cuda;
-  cuda_form<amin> = amin_cuda;
-  cuda_form<any> = any_cuda;
-  cuda_form<all> = all_cuda;
-  cuda_form<norm> = norm_cuda;
-  cuda_form<logsumexp> = logsumexp_cuda;
-  cuda_form<extremum> = extremum_cuda;
+  cuda_kernel<sum> = sum_cuda;
+  cuda_kernel<prod> = prod_cuda;
+  cuda_kernel<mean> = mean_cuda;
+  cuda_kernel<moments> = moments_cuda;
+  cuda_kernel<amax> = amax_cuda;
+  cuda_kernel<amin> = amin_cuda;
+  cuda_kernel<any> = any_cuda;
+  cuda_kernel<all> = all_cuda;
+  cuda_kernel<norm> = norm_cuda;
+  cuda_kernel<logsumexp> = logsumexp_cuda;
+  cuda_kernel<extremum> = extremum_cuda;
 }
 
 }  // namespace tessera::kernels

@@ -185,8 +185,8 @@ Tensor cumprod_cuda(const Tensor& x, int dim, DType dtype) {
 }  // namespace
 
 void register_scan() {
-  cuda_form<cumsum> = cumsum_cuda;
-  cuda_form<cumprod> = cumprod_cuda;
+  cuda_kernel<cumsum> = cumsum_cuda;
+  cuda_kernel<cumprod> = cumprod_cuda;
 }
 
 }  // namespace tessera::kernels

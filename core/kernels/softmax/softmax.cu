@@ -322,8 +322,8 @@ Tensor softmax_backward_cuda(const Tensor& dy, const Tensor& y, int dim, bool lo
 }  // namespace
 
 void register_softmax() {
-  cuda_form<softmax> = softmax_cuda;
-  cuda_form<softmax_backward> = softmax_backward_cuda;
+  cuda_kernel<softmax> = softmax_cuda;
+  cuda_kernel<softmax_backward> = softmax_backward_cuda;
 }
 
 }  // namespace tessera::kernels

@@ -528,8 +528,8 @@ SortedPlaces sort_places(const Tensor& places, int64_t size) {
 }
 
 void register_sort() {
-  cuda_form<sort> = sort_cuda;
-  cuda_form<topk> = topk_cuda;
+  cuda_kernel<sort> = sort_cuda;
+  cuda_kernel<topk> = topk_cuda;
 }
 
 }  // namespace tessera::kernels

@@ -31,21 +31,20 @@ constexpr std::string_view name_of(Placement placement) {
 //     kZero1             R          P         S           reduce-scatter, all-gather
 //     kZero2             R          S         S           m reduce-scatters, all-gather
 //     kFullyShard        S          S         S           2m all-gathers, m reduce-scatters
-struct Placements {
+struct ShardingMode {
   Placement parameter = Placement::kReplicate;
   Placement gradient = Placement::kPartial;
   Placement optimizer = Placement::kReplicate;
-  friend constexpr bool operator==(const Placements&, const Placements&) = default;
+  friend constexpr bool operator==(const ShardingMode&, const ShardingMode&) = default;
 };
-inline constexpr Placements kDataParallel{};
-inline constexpr Placements kZero1{Placement::kReplicate, Placement::kPartial, Placement::kShard};
-inline constexpr Placements kZero2{Placement::kReplicate, Placement::kShard, Placement::kShard};
-inline constexpr Placements kFullyShard{Placement::kShard, Placement::kShard, Placement::kShard};
+inline constexpr ShardingMode kDataParallel{};
+inline constexpr ShardingMode kZero1{Placement::kReplicate, Placement::kPartial, Placement::kShard};
+inline constexpr ShardingMode kZero2{Placement::kReplicate, Placement::kShard, Placement::kShard};
+inline constexpr ShardingMode kFullyShard{Placement::kShard, Placement::kShard, Placement::kShard};
 
-inline std::string describe(const Placements& placements) {
-  return "(" + std::string(name_of(placements.parameter)) + ", " +
-         std::string(name_of(placements.gradient)) + ", " +
-         std::string(name_of(placements.optimizer)) + ")";
+inline std::string describe(const ShardingMode& mode) {
+  return "(" + std::string(name_of(mode.parameter)) + ", " + std::string(name_of(mode.gradient)) +
+         ", " + std::string(name_of(mode.optimizer)) + ")";
 }
 
 }  // namespace tessera::distributed
