@@ -1,7 +1,6 @@
 #include <tessera/accelerate/accelerator.h>
 
 #include <algorithm>
-#include <iterator>
 #include <sstream>
 
 #include <tessera/accelerate/accelerator_state.h>
@@ -122,19 +121,22 @@ void Accelerator::end_training() {
   wait_for_everyone();
 }
 
-void Accelerator::free_memory() {
+void Accelerator::let_go() {
   State& state = *state_;
+  state.forget_dead();
   state.loader_plan->release_all();
   for (const auto& record : state.optimizers) {
     record->optimizer->set_step_gate({});
     record->optimizer->set_zero_grad_gate({});
   }
-  for (optim::Schedule* schedule : state.schedules) schedule->set_step_gate({});
+  for (const auto& record : state.schedules) record.schedule->set_step_gate({});
+  for (const auto& record : state.plateau_schedules) record.schedule->set_step_gate({});
   state.models.clear();
   state.optimizers.clear();
   state.schedules.clear();
   state.plateau_schedules.clear();
-  state.loaders.clear();
+  state.gone.clear();
+  state.finite_gradients.clear();
   state.open.clear();
   state.sync_gradients = true;
   state.counters = {.seed = state.counters.seed};
@@ -185,28 +187,35 @@ distributed::Group& Accelerator::data_ranks() const { return *state_->dealt_rank
 
 const accelerate::Settings& Accelerator::settings() const { return state_->settings; }
 std::vector<nn::ModuleBase*> Accelerator::models() const {
+  state_->forget_dead();
   std::vector<nn::ModuleBase*> list;
   for (const auto& record : state_->models) list.push_back(record->model);
   return list;
 }
 std::vector<optim::Optimizer*> Accelerator::optimizers() const {
+  state_->forget_dead();
   std::vector<optim::Optimizer*> list;
   for (const auto& record : state_->optimizers) list.push_back(record->optimizer);
   return list;
 }
-std::vector<optim::Schedule*> Accelerator::schedules() const { return state_->schedules; }
+std::vector<optim::Schedule*> Accelerator::schedules() const {
+  state_->forget_dead();
+  std::vector<optim::Schedule*> list;
+  for (const auto& record : state_->schedules) list.push_back(record.schedule);
+  return list;
+}
 std::vector<optim::PlateauSchedule*> Accelerator::plateau_schedules() const {
-  return state_->plateau_schedules;
+  state_->forget_dead();
+  std::vector<optim::PlateauSchedule*> list;
+  for (const auto& record : state_->plateau_schedules) list.push_back(record.schedule);
+  return list;
 }
 std::vector<data::LoaderBase*> Accelerator::loaders() const {
-  std::vector<data::LoaderBase*> alive;
-  std::ranges::copy_if(state_->loaders, std::back_inserter(alive), [&](const auto* loader) {
-    return state_->loader_plan->is_prepared(*loader);
-  });
-  return alive;
+  return state_->loader_plan->loaders();
 }
 
 Accelerator::Counters Accelerator::counters() const {
+  state_->forget_dead();
   for (const auto& record : state_->models) {
     TS_CHECK(record->window.is_boundary(), "counters", "a window of ", record->model->type_name(),
              " is open, and its gradients are no state; save after an optimizer step");
@@ -261,8 +270,8 @@ accelerate::TrainingState Accelerator::training_state() {
   accelerate::TrainingState training;
   training.models = models();
   training.optimizers = optimizers();
-  for (optim::Schedule* schedule : state_->schedules) training.schedules.emplace_back(*schedule);
-  for (optim::PlateauSchedule* schedule : state_->plateau_schedules) {
+  for (optim::Schedule* schedule : schedules()) training.schedules.emplace_back(*schedule);
+  for (optim::PlateauSchedule* schedule : plateau_schedules()) {
     training.schedules.emplace_back(*schedule);
   }
   training.loaders = loaders();
@@ -274,6 +283,7 @@ accelerate::TrainingState Accelerator::training_state() {
 
 std::string Accelerator::save_state(const std::string& folder,
                                     const accelerate::SaveStateOptions& options) {
+  state_->check_complete("save_state");
   counters();  // refuses an open window before anything is written
   state_->update_scale();
   return state_io().save_state(training_state(), folder, options);
@@ -281,11 +291,13 @@ std::string Accelerator::save_state(const std::string& folder,
 
 accelerate::LoadedState Accelerator::load_state(const std::string& folder,
                                                 const accelerate::LoadStateOptions& options) {
+  state_->check_complete("load_state");
   return state_io().load_state(training_state(), folder, options);
 }
 
 std::string Accelerator::describe() const {
-  const State& state = *state_;
+  State& state = *state_;
+  state.forget_dead();
   std::ostringstream out;
   out << "rank " << process_index() << " of " << num_processes() << ", local "
       << local_process_index() << " of " << num_local_processes() << ", batches among "
@@ -310,7 +322,7 @@ std::string Accelerator::describe() const {
   for (const data::LoaderBase* loader : loaders()) {
     out << "loader: " << state.loader_plan->describe(*loader) << '\n';
   }
-  for (const optim::Schedule* schedule : state.schedules) {
+  for (const optim::Schedule* schedule : schedules()) {
     const bool by_ranks = state.settings.schedule_unit.value == ScheduleUnit::kHuggingFace &&
                           !state.settings.split_batches;
     out << "schedule: at step " << schedule->current_step() << ", ";

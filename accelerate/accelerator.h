@@ -39,7 +39,9 @@
 //
 // Nothing is global. Several Accelerators live side by side, each with the bits that it has alone.
 // An Accelerator belongs to the Context in which it was made, and is used from its thread. Prepared
-// objects may die before or after it; a prepared model trains alone again once it is gone.
+// objects may die before or after it: it forgets those that died, and a prepared model trains alone
+// again once the Accelerator is gone. A checkpoint needs all that was prepared (save_state). An
+// object that another Accelerator prepares is that one's from then on.
 #pragma once
 
 #include <concepts>
@@ -351,7 +353,8 @@ class Accelerator : public ProcessControl {
 
   // ---- State: accelerate/state/state_io.h with all prepared objects, in the order of preparation
 
-  // Between windows: ValueError while one is open. Collective.
+  // Between windows: ValueError while one is open, and where a model, an optimizer or a schedule
+  // died since it was prepared: a checkpoint would silently be without it. Collective.
   std::string save_state(const std::string& folder = {},
                          const accelerate::SaveStateOptions& options = {});
   accelerate::LoadedState load_state(const std::string& folder = {},
@@ -372,8 +375,14 @@ class Accelerator : public ProcessControl {
   Counters counters() const;
   void set_counters(const Counters& counters);
 
-  // Lets go of all prepared objects: they train alone again. Counters begin anew.
-  void free_memory();
+  // Lets go of all prepared objects, those that died included: they train alone again. Counters
+  // begin anew. Then the objects given here go, in this order: pointers that own and optionals are
+  // reset, others become null.
+  template <class... Objects>
+  void free_memory(Objects&... objects) {
+    let_go();
+    (reset(objects), ...);
+  }
 
  private:
   friend class MicroBatch;
@@ -412,6 +421,15 @@ class Accelerator : public ProcessControl {
       static_assert(!sizeof(T*), "prepare() takes models, optimizers, loaders and schedules");
     }
   }
+  template <class T>
+  static void reset(T& object) {
+    if constexpr (requires { object.reset(), *object; }) {
+      object.reset();
+    } else if constexpr (std::is_pointer_v<T>) {
+      object = nullptr;
+    }
+  }
+  void let_go();
   accelerate::OperationOptions operation(const std::source_location& where) const {
     return {.debug = settings().debug, .where = where};
   }

@@ -84,6 +84,41 @@ bool same_tensors(const NamedTensors& a, const NamedTensors& b) {
 
 }  // namespace
 
+// ---- Objects that died -------------------------------------------------------------------------
+
+void Accelerator::State::forget_dead() {
+  const auto forget = [this](auto& records, const auto& life_of, const auto& describe) {
+    return std::erase_if(records, [&](const auto& record) {
+      if (!life_of(record).ended()) return false;
+      gone.push_back(describe(record));
+      return true;
+    });
+  };
+  const auto held = [](const auto& record) -> const Life& { return record->life; };
+  const auto own = [](const auto& record) -> const Life& { return record.life; };
+  generation +=
+      forget(models, held, [](const auto& record) { return "a model " + record->type_name; });
+  forget(optimizers, held, [](const auto& record) {
+    return "an optimizer of " + std::to_string(record->parameters.size()) + " parameters";
+  });
+  forget(schedules, own, [](const auto&) { return "a schedule"; });
+  forget(plateau_schedules, own, [](const auto&) { return "a plateau schedule"; });
+}
+
+void Accelerator::State::check_complete(std::string_view where) {
+  forget_dead();
+  std::string list;
+  for (const std::string& object : gone) list += (list.empty() ? "" : ", ") + object;
+  TS_CHECK(gone.empty(), where,
+           "prepared objects have died, and a checkpoint would be without "
+           "them: ",
+           list,
+           "; save and load while they live, or let go of all that was prepared by "
+           "free_memory() and prepare those that are left");
+}
+
+// ---- Preparation -------------------------------------------------------------------------------
+
 void Accelerator::State::prepare_model(nn::ModuleBase& model) {
   NamedTensors parameters = model.named_parameters();
   if (const auto known = find(model)) {
@@ -105,9 +140,11 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
   }
   auto record = std::make_shared<ModelRecord>();
   record->model = &model;
+  record->type_name = model.type_name();
   record->parameters = std::move(parameters);
-  record->handles.push_back(model.register_call_scope(
-      [weak = weak_from_this()](nn::ModuleBase&) -> std::shared_ptr<void> {
+  record->handles.push_back(
+      model.register_call_scope([weak = weak_from_this(), life = record->life.token()](
+                                    nn::ModuleBase&) -> std::shared_ptr<void> {
         const auto state = weak.lock();
         if (!state) return nullptr;
         // The scope's state lives with it.
@@ -159,7 +196,7 @@ void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
   record->parameters = std::move(parameters);
   const std::weak_ptr<State> weak = weak_from_this();
   const std::weak_ptr<OptimizerRecord> own = record;
-  optimizer.set_step_gate([weak, own] {
+  optimizer.set_step_gate([weak, own, life = record->life.token()] {
     const auto state = weak.lock();
     const auto record = own.lock();
     return state && record ? state->may_step(*record) : StepDecision{};
@@ -217,30 +254,33 @@ void Accelerator::State::prepare_loader(const LoaderRequest& request) {
   if (device.is_cuda() && request.loader->options().device != device) {
     request.loader->set_device(device);
   }
-  if (std::ranges::find(loaders, request.loader) == loaders.end()) {
-    loaders.push_back(request.loader);
-  }
 }
 
-void Accelerator::State::prepare_schedule(optim::Schedule& schedule) {
-  if (std::ranges::find(schedules, &schedule) == schedules.end()) schedules.push_back(&schedule);
-  if (!settings.step_schedule_with_optimizer) return;
-  schedule.set_step_gate([weak = weak_from_this(), own = &schedule] {
+template <class T>
+void Accelerator::State::prepare_schedule(std::vector<ScheduleRecord<T>>& known, T& schedule) {
+  if (std::ranges::find(known, &schedule, &ScheduleRecord<T>::schedule) != known.end()) return;
+  ScheduleRecord<T> record{.schedule = &schedule};
+  schedule.set_step_gate([weak = weak_from_this(), own = &schedule, life = record.life.token()] {
     const auto state = weak.lock();
-    return state ? state->may_step(*own) : StepDecision{};
+    return state && state->settings.step_schedule_with_optimizer
+               ? state->may_step_schedule_of(own->optimizer())
+               : StepDecision{};
   });
+  known.push_back(std::move(record));
 }
 
 // In one order, whatever that of the arguments: what comes later looks at what came before.
 void Accelerator::run(const Preparation& preparation) {
   state_->device = device();
+  state_->forget_dead();
   for (nn::ModuleBase* model : preparation.models) state_->prepare_model(*model);
   for (optim::Optimizer* optimizer : preparation.optimizers) state_->prepare_optimizer(*optimizer);
   for (const LoaderRequest& loader : preparation.loaders) state_->prepare_loader(loader);
-  for (optim::Schedule* schedule : preparation.schedules) state_->prepare_schedule(*schedule);
+  for (optim::Schedule* schedule : preparation.schedules) {
+    state_->prepare_schedule(state_->schedules, *schedule);
+  }
   for (optim::PlateauSchedule* schedule : preparation.plateau_schedules) {
-    auto& known = state_->plateau_schedules;
-    if (std::ranges::find(known, schedule) == known.end()) known.push_back(schedule);
+    state_->prepare_schedule(state_->plateau_schedules, *schedule);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
@@ -23,10 +24,28 @@
 
 namespace tessera {
 
+// Whether an object that the Accelerator points to is still there. What the Accelerator hangs on
+// the object (a scope around calls, a gate) owns the token, and goes with it.
+class Life {
+ public:
+  using Token = std::shared_ptr<const Life>;
+  Token token() {
+    auto made = std::make_shared<const Life>();
+    token_ = made;
+    return made;
+  }
+  bool ended() const { return token_.expired(); }
+
+ private:
+  std::weak_ptr<const Life> token_;
+};
+
 // What the Accelerator knows of a model.
 struct ModelRecord {
   nn::ModuleBase* model = nullptr;
-  NamedTensors parameters;  // held: a model that was made at the address of a dead one is another
+  Life life;
+  std::string type_name;
+  NamedTensors parameters;
   std::vector<HookHandle> handles;
   precision::AppliedPolicy policy;
   // Of parameters that were narrowed: until their optimizer's first step.
@@ -64,6 +83,7 @@ struct ModelRecord {
 
 struct OptimizerRecord {
   optim::Optimizer* optimizer = nullptr;
+  Life life;
   NamedTensors parameters;
   std::vector<std::shared_ptr<ModelRecord>> models;  // that hold its parameters
   uint64_t generation = 0;                           // of the models when they were looked up
@@ -74,6 +94,12 @@ struct OptimizerRecord {
     if (std::exchange(attempted, false)) skipped = !optimizer->skip_reason().empty();
     return skipped;
   }
+};
+
+template <class T>  // a Schedule or a PlateauSchedule
+struct ScheduleRecord {
+  T* schedule = nullptr;
+  Life life = {};
 };
 
 struct Accelerator::State : std::enable_shared_from_this<State> {
@@ -87,9 +113,10 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
 
   std::vector<std::shared_ptr<ModelRecord>> models;
   std::vector<std::shared_ptr<OptimizerRecord>> optimizers;
-  std::vector<optim::Schedule*> schedules;
-  std::vector<optim::PlateauSchedule*> plateau_schedules;
-  std::vector<data::LoaderBase*> loaders;
+  std::vector<ScheduleRecord<optim::Schedule>> schedules;
+  std::vector<ScheduleRecord<optim::PlateauSchedule>> plateau_schedules;
+  // What was forgotten because it died, for checkpoints: "a model Linear".
+  std::vector<std::string> gone;
   std::unique_ptr<accelerate::LoaderPlan> loader_plan;
   std::unique_ptr<accelerate::StateIo> io;    // made at the first use
   distributed::Group* dealt_ranks = nullptr;  // that batches are dealt among
@@ -140,7 +167,11 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   void prepare_model(nn::ModuleBase& model);
   void prepare_optimizer(optim::Optimizer& optimizer);
   void prepare_loader(const LoaderRequest& request);
-  void prepare_schedule(optim::Schedule& schedule);
+  template <class T>
+  void prepare_schedule(std::vector<ScheduleRecord<T>>& known, T& schedule);
+  // Before anything that looks at prepared objects.
+  void forget_dead();
+  void check_complete(std::string_view where);
   void keep_originals(ModelRecord& record);
   void begin_masters(OptimizerRecord& record);
 
@@ -158,7 +189,7 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   void resume(ModelRecord& record);
   const std::vector<std::shared_ptr<ModelRecord>>& models_of(OptimizerRecord& record);
   optim::StepDecision may_step(OptimizerRecord& record);
-  optim::StepDecision may_step(const optim::Schedule& schedule);
+  optim::StepDecision may_step_schedule_of(const optim::Optimizer& optimizer);
   bool at_boundary(OptimizerRecord& record);
   bool clips(const TensorList& parameters) const;
 };

@@ -63,6 +63,7 @@ MicroBatch::~MicroBatch() {
 MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
                              const AccumulateOptions& options) {
   State& state = *state_;
+  state.forget_dead();
   State::OpenMicro micro{.id = state.next_id++, .records = {}};
   for (const nn::ModuleBase* model : models)
     micro.records.push_back(state.at(*model, "accumulate"));
@@ -147,6 +148,7 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
   State& state = *state_;
   TS_CHECK_SHAPE(loss.defined() && loss.numel() == 1, "backward",
                  "the loss must have one element; got ", loss, "; take its mean");
+  state.forget_dead();
   state.update_scale();
   state.finite_gradients.clear();
   const bool in_window = !state.open.empty();
@@ -293,8 +295,8 @@ StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
   return overflow.empty() ? StepDecision{} : StepDecision::skip(std::move(overflow));
 }
 
-StepDecision Accelerator::State::may_step(const optim::Schedule& schedule) {
-  OptimizerRecord* record = find(schedule.optimizer());
+StepDecision Accelerator::State::may_step_schedule_of(const optim::Optimizer& optimizer) {
+  OptimizerRecord* record = find(optimizer);
   if (!(record != nullptr ? at_boundary(*record) : sync_gradients)) {
     return StepDecision::skip("gradients are being accumulated");
   }
@@ -405,6 +407,7 @@ double Accelerator::loss_scale() const { return state_->scaler ? state_->scaler-
 precision::GradScaler* Accelerator::scaler() { return state_->scaler ? &*state_->scaler : nullptr; }
 
 bool Accelerator::optimizer_step_was_skipped() const {
+  state_->forget_dead();
   return std::ranges::any_of(state_->optimizers,
                              [](const auto& record) { return record->was_skipped(); });
 }

@@ -198,6 +198,14 @@ bool PlateauSchedule::improves(double metric) const {
 }
 
 bool PlateauSchedule::step(double metric) {
+  if (gate_) {
+    StepDecision decision = gate_();
+    if (!decision.run) {
+      skip_reason_ = std::move(decision.reason);
+      return false;
+    }
+  }
+  skip_reason_.clear();
   if (improves(metric)) {
     best_ = metric;
     bad_steps_ = 0;

@@ -246,8 +246,12 @@ struct PlateauOptions {
 class PlateauSchedule {
  public:
   PlateauSchedule(Optimizer& optimizer, const PlateauOptions& options = {});
-  // True where the rate was lowered. NaN is no improvement.
+  // True where the rate was lowered. NaN is no improvement. A metric to which the gate says no is
+  // not looked at: skip_reason() tells why.
   bool step(double metric);
+  void set_step_gate(StepGate gate) { gate_ = std::move(gate); }
+  const std::string& skip_reason() const { return skip_reason_; }
+  const Optimizer& optimizer() const { return *optimizer_; }
   double lr(size_t group = 0) const { return optimizer_->lr(group); }
   double best() const { return best_; }
   StateDict state_dict() const;
@@ -261,6 +265,8 @@ class PlateauSchedule {
   double best_;
   int64_t bad_steps_ = 0;
   int64_t cooldown_left_ = 0;
+  StepGate gate_;
+  std::string skip_reason_;
 };
 
 }  // namespace tessera::optim

@@ -171,6 +171,31 @@ TEST(Schedules, StayWhereTheirOwnOptimizerSkipped) {
   }
 }
 
+// A metric within a window, and one after a step that was left out, says nothing of the rate.
+TEST(Schedules, APlateauIsLookedForWhereItsOwnOptimizerStepped) {
+  for (const bool tied : {true, false}) {
+    const Line line(8);
+    Accelerator accelerator(
+        {.gradient_accumulation_steps = 2, .step_schedule_with_optimizer = tied});
+    Regression model;
+    optim::SGD optimizer(model.named_parameters(), {.lr = 1});
+    optim::PlateauSchedule plateau(optimizer, {.factor = 0.5, .patience = 0});
+    accelerator.prepare(model, optimizer, plateau);
+    const auto [x, y] = line.rows(0, 8);
+    int lowered = 0;
+    for (int turn = 0; turn < 6; ++turn) {
+      const auto micro = accelerator.accumulate(model);
+      const double weight = turn < 4 ? 1 : 0;  // the last window is left out
+      accelerator.backward(squared_error(model(x), y), {.weight = weight});
+      optimizer.step();
+      lowered += plateau.step(turn == 1 ? 1 : 2);
+      optimizer.zero_grad();
+    }
+    EXPECT_EQ(lowered, tied ? 1 : 4);
+    EXPECT_EQ(plateau.skip_reason().empty(), !tied);
+  }
+}
+
 // What a second pass over the gradients would find is written behind the back of their versions.
 TEST(ClippedGradients, AreNotReadAgainForTheLossScaler) {
   const double inf = std::numeric_limits<double>::infinity();
@@ -741,6 +766,99 @@ TEST(Accelerator, AModelAtTheAddressOfADeadOneIsAnother) {
   EXPECT_EQ(accelerator.models().size(), 1u);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(accelerator.accumulate(*model).sync_gradients(), i == 3);
   model->~Regression();
+}
+
+// Locals that die on out-of-memory, then free_memory() at the top of the next try.
+TEST(Accelerator, ForgetsWhatDiedBeforeIt) {
+  for (const int ranks : {1, 2}) {
+    on_ranks(ranks, [](int) {
+      const Line line(32);
+      Accelerator accelerator({.gradient_accumulation_steps = 2});
+      const auto attempt = [&](bool use) {
+        Regression model;
+        optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+        optim::StepSchedule schedule(optimizer, {.step_size = 1});
+        optim::PlateauSchedule plateau(optimizer);
+        data::DataLoader loader(line, {.batch_size = 4});
+        accelerator.prepare(model, optimizer, loader, schedule, plateau);
+        if (!use) return;
+        const auto [x, y] = line.rows(0, 4);
+        const auto micro = accelerator.accumulate(model);  // an open window
+        accelerator.backward(squared_error(model(x), y));
+        optimizer.step(), schedule.step(), optimizer.zero_grad();
+      };
+      for (const bool use : {false, true}) {
+        attempt(use);
+        EXPECT_TRUE(accelerator.models().empty());
+        EXPECT_TRUE(accelerator.optimizers().empty());
+        EXPECT_TRUE(accelerator.schedules().empty());
+        EXPECT_TRUE(accelerator.plateau_schedules().empty());
+        EXPECT_TRUE(accelerator.loaders().empty());
+        EXPECT_EQ(accelerator.describe().find("model "), std::string::npos);
+        EXPECT_FALSE(accelerator.optimizer_step_was_skipped());
+        accelerator.free_memory();
+      }
+      // Others are prepared in the place of the dead, and train.
+      attempt(false);
+      Regression model;
+      optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+      optim::StepSchedule schedule(optimizer, {.step_size = 1});
+      accelerator.prepare(model, optimizer, schedule);
+      accelerator.set_gradient_accumulation_steps(1);
+      const auto [x, y] = line.rows(0, 4);
+      accelerator.backward(squared_error(model(x), y));
+      EXPECT_TRUE(optimizer.step());
+      EXPECT_TRUE(schedule.step());
+    });
+  }
+}
+
+// A checkpoint without the model that was trained would be found out much later.
+TEST(Accelerator, ACheckpointWithoutWhatDiedIsAnErrorThatNamesIt) {
+  for (const int ranks : {1, 2}) {
+    on_ranks(ranks, [](int) {
+      const std::string folder = testing::TempDir() + "accelerator_gone";
+      Accelerator accelerator;
+      {
+        Regression model;
+        optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+        accelerator.prepare(model, optimizer);
+      }
+      Regression other;
+      accelerator.prepare(other);
+      for (const bool save : {true, false}) {
+        try {
+          save ? (void)accelerator.save_state(folder) : (void)accelerator.load_state(folder);
+          ADD_FAILURE() << "nothing was thrown";
+        } catch (const ValueError& error) {
+          const std::string text = error.what();
+          EXPECT_NE(text.find("Regression"), std::string::npos) << text;
+          EXPECT_NE(text.find("an optimizer of 2 parameters"), std::string::npos) << text;
+          EXPECT_NE(text.find("free_memory()"), std::string::npos) << text;
+        }
+      }
+      accelerator.free_memory();
+      accelerator.prepare(other);
+      accelerator.save_state(folder);
+      accelerator.load_state(folder);
+    });
+  }
+}
+
+TEST(Accelerator, FreeMemoryTakesTheObjectsThatAreToGo) {
+  Accelerator accelerator;
+  auto model = std::make_unique<Regression>();
+  auto optimizer = std::make_shared<optim::SGD>(model->named_parameters(), optim::SGDOptions{});
+  std::optional<optim::StepSchedule> schedule(std::in_place, *optimizer, optim::Step{1});
+  Regression local;
+  Regression* pointer = &local;
+  accelerator.prepare(model, optimizer, *schedule, local);
+  accelerator.free_memory(schedule, optimizer, model, pointer, local);
+  EXPECT_EQ(model, nullptr);
+  EXPECT_EQ(optimizer, nullptr);
+  EXPECT_FALSE(schedule.has_value());
+  EXPECT_EQ(pointer, nullptr);
+  EXPECT_TRUE(accelerator.models().empty());
 }
 
 // ---- State -------------------------------------------------------------------------------------
