@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <system_error>
 
 #include <tessera/core/error.h>
@@ -47,6 +48,13 @@ std::string_view remedy_for(int error) {
     default:
       return "check the disk and the path";
   }
+}
+
+[[noreturn]] void fail_folder(const char* op, std::string_view what, const std::string& folder,
+                              int error) {
+  throw IoError(detail::concatenate(op, ": cannot ", what, " '", folder,
+                                    "': ", std::generic_category().message(error), "; ",
+                                    remedy_for(error), "."));
 }
 
 // Distinct within the process by the counter, between processes by the pid; O_EXCL settles the
@@ -158,14 +166,30 @@ void AtomicFile::commit() {
   if (::close(closing) != 0) fail("cannot close", errno);
   if (::rename(temporary_.c_str(), target_.c_str()) != 0) fail("cannot rename to it", errno);
   temporary_.clear();
-  const std::string folder = folder_of(target_);
-  const int entry = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (entry < 0) fail("stands, but its folder cannot be opened to make it durable", errno);
-  // File systems that cannot sync a folder (some network ones) say EINVAL; rename was all they
+  sync_folder(folder_of(target_));
+}
+
+void sync_folder(const std::string& folder) {
+  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) fail_folder("sync_folder", "open", folder, errno);
+  // File systems that cannot sync a folder (some network ones) say EINVAL: a rename is all they
   // have.
-  const int result = ::fsync(entry) == 0 || errno == EINVAL ? 0 : errno;
-  ::close(entry);
-  if (result != 0) fail("stands, but its folder cannot be forced to the disk (fsync)", result);
+  const int error = ::fsync(descriptor) == 0 || errno == EINVAL ? 0 : errno;
+  ::close(descriptor);
+  if (error != 0) fail_folder("sync_folder", "force to the disk (fsync)", folder, error);
+}
+
+void make_folders(const std::string& folder) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  std::vector<std::string> missing;
+  for (fs::path path = fs::absolute(folder); !fs::exists(path, error) && path != path.parent_path();
+       path = path.parent_path()) {
+    missing.push_back(path.parent_path().string());
+  }
+  fs::create_directories(folder, error);
+  if (error) fail_folder("make_folders", "make the folder", folder, error.value());
+  for (const std::string& parent : missing) sync_folder(parent);
 }
 
 void write_file_atomically(const std::string& path, std::string_view text) {

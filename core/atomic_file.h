@@ -61,4 +61,9 @@ class AtomicFile {
 // Writes `text` to `path` in one go, atomically.
 void write_file_atomically(const std::string& path, std::string_view text);
 
+// Forces the names in a folder to the disk: what was made, renamed or removed there. IoError.
+void sync_folder(const std::string& folder);
+// Makes a folder and those above it that are missing, and forces their names to the disk. IoError.
+void make_folders(const std::string& folder);
+
 }  // namespace tessera

@@ -389,6 +389,35 @@ TEST(Precision, GradientsThatWaitForTheirStepFollowTheLossScale) {
   }
 }
 
+// Gradients that were stepped with are nobody's any more: who reads them finds them as they were.
+TEST(Precision, AChangeOfTheLossScaleLeavesGradientsThatWereSteppedWithAlone) {
+  const Line line(8);
+  Accelerator accelerator({.mixed_precision = Precision::kFP16, .scaler_growth_interval = 1});
+  Regression stepped, waiting;
+  optim::SGD stepped_optimizer(stepped.named_parameters(), {.lr = 0.1});
+  optim::SGD waiting_optimizer(waiting.named_parameters(), {.lr = 0.1});
+  accelerator.prepare(stepped, waiting, stepped_optimizer, waiting_optimizer);
+  const auto [x, y] = line.rows(0, 8);
+  {
+    const auto micro = accelerator.accumulate(stepped);
+    accelerator.backward(squared_error(stepped(x), y));
+  }
+  EXPECT_TRUE(stepped_optimizer.step());
+  std::vector<std::vector<double>> before;
+  for (const Tensor& parameter : stepped.parameters()) {
+    before.push_back(parameter.grad().to_vector());
+  }
+  const double scale = accelerator.loss_scale();
+  {
+    const auto micro = accelerator.accumulate(waiting);
+    accelerator.backward(squared_error(waiting(x), y));
+  }
+  EXPECT_EQ(accelerator.loss_scale(), 2 * scale) << "it has changed in between";
+  for (size_t i = 0; i < before.size(); ++i) {
+    EXPECT_EQ(stepped.parameters()[i].grad().to_vector(), before[i]);
+  }
+}
+
 struct PolicyRun {
   std::vector<std::vector<double>> weights;  // masters, where there are any
   precision::PrecisionReport report;

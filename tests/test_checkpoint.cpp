@@ -415,6 +415,75 @@ TEST_F(Checkpoints, HostileManifestsAreRefusedFieldByField) {
   expect_in("nests deeper", with("\"metadata\": {}", "\"metadata\": " + std::string(5000, '[')));
 }
 
+// Sealed and nearly right: numbers that are wrong by one or by an element.
+TEST_F(Checkpoints, ManifestsWhoseNumbersAreOffByOneAreRefused) {
+  CheckpointSaver saver;
+  saver.save(path("a"), std::vector{SaveItem::whole("x", numbers({4, 2})),
+                                    SaveItem::whole("y", numbers({4, 2}, 8))});
+  const std::string body(unsealed(folder_.read("a/manifest.json"), "a"));
+  const auto with = [&](const std::string& from, const std::string& to) {
+    std::string text = body;
+    const size_t at = text.find(from);
+    EXPECT_NE(at, std::string::npos) << from << " in " << body;
+    text.replace(at, from.size(), to);
+    folder_.write("a/manifest.json", sealed(text));
+    return message_of<FormatError>([&] { CheckpointReader(path("a")); });
+  };
+  // x has bytes [0, 32) and y [64, 96), the file's last.
+  const auto number = [](int64_t value) { return std::to_string(value); };
+  for (const int64_t by : {-8, -7, -1, 1, 7, 8}) {
+    expect_in("'length' must be", with("\"length\": 32", "\"length\": " + number(32 + by)));
+    if (by < 0) continue;
+    expect_in("must lie within 'rank-0-0.bin' of 96 bytes",
+              with("\"offset\": 64", "\"offset\": " + number(64 + by)));
+  }
+  for (const int64_t offset : {96, 97, 100, 65}) {
+    expect_in("must lie within", with("\"offset\": 64", "\"offset\": " + number(offset)));
+  }
+  for (const int64_t by : {1, 2, 3}) {
+    expect_in("a multiple of", with("\"offset\": 0", "\"offset\": " + number(by)));
+  }
+  for (const int64_t bytes : {95, 64, 63}) {  // of the file
+    expect_in("must lie within", with("{\"bytes\": 96}", "{\"bytes\": " + number(bytes) + "}"));
+  }
+  expect_in("must have 97 bytes", with("{\"bytes\": 96}", "{\"bytes\": 97}"));
+  const std::string box = "\"box\": [[0, 0], [4, 2]]";
+  for (const char* wrong : {"[[1, 0], [4, 2]]", "[[0, 1], [4, 2]]", "[[0, 0], [5, 2]]",
+                            "[[0, 0], [4, 3]]", "[[4, 0], [0, 2]]", "[[0, 0], [4]]", "[[0], [4]]",
+                            "[[0, 0]]", "[[0, 0], [4, 2], [4, 2]]"}) {
+    with(box, "\"box\": " + std::string(wrong));
+  }
+  for (const char* ranks : {"0", "10000001"}) {
+    expect_in("'ranks' must be", with("\"ranks\": 1", "\"ranks\": " + std::string(ranks)));
+  }
+  folder_.write("a/manifest.json", sealed(body));
+  EXPECT_EQ(values(CheckpointReader(path("a")).read("y")), values(numbers({4, 2}, 8)));
+}
+
+// With the right checksum: who reads another value as bool does what is undefined.
+TEST_F(Checkpoints, ABoolThatIsNeitherZeroNorOneIsRefused) {
+  CheckpointSaver saver;
+  for (const size_t place : {0, 1, 2}) {
+    for (const int value : {1, 2, 128, 255}) {
+      saver.save(path("a"), std::vector{SaveItem::whole("flag", numbers({3}).to(kBool))});
+      std::string bytes(3, '\1');
+      bytes[place] = static_cast<char>(value);
+      std::string text(unsealed(folder_.read("a/manifest.json"), "a"));
+      const std::string before = checksum_text(checksum_of(folder_.read("a/rank-0-0.bin")));
+      ASSERT_NE(text.find(before), std::string::npos);
+      text.replace(text.find(before), before.size(), checksum_text(checksum_of(bytes)));
+      folder_.write("a/manifest.json", sealed(text));
+      folder_.write("a/rank-0-0.bin", bytes);
+      CheckpointReader reader(path("a"));
+      if (value == 1) {
+        EXPECT_EQ(values(reader.read("flag")), (std::vector<double>{1, 1, 1}));
+      } else {
+        expect_in("a bool is 0 or 1", message_of<FormatError>([&] { reader.read("flag"); }));
+      }
+    }
+  }
+}
+
 // Every byte of every file of a small checkpoint, with two different changes: an error that is
 // typed, or what was saved.
 TEST_F(Checkpoints, AnyByteThatChangesGivesATypedErrorOrTheSameTensors) {

@@ -176,6 +176,20 @@ TEST(Csv, TsvTakesQuotationMarksAsTheyAre) {
   EXPECT_EQ(table.cell(0, "b"), "y\"");
 }
 
+TEST(Csv, TheLastCellIsThereAndTheOneBesideIsNot) {
+  const CsvTable table = parse_csv("a,b,c\n1,2,3\n4,5,6\n", "t");
+  EXPECT_EQ(table.cell(1, 2), "6");
+  EXPECT_EQ(table.cell(0, 2), "3");
+  EXPECT_THROW(table.cell(0, 3), IndexError) << "not the first of the next row";
+  EXPECT_THROW(table.cell(1, 3), IndexError);
+  EXPECT_THROW(table.cell(2, 0), IndexError);
+  EXPECT_THROW(table.cell(-1, 3), IndexError);
+  EXPECT_THROW(table.cell(1, -1), IndexError) << "not the last of the row before";
+  EXPECT_EQ(table.line_of(1), 3);
+  EXPECT_THROW(table.line_of(2), IndexError);
+  EXPECT_THROW(table.line_of(-1), IndexError);
+}
+
 TEST(Csv, DamageIsAFormatErrorWithFileLineAndRemedy) {
   const struct {
     std::string text;
@@ -435,6 +449,23 @@ TEST_F(TokenFiles, WhatIsWrittenIsRead) {
     EXPECT_THROW(tokens.slice(5, 4), IndexError);
     EXPECT_THROW(tokens.slice(0, 1001), IndexError);
   }
+}
+
+TEST_F(TokenFiles, TheLastIdIsThereAndTheOneBehindIsNot) {
+  const TokenArray tokens = TokenArray::from_ids(std::vector<TokenId>{5, 6, 7}, 8);
+  int64_t window[4] = {};
+  tokens.copy(0, 3, window);
+  EXPECT_EQ(window[2], 7);
+  tokens.copy(3, 0, window);
+  EXPECT_EQ(tokens.slice(1, 3).size(), 2);
+  EXPECT_EQ(tokens.slice(3, 3).size(), 0);
+  EXPECT_THROW(tokens.copy(0, 4, window), IndexError);
+  EXPECT_THROW(tokens.copy(1, 3, window), IndexError);
+  EXPECT_THROW(tokens.copy(4, 0, window), IndexError);
+  EXPECT_THROW(tokens.slice(0, 4), IndexError);
+  EXPECT_THROW(tokens.slice(4, 4), IndexError);
+  EXPECT_THROW(tokens.slice(2, 1), IndexError);
+  EXPECT_THROW(TokenArray::from_ids(std::vector<TokenId>{8}, 8), ValueError);
 }
 
 TEST_F(TokenFiles, AnEmptyOneIsValid) {

@@ -5,6 +5,8 @@
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/core/allocator.h>
 
+#include <tessera/autograd/node.h>
+
 #include "replicate_fixture.h"
 
 namespace tessera::distributed {
@@ -310,6 +312,31 @@ TEST(Replicate, D5_BucketsAreMadeAnewOnceInTheOrderOfRank0) {
     train(1 - rank % 2);
     train(rank % 2);
     EXPECT_EQ(replica.engine().rebuilds(), 1);
+  });
+}
+
+// The forward that makes the buckets anew comes while gradients are there: they move along, and are
+// still known as reduced.
+TEST(Replicate, D5_GradientsKeepTheirValuesWhenBucketsAreMadeAnew) {
+  on_ranks(2, [](int rank) {
+    for (const bool views : {true, false}) {
+      Crossed net;
+      Mesh mesh(world());
+      ReplicateOptions options = small_buckets();
+      options.gradient_as_bucket_view = views;
+      const Replica replica = replicate(net, mesh, options);
+      const Tensor x = full({3, 8}, 0.5 + rank);
+      net(x, 1).sum().backward();
+      const Gradients before = gradients_of(net);
+      EXPECT_NE(before.values[0], std::vector<float>(before.values[0].size())) << "not only zeros";
+      const Tensor loss = net(x, 1).sum();
+      ASSERT_EQ(replica.engine().rebuilds(), 1);
+      expect_same_bits(gradients_of(net), before);
+      EXPECT_THROW(loss.backward(), AutogradError) << "reduced, and no step was made";
+      net.zero_grad();
+      net(x, 1).sum().backward();
+      expect_same_bits(gradients_of(net), before);
+    }
   });
 }
 
@@ -654,6 +681,38 @@ TEST(Replicate, TheModelTrainsAloneAfterItsReplica) {
     EXPECT_EQ(gradient_collectives(), before);
     const auto all = all_gather_objects(world(), nlohmann::json(gradients_of(net).values));
     EXPECT_NE(all[0], all[1]);
+  });
+}
+
+TEST(Replicate, AReplicaThatGoesLeavesNothingOnTheParameters) {
+  on_ranks(2, [](int rank) {
+    Net net;
+    Mesh mesh(world());
+    const auto hooks = [&] {
+      size_t count = 0;
+      for (const Tensor& parameter : net.parameters()) {
+        const AutogradSlot* slot = autograd_slot(parameter);
+        if (slot->post_accumulate_hooks) count += slot->post_accumulate_hooks->size();
+        count += slot->main_grad.defined();
+      }
+      return count;
+    };
+    int own = 0;
+    HookHandle handle =
+        register_post_accumulate_hook(net.parameters()[0], [&own](const Tensor&) { ++own; });
+    for (int round = 0; round < 3; ++round) {
+      {
+        const Replica replica = replicate(net, mesh, small_buckets());
+        EXPECT_GT(hooks(), net.parameters().size());
+        loss_of(net, rank).backward();
+        net.zero_grad();
+      }
+      EXPECT_EQ(hooks(), 1u) << "the user's own";
+    }
+    loss_of(net, rank).backward();
+    EXPECT_EQ(own, 4);
+    handle.remove();
+    EXPECT_EQ(hooks(), 0u);
   });
 }
 

@@ -500,6 +500,40 @@ TEST(Join, D12_RanksMayHaveDifferentNumbersOfBatches) {
   }
 }
 
+// However the scope ended: all ranks bring a batch again, and the mean is over all of them.
+TEST(Join, AStepAfterTheScopeDividesByAllRanks) {
+  for (const bool throws : {false, true}) {
+    on_ranks(4, [&](int rank) {
+      Net net;
+      Mesh mesh(world());
+      Replica replica = replicate(net, mesh, small_buckets());
+      const auto all_ranks = [&] {
+        net.zero_grad();
+        loss_of(net, rank).backward();
+        return gradients_of(net);
+      };
+      const Gradients before = all_ranks();
+      net.zero_grad();
+      {
+        Join join = replica.join({.throw_on_early_end = throws});
+        const auto uneven = [&] {
+          for (int step = 0; step < 1 + rank; ++step) {
+            loss_of(net, 10 * step + rank).backward();
+            net.zero_grad();
+          }
+          join.finish();
+        };
+        if (throws) {
+          EXPECT_THROW(uneven(), DistributedError);
+        } else {
+          uneven();
+        }
+      }
+      expect_same_bits(all_ranks(), before);
+    });
+  }
+}
+
 TEST(Join, D12_RanksThatEndedAnswerLocalStepsAndBuffers) {
   on_ranks(4, [](int rank) {
     Normed model;

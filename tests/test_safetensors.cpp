@@ -237,6 +237,44 @@ TEST_F(SafeTensors, AHeaderLengthBeyondTheLimitOrTheFileIsRefused) {
   }
 }
 
+TEST_F(SafeTensors, AHeaderMayEndWithTheFileAndNotOneByteBehindIt) {
+  const std::string header = "{}    ";
+  for (uint64_t length = 2; length <= header.size() + 16; ++length) {
+    std::string bytes(8, '\0');
+    std::memcpy(bytes.data(), &length, 8);
+    write(bytes + header);
+    if (length == header.size()) {
+      EXPECT_TRUE(SafeTensorsFile(path()).entries().empty());
+    } else {
+      // Shorter ones leave bytes that belong to no tensor.
+      const char* reason = length < header.size() ? "the tensors fill the file" : "must lie within";
+      EXPECT_NE(refusal(path()).find(reason), std::string::npos) << length;
+    }
+  }
+}
+
+// Offsets and lengths that are wrong by one, and by the size of an element.
+TEST_F(SafeTensors, OffsetsThatAreNearlyRightAreRefused) {
+  const auto header = [](int64_t begin, int64_t end, int64_t rows) {
+    return R"({"x":{"dtype":"F16","shape":[)" + std::to_string(rows) + R"(],"data_offsets":[)" +
+           std::to_string(begin) + "," + std::to_string(end) + "]}}";
+  };
+  EXPECT_EQ(SafeTensorsFile(write_file(header(0, 16, 8), 16)).entries().size(), 1u);
+  for (const int64_t by : {-8, -7, -2, -1, 1, 2, 7, 8}) {
+    EXPECT_THROW(SafeTensorsFile(write_file(header(0, 16 + by, 8), 16)), FormatError) << by;
+    EXPECT_THROW(SafeTensorsFile(write_file(header(0, 16 + by, 8 + by / 2), 16)), FormatError)
+        << by;
+    EXPECT_THROW(SafeTensorsFile(write_file(header(0, 16, 8 + by), 16)), FormatError) << by;
+    EXPECT_THROW(SafeTensorsFile(write_file(header(0, 16, 8), static_cast<size_t>(16 + by))),
+                 FormatError)
+        << by;
+    if (by > 0) {
+      EXPECT_THROW(SafeTensorsFile(write_file(header(by, 16, 8), 16)), FormatError) << by;
+      EXPECT_THROW(SafeTensorsFile(write_file(header(by, 16 + by, 8), 16)), FormatError) << by;
+    }
+  }
+}
+
 TEST_F(SafeTensors, AFileCutAnywhereIsRefused) {
   save_safetensors(path(), {{"x", counting({2, 3}, kF32)}, {"y", counting({3}, kI64)}},
                    {{"a", "b"}});

@@ -413,6 +413,21 @@ TEST_F(Tracking, MemorySamplesFollowTheStatedPeriodAndThinOut) {
   EXPECT_THROW(MemoryTracker({.max_samples = 1}), ValueError);
 }
 
+TEST(MemoryTracker, SamplesThatWereThinnedOutSayTheirDoubledPeriod) {
+  constexpr double kPeriod = 1.0 / 4096;
+  MemoryReport report;
+  for (int milliseconds = 30; report.period <= kPeriod && milliseconds < 4000; milliseconds *= 2) {
+    MemoryTracker tracker({.period = kPeriod, .max_samples = 2});
+    std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+    report = tracker.stop();
+  }
+  const double doublings = std::log2(report.period / kPeriod);
+  EXPECT_GE(doublings, 1);
+  EXPECT_EQ(doublings, std::floor(doublings));
+  EXPECT_LE(report.samples.size(), 3u) << "those that are kept and the last";
+  EXPECT_EQ(Json::parse(report.to_json())["period"], report.period);
+}
+
 TEST(ProfileSchedule, PhasesAreTorchs) {
   const ProfileSchedule schedule{.wait = 1, .warmup = 1, .active = 2, .repeat = 2, .skip_first = 1};
   std::string phases;

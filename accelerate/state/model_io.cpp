@@ -77,9 +77,7 @@ class StagingFolder {
     TS_CHECK_AS(IoError, !fs::exists(folder, error) || fs::is_directory(folder, error), kSave, "'",
                 folder, "' must be a folder or not exist; it is a file: nothing was saved; choose ",
                 "another path.");
-    fs::create_directories(folder, error);
-    TS_CHECK_AS(IoError, !error, kSave, "cannot make the folder '", folder, "': ", error.message(),
-                "; choose one that can be written.");
+    make_folders(folder);
     std::string pattern = (fs::path(folder) / ".saving-XXXXXX").string();
     TS_CHECK_AS(IoError, ::mkdtemp(pattern.data()) != nullptr, kSave, "cannot write to '", folder,
                 "': ", std::generic_category().message(errno), "; choose one that can be written.");
@@ -247,6 +245,7 @@ SavedModel write_weights(const StoredWeights& stored, const std::string& folder,
     TS_CHECK_AS(IoError, !error, kSave, "cannot rename to '", (fs::path(folder) / name).string(),
                 "': ", error.message(), "; check the folder.");
   }
+  sync_folder(folder);
   std::vector<fs::path> stale;
   for (const auto& entry : fs::directory_iterator(folder)) {
     const std::string name = entry.path().filename().string();

@@ -161,15 +161,6 @@ class StoreExchange {
 
 // ---- Folders -----------------------------------------------------------------------------------
 
-void sync_folder(const std::string& folder) {
-  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) fail("open", folder, errno, "check its permissions");
-  // File systems that cannot sync a folder (some network ones) say EINVAL.
-  const int error = ::fsync(descriptor) == 0 || errno == EINVAL ? 0 : errno;
-  ::close(descriptor);
-  if (error != 0) fail("force to the disk", folder, error, "check the disk");
-}
-
 void sync_file(const std::string& path) {
   const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (descriptor < 0) fail("open", path, errno, "check its permissions");
@@ -210,10 +201,7 @@ void check_target(const std::string& target, bool replace) {
 }
 
 std::string make_temporary(const std::string& target) {
-  const std::string parent = parent_of(target);
-  std::error_code error;
-  fs::create_directories(parent, error);
-  if (error) fail("make the folder", parent, error.value(), "choose one that can be written");
+  make_folders(parent_of(target));
   static std::atomic<uint64_t> counter{0};  // threads of one process
   for (int attempt = 0; attempt < 1000; ++attempt) {
     const std::string name = detail::concatenate(target, ".tmp-", ::getpid(), "-",
@@ -544,6 +532,7 @@ void remove_checkpoint(const std::string& folder) {
   if (::rename(folder.c_str(), going.c_str()) != 0) {
     fail("rename", folder, errno, "check the folder's permissions");
   }
+  sync_folder(parent_of(folder));  // the name goes before the files do
   std::error_code error;
   fs::remove_all(going, error);
   if (error) fail("remove", going, error.value(), "remove it by hand");
