@@ -49,7 +49,7 @@ std::shared_ptr<OpNode> make_node(const Op& op, std::span<const Tensor> inputs,
   if (anomaly_enabled()) {
     std::ostringstream site;
     site << call_site() << (call_site().empty() ? "" : ": ") << op.name << '(';
-    for (size_t i = 0; i < inputs.size(); ++i) site << (i ? ", " : "") << inputs[i];
+    for (size_t i = 0; i < inputs.size(); ++i) site << (i ? ", " : "") << inputs[i].describe();
     site << ')';
     node->forward_site = site.str();
   }
@@ -84,6 +84,10 @@ void remember_base(const Tensor& view, const Tensor& source) {
 }
 
 }  // namespace
+
+std::string in_place_name(std::string_view op) {
+  return std::string(op) + (op.ends_with('_') ? "" : "_");
+}
 
 bool DifferentiableCall::will_record(std::span<const Tensor> inputs) {
   if (!grad_enabled()) return false;
@@ -148,12 +152,12 @@ Tensor DifferentiableCall::run_inplace(const Op& op, std::span<const Tensor> inp
     const Tensor& owner = slot != nullptr && slot->view ? slot->view->base : self;
     const AutogradSlot* owner_slot = autograd_slot(owner);
     TS_CHECK_AS(AutogradError,
-                owner_slot == nullptr || !owner_slot->requires_grad || owner_slot->grad_fn, op,
-                "in place on ", owner,
-                ", a leaf that requires grad; write inside a NoGradGuard, or to a clone");
+                owner_slot == nullptr || !owner_slot->requires_grad || owner_slot->grad_fn,
+                in_place_name(op.name), owner.is(self) ? "writes to " : "writes to a view of ",
+                owner, ", a leaf that requires grad; write inside a NoGradGuard, or to a clone");
     TS_CHECK_AS(AutogradError,
-                !(backward && slot != nullptr && slot->view && slot->view->made_without_grad), op,
-                "in place on ", self,
+                !(backward && slot != nullptr && slot->view && slot->view->made_without_grad),
+                in_place_name(op.name), "writes to ", self,
                 ", a view that was made without grad; make the view outside the NoGradGuard");
   }
   std::shared_ptr<OpNode> node;
@@ -177,7 +181,7 @@ Tensor DifferentiableCall::run_inplace(const Op& op, std::span<const Tensor> inp
     NoGradGuard no_grad;
     forward(function, inputs, extras, results);
   }
-  self.bump_version();
+  self.bump_version(op.name.data());
   if (node && node->needs != 0 && is_floating(self.dtype())) {
     finish(node, {self}, extras);
     if (slot != nullptr && slot->view) {
@@ -209,6 +213,9 @@ Tensor Saved::extra(int i) const { return node_.extras.at(static_cast<size_t>(i)
 bool Saved::needs(int input) const {
   return (node_.needs & index_bit(static_cast<size_t>(input))) != 0;
 }
+bool Saved::kept(int input) const {
+  return (node_.kept & index_bit(static_cast<size_t>(input))) != 0;
+}
 const Shape& Saved::input_shape(int i) const {
   return node_.input_metas.at(static_cast<size_t>(i)).shape;
 }
@@ -227,27 +234,29 @@ class NoSecondDerivative final : public Node {
  public:
   // `past`: all that the gradients were calculated from, so that whoever wants one of them comes
   // by.
-  NoSecondDerivative(std::string op, std::vector<Edge> past, const Tensor& gradient)
-      : op_(std::move(op)) {
+  NoSecondDerivative(const Op& op, std::vector<Edge> past, const Tensor& gradient) : op_(op) {
     next_edges = std::move(past);
     output_metas.push_back(TensorMeta::of(gradient));
   }
   TensorList apply(TensorList) override {
-    TS_THROW(UnsupportedError, op_,
-             "has no second derivative: its backward is a kernel; use the composed form");
+    TS_THROW(UnsupportedError, op_.name,
+             "has no second derivative: its backward is a kernel; write it as ",
+             op_.composed.empty() ? "ops that have one" : op_.composed);
   }
-  std::string name() const override { return op_ + " backward"; }
+  std::string name() const override { return std::string(op_.name) + " backward"; }
 
  private:
-  std::string op_;
+  const Op& op_;
 };
 
 }  // namespace
 
 TensorList OpNode::apply(TensorList grads) {
-  TS_CHECK_AS(AutogradError, !released, op_,
-              "backward through a graph whose saved tensors were freed; use retain_graph = true in "
-              "the first backward");
+  TS_CHECK_AS(
+      AutogradError, !released, op_,
+      "backward a second time through a graph whose saved tensors were freed; detach() what "
+      "is carried over from an earlier step, or use retain_graph = true in the first "
+      "backward");
   if (!grad_enabled() || op_.twice_differentiable) {
     return backward_(Grads(grads), Saved(*this));
   }
@@ -263,7 +272,7 @@ TensorList OpNode::apply(TensorList grads) {
   for (Tensor& result : results) {
     if (!result.defined()) continue;
     result = raw::alias(result);
-    set_history(result, std::make_shared<NoSecondDerivative>(name(), past, result), 0);
+    set_history(result, std::make_shared<NoSecondDerivative>(op_, past, result), 0);
   }
   return results;
 }

@@ -33,6 +33,11 @@ namespace tessera {
 
 using Inputs = std::span<const Tensor>;
 
+// For the public function of an op, before it looks at an argument.
+inline void check_defined(const Op& op, const char* name, const Tensor& x) {
+  TS_CHECK(x.defined(), op, name, " is undefined; give it a value first");
+}
+
 class OpNode;
 
 // What forward keeps beyond inputs and outputs.
@@ -70,6 +75,7 @@ class Saved {
   Tensor output(int i = 0) const;
   Tensor extra(int i) const;
   bool needs(int input) const;  // is this gradient wanted?
+  bool kept(int input) const;   // may input(i) be asked for?
   // Known for every input that was defined, kept or not.
   const Shape& input_shape(int i) const;
   DType input_dtype(int i) const;

@@ -1,6 +1,8 @@
 // The node of a call of differentiable().
 #pragma once
 
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include <tessera/autograd/differentiable.h>
@@ -8,6 +10,9 @@
 #include <tessera/autograd/saved_tensor.h>
 
 namespace tessera {
+
+// torch's name of the form of an op that writes its first input: "mul_" of "mul".
+std::string in_place_name(std::string_view op);
 
 class OpNode final : public Node, public std::enable_shared_from_this<OpNode> {
  public:

@@ -1,5 +1,6 @@
 #include <tessera/autograd/saved_tensor.h>
 
+#include <tessera/autograd/op_node.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -24,9 +25,12 @@ Tensor SavedTensor::unpack(const Edge& history, const Op& op, const char* what, 
   if (hooks_) {
     tensor = hooks_->unpack(packed_);
   } else {
+    const char* writer = kept_.impl()->version->writer.load(std::memory_order_relaxed);
     TS_CHECK_AS(AutogradError, kept_.version() == version_, op.name, what, ' ', index, " (", kept_,
-                ") is needed for backward but was written in place since the call (version ",
-                kept_.version(), ", expected ", version_,
+                ") is needed for backward but was written in place since the call",
+                writer != nullptr ? ", the last time by " : "",
+                writer != nullptr ? in_place_name(writer) : "", " (version ", kept_.version(),
+                ", expected ", version_,
                 "); use the op that returns a new tensor, or clone() before writing");
     tensor = kept_;
   }

@@ -1,5 +1,8 @@
 #include <tessera/core/context.h>
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 
 #include <tessera/core/kernels/common/isa.h>
@@ -8,6 +11,12 @@ namespace tessera {
 namespace {
 
 thread_local Context* current_context = nullptr;
+
+uint64_t number_of_this_thread() {
+  static std::atomic<uint64_t> next{1};
+  const bool main = ::syscall(SYS_gettid) == ::getpid();
+  return main ? 0 : next.fetch_add(1, std::memory_order_relaxed);
+}
 
 }  // namespace
 
@@ -19,6 +28,7 @@ Context::~Context() = default;
 Context* Context::current_or_default() {
   if (current_context == nullptr) [[unlikely]] {
     thread_local Context default_context;
+    default_context.thread_number_ = number_of_this_thread();
     current_context = &default_context;
   }
   return current_context;

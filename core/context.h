@@ -6,12 +6,15 @@
 //
 //     Context::current().slot<GradMode>().enabled = false;
 //
-// A thread that entered none gets a Context of its own with default values. Worker threads enter
-// the one that gave them work: `ContextGuard guard(creator_context);`. A Context is used by one
-// running thread at a time, except slots that say otherwise.
+// A thread that entered none gets a Context of its own with default values, and with random numbers
+// of its own (see thread_number). Worker threads enter the one that gave them work:
+// `ContextGuard guard(creator_context);`. A Context is used by one running thread at a time, except
+// slots that say otherwise.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 namespace tessera {
@@ -25,12 +28,17 @@ class Context {
 
   static Context& current() { return *current_or_default(); }
 
-  // The slot's value, made by T() at the first use. O(1).
+  // 0 for a Context that was made by name and for the main thread's; 1, 2, ... for those that other
+  // threads got, in the order in which they first asked for one.
+  uint64_t thread_number() const { return thread_number_; }
+
+  // The slot's value, made at the first use: by T(context) where there is such a constructor, by
+  // T() otherwise. O(1).
   template <class T>
   T& slot() {
     const size_t index = slot_index<T>();
     if (index >= slots_.size() || !slots_[index]) [[unlikely]] {
-      set_slot(index, std::shared_ptr<void>(std::make_shared<T>()));
+      set_slot(index, make_slot<T>());
     }
     return *static_cast<T*>(slots_[index].get());
   }
@@ -50,9 +58,18 @@ class Context {
     static const size_t index = next_slot_index();
     return index;
   }
+  template <class T>
+  std::shared_ptr<void> make_slot() const {
+    if constexpr (std::is_constructible_v<T, const Context&>) {
+      return std::make_shared<T>(*this);
+    } else {
+      return std::make_shared<T>();
+    }
+  }
   void set_slot(size_t index, std::shared_ptr<void> value);
 
   std::vector<std::shared_ptr<void>> slots_;
+  uint64_t thread_number_ = 0;
 };
 
 // Makes a context the thread's current one for a scope.

@@ -5,6 +5,7 @@
 // passes through it (add_context).
 #pragma once
 
+#include <concepts>
 #include <exception>
 #include <sstream>
 #include <string>
@@ -45,10 +46,23 @@ TS_ERROR_CLASS(IoError);      // the operating system refused: open, read, write
 
 namespace detail {
 
+// What can describe() itself stands in a message by that: a tensor as `dtype[shape] device`, not
+// with its values, which may lie on a GPU or be many.
+template <class Part>
+void append_part(std::ostream& out, const Part& part) {
+  if constexpr (requires {
+                  { part.describe() } -> std::convertible_to<std::string_view>;
+                }) {
+    out << part.describe();
+  } else {
+    out << part;
+  }
+}
+
 template <class... Args>
 std::string concatenate(const Args&... args) {
   std::ostringstream out;
-  (out << ... << args);
+  (append_part(out, args), ...);
   return out.str();
 }
 

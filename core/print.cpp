@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <sstream>
 #include <vector>
 
 #include <tessera/core/dispatch.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -192,9 +195,14 @@ std::string repr(const Tensor& x) {
   std::string text = "tensor(";
   std::vector<std::string> suffixes;
   const std::string dtype = "dtype=torch." + std::string(torch_name_of(x.dtype()));
-  if (x.is_meta()) {
+  if (!x.device().is_cpu()) {
+    std::ostringstream device;
+    device << x.device();
+    suffixes.push_back("device='" + device.str() + "'");
+  }
+  const bool freed = !x.is_meta() && x.numel() > 0 && x.storage()->bytes() == 0;
+  if (x.is_meta() || freed) {
     text += "...";
-    suffixes.push_back("device='meta'");
     suffixes.push_back("size=" + python_tuple(x.shape()));
     if (x.dtype() != kF32) suffixes.push_back(dtype);
   } else if (x.numel() == 0) {
@@ -202,9 +210,12 @@ std::string repr(const Tensor& x) {
     if (x.dim() != 1) suffixes.push_back("size=" + python_tuple(x.shape()));
     if (x.dtype() != kF32) suffixes.push_back(dtype);
   } else {
-    TS_CHECK_DEVICE(x.device().is_cpu(), "repr", "reads elements and needs a CPU tensor; got ", x,
-                    "; use to(kCpu) first");
-    text += Writer(x, x.numel() > kThreshold).text(0, 0, kIndent);
+    Tensor elements = x;
+    if (!x.device().is_cpu()) {
+      elements = raw::empty(x.shape(), x.dtype());
+      kernels::copy_into(elements, x);
+    }
+    text += Writer(elements, x.numel() > kThreshold).text(0, 0, kIndent);
     if (x.dtype() != kF32 && x.dtype() != kI64 && x.dtype() != kBool) suffixes.push_back(dtype);
   }
   const size_t line_break = text.rfind('\n');
@@ -220,5 +231,7 @@ std::string repr(const Tensor& x) {
   }
   return text + ")";
 }
+
+std::ostream& operator<<(std::ostream& out, const Tensor& tensor) { return out << repr(tensor); }
 
 }  // namespace tessera

@@ -46,7 +46,10 @@ struct RandomStream {
   uint64_t stream = 0;
 };
 
-// The generator of a context: a seed, and how many streams were taken. This is all its state.
+// The generator of a context: a seed, and the stream that is taken next. This is all its state. It
+// begins at seed 0 and stream 0; in the context that a std::thread gets of itself at stream
+// n * 2^40, where n is 1 for the first such thread, 2 for the second: unseeded threads draw
+// different numbers, and the values of named streams stay the same on all.
 struct RandomState {
   uint64_t seed = 0;
   uint64_t next_stream = 0;

@@ -29,6 +29,7 @@ namespace tessera {
 // each have their own.
 struct VersionCounter {
   std::atomic<uint32_t> value{0};
+  std::atomic<const char*> writer{nullptr};  // the op that wrote last, where it gave its name
 };
 
 // What upper floors hang on a tensor: its history (`autograd`), its sharding (`distributed`).
@@ -62,15 +63,17 @@ class Tensor {
   explicit Tensor(TensorImpl* impl) : impl_(impl) { retain(); }
   Tensor(const Tensor& other) : impl_(other.impl_) { retain(); }
   Tensor(Tensor&& other) noexcept : impl_(std::exchange(other.impl_, nullptr)) {}
-  Tensor& operator=(const Tensor& other) {
+  // Assignment makes a variable name another tensor. To a temporary it would do nothing.
+  Tensor& operator=(const Tensor& other) & {
     Tensor copy(other);
     std::swap(impl_, copy.impl_);
     return *this;
   }
-  Tensor& operator=(Tensor&& other) noexcept {
+  Tensor& operator=(Tensor&& other) & noexcept {
     std::swap(impl_, other.impl_);
     return *this;
   }
+  void operator=(const Tensor& other) && = delete;  // x[0] = y: write x[0].copy_(y)
   ~Tensor() { release(); }
 
   bool defined() const { return impl_ != nullptr; }
@@ -106,7 +109,11 @@ class Tensor {
   }
 
   uint32_t version() const { return get().version->value.load(std::memory_order_relaxed); }
-  void bump_version() const { get().version->value.fetch_add(1, std::memory_order_relaxed); }
+  // writer: the name of an op, of static lifetime, for errors of those who needed the old values.
+  void bump_version(const char* writer = nullptr) const {
+    get().version->value.fetch_add(1, std::memory_order_relaxed);
+    get().version->writer.store(writer, std::memory_order_relaxed);
+  }
 
   // Takes over contents, shape and dtype of `other` under all holders; history, grad and version
   // counter stay. Backward is not warned: a graph that saved this tensor reads the new contents.
@@ -197,10 +204,8 @@ class Tensor {
   TensorImpl* impl_;
 };
 
-// Errors print tensors as `dtype[shape] device`.
-inline std::ostream& operator<<(std::ostream& out, const Tensor& tensor) {
-  return out << tensor.describe();
-}
+// The values as torch prints them: repr() of print.h. Errors name tensors by describe() instead.
+std::ostream& operator<<(std::ostream& out, const Tensor& tensor);
 
 using TensorList = std::vector<Tensor>;
 

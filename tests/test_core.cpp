@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include <tessera/core/block_arena.h>
@@ -48,6 +49,22 @@ TEST(Context, EachThreadHasItsOwnUnlessItEntersOne) {
   }).join();
   EXPECT_EQ(seen_alone, 7);
   EXPECT_EQ(seen_entered, 1);
+}
+
+TEST(Context, OnlyThoseThatThreadsGotOfThemselvesAreNumbered) {
+  EXPECT_EQ(Context::current().thread_number(), 0u);
+  EXPECT_EQ(Context().thread_number(), 0u);
+  std::vector<uint64_t> numbers;
+  for (int i = 0; i < 2; ++i) {
+    std::thread([&] {
+      Context made_here;
+      ContextGuard guard(made_here);
+      EXPECT_EQ(Context::current().thread_number(), 0u);
+    }).join();
+    std::thread([&] { numbers.push_back(Context::current().thread_number()); }).join();
+  }
+  EXPECT_GT(numbers[0], 0u);
+  EXPECT_EQ(numbers[1], numbers[0] + 1);
 }
 
 TEST(Memory, BytesAreCountedByCategoryInTheOwnersContext) {
@@ -222,6 +239,13 @@ TEST(Tensor, SetDataSwapsContentsUnderAllHolders) {
   EXPECT_EQ(holder.to_vector(), (std::vector<double>{5, 5, 5}));
   EXPECT_EQ(holder.describe(), "f64[3] cpu");
 }
+
+// `x[0] = y` would rebind a temporary and write nothing; x[0].copy_(y) writes.
+static_assert(!std::is_assignable_v<Tensor&&, const Tensor&>);
+static_assert(!std::is_assignable_v<Tensor&&, Tensor&&>);
+static_assert(!std::is_assignable_v<const Tensor&, const Tensor&>);
+static_assert(std::is_assignable_v<Tensor&, const Tensor&> && std::is_copy_assignable_v<Tensor>);
+static_assert(std::is_nothrow_move_assignable_v<Tensor>);
 
 TEST(Tensor, UndefinedTensorsExplainThemselves) {
   EXPECT_THROW(Tensor().shape(), ValueError);

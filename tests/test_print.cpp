@@ -1,6 +1,7 @@
 // repr() against the texts that torch 2.15 prints for the same tensors.
 #include <cmath>
 #include <limits>
+#include <sstream>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -182,6 +183,24 @@ TEST(Print, TextsAreThoseOfTorch) {
 }
 
 TEST(Print, AnUndefinedTensorSaysSo) { EXPECT_EQ(repr(Tensor()), "undefined"); }
+
+TEST(Print, AStreamGetsTheValuesAndAnErrorTheDescription) {
+  const Tensor x = tensor({1, 2, 3});
+  std::ostringstream out;
+  out << x << ' ' << Tensor();
+  EXPECT_EQ(out.str(), "tensor([1., 2., 3.]) undefined");
+  try {
+    TS_THROW(ValueError, "op", "got ", x, " and ", Tensor());
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(), "op: got f32[3] cpu and undefined");
+  }
+}
+
+TEST(Print, WithoutItsBytesATensorShowsItsSize) {
+  const Tensor x = tensor({1, 2, 3}, kF64);
+  x.storage()->resize(0);
+  EXPECT_EQ(repr(x), "tensor(..., size=(3,), dtype=torch.float64)");
+}
 
 }  // namespace
 }  // namespace tessera

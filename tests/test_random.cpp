@@ -4,12 +4,14 @@
 #include <bit>
 #include <cmath>
 #include <numeric>
+#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/context.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/parallel.h>
@@ -142,6 +144,29 @@ TEST(Random, ASeedStartsTheSameStreamsAgain) {
   EXPECT_NE(a, b);
   manual_seed(43);
   EXPECT_NE(rand({8}).to_vector(), a);
+}
+
+TEST(Random, ThreadsWithoutASeedDrawNumbersOfTheirOwn) {
+  std::vector<Values> drawn, seeded, named;
+  for (int i = 0; i < 3; ++i) {
+    std::thread([&] {
+      drawn.push_back(rand({8}).to_vector());
+      named.push_back(rand({8}, {}, named_random_stream("fc.weight")).to_vector());
+      manual_seed(7);
+      seeded.push_back(rand({8}).to_vector());
+    }).join();
+  }
+  Context fresh;  // as the main thread's before it draws
+  const ContextGuard guard(fresh);
+  drawn.push_back(rand({8}).to_vector());
+  for (size_t a = 0; a < drawn.size(); ++a) {
+    for (size_t b = 0; b < a; ++b) EXPECT_NE(drawn[a], drawn[b]) << a << " and " << b;
+  }
+  EXPECT_EQ(drawn[3], rand({8}, {}, RandomStream{0, 0}).to_vector());
+  manual_seed(7);
+  const Values expected = rand({8}).to_vector();
+  for (const Values& values : seeded) EXPECT_EQ(values, expected);
+  for (const Values& values : named) EXPECT_EQ(values, named[0]);
 }
 
 // ---- Statistics
