@@ -4,13 +4,18 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
+#include <map>
+#include <mutex>
 #include <ostream>
+#include <stdexcept>
 #include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/profiler.h>
 #include <tessera/core/raw_views.h>
 
@@ -217,17 +222,78 @@ void ModuleCall::after(TensorRefs inputs, TensorRefs outputs) {
   });
 }
 
-void ModuleCall::name_error(Error& error) const {
-  const void*& named = Context::current().slot<NamedError>().error;
-  if (named == &error || module_.dotted_name().empty()) return;
-  error.add_context(module_.dotted_name());
-  named = &error;
+void ModuleCall::rethrow_named() const {
+  // True for the innermost module that has a name.
+  const auto first = [this](const void* error) {
+    const void*& named = Context::current().slot<NamedError>().error;
+    if (named == error || module_.dotted_name().empty()) return false;
+    named = error;
+    return true;
+  };
+  const std::string prefix = module_.dotted_name() + ": ";
+  try {
+    throw;
+  } catch (Error& error) {
+    if (first(&error)) error.add_context(module_.dotted_name());
+    throw;
+  } catch (std::runtime_error& error) {
+    // Assigning to the base changes the message of a derived exception and leaves its type.
+    if (first(&error)) error = std::runtime_error(prefix + error.what());
+    throw;
+  } catch (std::logic_error& error) {
+    if (first(&error)) error = std::logic_error(prefix + error.what());
+    throw;
+  }
+}
+
+// ---- Modules by value --------------------------------------------------------------------------
+
+namespace {
+
+std::string short_name(const std::type_info& type) {
+  int status = 0;
+  const std::unique_ptr<char, void (*)(void*)> demangled(
+      abi::__cxa_demangle(type.name(), nullptr, nullptr, &status), std::free);
+  std::string name = status == 0 ? demangled.get() : type.name();
+  const size_t arguments = name.find('<');
+  const size_t scope = name.rfind("::", arguments);
+  return scope == std::string::npos ? name : name.substr(scope + 2);
+}
+
+}  // namespace
+
+// Where the modules of the process lie, by address. An address belongs to one object, whoever asks:
+// this is a fact and no setting.
+struct ModuleBase::Living {
+  std::mutex mutex;
+  std::map<const ModuleBase*, Object, std::less<>> modules;
+};
+ModuleBase::Living& ModuleBase::living() {
+  static Living* living = new Living;  // outlives static modules
+  return *living;
+}
+
+ModuleBase::ModuleBase(const Object& object) : initial_name_(InitialName::current()) {
+  const std::lock_guard lock(living().mutex);
+  auto& modules = living().modules;
+  // The members of an object lie behind its base, and before the next module.
+  const auto next = modules.upper_bound(this);
+  if (next != modules.begin()) {
+    const auto& [owner, outer] = *std::prev(next);
+    const void* end = static_cast<const char*>(outer.begin(*owner)) + outer.bytes;
+    TS_CHECK(std::less_equal<>()(end, static_cast<const void*>(this)), short_name(*outer.type),
+             "holds a ", short_name(*object.type),
+             " by value, which would be neither trained nor saved; make it with add<",
+             short_name(*object.type), ">(\"name\", ...) and keep the reference");
+  }
+  modules.emplace(this, object);
+}
+ModuleBase::~ModuleBase() {
+  const std::lock_guard lock(living().mutex);
+  living().modules.erase(this);
 }
 
 // ---- Names and registration --------------------------------------------------------------------
-
-ModuleBase::ModuleBase() : initial_name_(InitialName::current()) {}
-ModuleBase::~ModuleBase() = default;
 
 std::string ModuleBase::initial_name_of(std::string_view name) const {
   return join(initial_name_, name);
@@ -262,7 +328,11 @@ void ModuleBase::refresh_names(const ModuleBase* parent) {
 const Tensor& ModuleBase::parameter(std::string_view name, const Shape& shape) {
   const ParameterDefaults& defaults = ParameterDefaultsGuard::current();
   const MemoryCategoryGuard category(MemoryCategory::kParameter);
-  return parameter(name, raw::empty(shape, defaults.dtype, defaults.device));
+  const Tensor tensor = raw::empty(shape, defaults.dtype, defaults.device);
+  if (defaults.initialise && !tensor.is_meta()) {
+    kernels::fill(tensor, std::numeric_limits<double>::quiet_NaN());
+  }
+  return parameter(name, tensor);
 }
 
 const Tensor& ModuleBase::parameter(std::string_view name, const Tensor& tensor) {
@@ -522,11 +592,13 @@ LoadReport ModuleBase::load_state_dict(const StateDict& state, const LoadOptions
   for (const auto& [name, tensor] : state) {
     if (!known.contains(name)) report.unexpected.push_back(name);
   }
-  TS_CHECK(options.strict ? report.complete() : report.misshapen.empty(), "load_state_dict",
-           "the state does not fit ", type_name(), ":", report.describe(),
-           options.strict
-               ? "\n  pass {.strict = false} to load what fits by name"
-               : "\n  a tensor of another shape cannot be loaded; remove it from the state");
+  TS_CHECK(
+      options.strict ? report.complete() : report.misshapen.empty(), "load_state_dict",
+      "the state does not fit ", type_name(), ":", report.describe(),
+      report.misshapen.empty()
+          ? "\n  pass {.strict = false} to load what fits by name"
+          : "\n  a tensor of another shape cannot be loaded; make the module of the shape that "
+            "the state has, or remove the tensor from the state");
   const NoGradGuard no_grad;
   for (const auto& [target, source] : copies) {
     if (target.is_meta()) {
@@ -543,15 +615,7 @@ LoadReport ModuleBase::load_state_dict(const StateDict& state, const LoadOptions
 
 // ---- Printing ----------------------------------------------------------------------------------
 
-std::string ModuleBase::type_name() const {
-  int status = 0;
-  const std::unique_ptr<char, void (*)(void*)> demangled(
-      abi::__cxa_demangle(typeid(*this).name(), nullptr, nullptr, &status), std::free);
-  std::string name = status == 0 ? demangled.get() : typeid(*this).name();
-  const size_t arguments = name.find('<');
-  const size_t scope = name.rfind("::", arguments);
-  return scope == std::string::npos ? name : name.substr(scope + 2);
-}
+std::string ModuleBase::type_name() const { return short_name(typeid(*this)); }
 
 std::string ModuleBase::repr() const {
   const std::string extra = extra_repr();

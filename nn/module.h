@@ -11,13 +11,20 @@
 //     Mlp mlp(768);
 //     Tensor y = mlp(x);  // operator(), never forward: hooks and names in errors hang on it
 //
-// `add` makes, owns and names a child, `parameter` and `buffer` do so for tensors: what a module
-// uses is registered because there is no other way to get it. Names are local; dots join them:
+// `add` makes, owns and names a child, `parameter` and `buffer` do so for tensors. Only what was
+// registered so is trained, saved and moved. A module that stands in another one by value
+// (`nn::Linear fc;`) is an error when it is made; one that is held by a pointer of one's own, and a
+// tensor that is a plain member, are not seen. Names are local; dots join them:
 // "transformer.h.0.mlp.fc.weight". Modules are neither copied nor moved; clone() is explicit.
 //
 // Initial values depend on the seed and the dotted name alone (see initial_stream): not on the
 // order of construction, not on the number of ranks. Two models made side by side from one seed are
-// therefore equal; InitialName("generator") tells them apart.
+// therefore equal, and so are the members of an ensemble; InitialName tells them apart:
+//
+//     for (int i = 0; i < 5; ++i) {
+//       const nn::InitialName name("member" + std::to_string(i));
+//       ensemble.push_back(std::make_unique<Mlp>(768));
+//     }
 #pragma once
 
 #include <concepts>
@@ -30,6 +37,7 @@
 #include <string_view>
 #include <tuple>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -65,7 +73,7 @@ using CallScope = std::function<std::shared_ptr<void>(ModuleBase& module)>;
 struct ParameterDefaults {
   DType dtype = kF32;
   Device device = kCpu;    // kMeta: a model of any size without bytes
-  bool initialise = true;  // false: elements are left undefined, for models that are loaded next
+  bool initialise = true;  // false: elements are left as they come, for models that are loaded next
 };
 class ParameterDefaultsGuard {
  public:
@@ -108,7 +116,6 @@ struct LoadReport {
 
 class ModuleBase {
  public:
-  ModuleBase();
   virtual ~ModuleBase();
   ModuleBase(const ModuleBase&) = delete;
   ModuleBase& operator=(const ModuleBase&) = delete;
@@ -176,9 +183,19 @@ class ModuleBase {
   void copy_state_from(const ModuleBase& source);
 
  protected:
+  // The object that a ModuleBase is the base of.
+  struct Object {
+    const std::type_info* type;
+    size_t bytes;
+    const void* (*begin)(const ModuleBase& module);
+  };
+  // Throws ValueError where the object lies inside of another module: a member by value.
+  explicit ModuleBase(const Object& object);
+
   // The references stay valid as long as the module, and follow share_parameter: keep them as
   // members, `const Tensor& weight`.
-  // An uninitialised parameter of the context's ParameterDefaults. Fill it with init.h.
+  // A parameter of the context's ParameterDefaults. Its elements are NaN until they are filled
+  // (init.h): a forgotten one shows in the first loss.
   const Tensor& parameter(std::string_view name, const Shape& shape);
   // `tensor` becomes a parameter: a leaf that requires grad. Undefined: an absent one (bias=false).
   const Tensor& parameter(std::string_view name, const Tensor& tensor);
@@ -211,6 +228,8 @@ class ModuleBase {
     bool persistent;
   };
   struct Hooks;
+  struct Living;
+  static Living& living();
   void check_new_name(std::string_view name) const;
   void refresh_names(const ModuleBase* parent);
   template <class Visit>
@@ -244,8 +263,10 @@ class ModuleCall {
   bool has_hooks() const { return hooks_ != nullptr; }
   void before(TensorRefs inputs);
   void after(TensorRefs inputs, TensorRefs outputs);
-  // The innermost module that an exception passes puts its dotted name before the message.
-  void name_error(Error& error) const;
+  // Throws the current exception on. The innermost module that it passes puts its dotted name
+  // before the message of an Error, a std::runtime_error or a std::logic_error; those keep their
+  // type.
+  [[noreturn]] void rethrow_named() const;
 
  private:
   struct BackwardState;
@@ -280,6 +301,11 @@ struct Held<Function, Derived, std::tuple<Args...>, I, std::index_sequence<J...>
 template <class Derived>
 class Module : public ModuleBase {
  public:
+  Module()
+      : ModuleBase({&typeid(Derived), sizeof(Derived), [](const ModuleBase& module) {
+                      return static_cast<const void*>(static_cast<const Derived*>(&module));
+                    }}) {}
+
   template <class... Args>
   auto operator()(Args&&... args) {
     return run(
@@ -343,9 +369,8 @@ class Module : public ModuleBase {
         return function(self, std::forward<Args>(args)...);
       return run_with_hooks(call, self, function, std::index_sequence_for<Args...>{},
                             std::forward<Args>(args)...);
-    } catch (Error& error) {
-      call.name_error(error);
-      throw;
+    } catch (...) {
+      call.rethrow_named();
     }
   }
 

@@ -2,7 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <memory>
+#include <new>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -68,6 +74,41 @@ TEST(Module, ErrorsNameTheInnermostModuleOnce) {
   EXPECT_EQ(message_of([&] { net.mlp.proj(zeros({2, 4})); }).substr(0, 10), "mlp.proj: ");
 }
 
+TEST(Module, ExceptionsOfTheUserAreNamedToo) {
+  struct TooLong : std::length_error {
+    using std::length_error::length_error;
+  };
+  struct Thrower : Module<Thrower> {
+    Tensor forward(int kind) {
+      if (kind == 0) throw std::runtime_error("no file");
+      if (kind == 1) throw TooLong("300 tokens");
+      throw std::bad_alloc();
+    }
+  };
+  struct Root : Module<Root> {
+    Root() : inner(add<Thrower>("inner")) {}
+    Tensor forward(int kind) { return inner(kind); }
+    Thrower& inner;
+  };
+  struct Top : Module<Top> {
+    Top() : root(add<Root>("root")) {}
+    Tensor forward(int kind) { return root(kind); }
+    Root& root;
+  };
+  Top top;
+  const auto text_of = [&](int kind, auto as) -> std::string {
+    try {
+      top(kind);
+    } catch (const decltype(as)& error) {
+      return error.what();
+    }
+    return "no error";
+  };
+  EXPECT_EQ(text_of(0, std::runtime_error("")), "root.inner: no file");
+  EXPECT_EQ(text_of(1, TooLong("")), "root.inner: 300 tokens");
+  EXPECT_EQ(text_of(2, std::bad_alloc()), std::bad_alloc().what());
+}
+
 TEST(Module, CallSiteIsTheDottedName) {
   struct Probe : Module<Probe> {
     std::string forward(int) { return call_site(); }
@@ -116,6 +157,73 @@ TEST(Module, DefaultsMakeParametersOfAnyDTypeOrWithoutBytes) {
   Linear huge(1 << 20, 1 << 20);
   EXPECT_TRUE(huge.weight.is_meta());
   EXPECT_EQ(huge(empty({3, 1 << 20}, {.device = kMeta})).shape(), (Shape{3, 1 << 20}));
+}
+
+TEST(Module, AParameterIsNotANumberUntilItIsFilled) {
+  struct Forgetful : Module<Forgetful> {
+    Forgetful() : w(parameter("w", {4})) {}
+    Tensor forward(const Tensor& x) { return mul(x, w); }
+    const Tensor& w;
+  };
+  for (const DType dtype : {kF32, kBF16, kF64}) {
+    const ParameterDefaultsGuard guard({.dtype = dtype});
+    for (const double value : Forgetful().w.to_vector()) EXPECT_TRUE(std::isnan(value)) << dtype;
+  }
+}
+
+// ---- Modules by value ---------------------------------------------------------------------------
+
+TEST(Module, AModuleByValueIsAnError) {
+  struct Direct : Module<Direct> {
+    Tensor forward(const Tensor& x) { return fc(x); }
+    Linear fc{2, 2};
+  };
+  EXPECT_EQ(
+      message_of([] { Direct direct; }),
+      "Direct: holds a Linear by value, which would be neither trained nor saved; make it with "
+      "add<Linear>(\"name\", ...) and keep the reference");
+  struct Late : Module<Late> {
+    Tensor forward(const Tensor& x) { return (*fc)(x); }
+    std::optional<Linear> fc;
+  };
+  Late late;
+  EXPECT_EQ(message_of([&] { late.fc.emplace(2, 2); }).substr(0, 28),
+            "Late: holds a Linear by valu");
+  struct Heads {
+    std::array<Linear, 2> heads{Linear(2, 2), Linear(2, 2)};
+  };
+  struct Nested : Module<Nested> {
+    Nested() : fc(add<Linear>("fc", 2, 2)) {}
+    Tensor forward(const Tensor& x) { return heads.heads[0](x); }
+    Linear& fc;
+    Heads heads;
+  };
+  EXPECT_EQ(message_of([] { std::make_unique<Nested>(); }).substr(0, 25),
+            "Nested: holds a Linear by");
+}
+
+TEST(Module, ModulesBesideEachOtherAreNoMistake) {
+  struct Named {
+    std::string name = "a member before the base";
+  };
+  struct Second : Named, Module<Second> {
+    Tensor forward(const Tensor& x) { return x; }
+  };
+  struct Program {  // no module: whoever owns it trains what it holds
+    Mlp model{2};
+    Linear head{2, 2};
+    Second second;
+    Linear behind{2, 2};
+    std::array<Linear, 2> more{Linear(2, 2), Linear(2, 2)};
+  };
+  Program program;
+  EXPECT_EQ(program.head(program.second(zeros({1, 2}))).shape(), (Shape{1, 2}));
+  // Where a module was, another thing may stand.
+  alignas(Mlp) std::array<std::byte, sizeof(Mlp)> place;
+  std::destroy_at(new (place.data()) Mlp(2));
+  auto* inside = new (place.data() + 64) Linear(2, 2);
+  EXPECT_EQ(inside->dotted_name(), "");
+  std::destroy_at(inside);
 }
 
 TEST(Module, ParametersCountAsParameterMemory) {
