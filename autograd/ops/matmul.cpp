@@ -377,7 +377,8 @@ Tensor einsum(std::string_view equation, const TensorList& operands) {
     Labels later = result;
     for (size_t j = i + 1; j < list.size(); ++j) later += list[j].labels;
     total = sum_over(std::move(total), later + list[i].labels);
-    total = contract(std::move(total), sum_over(list[i], later + total.labels), later);
+    const Term next = sum_over(list[i], later + total.labels);  // before `total` is moved from
+    total = contract(std::move(total), next, later);
   }
   return aligned(sum_over(std::move(total), result), result);
 }
