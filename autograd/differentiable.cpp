@@ -5,7 +5,7 @@
 #include <tessera/autograd/anomaly.h>
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
-#include <tessera/autograd/op_node.h>
+#include <tessera/autograd/differentiable_node.h>
 #include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/profiler.h>

@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <span>
 
+#include <tessera/core/empty.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera {
@@ -17,13 +18,6 @@ struct TensorOptions {
 
 namespace raw {
 
-// Uninitialised, contiguous. Throws ShapeError, OutOfMemory.
-Tensor empty(const Shape& shape, DType dtype, const Device& device = kCpu);
-// Uninitialised with the geometry of x where x is dense (its order of dimensions is kept),
-// contiguous otherwise.
-Tensor empty_like(const Tensor& x);
-Tensor empty_like(const Tensor& x, DType dtype);
-Tensor empty_strided(const Shape& shape, const Shape& strides, DType dtype, const Device& device);
 Tensor full(const Shape& shape, const Scalar& value, DType dtype, const Device& device = kCpu);
 Tensor zeros(const Shape& shape, DType dtype, const Device& device = kCpu);
 Tensor zeros_like(const Tensor& x);

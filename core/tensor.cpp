@@ -2,44 +2,7 @@
 
 #include <sstream>
 
-#include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/raw_views.h>
-
 namespace tessera {
-namespace {
-
-// Calls f(element index in the storage's dtype units) in row-major order.
-template <class F>
-void for_each_offset(const Tensor& tensor, F&& f) {
-  const Shape& shape = tensor.shape();
-  const Shape& strides = tensor.strides();
-  if (tensor.numel() == 0) return;
-  Shape index = Shape::filled(shape.size(), 0);
-  int64_t offset = 0;
-  for (int64_t i = 0; i < tensor.numel(); ++i) {
-    f(offset);
-    for (int d = shape.size() - 1; d >= 0; --d) {
-      offset += strides[d];
-      if (++index[d] < shape[d]) break;
-      offset -= index[d] * strides[d];
-      index[d] = 0;
-    }
-  }
-}
-
-// A tensor whose elements the host reads: itself, or a copy of one on a GPU after the work queued
-// there.
-Tensor readable(const Tensor& tensor, const char* where) {
-  TS_CHECK_DEVICE(!tensor.is_meta(), where, "reads elements, and ", tensor, " has none");
-  if (tensor.device().is_cpu()) return tensor;
-  const Tensor copy = raw::empty(tensor.shape(), tensor.dtype());
-  kernels::copy_into(copy, tensor);
-  return copy;
-}
-
-}  // namespace
 
 TensorImpl::TensorImpl(StoragePtr storage_in, Shape shape_in, Shape strides_in, int64_t offset_in,
                        DType dtype_in)
@@ -68,40 +31,5 @@ std::string Tensor::describe() const {
   out << dtype() << shape() << ' ' << device();
   return out.str();
 }
-
-template <class T>
-T Tensor::item() const {
-  TS_CHECK_SHAPE(numel() == 1, "item", "needs a tensor with one element; got ", *this);
-  const Tensor source = readable(*this, "item");
-  T value{};
-  dispatch_all(dtype(), "item", [&]<class Element>() {
-    value = static_cast<T>(load<Compute<Element>>(*source.data_as<Element>()));
-  });
-  return value;
-}
-
-template <class T>
-std::vector<T> Tensor::to_vector() const {
-  const Tensor source = readable(*this, "to_vector");
-  std::vector<T> values;
-  values.reserve(static_cast<size_t>(numel()));
-  dispatch_all(dtype(), "to_vector", [&]<class Element>() {
-    const Element* elements = source.data_as<Element>();
-    for_each_offset(source, [&](int64_t offset) {
-      values.push_back(static_cast<T>(load<Compute<Element>>(elements[offset])));
-    });
-  });
-  return values;
-}
-
-#define TS_INSTANTIATE(T)             \
-  template T Tensor::item<T>() const; \
-  template std::vector<T> Tensor::to_vector<T>() const;
-TS_INSTANTIATE(double)
-TS_INSTANTIATE(float)
-TS_INSTANTIATE(int64_t)
-TS_INSTANTIATE(int32_t)
-TS_INSTANTIATE(bool)
-#undef TS_INSTANTIATE
 
 }  // namespace tessera

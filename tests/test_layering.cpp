@@ -1,11 +1,13 @@
-// The floors of the library: reads every include of the tree and fails on an edge that runs up. And
-// tests that start ranks: they end by comparing what these called.
+// The floors of the library: reads every include of the tree and fails on an edge that runs up, and
+// on units that include each other in a circle. And tests that start ranks: they end by comparing
+// what these called.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cctype>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -86,6 +88,73 @@ std::vector<std::string> layering_errors(const fs::path& root) {
   return errors;
 }
 
+// [Note: units] A unit is a header with the sources and the private headers that bear its name:
+// accelerator.h, accelerator_step.cpp and accelerator_state.h are one, and so are attention.h,
+// attention_cpu.cpp and attention_tiles.cuh. A file without a header of its name stands alone.
+// Among the files of one folder: the shortest beginning, up to a `_`, that is a header's name.
+std::string unit_of(const fs::path& root, const fs::path& file) {
+  const std::string stem = file.stem().string();
+  const auto unit = [&](const std::string& name) {
+    return fs::relative(file.parent_path() / name, root).string();
+  };
+  for (size_t at = stem.find('_'); at != std::string::npos; at = stem.find('_', at + 1)) {
+    const std::string name = stem.substr(0, at);
+    if (fs::exists(file.parent_path() / (name + ".h"))) return unit(name);
+  }
+  return unit(stem);
+}
+
+// Of each unit the units that it includes, with the file that does.
+using Units = std::map<std::string, std::map<std::string, std::string>>;
+Units includes_of_units(const fs::path& root) {
+  Units units;
+  for (const auto& [floor, sees] : kSees) {
+    if (!fs::is_directory(root / floor)) continue;
+    for (const auto& entry : fs::recursive_directory_iterator(root / floor)) {
+      if (!entry.is_regular_file() || !is_source(entry.path())) continue;
+      const std::string unit = unit_of(root, entry.path());
+      std::ifstream in(entry.path());
+      std::string line;
+      while (std::getline(in, line)) {
+        const std::string target = included(line);
+        if (target.rfind("<tessera/", 0) != 0) continue;
+        const std::string other = unit_of(root, root / target.substr(9));
+        if (other != unit) units[unit][other] = fs::relative(entry.path(), root).string();
+      }
+    }
+  }
+  return units;
+}
+
+// A line for each way round: "a/x.cpp includes a/y, a/y.cpp includes a/x".
+std::vector<std::string> cycle_errors(const fs::path& root) {
+  const Units units = includes_of_units(root);
+  std::vector<std::string> errors;
+  std::set<std::string> finished;
+  std::vector<std::string> way;
+  const std::function<void(const std::string&)> visit = [&](const std::string& unit) {
+    if (finished.count(unit) != 0) return;
+    const auto begin = std::find(way.begin(), way.end(), unit);
+    if (begin != way.end()) {
+      std::string text;
+      for (auto at = begin; at != way.end(); ++at) {
+        const std::string& next = at + 1 == way.end() ? unit : *(at + 1);
+        text += (text.empty() ? "" : ", ") + units.at(*at).at(next) + " includes " + next;
+      }
+      errors.push_back(text);
+      return;
+    }
+    way.push_back(unit);
+    if (const auto found = units.find(unit); found != units.end()) {
+      for (const auto& [other, file] : found->second) visit(other);
+    }
+    way.pop_back();
+    finished.insert(unit);
+  };
+  for (const auto& [unit, others] : units) visit(unit);
+  return errors;
+}
+
 // Programs of several processes that have nothing to compare at their end.
 const std::map<std::string, const char*> kUncompared = {
     {"test_mpi_backend.cpp", "works below groups, which keep the traces"},
@@ -138,6 +207,10 @@ TEST(Layering, NoIncludeOfTheTreeRunsUp) {
   for (const std::string& error : layering_errors(root)) ADD_FAILURE() << error;
 }
 
+TEST(Layering, NoUnitsIncludeEachOtherInACircle) {
+  for (const std::string& error : cycle_errors(TESSERA_SOURCE_DIR)) ADD_FAILURE() << error;
+}
+
 // A tree in which every kind of violation is planted.
 class PlantedTree : public ::testing::Test {
  protected:
@@ -179,6 +252,22 @@ TEST_F(PlantedTree, EveryEdgeIsAllowedOrReportedAsTheTableSays) {
     }
   }
   EXPECT_EQ(upward, 35);  // 56 ordered pairs, 21 of them allowed
+}
+
+TEST_F(PlantedTree, CirclesOfUnitsAreReported) {
+  write("core/a.h", "#pragma once\n");
+  write("core/b.h", "#include <tessera/core/a.h>\n");
+  write("core/c.h", "#include <tessera/core/b.h>\n");
+  write("core/a_cpu.cpp", "#include <tessera/core/a.h>\n");
+  write("core/a_state.h", "#include <tessera/core/a.h>\n");
+  write("core/a.cpp", "#include <tessera/core/a_state.h>\n");   // its own private header
+  write("core/deeper/a.cpp", "#include <tessera/core/c.h>\n");  // another unit of that name
+  EXPECT_TRUE(cycle_errors(root_).empty());
+  write("core/a_cpu.cpp", "#include <tessera/core/c.h>\n");
+  const std::vector<std::string> errors = cycle_errors(root_);
+  ASSERT_EQ(errors.size(), 1u);
+  EXPECT_EQ(errors[0],
+            "core/a_cpu.cpp includes core/c, core/c.h includes core/b, core/b.h includes core/a");
 }
 
 TEST_F(PlantedTree, UnknownFloorsLocalIncludesAndMissingHeadersAreReported) {

@@ -10,8 +10,11 @@
 #include <memory>
 #include <string>
 
-#include <tessera/core/allocator.h>
 #include <tessera/core/device.h>
+
+namespace tessera {
+class Allocator;
+}
 
 namespace tessera::gpu {
 

@@ -5,21 +5,13 @@
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
 #include <tessera/distributed/rendezvous/store.h>
-#include <tessera/distributed/transport/group.h>
+#include <tessera/distributed/transport/backend.h>
 #include <tessera/distributed/transport/watchdog.h>
 
 namespace tessera::distributed {
 
 RankContext::RankContext() : trace(std::make_shared<CommTrace>()) {}
 RankContext::~RankContext() = default;
-
-RankContext& rank_context() {
-  RankContext& context = Context::current().slot<RankContext>();
-  if (!context.world) [[unlikely]] {
-    context.world = std::make_shared<Group>("world", nullptr, std::vector<int>{0}, context);
-  }
-  return context;
-}
 
 void RankContext::watch(const std::shared_ptr<Backend>& backend) {
   std::exception_ptr failure;

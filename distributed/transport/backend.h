@@ -3,8 +3,8 @@
 // do not meet backends.
 //
 //     backend_thread.cpp  ranks are threads of this process; the last to come does the work
-//     backend_mpi.cpp     one progress thread makes all MPI calls (where built with MPI)
-//     backend_nccl.cpp    tensors of GPUs, on streams beside the one that calculates
+//     mpi/backend_mpi.cpp  one progress thread makes all MPI calls (where built with MPI)
+//     nccl/backend_nccl.cpp  tensors of GPUs, on streams beside the one that calculates
 //     backend_paired.cpp  the first two for CPU tensors, nccl for those of a GPU
 //     backend_fake.cpp    any number of ranks, no data: counts and bytes
 #pragma once

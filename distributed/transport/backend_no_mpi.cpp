@@ -1,4 +1,4 @@
-// Stands in for backend_mpi.cpp where MPI is not installed.
+// Stands in for mpi/backend_mpi.cpp where MPI is not installed.
 #include <tessera/core/error.h>
 #include <tessera/distributed/transport/backend.h>
 

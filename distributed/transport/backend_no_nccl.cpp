@@ -1,4 +1,4 @@
-// Stands in for backend_nccl.cpp in a build without it.
+// Stands in for nccl/backend_nccl.cpp in a build without it.
 #include <tessera/core/error.h>
 #include <tessera/distributed/transport/backend.h>
 

@@ -55,6 +55,15 @@ std::string rank_list(std::span<const int> ranks) {
 
 }  // namespace
 
+// Here, as a context that nobody initialised is a world of one rank.
+RankContext& rank_context() {
+  RankContext& context = Context::current().slot<RankContext>();
+  if (!context.world) [[unlikely]] {
+    context.world = std::make_shared<Group>("world", nullptr, std::vector<int>{0}, context);
+  }
+  return context;
+}
+
 namespace {
 
 // Memory that a collective writes. It is asked for on the stream that reads it later, as freed

@@ -2,9 +2,9 @@
 // barrier lies between two accesses of different threads.
 //
 // Kernels need no change: `.cu` files are compiled with -fsanitize=thread and meet the __tsan_*
-// functions of race.cpp in the place of the runtime of ThreadSanitizer. A thread's time is (number
-// of barriers its block has passed, a clock of its warp): accesses of one warp are ordered by
-// collectives (vector clocks over its 32 lanes), those of one block by barriers, those of
+// functions of tsan_runtime.cpp in the place of the runtime of ThreadSanitizer. A thread's time is
+// (number of barriers its block has passed, a clock of its warp): accesses of one warp are ordered
+// by collectives (vector clocks over its 32 lanes), those of one block by barriers, those of
 // different blocks of a launch by nothing. Atomic operations do not race with each other.
 // In builds without tracking these functions do nothing.
 #pragma once

@@ -2,16 +2,7 @@
 
 #include <algorithm>
 
-#include <tessera/core/kernels/copy/copy_loops.h>
-
 namespace tessera::kernels {
-
-LoadFunction load_function(DType dtype, Lane lane) {
-  return TS_SIMD_CALL(load_function, dtype, lane);
-}
-StoreFunction store_function(Lane lane, DType dtype) {
-  return TS_SIMD_CALL(store_function, lane, dtype);
-}
 
 Walk::Walk(const Shape& shape, std::span<const Shape> operand_strides)
     : operands(static_cast<int>(operand_strides.size())) {

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/empty.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/common/overlap.h>
 #include <tessera/core/kernels/copy/copy.h>

@@ -12,8 +12,8 @@
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/common/strided.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/kernels/optim/loss_scale.h>
 #include <tessera/core/kernels/optim/multi_tensor_blocks.h>
+#include <tessera/core/kernels/optim/multi_tensor_loss_scale.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera::kernels {
