@@ -203,11 +203,5 @@ Tensor differentiable_inplace(const Op& op, std::initializer_list<Tensor> inputs
   return DifferentiableCall::run_inplace(op, list, detail::call_forward<Forward>, &forward,
                                          std::move(function));
 }
-template <class Forward>
-Tensor not_differentiable_inplace(const Op& op, std::initializer_list<Tensor> inputs,
-                                  Forward forward) {
-  return DifferentiableCall::run_inplace(op, {inputs.begin(), inputs.size()},
-                                         detail::call_forward<Forward>, &forward, nullptr);
-}
 
 }  // namespace tessera

@@ -138,69 +138,6 @@ Model llama(const nlohmann::json& json, const std::string& path, bool qkv_bias, 
   return model;
 }
 
-// IdeficsForVisionText2Text: a vision encoder, a resampler of its result, a decoder like llama's
-// with a gated cross-attention layer in front of every `cross_layer_interval`-th of its layers.
-// Attention of the decoder holds the rotary tables: cosine and sine of each position, frequencies.
-Model idefics(const nlohmann::json& json, const std::string& path) {
-  const auto section = [&](const char* name) {
-    const auto at = json.find(name);
-    if (at == json.end() || at->is_null()) return nlohmann::json::object();
-    TS_CHECK_AS(FormatError, at->is_object(), kEstimate, path, ": \"", name,
-                "\" has to be an object; got ", at->dump());
-    return *at;
-  };
-  const nlohmann::json sight = section("vision_config"), sampling = section("perceiver_config");
-  Model model;
-  constexpr int64_t kIndexUnits = 2;
-  const int64_t width = number(json, path, {"hidden_size"});
-  const int64_t layers = number(json, path, {"num_hidden_layers"});
-  const int64_t inner = number(json, path, {"intermediate_size"});
-  const int64_t heads = number(json, path, {"num_attention_heads"});
-  const int64_t words = number(json, path, {"vocab_size"}) + json.value("additional_vocab_size", 0);
-  const int64_t positions = number(json, path, {"max_position_embeddings"}, 2048);
-  const int64_t interval = number(json, path, {"cross_layer_interval"}, 1);
-  const int64_t head = width / heads;
-  const int64_t rotary = 2 * positions * head + head / 2;
-  const int64_t gates = json.value("alpha_type", std::string("float")) == "vector" ? width : 1;
-  const int64_t head_norms = json.value("qk_layer_norms", false) ? 2 * head : 0;
-  const int64_t feed_forward = 3 * width * inner + 2 * width;  // and both norms
-
-  const int64_t E = number(sight, path, {"embed_dim", "hidden_size"}, 768);
-  const int64_t vision_inner = number(sight, path, {"intermediate_size"}, 5120);
-  const int64_t patch = number(sight, path, {"patch_size"}, 14);
-  const int64_t side = number(sight, path, {"image_size"}, 224) / patch;
-  const int64_t places = side * side + 1;
-
-  add(model, "model.embed_tokens", words * width);
-  add(model, "model.vision_model.embeddings",
-      E + 3 * patch * patch * E + places * E + places * kIndexUnits);
-  const int64_t vision_layers = number(sight, path, {"num_hidden_layers"}, 32);
-  for (int64_t i = 0; i < vision_layers; ++i) {
-    add(model, "model.vision_model.encoder.layers." + std::to_string(i),
-        4 * (E * E + E) + 2 * E * vision_inner + vision_inner + E + 4 * E);
-  }
-  add(model, "model.vision_model.norms", 4 * E);
-  if (json.value("use_resampler", false) || sampling.value("use_resampler", false)) {
-    const int64_t each = number(sampling, path, {"resampler_head_dim"}, 96);
-    const int64_t all = number(sampling, path, {"resampler_n_heads"}, 16) * each;
-    const int64_t norms = sampling.value("qk_layer_norms_perceiver", false) ? 4 * each : 0;
-    const int64_t depth = number(sampling, path, {"resampler_depth"}, 6);
-    add(model, "model.perceiver_resampler",
-        depth * (4 * E * all + 4 * E + norms + 2 * E + 8 * E * E) +
-            number(sampling, path, {"resampler_n_latents"}, 64) * E + 2 * E);
-  }
-  for (int64_t i = 0; i < layers; ++i) {
-    add(model, "model.layers." + std::to_string(i), 4 * width * width + feed_forward + rotary);
-  }
-  for (int64_t i = 0; i < (layers + interval - 1) / interval; ++i) {
-    add(model, "model.gated_cross_attn_layers." + std::to_string(i),
-        2 * width * width + 2 * E * width + feed_forward + rotary + 2 * gates + head_norms);
-  }
-  add(model, "model.norm", width);
-  if (!json.value("tie_word_embeddings", false)) add(model, "lm_head", words * width);
-  return model;
-}
-
 Model from_config(const std::string& path) {
   std::ifstream file(path);
   TS_CHECK_AS(IoError, file.is_open(), kEstimate, "cannot read ", path);
@@ -221,13 +158,10 @@ Model from_config(const std::string& path) {
     model = llama(json, path, true, false);
   } else if (type == "qwen3") {
     model = llama(json, path, false, true);
-  } else if (type == "idefics") {
-    model = idefics(json, path);
   } else {
     TS_THROW(UnsupportedError, kEstimate, path, " is of model_type \"", type,
-             "\", which is unknown; known are bert, gpt2, idefics, llama, mistral, qwen2, qwen3; "
-             "give the "
-             "folder of its safetensors files instead");
+             "\", which is unknown; known are bert, gpt2, llama, mistral, qwen2, qwen3; "
+             "give the folder of its safetensors files instead");
   }
   model.kind = type;
   return model;

@@ -33,11 +33,6 @@ FlatLayout::Slice FlatLayout::local_slice(size_t tensor, int shard) const {
   return {part.offset, rows(tensor, shard).size() * part.row_numel};
 }
 
-FlatLayout::Slice FlatLayout::gathered_slice(size_t tensor, int shard) const {
-  const Slice local = local_slice(tensor, shard);
-  return {shard_numel_ * shard + local.offset, local.numel};
-}
-
 Shape FlatLayout::local_shape(size_t tensor, int shard) const {
   Shape shape = parts_[tensor].shape;
   const int64_t held = rows(tensor, shard).size();

@@ -39,9 +39,8 @@ class FlatLayout {
   int64_t shard_numel() const { return shard_numel_; }  // of a local buffer, padding included
   int64_t gathered_numel() const { return shard_numel_ * shards_; }
 
-  Rows rows(size_t tensor, int shard) const;             // of dimension 0, that the shard holds
-  Slice local_slice(size_t tensor, int shard) const;     // in the shard's local buffer
-  Slice gathered_slice(size_t tensor, int shard) const;  // in the gathered buffer
+  Rows rows(size_t tensor, int shard) const;          // of dimension 0, that the shard holds
+  Slice local_slice(size_t tensor, int shard) const;  // in the shard's local buffer
   Shape local_shape(size_t tensor, int shard) const;
 
  private:
