@@ -6,6 +6,7 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/weight_cache.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -16,21 +17,7 @@ bool takes_part(const Tensor& tensor) {
          (tensor.dtype() == kF32 || tensor.dtype() == kF16 || tensor.dtype() == kBF16);
 }
 
-// Both hold the same values now.
-void stamp(AutogradSlot& slot, const Tensor& leaf) {
-  slot.shadow_version = leaf.version();
-  slot.shadow_source = leaf.storage();
-  slot.shadow_offset = leaf.offset();
-  slot.shadow_strides = leaf.strides();
-}
-
-bool is_current(const AutogradSlot& slot, const Tensor& leaf) {
-  return slot.shadow_version == leaf.version() && slot.shadow_source.lock() == leaf.storage() &&
-         slot.shadow_offset == leaf.offset() && slot.shadow_strides == leaf.strides() &&
-         slot.shadow.shape() == leaf.shape();
-}
-
-const Op kShadow{.name = "autocast_weight"};
+const Op kAutocastWeight{.name = "autocast_weight"};
 
 // `parameter`: known to be one, though it may be frozen.
 Tensor cast(const Tensor& x, DType dtype, bool parameter = false) {
@@ -38,17 +25,10 @@ Tensor cast(const Tensor& x, DType dtype, bool parameter = false) {
   const AutogradSlot* slot = autograd_slot(x);
   const bool leaf = parameter || (slot != nullptr && slot->requires_grad && !slot->grad_fn);
   if (!leaf || dtype == kF32) return to(x, dtype);
-  AutogradSlot& cache = ensure_autograd_slot(x);
-  if (!cache.shadow.defined() || cache.shadow.dtype() != dtype || !is_current(cache, x)) {
-    NoGradGuard no_grad;
-    cache.shadow = to(x, dtype);
-    stamp(cache, x);
-  }
-  cache.shadow_was_read = true;
-  const Tensor shadow = cache.shadow;
+  const Tensor low = weight_cache::get(x, {.dtype = dtype});
   // The engine converts the gradient to the leaf's dtype.
   return differentiable(
-      kShadow, {x}, [&](Inputs) { return raw::alias(shadow); },
+      kAutocastWeight, {x}, [&](Inputs) { return raw::alias(low); },
       [](Grads dy, const Saved&) { return dy[0]; });
 }
 
@@ -122,20 +102,5 @@ TensorList autocast_inputs(const Op& op, std::span<const Tensor> inputs) {
   for (Tensor& input : result) input = cast(input, target);
   return result;
 }
-
-Tensor take_shadow_to_write(const Tensor& leaf) {
-  AutogradSlot* slot = autograd_slot(leaf);
-  if (slot == nullptr || !slot->shadow.defined()) return {};
-  const bool fits = slot->shadow.shape() == leaf.shape() &&
-                    slot->shadow.strides() == leaf.strides() &&
-                    slot->shadow.device() == leaf.device();
-  if (!std::exchange(slot->shadow_was_read, false) || !fits) slot->shadow = {};
-  return slot->shadow;
-}
-
-void stamp_shadow(const Tensor& leaf) {
-  if (AutogradSlot* slot = autograd_slot(leaf)) stamp(*slot, leaf);
-}
-
 }  // namespace detail
 }  // namespace tessera

@@ -1,11 +1,8 @@
 // Autocast: each op runs in the precision that its record names, casts are inserted as needed.
 //
-// Casts of leaves are kept as *shadows* in the leaf's autograd slot, stamped with its version and
-// storage: the second use of a weight costs nothing. Optimizers write them in the pass that writes
-// the leaf, so that a weight is cast once in a training; any other write of the leaf, and set_data,
-// makes its shadow stale, and the next use casts again. The shadow is written in place: a graph
-// that saved it before the step refuses to run backward after it, as one that saved the leaf itself
-// does.
+// Casts of leaves are kept (autograd/weight_cache.h): the second use of a weight costs nothing, and
+// optimizers write them in the pass that writes the leaf, so that a weight is cast once in a
+// training.
 //
 // Module-boundary casting is the other way to a low precision: inside a unit its parameters are
 // read in one dtype by every op, and activations stay as they come (precision/autocast.h casts them
@@ -46,14 +43,6 @@ namespace detail {
 // The inputs as the policy of `op` wants them. Only f32, f16 and bf16 take part; f64, integers and
 // bool stay.
 TensorList autocast_inputs(const Op& op, std::span<const Tensor> inputs);
-
-// For who is about to write every element of `leaf`: the shadow that should receive the new values
-// too, rounded to its dtype. Its geometry is the leaf's. Undefined where there is none, or where
-// autocast has not read it since the last call: such a one is let go, so that a training that left
-// autocast pays nothing for it.
-Tensor take_shadow_to_write(const Tensor& leaf);
-// The leaf and that shadow have been written: they hold the same values.
-void stamp_shadow(const Tensor& leaf);
 }  // namespace detail
 
 }  // namespace tessera

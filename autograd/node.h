@@ -12,6 +12,7 @@
 namespace tessera {
 
 class Node;
+class WeightCache;
 
 // Where a gradient goes: output `index` of the call that `node` stands for.
 struct Edge {
@@ -98,12 +99,7 @@ struct AutogradSlot final : TensorSlot {
   std::shared_ptr<GradHooks> leaf_hooks;
   std::shared_ptr<std::vector<PostAccumulateHook>> post_accumulate_hooks;
   std::unique_ptr<ViewInfo> view;
-  Tensor shadow;  // low-precision copy of a leaf for autocast, see autocast_mode.h
-  uint32_t shadow_version = 0;
-  std::weak_ptr<Storage> shadow_source;  // what it was cast from: set_data keeps the version
-  int64_t shadow_offset = 0;
-  Shape shadow_strides;
-  bool shadow_was_read = false;  // since whoever writes the leaf last asked for the shadow
+  std::shared_ptr<WeightCache> weight_cache;  // of a leaf, see weight_cache.h
 };
 
 // The slot, or nullptr; ensure_slot makes one.

@@ -178,8 +178,9 @@ CpuAllocator& the_cpu_allocator() {
 }  // namespace
 
 const char* name_of(MemoryCategory category) {
-  constexpr const char* names[kNumMemoryCategories] = {
-      "parameter", "gradient", "optimizer", "unsharded", "communication", "staging", "activation"};
+  constexpr const char* names[kNumMemoryCategories] = {"parameter", "gradient",     "optimizer",
+                                                       "unsharded", "weight cache", "communication",
+                                                       "staging",   "activation"};
   return names[static_cast<int>(category)];
 }
 

@@ -21,11 +21,12 @@ enum class MemoryCategory : uint8_t {
   kGradient,
   kOptimizer,
   kUnsharded,      // parameters gathered for a while
+  kWeightCache,    // copies of parameters in other forms (autograd/weight_cache.h)
   kCommunication,  // buffers of collectives
   kStaging,        // host copies on their way to or from a device or a file
   kActivation,     // everything else
 };
-inline constexpr int kNumMemoryCategories = 7;
+inline constexpr int kNumMemoryCategories = 8;
 const char* name_of(MemoryCategory category);
 
 // Bytes in use and their high-water marks. Thread-safe.

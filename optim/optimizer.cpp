@@ -5,9 +5,9 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/weight_cache.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
@@ -35,6 +35,18 @@ Tensor make_master(const Tensor& parameter) {
 }
 
 bool is_16_bit(DType dtype) { return dtype == kF16 || dtype == kBF16; }
+
+// The cached copy that the update writes beside the parameter, or undefined: it knows how to round
+// to 16 bits, once. Others are made again where they are read.
+Tensor cast_to_write(const Tensor& parameter) {
+  for (const auto& [key, tensor] : weight_cache::begin_write(parameter)) {
+    if (key.is_plain_cast()) return tensor;
+  }
+  return {};
+}
+void mark_cast_written(const Tensor& parameter, const Tensor& cast) {
+  if (cast.defined()) weight_cache::mark_written(parameter, {.dtype = cast.dtype()});
+}
 
 std::string group_key(size_t group, std::string_view option) {
   return "group." + std::to_string(group) + "." + std::string(option);
@@ -167,7 +179,7 @@ bool Optimizer::step() {
       if (!state.gradient.defined()) continue;
       prepare(g, state);
       if (!state.master.defined()) {
-        state.autocast_shadow = detail::take_shadow_to_write(state.parameter);
+        state.cached_cast = cast_to_write(state.parameter);
       }
       by_step[state.step + 1].push_back(&state);
     }
@@ -179,9 +191,7 @@ bool Optimizer::step() {
       for (ParameterState* state : states) {
         if (!captures) state->step = number;
         state->gradient = {};
-        if (std::exchange(state->autocast_shadow, {}).defined()) {
-          detail::stamp_shadow(state->parameter);
-        }
+        mark_cast_written(state->parameter, std::exchange(state->cached_cast, {}));
       }
     }
   }
@@ -213,13 +223,13 @@ std::vector<double> Optimizer::constant_options(size_t group) {
 const double* Optimizer::feed_replays(size_t group, const std::vector<ParameterState*>& stepped) {
   struct Captured {
     ParameterState* state;
-    Tensor target, parameter, shadow;  // kept: the graph writes to them
+    Tensor target, parameter, cached_cast;  // kept: the graph writes to them
     std::array<Tensor, kMaxStates> states;
   };
   std::vector<Captured> all;
   for (ParameterState* state : stepped) {
     all.push_back({state, raw::alias(state->target()), raw::alias(state->parameter),
-                   state->autocast_shadow, state->states});
+                   state->cached_cast, state->states});
   }
   const auto fill = [this, group, all = std::move(all), skipped = skipped_,
                      options = constant_options(group)](void* host) {
@@ -248,7 +258,7 @@ const double* Optimizer::feed_replays(size_t group, const std::vector<ParameterS
     for (const Captured& one : all) {
       ++one.state->step;
       one.state->parameter.bump_version();
-      if (one.shadow.defined()) detail::stamp_shadow(one.state->parameter);
+      mark_cast_written(one.state->parameter, one.cached_cast);
     }
   };
   gpu::Capture& capture = *gpu::Capture::current();

@@ -12,8 +12,8 @@
 //
 // One step is one pass over all parameters of a group (kernels/multi_tensor.h). State is f32 (f64
 // for f64 parameters) and made at a parameter's first step; for 16-bit parameters an f32 master
-// copy is kept unless Options::master_weights is false. The same pass writes what autocast keeps of
-// a parameter in its own dtype (autograd/autocast_mode.h). Parameters without a gradient are passed
+// copy is kept unless Options::master_weights is false. The same pass writes the copy that autocast
+// keeps of a parameter (autograd/weight_cache.h). Parameters without a gradient are passed
 // over. Arithmetic and order of operations are torch's.
 //
 // In the capture of a graph (optim/graphed_step.h) a step becomes part of it. Each replay is a
@@ -122,14 +122,14 @@ class Optimizer {
   static constexpr size_t kMaxStates = 3;
   struct ParameterState {
     Tensor parameter;
-    Tensor gradient;              // during a step
-    Tensor autocast_shadow = {};  // during a step: where autocast keeps a copy in its dtype
+    Tensor gradient;          // during a step
+    Tensor cached_cast = {};  // during a step: a copy of 16 bits (autograd/weight_cache.h)
     int64_t step = 0;
     Tensor master = {};  // f32 copy of a 16-bit parameter
     std::array<Tensor, kMaxStates> states = {};
     // What kernels update, and the 16-bit tensor that they round it into, if any.
     const Tensor& target() const { return master.defined() ? master : parameter; }
-    const Tensor& shadow() const { return master.defined() ? parameter : autocast_shadow; }
+    const Tensor& shadow() const { return master.defined() ? parameter : cached_cast; }
   };
   // Reads or writes one option of a group, by name.
   class OptionVisitor {

@@ -7,8 +7,8 @@
 //   - kAutocast: an AutocastGuard. Inside, AutocastGuard(kF16), AutocastGuard(kBF16, false) and
 //     modules with policies of their own nest as they like.
 //   - kBoundary: the call's floating inputs (f32, f16, bf16) and, as ops read them, the parameters
-//     of the module and of all below it are cast to `compute`; casts of parameters are shadows that
-//     the optimizer's pass renews (autograd/autocast_mode.h). Buffers stay as they are. An
+//     of the module and of all below it are cast to `compute`; casts of parameters are kept and
+//     renewed by the optimizer's pass (autograd/weight_cache.h). Buffers stay as they are. An
 //     AutocastGuard inside is a ConfigError. Autocast around it ends at the boundary.
 // Results come as they were computed unless `output` says otherwise: a cast to f32 that nobody
 // asked for doubles the logits' bytes.

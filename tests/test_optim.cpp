@@ -9,8 +9,8 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
-#include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/weight_cache.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/profiler.h>
 #include <tessera/optim/adagrad.h>
@@ -170,15 +170,6 @@ TYPED_TEST(EveryOptimizer, StateCountsAsOptimizerMemory) {
   EXPECT_GE(memory_stats()->current(MemoryCategory::kOptimizer) - before, optimizer.state_bytes());
 }
 
-// The shadow that autocast keeps of a parameter: what it would read next, and whether it may.
-struct ShadowView {
-  Tensor tensor;
-  bool current;
-  static ShadowView of(const Tensor& parameter) {
-    const AutogradSlot* slot = autograd_slot(parameter);
-    return {slot->shadow, slot->shadow_version == parameter.version()};
-  }
-};
 std::vector<uint16_t> bits_of(const Tensor& narrow) {
   const auto* bits = static_cast<const uint16_t*>(narrow.data());
   return {bits, bits + narrow.numel()};
@@ -193,7 +184,7 @@ int64_t casts_in(const auto& function) {
   return found == profiler.entries().end() ? 0 : found->second.calls;
 }
 
-TYPED_TEST(EveryOptimizer, WritesTheShadowsOfAutocastInItsOwnPass) {
+TYPED_TEST(EveryOptimizer, WritesTheCastsOfAutocastInItsOwnPass) {
   for (const DType dtype : {kBF16, kF16}) {
     SCOPED_TRACE(name_of(dtype));
     manual_seed(3);
@@ -207,56 +198,57 @@ TYPED_TEST(EveryOptimizer, WritesTheShadowsOfAutocastInItsOwnPass) {
     Tensor y;
     EXPECT_EQ(casts_in([&] { y = forward(); }), 1);
     y.sum().backward();
-    const TensorImpl* shadow = ShadowView::of(weight).tensor.impl();
+    const auto cached = [&] { return weight_cache::find(weight, {.dtype = dtype}); };
+    const TensorImpl* const first = cached().impl();
     TypeParam optimizer({{"weight", weight}}, Kind<TypeParam>::options());
     for (int step = 0; step < 3; ++step) {
       SCOPED_TRACE(step);
-      const std::vector<uint16_t> before = bits_of(ShadowView::of(weight).tensor);
+      const std::vector<uint16_t> before = bits_of(cached());
       ASSERT_TRUE(optimizer.step());
-      const ShadowView after = ShadowView::of(weight);
-      EXPECT_TRUE(after.current);
-      EXPECT_NE(bits_of(after.tensor), before);
-      EXPECT_EQ(bits_of(after.tensor), bits_of(weight.detach().to(dtype)));
+      ASSERT_TRUE(cached().defined());
+      EXPECT_NE(bits_of(cached()), before);
+      EXPECT_EQ(bits_of(cached()), bits_of(weight.detach().to(dtype)));
       // The next forward reads it: it casts nothing and leaves the tensor in its place.
       EXPECT_EQ(casts_in([&] { y = forward(); }), 0);
       y.sum().backward();
-      EXPECT_EQ(ShadowView::of(weight).tensor.impl(), shadow);
+      EXPECT_EQ(cached().impl(), first);
     }
   }
 }
 
-TEST(Optimizer, AShadowIsStaleAfterAnyOtherWriteAndLetGoWhereAutocastIsLeft) {
+TEST(Optimizer, ACastIsStaleAfterAnyOtherWriteAndLetGoWhereAutocastIsLeft) {
   const Tensor weight = tensor({1, 2, 3, 4}).view({2, 2}).clone().set_requires_grad();
   const Tensor x = ones({1, 2});
   const auto forward = [&](bool autocast) {
     const AutocastGuard guard(kBF16, autocast);
     return linear(x, weight);
   };
+  const auto is_current = [&] { return weight_cache::find(weight, {.dtype = kBF16}).defined(); };
   forward(true).sum().backward();
   SGD optimizer({{"weight", weight}}, {.lr = 0.5});
   optimizer.step();
-  EXPECT_TRUE(ShadowView::of(weight).current);
+  EXPECT_TRUE(is_current());
   {
     const NoGradGuard no_grad;
     fill_(weight, 7);
   }
-  EXPECT_FALSE(ShadowView::of(weight).current);
+  EXPECT_FALSE(is_current());
   EXPECT_EQ(forward(true).to(kF32).to_vector(), (std::vector<double>{14, 14}));
 
-  // A step that is skipped writes neither; the shadow stays current.
+  // A step that is skipped writes neither; the cast stays current.
   optimizer.next_step().data_as<double>()[1] = 1;
   EXPECT_FALSE(optimizer.step());
-  EXPECT_TRUE(ShadowView::of(weight).current);
+  EXPECT_TRUE(is_current());
 
   optimizer.step();
-  EXPECT_TRUE(ShadowView::of(weight).current);
+  EXPECT_TRUE(is_current());
   forward(false);
   optimizer.step();  // no forward has read it since the last step
-  EXPECT_FALSE(ShadowView::of(weight).tensor.defined());
+  EXPECT_EQ(weight_cache::bytes(weight), 0);
   EXPECT_EQ(casts_in([&] { forward(true); }), 2);  // the weight and x
 }
 
-TEST(Optimizer, AShadowIsStaleAfterSetData) {
+TEST(Optimizer, ACastIsStaleAfterSetData) {
   const Tensor weight = tensor({1, 2, 3, 4}).view({2, 2}).clone().set_requires_grad();
   const auto forward = [&] {
     const AutocastGuard autocast;
@@ -275,7 +267,7 @@ TEST(Optimizer, AShadowIsStaleAfterSetData) {
   EXPECT_EQ(forward(), (std::vector<double>{4, 6}));
 }
 
-TEST(Optimizer, AGraphFromBeforeTheStepRefusesTheShadowThatWasWritten) {
+TEST(Optimizer, AGraphFromBeforeTheStepRefusesTheCastThatWasWritten) {
   const Tensor weight = randn({4, 4}).set_requires_grad();
   const Tensor x = randn({2, 4}).set_requires_grad();
   Tensor loss;

@@ -415,7 +415,7 @@ TEST(F16OnTheCpu, OverflowIsInfinityAsOnAGpu) {
   EXPECT_NEAR(sum(wide).item(), 4096 * 59999.0, 4096 * 32);
 }
 
-TEST(F16OnTheCpu, ShadowsAreWrittenByTheOptimizer) {
+TEST(F16OnTheCpu, CastsOfWeightsAreWrittenByTheOptimizer) {
   nn::Linear layer(8, 8);
   optim::AdamW optimizer(layer.named_parameters(), {.lr = 0.1});
   const Tensor x = random({4, 8});

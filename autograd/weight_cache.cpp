@@ -1,0 +1,222 @@
+#include <tessera/autograd/weight_cache.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include <tessera/autograd/node.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/fp8/cast_transpose.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+namespace {
+
+// What a copy was made from. The storage is part of it because set_data keeps the version.
+struct Stamp {
+  uint32_t version = 0;
+  uint32_t scale_version = 0;
+  std::weak_ptr<Storage> storage;
+  int64_t offset = 0;
+  Shape shape, strides;
+
+  static Stamp of(const Tensor& leaf, const Tensor& scale) {
+    return {leaf.version(), scale.defined() ? scale.version() : 0,
+            leaf.storage(), leaf.offset(),
+            leaf.shape(),   leaf.strides()};
+  }
+  bool holds_for(const Tensor& leaf, const Tensor& scale) const {
+    return version == leaf.version() && offset == leaf.offset() && shape == leaf.shape() &&
+           strides == leaf.strides() && same_storage(leaf) &&
+           (!scale.defined() || scale_version == scale.version());
+  }
+  // By owner, which takes no count of references; an owner that is gone has no equal.
+  bool same_storage(const Tensor& leaf) const {
+    return !storage.owner_before(leaf.storage()) && !leaf.storage().owner_before(storage);
+  }
+};
+
+struct Entry {
+  WeightKey key;
+  Tensor tensor = {};
+  Stamp stamp = {};
+  bool was_got = false;   // since the last begin_write()
+  bool released = false;  // the storage is empty, and someone else holds it
+  uint32_t version_before_release = 0;
+  bool is_current(const Tensor& leaf) const {
+    return !released && stamp.holds_for(leaf, key.scale);
+  }
+  bool is_shared() const { return tensor.use_count() > 1 || tensor.storage().use_count() > 1; }
+};
+
+// A leaf's copies may be asked for by several threads.
+std::mutex& mutex_of(const Tensor& leaf) {
+  static std::mutex mutexes[64];
+  return mutexes[(reinterpret_cast<uintptr_t>(leaf.impl()) >> 6) % 64];
+}
+
+}  // namespace
+
+class WeightCache {
+ public:
+  std::vector<Entry> entries;
+
+  Entry* find(const WeightKey& key) {
+    const auto found =
+        std::ranges::find_if(entries, [&](const Entry& entry) { return entry.key == key; });
+    return found == entries.end() ? nullptr : &*found;
+  }
+};
+
+bool WeightKey::is_plain_cast() const {
+  return layout == WeightLayout::kAsIs && !scale.defined() && (dtype == kBF16 || dtype == kF16);
+}
+
+namespace {
+
+WeightCache* cache_of(const Tensor& leaf) {
+  const AutogradSlot* slot = autograd_slot(leaf);
+  return slot == nullptr ? nullptr : slot->weight_cache.get();
+}
+
+WeightCache& ensure_cache(const Tensor& leaf) {
+  AutogradSlot& slot = ensure_autograd_slot(leaf);
+  if (!slot.weight_cache) slot.weight_cache = std::make_shared<WeightCache>();
+  return *slot.weight_cache;
+}
+
+// Puts `made` in the entry. Where a graph waits for the released bytes it gets them back.
+void fill(Entry& entry, Tensor made, const Tensor& leaf) {
+  if (entry.released && entry.tensor.shape() == made.shape() &&
+      entry.tensor.strides() == made.strides() && entry.is_shared()) {
+    entry.tensor.storage()->resize(made.storage()->bytes());
+    kernels::copy_into(entry.tensor, made);
+    // Other values than before: what saved the copy must not read these, and release() saw to it.
+    if (entry.stamp.holds_for(leaf, entry.key.scale)) {
+      entry.tensor.impl()->version->value = entry.version_before_release;
+    }
+  } else {
+    entry.tensor = std::move(made);
+  }
+  entry.released = false;
+  entry.stamp = Stamp::of(leaf, entry.key.scale);
+}
+
+void make(WeightCache& cache, Entry& entry, const Tensor& leaf) {
+  const WeightKey& key = entry.key;
+  const MemoryCategoryGuard category(MemoryCategory::kWeightCache);
+  const Tensor values = raw::alias(leaf);  // no parameter: neither history nor autocast reach it
+  if (key.is_plain_cast()) return fill(entry, to(values, key.dtype), leaf);
+  // Rounded once: the other layout comes of the same read where it is due.
+  const bool transposes = key.layout == WeightLayout::kTransposed;
+  WeightKey other_key = key;
+  other_key.layout = transposes ? WeightLayout::kAsIs : WeightLayout::kTransposed;
+  Entry* other = other_key.is_plain_cast() ? nullptr : cache.find(other_key);
+  if (other != nullptr && other->is_current(leaf)) other = nullptr;
+  const bool matrix = leaf.dim() == 2;
+  TS_CHECK_SHAPE(matrix || !transposes, "weight_cache", "transposes a matrix; got ", leaf,
+                 "; ask for the layout as it is");
+  const Tensor rows = matrix ? values : raw::view(kernels::contiguous(values), {1, leaf.numel()});
+  kernels::CastTransposed made = kernels::cast_transpose(
+      rows, key.dtype, key.scale, !transposes || other != nullptr, transposes || other != nullptr);
+  if (!matrix) made.values = raw::view(made.values, leaf.shape());
+  fill(entry, transposes ? made.transposed : made.values, leaf);
+  if (other != nullptr) fill(*other, transposes ? made.values : made.transposed, leaf);
+}
+
+// Where the entry stands afterwards, or is gone.
+void release(Entry& entry) {
+  if (entry.released) return;
+  entry.released = true;
+  entry.version_before_release = entry.tensor.version();
+  entry.tensor.bump_version();
+  entry.tensor.storage()->resize(0);
+}
+
+}  // namespace
+
+namespace weight_cache {
+
+Tensor get(const Tensor& leaf, const WeightKey& key) {
+  TS_CHECK(key.dtype != leaf.dtype() || key.layout != WeightLayout::kAsIs || key.scale.defined(),
+           "weight_cache", "keeps other forms than the leaf's own, which is ", leaf,
+           "; read the leaf");
+  const std::lock_guard lock(mutex_of(leaf));
+  WeightCache& cache = ensure_cache(leaf);
+  Entry* entry = cache.find(key);
+  if (entry == nullptr || !entry->is_current(leaf)) {
+    Entry fresh{.key = key};
+    make(cache, entry == nullptr ? fresh : *entry, leaf);
+    if (entry == nullptr) entry = &cache.entries.emplace_back(std::move(fresh));
+  }
+  entry->was_got = true;
+  return entry->tensor;
+}
+
+Tensor find(const Tensor& leaf, const WeightKey& key) {
+  const std::lock_guard lock(mutex_of(leaf));
+  WeightCache* cache = cache_of(leaf);
+  const Entry* entry = cache == nullptr ? nullptr : cache->find(key);
+  return entry != nullptr && entry->is_current(leaf) ? entry->tensor : Tensor();
+}
+
+std::vector<Copy> begin_write(const Tensor& leaf) {
+  const std::lock_guard lock(mutex_of(leaf));
+  std::vector<Copy> copies;
+  WeightCache* cache = cache_of(leaf);
+  if (cache == nullptr) return copies;
+  std::erase_if(cache->entries, [&](Entry& entry) {
+    const bool fits = !entry.key.is_plain_cast() || (entry.tensor.shape() == leaf.shape() &&
+                                                     entry.tensor.strides() == leaf.strides() &&
+                                                     entry.tensor.device() == leaf.device());
+    return !std::exchange(entry.was_got, false) || !fits;
+  });
+  for (const Entry& entry : cache->entries) {
+    if (!entry.released) copies.push_back({entry.key, entry.tensor});
+  }
+  return copies;
+}
+
+void mark_written(const Tensor& leaf, const WeightKey& key) {
+  const std::lock_guard lock(mutex_of(leaf));
+  WeightCache* cache = cache_of(leaf);
+  if (Entry* entry = cache == nullptr ? nullptr : cache->find(key)) {
+    entry->stamp = Stamp::of(leaf, key.scale);
+  }
+}
+
+bool release(const Tensor& leaf, const WeightKey& key) {
+  const std::lock_guard lock(mutex_of(leaf));
+  WeightCache* cache = cache_of(leaf);
+  Entry* entry = cache == nullptr ? nullptr : cache->find(key);
+  if (entry == nullptr) return false;
+  const bool had_bytes = !entry->released;
+  if (entry->is_shared()) {
+    tessera::release(*entry);
+  } else {
+    cache->entries.erase(cache->entries.begin() + (entry - cache->entries.data()));
+  }
+  return had_bytes;
+}
+
+void release(const Tensor& leaf) {
+  const std::lock_guard lock(mutex_of(leaf));
+  WeightCache* cache = cache_of(leaf);
+  if (cache == nullptr) return;
+  std::erase_if(cache->entries, [](const Entry& entry) { return !entry.is_shared(); });
+  for (Entry& entry : cache->entries) tessera::release(entry);
+}
+
+int64_t bytes(const Tensor& leaf) {
+  const std::lock_guard lock(mutex_of(leaf));
+  const WeightCache* cache = cache_of(leaf);
+  int64_t total = 0;
+  if (cache == nullptr) return total;
+  for (const Entry& entry : cache->entries) total += entry.tensor.storage()->bytes();
+  return total;
+}
+
+}  // namespace weight_cache
+}  // namespace tessera

@@ -1,0 +1,85 @@
+// Copies of a weight in the forms that products read in its place: another dtype, transposed, with
+// a scale.
+//
+//     const Tensor low = weight_cache::get(weight, {.dtype = kBF16});  // autocast's
+//     const Tensor f8 = weight_cache::get(weight, {kF8E4M3, WeightLayout::kTransposed, scale});
+//
+// One leaf may have several; they hang on it and go with it. Each is stamped with what it was made
+// from: the leaf's version, bytes and geometry, the scale's version. While the stamp holds, a copy
+// costs nothing. Whoever writes the leaf in another way than through begin_write() (copy_, a state
+// that is loaded, set_data), or writes the scale, makes it stale, and the next get() makes it
+// again, as a new tensor: a graph that saved the old one keeps its values.
+//
+// An optimizer writes copies in place in the pass that writes the leaf, so that a weight is cast
+// once in a training; a graph that saved such a copy before refuses to run backward, as one that
+// saved the leaf itself does.
+//
+// Bytes are counted under MemoryCategory::kWeightCache. Calls for one leaf may come from several
+// threads, each in its own context; who writes a leaf must be alone with it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <tessera/core/tensor.h>
+
+namespace tessera {
+
+enum class WeightLayout : uint8_t {
+  kAsIs,        // the leaf's shape
+  kTransposed,  // [N, M] of a leaf [M, N], contiguous
+};
+
+// Which copy of a leaf.
+struct WeightKey {
+  DType dtype;
+  WeightLayout layout = WeightLayout::kAsIs;
+  // One f32 beside the leaf, multiplied in before the rounding; undefined: 1. The tensor itself is
+  // part of the key, its value is not: keep one a weight and write to it, which makes the copy
+  // stale.
+  Tensor scale = {};
+
+  // The leaf's values rounded to a floating dtype of 16 bits and nothing else: what to() gives, in
+  // the leaf's strides.
+  bool is_plain_cast() const;
+  friend bool operator==(const WeightKey& a, const WeightKey& b) {
+    return a.dtype == b.dtype && a.layout == b.layout && a.scale.is(b.scale);
+  }
+};
+
+namespace weight_cache {
+
+struct Copy {
+  WeightKey key;
+  Tensor tensor;
+};
+
+// The copy; made where there is none or a stale one. No gradient flows through it. Plain casts
+// round as to() does; all others end at the dtype's largest finite number, are contiguous, and take
+// what kernels::cast_transpose takes (a transposed one a matrix), which makes both layouts of one
+// dtype and scale in one read. Throws ValueError for the leaf's own dtype without a change,
+// DTypeError, ShapeError.
+Tensor get(const Tensor& leaf, const WeightKey& key);
+
+// The copy if there is one and it is current, else undefined. Looking is no use: see begin_write().
+Tensor find(const Tensor& leaf, const WeightKey& key);
+
+// For who is about to write every element of `leaf`: the copies that were got since the last
+// begin_write(). Those that were not are let go, so that a training that left a precision pays
+// nothing for it. Write to the tensors what can be written in the same pass and name it to
+// mark_written() after the leaf was written; the others are stale then.
+std::vector<Copy> begin_write(const Tensor& leaf);
+void mark_written(const Tensor& leaf, const WeightKey& key);
+
+// Frees a copy's bytes at once, also where a graph saved it. Such a graph refuses to run backward
+// until get() has made the copy again from unchanged values: into the same tensor, which it then
+// reads as if nothing had been. So sharded training holds a copy for as long as the gathered weight
+// only. False where there is none.
+bool release(const Tensor& leaf, const WeightKey& key);
+void release(const Tensor& leaf);  // all copies
+
+// Bytes that the copies of a leaf hold.
+int64_t bytes(const Tensor& leaf);
+
+}  // namespace weight_cache
+}  // namespace tessera
