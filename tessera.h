@@ -27,6 +27,7 @@
 #include <tessera/nn/conv.h>
 #include <tessera/nn/dropout.h>
 #include <tessera/nn/embedding.h>
+#include <tessera/nn/fused.h>
 #include <tessera/nn/init.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/loss.h>

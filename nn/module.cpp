@@ -101,6 +101,7 @@ HookHandle ModuleBase::register_full_backward_hook(BackwardHook hook) {
   hooks();
   return Hooks::add(hooks_, &Hooks::backward, std::move(hook));
 }
+bool ModuleBase::has_hooks() const { return hooks_ && !hooks_->empty(); }
 
 // ---- Calls -------------------------------------------------------------------------------------
 
@@ -180,7 +181,7 @@ ModuleCall::ModuleCall(ModuleBase& module) : module_(module), outer_site_(call_s
     timeline->enter(name.empty() ? module.type_name() : name);
     Context::current().slot<MarkedCalls>().open.push_back({this, timeline});
   }
-  if (module.hooks_ && !module.hooks_->empty()) hooks_ = module.hooks_;
+  if (module.has_hooks()) hooks_ = module.hooks_;
   call_site() = module.dotted_name();
   Context::current().slot<NamedError>().error = nullptr;
 }

@@ -172,6 +172,10 @@ class ModuleBase {
   HookHandle register_forward_hook(ForwardHook hook);
   HookHandle register_call_scope(CallScope scope);
   HookHandle register_full_backward_hook(BackwardHook hook);
+  // Whether a call does more than forward: hooks, or a scope that a policy, an adapter or a sharded
+  // unit has put around it. While it does not, a fused op may read this module's weights in its
+  // place (nn/fused.h). One load and a few comparisons.
+  bool has_hooks() const;
 
   // forward of modules that map one tensor to one, by type-erased call: what Sequential needs.
   // Throws UnsupportedError for others.

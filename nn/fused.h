@@ -1,0 +1,59 @@
+// Fused ops over modules: what a chain of modules calculates, in one op on their weights.
+//
+//     Tensor hidden = nn::linear_gelu(dense, x);                       // gelu(dense(x))
+//     auto [sum, normed] = nn::residual_layer_norm(norm, x, residual);  // norm(x + residual)
+//     Tensor loss = nn::linear_cross_entropy(lm_head, x, targets);     // logits never whole
+//
+// Each is the op of its name in autograd/ops.h. It reads the modules' weights only while calling
+// them would do nothing else (ModuleBase::has_hooks); where one has a hook, or the scope of a
+// policy, an adapter or a sharded unit, the modules are called one after the other, so that each of
+// them is called once a forward either way. Both forms agree within rounding.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include <tessera/autograd/ops.h>
+#include <tessera/nn/linear.h>
+#include <tessera/nn/module.h>
+#include <tessera/nn/norm.h>
+
+namespace tessera::nn {
+
+// gelu(layer(x)).
+Tensor linear_gelu(Linear& layer, const Tensor& x, Gelu approximate = Gelu::kNone);
+
+// outer(gelu(inner(x))).
+Tensor linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x,
+                          Gelu approximate = Gelu::kNone);
+
+// {x + residual, norm(x + residual)}.
+ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor& residual);
+
+// cross_entropy(head(x), target). x: [N, C]; target: [N]. A head with a bias is always called.
+Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
+                            int64_t ignore_index = -100, Reduction reduction = Reduction::kMean);
+
+struct MlpOptions {
+  Gelu approximate = Gelu::kNone;
+  bool bias = true;
+  // The children's names in state dicts: {"c_fc", "c_proj"} for GPT-2.
+  std::string inner = "fc1";
+  std::string outer = "fc2";
+};
+// The perceptron of a transformer's layer. x: [..., features]; result: the same shape.
+class Mlp : public Module<Mlp> {
+ public:
+  Mlp(int64_t features, int64_t hidden_features, const MlpOptions& options = {});
+  Tensor forward(const Tensor& x);
+  std::unique_ptr<Mlp> remake() const {
+    return std::make_unique<Mlp>(inner.in_features, inner.out_features, options);
+  }
+
+  const MlpOptions options;
+  Linear& inner;
+  Linear& outer;
+};
+
+}  // namespace tessera::nn
