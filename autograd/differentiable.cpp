@@ -85,10 +85,6 @@ void remember_base(const Tensor& view, const Tensor& source) {
 
 }  // namespace
 
-std::string in_place_name(std::string_view op) {
-  return std::string(op) + (op.ends_with('_') ? "" : "_");
-}
-
 bool DifferentiableCall::will_record(std::span<const Tensor> inputs) {
   if (!grad_enabled()) return false;
   for (const Tensor& input : inputs) {

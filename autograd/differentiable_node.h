@@ -11,9 +11,6 @@
 
 namespace tessera {
 
-// torch's name of the form of an op that writes its first input: "mul_" of "mul".
-std::string in_place_name(std::string_view op);
-
 class OpNode final : public Node, public std::enable_shared_from_this<OpNode> {
  public:
   OpNode(const Op& op, BackwardFunction backward) : op_(op), backward_(std::move(backward)) {}

@@ -1,9 +1,12 @@
 #include <tessera/autograd/saved_tensor.h>
 
-#include <tessera/autograd/op_node.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
+
+std::string in_place_name(std::string_view op) {
+  return std::string(op) + (op.ends_with('_') ? "" : "_");
+}
 
 SavedTensor::SavedTensor(const Tensor& tensor) {
   if (!tensor.defined()) return;

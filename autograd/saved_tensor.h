@@ -3,12 +3,17 @@
 
 #include <any>
 #include <memory>
+#include <string>
+#include <string_view>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/op.h>
 
 namespace tessera {
+
+// torch's name of the form of an op that writes its first input: "mul_" of "mul".
+std::string in_place_name(std::string_view op);
 
 struct SavedTensorHookPair {
   SavedTensorHooks::Pack pack;
