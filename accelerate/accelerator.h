@@ -300,6 +300,15 @@ class Accelerator : public ProcessControl {
   // The loader that is being read: the innermost of nested loops; null outside.
   data::LoaderBase* active_loader() const;
   bool end_of_dataloader() const;  // its batch in hand is the last
+  // The loader itself, whose next loop leaves out its first batches: for a program that counts its
+  // steps itself. After load_state() there is nothing to skip, and skipping is a ConfigError.
+  //
+  //     for (auto& batch : accelerator.skip_first_batches(loader, 100)) ...
+  template <class Loader>
+  Loader& skip_first_batches(Loader& loader, int64_t batches) {
+    loader.skip_batches(batches);
+    return loader;
+  }
   accelerate::LoaderPlan& loader_plan();
 
   // ---- Values of all ranks: accelerate/operations.h and metrics.h among data_ranks(). With the

@@ -2,12 +2,14 @@
 
 #include <exception>
 #include <typeinfo>
+#include <utility>
 
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/pinned.h>
 #include <tessera/core/profiler.h>
+#include <tessera/core/random.h>
 
 namespace tessera::data {
 namespace {
@@ -87,7 +89,8 @@ void rethrow_with_example(int64_t index, int64_t epoch) {
 
 }  // namespace detail
 
-LoaderBase::LoaderBase(const DataLoaderOptions& options) : options_(options) {
+LoaderBase::LoaderBase(const DataLoaderOptions& options)
+    : options_(options), seed_(options.seed.value_or(random_state().seed)) {
   TS_CHECK(options.batch_size >= 1, kDataLoader, "the batch size must be at least 1; got ",
            options.batch_size, ".");
   TS_CHECK(options.workers >= 0 && options.workers <= 1024, kDataLoader,
@@ -115,14 +118,34 @@ void LoaderBase::set_cursor(const LoaderCursor& cursor) {
   stop();
   cursor_ = cursor;
   at_start_ = true;
+  loaded_ = false;
+}
+
+void LoaderBase::set_epoch(int64_t epoch) {
+  if (loaded_ && epoch == cursor_.epoch) return;
+  set_cursor({epoch, 0});
+}
+
+void LoaderBase::set_seed(uint64_t seed) {
+  restart();
+  seed_ = seed;
+}
+
+LoaderCursor LoaderBase::resume_point() const {
+  // A stream's length is not known where the state is loaded.
+  const bool is_last_of_stream =
+      epoch_size() < 0 && current_ != nullptr && known_last_ && ends_with_all_ranks();
+  const bool over = is_last_of_stream || (cursor_.position > 0 && is_epoch_end(cursor_.position));
+  return over ? LoaderCursor{cursor_.epoch + 1, 0} : cursor_;
 }
 
 StateDict LoaderBase::state_dict() const {
+  const LoaderCursor at = resume_point();
   StateDict state;
-  state.set("epoch", scalar_tensor(cursor_.epoch, kI64));
-  state.set("position", scalar_tensor(cursor_.position, kI64));
+  state.set("epoch", scalar_tensor(at.epoch, kI64));
+  state.set("position", scalar_tensor(at.position, kI64));
   state.set("size", scalar_tensor(epoch_size(), kI64));
-  state.set("seed", scalar_tensor(static_cast<int64_t>(options_.seed), kI64));
+  state.set("seed", scalar_tensor(static_cast<int64_t>(seed_), kI64));
   if (cursor_ranks() > 0) state.set("ranks", scalar_tensor(cursor_ranks(), kI64));
   return state;
 }
@@ -132,18 +155,30 @@ void LoaderBase::load_state_dict(const StateDict& state) {
   TS_CHECK_AS(ConfigError, read("size") == epoch_size(), kDataLoader,
               "the state belongs to a data set of ", read("size"), " samples; this one has ",
               epoch_size(), "; resume with the same data.");
-  TS_CHECK_AS(ConfigError, read("seed") == static_cast<int64_t>(options_.seed), kDataLoader,
-              "the state belongs to seed ", static_cast<uint64_t>(read("seed")),
-              "; this loader has ", options_.seed, "; resume with the same seed.");
+  const auto saved = static_cast<uint64_t>(read("seed"));
+  TS_CHECK_AS(ConfigError, saved == seed_, kDataLoader, "the state belongs to seed ", saved,
+              "; this loader has ", seed_,
+              options_.seed ? "; resume with the same seed."
+                            : ", that of manual_seed() when it was made; resume with the same "
+                              "seed, here or as DataLoaderOptions::seed.");
   const int64_t ranks = state.contains("ranks") ? read("ranks") : 0;
   TS_CHECK_AS(ConfigError, ranks == cursor_ranks() || read("position") == 0, kDataLoader,
               "the state is that of ", ranks, " ranks that each read parts of a stream (0: any); ",
               "here are ", cursor_ranks(), "; resume with as many, or at the start of an epoch.");
   set_cursor({read("epoch"), read("position")});
+  cursor_ = resume_point();
+  loaded_ = true;
 }
 
 void LoaderBase::skip_batches(int64_t batches) {
   TS_CHECK(batches >= 0, kDataLoader, "skips 0 batches or more; asked for ", batches, ".");
+  if (batches == 0) return;
+  TS_CHECK_AS(ConfigError, !loaded_ || cursor_.position == 0, kDataLoader, "skipping ", batches,
+              " batches would leave out batches that were never read: the loaded state has put the "
+              "loader to position ",
+              cursor_.position, " of epoch ", cursor_.epoch,
+              " already; leave the skipping out, or say set_cursor({", cursor_.epoch,
+              ", 0}) before it.");
   const LoaderCursor from = at_start_ ? cursor_ : LoaderCursor{cursor_.epoch + 1, 0};
   set_cursor({from.epoch, position_after(from.position, batches)});
 }
@@ -171,13 +206,21 @@ void LoaderBase::start() {
   }
   running_ = true;
   at_start_ = false;
+  loaded_ = false;
 }
 
 void LoaderBase::begin_loop() {
+  TS_CHECK_AS(ConfigError, !in_loop_, kDataLoader,
+              "there is one loop over a loader at a time, and one is running (at position ",
+              cursor_.position, " of epoch ", cursor_.epoch,
+              "), which the new one would take the batches of; make a second loader of the same "
+              "data for the inner loop.");
   stop();
   if (!at_start_) cursor_ = {cursor_.epoch + 1, 0};
+  const bool resumes = loaded_ && cursor_.position > 0;
   start();
   in_loop_ = true;
+  may_be_over_ = resumes && epoch_size() < 0 && ends_with_all_ranks();
 }
 
 LoaderBase::~LoaderBase() { notify(&LoaderObserver::loader_gone); }
@@ -216,6 +259,7 @@ bool LoaderBase::advance() {
   current_.reset();  // before waiting: the consumer is done with it, its memory may be used again
   current_rows_ = current_samples_ = 0;
   if (!running_) start();
+  const bool may_be_over = std::exchange(may_be_over_, false);
   MadeBatch made;
   try {
     std::exception_ptr error;
@@ -239,6 +283,10 @@ bool LoaderBase::advance() {
   if (made.batch == nullptr) {
     stop();
     cursor_ = {cursor_.epoch + 1, 0};
+    if (may_be_over) {
+      start();
+      return advance();
+    }
     at_start_ = true;
     end_loop();
     return false;
@@ -287,6 +335,12 @@ bool IndexedLoader::set_shuffle_seed(uint64_t seed) {
                                            batches->batch_size(), batches->drop_last()));
   set_seed(seed);
   return true;
+}
+
+bool IndexedLoader::is_epoch_end(int64_t position) const {
+  // Where ranks end unevenly one may have no batch in a turn in which others do.
+  const int64_t ranks = source_->ranks_at(position);
+  return source_->batches_after(position) == 0 && (ranks == IndexSource::kAllRanks || ranks == 0);
 }
 
 int IndexedLoader::workers_for(int64_t position) const {

@@ -6,11 +6,15 @@
 // The order is a pure function of (seed, epoch, position), whatever the number of workers. cursor()
 // counts samples of whole epochs over all ranks and includes the batch in hand: a run that stops
 // after an optimizer step and resumes from cursor() sees exactly the batches that it would have
-// seen.
+// seen. So are the random numbers that examples draw: see example_place.h.
 //
 // Loops and epochs: a loop runs to the end of the epoch; the next loop is the next epoch. A loop
 // that is left early gives up the rest of its epoch. The first loop after set_cursor() or
-// load_state_dict() starts at the cursor. next() needs no loop and crosses epochs.
+// load_state_dict() starts at the cursor. next() needs no loop and crosses epochs. There is one
+// loop over a loader at a time: a second one inside of it is an error.
+//
+// Resuming: load_state_dict() puts the loader where it was, so nothing is to be skipped. A state
+// saved at an epoch's last batch is the next epoch's start.
 //
 // Devices: with options.device, or set_device(), the tensors of a batch are those of that GPU. The
 // workers copy what they make, through page-locked memory and on a stream of its own, so that
@@ -39,6 +43,7 @@
 #include <tessera/data/dataset.h>
 #include <tessera/data/device_copy.h>
 #include <tessera/data/distributed_source.h>
+#include <tessera/data/example_place.h>
 #include <tessera/data/prefetch.h>
 #include <tessera/data/sampler.h>
 
@@ -46,8 +51,10 @@ namespace tessera::data {
 
 struct DataLoaderOptions {
   int64_t batch_size = 1;
-  bool shuffle = false;    // RandomSampler, else SequentialSampler
-  uint64_t seed = 0;       // of the shuffling
+  bool shuffle = false;  // RandomSampler, else SequentialSampler
+  // Of the shuffling and of what examples draw. Without one the seed that the Context has when the
+  // loader is made: that of manual_seed(). Ranks that share the loader then take rank 0's.
+  std::optional<uint64_t> seed = {};
   bool drop_last = false;  // leave out a last batch of fewer examples
   // Threads that make batches. 0: the consumer makes them when it asks. More than there are batches
   // are not started. Each calculates with one thread.
@@ -89,10 +96,12 @@ class LoaderBase {
   // ValueError for a negative field or a position beyond the epoch.
   void set_cursor(const LoaderCursor& cursor);
 
-  // The next loop is that of `epoch`, from its start.
-  void set_epoch(int64_t epoch) { set_cursor({epoch, 0}); }
+  // The next loop is that of `epoch`, from its start; from the loaded position where a state of
+  // this epoch was loaded and not used yet, so that a loop over epochs may call it after a load.
+  void set_epoch(int64_t epoch);
   // The next loop leaves out its first `batches` batches; those after it do not. An index source
-  // does it in O(1), a stream reads over them.
+  // does it in O(1), a stream reads over them. ConfigError after a load that has put the loader
+  // into the middle of an epoch, which is to skip twice.
   void skip_batches(int64_t batches);
 
   // epoch, position, and what they rely on: the number of examples and the seed.
@@ -102,6 +111,9 @@ class LoaderBase {
   void load_state_dict(const StateDict& state);
 
   const DataLoaderOptions& options() const { return options_; }
+  uint64_t seed() const { return seed_; }  // options().seed, or what took its place
+  // Of what examples draw, from the cursor on. An IndexedLoader's set_shuffle_seed() is both.
+  void set_seed(uint64_t seed);
 
   // ---- Sizes, over all ranks
   virtual int64_t dataset_size() const = 0;  // examples; -1 for a stream
@@ -152,6 +164,10 @@ class LoaderBase {
   virtual std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const = 0;
   virtual int workers_for(int64_t position) const = 0;
   virtual bool is_last_by_index() const { return false; }
+  // Whether a state at `position` is one of an epoch that is over, on all ranks that share it.
+  virtual bool is_epoch_end(int64_t /*position*/) const { return false; }
+  // Whether this rank's end of an epoch is that of all.
+  virtual bool ends_with_all_ranks() const { return true; }
   // The number of ranks that positions rely on; 0: any.
   virtual int64_t cursor_ranks() const { return 0; }
   virtual FindBatchTensors find_tensors() const = 0;
@@ -161,18 +177,24 @@ class LoaderBase {
   void end_loop();  // of an iterator that goes
   void restart();   // gives up what was made ahead; batch in hand and cursor stay
   int64_t turn_position() const { return turn_position_; }  // where the batch in hand began
-  void set_seed(uint64_t seed) { options_.seed = seed; }    // of options()
   void* current() const { return current_.get(); }
   bool looks_ahead() const { return look_ahead_; }
 
  private:
+  // The cursor, or the next epoch's start where this epoch is over.
+  LoaderCursor resume_point() const;
   void start();
   void stop();
   void notify(void (LoaderObserver::*what)(LoaderBase&));
 
   DataLoaderOptions options_;
+  uint64_t seed_;
   LoaderCursor cursor_;
   bool at_start_ = true;  // the next loop begins at the cursor, not with the next epoch
+  bool loaded_ = false;   // the cursor is that of a state, and no loop has begun there
+  // The loop begins where a state was loaded: a stream knows that this was its end when it has read
+  // to it, and the loop is then the next epoch's.
+  bool may_be_over_ = false;
   bool running_ = false;
   bool in_loop_ = false;
   std::shared_ptr<const DeviceCopier> copier_;
@@ -204,8 +226,8 @@ class IndexedLoader : public LoaderBase {
   // whose batches this loader makes too, for a relay. ValueError without a source.
   void set_source(std::shared_ptr<const IndexSource> source,
                   std::vector<std::shared_ptr<const IndexSource>> others = {});
-  // Shuffles by another seed from the cursor on. False, and nothing changes, where the order is not
-  // that of a RandomSampler, or is a rank's share of one.
+  // set_seed(), and shuffles by it. False, and nothing changes, where the order is not that of a
+  // RandomSampler, or is a rank's share of one.
   bool set_shuffle_seed(uint64_t seed);
 
  protected:
@@ -219,6 +241,7 @@ class IndexedLoader : public LoaderBase {
   }
   int workers_for(int64_t position) const override;
   bool is_last_by_index() const override { return source_->batches_after(cursor().position) == 0; }
+  bool is_epoch_end(int64_t position) const override;
   const std::vector<std::shared_ptr<const IndexSource>>& others() const { return others_; }
 
  private:
@@ -241,10 +264,12 @@ void set_valid(Batch& batch, int64_t samples) {
   }
 }
 
-// A batch of examples, of which the first `samples` count.
+// A batch of examples, of which the first `samples` count and the first one stands at `place`.
 template <class Example>
-BatchShare collate_share(std::vector<Example>& examples, int64_t samples) {
+BatchShare collate_share(std::vector<Example>& examples, int64_t samples, uint64_t seed,
+                         const ExamplePlace& place) {
   using Batch = BatchOf<Example>;
+  const ExampleScope scope(seed, place, ExampleScope::Part::kCollate);
   const auto rows = static_cast<int64_t>(examples.size());
   auto batch = std::make_shared<Batch>(collate(std::span<Example>(examples)));
   samples = std::min(rows, samples);
@@ -331,10 +356,12 @@ class DataLoader : public IndexedLoader {
 
   class Maker : public BatchMaker {
    public:
-    Maker(DatasetPtr<Example> dataset, Source source, std::vector<Source> others, int64_t epoch)
+    Maker(DatasetPtr<Example> dataset, Source source, std::vector<Source> others, uint64_t seed,
+          int64_t epoch)
         : dataset_(std::move(dataset)),
           source_(std::move(source)),
           others_(std::move(others)),
+          seed_(seed),
           epoch_(epoch) {}
     std::optional<int64_t> next_position(int64_t position) const override {
       return source_->next_position(position);
@@ -355,28 +382,34 @@ class DataLoader : public IndexedLoader {
       examples.reserve(indices.size());
       for (const int64_t index : indices) {
         if (prefetch_is_stopping()) return {};
+        const ExampleScope scope(seed_,
+                                 {epoch_, source.order_position(position, std::ssize(examples))});
         try {
           examples.push_back(dataset_->get(index));
         } catch (...) {
           detail::rethrow_with_example(index, epoch_);
         }
       }
-      return detail::collate_share(examples, source.valid(position));
+      return detail::collate_share(examples, source.valid(position), seed_,
+                                   {epoch_, source.order_position(position, 0)});
     }
 
     DatasetPtr<Example> dataset_;
     Source source_;
     std::vector<Source> others_;
+    uint64_t seed_;
     int64_t epoch_;
   };
 
   static std::shared_ptr<const Sampler> default_sampler(int64_t size,
                                                         const DataLoaderOptions& options) {
-    if (options.shuffle) return std::make_shared<RandomSampler>(size, options.seed);
+    if (options.shuffle) {
+      return std::make_shared<RandomSampler>(size, options.seed.value_or(random_state().seed));
+    }
     return std::make_shared<SequentialSampler>(size);
   }
   std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const override {
-    return std::make_unique<Maker>(dataset_, source(), others(), from.epoch);
+    return std::make_unique<Maker>(dataset_, source(), others(), seed(), from.epoch);
   }
   FindBatchTensors find_tensors() const override { return find_batch_tensors<Batch>; }
   Batch* batch() const { return static_cast<Batch*>(current()); }
@@ -430,6 +463,9 @@ class StreamLoaderBase : public LoaderBase {
   }
   int workers_for(int64_t) const override { return std::min(options().workers, 1); }
   int64_t cursor_ranks() const override { return share_.by_parts ? share_.world_size : 0; }
+  bool ends_with_all_ranks() const override {
+    return share_.world_size == 1 || share_.tail != Tail::kUneven;
+  }
 
  private:
   StreamShare share_;
@@ -467,11 +503,15 @@ class StreamLoader : public StreamLoaderBase {
 
   class Maker : public BatchMaker {
    public:
-    Maker(DatasetPointer dataset, const StreamShare& share, bool looks_ahead,
+    Maker(DatasetPointer dataset, const StreamShare& share, bool looks_ahead, uint64_t seed,
           const LoaderCursor& from)
-        : dataset_(std::move(dataset)), share_(share), looks_ahead_(looks_ahead), from_(from) {
+        : dataset_(std::move(dataset)),
+          share_(share),
+          looks_ahead_(looks_ahead),
+          seed_(seed),
+          from_(from) {
       if (share.by_parts) {  // alone with its parts
-        part_ = share.rank;
+        part_ = first_part_ = share.rank;
         ranks_ = share.world_size;
         share_.rank = 0, share_.world_size = 1;
       }
@@ -496,11 +536,12 @@ class StreamLoader : public StreamLoaderBase {
       if (there == 0 && !(share_.by_parts && fills_up() && !first_.empty())) return {};
       if (share_.tail == Tail::kDrop && there < turn()) return {};
       if (looks_ahead_) look_ahead();
-      MadeBatch made{
-          share_of(share_.rank, examples), share_.by_parts ? next_position : reached_, {}};
+      MadeBatch made{share_of(share_.rank, position, examples),
+                     share_.by_parts ? next_position : reached_,
+                     {}};
       if (share_.for_all) {
         for (int rank = 1; rank < share_.world_size; ++rank) {
-          made.others.push_back(share_of(rank, examples));
+          made.others.push_back(share_of(rank, position, examples));
         }
       }
       return made;
@@ -509,6 +550,8 @@ class StreamLoader : public StreamLoaderBase {
    private:
     int64_t turn() const { return share_.batch_size * share_.world_size; }
     bool fills_up() const { return share_.tail == Tail::kWrapAround; }
+    // Where an example stands: parts are read by any number of ranks, so each has its own count.
+    static int64_t in_part(int64_t part, int64_t position) { return (part << 40) + position; }
     // Whether this rank needs the example at `at` of a turn.
     bool own(int64_t at) const { return share_.for_all || at / share_.batch_size == share_.rank; }
 
@@ -524,9 +567,13 @@ class StreamLoader : public StreamLoaderBase {
     std::optional<Example> read() {
       while (!ended_) {
         if (!stream_) {
+          const ExampleScope scope(seed_, {from_.epoch, in_part(part_, 0)},
+                                   ExampleScope::Part::kOpen);
           stream_ = share_.by_parts ? dataset_->open_part(from_.epoch, part_)
                                     : dataset_->open(from_.epoch);
+          read_ = 0;
         }
+        const ExampleScope scope(seed_, {from_.epoch, in_part(part_, read_++)});
         if (std::optional<Example> example = stream_->next()) return example;
         part_ += ranks_;
         ended_ = !share_.by_parts || part_ >= dataset_->num_parts();
@@ -567,7 +614,8 @@ class StreamLoader : public StreamLoaderBase {
                  "copied; let them be uneven or drop them.");
       }
     }
-    BatchShare share_of(int rank, std::vector<std::optional<Example>>& turn_examples) {
+    BatchShare share_of(int rank, int64_t position,
+                        std::vector<std::optional<Example>>& turn_examples) {
       const auto there = std::ssize(turn_examples);
       const int64_t begin = rank * share_.batch_size;
       const int64_t samples = std::clamp<int64_t>(there - begin, 0, share_.batch_size);
@@ -582,7 +630,9 @@ class StreamLoader : public StreamLoaderBase {
         }
       }
       if (examples.empty()) return {};
-      BatchShare share = detail::collate_share(examples, samples);
+      // By parts each rank has its own turn at this position.
+      const int64_t first = in_part(share_.by_parts ? first_part_ : 0, position + begin);
+      BatchShare share = detail::collate_share(examples, samples, seed_, {from_.epoch, first});
       share.last = is_last_of(rank);
       return share;
     }
@@ -590,9 +640,12 @@ class StreamLoader : public StreamLoaderBase {
     DatasetPointer dataset_;
     StreamShare share_;
     bool looks_ahead_;
+    uint64_t seed_;
     LoaderCursor from_;
     int64_t part_ = 0, ranks_ = 1;  // the part that is being read, and the step to the next
-    int64_t reached_ = 0;           // examples read, of this rank's parts
+    int64_t first_part_ = 0;
+    int64_t read_ = 0;     // examples read of the open stream
+    int64_t reached_ = 0;  // examples read, of this rank's parts
     std::unique_ptr<ExampleStream<Example>> stream_;
     std::vector<Example> first_;  // of the epoch, to fill up with
     std::deque<Example> ahead_;
@@ -602,7 +655,7 @@ class StreamLoader : public StreamLoaderBase {
 
   int64_t num_parts() const override { return dataset_->num_parts(); }
   std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const override {
-    return std::make_unique<Maker>(dataset_, share(), looks_ahead(), from);
+    return std::make_unique<Maker>(dataset_, share(), looks_ahead(), seed(), from);
   }
   FindBatchTensors find_tensors() const override { return find_batch_tensors<Batch>; }
   Batch* batch() const { return static_cast<Batch*>(current()); }

@@ -33,7 +33,8 @@ class Dataset {
   using Example = ExampleType;
   virtual ~Dataset() = default;
   virtual int64_t size() const = 0;
-  // index in [0, size()). The workers of a loader call it at the same time.
+  // index in [0, size()). The workers of a loader call it at the same time. What it draws at random
+  // is the example's own, and example_place() says the epoch (example_place.h).
   virtual Example get(int64_t index) const = 0;
 };
 

@@ -59,18 +59,22 @@ std::optional<int64_t> DistributedBatchSource::next_position(int64_t position) c
 
 std::vector<int64_t> DistributedBatchSource::batch(int64_t epoch, int64_t position) const {
   std::vector<int64_t> indices(static_cast<size_t>(count_at(position)));
-  const bool batches = share_.deal == Deal::kBatches;
-  const int64_t first = position + share_.rank * (batches ? batch_size_ : 1);
-  if (batches && first + static_cast<int64_t>(indices.size()) <= size()) {
+  const int64_t first = position + share_.rank * batch_size_;
+  if (share_.deal == Deal::kBatches && first + std::ssize(indices) <= size()) {
     sampler_->indices(epoch, first, indices);
     return indices;
   }
-  const int64_t step = batches ? 1 : share_.world_size;
   for (size_t i = 0; i < indices.size(); ++i) {
-    // Beyond the end: the epoch's first samples again, as often as it takes.
-    indices[i] = sampler_->index(epoch, (first + static_cast<int64_t>(i) * step) % size());
+    indices[i] = sampler_->index(epoch, order_position(position, static_cast<int64_t>(i)));
   }
   return indices;
+}
+
+int64_t DistributedBatchSource::order_position(int64_t position, int64_t row) const {
+  const bool batches = share_.deal == Deal::kBatches;
+  const int64_t first = position + share_.rank * (batches ? batch_size_ : 1);
+  // Beyond the end: the epoch's first samples again, as often as it takes.
+  return (first + row * (batches ? 1 : share_.world_size)) % size();
 }
 
 int64_t DistributedBatchSource::batches_after(int64_t position) const {
@@ -127,13 +131,18 @@ std::optional<int64_t> RoundRobinSource::next_position(int64_t position) const {
   return batches_->position_after(position, there);
 }
 
-std::vector<int64_t> RoundRobinSource::batch(int64_t epoch, int64_t position) const {
+int64_t RoundRobinSource::own_batch(int64_t position) const {
   const int64_t there = in_turn(position);
-  if (share_.rank < there) {
-    return batches_->batch(epoch, batches_->position_after(position, share_.rank));
-  }
-  const int64_t copy = (share_.rank - there) % batches_->batches_after(0);
-  return batches_->batch(epoch, batches_->position_after(0, copy));
+  if (share_.rank < there) return batches_->position_after(position, share_.rank);
+  return batches_->position_after(0, (share_.rank - there) % batches_->batches_after(0));
+}
+
+std::vector<int64_t> RoundRobinSource::batch(int64_t epoch, int64_t position) const {
+  return batches_->batch(epoch, own_batch(position));
+}
+
+int64_t RoundRobinSource::order_position(int64_t position, int64_t row) const {
+  return batches_->order_position(own_batch(position), row);
 }
 
 int64_t RoundRobinSource::batches_after(int64_t position) const {

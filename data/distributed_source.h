@@ -63,6 +63,7 @@ class DistributedBatchSource : public IndexSource {
   int64_t position_after(int64_t position, int64_t batches) const override;
   int64_t valid(int64_t position) const override;
   int64_t ranks_at(int64_t position) const override;
+  int64_t order_position(int64_t position, int64_t row) const override;
   int64_t global_batch_size() const override { return batch_size_ * share_.world_size; }
 
   const std::shared_ptr<const Sampler>& sampler() const { return sampler_; }
@@ -92,12 +93,14 @@ class RoundRobinSource : public IndexSource {
   int64_t position_after(int64_t position, int64_t batches) const override;
   int64_t valid(int64_t position) const override;
   int64_t ranks_at(int64_t position) const override;
+  int64_t order_position(int64_t position, int64_t row) const override;
 
   const std::shared_ptr<const IndexSource>& batches() const { return batches_; }
   const RankShare& share() const { return share_; }
 
  private:
-  int64_t in_turn(int64_t position) const;  // batches of the turn that starts there
+  int64_t in_turn(int64_t position) const;    // batches of the turn that starts there
+  int64_t own_batch(int64_t position) const;  // where this rank's batch of it starts
 
   std::shared_ptr<const IndexSource> batches_;
   RankShare share_;

@@ -131,6 +131,10 @@ class IndexSource {
   // were read before and fill it up. Larger than the batch: all of them.
   virtual int64_t valid(int64_t /*position*/) const { return kAllValid; }
   static constexpr int64_t kAllValid = std::numeric_limits<int64_t>::max();
+  // Where row `row` of the batch that starts at `position` stands in the epoch's order: a number
+  // that no other example of the epoch has, the same for any number of ranks. Its random numbers
+  // are drawn by it (example_place.h). A source that hands out a rank's share overrides it.
+  virtual int64_t order_position(int64_t position, int64_t row) const { return position + row; }
   // Ranks that have a batch in the turn that starts at `position`: the first so many.
   virtual int64_t ranks_at(int64_t /*position*/) const { return kAllRanks; }
   static constexpr int64_t kAllRanks = std::numeric_limits<int64_t>::max();
@@ -190,6 +194,10 @@ class BatchSamplerSource : public IndexSource {
   std::vector<int64_t> batch(int64_t epoch, int64_t position) const override;
   int64_t batches_after(int64_t position) const override;
   int64_t position_after(int64_t position, int64_t batches) const override;
+  // Rows of a batch come after its number: batches may be of any size up to 2^24.
+  int64_t order_position(int64_t position, int64_t row) const override {
+    return (position << 24) + row;
+  }
 
   const std::shared_ptr<const BatchSampler>& sampler() const { return sampler_; }
 

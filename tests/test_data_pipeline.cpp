@@ -15,10 +15,12 @@
 #include <thread>
 #include <vector>
 
+#include <tessera/autograd/ops.h>
 #include <tessera/core/allocator.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/parallel.h>
+#include <tessera/core/random.h>
 #include <tessera/data/bpe.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/data/shuffle_buffer.h>
@@ -370,7 +372,9 @@ TEST(Loaders, ResumeAtAnyBatchExactly) {
     const StateDict state = first.state_dict();
     DataLoader second(numbers, options);
     second.load_state_dict(state);
-    EXPECT_EQ(second.cursor(), first.cursor());
+    // The state of an epoch's last batch is the next epoch's start.
+    const LoaderCursor at = first.cursor();
+    EXPECT_EQ(second.cursor(), at.position == 50 ? (LoaderCursor{at.epoch + 1, 0}) : at);
     while (second.cursor().epoch < 3) {
       for (auto& batch : epoch_of(second)) got.push_back(std::move(batch));
     }
@@ -781,6 +785,240 @@ TEST(Tokenizers, SeveralThreadsGiveTheIdsOfOne) {
   for (size_t i = 0; i < got.size(); ++i) {
     EXPECT_EQ(got[i], expected);
     EXPECT_EQ(got_bert[i], expected_bert);
+  }
+}
+
+// ---- Random numbers -----------------------------------------------------------------------------
+
+// Example i is (i, two numbers drawn for it), as an augmentation draws them.
+class Noisy : public Dataset<std::array<Tensor, 3>> {
+ public:
+  explicit Noisy(int64_t size) : size_(size) {}
+  int64_t size() const override { return size_; }
+  std::array<Tensor, 3> get(int64_t index) const override {
+    const Tensor first = rand({1}), second = rand({1});
+    return {scalar_tensor(index, kI64), first, second};
+  }
+
+ private:
+  int64_t size_;
+};
+
+// Of `epochs` epochs: (epoch, example) -> its two numbers.
+using Drawn = std::map<std::pair<int, int64_t>, std::pair<float, float>>;
+Drawn drawn(const Dataset<std::array<Tensor, 3>>& dataset, const DataLoaderOptions& options,
+            int epochs = 2) {
+  Drawn numbers;
+  DataLoader loader(dataset, options);
+  for (int epoch = 0; epoch < epochs; ++epoch) {
+    for (auto& [index, first, second] : loader) {
+      for (int64_t row = 0; row < index.numel(); ++row) {
+        numbers[{epoch, index.to_vector<int64_t>()[static_cast<size_t>(row)]}] = {
+            first.to_vector<float>()[static_cast<size_t>(row)],
+            second.to_vector<float>()[static_cast<size_t>(row)]};
+      }
+    }
+  }
+  return numbers;
+}
+
+TEST(LoaderRandom, AnExampleDrawsTheSameNumbersForAnyNumberOfWorkersAndNewOnesEachEpoch) {
+  const Noisy dataset(40);
+  for (const bool shuffle : {false, true}) {
+    const Drawn expected = drawn(dataset, {.batch_size = 3, .shuffle = shuffle, .seed = 5});
+    std::set<float> all;
+    for (const auto& [place, numbers] : expected) all.insert({numbers.first, numbers.second});
+    // 24 bits each: of 160 numbers two are equal with a probability of 0.08%; the seed is fixed.
+    EXPECT_EQ(all.size(), 160U);
+    for (const int workers : {1, 2, 4}) {
+      EXPECT_EQ(
+          drawn(dataset, {.batch_size = 3, .shuffle = shuffle, .seed = 5, .workers = workers}),
+          expected)
+          << workers << " workers";
+    }
+    EXPECT_NE(drawn(dataset, {.batch_size = 3, .shuffle = shuffle, .seed = 6}), expected);
+  }
+}
+
+TEST(LoaderRandom, WithoutASeedOfItsOwnALoaderFollowsManualSeed) {
+  const Noisy dataset(40);
+  const auto run = [&](uint64_t seed, int workers) {
+    manual_seed(seed);
+    return drawn(dataset, {.batch_size = 4, .workers = workers});
+  };
+  const Numbers numbers(50);
+  const auto order = [&](uint64_t seed) {
+    manual_seed(seed);
+    DataLoader loader(numbers, {.batch_size = 5, .shuffle = true});
+    return epoch_of(loader);
+  };
+  for (const int workers : {0, 2}) {
+    EXPECT_EQ(run(1, workers), run(1, workers));
+    EXPECT_NE(run(1, workers), run(2, workers));
+  }
+  EXPECT_EQ(order(1), order(1));
+  EXPECT_NE(order(1), order(2));
+  manual_seed(0);
+}
+
+TEST(LoaderRandom, ALoopLeavesTheNumbersOfItsThreadAlone) {
+  const Noisy dataset(6);
+  for (const int workers : {0, 1}) {
+    manual_seed(3);
+    const std::vector<float> expected = rand({4}).to_vector<float>();
+    manual_seed(3);
+    drawn(dataset, {.batch_size = 2, .workers = workers});
+    EXPECT_EQ(rand({4}).to_vector<float>(), expected) << workers << " workers";
+  }
+  manual_seed(0);
+}
+
+TEST(LoaderRandom, AnExampleMayKnowItsEpoch) {
+  struct Epochs : Dataset<int64_t> {
+    int64_t size() const override { return 3; }
+    int64_t get(int64_t index) const override {
+      const std::optional<ExamplePlace> place = example_place();
+      return place ? 100 * place->epoch + 10 * place->position + index : -1;
+    }
+  };
+  const Epochs dataset;
+  for (const int workers : {0, 1}) {
+    DataLoader loader(dataset, {.batch_size = 2, .workers = workers});
+    EXPECT_EQ(flatten(epoch_of(loader)), (std::vector<int64_t>{0, 11, 22}));
+    EXPECT_EQ(flatten(epoch_of(loader)), (std::vector<int64_t>{100, 111, 122}));
+  }
+  EXPECT_EQ(dataset.get(0), -1);  // nobody's example
+}
+
+TEST(LoaderRandom, AResumedLoopDrawsWhatTheWholeOneDraws) {
+  const Noisy dataset(12);
+  const DataLoaderOptions options{.batch_size = 2, .shuffle = true, .seed = 1, .workers = 2};
+  DataLoader whole(dataset, options), resumed(dataset, options);
+  std::vector<std::vector<float>> expected, found;
+  for (auto& batch : whole) expected.push_back(batch[1].to_vector<float>());
+  resumed.set_cursor({0, 6});
+  for (auto& batch : resumed) found.push_back(batch[1].to_vector<float>());
+  EXPECT_EQ(found, (std::vector(expected.begin() + 3, expected.end())));
+}
+
+TEST(LoaderRandom, AStreamDrawsTheSameNumbersWithAndWithoutAWorker) {
+  struct Pass : ExampleStream<Tensor> {
+    int left = 9;
+    std::optional<Tensor> next() override {
+      if (left-- == 0) return std::nullopt;
+      return rand({1});
+    }
+  };
+  struct Noise : IterableDataset<Tensor> {
+    std::unique_ptr<ExampleStream<Tensor>> open(int64_t) const override {
+      return std::make_unique<Pass>();
+    }
+  };
+  const Noise stream;
+  const auto read = [&](uint64_t seed, int workers) {
+    StreamLoader loader(stream, {.batch_size = 2, .seed = seed, .workers = workers});
+    std::vector<float> all;
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      for (Tensor& batch : loader) {
+        const std::vector<float> values = batch.to_vector<float>();
+        all.insert(all.end(), values.begin(), values.end());
+      }
+    }
+    return all;
+  };
+  const std::vector<float> expected = read(1, 0);
+  EXPECT_EQ(std::set(expected.begin(), expected.end()).size(), 18U);
+  EXPECT_EQ(read(1, 1), expected);
+  EXPECT_NE(read(2, 0), expected);
+}
+
+// ---- Loops --------------------------------------------------------------------------------------
+
+TEST(Loaders, ASecondLoopInsideOfALoopIsRefused) {
+  const Numbers numbers(8);
+  DataLoader loader(numbers, {.batch_size = 2});
+  int batches = 0;
+  try {
+    for ([[maybe_unused]] Tensor& outer : loader) {
+      for ([[maybe_unused]] Tensor& inner : loader) ASSERT_LT(++batches, 100) << "does not end";
+    }
+    ADD_FAILURE() << "two loops over one loader";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("a second loader"), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(batches, 0);
+  EXPECT_EQ(epoch_of(loader).size(), 4U);  // the loop that was left by the exception has ended
+}
+
+TEST(Loaders, SkippingAfterALoadIsRefusedWhereItWouldSkipTwice) {
+  const Numbers numbers(20);
+  const DataLoaderOptions options{.batch_size = 2};
+  DataLoader first(numbers, options);
+  for (int i = 0; i < 3; ++i) first.next();
+  DataLoader second(numbers, options);
+  second.load_state_dict(first.state_dict());
+  try {
+    second.skip_batches(3);
+    ADD_FAILURE() << "skipped twice";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("loaded"), std::string::npos) << error.what();
+  }
+  second.skip_batches(0);
+  EXPECT_EQ(epoch_of(second).size(), 7U);  // where the state says
+  second.skip_batches(3);                  // of the next epoch
+  EXPECT_EQ(epoch_of(second).size(), 7U);
+  second.load_state_dict(first.state_dict());
+  second.set_cursor({0, 0});  // a cursor of one's own
+  second.skip_batches(3);
+  EXPECT_EQ(epoch_of(second).size(), 7U);
+}
+
+TEST(Loaders, AnEpochSetAfterALoadKeepsThePlaceInIt) {
+  const Numbers numbers(20);
+  const DataLoaderOptions options{.batch_size = 2};
+  DataLoader first(numbers, options);
+  epoch_of(first);
+  for (int i = 0; i < 3; ++i) first.next();
+  DataLoader second(numbers, options);
+  second.load_state_dict(first.state_dict());
+  second.set_epoch(1);  // as the loop over epochs of a training does
+  EXPECT_EQ(second.cursor(), (LoaderCursor{1, 6}));
+  EXPECT_EQ(epoch_of(second).size(), 7U);
+  second.set_epoch(1);
+  EXPECT_EQ(epoch_of(second).size(), 10U);
+  second.load_state_dict(first.state_dict());
+  second.set_epoch(0);
+  EXPECT_EQ(second.cursor(), (LoaderCursor{0, 0}));
+}
+
+TEST(Loaders, AStreamSavedAtItsLastBatchGoesOnWithTheNextEpoch) {
+  const Counter counter(10);
+  for (const bool look_ahead : {false, true}) {
+    StreamLoader first(counter, {.batch_size = 4});
+    first.set_look_ahead(look_ahead);
+    std::optional<StateDict> saved;
+    for ([[maybe_unused]] Tensor& batch : first) saved = first.state_dict();
+    StreamLoader second(counter, {.batch_size = 4});
+    second.load_state_dict(*saved);
+    EXPECT_EQ(flatten(epoch_of(second)),
+              (std::vector<int64_t>{100, 101, 102, 103, 104, 105, 106, 107, 108, 109}));
+    EXPECT_EQ(second.cursor(), (LoaderCursor{2, 0}));
+  }
+}
+
+TEST(Loaders, AStateSavedAtTheLastBatchGoesOnWithTheNextEpoch) {
+  for (const bool drop_last : {false, true}) {
+    const Numbers numbers(11);
+    const DataLoaderOptions options{.batch_size = 2, .drop_last = drop_last, .workers = 1};
+    DataLoader first(numbers, options);
+    std::optional<StateDict> saved;
+    for ([[maybe_unused]] Tensor& batch : first) saved = first.state_dict();
+    DataLoader second(numbers, options);
+    second.load_state_dict(*saved);
+    EXPECT_EQ(second.cursor(), (LoaderCursor{1, 0}));
+    second.skip_batches(0);
+    second.set_epoch(1);
+    EXPECT_EQ(epoch_of(second).size(), drop_last ? 5U : 6U);
   }
 }
 

@@ -4,11 +4,14 @@
 #include <sstream>
 #include <vector>
 
+#include <nlohmann/json.hpp>
+
 #include <tessera/accelerate/loaders/parts_relay.h>
 #include <tessera/accelerate/loaders/scatter_relay.h>
 #include <tessera/accelerate/operations.h>
 #include <tessera/core/error.h>
 #include <tessera/data/distributed_source.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::accelerate {
 namespace {
@@ -68,10 +71,16 @@ std::string fingerprint(const data::IndexedLoader& loader) {
   std::ostringstream out;
   out << "loader of " << loader.dataset_size() << " examples, " << loader.size()
       << " batches, total batch size " << loader.total_batch_size() << ", drop_last "
-      << loader.options().drop_last << ", seed " << loader.options().seed << ", cursor "
+      << loader.options().drop_last << ", seed " << loader.seed() << ", cursor "
       << loader.cursor().epoch << ':' << loader.cursor().position << ", first batches #" << std::hex
       << hash;
   return out.str();
+}
+
+// The seed that a loader took from its thread is that of a rank, and may differ between ranks.
+uint64_t common_seed(const data::LoaderBase& loader, distributed::Group& ranks) {
+  return distributed::broadcast_object(loader.seed(), 0, ranks, {.tag = "loader: seed"})
+      .get<uint64_t>();
 }
 
 std::string fingerprint(const data::StreamLoaderBase& loader) {
@@ -213,6 +222,10 @@ void LoaderPlan::prepare_indexed(data::IndexedLoader& loader, const BatchCodec* 
                 "already; give the loader the source that one rank would have.");
     // Errors before any rank is changed.
     share_of(loader.source(), mode, Tail::kDrop, 0, ranks_.size());
+    if (!loader.options().seed) {
+      const uint64_t seed = common_seed(loader, ranks_);
+      if (seed != loader.seed() && !loader.set_shuffle_seed(seed)) loader.set_seed(seed);
+    }
     if (options_.verify) {
       detail::check_equal_on_all_ranks(kPrepareLoader, fingerprint(loader),
                                        "make the same loader on every rank", ranks_, {});
@@ -235,6 +248,7 @@ void LoaderPlan::prepare_stream(data::StreamLoaderBase& loader, const BatchCodec
                 "deals a stream among the ranks itself; the loader has a share of ",
                 loader.share().world_size, " ranks already; leave set_share() to it.");
     if (options_.split_batches) split_size(loader.share().batch_size, ranks_.size());
+    if (!loader.options().seed) loader.set_seed(common_seed(loader, ranks_));
     if (options_.verify) {
       detail::check_equal_on_all_ranks(kPrepareLoader, fingerprint(loader),
                                        "make the same loader on every rank", ranks_, {});
