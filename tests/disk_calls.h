@@ -21,6 +21,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
@@ -62,6 +63,9 @@ class DiskCalls {
   std::function<void()> look;
   // Errors to give instead of making the call, by the beginning of its text ("fsync a").
   std::map<std::string, int> failing;
+
+  // Every second write is interrupted, the others write at most so many bytes; 0: as they are.
+  size_t short_writes = 0;
 
   // "fsync a.tmp", "rename a.tmp a", "fsync ." in their order, paths from the root. What makes
   // temporary names distinct (".tmp-PID-N") is left out.
@@ -109,6 +113,20 @@ class DiskCalls {
     if (result == 0 && removed != 0) own->removed_.insert(removed);
     errno = error;
     return result;
+  }
+  static ssize_t write(int descriptor, size_t bytes,
+                       const std::function<ssize_t(size_t bytes)>& call) {
+    std::unique_lock lock(mutex());
+    DiskCalls* own = current();
+    if (own == nullptr || own->short_writes == 0 || !own->within(path_of(descriptor))) {
+      lock.unlock();
+      return call(bytes);
+    }
+    if ((own->writes_ += 1) % 2 == 1) {
+      errno = EINTR;
+      return -1;
+    }
+    return call(std::min(bytes, own->short_writes));
   }
   static std::string path_of(int descriptor) {
     std::error_code error;
@@ -216,6 +234,7 @@ class DiskCalls {
   std::map<ino_t, std::string> durable_bytes_;                   // of each file's last fsync
   std::map<ino_t, std::map<std::string, Entry>> durable_names_;  // of each folder's
   std::set<ino_t> removed_;
+  int64_t writes_ = 0;
   TestFolder images_;
 };
 
@@ -235,6 +254,12 @@ TESSERA_INTERCEPTED int fsync(int descriptor) {
   using tessera::DiskCalls;
   return DiskCalls::note("fsync", {DiskCalls::path_of(descriptor)},
                          [&] { return next(descriptor); });
+}
+TESSERA_INTERCEPTED ssize_t pwrite(int descriptor, const void* data, size_t bytes, off_t offset) {
+  static auto* const next =
+      tessera::next_function<ssize_t(int, const void*, size_t, off_t)>("pwrite");
+  return tessera::DiskCalls::write(
+      descriptor, bytes, [&](size_t count) { return next(descriptor, data, count, offset); });
 }
 TESSERA_INTERCEPTED int fchmod(int descriptor, mode_t mode) noexcept {
   static auto* const next = tessera::next_function<int(int, mode_t)>("fchmod");

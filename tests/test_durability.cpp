@@ -94,6 +94,50 @@ TEST_F(Durability, WhatWasOverwrittenBeforeTheCommitIsOnTheDiskToo) {
   EXPECT_EQ(read_file(disk.lazy() + "/a.txt"), "HEAD" + std::string(100'000, 'x') + "tail");
 }
 
+TEST_F(Durability, WritesThatAreInterruptedOrShortGoOnWhereTheyStopped) {
+  std::string text;
+  for (int i = 0; i < 300'000; ++i) text += static_cast<char>('a' + i % 23);
+  DiskCalls disk(path(""));
+  disk.short_writes = 1001;
+  AtomicFile file(path("a.txt"));
+  file.write(text.substr(0, 10));
+  file.write(text.substr(10));
+  file.overwrite(3, text.data() + 3, 5000);
+  file.commit();
+  EXPECT_EQ(read_file(path("a.txt")), text);
+}
+
+// A program whose standard input is closed gets its number for the next file.
+TEST_F(Durability, AFileMayHaveTheDescriptorZero) {
+  const int input = ::dup(0);
+  ::close(0);
+  write_file_atomically(path("a.txt"), "text");
+  EXPECT_NE(::fcntl(0, F_GETFD), 0) << "nothing was left open";
+  sync_folder(path(""));
+  if (input >= 0) {
+    ::dup2(input, 0);
+    ::close(input);
+  }
+  EXPECT_EQ(read_file(path("a.txt")), "text");
+}
+
+TEST_F(Durability, FoldersAreForcedToTheDiskWhereSomethingIsNewInThem) {
+  DiskCalls disk(path(""));
+  make_folders(path("a/b/c"));
+  EXPECT_EQ(std::ranges::count(disk.calls(), "fsync a/b"), 1);
+  EXPECT_EQ(std::ranges::count(disk.calls(), "fsync a"), 1);
+  EXPECT_EQ(std::ranges::count(disk.calls(), "fsync ."), 1);
+  EXPECT_TRUE(fs::is_directory(disk.lazy() + "/a/b/c"));
+  disk.forget();
+  make_folders(path("a/b/c"));
+  EXPECT_EQ(disk.calls(), Calls{}) << "they were there";
+  disk.failing["fsync a"] = EIO;
+  EXPECT_THROW(make_folders(path("a/d")), IoError);
+  EXPECT_THROW(sync_folder(path("none")), IoError);
+  write_file_atomically(path("file"), "text");
+  EXPECT_THROW(make_folders(path("file/a")), IoError);
+}
+
 TEST_F(Durability, AFileThatCannotBeForcedToTheDiskIsNotNamed) {
   write_file_atomically(path("a.txt"), "old");
   DiskCalls disk(path(""));
