@@ -151,6 +151,29 @@ TEST(Replicate, D3_GradientsLieInTheBucketsAndKeepTheirLayout) {
   });
 }
 
+// Columns of a wider tensor: its memory has holes, the bucket has none.
+TEST(Replicate, D3_AParameterWhoseMemoryHasHolesHasTheGradientOfADenseOne) {
+  on_ranks(2, [](int rank) {
+    manual_seed(3);
+    Net dense, holes;
+    holes.load_state_dict(dense.state_dict());
+    const Tensor wide = full({64, 70}, 7);
+    const Tensor columns = wide.narrow(1, 5, 32);
+    copy_(columns, holes.second.weight.detach());
+    holes.second.weight.set_data(columns);
+    Mesh mesh(world());
+    const Replica first = replicate(dense, mesh, small_buckets());
+    const Replica second = replicate(holes, mesh, small_buckets());
+    for (int step = 0; step < 2; ++step) {
+      loss_of(dense, 10 * step + rank).backward();
+      loss_of(holes, 10 * step + rank).backward();
+      expect_same_bits(gradients_of(holes), gradients_of(dense));
+      dense.zero_grad(), holes.zero_grad();
+    }
+    EXPECT_EQ(wide.narrow(1, 0, 5).to_vector(), std::vector<double>(320, 7));
+  });
+}
+
 TEST(Replicate, D3_ViewsAndCopiesGiveTheSameBits) {
   NEEDS_RANKS(2);
   for (const bool set_to_none : {true, false}) {
@@ -540,6 +563,13 @@ TEST(Replicate, OptionsThatDoNotFitAreConfigErrors) {
     EXPECT_THROW(replicate(net, mesh, options), ConfigError);
     options = {.axis = "tp"};
     EXPECT_THROW(replicate(net, mesh, options), ConfigError);
+
+    const Tensor without_memory = raw::empty({2}, kF32, kMeta).set_requires_grad();
+    EXPECT_THROW(ParamGroupEngine({{"w", without_memory}}, world(), {}), DeviceError);
+    const Tensor weight = zeros({2}).set_requires_grad();
+    for (const ShardingMode& mode : {kZero1, kZero2, kFullyShard}) {
+      EXPECT_THROW(ParamGroupEngine({{"w", weight}}, world(), {.mode = mode}), UnsupportedError);
+    }
   });
 }
 

@@ -55,7 +55,6 @@ void JoinState::finish() {
   for (;;) {
     const Poll poll = this->poll(false);
     if (poll.active == 0) break;
-    engine_->before_forward();
     if (!poll.synchronises) continue;
     synchronise_buffers_();
     engine_->plan.micro_index = poll.micro_index;
