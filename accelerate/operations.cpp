@@ -121,7 +121,14 @@ void gather(const Leaves& leaves, Group& group, const OperationOptions& options)
 void reduce(const Leaves& leaves, Reduction reduction, Group& group,
             const OperationOptions& options) {
   // [Trap: reduce("none") sums] Each rank keeps what it has.
-  if (group.size() == 1 || reduction == Reduction::kNone) return;
+  if (reduction == Reduction::kNone) return;
+  for (const Tensor* leaf : leaves) {
+    // One rank refuses what several would.
+    TS_CHECK_DTYPE(reduction != Reduction::kMean || is_floating(leaf->dtype()), "reduce",
+                   "the mean of integers is none; got ", *leaf,
+                   "; take the sum, or convert to a floating dtype first");
+  }
+  if (group.size() == 1) return;
   const NoGradGuard no_grad;
   check_shapes("reduce", leaves, group, options);
   const ReduceOp op = reduction == Reduction::kSum    ? ReduceOp::kSum

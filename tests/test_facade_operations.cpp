@@ -135,6 +135,11 @@ TEST(FacadeOperations, OPS_6_ReduceOfTwoRanks) {
     EXPECT_EQ(own.to_vector(), rank == 0 ? (Values{1, 2}) : (Values{3, 4}));
     EXPECT_THROW(reduce(range(0, 2).to(kI64), Reduction::kMean), DTypeError);
   });
+  // One rank refuses what several do.
+  compared_ranks(1, [](int) {
+    EXPECT_THROW(reduce(range(0, 2).to(kI64), Reduction::kMean), DTypeError);
+    EXPECT_EQ(reduce(range(0, 2).to(kI64), Reduction::kSum).to_vector(), (Values{0, 1}));
+  });
 }
 
 // Values that all have the same number of elements pass the comparison that every collective makes;
