@@ -22,7 +22,9 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
   accelerate::CodeSettings code;
   code.set("mixed_precision", options.mixed_precision)
       .set("precision_policy", options.precision_policy)
+      .set("output_precision", options.output_precision)
       .set("gradient_accumulation_steps", options.gradient_accumulation_steps)
+      .set("loss_weighting", options.loss_weighting)
       .set("sync_with_dataloader", options.sync_with_dataloader)
       .set("sync_each_batch", options.sync_each_batch)
       .set("step_schedule_with_optimizer", options.step_schedule_with_optimizer)
@@ -182,6 +184,14 @@ Device Accelerator::device() const {
 
 data::LoaderBase* Accelerator::active_loader() const { return state_->loader_plan->active(); }
 bool Accelerator::end_of_dataloader() const { return state_->loader_plan->end_of_loader(); }
+Tensor Accelerator::row_mask() const {
+  const data::LoaderBase* loader = active_loader();
+  TS_CHECK(loader != nullptr, "row_mask",
+           "no prepared loader is being read; ask for it in the loop over one");
+  const Tensor mask = raw::zeros({loader->batch_rows()}, kF32);
+  std::fill_n(mask.data_as<float>(), loader->batch_samples(), 1.0F);
+  return mask.to(device());
+}
 accelerate::LoaderPlan& Accelerator::loader_plan() { return *state_->loader_plan; }
 distributed::Group& Accelerator::data_ranks() const { return *state_->dealt_ranks; }
 

@@ -31,7 +31,16 @@
 // where the window is short, batches differ in size or ranks have unequal numbers of tokens. A
 // weight is what its loss is a mean over: samples (the default) or tokens. Losses are multiplied
 // by weight / nominal, so that a factor of 1 is left where batches are equal, and the sum is
-// divided once. Within the window `.grad` is this rank's sum so far.
+// divided once. Within the window `.grad` is this rank's sum so far. Losses that lead to no model
+// of the window, nor to one that ranks share, are not multiplied. LossWeighting::kHuggingFace
+// divides as Accelerate does instead: every loss by gradient_accumulation_steps, their sum by the
+// ranks.
+//
+// [Note: adding up] Gradients that nobody cleared stay, and what comes is added to them, on one
+// rank as on many: a program that divides its losses by hand, steps at every k-th batch and opens
+// no micro-batches is right. Where a window has one backward its ranks first agree on their
+// weights; where it has several micro-batches, what was there before is kept apart until the
+// boundary (a copy) and `.grad` has the window alone.
 //
 // Bits: f32, deterministic reductions, one thread and equal micro-batches: N ranks are bit-equal to
 // one process that accumulates N times as many micro-batches, dropout included: random numbers of
@@ -88,10 +97,12 @@ class Schedule;
 struct AcceleratorOptions {
   std::optional<Precision> mixed_precision = {};
   std::optional<PrecisionPolicy> precision_policy = {};
+  std::optional<OutputPrecision> output_precision = {};
   std::optional<int64_t> gradient_accumulation_steps = {};  // micro-batches of a window
-  std::optional<bool> sync_with_dataloader = {};            // its end ends the window
-  std::optional<bool> sync_each_batch = {};                 // reduce in every micro-batch
-  std::optional<bool> step_schedule_with_optimizer = {};    // only where it has stepped
+  std::optional<LossWeighting> loss_weighting = {};
+  std::optional<bool> sync_with_dataloader = {};          // its end ends the window
+  std::optional<bool> sync_each_batch = {};               // reduce in every micro-batch
+  std::optional<bool> step_schedule_with_optimizer = {};  // only where it has stepped
   std::optional<ScheduleUnit> schedule_unit = {};
   std::optional<bool> split_batches = {};     // batch_size is that of all ranks together
   std::optional<bool> even_batches = {};      // an epoch's last turn is filled up
@@ -182,7 +193,9 @@ class Accelerator : public ProcessControl {
   //   model      moves to device(), in place: whoever holds its parameters holds them there;
   //              with several ranks and a parameter that requires grad: gradients are averaged in
   //              backward, rank 0's parameters become everybody's; calls compute in the
-  //              precision. precision_policy pure stores its parameters in 16 bits from here on
+  //              precision and return f32 (output_precision), which a loss made of the results
+  //              needs; what the model keeps to itself is not converted. precision_policy pure
+  //              stores its parameters in 16 bits from here on
   //   optimizer  step() and zero_grad() act at the boundary of the models whose parameters it has;
   //              its f32 masters of 16-bit parameters begin with the values before prepare()
   //   loader     reads this rank's share; its batches come on device()
@@ -231,15 +244,15 @@ class Accelerator : public ProcessControl {
   // Adds the gradient of a loss of one element to the window; see [Note: weight]. Outside of
   // accumulate() a backward is a window of its own; under no_sync() backwards then add up
   // undivided. Collective where gradients are reduced. ValueError for a second backward of one
-  // micro-batch with another weight.
+  // micro-batch with another weight, and for any weight with LossWeighting::kHuggingFace.
   void backward(const Tensor& loss, const BackwardOptions& options);
   void backward(const Tensor& loss) { backward(loss, BackwardOptions()); }
 
   // Backwards in the scope add up on this rank; forward and backward both belong in it. What ran
-  // forward in it is not reduced by its backward outside either, unless trigger_sync_in_backward()
-  // came before.
+  // forward in it is not reduced by its backward outside either, unless that runs in a scope of
+  // trigger_sync_in_backward().
   AcceleratorScope no_sync(nn::ModuleBase& model);
-  void trigger_sync_in_backward(nn::ModuleBase& model);
+  AcceleratorScope trigger_sync_in_backward(nn::ModuleBase& model);
   // Windows of the model end on this rank alone in the scope: its gradients are the weighted mean
   // of its own micro-batches. For algorithms that bring the ranks together otherwise (LocalSGD).
   AcceleratorScope without_reduction(nn::ModuleBase& model);
@@ -309,6 +322,12 @@ class Accelerator : public ProcessControl {
     loader.skip_batches(batches);
     return loader;
   }
+  // Of its batch in hand, f32 [rows]: 1 for rows that count, 0 for copies that fill the batch up
+  // (even_batches). backward() weighs the batch by the rows that count, but a plain mean over all
+  // rows has the copies in it; this one has not:
+  //     (losses * accelerator.row_mask()).sum() / std::max<int64_t>(1, loader.batch_samples())
+  // ValueError where no loader is being read.
+  Tensor row_mask() const;
   accelerate::LoaderPlan& loader_plan();
 
   // ---- Values of all ranks: accelerate/operations.h and metrics.h among data_ranks(). With the

@@ -31,10 +31,8 @@ std::shared_ptr<distributed::CommunicationHook> hook_of(const accelerate::Settin
   return nullptr;
 }
 
-precision::Policy policy_of(const accelerate::Settings& settings) {
-  if (settings.mixed_precision.value == Precision::kNo) return precision::Policy::f32();
-  const DType low = settings.mixed_precision.value == Precision::kBF16 ? kBF16 : kF16;
-  switch (settings.precision_policy.value) {
+precision::Policy way_of_computing(PrecisionPolicy way, DType low) {
+  switch (way) {
     case PrecisionPolicy::kBoundary:
       return precision::Policy::boundary(low);
     case PrecisionPolicy::kPure:
@@ -45,13 +43,23 @@ precision::Policy policy_of(const accelerate::Settings& settings) {
   return precision::Policy::autocast(low);
 }
 
+precision::Policy policy_of(const accelerate::Settings& settings) {
+  if (settings.mixed_precision.value == Precision::kNo) return precision::Policy::f32();
+  const DType low = settings.mixed_precision.value == Precision::kBF16 ? kBF16 : kF16;
+  precision::Policy policy = way_of_computing(settings.precision_policy.value, low);
+  if (settings.output_precision.value == OutputPrecision::kF32) policy.output = kF32;
+  return policy;
+}
+
 distributed::ReplicateOptions replicate_options(const accelerate::Settings& settings) {
   const auto bytes = [](double megabytes) { return static_cast<int64_t>(megabytes * 1048576); };
   distributed::ReplicateOptions options;
   options.first_bucket_bytes = bytes(settings.ddp_first_bucket_mb);
   options.bucket_bytes = bytes(settings.ddp_bucket_cap_mb);
   options.gradient_as_bucket_view = settings.ddp_gradient_as_bucket_view;
-  options.average = distributed::GradientAverage::kWeight;
+  options.average = settings.loss_weighting.value == LossWeighting::kHuggingFace
+                        ? distributed::GradientAverage::kRanks
+                        : distributed::GradientAverage::kWeight;
   options.init_sync = settings.ddp_init_sync;
   options.broadcast_buffers = settings.ddp_broadcast_buffers;
   const precision::Policy policy = policy_of(settings);
@@ -167,7 +175,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
             if (!output->requires_grad() || output->is_leaf()) continue;
             register_hook(*output, [weak](const Tensor&) {
               if (const auto record = weak.lock();
-                  record && record->replica && !record->triggered) {
+                  record && record->replica && record->triggered == 0) {
                 distributed::StepPlan plan = record->replica->plan();
                 plan.sync_gradients = false;
                 record->replica->set_plan(plan);

@@ -40,6 +40,29 @@ class Life {
   std::weak_ptr<const Life> token_;
 };
 
+// Gradients that were there before a window and are added to its mean; see [Note: adding up].
+class KeptGradients {
+ public:
+  bool empty() const { return entries_.empty(); }
+  // Copies them, and leaves zeros.
+  void take(const NamedTensors& parameters);
+  void add();       // to what is there now
+  void subtract();  // before more is added to the mean
+  void clear() { entries_.clear(); }
+  void scale(double factor);
+  // Around each backward, to see what somebody else has cleared meanwhile: that is forgotten.
+  void forget_cleared();
+  void note_versions();
+
+ private:
+  struct Entry {
+    Tensor parameter, value;
+    uint32_t version;  // of `.grad`
+  };
+  void apply(double factor);
+  std::vector<Entry> entries_;
+};
+
 // What the Accelerator knows of a model.
 struct ModelRecord {
   nn::ModuleBase* model = nullptr;
@@ -57,11 +80,12 @@ struct ModelRecord {
   };
   std::unordered_map<TensorImpl*, Original> originals;
   std::optional<distributed::Replica> replica;
+  KeptGradients kept;
   StepWindow window;
   std::optional<int64_t> steps;
-  int no_sync = 0;         // scopes that are open
-  bool triggered = false;  // the next backward reduces whatever no_sync says
-  bool local = false;      // windows are closed on this rank alone (local SGD)
+  int no_sync = 0;     // scopes that are open
+  int triggered = 0;   // scopes in which backward reduces whatever no_sync says
+  bool local = false;  // windows are closed on this rank alone (local SGD)
   bool explicit_weights = false;
   bool consumed = true;  // an optimizer has stepped since the last backward
   double divisor = 1;    // that this rank's gradients were divided by without communication
@@ -76,8 +100,12 @@ struct ModelRecord {
     plan.sync_gradients = sync && no_sync == 0 && !local;
     replica->set_plan(plan);
   }
+  bool reduces() const { return replica.has_value() && !local; }
   bool has_weight() const {
-    return replica && !local ? replica->engine().window_weight() != 0 : window.weight() != 0;
+    if (!reduces()) return window.weight() != 0;
+    const distributed::ParamGroupEngine& engine = replica->engine();
+    return engine.options().average != distributed::GradientAverage::kWeight ||
+           engine.window_weight() != 0;
   }
 };
 
@@ -185,8 +213,14 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   void begin_random_numbers();
   double weigh(std::optional<double> weight);
   double agree_on_nominal(double weight);
-  void divide(std::span<const std::shared_ptr<ModelRecord>> records);
+  void divide(std::span<const std::shared_ptr<ModelRecord>> records, bool undivided);
   void resume(ModelRecord& record);
+  void begin_sum(ModelRecord& record, const Tensor& loss, bool at_once);
+  double seed_of(const Tensor& loss, double weight,
+                 std::span<const std::shared_ptr<ModelRecord>> own, bool undivided) const;
+  bool divides_as_huggingface() const {
+    return settings.loss_weighting.value == LossWeighting::kHuggingFace;
+  }
   const std::vector<std::shared_ptr<ModelRecord>>& models_of(OptimizerRecord& record);
   optim::StepDecision may_step(OptimizerRecord& record);
   optim::StepDecision may_step_schedule_of(const optim::Optimizer& optimizer);

@@ -1,10 +1,13 @@
 // Micro-batches, the windows they make up, and who may step at their end.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <unordered_set>
 
 #include <tessera/accelerate/accelerator_state.h>
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/graph.h>
+#include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
@@ -95,6 +98,13 @@ bool Accelerator::sync_gradients() const { return state_->sync_gradients; }
 
 // The weight of this micro-batch in units of the nominal one.
 double Accelerator::State::weigh(std::optional<double> weight) {
+  if (divides_as_huggingface()) {
+    TS_CHECK(!weight, "backward", "loss_weighting=huggingface (",
+             settings.loss_weighting.origin.describe(),
+             ") gives every micro-batch the same weight; got ", *weight,
+             "; leave the weight out, or take loss_weighting=samples");
+    return 1;
+  }
   if (weight) {
     TS_CHECK(*weight >= 0 && std::isfinite(*weight), "backward",
              "a weight counts samples or tokens and is not negative; got ", *weight);
@@ -126,22 +136,116 @@ double Accelerator::State::agree_on_nominal(double weight) {
 }
 
 // What the reduction does where there is one: the sum becomes the mean.
-void Accelerator::State::divide(std::span<const std::shared_ptr<ModelRecord>> records) {
+void Accelerator::State::divide(std::span<const std::shared_ptr<ModelRecord>> records,
+                                bool undivided) {
   std::unordered_set<TensorImpl*> seen;
   for (const auto& record : records) {
-    record->divisor = record->window.weight() == 0 ? 1 : record->window.weight();
-    if (record->divisor == 1) continue;
-    const double factor = 1 / record->divisor;
-    kernels::multi_tensor_scale(gradients_of(record->parameters, seen), &factor);
+    const double weight = record->window.weight();
+    record->divisor = undivided || divides_as_huggingface() || weight == 0 ? 1 : weight;
+    if (record->divisor != 1) {
+      const double factor = 1 / record->divisor;
+      kernels::multi_tensor_scale(gradients_of(record->parameters, seen), &factor);
+    }
+    record->kept.add();
   }
 }
 
 // A mean that a further backward adds to becomes a sum again.
 void Accelerator::State::resume(ModelRecord& record) {
-  if (record.replica && !record.local) return record.replica->resume_sum();
+  if (!record.kept.empty()) {
+    record.kept.subtract();
+    if (record.reduces()) record.replica->accept_written();
+  }
+  if (record.reduces()) {
+    return divides_as_huggingface() ? record.replica->keep_gradients()
+                                    : record.replica->resume_sum();
+  }
   if (record.divisor == 1) return;
   std::unordered_set<TensorImpl*> seen;
   kernels::multi_tensor_scale(gradients_of(record.parameters, seen), &record.divisor);
+}
+
+// ---- Gradients that are there before a window --------------------------------------------------
+
+void KeptGradients::take(const NamedTensors& parameters) {
+  const NoGradGuard no_grad;
+  entries_.clear();
+  for (const auto& [name, parameter] : parameters) {
+    const Tensor gradient = parameter.grad();
+    if (!gradient.defined()) continue;
+    entries_.push_back({parameter, gradient.detach().clone(), 0});
+    zero_(gradient);
+  }
+  note_versions();
+}
+
+void KeptGradients::apply(double factor) {
+  const NoGradGuard no_grad;
+  forget_cleared();
+  for (const Entry& entry : entries_) add_(entry.parameter.grad(), entry.value, factor);
+  note_versions();
+}
+void KeptGradients::add() { apply(1); }
+void KeptGradients::subtract() { apply(-1); }
+
+void KeptGradients::scale(double factor) {
+  const NoGradGuard no_grad;
+  for (const Entry& entry : entries_) mul_(entry.value, Scalar(factor));
+  note_versions();
+}
+
+void KeptGradients::note_versions() {
+  for (Entry& entry : entries_) {
+    if (const Tensor gradient = entry.parameter.grad(); gradient.defined()) {
+      entry.version = gradient.version();
+    }
+  }
+}
+
+void KeptGradients::forget_cleared() {
+  std::erase_if(entries_, [](const Entry& entry) {
+    const Tensor gradient = entry.parameter.grad();
+    if (!gradient.defined()) return true;
+    return gradient.version() != entry.version &&
+           kernels::multi_tensor_norm({&gradient, 1}, std::numeric_limits<double>::infinity()) == 0;
+  });
+}
+
+// Before the first backward of a sum: what lies in `.grad` stays, in addition to it. `at_once`:
+// this backward is all of it.
+void Accelerator::State::begin_sum(ModelRecord& record, const Tensor& loss, bool at_once) {
+  record.kept.clear();
+  if (divides_as_huggingface()) {  // a mean over the ranks: adding to it is right as it is
+    if (record.reduces()) record.replica->keep_gradients();
+    return;
+  }
+  const auto has_gradient = [](const NamedTensor& named) { return named.tensor.grad().defined(); };
+  if (std::ranges::none_of(record.parameters, has_gradient)) return;
+  if (!leads_to_any(loss, record.parameters)) return;
+  if (!at_once) {
+    record.kept.take(record.parameters);
+  } else if (record.reduces()) {
+    record.replica->keep_gradients();
+  }
+}
+
+// What the loss is multiplied by, its scale for f16 aside. `undivided`: nothing will divide by the
+// weight.
+double Accelerator::State::seed_of(const Tensor& loss, double weight,
+                                   std::span<const std::shared_ptr<ModelRecord>> own,
+                                   bool undivided) const {
+  if (divides_as_huggingface()) {
+    const std::optional<int64_t> of_model = own.empty() ? std::nullopt : own.front()->steps;
+    return 1 / static_cast<double>(of_model.value_or(steps));
+  }
+  if (undivided) return weight == 0 ? 0 : 1;
+  if (weight == 1) return 1;
+  const auto leads = [&](const auto& record) { return leads_to_any(loss, record->parameters); };
+  const auto leads_where_shared = [&](const auto& record) {
+    return record->reduces() && leads(record);
+  };
+  return std::ranges::any_of(own, leads) || std::ranges::any_of(models, leads_where_shared) ? weight
+                                                                                            : 1;
 }
 
 void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
@@ -165,30 +269,45 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
     TS_CHECK(window.add_weight(weight), "backward",
              "a micro-batch has one weight; its first backward had ", window.micro_weight(),
              " of the nominal one, this one has ", weight, "; give all of its losses the same");
-    if (window.reduced()) state.resume(*record);
   }
+  // Outside of a window and without a reduction there is nothing to weigh against, and where no
+  // rank shares anything, a window of one micro-batch has its mean already.
+  const bool undivided =
+      std::ranges::none_of(state.models, [](const auto& record) { return record->reduces(); }) &&
+      std::ranges::all_of(own, [](const auto& record) { return record->window.is_whole(); });
+  const double seed_value = state.seed_of(loss, weight, own, undivided);
+
   struct Expected {
     ModelRecord* record;
     int64_t reductions;
   };
   std::vector<Expected> reducing;
   for (const auto& record : state.models) {
-    if (!record->replica) continue;
     const bool is_own = std::ranges::find(own, record) != own.end();
     const StepWindow& window = record->window;
-    bool sync = record->no_sync == 0 && !record->local;
-    if (is_own) sync = sync && (window.is_boundary() || state.settings.sync_each_batch);
-    sync = sync || record->triggered;
-    record->replica->set_plan({.micro_index = is_own ? window.index() : 0,
-                               .is_last = !is_own || window.is_boundary(),
-                               .sync_gradients = sync,
-                               .weight = is_own ? window.weight() : weight});
-    reducing.push_back({record.get(), record->replica->engine().reductions()});
+    bool at_once = undivided;
+    if (record->replica) {
+      bool sync = record->no_sync == 0 && !record->local;
+      if (is_own) sync = sync && (window.is_boundary() || state.settings.sync_each_batch);
+      sync = sync || record->triggered > 0;
+      at_once = sync && (!is_own || window.is_whole());
+      record->replica->set_plan({.micro_index = is_own ? window.index() : 0,
+                                 .is_last = !is_own || window.is_boundary(),
+                                 .sync_gradients = sync,
+                                 .weight = is_own ? window.weight() : weight});
+      reducing.push_back({record.get(), record->replica->engine().reductions()});
+    }
+    record->kept.forget_cleared();
+    const bool continues = record->reduces() ? record->replica->engine().holds_unreduced()
+                                             : !is_own || window.pending();
+    if (is_own && window.reduced()) {
+      state.resume(*record);
+    } else if (!continues) {
+      state.begin_sum(*record, loss, at_once);
+    }
   }
 
-  // Outside of a window and without a reduction there is nothing to weigh against.
-  double scale = in_window || !reducing.empty() ? weight : 1;
-  if (state.scaler) scale *= state.scaler->loss_scale();
+  const double scale = seed_value * loss_scale();
   // A 16-bit loss is scaled behind a cast: 65536 is more than f16 holds.
   const bool narrow = loss.dtype() == kF16 || loss.dtype() == kBF16;
   const Tensor total = narrow && scale != 1 ? loss.to(kF32) : loss;
@@ -197,12 +316,11 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
   tessera::backward(total, seed,
                     {.retain_graph = options.retain_graph, .create_graph = options.create_graph});
 
-  for (const Expected& expected : reducing) expected.record->triggered = false;
   for (const auto& record : in_window ? own : state.models) record->consumed = false;
   std::vector<std::shared_ptr<ModelRecord>> closed;
   for (const auto& record : own) {
-    const auto expected = std::ranges::find(reducing, record.get(), &Expected::record);
-    if (expected != reducing.end() && !record->local) {
+    if (record->reduces()) {
+      const auto expected = std::ranges::find(reducing, record.get(), &Expected::record);
       const bool reduced = record->replica->engine().reductions() > expected->reductions;
       reduced ? record->window.set_reduced() : record->window.set_pending();
     } else if ((record->window.is_boundary() || state.settings.sync_each_batch)) {
@@ -212,7 +330,16 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
       record->window.set_pending();
     }
   }
-  state.divide(closed);
+  state.divide(closed, undivided);
+  for (const Expected& expected : reducing) {
+    ModelRecord& record = *expected.record;
+    if (record.kept.empty() || record.replica->engine().reductions() == expected.reductions) {
+      continue;
+    }
+    record.kept.add();
+    record.replica->accept_written();
+  }
+  for (const auto& record : state.models) record->kept.note_versions();
   if (!in_window) {
     ++state.counters.micro_batches;
     state.begin_random_numbers();
@@ -240,8 +367,10 @@ AcceleratorScope Accelerator::without_reduction(nn::ModuleBase& model) {
   });
 }
 
-void Accelerator::trigger_sync_in_backward(nn::ModuleBase& model) {
-  state_->at(model, "trigger_sync_in_backward")->triggered = true;
+AcceleratorScope Accelerator::trigger_sync_in_backward(nn::ModuleBase& model) {
+  const auto record = state_->at(model, "trigger_sync_in_backward");
+  ++record->triggered;
+  return AcceleratorScope([record] { --record->triggered; });
 }
 
 // ---- Gates -------------------------------------------------------------------------------------
@@ -368,6 +497,7 @@ void Accelerator::State::update_scale() {
   for (const auto& record : models) {
     if (record->consumed) continue;
     kernels::multi_tensor_scale(gradients_of(record->parameters, seen), &ratio);
+    record->kept.scale(ratio);
   }
 }
 

@@ -69,7 +69,9 @@ Options parse(int argc, char** argv) {
 std::shared_ptr<distributed::CommunicationHook> make_hook(const std::string& name) {
   if (name == "f16") return std::make_shared<distributed::CastHook>(kF16);
   if (name == "bf16") return std::make_shared<distributed::CastHook>(kBF16);
-  if (name == "power_sgd") return std::make_shared<distributed::PowerSgdHook>();
+  if (name == "power_sgd")
+    return std::make_shared<distributed::PowerSgdHook>(
+        distributed::PowerSgdOptions{.start_step = 0});
   return std::make_shared<distributed::AllReduceHook>();
 }
 

@@ -317,25 +317,92 @@ struct Doubler : nn::Module<Doubler> {
   Tensor seen;
 };
 
-// KW-1: autocast inside of another, and trap 28: nobody turns outputs to f32.
+// KW-1: autocast inside of another.
 TEST(Precision, HoldsInTheModelAloneHoweverTheCallEnds) {
   Accelerator accelerator({.mixed_precision = Precision::kBF16});
   Doubler model;
   accelerator.prepare(model);
   const Tensor x = ones({2, 4});
-  EXPECT_EQ(model(x).dtype(), kBF16);
+  EXPECT_EQ(model(x).dtype(), kF32);
+  EXPECT_EQ(model.seen.dtype(), kBF16);
   EXPECT_EQ(matmul(x, model.weight).dtype(), kF32);
   EXPECT_THROW(model(ones({3, 4})), ValueError);
   EXPECT_EQ(matmul(x, model.weight).dtype(), kF32);
   {
     const AutocastGuard half(kF16);
-    EXPECT_EQ(model(x).dtype(), kBF16);
+    EXPECT_EQ(model(x).dtype(), kF32);
+    EXPECT_EQ(model.seen.dtype(), kBF16);
     EXPECT_EQ(matmul(x, model.weight).dtype(), kF16);
     const AutocastGuard off(kF16, false);
     EXPECT_EQ(matmul(x, model.weight).dtype(), kF32);
   }
   accelerator.free_memory();
   EXPECT_EQ(model(x).dtype(), kF32);
+}
+
+struct WithLoss {
+  Tensor logits, loss;
+  void visit_tensors(auto&& visit) { visit(logits), visit(loss); }
+};
+struct HeadWithLoss : nn::Module<HeadWithLoss> {
+  HeadWithLoss() : head(add<nn::Linear>("head", 4, 1000)) {}
+  // The loss within the model: nobody widens logits that nobody gets.
+  WithLoss forward(const Tensor& x, const Tensor& labels) {
+    Tensor logits = head(x);
+    computed = logits.dtype();
+    if (!labels.defined()) return {logits, {}};
+    return {{}, cross_entropy(logits, labels)};
+  }
+  nn::Linear& head;
+  DType computed = kF64;
+};
+
+// A loss made outside of the model of results in 16 bits would not see what training changes:
+// next to 7 the next number in bf16 is 7.03.
+TEST(Precision, ResultsOfPreparedModelsAreF32UnlessAskedOtherwise) {
+  for (const Precision precision : {Precision::kNo, Precision::kBF16, Precision::kFP16}) {
+    for (const PrecisionPolicy policy :
+         {PrecisionPolicy::kAutocast, PrecisionPolicy::kBoundary, PrecisionPolicy::kPure}) {
+      if (precision == Precision::kNo && policy != PrecisionPolicy::kAutocast) continue;
+      const DType low = precision == Precision::kNo     ? kF32
+                        : precision == Precision::kBF16 ? kBF16
+                                                        : kF16;
+      for (const auto output : {OutputPrecision::kF32, OutputPrecision::kComputed}) {
+        for (const int ranks : {1, 2}) {
+          SCOPED_TRACE(testing::Message() << "precision " << static_cast<int>(precision)
+                                          << ", policy " << static_cast<int>(policy) << ", output "
+                                          << static_cast<int>(output) << ", ranks " << ranks);
+          on_ranks(ranks, [&](int) {
+            AcceleratorOptions options{.mixed_precision = precision, .output_precision = output};
+            if (precision != Precision::kNo) options.precision_policy = policy;
+            Accelerator accelerator(options);
+            HeadWithLoss model;
+            optim::SGD optimizer(model.named_parameters(), {.lr = 0.5});
+            accelerator.prepare(model, optimizer);
+            const Tensor x = ones({4, 4}), labels = tensor({1.0, 2.0, 3.0, 4.0}).to(kI64);
+            const DType given = output == OutputPrecision::kF32 ? kF32 : low;
+            std::vector<double> losses;
+            for (int step = 0; step < 4; ++step) {
+              const Tensor logits = model(x, Tensor()).logits;
+              EXPECT_EQ(logits.dtype(), given);
+              EXPECT_EQ(model.computed, low);
+              const Tensor loss = cross_entropy(logits, labels);
+              EXPECT_EQ(loss.dtype(), given);
+              losses.push_back(loss.item());
+              accelerator.backward(loss);
+              optimizer.step(), optimizer.zero_grad();
+            }
+            if (given == kF32) {
+              for (size_t i = 1; i < losses.size(); ++i) EXPECT_LT(losses[i], losses[i - 1]);
+            }
+            const WithLoss inside = model(x, labels);
+            EXPECT_FALSE(inside.logits.defined());
+            EXPECT_EQ(model.computed, low);
+          });
+        }
+      }
+    }
+  }
 }
 
 TEST(Precision, ClippingSeesTheTrueNormBehindTheLossScale) {
@@ -535,8 +602,9 @@ TEST(Precision, MastersBeginWithWhatTheParametersWereUnlessOthersWereLoaded) {
 TEST(Precision, APolicyIsAppliedOnceAndEndsWithTheAccelerator) {
   Regression model;
   {
-    Accelerator accelerator(
-        {.mixed_precision = Precision::kBF16, .precision_policy = PrecisionPolicy::kBoundary});
+    Accelerator accelerator({.mixed_precision = Precision::kBF16,
+                             .precision_policy = PrecisionPolicy::kBoundary,
+                             .output_precision = OutputPrecision::kComputed});
     accelerator.prepare(model);
     accelerator.prepare(model);
     EXPECT_EQ(precision::policy_of(model), precision::Policy::boundary(kBF16));
@@ -657,7 +725,9 @@ TEST(Settings, CompressedGradientsTrainAsPlainOnesDo) {
       const auto run = [&](accelerate::CommHook which) {
         manual_seed(4);
         const Line line(64);
-        Accelerator accelerator({.ddp_comm_hook = which});
+        AcceleratorOptions options{.ddp_comm_hook = which};
+        if (which == accelerate::CommHook::kPowerSgd) options.ddp_power_sgd_start_step = 0;
+        Accelerator accelerator(options);
         Net net;
         net.eval();  // without dropout
         optim::SGD optimizer(net.named_parameters(), {.lr = 0.01});

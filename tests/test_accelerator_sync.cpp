@@ -114,7 +114,8 @@ TEST(NoSync, WhatRanForwardInItIsReducedWhenTriggered) {
       }
     }
     for (int turn = 0; turn < 3; ++turn) {
-      if (turn == 2) accelerator.trigger_sync_in_backward(model);
+      std::optional<AcceleratorScope> scope;
+      if (turn == 2) scope.emplace(accelerator.trigger_sync_in_backward(model));
       accelerator.backward(losses[static_cast<size_t>(turn)]);
       const Tensor all = accelerator.gather(model.a.grad());
       if (turn < 2) {
@@ -259,6 +260,35 @@ TEST(Accumulate, CopiesThatFillUpABatchWeighNothing) {
     EXPECT_TRUE(near(seen[0], gradient_over(line, {{0, 64}})));
     EXPECT_TRUE(near(seen[1], gradient_over(line, {{64, 70}})));
   });
+}
+
+// A plain mean of a batch of 6 samples and 10 copies has the copies in it; one by the mask has not.
+TEST(Accumulate, AMaskOfRowsLeavesOutTheCopiesOfABatch) {
+  for (const int size : {1, 2, 3}) {
+    on_ranks(size, [&](int rank) {
+      const Line line(16 * size + 6);
+      Accelerator accelerator;
+      Regression model;
+      data::DataLoader loader(line, {.batch_size = 16});
+      accelerator.prepare(model, loader);
+      EXPECT_THROW(accelerator.row_mask(), ValueError);
+      std::vector<Values> seen;
+      for (auto& batch : loader) {
+        const Tensor mask = accelerator.row_mask();
+        EXPECT_EQ(mask.shape(), Shape{batch[0].size(0)});
+        const double samples = seen.empty() ? 16 : rank == 0 ? 6 : 0;
+        EXPECT_EQ(mask.sum().item(), samples);
+        const Tensor losses = square(model(batch[0]) - batch[1]).view({-1});
+        accelerator.backward((losses * mask).sum() /
+                             static_cast<double>(std::max<int64_t>(1, loader.batch_samples())));
+        seen.push_back(gradients_of(model));
+        model.zero_grad();
+      }
+      ASSERT_EQ(seen.size(), 2u);
+      EXPECT_TRUE(near(seen[0], gradient_over(line, {{0, 16 * size}})));
+      EXPECT_TRUE(near(seen[1], gradient_over(line, {{16 * size, 16 * size + 6}})));
+    });
+  }
 }
 
 TEST(Accumulate, UnequalBatchesOfRanksWeighByTheirSamples) {
@@ -464,6 +494,177 @@ TEST(ActiveLoader, ALoopThatWasLeftEarlyIsForgotten) {
         accelerator.backward(loss_of(model, batch));
       }
       EXPECT_EQ(accelerator.active_loader(), nullptr);
+    });
+  }
+}
+
+// ---- Gradients that are there already ----------------------------------------------------------
+
+// Most of Accelerate's examples: the loss divided by hand, a step every k-th batch. The last
+// batches are short, and copies fill them up.
+TEST(AddingUp, AccumulationByHandIsThatOfOneProcess) {
+  for (const int size : {1, 2, 3}) {
+    on_ranks(size, [&](int) {
+      const Line line(16 * size * 4 + 6 * size);
+      Accelerator accelerator({.split_batches = true});
+      Regression model, whole;
+      optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+      optim::SGD whole_optimizer(whole.named_parameters(), {.lr = 0.1});
+      data::DataLoader loader(line, {.batch_size = 16 * size});
+      data::DataLoader whole_loader(line, {.batch_size = 16 * size});
+      accelerator.prepare(model, optimizer, loader);
+      const int k = 3;
+      int turn = 0;
+      auto whole_batch = whole_loader.begin();
+      for (auto& batch : loader) {
+        accelerator.backward(loss_of(model, batch) / static_cast<double>(k));
+        (loss_of(whole, *whole_batch) / static_cast<double>(k)).backward();
+        ++whole_batch;
+        if (++turn == 5) break;  // the rows that fill it up are the caller's affair
+        EXPECT_TRUE(near(gradients_of(model), gradients_of(whole))) << turn;
+        if (turn % k != 0) continue;
+        EXPECT_TRUE(optimizer.step());
+        optimizer.zero_grad();
+        whole_optimizer.step(), whole_optimizer.zero_grad();
+      }
+      EXPECT_EQ(turn, 5);
+      EXPECT_TRUE(near(values_of(model), values_of(whole)));
+    });
+  }
+}
+
+// Nobody calls zero_grad: each window's mean is added to what is there.
+TEST(AddingUp, WindowsWithoutZeroGradAddUpOnAnyNumberOfRanks) {
+  for (const int size : {1, 2, 3}) {
+    for (const int64_t steps : {1, 2}) {
+      for (const bool each_batch : {false, true}) {
+        for (const bool as_views : {true, false}) {
+          SCOPED_TRACE(testing::Message()
+                       << size << " ranks, windows of " << steps << ", each batch " << each_batch);
+          on_ranks(size, [&](int rank) {
+            const Line line(200 * size);
+            Accelerator accelerator({.gradient_accumulation_steps = steps,
+                                     .sync_each_batch = each_batch,
+                                     .ddp_gradient_as_bucket_view = as_views});
+            Regression model;
+            accelerator.prepare(model);
+            Values expected{{0}, {0}};
+            int64_t at = 0;
+            for (int window = 0; window < 4; ++window) {
+              std::vector<std::pair<int64_t, int64_t>> parts;
+              for (int64_t index = 0; index < steps; ++index) {
+                // Ranks and micro-batches differ in size.
+                std::pair<int64_t, int64_t> own;
+                for (int other = 0; other < size; ++other) {
+                  const int64_t rows = 4 + 3 * other + 5 * ((window + index) % 2);
+                  parts.emplace_back(at, at + rows);
+                  if (other == rank) own = parts.back();
+                  at += rows;
+                }
+                const auto micro = accelerator.accumulate(model);
+                const auto [begin, end] = own;
+                accelerator.backward(loss_of(model, line.rows(begin, end)),
+                                     {.weight = static_cast<double>(end - begin)});
+              }
+              const Values mean = gradient_over(line, parts);
+              for (size_t i = 0; i < mean.size(); ++i) expected[i][0] += mean[i][0];
+              EXPECT_TRUE(near(gradients_of(model), expected)) << window;
+            }
+            // What was cleared is gone.
+            model.zero_grad();
+            for (int64_t index = 0; index < steps; ++index) {
+              const auto micro = accelerator.accumulate(model);
+              accelerator.backward(loss_of(model, line.rows(0, 8)), {.weight = 8});
+            }
+            EXPECT_TRUE(near(gradients_of(model), gradient_over(line, {{0, 8}})));
+          });
+        }
+      }
+    }
+  }
+}
+
+// In the midst of a window: what was there before it, and what it has added up so far.
+TEST(AddingUp, ClearingWithinAWindowClearsWhatWasThereBeforeIt) {
+  for (const int size : {1, 2}) {
+    for (const bool to_none : {true, false}) {
+      on_ranks(size, [&](int) {
+        const Line line(32);
+        Accelerator accelerator({.gradient_accumulation_steps = 2});
+        Regression model;
+        accelerator.prepare(model);
+        const auto backward = [&](int64_t begin) {
+          const auto micro = accelerator.accumulate(model);
+          accelerator.backward(loss_of(model, line.rows(begin, begin + 8)), {.weight = 8});
+        };
+        backward(0), backward(0), backward(8);
+        model.zero_grad(to_none);
+        backward(16);
+        Values half = gradient_over(line, {{16, 24}});  // of the window's two micro-batches
+        for (auto& value : half) value[0] /= 2;
+        EXPECT_TRUE(near(gradients_of(model), half));
+      });
+    }
+  }
+}
+
+TEST(AddingUp, SeveralLossesAndNoSyncOnTopOfReducedGradients) {
+  for (const int size : {1, 2}) {
+    for (const int64_t steps : {1, 2}) {
+      on_ranks(size, [&](int rank) {
+        const Line line(16 * size);
+        Accelerator accelerator({.gradient_accumulation_steps = steps});
+        Regression model, whole;
+        accelerator.prepare(model);
+        const auto own = line.rows(rank * 16, rank * 16 + 16);
+        const auto all = line.rows(0, 16 * size);
+        for (int window = 0; window < 2; ++window) {
+          for (int64_t index = 0; index < steps; ++index) {
+            const auto micro = accelerator.accumulate(model);
+            accelerator.backward(loss_of(model, own));
+            accelerator.backward(loss_of(model, own));
+            loss_of(whole, all).backward();
+            loss_of(whole, all).backward();
+          }
+        }
+        Values expected = gradients_of(whole);
+        for (auto& value : expected) value[0] /= static_cast<float>(steps);
+        EXPECT_TRUE(near(gradients_of(model), expected));
+        // Outside of windows, and one backward that is not reduced.
+        {
+          const auto scope = accelerator.no_sync(model);
+          accelerator.backward(loss_of(model, own));
+        }
+        accelerator.backward(loss_of(model, own));
+        const Values twice = gradient_over(line, {{0, 16 * size}});
+        for (size_t i = 0; i < expected.size(); ++i) expected[i][0] += 2 * twice[i][0];
+        EXPECT_TRUE(near(gradients_of(model), expected));
+      });
+    }
+  }
+}
+
+// A batch of 4 in a loader of 16 weighs a quarter; a model that no rank shares has no such mean.
+TEST(Weights, AreNotThoseOfModelsThatWereNotPrepared) {
+  for (const int size : {1, 2}) {
+    on_ranks(size, [&](int rank) {
+      const Line line(4 * size);
+      Accelerator accelerator;
+      Regression model, stranger, alone;
+      data::DataLoader loader(line, {.batch_size = 16});
+      accelerator.prepare(model, loader);
+      for (auto& batch : loader) {
+        const auto own = line.rows(rank * 4, rank * 4 + 4);
+        loss_of(alone, own).backward();
+        accelerator.backward(loss_of(stranger, own));
+        EXPECT_EQ(gradients_of(stranger), gradients_of(alone));
+        stranger.zero_grad();
+        const auto micro = accelerator.accumulate(model);
+        accelerator.backward(loss_of(stranger, own));
+        EXPECT_EQ(gradients_of(stranger), gradients_of(alone));
+        accelerator.backward(loss_of(model, batch));
+        EXPECT_TRUE(model.a.grad().defined());
+      }
     });
   }
 }

@@ -303,6 +303,13 @@ TEST(ConfigContradictions, TwoVariablesOfOneSettingHaveToSayTheSame) {
   EXPECT_THROW(from({{"TESSERA_RANKS", "2"}, {"TESSERA_NUM_PROCESSES", "3"}}), ConfigError);
 }
 
+TEST(ConfigContradictions, AValueThatIsTheDefaultContradictsNothing) {
+  EXPECT_EQ(from({{"TESSERA_DDP_POWER_SGD_RANK", "1"}}).ddp_power_sgd_rank, 1);
+  EXPECT_THROW(from({{"TESSERA_DDP_POWER_SGD_RANK", "2"}}), ConfigError);
+  // torch's start_powerSGD_iter.
+  EXPECT_EQ(from({{"TESSERA_DDP_COMM_HOOK", "power_sgd"}}).ddp_power_sgd_start_step, 1000);
+}
+
 TEST(ConfigContradictions, SettingsWithoutEffectAreNamedWithWhatTheyNeed) {
   const std::string limit = message_of<ConfigError>([] { from({{"TESSERA_TOTAL_LIMIT", "2"}}); });
   EXPECT_TRUE(mentions(limit, "total_limit=2 (TESSERA_TOTAL_LIMIT)")) << limit;

@@ -69,8 +69,9 @@ TEST(ConfigCommand, DefaultGoesToTheUsersFolder) {
 TEST(ConfigCommand, TheQuestionnaireAsksAgainForWhatCannotBe) {
   TestFolder folder;
   const std::string file = folder.path("asked.json");
-  // mixed_precision twice, its policy, accumulation, then all other questions with empty answers.
-  std::string input = "fp17\\nbf16\\n\\n4\\n";
+  // mixed_precision twice, its policy, what results are, accumulation, then all other questions
+  // with empty answers.
+  std::string input = "fp17\\nbf16\\n\\n\\n4\\n";
   for (int i = 0; i < 60; ++i) input += "\\n";
   const FinishedProcess asked = tessera_with_input(input, "config --output " + file);
   EXPECT_EQ(asked.code(), 0) << asked;

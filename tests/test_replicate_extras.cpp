@@ -382,8 +382,8 @@ TEST(CommunicationHook, D11_PowerSgdMovesTheBytesOfItsFormula) {
 TEST(CommunicationHook, D11_PowerSgdOfFullRankGivesTheGradient) {
   NEEDS_RANKS(4);
   const auto plain = gradients_with(4, 3, nullptr);
-  const auto full =
-      gradients_with(4, 3, [] { return power_sgd({.rank = 1000, .min_compression = 0}); });
+  const auto full = gradients_with(
+      4, 3, [] { return power_sgd({.rank = 1000, .start_step = 0, .min_compression = 0}); });
   for (size_t step = 0; step < 3; ++step) {
     EXPECT_LE(largest_difference(plain[step], full[step]), 1e-5 * largest(plain[step]));
   }
@@ -398,8 +398,10 @@ double distance_after(bool error_feedback) {
     const Tensor target = randn({16, 16}, {}, RandomStream{2, static_cast<uint64_t>(rank)});
     Mesh mesh(world());
     Replica replica = replicate(model, mesh);
-    const auto hook =
-        power_sgd({.rank = 1, .error_feedback = error_feedback, .warm_start = error_feedback});
+    const auto hook = power_sgd({.rank = 1,
+                                 .start_step = 0,
+                                 .error_feedback = error_feedback,
+                                 .warm_start = error_feedback});
     replica.set_communication_hook(hook);
     const auto step = [&](double rate) {
       const Tensor y = model(eye(16));

@@ -210,8 +210,6 @@ class Sources {
   Candidates file_values_, accelerate_, tessera_, flags_, code_;
 };
 
-bool given(const Origin& origin) { return origin.source != Source::kDefault; }
-
 }  // namespace
 
 void CodeSettings::add(std::string_view key, std::string text) {
@@ -258,7 +256,8 @@ void check_consistent(const Settings& settings) {
                "only folders that are named automatically are counted; set it to true");
   }
   for (const std::string_view key : {"ddp_power_sgd_rank", "ddp_power_sgd_start_step"}) {
-    contradict(given(origin(*find_setting(key), settings)) &&
+    const Setting& setting = *find_setting(key);
+    contradict(text(setting, settings) != text(setting, Settings()) &&
                    settings.ddp_comm_hook.value != CommHook::kPowerSgd,
                key, "ddp_comm_hook", "it is power_sgd's alone");
   }

@@ -55,6 +55,20 @@ enum class ScheduleUnit : uint8_t {
   kHuggingFace,  // Accelerate's: each update counts once for every rank, unless batches are split
 };
 
+// What a micro-batch counts for in the gradient of its window.
+enum class LossWeighting : uint8_t {
+  kSamples,  // its samples or tokens: the window's gradient is that of their mean
+  // Accelerate's: one part in gradient_accumulation_steps, also where the window or the batch is
+  // shorter, and every rank as much as the others.
+  kHuggingFace,
+};
+
+// What calls of prepared models return under mixed precision.
+enum class OutputPrecision : uint8_t {
+  kF32,       // results that left the model in 16 bits are converted
+  kComputed,  // as they were computed
+};
+
 // The least weight of lines that a Logger writes.
 enum class LogLevel : uint8_t { kDebug, kInfo, kWarning, kError, kOff };
 
@@ -93,7 +107,9 @@ struct Settings {
   // training
   Resolved<Precision> mixed_precision{Precision::kNo};
   Resolved<PrecisionPolicy> precision_policy{PrecisionPolicy::kAutocast};
+  Resolved<OutputPrecision> output_precision{OutputPrecision::kF32};
   Resolved<int64_t> gradient_accumulation_steps{1};
+  Resolved<LossWeighting> loss_weighting{LossWeighting::kSamples};
   Resolved<bool> sync_with_dataloader{true};
   Resolved<bool> sync_each_batch{false};
   Resolved<bool> step_schedule_with_optimizer{true};
@@ -128,7 +144,7 @@ struct Settings {
   Resolved<bool> ddp_init_sync{true};
   Resolved<CommHook> ddp_comm_hook{CommHook::kNone};
   Resolved<int64_t> ddp_power_sgd_rank{1};
-  Resolved<int64_t> ddp_power_sgd_start_step{0};
+  Resolved<int64_t> ddp_power_sgd_start_step{1000};
 
   // grad scaler
   Resolved<double> scaler_init_scale{65536};

@@ -37,6 +37,11 @@ const std::vector<Setting>& table() {
        .help = "how mixed_precision comes about: each op by its record, inputs and parameters cast "
                "where the model is entered, or parameters stored in 16 bits with f32 masters",
        .names = {"autocast", "boundary", "pure"}},
+      {.key = "output_precision",
+       .section = "training",
+       .field = field<&S::output_precision>,
+       .help = "what calls of prepared models return under mixed precision: f32, or as computed",
+       .names = {"f32", "computed"}},
       {.key = "gradient_accumulation_steps",
        .section = "training",
        .field = field<&S::gradient_accumulation_steps>,
@@ -44,6 +49,13 @@ const std::vector<Setting>& table() {
        .least = 1,
        .most = 1e9,
        .accelerate = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS"}},
+      {.key = "loss_weighting",
+       .section = "training",
+       .field = field<&S::loss_weighting>,
+       .help =
+           "what a micro-batch counts for in its window: its samples or tokens, or as Accelerate "
+           "one part in gradient_accumulation_steps, also in a shorter window",
+       .names = {"samples", "huggingface"}},
       {.key = "sync_with_dataloader",
        .section = "training",
        .field = field<&S::sync_with_dataloader>,

@@ -81,7 +81,7 @@ class CastHook : public CommunicationHook {
 
 struct PowerSgdOptions {
   int64_t rank = 1;            // of the approximation
-  int64_t start_step = 0;      // plain all-reduce in the reductions before
+  int64_t start_step = 1000;   // plain all-reduce in the reductions before
   double min_compression = 2;  // a matrix is compressed where this many times smaller at least
   bool error_feedback = true;  // what was lost is added to the next gradient
   bool warm_start = true;      // the factors of the last reduction begin the next

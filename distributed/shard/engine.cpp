@@ -8,6 +8,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/optim/multi_tensor.h>
 
 namespace tessera::distributed {
 namespace {
@@ -202,7 +203,9 @@ void ParamGroupEngine::begin_pass(bool shadow) {
   record_.backwards_before = backwards_in_window_;
   next_launch_ = 0;
   if (!synchronises_) return;
-  if (options_.average == GradientAverage::kWeight) begin_weight();
+  if (options_.average == GradientAverage::kWeight && !std::exchange(weight_begun_, false)) {
+    begin_weight();
+  }
   for (ManagedParam& param : params_) param.ready = false;
   for (const auto& group : groups_) group->begin_backward();
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -251,7 +254,7 @@ void ParamGroupEngine::begin_weight() {
 }
 
 double ParamGroupEngine::divisor() {
-  int ranks = active_ranks > 0 ? active_ranks : ranks_->size();
+  int ranks = contributors();
   if (rank_context().mutation == Mutation::kWrongDivide) [[unlikely]]
     ++ranks;
   switch (options_.average) {
@@ -284,6 +287,31 @@ void ParamGroupEngine::resume_sum() {
     } else if (divisor_ != 1) {
       mul_(grad, Scalar(divisor_));
     }
+  }
+}
+
+void ParamGroupEngine::keep_gradients() {
+  TensorList gradients;
+  for (ManagedParam& param : params_) {
+    param.reduced = false;
+    if (Tensor gradient = param.tensor.grad(); gradient.defined()) {
+      gradients.push_back(std::move(gradient));
+    }
+  }
+  if (gradients.empty()) return;
+  const PhaseScope phase("backward");
+  if (options_.average == GradientAverage::kWeight) {
+    begin_weight();
+    weight_begun_ = true;
+  }
+  const double share = divisor() / contributors();
+  if (share != 1) kernels::multi_tensor_scale(gradients, &share);
+}
+
+void ParamGroupEngine::accept_written() {
+  for (ManagedParam& param : params_) {
+    const Tensor gradient = param.tensor.grad();
+    if (param.reduced && gradient.defined()) param.gradient_version = gradient.version();
   }
 }
 

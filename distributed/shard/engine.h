@@ -14,7 +14,8 @@
 //
 // [Note: several backwards] Backwards whose plan does not synchronise add up in `.grad`, which lies
 // in the buckets. The one that does reduces the sums. A second reduction of the same gradients,
-// with neither a step nor zero_grad between, would count the first one twice and is refused.
+// with neither a step nor zero_grad between, would count the first one twice and is refused, unless
+// the caller says by resume_sum() or keep_gradients() what the first is to be.
 //
 // [Note: fingerprint] NCCL does not compare what ranks call, and may carry out calls that differ. A
 // hash of the calls so far (Backend::fingerprint) and its complement travel behind the used map:
@@ -98,6 +99,13 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   // step: they become contributions again. Rank 0 holds their sum and the others zeros, so that the
   // next reduction counts them once. Nothing to do where there are none.
   void resume_sum();
+  // Before a backward that begins another sum and reduces it at once: whatever lies in `.grad` is
+  // averaged over the ranks and stays in addition to the mean, as several backwards of one process
+  // add up. Without it such a backward is refused. With kWeight the ranks agree on the sum of
+  // weights here (the plan must be set), so that what lies there can be given its share of it.
+  void keep_gradients();
+  // The caller has written to gradients that were reduced; resume_sum() takes them as they are.
+  void accept_written();
   // Ranks that bring gradients to the next reduction; 0: all. (join)
   int active_ranks = 0;
   void set_hook(std::shared_ptr<CommunicationHook> hook) { hook_ = std::move(hook); }
@@ -127,6 +135,7 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   void check_cleared();
   void begin_weight();
   double divisor();
+  int contributors() const { return active_ranks > 0 ? active_ranks : ranks_->size(); }
   void make_groups(const std::vector<size_t>& order);
   void agree_on_order();
   void rebuild_if_due();
@@ -153,6 +162,7 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   BackwardRecord record_;
   Tensor weight_;  // kWeight: f64 [1], under way until weight_work_ has been waited for
   Work weight_work_;
+  bool weight_begun_ = false;  // before the backward: keep_gradients()
   double window_weight_ = 0;
   double divisor_ = 1;  // of the last reduction
 

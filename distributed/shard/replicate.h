@@ -83,6 +83,8 @@ class Replica {
   const StepPlan& plan() const;
   // See ParamGroupEngine.
   void resume_sum();
+  void keep_gradients();
+  void accept_written();
 
   // Once, before the first backward. Collective: ranks compare the hooks' names. Throws
   // DistributedError where they differ, ValueError for a second one.
