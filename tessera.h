@@ -6,12 +6,16 @@
 #include <tessera/core/dlpack.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/gemm_options.h>
+#include <tessera/core/nvtx.h>
 #include <tessera/core/parallel.h>
+#include <tessera/core/pinned.h>
 #include <tessera/core/print.h>
 #include <tessera/core/profiler.h>
 #include <tessera/core/random.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/core/state_dict.h>
+#include <tessera/core/stream.h>
 #include <tessera/core/tensor.h>
 
 #include <tessera/autograd/autocast_mode.h>
@@ -20,6 +24,7 @@
 #include <tessera/autograd/function.h>
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/weight_cache.h>
 
 #include <tessera/nn/activation.h>
 #include <tessera/nn/attention.h>
@@ -42,15 +47,22 @@
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>
+#include <tessera/optim/graphed_step.h>
 #include <tessera/optim/lion.h>
 #include <tessera/optim/optimizer.h>
 #include <tessera/optim/rmsprop.h>
 #include <tessera/optim/schedule.h>
 #include <tessera/optim/sgd.h>
 
+#include <tessera/precision/autocast.h>
+#include <tessera/precision/grad_scaler.h>
+#include <tessera/precision/policy.h>
+#include <tessera/precision/report.h>
+
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/reader.h>
 #include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/rendezvous/run_ranks.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/sync_batch_norm.h>

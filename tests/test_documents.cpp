@@ -1,114 +1,195 @@
-// Documents tell the truth: code that they show is code that is compiled, links lead somewhere.
+// Documents tell the truth: code that they show is code that is compiled, links lead somewhere,
+// every page is found. What blocks of code say is compiled and run by tests/docs.
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <filesystem>
-#include <fstream>
-#include <sstream>
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
+
+#include "markdown.h"
 
 namespace tessera {
 namespace {
 
 namespace fs = std::filesystem;
+using markdown::Block;
+using markdown::read;
 
 const fs::path kRoot = TESSERA_SOURCE_DIR;
 
-std::string read(const fs::path& file) {
-  std::ifstream in(file, std::ios::binary);
-  std::ostringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
-
-// Without blocks of code, where brackets have other meanings: `[&](int rank)` is no link.
-std::string prose_of(const std::string& text) {
-  std::istringstream lines(text);
-  std::string prose;
-  bool fenced = false;
-  for (std::string line; std::getline(lines, line);) {
-    const bool is_fence = line.rfind("```", 0) == 0;
-    fenced ^= is_fence;
-    if (!fenced && !is_fence) prose += line + "\n";
-  }
-  return prose;
-}
-
-std::vector<fs::path> documents() {
-  std::vector<fs::path> files = {kRoot / "README.md", kRoot / "CONTRIBUTING.md"};
-  for (const auto& entry : fs::directory_iterator(kRoot / "docs")) {
-    if (entry.path().extension() == ".md") files.push_back(entry.path());
-  }
-  return files;
-}
-
-// The text between ```cpp and ``` of the first such block that contains `part`.
-std::string code_block(const std::string& text, const std::string& part) {
-  for (size_t at = text.find("```cpp\n"); at != std::string::npos; at = text.find("```cpp\n", at)) {
-    at += 7;
-    const std::string block = text.substr(at, text.find("```", at) - at);
-    if (block.find(part) != std::string::npos) return block;
+// The first block of the language that contains `part`.
+std::string code_block(const fs::path& page, const std::string& language, const std::string& part) {
+  for (const Block& block : markdown::parse(read(page)).blocks) {
+    std::string text;
+    for (const std::string& line : block.text) text += line + '\n';
+    if (block.language == language && text.find(part) != std::string::npos) return text;
   }
   return "";
+}
+
+struct Link {
+  fs::path from;
+  int line;
+  std::string target;
+};
+
+// [text](target), without those to the web.
+std::vector<Link> links_of(const fs::path& page) {
+  std::vector<Link> links;
+  std::istringstream lines(markdown::parse(read(page)).prose);
+  int number = 0;
+  for (std::string line; std::getline(lines, line);) {
+    ++number;
+    for (size_t at = line.find("]("); at != std::string::npos; at = line.find("](", at + 2)) {
+      if (at > 0 && line[at - 1] == '[') continue;  // a lambda in `code`
+      const std::string target = line.substr(at + 2, line.find(')', at) - at - 2);
+      if (target.rfind("http", 0) != 0) links.push_back({page, number, target});
+    }
+  }
+  return links;
+}
+
+std::set<std::string> anchors_of(const fs::path& page) {
+  std::set<std::string> anchors;
+  std::istringstream lines(markdown::parse(read(page)).prose);
+  for (std::string line; std::getline(lines, line);) {
+    const size_t marks = line.find_first_not_of('#');
+    if (marks == 0 || marks == std::string::npos || line[marks] != ' ') continue;
+    std::string anchor = markdown::anchor(line.substr(marks + 1));
+    for (int again = 1; !anchors.insert(anchor).second; ++again) {
+      anchor = markdown::anchor(line.substr(marks + 1)) + "-" + std::to_string(again);
+    }
+  }
+  return anchors;
+}
+
+// What stands in `backticks` outside of blocks, with its line.
+std::vector<std::pair<int, std::string>> names_of(const fs::path& page) {
+  std::vector<std::pair<int, std::string>> names;
+  std::istringstream lines(markdown::parse(read(page)).prose);
+  int number = 0;
+  for (std::string line; std::getline(lines, line);) {
+    ++number;
+    for (size_t begin = line.find('`'); begin != std::string::npos;) {
+      const size_t end = line.find('`', begin + 1);
+      if (end == std::string::npos) break;
+      names.emplace_back(number, line.substr(begin + 1, end - begin - 1));
+      begin = line.find('`', end + 1);
+    }
+  }
+  return names;
 }
 
 TEST(Documents, ReadmeShowsTheQuickstartProgramAsItIs) {
   const std::string program = read(kRoot / "examples/quickstart.cpp");
   ASSERT_FALSE(program.empty());
-  EXPECT_EQ(code_block(read(kRoot / "README.md"), "int main()"), program);
+  EXPECT_EQ(code_block(kRoot / "README.md", "cpp", "int main()"), program);
 }
 
 TEST(Documents, TheMigrationPageShowsAProgramThatIsCompiledBesideItsScript) {
-  const std::string page = read(kRoot / "docs/accelerator.md");
+  const fs::path page = kRoot / "docs/accelerator.md";
   const std::string program = read(kRoot / "examples/by_feature/from_accelerate.cpp");
-  EXPECT_EQ(code_block(page, "struct Classifier"), program);
-  const size_t begin = page.find("```python\n") + 10;
-  const std::string script = page.substr(begin, page.find("```", begin) - begin);
+  EXPECT_EQ(code_block(page, "cpp", "struct Classifier"), program);
+  const std::string script = code_block(page, "python", "import torch");
   EXPECT_EQ(std::count(script.begin(), script.end(), '\n'),
             std::count(program.begin(), program.end(), '\n'))
       << "line n is line n";
 }
 
-TEST(Documents, RelativeLinksLeadToFiles) {
-  int links = 0;
-  for (const fs::path& file : documents()) {
-    const std::string text = prose_of(read(file));
-    ASSERT_FALSE(text.empty()) << file;
-    for (size_t at = text.find("]("); at != std::string::npos; at = text.find("](", at + 2)) {
-      if (text[at - 1] == '[') continue;  // a lambda in `code`
-      std::string target = text.substr(at + 2, text.find(')', at) - at - 2);
-      if (target.rfind("http", 0) == 0 || target.rfind('#', 0) == 0) continue;
-      target = target.substr(0, target.find('#'));
-      EXPECT_TRUE(fs::exists(file.parent_path() / target)) << file << " links to " << target;
+TEST(Documents, LinksLeadToFilesAndHeadings) {
+  int links = 0, anchors = 0;
+  for (const fs::path& page : markdown::pages_of(kRoot)) {
+    for (const Link& link : links_of(page)) {
+      const size_t hash = std::min(link.target.find('#'), link.target.size());
+      const fs::path file = hash == 0 ? page : page.parent_path() / link.target.substr(0, hash);
+      EXPECT_TRUE(fs::exists(file)) << page << ":" << link.line << " links to " << link.target;
       ++links;
+      if (hash == link.target.size() || file.extension() != ".md") continue;
+      EXPECT_EQ(anchors_of(file).count(link.target.substr(hash + 1)), 1u)
+          << page << ":" << link.line << " links to " << link.target
+          << ", which has no such heading";
+      ++anchors;
     }
   }
   EXPECT_GT(links, 0);
+  EXPECT_GT(anchors, 0);
+}
+
+TEST(Documents, EveryPageIsFoundFromTheIndex) {
+  std::set<fs::path> found;
+  std::vector<fs::path> next = {kRoot / "README.md"};
+  while (!next.empty()) {
+    const fs::path page = fs::weakly_canonical(next.back());
+    next.pop_back();
+    if (page.extension() != ".md" || !found.insert(page).second) continue;
+    for (const Link& link : links_of(page)) {
+      next.push_back(page.parent_path() / link.target.substr(0, link.target.find('#')));
+    }
+    // The README is the door: from it only the index counts.
+    if (found.size() == 1) next = {kRoot / "docs/index.md", kRoot / "CONTRIBUTING.md"};
+  }
+  for (const fs::path& page : markdown::pages_of(kRoot)) {
+    EXPECT_EQ(found.count(fs::weakly_canonical(page)), 1u) << page << " is linked by no page";
+  }
 }
 
 // Paths in `backticks` that begin with a folder of the tree: `scripts/test.sh`, `core/tensor.h`.
+// And tests by their names: `test_layering`.
 TEST(Documents, FilesThatTheyNameExist) {
-  int names = 0;
-  for (const fs::path& file : documents()) {
-    std::istringstream lines(prose_of(read(file)));
-    for (std::string line; std::getline(lines, line);) {
-      for (size_t begin = line.find('`'); begin != std::string::npos;) {
-        const size_t end = line.find('`', begin + 1);
-        if (end == std::string::npos) break;
-        const std::string name = line.substr(begin + 1, end - begin - 1);
-        begin = line.find('`', end + 1);
-        const size_t slash = name.find('/');
-        if (slash == std::string::npos || slash == 0) continue;
-        const std::string top = name.substr(0, slash);
-        if (top == "build" || top == "out" || !fs::is_directory(kRoot / top)) continue;
-        if (name.find_first_of(" *<>{}$") != std::string::npos) continue;
-        EXPECT_TRUE(fs::exists(kRoot / name)) << file << " names " << name;
-        ++names;
+  static constexpr std::array kTestFolders = {"tests", "tests/cuda", "tests/docs"};
+  int names = 0, tests = 0;
+  for (const fs::path& page : markdown::pages_of(kRoot)) {
+    for (const auto& [line, name] : names_of(page)) {
+      if (name.find_first_of(" *<>{}$") != std::string::npos) continue;
+      if (name.rfind("test_", 0) == 0 && name.find_first_of(".(=") == std::string::npos) {
+        const bool exists =
+            std::any_of(kTestFolders.begin(), kTestFolders.end(), [&](const char* folder) {
+              return fs::exists(kRoot / folder / (name + ".cpp")) ||
+                     fs::exists(kRoot / folder / (name + ".cu"));
+            });
+        EXPECT_TRUE(exists) << page << ":" << line << " names " << name;
+        ++tests;
       }
+      const size_t slash = name.find('/');
+      if (slash == std::string::npos || slash == 0) continue;
+      const std::string top = name.substr(0, slash);
+      if (top == "build" || top == "out" || !fs::is_directory(kRoot / top)) continue;
+      const std::string path = name.substr(0, name.find(':'));
+      EXPECT_TRUE(fs::exists(kRoot / path) || fs::exists(kRoot / (path + ".h")) ||
+                  fs::exists(kRoot / (path + ".cpp")))
+          << page << ":" << line << " names " << name;
+      ++names;
     }
   }
   EXPECT_GT(names, 0);
+  EXPECT_GT(tests, 0);
+}
+
+TEST(Documents, BlocksOfCodeSayTheirLanguageAndFewAreLeftOut) {
+  static const std::set<std::string> kLanguages = {"cpp",    "sh",    "text", "json",
+                                                   "python", "cmake", "yaml", "csv"};
+  int left_out = 0;
+  for (const fs::path& page : markdown::pages_of(kRoot)) {
+    for (const Block& block : markdown::parse(read(page)).blocks) {
+      EXPECT_EQ(kLanguages.count(block.language), 1u)
+          << page << ":" << block.line << ": the block's language is \"" << block.language << "\"";
+      const bool noted = block.notes("not compiled: ") || block.notes("not run: ");
+      EXPECT_FALSE(noted && block.note.size() < 20) << page << ":" << block.line << ": why not?";
+      left_out += noted ? 1 : 0;
+    }
+    std::istringstream lines(markdown::parse(read(page)).prose);
+    int number = 0;
+    for (std::string line, before; std::getline(lines, line); before = line) {
+      ++number;  // code by four spaces is seen by no test
+      const bool indented = before.empty() && line.rfind("    ", 0) == 0;
+      EXPECT_FALSE(indented) << page << ":" << number << ": write code between ``` and ```";
+    }
+  }
+  EXPECT_LE(left_out, 8) << "blocks that no test reads";
 }
 
 }  // namespace

@@ -155,6 +155,77 @@ std::vector<std::string> cycle_errors(const fs::path& root) {
   return errors;
 }
 
+// Headers that <tessera.h> leaves out: what a training program has no use for, by path or folder.
+const std::map<std::string, const char*> kNotUmbrella = {
+    {"accelerate/accelerator_state.h", "inside of the Accelerator"},
+    {"accelerate/cli/", "the tessera command"},
+    {"accelerate/launch/", "the launcher and its agents"},
+    {"accelerate/loaders/", "how batches travel; loader_plan.h is in it"},
+    {"accelerate/settings/config_import.h", "the tessera command"},
+    {"accelerate/step_window.h", "inside of the Accelerator"},
+    {"accelerate/tracking/append_file.h", "inside of trackers"},
+    {"autograd/anomaly.h", "inside of the engine; AnomalyMode is in autograd.h"},
+    {"autograd/engine.h", "inside of backward()"},
+    {"autograd/graph.h", "inside of the tape"},
+    {"autograd/node.h", "for ops made by hand: function.h and differentiable.h are in it"},
+    {"autograd/differentiable_node.h", "inside of differentiable()"},
+    {"autograd/ops/", "inside of ops"},
+    {"autograd/saved_tensor.h", "inside of nodes"},
+    {"core/asan.h", "inside of allocators"},
+    {"core/block_arena.h", "inside of allocators"},
+    {"core/crc32c.h", "of file formats"},
+    {"core/cuda/", "the GPU backend; devices are in device.h"},
+    {"core/environment.h", "inside of the library"},
+    {"core/functors.h", "formulas of kernels"},
+    {"core/kernels/", "kernels; ops are in autograd/ops.h"},
+    {"core/math.h", "functions of kernels"},
+    {"core/page_return.h", "inside of allocators"},
+    {"data/json_error.h", "inside of readers"},
+    {"data/special_tokens.h", "inside of tokenizers"},
+    {"data/unicode.h", "inside of tokenizers"},
+    {"data/word_cache.h", "inside of tokenizers"},
+    {"distributed/checkpoint/checksum.h", "of the format"},
+    {"distributed/rendezvous/", "how ranks meet; process_group.h and run_ranks.h are in it"},
+    {"distributed/shard/", "inside of replicate()"},
+    {"distributed/transport/", "backends; group.h and collectives.h are in it"},
+};
+
+// The headers below `header` that are not in `seen` yet.
+void add_includes(const fs::path& root, const std::string& header, std::set<std::string>& seen) {
+  if (!seen.insert(header).second) return;
+  std::ifstream in(root / header);
+  for (std::string line; std::getline(in, line);) {
+    const std::string target = included(line);
+    if (target.rfind("<tessera/", 0) == 0) add_includes(root, target.substr(9), seen);
+  }
+}
+
+// Headers that <tessera.h> neither has nor leaves out with a reason, and reasons without a header.
+std::vector<std::string> umbrella_errors(const fs::path& root) {
+  std::set<std::string> seen, used;
+  add_includes(root, "tessera.h", seen);
+  std::vector<std::string> errors;
+  for (const auto& [floor, ignored] : kSees) {
+    for (const auto& entry : fs::recursive_directory_iterator(root / floor)) {
+      const std::string name = fs::relative(entry.path(), root).string();
+      if (entry.path().extension() != ".h" || seen.count(name) != 0) continue;
+      const auto reason =
+          std::find_if(kNotUmbrella.begin(), kNotUmbrella.end(), [&](const auto& r) {
+            return r.first.back() == '/' ? name.rfind(r.first, 0) == 0 : name == r.first;
+          });
+      if (reason == kNotUmbrella.end()) {
+        errors.push_back(name + ": include it in tessera.h, or say in kNotUmbrella why not");
+      } else {
+        used.insert(reason->first);
+      }
+    }
+  }
+  for (const auto& [path, ignored] : kNotUmbrella) {
+    if (used.count(path) == 0) errors.push_back(path + ": in kNotUmbrella without a use");
+  }
+  return errors;
+}
+
 // Programs of several processes that have nothing to compare at their end.
 const std::map<std::string, const char*> kUncompared = {
     {"test_mpi_backend.cpp", "works below groups, which keep the traces"},
@@ -209,6 +280,10 @@ TEST(Layering, NoIncludeOfTheTreeRunsUp) {
 
 TEST(Layering, NoUnitsIncludeEachOtherInACircle) {
   for (const std::string& error : cycle_errors(TESSERA_SOURCE_DIR)) ADD_FAILURE() << error;
+}
+
+TEST(Layering, TheUmbrellaHeaderHasEveryHeaderOfAUser) {
+  for (const std::string& error : umbrella_errors(TESSERA_SOURCE_DIR)) ADD_FAILURE() << error;
 }
 
 // A tree in which every kind of violation is planted.
@@ -292,6 +367,20 @@ TEST_F(PlantedTree, TestsThatForgetToCompareAreReported) {
   EXPECT_NE(std::find_if(errors.begin(), errors.end(),
                          [](const std::string& e) { return e.rfind("tests/c.cpp:2: ", 0) == 0; }),
             errors.end());
+}
+
+TEST_F(PlantedTree, HeadersThatTheUmbrellaForgetsAreReported) {
+  write("tessera.h", "#include <tessera/nn/ground.h>\n");
+  write("nn/ground.h", "#include <tessera/core/ground.h>\n");
+  const std::vector<std::string> errors = umbrella_errors(root_);
+  const auto reported = [&](const std::string& name) {
+    return std::any_of(errors.begin(), errors.end(),
+                       [&](const std::string& e) { return e.rfind(name + ":", 0) == 0; });
+  };
+  EXPECT_TRUE(reported("optim/ground.h"));
+  EXPECT_FALSE(reported("nn/ground.h"));
+  EXPECT_FALSE(reported("core/ground.h"));   // through nn
+  EXPECT_TRUE(reported("core/functors.h"));  // a reason for what is not there
 }
 
 TEST(Layering, AllowedPairsAreDirected) {
