@@ -1,5 +1,6 @@
 #include <tessera/core/storage.h>
 
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/error.h>
 
 namespace tessera {
@@ -28,6 +29,8 @@ Storage::~Storage() {
 }
 
 void Storage::allocate() {
+  // Also where there is nothing to hold: ops on an empty tensor need the device and its kernels.
+  if (device_.is_cuda()) gpu::require_device(device_.index, "tensor");
   if (bytes_ == 0 || device_.is_meta()) return;
   data_ = allocator_for(device_).allocate(static_cast<size_t>(bytes_));
   stats_->allocated(category_, bytes_);

@@ -394,8 +394,9 @@ Tensor repeat_interleave(const Tensor& x, const Tensor& repeats, std::optional<i
              " at position ", i);
     places.insert(places.end(), static_cast<size_t>(counts[i]), static_cast<int64_t>(i));
   }
-  return index_select(
-      source, d, tensor(std::span<const int64_t>(places), {static_cast<int64_t>(places.size())}));
+  const Tensor index =
+      tensor(std::span<const int64_t>(places), {static_cast<int64_t>(places.size())});
+  return index_select(source, d, source.is_meta() ? index : index.to(source.device()));
 }
 
 const Op kFlip{.name = "flip", .flops_per_element = 0};

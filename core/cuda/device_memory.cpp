@@ -13,6 +13,7 @@
 
 #include <tessera/core/cuda/capture.h>
 #include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/contexts.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/cuda/hooks.h>
 #include <tessera/core/cuda/streams.h>
@@ -80,10 +81,9 @@ class CachingAllocator final : public DeviceAllocator {
   void deallocate(void* pointer, size_t) noexcept override {
     // The null stream of a block is that of this device, whichever is the thread's.
     int previous = 0;
-    cudaGetDevice(&previous);
-    if (previous != device_) cudaSetDevice(device_);
+    enter_device(device_, previous);
     free_block(pointer);
-    if (previous != device_) cudaSetDevice(previous);
+    leave_device(previous);
   }
 
   void free_block(void* pointer) noexcept {

@@ -19,6 +19,9 @@ void hook_segment(void* pointer, size_t bytes);
 // Bytes that a tensor owns, or owns no more, as of what is queued on the stream by now.
 void hook_accessible(void* pointer, size_t bytes, bool accessible, cudaStream_t stream) noexcept;
 
+// See [Note: contexts] in contexts.h. Asking makes none.
+bool hook_has_context(int device) noexcept;
+
 // Queues a copy between the memories of two devices.
 cudaError_t hook_copy_between(void* target, int to, const void* source, int from, size_t bytes,
                               cudaStream_t stream);

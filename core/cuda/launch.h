@@ -40,14 +40,18 @@ inline unsigned blocks(int64_t n, int64_t size, int64_t each = 1) {
   return static_cast<unsigned>((n + size * each - 1) / (size * each));
 }
 
+// Lets blocks of the kernel have that much of dynamic_shared on the current device.
+void allow_shared_bytes(const void* kernel, size_t bytes);
+
+// A block gets 48 KiB without asking. Arrays of fixed size count too, of which no kernel has 16.
+inline constexpr size_t kSharedWithoutAsking = size_t{32} << 10;
+
 #if defined(__CUDACC__)
 
 template <class... Parameters, class... Arguments>
 void launch(const LaunchConfig& config, void (*kernel)(Parameters...), Arguments&&... arguments) {
-  if (config.shared_bytes > (48u << 10)) {
-    TS_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(config.shared_bytes)));
+  if (config.shared_bytes > kSharedWithoutAsking) {
+    allow_shared_bytes(reinterpret_cast<const void*>(kernel), config.shared_bytes);
   }
   kernel<<<config.grid, config.block, config.shared_bytes, config.stream>>>(
       static_cast<Parameters>(arguments)...);
@@ -74,8 +78,12 @@ __device__ __forceinline__ T* dynamic_shared() {
 
 template <class... Parameters, class... Arguments>
 void launch(const LaunchConfig& config, void (*kernel)(Parameters...), Arguments&&... arguments) {
+  const auto* const function = reinterpret_cast<const void*>(kernel);
+  if (config.shared_bytes > kSharedWithoutAsking) {
+    allow_shared_bytes(function, config.shared_bytes);
+  }
   const cudaError_t error = emulation::enqueue_launch(
-      config.name, config.grid, config.block, config.shared_bytes, config.stream,
+      function, config.name, config.grid, config.block, config.shared_bytes, config.stream,
       [kernel, ... values = static_cast<Parameters>(arguments)] { kernel(values...); });
   finish_launch(error, config.name, config.stream);
 }

@@ -13,6 +13,7 @@
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/capture.h>
 #include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/contexts.h>
 #include <tessera/core/cuda/device_errors.h>
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/graph.h>
@@ -108,7 +109,10 @@ struct StreamHandle {
 };
 struct EventHandle {
   cudaEvent_t event;
-  ~EventHandle() { cudaEventDestroy(event); }
+  ~EventHandle() {
+    enter_some_device();
+    cudaEventDestroy(event);
+  }
 };
 
 // ---- Errors -------------------------------------------------------------------------------------
@@ -143,6 +147,20 @@ void finish_launch(cudaError_t error, const char* name, cudaStream_t stream) {
   }
 }
 
+void allow_shared_bytes(const void* kernel, size_t bytes) {
+  int device = 0;
+  TS_CUDA(cudaGetDevice(&device));
+  static std::mutex* const mutex = new std::mutex;
+  static auto* const allowed = new std::map<std::pair<const void*, int>, size_t>;
+  const std::lock_guard lock(*mutex);
+  // Never less than before: another thread may be about to launch what asked for more.
+  size_t& most = (*allowed)[{kernel, device}];
+  if (bytes <= most) return;
+  TS_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(bytes)));
+  most = bytes;
+}
+
 // ---- Devices ------------------------------------------------------------------------------------
 
 BackendKind backend_kind() { return hook_kind(); }
@@ -167,11 +185,13 @@ void require_device(int index, const char* where) {
   std::call_once(once, register_kernels);
 }
 
-CurrentDevice::CurrentDevice(int index) {
-  TS_CUDA(cudaGetDevice(&previous_));
-  if (index != previous_) TS_CUDA(cudaSetDevice(index));
+CurrentDevice::CurrentDevice(int index) { TS_CUDA(enter_device(index, previous_)); }
+CurrentDevice::~CurrentDevice() { leave_device(previous_); }
+
+void use_device(int index) {
+  require_device(index, "use_device");
+  TS_CUDA(cudaSetDevice(index));
 }
-CurrentDevice::~CurrentDevice() { cudaSetDevice(previous_); }
 
 void synchronize(int index) {
   require_device(index, "synchronize");
@@ -200,7 +220,7 @@ Allocator& pinned_allocator() {
 }
 
 bool is_pinned(const void* pointer) {
-  if (device_count() == 0) return false;
+  if (device_count() == 0 || !enter_some_device()) return false;
   cudaPointerAttributes attributes;
   TS_CUDA(cudaPointerGetAttributes(&attributes, pointer));
   return attributes.type != cudaMemoryTypeUnregistered && attributes.type != cudaMemoryTypeDevice;
@@ -255,6 +275,28 @@ void check_copy_in_capture(const void* target, const Device& to, const void* sou
                                 : "a copy from host memory that is not pinned and non_blocking");
 }
 
+// [Note: pageable copies] CUDA may read and write pageable memory before a copy returns or when the
+// stream comes to it ("might be synchronous"). What is small and goes to a device is put into
+// pinned memory of our own, which is not used again before the stream came by, and nobody waits.
+// All else from or to pageable memory is waited for.
+constexpr size_t kMostStaged = size_t{64} << 10;  // what drivers stage themselves
+
+class StagingBlock {
+ public:
+  StagingBlock(const void* source, size_t bytes)
+      : data_(pinned_memory().allocate(bytes)), bytes_(bytes) {
+    std::memcpy(data_, source, bytes);
+  }
+  ~StagingBlock() { pinned_memory().deallocate(data_, bytes_); }
+  StagingBlock(const StagingBlock&) = delete;
+  StagingBlock& operator=(const StagingBlock&) = delete;
+  const void* data() const { return data_; }
+
+ private:
+  void* const data_;
+  const size_t bytes_;
+};
+
 }  // namespace
 
 void copy_bytes(void* target, const Device& to, const void* source, const Device& from,
@@ -269,14 +311,26 @@ void copy_bytes(void* target, const Device& to, const void* source, const Device
   const CurrentDevice scope(index);
   const cudaStream_t stream = current_stream();
   note_operation("copy", stream);
+  const bool captures = Capture::current() != nullptr;
+  const bool has_host = to.is_cpu() || from.is_cpu();
+  const void* const host = to.is_cpu() ? target : source;
+  const bool pinned = has_host && is_pinned(host);
+  // see [Note: pageable copies]
+  if (from.is_cpu() && !pinned && bytes <= kMostStaged) {
+    const StagingBlock staged(source, bytes);
+    TS_CUDA(cudaMemcpyAsync(target, staged.data(), bytes, cudaMemcpyDefault, stream));
+    pinned_memory().record_use(staged.data(), stream);
+    if (!waits_for_launches()) return;
+    TS_CUDA(cudaStreamSynchronize(stream));
+    return raise_device_errors(index);
+  }
   TS_CUDA(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, stream));
-  // CUDA takes the bytes of pageable memory before it returns; from pinned memory the device reads.
-  const bool host = to.is_cpu() || (from.is_cpu() && is_pinned(source));
-  if ((host && !non_blocking) || (waits_for_launches() && Capture::current() == nullptr)) {
+  const bool waits = has_host && (!non_blocking || !pinned);
+  if (waits || (waits_for_launches() && !captures)) {
     TS_CUDA(cudaStreamSynchronize(stream));
     raise_device_errors(index);
-  } else if (host && Capture::current() == nullptr) {
-    pinned_memory().record_use(to.is_cpu() ? target : source, stream);
+  } else if (pinned && !captures) {
+    pinned_memory().record_use(host, stream);
   }
 }
 
@@ -358,6 +412,7 @@ void wait_event(StreamHandle& stream, EventHandle& event) {
 
 bool event_done(EventHandle& event) {
   refuse_in_capture("asking for an event");
+  enter_some_device();
   const cudaError_t error = cudaEventQuery(event.event);
   if (error != cudaErrorNotReady) TS_CUDA(error);
   return error == cudaSuccess;
@@ -365,11 +420,13 @@ bool event_done(EventHandle& event) {
 
 void synchronize_event(EventHandle& event) {
   refuse_in_capture("waiting for an event");
+  enter_some_device();
   TS_CUDA(cudaEventSynchronize(event.event));
 }
 
 float elapsed_milliseconds(EventHandle& start, EventHandle& end) {
   float milliseconds = 0;
+  enter_some_device();
   TS_CUDA(cudaEventElapsedTime(&milliseconds, start.event, end.event));
   return milliseconds;
 }

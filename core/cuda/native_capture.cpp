@@ -12,6 +12,7 @@
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/capture.h>
 #include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/contexts.h>
 #include <tessera/core/cuda/device_errors.h>
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/streams.h>
@@ -90,15 +91,14 @@ class Graph::Impl final : public Capture {
 
   ~Impl() override {
     int previous = 0;
-    cudaGetDevice(&previous);
-    cudaSetDevice(device_);
+    enter_device(device_, previous);
     cudaStreamSynchronize(native(*stream_));
     for (const cudaEvent_t event : staging_free_) {
       if (event != nullptr) cudaEventDestroy(event);
     }
     if (exec_ != nullptr) cudaGraphExecDestroy(exec_);
     free_memory();
-    cudaSetDevice(previous);
+    leave_device(previous);
   }
 
   void capture(const std::function<void()>& work);

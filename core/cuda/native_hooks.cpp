@@ -40,6 +40,27 @@ cudaError_t hook_copy_between(void* target, int to, const void* source, int from
   enable_peer_access(to, from);
   return cudaMemcpyPeerAsync(target, to, source, from, bytes, stream);
 }
+
+// The runtime has no such question; the driver, whose library it has loaded, has.
+bool hook_has_context(int device) noexcept {
+  using GetState = int (*)(int device, unsigned* flags, int* active);
+  static const GetState get_state = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    TS_CUDA(cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function, 7000,
+                                             cudaEnableDefault, &found));
+#else
+    TS_CUDA(cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &function, cudaEnableDefault,
+                                    &found));
+#endif
+    return reinterpret_cast<GetState>(function);
+  }();
+  unsigned flags = 0;
+  int active = 0;
+  return get_state(device, &flags, &active) == 0 && active != 0;
+}
+
 BackendKind hook_kind() { return BackendKind::kCuda; }
 std::string hook_failure_details() { return {}; }
 // Headers alone: they find the tool that listens, or do nothing.

@@ -6,6 +6,7 @@
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/cuda/capture.h>
 #include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/contexts.h>
 #include <tessera/core/error.h>
 
 namespace tessera::gpu {
@@ -44,6 +45,7 @@ void* PinnedAllocator::allocate(size_t bytes) {
   TS_CHECK_AS(OutOfMemory, bytes <= kSmallest << 40, "pinned allocator", "cannot allocate ", bytes,
               " bytes of page-locked memory");
   const size_t kind = static_cast<size_t>(size_class(bytes)), size = kSmallest << kind;
+  enter_some_device();
   const RelaxedCapture relaxed;
   const std::lock_guard lock(mutex_);
   take_back_finished();
@@ -74,6 +76,7 @@ void* PinnedAllocator::allocate(size_t bytes) {
 }
 
 void PinnedAllocator::deallocate(void* pointer, size_t) noexcept {
+  enter_some_device();
   const RelaxedCapture relaxed;
   const std::lock_guard lock(mutex_);
   const auto place = blocks_.find(static_cast<char*>(pointer));
@@ -108,6 +111,7 @@ bool PinnedAllocator::record_use(const void* pointer, cudaStream_t stream) {
 }
 
 void PinnedAllocator::release_cached() {
+  enter_some_device();
   const std::lock_guard lock(mutex_);
   for (Block* block = waiting_; block != nullptr; block = block->next) {
     for (const Use& use : block->uses) cudaEventSynchronize(use.event);

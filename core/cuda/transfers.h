@@ -11,6 +11,11 @@ namespace tessera::gpu {
 // pinned_allocator() are used again when the copies that were queued with them are over.
 bool is_pinned(const void* host);
 
+// Makes `index` the calling thread's device. A rank does so at its start: what needs a device and
+// names none (page-locked memory, an event) then goes there, from any thread, and the rank opens no
+// context on cuda:0, which costs about half a gigabyte there. Throws DeviceError.
+void use_device(int index);
+
 // The stream for copies beside the calculation: all share it, it never ends, and so memory may
 // belong to it.
 std::shared_ptr<StreamHandle> copy_stream(int device);

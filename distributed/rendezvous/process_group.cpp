@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/cuda/transfers.h>
 #include <tessera/core/environment.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/rendezvous/job.h>
@@ -138,7 +138,7 @@ ProcessGroup::ProcessGroup(const ProcessGroupOptions& options) : state_(std::mak
   TS_CHECK_AS(ConfigError, context.world_size == 1, "ProcessGroup", "this Context is already rank ",
               context.rank, " of ", context.world_size);
   state.context = &context;
-  if (options.device.is_cuda()) gpu::require_device(options.device.index, "ProcessGroup");
+  if (options.device.is_cuda()) gpu::use_device(options.device.index);
   if (options.set_threads) set_num_threads(info.threads);
   if (info.world_size == 1) return;
   TS_CHECK_AS(ConfigError, info.launcher != Launcher::kTorchrun, "ProcessGroup",

@@ -122,10 +122,11 @@ TEST(CudaSoftmax, InfinitiesAndNan) {
   }
 }
 
+// A row of 24500 in bf16 and what the block shares beside it are over 48 KiB together.
 TEST(CudaCrossEntropy, RowsOfAnyLength) {
-  for (const int64_t classes : {1025, 50257, 100000}) {
+  for (const int64_t classes : {1025, 24500, 50257, 100000}) {
     for (const DType dtype : {kF32, kBF16}) {
-      if (classes > 50000 && dtype != (classes == 50257 ? kBF16 : kF32)) continue;
+      if (classes > 20000 && dtype != (classes < 100000 ? kBF16 : kF32)) continue;
       SCOPED_TRACE(testing::Message() << classes << " classes, " << dtype);
       const Tensor x = numbers({3, classes}, dtype);
       const Tensor target = tensor({static_cast<double>(classes - 1), -100.0, 17.0}, kI64);

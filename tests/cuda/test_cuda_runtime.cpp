@@ -5,7 +5,10 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <tessera/autograd/ops.h>
@@ -15,11 +18,14 @@
 #include <tessera/core/cuda/emulation/peers.h>
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/cuda/emulation/simt.h>
+#include <tessera/core/cuda/graph.h>
 #include <tessera/core/cuda/streams.h>
+#include <tessera/core/cuda/transfers.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
+#include <tessera/core/pinned.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/core/stream.h>
 
@@ -107,6 +113,33 @@ void kernel_of_the_cpu(const Tensor& x) {
   if (x.device().is_cuda()) kernels::on_cuda<kernel_of_the_cpu>("frobnicate", x.device(), x);
 }
 
+TEST(CudaTensors, RepeatsDifferFromPlaceToPlace) {
+  const auto repeat = [](const Device& device, const Device& of_repeats) {
+    const Tensor x = raw::view(raw::arange(0, 1, 6, kF32), {2, 3}).to(device);
+    x.set_requires_grad(true);
+    const Tensor y = repeat_interleave(x, tensor({2, 0, 3}, kI64).to(of_repeats), 1);
+    sum(square(y)).backward();
+    return std::pair(y.to_vector(), x.grad().to_vector());
+  };
+  const auto expected = repeat(kCpu, kCpu);
+  EXPECT_EQ(expected.first, (std::vector<double>{0, 0, 2, 2, 2, 3, 3, 5, 5, 5}));
+  EXPECT_EQ(repeat(cuda(1), kCpu), expected);
+  EXPECT_EQ(repeat(cuda(1), cuda(1)), expected);
+}
+
+TEST(CudaTensors, MayBeEmptyFromTheFirstOn) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        const Tensor x = raw::empty({0, 3}, kF32, cuda(0));
+        const std::string text = message_of([&] { softmax(exp(x), 1); });
+        const std::string other = message_of([] { raw::empty({0}, kF32, cuda(2)); });
+        std::fputs((text + "; " + other).c_str(), stderr);
+        ::_exit(0);
+      },
+      testing::ExitedWithCode(0), "no error; .*there is no cuda:2");
+}
+
 TEST(CudaTensors, AnOpWithoutAKernelNamesItselfAndTheDevice) {
   const Tensor x = raw::zeros({4, 4}, kF32, cuda(0));
   const std::string text = message_of([&] { kernel_of_the_cpu(x); });
@@ -123,6 +156,120 @@ TEST(CudaTensors, AnIndexOutsideIsToldAtTheNextWaitAndForgotten) {
             "embedding: index 9 at element 1 is outside [0, 4); check where the indices come from "
             "(found on cuda:0)");
   EXPECT_EQ(rows.to_vector(), std::vector<double>(9, 0.0));
+}
+
+// ---- Copies from and to memory that is not page-locked ------------------------------------------
+
+// Under many seeds, since CUDA may take the bytes at the call or later.
+template <class Test>
+void for_seeds(const Test& test) {
+  for (uint64_t seed = 0; seed < 12; ++seed) {
+    gpu::emulation::set_seed(seed);
+    test();
+  }
+}
+
+TEST(CudaCopies, HaveTakenPageableMemoryWhenTheyReturn) {
+  for_seeds([] {
+    for (const size_t bytes : {size_t{64}, size_t{300} << 10}) {
+      for (const bool non_blocking : {false, true}) {
+        const auto size = static_cast<int64_t>(bytes);
+        const Tensor there = raw::empty({size}, kU8, cuda(0));
+        std::vector<uint8_t> host(bytes, 1);
+        gpu::copy_bytes(there.data(), cuda(0), host.data(), kCpu, bytes, non_blocking);
+        std::fill(host.begin(), host.end(), 2);
+        ASSERT_EQ(there.to_vector(), std::vector<double>(bytes, 1))
+            << bytes << (non_blocking ? " non_blocking" : "");
+      }
+    }
+  });
+}
+
+TEST(CudaCopies, HaveWrittenPageableMemoryWhenTheyReturn) {
+  const Tensor there = raw::full({64}, 3, kU8).to(cuda(0));
+  for_seeds([&] {
+    for (const bool non_blocking : {false, true}) {
+      std::vector<uint8_t> host(64, 1);
+      gpu::copy_bytes(host.data(), kCpu, there.data(), cuda(0), 64, non_blocking);
+      ASSERT_EQ(host, std::vector<uint8_t>(64, 3));
+    }
+  });
+}
+
+TEST(CudaCopies, TablesOfLaunchesMayDieAtOnceAndNobodyWaits) {
+  for_seeds([] {
+    const Tensor there = raw::empty({256}, kU8, cuda(1));
+    gpu::synchronize(1);
+    const int64_t waits = gpu::emulation::host_waits();
+    for (const size_t begin : {0, 64, 128, 192}) {
+      std::vector<uint8_t> table(64, static_cast<uint8_t>(begin));
+      gpu::upload_constants(there.data_as<uint8_t>() + begin, 1, table.data(), 64);
+      std::fill(table.begin(), table.end(), 255);
+    }
+    EXPECT_EQ(gpu::emulation::host_waits(), waits);
+    const std::vector<double> found = there.to_vector();
+    for (size_t i = 0; i < 256; ++i) ASSERT_EQ(found[i], static_cast<double>(i / 64 * 64));
+  });
+}
+
+// ---- Contexts -----------------------------------------------------------------------------------
+
+// What a rank with the device cuda:1 does, its helping threads included.
+void work_of_a_rank() {
+  gpu::use_device(1);
+  // Threads that know nothing of devices.
+  std::optional<Tensor> pinned;
+  std::thread([&] { pinned = raw::pin(raw::full({64}, 2, kF32)); }).join();
+  const Tensor x = raw::copy_to_device(*pinned, cuda(1));
+  std::shared_ptr<gpu::EventHandle> event;
+  {
+    const gpu::CurrentStream stream(gpu::make_stream(1));
+    event = gpu::record_event(*gpu::current_stream_handle(1));
+  }
+  std::thread([&] {
+    gpu::synchronize_event(*event);
+    if (gpu::event_done(*event)) event.reset();
+    pinned.reset();
+    Tensor y = exp(x);
+    const Tensor host = y.to(kCpu);
+    is_pinned(host);
+  }).join();
+  gpu::Graph(gpu::make_stream(1), [&] { neg_(x); }).replay();
+  gpu::synchronize(1);
+  gpu::caching_allocator(1).release_cached();
+  gpu::pinned_allocator().release_cached();
+}
+
+TEST(CudaContexts, ARankHasOneOnItsDevice) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        const std::string text = message_of(work_of_a_rank);
+        std::fprintf(stderr, "%s, contexts: %d %d", text.c_str(), gpu::emulation::has_context(0),
+                     gpu::emulation::has_context(1));
+        ::_exit(0);
+      },
+      testing::ExitedWithCode(0), "no error, contexts: 0 1");
+}
+
+TEST(CudaContexts, AScopeLeavesTheThreadOnADeviceThatIsInUse) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        const auto current = [] {
+          int device = -1;
+          TS_CUDA(cudaGetDevice(&device));
+          return device;
+        };
+        { const gpu::CurrentDevice scope(1); }
+        const int unused = current();  // nobody chose cuda:0
+        gpu::use_device(0);
+        { const gpu::CurrentDevice scope(1); }
+        const int used = current();
+        std::fprintf(stderr, "after unused %d, after used %d", unused, used);
+        ::_exit(0);
+      },
+      testing::ExitedWithCode(0), "after unused 1, after used 0");
 }
 
 TEST(CudaMemory, IsSplitJoinedAndUsedAgain) {
@@ -276,6 +423,7 @@ TEST(CudaStreams, CpuStreamsKeepTimeToo) {
 
 TEST(CudaStreams, PinnedMemoryIsKeptAndHandedOutAgain) {
   Allocator& pinned = gpu::pinned_allocator();
+  pinned.release_cached();  // copies of other tests went through it
   void* const block = pinned.allocate(10000);
   pinned.deallocate(block, 10000);
   EXPECT_EQ(pinned.cached_bytes(), 16384);

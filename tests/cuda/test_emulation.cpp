@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,7 @@ class Buffer {
   std::vector<T> read() const {
     std::vector<T> values(count_);
     TS_CUDA(cudaMemcpyAsync(values.data(), data_, count_ * sizeof(T), cudaMemcpyDefault, nullptr));
+    TS_CUDA(cudaStreamSynchronize(nullptr));
     return values;
   }
 
@@ -286,18 +288,29 @@ TEST(Emulation, AHostReadOfDeviceMemoryEndsTheProgram) {
       "");
 }
 
-TEST(Emulation, PinnedMemoryIsReadWhenTheStreamRunsPageableAtTheCall) {
+TEST(Emulation, PinnedMemoryIsReadWhenTheStreamRunsPageableThenOrAtTheCall) {
   void* pinned = nullptr;
   TS_CUDA(cudaMallocHost(&pinned, 4));
-  std::memset(pinned, 1, 4);
-  std::vector<char> pageable(4, 1);
   const Buffer<char> a(4), b(4);
-  TS_CUDA(cudaMemcpyAsync(a.data(), pinned, 4, cudaMemcpyDefault, nullptr));
-  TS_CUDA(cudaMemcpyAsync(b.data(), pageable.data(), 4, cudaMemcpyDefault, nullptr));
-  std::memset(pinned, 2, 4);
-  std::memset(pageable.data(), 2, 4);
-  EXPECT_EQ(a.read(), std::vector<char>(4, 2));
-  EXPECT_EQ(b.read(), std::vector<char>(4, 1));
+  std::set<std::vector<char>> seen, written;
+  for (uint64_t seed = 0; seed < 16; ++seed) {
+    emulation::set_seed(seed);
+    std::memset(pinned, 1, 4);
+    std::vector<char> pageable(4, 1), target(4, 0);
+    TS_CUDA(cudaMemcpyAsync(a.data(), pinned, 4, cudaMemcpyDefault, nullptr));
+    TS_CUDA(cudaMemcpyAsync(b.data(), pageable.data(), 4, cudaMemcpyDefault, nullptr));
+    std::memset(pinned, 2, 4);
+    std::memset(pageable.data(), 2, 4);
+    EXPECT_EQ(a.read(), std::vector<char>(4, 2));
+    seen.insert(b.read());
+    TS_CUDA(cudaMemcpyAsync(target.data(), a.data(), 4, cudaMemcpyDefault, nullptr));
+    written.insert(target);
+    TS_CUDA(cudaStreamSynchronize(nullptr));
+    EXPECT_EQ(target, std::vector<char>(4, 2));
+  }
+  EXPECT_EQ(seen, (std::set<std::vector<char>>{std::vector<char>(4, 1), std::vector<char>(4, 2)}));
+  EXPECT_EQ(written,
+            (std::set<std::vector<char>>{std::vector<char>(4, 0), std::vector<char>(4, 2)}));
   cudaFreeHost(pinned);
 }
 
@@ -320,11 +333,25 @@ TEST(Emulation, ErrorsNameTheOperationAndLeaveNothingBehind) {
 }
 
 TEST(Emulation, ALaunchBeyondTheLimitsIsRefused) {
-  EXPECT_EQ(emulation::enqueue_launch("large", 1, 2048, 0, nullptr, [] {}),
+  EXPECT_EQ(emulation::enqueue_launch(nullptr, "large", 1, 2048, 0, nullptr, [] {}),
             cudaErrorInvalidConfiguration);
-  EXPECT_EQ(emulation::enqueue_launch("greedy", 1, 32, 228u << 10, nullptr, [] {}),
+  EXPECT_EQ(emulation::enqueue_launch(nullptr, "greedy", 1, 32, 228u << 10, nullptr, [] {}),
+            cudaErrorInvalidConfiguration);
+  EXPECT_EQ(emulation::enqueue_launch(nullptr, "modest", 1, 32, 49u << 10, nullptr, [] {}),
+            cudaErrorInvalidValue);
+  EXPECT_EQ(emulation::enqueue_launch(nullptr, "high", dim3(1, 65536), 32, 0, nullptr, [] {}),
             cudaErrorInvalidConfiguration);
   cudaGetLastError();
+}
+
+TEST(Emulation, ArraysOfFixedSizeCountForWhatABlockGetsWithoutAsking) {
+  const Buffer<float> x(numbers(32)), y(32);
+  for (const size_t bytes : {size_t{16} << 10, (size_t{48} << 10) - 1024, size_t{64} << 10}) {
+    copy_beside(bytes, x.data(), y.data(), nullptr);  // launch() asks where it must
+    EXPECT_EQ(y.read(), numbers(32)) << bytes;
+  }
+  copy_beside((size_t{227} << 10) - 1024, x.data(), y.data(), nullptr);
+  EXPECT_REPORT("the block's shared memory, 231424 bytes and arrays of fixed size, exceeds 232448");
 }
 
 }  // namespace

@@ -53,6 +53,13 @@ __global__ void reverse_tiles_kernel(Bug bug, const float* x, float* y, int64_t 
   y[n - 32 * (blockIdx.x + 1) + lane] = tile[31 - lane];
 }
 
+__global__ void copy_beside_kernel(const float* x, float* y) {
+  TS_SHARED(float, fixed, 512);
+  dynamic_shared<float>()[threadIdx.x] = x[threadIdx.x];
+  fixed[threadIdx.x] = dynamic_shared<float>()[threadIdx.x];
+  y[threadIdx.x] = fixed[threadIdx.x];
+}
+
 __global__ void stage_vectors_kernel(Bug bug, const float* x, float* y) {
   float* const stage = dynamic_shared<float>();
   const int64_t i = 4 * first_index();
@@ -151,6 +158,10 @@ void stage_vectors(Bug bug, const float* x, float* y, cudaStream_t stream) {
 void copy_vectors(const float* x, float* y, int64_t n, cudaStream_t stream) {
   launch({.name = "copy_vectors", .grid = blocks(n, 128, 4), .block = 128, .stream = stream},
          copy_vectors_kernel, x, y, n);
+}
+void copy_beside(size_t shared_bytes, const float* x, float* y, cudaStream_t stream) {
+  launch({.name = "copy_beside", .block = 32, .shared_bytes = shared_bytes, .stream = stream},
+         copy_beside_kernel, x, y);
 }
 void add_one(float* x, int64_t n, cudaStream_t stream) {
   launch({.name = "add_one", .grid = 2, .block = 64, .stream = stream}, add_one_kernel, x, n);

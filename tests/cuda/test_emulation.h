@@ -38,6 +38,9 @@ void reverse_tiles(Bug bug, const float* x, float* y, int64_t n, cudaStream_t st
 void copy_vectors(const float* x, float* y, int64_t n, cudaStream_t stream);
 // y[i] = x[i] for 128 elements, by way of shared memory.
 void stage_vectors(Bug bug, const float* x, float* y, cudaStream_t stream);
+// y[i] = x[i] for 32 elements in a block of that much dynamic shared memory beside 2048 fixed
+// bytes.
+void copy_beside(size_t shared_bytes, const float* x, float* y, cudaStream_t stream);
 void add_one(float* x, int64_t n, cudaStream_t stream);
 // counts[x[i]] += 1 with atomic operations.
 void histogram(const int* x, int* counts, int64_t n, cudaStream_t stream);

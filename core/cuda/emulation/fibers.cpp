@@ -497,9 +497,12 @@ void* Machine::static_shared(const void* site, size_t bytes, size_t alignment) {
     if (array.site == site) return array.data;
   }
   const size_t begin = (shared_used_ + alignment - 1) / alignment * alignment;
-  if (begin + bytes > kMaxSharedBytes) {
-    leave_with(std::string(launch_->name) + ": the block's shared memory exceeds " +
-               std::to_string(kMaxSharedBytes) + " bytes");
+  if (begin + bytes > launch_->shared_limit) {
+    leave_with(
+        std::string(launch_->name) + ": the block's shared memory, " +
+        std::to_string(launch_->shared_bytes) + " bytes and arrays of fixed size, exceeds " +
+        std::to_string(launch_->shared_limit) +
+        (launch_->shared_limit < kMaxSharedBytes ? " bytes, and nobody asked for more" : " bytes"));
   }
   shared_used_ = begin + bytes;
   char* const data = arena::shared_memory() + begin;

@@ -25,7 +25,7 @@ bool run_gemm(const GemmProblem& given) {
   if (model == nullptr || !validate(problem).empty()) return false;
   const cudaStream_t stream = current_stream();
   finish_launch(
-      emulation::enqueue_launch("matmul", 1, 1, 0, stream,
+      emulation::enqueue_launch(nullptr, "matmul", 1, 1, 0, stream,
                                 [model, problem] { model(problem, library_call(problem)); }),
       "matmul", stream);
   return true;

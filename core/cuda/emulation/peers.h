@@ -12,6 +12,10 @@ cudaError_t cudaMemcpyPeerAsync(void* target, int target_device, const void* sou
 
 namespace tessera::gpu::emulation {
 
+// Whether the device has a context, as it has from the first call on that works on it or names it
+// (cudaSetDevice). On a GPU each costs its process about half a gigabyte.
+bool has_context(int device);
+
 // Queues what the emulation keeps of memory: it happens in its turn, or when a failure makes the
 // streams forget their work.
 void enqueue_always(cudaStream_t stream, std::function<void()> work);

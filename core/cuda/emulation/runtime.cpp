@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -78,7 +79,9 @@ struct Machine {
   std::vector<EmulatedStream*> streams;
   std::vector<EmulatedStream> defaults;  // the null stream of each device
   std::map<char*, size_t> pinned;
-  std::map<const void*, int> device_of;  // of each cudaMalloc
+  std::map<const void*, int> device_of;                        // of each cudaMalloc
+  std::set<int> contexts;                                      // devices that have one
+  std::map<std::pair<const void*, int>, size_t> shared_bytes;  // asked for, by kernel and device
   std::string report;
   int64_t host_waits = 0;
   std::map<std::string, int64_t> launches;  // by name
@@ -123,7 +126,11 @@ cudaError_t failed(cudaError_t error) {
   return error;
 }
 
+// As of CUDA 12: what works on the current device, and naming a device, gives it a context.
+void need_context() { machine().contexts.insert(current_device); }
+
 EmulatedStream& resolve(cudaStream_t stream) {
+  need_context();
   return stream != nullptr ? *stream : machine().defaults[static_cast<size_t>(current_device)];
 }
 
@@ -301,7 +308,9 @@ cudaError_t cudaGetDevice(int* device) {
 }
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= machine().devices) return failed(cudaErrorInvalidDevice);
+  Lock lock(machine().mutex);
   current_device = device;
+  need_context();
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
@@ -323,6 +332,7 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
 }
 cudaError_t cudaDeviceSynchronize() {
   Lock lock(machine().mutex);
+  need_context();
   for (const EmulatedStream* stream : machine().streams) {
     if (stream->device == current_device && stream->capture) {
       return spoil(*stream->capture, cudaErrorStreamCaptureUnsupported);
@@ -336,6 +346,8 @@ cudaError_t cudaDeviceSynchronize() {
   });
 }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  Lock lock(machine().mutex);
+  need_context();
   *free = arena::free_bytes();
   *total = arena::kBytes;
   return cudaSuccess;
@@ -343,6 +355,7 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   Lock lock(machine().mutex);
+  need_context();
   if (is_unsafe_now()) return cudaErrorStreamCaptureUnsupported;
   *pointer = arena::allocate(bytes);
   if (*pointer == nullptr) return failed(cudaErrorMemoryAllocation);
@@ -352,6 +365,7 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
 cudaError_t cudaFree(void* pointer) {
   if (pointer == nullptr) return cudaSuccess;
   Lock lock(machine().mutex);
+  need_context();
   if (is_unsafe_now()) return cudaErrorStreamCaptureUnsupported;
   const cudaError_t error = cudaDeviceSynchronize();  // as CUDA's
   if (!arena::release(pointer)) return failed(cudaErrorInvalidValue);
@@ -360,6 +374,7 @@ cudaError_t cudaFree(void* pointer) {
 }
 cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
   Lock lock(machine().mutex);
+  need_context();
   if (is_unsafe_now()) return cudaErrorStreamCaptureUnsupported;
   *pointer = std::malloc(bytes == 0 ? 1 : bytes);
   if (*pointer == nullptr) return failed(cudaErrorMemoryAllocation);
@@ -369,6 +384,7 @@ cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
 cudaError_t cudaFreeHost(void* pointer) {
   if (pointer == nullptr) return cudaSuccess;
   Lock lock(machine().mutex);
+  need_context();
   if (is_unsafe_now()) return cudaErrorStreamCaptureUnsupported;
   if (machine().pinned.erase(static_cast<char*>(pointer)) == 0)
     return failed(cudaErrorInvalidValue);
@@ -387,7 +403,11 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cuda
       ((!from_device && !is_pinned(source)) || (!to_device && !is_pinned(target)))) {
     return spoil(*queue.capture, cudaErrorStreamCaptureUnsupported);
   }
-  if (!from_device && !is_pinned(source)) {  // pageable: the bytes of now
+  // CUDA promises nothing about when it reads or writes pageable memory: before the call returns,
+  // or when the stream comes to the copy.
+  const bool reads_now = !from_device && !is_pinned(source) && next_random() % 2 == 0;
+  const bool writes_now = !to_device && !is_pinned(target) && next_random() % 2 == 0;
+  if (reads_now) {
     std::shared_ptr<char[]> staged(new char[bytes]);
     std::memcpy(staged.get(), source, bytes);
     push(queue, [=] {
@@ -400,8 +420,7 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cuda
       return cudaSuccess;
     });
   }
-  if (!to_device && !is_pinned(target)) return cudaStreamSynchronize(stream);
-  return cudaSuccess;
+  return writes_now ? cudaStreamSynchronize(stream) : cudaSuccess;
 }
 cudaError_t cudaMemcpyPeerAsync(void* target, int target_device, const void* source,
                                 int source_device, size_t bytes, cudaStream_t stream) {
@@ -422,6 +441,7 @@ cudaError_t cudaMemcpyPeerAsync(void* target, int target_device, const void* sou
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   Lock lock(machine().mutex);
+  need_context();
   *attributes = {};
   attributes->type = arena::contains(pointer) ? cudaMemoryTypeDevice
                      : is_pinned(pointer)     ? cudaMemoryTypeHost
@@ -437,14 +457,26 @@ cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t 
   return cudaSuccess;
 }
 
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute, int value) {
+  Lock lock(machine().mutex);
+  need_context();
+  if (value < 0 || static_cast<size_t>(value) > emulation::kMaxSharedBytes) {
+    return failed(cudaErrorInvalidValue);
+  }
+  machine().shared_bytes[{function, current_device}] = static_cast<size_t>(value);
+  return cudaSuccess;
+}
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   Lock lock(machine().mutex);
+  need_context();
   *stream = new EmulatedStream{{}, current_device, nullptr, {}};
   machine().streams.push_back(*stream);
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   Lock lock(machine().mutex);
+  need_context();
   const cudaError_t error = cudaStreamSynchronize(stream);
   std::erase(machine().streams, stream);
   delete stream;
@@ -531,6 +563,8 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  Lock lock(machine().mutex);
+  need_context();
   std::swap(*mode, own_mode);
   return cudaSuccess;
 }
@@ -557,10 +591,14 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  Lock lock(machine().mutex);
+  need_context();
   *event = new EmulatedEvent;
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  Lock lock(machine().mutex);
+  need_context();
   delete event;
   return cudaSuccess;
 }
@@ -577,6 +615,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   Lock lock(machine().mutex);
+  need_context();
   if (event->capture) return spoil(*event->capture, cudaErrorStreamCaptureUnsupported);
   const auto happening = event->last;
   if (!happening || happening->done) return cudaSuccess;
@@ -584,12 +623,14 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   Lock lock(machine().mutex);
+  need_context();
   if (event->capture) return spoil(*event->capture, cudaErrorStreamCaptureUnsupported);
   if (is_unsafe_now()) return cudaErrorStreamCaptureUnsupported;
   return !event->last || event->last->done ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
   Lock lock(machine().mutex);
+  need_context();
   if (!start->last || !end->last) return failed(cudaErrorInvalidResourceHandle);
   if (!start->last->done || !end->last->done) return failed(cudaErrorNotReady);
   *milliseconds =
@@ -599,8 +640,8 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
 
 namespace tessera::gpu::emulation {
 
-cudaError_t enqueue_launch(const char* name, dim3 grid, dim3 block, size_t shared_bytes,
-                           cudaStream_t stream, std::function<void()> kernel) {
+cudaError_t enqueue_launch(const void* function, const char* name, dim3 grid, dim3 block,
+                           size_t shared_bytes, cudaStream_t stream, std::function<void()> kernel) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > kMaxThreads || block.z > 64 || grid.x == 0 || grid.y == 0 ||
       grid.z == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 ||
@@ -608,8 +649,13 @@ cudaError_t enqueue_launch(const char* name, dim3 grid, dim3 block, size_t share
     return failed(cudaErrorInvalidConfiguration);
   }
   Lock lock(machine().mutex);
+  const auto asked = machine().shared_bytes.find({function, current_device});
+  const bool has_more = asked != machine().shared_bytes.end() && shared_bytes <= asked->second;
+  const size_t limit = has_more ? kMaxSharedBytes : kSharedBytes;
+  if (shared_bytes > limit) return failed(cudaErrorInvalidValue);
   ++machine().launches[name];
-  const Launch launch{name, {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes};
+  const Launch launch{
+      name, {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes, limit};
   push(resolve(stream), [launch, kernel = std::move(kernel)] {
     const std::string what = run_grid(launch, kernel);
     if (what.empty()) return cudaSuccess;
@@ -641,6 +687,11 @@ void enqueue_when(cudaStream_t stream, std::function<bool()> ready, std::functio
                            return cudaSuccess;
                          },
                          nullptr, nullptr, std::move(ready)});
+}
+
+bool has_context(int device) {
+  Lock lock(machine().mutex);
+  return machine().contexts.contains(device);
 }
 
 int64_t host_waits() {

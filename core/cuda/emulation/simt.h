@@ -22,6 +22,7 @@ namespace tessera::gpu::emulation {
 inline constexpr int kWarpSize = 32;
 inline constexpr int kMaxThreads = 1024;               // of a block
 inline constexpr size_t kMaxSharedBytes = 227u << 10;  // of a block, as on sm_90
+inline constexpr size_t kSharedBytes = 48u << 10;      // where the kernel asked for no more
 
 struct Index3 {
   unsigned x, y, z;
@@ -77,6 +78,7 @@ struct Launch {
   const char* name;
   Index3 grid, block;
   size_t shared_bytes;
+  size_t shared_limit = kMaxSharedBytes;  // with static_shared
 };
 // Runs all blocks. Returns an empty text, or what went wrong.
 std::string run_grid(const Launch& launch, const std::function<void()>& kernel);

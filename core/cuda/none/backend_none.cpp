@@ -22,6 +22,7 @@ std::string describe_device(int) { refuse("cuda"); }
 void require_device(int, const char* where) { refuse(where); }
 Allocator& device_allocator(int) { refuse("allocator"); }
 void record_use(int, void*) { refuse("cuda"); }
+void use_device(int) { refuse("cuda"); }
 void synchronize(int) { refuse("synchronize"); }
 void copy_bytes(void*, const Device&, const void*, const Device&, size_t, bool) { refuse("copy"); }
 Allocator& pinned_allocator() { refuse("pinned memory"); }

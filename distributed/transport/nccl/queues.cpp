@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <tessera/core/cuda/backend.h>
+#include <tessera/core/cuda/transfers.h>
 #include <tessera/core/error.h>
 #include <tessera/distributed/rendezvous/rank_context.h>
 
@@ -33,7 +34,8 @@ struct Watcher {
   std::vector<Transfer> incoming;
   bool stopping = false;
 
-  void run() {
+  void run(int device) {
+    gpu::use_device(device);  // the library's questions are for the current one too
     std::vector<Transfer> transfers;
     Clock::time_point next_check = Clock::now();
     while (true) {
@@ -88,7 +90,7 @@ class GpuQueues : public DeviceQueues {
  public:
   explicit GpuQueues(const Device& device)
       : device_(device), watcher_(std::make_shared<Watcher>()) {
-    thread_ = std::thread([watcher = watcher_] { watcher->run(); });
+    thread_ = std::thread([watcher = watcher_, index = device.index] { watcher->run(index); });
   }
   ~GpuQueues() override {
     {

@@ -84,7 +84,8 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes);
 cudaError_t cudaFree(void* pointer);
 cudaError_t cudaMallocHost(void** pointer, size_t bytes);
 cudaError_t cudaFreeHost(void* pointer);
-// Pageable host memory is read or written before the call returns, pinned when the stream runs.
+// Pinned host memory is read or written when the stream runs; pageable memory then or before the
+// call returns, as the seed has it, since CUDA promises neither.
 cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream);
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer);
@@ -102,11 +103,18 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end);
 
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+// Of the current device. The last value holds.
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value);
+
 namespace tessera::gpu::emulation {
 
 // Queues a kernel. Returns cudaErrorInvalidConfiguration where the shape exceeds the limits.
-cudaError_t enqueue_launch(const char* name, dim3 grid, dim3 block, size_t shared_bytes,
-                           cudaStream_t stream, std::function<void()> kernel);
+// Blocks have 48 KiB of shared memory, arrays of fixed size included, and 227 KiB where
+// cudaFuncSetAttribute let the function have that much. `function` may be null: one that asked for
+// nothing.
+cudaError_t enqueue_launch(const void* function, const char* name, dim3 grid, dim3 block,
+                           size_t shared_bytes, cudaStream_t stream, std::function<void()> kernel);
 
 // Queues work that takes part in what other threads' streams do, as a collective's. When the stream
 // has come to it, `ready` is asked until it says so; whoever waits for the stream lets other
