@@ -14,9 +14,9 @@
 //   workspace of 2 B H T S bytes.
 // - A row without keys is NaN, and rows beyond a sample's length hold anything:
 //   core/kernels/attention/attention_library.cu has what to do about it.
-// - Dropout draws other numbers than the CPU (the library's generator, keyed by the same seed and
-//   stream); forward and backward agree. kernels::AttentionPolicy::equal_dropout asks for the
-//   CPU's.
+// - Dropout draws other numbers than the CPU (the library's generator, with a seed made of seed and
+//   stream); forward and backward agree, and no two streams share numbers.
+//   kernels::AttentionPolicy::equal_dropout asks for the CPU's.
 #pragma once
 
 #include <cstdint>

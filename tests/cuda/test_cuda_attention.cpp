@@ -38,9 +38,35 @@ struct Outcome {
   std::vector<double> output, query, key, value;
 };
 
-// Forward and backward with a gradient that is dense, or as a sum over everything gives it.
+// [B, H, S, columns]: ones at (first + j, j).
+Tensor identity(int64_t B, int64_t H, int64_t S, int64_t first, int64_t columns) {
+  std::vector<double> values(static_cast<size_t>(S * columns), 0.0);
+  for (int64_t j = 0; j < columns; ++j) values[static_cast<size_t>((first + j) * columns + j)] = 1;
+  return expand(tensor(values, {S, columns}, kF32), {B, H, S, columns});
+}
+
+// What dropout by the library multiplies probabilities with: [B, H, T, S]. Equal scores and columns
+// of the identity as values show it.
+Tensor kept_by_library(const Case& c, const RandomStream& stream = {5, 7}) {
+  constexpr int64_t kColumns = 4;
+  const Tensor q = zeros({c.B, c.H, c.T, 16}, {.dtype = kBF16, .device = kGpu});
+  const Tensor k = zeros({c.B, c.H, c.S, 16}, {.dtype = kBF16, .device = kGpu});
+  AttentionOptions options{.dropout = c.dropout};
+  options.stream = stream;
+  TensorList columns;
+  for (int64_t s = 0; s < c.S; s += kColumns) {
+    const Tensor ones = identity(c.B, c.H, c.S, s, kColumns);
+    const Tensor v = cat(TensorList{ones, ones}, 3).to(kBF16).to(kGpu);  // eight columns at least
+    const Tensor y = scaled_dot_product_attention(q, k, v, options);
+    columns.push_back(y.narrow(3, 0, kColumns).to(kCpu).to(kF32));
+  }
+  return mul(gt(cat(columns, 3), 0).to(kF32), 1 / (1 - c.dropout));
+}
+
+// Forward and backward with a gradient that is dense, or as a sum over everything gives it. `kept`:
+// dropout as kept_by_library() has it.
 Outcome run(const Case& c, const Device& device, DType compute, bool dense_gradient,
-            const Tensor& mask = {}, const Tensor& lengths = {}) {
+            const Tensor& mask = {}, const Tensor& lengths = {}, const Tensor& kept = {}) {
   manual_seed(11);
   const auto leaf = [&](int64_t heads, int64_t rows, int64_t width) {
     // [B, rows, heads, width] in memory, as linear layers give it
@@ -53,7 +79,10 @@ Outcome run(const Case& c, const Device& device, DType compute, bool dense_gradi
   options.stream = RandomStream{5, 7};
   if (mask.defined()) options.mask = mask.to(device);
   if (lengths.defined()) options.lengths = lengths.to(device);
-  const Tensor y = scaled_dot_product_attention(q, k, v, options);
+  if (kept.defined()) options.dropout = 0;
+  const Tensor ones = kept.defined() ? identity(c.B, c.Hk, c.S, 0, c.S) : v;
+  Tensor y = scaled_dot_product_attention(q, k, ones, options);
+  if (kept.defined()) y = matmul(mul(y, kept), v);
   dense_gradient ? backward(sum(mul(y, up))) : backward(sum(y));
   return {y.to_vector(), q.grad().to_vector(), k.grad().to_vector(), v.grad().to_vector()};
 }
@@ -195,6 +224,13 @@ class AttentionLibrary : public testing::Test {
   static kernels::AttentionPolicy& policy() {
     return Context::current().slot<kernels::AttentionPolicy>();
   }
+  // What the library's result is held against.
+  static Outcome expected_of(const Case& c, bool dense, const Tensor& mask = {},
+                             const Tensor& lengths = {}) {
+    const Tensor kept = c.dropout > 0 ? kept_by_library(c) : Tensor();
+    model().ran.clear();
+    return run(c, kCpu, kF32, dense, mask, lengths, kept);
+  }
   // What the model was asked for: "forward", "backward", ...
   static std::string ran() {
     std::string result;
@@ -223,7 +259,7 @@ TEST_F(AttentionLibrary, IsHandedWhatTheOpMeans) {
                         Case{"dropout", 1, 2, 2, 32, 32, 16, 16, kBF16, true, 0.25},
                         Case{"one sample and head", 1, 1, 1, 16, 16, 8, 8, kF16}}) {
     for (const bool dense : {true, false}) {
-      const Outcome expected = run(c, kCpu, kF32, dense);
+      const Outcome expected = expected_of(c, dense);
       expect_near(run(c, kGpu, c.dtype, dense), expected, kBound, c.name);
       EXPECT_EQ(ran(), "forward backward") << c.name;
     }
@@ -260,8 +296,12 @@ TEST_F(AttentionLibrary, ReadsAndWritesThePackedLayoutInPlace) {
 
 TEST_F(AttentionLibrary, IsNotAskedForWhatItDoesNotServe) {
   const auto asked = [&](const Case& c, const Tensor& mask = {}) {
-    expect_near(run(c, kGpu, c.dtype, true, mask), run(c, kCpu, kF32, true, mask), kBound, c.name);
-    return ran();
+    const Outcome got = run(c, kGpu, c.dtype, true, mask);
+    const std::string asked_for = ran();
+    const bool drawn_by_library = c.dropout > 0 && !asked_for.empty();
+    expect_near(got, drawn_by_library ? expected_of(c, true, mask) : run(c, kCpu, kF32, true, mask),
+                kBound, c.name);
+    return asked_for;
   };
   const Case good{"good", 1, 2, 2, 16, 16, 16, 16, kBF16, true};
   Case c = good;
@@ -301,7 +341,7 @@ TEST_F(AttentionLibrary, HidesWhatLiesBeyondTheLengthsOfASample) {
     for (const DType dtype : {kI64, kI32}) {
       const auto S = static_cast<double>(c.S);
       const Tensor lengths = tensor(std::vector<double>{S, 5, 1}, {3}, dtype);
-      const Outcome expected = run(c, kCpu, kF32, true, {}, lengths);
+      const Outcome expected = expected_of(c, true, {}, lengths);
       // The model leaves NaN in gradients of keys that are not there.
       expect_near(run(c, kGpu, c.dtype, true, {}, lengths), expected, kBound, c.name);
       ASSERT_EQ(model().ran.size(), 2U) << c.name;
@@ -343,8 +383,33 @@ TEST_F(AttentionLibrary, GetsMasksAsWhatIsAddedToTheScores) {
   model().ran.clear();
   c.dropout = 0.25;
   const Tensor mask = some_mask({20, 36}, kBool);
-  expect_near(run(c, kGpu, kBF16, true, mask), run(c, kCpu, kF32, true, mask), kBound, "dropout");
+  const Outcome expected = expected_of(c, true, mask);
+  expect_near(run(c, kGpu, kBF16, true, mask), expected, kBound, "dropout");
   EXPECT_EQ(ran(), "forward backward");
+}
+
+// Two attentions of one model have neighbouring streams.
+TEST_F(AttentionLibrary, DropoutOfAdjacentStreamsDoesNotCorrelate) {
+  const Case c{"dropout", 1, 2, 2, 64, 64, 16, 16, kBF16, false, 0.5};
+  const auto kept = [&](uint64_t stream) { return kept_by_library(c, {5, stream}).to_vector(); };
+  const std::vector<double> first = kept(100);
+  EXPECT_EQ(kept(100), first);
+  constexpr int64_t kMostShift = 64;
+  for (uint64_t ahead = 1; ahead <= 3; ++ahead) {
+    const std::vector<double> other = kept(100 + ahead);
+    const auto size = static_cast<int64_t>(first.size());
+    for (int64_t shift = -kMostShift; shift <= kMostShift; ++shift) {
+      int64_t equal = 0, pairs = 0;
+      for (int64_t i = std::max<int64_t>(0, -shift); i < std::min(size, size - shift); ++i) {
+        equal += first[static_cast<size_t>(i)] == other[static_cast<size_t>(i + shift)];
+        ++pairs;
+      }
+      // Half of them by chance, with a deviation of sqrt(pairs) / 2.
+      const double away = std::fabs(2.0 * static_cast<double>(equal) - static_cast<double>(pairs));
+      EXPECT_LT(away, 5 * std::sqrt(static_cast<double>(pairs)))
+          << "streams " << ahead << " apart, shifted by " << shift;
+    }
+  }
 }
 
 TEST_F(AttentionLibrary, RowsWithoutKeysAreZerosAndHaveNoGradients) {

@@ -259,10 +259,14 @@ class Run {
     const auto seed = *reinterpret_cast<const uint64_t*>(input(node, 0).data);
     const auto offset = *reinterpret_cast<const uint64_t*>(input(node, 1).data);
     const auto dropped = static_cast<float>(1 - node.number);
+    // As the library does: a thread has a sequence of its own, of which it takes 16 numbers from
+    // the offset on. Streams that differ in the offset alone give shifted copies.
+    constexpr int64_t kEach = 16;
     for (int64_t i = 0; i < numel_of(y.sizes); ++i) {
-      const auto numbers = philox4x32(seed, offset, static_cast<uint64_t>(i) / 4);
-      const float u = uniform_from_bits(numbers[static_cast<size_t>(i % 4)]);
-      y.write(i, u < dropped ? 0 : 1);
+      const auto thread = static_cast<uint64_t>(i / kEach);
+      const uint64_t number = offset + static_cast<uint64_t>(i % kEach);
+      const auto numbers = philox4x32(seed, thread, number / 4);
+      y.write(i, uniform_from_bits(numbers[number % 4]) < dropped ? 0 : 1);
     }
   }
 
@@ -386,7 +390,7 @@ bool run_graph(const GraphRequest& request, std::span<void* const> memory) {
   char* const base = static_cast<char*>(workspace.data());
   std::vector<void*> pointers(memory.begin(), memory.end());
   const cudaError_t error =
-      emulation::enqueue_launch(request.name, 1, 1, 0, current_stream(),
+      emulation::enqueue_launch(nullptr, request.name, 1, 1, 0, current_stream(),
                                 [graph = std::move(graph), pointers = std::move(pointers), base] {
                                   Run(*graph, pointers, base).run();
                                 });

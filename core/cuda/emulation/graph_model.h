@@ -2,7 +2,8 @@
 // plain loops, from and to the memory that it is handed. Tests switch it on to see whether graph,
 // strides, scalars and workspace give what the op promises; else the emulation has no library.
 //
-// Its random mask draws the numbers of the CPU's dropout, which the real library does not.
+// Its random mask is drawn as the library draws: from a seed and an offset into sequences of which
+// each thread has one.
 #pragma once
 
 #include <string>

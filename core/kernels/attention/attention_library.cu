@@ -233,10 +233,14 @@ bool prepare(gpu::AttentionProblem& p, const AttentionSpec& spec, Bias& bias) {
          (has_engine(attention_request(p)) && has_engine(attention_request(backward_of(p))));
 }
 
+// Seed and offset of the library's generator. Each of its threads draws many numbers from the
+// offset on, so that offsets near each other would give shifted copies of one mask: streams differ
+// in the seed, 64 bits of Philox of both.
 __global__ void store_stream_kernel(int64_t* numbers, MovableStream movable) {
   const RandomStream stream = movable.now();
-  numbers[0] = static_cast<int64_t>(stream.seed);
-  numbers[1] = static_cast<int64_t>(stream.stream);
+  const auto mixed = philox4x32(stream.seed, stream.stream, 0);
+  numbers[0] = static_cast<int64_t>((uint64_t{mixed[0]} << 32) | mixed[1]);
+  numbers[1] = 0;
 }
 
 bool run_on_library(const gpu::AttentionProblem& p, const RandomStream& stream,
