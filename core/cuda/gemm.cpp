@@ -196,6 +196,7 @@ LibraryCall library_call(const GemmProblem& p) {
   if (p.aux.data != nullptr) call.aux = matrix(p.aux, p.M, p.N);
   call.a_scale = p.b_scale;
   call.b_scale = p.a_scale;
+  call.d_scale = p.d_scale;
   constexpr uint32_t kDefault = 1, kBias = 4, kBiasGrad = 16, kGelu = 32, kGeluGrad = 64,
                      kAux = 128, kBiasGradOfTheirA = 256, kBiasGradOfTheirB = 512;
   const uint32_t aux = p.aux.data != nullptr ? kAux : 0;

@@ -54,7 +54,8 @@ struct GemmProblem {
   void* bias = nullptr;
   DType bias_dtype = kF32;
   GemmMatrix aux = {};  // [M, N], for GELU and its gradient
-  // float8: f32 numbers on the device by which a and b are multiplied and d is divided.
+  // float8: f32 numbers on the device by which a, b and d (before it is rounded) are multiplied:
+  // those of a and b undo the scaling of their values, that of d is the scaling of its own.
   const void* a_scale = nullptr;
   const void* b_scale = nullptr;
   const void* d_scale = nullptr;
@@ -80,8 +81,8 @@ struct LibraryCall {
   int64_t m = 0, n = 0, k = 0, batch = 1;
   bool transpose_a = false, transpose_b = false;
   LibraryMatrix a = {}, b = {}, d = {}, aux = {};
-  uint32_t epilogue = 1;                              // cublasLtEpilogue_t
-  const void *a_scale = nullptr, *b_scale = nullptr;  // of its own a and b
+  uint32_t epilogue = 1;                                                  // cublasLtEpilogue_t
+  const void *a_scale = nullptr, *b_scale = nullptr, *d_scale = nullptr;  // of its own a, b, d
 };
 // Of a problem that validate() has no word against.
 LibraryCall library_call(const GemmProblem& problem);

@@ -139,7 +139,7 @@ void set_pointers(const Descriptors& all, const LibraryCall& call, const GemmPro
   set_where(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, call.aux.data);
   set_where(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, call.a_scale);
   set_where(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, call.b_scale);
-  set_where(CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, problem.d_scale);
+  set_where(CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, call.d_scale);
 }
 
 Descriptors make_descriptors(const GemmProblem& problem) {

@@ -177,6 +177,10 @@ TEST(GemmRules, Float8OnHopper) {
 double gelu(double x) { return fn::GeluTanh{}(x); }
 double gelu_slope(double x) { return fn::GeluTanhGrad{}(1.0, x); }
 
+double scale_of(const void* scale) {
+  return scale != nullptr ? static_cast<double>(*static_cast<const float*>(scale)) : 1;
+}
+
 // What cublasLtMatmul does with the call, as its documentation has it.
 void run_by_columns(const LibraryCall& call, double alpha, double beta, float* bias) {
   const auto at = [](const LibraryMatrix& x, int64_t which, int64_t row, int64_t column) -> float& {
@@ -189,6 +193,7 @@ void run_by_columns(const LibraryCall& call, double alpha, double beta, float* b
   const auto b = [&](int64_t which, int64_t k, int64_t j) -> double {
     return call.transpose_b ? at(call.b, which, j, k) : at(call.b, which, k, j);
   };
+  const double operand_scales = scale_of(call.a_scale) * scale_of(call.b_scale);
   const bool adds_bias = call.epilogue == 4 || call.epilogue == 36 || call.epilogue == 164;
   std::vector<double> sums(static_cast<size_t>(call.m), 0.0);
   for (int64_t which = 0; which < call.batch; ++which) {
@@ -197,7 +202,8 @@ void run_by_columns(const LibraryCall& call, double alpha, double beta, float* b
         double sum = 0;
         for (int64_t k = 0; k < call.k; ++k) sum += a(which, i, k) * b(which, k, j);
         float& d = at(call.d, which, i, j);
-        double value = alpha * sum + (beta != 0 ? beta * static_cast<double>(d) : 0);
+        double value = alpha * operand_scales * sum;
+        if (beta != 0) value += beta * static_cast<double>(d);
         if (adds_bias) value += static_cast<double>(bias[i]);
         if ((call.epilogue & 32) != 0) {
           if ((call.epilogue & 128) != 0) at(call.aux, 0, i, j) = static_cast<float>(value);
@@ -206,7 +212,7 @@ void run_by_columns(const LibraryCall& call, double alpha, double beta, float* b
           value *= gelu_slope(static_cast<double>(at(call.aux, 0, i, j)));
         }
         sums[static_cast<size_t>(i)] += value;
-        d = static_cast<float>(value);
+        d = static_cast<float>(scale_of(call.d_scale) * value);
       }
     }
   }
@@ -246,7 +252,8 @@ void run_by_rows(const GemmProblem& p, Buffers& x) {
                  static_cast<double>(at(x.b, p.b, which, k, n));
         }
         float& d = at(x.d, p.d, which, m, n);
-        double value = p.alpha * sum + (p.beta != 0 ? p.beta * static_cast<double>(d) : 0);
+        double value = p.alpha * scale_of(p.a_scale) * scale_of(p.b_scale) * sum;
+        if (p.beta != 0) value += p.beta * static_cast<double>(d);
         if (p.epilogue == kBias || p.epilogue == kGeluBias) {
           value += static_cast<double>(x.bias[static_cast<size_t>(n)]);
         }
@@ -257,7 +264,7 @@ void run_by_rows(const GemmProblem& p, Buffers& x) {
           value *= gelu_slope(static_cast<double>(at(x.aux, p.aux, 0, m, n)));
         }
         column_sums[static_cast<size_t>(n)] += value;
-        d = static_cast<float>(value);
+        d = static_cast<float>(value * scale_of(p.d_scale));
       }
     }
   }
@@ -327,6 +334,31 @@ TEST(GemmMapping, AProductByRowsIsTheLibrarysProductByColumns) {
     }
   }
   EXPECT_EQ(cases, 32);
+}
+
+// Elements are given in f32 here, as the scales do not depend on how narrow they are.
+TEST(GemmMapping, ScalesBelongToTheMatrixTheyAreNamedFor) {
+  const float of_a = 0.5, of_b = 8, of_d = 0.25;
+  for (const GemmEpilogue epilogue : {GemmEpilogue::kNone, GemmEpilogue::kBias}) {
+    GemmProblem p{.M = 2, .N = 3, .K = 4, .alpha = 0.5};
+    Buffers x{{1, 2, 3, 4, -1, -2, 0, 5},
+              {1, 0, 2, -1, 3, 1, 0, 0, 4, 2, -2, 1},
+              std::vector<float>(6, 0),
+              {},
+              {1, 2, 3}};
+    Buffers expected = x;
+    p.a = {.leading = 4, .data = x.a.data()};
+    p.b = {.transposed = true, .leading = 4, .data = x.b.data()};
+    p.d = {.leading = 3, .data = x.d.data()};
+    p.epilogue = epilogue;
+    if (epilogue == GemmEpilogue::kBias) p.bias = x.bias.data();
+    p.a_scale = &of_a, p.b_scale = &of_b, p.d_scale = &of_d;
+    run_by_rows(p, expected);
+    run_by_columns(library_call(p), p.alpha, p.beta, x.bias.data());
+    EXPECT_EQ(x.d, expected.d) << name_of(epilogue);
+    // Row 0, column 0: 0.25 (0.5 * 0.5 * 8 * (1 + 6 - 4) + bias)
+    EXPECT_EQ(x.d[0], epilogue == GemmEpilogue::kBias ? 1.75f : 1.5f);
+  }
 }
 
 TEST(GemmMapping, ABatchWithOneRightOperandBecomesMoreRows) {
