@@ -135,6 +135,38 @@ TEST(Random, AnElementIsAFunctionOfItsPlaceAlone) {
   EXPECT_TRUE(std::equal(fewer.begin(), fewer.end(), doubles.begin()));
 }
 
+TEST(Random, APartHasTheNumbersOfTheWholeWhereverItIsCut) {
+  const RandomStream stream{3, 9};
+  const auto expect_parts = [&](DType dtype, const auto& fill) {
+    const Tensor whole = raw::empty({70000}, dtype);
+    fill(whole, 0);
+    for (const int64_t first : {1, 2, 3, 4, 5, 1023, 1024, 32769}) {
+      for (const int64_t length : {0, 1, 2, 7, 35000}) {
+        const Tensor part = raw::empty({length}, dtype);
+        fill(part, first);
+        ASSERT_EQ(part.to_vector(), raw::narrow(whole, 0, first, length).to_vector())
+            << dtype << ", " << length << " from " << first;
+      }
+    }
+  };
+  for (const DType dtype : {kF64, kF32, kF16, kBF16}) {
+    expect_parts(dtype, [&](const Tensor& x, int64_t first) {
+      kernels::random_normal(x, 1, 2, stream, first);
+    });
+    expect_parts(dtype, [&](const Tensor& x, int64_t first) {
+      kernels::random_uniform(x, 0, 1, stream, first);
+    });
+  }
+  for (const DType dtype : {kI64, kBool}) {
+    expect_parts(dtype, [&](const Tensor& x, int64_t first) {
+      kernels::random_integers(x, 0, 2, stream, first);
+    });
+    expect_parts(dtype, [&](const Tensor& x, int64_t first) {
+      kernels::random_bernoulli(x, 0.3, stream, first);
+    });
+  }
+}
+
 TEST(Random, ASeedStartsTheSameStreamsAgain) {
   manual_seed(42);
   const Values a = rand({8}).to_vector(), b = rand({8}).to_vector();

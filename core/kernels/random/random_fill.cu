@@ -46,26 +46,42 @@ TS_DEVICE void store_numbers(T* x, const gpu::Vector<T, N>& numbers, int64_t cou
   }
 }
 
+// Elements [first, first + n) of a whole. A thread makes the numbers of `each` neighbours in the
+// whole, of which those at the ends may lie outside.
+template <class T>
+struct Part {
+  T* x;
+  int64_t n, first;
+  bool vectors;  // the neighbours are a vector of x
+};
+template <class T>
+Part<T> part_of(const Tensor& x, int64_t first, int each) {
+  return {x.data_as<T>(), x.numel(), first, is_aligned(x.data()) && first % each == 0};
+}
+
 // make(bits, numbers): the kEach numbers of one Philox block.
 template <int kEach, class T, class F>
-TS_DEVICE void fill_numbers(T* x, int64_t n, bool vectors, const MovableStream& stream,
-                            const F& make) {
+TS_DEVICE void fill_numbers(const Part<T>& part, const MovableStream& stream, const F& make) {
   constexpr int kAll = kNumbers<T, kEach>;
-  const int64_t first = gpu::first_index() * kAll;
-  if (first >= n) return;
+  const int64_t begin = part.first / kAll * kAll + gpu::first_index() * kAll;  // of the whole
+  const int64_t at = begin - part.first;
+  if (at >= part.n) return;
   const RandomStream now = stream.now();
   gpu::Vector<T, kAll> numbers;
   TS_UNROLL
   for (int b = 0; b < kAll / kEach; ++b) {
-    make(philox_block(now, first / kEach + b), numbers.values + b * kEach);
+    make(philox_block(now, begin / kEach + b), numbers.values + b * kEach);
   }
-  store_numbers(x + first, numbers, n - first, vectors);
+  if (at >= 0) return store_numbers(part.x + at, numbers, part.n - at, part.vectors);
+  TS_UNROLL
+  for (int i = 0; i < kAll; ++i) {
+    if (at + i >= 0 && at + i < part.n) part.x[at + i] = numbers.values[i];
+  }
 }
 
 template <class T>
-__global__ void uniform_kernel(T* x, int64_t n, bool vectors, MovableStream stream, double low,
-                               double high) {
-  fill_numbers<kFloats<T>>(x, n, vectors, stream, [&](const Bits& bits, T* numbers) {
+__global__ void uniform_kernel(Part<T> part, MovableStream stream, double low, double high) {
+  fill_numbers<kFloats<T>>(part, stream, [&](const Bits& bits, T* numbers) {
     TS_UNROLL
     for (int i = 0; i < kFloats<T>; ++i) {
       if constexpr (std::is_same_v<T, double>) {
@@ -81,9 +97,8 @@ __global__ void uniform_kernel(T* x, int64_t n, bool vectors, MovableStream stre
 }
 
 template <class T>
-__global__ void normal_kernel(T* x, int64_t n, bool vectors, MovableStream stream, double mean,
-                              double std) {
-  fill_numbers<kFloats<T>>(x, n, vectors, stream, [&](const Bits& bits, T* numbers) {
+__global__ void normal_kernel(Part<T> part, MovableStream stream, double mean, double std) {
+  fill_numbers<kFloats<T>>(part, stream, [&](const Bits& bits, T* numbers) {
     if constexpr (std::is_same_v<T, double>) {
       const double radius = ::sqrt(-2.0 * ::log(unit64(bits.word64(0)) + 0x1p-54));
       const double angle = 6.283185307179586477 * unit64(bits.word64(1));
@@ -102,9 +117,8 @@ __global__ void normal_kernel(T* x, int64_t n, bool vectors, MovableStream strea
 }
 
 template <class T>
-__global__ void bernoulli_kernel(T* x, int64_t n, bool vectors, MovableStream stream,
-                                 uint64_t threshold) {
-  fill_numbers<4>(x, n, vectors, stream, [&](const Bits& bits, T* numbers) {
+__global__ void bernoulli_kernel(Part<T> part, MovableStream stream, uint64_t threshold) {
+  fill_numbers<4>(part, stream, [&](const Bits& bits, T* numbers) {
     TS_UNROLL
     for (int i = 0; i < 4; ++i) {
       numbers[i] = store<T>(static_cast<Compute<T>>(bits.words[i] < threshold));
@@ -113,9 +127,8 @@ __global__ void bernoulli_kernel(T* x, int64_t n, bool vectors, MovableStream st
 }
 
 template <class T>
-__global__ void integers_kernel(T* x, int64_t n, bool vectors, MovableStream stream, int64_t low,
-                                uint64_t range) {
-  fill_numbers<2>(x, n, vectors, stream, [&](const Bits& bits, T* numbers) {
+__global__ void integers_kernel(Part<T> part, MovableStream stream, int64_t low, uint64_t range) {
+  fill_numbers<2>(part, stream, [&](const Bits& bits, T* numbers) {
     TS_UNROLL
     for (int i = 0; i < 2; ++i) {
       const uint64_t value = static_cast<uint64_t>(low) + __umul64hi(bits.word64(i), range);
@@ -165,48 +178,55 @@ void fill_contiguous(const Tensor& x, const F& fill) {
   copy_into(x, dense);
 }
 
+// Of a part; `each`: elements of a thread.
+gpu::LaunchConfig config_for_part(const char* name, int64_t n, int64_t first, int each) {
+  return {.name = name, .grid = gpu::blocks(first % each + n, kBlock, each), .block = kBlock};
+}
 gpu::LaunchConfig config_for(const char* name, int64_t n, int each) {
   return {.name = name, .grid = gpu::blocks(n, kBlock, each), .block = kBlock};
 }
 
-void random_uniform_cuda(const Tensor& x, double low, double high, RandomStream stream) {
+void random_uniform_cuda(const Tensor& x, double low, double high, RandomStream stream,
+                         int64_t first) {
   dispatch_floating(x.dtype(), "random_uniform", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
-      gpu::launch(config_for("random_uniform", dense.numel(), kNumbers<T, kFloats<T>>),
-                  uniform_kernel<T>, dense.data_as<T>(), dense.numel(), is_aligned(dense.data()),
-                  movable(stream), low, high);
+      constexpr int kAll = kNumbers<T, kFloats<T>>;
+      gpu::launch(config_for_part("random_uniform", dense.numel(), first, kAll), uniform_kernel<T>,
+                  part_of<T>(dense, first, kAll), movable(stream), low, high);
     });
   });
 }
 
-void random_normal_cuda(const Tensor& x, double mean, double std, RandomStream stream) {
+void random_normal_cuda(const Tensor& x, double mean, double std, RandomStream stream,
+                        int64_t first) {
   dispatch_floating(x.dtype(), "random_normal", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
-      gpu::launch(config_for("random_normal", dense.numel(), kNumbers<T, kFloats<T>>),
-                  normal_kernel<T>, dense.data_as<T>(), dense.numel(), is_aligned(dense.data()),
-                  movable(stream), mean, std);
+      constexpr int kAll = kNumbers<T, kFloats<T>>;
+      gpu::launch(config_for_part("random_normal", dense.numel(), first, kAll), normal_kernel<T>,
+                  part_of<T>(dense, first, kAll), movable(stream), mean, std);
     });
   });
 }
 
-void random_bernoulli_cuda(const Tensor& x, double p, RandomStream stream) {
+void random_bernoulli_cuda(const Tensor& x, double p, RandomStream stream, int64_t first) {
   const uint64_t threshold = static_cast<uint64_t>(p * 0x1p32 + 0.5);
   dispatch_numeric_and_bool(x.dtype(), "random_bernoulli", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
-      gpu::launch(config_for("random_bernoulli", dense.numel(), kNumbers<T, 4>),
-                  bernoulli_kernel<T>, dense.data_as<T>(), dense.numel(), is_aligned(dense.data()),
-                  movable(stream), threshold);
+      constexpr int kAll = kNumbers<T, 4>;
+      gpu::launch(config_for_part("random_bernoulli", dense.numel(), first, kAll),
+                  bernoulli_kernel<T>, part_of<T>(dense, first, kAll), movable(stream), threshold);
     });
   });
 }
 
-void random_integers_cuda(const Tensor& x, int64_t low, int64_t high, RandomStream stream) {
+void random_integers_cuda(const Tensor& x, int64_t low, int64_t high, RandomStream stream,
+                          int64_t first) {
   const uint64_t range = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
   dispatch_numeric_and_bool(x.dtype(), "random_integers", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
-      gpu::launch(config_for("random_integers", dense.numel(), kNumbers<T, 2>), integers_kernel<T>,
-                  dense.data_as<T>(), dense.numel(), is_aligned(dense.data()), movable(stream), low,
-                  range);
+      constexpr int kAll = kNumbers<T, 2>;
+      gpu::launch(config_for_part("random_integers", dense.numel(), first, kAll),
+                  integers_kernel<T>, part_of<T>(dense, first, kAll), movable(stream), low, range);
     });
   });
 }

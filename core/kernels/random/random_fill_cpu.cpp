@@ -30,19 +30,37 @@ void fill_contiguous(const Tensor& x, F&& fill) {
   copy_into(x, dense);
 }
 
-// Calls f(bits, i, n) for chunks of elements, `words` 32-bit numbers each.
+// Calls f(bits, i, n) for chunks of elements, `words` 32-bit numbers each; element i takes those of
+// element i + first.
 template <int words, class F>
-void for_each_random(int64_t size, RandomStream stream, F&& f) {
+void for_each_random(int64_t size, RandomStream stream, int64_t first, F&& f) {
   constexpr int64_t kChunk = 1024;
   parallel_for(size, kFillGrain, [&](int64_t begin, int64_t end) {
-    alignas(64) uint32_t bits[kChunk * words];
+    alignas(64) uint32_t bits[kChunk * words + 4];
     for (int64_t i = begin; i < end; i += kChunk) {
       const int64_t n = std::min(kChunk, end - i);
-      TS_SIMD_CALL(philox_range, bits, stream, static_cast<uint64_t>(i) * words / 4,
-                   (n * words + 3) / 4);
-      f(static_cast<const uint32_t*>(bits), i, n);
+      const int64_t word = (i + first) * words, before = word % 4;  // of a block's four
+      TS_SIMD_CALL(philox_range, bits, stream, static_cast<uint64_t>(word / 4),
+                   (before + n * words + 3) / 4);
+      f(static_cast<const uint32_t*>(bits) + before, i, n);
     }
   });
+}
+
+// Calls range(values, begin, end, offset) as random_fill_simd.cpp wants it for n elements of which
+// the first takes the numbers of element `first`.
+template <class T, class Range>
+void fill_ranges(T* values, int64_t n, int64_t first, Range&& range) {
+  constexpr int64_t kBlock = 4;  // elements, the most that share a Philox block
+  int64_t head = 0;
+  if (const int64_t before = first % kBlock; before != 0) {
+    T block[kBlock];
+    range(block, 0, kBlock, first - before);
+    head = std::min(n, kBlock - before);
+    std::copy(block + before, block + before + head, values);
+  }
+  parallel_for(n - head, kFillGrain,
+               [&](int64_t begin, int64_t end) { range(values + head, begin, end, first + head); });
 }
 
 uint64_t word64(const uint32_t* bits, int64_t i) {
@@ -56,64 +74,71 @@ uint64_t below(uint64_t bits, uint64_t range) {
 
 }  // namespace
 
-void random_uniform(const Tensor& x, double low, double high, RandomStream stream) {
+void random_uniform(const Tensor& x, double low, double high, RandomStream stream, int64_t first) {
   if (x.device().is_cuda()) {
-    return on_cuda<kernels::random_uniform>("random_uniform", x.device(), x, low, high, stream);
+    return on_cuda<kernels::random_uniform>("random_uniform", x.device(), x, low, high, stream,
+                                            first);
   }
   dispatch_floating(x.dtype(), "random_uniform", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
-      T* values = dense.data_as<T>();
-      parallel_for(dense.numel(), kFillGrain, [&](int64_t begin, int64_t end) {
-        TS_SIMD_CALL(uniform_range, values, begin, end, stream, low, high);
-      });
+      fill_ranges(dense.data_as<T>(), dense.numel(), first,
+                  [&](T* values, int64_t begin, int64_t end, int64_t offset) {
+                    TS_SIMD_CALL(uniform_range, values, begin, end, stream, offset, low, high);
+                  });
     });
   });
 }
 
-void random_normal(const Tensor& x, double mean, double std, RandomStream stream) {
+void random_normal(const Tensor& x, double mean, double std, RandomStream stream, int64_t first) {
   if (x.device().is_cuda()) {
-    return on_cuda<kernels::random_normal>("random_normal", x.device(), x, mean, std, stream);
+    return on_cuda<kernels::random_normal>("random_normal", x.device(), x, mean, std, stream,
+                                           first);
   }
   dispatch_floating(x.dtype(), "random_normal", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
-      T* values = dense.data_as<T>();
-      parallel_for(dense.numel(), kFillGrain, [&](int64_t begin, int64_t end) {
-        TS_SIMD_CALL(normal_range, values, begin, end, stream, mean, std);
-      });
+      fill_ranges(dense.data_as<T>(), dense.numel(), first,
+                  [&](T* values, int64_t begin, int64_t end, int64_t offset) {
+                    TS_SIMD_CALL(normal_range, values, begin, end, stream, offset, mean, std);
+                  });
     });
   });
 }
 
-void random_bernoulli(const Tensor& x, double p, RandomStream stream) {
+void random_bernoulli(const Tensor& x, double p, RandomStream stream, int64_t first) {
   if (x.device().is_cuda()) {
-    return on_cuda<kernels::random_bernoulli>("random_bernoulli", x.device(), x, p, stream);
+    return on_cuda<kernels::random_bernoulli>("random_bernoulli", x.device(), x, p, stream, first);
   }
   const uint64_t threshold = static_cast<uint64_t>(p * 0x1p32 + 0.5);
   dispatch_numeric_and_bool(x.dtype(), "random_bernoulli", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       T* values = dense.data_as<T>();
       const T zero = store<T>(Compute<T>(0)), one = store<T>(Compute<T>(1));
-      for_each_random<1>(dense.numel(), stream, [&](const uint32_t* bits, int64_t i, int64_t n) {
-        for (int64_t j = 0; j < n; ++j) values[i + j] = bits[j] < threshold ? one : zero;
-      });
+      for_each_random<1>(dense.numel(), stream, first,
+                         [&](const uint32_t* bits, int64_t i, int64_t n) {
+                           for (int64_t j = 0; j < n; ++j)
+                             values[i + j] = bits[j] < threshold ? one : zero;
+                         });
     });
   });
 }
 
-void random_integers(const Tensor& x, int64_t low, int64_t high, RandomStream stream) {
+void random_integers(const Tensor& x, int64_t low, int64_t high, RandomStream stream,
+                     int64_t first) {
   if (x.device().is_cuda()) {
-    return on_cuda<kernels::random_integers>("random_integers", x.device(), x, low, high, stream);
+    return on_cuda<kernels::random_integers>("random_integers", x.device(), x, low, high, stream,
+                                             first);
   }
   const uint64_t range = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
   dispatch_numeric_and_bool(x.dtype(), "random_integers", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       T* values = dense.data_as<T>();
-      for_each_random<2>(dense.numel(), stream, [&](const uint32_t* bits, int64_t i, int64_t n) {
-        for (int64_t j = 0; j < n; ++j) {
-          const uint64_t value = static_cast<uint64_t>(low) + below(word64(bits, j), range);
-          values[i + j] = store<T>(load<Compute<T>>(static_cast<int64_t>(value)));
-        }
-      });
+      for_each_random<2>(
+          dense.numel(), stream, first, [&](const uint32_t* bits, int64_t i, int64_t n) {
+            for (int64_t j = 0; j < n; ++j) {
+              const uint64_t value = static_cast<uint64_t>(low) + below(word64(bits, j), range);
+              values[i + j] = store<T>(load<Compute<T>>(static_cast<int64_t>(value)));
+            }
+          });
     });
   });
 }

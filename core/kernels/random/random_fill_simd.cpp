@@ -88,13 +88,13 @@ void normal_chunk(const uint32_t* TS_RESTRICT bits, T* TS_RESTRICT x, int64_t n,
   for (int64_t i = 0; i < n; ++i) x[i] = store<T>(m + s * z[i]);
 }
 
-// Calls f(bits, first element, elements) for chunks of [begin, end); `words` numbers an element.
+// Calls f(bits, element, elements) for chunks of [begin, end); `words` numbers an element.
 template <int words, class F>
-TS_HD void for_each_chunk(int64_t begin, int64_t end, RandomStream stream, F&& f) {
+TS_HD void for_each_chunk(int64_t begin, int64_t end, RandomStream stream, int64_t first, F&& f) {
   alignas(64) uint32_t bits[kChunk * words];
   for (int64_t i = begin; i < end; i += kChunk) {
     const int64_t n = end - i < kChunk ? end - i : kChunk;
-    philox_range(bits, stream, static_cast<uint64_t>(i) * words / 4, (n * words + 3) / 4);
+    philox_range(bits, stream, static_cast<uint64_t>(i + first) * words / 4, (n * words + 3) / 4);
     f(bits, i, n);
   }
 }
@@ -104,17 +104,17 @@ TS_HD uint64_t word64(const uint32_t* bits, int64_t i) {
 }
 
 template <class T>
-TS_HD void uniform_any(T* x, int64_t begin, int64_t end, RandomStream stream, double low,
-                       double high) {
-  for_each_chunk<1>(begin, end, stream, [&](const uint32_t* bits, int64_t i, int64_t n) {
+TS_HD void uniform_any(T* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
+                       double low, double high) {
+  for_each_chunk<1>(begin, end, stream, first, [&](const uint32_t* bits, int64_t i, int64_t n) {
     uniform_chunk(bits, x + i, n, low, high);
   });
 }
 
 template <class T>
-TS_HD void normal_any(T* x, int64_t begin, int64_t end, RandomStream stream, double mean,
-                      double std) {
-  for_each_chunk<1>(begin, end, stream, [&](const uint32_t* bits, int64_t i, int64_t n) {
+TS_HD void normal_any(T* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
+                      double mean, double std) {
+  for_each_chunk<1>(begin, end, stream, first, [&](const uint32_t* bits, int64_t i, int64_t n) {
     normal_chunk(bits, x + i, n, mean, std);
   });
 }
@@ -133,7 +133,7 @@ TS_HD void dropout_any(const T* x, T* y, int64_t begin, int64_t end, RandomStrea
                        double p) {
   const uint32_t dropped = dropout_threshold(p);
   const auto scale = static_cast<Compute<T>>(1.0 / (1.0 - p));
-  for_each_chunk<1>(begin, end, stream, [&](const uint32_t* bits, int64_t i, int64_t n) {
+  for_each_chunk<1>(begin, end, stream, 0, [&](const uint32_t* bits, int64_t i, int64_t n) {
     dropout_chunk(bits, x + i, y + i, n, dropped, scale);
   });
 }
@@ -154,42 +154,42 @@ void philox_range(uint32_t* bits, RandomStream stream, uint64_t first, int64_t c
   }
 }
 
-void uniform_range(float* x, int64_t begin, int64_t end, RandomStream stream, double low,
-                   double high) {
-  uniform_any(x, begin, end, stream, low, high);
+void uniform_range(float* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
+                   double low, double high) {
+  uniform_any(x, begin, end, stream, first, low, high);
 }
-void uniform_range(f16* x, int64_t begin, int64_t end, RandomStream stream, double low,
-                   double high) {
-  uniform_any(x, begin, end, stream, low, high);
+void uniform_range(f16* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
+                   double low, double high) {
+  uniform_any(x, begin, end, stream, first, low, high);
 }
-void uniform_range(bf16* x, int64_t begin, int64_t end, RandomStream stream, double low,
-                   double high) {
-  uniform_any(x, begin, end, stream, low, high);
+void uniform_range(bf16* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
+                   double low, double high) {
+  uniform_any(x, begin, end, stream, first, low, high);
 }
-void uniform_range(double* x, int64_t begin, int64_t end, RandomStream stream, double low,
-                   double high) {
-  for_each_chunk<2>(begin, end, stream, [&](const uint32_t* bits, int64_t i, int64_t n) {
+void uniform_range(double* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
+                   double low, double high) {
+  for_each_chunk<2>(begin, end, stream, first, [&](const uint32_t* bits, int64_t i, int64_t n) {
     for (int64_t j = 0; j < n; ++j) {
       x[i + j] = uniform_between<double>(unit64(word64(bits, j)), low, high);
     }
   });
 }
 
-void normal_range(float* x, int64_t begin, int64_t end, RandomStream stream, double mean,
-                  double std) {
-  normal_any(x, begin, end, stream, mean, std);
+void normal_range(float* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
+                  double mean, double std) {
+  normal_any(x, begin, end, stream, first, mean, std);
 }
-void normal_range(f16* x, int64_t begin, int64_t end, RandomStream stream, double mean,
-                  double std) {
-  normal_any(x, begin, end, stream, mean, std);
+void normal_range(f16* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
+                  double mean, double std) {
+  normal_any(x, begin, end, stream, first, mean, std);
 }
-void normal_range(bf16* x, int64_t begin, int64_t end, RandomStream stream, double mean,
-                  double std) {
-  normal_any(x, begin, end, stream, mean, std);
+void normal_range(bf16* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
+                  double mean, double std) {
+  normal_any(x, begin, end, stream, first, mean, std);
 }
-void normal_range(double* x, int64_t begin, int64_t end, RandomStream stream, double mean,
-                  double std) {
-  for_each_chunk<2>(begin, end, stream, [&](const uint32_t* bits, int64_t i, int64_t n) {
+void normal_range(double* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
+                  double mean, double std) {
+  for_each_chunk<2>(begin, end, stream, first, [&](const uint32_t* bits, int64_t i, int64_t n) {
     for (int64_t j = 0; j < n; j += 2) {
       const double u = unit64(word64(bits, j)) + 0x1p-54;
       const double radius = ::sqrt(-2.0 * ::log(u));
