@@ -7,6 +7,7 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/copy/multi_tensor_copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
@@ -373,6 +374,56 @@ TEST(MultiTensor, meta_tensors_are_checked_and_left_alone) {
   const Tensor meta = raw::empty({4}, kF32, kMeta);
   const AdamTensors entry{meta, meta, meta, meta};
   EXPECT_NO_THROW(multi_tensor_adam({&entry, 1}, {}, scalars_of(0.1, 1).data()));
+}
+
+// ---- Copies -------------------------------------------------------------------------------------
+
+TEST(MultiTensorCopy, GivesTheBitsOfCopiesOneByOne) {
+  const std::vector<int64_t> lengths = {0, 1, 7, 40000, 16384, 3};
+  for (const DType from : {kF64, kF32, kF16, kBF16}) {
+    for (const DType to : {kF64, kF32, kF16, kBF16}) {
+      const Tensor flat = raw::empty({57000}, to), expected = raw::full({57000}, 5, to);
+      fill(flat, 5);
+      std::vector<Tensor> sources, targets;
+      int64_t place = 1;
+      for (const int64_t length : lengths) {
+        sources.push_back(filled(length, static_cast<int>(length), from, 1e4));
+        targets.push_back(raw::narrow(flat, 0, place, length));
+        copy_into(raw::narrow(expected, 0, place, length), sources.back());
+        place += length + 3;
+      }
+      const int64_t version = flat.version();
+      multi_tensor_copy(targets, sources);
+      EXPECT_TRUE(same_bits(flat, expected)) << from << " to " << to;
+      EXPECT_GT(flat.version(), version);
+    }
+  }
+}
+
+TEST(MultiTensorCopy, TakesSourcesOfAnyLayoutAndMovesEqualDtypesAsBits) {
+  const Tensor x = raw::view(filled(12, 1), {3, 4}), bytes = raw::arange(0, 1, 12, kU8);
+  const std::vector<Tensor> sources = {raw::transpose(x, 0, 1), bytes};
+  const std::vector<Tensor> targets = {raw::empty({4, 3}, kBF16), raw::empty({12}, kU8)};
+  multi_tensor_copy(targets, sources);
+  EXPECT_TRUE(same_bits(targets[0], contiguous(convert(sources[0], kBF16))));
+  EXPECT_TRUE(same_bits(targets[1], bytes));
+}
+
+TEST(MultiTensorCopy, RefusesWhatDoesNotFitAndWritesNothing) {
+  const Tensor a = raw::zeros({4}, kF32), b = raw::full({4}, 1, kF32),
+               whole = raw::zeros({2, 4}, kF32);
+  const auto copy_all = [](std::vector<Tensor> targets, std::vector<Tensor> sources) {
+    multi_tensor_copy(targets, sources);
+  };
+  EXPECT_THROW(copy_all({a}, {}), ShapeError);
+  EXPECT_THROW(copy_all({a, a}, {b, raw::zeros({5}, kF32)}), ShapeError);
+  EXPECT_THROW(copy_all({a, raw::transpose(whole, 0, 1)}, {b, raw::zeros({4, 2}, kF32)}),
+               ShapeError);
+  EXPECT_THROW(copy_all({a, raw::zeros({4}, kI64)}, {b, b}), DTypeError);
+  EXPECT_THROW(copy_all({a, raw::empty({4}, kF32, kMeta)}, {b, b}), DeviceError);
+  EXPECT_EQ(a.to_vector<double>(), std::vector<double>(4, 0));
+  copy_all({}, {});
+  copy_all({raw::empty({4}, kF16, kMeta)}, {raw::empty({4}, kF32, kMeta)});
 }
 
 }  // namespace

@@ -11,8 +11,11 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/copy/multi_tensor_copy.h>
 #include <tessera/core/kernels/fp8/cast_transpose.h>
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/kernels/random/random_fill.h>
@@ -284,6 +287,85 @@ TEST(CudaRandom, FillsTensorsOfAnyLengthAndAlignment) {
       }
     }
   }
+}
+
+// As ranks fill their shards: wherever the whole is cut, and on either device.
+TEST(CudaRandom, PartsHaveTheNumbersOfTheWhole) {
+  const RandomStream stream{11, 4};
+  const int64_t far = (int64_t{1} << 40) + 5;
+  for (const DType dtype : {kF64, kF32, kF16, kBF16, kI64, kU8}) {
+    const auto expect_parts = [&](const auto& fill) {
+      const Tensor whole = raw::empty({1100}, dtype);
+      fill(whole, 0);
+      for (const int64_t first : {1, 2, 7, 8, 16, 1024}) {
+        for (const int64_t length : {1, 3, 61}) {
+          SCOPED_TRACE(testing::Message() << dtype << ", " << length << " from " << first);
+          const Tensor part = raw::full({length + 2}, 1, dtype, kGpu);  // nothing beside is touched
+          fill(part.narrow(0, 1, length), first);
+          const Tensor expected = raw::full({length + 2}, 1, dtype);
+          kernels::copy_into(expected.narrow(0, 1, length), whole.narrow(0, first, length));
+          expect_equal(part, expected);
+        }
+      }
+      const Tensor beyond = raw::empty({40}, dtype), there = raw::empty({40}, dtype, kGpu);
+      fill(beyond, far);
+      fill(there, far);
+      expect_equal(there, beyond);
+    };
+    expect_parts(
+        [&](const Tensor& x, int64_t first) { kernels::random_bernoulli(x, 0.4, stream, first); });
+    expect_parts([&](const Tensor& x, int64_t first) {
+      kernels::random_integers(x, 0, 200, stream, first);
+    });
+    if (!is_floating(dtype)) continue;
+    expect_parts(
+        [&](const Tensor& x, int64_t first) { kernels::random_uniform(x, -2, 3, stream, first); });
+    expect_parts(
+        [&](const Tensor& x, int64_t first) { kernels::random_normal(x, 0.5, 2, stream, first); });
+  }
+}
+
+// Views of one packed buffer at any element, in every pair of dtypes.
+TEST(CudaMultiTensorCopy, HasTheBitsOfTheCpu) {
+  const std::vector<int64_t> lengths = {0, 1, 5, 16400, 33, 8};
+  for (const DType from : {kF64, kF32, kF16, kBF16}) {
+    for (const DType to : {kF64, kF32, kF16, kBF16}) {
+      for (const int64_t gap : {0, 1, 8}) {
+        SCOPED_TRACE(testing::Message() << from << " to " << to << ", gaps of " << gap);
+        const Tensor flat = numbers({17000}, from);
+        const auto copied = [&](const Device& device) {
+          const Tensor source = flat.to(device), target = raw::full({17000}, 3, to, device);
+          TensorList sources, targets;
+          int64_t place = gap;
+          for (const int64_t length : lengths) {
+            sources.push_back(source.narrow(0, place, length));
+            targets.push_back(target.narrow(0, place, length));
+            place += length + gap;
+          }
+          kernels::multi_tensor_copy(targets, sources);
+          return target;
+        };
+        expect_equal(copied(kGpu), copied(kCpu));
+      }
+    }
+  }
+}
+
+TEST(CudaMultiTensorCopy, IsOneLaunchOfAnyMix) {
+  const Tensor x = numbers({3, 40}, kF32);
+  const auto copied = [&](const Device& device) -> TensorList {
+    const TensorList sources = {x.to(device), x.t().to(kF64).to(device), x.to(kI32).to(device),
+                                x.to(kU8).to(device).t()};
+    const TensorList targets = {
+        raw::empty({3, 40}, kBF16, device), raw::empty({40, 3}, kF16, device),
+        raw::empty({3, 40}, kI32, device), raw::empty({40, 3}, kU8, device)};
+    kernels::multi_tensor_copy(targets, sources);
+    return targets;
+  };
+  const int64_t before = gpu::emulation::launches_of("multi_tensor_copy");
+  const TensorList got = copied(kGpu), expected = copied(kCpu);
+  EXPECT_EQ(gpu::emulation::launches_of("multi_tensor_copy"), before + 1);
+  for (size_t i = 0; i < got.size(); ++i) expect_equal(got[i], expected[i]);
 }
 
 TEST(CudaDropout, KeepsTheElementsThatTheCpuKeeps) {
