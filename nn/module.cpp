@@ -196,7 +196,8 @@ ModuleCall::~ModuleCall() {
 }
 
 void ModuleCall::before(TensorRefs inputs) {
-  for (const auto& [id, scope] : hooks_->scopes.entries) scopes_.push_back(scope(module_));
+  const auto scopes = hooks_->scopes.entries;  // one may change the list
+  for (const auto& [id, scope] : scopes) scopes_.push_back(scope(module_));
   ModuleBase::Hooks::run(hooks_->pre_forward, module_, inputs);
   if (hooks_->backward.entries.empty() || !grad_enabled()) return;
   backward_ = std::make_shared<BackwardState>();

@@ -58,6 +58,18 @@ TEST(Backward, ATensorUsedTwiceGetsBothContributionsAtOnce) {
   EXPECT_EQ(calls, 1);
 }
 
+// Both reshapes hand on the gradient of their sum as views of one storage. The one that waits for
+// `scaled` must not change when `a` gets its second contribution.
+TEST(Backward, AGradientThatSharesItsStorageIsNotAddedToInPlace) {
+  const Tensor a = leaf({1, 2}), w = leaf({3, 4});
+  const Tensor scaled = w * 1.0;  // the oldest call: its gradient waits longest
+  const Tensor second = a * 3.0;
+  const Tensor sum = a.reshape({2, 1}) + scaled.reshape({2, 1});
+  ((sum * 2.0).sum() + second.sum()).backward();
+  EXPECT_EQ(a.grad().to_vector(), (Values{5, 5}));
+  EXPECT_EQ(w.grad().to_vector(), (Values{2, 2}));
+}
+
 TEST(Backward, NeedsAGraph) {
   EXPECT_THROW(tensor({1.0}).backward(), AutogradError);
   const Tensor x = leaf({1, 2});

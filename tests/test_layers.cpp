@@ -4,17 +4,22 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/profiler.h>
+#include <tessera/core/random.h>
 #include <tessera/nn/activation.h>
 #include <tessera/nn/attention.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/conv.h>
 #include <tessera/nn/dropout.h>
 #include <tessera/nn/embedding.h>
+#include <tessera/nn/fused.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/loss.h>
 #include <tessera/nn/norm.h>
@@ -249,12 +254,202 @@ TEST(Recurrent, OnlyAnLstmProjectsAndToLessThanItsHiddenSize) {
   EXPECT_THROW(GRU(3, 8, {.proj_size = 2}), ValueError);
 }
 
-TEST(Recurrent, DropoutBetweenLayersActsInTrainingOnly) {
-  LSTM lstm(3, 8, {.num_layers = 2, .dropout = 0.5});
+TEST(Recurrent, DropoutStandsBetweenLayersAndNotBehindTheLast) {
   const Tensor x = random({4, 2, 3});
-  EXPECT_GT(largest_difference(lstm(x).output, lstm(x).output), 0);
-  lstm.eval();
-  EXPECT_EQ(largest_difference(lstm(x).output, lstm(x).output), 0);
+  LSTM lstm(3, 8, {.num_layers = 2, .dropout = 0.9});
+  const LstmResult result = lstm(x);
+  EXPECT_EQ(largest_difference(result.output.select(0, 3), result.state.hidden.select(0, 1)), 0);
+  GRU gru(3, 8, {.num_layers = 2, .dropout = 0.9});
+  const GruResult of_gru = gru(x);
+  EXPECT_EQ(largest_difference(of_gru.output.select(0, 3), of_gru.hidden.select(0, 1)), 0);
+
+  // So that of one layer does nothing, as in torch.
+  LSTM one(3, 8, {.dropout = 0.9});
+  GRU one_gru(3, 8, {.dropout = 0.9});
+  const Tensor training = one(x).output, training_of_gru = one_gru(x).output;
+  one.eval(), one_gru.eval();
+  EXPECT_EQ(largest_difference(one(x).output, training), 0);
+  EXPECT_EQ(largest_difference(one_gru(x).output, training_of_gru), 0);
+}
+
+// ---- Dropout within modules --------------------------------------------------------------------
+
+struct DropoutCase {
+  const char* name;
+  std::function<std::unique_ptr<ModuleBase>(double p)> make;
+  std::function<Tensor(ModuleBase&)> run;
+};
+
+// Every module that takes a rate of dropout.
+std::vector<DropoutCase> dropout_cases() {
+  const auto layer_options = [](double p, bool norm_first) {
+    return TransformerLayerOptions{.dim_feedforward = 16, .dropout = p, .norm_first = norm_first};
+  };
+  const Tensor x = random({4, 2, 8}), memory = random({3, 2, 8}, 1);
+  const auto make_attention = [](double p) {
+    return std::make_unique<MultiheadAttention>(8, 2, MultiheadAttentionOptions{.dropout = p});
+  };
+  return {
+      {"MultiheadAttention", make_attention,
+       [=](ModuleBase& m) { return static_cast<MultiheadAttention&>(m)(x, x, x).output; }},
+      {"MultiheadAttention with weights", make_attention,
+       [=](ModuleBase& m) {
+         const AttentionMasks masks{.need_weights = true};
+         return static_cast<MultiheadAttention&>(m)(x, x, x, masks).output;
+       }},
+      {"TransformerEncoderLayer",
+       [=](double p) {
+         return std::make_unique<TransformerEncoderLayer>(8, 2, layer_options(p, false));
+       },
+       [=](ModuleBase& m) { return static_cast<TransformerEncoderLayer&>(m)(x); }},
+      {"TransformerDecoderLayer",
+       [=](double p) {
+         return std::make_unique<TransformerDecoderLayer>(8, 2, layer_options(p, false));
+       },
+       [=](ModuleBase& m) { return static_cast<TransformerDecoderLayer&>(m)(x, memory); }},
+      {"TransformerEncoder",
+       [=](double p) {
+         return std::make_unique<TransformerEncoder>(8, 2, 2, layer_options(p, true), true);
+       },
+       [=](ModuleBase& m) { return static_cast<TransformerEncoder&>(m)(x); }},
+      {"TransformerDecoder",
+       [=](double p) {
+         return std::make_unique<TransformerDecoder>(8, 2, 2, layer_options(p, true), true);
+       },
+       [=](ModuleBase& m) { return static_cast<TransformerDecoder&>(m)(x, memory); }},
+      {"LSTM",
+       [](double p) {
+         return std::make_unique<LSTM>(8, 4, RecurrentOptions{.num_layers = 2, .dropout = p});
+       },
+       [=](ModuleBase& m) { return static_cast<LSTM&>(m)(x).output; }},
+      {"GRU",
+       [](double p) {
+         return std::make_unique<GRU>(
+             8, 4, RecurrentOptions{.num_layers = 3, .dropout = p, .bidirectional = true});
+       },
+       [=](ModuleBase& m) { return static_cast<GRU&>(m)(x).output; }},
+  };
+}
+
+TEST(DropoutWithin, EvaluationIsThatOfTheModuleWithoutIt) {
+  for (const DropoutCase& one : dropout_cases()) {
+    const auto with = one.make(0.5), without = one.make(0);
+    const Tensor expected = one.run(*without);
+    EXPECT_GT(largest_difference(one.run(*with), expected), 1e-3) << one.name;
+    with->eval();
+    EXPECT_EQ(largest_difference(one.run(*with), expected), 0) << one.name;
+    without->eval();
+    EXPECT_EQ(largest_difference(one.run(*without), expected), 0) << one.name;
+  }
+}
+
+TEST(DropoutWithin, TrainingDiffersByTheSeedAndRepeatsByIt) {
+  for (const DropoutCase& one : dropout_cases()) {
+    const auto module = one.make(0.5);
+    const auto run = [&](uint64_t seed) {
+      manual_seed(seed);
+      return one.run(*module);
+    };
+    const Tensor first = run(1), other = run(2);
+    EXPECT_GT(largest_difference(first, other), 1e-3) << one.name;
+    EXPECT_EQ(largest_difference(run(1), first), 0) << one.name;
+    EXPECT_GT(largest_difference(one.run(*module), first), 1e-3) << one.name;  // the next call
+  }
+}
+
+// ---- Fused ops over modules --------------------------------------------------------------------
+
+std::vector<std::string> ops_of(const std::function<void()>& function) {
+  Profiler profiler;
+  {
+    const ProfilerScope scope(profiler);
+    function();
+  }
+  std::vector<std::string> names;
+  for (const auto& [name, entry] : profiler.entries()) names.push_back(name);
+  return names;
+}
+
+HookHandle hook_that_only_looks(ModuleBase& module) {
+  return module.register_forward_hook([](ModuleBase&, TensorRefs, TensorRefs) {});
+}
+
+TEST(FusedModules, AreOneOpWhileNothingHangsOnTheModules) {
+  const NoGradGuard no_grad;
+  Mlp mlp(4, 8, {.inner = "c_fc", .outer = "c_proj"});
+  LayerNorm norm(4);
+  Linear head(4, 5, {.bias = false});
+  const Tensor x = random({3, 4}), target = zeros({3}, {.dtype = kI64});
+  const auto ops = [&] {
+    return ops_of([&] {
+      mlp(x);
+      linear_gelu(mlp.inner, x);
+      residual_layer_norm(norm, x, x);
+      linear_cross_entropy(head, x, target);
+    });
+  };
+  const std::vector<std::string> fused = {"linear_cross_entropy", "linear_gelu",
+                                          "linear_gelu_linear", "residual_layer_norm"};
+  EXPECT_EQ(ops(), fused);
+  std::vector<HookHandle> hooks;
+  for (ModuleBase* one : std::initializer_list<ModuleBase*>{&mlp.outer, &norm, &head}) {
+    hooks.push_back(hook_that_only_looks(*one));
+  }
+  EXPECT_EQ(ops(), (std::vector<std::string>{"add", "cross_entropy", "layer_norm", "linear",
+                                             "linear_gelu"}));
+  hooks.push_back(hook_that_only_looks(mlp.inner));
+  EXPECT_EQ(ops(),
+            (std::vector<std::string>{"add", "cross_entropy", "gelu", "layer_norm", "linear"}));
+  for (HookHandle& hook : hooks) hook.remove();
+  EXPECT_EQ(ops(), fused);
+  EXPECT_EQ(mlp.state_dict().begin()->name, "c_fc.weight");
+}
+
+TEST(FusedModules, CalledModulesGiveTheSameWithinRounding) {
+  for (const Gelu gelu : {Gelu::kNone, Gelu::kTanh}) {
+    const auto results = [&](bool called) {
+      Mlp mlp(16, 32, {.approximate = gelu});
+      LayerNorm norm(16);
+      Linear head(16, 7, {.bias = false});
+      if (called) {
+        for (ModuleBase* one :
+             std::initializer_list<ModuleBase*>{&mlp.inner, &mlp.outer, &norm, &head}) {
+          hook_that_only_looks(*one);
+        }
+      }
+      const Tensor x = random({5, 16}).set_requires_grad();
+      const Tensor target = tensor(std::vector<int64_t>{1, 6, -100, 0, 3}, {5});
+      const auto [sum, normed] =
+          residual_layer_norm(norm, mlp(x), linear_gelu(mlp.outer, mlp.inner(x), gelu));
+      const Tensor loss = linear_cross_entropy(head, normed, target) + sum.mean();
+      loss.backward();
+      return TensorList{loss.detach(),           sum.detach(),          x.grad(),
+                        mlp.inner.weight.grad(), mlp.outer.bias.grad(), norm.weight.grad(),
+                        head.weight.grad()};
+    };
+    const TensorList fused = results(false), called = results(true);
+    for (size_t i = 0; i < fused.size(); ++i) {
+      EXPECT_LT(largest_difference(called[i], fused[i]), 16 * epsilon_of(kF32)) << i;
+    }
+  }
+}
+
+// What an adapter (LoRA) does: it adds to what a layer gives.
+TEST(FusedModules, WhatAHookAddsToALayerTakesPart) {
+  Mlp mlp(4, 8);
+  const Tensor x = random({3, 4});
+  const Tensor expected = mlp.outer(gelu(mlp.inner(x) + 1.0));
+  HookHandle hook = mlp.inner.register_forward_hook(
+      [](ModuleBase&, TensorRefs, TensorRefs outputs) { *outputs[0] = *outputs[0] + 1.0; });
+  EXPECT_LT(largest_difference(mlp(x), expected), 16 * epsilon_of(kF32));
+  hook.remove();
+  EXPECT_GT(largest_difference(mlp(x), expected), 1e-3);
+}
+
+TEST(FusedModules, AHeadWithABiasUsesIt) {
+  Linear head(4, 5);
+  const Tensor x = random({3, 4}), target = tensor(std::vector<int64_t>{1, 4, 0}, {3});
+  EXPECT_EQ(linear_cross_entropy(head, x, target).item(), cross_entropy(head(x), target).item());
 }
 
 // ---- Convolution, losses, printing -------------------------------------------------------------

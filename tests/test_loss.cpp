@@ -100,6 +100,16 @@ TEST(CrossEntropy, of_ignored_rows_alone_is_NaN_for_the_mean_and_0_for_the_sum) 
   EXPECT_EQ(cross_entropy(x, t, {.reduction = Reduction::kSum}).item(), 0);
 }
 
+TEST(CrossEntropy, in_place_of_ignored_rows_alone_has_a_gradient_of_0_in_every_dtype) {
+  for (DType dtype : {kF32, kBF16, kF16}) {
+    const Tensor x = logits(2, 3, dtype).set_requires_grad();
+    const Tensor loss = cross_entropy_inplace(mul(x, 1), indices({-100, -100}));
+    EXPECT_TRUE(std::isnan(loss.item())) << name_of(dtype);
+    loss.backward();
+    EXPECT_EQ(x.grad().to_vector(), std::vector<double>(6, 0.0)) << name_of(dtype);
+  }
+}
+
 TEST(CrossEntropy, a_target_outside_the_classes_is_named) {
   const std::string message = message_of([] { cross_entropy(logits(3, 4), indices({0, 4, 1})); });
   EXPECT_NE(message.find("target 4 at position [1] is outside [0, 4)"), std::string::npos)

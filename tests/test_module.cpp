@@ -5,6 +5,7 @@
 #include <array>
 #include <cmath>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <new>
 #include <optional>
@@ -219,7 +220,7 @@ TEST(Module, ModulesBesideEachOtherAreNoMistake) {
   Program program;
   EXPECT_EQ(program.head(program.second(zeros({1, 2}))).shape(), (Shape{1, 2}));
   // Where a module was, another thing may stand.
-  alignas(Mlp) std::array<std::byte, sizeof(Mlp)> place;
+  alignas(Mlp) std::array<std::byte, 64 + sizeof(Mlp) + sizeof(Linear)> place;
   std::destroy_at(new (place.data()) Mlp(2));
   auto* inside = new (place.data() + 64) Linear(2, 2);
   EXPECT_EQ(inside->dotted_name(), "");
@@ -390,6 +391,62 @@ TEST(ModuleHooks, AHookMayRemoveItself) {
   layer(zeros({1, 1}));
   layer(zeros({1, 1}));
   EXPECT_EQ(calls, 1);
+}
+
+// The first of three removes itself and adds a fourth: the others run in this call, each once, the
+// fourth from the next call on.
+TEST(ModuleHooks, HooksOfEveryKindMayChangeTheirListWhileItRuns) {
+  using Register = std::function<HookHandle(Linear&, std::function<void()>)>;
+  const std::vector<std::pair<const char*, Register>> kinds = {
+      {"pre-forward",
+       [](Linear& layer, std::function<void()> call) {
+         return layer.register_forward_pre_hook([call](ModuleBase&, TensorRefs) { call(); });
+       }},
+      {"forward",
+       [](Linear& layer, std::function<void()> call) {
+         return layer.register_forward_hook(
+             [call](ModuleBase&, TensorRefs, TensorRefs) { call(); });
+       }},
+      {"backward",
+       [](Linear& layer, std::function<void()> call) {
+         return layer.register_full_backward_hook(
+             [call](ModuleBase&, TensorRefs, TensorRefs) { call(); });
+       }},
+      {"scope",
+       [](Linear& layer, std::function<void()> call) {
+         return layer.register_call_scope([call](ModuleBase&) -> std::shared_ptr<void> {
+           call();
+           return nullptr;
+         });
+       }},
+  };
+  for (const auto& [kind, add] : kinds) {
+    Linear layer(1, 1);
+    std::array<int, 4> calls{};
+    HookHandle first;
+    first = add(layer, [&] {
+      ++calls[0];
+      first.remove();
+      add(layer, [&] { ++calls[3]; });
+    });
+    add(layer, [&] { ++calls[1]; });
+    add(layer, [&] { ++calls[2]; });
+    layer(ones({1, 1})).backward();
+    EXPECT_EQ(calls, (std::array{1, 1, 1, 0})) << kind;
+    layer(ones({1, 1})).backward();
+    EXPECT_EQ(calls, (std::array{1, 2, 2, 1})) << kind;
+  }
+}
+
+TEST(ModuleHooks, AModuleKnowsWhetherItHasHooks) {
+  Linear layer(1, 1);
+  EXPECT_FALSE(layer.has_hooks());
+  HookHandle hook = layer.register_forward_hook([](ModuleBase&, TensorRefs, TensorRefs) {});
+  HookHandle scope = layer.register_call_scope([](ModuleBase&) { return std::shared_ptr<void>(); });
+  hook.remove();
+  EXPECT_TRUE(layer.has_hooks());
+  scope.remove();
+  EXPECT_FALSE(layer.has_hooks());
 }
 
 TEST(ModuleHooks, AHandleMayOutliveItsModule) {
