@@ -6,8 +6,10 @@
 // Four engines, chosen by dtype, shape and strides alone:
 //   one row     or one column of C: the matrix is read once, where it lies, at memory's speed
 //   f32         where the processor has AMX, its tiles with operands in three bf16 parts, which
-//               keeps the precision of f32 products (gemm_split.h); elsewhere, and where a side is
-//               under 32, oneDNN's sgemm on tiles of C (as fast as MKL here), where it was found
+//               keeps the precision of f32 products (gemm_split.h; stretches of K with numbers so
+//               small or large that parts of products leave f32's range go through registers);
+//               elsewhere, and where a side is under 32, oneDNN's sgemm on tiles of C (as fast as
+//               MKL here), where it was found
 //   bf16        AMX tiles of our own where the processor has them
 //   the others  packed panels and an FMA micro-kernel (AVX2 or AVX-512); f16 and bf16 are widened
 //               while they are packed

@@ -20,6 +20,7 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/half.h>
+#include <tessera/core/kernels/gemm/gemm_tile.h>
 
 namespace tessera::kernels::TS_SIMD {
 namespace {
@@ -528,6 +529,33 @@ inline void multiply_panels(int64_t rows, int64_t columns, int64_t depth,
       }
     }
   }
+}
+
+// ---- Tiles of C
+// ---------------------------------------------------------------------------------
+
+template <class Kernel, class Source>
+inline void run_tile(const GemmTile& tile) {
+  using Value = typename Kernel::Value;
+  const auto* a = static_cast<const Source*>(tile.a);
+  const auto* b = static_cast<const Source*>(tile.b);
+  auto* sums = static_cast<typename Kernel::Accumulator*>(tile.sums);
+  // Equal stretches of K, not a full one and a rest.
+  const int64_t blocks = (tile.k + Kernel::kBlockDepth - 1) / Kernel::kBlockDepth;
+  const int64_t step = round_up((tile.k + blocks - 1) / blocks, 32);
+  auto* packed_a = static_cast<Value*>(tile.scratch);
+  auto* packed_b = packed_a + round_up(tile.m, Kernel::kRows) * round_up(Kernel::kBlockDepth, 32);
+  Kernel::begin();
+  for (int64_t k = 0; k < tile.k; k += step) {
+    const int64_t depth = tile.k - k < step ? tile.k - k : step;
+    pack_rows<Kernel>(a + k * tile.a_column_stride, tile.a_row_stride, tile.a_column_stride, tile.m,
+                      depth, packed_a);
+    pack_columns<Kernel>(b + k * tile.b_row_stride, tile.b_row_stride, tile.b_column_stride, tile.n,
+                         depth, packed_b);
+    multiply_panels<Kernel>(tile.m, tile.n, depth, packed_a, packed_b, sums, tile.sums_row_stride,
+                            tile.accumulate || k > 0);
+  }
+  Kernel::end();
 }
 
 }  // namespace

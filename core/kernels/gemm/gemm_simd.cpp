@@ -5,69 +5,6 @@
 namespace tessera::kernels::TS_SIMD {
 namespace {
 
-template <class Kernel, class Source>
-void run_tile(const GemmTile& tile) {
-  using Value = typename Kernel::Value;
-  const auto* a = static_cast<const Source*>(tile.a);
-  const auto* b = static_cast<const Source*>(tile.b);
-  auto* sums = static_cast<typename Kernel::Accumulator*>(tile.sums);
-  // Equal stretches of K, not a full one and a rest.
-  const int64_t blocks = (tile.k + Kernel::kBlockDepth - 1) / Kernel::kBlockDepth;
-  const int64_t step = round_up((tile.k + blocks - 1) / blocks, 32);
-  auto* packed_a = static_cast<Value*>(tile.scratch);
-  auto* packed_b = packed_a + round_up(tile.m, Kernel::kRows) * round_up(Kernel::kBlockDepth, 32);
-  Kernel::begin();
-  for (int64_t k = 0; k < tile.k; k += step) {
-    const int64_t depth = tile.k - k < step ? tile.k - k : step;
-    pack_rows<Kernel>(a + k * tile.a_column_stride, tile.a_row_stride, tile.a_column_stride, tile.m,
-                      depth, packed_a);
-    pack_columns<Kernel>(b + k * tile.b_row_stride, tile.b_row_stride, tile.b_column_stride, tile.n,
-                         depth, packed_b);
-    multiply_panels<Kernel>(tile.m, tile.n, depth, packed_a, packed_b, sums, tile.sums_row_stride,
-                            tile.accumulate || k > 0);
-  }
-  Kernel::end();
-}
-
-#if defined(TESSERA_AMX_KERNEL)
-// f32, or f16 widened, in three parts. A stretch of K that holds a number that cannot be split goes
-// through f32 registers instead.
-template <class Source>
-void run_split_tile(const GemmTile& tile) {
-  using Kernel = SplitAmxKernel;
-  const auto* a = static_cast<const Source*>(tile.a);
-  const auto* b = static_cast<const Source*>(tile.b);
-  auto* sums = static_cast<float*>(tile.sums);
-  const int64_t blocks = (tile.k + Kernel::kBlockDepth - 1) / Kernel::kBlockDepth;
-  const int64_t step = round_up((tile.k + blocks - 1) / blocks, 32);
-  auto* packed_a = static_cast<bf16*>(tile.scratch);
-  auto* packed_b = packed_a + round_up(tile.m, Kernel::kRows) * Kernel::padded_depth(step);
-  Kernel::begin();
-  for (int64_t k = 0; k < tile.k; k += step) {
-    const int64_t depth = tile.k - k < step ? tile.k - k : step;
-    const Source* a_block = a + k * tile.a_column_stride;
-    const Source* b_block = b + k * tile.b_row_stride;
-    const bool accumulate = tile.accumulate || k > 0;
-    const uint32_t largest_a = Kernel::pack<false>(a_block, tile.a_row_stride, tile.a_column_stride,
-                                                   tile.m, depth, packed_a);
-    const uint32_t largest_b = Kernel::pack<true>(b_block, tile.b_column_stride, tile.b_row_stride,
-                                                  tile.n, depth, packed_b);
-    if (largest_a < Kernel::kLargestSplit && largest_b < Kernel::kLargestSplit) {
-      multiply_panels<Kernel>(tile.m, tile.n, depth, packed_a, packed_b, sums, tile.sums_row_stride,
-                              accumulate);
-      continue;
-    }
-    GemmTile block = tile;
-    block.k = depth;
-    block.a = a_block;
-    block.b = b_block;
-    block.accumulate = accumulate;
-    run_tile<FmaKernel<float>, Source>(block);
-  }
-  Kernel::end();
-}
-#endif
-
 template <class Sum, class T>
 void finish_rows(const GemmFinish& finish) {
   const auto* bias = static_cast<const T*>(finish.bias);
@@ -106,8 +43,8 @@ int64_t gemm_scratch_bytes(int64_t m, int64_t n) {
 
 void gemm_tile(const GemmTile& tile) {
 #if defined(TESSERA_AMX_KERNEL)
-  if (tile.use_amx && tile.dtype == kF32) return run_split_tile<float>(tile);
-  if (tile.use_amx && tile.dtype == kF16) return run_split_tile<f16>(tile);
+  if (tile.use_amx && tile.dtype == kF32) return run_split_tile<AmxTiles, float>(tile);
+  if (tile.use_amx && tile.dtype == kF16) return run_split_tile<AmxTiles, f16>(tile);
   if (tile.use_amx) return run_tile<AmxKernel, bf16>(tile);
 #endif
   switch (tile.dtype) {
