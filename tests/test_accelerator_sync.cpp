@@ -424,6 +424,18 @@ TEST(Accumulate, TheNumberOfStepsMayChangeFromWindowToWindow) {
   EXPECT_THROW((void)accelerator.accumulate(stranger), ValueError);
 }
 
+TEST(Accumulate, ALossOfSeveralElementsIsAnErrorWithAndWithoutALossScale) {
+  for (const Precision precision : {Precision::kNo, Precision::kFP16}) {
+    Accelerator accelerator({.mixed_precision = precision});
+    const Tensor weight = ones({2}).set_requires_grad();
+    EXPECT_THROW(accelerator.backward(weight * 2.0), ShapeError);
+    EXPECT_THROW(accelerator.backward(Tensor()), ShapeError);
+    EXPECT_FALSE(weight.grad().defined());
+    accelerator.backward((weight * 2.0).sum());
+    EXPECT_TRUE(weight.grad().defined());
+  }
+}
+
 TEST(Accumulate, AStepOfGradientsThatWereNeverReducedIsAnError) {
   on_ranks(2, [&](int) {
     const Line line(8);

@@ -567,6 +567,24 @@ TEST_F(Checkpoints, ACK5TheErrorOfAnAsynchronousSaveComesWithTheNextCallOnEveryR
   EXPECT_EQ(entries_in(path("")), 1);
 }
 
+TEST_F(Checkpoints, AsynchronousSavesOfSeveralRanksLeaveNothingInTheirStore) {
+  compared_ranks(3, [&](int) {
+    CheckpointSaver saver;
+    const auto items = std::vector{SaveItem::whole("x", numbers({100}))};
+    const auto said = [] { return rank_context().store->list("checkpoint/").size(); };
+    for (int i = 0; i < 3; ++i) {
+      saver.save(path("a"), items, {.asynchronous = true});
+      saver.wait();
+      world().barrier();
+      EXPECT_LE(said(), 3u) << "what each rank said last";
+      world().barrier();
+    }
+    saver.save(path("a"), items);
+    world().barrier();
+    EXPECT_EQ(said(), 0u);
+  });
+}
+
 int64_t open_files() { return entries_in("/proc/self/fd"); }
 
 TEST_F(Checkpoints, ACK5FiftySavesHoldNoMoreMemoryAndFilesThanTwo) {

@@ -107,6 +107,57 @@ TEST_F(Durability, WritesThatAreInterruptedOrShortGoOnWhereTheyStopped) {
   EXPECT_EQ(read_file(path("a.txt")), text);
 }
 
+// Names that the next temporary files would have, taken by links to something else.
+TEST_F(Durability, WhatHasTheNameOfATemporaryFileIsLeftAlone) {
+  write_file_atomically(path("else.txt"), "somebody else's");
+  std::string name;
+  {
+    const AtomicFile file(path("a.txt"));
+    for (const auto& entry : fs::directory_iterator(path(""))) {
+      if (entry.path().string().find(".tmp-") != std::string::npos) name = entry.path().string();
+    }
+  }
+  const size_t digits = name.rfind('-') + 1;
+  const int number = std::stoi(name.substr(digits));
+  for (int i = 1; i <= 3; ++i) {
+    fs::create_symlink("else.txt", name.substr(0, digits) + std::to_string(number + i));
+  }
+  write_file_atomically(path("a.txt"), "text");
+  EXPECT_EQ(read_file(path("a.txt")), "text");
+  EXPECT_EQ(read_file(path("else.txt")), "somebody else's");
+}
+
+TEST_F(Durability, ProcessesThatWriteOneFileAtATimeLeaveOneWholeFileOfOneOfThem) {
+  constexpr int kProcesses = 4;
+  std::vector<pid_t> children;
+  for (int child = 0; child < kProcesses; ++child) {
+    const pid_t pid = ::fork();
+    ASSERT_GE(pid, 0);
+    if (pid == 0) {
+      int failed = 0;
+      for (int i = 0; i < 20 && failed == 0; ++i) {
+        try {
+          write_file_atomically(path("a.txt"), std::string(50'000, static_cast<char>('a' + child)));
+        } catch (...) {
+          failed = 1;
+        }
+      }
+      ::_exit(failed);
+    }
+    children.push_back(pid);
+  }
+  for (const pid_t pid : children) {
+    int status = 0;
+    while (::waitpid(pid, &status, WNOHANG) == 0) {
+      const std::string text = fs::exists(path("a.txt")) ? read_file(path("a.txt")) : "a";
+      EXPECT_EQ(text.find_first_not_of(text[0]), std::string::npos);
+      EXPECT_TRUE(text.size() == 50'000 || text == "a");
+    }
+    EXPECT_EQ(status, 0);
+  }
+  EXPECT_EQ(std::distance(fs::directory_iterator(path("")), {}), 1);
+}
+
 // A program whose standard input is closed gets its number for the next file.
 TEST_F(Durability, AFileMayHaveTheDescriptorZero) {
   const int input = ::dup(0);

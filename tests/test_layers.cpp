@@ -187,6 +187,43 @@ TEST(Transformer, StacksRunTheirLayersInOrder) {
             encoder.get_parameter("layers.1.linear1.weight").to_vector());
 }
 
+// Each Dropout has its place, once, and in evaluation the layer is the one without them.
+TEST(Transformer, DropoutActsAtItsPlacesInTrainingOnly) {
+  const Tensor source = random({4, 2, 8}), target = random({3, 2, 8}, 1);
+  for (const bool norm_first : {false, true}) {
+    const TransformerLayerOptions options{
+        .dim_feedforward = 16, .dropout = 0.5, .norm_first = norm_first};
+    TransformerLayerOptions without = options;
+    without.dropout = 0;
+    TransformerEncoderLayer encoder(8, 2, options), plain_encoder(8, 2, without);
+    TransformerDecoderLayer decoder(8, 2, options), plain_decoder(8, 2, without);
+    plain_encoder.load_state_dict(encoder.state_dict());
+    plain_decoder.load_state_dict(decoder.state_dict());
+    const auto encode = [&](TransformerEncoderLayer& layer) { return layer(source); };
+    const auto decode = [&](TransformerDecoderLayer& layer) { return layer(target, source); };
+    const auto expect = [](auto& layer, auto& plain, auto run, std::vector<Dropout*> places) {
+      std::vector<int> calls(places.size());
+      std::vector<HookHandle> handles;
+      for (size_t i = 0; i < places.size(); ++i) {
+        handles.push_back(places[i]->register_forward_hook([&calls, i](auto&&...) { ++calls[i]; }));
+      }
+      EXPECT_GT(largest_difference(run(layer), run(layer)), 1e-3) << "drawn anew";
+      EXPECT_EQ(calls, std::vector<int>(places.size(), 2));
+      const Tensor trained = run(plain);
+      layer.eval(), plain.eval();
+      EXPECT_EQ(largest_difference(run(layer), run(layer)), 0);
+      EXPECT_LT(largest_difference(run(layer), run(plain)), 1e-6);
+      EXPECT_LT(largest_difference(run(plain), trained), 1e-6);
+      layer.train();
+      EXPECT_GT(largest_difference(run(layer), run(plain)), 1e-3);
+    };
+    expect(encoder, plain_encoder, encode,
+           {&encoder.dropout, &encoder.dropout1, &encoder.dropout2});
+    expect(decoder, plain_decoder, decode,
+           {&decoder.dropout, &decoder.dropout1, &decoder.dropout2, &decoder.dropout3});
+  }
+}
+
 TEST(Transformer, ACausalDecoderDoesNotSeeTheFuture) {
   TransformerDecoder decoder(8, 2, 2, {.dim_feedforward = 16, .dropout = 0, .batch_first = true});
   const Tensor memory = random({1, 3, 8}), target = random({1, 4, 8}, 1);
