@@ -130,14 +130,14 @@ TEST(ConfigSchema, EveryKeyThatIsWrittenIsRead_Fp8KeyMismatch) {
 
 // DC-1's round trip, of every setting: what is exported is what is read, under every spelling.
 TEST(ConfigEnvironment, DC1_EverySettingMakesTheRoundTripThroughItsVariables) {
-  const Environment switches = {{"ACCELERATE_USE_PARALLELISM_CONFIG", "true"},
-                                {"ACCELERATE_USE_DEEPSPEED", "true"}};
+  const Environment switches = {{"ACCELERATE_USE_PARALLELISM_CONFIG", "true"}};
   for (const Setting& setting : schema()) {
     const std::string value = another_value(setting);
     std::vector<std::string> names = {setting.environment()};
     for (const std::string_view name : setting.accelerate) names.emplace_back(name);
     for (const std::string& name : names) {
       Environment environment = switches;
+      if (name.starts_with("ACCELERATE_DEEPSPEED_")) environment["ACCELERATE_USE_DEEPSPEED"] = "1";
       if (name.starts_with("FSDP_")) {
         environment["ACCELERATE_USE_FSDP"] = "1";
         environment["FSDP_SHARDING_STRATEGY"] = "NO_SHARD";
@@ -148,6 +148,16 @@ TEST(ConfigEnvironment, DC1_EverySettingMakesTheRoundTripThroughItsVariables) {
       EXPECT_EQ(origin(setting, settings).describe(), name);
     }
   }
+}
+
+// Its default where nothing else is said; without it a training would be plain data parallel.
+TEST(ConfigEnvironment, DeepSpeedsSwitchAloneIsStage2AndItsFileIsRefused) {
+  Environment environment = {{"ACCELERATE_USE_DEEPSPEED", "true"}};
+  const Settings settings = merge({.environment = environment, .file = ""});
+  EXPECT_EQ(settings.zero_stage, 2);
+  EXPECT_EQ(settings.zero_stage.origin.describe(), "ACCELERATE_USE_DEEPSPEED");
+  environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "ds.json";
+  EXPECT_THROW(merge({.environment = environment, .file = ""}), UnsupportedError);
 }
 
 TEST(ConfigEnvironment, DC1_MeshSizesOfAllAxesAreRead) {

@@ -121,6 +121,80 @@ TEST(ConfigCommand, CLI1_ImportSaysWhatBecameOfEachKeyAndTheFileLaunches) {
   EXPECT_EQ(tessera_command({"config", "import", folder.path("no.yaml")}).code(), 1);
 }
 
+// What a file asks for and a training would not do is refused with the key, and nothing is written.
+TEST(ConfigCommand, ImportsThatWouldTrainOtherwiseAreRefusedByKey) {
+  TestFolder folder;
+  const std::string json = folder.path("out.json");
+  const auto refused = [&](const std::string& yaml, const std::string& key) {
+    const FinishedProcess imported =
+        tessera_command({"config", "import", folder.write("in.yaml", yaml), "--output", json});
+    EXPECT_EQ(imported.code(), 1) << imported;
+    EXPECT_TRUE(imported.complained(key)) << key << '\n' << imported;
+    EXPECT_TRUE(imported.complained("nothing was written")) << imported;
+    EXPECT_FALSE(std::filesystem::exists(json));
+  };
+  // Accelerate's templates fp8.yaml, deepspeed.yaml and fsdp.yaml.
+  refused(
+      "distributed_type: \"NO\"\nmixed_precision: \"fp8\"\nfp8_config:\n  backend: TE\n"
+      "  amax_history_len: 1024\n  fp8_format: HYBRID\n  interval: 1\n  margin: 0\n"
+      "  override_linear_precision: false\n  use_autocast_during_eval: false\n",
+      "mixed_precision: fp8");
+  refused(
+      "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds_config.json\n"
+      "num_processes: 2\n",
+      "deepspeed_config.deepspeed_config_file: ds_config.json");
+  refused(
+      "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 0\n"
+      "  gradient_clipping: 1.0\nnum_processes: 2\n",
+      "deepspeed_config.gradient_clipping: 1.0");
+  refused("distributed_type: MEGATRON_LM\nnum_processes: 2\n", "distributed_type: MEGATRON_LM");
+  if (accelerate::find_setting("zero_stage")->planned) {
+    refused(
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+        "  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_state_dict_type: FULL_STATE_DICT\n"
+        "num_processes: 2\n",
+        "fsdp_config.fsdp_sharding_strategy: FULL_SHARD");
+  }
+  // What is the same training under another name passes.
+  const FinishedProcess same = tessera_command(
+      {"config", "import",
+       folder.write("ok.yaml",
+                    "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 0\n"
+                    "  gradient_clipping: auto\n  offload_param_device: none\nnum_processes: 2\n"),
+       "--output", json});
+  EXPECT_EQ(same.code(), 0) << same;
+}
+
+TEST(ConfigCommand, AFileOfSeveralMachinesEndsInASentenceAboutTheHostFile) {
+  TestFolder folder;
+  const std::string json = folder.path("out.json");
+  const FinishedProcess imported = tessera_command(
+      {"config", "import",
+       folder.write("in.yaml",
+                    "distributed_type: MULTI_GPU\nmachine_rank: 0\nmain_process_ip: 127.0.0.1\n"
+                    "main_process_port: 0\nnum_machines: 2\nnum_processes: 4\n"),
+       "--output", json});
+  EXPECT_EQ(imported.code(), 0) << imported;
+  EXPECT_TRUE(imported.printed("--hostfile")) << imported;
+  const FinishedProcess launched = tessera_command({"launch", "--config", json, "true"});
+  EXPECT_EQ(launched.code(), 1) << launched;
+  EXPECT_TRUE(launched.complained("--hostfile FILE")) << launched;
+  EXPECT_TRUE(launched.complained("nodes=2")) << launched;
+  const FinishedProcess few =
+      tessera_command({"launch", "--nodes", "3", "--hostfile",
+                       folder.write("hosts", "localhost slots=4\n"), "-n", "3", "true"});
+  EXPECT_EQ(few.code(), 1) << few;
+  EXPECT_TRUE(few.complained("names 1")) << few;
+}
+
+TEST(ConfigCommand, AYamlFileWhereJsonIsReadPointsToTheImport) {
+  TestFolder folder;
+  const std::string yaml = folder.write("a.yaml", "mixed_precision: bf16\n");
+  const FinishedProcess launched = tessera_command({"launch", "--config", yaml, "true"});
+  EXPECT_EQ(launched.code(), 1) << launched;
+  EXPECT_TRUE(launched.complained("tessera config import " + yaml)) << launched;
+}
+
 TEST(ConfigCommand, CLI4_ToFsdp2) {
   TestFolder folder;
   const std::string first =
@@ -228,6 +302,64 @@ TEST(LaunchFlags, MistakesAreToldBeforeAnythingStarts) {
   EXPECT_TRUE(wrong.code() == 1 && wrong.complained("--mixed-precision")) << wrong;
 }
 
+// What hands know from `accelerate launch` works, or the error names what takes its place.
+TEST(LaunchFlags, HabitsOfAccelerateWorkOrAreToldWhatTakesTheirPlace) {
+  TestFolder folder;
+  const std::string file = folder.write("a.json", R"({"seed": 5})");
+  const auto launched = [](std::vector<std::string> flags) {
+    flags.insert(flags.begin(), "launch");
+    flags.insert(flags.end(),
+                 {"sh", "-c", "echo gpus=$CUDA_VISIBLE_DEVICES seed=$TESSERA_CONFIG_FILE"});
+    return tessera_command(flags, {{"CUDA_VISIBLE_DEVICES", "9"}});
+  };
+  EXPECT_TRUE(launched({"--config_file", file}).printed("seed=" + file));
+  EXPECT_TRUE(launched({"--gpu_ids", "1,3"}).printed("gpus=1,3 "));
+  EXPECT_TRUE(launched({"--gpu_ids=all"}).printed("gpus=9 "));
+  for (const std::vector<std::string>& fine : {std::vector<std::string>{"--multi_gpu", "-n", "1"},
+                                               {"--machine_rank", "0"},
+                                               {"--dynamo_backend", "no"},
+                                               {"--quiet"},
+                                               {"--no_python"},
+                                               {"--rdzv_backend", "static"}}) {
+    const FinishedProcess job = launched(fine);
+    EXPECT_EQ(job.code(), 0) << job;
+    EXPECT_TRUE(job.printed("gpus=9 ")) << fine[0] << '\n' << job;
+  }
+  for (const auto& [flags, remedy] : std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"--multi_gpu"}, "-n N"},
+           {{"--machine_rank", "1"}, "--hostfile FILE"},
+           {{"--dynamo_backend", "inductor"}, "no graph compiler"},
+           {{"-m"}, "path of a program"},
+           {{"--log_dir", "logs"}, "--logging-dir"},
+           {{"--tpu"}, "NVIDIA"}}) {
+    const FinishedProcess job = launched(flags);
+    EXPECT_EQ(job.code(), 2) << job;
+    EXPECT_TRUE(job.complained(remedy)) << flags[0] << '\n' << job;
+    EXPECT_FALSE(job.printed("gpus=")) << job;
+  }
+  const FinishedProcess sharded = launched({"--use_fsdp"});
+  if (accelerate::find_setting("zero_stage")->planned) {
+    EXPECT_TRUE(sharded.complained("zero_stage=3")) << sharded;
+  }
+}
+
+TEST(LaunchFlags, AnUnknownFlagIsToldTheNearestOne) {
+  for (const auto& [words, near] : std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"launch", "--num_procesess", "2", "true"}, "did you mean --num-processes?"},
+           {{"launch", "--mixed_precison=bf16", "true"}, "did you mean --mixed-precision?"},
+           {{"launch", "--dry-rum", "true"}, "did you mean --dry-run?"},
+           {{"estimate-memory", "x", "--dtype", "f32"}, "did you mean --dtypes?"},
+           {{"env", "--change"}, "did you mean --changed?"}}) {
+    const FinishedProcess told = tessera_command(words);
+    EXPECT_EQ(told.code(), 2) << told;
+    EXPECT_TRUE(told.complained(near)) << told;
+  }
+  const FinishedProcess far = tessera_command({"launch", "--qqqqqqqqqqqq", "true"});
+  EXPECT_EQ(far.code(), 2);
+  EXPECT_FALSE(far.complained("did you mean")) << far;
+  EXPECT_TRUE(far.complained("--qqqqqqqqqqqq") && far.complained("--help")) << far;
+}
+
 // Jobs at the same time need no ports of their own; a port that is asked for and taken is an error.
 TEST(LaunchFlags, CLI5_AFreePortIsChosen) {
   const std::string script = "echo $TESSERA_STORE; sleep 0.5";
@@ -255,7 +387,8 @@ TEST(LaunchFlags, CLI5_APortThatIsTakenIsAnErrorThatNamesIt) {
 // ---- env
 
 TEST(EnvCommand, ShowsTheMachineAndEverySettingWithItsOrigin) {
-  const FinishedProcess shown = tessera_command({"env"}, {{"TESSERA_COLLECTIVE_TIMEOUT", "30"}});
+  const FinishedProcess shown =
+      tessera_command({"env", "--all"}, {{"TESSERA_COLLECTIVE_TIMEOUT", "30"}});
   EXPECT_EQ(shown.code(), 0) << shown;
   for (const char* part : {"tessera:", "compiler:", "processor:", "extensions:", "kernels:",
                            "cores:", "memory:", "oneDNN:", "MPI:", "NCCL:", "CUDA:", "launcher:"}) {
@@ -265,6 +398,16 @@ TEST(EnvCommand, ShowsTheMachineAndEverySettingWithItsOrigin) {
     EXPECT_TRUE(shown.printed("\n" + std::string(setting.key) + " = ")) << setting.key;
   }
   EXPECT_TRUE(shown.printed("collective_timeout = 30  (TESSERA_COLLECTIVE_TIMEOUT)")) << shown;
+}
+
+TEST(EnvCommand, ShowsWhatWasChangedUnlessAllIsAskedFor) {
+  for (const std::vector<std::string>& words :
+       {std::vector<std::string>{"env"}, {"env", "--changed"}}) {
+    const FinishedProcess shown = tessera_command(words, {{"TESSERA_SEED", "4"}});
+    EXPECT_TRUE(shown.printed("seed = 4  (TESSERA_SEED)")) << shown;
+    EXPECT_FALSE(shown.printed("grace =")) << shown;
+    EXPECT_TRUE(shown.printed("processor:")) << shown;
+  }
 }
 
 TEST(EnvCommand, SaysWhatATrainingWouldRefuse) {
@@ -365,6 +508,24 @@ TEST(EstimateMemory, RanksShareWhatTheirModeShards) {
   // 8 * 128 tokens; a layer keeps 8 C + 2 F values and statistics, then 3 C + V.
   EXPECT_EQ(row["DDP"]["activations"],
             8 * 128 * (12 * ((8 * 768 + 2 * 3072) * 4 + 4 * 12) + (3 * 768 + 28996) * 4));
+}
+
+// In 16 bits there are two ways to train, and the default keeps parameters and gradients in f32.
+TEST(EstimateMemory, RowsOf16BitsAreAutocastsAndPures) {
+  TestFolder folder;
+  const std::string file = folder.write("config.json", kBertBaseCased);
+  const auto row = estimate({file, "--dtypes", "bf16", "-n", "2"})["dtypes"][0];
+  constexpr int64_t kElements = 433249280 / 4;
+  const auto autocast = row["per_rank"]["DDP"], pure = row["per_rank_pure"]["DDP"];
+  EXPECT_EQ(autocast["parameters"], 6 * kElements);  // f32, and the 16 bits that products read
+  EXPECT_EQ(autocast["gradients"], 4 * kElements);
+  EXPECT_EQ(autocast["optimizer"], 8 * kElements);
+  EXPECT_EQ(pure["parameters"], 2 * kElements);
+  EXPECT_EQ(pure["gradients"], 4 * kElements);
+  EXPECT_EQ(pure["optimizer"], 12 * kElements);
+  const FinishedProcess table = tessera_command({"estimate-memory", file, "--dtypes", "f32,bf16"});
+  EXPECT_TRUE(table.printed("bf16 autocast (the default)")) << table;
+  EXPECT_TRUE(table.printed("bf16 pure (precision_policy = pure)")) << table;
 }
 
 TEST(EstimateMemory, ParametersOfGpt2AndLlama) {
@@ -482,8 +643,7 @@ TEST_F(MergeWeights, ShardsBecomeOneFile) {
   expect_tensors(load_safetensors(folder_.path("out.safetensors")));
   EXPECT_EQ(SafeTensorsFile(folder_.path("out.safetensors")).metadata().at("format"), "pt");
   EXPECT_TRUE(std::filesystem::exists(folder_.path("in/a.safetensors")));
-  // Into a folder, by the usual name; not over what is there.
-  std::filesystem::create_directories(folder_.path("to"));
+  // Into a folder, which is made, by the usual name; not over what is there.
   EXPECT_EQ(merge({folder_.path("in"), folder_.path("to")}).code(), 0);
   EXPECT_TRUE(std::filesystem::exists(folder_.path("to/model.safetensors")));
   const FinishedProcess again = merge({folder_.path("in"), folder_.path("to")});
@@ -578,6 +738,7 @@ TEST_F(MergeWeights, MistakesOnTheCommandLineAreTold) {
   expect_refused("there is no", {folder_.path("nowhere"), folder_.path("refused.safetensors")});
   std::filesystem::create_directories(folder_.path("empty"));
   expect_refused("has 0 files", {folder_.path("empty"), folder_.path("refused.safetensors")});
+  folder_.write("out.bin", "a file");
   expect_refused("*.safetensors", {folder_.path("in"), folder_.path("out.bin")});
   expect_refused("byte size",
                  {folder_.path("in"), folder_.path("out"), "--max-shard-size", "many"});

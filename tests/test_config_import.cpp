@@ -185,7 +185,8 @@ TEST(ConfigImport, CLI1_Generation0_34WithFp8_BothSpellingsAreRead_Fp8KeyMismatc
     EXPECT_EQ(import.settings.fp8_format, Fp8Format::kE4M3);
     EXPECT_EQ(line_of(import, std::string("fp8_config.") + length).outcome,
               ImportOutcome::kPlanned);
-    EXPECT_EQ(line_of(import, "mixed_precision").outcome, ImportOutcome::kNoCounterpart);
+    EXPECT_EQ(line_of(import, "mixed_precision").outcome, ImportOutcome::kRefused);
+    EXPECT_TRUE(mentions(import.refusals(), "mixed_precision: fp8 (")) << import.refusals();
     EXPECT_TRUE(mentions(line_of(import, "mixed_precision").note, "not available yet"));
     EXPECT_THROW(check_available(import.settings), UnsupportedError);
   }
@@ -341,7 +342,8 @@ num_processes: 2
   EXPECT_EQ(import.settings.gradient_accumulation_steps, 8);
   EXPECT_EQ(import.settings.hostfile.value, "/job/hostfile");
   EXPECT_EQ(line_of(import, "deepspeed_config.offload_optimizer_device").outcome,
-            ImportOutcome::kNoCounterpart);
+            ImportOutcome::kRefused);
+  EXPECT_EQ(line_of(import, "deepspeed_config.gradient_clipping").outcome, ImportOutcome::kRefused);
   EXPECT_EQ(line_of(import, "deepspeed_config.offload_param_device").outcome,
             ImportOutcome::kUnset);
   // The option that the other launcher took and never handed on.

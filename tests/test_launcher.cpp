@@ -312,7 +312,7 @@ TEST(LauncherInput, MistakesAreToldWithoutStartingAnything) {
   EXPECT_TRUE(mentions(complaint({"-n", "0", "true"}), "--ranks"));
   EXPECT_TRUE(mentions(complaint({"-n", "x", "true"}), "--ranks"));
   EXPECT_TRUE(mentions(complaint({"--hostfile", "/nowhere/hosts", "true"}), "/nowhere/hosts"));
-  EXPECT_TRUE(mentions(complaint({"--no-such-flag", "true"}), "no-such-flag"));
+  EXPECT_TRUE(mentions(complaint({"--no-such-flag", "true"}), "no-such-flag is unknown"));
   EXPECT_TRUE(mentions(complaint({"/nowhere/program"}), "not found"));
   TestFolder folder;
   const std::string hosts = folder.write("hosts", "a slots=1\nb slots=none\n");

@@ -155,6 +155,10 @@ void report(const Import& import, const std::string& path) {
 int import_file(const Choices& choices) {
   const Import import = import_accelerate(choices.input);
   report(import, choices.input);
+  const std::string refusals = import.refusals();
+  TS_CHECK_AS(UnsupportedError, refusals.empty(), "tessera config import", choices.input,
+              " describes another training than these settings would be: ", refusals,
+              "; nothing was written: change or remove these keys");
   check_consistent(import.settings);
   write(output_of(choices), import.settings, choices.overwrite);
   return 0;

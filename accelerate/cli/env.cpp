@@ -88,7 +88,7 @@ std::string nccl() {
          std::to_string(version % 100);
 }
 
-int print_environment(const std::string& file, bool changed_only) {
+int print_environment(const std::string& file, bool all_settings) {
   const distributed::Environment environment = distributed::process_environment();
   line("tessera", launch::tessera_version());
   line("compiler", compiler());
@@ -130,10 +130,11 @@ int print_environment(const std::string& file, bool changed_only) {
   if (!file.empty()) sources.file = file;
   const std::string used = accelerate::config_file(sources);
   line("settings file", used.empty() ? "none" : used);
-  std::printf("\nsettings:\n");
+  std::printf("\nsettings%s:\n",
+              all_settings ? "" : " that were given (--all shows the others too)");
   // What is set is shown also where a training would refuse it.
   const accelerate::Settings settings = accelerate::merge(sources);
-  std::fputs(accelerate::describe(settings, !changed_only).c_str(), stdout);
+  std::fputs(accelerate::describe(settings, all_settings).c_str(), stdout);
   try {
     accelerate::check_consistent(settings);
     accelerate::check_available(settings);
@@ -148,13 +149,17 @@ int print_environment(const std::string& file, bool changed_only) {
 
 void add_env(CLI::App& app, int& exit_code) {
   CLI::App* env =
-      app.add_subcommand("env", "prints versions, the machine, and every setting with its origin");
+      app.add_subcommand("env", "prints versions, the machine, and settings with their origin");
   const auto file = std::make_shared<std::string>();
-  const auto changed_only = std::make_shared<bool>(false);
+  const auto all = std::make_shared<bool>(false), changed = std::make_shared<bool>(false);
   env->add_option("--config,--config-file", *file, "JSON file with settings");
-  env->add_flag("--changed", *changed_only, "leave out settings that have their default");
-  env->callback(
-      [file, changed_only, &exit_code] { exit_code = print_environment(*file, *changed_only); });
+  env->add_flag("--all", *all, "settings that have their default too");
+  env->add_flag("--changed", *changed, "only settings that were given (the default)");
+  env->callback([file, all, changed, &exit_code] {
+    TS_CHECK_AS(ConfigError, !*all || !*changed, "tessera env",
+                "--all and --changed contradict each other; leave one out");
+    exit_code = print_environment(*file, *all);
+  });
 }
 
 }  // namespace tessera::cli

@@ -319,13 +319,27 @@ struct ModeRow {
   double total() const { return parameters + gradients + optimizer + activations; }
 };
 
-// Of one rank. Trained parameters are f32 or 16 bits (then with f32 masters).
-std::vector<ModeRow> modes(const Model& model, const Dtype& dtype, const EstimateRequest& request) {
+// How a training comes to its dtype (precision/policy.h).
+struct Way {
+  const char* key;                          // in JSON
+  const char* label;                        // after the dtype's name
+  double parameters, gradients, optimizer;  // bytes of an element, with Adam's two f32 moments
+};
+std::vector<Way> ways_of(const Dtype& dtype) {
+  if (dtype.bytes == 4) return {{"per_rank", "", 4, 4, 8}};
+  return {{"per_rank", " autocast (the default): f32 parameters and their 16-bit copies", 6, 4, 8},
+          {"per_rank_pure", " pure (precision_policy = pure): 16-bit parameters, f32 masters", 2, 4,
+           12}};
+}
+
+// Of one rank.
+std::vector<ModeRow> modes(const Model& model, const Dtype& dtype, const Way& way,
+                           const EstimateRequest& request) {
   const double elements = model.elements();
   const auto ranks = static_cast<double>(request.ranks);
-  const double parameters = elements * dtype.bytes;
-  const double gradients = elements * dtype.bytes;
-  const double optimizer = elements * (8 + (dtype.bytes < 4 ? 4 : 0));
+  const double parameters = elements * way.parameters;
+  const double gradients = elements * way.gradients;
+  const double optimizer = elements * way.optimizer;
   const double activations =
       request.batch == 0 ? 0
                          : activation_bytes(model.shape, static_cast<double>(request.batch),
@@ -367,13 +381,14 @@ int estimate(const EstimateRequest& request) {
           {"largest_layer_bytes", static_cast<int64_t>(model.largest().elements * dtype.bytes)},
           {"total_bytes", static_cast<int64_t>(model.elements() * dtype.bytes)},
           {"training_bytes", static_cast<int64_t>(adam(dtype))}};
-      if (dtype.bytes >= 2) {
-        for (const ModeRow& mode : modes(model, dtype, request)) {
-          row["per_rank"][mode.mode] = {{"parameters", static_cast<int64_t>(mode.parameters)},
-                                        {"gradients", static_cast<int64_t>(mode.gradients)},
-                                        {"optimizer", static_cast<int64_t>(mode.optimizer)},
-                                        {"activations", static_cast<int64_t>(mode.activations)},
-                                        {"total", static_cast<int64_t>(mode.total())}};
+      // Nothing is trained in narrower ones alone.
+      for (const Way& way : dtype.bytes >= 2 ? ways_of(dtype) : std::vector<Way>()) {
+        for (const ModeRow& mode : modes(model, dtype, way, request)) {
+          row[way.key][mode.mode] = {{"parameters", static_cast<int64_t>(mode.parameters)},
+                                     {"gradients", static_cast<int64_t>(mode.gradients)},
+                                     {"optimizer", static_cast<int64_t>(mode.optimizer)},
+                                     {"activations", static_cast<int64_t>(mode.activations)},
+                                     {"total", static_cast<int64_t>(mode.total())}};
         }
       }
       out["dtypes"].push_back(row);
@@ -390,17 +405,22 @@ int estimate(const EstimateRequest& request) {
                 human(model.elements() * dtype.bytes).c_str(),
                 adam(dtype) == 0 ? "-" : human(adam(dtype)).c_str());
   }
-  for (const Dtype& dtype : dtypes) {
-    if (dtype.bytes < 2) continue;  // nothing is trained in them alone
-    std::printf("\ntraining in %s, bytes of each of %lld rank%s%s\n%-9s %12s %12s %12s %12s %12s\n",
-                dtype.name.c_str(), static_cast<long long>(request.ranks),
-                request.ranks == 1 ? "" : "s", request.batch == 0 ? " without activations" : "",
-                "mode", "parameters", "gradients", "optimizer", "activations", "total");
-    for (const ModeRow& row : modes(model, dtype, request)) {
+  const auto print_modes = [&](const Dtype& dtype, const Way& way) {
+    std::printf(
+        "\ntraining in %s%s\nbytes of each of %lld rank%s%s\n%-9s %12s %12s %12s %12s %12s\n",
+        dtype.name.c_str(), way.label, static_cast<long long>(request.ranks),
+        request.ranks == 1 ? "" : "s", request.batch == 0 ? ", without activations" : "", "mode",
+        "parameters", "gradients", "optimizer", "activations", "total");
+    for (const ModeRow& row : modes(model, dtype, way, request)) {
       std::printf(
           "%-9s %12s %12s %12s %12s %12s\n", row.mode.c_str(), human(row.parameters).c_str(),
           human(row.gradients).c_str(), human(row.optimizer).c_str(),
           request.batch == 0 ? "-" : human(row.activations).c_str(), human(row.total()).c_str());
+    }
+  };
+  for (const Dtype& dtype : dtypes) {
+    for (const Way& way : dtype.bytes >= 2 ? ways_of(dtype) : std::vector<Way>()) {
+      print_modes(dtype, way);
     }
   }
   return 0;

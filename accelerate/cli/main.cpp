@@ -10,6 +10,7 @@
 #include <tessera/accelerate/cli/commands.h>
 #include <tessera/accelerate/launch/protocol.h>
 #include <tessera/accelerate/settings/config.h>
+#include <tessera/accelerate/settings/edit_distance.h>
 #include <tessera/core/error.h>
 
 namespace tessera {
@@ -67,6 +68,38 @@ size_t find_program_word(const CLI::App& subcommand, std::vector<std::string>& w
   return words.size();
 }
 
+// The flag of the command that is the fewest letters away; empty where all are far.
+std::string nearest_flag(const CLI::App& command, const std::string& word) {
+  std::string nearest;
+  size_t least = word.size() / 3 + 1;
+  for (const CLI::Option* option : command.get_options()) {
+    for (const std::string& name : option->get_lnames()) {
+      const size_t distance = accelerate::edit_distance(word, "--" + name);
+      if (distance >= least) continue;
+      least = distance;
+      nearest = "--" + name;
+    }
+  }
+  return nearest;
+}
+
+// Says which word nobody knows.
+int complain_of_unknown(const CLI::App& app) {
+  const CLI::App* command = &app;
+  std::string name = app.get_name();
+  while (!command->get_subcommands().empty()) {
+    command = command->get_subcommands()[0];
+    name += " " + command->get_name();
+  }
+  std::string word = app.remaining(true).at(0);
+  word.resize(std::min(word.find('='), word.size()));
+  const std::string near = word.starts_with("-") ? nearest_flag(*command, word) : "";
+  std::fprintf(stderr, "%s: %s is unknown%s; `%s --help` shows what there is\n", name.c_str(),
+               word.c_str(), near.empty() ? "" : ("; did you mean " + near + "?").c_str(),
+               name.c_str());
+  return 2;
+}
+
 }  // namespace
 }  // namespace tessera
 
@@ -99,6 +132,8 @@ int main(int argc, char** argv) {
   }
   try {
     app.parse(std::vector<std::string>(words.rbegin(), words.rend()));  // as CLI11 wants them
+  } catch (const CLI::ExtrasError&) {
+    return tessera::complain_of_unknown(app);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
   } catch (const std::exception& error) {

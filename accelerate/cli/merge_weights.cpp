@@ -143,11 +143,11 @@ int merge(const MergeRequest& request) {
   const fs::path output(request.output);
   std::vector<fs::path> written;
   if (request.max_shard_size.empty()) {
-    const fs::path file = fs::is_directory(output) ? output / kWhole : output;
-    TS_CHECK_AS(ConfigError, file.extension() == ".safetensors", kMerge,
-                "OUT has to be a folder or "
-                "a file named *.safetensors; got ",
-                request.output);
+    const bool is_file = output.extension() == ".safetensors" && !fs::is_directory(output);
+    TS_CHECK_AS(ConfigError, is_file || fs::is_directory(output) || !fs::exists(output), kMerge,
+                "OUT has to be a folder, which is made, or a file named *.safetensors; ",
+                request.output, " is another file");
+    const fs::path file = is_file ? output : output / kWhole;
     TS_CHECK_AS(ConfigError, request.overwrite || !fs::exists(file), kMerge, file.string(),
                 " exists; give --overwrite to replace it");
     for (const fs::path& shard : source.shards) {
@@ -206,7 +206,8 @@ void add_merge_weights(CLI::App& app, int& exit_code) {
       ->add_option("DIR", request->source,
                    "folder with shards and their index, the index, or a checkpoint of save_state()")
       ->required();
-  command->add_option("OUT", request->output, "*.safetensors, or a folder")->required();
+  command->add_option("OUT", request->output, "*.safetensors, or a folder, which is made")
+      ->required();
   command->add_option("--max-shard-size", request->max_shard_size,
                       "bytes of each file (5GB, 300MiB, 1000); without it one file");
   command->add_flag("--remove-source,--remove-checkpoint-dir", request->remove_source,

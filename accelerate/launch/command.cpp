@@ -152,6 +152,20 @@ Manager choose_manager(const LaunchOptions& options, const Machine& machine, int
   if (options.hosts.empty() && machine.in_slurm && (ranks > 1 || options.nodes > 1)) {
     return Manager::kSrun;
   }
+  // MPI's own words would be of slots and "ppr".
+  if (options.nodes > 1) {
+    const auto at = options.provenance.find("nodes");
+    const std::string asked = "nodes=" + std::to_string(options.nodes) + " (" +
+                              (at == options.provenance.end() ? "code" : at->second) + ")";
+    TS_CHECK_AS(
+        ConfigError, !options.hosts.empty(), "tessera launch", asked,
+        ": the machines have to be named: give --hostfile FILE with a line for each of them "
+        "(node1 slots=8), on one machine, whose tessera launch starts the ranks of all; or "
+        "launch inside a Slurm allocation");
+    TS_CHECK_AS(ConfigError, std::ssize(options.hosts) >= options.nodes, "tessera launch", asked,
+                ": the host file ", options.host_file, " names ", options.hosts.size(),
+                "; add the others to it");
+  }
   if (ranks == 1 && options.hosts.empty()) return Manager::kNone;
   TS_CHECK_AS(
       ConfigError, !machine.mpirun.empty(), "tessera launch", ranks,

@@ -194,6 +194,18 @@ class Sources {
         put(accelerate_, {&setting, *text, {Source::kAccelerate, std::string(name)}});
       }
     }
+    if (deepspeed) {
+      const std::string* file = find(environment_, "ACCELERATE_DEEPSPEED_CONFIG_FILE");
+      TS_CHECK_AS(
+          UnsupportedError, file == nullptr || *file == "none", kSettings,
+          "ACCELERATE_DEEPSPEED_CONFIG_FILE names a file of DeepSpeed's settings, which are "
+          "not read; say ACCELERATE_DEEPSPEED_ZERO_STAGE and the others instead");
+      if (find(environment_, "ACCELERATE_DEEPSPEED_ZERO_STAGE") == nullptr) {
+        put(accelerate_, {find_setting("zero_stage"),
+                          "2",  // its default
+                          {Source::kAccelerate, "ACCELERATE_USE_DEEPSPEED"}});
+      }
+    }
     if (!fsdp) return;
     const std::string* strategy = find(environment_, "FSDP_SHARDING_STRATEGY");
     const bool optimizer_and_gradients = strategy != nullptr && *strategy == "SHARD_GRAD_OP";

@@ -321,6 +321,8 @@ std::string default_config_file(const Environment& environment);
 std::string config_file(const ResolveOptions& options);
 
 SettingTexts read_config_file(const std::string& path);
+// The same from the text of a file named `path`.
+SettingTexts parse_config(const std::string& text, const std::string& path);
 // What differs from the default, as JSON of the settings' types.
 std::string config_json(const Settings& settings);
 // Writes it aside and renames; makes the folders. IoError.

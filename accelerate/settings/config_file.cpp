@@ -3,6 +3,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <sstream>
 
 #include <nlohmann/json.hpp>
 
@@ -49,11 +50,20 @@ SettingTexts read_config_file(const std::string& path) {
   std::ifstream file(path);
   TS_CHECK_AS(IoError, file.is_open(), kSettingsFile, "cannot read the settings in ", path, ": ",
               std::strerror(errno));
+  std::ostringstream text;
+  text << file.rdbuf();
+  return parse_config(text.str(), path);
+}
+
+SettingTexts parse_config(const std::string& text, const std::string& path) {
   SettingTexts texts;
   // nlohmann's object would keep one of two equal keys.
   std::string repeated;
   std::vector<std::string> seen;
   const auto watch = [&](int depth, nlohmann::json::parse_event_t event, nlohmann::json& parsed) {
+    // Messages show values, and what shows a value calls itself for each level of it.
+    TS_CHECK_AS(FormatError, depth <= 8, kSettingsFile, path, " has values ", depth,
+                " levels deep; settings are texts, numbers, truth values and lists of texts");
     if (event == nlohmann::json::parse_event_t::key && depth == 1) {
       const auto key = parsed.get<std::string>();
       if (std::find(seen.begin(), seen.end(), key) != seen.end()) repeated = key;
@@ -63,9 +73,12 @@ SettingTexts read_config_file(const std::string& path) {
   };
   nlohmann::json json;
   try {
-    json = nlohmann::json::parse(file, watch);
+    json = nlohmann::json::parse(text, watch);
   } catch (const nlohmann::json::exception& error) {
-    TS_THROW(FormatError, kSettingsFile, path, " is no JSON: ", error.what());
+    const bool yaml = path.ends_with(".yaml") || path.ends_with(".yml");
+    TS_THROW(FormatError, kSettingsFile, path, " is no JSON: ", error.what(),
+             yaml ? "; settings of Accelerate become a JSON file by: tessera config import " + path
+                  : std::string());
   }
   TS_CHECK_AS(FormatError, json.is_object(), kSettingsFile, path, " has to hold one JSON object");
   TS_CHECK_AS(ConfigError, repeated.empty(), kSettingsFile, path, " has the setting \"", repeated,
@@ -94,7 +107,12 @@ std::string config_json(const Settings& settings) {
     if (text(setting, settings) == text(setting, defaults)) continue;
     json[std::string(setting.key)] = as_json(setting, settings);
   }
-  return json.dump(2) + "\n";
+  try {
+    return json.dump(2) + "\n";
+  } catch (const nlohmann::json::exception&) {
+    TS_THROW(ConfigError, kSettingsFile,
+             "a setting has bytes that are no UTF-8, which JSON cannot hold; give it in UTF-8");
+  }
 }
 
 void write_config_file(const std::string& path, const Settings& settings) {
@@ -127,7 +145,8 @@ std::string configuration_document() {
       "Every setting has one key. It can be given in the program, as a flag of `tessera launch` "
       "(hyphens or underscores),\nas a variable `TESSERA_KEY`, as the variable that Hugging Face "
       "Accelerate reads, or in a JSON file. The first of these that\ngives it wins, in this "
-      "order; last comes the default. `tessera env` prints each value with its origin.\n\n"
+      "order; last comes the default. `tessera env` prints what was given with its origin, "
+      "`tessera env --all` each value.\n\n"
       "The file is `--config FILE`, else `TESSERA_CONFIG_FILE`, else "
       "`$XDG_CONFIG_HOME/tessera/config.json` (`~/.config/tessera/config.json`)\nwhere that "
       "exists. `tessera config` writes it by asking, `tessera config default` without asking, "

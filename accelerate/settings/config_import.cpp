@@ -20,6 +20,7 @@ struct Rule {
   std::string_view setting = {};
   std::string_view why = {};
   std::string_view harmless = {};  // the value with which nothing is lost
+  bool alters = false;             // another value means another training: the file is refused
 };
 
 constexpr std::string_view kTpu = "TPUs are not supported";
@@ -104,22 +105,32 @@ const Rule kFsdp[] = {
     {.key = "fsdp_sync_module_states", .why = kRemoved},
     {.key = "fsdp_limit_all_gathers", .why = kRemoved},
     {.key = "fsdp_param_init_fn", .why = kRemoved},
-    {.key = "fsdp_ignored_modules", .why = "name them in the program"},
+    {.key = "fsdp_ignored_modules", .why = "name them in the program", .alters = true},
 };
 
 const Rule kDeepSpeed[] = {
     {.key = "zero_stage", .setting = "zero_stage"},
     {.key = "gradient_accumulation_steps"},
-    {.key = "gradient_clipping", .why = "call clip_grad_norm() in the program", .harmless = "auto"},
+    {.key = "gradient_clipping",
+     .why = "call clip_grad_norm() in the program, and write auto here",
+     .harmless = "auto",
+     .alters = true},
     {.key = "deepspeed_hostfile", .setting = "hostfile"},
     {.key = "deepspeed_config_file",
-     .why = "its settings are not read; give them to tessera config"},
+     .why = "its settings are not read; write zero_stage and the others here instead",
+     .alters = true},
     {.key = "deepspeed_multinode_launcher", .why = "tessera launch chooses mpirun or srun"},
     {.key = "deepspeed_inclusion_filter", .why = "list the machines in the host file"},
     {.key = "deepspeed_exclusion_filter", .why = "list the machines in the host file"},
     {.key = "deepspeed_moe_layer_cls_names", .why = "mixtures of experts are not sharded by class"},
-    {.key = "offload_optimizer_device", .why = "offload is not available yet", .harmless = "none"},
-    {.key = "offload_param_device", .why = "offload is not available yet", .harmless = "none"},
+    {.key = "offload_optimizer_device",
+     .why = "offload is not available yet",
+     .harmless = "none",
+     .alters = true},
+    {.key = "offload_param_device",
+     .why = "offload is not available yet",
+     .harmless = "none",
+     .alters = true},
     {.key = "offload_optimizer_nvme_path",
      .why = "offload is not available yet",
      .harmless = "none"},
@@ -199,8 +210,17 @@ class Importer {
  public:
   explicit Importer(std::string path) : path_(std::move(path)) {}
 
-  Import run() {
-    const YAML::Node file = read();
+  // Reading nodes throws too: a key that is a list, an alias of nothing.
+  Import run(const std::string& text) {
+    try {
+      return import(YAML::Load(text));
+    } catch (const YAML::Exception& error) {
+      TS_THROW(FormatError, kConfigImport, path_, " is no YAML of settings: ", error.what());
+    }
+  }
+
+ private:
+  Import import(const YAML::Node& file) {
     TS_CHECK_AS(FormatError, file.IsMap(), kConfigImport, path_, " has to hold keys and values");
     find_strangers("", file, kTop);
     for (const auto& [section, rules] : sections()) {
@@ -226,7 +246,6 @@ class Importer {
     return std::move(result_);
   }
 
- private:
   using Sections = std::vector<std::pair<std::string, std::span<const Rule>>>;
   static const Sections& sections() {
     static const Sections kSections = {{"fsdp_config", kFsdp},
@@ -235,20 +254,6 @@ class Importer {
                                        {"parallelism_config", kParallelism},
                                        {"mpirun_config", kMpirun}};
     return kSections;
-  }
-
-  YAML::Node read() const {
-    std::ifstream file(path_);
-    TS_CHECK_AS(IoError, file.is_open(), kConfigImport, "cannot read ", path_,
-                "; is the path right? Accelerate's default is "
-                "~/.cache/huggingface/accelerate/default_config.yaml");
-    std::ostringstream text;
-    text << file.rdbuf();
-    try {
-      return YAML::Load(text.str());
-    } catch (const YAML::Exception& error) {
-      TS_THROW(FormatError, kConfigImport, path_, " is no YAML: ", error.what());
-    }
   }
 
   void find_strangers(const std::string& prefix, const YAML::Node& map,
@@ -327,7 +332,10 @@ class Importer {
       line(key, "", ImportOutcome::kUnset, "empty");
     } else if (!rule.why.empty()) {
       const bool harmless = lower(value) == rule.harmless;
-      line(key, value, harmless ? ImportOutcome::kUnset : ImportOutcome::kNoCounterpart,
+      line(key, value,
+           harmless      ? ImportOutcome::kUnset
+           : rule.alters ? ImportOutcome::kRefused
+                         : ImportOutcome::kNoCounterpart,
            std::string(rule.why));
     } else if (!rule.setting.empty()) {
       read_setting(key, value, rule);
@@ -346,6 +354,9 @@ class Importer {
       return;
     }
     map(key, value, rule.setting, rule.setting == "fp8_format" ? lower(value) : value);
+    if (rule.key == "num_machines") {
+      result_.lines.back().note += "; tessera launch --hostfile FILE names them";
+    }
   }
 
   void read_special(const std::string& key, const std::string& name, const std::string& value) {
@@ -357,8 +368,7 @@ class Importer {
       read_distributed_type(key, value);
     } else if (name == "mixed_precision") {
       if (lower(value) == "fp8") {
-        line(key, value, ImportOutcome::kNoCounterpart,
-             "fp8 is not available yet: the training would run in f32; choose bf16");
+        line(key, value, ImportOutcome::kRefused, "fp8 is not available yet; choose bf16");
       } else {
         // Unquoted no is a truth value to some writers of YAML.
         map(key, value, "mixed_precision", lower(value) == "false" ? "no" : value);
@@ -380,11 +390,11 @@ class Importer {
         type.starts_with("MULTI_GPU")) {
       line(key, value, ImportOutcome::kUnset, "data parallel where there are several ranks");
     } else if (type == "FSDP") {
-      line(key, value, ImportOutcome::kPlanned, "see fsdp_config");
+      line(key, value, ImportOutcome::kUnset, "see fsdp_config");
     } else if (type == "DEEPSPEED") {
-      line(key, value, ImportOutcome::kPlanned, "see deepspeed_config");
+      line(key, value, ImportOutcome::kUnset, "see deepspeed_config");
     } else {
-      line(key, value, ImportOutcome::kNoCounterpart, "tessera has no such processes");
+      line(key, value, ImportOutcome::kRefused, "tessera has no such processes");
     }
   }
 
@@ -468,7 +478,7 @@ class Importer {
 }  // namespace
 
 std::string Import::report() const {
-  constexpr std::string_view kNames[] = {"mapped", "planned", "-", "none"};
+  constexpr std::string_view kNames[] = {"mapped", "planned", "-", "none", "refused"};
   std::string text;
   size_t width = 0;
   for (const ImportLine& line : lines) {
@@ -485,6 +495,29 @@ std::string Import::report() const {
   return text;
 }
 
-Import import_accelerate(const std::string& path) { return Importer(path).run(); }
+std::string Import::refusals() const {
+  std::string text;
+  for (const ImportLine& line : lines) {
+    const bool planned = line.outcome == ImportOutcome::kPlanned;
+    if (!planned && line.outcome != ImportOutcome::kRefused) continue;
+    text += (text.empty() ? "" : "; ") + line.key + ": " + line.value + " (" + line.note +
+            (planned ? ", which is not available yet)" : ")");
+  }
+  return text;
+}
+
+Import import_accelerate_text(const std::string& text, const std::string& path) {
+  return Importer(path).run(text);
+}
+
+Import import_accelerate(const std::string& path) {
+  std::ifstream file(path);
+  TS_CHECK_AS(IoError, file.is_open(), kConfigImport, "cannot read ", path,
+              "; is the path right? Accelerate's default is "
+              "~/.cache/huggingface/accelerate/default_config.yaml");
+  std::ostringstream text;
+  text << file.rdbuf();
+  return import_accelerate_text(text.str(), path);
+}
 
 }  // namespace tessera::accelerate

@@ -17,7 +17,8 @@ enum class ImportOutcome : uint8_t {
   kMapped,         // became a setting
   kPlanned,        // became a setting that is not available yet: a training with it is an error
   kUnset,          // empty, or what is the case anyway
-  kNoCounterpart,  // nothing was written for it
+  kNoCounterpart,  // nothing was written for it, and a training is the same
+  kRefused,        // nothing can be written for it, and a training would be another one
 };
 
 struct ImportLine {
@@ -32,9 +33,14 @@ struct Import {
   std::vector<ImportLine> lines;  // in the order of the file
   int fsdp_version = 0;           // of its fsdp_config; 0: none
   std::string report() const;     // one line a key
+  // The lines that are kRefused or kPlanned: "mixed_precision: fp8 (why); ...". Empty: a training
+  // with these settings is what the file describes.
+  std::string refusals() const;
 };
 
 // IoError, FormatError (no YAML, no map), ConfigError: see above, and values that cannot be.
 Import import_accelerate(const std::string& path);
+// The same from the text of a file named `path`.
+Import import_accelerate_text(const std::string& text, const std::string& path);
 
 }  // namespace tessera::accelerate

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include <tessera/accelerate/settings/config.h>
+#include <tessera/accelerate/settings/edit_distance.h>
 #include <tessera/core/error.h>
 
 namespace tessera::accelerate {
@@ -564,25 +565,6 @@ uint8_t parse_name(const Setting& setting, std::string_view source, std::string_
     names += (names.empty() ? "" : ", ") + std::string(name);
   TS_THROW(ConfigError, kSettingsSchema, source, " has to be one of ", names, "; got \"", text,
            "\"");
-}
-
-// Letters to change, add, take away or swap with their neighbour.
-size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<size_t> before(b.size() + 1), last(b.size() + 1), row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (size_t i = 1; i <= a.size(); ++i) {
-    before.swap(last);
-    last.swap(row);
-    row[0] = i;
-    for (size_t j = 1; j <= b.size(); ++j) {
-      row[j] =
-          std::min({last[j - 1] + (a[i - 1] == b[j - 1] ? 0 : 1), last[j] + 1, row[j - 1] + 1});
-      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1]) {
-        row[j] = std::min(row[j], before[j - 2] + 1);
-      }
-    }
-  }
-  return row[b.size()];
 }
 
 template <class... F>
