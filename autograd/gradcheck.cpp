@@ -21,10 +21,18 @@ std::vector<Column> values_of(const TensorList& outputs) {
   return values;
 }
 
+// Nothing to look at is no proof.
+void check_any_requires_grad(const char* where, const TensorList& inputs) {
+  bool any = false;
+  for (const Tensor& input : inputs) any |= input.defined() && input.requires_grad();
+  TS_CHECK(any, where, "no input requires grad; call set_requires_grad() on those to check");
+}
+
 }  // namespace
 
 GradcheckResult gradcheck(const std::function<TensorList(const TensorList&)>& function,
                           const TensorList& inputs, const GradcheckOptions& options) {
+  check_any_requires_grad("gradcheck", inputs);
   TensorList leaves;
   for (const Tensor& input : inputs) {
     const bool wanted = input.defined() && input.requires_grad();
@@ -99,6 +107,7 @@ GradcheckResult gradcheck(const std::function<TensorList(const TensorList&)>& fu
 
 GradcheckResult gradgradcheck(const std::function<TensorList(const TensorList&)>& function,
                               const TensorList& inputs, const GradcheckOptions& options) {
+  check_any_requires_grad("gradgradcheck", inputs);
   // A fixed random direction for each output makes the gradients functions of the inputs.
   TensorList seeds;
   {

@@ -5,6 +5,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/common/overlap.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -33,48 +34,86 @@ bool owns_its_bytes(const Tensor& tensor) {
          !tensor.storage()->is_foreign() && tensor.storage()->bytes() == tensor.nbytes();
 }
 
-// A tensor of the base's geometry whose strides are the base's own, so that view geometries apply.
-Tensor scatter_base(const TensorMeta& meta, const Shape& strides) {
-  return raw::empty_strided(meta.shape, strides, meta.dtype, meta.device);
-}
-
-// Gradient of a view with respect to its base, by geometry alone.
-class ViewOfBase final : public Node {
+// Where the elements of a view lie among those of its base. The strides are the base's own, so that
+// the geometry of the view applies to any tensor that is laid out as the base.
+class PlaceInBase {
  public:
-  ViewOfBase(const Tensor& view, const Tensor& base)
+  PlaceInBase(const Tensor& view, const Tensor& base)
       : base_(TensorMeta::of(base)),
         base_strides_(base.strides()),
         shape_(view.shape()),
         strides_(view.strides()),
-        offset_(view.offset() - base.offset()) {
+        offset_(view.offset() - base.offset()) {}
+
+  Tensor empty_base(DType dtype) const {
+    return raw::empty_strided(base_.shape, base_strides_, dtype, base_.device);
+  }
+  Tensor empty_base() const { return empty_base(base_.dtype); }
+  Tensor view_of(const Tensor& base) const {
+    return raw::as_strided(base, shape_, strides_, offset_);
+  }
+
+  // The same in ops, which have derivatives and add up what a view shows twice.
+  Tensor gather(const Tensor& base) const {
+    return reshape(index_select(reshape(base, {numel_of(base_.shape)}), 0, indices()), shape_);
+  }
+  Tensor scatter(const Tensor& view) const {
+    const Tensor flat = zeros({numel_of(base_.shape)}, {base_.dtype, base_.device});
+    const Tensor source = reshape(to(view, base_.dtype), {numel_of(shape_)});
+    return reshape(index_add(flat, 0, indices(), source), base_.shape);
+  }
+  // True for the elements of the base that the view shows.
+  Tensor shown() const {
+    const NoGradGuard no_grad;
+    const Tensor mask = empty_base(kBool);
+    zero_(mask);
+    fill_(view_of(mask), true);
+    return mask;
+  }
+
+ private:
+  // Of the view's elements, in the base's row-major order.
+  Tensor indices() const {
+    const NoGradGuard no_grad;
+    const Tensor order = empty_base(kI64);
+    const int64_t count = numel_of(base_.shape);
+    copy_(order, reshape(arange(0, count, 1, kI64, base_.device), base_.shape));
+    return reshape(view_of(order), {numel_of(shape_)});
+  }
+
+  TensorMeta base_;
+  Shape base_strides_, shape_, strides_;
+  int64_t offset_;
+};
+
+// Gradient of a view with respect to its base, by geometry alone.
+class ViewOfBase final : public Node {
+ public:
+  ViewOfBase(const Tensor& view, const Tensor& base) : place_(view, base) {
     next_edges.push_back(gradient_edge(base));
     output_metas.push_back(TensorMeta::of(view));
     take_sequence();
   }
   TensorList apply(TensorList grads) override {
-    NoGradGuard no_grad;
-    Tensor result = scatter_base(base_, base_strides_);
+    if (grad_enabled()) return {place_.scatter(grads[0])};
+    const Tensor result = place_.empty_base();
+    const Tensor part = place_.view_of(result);
+    if (kernels::repeats_elements(part)) return {place_.scatter(grads[0])};
     zero_(result);
-    copy_(raw::as_strided(result, shape_, strides_, offset_), grads[0]);
+    copy_(part, grads[0]);
     return {result};
   }
   std::string name() const override { return "view"; }
 
  private:
-  TensorMeta base_;
-  Shape base_strides_, shape_, strides_;
-  int64_t offset_;
+  PlaceInBase place_;
 };
 
 // History of a base after one of its views was written.
 class WrittenThroughView final : public Node {
  public:
   WrittenThroughView(const Tensor& view, const Tensor& base, std::shared_ptr<Node> write)
-      : base_strides_(base.strides()),
-        shape_(view.shape()),
-        strides_(view.strides()),
-        offset_(view.offset() - base.offset()),
-        write_(std::move(write)) {
+      : place_(view, base), write_(std::move(write)) {
     next_edges.push_back(gradient_edge(base));
     for (size_t i = 1; i < write_->next_edges.size(); ++i) {
       next_edges.push_back(write_->next_edges[i]);
@@ -83,26 +122,33 @@ class WrittenThroughView final : public Node {
     take_sequence();
   }
   TensorList apply(TensorList grads) override {
-    NoGradGuard no_grad;
-    Tensor result = scatter_base(output_metas[0], base_strides_);
+    if (grad_enabled()) {
+      TensorList list = write_->apply({place_.gather(grads[0])});
+      const Tensor before = list[0].defined() ? place_.scatter(list[0]) : zeros_like(grads[0]);
+      list[0] = where(place_.shown(), before, grads[0]);
+      return list;
+    }
+    const Tensor result = place_.empty_base();
     copy_(result, grads[0]);
-    Tensor part = raw::as_strided(result, shape_, strides_, offset_);
-    TensorList written = write_->apply({clone(part)});
-    if (written[0].defined()) {
-      copy_(part, written[0]);
+    const Tensor part = place_.view_of(result);
+    TensorList list = write_->apply({clone(part)});
+    if (list[0].defined()) {
+      copy_(part, list[0]);
     } else {
       zero_(part);
     }
-    TensorList list{result};
-    for (size_t i = 1; i < written.size(); ++i) list.push_back(written[i]);
+    list[0] = result;
     return list;
   }
   std::string name() const override { return write_->name() + " (through a view)"; }
-  void release_saved() override { write_->release_saved(); }
+  // A recorded backward that read the saved output has the write as a node of its own, which comes
+  // later in the pass and releases itself.
+  void release_saved() override {
+    if (write_.use_count() == 1) write_->release_saved();
+  }
 
  private:
-  Shape base_strides_, shape_, strides_;
-  int64_t offset_;
+  PlaceInBase place_;
   std::shared_ptr<Node> write_;
 };
 
