@@ -236,7 +236,7 @@ class NoSecondDerivative final : public Node {
   }
   TensorList apply(TensorList) override {
     TS_THROW(UnsupportedError, op_.name,
-             "has no second derivative: its backward is a kernel; write it as ",
+             "has no second derivative here: its backward is a kernel; write it as ",
              op_.composed.empty() ? "ops that have one" : op_.composed);
   }
   std::string name() const override { return std::string(op_.name) + " backward"; }
@@ -253,7 +253,8 @@ TensorList OpNode::apply(TensorList grads) {
       "backward a second time through a graph whose saved tensors were freed; detach() what "
       "is carried over from an earlier step, or use retain_graph = true in the first "
       "backward");
-  if (!grad_enabled() || op_.twice_differentiable) {
+  const bool twice = op_.twice_differentiable && (kept & op_.second_reads) == op_.second_reads;
+  if (!grad_enabled() || twice) {
     return backward_(Grads(grads), Saved(*this));
   }
   TensorList results;

@@ -62,6 +62,9 @@ struct Op {
   // False where backward runs kernels that have no gradient: asking for a second derivative is an
   // error that names the op. True: backward is made of ops.
   bool twice_differentiable = true;
+  // Of a fused op whose backward is its composed form where it is recorded: the inputs that this
+  // takes. Where one was not kept, because no gradient reads it, there is no second derivative.
+  IndexMask second_reads = 0;
   // The composition of other ops that a fused op stands for: its specification and its test.
   std::string_view composed = {};
   // Arithmetic for one element of the first output; products report theirs with count_flops().

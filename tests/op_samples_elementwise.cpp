@@ -71,15 +71,24 @@ Result divide(const Args& in, Attrs& a) {
   const std::string rounding = a.text("rounding_mode", "");
   if (rounding == "floor")
     return in.has(1) ? floor_divide(in[0], in[1]) : floor_divide(in[0], a.scalar("other"));
-  if (!in.has(0)) return rdiv(a.scalar("input|self"), in[1]);
-  const Tensor quotient = in.has(1) ? div(in[0], in[1]) : div(in[0], a.scalar("other"));
-  if (rounding == "trunc") {  // towards zero; integers keep their dtype
-    const Tensor cut = mul(sign(quotient), floor(abs(quotient)));
-    const bool whole = !is_floating(in[0].dtype()) &&
-                       (in.has(1) ? !is_floating(in[1].dtype()) : !a.scalar("other").is_floating());
-    return whole ? to(cut, in.has(1) ? promote_types(in[0].dtype(), in[1].dtype()) : in[0].dtype())
-                 : cut;
+  if (rounding == "trunc") {
+    const auto whole = [&](size_t i, const char* key) {
+      return in.has(i) ? !is_floating(in[i].dtype()) : !a.scalar(key).is_floating();
+    };
+    if (in.has(0) && whole(0, "input|self") && whole(1, "other")) {
+      const Tensor x = in[0];  // floored, and one more where that went away from zero
+      const auto cut = [&](const auto& divisor) {
+        const Tensor floored = floor_divide(x, divisor);
+        const Tensor inexact = ne(sub(x, mul(floored, divisor)), 0);
+        return add(floored, to(logical_and(lt(floored, 0), inexact), floored.dtype()));
+      };
+      return in.has(1) ? cut(in[1]) : cut(a.scalar("other"));
+    }
   }
+  const Tensor quotient = !in.has(0)  ? rdiv(a.scalar("input|self"), in[1])
+                          : in.has(1) ? div(in[0], in[1])
+                                      : div(in[0], a.scalar("other"));
+  if (rounding == "trunc") return mul(sign(quotient), floor(abs(quotient)));  // towards zero
   TS_CHECK(rounding.empty(), "div", "'rounding_mode' is null, \"trunc\" or \"floor\"; got '",
            rounding, "'");
   return quotient;

@@ -23,6 +23,9 @@ Tensor in_dtype(const Tensor& x, Attrs& a) {
   return dtype ? to(x, *dtype) : x;
 }
 
+// Running sums and products of integers are i64, unless another dtype is asked for.
+Tensor out_dtype(const Tensor& y, Attrs& a) { return in_dtype(y, a); }
+
 // torch's any and all reduce nothing over "dim": [], where an empty list elsewhere means all.
 bool no_dims(Attrs& a) { return a.is_list("dim") && a.integers("dim", {}).empty(); }
 Tensor each_is_true(const Tensor& x) { return to(ne(x, 0), x.dtype() == kU8 ? kU8 : kBool); }
@@ -120,8 +123,9 @@ std::vector<OpRow> reduce_rows() {
                .parameters = "input",
                .call = [](const Args& in, Attrs& a) -> Result {
                  const Tensor x = in_dtype(in[0], a);
-                 return a.has("dim") ? prod(x, a.integer("dim"), a.flag("keepdim", false))
-                                     : prod(x);
+                 return out_dtype(
+                     a.has("dim") ? prod(x, a.integer("dim"), a.flag("keepdim", false)) : prod(x),
+                     a);
                },
                .samples = {{{away({3, 3})}, "{}", 9},
                            {{away({3, 5, 2})}, R"({"dim": 1})", 5},
@@ -215,7 +219,7 @@ std::vector<OpRow> reduce_rows() {
               {.name = "cumsum",
                .parameters = "input",
                .call = [](const Args& in, Attrs& a) -> Result {
-                 return cumsum(in_dtype(in[0], a), a.integer("dim"));
+                 return out_dtype(cumsum(in_dtype(in[0], a), a.integer("dim")), a);
                },
                .samples = {{{normal({4, 6})}, R"({"dim": 1})", 6},
                            {{normal({3, 5, 2})}, R"({"dim": 0})", 3},
@@ -226,7 +230,7 @@ std::vector<OpRow> reduce_rows() {
               {.name = "cumprod",
                .parameters = "input",
                .call = [](const Args& in, Attrs& a) -> Result {
-                 return cumprod(in_dtype(in[0], a), a.integer("dim"));
+                 return out_dtype(cumprod(in_dtype(in[0], a), a.integer("dim")), a);
                },
                .samples = {{{away({4, 5})}, R"({"dim": 1})", 5},
                            {{away({3, 4, 2})}, R"({"dim": -2})", 4},

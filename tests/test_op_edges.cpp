@@ -237,5 +237,104 @@ TEST(Pad, RefusesSizesWhoseSumsAreNoNumbers) {
   EXPECT_EQ(pad(x, {1, 2}).shape(), (Shape{1, 6}));
 }
 
+TEST(Norm, HasAGradientWhereItsPowersUnderflowOrOverflow) {
+  const struct {
+    DType dtype;
+    double p;
+    std::vector<double> x;
+  } cases[] = {{kF16, 2, {3e-6, 4e-6}},      {kF32, 3, {1e-20, -2e-20}},  {kF32, 4, {1e-14, 2e-14}},
+               {kF32, 1.5, {1e-30, -2e-30}}, {kF32, 0.5, {1e-30, 2e-30}}, {kF32, 3, {1e20, -2e20}},
+               {kF32, 2, {1e-40, 0, -1e-40}}};
+  for (const auto& [dtype, p, values] : cases) {
+    const Tensor x = tensor(values, {static_cast<int64_t>(values.size())}, dtype);
+    const Tensor exact = x.to(kF64).set_requires_grad();
+    x.set_requires_grad();
+    norm(x, p).backward();
+    norm(exact * 0x1p70 * 0x1p70, p).backward();  // far from what f64 has
+    const std::vector<double> got = x.grad().to_vector(), expected = exact.grad().to_vector();
+    for (size_t i = 0; i < got.size(); ++i) {
+      // x and its norm are subnormal in the first and the last case: few bits are left of them.
+      EXPECT_NEAR(got[i], expected[i] * 0x1p-70 * 0x1p-70, 0.02) << dtype << " p = " << p;
+    }
+  }
+}
+
+TEST(Norm, OfZerosHasAGradientOfZeroOfAnyOrder) {
+  for (const double p : {0.5, 1.0, 1.5, 2.0, 3.0}) {
+    const Tensor x = zeros({2, 3}).set_requires_grad();
+    const Tensor first = grad(norm(x, p).sum(), TensorList{x}, {}, {.create_graph = true})[0];
+    EXPECT_EQ(first.to_vector(), std::vector<double>(6, 0.0)) << p;
+  }
+  const Tensor x = zeros({3}).set_requires_grad();
+  const Tensor first = grad(norm(x, 2).sum(), TensorList{x}, {}, {.create_graph = true})[0];
+  (first * first).sum().backward();  // the penalty on a gradient that vanished
+  EXPECT_EQ(x.grad().to_vector(), (std::vector<double>{0, 0, 0}));
+}
+
+TEST(Losses, OfOtherShapesThanTheirTargetAreAnError) {
+  const Tensor x = randn({3, 1}), target = randn({3});
+  EXPECT_THROW(mse_loss(x, target), ShapeError);  // would be [3, 3]
+  EXPECT_THROW(l1_loss(x, target), ShapeError);
+  EXPECT_THROW(smooth_l1_loss(x, target), ShapeError);
+  EXPECT_THROW(huber_loss(x, target), ShapeError);
+  EXPECT_THROW(mse_loss(randn({3}), randn({})), ShapeError);
+  EXPECT_THROW(binary_cross_entropy(rand({3, 1}), rand({3})), ShapeError);
+  EXPECT_THROW(binary_cross_entropy_with_logits(x, target), ShapeError);
+  EXPECT_EQ(mse_loss(x, x.detach()).item(), 0);
+}
+
+TEST(Norms, OfARowWhoseVarianceOverflowsAreNoNumbers) {
+  const Tensor x = tensor({1e25, -2e25, 3e25, 1, 2, 3}).view({2, 3});
+  const Tensor weight = ones({3}), bias = tensor({1.0, 2.0, 3.0});
+  for (const Tensor& y : {layer_norm(x, {3}, weight, bias), group_norm(x, 1, weight, bias),
+                          residual_layer_norm(x, zeros_like(x), {3}, weight, bias).normalized}) {
+    // As in torch: a run that diverged must show it, and not go on with the bias.
+    EXPECT_TRUE(all(isnan(y[0])).item<bool>()) << y;
+    EXPECT_TRUE(all(isfinite(y[1])).item<bool>()) << y;
+  }
+}
+
+TEST(Interpolate, NearestReadsThePlacesThatTorchReads) {
+  const auto places = [](const Shape& shape, double factor) {
+    const int spatial = shape.size() - 2;
+    const Tensor line = arange(0, shape[shape.size() - 1], 1, kF32);
+    const std::vector<double> factors(static_cast<size_t>(spatial), factor);
+    Tensor y = interpolate(line.expand(shape).contiguous(), {}, factors);
+    while (y.dim() > 1) y = y[0];
+    return y.to_vector();
+  };
+  using Values = std::vector<double>;
+  // The factor is used as it was given, but for planes that keep their size or double it.
+  EXPECT_EQ(places({1, 1, 4}, 1.2), (Values{0, 0, 1, 2}));
+  EXPECT_EQ(places({1, 1, 4}, 2.1), (Values{0, 0, 0, 1, 1, 2, 2, 3}));
+  EXPECT_EQ(places({1, 1, 4, 4}, 1.2), (Values{0, 1, 2, 3}));
+  EXPECT_EQ(places({1, 1, 4, 4}, 2.1), (Values{0, 0, 1, 1, 2, 2, 3, 3}));
+  EXPECT_EQ(places({1, 1, 2, 4, 4}, 1.2), (Values{0, 0, 1, 2}));
+  EXPECT_EQ(places({1, 1, 2, 4, 4}, 2.1), (Values{0, 0, 0, 1, 1, 2, 2, 3}));
+  // The gradient goes back to where the value came from (torch's does not, in one dimension).
+  const Tensor x = arange(0, 4, 1, kF32).view({1, 1, 4}).set_requires_grad();
+  interpolate(x, {}, std::vector<double>{2.1}).sum().backward();
+  EXPECT_EQ(x.grad().to_vector(), (Values{3, 2, 2, 1}));
+}
+
+TEST(Cumprod, HasAGradientInFrontOfAZeroWhateverStandsBehindIt) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  const Tensor x = tensor({3, 0, infinity, 0, 2}).set_requires_grad();
+  cumprod(x, 0).sum().backward();
+  const std::vector<double> gradient = x.grad().to_vector();
+  EXPECT_EQ(gradient[0], 1);
+  EXPECT_TRUE(std::isnan(gradient[1]));
+  EXPECT_EQ(std::vector<double>(gradient.begin() + 2, gradient.end()),
+            (std::vector<double>{0, 0, 0}));
+}
+
+TEST(Uint8, IsComparedAndDividedWithANegativeNumberAsItStands) {
+  const Tensor x = tensor({0, 1, 255}, kU8);  // torch makes 255 of -1 first
+  EXPECT_EQ(gt(x, -1).to_vector(), (std::vector<double>{1, 1, 1}));
+  EXPECT_EQ(eq(x, -1).to_vector(), (std::vector<double>{0, 0, 0}));
+  EXPECT_EQ(add(x, -1).to_vector(), (std::vector<double>{255, 0, 254}));
+  EXPECT_EQ(add(x, -1).dtype(), kU8);
+}
+
 }  // namespace
 }  // namespace tessera

@@ -64,6 +64,23 @@ TEST(OpTable, EveryRecordHasARow) {
   }
 }
 
+TEST(OpTable, AnUndefinedArgumentIsAnErrorThatNamesTheOp) {
+  for (const OpRow& row : op_rows()) {
+    const TensorList inputs = make_inputs(row, row.samples[0], kF32);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      TensorList given = inputs;
+      given[i] = Tensor();
+      try {
+        call_op(row, given, Attrs::parse(row.samples[0].attrs));  // absent ones may be allowed
+      } catch (const Error& error) {
+        EXPECT_EQ(std::string(error.what()).find("tensor: the tensor is undefined"),
+                  std::string::npos)
+            << row.name << " without input " << i << ": " << error.what();
+      }
+    }
+  }
+}
+
 TEST(OpTable, NamesAreUniqueAndFound) {
   std::set<std::string_view> names;
   for (const OpRow& row : op_rows()) {

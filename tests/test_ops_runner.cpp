@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <sstream>
+#include <utility>
 
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/factory.h>
@@ -101,6 +102,38 @@ TEST_F(OpRunner, AScalarResultNeedsNoGradOutput) {
   ASSERT_EQ(run(R"({"op": "sum", "inputs": ["x"], "grad_of": ["x"], "attrs": null})"), 0)
       << read("stderr");
   EXPECT_EQ(output("grad.x"), (Values{1, 1, 1, 1}));
+}
+
+TEST_F(OpRunner, DivisionTowardsZeroIsThatOfIntegers) {
+  constexpr int64_t kLarge = (int64_t{1} << 53) + 1;
+  save_safetensors(path("in"), {{"a", tensor(std::vector<int64_t>{kLarge, -7, 7}, {3})},
+                                {"b", tensor(std::vector<int64_t>{1, 2, -2}, {3})},
+                                {"zero_dim", raw::full({}, 7, kI64)},
+                                {"narrow", tensor({2, 3}, kI32)},
+                                {"f", tensor({-7.5, 7.5})}});
+  const auto y = [&](const std::string& spec) {
+    EXPECT_EQ(run(spec), 0) << read("stderr");
+    return SafeTensorsFile(path("out")).load("y");
+  };
+  const std::string attrs = R"("attrs": {"rounding_mode": "trunc"}})";
+  EXPECT_EQ(y(R"({"op": "div", "inputs": ["a", "b"], )" + attrs).to_vector<int64_t>(),
+            (std::vector<int64_t>{kLarge, -3, -3}));
+  EXPECT_EQ(y(R"({"op": "div", "inputs": ["zero_dim", "narrow"], )" + attrs).dtype(), kI32);
+  EXPECT_EQ(y(R"({"op": "div", "inputs": ["f"], "attrs": {"other": 2, "rounding_mode": "trunc"}})")
+                .to_vector(),
+            (Values{-3, 3}));
+}
+
+TEST_F(OpRunner, RunningSumsAndProductsHaveTheDtypeThatIsAskedFor) {
+  for (const char* op : {"prod", "cumsum", "cumprod", "sum"}) {
+    for (const auto& [name, dtype] : {std::pair{"int32", kI32}, std::pair{"int64", kI64}}) {
+      ASSERT_EQ(run(R"({"op": ")" + std::string(op) +
+                    R"(", "inputs": ["i"], "attrs": {"dim": 0, "dtype": ")" + name + R"("}})"),
+                0)
+          << read("stderr");
+      EXPECT_EQ(SafeTensorsFile(path("out")).load("y").dtype(), dtype) << op;
+    }
+  }
 }
 
 TEST_F(OpRunner, CreationNeedsNoInputs) {

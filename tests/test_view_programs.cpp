@@ -22,16 +22,17 @@ namespace {
 
 using Places = std::vector<int64_t>;
 
-// ---- The model -----------------------------------------------------------------------------------
+// ---- The model
+// -----------------------------------------------------------------------------------
 
 struct Base {
-  Tensor flat;      // the elements, a function of the leaves without any write
-  int writes = 0;   // so far
+  Tensor flat;           // the elements, a function of the leaves without any write
+  int writes = 0;        // so far
   bool is_leaf = false;  // that requires grad: writes are refused
 };
 
 struct Value {
-  Tensor real;    // as the library has it
+  Tensor real;  // as the library has it
   size_t base;
   Shape shape;
   Places places;  // of the elements in row-major order, in the base
@@ -71,7 +72,10 @@ struct ProgramOptions {
   bool second = false;  // derivatives of the gradient, too
 };
 
-enum class Outcome { kAgreed, kRefused };  // refused: something saved was written, and backward says so
+enum class Outcome {
+  kAgreed,
+  kRefused
+};  // refused: something saved was written, and backward says so
 
 // One program, made and run from its seed.
 class Program {
@@ -171,7 +175,8 @@ class Program {
     switch (dims == 0 ? 0 : pick(7)) {
       case 0: {
         shape.insert(0, 1);
-        return add_view(at, unsqueeze(x.real, 0), shape, x.places, "unsqueeze(" + name(at) + ", 0)");
+        return add_view(at, unsqueeze(x.real, 0), shape, x.places,
+                        "unsqueeze(" + name(at) + ", 0)");
       }
       case 1: {  // a new dimension, or all that have one element
         shape.insert(0, 2);
@@ -197,9 +202,9 @@ class Program {
           std::swap(index[d], index[e]);
           return index;
         });
-        return add_view(at, transpose(x.real, d, e), shape, std::move(places),
-                        "transpose(" + name(at) + ", " + std::to_string(d) + ", " +
-                            std::to_string(e) + ")");
+        return add_view(
+            at, transpose(x.real, d, e), shape, std::move(places),
+            "transpose(" + name(at) + ", " + std::to_string(d) + ", " + std::to_string(e) + ")");
       }
       case 3: {
         const int64_t index_there = pick(static_cast<int>(shape[d]));
@@ -231,14 +236,15 @@ class Program {
           index[d] += last;
           return index;
         });
-        return add_view(at, parts, shape, std::move(places),
-                        "narrow(" + name(at) + ", " + std::to_string(d) + ", " +
-                            std::to_string(last) + ", 1)");
+        return add_view(
+            at, parts, shape, std::move(places),
+            "narrow(" + name(at) + ", " + std::to_string(d) + ", " + std::to_string(last) + ", 1)");
       }
       default: {
         const Tensor flat = reshape(x.real, {x.real.numel()});
         if (flat.storage() == x.real.storage()) {
-          return add_view(at, flat, flat.shape(), x.places, "reshape(" + name(at) + ", {-1}), a view");
+          return add_view(at, flat, flat.shape(), x.places,
+                          "reshape(" + name(at) + ", {-1}), a view");
         }
         const size_t made = add_base(flat, read(x), false);
         line() << name(made) << " = reshape(" << name(at) << ", {-1}), a copy";
@@ -358,8 +364,7 @@ class Program {
       default: {
         if (x.shape.size() != 2) return;
         const Tensor weight = random_tensor({x.shape[1], 2}, options_.dtype);
-        finish(matmul(x.real, weight), matmul(model, weight),
-               "matmul(" + name(at) + ", constant)");
+        finish(matmul(x.real, weight), matmul(model, weight), "matmul(" + name(at) + ", constant)");
         return;
       }
     }
@@ -387,11 +392,10 @@ class Program {
     try {
       got = derivatives(loss_of(real), leaves_);
     } catch (const AutogradError& error) {
-      const bool written = std::ranges::any_of(kept_, [&](const auto& kept) {
-        return bases_[kept.first].writes != kept.second;
-      });
-      EXPECT_TRUE(written && std::string(error.what()).find("written in place") !=
-                                 std::string::npos)
+      const bool written = std::ranges::any_of(
+          kept_, [&](const auto& kept) { return bases_[kept.first].writes != kept.second; });
+      EXPECT_TRUE(written &&
+                  std::string(error.what()).find("written in place") != std::string::npos)
           << "refused without a reason: " << error.what();
       return Outcome::kRefused;
     }
@@ -401,7 +405,8 @@ class Program {
   }
 
   TensorList derivatives(const Tensor& loss, const TensorList& leaves) {
-    TensorList first = grad(loss, leaves, {}, {.create_graph = options_.second, .allow_unused = true});
+    TensorList first =
+        grad(loss, leaves, {}, {.create_graph = options_.second, .allow_unused = true});
     for (size_t i = 0; i < first.size(); ++i) {
       if (!first[i].defined()) first[i] = zeros_like(leaves[i].detach());
     }

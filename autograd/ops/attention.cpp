@@ -1,9 +1,12 @@
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/ops/composed_gradients.h>
+#include <tessera/autograd/ops/compute_dtype.h>
 #include <tessera/core/context.h>
 #include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/raw_views.h>
@@ -16,7 +19,6 @@ const Op kAttention{.name = "scaled_dot_product_attention",
                     .autocast = Autocast::kLow,
                     .reads = {inputs(0, 1, 2)},
                     .reads_outputs = outputs(0),
-                    .twice_differentiable = false,
                     .composed = "matmul(softmax(matmul(q, k^T) * scale + mask), v)"};
 
 namespace {
@@ -104,26 +106,51 @@ Tensor empty_heads(const Tensor& like) {
                         1, 2);
 }
 
-// For a mask that is learned: the kernel has no gradient for it.
-Tensor composed_attention(const Tensor& q, const Tensor& k, const Tensor& v,
-                          const AttentionOptions& options) {
-  const kernels::AttentionSpec spec = spec_of(options, q.size(3));
-  const int64_t group = q.size(1) / k.size(1);
+// The definition in ops: for a mask that is learned, which the kernel has no gradient for, and
+// where backward itself is recorded. The mask is that of the options, not yet expanded.
+Tensor composed_attention(const Tensor& given_q, const Tensor& given_k, const Tensor& given_v,
+                          const Tensor& mask, const kernels::AttentionSpec& spec) {
+  const Tensor q = in_compute(given_q), k = in_compute(given_k), v = in_compute(given_v);
+  const int64_t group = q.size(1) / k.size(1), T = q.size(2), S = k.size(2);
   const Tensor keys = group > 1 ? repeat_interleave(k, group, 1) : k;
   const Tensor values = group > 1 ? repeat_interleave(v, group, 1) : v;
-  const Tensor scores = mul(matmul(q, transpose(keys, -2, -1)), spec.scale);
-  Tensor weights = softmax(add(scores, options.mask), -1);
+  Tensor scores = mul(matmul(q, transpose(keys, -2, -1)), spec.scale);
+  Tensor hidden;  // broadcasts to the scores
+  if (mask.defined() && mask.dtype() == kBool) {
+    hidden = logical_not(mask);
+  } else if (mask.defined()) {
+    hidden = eq(mask, -std::numeric_limits<double>::infinity());
+    scores = add(scores, masked_fill(in_compute(mask), hidden, 0));
+  }
+  const auto hide = [&](const Tensor& more) {
+    hidden = hidden.defined() ? logical_or(hidden, more) : more;
+  };
+  const Tensor position = arange(0, S, 1, kI64, q.device());
+  if (spec.causal) hide(gt(position, unsqueeze(arange(0, T, 1, kI64, q.device()), 1)));
+  if (spec.lengths.defined()) hide(ge(position, reshape(spec.lengths, {-1, 1, 1, 1})));
+  if (hidden.defined()) {
+    // A row that sees no key is all 0, with gradients of 0: its softmax must be one of numbers.
+    hidden = expand(hidden, scores.shape());
+    const Tensor some = logical_not(all(hidden, {-1}, true));
+    scores =
+        masked_fill(scores, logical_and(hidden, some), -std::numeric_limits<double>::infinity());
+  }
+  Tensor weights = softmax(scores, -1);
+  if (hidden.defined()) weights = masked_fill(weights, hidden, 0);
   if (spec.dropout > 0) weights = dropout(weights, spec.dropout, true, spec.stream);
-  return matmul(weights, values);
+  return to(matmul(weights, values), given_q.dtype());
 }
 
 }  // namespace
 
 Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                     const AttentionOptions& options) {
+  check_defined(kAttention, "query", query);
+  check_defined(kAttention, "key", key);
+  check_defined(kAttention, "value", value);
   check_shapes(query, key, value, options);
   if (options.mask.defined() && grad_enabled() && options.mask.requires_grad()) {
-    return composed_attention(query, key, value, options);
+    return composed_attention(query, key, value, options.mask, spec_of(options, query.size(3)));
   }
   kernels::AttentionSpec spec = spec_of(options, query.size(3));
   if (spec.mask.defined()) {
@@ -140,6 +167,11 @@ Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, cons
       },
       [spec](Grads dy, const Saved& s) -> TensorList {
         const Tensor q = s.input(0), k = s.input(1), v = s.input(2);
+        if (grad_enabled()) {
+          return composed_gradients({q, k, v}, dy[0], [&](const TensorList& in) {
+            return composed_attention(in[0], in[1], in[2], spec.mask, spec);
+          });
+        }
         const TensorList grads{empty_heads(q), empty_heads(k), empty_heads(v)};
         kernels::attention_backward(dy[0], q, k, v, s.output(), s.extra(0), spec, grads[0],
                                     grads[1], grads[2]);
@@ -155,7 +187,6 @@ const Op kPackedAttention{
     .autocast = Autocast::kLow,
     .reads = {inputs(0)},
     .reads_outputs = outputs(0),
-    .twice_differentiable = false,
     .composed = "scaled_dot_product_attention of the three parts, heads joined"};
 
 namespace {
@@ -173,6 +204,7 @@ Tensor split_heads(const Tensor& x, int64_t heads) {
 }  // namespace
 
 Tensor packed_attention(const Tensor& packed, const AttentionOptions& options) {
+  check_defined(kPackedAttention, "packed", packed);
   TS_CHECK_SHAPE(packed.dim() == 5 && packed.size(2) == 3, kPackedAttention,
                  "expects [B, T, 3, H, E]; got ", packed);
   TS_CHECK(!options.mask.defined() && !options.enable_gqa, kPackedAttention,
@@ -194,6 +226,13 @@ Tensor packed_attention(const Tensor& packed, const AttentionOptions& options) {
       },
       [spec](Grads dy, const Saved& s) {
         const Tensor qkv = s.input(0);
+        if (grad_enabled()) {
+          return composed_gradients({qkv}, dy[0], [&](const TensorList& in) {
+            const auto part = [&](int64_t i) { return transpose(select(in[0], 2, i), 1, 2); };
+            const Tensor y = composed_attention(part(0), part(1), part(2), {}, spec);
+            return reshape(transpose(y, 1, 2), s.output_shape());
+          })[0];
+        }
         const Tensor grad = raw::empty(qkv.shape(), qkv.dtype(), qkv.device());
         const int64_t heads = qkv.size(3);
         const Tensor q = part_of(qkv, 0), k = part_of(qkv, 1), v = part_of(qkv, 2);

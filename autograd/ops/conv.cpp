@@ -42,6 +42,8 @@ kernels::ConvGeometry geometry_of(const ConvOptions& options, int spatial) {
 
 void check_conv(const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t groups,
                 int spatial) {
+  check_defined(kConv2d, "the input", x);
+  check_defined(kConv2d, "weight", weight);
   TS_CHECK_SHAPE(x.dim() == spatial + 2 && weight.dim() == spatial + 2, kConv2d,
                  "expects an input [N, C, ...] and a weight [O, C / groups, ...] with ", spatial,
                  " spatial dimensions; got ", x, " and ", weight);
@@ -200,6 +202,7 @@ PoolGeometry pool_geometry(const Op& op, const Tensor& x, const Shape& kernel, c
 ValuesIndices max_pool2d_with_indices(const Tensor& x, const Shape& kernel_size,
                                       const Shape& stride, const Shape& padding,
                                       const Shape& dilation, bool ceil_mode) {
+  check_defined(kMaxPool2d, "x", x);
   const PoolGeometry g =
       pool_geometry(kMaxPool2d, x, kernel_size, stride, padding, dilation, ceil_mode);
   const TensorList result = differentiable(
@@ -303,15 +306,18 @@ kernels::WindowMap adaptive_map(int64_t input, int64_t output) {
   return map;
 }
 
-// torch's index arithmetic, which is in float; factor 0: derived from the sizes.
-kernels::WindowMap nearest_map(int64_t input, int64_t output, double factor) {
+// torch's index arithmetic, which is in float; factor 0: derived from the sizes. Planes that keep
+// their size or double it are read by sizes alone, lines and volumes by the factor as it was given.
+kernels::WindowMap nearest_map(int64_t input, int64_t output, double factor, bool plane) {
   kernels::WindowMap map;
   map.input_size = input;
   const float scale = factor > 0 ? static_cast<float>(1 / factor)
                                  : static_cast<float>(input) / static_cast<float>(output);
   for (int64_t i = 0; i < output; ++i) {
     const int64_t nearest = static_cast<int64_t>(std::floor(static_cast<float>(i) * scale));
-    const int64_t source = std::min(output == input ? i : nearest, input - 1);
+    int64_t source = std::min(nearest, input - 1);
+    if (output == input && (plane || factor == 0)) source = i;
+    if (output == 2 * input && plane) source = i / 2;
     map.begin.push_back(source);
     map.end.push_back(source + 1);
     map.weight.push_back(1);
@@ -323,6 +329,7 @@ kernels::WindowMap nearest_map(int64_t input, int64_t output, double factor) {
 
 Tensor avg_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride,
                   const Shape& padding, bool ceil_mode, bool count_include_pad) {
+  check_defined(kAvgPool2d, "x", x);
   const PoolGeometry g = pool_geometry(kAvgPool2d, x, kernel_size, stride, padding, {1}, ceil_mode);
   return apply_windows(kAvgPool2d, x,
                        {average_map(g, 0, x.size(-2), count_include_pad),
@@ -330,6 +337,7 @@ Tensor avg_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride
 }
 
 Tensor adaptive_avg_pool2d(const Tensor& x, const Shape& output_size) {
+  check_defined(kAdaptiveAvgPool2d, "x", x);
   TS_CHECK_SHAPE(x.dim() == 3 || x.dim() == 4, kAdaptiveAvgPool2d,
                  "expects [N, C, H, W] or [C, H, W]; got ", x);
   TS_CHECK_SHAPE(x.size(-2) > 0 && x.size(-1) > 0, kAdaptiveAvgPool2d,
@@ -343,6 +351,7 @@ Tensor adaptive_avg_pool2d(const Tensor& x, const Shape& output_size) {
 }
 
 Tensor interpolate(const Tensor& x, const Shape& size, std::span<const double> scale_factor) {
+  check_defined(kInterpolate, "x", x);
   const int spatial = x.dim() - 2;
   TS_CHECK_SHAPE(spatial >= 1 && spatial <= 3, kInterpolate,
                  "expects [N, C, ...] with one to three spatial dimensions; got ", x);
@@ -365,10 +374,10 @@ Tensor interpolate(const Tensor& x, const Shape& size, std::span<const double> s
                      : size[d];
     TS_CHECK_SHAPE(input > 0 && output > 0, kInterpolate, "sizes must be positive: dimension ",
                    2 + d, " goes from ", input, " to ", output);
-    maps.push_back(nearest_map(input, output, factor));
+    maps.push_back(nearest_map(input, output, factor, spatial == 2));
     result_shape[2 + d] = output;
   }
-  const auto identity = [](int64_t n) { return nearest_map(n, n, 0); };
+  const auto identity = [](int64_t n) { return nearest_map(n, n, 0, false); };
   const int64_t N = x.size(0), C = x.size(1);
   if (spatial == 1) {
     return squeeze(apply_windows(kInterpolate, unsqueeze(x, 2), {identity(1), maps[0]}), 2);

@@ -9,6 +9,7 @@ namespace tessera {
 const Op kTo{.name = "to", .flops_per_element = 0};
 
 Tensor to(const Tensor& x, DType dtype) {
+  check_defined(kTo, "x", x);
   if (x.dtype() == dtype) return x;
   return differentiable(
       kTo, {x}, [dtype](Inputs in) { return kernels::convert(in[0], dtype); },
@@ -16,6 +17,7 @@ Tensor to(const Tensor& x, DType dtype) {
 }
 
 Tensor to(const Tensor& x, const Device& device) {
+  check_defined(kTo, "x", x);
   if (x.device() == device) return x;
   return differentiable(
       kTo, {x},
@@ -33,6 +35,7 @@ Tensor to(const Tensor& x, const Device& device) {
 const Op kClone{.name = "clone", .flops_per_element = 0};
 
 Tensor clone(const Tensor& x) {
+  check_defined(kClone, "x", x);
   return differentiable(
       kClone, {x}, [](Inputs in) { return kernels::copy(in[0]); },
       [](Grads dy, const Saved&) { return dy[0]; });
@@ -41,6 +44,7 @@ Tensor clone(const Tensor& x) {
 const Op kContiguous{.name = "contiguous", .flops_per_element = 0};
 
 Tensor contiguous(const Tensor& x) {
+  check_defined(kContiguous, "x", x);
   if (x.is_contiguous()) return x;
   return differentiable(
       kContiguous, {x}, [](Inputs in) { return kernels::contiguous(in[0]); },
@@ -50,6 +54,8 @@ Tensor contiguous(const Tensor& x) {
 const Op kCopy{.name = "copy_", .flops_per_element = 0};
 
 const Tensor& copy_(const Tensor& target, const Tensor& source) {
+  check_defined(kCopy, "target", target);
+  check_defined(kCopy, "source", source);
   TS_CHECK_SHAPE(broadcastable_to(source.shape(), target.shape()), kCopy, "the source ", source,
                  " does not broadcast to the target ", target);
   const bool travels = source.device() != target.device() && !source.is_meta() && !target.is_meta();
@@ -69,6 +75,7 @@ const Tensor& copy_(const Tensor& target, const Tensor& source) {
 const Op kFill{.name = "fill_", .flops_per_element = 0};
 
 const Tensor& fill_(const Tensor& x, const Scalar& value) {
+  check_defined(kFill, "x", x);
   differentiable_inplace(
       kFill, {x},
       [value](Inputs in) {

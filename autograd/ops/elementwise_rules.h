@@ -11,17 +11,19 @@
 
 namespace tessera {
 
-inline void check_arithmetic(const Op& op, const Tensor& x) {
+inline void check_arithmetic(const Op& op, const Tensor& x, const char* name = "the input") {
+  check_defined(op, name, x);
   TS_CHECK_DTYPE(!is_float8(x.dtype()), op, "float8 is storage only; got ", x,
                  "; convert with to(dtype)");
 }
 inline void check_arithmetic(const Op& op, const Tensor& a, const Tensor& b) {
-  check_arithmetic(op, a);
-  check_arithmetic(op, b);
+  check_arithmetic(op, a, "the first operand");
+  check_arithmetic(op, b, "the second operand");
   if (!(a.shape() == b.shape())) broadcast_shapes(a.shape(), b.shape(), op.name);
 }
 inline void check_arithmetic(const Op& op, const Tensor& a, const Tensor& b, const Tensor& c) {
   check_arithmetic(op, a, b);
+  check_arithmetic(op, c, "the third operand");
   check_arithmetic(op, a, c);
   check_arithmetic(op, b, c);
 }

@@ -24,6 +24,8 @@ static Tensor embedding_backward(const Tensor& dy, const Tensor& index, int64_t 
 const Op kEmbedding{.name = "embedding", .reads = {inputs(), inputs(0)}, .flops_per_element = 0};
 
 Tensor embedding(const Tensor& index, const Tensor& weight, std::optional<int64_t> padding_idx) {
+  check_defined(kEmbedding, "index", index);
+  check_defined(kEmbedding, "weight", weight);
   TS_CHECK_SHAPE(weight.dim() == 2, kEmbedding, "weight must be [V, C]; got ", weight);
   const int64_t rows = weight.size(0);
   int64_t padding = -1;
@@ -73,6 +75,9 @@ static Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool
 }
 
 Tensor rotary_embedding(const Tensor& x, const Tensor& cos, const Tensor& sin, bool interleaved) {
+  check_defined(kRotaryEmbedding, "x", x);
+  check_defined(kRotaryEmbedding, "cos", cos);
+  check_defined(kRotaryEmbedding, "sin", sin);
   TS_CHECK_SHAPE(x.dim() >= 1 && x.size(-1) % 2 == 0, kRotaryEmbedding,
                  "needs an even last dimension; got ", x);
   Shape angles = x.shape();

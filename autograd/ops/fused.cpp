@@ -1,6 +1,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/ops/composed_gradients.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
@@ -15,8 +16,8 @@ namespace tessera {
 
 const Op kLinearGelu{.name = "linear_gelu",
                      .autocast = Autocast::kLow,
-                     .reads = {inputs(1), inputs(0), inputs()},
-                     .twice_differentiable = false,
+                     .reads = {inputs(1, 2), inputs(0, 1, 2), inputs()},
+                     .second_reads = inputs(0, 1, 2),
                      .composed = "gelu(linear(x, weight, bias))"};
 
 namespace {
@@ -27,6 +28,8 @@ double linear_flops(const Tensor& y, const Tensor& weight) {
 }
 
 void check_layer(const Op& op, const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  check_defined(op, "x", x);
+  check_defined(op, "weight", weight);
   TS_CHECK_SHAPE(weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1), op,
                  "inner dimensions differ: x is ", x, " and weight is ", weight,
                  "; x's last must equal the second of weight [out, in]");
@@ -60,7 +63,12 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
         if (extras.wanted()) extras.save(result.before);
         return result.y;
       },
-      [tanh_form](Grads dy, const Saved& s) -> TensorList {
+      [=](Grads dy, const Saved& s) -> TensorList {
+        if (grad_enabled()) {
+          return composed_gradients(
+              {s.input(0), s.input(1), s.input(2)}, dy[0],
+              [&](const TensorList& in) { return gelu(linear(in[0], in[1], in[2]), approximate); });
+        }
         const Tensor before = s.extra(0);
         const Tensor grad = tanh_form ? kernels::binary<fn::GeluTanhGrad>(dy[0], before)
                                       : kernels::binary<fn::GeluGrad>(dy[0], before);
@@ -88,12 +96,13 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
 const Op kLinearGeluLinear{
     .name = "linear_gelu_linear",
     .autocast = Autocast::kLow,
-    .reads = {inputs(1, 3), inputs(0, 3), inputs(3), inputs()},
-    .twice_differentiable = false,
+    .reads = {inputs(1, 2, 3, 4), inputs(0, 1, 2, 3, 4), inputs(3), inputs()},
+    .second_reads = inputs(0, 1, 2, 3, 4),
     .composed = "linear(gelu(linear(x, weight, bias)), out_weight, out_bias)"};
 
 Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
                           const Tensor& out_weight, const Tensor& out_bias, Gelu approximate) {
+  check_defined(kLinearGeluLinear, "out_weight", out_weight);
   check_layer(kLinearGeluLinear, x, weight, bias);
   TS_CHECK_SHAPE(out_weight.dim() == 2 && out_weight.size(1) == weight.size(0), kLinearGeluLinear,
                  "expects weights [inner, in] and [out, inner]; got ", weight, " and ", out_weight);
@@ -120,7 +129,13 @@ Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& b
         }
         return y;
       },
-      [tanh_form](Grads dy, const Saved& s) -> TensorList {
+      [=](Grads dy, const Saved& s) -> TensorList {
+        if (grad_enabled()) {
+          const TensorList saved{s.input(0), s.input(1), s.input(2), s.input(3), s.input(4)};
+          return composed_gradients(saved, dy[0], [&](const TensorList& in) {
+            return linear(gelu(linear(in[0], in[1], in[2]), approximate), in[3], in[4]);
+          });
+        }
         TensorList grads(5);
         const Tensor rows = rows_of(dy[0]);
         if (s.needs(3)) {
@@ -180,6 +195,9 @@ Tensor scaled(const Tensor& grad, const Tensor& dy, double lacking) {
 
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
                             int64_t ignore_index, Reduction reduction) {
+  check_defined(kLinearCrossEntropy, "x", x);
+  check_defined(kLinearCrossEntropy, "weight", weight);
+  check_defined(kLinearCrossEntropy, "target", target);
   TS_CHECK_SHAPE(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1),
                  kLinearCrossEntropy, "expects x [N, C] and weight [V, C]; got ", x, " and ",
                  weight);

@@ -85,6 +85,8 @@ static Tensor add_at(const Tensor& x, const Shape& shape, int dim, const Tensor&
 const Op kIndexSelect{.name = "index_select", .reads = {inputs(1)}, .flops_per_element = 0};
 
 Tensor index_select(const Tensor& x, int64_t dim, const Tensor& index) {
+  check_defined(kIndexSelect, "x", x);
+  check_defined(kIndexSelect, "index", index);
   TS_CHECK_SHAPE(index.dim() <= 1, kIndexSelect, "index must have one dimension; got ", index);
   const int d = wrap_dim(dim, x.dim(), kIndexSelect.name);
   return differentiable(
@@ -107,6 +109,9 @@ Tensor index_select(const Tensor& x, int64_t dim, const Tensor& index) {
 }
 
 Tensor index_add(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source) {
+  check_defined(kIndexAdd, "x", x);
+  check_defined(kIndexAdd, "index", index);
+  check_defined(kIndexAdd, "source", source);
   const int d = wrap_dim(dim, x.dim(), kIndexAdd.name);
   TS_CHECK_SHAPE(index.dim() <= 1, kIndexAdd, "index must have one dimension; got ", index);
   TS_CHECK_DTYPE(source.dtype() == x.dtype(), kIndexAdd, "source must have x's dtype; got ", source,
@@ -142,6 +147,8 @@ static Tensor scatter_add_at(const Tensor& x, const Shape& shape, int dim, const
 const Op kGather{.name = "gather", .reads = {inputs(1)}, .flops_per_element = 0};
 
 Tensor gather(const Tensor& x, int64_t dim, const Tensor& index) {
+  check_defined(kGather, "x", x);
+  check_defined(kGather, "index", index);
   const int d = wrap_dim(dim, x.dim(), kGather.name);
   check_dims(index, x.shape(), d, kGather);
   if (index.dim() != x.dim()) {  // an element and a list of one dimension may meet
@@ -174,6 +181,9 @@ static Tensor scatter_value(const Tensor& x, int dim, const Tensor& index, const
 }
 
 Tensor scatter(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source) {
+  check_defined(kScatter, "x", x);
+  check_defined(kScatter, "index", index);
+  check_defined(kScatter, "source", source);
   const int d = wrap_dim(dim, x.dim(), kScatter.name);
   check_dims(index, x.shape(), d, kScatter);
   const Tensor fitted = fitted_source(x, index, source, kScatter);
@@ -191,12 +201,17 @@ Tensor scatter(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& 
 }
 
 Tensor scatter(const Tensor& x, int64_t dim, const Tensor& index, const Scalar& value) {
+  check_defined(kScatter, "x", x);
+  check_defined(kScatter, "index", index);
   const int d = wrap_dim(dim, x.dim(), kScatter.name);
   check_dims(index, x.shape(), d, kScatter);
   return scatter_value(x, d, index, value);
 }
 
 Tensor scatter_add(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source) {
+  check_defined(kScatterAdd, "x", x);
+  check_defined(kScatterAdd, "index", index);
+  check_defined(kScatterAdd, "source", source);
   const int d = wrap_dim(dim, x.dim(), kScatterAdd.name);
   check_dims(index, x.shape(), d, kScatterAdd);
   return scatter_add_at(x, x.shape(), d, index, fitted_source(x, index, source, kScatterAdd));
@@ -378,6 +393,7 @@ static Tensor take_at(const Tensor& x, const IndexPlan& plan, const Tensor& posi
 
 // See [Note: how x[indices] is calculated].
 Tensor index(const Tensor& x, const TensorList& indices) {
+  check_defined(kIndex, "x", x);
   const PlannedIndex planned = plan_index(x.shape(), indices, x.device(), kIndex);
   return take_at(x, planned.plan, planned.positions);
 }
@@ -391,6 +407,8 @@ static void check_values(const Tensor& x, const IndexPlan& plan, const Tensor& v
 
 Tensor index_put(const Tensor& x, const TensorList& indices, const Tensor& values,
                  bool accumulate) {
+  check_defined(kIndexPut, "x", x);
+  check_defined(kIndexPut, "values", values);
   const PlannedIndex planned = plan_index(x.shape(), indices, x.device(), kIndexPut);
   check_values(x, planned.plan, values);
   return put_at(x, planned.plan, planned.positions, values, accumulate);
@@ -400,6 +418,8 @@ const Op kIndexPutInPlace{.name = "index_put_", .reads = {inputs(1), inputs(), i
 
 const Tensor& index_put_(const Tensor& x, const TensorList& indices, const Tensor& values,
                          bool accumulate) {
+  check_defined(kIndexPutInPlace, "x", x);
+  check_defined(kIndexPutInPlace, "values", values);
   const auto [plan, positions] = plan_index(x.shape(), indices, x.device(), kIndexPutInPlace);
   check_values(x, plan, values);
   differentiable_inplace(
@@ -430,12 +450,14 @@ Tensor masked_select(const Tensor& x, const Tensor& mask) {
 const Op kNonzero{.name = "nonzero"};
 
 Tensor nonzero(const Tensor& x) {
+  check_defined(kNonzero, "x", x);
   return not_differentiable(kNonzero, {x}, [](Inputs in) { return kernels::nonzero(in[0]); });
 }
 
 const Op kTril{.name = "tril", .flops_per_element = 0};
 
 Tensor tril(const Tensor& x, int64_t diagonal) {
+  check_defined(kTril, "x", x);
   return differentiable(
       kTril, {x}, [=](Inputs in) { return kernels::tril(in[0], diagonal); },
       [=](Grads dy, const Saved&) { return tril(dy[0], diagonal); });
@@ -444,6 +466,7 @@ Tensor tril(const Tensor& x, int64_t diagonal) {
 const Op kTriu{.name = "triu", .flops_per_element = 0};
 
 Tensor triu(const Tensor& x, int64_t diagonal) {
+  check_defined(kTriu, "x", x);
   return differentiable(
       kTriu, {x}, [=](Inputs in) { return kernels::triu(in[0], diagonal); },
       [=](Grads dy, const Saved&) { return triu(dy[0], diagonal); });
@@ -452,6 +475,7 @@ Tensor triu(const Tensor& x, int64_t diagonal) {
 const Op kBincount{.name = "bincount"};
 
 Tensor bincount(const Tensor& x, const Tensor& weights, int64_t minlength) {
+  check_defined(kBincount, "x", x);
   return not_differentiable(kBincount, {x, weights},
                             [=](Inputs in) { return kernels::bincount(in[0], in[1], minlength); });
 }
@@ -459,6 +483,7 @@ Tensor bincount(const Tensor& x, const Tensor& weights, int64_t minlength) {
 const Op kOneHot{.name = "one_hot", .flops_per_element = 0};
 
 Tensor one_hot(const Tensor& x, int64_t num_classes) {
+  check_defined(kOneHot, "x", x);
   return not_differentiable(kOneHot, {x},
                             [=](Inputs in) { return kernels::one_hot(in[0], num_classes); });
 }

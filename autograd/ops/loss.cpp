@@ -18,6 +18,7 @@ namespace tessera {
 namespace {
 
 void check_input(const Op& op, const char* name, const Tensor& x) {
+  check_defined(op, name, x);
   TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op, name,
                  " must be f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
 }
@@ -77,6 +78,7 @@ Tensor contiguous_rows(const Tensor& rows) {
 
 // Target's shape where it holds class indices: that of x without the classes.
 void check_class_target(const Op& op, const Tensor& x, const Tensor& target) {
+  check_defined(op, "target", target);
   TS_CHECK_SHAPE(x.dim() >= 1, op, "expects [C], [N, C] or [N, C, ...]; got ", x);
   Shape expected = x.shape();
   expected.erase(x.dim() == 1 ? 0 : 1);
@@ -137,6 +139,7 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target,
   TS_CHECK_SHAPE(logits.dim() >= 1, kCrossEntropy, "expects [C], [N, C] or [N, C, ...]; got ",
                  logits);
   check_class_weight(kCrossEntropy, logits, options.weight);
+  check_defined(kCrossEntropy, "target", target);
   if (is_floating(target.dtype())) {
     return soft_cross_entropy(kCrossEntropy, logits, target, options);
   }
@@ -292,11 +295,20 @@ namespace {
 
 using Formula = std::function<Tensor(const Tensor& x, const Tensor& target)>;
 
+// [N, 1] against [N] would be N * N losses, and no error would say so.
+void check_one_shape(const Op& op, const Tensor& x, const Tensor& target) {
+  check_defined(op, "input", x);
+  check_defined(op, "target", target);
+  TS_CHECK_SHAPE(x.shape() == target.shape(), op, "input and target must have one shape; got ", x,
+                 " and ", target, "; reshape or expand one");
+}
+
 // value(x, t) is the loss of each element, slope(x, t) its derivative by x and target_slope that by
 // t; all in ops. Where target_slope is empty it is -slope: losses of x - t.
 Tensor pointwise(const Op& op, const Tensor& x, const Tensor& target, Reduction reduction,
                  Formula value, Formula slope, Formula target_slope = {}) {
   check_input(op, "input", x);
+  check_defined(op, "target", target);
   const Shape shape = broadcast_shapes(x.shape(), target.shape(), op.name);
   const int64_t numel = numel_of(shape);
   return differentiable(
@@ -328,6 +340,7 @@ const Op kMseLoss{
     .name = "mse_loss", .autocast = Autocast::kFloat32, .reads = {inputs(0, 1), inputs(0, 1)}};
 
 Tensor mse_loss(const Tensor& x, const Tensor& target, Reduction reduction) {
+  check_one_shape(kMseLoss, x, target);
   return pointwise(
       kMseLoss, x, target, reduction,
       [](const Tensor& x, const Tensor& t) { return square(sub(x, t)); },
@@ -338,6 +351,7 @@ const Op kL1Loss{
     .name = "l1_loss", .autocast = Autocast::kFloat32, .reads = {inputs(0, 1), inputs(0, 1)}};
 
 Tensor l1_loss(const Tensor& x, const Tensor& target, Reduction reduction) {
+  check_one_shape(kL1Loss, x, target);
   return pointwise(
       kL1Loss, x, target, reduction,
       [](const Tensor& x, const Tensor& t) { return abs(sub(x, t)); },
@@ -351,6 +365,7 @@ const Op kSmoothL1Loss{.name = "smooth_l1_loss",
 Tensor smooth_l1_loss(const Tensor& x, const Tensor& target, Reduction reduction, double beta) {
   TS_CHECK(beta >= 0, kSmoothL1Loss, "beta must not be negative; got ", beta);
   if (beta == 0) return l1_loss(x, target, reduction);
+  check_one_shape(kSmoothL1Loss, x, target);
   return pointwise(
       kSmoothL1Loss, x, target, reduction,
       [=](const Tensor& x, const Tensor& t) {
@@ -368,6 +383,7 @@ const Op kHuberLoss{
 
 Tensor huber_loss(const Tensor& x, const Tensor& target, Reduction reduction, double delta) {
   TS_CHECK(delta > 0, kHuberLoss, "delta must be positive; got ", delta);
+  check_one_shape(kHuberLoss, x, target);
   return pointwise(
       kHuberLoss, x, target, reduction,
       [=](const Tensor& x, const Tensor& t) {
@@ -397,8 +413,7 @@ Tensor binary_cross_entropy(const Tensor& x, const Tensor& target, const Tensor&
                             Reduction reduction) {
   check_input(kBinaryCrossEntropy, "input", x);
   check_constant(kBinaryCrossEntropy, "weight", weight);
-  TS_CHECK_SHAPE(x.shape() == target.shape(), kBinaryCrossEntropy,
-                 "input and target must have one shape; got ", x, " and ", target);
+  check_one_shape(kBinaryCrossEntropy, x, target);
   if (!x.is_meta() && x.numel() > 0) {
     const Shape all_dims = wrap_dims({}, x.dim(), kBinaryCrossEntropy.name);
     const double low = kernels::amin(x, all_dims, false).item();
@@ -430,8 +445,7 @@ Tensor binary_cross_entropy_with_logits(const Tensor& x, const Tensor& target, c
   check_input(kBinaryCrossEntropyWithLogits, "input", x);
   check_constant(kBinaryCrossEntropyWithLogits, "weight", weight);
   check_constant(kBinaryCrossEntropyWithLogits, "pos_weight", pos_weight);
-  TS_CHECK_SHAPE(x.shape() == target.shape(), kBinaryCrossEntropyWithLogits,
-                 "input and target must have one shape; got ", x, " and ", target);
+  check_one_shape(kBinaryCrossEntropyWithLogits, x, target);
   const Tensor positive = pos_weight.defined() ? in_compute(pos_weight) : pos_weight;
   return pointwise(
       kBinaryCrossEntropyWithLogits, x, target, reduction,

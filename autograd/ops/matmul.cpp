@@ -63,6 +63,8 @@ Tensor matmul_of_matrices(const Tensor& a, const Tensor& b) {
 }  // namespace
 
 Tensor matmul(const Tensor& a, const Tensor& b) {
+  check_defined(kMatmul, "a", a);
+  check_defined(kMatmul, "b", b);
   TS_CHECK_SHAPE(a.dim() >= 1 && b.dim() >= 1, kMatmul,
                  "expects at least one dimension on both sides; got ", a, " and ", b,
                  "; multiply numbers with mul");
@@ -89,6 +91,8 @@ Tensor bmm(const Tensor& a, const Tensor& b) {
 const Op kDot{.name = "dot", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0)}};
 
 Tensor dot(const Tensor& a, const Tensor& b) {
+  check_defined(kDot, "a", a);
+  check_defined(kDot, "b", b);
   TS_CHECK_SHAPE(a.dim() == 1 && b.dim() == 1 && a.size(0) == b.size(0), kDot,
                  "expects two vectors of one length; got ", a, " and ", b);
   return differentiable(
@@ -115,6 +119,8 @@ const Op kLinear{
     .name = "linear", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0), inputs()}};
 
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  check_defined(kLinear, "x", x);
+  check_defined(kLinear, "weight", weight);
   TS_CHECK_SHAPE(weight.dim() == 2, kLinear, "expects a weight of [out, in]; got ", weight);
   TS_CHECK_SHAPE(x.dim() >= 1 && x.size(-1) == weight.size(1), kLinear,
                  "inner dimensions differ: x is ", x, " and weight is ", weight, "; x's last (",
@@ -157,6 +163,9 @@ const Op kAddmm{
 
 Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& beta,
              const Scalar& alpha) {
+  check_defined(kAddmm, "x", x);
+  check_defined(kAddmm, "a", a);
+  check_defined(kAddmm, "b", b);
   TS_CHECK_SHAPE(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0), kAddmm,
                  "expects [M, K] and [K, N]; got ", a, " and ", b);
   TS_CHECK_SHAPE(broadcastable_to(x.shape(), {a.size(0), b.size(1)}), kAddmm, "cannot broadcast ",
@@ -334,6 +343,7 @@ Tensor einsum(std::string_view equation, const TensorList& operands) {
   Labels all;
   int ellipsis_dims = 0;
   for (size_t i = 0; i < terms.size(); ++i) {
+    TS_CHECK(operands[i].defined(), kEinsum, "operand ", i, " is undefined; give it a value first");
     const Labels labels = parse_term(terms[i], operands[i].dim(), equation);
     TS_CHECK_SHAPE(static_cast<int>(labels.size()) == operands[i].dim(), kEinsum, "term '",
                    terms[i], "' names ", labels.size(), " dimensions; its operand is ",

@@ -14,6 +14,7 @@ namespace tessera {
 namespace {
 
 void check_input(const Op& op, const Tensor& x) {
+  check_defined(op, "x", x);
   TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op,
                  "expects f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
 }
@@ -149,6 +150,8 @@ const Op kResidualLayerNorm{.name = "residual_layer_norm",
 ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
                                  const Shape& normalized_shape, const Tensor& weight,
                                  const Tensor& bias, double eps) {
+  check_defined(kResidualLayerNorm, "x", x);
+  check_defined(kResidualLayerNorm, "residual", residual);
   const int64_t columns = check_rows(kResidualLayerNorm, x, normalized_shape, weight, bias);
   TS_CHECK_SHAPE(residual.shape() == x.shape(), kResidualLayerNorm,
                  "x and residual must have one shape; got ", x, " and ", residual);

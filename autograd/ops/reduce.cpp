@@ -15,10 +15,12 @@ namespace tessera {
 namespace {
 
 void check_not_float8(const Op& op, const Tensor& x) {
+  check_defined(op, "the input", x);
   TS_CHECK_DTYPE(!is_float8(x.dtype()), op, "float8 is storage only; got ", x,
                  "; convert with to(dtype)");
 }
 void check_reducible(const Op& op, const Tensor& x) {
+  check_defined(op, "the input", x);
   TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op,
                  "expects f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
 }
@@ -205,15 +207,16 @@ Tensor cumprod(const Tensor& x, int64_t dim) {
       [=](Grads dy, const Saved& s) {
         const Tensor x = s.input(0), y = s.output();
         if (x.dim() == 0 || x.size(wrapped) == 1) return dy[0];
-        const Tensor sums = running_sum(mul(dy[0], y), wrapped, true);
-        if (!has_zero(x)) return div(sums, x);
-        // In front of the first zero as above; at it, the products without it; 0 behind.
+        if (!has_zero(x)) return div(running_sum(mul(dy[0], y), wrapped, true), x);
+        // In front of the first zero as above; at it, the products without it; 0 behind, where the
+        // products are 0, or NaN if an infinity follows.
         const Tensor zero = eq(x, 0), zeros_so_far = cumsum(zero, wrapped);
         const Tensor first = logical_and(zero, eq(zeros_so_far, 1));
         const Tensor without = cumprod(masked_fill(x, first, 1), wrapped);
         const Tensor at_first = running_sum(mul(dy[0], without), wrapped, true);
-        const Tensor in_front = eq(zeros_so_far, 0);
-        const Tensor safe = masked_fill(x, logical_not(in_front), 1);
+        const Tensor in_front = eq(zeros_so_far, 0), behind = logical_not(in_front);
+        const Tensor sums = running_sum(masked_fill(mul(dy[0], y), behind, 0), wrapped, true);
+        const Tensor safe = masked_fill(x, behind, 1);
         return where(in_front, div(sums, safe), where(first, at_first, 0));
       });
 }
@@ -354,22 +357,22 @@ Tensor all(const Tensor& x, const Shape& dims, bool keepdim) {
 namespace {
 
 // dy: with its dimensions back in place, as y. The conventions where |x| or the norm is 0 are
-// torch's: no gradient.
+// torch's: no gradient. It is a function of x / y alone: powers of x or y would overflow and
+// underflow where the norm itself does not.
 Tensor norm_gradient(const Tensor& dy, const Tensor& x, const Tensor& y, double p,
                      const Shape& dims) {
   if (p == 0) return zeros_like(x);
   if (p == 1) return mul(dy, sign(x));
-  if (p == 2) return mul(x, masked_fill(div(dy, y), eq(y, 0), 0));
   if (::std::isinf(p)) {
     const Tensor mask = to(eq(abs(x), y), x.dtype());
     return mul(mul(sign(x), mask), div(dy, sum(mask, dims, true)));
   }
-  const Tensor shares = masked_fill(div(dy, pow(y, p - 1)), eq(y, 0), 0);
-  if (p < 2) {
-    const Tensor slopes = mul(sign(x), pow(abs(x), p - 1));
-    return mul(p < 1 ? masked_fill(slopes, eq(x, 0), 0) : slopes, shares);
-  }
-  return mul(mul(x, pow(abs(x), p - 2)), shares);
+  const Tensor is_zero = eq(y, 0);
+  const Tensor unit = masked_fill(div(x, masked_fill(y, is_zero, 1)), is_zero, 0);
+  if (p == 2) return mul(dy, unit);
+  if (p > 2) return mul(dy, mul(unit, pow(abs(unit), p - 2)));
+  const Tensor slopes = mul(sign(unit), pow(abs(unit), p - 1));
+  return mul(dy, p < 1 ? masked_fill(slopes, eq(unit, 0), 0) : slopes);
 }
 
 }  // namespace

@@ -109,6 +109,7 @@ const Op kWhere{.name = "where", .reads = {inputs(), inputs(0), inputs(0)}, .flo
 namespace {
 
 void check_condition(const Op& op, const Tensor& condition) {
+  check_defined(op, "the condition", condition);
   TS_CHECK_DTYPE(condition.dtype() == kBool || condition.dtype() == kU8, op,
                  "expects a bool condition; got ", condition, "; compare with ne(x, 0)");
 }
@@ -116,6 +117,8 @@ void check_condition(const Op& op, const Tensor& condition) {
 }  // namespace
 
 Tensor where(const Tensor& condition, const Tensor& a, const Tensor& b) {
+  check_defined(kWhere, "a", a);
+  check_defined(kWhere, "b", b);
   check_condition(kWhere, condition);
   broadcast_shapes(broadcast_shapes(condition.shape(), a.shape(), kWhere.name), b.shape(),
                    kWhere.name);
@@ -130,6 +133,7 @@ Tensor where(const Tensor& condition, const Tensor& a, const Tensor& b) {
 }
 
 Tensor where(const Tensor& condition, const Tensor& a, const Scalar& b) {
+  check_defined(kWhere, "a", a);
   check_condition(kWhere, condition);
   broadcast_shapes(condition.shape(), a.shape(), kWhere.name);
   return differentiable(
@@ -141,6 +145,7 @@ Tensor where(const Tensor& condition, const Tensor& a, const Scalar& b) {
 }
 
 Tensor where(const Tensor& condition, const Scalar& a, const Tensor& b) {
+  check_defined(kWhere, "b", b);
   check_condition(kWhere, condition);
   broadcast_shapes(condition.shape(), b.shape(), kWhere.name);
   return differentiable(
@@ -163,6 +168,7 @@ void check_fill_value(const Tensor& x, const Scalar& value) {
 }  // namespace
 
 Tensor masked_fill(const Tensor& x, const Tensor& mask, const Scalar& value) {
+  check_defined(kMaskedFill, "x", x);
   check_condition(kMaskedFill, mask);
   check_fill_value(x, value);
   broadcast_shapes(x.shape(), mask.shape(), kMaskedFill.name);
@@ -177,6 +183,7 @@ Tensor masked_fill(const Tensor& x, const Tensor& mask, const Scalar& value) {
 }
 
 const Tensor& masked_fill_(const Tensor& x, const Tensor& mask, const Scalar& value) {
+  check_defined(kMaskedFill, "x", x);
   check_condition(kMaskedFill, mask);
   check_fill_value(x, value);
   check_fits(kMaskedFill, x, mask);

@@ -23,12 +23,14 @@ Tensor detach(const Tensor& x) { return raw::alias(x); }
 const Op kView{.name = "view", .view = true, .flops_per_element = 0};
 
 Tensor view(const Tensor& x, const Shape& shape) {
+  check_defined(kView, "x", x);
   return differentiable(
       kView, {x}, [=](Inputs in) { return raw::view(in[0], shape); },
       [](Grads dy, const Saved& s) { return reshape(dy[0], s.input_shape(0)); });
 }
 
 Tensor reshape(const Tensor& x, const Shape& shape) {
+  TS_CHECK(x.defined(), "reshape", "x is undefined; give it a value first");
   const Shape target = infer_shape(shape, x.numel(), "reshape");
   return view(raw::can_view(x, target) ? x : contiguous(x), target);
 }
@@ -46,6 +48,7 @@ Tensor flatten(const Tensor& x, int64_t start, int64_t end) {
 const Op kPermute{.name = "permute", .view = true, .flops_per_element = 0};
 
 Tensor permute(const Tensor& x, const Shape& dims) {
+  check_defined(kPermute, "x", x);
   return differentiable(
       kPermute, {x}, [=](Inputs in) { return raw::permute(in[0], dims); },
       [=](Grads dy, const Saved&) {
@@ -59,6 +62,7 @@ Tensor permute(const Tensor& x, const Shape& dims) {
 const Op kTranspose{.name = "transpose", .view = true, .flops_per_element = 0};
 
 Tensor transpose(const Tensor& x, int64_t dim0, int64_t dim1) {
+  check_defined(kTranspose, "x", x);
   return differentiable(
       kTranspose, {x}, [=](Inputs in) { return raw::transpose(in[0], dim0, dim1); },
       [=](Grads dy, const Saved&) { return transpose(dy[0], dim0, dim1); });
@@ -67,6 +71,7 @@ Tensor transpose(const Tensor& x, int64_t dim0, int64_t dim1) {
 const Op kExpand{.name = "expand", .view = true, .flops_per_element = 0};
 
 Tensor expand(const Tensor& x, const Shape& shape) {
+  check_defined(kExpand, "x", x);
   return differentiable(
       kExpand, {x}, [=](Inputs in) { return raw::expand(in[0], shape); },
       [](Grads dy, const Saved&) { return dy[0]; });  // the engine sums it
@@ -75,12 +80,14 @@ Tensor expand(const Tensor& x, const Shape& shape) {
 const Op kSqueeze{.name = "squeeze", .view = true, .flops_per_element = 0};
 
 Tensor squeeze(const Tensor& x) {
+  check_defined(kSqueeze, "x", x);
   return differentiable(
       kSqueeze, {x}, [](Inputs in) { return raw::squeeze_all(in[0]); },
       [](Grads dy, const Saved& s) { return reshape(dy[0], s.input_shape(0)); });
 }
 
 Tensor squeeze(const Tensor& x, int64_t dim) {
+  check_defined(kSqueeze, "x", x);
   return differentiable(
       kSqueeze, {x}, [=](Inputs in) { return raw::squeeze(in[0], dim); },
       [](Grads dy, const Saved& s) { return reshape(dy[0], s.input_shape(0)); });
@@ -89,6 +96,7 @@ Tensor squeeze(const Tensor& x, int64_t dim) {
 const Op kUnsqueeze{.name = "unsqueeze", .view = true, .flops_per_element = 0};
 
 Tensor unsqueeze(const Tensor& x, int64_t dim) {
+  check_defined(kUnsqueeze, "x", x);
   return differentiable(
       kUnsqueeze, {x}, [=](Inputs in) { return raw::unsqueeze(in[0], dim); },
       [](Grads dy, const Saved& s) { return reshape(dy[0], s.input_shape(0)); });
@@ -111,6 +119,7 @@ static Tensor slice_backward(const Tensor& dy, const Shape& shape, int dim, int6
 const Op kNarrow{.name = "narrow", .view = true, .flops_per_element = 0};
 
 Tensor narrow(const Tensor& x, int64_t dim, int64_t start, int64_t length) {
+  check_defined(kNarrow, "x", x);
   return differentiable(
       kNarrow, {x}, [=](Inputs in) { return raw::narrow(in[0], dim, start, length); },
       [=](Grads dy, const Saved& s) {
@@ -123,6 +132,7 @@ Tensor narrow(const Tensor& x, int64_t dim, int64_t start, int64_t length) {
 const Op kSelect{.name = "select", .view = true, .flops_per_element = 0};
 
 Tensor select(const Tensor& x, int64_t dim, int64_t index) {
+  check_defined(kSelect, "x", x);
   return differentiable(
       kSelect, {x}, [=](Inputs in) { return raw::select(in[0], dim, index); },
       [=](Grads dy, const Saved& s) {
@@ -137,6 +147,7 @@ const Op kSlice{.name = "slice", .view = true, .flops_per_element = 0};
 
 Tensor slice(const Tensor& x, int64_t dim, std::optional<int64_t> start, std::optional<int64_t> end,
              int64_t step) {
+  check_defined(kSlice, "x", x);
   return differentiable(
       kSlice, {x}, [=](Inputs in) { return raw::slice(in[0], dim, start, end, step); },
       [=](Grads dy, const Saved& s) {
@@ -161,6 +172,7 @@ static Tensor move_strides(const Tensor& x, const kernels::Geometry& from,
 const Op kAsStrided{.name = "as_strided", .view = true, .flops_per_element = 0};
 
 Tensor as_strided(const Tensor& x, const Shape& shape, const Shape& strides, int64_t offset) {
+  check_defined(kAsStrided, "x", x);
   const kernels::Geometry source{x.shape(), x.strides(), x.offset()};
   return differentiable(
       kAsStrided, {x}, [=](Inputs in) { return raw::as_strided(in[0], shape, strides, offset); },
@@ -191,6 +203,7 @@ TensorList part_gradients(const Grads& dy, const Saved& s) {
 const Op kSplit{.name = "split", .view = true, .flops_per_element = 0};
 
 TensorList split(const Tensor& x, const Shape& sizes, int64_t dim) {
+  check_defined(kSplit, "x", x);
   TS_CHECK_SHAPE(x.dim() > 0, kSplit, "needs at least one dimension; got ", x);
   const int d = wrap_dim(dim, x.dim(), kSplit.name);
   int64_t total = 0;
@@ -216,6 +229,7 @@ TensorList split(const Tensor& x, const Shape& sizes, int64_t dim) {
 }
 
 TensorList split(const Tensor& x, int64_t size, int64_t dim) {
+  check_defined(kSplit, "x", x);
   TS_CHECK_SHAPE(x.dim() > 0, kSplit, "needs at least one dimension; got ", x);
   const int d = wrap_dim(dim, x.dim(), kSplit.name);
   const int64_t total = x.shape()[d];
@@ -253,6 +267,7 @@ TensorList chunk(const Tensor& x, int64_t chunks, int64_t dim) {
 const Op kUnbind{.name = "unbind", .view = true, .flops_per_element = 0};
 
 TensorList unbind(const Tensor& x, int64_t dim) {
+  check_defined(kUnbind, "x", x);
   TS_CHECK_SHAPE(x.dim() > 0, kUnbind, "needs at least one dimension; got ", x);
   const int d = wrap_dim(dim, x.dim(), kUnbind.name);
   return differentiable(
@@ -279,6 +294,7 @@ static TensorList promoted(const TensorList& tensors, std::string_view where) {
 const Op kCat{.name = "cat", .autocast = Autocast::kWidest, .flops_per_element = 0};
 
 Tensor cat(const TensorList& tensors, int64_t dim) {
+  for (const Tensor& tensor : tensors) check_defined(kCat, "one of the tensors", tensor);
   TensorList parts = promoted(tensors, kCat.name);
   // As torch: tensors of shape [0] are left out beside ones of more dimensions.
   const auto is_nothing = [](const Tensor& tensor) {
@@ -316,6 +332,7 @@ Tensor cat(const TensorList& tensors, int64_t dim) {
 const Op kStack{.name = "stack", .autocast = Autocast::kWidest, .flops_per_element = 0};
 
 Tensor stack(const TensorList& tensors, int64_t dim) {
+  for (const Tensor& tensor : tensors) check_defined(kStack, "one of the tensors", tensor);
   const TensorList parts = promoted(tensors, kStack.name);
   const int d = wrap_dim(dim, parts[0].dim() + 1, kStack.name);
   for (const Tensor& part : parts) {
@@ -335,6 +352,7 @@ Tensor stack(const TensorList& tensors, int64_t dim) {
 const Op kRepeat{.name = "repeat", .flops_per_element = 0};
 
 Tensor repeat(const Tensor& x, const Shape& repeats) {
+  check_defined(kRepeat, "x", x);
   const int lead = repeats.size() - x.dim();
   TS_CHECK_SHAPE(lead >= 0, kRepeat, "needs a number for each dimension of ", x, "; got ", repeats);
   // A repeated dimension is two of the result's: the repeats, and x's.
@@ -402,6 +420,7 @@ Tensor repeat_interleave(const Tensor& x, const Tensor& repeats, std::optional<i
 const Op kFlip{.name = "flip", .flops_per_element = 0};
 
 Tensor flip(const Tensor& x, const Shape& dims) {
+  check_defined(kFlip, "x", x);
   const Shape wrapped = dims.empty() ? Shape() : wrap_dims(dims, x.dim(), kFlip.name);
   return differentiable(
       kFlip, {x},
@@ -420,6 +439,7 @@ Tensor flip(const Tensor& x, const Shape& dims) {
 const Op kRoll{.name = "roll", .flops_per_element = 0};
 
 Tensor roll(const Tensor& x, const Shape& shifts, const Shape& dims) {
+  check_defined(kRoll, "x", x);
   if (dims.empty()) {
     TS_CHECK_SHAPE(shifts.size() == 1, kRoll, "needs one shift where no dims are given; got ",
                    shifts);
@@ -505,6 +525,7 @@ static Tensor pad_by_maps(const Tensor& x, const std::shared_ptr<const Maps>& ma
 }
 
 Tensor pad(const Tensor& x, const Shape& sizes, Pad mode, double value) {
+  check_defined(kPad, "x", x);
   TS_CHECK_SHAPE(sizes.size() % 2 == 0 && sizes.size() / 2 <= x.dim(), kPad,
                  "sizes come in pairs (left, right), at most one for each dimension; got ", sizes,
                  " for ", x);

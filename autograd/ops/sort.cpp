@@ -15,6 +15,7 @@ Tensor unsort(const Tensor& dy, int dim, const Tensor& indices, const Shape& sha
 const Op kSort{.name = "sort", .reads_outputs = outputs(1)};
 
 ValuesIndices sort(const Tensor& x, int64_t dim, bool descending) {
+  check_defined(kSort, "x", x);
   const int d = wrap_dim(dim, x.dim(), kSort.name);
   const TensorList result = differentiable(
       kSort, {x},
@@ -29,6 +30,7 @@ ValuesIndices sort(const Tensor& x, int64_t dim, bool descending) {
 const Op kArgsort{.name = "argsort"};
 
 Tensor argsort(const Tensor& x, int64_t dim, bool descending) {
+  check_defined(kArgsort, "x", x);
   const int d = wrap_dim(dim, x.dim(), kArgsort.name);
   return not_differentiable(kArgsort, {x},
                             [=](Inputs in) { return kernels::sort(in[0], d, descending).indices; });
@@ -37,6 +39,7 @@ Tensor argsort(const Tensor& x, int64_t dim, bool descending) {
 const Op kTopk{.name = "topk", .reads_outputs = outputs(1)};
 
 ValuesIndices topk(const Tensor& x, int64_t k, int64_t dim, bool largest) {
+  check_defined(kTopk, "x", x);
   const int d = wrap_dim(dim, x.dim(), kTopk.name);
   const int64_t size = x.dim() == 0 ? 1 : x.shape()[d];
   TS_CHECK(k >= 0 && k <= size, kTopk, "k must be in [0, ", size, "], the size of dimension ", d,

@@ -52,7 +52,7 @@ __global__ void rstd_kernel(const void* variance, DType dtype, C* result, int64_
   if (i >= n) return;
   with_any_dtype(dtype, [&]<class T>() {
     const auto value = load<double>(static_cast<const T*>(variance)[i]);
-    result[i] = static_cast<C>(1 / ::sqrt(value + eps));
+    result[i] = static_cast<C>(1 / ::sqrt(value + eps) + (value - value));  // see norm.h
   });
 }
 

@@ -94,7 +94,9 @@ __global__ void __launch_bounds__(kRegisterBlock<gpu::kWarp>)
     }
   });
   squares = gpu::warp_reduce(squares, gpu::Plus{});
-  const A rstd = static_cast<A>(1 / ::sqrt(squares / static_cast<double>(p.C) + p.eps));
+  const double variance = squares / static_cast<double>(p.C);
+  const double overflowed = p.mean != nullptr ? variance - variance : 0;  // NaN, see norm.h
+  const A rstd = static_cast<A>(1 / ::sqrt(variance + p.eps) + overflowed);
   if (threadIdx.x % gpu::kWarp == 0) {
     if (p.mean != nullptr) p.mean[row] = mean;
     p.rstd[row] = rstd;
@@ -240,7 +242,9 @@ __global__ void __launch_bounds__(1024) row_norm_kernel(const NormForward<T> p, 
     }
   });
   squares = gpu::block_reduce(squares, gpu::Plus{}, 0.0, slot);
-  const A rstd = static_cast<A>(1 / ::sqrt(squares / static_cast<double>(C) + p.eps));
+  const double variance = squares / static_cast<double>(C);
+  const double overflowed = p.mean != nullptr ? variance - variance : 0;  // NaN, see norm.h
+  const A rstd = static_cast<A>(1 / ::sqrt(variance + p.eps) + overflowed);
   if (threadIdx.x == 0) {
     if (p.mean != nullptr) p.mean[row] = mean;
     p.rstd[row] = rstd;

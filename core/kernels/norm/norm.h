@@ -5,6 +5,10 @@
 // gradients of weight and bias in theirs. A row is read from memory once, forward and backward.
 // Column sums (weight and bias gradients) are partials of blocks of kNormRows rows, combined in
 // their order: the same bits for any thread count. Meta tensors give meta results.
+//
+// Of a variance that overflowed, rstd is NaN and with it the result, as in torch: 0 would make a
+// row its bias, and nothing would show that a run diverged. (Of a mean square, in rms_norm, it is
+// 0, as torch's.)
 #pragma once
 
 #include <optional>

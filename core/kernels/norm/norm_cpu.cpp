@@ -207,7 +207,8 @@ Tensor rstd_of(const Tensor& variance, double eps) {
   const std::vector<double> values = variance.to_vector<double>();
   with_compute(compute, [&]<class C>() {
     for (size_t i = 0; i < values.size(); ++i) {
-      result.data_as<C>()[i] = static_cast<C>(1 / std::sqrt(values[i] + eps));
+      const double overflowed = values[i] - values[i];  // NaN, see norm.h
+      result.data_as<C>()[i] = static_cast<C>(1 / std::sqrt(values[i] + eps) + overflowed);
     }
   });
   return result;

@@ -84,7 +84,9 @@ TS_HD void row_norm(const RowNormBlock& b) {
     for_pieces<C>(x, n, static_cast<C*>(buffer), staged,
                   [&](int64_t, const C* piece, int64_t count)
                       TS_LANES { squares += sum_of_squares(piece, count, mean); });
-    const C rstd = static_cast<C>(1 / __builtin_sqrt(squares / static_cast<double>(n) + b.eps));
+    const double variance = squares / static_cast<double>(n);
+    const double overflowed = mean_out != nullptr ? variance - variance : 0;  // NaN, see norm.h
+    const C rstd = static_cast<C>(1 / __builtin_sqrt(variance + b.eps) + overflowed);
     rstd_out[r] = rstd;
     for_pieces<C>(x, n, static_cast<C*>(buffer), staged,
                   [&](int64_t first, const C* piece, int64_t length) TS_LANES {
