@@ -277,6 +277,9 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
       std::ranges::all_of(own, [](const auto& record) { return record->window.is_whole(); });
   const double seed_value = state.seed_of(loss, weight, own, undivided);
 
+  const data::LoaderBase* const loader = state.loader_plan->active();
+  const data::LoaderCursor batch =
+      loader == nullptr ? data::LoaderCursor{-1, -1} : loader->cursor();
   struct Expected {
     ModelRecord* record;
     int64_t reductions;
@@ -294,7 +297,9 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
       record->replica->set_plan({.micro_index = is_own ? window.index() : 0,
                                  .is_last = !is_own || window.is_boundary(),
                                  .sync_gradients = sync,
-                                 .weight = is_own ? window.weight() : weight});
+                                 .weight = is_own ? window.weight() : weight,
+                                 .epoch = batch.epoch,
+                                 .position = batch.position});
       reducing.push_back({record.get(), record->replica->engine().reductions()});
     }
     record->kept.forget_cleared();

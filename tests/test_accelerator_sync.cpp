@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 #include <tessera/accelerate/local_sgd.h>
 #include <tessera/core/error.h>
@@ -44,6 +45,38 @@ Values gradient_over(const Line& line, const std::vector<std::pair<int64_t, int6
 std::pair<int64_t, int64_t> share(int turn, int rank, int ranks) {
   const int64_t begin = (turn * ranks + rank) * 16;
   return {begin, begin + 16};
+}
+
+// ---- Batches that ranks leave out
+// ----------------------------------------------------------------
+
+// At the next step, not when one rank's epoch ends before the others'.
+TEST(Batches, ARankThatLeavesOneOutIsAnErrorAtThatStep) {
+  distributed::compared_ranks(3, [&](int rank) {
+    const Line line(96);
+    Accelerator accelerator;
+    Regression model;
+    optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+    data::DataLoader loader(line, {.batch_size = 4});
+    accelerator.prepare(model, optimizer, loader);
+    int steps = 0;
+    bool left_out = false;
+    std::string message;
+    try {
+      for (auto& batch : loader) {
+        if (rank == 1 && steps == 2 && !std::exchange(left_out, true)) continue;
+        const auto micro = accelerator.accumulate(model);
+        accelerator.backward(loss_of(model, batch));
+        optimizer.step();
+        optimizer.zero_grad();
+        ++steps;
+      }
+    } catch (const DistributedError& error) {
+      message = error.what();
+    }
+    EXPECT_EQ(steps, 2);
+    EXPECT_NE(message.find("0:36, 0:48, 0:36"), std::string::npos) << message;
+  });
 }
 
 // ---- no_sync -----------------------------------------------------------------------------------

@@ -5,10 +5,13 @@
 #include <cstring>
 #include <utility>
 
+#include <nlohmann/json.hpp>
+
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {
 namespace {
@@ -247,10 +250,39 @@ void ParamGroupEngine::launch(ParamGroup& group) {
 // Travels while the first gradients are computed.
 void ParamGroupEngine::begin_weight() {
   const FirstStepTimeout timeout(reductions_);
-  weight_ = raw::empty({1}, kF64);
-  weight_.data_as<double>()[0] = shadow_ ? 0 : plan.weight;
+  weight_ = raw::zeros({4}, kF64);
+  if (!shadow_) {
+    double* const sums = weight_.data_as<double>();
+    sums[0] = plan.weight;
+    // 20 bits, so that the sum of squares is exact for 8192 ranks.
+    const int64_t place = (plan.epoch * 1'000'003 + plan.position) & 0xFFFFF;
+    if (plan.position >= 0) {
+      sums[1] = 1;
+      sums[2] = static_cast<double>(place);
+      sums[3] = static_cast<double>(place * place);
+    }
+  }
   weight_work_ = ranks_->all_reduce(weight_, ReduceOp::kSum,
                                     {.channel = Channel::kControl, .tag = "window_weight"});
+}
+
+// Equal numbers have no variance. What is found here, all ranks find.
+void ParamGroupEngine::check_batches() {
+  const double* const sums = weight_.data_as<double>();
+  if (sums[1] * sums[3] == sums[2] * sums[2]) return;
+  std::string places;
+  using Json = nlohmann::json;
+  const Json own = shadow_ || plan.position < 0 ? Json() : Json({plan.epoch, plan.position});
+  for (const Json& place : all_gather_objects(*ranks_, own, {.channel = Channel::kControl})) {
+    places += (places.empty() ? "" : ", ") +
+              (place.is_null() ? "none" : place[0].dump() + ":" + place[1].dump());
+  }
+  TS_THROW(DistributedError, "backward",
+           "the ranks train on different batches of their loader, by rank (epoch:position after "
+           "the batch) ",
+           places,
+           "; a rank has left one out or taken one more: let every rank open its window and call "
+           "backward for every batch, with weight 0 where one is not to count");
 }
 
 double ParamGroupEngine::divisor() {
@@ -264,7 +296,10 @@ double ParamGroupEngine::divisor() {
       return static_cast<double>(ranks) * static_cast<double>(plan.micro_index + 1);
     case GradientAverage::kWeight:
       // A group of one rank has no work to wait for.
-      if (weight_work_.valid()) std::exchange(weight_work_, {}).wait();
+      if (weight_work_.valid()) {
+        std::exchange(weight_work_, {}).wait();
+        check_batches();
+      }
       window_weight_ = weight_.data_as<double>()[0];
       // Nothing weighs anything: the sum is zeros.
       return window_weight_ == 0 ? 1 : window_weight_;

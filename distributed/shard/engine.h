@@ -134,6 +134,7 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   void finish_reduction();
   void check_cleared();
   void begin_weight();
+  void check_batches();
   double divisor();
   int contributors() const { return active_ranks > 0 ? active_ranks : ranks_->size(); }
   void make_groups(const std::vector<size_t>& order);
@@ -160,7 +161,9 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   size_t next_launch_ = 0;
   int64_t began_ = 0;  // nanoseconds
   BackwardRecord record_;
-  Tensor weight_;  // kWeight: f64 [1], under way until weight_work_ has been waited for
+  // kWeight: f64 [4], under way until weight_work_ has been waited for. Sums over the ranks of the
+  // weight, of those that know their batch (1), of its place and of the place's square.
+  Tensor weight_;
   Work weight_work_;
   bool weight_begun_ = false;  // before the backward: keep_gradients()
   double window_weight_ = 0;

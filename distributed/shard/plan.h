@@ -12,6 +12,9 @@ struct StepPlan {
   // With GradientAverage::kWeight, in a backward that synchronises: what this rank's micro-batches
   // of the step weigh together, in units of the nominal weight that their losses were divided by.
   double weight = 1;
+  // Which batch it was computed from, where the ranks deal the batches of a loader: they come
+  // to the same ones in turn, which the reduction of the weights compares. -1: not known.
+  int64_t epoch = -1, position = -1;
   // Sharded modes with a replicated axis in front: reduce along that axis, too.
   bool all_reduce = true;
   // Sharded parameters: free them after their backward.
