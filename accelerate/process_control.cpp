@@ -143,7 +143,9 @@ ProcessControl::ProcessControl(const ChooseDevice& device) : processes_(join_pro
 
 ProcessControl::~ProcessControl() = default;
 
-void ProcessControl::wait_for_everyone() const { world_->barrier(); }
+void ProcessControl::wait_for_everyone(const std::source_location& where) const {
+  world_->barrier({.where = where});
+}
 
 // Two rounds: the first rank tells how its body ended, then all do.
 void ProcessControl::run_first(Group& ranks, const std::function<void()>& body) {

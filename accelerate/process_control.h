@@ -17,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <source_location>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -121,7 +122,8 @@ class ProcessControl {
   bool is_local_main_process() const { return local_rank_ == 0; }
   bool is_last_process() const { return rank_ == ranks_ - 1; }
 
-  void wait_for_everyone() const;  // collective
+  // Collective. Messages of ranks that do not come name the caller's line.
+  void wait_for_everyone(const std::source_location& where = std::source_location::current()) const;
 
   // The body runs on the main rank first, then on the others at once. Collective; the local form
   // over the ranks of this node alone, so nodes may call it at different times or not at all.

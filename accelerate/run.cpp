@@ -56,11 +56,20 @@ class ProcessesScope {
   ProcessesScope& operator=(const ProcessesScope&) = delete;
 };
 
+// Another rank's failure, which its own rank and the launcher tell in full, is but named.
+std::string without_other_causes(std::string message, const distributed::Job& job) {
+  const distributed::RankFailure* const failure = job.failure();
+  if (failure == nullptr || !job.info().under_tessera || failure->rank < 0) return message;
+  const std::string words = failure->describe();
+  const size_t at = message.find(words);
+  if (at == message.npos) return message;
+  return message.replace(at, words.size(), "rank " + std::to_string(failure->rank) + " failed");
+}
+
 void report(const char* message) {
-  std::fprintf(stderr, "%s\n", message);
-  if (const auto job = distributed::current_job()) {
-    job->publish(distributed::FailureKind::kError, message);
-  }
+  const auto job = distributed::current_job();
+  std::fprintf(stderr, "%s\n", job ? without_other_causes(message, *job).c_str() : message);
+  if (job) job->publish(distributed::FailureKind::kError, message);
 }
 
 }  // namespace

@@ -298,6 +298,27 @@ std::string say_for_caller(Logger& log, std::source_location where) {
   return std::to_string(where.line());
 }
 
+// Of the program, not of the library.
+TEST(ProcessControl, AWaitThatOthersDoNotShareIsNamedByTheCallersLine) {
+  std::mutex mutex;
+  std::string message;
+  distributed::failing_ranks("one rank waits, the other reduces", 2, [&](int rank) {
+    const ProcessControl ranks;
+    try {
+      if (rank == 0) {
+        ranks.wait_for_everyone();
+      } else {
+        distributed::all_reduce(zeros({1}));
+      }
+    } catch (const DistributedError& error) {
+      const std::lock_guard lock(mutex);
+      message = error.what();
+    }
+  });
+  EXPECT_EQ(message.find("process_control.cpp"), std::string::npos) << message;
+  EXPECT_NE(message.find("test_accelerator_processes.cpp"), std::string::npos) << message;
+}
+
 // LOG-1
 TEST(Logger, LinesNameTheCallerAndARankWhereSeveralSpeak) {
   std::mutex mutex;

@@ -177,6 +177,58 @@ INSTANTIATE_TEST_SUITE_P(Ranks, Launched,
                          ::testing::Values(Case{"none", "none", 0, 2}, Case{"none", "none", 0, 4}),
                          [](const auto& info) { return "Of" + std::to_string(info.param.ranks); });
 
+FinishedProcess launch_faulty(std::vector<std::string> flags, const char* phase,
+                              const char* action) {
+  std::vector<std::string> command = {TESSERA_COMMAND, "launch", "-n",      "2",
+                                      "--threads",     "1",      "--grace", "1"};
+  command.insert(command.end(), flags.begin(), flags.end());
+  for (const char* word :
+       {TESSERA_RANK_PROGRAM, "--rank", "1", "--phase", phase, "--action", action}) {
+    command.push_back(word);
+  }
+  return run_process(command);
+}
+
+size_t times_in(const std::string& text, const std::string& part) {
+  size_t times = 0;
+  for (size_t at = text.find(part); at != text.npos; at = text.find(part, at + 1)) ++times;
+  return times;
+}
+
+// By the rank that has it and as the first cause; the other ranks name the rank alone.
+TEST(Reports, AnErrorIsToldTwiceAndMpisOwnLinesNever) {
+  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  const FinishedProcess thrown = launch_faulty({}, "between", "throw");
+  EXPECT_EQ(times_in(thrown.error, "told to throw"), 2U) << thrown;
+  EXPECT_TRUE(thrown.complained("rank 1 failed")) << thrown;
+  const FinishedProcess killed = launch_faulty({}, "between", "kill");
+  EXPECT_EQ(times_in(killed.error, "was killed by signal 9"), 2U) << killed;
+  for (const FinishedProcess* job : {&thrown, &killed}) {
+    EXPECT_FALSE(job->complained("PMIX ERROR")) << *job;
+  }
+}
+
+// Long before its timeout, with the last call of every rank.
+TEST(Reports, ARankThatWaitsIsToldWithThePositionsOfAll) {
+  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  const FinishedProcess job =
+      launch_faulty({"--wait-warning", "0.5", "--collective-timeout", "4"}, "between", "hang");
+  EXPECT_TRUE(job.complained("warning: rank 0 waits for other ranks for")) << job;
+  EXPECT_TRUE(job.complained("s in all_reduce #2 (sum, f32[1]) of 'world' (rank_program.cpp:"))
+      << job;
+  EXPECT_TRUE(job.complained("rank 1: ")) << job;
+  EXPECT_TRUE(job.complained("user barrier #1")) << job;  // where rank 1 is
+  EXPECT_EQ(times_in(job.error, "warning:"), 1U) << job;
+}
+
+TEST(Reports, TheJobsTimeoutSaysWhereRanksWere) {
+  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  const FinishedProcess job = launch_faulty({"--job-timeout", "6"}, "between", "hang");
+  EXPECT_EQ(job.code(), 124) << job;
+  EXPECT_TRUE(job.complained("rank 0: ") && job.complained("user all_reduce #2")) << job;
+  EXPECT_TRUE(job.complained("rank 1: ") && job.complained("user barrier #1")) << job;
+}
+
 // Of two ranks one is told another size of the world.
 TEST(WrongWorld, TheRankThatSeesItRaisesAndTheOthersAreInformed) {
   if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";

@@ -158,6 +158,107 @@ TEST(Launcher, SignalsReachTheRanks) {
                                    "[0] saved and stopped", "[1] saved and stopped"}));
 }
 
+// Whether the process whose number is in the file is gone; a zombie that nobody reaped counts.
+bool is_gone(const std::string& number) {
+  std::ifstream status("/proc/" + std::to_string(std::stoi(number)) + "/stat");
+  std::string text;
+  std::getline(status, text);
+  return text.empty() || text.find(") Z ") != std::string::npos;
+}
+
+// The longest time that a test's ranks are given and do not take.
+const char* const kHours = "9999";
+
+TEST(Launcher, ASecondSignalKillsAtOnce) {
+  SKIP_WITHOUT_MPI();
+  for (const int signal : {SIGINT, SIGTERM}) {
+    int sent = 0;
+    const FinishedProcess job = launch_script(
+        {"-n", "2", "--grace", kHours},
+        "trap 'echo asked' INT TERM; echo ready; while true; do sleep 0.02; done", {},
+        [&](pid_t pid, const std::string& output) {
+          const size_t asked =
+              lines_of(output).count("[0] asked") + lines_of(output).count("[1] asked");
+          const size_t ready =
+              lines_of(output).count("[0] ready") + lines_of(output).count("[1] ready");
+          if ((sent == 0 && ready == 2) || (sent == 1 && asked == 2)) {
+            ++sent;
+            ::kill(pid, signal);
+          }
+        });
+    EXPECT_EQ(sent, 2);
+    EXPECT_NE(job.code(), 0) << job;
+  }
+}
+
+TEST(Launcher, CtrlCLeavesNoProcessAndNoFileBehind) {
+  SKIP_WITHOUT_MPI();
+  TestFolder folder, temporary;
+  bool sent = false;
+  // A background job of a shell ignores SIGINT: it outlives its rank.
+  const FinishedProcess job =
+      launch_script({"-n", "2", "--grace", kHours},
+                    "sleep " + std::string(kHours) + " & echo $! > " + folder.path("child") +
+                        "$TESSERA_RANK; echo ready; wait",
+                    {{"TMPDIR", temporary.path("")}}, [&](pid_t pid, const std::string& output) {
+                      if (sent || lines_of(output).size() < 2) return;
+                      sent = true;
+                      ::kill(pid, SIGINT);
+                    });
+  EXPECT_TRUE(sent);
+  EXPECT_EQ(job.code(), 130) << job;
+  EXPECT_TRUE(job.complained("ended by the signal")) << job;
+  EXPECT_FALSE(job.complained("was killed by")) << job;
+  for (const char* name : {"child0", "child1"}) EXPECT_TRUE(is_gone(folder.read(name))) << name;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(temporary.path(""))) {
+    EXPECT_TRUE(entry.is_directory()) << entry.path();
+  }
+}
+
+// What waits for its start is not to be waited for.
+TEST(Launcher, CtrlCBeforeTheRanksHaveStartedEndsTheStart) {
+  SKIP_WITHOUT_MPI();
+  TestFolder folder, temporary;
+  const std::string hosts = folder.write("hosts", "nodea slots=1\n");
+  const std::string agent =
+      folder.write("agent",
+                   "#!/bin/sh\ncase \"$*\" in *true) exit 0;; esac\necho $$ > " +
+                       folder.path("waits.new") + "; mv " + folder.path("waits.new") + " " +
+                       folder.path("waits") + "; exec sleep " + kHours + "\n",
+                   true);
+  bool sent = false;
+  const FinishedProcess job =
+      run_process({kCommand, "launch", "--hostfile", hosts, "--remote-agent", agent, "--grace",
+                   kHours, "--start-timeout", kHours, "true"},
+                  {{"TMPDIR", temporary.path("")}}, [&](pid_t pid, const std::string&) {
+                    if (sent || !std::filesystem::exists(folder.path("waits"))) return;
+                    sent = true;
+                    ::kill(pid, SIGINT);
+                  });
+  EXPECT_TRUE(sent);
+  EXPECT_EQ(job.code(), 130) << job;
+  EXPECT_TRUE(job.complained("the job does not start")) << job;
+  EXPECT_TRUE(is_gone(folder.read("waits")));
+  for (const auto& entry : std::filesystem::directory_iterator(temporary.path(""))) {
+    EXPECT_EQ(entry.path().filename().string().find("tessera-hosts"), std::string::npos);
+  }
+}
+
+TEST(Launcher, ARankHasItsGraceWhenTheLauncherIsKilled) {
+  TestFolder folder;
+  bool killed = false;
+  launch_script({"--grace", kHours},
+                "trap 'sleep 0.3; echo saved > " + folder.path("saved") +
+                    "; exit 0' TERM; echo ready; while true; do sleep 0.02; done",
+                {}, [&](pid_t pid, const std::string& output) {
+                  if (killed || output.empty()) return;
+                  killed = true;
+                  ::kill(pid, SIGKILL);
+                });
+  EXPECT_TRUE(killed);
+  EXPECT_EQ(folder.read("saved"), "saved\n");
+}
+
 TEST(Launcher, RanksEndWhenTheLauncherIsKilled) {
   SKIP_WITHOUT_MPI();
   TestFolder folder;

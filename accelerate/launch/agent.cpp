@@ -78,6 +78,8 @@ class RankProcess {
         drained = Clock::now() + kDrainTime;
       }
     }
+    // What a failed rank started is not left behind: in its group, and without a parent.
+    if (!status.success()) signal_group(SIGKILL);
     output_.close();
     error_.close();
     return status;

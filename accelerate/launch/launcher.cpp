@@ -6,7 +6,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <random>
+#include <sstream>
 #include <thread>
 
 #include <arpa/inet.h>
@@ -15,12 +18,14 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <tessera/accelerate/launch/process.h>
 #include <tessera/core/error.h>
+#include <tessera/distributed/transport/watchdog.h>
 
 namespace tessera::launch {
 namespace {
@@ -119,6 +124,16 @@ std::string store_host(const LaunchOptions& options, Manager manager) {
   return address;
 }
 
+// The signal that waits to end this launcher; 0: none.
+int pending_stop() {
+  sigset_t pending;
+  ::sigpending(&pending);
+  for (const int number : {SIGINT, SIGTERM, SIGHUP}) {
+    if (::sigismember(&pending, number) == 1) return number;
+  }
+  return 0;
+}
+
 // Hosts that do not run a command through the remote agent within kReachTime.
 std::vector<std::string> unreachable_hosts(const LaunchOptions& options,
                                            const Environment& environment) {
@@ -139,7 +154,8 @@ std::vector<std::string> unreachable_hosts(const LaunchOptions& options,
   for (const auto& [name, pid] : attempts) {
     int status = 0;
     pid_t done = 0;
-    while ((done = ::waitpid(pid, &status, WNOHANG)) == 0 && Clock::now() < deadline) {
+    while ((done = ::waitpid(pid, &status, WNOHANG)) == 0 && Clock::now() < deadline &&
+           pending_stop() == 0) {
       std::this_thread::sleep_for(Milliseconds(2));
     }
     if (done == 0) {
@@ -184,6 +200,66 @@ class SignalThread {
   std::thread thread_;
 };
 
+// The process manager's stderr, and through it the ranks', without what Open MPI 4's PMIx says of
+// its own whenever a rank ends without MPI: that it could not tell the ranks which are gone.
+class ErrorRelay {
+ public:
+  explicit ErrorRelay(FileDescriptor source)
+      : lines_(std::move(source), STDERR_FILENO, "", is_noise),
+        stop_(::eventfd(0, EFD_CLOEXEC)),
+        thread_([this] { run(); }) {}
+  // What was written before the manager's end is written on; its orphans may hold the pipe open.
+  ~ErrorRelay() {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t size = ::write(stop_.get(), &one, sizeof one);
+    thread_.join();
+    lines_.pump();
+    lines_.close();
+  }
+
+ private:
+  static bool is_noise(std::string_view line) {
+    return line.find("PMIX ERROR: BAD-PARAM in file") != line.npos &&
+           line.find("pmix_event_notification.c") != line.npos;
+  }
+  void run() {
+    while (lines_.open()) {
+      pollfd entries[2] = {{lines_.descriptor(), POLLIN, 0}, {stop_.get(), POLLIN, 0}};
+      ::poll(entries, 2, -1);
+      if (entries[0].revents != 0) lines_.pump();
+      if (entries[1].revents != 0) return;
+    }
+  }
+
+  LinePrefixer lines_;
+  FileDescriptor stop_;
+  std::thread thread_;
+};
+
+// Kills what the process manager left when it ended: as its reaper this process has become the
+// parent. One that is killed may leave children of its own.
+void kill_orphans() {
+  const std::string own = std::to_string(::getpid());
+  for (bool found = true; found;) {
+    found = false;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+      const pid_t pid = std::atoi(entry.path().filename().c_str());
+      if (pid <= 0) continue;
+      std::ifstream file(entry.path() / "stat");
+      std::string stat;
+      std::getline(file, stat);
+      // pid (name) state parent ...; a name may have spaces and brackets.
+      std::istringstream rest(stat.substr(std::min(stat.rfind(')') + 1, stat.size())));
+      std::string state, parent;
+      rest >> state >> parent;
+      if (parent != own) continue;
+      found = true;
+      ::kill(pid, SIGKILL);
+      ::waitpid(pid, nullptr, 0);
+    }
+  }
+}
+
 struct TemporaryFile {
   std::string path;
   TemporaryFile() = default;
@@ -227,7 +303,10 @@ class Attempt {
   void take_ready(int rank, const std::string& text);
   void take_signal(int number);
   void tell_news();
+  bool is_news(const RankFailure& failure) const;
   void check_deadlines();
+  void take_wait(int rank, const std::string& text);
+  void say_positions();
   void command(int signal);
   void kill_job();
   void end_manager();
@@ -247,12 +326,15 @@ class Attempt {
   std::unique_ptr<TcpStoreServer> server_;
   TemporaryFile host_file_;
   Child manager_;
+  std::optional<ErrorRelay> errors_;
   std::optional<ExitStatus> manager_status_;
   Milliseconds manager_end_{0};
   std::optional<Milliseconds> kill_at_;  // after a failure or an interruption
   std::optional<Milliseconds> killed_at_;
+  std::optional<Milliseconds> waited_at_;  // the last report of a rank that waits
   int commands_ = 0;
   bool interrupted_ = false;
+  int interruption_ = 0;       // the signal
   bool refused_ = false;       // it cannot start
   bool manager_lost_ = false;  // mpirun ended without its agents' reports
   bool timed_out_ = false;
@@ -271,6 +353,7 @@ void Attempt::start_manager() {
       {"TESSERA_COLLECTIVE_TIMEOUT", seconds(options_.collective_timeout)},
       {"TESSERA_INIT_TIMEOUT", seconds(options_.init_timeout)},
       {"TESSERA_GRACE", seconds(options_.grace)},
+      {"TESSERA_WAIT_WARNING", seconds(options_.wait_warning)},
   };
   if (options_.first_step_timeout) {
     job["TESSERA_FIRST_STEP_TIMEOUT"] = seconds(*options_.first_step_timeout);
@@ -288,8 +371,11 @@ void Attempt::start_manager() {
   const ManagerCommand command =
       manager_command(manager, options_, machine_, ranks_, host_file_.path, environment_, job);
   // Its output is the ranks', and its input rank 0's.
-  manager_ = spawn(
-      {.command = command.command, .environment = command.environment, .death_signal = SIGTERM});
+  manager_ = spawn({.command = command.command,
+                    .environment = command.environment,
+                    .capture_error = manager == Manager::kMpirun,
+                    .death_signal = SIGTERM});
+  if (manager_.error) errors_.emplace(std::move(manager_.error));
 }
 
 void Attempt::command(int signal) {
@@ -332,6 +418,12 @@ void Attempt::take_signal(int number) {
       return;
     }
     interrupted_ = true;
+    interruption_ = number;
+    if (ready_ < facts_.size()) {  // no rank has begun
+      say(std::string(::strsignal(number)) + ": the job does not start");
+      refused_ = true;
+      return;
+    }
     if (!kill_at_) kill_at_ = now() + options_.grace;
     say(std::string(::strsignal(number)) + ": passed on to the ranks, which are killed after " +
         seconds(options_.grace) + " s");
@@ -350,14 +442,18 @@ void Attempt::take(const StoreEntry& entry) {
     return;
   }
   if (rank < 0 || rank >= ranks_) return;
-  if (part == "ready") {
+  if (part == "waiting") {
+    take_wait(rank, entry.value);
+  } else if (part == "ready") {
     take_ready(rank, entry.value);
   } else if (part == "joined") {
     record_.joined(rank, now());
   } else if (part == "left") {
     record_.left(rank);
   } else if (part == "failure") {
-    record_.failed(RankFailure::from_text(entry.value), now());
+    RankFailure failure = RankFailure::from_text(entry.value);
+    failure.rank = rank;  // whose key it is
+    record_.failed(failure, now());
   } else if (part == "exit") {
     record_.exited(rank, ExitReport::from_text(entry.value), now());
   } else if (part == "agent") {
@@ -376,14 +472,45 @@ void Attempt::take(const StoreEntry& entry) {
   }
 }
 
+// Once for the many ranks that wait for the same one.
+void Attempt::take_wait(int rank, const std::string& text) {
+  if (killed_at_ || (waited_at_ && now() < *waited_at_ + options_.wait_warning)) return;
+  waited_at_ = now();
+  say("warning: rank " + std::to_string(rank) + " waits for other ranks for " + text +
+      "; the job goes on until --collective-timeout");
+  say_positions();
+}
+
+// The last call of each rank that is in the job, on each of its channels: see watchdog.h.
+void Attempt::say_positions() {
+  std::vector<int> joined;
+  for (const int rank : record_.running()) {
+    if (server_->store()->get("job/joined/" + std::to_string(rank))) joined.push_back(rank);
+  }
+  const auto positions =
+      distributed::ask_all_positions(*server_->store(), joined, Milliseconds(1000));
+  for (size_t i = 0; i < joined.size(); ++i) {
+    say("  rank " + std::to_string(joined[i]) + ": " +
+        positions[i].value_or("does not answer: stopped, or not in its ProcessGroup"));
+  }
+}
+
 // Ranks hear of failures that the launcher found; the user of all first hand.
 void Attempt::tell_news() {
   for (const RankFailure& failure : record_.take_news()) {
     server_->store()->compare_set("job/failure/" + std::to_string(failure.rank), std::nullopt,
                                   failure.to_text());
-    if (!killed_at_ && failure.kind != FailureKind::kConsequence) say(failure.describe());
+    if (is_news(failure)) say(failure.describe());
     if (!kill_at_) kill_at_ = now() + options_.grace;
   }
+}
+
+// A rank that has thrown has said so itself, and who was asked to end and did has done as told.
+bool Attempt::is_news(const RankFailure& failure) const {
+  const bool as_told =
+      interrupted_ && failure.kind == FailureKind::kSignal && failure.code == 128 + interruption_;
+  return !killed_at_ && !as_told && failure.kind != FailureKind::kConsequence &&
+         failure.kind != FailureKind::kError;
 }
 
 void Attempt::kill_job() {
@@ -409,6 +536,7 @@ void Attempt::check_deadlines() {
   if (options_.job_timeout && time >= *options_.job_timeout && !killed_at_) {
     say("the job did not end within " + seconds(*options_.job_timeout) + " s (--job-timeout); " +
         list(record_.running()) + " killed");
+    if (ready_ == facts_.size()) say_positions();
     timed_out_ = true;
     kill_job();
   }
@@ -438,11 +566,8 @@ Milliseconds Attempt::next_deadline() const {
 
 // Waits for mpirun; what does not end by itself is killed.
 void Attempt::end_manager() {
-  if (refused_) {
-    server_->store()->set("job/go", kStop);
-  } else if (!record_.all_exited()) {
-    ::kill(manager_.pid, SIGTERM);
-  }
+  if (refused_) server_->store()->set("job/go", kStop);
+  if (refused_ ? interrupted_ : !record_.all_exited()) ::kill(manager_.pid, SIGTERM);
   const Clock::time_point deadline = Clock::now() + kEndTime;
   int status = 0;
   while (!manager_status_) {
@@ -456,14 +581,20 @@ void Attempt::end_manager() {
       std::this_thread::sleep_for(Milliseconds(2));
     }
   }
+  if (interrupted_ || refused_ || killed_at_ || manager_lost_) kill_orphans();
+  errors_.reset();  // what it still had to say comes before the conclusion
 }
 
 int Attempt::conclude() {
-  if (refused_) return 1;
+  if (refused_) return interrupted_ ? 128 + interruption_ : 1;
   if (timed_out_) return kTimeoutCode;
   const auto cause = record_.first_cause();
   if (!cause) return manager_lost_ ? std::max(1, manager_status_->shell_code()) : 0;
   const int code = record_.exit_code();
+  if (interrupted_ && code == 128 + interruption_) {
+    say("ended by the signal; exit code " + std::to_string(code));
+    return code;
+  }
   say("the job failed; first cause: " + cause->describe() + "; exit code " + std::to_string(code));
   return code;
 }
@@ -490,12 +621,17 @@ int Attempt::run() {
 
 int run_launcher(const LaunchOptions& given) {
   block_signals();
+  ::prctl(PR_SET_CHILD_SUBREAPER, 1);  // see kill_orphans()
   const Environment environment = distributed::process_environment();
   const Machine machine = this_machine(environment);
   LaunchOptions options = given;
   for (int number = 0;; ++number) {
     if (number > 0 && !options.host_file.empty()) options.hosts = read_host_file(options.host_file);
     const std::vector<std::string> lost = unreachable_hosts(options, environment);
+    if (const int number = pending_stop()) {
+      say(std::string(::strsignal(number)) + ": the job does not start");
+      return 128 + number;
+    }
     if (!lost.empty()) {
       std::string names;
       for (const std::string& name : lost) names += (names.empty() ? "" : ", ") + name;

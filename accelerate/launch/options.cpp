@@ -73,6 +73,7 @@ LaunchOptions resolve_options(const Flags& flags, const Environment& environment
   options.job_timeout = optional_milliseconds(settings.job_timeout.value);
   options.start_timeout = milliseconds(settings.start_timeout);
   options.grace = milliseconds(settings.grace);
+  options.wait_warning = milliseconds(settings.wait_warning);
   options.transport = static_cast<Transport>(settings.transport.value);
   options.interface = settings.interface;
   options.store_host = settings.store_host;

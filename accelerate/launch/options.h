@@ -45,6 +45,7 @@ struct LaunchOptions {
   Milliseconds init_timeout{600000};        // of a rank's ProcessGroup
   std::optional<Milliseconds> job_timeout;  // of each attempt
   Milliseconds start_timeout{60000};        // until every agent has reported
+  Milliseconds wait_warning{30000};  // that a rank waits until the launcher says where all are
   Milliseconds grace{30000};  // between the first failure and the killing of ranks that still run
 
   Transport transport = Transport::kAuto;

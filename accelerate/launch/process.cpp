@@ -97,10 +97,8 @@ Child spawn(const SpawnOptions& options) {
   Child child;
   FileDescriptor output;
   FileDescriptor error;
-  if (options.capture) {
-    make_pipe(child.output, output);
-    make_pipe(child.error, error);
-  }
+  if (options.capture) make_pipe(child.output, output);
+  if (options.capture || options.capture_error) make_pipe(child.error, error);
   FileDescriptor no_input;
   if (::isatty(STDIN_FILENO)) no_input = FileDescriptor(::open("/dev/null", O_RDONLY | O_CLOEXEC));
   FileDescriptor problem_read;
@@ -118,10 +116,8 @@ Child spawn(const SpawnOptions& options) {
       if (::getppid() != parent) ::_exit(1);  // it died before
     }
     if (no_input) ::dup2(no_input.get(), STDIN_FILENO);
-    if (options.capture) {
-      ::dup2(output.get(), STDOUT_FILENO);
-      ::dup2(error.get(), STDERR_FILENO);
-    }
+    if (output) ::dup2(output.get(), STDOUT_FILENO);
+    if (error) ::dup2(error.get(), STDERR_FILENO);
     sigset_t none;
     ::sigemptyset(&none);
     ::sigprocmask(SIG_SETMASK, &none, nullptr);
@@ -182,8 +178,10 @@ void LinePrefixer::write_lines(bool all) {
   size_t begin = 0;
   for (size_t end = pending_.find('\n'); end != std::string::npos;
        end = pending_.find('\n', begin)) {
-    lines += prefix_;
-    lines.append(pending_, begin, end + 1 - begin);
+    if (drop_ == nullptr || !drop_(std::string_view(pending_).substr(begin, end - begin))) {
+      lines += prefix_;
+      lines.append(pending_, begin, end + 1 - begin);
+    }
     begin = end + 1;
   }
   if (all && begin < pending_.size()) {

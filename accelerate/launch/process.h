@@ -4,6 +4,7 @@
 
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <sys/types.h>
@@ -32,6 +33,7 @@ struct SpawnOptions {
   std::vector<std::string> command;  // a program, looked up in PATH, and its arguments
   Environment environment;           // all of it
   bool capture = false;              // stdout and stderr into pipes
+  bool capture_error = false;        // stderr alone
   int death_signal = 0;              // that it gets when the calling thread dies
 };
 
@@ -55,11 +57,12 @@ void block_signals();
 FileDescriptor signal_descriptor();
 
 // Copies lines from a descriptor to another with a prefix each; a last line without an end is kept
-// until it ends or the source closes.
+// until it ends or the source closes. Lines for which `drop` is true are left out.
 class LinePrefixer {
  public:
-  LinePrefixer(FileDescriptor source, int target, std::string prefix)
-      : source_(std::move(source)), target_(target), prefix_(std::move(prefix)) {}
+  using Drop = bool (*)(std::string_view line);
+  LinePrefixer(FileDescriptor source, int target, std::string prefix, Drop drop = nullptr)
+      : source_(std::move(source)), target_(target), prefix_(std::move(prefix)), drop_(drop) {}
   int descriptor() const { return source_.get(); }
   bool open() const { return static_cast<bool>(source_); }
   // Reads what is there. Where the source is at its end, it closes.
@@ -71,6 +74,7 @@ class LinePrefixer {
   FileDescriptor source_;
   int target_;
   std::string prefix_;
+  Drop drop_;
   std::string pending_;
 };
 

@@ -5,6 +5,7 @@
 //     job/exit/RANK     how the process ended; ExitReport      (agent)
 //     job/agent/RANK    the agent's will: it is gone           (server)
 //     job/command/N     a signal for every process             (launcher)
+//     job/waiting/RANK  how long a collective waits, and which (rank: watchdog.h)
 // and job/failure/RANK, job/joined/RANK, job/left/RANK of <tessera/distributed/rendezvous/job.h>.
 #pragma once
 

@@ -192,6 +192,7 @@ struct Settings {
   Resolved<std::optional<double>> job_timeout;
   Resolved<double> start_timeout{60};
   Resolved<double> grace{30};
+  Resolved<double> wait_warning{30};
   Resolved<TransportChoice> transport{TransportChoice::kAuto};
   Resolved<std::string> interface;
   Resolved<std::string> store_host;

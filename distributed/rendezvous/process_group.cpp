@@ -202,7 +202,13 @@ ProcessGroup::ProcessGroup(const ProcessGroupOptions& options) : state_(std::mak
   if (options.compare_traces || environment_flag("TESSERA_COMPARE_TRACES")) {
     state.calls.emplace(*context.trace);
   }
-  context.watchdog = std::make_shared<Watchdog>(context.store, info.rank, context.trace);
+  double wait_warning = 0;  // seconds; of the launcher, which is who prints it
+  if (const char* text = std::getenv("TESSERA_WAIT_WARNING"); text && info.under_tessera) {
+    wait_warning = std::strtod(text, nullptr);
+  }
+  context.watchdog =
+      std::make_shared<Watchdog>(context.store, info.rank, context.trace,
+                                 Milliseconds(static_cast<int64_t>(wait_warning * 1000)));
   state.callback = state.job->on_failure([&context](const RankFailure& failure) {
     context.fail(std::make_exception_ptr(DistributedError(failure.describe())));
   });

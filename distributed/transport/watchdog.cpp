@@ -1,6 +1,7 @@
 #include <tessera/distributed/transport/watchdog.h>
 
-#include <map>
+#include <algorithm>
+#include <cstdio>
 #include <nlohmann/json.hpp>
 
 namespace tessera::distributed {
@@ -15,10 +16,51 @@ std::string lane(const std::string& group, Channel channel) {
   return group + " " + std::string(name_of(channel));
 }
 
+// The texts that the ranks answer to a question; nothing where one does not in time.
+std::vector<std::optional<std::string>> answers(Store& store, std::span<const int> ranks,
+                                                Milliseconds timeout) {
+  std::vector<std::optional<std::string>> texts(ranks.size());
+  const std::string number = std::to_string(store.add("watchdog/questions", 1));
+  store.set(std::string(kQuestions) + number, "");
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const auto left =
+        std::chrono::duration_cast<Milliseconds>(deadline - std::chrono::steady_clock::now());
+    try {
+      texts[i] = store.wait(std::string(kAnswers) + number + "/" + std::to_string(ranks[i]),
+                            std::max(left, Milliseconds(1)));
+    } catch (const StoreTimeout&) {
+    }
+  }
+  return texts;
+}
+
 }  // namespace
 
-Watchdog::Watchdog(std::shared_ptr<Store> store, int rank, std::shared_ptr<CommTrace> trace)
-    : store_(std::move(store)), rank_(rank), trace_(std::move(trace)) {
+std::vector<std::optional<std::string>> ask_all_positions(Store& store, std::span<const int> ranks,
+                                                          Milliseconds timeout) {
+  auto texts = answers(store, ranks, timeout);
+  for (auto& text : texts) {
+    if (!text) continue;
+    std::string line;
+    const auto lanes = nlohmann::json::parse(*text, nullptr, false);
+    if (!lanes.is_object()) {
+      text.reset();
+      continue;
+    }
+    for (const auto& [name, position] : lanes.items()) {
+      if (!position.is_array() || position.size() != 2 || !position[1].is_string()) continue;
+      const std::string shown = name.starts_with("world ") ? name.substr(6) : name;
+      line += (line.empty() ? "" : "; ") + shown + " " + position[1].get<std::string>();
+    }
+    text = line.empty() ? "has called nothing yet" : line;
+  }
+  return texts;
+}
+
+Watchdog::Watchdog(std::shared_ptr<Store> store, int rank, std::shared_ptr<CommTrace> trace,
+                   Milliseconds wait_warning)
+    : store_(std::move(store)), rank_(rank), trace_(std::move(trace)), wait_warning_(wait_warning) {
   thread_ = std::thread([this] { answer(); });
 }
 
@@ -27,10 +69,32 @@ Watchdog::~Watchdog() {
   thread_.join();
 }
 
+// Of the calls that wait the oldest one, once.
+void Watchdog::tell_wait() {
+  const int64_t next = trace_->next();
+  const std::vector<CommRecord> calls = trace_->records(unfinished_);
+  const auto oldest = std::ranges::find(calls, CommRecord::State::kQueued, &CommRecord::state);
+  // Calls that came in between make it too small, which costs a look at them again.
+  unfinished_ = std::max(unfinished_, next - (calls.end() - oldest));
+  if (oldest == calls.end() || oldest->queued <= told_) return;
+  const CommRecord& call = *oldest;
+  const double waited = trace_->seconds() - call.queued;
+  if (waited < std::chrono::duration<double>(wait_warning_).count()) return;
+  told_ = call.queued;
+  char seconds[32];
+  std::snprintf(seconds, sizeof seconds, "%.3g", waited);
+  const std::string phase = call.phase.empty() ? "" : ", in the phase " + call.phase;
+  store_->set("job/waiting/" + std::to_string(rank_),
+              std::string(seconds) + " s in " + call.describe() + " of '" + call.group + "' (" +
+                  std::string(call.file).substr(std::string(call.file).rfind('/') + 1) + ":" +
+                  std::to_string(call.line) + phase + ")");
+}
+
 void Watchdog::answer() {
   int64_t revision = 0;
   while (!stopping_) {
     try {
+      if (wait_warning_.count() > 0) tell_wait();
       const StoreChanges changes = store_->watch(kQuestions, revision, kPoll);
       revision = changes.revision;
       for (const StoreEntry& question : changes.entries) {
@@ -54,20 +118,10 @@ std::vector<std::optional<Position>> Watchdog::ask(const std::string& group, Cha
                                                    Milliseconds timeout) noexcept {
   std::vector<std::optional<Position>> positions(ranks.size());
   try {
-    const std::string number = std::to_string(store_->add("watchdog/questions", 1));
-    store_->set(std::string(kQuestions) + number, "");
-    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    const auto texts = answers(*store_, ranks, timeout);
     for (size_t i = 0; i < ranks.size(); ++i) {
-      const auto left =
-          std::chrono::duration_cast<Milliseconds>(deadline - std::chrono::steady_clock::now());
-      std::string text;
-      try {
-        text = store_->wait(std::string(kAnswers) + number + "/" + std::to_string(ranks[i]),
-                            std::max(left, Milliseconds(1)));
-      } catch (const StoreTimeout&) {
-        continue;
-      }
-      const auto answer = nlohmann::json::parse(text);
+      if (!texts[i]) continue;
+      const auto answer = nlohmann::json::parse(*texts[i]);
       const auto known = answer.find(lane(group, channel));
       positions[i] = known == answer.end()
                          ? Position{}
