@@ -155,6 +155,22 @@ TEST_F(StateCheckpoints, EveryThirdAndTheTwoBestStayBesidesTheNewest) {
   EXPECT_EQ(saved_numbers(), (Numbers{0, 2, 3, 4, 6, 7}));
 }
 
+// A loss that is NaN is neither the least nor the largest.
+TEST_F(StateCheckpoints, AMetricThatIsNoNumberIsNeverTheBest) {
+  for (const bool larger : {false, true}) {
+    fs::remove_all(path("run"));
+    Training training(1);
+    StateIoOptions options = automatic(1);
+    options.keep_best = 1;
+    options.larger_is_better = larger;
+    StateIo io(options);
+    for (const double metric : {double{NAN}, 5.0, 6.0, double{-NAN}, double{NAN}}) {
+      io.save_state(training.state(), "", {.metric = metric});
+    }
+    EXPECT_EQ(saved_numbers(), (larger ? Numbers{2, 4} : Numbers{1, 4}));
+  }
+}
+
 // ---- CKP-2: all state --------------------------------------------------------------------------
 
 void train_save_perturb_load(const std::string& folder, const StateIoOptions& options) {

@@ -277,6 +277,22 @@ TEST(Collectives, CoalescedCallsTravelAsOne) {
   });
 }
 
+TEST(Collectives, CoalescedBroadcastsKeepTheirRoots) {
+  on_ranks(3, [](int rank) {
+    CoalescedScope calls(world());
+    std::vector<Tensor> tensors;
+    for (int root = 0; root < 3; ++root) {
+      tensors.push_back(full({2}, 10.0 * rank + root));
+      calls.broadcast(tensors.back(), root);
+    }
+    calls.finish().wait();
+    for (int root = 0; root < 3; ++root) {
+      EXPECT_EQ(tensors[static_cast<size_t>(root)].to_vector(),
+                full({2}, 10.0 * root + root).to_vector());
+    }
+  });
+}
+
 TEST(Collectives, CoalescedGathersAndScattersAreThoseOfTheirTensors) {
   for (const int size : {1, 2, 4}) {
     on_ranks(size, [&](int rank) {

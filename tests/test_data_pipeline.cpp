@@ -189,6 +189,29 @@ TEST(Samplers, WeightsWithoutReplacementDrawTheRestInProportion) {
 
 // ---- Data sets and collation --------------------------------------------------------------------
 
+// The order of an epoch is made once, by whoever needs it first, while others wait or take another.
+TEST(Samplers, WorkersShareAWeightedOrder) {
+  const std::vector<double> weights(2000, 1.0);
+  constexpr int kThreads = 8, kEpochs = 60;
+  const WeightedOrderSampler shared(weights, 2000, 5), alone(weights, 2000, 5);
+  std::vector<int64_t> expected(kEpochs);
+  for (int epoch = 0; epoch < kEpochs; ++epoch) {
+    expected[static_cast<size_t>(epoch)] = alone.index(epoch, 1999);
+  }
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (int i = 0; i < kEpochs; ++i) {
+        const int epoch = (i + thread * 7) % kEpochs;
+        wrong += shared.index(epoch, 1999) != expected[static_cast<size_t>(epoch)];
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+}
+
 TEST(Datasets, TensorRowsAreExamplesAndBatchesStackThem) {
   const Tensor x = tensor({0, 1, 2, 3, 4, 5}, kF32);
   const Tensor rows = raw::view(x, {3, 2});

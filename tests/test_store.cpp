@@ -6,14 +6,19 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <future>
 #include <thread>
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <tessera/distributed/rendezvous/socket.h>
 #include <tessera/distributed/rendezvous/store.h>
+#include <tessera/distributed/rendezvous/store_wire.h>
+#include <tessera/distributed/transport/watchdog.h>
 
 namespace tessera::distributed {
 namespace {
@@ -260,6 +265,34 @@ TEST(FileStore, ARecordCutShortByADeadWriterIsDropped) {
   }
 }
 
+// Another process writes: its lock is the file's, not the threads'.
+TEST(FileStore, AWriteWaitsForTheProcessThatHoldsTheFile) {
+  const TemporaryFolder folder;
+  const std::string path = folder.file("store");
+  FileStore store(path);
+  store.set("count", "1");
+  int ready[2], release[2];
+  ASSERT_EQ(::pipe(ready) | ::pipe(release), 0);
+  const pid_t holder = ::fork();
+  if (holder == 0) {
+    const int file = ::open(path.c_str(), O_RDWR);
+    char byte = ::flock(file, LOCK_EX) == 0 ? 'y' : 'n';
+    if (::write(ready[1], &byte, 1) == 1 && ::read(release[0], &byte, 1) == 1) ::_exit(0);
+    ::_exit(1);
+  }
+  char held = 'n';
+  ASSERT_EQ(::read(ready[0], &held, 1), 1);
+  ASSERT_EQ(held, 'y');
+  auto adding = std::async(std::launch::async, [&] { return store.add("count", 1); });
+  EXPECT_EQ(adding.wait_for(200ms), std::future_status::timeout);
+  ASSERT_EQ(::write(release[1], "x", 1), 1);
+  EXPECT_EQ(adding.get(), 2);
+  int status = 0;
+  ::waitpid(holder, &status, 0);
+  EXPECT_EQ(status, 0);
+  for (const int end : {ready[0], ready[1], release[0], release[1]}) ::close(end);
+}
+
 TEST(FileStore, AFlippedByteIsNotTakenForAValue) {
   const TemporaryFolder folder;
   const std::string path = folder.file("store");
@@ -338,6 +371,35 @@ TEST(TcpStore, AStrangerWithoutTheTokenIsRefusedAndTheJobGoesOn) {
   }
   client->set("key", "value");
   EXPECT_EQ(client->get("key"), "value");
+}
+
+// Who has not shown the token yet may not make the server hold much for it.
+TEST(TcpStore, AGreetingLongerThanAnyOfOursEndsTheConnectionBeforeItIsRead) {
+  TcpStoreServer server({"127.0.0.1", 0, "secret"});
+  FileDescriptor socket = try_connect("127.0.0.1", server.port(), Clock::now() + kLong);
+  ASSERT_TRUE(socket);
+  std::string size;
+  wire::put_number(size, uint32_t{5 << 10});
+  ASSERT_EQ(send_all(socket.get(), size, Clock::now() + kLong), Transfer::kDone);
+  char answer;
+  EXPECT_EQ(receive_exact(socket.get(), &answer, 1, Clock::now() + kLong), Transfer::kClosed);
+}
+
+// The time that is asked for is that of all ranks together.
+TEST(Watchdogs, SeveralSilentRanksCostOneTimeout) {
+  struct Recorder : MemoryStore {
+    std::string wait(std::string_view key, Milliseconds timeout) override {
+      asked += timeout;
+      return MemoryStore::wait(key, timeout);
+    }
+    Milliseconds asked{0};
+  };
+  const auto store = std::make_shared<Recorder>();
+  Watchdog watchdog(store, 0, std::make_shared<CommTrace>());
+  const std::vector<int> silent = {1, 2, 3, 4};
+  const auto positions = watchdog.ask("world", Channel::kUser, silent, 100ms);
+  for (const auto& position : positions) EXPECT_FALSE(position.has_value());
+  EXPECT_LE(store->asked, 100ms + 4ms);  // at least a millisecond each
 }
 
 TEST(TcpStore, TheLossOfTheHostEndsEveryWait) {
