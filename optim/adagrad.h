@@ -14,9 +14,14 @@ struct AdagradOptions {
   bool maximize = false;
   bool master_weights = true;
   void visit(auto&& visitor) {
-    visitor("lr", lr), visitor("lr_decay", lr_decay), visitor("weight_decay", weight_decay);
-    visitor("initial_accumulator_value", initial_accumulator_value), visitor("eps", eps);
-    visitor("maximize", maximize), visitor("master_weights", master_weights);
+    using enum OptionRange;
+    visitor("lr", lr, kNotNegative);
+    visitor("lr_decay", lr_decay, kNotNegative);
+    visitor("weight_decay", weight_decay, kNotNegative);
+    visitor("initial_accumulator_value", initial_accumulator_value, kNotNegative);
+    visitor("eps", eps, kNotNegative);
+    visitor("maximize", maximize);
+    visitor("master_weights", master_weights);
   }
 };
 
@@ -24,12 +29,11 @@ struct AdagradOptions {
 class Adagrad : public TypedOptimizer<AdagradOptions> {
  public:
   explicit Adagrad(const NamedTensors& parameters, const AdagradOptions& options = {})
-      : TypedOptimizer(parameters, options) {}
+      : TypedOptimizer("Adagrad", parameters, options) {}
   explicit Adagrad(std::vector<ParameterGroup<AdagradOptions>> groups)
-      : TypedOptimizer(std::move(groups)) {}
+      : TypedOptimizer("Adagrad", groups) {}
 
  protected:
-  std::string_view type_name() const override { return "Adagrad"; }
   std::span<const char* const> state_names() const override;
   std::optional<double> initial_state(size_t group, size_t index) const override;
   void update(size_t group, std::span<ParameterState* const> parameters,

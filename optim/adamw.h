@@ -15,9 +15,14 @@ struct AdamWOptions {
   bool maximize = false;
   bool master_weights = true;
   void visit(auto&& visitor) {
-    visitor("lr", lr), visitor("betas", betas), visitor("eps", eps);
-    visitor("weight_decay", weight_decay), visitor("amsgrad", amsgrad);
-    visitor("maximize", maximize), visitor("master_weights", master_weights);
+    using enum OptionRange;
+    visitor("lr", lr, kNotNegative);
+    visitor("betas", betas, kBelowOne);
+    visitor("eps", eps, kNotNegative);
+    visitor("weight_decay", weight_decay, kNotNegative);
+    visitor("amsgrad", amsgrad);
+    visitor("maximize", maximize);
+    visitor("master_weights", master_weights);
   }
 };
 // Adam: weight_decay * parameter is added to the gradient.
@@ -30,9 +35,14 @@ struct AdamOptions {
   bool maximize = false;
   bool master_weights = true;
   void visit(auto&& visitor) {
-    visitor("lr", lr), visitor("betas", betas), visitor("eps", eps);
-    visitor("weight_decay", weight_decay), visitor("amsgrad", amsgrad);
-    visitor("maximize", maximize), visitor("master_weights", master_weights);
+    using enum OptionRange;
+    visitor("lr", lr, kNotNegative);
+    visitor("betas", betas, kBelowOne);
+    visitor("eps", eps, kNotNegative);
+    visitor("weight_decay", weight_decay, kNotNegative);
+    visitor("amsgrad", amsgrad);
+    visitor("maximize", maximize);
+    visitor("master_weights", master_weights);
   }
 };
 
@@ -53,21 +63,14 @@ class AdamFamily : public TypedOptimizer<Options> {
 class AdamW : public AdamFamily<AdamWOptions> {
  public:
   explicit AdamW(const NamedTensors& parameters, const AdamWOptions& options = {})
-      : AdamFamily(parameters, options) {}
-  explicit AdamW(std::vector<ParameterGroup<AdamWOptions>> groups)
-      : AdamFamily(std::move(groups)) {}
-
- protected:
-  std::string_view type_name() const override { return "AdamW"; }
+      : AdamFamily("AdamW", parameters, options) {}
+  explicit AdamW(std::vector<ParameterGroup<AdamWOptions>> groups) : AdamFamily("AdamW", groups) {}
 };
 class Adam : public AdamFamily<AdamOptions> {
  public:
   explicit Adam(const NamedTensors& parameters, const AdamOptions& options = {})
-      : AdamFamily(parameters, options) {}
-  explicit Adam(std::vector<ParameterGroup<AdamOptions>> groups) : AdamFamily(std::move(groups)) {}
-
- protected:
-  std::string_view type_name() const override { return "Adam"; }
+      : AdamFamily("Adam", parameters, options) {}
+  explicit Adam(std::vector<ParameterGroup<AdamOptions>> groups) : AdamFamily("Adam", groups) {}
 };
 
 }  // namespace tessera::optim

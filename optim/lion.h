@@ -12,8 +12,12 @@ struct LionOptions {
   bool maximize = false;
   bool master_weights = true;
   void visit(auto&& visitor) {
-    visitor("lr", lr), visitor("betas", betas), visitor("weight_decay", weight_decay);
-    visitor("maximize", maximize), visitor("master_weights", master_weights);
+    using enum OptionRange;
+    visitor("lr", lr, kNotNegative);
+    visitor("betas", betas, kBelowOne);
+    visitor("weight_decay", weight_decay, kNotNegative);
+    visitor("maximize", maximize);
+    visitor("master_weights", master_weights);
   }
 };
 
@@ -21,12 +25,10 @@ struct LionOptions {
 class Lion : public TypedOptimizer<LionOptions> {
  public:
   explicit Lion(const NamedTensors& parameters, const LionOptions& options = {})
-      : TypedOptimizer(parameters, options) {}
-  explicit Lion(std::vector<ParameterGroup<LionOptions>> groups)
-      : TypedOptimizer(std::move(groups)) {}
+      : TypedOptimizer("Lion", parameters, options) {}
+  explicit Lion(std::vector<ParameterGroup<LionOptions>> groups) : TypedOptimizer("Lion", groups) {}
 
  protected:
-  std::string_view type_name() const override { return "Lion"; }
   std::span<const char* const> state_names() const override;
   std::optional<double> initial_state(size_t group, size_t index) const override;
   void update(size_t group, std::span<ParameterState* const> parameters,

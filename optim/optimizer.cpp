@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <sstream>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -54,7 +55,8 @@ std::string group_key(size_t group, std::string_view option) {
 
 }  // namespace
 
-Optimizer::Optimizer() : next_step_(tensor({1, 0}, kF64)) {}
+Optimizer::Optimizer(std::string_view type_name)
+    : type_name_(type_name), next_step_(tensor({1, 0}, kF64)) {}
 Optimizer::~Optimizer() = default;
 
 void Optimizer::scale_next_step(double factor) { next_step_.data_as<double>()[0] *= factor; }
@@ -70,16 +72,60 @@ void Optimizer::add_group(const NamedTensors& parameters) {
   }
   Group group;
   for (const auto& [name, tensor] : parameters) {
-    TS_CHECK(tensor.defined() && tensor.is_leaf() && is_floating(tensor.dtype()), "optimizer", "'",
+    TS_CHECK(tensor.defined() && tensor.is_leaf() && is_floating(tensor.dtype()), type_name(), "'",
              name, "' must be a floating leaf; got ", tensor);
-    TS_CHECK(names.insert(name).second, "optimizer", "the name '", name,
+    TS_CHECK(names.insert(name).second, type_name(), "the name '", name,
              "' was given twice; state is kept by name");
-    TS_CHECK(tensors.insert(tensor.impl()).second, "optimizer", "'", name,
+    TS_CHECK(tensors.insert(tensor.impl()).second, type_name(), "'", name,
              "' is a tensor that was already given under another name; give tied weights once");
     group.named.push_back({name, tensor});
     group.states.push_back({.parameter = tensor, .gradient = {}});
   }
   groups_.push_back(std::move(group));
+}
+
+void Optimizer::check_parameters() const {
+  const bool any =
+      std::ranges::any_of(groups_, [](const Group& group) { return !group.named.empty(); });
+  TS_CHECK(any, type_name(), "needs parameters; got an empty list",
+           groups_.size() > 1 ? " in every group" : "");
+}
+
+void Optimizer::check_options(size_t group, const char* contradiction) {
+  class Checker : public OptionVisitor {
+   public:
+    explicit Checker(std::string_view type_name) : type_name_(type_name) {}
+    void visit(const char* name, OptionRange range, std::span<double> values) override {
+      for (size_t i = 0; i < values.size(); ++i) {
+        const double value = values[i];
+        const std::string index = values.size() > 1 ? "[" + std::to_string(i) + "]" : "";
+        all << (all.tellp() > 0 ? ", " : "") << name << index << ' ' << value;
+        const auto check = [&](bool fits, const char* what) {  // NaN fits nowhere
+          TS_CHECK(fits, type_name_, name, index, " must ", what, "; got ", value);
+        };
+        switch (range) {
+          case OptionRange::kAny:
+            break;
+          case OptionRange::kNotNegative:
+            check(value >= 0, "not be negative");
+            break;
+          case OptionRange::kBelowOne:
+            check(value >= 0 && value < 1, "be in [0, 1)");
+            break;
+          case OptionRange::kUpToOne:
+            check(value >= 0 && value <= 1, "be in [0, 1]");
+            break;
+        }
+      }
+    }
+    std::ostringstream all;
+
+   private:
+    std::string_view type_name_;
+  };
+  Checker checker(type_name());
+  visit_options(group, checker);
+  TS_CHECK(contradiction == nullptr, type_name(), contradiction, "; got ", checker.all.str());
 }
 
 double Optimizer::lr(size_t group) const { return const_cast<Optimizer*>(this)->lr_of(group); }
@@ -209,7 +255,7 @@ bool Optimizer::step() {
 std::vector<double> Optimizer::constant_options(size_t group) {
   class Reader : public OptionVisitor {
    public:
-    void visit(const char* name, std::span<double> values) override {
+    void visit(const char* name, OptionRange, std::span<double> values) override {
       if (std::string_view(name) != "lr") found.insert(found.end(), values.begin(), values.end());
     }
     std::vector<double> found;
@@ -292,7 +338,7 @@ StateDict Optimizer::state_dict() const {
   class Writer : public OptionVisitor {
    public:
     Writer(StateDict& state, size_t group) : state_(state), group_(group) {}
-    void visit(const char* name, std::span<double> values) override {
+    void visit(const char* name, OptionRange, std::span<double> values) override {
       const Shape shape = values.size() == 1 ? Shape{} : Shape{static_cast<int64_t>(values.size())};
       state_.set(group_key(group_, name), tensor(std::span<const double>(values), shape, kF64));
     }
@@ -331,7 +377,7 @@ void Optimizer::load_state_dict(const StateDict& state) {
     Reader(const StateDict& state, size_t group, bool check, std::string& problems,
            std::unordered_set<std::string>& used)
         : state_(state), group_(group), check_(check), problems_(problems), used_(used) {}
-    void visit(const char* name, std::span<double> values) override {
+    void visit(const char* name, OptionRange, std::span<double> values) override {
       const std::string key = group_key(group_, name);
       used_.insert(key);
       const Tensor* saved = state_.find(key);

@@ -13,8 +13,9 @@
 // One step is one pass over all parameters of a group (kernels/multi_tensor.h). State is f32 (f64
 // for f64 parameters) and made at a parameter's first step; for 16-bit parameters an f32 master
 // copy is kept unless Options::master_weights is false. The same pass writes the copy that autocast
-// keeps of a parameter (autograd/weight_cache.h). Parameters without a gradient are passed
-// over. Arithmetic and order of operations are torch's.
+// keeps of a parameter (autograd/weight_cache.h). Parameters without a gradient are passed over.
+// Arithmetic and order of operations are torch's, and so are the numbers that options may have:
+// others are a ValueError when the optimizer is made, as is one without any parameter.
 //
 // In the capture of a graph (optim/graphed_step.h) a step becomes part of it. Each replay is a
 // step: it takes the learning rate, the step number and next_step() of its time, all else as it was
@@ -33,6 +34,7 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/core/kernels/optim/option_range.h>
 #include <tessera/core/state_dict.h>
 #include <tessera/core/tensor.h>
 
@@ -135,20 +137,30 @@ class Optimizer {
   class OptionVisitor {
    public:
     virtual ~OptionVisitor() = default;
-    virtual void visit(const char* name, std::span<double> values) = 0;
-    void operator()(const char* name, double& value) { visit(name, {&value, 1}); }
-    void operator()(const char* name, std::array<double, 2>& values) { visit(name, values); }
+    virtual void visit(const char* name, OptionRange range, std::span<double> values) = 0;
+    void operator()(const char* name, double& value, OptionRange range = OptionRange::kAny) {
+      visit(name, range, {&value, 1});
+    }
+    void operator()(const char* name, std::array<double, 2>& values,
+                    OptionRange range = OptionRange::kAny) {
+      visit(name, range, values);
+    }
     void operator()(const char* name, bool& value) {
       double number = value;
-      visit(name, {&number, 1});
+      visit(name, OptionRange::kAny, {&number, 1});
       value = number != 0;
     }
   };
 
-  Optimizer();
+  explicit Optimizer(std::string_view type_name);
   void add_group(const NamedTensors& parameters);
+  // When all groups are there. Throws ValueError where no group has a parameter.
+  void check_parameters() const;
+  // Throws ValueError for an option outside of its range, and with all of them where there is a
+  // `contradiction`.
+  void check_options(size_t group, const char* contradiction);
 
-  virtual std::string_view type_name() const = 0;
+  std::string_view type_name() const { return type_name_; }
   virtual double& lr_of(size_t group) = 0;
   virtual bool keeps_master_weights(size_t group) const = 0;
   virtual void visit_options(size_t group, OptionVisitor& visitor) = 0;
@@ -171,6 +183,7 @@ class Optimizer {
   std::vector<double> constant_options(size_t group);
   const double* feed_replays(size_t group, const std::vector<ParameterState*>& stepped);
 
+  std::string type_name_;
   std::vector<Group> groups_;
   Tensor gradient_factor_, found_;  // of the next step, or undefined
   // Steps that the device left out, f64, which the numbers of skipped_of_ still count.
@@ -189,19 +202,21 @@ struct ParameterGroup {
 };
 
 // Gives an optimizer its typed options. Options has `lr`, `master_weights` and
-// `void visit(auto&& visitor)`, which names every option that state_dict saves.
+// `void visit(auto&& visitor)`, which names every option that state_dict saves, and the range of
+// each; it may have `const char* contradiction() const`: what is wrong with them together, or null.
+// `type_name` is what messages say.
 template <class Options>
 class TypedOptimizer : public Optimizer {
  public:
-  explicit TypedOptimizer(std::vector<ParameterGroup<Options>> groups) {
-    for (const auto& group : groups) {
-      options_.push_back(group.options);
-      add_group(group.parameters);
-    }
+  TypedOptimizer(std::string_view type_name, const std::vector<ParameterGroup<Options>>& groups)
+      : Optimizer(type_name) {
+    for (const auto& group : groups) add(group.parameters, group.options);
+    check_parameters();
   }
-  TypedOptimizer(const NamedTensors& parameters, const Options& options) {
-    options_.push_back(options);
-    add_group(parameters);
+  TypedOptimizer(std::string_view type_name, const NamedTensors& parameters, const Options& options)
+      : Optimizer(type_name) {
+    add(parameters, options);
+    check_parameters();
   }
   Options& options(size_t group = 0) { return options_.at(group); }
   const Options& options(size_t group = 0) const { return options_.at(group); }
@@ -225,6 +240,14 @@ class TypedOptimizer : public Optimizer {
   }
 
  private:
+  void add(const NamedTensors& parameters, const Options& options) {
+    options_.push_back(options);
+    const char* contradiction = nullptr;
+    if constexpr (requires { options.contradiction(); }) contradiction = options.contradiction();
+    check_options(options_.size() - 1, contradiction);
+    add_group(parameters);
+  }
+
   std::vector<Options> options_;
 };
 

@@ -15,9 +15,14 @@ struct RMSpropOptions {
   bool maximize = false;
   bool master_weights = true;
   void visit(auto&& visitor) {
-    visitor("lr", lr), visitor("alpha", alpha), visitor("eps", eps);
-    visitor("weight_decay", weight_decay), visitor("momentum", momentum);
-    visitor("centered", centered), visitor("maximize", maximize);
+    using enum OptionRange;
+    visitor("lr", lr, kNotNegative);
+    visitor("alpha", alpha, kNotNegative);
+    visitor("eps", eps, kNotNegative);
+    visitor("weight_decay", weight_decay, kNotNegative);
+    visitor("momentum", momentum, kNotNegative);
+    visitor("centered", centered);
+    visitor("maximize", maximize);
     visitor("master_weights", master_weights);
   }
 };
@@ -26,12 +31,11 @@ struct RMSpropOptions {
 class RMSprop : public TypedOptimizer<RMSpropOptions> {
  public:
   explicit RMSprop(const NamedTensors& parameters, const RMSpropOptions& options = {})
-      : TypedOptimizer(parameters, options) {}
+      : TypedOptimizer("RMSprop", parameters, options) {}
   explicit RMSprop(std::vector<ParameterGroup<RMSpropOptions>> groups)
-      : TypedOptimizer(std::move(groups)) {}
+      : TypedOptimizer("RMSprop", groups) {}
 
  protected:
-  std::string_view type_name() const override { return "RMSprop"; }
   std::span<const char* const> state_names() const override;
   std::optional<double> initial_state(size_t group, size_t index) const override;
   void update(size_t group, std::span<ParameterState* const> parameters,

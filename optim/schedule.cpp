@@ -23,6 +23,31 @@ double cosine(double progress, double high, double low) {
   return low + (high - low) * 0.5 * (1 + std::cos(kPi * progress));
 }
 
+void check_steps(const char* where, const char* option, int64_t value, int64_t least) {
+  TS_CHECK(value >= least, where, option, " must be at least ", least, "; got ", value,
+           "; it counts steps");
+}
+// NaN is refused too.
+void check_factor(const char* where, const char* option, double value) {
+  TS_CHECK(value >= 0, where, option, " must not be negative; got ", value);
+}
+void check_positive(const char* where, const char* option, double value) {
+  TS_CHECK(value > 0, where, option, " must be positive; got ", value);
+}
+void check_warmup(const char* where, int64_t warmup, int64_t total) {
+  check_steps(where, "warmup", warmup, 0);
+  TS_CHECK(total > 0 && total >= warmup, where,
+           "total, the number of steps with the warm-up, must be positive and at least warmup (",
+           warmup, "); got ", total);
+}
+void check_milestones(const char* where, const std::vector<int64_t>& milestones) {
+  for (size_t i = 0; i < milestones.size(); ++i) {
+    TS_CHECK(milestones[i] >= (i == 0 ? 0 : milestones[i - 1]), where,
+             "milestones must ascend from 0; got ", milestones[i],
+             i == 0 ? "" : " behind a larger one");
+  }
+}
+
 }  // namespace
 
 // ---- Rules -------------------------------------------------------------------------------------
@@ -30,24 +55,42 @@ double cosine(double progress, double high, double low) {
 double Constant::rate(int64_t step, double base) const {
   return step < total_iters ? base * factor : base;
 }
+void Constant::check() const {
+  check_factor("ConstantSchedule", "factor", factor);
+  check_steps("ConstantSchedule", "total_iters", total_iters, 0);
+}
 
 double Linear::rate(int64_t step, double base) const {
   const double progress = ratio(std::min(step, total_iters), total_iters);
   return base * (start_factor + (end_factor - start_factor) * progress);
 }
+void Linear::check() const {
+  check_factor("LinearSchedule", "start_factor", start_factor);
+  check_factor("LinearSchedule", "end_factor", end_factor);
+  check_steps("LinearSchedule", "total_iters", total_iters, 1);
+}
 
 double Step::rate(int64_t step, double base) const {
   return base * std::pow(gamma, static_cast<double>(step / step_size));
+}
+void Step::check() const {
+  check_steps("StepSchedule", "step_size", step_size, 1);
+  check_factor("StepSchedule", "gamma", gamma);
 }
 
 double MultiStep::rate(int64_t step, double base) const {
   const auto reached = std::ranges::count_if(milestones, [step](int64_t m) { return m <= step; });
   return base * std::pow(gamma, static_cast<double>(reached));
 }
+void MultiStep::check() const {
+  check_milestones("MultiStepSchedule", milestones);
+  check_factor("MultiStepSchedule", "gamma", gamma);
+}
 
 double Exponential::rate(int64_t step, double base) const {
   return base * std::pow(gamma, static_cast<double>(step));
 }
+void Exponential::check() const { check_positive("ExponentialSchedule", "gamma", gamma); }
 
 double Polynomial::rate(int64_t step, double base) const {
   if (step < warmup) return base * warmup_factor(step, warmup);
@@ -55,11 +98,20 @@ double Polynomial::rate(int64_t step, double base) const {
   const double left = 1 - ratio(step - warmup, total - warmup);
   return (base - min_lr) * std::pow(left, power) + min_lr;
 }
+void Polynomial::check() const {
+  check_warmup("PolynomialSchedule", warmup, total);
+  check_factor("PolynomialSchedule", "power", power);
+  check_factor("PolynomialSchedule", "min_lr", min_lr);
+}
 
 double Cosine::rate(int64_t step, double base) const {
   if (step < warmup) return base * warmup_factor(step, warmup);
   if (step >= total && !periodic) return min_lr;
   return cosine(ratio(step - warmup, std::max<int64_t>(1, total - warmup)), base, min_lr);
+}
+void Cosine::check() const {
+  check_warmup("CosineSchedule", warmup, total);
+  check_factor("CosineSchedule", "min_lr", min_lr);
 }
 
 double CosineRestarts::rate(int64_t step, double base) const {
@@ -74,12 +126,21 @@ double CosineRestarts::rate(int64_t step, double base) const {
   }
   return cosine(ratio(into, length), base, min_lr);
 }
+void CosineRestarts::check() const {
+  check_steps("CosineRestartsSchedule", "period", period, 1);
+  TS_CHECK(growth >= 1, "CosineRestartsSchedule", "growth must be at least 1; got ", growth);
+  check_factor("CosineRestartsSchedule", "min_lr", min_lr);
+}
 
 double CosineHardRestarts::rate(int64_t step, double base) const {
   if (step < warmup) return base * warmup_factor(step, warmup);
   if (step >= total) return 0;
   const double progress = ratio(step - warmup, std::max<int64_t>(1, total - warmup));
   return cosine(std::fmod(static_cast<double>(cycles) * progress, 1.0), base, 0);
+}
+void CosineHardRestarts::check() const {
+  check_warmup("CosineHardRestartsSchedule", warmup, total);
+  TS_CHECK(cycles >= 1, "CosineHardRestartsSchedule", "cycles must be at least 1; got ", cycles);
 }
 
 // Phases end at the steps where torch ends them: pct_start * total - 1, with three phases twice
@@ -92,7 +153,7 @@ double OneCycle::at(int64_t step, double low, double high, double end) const {
     return linear ? (to - from) * progress + from : cosine(progress, from, to);
   };
   const double now = static_cast<double>(step);
-  if (now <= rise_end) return anneal(low, high, now / rise_end);
+  if (now <= rise_end) return rise_end == 0 ? high : anneal(low, high, now / rise_end);
   if (three_phase && now <= fall_end) {
     return anneal(high, low, (now - rise_end) / (fall_end - rise_end));
   }
@@ -103,6 +164,14 @@ double OneCycle::at(int64_t step, double low, double high, double end) const {
 double OneCycle::rate(int64_t step, double) const {
   const double initial = max_lr / div_factor;
   return at(step, initial, max_lr, initial / final_div_factor);
+}
+void OneCycle::check() const {
+  check_steps("OneCycleSchedule", "total", total, 1);
+  check_positive("OneCycleSchedule", "max_lr", max_lr);
+  TS_CHECK(pct_start >= 0 && pct_start <= 1, "OneCycleSchedule",
+           "pct_start is a part of the steps, in [0, 1]; got ", pct_start);
+  check_positive("OneCycleSchedule", "div_factor", div_factor);
+  check_positive("OneCycleSchedule", "final_div_factor", final_div_factor);
 }
 
 std::optional<double> OneCycle::momentum(int64_t step) const {
@@ -115,20 +184,35 @@ double InverseSqrt::rate(int64_t step, double base) const {
   const int64_t scale = timescale.value_or(warmup > 0 ? warmup : 10000);
   return base / std::sqrt(ratio(step - warmup + scale, scale));
 }
+void InverseSqrt::check() const {
+  check_steps("InverseSqrtSchedule", "warmup", warmup, 0);
+  if (timescale) check_steps("InverseSqrtSchedule", "timescale", *timescale, 1);
+}
 
 double Warmup::rate(int64_t step, double base) const { return base * warmup_factor(step, warmup); }
+void Warmup::check() const { check_steps("WarmupSchedule", "warmup", warmup, 0); }
+
+void Lambda::check() const {
+  TS_CHECK(factor != nullptr, "LambdaSchedule", "needs a function of the step; got none");
+}
 
 double Sequential::rate(int64_t step, double base) const {
-  TS_CHECK(rules.size() == milestones.size() + 1, "Sequential", "needs one rule more than ",
-           milestones.size(), " milestones; got ", rules.size());
   const auto next = std::ranges::upper_bound(milestones, step);
   const auto index = static_cast<size_t>(next - milestones.begin());
   return rules[index].rate(index == 0 ? step : step - milestones[index - 1], base);
+}
+void Sequential::check() const {
+  TS_CHECK(rules.size() == milestones.size() + 1, "SequentialSchedule", "needs one rule more than ",
+           milestones.size(), " milestones; got ", rules.size());
+  check_milestones("SequentialSchedule", milestones);
 }
 
 double Chained::rate(int64_t step, double base) const {
   for (const Rule& rule : rules) base = rule.rate(step, base);
   return base;
+}
+void Chained::check() const {
+  TS_CHECK(!rules.empty(), "ChainedSchedule", "needs at least one rule; got none");
 }
 
 // ---- Schedules ---------------------------------------------------------------------------------
@@ -157,7 +241,12 @@ bool Schedule::step() {
     }
   }
   skip_reason_.clear();
-  if (count > 1) count = std::clamp(last_step() - step_, int64_t{0}, count);
+  if (count > 1) {
+    count = std::clamp(last_step() - step_, int64_t{0}, count);
+  } else {
+    TS_CHECK(step_ <= last_step(), "schedule", "was made for ", last_step() + 1,
+             " steps, and all were taken; make it with a larger total");
+  }
   step_ += count;
   apply();
   return true;
@@ -187,7 +276,13 @@ PlateauSchedule::PlateauSchedule(Optimizer& optimizer, const PlateauOptions& opt
       options_(options),
       best_(options.maximize ? -std::numeric_limits<double>::infinity()
                              : std::numeric_limits<double>::infinity()) {
-  TS_CHECK(options.factor < 1, "PlateauSchedule", "factor must be below 1; got ", options.factor);
+  TS_CHECK(options.factor >= 0 && options.factor < 1, "PlateauSchedule",
+           "factor must be in [0, 1); got ", options.factor);
+  check_steps("PlateauSchedule", "patience", options.patience, 0);
+  check_steps("PlateauSchedule", "cooldown", options.cooldown, 0);
+  check_factor("PlateauSchedule", "threshold", options.threshold);
+  check_factor("PlateauSchedule", "min_lr", options.min_lr);
+  check_factor("PlateauSchedule", "eps", options.eps);
 }
 
 bool PlateauSchedule::improves(double metric) const {

@@ -7,7 +7,9 @@
 // group whose own rate is `base`. Rules are closed forms: the rate at a step does not depend on the
 // path to it, so that a run resumes exactly and a schedule can be plotted beforehand. Values are
 // those of torch.optim.lr_scheduler and of transformers' get_*_schedule_with_warmup. Schedules of
-// rules of one's own: LambdaSchedule, or any struct with `rate`.
+// rules of one's own: LambdaSchedule, or any struct with `rate`, and `check()` where it has options
+// that cannot be: it is called as the rule enters a schedule. A number that is missing (a `total`,
+// a `gamma`), negative sizes and milestones out of order are a ValueError there.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +32,7 @@ struct Constant {
   double factor = 1.0 / 3;
   int64_t total_iters = 5;
   double rate(int64_t step, double base) const;
+  void check() const;
 };
 // The factor goes from start to end in total_iters steps. torch: LinearLR.
 struct Linear {
@@ -37,23 +40,27 @@ struct Linear {
   double end_factor = 1;
   int64_t total_iters = 5;
   double rate(int64_t step, double base) const;
+  void check() const;
 };
 // base * gamma^(step / step_size). torch: StepLR.
 struct Step {
   int64_t step_size;
   double gamma = 0.1;
   double rate(int64_t step, double base) const;
+  void check() const;
 };
 // One factor gamma for each milestone reached. torch: MultiStepLR.
 struct MultiStep {
   std::vector<int64_t> milestones;  // ascending
   double gamma = 0.1;
   double rate(int64_t step, double base) const;
+  void check() const;
 };
 // base * gamma^step. torch: ExponentialLR.
 struct Exponential {
   double gamma;
   double rate(int64_t step, double base) const;
+  void check() const;
 };
 // Linear warm-up from 0, then (base - min_lr) * (1 - progress)^power + min_lr until `total`.
 // torch: PolynomialLR(total_iters); transformers: polynomial_decay (lr_end), and with power 1
@@ -64,6 +71,7 @@ struct Polynomial {
   double power = 1;
   double min_lr = 0;
   double rate(int64_t step, double base) const;
+  void check() const;
 };
 // Linear warm-up from 0, then half a cosine down to min_lr at step `total`, where it stays.
 // Loshchilov, Hutter 2016. periodic: it rises again after `total`, as torch's CosineAnnealingLR and
@@ -74,6 +82,7 @@ struct Cosine {
   double min_lr = 0;
   bool periodic = false;
   double rate(int64_t step, double base) const;
+  void check() const;
 };
 // Cosines that start again: the first takes `period` steps, each next one `growth` times as many.
 // torch: CosineAnnealingWarmRestarts(T_0, T_mult, eta_min).
@@ -82,6 +91,7 @@ struct CosineRestarts {
   int64_t growth = 1;
   double min_lr = 0;
   double rate(int64_t step, double base) const;
+  void check() const;
 };
 // Linear warm-up, then `cycles` cosines from base to 0 until `total`, then 0.
 // transformers: cosine_with_hard_restarts.
@@ -90,6 +100,7 @@ struct CosineHardRestarts {
   int64_t total;
   int64_t cycles = 1;
   double rate(int64_t step, double base) const;
+  void check() const;
 };
 // Smith, Topin 2017: up to max_lr, down to almost nothing; momentum moves the other way, where the
 // optimizer has one. torch: OneCycleLR. The groups' own rates are not used.
@@ -105,6 +116,7 @@ struct OneCycle {
   double final_div_factor = 1e4;  // ends at the beginning's rate / final_div_factor
   bool three_phase = false;       // down to the beginning's rate first, then to the end's
   double rate(int64_t step, double base) const;
+  void check() const;
   std::optional<double> momentum(int64_t step) const;
 
  private:
@@ -116,25 +128,38 @@ struct InverseSqrt {
   int64_t warmup = 0;
   std::optional<int64_t> timescale = {};
   double rate(int64_t step, double base) const;
+  void check() const;
 };
 // Linear warm-up from 0, then constant. transformers: constant_schedule_with_warmup.
 struct Warmup {
   int64_t warmup;
   double rate(int64_t step, double base) const;
+  void check() const;
 };
 // base * factor(step). torch: LambdaLR.
 struct Lambda {
   std::function<double(int64_t step)> factor;
   double rate(int64_t step, double base) const { return base * factor(step); }
+  void check() const;
 };
+
+namespace detail {
+
+template <class T>
+const T& checked_rule(const T& rule) {
+  if constexpr (requires { rule.check(); }) rule.check();
+  return rule;
+}
+
+}  // namespace detail
 
 // Any rule, by value.
 class Rule {
  public:
   template <class T>
   requires requires(const T& rule) { rule.rate(int64_t{}, double{}); }
-  Rule(T rule)
-      : rate_([rule = std::move(rule)](int64_t step, double base) {
+  Rule(const T& rule)
+      : rate_([rule = detail::checked_rule(rule)](int64_t step, double base) {
           return rule.rate(step, base);
         }) {}
   double rate(int64_t step, double base) const { return rate_(step, base); }
@@ -147,11 +172,13 @@ struct Sequential {
   std::vector<Rule> rules;
   std::vector<int64_t> milestones;  // one fewer, ascending
   double rate(int64_t step, double base) const;
+  void check() const;
 };
 // Each rule's base is the rate of the one before. torch: ChainedScheduler, for rules that scale.
 struct Chained {
   std::vector<Rule> rules;
   double rate(int64_t step, double base) const;
+  void check() const;
 };
 
 // ---- Schedules ---------------------------------------------------------------------------------
@@ -163,8 +190,8 @@ class Schedule {
   Schedule& operator=(const Schedule&) = delete;
 
   // Goes to the next step and sets the rates of the optimizer's groups. False where the gate said
-  // no: skip_reason() tells why. A gate may ask for several steps at once; a rule with an end
-  // (OneCycle) is then not taken beyond it.
+  // no: skip_reason() tells why. A rule with an end (OneCycle) takes `total` steps; one more is a
+  // ValueError that changes nothing. A gate may ask for several steps at once, which end there.
   bool step();
   void set_step_gate(StepGate gate) { gate_ = std::move(gate); }
   const std::string& skip_reason() const { return skip_reason_; }
@@ -181,7 +208,7 @@ class Schedule {
   explicit Schedule(Optimizer& optimizer);
   virtual double rate(int64_t step, double base) const = 0;
   virtual std::optional<double> momentum(int64_t) const { return std::nullopt; }
-  // Several steps at once do not go beyond it.
+  // The last that has a rate of its own.
   virtual int64_t last_step() const { return std::numeric_limits<int64_t>::max(); }
   void apply();
 
@@ -198,6 +225,7 @@ template <class R>
 class RuleSchedule : public Schedule {
  public:
   RuleSchedule(Optimizer& optimizer, R rule) : Schedule(optimizer), rule_(std::move(rule)) {
+    detail::checked_rule(rule_);
     apply();
   }
   const R& rule() const { return rule_; }

@@ -3,23 +3,6 @@
 #include <tessera/core/kernels/optim/multi_tensor.h>
 
 namespace tessera::optim {
-namespace {
-
-void check(const SGDOptions& options) {
-  TS_CHECK(!options.nesterov || (options.momentum > 0 && options.dampening == 0), "SGD",
-           "nesterov needs momentum > 0 and dampening 0; got momentum ", options.momentum,
-           ", dampening ", options.dampening);
-}
-
-}  // namespace
-
-SGD::SGD(const NamedTensors& parameters, const SGDOptions& options)
-    : TypedOptimizer(parameters, options) {
-  check(options);
-}
-SGD::SGD(std::vector<ParameterGroup<SGDOptions>> groups) : TypedOptimizer(std::move(groups)) {
-  for (size_t i = 0; i < num_groups(); ++i) check(this->options(i));
-}
 
 std::span<const char* const> SGD::state_names() const {
   static constexpr const char* kNames[] = {"momentum_buffer"};

@@ -14,20 +14,30 @@ struct SGDOptions {
   bool maximize = false;
   bool master_weights = true;
   void visit(auto&& visitor) {
-    visitor("lr", lr), visitor("momentum", momentum), visitor("dampening", dampening);
-    visitor("weight_decay", weight_decay), visitor("nesterov", nesterov);
-    visitor("maximize", maximize), visitor("master_weights", master_weights);
+    using enum OptionRange;
+    visitor("lr", lr, kNotNegative);
+    visitor("momentum", momentum, kNotNegative);
+    visitor("dampening", dampening);
+    visitor("weight_decay", weight_decay, kNotNegative);
+    visitor("nesterov", nesterov);
+    visitor("maximize", maximize);
+    visitor("master_weights", master_weights);
+  }
+  const char* contradiction() const {
+    return nesterov && !(momentum > 0 && dampening == 0)
+               ? "nesterov needs momentum > 0 and dampening 0"
+               : nullptr;
   }
 };
 
 // State: momentum_buffer, where momentum is not 0.
 class SGD : public TypedOptimizer<SGDOptions> {
  public:
-  explicit SGD(const NamedTensors& parameters, const SGDOptions& options = {});
-  explicit SGD(std::vector<ParameterGroup<SGDOptions>> groups);
+  explicit SGD(const NamedTensors& parameters, const SGDOptions& options = {})
+      : TypedOptimizer("SGD", parameters, options) {}
+  explicit SGD(std::vector<ParameterGroup<SGDOptions>> groups) : TypedOptimizer("SGD", groups) {}
 
  protected:
-  std::string_view type_name() const override { return "SGD"; }
   std::span<const char* const> state_names() const override;
   std::optional<double> initial_state(size_t group, size_t index) const override;
   void update(size_t group, std::span<ParameterState* const> parameters,

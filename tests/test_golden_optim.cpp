@@ -59,13 +59,14 @@ Options read_options(const json& values, Options options = {}) {
   struct Reader {
     const json& values;
     size_t read = 0;
-    void operator()(const char* name, double& value) {
+    void operator()(const char* name, double& value, OptionRange = OptionRange::kAny) {
       if (values.contains(name)) value = values[name], ++read;
     }
     void operator()(const char* name, bool& value) {
       if (values.contains(name)) value = values[name], ++read;
     }
-    void operator()(const char* name, std::array<double, 2>& value) {
+    void operator()(const char* name, std::array<double, 2>& value,
+                    OptionRange = OptionRange::kAny) {
       if (values.contains(name)) value = {values[name][0], values[name][1]}, ++read;
     }
   } reader{values};

@@ -331,6 +331,58 @@ TEST(Optimizer, RefusesWhatItCannotName) {
   EXPECT_THROW(SGD(parameters, {.nesterov = true}), ValueError);
 }
 
+TYPED_TEST(EveryOptimizer, RefusesOptionsOutsideOfTheirRange) {
+  const NamedTensors parameters = make_parameters();
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  // refuses(name, write, values): the optimizer is made with none of the values, and says which.
+  const auto refuses = [&](const std::string& name, auto write, std::vector<double> values) {
+    for (const double value : values) {
+      auto options = Kind<TypeParam>::options();
+      write(options, value);
+      const std::string message = message_of([&] { TypeParam(parameters, options); });
+      EXPECT_NE(message.find(": " + name + " must "), std::string::npos) << message;
+      const std::vector<ParameterGroup<decltype(options)>> groups = {
+          {{parameters[0]}, Kind<TypeParam>::options()}, {{parameters[1]}, options}};
+      EXPECT_THROW((TypeParam(groups)), ValueError) << name << ' ' << value;
+    }
+  };
+  refuses("lr", [](auto& o, double x) { o.lr = x; }, {-0.1, nan});
+  refuses("weight_decay", [](auto& o, double x) { o.weight_decay = x; }, {-0.1, nan});
+  using Options = decltype(Kind<TypeParam>::options());
+  if constexpr (requires(Options o) { o.betas; }) {
+    refuses("betas[0]", [](auto& o, double x) { o.betas[0] = x; }, {-0.1, 1, 1.5, nan});
+    refuses("betas[1]", [](auto& o, double x) { o.betas[1] = x; }, {-0.1, 1, 1.5, nan});
+  }
+  if constexpr (requires(Options o) { o.eps; }) {
+    refuses("eps", [](auto& o, double x) { o.eps = x; }, {-1e-8, nan});
+  }
+  if constexpr (requires(Options o) { o.momentum; }) {
+    refuses("momentum", [](auto& o, double x) { o.momentum = x; }, {-0.9, nan});
+  }
+  if constexpr (requires(Options o) { o.alpha; }) {
+    refuses("alpha", [](auto& o, double x) { o.alpha = x; }, {-0.9, nan});
+  }
+  if constexpr (requires(Options o) { o.lr_decay; }) {
+    refuses("lr_decay", [](auto& o, double x) { o.lr_decay = x; }, {-0.9});
+    refuses("initial_accumulator_value", [](auto& o, double x) { o.initial_accumulator_value = x; },
+            {-0.9});
+  }
+  auto allowed = Kind<TypeParam>::options();
+  allowed.lr = allowed.weight_decay = 0;
+  EXPECT_NO_THROW(TypeParam(parameters, allowed));
+}
+
+TEST(Optimizer, NeedsAParameterThoughNotInEveryGroup) {
+  const NamedTensors parameters = make_parameters();
+  EXPECT_THROW(AdamW(NamedTensors{}, {.lr = 0.1}), ValueError);
+  EXPECT_THROW(AdamW(std::vector<ParameterGroup<AdamWOptions>>{}), ValueError);
+  EXPECT_THROW(AdamW({{{}, {.lr = 0.1}}, {{}, {.lr = 0.2}}}), ValueError);
+  AdamW optimizer({{{}, {.lr = 0.1}}, {parameters, {.lr = 0.2}}});
+  set_gradients(parameters, 0);
+  EXPECT_TRUE(optimizer.step());
+  EXPECT_EQ(optimizer.num_groups(), 2u);
+}
+
 TEST(Optimizer, ReportsAllOfAStateThatDoesNotFitAndChangesNothing) {
   const NamedTensors parameters = make_parameters();
   AdamW optimizer(parameters, {.lr = 0.1});
@@ -529,6 +581,62 @@ TEST(Schedule, AStructWithARateIsARule) {
   schedule.step();
   EXPECT_EQ(optimizer.lr(), 0.25);
   EXPECT_THROW(SequentialSchedule(optimizer, {.rules = {Half{}}, .milestones = {3}}), ValueError);
+}
+
+TEST(Schedule, RefusesNumbersThatAreMissingOrCannotBe) {
+  const NamedTensors parameters = make_parameters();
+  SGD optimizer(parameters, {.lr = 1});
+  const auto message = [&](auto rule) {
+    return message_of([&] { RuleSchedule<decltype(rule)>(optimizer, rule); });
+  };
+  const auto refuses = [&](auto rule, const std::string& name) {
+    EXPECT_NE(message(rule).find(name), std::string::npos) << message(rule);
+    EXPECT_NE(message_of([&] { Rule{rule}; }), "no error") << "as a part of another";
+  };
+  refuses(Cosine{.warmup = 2, .total = {}}, "total");
+  refuses(Cosine{.warmup = -1, .total = 5}, "warmup");
+  refuses(Cosine{.warmup = 6, .total = 5}, "total");
+  refuses(Cosine{.total = 5, .min_lr = -1}, "min_lr");
+  refuses(Polynomial{.warmup = 100}, "total");  // of 5 steps, torch's default
+  refuses(Polynomial{.total = 0}, "total");
+  refuses(CosineHardRestarts{.warmup = 2, .total = {}}, "total");
+  refuses(CosineHardRestarts{.total = 4, .cycles = 0}, "cycles");
+  refuses(CosineRestarts{.period = {}}, "period");
+  refuses(CosineRestarts{.period = 4, .growth = 0}, "growth");
+  refuses(OneCycle{.max_lr = 1, .total = {}}, "total");
+  refuses(OneCycle{.max_lr = {}, .total = 10}, "max_lr");
+  refuses(OneCycle{.max_lr = 1, .total = 10, .pct_start = 1.5}, "pct_start");
+  refuses(OneCycle{.max_lr = 1, .total = 10, .div_factor = 0}, "div_factor");
+  refuses(Step{.step_size = {}}, "step_size");
+  refuses(Exponential{.gamma = {}}, "gamma");
+  refuses(MultiStep{.milestones = {5, 3}}, "milestones");
+  refuses(MultiStep{.milestones = {-5}}, "milestones");
+  refuses(Constant{.total_iters = -1}, "total_iters");
+  refuses(Linear{.total_iters = 0}, "total_iters");
+  refuses(InverseSqrt{.warmup = -1}, "warmup");
+  refuses(InverseSqrt{.timescale = 0}, "timescale");
+  refuses(Warmup{-1}, "warmup");
+  refuses(Lambda{.factor = {}}, "function");
+  refuses(Chained{.rules = {}}, "rule");
+  refuses(Sequential{{Warmup{1}, Warmup{1}, Warmup{1}}, {5, 3}}, "milestones");
+  EXPECT_THROW(PlateauSchedule(optimizer, {.factor = -0.5}), ValueError);
+  EXPECT_THROW(PlateauSchedule(optimizer, {.patience = -1}), ValueError);
+  EXPECT_THROW(PlateauSchedule(optimizer, {.cooldown = -1}), ValueError);
+  EXPECT_EQ(optimizer.lr(), 1) << "the rates were left alone";
+}
+
+TEST(Schedule, OneCycleEndsWhereTorchEndsIt) {
+  const NamedTensors parameters = make_parameters();
+  SGD optimizer(parameters, {.lr = 1});
+  OneCycleSchedule schedule(optimizer, {.max_lr = 1, .total = 4});
+  for (int step = 0; step < 4; ++step) schedule.step();  // one behind each of the four steps
+  const double lr = optimizer.lr();
+  EXPECT_THROW(schedule.step(), ValueError);
+  EXPECT_EQ(schedule.current_step(), 4);
+  EXPECT_EQ(optimizer.lr(), lr);
+  // Where the rise has no length the first step has the highest rate, and no NaN.
+  OneCycleSchedule steep(optimizer, {.max_lr = 1, .total = 10, .pct_start = 0.1});
+  EXPECT_EQ(optimizer.lr(), 1);
 }
 
 TEST(Schedule, PlateauStateGoesRound) {
