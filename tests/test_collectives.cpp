@@ -212,6 +212,42 @@ TEST(Collectives, SendAndReceiveMatchByTagInOrder) {
   });
 }
 
+TEST(Collectives, AnExchangeIsManyMessagesAndOneWork) {
+  on_ranks(3, [](int rank) {
+    const int next = (rank + 1) % 3, previous = (rank + 2) % 3;
+    Group& group = world();
+    // To both neighbours, two of them to one, of other dtypes, one of no elements; one is received
+    // into a transposed view.
+    const Tensor a = zeros({3, 2}).transpose(0, 1), b = zeros({2}, {.dtype = kI64}), c = zeros({5});
+    const Tensor number = full({2}, 10 * rank, {.dtype = kI64});
+    const Work work =
+        group.exchange({{next, full({2, 3}, rank), 1},
+                        {next, number, 2},
+                        {previous, full({5}, rank + 0.5)},
+                        {next, zeros({0}), 9}},
+                       {{previous, b, 2}, {previous, a, 1}, {next, c}, {previous, zeros({0}), 9}});
+    EXPECT_TRUE(work.valid());
+    work.wait();
+    EXPECT_TRUE(work.completed());
+    EXPECT_EQ(a.to_vector(), std::vector<double>(6, previous));
+    EXPECT_EQ(b.to_vector(), std::vector<double>(2, 10 * previous));
+    EXPECT_EQ(c.to_vector(), std::vector<double>(5, next + 0.5));
+
+    // It meets sends and recvs of the others too.
+    const Tensor x = full({4}, rank), y = zeros({4});
+    if (rank == 0) group.exchange({{1, x, 3}}, {{1, y, 4}}).wait();
+    if (rank == 1) {
+      const Work received = group.recv(y, 0, 3);
+      group.send(x, 0, 4).wait();
+      received.wait();
+    }
+    if (rank < 2) {
+      EXPECT_EQ(y.to_vector(), std::vector<double>(4, 1 - rank));
+    }
+    group.exchange({}, {}).wait();
+  });
+}
+
 TEST(Collectives, TensorsMayBeNonContiguousOrEmpty) {
   on_ranks(4, [](int rank) {
     const Tensor base = full({4, 6}, rank + 1.0);
@@ -535,6 +571,54 @@ TEST(Mistakes, OfASenderOrReceiverAreToldToTheOther) {
            [&] { (rank == 0 ? group.send(x, 1) : group.recv(zeros({5}), 0)).wait(); });
     EXPECT_THROW(group.send(x, 1 - rank, -1), ValueError);
     (rank == 0 ? group.send(x, 1) : group.recv(x, 0)).wait();
+  });
+}
+
+TEST(Mistakes, OfAnExchangeAreToldToEveryPeerAndNothingMoves) {
+  failing_ranks("one exchange has a mistake", 3, [](int rank) {
+    Group& group = world();
+    const Tensor x = full({4}, 1.0), y = zeros({4}), z = zeros({4});
+    const int next = (rank + 1) % 3, previous = (rank + 2) % 3;
+    const auto expect = [](const char* what, const std::function<void()>& call) {
+      const std::string message = message_of(call);
+      EXPECT_NE(message.find(what), std::string::npos) << message;
+    };
+    // Rank 0 errs in one of four messages; both others hear of it in what they have with it.
+    const Tensor meta = empty({4}, {kF32, kMeta});
+    const auto trade = [&](const Tensor& to_next, const Tensor& from_next) {
+      group.exchange({{next, to_next}, {previous, x}}, {{previous, y}, {next, from_next}}).wait();
+    };
+    if (rank == 0) {
+      EXPECT_THROW(trade(meta, z), DeviceError);
+    } else {
+      expect("rank 0: exchange with a mistake", [&] { trade(x, z); });
+    }
+    barrier();
+    EXPECT_EQ(y.to_vector(), std::vector<double>(4, rank == 2 ? 1.0 : 0.0))
+        << "what comes from the previous rank: of rank 1 to rank 2 alone";
+    // Sizes and dtypes that differ are named on both sides.
+    if (rank < 2) {
+      expect("send and recv do not match", [&] {
+        const Tensor other = zeros({rank == 0 ? 4 : 5});
+        group.exchange({{1 - rank, x, 5}}, {{1 - rank, other, 5}}).wait();
+      });
+      expect("send and recv do not match", [&] {
+        const Tensor other = zeros({4}, {.dtype = rank == 0 ? kF32 : kI32});
+        group.exchange({{1 - rank, x, 6}}, {{1 - rank, other, 6}}).wait();
+      });
+    }
+    // Before anybody is asked.
+    EXPECT_THROW(group.exchange({{3, x}}, {}), ValueError);
+    EXPECT_THROW(group.exchange({{rank, x}}, {}), ValueError);
+    EXPECT_THROW(group.exchange({}, {{next, x, -1}}), ValueError);
+    barrier();
+    if (rank < 2) {
+      const auto overlapping = [&] { group.exchange({{1 - rank, x, 7}}, {{1 - rank, x, 7}}); };
+      EXPECT_THROW(overlapping(), ValueError);
+    }
+    trade(x, z);
+    EXPECT_EQ(y.to_vector(), x.to_vector());
+    EXPECT_EQ(z.to_vector(), x.to_vector());
   });
 }
 

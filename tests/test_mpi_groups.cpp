@@ -150,6 +150,15 @@ TEST_F(MpiGroups, MovesHaveTheBitsOfThreads) {
         send.wait();
         receive.wait();
         results.push_back(received);
+
+        const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
+        const Tensor from_next = raw::empty(shape, dtype), from_previous = raw::empty(shape, dtype);
+        group
+            .exchange({{next, mine, 4}, {previous, received, 5}},
+                      {{previous, from_previous, 4}, {next, from_next, 5}})
+            .wait();
+        results.push_back(from_next);
+        results.push_back(from_previous);
       }
     }
   });
@@ -322,6 +331,23 @@ TEST_F(MpiGroups, MistakesOfASenderOrReceiverAreToldToTheOther) {
   const Tensor right = sends ? x : zeros({400000});
   pass(right);
   EXPECT_EQ(right.to_vector(), x.to_vector());
+}
+
+TEST_F(MpiGroups, NeighboursExchangeWhatNoBufferHolds) {
+  Group& group = world();
+  const int size = group.size(), rank = group.rank();
+  const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
+  constexpr int64_t kLong = int64_t{3} << 20;
+  const Tensor mine = full({kLong}, rank), theirs = zeros({kLong}), back = zeros({kLong});
+  group.exchange({{next, mine, 1}, {previous, mine, 2}}, {{previous, theirs, 1}, {next, back, 2}})
+      .wait();
+  EXPECT_EQ(theirs.sum().item(), static_cast<double>(kLong) * previous);
+  EXPECT_EQ(back.sum().item(), static_cast<double>(kLong) * next);
+  if (rank > 1) return;
+  EXPECT_THROW(group.exchange({{1 - rank, mine}}, {{1 - rank, zeros({rank == 0 ? 7 : 8})}}).wait(),
+               DistributedError);
+  group.exchange({{1 - rank, mine}}, {{1 - rank, theirs}}).wait();
+  EXPECT_EQ(theirs[0].item(), 1 - rank);
 }
 
 // ---- Data-parallel training ---------------------------------------------------------------------

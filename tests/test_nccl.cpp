@@ -412,6 +412,48 @@ TEST_F(NcclGroups, FormOverTheStoreAndCarryOutEveryCollective) {
   });
 }
 
+TEST_F(NcclGroups, AnExchangeIsOneGroupOfMessagesThatMatchByTag) {
+  run_backends(2, [&](Rank& own) {
+    const int rank = own.backend->rank(), peer = 1 - rank;
+    std::vector<std::vector<float>> out(2), in(2, std::vector<float>(3));
+    std::vector<CallPtr> calls;
+    std::vector<std::string> errors(5, "not done");
+    const auto add = [&](Operation operation, int tag, std::vector<float>& data) {
+      auto call = make_call(operation, kF32, Channel::kPeer);
+      call->header.root = peer;
+      call->tag = tag;
+      (operation == Operation::kSend ? call->sends : call->receives).resize(2);
+      (operation == Operation::kSend ? call->sends : call->receives)[static_cast<size_t>(peer)] =
+          part_of(data);
+      call->done = [&errors, i = calls.size()](std::exception_ptr failure) {
+        errors[i] = failure ? message_of<Error>([&] { std::rethrow_exception(failure); }) : "";
+      };
+      calls.push_back(call);
+    };
+    for (size_t tag = 0; tag < 2; ++tag) {
+      out[tag].assign(3, static_cast<float>(10 * rank) + static_cast<float>(tag));
+    }
+    // The ranks list them in different orders.
+    for (const int tag : {rank, 1 - rank})
+      add(Operation::kSend, tag, out[static_cast<size_t>(tag)]);
+    for (const int tag : {0, 1}) add(Operation::kRecv, tag, in[static_cast<size_t>(tag)]);
+    std::vector<float> none;
+    add(Operation::kSend, 9, none);
+    calls.back()->refused = true;  // ends at once: nobody else knows
+    own.backend->start_together(calls);
+    EXPECT_EQ(errors[4], "");
+    EXPECT_EQ(own.queues->waiting().size(), 1u) << "one transfer on the stream";
+    own.queues->synchronize();
+    EXPECT_EQ(errors, std::vector<std::string>(5));
+    for (size_t tag = 0; tag < 2; ++tag) {
+      EXPECT_EQ(in[tag],
+                std::vector<float>(3, static_cast<float>(10 * peer) + static_cast<float>(tag)));
+    }
+  });
+  EXPECT_EQ(mock.calls("ncclGroupStart"), 2);
+  EXPECT_EQ(mock.calls("ncclSend"), 4);
+}
+
 TEST_F(NcclGroups, AFailureAbortsAllChannelsAndIsWhatLaterCallsSay) {
   run_backends(2, [&](Rank& own) {
     std::vector<float> data(2, 1.0F);

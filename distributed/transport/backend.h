@@ -110,6 +110,10 @@ class Backend {
 
   // Returns at once. Calls of one channel are carried out in their order.
   virtual void start(CallPtr call) = 0;
+  // Sends and recvs of one channel, none of which waits for another.
+  virtual void start_together(std::span<const CallPtr> calls) {
+    for (const CallPtr& call : calls) start(call);
+  }
   // Moves a call that said it `waits` on this thread, at most until the deadline. Returns early
   // where another thread moves it already.
   virtual void drive(const std::shared_ptr<void>&, std::chrono::steady_clock::time_point) {}

@@ -43,6 +43,15 @@ class PairedBackend : public Backend {
     device_->start(std::move(call));
   }
 
+  void start_together(std::span<const CallPtr> calls) override {
+    std::vector<CallPtr> of_host, of_device;
+    for (const CallPtr& call : calls) {
+      (call->device.is_cuda() ? of_device : of_host).push_back(call);
+    }
+    host_->start_together(of_host);
+    device_->start_together(of_device);
+  }
+
   // Ranks may use the other channels in an order of their own beside these.
   std::optional<uint64_t> fingerprint() const override {
     if (options_.compare_calls) return std::nullopt;

@@ -264,15 +264,36 @@ Work Group::local(Request& request) {
   return {};
 }
 
+// A call that the backend is about to get; none where a hook holds it back.
+struct Group::Issue {
+  std::shared_ptr<Work::State> state;
+  CallPtr call;
+
+  Work started() {
+    if (call) {
+      state->order = std::move(call->order);
+      state->carrier = call->carrier;
+    }
+    return Work(std::move(state));
+  }
+};
+
 Work Group::start(Request request, const CollectiveOptions& options) {
   TS_CHECK_AS(DistributedError, !shut_down_, name_, "the group was shut down; no ",
               name_of(request.operation), " may follow");
+  const TimelineRange range(name_of(request.operation));
   const bool peer_call =
       request.operation == Operation::kSend || request.operation == Operation::kRecv;
-  const TimelineRange range(name_of(request.operation));
   if (size() == 1 && !peer_call && request.operation != Operation::kInvalid) return local(request);
   if (request.operation != Operation::kInvalid) raise_unseen(options);
+  Issue one = issue(std::move(request), options);
+  if (one.call) backend_->start(one.call);
+  return one.started();
+}
 
+Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
+  const bool peer_call =
+      request.operation == Operation::kSend || request.operation == Operation::kRecv;
   RankContext& context = rank_context();
   auto state = std::make_shared<Work::State>();
   CommRecord& record = state->record;
@@ -303,7 +324,7 @@ Work Group::start(Request request, const CollectiveOptions& options) {
 
   const bool issue = !context.hooks.before_issue || context.hooks.before_issue(record);
   state->number = trace_->add(record);
-  if (!issue) return Work(state);
+  if (!issue) return {state, nullptr};
 
   auto call = std::make_shared<Call>();
   call->header = {request.operation, request.dtype, request.reduce,  context.reduction_mode,
@@ -345,10 +366,7 @@ Work Group::start(Request request, const CollectiveOptions& options) {
                   virtual_time ? raw->virtual_done : trace->seconds());
     state->finish(std::move(message), raw->virtual_done);
   };
-  backend_->start(call);
-  state->order = std::move(call->order);
-  state->carrier = call->carrier;
-  return Work(state);
+  return {state, call};
 }
 
 Work Group::join(std::vector<Work> works, std::vector<std::pair<Tensor, Tensor>> copy_back) {
@@ -734,43 +752,123 @@ Work Group::scatter(const Tensor& output, std::span<const Tensor> inputs, int ro
   return start(std::move(request), options);
 }
 
-Group::Request Group::message(Operation operation, const Tensor& tensor, int peer, int tag,
-                              const CollectiveOptions& options) {
-  const std::string name(name_of(operation));
-  check_rank(peer, name + ": peer");
-  TS_CHECK(peer != rank_, name_, name, ": rank ", rank_, " is not its own peer");
-  TS_CHECK(tag >= 0 && tag < kMaxTag, name_, name, ": a tag is in [0, 2^29); given ", tag);
-  Request request{.operation = operation, .root = peer, .tag = tag};
-  try {
-    check_tensors({&tensor, 1}, tensor, backend_.get(), name);
-  } catch (...) {
-    const std::exception_ptr mistake = std::current_exception();
-    request.mistake = detail::concatenate("rank ", rank_, ": ", describe_mistake(name));
-    request.sends.resize(ranks_.size());
-    request.receives.resize(ranks_.size());
-    start(std::move(request), options);
-    std::rethrow_exception(mistake);
-  }
-  request.dtype = tensor.dtype();
-  request.count = tensor.numel();
-  request.bytes = tensor.nbytes();
+void Group::check_message(std::string_view name, const Tensor& tensor, int peer, int tag) const {
+  const std::string call(name);
+  check_rank(peer, call + ": peer");
+  TS_CHECK(peer != rank_, name_, call, ": rank ", rank_, " is not its own peer");
+  TS_CHECK(tag >= 0 && tag < kMaxTag, name_, call, ": a tag is in [0, 2^29); given ", tag);
+  check_tensors({&tensor, 1}, tensor, backend_.get(), call);
+}
+
+// Tells the peer of a message, if there can be one, that it will not come.
+void Group::refuse(Operation operation, int peer, int tag, const std::string& mistake,
+                   const CollectiveOptions& options) {
+  if (peer < 0 || peer >= size() || peer == rank_ || tag < 0 || tag >= kMaxTag) return;
+  Request request{.operation = operation, .root = peer, .tag = tag, .mistake = mistake};
   request.sends.resize(ranks_.size());
   request.receives.resize(ranks_.size());
+  start(std::move(request), options);
+}
+
+Group::Request Group::message(Operation operation, const Tensor& tensor, int peer, int tag) const {
+  Request request{.operation = operation,
+                  .dtype = tensor.dtype(),
+                  .root = peer,
+                  .tag = tag,
+                  .count = tensor.numel(),
+                  .bytes = tensor.nbytes()};
+  request.sends.resize(ranks_.size());
+  request.receives.resize(ranks_.size());
+  const NoGradGuard no_grad;
+  if (operation == Operation::kSend) {
+    request.sends[static_cast<size_t>(peer)] = part_of(request.input(tensor));
+  } else {
+    request.receives[static_cast<size_t>(peer)] = part_of(request.output(tensor));
+  }
   return request;
 }
 
 Work Group::send(const Tensor& tensor, int peer, int tag, const CollectiveOptions& options) {
-  Request request = message(Operation::kSend, tensor, peer, tag, options);
-  const NoGradGuard no_grad;
-  request.sends[static_cast<size_t>(peer)] = part_of(request.input(tensor));
-  return start(std::move(request), options);
+  try {
+    check_message("send", tensor, peer, tag);
+  } catch (...) {
+    const std::exception_ptr mistake = std::current_exception();
+    refuse(Operation::kSend, peer, tag,
+           detail::concatenate("rank ", rank_, ": ", describe_mistake("send")), options);
+    std::rethrow_exception(mistake);
+  }
+  return start(message(Operation::kSend, tensor, peer, tag), options);
 }
 
 Work Group::recv(const Tensor& tensor, int peer, int tag, const CollectiveOptions& options) {
-  Request request = message(Operation::kRecv, tensor, peer, tag, options);
-  const NoGradGuard no_grad;
-  request.receives[static_cast<size_t>(peer)] = part_of(request.output(tensor));
-  return start(std::move(request), options);
+  try {
+    check_message("recv", tensor, peer, tag);
+  } catch (...) {
+    const std::exception_ptr mistake = std::current_exception();
+    refuse(Operation::kRecv, peer, tag,
+           detail::concatenate("rank ", rank_, ": ", describe_mistake("recv")), options);
+    std::rethrow_exception(mistake);
+  }
+  return start(message(Operation::kRecv, tensor, peer, tag), options);
+}
+
+namespace {
+
+// What is received would change what is sent, or what another message puts there.
+void check_apart(std::span<const PeerTensor> sends, std::span<const PeerTensor> receives) {
+  const auto overlap = [](const Tensor& a, const Tensor& b) {
+    if (a.numel() == 0 || b.numel() == 0 || a.is_meta() || b.is_meta()) return false;
+    if (!a.is_contiguous() || !b.is_contiguous()) return false;  // one of them travels as a copy
+    const char *first = static_cast<const char*>(a.data()),
+               *second = static_cast<const char*>(b.data());
+    return first < second + b.nbytes() && second < first + a.nbytes();
+  };
+  for (size_t i = 0; i < receives.size(); ++i) {
+    const PeerTensor& to = receives[i];
+    for (const std::span others : {sends, receives.subspan(i + 1)}) {
+      for (const PeerTensor& other : others) {
+        TS_CHECK(!overlap(to.tensor, other.tensor), "exchange", "what comes from rank ", to.peer,
+                 " would be written over the message ", other.tag, " with rank ", other.peer, ", ",
+                 other.tensor, "; give it memory of its own");
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Work Group::exchange(const std::vector<PeerTensor>& sends, const std::vector<PeerTensor>& receives,
+                     const CollectiveOptions& options) {
+  TS_CHECK_AS(DistributedError, !shut_down_, name_,
+              "the group was shut down; no exchange may follow");
+  const TimelineRange range("exchange");
+  try {
+    for (const auto* list : {&sends, &receives}) {
+      for (const auto& [peer, tensor, tag] : *list) check_message("exchange", tensor, peer, tag);
+    }
+    check_apart(sends, receives);
+  } catch (...) {
+    const std::exception_ptr mistake = std::current_exception();
+    const std::string text =
+        detail::concatenate("rank ", rank_, ": ", describe_mistake("exchange"));
+    for (const auto& one : sends) refuse(Operation::kSend, one.peer, one.tag, text, options);
+    for (const auto& one : receives) refuse(Operation::kRecv, one.peer, one.tag, text, options);
+    std::rethrow_exception(mistake);
+  }
+  if (sends.empty() && receives.empty()) return {};
+  raise_unseen(options);
+  std::vector<Issue> issued;
+  std::vector<CallPtr> calls;
+  const auto add = [&](Operation operation, const PeerTensor& one) {
+    issued.push_back(issue(message(operation, one.tensor, one.peer, one.tag), options));
+    if (issued.back().call) calls.push_back(issued.back().call);
+  };
+  for (const PeerTensor& one : sends) add(Operation::kSend, one);
+  for (const PeerTensor& one : receives) add(Operation::kRecv, one);
+  backend_->start_together(calls);
+  std::vector<Work> works;
+  for (Issue& one : issued) works.push_back(one.started());
+  return join(std::move(works), {});
 }
 
 void Group::barrier(const CollectiveOptions& options) {

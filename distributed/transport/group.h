@@ -61,6 +61,13 @@ class Work {
 
 inline constexpr int kMaxTag = 1 << 29;  // tags of send and recv are below
 
+// One message of an exchange: the tensor that goes to the peer, or that what it sends is put into.
+struct PeerTensor {
+  int peer;
+  Tensor tensor;
+  int tag = 0;
+};
+
 class Group : public std::enable_shared_from_this<Group> {
  public:
   // `ranks`: world ranks in group order. For backends; users split world().
@@ -110,6 +117,14 @@ class Group : public std::enable_shared_from_this<Group> {
             const CollectiveOptions& options = {.channel = Channel::kPeer});
   Work recv(const Tensor& tensor, int peer, int tag = 0,
             const CollectiveOptions& options = {.channel = Channel::kPeer});
+  // Messages to and from any peers as one operation, none of which waits for another: two ranks may
+  // give each other tensors of any size, where on GPUs a send before a recv on both would wait for
+  // ever. Matched as sends and recvs are, and with those of other ranks; one Work for all. Nothing
+  // is sent where an argument is wrong: this rank gets a typed error, and every peer it named a
+  // DistributedError. On GPUs, whose messages between two ranks match in the order of issue, an
+  // exchange issues its own by tag.
+  Work exchange(const std::vector<PeerTensor>& sends, const std::vector<PeerTensor>& receives,
+                const CollectiveOptions& options = {.channel = Channel::kPeer});
   // Waits for all ranks. A timeout names those that did not come.
   void barrier(const CollectiveOptions& options = {});
 
@@ -130,10 +145,14 @@ class Group : public std::enable_shared_from_this<Group> {
   friend class Work;
   friend class CoalescedScope;
   struct Request;
+  struct Issue;
+  Issue issue(Request request, const CollectiveOptions& options);
   Work start(Request request, const CollectiveOptions& options);
   Work local(Request& request);
-  Request message(Operation operation, const Tensor& tensor, int peer, int tag,
-                  const CollectiveOptions& options);
+  void check_message(std::string_view name, const Tensor& tensor, int peer, int tag) const;
+  void refuse(Operation operation, int peer, int tag, const std::string& mistake,
+              const CollectiveOptions& options);
+  Request message(Operation operation, const Tensor& tensor, int peer, int tag) const;
   void note_unseen(const CommRecord& record, int64_t number, const std::string& error, bool waited);
   void note_raised();
   void raise_unseen(const CollectiveOptions& options);

@@ -212,6 +212,26 @@ TEST_F(CudaNccl, EveryCollectiveCarriesTensorsOfTheDevice) {
   });
 }
 
+// Longer messages than the library sends ahead end when the peer's stream has come to their
+// receipt.
+TEST_F(CudaNccl, LongMessagesAreExchangedWhereASendBeforeARecvOnBothWouldWaitForEver) {
+  on_gpus(2, [&](int rank) {
+    Group& group = world();
+    const int peer = 1 - rank;
+    const Tensor mine = on_gpu(full({5000}, rank + 1.0)), theirs = on_gpu(zeros({5000}));
+    const Tensor host = full({3}, rank), from_host = zeros({3});
+    const Tensor second = on_gpu(zeros({4}));
+    group
+        .exchange({{peer, mine}, {peer, host, 1}, {peer, on_gpu(full({4}, rank)), 2}},
+                  {{peer, second, 2}, {peer, from_host, 1}, {peer, theirs}},
+                  {.channel = Channel::kPeer, .timeout_seconds = 60})
+        .wait();
+    EXPECT_EQ(values(theirs), std::vector<float>(5000, static_cast<float>(peer + 1)));
+    EXPECT_EQ(values(second), std::vector<float>(4, static_cast<float>(peer)));
+    EXPECT_EQ(from_host.to_vector<float>(), std::vector<float>(3, static_cast<float>(peer)));
+  });
+}
+
 TEST_F(CudaNccl, WaitHoldsTheStreamAndNotTheThread) {
   std::promise<void> waited;
   on_gpus(2, [&](int rank) {

@@ -40,6 +40,7 @@ struct MockGroup {
   std::map<std::pair<int, int>, std::vector<std::pair<void*, size_t>>> awaited;
   // On streams only:
   std::map<std::pair<int, int>, std::vector<std::vector<char>>> mail;  // from, to
+  std::map<std::pair<int, int>, size_t> posted, expected;  // messages that a stream has come to
   std::set<int> aborted;
 };
 using GroupPtr = std::shared_ptr<MockGroup>;
@@ -201,24 +202,36 @@ struct Message {
 };
 thread_local std::vector<Message> messages;
 
+// Longer messages are not sent ahead: they end when their receiver's stream has come to them.
+constexpr size_t kSentAhead = 4096;
+
 void queue_messages() {
   if (messages.empty()) return;
   const auto all = std::make_shared<std::vector<Message>>(std::exchange(messages, {}));
   const GroupPtr group = all->front().communicator->group;
   const int rank = all->front().communicator->rank;
-  const auto sent = std::make_shared<bool>(false);
+  const auto places = std::make_shared<std::vector<size_t>>();  // among the messages of two ranks
   const auto ready = [=] {
     const std::lock_guard lock(mutex);
     if (group->aborted.contains(rank)) return true;
-    for (const Message& message : *all) {
-      if (message.from == nullptr || *sent) continue;
+    for (size_t i = places->size(); i < all->size(); ++i) {
+      const Message& message = (*all)[i];
+      if (message.from == nullptr) {
+        places->push_back(++group->expected[{message.peer, rank}]);
+        continue;
+      }
       const char* bytes = static_cast<const char*>(message.from);
       group->mail[{rank, message.peer}].emplace_back(bytes, bytes + message.bytes);
+      places->push_back(++group->posted[{rank, message.peer}]);
     }
-    *sent = true;
-    return std::all_of(all->begin(), all->end(), [&](const Message& message) {
-      return message.from != nullptr || !group->mail[{message.peer, rank}].empty();
-    });
+    for (size_t i = 0; i < all->size(); ++i) {
+      const Message& message = (*all)[i];
+      const bool is_sent = message.from != nullptr;
+      const size_t there =
+          is_sent ? group->expected[{rank, message.peer}] : group->posted[{message.peer, rank}];
+      if (!(is_sent && message.bytes <= kSentAhead) && there < (*places)[i]) return false;
+    }
+    return true;
   };
   const auto receive = [=] {
     const std::lock_guard lock(mutex);

@@ -1,7 +1,9 @@
 #include <tessera/distributed/transport/nccl/backend.h>
 
 #include <algorithm>
+#include <functional>
 #include <mutex>
+#include <vector>
 
 #include <tessera/core/error.h>
 
@@ -93,9 +95,41 @@ class NcclBackend : public Backend {
       }
       communicator(call->channel);
       call->order = queues_->run(
-          call->channel, [&](CudaStream stream) { launch(*call, stream); }, watch(call));
+          call->channel, [&](CudaStream stream) { launch(*call, stream); }, watch({call}));
     } catch (...) {
       call->done(std::current_exception());
+    }
+  }
+
+  // One group of NCCL's: a rank may send where its peer sends too. Its messages match in their
+  // order, so that order is the tags'.
+  void start_together(std::span<const CallPtr> calls) override {
+    std::vector<CallPtr> moved;
+    for (const CallPtr& call : calls) {
+      if (call->refused) {
+        call->done(nullptr);
+      } else {
+        moved.push_back(call);
+      }
+    }
+    if (moved.empty()) return;
+    std::ranges::stable_sort(moved, {}, [](const CallPtr& call) { return call->tag; });
+    try {
+      if (const std::exception_ptr failure = channels_->failed()) std::rethrow_exception(failure);
+      const Channel channel = moved.front()->channel;
+      std::vector<Communicator::Message> messages;
+      for (const CallPtr& call : moved) {
+        const bool is_sent = call->header.operation == Operation::kSend;
+        const auto peer = static_cast<size_t>(call->header.root);
+        messages.push_back(
+            {call->header.root, is_sent, (is_sent ? call->sends : call->receives)[peer]});
+      }
+      Communicator& ranks = communicator(channel);
+      const std::function<void()> order = queues_->run(
+          channel, [&](CudaStream stream) { ranks.exchange(messages, stream); }, watch(moved));
+      for (const CallPtr& call : moved) call->order = order;
+    } catch (...) {
+      for (const CallPtr& call : moved) call->done(std::current_exception());
     }
   }
 
@@ -145,20 +179,22 @@ class NcclBackend : public Backend {
     return *all[index];
   }
 
-  Watch watch(const CallPtr& call) const {
+  // Of calls of one channel that end together.
+  Watch watch(std::vector<CallPtr> calls) const {
     const auto channels = channels_;
-    return {.timeout_seconds = call->timeout_seconds,
-            .check = [channels, channel = call->channel] { channels->check(channel); },
+    const Call& first = *calls.front();
+    return {.timeout_seconds = first.timeout_seconds,
+            .check = [channels, channel = first.channel] { channels->check(channel); },
             .expired =
-                [channels, call](double waited) {
+                [channels, text = first.text](double waited) {
                   channels->fail(detail::concatenate(
-                      call->text.data(), " waited ", waited,
+                      text.data(), " waited ", waited,
                       " s on the GPU; a rank did not call it, called something else or is stuck"));
                 },
             // What ended because the communicator was aborted did not end well.
             .done =
-                [channels, call](std::exception_ptr error) {
-                  call->done(error ? std::move(error) : channels->failed());
+                [channels, calls = std::move(calls)](const std::exception_ptr& error) {
+                  for (const CallPtr& call : calls) call->done(error ? error : channels->failed());
                 }};
   }
 

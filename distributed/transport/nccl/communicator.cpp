@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <thread>
+#include <vector>
 
 #include <tessera/core/error.h>
 
@@ -184,6 +185,16 @@ void Communicator::reduce_scatter(const void* send, void* receive, size_t receiv
 
 void Communicator::exchange(std::span<const Part> sends, std::span<const Part> receives,
                             CudaStream stream) {
+  std::vector<Message> messages;
+  for (int peer = 0; peer < size_; ++peer) {
+    const auto i = static_cast<size_t>(peer);
+    if (i < sends.size()) messages.push_back({peer, true, sends[i]});
+    if (i < receives.size()) messages.push_back({peer, false, receives[i]});
+  }
+  exchange(messages, stream);
+}
+
+void Communicator::exchange(std::span<const Message> messages, CudaStream stream) {
   call("ncclGroupEnd", [&] {
     // The group is closed whatever happens inside, or the thread's later calls would be queued.
     ncclResult_t first = library_->GroupStart();
@@ -191,16 +202,11 @@ void Communicator::exchange(std::span<const Part> sends, std::span<const Part> r
     auto note = [&](ncclResult_t result) {
       if (first == ncclSuccess && result != ncclInProgress) first = result;
     };
-    for (int peer = 0; peer < size_; ++peer) {
-      const auto i = static_cast<size_t>(peer);
-      if (i < sends.size() && sends[i].bytes > 0) {
-        note(library_->Send(sends[i].data, static_cast<size_t>(sends[i].bytes), ncclUint8, peer,
-                            communicator_, stream));
-      }
-      if (i < receives.size() && receives[i].bytes > 0) {
-        note(library_->Recv(receives[i].data, static_cast<size_t>(receives[i].bytes), ncclUint8,
-                            peer, communicator_, stream));
-      }
+    for (const auto& [peer, is_sent, part] : messages) {
+      const auto bytes = static_cast<size_t>(part.bytes);
+      if (bytes == 0) continue;
+      note(is_sent ? library_->Send(part.data, bytes, ncclUint8, peer, communicator_, stream)
+                   : library_->Recv(part.data, bytes, ncclUint8, peer, communicator_, stream));
     }
     const ncclResult_t end = library_->GroupEnd();
     return first != ncclSuccess ? first : end;

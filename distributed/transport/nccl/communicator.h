@@ -86,6 +86,13 @@ class Communicator {
   // Sends sends[r] to and receives receives[r] from each rank r, in one group: uneven all_to_all,
   // ragged all_gather, gather, scatter, send and recv. Empty parts send nothing.
   void exchange(std::span<const Part> sends, std::span<const Part> receives, CudaStream stream);
+  // Any messages, in one group. Those between two ranks match in their order.
+  struct Message {
+    int peer;
+    bool is_sent;
+    Part part;
+  };
+  void exchange(std::span<const Message> messages, CudaStream stream);
 
   // Throws DistributedError where NCCL has found a failure since the last call, and aborts then.
   void check_async();
