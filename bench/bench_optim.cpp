@@ -1,7 +1,7 @@
 // Speed of the multi-tensor passes: optimizer steps and the gradient norm over the parameters of a
 // GPT-like model, beside a copy of the same run.
 //
-//     bench_optim [--threads N] [--millions N]
+//     bench_optim [--threads N] [--millions N] [--every]
 //
 // Bytes are those that must move: each tensor once for reading and once for writing. PyTorch's
 // figures for the same tensors: bench/compare/pytorch_optim.py.
@@ -63,7 +63,9 @@ int run(int argc, char** argv) {
   int threads = 0;
   int64_t millions = 16;
   app.add_option("--threads", threads, "0: one a core");
+  bool every = false;
   app.add_option("--millions", millions, "parameters")->capture_default_str();
+  app.add_flag("--every", every, "all optimizers with their default options too");
   CLI11_PARSE(app, argc, argv);
   if (threads > 0) set_num_threads(threads);
   const std::vector<Shape> all = shapes(millions);
@@ -95,22 +97,31 @@ int run(int argc, char** argv) {
     const auto shadow_at = [&](size_t i) { return one.has_shadow ? shadow[i] : Tensor(); };
     const double narrow = static_cast<double>(2 * size_of(one.param) + size_of(one.grad) +
                                               (one.has_shadow ? size_of(one.shadow) : 0));
-    std::vector<kernels::AdamTensors> adam;
-    std::vector<kernels::SgdTensors> sgd;
-    std::vector<kernels::LionTensors> lion;
-    for (size_t i = 0; i < all.size(); ++i) {
-      adam.push_back({param[i], grad[i], first[i], second[i], {}, shadow_at(i)});
-      sgd.push_back({param[i], grad[i], first[i], false, shadow_at(i)});
-      lion.push_back({param[i], grad[i], first[i], shadow_at(i)});
-    }
-    report("AdamW", one.name, narrow + 16, median_seconds([&] {
-             kernels::multi_tensor_adam(adam, {.weight_decay = 0.1}, scalars);
-           }));
-    report("SGD+momentum", one.name, narrow + 8,
-           median_seconds([&] { kernels::multi_tensor_sgd(sgd, {.momentum = 0.9}, scalars); }));
-    report("Lion", one.name, narrow + 8, median_seconds([&] {
-             kernels::multi_tensor_lion(lion, {.weight_decay = 0.1}, scalars);
-           }));
+    using namespace kernels::rules;
+    const auto entries = [&](int states) {
+      std::vector<kernels::UpdateTensors> made;
+      for (size_t i = 0; i < all.size(); ++i) {
+        made.push_back({param[i], grad[i], {first[i]}, shadow_at(i)});
+        if (states == 2) made.back().states[1] = second[i];
+      }
+      return made;
+    };
+    const std::vector<kernels::UpdateTensors> one_state = entries(1), two_states = entries(2);
+    const auto run = [&]<class Rule>(Rule, const char* pass,
+                                     const typename Rule::Options& options) {
+      const bool two = kernels::rules::kNumStates<Rule> > 1 &&
+                       (kernels::rules::optional_states<Rule>() & 2) == 0;
+      report(pass, one.name, narrow + (two ? 16 : 8), median_seconds([&] {
+               kernels::multi_tensor_update<Rule>(two ? two_states : one_state, options, scalars);
+             }));
+    };
+    run(AdamW{}, "AdamW", {.weight_decay = 0.1});
+    run(SGD{}, "SGD+momentum", {.momentum = 0.9});
+    run(Lion{}, "Lion", {.weight_decay = 0.1});
+    if (!every) continue;
+#define TS_RUN(name) run(name{}, name::kName, {});
+    TS_UPDATE_RULES(TS_RUN)
+#undef TS_RUN
   }
   for (const DType dtype : {kF32, kBF16, kF16}) {
     const TensorList grad = make(all, dtype, true);

@@ -53,18 +53,19 @@ bool same_bits(const Tensor& a, const Tensor& b) {
 // The update of one element in f64, as its paper and torch's documentation write it.
 struct ReferenceAdam {
   double p, m = 0, v = 0, largest = 0;
-  void step(double g, double lr, int t, const AdamOptions& o, bool amsgrad) {
+  void step(double g, double lr, int t, const rules::AdamW::Options& o, bool decoupled,
+            bool amsgrad) {
     if (o.maximize) g = -g;
-    if (o.decoupled) {
+    if (decoupled) {
       p *= 1 - lr * o.weight_decay;
     } else {
       g += o.weight_decay * p;
     }
-    m = o.beta1 * m + (1 - o.beta1) * g;
-    v = o.beta2 * v + (1 - o.beta2) * g * g;
+    m = o.betas[0] * m + (1 - o.betas[0]) * g;
+    v = o.betas[1] * v + (1 - o.betas[1]) * g * g;
     largest = std::max(largest, v);
-    const double corrected = (amsgrad ? largest : v) / (1 - std::pow(o.beta2, t));
-    p -= lr * (m / (1 - std::pow(o.beta1, t))) / (std::sqrt(corrected) + o.eps);
+    const double corrected = (amsgrad ? largest : v) / (1 - std::pow(o.betas[1], t));
+    p -= lr * (m / (1 - std::pow(o.betas[0], t))) / (std::sqrt(corrected) + o.eps);
   }
 };
 
@@ -77,20 +78,25 @@ class Adam : public testing::TestWithParam<AdamCase> {};
 
 TEST_P(Adam, follows_its_formula_for_ten_steps) {
   const AdamCase c = GetParam();
-  const AdamOptions options{
-      .weight_decay = c.weight_decay, .decoupled = c.decoupled, .maximize = c.maximize};
+  const rules::AdamW::Options options{.weight_decay = c.weight_decay, .maximize = c.maximize};
+  const rules::Adam::Options coupled{.weight_decay = c.weight_decay, .maximize = c.maximize};
   const int64_t size = 3000;  // several stages, and a rest that fills no register
   const Tensor param = filled(size, 1, c.dtype);
-  AdamTensors entry{param, {}, zeros_of(param), zeros_of(param)};
-  if (c.amsgrad) entry.max_exp_avg_sq = zeros_of(param);
+  UpdateTensors entry{param, {}, {zeros_of(param), zeros_of(param)}};
+  if (c.amsgrad) entry.states[2] = zeros_of(param);
   std::vector<ReferenceAdam> reference;
   for (double p : param.to_vector<double>()) reference.push_back({p});
   for (int t = 1; t <= 10; ++t) {
     entry.grad = filled(size, 10 + t, c.dtype);
     const std::vector<double> grad = entry.grad.to_vector<double>();
-    multi_tensor_adam({&entry, 1}, options, scalars_of(1e-2, t, 0.5).data());
+    const std::vector<double> scalars = scalars_of(1e-2, t, 0.5);
+    if (c.decoupled) {
+      multi_tensor_update<rules::AdamW>({&entry, 1}, options, scalars.data());
+    } else {
+      multi_tensor_update<rules::Adam>({&entry, 1}, coupled, scalars.data());
+    }
     for (size_t i = 0; i < reference.size(); ++i) {
-      reference[i].step(0.5 * grad[i], 1e-2, t, options, c.amsgrad);
+      reference[i].step(0.5 * grad[i], 1e-2, t, options, c.decoupled, c.amsgrad);
     }
     // Low-precision parameters are rounded at every step; go on from the rounded value.
     if (is_low_precision(c.dtype)) {
@@ -118,23 +124,22 @@ INSTANTIATE_TEST_SUITE_P(Variants, Adam,
 // step's number, three steps.
 TEST(MultiTensor, AdamW_gives_the_numbers_of_torch) {
   const Tensor param = tensor({1.0, -2.0, 0.5});
-  const AdamTensors entry{param, {}, zeros_of(param), zeros_of(param)};
+  const UpdateTensors entry{param, {}, {zeros_of(param), zeros_of(param)}};
   for (int t = 1; t <= 3; ++t) {
-    AdamTensors now = entry;
+    UpdateTensors now = entry;
     now.grad = tensor({0.3 * t, -0.1 * t, 2.0 * t});
-    multi_tensor_adam({&now, 1}, {.weight_decay = 0.1}, scalars_of(0.1, t).data());
+    multi_tensor_update<rules::AdamW>({&now, 1}, {.weight_decay = 0.1}, scalars_of(0.1, t).data());
   }
   EXPECT_LT(largest_difference(param, {0.680935864, -1.651234877, 0.195786358}), 3e-7);
 }
 
 TEST(MultiTensor, SGD_gives_the_numbers_of_torch) {
-  const auto run = [](const SgdOptions& options) {
+  const auto run = [](const rules::SGD::Options& options) {
     const Tensor param = tensor({1.0, -2.0, 0.5});
-    SgdTensors entry{param, {}, zeros_of(param)};
+    UpdateTensors entry{param, {}, {zeros_of(param)}};
     for (int t = 1; t <= 3; ++t) {
       entry.grad = tensor({0.3 * t, -0.1 * t, 2.0 * t});
-      entry.first = t == 1;
-      multi_tensor_sgd({&entry, 1}, options, scalars_of(0.1, t).data());
+      multi_tensor_update<rules::SGD>({&entry, 1}, options, scalars_of(0.1, t).data());
     }
     return param;
   };
@@ -151,34 +156,34 @@ TEST(MultiTensor, SGD_gives_the_numbers_of_torch) {
 
 TEST(MultiTensor, Adagrad_gives_the_numbers_of_torch) {
   const Tensor param = tensor({1.0, -2.0, 0.5});
-  AdagradTensors entry{param, {}, raw::full({3}, 0.2, kF32)};
+  UpdateTensors entry{param, {}, {raw::full({3}, 0.2, kF32)}};
   for (int t = 1; t <= 3; ++t) {
     entry.grad = tensor({0.3 * t, -0.1 * t, 2.0 * t});
-    multi_tensor_adagrad({&entry, 1}, {.lr_decay = 0.1, .weight_decay = 0.1},
-                         scalars_of(0.1, t).data());
+    multi_tensor_update<rules::Adagrad>({&entry, 1}, {.lr_decay = 0.1, .weight_decay = 0.1},
+                                        scalars_of(0.1, t).data());
   }
   EXPECT_LT(largest_difference(param, {0.803552540, -1.841323182, 0.255103905}), 3e-7);
 }
 
 TEST(MultiTensor, RMSprop_gives_the_numbers_of_torch) {
   const Tensor param = tensor({1.0, -2.0, 0.5});
-  RmspropTensors entry{param, {}, zeros_of(param), zeros_of(param), zeros_of(param)};
+  UpdateTensors entry{param, {}, {zeros_of(param), zeros_of(param), zeros_of(param)}};
   for (int t = 1; t <= 3; ++t) {
     entry.grad = tensor({0.3 * t, -0.1 * t, 2.0 * t});
-    multi_tensor_rmsprop({&entry, 1}, {.weight_decay = 0.1, .momentum = 0.9},
-                         scalars_of(0.01, t).data());
+    multi_tensor_update<rules::RMSprop>({&entry, 1}, {.weight_decay = 0.1, .momentum = 0.9},
+                                        scalars_of(0.01, t).data());
   }
   EXPECT_LT(largest_difference(param, {0.482940921, -1.504698677, -0.024650493}), 1e-6);
 }
 
 TEST(MultiTensor, Lion_moves_by_the_sign_and_decays) {
   const Tensor param = tensor({1.0, -2.0, 0.5});
-  LionTensors entry{param, tensor({0.3, -0.1, 0.0}), zeros_of(param)};
-  multi_tensor_lion({&entry, 1}, {.weight_decay = 0.1}, scalars_of(0.1, 1).data());
+  UpdateTensors entry{param, tensor({0.3, -0.1, 0.0}), {zeros_of(param)}};
+  multi_tensor_update<rules::Lion>({&entry, 1}, {.weight_decay = 0.1}, scalars_of(0.1, 1).data());
   EXPECT_LT(largest_difference(param, {0.89, -1.88, 0.495}), 1e-6);
-  EXPECT_LT(largest_difference(entry.exp_avg, {0.003, -0.001, 0}), 1e-8);
+  EXPECT_LT(largest_difference(entry.states[0], {0.003, -0.001, 0}), 1e-8);
   entry.grad = tensor({-0.3, -0.1, 0.0});  // 0.9 * 0.003 - 0.1 * 0.3 < 0: the sign turns
-  multi_tensor_lion({&entry, 1}, {}, scalars_of(0.1, 2).data());
+  multi_tensor_update<rules::Lion>({&entry, 1}, {}, scalars_of(0.1, 2).data());
   EXPECT_LT(largest_difference(param, {0.99, -1.78, 0.495}), 1e-6);
 }
 
@@ -187,35 +192,36 @@ TEST(MultiTensor,
   const std::vector<int64_t> sizes = {1,    0, 7, 768, kMultiTensorChunk, kMultiTensorChunk + 1,
                                       50001};
   const auto make = [&] {
-    std::vector<AdamTensors> list;
+    std::vector<UpdateTensors> list;
     for (size_t i = 0; i < sizes.size(); ++i) {
       const Tensor param = filled(sizes[i], static_cast<int>(i));
       list.push_back(
-          {param, filled(sizes[i], 100 + static_cast<int>(i)), zeros_of(param), zeros_of(param)});
+          {param, filled(sizes[i], 100 + static_cast<int>(i)), {zeros_of(param), zeros_of(param)}});
     }
     return list;
   };
   const std::vector<double> scalars = scalars_of(1e-3, 1);
   const int threads = num_threads();
-  std::vector<AdamTensors> one_by_one = make(), single = make(), two = make();
-  for (AdamTensors& t : one_by_one) multi_tensor_adam({&t, 1}, {}, scalars.data());
+  std::vector<UpdateTensors> one_by_one = make(), single = make(), two = make();
+  for (UpdateTensors& t : one_by_one)
+    multi_tensor_update<rules::AdamW>({&t, 1}, {}, scalars.data());
   set_num_threads(1);
-  multi_tensor_adam(single, {}, scalars.data());
+  multi_tensor_update<rules::AdamW>(single, {}, scalars.data());
   set_num_threads(2);
-  multi_tensor_adam(two, {}, scalars.data());
+  multi_tensor_update<rules::AdamW>(two, {}, scalars.data());
   set_num_threads(threads);
   for (size_t i = 0; i < sizes.size(); ++i) {
     EXPECT_TRUE(same_bits(one_by_one[i].param, single[i].param)) << "size " << sizes[i];
     EXPECT_TRUE(same_bits(single[i].param, two[i].param)) << "size " << sizes[i];
-    EXPECT_TRUE(same_bits(single[i].exp_avg_sq, two[i].exp_avg_sq)) << "size " << sizes[i];
+    EXPECT_TRUE(same_bits(single[i].states[1], two[i].states[1])) << "size " << sizes[i];
   }
 }
 
 TEST(MultiTensor, a_shadow_receives_the_rounded_new_value) {
   const Tensor master = filled(2000, 1), shadow = raw::zeros({2000}, kBF16);
-  const AdamTensors entry{master, filled(2000, 2, kBF16), zeros_of(master), zeros_of(master), {},
-                          shadow};
-  multi_tensor_adam({&entry, 1}, {}, scalars_of(0.1, 1).data());
+  const UpdateTensors entry{
+      master, filled(2000, 2, kBF16), {zeros_of(master), zeros_of(master)}, shadow};
+  multi_tensor_update<rules::AdamW>({&entry, 1}, {}, scalars_of(0.1, 1).data());
   const std::vector<float> values = master.to_vector<float>();
   for (size_t i = 0; i < values.size(); ++i) {
     ASSERT_EQ(shadow.data_as<bf16>()[i].bits, from_float<bf16>(values[i]).bits) << "at " << i;
@@ -250,26 +256,27 @@ TEST(MultiTensor, narrow_operands_give_the_bits_of_widened_ones) {
         EXPECT_TRUE(same_bits(own_state, expected_state));
       };
       check("sgd", [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
-        const SgdTensors entry{p, g, s, false, shadow};
-        multi_tensor_sgd({&entry, 1}, {.momentum = 0.9, .nesterov = true}, scalars.data());
+        const UpdateTensors entry{p, g, {s}, shadow};
+        multi_tensor_update<rules::SGD>({&entry, 1}, {.momentum = 0.9, .nesterov = true},
+                                        scalars.data());
       });
       check("adam", [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
-        const AdamTensors entry{p, g, zeros_of(s), s, {}, shadow};
-        multi_tensor_adam({&entry, 1}, {}, scalars.data());
+        const UpdateTensors entry{p, g, {zeros_of(s), s}, shadow};
+        multi_tensor_update<rules::AdamW>({&entry, 1}, {}, scalars.data());
       });
       check("lion", [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
-        const LionTensors entry{p, g, s, shadow};
-        multi_tensor_lion({&entry, 1}, {.weight_decay = 0.1}, scalars.data());
+        const UpdateTensors entry{p, g, {s}, shadow};
+        multi_tensor_update<rules::Lion>({&entry, 1}, {.weight_decay = 0.1}, scalars.data());
       });
-      check("adagrad",
-            [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
-              const AdagradTensors entry{p, g, s, shadow};
-              multi_tensor_adagrad({&entry, 1}, {.weight_decay = 0.1}, scalars.data());
-            });
+      check(
+          "adagrad", [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
+            const UpdateTensors entry{p, g, {s}, shadow};
+            multi_tensor_update<rules::Adagrad>({&entry, 1}, {.weight_decay = 0.1}, scalars.data());
+          });
       check("rmsprop",
             [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
-              const RmspropTensors entry{p, g, s, {}, {}, shadow};
-              multi_tensor_rmsprop({&entry, 1}, {}, scalars.data());
+              const UpdateTensors entry{p, g, {s}, shadow};
+              multi_tensor_update<rules::RMSprop>({&entry, 1}, {}, scalars.data());
             });
       const std::vector<Tensor> one{grad}, wide{widened(grad)};
       EXPECT_EQ(multi_tensor_norm(one), multi_tensor_norm(wide));
@@ -283,19 +290,19 @@ TEST(MultiTensor, a_transposed_gradient_meets_its_own_elements) {
   std::vector<double> expected = param.to_vector<double>();
   const std::vector<double> g = grad.to_vector<double>();
   for (size_t i = 0; i < expected.size(); ++i) expected[i] -= 0.1 * g[i];
-  const SgdTensors entry{param, grad};
-  multi_tensor_sgd({&entry, 1}, {}, scalars_of(0.1, 1).data());
+  const UpdateTensors entry{param, grad};
+  multi_tensor_update<rules::SGD>({&entry, 1}, {}, scalars_of(0.1, 1).data());
   EXPECT_LT(largest_difference(param, expected), 2e-7);
 }
 
 TEST(MultiTensor, a_step_marks_what_it_wrote_and_a_skipped_one_writes_nothing) {
   const Tensor param = filled(10, 1), before = copy_of(param);
-  const AdamTensors entry{param, filled(10, 2), zeros_of(param), zeros_of(param)};
+  const UpdateTensors entry{param, filled(10, 2), {zeros_of(param), zeros_of(param)}};
   const uint32_t version = param.version();
-  multi_tensor_adam({&entry, 1}, {}, std::vector<double>{0.1, 1, 1, 1}.data());
+  multi_tensor_update<rules::AdamW>({&entry, 1}, {}, std::vector<double>{0.1, 1, 1, 1}.data());
   EXPECT_TRUE(same_bits(param, before));
   EXPECT_EQ(param.version(), version);
-  multi_tensor_adam({&entry, 1}, {}, scalars_of(0.1, 1).data());
+  multi_tensor_update<rules::AdamW>({&entry, 1}, {}, scalars_of(0.1, 1).data());
   EXPECT_FALSE(same_bits(param, before));
   EXPECT_GT(param.version(), version);
 }
@@ -303,16 +310,19 @@ TEST(MultiTensor, a_step_marks_what_it_wrote_and_a_skipped_one_writes_nothing) {
 TEST(MultiTensor, wrong_tensors_are_named_before_anything_is_written) {
   const Tensor param = filled(10, 1), before = copy_of(param);
   const std::vector<double> scalars = scalars_of(0.1, 1);
-  const AdamTensors good{param, filled(10, 2), zeros_of(param), zeros_of(param)};
-  AdamTensors bad = good;
+  const UpdateTensors good{param, filled(10, 2), {zeros_of(param), zeros_of(param)}};
+  UpdateTensors bad = good;
   bad.grad = filled(9, 2);
-  EXPECT_THROW(multi_tensor_adam(std::vector{good, bad}, {}, scalars.data()), ShapeError);
+  EXPECT_THROW(multi_tensor_update<rules::AdamW>(std::vector{good, bad}, {}, scalars.data()),
+               ShapeError);
   bad = good;
-  bad.exp_avg = raw::zeros({10}, kBF16);
-  EXPECT_THROW(multi_tensor_adam(std::vector{good, bad}, {}, scalars.data()), DTypeError);
+  bad.states[0] = raw::zeros({10}, kBF16);
+  EXPECT_THROW(multi_tensor_update<rules::AdamW>(std::vector{good, bad}, {}, scalars.data()),
+               DTypeError);
   bad = good;
-  bad.exp_avg = Tensor();
-  EXPECT_THROW(multi_tensor_adam(std::vector{good, bad}, {}, scalars.data()), ValueError);
+  bad.states[0] = Tensor();
+  EXPECT_THROW(multi_tensor_update<rules::AdamW>(std::vector{good, bad}, {}, scalars.data()),
+               ValueError);
   EXPECT_TRUE(same_bits(param, before));
 }
 
@@ -372,8 +382,8 @@ TEST(MultiTensor, scaling_clamping_zeroing_and_averaging_work_in_place) {
 
 TEST(MultiTensor, meta_tensors_are_checked_and_left_alone) {
   const Tensor meta = raw::empty({4}, kF32, kMeta);
-  const AdamTensors entry{meta, meta, meta, meta};
-  EXPECT_NO_THROW(multi_tensor_adam({&entry, 1}, {}, scalars_of(0.1, 1).data()));
+  const UpdateTensors entry{meta, meta, {meta, meta}};
+  EXPECT_NO_THROW(multi_tensor_update<rules::AdamW>({&entry, 1}, {}, scalars_of(0.1, 1).data()));
 }
 
 // ---- Copies -------------------------------------------------------------------------------------

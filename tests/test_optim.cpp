@@ -13,14 +13,11 @@
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/profiler.h>
-#include <tessera/optim/adagrad.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>
-#include <tessera/optim/lion.h>
-#include <tessera/optim/rmsprop.h>
 #include <tessera/optim/schedule.h>
-#include <tessera/optim/sgd.h>
+
+#include "optimizer_kinds.h"
 
 namespace tessera::optim {
 namespace {
@@ -59,44 +56,15 @@ std::string message_of(const auto& function) {
   return "no error";
 }
 
-// Every optimizer, with all its states.
-template <class Optimizer>
-struct Kind;
-template <>
-struct Kind<SGD> {
-  static SGDOptions options() { return {.lr = 0.1, .momentum = 0.9, .nesterov = true}; }
-};
-template <>
-struct Kind<Adam> {
-  static AdamOptions options() { return {.lr = 0.1, .weight_decay = 0.1}; }
-};
-template <>
-struct Kind<AdamW> {
-  static AdamWOptions options() { return {.lr = 0.1, .amsgrad = true}; }
-};
-template <>
-struct Kind<Adagrad> {
-  static AdagradOptions options() { return {.lr = 0.1, .initial_accumulator_value = 0.5}; }
-};
-template <>
-struct Kind<RMSprop> {
-  static RMSpropOptions options() { return {.lr = 0.05, .momentum = 0.5, .centered = true}; }
-};
-template <>
-struct Kind<Lion> {
-  static LionOptions options() { return {.lr = 0.05, .weight_decay = 0.1}; }
-};
-
 template <class T>
 class EveryOptimizer : public testing::Test {};
-using Kinds = testing::Types<SGD, Adam, AdamW, Adagrad, RMSprop, Lion>;
-TYPED_TEST_SUITE(EveryOptimizer, Kinds);
+TYPED_TEST_SUITE(EveryOptimizer, OptimizerKinds);
 
 TYPED_TEST(EveryOptimizer, StateDictResumesBitForBit) {
   for (const DType dtype : {kF32, kBF16, kF64}) {
     SCOPED_TRACE(name_of(dtype));
     const NamedTensors parameters = make_parameters(dtype);
-    TypeParam optimizer(parameters, Kind<TypeParam>::options());
+    TypeParam optimizer(parameters, kOptions<TypeParam>.front());
     for (int step = 0; step < 3; ++step) {
       set_gradients(parameters, step);
       optimizer.step();
@@ -108,7 +76,7 @@ TYPED_TEST(EveryOptimizer, StateDictResumesBitForBit) {
     for (const auto& [name, parameter] : parameters) {
       copies.push_back({name, parameter.detach().clone().set_requires_grad()});
     }
-    TypeParam resumed(copies, Kind<TypeParam>::options());
+    TypeParam resumed(copies, kOptions<TypeParam>.front());
     resumed.load_state_dict(saved);
     EXPECT_EQ(resumed.lr(), 0.03);
     for (int step = 3; step < 6; ++step) {
@@ -123,7 +91,7 @@ TYPED_TEST(EveryOptimizer, StateDictResumesBitForBit) {
 TYPED_TEST(EveryOptimizer, MasterWeightsKeepStepsThatBf16WouldLose) {
   const auto run = [](DType dtype, bool master) {
     const NamedTensors parameters = make_parameters(dtype);
-    auto options = Kind<TypeParam>::options();
+    auto options = kOptions<TypeParam>.front();
     options.lr = 1e-4;  // far below the spacing of bf16 near 1
     options.master_weights = master;
     TypeParam optimizer(parameters, options);
@@ -142,7 +110,7 @@ TYPED_TEST(EveryOptimizer, MasterWeightsKeepStepsThatBf16WouldLose) {
 
 TYPED_TEST(EveryOptimizer, ParametersWithoutGradientStayAndJoinLater) {
   const NamedTensors parameters = make_parameters();
-  TypeParam optimizer(parameters, Kind<TypeParam>::options());
+  TypeParam optimizer(parameters, kOptions<TypeParam>.front());
   set_gradients(parameters, 0);
   parameters[1].tensor.zero_grad();
   const auto before = parameters[1].tensor.to_vector();
@@ -150,7 +118,7 @@ TYPED_TEST(EveryOptimizer, ParametersWithoutGradientStayAndJoinLater) {
   EXPECT_EQ(parameters[1].tensor.to_vector(), before);
   // From now on it goes the way of one that begins now.
   NamedTensors fresh = {{"b", parameters[1].tensor.detach().clone().set_requires_grad()}};
-  TypeParam second(fresh, Kind<TypeParam>::options());
+  TypeParam second(fresh, kOptions<TypeParam>.front());
   for (int step = 1; step < 4; ++step) {
     set_gradients(parameters, step);
     fresh[0].tensor.set_grad(parameters[1].tensor.grad().clone());
@@ -162,7 +130,7 @@ TYPED_TEST(EveryOptimizer, ParametersWithoutGradientStayAndJoinLater) {
 
 TYPED_TEST(EveryOptimizer, StateCountsAsOptimizerMemory) {
   const Tensor parameter = zeros({64, 64}).set_requires_grad();
-  TypeParam optimizer({{"w", parameter}}, Kind<TypeParam>::options());
+  TypeParam optimizer({{"w", parameter}}, kOptions<TypeParam>.front());
   const int64_t before = memory_stats()->current(MemoryCategory::kOptimizer);
   parameter.set_grad(ones({64, 64}));
   optimizer.step();
@@ -200,7 +168,7 @@ TYPED_TEST(EveryOptimizer, WritesTheCastsOfAutocastInItsOwnPass) {
     y.sum().backward();
     const auto cached = [&] { return weight_cache::find(weight, {.dtype = dtype}); };
     const TensorImpl* const first = cached().impl();
-    TypeParam optimizer({{"weight", weight}}, Kind<TypeParam>::options());
+    TypeParam optimizer({{"weight", weight}}, kOptions<TypeParam>.front());
     for (int step = 0; step < 3; ++step) {
       SCOPED_TRACE(step);
       const std::vector<uint16_t> before = bits_of(cached());
@@ -337,18 +305,18 @@ TYPED_TEST(EveryOptimizer, RefusesOptionsOutsideOfTheirRange) {
   // refuses(name, write, values): the optimizer is made with none of the values, and says which.
   const auto refuses = [&](const std::string& name, auto write, std::vector<double> values) {
     for (const double value : values) {
-      auto options = Kind<TypeParam>::options();
+      auto options = kOptions<TypeParam>.front();
       write(options, value);
       const std::string message = message_of([&] { TypeParam(parameters, options); });
       EXPECT_NE(message.find(": " + name + " must "), std::string::npos) << message;
       const std::vector<ParameterGroup<decltype(options)>> groups = {
-          {{parameters[0]}, Kind<TypeParam>::options()}, {{parameters[1]}, options}};
+          {{parameters[0]}, kOptions<TypeParam>.front()}, {{parameters[1]}, options}};
       EXPECT_THROW((TypeParam(groups)), ValueError) << name << ' ' << value;
     }
   };
   refuses("lr", [](auto& o, double x) { o.lr = x; }, {-0.1, nan});
   refuses("weight_decay", [](auto& o, double x) { o.weight_decay = x; }, {-0.1, nan});
-  using Options = decltype(Kind<TypeParam>::options());
+  using Options = typename TypeParam::Options;
   if constexpr (requires(Options o) { o.betas; }) {
     refuses("betas[0]", [](auto& o, double x) { o.betas[0] = x; }, {-0.1, 1, 1.5, nan});
     refuses("betas[1]", [](auto& o, double x) { o.betas[1] = x; }, {-0.1, 1, 1.5, nan});
@@ -367,7 +335,7 @@ TYPED_TEST(EveryOptimizer, RefusesOptionsOutsideOfTheirRange) {
     refuses("initial_accumulator_value", [](auto& o, double x) { o.initial_accumulator_value = x; },
             {-0.9});
   }
-  auto allowed = Kind<TypeParam>::options();
+  auto allowed = kOptions<TypeParam>.front();
   allowed.lr = allowed.weight_decay = 0;
   EXPECT_NO_THROW(TypeParam(parameters, allowed));
 }
@@ -493,6 +461,34 @@ TEST(Ema, ScopeHoldsTheAveragesForAWhile) {
   EXPECT_EQ(handle.to_vector(), (std::vector<double>{3, 4.5}));
   average.copy_to_parameters();
   EXPECT_EQ(handle.to_vector(), (std::vector<double>{1, 2.5}));
+}
+
+// What autocast keeps of a parameter in its own dtype follows the averages and back.
+TEST(Ema, UnderAutocastEveryForwardSeesTheValuesOfItsTime) {
+  const Tensor weight = tensor({1, 2, 3, 4}).view({2, 2}).clone().set_requires_grad();
+  EMA average({{"weight", weight}}, {.decay = 0.5});
+  const auto forward = [&] {
+    const AutocastGuard autocast(kBF16);
+    return linear(ones({1, 2}), weight);
+  };
+  const auto values = [&] { return forward().to(kF32).to_vector(); };
+  EXPECT_EQ(values(), (std::vector<double>{3, 7}));
+  {
+    const NoGradGuard no_grad;
+    copy_(weight, zeros({2, 2}));
+  }
+  average.update();  // half of both
+  EXPECT_EQ(values(), (std::vector<double>{0, 0}));
+  Tensor within;
+  {
+    const EMA::Scope scope(average);
+    EXPECT_EQ(values(), (std::vector<double>{1.5, 3.5}));
+    within = linear(ones({1, 2}).set_requires_grad(), weight).sum();
+  }
+  EXPECT_EQ(values(), (std::vector<double>{0, 0}));
+  EXPECT_THROW(within.backward(), Error) << "its weight is no longer what it has used";
+  average.copy_to_parameters();
+  EXPECT_EQ(values(), (std::vector<double>{1.5, 3.5}));
 }
 
 TEST(Ema, StateDictGoesRound) {

@@ -15,14 +15,11 @@
 #include <tessera/core/state_dict.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/data/sampler.h>
-#include <tessera/optim/adagrad.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/ema.h>
-#include <tessera/optim/lion.h>
-#include <tessera/optim/rmsprop.h>
 #include <tessera/optim/schedule.h>
-#include <tessera/optim/sgd.h>
 #include <tessera/precision/grad_scaler.h>
+
+#include "optimizer_kinds.h"
 
 namespace tessera {
 namespace {
@@ -137,18 +134,14 @@ void optimizer_round_trips(const std::string& name, const Options& options) {
   }
 }
 
-TEST(RoundTrips, OfEveryOptimizerWithAllItsStates) {
-  using namespace optim;
-  optimizer_round_trips<SGD>("SGD", SGDOptions{.lr = 0.1, .momentum = 0.9, .dampening = 0.1});
-  optimizer_round_trips<SGD>("SGD, nesterov",
-                             SGDOptions{.lr = 0.1, .momentum = 0.9, .nesterov = true});
-  optimizer_round_trips<Adam>("Adam", AdamOptions{.lr = 0.1, .weight_decay = 0.1, .amsgrad = true});
-  optimizer_round_trips<AdamW>("AdamW", AdamWOptions{.lr = 0.1, .amsgrad = true});
-  optimizer_round_trips<Adagrad>(
-      "Adagrad", AdagradOptions{.lr = 0.1, .lr_decay = 0.1, .initial_accumulator_value = 0.5});
-  optimizer_round_trips<RMSprop>("RMSprop",
-                                 RMSpropOptions{.lr = 0.05, .momentum = 0.5, .centered = true});
-  optimizer_round_trips<Lion>("Lion", LionOptions{.lr = 0.05, .weight_decay = 0.1});
+template <class T>
+class RoundTripsOfOptimizers : public testing::Test {};
+TYPED_TEST_SUITE(RoundTripsOfOptimizers, optim::OptimizerKinds);
+
+TYPED_TEST(RoundTripsOfOptimizers, HoldWithAllTheirStates) {
+  for (const auto& options : optim::kOptions<TypeParam>) {
+    optimizer_round_trips<TypeParam>(TypeParam::kName, options);
+  }
 }
 
 TEST(RoundTrips, OfAnAverageOfParameters) {

@@ -9,13 +9,10 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
-#include <tessera/optim/adagrad.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>
-#include <tessera/optim/lion.h>
-#include <tessera/optim/rmsprop.h>
-#include <tessera/optim/sgd.h>
+
+#include "../optimizer_kinds.h"
 
 namespace tessera::optim {
 namespace {
@@ -91,39 +88,16 @@ void expect_the_bits_of_the_cpu(const Make& make) {
   for (const auto& [name, value] : expected) expect_same(got.at(name), value, name);
 }
 
-template <class T, class Options>
-auto maker(const Options& options) {
-  return [options](const NamedTensors& parameters) {
-    return std::make_unique<T>(parameters, options);
-  };
-}
+template <class T>
+class EveryCudaOptimizer : public testing::Test {};
+TYPED_TEST_SUITE(EveryCudaOptimizer, OptimizerKinds);
 
-TEST(CudaOptimizers, Sgd) {
-  expect_the_bits_of_the_cpu(maker<SGD>(SGDOptions{.lr = 0.1}));
-  expect_the_bits_of_the_cpu(
-      maker<SGD>(SGDOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01, .nesterov = true}));
-  expect_the_bits_of_the_cpu(
-      maker<SGD>(SGDOptions{.lr = 0.1, .momentum = 0.9, .dampening = 0.5, .maximize = true}));
-}
-
-TEST(CudaOptimizers, Lion) {
-  expect_the_bits_of_the_cpu(maker<Lion>(LionOptions{.lr = 0.01, .weight_decay = 0.1}));
-}
-
-TEST(CudaOptimizers, Adagrad) {
-  expect_the_bits_of_the_cpu(maker<Adagrad>(AdagradOptions{
-      .lr = 0.1, .lr_decay = 0.2, .weight_decay = 0.01, .initial_accumulator_value = 0.5}));
-}
-
-TEST(CudaOptimizers, Rmsprop) {
-  expect_the_bits_of_the_cpu(maker<RMSprop>(RMSpropOptions{.lr = 0.01}));
-  expect_the_bits_of_the_cpu(maker<RMSprop>(
-      RMSpropOptions{.lr = 0.01, .weight_decay = 0.1, .momentum = 0.9, .centered = true}));
-}
-
-TEST(CudaOptimizers, AdamAndAdamW) {
-  expect_the_bits_of_the_cpu(maker<Adam>(AdamOptions{.lr = 0.01, .weight_decay = 0.1}));
-  expect_the_bits_of_the_cpu(maker<AdamW>(AdamWOptions{.lr = 0.01, .amsgrad = true}));
+TYPED_TEST(EveryCudaOptimizer, HasTheBitsOfTheCpu) {
+  for (const auto& options : kOptions<TypeParam>) {
+    expect_the_bits_of_the_cpu([&](const NamedTensors& parameters) {
+      return std::make_unique<TypeParam>(parameters, options);
+    });
+  }
 }
 
 TEST(CudaOptimizers, AveragesAndClampedGradients) {
@@ -237,45 +211,32 @@ auto updates(const std::vector<Entry>& entries, const MakeTensors& make) {
   return tensors;
 }
 
-TEST(CudaOptimizers, UpdatesOfViewsHaveTheBitsOfTheCpuAndKeepToTheView) {
-  using namespace kernels;
-  const double scalars[kNumStepScalars] = {0.01, 3, 0.5, 0};
-  expect_the_memory_of_the_cpu("adam", [&](const std::vector<Entry>& entries) {
-    multi_tensor_adam(updates(entries,
-                              [](const Entry& x, size_t i) {
-                                return AdamTensors{x[0], x[1], x[2], x[3], i % 2 ? x[4] : Tensor()};
-                              }),
-                      {.weight_decay = 0.1}, scalars);
-  });
-  expect_the_memory_of_the_cpu("sgd", [&](const std::vector<Entry>& entries) {
-    multi_tensor_sgd(updates(entries,
-                             [](const Entry& x, size_t i) {
-                               return SgdTensors{x[0], x[1], x[2], i % 2 == 0};
-                             }),
-                     {.momentum = 0.9, .weight_decay = 0.1, .nesterov = true}, scalars);
-  });
-  expect_the_memory_of_the_cpu("lion", [&](const std::vector<Entry>& entries) {
-    multi_tensor_lion(updates(entries,
-                              [](const Entry& x, size_t) {
-                                return LionTensors{x[0], x[1], x[2]};
-                              }),
-                      {.weight_decay = 0.1}, scalars);
-  });
-  expect_the_memory_of_the_cpu("adagrad", [&](const std::vector<Entry>& entries) {
-    multi_tensor_adagrad(updates(entries,
-                                 [](const Entry& x, size_t) {
-                                   return AdagradTensors{x[0], x[1], x[2]};
-                                 }),
-                         {.lr_decay = 0.1}, scalars);
-  });
-  expect_the_memory_of_the_cpu("rmsprop", [&](const std::vector<Entry>& entries) {
-    multi_tensor_rmsprop(
+// Some entries do without the states that only some options need.
+template <class Rule>
+void expect_updates_of_views(const typename Rule::Options& options, double step) {
+  const double scalars[kernels::kNumStepScalars] = {0.01, step, 0.5, 0};
+  expect_the_memory_of_the_cpu(Rule::kName, [&](const std::vector<Entry>& entries) {
+    kernels::multi_tensor_update<Rule>(
         updates(entries,
-                [](const Entry& x, size_t i) {
-                  return RmspropTensors{x[0], x[1], x[2], i % 2 ? x[3] : Tensor(), x[4]};
+                [&](const Entry& x, size_t i) {
+                  kernels::UpdateTensors one{x[0], x[1]};
+                  for (int s = 0; s < kernels::rules::kNumStates<Rule>; ++s) {
+                    const auto state = static_cast<size_t>(s);
+                    const bool optional = !kernels::rules::uses_state<Rule>(options, s);
+                    if (!optional || i % 2 != 0) one.states[state] = x[2 + state];
+                  }
+                  return one;
                 }),
-        {.momentum = 0.9}, scalars);
+        options, scalars);
   });
+}
+
+TYPED_TEST(EveryCudaOptimizer, UpdatesViewsWithTheBitsOfTheCpuAndKeepsToThem) {
+  for (const auto& options : kOptions<TypeParam>) {
+    for (const double step : {1, 3}) {
+      expect_updates_of_views<typename TypeParam::Rule>(options, step);
+    }
+  }
 }
 
 TEST(CudaOptimizers, WhatIsDoneInPlaceKeepsToTheView) {

@@ -20,110 +20,6 @@ using namespace multi_tensor;
 
 constexpr int kBlock = 256;
 
-// ---- Adam ---------------------------------------------------------------------------------------
-
-template <class C>
-TS_DEVICE AdamStep<C> adam_step(const AdamOptions& options, const double* scalars) {
-  const double lr = scalars[kLearningRate], step = scalars[kStep];
-  const double scale = options.maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
-  const double correction1 = 1 - ::pow(options.beta1, step);
-  const double correction2 = 1 - ::pow(options.beta2, step);
-  return {static_cast<C>(scale),
-          static_cast<C>(options.decoupled ? 1 - lr * options.weight_decay : 1),
-          static_cast<C>(options.decoupled ? 0 : options.weight_decay),
-          static_cast<C>(1 - options.beta1),
-          static_cast<C>(options.beta2),
-          static_cast<C>(1 - options.beta2),
-          static_cast<C>(::sqrt(correction2)),
-          static_cast<C>(options.eps),
-          static_cast<C>(lr / correction1)};
-}
-
-// One thread of each block works out the constants of the step, as step number and factors may be
-// known to the device alone: the bits are the CPU's where its pow() is, and a GPU's may differ in
-// the last place of f64.
-template <class C>
-__global__ void __launch_bounds__(kBlock)
-    adam_kernel(const Row* rows, int count, const AdamOptions options, const StepSource source) {
-  TS_SHARED(AdamStep<C>, constants, 1);
-  TS_SHARED(int, runs, 1);
-  if (threadIdx.x == 0) {
-    double scalars[kNumStepScalars];
-    runs[0] = read_scalars(source, scalars);
-    constants[0] = adam_step<C>(options, scalars);
-  }
-  __syncthreads();
-  if (runs[0] == 0) return;
-  const AdamStep<C> step = constants[0];
-  const Place place = find_chunk(rows, count);
-  const Row row = rows[place.row];  // a copy: nothing tells that stores leave the table alone
-  const bool has_largest = row.spans[4].data != nullptr;
-  for_groups<kSpanGroup>(place, [&](int64_t i, int count) {
-    C param[kSpanGroup], grad[kSpanGroup], exp_avg[kSpanGroup], exp_avg_sq[kSpanGroup];
-    C largest[kSpanGroup], value[kSpanGroup];
-    load_group_of<C>(row.spans[2], i, count, exp_avg);
-    load_group_of<C>(row.spans[3], i, count, exp_avg_sq);
-    if (has_largest) load_group_of<C>(row.spans[4], i, count, largest);
-    load_span(row.spans[0], i, count, param);  // last: a conversion waits for what it converts
-    load_span(row.spans[1], i, count, grad);
-    TS_UNROLL
-    for (int j = 0; j < kSpanGroup; ++j) {
-      value[j] = adam_rule(step, step.l2 != C(0), has_largest, param[j], grad[j], exp_avg[j],
-                           exp_avg_sq[j], largest[j]);
-    }
-    store_group_of<C>(row.spans[2], i, count, exp_avg);
-    store_group_of<C>(row.spans[3], i, count, exp_avg_sq);
-    if (has_largest) store_group_of<C>(row.spans[4], i, count, largest);
-    store_span(row.spans[0], i, count, value);
-    store_shadow(row.spans[5], i, count, value);
-  });
-}
-
-void multi_tensor_adam_cuda(std::span<const AdamTensors> tensors, const AdamOptions& options,
-                            const StepScalars& told) {
-  constexpr const char* kName = "multi_tensor_adam";
-  if (told.on_device == nullptr && told.values[kSkipStep] != 0) return;
-  Table narrow, wide;
-  TensorList kept;  // converted gradients, until the launch is queued
-  for (const AdamTensors& t : tensors) {
-    const Tensor& param = t.param;
-    TS_CHECK_SHAPE(is_dense(param.shape(), param.strides()), kName, "param must be dense; got ",
-                   param, " with strides ", param.strides());
-    const bool is_double = param.dtype() == kF64;
-    const DType compute = is_double ? kF64 : kF32;
-    for (const Tensor* x : {&t.grad, &t.exp_avg, &t.exp_avg_sq, &t.max_exp_avg_sq, &t.shadow}) {
-      if (!x->defined()) continue;
-      TS_CHECK_DEVICE(x->device() == param.device(), kName, "all tensors of an entry must be on ",
-                      param.device(), "; got ", *x);
-      TS_CHECK_SHAPE(x->shape() == param.shape(), kName, "all must have the shape of param, ",
-                     param, "; got ", *x);
-      TS_CHECK_SHAPE(x == &t.grad || x->strides() == param.strides(), kName,
-                     "states and shadow must have the strides of param; got ", x->strides());
-    }
-    const bool direct = detail::is_direct(is_double ? Lane::kDouble : Lane::kFloat, t.grad.dtype());
-    kept.push_back(in_order_of(t.grad, param, direct ? t.grad.dtype() : compute));
-    (is_double ? wide : narrow)
-        .add({span_of(param), span_of(kept.back()), span_of(t.exp_avg), span_of(t.exp_avg_sq),
-              span_of(t.max_exp_avg_sq), span_of(t.shadow)},
-             param.numel());
-  }
-  const Device& device = tensors[0].param.device();
-  const StepSource source = source_of(kName, told, device);
-  const auto run = [&]<class C>(Table& table) {
-    if (table.chunks == 0) return;
-    const Row* const rows = table.upload(device);
-    gpu::launch({.name = kName, .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
-                adam_kernel<C>, rows, static_cast<int>(table.rows.size()), options, source);
-  };
-  run.operator()<float>(narrow);
-  run.operator()<double>(wide);
-  for (const AdamTensors& t : tensors) {
-    for (const Tensor* x : {&t.param, &t.exp_avg, &t.exp_avg_sq, &t.max_exp_avg_sq, &t.shadow}) {
-      if (x->defined()) x->bump_version();
-    }
-  }
-}
-
 // ---- Sums of powers, scaling --------------------------------------------------------------------
 
 // A node of the trees over partial results; NaN wins.
@@ -357,7 +253,6 @@ void multi_tensor_zero_cuda(std::span<const Tensor> tensors) {
 }  // namespace
 
 void register_multi_tensor() {
-  cuda_kernel<multi_tensor_adam> = multi_tensor_adam_cuda;
   cuda_kernel<multi_tensor_power_sums> = multi_tensor_power_sums_cuda;
   cuda_kernel<multi_tensor_clip_factor> = multi_tensor_clip_factor_cuda;
   cuda_kernel<multi_tensor_found_nonfinite> = multi_tensor_found_nonfinite_cuda;

@@ -20,23 +20,17 @@
 // so that a step reads nothing back to the host and a captured graph can be replayed.
 #pragma once
 
+#include <array>
 #include <span>
 #include <vector>
 
+#include <tessera/core/kernels/optim/update_rules.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera::kernels {
 
 inline constexpr int64_t kMultiTensorChunk = 16384;
 
-// Indices into StepScalars::values, an array of kNumStepScalars.
-enum StepScalar : int {
-  kLearningRate,
-  kStep,           // 1 in the first step
-  kGradientScale,  // gradients are multiplied by it as they are read: clip factor / loss scale
-  kSkipStep,       // not 0: the update leaves everything as it is (found_inf)
-  kNumStepScalars,
-};
 // The tensors are f64 of one element, beside those that are updated, and may be undefined.
 struct StepScalars {
   StepScalars(const double* values) : values(values) {}
@@ -47,95 +41,20 @@ struct StepScalars {
   Tensor skipped = {};          // of the steps that kStep counts, how many were left out
 };
 
-struct AdamOptions {
-  double beta1 = 0.9;
-  double beta2 = 0.999;
-  double eps = 1e-8;
-  double weight_decay = 0;
-  bool decoupled =
-      true;  // AdamW: param *= 1 - lr * weight_decay; Adam: grad += weight_decay * param
-  bool maximize = false;
-};
-struct AdamTensors {
+// One parameter of an update. `states` are the rule's, in the order of Rule::kStates; those that
+// not all of its options need take part where they are defined.
+struct UpdateTensors {
   Tensor param;
   Tensor grad;
-  Tensor exp_avg;
-  Tensor exp_avg_sq;
-  Tensor max_exp_avg_sq = {};  // amsgrad where defined
+  std::array<Tensor, kMaxRuleStates> states = {};
   Tensor shadow = {};
 };
-// torch.optim.AdamW and Adam.
-void multi_tensor_adam(std::span<const AdamTensors> tensors, const AdamOptions& options,
-                       const StepScalars& scalars);
-
-struct SgdOptions {
-  double momentum = 0;
-  double dampening = 0;
-  double weight_decay = 0;
-  bool nesterov = false;
-  bool maximize = false;
-};
-struct SgdTensors {
-  Tensor param;
-  Tensor grad;
-  Tensor momentum_buffer = {};  // needed where momentum != 0
-  bool first = false;           // the buffer holds nothing yet: it becomes the gradient, undamped
-  Tensor shadow = {};
-};
-// torch.optim.SGD.
-void multi_tensor_sgd(std::span<const SgdTensors> tensors, const SgdOptions& options,
-                      const StepScalars& scalars);
-
-struct LionOptions {
-  double beta1 = 0.9;
-  double beta2 = 0.99;
-  double weight_decay = 0;  // decoupled
-  bool maximize = false;
-};
-struct LionTensors {
-  Tensor param;
-  Tensor grad;
-  Tensor exp_avg;
-  Tensor shadow = {};
-};
-// Chen et al. 2023, "Symbolic discovery of optimization algorithms", algorithm 2.
-void multi_tensor_lion(std::span<const LionTensors> tensors, const LionOptions& options,
-                       const StepScalars& scalars);
-
-struct AdagradOptions {
-  double lr_decay = 0;
-  double eps = 1e-10;
-  double weight_decay = 0;
-  bool maximize = false;
-};
-struct AdagradTensors {
-  Tensor param;
-  Tensor grad;
-  Tensor state_sum;  // filled with the initial accumulator value
-  Tensor shadow = {};
-};
-// torch.optim.Adagrad.
-void multi_tensor_adagrad(std::span<const AdagradTensors> tensors, const AdagradOptions& options,
-                          const StepScalars& scalars);
-
-struct RmspropOptions {
-  double alpha = 0.99;
-  double eps = 1e-8;
-  double weight_decay = 0;
-  double momentum = 0;
-  bool maximize = false;
-};
-struct RmspropTensors {
-  Tensor param;
-  Tensor grad;
-  Tensor square_avg;
-  Tensor grad_avg = {};         // centered where defined
-  Tensor momentum_buffer = {};  // needed where momentum != 0; starts as zeros
-  Tensor shadow = {};
-};
-// torch.optim.RMSprop.
-void multi_tensor_rmsprop(std::span<const RmspropTensors> tensors, const RmspropOptions& options,
-                          const StepScalars& scalars);
+// One step of a rule of update_rules.h:
+//
+//     multi_tensor_update<rules::AdamW>(tensors, {.weight_decay = 0.1}, scalars);
+template <class Rule>
+void multi_tensor_update(std::span<const UpdateTensors> tensors,
+                         const typename Rule::Options& options, const StepScalars& scalars);
 
 // The sums of |x|^p of each tensor (p = 2, 1 or other), or the largest |x| for p = infinity.
 // f64 partials of blocks of kMultiTensorChunk elements in row-major order are combined in a binary

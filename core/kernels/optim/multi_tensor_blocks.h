@@ -12,10 +12,8 @@
 namespace tessera::kernels {
 
 // A block of a parameter with its gradient, and where its rounded new values go (or null). All are
-// of the compute type and there is no shadow; or, but for Adam, one of the combinations that
-// updates_directly() names, which are converted in the registers of the update. (Adam's division,
-// root and conversions wait for the same units: staged in L1 it takes 8.5 ms where one loop takes
-// 11.2; bench_optim.)
+// of the compute type and there is no shadow; or, where the rule is `in_registers`, one of the
+// combinations that updates_directly() names.
 struct UpdateBlock {
   int64_t n;
   void* param;
@@ -30,20 +28,10 @@ inline bool updates_directly(DType param, DType grad, std::optional<DType> shado
   return (param == kF64 || param == kBF16) && grad == param && !shadow.has_value();
 }
 
-// States are of the compute type; nothing aliases. Optional states may be null.
-TS_SIMD_DECLARE(template <class C> void adam_block(const AdamStep<C>& step,
-                                                   const UpdateBlock& block, C* exp_avg,
-                                                   C* exp_avg_sq, C* max_exp_avg_sq));
-TS_SIMD_DECLARE(template <class C> void sgd_block(const SgdStep<C>& step, const UpdateBlock& block,
-                                                  C* momentum_buffer));
-TS_SIMD_DECLARE(template <class C>
-                void lion_block(const LionStep<C>& step, const UpdateBlock& block, C* exp_avg));
-TS_SIMD_DECLARE(template <class C> void adagrad_block(const AdagradStep<C>& step,
-                                                      const UpdateBlock& block, C* state_sum));
-TS_SIMD_DECLARE(template <class C> void rmsprop_block(const RmspropStep<C>& step,
-                                                      const UpdateBlock& block, C* square_avg,
-                                                      C* grad_avg, C* momentum_buffer));
-TS_SIMD_DECLARE(template <class C> void lerp_block(const UpdateBlock& block, C weight));
+// States are of the compute type, those that are absent null; nothing aliases.
+TS_SIMD_DECLARE(template <class Rule, class C>
+                void update_block(Rule, const typename Rule::template Step<C>& step,
+                                  const UpdateBlock& block, C* first, C* second, C* third));
 TS_SIMD_DECLARE(template <class C> void scale_block(int64_t n, C* x, C factor));
 TS_SIMD_DECLARE(template <class C> void clamp_block(int64_t n, C* x, C limit));
 // Sum of |x|^p of a block of any floating dtype, in f64; the largest |x| for p = infinity.

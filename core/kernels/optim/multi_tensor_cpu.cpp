@@ -72,14 +72,13 @@ struct ListElement {
   DType dtype = kF32;
 };
 
-// The operands of one parameter: param, grad, shadow and up to three states.
-constexpr int kMaxStates = 3;
-using StateTensors = std::array<const Tensor*, kMaxStates>;  // null or undefined: absent
+// The operands of one parameter.
+using StateTensors = std::array<Tensor, kMaxRuleStates>;  // undefined: absent
 struct Entry {
   int64_t numel = 0;
   bool is_double = false;
   ListElement param, grad, shadow;
-  std::array<ListElement, kMaxStates> states = {};
+  std::array<ListElement, kMaxRuleStates> states = {};
   Tensor grad_copy;  // where the gradient had another layout
 };
 
@@ -122,26 +121,18 @@ Entry make_entry(const char* where, const Tensor& param, const Tensor& grad, con
     entry.shadow = operand(shadow);
   }
   size_t i = 0;
-  for (const Tensor* state : states) {
-    if (state != nullptr && state->defined()) {
-      check(*state, "state");
-      TS_CHECK_DTYPE(state->dtype() == state_dtype, where, "states of a ", param.dtype(),
-                     " param are ", state_dtype, "; got ", *state);
-      TS_CHECK_SHAPE(same_layout(*state), where, "states must have the strides of param, ",
-                     param.strides(), "; got ", state->strides());
-      entry.states[i] = operand(*state);
+  for (const Tensor& state : states) {
+    if (state.defined()) {
+      check(state, "state");
+      TS_CHECK_DTYPE(state.dtype() == state_dtype, where, "states of a ", param.dtype(),
+                     " param are ", state_dtype, "; got ", state);
+      TS_CHECK_SHAPE(same_layout(state), where, "states must have the strides of param, ",
+                     param.strides(), "; got ", state.strides());
+      entry.states[i] = operand(state);
     }
     ++i;
   }
   return entry;
-}
-
-void mark_written(const Tensor& param, const Tensor& shadow, const StateTensors& states) {
-  param.bump_version();
-  if (shadow.defined()) shadow.bump_version();
-  for (const Tensor* state : states) {
-    if (state != nullptr && state->defined()) state->bump_version();
-  }
 }
 
 template <class C>
@@ -160,8 +151,8 @@ enum class Convert { kInL1, kInRegisters };
 template <class C, class Block>
 void update_range(const Entry& entry, Convert convert, int64_t begin, int64_t end, Block&& block) {
   const auto states = [&](int64_t i) {
-    return std::array<C*, kMaxStates>{at<C>(entry.states[0], i), at<C>(entry.states[1], i),
-                                      at<C>(entry.states[2], i)};
+    return std::array<C*, kMaxRuleStates>{at<C>(entry.states[0], i), at<C>(entry.states[1], i),
+                                          at<C>(entry.states[2], i)};
   };
   const bool has_shadow = entry.shadow.data != nullptr;
   const bool direct_param = entry.param.dtype == dtype_of<C>;
@@ -221,22 +212,6 @@ void run_update(const std::vector<Entry>& entries, Convert convert, Update&& upd
   });
 }
 
-// Checks, cuts and runs an update. states(tensors[i]) lists the states of an entry.
-template <class Tensors, class States, class Update>
-void run_optimizer(const char* where, std::span<const Tensors> tensors, const double* scalars,
-                   States&& states, Update&& update, Convert convert = Convert::kInRegisters) {
-  std::vector<Entry> entries;
-  entries.reserve(tensors.size());
-  bool meta = false;
-  for (const Tensors& t : tensors) {
-    entries.push_back(make_entry(where, t.param, t.grad, t.shadow, states(t)));
-    meta = meta || t.param.is_meta();
-  }
-  if (meta || scalars[kSkipStep] != 0) return;
-  run_update(entries, convert, update);
-  for (const Tensors& t : tensors) mark_written(t.param, t.shadow, states(t));
-}
-
 // The numbers of a step whose tensors are on the CPU.
 std::array<double, kNumStepScalars> on_host(const StepScalars& step_scalars) {
   std::array<double, kNumStepScalars> scalars;
@@ -248,8 +223,15 @@ std::array<double, kNumStepScalars> on_host(const StepScalars& step_scalars) {
   return scalars;
 }
 
-double signed_scale(const double* scalars, bool maximize) {
-  return maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
+template <class Rule>
+void check_states(std::span<const UpdateTensors> tensors, const typename Rule::Options& options) {
+  for (int i = 0; i < rules::kNumStates<Rule>; ++i) {
+    if (!rules::uses_state<Rule>(options, i)) continue;
+    for (const UpdateTensors& t : tensors) {
+      TS_CHECK(t.states[static_cast<size_t>(i)].defined(), Rule::kName, "the state ",
+               Rule::kStates[static_cast<size_t>(i)], " must be defined for every param");
+    }
+  }
 }
 
 // The pairs that a list of in-place calls works on.
@@ -306,162 +288,46 @@ double tree_of_norm(std::span<double> partials, double p) {
 
 }  // namespace
 
-void multi_tensor_adam(std::span<const AdamTensors> tensors, const AdamOptions& options,
-                       const StepScalars& step_scalars) {
+template <class Rule>
+void multi_tensor_update(std::span<const UpdateTensors> tensors,
+                         const typename Rule::Options& options, const StepScalars& step_scalars) {
+  check_states<Rule>(tensors, options);
   if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
-    return on_cuda<kernels::multi_tensor_adam>("multi_tensor_adam", tensors[0].param.device(),
-                                               tensors, options, step_scalars);
+    return on_cuda<kernels::multi_tensor_update<Rule>>(Rule::kName, tensors[0].param.device(),
+                                                       tensors, options, step_scalars);
   }
-  const auto values = on_host(step_scalars);
-  const double* const scalars = values.data();
-  for (const AdamTensors& t : tensors) {
-    TS_CHECK(t.exp_avg.defined() && t.exp_avg_sq.defined(), "multi_tensor_adam",
-             "exp_avg and exp_avg_sq must be defined");
+  std::vector<Entry> entries;
+  entries.reserve(tensors.size());
+  bool meta = false;
+  for (const UpdateTensors& t : tensors) {
+    entries.push_back(make_entry(Rule::kName, t.param, t.grad, t.shadow, t.states));
+    meta = meta || t.param.is_meta();
   }
-  const auto step_of = [&]<class C>() {
-    const double lr = scalars[kLearningRate], step = scalars[kStep];
-    const double correction1 = 1 - std::pow(options.beta1, step);
-    const double correction2 = 1 - std::pow(options.beta2, step);
-    return AdamStep<C>{
-        static_cast<C>(signed_scale(scalars, options.maximize)),
-        static_cast<C>(options.decoupled ? 1 - lr * options.weight_decay : 1),
-        static_cast<C>(options.decoupled ? 0 : options.weight_decay),
-        static_cast<C>(1 - options.beta1),
-        static_cast<C>(options.beta2),
-        static_cast<C>(1 - options.beta2),
-        static_cast<C>(std::sqrt(correction2)),
-        static_cast<C>(options.eps),
-        static_cast<C>(lr / correction1),
-    };
-  };
-  const auto single = step_of.operator()<float>();
-  const auto wide = step_of.operator()<double>();
-  run_optimizer(
-      "multi_tensor_adam", tensors, scalars,
-      [](const AdamTensors& t) -> StateTensors {
-        return {&t.exp_avg, &t.exp_avg_sq, &t.max_exp_avg_sq};
-      },
-      [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
-        if constexpr (std::is_same_v<C, float>) {
-          TS_SIMD_CALL(adam_block, single, block, s[0], s[1], s[2]);
-        } else {
-          TS_SIMD_CALL(adam_block, wide, block, s[0], s[1], s[2]);
-        }
-      },
-      Convert::kInL1);
+  const auto scalars = on_host(step_scalars);
+  if (meta || scalars[kSkipStep] != 0) return;
+  const auto single = Rule::template step<float>(options, scalars.data());
+  const auto wide = Rule::template step<double>(options, scalars.data());
+  run_update(entries, rules::in_registers<Rule>() ? Convert::kInRegisters : Convert::kInL1,
+             [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxRuleStates> s) {
+               if constexpr (std::is_same_v<C, float>) {
+                 TS_SIMD_CALL(update_block, Rule{}, single, block, s[0], s[1], s[2]);
+               } else {
+                 TS_SIMD_CALL(update_block, Rule{}, wide, block, s[0], s[1], s[2]);
+               }
+             });
+  for (const UpdateTensors& t : tensors) {
+    t.param.bump_version();
+    if (t.shadow.defined()) t.shadow.bump_version();
+    for (const Tensor& state : t.states) {
+      if (state.defined()) state.bump_version();
+    }
+  }
 }
-
-void multi_tensor_sgd(std::span<const SgdTensors> tensors, const SgdOptions& options,
-                      const StepScalars& step_scalars) {
-  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
-    return on_cuda<kernels::multi_tensor_sgd>("multi_tensor_sgd", tensors[0].param.device(),
-                                              tensors, options, step_scalars);
-  }
-  const auto values = on_host(step_scalars);
-  const double* const scalars = values.data();
-  for (const SgdTensors& t : tensors) {
-    TS_CHECK(options.momentum == 0 || t.momentum_buffer.defined(), "multi_tensor_sgd", "momentum ",
-             options.momentum, " needs a momentum_buffer for every param");
-  }
-  const auto step_of = [&]<class C>(bool first) {
-    return SgdStep<C>{static_cast<C>(signed_scale(scalars, options.maximize)),
-                      static_cast<C>(options.weight_decay),
-                      static_cast<C>(options.momentum),
-                      static_cast<C>(1 - options.dampening),
-                      static_cast<C>(scalars[kLearningRate]),
-                      options.momentum != 0,
-                      options.nesterov,
-                      first};
-  };
-  run_optimizer(
-      "multi_tensor_sgd", tensors, scalars,
-      [](const SgdTensors& t) -> StateTensors { return {&t.momentum_buffer}; },
-      [&]<class C>(int t, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
-        const auto step = step_of.template operator()<C>(tensors[static_cast<size_t>(t)].first);
-        TS_SIMD_CALL(sgd_block, step, block, s[0]);
-      });
-}
-
-void multi_tensor_lion(std::span<const LionTensors> tensors, const LionOptions& options,
-                       const StepScalars& step_scalars) {
-  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
-    return on_cuda<kernels::multi_tensor_lion>("multi_tensor_lion", tensors[0].param.device(),
-                                               tensors, options, step_scalars);
-  }
-  const auto values = on_host(step_scalars);
-  const double* const scalars = values.data();
-  for (const LionTensors& t : tensors) {
-    TS_CHECK(t.exp_avg.defined(), "multi_tensor_lion", "exp_avg must be defined");
-  }
-  run_optimizer(
-      "multi_tensor_lion", tensors, scalars,
-      [](const LionTensors& t) -> StateTensors { return {&t.exp_avg}; },
-      [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
-        const double lr = scalars[kLearningRate];
-        const LionStep<C> step{static_cast<C>(signed_scale(scalars, options.maximize)),
-                               static_cast<C>(1 - lr * options.weight_decay),
-                               static_cast<C>(options.beta1),
-                               static_cast<C>(1 - options.beta1),
-                               static_cast<C>(options.beta2),
-                               static_cast<C>(1 - options.beta2),
-                               static_cast<C>(lr)};
-        TS_SIMD_CALL(lion_block, step, block, s[0]);
-      });
-}
-
-void multi_tensor_adagrad(std::span<const AdagradTensors> tensors, const AdagradOptions& options,
-                          const StepScalars& step_scalars) {
-  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
-    return on_cuda<kernels::multi_tensor_adagrad>("multi_tensor_adagrad", tensors[0].param.device(),
-                                                  tensors, options, step_scalars);
-  }
-  const auto values = on_host(step_scalars);
-  const double* const scalars = values.data();
-  for (const AdagradTensors& t : tensors) {
-    TS_CHECK(t.state_sum.defined(), "multi_tensor_adagrad", "state_sum must be defined");
-  }
-  run_optimizer(
-      "multi_tensor_adagrad", tensors, scalars,
-      [](const AdagradTensors& t) -> StateTensors { return {&t.state_sum}; },
-      [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
-        const double lr = scalars[kLearningRate] / (1 + (scalars[kStep] - 1) * options.lr_decay);
-        const AdagradStep<C> step{static_cast<C>(signed_scale(scalars, options.maximize)),
-                                  static_cast<C>(options.weight_decay), static_cast<C>(options.eps),
-                                  static_cast<C>(lr)};
-        TS_SIMD_CALL(adagrad_block, step, block, s[0]);
-      });
-}
-
-void multi_tensor_rmsprop(std::span<const RmspropTensors> tensors, const RmspropOptions& options,
-                          const StepScalars& step_scalars) {
-  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
-    return on_cuda<kernels::multi_tensor_rmsprop>("multi_tensor_rmsprop", tensors[0].param.device(),
-                                                  tensors, options, step_scalars);
-  }
-  const auto values = on_host(step_scalars);
-  const double* const scalars = values.data();
-  for (const RmspropTensors& t : tensors) {
-    TS_CHECK(t.square_avg.defined(), "multi_tensor_rmsprop", "square_avg must be defined");
-    TS_CHECK((options.momentum != 0) == t.momentum_buffer.defined(), "multi_tensor_rmsprop",
-             "a momentum_buffer is given exactly where momentum is not 0; momentum is ",
-             options.momentum);
-  }
-  run_optimizer(
-      "multi_tensor_rmsprop", tensors, scalars,
-      [](const RmspropTensors& t) -> StateTensors {
-        return {&t.square_avg, &t.grad_avg, &t.momentum_buffer};
-      },
-      [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxStates> s) {
-        const RmspropStep<C> step{static_cast<C>(signed_scale(scalars, options.maximize)),
-                                  static_cast<C>(options.weight_decay),
-                                  static_cast<C>(options.alpha),
-                                  static_cast<C>(1 - options.alpha),
-                                  static_cast<C>(options.eps),
-                                  static_cast<C>(options.momentum),
-                                  static_cast<C>(scalars[kLearningRate])};
-        TS_SIMD_CALL(rmsprop_block, step, block, s[0], s[1], s[2]);
-      });
-}
+#define TS_INSTANTIATE(name)                                                     \
+  template void multi_tensor_update<rules::name>(std::span<const UpdateTensors>, \
+                                                 const rules::name::Options&, const StepScalars&);
+TS_UPDATE_RULES(TS_INSTANTIATE)
+#undef TS_INSTANTIATE
 
 std::vector<double> multi_tensor_power_sums(std::span<const Tensor> tensors, double p) {
   if (!tensors.empty() && tensors[0].device().is_cuda()) {
@@ -591,7 +457,9 @@ void multi_tensor_lerp(std::span<const Tensor> averages, std::span<const Tensor>
     if (averages[i].is_meta()) entries.back().numel = 0;
   }
   run_update(entries, Convert::kInRegisters, [&]<class C>(int, const UpdateBlock& block, auto) {
-    TS_SIMD_CALL(lerp_block, block, static_cast<C>(weight));
+    C* const none = nullptr;
+    const rules::Lerp::Step<C> step{static_cast<C>(weight)};
+    TS_SIMD_CALL(update_block, rules::Lerp{}, step, block, none, none, none);
   });
   for (const Tensor& average : averages) average.bump_version();
 }

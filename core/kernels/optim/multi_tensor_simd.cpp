@@ -62,142 +62,57 @@ TS_HD void with_types(const UpdateBlock& block, Loop&& loop) {
   }
 }
 
-// run<first, second>(): a loop for each case, without the question inside.
-TS_HD void with_flags(bool first, bool second, auto&& run) {
-  if (first) {
-    second ? run.template operator()<true, true>() : run.template operator()<true, false>();
+// run<kHas>() with the states that there are: a loop for each case, without the question inside.
+template <class Rule, int kState = 0, unsigned kHas = 0>
+TS_HD void with_states(unsigned has, auto&& run) {
+  constexpr unsigned kBit = 1u << kState;
+  if constexpr (kState == rules::kNumStates<Rule>) {
+    run.template operator()<kHas>();
+  } else if constexpr ((rules::optional_states<Rule>() & kBit) == 0) {
+    with_states<Rule, kState + 1, kHas | kBit>(has, run);
   } else {
-    second ? run.template operator()<false, true>() : run.template operator()<false, false>();
-  }
-}
-
-// Loops over the rules. What a rule leaves alone is `none`.
-
-template <bool kL2, bool kAmsgrad, class C>
-TS_HD void adam_loop(const AdamStep<C> step, int64_t n, C* TS_RESTRICT param,
-                     const C* TS_RESTRICT grad, C* TS_RESTRICT exp_avg, C* TS_RESTRICT exp_avg_sq,
-                     C* TS_RESTRICT max_exp_avg_sq) {
-  for (int64_t i = 0; i < n; ++i) {
-    C none = 0;
-    param[i] = adam_rule(step, kL2, kAmsgrad, param[i], grad[i], exp_avg[i], exp_avg_sq[i],
-                         kAmsgrad ? max_exp_avg_sq[i] : none);
-  }
-}
-
-template <class C, class P, class G, class S>
-TS_HD void sgd_loop(const SgdStep<C> step, int64_t n, P* TS_RESTRICT param,
-                    const G* TS_RESTRICT grad, S* TS_RESTRICT shadow,
-                    C* TS_RESTRICT momentum_buffer) {
-  if (!step.has_momentum) {
-    for (int64_t i = 0; i < n; ++i) {
-      C none = 0;
-      const C value = sgd_rule(step, load<C>(param[i]), load<C>(grad[i]), none);
-      param[i] = store<P>(value);
-      write_shadow(shadow, i, value);
+    if ((has & kBit) != 0) {
+      with_states<Rule, kState + 1, kHas | kBit>(has, run);
+    } else {
+      with_states<Rule, kState + 1, kHas>(has, run);
     }
-    return;
-  }
-  for (int64_t i = 0; i < n; ++i) {
-    const C value = sgd_rule(step, load<C>(param[i]), load<C>(grad[i]), momentum_buffer[i]);
-    param[i] = store<P>(value);
-    write_shadow(shadow, i, value);
   }
 }
 
-template <class C, class P, class G, class S>
-TS_HD void lion_loop(const LionStep<C> step, int64_t n, P* TS_RESTRICT param,
-                     const G* TS_RESTRICT grad, S* TS_RESTRICT shadow, C* TS_RESTRICT exp_avg) {
-  for (int64_t i = 0; i < n; ++i) {
-    const C value = lion_rule(step, load<C>(param[i]), load<C>(grad[i]), exp_avg[i]);
-    param[i] = store<P>(value);
-    write_shadow(shadow, i, value);
-  }
-}
-
-template <class C, class P, class G, class S>
-TS_HD void adagrad_loop(const AdagradStep<C> step, int64_t n, P* TS_RESTRICT param,
-                        const G* TS_RESTRICT grad, S* TS_RESTRICT shadow,
-                        C* TS_RESTRICT state_sum) {
-  for (int64_t i = 0; i < n; ++i) {
-    const C value = adagrad_rule(step, load<C>(param[i]), load<C>(grad[i]), state_sum[i]);
-    param[i] = store<P>(value);
-    write_shadow(shadow, i, value);
-  }
-}
-
-template <bool kCentered, bool kMomentum, class C, class P, class G, class S>
-TS_HD void rmsprop_loop(const RmspropStep<C> step, int64_t n, P* TS_RESTRICT param,
-                        const G* TS_RESTRICT grad, S* TS_RESTRICT shadow, C* TS_RESTRICT square_avg,
-                        C* TS_RESTRICT grad_avg, C* TS_RESTRICT momentum_buffer) {
+// What a rule leaves alone is `none`.
+template <class Rule, unsigned kHas, class C, class P, class G, class S>
+TS_HD void update_loop(const typename Rule::template Step<C> step, int64_t n, P* TS_RESTRICT param,
+                       const G* TS_RESTRICT grad, S* TS_RESTRICT shadow, C* TS_RESTRICT first,
+                       C* TS_RESTRICT second, C* TS_RESTRICT third) {
+  constexpr rules::HasStates<kHas> has;
   for (int64_t i = 0; i < n; ++i) {
     C none = 0;
-    const C value =
-        rmsprop_rule(step, kCentered, kMomentum, load<C>(param[i]), load<C>(grad[i]), square_avg[i],
-                     kCentered ? grad_avg[i] : none, kMomentum ? momentum_buffer[i] : none);
+    const C value = rules::update<Rule>(
+        step, has, load<C>(param[i]), load<C>(grad[i]), (kHas & 1) != 0 ? first[i] : none,
+        (kHas & 2) != 0 ? second[i] : none, (kHas & 4) != 0 ? third[i] : none);
     param[i] = store<P>(value);
-    write_shadow(shadow, i, value);
-  }
-}
-
-template <class C, class P, class G, class S>
-TS_HD void lerp_loop(int64_t n, P* TS_RESTRICT average, const G* TS_RESTRICT x,
-                     S* TS_RESTRICT shadow, C weight) {
-  for (int64_t i = 0; i < n; ++i) {
-    const C value = lerp_rule(weight, load<C>(average[i]), load<C>(x[i]));
-    average[i] = store<P>(value);
     write_shadow(shadow, i, value);
   }
 }
 
 }  // namespace
 
-template <class C>
-void adam_block(const AdamStep<C>& step, const UpdateBlock& block, C* exp_avg, C* exp_avg_sq,
-                C* max_exp_avg_sq) {
-  const int64_t n = block.n;
-  C* const param = static_cast<C*>(block.param);
-  const C* const grad = static_cast<const C*>(block.grad);
-  with_flags(step.l2 != 0, max_exp_avg_sq != nullptr, [&]<bool kL2, bool kAmsgrad>() TS_LANES {
-    adam_loop<kL2, kAmsgrad>(step, n, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq);
+template <class Rule, class C>
+void update_block(Rule, const typename Rule::template Step<C>& step, const UpdateBlock& block,
+                  C* first, C* second, C* third) {
+  const unsigned has =
+      (first != nullptr ? 1u : 0u) | (second != nullptr ? 2u : 0u) | (third != nullptr ? 4u : 0u);
+  with_states<Rule>(has, [&]<unsigned kHas>() TS_LANES {
+    if constexpr (rules::in_registers<Rule>()) {
+      with_types<C>(block, [&](auto* param, const auto* grad, auto* shadow) TS_LANES {
+        update_loop<Rule, kHas>(step, block.n, param, grad, shadow, first, second, third);
+      });
+    } else {
+      NoShadow* const none = nullptr;
+      update_loop<Rule, kHas>(step, block.n, static_cast<C*>(block.param),
+                              static_cast<const C*>(block.grad), none, first, second, third);
+    }
   });
-}
-
-template <class C>
-void sgd_block(const SgdStep<C>& step, const UpdateBlock& block, C* momentum_buffer) {
-  with_types<C>(block, [&](auto* param, const auto* grad, auto* shadow) TS_LANES {
-    sgd_loop(step, block.n, param, grad, shadow, momentum_buffer);
-  });
-}
-
-template <class C>
-void lion_block(const LionStep<C>& step, const UpdateBlock& block, C* exp_avg) {
-  with_types<C>(block, [&](auto* param, const auto* grad, auto* shadow)
-                           TS_LANES { lion_loop(step, block.n, param, grad, shadow, exp_avg); });
-}
-
-template <class C>
-void adagrad_block(const AdagradStep<C>& step, const UpdateBlock& block, C* state_sum) {
-  with_types<C>(block, [&](auto* param, const auto* grad, auto* shadow) TS_LANES {
-    adagrad_loop(step, block.n, param, grad, shadow, state_sum);
-  });
-}
-
-template <class C>
-void rmsprop_block(const RmspropStep<C>& step, const UpdateBlock& block, C* square_avg, C* grad_avg,
-                   C* momentum_buffer) {
-  with_types<C>(block, [&](auto* param, const auto* grad, auto* shadow) TS_LANES {
-    const auto run = [&]<bool kCentered, bool kMomentum>() TS_LANES {
-      rmsprop_loop<kCentered, kMomentum>(step, block.n, param, grad, shadow, square_avg, grad_avg,
-                                         momentum_buffer);
-    };
-    with_flags(grad_avg != nullptr, momentum_buffer != nullptr, run);
-  });
-}
-
-template <class C>
-void lerp_block(const UpdateBlock& block, C weight) {
-  with_types<C>(block, [&](auto* average, const auto* x, auto* shadow)
-                           TS_LANES { lerp_loop(block.n, average, x, shadow, weight); });
 }
 
 template <class C>
@@ -249,17 +164,17 @@ double power_sum_block(DType dtype, const void* data, int64_t n, double p) {
   });
 }
 
-#define TS_INSTANTIATE(C)                                                                \
-  template void adam_block<C>(const AdamStep<C>&, const UpdateBlock&, C*, C*, C*);       \
-  template void sgd_block<C>(const SgdStep<C>&, const UpdateBlock&, C*);                 \
-  template void lion_block<C>(const LionStep<C>&, const UpdateBlock&, C*);               \
-  template void adagrad_block<C>(const AdagradStep<C>&, const UpdateBlock&, C*);         \
-  template void rmsprop_block<C>(const RmspropStep<C>&, const UpdateBlock&, C*, C*, C*); \
-  template void lerp_block<C>(const UpdateBlock&, C);                                    \
-  template void scale_block<C>(int64_t, C*, C);                                          \
-  template void clamp_block<C>(int64_t, C*, C);
-TS_INSTANTIATE(float)
-TS_INSTANTIATE(double)
+#define TS_INSTANTIATE(name)                                                                    \
+  template void update_block(rules::name, const rules::name::Step<float>&, const UpdateBlock&,  \
+                             float*, float*, float*);                                           \
+  template void update_block(rules::name, const rules::name::Step<double>&, const UpdateBlock&, \
+                             double*, double*, double*);
+TS_UPDATE_RULES(TS_INSTANTIATE)
+TS_INSTANTIATE(Lerp)
 #undef TS_INSTANTIATE
+template void scale_block(int64_t, float*, float);
+template void scale_block(int64_t, double*, double);
+template void clamp_block(int64_t, float*, float);
+template void clamp_block(int64_t, double*, double);
 
 }  // namespace tessera::kernels::TS_SIMD

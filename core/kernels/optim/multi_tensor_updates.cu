@@ -1,7 +1,6 @@
-// The optimizers beside Adam, and averaging: one launch over all tensors of a call for each compute
+// The optimizers' updates, and averaging: one launch over all tensors of a call for each compute
 // type.
 #include <array>
-#include <cmath>
 
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/elementwise/elementwise_loops.h>
@@ -16,153 +15,54 @@ using namespace multi_tensor;
 
 constexpr int kBlock = 256;
 
-// ---- Rules over up to three states --------------------------------------------------------------
-
-template <class C>
-struct States {  // of one element
-  C* of[3];
-  bool has[3];
-};
-
-template <class C>
-struct Sgd {
-  SgdStep<C> step;
-  TS_DEVICE C operator()(C param, C grad, const States<C>& states) const {
-    return sgd_rule(step, param, grad, *states.of[0]);
-  }
-};
-template <class C>
-struct Lion {
-  LionStep<C> step;
-  TS_DEVICE C operator()(C param, C grad, const States<C>& states) const {
-    return lion_rule(step, param, grad, *states.of[0]);
-  }
-};
-template <class C>
-struct Adagrad {
-  AdagradStep<C> step;
-  TS_DEVICE C operator()(C param, C grad, const States<C>& states) const {
-    return adagrad_rule(step, param, grad, *states.of[0]);
-  }
-};
-template <class C>
-struct Rmsprop {
-  RmspropStep<C> step;
-  TS_DEVICE C operator()(C param, C grad, const States<C>& states) const {
-    return rmsprop_rule(step, states.has[1], states.has[2], param, grad, *states.of[0],
-                        *states.of[1], *states.of[2]);
-  }
-};
-template <class C>
-struct Lerp {
-  C weight;
-  TS_DEVICE C operator()(C start, C end, const States<C>&) const {
-    return lerp_rule(weight, start, end);
-  }
-};
-
-// ---- The rule of a step, from the options and what the step is told -----------------------------
-
-TS_DEVICE double signed_scale(const double* scalars, bool maximize) {
-  return maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
-}
-
-struct MakeSgd {
-  SgdOptions options;
-  bool first;         // all that is known on the host: the buffers hold nothing
-  bool counts_skips;  // the device knows better: steps so far may have been left out
-  template <class C>
-  TS_DEVICE Sgd<C> make(const double* scalars) const {
-    return {{static_cast<C>(signed_scale(scalars, options.maximize)),
-             static_cast<C>(options.weight_decay), static_cast<C>(options.momentum),
-             static_cast<C>(1 - options.dampening), static_cast<C>(scalars[kLearningRate]),
-             options.momentum != 0, options.nesterov,
-             first || (counts_skips && scalars[kStep] == 1)}};
-  }
-};
-
-struct MakeLion {
-  LionOptions options;
-  template <class C>
-  TS_DEVICE Lion<C> make(const double* scalars) const {
-    const double lr = scalars[kLearningRate];
-    return {{static_cast<C>(signed_scale(scalars, options.maximize)),
-             static_cast<C>(1 - lr * options.weight_decay), static_cast<C>(options.beta1),
-             static_cast<C>(1 - options.beta1), static_cast<C>(options.beta2),
-             static_cast<C>(1 - options.beta2), static_cast<C>(lr)}};
-  }
-};
-
-struct MakeAdagrad {
-  AdagradOptions options;
-  template <class C>
-  TS_DEVICE Adagrad<C> make(const double* scalars) const {
-    const double lr = scalars[kLearningRate] / (1 + (scalars[kStep] - 1) * options.lr_decay);
-    return {{static_cast<C>(signed_scale(scalars, options.maximize)),
-             static_cast<C>(options.weight_decay), static_cast<C>(options.eps),
-             static_cast<C>(lr)}};
-  }
-};
-
-struct MakeRmsprop {
-  RmspropOptions options;
-  template <class C>
-  TS_DEVICE Rmsprop<C> make(const double* scalars) const {
-    return {{static_cast<C>(signed_scale(scalars, options.maximize)),
-             static_cast<C>(options.weight_decay), static_cast<C>(options.alpha),
-             static_cast<C>(1 - options.alpha), static_cast<C>(options.eps),
-             static_cast<C>(options.momentum), static_cast<C>(scalars[kLearningRate])}};
-  }
-};
-
-struct MakeLerp {
-  double weight;
-  template <class C>
-  TS_DEVICE Lerp<C> make(const double*) const {
-    return {static_cast<C>(weight)};
+// The states that a row has: those that every element of the rule has, and some of the others.
+template <class Rule>
+struct HasStatesOfRow {
+  const Row& row;
+  TS_DEVICE bool operator[](int i) const {
+    return (rules::optional_states<Rule>() >> i & 1) == 0 || row.spans[2 + i].data != nullptr;
   }
 };
 
 // Spans of a row: parameter, gradient, three states, shadow.
-template <class C, class Maker>
+//
+// One thread of each block works out the constants of the step, as step number and factors may be
+// known to the device alone: the bits are the CPU's where its pow() is, and a GPU's may differ in
+// the last place of f64.
+template <class C, class Rule>
 __global__ void __launch_bounds__(kBlock)
-    update_kernel(const Row* rows, int count, const Maker maker, const StepSource source) {
-  // In shared memory, as registers are short: one thread works the constants out.
-  using Rule = decltype(maker.template make<C>(nullptr));
-  TS_SHARED(Rule, rules, 1);
+    update_kernel(const Row* rows, int count, const typename Rule::Options options,
+                  const StepSource source) {
+  using Step = typename Rule::template Step<C>;
+  constexpr int kStates = rules::kNumStates<Rule>;
+  TS_SHARED(Step, constants, 1);
   TS_SHARED(int, runs, 1);
   if (threadIdx.x == 0) {
     double scalars[kNumStepScalars];
     runs[0] = read_scalars(source, scalars);
-    rules[0] = maker.template make<C>(scalars);
+    constants[0] = Rule::template step<C>(options, scalars);
   }
   __syncthreads();
   if (runs[0] == 0) return;
-  const Rule& rule = rules[0];
+  const Step& step = constants[0];
   const Place place = find_chunk(rows, count);
   const Row row = rows[place.row];  // a copy: nothing tells that stores leave the table alone
-  const bool has[3] = {row.spans[2].data != nullptr, row.spans[3].data != nullptr,
-                       row.spans[4].data != nullptr};
+  const HasStatesOfRow<Rule> has{row};
   for_groups<kSpanGroup>(place, [&](int64_t i, int count) {
     C param[kSpanGroup], grad[kSpanGroup], states[3][kSpanGroup];
     TS_UNROLL
-    for (int s = 0; s < 3; ++s) {
+    for (int s = 0; s < kStates; ++s) {
       if (has[s]) load_group_of<C>(row.spans[2 + s], i, count, states[s]);
     }
     load_span(row.spans[0], i, count, param);  // last: a conversion waits for what it converts
     load_span(row.spans[1], i, count, grad);
     TS_UNROLL
     for (int j = 0; j < kSpanGroup; ++j) {
-      States<C> of_element;
-      TS_UNROLL
-      for (int s = 0; s < 3; ++s) {
-        of_element.of[s] = &states[s][j];
-        of_element.has[s] = has[s];
-      }
-      param[j] = rule(param[j], grad[j], of_element);
+      param[j] = rules::update<Rule>(step, has, param[j], grad[j], states[0][j], states[1][j],
+                                     states[2][j]);
     }
     TS_UNROLL
-    for (int s = 0; s < 3; ++s) {
+    for (int s = 0; s < kStates; ++s) {
       if (has[s]) store_group_of<C>(row.spans[2 + s], i, count, states[s]);
     }
     store_span(row.spans[0], i, count, param);
@@ -172,7 +72,7 @@ __global__ void __launch_bounds__(kBlock)
 
 // ---- Launches -----------------------------------------------------------------------------------
 
-using StateTensors = std::array<Tensor, 3>;  // undefined: absent
+using StateTensors = std::array<Tensor, kMaxRuleStates>;  // undefined: absent
 
 // The rows of one launch, and the gradients that had to be converted.
 struct Update {
@@ -217,104 +117,35 @@ struct Update {
               param.numel());
   }
 
-  template <class C, class Maker>
-  void launch(const char* where, const Device& device, const Maker& maker,
+  template <class C, class Rule>
+  void launch(const char* where, const Device& device, const typename Rule::Options& options,
               const StepSource& source) {
     if (table.chunks == 0) return;
     const Row* const rows = table.upload(device);
     gpu::launch({.name = where, .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
-                update_kernel<C, Maker>, rows, static_cast<int>(table.rows.size()), maker, source);
+                update_kernel<C, Rule>, rows, static_cast<int>(table.rows.size()), options, source);
   }
 };
 
-// states_of(entry) lists the states.
-template <class Entry, class StatesOf, class Maker>
-void run_optimizer(const char* where, std::span<const Entry* const> entries,
-                   const StepScalars& told, const StatesOf& states_of, const Maker& maker) {
-  if (entries.empty()) return;
+template <class Rule>
+void multi_tensor_update_cuda(std::span<const UpdateTensors> tensors,
+                              const typename Rule::Options& options, const StepScalars& told) {
   Update narrow, wide;
-  for (const Entry* t : entries) {
-    (t->param.dtype() == kF64 ? wide : narrow)
-        .add(where, t->param, t->grad, t->shadow, states_of(*t));
+  for (const UpdateTensors& t : tensors) {
+    (t.param.dtype() == kF64 ? wide : narrow).add(Rule::kName, t.param, t.grad, t.shadow, t.states);
   }
   if (told.on_device == nullptr && told.values[kSkipStep] != 0) return;
-  const Device& device = entries[0]->param.device();
-  const StepSource source = source_of(where, told, device);
-  narrow.launch<float>(where, device, maker, source);
-  wide.launch<double>(where, device, maker, source);
-  for (const Entry* t : entries) {
-    t->param.bump_version();
-    if (t->shadow.defined()) t->shadow.bump_version();
-    for (const Tensor& state : states_of(*t)) {
+  const Device& device = tensors[0].param.device();
+  const StepSource source = source_of(Rule::kName, told, device);
+  narrow.launch<float, Rule>(Rule::kName, device, options, source);
+  wide.launch<double, Rule>(Rule::kName, device, options, source);
+  for (const UpdateTensors& t : tensors) {
+    t.param.bump_version();
+    if (t.shadow.defined()) t.shadow.bump_version();
+    for (const Tensor& state : t.states) {
       if (state.defined()) state.bump_version();
     }
   }
-}
-
-template <class Entry, class Keep>
-std::vector<const Entry*> those(std::span<const Entry> tensors, const Keep& keep) {
-  std::vector<const Entry*> result;
-  for (const Entry& t : tensors) {
-    if (keep(t)) result.push_back(&t);
-  }
-  return result;
-}
-template <class Entry>
-std::vector<const Entry*> all_of(std::span<const Entry> tensors) {
-  return those(tensors, [](const Entry&) { return true; });
-}
-
-void multi_tensor_sgd_cuda(std::span<const SgdTensors> tensors, const SgdOptions& options,
-                           const StepScalars& told) {
-  constexpr const char* kName = "multi_tensor_sgd";
-  for (const SgdTensors& t : tensors) {
-    TS_CHECK(options.momentum == 0 || t.momentum_buffer.defined(), kName, "momentum ",
-             options.momentum, " needs a momentum_buffer for every param");
-  }
-  for (const bool first : {true, false}) {
-    const auto entries = those(tensors, [&](const SgdTensors& t) { return t.first == first; });
-    run_optimizer<SgdTensors>(
-        kName, entries, told,
-        [](const SgdTensors& t) -> StateTensors { return {t.momentum_buffer}; },
-        MakeSgd{options, first, told.skipped.defined()});
-  }
-}
-
-void multi_tensor_lion_cuda(std::span<const LionTensors> tensors, const LionOptions& options,
-                            const StepScalars& told) {
-  for (const LionTensors& t : tensors) {
-    TS_CHECK(t.exp_avg.defined(), "multi_tensor_lion", "exp_avg must be defined");
-  }
-  run_optimizer<LionTensors>(
-      "multi_tensor_lion", all_of(tensors), told,
-      [](const LionTensors& t) -> StateTensors { return {t.exp_avg}; }, MakeLion{options});
-}
-
-void multi_tensor_adagrad_cuda(std::span<const AdagradTensors> tensors,
-                               const AdagradOptions& options, const StepScalars& told) {
-  for (const AdagradTensors& t : tensors) {
-    TS_CHECK(t.state_sum.defined(), "multi_tensor_adagrad", "state_sum must be defined");
-  }
-  run_optimizer<AdagradTensors>(
-      "multi_tensor_adagrad", all_of(tensors), told,
-      [](const AdagradTensors& t) -> StateTensors { return {t.state_sum}; }, MakeAdagrad{options});
-}
-
-void multi_tensor_rmsprop_cuda(std::span<const RmspropTensors> tensors,
-                               const RmspropOptions& options, const StepScalars& told) {
-  constexpr const char* kName = "multi_tensor_rmsprop";
-  for (const RmspropTensors& t : tensors) {
-    TS_CHECK(t.square_avg.defined(), kName, "square_avg must be defined");
-    TS_CHECK((options.momentum != 0) == t.momentum_buffer.defined(), kName,
-             "a momentum_buffer is given exactly where momentum is not 0; momentum is ",
-             options.momentum);
-  }
-  run_optimizer<RmspropTensors>(
-      kName, all_of(tensors), told,
-      [](const RmspropTensors& t) -> StateTensors {
-        return {t.square_avg, t.grad_avg, t.momentum_buffer};
-      },
-      MakeRmsprop{options});
 }
 
 void multi_tensor_lerp_cuda(std::span<const Tensor> averages, std::span<const Tensor> tensors,
@@ -327,18 +158,18 @@ void multi_tensor_lerp_cuda(std::span<const Tensor> averages, std::span<const Te
     (averages[i].dtype() == kF64 ? wide : narrow).add(kName, averages[i], tensors[i], {}, {});
   }
   const Device& device = averages[0].device();
-  narrow.launch<float>(kName, device, MakeLerp{weight}, StepSource{});
-  wide.launch<double>(kName, device, MakeLerp{weight}, StepSource{});
+  narrow.launch<float, rules::Lerp>(kName, device, {weight}, StepSource{});
+  wide.launch<double, rules::Lerp>(kName, device, {weight}, StepSource{});
   for (const Tensor& average : averages) average.bump_version();
 }
 
 }  // namespace
 
 void register_multi_tensor_updates() {
-  cuda_kernel<multi_tensor_sgd> = multi_tensor_sgd_cuda;
-  cuda_kernel<multi_tensor_lion> = multi_tensor_lion_cuda;
-  cuda_kernel<multi_tensor_adagrad> = multi_tensor_adagrad_cuda;
-  cuda_kernel<multi_tensor_rmsprop> = multi_tensor_rmsprop_cuda;
+#define TS_REGISTER(name) \
+  cuda_kernel<multi_tensor_update<rules::name>> = multi_tensor_update_cuda<rules::name>;
+  TS_UPDATE_RULES(TS_REGISTER)
+#undef TS_REGISTER
   cuda_kernel<multi_tensor_lerp> = multi_tensor_lerp_cuda;
 }
 

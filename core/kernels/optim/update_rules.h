@@ -1,115 +1,422 @@
-// The optimizers' rules: what becomes of one element. The loops of the CPU and the kernels of the
-// GPU run these, and so give the same bits.
+// The optimizers' rules: what becomes of one element. All there is to say of an optimizer stands in
+// one struct: its options, its states and its formula. Of it and of its name in the list at the end
+// are made the loops of every instruction set, the kernels of the GPU (the same bits) and the class
+// optim::NAME (optim/optimizers.h).
+//
+//   kName                     what messages call it
+//   Options                   plain numbers with torch's names and defaults. visit() names each
+//                             with the range that it may have; state_dict() saves them. `lr` is
+//                             not read by a step, which takes kLearningRate. Optional:
+//                             contradiction(), what is wrong with several of them together, or null
+//   kStates                   names of the states, at most kMaxRuleStates
+//   kOptionalStates           optional: bits of the states that only some options need
+//   uses_state(options, i)    with it: whether these do
+//   initial_state(options, i) optional: the value with which a state begins, otherwise 0
+//   kInRegisters              optional: whether the CPU's loop converts 16-bit operands itself. One
+//                             that waits for divisions and roots is faster where they are staged in
+//                             L1 (Adam, 16 million parameters, bf16 gradients: 8.5 ms against 11.2;
+//                             bench_optim)
+//   Step<C>, step<C>()        the constants of one step in the compute type C (float or double),
+//                             made of the options and the StepScalars
+//   update(step, has, param, grad, state...)
+//                             returns the new value of a parameter from the old one and the
+//                             gradient, and changes its states; has[i]: whether there is state i
+//
+// In Step `gradient_scale` has the sign of `maximize`, `decay` multiplies the parameter, and `l2`
+// times the parameter is added to the gradient (where not 0: an infinite parameter times 0 would be
+// NaN).
 #pragma once
 
+#include <array>
+#include <cmath>
+
+#include <tessera/core/kernels/optim/option_range.h>
 #include <tessera/core/macros.h>
 #include <tessera/core/math.h>
 
 namespace tessera::kernels {
 
-// The constants of one step in the compute type C (float or double). `gradient_scale` has the sign
-// of `maximize`. `decay` multiplies the parameter, `l2` times the parameter is added to the
-// gradient (where not 0: an infinite parameter times 0 would be NaN).
-template <class C>
-struct AdamStep {
-  C gradient_scale, decay, l2, one_minus_beta1, beta2, one_minus_beta2, correction2_root, eps,
-      step_size;
-};
-template <class C>
-struct SgdStep {
-  C gradient_scale, l2, momentum, one_minus_dampening, lr;
-  bool has_momentum, nesterov, first;
-};
-template <class C>
-struct LionStep {
-  C gradient_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr;
-};
-template <class C>
-struct AdagradStep {
-  C gradient_scale, l2, eps, lr;
-};
-template <class C>
-struct RmspropStep {
-  C gradient_scale, l2, alpha, one_minus_alpha, eps, momentum, lr;
+inline constexpr int kMaxRuleStates = 3;
+
+// Indices into StepScalars::values, an array of kNumStepScalars.
+enum StepScalar : int {
+  kLearningRate,
+  kStep,           // 1 in the first step
+  kGradientScale,  // gradients are multiplied by it as they are read: clip factor / loss scale
+  kSkipStep,       // not 0: the update leaves everything as it is (found_inf)
+  kNumStepScalars,
 };
 
-// Each returns the new value of a parameter from the old one and the gradient, and changes its
-// states.
+namespace rules {
 
-template <class C>
-TS_HD C adam_rule(const AdamStep<C>& step, bool has_l2, bool amsgrad, C param, C grad, C& exp_avg,
-                  C& exp_avg_sq, C& max_exp_avg_sq) {
-  C g = grad * step.gradient_scale;
-  if (has_l2) g = g + step.l2 * param;
-  const C decayed = param * step.decay;
-  const C m = exp_avg + step.one_minus_beta1 * (g - exp_avg);
-  const C v = exp_avg_sq * step.beta2 + step.one_minus_beta2 * g * g;
-  exp_avg = m;
-  exp_avg_sq = v;
-  C second = v;
-  if (amsgrad) {
-    second = v > max_exp_avg_sq || v != v ? v : max_exp_avg_sq;
-    max_exp_avg_sq = second;
+TS_HD double signed_scale(const double* scalars, bool maximize) {
+  return maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
+}
+
+// Bits of the states that an element has, known to the compiler.
+template <unsigned kMask>
+struct HasStates {
+  TS_HD constexpr bool operator[](int i) const { return (kMask >> i & 1) != 0; }
+};
+
+// Stochastic gradient descent with momentum (Sutskever et al. 2013), as torch.optim.SGD.
+struct SGD {
+  static constexpr const char* kName = "SGD";
+  struct Options {
+    double lr = 1e-3;
+    double momentum = 0;
+    double dampening = 0;  // the first gradient enters the buffer undamped
+    double weight_decay = 0;
+    bool nesterov = false;  // needs momentum > 0 and no dampening
+    bool maximize = false;
+    bool master_weights = true;
+    void visit(auto&& visitor) {
+      using enum OptionRange;
+      visitor("lr", lr, kNotNegative);
+      visitor("momentum", momentum, kNotNegative);
+      visitor("dampening", dampening);
+      visitor("weight_decay", weight_decay, kNotNegative);
+      visitor("nesterov", nesterov);
+      visitor("maximize", maximize);
+      visitor("master_weights", master_weights);
+    }
+    const char* contradiction() const {
+      return nesterov && !(momentum > 0 && dampening == 0)
+                 ? "nesterov needs momentum > 0 and dampening 0"
+                 : nullptr;
+    }
+  };
+  static constexpr std::array kStates = {"momentum_buffer"};
+  static constexpr unsigned kOptionalStates = 0b1;
+  static constexpr bool kInRegisters = true;
+  static bool uses_state(const Options& options, int) { return options.momentum != 0; }
+
+  template <class C>
+  struct Step {
+    C gradient_scale, l2, momentum, one_minus_dampening, lr;
+    bool nesterov, first;
+  };
+  template <class C>
+  static TS_HD Step<C> step(const Options& options, const double* scalars) {
+    return {static_cast<C>(signed_scale(scalars, options.maximize)),
+            static_cast<C>(options.weight_decay),
+            static_cast<C>(options.momentum),
+            static_cast<C>(1 - options.dampening),
+            static_cast<C>(scalars[kLearningRate]),
+            options.nesterov,
+            scalars[kStep] == 1};
   }
-  const C denominator = math::sqrt(second) / step.correction2_root + step.eps;
-  return decayed - step.step_size * m / denominator;
-}
-
-// momentum_buffer: read and written only with a momentum, and not read in the first step.
-template <class C>
-TS_HD C sgd_rule(const SgdStep<C>& step, C param, C grad, C& momentum_buffer) {
-  C g = grad * step.gradient_scale;
-  if (step.l2 != C(0)) g = g + step.l2 * param;
-  if (!step.has_momentum) return param - step.lr * g;
-  C buffer = g;
-  if (!step.first) buffer = step.momentum * momentum_buffer + step.one_minus_dampening * g;
-  momentum_buffer = buffer;
-  const C update = step.nesterov ? g + step.momentum * buffer : buffer;
-  return param - step.lr * update;
-}
-
-template <class C>
-TS_HD C lion_rule(const LionStep<C>& step, C param, C grad, C& exp_avg) {
-  const C g = grad * step.gradient_scale, m = exp_avg;
-  const C direction = step.beta1 * m + step.one_minus_beta1 * g;
-  // NaN stays NaN: a bad gradient shows in the parameter.
-  const C sign = direction > 0 ? C(1) : direction < 0 ? C(-1) : direction;
-  exp_avg = step.beta2 * m + step.one_minus_beta2 * g;
-  return param * step.decay - step.lr * sign;
-}
-
-template <class C>
-TS_HD C adagrad_rule(const AdagradStep<C>& step, C param, C grad, C& state_sum) {
-  C g = grad * step.gradient_scale;
-  if (step.l2 != C(0)) g = g + step.l2 * param;
-  state_sum = state_sum + g * g;
-  return param - step.lr * g / (math::sqrt(state_sum) + step.eps);
-}
-
-// grad_avg: where centered; momentum_buffer: where there is a momentum.
-template <class C>
-TS_HD C rmsprop_rule(const RmspropStep<C>& step, bool centered, bool has_momentum, C param, C grad,
-                     C& square_avg, C& grad_avg, C& momentum_buffer) {
-  C g = grad * step.gradient_scale;
-  if (step.l2 != C(0)) g = g + step.l2 * param;
-  C average = step.alpha * square_avg + step.one_minus_alpha * g * g;
-  square_avg = average;
-  if (centered) {
-    const C mean = grad_avg + step.one_minus_alpha * (g - grad_avg);
-    grad_avg = mean;
-    average = average - mean * mean;
+  template <class C>
+  static TS_HD C update(const Step<C>& step, const auto& has, C param, C grad, C& momentum_buffer) {
+    C g = grad * step.gradient_scale;
+    if (step.l2 != C(0)) g = g + step.l2 * param;
+    if (!has[0]) return param - step.lr * g;
+    C buffer = g;
+    if (!step.first) buffer = step.momentum * momentum_buffer + step.one_minus_dampening * g;
+    momentum_buffer = buffer;
+    const C update = step.nesterov ? g + step.momentum * buffer : buffer;
+    return param - step.lr * update;
   }
-  const C denominator = math::sqrt(average) + step.eps;
-  if (!has_momentum) return param - step.lr * g / denominator;
-  momentum_buffer = step.momentum * momentum_buffer + g / denominator;
-  return param - step.lr * momentum_buffer;
+};
+
+// Adam (Kingma, Ba 2014) and AdamW (Loshchilov, Hutter 2017), as torch.optim has them.
+template <bool kDecoupled>
+struct AdamRule {
+  static constexpr const char* kName = kDecoupled ? "AdamW" : "Adam";
+  struct Options {
+    double lr = 1e-3;
+    std::array<double, 2> betas = {0.9, 0.999};
+    double eps = 1e-8;
+    // AdamW: the parameter shrinks by lr * weight_decay, apart from the gradient. Adam:
+    // weight_decay * parameter is added to the gradient.
+    double weight_decay = kDecoupled ? 1e-2 : 0;
+    bool amsgrad = false;  // divides by the largest second moment seen (Reddi et al. 2018)
+    bool maximize = false;
+    bool master_weights = true;
+    void visit(auto&& visitor) {
+      using enum OptionRange;
+      visitor("lr", lr, kNotNegative);
+      visitor("betas", betas, kBelowOne);
+      visitor("eps", eps, kNotNegative);
+      visitor("weight_decay", weight_decay, kNotNegative);
+      visitor("amsgrad", amsgrad);
+      visitor("maximize", maximize);
+      visitor("master_weights", master_weights);
+    }
+  };
+  static constexpr std::array kStates = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+  static constexpr unsigned kOptionalStates = 0b100;
+  static bool uses_state(const Options& options, int) { return options.amsgrad; }
+
+  template <class C>
+  struct Step {
+    C gradient_scale, decay, l2, one_minus_beta1, beta2, one_minus_beta2, correction2_root, eps,
+        step_size;
+  };
+  template <class C>
+  static TS_HD Step<C> step(const Options& options, const double* scalars) {
+    const double lr = scalars[kLearningRate], step = scalars[kStep];
+    const double correction1 = 1 - ::pow(options.betas[0], step);
+    const double correction2 = 1 - ::pow(options.betas[1], step);
+    return {static_cast<C>(signed_scale(scalars, options.maximize)),
+            static_cast<C>(kDecoupled ? 1 - lr * options.weight_decay : 1),
+            static_cast<C>(kDecoupled ? 0 : options.weight_decay),
+            static_cast<C>(1 - options.betas[0]),
+            static_cast<C>(options.betas[1]),
+            static_cast<C>(1 - options.betas[1]),
+            static_cast<C>(::sqrt(correction2)),
+            static_cast<C>(options.eps),
+            static_cast<C>(lr / correction1)};
+  }
+  template <class C>
+  static TS_HD C update(const Step<C>& step, const auto& has, C param, C grad, C& exp_avg,
+                        C& exp_avg_sq, C& max_exp_avg_sq) {
+    C g = grad * step.gradient_scale;
+    if (!kDecoupled && step.l2 != C(0)) g = g + step.l2 * param;
+    const C decayed = param * step.decay;
+    const C m = exp_avg + step.one_minus_beta1 * (g - exp_avg);
+    const C v = exp_avg_sq * step.beta2 + step.one_minus_beta2 * g * g;
+    exp_avg = m;
+    exp_avg_sq = v;
+    C second = v;
+    if (has[2]) {
+      second = v > max_exp_avg_sq || v != v ? v : max_exp_avg_sq;
+      max_exp_avg_sq = second;
+    }
+    const C denominator = math::sqrt(second) / step.correction2_root + step.eps;
+    return decayed - step.step_size * m / denominator;
+  }
+};
+using Adam = AdamRule<false>;
+using AdamW = AdamRule<true>;
+
+// Adagrad (Duchi, Hazan, Singer 2011), as torch.optim.Adagrad.
+struct Adagrad {
+  static constexpr const char* kName = "Adagrad";
+  struct Options {
+    double lr = 1e-2;
+    double lr_decay = 0;  // lr / (1 + (step - 1) * lr_decay)
+    double weight_decay = 0;
+    double initial_accumulator_value = 0;
+    double eps = 1e-10;
+    bool maximize = false;
+    bool master_weights = true;
+    void visit(auto&& visitor) {
+      using enum OptionRange;
+      visitor("lr", lr, kNotNegative);
+      visitor("lr_decay", lr_decay, kNotNegative);
+      visitor("weight_decay", weight_decay, kNotNegative);
+      visitor("initial_accumulator_value", initial_accumulator_value, kNotNegative);
+      visitor("eps", eps, kNotNegative);
+      visitor("maximize", maximize);
+      visitor("master_weights", master_weights);
+    }
+  };
+  static constexpr std::array kStates = {"sum"};
+  static constexpr bool kInRegisters = true;
+  static double initial_state(const Options& options, int) {
+    return options.initial_accumulator_value;
+  }
+
+  template <class C>
+  struct Step {
+    C gradient_scale, l2, eps, lr;
+  };
+  template <class C>
+  static TS_HD Step<C> step(const Options& options, const double* scalars) {
+    const double lr = scalars[kLearningRate] / (1 + (scalars[kStep] - 1) * options.lr_decay);
+    return {static_cast<C>(signed_scale(scalars, options.maximize)),
+            static_cast<C>(options.weight_decay), static_cast<C>(options.eps), static_cast<C>(lr)};
+  }
+  template <class C>
+  static TS_HD C update(const Step<C>& step, const auto&, C param, C grad, C& sum) {
+    C g = grad * step.gradient_scale;
+    if (step.l2 != C(0)) g = g + step.l2 * param;
+    sum = sum + g * g;
+    return param - step.lr * g / (math::sqrt(sum) + step.eps);
+  }
+};
+
+// RMSprop (Hinton's lecture 6e; centered: Graves 2013), as torch.optim.RMSprop.
+struct RMSprop {
+  static constexpr const char* kName = "RMSprop";
+  struct Options {
+    double lr = 1e-2;
+    double alpha = 0.99;
+    double eps = 1e-8;
+    double weight_decay = 0;
+    double momentum = 0;
+    bool centered = false;  // divides by the standard deviation instead of the root mean square
+    bool maximize = false;
+    bool master_weights = true;
+    void visit(auto&& visitor) {
+      using enum OptionRange;
+      visitor("lr", lr, kNotNegative);
+      visitor("alpha", alpha, kNotNegative);
+      visitor("eps", eps, kNotNegative);
+      visitor("weight_decay", weight_decay, kNotNegative);
+      visitor("momentum", momentum, kNotNegative);
+      visitor("centered", centered);
+      visitor("maximize", maximize);
+      visitor("master_weights", master_weights);
+    }
+  };
+  static constexpr std::array kStates = {"square_avg", "grad_avg", "momentum_buffer"};
+  static constexpr unsigned kOptionalStates = 0b110;
+  static constexpr bool kInRegisters = true;
+  static bool uses_state(const Options& options, int state) {
+    return state == 1 ? options.centered : options.momentum != 0;
+  }
+
+  template <class C>
+  struct Step {
+    C gradient_scale, l2, alpha, one_minus_alpha, eps, momentum, lr;
+  };
+  template <class C>
+  static TS_HD Step<C> step(const Options& options, const double* scalars) {
+    return {static_cast<C>(signed_scale(scalars, options.maximize)),
+            static_cast<C>(options.weight_decay),
+            static_cast<C>(options.alpha),
+            static_cast<C>(1 - options.alpha),
+            static_cast<C>(options.eps),
+            static_cast<C>(options.momentum),
+            static_cast<C>(scalars[kLearningRate])};
+  }
+  template <class C>
+  static TS_HD C update(const Step<C>& step, const auto& has, C param, C grad, C& square_avg,
+                        C& grad_avg, C& momentum_buffer) {
+    C g = grad * step.gradient_scale;
+    if (step.l2 != C(0)) g = g + step.l2 * param;
+    C average = step.alpha * square_avg + step.one_minus_alpha * g * g;
+    square_avg = average;
+    if (has[1]) {
+      const C mean = grad_avg + step.one_minus_alpha * (g - grad_avg);
+      grad_avg = mean;
+      average = average - mean * mean;
+    }
+    const C denominator = math::sqrt(average) + step.eps;
+    if (!has[2]) return param - step.lr * g / denominator;
+    momentum_buffer = step.momentum * momentum_buffer + g / denominator;
+    return param - step.lr * momentum_buffer;
+  }
+};
+
+// Lion (Chen et al. 2023, "Symbolic discovery of optimization algorithms", algorithm 2).
+struct Lion {
+  static constexpr const char* kName = "Lion";
+  struct Options {
+    double lr = 1e-4;  // about a tenth of AdamW's: every element moves by lr
+    std::array<double, 2> betas = {0.9, 0.99};
+    double weight_decay = 0;  // decoupled
+    bool maximize = false;
+    bool master_weights = true;
+    void visit(auto&& visitor) {
+      using enum OptionRange;
+      visitor("lr", lr, kNotNegative);
+      visitor("betas", betas, kBelowOne);
+      visitor("weight_decay", weight_decay, kNotNegative);
+      visitor("maximize", maximize);
+      visitor("master_weights", master_weights);
+    }
+  };
+  static constexpr std::array kStates = {"exp_avg"};
+  static constexpr bool kInRegisters = true;
+
+  template <class C>
+  struct Step {
+    C gradient_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr;
+  };
+  template <class C>
+  static TS_HD Step<C> step(const Options& options, const double* scalars) {
+    const double lr = scalars[kLearningRate];
+    return {static_cast<C>(signed_scale(scalars, options.maximize)),
+            static_cast<C>(1 - lr * options.weight_decay),
+            static_cast<C>(options.betas[0]),
+            static_cast<C>(1 - options.betas[0]),
+            static_cast<C>(options.betas[1]),
+            static_cast<C>(1 - options.betas[1]),
+            static_cast<C>(lr)};
+  }
+  template <class C>
+  static TS_HD C update(const Step<C>& step, const auto&, C param, C grad, C& exp_avg) {
+    const C g = grad * step.gradient_scale, m = exp_avg;
+    const C direction = step.beta1 * m + step.one_minus_beta1 * g;
+    // NaN stays NaN: a bad gradient shows in the parameter.
+    const C sign = direction > 0 ? C(1) : direction < 0 ? C(-1) : direction;
+    exp_avg = step.beta2 * m + step.one_minus_beta2 * g;
+    return param * step.decay - step.lr * sign;
+  }
+};
+
+// A moving average of tensors (multi_tensor_lerp): `grad` is what it moves to. As torch's lerp,
+// from the nearer end, so that weight 1 gives that exactly.
+struct Lerp {
+  static constexpr std::array<const char*, 0> kStates = {};
+  static constexpr bool kInRegisters = true;
+  struct Options {
+    double weight;
+  };
+  template <class C>
+  struct Step {
+    C weight;
+  };
+  template <class C>
+  static TS_HD Step<C> step(const Options& options, const double*) {
+    return {static_cast<C>(options.weight)};
+  }
+  template <class C>
+  static TS_HD C update(const Step<C>& step, const auto&, C start, C end) {
+    const C weight = step.weight;
+    return weight < C(0.5) ? start + weight * (end - start) : end - (end - start) * (C(1) - weight);
+  }
+};
+
+// ---- What loops and kernels ask of a rule ------------------------------------------------------
+
+template <class Rule>
+inline constexpr int kNumStates = static_cast<int>(Rule::kStates.size());
+
+template <class Rule>
+constexpr unsigned optional_states() {
+  if constexpr (requires { Rule::kOptionalStates; }) return Rule::kOptionalStates;
+  return 0;
+}
+template <class Rule>
+constexpr bool in_registers() {
+  if constexpr (requires { Rule::kInRegisters; }) return Rule::kInRegisters;
+  return false;
+}
+template <class Rule>
+bool uses_state(const typename Rule::Options& options, int state) {
+  if constexpr (optional_states<Rule>() != 0) {
+    if ((Rule::kOptionalStates >> state & 1) != 0) return Rule::uses_state(options, state);
+  }
+  return true;
+}
+template <class Rule>
+double initial_state(const typename Rule::Options& options, int state) {
+  if constexpr (requires { Rule::initial_state(options, state); }) {
+    return Rule::initial_state(options, state);
+  }
+  return 0;
 }
 
-// torch's lerp: from the nearer end, so that weight 1 gives `end` exactly.
-template <class C>
-TS_HD C lerp_rule(C weight, C start, C end) {
-  return weight < C(0.5) ? start + weight * (end - start) : end - (end - start) * (C(1) - weight);
+// With as many states as the rule has.
+template <class Rule, class C>
+TS_HD C update(const typename Rule::template Step<C>& step, const auto& has, C param, C grad, C& a,
+               C& b, C& c) {
+  if constexpr (kNumStates<Rule> == 0) {
+    return Rule::update(step, has, param, grad);
+  } else if constexpr (kNumStates<Rule> == 1) {
+    return Rule::update(step, has, param, grad, a);
+  } else if constexpr (kNumStates<Rule> == 2) {
+    return Rule::update(step, has, param, grad, a, b);
+  } else {
+    return Rule::update(step, has, param, grad, a, b, c);
+  }
 }
+
+}  // namespace rules
 
 template <class C>
 TS_HD C clamp_rule(C limit, C x) {
@@ -118,3 +425,5 @@ TS_HD C clamp_rule(C limit, C x) {
 }
 
 }  // namespace tessera::kernels
+
+#define TS_UPDATE_RULES(X) X(SGD) X(Adam) X(AdamW) X(Adagrad) X(RMSprop) X(Lion)

@@ -1,0 +1,49 @@
+// The optimizers. Options, defaults and formulas are those of their rules, which
+// core/kernels/optim/update_rules.h explains; what all share is in optimizer.h.
+#pragma once
+
+#include <tessera/optim/rule_optimizer.h>
+
+namespace tessera::optim {
+
+// State: momentum_buffer, where momentum is not 0.
+class SGD : public RuleOptimizer<kernels::rules::SGD> {
+ public:
+  using RuleOptimizer::RuleOptimizer;
+};
+using SGDOptions = SGD::Options;
+
+// State: exp_avg, exp_avg_sq, with amsgrad max_exp_avg_sq.
+class AdamW : public RuleOptimizer<kernels::rules::AdamW> {
+ public:
+  using RuleOptimizer::RuleOptimizer;
+};
+using AdamWOptions = AdamW::Options;
+class Adam : public RuleOptimizer<kernels::rules::Adam> {
+ public:
+  using RuleOptimizer::RuleOptimizer;
+};
+using AdamOptions = Adam::Options;
+
+// State: sum.
+class Adagrad : public RuleOptimizer<kernels::rules::Adagrad> {
+ public:
+  using RuleOptimizer::RuleOptimizer;
+};
+using AdagradOptions = Adagrad::Options;
+
+// State: square_avg; grad_avg where centered; momentum_buffer where momentum is not 0.
+class RMSprop : public RuleOptimizer<kernels::rules::RMSprop> {
+ public:
+  using RuleOptimizer::RuleOptimizer;
+};
+using RMSpropOptions = RMSprop::Options;
+
+// State: exp_avg.
+class Lion : public RuleOptimizer<kernels::rules::Lion> {
+ public:
+  using RuleOptimizer::RuleOptimizer;
+};
+using LionOptions = Lion::Options;
+
+}  // namespace tessera::optim
