@@ -46,4 +46,30 @@ class Lion : public RuleOptimizer<kernels::rules::Lion> {
 };
 using LionOptions = Lion::Options;
 
+// State: square_avg, acc_delta.
+class Adadelta : public RuleOptimizer<kernels::rules::Adadelta> {
+ public:
+  using RuleOptimizer::RuleOptimizer;
+};
+using AdadeltaOptions = Adadelta::Options;
+
+// State: exp_avg, exp_inf.
+class Adamax : public RuleOptimizer<kernels::rules::Adamax> {
+ public:
+  using RuleOptimizer::RuleOptimizer;
+};
+using AdamaxOptions = Adamax::Options;
+
+// State: exp_avg, exp_avg_sq.
+class NAdam : public RuleOptimizer<kernels::rules::NAdam> {
+ public:
+  using RuleOptimizer::RuleOptimizer;
+};
+using NAdamOptions = NAdam::Options;
+class RAdam : public RuleOptimizer<kernels::rules::RAdam> {
+ public:
+  using RuleOptimizer::RuleOptimizer;
+};
+using RAdamOptions = RAdam::Options;
+
 }  // namespace tessera::optim

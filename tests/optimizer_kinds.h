@@ -33,8 +33,20 @@ template <> inline const std::vector<RMSpropOptions> kOptions<RMSprop> = {
     {.lr = 0.01, .weight_decay = 0.1, .momentum = 0.9, .centered = true}};
 template <> inline const std::vector<LionOptions> kOptions<Lion> = {
     {.lr = 0.05, .weight_decay = 0.1}, {.lr = 0.01, .maximize = true}};
+template <> inline const std::vector<AdadeltaOptions> kOptions<Adadelta> = {
+    {.lr = 0.5}, {.lr = 1, .rho = 0.8, .weight_decay = 0.1, .maximize = true}};
+template <> inline const std::vector<AdamaxOptions> kOptions<Adamax> = {
+    {.lr = 0.05}, {.lr = 0.02, .weight_decay = 0.1, .maximize = true}};
+template <> inline const std::vector<NAdamOptions> kOptions<NAdam> = {
+    {.lr = 0.05, .weight_decay = 0.1},
+    {.lr = 0.02, .weight_decay = 0.1, .decoupled_weight_decay = true, .maximize = true}};
+template <> inline const std::vector<RAdamOptions> kOptions<RAdam> = {
+    {.lr = 0.05, .betas = {0.9, 0.5}, .weight_decay = 0.1},
+    {.lr = 0.05, .betas = {0.8, 0.9}, .weight_decay = 0.1, .decoupled_weight_decay = true},
+    {.lr = 0.02, .maximize = true}};
 // clang-format on
 
-using OptimizerKinds = testing::Types<SGD, Adam, AdamW, Adagrad, RMSprop, Lion>;
+using OptimizerKinds =
+    testing::Types<SGD, Adam, AdamW, Adagrad, RMSprop, Lion, Adadelta, Adamax, NAdam, RAdam>;
 
 }  // namespace tessera::optim

@@ -53,6 +53,16 @@ OPTIMIZERS = [
     ("lion", "Lion", {"lr": 0.01}),
     ("lion_decay", "Lion", {"lr": 0.02, "betas": [0.95, 0.98], "weight_decay": 0.3}),
     ("adamw_groups", "AdamW", {"lr": 0.01, "weight_decay": 0.1}),
+    ("adadelta", "Adadelta", {"lr": 0.5}),
+    ("adadelta_decay", "Adadelta", {"lr": 1.0, "rho": 0.8, "eps": 1e-5, "weight_decay": 0.02, "maximize": True}),
+    ("adamax", "Adamax", {"lr": 0.02}),
+    ("adamax_decay", "Adamax", {"lr": 0.01, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.05, "maximize": True}),
+    ("nadam", "NAdam", {"lr": 0.02}),
+    ("nadam_l2", "NAdam", {"lr": 0.01, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.05, "momentum_decay": 0.01, "maximize": True}),
+    ("nadam_decoupled", "NAdam", {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("radam", "RAdam", {"lr": 0.02}),
+    ("radam_l2", "RAdam", {"lr": 0.02, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.05, "maximize": True}),
+    ("radam_decoupled", "RAdam", {"lr": 0.02, "weight_decay": 0.1, "decoupled_weight_decay": True}),
 ]
 # Options of parameter groups: parameters 0 and 2 with the defaults, 1 with these.
 GROUPS = {"adamw_groups": {"lr": 0.002, "weight_decay": 0.0}}

@@ -348,6 +348,238 @@ struct Lion {
   }
 };
 
+// Adadelta (Zeiler 2012), as torch.optim.Adadelta.
+struct Adadelta {
+  static constexpr const char* kName = "Adadelta";
+  struct Options {
+    double lr = 1;
+    double rho = 0.9;
+    double eps = 1e-6;
+    double weight_decay = 0;
+    bool maximize = false;
+    bool master_weights = true;
+    void visit(auto&& visitor) {
+      using enum OptionRange;
+      visitor("lr", lr, kNotNegative);
+      visitor("rho", rho, kUpToOne);
+      visitor("eps", eps, kNotNegative);
+      visitor("weight_decay", weight_decay, kNotNegative);
+      visitor("maximize", maximize);
+      visitor("master_weights", master_weights);
+    }
+  };
+  static constexpr std::array kStates = {"square_avg", "acc_delta"};
+
+  template <class C>
+  struct Step {
+    C gradient_scale, l2, rho, one_minus_rho, eps, lr;
+  };
+  template <class C>
+  static TS_HD Step<C> step(const Options& options, const double* scalars) {
+    return {static_cast<C>(signed_scale(scalars, options.maximize)),
+            static_cast<C>(options.weight_decay),
+            static_cast<C>(options.rho),
+            static_cast<C>(1 - options.rho),
+            static_cast<C>(options.eps),
+            static_cast<C>(scalars[kLearningRate])};
+  }
+  template <class C>
+  static TS_HD C update(const Step<C>& step, const auto&, C param, C grad, C& square_avg,
+                        C& acc_delta) {
+    C g = grad * step.gradient_scale;
+    if (step.l2 != C(0)) g = g + step.l2 * param;
+    square_avg = square_avg * step.rho + step.one_minus_rho * g * g;
+    const C delta = math::sqrt(acc_delta + step.eps) / math::sqrt(square_avg + step.eps) * g;
+    acc_delta = acc_delta * step.rho + step.one_minus_rho * delta * delta;
+    return param - step.lr * delta;
+  }
+};
+
+// Adamax (Kingma, Ba 2014, section 7.1), as torch.optim.Adamax.
+struct Adamax {
+  static constexpr const char* kName = "Adamax";
+  struct Options {
+    double lr = 2e-3;
+    std::array<double, 2> betas = {0.9, 0.999};
+    double eps = 1e-8;
+    double weight_decay = 0;
+    bool maximize = false;
+    bool master_weights = true;
+    void visit(auto&& visitor) {
+      using enum OptionRange;
+      visitor("lr", lr, kNotNegative);
+      visitor("betas", betas, kBelowOne);
+      visitor("eps", eps, kNotNegative);
+      visitor("weight_decay", weight_decay, kNotNegative);
+      visitor("maximize", maximize);
+      visitor("master_weights", master_weights);
+    }
+  };
+  static constexpr std::array kStates = {"exp_avg", "exp_inf"};
+
+  template <class C>
+  struct Step {
+    C gradient_scale, l2, one_minus_beta1, beta2, eps, step_size;
+  };
+  template <class C>
+  static TS_HD Step<C> step(const Options& options, const double* scalars) {
+    const double correction = 1 - ::pow(options.betas[0], scalars[kStep]);
+    return {static_cast<C>(signed_scale(scalars, options.maximize)),
+            static_cast<C>(options.weight_decay),
+            static_cast<C>(1 - options.betas[0]),
+            static_cast<C>(options.betas[1]),
+            static_cast<C>(options.eps),
+            static_cast<C>(scalars[kLearningRate] / correction)};
+  }
+  template <class C>
+  static TS_HD C update(const Step<C>& step, const auto&, C param, C grad, C& exp_avg, C& exp_inf) {
+    C g = grad * step.gradient_scale;
+    if (step.l2 != C(0)) g = g + step.l2 * param;
+    exp_avg = exp_avg + step.one_minus_beta1 * (g - exp_avg);
+    const C old = exp_inf * step.beta2, now = (g < C(0) ? -g : g) + step.eps;
+    exp_inf = old > now || old != old ? old : now;
+    return param - step.step_size * exp_avg / exp_inf;
+  }
+};
+
+// NAdam (Dozat 2016, "Incorporating Nesterov momentum into Adam"), as torch.optim.NAdam, whose
+// state mu_product is here a function of the step's number, as are Adam's corrections: of the betas
+// in use.
+struct NAdam {
+  static constexpr const char* kName = "NAdam";
+  struct Options {
+    double lr = 2e-3;
+    std::array<double, 2> betas = {0.9, 0.999};
+    double eps = 1e-8;
+    double weight_decay = 0;
+    double momentum_decay = 4e-3;
+    bool decoupled_weight_decay = false;  // as AdamW's
+    bool maximize = false;
+    bool master_weights = true;
+    void visit(auto&& visitor) {
+      using enum OptionRange;
+      visitor("lr", lr, kNotNegative);
+      visitor("betas", betas, kBelowOne);
+      visitor("eps", eps, kNotNegative);
+      visitor("weight_decay", weight_decay, kNotNegative);
+      visitor("momentum_decay", momentum_decay, kNotNegative);
+      visitor("decoupled_weight_decay", decoupled_weight_decay);
+      visitor("maximize", maximize);
+      visitor("master_weights", master_weights);
+    }
+  };
+  static constexpr std::array kStates = {"exp_avg", "exp_avg_sq"};
+
+  template <class C>
+  struct Step {
+    C gradient_scale, decay, l2, one_minus_beta1, beta2, one_minus_beta2, correction2, eps,
+        grad_step, average_step;
+  };
+  template <class C>
+  static TS_HD Step<C> step(const Options& options, const double* scalars) {
+    const double lr = scalars[kLearningRate], step = scalars[kStep], beta1 = options.betas[0];
+    const bool decoupled = options.decoupled_weight_decay;
+    const double fading = ::pow(0.96, options.momentum_decay);
+    const double mu = beta1 * (1 - 0.5 * ::pow(0.96, step * options.momentum_decay));
+    const double mu_next = beta1 * (1 - 0.5 * ::pow(0.96, (step + 1) * options.momentum_decay));
+    // In f32, as torch keeps it. Of the first factors: a product below this changes no bit of
+    // 1 - product (after 53 steps of the default options).
+    float product = 1;
+    double faded = 1;
+    for (double i = 1; i <= step && product > 0x1p-60f; ++i) {
+      faded *= fading;
+      product *= static_cast<float>(beta1 * (1 - 0.5 * faded));
+    }
+    return {static_cast<C>(signed_scale(scalars, options.maximize)),
+            static_cast<C>(decoupled ? 1 - lr * options.weight_decay : 1),
+            static_cast<C>(decoupled ? 0 : options.weight_decay),
+            static_cast<C>(1 - beta1),
+            static_cast<C>(options.betas[1]),
+            static_cast<C>(1 - options.betas[1]),
+            static_cast<C>(1 - ::pow(options.betas[1], step)),
+            static_cast<C>(options.eps),
+            static_cast<C>(lr * (1 - mu) / (1 - double{product})),
+            static_cast<C>(lr * mu_next / (1 - double{product} * mu_next))};
+  }
+  template <class C>
+  static TS_HD C update(const Step<C>& step, const auto&, C param, C grad, C& exp_avg,
+                        C& exp_avg_sq) {
+    C g = grad * step.gradient_scale;
+    if (step.l2 != C(0)) g = g + step.l2 * param;
+    exp_avg = exp_avg + step.one_minus_beta1 * (g - exp_avg);
+    exp_avg_sq = exp_avg_sq * step.beta2 + step.one_minus_beta2 * g * g;
+    const C denominator = math::sqrt(exp_avg_sq / step.correction2) + step.eps;
+    const C moved = param * step.decay - step.grad_step * g / denominator;
+    return moved - step.average_step * exp_avg / denominator;
+  }
+};
+
+// RAdam (Liu et al. 2019, "On the variance of the adaptive learning rate and beyond"), as
+// torch.optim.RAdam.
+struct RAdam {
+  static constexpr const char* kName = "RAdam";
+  struct Options {
+    double lr = 1e-3;
+    std::array<double, 2> betas = {0.9, 0.999};
+    double eps = 1e-8;
+    double weight_decay = 0;
+    bool decoupled_weight_decay = false;  // as AdamW's
+    bool maximize = false;
+    bool master_weights = true;
+    void visit(auto&& visitor) {
+      using enum OptionRange;
+      visitor("lr", lr, kNotNegative);
+      visitor("betas", betas, kBelowOne);
+      visitor("eps", eps, kNotNegative);
+      visitor("weight_decay", weight_decay, kNotNegative);
+      visitor("decoupled_weight_decay", decoupled_weight_decay);
+      visitor("maximize", maximize);
+      visitor("master_weights", master_weights);
+    }
+  };
+  static constexpr std::array kStates = {"exp_avg", "exp_avg_sq"};
+
+  template <class C>
+  struct Step {
+    C gradient_scale, decay, l2, one_minus_beta1, beta2, one_minus_beta2, eps, step_size;
+    bool rectified;  // the variance of the second moment is known: divide by its root
+  };
+  template <class C>
+  static TS_HD Step<C> step(const Options& options, const double* scalars) {
+    const double lr = scalars[kLearningRate], step = scalars[kStep], beta2 = options.betas[1];
+    const bool decoupled = options.decoupled_weight_decay;
+    const double beta2_power = ::pow(beta2, step);
+    const double correction1 = 1 - ::pow(options.betas[0], step), correction2 = 1 - beta2_power;
+    const double longest = 2 / (1 - beta2) - 1;  // lengths of the approximated moving average
+    const double length = longest - 2 * step * beta2_power / correction2;
+    const bool rectified = length > 5;
+    const double rectification = rectified ? ::sqrt((length - 4) * (length - 2) * longest /
+                                                    ((longest - 4) * (longest - 2) * length)) *
+                                                 ::sqrt(correction2)
+                                           : 1;
+    return {static_cast<C>(signed_scale(scalars, options.maximize)),
+            static_cast<C>(decoupled ? 1 - lr * options.weight_decay : 1),
+            static_cast<C>(decoupled ? 0 : options.weight_decay),
+            static_cast<C>(1 - options.betas[0]),
+            static_cast<C>(beta2),
+            static_cast<C>(1 - beta2),
+            static_cast<C>(options.eps),
+            static_cast<C>(lr / correction1 * rectification),
+            rectified};
+  }
+  template <class C>
+  static TS_HD C update(const Step<C>& step, const auto&, C param, C grad, C& exp_avg,
+                        C& exp_avg_sq) {
+    C g = grad * step.gradient_scale;
+    if (step.l2 != C(0)) g = g + step.l2 * param;
+    exp_avg = exp_avg + step.one_minus_beta1 * (g - exp_avg);
+    exp_avg_sq = exp_avg_sq * step.beta2 + step.one_minus_beta2 * g * g;
+    const C moved = step.step_size * exp_avg;
+    const C update = step.rectified ? moved / (math::sqrt(exp_avg_sq) + step.eps) : moved;
+    return param * step.decay - update;
+  }
+};
+
 // A moving average of tensors (multi_tensor_lerp): `grad` is what it moves to. As torch's lerp,
 // from the nearer end, so that weight 1 gives that exactly.
 struct Lerp {
@@ -426,4 +658,7 @@ TS_HD C clamp_rule(C limit, C x) {
 
 }  // namespace tessera::kernels
 
-#define TS_UPDATE_RULES(X) X(SGD) X(Adam) X(AdamW) X(Adagrad) X(RMSprop) X(Lion)
+// clang-format off
+#define TS_UPDATE_RULES(X)                                                                         \
+  X(SGD) X(Adam) X(AdamW) X(Adagrad) X(RMSprop) X(Lion) X(Adadelta) X(Adamax) X(NAdam) X(RAdam)
+// clang-format on
