@@ -13,6 +13,7 @@
 
 #include "bert/model.h"
 #include "bert/text_data.h"
+#include "call_counts.h"
 #include "golden_files.h"
 #include "op_checks.h"
 
@@ -94,6 +95,29 @@ TEST(Bert, ThePaddingEmbeddingIsZeroAndStaysSo) {
   optimizer.step();
   EXPECT_EQ(model.bert.embeddings.word_embeddings.weight.select(0, 0).to_vector(),
             std::vector<double>(8, 0.0));
+}
+
+// Hooks on each module: each is called, and no fused op goes around it.
+TEST(Bert, EveryModuleIsCalledOnceAForwardAndTheResultsAreThoseOfTheFusedOps) {
+  const auto fused = Bert::load(golden_path("bert")), called = Bert::load(golden_path("bert"));
+  const Tensor ids = golden().load("input_ids"), labels = golden().load("labels");
+  tests::CallCounts counts(*called);
+  EXPECT_NE(counts.not_called(1), "");
+  const BertOutput expected = (*fused)(ids, golden_features(), labels);
+  const BertOutput output = (*called)(ids, golden_features(), labels);
+  EXPECT_EQ(counts.not_called(1), "");
+  const auto logits = expected.logits.to_vector();
+  EXPECT_EQ(difference(output.logits, logits, 1e-5 * largest(logits)), "");
+  EXPECT_NEAR(output.loss.item(), expected.loss.item(), 1e-6 * expected.loss.item());
+  expected.loss.backward();
+  output.loss.backward();
+  for (const auto& [name, parameter] : fused->named_parameters()) {
+    const auto values = parameter.grad().to_vector();
+    const double bound = name.ends_with("key.bias") ? 1e-6 : 1e-5 * largest(values);
+    EXPECT_EQ(difference(called->get_parameter(name).grad(), values, bound), "") << name;
+  }
+  (*called)(ids);  // without types, labels and padding
+  EXPECT_EQ(counts.not_called(1), "");
 }
 
 TEST(Bert, DropoutIsForTrainingAlone) {

@@ -13,6 +13,7 @@
 #include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
 
+#include "call_counts.h"
 #include "golden_files.h"
 #include "gpt2/generation.h"
 #include "gpt2/model.h"
@@ -288,6 +289,71 @@ TEST(Gpt2, LearnsASequenceInBf16WithMasterWeights) {
   }
   EXPECT_NEAR(first, std::log(16.0), 0.2);
   EXPECT_LT(last, 0.3);
+}
+
+// Hooks on each module: each is called, and no fused op goes around it.
+TEST(Gpt2, EveryModuleIsCalledOnceAForwardAndTheResultsAreThoseOfTheFusedOps) {
+  const auto fused = golden_model(), called = golden_model();
+  const Shifted batch(golden().load("input_ids"));
+  tests::CallCounts counts(*called);
+  EXPECT_EQ(counts.size(), 24u);  // model, transformer, embeddings, 2 blocks of 9, ln_f, head
+  const double loss = (*fused)(batch.inputs, batch.targets).loss.item();
+  const Tensor hooked = (*called)(batch.inputs, batch.targets).loss;
+  EXPECT_EQ(counts.not_called(1), "");
+  EXPECT_NEAR(hooked.item(), loss, 1e-6 * loss);
+
+  (*fused)(batch.inputs, batch.targets).loss.backward();
+  hooked.backward();
+  for (const auto& [name, parameter] : fused->named_parameters()) {
+    const auto values = parameter.grad().to_vector();
+    EXPECT_EQ(difference(called->get_parameter(name).grad(), values, 1e-5 * largest(values)), "")
+        << name;
+  }
+  EXPECT_EQ(counts.not_called(0), "");
+
+  for (const Logits logits : {Logits::kAll, Logits::kLast}) {
+    const auto expected = (*fused)(batch.inputs, batch.targets, logits).logits.to_vector();
+    const GptOutput output = (*called)(batch.inputs, batch.targets, logits);
+    EXPECT_EQ(difference(output.logits, expected, 1e-5 * largest(expected)), "");
+    EXPECT_NEAR(output.loss.item(), loss, 1e-6 * loss);
+    EXPECT_EQ(counts.not_called(1), "");
+  }
+
+  const std::vector<int64_t> prompt = {3, 1, 4};
+  const GenerateOptions greedy{.max_tokens = 6, .temperature = 0};
+  const auto expected = generate(*fused, prompt, greedy, [](int64_t) { return true; });
+  int forwards = 0;
+  EXPECT_EQ(generate(*called, prompt, greedy, [&](int64_t) { return ++forwards > 0; }), expected);
+  EXPECT_EQ(forwards, 6);
+  EXPECT_EQ(counts.not_called(forwards), "");
+}
+
+TEST(Gpt2, DropoutIsForTrainingAloneAndFollowsTheSeed) {
+  const GptConfig config{.vocab_size = 16, .context = 8, .width = 16, .layers = 2, .heads = 2};
+  GptConfig dropping = config;
+  dropping.dropout = 0.5;
+  Gpt model(dropping), plain(config);
+  const Tensor ids = ones({2, 8}, {.dtype = kI64});
+  const NoGradGuard no_grad;
+  const auto logits = [&](uint64_t seed) {
+    manual_seed(seed);
+    return model(ids).logits.to_vector();
+  };
+  EXPECT_EQ(logits(3), logits(3));
+  EXPECT_NE(logits(3), logits(4));
+  model.eval();
+  EXPECT_EQ(logits(3), plain(ids).logits.to_vector());
+}
+
+TEST(Gpt2, TheHeadIsALinearOfTheEmbeddingsWeight) {
+  const auto model = golden_model();
+  EXPECT_TRUE(model->lm_head.weight.is(model->transformer.wte.weight));
+  EXPECT_TRUE(model->state_dict().contains("lm_head.weight"));
+  const Folder folder;
+  model->save(folder.path());
+  EXPECT_FALSE(SafeTensorsFile(folder.file("model.safetensors")).contains("lm_head.weight"));
+  const auto copy = model->clone();
+  EXPECT_TRUE(copy->lm_head.weight.is(copy->transformer.wte.weight));
 }
 
 TEST(Gpt2, SummaryCountsParametersAndArithmeticWithoutAllocating) {

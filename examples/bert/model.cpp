@@ -27,8 +27,8 @@ Tensor Embeddings::forward(const Tensor& ids, const Tensor& type_ids) {
                  "ids must be [batch, length] with at most ", config.context, " positions; got ",
                  ids, "; cut the sequences");
   const Tensor positions = arange(0, T, 1, kI64, ids.device());
-  const Tensor types = type_ids.defined() ? token_type_embeddings(type_ids)
-                                          : token_type_embeddings.weight.narrow(0, 0, 1);  // [1, C]
+  const Tensor types = token_type_embeddings(
+      type_ids.defined() ? type_ids : zeros({1}, {.dtype = kI64, .device = ids.device()}));
   const Tensor sum = word_embeddings(ids) + types + position_embeddings(positions);
   return dropout(norm(sum), config.dropout, is_training());
 }
@@ -58,9 +58,7 @@ SublayerOutput::SublayerOutput(int64_t inputs, const BertConfig& config)
 
 Tensor SublayerOutput::forward(const Tensor& x, const Tensor& residual) {
   const Tensor update = tessera::dropout(dense(x), dropout, is_training());
-  return residual_layer_norm(update, residual, norm.normalized_shape, norm.weight, norm.bias,
-                             norm.options.eps)
-      .normalized;
+  return nn::residual_layer_norm(norm, update, residual).normalized;
 }
 
 Attention::Attention(const BertConfig& config)
@@ -74,9 +72,7 @@ Tensor Attention::forward(const Tensor& x, const VisibleKeys& keys) {
 Intermediate::Intermediate(const BertConfig& config)
     : dense(add<nn::Linear>("dense", config.width, config.inner_width())) {}
 
-Tensor Intermediate::forward(const Tensor& x) {
-  return linear_gelu(x, dense.weight, dense.bias, Gelu::kNone);
-}
+Tensor Intermediate::forward(const Tensor& x) { return nn::linear_gelu(dense, x); }
 
 Layer::Layer(const BertConfig& config)
     : attention(add<Attention>("attention", config)),

@@ -19,6 +19,7 @@
 #include <tessera/nn/container.h>
 #include <tessera/nn/dropout.h>
 #include <tessera/nn/embedding.h>
+#include <tessera/nn/fused.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>

@@ -15,6 +15,8 @@ namespace {
 
 using Json = nlohmann::json;
 
+constexpr std::string_view kHead = "lm_head.weight";
+
 // Layers that transformers stores as Conv1D, [in, out]; Linear holds [out, in].
 bool is_transposed(std::string_view name) {
   return name.ends_with("c_attn.weight") || name.ends_with("c_fc.weight") ||
@@ -123,7 +125,7 @@ void Gpt::load_weights(const std::string& path) {
   const SafeTensorsFile file(path);
   StateDict state;
   for (const SafeTensorsEntry& entry : file.entries()) {
-    if (is_mask(entry.name) || entry.name == "lm_head.weight") continue;
+    if (is_mask(entry.name) || entry.name == kHead) continue;
     const std::string name =
         entry.name.starts_with("transformer.") ? entry.name : "transformer." + entry.name;
     const Tensor tensor = file.view(entry.name);
@@ -158,6 +160,7 @@ void Gpt::save(const std::string& folder,
               "; choose a folder that can be written");
   std::map<std::string, Tensor> tensors;
   for (const auto& [name, tensor] : state_dict()) {
+    if (name == kHead) continue;  // tied; transformers leaves it out, too
     const Tensor here = tensor.to(kCpu);
     tensors.emplace(name, is_transposed(name) ? here.transpose(0, 1) : here);
   }

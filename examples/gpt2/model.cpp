@@ -67,14 +67,6 @@ Tensor Attention::forward(const Tensor& x, KvCache* cache) {
   return c_proj(y.transpose(1, 2).reshape({B, T, C}));
 }
 
-Mlp::Mlp(const GptConfig& config)
-    : c_fc(add<nn::Linear>("c_fc", config.width, config.inner_width())),
-      c_proj(add<nn::Linear>("c_proj", config.inner_width(), config.width)) {}
-
-Tensor Mlp::forward(const Tensor& x) {
-  return linear_gelu_linear(x, c_fc.weight, c_fc.bias, c_proj.weight, c_proj.bias, Gelu::kTanh);
-}
-
 Block::Block(const GptConfig& config, size_t layer)
     : dropout(config.dropout),
       ln_1(add<nn::LayerNorm>("ln_1", config.width,
@@ -82,18 +74,16 @@ Block::Block(const GptConfig& config, size_t layer)
       attn(add<Attention>("attn", config, layer)),
       ln_2(add<nn::LayerNorm>("ln_2", config.width,
                               nn::LayerNormOptions{.eps = config.layer_norm_eps})),
-      mlp(add<Mlp>("mlp", config)) {}
+      mlp(add<nn::Mlp>(
+          "mlp", config.width, config.inner_width(),
+          nn::MlpOptions{.approximate = Gelu::kTanh, .inner = "c_fc", .outer = "c_proj"})) {}
 
 namespace {
 
 // The sum of residual and update, and its layer norm.
-ResidualNorm add_and_normalise(const Stream& stream, const nn::LayerNorm& norm) {
-  if (!stream.update.defined()) {
-    return {stream.residual, layer_norm(stream.residual, norm.normalized_shape, norm.weight,
-                                        norm.bias, norm.options.eps)};
-  }
-  return residual_layer_norm(stream.update, stream.residual, norm.normalized_shape, norm.weight,
-                             norm.bias, norm.options.eps);
+ResidualNorm add_and_normalise(const Stream& stream, nn::LayerNorm& norm) {
+  if (!stream.update.defined()) return {stream.residual, norm(stream.residual)};
+  return nn::residual_layer_norm(norm, stream.update, stream.residual);
 }
 
 }  // namespace
@@ -130,13 +120,24 @@ Tensor Transformer::forward(const Tensor& tokens, KvCache* cache) {
 // ---- Gpt ---------------------------------------------------------------------------------------
 
 Gpt::Gpt(const GptConfig& config)
-    : config((config.check(), config)), transformer([&]() -> Transformer& {
+    : config((config.check(), config)),
+      transformer([&]() -> Transformer& {
         // Values come from initialise(), as GPT-2 has them.
         nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
         defaults.initialise = false;
         const nn::ParameterDefaultsGuard guard(defaults);
         return add<Transformer>("transformer", config);
+      }()),
+      lm_head([&]() -> nn::Linear& {
+        // Made without bytes: its weight is shared next.
+        nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
+        defaults.device = kMeta;
+        defaults.initialise = false;
+        const nn::ParameterDefaultsGuard guard(defaults);
+        return add<nn::Linear>("lm_head", config.width, config.vocab_size,
+                               nn::LinearOptions{.bias = false});
       }()) {
+  lm_head.share_parameter("weight", transformer.wte.weight);
   if (nn::ParameterDefaultsGuard::current().initialise) initialise();
 }
 
@@ -156,21 +157,20 @@ void Gpt::initialise() {
 
 GptOutput Gpt::forward(const Tensor& tokens, const Tensor& targets, Logits logits, KvCache* cache) {
   const Tensor x = transformer(tokens, cache);
-  const int64_t C = config.width, V = config.vocab_size;
-  const Tensor& head = transformer.wte.weight;
-  GptOutput output;
-  if (logits == Logits::kLast) {
-    output.logits = linear(x.narrow(1, x.size(1) - 1, 1), head);
-  } else if (logits == Logits::kAll || !targets.defined()) {
-    output.logits = linear(x, head);
+  const auto last = [](const Tensor& all) { return all.narrow(1, all.size(1) - 1, 1); };
+  if (!targets.defined()) {
+    return {.logits = lm_head(logits == Logits::kLast ? last(x) : x), .loss = {}};
   }
-  if (!targets.defined()) return output;
   const Tensor flat_targets = targets.reshape({targets.numel()});
-  output.loss =
-      logits == Logits::kAll
-          ? cross_entropy(output.logits.view({flat_targets.numel(), V}), flat_targets)
-          : linear_cross_entropy(x.reshape({flat_targets.numel(), C}), head, flat_targets);
-  return output;
+  const int64_t N = flat_targets.numel();
+  if (logits == Logits::kWithoutLoss) {
+    const Tensor loss =
+        nn::linear_cross_entropy(lm_head, x.reshape({N, config.width}), flat_targets);
+    return {.logits = {}, .loss = loss};
+  }
+  const Tensor all = lm_head(x);
+  return {.logits = logits == Logits::kLast ? last(all) : all,
+          .loss = cross_entropy(all.view({N, config.vocab_size}), flat_targets)};
 }
 
 }  // namespace tessera::gpt2

@@ -16,6 +16,7 @@
 #include <tessera/nn/container.h>
 #include <tessera/nn/dropout.h>
 #include <tessera/nn/embedding.h>
+#include <tessera/nn/fused.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
@@ -81,14 +82,6 @@ struct Attention : nn::Module<Attention> {
   nn::Linear& c_proj;
 };
 
-struct Mlp : nn::Module<Mlp> {
-  explicit Mlp(const GptConfig& config);
-  Tensor forward(const Tensor& x);
-
-  nn::Linear& c_fc;
-  nn::Linear& c_proj;
-};
-
 // The sum of the blocks so far, and what the last one adds to it. The addition is left to the next
 // layer norm, which does both in one pass.
 struct Stream {
@@ -105,7 +98,7 @@ struct Block : nn::Module<Block> {
   nn::LayerNorm& ln_1;
   Attention& attn;
   nn::LayerNorm& ln_2;
-  Mlp& mlp;
+  nn::Mlp& mlp;
 };
 
 struct Transformer : nn::Module<Transformer> {
@@ -136,7 +129,7 @@ class Gpt : public nn::Module<Gpt> {
   explicit Gpt(const GptConfig& config);
 
   // tokens: [B, T] i64 or i32, T + cache length <= context; targets: [B, T], the token that follows
-  // each one (-100: none). The head is tied to wte.
+  // each one (-100: none). A loss beside logits is calculated from all of them.
   GptOutput forward(const Tensor& tokens, const Tensor& targets = {},
                     Logits logits = Logits::kWithoutLoss, KvCache* cache = nullptr);
 
@@ -154,6 +147,7 @@ class Gpt : public nn::Module<Gpt> {
 
   const GptConfig config;
   Transformer& transformer;
+  nn::Linear& lm_head;  // its weight is wte's
 
  private:
   void initialise();
