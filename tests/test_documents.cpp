@@ -5,8 +5,9 @@
 #include <algorithm>
 #include <array>
 #include <filesystem>
-#include <map>
+#include <regex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -90,6 +91,18 @@ TEST(Documents, ReadmeShowsTheQuickstartProgramAsItIs) {
   EXPECT_EQ(code_block(kRoot / "README.md", "cpp", "int main()"), program);
 }
 
+TEST(Documents, RecipesShowTheirProgramsAsTheyAre) {
+  const fs::path page = kRoot / "docs/recipes.md";
+  int programs = 0;
+  for (const auto& entry : fs::directory_iterator(kRoot / "examples/recipes")) {
+    if (entry.path().extension() != ".cpp") continue;
+    const std::string program = read(entry.path());
+    EXPECT_EQ(code_block(page, "cpp", program.substr(0, program.find('\n'))), program) << entry;
+    ++programs;
+  }
+  EXPECT_GE(programs, 4);
+}
+
 TEST(Documents, TheMigrationPageShowsAProgramThatIsCompiledBesideItsScript) {
   const fs::path page = kRoot / "docs/accelerator.md";
   const std::string program = read(kRoot / "examples/by_feature/from_accelerate.cpp");
@@ -167,6 +180,33 @@ TEST(Documents, FilesThatTheyNameExist) {
   }
   EXPECT_GT(names, 0);
   EXPECT_GT(tests, 0);
+}
+
+// docs/accelerate-scenarios.md: each ID is in a test, as ACC-3, ACC_3 or ACC3.
+TEST(Documents, ScenariosAreFoundInTestsByTheirIds) {
+  std::string tests;
+  for (const char* folder : {"tests", "examples"}) {
+    for (const auto& entry : fs::recursive_directory_iterator(kRoot / folder)) {
+      const fs::path& file = entry.path();
+      const std::string end = file.extension();
+      if (end == ".cpp" || end == ".h" || end == ".txt" || end == ".sh") tests += read(file);
+    }
+  }
+  std::istringstream lines(read(kRoot / "docs/accelerate-scenarios.md"));
+  const std::regex id("\\b([A-Z]{2,4})-([0-9]+)");
+  int ids = 0;
+  for (std::string line; std::getline(lines, line);) {
+    if (line.rfind("| ", 0) != 0) continue;
+    const std::string cell = line.substr(0, line.find('|', 1));
+    for (std::sregex_iterator at(cell.begin(), cell.end(), id), end; at != end; ++at, ++ids) {
+      const std::string part = (*at)[1], number = (*at)[2];
+      const auto has = [&](const char* between) {
+        return tests.find(part + between + number) != std::string::npos;
+      };
+      EXPECT_TRUE(has("-") || has("_") || has("")) << at->str() << " is in no test";
+    }
+  }
+  EXPECT_GT(ids, 20);
 }
 
 TEST(Documents, BlocksOfCodeSayTheirLanguageAndFewAreLeftOut) {

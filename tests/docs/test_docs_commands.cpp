@@ -93,6 +93,8 @@ TEST_P(Page, CommandsRunAsTheyStand) {
                                   folder.string() + "' XDG_CONFIG_HOME='" + folder.string() +
                                   "/config' OMP_WAIT_POLICY=passive && ";
 
+  ASSERT_EQ(std::system((environment + "make_files").c_str()), 0);
+
   int run = 0;
   for (const Block& block : parse(read(kRoot / GetParam())).blocks) {
     if (block.language != "sh" || block.notes("not run: ")) continue;
