@@ -413,43 +413,53 @@ TEST(TestDistributedDataLoop, StatefulDataLoader) {
 // The body makes its objects, frees what the try before has left, and runs out of memory in the
 // midst of its training. On two ranks one of them does, while the other reduces gradients.
 TEST(ByFeature, MemoryAndAutomaticGradientAccumulation) {
-  for (const int ranks : {1, 2}) {
-    for (const bool accumulate : {false, true}) {
-      std::vector<int64_t> tried;
-      distributed::failing_ranks("one of them runs out of memory", ranks, [&](int rank) {
-        constexpr int64_t kObserved = 16;
-        const Line dataset(64);
-        Accelerator accelerator;
-        const auto inner_training_loop = [&](int64_t batch_size) {
-          accelerator.free_memory();
-          if (rank == 0) tried.push_back(batch_size);
-          if (accumulate) accelerator.set_gradient_accumulation_steps(kObserved / batch_size);
-          Regression model;
-          optim::AdamW optimizer(model.named_parameters(), {.lr = 0.1});
-          data::DataLoader loader(dataset, {.batch_size = batch_size});
-          optim::LinearSchedule schedule(optimizer, {.total_iters = 10});
-          accelerator.prepare(model, optimizer, loader, schedule);
-          int64_t updates = 0;
-          for (auto& batch : loader) {
-            const auto micro = accelerator.accumulate(model);
-            const Tensor loss = mse_loss(model(batch[0]), batch[1]);
-            if (batch_size > 5 && updates == 1 && rank == ranks - 1) {
-              TS_THROW(OutOfMemory, "allocate", "no room for ", batch_size, " examples");
-            }
-            accelerator.backward(loss);
-            updates += optimizer.step();
-            schedule.step(), optimizer.zero_grad();
+  for (const auto& [ranks, accumulate, in_backward] :
+       {std::tuple(1, false, false), std::tuple(1, true, true), std::tuple(2, false, false),
+        std::tuple(2, true, false), std::tuple(2, false, true), std::tuple(3, true, true)}) {
+    std::vector<int64_t> tried;
+    const auto train = [&](int rank) {
+      constexpr int64_t kObserved = 16;
+      const Line dataset(64);
+      Accelerator accelerator;
+      const auto inner_training_loop = [&](int64_t batch_size) {
+        accelerator.free_memory();
+        if (rank == 0) tried.push_back(batch_size);
+        if (accumulate) accelerator.set_gradient_accumulation_steps(kObserved / batch_size);
+        Regression model;
+        optim::AdamW optimizer(model.named_parameters(), {.lr = 0.1});
+        data::DataLoader loader(dataset, {.batch_size = batch_size});
+        optim::LinearSchedule schedule(optimizer, {.total_iters = 10});
+        accelerator.prepare(model, optimizer, loader, schedule);
+        int64_t updates = 0;
+        for (auto& batch : loader) {
+          const auto micro = accelerator.accumulate(model);
+          const Tensor output = model(batch[0]);
+          const auto allocate = [size = batch_size](const Tensor&) -> Tensor {
+            TS_THROW(OutOfMemory, "allocate", "no room for ", size, " examples");
+          };
+          if (batch_size > 5 && updates == 1 && rank == ranks - 1) {
+            in_backward ? (void)register_hook(output, allocate) : (void)allocate(output);
           }
-          return std::pair(updates, model.a.item());
-        };
-        const auto halve = [](int64_t size) { return size / 2; };
-        const auto [updates, a] = find_executable_batch_size(accelerator, kObserved,
-                                                             inner_training_loop, {.next = halve});
-        EXPECT_EQ(updates, 64 / ranks / (accumulate ? kObserved : 4));
-        EXPECT_GT(a, 0);
-      });
-      EXPECT_EQ(tried, (std::vector<int64_t>{16, 8, 4}));
+          accelerator.backward(mse_loss(output, batch[1]));
+          updates += optimizer.step();
+          schedule.step(), optimizer.zero_grad();
+        }
+        return std::pair(updates, model.a.item());
+      };
+      const auto halve = [](int64_t size) { return size / 2; };
+      const auto [updates, a] =
+          find_executable_batch_size(accelerator, kObserved, inner_training_loop, {.next = halve});
+      const int64_t batches = (64 + 4 * ranks - 1) / (4 * ranks);
+      EXPECT_EQ(updates, accumulate ? (batches + 3) / 4 : batches);
+      EXPECT_GT(a, 0);
+    };
+    // In backward the rank brings the others' reductions to their end: all calls go on alike.
+    if (in_backward) {
+      on_ranks(ranks, train);
+    } else {
+      distributed::failing_ranks("one of them runs out of memory", ranks, train);
     }
+    EXPECT_EQ(tried, (std::vector<int64_t>{16, 8, 4}));
   }
 }
 

@@ -205,6 +205,7 @@ void ParamGroupEngine::begin_pass(bool shadow) {
   record_ = {};
   record_.backwards_before = backwards_in_window_;
   next_launch_ = 0;
+  in_pass_ = true;
   if (!synchronises_) return;
   if (options_.average == GradientAverage::kWeight && !std::exchange(weight_begun_, false)) {
     begin_weight();
@@ -351,6 +352,7 @@ void ParamGroupEngine::accept_written() {
 }
 
 void ParamGroupEngine::end_pass() {
+  in_pass_ = false;
   if (!synchronises_) {
     ++backwards_in_window_;
     return;
@@ -372,9 +374,26 @@ void ParamGroupEngine::shadow_backward() {
   shadow_ = false;
 }
 
+void ParamGroupEngine::fail_backward() {
+  const bool begun = std::exchange(in_pass_, false);
+  if (begun ? !synchronises_ : !plan.sync_gradients) return;
+  if (!begun) begin_pass(true);
+  shadow_ = failed_ = true;
+  const auto end = [&] { in_pass_ = shadow_ = failed_ = false, backwards_in_window_ = 0; };
+  try {
+    for (size_t i = 0; i < params_.size(); ++i) {
+      if (!params_[i].ready) mark_ready(i);
+    }
+    launch_complete();
+    finish_reduction();
+  } catch (const DistributedError&) {  // what this rank has told the others
+  }
+  end();
+}
+
 int64_t ParamGroupEngine::used_map_bytes() const {
   const size_t fingerprint = fingerprint_of(*ranks_) ? 2 * sizeof(uint64_t) : 0;
-  return static_cast<int64_t>(params_.size() + fingerprint);
+  return static_cast<int64_t>(params_.size() + 1 + fingerprint);
 }
 
 void ParamGroupEngine::finish_reduction() {
@@ -387,10 +406,12 @@ void ParamGroupEngine::finish_reduction() {
   for (int64_t i = 0; i < count; ++i) {
     flags[i] = !shadow_ && params_[static_cast<size_t>(i)].tensor.grad().defined();
   }
+  uint8_t& failure = flags[count];  // see [Note: failed backward]
+  if (failed_) failure = static_cast<uint8_t>(std::min(ranks_->rank() + 1, 255));
   // see [Note: fingerprint]
   const uint64_t calls = fingerprint_of(*ranks_).value_or(0), fingerprint[] = {calls, ~calls};
-  const auto fingerprint_bytes = static_cast<size_t>(used.numel() - count);
-  std::memcpy(flags + count, fingerprint, fingerprint_bytes);
+  const auto fingerprint_bytes = static_cast<size_t>(used.numel() - count - 1);
+  std::memcpy(flags + count + 1, fingerprint, fingerprint_bytes);
   const Work used_work =
       ranks_->all_reduce(used, ReduceOp::kMax, {.channel = Channel::kControl, .tag = "used_map"});
   std::vector<ParamGroup*> open;
@@ -399,12 +420,16 @@ void ParamGroupEngine::finish_reduction() {
     std::erase_if(open, [&](ParamGroup* group) { return hook_->advance(*group); });
   }
   used_work.wait();
-  TS_CHECK_AS(DistributedError, std::memcmp(flags + count, fingerprint, fingerprint_bytes) == 0,
+  TS_CHECK_AS(DistributedError, std::memcmp(flags + count + 1, fingerprint, fingerprint_bytes) == 0,
               "replicate",
               "all ranks must call the same collectives of GPUs in the same order; on '",
               ranks_->name(),
               "' they have not up to the end of this backward; compare calls before "
               "data moves (BackendOptions::compare_calls) to see which");
+  TS_CHECK_AS(DistributedError, failure == 0, "backward", "rank ", failure - 1, " of '",
+              ranks_->name(),
+              "' has thrown in its backward, and the gradients of all are "
+              "incomplete; see what it says");
   record_.waited = static_cast<double>(now_in_nanoseconds() - waiting_since) * 1e-9;
   if (shadow_) return;
   for (int64_t i = 0; i < count; ++i) {

@@ -21,6 +21,10 @@
 // hash of the calls so far (Backend::fingerprint) and its complement travel behind the used map:
 // their maximum is this rank's own on all ranks only where all hashes are equal.
 //
+// [Note: failed backward] A backward that throws on one rank would leave the others waiting for its
+// buckets. fail_backward() brings the reduction to its end with zeros, and a byte in the used map
+// tells the others who it was: their backward throws too, at once.
+//
 // The first reduction waits for Timeouts::first_step where that is longer.
 #pragma once
 
@@ -92,6 +96,10 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   // A rank that has no batch takes part in a reduction with zeros. What lies in the buckets is
   // lost.
   void shadow_backward();
+  // After a backward that threw on this rank: see [Note: failed backward]. Nothing where this
+  // rank's plan does not synchronise.
+  void fail_backward();
+  bool in_backward() const { return in_pass_; }
 
   // ---- Settings
   StepPlan plan;
@@ -113,7 +121,8 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
 
   // ---- Looking
   Group& ranks() const { return *ranks_; }
-  int64_t used_map_bytes() const;  // with the fingerprint, where there is one
+  int64_t used_map_bytes()
+      const;  // with the failure's byte, and the fingerprint where there is one
   const EngineOptions& options() const { return options_; }
   const std::vector<ManagedParam>& params() const { return params_; }
   const std::vector<std::unique_ptr<ParamGroup>>& groups() const { return groups_; }
@@ -158,6 +167,8 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   uint64_t pass_ = 0;
   bool synchronises_ = false;
   bool shadow_ = false;
+  bool in_pass_ = false;
+  bool failed_ = false;  // this rank's backward
   size_t next_launch_ = 0;
   int64_t began_ = 0;  // nanoseconds
   BackwardRecord record_;

@@ -185,6 +185,7 @@ void Replica::set_plan(const StepPlan& plan) { state_->engine->plan = plan; }
 const StepPlan& Replica::plan() const { return state_->engine->plan; }
 void Replica::resume_sum() { state_->engine->resume_sum(); }
 void Replica::keep_gradients() { state_->engine->keep_gradients(); }
+void Replica::fail_backward() { state_->engine->fail_backward(); }
 void Replica::accept_written() { state_->engine->accept_written(); }
 const ParamGroupEngine& Replica::engine() const { return *state_->engine; }
 

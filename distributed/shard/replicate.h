@@ -84,6 +84,7 @@ class Replica {
   // See ParamGroupEngine.
   void resume_sum();
   void keep_gradients();
+  void fail_backward();
   void accept_written();
 
   // Once, before the first backward. Collective: ranks compare the hooks' names. Throws
