@@ -46,19 +46,21 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
       .set("keep_every", options.keep_every)
       .set("keep_best", options.keep_best)
       .set("asynchronous_checkpoints", options.asynchronous_checkpoints)
-      .set("ddp_bucket_cap_mb", options.ddp_bucket_cap_mb)
-      .set("ddp_first_bucket_mb", options.ddp_first_bucket_mb)
-      .set("ddp_broadcast_buffers", options.ddp_broadcast_buffers)
-      .set("ddp_gradient_as_bucket_view", options.ddp_gradient_as_bucket_view)
-      .set("ddp_init_sync", options.ddp_init_sync)
-      .set("ddp_comm_hook", options.ddp_comm_hook)
-      .set("ddp_power_sgd_rank", options.ddp_power_sgd_rank)
-      .set("ddp_power_sgd_start_step", options.ddp_power_sgd_start_step)
-      .set("scaler_init_scale", options.scaler_init_scale)
-      .set("scaler_growth_factor", options.scaler_growth_factor)
-      .set("scaler_backoff_factor", options.scaler_backoff_factor)
-      .set("scaler_growth_interval", options.scaler_growth_interval)
-      .set("scaler_enabled", options.scaler_enabled);
+      .set("ddp_bucket_cap_mb", options.ddp.bucket_cap_mb)
+      .set("ddp_first_bucket_mb", options.ddp.first_bucket_mb)
+      .set("ddp_broadcast_buffers", options.ddp.broadcast_buffers)
+      .set("ddp_gradient_as_bucket_view", options.ddp.gradient_as_bucket_view)
+      .set("ddp_init_sync", options.ddp.init_sync)
+      .set("ddp_comm_hook", options.ddp.comm_hook)
+      .set("ddp_power_sgd_rank", options.ddp.power_sgd_rank)
+      .set("ddp_power_sgd_start_step", options.ddp.power_sgd_start_step)
+      .set("scaler_init_scale", options.loss_scale.init_scale)
+      .set("scaler_growth_factor", options.loss_scale.growth_factor)
+      .set("scaler_backoff_factor", options.loss_scale.backoff_factor)
+      .set("scaler_growth_interval", options.loss_scale.growth_interval)
+      .set("scaler_enabled", options.loss_scale.enabled)
+      .set("scaler_on_device", options.loss_scale.on_device)
+      .set("collective_timeout", options.collective_timeout);
   accelerate::ResolveOptions sources;
   sources.code = std::move(code);
   sources.file = options.config_file;
@@ -84,6 +86,10 @@ Accelerator::Accelerator(accelerate::Settings resolved, std::shared_ptr<State> f
   State& state = *state_;
   state.settings = std::move(resolved);
   const accelerate::Settings& settings = state.settings;
+  // The launcher's has come to the ranks already.
+  if (settings.collective_timeout.origin.source == accelerate::Source::kCode) {
+    distributed::rank_context().timeouts.collective = settings.collective_timeout;
+  }
   state.steps = settings.gradient_accumulation_steps;
   state.sync_with_dataloader = settings.sync_with_dataloader;
   state.dealt_ranks = num_processes() > 1 ? &distributed::mesh().group("dp") : &world();
@@ -139,6 +145,7 @@ void Accelerator::let_go() {
   state.plateau_schedules.clear();
   state.gone.clear();
   state.finite_gradients.clear();
+  state.norms.clear();
   state.open.clear();
   state.sync_gradients = true;
   state.counters = {.seed = state.counters.seed};
@@ -224,40 +231,30 @@ std::vector<data::LoaderBase*> Accelerator::loaders() const {
   return state_->loader_plan->loaders();
 }
 
-Accelerator::Counters Accelerator::counters() const {
-  state_->forget_dead();
-  for (const auto& record : state_->models) {
-    TS_CHECK(record->window.is_boundary(), "counters", "a window of ", record->model->type_name(),
+void Accelerator::State::check_between_windows(std::string_view where) const {
+  for (const auto& record : models) {
+    TS_CHECK(record->window.is_boundary(), where, "a window of ", record->type_name,
              " is open, and its gradients are no state; save after an optimizer step");
   }
-  return state_->counters;
-}
-void Accelerator::set_counters(const Counters& counters) {
-  state_->counters = counters;
-  state_->begin_random_numbers();
 }
 
 // ---- State -------------------------------------------------------------------------------------
 
-namespace {
-
-StateDict to_state(const Accelerator::Counters& counters) {
+StateDict Accelerator::State::Counters::state_dict() const {
   StateDict state;
-  state.set("micro_batches", scalar_tensor(counters.micro_batches, kI64));
-  state.set("nominal_samples", scalar_tensor(counters.nominal_samples, kF64));
-  state.set("nominal_weight", scalar_tensor(counters.nominal_weight, kF64));
-  state.set("seed", scalar_tensor(static_cast<int64_t>(counters.seed), kI64));
+  state.set("micro_batches", scalar_tensor(micro_batches, kI64));
+  state.set("nominal_samples", scalar_tensor(nominal_samples, kF64));
+  state.set("nominal_weight", scalar_tensor(nominal_weight, kF64));
+  state.set("seed", scalar_tensor(static_cast<int64_t>(seed), kI64));
   return state;
 }
 
-Accelerator::Counters counters_from(const StateDict& state) {
-  return {.micro_batches = state.at("micro_batches").item<int64_t>(),
-          .nominal_samples = state.at("nominal_samples").item<double>(),
-          .nominal_weight = state.at("nominal_weight").item<double>(),
-          .seed = static_cast<uint64_t>(state.at("seed").item<int64_t>())};
+void Accelerator::State::Counters::load_state_dict(const StateDict& state) {
+  *this = {.micro_batches = state.at("micro_batches").item<int64_t>(),
+           .nominal_samples = state.at("nominal_samples").item<double>(),
+           .nominal_weight = state.at("nominal_weight").item<double>(),
+           .seed = static_cast<uint64_t>(state.at("seed").item<int64_t>())};
 }
-
-}  // namespace
 
 accelerate::StateIo& Accelerator::state_io() {
   std::unique_ptr<accelerate::StateIo>& io = state_->io;
@@ -275,34 +272,39 @@ accelerate::StateIo& Accelerator::state_io() {
   return *io;
 }
 
-accelerate::TrainingState Accelerator::training_state() {
-  for (const auto& record : state_->optimizers) state_->begin_masters(*record);
+accelerate::TrainingState Accelerator::State::training_state() {
+  for (const auto& record : optimizers) begin_masters(*record);
   accelerate::TrainingState training;
-  training.models = models();
-  training.optimizers = optimizers();
-  for (optim::Schedule* schedule : schedules()) training.schedules.emplace_back(*schedule);
-  for (optim::PlateauSchedule* schedule : plateau_schedules()) {
-    training.schedules.emplace_back(*schedule);
-  }
-  training.loaders = loaders();
-  if (state_->scaler) training.scaler.emplace(*state_->scaler);
-  training.counters.emplace([this] { return to_state(counters()); },
-                            [this](const StateDict& state) { set_counters(counters_from(state)); });
+  for (const auto& record : models) training.models.push_back(record->model);
+  for (const auto& record : optimizers) training.optimizers.push_back(record->optimizer);
+  for (const auto& record : schedules) training.schedules.emplace_back(*record.schedule);
+  for (const auto& record : plateau_schedules) training.schedules.emplace_back(*record.schedule);
+  training.loaders = loader_plan->loaders();
+  if (scaler) training.scaler.emplace(*scaler);
+  training.counters.emplace([this] { return counters.state_dict(); },
+                            [this](const StateDict& state) {
+                              counters.load_state_dict(state);
+                              begin_random_numbers();
+                            });
   return training;
+}
+
+StateDict Accelerator::get_state_dict(const nn::ModuleBase& model) const {
+  return model.state_dict();
 }
 
 std::string Accelerator::save_state(const std::string& folder,
                                     const accelerate::SaveStateOptions& options) {
   state_->check_complete("save_state");
-  counters();  // refuses an open window before anything is written
+  state_->check_between_windows("save_state");
   state_->update_scale();
-  return state_io().save_state(training_state(), folder, options);
+  return state_io().save_state(state_->training_state(), folder, options);
 }
 
 accelerate::LoadedState Accelerator::load_state(const std::string& folder,
                                                 const accelerate::LoadStateOptions& options) {
   state_->check_complete("load_state");
-  return state_io().load_state(training_state(), folder, options);
+  return state_io().load_state(state_->training_state(), folder, options);
 }
 
 std::string Accelerator::describe() const {

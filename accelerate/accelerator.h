@@ -72,6 +72,7 @@
 #include <tessera/accelerate/operations.h>
 #include <tessera/accelerate/process_control.h>
 #include <tessera/accelerate/settings/config.h>
+#include <tessera/accelerate/state/model_io.h>
 #include <tessera/accelerate/state/state_io.h>
 #include <tessera/accelerate/tracking/tracker.h>
 #include <tessera/core/tensor.h>
@@ -81,14 +82,35 @@ namespace tessera {
 namespace nn {
 class ModuleBase;
 }
-namespace precision {
-class GradScaler;
-}
 namespace optim {
 class Optimizer;
 class PlateauSchedule;
 class Schedule;
 }  // namespace optim
+
+// How the gradients of ranks come together; Accelerate's DistributedDataParallelKwargs. The
+// settings are called ddp_bucket_cap_mb and so on.
+struct DistributedDataParallelOptions {
+  std::optional<double> bucket_cap_mb = {};
+  std::optional<double> first_bucket_mb = {};
+  std::optional<bool> broadcast_buffers = {};
+  std::optional<bool> gradient_as_bucket_view = {};
+  std::optional<bool> init_sync = {};
+  std::optional<accelerate::CommHook> comm_hook = {};
+  std::optional<int64_t> power_sgd_rank = {};
+  std::optional<int64_t> power_sgd_start_step = {};  // torch's start_powerSGD_iter
+};
+
+// What losses of fp16 are multiplied by; Accelerate's GradScalerKwargs. The settings are called
+// scaler_init_scale and so on.
+struct LossScaleOptions {
+  std::optional<double> init_scale = {};
+  std::optional<double> growth_factor = {};
+  std::optional<double> backoff_factor = {};
+  std::optional<int64_t> growth_interval = {};
+  std::optional<bool> enabled = {};
+  std::optional<bool> on_device = {};
+};
 
 // What the program itself says. Everything else comes from the flags of `tessera launch`, the
 // environment, the configuration file and the defaults, in this order:
@@ -123,20 +145,9 @@ struct AcceleratorOptions {
   std::optional<int64_t> keep_best = {};
   std::optional<bool> asynchronous_checkpoints = {};
 
-  std::optional<double> ddp_bucket_cap_mb = {};
-  std::optional<double> ddp_first_bucket_mb = {};
-  std::optional<bool> ddp_broadcast_buffers = {};
-  std::optional<bool> ddp_gradient_as_bucket_view = {};
-  std::optional<bool> ddp_init_sync = {};
-  std::optional<accelerate::CommHook> ddp_comm_hook = {};
-  std::optional<int64_t> ddp_power_sgd_rank = {};
-  std::optional<int64_t> ddp_power_sgd_start_step = {};
-
-  std::optional<double> scaler_init_scale = {};
-  std::optional<double> scaler_growth_factor = {};
-  std::optional<double> scaler_backoff_factor = {};
-  std::optional<int64_t> scaler_growth_interval = {};
-  std::optional<bool> scaler_enabled = {};
+  DistributedDataParallelOptions ddp = {};
+  LossScaleOptions loss_scale = {};
+  std::optional<double> collective_timeout = {};  // seconds; Accelerate's InitProcessGroupKwargs
 
   std::optional<std::string> config_file = {};  // "": none
 };
@@ -253,22 +264,26 @@ class Accelerator : public ProcessControl {
   // trigger_sync_in_backward().
   AcceleratorScope no_sync(nn::ModuleBase& model);
   AcceleratorScope trigger_sync_in_backward(nn::ModuleBase& model);
-  // Windows of the model end on this rank alone in the scope: its gradients are the weighted mean
-  // of its own micro-batches. For algorithms that bring the ranks together otherwise (LocalSGD).
-  AcceleratorScope without_reduction(nn::ModuleBase& model);
-
   // At the boundary: clips and returns the norm before, f64, one element: of the true, reduced
-  // gradients of any subset of parameters. Elsewhere nothing, and an undefined tensor.
+  // gradients of any subset of parameters. Where they are all that a prepared optimizer has
+  // gradients of, its next step applies the factor as it reads them: no pass over the gradients,
+  // which keep their values until then, and on a GPU the host waits for nothing but a norm that it
+  // reads. Elsewhere nothing is clipped, and the norm is that of the last boundary (NaN before the
+  // first), so that a program may log it in every micro-batch.
   Tensor clip_grad_norm(const TensorList& parameters, double max_norm, double norm_type = 2);
   void clip_grad_value(const TensorList& parameters, double limit);
+
+  // Ops in the scope compute as calls of prepared models do under mixed_precision, for what a
+  // program computes outside of them; not `enabled`: in the dtypes of their arguments.
+  AcceleratorScope autocast(bool enabled = true) const;
 
   // fp16: what losses, and so gradients until the step, are multiplied by; 1 otherwise. Steps whose
   // gradients overflowed are left out and lower it (precision/grad_scaler.h).
   double loss_scale() const;
-  precision::GradScaler* scaler();  // null unless fp16
 
   // Whether any prepared optimizer, or this one, left its last step out at a boundary (an overflow,
-  // a window without weight).
+  // a window without weight). UnsupportedError where the loss scale stays on a GPU
+  // (LossScaleOptions::on_device): the host does not hear of it, and schedules count such steps.
   bool optimizer_step_was_skipped() const;
   bool optimizer_step_was_skipped(const optim::Optimizer& optimizer) const;
 
@@ -344,7 +359,7 @@ class Accelerator : public ProcessControl {
                                           operation(where));
   }
   template <class T>
-  T reduce(T value, accelerate::Reduction reduction = accelerate::Reduction::kMean,
+  T reduce(T value, accelerate::RankReduction reduction = accelerate::RankReduction::kMean,
            const std::source_location& where = std::source_location::current()) const {
     return accelerate::reduce(std::move(value), reduction, data_ranks(), operation(where));
   }
@@ -393,15 +408,13 @@ class Accelerator : public ProcessControl {
   void register_for_checkpointing(T&&... objects) {
     state_io().register_for_checkpointing(std::forward<T>(objects)...);
   }
-  accelerate::TrainingState training_state();
-  // What a restart must know beside the objects' own states. ValueError while a window is open.
-  struct Counters {
-    int64_t micro_batches = 0;                       // opened so far
-    double nominal_samples = 0, nominal_weight = 0;  // 0: not known yet
-    uint64_t seed = 0;
-  };
-  Counters counters() const;
-  void set_counters(const Counters& counters);
+  // The model alone, in the files of HuggingFace (accelerate/state/model_io.h). Collective.
+  accelerate::SavedModel save_model(const nn::ModuleBase& model, const std::string& folder,
+                                    const accelerate::SaveModelOptions& options = {}) const {
+    return accelerate::save_model(model, folder, options, world());
+  }
+  // Its tensors by name, on every rank; they share elements with the model.
+  StateDict get_state_dict(const nn::ModuleBase& model) const;
 
   // Lets go of all prepared objects, those that died included: they train alone again. Counters
   // begin anew. Then the objects given here go, in this order: pointers that own and optionals are
@@ -414,7 +427,11 @@ class Accelerator : public ProcessControl {
 
  private:
   friend class MicroBatch;
+  friend class LocalSGD;
   struct State;
+  // Windows of the model end on this rank alone in the scope: its gradients are the weighted mean
+  // of its own micro-batches. For algorithms that bring the ranks together otherwise.
+  AcceleratorScope without_reduction(nn::ModuleBase& model);
   Accelerator(accelerate::Settings settings, std::shared_ptr<State> state);
   struct LoaderRequest {
     data::LoaderBase* loader;

@@ -118,7 +118,8 @@ void Accelerator::State::check_complete(std::string_view where) {
   std::string list;
   for (const std::string& object : gone) list += (list.empty() ? "" : ", ") + object;
   TS_CHECK(gone.empty(), where,
-           "prepared objects have died, and a checkpoint would be without "
+           "prepared objects are gone (they died, or another Accelerator prepared "
+           "them), and a checkpoint would be without "
            "them: ",
            list,
            "; save and load while they live, or let go of all that was prepared by "
@@ -212,7 +213,10 @@ void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
   optimizer.set_zero_grad_gate([weak, own] {
     const auto state = weak.lock();
     const auto record = own.lock();
-    return !state || !record || state->at_boundary(*record);
+    if (!state || !record) return true;
+    if (!state->at_boundary(*record)) return false;
+    State::drop_clip(*record);  // of gradients that go
+    return true;
   });
   optimizers.push_back(std::move(record));
 }

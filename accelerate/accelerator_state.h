@@ -115,6 +115,12 @@ struct OptimizerRecord {
   NamedTensors parameters;
   std::vector<std::shared_ptr<ModelRecord>> models;  // that hold its parameters
   uint64_t generation = 0;                           // of the models when they were looked up
+  // A clip of all its gradients, which the next step applies as it reads them.
+  struct FoldedClip {
+    double before;  // Optimizer::next_step(), as it was
+    Tensor before_on_device;
+  };
+  std::optional<FoldedClip> clip;
   bool attempted = false;  // step() came to a boundary, and nobody has looked how it ended
   bool skipped = false;
 
@@ -159,6 +165,14 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   uint64_t next_id = 0;
   bool sync_gradients = true;
   bool joined = false;
+  // What a restart must know beside the objects' own states.
+  struct Counters {
+    int64_t micro_batches = 0;                       // opened so far
+    double nominal_samples = 0, nominal_weight = 0;  // 0: not known yet
+    uint64_t seed = 0;
+    StateDict state_dict() const;
+    void load_state_dict(const StateDict& state);
+  };
   Counters counters;
 
   // Gradients that a finite norm was taken of, as they were then: their step need not look for
@@ -169,6 +183,8 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
     Tensor norm;
   };
   std::unordered_map<TensorImpl*, FiniteGradient> finite_gradients;
+  // Of the last clip, by its first parameter.
+  std::unordered_map<const TensorImpl*, Tensor> norms;
 
   RandomState random;
   int forward_depth = 0;
@@ -200,14 +216,27 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   // Before anything that looks at prepared objects.
   void forget_dead();
   void check_complete(std::string_view where);
+  void check_between_windows(std::string_view where) const;
+  accelerate::TrainingState training_state();
   void keep_originals(ModelRecord& record);
   void begin_masters(OptimizerRecord& record);
 
   // ---- Loss scaling
   void make_scaler();
+  bool scales_on_device() const {
+    return scaler && scaler->options().on_device && device.is_cuda();
+  }
+  void check_steps_are_known() const;
   void update_scale();
   void note_norm(const TensorList& parameters, const Tensor& norm);
   Tensor take_finite_norm(const optim::Optimizer& optimizer);
+
+  // ---- Clipping
+  OptimizerRecord* owner_of(const TensorList& parameters);
+  Tensor fold_clip(OptimizerRecord& owner, const TensorList& parameters, double max_norm,
+                   double norm_type);
+  static void drop_clip(OptimizerRecord& record);
+  void apply_clip(OptimizerRecord& record);
 
   // ---- Windows
   void begin_random_numbers();

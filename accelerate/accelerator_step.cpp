@@ -5,6 +5,7 @@
 #include <unordered_set>
 
 #include <tessera/accelerate/accelerator_state.h>
+#include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/graph.h>
 #include <tessera/autograd/ops.h>
@@ -312,14 +313,30 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
     }
   }
 
-  const double scale = seed_value * loss_scale();
+  const bool on_device = state.scales_on_device();
+  const double scale = on_device ? seed_value : seed_value * loss_scale();
   // A 16-bit loss is scaled behind a cast: 65536 is more than f16 holds.
   const bool narrow = loss.dtype() == kF16 || loss.dtype() == kBF16;
-  const Tensor total = narrow && scale != 1 ? loss.to(kF32) : loss;
+  const Tensor total = on_device              ? state.scaler->scale(loss)
+                       : narrow && scale != 1 ? loss.to(kF32)
+                                              : loss;
   const Tensor seed =
       scale == 1 ? Tensor() : raw::full(total.shape(), scale, total.dtype(), total.device());
-  tessera::backward(total, seed,
-                    {.retain_graph = options.retain_graph, .create_graph = options.create_graph});
+  try {
+    tessera::backward(total, seed,
+                      {.retain_graph = options.retain_graph, .create_graph = options.create_graph});
+  } catch (const DistributedError&) {
+    throw;
+  } catch (...) {  // the other ranks wait for what this one would have reduced
+    for (const Expected& expected : reducing) {
+      distributed::Replica& replica = *expected.record->replica;
+      if (replica.engine().reductions() > expected.reductions) continue;
+      if (replica.engine().in_backward() || leads_to_any(loss, expected.record->parameters)) {
+        replica.fail_backward();
+      }
+    }
+    throw;
+  }
 
   for (const auto& record : in_window ? own : state.models) record->consumed = false;
   std::vector<std::shared_ptr<ModelRecord>> closed;
@@ -405,6 +422,7 @@ bool Accelerator::State::at_boundary(OptimizerRecord& record) {
 
 StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
   record.was_skipped();  // before skip_reason() is another
+  record.clip.reset();   // the step takes the factor, whatever it then does
   if (!at_boundary(record)) return StepDecision::skip("gradients are being accumulated");
   record.attempted = true;
   begin_masters(record);
@@ -421,8 +439,8 @@ StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
   for (const auto& model : models_of(record)) model->consumed = true;
   if (!scaler) return {};
   const Tensor norm = take_finite_norm(*record.optimizer);
-  if (norm.defined() && !scaler->is_unscaled(*record.optimizer)) {
-    scaler->unscale(*record.optimizer);
+  if (norm.defined()) {
+    if (!scaler->is_unscaled(*record.optimizer)) scaler->unscale(*record.optimizer);
     scaler->note_norm(*record.optimizer, norm);
   }
   std::string overflow = scaler->before_step(*record.optimizer);
@@ -459,17 +477,91 @@ bool Accelerator::State::clips(const TensorList& parameters) const {
   return known || sync_gradients;
 }
 
+// The prepared optimizer that has exactly these gradients: what scales its next step scales nothing
+// else.
+OptimizerRecord* Accelerator::State::owner_of(const TensorList& parameters) {
+  std::unordered_set<const TensorImpl*> given;
+  for (const Tensor& parameter : parameters) {
+    if (parameter.grad().defined()) given.insert(parameter.impl());
+  }
+  if (given.empty()) return nullptr;
+  for (const auto& record : optimizers) {
+    size_t own = 0;
+    const bool all = std::ranges::all_of(record->parameters, [&](const NamedTensor& named) {
+      if (!named.tensor.grad().defined()) return true;
+      ++own;
+      return given.contains(named.tensor.impl());
+    });
+    if (all && own == given.size()) return record.get();
+  }
+  return nullptr;
+}
+
+Tensor Accelerator::State::fold_clip(OptimizerRecord& owner, const TensorList& parameters,
+                                     double max_norm, double norm_type) {
+  optim::Optimizer& optimizer = *owner.optimizer;
+  if (scaler && !scaler->is_unscaled(optimizer)) scaler->unscale(optimizer);
+  if (!owner.clip) {
+    owner.clip = {optimizer.next_step().data_as<double>()[0], optimizer.next_step_factor()};
+  }
+  const Tensor norm = optim::clip_grad_norm(parameters, max_norm,
+                                            {.norm_type = norm_type, .fold_into = &optimizer});
+  return norm;
+}
+
+void Accelerator::State::drop_clip(OptimizerRecord& record) {
+  if (!record.clip) return;
+  record.optimizer->next_step().data_as<double>()[0] = record.clip->before;
+  record.optimizer->scale_next_step(record.clip->before_on_device);
+  record.clip.reset();
+}
+
+// No step came: what is added to the gradients now is added to clipped ones.
+void Accelerator::State::apply_clip(OptimizerRecord& record) {
+  if (!record.clip) return;
+  const NoGradGuard no_grad;
+  optim::Optimizer& optimizer = *record.optimizer;
+  std::unordered_set<TensorImpl*> seen;
+  const TensorList gradients = gradients_of(record.parameters, seen);
+  const double factor = optimizer.next_step().data_as<double>()[0] / record.clip->before;
+  if (factor != 1) kernels::multi_tensor_scale(gradients, &factor);
+  if (Tensor on_device = optimizer.next_step_factor(); on_device.defined()) {
+    if (const Tensor& before = record.clip->before_on_device; before.defined()) {
+      on_device = on_device / before;
+    }
+    for (const Tensor& gradient : gradients) mul_(gradient, on_device.to(gradient.dtype()));
+  }
+  drop_clip(record);
+}
+
 Tensor Accelerator::clip_grad_norm(const TensorList& parameters, double max_norm,
                                    double norm_type) {
-  if (!state_->clips(parameters)) return {};
-  const Tensor norm = optim::clip_grad_norm(
-      parameters, max_norm, {.norm_type = norm_type, .gradient_scale = 1 / loss_scale()});
-  state_->note_norm(parameters, norm);
+  State& state = *state_;
+  state.forget_dead();
+  const TensorImpl* first = parameters.empty() ? nullptr : parameters.front().impl();
+  if (!state.clips(parameters)) {
+    const auto last = state.norms.find(first);
+    return last != state.norms.end()
+               ? last->second
+               : scalar_tensor(std::numeric_limits<double>::quiet_NaN(), kF64);
+  }
+  Tensor norm;
+  if (OptimizerRecord* owner = state.owner_of(parameters)) {
+    norm = state.fold_clip(*owner, parameters, max_norm, norm_type);
+  } else {
+    for (const auto& record : state.optimizers) state.apply_clip(*record);
+    norm = optim::clip_grad_norm(parameters, max_norm,
+                                 {.norm_type = norm_type, .gradient_scale = 1 / loss_scale()});
+  }
+  state.note_norm(parameters, norm);
+  state.norms.insert_or_assign(first, norm);
   return norm;
 }
 
 void Accelerator::clip_grad_value(const TensorList& parameters, double limit) {
-  if (state_->clips(parameters)) optim::clip_grad_value(parameters, limit, 1 / loss_scale());
+  if (!state_->clips(parameters)) return;
+  for (const auto& record : state_->optimizers) state_->apply_clip(*record);
+  optim::clip_grad_value(parameters, limit, 1 / loss_scale());
 }
 
 // ---- Loss scaling ------------------------------------------------------------------------------
@@ -479,7 +571,11 @@ void Accelerator::State::make_scaler() {
                                               .growth_factor = settings.scaler_growth_factor,
                                               .backoff_factor = settings.scaler_backoff_factor,
                                               .growth_interval = settings.scaler_growth_interval,
-                                              .enabled = settings.scaler_enabled});
+                                              .enabled = settings.scaler_enabled,
+                                              .on_device = settings.scaler_on_device});
+  // Where the finding stays on a GPU no host could agree: a rank that steps alone has a scale of
+  // its own.
+  if (settings.scaler_on_device) return;
   // Reduced gradients are equal on all ranks; where a model's are not, the ranks agree.
   scaler->set_agreement([this](const Tensor& found) {
     if (!std::ranges::any_of(models, [](const auto& record) { return record->local; })) return;
@@ -493,7 +589,11 @@ void Accelerator::State::make_scaler() {
 // After the steps of all optimizers, before the next loss is scaled. Gradients that wait for their
 // step follow the scale.
 void Accelerator::State::update_scale() {
+  for (const auto& record : optimizers) apply_clip(*record);
   if (!scaler || !scaler->update_is_due()) return;
+  const bool any_waits =
+      std::ranges::any_of(models, [](const auto& record) { return !record->consumed; });
+  if (!any_waits) return scaler->update();
   const double before = scaler->loss_scale();
   scaler->update();
   const double ratio = scaler->loss_scale() / before;
@@ -509,7 +609,8 @@ void Accelerator::State::update_scale() {
 // A finite norm tells that every gradient in it is finite. One that is not may have overflowed on
 // its way: then the step looks for itself.
 void Accelerator::State::note_norm(const TensorList& parameters, const Tensor& norm) {
-  if (!scaler || !scaler->enabled() || !std::isfinite(norm.item())) return;
+  if (!scaler || !scaler->enabled()) return;
+  if (!scales_on_device() && !std::isfinite(norm.item())) return;
   for (const Tensor& parameter : parameters) {
     const Tensor gradient = parameter.grad();
     if (!gradient.defined()) continue;
@@ -539,14 +640,29 @@ Tensor Accelerator::State::take_finite_norm(const optim::Optimizer& optimizer) {
 }
 
 double Accelerator::loss_scale() const { return state_->scaler ? state_->scaler->loss_scale() : 1; }
-precision::GradScaler* Accelerator::scaler() { return state_->scaler ? &*state_->scaler : nullptr; }
+
+AcceleratorScope Accelerator::autocast(bool enabled) const {
+  const Precision precision = state_->settings.mixed_precision;
+  if (precision == Precision::kNo) return AcceleratorScope({});
+  const DType low = precision == Precision::kBF16 ? kBF16 : kF16;
+  return AcceleratorScope(
+      [guard = std::make_shared<AutocastGuard>(low, enabled)]() mutable { guard.reset(); });
+}
+
+void Accelerator::State::check_steps_are_known() const {
+  TS_CHECK_AS(UnsupportedError, !scales_on_device(), "optimizer_step_was_skipped",
+              "whether a step was left out stays on the GPU with scaler_on_device (",
+              settings.scaler_on_device.origin.describe(), "); leave it false to know");
+}
 
 bool Accelerator::optimizer_step_was_skipped() const {
+  state_->check_steps_are_known();
   state_->forget_dead();
   return std::ranges::any_of(state_->optimizers,
                              [](const auto& record) { return record->was_skipped(); });
 }
 bool Accelerator::optimizer_step_was_skipped(const optim::Optimizer& optimizer) const {
+  state_->check_steps_are_known();
   OptimizerRecord* record = state_->find(optimizer);
   TS_CHECK(record != nullptr, "optimizer_step_was_skipped", "the optimizer was not prepared");
   return record->was_skipped();

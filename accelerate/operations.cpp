@@ -118,22 +118,22 @@ void gather(const Leaves& leaves, Group& group, const OperationOptions& options)
   for (size_t i = 0; i < leaves.size(); ++i) *leaves[i] = results[i];
 }
 
-void reduce(const Leaves& leaves, Reduction reduction, Group& group,
+void reduce(const Leaves& leaves, RankReduction reduction, Group& group,
             const OperationOptions& options) {
   // [Trap: reduce("none") sums] Each rank keeps what it has.
-  if (reduction == Reduction::kNone) return;
+  if (reduction == RankReduction::kNone) return;
   for (const Tensor* leaf : leaves) {
     // One rank refuses what several would.
-    TS_CHECK_DTYPE(reduction != Reduction::kMean || is_floating(leaf->dtype()), "reduce",
+    TS_CHECK_DTYPE(reduction != RankReduction::kMean || is_floating(leaf->dtype()), "reduce",
                    "the mean of integers is none; got ", *leaf,
                    "; take the sum, or convert to a floating dtype first");
   }
   if (group.size() == 1) return;
   const NoGradGuard no_grad;
   check_shapes("reduce", leaves, group, options);
-  const ReduceOp op = reduction == Reduction::kSum    ? ReduceOp::kSum
-                      : reduction == Reduction::kMean ? ReduceOp::kMean
-                                                      : ReduceOp::kMax;
+  const ReduceOp op = reduction == RankReduction::kSum    ? ReduceOp::kSum
+                      : reduction == RankReduction::kMean ? ReduceOp::kMean
+                                                          : ReduceOp::kMax;
   CoalescedScope calls(group, tagged("reduce", options));
   std::vector<Tensor> results;
   for (const Tensor* leaf : leaves) {

@@ -1,7 +1,7 @@
 // Collectives over everything in a nested value: a struct, a vector, a map, a tuple of tensors.
 //
 //     auto all = accelerate::gather(predictions);                      // rows of all ranks
-//     auto mean = accelerate::reduce(losses, accelerate::Reduction::kMean);
+//     auto mean = accelerate::reduce(losses, accelerate::RankReduction::kMean);
 //     auto even = accelerate::pad_across_processes(ids, {.dim = 1, .pad_index = 0});
 //
 // Every function takes the value by value and returns one of the same type with other tensors; what
@@ -41,7 +41,7 @@ struct OperationOptions {
   std::source_location where = std::source_location::current();
 };
 
-enum class Reduction : uint8_t {
+enum class RankReduction : uint8_t {
   kSum,
   kMean,  // DTypeError for integers
   kMax,
@@ -80,7 +80,7 @@ Leaves leaves_of(T& value) {
 
 // Each replaces the tensors that `leaves` point at.
 void gather(const Leaves& leaves, distributed::Group& group, const OperationOptions& options);
-void reduce(const Leaves& leaves, Reduction reduction, distributed::Group& group,
+void reduce(const Leaves& leaves, RankReduction reduction, distributed::Group& group,
             const OperationOptions& options);
 void broadcast(const Leaves& leaves, int from, distributed::Group& group,
                const OperationOptions& options);
@@ -109,7 +109,7 @@ T gather(T value, distributed::Group& group = distributed::world(),
 
 // The elementwise sum, mean or maximum over the ranks.
 template <class T>
-T reduce(T value, Reduction reduction = Reduction::kMean,
+T reduce(T value, RankReduction reduction = RankReduction::kMean,
          distributed::Group& group = distributed::world(), const OperationOptions& options = {}) {
   detail::reduce(detail::leaves_of(value), reduction, group, options);
   return value;

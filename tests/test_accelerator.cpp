@@ -136,7 +136,7 @@ TEST(Schedules, StayWhereTheirOwnOptimizerSkipped) {
         const Line line(8);
         Accelerator accelerator({.mixed_precision = Precision::kFP16,
                                  .step_schedule_with_optimizer = tied,
-                                 .scaler_init_scale = 1024});
+                                 .loss_scale = {.init_scale = 1024}});
         Regression model, other;
         optim::SGD optimizer(model.named_parameters(), {.lr = 1});
         optim::SGD bystander(other.named_parameters(), {.lr = 1});
@@ -203,7 +203,8 @@ TEST(ClippedGradients, AreNotReadAgainForTheLossScaler) {
   const auto [x, y] = line.rows(0, 8);
   // Whether the step was skipped after clip(accelerator, a, b).
   const auto skipped = [&, x = x, y = y](double factor, const auto& clip) {
-    Accelerator accelerator({.mixed_precision = Precision::kFP16, .scaler_init_scale = 1024});
+    Accelerator accelerator(
+        {.mixed_precision = Precision::kFP16, .loss_scale = {.init_scale = 1024}});
     Regression model;
     optim::SGD optimizer(model.named_parameters(), {.lr = 1});
     accelerator.prepare(model, optimizer);
@@ -243,6 +244,101 @@ TEST(ClippedGradients, AreNotReadAgainForTheLossScaler) {
   EXPECT_TRUE(skipped(inf, [&](Accelerator& accelerator, const Tensor& a, const Tensor& b) {
     EXPECT_FALSE(std::isfinite(accelerator.clip_grad_norm({a, b}, 0.01).item()));
   }));
+}
+
+// ---- Clipping ----------------------------------------------------------------------------------
+
+// The step applies a clip of everything that its optimizer has; one of a part is done at once.
+TEST(ClippedGradients, AreThoseThatTheStepSeesHoweverTheyCameAbout) {
+  const Line line(8);
+  const auto [x, y] = line.rows(0, 8);
+  for (const Precision precision : {Precision::kNo, Precision::kFP16}) {
+    for (const int ranks : {1, 2}) {
+      on_ranks(ranks, [&, x = x, y = y](int) {
+        // What SGD with a rate of 1 has subtracted after clip(accelerator, model).
+        const auto step_after = [&](const auto& clip) {
+          Accelerator accelerator(
+              {.mixed_precision = precision, .loss_scale = {.init_scale = 1024}});
+          Regression model;
+          optim::SGD optimizer(model.named_parameters(), {.lr = 1});
+          accelerator.prepare(model, optimizer);
+          accelerator.backward(squared_error(model(x), y));
+          clip(accelerator, model, optimizer);
+          optimizer.step();
+          return std::array<double, 2>{-model.a.item(), -model.b.item()};
+        };
+        const auto plain = step_after([](auto&, auto&, auto&) {});
+        const double norm = std::hypot(plain[0], plain[1]);
+        const auto expect = [&](const std::array<double, 2>& got, double a, double b) {
+          EXPECT_NEAR(got[0], a, 1e-5 * norm);
+          EXPECT_NEAR(got[1], b, 1e-5 * norm);
+        };
+        const double half = norm / 2;
+        expect(step_after([&](auto& accelerator, auto& model, auto&) {
+                 EXPECT_NEAR(accelerator.clip_grad_norm(model.parameters(), half).item(), norm,
+                             1e-5 * norm);
+                 EXPECT_NEAR(accelerator.clip_grad_norm(model.parameters(), half / 2).item(), half,
+                             1e-5 * norm);
+               }),
+               plain[0] / 4, plain[1] / 4);
+        // A part, after all of it: what is pending is done first.
+        expect(step_after([&](auto& accelerator, auto& model, auto&) {
+                 accelerator.clip_grad_norm(model.parameters(), half);
+                 EXPECT_NEAR(accelerator.clip_grad_norm({model.a}, std::abs(plain[0]) / 8).item(),
+                             std::abs(plain[0]) / 2, 1e-5 * norm);
+               }),
+               plain[0] / 8, plain[1] / 2);
+        // Values, after a norm.
+        expect(step_after([&](auto& accelerator, auto& model, auto&) {
+                 accelerator.clip_grad_norm(model.parameters(), half);
+                 accelerator.clip_grad_value(model.parameters(), std::abs(plain[0]) / 4);
+               }),
+               plain[0] / 4,
+               std::copysign(std::min(std::abs(plain[1]) / 2, std::abs(plain[0]) / 4), plain[1]));
+        // No step follows: what comes is added to clipped gradients.
+        expect(step_after([&](auto& accelerator, auto& model, auto&) {
+                 accelerator.clip_grad_norm(model.parameters(), half);
+                 accelerator.backward(squared_error(model(x), y));
+               }),
+               plain[0] * 1.5, plain[1] * 1.5);
+        // They are cleared, and the clip with them.
+        expect(step_after([&](auto& accelerator, auto& model, auto& optimizer) {
+                 accelerator.clip_grad_norm(model.parameters(), half);
+                 optimizer.zero_grad();
+                 accelerator.backward(squared_error(model(x), y));
+               }),
+               plain[0], plain[1]);
+      });
+    }
+  }
+}
+
+// ---- Accelerate's names ------------------------------------------------------------------------
+
+TEST(Accelerator, SavesAModelGivesItsStateAndComputesOutsideOfItInThePrecision) {
+  const std::string folder = testing::TempDir() + "accelerator_save_model";
+  on_ranks(2, [&](int) {
+    Accelerator accelerator({.mixed_precision = Precision::kBF16, .collective_timeout = 77});
+    EXPECT_EQ(distributed::rank_context().timeouts.collective, 77);
+    Regression model, other;
+    accelerator.prepare(model);
+    {
+      const NoGradGuard no_grad;
+      model.a.fill_(2), model.b.fill_(3);
+    }
+    accelerator.save_model(model, folder);
+    load_model(other, folder);
+    EXPECT_EQ(values_of(other), values_of(model));
+    EXPECT_EQ(accelerator.get_state_dict(model).at("a").item(), 2);
+    const Tensor x = ones({2, 2});
+    {
+      const auto scope = accelerator.autocast();
+      EXPECT_EQ(matmul(x, x).dtype(), kBF16);
+      const auto off = accelerator.autocast(false);
+      EXPECT_EQ(matmul(x, x).dtype(), kF32);
+    }
+    EXPECT_EQ(matmul(x, x).dtype(), kF32);
+  });
 }
 
 // SCH-2, and trap 2: the option that lets accumulation count as steps never does. Here accumulation
@@ -430,7 +526,8 @@ TEST(Precision, ClippingSeesTheTrueNormBehindTheLossScale) {
 TEST(Precision, GradientsThatWaitForTheirStepFollowTheLossScale) {
   const Line line(8);
   for (const bool in_windows : {true, false}) {
-    Accelerator accelerator({.mixed_precision = Precision::kFP16, .scaler_growth_interval = 1});
+    Accelerator accelerator(
+        {.mixed_precision = Precision::kFP16, .loss_scale = {.growth_interval = 1}});
     Regression slow, fast, expected;
     optim::SGD slow_optimizer(slow.named_parameters(), {.lr = 0.1});
     optim::SGD fast_optimizer(fast.named_parameters(), {.lr = 0.1});
@@ -459,7 +556,8 @@ TEST(Precision, GradientsThatWaitForTheirStepFollowTheLossScale) {
 // Gradients that were stepped with are nobody's any more: who reads them finds them as they were.
 TEST(Precision, AChangeOfTheLossScaleLeavesGradientsThatWereSteppedWithAlone) {
   const Line line(8);
-  Accelerator accelerator({.mixed_precision = Precision::kFP16, .scaler_growth_interval = 1});
+  Accelerator accelerator(
+      {.mixed_precision = Precision::kFP16, .loss_scale = {.growth_interval = 1}});
   Regression stepped, waiting;
   optim::SGD stepped_optimizer(stepped.named_parameters(), {.lr = 0.1});
   optim::SGD waiting_optimizer(waiting.named_parameters(), {.lr = 0.1});
@@ -493,7 +591,7 @@ struct PolicyRun {
 
 PolicyRun run_with_policy() {
   manual_seed(4);
-  Accelerator accelerator({.gradient_accumulation_steps = 2, .scaler_init_scale = 256});
+  Accelerator accelerator({.gradient_accumulation_steps = 2, .loss_scale = {.init_scale = 256}});
   const Line line(64);
   Net net;
   net.eval();  // without dropout
@@ -637,12 +735,10 @@ TEST(Precision, LocalSgdOf16BitParametersIsRefused) {
 TEST(Settings, ReachWhatTheyAreFor) {
   on_ranks(2, [](int) {
     Accelerator accelerator({.mixed_precision = Precision::kFP16,
-                             .ddp_bucket_cap_mb = 15,
-                             .scaler_init_scale = 1024,
-                             .scaler_growth_factor = 4});
-    EXPECT_EQ(accelerator.scaler()->options().init_scale, 1024);
-    EXPECT_EQ(accelerator.scaler()->options().growth_factor, 4);
-    EXPECT_EQ(accelerator.scaler()->options().backoff_factor, 0.5);  // not given: the default
+                             .ddp = {.bucket_cap_mb = 15},
+                             .loss_scale = {.init_scale = 1024, .growth_factor = 4}});
+    EXPECT_EQ(accelerator.settings().scaler_growth_factor.value, 4);
+    EXPECT_EQ(accelerator.settings().scaler_backoff_factor.value, 0.5);  // not given: the default
     EXPECT_EQ(accelerator.loss_scale(), 1024);
     EXPECT_EQ(accelerator.settings().ddp_bucket_cap_mb.value, 15);
     Net net;
@@ -725,8 +821,8 @@ TEST(Settings, CompressedGradientsTrainAsPlainOnesDo) {
       const auto run = [&](accelerate::CommHook which) {
         manual_seed(4);
         const Line line(64);
-        AcceleratorOptions options{.ddp_comm_hook = which};
-        if (which == accelerate::CommHook::kPowerSgd) options.ddp_power_sgd_start_step = 0;
+        AcceleratorOptions options{.ddp = {.comm_hook = which}};
+        if (which == accelerate::CommHook::kPowerSgd) options.ddp.power_sgd_start_step = 0;
         Accelerator accelerator(options);
         Net net;
         net.eval();  // without dropout

@@ -129,16 +129,16 @@ TEST(FacadeOperations, OPS_5_PadTakesDimensionValueAndSide) {
 TEST(FacadeOperations, OPS_6_ReduceOfTwoRanks) {
   compared_ranks(2, [](int rank) {
     const Tensor own = numbers(rank == 0 ? Values{1, 2} : Values{3, 4});
-    EXPECT_EQ(reduce(own, Reduction::kSum).to_vector(), (Values{4, 6}));
-    EXPECT_EQ(reduce(own, Reduction::kMean).to_vector(), (Values{2, 3}));
-    EXPECT_EQ(reduce(own, Reduction::kMax).to_vector(), (Values{3, 4}));
+    EXPECT_EQ(reduce(own, RankReduction::kSum).to_vector(), (Values{4, 6}));
+    EXPECT_EQ(reduce(own, RankReduction::kMean).to_vector(), (Values{2, 3}));
+    EXPECT_EQ(reduce(own, RankReduction::kMax).to_vector(), (Values{3, 4}));
     EXPECT_EQ(own.to_vector(), rank == 0 ? (Values{1, 2}) : (Values{3, 4}));
-    EXPECT_THROW(reduce(range(0, 2).to(kI64), Reduction::kMean), DTypeError);
+    EXPECT_THROW(reduce(range(0, 2).to(kI64), RankReduction::kMean), DTypeError);
   });
   // One rank refuses what several do.
   compared_ranks(1, [](int) {
-    EXPECT_THROW(reduce(range(0, 2).to(kI64), Reduction::kMean), DTypeError);
-    EXPECT_EQ(reduce(range(0, 2).to(kI64), Reduction::kSum).to_vector(), (Values{0, 1}));
+    EXPECT_THROW(reduce(range(0, 2).to(kI64), RankReduction::kMean), DTypeError);
+    EXPECT_EQ(reduce(range(0, 2).to(kI64), RankReduction::kSum).to_vector(), (Values{0, 1}));
   });
 }
 
@@ -167,7 +167,7 @@ TEST(FacadeOperations, OPS_7_DebugModeNamesTheOperationAndEveryRanksShapes) {
     };
     for (const Named& value : {rank_differs, size_differs}) {
       expect(message_of([&] { gather(value, world(), debug); }), "gather");
-      expect(message_of([&] { reduce(value, Reduction::kSum, world(), debug); }), "reduce");
+      expect(message_of([&] { reduce(value, RankReduction::kSum, world(), debug); }), "reduce");
       expect(message_of([&] { broadcast(value, 0, world(), debug); }), "broadcast");
     }
     for (const bool mode : {true, false}) {  // sizes are what pad exists for
@@ -198,7 +198,7 @@ TEST(FacadeOperations, OPS_8_CopyFromOwnerBringsShapeAndDtype) {
 TEST(FacadeOperations, OPS_9_ReduceNoneKeepsWhatEachRankHas) {
   compared_ranks(2, [](int rank) {
     const Tensor own = range(rank, 2);
-    EXPECT_TRUE(reduce(own, Reduction::kNone).is(own));
+    EXPECT_TRUE(reduce(own, RankReduction::kNone).is(own));
   });
 }
 
@@ -206,7 +206,7 @@ TEST(FacadeOperations, OPS_9_ReduceNoneKeepsWhatEachRankHas) {
 TEST(FacadeOperations, OPS_10_AMismatchWithoutDebugModeIsAnErrorAndNoHang) {
   failing_ranks("shapes differ", 2, [](int rank) {
     EXPECT_THROW(gather(range(0, 2 + rank)), DistributedError);
-    EXPECT_THROW(reduce(range(0, 2 + rank), Reduction::kSum), DistributedError);
+    EXPECT_THROW(reduce(range(0, 2 + rank), RankReduction::kSum), DistributedError);
     EXPECT_THROW(broadcast(rank == 0 ? range(0, 2) : range(0, 2).to(kI64)), DistributedError);
   });
   // Another operation altogether.
@@ -231,7 +231,7 @@ TEST(FacadeOperations, OPS_1_NestedValuesKeepTheirStructure) {
     const auto tuples = gather(std::tuple(own, std::string("text"), 3, std::array{own.to(kI64)}));
     EXPECT_EQ(std::get<1>(tuples), "text");
     EXPECT_EQ(std::get<3>(tuples)[0].to_vector(), (Values{0, 1}));
-    const Output structs = reduce(Output{own, Tensor()}, Reduction::kSum);
+    const Output structs = reduce(Output{own, Tensor()}, RankReduction::kSum);
     EXPECT_EQ(structs.logits.to_vector(), (Values{1}));
     EXPECT_FALSE(structs.loss.defined());
   });
@@ -243,7 +243,7 @@ TEST(FacadeOperations, OPS_1_WhatTheCallerHoldsIsNotChanged) {
     std::map<std::string, Tensor> own{{"x", range(rank, rank + 1)}, {"y", range(5, 1)}};
     const std::map<std::string, Tensor> before = own;
     pad_across_processes(own);
-    reduce(std::map<std::string, Tensor>{{"y", own.at("y")}}, Reduction::kSum);
+    reduce(std::map<std::string, Tensor>{{"y", own.at("y")}}, RankReduction::kSum);
     broadcast(own.at("y"));
     gather(own.at("y"));
     for (const auto& [name, value] : own) EXPECT_TRUE(value.is(before.at(name)));
@@ -258,7 +258,7 @@ TEST(FacadeOperations, OPS_4_ResultsHaveNoHistory) {
     weight.set_requires_grad();
     const Tensor product = weight * weight;
     EXPECT_FALSE(gather(product).requires_grad());
-    EXPECT_FALSE(reduce(product, Reduction::kSum).requires_grad());
+    EXPECT_FALSE(reduce(product, RankReduction::kSum).requires_grad());
     EXPECT_FALSE(broadcast(product).requires_grad());
     EXPECT_TRUE(product.requires_grad());
   });

@@ -80,7 +80,7 @@ TEST_F(FacadeProcesses, OPS_5_7_8_SizesAndShapesAreCompared) {
       OperationMismatch);
   const Tensor copy = copy_from_owner(rank == 1 ? own : Tensor(), *group);
   EXPECT_EQ(copy.shape(), Shape({2, 2}));
-  EXPECT_EQ(reduce(own.sum(), Reduction::kMax, *group).item(),
+  EXPECT_EQ(reduce(own.sum(), RankReduction::kMax, *group).item(),
             2.0 * (group->size() - 1) * group->size());
 }
 

@@ -84,7 +84,7 @@ TEST(FacadeStreams, DL_2_StringsOfAStreamOfUnknownLengthAreShared) {
         lengths.insert(all.size());
         EXPECT_EQ(own.front(), all[rank == 0 ? 0 : 2]);
         EXPECT_EQ(own.size(), (all.size() + 3) / 4 * 2);
-        EXPECT_EQ(reduce(scalar_tensor(samples, kI64), Reduction::kSum).item<int64_t>(),
+        EXPECT_EQ(reduce(scalar_tensor(samples, kI64), RankReduction::kSum).item<int64_t>(),
                   static_cast<int64_t>(all.size()));
       }
       EXPECT_GT(lengths.size(), 1U);

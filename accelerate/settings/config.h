@@ -152,6 +152,7 @@ struct Settings {
   Resolved<double> scaler_backoff_factor{0.5};
   Resolved<int64_t> scaler_growth_interval{2000};
   Resolved<bool> scaler_enabled{true};
+  Resolved<bool> scaler_on_device{false};
 
   // parallelism
   Resolved<int64_t> dp_replicate_size{1};

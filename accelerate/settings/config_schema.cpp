@@ -231,6 +231,12 @@ const std::vector<Setting>& table() {
        .help = "updates without overflow until the scale grows",
        .least = 1,
        .most = 1e9},
+      {.key = "scaler_on_device",
+       .section = "grad scaler",
+       .field = field<&S::scaler_on_device>,
+       .help =
+           "on a GPU the host does not wait to hear whether a step was left out: schedules count "
+           "it"},
       {.key = "scaler_enabled",
        .section = "grad scaler",
        .field = field<&S::scaler_enabled>,

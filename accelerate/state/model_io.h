@@ -105,3 +105,8 @@ StoredWeights weights_of_checkpoint(distributed::CheckpointReader& reader,
                                     const std::string& prefix);
 
 }  // namespace tessera::accelerate
+
+namespace tessera {  // what programs call, beside Accelerator and LocalSGD
+using accelerate::load_model;
+using accelerate::save_model;
+}  // namespace tessera

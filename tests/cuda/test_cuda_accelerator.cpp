@@ -137,6 +137,34 @@ TEST(CudaAccelerator, TrainsOnTheGpuWhatItTrainsOnTheCpu) {
   expect_near(losses_of({.device = "cuda:1"}, cuda(1)), expected);
 }
 
+// Clipping and loss scaling leave what they find beside the gradients.
+TEST(CudaAccelerator, AStepMakesTheHostWaitForNothing) {
+  for (const Precision precision : {Precision::kNo, Precision::kBF16, Precision::kFP16}) {
+    Accelerator accelerator(
+        {.mixed_precision = precision,
+         .loss_scale = {.on_device =
+                            precision == Precision::kFP16 ? std::optional(true) : std::nullopt}});
+    nn::Linear model(6, 4);
+    optim::AdamW optimizer(model.named_parameters(), {.lr = 3e-2});
+    accelerator.prepare(model, optimizer);
+    const Tensor x = randn({4, 6}).to(cuda(0)), labels = zeros({4}).to(kI64).to(cuda(0));
+    Tensor norm, first;
+    for (int step = 0; step < 4; ++step) {
+      const int64_t before = gpu::emulation::host_waits();
+      const auto micro = accelerator.accumulate(model);
+      const Tensor loss = cross_entropy(model(x), labels);
+      accelerator.backward(loss);
+      norm = accelerator.clip_grad_norm(model.parameters(), 0.1);
+      optimizer.step();
+      optimizer.zero_grad();
+      if (step == 0) first = loss.detach();
+      if (step > 0) EXPECT_EQ(gpu::emulation::host_waits(), before) << step;
+      if (step == 3) EXPECT_LT(loss.item(), first.item());
+    }
+    EXPECT_GT(norm.item(), 0.1);
+  }
+}
+
 TEST(CudaAccelerator, WindowsAreThoseOfTheCpu) {
   expect_near(losses_of({}, cuda(0), 0, 4), losses_of({.cpu = true}, kCpu, 0, 4));
 }
