@@ -11,9 +11,10 @@
 // OutOfMemory or std::bad_alloc: all ranks then try the next size together. Any other exception
 // ends the search on its rank, and with the rank's failure that of the others.
 //
-// Ranks agree when their bodies have ended. A body that reduces gradients while another rank has
-// run out of memory waits for it until the collective's timeout: let the body fit its memory (one
-// step under no_sync(), say) before it trains.
+// Ranks agree when their bodies have ended. A rank that runs out of memory while others are in a
+// collective ends it for all: they see a DistributedError, leave their bodies too (let it pass),
+// and all try the next size together. What a body makes goes with it; with an Accelerator it begins
+// with free_memory().
 #pragma once
 
 #include <concepts>
