@@ -16,8 +16,8 @@ namespace {
 
 struct NodeState {
   std::shared_ptr<Node> node;
-  int owed = 0;        // gradients still to come from nodes that run earlier
-  bool needed = true;  // leads to a wanted edge
+  int owed = 0;         // gradients still to come from nodes that run earlier
+  bool needed = false;  // leads to a wanted edge, where some are wanted
   TensorList gradients;
   std::vector<std::pair<int, size_t>> captures;  // (output, position in the result)
 };
@@ -125,7 +125,6 @@ void Pass::mark_needed() {
     return leaf_a != leaf_b ? leaf_a : a->node->sequence < b->node->sequence;
   });
   for (NodeState* state : order) {
-    state->needed = false;
     for (const Edge& edge : state->node->next_edges) {
       if (!edge.node) continue;
       const NodeState& next = states_.at(edge.node.get());

@@ -66,6 +66,7 @@ class DiskCalls {
 
   // Every second write is interrupted, the others write at most so many bytes; 0: as they are.
   size_t short_writes = 0;
+  int64_t writes() const { return writes_; }  // while they were short
 
   // "fsync a.tmp", "rename a.tmp a", "fsync ." in their order, paths from the root. What makes
   // temporary names distinct (".tmp-PID-N") is left out.

@@ -8,6 +8,7 @@
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/function.h>
 #include <tessera/autograd/gradcheck.h>
+#include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/raw_views.h>
 
@@ -458,6 +459,33 @@ TEST(Anomaly, NamesTheForwardCallAndTheModule) {
   const std::string message = message_of([&] { y.backward(); });
   EXPECT_NE(message.find("model.head"), std::string::npos) << message;
   EXPECT_NE(message.find("sqrt"), std::string::npos) << message;
+}
+
+// A node of one's own that gives back too few, too many, or what has another shape.
+TEST(Graph, ANodeThatGivesTheWrongGradientsIsNamed) {
+  struct Wrong final : Node {
+    explicit Wrong(TensorList given) : given(std::move(given)) {}
+    TensorList apply(TensorList) override { return given; }
+    std::string name() const override { return "wrong_node"; }
+    TensorList given;
+  };
+  const auto run = [](TensorList given) {
+    const Tensor x = leaf({1, 2}), y = tensor({3.0, 4.0}, kF64);
+    const auto node = std::make_shared<Wrong>(std::move(given));
+    node->next_edges = {gradient_edge(x)};
+    node->output_metas = {TensorMeta::of(y)};
+    node->take_sequence();
+    set_history(y, node, 0);
+    y.sum().backward();
+    return x.grad();
+  };
+  EXPECT_EQ(run({tensor({5.0, 6.0}, kF64)}).to_vector(), (Values{5, 6}));
+  EXPECT_FALSE(run({Tensor()}).defined());
+  const std::string none = message_of([&] { run({}); });
+  EXPECT_NE(none.find("wrong_node"), std::string::npos) << none;
+  EXPECT_NE(none.find("0 gradients for 1"), std::string::npos) << none;
+  EXPECT_THROW(run({Tensor(), Tensor()}), AutogradError);
+  EXPECT_THROW(run({tensor({5.0, 6.0, 7.0}, kF64)}), Error);
 }
 
 TEST(Graph, OfAMillionNodesIsFreedAndRunWithoutDeepRecursion) {

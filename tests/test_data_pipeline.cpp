@@ -468,6 +468,10 @@ TEST(Loaders, OptionsOutOfRangeAreValueErrors) {
   EXPECT_THROW(Loader(numbers, {.batch_size = -1}), ValueError);
   EXPECT_THROW(Loader(numbers, {.workers = -1}), ValueError);
   EXPECT_THROW(Loader(numbers, {.workers = 1, .prefetch = 0}), ValueError);
+  EXPECT_THROW(Loader(numbers, {.workers = 1025}), ValueError);
+  EXPECT_THROW(Loader(numbers, {.prefetch = 1'000'001}), ValueError);
+  EXPECT_NO_THROW(Loader(numbers, {.workers = 1024, .prefetch = 1'000'000}));
+  EXPECT_NO_THROW(Loader(numbers, {.batch_size = 1, .workers = 1, .prefetch = 1}));
   Loader loader(numbers);
   EXPECT_THROW(loader.set_cursor({-1, 0}), ValueError);
   EXPECT_THROW(loader.set_cursor({0, 3}), ValueError);
