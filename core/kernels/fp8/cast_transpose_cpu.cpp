@@ -13,23 +13,23 @@
 namespace tessera::kernels {
 namespace {
 
-constexpr const char* kName = "cast_transpose";
+constexpr const char* kCastTranspose = "cast_transpose";
 constexpr int64_t kTile = 64;
 
 }  // namespace
 
 CastTransposed cast_transpose(const Tensor& x, DType dtype, const Tensor& scale, bool want_values,
                               bool want_transposed) {
-  TS_CHECK_DTYPE(x.dtype() == kF32 || is_low_precision(x.dtype()), kName,
+  TS_CHECK_DTYPE(x.dtype() == kF32 || is_low_precision(x.dtype()), kCastTranspose,
                  "expects f32, f16 or bf16; got ", x, "; convert with to(dtype)");
-  TS_CHECK_DTYPE(is_float8(dtype) || is_low_precision(dtype), kName,
+  TS_CHECK_DTYPE(is_float8(dtype) || is_low_precision(dtype), kCastTranspose,
                  "gives f8e4m3, f8e5m2, f16 or bf16; asked for ", dtype);
-  TS_CHECK_SHAPE(x.dim() == 2, kName, "expects a matrix; got ", x);
-  TS_CHECK_SHAPE(!scale.defined() || (scale.numel() == 1 && scale.dtype() == kF32), kName,
+  TS_CHECK_SHAPE(x.dim() == 2, kCastTranspose, "expects a matrix; got ", x);
+  TS_CHECK_SHAPE(!scale.defined() || (scale.numel() == 1 && scale.dtype() == kF32), kCastTranspose,
                  "expects one f32 as the scale; got ", scale);
   if (x.device().is_cuda()) {
-    return on_cuda<kernels::cast_transpose>(kName, x.device(), x, dtype, scale, want_values,
-                                            want_transposed);
+    return on_cuda<kernels::cast_transpose>(kCastTranspose, x.device(), x, dtype, scale,
+                                            want_values, want_transposed);
   }
   const int64_t M = x.size(0), N = x.size(1);
   CastTransposed result;
@@ -42,7 +42,7 @@ CastTransposed cast_transpose(const Tensor& x, DType dtype, const Tensor& scale,
   const int64_t tiles = (M + kTile - 1) / kTile;
   // Magnitudes order like their bits, with NaN above infinity.
   std::vector<uint32_t> largest(static_cast<size_t>(tiles), 0);
-  dispatch_floating(x.dtype(), kName, [&]<class T>() {
+  dispatch_floating(x.dtype(), kCastTranspose, [&]<class T>() {
     if constexpr (!std::is_same_v<T, double>) {
       dispatch_cast_target(dtype, [&]<class Q>() {
         const T* const from = source.data_as<T>();

@@ -6,6 +6,7 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/loss/cross_entropy_blocks.h>
@@ -16,13 +17,6 @@ namespace tessera::kernels {
 namespace {
 
 constexpr int64_t kLossWork = 1 << 14;
-
-DType compute_dtype(DType dtype) { return dtype == kF64 ? kF64 : kF32; }
-
-template <class F>
-void with_compute(DType compute, F&& f) {
-  compute == kF64 ? f.template operator()<double>() : f.template operator()<float>();
-}
 
 void check_logits(const Tensor& logits) {
   constexpr const char* kWhere = "cross_entropy";

@@ -108,7 +108,7 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, c
     parallel_for(rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(V, 1)),
                  [&](int64_t begin, int64_t end) {
                    const int64_t at = begin * V;
-                   const CrossEntropyRows problem{
+                   const LogitRows problem{
                        end - begin,
                        V,
                        static_cast<char*>(logits.data()) + at * size_of(sum_dtype),

@@ -8,7 +8,7 @@
 
 namespace tessera::kernels {
 
-struct CrossEntropyRows {
+struct LogitRows {
   int64_t rows, classes;
   void* logits;            // (rows, classes) f64 for f64, else f32; destroyed
   const int64_t* targets;  // (rows), negative: ignored
@@ -19,6 +19,6 @@ struct CrossEntropyRows {
   double scale;  // of the gradient
 };
 
-TS_SIMD_DECLARE(void cross_entropy_rows(const CrossEntropyRows& problem));
+TS_SIMD_DECLARE(void cross_entropy_rows(const LogitRows& problem));
 
 }  // namespace tessera::kernels

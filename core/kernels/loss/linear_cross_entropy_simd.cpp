@@ -23,7 +23,7 @@ TS_HD A bounded_exp(A x) {
 
 // A row of logits fits the L2 cache: three passes over it cost one trip to memory.
 template <class A, class T>
-void run(const CrossEntropyRows& p) {
+void run(const LogitRows& p) {
   for (int64_t row = 0; row < p.rows; ++row) {
     A* logits = static_cast<A*>(p.logits) + row * p.classes;
     const int64_t target = p.targets[row];
@@ -82,7 +82,7 @@ void run(const CrossEntropyRows& p) {
 
 }  // namespace
 
-void cross_entropy_rows(const CrossEntropyRows& p) {
+void cross_entropy_rows(const LogitRows& p) {
   switch (p.dtype) {
     case kF64:
       return run<double, double>(p);

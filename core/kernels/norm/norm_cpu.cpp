@@ -6,6 +6,7 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/norm/norm_blocks.h>
@@ -17,8 +18,6 @@ namespace tessera::kernels {
 namespace {
 
 constexpr int64_t kNormWork = 1 << 14;
-
-DType compute_dtype(DType dtype) { return dtype == kF64 ? kF64 : kF32; }
 
 void check_operand(const char* where, const Tensor& x) {
   TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), where,
@@ -38,11 +37,6 @@ const char* row_at(const Tensor& x, int64_t row, int64_t columns) {
 }
 Tensor like_dtype(const Tensor& x, DType dtype) {
   return x.dtype() == dtype ? contiguous(x) : contiguous(convert(x, dtype));
-}
-
-template <class F>
-void with_compute(DType compute, F&& f) {
-  compute == kF64 ? f.template operator()<double>() : f.template operator()<float>();
 }
 
 // partials: (blocks, n), added up in the order of the blocks in f64, rounded to `dtype`.
