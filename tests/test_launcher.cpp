@@ -215,6 +215,14 @@ TEST(Launcher, CtrlCLeavesNoProcessAndNoFileBehind) {
   }
 }
 
+TEST(Launcher, AFailedRankTakesItsBackgroundProcessesAlong) {
+  TestFolder folder;
+  const FinishedProcess job = launch_script(
+      {}, "sleep " + std::string(kHours) + " & echo $! > " + folder.path("child") + "; exit 3");
+  EXPECT_EQ(job.code(), 3) << job;
+  EXPECT_TRUE(is_gone(folder.read("child")));
+}
+
 // What waits for its start is not to be waited for.
 TEST(Launcher, CtrlCBeforeTheRanksHaveStartedEndsTheStart) {
   SKIP_WITHOUT_MPI();
