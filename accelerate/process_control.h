@@ -18,6 +18,7 @@
 #include <memory>
 #include <optional>
 #include <source_location>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -175,10 +176,13 @@ class ProcessControl {
   void set_trigger() { trigger_ = true; }
   bool check_trigger();  // collective
 
-  // One line on stdout, on the main rank of each node.
+  // One line on stdout, on the main rank of each node: as std::cout << ... << args writes it.
   template <class... Args>
   void print(const Args&... args) const {
-    if (is_local_main_process()) print_line(tessera::detail::concatenate(args...));
+    if (!is_local_main_process()) return;
+    std::ostringstream line;
+    (line << ... << args);
+    print_line(line.str());
   }
 
   distributed::Group& world() const { return *world_; }

@@ -282,8 +282,14 @@ ModuleBase::ModuleBase(const Object& object) : initial_name_(InitialName::curren
   const auto next = modules.upper_bound(this);
   if (next != modules.begin()) {
     const auto& [owner, outer] = *std::prev(next);
-    const void* end = static_cast<const char*>(outer.begin(*owner)) + outer.bytes;
-    TS_CHECK(std::less_equal<>()(end, static_cast<const void*>(this)), short_name(*outer.type),
+    const void* here = this;
+    // Only where it may matter is `begin` asked: it casts down to a type of which the owner becomes
+    // an object when its members are made, and not before.
+    const auto lies_before = [&](const void* start) {
+      return std::less<>()(here,
+                           static_cast<const void*>(static_cast<const char*>(start) + outer.bytes));
+    };
+    TS_CHECK(!lies_before(owner) || !lies_before(outer.begin(*owner)), short_name(*outer.type),
              "holds a ", short_name(*object.type),
              " by value, which would be neither trained nor saved; make it with add<",
              short_name(*object.type), ">(\"name\", ...) and keep the reference");

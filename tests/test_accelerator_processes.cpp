@@ -18,6 +18,7 @@
 #include <tessera/accelerate/tracking/logging.h>
 #include <tessera/core/allocator.h>
 #include <tessera/core/error.h>
+#include <tessera/core/factory.h>
 
 namespace tessera {
 namespace {
@@ -48,10 +49,10 @@ TEST(ProcessControl, RanksKnowWhichTheyAreAndPrintOnce) {
       EXPECT_EQ(accelerator.is_last_process(), rank == ranks - 1);
       EXPECT_EQ(accelerator.is_local_main_process(), rank == 0);
       accelerator.wait_for_everyone();
-      accelerator.print("loss ", 0.5, " of ", ranks);
+      accelerator.print("loss ", 0.5, " of ", ranks, ' ', tensor({1, 2.5}));
     });
     EXPECT_EQ(testing::internal::GetCapturedStdout(),
-              "loss 0.5 of " + std::to_string(ranks) + "\n");
+              "loss 0.5 of " + std::to_string(ranks) + " tensor([1.0000, 2.5000])\n");
   }
 }
 

@@ -151,6 +151,14 @@ TEST(CosineSimilarity, PromotesAnIntegerToTheFloatingOperandsDtype) {
   EXPECT_EQ(cosine_similarity(integer, integer).dtype(), kF32);
 }
 
+TEST(CosineSimilarity, BelowEpsHasTheGradientOfItsFormula) {
+  const Tensor a = tensor({1e-9, 0}, kF64).set_requires_grad(), b = tensor({1, 0}, kF64);
+  const Tensor y = cosine_similarity(a, b, 0, 1e-8);
+  y.backward();
+  EXPECT_DOUBLE_EQ(y.item(), 0.1);  // a b / (max(|a|, eps) max(|b|, eps))
+  EXPECT_DOUBLE_EQ(a.grad().to_vector()[0], 1e8);
+}
+
 TEST(Max, GivesTheGradientOfANanToTheNans) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
   const Tensor x = tensor({1, nan, 5, nan}).set_requires_grad();

@@ -172,7 +172,7 @@ class Program {
     const int dims = x.shape.size();
     const int d = dims == 0 ? 0 : pick(dims);
     Shape shape = x.shape;
-    switch (dims == 0 ? 0 : pick(7)) {
+    switch (dims == 0 ? 0 : pick(8)) {
       case 0: {
         shape.insert(0, 1);
         return add_view(at, unsqueeze(x.real, 0), shape, x.places,
@@ -240,6 +240,20 @@ class Program {
             at, parts, shape, std::move(places),
             "narrow(" + name(at) + ", " + std::to_string(d) + ", " + std::to_string(last) + ", 1)");
       }
+      case 6: {  // one of several outputs of an op
+        const int64_t size = 1 + pick(static_cast<int>(shape[d]));
+        const TensorList parts = split(x.real, size, d);
+        const int part = pick(static_cast<int>(parts.size()));
+        const int64_t start = part * size;
+        shape[d] = std::min(size, shape[d] - start);
+        Places places = places_of_view(x, shape, [&](Shape index) {
+          index[d] += start;
+          return index;
+        });
+        return add_view(at, parts[static_cast<size_t>(part)], shape, std::move(places),
+                        "split(" + name(at) + ", " + std::to_string(size) + ", " +
+                            std::to_string(d) + ")[" + std::to_string(part) + "]");
+      }
       default: {
         const Tensor flat = reshape(x.real, {x.real.numel()});
         if (flat.storage() == x.real.storage()) {
@@ -284,7 +298,7 @@ class Program {
       write(x, after);
     };
     const std::string target = name(at);
-    switch (pick(9)) {
+    switch (pick(13)) {
       case 0:
         neg_(x.real);
         return finish(neg(before), "neg_(" + target + ")");
@@ -320,6 +334,29 @@ class Program {
         tanh_(x.real);
         finish(tanh(before), "tanh_(" + target + ")");
         return keep(at);
+      case 8: {
+        const Tensor mask = gt(random_tensor(x.shape, options_.dtype), 0);
+        masked_fill_(x.real, mask, 0.5);
+        return finish(masked_fill(before, mask, 0.5), "masked_fill_(" + target + ", mask, 0.5)");
+      }
+      case 9: {
+        const Operand a = operand_for(x.shape), b = operand_for(x.shape);
+        for (const Operand* other : {&a, &b}) {
+          if (other->value && values_[*other->value].base != x.base) keep(*other->value);
+        }
+        addcmul_(x.real, a.real, b.real, 0.5);
+        return finish(addcmul(before, a.model, b.model, 0.5),
+                      "addcmul_(" + target + ", " + a.text + ", " + b.text + ", 0.5)");
+      }
+      case 10:
+        relu_(x.real);
+        finish(relu(before), "relu_(" + target + ")");
+        return keep(at);
+      case 11: {
+        const Tensor divisor = add(square(random_tensor(x.shape, options_.dtype)), 0.5);
+        div_(x.real, divisor);
+        return finish(div(before, divisor), "div_(" + target + ", constant)");
+      }
       default:
         clamp_(x.real, -1, 0.75);
         return finish(clamp(before, -1, 0.75), "clamp_(" + target + ", -1, 0.75)");
@@ -335,7 +372,7 @@ class Program {
       line() << name(made) << " = " << what;
       return made;
     };
-    switch (pick(6)) {
+    switch (pick(8)) {
       case 0:
         finish(mul(x.real, 2), mul(model, 2), "mul(" + name(at) + ", 2)");
         return;
@@ -361,6 +398,17 @@ class Program {
         finish(sum(x.real, {0}), sum(model, {0}), "sum(" + name(at) + ", {0})");
         return;
       }
+      case 5: {
+        const Operand other = operand_for(x.shape);
+        if (x.shape.empty() || !(other.real.shape() == x.shape)) return;
+        finish(cat({x.real, other.real}, 0), cat({model, other.model}, 0),
+               "cat({" + name(at) + ", " + other.text + "}, 0)");
+        return;
+      }
+      case 6:
+        if (x.shape.empty()) return;
+        keep(finish(softmax(x.real, 0), softmax(model, 0), "softmax(" + name(at) + ", 0)"));
+        return;
       default: {
         if (x.shape.size() != 2) return;
         const Tensor weight = random_tensor({x.shape[1], 2}, options_.dtype);
@@ -429,8 +477,11 @@ class Program {
     const std::vector<double> a = got.to_vector(), b = expected.to_vector();
     double scale = 1;
     for (const double x : b) scale = std::max(scale, std::abs(x));
-    // Sums of some tens of terms; under autocast contributions meet in bf16.
-    const double tolerance = options_.autocast ? 16 * epsilon_of(kBF16) : 64 * epsilon_of(kF64);
+    // Sums of some tens of terms, squared and added up once more for second derivatives; under
+    // autocast contributions meet in bf16.
+    const double tolerance = options_.autocast ? 16 * epsilon_of(kBF16)
+                             : options_.second ? 4096 * epsilon_of(kF64)
+                                               : 64 * epsilon_of(kF64);
     for (size_t i = 0; i < a.size(); ++i) {
       ASSERT_NEAR(a[i], b[i], tolerance * scale) << what << " element " << i;
     }
