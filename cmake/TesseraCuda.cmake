@@ -71,6 +71,8 @@ if(TESSERA_CUDA_FOUND)
   add_library(tessera_core_cuda ${cuda_runtime_sources} $<TARGET_OBJECTS:tessera_cuda_kernels>)
   set_target_properties(tessera_core_cuda PROPERTIES EXPORT_NAME core_cuda LINKER_LANGUAGE CXX
     POSITION_INDEPENDENT_CODE ON)
+  target_compile_definitions(tessera_core_cuda PRIVATE
+    "TESSERA_CUDA_ARCHITECTURES=\"${TESSERA_CUDA_ARCHITECTURES}\"")
   target_include_directories(tessera_core_cuda SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS}
     $<$<BOOL:${TESSERA_CUDNN_INCLUDE}>:${TESSERA_CUDNN_INCLUDE}>)
   # The runtime is linked statically and finds the driver when it is asked for a device: the same

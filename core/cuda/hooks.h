@@ -19,6 +19,9 @@ void hook_segment(void* pointer, size_t bytes);
 // Bytes that a tensor owns, or owns no more, as of what is queued on the stream by now.
 void hook_accessible(void* pointer, size_t bytes, bool accessible, cudaStream_t stream) noexcept;
 
+// The architectures that this program's device code is compiled for, as capability.h reads them.
+const char* hook_architectures();
+
 // See [Note: contexts] in contexts.h. Asking makes none.
 bool hook_has_context(int device) noexcept;
 

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include <tessera/core/context.h>
+#include <tessera/core/cuda/capability.h>
 #include <tessera/core/cuda/capture.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/contexts.h>
@@ -163,12 +165,40 @@ void allow_shared_bytes(const void* kernel, size_t bytes) {
 
 // ---- Devices ------------------------------------------------------------------------------------
 
+namespace {
+
+void require_index(int index, const char* where) {
+  const int count = device_count();
+  TS_CHECK_DEVICE(count > 0, where, unavailable_reason());
+  TS_CHECK_DEVICE(index >= 0 && index < count, where, "there is no ", cuda(index),
+                  "; this machine has cuda:0 to cuda:", count - 1);
+}
+
+// When a device is first used: without device code for it, its first kernel would fail with "no
+// kernel image".
+void require_capability(int index, const char* where) {
+  static std::atomic<uint64_t> known{0};  // a bit for each of the first 64 devices
+  const uint64_t own = index < 64 ? uint64_t{1} << index : 0;
+  if ((known.load(std::memory_order_acquire) & own) != 0) return;
+  cudaDeviceProp properties;
+  TS_CUDA(cudaGetDeviceProperties(&properties, index));
+  TS_CHECK_DEVICE(runs_on(hook_architectures(), properties.major, properties.minor), where,
+                  cuda(index), ", ", properties.name, ", has compute capability ", properties.major,
+                  ".", properties.minor, ", and this program has device code for ",
+                  hook_architectures(),
+                  "; build it with -DTESSERA_CUDA_ARCHITECTURES=", properties.major,
+                  properties.minor, ", or use cpu");
+  known.fetch_or(own, std::memory_order_release);
+}
+
+}  // namespace
+
 BackendKind backend_kind() { return hook_kind(); }
 int device_count() { return availability().count; }
 std::string unavailable_reason() { return availability().reason; }
 
 std::string describe_device(int index) {
-  require_device(index, "cuda");
+  require_index(index, "cuda");
   cudaDeviceProp properties;
   TS_CUDA(cudaGetDeviceProperties(&properties, index));
   return std::string(properties.name) + ", sm_" + std::to_string(properties.major) +
@@ -177,10 +207,8 @@ std::string describe_device(int index) {
 }
 
 void require_device(int index, const char* where) {
-  const int count = device_count();
-  TS_CHECK_DEVICE(count > 0, where, unavailable_reason());
-  TS_CHECK_DEVICE(index >= 0 && index < count, where, "there is no ", cuda(index),
-                  "; this machine has cuda:0 to cuda:", count - 1);
+  require_index(index, where);
+  require_capability(index, where);
   static std::once_flag once;
   std::call_once(once, register_kernels);
 }

@@ -61,6 +61,7 @@ bool hook_has_context(int device) noexcept {
   return get_state(device, &flags, &active) == 0 && active != 0;
 }
 
+const char* hook_architectures() { return TESSERA_CUDA_ARCHITECTURES; }
 BackendKind hook_kind() { return BackendKind::kCuda; }
 std::string hook_failure_details() { return {}; }
 // Headers alone: they find the tool that listens, or do nothing.

@@ -13,6 +13,7 @@
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/backend.h>
+#include <tessera/core/cuda/capability.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/emulation/peers.h>
@@ -72,6 +73,32 @@ TEST(CudaDevices, AMachineWithoutAGpuOrWithAnOldDriverSaysSo) {
   expect_refusal("TESSERA_EMULATED_DRIVER", "12040",
                  "the NVIDIA driver supports CUDA 12.4 and this program needs 13.0; update");
   expect_refusal("TESSERA_EMULATED_DRIVER", "0", "this machine has no NVIDIA driver; use cpu");
+}
+
+TEST(CudaDevices, DeviceCodeRunsOnItsMajorVersionFromItsMinorOn) {
+  EXPECT_TRUE(gpu::runs_on("90a", 9, 0));
+  EXPECT_FALSE(gpu::runs_on("90a", 9, 1));
+  EXPECT_FALSE(gpu::runs_on("90a", 10, 0));
+  EXPECT_TRUE(gpu::runs_on("80;90a", 8, 6));
+  EXPECT_FALSE(gpu::runs_on("86;90a", 8, 0));
+  EXPECT_TRUE(gpu::runs_on("90a;100f", 10, 3));
+  EXPECT_TRUE(gpu::runs_on("90a;120", 12, 1));
+  EXPECT_FALSE(gpu::runs_on("", 9, 0));
+}
+
+TEST(CudaDevices, AGpuWithoutDeviceCodeIsRefusedAtItsFirstUse) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  ::setenv("TESSERA_EMULATED_CAPABILITY", "86", 1);
+  EXPECT_EXIT(
+      {
+        std::fputs(message_of([] { raw::empty({2}, kF32, cuda(0)); }).c_str(), stderr);
+        std::fputs(gpu::describe_device(1).c_str(), stderr);
+        ::_exit(0);
+      },
+      testing::ExitedWithCode(0),
+      "cuda:0, emulated sm_86 device 0, has compute capability 8.6, and this program has device "
+      "code for 90a; build it with -DTESSERA_CUDA_ARCHITECTURES=86, or use cpu.*sm_86");
+  ::unsetenv("TESSERA_EMULATED_CAPABILITY");
 }
 
 TEST(CudaTensors, TravelBetweenDevicesInAnyLayoutAndDtype) {

@@ -39,6 +39,7 @@ cudaError_t hook_copy_between(void* target, int to, const void* source, int from
 
 bool hook_has_context(int device) noexcept { return emulation::has_context(device); }
 
+const char* hook_architectures() { return "90a"; }
 BackendKind hook_kind() { return BackendKind::kEmulated; }
 std::string hook_failure_details() { return emulation::take_report(); }
 void hook_segment(void* pointer, size_t bytes) {

@@ -87,12 +87,15 @@ struct Machine {
   std::map<std::string, int64_t> launches;  // by name
   int devices = 2;
   int driver = CUDART_VERSION;  // 0: none is installed
+  int capability = 90;          // compute capability, times 10
 
   Machine() {
     const char* text = std::getenv("TESSERA_EMULATED_DEVICES");
     if (text != nullptr) devices = std::atoi(text);
     text = std::getenv("TESSERA_EMULATED_DRIVER");
     if (text != nullptr) driver = std::atoi(text);
+    text = std::getenv("TESSERA_EMULATED_CAPABILITY");
+    if (text != nullptr) capability = std::atoi(text);
     if (driver < CUDART_VERSION) devices = 0;
     defaults.resize(static_cast<size_t>(devices));
     for (EmulatedStream& stream : defaults) {
@@ -316,9 +319,11 @@ cudaError_t cudaSetDevice(int device) {
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   if (device < 0 || device >= machine().devices) return failed(cudaErrorInvalidDevice);
   *properties = {};
-  std::snprintf(properties->name, sizeof properties->name, "emulated sm_90 device %d", device);
+  std::snprintf(properties->name, sizeof properties->name, "emulated sm_%d device %d",
+                machine().capability, device);
   properties->totalGlobalMem = arena::kBytes;
-  properties->major = 9;
+  properties->major = machine().capability / 10;
+  properties->minor = machine().capability % 10;
   properties->multiProcessorCount = 4;
   return cudaSuccess;
 }
