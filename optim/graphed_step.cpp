@@ -74,6 +74,8 @@ struct GraphedStep::Impl {
     take(given);
     if (steps < options.warmup) return detached(function(inputs));
     if (!graph) {
+      // The graph allocates from a pool of its own, beside what the warm-up has left in the cache.
+      gpu::device_allocator(device.index).release_cached();
       TensorList captured;
       graph = std::make_unique<gpu::Graph>(stream, [&] { captured = detached(function(inputs)); });
       results = std::move(captured);

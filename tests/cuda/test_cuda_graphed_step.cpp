@@ -10,6 +10,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
@@ -98,6 +99,27 @@ TEST(GraphedStep, TrainsAGptToTheSameBitsAsWithoutTheGraph) {
   EXPECT_LT(expected.losses.back(), expected.losses.front());
   EXPECT_GT(expected.norms.front(), 0.5);  // clipping takes part
   expect_same(train_gpt(cuda(0), true, 20), expected);
+}
+
+// What the warm-up leaves in the cache goes back before the graph takes memory of its own.
+TEST(GraphedStep, CapturesWithoutTheCacheOfItsWarmUp) {
+  constexpr int64_t kTemporary = int64_t{64} << 20;
+  gpu::DeviceAllocator& memory = gpu::caching_allocator(0);
+  memory.release_cached();
+  std::vector<int64_t> cached;
+  GraphedStep step(cuda(0),
+                   [&](const TensorList& in) -> TensorList {
+                     cached.push_back(memory.cached_bytes());
+                     raw::empty({kTemporary}, kU8, cuda(0));
+                     return {mul(in[0], 2)};
+                   },
+                   {.warmup = 1});
+  const Tensor x = rand({8}).to(cuda(0));
+  step({x});
+  EXPECT_GE(memory.cached_bytes(), kTemporary);
+  step({x});
+  ASSERT_EQ(cached.size(), 2U);
+  EXPECT_LT(cached[1], kTemporary);
 }
 
 TEST(GraphedStep, RunsTheFunctionOnTheCpu) {
