@@ -63,6 +63,15 @@ struct GemmProblem {
   bool tf32 = false;               // f32 operands are cut to 10 bits of mantissa
 };
 
+// Who ran the products of floats that a context asked a GPU for: a slot of the context. What the
+// library did not get ran on own kernels, which are slower.
+struct GemmCounts {
+  int64_t library = 0;
+  int64_t not_served = 0;        // there is no library, or validate() has a reason
+  int64_t other_strides = 0;     // neither rows nor columns of an operand lie together
+  int64_t unmerged_batches = 0;  // several batch dimensions that are not one stride
+};
+
 // Empty where the library serves the problem, else the reason why not.
 std::string validate(const GemmProblem& problem);
 

@@ -695,6 +695,26 @@ TEST_F(GemmOfOps, WithoutGradientsNothingIsKeptForThem) {
   EXPECT_EQ(asked[0].epilogue, GemmEpilogue::kNone);
 }
 
+TEST_F(GemmOfOps, WhatTheLibraryDoesNotGetIsCounted) {
+  Context own;
+  const ContextGuard guard(own);
+  const GemmCounts& counts = own.slot<GemmCounts>();
+  const Tensor x = numbers({2, 8, 3, 8}).to(cuda(0)), y = numbers({8, 8}).to(cuda(0));
+  const Tensor heads = x.transpose(1, 2);  // [2, 3, 8, 8], heads inside of rows: two strides
+  matmul(heads, heads);
+  EXPECT_EQ(counts.unmerged_batches, 1);
+  matmul(squeeze(numbers({8, 8, 3}).to(cuda(0)).narrow(2, 0, 1), 2), y);
+  EXPECT_EQ(counts.other_strides, 1);
+  const int64_t before = counts.library;
+  matmul(y, y);
+  EXPECT_EQ(counts.library, before + 1);
+  EXPECT_EQ(counts.not_served, 0);
+  emulation::set_gemm_model(nullptr);
+  matmul(y, y);
+  EXPECT_EQ(counts.not_served, 1);
+  gpu::synchronize(0);  // what is queued reports to `asked`
+}
+
 TEST_F(GemmOfOps, Tf32IsASwitchAndOffAtFirst) {
   const Tensor a = numbers({8, 8}).to(cuda(0));
   matmul(a, a).to_vector();

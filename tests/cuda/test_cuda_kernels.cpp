@@ -262,6 +262,29 @@ TEST(CudaIndex, CountsAndWeighs) {
   expect_equal(one_hot(classes.to(kGpu), -1), one_hot(classes, -1));
 }
 
+// The second and third dimension of a grid end at 65535: all tiles lie in the first.
+TEST(CudaMatmul, CutsMoreRowsAndMatricesThanTheOtherDimensionsOfAGridHave) {
+  const auto expect_places = [](int64_t M, int64_t N, int64_t matrices) {
+    const int64_t rows = (M + 31) / 32, columns = (N + 31) / 32, tiles = rows * columns * matrices;
+    const Tensor places = raw::empty({tiles, 3}, kI64, kGpu);
+    ASSERT_EQ(kernels::tests::find_tiles(M, N, 32, matrices, places.data_as<int64_t>()), tiles);
+    const std::vector<int64_t> found = places.to_vector<int64_t>();
+    for (int64_t i = 0; i < tiles; ++i) {
+      const auto* const place = found.data() + 3 * i;
+      ASSERT_EQ((place[0] * rows + place[1]) * columns + place[2], i);
+      ASSERT_TRUE(place[1] < rows && place[2] < columns);
+    }
+  };
+  expect_places(65536 * 32 + 1, 40, 1);
+  expect_places(40, 70, 65537);
+  const auto tiles = [](int64_t M, int64_t N, int64_t matrices) {
+    return kernels::tests::find_tiles(M, N, 32, matrices, nullptr);
+  };
+  EXPECT_EQ(tiles(32, 32, INT32_MAX), INT32_MAX);
+  EXPECT_THROW(tiles(33, 32, int64_t{1} << 30), ShapeError);
+  EXPECT_THROW(tiles(int64_t{1} << 40, int64_t{1} << 40, 1), ShapeError);
+}
+
 // Vectors, what is left of one, and tensors that begin anywhere; nothing beside them is touched.
 TEST(CudaRandom, FillsTensorsOfAnyLengthAndAlignment) {
   const RandomStream stream{11, 4};

@@ -53,8 +53,7 @@ LinearGelu linear_gelu_cuda(const Tensor& x, const Tensor& weight, const Tensor&
       const Tensor packed = bias.defined() ? contiguous(bias) : bias;
       if (bias.defined()) set_bias(problem, packed);
       if (want_before) as_gemm_matrix(rows_of(before), problem.aux);
-      if (gpu::fused_gemm_wins(problem, [&] { unary<fn::GeluTanh>(y); }) &&
-          gpu::run_gemm(problem)) {
+      if (gpu::fused_gemm_wins(problem, [&] { unary<fn::GeluTanh>(y); }) && run_counted(problem)) {
         return {y, before};
       }
     }
@@ -73,7 +72,7 @@ LinearGradients linear_gradients_cuda(const Tensor& dy, const Tensor& x, bool wa
   if (product_of(transposed, x, result.weight, problem)) {
     problem.epilogue = GemmEpilogue::kBiasGradOfA;
     set_bias(problem, result.bias);
-    if (gpu::fused_gemm_wins(problem, [&] { column_sums(dy); }) && gpu::run_gemm(problem)) {
+    if (gpu::fused_gemm_wins(problem, [&] { column_sums(dy); }) && run_counted(problem)) {
       return result;
     }
   }
@@ -99,7 +98,7 @@ GeluGradients linear_gelu_gradients_cuda(const Tensor& dy, const Tensor& weight,
       through_gelu();
       if (want_bias) column_sums(grad);
     };
-    if (gpu::fused_gemm_wins(problem, rest) && gpu::run_gemm(problem)) return {grad, bias};
+    if (gpu::fused_gemm_wins(problem, rest) && run_counted(problem)) return {grad, bias};
   }
   matmul_into(grad, dy, weight, false);
   through_gelu();

@@ -27,12 +27,13 @@ __global__ void matmul_kernel(const Product p, const T* a, const T* b, const T* 
   TS_SHARED(A, a_tile, kTile * (kTile + 1));
   TS_SHARED(A, b_tile, kTile * (kTile + 1));
   int64_t offsets[3];
-  batch.offsets(blockIdx.z, offsets);
+  const TilePlace place = tile_place(p);
+  batch.offsets(place.matrix, offsets);
   c += offsets[0];
   a += offsets[1];
   b += offsets[2];
   const int x = static_cast<int>(threadIdx.x), y0 = static_cast<int>(threadIdx.y);
-  const int64_t row0 = int64_t{blockIdx.y} * kTile, column = int64_t{blockIdx.x} * kTile + x;
+  const int64_t row0 = place.row * kTile, column = place.column * kTile + x;
   A sums[kTile / kRows] = {};
   for (int64_t k0 = 0; k0 < p.K; k0 += kTile) {
     for (int y = y0; y < kTile; y += kRows) {
@@ -67,13 +68,18 @@ __global__ void matmul_kernel(const Product p, const T* a, const T* b, const T* 
 
 // With one stride from matrix to matrix; `batch` holds merged ones.
 bool as_operand(const Tensor& x, const Walk& batch, int operand, gpu::GemmMatrix& matrix) {
-  if (batch.dims > 1 || !as_gemm_matrix(x, matrix)) return false;
+  if (!as_gemm_matrix(x, matrix)) return false;
   matrix.batch_stride = batch.dims == 1 ? batch.strides[operand][0] : 0;
   return true;
 }
 
 bool multiply_by_library(const Tensor& a, const Tensor& b, const Tensor& bias, const Tensor& result,
                          double alpha, double beta, const Walk& batch) {
+  auto& counts = Context::current().slot<gpu::GemmCounts>();
+  if (batch.dims > 1) {
+    ++counts.unmerged_batches;
+    return false;
+  }
   gpu::GemmProblem problem{
       .M = result.size(-2),
       .N = result.size(-1),
@@ -84,6 +90,7 @@ bool multiply_by_library(const Tensor& a, const Tensor& b, const Tensor& bias, c
       .tf32 = a.dtype() == kF32 && Context::current().slot<GemmOptions>().tf32};
   if (!as_operand(result, batch, 0, problem.d) || !as_operand(a, batch, 1, problem.a) ||
       !as_operand(b, batch, 2, problem.b)) {
+    ++counts.other_strides;
     return false;
   }
   if (bias.defined()) {
@@ -91,7 +98,9 @@ bool multiply_by_library(const Tensor& a, const Tensor& b, const Tensor& bias, c
     problem.bias = bias.data();
     problem.bias_dtype = bias.dtype();
   }
-  return gpu::run_gemm(problem);
+  if (run_counted(problem)) return true;
+  ++counts.not_served;
+  return false;
 }
 
 // result = alpha a b + beta result + bias; a: [..., M, K], b: [..., K, N], batches broadcast to
@@ -108,23 +117,22 @@ void multiply(const char* where, const Tensor& a, const Tensor& b, const Tensor&
   const Shape strides[3] = {result.strides().slice(0, dims), batch_strides(a, batch),
                             batch_strides(b, batch)};
   const Walk walk(batch, strides);
-  const Product product{.M = result.size(-2),
-                        .N = result.size(-1),
-                        .K = a.size(-1),
-                        .a_row = a.stride(-2),
-                        .a_column = a.stride(-1),
-                        .b_row = b.stride(-2),
-                        .b_column = b.stride(-1),
-                        .c_row = result.stride(-2),
-                        .alpha = alpha,
-                        .beta = beta};
+  Product product{.M = result.size(-2),
+                  .N = result.size(-1),
+                  .K = a.size(-1),
+                  .a_row = a.stride(-2),
+                  .a_column = a.stride(-1),
+                  .b_row = b.stride(-2),
+                  .b_column = b.stride(-1),
+                  .c_row = result.stride(-2),
+                  .alpha = alpha,
+                  .beta = beta};
   const Tensor packed = bias.defined() ? contiguous(bias) : bias;
   if (is_floating(a.dtype()) && multiply_by_library(a, b, packed, result, alpha, beta, walk)) {
     return;
   }
   if (multiply_on_tensor_cores(where, product, a, b, packed, result, walk)) return;
-  const dim3 grid(gpu::blocks(product.N, kTile), gpu::blocks(product.M, kTile),
-                  static_cast<unsigned>(walk.numel));
+  const unsigned grid = cut_into_tiles(where, product, kTile, walk.numel);
   dispatch_numeric(a.dtype(), where, [&]<class T>() {
     const auto run = [&]<class R>() {
       gpu::launch({.name = where, .grid = grid, .block = dim3(kTile, kRows)}, matmul_kernel<T, R>,
@@ -186,6 +194,12 @@ bool as_gemm_matrix(const Tensor& x, gpu::GemmMatrix& matrix) {
   }
   matrix.dtype = x.dtype();
   matrix.data = x.data();
+  return true;
+}
+
+bool run_counted(const gpu::GemmProblem& problem) {
+  if (!gpu::run_gemm(problem)) return false;
+  ++Context::current().slot<gpu::GemmCounts>().library;
   return true;
 }
 

@@ -96,11 +96,12 @@ __global__ void __launch_bounds__(kBlock)
   const int warp_row = warp / (kTile / kWarpColumns) * kWarpRows;
   const int warp_column = warp % (kTile / kWarpColumns) * kWarpColumns;
   int64_t offsets[3];
-  batch.offsets(blockIdx.z, offsets);
+  const TilePlace place = tile_place(p);
+  batch.offsets(place.matrix, offsets);
   c += offsets[0];
   a += offsets[1];
   b += offsets[2];
-  const int64_t row0 = int64_t{blockIdx.y} * kTile, column0 = int64_t{blockIdx.x} * kTile;
+  const int64_t row0 = place.row * kTile, column0 = place.column * kTile;
   const int64_t a_stride = kAAlong ? p.a_row : p.a_column;
   const int64_t b_stride = kBAlong ? p.b_column : p.b_row;
 
@@ -192,14 +193,14 @@ __global__ void __launch_bounds__(kBlock)
 
 }  // namespace
 
-bool multiply_on_tensor_cores(const char* where, const Product& p, const Tensor& a, const Tensor& b,
-                              const Tensor& bias, const Tensor& result, const Walk& batch) {
+bool multiply_on_tensor_cores(const char* where, const Product& product, const Tensor& a,
+                              const Tensor& b, const Tensor& bias, const Tensor& result,
+                              const Walk& batch) {
   constexpr int64_t kLeast = 48;
+  Product p = product;
   if (!is_low_precision(a.dtype()) || p.M < kLeast || p.N < kLeast || p.K < kFragment) return false;
   const bool a_along = p.a_column == 1, b_along = p.b_row == 1;
   if ((!a_along && p.a_row != 1) || (!b_along && p.b_column != 1)) return false;
-  const unsigned rows = gpu::blocks(p.M, kTile);
-  if (rows > 65535 || batch.numel > 65535) return false;
   const auto in_vectors = [&](const Tensor& x, int operand, int64_t stride, int64_t width) {
     bool vectors = is_aligned(x.data()) && stride % width == 0;
     for (int d = 0; d < batch.dims; ++d) vectors &= batch.strides[operand][d] % width == 0;
@@ -208,11 +209,10 @@ bool multiply_on_tensor_cores(const char* where, const Product& p, const Tensor&
   const bool a_vectors = in_vectors(a, 1, a_along ? p.a_row : p.a_column, kWidth);
   const bool b_vectors = in_vectors(b, 2, b_along ? p.b_column : p.b_row, kWidth);
   const bool c_vectors = in_vectors(result, 0, p.c_row, kWidth);
-  const gpu::LaunchConfig config{
-      .name = where,
-      .grid = dim3(gpu::blocks(p.N, kTile), rows, static_cast<unsigned>(batch.numel)),
-      .block = kBlock,
-      .shared_bytes = 4 * kOperand * sizeof(uint16_t)};
+  const gpu::LaunchConfig config{.name = where,
+                                 .grid = cut_into_tiles(where, p, kTile, batch.numel),
+                                 .block = kBlock,
+                                 .shared_bytes = 4 * kOperand * sizeof(uint16_t)};
   const auto run = [&]<class T, class R>() {
     const auto go = [&](auto* kernel) {
       gpu::launch(config, kernel, p, a.data_as<T>(), b.data_as<T>(),
