@@ -19,9 +19,10 @@
 // Training gives the same bits as without the graph. The first calls run the function as it is;
 // these are steps like all others, in which states are made and libraries choose their algorithms.
 // The next call gives the device's unused memory back, since a graph keeps its own, and captures
-// (core/cuda/graph.h says what can be); every one from there on is a replay. What changes from step to step must be known to the graph: an optimizer's learning rate,
-// step number and next_step(), random streams (dropout), a GradScaler with on_device, and all that
-// lies in tensors. Every other number of the host is a constant of the capture.
+// (core/cuda/graph.h says what can be); every one from there on is a replay. What changes from step
+// to step must be known to the graph: an optimizer's learning rate, step number and next_step(),
+// random streams (dropout), a GradScaler with on_device, and all that lies in tensors. Every other
+// number of the host is a constant of the capture.
 //
 // Inputs are copied into tensors that the graph reads, so their shapes and dtypes stay those of the
 // first call (one copy on the device of some KiB of tokens; a second buffer would save nothing, as
