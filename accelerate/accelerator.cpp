@@ -85,6 +85,7 @@ Accelerator::Accelerator(accelerate::Settings resolved, std::shared_ptr<State> f
       state_(std::move(fresh)) {
   State& state = *state_;
   state.settings = std::move(resolved);
+  detail::note_settings_are_read();
   const accelerate::Settings& settings = state.settings;
   // The launcher's has come to the ranks already.
   if (settings.collective_timeout.origin.source == accelerate::Source::kCode) {

@@ -223,6 +223,8 @@ namespace detail {
 // For tessera::run: ranks that a ProcessControl joins stay together until end() is called.
 void keep_processes();
 void end_processes();
+// Of this process, whose flags they are: an Accelerator has read the settings of its launch.
+void note_settings_are_read();
 }  // namespace detail
 
 }  // namespace tessera

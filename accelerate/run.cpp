@@ -3,6 +3,8 @@
 #include <atomic>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
 #include <vector>
 
 #include <tessera/accelerate/process_control.h>
@@ -17,6 +19,25 @@ namespace {
 std::atomic<bool> stop_requested{false};
 std::atomic<bool> save_requested{false};
 static_assert(std::atomic<bool>::is_always_lock_free);  // as signal handlers need
+
+// So are the flags of its launch.
+std::atomic<bool> settings_are_read{false};
+
+// ConfigError where the launch has flags for an Accelerator and the program made none.
+void check_flags_were_read() {
+  const char* const text = std::getenv("TESSERA_LAUNCH_SETTINGS");
+  if (settings_are_read || text == nullptr) return;
+  const auto json = nlohmann::json::parse(text, nullptr, false);
+  if (!json.is_object() || !json.contains("for_accelerator")) return;
+  std::string flags;
+  for (const auto& flag : json.at("for_accelerator")) {
+    flags += (flags.empty() ? "" : ", ") + flag.get<std::string>();
+  }
+  TS_CHECK_AS(ConfigError, flags.empty(), "tessera::run",
+              "flags of tessera launch reach a program through its Accelerator; ", flags,
+              " was given and the program made none; make one (accelerate/accelerator.h), or give "
+              "the program a flag of its own");
+}
 
 extern "C" void note_signal(int signal) {
   (signal == SIGTERM ? stop_requested : save_requested) = true;
@@ -74,6 +95,10 @@ void report(const char* message) {
 
 }  // namespace
 
+namespace detail {
+void note_settings_are_read() { settings_are_read = true; }
+}  // namespace detail
+
 Request requested() {
   if (stop_requested) return Request::kCheckpointAndStop;
   return save_requested ? Request::kCheckpoint : Request::kNone;
@@ -91,7 +116,9 @@ int run(int argc, char** argv, const std::function<void(std::span<const std::str
     const JobScope job(info);
     try {
       const ProcessesScope processes;
+      settings_are_read = false;
       body(arguments);
+      check_flags_were_read();
       return 0;
     } catch (const std::exception& error) {
       report(error.what());

@@ -4,6 +4,9 @@
 //       return tessera::run(argc, argv, [](std::span<const std::string> arguments) { ... });
 //     }
 //
+// Flags of `tessera launch` that only an Accelerator reads (--mixed-precision) are an error at the
+// end of a body that made none: a training in another precision than asked for does not end with 0.
+//
 // It detects the launcher, sets this rank's number of threads, joins the job where `tessera launch`
 // started it, and tells the job when the body throws: the launcher then prints the error as the
 // first cause and the other ranks raise DistributedError within 2 s. Without it a throwing rank is

@@ -3,6 +3,7 @@
 
 #include <csignal>
 
+#include <tessera/accelerate/accelerator.h>
 #include <tessera/accelerate/run.h>
 #include <tessera/core/error.h>
 
@@ -43,6 +44,54 @@ TEST(Run, AnEnvironmentThatContradictsItselfIsOne) {
   EXPECT_FALSE(called);
   ::unsetenv("OMPI_COMM_WORLD_RANK");
   ::unsetenv("PMIX_RANK");
+}
+
+// As `tessera launch --flag ...` leaves them to its ranks.
+class LaunchFlags {
+ public:
+  explicit LaunchFlags(const accelerate::SettingTexts& flags) {
+    ::setenv(kName, accelerate::launch_settings_text(flags, {}).c_str(), 1);
+  }
+  ~LaunchFlags() { ::unsetenv(kName); }
+  LaunchFlags(const LaunchFlags&) = delete;
+  LaunchFlags& operator=(const LaunchFlags&) = delete;
+
+ private:
+  static constexpr const char* kName = "TESSERA_LAUNCH_SETTINGS";
+};
+
+TEST(Run, FlagsForAnAcceleratorThatTheProgramNeverMadeAreAnError) {
+  const LaunchFlags flags({{"mixed_precision", "bf16"}, {"threads", "1"}, {"seed", "3"}});
+  ::testing::internal::CaptureStderr();
+  bool called = false;
+  EXPECT_EQ(run_with([&](auto) { called = true; }), 1);
+  const std::string text = ::testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(called);
+  EXPECT_NE(text.find("--mixed-precision, --seed"), std::string::npos) << text;
+  EXPECT_EQ(text.find("--threads"), std::string::npos) << text;
+  EXPECT_NE(text.find("Accelerator"), std::string::npos) << text;
+}
+
+TEST(Run, FlagsThatAnAcceleratorHasReadOrThatAreTheLaunchersAreNone) {
+  {
+    const LaunchFlags flags(accelerate::SettingTexts{{"mixed_precision", "bf16"}});
+    EXPECT_EQ(run_with([](auto) {
+                EXPECT_EQ(Accelerator().settings().mixed_precision.value, Precision::kBF16);
+              }),
+              0);
+    ::testing::internal::CaptureStderr();  // another run is another program
+    EXPECT_EQ(run_with([](auto) {}), 1);
+    ::testing::internal::GetCapturedStderr();
+  }
+  const LaunchFlags flags({{"threads", "1"}, {"collective_timeout", "60"}, {"log_level", "info"}});
+  EXPECT_EQ(run_with([](auto) {}), 0);
+}
+
+TEST(Run, AnErrorOfTheProgramIsToldAndNotTheFlags) {
+  const LaunchFlags flags(accelerate::SettingTexts{{"mixed_precision", "bf16"}});
+  ::testing::internal::CaptureStderr();
+  EXPECT_EQ(run_with([](auto) { throw ValueError("no data"); }), 1);
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "no data\n");
 }
 
 TEST(Run, SignalsAskForACheckpointAndForAnEnd) {

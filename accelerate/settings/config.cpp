@@ -316,8 +316,17 @@ Settings resolve(const ResolveOptions& options) {
 
 std::string launch_settings_text(const SettingTexts& flags,
                                  const std::vector<std::string>& written) {
-  nlohmann::json json = {{"flags", nlohmann::json::object()}, {"written", written}};
-  for (const auto& [key, text] : flags) json["flags"][key] = text;
+  nlohmann::json json = {{"flags", nlohmann::json::object()},
+                         {"written", written},
+                         {"for_accelerator", nlohmann::json::array()}};
+  for (const auto& [key, text] : flags) {
+    json["flags"][key] = text;
+    // The others are the launcher's, or any Logger's.
+    const Setting* setting = find_setting(key);
+    if (setting != nullptr && setting->section != "launch" && setting->key != "log_level") {
+      json["for_accelerator"].push_back(setting->flag());
+    }
+  }
   return json.dump();
 }
 

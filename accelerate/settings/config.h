@@ -310,7 +310,8 @@ void check_consistent(const Settings& settings);
 void check_available(const Settings& settings);
 
 // What `tessera launch` leaves to its ranks in TESSERA_LAUNCH_SETTINGS, so that they can tell a
-// flag from a variable that the user has exported. `written`: variables that the launcher wrote.
+// flag from a variable that the user has exported. `written`: variables that the launcher wrote. It
+// also lists the flags that only an Accelerator reads, for tessera::run.
 inline constexpr std::string_view kLaunchSettings = "TESSERA_LAUNCH_SETTINGS";
 std::string launch_settings_text(const SettingTexts& flags,
                                  const std::vector<std::string>& written);
