@@ -2,8 +2,8 @@
 //
 //     data::DeviceCopier copier(cuda(0));
 //     auto copy = copier.start(batch);   // a worker: the tensors are now those of the GPU
-//     copier.finish(copy, batch);        // the consumer: its stream waits for the copy, it does
-//     not
+//     copier.finish(copy, batch);        // the consumer: its stream waits for the copy,
+//                                        // and it does not
 //
 // Copies go through page-locked memory on a stream of their own, beside what the GPU calculates. A
 // DataLoader with a device does this in its workers, so that batches wait on the GPU.

@@ -1,9 +1,9 @@
 // A progress line on a terminal, as tqdm draws it; plain lines where the output is no terminal.
 //
-//     Progress bar(loader.size(), {.description = "epoch 1", .enabled =
-//     accelerator.is_main_process()}); for (auto& batch : loader) { ...; bar.set_note("loss 2.31");
-//     bar.advance(); }
+//     Progress bar(loader.size(), {.description = "epoch 1"});
+//     for (auto& batch : loader) { train(batch), bar.set_note("loss 2.31"), bar.advance(); }
 //
+// On a terminal:
 //     epoch 1:  43%|████████▋           | 430/1000 [00:21<00:28, 20.4/s] loss 2.31
 //
 // advance() costs a clock reading (about 30 ns) between two drawings.

@@ -2,11 +2,11 @@
 // gradients are averaged while backward runs.
 //
 //     Gpt model(config);
-//     Replica replica = replicate(model, mesh());  // in place: the model stays what it was
+//     Replica replica = replicate(model, distributed::mesh());  // in place
 //     optim::AdamW optimizer(model.named_parameters(), {.lr = 3e-4});
 //     for (auto& batch : loader) {
-//       model(batch.inputs, batch.targets).loss.backward();  // `.grad` is now the mean of all
-//       ranks optimizer.step(); optimizer.zero_grad();
+//       model(batch.inputs, batch.targets).loss.backward();  // `.grad`: the mean of all ranks
+//       optimizer.step(), optimizer.zero_grad();
 //     }
 //
 // Accumulation over m micro-batches: all but the last backward under no_sync(), or a StepPlan for

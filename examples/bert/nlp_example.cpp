@@ -1,8 +1,8 @@
 // A BERT that learns to tell texts apart: the plain loop of the Accelerator, as one process or
 // many.
 //
-//     nlp_example --data FOLDER                     77 intents of bank customers, from random
-//     weights nlp_example --data FOLDER --task qnli         does the sentence answer the question?
+//     nlp_example --data FOLDER                 77 intents of bank customers, from random weights
+//     nlp_example --data FOLDER --task qnli     does the sentence answer the question?
 //     tessera launch -n 2 nlp_example --data FOLDER --mixed-precision bf16
 //
 // FOLDER has bert/vocab.txt, intent/ and pairs/. --model takes a BERT folder of transformers to

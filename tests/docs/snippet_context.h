@@ -2,6 +2,7 @@
 // never linked.
 #pragma once
 
+#include <chrono>
 #include <iostream>
 #include <memory>
 #include <string>
@@ -39,7 +40,6 @@ extern optim::AdamW optimizer;
 extern optim::CosineSchedule schedule;
 extern Accelerator accelerator;
 extern distributed::Replica replica;
-extern distributed::Mesh mesh;
 extern data::RandomWindows dataset;
 extern data::DataLoader<data::TokenExample> loader, train_loader, validation;
 extern data::TokenExample batch;
@@ -50,6 +50,30 @@ extern int64_t step, epoch, m;
 extern std::string folder;
 extern EarlyStopping early_stopping;
 extern Accuracy metric;
+
+// Of headers' examples.
+using namespace std::chrono_literals;
+extern distributed::Group& group;
+extern nn::Linear dense, lm_head;
+extern Tensor gradient, weight, residual, scale, predictions, losses, host;
+extern TensorList tensors;
+extern NamedTensors decayed, others;
+extern const precision::Policy policy;
+extern const AcceleratorOptions options;
+extern const accelerate::TrainingState state;
+extern const std::string id, token, path, header;
+extern const std::vector<std::string> prompts;
+extern std::vector<distributed::SaveItem> items;
+extern int64_t begin, width;
+extern const uint64_t seed;
+extern EarlyStopping my_early_stopping;
+void fill(const Tensor&);
+void use(auto&&...);
+void evaluate(auto&&...);
+void validate();
+void build_or_read_cache(const std::string&);
+void write_report();
+void result(auto&&...);
 
 void train(auto&&...);
 void train_step(auto&&...);

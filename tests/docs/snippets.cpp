@@ -24,13 +24,14 @@ bool starts_with(const std::string& text, std::string_view prefix) {
   return text.rfind(prefix, 0) == 0;
 }
 
-// Blocks of a header's comments: lines of `//` and at least five spaces, empty lines between.
+// The examples above `#pragma once`: lines of `//` and at least five spaces, empty lines between.
+// Those without a statement are tables and texts.
 std::vector<Block> comment_blocks(const std::string& text) {
   std::vector<Block> blocks;
   std::istringstream lines(text);
   bool inside = false;
   int number = 0;
-  for (std::string line; std::getline(lines, line);) {
+  for (std::string line; std::getline(lines, line) && line != "#pragma once";) {
     ++number;
     const size_t begin = line.find_first_not_of(' ');
     const std::string comment = begin == std::string::npos ? "" : line.substr(begin);
@@ -44,6 +45,11 @@ std::vector<Block> comment_blocks(const std::string& text) {
       inside = false;
     }
   }
+  std::erase_if(blocks, [](const Block& block) {
+    return std::none_of(block.text.begin(), block.text.end(), [](const std::string& line) {
+      return line.substr(0, line.find(" //")).find(';') != std::string::npos;
+    });
+  });
   return blocks;
 }
 
@@ -118,7 +124,14 @@ std::string translate(const Block& block, const std::string& file, const std::st
     out += line + '\n';
     if (defining && ends(line) && !starts_with(line, "template")) defining = false;
   }
-  std::string out = "namespace docs::" + name + " {\n" + definitions;
+  std::string out = "namespace docs::" + name + " {\n";
+  // A header's example stands in its namespace.
+  for (const char* floor : {"nn", "optim", "precision", "distributed", "data", "accelerate"}) {
+    if (starts_with(file, std::string(floor) + "/")) {
+      out += "using namespace tessera::" + std::string(floor) + ";\n";
+    }
+  }
+  out += definitions;
   if (!statements.empty()) {
     out += "void fragment() {\n" + statements + "}\n";
   }
