@@ -462,6 +462,15 @@ TEST(ConfigLaunch, TheFileOfTheLauncherIsTheFileOfItsRanks) {
   EXPECT_EQ(settings.mixed_precision.origin.describe(), "file " + file);
 }
 
+// A message that shows a value goes into it as deep as it is: 100 000 levels were a stack overflow.
+TEST(ConfigFile, ValuesThatAreNestedDeeplyAreRefused) {
+  const std::string deep(100'000, '[');
+  EXPECT_THROW(
+      parse_config("{\"seed\": " + deep + std::string(deep.size(), ']') + "}", "deep.json"),
+      FormatError);
+  EXPECT_THROW(parse_config("{\"seed\": {\"a\": 1}}", "map.json"), ConfigError);
+}
+
 TEST(ConfigDocument, ThePageIsTheTable) {
   std::ifstream file(TESSERA_SOURCE_DIR "/docs/configuration.md");
   std::ostringstream page;

@@ -269,6 +269,17 @@ TEST(ConfigImport, ValuesThatCannotBeAreErrors) {
   EXPECT_THROW(import_accelerate("/nowhere/default_config.yaml"), IoError);
 }
 
+// Whatever YAML can say is an error with the file's name, or is written as it was read.
+TEST(ConfigImport, OddYamlIsAFormatErrorOfTheFile) {
+  for (const char* text : {"? [a, b]\n: 1\n", "mixed_precision: *nothing\n", "? {a: b}\n: 1\n",
+                           "tpu_env: [[1]]\n", "fsdp_config: {? [a] : 1}\n"}) {
+    EXPECT_TRUE(mentions(message_of<FormatError>([&] { import_text(text); }), "/tmp/tessera_yaml_"))
+        << text;
+  }
+  const Import bytes = import_text("mpirun_config: {mpirun_hostfile: \"h\xff\"}\n");
+  EXPECT_TRUE(mentions(message_of<ConfigError>([&] { config_json(bytes.settings); }), "UTF-8"));
+}
+
 // Truth values were read by a constructor for which every text is true.
 TEST(ConfigImport, Trap25_FalseInQuotesIsFalse) {
   const Import import = import_text(

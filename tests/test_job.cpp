@@ -173,6 +173,13 @@ TEST(Job, FailuresTravelAsText) {
     EXPECT_EQ(copy.code, 137);
     EXPECT_EQ(copy.host, "node");
   }
+  for (const char* numbers : {"\"rank\": -2, \"code\": 1", "\"rank\": 4294967296, \"code\": 1",
+                              "\"rank\": 0, \"code\": 1000"}) {
+    EXPECT_THROW(RankFailure::from_text("{" + std::string(numbers) +
+                                        ", \"kind\": \"exit\", \"message\": \"\", \"host\": \"\"}"),
+                 DistributedError)
+        << numbers;
+  }
   EXPECT_THROW(RankFailure::from_text("{\"rank\": 0, \"kind\": \"tired\", \"code\": 0, "
                                       "\"message\": \"\", \"host\": \"\"}"),
                DistributedError);

@@ -394,6 +394,25 @@ TEST(Preflight, ReportsTravelAsText) {
   EXPECT_THROW(Layout::from_text("0,x"), DistributedError);
 }
 
+// Of another version, or of a stranger: what cannot be is refused before anybody counts with it.
+TEST(Preflight, NumbersThatCannotBeAreRefused) {
+  for (const char* text : {"2147483647", "-1", "0,2", "1.5", "[0]", "0,0,99999999999999999999"}) {
+    EXPECT_THROW(Layout::from_text(text), DistributedError) << text;
+  }
+  EXPECT_EQ(Layout::from_text("0,1,1").nodes, 2);
+  for (const char* text : {R"({"code": 0, "signal": 2147483647, "host": "a"})",
+                           R"({"code": -1, "signal": 0, "host": "a"})",
+                           R"({"code": 1e300, "signal": 0, "host": "a"})"}) {
+    EXPECT_THROW(ExitReport::from_text(text), DistributedError) << text;
+  }
+  const std::string facts =
+      R"({"rank": 0, "world_size": 2, "host": "a", "version": "1", "program": "p", )"
+      R"("program_hash": 7, "clock": 1, "cores": )";
+  EXPECT_EQ(AgentFacts::from_text(facts + "2}").cores, 2);
+  EXPECT_THROW(AgentFacts::from_text(facts + "-2}"), DistributedError);
+  EXPECT_THROW(AgentFacts::from_text(facts + "4294967298}"), DistributedError);
+}
+
 TEST(Preflight, RanksAreNumberedOnTheirNodes) {
   auto facts = four_ranks();
   std::swap(facts[1].host, facts[2].host);  // node1, node2, node1, node2

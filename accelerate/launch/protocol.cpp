@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <fstream>
 #include <map>
+#include <type_traits>
 
 #include <unistd.h>
 
@@ -39,6 +41,26 @@ auto fields(std::string_view text, std::string_view what, Read read) {
              "\"; launcher and agents have to be of one version");
   }
 }
+
+// A whole number in [least, most]; others are as unreadable as a missing one.
+template <class Number>
+Number number(const Json& json, const char* key, Number least, Number most) {
+  const Json& value = json.at(key);
+  const bool fits = std::is_unsigned_v<Number>
+                        ? value.is_number_unsigned()
+                        : value.is_number_integer() &&
+                              (!value.is_number_unsigned() || value.get<uint64_t>() <= INT64_MAX);
+  if (!fits || value.get<Number>() < least || value.get<Number>() > most) {
+    throw Json::other_error::create(500, "a number out of range", &value);
+  }
+  return value.get<Number>();
+}
+int whole(const Json& json, const char* key, int least, int most) {
+  return static_cast<int>(number<int64_t>(json, key, least, most));
+}
+
+constexpr int kMostRanks = 1 << 20;
+constexpr int kMostCores = 1 << 20;
 
 std::string dump(const Json& json) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
@@ -101,14 +123,14 @@ std::string AgentFacts::to_text() const {
 AgentFacts AgentFacts::from_text(std::string_view text) {
   return fields(text, "an agent's report", [](const Json& json) {
     AgentFacts facts;
-    facts.rank = json.at("rank").get<int>();
-    facts.world_size = json.at("world_size").get<int>();
+    facts.rank = whole(json, "rank", 0, kMostRanks);
+    facts.world_size = whole(json, "world_size", 1, kMostRanks);
     facts.host = json.at("host").get<std::string>();
     facts.version = json.at("version").get<std::string>();
     facts.program = json.at("program").get<std::string>();
-    facts.program_hash = json.at("program_hash").get<uint64_t>();
-    facts.clock = json.at("clock").get<int64_t>();
-    facts.cores = json.at("cores").get<int>();
+    facts.program_hash = number<uint64_t>(json, "program_hash", 0, UINT64_MAX);
+    facts.clock = number<int64_t>(json, "clock", -(int64_t{1} << 53), int64_t{1} << 53);
+    facts.cores = whole(json, "cores", 1, kMostCores);
     return facts;
   });
 }
@@ -134,8 +156,11 @@ std::string Layout::text() const {
 Layout Layout::from_text(std::string_view text) {
   return fields("[" + std::string(text) + "]", "the layout of ranks", [](const Json& json) {
     Layout layout;
-    layout.node_of_rank = json.get<std::vector<int>>();
-    for (const int node : layout.node_of_rank) layout.nodes = std::max(layout.nodes, node + 1);
+    const auto ranks = static_cast<int>(std::min<size_t>(json.size(), kMostRanks));
+    for (const Json& node : json) {
+      layout.node_of_rank.push_back(whole(Json{{"node", node}}, "node", 0, ranks - 1));
+      layout.nodes = std::max(layout.nodes, layout.node_of_rank.back() + 1);
+    }
     return layout;
   });
 }
@@ -147,8 +172,8 @@ std::string ExitReport::to_text() const {
 ExitReport ExitReport::from_text(std::string_view text) {
   return fields(text, "an agent's report", [](const Json& json) {
     ExitReport report;
-    report.status.code = json.at("code").get<int>();
-    report.status.signal = json.at("signal").get<int>();
+    report.status.code = whole(json, "code", 0, 255);
+    report.status.signal = whole(json, "signal", 0, 127);
     report.host = json.at("host").get<std::string>();
     return report;
   });

@@ -583,6 +583,8 @@ template <class... F>
 struct Overload : F... {
   using F::operator()...;
 };
+template <class... F>
+Overload(F...) -> Overload<F...>;  // clang 14 does not deduce aggregates
 
 std::string canonical(std::string_view key) {
   std::string result = lower(key);
