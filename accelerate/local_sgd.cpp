@@ -54,8 +54,6 @@ void LocalSGD::average() {
     works.push_back(bucket.finish());
   }
   for (const distributed::Work& work : works) work.wait();
-  // detach() shares the version: what autocast keeps of them is stale.
-  for (const Tensor& parameter : parameters) parameter.bump_version();
   ++averages_;
 }
 

@@ -857,6 +857,32 @@ TEST(LocalSGD, AveragingAfterEachStepOfSgdIsDataParallelTraining) {
   }
 }
 
+// The optimizer has written what autocast keeps of the weight beside the weight; the average is not
+// that.
+TEST(LocalSGD, UnderAutocastTheNextForwardSeesTheAverage) {
+  struct Matrix : nn::Module<Matrix> {
+    Matrix() : weight(parameter("weight", raw::zeros({1, 2}, kF32))) {}
+    Tensor forward(const Tensor& x) { return linear(x, weight); }
+    const Tensor& weight;
+  };
+  on_ranks(2, [](int rank) {
+    Accelerator accelerator({.mixed_precision = Precision::kBF16});
+    Matrix model;
+    optim::SGD optimizer(model.named_parameters(), {.lr = 1});
+    accelerator.prepare(model, optimizer);
+    LocalSGD local(accelerator, model, {.steps = 1});
+    const Tensor x = full({1, 2}, rank == 0 ? 1.0 : 3.0);  // gradients 1 and 3: the average is -2
+    accelerator.backward(model(x).sum());
+    optimizer.step(), optimizer.zero_grad();
+    EXPECT_EQ(model.weight.to_vector<float>()[0], rank == 0 ? -1 : -3);
+    local.step();
+    EXPECT_EQ(model.weight.to_vector<float>()[0], -2);
+    EXPECT_EQ(model(ones({1, 2})).item(), -4);
+    local.finish();
+    EXPECT_EQ(model(ones({1, 2})).item(), -4);
+  });
+}
+
 TEST(LocalSGD, DoesNothingInOneProcess) {
   const Line line(8);
   Accelerator accelerator;

@@ -930,10 +930,17 @@ TEST(Fake, CountsAtAThousandRanksWithoutData) {
   group->all_reduce(parameter).wait();
   const Tensor shard = empty({8, 8192}, {kBF16, kMeta});
   group->all_gather(parameter, shard).wait();
+  const Tensor other = empty({8, 8192}, {kBF16, kMeta});
+  group->exchange({{6, shard}, {4, shard}}, {{4, other}}).wait();
   const auto records = scope.records();
   EXPECT_EQ(records[0].bytes, int64_t{2} * 8192 * 8192);
   EXPECT_EQ(records[0].wire_bytes(), 2.0 * 1023 / 1024 * 2 * 8192 * 8192);
   EXPECT_EQ(records[1].wire_bytes(), 1023.0 * 2 * 8 * 8192);
+  ASSERT_EQ(records.size(), 5u);
+  EXPECT_EQ(records[2].operation, Operation::kSend);
+  EXPECT_EQ(records[2].root, 6);
+  EXPECT_EQ(records[4].operation, Operation::kRecv);
+  EXPECT_EQ(records[4].bytes, int64_t{2} * 8 * 8192);
   const std::vector<int> row = {4, 5, 6, 7};
   EXPECT_EQ(group->subgroup(row)->rank(), 1);
 }

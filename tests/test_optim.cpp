@@ -290,6 +290,25 @@ TEST(Optimizer, TheNextStepCanBeScaledOrSkippedOnce) {
   EXPECT_EQ(optimizer.next_step().to_vector(), (std::vector<double>{1, 0}));
 }
 
+// The buffer of SGD's first step is the gradient undamped; a step that was left out has not filled
+// it.
+TEST(Optimizer, SgdBeginsWithTheFirstStepThatWasNotLeftOut) {
+  const NamedTensors parameters = make_parameters(), others = make_parameters();
+  const SGDOptions options{.lr = 0.1, .momentum = 0.9, .dampening = 0.5};
+  SGD optimizer(parameters, options), reference(others, options);
+  const auto before = values_of(parameters);
+  set_gradients(parameters, 0);
+  optimizer.skip_next_step_where(tensor({1}, kF64));
+  optimizer.step();
+  EXPECT_EQ(values_of(parameters), before);
+  for (int step = 1; step < 4; ++step) {
+    for (const NamedTensors& list : {parameters, others}) set_gradients(list, step);
+    optimizer.step();
+    reference.step();
+    EXPECT_EQ(values_of(parameters), values_of(others)) << step;
+  }
+}
+
 TEST(Optimizer, RefusesWhatItCannotName) {
   const NamedTensors parameters = make_parameters();
   EXPECT_THROW(SGD({{"a", parameters[0].tensor}, {"a", parameters[1].tensor}}), ValueError);
