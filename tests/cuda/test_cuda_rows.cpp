@@ -293,6 +293,21 @@ TEST(CudaNorm, GroupsOfPlanesOfAnyLength) {
   }
 }
 
+// Short rows, rows in shared memory, rows that are read twice, groups.
+TEST(CudaNorm, ARowWhoseVarianceOverflowsIsNotANumber) {
+  for (const int64_t C : {3, 1024, 40000}) {
+    const Tensor x = cat({numbers({1, C}, kF32, 3e25), numbers({1, C}, kF32)}, 0);
+    compare(
+        [&](const Device& device) -> std::vector<Tensor> {
+          const Tensor bias = numbers({C}, kF32).to(device), weight = ones({C}).to(device);
+          const Tensor y = layer_norm(x.to(device), {C}, weight, bias);
+          EXPECT_TRUE(all(isnan(y[0])).item<bool>()) << C << " on " << device;
+          return {y, group_norm(x.to(device), 1, weight, bias)};
+        },
+        64);
+  }
+}
+
 TEST(CudaReduce, RowsAndColumnsOfAnyShape) {
   for (const Shape& shape :
        {Shape{2, 70003}, Shape{70, 50}, Shape{9, 1024}, Shape{700, 65}, Shape{520, 64}}) {
