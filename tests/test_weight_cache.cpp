@@ -259,7 +259,7 @@ TEST(WeightCache, AGraphRefusesAReleasedCopyThatIsMadeAgainFromOtherValues) {
 
 TEST(WeightCache, AnOptimizerPassesOverAReleasedCopy) {
   const Tensor weight = weight_of({16, 8});
-  const Tensor x = randn({2, 8});
+  const Tensor x = randn({2, 8}).set_requires_grad();  // so that the graph holds the copy
   const Tensor loss = product(x, weight).to(kF32).sum();
   weight_cache::release(weight);
   weight.set_grad(ones({16, 8}));
@@ -267,6 +267,8 @@ TEST(WeightCache, AnOptimizerPassesOverAReleasedCopy) {
   optimizer.step();
   EXPECT_FALSE(weight_cache::find(weight, kLow).defined());
   EXPECT_EQ(weight_cache::get(weight, kLow).to_vector(), weight.detach().to(kBF16).to_vector());
+  weight_cache::release(weight);
+  EXPECT_TRUE(weight_cache::begin_write(weight).empty());
 }
 
 // ---- Threads -----------------------------------------------------------------------------------
