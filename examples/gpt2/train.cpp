@@ -13,6 +13,7 @@
 // cut off leaves the one before it whole.
 #include <unistd.h>
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cmath>
@@ -131,7 +132,8 @@ TrainOptions parse_options(int argc, char** argv) {
   add("stop-at", options.stop_at, "stop early at this step and save, to --resume later; 0: no");
   add("lr", options.lr, "highest learning rate");
   add("min-lr", options.min_lr, "learning rate at the end");
-  add("warmup", options.warmup, "steps of linear warm-up")->check(CLI::NonNegativeNumber);
+  add("warmup", options.warmup, "steps of linear warm-up; by default at most --schedule-steps")
+      ->check(CLI::NonNegativeNumber);
   add("beta1", options.beta1, "AdamW");
   add("beta2", options.beta2, "AdamW");
   add("weight-decay", options.weight_decay, "AdamW, on matrices");
@@ -181,6 +183,9 @@ TrainOptions parse_options(int argc, char** argv) {
     if (brings) options.tokenizer_files = folder;
   }
   if (options.schedule_steps == 0) options.schedule_steps = options.steps;
+  if (app.get_option("--warmup")->count() == 0) {  // a short run warms up for all of it
+    options.warmup = std::min(options.warmup, options.schedule_steps);
+  }
   TS_CHECK_AS(ConfigError, !options.data.empty(), "train", "--data FILE is needed");
   return options;
 }
