@@ -43,16 +43,12 @@
 #include <tessera/nn/summary.h>
 #include <tessera/nn/transformer.h>
 
-#include <tessera/optim/adagrad.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>
 #include <tessera/optim/graphed_step.h>
-#include <tessera/optim/lion.h>
 #include <tessera/optim/optimizer.h>
-#include <tessera/optim/rmsprop.h>
+#include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
-#include <tessera/optim/sgd.h>
 
 #include <tessera/precision/autocast.h>
 #include <tessera/precision/grad_scaler.h>

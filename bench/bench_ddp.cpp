@@ -20,8 +20,8 @@
 #include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/rendezvous/run_ranks.h>
 #include <tessera/distributed/shard/replicate.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
+#include <tessera/optim/optimizers.h>
 
 #include "gpt2/model.h"
 

@@ -26,8 +26,8 @@
 #include <tessera/autograd/op.h>
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/parallel.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
+#include <tessera/optim/optimizers.h>
 
 #include "op_samples.h"
 #include "training_samples.h"

@@ -34,9 +34,9 @@
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/profiler.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>
+#include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>
 #include <tessera/precision/grad_scaler.h>
 

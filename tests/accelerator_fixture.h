@@ -15,9 +15,8 @@
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/module.h>
-#include <tessera/optim/adamw.h>
+#include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
-#include <tessera/optim/sgd.h>
 
 #include "compared_ranks.h"
 

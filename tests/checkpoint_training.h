@@ -19,7 +19,7 @@
 #include <tessera/distributed/transport/group.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/module.h>
-#include <tessera/optim/adamw.h>
+#include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
 
 namespace tessera {

@@ -15,7 +15,7 @@
 #include <tessera/data/dataloader.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/module.h>
-#include <tessera/optim/sgd.h>
+#include <tessera/optim/optimizers.h>
 
 namespace tessera::one_loop {
 

@@ -22,7 +22,7 @@
 #include <tessera/distributed/transport/group.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/linear.h>
-#include <tessera/optim/sgd.h>
+#include <tessera/optim/optimizers.h>
 
 #include "compared_ranks.h"
 

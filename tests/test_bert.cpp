@@ -9,7 +9,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/data/dataloader.h>
-#include <tessera/optim/adamw.h>
+#include <tessera/optim/optimizers.h>
 
 #include "bert/model.h"
 #include "bert/text_data.h"

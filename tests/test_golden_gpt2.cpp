@@ -8,8 +8,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/safetensors.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
+#include <tessera/optim/optimizers.h>
 
 #include "golden_files.h"
 #include "op_checks.h"

@@ -10,8 +10,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/nn/summary.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
+#include <tessera/optim/optimizers.h>
 
 #include "call_counts.h"
 #include "golden_files.h"

@@ -8,9 +8,8 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 #include <tessera/nn/linear.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
-#include <tessera/optim/sgd.h>
+#include <tessera/optim/optimizers.h>
 #include <tessera/precision/grad_scaler.h>
 
 namespace tessera::precision {

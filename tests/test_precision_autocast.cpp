@@ -14,7 +14,7 @@
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/norm.h>
-#include <tessera/optim/adamw.h>
+#include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>
 #include <tessera/precision/report.h>
 

@@ -7,9 +7,8 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/core/factory.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
-#include <tessera/optim/sgd.h>
+#include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>
 #include <tessera/precision/grad_scaler.h>
 

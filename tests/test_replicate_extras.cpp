@@ -6,7 +6,7 @@
 
 #include <tessera/distributed/sync_batch_norm.h>
 #include <tessera/nn/norm.h>
-#include <tessera/optim/adamw.h>
+#include <tessera/optim/optimizers.h>
 
 #include "replicate_fixture.h"
 

@@ -2,8 +2,8 @@
 // ctest labels: threads
 // ctest ranks: 2 4
 #include <tessera/core/random.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
+#include <tessera/optim/optimizers.h>
 
 #include "gpt2/model.h"
 #include "replicate_fixture.h"

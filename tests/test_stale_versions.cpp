@@ -17,13 +17,9 @@
 #include <tessera/nn/init.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/norm.h>
-#include <tessera/optim/adagrad.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>
-#include <tessera/optim/lion.h>
-#include <tessera/optim/rmsprop.h>
-#include <tessera/optim/sgd.h>
+#include <tessera/optim/optimizers.h>
 
 #include "compared_ranks.h"
 #include "finished_process.h"

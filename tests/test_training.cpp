@@ -11,8 +11,8 @@
 #include <tessera/core/context.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/data/token_dataset.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
+#include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
 
 #include "gpt2/model.h"

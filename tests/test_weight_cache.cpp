@@ -13,7 +13,7 @@
 #include <tessera/core/kernels/fp8/cast_transpose.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/ema.h>
-#include <tessera/optim/sgd.h>
+#include <tessera/optim/optimizers.h>
 
 namespace tessera {
 namespace {

@@ -34,7 +34,7 @@
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/linear.h>
-#include <tessera/optim/sgd.h>
+#include <tessera/optim/optimizers.h>
 
 namespace tessera::cli {
 namespace {

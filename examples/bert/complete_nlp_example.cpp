@@ -11,7 +11,7 @@
 #include <tessera/accelerate/run.h>
 #include <tessera/accelerate/state/state_io.h>
 #include <tessera/accelerate/tracking/progress.h>
-#include <tessera/optim/adamw.h>
+#include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
 
 #include "task.h"

@@ -11,7 +11,7 @@
 #include <cstdio>
 
 #include <tessera/accelerate/run.h>
-#include <tessera/optim/adamw.h>
+#include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
 
 #include "task.h"

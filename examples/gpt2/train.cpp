@@ -37,9 +37,9 @@
 #include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/transport/group.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>
+#include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
 
 #include "corpus.h"

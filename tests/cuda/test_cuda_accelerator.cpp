@@ -20,8 +20,7 @@
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/transport/group.h>
 #include <tessera/nn/linear.h>
-#include <tessera/optim/adamw.h>
-#include <tessera/optim/sgd.h>
+#include <tessera/optim/optimizers.h>
 
 namespace tessera {
 namespace {

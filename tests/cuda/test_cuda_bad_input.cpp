@@ -16,7 +16,7 @@
 #include <tessera/core/raw_views.h>
 #include <tessera/core/stream.h>
 #include <tessera/nn/linear.h>
-#include <tessera/optim/adamw.h>
+#include <tessera/optim/optimizers.h>
 
 namespace tessera {
 namespace {

@@ -16,14 +16,10 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/nn/linear.h>
-#include <tessera/optim/adagrad.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>
-#include <tessera/optim/lion.h>
-#include <tessera/optim/rmsprop.h>
+#include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
-#include <tessera/optim/sgd.h>
 #include <tessera/precision/grad_scaler.h>
 
 #include "gpt2/model.h"

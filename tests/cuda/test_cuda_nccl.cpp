@@ -32,7 +32,7 @@
 #include <tessera/distributed/transport/backend_thread.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/linear.h>
-#include <tessera/optim/adamw.h>
+#include <tessera/optim/optimizers.h>
 
 #include "../compared_ranks.h"
 #include "../mock_nccl/mock_nccl.h"

@@ -13,8 +13,8 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/random.h>
-#include <tessera/optim/adamw.h>
 #include <tessera/optim/clip.h>
+#include <tessera/optim/optimizers.h>
 
 #include "gpt2/model.h"
 

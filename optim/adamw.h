@@ -1,4 +1,0 @@
-// AdamW and Adam, with the other optimizers.
-#pragma once
-
-#include <tessera/optim/optimizers.h>

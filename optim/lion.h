@@ -1,4 +1,0 @@
-// Lion, with the other optimizers.
-#pragma once
-
-#include <tessera/optim/optimizers.h>

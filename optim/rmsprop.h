@@ -1,4 +1,0 @@
-// RMSprop, with the other optimizers.
-#pragma once
-
-#include <tessera/optim/optimizers.h>

@@ -1,4 +1,0 @@
-// SGD, with the other optimizers.
-#pragma once
-
-#include <tessera/optim/optimizers.h>
