@@ -5,6 +5,7 @@
 #include <cmath>
 #include <filesystem>
 
+#include <tessera/accelerate/launch/protocol.h>
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/core/error.h>
 
@@ -23,8 +24,6 @@ int whole_number(const std::string& source, std::string_view text, int least, in
               "; got \"", text, "\"");
   return number;
 }
-
-constexpr int kMostRanks = 1 << 20;
 
 }  // namespace
 

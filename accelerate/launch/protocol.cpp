@@ -59,7 +59,6 @@ int whole(const Json& json, const char* key, int least, int most) {
   return static_cast<int>(number<int64_t>(json, key, least, most));
 }
 
-constexpr int kMostRanks = 1 << 20;
 constexpr int kMostCores = 1 << 20;
 
 std::string dump(const Json& json) {
