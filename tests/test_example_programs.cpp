@@ -40,7 +40,7 @@ class Programs : public testing::Test {
         {"--layers", "1"},        {"--width", "32"},
         {"--heads", "2"},         {"--context", "16"},
         {"--batch-size", "2"},    {"--steps", std::to_string(kSteps)},
-        {"--warmup", "2"},        {"--eval-every", "4"},
+        {"--warmup", "1"},        {"--eval-every", "4"},
         {"--threads", "1"}};
     Words words = {TESSERA_GPT2_TRAIN};
     for (const auto& [name, value] : defaults) {

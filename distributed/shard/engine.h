@@ -121,8 +121,8 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
 
   // ---- Looking
   Group& ranks() const { return *ranks_; }
-  int64_t used_map_bytes()
-      const;  // with the failure's byte, and the fingerprint where there is one
+  // With the failure's byte, and the fingerprint where there is one.
+  int64_t used_map_bytes() const;
   const EngineOptions& options() const { return options_; }
   const std::vector<ManagedParam>& params() const { return params_; }
   const std::vector<std::unique_ptr<ParamGroup>>& groups() const { return groups_; }

@@ -9,6 +9,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdio>
 #include <thread>
 
@@ -62,6 +63,8 @@ void talk(int connection, Classifier& classifier) {
 int main(int argc, char** argv) {
   return run(argc, argv, [](std::span<const std::string> arguments) {
     TS_CHECK(arguments.size() == 2, "serve", "give it FOLDER PORT");
+    std::signal(SIGTERM,
+                SIG_DFL);  // run() lets a training save first; here there is nothing to save
     Classifier classifier(arguments[0]);
     sockaddr_in address{};
     address.sin_family = AF_INET;
