@@ -63,8 +63,8 @@ void talk(int connection, Classifier& classifier) {
 int main(int argc, char** argv) {
   return run(argc, argv, [](std::span<const std::string> arguments) {
     TS_CHECK(arguments.size() == 2, "serve", "give it FOLDER PORT");
-    std::signal(SIGTERM,
-                SIG_DFL);  // run() lets a training save first; here there is nothing to save
+    // run() lets a training save before it ends by this; here there is nothing to save.
+    std::signal(SIGTERM, SIG_DFL);
     Classifier classifier(arguments[0]);
     sockaddr_in address{};
     address.sin_family = AF_INET;
