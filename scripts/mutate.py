@@ -49,12 +49,12 @@ DEFAULTS = {
     "autograd/engine.cpp": ["test_autograd", "test_training", "test_replicate"],
     "optim/optimizer.cpp": ["test_optim", "test_round_trips", "test_precision_training"],
     "optim/ema.cpp": ["test_optim", "test_round_trips"],
-    "precision/grad_scaler.cpp": ["test_precision", "test_round_trips", "test_accelerator"],
+    "precision/grad_scaler.cpp": ["test_precision", "test_round_trips", "test_accelerator_precision"],
     "nn/module.cpp": ["test_module", "test_state_dict"],
     "data/dataloader.cpp": ["test_data_pipeline", "test_distributed_data", "test_facade_loaders"],
     "data/sampler.cpp": ["test_data_pipeline", "test_distributed_data", "test_facade_loaders"],
-    "accelerate/accelerator_step.cpp": ["test_accelerator_sync", "test_accelerator"],
-    "accelerate/state/state_io.cpp": ["test_checkpoint_state", "test_accelerator"],
+    "accelerate/accelerator_step.cpp": ["test_accelerator_sync", "test_accelerator_precision", "test_accelerator_schedules"],
+    "accelerate/state/state_io.cpp": ["test_checkpoint_state", "test_accelerator_resume", "test_accelerator"],
     "accelerate/tracking/memory_tracker.cpp": ["test_tracking"],
 }
 

@@ -14,6 +14,8 @@
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/transport/collectives.h>
+#include <tessera/nn/dropout.h>
+#include <tessera/nn/linear.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
@@ -52,6 +54,18 @@ class Line : public data::Dataset<std::array<Tensor, 2>> {
   Tensor x_, y_;
 };
 
+// A small network with dropout, which needs the right random numbers on every rank.
+struct Net : nn::Module<Net> {
+  Net()
+      : first(add<nn::Linear>("first", 1, 16)),
+        dropout(add<nn::Dropout>("dropout", 0.25)),
+        second(add<nn::Linear>("second", 16, 1)) {}
+  Tensor forward(const Tensor& x) { return second(dropout(relu(first(x)))); }
+  nn::Linear& first;
+  nn::Dropout& dropout;
+  nn::Linear& second;
+};
+
 inline Tensor squared_error(const Tensor& prediction, const Tensor& target) {
   const Tensor difference = prediction - target;
   return (difference * difference).mean();
@@ -73,6 +87,16 @@ std::vector<std::vector<float>> gradients_of(const Model& model) {
                                              : std::vector<float>());
   }
   return values;
+}
+
+inline void expect_near(const std::vector<std::vector<float>>& a,
+                        const std::vector<std::vector<float>>& b, double tolerance) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    ASSERT_EQ(a[i].size(), b[i].size());
+    for (size_t j = 0; j < a[i].size(); ++j)
+      EXPECT_NEAR(a[i][j], b[i][j], tolerance) << i << " " << j;
+  }
 }
 
 // All ranks do the same collectives in the same order.
