@@ -22,11 +22,6 @@
 namespace tessera::distributed {
 namespace {
 
-void on_ranks(int size, const std::function<void(int rank)>& body,
-              const RunRanksOptions& options = {}) {
-  compared_ranks(size, body, options);
-}
-
 TEST(Failures, ACE1_ARankThatThrowsMakesTheOthersRaise) {
   for (const bool in_collective : {false, true}) {
     std::atomic<int> raised{0};
@@ -133,7 +128,7 @@ TEST(Failures, OfAWorkThatNobodyWaitsForAreSaidAndRaisedByTheNextCall) {
 }
 
 TEST(Failures, NothingFollowsAShutdown) {
-  on_ranks(2, [](int) {
+  compared_ranks(2, [](int) {
     const auto group = world().split(0);
     all_reduce(zeros({4}), ReduceOp::kSum, *group);
     group->shutdown();
@@ -160,7 +155,7 @@ TEST(Injected, ADroppedCallMakesTheOthersWaitInVain) {
 TEST(Injected, DelaysDoNotChangeBits) {
   std::vector<double> reference;
   for (const uint64_t seed : {0, 1, 2, 3}) {
-    on_ranks(4, [&](int rank) {
+    compared_ranks(4, [&](int rank) {
       uint64_t state = seed * 4 + static_cast<uint64_t>(rank);
       rank_context().hooks.before_issue = [&](const CommRecord&) {
         state = state * 6364136223846793005u + 1442695040888963407u;
@@ -178,7 +173,7 @@ TEST(Injected, DelaysDoNotChangeBits) {
 }
 
 TEST(Injected, TheVirtualClockMakesACollectiveTakeItsLatencyFromTheLastRank) {
-  on_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     auto clock = std::make_shared<VirtualClock>();
     clock->latency = [](const CommRecord& record) { return record.tag == "slow" ? 5.0 : 0.0; };
     rank_context().clock = clock;
@@ -204,7 +199,7 @@ TEST(Injected, ASkippedWaitIsSeen) {
   // The deliberate bug reads the tensor before the other rank has come.
   std::atomic<bool> early{false};
   std::promise<void> looked;
-  on_ranks(2, [&](int rank) {
+  compared_ranks(2, [&](int rank) {
     if (rank == 1) looked.get_future().wait_for(std::chrono::minutes(1));
     if (rank == 0) rank_context().mutation = Mutation::kSkipWait;
     const Tensor x = full({4}, 1.0);

@@ -16,13 +16,8 @@
 namespace tessera::distributed {
 namespace {
 
-void on_ranks(int size, const std::function<void(int rank)>& body,
-              const RunRanksOptions& options = {}) {
-  compared_ranks(size, body, options);
-}
-
 TEST(Mistakes, WrongRanksDtypesAndShapesAreTypedErrors) {
-  on_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     const Tensor x = zeros({4});
     EXPECT_THROW(world().send(x, 2), ValueError);
     EXPECT_THROW(world().send(x, rank), ValueError);

@@ -14,11 +14,6 @@
 namespace tessera::distributed {
 namespace {
 
-void on_ranks(int size, const std::function<void(int rank)>& body,
-              const RunRanksOptions& options = {}) {
-  compared_ranks(size, body, options);
-}
-
 // Small whole numbers: every sum of eight is exact in every dtype of the sweep.
 Tensor numbers(int rank, const Shape& shape, DType dtype) {
   Tensor x = remainder(arange(numel_of(shape)).to(kF32) * (rank + 2), 5) + rank;
@@ -30,7 +25,7 @@ class Dtypes : public testing::TestWithParam<DType> {};
 TEST_P(Dtypes, AllReduceSumsWhatRanksGive) {
   for (const int size : {2, 4, 8}) {
     for (const int64_t count : {1, 3, 8, 1000, 4099}) {
-      on_ranks(size, [&](int rank) {
+      compared_ranks(size, [&](int rank) {
         const Tensor x = numbers(rank, {count}, GetParam());
         all_reduce(x);
         Tensor expected = zeros({count});
@@ -45,7 +40,7 @@ INSTANTIATE_TEST_SUITE_P(All, Dtypes, testing::Values(kF64, kF32, kF16, kBF16, k
                          [](const auto& info) { return std::string(name_of(info.param)); });
 
 TEST(Collectives, ReductionsKnowMeanMaximumMinimumAndProduct) {
-  on_ranks(4, [](int rank) {
+  compared_ranks(4, [](int rank) {
     const auto reduced = [&](ReduceOp op) {
       const Tensor x = full({3}, rank + 1.0);
       all_reduce(x, op);
@@ -60,7 +55,7 @@ TEST(Collectives, ReductionsKnowMeanMaximumMinimumAndProduct) {
 }
 
 TEST(Collectives, NarrowSumsAreAccumulatedInF32AndRoundedOnce) {
-  on_ranks(4, [](int rank) {
+  compared_ranks(4, [](int rank) {
     // 256 + 1 + 1 + 1: each step in bf16 would stay at 256.
     const Tensor x = full({4}, rank == 0 ? 256.0 : 1.0, {kBF16});
     all_reduce(x);
@@ -72,7 +67,7 @@ TEST(Collectives, NarrowSumsAreAccumulatedInF32AndRoundedOnce) {
 }
 
 TEST(Collectives, SumsAreTakenInRankOrder) {
-  on_ranks(8, [](int rank) {
+  compared_ranks(8, [](int rank) {
     const RandomStream stream{3, static_cast<uint64_t>(rank)};
     const Tensor x = randn({1000}, {}, stream);
     all_reduce(x);
@@ -86,7 +81,7 @@ TEST(Collectives, SumsAreTakenInRankOrder) {
 }
 
 TEST(Collectives, NaNWinsMaximumAndMinimumOnEveryRank) {
-  on_ranks(4, [](int rank) {
+  compared_ranks(4, [](int rank) {
     for (const ReduceOp op : {ReduceOp::kMax, ReduceOp::kMin}) {
       const Tensor x = full({2}, rank == 2 ? std::nan("") : rank);
       all_reduce(x, op);
@@ -96,7 +91,7 @@ TEST(Collectives, NaNWinsMaximumAndMinimumOnEveryRank) {
 }
 
 TEST(Collectives, ReduceGivesTheSumToRootAlone) {
-  on_ranks(4, [](int rank) {
+  compared_ranks(4, [](int rank) {
     for (int root = 0; root < 4; ++root) {
       const Tensor x = full({5}, rank + 1.0);
       world().reduce(x, root).wait();
@@ -107,7 +102,7 @@ TEST(Collectives, ReduceGivesTheSumToRootAlone) {
 }
 
 TEST(Collectives, BroadcastGatherAndScatterMoveWholeTensors) {
-  on_ranks(4, [](int rank) {
+  compared_ranks(4, [](int rank) {
     const Tensor x = full({2, 3}, rank);
     broadcast(x, 2);
     EXPECT_EQ(x.to_vector(), full({2, 3}, 2).to_vector());
@@ -133,7 +128,7 @@ TEST(Collectives, BroadcastGatherAndScatterMoveWholeTensors) {
 }
 
 TEST(Collectives, AllGatherJoinsRowsAndTakesRaggedOnes) {
-  on_ranks(4, [](int rank) {
+  compared_ranks(4, [](int rank) {
     const Tensor joined = all_gather(full({2, 3}, rank));
     EXPECT_EQ(joined.shape(), (Shape{8, 3}));
     for (int r = 0; r < 4; ++r) EXPECT_EQ(joined.select(0, 2 * r + 1).to_vector()[0], r);
@@ -148,7 +143,7 @@ TEST(Collectives, AllGatherJoinsRowsAndTakesRaggedOnes) {
 }
 
 TEST(Collectives, ReduceScatterTakesUnevenParts) {
-  on_ranks(4, [](int rank) {
+  compared_ranks(4, [](int rank) {
     std::vector<Tensor> inputs;
     for (int r = 0; r < 4; ++r) inputs.push_back(full({r}, rank + 10.0 * r));
     const Tensor own = zeros({rank});
@@ -158,7 +153,7 @@ TEST(Collectives, ReduceScatterTakesUnevenParts) {
 }
 
 TEST(Collectives, AllToAllSendsAnotherSizeToEachRank) {
-  on_ranks(4, [](int rank) {
+  compared_ranks(4, [](int rank) {
     std::vector<Tensor> inputs, outputs;
     for (int r = 0; r < 4; ++r) {
       inputs.push_back(full({rank * r}, 10 * rank + r));
@@ -173,7 +168,7 @@ TEST(Collectives, AllToAllSendsAnotherSizeToEachRank) {
 }
 
 TEST(Collectives, SendAndReceiveMatchByTagInOrder) {
-  on_ranks(3, [](int rank) {
+  compared_ranks(3, [](int rank) {
     const int next = (rank + 1) % 3, previous = (rank + 2) % 3;
     const Tensor a = zeros({2}), b = zeros({2}), c = zeros({2});
     const Work first = world().recv(b, previous, 7);
@@ -190,7 +185,7 @@ TEST(Collectives, SendAndReceiveMatchByTagInOrder) {
 }
 
 TEST(Collectives, AnExchangeIsManyMessagesAndOneWork) {
-  on_ranks(3, [](int rank) {
+  compared_ranks(3, [](int rank) {
     const int next = (rank + 1) % 3, previous = (rank + 2) % 3;
     Group& group = world();
     // To both neighbours, two of them to one, of other dtypes, one of no elements; one is received
@@ -226,7 +221,7 @@ TEST(Collectives, AnExchangeIsManyMessagesAndOneWork) {
 }
 
 TEST(Collectives, TensorsMayBeNonContiguousOrEmpty) {
-  on_ranks(4, [](int rank) {
+  compared_ranks(4, [](int rank) {
     const Tensor base = full({4, 6}, rank + 1.0);
     const Tensor column = base.transpose(0, 1).slice(0, 1, 5, 2);  // (2, 4), strides 2, 6
     ASSERT_FALSE(column.is_contiguous());
@@ -258,7 +253,7 @@ TEST(Collectives, WorldOfOneIssuesNothing) {
 }
 
 TEST(Collectives, ObjectsKeepNaNAndBytes) {
-  on_ranks(4, [](int rank) {
+  compared_ranks(4, [](int rank) {
     const nlohmann::json own = {{"rank", rank}, {"loss", std::nan("")}, {"text", "\u00e9\n"}};
     const auto all = all_gather_objects(world(), own);
     ASSERT_EQ(all.size(), 4u);
@@ -275,7 +270,7 @@ TEST(Collectives, ObjectsKeepNaNAndBytes) {
 }
 
 TEST(Collectives, CoalescedCallsTravelAsOne) {
-  on_ranks(4, [](int rank) {
+  compared_ranks(4, [](int rank) {
     const CommTrace::Scope scope(world().trace());
     CoalescedScope calls(world());
     const Tensor a = full({3}, rank), b = full({2, 2}, 10.0 * rank), c = full({4}, rank);
@@ -291,7 +286,7 @@ TEST(Collectives, CoalescedCallsTravelAsOne) {
 }
 
 TEST(Collectives, CoalescedBroadcastsKeepTheirRoots) {
-  on_ranks(3, [](int rank) {
+  compared_ranks(3, [](int rank) {
     CoalescedScope calls(world());
     std::vector<Tensor> tensors;
     for (int root = 0; root < 3; ++root) {
@@ -308,7 +303,7 @@ TEST(Collectives, CoalescedBroadcastsKeepTheirRoots) {
 
 TEST(Collectives, CoalescedGathersAndScattersAreThoseOfTheirTensors) {
   for (const int size : {1, 2, 4}) {
-    on_ranks(size, [&](int rank) {
+    compared_ranks(size, [&](int rank) {
       const auto each = [&](int64_t seed, const Shape& shape) {
         return randn(shape, {}, RandomStream{static_cast<uint64_t>(seed), uint64_t(rank)});
       };
@@ -335,7 +330,7 @@ TEST(Collectives, CoalescedGathersAndScattersAreThoseOfTheirTensors) {
 }
 
 TEST(Collectives, GroupsSplitByColourAndKey) {
-  on_ranks(6, [](int rank) {
+  compared_ranks(6, [](int rank) {
     const auto half = world().split(rank % 2, -rank);  // ranks in falling order
     EXPECT_EQ(half->size(), 3);
     EXPECT_EQ(half->rank(), (4 + rank % 2 - rank) / 2);
@@ -356,7 +351,7 @@ TEST(Collectives, GroupsSplitByColourAndKey) {
 }
 
 TEST(Collectives, AHundredAndTwentyEightRanksAgree) {
-  on_ranks(128, [](int rank) {
+  compared_ranks(128, [](int rank) {
     const Tensor x = full({3}, rank);
     all_reduce(x);
     EXPECT_EQ(x.to_vector()[0], 127 * 64);
@@ -365,7 +360,7 @@ TEST(Collectives, AHundredAndTwentyEightRanksAgree) {
 }
 
 TEST(Collectives, ChannelsAreIndependent) {
-  on_ranks(2, [](int rank) {
+  compared_ranks(2, [](int rank) {
     // The ranks use the two channels in opposite orders.
     const Tensor a = full({2}, 1.0), b = full({2}, 2.0);
     const auto reduce_on = [&](const Tensor& x, Channel channel) {
@@ -382,7 +377,7 @@ TEST(Collectives, ChannelsAreIndependent) {
 }
 
 TEST(Collectives, BackwardTurnsEachConverterAround) {
-  on_ranks(4, [](int rank) {
+  compared_ranks(4, [](int rank) {
     const auto gradient = [&](auto&& convert) {
       const Tensor x = full({4, 2}, rank + 1.0).set_requires_grad();
       const Tensor y = convert(x);

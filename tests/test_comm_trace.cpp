@@ -15,11 +15,6 @@
 namespace tessera::distributed {
 namespace {
 
-void on_ranks(int size, const std::function<void(int rank)>& body,
-              const RunRanksOptions& options = {}) {
-  compared_ranks(size, body, options);
-}
-
 CommRecord numbered(int64_t sequence, int ranks = 2) {
   CommRecord record;
   record.group = "world";
@@ -60,7 +55,7 @@ TEST(Mistakes, ARankThatCalledNothingIsSeenByTheTraces) {
 }
 
 TEST(Trace, RecordsSayWhatWasCalledWhereAndFor) {
-  on_ranks(2, [](int) {
+  compared_ranks(2, [](int) {
     const PhaseScope phase("backward");
     const CommTrace::Scope scope(world().trace());
     all_reduce(zeros({1000}), ReduceOp::kMean, world(),
