@@ -14,24 +14,20 @@
 #include <tessera/core/tensor.h>
 
 #include "compared_ranks.h"
+#include "number_data.h"
 
 namespace tessera::accelerate {
 
 using data::DataLoader;
+using data::epoch_of;
+using data::Numbers;
 using data::StreamLoader;
+using data::values_of;
 using distributed::compared_ranks;
 using distributed::world;
 using Indices = std::vector<int64_t>;
 using Batches = std::vector<Indices>;
 using Ranks = std::vector<Batches>;
-
-// Example i is i.
-struct Numbers : data::Dataset<int64_t> {
-  explicit Numbers(int64_t size) : size_(size) {}
-  int64_t size() const override { return size_; }
-  int64_t get(int64_t index) const override { return index; }
-  int64_t size_;
-};
 
 // 0, 1, 2... that counts how often it was opened.
 struct NumberStream : data::IterableDataset<int64_t> {
@@ -83,15 +79,6 @@ struct NumberParts : data::IterableDataset<int64_t> {
   }
   mutable std::atomic<int> opened{0};
 };
-
-inline Indices values_of(const Tensor& tensor) { return tensor.to_vector<int64_t>(); }
-
-template <class Loader>
-Batches epoch_of(Loader& loader) {
-  Batches batches;
-  for (Tensor& batch : loader) batches.push_back(values_of(batch));
-  return batches;
-}
 
 // How many rows of each batch count.
 template <class Loader>

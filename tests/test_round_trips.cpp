@@ -19,6 +19,7 @@
 #include <tessera/optim/schedule.h>
 #include <tessera/precision/grad_scaler.h>
 
+#include "number_data.h"
 #include "optimizer_kinds.h"
 
 namespace tessera {
@@ -297,18 +298,8 @@ TEST(RoundTrips, OfALossScaleBeforeAndAfterItGrowsAndFalls) {
 
 // ---- Loaders -----------------------------------------------------------------------------------
 
-class Numbers : public data::Dataset<int64_t> {
- public:
-  explicit Numbers(int64_t size) : size_(size) {}
-  int64_t size() const override { return size_; }
-  int64_t get(int64_t index) const override { return index; }
-
- private:
-  int64_t size_;
-};
-
 TEST(RoundTrips, OfALoaderInTheMiddleOfAnyEpoch) {
-  const Numbers numbers(11);
+  const data::Numbers numbers(11);
   for (const bool shuffle : {false, true}) {
     for (const bool drop_last : {false, true}) {
       for (const int workers : {0, 2}) {
