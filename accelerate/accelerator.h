@@ -224,7 +224,9 @@ class Accelerator : public ProcessControl {
   // ---- The loop
 
   // Opens the next micro-batch of the models' windows, until the result goes. ValueError for a
-  // model that was not prepared. `ends_window` makes it the last of its window.
+  // model that was not prepared. `ends_window` makes it the last of its window. UnsupportedError in
+  // the capture of a graph, as from backward() and recorded calls of prepared models: see
+  // optim/graphed_step.h.
   struct AccumulateOptions {
     bool ends_window = false;
   };

@@ -156,6 +156,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
                                     nn::ModuleBase&) -> std::shared_ptr<void> {
         const auto state = weak.lock();
         if (!state) return nullptr;
+        if (grad_enabled()) State::refuse_in_capture("a recorded call of a prepared model");
         // The scope's state lives with it.
         auto scope = std::make_shared<ForwardScope>(state->random, state->forward_depth);
         return {scope.get(), [state, scope](void*) mutable { scope.reset(); }};

@@ -239,6 +239,8 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   void apply_clip(OptimizerRecord& record);
 
   // ---- Windows
+  // A graph repeats what the device did, and nothing of what stands below.
+  static void refuse_in_capture(std::string_view where);
   void begin_random_numbers();
   double weigh(std::optional<double> weight);
   double agree_on_nominal(double weight);

@@ -10,6 +10,7 @@
 #include <tessera/autograd/graph.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
+#include <tessera/core/cuda/graph.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
@@ -45,6 +46,14 @@ TensorList gradients_of(const NamedTensors& parameters, std::unordered_set<Tenso
 
 // ---- Windows -----------------------------------------------------------------------------------
 
+void Accelerator::State::refuse_in_capture(std::string_view where) {
+  TS_CHECK_AS(
+      UnsupportedError, gpu::Capture::current() == nullptr, where,
+      "cannot be captured: windows, weights, reductions and random numbers of micro-batches "
+      "are decided on the host, and a graph repeats what the device did; train without the "
+      "graph, or capture a step of a model and an optimizer that are not prepared");
+}
+
 // A function of the global micro-batch: of N ranks with m each, rank r's k-th is number k * N + r.
 void Accelerator::State::begin_random_numbers() {
   const auto micro = static_cast<uint64_t>(counters.micro_batches * data_ranks + data_rank + 1);
@@ -66,6 +75,7 @@ MicroBatch::~MicroBatch() {
 
 MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
                              const AccumulateOptions& options) {
+  State::refuse_in_capture("accumulate");
   State& state = *state_;
   state.forget_dead();
   State::OpenMicro micro{.id = state.next_id++, .records = {}};
@@ -250,6 +260,7 @@ double Accelerator::State::seed_of(const Tensor& loss, double weight,
 }
 
 void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
+  State::refuse_in_capture("backward");
   State& state = *state_;
   TS_CHECK_SHAPE(loss.defined() && loss.numel() == 1, "backward",
                  "the loss must have one element; got ", loss, "; take its mean");

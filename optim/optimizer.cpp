@@ -187,8 +187,9 @@ bool Optimizer::step() {
   const NoGradGuard no_grad;
   const bool captures = gpu::Capture::current() != nullptr;
   TS_CHECK_AS(UnsupportedError, !captures || !gate_, type_name(),
-              "the step gate decides on the host, and a graph repeats the step without it; call "
-              "the step outside of the graph");
+              "the step gate decides on the host, and a graph repeats the step without asking it; "
+              "train without the graph, or take the gate away (that of an Accelerator goes with "
+              "free_memory())");
   // A gate may still set what the step is told (a loss scaler that unscales now).
   StepDecision decision = gate_ ? gate_() : StepDecision{};
   double* next_step = next_step_.data_as<double>();

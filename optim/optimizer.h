@@ -20,7 +20,8 @@
 // In the capture of a graph (optim/graphed_step.h) a step becomes part of it. Each replay is a
 // step: it takes the learning rate, the step number and next_step() of its time, all else as it was
 // captured. Other options that changed, and state that was replaced, throw ConfigError at the
-// replay. A step gate, and parameters that were never stepped, cannot be captured.
+// replay. A step with a gate cannot be captured, as a replay asks nobody, nor one of parameters
+// that were never stepped: UnsupportedError at the capture.
 #pragma once
 
 #include <array>

@@ -19,7 +19,10 @@
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/transport/group.h>
+#include <tessera/nn/container.h>
+#include <tessera/nn/dropout.h>
 #include <tessera/nn/linear.h>
+#include <tessera/optim/graphed_step.h>
 #include <tessera/optim/optimizers.h>
 
 namespace tessera {
@@ -181,6 +184,68 @@ TEST(CudaAccelerator, ScaledAndReducedPrecisionRunThereToo) {
     ASSERT_EQ(got.size(), expected.size());
     for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], 2e-2) << i;
   }
+}
+
+// A graph would repeat what the device did without the windows, weights and random numbers.
+TEST(CudaAccelerator, ACaptureIsRefusedAndTheTrainingGoesOn) {
+  const auto train = [](bool tries_a_graph) {
+    manual_seed(7);
+    Accelerator accelerator({.gradient_accumulation_steps = 2});
+    nn::Sequential model(nn::layer<nn::Linear>(6, 4), nn::layer<nn::Dropout>(0.5));
+    optim::AdamW optimizer(model.named_parameters(), {.lr = 3e-2});
+    accelerator.prepare(model, optimizer);
+    const Tensor x = randn({5, 6}).to(cuda(0));
+    const auto loss_of = [&](const TensorList& in) -> TensorList { return {model(in[0]).sum()}; };
+    std::vector<double> losses;
+    const auto micro_batch = [&](const TensorList& in) -> TensorList {
+      const auto micro = accelerator.accumulate(model);
+      const Tensor loss = loss_of(in)[0];
+      accelerator.backward(loss);
+      optimizer.step();
+      optimizer.zero_grad();
+      return {loss};
+    };
+    const auto refuses = [&](const char* what, const auto& work) {
+      bool captures = false;
+      optim::GraphedStep graph(
+          cuda(0), [&](const TensorList& in) { return captures ? work(in) : TensorList(); },
+          {.warmup = 1});
+      graph({x});
+      captures = true;
+      const std::string text = message_of<UnsupportedError>([&] { graph({x}); });
+      EXPECT_TRUE(contains(text, what)) << text;
+      EXPECT_FALSE(graph.captured());
+    };
+    for (int i = 0; i < 5; ++i) {
+      losses.push_back(micro_batch({x})[0].item());
+      if (!tries_a_graph) continue;
+      refuses("accumulate: cannot be captured", micro_batch);
+      refuses("a recorded call of a prepared model: cannot be captured", loss_of);
+      refuses("backward: cannot be captured", [&](const TensorList& in) -> TensorList {
+        accelerator.backward(in[0].sum());
+        return {};
+      });
+    }
+    return losses;
+  };
+  EXPECT_EQ(train(true), train(false));
+}
+
+TEST(CudaAccelerator, InferenceOfAPreparedModelIsCaptured) {
+  Accelerator accelerator;
+  nn::Linear model(6, 4);
+  accelerator.prepare(model);
+  optim::GraphedStep graph(cuda(0),
+                           [&](const TensorList& in) -> TensorList {
+                             const NoGradGuard no_grad;
+                             return {model(in[0])};
+                           },
+                           {.warmup = 1});
+  const Tensor x = randn({5, 6}).to(cuda(0));
+  graph({x});
+  const Tensor twice = x * 2.0;
+  EXPECT_EQ(graph({twice})[0].to_vector(), model(twice).to_vector());
+  EXPECT_TRUE(graph.captured());
 }
 
 // What NVIDIA's tools are told of a step, which the emulation records.
