@@ -7,6 +7,7 @@
 
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/cuda/graph.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/cast_transpose.h>
 #include <tessera/core/raw_views.h>
@@ -126,6 +127,20 @@ void make(WeightCache& cache, Entry& entry, const Tensor& leaf) {
   if (other != nullptr) fill(*other, transposes ? made.values : made.transposed, leaf);
 }
 
+// A graph reads the copy at every replay, and nobody calls get() then: it holds the tensor, counts
+// as a reader, and says so where the copy is no longer that of the leaf.
+void keep_for_replays(gpu::Capture& capture, const Tensor& leaf, const Entry& entry) {
+  capture.feed(0, [leaf, key = entry.key, tensor = entry.tensor](void*) {
+    const std::lock_guard lock(mutex_of(leaf));
+    Entry* now = ensure_cache(leaf).find(key);
+    TS_CHECK_AS(ConfigError, now != nullptr && now->tensor.is(tensor) && now->is_current(leaf),
+                "weight_cache", "the graph reads a ", name_of(key.dtype), " copy of ", leaf,
+                ", which was written since (a state was loaded, or stepped outside of the graph); "
+                "reset the graph");
+    now->was_got = true;
+  });
+}
+
 // Where the entry stands afterwards, or is gone.
 void release(Entry& entry) {
   if (entry.released) return;
@@ -146,11 +161,18 @@ Tensor get(const Tensor& leaf, const WeightKey& key) {
   const std::lock_guard lock(mutex_of(leaf));
   WeightCache& cache = ensure_cache(leaf);
   Entry* entry = cache.find(key);
+  gpu::Capture* const capture = gpu::Capture::current();
   if (entry == nullptr || !entry->is_current(leaf)) {
     Entry fresh{.key = key};
+    if (capture != nullptr) {  // the graph's memory, without values before a replay: not to be kept
+      WeightCache of_graph;
+      make(of_graph, fresh, leaf);
+      return fresh.tensor;
+    }
     make(cache, entry == nullptr ? fresh : *entry, leaf);
     if (entry == nullptr) entry = &cache.entries.emplace_back(std::move(fresh));
   }
+  if (capture != nullptr) keep_for_replays(*capture, leaf, *entry);
   entry->was_got = true;
   return entry->tensor;
 }
@@ -179,11 +201,12 @@ std::vector<Copy> begin_write(const Tensor& leaf) {
   return copies;
 }
 
-void mark_written(const Tensor& leaf, const WeightKey& key) {
+void mark_written(const Tensor& leaf, const Copy& copy) {
   const std::lock_guard lock(mutex_of(leaf));
   WeightCache* cache = cache_of(leaf);
-  if (Entry* entry = cache == nullptr ? nullptr : cache->find(key)) {
-    entry->stamp = Stamp::of(leaf, key.scale);
+  Entry* entry = cache == nullptr ? nullptr : cache->find(copy.key);
+  if (entry != nullptr && entry->tensor.is(copy.tensor)) {
+    entry->stamp = Stamp::of(leaf, copy.key.scale);
   }
 }
 

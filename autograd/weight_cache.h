@@ -14,6 +14,10 @@
 // once in a training; a graph that saved such a copy before refuses to run backward, as one that
 // saved the leaf itself does.
 //
+// In the capture of a graph (core/cuda/graph.h) a current copy is read by every replay, which
+// throws ConfigError where it is current no more; what is not current is made by each replay anew
+// and not kept.
+//
 // Bytes are counted under MemoryCategory::kWeightCache. Calls for one leaf may come from several
 // threads, each in its own context; who writes a leaf must be alone with it.
 #pragma once
@@ -67,9 +71,10 @@ Tensor find(const Tensor& leaf, const WeightKey& key);
 // For who is about to write every element of `leaf`: the copies that were got since the last
 // begin_write(). Those that were not are let go, so that a training that left a precision pays
 // nothing for it. Write to the tensors what can be written in the same pass and name it to
-// mark_written() after the leaf was written; the others are stale then.
+// mark_written() after the leaf was written; the others are stale then. A copy that is no longer
+// the leaf's (a graph writes to it still) is passed over.
 std::vector<Copy> begin_write(const Tensor& leaf);
-void mark_written(const Tensor& leaf, const WeightKey& key);
+void mark_written(const Tensor& leaf, const Copy& copy);
 
 // Frees a copy's bytes at once, also where a graph saved it. Such a graph refuses to run backward
 // until get() has made the copy again from unchanged values: into the same tensor, which it then

@@ -46,7 +46,8 @@ Tensor cast_to_write(const Tensor& parameter) {
   return {};
 }
 void mark_cast_written(const Tensor& parameter, const Tensor& cast) {
-  if (cast.defined()) weight_cache::mark_written(parameter, {.dtype = cast.dtype()});
+  if (!cast.defined()) return;
+  weight_cache::mark_written(parameter, {.key = {.dtype = cast.dtype()}, .tensor = cast});
 }
 
 std::string group_key(size_t group, std::string_view option) {

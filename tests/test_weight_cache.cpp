@@ -195,8 +195,13 @@ TEST(WeightCache, AWriterGetsWhatWasGotSinceTheLastWrite) {
   EXPECT_EQ(weight_cache::bytes(weight), 8);  // the other was let go
   weight.bump_version();
   EXPECT_FALSE(weight_cache::find(weight, half).defined());
-  weight_cache::mark_written(weight, half);
+  weight_cache::mark_written(weight, copies[0]);
   EXPECT_TRUE(weight_cache::find(weight, half).is(copies[0].tensor));
+  weight.bump_version();
+  weight_cache::get(weight, half);  // another tensor has taken its place
+  weight.bump_version();
+  weight_cache::mark_written(weight, copies[0]);
+  EXPECT_FALSE(weight_cache::find(weight, half).defined());
 }
 
 // ---- Release -----------------------------------------------------------------------------------

@@ -8,8 +8,10 @@
 #include <string>
 #include <vector>
 
+#include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/weight_cache.h>
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/error.h>
@@ -327,6 +329,72 @@ TEST(GraphedStep, AStepThatReadsIsRefusedAndTrainsOnWithoutAGraph) {
   graph(in);
   EXPECT_TRUE(graph.captured());
   EXPECT_NE(step.model.weight.to_vector(), weight);
+}
+
+// ---- Autocast's copies of weights ---------------------------------------------------------------
+
+// Forward alone, in bf16.
+struct LowForward : Small {
+  TensorList operator()(const TensorList& in) {
+    const NoGradGuard no_grad;
+    const AutocastGuard autocast(kBF16);
+    return {model(in[0]).to(kF32)};
+  }
+  std::vector<double> values(const TensorList& in) { return (*this)(in)[0].to_vector(); }
+  void write(double value) {
+    const NoGradGuard no_grad;
+    fill_(model.weight, value);
+  }
+  bool keeps_a_copy() const { return weight_cache::find(model.weight, {.dtype = kBF16}).defined(); }
+};
+
+TEST(GraphedStep, AWeightThatIsWrittenWhileTheGraphReadsItsCopyIsNoticed) {
+  LowForward forward;
+  GraphedStep graph(cuda(0), std::ref(forward), {.warmup = 1});
+  const TensorList in = forward.inputs(0);
+  graph(in);
+  EXPECT_EQ(graph(in)[0].to_vector(), forward.values(in));
+  forward.write(0.5);
+  EXPECT_THROW(graph(in), ConfigError);
+  const std::vector<double> expected = forward.values(in);  // makes another copy
+  EXPECT_THROW(graph(in), ConfigError);
+  graph.reset();
+  graph(in);
+  EXPECT_EQ(graph(in)[0].to_vector(), expected);
+}
+
+TEST(GraphedStep, ACopyThatTheCaptureMakesGoesWithTheGraph) {
+  LowForward forward;
+  const TensorList in = forward.inputs(0);
+  std::vector<double> expected;
+  {
+    GraphedStep graph(cuda(0), std::ref(forward), {.warmup = 1});
+    graph(in);
+    forward.write(0.5);
+    graph(in);
+    EXPECT_FALSE(forward.keeps_a_copy());
+    forward.write(0.25);
+    expected = graph(in)[0].to_vector();  // made by each replay anew
+  }
+  EXPECT_EQ(forward.values(in), expected);
+}
+
+TEST(GraphedStep, ACopyThatAGraphReadsIsRenewedByStepsOutsideOfIt) {
+  LowForward forward;
+  SGD optimizer(forward.model.named_parameters(), {.lr = 0.1});
+  GraphedStep graph(cuda(0), std::ref(forward), {.warmup = 1});
+  const TensorList in = forward.inputs(0);
+  graph(in);
+  for (int step = 0; step < 4; ++step) {
+    const std::vector<double> replayed = graph(in)[0].to_vector();
+    EXPECT_EQ(replayed, (linear(in[0].to(kBF16), forward.model.weight.detach().to(kBF16),
+                                forward.model.bias.detach().to(kBF16)))
+                            .to(kF32)
+                            .to_vector());
+    forward.loss(in[0]).backward();  // in f32: reads no copy
+    optimizer.step();
+    optimizer.zero_grad();
+  }
 }
 
 // ---- Loss scaling -------------------------------------------------------------------------------
