@@ -219,6 +219,7 @@ bool Optimizer::step() {
     count_skipped(all);
     step_scalars.skipped = skipped_;
   }
+  std::vector<std::pair<ParameterState*, Tensor>> captured;  // and the cast that is written
   for (size_t g = 0; g < groups_.size(); ++g) {
     // Parameters that joined late have lower step numbers: each number is a pass of its own.
     std::map<int64_t, std::vector<ParameterState*>> by_step;
@@ -237,17 +238,29 @@ bool Optimizer::step() {
       if (captures) step_scalars.on_device = feed_replays(g, states);
       update(g, states, step_scalars);
       for (ParameterState* state : states) {
-        if (!captures) state->step = number;
+        if (captures) {
+          captured.emplace_back(state, state->cached_cast);
+        } else {
+          state->step = number;
+        }
         state->gradient = {};
         mark_cast_written(state->parameter, std::exchange(state->cached_cast, {}));
       }
     }
   }
   if (step_scalars.found.defined()) add_(skipped_, reshape(step_scalars.found, {}));
-  if (captures) {  // what the replay was told is told
-    gpu::Capture::current()->feed(0, [this](void*) {
-      next_step_.data_as<double>()[0] = 1;
-      next_step_.data_as<double>()[1] = 0;
+  if (captures) {
+    // What the host does in a step, a replay does here, when nothing of the step refuses it.
+    gpu::Capture::current()->feed(0, [this, captured = std::move(captured)](void*) {
+      double* const told = next_step_.data_as<double>();
+      const bool skip = std::exchange(told[1], 0) != 0;
+      told[0] = 1;
+      if (skip) return;
+      for (const auto& [state, cast] : captured) {
+        ++state->step;
+        state->parameter.bump_version();
+        mark_cast_written(state->parameter, cast);
+      }
     });
   }
   return true;
@@ -267,17 +280,17 @@ std::vector<double> Optimizer::constant_options(size_t group) {
   return std::move(reader.found);
 }
 
-// The scalars of a captured update. What the host does in a step, the replay does as it fills them.
+// The scalars of a captured update, which a replay asks for. It refuses what the graph cannot know.
 const double* Optimizer::feed_replays(size_t group, const std::vector<ParameterState*>& stepped) {
   struct Captured {
     ParameterState* state;
-    Tensor target, parameter, cached_cast;  // kept: the graph writes to them
+    Tensor target, parameter;  // kept: the graph writes to them
     std::array<Tensor, kMaxStates> states;
   };
   std::vector<Captured> all;
   for (ParameterState* state : stepped) {
-    all.push_back({state, raw::alias(state->target()), raw::alias(state->parameter),
-                   state->cached_cast, state->states});
+    all.push_back(
+        {state, raw::alias(state->target()), raw::alias(state->parameter), state->states});
   }
   const auto fill = [this, group, all = std::move(all), skipped = skipped_,
                      options = constant_options(group)](void* host) {
@@ -286,11 +299,10 @@ const double* Optimizer::feed_replays(size_t group, const std::vector<ParameterS
                 "the graph");
     double* const scalars = static_cast<double*>(host);
     double* const next_step = next_step_.data_as<double>();
-    const bool skip = next_step[1] != 0;
     scalars[kernels::kLearningRate] = lr_of(group);
     scalars[kernels::kStep] = static_cast<double>(all.front().state->step + 1);
     scalars[kernels::kGradientScale] = next_step[0];
-    scalars[kernels::kSkipStep] = skip ? 1 : 0;
+    scalars[kernels::kSkipStep] = next_step[1] != 0 ? 1 : 0;
     TS_CHECK_AS(ConfigError, skipped.is(skipped_), type_name(),
                 "the count of skipped steps was replaced since the step was captured (a state was "
                 "loaded); reset the graph");
@@ -301,12 +313,6 @@ const double* Optimizer::feed_replays(size_t group, const std::vector<ParameterS
       TS_CHECK_AS(ConfigError, same, type_name(),
                   "parameters or state were replaced since the step was captured (a state was "
                   "loaded, or the model moved); reset the graph");
-    }
-    if (skip) return;
-    for (const Captured& one : all) {
-      ++one.state->step;
-      one.state->parameter.bump_version();
-      mark_cast_written(one.state->parameter, one.cached_cast);
     }
   };
   gpu::Capture& capture = *gpu::Capture::current();

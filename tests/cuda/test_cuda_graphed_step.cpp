@@ -310,6 +310,27 @@ TEST(GraphedStep, WhatAGraphCannotKnowIsRefused) {
   EXPECT_THROW(GraphedStep(cuda(0), std::ref(step), {.warmup = 0}), ValueError);
 }
 
+TEST(GraphedStep, AReplayThatIsRefusedCountsNoStep) {
+  Small small;
+  const NamedTensors weight{{"weight", small.model.weight}}, bias{{"bias", small.model.bias}};
+  AdamW optimizer({{weight, {}}, {bias, {}}});
+  GraphedStep graph(cuda(0),
+                    [&](const TensorList& in) -> TensorList {
+                      small.loss(in[0]).backward();
+                      optimizer.step();
+                      optimizer.zero_grad();
+                      return {};
+                    },
+                    {.warmup = 1});
+  const TensorList in = small.inputs(0);
+  graph(in);
+  graph(in);
+  optimizer.options(1).betas[0] = 0.5;
+  EXPECT_THROW(graph(in), ConfigError);
+  EXPECT_EQ(optimizer.state_dict().at("state.weight.step").item(), 2);
+  EXPECT_EQ(optimizer.state_dict().at("state.bias.step").item(), 2);
+}
+
 TEST(GraphedStep, AStepThatReadsIsRefusedAndTrainsOnWithoutAGraph) {
   SmallStep step;
   bool reads = true;
