@@ -24,6 +24,7 @@
 #include <tessera/optim/schedule.h>
 #include <tessera/precision/grad_scaler.h>
 
+#include "../optimizer_kinds.h"
 #include "gpt2/model.h"
 
 namespace tessera::optim {
@@ -142,8 +143,6 @@ struct Small {
   nn::Linear model;
 };
 
-using MakeOptimizer = std::function<std::unique_ptr<Optimizer>(const NamedTensors&)>;
-
 struct Outcome {
   std::vector<double> weight;
   std::vector<std::vector<double>> state;
@@ -157,69 +156,52 @@ Outcome outcome_of(const Small& small, const Optimizer& optimizer) {
   return outcome;
 }
 
-Outcome train_small(const MakeOptimizer& make, bool graphed) {
+template <class T>
+Outcome train_small(const typename T::Options& options, bool graphed) {
   manual_seed(1);
   Small small;
-  const auto optimizer = make(small.model.named_parameters());
+  T optimizer(small.model.named_parameters(), options);
   const auto function = [&](const TensorList& in) -> TensorList {
     const Tensor loss = small.loss(in[0]);
     loss.backward();
-    clip_grad_norm(small.model.parameters(), 0.01, {.fold_into = optimizer.get()});
-    optimizer->step();
-    optimizer->zero_grad();
+    clip_grad_norm(small.model.parameters(), 0.01, {.fold_into = &optimizer});
+    optimizer.step();
+    optimizer.zero_grad();
     return {loss};
   };
   GraphedStep graph(cuda(0), function, {.warmup = 1});
   for (int i = 0; i < 6; ++i) {
-    optimizer->set_lr(0.1 / (1 + i));
+    optimizer.set_lr(0.1 / (1 + i));
     const TensorList in = small.inputs(i);
     graphed ? graph(in) : function(in);
   }
-  return outcome_of(small, *optimizer);
+  return outcome_of(small, optimizer);
 }
 
-template <class T, class Options>
-MakeOptimizer maker(const Options& options) {
-  return [options](const NamedTensors& parameters) {
-    return std::make_unique<T>(parameters, options);
-  };
-}
+template <class T>
+class EveryGraphedOptimizer : public testing::Test {};
+TYPED_TEST_SUITE(EveryGraphedOptimizer, OptimizerKinds);
 
-TEST(GraphedStep, ServesEveryOptimizer) {
-  const MakeOptimizer all[] = {
-      maker<SGD>(SGDOptions{}),
-      maker<SGD>(SGDOptions{.momentum = 0.9, .weight_decay = 0.01, .nesterov = true}),
-      maker<Lion>(LionOptions{.weight_decay = 0.1}),
-      maker<Adagrad>(AdagradOptions{.lr_decay = 0.2}),
-      maker<RMSprop>(RMSpropOptions{.momentum = 0.9, .centered = true}),
-      maker<Adam>(AdamOptions{.weight_decay = 0.1, .amsgrad = true}),
-  };
-  for (const MakeOptimizer& make : all) {
-    const Outcome expected = train_small(make, false);
-    const Outcome got = train_small(make, true);
+TYPED_TEST(EveryGraphedOptimizer, StepsToTheSameBitsAsWithoutTheGraph) {
+  for (const auto& options : kOptions<TypeParam>) {
+    const Outcome expected = train_small<TypeParam>(options, false);
+    const Outcome got = train_small<TypeParam>(options, true);
     EXPECT_EQ(got.weight, expected.weight);
     EXPECT_EQ(got.state, expected.state);
   }
 }
 
 // The factor of clipping stays on the device for all of them.
-TEST(GraphedStep, NoOptimizerWaitsForAFoldedClip) {
-  const MakeOptimizer all[] = {
-      maker<SGD>(SGDOptions{.momentum = 0.9}),
-      maker<Lion>(LionOptions{}),
-      maker<Adagrad>(AdagradOptions{}),
-      maker<RMSprop>(RMSpropOptions{}),
-      maker<AdamW>(AdamWOptions{}),
-  };
-  for (const MakeOptimizer& make : all) {
+TYPED_TEST(EveryGraphedOptimizer, WaitsForNoFoldedClip) {
+  for (const auto& options : kOptions<TypeParam>) {
     Small small;
-    const auto optimizer = make(small.model.named_parameters());
+    TypeParam optimizer(small.model.named_parameters(), options);
     const TensorList in = small.inputs(0);
     const auto step = [&] {
       small.loss(in[0]).backward();
-      clip_grad_norm(small.model.parameters(), 0.01, {.fold_into = optimizer.get()});
-      optimizer->step();
-      optimizer->zero_grad();
+      clip_grad_norm(small.model.parameters(), 0.01, {.fold_into = &optimizer});
+      optimizer.step();
+      optimizer.zero_grad();
     };
     step();  // makes the state
     const int64_t before = gpu::emulation::host_waits();
