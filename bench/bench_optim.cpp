@@ -7,6 +7,7 @@
 // figures for the same tensors: bench/compare/pytorch_optim.py.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
 #include <string>
@@ -98,21 +99,24 @@ int run(int argc, char** argv) {
     const double narrow = static_cast<double>(2 * size_of(one.param) + size_of(one.grad) +
                                               (one.has_shadow ? size_of(one.shadow) : 0));
     using namespace kernels::rules;
-    const auto entries = [&](int states) {
-      std::vector<kernels::UpdateTensors> made;
-      for (size_t i = 0; i < all.size(); ++i) {
-        made.push_back({param[i], grad[i], {first[i]}, shadow_at(i)});
-        if (states == 2) made.back().states[1] = second[i];
-      }
-      return made;
-    };
-    const std::vector<kernels::UpdateTensors> one_state = entries(1), two_states = entries(2);
+    const std::array<const TensorList*, 2> states = {&first, &second};
     const auto run = [&]<class Rule>(Rule, const char* pass,
                                      const typename Rule::Options& options) {
-      const bool two = kernels::rules::kNumStates<Rule> > 1 &&
-                       (kernels::rules::optional_states<Rule>() & 2) == 0;
-      report(pass, one.name, narrow + (two ? 16 : 8), median_seconds([&] {
-               kernels::multi_tensor_update<Rule>(two ? two_states : one_state, options, scalars);
+      std::vector<kernels::UpdateTensors> entries;
+      double bytes = narrow;
+      for (size_t i = 0; i < all.size(); ++i) {
+        entries.push_back({param[i], grad[i], {}, shadow_at(i)});
+      }
+      for (int state = 0; state < kNumStates<Rule>; ++state) {
+        if (!uses_state<Rule>(options, state)) continue;
+        bytes += 8;
+        for (size_t i = 0; i < all.size(); ++i) {
+          entries[i].states[static_cast<size_t>(state)] =
+              states.at(static_cast<size_t>(state))->at(i);
+        }
+      }
+      report(pass, one.name, bytes, median_seconds([&] {
+               kernels::multi_tensor_update<Rule>(entries, options, scalars);
              }));
     };
     run(AdamW{}, "AdamW", {.weight_decay = 0.1});
