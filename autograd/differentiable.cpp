@@ -209,9 +209,6 @@ Tensor Saved::extra(int i) const { return node_.extras.at(static_cast<size_t>(i)
 bool Saved::needs(int input) const {
   return (node_.needs & index_bit(static_cast<size_t>(input))) != 0;
 }
-bool Saved::kept(int input) const {
-  return (node_.kept & index_bit(static_cast<size_t>(input))) != 0;
-}
 const Shape& Saved::input_shape(int i) const {
   return node_.input_metas.at(static_cast<size_t>(i)).shape;
 }

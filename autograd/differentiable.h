@@ -75,7 +75,6 @@ class Saved {
   Tensor output(int i = 0) const;
   Tensor extra(int i) const;
   bool needs(int input) const;  // is this gradient wanted?
-  bool kept(int input) const;   // may input(i) be asked for?
   // Known for every input that was defined, kept or not.
   const Shape& input_shape(int i) const;
   DType input_dtype(int i) const;
