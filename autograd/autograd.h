@@ -78,9 +78,8 @@ bool backward_reaches(const Tensor& leaf);
 // Gradients of `leaf` are kept in `main_grad` from now on: a backward that finds no `.grad` copies
 // its gradient there, converting the dtype, and `.grad` is then `main_grad` itself; later ones add
 // in place. zero_grad() forgets `.grad`, not main_grad. This is how gradients come to lie in one
-// flat buffer
-// (`main_grad` is then raw::as_parameter of a view of it), or in a wider dtype than their leaf.
-// Undefined: none any more. Backward with create_graph passes it by. Throws ShapeError,
+// flat buffer (`main_grad` is then raw::as_parameter of a view of it), or in a wider dtype than
+// their leaf. Undefined: none any more. Backward with create_graph passes it by. Throws ShapeError,
 // AutogradError.
 void set_main_grad(const Tensor& leaf, const Tensor& main_grad);
 

@@ -12,10 +12,11 @@
 //     Tensor y = mlp(x);  // operator(), never forward: hooks and names in errors hang on it
 //
 // `add` makes, owns and names a child, `parameter` and `buffer` do so for tensors. Only what was
-// registered so is trained, saved and moved. A module that stands in another one by value
-// (`nn::Linear fc;`) is an error when it is made; one that is held by a pointer of one's own, and a
-// tensor that is a plain member, are not seen. Names are local; dots join them:
-// "transformer.h.0.mlp.fc.weight". Modules are neither copied nor moved; clone() is explicit.
+// registered so is trained, saved and moved. A module that stands by value (`nn::Linear fc;`) in
+// the class that Module<> names is an error when it is made; one in a class derived further, one
+// that is held by a pointer of one's own, and a tensor that is a plain member, are not seen. Names
+// are local; dots join them: "transformer.h.0.mlp.fc.weight". Modules are neither copied nor moved;
+// clone() is explicit.
 //
 // Initial values depend on the seed and the dotted name alone (see initial_stream): not on the
 // order of construction, not on the number of ranks. Two models made side by side from one seed are
