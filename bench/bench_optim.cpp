@@ -37,8 +37,8 @@ double median_seconds(auto&& call) {
 // What a step works on. Shapes of a transformer: a few large matrices, many short vectors.
 struct Case {
   const char* name;
-  DType param, grad, shadow;
-  bool has_shadow;
+  DType param, grad, model_copy;
+  bool has_model_copy;
 };
 
 std::vector<Shape> shapes(int64_t millions) {
@@ -88,16 +88,19 @@ int run(int argc, char** argv) {
   };
   const double scalars[kernels::kNumStepScalars] = {1e-4, 10, 1, 0};
   for (const Case& one : {Case{"f32", kF32, kF32, kF32, false},
-                          Case{"f32 with a bf16 shadow", kF32, kF32, kBF16, true},
+                          Case{"f32 with a bf16 model copy", kF32, kF32, kBF16, true},
                           Case{"bf16 with f32 masters", kF32, kBF16, kBF16, true},
                           Case{"bf16 without masters", kBF16, kBF16, kF32, false},
                           Case{"f16 with f32 masters", kF32, kF16, kF16, true}}) {
     const TensorList param = make(all, one.param, true), grad = make(all, one.grad, true);
     const TensorList first = make(all, kF32, false), second = make(all, kF32, false);
-    const TensorList shadow = one.has_shadow ? make(all, one.shadow, false) : TensorList{};
-    const auto shadow_at = [&](size_t i) { return one.has_shadow ? shadow[i] : Tensor(); };
+    const TensorList model_copy =
+        one.has_model_copy ? make(all, one.model_copy, false) : TensorList{};
+    const auto model_copy_at = [&](size_t i) {
+      return one.has_model_copy ? model_copy[i] : Tensor();
+    };
     const double narrow = static_cast<double>(2 * size_of(one.param) + size_of(one.grad) +
-                                              (one.has_shadow ? size_of(one.shadow) : 0));
+                                              (one.has_model_copy ? size_of(one.model_copy) : 0));
     using namespace kernels::rules;
     const std::array<const TensorList*, 2> states = {&first, &second};
     const auto run = [&]<class Rule>(Rule, const char* pass,
@@ -105,7 +108,7 @@ int run(int argc, char** argv) {
       std::vector<kernels::UpdateTensors> entries;
       double bytes = narrow;
       for (size_t i = 0; i < all.size(); ++i) {
-        entries.push_back({param[i], grad[i], {}, shadow_at(i)});
+        entries.push_back({param[i], grad[i], {}, model_copy_at(i)});
       }
       for (int state = 0; state < kNumStates<Rule>; ++state) {
         if (!uses_state<Rule>(options, state)) continue;

@@ -132,7 +132,7 @@ class Optimizer {
     std::array<Tensor, kMaxStates> states = {};
     // What kernels update, and the 16-bit tensor that they round it into, if any.
     const Tensor& target() const { return master.defined() ? master : parameter; }
-    const Tensor& shadow() const { return master.defined() ? parameter : cached_cast; }
+    const Tensor& model_copy() const { return master.defined() ? parameter : cached_cast; }
   };
   // Reads or writes one option of a group, by name.
   class OptionVisitor {

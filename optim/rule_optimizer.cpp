@@ -30,7 +30,7 @@ void RuleOptimizer<Rule>::update(size_t group, std::span<ParameterState* const> 
     kernels::UpdateTensors& one = tensors.emplace_back();
     one.param = p->target();
     one.grad = p->gradient;
-    one.shadow = p->shadow();
+    one.model_copy = p->model_copy();
     for (size_t i = 0; i < Rule::kStates.size(); ++i) {
       // One that an option has needed before is kept, and not used.
       if (rules::uses_state<Rule>(options, static_cast<int>(i))) one.states[i] = p->states[i];

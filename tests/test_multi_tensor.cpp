@@ -217,14 +217,14 @@ TEST(MultiTensor,
   }
 }
 
-TEST(MultiTensor, a_shadow_receives_the_rounded_new_value) {
-  const Tensor master = filled(2000, 1), shadow = raw::zeros({2000}, kBF16);
+TEST(MultiTensor, a_model_copy_receives_the_rounded_new_value) {
+  const Tensor master = filled(2000, 1), model_copy = raw::zeros({2000}, kBF16);
   const UpdateTensors entry{
-      master, filled(2000, 2, kBF16), {zeros_of(master), zeros_of(master)}, shadow};
+      master, filled(2000, 2, kBF16), {zeros_of(master), zeros_of(master)}, model_copy};
   multi_tensor_update<rules::AdamW>({&entry, 1}, {}, scalars_of(0.1, 1).data());
   const std::vector<float> values = master.to_vector<float>();
   for (size_t i = 0; i < values.size(); ++i) {
-    ASSERT_EQ(shadow.data_as<bf16>()[i].bits, from_float<bf16>(values[i]).bits) << "at " << i;
+    ASSERT_EQ(model_copy.data_as<bf16>()[i].bits, from_float<bf16>(values[i]).bits) << "at " << i;
   }
 }
 
@@ -244,38 +244,41 @@ TEST(MultiTensor, narrow_operands_give_the_bits_of_widened_ones) {
         };
         const Tensor expected = widened(values), expected_state = state(5);
         pass(expected, widened(grad), expected_state, Tensor());
-        const Tensor master = widened(values), shadow = raw::zeros({size}, narrow);
+        const Tensor master = widened(values), model_copy = raw::zeros({size}, narrow);
         const Tensor master_state = state(5);
-        pass(master, grad, master_state, shadow);
+        pass(master, grad, master_state, model_copy);
         EXPECT_TRUE(same_bits(master, expected));
         EXPECT_TRUE(same_bits(master_state, expected_state));
-        EXPECT_TRUE(same_bits(shadow, convert(expected, narrow)));
+        EXPECT_TRUE(same_bits(model_copy, convert(expected, narrow)));
         const Tensor own = copy_of(values), own_state = state(5);
         pass(own, grad, own_state, Tensor());
         EXPECT_TRUE(same_bits(own, convert(expected, narrow)));
         EXPECT_TRUE(same_bits(own_state, expected_state));
       };
-      check("sgd", [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
-        const UpdateTensors entry{p, g, {s}, shadow};
-        multi_tensor_update<rules::SGD>({&entry, 1}, {.momentum = 0.9, .nesterov = true},
-                                        scalars.data());
+      check("sgd",
+            [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& model_copy) {
+              const UpdateTensors entry{p, g, {s}, model_copy};
+              multi_tensor_update<rules::SGD>({&entry, 1}, {.momentum = 0.9, .nesterov = true},
+                                              scalars.data());
+            });
+      check("adam",
+            [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& model_copy) {
+              const UpdateTensors entry{p, g, {zeros_of(s), s}, model_copy};
+              multi_tensor_update<rules::AdamW>({&entry, 1}, {}, scalars.data());
+            });
+      check("lion",
+            [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& model_copy) {
+              const UpdateTensors entry{p, g, {s}, model_copy};
+              multi_tensor_update<rules::Lion>({&entry, 1}, {.weight_decay = 0.1}, scalars.data());
+            });
+      check("adagrad", [&](const Tensor& p, const Tensor& g, const Tensor& s,
+                           const Tensor& model_copy) {
+        const UpdateTensors entry{p, g, {s}, model_copy};
+        multi_tensor_update<rules::Adagrad>({&entry, 1}, {.weight_decay = 0.1}, scalars.data());
       });
-      check("adam", [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
-        const UpdateTensors entry{p, g, {zeros_of(s), s}, shadow};
-        multi_tensor_update<rules::AdamW>({&entry, 1}, {}, scalars.data());
-      });
-      check("lion", [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
-        const UpdateTensors entry{p, g, {s}, shadow};
-        multi_tensor_update<rules::Lion>({&entry, 1}, {.weight_decay = 0.1}, scalars.data());
-      });
-      check(
-          "adagrad", [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
-            const UpdateTensors entry{p, g, {s}, shadow};
-            multi_tensor_update<rules::Adagrad>({&entry, 1}, {.weight_decay = 0.1}, scalars.data());
-          });
       check("rmsprop",
-            [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& shadow) {
-              const UpdateTensors entry{p, g, {s}, shadow};
+            [&](const Tensor& p, const Tensor& g, const Tensor& s, const Tensor& model_copy) {
+              const UpdateTensors entry{p, g, {s}, model_copy};
               multi_tensor_update<rules::RMSprop>({&entry, 1}, {}, scalars.data());
             });
       const std::vector<Tensor> one{grad}, wide{widened(grad)};

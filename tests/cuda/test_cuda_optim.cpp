@@ -154,24 +154,24 @@ Framed framed(DType dtype, int64_t offset, int64_t count, double phase, double m
   return {memory, memory.narrow(0, offset, count)};
 }
 
-constexpr size_t kShadow = 5;  // after parameter, gradient and three states
+constexpr size_t kModelCopy = 5;  // after parameter, gradient and three states
 struct Entry {
   std::vector<Framed> framed;
   Tensor operator[](size_t i) const { return framed[i].view; }
 };
 
-// Each dtype of parameters, gradients and shadows; every fourth entry is aligned.
+// Each dtype of parameters, gradients and model copies; every fourth entry is aligned.
 std::vector<Entry> entries_on(const Device& device) {
   constexpr int64_t kCounts[] = {1, 6, 4, 3, 1031, 7, 5, 8, 2};
   std::vector<Entry> entries;
   for (const DType param : {kF32, kBF16, kF16, kF64}) {
     for (const DType grad : {kF32, kBF16, kF16, kF64}) {
-      for (const DType shadow : {kF32, kBF16, kF16, kF64}) {
+      for (const DType model_copy : {kF32, kBF16, kF16, kF64}) {
         const auto i = static_cast<int64_t>(entries.size());
         const int64_t count = i % 31 == 0 ? kernels::kMultiTensorChunk + 1 + i % 4 : kCounts[i % 9];
         const DType state = param == kF64 ? kF64 : kF32;
         Entry entry;
-        for (const DType dtype : {param, grad, state, state, state, shadow}) {
+        for (const DType dtype : {param, grad, state, state, state, model_copy}) {
           const auto role = static_cast<int64_t>(entry.framed.size());
           entry.framed.push_back(framed(dtype, i % 4 == 0 ? 0 : (i + 2 * role) % 5, count,
                                         static_cast<double>(i + role),
@@ -200,13 +200,13 @@ void expect_the_memory_of_the_cpu(const std::string& name, const Run& run) {
   }
 }
 
-// Some entries do without a shadow.
+// Some entries do without a model copy.
 template <class MakeTensors>
 auto updates(const std::vector<Entry>& entries, const MakeTensors& make) {
   std::vector<decltype(make(entries[0], size_t{0}))> tensors;
   for (size_t i = 0; i < entries.size(); ++i) {
     tensors.push_back(make(entries[i], i));
-    if (i % 5 != 2) tensors.back().shadow = entries[i][kShadow];
+    if (i % 5 != 2) tensors.back().model_copy = entries[i][kModelCopy];
   }
   return tensors;
 }
@@ -249,7 +249,7 @@ TEST(CudaOptimizers, WhatIsDoneInPlaceKeepsToTheView) {
     const double factor = 0.37;
     kernels::multi_tensor_scale(all(entries, 0), &factor);
     kernels::multi_tensor_clamp(all(entries, 1), 0.5);
-    kernels::multi_tensor_lerp(all(entries, 2), all(entries, kShadow), 0.3);
+    kernels::multi_tensor_lerp(all(entries, 2), all(entries, kModelCopy), 0.3);
   });
 }
 

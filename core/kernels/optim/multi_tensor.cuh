@@ -176,9 +176,10 @@ template <class C>
 TS_DEVICE void store_span(const Span& span, int64_t i, int count, const C (&values)[kSpanGroup]) {
   with_lane_dtype<C>(span.dtype, [&]<class T>() { store_group_of<T>(span, i, count, values); });
 }
-// A shadow has any floating dtype, beside a parameter of any lane.
+// A model copy has any floating dtype, beside a parameter of any lane.
 template <class C>
-TS_DEVICE void store_shadow(const Span& span, int64_t i, int count, const C (&values)[kSpanGroup]) {
+TS_DEVICE void store_model_copy(const Span& span, int64_t i, int count,
+                                const C (&values)[kSpanGroup]) {
   if (span.data == nullptr) return;
   if (span.dtype == kF64) {
     store_group_of<double>(span, i, count, values);

@@ -10,10 +10,10 @@
 // Written tensors get a new version. Meta tensors are checked and left alone. Throws ShapeError,
 // DTypeError, DeviceError before anything is written.
 //
-// Low-precision weights. `shadow` is optional and receives the new value of `param` rounded to its
-// own dtype in the same pass. It serves both schemes:
-//   - master weights: pass the f32 master as `param` and the model's bf16 weight as `shadow`;
-//   - autocast: pass the f32 weight as `param` and its bf16 copy as `shadow`.
+// Low-precision weights. `model_copy` is optional and receives the new value of `param` rounded to
+// its own dtype in the same pass. It serves both schemes:
+//   - master weights: pass the f32 master as `param` and the model's bf16 weight as `model_copy`;
+//   - autocast: pass the f32 weight as `param` and its bf16 copy as `model_copy`.
 // Without one, a bf16 param is read, updated in f32 and rounded back.
 //
 // What changes from step to step can be told by device memory beside the parameters (StepScalars),
@@ -47,7 +47,7 @@ struct UpdateTensors {
   Tensor param;
   Tensor grad;
   std::array<Tensor, kMaxRuleStates> states = {};
-  Tensor shadow = {};
+  Tensor model_copy = {};
 };
 // One step of a rule of update_rules.h:
 //

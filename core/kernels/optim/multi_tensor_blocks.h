@@ -12,20 +12,20 @@
 namespace tessera::kernels {
 
 // A block of a parameter with its gradient, and where its rounded new values go (or null). All are
-// of the compute type and there is no shadow; or, where the rule is `in_registers`, one of the
+// of the compute type and there is no model copy; or, where the rule is `in_registers`, one of the
 // combinations that updates_directly() names.
 struct UpdateBlock {
   int64_t n;
   void* param;
   const void* grad;
-  void* shadow;
+  void* model_copy;
   DType param_dtype, grad_dtype;
 };
 // Whether blocks of these dtypes may be given as they are.
-inline bool updates_directly(DType param, DType grad, std::optional<DType> shadow) {
-  if (shadow.has_value() && *shadow != kBF16) return false;
-  if (param == kF32) return grad == kF32 || (grad == kBF16 && shadow.has_value());
-  return (param == kF64 || param == kBF16) && grad == param && !shadow.has_value();
+inline bool updates_directly(DType param, DType grad, std::optional<DType> model_copy) {
+  if (model_copy.has_value() && *model_copy != kBF16) return false;
+  if (param == kF32) return grad == kF32 || (grad == kBF16 && model_copy.has_value());
+  return (param == kF64 || param == kBF16) && grad == param && !model_copy.has_value();
 }
 
 // States are of the compute type, those that are absent null; nothing aliases.

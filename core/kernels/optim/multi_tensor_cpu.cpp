@@ -77,13 +77,13 @@ using StateTensors = std::array<Tensor, kMaxRuleStates>;  // undefined: absent
 struct Entry {
   int64_t numel = 0;
   bool is_double = false;
-  ListElement param, grad, shadow;
+  ListElement param, grad, model_copy;
   std::array<ListElement, kMaxRuleStates> states = {};
   Tensor grad_copy;  // where the gradient had another layout
 };
 
-Entry make_entry(const char* where, const Tensor& param, const Tensor& grad, const Tensor& shadow,
-                 const StateTensors& states) {
+Entry make_entry(const char* where, const Tensor& param, const Tensor& grad,
+                 const Tensor& model_copy, const StateTensors& states) {
   check_floating(param, where, "param");
   check_floating(grad, where, "grad");
   check_host(param, where);
@@ -113,12 +113,12 @@ Entry make_entry(const char* where, const Tensor& param, const Tensor& grad, con
     entry.grad_copy = in_layout_of(grad, param.strides());
     entry.grad = operand(entry.grad_copy);
   }
-  if (shadow.defined()) {
-    check(shadow, "shadow");
-    check_floating(shadow, where, "shadow");
-    TS_CHECK_SHAPE(same_layout(shadow), where, "shadow must have the strides of param, ",
-                   param.strides(), "; got ", shadow.strides());
-    entry.shadow = operand(shadow);
+  if (model_copy.defined()) {
+    check(model_copy, "model_copy");
+    check_floating(model_copy, where, "model_copy");
+    TS_CHECK_SHAPE(same_layout(model_copy), where, "model_copy must have the strides of param, ",
+                   param.strides(), "; got ", model_copy.strides());
+    entry.model_copy = operand(model_copy);
   }
   size_t i = 0;
   for (const Tensor& state : states) {
@@ -154,16 +154,16 @@ void update_range(const Entry& entry, Convert convert, int64_t begin, int64_t en
     return std::array<C*, kMaxRuleStates>{at<C>(entry.states[0], i), at<C>(entry.states[1], i),
                                           at<C>(entry.states[2], i)};
   };
-  const bool has_shadow = entry.shadow.data != nullptr;
+  const bool has_model_copy = entry.model_copy.data != nullptr;
   const bool direct_param = entry.param.dtype == dtype_of<C>;
   const bool direct_grad = entry.grad.dtype == dtype_of<C>;
-  if ((direct_param && direct_grad && !has_shadow) ||
+  if ((direct_param && direct_grad && !has_model_copy) ||
       (convert == Convert::kInRegisters &&
        updates_directly(entry.param.dtype, entry.grad.dtype,
-                        has_shadow ? std::optional(entry.shadow.dtype) : std::nullopt))) {
+                        has_model_copy ? std::optional(entry.model_copy.dtype) : std::nullopt))) {
     block(UpdateBlock{end - begin, bytes_at(entry.param, begin), bytes_at(entry.grad, begin),
-                      has_shadow ? bytes_at(entry.shadow, begin) : nullptr, entry.param.dtype,
-                      entry.grad.dtype},
+                      has_model_copy ? bytes_at(entry.model_copy, begin) : nullptr,
+                      entry.param.dtype, entry.grad.dtype},
           states(begin));
     return;
   }
@@ -186,8 +186,9 @@ void update_range(const Entry& entry, Convert convert, int64_t begin, int64_t en
     if (!direct_param) {
       convert_out(entry.param.dtype, bytes_at(entry.param, i), n, static_cast<const C*>(params));
     }
-    if (has_shadow) {
-      convert_out(entry.shadow.dtype, bytes_at(entry.shadow, i), n, static_cast<const C*>(param));
+    if (has_model_copy) {
+      convert_out(entry.model_copy.dtype, bytes_at(entry.model_copy, i), n,
+                  static_cast<const C*>(param));
     }
   }
 }
@@ -300,7 +301,7 @@ void multi_tensor_update(std::span<const UpdateTensors> tensors,
   entries.reserve(tensors.size());
   bool meta = false;
   for (const UpdateTensors& t : tensors) {
-    entries.push_back(make_entry(Rule::kName, t.param, t.grad, t.shadow, t.states));
+    entries.push_back(make_entry(Rule::kName, t.param, t.grad, t.model_copy, t.states));
     meta = meta || t.param.is_meta();
   }
   const auto scalars = on_host(step_scalars);
@@ -317,7 +318,7 @@ void multi_tensor_update(std::span<const UpdateTensors> tensors,
              });
   for (const UpdateTensors& t : tensors) {
     t.param.bump_version();
-    if (t.shadow.defined()) t.shadow.bump_version();
+    if (t.model_copy.defined()) t.model_copy.bump_version();
     for (const Tensor& state : t.states) {
       if (state.defined()) state.bump_version();
     }

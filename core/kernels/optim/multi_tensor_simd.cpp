@@ -34,29 +34,30 @@ TS_HD Pack<double> add_square(Pack<double> a, Pack<double> v) {
 }
 #endif
 
-// No shadow: what is written to it goes nowhere.
-struct NoShadow {};
+// No model copy: what is written to it goes nowhere.
+struct NoModelCopy {};
 
 template <class S>
-TS_HD void write_shadow(S* TS_RESTRICT shadow, int64_t i, float value) {
-  if constexpr (!std::is_same_v<S, NoShadow>) shadow[i] = store<S>(value);
+TS_HD void write_model_copy(S* TS_RESTRICT model_copy, int64_t i, float value) {
+  if constexpr (!std::is_same_v<S, NoModelCopy>) model_copy[i] = store<S>(value);
 }
-TS_HD void write_shadow(NoShadow*, int64_t, double) {}
+TS_HD void write_model_copy(NoModelCopy*, int64_t, double) {}
 
-// loop(param, grad, shadow) with the pointers of a block in their types; see updates_directly().
+// loop(param, grad, model_copy) with the pointers of a block in their types; see
+// updates_directly().
 template <class C, class Loop>
 TS_HD void with_types(const UpdateBlock& block, Loop&& loop) {
-  NoShadow* const none = nullptr;
+  NoModelCopy* const none = nullptr;
   if constexpr (std::is_same_v<C, double>) {
     loop(static_cast<double*>(block.param), static_cast<const double*>(block.grad), none);
   } else if (block.param_dtype == DType::kBFloat16) {
     loop(static_cast<bf16*>(block.param), static_cast<const bf16*>(block.grad), none);
   } else if (block.grad_dtype == DType::kBFloat16) {
     loop(static_cast<float*>(block.param), static_cast<const bf16*>(block.grad),
-         static_cast<bf16*>(block.shadow));
-  } else if (block.shadow != nullptr) {
+         static_cast<bf16*>(block.model_copy));
+  } else if (block.model_copy != nullptr) {
     loop(static_cast<float*>(block.param), static_cast<const float*>(block.grad),
-         static_cast<bf16*>(block.shadow));
+         static_cast<bf16*>(block.model_copy));
   } else {
     loop(static_cast<float*>(block.param), static_cast<const float*>(block.grad), none);
   }
@@ -82,7 +83,7 @@ TS_HD void with_states(unsigned has, auto&& run) {
 // What a rule leaves alone is `none`.
 template <class Rule, unsigned kHas, class C, class P, class G, class S>
 TS_HD void update_loop(const typename Rule::template Step<C> step, int64_t n, P* TS_RESTRICT param,
-                       const G* TS_RESTRICT grad, S* TS_RESTRICT shadow, C* TS_RESTRICT first,
+                       const G* TS_RESTRICT grad, S* TS_RESTRICT model_copy, C* TS_RESTRICT first,
                        C* TS_RESTRICT second, C* TS_RESTRICT third) {
   constexpr rules::HasStates<kHas> has;
   for (int64_t i = 0; i < n; ++i) {
@@ -91,7 +92,7 @@ TS_HD void update_loop(const typename Rule::template Step<C> step, int64_t n, P*
         step, has, load<C>(param[i]), load<C>(grad[i]), (kHas & 1) != 0 ? first[i] : none,
         (kHas & 2) != 0 ? second[i] : none, (kHas & 4) != 0 ? third[i] : none);
     param[i] = store<P>(value);
-    write_shadow(shadow, i, value);
+    write_model_copy(model_copy, i, value);
   }
 }
 
@@ -104,11 +105,11 @@ void update_block(Rule, const typename Rule::template Step<C>& step, const Updat
       (first != nullptr ? 1u : 0u) | (second != nullptr ? 2u : 0u) | (third != nullptr ? 4u : 0u);
   with_states<Rule>(has, [&]<unsigned kHas>() TS_LANES {
     if constexpr (rules::in_registers<Rule>()) {
-      with_types<C>(block, [&](auto* param, const auto* grad, auto* shadow) TS_LANES {
-        update_loop<Rule, kHas>(step, block.n, param, grad, shadow, first, second, third);
+      with_types<C>(block, [&](auto* param, const auto* grad, auto* model_copy) TS_LANES {
+        update_loop<Rule, kHas>(step, block.n, param, grad, model_copy, first, second, third);
       });
     } else {
-      NoShadow* const none = nullptr;
+      NoModelCopy* const none = nullptr;
       update_loop<Rule, kHas>(step, block.n, static_cast<C*>(block.param),
                               static_cast<const C*>(block.grad), none, first, second, third);
     }

@@ -24,7 +24,7 @@ struct HasStatesOfRow {
   }
 };
 
-// Spans of a row: parameter, gradient, three states, shadow.
+// Spans of a row: parameter, gradient, three states, model copy.
 //
 // One thread of each block works out the constants of the step, as step number and factors may be
 // known to the device alone: the bits are the CPU's where its pow() is, and a GPU's may differ in
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kBlock)
       if (has[s]) store_group_of<C>(row.spans[2 + s], i, count, states[s]);
     }
     store_span(row.spans[0], i, count, param);
-    store_shadow(row.spans[5], i, count, param);
+    store_model_copy(row.spans[5], i, count, param);
   });
 }
 
@@ -79,7 +79,7 @@ struct Update {
   Table table;
   TensorList kept;
 
-  void add(const char* where, const Tensor& param, const Tensor& grad, const Tensor& shadow,
+  void add(const char* where, const Tensor& param, const Tensor& grad, const Tensor& model_copy,
            const StateTensors& states) {
     check_floating(param, where, "param");
     check_floating(grad, where, "grad");
@@ -99,9 +99,9 @@ struct Update {
                      x.strides());
     };
     check(grad, "grad");
-    if (shadow.defined()) {
-      check_layout(shadow, "shadow");
-      check_floating(shadow, where, "shadow");
+    if (model_copy.defined()) {
+      check_layout(model_copy, "model_copy");
+      check_floating(model_copy, where, "model_copy");
     }
     for (const Tensor& state : states) {
       if (!state.defined()) continue;
@@ -113,7 +113,7 @@ struct Update {
         detail::is_direct(compute == kF64 ? Lane::kDouble : Lane::kFloat, grad.dtype());
     kept.push_back(in_order_of(grad, param, direct ? grad.dtype() : compute));
     table.add({span_of(param), span_of(kept.back()), span_of(states[0]), span_of(states[1]),
-               span_of(states[2]), span_of(shadow)},
+               span_of(states[2]), span_of(model_copy)},
               param.numel());
   }
 
@@ -132,7 +132,8 @@ void multi_tensor_update_cuda(std::span<const UpdateTensors> tensors,
                               const typename Rule::Options& options, const StepScalars& told) {
   Update narrow, wide;
   for (const UpdateTensors& t : tensors) {
-    (t.param.dtype() == kF64 ? wide : narrow).add(Rule::kName, t.param, t.grad, t.shadow, t.states);
+    (t.param.dtype() == kF64 ? wide : narrow)
+        .add(Rule::kName, t.param, t.grad, t.model_copy, t.states);
   }
   if (told.on_device == nullptr && told.values[kSkipStep] != 0) return;
   const Device& device = tensors[0].param.device();
@@ -141,7 +142,7 @@ void multi_tensor_update_cuda(std::span<const UpdateTensors> tensors,
   wide.launch<double, Rule>(Rule::kName, device, options, source);
   for (const UpdateTensors& t : tensors) {
     t.param.bump_version();
-    if (t.shadow.defined()) t.shadow.bump_version();
+    if (t.model_copy.defined()) t.model_copy.bump_version();
     for (const Tensor& state : t.states) {
       if (state.defined()) state.bump_version();
     }
