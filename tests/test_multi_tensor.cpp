@@ -323,6 +323,17 @@ TEST(MultiTensor, wrong_tensors_are_named_before_anything_is_written) {
   EXPECT_THROW(multi_tensor_update<rules::AdamW>(std::vector{good, bad}, {}, scalars.data()),
                DTypeError);
   bad = good;
+  const Tensor elsewhere = raw::empty({10}, kF32, kMeta);
+  for (Tensor* x : {&bad.param, &bad.grad, &bad.states[1], &bad.model_copy}) *x = elsewhere;
+  EXPECT_THROW(multi_tensor_update<rules::AdamW>(std::vector{good, bad}, {}, scalars.data()),
+               DeviceError);
+  const std::vector<Tensor> two_devices = {param, elsewhere};
+  const double two = 2;
+  EXPECT_THROW(multi_tensor_scale(two_devices, &two), DeviceError);
+  EXPECT_THROW(multi_tensor_clamp(two_devices, 0.1), DeviceError);
+  EXPECT_THROW(multi_tensor_zero(two_devices), DeviceError);
+  EXPECT_THROW(multi_tensor_lerp(two_devices, two_devices, 0.1), DeviceError);
+  bad = good;
   bad.states[0] = Tensor();
   EXPECT_THROW(multi_tensor_update<rules::AdamW>(std::vector{good, bad}, {}, scalars.data()),
                ValueError);

@@ -253,5 +253,22 @@ TEST(CudaOptimizers, WhatIsDoneInPlaceKeepsToTheView) {
   });
 }
 
+// A launch would read the other device's addresses.
+TEST(CudaOptimizers, TensorsOfTwoDevicesAreRefusedBeforeAnythingIsWritten) {
+  for (const Device& other : {cuda(1), kCpu}) {
+    const TensorList two = {wave({5}, kF32, 0).to(cuda(0)), wave({5}, kF32, 1).to(other)};
+    std::vector<kernels::UpdateTensors> entries;
+    for (const Tensor& x : two) entries.push_back({x, x, {}});
+    const double scalars[kernels::kNumStepScalars] = {0.1, 1, 1, 0}, factor = 2;
+    EXPECT_THROW(kernels::multi_tensor_update<kernels::rules::SGD>(entries, {}, scalars),
+                 DeviceError);
+    EXPECT_THROW(kernels::multi_tensor_scale(two, &factor), DeviceError);
+    EXPECT_THROW(kernels::multi_tensor_clamp(two, 0.1), DeviceError);
+    EXPECT_THROW(kernels::multi_tensor_lerp(two, two, 0.1), DeviceError);
+    EXPECT_THROW(kernels::multi_tensor_norm(two), DeviceError);
+    expect_same(two[0], wave({5}, kF32, 0), "on cuda:0");
+  }
+}
+
 }  // namespace
 }  // namespace tessera::optim

@@ -189,14 +189,11 @@ TS_DEVICE void store_model_copy(const Span& span, int64_t i, int count,
   }
 }
 
-inline void check_floating(const Tensor& x, const char* where, const char* role) {
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), where, role,
-                 " must be f64, f32, bf16 or f16; got ", x);
-}
-
 // The elements of x in the order of param's memory.
 inline Tensor in_order_of(const Tensor& x, const Tensor& param, DType dtype) {
-  if (x.dtype() == dtype && x.strides() == param.strides()) return x;
+  const bool same_layout =
+      x.strides() == param.strides() || (x.is_contiguous() && param.is_contiguous());
+  if (x.dtype() == dtype && same_layout) return x;
   const Tensor result = raw::empty_strided(param.shape(), param.strides(), dtype, param.device());
   copy_into(result, x);
   return result;

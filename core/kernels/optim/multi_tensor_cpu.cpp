@@ -9,6 +9,7 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/common/strided.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -44,9 +45,68 @@ void check_floating(const Tensor& x, const char* where, const char* role) {
   TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), where, role,
                  " must be f64, f32, bf16 or f16; got ", x);
 }
+void check_device(const Tensor& x, const Device& device, const char* where, const char* role) {
+  TS_CHECK_DEVICE(x.device() == device, where, role, " must be on ", device,
+                  ", as the first tensor; got ", x, "; call it for each device");
+}
+void check_dense(const Tensor& x, const char* where, const char* role) {
+  TS_CHECK_SHAPE(is_dense(x.shape(), x.strides()), where, role, " must be dense; got ", x,
+                 " with strides ", x.strides(), "; make it contiguous first");
+}
 
-void check_host(const Tensor& x, const char* where) {
-  TS_CHECK_DEVICE(x.device().is_cpu() || x.is_meta(), where, "has no kernel for ", x);
+// Whether neighbours in the memory of one are neighbours in that of the other.
+bool same_layout(const Tensor& a, const Tensor& b) {
+  return a.strides() == b.strides() || (a.is_contiguous() && b.is_contiguous());
+}
+
+using StateTensors = std::array<Tensor, kMaxRuleStates>;  // undefined: absent
+
+// One entry of a call whose first tensor is on `device`.
+void check_update(const char* where, const Device& device, const Tensor& param, const Tensor& grad,
+                  const Tensor& model_copy, const StateTensors& states) {
+  check_floating(param, where, "param");
+  check_floating(grad, where, "grad");
+  check_device(param, device, where, "param");
+  check_dense(param, where, "param");
+  const auto check = [&](const Tensor& x, const char* role) {
+    TS_CHECK_SHAPE(x.shape() == param.shape(), where, role, " must have the shape of param, ",
+                   param, "; got ", x);
+    check_device(x, device, where, role);
+  };
+  const auto check_layout = [&](const Tensor& x, const char* role) {
+    check(x, role);
+    TS_CHECK_SHAPE(same_layout(x, param), where, role, " must have the strides of param, ",
+                   param.strides(), "; got ", x.strides());
+  };
+  check(grad, "grad");
+  if (model_copy.defined()) {
+    check_layout(model_copy, "model_copy");
+    check_floating(model_copy, where, "model_copy");
+  }
+  const DType state_dtype = compute_dtype(param.dtype());
+  for (const Tensor& state : states) {
+    if (!state.defined()) continue;
+    check_layout(state, "state");
+    TS_CHECK_DTYPE(state.dtype() == state_dtype, where, "states of a ", param.dtype(),
+                   " param are ", state_dtype, "; got ", state);
+  }
+}
+
+void check_in_place(const char* where, std::span<const Tensor> tensors) {
+  for (const Tensor& x : tensors) {
+    check_floating(x, where, "a tensor");
+    check_device(x, tensors[0].device(), where, "a tensor");
+    check_dense(x, where, "a tensor");
+  }
+}
+
+void check_summed(const char* where, std::span<const Tensor> tensors, double p) {
+  TS_CHECK(p > 0, where, "p must be positive or infinity; got ", p);
+  for (const Tensor& x : tensors) {
+    check_floating(x, where, "a tensor");
+    check_device(x, tensors[0].device(), where, "a tensor");
+    TS_CHECK_DEVICE(!x.is_meta(), where, "reads elements, and ", x, " has none");
+  }
 }
 
 // Elements in the order of `like`'s memory, for a tensor of another layout.
@@ -73,7 +133,6 @@ struct ListElement {
 };
 
 // The operands of one parameter.
-using StateTensors = std::array<Tensor, kMaxRuleStates>;  // undefined: absent
 struct Entry {
   int64_t numel = 0;
   bool is_double = false;
@@ -82,56 +141,23 @@ struct Entry {
   Tensor grad_copy;  // where the gradient had another layout
 };
 
-Entry make_entry(const char* where, const Tensor& param, const Tensor& grad,
-                 const Tensor& model_copy, const StateTensors& states) {
-  check_floating(param, where, "param");
-  check_floating(grad, where, "grad");
-  check_host(param, where);
-  TS_CHECK_SHAPE(is_dense(param.shape(), param.strides()), where, "param must be dense; got shape ",
-                 param.shape(), " with strides ", param.strides(), "; make it contiguous first");
+Entry make_entry(const Tensor& param, const Tensor& grad, const Tensor& model_copy,
+                 const StateTensors& states) {
+  const auto operand = [](const Tensor& x) {
+    return x.defined() ? ListElement{x.data(), x.dtype()} : ListElement{};
+  };
   Entry entry;
   entry.numel = param.numel();
   entry.is_double = param.dtype() == kF64;
-  const DType state_dtype = entry.is_double ? kF64 : kF32;
-  const auto check = [&](const Tensor& x, const char* role) {
-    TS_CHECK_SHAPE(x.shape() == param.shape(), where, role, " must have the shape of param, ",
-                   param, "; got ", x);
-    TS_CHECK_DEVICE(x.device() == param.device(), where, role, " must be on the device of param, ",
-                    param, "; got ", x);
-  };
-  const auto operand = [](const Tensor& x) {
-    return x.is_meta() ? ListElement{nullptr, x.dtype()} : ListElement{x.data(), x.dtype()};
-  };
-  const auto same_layout = [&](const Tensor& x) {
-    return x.strides() == param.strides() || (x.is_contiguous() && param.is_contiguous());
-  };
-  check(grad, "grad");
   entry.param = operand(param);
-  if (same_layout(grad) || grad.is_meta()) {
+  if (same_layout(grad, param)) {
     entry.grad = operand(grad);
   } else {
     entry.grad_copy = in_layout_of(grad, param.strides());
     entry.grad = operand(entry.grad_copy);
   }
-  if (model_copy.defined()) {
-    check(model_copy, "model_copy");
-    check_floating(model_copy, where, "model_copy");
-    TS_CHECK_SHAPE(same_layout(model_copy), where, "model_copy must have the strides of param, ",
-                   param.strides(), "; got ", model_copy.strides());
-    entry.model_copy = operand(model_copy);
-  }
-  size_t i = 0;
-  for (const Tensor& state : states) {
-    if (state.defined()) {
-      check(state, "state");
-      TS_CHECK_DTYPE(state.dtype() == state_dtype, where, "states of a ", param.dtype(),
-                     " param are ", state_dtype, "; got ", state);
-      TS_CHECK_SHAPE(same_layout(state), where, "states must have the strides of param, ",
-                     param.strides(), "; got ", state.strides());
-      entry.states[i] = operand(state);
-    }
-    ++i;
-  }
+  entry.model_copy = operand(model_copy);
+  for (size_t i = 0; i < states.size(); ++i) entry.states[i] = operand(states[i]);
   return entry;
 }
 
@@ -225,24 +251,16 @@ std::array<double, kNumStepScalars> on_host(const StepScalars& step_scalars) {
 }
 
 template <class Rule>
-void check_states(std::span<const UpdateTensors> tensors, const typename Rule::Options& options) {
+void check_states(const StateTensors& states, const typename Rule::Options& options) {
   for (int i = 0; i < rules::kNumStates<Rule>; ++i) {
-    if (!rules::uses_state<Rule>(options, i)) continue;
-    for (const UpdateTensors& t : tensors) {
-      TS_CHECK(t.states[static_cast<size_t>(i)].defined(), Rule::kName, "the state ",
-               Rule::kStates[static_cast<size_t>(i)], " must be defined for every param");
-    }
+    const auto state = static_cast<size_t>(i);
+    TS_CHECK(states[state].defined() || !rules::uses_state<Rule>(options, i), Rule::kName,
+             "the state ", Rule::kStates[state], " must be defined for every param");
   }
 }
 
-// The pairs that a list of in-place calls works on.
-void run_in_place(const char* where, std::span<const Tensor> tensors, auto&& block) {
-  for (const Tensor& x : tensors) {
-    check_floating(x, where, "a tensor");
-    check_host(x, where);
-    TS_CHECK_SHAPE(is_dense(x.shape(), x.strides()), where, "tensors must be dense; got ", x,
-                   " with strides ", x.strides());
-  }
+// The chunks that a list of in-place calls works on.
+void run_in_place(std::span<const Tensor> tensors, auto&& block) {
   const std::vector<Chunk> chunks = cut_into_chunks(
       tensors.size(), [&](size_t t) { return tensors[t].is_meta() ? 0 : tensors[t].numel(); });
   parallel_for(static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
@@ -292,30 +310,36 @@ double tree_of_norm(std::span<double> partials, double p) {
 template <class Rule>
 void multi_tensor_update(std::span<const UpdateTensors> tensors,
                          const typename Rule::Options& options, const StepScalars& step_scalars) {
-  check_states<Rule>(tensors, options);
-  if (!tensors.empty() && tensors[0].param.device().is_cuda()) {
-    return on_cuda<kernels::multi_tensor_update<Rule>>(Rule::kName, tensors[0].param.device(),
-                                                       tensors, options, step_scalars);
-  }
-  std::vector<Entry> entries;
-  entries.reserve(tensors.size());
-  bool meta = false;
+  if (tensors.empty()) return;
+  const Device& device = tensors[0].param.device();
   for (const UpdateTensors& t : tensors) {
-    entries.push_back(make_entry(Rule::kName, t.param, t.grad, t.model_copy, t.states));
-    meta = meta || t.param.is_meta();
+    check_states<Rule>(t.states, options);
+    check_update(Rule::kName, device, t.param, t.grad, t.model_copy, t.states);
   }
-  const auto scalars = on_host(step_scalars);
-  if (meta || scalars[kSkipStep] != 0) return;
-  const auto single = Rule::template step<float>(options, scalars.data());
-  const auto wide = Rule::template step<double>(options, scalars.data());
-  run_update(entries, rules::in_registers<Rule>() ? Convert::kInRegisters : Convert::kInL1,
-             [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxRuleStates> s) {
-               if constexpr (std::is_same_v<C, float>) {
-                 TS_SIMD_CALL(update_block, Rule{}, single, block, s[0], s[1], s[2]);
-               } else {
-                 TS_SIMD_CALL(update_block, Rule{}, wide, block, s[0], s[1], s[2]);
-               }
-             });
+  if (device.is_meta()) return;
+  if (device.is_cuda()) {
+    if (step_scalars.on_device == nullptr && step_scalars.values[kSkipStep] != 0) return;
+    on_cuda<kernels::multi_tensor_update<Rule>>(Rule::kName, device, tensors, options,
+                                                step_scalars);
+  } else {
+    const auto scalars = on_host(step_scalars);
+    if (scalars[kSkipStep] != 0) return;
+    std::vector<Entry> entries;
+    entries.reserve(tensors.size());
+    for (const UpdateTensors& t : tensors) {
+      entries.push_back(make_entry(t.param, t.grad, t.model_copy, t.states));
+    }
+    const auto single = Rule::template step<float>(options, scalars.data());
+    const auto wide = Rule::template step<double>(options, scalars.data());
+    run_update(entries, rules::in_registers<Rule>() ? Convert::kInRegisters : Convert::kInL1,
+               [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxRuleStates> s) {
+                 if constexpr (std::is_same_v<C, float>) {
+                   TS_SIMD_CALL(update_block, Rule{}, single, block, s[0], s[1], s[2]);
+                 } else {
+                   TS_SIMD_CALL(update_block, Rule{}, wide, block, s[0], s[1], s[2]);
+                 }
+               });
+  }
   for (const UpdateTensors& t : tensors) {
     t.param.bump_version();
     if (t.model_copy.defined()) t.model_copy.bump_version();
@@ -331,16 +355,13 @@ TS_UPDATE_RULES(TS_INSTANTIATE)
 #undef TS_INSTANTIATE
 
 std::vector<double> multi_tensor_power_sums(std::span<const Tensor> tensors, double p) {
-  if (!tensors.empty() && tensors[0].device().is_cuda()) {
-    return on_cuda<kernels::multi_tensor_power_sums>("multi_tensor_power_sums", tensors[0].device(),
-                                                     tensors, p);
-  }
   constexpr const char* kWhere = "multi_tensor_power_sums";
-  TS_CHECK(p > 0, kWhere, "p must be positive or infinity; got ", p);
+  check_summed(kWhere, tensors, p);
+  if (!tensors.empty() && tensors[0].device().is_cuda()) {
+    return on_cuda<kernels::multi_tensor_power_sums>(kWhere, tensors[0].device(), tensors, p);
+  }
   std::vector<Tensor> copies(tensors.begin(), tensors.end());
   for (Tensor& x : copies) {
-    check_floating(x, kWhere, "a tensor");
-    TS_CHECK_DEVICE(x.device().is_cpu(), kWhere, "reads elements and needs CPU tensors; got ", x);
     if (!x.is_contiguous()) {
       x = contiguous(x);
     }
@@ -377,10 +398,12 @@ double multi_tensor_norm(std::span<const Tensor> tensors, double p) {
 
 Tensor multi_tensor_clip_factor(std::span<const Tensor> tensors, double p, double scale,
                                 double max_norm, const Tensor& factor) {
-  TS_CHECK(!tensors.empty(), "multi_tensor_clip_factor", "expects at least one tensor");
+  constexpr const char* kWhere = "multi_tensor_clip_factor";
+  TS_CHECK(!tensors.empty(), kWhere, "expects at least one tensor");
   if (tensors[0].device().is_cuda()) {
-    return on_cuda<kernels::multi_tensor_clip_factor>(
-        "multi_tensor_clip_factor", tensors[0].device(), tensors, p, scale, max_norm, factor);
+    check_summed(kWhere, tensors, p);
+    return on_cuda<kernels::multi_tensor_clip_factor>(kWhere, tensors[0].device(), tensors, p,
+                                                      scale, max_norm, factor);
   }
   const double given = factor.defined() ? factor.item() : 1;
   const double norm = multi_tensor_norm(tensors, p) * (scale * given);
@@ -389,12 +412,14 @@ Tensor multi_tensor_clip_factor(std::span<const Tensor> tensors, double p, doubl
 }
 
 Tensor multi_tensor_found_nonfinite(std::span<const Tensor> tensors) {
-  TS_CHECK(!tensors.empty(), "multi_tensor_found_nonfinite", "expects at least one tensor");
+  constexpr const char* kWhere = "multi_tensor_found_nonfinite";
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  TS_CHECK(!tensors.empty(), kWhere, "expects at least one tensor");
   if (tensors[0].device().is_cuda()) {
-    return on_cuda<kernels::multi_tensor_found_nonfinite>("multi_tensor_found_nonfinite",
-                                                          tensors[0].device(), tensors);
+    check_summed(kWhere, tensors, kInfinity);
+    return on_cuda<kernels::multi_tensor_found_nonfinite>(kWhere, tensors[0].device(), tensors);
   }
-  const double largest = multi_tensor_norm(tensors, std::numeric_limits<double>::infinity());
+  const double largest = multi_tensor_norm(tensors, kInfinity);
   return tensor({std::isfinite(largest) ? 0.0 : 1.0}, kF64);
 }
 
@@ -410,11 +435,12 @@ void update_loss_scale(const Tensor& state, const LossScaleOptions& options) {
 }
 
 void multi_tensor_scale(std::span<const Tensor> tensors, const double* factor) {
+  check_in_place("multi_tensor_scale", tensors);
   if (!tensors.empty() && tensors[0].device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_scale>("multi_tensor_scale", tensors[0].device(), tensors,
                                                 factor);
   }
-  run_in_place("multi_tensor_scale", tensors, [&](const Chunk& chunk, const ListElement& x) {
+  run_in_place(tensors, [&](const Chunk& chunk, const ListElement& x) {
     for_each_block(chunk, x, [&]<class C>(int64_t n, C* block) {
       TS_SIMD_CALL(scale_block, n, block, static_cast<C>(*factor));
     });
@@ -422,11 +448,12 @@ void multi_tensor_scale(std::span<const Tensor> tensors, const double* factor) {
 }
 
 void multi_tensor_clamp(std::span<const Tensor> tensors, double limit) {
+  check_in_place("multi_tensor_clamp", tensors);
   if (!tensors.empty() && tensors[0].device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_clamp>("multi_tensor_clamp", tensors[0].device(), tensors,
                                                 limit);
   }
-  run_in_place("multi_tensor_clamp", tensors, [&](const Chunk& chunk, const ListElement& x) {
+  run_in_place(tensors, [&](const Chunk& chunk, const ListElement& x) {
     for_each_block(chunk, x, [&]<class C>(int64_t n, C* block) {
       TS_SIMD_CALL(clamp_block, n, block, static_cast<C>(limit));
     });
@@ -434,10 +461,11 @@ void multi_tensor_clamp(std::span<const Tensor> tensors, double limit) {
 }
 
 void multi_tensor_zero(std::span<const Tensor> tensors) {
+  check_in_place("multi_tensor_zero", tensors);
   if (!tensors.empty() && tensors[0].device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_zero>("multi_tensor_zero", tensors[0].device(), tensors);
   }
-  run_in_place("multi_tensor_zero", tensors, [&](const Chunk& chunk, const ListElement& x) {
+  run_in_place(tensors, [&](const Chunk& chunk, const ListElement& x) {
     std::memset(bytes_at(x, chunk.begin), 0,
                 static_cast<size_t>((chunk.end - chunk.begin) * size_of(x.dtype)));
   });
@@ -445,23 +473,28 @@ void multi_tensor_zero(std::span<const Tensor> tensors) {
 
 void multi_tensor_lerp(std::span<const Tensor> averages, std::span<const Tensor> tensors,
                        double weight) {
-  if (!averages.empty() && averages[0].device().is_cuda()) {
-    return on_cuda<kernels::multi_tensor_lerp>("multi_tensor_lerp", averages[0].device(), averages,
-                                               tensors, weight);
-  }
   constexpr const char* kWhere = "multi_tensor_lerp";
   TS_CHECK(averages.size() == tensors.size(), kWhere,
            "the lists differ in length: ", averages.size(), " and ", tensors.size());
-  std::vector<Entry> entries;
+  if (averages.empty()) return;
+  const Device& device = averages[0].device();
   for (size_t i = 0; i < averages.size(); ++i) {
-    entries.push_back(make_entry(kWhere, averages[i], tensors[i], {}, {}));
-    if (averages[i].is_meta()) entries.back().numel = 0;
+    check_update(kWhere, device, averages[i], tensors[i], {}, {});
   }
-  run_update(entries, Convert::kInRegisters, [&]<class C>(int, const UpdateBlock& block, auto) {
-    C* const none = nullptr;
-    const rules::Lerp::Step<C> step{static_cast<C>(weight)};
-    TS_SIMD_CALL(update_block, rules::Lerp{}, step, block, none, none, none);
-  });
+  if (device.is_cuda()) {
+    on_cuda<kernels::multi_tensor_lerp>(kWhere, device, averages, tensors, weight);
+  } else if (device.is_cpu()) {
+    std::vector<Entry> entries;
+    entries.reserve(averages.size());
+    for (size_t i = 0; i < averages.size(); ++i) {
+      entries.push_back(make_entry(averages[i], tensors[i], {}, {}));
+    }
+    run_update(entries, Convert::kInRegisters, [&]<class C>(int, const UpdateBlock& block, auto) {
+      C* const none = nullptr;
+      const rules::Lerp::Step<C> step{static_cast<C>(weight)};
+      TS_SIMD_CALL(update_block, rules::Lerp{}, step, block, none, none, none);
+    });
+  }
   for (const Tensor& average : averages) average.bump_version();
 }
 

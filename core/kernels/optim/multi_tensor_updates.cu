@@ -2,6 +2,7 @@
 // type.
 #include <array>
 
+#include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/elementwise/elementwise_loops.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
@@ -72,43 +73,14 @@ __global__ void __launch_bounds__(kBlock)
 
 // ---- Launches -----------------------------------------------------------------------------------
 
-using StateTensors = std::array<Tensor, kMaxRuleStates>;  // undefined: absent
-
 // The rows of one launch, and the gradients that had to be converted.
 struct Update {
   Table table;
   TensorList kept;
 
-  void add(const char* where, const Tensor& param, const Tensor& grad, const Tensor& model_copy,
-           const StateTensors& states) {
-    check_floating(param, where, "param");
-    check_floating(grad, where, "grad");
-    TS_CHECK_SHAPE(is_dense(param.shape(), param.strides()), where, "param must be dense; got ",
-                   param, " with strides ", param.strides());
-    const DType compute = param.dtype() == kF64 ? kF64 : kF32;
-    const auto check = [&](const Tensor& x, const char* role) {
-      TS_CHECK_DEVICE(x.device() == param.device(), where, role, " must be on ", param.device(),
-                      "; got ", x);
-      TS_CHECK_SHAPE(x.shape() == param.shape(), where, role, " must have the shape of param, ",
-                     param, "; got ", x);
-    };
-    const auto check_layout = [&](const Tensor& x, const char* role) {
-      check(x, role);
-      TS_CHECK_SHAPE(x.strides() == param.strides() || (x.is_contiguous() && param.is_contiguous()),
-                     where, role, " must have the strides of param, ", param.strides(), "; got ",
-                     x.strides());
-    };
-    check(grad, "grad");
-    if (model_copy.defined()) {
-      check_layout(model_copy, "model_copy");
-      check_floating(model_copy, where, "model_copy");
-    }
-    for (const Tensor& state : states) {
-      if (!state.defined()) continue;
-      check_layout(state, "states");
-      TS_CHECK_DTYPE(state.dtype() == compute, where, "states of a ", param.dtype(), " param are ",
-                     compute, "; got ", state);
-    }
+  void add(const Tensor& param, const Tensor& grad, const Tensor& model_copy,
+           const std::array<Tensor, kMaxRuleStates>& states) {
+    const DType compute = compute_dtype(param.dtype());
     const bool direct =
         detail::is_direct(compute == kF64 ? Lane::kDouble : Lane::kFloat, grad.dtype());
     kept.push_back(in_order_of(grad, param, direct ? grad.dtype() : compute));
@@ -132,36 +104,24 @@ void multi_tensor_update_cuda(std::span<const UpdateTensors> tensors,
                               const typename Rule::Options& options, const StepScalars& told) {
   Update narrow, wide;
   for (const UpdateTensors& t : tensors) {
-    (t.param.dtype() == kF64 ? wide : narrow)
-        .add(Rule::kName, t.param, t.grad, t.model_copy, t.states);
+    (t.param.dtype() == kF64 ? wide : narrow).add(t.param, t.grad, t.model_copy, t.states);
   }
-  if (told.on_device == nullptr && told.values[kSkipStep] != 0) return;
   const Device& device = tensors[0].param.device();
   const StepSource source = source_of(Rule::kName, told, device);
   narrow.launch<float, Rule>(Rule::kName, device, options, source);
   wide.launch<double, Rule>(Rule::kName, device, options, source);
-  for (const UpdateTensors& t : tensors) {
-    t.param.bump_version();
-    if (t.model_copy.defined()) t.model_copy.bump_version();
-    for (const Tensor& state : t.states) {
-      if (state.defined()) state.bump_version();
-    }
-  }
 }
 
 void multi_tensor_lerp_cuda(std::span<const Tensor> averages, std::span<const Tensor> tensors,
                             double weight) {
   constexpr const char* kName = "multi_tensor_lerp";
-  TS_CHECK(averages.size() == tensors.size(), kName,
-           "the lists differ in length: ", averages.size(), " and ", tensors.size());
   Update narrow, wide;
   for (size_t i = 0; i < averages.size(); ++i) {
-    (averages[i].dtype() == kF64 ? wide : narrow).add(kName, averages[i], tensors[i], {}, {});
+    (averages[i].dtype() == kF64 ? wide : narrow).add(averages[i], tensors[i], {}, {});
   }
   const Device& device = averages[0].device();
   narrow.launch<float, rules::Lerp>(kName, device, {weight}, StepSource{});
   wide.launch<double, rules::Lerp>(kName, device, {weight}, StepSource{});
-  for (const Tensor& average : averages) average.bump_version();
 }
 
 }  // namespace
