@@ -13,6 +13,7 @@
 #include <tessera/core/cuda/device_errors.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/attention/attention_library.h>
+#include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/raw_views.h>
@@ -492,7 +493,7 @@ void attention_by_tiles(const Tensor& query, const Tensor& key, const Tensor& va
 AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
                                const AttentionSpec& spec) {
   const int64_t B = query.size(0), H = query.size(1), T = query.size(2), Ev = value.size(3);
-  const DType compute = query.dtype() == kF64 ? kF64 : kF32;
+  const DType compute = compute_dtype(query.dtype());
   AttentionResult result{
       raw::transpose(raw::empty({B, T, H, Ev}, query.dtype(), query.device()), 1, 2),
       raw::empty({B, H, T}, compute, query.device())};

@@ -3,6 +3,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/kernels/attention/attention_head.h>
+#include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/common/scratch.h>
 #include <tessera/core/kernels/gemm/gemm.h>
@@ -72,7 +73,7 @@ AttentionResult attention(const Tensor& query, const Tensor& key, const Tensor& 
   const int64_t B = query.size(0), H = query.size(1), T = query.size(2), Ev = value.size(3);
   AttentionResult result{
       raw::transpose(raw::empty({B, T, H, Ev}, query.dtype(), query.device()), 1, 2),
-      raw::empty({B, H, T}, query.dtype() == kF64 ? kF64 : kF32, query.device())};
+      raw::empty({B, H, T}, compute_dtype(query.dtype()), query.device())};
   if (query.is_meta() || B * H * T == 0) return result;
   const AttentionProblem problem =
       problem_of(query, key, value, result.output, result.log_sums, spec);

@@ -6,6 +6,7 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/conv/conv.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -40,8 +41,6 @@ struct Sizes {
     return std::clamp<int64_t>((int64_t{32} << 20) / bytes, 1, std::max<int64_t>(N, 1));
   }
 };
-
-DType sum_dtype_of(DType dtype) { return dtype == kF64 ? kF64 : kF32; }
 
 // Columns of one group of one sample: row (c, kh, kw) holds what that kernel element meets at each
 // output position. x: (C / G, H, W) of the group; columns: (K, P) with a row stride.
@@ -255,7 +254,7 @@ Tensor conv2d_weight_gradient(const Tensor& grad, const Tensor& x, const Shape& 
                                                     geometry);
   }
   const Sizes n(x.shape(), weight_shape, geometry);
-  const DType sum_dtype = sum_dtype_of(x.dtype());
+  const DType sum_dtype = compute_dtype(x.dtype());
   const Tensor result = raw::empty(weight_shape, sum_dtype, x.device());
   if (!result.is_meta() && result.numel() > 0) {
     if (n.N * n.P == 0) {

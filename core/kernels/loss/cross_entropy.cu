@@ -4,6 +4,7 @@
 
 #include <tessera/core/cuda/device_errors.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
@@ -30,8 +31,6 @@ unsigned threads_for(int64_t V, int width) {
   return threads < kMostThreads<T> ? threads : kMostThreads<T>;
 }
 constexpr const char* kName = "cross_entropy";
-
-DType compute_dtype(DType dtype) { return dtype == kF64 ? kF64 : kF32; }
 
 __global__ void check_targets_kernel(const int64_t* target, int64_t* result, int64_t n, int64_t V,
                                      int64_t ignore_index, const char* op,
@@ -242,13 +241,12 @@ Tensor distribution_cuda(const Tensor& like, const Tensor& targets,
   const Tensor result = raw::empty({N, V}, compute, like.device());
   if (result.numel() == 0) return result;
   const ClassWeights weights(attributes.weight, compute);
-  const auto run = [&]<class C>() {
+  with_compute(compute, [&]<class C>() {
     gpu::launch({.name = kName, .grid = gpu::blocks(N * V, kBlock), .block = kBlock},
                 distribution_kernel<C>, targets.data_as<int64_t>(),
                 weights.values.defined() ? weights.values.data_as<C>() : nullptr,
                 result.data_as<C>(), N, V, attributes.ignore_index, attributes.label_smoothing);
-  };
-  compute == kF64 ? run.operator()<double>() : run.operator()<float>();
+  });
   return result;
 }
 

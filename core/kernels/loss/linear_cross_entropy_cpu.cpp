@@ -5,6 +5,7 @@
 #include <tessera/core/allocator.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/gemm/matmul.h>
@@ -63,7 +64,7 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Tensor& weight, c
                                                   want_grad_weight);
   }
   const int64_t N = x.size(0), C = x.size(1), V = weight.size(0);
-  const DType sum_dtype = x.dtype() == kF64 ? kF64 : kF32;
+  const DType sum_dtype = compute_dtype(x.dtype());
   LinearCrossEntropy result;
   result.loss = raw::empty({}, sum_dtype, x.device());
   if (want_grad_x) result.grad_x = raw::empty({N, C}, x.dtype(), x.device());

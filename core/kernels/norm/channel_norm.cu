@@ -5,6 +5,7 @@
 
 #include <tessera/core/cuda/norm_graph.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/norm/norm.h>
@@ -16,8 +17,6 @@ namespace {
 
 constexpr int kBlock = 256;
 constexpr int kGroup = 8;  // neighbours that a thread takes
-
-DType compute_dtype(DType dtype) { return dtype == kF64 ? kF64 : kF32; }
 
 struct Channels {
   int64_t N = 1, C = 1, S = 1, groups = 0;
@@ -289,11 +288,10 @@ Tensor rstd_of_cuda(const Tensor& variance, double eps) {
   const Tensor result = raw::empty(variance.shape(), compute, variance.device());
   if (variance.numel() == 0) return result;
   const Tensor source = contiguous(variance);
-  const auto run = [&]<class C>() {
+  with_compute(compute, [&]<class C>() {
     gpu::launch(over("batch_norm", source.numel()), rstd_kernel<C>, source.data(), source.dtype(),
                 result.data_as<C>(), source.numel(), eps);
-  };
-  compute == kF64 ? run.operator()<double>() : run.operator()<float>();
+  });
   return result;
 }
 

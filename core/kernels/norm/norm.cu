@@ -2,6 +2,7 @@
 #include <initializer_list>
 
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/norm/norm.h>
@@ -11,8 +12,6 @@
 
 namespace tessera::kernels {
 namespace {
-
-DType compute_dtype(DType dtype) { return dtype == kF64 ? kF64 : kF32; }
 
 // Rows of up to 1024 numbers (512 of f64) whose vectors are aligned stay in the registers of a
 // warp: read and written once, 16 bytes at a time. Longer ones take a block each. Forward keeps
