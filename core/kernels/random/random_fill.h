@@ -50,19 +50,16 @@ Tensor random_choice(const Tensor& weights, int64_t count, bool replacement, Ran
 Tensor dropout(const Tensor& x, double p, RandomStream stream);
 
 // The loops of random_fill_simd.cpp: elements [begin, end) of a contiguous array, `begin` a
-// multiple of 4. Element i takes the numbers of element i + first, `first` a multiple of 4 too.
-#define TS_RANDOM_DECLARE(T)                                                                       \
-  TS_SIMD_DECLARE(void uniform_range(T* x, int64_t begin, int64_t end, RandomStream,               \
-                                     int64_t first, double low, double high))                      \
-  TS_SIMD_DECLARE(void normal_range(T* x, int64_t begin, int64_t end, RandomStream, int64_t first, \
-                                    double mean, double std))                                      \
-  TS_SIMD_DECLARE(                                                                                 \
-      void dropout_range(const T* x, T* y, int64_t begin, int64_t end, RandomStream, double p))
-TS_RANDOM_DECLARE(double)
-TS_RANDOM_DECLARE(float)
-TS_RANDOM_DECLARE(f16)
-TS_RANDOM_DECLARE(bf16)
-#undef TS_RANDOM_DECLARE
+// multiple of 4. Element i takes the numbers of element i + first, `first` a multiple of 4 too. T:
+// double, float, f16, bf16.
+TS_SIMD_DECLARE(template <class T> void uniform_range(T* x, int64_t begin, int64_t end,
+                                                      RandomStream stream, int64_t first,
+                                                      double low, double high))
+TS_SIMD_DECLARE(template <class T> void normal_range(T* x, int64_t begin, int64_t end,
+                                                     RandomStream stream, int64_t first,
+                                                     double mean, double std))
+TS_SIMD_DECLARE(template <class T> void dropout_range(const T* x, T* y, int64_t begin, int64_t end,
+                                                      RandomStream stream, double p))
 // Philox blocks [first, first + count) as 4 * count numbers.
 TS_SIMD_DECLARE(void philox_range(uint32_t* bits, RandomStream stream, uint64_t first,
                                   int64_t count))

@@ -67,6 +67,13 @@ TS_HD void philox_lanes(uint32_t* bits, RandomStream stream, uint64_t first) {
 constexpr int64_t kChunk = 1024;
 
 template <class T>
+constexpr int kWords = sizeof(T) == 8 ? 2 : 1;  // numbers that an element takes
+
+TS_HD uint64_t word64(const uint32_t* bits, int64_t i) {
+  return (uint64_t{bits[2 * i]} << 32) | bits[2 * i + 1];
+}
+
+template <class T>
 void uniform_chunk(const uint32_t* TS_RESTRICT bits, T* TS_RESTRICT x, int64_t n, double low,
                    double high) {
   const float from = static_cast<float>(low), to = static_cast<float>(high);
@@ -88,35 +95,22 @@ void normal_chunk(const uint32_t* TS_RESTRICT bits, T* TS_RESTRICT x, int64_t n,
   for (int64_t i = 0; i < n; ++i) x[i] = store<T>(m + s * z[i]);
 }
 
-// Calls f(bits, element, elements) for chunks of [begin, end); `words` numbers an element.
-template <int words, class F>
-TS_HD void for_each_chunk(int64_t begin, int64_t end, RandomStream stream, int64_t first, F&& f) {
-  alignas(64) uint32_t bits[kChunk * words];
-  for (int64_t i = begin; i < end; i += kChunk) {
-    const int64_t n = end - i < kChunk ? end - i : kChunk;
-    philox_range(bits, stream, static_cast<uint64_t>(i + first) * words / 4, (n * words + 3) / 4);
-    f(bits, i, n);
+void uniform_chunk(const uint32_t* TS_RESTRICT bits, double* TS_RESTRICT x, int64_t n, double low,
+                   double high) {
+  for (int64_t i = 0; i < n; ++i) {
+    x[i] = uniform_between<double>(unit64(word64(bits, i)), low, high);
   }
 }
 
-TS_HD uint64_t word64(const uint32_t* bits, int64_t i) {
-  return (uint64_t{bits[2 * i]} << 32) | bits[2 * i + 1];
-}
-
-template <class T>
-TS_HD void uniform_any(T* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
-                       double low, double high) {
-  for_each_chunk<1>(begin, end, stream, first, [&](const uint32_t* bits, int64_t i, int64_t n) {
-    uniform_chunk(bits, x + i, n, low, high);
-  });
-}
-
-template <class T>
-TS_HD void normal_any(T* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
-                      double mean, double std) {
-  for_each_chunk<1>(begin, end, stream, first, [&](const uint32_t* bits, int64_t i, int64_t n) {
-    normal_chunk(bits, x + i, n, mean, std);
-  });
+void normal_chunk(const uint32_t* TS_RESTRICT bits, double* TS_RESTRICT x, int64_t n, double mean,
+                  double std) {
+  for (int64_t i = 0; i < n; i += 2) {
+    const double u = unit64(word64(bits, i)) + 0x1p-54;
+    const double radius = ::sqrt(-2.0 * ::log(u));
+    const double angle = 6.283185307179586477 * unit64(word64(bits, i + 1));
+    x[i] = mean + std * (radius * ::cos(angle));
+    if (i + 1 < n) x[i + 1] = mean + std * (radius * ::sin(angle));
+  }
 }
 
 template <class T>
@@ -128,14 +122,15 @@ void dropout_chunk(const uint32_t* TS_RESTRICT bits, const T* TS_RESTRICT x, T* 
   }
 }
 
-template <class T>
-TS_HD void dropout_any(const T* x, T* y, int64_t begin, int64_t end, RandomStream stream,
-                       double p) {
-  const uint32_t dropped = dropout_threshold(p);
-  const auto scale = static_cast<Compute<T>>(1.0 / (1.0 - p));
-  for_each_chunk<1>(begin, end, stream, 0, [&](const uint32_t* bits, int64_t i, int64_t n) {
-    dropout_chunk(bits, x + i, y + i, n, dropped, scale);
-  });
+// Calls f(bits, element, elements) for chunks of [begin, end); `words` numbers an element.
+template <int words, class F>
+TS_HD void for_each_chunk(int64_t begin, int64_t end, RandomStream stream, int64_t first, F&& f) {
+  alignas(64) uint32_t bits[kChunk * words];
+  for (int64_t i = begin; i < end; i += kChunk) {
+    const int64_t n = end - i < kChunk ? end - i : kChunk;
+    philox_range(bits, stream, static_cast<uint64_t>(i + first) * words / 4, (n * words + 3) / 4);
+    f(bits, i, n);
+  }
 }
 
 }  // namespace
@@ -154,67 +149,40 @@ void philox_range(uint32_t* bits, RandomStream stream, uint64_t first, int64_t c
   }
 }
 
-void uniform_range(float* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
-                   double low, double high) {
-  uniform_any(x, begin, end, stream, first, low, high);
+template <class T>
+void uniform_range(T* x, int64_t begin, int64_t end, RandomStream stream, int64_t first, double low,
+                   double high) {
+  for_each_chunk<kWords<T>>(begin, end, stream, first,
+                            [&](const uint32_t* bits, int64_t i, int64_t n) {
+                              uniform_chunk(bits, x + i, n, low, high);
+                            });
 }
-void uniform_range(f16* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
-                   double low, double high) {
-  uniform_any(x, begin, end, stream, first, low, high);
+
+template <class T>
+void normal_range(T* x, int64_t begin, int64_t end, RandomStream stream, int64_t first, double mean,
+                  double std) {
+  for_each_chunk<kWords<T>>(
+      begin, end, stream, first,
+      [&](const uint32_t* bits, int64_t i, int64_t n) { normal_chunk(bits, x + i, n, mean, std); });
 }
-void uniform_range(bf16* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
-                   double low, double high) {
-  uniform_any(x, begin, end, stream, first, low, high);
-}
-void uniform_range(double* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
-                   double low, double high) {
-  for_each_chunk<2>(begin, end, stream, first, [&](const uint32_t* bits, int64_t i, int64_t n) {
-    for (int64_t j = 0; j < n; ++j) {
-      x[i + j] = uniform_between<double>(unit64(word64(bits, j)), low, high);
-    }
+
+template <class T>
+void dropout_range(const T* x, T* y, int64_t begin, int64_t end, RandomStream stream, double p) {
+  const uint32_t dropped = dropout_threshold(p);
+  const auto scale = static_cast<Compute<T>>(1.0 / (1.0 - p));
+  for_each_chunk<1>(begin, end, stream, 0, [&](const uint32_t* bits, int64_t i, int64_t n) {
+    dropout_chunk(bits, x + i, y + i, n, dropped, scale);
   });
 }
 
-void normal_range(float* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
-                  double mean, double std) {
-  normal_any(x, begin, end, stream, first, mean, std);
-}
-void normal_range(f16* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
-                  double mean, double std) {
-  normal_any(x, begin, end, stream, first, mean, std);
-}
-void normal_range(bf16* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
-                  double mean, double std) {
-  normal_any(x, begin, end, stream, first, mean, std);
-}
-void normal_range(double* x, int64_t begin, int64_t end, RandomStream stream, int64_t first,
-                  double mean, double std) {
-  for_each_chunk<2>(begin, end, stream, first, [&](const uint32_t* bits, int64_t i, int64_t n) {
-    for (int64_t j = 0; j < n; j += 2) {
-      const double u = unit64(word64(bits, j)) + 0x1p-54;
-      const double radius = ::sqrt(-2.0 * ::log(u));
-      const double angle = 6.283185307179586477 * unit64(word64(bits, j + 1));
-      x[i + j] = mean + std * (radius * ::cos(angle));
-      if (j + 1 < n) x[i + j + 1] = mean + std * (radius * ::sin(angle));
-    }
-  });
-}
-
-void dropout_range(const float* x, float* y, int64_t begin, int64_t end, RandomStream stream,
-                   double p) {
-  dropout_any(x, y, begin, end, stream, p);
-}
-void dropout_range(const f16* x, f16* y, int64_t begin, int64_t end, RandomStream stream,
-                   double p) {
-  dropout_any(x, y, begin, end, stream, p);
-}
-void dropout_range(const bf16* x, bf16* y, int64_t begin, int64_t end, RandomStream stream,
-                   double p) {
-  dropout_any(x, y, begin, end, stream, p);
-}
-void dropout_range(const double* x, double* y, int64_t begin, int64_t end, RandomStream stream,
-                   double p) {
-  dropout_any(x, y, begin, end, stream, p);
-}
+#define TS_INSTANTIATE(T)                                                                   \
+  template void uniform_range(T*, int64_t, int64_t, RandomStream, int64_t, double, double); \
+  template void normal_range(T*, int64_t, int64_t, RandomStream, int64_t, double, double);  \
+  template void dropout_range(const T*, T*, int64_t, int64_t, RandomStream, double);
+TS_INSTANTIATE(double)
+TS_INSTANTIATE(float)
+TS_INSTANTIATE(f16)
+TS_INSTANTIATE(bf16)
+#undef TS_INSTANTIATE
 
 }  // namespace tessera::kernels::TS_SIMD
