@@ -18,6 +18,7 @@
 #include <tessera/core/kernels/copy/multi_tensor_copy.h>
 #include <tessera/core/kernels/fp8/cast_transpose.h>
 #include <tessera/core/kernels/gemm/matmul.h>
+#include <tessera/core/kernels/norm/norm.h>
 #include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/random.h>
 
@@ -551,6 +552,19 @@ TEST(CudaNorm, BatchNormOfManySamplesAndItsRunningStatistics) {
   };
   const std::vector<Tensor> got = run(kGpu), expected = run(kCpu);
   for (size_t i = 0; i < got.size(); ++i) expect_close(got[i], expected[i], 3e-5);
+}
+
+// 65536 pieces of 64 samples, one more than the second dimension of a grid has.
+TEST(CudaNorm, BatchNormHasMoreSamplesThanAGridHasRows) {
+  const Tensor x = mul(numbers({65535 * kernels::kNormRows + 1, 1}, kF32), 0.125);
+  const auto sums = [&](const Device& device) {
+    const Tensor there = x.to(device), mean = raw::full({1}, 0.5, kF32, device);
+    constexpr bool kWanted[3] = {false, true, true};
+    return kernels::channel_norm_backward(there, there, 0, mean, mean, {}, false, kWanted);
+  };
+  const kernels::RowNormGradients got = sums(kGpu), expected = sums(kCpu);
+  expect_equal(got.weight, expected.weight);
+  expect_equal(got.bias, expected.bias);
 }
 
 // Rows of the table within a segment, at its ends, over many segments; by vectors and one by one.

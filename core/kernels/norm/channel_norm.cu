@@ -183,15 +183,17 @@ __global__ void plane_sums_kernel(const T* dy, const T* x, const Channels size,
 }
 
 // The same for batch_norm of (N, C): a thread adds up kNormRows samples of a channel, so that
-// neighbours read neighbours; blockIdx.y counts the pieces.
+// neighbours read neighbours. `blocks` of the grid's first dimension make a piece: the others end
+// at 65535.
 template <class T>
-__global__ void column_sums_kernel(const T* dy, const T* x, const Channels size,
+__global__ void column_sums_kernel(const T* dy, const T* x, const Channels size, unsigned blocks,
                                    const Compute<T>* mean, const Compute<T>* rstd, double* dy_sums,
                                    double* xhat_sums) {
   using A = Compute<T>;
-  const int64_t c = gpu::first_index(), piece = blockIdx.y;
+  const unsigned piece = blockIdx.x / blocks;
+  const int64_t c = int64_t{blockIdx.x - piece * blocks} * blockDim.x + threadIdx.x;
   if (c >= size.C) return;
-  const int64_t begin = piece * kNormRows;
+  const int64_t begin = int64_t{piece} * kNormRows;
   const int64_t end = begin + kNormRows < size.N ? begin + kNormRows : size.N;
   const A m = mean[c], r = rstd[c];
   double sum = 0, product = 0;
@@ -382,10 +384,9 @@ RowNormGradients channel_norm_backward_cuda(const Tensor& dy, const Tensor& x, i
       double* const dys = dy_sums.data_as<double>();
       double* const xhats = xhat_sums.data_as<double>();
       if (by_columns && pieces > 0) {
-        gpu::launch({.name = name,
-                     .grid = dim3(gpu::blocks(size.C, kBlock), static_cast<unsigned>(pieces)),
-                     .block = kBlock},
-                    column_sums_kernel<T>, grad.data_as<T>(), source.data_as<T>(), size,
+        const unsigned blocks = gpu::blocks(size.C, kBlock);
+        gpu::launch({.name = name, .grid = blocks * static_cast<unsigned>(pieces), .block = kBlock},
+                    column_sums_kernel<T>, grad.data_as<T>(), source.data_as<T>(), size, blocks,
                     m.data_as<A>(), r.data_as<A>(), dys, xhats);
       } else if (pieces > 0) {
         constexpr int kWidth = 16 / sizeof(T);
