@@ -3,9 +3,9 @@
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
-#include <tessera/core/kernels/gemm/gemm_block.h>
-#include <tessera/core/kernels/gemm/gemm_split.h>
+#include <tessera/core/kernels/attention/attention_simd.cpp>
 
 namespace tessera::kernels::TS_SIMD {
 namespace {
@@ -98,6 +98,22 @@ void multiply_in_registers(const kernels::GemmTile& tile) {
 int64_t scratch_bytes(int64_t m, int64_t n) {
   return (round_up(m, 32) + 32 + round_up(n, 32) + 32) * 2048;
 }
+int64_t attend(const kernels::AttentionProblem& p, bool backward) {
+  std::vector<char> scratch(static_cast<size_t>(attention_scratch_bytes(p, backward)) + 64);
+  void* const aligned =
+      reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+  using OnTiles = SplitKernel<ReferenceTiles>;
+  using InRegisters = FmaKernel<float>;
+  ReferenceTiles::products = 0;
+  if (backward) {
+    splits_backward(p, 0, 0) ? kernels::TS_SIMD::backward<OnTiles, float>(p, 0, 0, aligned)
+                             : kernels::TS_SIMD::backward<InRegisters, float>(p, 0, 0, aligned);
+  } else {
+    splits_forward(p, 0, 0) ? forward<OnTiles, float>(p, 0, 0, aligned)
+                            : forward<InRegisters, float>(p, 0, 0, aligned);
+  }
+  return ReferenceTiles::products;
+}
 
 #else
 
@@ -105,6 +121,7 @@ bool has_avx512() { return false; }
 int64_t multiply_on_reference_tiles(const kernels::GemmTile&) { return 0; }
 void multiply_in_registers(const kernels::GemmTile&) {}
 int64_t scratch_bytes(int64_t, int64_t) { return 0; }
+int64_t attend(const kernels::AttentionProblem&, bool) { return 0; }
 
 #endif
 

@@ -1,8 +1,10 @@
-// The kernel of split f32 products (core/kernels/gemm/gemm_split.h) on tiles in plain C++.
+// The kernel of split f32 products (core/kernels/gemm/gemm_split.h), and attention made of them, on
+// tiles in plain C++.
 #pragma once
 
 #include <cstdint>
 
+#include <tessera/core/kernels/attention/attention_head.h>
 #include <tessera/core/kernels/gemm/gemm_tile.h>
 
 namespace tessera::tests {
@@ -17,5 +19,9 @@ int64_t multiply_on_reference_tiles(const kernels::GemmTile& tile);
 // The same in f32 registers, one chain of fused sums for each stretch of K.
 void multiply_in_registers(const kernels::GemmTile& tile);
 int64_t scratch_bytes(int64_t m, int64_t n);
+
+// Head 0 of sample 0, forward or backward, on such tiles where attention_simd.cpp would take the
+// processor's, else in f32 registers. Returns how many tiles were multiplied.
+int64_t attend(const kernels::AttentionProblem& problem, bool backward);
 
 }  // namespace tessera::tests

@@ -1,6 +1,9 @@
-// f32 products of three bf16 parts: their arithmetic, on tiles in plain C++.
+// f32 products of three bf16 parts, and attention made of them: their arithmetic, on tiles in plain
+// C++.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <random>
 #include <vector>
@@ -161,6 +164,167 @@ TEST_F(SplitProduct, ADeepSumIsAtMostTwiceAsFarOffAsInRegisters) {
       RecordProperty("of_registers", std::to_string(of_registers));
       EXPECT_LE(error, 2 * of_registers) << k << (numbers == positive ? ", positive" : "");
     }
+  }
+}
+
+// ---- Attention ----------------------------------------------------------------------------------
+
+using Matrix = std::vector<std::vector<double>>;
+
+Matrix of_zeros(int64_t rows, int64_t columns) {
+  return Matrix(static_cast<size_t>(rows), std::vector<double>(static_cast<size_t>(columns)));
+}
+Matrix product_of(const Matrix& a, const Matrix& b) {
+  Matrix c = of_zeros(static_cast<int64_t>(a.size()), static_cast<int64_t>(b[0].size()));
+  for (size_t i = 0; i < a.size(); ++i) {
+    for (size_t k = 0; k < b.size(); ++k) {
+      for (size_t j = 0; j < b[0].size(); ++j) c[i][j] += a[i][k] * b[k][j];
+    }
+  }
+  return c;
+}
+Matrix transposed(const Matrix& a) {
+  Matrix c = of_zeros(static_cast<int64_t>(a[0].size()), static_cast<int64_t>(a.size()));
+  for (size_t i = 0; i < a.size(); ++i) {
+    for (size_t j = 0; j < a[0].size(); ++j) c[j][i] = a[i][j];
+  }
+  return c;
+}
+
+// One head, its numbers in f32 and, as read from them, in f64.
+struct Head {
+  static constexpr int64_t kQueries = 40, kKeys = 48, kWidth = 20;
+  std::vector<float> query, key, value, grad_output;
+  std::vector<float> output, log_sums, grad_query, grad_key, grad_value;
+
+  static std::vector<float> numbers(int64_t rows, double factor, unsigned seed) {
+    std::mt19937 generator(seed);
+    std::vector<float> values;
+    for (int64_t i = 0; i < rows * kWidth; ++i) {
+      values.push_back(static_cast<float>(symmetric(generator) * factor));
+    }
+    return values;
+  }
+  Head(double of_query, double of_key, double of_value, double of_grad)
+      : query(numbers(kQueries, of_query, 1)),
+        key(numbers(kKeys, of_key, 2)),
+        value(numbers(kKeys, of_value, 3)),
+        grad_output(numbers(kQueries, of_grad, 4)),
+        output(query.size()),
+        log_sums(static_cast<size_t>(kQueries)),
+        grad_query(query.size()),
+        grad_key(key.size()),
+        grad_value(value.size()) {}
+
+  kernels::AttentionProblem problem() {
+    const auto view = [](std::vector<float>& values) {
+      return kernels::HeadView{values.data(), 0, 0, kWidth, 1};
+    };
+    kernels::AttentionProblem p{};
+    p.dtype = kF32;
+    p.use_amx = true;
+    p.B = p.H = p.Hk = 1;
+    p.T = kQueries;
+    p.S = p.keys = kKeys;
+    p.E = p.Ev = kWidth;
+    p.scale = 1;
+    p.query = view(query);
+    p.key = view(key);
+    p.value = view(value);
+    p.output = view(output);
+    p.log_sums = log_sums.data();
+    p.grad_output = view(grad_output);
+    p.grad_query = view(grad_query);
+    p.grad_key = view(grad_key);
+    p.grad_value = view(grad_value);
+    return p;
+  }
+};
+Matrix widened(const std::vector<float>& values) {
+  Matrix rows = of_zeros(static_cast<int64_t>(values.size()) / Head::kWidth, Head::kWidth);
+  for (size_t i = 0; i < values.size(); ++i) {
+    rows[i / Head::kWidth][i % Head::kWidth] = static_cast<double>(values[i]);
+  }
+  return rows;
+}
+
+// The largest distance, in roundings of f32 of the largest number.
+double distance(const std::vector<float>& got, const Matrix& expected) {
+  const Matrix numbers = widened(got);
+  double largest = 0, away = 0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    for (size_t j = 0; j < expected[i].size(); ++j) {
+      largest = std::max(largest, std::fabs(expected[i][j]));
+      const double own = std::fabs(numbers[i][j] - expected[i][j]);
+      away = own <= away ? away : own;  // NaN stays
+    }
+  }
+  return away / (0x1p-24 * largest + 0x1p-149);
+}
+
+struct AttentionErrors {
+  int64_t forward_tiles, backward_tiles;
+  double output, grad_query, grad_key, grad_value;
+};
+AttentionErrors errors_of(Head head) {
+  const kernels::AttentionProblem p = head.problem();
+  AttentionErrors errors{};
+  errors.forward_tiles = attend(p, false);
+  errors.backward_tiles = attend(p, true);
+  const Matrix q = widened(head.query), k = widened(head.key), v = widened(head.value),
+               g = widened(head.grad_output);
+  Matrix weights = product_of(q, transposed(k));
+  for (std::vector<double>& row : weights) {
+    double sum = 0;
+    for (double& x : row) sum += x = std::exp(x);
+    for (double& x : row) x /= sum;
+  }
+  const Matrix output = product_of(weights, v);
+  Matrix scores = product_of(g, transposed(v));
+  for (size_t t = 0; t < scores.size(); ++t) {
+    double delta = 0;
+    for (size_t s = 0; s < scores[t].size(); ++s) delta += weights[t][s] * scores[t][s];
+    for (size_t s = 0; s < scores[t].size(); ++s)
+      scores[t][s] = weights[t][s] * (scores[t][s] - delta);
+  }
+  errors.output = distance(head.output, output);
+  errors.grad_query = distance(head.grad_query, product_of(scores, k));
+  errors.grad_key = distance(head.grad_key, product_of(transposed(scores), q));
+  errors.grad_value = distance(head.grad_value, product_of(transposed(weights), g));
+  return errors;
+}
+
+using SplitAttention = SplitProduct;
+
+TEST_F(SplitAttention, OfOrdinaryNumbersIsMadeOnTiles) {
+  for (const double of_grad : {1.0, 1e-9, 1e-20}) {
+    const AttentionErrors errors = errors_of(Head(1, 1, 1, of_grad));
+    EXPECT_GT(errors.forward_tiles, 0);
+    EXPECT_GT(errors.backward_tiles, 0) << of_grad;
+  }
+  EXPECT_EQ(errors_of(Head(0x1p40, 0x1p-40, 1, 1)).forward_tiles, 0);
+}
+
+// Of the largest number of a head.
+TEST_F(SplitAttention, KeepsThePrecisionOfF32WhateverTheMagnitudes) {
+  for (const auto& [query, key, value, grad] : {std::array{1.0, 1.0, 1.0, 1.0},
+                                                {1.0, 1.0, 0x1p-78, 1.0},
+                                                {1.0, 1.0, 0x1p-100, 1.0},
+                                                {1.0, 1.0, 0x1p-125, 1.0},
+                                                {1.0, 1.0, 1.0, 0x1p-78},
+                                                {1.0, 1.0, 1.0, 0x1p-110},
+                                                {1.0, 0x1p-60, 1.0, 0x1p-60},
+                                                {0x1p-60, 1.0, 0x1p-30, 0x1p-30},
+                                                {0x1p-110, 0x1p-110, 1.0, 1.0},
+                                                {0x1p-20, 0x1p20, 0x1p29, 0x1p29},
+                                                {0x1p-20, 0x1p20, 0x1p40, 0x1p40},
+                                                {0.0, 1.0, 0x1p-100, 0x1p-20}}) {
+    const AttentionErrors errors = errors_of(Head(query, key, value, grad));
+    SCOPED_TRACE(testing::Message() << query << ", " << key << ", " << value << ", " << grad);
+    EXPECT_LT(errors.output, 32);
+    EXPECT_LT(errors.grad_query, 32);
+    EXPECT_LT(errors.grad_key, 32);
+    EXPECT_LT(errors.grad_value, 32);
   }
 }
 

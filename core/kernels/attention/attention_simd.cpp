@@ -424,11 +424,14 @@ void backward(const AttentionProblem& p, int64_t batch, int64_t key_head, void* 
   clear_padding<T>(p, p.grad_value, p.Ev, batch, key_head);
 }
 
-#if defined(TESSERA_AMX_KERNEL)
-// Products of probabilities and gradients with these stay far from the end of the range.
-constexpr uint32_t kLargestAttended = uint32_t{127 + 30} << 23;
+// f32 in three bf16 parts (gemm_split.h): not for few queries, whose time is the packing of keys
+// and values.
+bool splits(const AttentionProblem& p) { return p.use_amx && p.dtype == kF32 && p.T >= 32; }
 
-bool all_small(const HeadView& view, int64_t batch, int64_t head, int64_t rows, int64_t columns) {
+#if defined(TESSERA_AMX_KERNEL)
+// The exponent of the largest magnitude; 0 where all are zero, of which every product is exact.
+int largest_exponent(const HeadView& view, int64_t batch, int64_t head, int64_t rows,
+                     int64_t columns) {
   const float* data = head_of<float>(view, batch, head);
   uint32_t largest = 0;
   for (int64_t i = 0; i < rows; ++i) {
@@ -439,20 +442,47 @@ bool all_small(const HeadView& view, int64_t batch, int64_t head, int64_t rows, 
       largest = magnitude > largest ? magnitude : largest;
     }
   }
-  return largest < kLargestAttended;
+  return largest == 0 ? 0 : SplitAmxKernel::exponent_of(largest);
 }
 
-// f32 in three bf16 parts: not for few queries, whose time is the packing of keys and values, nor
-// for infinities, NaN and enormous numbers.
-bool splits(const AttentionProblem& p) { return p.use_amx && p.dtype == kF32 && p.T >= 32; }
-bool splits_keys(const AttentionProblem& p, int64_t batch, int64_t key_head) {
-  return splits(p) && all_small(p.key, batch, key_head, p.keys, p.E) &&
-         all_small(p.value, batch, key_head, p.keys, p.Ev);
+// From here on products of probabilities and gradients come near the end of the range (infinities
+// and NaN have the exponent 128).
+constexpr int kLargestAttended = 30;
+// What the tiles lose of a product, because it is subnormal, is at most 2^-126, thousands of times
+// in a deep sum: less than f32's rounding of results whose largest terms are at least this. Scores
+// need no such bound: what is lost of them is nothing in exp().
+constexpr int kLeastAttended = -80;
+
+bool splits_forward(const AttentionProblem& p, int64_t batch, int64_t head) {
+  if (!splits(p)) return false;
+  const int64_t key_head = head / (p.H / p.Hk);
+  const int q = largest_exponent(p.query, batch, head, p.T, p.E);
+  const int k = largest_exponent(p.key, batch, key_head, p.keys, p.E);
+  const int v = largest_exponent(p.value, batch, key_head, p.keys, p.Ev);
+  return q < kLargestAttended && k < kLargestAttended && v < kLargestAttended &&
+         v >= kLeastAttended;
+}
+
+bool splits_backward(const AttentionProblem& p, int64_t batch, int64_t key_head) {
+  if (!splits(p)) return false;
+  const int k = largest_exponent(p.key, batch, key_head, p.keys, p.E);
+  const int v = largest_exponent(p.value, batch, key_head, p.keys, p.Ev);
+  if (k >= kLargestAttended || v >= kLargestAttended) return false;
+  const int64_t group = p.H / p.Hk;
+  for (int64_t i = key_head * group; i < (key_head + 1) * group; ++i) {
+    const int q = largest_exponent(p.query, batch, i, p.T, p.E);
+    const int g = largest_exponent(p.grad_output, batch, i, p.T, p.Ev);
+    if (q >= kLargestAttended || g >= kLargestAttended) return false;
+    // Of the gradients of value, scores, query and key.
+    for (const int product : {g, g + v, g + v + k, g + v + q}) {
+      if (product < kLeastAttended) return false;
+    }
+  }
+  return true;
 }
 #else
-bool splits(const AttentionProblem&) { return false; }
-bool splits_keys(const AttentionProblem&, int64_t, int64_t) { return false; }
-bool all_small(const HeadView&, int64_t, int64_t, int64_t, int64_t) { return false; }
+bool splits_forward(const AttentionProblem&, int64_t, int64_t) { return false; }
+bool splits_backward(const AttentionProblem&, int64_t, int64_t) { return false; }
 #endif
 
 // Calls f<Kernel, T>() for the problem's dtype; `split`: f32 in parts.
@@ -489,20 +519,13 @@ int64_t attention_scratch_bytes(const AttentionProblem& p, bool is_backward) {
 }
 
 void attention_head(const AttentionProblem& p, int64_t batch, int64_t head, void* scratch) {
-  const bool split =
-      splits_keys(p, batch, head / (p.H / p.Hk)) && all_small(p.query, batch, head, p.T, p.E);
-  with_kernel(p, split,
+  with_kernel(p, splits_forward(p, batch, head),
               [&]<class Kernel, class T>() { forward<Kernel, T>(p, batch, head, scratch); });
 }
 
 void attention_head_backward(const AttentionProblem& p, int64_t batch, int64_t key_head,
                              void* scratch) {
-  const int64_t group = p.H / p.Hk;
-  bool split = splits_keys(p, batch, key_head);
-  for (int64_t i = key_head * group; split && i < (key_head + 1) * group; ++i) {
-    split = all_small(p.query, batch, i, p.T, p.E) && all_small(p.grad_output, batch, i, p.T, p.Ev);
-  }
-  with_kernel(p, split,
+  with_kernel(p, splits_backward(p, batch, key_head),
               [&]<class Kernel, class T>() { backward<Kernel, T>(p, batch, key_head, scratch); });
 }
 
