@@ -4,8 +4,7 @@
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise_loops.h>
-#include <tessera/core/kernels/reduce/reduce.h>
-#include <tessera/core/kernels/reduce/reduce_blocks.h>
+#include <tessera/core/kernels/reduce/reduce_fold.h>
 #include <tessera/core/math.h>
 #include <tessera/core/kernels/common/rows.cuh>
 #include <tessera/core/kernels/common/strided.cuh>
@@ -20,13 +19,6 @@ constexpr int64_t kWarpRow = 1024;  // elements of rows that take a warp each
 constexpr int kBlock = 256;
 constexpr int kTileLanes = 8, kTileLines = 32;  // of a block that folds columns
 constexpr int kTileWidth = 8;                   // neighbouring columns of a thread, at most
-
-// What is done with the result of a fold.
-struct Finish {
-  enum Kind { kAsIs, kDivide, kDivideRoot, kRoot, kAll, kFiniteOrZero, kLogPlusShift };
-  Kind kind = kAsIs;
-  double number = 0;  // divisor, exponent or count
-};
 
 template <class W, class C>
 TS_DEVICE W accumulate(Fold fold, double p, W a, C v, double shift) {
@@ -87,27 +79,6 @@ struct Join {
     }
   }
 };
-
-template <class W>
-TS_DEVICE W finished(const Finish& finish, W value, double shift) {
-  const double v = static_cast<double>(value);
-  switch (finish.kind) {
-    case Finish::kDivide:
-      return static_cast<W>(v / finish.number);
-    case Finish::kDivideRoot:
-      return static_cast<W>(::sqrt(v / finish.number));
-    case Finish::kRoot:
-      return static_cast<W>(finish.number == 2 ? ::sqrt(v) : ::pow(v, 1 / finish.number));
-    case Finish::kAll:
-      return v == finish.number ? W(1) : W(0);
-    case Finish::kFiniteOrZero:
-      return ::fabs(v) == static_cast<double>(INFINITY) ? W(0) : value;
-    case Finish::kLogPlusShift:
-      return static_cast<W>(::log(v) + shift);
-    default:
-      return value;
-  }
-}
 
 struct FoldTask {
   Fold fold;
@@ -384,10 +355,9 @@ void run_fold(const char* where, FoldTask task, FoldForm form, int64_t stride, b
   launch_fold<W>(where, last, FoldForm::kLinear, 0, false, nullptr);
 }
 
-Tensor reduce(const char* where, Fold fold, double p, const Tensor& x_in, const Shape& dims,
-              bool keepdim, DType compute, DType dtype, const Tensor& shift, Finish finish) {
-  TS_CHECK_DTYPE(!is_float8(x_in.dtype()), where, "does not calculate with float8; got ", x_in,
-                 "; convert with to(dtype)");
+Tensor reduce_cuda(const char* where, Fold fold, double p, const Tensor& x_in, const Shape& dims,
+                   bool keepdim, DType compute, DType dtype, const Tensor& shift,
+                   const Finish& finish) {
   const Lane lane = lane_of(compute);
   const Tensor x = detail::is_direct(lane, x_in.dtype()) ? x_in : convert(x_in, compute);
   const Tensor result = raw::empty(reduced_shape(x.shape(), dims, keepdim), dtype, x.device());
@@ -440,92 +410,7 @@ Tensor reduce(const char* where, Fold fold, double p, const Tensor& x_in, const 
   return result;
 }
 
-int64_t terms_of(const Tensor& x, const Shape& dims) {
-  int64_t terms = 1;
-  for (const int64_t d : dims) terms *= x.shape()[static_cast<int>(d)];
-  return terms;
-}
-
-void check_extremum(const char* where, const Tensor& x, const Shape& dims) {
-  TS_CHECK_INDEX(terms_of(x, dims) > 0, where, "needs at least one element; got ", x,
-                 " reduced over dimensions ", dims);
-}
-
-// Sums in a narrower type than x's values are of converted values (torch converts first).
-Tensor converted_for(const Tensor& x, DType dtype) {
-  const bool same = lane_of(x.dtype()) == lane_of(dtype) && dtype != kBool;
-  const bool narrows = is_low_precision(dtype) && x.dtype() != dtype;
-  return same && !narrows ? x : convert(x, dtype);
-}
-
-Tensor sum_cuda(const Tensor& x, const Shape& dims, bool keepdim, DType dtype) {
-  return reduce("sum", Fold::kSum, 0, converted_for(x, dtype), dims, keepdim, dtype, dtype, {}, {});
-}
-Tensor prod_cuda(const Tensor& x, const Shape& dims, bool keepdim, DType dtype) {
-  return reduce("prod", Fold::kProd, 0, converted_for(x, dtype), dims, keepdim, dtype, dtype, {},
-                {});
-}
-Tensor mean_cuda(const Tensor& x, const Shape& dims, bool keepdim) {
-  return reduce("mean", Fold::kSum, 0, x, dims, keepdim, x.dtype(), x.dtype(), {},
-                {Finish::kDivide, static_cast<double>(terms_of(x, dims))});
-}
-Moments moments_cuda(const Tensor& x, const Shape& dims, bool keepdim, double correction, bool root,
-                     DType dtype) {
-  const double terms = static_cast<double>(terms_of(x, dims));
-  const Tensor mean =
-      reduce("var", Fold::kSum, 0, x, dims, keepdim, x.dtype(), kF64, {}, {Finish::kDivide, terms});
-  const double divisor = terms - correction > 0 ? terms - correction : 0.0;
-  const Tensor variance =
-      reduce("var", Fold::kSumSquaredDeviations, 0, x, dims, keepdim, x.dtype(), dtype, mean,
-             {root ? Finish::kDivideRoot : Finish::kDivide, divisor});
-  return {convert(mean, dtype), variance};
-}
-Tensor amax_cuda(const Tensor& x, const Shape& dims, bool keepdim) {
-  check_extremum("amax", x, dims);
-  return reduce("amax", Fold::kMax, 0, x, dims, keepdim, x.dtype(), x.dtype(), {}, {});
-}
-Tensor amin_cuda(const Tensor& x, const Shape& dims, bool keepdim) {
-  check_extremum("amin", x, dims);
-  return reduce("amin", Fold::kMin, 0, x, dims, keepdim, x.dtype(), x.dtype(), {}, {});
-}
-Tensor any_cuda(const Tensor& x, const Shape& dims, bool keepdim) {
-  return reduce("any", Fold::kCountNonzero, 0, x, dims, keepdim, x.dtype(), kBool, {}, {});
-}
-Tensor all_cuda(const Tensor& x, const Shape& dims, bool keepdim) {
-  return reduce("all", Fold::kCountNonzero, 0, x, dims, keepdim, x.dtype(), kBool, {},
-                {Finish::kAll, static_cast<double>(terms_of(x, dims))});
-}
-Tensor norm_cuda(const Tensor& x, double p, const Shape& dims, bool keepdim) {
-  const Fold fold = p == 0           ? Fold::kCountNonzero
-                    : p == 1         ? Fold::kSumAbs
-                    : p == 2         ? Fold::kSumSquares
-                    : !std::isinf(p) ? Fold::kSumPowers
-                    : p > 0          ? Fold::kMaxAbs
-                                     : Fold::kMinAbs;
-  if (fold == Fold::kMinAbs) check_extremum("norm", x, dims);
-  const bool root = fold == Fold::kSumSquares || fold == Fold::kSumPowers;
-  return reduce("norm", fold, p, x, dims, keepdim, x.dtype(), x.dtype(), {},
-                {root ? Finish::kRoot : Finish::kAsIs, p});
-}
-Tensor logsumexp_cuda(const Tensor& x, const Shape& dims, bool keepdim) {
-  const Tensor shift = reduce("logsumexp", Fold::kMax, 0, x, dims, keepdim, x.dtype(), kF64, {},
-                              {Finish::kFiniteOrZero, 0});
-  return reduce("logsumexp", Fold::kSumExp, 0, x, dims, keepdim, x.dtype(), x.dtype(), shift,
-                {Finish::kLogPlusShift, 0});
-}
-
-// ---- Extrema with their places: x seen as (outer, n, inner)
-// --------------------------------------
-
-struct Around {
-  int64_t outer = 1, n = 1, inner = 1;
-  Around(const Tensor& x, int dim) {
-    if (x.dim() == 0) return;
-    for (int d = 0; d < dim; ++d) outer *= x.shape()[d];
-    for (int d = dim + 1; d < x.dim(); ++d) inner *= x.shape()[d];
-    n = x.shape()[dim];
-  }
-};
+// ---- Extrema with their places ------------------------------------------------------------------
 
 // True where (b, at j) takes the place of (a, at i): a NaN before all, then the value, then the
 // first.
@@ -588,15 +473,8 @@ __global__ void __launch_bounds__(kBlock)
   indices[output] = best_index[t];
 }
 
-Extremum extremum_cuda(const Tensor& x, int dim, bool keepdim, bool largest) {
-  const char* where = largest ? "max" : "min";
-  const Shape dims = x.dim() == 0 ? Shape{} : Shape{dim};
-  const Shape shape = reduced_shape(x.shape(), dims, keepdim);
-  Extremum result{raw::empty(shape, x.dtype(), x.device()), raw::empty(shape, kI64, x.device())};
-  if (numel_of(shape) == 0) return result;
-  check_extremum(where, x, dims);
-  const Tensor source = contiguous(x);
-  const Around a(x, dim);
+void find_extremum_cuda(const char* where, const Tensor& x, const Around& a, bool largest,
+                        const Extremum& result) {
   int lanes = 1, threads = gpu::kWarp;
   while (lanes < gpu::kWarp && lanes < a.inner) lanes *= 2;
   while (threads < kBlock && threads * 4 < a.n * lanes) threads *= 2;
@@ -604,7 +482,7 @@ Extremum extremum_cuda(const Tensor& x, int dim, bool keepdim, bool largest) {
     gpu::launch({.name = where,
                  .grid = static_cast<unsigned>(a.outer * ((a.inner + lanes - 1) / lanes)),
                  .block = static_cast<unsigned>(threads)},
-                extremum_kernel<C>, source.data(), x.dtype(), result.values.data(),
+                extremum_kernel<C>, x.data(), x.dtype(), result.values.data(),
                 result.indices.data_as<int64_t>(), a.n, a.inner, lanes, largest);
   };
   const Lane lane = lane_of(x.dtype());
@@ -615,23 +493,13 @@ Extremum extremum_cuda(const Tensor& x, int dim, bool keepdim, bool largest) {
   } else {
     run.operator()<int64_t>();
   }
-  return result;
 }
 
 }  // namespace
 
 void register_reduce() {
-  cuda_kernel<sum> = sum_cuda;
-  cuda_kernel<prod> = prod_cuda;
-  cuda_kernel<mean> = mean_cuda;
-  cuda_kernel<moments> = moments_cuda;
-  cuda_kernel<amax> = amax_cuda;
-  cuda_kernel<amin> = amin_cuda;
-  cuda_kernel<any> = any_cuda;
-  cuda_kernel<all> = all_cuda;
-  cuda_kernel<norm> = norm_cuda;
-  cuda_kernel<logsumexp> = logsumexp_cuda;
-  cuda_kernel<extremum> = extremum_cuda;
+  cuda_kernel<reduce> = reduce_cuda;
+  cuda_kernel<find_extremum> = find_extremum_cuda;
 }
 
 }  // namespace tessera::kernels

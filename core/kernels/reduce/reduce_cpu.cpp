@@ -10,7 +10,7 @@
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/common/strided.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/kernels/reduce/reduce_blocks.h>
+#include <tessera/core/kernels/reduce/reduce_fold.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
@@ -75,10 +75,9 @@ class Odometer {
   int64_t offset_ = 0;
 };
 
-void check_host(const char* where, const Tensor& x) {
+void check_dtype(const char* where, const Tensor& x) {
   TS_CHECK_DTYPE(!is_float8(x.dtype()), where, "does not calculate with float8; got ", x,
                  "; convert with to(dtype)");
-  TS_CHECK_DEVICE(x.device().is_cpu() || x.is_meta(), where, "has no kernel for ", x);
 }
 
 // A view of elements of a dtype that are read as C in blocks.
@@ -106,26 +105,6 @@ class Reader {
   LoadFunction load_;
 };
 
-// Turns `count` folds into results in place: outputs first, first + stride, ... Refers to a
-// function, so that Reduction is compiled once for all of them.
-template <class W>
-class Finisher {
- public:
-  template <class F>
-  explicit Finisher(const F& f)
-      : function_(&f),
-        call_([](const void* function, W* values, int64_t first, int64_t stride, int64_t count) {
-          (*static_cast<const F*>(function))(values, first, stride, count);
-        }) {}
-  void operator()(W* values, int64_t first, int64_t stride, int64_t count) const {
-    call_(function_, values, first, stride, count);
-  }
-
- private:
-  const void* function_;
-  void (*call_)(const void*, W*, int64_t, int64_t, int64_t);
-};
-
 // One reduction.
 template <class C>
 class Reduction {
@@ -133,7 +112,7 @@ class Reduction {
 
  public:
   Reduction(Fold fold, double p, const Tensor& x, const Shape& dims, const Tensor& shift,
-            const Tensor& result, Finisher<W> finish)
+            const Tensor& result, const Finish& finish)
       : fold_(fold),
         p_(p),
         reader_(x),
@@ -186,7 +165,13 @@ class Reduction {
   }
 
   void emit(W* values, int64_t first, int64_t stride, int64_t count) const {
-    finish_(values, first, stride, count);
+    if (finish_.kind != Finish::kAsIs) {
+      for (int64_t i = 0; i < count; ++i) {
+        const double shift =
+            shift_ != nullptr ? static_cast<double>(shift_[first + i * stride]) : 0.0;
+        values[i] = finished(finish_, values[i], shift);
+      }
+    }
     store_(values, target_ + first * target_item_, stride, count);
   }
 
@@ -403,34 +388,10 @@ class Reduction {
   char* target_;
   int64_t target_item_;
   StoreFunction store_;
-  Finisher<W> finish_;
+  Finish finish_;
   Dimensions kept_, reduced_;
   int64_t outputs_ = 0, terms_ = 0;
 };
-
-// Reduces x, calculated in the compute type of `compute`, to a tensor of `dtype`. finish is called
-// as finish(W* values, first output, stride, count).
-template <class Finish>
-Tensor reduce(const char* where, Fold fold, double p, const Tensor& x, const Shape& dims,
-              bool keepdim, DType compute, DType dtype, const Tensor& shift, const Finish& finish) {
-  check_host(where, x);
-  const Shape shape = reduced_shape(x.shape(), dims, keepdim);
-  Tensor result = raw::empty(shape, dtype, x.device());
-  if (x.is_meta()) return result;
-  switch (lane_of(compute)) {
-    case Lane::kFloat:
-      Reduction<float>(fold, p, x, dims, shift, result, Finisher<double>(finish)).run();
-      break;
-    case Lane::kDouble:
-      Reduction<double>(fold, p, x, dims, shift, result, Finisher<double>(finish)).run();
-      break;
-    default:
-      Reduction<int64_t>(fold, p, x, dims, shift, result, Finisher<int64_t>(finish)).run();
-  }
-  return result;
-}
-
-constexpr auto kAsIs = [](auto*, int64_t, int64_t, int64_t) {};
 
 int64_t terms_of(const Tensor& x, const Shape& dims) {
   int64_t terms = 1;
@@ -454,104 +415,73 @@ void check_extremum(const char* where, const Tensor& x, const Shape& dims) {
 
 }  // namespace
 
-Tensor sum(const Tensor& x, const Shape& dims, bool keepdim, DType dtype) {
+Tensor reduce(const char* where, Fold fold, double p, const Tensor& x, const Shape& dims,
+              bool keepdim, DType compute, DType dtype, const Tensor& shift, const Finish& finish) {
+  check_dtype(where, x);
   if (x.device().is_cuda()) {
-    return on_cuda<kernels::sum>("sum", x.device(), x, dims, keepdim, dtype);
+    return on_cuda<kernels::reduce>(where, x.device(), where, fold, p, x, dims, keepdim, compute,
+                                    dtype, shift, finish);
   }
-  return reduce("sum", Fold::kSum, 0, converted_for(x, dtype), dims, keepdim, dtype, dtype, {},
-                kAsIs);
+  Tensor result = raw::empty(reduced_shape(x.shape(), dims, keepdim), dtype, x.device());
+  if (x.is_meta()) return result;
+  switch (lane_of(compute)) {
+    case Lane::kFloat:
+      Reduction<float>(fold, p, x, dims, shift, result, finish).run();
+      break;
+    case Lane::kDouble:
+      Reduction<double>(fold, p, x, dims, shift, result, finish).run();
+      break;
+    default:
+      Reduction<int64_t>(fold, p, x, dims, shift, result, finish).run();
+  }
+  return result;
+}
+
+Tensor sum(const Tensor& x, const Shape& dims, bool keepdim, DType dtype) {
+  return reduce("sum", Fold::kSum, 0, converted_for(x, dtype), dims, keepdim, dtype, dtype, {}, {});
 }
 
 Tensor prod(const Tensor& x, const Shape& dims, bool keepdim, DType dtype) {
-  if (x.device().is_cuda()) {
-    return on_cuda<kernels::prod>("prod", x.device(), x, dims, keepdim, dtype);
-  }
   return reduce("prod", Fold::kProd, 0, converted_for(x, dtype), dims, keepdim, dtype, dtype, {},
-                kAsIs);
+                {});
 }
 
 Tensor mean(const Tensor& x, const Shape& dims, bool keepdim) {
-  if (x.device().is_cuda()) {
-    return on_cuda<kernels::mean>("mean", x.device(), x, dims, keepdim);
-  }
-  const double terms = static_cast<double>(terms_of(x, dims));
   return reduce("mean", Fold::kSum, 0, x, dims, keepdim, x.dtype(), x.dtype(), {},
-                [&](auto* values, int64_t, int64_t, int64_t count) {
-                  for (int64_t i = 0; i < count; ++i) {
-                    values[i] = static_cast<std::remove_reference_t<decltype(*values)>>(
-                        static_cast<double>(values[i]) / terms);
-                  }
-                });
+                {Finish::kDivide, static_cast<double>(terms_of(x, dims))});
 }
 
 Moments moments(const Tensor& x, const Shape& dims, bool keepdim, double correction, bool root,
                 DType dtype) {
-  if (x.device().is_cuda()) {
-    return on_cuda<kernels::moments>("var", x.device(), x, dims, keepdim, correction, root, dtype);
-  }
   const double terms = static_cast<double>(terms_of(x, dims));
-  const Tensor mean = reduce("var", Fold::kSum, 0, x, dims, keepdim, x.dtype(), kF64, {},
-                             [&](auto* values, int64_t, int64_t, int64_t count) {
-                               for (int64_t i = 0; i < count; ++i) {
-                                 values[i] =
-                                     static_cast<std::remove_reference_t<decltype(*values)>>(
-                                         static_cast<double>(values[i]) / terms);
-                               }
-                             });
-  const double divisor = std::max(0.0, terms - correction);
-  Tensor variance =
-      reduce("var", Fold::kSumSquaredDeviations, 0, x, dims, keepdim, x.dtype(), dtype,
-             x.is_meta() ? Tensor() : mean, [&](auto* values, int64_t, int64_t, int64_t count) {
-               for (int64_t i = 0; i < count; ++i) {
-                 const double value = static_cast<double>(values[i]) / divisor;
-                 values[i] = static_cast<std::remove_reference_t<decltype(*values)>>(
-                     root ? std::sqrt(value) : value);
-               }
-             });
+  const Tensor mean =
+      reduce("var", Fold::kSum, 0, x, dims, keepdim, x.dtype(), kF64, {}, {Finish::kDivide, terms});
+  const Tensor variance =
+      reduce("var", Fold::kSumSquaredDeviations, 0, x, dims, keepdim, x.dtype(), dtype, mean,
+             {root ? Finish::kDivideRoot : Finish::kDivide, std::max(0.0, terms - correction)});
   return {convert(mean, dtype), variance};
 }
 
 Tensor amax(const Tensor& x, const Shape& dims, bool keepdim) {
-  if (x.device().is_cuda()) {
-    return on_cuda<kernels::amax>("amax", x.device(), x, dims, keepdim);
-  }
   check_extremum("amax", x, dims);
-  return reduce("amax", Fold::kMax, 0, x, dims, keepdim, x.dtype(), x.dtype(), {}, kAsIs);
+  return reduce("amax", Fold::kMax, 0, x, dims, keepdim, x.dtype(), x.dtype(), {}, {});
 }
 
 Tensor amin(const Tensor& x, const Shape& dims, bool keepdim) {
-  if (x.device().is_cuda()) {
-    return on_cuda<kernels::amin>("amin", x.device(), x, dims, keepdim);
-  }
   check_extremum("amin", x, dims);
-  return reduce("amin", Fold::kMin, 0, x, dims, keepdim, x.dtype(), x.dtype(), {}, kAsIs);
+  return reduce("amin", Fold::kMin, 0, x, dims, keepdim, x.dtype(), x.dtype(), {}, {});
 }
 
 Tensor any(const Tensor& x, const Shape& dims, bool keepdim) {
-  if (x.device().is_cuda()) {
-    return on_cuda<kernels::any>("any", x.device(), x, dims, keepdim);
-  }
-  return reduce("any", Fold::kCountNonzero, 0, x, dims, keepdim, x.dtype(), kBool, {}, kAsIs);
+  return reduce("any", Fold::kCountNonzero, 0, x, dims, keepdim, x.dtype(), kBool, {}, {});
 }
 
 Tensor all(const Tensor& x, const Shape& dims, bool keepdim) {
-  if (x.device().is_cuda()) {
-    return on_cuda<kernels::all>("all", x.device(), x, dims, keepdim);
-  }
-  const int64_t terms = terms_of(x, dims);
   return reduce("all", Fold::kCountNonzero, 0, x, dims, keepdim, x.dtype(), kBool, {},
-                [&](auto* values, int64_t, int64_t, int64_t count) {
-                  using W = std::remove_reference_t<decltype(*values)>;
-                  for (int64_t i = 0; i < count; ++i) {
-                    values[i] = values[i] == static_cast<W>(terms) ? W(1) : W(0);
-                  }
-                });
+                {Finish::kAll, static_cast<double>(terms_of(x, dims))});
 }
 
 Tensor norm(const Tensor& x, double p, const Shape& dims, bool keepdim) {
-  if (x.device().is_cuda()) {
-    return on_cuda<kernels::norm>("norm", x.device(), x, p, dims, keepdim);
-  }
   const Fold fold = p == 0           ? Fold::kCountNonzero
                     : p == 1         ? Fold::kSumAbs
                     : p == 2         ? Fold::kSumSquares
@@ -561,36 +491,15 @@ Tensor norm(const Tensor& x, double p, const Shape& dims, bool keepdim) {
   if (fold == Fold::kMinAbs) check_extremum("norm", x, dims);
   const bool root = fold == Fold::kSumSquares || fold == Fold::kSumPowers;
   return reduce("norm", fold, p, x, dims, keepdim, x.dtype(), x.dtype(), {},
-                [&](auto* values, int64_t, int64_t, int64_t count) {
-                  if (!root) return;
-                  for (int64_t i = 0; i < count; ++i) {
-                    const double v = static_cast<double>(values[i]);
-                    values[i] = static_cast<std::remove_reference_t<decltype(*values)>>(
-                        p == 2 ? std::sqrt(v) : std::pow(v, 1 / p));
-                  }
-                });
+                {root ? Finish::kRoot : Finish::kAsIs, p});
 }
 
 Tensor logsumexp(const Tensor& x, const Shape& dims, bool keepdim) {
-  if (x.device().is_cuda()) {
-    return on_cuda<kernels::logsumexp>("logsumexp", x.device(), x, dims, keepdim);
-  }
   // The shift is the largest element; 0 where that is infinite or there is none.
   const Tensor shift = reduce("logsumexp", Fold::kMax, 0, x, dims, keepdim, x.dtype(), kF64, {},
-                              [](auto* values, int64_t, int64_t, int64_t count) {
-                                for (int64_t i = 0; i < count; ++i) {
-                                  if (std::isinf(static_cast<double>(values[i]))) values[i] = 0;
-                                }
-                              });
-  const double* shifts = x.is_meta() ? nullptr : shift.data_as<double>();
-  return reduce("logsumexp", Fold::kSumExp, 0, x, dims, keepdim, x.dtype(), x.dtype(),
-                x.is_meta() ? Tensor() : shift,
-                [&](auto* values, int64_t first, int64_t stride, int64_t count) {
-                  for (int64_t i = 0; i < count; ++i) {
-                    values[i] = static_cast<std::remove_reference_t<decltype(*values)>>(
-                        std::log(static_cast<double>(values[i])) + shifts[first + i * stride]);
-                  }
-                });
+                              {Finish::kFiniteOrZero, 0});
+  return reduce("logsumexp", Fold::kSumExp, 0, x, dims, keepdim, x.dtype(), x.dtype(), shift,
+                {Finish::kLogPlusShift, 0});
 }
 
 Tensor sum_to(const Tensor& x, const Shape& shape) {
@@ -607,20 +516,9 @@ Tensor sum_to(const Tensor& x, const Shape& shape) {
 
 namespace {
 
-// x seen as (outer..., n, inner) around one dimension; outputs are contiguous.
-struct Around {
-  Around(const Tensor& x, int dim) {
-    for (int d = 0; d < dim; ++d) outer *= x.shape()[d];
-    for (int d = dim + 1; d < x.dim(); ++d) inner *= x.shape()[d];
-    if (x.dim() > 0) n = x.shape()[dim];
-  }
-  int64_t outer = 1, n = 1, inner = 1;
-};
-
 template <class C>
-void find_extremum(const Tensor& x, int dim, bool largest, const Tensor& values,
-                   const Tensor& indices) {
-  const Around a(x, dim);
+void extremum_in(const Tensor& x, const Around& a, bool largest, const Tensor& values,
+                 const Tensor& indices) {
   const Reader<C> reader(x);
   const StoreFunction store = store_function(lane_of(dtype_of<C>), values.dtype());
   char* target = static_cast<char*>(values.data());
@@ -711,7 +609,7 @@ void scan(const Tensor& x, int dim, bool product, bool reverse, const Tensor& re
 
 Tensor scan_checked(const char* where, const Tensor& x, int dim, bool product, bool reverse,
                     DType dtype) {
-  check_host(where, x);
+  check_dtype(where, x);
   const Tensor result = raw::empty(x.shape(), dtype, x.device());
   if (x.is_meta() || x.numel() == 0) return result;
   const Tensor source = contiguous(converted_for(x, dtype));
@@ -730,30 +628,30 @@ Tensor scan_checked(const char* where, const Tensor& x, int dim, bool product, b
 
 }  // namespace
 
-Extremum extremum(const Tensor& x, int dim, bool keepdim, bool largest) {
+void find_extremum(const char* where, const Tensor& x, const Around& a, bool largest,
+                   const Extremum& result) {
   if (x.device().is_cuda()) {
-    return on_cuda<kernels::extremum>(largest ? "max" : "min", x.device(), x, dim, keepdim,
-                                      largest);
+    return on_cuda<kernels::find_extremum>(where, x.device(), where, x, a, largest, result);
   }
+  switch (lane_of(x.dtype())) {
+    case Lane::kFloat:
+      return extremum_in<float>(x, a, largest, result.values, result.indices);
+    case Lane::kDouble:
+      return extremum_in<double>(x, a, largest, result.values, result.indices);
+    default:
+      return extremum_in<int64_t>(x, a, largest, result.values, result.indices);
+  }
+}
+
+Extremum extremum(const Tensor& x, int dim, bool keepdim, bool largest) {
   const char* where = largest ? "max" : "min";
-  check_host(where, x);
+  check_dtype(where, x);
   const Shape dims = x.dim() == 0 ? Shape{} : Shape{dim};
   const Shape shape = reduced_shape(x.shape(), dims, keepdim);
   Extremum result{raw::empty(shape, x.dtype(), x.device()), raw::empty(shape, kI64, x.device())};
   if (numel_of(shape) == 0) return result;
   check_extremum(where, x, dims);
-  if (x.is_meta()) return result;
-  const Tensor source = contiguous(x);
-  switch (lane_of(x.dtype())) {
-    case Lane::kFloat:
-      find_extremum<float>(source, dim, largest, result.values, result.indices);
-      break;
-    case Lane::kDouble:
-      find_extremum<double>(source, dim, largest, result.values, result.indices);
-      break;
-    default:
-      find_extremum<int64_t>(source, dim, largest, result.values, result.indices);
-  }
+  if (!x.is_meta()) find_extremum(where, contiguous(x), Around(x, dim), largest, result);
   return result;
 }
 
