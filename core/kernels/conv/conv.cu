@@ -4,7 +4,7 @@
 //
 // A block makes kTile x kTile results of one group from tiles in shared memory, a thread 4 x 4 of
 // them in registers. Sums are in the compute type in the order of the inner dimension: the bits
-// depend on the shape alone. Letters as in conv_cpu.cpp.
+// depend on the shape alone. Letters as in conv.h.
 #include <array>
 
 #include <tessera/core/context.h>
@@ -23,23 +23,10 @@ namespace {
 constexpr int kTile = 64, kInner = 16, kSide = 16, kEach = kTile / kSide;
 constexpr int kBlock = kSide * kSide;
 
-struct Sizes {
-  int64_t N, C, H, W, O, KH, KW, OH, OW, G;
-  ConvGeometry geometry;
+struct Sizes : ConvSizes {
   Divisor by_patch, by_kernel_width;  // KH * KW, KW
 
-  Sizes(const Shape& x, const Shape& weight, const ConvGeometry& g)
-      : N(x[0]),
-        C(x[1]),
-        H(x[2]),
-        W(x[3]),
-        O(weight[0]),
-        KH(weight[2]),
-        KW(weight[3]),
-        OH(g.output_size(H, KH, 0)),
-        OW(g.output_size(W, KW, 1)),
-        G(g.groups),
-        geometry(g) {
+  Sizes(const Shape& x, const Shape& weight, const ConvGeometry& g) : ConvSizes(x, weight, g) {
     TS_CHECK_SHAPE(O < INT32_MAX && C * KH * KW < INT32_MAX && O * KH * KW < INT32_MAX, "conv2d",
                    "a patch has at most 2^31 - 1 elements; the weight is ", weight);
     if (KH * KW > 0) {

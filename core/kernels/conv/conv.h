@@ -19,6 +19,24 @@ struct ConvGeometry {
   }
 };
 
+// Letters: N samples, C channels, O output channels, G groups.
+struct ConvSizes {
+  int64_t N, C, H, W, O, KH, KW, OH, OW, G;
+  ConvGeometry geometry;
+  ConvSizes(const Shape& x, const Shape& weight, const ConvGeometry& g)
+      : N(x[0]),
+        C(x[1]),
+        H(x[2]),
+        W(x[3]),
+        O(weight[0]),
+        KH(weight[2]),
+        KW(weight[3]),
+        OH(g.output_size(H, KH, 0)),
+        OW(g.output_size(W, KW, 1)),
+        G(g.groups),
+        geometry(g) {}
+};
+
 // x: [N, C, H, W]; weight: [O, C / groups, KH, KW]; bias: [O] or undefined. Returns [N, O, OH, OW].
 Tensor conv2d(const Tensor& x, const Tensor& weight, const Tensor& bias,
               const ConvGeometry& geometry);

@@ -1,5 +1,5 @@
-// Letters: N samples, C channels, G groups, O output channels, P output positions (OH * OW), K
-// elements of a patch of one group (C / G * KH * KW).
+// Letters as in conv.h; P output positions (OH * OW), K elements of a patch of one group
+// (C / G * KH * KW).
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -16,24 +16,11 @@
 namespace tessera::kernels {
 namespace {
 
-struct Sizes {
-  int64_t N, C, H, W, O, KH, KW, OH, OW, G, K, P;
-  ConvGeometry geometry;
+struct Sizes : ConvSizes {
+  int64_t K, P;
 
   Sizes(const Shape& x, const Shape& weight, const ConvGeometry& g)
-      : N(x[0]),
-        C(x[1]),
-        H(x[2]),
-        W(x[3]),
-        O(weight[0]),
-        KH(weight[2]),
-        KW(weight[3]),
-        OH(g.output_size(H, KH, 0)),
-        OW(g.output_size(W, KW, 1)),
-        G(g.groups),
-        K(C / G * KH * KW),
-        P(OH * OW),
-        geometry(g) {}
+      : ConvSizes(x, weight, g), K(C / G * KH * KW), P(OH * OW) {}
 
   // Samples whose patches are unfolded at a time.
   int64_t chunk(int64_t element_bytes) const {
