@@ -44,18 +44,23 @@ cudaError_t hook_copy_between(void* target, int to, const void* source, int from
 // The runtime has no such question; the driver, whose library it has loaded, has.
 bool hook_has_context(int device) noexcept {
   using GetState = int (*)(int device, unsigned* flags, int* active);
-  static const GetState get_state = [] {
+  static const GetState get_state = []() -> GetState {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-    TS_CUDA(cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function, 7000,
-                                             cudaEnableDefault, &found));
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(
+        "cuDevicePrimaryCtxGetState", &function, 7000, cudaEnableDefault, &found);
 #else
-    TS_CUDA(cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &function, cudaEnableDefault,
-                                    &found));
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &function, cudaEnableDefault, &found);
 #endif
-    return reinterpret_cast<GetState>(function);
+    if (error == cudaSuccess && found == cudaDriverEntryPointSuccess) {
+      return reinterpret_cast<GetState>(function);
+    }
+    cudaGetLastError();
+    return nullptr;
   }();
+  if (get_state == nullptr) return true;  // not known: a context too many is no error
   unsigned flags = 0;
   int active = 0;
   return get_state(device, &flags, &active) == 0 && active != 0;
