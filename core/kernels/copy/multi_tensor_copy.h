@@ -11,7 +11,7 @@
 // tensors are checked and left alone. Throws ShapeError, DTypeError, DeviceError before anything is
 // written.
 //
-// Cost: every element is read once and written once. On a GPU it is one launch and a table of 160
+// Cost: every element is read once and written once. On a GPU it is one launch and a table of 112
 // bytes a tensor (uploaded, or a constant of the graph that captures it); pairs whose memory begins
 // at multiples of 16 bytes move in vectors, others element by element, neighbours by neighbouring
 // threads. On the CPU it is one parallel loop over chunks of kMultiTensorChunk elements.
