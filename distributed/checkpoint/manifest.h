@@ -7,10 +7,10 @@
 //
 //     {"checksum": "4d8f0c...",
 //      "checkpoint": {
-//        "format": "tessera-checkpoint", "version": 1, "ranks": 2,
-//        "metadata": {"iteration": "12"},
-//        "files": {"rank-0-0.bin": {"bytes": 8388608}, "notes.json": {"bytes": 7, "checksum":
-//        ...}}, "tensors": {
+//        "format": "tessera-checkpoint", "version": 1, "ranks": 2, "metadata": {"iteration": "12"},
+//        "files": {"rank-0-0.bin": {"bytes": 8388608},
+//                  "notes.json": {"bytes": 7, "checksum": "..."}},
+//        "tensors": {
 //          "model.0.fc.weight": {"dtype": "f32", "shape": [4, 3], "chunks": [
 //            {"box": [[0, 0], [2, 3]], "file": "rank-0-0.bin", "offset": 0, "length": 24,
 //             "checksum": "..."}, ...]}}}}

@@ -1,8 +1,9 @@
 // Learns from a table of your own: CSV to data set to loader to Accelerator, with checkpoints.
 //
-//     own_data data.csv 5         trains 5 epochs; started again it goes on from its last
-//     checkpoint tessera launch -n 2 --mixed-precision bf16 own_data data.csv 5
+//     own_data data.csv 5
+//     tessera launch -n 2 --mixed-precision bf16 own_data data.csv 5
 //
+// Trains 5 epochs; started again it goes on from its last checkpoint.
 // The table has columns of numbers and a column `label` (0, 1, ...).
 #include <string>
 #include <vector>
