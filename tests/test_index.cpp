@@ -47,8 +47,7 @@ std::string message_of(F&& f) {
   return "no IndexError";
 }
 
-// ---- x[indices]
-// ----------------------------------------------------------------------------------
+// ---- x[indices] --------------------------------------------------------------------------------
 
 TEST(Index, ResultDimensionsStandWhereTorchPutsThem) {
   const Tensor x = counting({2, 3, 4});
@@ -135,8 +134,7 @@ TEST(Index, GradientsOfAnyOrderAreRight) {
   EXPECT_GRADIENTS({triu(in[0], 1)}, x);
 }
 
-// ---- gather and scatter
-// --------------------------------------------------------------------------
+// ---- gather and scatter ------------------------------------------------------------------------
 
 TEST(Scatter, FollowsTheOrderOfTheIndexForAnyNumberOfThreads) {
   const int64_t n = 5000;
@@ -204,8 +202,7 @@ TEST(Scatter, GradientsOfAnyOrderAreRight) {
   EXPECT_GRADIENTS({scatter_add(in[0], 0, repeated, in[1])}, x, s);
 }
 
-// ---- Errors and meta
-// -----------------------------------------------------------------------------
+// ---- Errors and meta ---------------------------------------------------------------------------
 
 TEST(Index, AnIndexOutOfRangeIsNamedWithItsPositionAndRange) {
   const Tensor x = counting({3, 4});
@@ -254,8 +251,7 @@ TEST(Index, MetaTensorsHaveShapesAndDataDependentOnesAreRefused) {
   EXPECT_THROW(masked_select(x, empty({3, 4}, {.dtype = kBool, .device = kMeta})), DeviceError);
 }
 
-// ---- Masks and counts
-// ----------------------------------------------------------------------------
+// ---- Masks and counts --------------------------------------------------------------------------
 
 TEST(Index, CountsAndCoordinatesAreTorchs) {
   EXPECT_EQ(nonzero(view(tensor({0, 2, 0, -1, 0, 0}), {2, 3})).to_vector(), (Values{0, 1, 1, 0}));
@@ -275,8 +271,7 @@ TEST(Index, CountsAndCoordinatesAreTorchs) {
   EXPECT_THROW(tril(counting({3})), ShapeError);
 }
 
-// ---- Embedding and rotary positions
-// --------------------------------------------------------------
+// ---- Embedding and rotary positions ------------------------------------------------------------
 
 TEST(Embedding, BackwardAddsRowsInOrderForAnyNumberOfThreads) {
   const Tensor index = randint(0, 50, {3000}, kI64, RandomStream{1, 1});

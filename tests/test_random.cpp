@@ -24,8 +24,7 @@ using Values = std::vector<double>;
 
 constexpr RandomStream kStream{7, 3};
 
-// ---- Creation
-// ------------------------------------------------------------------------------------
+// ---- Creation ----------------------------------------------------------------------------------
 
 TEST(Creation, ArangeHasTorchsDTypesSizesAndValues) {
   EXPECT_EQ(arange(4).dtype(), kI64);
@@ -63,8 +62,7 @@ TEST(Creation, EyeMayHaveMoreColumnsThanRows) {
   EXPECT_EQ(full_like(eye(2, 3, {.dtype = kBF16}), 1.5).dtype(), kBF16);
 }
 
-// ---- Philox
-// --------------------------------------------------------------------------------------
+// ---- Philox ------------------------------------------------------------------------------------
 
 // The vectors that Random123 publishes (kat_vectors, philox4x32 10).
 TEST(Philox, GivesThePublishedNumbers) {
@@ -106,8 +104,7 @@ TEST(Philox, EveryInstructionSetGivesTheSameBits) {
 }
 #endif
 
-// ---- Streams
-// -------------------------------------------------------------------------------------
+// ---- Streams -----------------------------------------------------------------------------------
 
 TEST(Random, BitsDoNotDependOnThreadsOrLayout) {
   const auto draw = [](int threads) {
@@ -203,8 +200,7 @@ TEST(Random, ThreadsWithoutASeedDrawNumbersOfTheirOwn) {
   for (const Values& values : named) EXPECT_EQ(values, named[0]);
 }
 
-// ---- Statistics
-// ----------------------------------------------------------------------------------
+// ---- Statistics --------------------------------------------------------------------------------
 
 struct Moments {
   double mean, std;
@@ -361,8 +357,7 @@ TEST(Random, MultinomialRefusesWeightsThatAreNone) {
   EXPECT_THROW(multinomial(tensor({1, 1}, kI64), 1, true), DTypeError);
 }
 
-// ---- Dropout
-// -------------------------------------------------------------------------------------
+// ---- Dropout -----------------------------------------------------------------------------------
 
 TEST(Dropout, KeepsItsShareScalesItAndBackwardDrawsTheSameMask) {
   for (const DType dtype : {kF32, kF64, kBF16}) {

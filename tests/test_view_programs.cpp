@@ -22,8 +22,7 @@ namespace {
 
 using Places = std::vector<int64_t>;
 
-// ---- The model
-// -----------------------------------------------------------------------------------
+// ---- The model ---------------------------------------------------------------------------------
 
 struct Base {
   Tensor flat;           // the elements, a function of the leaves without any write
