@@ -371,10 +371,14 @@ TEST_F(Durability, AFileThatIsShorterThanWasWrittenFailsTheSave) {
 TEST_F(Durability, ACheckpointThatIsRemovedIsGoneOrStillStandsWhole) {
   CheckpointSaver().save(path("a"), item(1));
   DiskCalls disk(path(""));
+  std::set<bool> stood;
   at_any_crash(disk, [&](const std::string& image, const std::string& when) {
-    EXPECT_TRUE(!fs::exists(image + "/a") || value_in(image + "/a") == 1.0) << when;
+    const bool stands = fs::exists(image + "/a");
+    EXPECT_TRUE(!stands || value_in(image + "/a") == 1.0) << when;
+    stood.insert(stands);
   });
   distributed::remove_checkpoint(path("a"));
+  EXPECT_EQ(stood, (std::set<bool>{false, true}));
   EXPECT_TRUE(fs::is_empty(path("")));
 }
 
@@ -413,12 +417,15 @@ TEST_F(Durability, TheFileOfAModelIsReplacedWholeAndIsOnTheDiskWhenTheSaveReturn
 
 TEST_F(Durability, TheIndexOfAModelComesAfterItsShardsAndBothAreOnTheDiskWhenTheSaveReturns) {
   DiskCalls disk(path(""));
+  int indices = 0;
   at_any_crash(disk, [&](const std::string& image, const std::string& when) {
     if (!fs::exists(image + "/deep/out/model.safetensors.index.json")) return;
     EXPECT_EQ(value_of_model(image + "/deep/out"), 1.0) << when;
+    ++indices;
   });
   accelerate::save_weights(weights_of(1), path("deep/out"), {.max_shard_size = "40B"});
   disk.look = {};
+  EXPECT_GT(indices, 0);
   EXPECT_EQ(value_of_model(disk.lazy() + "/deep/out"), 1.0);
 }
 
