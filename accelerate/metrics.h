@@ -1,9 +1,9 @@
 // What all ranks computed from the samples of the batch in hand, each sample once.
 //
 //     for (auto& batch : loader) {
-//       auto [predictions, targets] = gather_for_metrics(
-//           std::pair(model(batch.inputs).argmax(-1), batch.targets), loaders.active(), ranks);
-//       correct += predictions.eq(targets).sum();
+//       Tensor guesses = model(batch.inputs).logits.argmax(-1);
+//       auto all = gather_for_metrics(std::pair(guesses, batch.targets), loaders.active(), ranks);
+//       correct += all.first.eq(all.second).sum();
 //     }
 //
 // Which rows count is known with each batch (data/dataloader.h, batch_samples()): those that fill

@@ -1,7 +1,7 @@
 // How an op enters the tape.
 //
-//     const Op kMul{.name = "mul", .autocast = Autocast::kWidest, .reads = {inputs(1), inputs(0)}};
-//
+//     static const Op kMul{
+//         .name = "mul", .autocast = Autocast::kWidest, .reads = {inputs(1), inputs(0)}};
 //     Tensor mul(const Tensor& a, const Tensor& b) {
 //       return differentiable(kMul, {a, b},
 //           [](Inputs in) { return kernels::binary<fn::Mul>(in[0], in[1]); },

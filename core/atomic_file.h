@@ -2,7 +2,7 @@
 //
 //     AtomicFile file("model.safetensors");
 //     file.write(header.data(), header.size());
-//     file.write(tensor_bytes, count);
+//     file.write(tensor_bytes.data(), tensor_bytes.size());
 //     file.commit();
 //
 // Bytes go to a temporary file in the same folder; commit() forces them to the disk (fsync),

@@ -3,7 +3,7 @@
 //     struct Digit { Tensor image, label; void visit_tensors(auto&& visit) {...} };
 //     class Digits : public Dataset<Digit> {
 //      public:
-//       int64_t size() const override { return images_.size(0); }
+//       int64_t size() const override { return 60'000; }
 //       Digit get(int64_t index) const override { ... }
 //     };
 //

@@ -3,7 +3,7 @@
 //     data::DataLoader loader(dataset, {.batch_size = 8, .shuffle = true});
 //     loader.set_source(std::make_shared<data::DistributedBatchSource>(
 //         std::make_shared<data::RandomSampler>(dataset.size(), seed), 8,
-//         data::RankShare{.rank = rank, .world_size = world_size}));
+//         data::RankShare{.rank = 0, .world_size = 2}));
 //
 // In one turn all ranks together read a global batch: world_size * batch_size positions of the
 // sampler's order. The cursor is the number of samples that all ranks have read, so a run may go on

@@ -13,7 +13,7 @@
 //     for (auto& batch : loader) {
 //       const TensorList results = step({batch.inputs, batch.targets});
 //       schedule.step();                                   // the host's part stays outside
-//       if (due) log(results[0].item());
+//       if (due) log_loss(results[0].item());
 //     }
 //
 // Training gives the same bits as without the graph. The first calls run the function as it is;

@@ -3,7 +3,7 @@
 //
 //     precision::GradScaler scaler;
 //     for (auto& batch : loader) {
-//       scaler.scale(model(batch).loss).backward();
+//       scaler.scale(model(batch.inputs, batch.targets).loss).backward();
 //       scaler.unscale(optimizer);                       // only where something reads gradients
 //       const Tensor norm = optim::clip_grad_norm(parameters, 1.0, {.fold_into = &optimizer});
 //       scaler.note_norm(optimizer, norm);               // spares the pass that looks for overflow

@@ -2,7 +2,7 @@
 //
 //     CheckpointReader reader("runs/1/checkpoints/checkpoint_12");
 //     model.load_state_dict(reader.state_dict("model.0."));
-//     Tensor rows = reader.read("model.0.wte.weight", {{begin, 0}, {rows, width}});
+//     Tensor part = reader.read("model.0.wte.weight", {{begin, 0}, {rows, width}});
 //
 // Opening reads the manifest and checks it whole (manifest.h), and that every file is there with
 // its size. Elements are mapped: what is not asked for is not read. A chunk is checked against its

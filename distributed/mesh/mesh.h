@@ -1,8 +1,8 @@
 // The ranks of a group as a grid with named axes.
 //
 //     Mesh mesh(world());                                        // one axis, "dp": all ranks
-//     Mesh mesh(world(), {{"dp_replicate", 2}, {"dp_shard", 4}});
-//     mesh.group("dp_shard").all_reduce(x);                      // the 4 ranks of this row
+//     Mesh grid(world(), {{"dp_replicate", 2}, {"dp_shard", 4}});
+//     grid.group("dp_shard").all_reduce(x);                      // the 4 ranks of this row
 //
 // Everything that depends on a number of ranks (loaders, loss scaling, sharding) asks an axis for
 // it, never the world. Ranks are numbered row by row: the last axis varies fastest.

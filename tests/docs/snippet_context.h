@@ -3,13 +3,16 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <iostream>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include <tessera.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
 
 namespace docs {
 
@@ -67,15 +70,32 @@ extern std::vector<distributed::SaveItem> items;
 extern int64_t begin, width;
 extern const uint64_t seed;
 extern EarlyStopping my_early_stopping;
+extern nn::LayerNorm ln;
+extern accelerate::LoaderPlan loaders;
+extern accelerate::ProcessControl ranks;
+extern std::shared_ptr<data::IterableDataset<data::TokenExample>> stream;
+extern const std::vector<std::byte> tensor_bytes;
+extern const nlohmann::json settings_of_rank_0;
+extern Tensor correct;
+extern int64_t rows, buckets;
+extern bool due;
+struct Mlp : nn::Module<Mlp> {
+  explicit Mlp(int64_t width);
+  Tensor forward(const Tensor& x);
+};
+extern std::vector<std::unique_ptr<Mlp>> ensemble;
+#define EXPECT_EQ(a, b) result((a) == (b))
+Tensor block(const Tensor&);
 void fill(const Tensor&);
+void log_loss(double);
 void use(auto&&...);
 void evaluate(auto&&...);
 void validate();
-void build_or_read_cache(const std::string&);
+int build_or_read_cache(const std::string&);
 void write_report();
 void result(auto&&...);
 
-void train(auto&&...);
+double train(auto&&...);
 void train_step(auto&&...);
 void compute();
 

@@ -24,8 +24,15 @@ bool starts_with(const std::string& text, std::string_view prefix) {
   return text.rfind(prefix, 0) == 0;
 }
 
-// The examples above `#pragma once`: lines of `//` and at least five spaces, empty lines between.
-// Those without a statement are tables and texts.
+// A line that ends as a statement does. A part of an example without one is a table or a text.
+bool is_statement(const std::string& line) {
+  const std::string code = line.substr(0, line.find(" //"));
+  const size_t last = code.find_last_not_of(' ');
+  return last != std::string::npos && code[last] == ';';
+}
+
+// The examples above `#pragma once`: lines of `//` and at least five spaces, empty lines between
+// their parts.
 std::vector<Block> comment_blocks(const std::string& text) {
   std::vector<Block> blocks;
   std::istringstream lines(text);
@@ -45,10 +52,15 @@ std::vector<Block> comment_blocks(const std::string& text) {
       inside = false;
     }
   }
+  for (Block& block : blocks) {
+    for (auto part = block.text.begin(); part != block.text.end();) {
+      const auto end = std::find(part, block.text.end(), "");
+      if (std::none_of(part, end, is_statement)) std::fill(part, end, "");
+      part = end == block.text.end() ? end : end + 1;
+    }
+  }
   std::erase_if(blocks, [](const Block& block) {
-    return std::none_of(block.text.begin(), block.text.end(), [](const std::string& line) {
-      return line.substr(0, line.find(" //")).find(';') != std::string::npos;
-    });
+    return std::none_of(block.text.begin(), block.text.end(), is_statement);
   });
   return blocks;
 }
@@ -77,8 +89,8 @@ std::string fill_in(std::string line) {
 
 // Whether a definition begins here, which stands outside of functions.
 bool defines(const std::string& line) {
-  static constexpr std::array kWords = {"struct ", "class ",     "template ", "enum ",
-                                        "#",       "namespace ", "using ",    "extern "};
+  static constexpr std::array kWords = {"struct ",    "class ", "template ", "enum ",  "#",
+                                        "namespace ", "using ", "extern ",   "static "};
   if (line.empty() || line[0] == ' ') return false;
   for (const char* word : kWords) {
     if (starts_with(line, word)) return true;
