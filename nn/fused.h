@@ -1,7 +1,7 @@
 // Fused ops over modules: what a chain of modules calculates, in one op on their weights.
 //
 //     Tensor hidden = nn::linear_gelu(dense, x);                       // gelu(dense(x))
-//     auto [sum, normed] = nn::residual_layer_norm(ln, x, residual);  // ln(x + residual)
+//     auto [sum, normed] = nn::residual_layer_norm(ln, x, residual);   // ln(x + residual)
 //     Tensor loss = nn::linear_cross_entropy(lm_head, x, targets);     // logits never whole
 //
 // Each is the op of its name in autograd/ops.h. It reads the modules' weights only while calling
