@@ -23,6 +23,7 @@
 
 #include "compared_ranks.h"
 #include "finished_process.h"
+#include "optimizer_kinds.h"
 
 namespace tessera {
 namespace {
@@ -52,28 +53,22 @@ struct Parameters {
   NamedTensors named;
 };
 
-template <class Optimizer, class Options>
-void expect_steps_said(const char* name, const Options& options) {
-  for (const DType dtype : {kF32, kBF16}) {
-    const Parameters parameters(dtype);
-    Optimizer optimizer(parameters.named, options);
-    for (int step = 0; step < 2; ++step) {
-      for (const auto& [parameter_name, tensor] : parameters.named) {
-        expect_said(name, tensor, [&] { optimizer.step(); });
+template <class T>
+class StaleVersionsOfOptimizers : public testing::Test {};
+TYPED_TEST_SUITE(StaleVersionsOfOptimizers, optim::OptimizerKinds);
+
+TYPED_TEST(StaleVersionsOfOptimizers, EveryStep) {
+  for (const auto& options : optim::kOptions<TypeParam>) {
+    for (const DType dtype : {kF32, kBF16}) {
+      const Parameters parameters(dtype);
+      TypeParam optimizer(parameters.named, options);
+      for (int step = 0; step < 2; ++step) {
+        for (const auto& [name, tensor] : parameters.named) {
+          expect_said(TypeParam::kName, tensor, [&] { optimizer.step(); });
+        }
       }
     }
   }
-}
-
-TEST(StaleVersions, StepsOfEveryOptimizer) {
-  using namespace optim;
-  expect_steps_said<SGD>("SGD", SGDOptions{.lr = 0.1});
-  expect_steps_said<SGD>("SGD with momentum", SGDOptions{.lr = 0.1, .momentum = 0.9});
-  expect_steps_said<Adam>("Adam", AdamOptions{.lr = 0.1});
-  expect_steps_said<AdamW>("AdamW", AdamWOptions{.lr = 0.1, .amsgrad = true});
-  expect_steps_said<Adagrad>("Adagrad", AdagradOptions{.lr = 0.1});
-  expect_steps_said<RMSprop>("RMSprop", RMSpropOptions{.lr = 0.1, .centered = true});
-  expect_steps_said<Lion>("Lion", LionOptions{.lr = 0.1});
 }
 
 TEST(StaleVersions, GradientsThatAreClippedZeroedOrAddedTo) {
