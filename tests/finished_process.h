@@ -49,6 +49,17 @@ inline void drain(launch::FileDescriptor& source, std::string& text) {
   }
 }
 
+#if defined(TESSERA_TEST_HAS_MPI)
+// Why `tessera launch` cannot start several ranks here; empty where it can.
+inline std::string why_no_mpi() {
+  if (!TESSERA_TEST_HAS_MPI) return "built without MPI";
+  const bool found = !launch::find_program("mpirun", distributed::process_environment()).empty();
+  return found ? "" : "mpirun is not installed";
+}
+#define SKIP_WITHOUT_MPI() \
+  if (const std::string reason = why_no_mpi(); !reason.empty()) GTEST_SKIP() << reason
+#endif
+
 // `meanwhile(pid, output so far)` is called again and again while it runs. A program that does not
 // end within a minute is killed, and the test fails.
 inline FinishedProcess run_process(

@@ -46,9 +46,8 @@ class Killed : public ::testing::TestWithParam<Kill> {};
 
 TEST_P(Killed, ACK3TheNewestCompleteCheckpointLoadsAndTheTrainingGoesOnBitForBit) {
   const Kill kill = GetParam();
-  if (kill.ranks > 1 &&
-      launch::find_program("mpirun", distributed::process_environment()).empty()) {
-    GTEST_SKIP() << "mpirun is not installed";
+  if (kill.ranks > 1) {
+    SKIP_WITHOUT_MPI();
   }
   TestFolder folder;
   std::vector<std::string> command;

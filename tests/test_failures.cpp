@@ -37,10 +37,6 @@ std::ostream& operator<<(std::ostream& out, const Case& fault) {
   return out << fault.action << " in phase " << fault.phase << " of " << fault.ranks << " ranks";
 }
 
-bool has_mpi() {
-  return !launch::find_program("mpirun", distributed::process_environment()).empty();
-}
-
 // A rank's "raised TIME MESSAGE".
 struct Raised {
   double time = 0;
@@ -64,9 +60,7 @@ std::vector<Raised> raised_lines(const std::string& output) {
 
 class Failure : public ::testing::TestWithParam<Case> {
  protected:
-  void SetUp() override {
-    if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
-  }
+  void SetUp() override { SKIP_WITHOUT_MPI(); }
   TestFolder folder_;
 };
 
@@ -197,7 +191,7 @@ size_t times_in(const std::string& text, const std::string& part) {
 
 // By the rank that has it and as the first cause; the other ranks name the rank alone.
 TEST(Reports, AnErrorIsToldTwiceAndMpisOwnLinesNever) {
-  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  SKIP_WITHOUT_MPI();
   const FinishedProcess thrown = launch_faulty({}, "between", "throw");
   EXPECT_EQ(times_in(thrown.error, "told to throw"), 2U) << thrown;
   EXPECT_TRUE(thrown.complained("rank 1 failed")) << thrown;
@@ -210,7 +204,7 @@ TEST(Reports, AnErrorIsToldTwiceAndMpisOwnLinesNever) {
 
 // Long before its timeout, with the last call of every rank.
 TEST(Reports, ARankThatWaitsIsToldWithThePositionsOfAll) {
-  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  SKIP_WITHOUT_MPI();
   const FinishedProcess job =
       launch_faulty({"--wait-warning", "0.5", "--collective-timeout", "4"}, "between", "hang");
   EXPECT_TRUE(job.complained("warning: rank 0 waits for other ranks for")) << job;
@@ -222,7 +216,7 @@ TEST(Reports, ARankThatWaitsIsToldWithThePositionsOfAll) {
 }
 
 TEST(Reports, TheJobsTimeoutSaysWhereRanksWere) {
-  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  SKIP_WITHOUT_MPI();
   const FinishedProcess job = launch_faulty({"--job-timeout", "6"}, "between", "hang");
   EXPECT_EQ(job.code(), 124) << job;
   EXPECT_TRUE(job.complained("rank 0: ") && job.complained("user all_reduce #2")) << job;
@@ -231,7 +225,7 @@ TEST(Reports, TheJobsTimeoutSaysWhereRanksWere) {
 
 // Of two ranks one is told another size of the world.
 TEST(WrongWorld, TheRankThatSeesItRaisesAndTheOthersAreInformed) {
-  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  SKIP_WITHOUT_MPI();
   const FinishedProcess job = run_process(
       {TESSERA_COMMAND, "launch", "-n", "2", "--threads", "1", "--grace", "1", "sh", "-c",
        "if [ $TESSERA_RANK = 1 ]; then export TESSERA_WORLD_SIZE=3; fi; exec " +
@@ -244,7 +238,7 @@ TEST(WrongWorld, TheRankThatSeesItRaisesAndTheOthersAreInformed) {
 }
 
 TEST(CompareTraces, RanksThatCalledDifferentThingsRaiseAtTheEndWhereAsked) {
-  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  SKIP_WITHOUT_MPI();
   const std::vector<std::string> command = {
       TESSERA_COMMAND, "launch", "-n",      "2",       "--threads", "1",    TESSERA_RANK_PROGRAM,
       "--rank",        "1",      "--phase", "between", "--action",  "claim"};
@@ -259,7 +253,7 @@ TEST(CompareTraces, RanksThatCalledDifferentThingsRaiseAtTheEndWhereAsked) {
 // AC-E3 with a program that trains: the restarted job, of another size, goes on from the step that
 // rank 0 saved last.
 TEST(Restart, ACE3ATrainingGoesOnFromItsCheckpointWithAnotherNumberOfRanks) {
-  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  SKIP_WITHOUT_MPI();
   TestFolder folder;
   const FinishedProcess job = run_process({TESSERA_COMMAND,
                                            "launch",

@@ -18,7 +18,7 @@ namespace {
 class SplitProduct : public testing::Test {
  protected:
   void SetUp() override {
-    if (!has_avx512()) GTEST_SKIP() << "operands are packed by AVX-512";
+    if (!has_avx512()) GTEST_SKIP() << "no AVX-512 here, by which operands are packed";
   }
 };
 

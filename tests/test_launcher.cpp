@@ -12,13 +12,6 @@ namespace {
 
 const std::string kCommand = TESSERA_COMMAND;
 
-bool has_mpi() {
-  return !launch::find_program("mpirun", distributed::process_environment()).empty();
-}
-
-#define SKIP_WITHOUT_MPI() \
-  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed"
-
 FinishedProcess launch_script(
     const std::vector<std::string>& flags, const std::string& script,
     const launch::Environment& changes = {},
@@ -325,7 +318,7 @@ TEST(Launcher, WhenAllRestartsFailTheLastCodeIsReturned) {
 class FakeNodes : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+    SKIP_WITHOUT_MPI();
     hosts_ = folder_.write("hosts", "nodea slots=2\nnodeb slots=1\n");
     // Node names of this cluster are nodea and nodeb. PATH begins with a folder of the node, and
     // MPI's daemons need one each for their files.

@@ -102,12 +102,10 @@ class OneLoop : public testing::Test {
         together.push_back({"line", precision, accumulation, 8});
       }
     }
-    if (launch::find_program("mpirun", distributed::process_environment()).empty()) return;
+    if (!why_no_mpi().empty()) return;
     for (const int ranks : {2, 4}) many_[ranks] = run_as(ranks, together);
   }
-  void SetUp() override {
-    if (many_.empty()) GTEST_SKIP() << "mpirun is not installed";
-  }
+  void SetUp() override { SKIP_WITHOUT_MPI(); }
   static Runs one_;
   static std::map<int, Runs> many_;
 };

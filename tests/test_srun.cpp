@@ -14,6 +14,7 @@ bool mentions(const std::string& text, const std::string& part) {
 
 // Why srun cannot start two ranks here; empty where it can.
 std::string reason_to_skip() {
+  if (!TESSERA_TEST_HAS_MPI) return "built without MPI";
   const launch::Environment environment = distributed::process_environment();
   if (launch::find_program("srun", environment).empty()) return "Slurm's srun is not installed";
   const FinishedProcess plugins = run_process({"srun", "--mpi=list"});
