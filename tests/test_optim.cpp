@@ -349,6 +349,12 @@ TYPED_TEST(EveryOptimizer, RefusesOptionsOutsideOfTheirRange) {
   if constexpr (requires(Options o) { o.alpha; }) {
     refuses("alpha", [](auto& o, double x) { o.alpha = x; }, {-0.9, nan});
   }
+  if constexpr (requires(Options o) { o.rho; }) {
+    refuses("rho", [](auto& o, double x) { o.rho = x; }, {-0.1, 1.1, nan});
+  }
+  if constexpr (requires(Options o) { o.momentum_decay; }) {
+    refuses("momentum_decay", [](auto& o, double x) { o.momentum_decay = x; }, {-0.1, nan});
+  }
   if constexpr (requires(Options o) { o.lr_decay; }) {
     refuses("lr_decay", [](auto& o, double x) { o.lr_decay = x; }, {-0.9});
     refuses("initial_accumulator_value", [](auto& o, double x) { o.initial_accumulator_value = x; },
