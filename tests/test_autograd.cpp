@@ -12,6 +12,8 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/raw_views.h>
 
+#include "message_of.h"
+
 namespace tessera {
 namespace {
 
@@ -19,15 +21,6 @@ using Values = std::vector<double>;
 
 Tensor leaf(std::initializer_list<double> values, DType dtype = kF64) {
   return tensor(values, dtype).set_requires_grad();
-}
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
 }
 
 TEST(Backward, FollowsTheChainRuleAndAccumulates) {

@@ -22,6 +22,7 @@
 
 #include "compared_ranks.h"
 #include "finished_process.h"
+#include "message_of.h"
 
 namespace tessera::distributed {
 namespace {
@@ -33,20 +34,6 @@ Tensor numbers(const Shape& shape, int64_t first = 0, DType dtype = kF32) {
 }
 
 std::vector<double> values(const Tensor& tensor) { return tensor.to_vector(); }
-
-template <class E = Error, class Function>
-std::string message_of(Function&& function) {
-  try {
-    function();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "another error: " << error.what();
-    return "";
-  }
-  ADD_FAILURE() << "no error";
-  return "";
-}
 
 void expect_in(const std::string& part, const std::string& text) {
   EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;

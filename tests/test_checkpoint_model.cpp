@@ -16,25 +16,12 @@
 
 #include "compared_ranks.h"
 #include "finished_process.h"
+#include "message_of.h"
 
 namespace tessera::accelerate {
 namespace {
 
 namespace fs = std::filesystem;
-
-template <class E = Error, class Function>
-std::string message_of(Function&& function) {
-  try {
-    function();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "another error: " << error.what();
-    return "";
-  }
-  ADD_FAILURE() << "no error";
-  return "";
-}
 
 void expect_in(const std::string& part, const std::string& text) {
   EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;

@@ -17,6 +17,7 @@
 #include "checkpoint_training.h"
 #include "compared_ranks.h"
 #include "finished_process.h"
+#include "message_of.h"
 
 namespace tessera::accelerate {
 namespace {
@@ -24,20 +25,6 @@ namespace {
 namespace fs = std::filesystem;
 using distributed::compared_ranks;
 using Training = CheckpointTraining;
-
-template <class E = Error, class Function>
-std::string message_of(Function&& function) {
-  try {
-    function();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "another error: " << error.what();
-    return "";
-  }
-  ADD_FAILURE() << "no error";
-  return "";
-}
 
 void expect_in(const std::string& part, const std::string& text) {
   EXPECT_NE(text.find(part), std::string::npos) << "'" << part << "' is not in: " << text;

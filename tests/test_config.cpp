@@ -14,6 +14,8 @@
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/core/error.h>
 
+#include "message_of.h"
+
 namespace tessera::accelerate {
 namespace {
 
@@ -42,20 +44,6 @@ class Folder {
  private:
   std::string path_;
 };
-
-template <class E, class F>
-std::string message_of(const F& f) {
-  try {
-    f();
-  } catch (const E& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "another error: " << error.what();
-    return "";
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
 
 bool mentions(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;

@@ -15,6 +15,8 @@
 #include <tessera/core/error.h>
 #include <tessera/core/mapped_file.h>
 
+#include "message_of.h"
+
 namespace tessera {
 namespace {
 
@@ -44,17 +46,6 @@ class Files : public ::testing::Test {
 
   fs::path folder_;
 };
-
-template <class ErrorClass, class Call>
-std::string message_of(Call call) {
-  try {
-    call();
-  } catch (const ErrorClass& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "no error of the expected class";
-  return "";
-}
 
 TEST_F(Files, CommitMakesTheWholeFileVisibleAndNothingElse) {
   const std::string big(200'000, 'x');

@@ -9,6 +9,8 @@
 #include <tessera/core/kernels/embedding/embedding.h>
 #include <tessera/core/parallel.h>
 
+#include "message_of.h"
+
 namespace tessera {
 namespace {
 
@@ -36,16 +38,6 @@ void expect_gradients(const Function& f, const TensorList& inputs) {
 }
 #define EXPECT_GRADIENTS(expression, ...) \
   expect_gradients([&](const TensorList& in) -> TensorList { return expression; }, {__VA_ARGS__})
-
-template <class F>
-std::string message_of(F&& f) {
-  try {
-    f();
-  } catch (const IndexError& error) {
-    return error.what();
-  }
-  return "no IndexError";
-}
 
 // ---- x[indices] --------------------------------------------------------------------------------
 
@@ -207,28 +199,28 @@ TEST(Scatter, GradientsOfAnyOrderAreRight) {
 TEST(Index, AnIndexOutOfRangeIsNamedWithItsPositionAndRange) {
   const Tensor x = counting({3, 4});
   const Tensor bad = view(list({0, 1, 2, 3}), {2, 2});
-  EXPECT_EQ(message_of([&] { gather(x, 0, bad); }),
+  EXPECT_EQ(message_of<IndexError>([&] { gather(x, 0, bad); }),
             "gather: index 3 at position [1, 1] is outside [0, 3); check where the indices come "
             "from");
-  EXPECT_NE(message_of([&] { scatter_add(x, 0, bad, x); }).find("scatter_add: index 3"),
+  EXPECT_NE(message_of<IndexError>([&] { scatter_add(x, 0, bad, x); }).find("scatter_add: index 3"),
             std::string::npos);
-  EXPECT_NE(message_of([&] {
+  EXPECT_NE(message_of<IndexError>([&] {
               index_select(x, 0, list({0, -1}));
             }).find("index_select: index -1 at position [1] is outside [0, 3)"),
             std::string::npos);
-  EXPECT_NE(message_of([&] {
+  EXPECT_NE(message_of<IndexError>([&] {
               index(x, {Tensor(), list({0, -5})});
             }).find("index: index -5 at position [1] is outside [-4, 4)"),
             std::string::npos);
-  EXPECT_NE(message_of([&] {
+  EXPECT_NE(message_of<IndexError>([&] {
               index_add(x, 0, list({7}), ones({1, 4}));
             }).find("index_add: index 7"),
             std::string::npos);
-  EXPECT_NE(message_of([&] {
+  EXPECT_NE(message_of<IndexError>([&] {
               embedding(view(list({0, 9}), {1, 2}), x);
             }).find("embedding: index 9 at position [0, 1] is outside [0, 3)"),
             std::string::npos);
-  EXPECT_NE(message_of([&] {
+  EXPECT_NE(message_of<IndexError>([&] {
               one_hot(list({0, 3}), 3);
             }).find("one_hot: index 3"),
             std::string::npos);

@@ -11,24 +11,14 @@
 #include <tessera/accelerate/launch/options.h>
 #include <tessera/accelerate/launch/protocol.h>
 
+#include "message_of.h"
+
 namespace tessera::launch {
 namespace {
 
 using namespace std::chrono_literals;
 using distributed::FailureKind;
 using distributed::RankFailure;
-
-// What f() throws.
-template <class ErrorClass, class F>
-std::string message_of(F f) {
-  try {
-    f();
-  } catch (const ErrorClass& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
 
 bool mentions(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;

@@ -9,6 +9,8 @@
 #include <tessera/core/kernels/loss/cross_entropy.h>
 #include <tessera/core/parallel.h>
 
+#include "message_of.h"
+
 namespace tessera {
 namespace {
 
@@ -33,14 +35,6 @@ void expect_gradients(const Function& f, const TensorList& inputs, bool twice) {
   if (!twice) return;
   const GradcheckResult second = gradgradcheck(list, inputs);
   EXPECT_TRUE(second.ok) << "second derivatives: " << second.message;
-}
-std::string message_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const IndexError& error) {
-    return error.what();
-  }
-  return "no IndexError";
 }
 void expect_close(const Tensor& a, const Tensor& b, double tolerance) {
   ASSERT_EQ(a.shape(), b.shape());
@@ -111,7 +105,9 @@ TEST(CrossEntropy, in_place_of_ignored_rows_alone_has_a_gradient_of_0_in_every_d
 }
 
 TEST(CrossEntropy, a_target_outside_the_classes_is_named) {
-  const std::string message = message_of([] { cross_entropy(logits(3, 4), indices({0, 4, 1})); });
+  const std::string message = message_of<IndexError>([] {
+    cross_entropy(logits(3, 4), indices({0, 4, 1}));
+  });
   EXPECT_NE(message.find("target 4 at position [1] is outside [0, 4)"), std::string::npos)
       << message;
   EXPECT_THROW(nll_loss(logits(3, 4), indices({0, -1, 1})), IndexError);

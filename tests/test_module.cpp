@@ -19,6 +19,8 @@
 #include <tessera/nn/init.h>
 #include <tessera/nn/linear.h>
 
+#include "message_of.h"
+
 namespace tessera::nn {
 namespace {
 
@@ -42,15 +44,6 @@ std::vector<std::string> names_of(const NamedTensors& named) {
   std::vector<std::string> names;
   for (const auto& one : named) names.push_back(one.name);
   return names;
-}
-
-std::string message_of(const auto& function) {
-  try {
-    function();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 TEST(Module, NamesParametersByTheirPlace) {

@@ -14,6 +14,7 @@
 #include <tessera/core/error.h>
 #include <tessera/distributed/rendezvous/process_group.h>
 
+#include "message_of.h"
 #include "mock_nccl/mock_nccl.h"
 
 namespace tessera::distributed::nccl {
@@ -66,18 +67,6 @@ class Nccl : public testing::Test {
 
   Mock mock;
 };
-
-template <class ErrorClass>
-std::string message_of(const std::function<void()>& function) {
-  try {
-    function();
-  } catch (const ErrorClass& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("another class: ") + error.what();
-  }
-  return "no error";
-}
 
 template <class T>
 Part part_of(std::vector<T>& values) {

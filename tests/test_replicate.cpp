@@ -7,6 +7,7 @@
 
 #include <tessera/autograd/node.h>
 
+#include "message_of.h"
 #include "replicate_fixture.h"
 
 namespace tessera::distributed {
@@ -627,15 +628,6 @@ TEST(Replicate, GradientsOfNarrowParametersMayBeKeptInF32) {
 }
 
 // ---- Misuse ------------------------------------------------------------------------------------
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
 
 TEST(Replicate, D8_TwoReductionsWithoutAStepAreRefusedAndANewReplicaTrains) {
   on_ranks(2, [](int rank) {

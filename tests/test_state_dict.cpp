@@ -12,19 +12,12 @@
 #include <tessera/nn/linear.h>
 #include <tessera/nn/norm.h>
 
+#include "message_of.h"
+
 namespace tessera::nn {
 namespace {
 
 Sequential make_net() { return Sequential(layer<Linear>(2, 3), layer<Linear>(3, 1)); }
-
-std::string message_of(const auto& function) {
-  try {
-    function();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 TEST(StateDict, KeepsTheOrderOfInsertionAndReplacesByName) {
   StateDict state;

@@ -25,20 +25,12 @@
 #include <tessera/optim/graphed_step.h>
 #include <tessera/optim/optimizers.h>
 
+#include "../message_of.h"
+
 namespace tessera {
 namespace {
 
 using accelerate::rank_device;
-
-template <class E, class Call>
-std::string message_of(Call&& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  }
-  return "no such error";
-}
 
 bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;

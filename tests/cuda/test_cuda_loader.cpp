@@ -20,6 +20,8 @@
 #include <tessera/core/pinned.h>
 #include <tessera/data/dataloader.h>
 
+#include "../message_of.h"
+
 namespace tessera::data {
 namespace {
 
@@ -102,16 +104,6 @@ struct Collate<SealedExample> {
 };
 
 namespace {
-
-template <class Call>
-std::string message_of(Call&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 std::vector<std::vector<double>> epochs_of(DataLoader<Mixed>& loader, int epochs) {
   std::vector<std::vector<double>> all;

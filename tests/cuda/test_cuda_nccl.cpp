@@ -35,6 +35,7 @@
 #include <tessera/optim/optimizers.h>
 
 #include "../compared_ranks.h"
+#include "../message_of.h"
 #include "../mock_nccl/mock_nccl.h"
 
 namespace tessera::distributed {
@@ -137,17 +138,6 @@ void on_gpus(int size, const std::function<void(int rank)>& body, const GpuRanks
 
 Tensor on_gpu(const Tensor& x) { return x.to(cuda(rank())); }
 std::vector<float> values(const Tensor& x) { return x.to(kCpu).to_vector<float>(); }
-
-template <class ErrorClass, class F>
-std::string message_of(const F& f) {
-  try {
-    f();
-  } catch (const ErrorClass& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
-}
 
 bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
