@@ -1,5 +1,5 @@
-// What only some ranks do: order, choice, splitting, triggers, logging, batch sizes, random
-// numbers. ctest labels: threads
+// What only some ranks do: order, choice, splitting, triggers, logging, batch sizes, random draws.
+// ctest labels: threads
 #include "accelerator_fixture.h"
 
 #include <atomic>
