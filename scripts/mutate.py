@@ -49,10 +49,29 @@ DEFAULTS = {
     "autograd/engine.cpp": ["test_autograd", "test_training", "test_replicate"],
     "optim/optimizer.cpp": ["test_optim", "test_round_trips", "test_precision_training"],
     "optim/ema.cpp": ["test_optim", "test_round_trips"],
-    "precision/grad_scaler.cpp": ["test_precision", "test_round_trips", "test_accelerator_precision"],
+    "optim/schedule.cpp": ["test_optim", "test_golden_optim", "test_accelerator_schedules"],
+    "optim/rule_optimizer.cpp": ["test_optim", "test_golden_optim", "test_multi_tensor"],
+    "nn/fused.cpp": ["test_layers", "test_bert"],
+    "autograd/node.cpp": ["test_autograd", "test_stale_versions", "test_view_programs"],
+    "autograd/differentiable.cpp": ["test_ops", "test_autograd", "test_views"],
+    "autograd/ops/index.cpp": ["test_index", "test_ops"],
+    "autograd/weight_cache.cpp": ["test_weight_cache", "test_optim", "test_precision_autocast"],
+    "core/kernels/optim/multi_tensor_cpu.cpp": ["test_multi_tensor", "test_optim", "test_golden_optim"],
+    "core/kernels/gemm/gemm_simd.cpp": ["test_gemm_split", "test_gemm"],
+    "core/host_values.cpp": ["test_core", "test_conv", "test_attention"],
+    "precision/grad_scaler.cpp": ["test_precision", "test_round_trips", "test_accelerator_precision",
+                                 "test_cuda_graphed_step"],
     "nn/module.cpp": ["test_module", "test_state_dict"],
     "data/dataloader.cpp": ["test_dataloader", "test_streams", "test_distributed_data", "test_facade_loaders"],
     "data/sampler.cpp": ["test_samplers", "test_distributed_data", "test_facade_loaders"],
+    "accelerate/accelerator.cpp": ["test_accelerator", "test_accelerator_settings", "test_accelerator_sync"],
+    "accelerate/accelerator_prepare.cpp": ["test_accelerator", "test_accelerator_precision", "test_accelerator_sync",
+                                           "test_accelerate_scripts"],
+    "accelerate/loaders/loader_plan.cpp": ["test_facade_loaders", "test_accelerate_scripts", "test_facade_metrics"],
+    "accelerate/launch/protocol.cpp": ["test_launch", "test_launcher"],
+    "accelerate/cli/launch.cpp": ["test_launch", "test_launcher"],
+    "distributed/transport/group.cpp": ["test_collectives", "test_collective_mistakes", "test_store"],
+    "distributed/transport/watchdog.cpp": ["test_store", "test_failures", "test_collective_failures"],
     "accelerate/accelerator_step.cpp": ["test_accelerator_sync", "test_accelerator_precision", "test_accelerator_schedules"],
     "accelerate/state/state_io.cpp": ["test_checkpoint_state", "test_accelerator_resume", "test_accelerator"],
     "accelerate/tracking/memory_tracker.cpp": ["test_tracking"],
@@ -415,7 +434,9 @@ class Build:
 
     def test(self, program, seconds):
         environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
-        command = [str(self.folder / "tests" / program), "--gtest_fail_fast", "--gtest_brief=1"]
+        path = next(folder / program for folder in (self.folder / "tests", self.folder / "tests" / "cuda")
+                    if (folder / program).exists())
+        command = [str(path), "--gtest_fail_fast", "--gtest_brief=1"]
         return run(command, seconds, env=environment, preexec_fn=limits, cwd=self.folder)
 
 
@@ -559,7 +580,7 @@ def main():
         if not programs:
             print(f"{file}: no test includes it; name some with --tests")
             continue
-        sources = [TREE / "tests" / f"{program}.cpp" for program in programs]
+        sources = [path for program in programs for path in (TREE / "tests").rglob(f"{program}.c*")]
         state = fingerprint([*sources, *(TREE / "tests").glob("*.h")]) + " " + ",".join(programs)
         version = fingerprint([TREE / file])
         results = []

@@ -184,6 +184,56 @@ TEST(Accelerator, FreeMemoryLetsGoOfEverything) {
   });
 }
 
+// Fine-tuning: what is frozen is nobody's, what trains is everybody's.
+TEST(Accelerator, APartlyFrozenModelTrainsOnAllRanks) {
+  on_ranks(2, [](int rank) {
+    const Line line(32);
+    Accelerator accelerator;
+    Regression model;
+    model.a.set_requires_grad(false);
+    optim::SGD optimizer({{"b", model.b}}, {.lr = 0.5});
+    accelerator.prepare(model, optimizer);
+    const auto [x, y] = line.rows(16 * rank, 16 * rank + 16);
+    accelerator.backward(squared_error(model(x), y));
+    Regression whole;
+    const auto [all_x, all_y] = line.rows(0, 32);
+    squared_error(whole(all_x), all_y).backward();
+    EXPECT_FALSE(model.a.grad().defined());
+    EXPECT_NEAR(model.b.grad().item(), whole.b.grad().item(), 1e-5);
+  });
+}
+
+// Else the noise of the first micro-batch would be that of what the program drew for itself.
+TEST(Accelerator, ModelsDrawOtherNumbersThanTheProgramFromTheFirstMicroBatchOn) {
+  struct Noise : nn::Module<Noise> {
+    Tensor forward(const Tensor& x) { return x + rand({8}); }
+  };
+  for (const int ranks : {1, 2}) {
+    on_ranks(ranks, [](int) {
+      Accelerator accelerator({.seed = 7});
+      const std::vector<double> own = rand({8}).to_vector();
+      Noise model;
+      accelerator.prepare(model);
+      std::vector<std::vector<double>> drawn = {own};
+      for (int i = 0; i < 2; ++i) {
+        const auto micro = accelerator.accumulate(model);
+        const Tensor all = accelerator.gather(model(zeros({8})).reshape({1, 8}));
+        for (int64_t rank = 0; rank < all.size(0); ++rank) drawn.push_back(all[rank].to_vector());
+      }
+      for (size_t i = 0; i < drawn.size(); ++i) {
+        for (size_t j = 0; j < i; ++j) EXPECT_NE(drawn[i], drawn[j]) << i << " and " << j;
+      }
+    });
+  }
+}
+
+TEST(Accelerator, AsksOnlyOptimizersThatItPreparedWhetherTheySkipped) {
+  Accelerator accelerator;
+  Regression model;
+  const optim::SGD optimizer(model.named_parameters(), {.lr = 1});
+  EXPECT_THROW(accelerator.optimizer_step_was_skipped(optimizer), ValueError);
+}
+
 TEST(Accelerator, AModelAtTheAddressOfADeadOneIsAnother) {
   Accelerator accelerator({.gradient_accumulation_steps = 4});
   alignas(Regression) std::byte room[sizeof(Regression)];

@@ -428,6 +428,26 @@ TEST(ClippedGradients, AreNotReadAgainForTheLossScaler) {
   }));
 }
 
+// No pass over them: the next step reads them with the factor.
+TEST(ClippedGradients, KeepTheirValuesUntilTheStep) {
+  const Line line(8);
+  const auto [x, y] = line.rows(0, 8);
+  Accelerator accelerator;
+  Regression model;
+  optim::SGD optimizer(model.named_parameters(), {.lr = 1});
+  accelerator.prepare(model, optimizer);
+  accelerator.backward(squared_error(model(x), y));
+  const std::vector<std::vector<float>> before = gradients_of(model);
+  const double norm = accelerator.clip_grad_norm(model.parameters(), 0.5).item();
+  ASSERT_GT(norm, 1);
+  EXPECT_EQ(gradients_of(model), before);
+  optimizer.step();
+  EXPECT_NEAR(model.a.item(), -before[0][0] * 0.5 / norm, 1e-6);
+  // Of a part they are changed at once.
+  accelerator.clip_grad_norm({model.a}, std::abs(before[0][0]) / 2);
+  EXPECT_NEAR(model.a.grad().item(), before[0][0] / 2, 1e-6 * norm);
+}
+
 // The step applies a clip of everything that its optimizer has; one of a part is done at once.
 TEST(ClippedGradients, AreThoseThatTheStepSeesHoweverTheyCameAbout) {
   const Line line(8);

@@ -362,6 +362,23 @@ TEST_F(StateCheckpoints, CKP3InvalidRegistrationsAreErrorsWithTheirPositions) {
             message_of<ValueError>([&] { io.register_for_checkpointing(none, stop, nothing); }));
 }
 
+TEST_F(StateCheckpoints, AnUndefinedTensorOfAStateIsNamed) {
+  struct Unfinished {
+    StateDict state_dict() const {
+      StateDict state;
+      state.set("momentum", Tensor());
+      return state;
+    }
+    void load_state_dict(const StateDict&) {}
+  };
+  Training training(1);
+  StateIo io;
+  Unfinished unfinished;
+  io.register_for_checkpointing(unfinished);
+  expect_in("momentum' is undefined",
+            message_of<ValueError>([&] { io.save_state(training.state(), path("a")); }));
+}
+
 TEST_F(StateCheckpoints, OtherObjectsThanThoseSavedAreAnErrorBeforeAnythingChanges) {
   Training training(1);
   StateIo io;

@@ -253,6 +253,13 @@ TEST(Tensor, UndefinedTensorsExplainThemselves) {
   EXPECT_THROW(raw::empty({2}, kF32, kMeta).to_vector(), DeviceError);
 }
 
+TEST(Tensor, ItemsAreOfOneElement) {
+  EXPECT_EQ(raw::full({1, 1}, 3, kF32).item(), 3);
+  for (const Shape& shape : {Shape{2}, Shape{0}, Shape{1, 3}}) {
+    EXPECT_THROW(raw::zeros(shape, kF32).item(), ShapeError);
+  }
+}
+
 TEST(Views, ShareTheVersionUnlessTheyBecomeParameters) {
   const Tensor flat = raw::zeros({8}, kF32);
   const Tensor view = raw::narrow(flat, 0, 0, 4);

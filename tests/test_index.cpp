@@ -65,6 +65,7 @@ TEST(Index, MasksStandForTheirCoordinates) {
             (Values{0, 4, 8, 15, 19, 23}));
   EXPECT_EQ(index(x, {mask({0, 0})}).shape(), Shape({0, 3, 4}));
   EXPECT_THROW(index(x, {mask({1, 0, 1})}), ShapeError);
+  EXPECT_THROW(index(counting({3}), {list({0}), mask({1, 0, 1})}), ShapeError);  // too many
   EXPECT_EQ(masked_select(counting({2, 3}), mask({1, 0, 1})).to_vector(), (Values{0, 2, 3, 5}));
   EXPECT_EQ(masked_select(counting({2, 1}), view(mask({1, 0, 1}), {1, 3})).to_vector(),
             (Values{0, 0, 1, 1}));

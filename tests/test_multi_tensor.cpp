@@ -337,6 +337,11 @@ TEST(MultiTensor, wrong_tensors_are_named_before_anything_is_written) {
   bad.states[0] = Tensor();
   EXPECT_THROW(multi_tensor_update<rules::AdamW>(std::vector{good, bad}, {}, scalars.data()),
                ValueError);
+  // One that the options ask for, behind one that they do not.
+  const UpdateTensors without_momentum{param, filled(10, 2), {zeros_of(param)}};
+  EXPECT_THROW(multi_tensor_update<rules::RMSprop>({&without_momentum, 1}, {.momentum = 0.9},
+                                                   scalars.data()),
+               ValueError);
   EXPECT_TRUE(same_bits(param, before));
 }
 

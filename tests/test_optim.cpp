@@ -508,6 +508,13 @@ TEST(Ema, UnderAutocastEveryForwardSeesTheValuesOfItsTime) {
   EXPECT_EQ(values(), (std::vector<double>{1.5, 3.5}));
 }
 
+TEST(Ema, AveragesCountAsOptimizerMemory) {
+  const Tensor parameter = zeros({64, 64}).set_requires_grad();
+  const int64_t before = memory_stats()->current(MemoryCategory::kOptimizer);
+  const EMA average({{"w", parameter}}, {});
+  EXPECT_EQ(memory_stats()->current(MemoryCategory::kOptimizer) - before, 64 * 64 * 4);
+}
+
 TEST(Ema, StateDictGoesRound) {
   const NamedTensors parameters = make_parameters();
   EMA average(parameters, {.decay = 0.9});

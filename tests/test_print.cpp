@@ -182,6 +182,19 @@ TEST(Print, TextsAreThoseOfTorch) {
   for (const auto& [x, expected] : cases) EXPECT_EQ(repr(x), expected) << x;
 }
 
+TEST(Print, TheMiddleIsLeftOutAboveAThousandElements) {
+  EXPECT_EQ(repr(raw::arange(0, 1, 1000, kI64)).find("..."), std::string::npos);
+  EXPECT_EQ(repr(raw::arange(0, 1, 1001, kI64)),
+            "tensor([   0,    1,    2,  ...,  998,  999, 1000])");
+}
+
+TEST(Print, WhatDoesNotFitTheLineBehindTheValuesGetsOneOfItsOwn) {
+  const Tensor x = raw::empty({1, 1000, 1000, 1000, 1000}, kF64, kMeta);
+  EXPECT_EQ(repr(x),
+            "tensor(..., device='meta', size=(1, 1000, 1000, 1000, 1000),\n"
+            "       dtype=torch.float64)");
+}
+
 TEST(Print, AnUndefinedTensorSaysSo) { EXPECT_EQ(repr(Tensor()), "undefined"); }
 
 TEST(Print, AStreamGetsTheValuesAndAnErrorTheDescription) {

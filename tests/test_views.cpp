@@ -104,6 +104,16 @@ TEST(Views, WritingThroughAViewIsSeenByTheGradientOfItsBase) {
   EXPECT_EQ(x.grad().to_vector(), (Values{3, 3, 3, 6, 6, 6}));
 }
 
+// A leaf that was cut out of other elements: what its views show is counted from its own first one.
+TEST(Views, WritingThroughAViewOfALeafThatBeginsWithinItsBytes) {
+  const Tensor leaf = zeros({8}).narrow(0, 3, 4).detach();
+  const Tensor w = tensor({5.0, 7.0}).set_requires_grad();
+  copy_(leaf.narrow(0, 1, 2), w * 2);
+  EXPECT_EQ(leaf.to_vector(), (std::vector<double>{0, 10, 14, 0}));
+  (leaf * tensor({1.0, 2, 3, 4})).sum().backward();
+  EXPECT_EQ(w.grad().to_vector(), (std::vector<double>{4, 6}));
+}
+
 TEST(Views, PartsHaveTorchsSizes) {
   const auto sizes = [](const TensorList& parts) {
     std::vector<int64_t> result;

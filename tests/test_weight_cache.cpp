@@ -223,6 +223,17 @@ TEST(WeightCache, ReleaseFreesTheBytes) {
   EXPECT_FALSE(weight_cache::release(weight_of({2, 2}), kLow));  // never had any
 }
 
+TEST(WeightCache, ReleasingOneCopyLeavesThoseBeforeItAndBehindIt) {
+  const WeightKey half{.dtype = kF16};
+  const WeightKey columns{.dtype = kBF16, .layout = WeightLayout::kTransposed};
+  const Tensor weight = weight_of({4, 6});
+  for (const WeightKey& key : {kLow, half, columns}) weight_cache::get(weight, key);
+  EXPECT_TRUE(weight_cache::release(weight, half));
+  EXPECT_TRUE(weight_cache::find(weight, kLow).defined());
+  EXPECT_FALSE(weight_cache::find(weight, half).defined());
+  EXPECT_TRUE(weight_cache::find(weight, columns).defined());
+}
+
 TEST(WeightCache, TheCopiesGoWithTheLeaf) {
   const int64_t before = counted_bytes();
   weight_cache::get(weight_of({32, 32}), kLow);
