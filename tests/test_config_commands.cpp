@@ -277,6 +277,15 @@ TEST(LaunchFlags, VariablesOfTheUserReachTheRanksAsSuch) {
   EXPECT_FALSE(shown.printed("grace =")) << shown;  // nobody said anything of it
 }
 
+TEST(LaunchFlags, VariablesOfRemoteRanksAreNamedOneByOne) {
+  TestFolder folder;
+  const std::string hosts = folder.write("hosts", "a slots=1\nb slots=1\n");
+  const FinishedProcess shown = tessera_command(
+      {"launch", "--dry-run", "--hostfile", hosts, "--export", "A", "--export", "B", "train", "C"});
+  EXPECT_TRUE(shown.printed("-x A -x B ")) << shown;
+  EXPECT_TRUE(shown.printed("train C")) << shown;
+}
+
 TEST(LaunchFlags, Trap25_TruthValuesMayStandApartAndFalseIsFalse) {
   for (const std::vector<std::string>& flag : {std::vector<std::string>{"--even_batches", "false"},
                                                {"--even-batches=no"},
