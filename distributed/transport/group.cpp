@@ -764,7 +764,8 @@ void Group::check_message(std::string_view name, const Tensor& tensor, int peer,
 void Group::refuse(Operation operation, int peer, int tag, const std::string& mistake,
                    const CollectiveOptions& options) {
   if (peer < 0 || peer >= size() || peer == rank_ || tag < 0 || tag >= kMaxTag) return;
-  Request request{.operation = operation, .root = peer, .tag = tag, .mistake = mistake};
+  Request request{.operation = operation, .root = peer, .tag = tag};
+  request.mistake = detail::concatenate("rank ", rank_, ": ", mistake);
   request.sends.resize(ranks_.size());
   request.receives.resize(ranks_.size());
   start(std::move(request), options);
@@ -788,28 +789,24 @@ Group::Request Group::message(Operation operation, const Tensor& tensor, int pee
   return request;
 }
 
-Work Group::send(const Tensor& tensor, int peer, int tag, const CollectiveOptions& options) {
+Work Group::send_or_recv(Operation operation, const Tensor& tensor, int peer, int tag,
+                         const CollectiveOptions& options) {
   try {
-    check_message("send", tensor, peer, tag);
+    check_message(name_of(operation), tensor, peer, tag);
   } catch (...) {
     const std::exception_ptr mistake = std::current_exception();
-    refuse(Operation::kSend, peer, tag,
-           detail::concatenate("rank ", rank_, ": ", describe_mistake("send")), options);
+    refuse(operation, peer, tag, describe_mistake(name_of(operation)), options);
     std::rethrow_exception(mistake);
   }
-  return start(message(Operation::kSend, tensor, peer, tag), options);
+  return start(message(operation, tensor, peer, tag), options);
+}
+
+Work Group::send(const Tensor& tensor, int peer, int tag, const CollectiveOptions& options) {
+  return send_or_recv(Operation::kSend, tensor, peer, tag, options);
 }
 
 Work Group::recv(const Tensor& tensor, int peer, int tag, const CollectiveOptions& options) {
-  try {
-    check_message("recv", tensor, peer, tag);
-  } catch (...) {
-    const std::exception_ptr mistake = std::current_exception();
-    refuse(Operation::kRecv, peer, tag,
-           detail::concatenate("rank ", rank_, ": ", describe_mistake("recv")), options);
-    std::rethrow_exception(mistake);
-  }
-  return start(message(Operation::kRecv, tensor, peer, tag), options);
+  return send_or_recv(Operation::kRecv, tensor, peer, tag, options);
 }
 
 namespace {
@@ -849,8 +846,7 @@ Work Group::exchange(const std::vector<PeerTensor>& sends, const std::vector<Pee
     check_apart(sends, receives);
   } catch (...) {
     const std::exception_ptr mistake = std::current_exception();
-    const std::string text =
-        detail::concatenate("rank ", rank_, ": ", describe_mistake("exchange"));
+    const std::string text = describe_mistake("exchange");
     for (const auto& one : sends) refuse(Operation::kSend, one.peer, one.tag, text, options);
     for (const auto& one : receives) refuse(Operation::kRecv, one.peer, one.tag, text, options);
     std::rethrow_exception(mistake);

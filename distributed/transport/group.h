@@ -153,6 +153,8 @@ class Group : public std::enable_shared_from_this<Group> {
   void refuse(Operation operation, int peer, int tag, const std::string& mistake,
               const CollectiveOptions& options);
   Request message(Operation operation, const Tensor& tensor, int peer, int tag) const;
+  Work send_or_recv(Operation operation, const Tensor& tensor, int peer, int tag,
+                    const CollectiveOptions& options);
   void note_unseen(const CommRecord& record, int64_t number, const std::string& error, bool waited);
   void note_raised();
   void raise_unseen(const CollectiveOptions& options);
