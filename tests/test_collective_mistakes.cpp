@@ -211,6 +211,24 @@ TEST(Mistakes, OfAnExchangeAreToldToEveryPeerAndNothingMoves) {
   });
 }
 
+TEST(Mistakes, AnExchangeThatFindsNoMemoryLeavesNothingUnderWay) {
+  compared_ranks(2, [](int rank) {
+    Group& group = world();
+    const Tensor x = full({4}, rank), y = zeros({4});
+    if (rank == 0) {
+      // A view of one element, which comes by way of a buffer of its size.
+      const Tensor huge = zeros({1}).expand({int64_t{1} << 58});
+      EXPECT_THROW(group.exchange({{1, x}}, {{1, huge}}), OutOfMemory);
+      for (const CommRecord& record : group.trace().records()) {
+        EXPECT_NE(record.state, CommRecord::State::kQueued) << record.describe();
+      }
+    }
+    barrier();
+    group.exchange({{1 - rank, x}}, {{1 - rank, y}}).wait();
+    EXPECT_EQ(y.to_vector(), std::vector<double>(4, 1 - rank));
+  });
+}
+
 TEST(Mistakes, ACE2_DifferentCallsRaiseOnEveryRankAndNameBothCallSites) {
   const std::vector<std::function<void(int)>> cases = {
       [](int rank) {  // operation

@@ -853,14 +853,20 @@ Work Group::exchange(const std::vector<PeerTensor>& sends, const std::vector<Pee
   }
   if (sends.empty() && receives.empty()) return {};
   raise_unseen(options);
+  // All are made before one is issued: what is issued has to start, or peers wait for it.
+  std::vector<Request> requests;
+  for (const auto& [peer, tensor, tag] : sends) {
+    requests.push_back(message(Operation::kSend, tensor, peer, tag));
+  }
+  for (const auto& [peer, tensor, tag] : receives) {
+    requests.push_back(message(Operation::kRecv, tensor, peer, tag));
+  }
   std::vector<Issue> issued;
   std::vector<CallPtr> calls;
-  const auto add = [&](Operation operation, const PeerTensor& one) {
-    issued.push_back(issue(message(operation, one.tensor, one.peer, one.tag), options));
+  for (Request& request : requests) {
+    issued.push_back(issue(std::move(request), options));
     if (issued.back().call) calls.push_back(issued.back().call);
-  };
-  for (const PeerTensor& one : sends) add(Operation::kSend, one);
-  for (const PeerTensor& one : receives) add(Operation::kRecv, one);
+  }
   backend_->start_together(calls);
   std::vector<Work> works;
   for (Issue& one : issued) works.push_back(one.started());
