@@ -68,12 +68,20 @@ TEST(Trace, RecordsSayWhatWasCalledWhereAndFor) {
     EXPECT_EQ(records[0].bytes, 4000);
     EXPECT_EQ(records[0].wire_bytes(), 4000);  // 2 (N - 1) / N
     EXPECT_EQ(records[1].wire_bytes(), 16);
-    EXPECT_NE(std::string(records[0].file).find("test_comm_trace.cpp"), std::string::npos);
+    EXPECT_TRUE(records[0].place().starts_with("test_comm_trace.cpp:")) << records[0].place();
     EXPECT_EQ(records[0].state, CommRecord::State::kDone);
     EXPECT_GE(records[0].done, records[0].queued);
     EXPECT_EQ(count(records, Operation::kAllReduce, Channel::kGradient), 1);
     EXPECT_EQ(bytes(records, Operation::kAllReduce), 4000);
   });
+}
+
+TEST(Trace, SecondsAreWholeWhereTheyAreMany) {
+  EXPECT_EQ(describe_seconds(0.20345), "0.203 s");
+  EXPECT_EQ(describe_seconds(30), "30 s");
+  EXPECT_EQ(describe_seconds(99.94), "99.9 s");
+  EXPECT_EQ(describe_seconds(100), "100 s");
+  EXPECT_EQ(describe_seconds(1800.4), "1800 s");
 }
 
 TEST(Trace, TheRingForgetsTheOldestUnlessAScopeIsOpen) {

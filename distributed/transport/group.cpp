@@ -33,12 +33,6 @@ uint64_t hash_of(const std::source_location& where) {
   return (hash ^ where.line()) * 1099511628211u;
 }
 
-std::string_view file_of(const char* path) {
-  const std::string_view text(path);
-  const size_t slash = text.rfind('/');
-  return slash == std::string_view::npos ? text : text.substr(slash + 1);
-}
-
 void set_text(CallText& text, const std::string& value) {
   const size_t length = std::min(value.size(), text.size() - 1);
   std::memcpy(text.data(), value.data(), length);
@@ -343,8 +337,7 @@ Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
   } else if (request.operation == Operation::kInvalid) {
     set_text(call->text, record.tag);
   } else {
-    set_text(call->text, record.describe() + " at " + std::string(file_of(record.file)) + ":" +
-                             std::to_string(record.line));
+    set_text(call->text, record.describe() + " at " + record.place());
   }
   if (context.clock) {
     call->virtual_issued = context.clock->now;
@@ -455,9 +448,7 @@ void Group::raise_unseen(const CollectiveOptions& options) {
 }
 
 std::string Group::late_ranks(const CommRecord& record, double waited) {
-  char seconds[32];
-  std::snprintf(seconds, sizeof(seconds), "%.3g", waited);
-  std::string message = std::string("waited ") + seconds + " s";
+  std::string message = "waited " + describe_seconds(waited);
   auto positions = backend_->positions(record.channel);
   std::vector<int> silent;  // came so far, but do not even answer: stopped, or cut off
   if (const auto& watchdog = rank_context().watchdog) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <nlohmann/json.hpp>
 
 namespace tessera::distributed {
@@ -33,6 +34,12 @@ std::string_view name_of(Channel channel) {
   return kNames[static_cast<size_t>(channel)];
 }
 
+std::string describe_seconds(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, seconds < 100 ? "%.3g s" : "%.0f s", seconds);
+  return text;
+}
+
 std::string CommRecord::describe() const {
   std::string text = std::string(name_of(operation)) + " #" + std::to_string(sequence);
   if (operation != Operation::kBarrier && operation != Operation::kInvalid) {
@@ -50,6 +57,11 @@ std::string CommRecord::describe() const {
   }
   if (!tag.empty()) text += " '" + tag + "'";
   return text;
+}
+
+std::string CommRecord::place() const {
+  const std::string_view path(file);
+  return std::string(path.substr(path.rfind('/') + 1)) + ":" + std::to_string(line);
 }
 
 double CommRecord::wire_bytes() const {

@@ -52,6 +52,7 @@ inline constexpr int kChannels = 6;
 std::string_view name_of(ReduceOp op);
 std::string_view name_of(Operation operation);
 std::string_view name_of(Channel channel);
+std::string describe_seconds(double seconds);  // "0.203 s", "1800 s"
 
 struct CommRecord {
   enum class State : uint8_t { kQueued, kDone, kFailed };
@@ -75,6 +76,7 @@ struct CommRecord {
 
   // "all_reduce #12 (sum, f32[4096]) 'bucket 3'"
   std::string describe() const;
+  std::string place() const;  // of the call: "train.cpp:41"
   // Bytes that this rank sends in a bandwidth-optimal algorithm: 2 (N-1)/N of an all_reduce's
   // tensor, (N-1) times an all_gather's input, ...
   double wire_bytes() const;

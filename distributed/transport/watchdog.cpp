@@ -1,7 +1,6 @@
 #include <tessera/distributed/transport/watchdog.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <nlohmann/json.hpp>
 
 namespace tessera::distributed {
@@ -81,13 +80,10 @@ void Watchdog::tell_wait() {
   const double waited = trace_->seconds() - call.queued;
   if (waited < std::chrono::duration<double>(wait_warning_).count()) return;
   told_ = call.queued;
-  char seconds[32];
-  std::snprintf(seconds, sizeof seconds, "%.3g", waited);
   const std::string phase = call.phase.empty() ? "" : ", in the phase " + call.phase;
-  store_->set("job/waiting/" + std::to_string(rank_),
-              std::string(seconds) + " s in " + call.describe() + " of '" + call.group + "' (" +
-                  std::string(call.file).substr(std::string(call.file).rfind('/') + 1) + ":" +
-                  std::to_string(call.line) + phase + ")");
+  store_->set("job/waiting/" + std::to_string(rank_), describe_seconds(waited) + " in " +
+                                                          call.describe() + " of '" + call.group +
+                                                          "' (" + call.place() + phase + ")");
 }
 
 void Watchdog::answer() {
