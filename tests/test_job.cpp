@@ -173,8 +173,10 @@ TEST(Job, FailuresTravelAsText) {
     EXPECT_EQ(copy.code, 137);
     EXPECT_EQ(copy.host, "node");
   }
-  for (const char* numbers : {"\"rank\": -2, \"code\": 1", "\"rank\": 4294967296, \"code\": 1",
-                              "\"rank\": 0, \"code\": 1000"}) {
+  for (const char* numbers :
+       {"\"rank\": -2, \"code\": 1", "\"rank\": 4294967296, \"code\": 1",
+        "\"rank\": 18446744073709551615, \"code\": 1", "\"rank\": 1048577, \"code\": 1",
+        "\"rank\": 0, \"code\": 256", "\"rank\": 0, \"code\": 1000"}) {
     EXPECT_THROW(RankFailure::from_text("{" + std::string(numbers) +
                                         ", \"kind\": \"exit\", \"message\": \"\", \"host\": \"\"}"),
                  DistributedError)

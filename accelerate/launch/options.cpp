@@ -5,7 +5,6 @@
 #include <cmath>
 #include <filesystem>
 
-#include <tessera/accelerate/launch/protocol.h>
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/core/error.h>
 
@@ -60,7 +59,7 @@ LaunchOptions resolve_options(const Flags& flags, const Environment& environment
   options.restarts = static_cast<int>(settings.restarts.value);
   for (const std::string& count : settings.restart_ranks.value) {
     options.restart_ranks.push_back(
-        whole_number(settings.restart_ranks.origin.describe(), count, 1, kMostRanks));
+        whole_number(settings.restart_ranks.origin.describe(), count, 1, distributed::kMostRanks));
   }
   options.collective_timeout = milliseconds(settings.collective_timeout);
   options.init_timeout = milliseconds(settings.init_timeout);

@@ -6,17 +6,19 @@
 #include <cstdlib>
 #include <fstream>
 #include <map>
-#include <type_traits>
 
 #include <unistd.h>
 
 #include <nlohmann/json.hpp>
 
 #include <tessera/core/error.h>
+#include <tessera/distributed/rendezvous/json_number.h>
 
 namespace tessera::launch {
 namespace {
 
+using distributed::json_number;
+using distributed::kMostRanks;
 using Json = nlohmann::json;
 
 constexpr int64_t kClockTolerance = 5000;  // ms; a report itself takes far less
@@ -40,23 +42,6 @@ auto fields(std::string_view text, std::string_view what, Read read) {
     TS_THROW(DistributedError, "tessera launch", what, " lacks fields: \"", text,
              "\"; launcher and agents have to be of one version");
   }
-}
-
-// A whole number in [least, most]; others are as unreadable as a missing one.
-template <class Number>
-Number number(const Json& json, const char* key, Number least, Number most) {
-  const Json& value = json.at(key);
-  const bool fits = std::is_unsigned_v<Number>
-                        ? value.is_number_unsigned()
-                        : value.is_number_integer() &&
-                              (!value.is_number_unsigned() || value.get<uint64_t>() <= INT64_MAX);
-  if (!fits || value.get<Number>() < least || value.get<Number>() > most) {
-    throw Json::other_error::create(500, "a number out of range", &value);
-  }
-  return value.get<Number>();
-}
-int whole(const Json& json, const char* key, int least, int most) {
-  return static_cast<int>(number<int64_t>(json, key, least, most));
 }
 
 constexpr int kMostCores = 1 << 20;
@@ -122,14 +107,14 @@ std::string AgentFacts::to_text() const {
 AgentFacts AgentFacts::from_text(std::string_view text) {
   return fields(text, "an agent's report", [](const Json& json) {
     AgentFacts facts;
-    facts.rank = whole(json, "rank", 0, kMostRanks);
-    facts.world_size = whole(json, "world_size", 1, kMostRanks);
+    facts.rank = json_number(json.at("rank"), 0, kMostRanks);
+    facts.world_size = json_number(json.at("world_size"), 1, kMostRanks);
     facts.host = json.at("host").get<std::string>();
     facts.version = json.at("version").get<std::string>();
     facts.program = json.at("program").get<std::string>();
-    facts.program_hash = number<uint64_t>(json, "program_hash", 0, UINT64_MAX);
-    facts.clock = number<int64_t>(json, "clock", -(int64_t{1} << 53), int64_t{1} << 53);
-    facts.cores = whole(json, "cores", 1, kMostCores);
+    facts.program_hash = json_number<uint64_t>(json.at("program_hash"), 0, UINT64_MAX);
+    facts.clock = json_number<int64_t>(json.at("clock"), -(int64_t{1} << 53), int64_t{1} << 53);
+    facts.cores = json_number(json.at("cores"), 1, kMostCores);
     return facts;
   });
 }
@@ -157,7 +142,7 @@ Layout Layout::from_text(std::string_view text) {
     Layout layout;
     const auto ranks = static_cast<int>(std::min<size_t>(json.size(), kMostRanks));
     for (const Json& node : json) {
-      layout.node_of_rank.push_back(whole(Json{{"node", node}}, "node", 0, ranks - 1));
+      layout.node_of_rank.push_back(json_number(node, 0, ranks - 1));
       layout.nodes = std::max(layout.nodes, layout.node_of_rank.back() + 1);
     }
     return layout;
@@ -171,8 +156,8 @@ std::string ExitReport::to_text() const {
 ExitReport ExitReport::from_text(std::string_view text) {
   return fields(text, "an agent's report", [](const Json& json) {
     ExitReport report;
-    report.status.code = whole(json, "code", 0, 255);
-    report.status.signal = whole(json, "signal", 0, 127);
+    report.status.code = json_number(json.at("code"), 0, 255);
+    report.status.signal = json_number(json.at("signal"), 0, 127);
     report.host = json.at("host").get<std::string>();
     return report;
   });

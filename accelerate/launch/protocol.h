@@ -16,7 +16,6 @@
 
 namespace tessera::launch {
 
-inline constexpr int kMostRanks = 1 << 20;  // more than any job has
 constexpr std::string_view kStop = "stop";  // as job/go: the job does not start
 
 // What an agent finds where it runs.

@@ -19,6 +19,8 @@ namespace tessera::distributed {
 using Environment = std::map<std::string, std::string, std::less<>>;
 Environment process_environment();
 
+inline constexpr int kMostRanks = 1 << 20;  // more than any job has
+
 enum class Launcher {
   kSingle,    // one process, no launcher
   kMpi,       // mpirun, or any other that speaks OpenMPI or PMIx

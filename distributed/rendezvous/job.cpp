@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/core/context.h>
+#include <tessera/distributed/rendezvous/json_number.h>
 
 namespace tessera::distributed {
 namespace {
@@ -74,14 +75,8 @@ RankFailure RankFailure::from_text(std::string_view text) {
   RankFailure failure;
   try {
     const Json json = Json::parse(text);
-    const auto number = [&](const char* key, int64_t least, int64_t most) {
-      const Json& value = json.at(key);
-      const bool fits = value.is_number_integer() && value >= least && value <= most;
-      if (!fits) throw Json::other_error::create(500, "a number out of range", &value);
-      return value.get<int>();
-    };
-    failure.rank = number("rank", -1, 1 << 20);
-    failure.code = number("code", 0, 255);
+    failure.rank = json_number(json.at("rank"), -1, kMostRanks);
+    failure.code = json_number(json.at("code"), 0, 255);
     failure.message = json.at("message").get<std::string>();
     failure.host = json.at("host").get<std::string>();
     const auto name = json.at("kind").get<std::string>();
