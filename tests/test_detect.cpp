@@ -241,6 +241,7 @@ TEST(Detect, TesseraLaunchAddsStoreTimeoutsNodesAndThreads) {
                                                  {"TESSERA_FIRST_STEP_TIMEOUT", "900"},
                                                  {"TESSERA_SAVE_TIMEOUT", "60"},
                                                  {"TESSERA_GRACE", "30"},
+                                                 {"TESSERA_WAIT_WARNING", "0.25"},
                                                  {"TESSERA_TRANSPORT", "mpi"}}),
                                  {8, 8});
   EXPECT_TRUE(info.under_tessera);
@@ -259,6 +260,7 @@ TEST(Detect, TesseraLaunchAddsStoreTimeoutsNodesAndThreads) {
   EXPECT_EQ(info.first_step_timeout, 900s);
   EXPECT_EQ(info.save_timeout, 60s);
   EXPECT_EQ(info.grace, 30s);
+  EXPECT_EQ(info.wait_warning, 250ms);
   EXPECT_EQ(info.transport, "mpi");
 }
 
@@ -267,6 +269,7 @@ TEST(Detect, SettingsThatCannotBeReadAreRefusedByName) {
        {Environment{{"TESSERA_STORE", "nowhere"}}, Environment{{"TESSERA_STORE", "host:port"}},
         Environment{{"TESSERA_COLLECTIVE_TIMEOUT", "soon"}},
         Environment{{"TESSERA_COLLECTIVE_TIMEOUT", "0"}}, Environment{{"TESSERA_GRACE", "-3"}},
+        Environment{{"TESSERA_WAIT_WARNING", "nan"}}, Environment{{"TESSERA_WAIT_WARNING", "x"}},
         Environment{{"TESSERA_NUM_THREADS", "0"}},
         Environment{{"TESSERA_RESTART_COUNT", "many"}}}) {
     EXPECT_TRUE(mentions(refusal(with(kOpenMpi, bad)), bad.begin()->first))

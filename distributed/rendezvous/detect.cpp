@@ -179,7 +179,8 @@ void read_launcher_settings(const Environment& environment, LaunchInfo& info) {
       {"TESSERA_INIT_TIMEOUT", &info.init_timeout},
       {"TESSERA_FIRST_STEP_TIMEOUT", &info.first_step_timeout},
       {"TESSERA_SAVE_TIMEOUT", &info.save_timeout},
-      {"TESSERA_GRACE", &info.grace}};
+      {"TESSERA_GRACE", &info.grace},
+      {"TESSERA_WAIT_WARNING", &info.wait_warning}};
   for (const auto& [name, time] : times) {
     if (const std::string* text = find(environment, name)) *time = parse_seconds(name, *text);
   }

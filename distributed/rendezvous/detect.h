@@ -46,6 +46,7 @@ struct LaunchInfo {
   std::optional<Milliseconds> first_step_timeout;  // --first-step-timeout
   std::optional<Milliseconds> save_timeout;        // --save-timeout
   std::optional<Milliseconds> grace;               // --grace
+  std::optional<Milliseconds> wait_warning;        // --wait-warning
   std::string transport;                           // --transport; empty: chosen by device
   std::string node_groups;  // node of each rank, "0,0,1,1"; empty where the launcher does not say
 };

@@ -202,13 +202,11 @@ ProcessGroup::ProcessGroup(const ProcessGroupOptions& options) : state_(std::mak
   if (options.compare_traces || environment_flag("TESSERA_COMPARE_TRACES")) {
     state.calls.emplace(*context.trace);
   }
-  double wait_warning = 0;  // seconds; of the launcher, which is who prints it
-  if (const char* text = std::getenv("TESSERA_WAIT_WARNING"); text && info.under_tessera) {
-    wait_warning = std::strtod(text, nullptr);
-  }
+  // The launcher prints it: without one nobody would.
+  const Milliseconds wait_warning =
+      info.under_tessera ? info.wait_warning.value_or(Milliseconds(0)) : Milliseconds(0);
   context.watchdog =
-      std::make_shared<Watchdog>(context.store, info.rank, context.trace,
-                                 Milliseconds(static_cast<int64_t>(wait_warning * 1000)));
+      std::make_shared<Watchdog>(context.store, info.rank, context.trace, wait_warning);
   state.callback = state.job->on_failure([&context](const RankFailure& failure) {
     context.fail(std::make_exception_ptr(DistributedError(failure.describe())));
   });
