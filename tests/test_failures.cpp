@@ -215,6 +215,27 @@ TEST(Reports, ARankThatWaitsIsToldWithThePositionsOfAll) {
   EXPECT_EQ(times_in(job.error, "warning:"), 1U) << job;
 }
 
+// Without the launcher the rank says it, one for all.
+TEST(Reports, UnderBareMpirunARankThatWaitsSaysItWithThePositionsOfAll) {
+  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  const FinishedProcess job =
+      run_process({"mpirun", "-n", "3", "--oversubscribe", "--bind-to", "none",
+                   TESSERA_RANK_PROGRAM, "--rank", "1", "--phase", "between", "--action", "hang"},
+                  {{"OMPI_ALLOW_RUN_AS_ROOT", "1"},
+                   {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"},
+                   {"TESSERA_WAIT_WARNING", "1"},
+                   {"TESSERA_COLLECTIVE_TIMEOUT", "5"}});
+  EXPECT_TRUE(job.complained("s in all_reduce #2 (sum, f32[1]) of 'world' (rank_program.cpp:"))
+      << job;
+  for (const char* rank : {"rank 0: ", "rank 2: "}) {
+    EXPECT_TRUE(job.complained("tessera:   " + std::string(rank)) &&
+                job.complained("user all_reduce #2"))
+        << job;
+  }
+  EXPECT_TRUE(job.complained("tessera:   rank 1: ") && job.complained("user barrier #1")) << job;
+  EXPECT_EQ(times_in(job.error, "waits for other ranks for"), 1U) << job;
+}
+
 TEST(Reports, TheJobsTimeoutSaysWhereRanksWere) {
   SKIP_WITHOUT_MPI();
   const FinishedProcess job = launch_faulty({"--job-timeout", "6"}, "between", "hang");

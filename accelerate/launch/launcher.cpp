@@ -488,11 +488,8 @@ void Attempt::say_positions() {
     if (server_->store()->get("job/joined/" + std::to_string(rank))) joined.push_back(rank);
   }
   const auto positions =
-      distributed::ask_all_positions(*server_->store(), joined, Milliseconds(1000));
-  for (size_t i = 0; i < joined.size(); ++i) {
-    say("  rank " + std::to_string(joined[i]) + ": " +
-        positions[i].value_or("does not answer: stopped, or not in its ProcessGroup"));
-  }
+      distributed::describe_positions(*server_->store(), joined, Milliseconds(1000));
+  for (const std::string& line : positions) say("  " + line);
 }
 
 // Ranks hear of failures that the launcher found; the user of all first hand.

@@ -32,6 +32,8 @@ struct ProcessGroup::State {
 
 namespace {
 
+constexpr Milliseconds kWaitWarning{30000};  // where no launcher gives one, which has the same
+
 // Under bare mpirun rank 0 hosts the store and tells the others where.
 std::shared_ptr<Job> job_over(Group& group, const LaunchInfo& info) {
   std::shared_ptr<Job> job;
@@ -202,9 +204,9 @@ ProcessGroup::ProcessGroup(const ProcessGroupOptions& options) : state_(std::mak
   if (options.compare_traces || environment_flag("TESSERA_COMPARE_TRACES")) {
     state.calls.emplace(*context.trace);
   }
-  // The launcher prints it: without one nobody would.
-  const Milliseconds wait_warning =
-      info.under_tessera ? info.wait_warning.value_or(Milliseconds(0)) : Milliseconds(0);
+  const Watchdog::WaitWarning wait_warning{
+      .after = info.wait_warning.value_or(kWaitWarning),
+      .ranks_to_print = info.under_tessera ? 0 : info.world_size};
   context.watchdog =
       std::make_shared<Watchdog>(context.store, info.rank, context.trace, wait_warning);
   state.callback = state.job->on_failure([&context](const RankFailure& failure) {

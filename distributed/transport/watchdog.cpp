@@ -1,7 +1,9 @@
 #include <tessera/distributed/transport/watchdog.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <nlohmann/json.hpp>
+#include <numeric>
 
 namespace tessera::distributed {
 namespace {
@@ -36,29 +38,29 @@ std::vector<std::optional<std::string>> answers(Store& store, std::span<const in
 
 }  // namespace
 
-std::vector<std::optional<std::string>> ask_all_positions(Store& store, std::span<const int> ranks,
-                                                          Milliseconds timeout) {
-  auto texts = answers(store, ranks, timeout);
-  for (auto& text : texts) {
-    if (!text) continue;
+std::vector<std::string> describe_positions(Store& store, std::span<const int> ranks,
+                                            Milliseconds timeout) {
+  std::vector<std::string> lines;
+  const auto texts = answers(store, ranks, timeout);
+  for (size_t i = 0; i < ranks.size(); ++i) {
     std::string line;
-    const auto lanes = nlohmann::json::parse(*text, nullptr, false);
-    if (!lanes.is_object()) {
-      text.reset();
-      continue;
-    }
+    const auto lanes = nlohmann::json::parse(texts[i].value_or(""), nullptr, false);
     for (const auto& [name, position] : lanes.items()) {
       if (!position.is_array() || position.size() != 2 || !position[1].is_string()) continue;
       const std::string shown = name.starts_with("world ") ? name.substr(6) : name;
       line += (line.empty() ? "" : "; ") + shown + " " + position[1].get<std::string>();
     }
-    text = line.empty() ? "has called nothing yet" : line;
+    if (line.empty()) {
+      line = lanes.is_object() ? "has called nothing yet"
+                               : "does not answer: stopped, or not in its ProcessGroup";
+    }
+    lines.push_back("rank " + std::to_string(ranks[i]) + ": " + line);
   }
-  return texts;
+  return lines;
 }
 
 Watchdog::Watchdog(std::shared_ptr<Store> store, int rank, std::shared_ptr<CommTrace> trace,
-                   Milliseconds wait_warning)
+                   const WaitWarning& wait_warning)
     : store_(std::move(store)), rank_(rank), trace_(std::move(trace)), wait_warning_(wait_warning) {
   thread_ = std::thread([this] { answer(); });
 }
@@ -66,6 +68,7 @@ Watchdog::Watchdog(std::shared_ptr<Store> store, int rank, std::shared_ptr<CommT
 Watchdog::~Watchdog() {
   stopping_ = true;
   thread_.join();
+  if (printer_.joinable()) printer_.join();
 }
 
 // Of the calls that wait the oldest one, once.
@@ -78,19 +81,50 @@ void Watchdog::tell_wait() {
   if (oldest == calls.end() || oldest->queued <= told_) return;
   const CommRecord& call = *oldest;
   const double waited = trace_->seconds() - call.queued;
-  if (waited < std::chrono::duration<double>(wait_warning_).count()) return;
+  if (waited < std::chrono::duration<double>(wait_warning_.after).count()) return;
   told_ = call.queued;
-  const std::string phase = call.phase.empty() ? "" : ", in the phase " + call.phase;
-  store_->set("job/waiting/" + std::to_string(rank_), describe_seconds(waited) + " in " +
-                                                          call.describe() + " of '" + call.group +
-                                                          "' (" + call.place() + phase + ")");
+  const std::string text = describe_seconds(waited) + " in " + call.describe() + " of '" +
+                           call.group + "' (" + call.place() +
+                           (call.phase.empty() ? "" : ", in the phase " + call.phase) + ")";
+  if (wait_warning_.ranks_to_print > 0) {
+    print_wait(text);
+  } else {
+    store_->set("job/waiting/" + std::to_string(rank_), text);
+  }
+}
+
+// As the launcher does: once for the many ranks that wait for the same one.
+void Watchdog::print_wait(const std::string& text) {
+  constexpr std::string_view kPrinted = "watchdog/printed";  // when, by the clock of who did
+  const std::optional<std::string> last = store_->get(kPrinted);
+  const int64_t now =
+      std::chrono::duration_cast<Milliseconds>(std::chrono::system_clock::now().time_since_epoch())
+          .count();
+  if (last && now < std::stoll(*last) + wait_warning_.after.count()) return;
+  if (!store_->compare_set(kPrinted, last, std::to_string(now))) return;
+  if (printer_.joinable()) printer_.join();
+  printer_ =
+      std::thread([store = store_, rank = rank_, ranks = wait_warning_.ranks_to_print, text] {
+        std::vector<int> all(static_cast<size_t>(ranks));
+        std::iota(all.begin(), all.end(), 0);
+        std::string warning = "tessera: warning: rank " + std::to_string(rank) +
+                              " waits for other ranks for " + text +
+                              "; the job goes on until the collective's timeout\n";
+        try {
+          for (const std::string& line : describe_positions(*store, all, Milliseconds(1000))) {
+            warning += "tessera:   " + line + "\n";
+          }
+        } catch (const std::exception&) {  // the store is gone, see answer()
+        }
+        std::fputs(warning.c_str(), stderr);
+      });
 }
 
 void Watchdog::answer() {
   int64_t revision = 0;
   while (!stopping_) {
     try {
-      if (wait_warning_.count() > 0) tell_wait();
+      if (wait_warning_.after.count() > 0) tell_wait();
       const StoreChanges changes = store_->watch(kQuestions, revision, kPoll);
       revision = changes.revision;
       for (const StoreEntry& question : changes.entries) {

@@ -2,8 +2,8 @@
 //
 // A rank whose wait ran out asks through the store; a thread of every rank answers with the last
 // call that it issued on each channel, so that the message can name the late ones. A rank that
-// waits for long says so under job/waiting/RANK, long before its wait runs out: `tessera launch`
-// prints it with the positions of all.
+// waits for long says so long before its wait runs out, with the positions of all: `tessera launch`
+// prints what it finds under job/waiting/RANK; without a launcher the rank prints it, one for all.
 #pragma once
 
 #include <atomic>
@@ -22,10 +22,13 @@ namespace tessera::distributed {
 
 class Watchdog {
  public:
-  // `wait_warning`: after which a call that waits is told; 0: never.
+  struct WaitWarning {
+    Milliseconds after{0};   // of a call that waits; 0: never
+    int ranks_to_print = 0;  // of the job where this rank prints it; 0: the launcher does
+  };
   Watchdog(std::shared_ptr<Store> store, int rank, std::shared_ptr<CommTrace> trace,
-           Milliseconds wait_warning = Milliseconds(0));
-  ~Watchdog();  // at most a fifth of a second
+           const WaitWarning& wait_warning);
+  ~Watchdog();  // at most a fifth of a second, while a warning is printed one more
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
@@ -38,20 +41,22 @@ class Watchdog {
  private:
   void answer();
   void tell_wait();
+  void print_wait(const std::string& text);
   const std::shared_ptr<Store> store_;
   const int rank_;
   const std::shared_ptr<CommTrace> trace_;
-  const Milliseconds wait_warning_;
+  const WaitWarning wait_warning_;
   int64_t unfinished_ = 0;  // calls before this number have ended
   double told_ = -1;        // when the call was issued that was told last
   std::atomic<bool> stopping_{false};
+  std::thread printer_;  // of a warning, as this rank's own answer is part of it
   std::thread thread_;
 };
 
-// Where the ranks of a store stand, on all channels: "user barrier #3; gradient all_reduce #12 ..."
-// (of other groups than the world with their name); nothing for those that did not answer in time.
-// What the store throws.
-std::vector<std::optional<std::string>> ask_all_positions(Store& store, std::span<const int> ranks,
-                                                          Milliseconds timeout);
+// Where the ranks of a store stand, on all channels, a line for each: "rank 2: user barrier #3;
+// gradient all_reduce #12 ..." (of other groups than the world with their name), or that it does
+// not answer in time. What the store throws.
+std::vector<std::string> describe_positions(Store& store, std::span<const int> ranks,
+                                            Milliseconds timeout);
 
 }  // namespace tessera::distributed
