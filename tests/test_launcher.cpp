@@ -216,6 +216,21 @@ TEST(Launcher, AFailedRankTakesItsBackgroundProcessesAlong) {
   EXPECT_TRUE(is_gone(folder.read("child")));
 }
 
+// A script that starts a service and ends in `exec tessera launch` makes it a child of the
+// launcher.
+TEST(Launcher, WhatRanBesideItBeforeIsLeftAlone) {
+  TestFolder folder;
+  const std::string rest = "sleep " + std::string(kHours);
+  const FinishedProcess job =
+      run_process({"sh", "-c",
+                   rest + " > /dev/null 2>&1 & echo $! > " + folder.path("service") + "; exec " +
+                       kCommand + " launch --job-timeout 0.5 " + rest});
+  EXPECT_EQ(job.code(), 124) << job;
+  const std::string service = folder.read("service");
+  EXPECT_FALSE(is_gone(service));
+  ::kill(std::stoi(service), SIGKILL);
+}
+
 // What waits for its start is not to be waited for.
 TEST(Launcher, CtrlCBeforeTheRanksHaveStartedEndsTheStart) {
   SKIP_WITHOUT_MPI();

@@ -236,23 +236,32 @@ class ErrorRelay {
   std::thread thread_;
 };
 
-// Kills what the process manager left when it ended: as its reaper this process has become the
-// parent. One that is killed may leave children of its own.
-void kill_orphans() {
+std::vector<pid_t> children() {
   const std::string own = std::to_string(::getpid());
+  std::vector<pid_t> result;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    const pid_t pid = std::atoi(entry.path().filename().c_str());
+    if (pid <= 0) continue;
+    std::ifstream file(entry.path() / "stat");
+    std::string stat;
+    std::getline(file, stat);
+    // pid (name) state parent ...; a name may have spaces and brackets.
+    std::istringstream rest(stat.substr(std::min(stat.rfind(')') + 1, stat.size())));
+    std::string state, parent;
+    rest >> state >> parent;
+    if (parent == own) result.push_back(pid);
+  }
+  return result;
+}
+
+// Kills what the process manager left when it ended: as its reaper this process has become the
+// parent. One that is killed may leave children of its own. Those that were there `before` are
+// somebody else's: of a shell script that ended in `exec tessera launch`, say.
+void kill_orphans(const std::vector<pid_t>& before) {
   for (bool found = true; found;) {
     found = false;
-    for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
-      const pid_t pid = std::atoi(entry.path().filename().c_str());
-      if (pid <= 0) continue;
-      std::ifstream file(entry.path() / "stat");
-      std::string stat;
-      std::getline(file, stat);
-      // pid (name) state parent ...; a name may have spaces and brackets.
-      std::istringstream rest(stat.substr(std::min(stat.rfind(')') + 1, stat.size())));
-      std::string state, parent;
-      rest >> state >> parent;
-      if (parent != own) continue;
+    for (const pid_t pid : children()) {
+      if (std::ranges::find(before, pid) != before.end()) continue;
       found = true;
       ::kill(pid, SIGKILL);
       ::waitpid(pid, nullptr, 0);
@@ -282,10 +291,11 @@ struct TemporaryFile {
 class Attempt {
  public:
   Attempt(const LaunchOptions& options, const Machine& machine, const Environment& environment,
-          int number)
+          const std::vector<pid_t>& children_before, int number)
       : options_(options),
         machine_(machine),
         environment_(environment),
+        children_before_(children_before),
         number_(number),
         ranks_(ranks_of_attempt(options, number)),
         record_(ranks_),
@@ -317,6 +327,7 @@ class Attempt {
   const LaunchOptions& options_;
   const Machine& machine_;
   const Environment& environment_;
+  const std::vector<pid_t>& children_before_;
   const int number_;
   const int ranks_;
   JobRecord record_;
@@ -578,7 +589,7 @@ void Attempt::end_manager() {
       std::this_thread::sleep_for(Milliseconds(2));
     }
   }
-  if (interrupted_ || refused_ || killed_at_ || manager_lost_) kill_orphans();
+  if (interrupted_ || refused_ || killed_at_ || manager_lost_) kill_orphans(children_before_);
   errors_.reset();  // what it still had to say comes before the conclusion
 }
 
@@ -619,6 +630,7 @@ int Attempt::run() {
 int run_launcher(const LaunchOptions& given) {
   block_signals();
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);  // see kill_orphans()
+  const std::vector<pid_t> children_before = children();
   const Environment environment = distributed::process_environment();
   const Machine machine = this_machine(environment);
   LaunchOptions options = given;
@@ -638,7 +650,7 @@ int run_launcher(const LaunchOptions& given) {
     }
     const int ranks = ranks_of_attempt(options, number);
     if (!options.hosts.empty()) check_slots(options.hosts, ranks, options.oversubscribe);
-    Attempt attempt(options, machine, environment, number);
+    Attempt attempt(options, machine, environment, children_before, number);
     const int code = attempt.run();
     if (code == 0 || attempt.interrupted() || number >= options.restarts) return code;
     say("starting again with " + std::to_string(ranks_of_attempt(options, number + 1)) +
