@@ -340,7 +340,9 @@ class DataLoader : public IndexedLoader {
   using Iterator = detail::BatchIterator<Batch, DataLoader>;
   Iterator begin() {
     begin_loop();
-    return Iterator(advance() ? this : nullptr);
+    Iterator first(this);  // before the batch: whatever it throws, the loop ends
+    ++first;
+    return first;
   }
   std::default_sentinel_t end() const { return {}; }
 
@@ -414,7 +416,9 @@ class DataLoader : public IndexedLoader {
   FindBatchTensors find_tensors() const override { return find_batch_tensors<Batch>; }
   Batch* batch() const { return static_cast<Batch*>(current()); }
   bool step() { return advance(); }
-  void leave() { end_loop(); }
+  void leave() {
+    if (in_loop()) end_loop();
+  }
 
   DatasetPtr<Example> dataset_;
 };
@@ -490,7 +494,9 @@ class StreamLoader : public StreamLoaderBase {
   using Iterator = detail::BatchIterator<Batch, StreamLoader>;
   Iterator begin() {
     begin_loop();
-    return Iterator(advance() ? this : nullptr);
+    Iterator first(this);  // before the batch: whatever it throws, the loop ends
+    ++first;
+    return first;
   }
   std::default_sentinel_t end() const { return {}; }
   std::optional<Batch> next() {
@@ -660,7 +666,9 @@ class StreamLoader : public StreamLoaderBase {
   FindBatchTensors find_tensors() const override { return find_batch_tensors<Batch>; }
   Batch* batch() const { return static_cast<Batch*>(current()); }
   bool step() { return advance(); }
-  void leave() { end_loop(); }
+  void leave() {
+    if (in_loop()) end_loop();
+  }
 
   DatasetPointer dataset_;
 };

@@ -412,6 +412,40 @@ TEST(LoaderObserver, SeesEachBatchAndTheEndOfALoopHoweverItEnds) {
     EXPECT_EQ(lines(), (Lines{"2", "2", "1 last", "end"}));
   }
   EXPECT_EQ(lines(), (Lines{"gone"}));
+  struct Broken : Numbers {
+    using Numbers::Numbers;
+    int64_t get(int64_t index) const override {
+      TS_CHECK(index != 2, "Broken", "example 2 cannot be read");
+      return Numbers::get(index);
+    }
+  };
+  const Broken broken(5);
+  for (const int64_t batch_size : {2, 3}) {  // not the first batch, the first
+    log->lines.clear();
+    DataLoader loader(broken, {.batch_size = batch_size});
+    loader.set_observer(log);
+    EXPECT_THROW(epoch_of(loader), ValueError);
+    EXPECT_EQ(lines(), batch_size == 2 ? (Lines{"2", "end"}) : Lines{"end"});
+  }
+}
+
+TEST(LoaderObserver, ThatThrowsEndsTheLoop) {
+  struct Refusal : LoaderObserver {
+    bool refuses = true;
+    int ends = 0;
+    void batch_began(LoaderBase&) override { TS_CHECK(!refuses, "Refusal", "not this batch"); }
+    void loop_ended(LoaderBase&) noexcept override { ++ends; }
+    void loader_gone(LoaderBase&) noexcept override {}
+  };
+  const auto observer = std::make_shared<Refusal>();
+  const Numbers numbers(5);
+  DataLoader loader(numbers, {.batch_size = 2});
+  loader.set_observer(observer);
+  EXPECT_THROW(epoch_of(loader), ValueError);
+  EXPECT_FALSE(loader.in_loop());
+  EXPECT_EQ(observer->ends, 1);
+  observer->refuses = false;
+  EXPECT_EQ(epoch_of(loader).size(), 3U);
 }
 
 // ---- Random numbers -----------------------------------------------------------------------------
