@@ -12,6 +12,7 @@
 
 #include <tessera/accelerate/cli/commands.h>
 #include <tessera/accelerate/state/model_io.h>
+#include <tessera/core/atomic_file.h>
 #include <tessera/core/error.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/distributed/checkpoint/reader.h>
@@ -154,7 +155,7 @@ int merge(const MergeRequest& request) {
       TS_CHECK_AS(ConfigError, !fs::exists(file) || !fs::equivalent(shard, file), kMerge,
                   file.string(), " is one of the shards; choose another OUT");
     }
-    if (file.has_parent_path()) fs::create_directories(file.parent_path());
+    if (file.has_parent_path()) make_folders(file.parent_path().string());
     accelerate::write_weights_file(source.stored, file.string());
     written.push_back(file);
   } else {

@@ -117,10 +117,7 @@ std::string config_json(const Settings& settings) {
 
 void write_config_file(const std::string& path, const Settings& settings) {
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();
-  std::error_code problem;
-  if (!folder.empty()) std::filesystem::create_directories(folder, problem);
-  TS_CHECK_AS(IoError, !problem, kSettingsFile, "cannot make the folder ", folder.string(), ": ",
-              problem.message());
+  if (!folder.empty()) make_folders(folder.string());
   write_file_atomically(path, config_json(settings));
 }
 
