@@ -326,6 +326,7 @@ struct Way {
   double parameters, gradients, optimizer;  // bytes of an element, with Adam's two f32 moments
 };
 std::vector<Way> ways_of(const Dtype& dtype) {
+  if (dtype.bytes < 2) return {};  // nothing is trained in narrower ones alone
   if (dtype.bytes == 4) return {{"per_rank", "", 4, 4, 8}};
   return {{"per_rank", " autocast (the default): f32 parameters and their 16-bit copies", 6, 4, 8},
           {"per_rank_pure", " pure (precision_policy = pure): 16-bit parameters, f32 masters", 2, 4,
@@ -381,8 +382,7 @@ int estimate(const EstimateRequest& request) {
           {"largest_layer_bytes", static_cast<int64_t>(model.largest().elements * dtype.bytes)},
           {"total_bytes", static_cast<int64_t>(model.elements() * dtype.bytes)},
           {"training_bytes", static_cast<int64_t>(adam(dtype))}};
-      // Nothing is trained in narrower ones alone.
-      for (const Way& way : dtype.bytes >= 2 ? ways_of(dtype) : std::vector<Way>()) {
+      for (const Way& way : ways_of(dtype)) {
         for (const ModeRow& mode : modes(model, dtype, way, request)) {
           row[way.key][mode.mode] = {{"parameters", static_cast<int64_t>(mode.parameters)},
                                      {"gradients", static_cast<int64_t>(mode.gradients)},
@@ -419,9 +419,7 @@ int estimate(const EstimateRequest& request) {
     }
   };
   for (const Dtype& dtype : dtypes) {
-    for (const Way& way : dtype.bytes >= 2 ? ways_of(dtype) : std::vector<Way>()) {
-      print_modes(dtype, way);
-    }
+    for (const Way& way : ways_of(dtype)) print_modes(dtype, way);
   }
   return 0;
 }

@@ -57,8 +57,7 @@ struct Habit {
 constexpr Habit kHabits[] = {
     {"--machine-rank,--node-rank", true, "0",
      "one tessera launch starts the ranks of all machines: name them in --hostfile FILE, and run "
-     "it "
-     "on one of them"},
+     "it on one of them"},
     {"--nnodes", true, "1", "say --nodes N with --hostfile FILE"},
     {"--nproc-per-node", true, "", "say -n N, the ranks of all nodes together"},
     {"--dynamo-backend", true, "no", "there is no graph compiler; leave it out"},
@@ -67,8 +66,7 @@ constexpr Habit kHabits[] = {
     {"-q,--quiet", false, "*", ""},
     {"--log-dir,--tee", true, "",
      "ranks write to the launcher's output, each line with its rank: redirect that; --logging-dir "
-     "is "
-     "where trackers write"},
+     "is where trackers write"},
     {"--rdzv-backend,--rdzv-conf,--rdzv-endpoint,--rdzv-id,--monitor-interval,--role", true, "*",
      ""},
     {"--same-network,--enable-cpu-affinity", false, "*", ""},
