@@ -112,7 +112,8 @@ class Group : public std::enable_shared_from_this<Group> {
                const CollectiveOptions& options = {});
   // Matched by (peer, tag) in the order of issue; not part of the channel's sequence. A send ends
   // when the receiver has it: wait for it after the recv that the peer may be waiting for. Where
-  // dtype or size differ, or one side had a mistake in its arguments, both sides raise.
+  // dtype or size differ, or one side had a mistake in its arguments, both sides raise. On GPUs a
+  // group's first message makes the channel's communicator, which takes every rank of the group.
   Work send(const Tensor& tensor, int peer, int tag = 0,
             const CollectiveOptions& options = {.channel = Channel::kPeer});
   Work recv(const Tensor& tensor, int peer, int tag = 0,
