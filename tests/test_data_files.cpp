@@ -285,6 +285,59 @@ TEST(Jsonl, DamageIsAFormatErrorWithFileAndLine) {
   EXPECT_THROW(JsonlReader("/none.jsonl"), IoError);
 }
 
+TEST(Jsonl, IntegersEndWhereSixtyFourBitsDo) {
+  const struct {
+    const char* text;
+    std::optional<int64_t> value;
+  } cases[] = {
+      {"9223372036854775806", INT64_MAX - 1}, {"9223372036854775807", INT64_MAX},
+      {"9223372036854775808", std::nullopt},  {"-9223372036854775807", INT64_MIN + 1},
+      {"-9223372036854775808", INT64_MIN},    {"-9223372036854775809", std::nullopt},
+      {"18446744073709551615", std::nullopt}, {"18446744073709551616", std::nullopt},
+  };
+  for (const auto& c : cases) {
+    const std::string number(c.text), text = "{\"i\":" + number + ",\"a\":[" + number + "]}";
+    const std::optional<JsonRecord> record = JsonlReader(text, "f").next();
+    ASSERT_TRUE(record.has_value());
+    if (c.value) {
+      EXPECT_EQ(record->integer("i"), *c.value);
+      EXPECT_EQ(record->integers("a"), std::vector<int64_t>{*c.value});
+    } else {
+      EXPECT_CONTAINS(format_error([&] { record->integer("i"); }), "it is another number");
+      EXPECT_CONTAINS(format_error([&] { record->integers("a"); }), "holds another number");
+    }
+  }
+}
+
+TEST(Jsonl, ALineEndsBeforeItsEndHoweverTheTextDoes) {
+  const auto lines_of = [](const std::string& text) {
+    std::vector<int64_t> lines;
+    JsonlReader reader(text, "f");
+    while (const std::optional<JsonRecord> record = reader.next()) lines.push_back(record->line());
+    return lines;
+  };
+  using Lines = std::vector<int64_t>;
+  for (const std::string end : {"", "\n", "\r\n", "\n\n", "\r\n\r\n", "\n ", "\n\t\n"}) {
+    EXPECT_EQ(lines_of("{\"a\":1}\n{\"b\":2}" + end), (Lines{1, 2}));
+    EXPECT_EQ(lines_of("\n{}" + end), Lines{2});
+    EXPECT_EQ(lines_of("\xEF\xBB\xBF{}" + end), Lines{1});
+    EXPECT_EQ(lines_of("\xEF\xBB\xBF" + end), Lines());
+    EXPECT_EQ(lines_of(end), Lines());
+  }
+  EXPECT_EQ(lines_of("{}\r"), Lines{1});
+  // Of a mistake the first, a middle and the last byte of a line, and the one behind it.
+  const struct {
+    std::string line;
+    int offset;
+  } mistakes[] = {{"x", 3}, {"{,}", 4}, {"{}x", 5}, {"{", 4}};
+  for (const auto& mistake : mistakes) {
+    for (const std::string end : {"", "\n"}) {
+      const std::string message = format_error([&] { lines_of("{}\n" + mistake.line + end); });
+      EXPECT_CONTAINS(message, "line 2 (byte offset " + std::to_string(mistake.offset) + ")");
+    }
+  }
+}
+
 TEST(Jsonl, DeepNestingDoesNotOverflowTheStack) {
   const std::string deep = "{\"a\":" + std::string(1 << 20, '[') + std::string(1 << 20, ']') + "}";
   JsonlReader good(deep, "f");
@@ -372,6 +425,76 @@ TEST(Idx, EveryElementTypePlainAndCompressed) {
     }
   }
   EXPECT_EQ(parse_idx(bytes_of(idx_bytes(8, {0, 5}, "")), "t").shape(), (Shape{0, 5}));
+}
+
+TEST(Idx, HasAsManyBytesAsItsSizesSayAndNotOneMoreOrFewer) {
+  const std::pair<int, int> types[] = {{0x08, 1}, {0x09, 1}, {0x0B, 2},
+                                       {0x0C, 4}, {0x0D, 4}, {0x0E, 8}};
+  for (const auto& [type, width] : types) {
+    for (const uint32_t size : {0, 1, 3}) {
+      const auto file = [&](int more) {
+        return idx_bytes(
+            type, {size},
+            std::string(static_cast<size_t>(static_cast<int>(size) * width + more), 'x'));
+      };
+      EXPECT_EQ(parse_idx(bytes_of(file(0)), "t").shape(), Shape{size});
+      EXPECT_EQ(parse_idx(bytes_of(gzip(file(0))), "t").shape(), Shape{size});
+      const auto error = [](const std::string& bytes) {
+        return format_error([&] { parse_idx(bytes_of(bytes), "t"); });
+      };
+      const std::string end = "at byte " + std::to_string(file(0).size());
+      EXPECT_CONTAINS(error(file(1)), end);
+      EXPECT_CONTAINS(error(gzip(file(1))), end);
+      if (size == 0) continue;
+      EXPECT_CONTAINS(error(file(-1)), "more than the file can hold");
+      EXPECT_CONTAINS(error(gzip(file(-1))), "ends inside its elements");
+    }
+  }
+  for (const std::string start : {"\x1F", "\x1F\x8B"}) {
+    EXPECT_THROW(parse_idx(bytes_of(start), "t"), FormatError);
+  }
+}
+
+TEST(Idx, HasOneToSixteenDimensions) {
+  const auto file = [](size_t dims) { return idx_bytes(8, std::vector<uint32_t>(dims, 1), "x"); };
+  EXPECT_THROW(parse_idx(bytes_of(file(0)), "t"), FormatError);
+  EXPECT_EQ(parse_idx(bytes_of(file(1)), "t").shape(), Shape{1});
+  EXPECT_EQ(parse_idx(bytes_of(file(15)), "t").dim(), 15);
+  EXPECT_EQ(parse_idx(bytes_of(file(16)), "t").dim(), 16);
+  EXPECT_THROW(parse_idx(bytes_of(file(17)), "t"), FormatError);
+  // A header ends with its last size.
+  EXPECT_CONTAINS(format_error([&] { parse_idx(bytes_of(file(16)).first(4 + 63), "t"); }),
+                  "ends inside its header");
+  EXPECT_CONTAINS(format_error([&] { parse_idx(bytes_of(file(16)).first(4 + 64), "t"); }),
+                  "more than the file can hold");
+}
+
+TEST(Idx, BesideASizeOfZeroTheOthersMayBeTwoToTheSixtieth) {
+  const uint32_t half = uint32_t{1} << 30;
+  for (const uint32_t last : {half - 1, half}) {
+    EXPECT_EQ(parse_idx(bytes_of(idx_bytes(8, {0, half, last}, "")), "t").shape(),
+              (Shape{0, half, last}));
+  }
+  for (const std::vector<uint32_t>& sizes :
+       {std::vector<uint32_t>{0, half, half + 1}, std::vector<uint32_t>{0, half, half, 2}}) {
+    EXPECT_CONTAINS(format_error([&] { parse_idx(bytes_of(idx_bytes(8, sizes, "")), "t"); }),
+                    "more than can be addressed");
+  }
+}
+
+TEST(Idx, TheDensestCompressionIsBelievedAndADenserOneIsNot) {
+  const uint32_t size = uint32_t{1} << 24;
+  const std::string dense = gzip(idx_bytes(8, {size}, std::string(size, '\0')));
+  EXPECT_GT(size / dense.size(), 1020U) << "of at most 1032";
+  EXPECT_EQ(parse_idx(bytes_of(dense), "t").numel(), size);
+  // A header alone: what 64 bytes could unfold to, and what they could not.
+  const auto promise = [](uint32_t elements) {
+    const std::string bytes = gzip(idx_bytes(8, {elements}, ""));
+    EXPECT_LE(bytes.size(), 64U);
+    return format_error([&] { parse_idx(bytes_of(bytes), "t"); });
+  };
+  EXPECT_CONTAINS(promise(1032), "ends inside its elements");
+  EXPECT_CONTAINS(promise(65 * 1032 + 1), "more than the file can hold");
 }
 
 TEST(Idx, DamageIsAFormatErrorWithFileAndPlace) {

@@ -359,6 +359,92 @@ TEST(BpeFiles, DamagedOnesAreFormatErrorsThatNameFileAndPlace) {
   EXPECT_THROW(BpeTokenizer::from_folder("/none"), IoError);
 }
 
+TEST(BpeFiles, IdsAreThoseBelowTheNumberOfTokens) {
+  const auto with_id = [](int id) { return byte_vocabulary({}, ",\"ab\":" + std::to_string(id)); };
+  EXPECT_EQ(bpe_error(with_id(256), ""), "");
+  EXPECT_NE(bpe_error(with_id(255), "").find("gives id 255 to"), std::string::npos);
+  EXPECT_NE(bpe_error(with_id(257), "").find("has id 257 for 'ab' among 257"), std::string::npos);
+  EXPECT_NE(bpe_error(with_id(-1), "").find("id -1"), std::string::npos);
+  const auto tokenizer = BpeTokenizer::parse(with_id(256), "v", "a b", "m", {.special_tokens = {}});
+  EXPECT_EQ(tokenizer.vocab_size(), 257);
+  EXPECT_EQ(tokenizer.token_bytes(0), std::string_view("\0", 1));
+  EXPECT_EQ(tokenizer.token_bytes(255), "\xFF");
+  EXPECT_EQ(tokenizer.token_bytes(256), "ab");
+  EXPECT_THROW(tokenizer.token_bytes(257), IndexError);
+  EXPECT_THROW(tokenizer.token_bytes(-1), IndexError);
+}
+
+// The table of merges grows at 8, 16 and 32 of them, and is half full before it does.
+TEST(BpeFiles, EveryRuleOfAMergeListIsFoundAndNoOther) {
+  const auto pair_of = [](size_t i) {
+    return std::string{static_cast<char>('a' + i / 7), static_cast<char>('A' + i % 7)};
+  };
+  for (const size_t rules : {0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33}) {
+    std::vector<std::string> tokens;
+    std::string merges;
+    for (size_t i = 0; i < rules; ++i) {
+      tokens.push_back(pair_of(i));
+      merges += std::string{pair_of(i)[0], ' ', pair_of(i)[1], '\n'};
+    }
+    const auto tokenizer =
+        BpeTokenizer::parse(byte_vocabulary(tokens), "v", merges, "m", {.special_tokens = {}});
+    for (size_t i = 0; i < 35; ++i) {
+      const Ids expected =
+          i < rules ? Ids{static_cast<TokenId>(256 + i)} : Ids{pair_of(i)[0], pair_of(i)[1]};
+      EXPECT_EQ(tokenizer.encode(pair_of(i)), expected) << rules << " rules, " << i;
+    }
+  }
+}
+
+// Words of up to 16 bytes that become up to 3 ids are remembered, those of up to 48 bytes are
+// merged by another algorithm than longer ones.
+TEST(BpeFiles, RunsOfEveryLengthAreMergedFromTheLeft) {
+  const auto tokenizer =
+      BpeTokenizer::parse(byte_vocabulary({"aa", "aaaa", "aaaaaaaa"}), "v",
+                          "a a\naa aa\naaaa aaaa\n", "m", {.special_tokens = {}});
+  for (size_t length = 1; length <= 130; ++length) {
+    Ids expected(length / 8, 258);
+    if (length % 8 >= 4) expected.push_back(257);
+    if (length % 4 >= 2) expected.push_back(256);
+    if (length % 2 == 1) expected.push_back('a');
+    const std::string run(length, 'a');
+    EXPECT_EQ(tokenizer.encode(run), expected) << length;
+    EXPECT_EQ(tokenizer.encode(run), expected) << length << ", remembered";
+    expected.insert(expected.end(), 20, '!');
+    EXPECT_EQ(tokenizer.encode(run + std::string(20, '!')), expected)
+        << length << ", not at the end";
+  }
+}
+
+TEST(BpeFiles, RememberedWordsThatDifferInTheirLastByteDiffer) {
+  const std::string letters = "abcdefghijklmnopqrstuvw";
+  std::vector<std::string> tokens;  // every beginning of `letters` is one token
+  std::string merges;
+  for (size_t i = 1; i < letters.size(); ++i) {
+    tokens.push_back(letters.substr(0, i + 1));
+    merges += letters.substr(0, i) + " " + letters[i] + "\n";
+  }
+  const auto tokenizer =
+      BpeTokenizer::parse(byte_vocabulary(tokens), "v", merges, "m", {.special_tokens = {}});
+  const auto beginning = [](size_t length) {
+    return length == 1 ? TokenId{'a'} : static_cast<TokenId>(256 + length - 2);
+  };
+  for (const char* rest : {"", "!!!!!!!!!!!!!!!!"}) {  // what may be read behind the word
+    const Ids end(std::string(rest).size(), '!');
+    for (const char* pass : {"new", "remembered"}) {
+      for (size_t length = 1; length < letters.size(); ++length) {
+        const std::string word = letters.substr(0, length);
+        for (const std::string last : {"", "X", "Y"}) {
+          Ids expected = {beginning(length)};
+          if (!last.empty()) expected.push_back(last[0]);
+          expected.insert(expected.end(), end.begin(), end.end());
+          EXPECT_EQ(tokenizer.encode(word + last + rest), expected) << word + last << ", " << pass;
+        }
+      }
+    }
+  }
+}
+
 TEST(Bert, ReproducesTheVectorsOfTransformersJs) {
   REQUIRE_DATA();
   const json cases = json::parse(read_text(data_path("vectors/transformersjs-bert-uncased.json")));
@@ -481,6 +567,80 @@ TEST(WordPieceFiles, DamagedOnesAreFormatErrorsThatNameFileAndLine) {
       EXPECT_NE(std::string(error.what()).find(c.expected), std::string::npos) << error.what();
       EXPECT_NE(std::string(error.what()).find("v.txt"), std::string::npos) << error.what();
     }
+  }
+}
+
+const std::string kPieces = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n";
+
+TEST(WordPieceFiles, TheLastIdIsThereAndTheOneBehindIsNot) {
+  for (const char* end : {"", "\n", "\r\n"}) {
+    const auto tokenizer = WordPieceTokenizer::parse(kPieces + "a" + end, "v.txt");
+    EXPECT_EQ(tokenizer.vocab_size(), 6);
+    EXPECT_EQ(tokenizer.token_bytes(0), "[PAD]");
+    EXPECT_EQ(tokenizer.token_bytes(5), "a");
+    EXPECT_EQ(tokenizer.decode(Ids{5}), "a");
+    EXPECT_THROW(tokenizer.token_bytes(6), IndexError);
+    EXPECT_THROW(tokenizer.decode(Ids{6}), IndexError);
+    EXPECT_THROW(tokenizer.token_bytes(-1), IndexError);
+  }
+}
+
+TEST(WordPieceFiles, TheLongestPiecesAreFound) {
+  // The longest beginning is longer than all else, the longest continuation than the others.
+  const auto tokenizer =
+      WordPieceTokenizer::parse(kPieces + "a\nabcdefghijkl\n##i\n##abcdefghi\n", "v.txt");
+  EXPECT_EQ(tokenizer.encode("abcdefghijkl"), Ids{6});
+  EXPECT_EQ(tokenizer.encode("abcdefghijkli"), (Ids{6, 7}));
+  EXPECT_EQ(tokenizer.encode("abcdefghijklabcdefghi"), (Ids{6, 8}));
+  EXPECT_EQ(tokenizer.encode("abcdefghijklabcdefghii"), (Ids{6, 8, 7}));
+  EXPECT_EQ(tokenizer.encode("aabcdefghi"), (Ids{5, 8}));
+  EXPECT_EQ(tokenizer.encode("abcdefghijk"), Ids{1});
+  EXPECT_EQ(tokenizer.encode("abcdefghijklabcdefgh"), Ids{1});
+}
+
+TEST(WordPieceFiles, WordsOfAsManyCharactersAsAllowedAreCutAndLongerOnesUnknown) {
+  const std::string vocabulary = kPieces + "a\n##a\n\xC3\xA9\n##\xC3\xA9\n";
+  for (const int64_t limit : {1, 2, 3, 100}) {
+    const auto tokenizer = WordPieceTokenizer::parse(
+        vocabulary, "v.txt", {.lower_case = false, .max_word_characters = limit});
+    for (const int64_t length : {limit - 1, limit, limit + 1}) {
+      for (const std::string character : {"a", "\xC3\xA9"}) {  // of one byte, and of two
+        std::string word;
+        for (int64_t i = 0; i < length; ++i) word += character;
+        const TokenId first = character == "a" ? 5 : 7;
+        Ids expected(static_cast<size_t>(length), first + 1);
+        if (length > 0) expected[0] = first;
+        if (length > limit) expected = {1};
+        EXPECT_EQ(tokenizer.encode(word), expected) << word << ", at most " << limit;
+      }
+    }
+  }
+  EXPECT_THROW(WordPieceTokenizer::parse(vocabulary, "v.txt", {.max_word_characters = 0}),
+               ValueError);
+}
+
+TEST(WordPieceFiles, SequencesAreCutAndPaddedToTheTokenThatIsAskedFor) {
+  const auto tokenizer = WordPieceTokenizer::parse(kPieces + "a\nb\n", "v.txt");
+  EXPECT_THROW(tokenizer.encode_text("a a a", {.max_length = 1}), ValueError);
+  const Ids whole = {2, 5, 5, 5, 3};
+  for (int64_t length = 2; length <= 7; ++length) {
+    Ids cut = {2};
+    cut.insert(cut.end(), static_cast<size_t>(std::min<int64_t>(length - 2, 3)), 5);
+    cut.push_back(3);
+    EXPECT_EQ(tokenizer.encode_text("a a a", {.max_length = length}).ids, cut) << length;
+    Ids padded = whole;
+    padded.resize(std::max(whole.size(), static_cast<size_t>(length)));
+    const Encoding encoding = tokenizer.encode_text("a a a", {.pad_to = length});
+    EXPECT_EQ(encoding.ids, padded) << length;
+    EXPECT_EQ(std::count(encoding.attention_mask.begin(), encoding.attention_mask.end(), 1), 5);
+    EXPECT_EQ(encoding.type_ids.size(), padded.size());
+  }
+  EXPECT_THROW(tokenizer.encode_pair("a a a", "b", {.max_length = 2}), ValueError);
+  const std::vector<Ids> pairs = {{2, 3, 3},          {2, 5, 3, 3},          {2, 5, 3, 6, 3},
+                                  {2, 5, 5, 3, 6, 3}, {2, 5, 5, 5, 3, 6, 3}, {2, 5, 5, 5, 3, 6, 3}};
+  for (size_t i = 0; i < pairs.size(); ++i) {
+    const auto length = static_cast<int64_t>(i) + 3;
+    EXPECT_EQ(tokenizer.encode_pair("a a a", "b", {.max_length = length}).ids, pairs[i]) << length;
   }
 }
 
