@@ -379,35 +379,50 @@ void Optimizer::load_state_dict(const StateDict& state) {
   const NoGradGuard no_grad;
   std::string problems;
   std::unordered_set<std::string> used;
-  // Reads options; `check` only looks whether they are there.
   class Reader : public OptionVisitor {
    public:
-    Reader(const StateDict& state, size_t group, bool check, std::string& problems,
+    Reader(const StateDict& state, size_t group, std::string& problems,
            std::unordered_set<std::string>& used)
-        : state_(state), group_(group), check_(check), problems_(problems), used_(used) {}
+        : state_(state), group_(group), problems_(problems), used_(used) {}
     void visit(const char* name, OptionRange, std::span<double> values) override {
       const std::string key = group_key(group_, name);
       used_.insert(key);
       const Tensor* saved = state_.find(key);
-      if (check_) {
-        if (saved == nullptr) {
-          problems_ += "\n  missing: " + key;
-        } else if (saved->numel() != static_cast<int64_t>(values.size())) {
-          problems_ += "\n  of another size: " + key + " is " + saved->describe();
-        }
-        return;
+      if (saved == nullptr) {
+        problems_ += "\n  missing: " + key;
+      } else if (saved->numel() != static_cast<int64_t>(values.size())) {
+        problems_ += "\n  of another size: " + key + " is " + saved->describe();
+      } else {
+        std::ranges::copy(saved->to_vector<double>(), values.begin());
       }
-      const auto numbers = saved->to_vector<double>();
-      std::ranges::copy(numbers, values.begin());
     }
 
    private:
     const StateDict& state_;
     size_t group_;
-    bool check_;
     std::string& problems_;
     std::unordered_set<std::string>& used_;
   };
+
+  // The options as they were.
+  class Kept : public OptionVisitor {
+   public:
+    void visit(const char*, OptionRange, std::span<double> values) override {
+      if (restores) {
+        std::copy_n(values_.begin() + at_, values.size(), values.begin());
+        at_ += static_cast<std::ptrdiff_t>(values.size());
+      } else {
+        values_.insert(values_.end(), values.begin(), values.end());
+      }
+    }
+    bool restores = false;
+
+   private:
+    std::vector<double> values_;
+    std::ptrdiff_t at_ = 0;
+  };
+  std::vector<Kept> kept(groups_.size());
+  for (size_t g = 0; g < groups_.size(); ++g) visit_options(g, kept[g]);
 
   struct Loaded {
     ParameterState* target;
@@ -431,45 +446,53 @@ void Optimizer::load_state_dict(const StateDict& state) {
     copy_(copy, *saved);
     return copy;
   };
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    Reader check(state, g, true, problems, used);
-    visit_options(g, check);
-    const std::string count_key = group_key(g, "num_parameters");
-    used.insert(count_key);
-    const Tensor* count = state.find(count_key);
-    if (count == nullptr ||
-        count->item<int64_t>() != static_cast<int64_t>(groups_[g].named.size())) {
-      problems += "\n  group " + std::to_string(g) + " has " +
-                  std::to_string(groups_[g].named.size()) + " parameters, the state has " +
-                  (count == nullptr ? "no such group" : std::to_string(count->item<int64_t>()));
-    }
-    for (size_t i = 0; i < groups_[g].named.size(); ++i) {
-      const std::string prefix = "state." + groups_[g].named[i].name + ".";
-      const Tensor& parameter = groups_[g].named[i].tensor;
-      ParameterState value{.parameter = parameter, .gradient = {}};
-      used.insert(prefix + "step");
-      if (const Tensor* step = state.find(prefix + "step")) {
-        value.step = step->item<int64_t>();
-        if (state.contains(prefix + "master")) {
-          value.master = take(prefix + "master", parameter, kF32);
-        }
-        for (size_t s = 0; s < state_names().size(); ++s) {
-          if (value.step > 0 && initial_state(g, s)) {
-            value.states[s] = take(prefix + state_names()[s], parameter, state_dtype(parameter));
+  try {
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      // First, as they say which states there are.
+      Reader options(state, g, problems, used);
+      visit_options(g, options);
+      const std::string count_key = group_key(g, "num_parameters");
+      used.insert(count_key);
+      const Tensor* count = state.find(count_key);
+      if (count == nullptr ||
+          count->item<int64_t>() != static_cast<int64_t>(groups_[g].named.size())) {
+        problems += "\n  group " + std::to_string(g) + " has " +
+                    std::to_string(groups_[g].named.size()) + " parameters, the state has " +
+                    (count == nullptr ? "no such group" : std::to_string(count->item<int64_t>()));
+      }
+      for (size_t i = 0; i < groups_[g].named.size(); ++i) {
+        const std::string prefix = "state." + groups_[g].named[i].name + ".";
+        const Tensor& parameter = groups_[g].named[i].tensor;
+        ParameterState value{.parameter = parameter, .gradient = {}};
+        used.insert(prefix + "step");
+        if (const Tensor* step = state.find(prefix + "step")) {
+          value.step = step->item<int64_t>();
+          if (state.contains(prefix + "master")) {
+            value.master = take(prefix + "master", parameter, kF32);
+          }
+          for (size_t s = 0; s < state_names().size(); ++s) {
+            const std::string key = prefix + state_names()[s];
+            // One that an option needed before was saved, too.
+            if (value.step > 0 && (initial_state(g, s) || state.contains(key))) {
+              value.states[s] = take(key, parameter, state_dtype(parameter));
+            }
           }
         }
+        loaded.push_back({&groups_[g].states[i], std::move(value)});
       }
-      loaded.push_back({&groups_[g].states[i], std::move(value)});
     }
-  }
-  for (const auto& [name, saved] : state) {
-    if (!used.contains(name)) problems += "\n  unexpected: " + name;
-  }
-  TS_CHECK(problems.empty(), type_name(), "the saved state does not fit this optimizer:", problems,
-           "\n  make the optimizer with the groups, names and kind it was saved with");
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    Reader read(state, g, false, problems, used);
-    visit_options(g, read);
+    for (const auto& [name, saved] : state) {
+      if (!used.contains(name)) problems += "\n  unexpected: " + name;
+    }
+    TS_CHECK(problems.empty(), type_name(),
+             "the saved state does not fit this optimizer:", problems,
+             "\n  make the optimizer with the groups, names and kind it was saved with");
+  } catch (...) {
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      kept[g].restores = true;
+      visit_options(g, kept[g]);
+    }
+    throw;
   }
   for (Loaded& one : loaded) *one.target = std::move(one.value);
   skipped_ = {};

@@ -103,9 +103,9 @@ class Optimizer {
   // "state.NAME.exp_avg": the state of each parameter that was stepped, by its name; "group.0.lr":
   // the options of each group. Tensors share elements with the optimizer.
   StateDict state_dict() const;
-  // Options and state become those of the dictionary, copied. Groups must have as many parameters
-  // as when it was saved. Throws one ValueError that lists all that does not fit; then nothing was
-  // changed.
+  // Options and state become those of the dictionary, copied; its options, not those before, say
+  // which states there are. Groups must have as many parameters as when it was saved. Throws one
+  // ValueError that lists all that does not fit; then nothing was changed.
   void load_state_dict(const StateDict& state);
 
   // Holds other tensors under the same names from now on (a model that was sharded or moved).

@@ -386,6 +386,50 @@ TEST(Optimizer, ReportsAllOfAStateThatDoesNotFitAndChangesNothing) {
     EXPECT_NE(message.find(part), std::string::npos) << part << " in " << message;
   }
   EXPECT_EQ(optimizer.lr(), 0.1);
+  EXPECT_EQ(optimizer.options().betas[1], 0.999);
+  EXPECT_TRUE(optimizer.options().master_weights);
+}
+
+// The options of the dictionary say which states there are, not those before.
+template <class T>
+void expect_loads(const typename T::Options& saved, const typename T::Options& before) {
+  const NamedTensors parameters = make_parameters(), others = make_parameters();
+  T first(parameters, saved), resumed(others, before);
+  set_gradients(parameters, 0);
+  first.step();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const NoGradGuard no_grad;
+    copy_(others[i].tensor, parameters[i].tensor);
+  }
+  resumed.load_state_dict(first.state_dict());
+  for (const auto& list : {parameters, others}) set_gradients(list, 1);
+  first.step();
+  resumed.step();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    EXPECT_EQ(others[i].tensor.to_vector(), parameters[i].tensor.to_vector()) << others[i].name;
+  }
+  EXPECT_EQ(resumed.state_dict().size(), first.state_dict().size());
+}
+
+TEST(Optimizer, LoadsTheStatesThatTheLoadedOptionsNeed) {
+  const AdamWOptions largest{.lr = 0.1, .amsgrad = true};
+  expect_loads<AdamW>(largest, {});
+  expect_loads<AdamW>({}, largest);
+  expect_loads<SGD>({.lr = 0.1, .momentum = 0.9}, {});
+  expect_loads<SGD>({}, {.lr = 0.1, .momentum = 0.9});
+  expect_loads<RMSprop>({.momentum = 0.9, .centered = true}, {});
+}
+
+TEST(Optimizer, LoadsAStateThatAnOptionNeededBefore) {
+  const NamedTensors parameters = make_parameters();
+  SGD optimizer(parameters, {.lr = 0.1, .momentum = 0.9});
+  set_gradients(parameters, 0);
+  optimizer.step();
+  optimizer.options().momentum = 0;
+  const StateDict saved = optimizer.state_dict();
+  SGD resumed(parameters, {});
+  resumed.load_state_dict(saved);
+  EXPECT_EQ(resumed.state_dict().size(), saved.size());
 }
 
 TEST(Optimizer, RebindMovesStateToOtherTensorsOfTheSameNames) {
