@@ -57,7 +57,7 @@ Options parse(int argc, char** argv) {
   add("--bucket-bytes", options.bucket_bytes, "where a bucket is closed");
   app.add_option("--hook", options.hook, "how gradients travel")
       ->capture_default_str()
-      ->check(CLI::IsMember({"all_reduce", "f16", "bf16", "power_sgd"}));
+      ->check(CLI::IsMember({"all_reduce", "f16", "bf16", "power_sgd", "batched_power_sgd"}));
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -69,9 +69,10 @@ Options parse(int argc, char** argv) {
 std::shared_ptr<distributed::CommunicationHook> make_hook(const std::string& name) {
   if (name == "f16") return std::make_shared<distributed::CastHook>(kF16);
   if (name == "bf16") return std::make_shared<distributed::CastHook>(kBF16);
-  if (name == "power_sgd")
+  if (name == "power_sgd" || name == "batched_power_sgd") {
     return std::make_shared<distributed::PowerSgdHook>(
-        distributed::PowerSgdOptions{.start_step = 0});
+        distributed::PowerSgdOptions{.start_step = 0, .batched = name == "batched_power_sgd"});
+  }
   return std::make_shared<distributed::AllReduceHook>();
 }
 

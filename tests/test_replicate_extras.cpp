@@ -8,6 +8,7 @@
 #include <tessera/nn/norm.h>
 #include <tessera/optim/optimizers.h>
 
+#include "golden_files.h"
 #include "replicate_fixture.h"
 
 namespace tessera::distributed {
@@ -389,8 +390,60 @@ TEST(CommunicationHook, D11_PowerSgdOfFullRankGivesTheGradient) {
   }
 }
 
+// One parameter, whose gradient is what the model is called with.
+struct Weighted : nn::Module<Weighted> {
+  explicit Weighted(const Shape& shape) : weight(parameter("weight", raw::zeros(shape, kF32))) {}
+  Tensor forward(const Tensor& x) { return (weight * x).sum(); }
+  const Tensor& weight;
+};
+
+TEST(CommunicationHook, D11_PowerSgdHasTheGradientsOfPyTorchs) {
+  for (const Json& golden : tests::golden_json("power_sgd.json")) {
+    const Shape shape(golden["shape"].get<std::vector<int64_t>>());
+    const auto gradients = golden["gradients"].get<std::vector<std::vector<double>>>();
+    const auto wrapper = golden["wrapper"].get<std::string>();
+    const bool batched = golden["batched"].get<bool>();
+    const int64_t rank_of_factors = golden["rank"].get<int64_t>();
+    SCOPED_TRACE(golden["name"].get<std::string>());
+    on_ranks(2, [&](int rank) {
+      Weighted model(shape);
+      Mesh mesh(world());
+      Replica replica = replicate(model, mesh);
+      const auto hook = power_sgd({.rank = rank_of_factors,
+                                   .start_step = 0,
+                                   .min_compression = 0,
+                                   .batched = batched,
+                                   .wire = wrapper == "fp16"   ? kF16
+                                           : wrapper == "bf16" ? kBF16
+                                                               : kF32});
+      const int64_t columns = 5;
+      std::vector<float> q;
+      for (int64_t i = 0; i < columns; ++i) {
+        for (int64_t j = 0; j < rank_of_factors; ++j)
+          q.push_back(std::cos(0.5 + 1.1 * i + 2.3 * j));
+      }
+      hook->load_state_dict(StateDict::from_map(
+          {{"weight.q", tensor(std::span<const float>(q), {columns, rank_of_factors}, kF32)}}));
+      replica.set_communication_hook(hook);
+      for (size_t step = 0; step < gradients.size(); ++step) {
+        std::vector<float> x;
+        for (size_t i = 0; i < gradients[step].size(); ++i) {
+          x.push_back(std::sin(1 + 0.7 * i * (rank + 1) + 1.3 * step));
+        }
+        model.zero_grad();
+        model(tensor(std::span<const float>(x), shape, kF32)).backward();
+        const std::vector<double> own = model.weight.grad().to_vector();
+        const double eps = wrapper == "fp16" ? 0x1p-11 : wrapper == "bf16" ? 0x1p-8 : 0x1p-24;
+        for (size_t i = 0; i < own.size(); ++i) {
+          EXPECT_NEAR(own[i], gradients[step][i], 16 * eps) << "step " << step << " element " << i;
+        }
+      }
+    });
+  }
+}
+
 // Minimises a quadratic over ranks with gradients of rank 1; returns the distance from the minimum.
-double distance_after(bool error_feedback) {
+double distance_after(bool error_feedback, bool batched = false, DType wire = kF32) {
   double distance = 0;
   on_ranks(2, [&](int rank) {
     manual_seed(3);
@@ -401,7 +454,9 @@ double distance_after(bool error_feedback) {
     const auto hook = power_sgd({.rank = 1,
                                  .start_step = 0,
                                  .error_feedback = error_feedback,
-                                 .warm_start = error_feedback});
+                                 .warm_start = error_feedback,
+                                 .batched = batched,
+                                 .wire = wire});
     replica.set_communication_hook(hook);
     const auto step = [&](double rate) {
       const Tensor y = model(eye(16));
@@ -423,32 +478,236 @@ TEST(CommunicationHook, D11_ErrorFeedbackConvergesToTheMinimumOfAllRanks) {
   NEEDS_RANKS(2);
   EXPECT_LT(distance_after(true), 1e-3);
   EXPECT_GT(distance_after(false), 10);  // directions that rank 1 leaves out never come
+  EXPECT_LT(distance_after(true, true), 1e-3);
+  EXPECT_GT(distance_after(false, true), 10);
+  // What rounding loses is fed back, too: what is left is the last steps' (measured in bf16:
+  // 0.022).
+  for (const bool batched : {false, true}) {
+    EXPECT_LT(distance_after(true, batched, kF16), 1e-3);
+    EXPECT_LT(distance_after(true, batched, kBF16), 0.05);
+  }
+}
+
+TEST(CommunicationHook, D11_BatchedPowerSgdMovesTwoFactorsOfEachBucket) {
+  on_ranks(2, [](int rank) {
+    Net net;  // 3180 parameters: a square of 57
+    Mesh mesh(world());
+    Replica replica = replicate(net, mesh, {.first_bucket_bytes = 1 << 20});
+    replica.set_communication_hook(power_sgd({.rank = 3, .start_step = 1, .batched = true}));
+    EXPECT_EQ(replica.report().gradients, (Traffic{1, 3180 * 4}));
+    loss_of(net, rank).backward();
+    net.zero_grad();
+    EXPECT_EQ(replica.report().gradients, (Traffic{2, 2 * 57 * 3 * 4}));
+    const Traffic before = gradient_traffic();
+    loss_of(net, rank).backward();
+    EXPECT_EQ(gradient_traffic().bytes - before.bytes, 2 * 57 * 3 * 4);
+    EXPECT_EQ(gradient_traffic().collectives - before.collectives, 2);
+  });
+}
+
+TEST(CommunicationHook, D11_BatchedPowerSgdOfFullRankGivesTheGradient) {
+  NEEDS_RANKS(4);
+  const auto plain = gradients_with(4, 3, nullptr);
+  const auto full = gradients_with(
+      4, 3, [] { return power_sgd({.rank = 1000, .start_step = 0, .batched = true}); });
+  for (size_t step = 0; step < 3; ++step) {
+    EXPECT_LE(largest_difference(plain[step], full[step]), 1e-5 * largest(plain[step]));
+  }
+}
+
+TEST(CommunicationHook, D11_PowerSgdIn16BitsHalvesTheBytes) {
+  NEEDS_RANKS(4);
+  for (const bool batched : {false, true}) {
+    const auto with = [&](DType wire) {
+      return gradients_with(4, 3, [&] {
+        return power_sgd({.rank = 2, .start_step = 0, .batched = batched, .wire = wire});
+      });
+    };
+    const auto plain = with(kF32);
+    for (const DType wire : {kF16, kBF16}) {
+      const auto cast = with(wire);
+      const double eps = wire == kF16 ? 0x1p-11 : 0x1p-8;
+      for (size_t step = 0; step < 3; ++step) {
+        EXPECT_LE(largest_difference(plain[step], cast[step]), 16 * eps * largest(plain[step]));
+        EXPECT_GT(largest_difference(plain[step], cast[step]), 0);
+      }
+    }
+  }
+  on_ranks(4, [](int rank) {
+    for (const bool batched : {false, true}) {
+      Traffic traffic[2][2];
+      for (const bool half : {false, true}) {
+        Net net;
+        Mesh mesh(world());
+        Replica replica = replicate(net, mesh, small_buckets());
+        replica.set_communication_hook(power_sgd(
+            {.rank = 2, .start_step = 1, .batched = batched, .wire = half ? kBF16 : kF32}));
+        for (const bool compressed : {false, true}) {
+          traffic[half][compressed] = replica.report().gradients;
+          loss_of(net, rank).backward();
+          net.zero_grad();
+        }
+      }
+      for (const bool compressed : {false, true}) {
+        EXPECT_EQ(traffic[1][compressed].bytes * 2, traffic[0][compressed].bytes);
+        EXPECT_EQ(traffic[1][compressed].collectives, traffic[0][compressed].collectives);
+      }
+    }
+    EXPECT_THROW(PowerSgdHook({.wire = kF64}), DTypeError);
+  });
+}
+
+// A loss scale that is too high: the optimizer leaves the step out, and later ones are as if it had
+// not been.
+TEST(CommunicationHook, D11_PowerSgdForgetsAGradientThatIsNotFinite) {
+  for (const bool batched : {false, true}) {
+    const auto run = [&](bool overflows) {
+      std::vector<Gradients> result;
+      on_ranks(2, [&](int rank) {
+        Weighted model({8, 8});
+        Mesh mesh(world());
+        Replica replica = replicate(model, mesh);
+        replica.set_communication_hook(
+            power_sgd({.start_step = 0, .min_compression = 0, .batched = batched}));
+        const auto step = [&](uint64_t index, double scale) {
+          model.zero_grad();
+          model(randn({8, 8}, {}, RandomStream{index, static_cast<uint64_t>(rank)}) * scale)
+              .backward();
+        };
+        step(0, 1), step(1, 1);
+        if (overflows) {
+          step(2, rank == 1 ? 1e39 : 1.0);
+          EXPECT_FALSE(std::isfinite(model.weight.grad().to_vector()[0]));
+        }
+        step(3, 1), step(4, 1);
+        if (keeps_results(rank)) result.push_back(gradients_of(model));
+      });
+      return result;
+    };
+    const auto plain = run(false), after = run(true);
+    ASSERT_EQ(plain.size(), after.size());
+    for (size_t i = 0; i < plain.size(); ++i) expect_same_bits(plain[i], after[i]);
+  }
+}
+
+TEST(CommunicationHook, D11_PowerSgdUsesAllItsRankAfterAGradientOfLess) {
+  on_ranks(2, [](int) {
+    Weighted model({8, 8});
+    Mesh mesh(world());
+    Replica replica = replicate(model, mesh);
+    replica.set_communication_hook(
+        power_sgd({.rank = 2, .start_step = 0, .min_compression = 0, .error_feedback = false}));
+    const auto gradient_of = [&](int64_t rank) {
+      return matmul(randn({8, rank}, {}, RandomStream{1, 1}),
+                    randn({rank, 8}, {}, RandomStream{1, 2}));
+    };
+    Tensor last;
+    for (const int64_t rank : {1, 2, 2}) {
+      model.zero_grad();
+      last = gradient_of(rank);
+      model(last).backward();
+    }
+    EXPECT_LT(square(model.weight.grad() - last).sum().item(), 1e-8 * square(last).sum().item());
+  });
+}
+
+// What each kind of PowerSGD is tried with.
+std::vector<PowerSgdOptions> kinds_of_power_sgd() {
+  std::vector<PowerSgdOptions> kinds;
+  for (const bool batched : {false, true}) {
+    for (const DType wire : {kF32, kF16, kBF16}) {
+      kinds.push_back({.rank = 2, .min_compression = 1, .batched = batched, .wire = wire});
+    }
+  }
+  return kinds;
+}
+
+// Gradients come in another order than parameters are registered in: buckets are made anew.
+struct Shuffled : nn::Module<Shuffled> {
+  Shuffled()
+      : third(add<nn::Linear>("third", 64, 12)),
+        first(add<nn::Linear>("first", 8, 32)),
+        second(add<nn::Linear>("second", 32, 64)) {}
+  Tensor forward(const Tensor& x) { return third(relu(second(relu(first(x))))); }
+  nn::Linear& third;
+  nn::Linear& first;
+  nn::Linear& second;
+};
+
+TEST(CommunicationHook, D11_WhatPowerSgdHasNotSentIsInTheErrorsOfTheRanks) {
+  for (PowerSgdOptions options : kinds_of_power_sgd()) {
+    options.start_step = 0;
+    on_ranks(2, [&](int rank) {
+      manual_seed(3);
+      Shuffled net;
+      manual_seed(3);
+      Shuffled alone;
+      Mesh mesh(world());
+      Replica replica = replicate(net, mesh, small_buckets());
+      const auto hook = power_sgd(options);
+      replica.set_communication_hook(hook);
+      constexpr int kSteps = 4;
+      std::vector<std::vector<double>> sums;
+      for (int step = 0; step < kSteps; ++step) {
+        net.zero_grad();
+        loss_of(net, 2 * step + rank).backward();
+        const Gradients own = gradients_of(net);
+        sums.resize(own.values.size());
+        for (size_t i = 0; i < sums.size(); ++i) {
+          sums[i].resize(own.values[i].size());
+          for (size_t j = 0; j < sums[i].size(); ++j) sums[i][j] += own.values[i][j];
+        }
+      }
+      const Gradients expected = accumulate_in_one_process(alone, 0, 2 * kSteps, 2);
+      const StateDict state = hook->state_dict();
+      const double eps = options.wire == kF16 ? 0x1p-11 : options.wire == kBF16 ? 0x1p-8 : 0x1p-24;
+      for (size_t i = 0; i < sums.size(); ++i) {
+        std::vector<double> error(sums[i].size());
+        const Tensor* kept = state.find(expected.names[i] + ".error");
+        if (kept != nullptr) {
+          const Tensor mean = kept->clone();
+          world().all_reduce(mean, ReduceOp::kMean).wait();
+          error = mean.to_vector();
+        }
+        const double tolerance = kept != nullptr ? 1e-6 : 4 * kSteps * eps;
+        for (size_t j = 0; j < error.size(); ++j) {
+          ASSERT_NEAR(sums[i][j] + error[j], expected.values[i][j], tolerance)
+              << expected.names[i] << " element " << j
+              << (options.batched ? ", batched, in " : ", in ") << options.wire;
+        }
+      }
+    });
+  }
 }
 
 TEST(CommunicationHook, D11_PowerSgdGoesOnFromItsState) {
-  on_ranks(2, [](int rank) {
-    const auto train = [&](int steps, int first, Net& net, PowerSgdHook* from,
-                           std::shared_ptr<PowerSgdHook> hook) {
-      Mesh mesh(world());
-      Replica replica = replicate(net, mesh, small_buckets());
-      if (from != nullptr) hook->load_state_dict(from->state_dict().clone());
-      replica.set_communication_hook(hook);
-      for (int step = first; step < first + steps; ++step) {
-        net.zero_grad();
-        loss_of(net, 10 * step + rank).backward();
-      }
-    };
-    manual_seed(3);
-    Net whole, parts;
-    const PowerSgdOptions options{.rank = 2, .start_step = 1, .min_compression = 1};
-    const auto one = power_sgd(options), first = power_sgd(options), second = power_sgd(options);
-    train(6, 0, whole, nullptr, one);
-    train(3, 0, parts, nullptr, first);
-    train(3, 3, parts, first.get(), second);
-    expect_same_bits(gradients_of(parts), gradients_of(whole));
-    EXPECT_THROW(second->load_state_dict(StateDict::from_map({{"weight.what", ones({1})}})),
-                 ValueError);
-  });
+  for (PowerSgdOptions options : kinds_of_power_sgd()) {
+    options.start_step = 1;
+    on_ranks(2, [&](int rank) {
+      const auto train = [&](int steps, int first, Net& net, PowerSgdHook* from,
+                             std::shared_ptr<PowerSgdHook> hook) {
+        Mesh mesh(world());
+        ReplicateOptions buckets = small_buckets();
+        buckets.rebuild_buckets = !options.batched;  // its factors are those of buckets
+        Replica replica = replicate(net, mesh, buckets);
+        if (from != nullptr) hook->load_state_dict(from->state_dict().clone());
+        replica.set_communication_hook(hook);
+        for (int step = first; step < first + steps; ++step) {
+          net.zero_grad();
+          loss_of(net, 10 * step + rank).backward();
+        }
+      };
+      manual_seed(3);
+      Net whole, parts;
+      const auto one = power_sgd(options), first = power_sgd(options), second = power_sgd(options);
+      train(6, 0, whole, nullptr, one);
+      train(3, 0, parts, nullptr, first);
+      train(3, 3, parts, first.get(), second);
+      expect_same_bits(gradients_of(parts), gradients_of(whole));
+      EXPECT_THROW(second->load_state_dict(StateDict::from_map({{"weight.what", ones({1})}})),
+                   ValueError);
+    });
+  }
 }
 
 // ---- Uneven inputs -----------------------------------------------------------------------------

@@ -7,8 +7,9 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include <tessera/core/state_dict.h>
@@ -86,44 +87,75 @@ struct PowerSgdOptions {
   bool error_feedback = true;  // what was lost is added to the next gradient
   bool warm_start = true;      // the factors of the last reduction begin the next
   uint64_t seed = 0;
+  bool batched =
+      false;          // a bucket is one matrix, whatever lies in it: torch's batched_powerSGD_hook
+  DType wire = kF32;  // kF16 or kBF16: what is sent, as under torch's fp16_compress_wrapper
 };
 
 // PowerSGD (Vogels, Karimireddy, Jaggi 2019): a gradient M [n, m] (dimensions after the first taken
 // together) travels as P = M Q [n, r] and Q = M^T P [m, r] with orthonormal P; the result is
 // P Q^T. Two small collectives for each bucket, and one for what is not worth compressing: a matrix
 // is compressed where (n + m) * r * min_compression < n * m. f32 gradients only.
+//
+// Batched, the bucket's gradients one behind the other are rows of one square matrix, filled up
+// with zeros: two collectives and two products for each bucket, and nothing that travels plainly.
+// Rows are then not those of any layer, so that a higher rank need not be more accurate.
+//
+// `wire` rounds what is sent: both factors, what is not compressed, the plain reductions before
+// start_step. All else stays f32 (torch rounds the gradient itself and calculates in 16 bits), and
+// what rounding of factors loses is fed back, too. Contributions are divided before they are
+// rounded.
+//
+// A reduction with values that are not finite (a loss scale that was too high) leaves the state as
+// it was: what the optimizer does not take is not fed back.
 class PowerSgdHook : public CommunicationHook {
  public:
-  explicit PowerSgdHook(const PowerSgdOptions& options = {});  // ValueError
+  explicit PowerSgdHook(const PowerSgdOptions& options = {});  // ValueError, DTypeError
   std::string name() const override;
   void start(const ParamGroup& bucket, double divisor) override;
   bool advance(const ParamGroup& bucket) override;
   Traffic traffic(const ParamGroup& bucket) const override;
-  // "NAME.error", "NAME.q" of each compressed parameter, "NAME.steps" of every one.
+  // "NAME.steps" of every parameter, "NAME.error" and "NAME.q" of each compressed one. Batched, the
+  // bucket's Q and the error of what fills it up, "NAME.padding", are its first parameter's: in
+  // other buckets they begin anew, errors stay.
   StateDict state_dict() const override;
   void load_state_dict(const StateDict& state) override;
 
  private:
-  enum class Stage { kPlain, kFirstFactor, kSecondFactor };
+  enum class Stage { kPlain, kRest, kFirstFactor, kSecondFactor };
+  // f32 values on their way, in the dtype of the wire.
+  struct Sent {
+    Work work;
+    Tensor values, payload;
+  };
   struct Pending {
     Stage stage = Stage::kPlain;
     double divisor = 1;
-    Work rest_work, factor_work;
-    Tensor rest, first, second;  // flat: uncompressed parts, all P, all Q
+    Sent rest, factor;     // uncompressed parts; the factor under way
+    Tensor first, second;  // flat: all P, all Q
+    Tensor square;         // batched: the matrix
   };
   struct State {
-    Tensor error, q;
+    Tensor error, q, padding;
     int64_t steps = 0;
   };
-  // Rows and columns where the parameter is compressed, {0, 0} otherwise.
-  struct Extent {
-    int64_t rows = 0, columns = 0;
-    int64_t rank = 0;
+  // What is compressed as one: a parameter, or batched the bucket in the name of its first.
+  struct Matrix {
+    size_t slot = 0;
+    int64_t rows = 0, columns = 0, rank = 0;
   };
-  Extent extent(const Tensor& gradient) const;
+  std::optional<Matrix> matrix(const ParamGroup& bucket, size_t slot) const;
+  std::vector<Matrix> matrices(const ParamGroup& bucket) const;
+  int64_t uncompressed(const ParamGroup& bucket) const;  // elements
   bool warming_up(const ParamGroup& bucket) const;
+  Tensor random_factor(const std::string& name, const Matrix& part, int64_t step) const;
+  Sent send(const ParamGroup& bucket, const Tensor& values) const;
+  void add_errors(const ParamGroup& bucket, const Tensor& square);
+  void finish(const ParamGroup& bucket, const Matrix& part, const Pending& pending, const Tensor& p,
+              const Tensor& q);
 
   PowerSgdOptions options_;
+  std::unique_ptr<CommunicationHook> plain_;  // before start_step
   std::map<int, Pending> pending_;
   std::map<std::string, State> states_;
 };

@@ -12,6 +12,7 @@
 #include <functional>
 #include <future>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -390,7 +391,8 @@ struct Net : nn::Module<Net> {
 };
 
 // The gradients of rank 0 after three steps of plain descent.
-std::vector<std::vector<float>> train(bool on_devices, bool compressed = false) {
+std::vector<std::vector<float>> train(bool on_devices,
+                                      const std::optional<PowerSgdOptions>& compressed = {}) {
   std::vector<std::vector<float>> gradients;
   const auto body = [&](int rank) {
     const Device device = on_devices ? cuda(rank) : kCpu;
@@ -400,8 +402,7 @@ std::vector<std::vector<float>> train(bool on_devices, bool compressed = false) 
     Mesh mesh(world());
     Replica replica = replicate(model, mesh, {.first_bucket_bytes = 1024, .bucket_bytes = 1200});
     if (compressed) {
-      replica.set_communication_hook(
-          std::make_shared<PowerSgdHook>(PowerSgdOptions{.rank = 2, .start_step = 1}));
+      replica.set_communication_hook(std::make_shared<PowerSgdHook>(*compressed));
     }
     for (uint64_t step = 0; step < 3; ++step) {
       const RandomStream stream{5, 10 * step + static_cast<uint64_t>(rank)};
@@ -427,14 +428,18 @@ std::vector<std::vector<float>> train(bool on_devices, bool compressed = false) 
 }
 
 TEST_F(CudaNccl, ReplicatedTrainingHasTheGradientsOfTheCpus) {
-  for (const bool compressed : {false, true}) {
+  const std::vector<std::optional<PowerSgdOptions>> hooks{
+      std::nullopt, PowerSgdOptions{.rank = 2, .start_step = 1},
+      PowerSgdOptions{.rank = 2, .start_step = 1, .batched = true}};
+  for (size_t hook = 0; hook < hooks.size(); ++hook) {
+    const auto& compressed = hooks[hook];
     const auto expected = train(false, compressed), got = train(true, compressed);
     ASSERT_EQ(expected.size(), got.size());
     for (size_t i = 0; i < expected.size(); ++i) {
       ASSERT_EQ(expected[i].size(), got[i].size());
       for (size_t j = 0; j < expected[i].size(); ++j) {
         EXPECT_NEAR(got[i][j], expected[i][j], 1e-6 + 1e-5 * std::abs(expected[i][j]))
-            << "parameter " << i << " element " << j << (compressed ? ", PowerSGD" : "");
+            << "parameter " << i << " element " << j << ", hook " << hook;
       }
     }
   }

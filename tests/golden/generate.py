@@ -10,6 +10,7 @@ import torch
 
 import model_cases
 import op_cases
+import power_sgd_cases
 import training_cases
 
 if __name__ == "__main__":
@@ -18,3 +19,4 @@ if __name__ == "__main__":
     print(f"{op_cases.write_all()} op cases")
     training_cases.write_all()
     model_cases.write_all()
+    power_sgd_cases.write_all()
