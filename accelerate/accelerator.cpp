@@ -52,6 +52,7 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
       .set("ddp_gradient_as_bucket_view", options.ddp.gradient_as_bucket_view)
       .set("ddp_init_sync", options.ddp.init_sync)
       .set("ddp_comm_hook", options.ddp.comm_hook)
+      .set("ddp_comm_wrapper", options.ddp.comm_wrapper)
       .set("ddp_power_sgd_rank", options.ddp.power_sgd_rank)
       .set("ddp_power_sgd_start_step", options.ddp.power_sgd_start_step)
       .set("scaler_init_scale", options.loss_scale.init_scale)

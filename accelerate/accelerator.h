@@ -97,6 +97,7 @@ struct DistributedDataParallelOptions {
   std::optional<bool> gradient_as_bucket_view = {};
   std::optional<bool> init_sync = {};
   std::optional<accelerate::CommHook> comm_hook = {};
+  std::optional<accelerate::CommWrapper> comm_wrapper = {};
   std::optional<int64_t> power_sgd_rank = {};
   std::optional<int64_t> power_sgd_start_step = {};  // torch's start_powerSGD_iter
 };

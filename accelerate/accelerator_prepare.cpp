@@ -16,6 +16,18 @@ namespace {
 
 using optim::StepDecision;
 
+DType wire_of(accelerate::CommWrapper wrapper) {
+  switch (wrapper) {
+    case accelerate::CommWrapper::kFP16:
+      return kF16;
+    case accelerate::CommWrapper::kBF16:
+      return kBF16;
+    case accelerate::CommWrapper::kNone:
+      break;
+  }
+  return kF32;
+}
+
 std::shared_ptr<distributed::CommunicationHook> hook_of(const accelerate::Settings& settings) {
   switch (settings.ddp_comm_hook.value) {
     case accelerate::CommHook::kFP16:
@@ -23,8 +35,12 @@ std::shared_ptr<distributed::CommunicationHook> hook_of(const accelerate::Settin
     case accelerate::CommHook::kBF16:
       return std::make_shared<distributed::CastHook>(kBF16);
     case accelerate::CommHook::kPowerSgd:
+    case accelerate::CommHook::kBatchedPowerSgd:
       return std::make_shared<distributed::PowerSgdHook>(distributed::PowerSgdOptions{
-          .rank = settings.ddp_power_sgd_rank, .start_step = settings.ddp_power_sgd_start_step});
+          .rank = settings.ddp_power_sgd_rank,
+          .start_step = settings.ddp_power_sgd_start_step,
+          .batched = settings.ddp_comm_hook.value == accelerate::CommHook::kBatchedPowerSgd,
+          .wire = wire_of(settings.ddp_comm_wrapper.value)});
     case accelerate::CommHook::kNone:
       break;
   }

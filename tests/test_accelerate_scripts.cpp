@@ -408,6 +408,46 @@ TEST(TestDistributedDataLoop, StatefulDataLoader) {
   }
 }
 
+// ---- test_ddp_comm_hook.py ---------------------------------------------------------------------
+
+struct MockModel : nn::Module<MockModel> {
+  MockModel() : p(parameter("p", raw::full({40, 20}, 1, kF32))) {}
+  Tensor forward(const Tensor& x, int rank) { return p * (rank == 0 ? x : x * x); }
+  const Tensor& p;
+};
+
+TEST(TestDdpCommHook, DdpCommHook) {
+  using accelerate::CommHook;
+  using accelerate::CommWrapper;
+  on_ranks(2, [](int rank) {
+    const auto grads = [&](const DistributedDataParallelOptions& ddp) {
+      Accelerator accelerator({.ddp = ddp});
+      MockModel model;
+      accelerator.prepare(model);
+      model(randn({40, 20}, {}, RandomStream{2024, 0}), rank).mean().backward();
+      return model.p.grad().to_vector();
+    };
+    const std::vector<double> reference = grads({});
+    EXPECT_GT(std::ranges::max(reference), 1e-3);
+    for (const DistributedDataParallelOptions& ddp : std::vector<DistributedDataParallelOptions>{
+             {},
+             {.comm_hook = CommHook::kFP16},
+             {.comm_hook = CommHook::kBF16},
+             {.comm_hook = CommHook::kPowerSgd},
+             {.comm_hook = CommHook::kPowerSgd, .comm_wrapper = CommWrapper::kFP16},
+             {.comm_hook = CommHook::kPowerSgd, .comm_wrapper = CommWrapper::kBF16},
+             {.comm_hook = CommHook::kPowerSgd, .power_sgd_rank = 2},
+             {.comm_hook = CommHook::kBatchedPowerSgd},
+             {.comm_hook = CommHook::kBatchedPowerSgd, .comm_wrapper = CommWrapper::kFP16},
+             {.comm_hook = CommHook::kBatchedPowerSgd, .comm_wrapper = CommWrapper::kBF16}}) {
+      const std::vector<double> hooked = grads(ddp);
+      ASSERT_EQ(hooked.size(), reference.size());
+      // Its script allows 1e-2, more than these gradients of up to 5e-3 are.
+      for (size_t i = 0; i < hooked.size(); ++i) EXPECT_NEAR(hooked[i], reference[i], 5e-5);
+    }
+  });
+}
+
 // ---- by_feature/memory.py and automatic_gradient_accumulation.py -------------------------------
 
 // The body makes its objects, frees what the try before has left, and runs out of memory in the

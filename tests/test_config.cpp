@@ -308,6 +308,39 @@ TEST(ConfigContradictions, AValueThatIsTheDefaultContradictsNothing) {
   EXPECT_EQ(from({{"TESSERA_DDP_COMM_HOOK", "power_sgd"}}).ddp_power_sgd_start_step, 1000);
 }
 
+TEST(ConfigContradictions, AWrapperNeedsAHookThatDoesNotCast) {
+  for (const std::string hook : {"power_sgd", "batched_power_sgd"}) {
+    for (const std::string wrapper : {"none", "fp16", "bf16"}) {
+      const Settings settings =
+          from({{"TESSERA_DDP_COMM_HOOK", hook}, {"TESSERA_DDP_COMM_WRAPPER", wrapper}});
+      EXPECT_EQ(text(*find_setting("ddp_comm_hook"), settings), hook);
+      EXPECT_EQ(text(*find_setting("ddp_comm_wrapper"), settings), wrapper);
+      EXPECT_EQ(from({{"TESSERA_DDP_COMM_HOOK", hook}, {"TESSERA_DDP_POWER_SGD_RANK", "2"}})
+                    .ddp_power_sgd_rank,
+                2);
+    }
+  }
+  const std::string none = message_of<ConfigError>([] {
+    from({{"TESSERA_DDP_COMM_WRAPPER", "bf16"}});
+  });
+  EXPECT_TRUE(mentions(none, "ddp_comm_wrapper=bf16 (TESSERA_DDP_COMM_WRAPPER)")) << none;
+  EXPECT_TRUE(mentions(none, "no hook to wrap")) << none;
+  for (const std::string hook : {"fp16", "bf16"}) {
+    const std::string twice = message_of<ConfigError>([&] {
+      from({{"TESSERA_DDP_COMM_HOOK", hook}, {"TESSERA_DDP_COMM_WRAPPER", "fp16"}});
+    });
+    EXPECT_TRUE(mentions(twice, "ddp_comm_hook=" + hook)) << twice;
+    EXPECT_TRUE(mentions(twice, "casts already")) << twice;
+  }
+  EXPECT_THROW(
+      from({{"TESSERA_DDP_COMM_HOOK", "power_sgd"}, {"TESSERA_DDP_COMM_WRAPPER", "power_sgd"}}),
+      ConfigError);
+  const Folder folder;
+  const std::string file = folder.write(
+      "job.json", R"({"ddp_comm_hook": "batched_power_sgd", "ddp_comm_wrapper": "fp16"})");
+  EXPECT_EQ(from({}, {}, file).ddp_comm_wrapper, CommWrapper::kFP16);
+}
+
 TEST(ConfigContradictions, SettingsWithoutEffectAreNamedWithWhatTheyNeed) {
   const std::string limit = message_of<ConfigError>([] { from({{"TESSERA_TOTAL_LIMIT", "2"}}); });
   EXPECT_TRUE(mentions(limit, "total_limit=2 (TESSERA_TOTAL_LIMIT)")) << limit;

@@ -267,12 +267,19 @@ void check_consistent(const Settings& settings) {
                key, "automatic_checkpoint_naming",
                "only folders that are named automatically are counted; set it to true");
   }
+  const CommHook hook = settings.ddp_comm_hook.value;
+  const bool power_sgd = hook == CommHook::kPowerSgd || hook == CommHook::kBatchedPowerSgd;
   for (const std::string_view key : {"ddp_power_sgd_rank", "ddp_power_sgd_start_step"}) {
     const Setting& setting = *find_setting(key);
-    contradict(text(setting, settings) != text(setting, Settings()) &&
-                   settings.ddp_comm_hook.value != CommHook::kPowerSgd,
-               key, "ddp_comm_hook", "it is power_sgd's alone");
+    contradict(text(setting, settings) != text(setting, Settings()) && !power_sgd, key,
+               "ddp_comm_hook", "it is that of power_sgd and batched_power_sgd alone");
   }
+  contradict(settings.ddp_comm_wrapper.value != CommWrapper::kNone && !power_sgd,
+             "ddp_comm_wrapper", "ddp_comm_hook",
+             hook == CommHook::kNone
+                 ? "there is no hook to wrap; to send gradients in 16 bits, set "
+                   "ddp_comm_hook to fp16 or bf16"
+                 : "the hook casts already; leave the wrapper out");
   contradict(settings.precision_policy.value != PrecisionPolicy::kAutocast &&
                  settings.mixed_precision.value == Precision::kNo,
              "precision_policy", "mixed_precision", "nothing is cast in f32; set bf16 or fp16");

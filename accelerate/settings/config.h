@@ -95,7 +95,8 @@ struct Resolved {
   operator const T&() const { return value; }
 };
 
-enum class CommHook : uint8_t { kNone, kFP16, kBF16, kPowerSgd };
+enum class CommHook : uint8_t { kNone, kFP16, kBF16, kPowerSgd, kBatchedPowerSgd };
+enum class CommWrapper : uint8_t { kNone, kFP16, kBF16 };
 enum class StateDictType : uint8_t { kSharded, kFull };
 enum class Fp8Format : uint8_t { kHybrid, kE4M3 };
 enum class AmaxAlgorithm : uint8_t { kMax, kMostRecent };
@@ -143,6 +144,7 @@ struct Settings {
   Resolved<bool> ddp_gradient_as_bucket_view{true};
   Resolved<bool> ddp_init_sync{true};
   Resolved<CommHook> ddp_comm_hook{CommHook::kNone};
+  Resolved<CommWrapper> ddp_comm_wrapper{CommWrapper::kNone};
   Resolved<int64_t> ddp_power_sgd_rank{1};
   Resolved<int64_t> ddp_power_sgd_start_step{1000};
 
