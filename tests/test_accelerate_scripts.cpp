@@ -341,6 +341,100 @@ TEST(TestDistributedDataLoop, JoinCanOverrideEvenBatchesForMixedTypeDataloaders)
   }
 }
 
+// test_join_raises_warning_for_iterable_when_overriding_even_batches: streams keep theirs there.
+TEST(TestDistributedDataLoop, JoinOverridesEvenBatchesOfStreamsToo) {
+  on_ranks(2, [](int rank) {
+    for (const bool dispatch : {true, false}) {
+      Accelerator accelerator({.dispatch_batches = dispatch});
+      nn::Linear model(1, 1);
+      const accelerate::NumberStream stream(3);
+      data::StreamLoader train(stream, {.batch_size = 1});
+      accelerator.prepare(model, train);
+      const auto batches = [&] {
+        int count = 0;
+        for ([[maybe_unused]] const Tensor& batch : train) ++count;
+        return count;
+      };
+      int overridden = 0;
+      accelerator.join_uneven_inputs(model, [&] { overridden = batches(); });
+      EXPECT_EQ(overridden, 2 - rank);
+      EXPECT_EQ(batches(), 2);
+    }
+  });
+}
+
+// test_join_raises_warning_for_non_ddp_distributed: there the body runs, in which ranks then wait
+// for each other.
+TEST(TestDistributedDataLoop, JoinOfAModelThatRanksDoNotShareIsAnError) {
+  for (const int ranks : {1, 2}) {
+    on_ranks(ranks, [](int) {
+      Accelerator accelerator;
+      nn::Linear model(1, 1), stranger(1, 1);
+      accelerator.prepare(model);
+      int ran = 0;
+      EXPECT_THROW(accelerator.join_uneven_inputs(stranger, [&] { ++ran; }), ValueError);
+      EXPECT_EQ(ran, 0);
+      accelerator.join_uneven_inputs(model, [&] { ++ran; });
+      EXPECT_EQ(ran, 1);
+    });
+  }
+}
+
+// torch's BatchSampler(RandomSampler(dataset), batch_size, drop_last=False).
+struct RandomBatches : data::BatchSampler {
+  RandomBatches(int64_t examples, int64_t batch_size)
+      : order(examples, 3), batch_size(batch_size) {}
+  int64_t size() const override { return (order.size() + batch_size - 1) / batch_size; }
+  std::vector<int64_t> batch(int64_t epoch, int64_t number) const override {
+    const int64_t begin = number * batch_size;
+    std::vector<int64_t> examples(static_cast<size_t>(std::min(batch_size, order.size() - begin)));
+    order.indices(epoch, begin, examples);
+    return examples;
+  }
+  data::RandomSampler order;
+  int64_t batch_size;
+};
+
+// As batch_sampler, and as a sampler with batch_size=None, which is the same here.
+TEST(TestDistributedDataLoop, DataLoaderWithBatchSampler) {
+  constexpr int64_t kElements = 22;
+  for (const int ranks : {1, 2}) {
+    for (const bool dispatch : {false, true}) {
+      for (const bool even : {true, false}) {
+        on_ranks(ranks, [&](int rank) {
+          Accelerator accelerator({.even_batches = even, .dispatch_batches = dispatch});
+          data::DataLoader<int64_t> loader(std::make_shared<accelerate::Numbers>(kElements),
+                                           std::make_shared<RandomBatches>(kElements, 4),
+                                           {.workers = 2});
+          accelerator.prepare(loader);
+          std::vector<std::vector<double>> epochs;
+          for (int epoch = 0; epoch < 2; ++epoch) {
+            std::vector<double> examples;
+            std::vector<int64_t> sizes;
+            for (const Tensor& batch : loader) {
+              sizes.push_back(batch.size(0));
+              const auto [index, label] =
+                  accelerator.gather_for_metrics(std::pair(batch, batch.to(kF32)));
+              for (const double value : index.to_vector()) examples.push_back(value);
+            }
+            EXPECT_EQ(sizes, ranks == 1  ? (Sizes{4, 4, 4, 4, 4, 2})
+                             : rank == 0 ? (Sizes{4, 4, 4})
+                                         : (Sizes{4, 4, 2}));
+            EXPECT_EQ(std::ssize(examples), kElements);
+            EXPECT_EQ(std::ssize(std::set(examples.begin(), examples.end())), kElements);
+            epochs.push_back(std::move(examples));
+          }
+          EXPECT_NE(epochs[0], epochs[1]);
+          accelerator.skip_first_batches(loader, 2);
+          int64_t left = 0;
+          for ([[maybe_unused]] const Tensor& batch : loader) ++left;
+          EXPECT_EQ(left, loader.size() - 2);
+        });
+      }
+    }
+  }
+}
+
 TEST(TestDistributedDataLoop, DataLoader) {
   constexpr int64_t kElements = 22;
   for (const int ranks : {1, 2}) {
@@ -377,6 +471,8 @@ TEST(TestDistributedDataLoop, StatefulDataLoader) {
         const accelerate::NumberStream stream(32 * accelerator.num_processes());
         data::DataLoader indexed(dataset, {.batch_size = 4, .shuffle = true});
         data::StreamLoader streamed(stream, {.batch_size = 4});
+        data::DataLoader<int64_t> by_batches({std::shared_ptr<void>(), &dataset},
+                                             std::make_shared<RandomBatches>(dataset.size(), 4));
         const auto resume = [&](auto& loader) {
           accelerator.prepare(loader);
           StateDict state;
@@ -402,6 +498,7 @@ TEST(TestDistributedDataLoop, StatefulDataLoader) {
           accelerator.free_memory();
         };
         resume(indexed);
+        resume(by_batches);
         resume(streamed);
       });
     }
