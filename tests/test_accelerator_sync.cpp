@@ -79,6 +79,46 @@ TEST(Batches, ARankThatLeavesOneOutIsAnErrorAtThatStep) {
   });
 }
 
+// ---- Backwards that fail -----------------------------------------------------------------------
+
+// At once, not by a timeout, and the ranks may go on with the next batch.
+TEST(Backward, OfARankThatThrowsEndsThatOfTheOthers) {
+  on_ranks(2, [](int rank) {
+    const Line line(64);
+    Accelerator accelerator;
+    Regression model;
+    accelerator.prepare(model);
+    const auto backward = [&](int turn) {
+      const auto [begin, end] = share(turn, rank, 2);
+      accelerator.backward(loss_of(model, line.rows(begin, end)));
+    };
+    {
+      HookHandle hook;
+      if (rank == 1) {
+        hook = register_hook(model.a,
+                             [](const Tensor&) -> Tensor { TS_THROW(IoError, "hook", "fails"); });
+      }
+      std::string message;
+      try {
+        backward(0);
+      } catch (const IoError& error) {
+        message = "own";
+      } catch (const DistributedError& error) {
+        message = error.what();
+      }
+      hook.remove();
+      if (rank == 1) {
+        EXPECT_EQ(message, "own");
+      } else {
+        EXPECT_NE(message.find("rank 1 of 'world' has thrown"), std::string::npos) << message;
+      }
+    }
+    model.zero_grad();
+    backward(1);
+    EXPECT_TRUE(near(gradients_of(model), gradient_over(line, {{32, 64}})));
+  });
+}
+
 // ---- no_sync -----------------------------------------------------------------------------------
 
 // SYN-1

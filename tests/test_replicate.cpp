@@ -692,6 +692,31 @@ TEST(Replicate, ABackwardThatFailedLeavesNothingBehind) {
   });
 }
 
+// What came before it failed is no part of the order in which buckets are made anew.
+TEST(Replicate, AFirstBackwardThatFailedHalfwayLeavesNoOrderBehind) {
+  on_ranks(2, [](int rank) {
+    Net net;
+    Mesh mesh(world());
+    Replica replica = replicate(net, mesh, small_buckets());
+    HookHandle handle = register_hook(
+        net.first.weight, [](const Tensor&) -> Tensor { TS_THROW(ValueError, "hook", "fails"); });
+    EXPECT_THROW(loss_of(net, rank).backward(), ValueError);
+    replica.fail_backward();
+    handle.remove();
+    for (int step = 0; step < 3; ++step) {
+      net.zero_grad();
+      loss_of(net, rank).backward();
+    }
+    EXPECT_EQ(replica.engine().reductions(), 3);
+    EXPECT_EQ(replica.engine().rebuilds(), 1);
+    size_t members = 0;
+    for (const auto& group : replica.engine().groups()) members += group->size();
+    EXPECT_EQ(members, replica.engine().params().size());
+    const auto all = all_gather_objects(world(), nlohmann::json(gradients_of(net).values));
+    EXPECT_EQ(all[0], all[1]);
+  });
+}
+
 TEST(Replicate, TheModelTrainsAloneAfterItsReplica) {
   on_ranks(2, [](int rank) {
     manual_seed(3);

@@ -205,6 +205,7 @@ void ParamGroupEngine::begin_pass(bool shadow) {
   record_ = {};
   record_.backwards_before = backwards_in_window_;
   next_launch_ = 0;
+  arrival_order_.clear();  // of a pass that failed
   in_pass_ = true;
   if (!synchronises_) return;
   if (options_.average == GradientAverage::kWeight && !std::exchange(weight_begun_, false)) {
