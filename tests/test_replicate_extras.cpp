@@ -361,6 +361,35 @@ std::shared_ptr<PowerSgdHook> power_sgd(const PowerSgdOptions& options) {
   return std::make_shared<PowerSgdHook>(options);
 }
 
+// The memory that a backward ran out of, a hook may ask for too.
+TEST(CommunicationHook, OneThatFailsInAFailedBackwardLeavesNothingBehind) {
+  struct Failing : AllReduceHook {
+    bool fails = false;
+    void start(const ParamGroup& bucket, double divisor) override {
+      TS_CHECK_AS(OutOfMemory, !fails, "Failing", "no room");
+      AllReduceHook::start(bucket, divisor);
+    }
+  };
+  on_ranks(2, [](int rank) {
+    Net net;
+    Mesh mesh(world());
+    Replica replica = replicate(net, mesh);
+    const auto hook = std::make_shared<Failing>();
+    replica.set_communication_hook(hook);
+    HookHandle handle = register_hook(
+        net.third.weight, [](const Tensor&) -> Tensor { TS_THROW(ValueError, "hook", "fails"); });
+    EXPECT_THROW(loss_of(net, rank).backward(), ValueError);
+    hook->fails = true;
+    EXPECT_NO_THROW(replica.fail_backward()) << "the caller throws on what came first";
+    hook->fails = false;
+    handle.remove();
+    net.zero_grad();
+    EXPECT_NO_THROW(loss_of(net, rank).backward()) << "the ranks are told of no failure";
+    const auto all = all_gather_objects(world(), nlohmann::json(gradients_of(net).values));
+    EXPECT_EQ(all[0], all[1]);
+  });
+}
+
 TEST(CommunicationHook, D11_PowerSgdMovesTheBytesOfItsFormula) {
   on_ranks(2, [](int rank) {
     Net net;  // weights [32, 8], [64, 32], [12, 64], biases 32, 64, 12

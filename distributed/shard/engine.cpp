@@ -378,18 +378,18 @@ void ParamGroupEngine::shadow_backward() {
 void ParamGroupEngine::fail_backward() {
   const bool begun = std::exchange(in_pass_, false);
   if (begun ? !synchronises_ : !plan.sync_gradients) return;
-  if (!begun) begin_pass(true);
-  shadow_ = failed_ = true;
-  const auto end = [&] { in_pass_ = shadow_ = failed_ = false, backwards_in_window_ = 0; };
   try {
+    if (!begun) begin_pass(true);
+    shadow_ = failed_ = true;
     for (size_t i = 0; i < params_.size(); ++i) {
       if (!params_[i].ready) mark_ready(i);
     }
     launch_complete();
     finish_reduction();
-  } catch (const DistributedError&) {  // what this rank has told the others
+  } catch (...) {  // what this rank has told the others, or no room for that either
   }
-  end();
+  in_pass_ = shadow_ = failed_ = false;
+  backwards_in_window_ = 0;
 }
 
 int64_t ParamGroupEngine::used_map_bytes() const {
