@@ -148,7 +148,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
   NamedTensors parameters = model.named_parameters();
   if (const auto known = find(model)) {
     if (same_tensors(known->parameters, parameters)) return;
-    known->policy.remove();
+    known->let_go();
     std::erase(models, known);
   }
   for (const auto& [name, tensor] : parameters) {

@@ -90,8 +90,12 @@ struct ModelRecord {
   bool consumed = true;  // an optimizer has stepped since the last backward
   double divisor = 1;    // that this rank's gradients were divided by without communication
 
-  ~ModelRecord() {
+  ~ModelRecord() { let_go(); }
+  // Of the model, where another record takes this one's place: optimizers may hold it for a while.
+  void let_go() {
     for (HookHandle& handle : handles) handle.remove();
+    policy.remove();
+    replica.reset();
   }
   // What a forward must know: buffers are synchronised where gradients will be.
   void plan_forward(bool sync) {

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include <tessera/autograd/node.h>
 #include <tessera/core/error.h>
 
 namespace tessera {
@@ -246,6 +247,44 @@ TEST(Accelerator, AModelAtTheAddressOfADeadOneIsAnother) {
   EXPECT_EQ(accelerator.models().size(), 1u);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(accelerator.accumulate(*model).sync_gradients(), i == 3);
   model->~Regression();
+}
+
+struct Growing : nn::Module<Growing> {
+  Growing() : first(add<nn::Linear>("first", 1, 4)), last(add<nn::Linear>("last", 4, 1)) {}
+  void grow() { middle = &add<nn::Linear>("middle", 4, 4); }
+  Tensor forward(const Tensor& x) {
+    return last(middle == nullptr ? first(x) : (*middle)(first(x)));
+  }
+  nn::Linear& first;
+  nn::Linear& last;
+  nn::Linear* middle = nullptr;
+};
+
+// An optimizer that has stepped knows the model as it was.
+TEST(Accelerator, AModelThatIsPreparedAgainWithMoreParametersIsReducedOnce) {
+  on_ranks(2, [](int rank) {
+    const Line line(16);
+    Accelerator accelerator;
+    Growing model;
+    optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+    accelerator.prepare(model, optimizer);
+    const auto reductions = [&] {
+      const distributed::CommTrace::Scope scope(*distributed::rank_context().trace);
+      const auto [x, y] = line.rows(rank * 8, rank * 8 + 8);
+      accelerator.backward(squared_error(model(x), y));
+      optimizer.step(), model.zero_grad();
+      return distributed::count(scope.records(), distributed::Operation::kAllReduce,
+                                distributed::Channel::kGradient);
+    };
+    EXPECT_EQ(reductions(), 1);
+    model.grow();
+    accelerator.prepare(model);
+    EXPECT_EQ(reductions(), 1);
+    for (const auto& [name, parameter] : model.named_parameters()) {
+      EXPECT_TRUE(autograd_slot(parameter)->main_grad.defined()) << name << " has no bucket";
+    }
+    EXPECT_EQ(reductions(), 1);
+  });
 }
 
 // Locals that die on out-of-memory, then free_memory() at the top of the next try.
