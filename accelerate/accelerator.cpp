@@ -12,6 +12,7 @@
 #include <tessera/core/state_dict.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/transport/caller.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/precision/autocast.h>
 
@@ -126,9 +127,9 @@ Trackers& Accelerator::trackers() {
   return *state.trackers;
 }
 
-void Accelerator::end_training() {
+void Accelerator::end_training(const std::source_location& where) {
   if (state_->trackers != nullptr) state_->trackers->finish();
-  wait_for_everyone();
+  wait_for_everyone(where);
 }
 
 void Accelerator::let_go() {
@@ -168,14 +169,17 @@ void Accelerator::set_seed(uint64_t seed, bool device_specific) {
   state_->begin_random_numbers();
 }
 
-void Accelerator::synchronize_rng_states() {
+void Accelerator::synchronize_rng_states(const std::source_location& where) {
   RandomState& random = random_state();
   const Tensor shared = raw::empty({3}, kI64);
   int64_t* values = shared.data_as<int64_t>();
   values[0] = static_cast<int64_t>(random.seed);
   values[1] = static_cast<int64_t>(random.next_stream);
   values[2] = static_cast<int64_t>(state_->counters.seed);
-  world().broadcast(shared, 0, {.channel = distributed::Channel::kControl, .tag = "rng"}).wait();
+  world()
+      .broadcast(shared, 0,
+                 {.channel = distributed::Channel::kControl, .tag = "rng", .where = where})
+      .wait();
   random = {.seed = static_cast<uint64_t>(values[0]),
             .next_stream = static_cast<uint64_t>(values[1])};
   state_->counters.seed = static_cast<uint64_t>(values[2]);
@@ -295,8 +299,18 @@ StateDict Accelerator::get_state_dict(const nn::ModuleBase& model) const {
   return model.state_dict();
 }
 
+accelerate::SavedModel Accelerator::save_model(const nn::ModuleBase& model,
+                                               const std::string& folder,
+                                               const accelerate::SaveModelOptions& options,
+                                               const std::source_location& where) const {
+  const distributed::CallerScope caller(where);
+  return accelerate::save_model(model, folder, options, world());
+}
+
 std::string Accelerator::save_state(const std::string& folder,
-                                    const accelerate::SaveStateOptions& options) {
+                                    const accelerate::SaveStateOptions& options,
+                                    const std::source_location& where) {
+  const distributed::CallerScope caller(where);
   state_->check_complete("save_state");
   state_->check_between_windows("save_state");
   state_->update_scale();
@@ -304,7 +318,9 @@ std::string Accelerator::save_state(const std::string& folder,
 }
 
 accelerate::LoadedState Accelerator::load_state(const std::string& folder,
-                                                const accelerate::LoadStateOptions& options) {
+                                                const accelerate::LoadStateOptions& options,
+                                                const std::source_location& where) {
+  const distributed::CallerScope caller(where);
   state_->check_complete("load_state");
   return state_io().load_state(state_->training_state(), folder, options);
 }

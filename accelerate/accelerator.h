@@ -153,6 +153,24 @@ struct AcceleratorOptions {
   std::optional<std::string> config_file = {};  // "": none
 };
 
+namespace accelerate {
+
+struct BackwardOptions {
+  // What the loss is a mean over: samples or tokens of this micro-batch. Default: the samples of
+  // the batch in hand of the prepared loader that is being read; 1 where none is. Not negative. In
+  // units of its own choice, the same within a window.
+  std::optional<double> weight = {};
+  bool retain_graph = false;
+  bool create_graph = false;
+};
+
+struct JoinUnevenOptions {
+  bool even_batches = false;
+  bool throw_on_early_end = false;
+};
+
+}  // namespace accelerate
+
 class Accelerator;
 
 // A micro-batch that is open; accumulate() makes it.
@@ -247,20 +265,13 @@ class Accelerator : public ProcessControl {
   // Whether the micro-batch that was opened last is its window's last; true before the first.
   bool sync_gradients() const;
 
-  struct BackwardOptions {
-    // What the loss is a mean over: samples or tokens of this micro-batch. Default: the samples of
-    // the batch in hand of the prepared loader that is being read; 1 where none is. Not negative.
-    // In units of its own choice, the same within a window.
-    std::optional<double> weight = {};
-    bool retain_graph = false;
-    bool create_graph = false;
-  };
+  using BackwardOptions = accelerate::BackwardOptions;
   // Adds the gradient of a loss of one element to the window; see [Note: weight]. Outside of
   // accumulate() a backward is a window of its own; under no_sync() backwards then add up
   // undivided. Collective where gradients are reduced. ValueError for a second backward of one
   // micro-batch with another weight, and for any weight with LossWeighting::kHuggingFace.
-  void backward(const Tensor& loss, const BackwardOptions& options);
-  void backward(const Tensor& loss) { backward(loss, BackwardOptions()); }
+  void backward(const Tensor& loss, const BackwardOptions& options = {},
+                const std::source_location& where = std::source_location::current());
 
   // Backwards in the scope add up on this rank; forward and backward both belong in it. What ran
   // forward in it is not reduced by its backward outside either, unless that runs in a scope of
@@ -295,15 +306,10 @@ class Accelerator : public ProcessControl {
   // Prepared loaders hand out everything once meanwhile, unless even_batches says otherwise; their
   // setting comes back however the body ends. An exception leaves at once. Every rank's number of
   // batches must fill its windows: ValueError. Collective.
-  struct JoinUnevenOptions {
-    bool even_batches = false;
-    bool throw_on_early_end = false;
-  };
+  using JoinUnevenOptions = accelerate::JoinUnevenOptions;
   void join_uneven_inputs(nn::ModuleBase& model, const std::function<void()>& body,
-                          const JoinUnevenOptions& options);
-  void join_uneven_inputs(nn::ModuleBase& model, const std::function<void()>& body) {
-    join_uneven_inputs(model, body, JoinUnevenOptions());
-  }
+                          const JoinUnevenOptions& options = {},
+                          const std::source_location& where = std::source_location::current());
 
   // ---- Random numbers
 
@@ -311,7 +317,7 @@ class Accelerator : public ProcessControl {
   // of its own, mixed from seed and rank.
   void set_seed(uint64_t seed, bool device_specific = false);
   // Rank 0's seed and position become everybody's. Collective.
-  void synchronize_rng_states();
+  void synchronize_rng_states(const std::source_location& where = std::source_location::current());
 
   // ---- Tracking: accelerate/tracking/tracker.h, with the settings log_with and logging_dir (else
   // project_dir). Calls are the same on all ranks; the main one writes.
@@ -324,7 +330,7 @@ class Accelerator : public ProcessControl {
   void log(const TrackedValues& values, int64_t step) { trackers().log(values, step); }
   Tracker& get_tracker(std::string_view name) { return trackers().get(name); }
   // Finishes the trackers and waits for all ranks. Collective.
-  void end_training();
+  void end_training(const std::source_location& where = std::source_location::current());
 
   // ---- Looking
 
@@ -378,12 +384,15 @@ class Accelerator : public ProcessControl {
     return accelerate::pad_across_processes(std::move(value), pad, data_ranks(), operation(where));
   }
   template <class T>
-  std::vector<T> gather_object(const std::vector<T>& own) const {
-    return accelerate::gather_object(own, data_ranks());
+  std::vector<T> gather_object(
+      const std::vector<T>& own,
+      const std::source_location& where = std::source_location::current()) const {
+    return accelerate::gather_object(own, data_ranks(), operation(where));
   }
   template <class T>
-  T broadcast_object(const T& object, int from = 0) const {
-    return accelerate::broadcast_object(object, from, data_ranks());
+  T broadcast_object(const T& object, int from = 0,
+                     const std::source_location& where = std::source_location::current()) const {
+    return accelerate::broadcast_object(object, from, data_ranks(), operation(where));
   }
   // The ranks among which batches are dealt: the axis "dp" of the Context's mesh.
   distributed::Group& data_ranks() const;
@@ -402,9 +411,11 @@ class Accelerator : public ProcessControl {
   // Between windows: ValueError while one is open, and where a model, an optimizer or a schedule
   // died since it was prepared: a checkpoint would silently be without it. Collective.
   std::string save_state(const std::string& folder = {},
-                         const accelerate::SaveStateOptions& options = {});
-  accelerate::LoadedState load_state(const std::string& folder = {},
-                                     const accelerate::LoadStateOptions& options = {});
+                         const accelerate::SaveStateOptions& options = {},
+                         const std::source_location& where = std::source_location::current());
+  accelerate::LoadedState load_state(
+      const std::string& folder = {}, const accelerate::LoadStateOptions& options = {},
+      const std::source_location& where = std::source_location::current());
   // More objects, hooks, and an asynchronous save's end. Made at the first use.
   accelerate::StateIo& state_io();
   template <class... T>
@@ -412,10 +423,10 @@ class Accelerator : public ProcessControl {
     state_io().register_for_checkpointing(std::forward<T>(objects)...);
   }
   // The model alone, in the files of HuggingFace (accelerate/state/model_io.h). Collective.
-  accelerate::SavedModel save_model(const nn::ModuleBase& model, const std::string& folder,
-                                    const accelerate::SaveModelOptions& options = {}) const {
-    return accelerate::save_model(model, folder, options, world());
-  }
+  accelerate::SavedModel save_model(
+      const nn::ModuleBase& model, const std::string& folder,
+      const accelerate::SaveModelOptions& options = {},
+      const std::source_location& where = std::source_location::current()) const;
   // Its tensors by name, on every rank; they share elements with the model.
   StateDict get_state_dict(const nn::ModuleBase& model) const;
 

@@ -16,6 +16,7 @@
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
+#include <tessera/distributed/transport/caller.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/optim/clip.h>
 
@@ -259,8 +260,10 @@ double Accelerator::State::seed_of(const Tensor& loss, double weight,
                                                                                             : 1;
 }
 
-void Accelerator::backward(const Tensor& loss, const BackwardOptions& options) {
+void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
+                           const std::source_location& where) {
   State::refuse_in_capture("backward");
+  const distributed::CallerScope caller(where);
   State& state = *state_;
   TS_CHECK_SHAPE(loss.defined() && loss.numel() == 1, "backward",
                  "the loss must have one element; got ", loss, "; take its mean");
@@ -680,7 +683,8 @@ bool Accelerator::optimizer_step_was_skipped(const optim::Optimizer& optimizer) 
 }
 
 void Accelerator::join_uneven_inputs(nn::ModuleBase& model, const std::function<void()>& body,
-                                     const JoinUnevenOptions& options) {
+                                     const JoinUnevenOptions& options,
+                                     const std::source_location& where) {
   const auto record = state_->at(model, "join_uneven_inputs");
   if (!record->replica) return body();
   const ScopedValue<bool> joined(state_->joined, true);
@@ -689,6 +693,7 @@ void Accelerator::join_uneven_inputs(nn::ModuleBase& model, const std::function<
   distributed::Join join =
       record->replica->join({.throw_on_early_end = options.throw_on_early_end});
   body();
+  const distributed::CallerScope caller(where);
   join.finish();
 }
 

@@ -38,13 +38,14 @@ Outcome outcome_of(const std::function<void(int64_t)>& attempt, int64_t size) {
 // The outcomes of all ranks. A rank that has left its body early meets the others in the midst of
 // theirs: then all are told that they call different things, leave as well, and meet here. What
 // nobody has waited for yet raises here too.
-std::vector<Json> agree(distributed::Group& ranks, const Outcome& own) {
+std::vector<Json> agree(distributed::Group& ranks, const Outcome& own,
+                        const std::source_location& where) {
   constexpr int kMeetings = 4;
   for (int meeting = 1;; ++meeting) {
     try {
       return distributed::all_gather_objects(
           ranks, own.out_of_memory,
-          {.channel = distributed::Channel::kControl, .tag = "batch_size"});
+          {.channel = distributed::Channel::kControl, .tag = "batch_size", .where = where});
     } catch (const DistributedError&) {
       if (meeting < kMeetings) continue;
       if (own.failure) std::rethrow_exception(own.failure);
@@ -57,12 +58,12 @@ std::vector<Json> agree(distributed::Group& ranks, const Outcome& own) {
 
 int64_t search_batch_size(const ProcessControl& ranks, int64_t start,
                           const std::function<void(int64_t)>& attempt,
-                          const BatchSizeOptions& options) {
+                          const BatchSizeOptions& options, const std::source_location& where) {
   constexpr std::string_view kWhere = "find_executable_batch_size";
   TS_CHECK(start >= 1, kWhere, "the first batch size must be at least 1; got ", start);
   for (int64_t size = start;;) {
     const Outcome own = outcome_of(attempt, size);
-    const std::vector<Json> all = agree(ranks.world(), own);
+    const std::vector<Json> all = agree(ranks.world(), own, where);
     std::string reason;
     for (size_t rank = 0; rank < all.size() && reason.empty(); ++rank) {
       if (!all[rank].is_null()) {

@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <source_location>
 #include <type_traits>
 #include <utility>
 
@@ -39,17 +40,18 @@ namespace detail {
 // Calls attempt(size) until one succeeds on every rank; that size.
 int64_t search_batch_size(const ProcessControl& ranks, int64_t start,
                           const std::function<void(int64_t)>& attempt,
-                          const BatchSizeOptions& options);
+                          const BatchSizeOptions& options, const std::source_location& where);
 }  // namespace detail
 
 // What the body returned at the first size that succeeded. Collective. ValueError for a start below
 // 1 or a `next` that does not fall, OutOfMemory where no size is left.
 template <std::invocable<int64_t> Body>
-auto find_executable_batch_size(const ProcessControl& ranks, int64_t start, Body&& body,
-                                const BatchSizeOptions& options = {}) {
+auto find_executable_batch_size(
+    const ProcessControl& ranks, int64_t start, Body&& body, const BatchSizeOptions& options = {},
+    const std::source_location& where = std::source_location::current()) {
   using Result = std::invoke_result_t<Body, int64_t>;
   if constexpr (std::is_void_v<Result>) {
-    detail::search_batch_size(ranks, start, body, options);
+    detail::search_batch_size(ranks, start, body, options, where);
   } else {
     std::optional<Result> result;
     detail::search_batch_size(
@@ -58,7 +60,7 @@ auto find_executable_batch_size(const ProcessControl& ranks, int64_t start, Body
           result.reset();
           result.emplace(body(size));
         },
-        options);
+        options, where);
     return std::move(*result);
   }
 }

@@ -26,18 +26,18 @@ LocalSGD::LocalSGD(Accelerator& accelerator, nn::ModuleBase& model, const LocalS
 
 LocalSGD::~LocalSGD() = default;
 
-void LocalSGD::step() {
+void LocalSGD::step(const std::source_location& where) {
   if (!scope_ || !accelerator_.sync_gradients()) return;
-  if (++updates_ % options_.steps == 0) average();
+  if (++updates_ % options_.steps == 0) average(where);
 }
 
-void LocalSGD::finish() {
+void LocalSGD::finish(const std::source_location& where) {
   if (!scope_) return;
-  average();
+  average(where);
   scope_.reset();
 }
 
-void LocalSGD::average() {
+void LocalSGD::average(const std::source_location& where) {
   using distributed::CoalescedScope;
   distributed::Group& ranks = accelerator_.data_ranks();
   std::vector<Tensor> parameters;
@@ -46,7 +46,8 @@ void LocalSGD::average() {
   }
   std::vector<distributed::Work> works;
   for (size_t next = 0; next < parameters.size();) {
-    CoalescedScope bucket(ranks, {.channel = distributed::Channel::kParameter, .tag = "local_sgd"});
+    CoalescedScope bucket(
+        ranks, {.channel = distributed::Channel::kParameter, .tag = "local_sgd", .where = where});
     for (int64_t bytes = 0; next < parameters.size() && bytes < options_.bucket_bytes; ++next) {
       bucket.all_reduce(parameters[next], distributed::ReduceOp::kMean);
       bytes += parameters[next].nbytes();

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <source_location>
 
 #include <tessera/accelerate/accelerator.h>
 
@@ -39,13 +40,13 @@ class LocalSGD {
   LocalSGD& operator=(const LocalSGD&) = delete;
 
   // After each micro-batch; counts those that end a window. Collective in every `steps`-th.
-  void step();
+  void step(const std::source_location& where = std::source_location::current());
   // The last average; from here on gradients are reduced again. Collective.
-  void finish();
+  void finish(const std::source_location& where = std::source_location::current());
   int64_t averages() const { return averages_; }
 
  private:
-  void average();
+  void average(const std::source_location& where);
 
   Accelerator& accelerator_;
   nn::ModuleBase& model_;

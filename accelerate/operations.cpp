@@ -205,16 +205,19 @@ void pad(const Leaves& leaves, const PadOptions& pad, Group& group,
   }
 }
 
-nlohmann::json gather_lists(const nlohmann::json& own, Group& group) {
+nlohmann::json gather_lists(const nlohmann::json& own, Group& group,
+                            const OperationOptions& options) {
   nlohmann::json all = nlohmann::json::array();
-  for (auto& list : distributed::all_gather_objects(group, own)) {
+  const CollectiveOptions collective = tagged("gather_object", options);
+  for (auto& list : distributed::all_gather_objects(group, own, collective)) {
     for (auto& element : list) all.push_back(std::move(element));
   }
   return all;
 }
 
-nlohmann::json broadcast_json(const nlohmann::json& object, int from, Group& group) {
-  return distributed::broadcast_object(object, from, group);
+nlohmann::json broadcast_json(const nlohmann::json& object, int from, Group& group,
+                              const OperationOptions& options) {
+  return distributed::broadcast_object(object, from, group, tagged("broadcast_object", options));
 }
 
 }  // namespace detail

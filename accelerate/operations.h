@@ -88,8 +88,10 @@ void pad(const Leaves& leaves, const PadOptions& pad, distributed::Group& group,
          const OperationOptions& options);
 
 // Of every rank, joined: JSON lists.
-nlohmann::json gather_lists(const nlohmann::json& own, distributed::Group& group);
-nlohmann::json broadcast_json(const nlohmann::json& object, int from, distributed::Group& group);
+nlohmann::json gather_lists(const nlohmann::json& own, distributed::Group& group,
+                            const OperationOptions& options);
+nlohmann::json broadcast_json(const nlohmann::json& object, int from, distributed::Group& group,
+                              const OperationOptions& options);
 
 // OperationMismatch on every rank unless all call with the same description.
 void check_equal_on_all_ranks(std::string_view operation, const std::string& description,
@@ -145,17 +147,18 @@ Tensor copy_from_owner(const Tensor& tensor, distributed::Group& group = distrib
 // and, for types of your own, to_json and from_json); NaN and infinities survive.
 template <class T, class Json = nlohmann::json>
 std::vector<T> gather_object(const std::vector<T>& own,
-                             distributed::Group& group = distributed::world()) {
+                             distributed::Group& group = distributed::world(),
+                             const OperationOptions& options = {}) {
   if (group.size() == 1) return own;
-  return detail::gather_lists(Json(own), group).template get<std::vector<T>>();
+  return detail::gather_lists(Json(own), group, options).template get<std::vector<T>>();
 }
 
 // What rank `from` holds. Types as for gather_object.
 template <class T, class Json = nlohmann::json>
-T broadcast_object(const T& object, int from = 0,
-                   distributed::Group& group = distributed::world()) {
+T broadcast_object(const T& object, int from = 0, distributed::Group& group = distributed::world(),
+                   const OperationOptions& options = {}) {
   if (group.size() == 1) return object;
-  return detail::broadcast_json(Json(object), from, group).template get<T>();
+  return detail::broadcast_json(Json(object), from, group, options).template get<T>();
 }
 
 }  // namespace tessera::accelerate

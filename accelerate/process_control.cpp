@@ -148,9 +148,10 @@ void ProcessControl::wait_for_everyone(const std::source_location& where) const 
 }
 
 // Two rounds: the first rank tells how its body ended, then all do.
-void ProcessControl::run_first(Group& ranks, const std::function<void()>& body) {
-  const distributed::CollectiveOptions options{.channel = Channel::kControl,
-                                               .tag = "main_process_first"};
+void ProcessControl::run_first(Group& ranks, const std::function<void()>& body,
+                               const std::source_location& where) {
+  const distributed::CollectiveOptions options{
+      .channel = Channel::kControl, .tag = "main_process_first", .where = where};
   if (ranks.size() == 1) return body();
   std::exception_ptr own;
   const auto run = [&] {
@@ -179,12 +180,12 @@ void ProcessControl::run_first(Group& ranks, const std::function<void()>& body) 
   }
 }
 
-bool ProcessControl::check_trigger() {
+bool ProcessControl::check_trigger(const std::source_location& where) {
   const Tensor flag = raw::zeros({1}, kU8);
   flag.data_as<uint8_t>()[0] = std::exchange(trigger_, false);
   world_
       ->all_reduce(flag, distributed::ReduceOp::kMax,
-                   {.channel = Channel::kControl, .tag = "trigger"})
+                   {.channel = Channel::kControl, .tag = "trigger", .where = where})
       .wait();
   return flag.data_as<uint8_t>()[0] != 0;
 }

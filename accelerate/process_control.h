@@ -123,18 +123,20 @@ class ProcessControl {
   bool is_local_main_process() const { return local_rank_ == 0; }
   bool is_last_process() const { return rank_ == ranks_ - 1; }
 
-  // Collective. Messages of ranks that do not come name the caller's line.
+  // Collective. Messages of ranks that do not come name the caller's line, here and below.
   void wait_for_everyone(const std::source_location& where = std::source_location::current()) const;
 
   // The body runs on the main rank first, then on the others at once. Collective; the local form
   // over the ranks of this node alone, so nodes may call it at different times or not at all.
   template <class Body>
-  auto main_process_first(Body&& body) const {
-    return first(world(), std::forward<Body>(body));
+  auto main_process_first(
+      Body&& body, const std::source_location& where = std::source_location::current()) const {
+    return first(world(), std::forward<Body>(body), where);
   }
   template <class Body>
-  auto local_main_process_first(Body&& body) const {
-    return first(*local_, std::forward<Body>(body));
+  auto local_main_process_first(
+      Body&& body, const std::source_location& where = std::source_location::current()) const {
+    return first(*local_, std::forward<Body>(body), where);
   }
 
   // The body runs on the named rank alone; nothing waits. An optional with its result, empty on the
@@ -174,7 +176,8 @@ class ProcessControl {
 
   // A flag that any rank may set and all ranks find: true once after any rank has set it.
   void set_trigger() { trigger_ = true; }
-  bool check_trigger();  // collective
+  // Collective.
+  bool check_trigger(const std::source_location& where = std::source_location::current());
 
   // One line on stdout, on the main rank of each node: as std::cout << ... << args writes it.
   template <class... Args>
@@ -199,17 +202,19 @@ class ProcessControl {
     }
   }
   template <class Body>
-  static auto first(distributed::Group& ranks, Body&& body) {
+  static auto first(distributed::Group& ranks, Body&& body, const std::source_location& where) {
     using Result = std::invoke_result_t<Body>;
     if constexpr (std::is_void_v<Result>) {
-      run_first(ranks, body);
+      run_first(ranks, body, where);
     } else {
       std::optional<Result> result;
-      run_first(ranks, [&] { result.emplace(body()); });
+      run_first(
+          ranks, [&] { result.emplace(body()); }, where);
       return std::move(*result);
     }
   }
-  static void run_first(distributed::Group& ranks, const std::function<void()>& body);
+  static void run_first(distributed::Group& ranks, const std::function<void()>& body,
+                        const std::source_location& where);
   static void check_index(std::string_view where, int index, int ranks);
   static void print_line(const std::string& line);
 

@@ -319,6 +319,63 @@ TEST(ProcessControl, AWaitThatOthersDoNotShareIsNamedByTheCallersLine) {
   EXPECT_NE(message.find("test_accelerator_processes.cpp"), std::string::npos) << message;
 }
 
+// What calls collectives far below names the line here before that in the library, to the rank
+// that is there and to the others.
+TEST(Accelerator, ACallThatOthersDoNotShareIsNamedByTheProgramsLine) {
+  using distributed::Channel;
+  struct Call {
+    const char* name;
+    unsigned line;
+    std::function<void(Accelerator&, Regression&)> call;
+    Channel channel;  // of its first collective
+  };
+  const std::string folder = testing::TempDir() + "accelerator_line";
+  const auto loss = [](Regression& model) { return model(ones({2, 1})).mean(); };
+  const Call calls[] = {
+      {"save_state", __LINE__, [&](auto& own, auto&) { own.save_state(folder); }, Channel::kUser},
+      {"load_state", __LINE__, [&](auto& own, auto&) { own.load_state(folder); }, Channel::kUser},
+      {"backward", __LINE__, [&](auto& own, auto& m) { own.backward(loss(m)); }, Channel::kControl},
+      {"gather_object", __LINE__, [](auto& own, auto&) { own.gather_object(std::vector<int>{1}); },
+       Channel::kUser},
+      {"check_trigger", __LINE__, [](auto& own, auto&) { own.check_trigger(); }, Channel::kControl},
+      {"main_process_first", __LINE__, [](auto& own, auto&) { own.main_process_first([] {}); },
+       Channel::kControl},
+  };
+  for (const auto& [name, line, call, channel] : calls) {
+    const std::string place = "test_accelerator_processes.cpp:" + std::to_string(line);
+    distributed::failing_ranks("one rank calls the facade, the other reduces", 2, [&](int rank) {
+      Accelerator accelerator;
+      Regression model;
+      accelerator.prepare(model);
+      const std::string message = error_of<DistributedError>([&] {
+        if (rank == 0) return call(accelerator, model);
+        distributed::world().all_reduce(zeros({7}), {}, {.channel = channel}).wait();
+      });
+      EXPECT_NE(message.find("rank 0: "), std::string::npos) << name << ": " << message;
+      EXPECT_NE(message.find(" at " + place), std::string::npos) << name << ": " << message;
+    });
+  }
+}
+
+// A scope of its own ends with the call: later calls are not taken for parts of it.
+TEST(Accelerator, TheProgramsLineIsThatOfTheCallUnderWay) {
+  on_ranks(2, [](int) {
+    Accelerator accelerator;
+    Regression model;
+    accelerator.prepare(model);
+    const distributed::CommTrace::Scope scope(*distributed::rank_context().trace);
+    const int line = __LINE__ + 1;
+    accelerator.backward(model(ones({2, 1})).mean());
+    EXPECT_THROW(accelerator.backward(ones({2})), ShapeError);
+    distributed::all_reduce(ones({1}));
+    const auto records = scope.records();
+    ASSERT_GT(records.size(), 1u);
+    EXPECT_TRUE(std::string(records.front().file).ends_with("_processes.cpp"));
+    EXPECT_EQ(records.front().line, line);
+    EXPECT_GT(records.back().line, line + 1);
+  });
+}
+
 // LOG-1
 TEST(Logger, LinesNameTheCallerAndARankWhereSeveralSpeak) {
   std::mutex mutex;

@@ -11,6 +11,7 @@
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/profiler.h>
+#include <tessera/distributed/transport/caller.h>
 #include <tessera/distributed/transport/group_request.h>
 #include <tessera/distributed/transport/watchdog.h>
 
@@ -244,6 +245,12 @@ Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
   record.phase = context.phase;
   record.file = options.where.file_name();
   record.line = static_cast<int>(options.where.line());
+  std::string below;  // where in the library
+  if (const std::source_location& caller = CallerScope::current(); caller.line() != 0) {
+    below = " (" + record.place() + ")";
+    record.file = caller.file_name();
+    record.line = static_cast<int>(caller.line());
+  }
   record.queued = context.clock ? context.clock->now : trace_->seconds();
   state->group = shared_from_this();
   state->issued = Clock::now();
@@ -276,7 +283,7 @@ Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
   } else if (request.operation == Operation::kInvalid) {
     set_text(call->text, record.tag);
   } else {
-    set_text(call->text, record.describe() + " at " + record.place());
+    set_text(call->text, record.describe() + " at " + record.place() + below);
   }
   if (context.clock) {
     call->virtual_issued = context.clock->now;
@@ -373,7 +380,7 @@ void Group::raise_unseen(const CollectiveOptions& options) {
 }
 
 std::string Group::late_ranks(const CommRecord& record, double waited) {
-  std::string message = "waited " + describe_seconds(waited);
+  std::string message = "waited " + describe_seconds(waited) + " at " + record.place();
   auto positions = backend_->positions(record.channel);
   std::vector<int> silent;  // came so far, but do not even answer: stopped, or cut off
   if (const auto& watchdog = rank_context().watchdog) {
