@@ -240,7 +240,7 @@ std::vector<data::LoaderBase*> Accelerator::loaders() const {
 void Accelerator::State::check_between_windows(std::string_view where) const {
   for (const auto& record : models) {
     TS_CHECK(record->window.is_boundary(), where, "a window of ", record->type_name,
-             " is open, and its gradients are no state; save after an optimizer step");
+             " is open, and its gradients are no state; save and load after an optimizer step");
   }
 }
 
@@ -322,6 +322,7 @@ accelerate::LoadedState Accelerator::load_state(const std::string& folder,
                                                 const std::source_location& where) {
   const distributed::CallerScope caller(where);
   state_->check_complete("load_state");
+  state_->check_between_windows("load_state");
   return state_io().load_state(state_->training_state(), folder, options);
 }
 

@@ -364,6 +364,20 @@ TEST(Accelerator, ACheckpointWithoutWhatDiedIsAnErrorThatNamesIt) {
   }
 }
 
+TEST(Accelerator, AStateIsNeitherSavedNorLoadedWithinAWindow) {
+  const std::string folder = testing::TempDir() + "accelerator_window";
+  Accelerator accelerator({.gradient_accumulation_steps = 2});
+  Regression model;
+  accelerator.prepare(model);
+  accelerator.save_state(folder);
+  { const auto first = accelerator.accumulate(model); }
+  EXPECT_THROW(accelerator.save_state(folder), ValueError);
+  EXPECT_THROW(accelerator.load_state(folder), ValueError);
+  { const auto last = accelerator.accumulate(model); }
+  accelerator.save_state(folder);
+  accelerator.load_state(folder);
+}
+
 TEST(Accelerator, FreeMemoryTakesTheObjectsThatAreToGo) {
   Accelerator accelerator;
   auto model = std::make_unique<Regression>();
