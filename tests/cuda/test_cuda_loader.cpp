@@ -305,5 +305,28 @@ TEST(CudaLoader, ADeviceIsChosenInTheMidstOfAnEpoch) {
   EXPECT_EQ(loader.cursor(), (LoaderCursor{0, 8}));
 }
 
+// Whatever the workers have made ahead for the device before: no batch is missing, none comes
+// twice, and none is where it is no longer wanted.
+TEST(CudaLoader, TheDeviceMayChangeWithinALoop) {
+  const MixedData data;
+  DataLoader loader_of_cpu(data, {.batch_size = 2, .shuffle = true, .seed = 5});
+  const auto expected = epochs_of(loader_of_cpu, 1);
+  for (const int workers : {0, 1, 3}) {
+    gpu::emulation::set_seed(static_cast<uint64_t>(workers));
+    DataLoader loader(data, {.batch_size = 2, .shuffle = true, .seed = 5, .workers = workers});
+    std::vector<std::vector<double>> seen;
+    Device device = kCpu;
+    for (const MixedBatch& batch : loader) {
+      EXPECT_EQ(batch.rows.first.device(), device) << workers << " workers, batch " << seen.size();
+      EXPECT_EQ(batch.named.at("numbers")->device(), device);
+      seen.push_back(values_of(batch));
+      if (seen.size() % 3 != 0) continue;
+      device = device == kCpu ? cuda(0) : device == cuda(0) ? cuda(1) : kCpu;
+      loader.set_device(device);
+    }
+    EXPECT_EQ(seen, expected) << workers << " workers";
+  }
+}
+
 }  // namespace
 }  // namespace tessera::data
