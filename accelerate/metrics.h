@@ -2,7 +2,7 @@
 //
 //     for (auto& batch : loader) {
 //       Tensor guesses = model(batch.inputs).logits.argmax(-1);
-//       auto all = gather_for_metrics(std::pair(guesses, batch.targets), loaders.active(), ranks);
+//       auto all = gather_for_metrics(std::pair(guesses, batch.targets), loaders.active());
 //       correct += all.first.eq(all.second).sum();
 //     }
 //

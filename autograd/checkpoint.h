@@ -3,7 +3,7 @@
 // checkpoint(f, inputs) calls f and keeps only its inputs; what its ops would have saved is
 // calculated again when backward first asks for it, with the random numbers of the first call.
 //
-//     Tensor y = checkpoint([&](const TensorList& in) { return block(in[0]); }, {x})[0];
+//     Tensor y = checkpoint([&](const Tensor& in) { return block(in); }, x);
 //
 // The graph is an ordinary one, so hooks, accumulation and gradients of parameters that f captures
 // work as without it. f must do the same each time; it is called once more for each backward.

@@ -1,13 +1,13 @@
 // How an op enters the tape.
 //
-//     static const Op kMul{
-//         .name = "mul", .autocast = Autocast::kWidest, .reads = {inputs(1), inputs(0)}};
-//     Tensor mul(const Tensor& a, const Tensor& b) {
-//       return differentiable(kMul, {a, b},
+//     static const Op kProduct{
+//         .name = "product", .autocast = Autocast::kWidest, .reads = {inputs(1), inputs(0)}};
+//     Tensor product(const Tensor& a, const Tensor& b) {
+//       return differentiable(kProduct, {a, b},
 //           [](Inputs in) { return kernels::binary<fn::Mul>(in[0], in[1]); },
 //           [](Grads dy, const Saved& s) -> TensorList {
-//             return {s.needs(0) ? mul(dy[0], s.input(1)) : Tensor(),
-//                     s.needs(1) ? mul(dy[0], s.input(0)) : Tensor()};
+//             return {s.needs(0) ? product(dy[0], s.input(1)) : Tensor(),
+//                     s.needs(1) ? product(dy[0], s.input(0)) : Tensor()};
 //           });
 //     }
 //

@@ -17,6 +17,7 @@
 namespace docs {
 
 using namespace tessera;
+using distributed::world;
 
 // A model of tokens that gives its loss, as the Gpt of examples/gpt2.
 struct GptConfig {};
@@ -48,7 +49,7 @@ extern data::DataLoader<data::TokenExample> loader, train_loader, validation;
 extern data::TokenExample batch;
 extern std::vector<data::TokenExample> micro;
 extern TensorList parameters;
-extern Tensor x, y, loss, norm, ids;
+extern Tensor x, y, loss, norm, ids, targets;
 extern int64_t step, epoch, m;
 extern std::string folder;
 extern EarlyStopping early_stopping;
@@ -72,7 +73,7 @@ extern const uint64_t seed;
 extern EarlyStopping my_early_stopping;
 extern nn::LayerNorm ln;
 extern accelerate::LoaderPlan loaders;
-extern accelerate::ProcessControl ranks;
+extern ProcessControl ranks;
 extern std::shared_ptr<data::IterableDataset<data::TokenExample>> stream;
 extern const std::vector<std::byte> tensor_bytes;
 extern const nlohmann::json settings_of_rank_0;
