@@ -589,7 +589,10 @@ TEST(Schedule, SetsTheRatesOfAllGroupsFromTheirOwn) {
   }
   EXPECT_EQ(first[0], 0);
   EXPECT_EQ(first[1], 0.5);
+  EXPECT_EQ(second[0], 0);
+  EXPECT_EQ(second[1], 0.25);
   EXPECT_EQ(second[2], 0.5);
+  EXPECT_EQ(second[7], 0.1);
   EXPECT_DOUBLE_EQ(first[4], 0.55);
   EXPECT_EQ(first[6], 0.1);
   EXPECT_EQ(first[7], 0.1) << "stays at its end";
