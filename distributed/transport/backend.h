@@ -28,7 +28,7 @@ namespace tessera::distributed {
 class Store;
 
 // Travels before every collective on the mpi and thread backends, so that ranks that call different
-// things raise instead of exchanging nonsense. All but `call_site` must agree.
+// things raise instead of exchanging nonsense. All of it must agree.
 struct CallHeader {
   Operation operation = Operation::kBarrier;
   DType dtype = DType::kUInt8;
@@ -37,9 +37,8 @@ struct CallHeader {
   int32_t root = -1;
   int64_t count = 0;  // of elements; -1 in uneven calls, whose sizes the backend compares
   int64_t sequence = 0;
-  uint64_t call_site = 0;  // hash of file and line
 };
-static_assert(sizeof(CallHeader) == 32);
+static_assert(sizeof(CallHeader) == 24);
 
 // nullopt where all agree. Otherwise what each rank called, from the texts of CallText.
 using CallText = std::array<char, 256>;  // "all_reduce #3 (sum, f32[8]) at train.cpp:41", 0-ended

@@ -20,14 +20,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-uint64_t hash_of(const std::source_location& where) {
-  uint64_t hash = 1469598103934665603u;  // FNV-1a
-  for (const char* c = where.file_name(); *c != 0; ++c) {
-    hash = (hash ^ static_cast<unsigned char>(*c)) * 1099511628211u;
-  }
-  return (hash ^ where.line()) * 1099511628211u;
-}
-
 void set_text(CallText& text, const std::string& value) {
   const size_t length = std::min(value.size(), text.size() - 1);
   std::memcpy(text.data(), value.data(), length);
@@ -267,8 +259,8 @@ Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
   if (!issue) return {state, nullptr};
 
   auto call = std::make_shared<Call>();
-  call->header = {request.operation, request.dtype, request.reduce,  context.reduction_mode,
-                  request.root,      request.count, record.sequence, hash_of(options.where)};
+  call->header = {request.operation, request.dtype, request.reduce, context.reduction_mode,
+                  request.root,      request.count, record.sequence};
   call->channel = options.channel;
   call->tag = request.tag;
   // Hooks may keep the caller from coming.
