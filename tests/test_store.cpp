@@ -395,7 +395,7 @@ TEST(Watchdogs, SeveralSilentRanksCostOneTimeout) {
     Milliseconds asked{0};
   };
   const auto store = std::make_shared<Recorder>();
-  Watchdog watchdog(store, 0, std::make_shared<CommTrace>());
+  Watchdog watchdog(store, 0, std::make_shared<CommTrace>(), {});
   const std::vector<int> silent = {1, 2, 3, 4};
   const auto positions = watchdog.ask("world", Channel::kUser, silent, 100ms);
   for (const auto& position : positions) EXPECT_FALSE(position.has_value());
