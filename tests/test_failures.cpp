@@ -217,7 +217,7 @@ TEST(Reports, ARankThatWaitsIsToldWithThePositionsOfAll) {
 
 // Without the launcher the rank says it, one for all.
 TEST(Reports, UnderBareMpirunARankThatWaitsSaysItWithThePositionsOfAll) {
-  if (!has_mpi()) GTEST_SKIP() << "mpirun is not installed";
+  SKIP_WITHOUT_MPI();
   const FinishedProcess job =
       run_process({"mpirun", "-n", "3", "--oversubscribe", "--bind-to", "none",
                    TESSERA_RANK_PROGRAM, "--rank", "1", "--phase", "between", "--action", "hang"},
