@@ -390,9 +390,13 @@ TEST(Preflight, NumbersThatCannotBeAreRefused) {
     EXPECT_THROW(Layout::from_text(text), DistributedError) << text;
   }
   EXPECT_EQ(Layout::from_text("0,1,1").nodes, 2);
-  for (const char* text : {R"({"code": 0, "signal": 2147483647, "host": "a"})",
-                           R"({"code": -1, "signal": 0, "host": "a"})",
-                           R"({"code": 1e300, "signal": 0, "host": "a"})"}) {
+  const ExitReport last = ExitReport::from_text(R"({"code": 255, "signal": 127, "host": "a"})");
+  EXPECT_TRUE(last.status.code == 255 && last.status.signal == 127);
+  for (const char* text :
+       {R"({"code": 256, "signal": 0, "host": "a"})", R"({"code": 0, "signal": 128, "host": "a"})",
+        R"({"code": 0, "signal": 2147483647, "host": "a"})",
+        R"({"code": -1, "signal": 0, "host": "a"})",
+        R"({"code": 1e300, "signal": 0, "host": "a"})"}) {
     EXPECT_THROW(ExitReport::from_text(text), DistributedError) << text;
   }
   const std::string facts =
