@@ -3,8 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include <tessera/accelerate/accelerator.h>
@@ -71,17 +74,20 @@ inline Tensor squared_error(const Tensor& prediction, const Tensor& target) {
   return (difference * difference).mean();
 }
 
+// One vector per parameter.
+using Values = std::vector<std::vector<float>>;
+
 template <class Model>
-std::vector<std::vector<float>> values_of(const Model& model) {
-  std::vector<std::vector<float>> values;
+Values values_of(const Model& model) {
+  Values values;
   for (const auto& [name, tensor] : model.named_parameters()) {
     values.push_back(tensor.template to_vector<float>());
   }
   return values;
 }
 template <class Model>
-std::vector<std::vector<float>> gradients_of(const Model& model) {
-  std::vector<std::vector<float>> values;
+Values gradients_of(const Model& model) {
+  Values values;
   for (const auto& [name, tensor] : model.named_parameters()) {
     values.push_back(tensor.grad().defined() ? tensor.grad().template to_vector<float>()
                                              : std::vector<float>());
@@ -89,14 +95,47 @@ std::vector<std::vector<float>> gradients_of(const Model& model) {
   return values;
 }
 
-inline void expect_near(const std::vector<std::vector<float>>& a,
-                        const std::vector<std::vector<float>>& b, double tolerance) {
+inline void expect_near(const Values& a, const Values& b, double tolerance) {
   ASSERT_EQ(a.size(), b.size());
   for (size_t i = 0; i < a.size(); ++i) {
     ASSERT_EQ(a[i].size(), b[i].size());
     for (size_t j = 0; j < a[i].size(); ++j)
       EXPECT_NEAR(a[i][j], b[i][j], tolerance) << i << " " << j;
   }
+}
+
+inline bool near(const Values& a, const Values& b, double tolerance = 1e-5) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (a[i].size() != b[i].size()) return false;
+    for (size_t j = 0; j < a[i].size(); ++j) {
+      if (!(std::abs(a[i][j] - b[i][j]) <= tolerance * (1 + std::abs(b[i][j])))) return false;
+    }
+  }
+  return true;
+}
+
+inline Tensor loss_of(Regression& model, const std::array<Tensor, 2>& batch) {
+  return squared_error(model(batch[0]), batch[1]);
+}
+
+// The gradient that one process has for the mean loss over some rows of a line.
+inline Values gradient_over(const Line& line,
+                            const std::vector<std::pair<int64_t, int64_t>>& parts) {
+  Regression model;
+  double total = 0;
+  for (const auto& [begin, end] : parts) total += static_cast<double>(end - begin);
+  for (const auto& [begin, end] : parts) {
+    const double weight = static_cast<double>(end - begin) / total;
+    (loss_of(model, line.rows(begin, end)) * weight).backward();
+  }
+  return gradients_of(model);
+}
+
+// Rank r's batch of 16 rows in turn `turn`.
+inline std::pair<int64_t, int64_t> share(int turn, int rank, int ranks) {
+  const int64_t begin = (turn * ranks + rank) * 16;
+  return {begin, begin + 16};
 }
 
 // All ranks do the same collectives in the same order.
