@@ -148,7 +148,6 @@ void Accelerator::let_go() {
   state.plateau_schedules.clear();
   state.gone.clear();
   state.finite_gradients.clear();
-  state.norms.clear();
   state.open.clear();
   state.sync_gradients = true;
   state.counters = {.seed = state.counters.seed};

@@ -283,7 +283,8 @@ class Accelerator : public ProcessControl {
   // gradients of, its next step applies the factor as it reads them: no pass over the gradients,
   // which keep their values until then, and on a GPU the host waits for nothing but a norm that it
   // reads. Elsewhere nothing is clipped, and the norm is that of the last boundary (NaN before the
-  // first), so that a program may log it in every micro-batch.
+  // first, and where no prepared model has the first parameter), so that a program may log it in
+  // every micro-batch.
   Tensor clip_grad_norm(const TensorList& parameters, double max_norm, double norm_type = 2);
   void clip_grad_value(const TensorList& parameters, double limit);
 

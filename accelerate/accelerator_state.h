@@ -89,6 +89,8 @@ struct ModelRecord {
   bool explicit_weights = false;
   bool consumed = true;  // an optimizer has stepped since the last backward
   double divisor = 1;    // that this rank's gradients were divided by without communication
+  // Of the last clip that began with this parameter of `parameters`.
+  std::unordered_map<const TensorImpl*, Tensor> norms;
 
   ~ModelRecord() { let_go(); }
   // Of the model, where another record takes this one's place: optimizers may hold it for a while.
@@ -187,8 +189,6 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
     Tensor norm;
   };
   std::unordered_map<TensorImpl*, FiniteGradient> finite_gradients;
-  // Of the last clip, by its first parameter.
-  std::unordered_map<const TensorImpl*, Tensor> norms;
 
   RandomState random;
   int forward_depth = 0;
@@ -204,6 +204,14 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
     TS_CHECK(record != nullptr, where, "the model ", model.type_name(),
              " was not prepared; call prepare(model) first");
     return record;
+  }
+  ModelRecord* holder_of(const Tensor& parameter) const {
+    for (const auto& record : models) {
+      for (const auto& [name, tensor] : record->parameters) {
+        if (tensor.is(parameter)) return record.get();
+      }
+    }
+    return nullptr;
   }
   OptimizerRecord* find(const optim::Optimizer& optimizer) const {
     for (const auto& record : optimizers) {

@@ -552,12 +552,13 @@ Tensor Accelerator::clip_grad_norm(const TensorList& parameters, double max_norm
                                    double norm_type) {
   State& state = *state_;
   state.forget_dead();
-  const TensorImpl* first = parameters.empty() ? nullptr : parameters.front().impl();
+  ModelRecord* const holder = parameters.empty() ? nullptr : state.holder_of(parameters.front());
   if (!state.clips(parameters)) {
-    const auto last = state.norms.find(first);
-    return last != state.norms.end()
-               ? last->second
-               : scalar_tensor(std::numeric_limits<double>::quiet_NaN(), kF64);
+    if (holder != nullptr) {
+      const auto last = holder->norms.find(parameters.front().impl());
+      if (last != holder->norms.end()) return last->second;
+    }
+    return scalar_tensor(std::numeric_limits<double>::quiet_NaN(), kF64);
   }
   Tensor norm;
   if (OptimizerRecord* owner = state.owner_of(parameters)) {
@@ -568,7 +569,7 @@ Tensor Accelerator::clip_grad_norm(const TensorList& parameters, double max_norm
                                  {.norm_type = norm_type, .gradient_scale = 1 / loss_scale()});
   }
   state.note_norm(parameters, norm);
-  state.norms.insert_or_assign(first, norm);
+  if (holder != nullptr) holder->norms.insert_or_assign(parameters.front().impl(), norm);
   return norm;
 }
 

@@ -287,6 +287,26 @@ TEST(Accumulate, ModelsHaveWindowsOfTheirOwn) {
   }
 }
 
+// Another model may lie where one died.
+TEST(Accumulate, TheNormBetweenBoundariesIsOfThisModelOrNone) {
+  const Line line(8);
+  Accelerator accelerator({.gradient_accumulation_steps = 2});
+  for (int life = 0; life < 20; ++life) {
+    auto model = std::make_unique<Regression>();
+    accelerator.prepare(*model);
+    std::vector<double> norms;
+    for (int turn = 0; turn < 4; ++turn) {
+      const auto micro = accelerator.accumulate(*model);
+      accelerator.backward(loss_of(*model, line.rows(0, 8)));
+      norms.push_back(accelerator.clip_grad_norm(model->parameters(), 100).item());
+      if (micro.sync_gradients()) model->zero_grad();
+    }
+    EXPECT_TRUE(std::isnan(norms[0])) << "life " << life << ": " << norms[0];
+    EXPECT_GT(norms[1], 0);
+    EXPECT_EQ(norms[2], norms[1]);
+  }
+}
+
 TEST(Accumulate, TheNumberOfStepsMayChangeFromWindowToWindow) {
   const Line line(64);
   Accelerator accelerator({.gradient_accumulation_steps = 2});
