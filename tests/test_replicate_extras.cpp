@@ -95,21 +95,22 @@ TEST(Buffers, D10_AHookMayReplaceTheBroadcastAndItMayBeLeftOut) {
 // ---- The report is the trace -------------------------------------------------------------------
 
 TEST(Report, SaysWhatAStepCostsAndTheTraceAgrees) {
-  for (const int size : {1, 2, 4, 8}) {
+  const auto check = [](int size, GradientAverage average) {
     on_ranks(size, [&](int rank) {
       Normed model;
       Mesh mesh(world());
-      ReplicateOptions options;
+      ReplicateOptions options{.average = average};
       options.first_bucket_bytes = 30, options.bucket_bytes = 60;
       const Replica replica = replicate(model, mesh, options);
       for (int step = 0; step < 3; ++step) {
         const CommTrace::Scope scope(*rank_context().trace);
         loss_of(model, rank).backward();
         model.zero_grad();
-        Traffic gradients, used_map, buffers, others;
+        Traffic gradients, used_map, window_weight, buffers, others;
         for (const CommRecord& record : scope.records()) {
           Traffic& traffic = record.channel == Channel::kGradient    ? gradients
                              : record.tag == "used_map"              ? used_map
+                             : record.tag == "window_weight"         ? window_weight
                              : record.channel == Channel::kParameter ? buffers
                                                                      : others;
           traffic += {1, record.bytes};
@@ -117,6 +118,8 @@ TEST(Report, SaysWhatAStepCostsAndTheTraceAgrees) {
         const ShardReport report = replica.report();
         EXPECT_EQ(gradients, report.gradients);
         EXPECT_EQ(used_map, report.used_map);
+        EXPECT_EQ(window_weight, report.window_weight);
+        EXPECT_EQ(window_weight.collectives, average == GradientAverage::kWeight && size > 1);
         EXPECT_EQ(buffers, report.buffers_per_forward);
         // Once: the order of rank 0's gradients.
         EXPECT_EQ(others, (step == 0 && size > 1 ? Traffic{1, report.parameters * 8} : Traffic{}));
@@ -130,6 +133,11 @@ TEST(Report, SaysWhatAStepCostsAndTheTraceAgrees) {
             << report.describe();
       }
     });
+  };
+  for (const int size : {1, 2, 4, 8}) {
+    for (const auto average : {GradientAverage::kRanks, GradientAverage::kWeight}) {
+      check(size, average);
+    }
   }
 }
 

@@ -252,7 +252,7 @@ void ParamGroupEngine::launch(ParamGroup& group) {
 // Travels while the first gradients are computed.
 void ParamGroupEngine::begin_weight() {
   const FirstStepTimeout timeout(reductions_);
-  weight_ = raw::zeros({4}, kF64);
+  weight_ = raw::zeros({kWindowWeightBytes / size_of(kF64)}, kF64);
   if (!shadow_) {
     double* const sums = weight_.data_as<double>();
     sums[0] = plan.weight;

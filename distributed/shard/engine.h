@@ -128,6 +128,8 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   const std::vector<std::unique_ptr<ParamGroup>>& groups() const { return groups_; }
   int rebuilds() const { return rebuilds_; }
   int64_t reductions() const { return reductions_; }
+  // kWeight: what one reduction sends to find the sum.
+  static constexpr int64_t kWindowWeightBytes = 4 * sizeof(double);
   // kWeight: the sum over the ranks at the last reduction.
   double window_weight() const { return window_weight_; }
   bool holds_unreduced() const { return backwards_in_window_ > 0; }

@@ -28,7 +28,7 @@ ShardReport make_report(const ParamGroupEngine& engine) {
   }
   if (!alone) report.used_map = {1, engine.used_map_bytes()};
   if (!alone && engine.options().average == GradientAverage::kWeight) {
-    report.window_weight = {1, size_of(kF64)};
+    report.window_weight = {1, ParamGroupEngine::kWindowWeightBytes};
   }
   return report;
 }
