@@ -15,6 +15,7 @@ base=${1:-$(git rev-parse -q --verify origin/main || git rev-parse -q --verify m
 base=$(git merge-base "$base" HEAD)
 
 scripts/format.sh --check
+mkdir -p build
 launcher=()
 if command -v ccache > /dev/null; then launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache); fi
 if [[ -z ${TESSERA_DATA_DIR:-} && -d ../shared/data ]]; then

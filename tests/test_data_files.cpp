@@ -19,6 +19,8 @@
 #include <tessera/data/text.h>
 #include <tessera/data/token_file.h>
 
+#include "message_of.h"
+
 namespace tessera::data {
 namespace {
 
@@ -32,18 +34,6 @@ const char* data_folder() { return std::getenv("TESSERA_DATA_DIR"); }
   }
 
 std::string data_path(const std::string& name) { return std::string(data_folder()) + "/" + name; }
-
-// The message of the FormatError that `call` throws; a test failure and "" if it throws none.
-template <class Call>
-std::string format_error(Call call) {
-  try {
-    call();
-  } catch (const FormatError& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "no FormatError";
-  return "";
-}
 
 #define EXPECT_CONTAINS(text, part) \
   EXPECT_NE((text).find(part), std::string::npos) << "in: " << (text)
@@ -69,7 +59,7 @@ TEST_F(Text, InvalidUtf8IsNamedByLineColumnAndOffset) {
                         "first\nse\xC3\xA9"
                         "con\xFF"
                         "d\n");
-  const std::string message = format_error([&] { read_text(path("a.txt")); });
+  const std::string message = message_of<FormatError>([&] { read_text(path("a.txt")); });
   EXPECT_CONTAINS(message, "a.txt' line 2 column 7 (byte offset 13) has byte 255");
 }
 
@@ -165,7 +155,7 @@ TEST(Csv, WithoutHeaderColumnsAreNumbered) {
   const CsvTable table = parse_csv("1.5;2\n3;x\n", "t", {.separator = ';', .header = false});
   EXPECT_EQ(table.columns(), (std::vector<std::string>{"0", "1"}));
   EXPECT_EQ(table.number(0, "0"), 1.5);
-  EXPECT_CONTAINS(format_error([&] { table.number(1, "1"); }), "'t' line 2 column '1'");
+  EXPECT_CONTAINS(message_of<FormatError>([&] { table.number(1, "1"); }), "'t' line 2 column '1'");
   EXPECT_EQ(parse_csv("", "t", {.header = false}).num_rows(), 0);
   EXPECT_EQ(parse_csv("a,b\n", "t").num_rows(), 0);
 }
@@ -206,7 +196,7 @@ TEST(Csv, DamageIsAFormatErrorWithFileLineAndRemedy) {
       {"a,b\n1,\xFF\n", {"line 2 column 3"}},
   };
   for (const auto& c : cases) {
-    const std::string message = format_error([&] { parse_csv(c.text, "t.csv"); });
+    const std::string message = message_of<FormatError>([&] { parse_csv(c.text, "t.csv"); });
     for (const std::string& part : c.parts) EXPECT_CONTAINS(message, part);
   }
   EXPECT_THROW(parse_csv("a\n", "t", {.separator = '"'}), ValueError);
@@ -216,7 +206,8 @@ TEST(Csv, DamageIsAFormatErrorWithFileLineAndRemedy) {
   EXPECT_THROW(table.cell(1, 0), IndexError);
   EXPECT_THROW(table.cell(0, -1), IndexError);
   EXPECT_THROW(table.cell(0, "c"), ValueError);
-  EXPECT_CONTAINS(format_error([] { parse_csv("a\n1x\n", "t").integer(0, "a"); }), "it is '1x'");
+  EXPECT_CONTAINS(message_of<FormatError>([] { parse_csv("a\n1x\n", "t").integer(0, "a"); }),
+                  "it is '1x'");
   EXPECT_THROW(parse_csv("a\n99999999999999999999\n", "t").integer(0, "a"), FormatError);
 }
 
@@ -255,11 +246,12 @@ TEST(Jsonl, FieldsHaveTypes) {
   EXPECT_FALSE(first->has("n"));
   EXPECT_FALSE(first->has("none"));
   EXPECT_EQ(first->fields().size(), 7u);
-  EXPECT_CONTAINS(format_error([&] { first->integer("f"); }), "'f.jsonl' line 1 field 'f'");
-  EXPECT_CONTAINS(format_error([&] { first->text("none"); }), "it is absent");
-  EXPECT_CONTAINS(format_error([&] { first->text("i"); }), "it is number");
-  EXPECT_CONTAINS(format_error([&] { first->integers("t"); }), "holds string");
-  EXPECT_CONTAINS(format_error([&] { first->texts("a"); }), "holds number");
+  EXPECT_CONTAINS(message_of<FormatError>([&] { first->integer("f"); }),
+                  "'f.jsonl' line 1 field 'f'");
+  EXPECT_CONTAINS(message_of<FormatError>([&] { first->text("none"); }), "it is absent");
+  EXPECT_CONTAINS(message_of<FormatError>([&] { first->text("i"); }), "it is number");
+  EXPECT_CONTAINS(message_of<FormatError>([&] { first->integers("t"); }), "holds string");
+  EXPECT_CONTAINS(message_of<FormatError>([&] { first->texts("a"); }), "holds number");
   EXPECT_THROW(first->boolean("s"), FormatError);
   EXPECT_THROW(first->number("s"), FormatError);
   const std::optional<JsonRecord> second = reader.next();
@@ -274,7 +266,7 @@ TEST(Jsonl, DamageIsAFormatErrorWithFileAndLine) {
   for (const std::string line : {"{\"a\":", "{\"a\" 1}", "[1]", "7", "nul", "{\"a\":\"\xFF\"}",
                                  "{\"a\":1e999}", "{} {}", "}"}) {
     const std::string text = "{}\n" + line + "\n";
-    const std::string message = format_error([&] {
+    const std::string message = message_of<FormatError>([&] {
       JsonlReader reader(text, "f.jsonl");
       while (reader.next()) {
       }
@@ -303,8 +295,10 @@ TEST(Jsonl, IntegersEndWhereSixtyFourBitsDo) {
       EXPECT_EQ(record->integer("i"), *c.value);
       EXPECT_EQ(record->integers("a"), std::vector<int64_t>{*c.value});
     } else {
-      EXPECT_CONTAINS(format_error([&] { record->integer("i"); }), "it is another number");
-      EXPECT_CONTAINS(format_error([&] { record->integers("a"); }), "holds another number");
+      EXPECT_CONTAINS(message_of<FormatError>([&] { record->integer("i"); }),
+                      "it is another number");
+      EXPECT_CONTAINS(message_of<FormatError>([&] { record->integers("a"); }),
+                      "holds another number");
     }
   }
 }
@@ -332,7 +326,8 @@ TEST(Jsonl, ALineEndsBeforeItsEndHoweverTheTextDoes) {
   } mistakes[] = {{"x", 3}, {"{,}", 4}, {"{}x", 5}, {"{", 4}};
   for (const auto& mistake : mistakes) {
     for (const std::string end : {"", "\n"}) {
-      const std::string message = format_error([&] { lines_of("{}\n" + mistake.line + end); });
+      const std::string message =
+          message_of<FormatError>([&] { lines_of("{}\n" + mistake.line + end); });
       EXPECT_CONTAINS(message, "line 2 (byte offset " + std::to_string(mistake.offset) + ")");
     }
   }
@@ -440,7 +435,7 @@ TEST(Idx, HasAsManyBytesAsItsSizesSayAndNotOneMoreOrFewer) {
       EXPECT_EQ(parse_idx(bytes_of(file(0)), "t").shape(), Shape{size});
       EXPECT_EQ(parse_idx(bytes_of(gzip(file(0))), "t").shape(), Shape{size});
       const auto error = [](const std::string& bytes) {
-        return format_error([&] { parse_idx(bytes_of(bytes), "t"); });
+        return message_of<FormatError>([&] { parse_idx(bytes_of(bytes), "t"); });
       };
       const std::string end = "at byte " + std::to_string(file(0).size());
       EXPECT_CONTAINS(error(file(1)), end);
@@ -463,10 +458,12 @@ TEST(Idx, HasOneToSixteenDimensions) {
   EXPECT_EQ(parse_idx(bytes_of(file(16)), "t").dim(), 16);
   EXPECT_THROW(parse_idx(bytes_of(file(17)), "t"), FormatError);
   // A header ends with its last size.
-  EXPECT_CONTAINS(format_error([&] { parse_idx(bytes_of(file(16)).first(4 + 63), "t"); }),
-                  "ends inside its header");
-  EXPECT_CONTAINS(format_error([&] { parse_idx(bytes_of(file(16)).first(4 + 64), "t"); }),
-                  "more than the file can hold");
+  EXPECT_CONTAINS(
+      message_of<FormatError>([&] { parse_idx(bytes_of(file(16)).first(4 + 63), "t"); }),
+      "ends inside its header");
+  EXPECT_CONTAINS(
+      message_of<FormatError>([&] { parse_idx(bytes_of(file(16)).first(4 + 64), "t"); }),
+      "more than the file can hold");
 }
 
 TEST(Idx, BesideASizeOfZeroTheOthersMayBeTwoToTheSixtieth) {
@@ -477,8 +474,9 @@ TEST(Idx, BesideASizeOfZeroTheOthersMayBeTwoToTheSixtieth) {
   }
   for (const std::vector<uint32_t>& sizes :
        {std::vector<uint32_t>{0, half, half + 1}, std::vector<uint32_t>{0, half, half, 2}}) {
-    EXPECT_CONTAINS(format_error([&] { parse_idx(bytes_of(idx_bytes(8, sizes, "")), "t"); }),
-                    "more than can be addressed");
+    EXPECT_CONTAINS(
+        message_of<FormatError>([&] { parse_idx(bytes_of(idx_bytes(8, sizes, "")), "t"); }),
+        "more than can be addressed");
   }
 }
 
@@ -491,7 +489,7 @@ TEST(Idx, TheDensestCompressionIsBelievedAndADenserOneIsNot) {
   const auto promise = [](uint32_t elements) {
     const std::string bytes = gzip(idx_bytes(8, {elements}, ""));
     EXPECT_LE(bytes.size(), 64U);
-    return format_error([&] { parse_idx(bytes_of(bytes), "t"); });
+    return message_of<FormatError>([&] { parse_idx(bytes_of(bytes), "t"); });
   };
   EXPECT_CONTAINS(promise(1032), "ends inside its elements");
   EXPECT_CONTAINS(promise(65 * 1032 + 1), "more than the file can hold");
@@ -530,7 +528,8 @@ TEST(Idx, DamageIsAFormatErrorWithFileAndPlace) {
       {gzip(good).substr(0, gzip(good).size() - 4), "t.idx"},
   };
   for (const auto& c : cases) {
-    const std::string message = format_error([&] { parse_idx(bytes_of(c.bytes), "t.idx"); });
+    const std::string message =
+        message_of<FormatError>([&] { parse_idx(bytes_of(c.bytes), "t.idx"); });
     EXPECT_CONTAINS(message, c.part);
     EXPECT_CONTAINS(message, "t.idx");
   }
@@ -605,7 +604,8 @@ TEST_F(TokenFiles, RawFilesOfBareIdsAreRead) {
   EXPECT_EQ(tokens[0], 1);
   EXPECT_EQ(tokens[1], 65535);
   write_file_atomically(path("odd.bin"), "abc");
-  EXPECT_CONTAINS(format_error([&] { TokenArray::open_raw(path("odd.bin")); }), "multiple of 2");
+  EXPECT_CONTAINS(message_of<FormatError>([&] { TokenArray::open_raw(path("odd.bin")); }),
+                  "multiple of 2");
   EXPECT_THROW(TokenArray::open_raw(path("odd.bin"), 3), ValueError);
 }
 
@@ -633,7 +633,7 @@ TEST_F(TokenFiles, AnyChangedByteAndAnyCutIsAFormatError) {
                  FormatError);
   }
   EXPECT_THROW(TokenArray::parse(bytes_of(good + "x"), "a.tokens", true), FormatError);
-  const std::string message = format_error(
+  const std::string message = message_of<FormatError>(
       [&] { TokenArray::parse(bytes_of("TSTOKENS" + std::string(64, 9)), "b", true); });
   EXPECT_CONTAINS(message, "version (byte 8)");
   EXPECT_THROW(TokenArray::open(path("none")), IoError);
