@@ -264,7 +264,9 @@ int wrong_sums(Mutation mutation) {
 // call, as the tensor is not contiguous.
 int lost_results(Mutation mutation) {
   std::atomic<int> lost = 0;
-  for (int round = 0; round < 30 && lost == 0; ++round) {
+  // It shows sooner or later, on a busy machine later.
+  const int rounds = mutation == Mutation::kNone ? 30 : 3000;
+  for (int round = 0; round < rounds && lost == 0; ++round) {
     on_gpus(2, [&](int rank) {
       rank_context().other_stream = gpu::make_stream(rank);
       const Tensor rows = on_gpu(full({1, 64}, 1.0)), all = on_gpu(zeros({64, 2})).transpose(0, 1);
