@@ -109,7 +109,7 @@ struct ModelRecord {
   bool reduces() const { return replica.has_value() && !local; }
   bool has_weight() const {
     if (!reduces()) return window.weight() != 0;
-    const distributed::ParamGroupEngine& engine = replica->engine();
+    const distributed::BucketSchedule& engine = replica->engine();
     return engine.options().average != distributed::GradientAverage::kWeight ||
            engine.window_weight() != 0;
   }

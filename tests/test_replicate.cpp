@@ -566,10 +566,10 @@ TEST(Replicate, OptionsThatDoNotFitAreConfigErrors) {
     EXPECT_THROW(replicate(net, mesh, options), ConfigError);
 
     const Tensor without_memory = raw::empty({2}, kF32, kMeta).set_requires_grad();
-    EXPECT_THROW(ParamGroupEngine({{"w", without_memory}}, world(), {}), DeviceError);
+    EXPECT_THROW(BucketSchedule({{"w", without_memory}}, world(), {}), DeviceError);
     const Tensor weight = zeros({2}).set_requires_grad();
     for (const ShardingMode& mode : {kZero1, kZero2, kFullyShard}) {
-      EXPECT_THROW(ParamGroupEngine({{"w", weight}}, world(), {.mode = mode}), UnsupportedError);
+      EXPECT_THROW(BucketSchedule({{"w", weight}}, world(), {.mode = mode}), UnsupportedError);
     }
   });
 }

@@ -373,7 +373,7 @@ std::shared_ptr<PowerSgdHook> power_sgd(const PowerSgdOptions& options) {
 TEST(CommunicationHook, OneThatFailsInAFailedBackwardLeavesNothingBehind) {
   struct Failing : AllReduceHook {
     bool fails = false;
-    void start(const ParamGroup& bucket, double divisor) override {
+    void start(const GradientBucket& bucket, double divisor) override {
       TS_CHECK_AS(OutOfMemory, !fails, "Failing", "no room");
       AllReduceHook::start(bucket, divisor);
     }

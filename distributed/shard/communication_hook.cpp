@@ -14,7 +14,7 @@
 namespace tessera::distributed {
 namespace {
 
-CollectiveOptions on_gradient_channel(const ParamGroup& bucket) {
+CollectiveOptions on_gradient_channel(const GradientBucket& bucket) {
   return {.channel = Channel::kGradient, .tag = bucket.tag()};
 }
 
@@ -27,7 +27,7 @@ Tensor communication_buffer(int64_t numel, DType dtype, const Device& device) {
 
 // ---- AllReduceHook -----------------------------------------------------------------------------
 
-void AllReduceHook::start(const ParamGroup& bucket, double divisor) {
+void AllReduceHook::start(const GradientBucket& bucket, double divisor) {
   // The mean of the ranks is taken inside the collective, which saves a pass over the bucket.
   const bool mean = divisor == bucket.ranks().size();
   Work work = bucket.ranks().all_reduce(bucket.gradients(), mean ? ReduceOp::kMean : ReduceOp::kSum,
@@ -35,7 +35,7 @@ void AllReduceHook::start(const ParamGroup& bucket, double divisor) {
   pending_[bucket.index()] = {std::move(work), mean ? 1 : divisor};
 }
 
-bool AllReduceHook::advance(const ParamGroup& bucket) {
+bool AllReduceHook::advance(const GradientBucket& bucket) {
   const NoGradGuard no_grad;
   const auto pending = pending_.extract(bucket.index());
   pending.mapped().work.wait();
@@ -53,7 +53,7 @@ CastHook::CastHook(DType wire) : wire_(wire) {
 
 std::string CastHook::name() const { return tessera::detail::concatenate("cast to ", wire_); }
 
-void CastHook::start(const ParamGroup& bucket, double divisor) {
+void CastHook::start(const GradientBucket& bucket, double divisor) {
   const NoGradGuard no_grad;
   const Tensor& gradients = bucket.gradients();
   if (divisor != 1) mul_(gradients, Scalar(1 / divisor));
@@ -63,7 +63,7 @@ void CastHook::start(const ParamGroup& bucket, double divisor) {
   pending_[bucket.index()] = {std::move(work), std::move(payload)};
 }
 
-bool CastHook::advance(const ParamGroup& bucket) {
+bool CastHook::advance(const GradientBucket& bucket) {
   const NoGradGuard no_grad;
   const auto pending = pending_.extract(bucket.index());
   pending.mapped().work.wait();
@@ -71,7 +71,7 @@ bool CastHook::advance(const ParamGroup& bucket) {
   return true;
 }
 
-Traffic CastHook::traffic(const ParamGroup& bucket) const {
+Traffic CastHook::traffic(const GradientBucket& bucket) const {
   return {1, bucket.gradients().numel() * size_of(wire_)};
 }
 
@@ -147,14 +147,14 @@ Tensor matrix_in(const Tensor& flat, int64_t offset, int64_t rows, int64_t colum
 }
 
 // The part of a flat tensor that lies as a gradient does in the bucket's.
-Tensor part_in(const Tensor& flat, const ParamGroup& bucket, size_t slot) {
+Tensor part_in(const Tensor& flat, const GradientBucket& bucket, size_t slot) {
   const Tensor& gradient = bucket.gradient(slot);
   return raw::as_strided(flat, gradient.shape(), gradient.strides(),
                          flat.offset() + gradient.offset() - bucket.gradients().offset());
 }
 
 // Of what fills a batched bucket up, behind its gradients.
-Tensor padding_in(const Tensor& flat, const ParamGroup& bucket) {
+Tensor padding_in(const Tensor& flat, const GradientBucket& bucket) {
   const int64_t numel = bucket.gradients().numel();
   return raw::narrow(flat, 0, numel, flat.numel() - numel);
 }
@@ -189,7 +189,7 @@ std::string PowerSgdHook::name() const {
 }
 
 // Nothing where the parameter travels plainly.
-std::optional<PowerSgdHook::Matrix> PowerSgdHook::matrix(const ParamGroup& bucket,
+std::optional<PowerSgdHook::Matrix> PowerSgdHook::matrix(const GradientBucket& bucket,
                                                          size_t slot) const {
   const Tensor& gradient = bucket.gradient(slot);
   if (gradient.dim() < 2 || gradient.numel() == 0 || !gradient.is_contiguous()) return {};
@@ -200,7 +200,7 @@ std::optional<PowerSgdHook::Matrix> PowerSgdHook::matrix(const ParamGroup& bucke
   return Matrix{slot, rows, columns, rank};
 }
 
-std::vector<PowerSgdHook::Matrix> PowerSgdHook::matrices(const ParamGroup& bucket) const {
+std::vector<PowerSgdHook::Matrix> PowerSgdHook::matrices(const GradientBucket& bucket) const {
   const int64_t numel = bucket.gradients().numel();
   if (options_.batched) {
     auto side = static_cast<int64_t>(std::sqrt(static_cast<double>(numel)));
@@ -215,19 +215,19 @@ std::vector<PowerSgdHook::Matrix> PowerSgdHook::matrices(const ParamGroup& bucke
   return result;
 }
 
-int64_t PowerSgdHook::uncompressed(const ParamGroup& bucket) const {
+int64_t PowerSgdHook::uncompressed(const GradientBucket& bucket) const {
   if (options_.batched) return 0;
   int64_t result = bucket.gradients().numel();
   for (const Matrix& part : matrices(bucket)) result -= part.rows * part.columns;
   return result;
 }
 
-bool PowerSgdHook::warming_up(const ParamGroup& bucket) const {
+bool PowerSgdHook::warming_up(const GradientBucket& bucket) const {
   const auto state = states_.find(bucket.param(0).name);
   return (state == states_.end() ? 0 : state->second.steps) < options_.start_step;
 }
 
-Traffic PowerSgdHook::traffic(const ParamGroup& bucket) const {
+Traffic PowerSgdHook::traffic(const GradientBucket& bucket) const {
   if (warming_up(bucket)) return plain_->traffic(bucket);
   const int64_t rest = uncompressed(bucket);
   int64_t factors = 0;
@@ -244,7 +244,7 @@ Tensor PowerSgdHook::random_factor(const std::string& name, const Matrix& part,
   return factor;
 }
 
-PowerSgdHook::Sent PowerSgdHook::send(const ParamGroup& bucket, const Tensor& values) const {
+PowerSgdHook::Sent PowerSgdHook::send(const GradientBucket& bucket, const Tensor& values) const {
   Sent sent{{}, values, values};
   if (options_.wire != kF32) {
     sent.payload = communication_buffer(values.numel(), options_.wire, values.device());
@@ -255,7 +255,7 @@ PowerSgdHook::Sent PowerSgdHook::send(const ParamGroup& bucket, const Tensor& va
 }
 
 // To the gradients, or where there is a square to what it has of them.
-void PowerSgdHook::add_errors(const ParamGroup& bucket, const Tensor& square) {
+void PowerSgdHook::add_errors(const GradientBucket& bucket, const Tensor& square) {
   if (!options_.error_feedback) return;
   for (size_t slot = 0; slot < bucket.size(); ++slot) {
     const Tensor& error = states_[bucket.param(slot).name].error;
@@ -264,7 +264,7 @@ void PowerSgdHook::add_errors(const ParamGroup& bucket, const Tensor& square) {
   }
 }
 
-void PowerSgdHook::start(const ParamGroup& bucket, double divisor) {
+void PowerSgdHook::start(const GradientBucket& bucket, double divisor) {
   const NoGradGuard no_grad;
   TS_CHECK_DTYPE(bucket.dtype() == kF32, "PowerSgdHook", "compresses f32 gradients; ", bucket.tag(),
                  " holds ", bucket.dtype());
@@ -329,7 +329,7 @@ void PowerSgdHook::start(const ParamGroup& bucket, double divisor) {
   }
 }
 
-bool PowerSgdHook::advance(const ParamGroup& bucket) {
+bool PowerSgdHook::advance(const GradientBucket& bucket) {
   const NoGradGuard no_grad;
   Pending& pending = pending_.at(bucket.index());
   const auto receive = [](const Sent& sent) {
@@ -384,7 +384,7 @@ bool PowerSgdHook::advance(const ParamGroup& bucket) {
 
 // From the ranks' P and mean Q: the gradient, this rank's error, and what the next reduction
 // begins with.
-void PowerSgdHook::finish(const ParamGroup& bucket, const Matrix& part, const Pending& pending,
+void PowerSgdHook::finish(const GradientBucket& bucket, const Matrix& part, const Pending& pending,
                           const Tensor& p, const Tensor& q) {
   const std::string& name = bucket.param(part.slot).name;
   State& state = states_[name];

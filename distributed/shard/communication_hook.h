@@ -13,7 +13,7 @@
 #include <vector>
 
 #include <tessera/core/state_dict.h>
-#include <tessera/distributed/shard/param_group.h>
+#include <tessera/distributed/shard/gradient_bucket.h>
 #include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {
@@ -36,10 +36,10 @@ class CommunicationHook {
   virtual std::string name() const = 0;  // compared across ranks
   // The bucket's gradients() hold this rank's contribution. At the end they must hold the sum of
   // all ranks' divided by `divisor`, the same bits on every rank.
-  virtual void start(const ParamGroup& bucket, double divisor) = 0;
+  virtual void start(const GradientBucket& bucket, double divisor) = 0;
   // Waits for what the bucket has under way and issues what comes next; true when it is done.
-  virtual bool advance(const ParamGroup& bucket) = 0;
-  virtual Traffic traffic(const ParamGroup& bucket) const = 0;  // of the next reduction
+  virtual bool advance(const GradientBucket& bucket) = 0;
+  virtual Traffic traffic(const GradientBucket& bucket) const = 0;  // of the next reduction
   // What must go on after a restart; by parameter names, so that it fits any buckets.
   virtual StateDict state_dict() const { return {}; }
   virtual void load_state_dict(const StateDict&) {}
@@ -49,9 +49,9 @@ class CommunicationHook {
 class AllReduceHook : public CommunicationHook {
  public:
   std::string name() const override { return "all_reduce"; }
-  void start(const ParamGroup& bucket, double divisor) override;
-  bool advance(const ParamGroup& bucket) override;
-  Traffic traffic(const ParamGroup& bucket) const override { return {1, bucket.bytes()}; }
+  void start(const GradientBucket& bucket, double divisor) override;
+  bool advance(const GradientBucket& bucket) override;
+  Traffic traffic(const GradientBucket& bucket) const override { return {1, bucket.bytes()}; }
 
  private:
   struct Pending {
@@ -67,9 +67,9 @@ class CastHook : public CommunicationHook {
  public:
   explicit CastHook(DType wire);  // kF16 or kBF16; throws DTypeError
   std::string name() const override;
-  void start(const ParamGroup& bucket, double divisor) override;
-  bool advance(const ParamGroup& bucket) override;
-  Traffic traffic(const ParamGroup& bucket) const override;
+  void start(const GradientBucket& bucket, double divisor) override;
+  bool advance(const GradientBucket& bucket) override;
+  Traffic traffic(const GradientBucket& bucket) const override;
 
  private:
   struct Pending {
@@ -112,9 +112,9 @@ class PowerSgdHook : public CommunicationHook {
  public:
   explicit PowerSgdHook(const PowerSgdOptions& options = {});  // ValueError, DTypeError
   std::string name() const override;
-  void start(const ParamGroup& bucket, double divisor) override;
-  bool advance(const ParamGroup& bucket) override;
-  Traffic traffic(const ParamGroup& bucket) const override;
+  void start(const GradientBucket& bucket, double divisor) override;
+  bool advance(const GradientBucket& bucket) override;
+  Traffic traffic(const GradientBucket& bucket) const override;
   // "NAME.steps" of every parameter, "NAME.error" and "NAME.q" of each compressed one. Batched, the
   // bucket's Q and the error of what fills it up, "NAME.padding", are its first parameter's: in
   // other buckets they begin anew, errors stay.
@@ -144,15 +144,15 @@ class PowerSgdHook : public CommunicationHook {
     size_t slot = 0;
     int64_t rows = 0, columns = 0, rank = 0;
   };
-  std::optional<Matrix> matrix(const ParamGroup& bucket, size_t slot) const;
-  std::vector<Matrix> matrices(const ParamGroup& bucket) const;
-  int64_t uncompressed(const ParamGroup& bucket) const;  // elements
-  bool warming_up(const ParamGroup& bucket) const;
+  std::optional<Matrix> matrix(const GradientBucket& bucket, size_t slot) const;
+  std::vector<Matrix> matrices(const GradientBucket& bucket) const;
+  int64_t uncompressed(const GradientBucket& bucket) const;  // elements
+  bool warming_up(const GradientBucket& bucket) const;
   Tensor random_factor(const std::string& name, const Matrix& part, int64_t step) const;
-  Sent send(const ParamGroup& bucket, const Tensor& values) const;
-  void add_errors(const ParamGroup& bucket, const Tensor& square);
-  void finish(const ParamGroup& bucket, const Matrix& part, const Pending& pending, const Tensor& p,
-              const Tensor& q);
+  Sent send(const GradientBucket& bucket, const Tensor& values) const;
+  void add_errors(const GradientBucket& bucket, const Tensor& square);
+  void finish(const GradientBucket& bucket, const Matrix& part, const Pending& pending,
+              const Tensor& p, const Tensor& q);
 
   PowerSgdOptions options_;
   std::unique_ptr<CommunicationHook> plain_;  // before start_step

@@ -5,7 +5,7 @@
 #include <functional>
 #include <memory>
 
-#include <tessera/distributed/shard/engine.h>
+#include <tessera/distributed/shard/bucket_schedule.h>
 #include <tessera/distributed/shard/join.h>
 
 namespace tessera::distributed {
@@ -14,7 +14,7 @@ class JoinState {
  public:
   // `synchronise_buffers`, `synchronise_all`: the model's broadcasts, from rank 0 and from a given
   // rank.
-  JoinState(std::shared_ptr<ParamGroupEngine> engine, const JoinOptions& options,
+  JoinState(std::shared_ptr<BucketSchedule> engine, const JoinOptions& options,
             std::function<void()> synchronise_buffers, std::function<void(int)> synchronise_all)
       : engine_(std::move(engine)),
         options_(options),
@@ -35,7 +35,7 @@ class JoinState {
   Poll poll(bool active);
   int last_at_work();
 
-  std::shared_ptr<ParamGroupEngine> engine_;
+  std::shared_ptr<BucketSchedule> engine_;
   JoinOptions options_;
   std::function<void()> synchronise_buffers_;
   std::function<void(int)> synchronise_all_;

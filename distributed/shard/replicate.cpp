@@ -116,7 +116,7 @@ struct Replica::State : std::enable_shared_from_this<Replica::State> {
   Group* ranks = nullptr;
   ReplicateOptions options;
   NamedTensors parameters, buffers;
-  std::shared_ptr<ParamGroupEngine> engine;
+  std::shared_ptr<BucketSchedule> engine;
   std::vector<HookHandle> handles;
   bool has_hook = false;
   std::weak_ptr<JoinState> join;
@@ -187,7 +187,7 @@ void Replica::resume_sum() { state_->engine->resume_sum(); }
 void Replica::keep_gradients() { state_->engine->keep_gradients(); }
 void Replica::fail_backward() { state_->engine->fail_backward(); }
 void Replica::accept_written() { state_->engine->accept_written(); }
-const ParamGroupEngine& Replica::engine() const { return *state_->engine; }
+const BucketSchedule& Replica::engine() const { return *state_->engine; }
 
 void Replica::set_communication_hook(std::shared_ptr<CommunicationHook> hook) {
   TS_CHECK(hook != nullptr, "set_communication_hook", "needs a hook; got none");
@@ -249,7 +249,7 @@ Replica replicate(nn::ModuleBase& model, Mesh& mesh, const ReplicateOptions& opt
   if (options.init_sync && rank_context().mutation != Mutation::kSkipInitSync) {
     state->synchronise_all(0);
   }
-  state->engine = std::make_shared<ParamGroupEngine>(
+  state->engine = std::make_shared<BucketSchedule>(
       state->parameters, *state->ranks,
       EngineOptions{.mode = kDataParallel,
                     .first_bucket_bytes = options.first_bucket_bytes,

@@ -11,7 +11,8 @@
 //
 // Accumulation over m micro-batches: all but the last backward under no_sync(), or a StepPlan for
 // each. Parameters that a backward does not use, weights used several times, recomputed activations
-// (checkpoint()) and control flow that differs between ranks need no option; see engine.h.
+// (checkpoint()) and control flow that differs between ranks need no option; see
+// bucket_schedule.h.
 //
 // Bits: with deterministic reductions and f32, N ranks give the gradients of one process that runs
 // the N batches one after the other and multiplies once by 1/N, to the bit, whatever the buckets.
@@ -24,7 +25,7 @@
 #include <vector>
 
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/shard/engine.h>
+#include <tessera/distributed/shard/bucket_schedule.h>
 #include <tessera/distributed/shard/join.h>
 #include <tessera/distributed/shard/report.h>
 #include <tessera/nn/module.h>
@@ -58,7 +59,7 @@ struct ReplicateOptions {
 // Backwards in the scope add up locally.
 class [[nodiscard]] NoSync {
  public:
-  explicit NoSync(std::shared_ptr<ParamGroupEngine> engine)
+  explicit NoSync(std::shared_ptr<BucketSchedule> engine)
       : engine_(std::move(engine)), previous_(engine_->plan.sync_gradients) {
     engine_->plan.sync_gradients = false;
   }
@@ -67,7 +68,7 @@ class [[nodiscard]] NoSync {
   NoSync& operator=(const NoSync&) = delete;
 
  private:
-  std::shared_ptr<ParamGroupEngine> engine_;
+  std::shared_ptr<BucketSchedule> engine_;
   bool previous_;
 };
 
@@ -81,7 +82,7 @@ class Replica {
   NoSync no_sync();
   void set_plan(const StepPlan& plan);
   const StepPlan& plan() const;
-  // See ParamGroupEngine.
+  // See BucketSchedule.
   void resume_sum();
   void keep_gradients();
   void fail_backward();
@@ -96,7 +97,7 @@ class Replica {
 
   // What is set up and what one step costs.
   ShardReport report() const;
-  const ParamGroupEngine& engine() const;
+  const BucketSchedule& engine() const;
 
  private:
   friend Replica replicate(nn::ModuleBase&, Mesh&, const ReplicateOptions&);

@@ -4,7 +4,7 @@
 
 namespace tessera::distributed {
 
-ShardReport make_report(const ParamGroupEngine& engine) {
+ShardReport make_report(const BucketSchedule& engine) {
   ShardReport report;
   report.mode = engine.options().mode;
   report.ranks = engine.ranks().size();
@@ -28,7 +28,7 @@ ShardReport make_report(const ParamGroupEngine& engine) {
   }
   if (!alone) report.used_map = {1, engine.used_map_bytes()};
   if (!alone && engine.options().average == GradientAverage::kWeight) {
-    report.window_weight = {1, ParamGroupEngine::kWindowWeightBytes};
+    report.window_weight = {1, BucketSchedule::kWindowWeightBytes};
   }
   return report;
 }

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/distributed/shard/engine.h>
+#include <tessera/distributed/shard/bucket_schedule.h>
 
 namespace tessera::distributed {
 
@@ -35,6 +35,6 @@ struct ShardReport {
   std::string describe() const;
 };
 
-ShardReport make_report(const ParamGroupEngine& engine);
+ShardReport make_report(const BucketSchedule& engine);
 
 }  // namespace tessera::distributed

@@ -1,4 +1,4 @@
-#include <tessera/distributed/shard/engine.h>
+#include <tessera/distributed/shard/bucket_schedule.h>
 
 #include <algorithm>
 #include <chrono>
@@ -57,12 +57,12 @@ bool holds_reduced(const ManagedParam& param) {
 
 }  // namespace
 
-ParamGroupEngine::ParamGroupEngine(const NamedTensors& parameters, Group& ranks,
-                                   const EngineOptions& options)
+BucketSchedule::BucketSchedule(const NamedTensors& parameters, Group& ranks,
+                               const EngineOptions& options)
     : ranks_(&ranks), options_(options), hook_(std::make_shared<AllReduceHook>()) {
   for (const auto& [name, tensor] : parameters) {
     if (!tensor.requires_grad()) continue;
-    TS_CHECK_DEVICE(!tensor.is_meta(), "ParamGroupEngine", "'", name, "' is ", tensor,
+    TS_CHECK_DEVICE(!tensor.is_meta(), "BucketSchedule", "'", name, "' is ", tensor,
                     "; give the model memory before it is distributed");
     params_.push_back({.name = name, .tensor = tensor});
   }
@@ -72,12 +72,12 @@ ParamGroupEngine::ParamGroupEngine(const NamedTensors& parameters, Group& ranks,
   learning_order_ = options.rebuild_buckets;
 }
 
-ParamGroupEngine::~ParamGroupEngine() {
+BucketSchedule::~BucketSchedule() {
   for (HookHandle& handle : handles_) handle.remove();
   for (const auto& group : groups_) group->remove_homes();
 }
 
-void ParamGroupEngine::install() {
+void BucketSchedule::install() {
   for (size_t i = 0; i < params_.size(); ++i) {
     handles_.push_back(register_post_accumulate_hook(params_[i].tensor,
                                                      [self = weak_from_this(), i](const Tensor&) {
@@ -89,17 +89,17 @@ void ParamGroupEngine::install() {
 
 // ---- Buckets -----------------------------------------------------------------------------------
 
-void ParamGroupEngine::make_groups(const std::vector<size_t>& order) {
+void BucketSchedule::make_groups(const std::vector<size_t>& order) {
   std::vector<BucketItem> items;
   for (const size_t i : order) {
     const Tensor& tensor = params_[i].tensor;
-    const DType dtype = ParamGroup::gradient_dtype_of(tensor, options_.gradient_dtype);
+    const DType dtype = GradientBucket::gradient_dtype_of(tensor, options_.gradient_dtype);
     items.push_back({tensor.numel() * size_of(dtype), tensor.dtype(), tensor.device()});
   }
   const int64_t caps[] = {options_.first_bucket_bytes, options_.bucket_bytes};
   const bool any_gradient = std::ranges::any_of(
       params_, [](const ManagedParam& param) { return param.tensor.grad().defined(); });
-  std::vector<std::unique_ptr<ParamGroup>> old = std::move(groups_);
+  std::vector<std::unique_ptr<GradientBucket>> old = std::move(groups_);
   groups_.clear();
   const std::vector<Place> old_places = std::move(places_);
   places_.assign(params_.size(), {});
@@ -109,7 +109,7 @@ void ParamGroupEngine::make_groups(const std::vector<size_t>& order) {
   if (!any_gradient) old.clear();
   for (std::vector<size_t>& bucket : assign_buckets(items, caps)) {
     for (size_t& member : bucket) member = order[member];
-    auto group = std::make_unique<ParamGroup>(
+    auto group = std::make_unique<GradientBucket>(
         static_cast<int>(groups_.size()), std::move(bucket), params_, options_.mode, *ranks_,
         options_.gradient_as_bucket_view, options_.gradient_dtype);
     for (size_t slot = 0; slot < group->size(); ++slot) {
@@ -128,7 +128,7 @@ void ParamGroupEngine::make_groups(const std::vector<size_t>& order) {
   }
 }
 
-void ParamGroupEngine::rebuild_if_due() {
+void BucketSchedule::rebuild_if_due() {
   if (next_order_.empty()) return;
   const std::vector<size_t> order = std::move(next_order_);
   next_order_.clear();
@@ -137,7 +137,7 @@ void ParamGroupEngine::rebuild_if_due() {
 }
 
 // Rank 0's order is everybody's.
-void ParamGroupEngine::agree_on_order() {
+void BucketSchedule::agree_on_order() {
   const PhaseScope phase("backward");
   const FirstStepTimeout timeout(0);
   learning_order_ = false;
@@ -162,17 +162,17 @@ void ParamGroupEngine::agree_on_order() {
 
 // ---- One backward ------------------------------------------------------------------------------
 
-double ParamGroupEngine::seconds() const {
+double BucketSchedule::seconds() const {
   return static_cast<double>(now_in_nanoseconds() - began_) * 1e-9;
 }
 
-void ParamGroupEngine::before_forward() { rebuild_if_due(); }
+void BucketSchedule::before_forward() { rebuild_if_due(); }
 
-void ParamGroupEngine::before_backward() {
+void BucketSchedule::before_backward() {
   if (const uint64_t pass = current_backward(); pass != 0 && pass != pass_) begin_pass(false);
 }
 
-void ParamGroupEngine::gradient_arrived(size_t param) {
+void BucketSchedule::gradient_arrived(size_t param) {
   const uint64_t pass = current_backward();
   if (pass == 0) return;
   if (pass != pass_) begin_pass(false);
@@ -188,7 +188,7 @@ void ParamGroupEngine::gradient_arrived(size_t param) {
   launch_complete();
 }
 
-void ParamGroupEngine::begin_pass(bool shadow) {
+void BucketSchedule::begin_pass(bool shadow) {
   if (!shadow) {
     check_cleared();
     pass_ = current_backward();
@@ -219,7 +219,7 @@ void ParamGroupEngine::begin_pass(bool shadow) {
   launch_complete();
 }
 
-void ParamGroupEngine::mark_ready(size_t param) {
+void BucketSchedule::mark_ready(size_t param) {
   const Place& place = places_[param];
   if (shadow_) {
     place.group->collect_zeros(place.slot);
@@ -229,7 +229,7 @@ void ParamGroupEngine::mark_ready(size_t param) {
 }
 
 // see [Note: launch order]
-void ParamGroupEngine::launch_complete() {
+void BucketSchedule::launch_complete() {
   if (rank_context().mutation == Mutation::kLaunchOutOfOrder) [[unlikely]] {
     for (const auto& group : groups_) {
       if (group->complete() && !group->launched()) launch(*group);
@@ -241,7 +241,7 @@ void ParamGroupEngine::launch_complete() {
   }
 }
 
-void ParamGroupEngine::launch(ParamGroup& group) {
+void BucketSchedule::launch(GradientBucket& group) {
   const PhaseScope phase("backward");
   const FirstStepTimeout timeout(reductions_);
   record_.launches.push_back({group.index(), record_.gradients, seconds()});
@@ -250,7 +250,7 @@ void ParamGroupEngine::launch(ParamGroup& group) {
 }
 
 // Travels while the first gradients are computed.
-void ParamGroupEngine::begin_weight() {
+void BucketSchedule::begin_weight() {
   const FirstStepTimeout timeout(reductions_);
   weight_ = raw::zeros({kWindowWeightBytes / size_of(kF64)}, kF64);
   if (!shadow_) {
@@ -269,7 +269,7 @@ void ParamGroupEngine::begin_weight() {
 }
 
 // Equal numbers have no variance. What is found here, all ranks find.
-void ParamGroupEngine::check_batches() {
+void BucketSchedule::check_batches() {
   const double* const sums = weight_.data_as<double>();
   if (sums[1] * sums[3] == sums[2] * sums[2]) return;
   std::string places;
@@ -287,7 +287,7 @@ void ParamGroupEngine::check_batches() {
            "backward for every batch, with weight 0 where one is not to count");
 }
 
-double ParamGroupEngine::divisor() {
+double BucketSchedule::divisor() {
   int ranks = contributors();
   if (rank_context().mutation == Mutation::kWrongDivide) [[unlikely]]
     ++ranks;
@@ -311,7 +311,7 @@ double ParamGroupEngine::divisor() {
   return 1;
 }
 
-void ParamGroupEngine::resume_sum() {
+void BucketSchedule::resume_sum() {
   const NoGradGuard no_grad;
   for (ManagedParam& param : params_) {
     // A gradient that was stepped with or replaced is no part of the sum any more.
@@ -327,7 +327,7 @@ void ParamGroupEngine::resume_sum() {
   }
 }
 
-void ParamGroupEngine::keep_gradients() {
+void BucketSchedule::keep_gradients() {
   TensorList gradients;
   for (ManagedParam& param : params_) {
     param.reduced = false;
@@ -345,14 +345,14 @@ void ParamGroupEngine::keep_gradients() {
   if (share != 1) kernels::multi_tensor_scale(gradients, &share);
 }
 
-void ParamGroupEngine::accept_written() {
+void BucketSchedule::accept_written() {
   for (ManagedParam& param : params_) {
     const Tensor gradient = param.tensor.grad();
     if (param.reduced && gradient.defined()) param.gradient_version = gradient.version();
   }
 }
 
-void ParamGroupEngine::end_pass() {
+void BucketSchedule::end_pass() {
   in_pass_ = false;
   if (!synchronises_) {
     ++backwards_in_window_;
@@ -369,13 +369,13 @@ void ParamGroupEngine::end_pass() {
   if (learning_order_) agree_on_order();
 }
 
-void ParamGroupEngine::shadow_backward() {
+void BucketSchedule::shadow_backward() {
   begin_pass(true);
   end_pass();
   shadow_ = false;
 }
 
-void ParamGroupEngine::fail_backward() {
+void BucketSchedule::fail_backward() {
   const bool begun = std::exchange(in_pass_, false);
   if (begun ? !synchronises_ : !plan.sync_gradients) return;
   try {
@@ -392,12 +392,12 @@ void ParamGroupEngine::fail_backward() {
   backwards_in_window_ = 0;
 }
 
-int64_t ParamGroupEngine::used_map_bytes() const {
+int64_t BucketSchedule::used_map_bytes() const {
   const size_t fingerprint = fingerprint_of(*ranks_) ? 2 * sizeof(uint64_t) : 0;
   return static_cast<int64_t>(params_.size() + 1 + fingerprint);
 }
 
-void ParamGroupEngine::finish_reduction() {
+void BucketSchedule::finish_reduction() {
   const PhaseScope phase("backward");
   const FirstStepTimeout timeout(reductions_);
   const int64_t waiting_since = now_in_nanoseconds();
@@ -415,10 +415,10 @@ void ParamGroupEngine::finish_reduction() {
   std::memcpy(flags + count + 1, fingerprint, fingerprint_bytes);
   const Work used_work =
       ranks_->all_reduce(used, ReduceOp::kMax, {.channel = Channel::kControl, .tag = "used_map"});
-  std::vector<ParamGroup*> open;
+  std::vector<GradientBucket*> open;
   for (const auto& group : groups_) open.push_back(group.get());
   while (!open.empty()) {
-    std::erase_if(open, [&](ParamGroup* group) { return hook_->advance(*group); });
+    std::erase_if(open, [&](GradientBucket* group) { return hook_->advance(*group); });
   }
   used_work.wait();
   TS_CHECK_AS(DistributedError, std::memcmp(flags + count + 1, fingerprint, fingerprint_bytes) == 0,
@@ -451,7 +451,7 @@ void ParamGroupEngine::finish_reduction() {
   }
 }
 
-void ParamGroupEngine::check_cleared() {
+void BucketSchedule::check_cleared() {
   std::vector<std::string> stale;
   for (const ManagedParam& param : params_) {
     if (holds_reduced(param)) stale.push_back(param.name);

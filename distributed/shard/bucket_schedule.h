@@ -38,7 +38,7 @@
 #include <tessera/core/state_dict.h>
 #include <tessera/distributed/shard/buckets.h>
 #include <tessera/distributed/shard/communication_hook.h>
-#include <tessera/distributed/shard/param_group.h>
+#include <tessera/distributed/shard/gradient_bucket.h>
 #include <tessera/distributed/shard/plan.h>
 #include <tessera/distributed/transport/group.h>
 
@@ -78,14 +78,14 @@ struct BackwardRecord {
   int64_t backwards_before = 0;  // that added to these gradients without reducing them
 };
 
-class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
+class BucketSchedule : public std::enable_shared_from_this<BucketSchedule> {
  public:
   // `parameters` in the order of the module; those that do not require grad are passed over.
   // `ranks` must outlive the engine.
-  ParamGroupEngine(const NamedTensors& parameters, Group& ranks, const EngineOptions& options);
-  ~ParamGroupEngine();
-  ParamGroupEngine(const ParamGroupEngine&) = delete;
-  ParamGroupEngine& operator=(const ParamGroupEngine&) = delete;
+  BucketSchedule(const NamedTensors& parameters, Group& ranks, const EngineOptions& options);
+  ~BucketSchedule();
+  BucketSchedule(const BucketSchedule&) = delete;
+  BucketSchedule& operator=(const BucketSchedule&) = delete;
 
   // Hooks on the leaves. They hold the engine weakly.
   void install();
@@ -125,7 +125,7 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   int64_t used_map_bytes() const;
   const EngineOptions& options() const { return options_; }
   const std::vector<ManagedParam>& params() const { return params_; }
-  const std::vector<std::unique_ptr<ParamGroup>>& groups() const { return groups_; }
+  const std::vector<std::unique_ptr<GradientBucket>>& groups() const { return groups_; }
   int rebuilds() const { return rebuilds_; }
   int64_t reductions() const { return reductions_; }
   // kWeight: what one reduction sends to find the sum.
@@ -141,7 +141,7 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   void gradient_arrived(size_t param);
   void mark_ready(size_t param);
   void launch_complete();
-  void launch(ParamGroup& group);
+  void launch(GradientBucket& group);
   void finish_reduction();
   void check_cleared();
   void begin_weight();
@@ -158,11 +158,11 @@ class ParamGroupEngine : public std::enable_shared_from_this<ParamGroupEngine> {
   std::shared_ptr<CommunicationHook> hook_;
   std::vector<ManagedParam> params_;
   struct Place {
-    ParamGroup* group;
+    GradientBucket* group;
     size_t slot;
   };
   std::vector<Place> places_;  // of each parameter
-  std::vector<std::unique_ptr<ParamGroup>> groups_;
+  std::vector<std::unique_ptr<GradientBucket>> groups_;
   std::vector<HookHandle> handles_;
 
   // The backward under way.

@@ -1,4 +1,4 @@
-#include <tessera/distributed/shard/param_group.h>
+#include <tessera/distributed/shard/gradient_bucket.h>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
@@ -17,9 +17,10 @@ FlatLayout layout_of(const std::vector<size_t>& members, const std::vector<Manag
 
 }  // namespace
 
-ParamGroup::ParamGroup(int index, std::vector<size_t> members, std::vector<ManagedParam>& params,
-                       const ShardingMode& mode, Group& ranks, bool gradients_are_views,
-                       std::optional<DType> gradient_dtype)
+GradientBucket::GradientBucket(int index, std::vector<size_t> members,
+                               std::vector<ManagedParam>& params, const ShardingMode& mode,
+                               Group& ranks, bool gradients_are_views,
+                               std::optional<DType> gradient_dtype)
     : index_(index),
       members_(std::move(members)),
       params_(&params),
@@ -27,7 +28,7 @@ ParamGroup::ParamGroup(int index, std::vector<size_t> members, std::vector<Manag
       ranks_(&ranks),
       tag_("bucket " + std::to_string(index)),
       gradients_are_views_(gradients_are_views) {
-  TS_CHECK_AS(UnsupportedError, mode == kDataParallel, "ParamGroup", "the sharding mode ",
+  TS_CHECK_AS(UnsupportedError, mode == kDataParallel, "GradientBucket", "the sharding mode ",
               describe(mode), " (parameter, gradient, optimizer) is not served; use ",
               describe(kDataParallel), ", which replicate() sets");
   const Tensor& first = param(0).tensor;
@@ -45,7 +46,7 @@ ParamGroup::ParamGroup(int index, std::vector<size_t> members, std::vector<Manag
   }
 }
 
-void ParamGroup::collect(size_t slot) {
+void GradientBucket::collect(size_t slot) {
   const NoGradGuard no_grad;
   ManagedParam& param = own(slot);
   const Tensor& part = views_[slot];
@@ -60,14 +61,14 @@ void ParamGroup::collect(size_t slot) {
   --pending_;
 }
 
-void ParamGroup::collect_zeros(size_t slot) {
+void GradientBucket::collect_zeros(size_t slot) {
   const NoGradGuard no_grad;
   zero_(views_[slot]);
   own(slot).ready = true;
   --pending_;
 }
 
-void ParamGroup::hand_out(size_t slot) {
+void GradientBucket::hand_out(size_t slot) {
   const NoGradGuard no_grad;
   const Tensor& tensor = own(slot).tensor;
   if (gradients_are_views_) {
@@ -79,7 +80,7 @@ void ParamGroup::hand_out(size_t slot) {
   }
 }
 
-void ParamGroup::adopt(size_t slot, const Tensor& from) {
+void GradientBucket::adopt(size_t slot, const Tensor& from) {
   const NoGradGuard no_grad;
   const Tensor& tensor = own(slot).tensor;
   if (!tensor.grad().is(from)) return;
@@ -87,12 +88,12 @@ void ParamGroup::adopt(size_t slot, const Tensor& from) {
   tensor.set_grad(views_[slot]);
 }
 
-void ParamGroup::install_homes() {
+void GradientBucket::install_homes() {
   if (!gradients_are_views_) return;
   for (size_t slot = 0; slot < size(); ++slot) set_main_grad(own(slot).tensor, views_[slot]);
 }
 
-void ParamGroup::remove_homes() {
+void GradientBucket::remove_homes() {
   if (!gradients_are_views_) return;
   for (size_t slot = 0; slot < size(); ++slot) set_main_grad(own(slot).tensor, Tensor());
 }

@@ -28,13 +28,13 @@ struct ManagedParam {
   uint32_t gradient_version = 0, parameter_version = 0;
 };
 
-class ParamGroup {
+class GradientBucket {
  public:
   // `members`: positions in `params`, in the order of the buffer. `params` must outlive the group.
   // Throws UnsupportedError for a mode that this build does not serve.
-  ParamGroup(int index, std::vector<size_t> members, std::vector<ManagedParam>& params,
-             const ShardingMode& mode, Group& ranks, bool gradients_are_views,
-             std::optional<DType> gradient_dtype = {});
+  GradientBucket(int index, std::vector<size_t> members, std::vector<ManagedParam>& params,
+                 const ShardingMode& mode, Group& ranks, bool gradients_are_views,
+                 std::optional<DType> gradient_dtype = {});
 
   // `wanted` where it is wider than the parameter's dtype, else the parameter's.
   static DType gradient_dtype_of(const Tensor& parameter, std::optional<DType> wanted) {
