@@ -342,7 +342,7 @@ std::string Accelerator::describe() const {
         << precision::describe(
                precision::policy_of(*record->model).value_or(precision::Policy::f32()))
         << '\n';
-    if (record->replica) out << "  " << record->replica->report().describe();
+    if (record->parallel) out << "  " << record->parallel->describe();
   }
   for (const auto& record : state.optimizers) {
     out << "optimizer of " << record->parameters.size() << " parameters: steps with";

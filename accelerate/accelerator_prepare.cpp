@@ -3,49 +3,19 @@
 #include <ranges>
 
 #include <tessera/accelerate/accelerator_state.h>
+#include <tessera/accelerate/data_parallel.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
-#include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/precision/autocast.h>
 
 namespace tessera {
 namespace {
 
+using distributed::DataParallelModel;
 using optim::StepDecision;
-
-DType wire_of(accelerate::CommWrapper wrapper) {
-  switch (wrapper) {
-    case accelerate::CommWrapper::kFP16:
-      return kF16;
-    case accelerate::CommWrapper::kBF16:
-      return kBF16;
-    case accelerate::CommWrapper::kNone:
-      break;
-  }
-  return kF32;
-}
-
-std::shared_ptr<distributed::CommunicationHook> hook_of(const accelerate::Settings& settings) {
-  switch (settings.ddp_comm_hook.value) {
-    case accelerate::CommHook::kFP16:
-      return std::make_shared<distributed::CastHook>(kF16);
-    case accelerate::CommHook::kBF16:
-      return std::make_shared<distributed::CastHook>(kBF16);
-    case accelerate::CommHook::kPowerSgd:
-    case accelerate::CommHook::kBatchedPowerSgd:
-      return std::make_shared<distributed::PowerSgdHook>(distributed::PowerSgdOptions{
-          .rank = settings.ddp_power_sgd_rank,
-          .start_step = settings.ddp_power_sgd_start_step,
-          .batched = settings.ddp_comm_hook.value == accelerate::CommHook::kBatchedPowerSgd,
-          .wire = wire_of(settings.ddp_comm_wrapper.value)});
-    case accelerate::CommHook::kNone:
-      break;
-  }
-  return nullptr;
-}
 
 precision::Policy way_of_computing(PrecisionPolicy way, DType low) {
   switch (way) {
@@ -65,22 +35,6 @@ precision::Policy policy_of(const accelerate::Settings& settings) {
   precision::Policy policy = way_of_computing(settings.precision_policy.value, low);
   if (settings.output_precision.value == OutputPrecision::kF32) policy.output = kF32;
   return policy;
-}
-
-distributed::ReplicateOptions replicate_options(const accelerate::Settings& settings) {
-  const auto bytes = [](double megabytes) { return static_cast<int64_t>(megabytes * 1048576); };
-  distributed::ReplicateOptions options;
-  options.first_bucket_bytes = bytes(settings.ddp_first_bucket_mb);
-  options.bucket_bytes = bytes(settings.ddp_bucket_cap_mb);
-  options.gradient_as_bucket_view = settings.ddp_gradient_as_bucket_view;
-  options.average = settings.loss_weighting.value == LossWeighting::kHuggingFace
-                        ? distributed::GradientAverage::kRanks
-                        : distributed::GradientAverage::kWeight;
-  options.init_sync = settings.ddp_init_sync;
-  options.broadcast_buffers = settings.ddp_broadcast_buffers;
-  const precision::Policy policy = policy_of(settings);
-  if (policy.needs_masters()) options.gradient_dtype = policy.reduce;
-  return options;
 }
 
 // Around every call of a prepared model.
@@ -183,28 +137,19 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
   if (policy != precision::Policy::f32()) record->policy = precision::apply(model, policy);
   // One rank too keeps the f32 gradients of 16-bit parameters in the engine's buckets.
   if ((data_ranks > 1 || policy.needs_masters()) && trains) {
-    // Before replicate()'s own hook on the outputs, which begins the reduction: what ran forward
-    // under no_sync() is not reduced.
-    record->handles.push_back(model.register_forward_hook(
-        [weak = std::weak_ptr(record)](nn::ModuleBase&, nn::TensorRefs, nn::TensorRefs outputs) {
+    record->parallel = accelerate::make_data_parallel(model, settings, policy);
+    // What ran forward under no_sync() is not reduced.
+    record->parallel->set_forward_observer(
+        [weak = std::weak_ptr(record)]() -> DataParallelModel::BeforeBackward {
           const auto own = weak.lock();
-          if (!own || own->no_sync == 0 || !grad_enabled()) return;
-          for (Tensor* output : outputs) {
-            if (!output->requires_grad() || output->is_leaf()) continue;
-            register_hook(*output, [weak](const Tensor&) {
-              if (const auto record = weak.lock();
-                  record && record->replica && record->triggered == 0) {
-                distributed::StepPlan plan = record->replica->plan();
-                plan.sync_gradients = false;
-                record->replica->set_plan(plan);
-              }
-              return Tensor();
-            });
-          }
-        }));
-    record->replica.emplace(
-        distributed::replicate(model, distributed::mesh(), replicate_options(settings)));
-    if (auto hook = hook_of(settings)) record->replica->set_communication_hook(std::move(hook));
+          if (!own || own->no_sync == 0) return {};
+          return [weak] {
+            const auto record = weak.lock();
+            if (record && record->parallel && record->triggered == 0) {
+              record->parallel->pass().plan.sync_gradients = false;
+            }
+          };
+        });
   }
   keep_originals(*record);
   models.push_back(std::move(record));

@@ -15,7 +15,7 @@
 #include <tessera/core/device.h>
 #include <tessera/core/error.h>
 #include <tessera/core/random.h>
-#include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/shard/data_parallel_model.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/optimizer.h>
 #include <tessera/optim/schedule.h>
@@ -79,7 +79,7 @@ struct ModelRecord {
     const void* data;
   };
   std::unordered_map<TensorImpl*, Original> originals;
-  std::optional<distributed::Replica> replica;
+  std::unique_ptr<distributed::DataParallelModel> parallel;  // where the ranks train it together
   KeptGradients kept;
   StepWindow window;
   std::optional<int64_t> steps;
@@ -97,21 +97,17 @@ struct ModelRecord {
   void let_go() {
     for (HookHandle& handle : handles) handle.remove();
     policy.remove();
-    replica.reset();
+    parallel.reset();
   }
   // What a forward must know: buffers are synchronised where gradients will be.
   void plan_forward(bool sync) {
-    if (!replica) return;
-    distributed::StepPlan plan = replica->plan();
-    plan.sync_gradients = sync && no_sync == 0 && !local;
-    replica->set_plan(plan);
+    if (parallel) parallel->pass().plan.sync_gradients = sync && no_sync == 0 && !local;
   }
-  bool reduces() const { return replica.has_value() && !local; }
+  bool reduces() const { return parallel != nullptr && !local; }
   bool has_weight() const {
     if (!reduces()) return window.weight() != 0;
-    const distributed::BucketSchedule& engine = replica->engine();
-    return engine.options().average != distributed::GradientAverage::kWeight ||
-           engine.window_weight() != 0;
+    const distributed::BackwardPass& pass = parallel->pass();
+    return pass.average() != distributed::GradientAverage::kWeight || pass.window_weight() != 0;
   }
 };
 

@@ -166,11 +166,11 @@ void Accelerator::State::divide(std::span<const std::shared_ptr<ModelRecord>> re
 void Accelerator::State::resume(ModelRecord& record) {
   if (!record.kept.empty()) {
     record.kept.subtract();
-    if (record.reduces()) record.replica->accept_written();
+    if (record.reduces()) record.parallel->pass().accept_written();
   }
   if (record.reduces()) {
-    return divides_as_huggingface() ? record.replica->keep_gradients()
-                                    : record.replica->resume_sum();
+    distributed::BackwardPass& pass = record.parallel->pass();
+    return divides_as_huggingface() ? pass.keep_gradients() : pass.resume_sum();
   }
   if (record.divisor == 1) return;
   std::unordered_set<TensorImpl*> seen;
@@ -228,7 +228,7 @@ void KeptGradients::forget_cleared() {
 void Accelerator::State::begin_sum(ModelRecord& record, const Tensor& loss, bool at_once) {
   record.kept.clear();
   if (divides_as_huggingface()) {  // a mean over the ranks: adding to it is right as it is
-    if (record.reduces()) record.replica->keep_gradients();
+    if (record.reduces()) record.parallel->pass().keep_gradients();
     return;
   }
   const auto has_gradient = [](const NamedTensor& named) { return named.tensor.grad().defined(); };
@@ -237,7 +237,7 @@ void Accelerator::State::begin_sum(ModelRecord& record, const Tensor& loss, bool
   if (!at_once) {
     record.kept.take(record.parameters);
   } else if (record.reduces()) {
-    record.replica->keep_gradients();
+    record.parallel->pass().keep_gradients();
   }
 }
 
@@ -304,21 +304,21 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
     const bool is_own = std::ranges::find(own, record) != own.end();
     const StepWindow& window = record->window;
     bool at_once = undivided;
-    if (record->replica) {
+    if (record->parallel) {
       bool sync = record->no_sync == 0 && !record->local;
       if (is_own) sync = sync && (window.is_boundary() || state.settings.sync_each_batch);
       sync = sync || record->triggered > 0;
       at_once = sync && (!is_own || window.is_whole());
-      record->replica->set_plan({.micro_index = is_own ? window.index() : 0,
-                                 .is_last = !is_own || window.is_boundary(),
-                                 .sync_gradients = sync,
-                                 .weight = is_own ? window.weight() : weight,
-                                 .epoch = batch.epoch,
-                                 .position = batch.position});
-      reducing.push_back({record.get(), record->replica->engine().reductions()});
+      record->parallel->set_plan({.micro_index = is_own ? window.index() : 0,
+                                  .is_last = !is_own || window.is_boundary(),
+                                  .sync_gradients = sync,
+                                  .weight = is_own ? window.weight() : weight,
+                                  .epoch = batch.epoch,
+                                  .position = batch.position});
+      reducing.push_back({record.get(), record->parallel->pass().reductions()});
     }
     record->kept.forget_cleared();
-    const bool continues = record->reduces() ? record->replica->engine().holds_unreduced()
+    const bool continues = record->reduces() ? record->parallel->pass().holds_unreduced()
                                              : !is_own || window.pending();
     if (is_own && window.reduced()) {
       state.resume(*record);
@@ -343,10 +343,10 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
     throw;
   } catch (...) {  // the other ranks wait for what this one would have reduced
     for (const Expected& expected : reducing) {
-      distributed::Replica& replica = *expected.record->replica;
-      if (replica.engine().reductions() > expected.reductions) continue;
-      if (replica.engine().in_backward() || leads_to_any(loss, expected.record->parameters)) {
-        replica.fail_backward();
+      distributed::BackwardPass& pass = expected.record->parallel->pass();
+      if (pass.reductions() > expected.reductions) continue;
+      if (pass.in_backward() || leads_to_any(loss, expected.record->parameters)) {
+        pass.fail_backward();
       }
     }
     throw;
@@ -357,7 +357,7 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
   for (const auto& record : own) {
     if (record->reduces()) {
       const auto expected = std::ranges::find(reducing, record.get(), &Expected::record);
-      const bool reduced = record->replica->engine().reductions() > expected->reductions;
+      const bool reduced = record->parallel->pass().reductions() > expected->reductions;
       reduced ? record->window.set_reduced() : record->window.set_pending();
     } else if ((record->window.is_boundary() || state.settings.sync_each_batch)) {
       closed.push_back(record);
@@ -369,11 +369,11 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
   state.divide(closed, undivided);
   for (const Expected& expected : reducing) {
     ModelRecord& record = *expected.record;
-    if (record.kept.empty() || record.replica->engine().reductions() == expected.reductions) {
+    if (record.kept.empty() || record.parallel->pass().reductions() == expected.reductions) {
       continue;
     }
     record.kept.add();
-    record.replica->accept_written();
+    record.parallel->pass().accept_written();
   }
   for (const auto& record : state.models) record->kept.note_versions();
   if (!in_window) {
@@ -687,12 +687,12 @@ void Accelerator::join_uneven_inputs(nn::ModuleBase& model, const std::function<
                                      const JoinUnevenOptions& options,
                                      const std::source_location& where) {
   const auto record = state_->at(model, "join_uneven_inputs");
-  if (!record->replica) return body();
+  if (!record->parallel) return body();
   const ScopedValue<bool> joined(state_->joined, true);
   const ScopedValue<bool> by_count(state_->sync_with_dataloader, false);
   const accelerate::EvenBatchesScope uneven(*state_->loader_plan, options.even_batches);
   distributed::Join join =
-      record->replica->join({.throw_on_early_end = options.throw_on_early_end});
+      record->parallel->join({.throw_on_early_end = options.throw_on_early_end});
   body();
   const distributed::CallerScope caller(where);
   join.finish();

@@ -123,7 +123,7 @@ void run(const Options& options) {
     if (step < options.warmup) continue;
     times.push_back(time.count());
     hidden.push_back(hidden_share(scope.records(), distributed::Channel::kGradient));
-    waited.push_back(replica.engine().last_backward().waited * 1e3);
+    waited.push_back(replica.pass().record().waited * 1e3);
   }
   if (distributed::rank() != 0) return;
   const double ms = median(times);

@@ -4,7 +4,7 @@ include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 set(tessera_installed tessera_core ${tessera_gpu} tessera_autograd tessera_nn tessera_optim tessera_precision tessera_data
-  tessera_distributed tessera_checkpoint tessera_process tessera_accelerate tessera)
+  tessera_distributed tessera_shard tessera_checkpoint tessera_process tessera_accelerate tessera)
 if(BUILD_SHARED_LIBS)  # they find each other, and the command finds them, wherever the prefix is
   foreach(target IN LISTS tessera_installed)
     get_target_property(type ${target} TYPE)

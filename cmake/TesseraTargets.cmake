@@ -116,7 +116,11 @@ tessera_floor(precision DEPENDS tessera_nn)
 # Saved trainings, which programs do without that read and write HuggingFace's folders.
 file(GLOB checkpoint_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/distributed
   ${CMAKE_CURRENT_SOURCE_DIR}/distributed/checkpoint/*.cpp)
-tessera_floor(distributed DEPENDS tessera_nn tessera_optim tessera_precision WITHOUT ${checkpoint_sources})
+# How ranks train one model, apart from how they talk: tests compile it a second time.
+file(GLOB shard_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/distributed
+  ${CMAKE_CURRENT_SOURCE_DIR}/distributed/shard/*.cpp)
+tessera_floor(distributed DEPENDS tessera_nn tessera_optim tessera_precision
+  WITHOUT ${checkpoint_sources} ${shard_sources})
 target_link_libraries(tessera_distributed PUBLIC nlohmann_json::nlohmann_json)  # objects are JSON
 target_compile_options(tessera_distributed PRIVATE -fopenmp-simd)  # reductions in rank order
 if(TESSERA_MPI_FOUND)
@@ -129,13 +133,15 @@ if(TESSERA_NCCL_FOUND)
   target_link_libraries(tessera_distributed PRIVATE ${CMAKE_DL_LIBS})
 endif()
 list(TRANSFORM checkpoint_sources PREPEND distributed/)
+list(TRANSFORM shard_sources PREPEND ${CMAKE_CURRENT_SOURCE_DIR}/distributed/)
+tessera_library(shard DEPENDS tessera_distributed SOURCES ${shard_sources})
 tessera_library(checkpoint DEPENDS tessera_distributed SOURCES ${checkpoint_sources})
 target_include_directories(tessera_checkpoint SYSTEM PRIVATE ${TESSERA_XXHASH_INCLUDE})
 # The frame of a program and its rank's control: all that a program takes from the facade which
 # writes its loop itself. The quickstart builds this and not the rest of the folder.
 tessera_library(process DEPENDS tessera_distributed
   SOURCES accelerate/process_control.cpp accelerate/rank_device.cpp accelerate/run.cpp)
-tessera_floor(accelerate DEPENDS tessera_process tessera_checkpoint tessera_data WITHOUT process_control.cpp
+tessera_floor(accelerate DEPENDS tessera_process tessera_shard tessera_checkpoint tessera_data WITHOUT process_control.cpp
   rank_device.cpp run.cpp)
 target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
   yaml-cpp protobuf::libprotobuf-lite PNG::PNG)

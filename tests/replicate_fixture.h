@@ -121,6 +121,24 @@ struct Net : nn::Module<Net> {
   nn::Linear& third;
 };
 
+// Eight layers; each rank may call the two of a pair in its own order.
+struct Pairs : nn::Module<Pairs> {
+  Pairs() {
+    for (int i = 0; i < 8; ++i) layers.push_back(&add<nn::Linear>("l" + std::to_string(i), 8, 8));
+  }
+  Tensor forward(const Tensor& x, unsigned swapped, unsigned skipped) {
+    Tensor y = x;
+    for (size_t pair = 0; pair < 4; ++pair) {
+      const size_t first = 2 * pair + (swapped >> pair & 1), second = 4 * pair + 1 - first;
+      Tensor sum = y + (*layers[first])(y);
+      if (!(skipped >> pair & 1)) sum = sum + (*layers[second])(y);
+      y = tanh(sum);
+    }
+    return y;
+  }
+  std::vector<nn::Linear*> layers;
+};
+
 // The loss of batch number `index`: a pure function, the same on any rank.
 template <class Model>
 Tensor loss_of(Model& model, int64_t index, int64_t rows = 5) {

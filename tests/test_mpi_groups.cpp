@@ -375,7 +375,7 @@ TEST_F(MpiGroups, D2_RanksGiveTheBitsOfOneProcessThatAccumulatesInRankOrder) {
     expect_same_bits(gradients_of(net), expected[static_cast<size_t>(step)]);
     net.zero_grad();
   }
-  EXPECT_EQ(replica.engine().rebuilds(), 1);
+  EXPECT_EQ(replica.schedule().rebuilds(), 1);
 }
 
 TEST_F(MpiGroups, TrainingHasTheBitsOfThreads) {

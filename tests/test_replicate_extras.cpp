@@ -388,7 +388,7 @@ TEST(CommunicationHook, OneThatFailsInAFailedBackwardLeavesNothingBehind) {
         net.third.weight, [](const Tensor&) -> Tensor { TS_THROW(ValueError, "hook", "fails"); });
     EXPECT_THROW(loss_of(net, rank).backward(), ValueError);
     hook->fails = true;
-    EXPECT_NO_THROW(replica.fail_backward()) << "the caller throws on what came first";
+    EXPECT_NO_THROW(replica.pass().fail_backward()) << "the caller throws on what came first";
     hook->fails = false;
     handle.remove();
     net.zero_grad();
@@ -845,13 +845,13 @@ TEST(Join, D12_RanksThatEndedAnswerLocalStepsAndBuffers) {
         replica.set_plan(StepPlan::of(micro, 2));
         loss_of(model, 10 * step + rank).backward();
       }
-      EXPECT_EQ(replica.engine().last_backward().backwards_before, 1);
+      EXPECT_EQ(replica.pass().record().backwards_before, 1);
       model.zero_grad();
     }
     join.finish();
     expect_equal_on_all_ranks(Json(values_of(model)));
     expect_equal_on_all_ranks(Json(model.norm.running_mean.to_vector()));
-    EXPECT_EQ(replica.engine().reductions(), 3);
+    EXPECT_EQ(replica.pass().reductions(), 3);
   });
 }
 

@@ -39,14 +39,6 @@ enum class Mutation : uint8_t {
   kSkipWait,         // Work::wait() returns at once
   kSkipStreamOrder,  // a collective of a GPU does not wait for what was calculated before
   kOtherStream,      // memory for a result is asked for on `other_stream`, which nobody tells of it
-  kWrongDivide,      // the mean is taken over a rank too many
-  kLaunchOutOfOrder,  // buckets are launched as they fill up
-  kOwnBucketOrder,    // buckets are made anew in this rank's order, not rank 0's
-  kStaleBucket,       // the place of an unused gradient keeps what lay there
-  kOwnUsedMap,        // what other ranks used counts for nothing
-  kReduceAlways,      // no_sync is forgotten
-  kSkipInitSync,      // every rank keeps the parameters that it began with
-  kSkipBuffers,       // buffers are not broadcast
 };
 
 // Around every collective of this rank; for tests that delay, drop and break. May sleep and throw.

@@ -4,6 +4,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
 #include <tessera/core/raw_views.h>
+#include <tessera/distributed/shard/mutant.h>
 
 namespace tessera::distributed {
 namespace {
@@ -18,19 +19,14 @@ FlatLayout layout_of(const std::vector<size_t>& members, const std::vector<Manag
 }  // namespace
 
 GradientBucket::GradientBucket(int index, std::vector<size_t> members,
-                               std::vector<ManagedParam>& params, const ShardingMode& mode,
-                               Group& ranks, bool gradients_are_views,
-                               std::optional<DType> gradient_dtype)
+                               std::vector<ManagedParam>& params, Group& ranks,
+                               bool gradients_are_views, std::optional<DType> gradient_dtype)
     : index_(index),
       members_(std::move(members)),
       params_(&params),
-      mode_(mode),
       ranks_(&ranks),
       tag_("bucket " + std::to_string(index)),
       gradients_are_views_(gradients_are_views) {
-  TS_CHECK_AS(UnsupportedError, mode == kDataParallel, "GradientBucket", "the sharding mode ",
-              describe(mode), " (parameter, gradient, optimizer) is not served; use ",
-              describe(kDataParallel), ", which replicate() sets");
   const Tensor& first = param(0).tensor;
   gradients_ = FlatBuffer(layout_of(members_, params), 0, gradient_dtype_of(first, gradient_dtype),
                           first.device(), MemoryCategory::kGradient);
@@ -52,19 +48,17 @@ void GradientBucket::collect(size_t slot) {
   const Tensor& part = views_[slot];
   const Tensor grad = param.tensor.grad();
   if (!grad.defined()) {
-    if (rank_context().mutation != Mutation::kStaleBucket) zero_(part);
+    if (!TS_MUTANT(kStaleBucket)) zero_(part);
   } else if (!grad.is(part)) {
     copy_(part, grad);
     if (gradients_are_views_) param.tensor.set_grad(part);
   }
-  param.ready = true;
   --pending_;
 }
 
 void GradientBucket::collect_zeros(size_t slot) {
   const NoGradGuard no_grad;
   zero_(views_[slot]);
-  own(slot).ready = true;
   --pending_;
 }
 

@@ -1,8 +1,5 @@
-// Parameters that travel together: the unit of the one engine behind every data-parallel mode.
-//
-// A group holds parameters of one dtype and device, where their values, gradients and optimizer
-// states lie along the mesh axis (ShardingMode), and the flat buffers for them. The buffer of
-// gradients is the payload of one collective, the group is then what others call a bucket.
+// Gradients of several parameters of one dtype and device in one flat buffer: the payload of one
+// reduction.
 #pragma once
 
 #include <cstdint>
@@ -13,28 +10,16 @@
 
 #include <tessera/core/tensor.h>
 #include <tessera/distributed/shard/buffer.h>
-#include <tessera/distributed/shard/sharding_mode.h>
+#include <tessera/distributed/shard/managed_param.h>
 #include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {
 
-// A parameter as the engine knows it.
-struct ManagedParam {
-  std::string name;
-  Tensor tensor;
-  bool ready = false;  // its gradient of this backward is in the buffer, or known not to come
-  // After a reduction: what was reduced, to see whether a step or zero_grad came since.
-  bool reduced = false;
-  uint32_t gradient_version = 0, parameter_version = 0;
-};
-
 class GradientBucket {
  public:
-  // `members`: positions in `params`, in the order of the buffer. `params` must outlive the group.
-  // Throws UnsupportedError for a mode that this build does not serve.
+  // `members`: positions in `params`, in the order of the buffer. `params` must outlive the bucket.
   GradientBucket(int index, std::vector<size_t> members, std::vector<ManagedParam>& params,
-                 const ShardingMode& mode, Group& ranks, bool gradients_are_views,
-                 std::optional<DType> gradient_dtype = {});
+                 Group& ranks, bool gradients_are_views, std::optional<DType> gradient_dtype = {});
 
   // `wanted` where it is wider than the parameter's dtype, else the parameter's.
   static DType gradient_dtype_of(const Tensor& parameter, std::optional<DType> wanted) {
@@ -42,7 +27,6 @@ class GradientBucket {
   }
 
   int index() const { return index_; }  // in launch order
-  const ShardingMode& mode() const { return mode_; }
   Group& ranks() const { return *ranks_; }
   const std::string& tag() const { return tag_; }  // "bucket 3": in the trace and in errors
   DType dtype() const { return gradients_.flat().dtype(); }  // of the gradients
@@ -80,7 +64,6 @@ class GradientBucket {
   int index_;
   std::vector<size_t> members_;
   std::vector<ManagedParam>* params_;
-  ShardingMode mode_;
   Group* ranks_;
   std::string tag_;
   bool gradients_are_views_;

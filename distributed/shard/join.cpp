@@ -15,7 +15,7 @@ void Join::finish() {
 
 void JoinState::close() {
   open_ = false;
-  engine_->active_ranks = 0;
+  pass_->active_ranks = 0;
 }
 
 // One reduction that ranks at work and ranks that ended issue alike.
@@ -24,10 +24,10 @@ JoinState::Poll JoinState::poll(bool active) {
   int64_t* values = message.data_as<int64_t>();
   if (active) {
     values[0] = 1;
-    values[1] = engine_->plan.sync_gradients;
-    values[2] = engine_->plan.micro_index;
+    values[1] = pass_->plan.sync_gradients;
+    values[2] = pass_->plan.micro_index;
   }
-  Group& ranks = engine_->ranks();
+  Group& ranks = pass_->ranks();
   ranks.all_reduce(message, ReduceOp::kSum, {.channel = Channel::kControl, .tag = "join"}).wait();
   const int64_t count = values[0];
   if (options_.throw_on_early_end && count > 0 && count < ranks.size()) {
@@ -43,32 +43,32 @@ JoinState::Poll JoinState::poll(bool active) {
 void JoinState::before_forward() {
   const Poll poll = this->poll(true);
   ++forwards_;
-  engine_->active_ranks = options_.divide == JoinDivide::kActiveRanks ? poll.active : 0;
+  pass_->active_ranks = options_.divide == JoinDivide::kActiveRanks ? poll.active : 0;
 }
 
 void JoinState::finish() {
-  TS_CHECK(!engine_->holds_unreduced(), "Join::finish",
+  TS_CHECK(!pass_->holds_unreduced(), "Join::finish",
            "gradients of this rank were never reduced: its last backward ran under no_sync(); "
            "synchronise in the last micro-batch");
-  for (const ManagedParam& param : engine_->params()) param.tensor.zero_grad();
-  const StepPlan own_plan = engine_->plan;
+  for (const ManagedParam& param : pass_->params()) param.tensor.zero_grad();
+  const StepPlan own_plan = pass_->plan;
   for (;;) {
     const Poll poll = this->poll(false);
     if (poll.active == 0) break;
     if (!poll.synchronises) continue;
     synchronise_buffers_();
-    engine_->plan.micro_index = poll.micro_index;
-    engine_->active_ranks = options_.divide == JoinDivide::kActiveRanks ? poll.active : 0;
-    engine_->shadow_backward();
+    pass_->plan.micro_index = poll.micro_index;
+    pass_->active_ranks = options_.divide == JoinDivide::kActiveRanks ? poll.active : 0;
+    pass_->shadow_backward();
   }
-  engine_->plan = own_plan;
+  pass_->plan = own_plan;
   synchronise_all_(last_at_work());
   close();
 }
 
 // The rank with the most batches; of several the first.
 int JoinState::last_at_work() {
-  Group& ranks = engine_->ranks();
+  Group& ranks = pass_->ranks();
   const int64_t size = ranks.size();
   const Tensor message = raw::zeros({1}, kI64);
   int64_t& value = message.data_as<int64_t>()[0];

@@ -5,7 +5,7 @@
 #include <functional>
 #include <memory>
 
-#include <tessera/distributed/shard/bucket_schedule.h>
+#include <tessera/distributed/shard/backward_pass.h>
 #include <tessera/distributed/shard/join.h>
 
 namespace tessera::distributed {
@@ -14,9 +14,9 @@ class JoinState {
  public:
   // `synchronise_buffers`, `synchronise_all`: the model's broadcasts, from rank 0 and from a given
   // rank.
-  JoinState(std::shared_ptr<BucketSchedule> engine, const JoinOptions& options,
+  JoinState(std::shared_ptr<BackwardPass> pass, const JoinOptions& options,
             std::function<void()> synchronise_buffers, std::function<void(int)> synchronise_all)
-      : engine_(std::move(engine)),
+      : pass_(std::move(pass)),
         options_(options),
         synchronise_buffers_(std::move(synchronise_buffers)),
         synchronise_all_(std::move(synchronise_all)) {}
@@ -35,7 +35,7 @@ class JoinState {
   Poll poll(bool active);
   int last_at_work();
 
-  std::shared_ptr<BucketSchedule> engine_;
+  std::shared_ptr<BackwardPass> pass_;
   JoinOptions options_;
   std::function<void()> synchronise_buffers_;
   std::function<void(int)> synchronise_all_;

@@ -7,6 +7,7 @@
 #include <tessera/core/error.h>
 #include <tessera/distributed/shard/broadcast.h>
 #include <tessera/distributed/shard/join_state.h>
+#include <tessera/distributed/shard/mutant.h>
 #include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {
@@ -116,7 +117,8 @@ struct Replica::State : std::enable_shared_from_this<Replica::State> {
   Group* ranks = nullptr;
   ReplicateOptions options;
   NamedTensors parameters, buffers;
-  std::shared_ptr<BucketSchedule> engine;
+  std::shared_ptr<BucketSchedule> schedule;
+  std::function<BeforeBackward()> forward_observer;
   std::vector<HookHandle> handles;
   bool has_hook = false;
   std::weak_ptr<JoinState> join;
@@ -131,7 +133,7 @@ struct Replica::State : std::enable_shared_from_this<Replica::State> {
 };
 
 void Replica::State::install() {
-  engine->install();
+  schedule->install();
   handles.push_back(
       model->register_forward_pre_hook([self = weak_from_this()](nn::ModuleBase&, nn::TensorRefs) {
         if (const auto state = self.lock()) state->before_forward();
@@ -139,12 +141,19 @@ void Replica::State::install() {
   // The first gradient of an output begins the backward: also of a rank whose loss reaches no
   // parameter.
   handles.push_back(model->register_forward_hook(
-      [self = std::weak_ptr(engine)](nn::ModuleBase&, nn::TensorRefs, nn::TensorRefs outputs) {
+      [self = weak_from_this()](nn::ModuleBase&, nn::TensorRefs, nn::TensorRefs outputs) {
         if (!grad_enabled()) return;
+        const auto state = self.lock();
+        if (!state) return;
+        const BeforeBackward observed =
+            state->forward_observer ? state->forward_observer() : BeforeBackward();
         for (Tensor* output : outputs) {
           if (!output->requires_grad() || output->is_leaf()) continue;
-          register_hook(*output, [self](const Tensor&) {
-            if (const auto engine = self.lock()) engine->before_backward();
+          register_hook(*output, [self, observed](const Tensor&) {
+            if (const auto state = self.lock()) {
+              if (observed) observed();
+              state->schedule->pass().before_backward();
+            }
             return Tensor();
           });
         }
@@ -154,15 +163,14 @@ void Replica::State::install() {
 void Replica::State::before_forward() {
   if (!grad_enabled() || !model->is_training()) return;
   const PhaseScope phase("forward");
-  engine->before_forward();
+  schedule->before_forward();
   if (const auto joined = join.lock(); joined && joined->open()) joined->before_forward();
-  if (engine->plan.sync_gradients) synchronise_buffers();
+  if (schedule->pass().plan.sync_gradients) synchronise_buffers();
 }
 
 void Replica::State::synchronise_buffers() {
   if (!options.broadcast_buffers || buffers.empty()) return;
-  if (rank_context().mutation == Mutation::kSkipBuffers) [[unlikely]]
-    return;
+  if (TS_MUTANT(kSkipBuffers)) return;
   if (options.buffer_hook) {
     options.buffer_hook(buffers, *ranks);
   } else {
@@ -175,25 +183,23 @@ void Replica::State::synchronise_all(int root) {
   broadcast_tensors(buffers, *ranks, root, "buffers");
 }
 
-Replica::Replica(std::shared_ptr<State> state) : state_(std::move(state)) {}
+Replica::Replica(std::shared_ptr<State> state)
+    : DataParallelModel({state->schedule, &state->schedule->pass()}), state_(std::move(state)) {}
 Replica::Replica(Replica&&) noexcept = default;
 Replica& Replica::operator=(Replica&&) noexcept = default;
 Replica::~Replica() = default;
 
-NoSync Replica::no_sync() { return NoSync(state_->engine); }
-void Replica::set_plan(const StepPlan& plan) { state_->engine->plan = plan; }
-const StepPlan& Replica::plan() const { return state_->engine->plan; }
-void Replica::resume_sum() { state_->engine->resume_sum(); }
-void Replica::keep_gradients() { state_->engine->keep_gradients(); }
-void Replica::fail_backward() { state_->engine->fail_backward(); }
-void Replica::accept_written() { state_->engine->accept_written(); }
-const BucketSchedule& Replica::engine() const { return *state_->engine; }
+const BucketSchedule& Replica::schedule() const { return *state_->schedule; }
+
+void Replica::set_forward_observer(std::function<BeforeBackward()> observer) {
+  state_->forward_observer = std::move(observer);
+}
 
 void Replica::set_communication_hook(std::shared_ptr<CommunicationHook> hook) {
   TS_CHECK(hook != nullptr, "set_communication_hook", "needs a hook; got none");
   TS_CHECK(!state_->has_hook, "set_communication_hook", "there is one already, ",
-           state_->engine->hook().name(), "; set it once");
-  TS_CHECK(state_->engine->reductions() == 0, "set_communication_hook",
+           state_->schedule->hook().name(), "; set it once");
+  TS_CHECK(pass().reductions() == 0, "set_communication_hook",
            "gradients were reduced before; set it before the first backward");
   const std::vector<Json> names = all_gather_objects(*state_->ranks, Json(hook->name()),
                                                      {.channel = Channel::kControl, .tag = "hook"});
@@ -203,7 +209,7 @@ void Replica::set_communication_hook(std::shared_ptr<CommunicationHook> hook) {
                 names[rank].get<std::string>(), "', rank 0 '", names[0].get<std::string>(), "'");
   }
   state_->has_hook = true;
-  state_->engine->set_hook(std::move(hook));
+  state_->schedule->set_hook(std::move(hook));
 }
 
 Join Replica::join(const JoinOptions& options) {
@@ -211,7 +217,7 @@ Join Replica::join(const JoinOptions& options) {
   TS_CHECK(!previous || !previous->open(), "join", "a scope is open; finish it first");
   const std::weak_ptr<State> self = state_;
   auto join = std::make_shared<JoinState>(
-      state_->engine, options,
+      std::shared_ptr<BackwardPass>(state_->schedule, &pass()), options,
       [self] {
         if (const auto state = self.lock()) state->synchronise_buffers();
       },
@@ -223,7 +229,7 @@ Join Replica::join(const JoinOptions& options) {
 }
 
 ShardReport Replica::report() const {
-  ShardReport report = make_report(*state_->engine);
+  ShardReport report = make_report(*state_->schedule);
   if (state_->options.broadcast_buffers && !state_->options.buffer_hook) {
     report.buffers_per_forward = broadcast_traffic(state_->buffers, *state_->ranks);
   }
@@ -246,18 +252,17 @@ Replica replicate(nn::ModuleBase& model, Mesh& mesh, const ReplicateOptions& opt
                 "' is no parameter, buffer or module of the model with any; correct the name");
   }
   check_equal_on_all_ranks(state->parameters, state->buffers, options, *state->ranks);
-  if (options.init_sync && rank_context().mutation != Mutation::kSkipInitSync) {
+  if (options.init_sync && !TS_MUTANT(kSkipInitSync)) {
     state->synchronise_all(0);
   }
-  state->engine = std::make_shared<BucketSchedule>(
+  state->schedule = std::make_shared<BucketSchedule>(
       state->parameters, *state->ranks,
-      EngineOptions{.mode = kDataParallel,
-                    .first_bucket_bytes = options.first_bucket_bytes,
-                    .bucket_bytes = options.bucket_bytes,
-                    .gradient_as_bucket_view = options.gradient_as_bucket_view,
-                    .rebuild_buckets = options.rebuild_buckets,
-                    .gradient_dtype = options.gradient_dtype,
-                    .average = options.average});
+      BucketScheduleOptions{.first_bucket_bytes = options.first_bucket_bytes,
+                            .bucket_bytes = options.bucket_bytes,
+                            .gradient_as_bucket_view = options.gradient_as_bucket_view,
+                            .rebuild_buckets = options.rebuild_buckets,
+                            .gradient_dtype = options.gradient_dtype,
+                            .average = options.average});
   state->install();
   return Replica(std::move(state));
 }

@@ -26,7 +26,7 @@
 
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/shard/bucket_schedule.h>
-#include <tessera/distributed/shard/join.h>
+#include <tessera/distributed/shard/data_parallel_model.h>
 #include <tessera/distributed/shard/report.h>
 #include <tessera/nn/module.h>
 
@@ -56,48 +56,24 @@ struct ReplicateOptions {
   std::vector<std::string> ignored = {};
 };
 
-// Backwards in the scope add up locally.
-class [[nodiscard]] NoSync {
- public:
-  explicit NoSync(std::shared_ptr<BucketSchedule> engine)
-      : engine_(std::move(engine)), previous_(engine_->plan.sync_gradients) {
-    engine_->plan.sync_gradients = false;
-  }
-  ~NoSync() { engine_->plan.sync_gradients = previous_; }
-  NoSync(const NoSync&) = delete;
-  NoSync& operator=(const NoSync&) = delete;
-
- private:
-  std::shared_ptr<BucketSchedule> engine_;
-  bool previous_;
-};
-
 // What replicate() has set up. The model trains alone again when it goes.
-class Replica {
+class Replica final : public DataParallelModel {
  public:
   Replica(Replica&&) noexcept;
   Replica& operator=(Replica&&) noexcept;
-  ~Replica();
-
-  NoSync no_sync();
-  void set_plan(const StepPlan& plan);
-  const StepPlan& plan() const;
-  // See BucketSchedule.
-  void resume_sum();
-  void keep_gradients();
-  void fail_backward();
-  void accept_written();
+  ~Replica() override;
 
   // Once, before the first backward. Collective: ranks compare the hooks' names. Throws
   // DistributedError where they differ, ValueError for a second one.
   void set_communication_hook(std::shared_ptr<CommunicationHook> hook);
 
-  // Ranks may have different numbers of batches in the scope; see join.h.
-  Join join(const JoinOptions& options = {});
+  Join join(const JoinOptions& options = {}) override;
+  void set_forward_observer(std::function<BeforeBackward()> observer) override;
+  std::string describe() const override { return report().describe(); }
 
   // What is set up and what one step costs.
   ShardReport report() const;
-  const BucketSchedule& engine() const;
+  const BucketSchedule& schedule() const;
 
  private:
   friend Replica replicate(nn::ModuleBase&, Mesh&, const ReplicateOptions&);

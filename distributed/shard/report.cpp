@@ -4,31 +4,30 @@
 
 namespace tessera::distributed {
 
-ShardReport make_report(const BucketSchedule& engine) {
+ShardReport make_report(const BucketSchedule& schedule) {
   ShardReport report;
-  report.mode = engine.options().mode;
-  report.ranks = engine.ranks().size();
-  report.hook = engine.hook().name();
-  report.parameters = static_cast<int64_t>(engine.params().size());
-  report.rebuilds = engine.rebuilds();
+  report.ranks = schedule.pass().ranks().size();
+  report.hook = schedule.hook().name();
+  report.parameters = static_cast<int64_t>(schedule.pass().params().size());
+  report.rebuilds = schedule.rebuilds();
   const bool alone = report.ranks == 1;  // issues nothing
-  for (const auto& group : engine.groups()) {
-    ShardReport::Bucket bucket{.index = group->index(),
-                               .dtype = group->dtype(),
+  for (const auto& held : schedule.buckets()) {
+    ShardReport::Bucket bucket{.index = held->index(),
+                               .dtype = held->dtype(),
                                .parameters = {},
-                               .elements = group->gradients().numel(),
-                               .bytes = group->bytes(),
-                               .traffic = alone ? Traffic{} : engine.hook().traffic(*group)};
-    for (size_t slot = 0; slot < group->size(); ++slot) {
-      bucket.parameters.push_back(group->param(slot).name);
+                               .elements = held->gradients().numel(),
+                               .bytes = held->bytes(),
+                               .traffic = alone ? Traffic{} : schedule.hook().traffic(*held)};
+    for (size_t slot = 0; slot < held->size(); ++slot) {
+      bucket.parameters.push_back(held->param(slot).name);
     }
     report.gradient_bytes += bucket.bytes;
     report.gradients += bucket.traffic;
     report.buckets.push_back(std::move(bucket));
   }
-  if (!alone) report.used_map = {1, engine.used_map_bytes()};
-  if (!alone && engine.options().average == GradientAverage::kWeight) {
-    report.window_weight = {1, BucketSchedule::kWindowWeightBytes};
+  if (!alone) report.used_map = {1, schedule.used_map_bytes()};
+  if (!alone && schedule.pass().average() == GradientAverage::kWeight) {
+    report.window_weight = {1, BackwardPass::kWindowWeightBytes};
   }
   return report;
 }

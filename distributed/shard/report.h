@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <tessera/distributed/shard/bucket_schedule.h>
+#include <tessera/distributed/shard/sharding_mode.h>
 
 namespace tessera::distributed {
 
@@ -35,6 +36,6 @@ struct ShardReport {
   std::string describe() const;
 };
 
-ShardReport make_report(const BucketSchedule& engine);
+ShardReport make_report(const BucketSchedule& schedule);
 
 }  // namespace tessera::distributed

@@ -1,0 +1,279 @@
+#include <tessera/distributed/shard/backward_pass.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include <tessera/autograd/ops.h>
+#include <tessera/core/error.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/distributed/shard/mutant.h>
+#include <tessera/distributed/transport/collectives.h>
+
+namespace tessera::distributed {
+namespace {
+
+int64_t now_in_nanoseconds() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+std::string list_of(const std::vector<std::string>& names) {
+  constexpr size_t kShown = 10;
+  std::string text;
+  for (size_t i = 0; i < std::min(names.size(), kShown); ++i) {
+    text += (i == 0 ? "'" : ", '") + names[i] + "'";
+  }
+  if (names.size() > kShown) text += " and " + std::to_string(names.size() - kShown) + " more";
+  return text;
+}
+
+}  // namespace
+
+BackwardPass::BackwardPass(const NamedTensors& parameters, Group& ranks, GradientAverage average,
+                           GradientSchedule& schedule)
+    : ranks_(&ranks), average_(average), schedule_(&schedule) {
+  for (const auto& [name, tensor] : parameters) {
+    if (!tensor.requires_grad()) continue;
+    TS_CHECK_DEVICE(!tensor.is_meta(), "BackwardPass", "'", name, "' is ", tensor,
+                    "; give the model memory before it is distributed");
+    params_.push_back({.name = name, .tensor = tensor});
+  }
+}
+
+BackwardPass::~BackwardPass() {
+  for (HookHandle& handle : handles_) handle.remove();
+}
+
+void BackwardPass::install(std::weak_ptr<void> owner) {
+  owner_ = std::move(owner);
+  for (size_t i = 0; i < params_.size(); ++i) {
+    handles_.push_back(
+        register_post_accumulate_hook(params_[i].tensor, [this, owner = owner_, i](const Tensor&) {
+          if (const auto alive = owner.lock()) gradient_arrived(i);
+        }));
+  }
+}
+
+// ---- Begin and end -----------------------------------------------------------------------------
+
+double BackwardPass::seconds() const {
+  return static_cast<double>(now_in_nanoseconds() - began_) * 1e-9;
+}
+
+void BackwardPass::before_backward() {
+  if (const uint64_t pass = current_backward(); pass != 0 && pass != pass_) begin(false);
+}
+
+void BackwardPass::gradient_arrived(size_t param) {
+  const uint64_t pass = current_backward();
+  if (pass == 0) return;
+  if (pass != pass_) begin(false);
+  ++record_.gradients;
+  record_.last_gradient = seconds();
+  if (!synchronises_) return;
+  TS_CHECK_AS(AutogradError, !params_[param].ready, "replicate", "the gradient of '",
+              params_[param].name,
+              "' came after it was given to its bucket: a backward ran inside this backward; "
+              "recompute activations with checkpoint(), whose graph is known from the start");
+  make_ready(param, true);
+  schedule_->launch_ready();
+}
+
+void BackwardPass::begin(bool shadow) {
+  if (!shadow) {
+    check_cleared();
+    pass_ = current_backward();
+    queue_backward_callback([this, owner = owner_, number = pass_] {
+      if (const auto alive = owner.lock(); alive && pass_ == number) end();
+    });
+  }
+  schedule_->prepare();
+  shadow_ = shadow;
+  synchronises_ = plan.sync_gradients || shadow || TS_MUTANT(kReduceAlways);
+  began_ = now_in_nanoseconds();
+  record_ = {};
+  record_.backwards_before = backwards_in_window_;
+  in_pass_ = true;
+  if (!synchronises_) return;
+  if (average_ == GradientAverage::kWeight && !std::exchange(weight_begun_, false)) {
+    begin_weight();
+  }
+  for (ManagedParam& param : params_) param.ready = false;
+  schedule_->begin();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (shadow || !backward_reaches(params_[i].tensor)) make_ready(i, false);
+  }
+  schedule_->launch_ready();
+}
+
+void BackwardPass::make_ready(size_t param, bool arrived) {
+  schedule_->ready(param, arrived);
+  params_[param].ready = true;
+}
+
+// Leaves that backward reached and that no gradient came to, too.
+void BackwardPass::reduce_rest() {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (!params_[i].ready) make_ready(i, false);
+  }
+  schedule_->finish();
+}
+
+void BackwardPass::end() {
+  in_pass_ = false;
+  if (!synchronises_) {
+    ++backwards_in_window_;
+    return;
+  }
+  reduce_rest();
+  backwards_in_window_ = 0;
+  ++reductions_;
+}
+
+void BackwardPass::shadow_backward() {
+  begin(true);
+  end();
+  shadow_ = false;
+}
+
+void BackwardPass::fail_backward() {
+  const bool begun = std::exchange(in_pass_, false);
+  if (begun ? !synchronises_ : !plan.sync_gradients) return;
+  try {
+    if (!begun) begin(true);
+    shadow_ = failed_ = true;
+    reduce_rest();
+  } catch (...) {  // what this rank has told the others, or no room for that either
+  }
+  in_pass_ = shadow_ = failed_ = false;
+  backwards_in_window_ = 0;
+}
+
+double BackwardPass::note_launch(int bucket) {
+  record_.launches.push_back({bucket, record_.gradients, seconds()});
+  return divisor_ = divisor();
+}
+
+// ---- What the sum is divided by ----------------------------------------------------------------
+
+// Travels while the first gradients are computed.
+void BackwardPass::begin_weight() {
+  const FirstStepTimeout timeout(reductions_);
+  weight_ = raw::zeros({kWindowWeightBytes / size_of(kF64)}, kF64);
+  if (!shadow_) {
+    double* const sums = weight_.data_as<double>();
+    sums[0] = plan.weight;
+    // 20 bits, so that the sum of squares is exact for 8192 ranks.
+    const int64_t place = (plan.epoch * 1'000'003 + plan.position) & 0xFFFFF;
+    if (plan.position >= 0) {
+      sums[1] = 1;
+      sums[2] = static_cast<double>(place);
+      sums[3] = static_cast<double>(place * place);
+    }
+  }
+  weight_work_ = ranks_->all_reduce(weight_, ReduceOp::kSum,
+                                    {.channel = Channel::kControl, .tag = "window_weight"});
+}
+
+// Equal numbers have no variance. What is found here, all ranks find.
+void BackwardPass::check_batches() {
+  const double* const sums = weight_.data_as<double>();
+  if (sums[1] * sums[3] == sums[2] * sums[2]) return;
+  std::string places;
+  using Json = nlohmann::json;
+  const Json own = shadow_ || plan.position < 0 ? Json() : Json({plan.epoch, plan.position});
+  for (const Json& place : all_gather_objects(*ranks_, own, {.channel = Channel::kControl})) {
+    places += (places.empty() ? "" : ", ") +
+              (place.is_null() ? "none" : place[0].dump() + ":" + place[1].dump());
+  }
+  TS_THROW(DistributedError, "backward",
+           "the ranks train on different batches of their loader, by rank (epoch:position after "
+           "the batch) ",
+           places,
+           "; a rank has left one out or taken one more: let every rank open its window and call "
+           "backward for every batch, with weight 0 where one is not to count");
+}
+
+double BackwardPass::divisor() {
+  const int ranks = contributors() + (TS_MUTANT(kWrongDivide) ? 1 : 0);
+  switch (average_) {
+    case GradientAverage::kRanks:
+      return ranks;
+    case GradientAverage::kWindow:
+      return static_cast<double>(ranks) * static_cast<double>(plan.micro_index + 1);
+    case GradientAverage::kWeight:
+      // A group of one rank has no work to wait for.
+      if (weight_work_.valid()) {
+        std::exchange(weight_work_, {}).wait();
+        check_batches();
+      }
+      window_weight_ = weight_.data_as<double>()[0];
+      // Nothing weighs anything: the sum is zeros.
+      return window_weight_ == 0 ? 1 : window_weight_;
+    case GradientAverage::kNone:
+      break;
+  }
+  return 1;
+}
+
+// ---- What is there already ---------------------------------------------------------------------
+
+void BackwardPass::resume_sum() {
+  const NoGradGuard no_grad;
+  for (ManagedParam& param : params_) {
+    // A gradient that was stepped with or replaced is no part of the sum any more.
+    const bool resumes = param.holds_reduced();
+    param.reduced = false;
+    if (!resumes) continue;
+    const Tensor grad = param.tensor.grad();
+    if (ranks_->rank() != 0) {
+      zero_(grad);
+    } else if (divisor_ != 1) {
+      mul_(grad, Scalar(divisor_));
+    }
+  }
+}
+
+void BackwardPass::keep_gradients() {
+  TensorList gradients;
+  for (ManagedParam& param : params_) {
+    param.reduced = false;
+    if (Tensor gradient = param.tensor.grad(); gradient.defined()) {
+      gradients.push_back(std::move(gradient));
+    }
+  }
+  if (gradients.empty()) return;
+  const PhaseScope phase("backward");
+  if (average_ == GradientAverage::kWeight) {
+    begin_weight();
+    weight_begun_ = true;
+  }
+  const double share = divisor() / contributors();
+  if (share != 1) kernels::multi_tensor_scale(gradients, &share);
+}
+
+void BackwardPass::accept_written() {
+  for (ManagedParam& param : params_) {
+    const Tensor gradient = param.tensor.grad();
+    if (param.reduced && gradient.defined()) param.gradient_version = gradient.version();
+  }
+}
+
+void BackwardPass::check_cleared() {
+  std::vector<std::string> stale;
+  for (const ManagedParam& param : params_) {
+    if (param.holds_reduced()) stale.push_back(param.name);
+  }
+  TS_CHECK_AS(AutogradError, stale.empty(), "replicate",
+              "backward would add to gradients that were reduced before and were not used since: ",
+              list_of(stale),
+              "; call optimizer.step() and zero_grad() between two backwards that synchronise, or "
+              "put all but the last one under no_sync()");
+}
+
+}  // namespace tessera::distributed

@@ -1,0 +1,181 @@
+// One backward of a model's parameters over a group of ranks: when it begins and ends, which of
+// their gradients it brings, by what the sum over the ranks is divided, and whether what lies in
+// `.grad` may be added to. How gradients travel is a GradientSchedule's affair.
+//
+// [Note: unused parameters] The engine of autograd knows from the start which leaves a backward
+// reaches. Parameters outside this set count as ready at once with zeros. So a rank that leaves out
+// a branch neither hangs nor delays the others, and no option is needed.
+//
+// [Note: several backwards] Backwards whose plan does not synchronise add up in `.grad`. The one
+// that does reduces the sums. A second reduction of the same gradients, with neither a step nor
+// zero_grad between, would count the first one twice and is refused, unless the caller says by
+// resume_sum() or keep_gradients() what the first is to be.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/core/state_dict.h>
+#include <tessera/distributed/rendezvous/rank_context.h>
+#include <tessera/distributed/shard/managed_param.h>
+#include <tessera/distributed/shard/plan.h>
+#include <tessera/distributed/transport/group.h>
+
+namespace tessera::distributed {
+
+// By what the sum of the gradients is divided.
+enum class GradientAverage : uint8_t {
+  kRanks,   // the number of ranks that took part: losses are means over local batches
+  kWindow,  // ranks times micro-batches of the step (plan.micro_index + 1)
+  kNone,    // nothing: the loss is scaled by the caller
+  // The sum of plan.weight over the ranks, which one small reduction finds ("window_weight"):
+  // losses are scaled by their samples or tokens. A rank without a batch weighs nothing.
+  kWeight,
+};
+
+// What happened in one synchronising backward; for tests, reports and benchmarks.
+struct BackwardRecord {
+  struct Launch {
+    int bucket = 0;
+    int64_t gradients_before = 0;  // gradients of this rank that had come when it was launched
+    double seconds = 0;            // since the backward's first event
+  };
+  std::vector<Launch> launches;
+  int64_t gradients = 0;         // that came in all
+  double last_gradient = 0;      // seconds since the backward's first event
+  double waited = 0;             // seconds in which only communication was left
+  int64_t backwards_before = 0;  // that added to these gradients without reducing them
+};
+
+// How the gradients of a backward travel. BackwardPass calls, in a backward that synchronises:
+// prepare, begin, then ready once for each parameter with launch_ready after some of them, finish.
+class GradientSchedule {
+ public:
+  virtual ~GradientSchedule() = default;
+  // At the begin of any backward.
+  virtual void prepare() = 0;
+  virtual void begin() = 0;
+  // Its gradient is in `.grad`, or there is none. `arrived`: it has come in this backward just now.
+  virtual void ready(size_t param, bool arrived) = 0;
+  // Issues what is complete.
+  virtual void launch_ready() = 0;
+  // All are ready: issues the rest, and returns when the results are where they belong.
+  virtual void finish() = 0;
+};
+
+// Ranks come to their first reduction at very different times: data is opened, caches are filled.
+class FirstStepTimeout {
+ public:
+  explicit FirstStepTimeout(int64_t reductions) {
+    if (reductions == 0) scope_.emplace(&Timeouts::first_step);
+  }
+
+ private:
+  std::optional<TimeoutScope> scope_;
+};
+
+class BackwardPass {
+ public:
+  // `parameters` in the order of the module; those that do not require grad are passed over.
+  // `ranks` and `schedule` must outlive it. DeviceError for a parameter without memory.
+  BackwardPass(const NamedTensors& parameters, Group& ranks, GradientAverage average,
+               GradientSchedule& schedule);
+  ~BackwardPass();
+  BackwardPass(const BackwardPass&) = delete;
+  BackwardPass& operator=(const BackwardPass&) = delete;
+
+  // Hooks on the leaves, which do nothing once `owner`, of whom this is a part, is gone.
+  void install(std::weak_ptr<void> owner);
+
+  // ---- Events
+  void before_backward();  // the gradient of a module's output has come
+  // A rank that has no batch takes part in a reduction with zeros. What lies in the buffers of
+  // gradients is lost.
+  void shadow_backward();
+  // After a backward that threw on this rank: brings the reduction to its end with zeros, so that
+  // the others do not wait (pass_agreement.h). Nothing where this rank's plan does not synchronise.
+  void fail_backward();
+  bool in_backward() const { return in_pass_; }
+
+  // ---- Settings
+  StepPlan plan;
+  // Before a backward that adds to gradients which were reduced already and belong to the same
+  // step: they become contributions again. Rank 0 holds their sum and the others zeros, so that the
+  // next reduction counts them once. Nothing to do where there are none.
+  void resume_sum();
+  // Before a backward that begins another sum and reduces it at once: whatever lies in `.grad` is
+  // averaged over the ranks and stays in addition to the mean, as several backwards of one process
+  // add up. Without it such a backward is refused. With kWeight the ranks agree on the sum of
+  // weights here (the plan must be set), so that what lies there can be given its share of it.
+  void keep_gradients();
+  // The caller has written to gradients that were reduced; resume_sum() takes them as they are.
+  void accept_written();
+  // Ranks that bring gradients to the next reduction; 0: all. (join)
+  int active_ranks = 0;
+
+  // ---- Looking
+  Group& ranks() const { return *ranks_; }
+  std::vector<ManagedParam>& params() { return params_; }
+  const std::vector<ManagedParam>& params() const { return params_; }
+  GradientAverage average() const { return average_; }
+  int64_t reductions() const { return reductions_; }
+  // kWeight: what one reduction sends to find the sum.
+  static constexpr int64_t kWindowWeightBytes = 4 * sizeof(double);
+  // kWeight: the sum over the ranks at the last reduction.
+  double window_weight() const { return window_weight_; }
+  bool holds_unreduced() const { return backwards_in_window_ > 0; }
+  const BackwardRecord& record() const { return record_; }
+
+  // ---- For the schedule, in a backward that synchronises
+  bool is_shadow() const { return shadow_; }  // this rank contributes zeros
+  bool failed() const { return failed_; }     // for it has thrown
+  // A bucket travels now: returns by what its sum is divided. With kWeight it waits for the ranks'
+  // weights.
+  double note_launch(int bucket);
+  void note_waited(double seconds) { record_.waited = seconds; }
+
+ private:
+  void begin(bool shadow);
+  void end();
+  void gradient_arrived(size_t param);
+  void make_ready(size_t param, bool arrived);
+  void reduce_rest();
+  void check_cleared();
+  double divisor();
+  void begin_weight();
+  void check_batches();
+  int contributors() const { return active_ranks > 0 ? active_ranks : ranks_->size(); }
+  double seconds() const;
+
+  Group* ranks_;
+  GradientAverage average_;
+  GradientSchedule* schedule_;
+  std::weak_ptr<void> owner_;
+  std::vector<ManagedParam> params_;
+  std::vector<HookHandle> handles_;
+
+  // The backward under way.
+  uint64_t pass_ = 0;
+  bool synchronises_ = false;
+  bool shadow_ = false;
+  bool in_pass_ = false;
+  bool failed_ = false;  // this rank's backward
+  int64_t began_ = 0;    // nanoseconds
+  BackwardRecord record_;
+  // kWeight: f64 [4], under way until weight_work_ has been waited for. Sums over the ranks of the
+  // weight, of those that know their batch (1), of its place and of the place's square.
+  Tensor weight_;
+  Work weight_work_;
+  bool weight_begun_ = false;  // before the backward: keep_gradients()
+  double window_weight_ = 0;
+  double divisor_ = 1;  // of the last reduction
+
+  int64_t backwards_in_window_ = 0;
+  int64_t reductions_ = 0;
+};
+
+}  // namespace tessera::distributed
