@@ -21,8 +21,6 @@ inline void compared_ranks(int size, const std::function<void(int rank)>& body,
       [&](int rank) {
         const CommTrace::Scope scope(*rank_context().trace);
         body(rank);
-        rank_context().hooks = {};  // what the body injected ends with it
-        rank_context().mutation = Mutation::kNone;
         if (size > 1) check_equal_traces(scope);
       },
       options);

@@ -17,6 +17,7 @@
 #include <tessera/core/factory.h>
 
 #include "compared_ranks.h"
+#include "fault_backend.h"
 #include "message_of.h"
 
 namespace tessera::distributed {
@@ -140,43 +141,48 @@ TEST(Failures, NothingFollowsAShutdown) {
 // Injected ---------------------------------------------------------------------------------------
 
 TEST(Injected, ADroppedCallMakesTheOthersWaitInVain) {
-  failing_ranks("a call is lost", 2, [](int rank) {
+  const auto body = [](int rank) {
     if (rank == 1) {
-      rank_context().hooks.before_issue = [](const CommRecord& record) {
-        return record.tag != "lost";
+      faults().before_start = [](const Call& call) {
+        return std::string_view(call.text.data()).find("'lost'") == std::string_view::npos;
       };
     }
     EXPECT_THROW(
         all_reduce(zeros({4}), ReduceOp::kSum, world(), {.timeout_seconds = 0.1, .tag = "lost"}),
         DistributedError);
-  });
+  };
+  failing_ranks("a call is lost", 2, body, {.decorate = with_faults()});
 }
 
 TEST(Injected, DelaysDoNotChangeBits) {
   std::vector<double> reference;
   for (const uint64_t seed : {0, 1, 2, 3}) {
-    compared_ranks(4, [&](int rank) {
+    const auto body = [&](int rank) {
       uint64_t state = seed * 4 + static_cast<uint64_t>(rank);
-      rank_context().hooks.before_issue = [&](const CommRecord&) {
+      faults().before_start = [&](const Call&) {
         state = state * 6364136223846793005u + 1442695040888963407u;
         if (seed > 0) std::this_thread::sleep_for(std::chrono::microseconds(state >> 54));
         return true;
       };
       const Tensor x = randn({50}, {}, RandomStream{1, static_cast<uint64_t>(rank)});
       for (int i = 0; i < 20; ++i) all_reduce(x, ReduceOp::kMean);
-      rank_context().hooks.before_issue = nullptr;
+      faults().before_start = nullptr;
       if (rank != 0) return;
       if (seed == 0) reference = x.to_vector();
       EXPECT_EQ(x.to_vector(), reference);
-    });
+    };
+    compared_ranks(4, body, {.decorate = with_faults()});
   }
 }
 
 TEST(Injected, TheVirtualClockMakesACollectiveTakeItsLatencyFromTheLastRank) {
-  compared_ranks(2, [](int rank) {
+  const auto body = [](int rank) {
     auto clock = std::make_shared<VirtualClock>();
-    clock->latency = [](const CommRecord& record) { return record.tag == "slow" ? 5.0 : 0.0; };
-    rank_context().clock = clock;
+    clock->latency = [](const Call& call) {
+      return std::string_view(call.text.data()).find("'slow'") != std::string_view::npos ? 5.0
+                                                                                         : 0.0;
+    };
+    use_clock(clock);
     clock->now = rank == 0 ? 1 : 3;  // rank 1 comes last
     const Work work = world().all_reduce(zeros({4}), ReduceOp::kSum, {.tag = "slow"});
     const Work next = world().all_reduce(zeros({4}), ReduceOp::kSum, {.tag = "slow"});
@@ -189,31 +195,25 @@ TEST(Injected, TheVirtualClockMakesACollectiveTakeItsLatencyFromTheLastRank) {
     EXPECT_EQ(records[0].queued, rank == 0 ? 1 : 3);
     EXPECT_EQ(records[0].done, 8);
     // Rank 1: 15 s of transfers, of which it waited 3 + 5.
-    rank_context().clock = nullptr;
+    use_clock(nullptr);
     if (rank == 0) return;
     EXPECT_NEAR(hidden_share(records, Channel::kUser), 1 - 8.0 / 15, 1e-12);
-  });
+  };
+  compared_ranks(2, body, {.decorate = with_faults()});
 }
 
 TEST(Injected, ASkippedWaitIsSeen) {
-  // The deliberate bug reads the tensor before the other rank has come.
-  std::atomic<bool> early{false};
   std::promise<void> looked;
-  compared_ranks(2, [&](int rank) {
+  const auto body = [&](int rank) {
     if (rank == 1) looked.get_future().wait_for(std::chrono::minutes(1));
-    if (rank == 0) rank_context().mutation = Mutation::kSkipWait;
     const Tensor x = full({4}, 1.0);
-    const Work work = world().all_reduce(x);
-    work.wait();
-    if (rank == 0) {
-      early = !work.completed();
-      looked.set_value();
-    }
-    rank_context().mutation = Mutation::kNone;
-    work.wait();
-    EXPECT_EQ(x.to_vector()[0], 2);
-  });
-  EXPECT_TRUE(early);
+    faults().skip_wait = rank == 0;
+    world().all_reduce(x).wait();  // on rank 0 before the other has come
+    faults().skip_wait = false;
+    EXPECT_EQ(x.to_vector()[0], rank == 0 ? 1 : 2);
+    if (rank == 0) looked.set_value();
+  };
+  compared_ranks(2, body, {.decorate = with_faults()});
 }
 
 }  // namespace

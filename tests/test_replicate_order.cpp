@@ -6,10 +6,15 @@
 #include <random>
 #include <thread>
 
+#include "fault_backend.h"
 #include "replicate_fixture.h"
 
 namespace tessera::distributed {
 namespace {
+
+void with_faulty_ranks(int size, const std::function<void(int rank)>& body) {
+  compared_ranks(size, body, {.decorate = with_faults()});
+}
 
 void sleep_some(std::mt19937& random, int most_microseconds) {
   const auto amount = random() % static_cast<unsigned>(most_microseconds);
@@ -20,7 +25,7 @@ void sleep_some(std::mt19937& random, int most_microseconds) {
 // Two steps with a delay, or none, before every gradient and every collective.
 void train_with_delays(unsigned seed, int rank, bool swap_and_skip) {
   std::mt19937 random(seed * 64 + static_cast<unsigned>(rank));
-  rank_context().hooks.before_issue = [&](const CommRecord&) {
+  faults().before_start = [&](const Call&) {
     sleep_some(random, 100);
     return true;
   };
@@ -44,15 +49,16 @@ void train_with_delays(unsigned seed, int rank, bool swap_and_skip) {
     model.zero_grad();
   }
   for (HookHandle& handle : handles) handle.remove();
-  rank_context().hooks.before_issue = nullptr;
+  faults().before_start = nullptr;
 }
 
 TEST(ReplicateOrder, D13_EveryRankIssuesTheSameSequenceUnder200SeedsOfDelays) {
   for (unsigned seed = 0; seed < 200; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
-    // on_ranks compares the sequences.
-    on_ranks(seed % 2 == 0 ? 2 : 4,
-             [&](int rank) { train_with_delays(seed, rank, /*swap_and_skip=*/seed % 4 >= 2); });
+    // compared_ranks compares the sequences.
+    with_faulty_ranks(seed % 2 == 0 ? 2 : 4, [&](int rank) {
+      train_with_delays(seed, rank, /*swap_and_skip=*/seed % 4 >= 2);
+    });
     if (HasFailure()) break;
   }
 }
@@ -98,12 +104,12 @@ struct Times {
 };
 Times backward_on_virtual_clock(double compute, double latency, bool overlap) {
   Times times;
-  on_ranks(4, [&](int rank) {
+  with_faulty_ranks(4, [&](int rank) {
     auto clock = std::make_shared<VirtualClock>();
-    clock->latency = [=](const CommRecord& record) {
-      return record.channel == Channel::kGradient ? latency : 0.0;
+    clock->latency = [=](const Call& call) {
+      return call.channel == Channel::kGradient ? latency : 0.0;
     };
-    rank_context().clock = clock;
+    use_clock(clock);
     Net net;
     Mesh mesh(world());
     ReplicateOptions options;
@@ -181,36 +187,27 @@ TEST(ReplicateOrder, TheFirstReductionHasATimeoutOfItsOwn) {
 
 // A rank that does not wait reads gradients that are not there yet.
 TEST(ReplicateOrder, WaitingForNothingIsSeen) {
-  for (const Mutation mutation : {Mutation::kNone, Mutation::kSkipWait}) {
-    Gradients expected;
-    {
-      Context context;
-      const ContextGuard guard(context);
-      manual_seed(3);
-      Net net;
-      expected = accumulate_in_one_process(net, 0, 2, 2);
-    }
+  Gradients expected;
+  {
+    Context context;
+    const ContextGuard guard(context);
+    manual_seed(3);
+    Net net;
+    expected = accumulate_in_one_process(net, 0, 2, 2);
+  }
+  for (const bool skips : {false, true}) {
     std::atomic<bool> right{true};
-    std::promise<void> read;
-    compared_ranks(2, [&](int rank) {
+    with_faulty_ranks(2, [&](int rank) {
       manual_seed(3);
       Net net;
       Mesh mesh(world());
       const Replica replica = replicate(net, mesh, small_buckets());
-      rank_context().mutation = mutation;
-      // Rank 0 comes when rank 1 has read its gradients, as one that does not wait can.
-      if (rank == 0 && mutation == Mutation::kSkipWait) {
-        rank_context().hooks.before_issue = [came = read.get_future().share()](const CommRecord&) {
-          came.wait_for(std::chrono::seconds(10));
-          return true;
-        };
-      }
+      faults().skip_wait = skips && rank == 1;
       loss_of(net, rank).backward();
-      const Gradients own = gradients_of(net);
-      if (rank == 1) read.set_value();
-      if (own.values != expected.values) right = false;
+      if (gradients_of(net).values != expected.values) right = false;
+      faults().skip_wait = false;
     });
-    EXPECT_EQ(right, mutation == Mutation::kNone);
+    EXPECT_EQ(right, !skips);
   }
 }
 

@@ -5,17 +5,12 @@
 #pragma once
 
 #include <exception>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include <tessera/distributed/transport/trace.h>
-
-namespace tessera::gpu {
-struct StreamHandle;
-}
 
 namespace tessera::distributed {
 
@@ -33,29 +28,6 @@ struct Timeouts {
   double save = 0;        // checkpoints: waits for the other ranks' writing
 };
 
-// Deliberate bugs, for tests that prove that tests would see them.
-enum class Mutation : uint8_t {
-  kNone,
-  kSkipWait,         // Work::wait() returns at once
-  kSkipStreamOrder,  // a collective of a GPU does not wait for what was calculated before
-  kOtherStream,      // memory for a result is asked for on `other_stream`, which nobody tells of it
-};
-
-// Around every collective of this rank; for tests that delay, drop and break. May sleep and throw.
-struct CommHooks {
-  // Before the call reaches the backend. False: it never does (the others wait for it).
-  std::function<bool(const CommRecord&)> before_issue;
-  std::function<void(const CommRecord&)> before_wait, after_wait;
-};
-
-// Time that tests make: compute adds to `now`, collectives of a channel follow one another and take
-// `latency(record)` from when the last rank issued them, wait() moves `now` to their end. Served by
-// the thread backend.
-struct VirtualClock {
-  double now = 0;
-  std::function<double(const CommRecord&)> latency;
-};
-
 struct RankContext {
   RankContext();
   ~RankContext();
@@ -70,11 +42,6 @@ struct RankContext {
   ReductionMode reduction_mode = ReductionMode::kDeterministic;
   std::string phase;           // "forward", "backward", "save": goes into records
   std::string dump_directory;  // where a failing wait writes its trace; empty: nowhere
-
-  CommHooks hooks;
-  std::shared_ptr<VirtualClock> clock;
-  Mutation mutation = Mutation::kNone;
-  std::shared_ptr<gpu::StreamHandle> other_stream;  // for Mutation::kOtherStream
 
   // Ends every call under way of all groups of this rank, and every later one, with `error`. Any
   // thread: watchdogs call it.

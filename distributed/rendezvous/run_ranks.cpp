@@ -29,7 +29,11 @@ void run_ranks(int size, const std::function<void(int rank)>& fn, const RunRanks
     context.timeouts = {options.timeout_seconds, options.timeout_seconds};
     std::vector<int> ranks;
     for (int r = 0; r < size; ++r) ranks.push_back(r);
-    if (size > 1) context.world = std::make_shared<Group>("world", job.backend(rank), ranks);
+    if (size > 1) {
+      std::shared_ptr<Backend> backend = job.backend(rank);
+      if (options.decorate) backend = options.decorate(std::move(backend));
+      context.world = std::make_shared<Group>("world", std::move(backend), ranks);
+    }
     std::string end = "ended";
     bool failed = false;
     try {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 
 #include <tessera/distributed/transport/group.h>
 
@@ -12,6 +13,8 @@ namespace tessera::distributed {
 struct RunRanksOptions {
   int threads = 1;              // for compute, of each rank
   double timeout_seconds = 60;  // of collectives
+  // What becomes of the world's backend, on each rank.
+  std::function<std::shared_ptr<Backend>(std::shared_ptr<Backend>)> decorate = {};
 };
 // Runs fn(rank) on `size` threads, each with a Context, a world group and a MemoryStore of its own
 // job. Where ranks throw, the others' collectives raise, and the first exception is rethrown, with

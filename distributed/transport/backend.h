@@ -74,8 +74,8 @@ struct Call {
   bool refused = false;  // send and recv: the arguments were wrong, `text` says how; no tensor
   Device device = kCpu;  // of the tensors
   double timeout_seconds = 600;
-  double virtual_issued = 0;                     // the rank's virtual clock
-  double latency = 0, virtual_done = 0;          // written by the thread backend
+  // When it ended, in seconds of the group's trace, where that is not when `done` is called.
+  std::optional<double> ended;
   std::function<void(std::exception_ptr)> done;  // exactly once, from any thread, null if well
   // Written by start() where the results lie in the order of a stream: makes its caller's current
   // stream wait for them. Nobody needs to wait for `done` then.

@@ -112,7 +112,6 @@ class ThreadHub {
   explicit ThreadHub(std::vector<int> world_ranks)
       : world_ranks_(std::move(world_ranks)), positions_(kChannels) {
     for (auto& channel : positions_) channel.resize(world_ranks_.size());
-    free_at_.resize(kChannels);
   }
 
   int size() const { return static_cast<int>(world_ranks_.size()); }
@@ -146,7 +145,6 @@ class ThreadHub {
         error = message_of(std::current_exception());
       }
     }
-    pass_time(complete);
     for (const CallPtr& side : complete) side->done(distributed_error(error));
   }
 
@@ -253,15 +251,6 @@ class ThreadHub {
     copy_part(recv.receives[from], send.sends[to]);
   }
 
-  void pass_time(std::span<const CallPtr> calls) {
-    const std::lock_guard lock(mutex_);
-    double& free_at = free_at_[static_cast<size_t>(calls[0]->channel)];
-    double start = free_at;
-    for (const CallPtr& call : calls) start = std::max(start, call->virtual_issued);
-    free_at = start + calls[0]->latency;
-    for (const CallPtr& call : calls) call->virtual_done = free_at;
-  }
-
   const std::vector<int> world_ranks_;
   std::mutex mutex_;
   std::string broken_;                                // why no call can succeed any more
@@ -269,7 +258,6 @@ class ThreadHub {
   std::map<std::pair<Channel, int64_t>, Meeting> meetings_;
   std::map<std::tuple<int, int, int, bool>, std::deque<CallPtr>> waiting_;
   std::vector<std::vector<Position>> positions_;  // [channel][rank]
-  std::vector<double> free_at_;                   // virtual time, by channel
 };
 
 struct ThreadJob::State {

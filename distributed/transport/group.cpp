@@ -52,7 +52,6 @@ struct Work::State {
   std::condition_variable changed;
   bool done = false;
   std::string error;  // empty: all is well. Text, not an exception that threads would share
-  double virtual_done = 0;
 
   std::shared_ptr<Group> group;
   CommRecord record;
@@ -72,13 +71,12 @@ struct Work::State {
       group->note_unseen(record, number, error, delivered);
     }
   }
-  void finish(std::string failure, double end_on_clock) {
+  void finish(std::string failure) {
     {
       const std::lock_guard lock(mutex);
       if (done) return;
       done = true;
       error = std::move(failure);
-      virtual_done = end_on_clock;
     }
     changed.notify_all();
   }
@@ -102,10 +100,8 @@ void Work::wait() const {
   if (state.group) {
     RankContext& context = rank_context();
     if (!state.order) state.answered = true;
-    if (context.mutation == Mutation::kSkipWait) return;
-    if (context.hooks.before_wait) context.hooks.before_wait(state.record);
     CommTrace& trace = state.group->trace();
-    const double begin = context.clock ? context.clock->now : trace.seconds();
+    const double begin = trace.seconds();
     const auto deadline =
         state.issued + std::chrono::duration_cast<Clock::duration>(
                            std::chrono::duration<double>(std::min(state.timeout, 1e9)));
@@ -123,13 +119,13 @@ void Work::wait() const {
         const std::string message = state.group->late_ranks(state.record, waited);
         state.group->backend().fail(std::make_exception_ptr(DistributedError(message)));
         trace.finish(state.number, true, trace.seconds());
-        state.finish(message, 0);
+        state.finish(message);
         lock.lock();
       }
       error = state.error;
-      if (context.clock) context.clock->now = std::max(context.clock->now, state.virtual_done);
     }
-    trace.waited(state.number, begin, context.clock ? context.clock->now : trace.seconds());
+    if (state.order && error.empty()) state.order();
+    trace.waited(state.number, begin, trace.seconds());
     if (!error.empty()) {
       state.group->note_raised();
       if (!context.dump_directory.empty()) {
@@ -145,8 +141,6 @@ void Work::wait() const {
                              state.record.describe() + " of '" + state.record.group +
                              "': " + error);
     }
-    if (state.order) state.order();
-    if (context.hooks.after_wait) context.hooks.after_wait(state.record);
   }
   if (state.delivered) return;
   state.delivered = true;
@@ -197,10 +191,8 @@ Work Group::local(Request& request) {
 }
 
 Work Group::Issue::started() {
-  if (call) {
-    state->order = std::move(call->order);
-    state->carrier = call->carrier;
-  }
+  state->order = std::move(call->order);
+  state->carrier = call->carrier;
   return Work(std::move(state));
 }
 
@@ -213,7 +205,7 @@ Work Group::start(Request request, const CollectiveOptions& options) {
   if (size() == 1 && !peer_call && request.operation != Operation::kInvalid) return local(request);
   if (request.operation != Operation::kInvalid) raise_unseen(options);
   Issue one = issue(std::move(request), options);
-  if (one.call) backend_->start(one.call);
+  backend_->start(one.call);
   return one.started();
 }
 
@@ -243,7 +235,7 @@ Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
     record.file = caller.file_name();
     record.line = static_cast<int>(caller.line());
   }
-  record.queued = context.clock ? context.clock->now : trace_->seconds();
+  record.queued = trace_->seconds();
   state->group = shared_from_this();
   state->issued = Clock::now();
   state->timeout =
@@ -254,17 +246,14 @@ Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
   // Who made a mistake hears of it at once, and what the others say of it is no news.
   state->answered = request.operation == Operation::kInvalid || !request.mistake.empty();
 
-  const bool issue = !context.hooks.before_issue || context.hooks.before_issue(record);
   state->number = trace_->add(record);
-  if (!issue) return {state, nullptr};
 
   auto call = std::make_shared<Call>();
   call->header = {request.operation, request.dtype, request.reduce, context.reduction_mode,
                   request.root,      request.count, record.sequence};
   call->channel = options.channel;
   call->tag = request.tag;
-  // Hooks may keep the caller from coming.
-  call->waits = options.waits && !context.hooks.before_wait && context.mutation == Mutation::kNone;
+  call->waits = options.waits;
   call->device = device;
   call->timeout_seconds = state->timeout;
   call->sends = std::move(request.sends);
@@ -277,12 +266,7 @@ Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
   } else {
     set_text(call->text, record.describe() + " at " + record.place() + below);
   }
-  if (context.clock) {
-    call->virtual_issued = context.clock->now;
-    if (context.clock->latency) call->latency = context.clock->latency(record);
-  }
-  call->done = [state, trace = trace_, virtual_time = context.clock != nullptr,
-                raw = call.get()](std::exception_ptr error) {
+  call->done = [state, trace = trace_, raw = call.get()](std::exception_ptr error) {
     std::string message;
     if (error) {
       try {
@@ -293,9 +277,8 @@ Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
         message = "unknown failure";
       }
     }
-    trace->finish(state->number, error != nullptr,
-                  virtual_time ? raw->virtual_done : trace->seconds());
-    state->finish(std::move(message), raw->virtual_done);
+    trace->finish(state->number, error != nullptr, raw->ended ? *raw->ended : trace->seconds());
+    state->finish(std::move(message));
   };
   return {state, call};
 }

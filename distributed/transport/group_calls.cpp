@@ -21,10 +21,6 @@ Part part_of(const Tensor& tensor) {
 // Memory that a collective writes. It is asked for on the stream that reads it later, as freed
 // memory goes to what its own stream does next.
 Tensor result_buffer(const Tensor& like) {
-  std::optional<gpu::CurrentStream> elsewhere;
-  RankContext& context = rank_context();
-  if (context.mutation == Mutation::kOtherStream) [[unlikely]]
-    elsewhere.emplace(context.other_stream);
   return raw::empty(like.shape(), like.dtype(), like.device());
 }
 
@@ -415,7 +411,7 @@ Work Group::exchange(const std::vector<PeerTensor>& sends, const std::vector<Pee
   std::vector<CallPtr> calls;
   for (Request& request : requests) {
     issued.push_back(issue(std::move(request), options));
-    if (issued.back().call) calls.push_back(issued.back().call);
+    calls.push_back(issued.back().call);
   }
   backend_->start_together(calls);
   std::vector<Work> works;

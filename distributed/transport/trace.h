@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -70,7 +71,7 @@ struct CommRecord {
   const char* file = "";
   int line = 0;
   State state = State::kQueued;
-  // Seconds since the trace was made, or of the virtual clock where one is set; -1 not yet.
+  // Seconds, by the clock of the trace; -1 not yet.
   double queued = -1, done = -1;
   double wait_begin = -1, wait_end = -1;  // of the first wait()
 
@@ -95,6 +96,9 @@ class CommTrace {
   std::vector<CommRecord> records(int64_t first = 0) const;  // of those kept, in order of issue
   int64_t next() const;                                      // the number of the next record
   double seconds() const;                                    // since the trace was made
+  // What seconds() says instead, for times that are simulated; empty: real time again. By the
+  // rank's thread, while none of its calls is under way.
+  void set_clock(std::function<double()> seconds) { clock_ = std::move(seconds); }
   // {"rank": r, "records": [...]} as JSON text.
   std::string to_json(int rank) const;
 
@@ -116,6 +120,7 @@ class CommTrace {
   void trim();
   const size_t capacity_;
   const int64_t start_;  // steady clock, nanoseconds
+  std::function<double()> clock_;
   mutable std::mutex mutex_;
   std::deque<CommRecord> records_;
   int64_t first_ = 0;  // number of records_.front()

@@ -36,6 +36,7 @@
 #include <tessera/optim/optimizers.h>
 
 #include "../compared_ranks.h"
+#include "../fault_backend.h"
 #include "../message_of.h"
 #include "../mock_nccl/mock_nccl.h"
 
@@ -82,6 +83,7 @@ class CudaNccl : public testing::Test {
 struct GpuRanks {
   BackendOptions backend = {};
   bool fails = false;  // the group is broken at the end
+  std::function<std::shared_ptr<Backend>(std::shared_ptr<Backend>)> decorate = {};
 };
 
 // Ranks with a device each, and the end of every distributed test: all ranks called the same.
@@ -106,12 +108,11 @@ void on_gpus(int size, const std::function<void(int rank)>& body, const GpuRanks
       std::string end = "ended";
       bool failed = false;
       try {
-        context.world = std::make_shared<Group>(
-            "world",
-            make_paired_backend(job.backend(rank),
-                                make_nccl_backend(store, rank, size, cuda(rank), options.backend),
-                                options.backend),
-            ranks);
+        std::shared_ptr<Backend> backend = make_paired_backend(
+            job.backend(rank), make_nccl_backend(store, rank, size, cuda(rank), options.backend),
+            options.backend);
+        if (options.decorate) backend = options.decorate(std::move(backend));
+        context.world = std::make_shared<Group>("world", std::move(backend), ranks);
         const CommTrace::Scope scope(*context.trace);
         body(rank);
         if (!options.fails) {
@@ -241,41 +242,61 @@ TEST_F(CudaNccl, WaitHoldsTheStreamAndNotTheThread) {
   });
 }
 
+enum class Mistake {
+  kNone,
+  kSkipWait,         // Work::wait() returns at once
+  kSkipStreamOrder,  // a collective does not wait for what was calculated before
+  kOtherStream,      // a result lies in memory of another stream, which nobody tells of it
+};
+
 // How often a sum is read before it is there, or taken before what it adds up is there.
-int wrong_sums(Mutation mutation) {
+int wrong_sums(Mistake mistake) {
   std::atomic<int> wrong = 0;
-  on_gpus(2, [&](int rank) {
-    rank_context().mutation = mutation;
-    const Tensor one = on_gpu(full({16}, 1.0));
-    for (int round = 0; round < 30; ++round) {
-      const Tensor x = one * 1;  // queued: a stream that does not wait for it finds older bytes
-      const Work work = world().all_reduce(x, ReduceOp::kSum, {.channel = Channel::kGradient});
-      work.wait();
-      if (values(x)[0] != 2) ++wrong;
-      gpu::synchronize(rank);
-    }
-    rank_context().mutation = Mutation::kNone;
-  });
+  on_gpus(2,
+          [&](int rank) {
+            faults().skip_wait = mistake == Mistake::kSkipWait;
+            if (mistake == Mistake::kSkipStreamOrder) {
+              faults().around_start = [idle = gpu::make_stream(rank)](const auto& start) {
+                const gpu::CurrentStream elsewhere(idle);
+                start();
+              };
+            }
+            const Tensor one = on_gpu(full({16}, 1.0));
+            for (int round = 0; round < 30; ++round) {
+              const Tensor x = one * 1;  // queued: a stream that does not wait finds older bytes
+              const Work work =
+                  world().all_reduce(x, ReduceOp::kSum, {.channel = Channel::kGradient});
+              work.wait();
+              if (values(x)[0] != 2) ++wrong;
+              gpu::synchronize(rank);
+            }
+            faults() = {};
+          },
+          {.decorate = with_faults()});
   return wrong;
 }
 
 // How often a result is overwritten by what another stream does with memory of its own, or is read
 // when its memory has gone, which the emulation refuses. The rows are gathered into a buffer of the
 // call, as the tensor is not contiguous.
-int lost_results(Mutation mutation) {
+int lost_results(Mistake mistake) {
   std::atomic<int> lost = 0;
   // It shows sooner or later, on a busy machine later.
-  const int rounds = mutation == Mutation::kNone ? 30 : 3000;
+  const int rounds = mistake == Mistake::kNone ? 30 : 3000;
   for (int round = 0; round < rounds && lost == 0; ++round) {
     on_gpus(2, [&](int rank) {
-      rank_context().other_stream = gpu::make_stream(rank);
+      const auto other_stream = gpu::make_stream(rank);
       const Tensor rows = on_gpu(full({1, 64}, 1.0)), all = on_gpu(zeros({64, 2})).transpose(0, 1);
-      rank_context().mutation = mutation;
-      world().all_gather(all, rows).wait();
-      rank_context().mutation = Mutation::kNone;
+      Work work;
+      {
+        std::optional<gpu::CurrentStream> elsewhere;
+        if (mistake == Mistake::kOtherStream) elsewhere.emplace(other_stream);
+        work = world().all_gather(all, rows);
+      }
+      work.wait();
       Tensor other;
       {
-        const gpu::CurrentStream elsewhere(rank_context().other_stream);
+        const gpu::CurrentStream elsewhere(other_stream);
         other = full({2, 64}, 777.0, {kF32, cuda(rank)});
       }
       try {
@@ -290,12 +311,12 @@ int lost_results(Mutation mutation) {
 }
 
 TEST_F(CudaNccl, EventsThatAreMissingAndMemoryOfOtherStreamsAreSeen) {
-  EXPECT_EQ(wrong_sums(Mutation::kNone), 0);
-  EXPECT_EQ(lost_results(Mutation::kNone), 0);
+  EXPECT_EQ(wrong_sums(Mistake::kNone), 0);
+  EXPECT_EQ(lost_results(Mistake::kNone), 0);
 #if !defined(__SANITIZE_ADDRESS__)  // which sees the early read itself and ends the program
-  EXPECT_GT(wrong_sums(Mutation::kSkipWait), 0);
-  EXPECT_GT(wrong_sums(Mutation::kSkipStreamOrder), 0);
-  EXPECT_GT(lost_results(Mutation::kOtherStream), 0);
+  EXPECT_GT(wrong_sums(Mistake::kSkipWait), 0);
+  EXPECT_GT(wrong_sums(Mistake::kSkipStreamOrder), 0);
+  EXPECT_GT(lost_results(Mistake::kOtherStream), 0);
 #endif
 }
 

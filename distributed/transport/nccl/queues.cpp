@@ -112,10 +112,8 @@ class GpuQueues : public DeviceQueues {
     std::shared_ptr<gpu::StreamHandle>& side = streams_[static_cast<size_t>(channel)];
     const gpu::CurrentDevice scope(device_.index);
     if (!side) side = gpu::make_stream(device_.index);
-    if (rank_context().mutation != Mutation::kSkipStreamOrder) {
-      const auto before = gpu::record_event(*gpu::current_stream_handle(device_.index));
-      gpu::wait_event(*side, *before);
-    }
+    const auto before = gpu::record_event(*gpu::current_stream_handle(device_.index));
+    gpu::wait_event(*side, *before);
     launch(gpu::native_stream(*side));
     std::shared_ptr<gpu::EventHandle> end = gpu::record_event(*side);
     {
