@@ -1,5 +1,5 @@
-// A backend around another, for tests: it delays and loses a rank's calls, lets it read results that
-// have not come, and makes time.
+// A backend around another, for tests: it delays and loses a rank's calls, lets it read results
+// that have not come, and makes time.
 //
 //     compared_ranks(2, body, {.decorate = with_faults()});
 //     faults().before_start = [](const Call&) { sleep(); return true; };   // in the body
