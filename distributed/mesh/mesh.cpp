@@ -1,6 +1,7 @@
 #include <tessera/distributed/mesh/mesh.h>
 
 #include <algorithm>
+#include <iterator>
 
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
@@ -14,7 +15,7 @@ struct MeshSlot {
 
 }  // namespace
 
-Mesh::Mesh(Group& world, std::vector<MeshAxis> axes) : axes_(std::move(axes)) {
+Mesh::Mesh(Group& world, std::vector<MeshAxis> axes) : world_(&world), axes_(std::move(axes)) {
   const std::string_view where = "Mesh";
   TS_CHECK_AS(ConfigError, !axes_.empty(), where, "needs an axis; got none");
   int product = 1;
@@ -59,11 +60,39 @@ Mesh::Mesh(Group& world, std::vector<MeshAxis> axes) : axes_(std::move(axes)) {
   }
 }
 
+Mesh::Mesh(const Mesh& parent, const Positions& axes) : parent_(&parent) {
+  for (const size_t axis : axes) {
+    axes_.push_back(parent.axes_[axis]);
+    coordinates_.push_back(parent.coordinates_[axis]);
+    groups_.push_back(parent.groups_[axis]);
+  }
+}
+
 size_t Mesh::position(std::string_view axis) const {
   const auto found = std::ranges::find(axes_, axis, &MeshAxis::name);
   TS_CHECK_AS(ConfigError, found != axes_.end(), "Mesh", "has no axis '", axis, "'; it is ",
               describe());
   return static_cast<size_t>(found - axes_.begin());
+}
+
+Mesh::Positions Mesh::positions(Names axes) const {
+  TS_CHECK_AS(ConfigError, !axes.empty(), "Mesh", "needs the name of an axis; got none for ",
+              describe());
+  Positions result;
+  for (const std::string_view axis : axes) {
+    const size_t at = position(axis);
+    TS_CHECK_AS(ConfigError, std::ranges::find(result, at) == result.end(), "Mesh", "axis '", axis,
+                "' was named twice; name each axis of ", describe(), " once");
+    result.push_back(at);
+  }
+  std::ranges::sort(result);
+  return result;
+}
+
+std::vector<std::string_view> Mesh::names_at(const Positions& axes) const {
+  std::vector<std::string_view> names;
+  for (const size_t axis : axes) names.push_back(axes_[axis].name);
+  return names;
 }
 
 bool Mesh::has(std::string_view axis) const {
@@ -73,13 +102,81 @@ int Mesh::size(std::string_view axis) const { return axes_[position(axis)].size;
 int Mesh::coordinate(std::string_view axis) const { return coordinates_[position(axis)]; }
 Group& Mesh::group(std::string_view axis) const { return *groups_[position(axis)]; }
 
-std::string Mesh::describe() const {
+int Mesh::size(Names axes) const {
+  int product = 1;
+  for (const size_t axis : positions(axes)) product *= axes_[axis].size;
+  return product;
+}
+
+int Mesh::coordinate(Names axes) const {
+  int place = 0;
+  for (const size_t axis : positions(axes)) place = place * axes_[axis].size + coordinates_[axis];
+  return place;
+}
+
+Group& Mesh::group(Names names) const {
+  const Positions asked = positions(names);
+  Positions axes;  // those along which there is another rank
+  std::ranges::copy_if(asked, std::back_inserter(axes),
+                       [&](size_t i) { return axes_[i].size > 1; });
+  if (axes.empty()) return *groups_[asked.front()];
+  if (axes.size() == 1) return *groups_[axes.front()];
+  if (parent_ != nullptr) return parent_->group(names_at(axes));
+  const auto [made, added] = products_.try_emplace(axes, nullptr);
+  if (!added) return *made->second;
+  const std::vector<std::string_view> chosen = names_at(axes);
+  if (size(chosen) == world_->size()) {
+    made->second = world_;
+    return *world_;
+  }
+  // Of one colour are the ranks with the same other coordinates.
+  int colour = 0;
+  for (size_t i = 0; i < axes_.size(); ++i) {
+    if (std::ranges::find(axes, i) == axes.end()) colour = colour * axes_[i].size + coordinates_[i];
+  }
+  try {
+    owned_.push_back(world_->split(colour, coordinate(chosen)));
+  } catch (...) {
+    products_.erase(made);
+    throw;
+  }
+  made->second = owned_.back().get();
+  return *made->second;
+}
+
+int Mesh::size() const {
+  int product = 1;
+  for (const MeshAxis& axis : axes_) product *= axis.size;
+  return product;
+}
+int Mesh::coordinate() const {
+  int place = 0;
+  for (size_t i = 0; i < axes_.size(); ++i) place = place * axes_[i].size + coordinates_[i];
+  return place;
+}
+Group& Mesh::group() const {
+  std::vector<std::string_view> names;
+  for (const MeshAxis& axis : axes_) names.push_back(axis.name);
+  return group(names);
+}
+
+Mesh& Mesh::submesh(Names names) const {
+  std::unique_ptr<Mesh>& made = submeshes_[positions(names)];
+  if (!made) made.reset(new Mesh(*this, positions(names)));
+  return *made;
+}
+
+std::string Mesh::own_text() const {
   std::string text = "mesh(";
   for (const MeshAxis& axis : axes_) {
     if (text.back() != '(') text += ", ";
     text += axis.name + "=" + std::to_string(axis.size);
   }
   return text + ")";
+}
+
+std::string Mesh::describe() const {
+  return parent_ == nullptr ? own_text() : own_text() + " of " + parent_->describe();
 }
 
 Mesh& mesh() {

@@ -1,14 +1,28 @@
 // The ranks of a group as a grid with named axes.
 //
 //     Mesh mesh(world());                                        // one axis, "dp": all ranks
-//     Mesh grid(world(), {{"dp_replicate", 2}, {"dp_shard", 4}});
-//     grid.group("dp_shard").all_reduce(x);                      // the 4 ranks of this row
+//     Mesh grid(world(), {{"dp_replicate", 2}, {"dp_shard", 2}, {"cp", 2}});
+//     grid.group("dp_shard").all_reduce(x);                      // the 2 ranks of this row
+//     grid.group({"dp_shard", "cp"}).all_reduce(x);              // a product: 4 ranks
+//     grid.submesh({"dp_replicate", "dp_shard"});                // a mesh of those two axes
+//     grid["cp"];                                                // and of one
 //
-// Everything that depends on a number of ranks (loaders, loss scaling, sharding) asks an axis for
-// it, never the world. Ranks are numbered row by row: the last axis varies fastest.
+// Everything that depends on a number of ranks (loaders, loss scaling, sharding) asks an axis or a
+// product of axes for it, never the world. Ranks are numbered row by row: the last axis varies
+// fastest.
+//
+// [Note: collective calls] Groups are made by a collective of the whole mesh: the constructor makes
+// those of single axes, group({..}) that of a product when it is first asked for it (a sub-mesh
+// asks its parent). Every rank of the outermost mesh makes these calls alike, also where its own
+// part of a product would do without. All else communicates nothing: a product that was asked for
+// before, one that is a single axis (the others having size 1) or the whole world, and submesh().
+// One thread at a time.
 #pragma once
 
+#include <initializer_list>
+#include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -37,15 +51,55 @@ class Mesh {
   int size(std::string_view axis) const;
   int coordinate(std::string_view axis) const;  // this rank's place along the axis
   Group& group(std::string_view axis) const;    // the ranks that differ from this one only there
-  std::string describe() const;                 // "mesh(dp_replicate=2, dp_shard=4)"
+
+  // Of a product: the ranks that differ from this one only along these axes, numbered row by row
+  // in the mesh's order of axes, whatever order the names have. ConfigError for a name that is
+  // unknown or comes twice, and for none. group() may be collective, see [Note: collective calls].
+  using Names = std::span<const std::string_view>;
+  int size(Names axes) const;
+  int coordinate(Names axes) const;
+  Group& group(Names axes) const;
+  int size(std::initializer_list<std::string_view> axes) const { return size(span_of(axes)); }
+  int coordinate(std::initializer_list<std::string_view> axes) const {
+    return coordinate(span_of(axes));
+  }
+  Group& group(std::initializer_list<std::string_view> axes) const { return group(span_of(axes)); }
+
+  int size() const;        // of the whole mesh
+  int coordinate() const;  // this rank's number in it
+  Group& group() const;    // all its ranks
+
+  // The mesh of some of the axes, in this one's order, that this rank lies in. Its groups are this
+  // one's, which owns it: the same object each time. ConfigError as above.
+  Mesh& submesh(Names axes) const;
+  Mesh& submesh(std::initializer_list<std::string_view> axes) const {
+    return submesh(span_of(axes));
+  }
+  Mesh& operator[](std::string_view axis) const { return submesh({axis}); }
+
+  // "mesh(dp_replicate=2, dp_shard=4)"; "mesh(dp=2) of mesh(dp=2, tp=2)"
+  std::string describe() const;
 
  private:
-  size_t position(std::string_view axis) const;
+  using Positions = std::vector<size_t>;  // of axes, ascending
 
+  Mesh(const Mesh& parent, const Positions& axes);
+  static Names span_of(std::initializer_list<std::string_view> names) {
+    return {names.begin(), names.size()};
+  }
+  size_t position(std::string_view axis) const;
+  Positions positions(Names axes) const;
+  std::vector<std::string_view> names_at(const Positions& axes) const;
+  std::string own_text() const;
+
+  const Mesh* parent_ = nullptr;  // of a sub-mesh
+  Group* world_ = nullptr;        // of the outermost mesh
   std::vector<MeshAxis> axes_;
   std::vector<int> coordinates_;
   std::vector<Group*> groups_;
-  std::vector<std::shared_ptr<Group>> owned_;  // groups that were split off
+  mutable std::vector<std::shared_ptr<Group>> owned_;  // groups that were split off
+  mutable std::map<Positions, Group*> products_;
+  mutable std::map<Positions, std::unique_ptr<Mesh>> submeshes_;
 };
 
 // The mesh of the current context; at first one axis "dp" over world(). Collective when it is made.
