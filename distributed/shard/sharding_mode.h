@@ -6,18 +6,18 @@
 
 namespace tessera::distributed {
 
-enum class Placement : unsigned char {
+enum class ModePlacement : unsigned char {
   kReplicate,  // every rank holds the whole value
   kPartial,    // every rank holds a summand of the whole shape
   kShard,      // every rank holds its rows of dimension 0
 };
-constexpr std::string_view name_of(Placement placement) {
+constexpr std::string_view name_of(ModePlacement placement) {
   switch (placement) {
-    case Placement::kReplicate:
+    case ModePlacement::kReplicate:
       return "R";
-    case Placement::kPartial:
+    case ModePlacement::kPartial:
       return "P";
-    case Placement::kShard:
+    case ModePlacement::kShard:
       return "S";
   }
   return "?";
@@ -32,15 +32,18 @@ constexpr std::string_view name_of(Placement placement) {
 //     kZero2             R          S         S           m reduce-scatters, all-gather
 //     kFullyShard        S          S         S           2m all-gathers, m reduce-scatters
 struct ShardingMode {
-  Placement parameter = Placement::kReplicate;
-  Placement gradient = Placement::kPartial;
-  Placement optimizer = Placement::kReplicate;
+  ModePlacement parameter = ModePlacement::kReplicate;
+  ModePlacement gradient = ModePlacement::kPartial;
+  ModePlacement optimizer = ModePlacement::kReplicate;
   friend constexpr bool operator==(const ShardingMode&, const ShardingMode&) = default;
 };
 inline constexpr ShardingMode kDataParallel{};
-inline constexpr ShardingMode kZero1{Placement::kReplicate, Placement::kPartial, Placement::kShard};
-inline constexpr ShardingMode kZero2{Placement::kReplicate, Placement::kShard, Placement::kShard};
-inline constexpr ShardingMode kFullyShard{Placement::kShard, Placement::kShard, Placement::kShard};
+inline constexpr ShardingMode kZero1{ModePlacement::kReplicate, ModePlacement::kPartial,
+                                     ModePlacement::kShard};
+inline constexpr ShardingMode kZero2{ModePlacement::kReplicate, ModePlacement::kShard,
+                                     ModePlacement::kShard};
+inline constexpr ShardingMode kFullyShard{ModePlacement::kShard, ModePlacement::kShard,
+                                          ModePlacement::kShard};
 
 inline std::string describe(const ShardingMode& mode) {
   return "(" + std::string(name_of(mode.parameter)) + ", " + std::string(name_of(mode.gradient)) +
