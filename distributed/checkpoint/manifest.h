@@ -32,7 +32,7 @@
 
 #include <tessera/core/dtype.h>
 #include <tessera/core/shape.h>
-#include <tessera/distributed/checkpoint/box.h>
+#include <tessera/distributed/mesh/box.h>
 
 namespace tessera::distributed {
 

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include <tessera/core/tensor.h>
-#include <tessera/distributed/checkpoint/box.h>
 #include <tessera/distributed/checkpoint/manifest.h>
+#include <tessera/distributed/mesh/box.h>
 
 namespace tessera::distributed {
 

@@ -1,4 +1,4 @@
-#include <tessera/distributed/checkpoint/box.h>
+#include <tessera/distributed/mesh/box.h>
 
 #include <algorithm>
 #include <cstring>
