@@ -8,6 +8,7 @@
 #include <tessera/autograd/differentiable_node.h>
 #include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/profiler.h>
 #include <tessera/core/raw_views.h>
 
@@ -19,9 +20,8 @@ void check_placement(const Op& op, std::span<const Tensor> inputs) {
   const Tensor* first = nullptr;
   for (const Tensor& input : inputs) {
     if (!input.defined()) continue;
-    TS_CHECK_AS(UnsupportedError, input.impl()->placement == nullptr, op,
-                "has no rule for the sharded tensor ", input,
-                "; gather it first, or use an op that distributes");
+    TS_CHECK_AS(UnsupportedError, placement_slot(input) == nullptr, op, "has no rule for ", input,
+                "; take full_tensor() for the whole, or to_local() for this rank's part");
     if (input.dim() == 0 && input.device().is_cpu()) continue;
     if (first == nullptr) {
       first = &input;

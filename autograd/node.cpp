@@ -6,6 +6,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/common/overlap.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -184,9 +185,10 @@ TensorList AccumulateGrad::apply(TensorList grads) {
   {
     std::lock_guard lock(leaf_mutex(leaf_.impl()));
     Tensor gradient = std::move(grads[0]);
+    const PlacementSlot* placement = placement_slot(leaf_);
     if (!slot.grad.defined()) {
       if (grad_enabled()) {
-        slot.grad = gradient;
+        slot.grad = placement == nullptr ? gradient : view(gradient, gradient.shape());
       } else if (slot.main_grad.defined()) {
         copy_(slot.main_grad, gradient);
         slot.grad = slot.main_grad;
@@ -196,10 +198,15 @@ TensorList AccumulateGrad::apply(TensorList grads) {
         slot.grad = take ? std::move(gradient) : clone(gradient);
         if (!slot.grad.is_meta()) slot.grad.storage()->set_category(MemoryCategory::kGradient);
       }
+      // The gradient of a part is a part; main_grad is its owner's object.
+      if (placement != nullptr && !slot.grad.is(slot.main_grad)) {
+        slot.grad.impl()->placement = placement->of_gradient();
+      }
     } else if (grad_enabled()) {
+      check_whole(slot.grad, "backward with create_graph onto a .grad that is there");
       slot.grad = add(slot.grad, gradient);
     } else {
-      add_(slot.grad, gradient);
+      add_(placement == nullptr ? slot.grad : raw::alias(slot.grad), gradient);
     }
   }
   if (slot.post_accumulate_hooks) {

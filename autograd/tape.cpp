@@ -6,6 +6,7 @@
 #include <tessera/autograd/engine.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -30,6 +31,7 @@ Roots make_roots(std::span<const Tensor> outputs, std::span<const Tensor> gradie
   Roots roots;
   for (size_t i = 0; i < outputs.size(); ++i) {
     const Tensor& output = outputs[i];
+    check_whole(output, where);
     Edge edge = gradient_edge(output);
     TS_CHECK_AS(AutogradError, edge.node != nullptr, where, "output ", i, " (", output,
                 ") does not require grad: no input of its calculation does, or grad mode was off");
@@ -84,6 +86,12 @@ TensorList grad(std::span<const Tensor> outputs, std::span<const Tensor> inputs,
                 " (", inputs[i],
                 ") was not used in the calculation; set allow_unused to get an undefined gradient");
   }
+  for (size_t i = 0; i < results.size(); ++i) {
+    const PlacementSlot* slot = placement_slot(inputs[i]);
+    if (slot == nullptr || !results[i].defined()) continue;
+    results[i] = view(results[i], results[i].shape());  // an object of its own
+    results[i].impl()->placement = slot->of_gradient();
+  }
   return results;
 }
 
@@ -137,6 +145,7 @@ void set_main_grad(const Tensor& leaf, const Tensor& main_grad) {
 }
 
 void retain_grad(const Tensor& tensor) {
+  check_whole(tensor, "retain_grad");  // whose gradient would be a part
   AutogradSlot& slot = ensure_autograd_slot(tensor);
   if (tensor.is_leaf() || slot.retained_grad) return;
   auto cell = std::make_shared<Tensor>();

@@ -2,6 +2,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/raw_views.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera {
@@ -50,7 +51,7 @@ void Tensor::zero_grad(bool set_to_none) const {
   } else {
     NoGradGuard no_grad;
     slot->grad = tessera::detach(slot->grad);
-    tessera::zero_(slot->grad);
+    tessera::zero_(raw::alias(slot->grad));  // also where it is a part
   }
 }
 

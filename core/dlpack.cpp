@@ -4,6 +4,7 @@
 #include <memory>
 
 #include <tessera/core/factory.h>
+#include <tessera/core/placement_slot.h>
 
 namespace tessera {
 namespace {
@@ -62,6 +63,7 @@ struct Export {
 
 template <class Managed>
 Managed* export_tensor(const Tensor& x) {
+  check_whole(x, "to_dlpack");
   TS_CHECK_DEVICE(x.device().is_cpu(), "to_dlpack", "shares bytes of CPU tensors; got ", x,
                   "; use to(kCpu) first");
   auto owner = std::make_unique<Export<Managed>>();

@@ -2,6 +2,7 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/empty.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera {
@@ -40,6 +41,7 @@ Tensor readable(const Tensor& tensor, const char* where) {
 
 template <class T>
 T Tensor::item() const {
+  check_whole(*this, "item");
   TS_CHECK_SHAPE(numel() == 1, "item", "needs a tensor with one element; got ", *this);
   const Tensor source = readable(*this, "item");
   T value{};
@@ -51,6 +53,7 @@ T Tensor::item() const {
 
 template <class T>
 std::vector<T> Tensor::to_vector() const {
+  check_whole(*this, "to_vector");
   const Tensor source = readable(*this, "to_vector");
   std::vector<T> values;
   values.reserve(static_cast<size_t>(numel()));

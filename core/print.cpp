@@ -9,6 +9,7 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -191,6 +192,9 @@ std::string python_tuple(const Shape& shape) {
 
 std::string repr(const Tensor& x) {
   if (!x.defined()) return "undefined";
+  if (const PlacementSlot* slot = placement_slot(x)) {
+    return "DTensor(local=" + repr(raw::alias(x)) + ", " + slot->describe(x, true).substr(8) + ")";
+  }
   constexpr int kIndent = 7;  // of "tensor("
   std::string text = "tensor(";
   std::vector<std::string> suffixes;
@@ -230,6 +234,14 @@ std::string repr(const Tensor& x) {
     }
   }
   return text + ")";
+}
+
+std::string Tensor::describe() const {
+  if (impl_ == nullptr) return "undefined";
+  if (const PlacementSlot* slot = placement_slot(*this)) return slot->describe(*this);
+  std::ostringstream out;
+  out << dtype() << shape() << ' ' << device();
+  return out.str();
 }
 
 std::ostream& operator<<(std::ostream& out, const Tensor& tensor) { return out << repr(tensor); }

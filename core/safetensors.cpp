@@ -8,6 +8,7 @@
 #include <tessera/core/atomic_file.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/mapped_file.h>
+#include <tessera/core/placement_slot.h>
 
 namespace tessera {
 namespace {
@@ -532,6 +533,9 @@ void save_safetensors(const std::string& path, const std::map<std::string, Tenso
   for (const auto& [name, tensor] : tensors) {
     TS_CHECK(tensor.defined(), "save_safetensors", "tensor ", shown(name),
              " is undefined; leave it out");
+    TS_CHECK_AS(UnsupportedError, placement_slot(tensor) == nullptr, "save_safetensors",
+                "writes whole tensors; ", shown(name), " is ", tensor,
+                "; take its full_tensor() first, or save a checkpoint of parts");
     TS_CHECK_DEVICE(tensor.device().is_cpu(), "save_safetensors", "expects tensors on the cpu; ",
                     shown(name), " is ", tensor, "; move it there first");
     entries.push_back({name, tensor.dtype(), tensor.shape()});

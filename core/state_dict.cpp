@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include <tessera/core/factory.h>
+#include <tessera/core/placement_slot.h>
 
 namespace tessera {
 namespace {
@@ -10,6 +11,7 @@ namespace {
 // Row-major copy of any strided tensor; core has no ops, and state is copied rarely.
 Tensor copy_elements(const Tensor& source) {
   Tensor result = raw::empty(source.shape(), source.dtype(), source.device());
+  copy_placement(source, result);
   if (source.is_meta() || source.numel() == 0) return result;
   const size_t width = static_cast<size_t>(size_of(source.dtype()));
   const char* from = static_cast<const char*>(source.data());

@@ -1,7 +1,5 @@
 #include <tessera/core/tensor.h>
 
-#include <sstream>
-
 namespace tessera {
 
 TensorImpl::TensorImpl(StoragePtr storage_in, Shape shape_in, Shape strides_in, int64_t offset_in,
@@ -17,19 +15,15 @@ TensorImpl::TensorImpl(StoragePtr storage_in, Shape shape_in, Shape strides_in, 
 void Tensor::set_data(const Tensor& other) const {
   get();
   const TensorImpl& source = other.get();
+  TS_CHECK_AS(UnsupportedError, impl_->placement != nullptr || source.placement == nullptr,
+              "set_data", "makes a whole tensor of ", other,
+              "; take full_tensor(), or to_local() for this rank's part");
   impl_->storage = source.storage;
   impl_->shape = source.shape;
   impl_->strides = source.strides;
   impl_->offset = source.offset;
   impl_->numel = source.numel;
   impl_->dtype = source.dtype;
-}
-
-std::string Tensor::describe() const {
-  if (impl_ == nullptr) return "undefined";
-  std::ostringstream out;
-  out << dtype() << shape() << ' ' << device();
-  return out.str();
 }
 
 }  // namespace tessera

@@ -6,6 +6,7 @@
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/optim/optimizer.h>
 
@@ -27,6 +28,7 @@ TensorList gradients_of(const TensorList& parameters) {
 Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipOptions& options) {
   TS_CHECK(max_norm >= 0, "clip_grad_norm", "max_norm must not be negative; got ", max_norm);
   const TensorList gradients = gradients_of(parameters);
+  for (const Tensor& gradient : gradients) check_whole(gradient, "clip_grad_norm");
   TS_CHECK(options.fold_into == nullptr || options.gradient_scale == 1, "clip_grad_norm",
            "the optimizer in fold_into says itself what gradients are multiplied by; leave out "
            "gradient_scale");

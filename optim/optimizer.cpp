@@ -12,6 +12,7 @@
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/profiler.h>
 #include <tessera/core/raw_views.h>
 
@@ -25,14 +26,25 @@ Tensor make_state(const Tensor& parameter, double value) {
   const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
   const Tensor state = raw::empty_like(parameter, state_dtype(parameter));
   fill_(state, value);
+  copy_placement(parameter, state);
   return state;
 }
 
 Tensor make_master(const Tensor& parameter) {
   const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
   const Tensor master = raw::empty_like(parameter, kF32);
-  copy_(master, parameter.detach());
+  copy_(master, raw::alias(parameter));
+  copy_placement(parameter, master);
   return master;
+}
+
+// Of parts, each rank updates its own: parameter and gradient are the same part. A plain gradient
+// of a part is its owner's business.
+void check_placements(const Tensor& parameter, const Tensor& gradient) {
+  const PlacementSlot *own = placement_slot(parameter), *other = placement_slot(gradient);
+  TS_CHECK_AS(UnsupportedError, other == nullptr || (own != nullptr && own->equals(*other)), "step",
+              "the parameter is ", parameter, " and its gradient ", gradient,
+              "; redistribute one of them (a summand cannot be updated)");
 }
 
 bool is_16_bit(DType dtype) { return dtype == kF16 || dtype == kBF16; }
@@ -226,6 +238,7 @@ bool Optimizer::step() {
     for (ParameterState& state : groups_[g].states) {
       state.gradient = state.parameter.grad();
       if (!state.gradient.defined()) continue;
+      check_placements(state.parameter, state.gradient);
       prepare(g, state);
       if (!state.master.defined()) {
         state.cached_cast = cast_to_write(state.parameter);
@@ -441,9 +454,16 @@ void Optimizer::load_state_dict(const StateDict& state) {
                   ", the parameter is " + parameter.describe();
       return {};
     }
+    const PlacementSlot *own = placement_slot(parameter), *other = placement_slot(*saved);
+    if ((own == nullptr) != (other == nullptr) || (own != nullptr && !own->equals(*other))) {
+      problems += "\n  of another placement: " + key + " is " + saved->describe() +
+                  ", the parameter is " + parameter.describe();
+      return {};
+    }
     const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
     const Tensor copy = raw::empty_like(parameter, dtype);
-    copy_(copy, *saved);
+    copy_(copy, raw::alias(*saved));
+    copy_placement(parameter, copy);
     return copy;
   };
   try {

@@ -17,6 +17,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/atomic_file.h>
 #include <tessera/core/mapped_file.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/reader.h>
@@ -271,6 +272,7 @@ SavedModel save_weights(const StateDict& weights, const std::string& folder,
     TS_CHECK(tensor.defined(), kSave, shown(name), " is undefined; leave it out.");
     TS_CHECK_DEVICE(!tensor.is_meta(), kSave, shown(name), " is ", tensor,
                     " and has no elements; load the model first.");
+    check_whole(tensor, kSave);
     if (tensor.numel() > 0) {
       const auto [first, added] =
           seen.try_emplace(Identity{tensor.data(), tensor.shape().to_vector(),

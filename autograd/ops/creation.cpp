@@ -4,6 +4,7 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/random/random_fill.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -32,14 +33,27 @@ Tensor ones(const Shape& shape, const TensorOptions& options) {
 Tensor full(const Shape& shape, const Scalar& value, const TensorOptions& options) {
   return raw::full(shape, value, options.dtype, options.device);
 }
-Tensor empty_like(const Tensor& x) { return raw::empty_like(x); }
-Tensor zeros_like(const Tensor& x) { return raw::zeros_like(x); }
+Tensor empty_like(const Tensor& x) {
+  check_whole(x, "empty_like");
+  return raw::empty_like(x);
+}
+Tensor zeros_like(const Tensor& x) {
+  check_whole(x, "zeros_like");
+  return raw::zeros_like(x);
+}
 Tensor ones_like(const Tensor& x) { return full_like(x, 1); }
 Tensor full_like(const Tensor& x, const Scalar& value) {
+  check_whole(x, "full_like");
   return raw::full(x.shape(), value, x.dtype(), x.device());
 }
-Tensor rand_like(const Tensor& x) { return rand(x.shape(), {x.dtype(), x.device()}); }
-Tensor randn_like(const Tensor& x) { return randn(x.shape(), {x.dtype(), x.device()}); }
+Tensor rand_like(const Tensor& x) {
+  check_whole(x, "rand_like");
+  return rand(x.shape(), {x.dtype(), x.device()});
+}
+Tensor randn_like(const Tensor& x) {
+  check_whole(x, "randn_like");
+  return randn(x.shape(), {x.dtype(), x.device()});
+}
 
 Tensor arange(const Scalar& start, const Scalar& end, const Scalar& step,
               std::optional<DType> dtype, const Device& device) {

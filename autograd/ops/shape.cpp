@@ -7,6 +7,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/copy/shape.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -18,7 +19,11 @@ using Maps = std::vector<std::vector<int64_t>>;
 
 // ---- Views --------------------------------------------------------------------------------------
 
-Tensor detach(const Tensor& x) { return raw::alias(x); }
+Tensor detach(const Tensor& x) {
+  const Tensor result = raw::alias(x);
+  copy_placement(x, result);
+  return result;
+}
 
 const Op kView{.name = "view", .view = true, .flops_per_element = 0};
 

@@ -12,6 +12,7 @@
 #include <tessera/core/allocator.h>
 #include <tessera/core/atomic_file.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/distributed/checkpoint/checksum.h>
 
@@ -95,6 +96,7 @@ class ChunkFile {
 SaveItem SaveItem::whole(std::string name, const Tensor& tensor) {
   TS_CHECK(tensor.defined(), kCheckpointWriter, "tensor ", shown(name),
            " is undefined; leave it out.");
+  check_whole(tensor, kCheckpointWriter);
   return {std::move(name), tensor, tensor.shape(), Box::whole(tensor.shape()), true};
 }
 

@@ -6,6 +6,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/profiler.h>
 #include <tessera/distributed/transport/deterministic.h>
 #include <tessera/distributed/transport/group_request.h>
@@ -77,6 +78,7 @@ namespace {
 void check_tensors(std::span<const Tensor> tensors, const Tensor& model, Backend* backend,
                    std::string_view where) {
   for (const Tensor& tensor : tensors) {
+    check_whole(tensor, where);
     TS_CHECK_DTYPE(tensor.dtype() == model.dtype(), where, "tensors of one call have one dtype; ",
                    model, " and ", tensor);
     TS_CHECK_DEVICE(tensor.device() == model.device(), where,
