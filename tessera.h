@@ -57,6 +57,7 @@
 
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/reader.h>
+#include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/rendezvous/run_ranks.h>

@@ -187,6 +187,8 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"data/unicode.h", "inside of tokenizers"},
     {"data/word_cache.h", "inside of tokenizers"},
     {"distributed/checkpoint/checksum.h", "of the format"},
+    {"distributed/mesh/dtensor_inputs.h", "inside of DTensor"},
+    {"distributed/mesh/redistribute.h", "inside of DTensor"},
     {"distributed/rendezvous/", "how ranks meet; process_group.h and run_ranks.h are in it"},
     {"distributed/shard/", "inside of replicate()"},
     {"distributed/transport/", "backends; group.h and collectives.h are in it"},

@@ -1,0 +1,158 @@
+#include <tessera/distributed/mesh/dtensor.h>
+
+#include <sstream>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/node.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/placement_slot.h>
+#include <tessera/core/raw_views.h>
+#include <tessera/distributed/mesh/dtensor_inputs.h>
+#include <tessera/distributed/mesh/redistribute.h>
+
+namespace tessera::distributed {
+namespace {
+
+struct DTensorSlot final : PlacementSlot {
+  explicit DTensorSlot(DTensorSpec spec_in) : spec(std::move(spec_in)) {}
+  std::string describe(const Tensor& part, bool without_local) const override {
+    std::ostringstream text;
+    text << "DTensor " << spec.describe(part.dtype());
+    if (!without_local) text << ", local " << part.shape();
+    return text.str();
+  }
+  std::unique_ptr<PlacementSlot> clone() const override {
+    return std::make_unique<DTensorSlot>(spec);
+  }
+  std::unique_ptr<PlacementSlot> of_gradient() const override {
+    return std::make_unique<DTensorSlot>(spec.of_gradient());
+  }
+  bool equals(const PlacementSlot& other) const override {
+    const auto* same = dynamic_cast<const DTensorSlot*>(&other);
+    return same != nullptr && same->spec == spec;
+  }
+  const DTensorSpec spec;
+};
+
+const DTensorSlot* slot_of(const Tensor& tensor) {
+  return static_cast<const DTensorSlot*>(placement_slot(tensor));
+}
+
+// `part`, an object that nobody else has, as a DTensor.
+Tensor as_dtensor(Tensor part, DTensorSpec spec) {
+  part.impl()->placement = std::make_unique<DTensorSlot>(std::move(spec));
+  return part;
+}
+
+// How the gradient of a plain tensor that lies by `spec` is stated to lie.
+DTensorSpec stated_gradient(const DTensorSpec& spec, const ToLocalOptions& options,
+                            std::string_view where) {
+  if (!options.grad_placements) return spec.of_gradient();
+  DTensorSpec stated = spec.with(*options.grad_placements).checked(where);
+  for (size_t i = 0; i < spec.placements.size(); ++i) {
+    const Placement &own = spec.placements[i], &other = stated.placements[i];
+    const bool whole = shard_dim(own) < 0 && shard_dim(other) < 0;
+    TS_CHECK_AS(ConfigError, whole || own == other, where, "a gradient placed ",
+                describe(stated.placements), " has not the shape of a part placed ",
+                describe(spec.placements),
+                "; where the part is a shard its gradient is the same shard");
+  }
+  return stated;
+}
+
+// A plain tensor, which remembers whose elements it shares where its gradient simply goes there: a
+// write to it is then refused, or seen, as one to any view.
+Tensor plain(const Tensor& dtensor, const DTensorSpec& to, const ToLocalOptions& options,
+             std::string_view where) {
+  const DTensorSpec& from = spec_of(dtensor);
+  const DTensorSpec gradient = stated_gradient(to, options, where);
+  const Tensor result = redistribute_local(dtensor, from, to, gradient);
+  if (result.storage() == dtensor.storage() && gradient == from.of_gradient()) {
+    ensure_autograd_slot(result).view =
+        std::make_unique<ViewInfo>(ViewInfo{dtensor, result.version(), !grad_enabled()});
+  }
+  return result;
+}
+
+}  // namespace
+
+Tensor distribute_tensor(const Tensor& tensor, Mesh& mesh, const Placements& placements) {
+  const std::string_view where = "distribute_tensor";
+  TS_CHECK(tensor.defined(), where, "the tensor is undefined; give it a value first");
+  check_whole(tensor, where);
+  DTensorSpec spec = DTensorSpec{&mesh, placements, tensor.shape()}.checked(where);
+  for (const Placement& placement : spec.placements) {
+    TS_CHECK_AS(ConfigError, !is_partial(placement), where, "makes shards and copies; got ",
+                describe(spec.placements), "; redistribute() makes a Partial");
+  }
+  TS_CHECK_AS(AutogradError, tensor.is_leaf(), where, "makes a leaf, and ", tensor,
+              " has a history; detach() it, or redistribute() a from_local() of Replicate()");
+  const NoGradGuard no_grad;
+  const bool wants_grad = requires_grad(tensor);
+  Tensor part;
+  if (tensor.is_meta()) {
+    part = raw::empty(spec.local_box().extent, tensor.dtype(), tensor.device());
+  } else {
+    part = scatter_from_first(raw::alias(tensor), spec);
+  }
+  Tensor result = as_dtensor(std::move(part), std::move(spec));
+  if (wants_grad) result.set_requires_grad();
+  return result;
+}
+
+Tensor from_local(const Tensor& local, Mesh& mesh, const Placements& placements,
+                  const FromLocalOptions& options) {
+  const std::string_view where = "from_local";
+  TS_CHECK(local.defined(), where, "the tensor is undefined; give it a value first");
+  check_whole(local, where);
+  DTensorSpec spec =
+      DTensorSpec{&mesh, placements, options.shape.value_or(local.shape())}.checked(where);
+  if (!options.shape) {
+    for (size_t i = 0; i < placements.size(); ++i) {
+      const int dim = shard_dim(spec.placements[i]);
+      if (dim >= 0) spec.shape[dim] *= mesh.axes()[i].size;
+    }
+  }
+  if (options.run_check) {
+    check_parts(local, spec, options.shape.has_value());
+  } else {
+    const Box box = spec.local_box();
+    TS_CHECK_SHAPE(local.shape() == box.extent, where, "of ", spec.describe(local.dtype()),
+                   " this rank holds ", box, ", a part ", box.extent, "; got ", local,
+                   "; chunks are of ceil(length / ranks)");
+  }
+  Tensor part = redistribute_local(local, spec, spec, spec.of_gradient());
+  return as_dtensor(std::move(part), std::move(spec));
+}
+
+Tensor to_local(const Tensor& dtensor, const ToLocalOptions& options) {
+  return plain(dtensor, spec_of(dtensor), options, "to_local");
+}
+
+Tensor full_tensor(const Tensor& dtensor, const ToLocalOptions& options) {
+  return plain(dtensor, spec_of(dtensor).replicated(), options, "full_tensor");
+}
+
+Tensor redistribute(const Tensor& dtensor, const Placements& placements) {
+  const DTensorSpec& from = spec_of(dtensor);
+  DTensorSpec to = from.with(placements).checked("redistribute");
+  Tensor part = redistribute_local(dtensor, from, to, to.of_gradient());
+  return as_dtensor(std::move(part), std::move(to));
+}
+
+bool is_dtensor(const Tensor& tensor) { return slot_of(tensor) != nullptr; }
+
+const DTensorSpec& spec_of(const Tensor& dtensor) {
+  const DTensorSlot* slot = slot_of(dtensor);
+  TS_CHECK(slot != nullptr, "DTensor", "expects a DTensor; got ", dtensor,
+           "; make one with distribute_tensor() or from_local()");
+  return slot->spec;
+}
+const Placements& placements_of(const Tensor& dtensor) { return spec_of(dtensor).placements; }
+Mesh& mesh_of(const Tensor& dtensor) { return *spec_of(dtensor).mesh; }
+const Shape& global_shape(const Tensor& dtensor) { return spec_of(dtensor).shape; }
+Box local_box(const Tensor& dtensor) { return spec_of(dtensor).local_box(); }
+std::string describe(const Tensor& tensor) { return tensor.describe(); }
+
+}  // namespace tessera::distributed

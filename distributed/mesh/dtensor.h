@@ -1,0 +1,85 @@
+// DTensor: a tensor of which each rank of a mesh holds a part. It is storage: parameters, gradients
+// and states lie as DTensors; what calculates takes the part or the whole out first.
+//
+//     Mesh mesh(world(), {{"dp", 4}});
+//     const Tensor weight = distribute_tensor(randn({12, 4}), mesh, {Shard(0)});  // rank 0's
+//     values weight.set_requires_grad(); Tensor y = matmul(x, full_tensor(weight));  // all_gather;
+//     the gradient comes back as a shard
+//
+// A DTensor is a Tensor whose placement slot says how it lies (placement.h). Its own geometry, and
+// so shape(), numel(), data() and what kernels see, is that of the local part; global_shape() is
+// that of the whole.
+//
+// [Note: what takes a DTensor] The functions below; requires_grad, grad(), zero_grad(), detach(),
+// version(); printing and error messages, which say how it lies; StateDict (clone() included);
+// optimizers, whose states become DTensors of the same placements, save and load so, and whose
+// update is element by element (a Partial is no parameter: UnsupportedError); clip_grad_value; as
+// an input of grad(). The `.grad` of a leaf is a DTensor of its placements (replicated where the
+// leaf is partial), but for a main_grad, which is as its owner made it; hooks get plain parts.
+// Every op throws UnsupportedError, and so do item(), to_vector(), backward() from a DTensor,
+// collectives, clip_grad_norm, whose norm would be that of the part, EMA, save_safetensors,
+// save_model, checkpoints of whole tensors, to_dlpack and set_data() of a whole tensor. data() and
+// storage() are the part's and are not guarded, nor is what kernels and raw:: do with them.
+//
+// A DTensor refers to its mesh, which must outlive it. Functions called collective are called by
+// all ranks of the mesh alike.
+#pragma once
+
+#include <optional>
+
+#include <tessera/core/tensor.h>
+#include <tessera/distributed/mesh/placement.h>
+
+namespace tessera::distributed {
+
+// The values that rank 0 of the mesh has, whatever the others give (a tensor of the same shape and
+// dtype): scattered along axes that shard, broadcast along those that replicate. The result has
+// elements of its own and is a leaf that requires grad where the tensor did; AutogradError for a
+// tensor that has a history. Meta tensors: no communication, the part is meta. Collective, one call
+// for each axis. ConfigError for placements as DTensorSpec::checked says, and for a Partial.
+Tensor distribute_tensor(const Tensor& tensor, Mesh& mesh, const Placements& placements);
+
+struct FromLocalOptions {
+  // Compare shapes, dtypes and the copies of replicated axes among the ranks: collective, and as
+  // much traffic as a broadcast. ShapeError, DTypeError or ValueError on every rank.
+  bool run_check = false;
+  std::optional<Shape> shape = {};  // of the whole; needed where parts are uneven
+};
+// The DTensor whose part on this rank is `local`, whose elements it shares. Without run_check
+// nothing is communicated. Without a shape all parts are taken to be as large as this one.
+// ShapeError where `local` is not the part of `shape` that this rank holds. Its gradient is the
+// local part of the DTensor's.
+Tensor from_local(const Tensor& local, Mesh& mesh, const Placements& placements,
+                  const FromLocalOptions& options = {});
+
+struct ToLocalOptions {
+  // How the gradient of the result lies. Absent: as the DTensor (replicated where it is partial).
+  // A replicated tensor that ranks use in ways that differ has a gradient on each that is a
+  // summand: say Partial() for that axis, else each rank keeps its own, silently.
+  std::optional<Placements> grad_placements = {};
+};
+// This rank's part as a plain tensor that shares its elements. ConfigError for gradient placements
+// under which the part would have another shape. Backward: nothing, or an all_reduce along axes
+// whose gradient is stated to be Partial.
+Tensor to_local(const Tensor& dtensor, const ToLocalOptions& options = {});
+
+// The whole tensor on every rank, plain; differentiable. With a stated Partial gradient a sharded
+// tensor's comes by reduce_scatter. Collective, and so is its backward where the table of
+// redistribute.h says so.
+Tensor full_tensor(const Tensor& dtensor, const ToLocalOptions& options = {});
+
+// The same tensor with other placements on the same mesh; differentiable. Collectives: see the
+// table in redistribute.h. Collective, its backward too.
+Tensor redistribute(const Tensor& dtensor, const Placements& placements);
+
+bool is_dtensor(const Tensor& tensor);
+// Of a DTensor; ValueError for another tensor.
+const DTensorSpec& spec_of(const Tensor& dtensor);
+const Placements& placements_of(const Tensor& dtensor);
+Mesh& mesh_of(const Tensor& dtensor);
+const Shape& global_shape(const Tensor& dtensor);
+Box local_box(const Tensor& dtensor);  // what of the whole this rank holds
+// "DTensor f32[12, 4] on mesh(dp=4): [Shard(0)], local [3, 4]"; of another tensor its describe().
+std::string describe(const Tensor& tensor);
+
+}  // namespace tessera::distributed

@@ -1,0 +1,276 @@
+#include <tessera/distributed/mesh/redistribute.h>
+
+#include <algorithm>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/node.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/profiler.h>
+#include <tessera/core/raw_views.h>
+#include <tessera/distributed/transport/collectives.h>
+
+namespace tessera::distributed {
+namespace {
+
+const CollectiveOptions kWaiting{.channel = Channel::kModule, .waits = true};
+
+// ---- One axis -----------------------------------------------------------------------------------
+// x: this rank's part. `length`: of a dimension before the axis cuts it, on all its ranks.
+
+Shape resized(Shape shape, int dim, int64_t size) {
+  shape[dim] = size;
+  return shape;
+}
+
+Tensor chunk_along(const Tensor& x, int dim, int parts, int i) {
+  const auto [begin, end] = chunk_of(x.size(dim), parts, i);
+  return raw::narrow(x, dim, begin, end - begin);
+}
+
+TensorList chunks_along(const Tensor& x, int dim, int parts) {
+  TensorList result;
+  for (int i = 0; i < parts; ++i) result.push_back(contiguous(chunk_along(x, dim, parts, i)));
+  return result;
+}
+
+Tensor shard_to_replicate(const Tensor& x, int dim, int64_t length, Group& group) {
+  if (dim == 0 && length % group.size() == 0) {
+    const Tensor whole = raw::empty(resized(x.shape(), 0, length), x.dtype(), x.device());
+    group.all_gather(whole, x, kWaiting).wait();
+    return whole;
+  }
+  TensorList parts;
+  for (int r = 0; r < group.size(); ++r) {
+    const auto [begin, end] = chunk_of(length, group.size(), r);
+    parts.push_back(raw::empty(resized(x.shape(), dim, end - begin), x.dtype(), x.device()));
+  }
+  group.all_gather(parts, contiguous(x), kWaiting).wait();
+  return cat(parts, dim);
+}
+
+Tensor partial_to_replicate(const Tensor& x, ReduceOp op, Group& group) {
+  const Tensor result = contiguous(clone(x));
+  group.all_reduce(result, op, kWaiting).wait();
+  return result;
+}
+
+Tensor partial_to_shard(const Tensor& x, ReduceOp op, int dim, Group& group) {
+  const TensorList parts = chunks_along(x, dim, group.size());
+  const Tensor own =
+      raw::empty(parts[static_cast<size_t>(group.rank())].shape(), x.dtype(), x.device());
+  group.reduce_scatter(own, parts, op, kWaiting).wait();
+  return own;
+}
+
+Tensor shard_to_shard(const Tensor& x, int from, int64_t from_length, int to, Group& group) {
+  const TensorList sent = chunks_along(x, to, group.size());
+  const Shape own = sent[static_cast<size_t>(group.rank())].shape();
+  TensorList received;
+  for (int r = 0; r < group.size(); ++r) {
+    const auto [begin, end] = chunk_of(from_length, group.size(), r);
+    received.push_back(raw::empty(resized(own, from, end - begin), x.dtype(), x.device()));
+  }
+  group.all_to_all(received, sent, kWaiting).wait();
+  return cat(received, from);
+}
+
+Tensor replicate_to_partial(const Tensor& x, ReduceOp op, Group& group) {
+  return op == ReduceOp::kSum && group.rank() != 0 ? zeros_like(x) : clone(x);
+}
+
+// ---- All axes -----------------------------------------------------------------------------------
+
+// How a tensor lies on the way from one spec to another.
+class Journey {
+ public:
+  Journey(const DTensorSpec& from, const DTensorSpec& to) : spec_(from), to_(to) {
+    for (int dim = 0; dim < from.shape.size(); ++dim) {
+      cuts_.push_back(from.cuts(dim));
+      wanted_.push_back(to.cuts(dim));
+    }
+  }
+
+  Tensor run(Tensor x) {
+    while (!(spec_.placements == to_.placements && cuts_ == wanted_)) {
+      size_t axis = 0;
+      int cheapest = kNever;
+      for (size_t i = 0; i < spec_.placements.size(); ++i) {
+        if (const int cost = cost_of(i); cost < cheapest) {
+          cheapest = cost;
+          axis = i;
+        }
+      }
+      if (cheapest < kNever) {
+        x = step(x, axis, to_.placements[axis]);
+      } else {
+        x = step(x, misplaced(), Replicate());
+      }
+    }
+    return x;
+  }
+
+ private:
+  static constexpr int kNever = 100;
+
+  // The innermost cut of its dimension: what it has cut can be put together again.
+  bool may_leave(size_t axis) const {
+    const int dim = shard_dim(spec_.placements[axis]);
+    return dim < 0 || cuts_[static_cast<size_t>(dim)].back() == axis;
+  }
+  // Next in the wanted order of cuts.
+  bool may_cut(size_t axis, int dim) const {
+    std::vector<size_t> cuts = cuts_[static_cast<size_t>(dim)];
+    std::erase(cuts, axis);
+    cuts.push_back(axis);
+    const auto& wanted = wanted_[static_cast<size_t>(dim)];
+    return cuts.size() <= wanted.size() && std::equal(cuts.begin(), cuts.end(), wanted.begin());
+  }
+
+  // Of what leads axis to its goal: less for what makes the part smaller; kNever where it is there
+  // or another axis has to move first.
+  int cost_of(size_t axis) const {
+    const Placement &from = spec_.placements[axis], &to = to_.placements[axis];
+    const int from_dim = shard_dim(from), to_dim = shard_dim(to);
+    if (from == to || !may_leave(axis) || (to_dim >= 0 && !may_cut(axis, to_dim))) return kNever;
+    if (to_dim >= 0) return from_dim >= 0 ? 2 : is_partial(from) ? 1 : 0;
+    if (from_dim < 0) return is_partial(from) ? 3 : 4;
+    return 5;
+  }
+
+  // A cut that is not where it is wanted, and that can be put together.
+  size_t misplaced() const {
+    for (size_t axis = spec_.placements.size(); axis-- > 0;) {
+      const int dim = shard_dim(spec_.placements[axis]);
+      if (dim < 0 || !may_leave(axis)) continue;
+      const auto &cuts = cuts_[static_cast<size_t>(dim)],
+                 &wanted = wanted_[static_cast<size_t>(dim)];
+      if (cuts.size() > wanted.size() || !std::equal(cuts.begin(), cuts.end(), wanted.begin())) {
+        return axis;
+      }
+    }
+    TS_THROW(ValueError, "redistribute", "no way from ", describe(spec_.placements), " to ",
+             describe(to_.placements), "; this is a bug of tessera");
+  }
+
+  // The length of a dimension before `axis`, its last cut, cuts it.
+  int64_t length_before(size_t axis, int dim) const {
+    int64_t length = spec_.shape[dim];
+    for (const size_t other : cuts_[static_cast<size_t>(dim)]) {
+      if (other == axis) break;
+      const MeshAxis& along = spec_.mesh->axes()[other];
+      const auto [begin, end] = chunk_of(length, along.size, spec_.mesh->coordinate(along.name));
+      length = end - begin;
+    }
+    return length;
+  }
+
+  Tensor step(const Tensor& x, size_t axis, Placement to) {
+    const Placement from = spec_.placements[axis];
+    const int from_dim = shard_dim(from), to_dim = shard_dim(to);
+    // Through Replicate: from a shard or another reduction to a Partial, and within a dimension.
+    const bool direct = from_dim >= 0 ? !is_partial(to) && from_dim != to_dim
+                                      : !(is_partial(from) && is_partial(to));
+    if (!direct) to = Replicate();
+    const int target_dim = direct ? to_dim : -1;
+    const Tensor result = along(x, axis, from, to);
+    if (from_dim >= 0) cuts_[static_cast<size_t>(from_dim)].pop_back();
+    if (target_dim >= 0) cuts_[static_cast<size_t>(target_dim)].push_back(axis);
+    spec_.placements[axis] = to;
+    return result;
+  }
+
+  Tensor along(const Tensor& x, size_t axis, const Placement& from, const Placement& to) const {
+    Group& group = spec_.mesh->group(spec_.mesh->axes()[axis].name);
+    if (group.size() == 1) return x;
+    const int from_dim = shard_dim(from), to_dim = shard_dim(to);
+    if (from_dim >= 0) {
+      const int64_t length = length_before(axis, from_dim);
+      return to_dim >= 0 ? shard_to_shard(x, from_dim, length, to_dim, group)
+                         : shard_to_replicate(contiguous(x), from_dim, length, group);
+    }
+    if (is_partial(from)) {
+      const ReduceOp op = std::get<Partial>(from).op;
+      return to_dim >= 0 ? partial_to_shard(x, op, to_dim, group)
+                         : partial_to_replicate(x, op, group);
+    }
+    // An own copy: a view would keep the whole alive.
+    if (to_dim >= 0) return contiguous(clone(chunk_along(x, to_dim, group.size(), group.rank())));
+    return replicate_to_partial(x, std::get<Partial>(to).op, group);
+  }
+
+  DTensorSpec spec_;  // the placements of now; a strided shard may stand among others for a while
+  const DTensorSpec& to_;
+  std::vector<std::vector<size_t>> cuts_, wanted_;  // of each dimension: its axes, in order
+};
+
+// ---- Through autograd ---------------------------------------------------------------------------
+
+// By what the gradient of a summand is smaller than that of the value.
+double mean_factor(const DTensorSpec& spec) {
+  double factor = 1;
+  for (size_t i = 0; i < spec.placements.size(); ++i) {
+    const auto* partial = std::get_if<Partial>(&spec.placements[i]);
+    if (partial != nullptr && partial->op == ReduceOp::kMean) factor *= spec.mesh->axes()[i].size;
+  }
+  return factor;
+}
+
+void check_linear(const DTensorSpec& spec) {
+  for (const Placement& placement : spec.placements) {
+    const auto* partial = std::get_if<Partial>(&placement);
+    TS_CHECK_AS(
+        UnsupportedError,
+        partial == nullptr || partial->op == ReduceOp::kSum || partial->op == ReduceOp::kMean,
+        "redistribute", "there is no gradient through ", describe(spec.placements),
+        "; detach() the tensor, or reduce to_local() parts by hand");
+  }
+}
+
+class RedistributeNode final : public Node {
+ public:
+  RedistributeNode(const Tensor& x, const Tensor& result, DTensorSpec arriving, DTensorSpec leaving,
+                   double factor)
+      : arriving_(std::move(arriving)), leaving_(std::move(leaving)), factor_(factor) {
+    next_edges.push_back(gradient_edge(x));
+    output_metas.push_back(TensorMeta::of(result));
+    take_sequence();
+  }
+  TensorList apply(TensorList grads) override {
+    const Tensor gradient =
+        redistribute_local(grads[0], arriving_, leaving_, leaving_.of_gradient());
+    return {factor_ == 1 ? gradient : gradient * Scalar(factor_)};
+  }
+  std::string name() const override { return "redistribute"; }
+
+ private:
+  const DTensorSpec arriving_, leaving_;
+  const double factor_;
+};
+
+}  // namespace
+
+Tensor redistribute_local(const Tensor& local, const DTensorSpec& from, const DTensorSpec& to,
+                          const DTensorSpec& output_gradient) {
+  const ProfilerRange range("redistribute");
+  const bool recorded = grad_enabled() && requires_grad(local);
+  if (recorded) {
+    check_linear(from);
+    check_linear(to);
+    check_linear(output_gradient);
+  }
+  Tensor result;
+  {
+    const NoGradGuard no_grad;
+    result = Journey(from, to).run(raw::alias(local));
+  }
+  if (!recorded) return result;
+  // The factor of what stays the same cancels out.
+  const double factor = mean_factor(to) / mean_factor(from);
+  auto node = std::make_shared<RedistributeNode>(local, result, output_gradient, from.of_gradient(),
+                                                 factor);
+  set_history(result, std::move(node), 0);
+  return result;
+}
+
+}  // namespace tessera::distributed

@@ -1,0 +1,40 @@
+// From one way of lying on a mesh to another, on plain local parts: what redistribute(), to_local()
+// and full_tensor() of dtensor.h go through.
+//
+// [Note: redistribution] Along one axis, forward and for the gradient:
+//
+//     from -> to            forward                          backward
+//     Shard -> Replicate    all_gather                       own chunk; reduce_scatter where the
+//                                                            gradient is stated to be partial
+//     Partial -> Replicate  all_reduce                       nothing
+//     Partial -> Shard      reduce_scatter                   all_gather
+//     Replicate -> Shard    own chunk                        all_gather
+//     Shard(a) -> Shard(b)  all_to_all                       all_to_all
+//     Replicate -> Partial  the value at coordinate 0 and    nothing
+//                           zeros (mean, max, min: the value)
+//     the same              nothing                          nothing
+//
+// What is not listed goes through Replicate. A gradient goes back to the placements of the source,
+// but where that is partial it stays replicated. Sizes need not divide: lists of uneven parts
+// travel, nothing is padded. Of several axes the one that leaves fewer elements goes first (of
+// [Partial, Partial] to [Replicate, Shard(0)] the reduce_scatter); a chunk of a chunk is put
+// together before the chunk, and where two shards stand in each other's way one is gathered.
+//
+// The gradient of a summand of a Partial(mean) over n ranks is the value's divided by n. A
+// Partial(max) or (min) has none: UnsupportedError where one would be recorded.
+#pragma once
+
+#include <tessera/core/tensor.h>
+#include <tessera/distributed/mesh/placement.h>
+
+namespace tessera::distributed {
+
+// This rank's part under `to` of the tensor whose part under `from` is `local`, whose placement
+// slot is passed by: a plain tensor, which shares elements with `local` where nothing changes.
+// Collective along the axes that change. Both specs are checked ones of one mesh and shape.
+// Recorded where `local` requires grad: the gradient that arrives lies by `output_gradient`, what
+// goes back by from.of_gradient(). Channel::kModule.
+Tensor redistribute_local(const Tensor& local, const DTensorSpec& from, const DTensorSpec& to,
+                          const DTensorSpec& output_gradient);
+
+}  // namespace tessera::distributed

@@ -1,0 +1,73 @@
+// DTensors beside plain tensors: parts cut by hand, and what was communicated.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/factory.h>
+#include <tessera/distributed/mesh/dtensor.h>
+
+#include "compared_ranks.h"
+#include "message_of.h"
+
+namespace tessera::distributed {
+
+// Whole numbers, all different: every sum below is exact.
+inline Tensor numbered(const Shape& shape, double first = 1) {
+  return reshape(to(arange(numel_of(shape)), kF32) + Scalar(first), shape);
+}
+
+// This rank's part by the definition: chunks of ceil(L / N), the left axis first, strided ones
+// after all others. A summand of a sum: rank-dependent numbers, and the rest at coordinate 0.
+inline Tensor part_by_hand(const Tensor& whole, Mesh& mesh, const Placements& placements) {
+  Tensor part = whole;
+  const auto cut = [&](int dim, const MeshAxis& axis) {
+    const int64_t length = part.size(dim), size = (length + axis.size - 1) / axis.size;
+    const int64_t begin = std::min(length, mesh.coordinate(axis.name) * size);
+    part = part.narrow(dim, begin, std::min(size, length - begin));
+  };
+  for (size_t i = 0; i < placements.size(); ++i) {
+    if (const auto* shard = std::get_if<Shard>(&placements[i])) cut(shard->dim, mesh.axes()[i]);
+  }
+  for (size_t i = placements.size(); i-- > 0;) {
+    if (const auto* shard = std::get_if<StridedShard>(&placements[i])) {
+      cut(shard->dim, mesh.axes()[i]);
+    }
+  }
+  for (size_t i = 0; i < placements.size(); ++i) {
+    if (!is_partial(placements[i])) continue;
+    const MeshAxis& axis = mesh.axes()[i];
+    const int place = mesh.coordinate(axis.name);
+    const auto summand = [&](int c) { return numbered(part.shape(), 1) * Scalar(10.0 * c); };
+    if (place > 0) {
+      part = summand(place);
+    } else {
+      for (int c = 1; c < axis.size; ++c) part = part - summand(c);
+    }
+  }
+  return part.contiguous();
+}
+
+// Of the collectives that `body` issues on this rank, without those of agreement: "all_gather
+// reduce_scatter", in order.
+template <class Body>
+std::string calls_of(Body&& body) {
+  const CommTrace::Scope scope(*rank_context().trace);
+  body();
+  std::string text;
+  for (const CommRecord& record : scope.records()) {
+    if (record.channel == Channel::kControl) continue;
+    text += (text.empty() ? "" : " ") + std::string(name_of(record.operation));
+  }
+  return text;
+}
+
+inline void expect_equal(const Tensor& actual, const Tensor& expected, const std::string& what) {
+  ASSERT_EQ(actual.shape(), expected.shape()) << what;
+  EXPECT_EQ(actual.to_vector(), expected.to_vector()) << what;
+}
+
+}  // namespace tessera::distributed
