@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
@@ -68,6 +70,38 @@ std::string calls_of(Body&& body) {
 inline void expect_equal(const Tensor& actual, const Tensor& expected, const std::string& what) {
   ASSERT_EQ(actual.shape(), expected.shape()) << what;
   EXPECT_EQ(actual.to_vector(), expected.to_vector()) << what;
+}
+
+// A gradient is the same on all ranks where the tensor is partial.
+inline Placements of_gradient(Placements placements) {
+  for (Placement& placement : placements) {
+    if (is_partial(placement)) placement = Replicate();
+  }
+  return placements;
+}
+
+// `whole` goes from one way of lying to another, and the gradient `upstream` of the whole goes
+// back. Returns the calls.
+inline std::pair<std::string, std::string> check_way(Mesh& mesh, const Shape& shape,
+                                                     const Placements& from, const Placements& to) {
+  const std::string what = mesh.describe() + " " + describe(from) + " to " + describe(to) + " of " +
+                           testing::PrintToString(shape.to_vector());
+  const Tensor whole = numbered(shape), upstream = numbered(shape, -7);
+  const Tensor local = part_by_hand(whole, mesh, from).set_requires_grad();
+  Tensor moved;
+  const std::string forward =
+      calls_of([&] { moved = redistribute(from_local(local, mesh, from, {.shape = shape}), to); });
+  EXPECT_EQ(placements_of(moved), to) << what;
+  EXPECT_EQ(global_shape(moved), shape) << what;
+  const Tensor part = to_local(moved);
+  bool partial = false;
+  for (const Placement& placement : to) partial |= is_partial(placement);
+  if (!partial) expect_equal(part, part_by_hand(whole, mesh, to), what);
+  expect_equal(full_tensor(moved.detach()), whole, what);
+  const std::string backward =
+      calls_of([&] { part.backward(part_by_hand(upstream, mesh, of_gradient(to))); });
+  expect_equal(local.grad(), part_by_hand(upstream, mesh, of_gradient(from)), "grad, " + what);
+  return {forward, backward};
 }
 
 }  // namespace tessera::distributed
