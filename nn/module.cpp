@@ -16,6 +16,7 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/profiler.h>
 #include <tessera/core/raw_views.h>
 
@@ -609,7 +610,10 @@ LoadReport ModuleBase::load_state_dict(const StateDict& state, const LoadOptions
             "the state has, or remove the tensor from the state");
   const NoGradGuard no_grad;
   for (const auto& [target, source] : copies) {
-    if (target.is_meta()) {
+    const PlacementSlot *own = placement_slot(target), *other = placement_slot(source);
+    if (own != nullptr && other != nullptr && own->equals(*other) && !target.is_meta()) {
+      copy_(raw::alias(target), raw::alias(source));  // the same part of one tensor
+    } else if (target.is_meta()) {
       // A model without bytes takes those of the state, with the dtype that it was made for.
       const MemoryCategoryGuard category(MemoryCategory::kParameter);
       const Tensor converted = source.detach().to(target.dtype());

@@ -10,6 +10,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera::precision {
@@ -161,6 +162,13 @@ void GradScaler::append_gradients(const NamedTensors& parameters, TensorList& gr
 
 // The largest magnitude: it is NaN where any element is, and sums of nothing can overflow.
 void GradScaler::judge(Record& record, const TensorList& gradients) const {
+  for (const Tensor& gradient : gradients) {
+    TS_CHECK_AS(UnsupportedError,
+                placement_slot(gradient) == nullptr || (agreement_ && !is_on_device()), "step",
+                "of ", gradient,
+                " a rank sees its part alone, and ranks must skip a step together; "
+                "set_agreement(), and leave on_device out");
+  }
   record.judged = true;
   if (is_on_device()) {
     record.found_on_device = gradients.empty()

@@ -2,15 +2,20 @@
 // refuses them.
 // ctest labels: threads
 #include <filesystem>
+#include <limits>
 #include <sstream>
 
 #include <tessera/core/dlpack.h>
+#include <tessera/core/raw_views.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/core/state_dict.h>
 #include <tessera/distributed/checkpoint/writer.h>
+#include <tessera/distributed/shard/replicate.h>
+#include <tessera/nn/module.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>
 #include <tessera/optim/optimizers.h>
+#include <tessera/precision/grad_scaler.h>
 
 #include "dtensor_fixture.h"
 
@@ -355,6 +360,32 @@ TEST(DTensor, AParameterThatIsASummandIsNotUpdated) {
   });
 }
 
+TEST(DTensor, ALossScalerMustAgreeAmongTheRanks) {
+  compared_ranks(2, [&](int rank) {
+    Mesh mesh(world());
+    const Tensor w = distribute_tensor(numbered({4}), mesh, {Shard(0)}).set_requires_grad();
+    optim::SGD optimizer({{"w", w}}, {.lr = 0.1});
+    const auto step = [&](precision::GradScaler& scaler) {
+      optimizer.zero_grad();
+      sum(full_tensor(w)).backward();
+      if (rank == 1) raw::alias(w.grad()).mul_(Scalar(std::numeric_limits<double>::infinity()));
+      return scaler.step(optimizer);
+    };
+    precision::GradScaler alone;
+    EXPECT_THROW(step(alone), UnsupportedError);
+    precision::GradScaler together;
+    together.set_agreement([](const Tensor& found) { all_reduce(found, ReduceOp::kMax); });
+    EXPECT_FALSE(step(together));
+    expect_equal(full_tensor(w).detach(), numbered({4}), "no rank stepped");
+  });
+}
+
+struct OneWeight : nn::Module<OneWeight> {
+  explicit OneWeight(const Tensor& value) : weight(parameter("weight", value)) {}
+  Tensor forward(const Tensor& x) { return matmul(x, full_tensor(weight)); }
+  const Tensor& weight;
+};
+
 TEST(DTensor, AStateDictHoldsItAsItIs) {
   compared_ranks(2, [&](int) {
     Mesh mesh(world());
@@ -370,6 +401,22 @@ TEST(DTensor, AStateDictHoldsItAsItIs) {
     expect_equal(full_tensor(state.at("w")), numbered({5}) * Scalar(2), "alive");
     expect_equal(full_tensor(snapshot.at("w")), numbered({5}), "snapshot");
     EXPECT_EQ(describe(w.detach()), describe(w));
+    // A module whose parameters are parts loads parts of the same placements.
+    const Tensor part = distribute_tensor(numbered({3, 4}), mesh, {Shard(0)});
+    OneWeight module(part);
+    StateDict parts = module.state_dict().clone();
+    EXPECT_EQ(describe(parts.at("weight")), describe(part));
+    {
+      const NoGradGuard no_grad;
+      to_local(part).zero_();
+    }
+    module.load_state_dict(parts);
+    expect_equal(full_tensor(part), numbered({3, 4}), "loaded");
+    parts.set("weight", distribute_tensor(zeros({3, 4}), mesh, {Replicate()}));
+    EXPECT_THROW(module.load_state_dict(parts), Error);
+    parts.set("weight", to_local(part));
+    EXPECT_THROW(module.load_state_dict(parts), UnsupportedError);
+    EXPECT_THROW(replicate(module, mesh), UnsupportedError);
   });
 }
 

@@ -2,22 +2,24 @@
 // and states lie as DTensors; what calculates takes the part or the whole out first.
 //
 //     Mesh mesh(world(), {{"dp", 4}});
-//     const Tensor weight = distribute_tensor(randn({12, 4}), mesh, {Shard(0)});  // rank 0's
-//     values weight.set_requires_grad(); Tensor y = matmul(x, full_tensor(weight));  // all_gather;
-//     the gradient comes back as a shard
+//     const Tensor weight = distribute_tensor(randn({12, 4}), mesh, {Shard(0)});  // of rank 0
+//     weight.set_requires_grad();
+//     Tensor y = matmul(x, full_tensor(weight));  // all_gather; the gradient is a shard again
 //
 // A DTensor is a Tensor whose placement slot says how it lies (placement.h). Its own geometry, and
 // so shape(), numel(), data() and what kernels see, is that of the local part; global_shape() is
 // that of the whole.
 //
 // [Note: what takes a DTensor] The functions below; requires_grad, grad(), zero_grad(), detach(),
-// version(); printing and error messages, which say how it lies; StateDict (clone() included);
+// version(); printing and error messages, which say how it lies; StateDict (clone() included), and
+// load_state_dict of a module from parts of the same placements;
 // optimizers, whose states become DTensors of the same placements, save and load so, and whose
-// update is element by element (a Partial is no parameter: UnsupportedError); clip_grad_value; as
-// an input of grad(). The `.grad` of a leaf is a DTensor of its placements (replicated where the
-// leaf is partial), but for a main_grad, which is as its owner made it; hooks get plain parts.
-// Every op throws UnsupportedError, and so do item(), to_vector(), backward() from a DTensor,
-// collectives, clip_grad_norm, whose norm would be that of the part, EMA, save_safetensors,
+// update is element by element (a Partial is no parameter: UnsupportedError); clip_grad_value; a
+// GradScaler on the host that agrees among the ranks (set_agreement); as an input of grad(). The
+// `.grad` of a leaf is a DTensor of its placements (replicated where the leaf is partial), but for
+// a main_grad, which is as its owner made it; hooks get plain parts. Every op throws
+// UnsupportedError, and so do item(), to_vector(), backward() from a DTensor, collectives,
+// replicate(), clip_grad_norm, whose norm would be that of the part, EMA, save_safetensors,
 // save_model, checkpoints of whole tensors, to_dlpack and set_data() of a whole tensor. data() and
 // storage() are the part's and are not guarded, nor is what kernels and raw:: do with them.
 //

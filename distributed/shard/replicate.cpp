@@ -5,6 +5,7 @@
 #include <set>
 
 #include <tessera/core/error.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/distributed/shard/broadcast.h>
 #include <tessera/distributed/shard/join_state.h>
 #include <tessera/distributed/shard/mutant.h>
@@ -247,6 +248,9 @@ Replica replicate(nn::ModuleBase& model, Mesh& mesh, const ReplicateOptions& opt
   std::set<std::string> found;
   state->parameters = without(model.named_parameters(), options.ignored, found);
   state->buffers = without(model.named_buffers(), options.ignored, found);
+  for (const NamedTensors* tensors : {&state->parameters, &state->buffers}) {
+    for (const auto& [name, tensor] : *tensors) check_whole(tensor, "replicate");
+  }
   for (const std::string& name : options.ignored) {
     TS_CHECK_AS(ConfigError, found.contains(name), "replicate", "the ignored '", name,
                 "' is no parameter, buffer or module of the model with any; correct the name");
