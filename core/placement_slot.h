@@ -12,8 +12,10 @@ namespace tessera {
 
 // In TensorImpl::placement. The tensor that bears it has the geometry of its own part.
 struct PlacementSlot : TensorSlot {
-  // "DTensor f32[12, 4] on mesh(dp=4): [Shard(0)], local [3, 4]"; `without_local`: up to the comma.
-  virtual std::string describe(const Tensor& part, bool without_local = false) const = 0;
+  // "DTensor f32[12, 4] on mesh(dp=4): [Shard(0)], local [3, 4]", and of it what concerns the
+  // whole: "f32[12, 4] on mesh(dp=4): [Shard(0)]".
+  virtual std::string describe(const Tensor& part) const = 0;
+  virtual std::string describe_whole(const Tensor& part) const = 0;
   virtual std::unique_ptr<PlacementSlot> clone() const = 0;
   // Of the gradient: as this one's, but whole where this one holds a summand.
   virtual std::unique_ptr<PlacementSlot> of_gradient() const = 0;

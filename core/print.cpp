@@ -193,7 +193,7 @@ std::string python_tuple(const Shape& shape) {
 std::string repr(const Tensor& x) {
   if (!x.defined()) return "undefined";
   if (const PlacementSlot* slot = placement_slot(x)) {
-    return "DTensor(local=" + repr(raw::alias(x)) + ", " + slot->describe(x, true).substr(8) + ")";
+    return "DTensor(local=" + repr(raw::alias(x)) + ", " + slot->describe_whole(x) + ")";
   }
   constexpr int kIndent = 7;  // of "tensor("
   std::string text = "tensor(";

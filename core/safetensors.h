@@ -76,7 +76,8 @@ std::map<std::string, Tensor> load_safetensors(const std::string& path);
 
 // Writes the file whole or not at all (AtomicFile). Any layout; tensors on the CPU. Elements begin
 // at a multiple of 8 bytes, wide dtypes first, then by name: the same tensors give the same bytes.
-// Throws ValueError (undefined tensor, name that is not UTF-8), DeviceError, IoError.
+// Throws ValueError (undefined tensor, name that is not UTF-8), UnsupportedError (a part of a
+// tensor: a DTensor), DeviceError, IoError.
 void save_safetensors(const std::string& path, const std::map<std::string, Tensor>& tensors,
                       const std::map<std::string, std::string>& metadata = {});
 

@@ -22,6 +22,7 @@ struct ClipOptions {
 // element. Partial sums are f64 per block in a fixed tree: the same bits for any thread count.
 // Parameters without a gradient are passed over. On a GPU, with fold_into and without
 // error_if_nonfinite, norm and factor stay there: the host waits only for a norm that it reads.
+// UnsupportedError for gradients that are parts (DTensors): their norm is that of all ranks.
 Tensor clip_grad_norm(const TensorList& parameters, double max_norm,
                       const ClipOptions& options = {});
 // Clamps every element of every gradient to [-limit, limit]. gradient_scale: as above.

@@ -16,11 +16,13 @@ namespace {
 
 struct DTensorSlot final : PlacementSlot {
   explicit DTensorSlot(DTensorSpec spec_in) : spec(std::move(spec_in)) {}
-  std::string describe(const Tensor& part, bool without_local) const override {
+  std::string describe(const Tensor& part) const override {
     std::ostringstream text;
-    text << "DTensor " << spec.describe(part.dtype());
-    if (!without_local) text << ", local " << part.shape();
+    text << "DTensor " << describe_whole(part) << ", local " << part.shape();
     return text.str();
+  }
+  std::string describe_whole(const Tensor& part) const override {
+    return spec.describe(part.dtype());
   }
   std::unique_ptr<PlacementSlot> clone() const override {
     return std::make_unique<DTensorSlot>(spec);

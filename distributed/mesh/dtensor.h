@@ -10,18 +10,21 @@
 // so shape(), numel(), data() and what kernels see, is that of the local part; global_shape() is
 // that of the whole.
 //
-// [Note: what takes a DTensor] The functions below; requires_grad, grad(), zero_grad(), detach(),
-// version(); printing and error messages, which say how it lies; StateDict (clone() included), and
-// load_state_dict of a module from parts of the same placements;
-// optimizers, whose states become DTensors of the same placements, save and load so, and whose
-// update is element by element (a Partial is no parameter: UnsupportedError); clip_grad_value; a
-// GradScaler on the host that agrees among the ranks (set_agreement); as an input of grad(). The
-// `.grad` of a leaf is a DTensor of its placements (replicated where the leaf is partial), but for
-// a main_grad, which is as its owner made it; hooks get plain parts. Every op throws
-// UnsupportedError, and so do item(), to_vector(), backward() from a DTensor, collectives,
-// replicate(), clip_grad_norm, whose norm would be that of the part, EMA, save_safetensors,
-// save_model, checkpoints of whole tensors, to_dlpack and set_data() of a whole tensor. data() and
-// storage() are the part's and are not guarded, nor is what kernels and raw:: do with them.
+// [Note: what takes a DTensor]
+// - The functions below; requires_grad, grad(), zero_grad(), detach(), version(); grad() with one
+// as
+//   an input. The `.grad` of a leaf is a DTensor of its placements (replicated where the leaf is
+//   partial), but for a main_grad, which is as its owner made it. Hooks get plain parts.
+// - Printing and error messages say how it lies.
+// - StateDict, clone() included, and load_state_dict of a module from parts of the same placements.
+// - Optimizers: states become DTensors of the same placements, and are saved and loaded so; the
+//   update is element by element (a Partial is no parameter: UnsupportedError). clip_grad_value. A
+//   GradScaler on the host that agrees among the ranks (set_agreement).
+// What would take a part for the whole throws UnsupportedError: every op, item(), to_vector(),
+// backward() from a DTensor, retain_grad(), collectives, replicate(), clip_grad_norm, whose norm
+// would be that of the part, EMA, save_safetensors, save_model, checkpoints of whole tensors,
+// to_dlpack and set_data() of a whole tensor. data() and storage() are the part's and not guarded,
+// nor is what kernels and raw:: do with them.
 //
 // A DTensor refers to its mesh, which must outlive it. Functions called collective are called by
 // all ranks of the mesh alike.
@@ -37,8 +40,9 @@ namespace tessera::distributed {
 // The values that rank 0 of the mesh has, whatever the others give (a tensor of the same shape and
 // dtype): scattered along axes that shard, broadcast along those that replicate. The result has
 // elements of its own and is a leaf that requires grad where the tensor did; AutogradError for a
-// tensor that has a history. Meta tensors: no communication, the part is meta. Collective, one call
-// for each axis. ConfigError for placements as DTensorSpec::checked says, and for a Partial.
+// tensor that has a history. Collective: shapes and dtypes are compared (ShapeError, DTypeError on
+// every rank), then one call for each axis; of meta tensors nothing travels and the part is meta.
+// ConfigError for placements as DTensorSpec::checked says, and for a Partial.
 Tensor distribute_tensor(const Tensor& tensor, Mesh& mesh, const Placements& placements);
 
 struct FromLocalOptions {
