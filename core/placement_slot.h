@@ -12,7 +12,7 @@ namespace tessera {
 
 // In TensorImpl::placement. The tensor that bears it has the geometry of its own part.
 struct PlacementSlot : TensorSlot {
-  // "DTensor f32[12, 4] on mesh(dp=4): [Shard(0)], local [3, 4]", and of it what concerns the
+  // "DTensor f32[12, 4] on mesh(dp=4): [Shard(0)], local [3, 4]", and of that what concerns the
   // whole: "f32[12, 4] on mesh(dp=4): [Shard(0)]".
   virtual std::string describe(const Tensor& part) const = 0;
   virtual std::string describe_whole(const Tensor& part) const = 0;

@@ -11,10 +11,9 @@
 // that of the whole.
 //
 // [Note: what takes a DTensor]
-// - The functions below; requires_grad, grad(), zero_grad(), detach(), version(); grad() with one
-// as
-//   an input. The `.grad` of a leaf is a DTensor of its placements (replicated where the leaf is
-//   partial), but for a main_grad, which is as its owner made it. Hooks get plain parts.
+// - The functions below; requires_grad, grad(), zero_grad(), detach(), version(); inputs of grad().
+//   The `.grad` of a leaf is a DTensor of its placements (replicated where the leaf is partial),
+//   but for a main_grad, which is as its owner made it. Hooks get plain parts.
 // - Printing and error messages say how it lies.
 // - StateDict, clone() included, and load_state_dict of a module from parts of the same placements.
 // - Optimizers: states become DTensors of the same placements, and are saved and loaded so; the
