@@ -115,6 +115,31 @@ TEST(Loaders, ALoopLeftEarlyGivesUpItsEpoch) {
   EXPECT_EQ(loader.cursor(), (LoaderCursor{5, 0}));
 }
 
+// Its memory goes with it, and nothing says that it is there.
+TEST(Loaders, ANewCursorOrLoopLetsGoOfTheBatchInHand) {
+  const Numbers numbers(6);
+  DataLoader loader(numbers, {.batch_size = 2});
+  const auto read_one = [&] {
+    for (Tensor& batch : loader) return batch;
+    return Tensor();
+  };
+  Tensor kept = read_one();
+  EXPECT_EQ(kept.use_count(), 2) << "the loop was left, and the loader still has it";
+  EXPECT_EQ(loader.batch_rows(), 2);
+  loader.set_cursor({0, 6});
+  EXPECT_EQ(kept.use_count(), 1);
+  EXPECT_EQ(loader.batch_rows(), 0);
+  EXPECT_EQ(loader.batch_samples(), 0);
+  EXPECT_FALSE(loader.batch_is_last()) << "of a batch that was let go";
+  kept = Tensor();
+  loader.set_cursor({0, 4});
+  kept = read_one();
+  EXPECT_TRUE(loader.batch_is_last());
+  loader.load_state_dict(loader.state_dict());
+  EXPECT_EQ(kept.use_count(), 1);
+  EXPECT_FALSE(loader.batch_is_last());
+}
+
 TEST(Loaders, NextCrossesEpochs) {
   const Numbers numbers(3);
   DataLoader loader(numbers, {.batch_size = 2});
@@ -155,7 +180,20 @@ TEST(Loaders, OptionsOutOfRangeAreValueErrors) {
   EXPECT_NO_THROW(Loader(numbers, {.batch_size = 1, .workers = 1, .prefetch = 1}));
   Loader loader(numbers);
   EXPECT_THROW(loader.set_cursor({-1, 0}), ValueError);
+  EXPECT_THROW(loader.set_cursor({0, -1}), ValueError);
   EXPECT_THROW(loader.set_cursor({0, 3}), ValueError);
+  EXPECT_THROW(loader.set_epoch(-1), ValueError);
+  EXPECT_THROW(loader.skip_batches(-1), ValueError);
+  EXPECT_EQ(loader.cursor(), LoaderCursor());
+  loader.set_cursor({1, 2});
+  EXPECT_EQ(loader.cursor(), (LoaderCursor{1, 2})) << "the end is a place";
+  loader.set_cursor({0, 0});
+  loader.skip_batches(0);
+  EXPECT_EQ(loader.cursor(), LoaderCursor());
+  loader.skip_batches(2);
+  EXPECT_EQ(loader.cursor(), (LoaderCursor{0, 2}));
+  loader.skip_batches(1);  // there are no more
+  EXPECT_EQ(loader.cursor(), (LoaderCursor{0, 2}));
   EXPECT_THROW(loader.set_source(nullptr), ValueError);
 }
 

@@ -217,6 +217,9 @@ TEST(DistributedData, ImpossibleSharesAreRefused) {
   EXPECT_THROW(DistributedBatchSource(in_order(3), 1, {.rank = 2, .world_size = 2}), ValueError);
   EXPECT_THROW(DistributedBatchSource(in_order(3), 1, {.rank = -1, .world_size = 2}), ValueError);
   EXPECT_THROW(DistributedBatchSource(in_order(3), 1, {.rank = 0, .world_size = 0}), ValueError);
+  EXPECT_EQ(DistributedBatchSource(in_order(3), 1, {.rank = 0, .world_size = 1}).batches_after(0),
+            3);
+  EXPECT_NO_THROW(DistributedBatchSource(in_order(3), 1, {.rank = 1, .world_size = 2}));
   EXPECT_THROW(RoundRobinSource(nullptr, {}), ValueError);
   EXPECT_THROW(RoundRobinSource(std::make_shared<BatchSource>(in_order(3), 1, false),
                                 {.rank = 2, .world_size = 2}),

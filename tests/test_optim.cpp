@@ -355,6 +355,25 @@ TYPED_TEST(EveryOptimizer, RefusesOptionsOutsideOfTheirRange) {
   auto allowed = kOptions<TypeParam>.front();
   allowed.lr = allowed.weight_decay = 0;
   EXPECT_NO_THROW(TypeParam(parameters, allowed));
+  const double below_one = std::nextafter(1.0, 0.0);
+  if constexpr (requires(Options o) { o.betas; }) {
+    allowed.betas = {0, 0};
+    EXPECT_NO_THROW(TypeParam(parameters, allowed));
+    allowed.betas = {below_one, below_one};
+  }
+  if constexpr (requires(Options o) { o.eps; }) allowed.eps = 0;
+  if constexpr (requires(Options o) { o.alpha; }) allowed.alpha = 0;
+  if constexpr (requires(Options o) { o.momentum_decay; }) allowed.momentum_decay = 0;
+  if constexpr (requires(Options o) { o.lr_decay; }) {
+    allowed.lr_decay = allowed.initial_accumulator_value = 0;
+  }
+  EXPECT_NO_THROW(TypeParam(parameters, allowed));
+  if constexpr (requires(Options o) { o.rho; }) {
+    for (const double rho : {0, 1}) {
+      allowed.rho = rho;
+      EXPECT_NO_THROW(TypeParam(parameters, allowed)) << rho;
+    }
+  }
 }
 
 TEST(Optimizer, NeedsAParameterThoughNotInEveryGroup) {
@@ -388,6 +407,24 @@ TEST(Optimizer, ReportsAllOfAStateThatDoesNotFitAndChangesNothing) {
   EXPECT_EQ(optimizer.lr(), 0.1);
   EXPECT_EQ(optimizer.options().betas[1], 0.999);
   EXPECT_TRUE(optimizer.options().master_weights);
+}
+
+TEST(Optimizer, AStateOfAnotherNumberOfGroupsIsRefusedAndChangesNothing) {
+  const NamedTensors parameters = make_parameters();
+  AdamW one(parameters, {.lr = 0.1});
+  AdamW two({{{parameters[0]}, {.lr = 0.2}}, {{parameters[1]}, {.lr = 0.3}}});
+  const StateDict of_one = one.state_dict().clone(), of_two = two.state_dict().clone();
+  const std::string more = message_of([&] { one.load_state_dict(of_two); });
+  EXPECT_NE(more.find("unexpected: group.1.lr"), std::string::npos) << more;
+  const std::string fewer = message_of([&] { two.load_state_dict(of_one); });
+  EXPECT_NE(fewer.find("missing: group.1.lr"), std::string::npos) << fewer;
+  EXPECT_EQ(one.lr(), 0.1);
+  EXPECT_EQ(two.lr(0), 0.2);
+  EXPECT_EQ(two.lr(1), 0.3);
+  two.set_lr(0, 5), two.set_lr(1, 6);
+  two.load_state_dict(of_two);
+  EXPECT_EQ(two.lr(0), 0.2);
+  EXPECT_EQ(two.lr(1), 0.3);
 }
 
 // The options of the dictionary say which states there are, not those before.
@@ -573,6 +610,60 @@ TEST(Ema, StateDictGoesRound) {
   EXPECT_EQ(other.num_updates(), 1);
   EXPECT_EQ(other.averages()[0].tensor.to_vector(), average.averages()[0].tensor.to_vector());
   EXPECT_THROW(other.load_state_dict(StateDict()), ValueError);
+  // An average of another shape is an error that leaves all of them, those before it too.
+  const std::vector<double> before = values_of(other.averages());
+  StateDict larger = saved.clone();
+  larger.set("average.a", full({2, 2}, 9));
+  larger.set("average.b", zeros({3}));
+  EXPECT_THROW(other.load_state_dict(larger), ShapeError);
+  StateDict uncounted;
+  for (const auto& [name, average] : saved) {
+    if (name != "num_updates") uncounted.set(name, full(average.shape(), 9));
+  }
+  EXPECT_THROW(other.load_state_dict(uncounted), ValueError);
+  EXPECT_EQ(values_of(other.averages()), before);
+  EXPECT_EQ(other.num_updates(), 1);
+}
+
+TEST(Ema, ADecayIsAPartOfOne) {
+  const NamedTensors parameters = make_parameters();
+  const double least = std::numeric_limits<double>::denorm_min();
+  const std::vector<double> refused = {-least, std::nextafter(1.0, 2.0),
+                                       std::numeric_limits<double>::quiet_NaN()};
+  for (const double decay : refused) EXPECT_THROW(EMA(parameters, {.decay = decay}), ValueError);
+  const std::vector<double> began = values_of(parameters);
+  EMA follows(parameters, {.decay = 0}), stays(parameters, {.decay = 1});
+  {
+    const NoGradGuard no_grad;
+    for (const auto& one : parameters) fill_(one.tensor, 8);
+  }
+  follows.update(), stays.update();
+  EXPECT_EQ(values_of(follows.averages()), values_of(parameters));
+  EXPECT_EQ(values_of(stays.averages()), began);
+}
+
+TEST(Ema, RebindFollowsOtherTensorsOfTheSameNamesAndShapes) {
+  const NamedTensors parameters = make_parameters(), others = make_parameters();
+  EMA average(parameters, {.decay = 0.5});
+  const NamedTensors without = {others[0], {"c", others[1].tensor}};
+  const NamedTensors reshaped = {others[0], {"b", zeros({3})}};
+  const std::string missing = message_of<ValueError>([&] { average.rebind(without); });
+  EXPECT_NE(missing.find("parameter 'b' of shape"), std::string::npos) << missing;
+  EXPECT_THROW(average.rebind(reshaped), ValueError);
+  EXPECT_THROW(average.rebind({}), ValueError);
+  {
+    const NoGradGuard no_grad;
+    for (const auto& one : parameters) fill_(one.tensor, 8);
+    for (const auto& one : others) fill_(one.tensor, 16);
+  }
+  average.update();  // of those before
+  EXPECT_EQ(average.averages()[1].tensor.to_vector(), (std::vector<double>{3.5, 4.25}));
+  average.rebind({{"c", zeros({7})}, others[1], others[0]});  // in any order, among more
+  average.update();
+  EXPECT_EQ(average.averages()[1].tensor.to_vector(), (std::vector<double>{9.75, 10.125}));
+  average.copy_to_parameters();
+  EXPECT_EQ(others[1].tensor.to_vector(), (std::vector<double>{9.75, 10.125}));
+  EXPECT_EQ(parameters[1].tensor.to_vector(), (std::vector<double>{8, 8}));
 }
 
 // ---- Schedules: their values are compared with torch's in test_golden_optim ---------------------
@@ -692,6 +783,196 @@ TEST(Schedule, RefusesNumbersThatAreMissingOrCannotBe) {
   EXPECT_EQ(optimizer.lr(), 1) << "the rates were left alone";
 }
 
+// Every bound of every option: on it a rule has rates that are numbers, beside it it is refused.
+TEST(Schedule, OptionsReachToTheirBoundsAndNoFurther) {
+  const NamedTensors parameters = make_parameters();
+  SGD optimizer(parameters, {.lr = 1});
+  const double least = std::numeric_limits<double>::denorm_min(), below = -least;
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const auto accepts = [&](auto rule, const char* what) {
+    EXPECT_NO_THROW(RuleSchedule<decltype(rule)>(optimizer, rule)) << what;
+    for (int64_t step = 0; step < 8; ++step) {
+      EXPECT_TRUE(std::isfinite(rule.rate(step, 1.0))) << what << " at " << step;
+    }
+  };
+  const auto refuses = [&](auto rule, const std::string& name) {
+    const std::string message =
+        message_of<ValueError>([&] { RuleSchedule<decltype(rule)>(optimizer, rule); });
+    EXPECT_NE(message.find(name + (name == "total" ? "," : "")), std::string::npos) << message;
+  };
+  accepts(Constant{.factor = 0, .total_iters = 0}, "Constant");
+  refuses(Constant{.total_iters = -1}, "total_iters must be at least 0");
+  accepts(Linear{.start_factor = 0, .end_factor = 0, .total_iters = 1}, "Linear");
+  refuses(Linear{.total_iters = 0}, "total_iters must be at least 1");
+  accepts(Step{.step_size = 1, .gamma = 0}, "Step");
+  refuses(Step{.step_size = 0}, "step_size must be at least 1");
+  accepts(MultiStep{.milestones = {0}, .gamma = 0}, "MultiStep");
+  accepts(MultiStep{.milestones = {0, 3, 3}}, "MultiStep with equal milestones");
+  accepts(MultiStep{.milestones = {}}, "MultiStep without milestones");
+  refuses(MultiStep{.milestones = {-1}}, "milestones must ascend");
+  refuses(MultiStep{.milestones = {0, 3, 2}}, "milestones must ascend");
+  accepts(Exponential{.gamma = least}, "Exponential");
+  accepts(Polynomial{.warmup = 0, .total = 1, .power = 0, .min_lr = 0}, "Polynomial");
+  accepts(Polynomial{.warmup = 3, .total = 3}, "Polynomial of warm-up alone");
+  refuses(Polynomial{.warmup = -1}, "warmup must be at least 0");
+  refuses(Polynomial{.warmup = 4, .total = 3}, "total");
+  refuses(Polynomial{.total = 0}, "total");
+  for (const bool periodic : {false, true}) {
+    accepts(Cosine{.total = 1, .periodic = periodic}, "Cosine");
+    accepts(Cosine{.warmup = 3, .total = 3, .periodic = periodic}, "Cosine of warm-up alone");
+  }
+  refuses(Cosine{.warmup = -1, .total = 3}, "warmup must be at least 0");
+  refuses(Cosine{.warmup = 4, .total = 3}, "total");
+  refuses(Cosine{.total = 0}, "total");
+  accepts(CosineRestarts{.period = 1, .growth = 1}, "CosineRestarts");
+  refuses(CosineRestarts{.period = 0}, "period must be at least 1");
+  refuses(CosineRestarts{.period = 1, .growth = 0}, "growth must be at least 1");
+  accepts(CosineHardRestarts{.total = 1, .cycles = 1}, "CosineHardRestarts");
+  accepts(CosineHardRestarts{.warmup = 3, .total = 3}, "CosineHardRestarts of warm-up alone");
+  refuses(CosineHardRestarts{.warmup = -1, .total = 3}, "warmup must be at least 0");
+  refuses(CosineHardRestarts{.warmup = 4, .total = 3}, "total");
+  refuses(CosineHardRestarts{.total = 3, .cycles = 0}, "cycles must be at least 1");
+  accepts(OneCycle{.max_lr = 1, .total = 1}, "OneCycle of one step");
+  accepts(OneCycle{.max_lr = least, .total = 8}, "OneCycle with a small max_lr");
+  for (const double part : {0.0, 1.0}) {
+    accepts(OneCycle{.max_lr = 1, .total = 8, .pct_start = part}, "OneCycle with pct_start");
+  }
+  refuses(OneCycle{.max_lr = 1, .total = 0}, "total must be at least 1");
+  accepts(InverseSqrt{.warmup = 0, .timescale = 1}, "InverseSqrt");
+  accepts(InverseSqrt{.warmup = 0}, "InverseSqrt without warm-up");
+  refuses(InverseSqrt{.warmup = -1}, "warmup must be at least 0");
+  refuses(InverseSqrt{.timescale = 0}, "timescale must be at least 1");
+  accepts(Warmup{0}, "Warmup");
+  refuses(Warmup{-1}, "warmup must be at least 0");
+  accepts(Sequential{{Warmup{1}, Warmup{1}}, {0}}, "Sequential");
+  refuses(Sequential{{Warmup{1}}, {0}}, "one rule more");
+  refuses(Sequential{{Warmup{1}, Warmup{1}, Warmup{1}}, {0}}, "one rule more");
+  refuses(Sequential{{Warmup{1}, Warmup{1}}, {-1}}, "milestones must ascend");
+  accepts(Chained{{Warmup{1}}}, "Chained");
+  for (const double x : {below, nan}) {
+    refuses(Constant{.factor = x}, "factor must not be negative");
+    refuses(Linear{.start_factor = x}, "start_factor must not be negative");
+    refuses(Linear{.end_factor = x}, "end_factor must not be negative");
+    refuses(Step{.step_size = 1, .gamma = x}, "gamma must not be negative");
+    refuses(MultiStep{.milestones = {1}, .gamma = x}, "gamma must not be negative");
+    refuses(Polynomial{.power = x}, "power must not be negative");
+    refuses(Polynomial{.min_lr = x}, "min_lr must not be negative");
+    refuses(Cosine{.total = 3, .min_lr = x}, "min_lr must not be negative");
+    refuses(CosineRestarts{.period = 1, .min_lr = x}, "min_lr must not be negative");
+  }
+  for (const double x : {0.0, below, nan}) {
+    refuses(Exponential{.gamma = x}, "gamma must be positive");
+    refuses(OneCycle{.max_lr = x, .total = 3}, "max_lr must be positive");
+    refuses(OneCycle{.max_lr = 1, .total = 3, .div_factor = x}, "div_factor must be positive");
+    refuses(OneCycle{.max_lr = 1, .total = 3, .final_div_factor = x},
+            "final_div_factor must be positive");
+  }
+  for (const double x : {below, std::nextafter(1.0, 2.0), nan}) {
+    refuses(OneCycle{.max_lr = 1, .total = 3, .pct_start = x}, "pct_start");
+  }
+
+  const auto plateau = [&](const PlateauOptions& options, const std::string& name) {
+    const std::string message =
+        message_of<ValueError>([&] { PlateauSchedule(optimizer, options); });
+    EXPECT_NE(message.find(name), std::string::npos) << message;
+  };
+  EXPECT_NO_THROW(PlateauSchedule(
+      optimizer,
+      {.factor = 0, .patience = 0, .threshold = 0, .cooldown = 0, .min_lr = 0, .eps = 0}));
+  EXPECT_NO_THROW(PlateauSchedule(optimizer, {.factor = std::nextafter(1.0, 0.0)}));
+  for (const double x : {below, 1.0, nan}) plateau({.factor = x}, "factor must be in [0, 1)");
+  plateau({.patience = -1}, "patience must be at least 0");
+  plateau({.cooldown = -1}, "cooldown must be at least 0");
+  for (const double x : {below, nan}) {
+    plateau({.threshold = x}, "threshold must not be negative");
+    plateau({.min_lr = x}, "min_lr must not be negative");
+    plateau({.eps = x}, "eps must not be negative");
+  }
+}
+
+TEST(Schedule, AStateOfAnotherNumberOfGroupsIsRefusedAndChangesNothing) {
+  const NamedTensors parameters = make_parameters();
+  SGD one(parameters, {.lr = 1});
+  SGD two({{{parameters[0]}, {.lr = 0.75}}, {{parameters[1]}, {.lr = 0.5}}});
+  ExponentialSchedule of_one(one, {.gamma = 0.5}), of_two(two, {.gamma = 0.5});
+  of_one.step();
+  of_two.step(), of_two.step();
+  const StateDict states[] = {of_one.state_dict().clone(), of_two.state_dict().clone()};
+  const std::string more = message_of<ValueError>([&] { of_one.load_state_dict(states[1]); });
+  EXPECT_NE(more.find("rates of 2 groups, the optimizer has 1"), std::string::npos) << more;
+  const std::string fewer = message_of<ValueError>([&] { of_two.load_state_dict(states[0]); });
+  EXPECT_NE(fewer.find("rates of 1 groups, the optimizer has 2"), std::string::npos) << fewer;
+  EXPECT_EQ(of_one.current_step(), 1);
+  EXPECT_EQ(of_two.current_step(), 2);
+  of_one.step(), of_two.step();
+  EXPECT_EQ(one.lr(), 0.25);
+  EXPECT_EQ(two.lr(0), 0.75 / 8);
+  EXPECT_EQ(two.lr(1), 0.5 / 8);
+  // Its own it takes, with the rates of both.
+  of_two.load_state_dict(states[1]);
+  EXPECT_EQ(two.lr(0), 0.75 / 4);
+  EXPECT_EQ(two.lr(1), 0.5 / 4);
+}
+
+TEST(Schedule, OneCycleMovesTheMomentumOfEveryGroup) {
+  const NamedTensors parameters = make_parameters();
+  AdamW optimizer({{{parameters[0]}, {.lr = 1}}, {{parameters[1]}, {.lr = 2}}});
+  OneCycleSchedule schedule(optimizer, {.max_lr = 1, .total = 11});
+  for (int step = 0; step < 4; ++step) {
+    EXPECT_EQ(optimizer.options(0).betas[0], optimizer.options(1).betas[0]) << step;
+    EXPECT_EQ(optimizer.lr(0), optimizer.lr(1)) << step;
+    schedule.step();
+  }
+  EXPECT_LT(optimizer.options(1).betas[0], 0.95);
+}
+
+TEST(Schedule, APlateauLowersTheRatesOfAllGroupsDownToTheLeast) {
+  const NamedTensors parameters = make_parameters();
+  SGD optimizer({{{parameters[0]}, {.lr = 1}}, {{parameters[1]}, {.lr = 0.5}}});
+  PlateauSchedule schedule(optimizer, {.factor = 0.5, .patience = 0, .min_lr = 0.25});
+  const auto rates = [&] { return std::vector<double>{schedule.lr(0), schedule.lr(1)}; };
+  EXPECT_FALSE(schedule.step(1)) << "better than none";
+  EXPECT_TRUE(schedule.step(1));
+  EXPECT_EQ(rates(), (std::vector<double>{0.5, 0.25}));
+  EXPECT_TRUE(schedule.step(1)) << "one of the two";
+  EXPECT_EQ(rates(), (std::vector<double>{0.25, 0.25}));
+  EXPECT_FALSE(schedule.step(1)) << "none is left to lower";
+  EXPECT_EQ(rates(), (std::vector<double>{0.25, 0.25}));
+  // A change of eps itself is not made.
+  SGD other(parameters, {.lr = 1});
+  PlateauSchedule coarse(other, {.factor = 0.5, .patience = 0, .eps = 0.5});
+  coarse.step(1);
+  EXPECT_FALSE(coarse.step(1));
+  EXPECT_EQ(other.lr(), 1);
+}
+
+TEST(Schedule, APlateauWantsMoreThanItsThreshold) {
+  const NamedTensors parameters = make_parameters();
+  // Whether `metric` counts as better than a best of 2 or -2.
+  const auto better = [&](double best, double metric, PlateauOptions options) {
+    SGD optimizer(parameters, {.lr = 1});
+    options.patience = 0;
+    PlateauSchedule schedule(optimizer, options);
+    schedule.step(best);
+    const bool lowered = schedule.step(metric);
+    EXPECT_EQ(schedule.best(), lowered ? best : metric);
+    return !lowered;
+  };
+  const PlateauOptions smaller{.threshold = 0.25};
+  EXPECT_FALSE(better(2, 1.5, smaller));
+  EXPECT_TRUE(better(2, std::nextafter(1.5, 0.0), smaller));
+  const PlateauOptions larger{.maximize = true, .threshold = 0.25};
+  EXPECT_FALSE(better(2, 2.5, larger));
+  EXPECT_TRUE(better(2, std::nextafter(2.5, 3.0), larger));
+  const PlateauOptions smaller_by{.threshold = 0.25, .absolute_threshold = true};
+  EXPECT_FALSE(better(2, 1.75, smaller_by));
+  EXPECT_TRUE(better(2, std::nextafter(1.75, 0.0), smaller_by));
+  const PlateauOptions larger_by{.maximize = true, .threshold = 0.25, .absolute_threshold = true};
+  EXPECT_FALSE(better(2, 2.25, larger_by));
+  EXPECT_TRUE(better(2, std::nextafter(2.25, 3.0), larger_by));
+  EXPECT_FALSE(better(2, std::numeric_limits<double>::quiet_NaN(), smaller));
+}
+
 TEST(Schedule, OneCycleEndsWhereTorchEndsIt) {
   const NamedTensors parameters = make_parameters();
   SGD optimizer(parameters, {.lr = 1});
@@ -716,6 +997,25 @@ TEST(Schedule, PlateauStateGoesRound) {
   second.load_state_dict(first.state_dict());
   EXPECT_TRUE(second.step(1)) << "the second step without improvement";
   EXPECT_EQ(optimizer.lr(), 0.5);
+  // Steps of rest are part of it, and a state that lacks one of its numbers changes nothing.
+  PlateauSchedule third(optimizer, {.factor = 0.5, .patience = 0, .cooldown = 2});
+  third.step(1), third.step(1);
+  EXPECT_EQ(optimizer.lr(), 0.25);
+  PlateauSchedule fourth(optimizer, {.factor = 0.5, .patience = 0, .cooldown = 2});
+  const StateDict saved = third.state_dict();
+  for (const char* left_out : {"best", "bad_steps", "cooldown_left"}) {
+    StateDict broken;
+    for (const auto& [name, value] : saved) {
+      if (name != left_out) broken.set(name, value);
+    }
+    EXPECT_THROW(fourth.load_state_dict(broken), ValueError) << left_out;
+  }
+  EXPECT_EQ(fourth.best(), std::numeric_limits<double>::infinity());
+  fourth.load_state_dict(saved);
+  EXPECT_EQ(fourth.best(), 1);
+  EXPECT_FALSE(fourth.step(1)) << "the first step of rest";
+  EXPECT_FALSE(fourth.step(1)) << "the second";
+  EXPECT_TRUE(fourth.step(1));
 }
 
 }  // namespace

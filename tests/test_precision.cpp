@@ -2,7 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
+#include <string>
+#include <vector>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
@@ -326,6 +329,77 @@ TEST(GradScaler, DamagedStatesAndOptionsThatCannotWorkAreErrors) {
   EXPECT_THROW(scaler.load_state_dict(state), ConfigError);
   EXPECT_THROW(scaler.load_state_dict({}), ValueError);
   EXPECT_EQ(scaler.loss_scale(), 65536);
+}
+
+// Every bound of every option: on it there is a scaler, beside it none, and none by a state.
+TEST(GradScaler, OptionsReachToTheirBoundsAndNoFurther) {
+  const double least = std::numeric_limits<double>::denorm_min();
+  const double below_one = std::nextafter(1.0, 0.0), above_one = std::nextafter(1.0, 2.0);
+  const double largest = std::numeric_limits<float>::max();
+  const double least_f32 = std::numeric_limits<float>::denorm_min();
+  const auto count = [](double value) { return scalar_tensor(static_cast<int64_t>(value), kI64); };
+  const auto number = [](double value) { return scalar_tensor(value, kF64); };
+  struct Row {
+    const char* name;  // in a state
+    std::function<void(GradScalerOptions&, double)> write;
+    std::vector<double> accepted, refused;
+    bool counts = false;
+  };
+  const Row rows[] = {
+      {"scale",
+       [](auto& o, double x) { o.init_scale = x, o.min_scale = 0; },
+       {least_f32, largest},
+       {0, -1, 0x1p-151, 0x1p128, kInfinity, kNaN}},
+      {"growth_factor",
+       [](auto& o, double x) { o.growth_factor = x; },
+       {above_one, std::numeric_limits<double>::max()},
+       {1, below_one, kInfinity, kNaN}},
+      {"backoff_factor",
+       [](auto& o, double x) { o.backoff_factor = x; },
+       {least, below_one},
+       {0, -least, 1, above_one, kNaN}},
+      {"growth_interval",
+       [](auto& o, double x) { o.growth_interval = static_cast<int64_t>(x); },
+       {1},
+       {0, -1},
+       true},
+      {"min_scale",
+       [](auto& o, double x) { o.min_scale = x; },
+       {0, 65536},
+       {-least, std::nextafter(65536.0, 1e6), kNaN}},
+      {"growth_tracker", nullptr, {0}, {-1}, true},
+      {"skipped_steps", nullptr, {0}, {-1}, true},
+  };
+  for (const Row& row : rows) {
+    for (const bool fits : {true, false}) {
+      for (const double value : fits ? row.accepted : row.refused) {
+        SCOPED_TRACE(std::string(row.name) + " = " + std::to_string(value));
+        GradScalerOptions options;
+        if (row.write != nullptr) {
+          row.write(options, value);
+          if (fits) {
+            EXPECT_NO_THROW(GradScaler{options});
+          } else {
+            EXPECT_THROW(GradScaler{options}, ConfigError);
+          }
+        }
+        GradScaler scaler;
+        StateDict state = scaler.state_dict();
+        state.set("min_scale", number(options.min_scale));
+        state.set(row.name, row.counts ? count(value) : number(value));
+        if (fits) {
+          EXPECT_NO_THROW(scaler.load_state_dict(state));
+          EXPECT_EQ(scaler.state_dict().scalar(row.name), value);
+        } else {
+          EXPECT_THROW(scaler.load_state_dict(state), Error);
+          EXPECT_EQ(scaler.loss_scale(), 65536);
+          EXPECT_EQ(scaler.options().growth_factor, 2);
+          EXPECT_EQ(scaler.growth_tracker(), 0);
+          EXPECT_EQ(scaler.skipped_steps(), 0);
+        }
+      }
+    }
+  }
 }
 
 // torch refuses f16 gradients; here the factor meets them in f32.

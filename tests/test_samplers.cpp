@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <map>
+#include <memory>
+#include <optional>
 #include <set>
 #include <thread>
 #include <vector>
@@ -160,6 +163,64 @@ TEST(Samplers, WorkersShareWeightedOrders) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(wrong, 0);
+}
+
+// Every bound: on it there is an order, beside it an error.
+TEST(Samplers, SizesWeightsAndPositionsReachToTheirBoundsAndNoFurther) {
+  const std::vector<double> weights = {0, 1, 0.5};
+  const auto nothing = [](const Sampler& sampler) {
+    EXPECT_EQ(sampler.size(), 0);
+    EXPECT_THROW(sampler.index(0, 0), IndexError);
+  };
+  nothing(SequentialSampler(0));
+  nothing(RandomSampler(0, 1));
+  nothing(WeightedSampler(weights, 0, 1));
+  nothing(WeightedOrderSampler(weights, 0, 1));
+  EXPECT_THROW(SequentialSampler(-1), ValueError);
+  EXPECT_THROW(RandomSampler(-1, 1), ValueError);
+  EXPECT_THROW(WeightedSampler(weights, -1, 1), ValueError);
+  EXPECT_THROW(WeightedOrderSampler(weights, -1, 1), ValueError);
+  const auto two = [](const Sampler& sampler) {
+    for (const int64_t beside : {-1, 2}) EXPECT_THROW(sampler.index(0, beside), IndexError);
+    for (const int64_t within : {0, 1}) {
+      EXPECT_GE(sampler.index(0, within), 0);
+      EXPECT_LT(sampler.index(0, within), 3);
+    }
+  };
+  two(SequentialSampler(2));
+  two(RandomSampler(2, 1));
+  two(WeightedSampler(weights, 2, 1));
+  two(WeightedOrderSampler(weights, 2, 1));  // both that can be drawn
+  EXPECT_THROW(WeightedOrderSampler(weights, 3, 1), ValueError);
+  const double least = std::numeric_limits<double>::denorm_min();
+  const double most = std::numeric_limits<double>::max();
+  for (const std::vector<double>& refused :
+       {std::vector<double>{}, {0}, {1, -least}, {most, most}, {1, INFINITY}, {NAN, 1}}) {
+    EXPECT_THROW(WeightedSampler(refused, 1, 1), ValueError);
+    EXPECT_THROW(WeightedOrderSampler(refused, 1, 1), ValueError);
+  }
+  for (const std::vector<double>& accepted : {std::vector<double>{0, 1}, {0, least}, {0, most}}) {
+    EXPECT_EQ(WeightedSampler(accepted, 1, 1).index(0, 0), 1);
+    EXPECT_EQ(WeightedOrderSampler(accepted, 1, 1).index(0, 0), 1);
+  }
+  const auto sampler = std::make_shared<SequentialSampler>(3);
+  EXPECT_THROW(BatchSource(nullptr, 1, false), ValueError);
+  for (const int64_t refused : {-1, 0}) {
+    EXPECT_THROW(BatchSource(sampler, refused, false), ValueError);
+  }
+  EXPECT_EQ(BatchSource(sampler, 1, false).batches_after(0), 3);
+  EXPECT_EQ(BatchSource(sampler, 3, true).batches_after(0), 1);
+  EXPECT_EQ(BatchSource(sampler, 4, true).batches_after(0), 0);
+  EXPECT_EQ(BatchSource(sampler, 4, false).batches_after(0), 1);
+  EXPECT_EQ(BatchSource(sampler, 3, true).next_position(0), 3);
+  EXPECT_EQ(BatchSource(sampler, 4, true).next_position(0), std::nullopt);
+  EXPECT_EQ(BatchSource(sampler, 4, false).next_position(0), 3);
+  EXPECT_EQ(BatchSource(sampler, 4, false).next_position(3), std::nullopt);
+  EXPECT_EQ(BatchSource(sampler, 3, true).batch(0, 0), range(3));
+  EXPECT_EQ(BatchSource(sampler, 2, true).position_after(0, 1), 2) << "behind the last whole one";
+  EXPECT_EQ(BatchSource(sampler, 2, true).position_after(0, 2), 3) << "the end";
+  EXPECT_EQ(BatchSource(sampler, 1, false).batches_after(2), 1);
+  EXPECT_EQ(BatchSource(sampler, 1, false).batches_after(3), 0);
 }
 
 }  // namespace
