@@ -220,7 +220,9 @@ std::vector<OpRow> index_rows() {
          return gather(in[0], a.integer("dim"), in[1]);
        },
        .samples = {{{normal({4, 5}), integers(4, {3, 5})}, R"({"dim": 0})", 3},
-                   {{normal({2, 3, 6}), integers(6, {2, 2, 4})}, R"({"dim": -1})", 4}}},
+                   {{normal({2, 3, 6}), integers(6, {2, 2, 4})}, R"({"dim": -1})", 4},
+                   {{normal({}), integers(1, {3})}, R"({"dim": 0})", 4},
+                   {{normal({5}), integers(5, {})}, R"({"dim": 0})", 4}}},
       {.name = "scatter",
        .parameters = "input, index, src",
        .call = [](const Args& in, Attrs& a) -> Result {

@@ -155,6 +155,33 @@ TEST(InPlace, ThroughAViewChangesTheHistoryOfTheBase) {
   EXPECT_EQ(w.grad().item(), 2 * 20 * 2);
 }
 
+// A base that is a part of a larger buffer: places are counted from its own first element.
+TEST(InPlace, ThroughAViewOfABaseThatLiesWithinABuffer) {
+  const Tensor buffer = tensor({9, 9, 9, 9, 1, 2, 3, 4, 5, 6, 9, 9}, kF64);
+  const auto part = [&] { return buffer.narrow(0, 4, 6).detach().view({2, 3}).detach(); };
+  const std::vector<double> was = buffer.to_vector();
+  const Tensor w = leaf({10, 100});
+  Tensor base = part();
+  ASSERT_EQ(base.offset(), 4);
+  const Tensor row = base[1];                 // [4, 5, 6], made before it is written
+  base.narrow(1, 1, 1).mul_(w.view({2, 1}));  // the column [2, 5]
+  EXPECT_EQ(buffer.to_vector(), (Values{9, 9, 9, 9, 1, 20, 3, 4, 500, 6, 9, 9}));
+  const TensorList first = grad((base * base).sum(), TensorList{w}, {}, {.retain_graph = true});
+  EXPECT_EQ(first[0].to_vector(), (Values{2 * 20 * 2, 2 * 500 * 5}));
+  EXPECT_EQ(grad((row * row).sum(), TensorList{w})[0].to_vector(), (Values{0, 2 * 500 * 5}));
+  // A view of a view, and a parameter whose values are such a part.
+  base = part();
+  base[1].narrow(0, 0, 2).mul_(w);  // [4, 500]
+  EXPECT_EQ(grad(base.sum(), TensorList{w})[0].to_vector(), (Values{4, 500}));
+  const Tensor x = leaf({0, 0, 0});
+  x.set_data(buffer.narrow(0, 3, 3).detach());
+  const Tensor y = x * 1.0;
+  y.narrow(0, 2, 1).mul_(w.narrow(0, 0, 1));
+  (y * y).sum().backward();
+  const double middle = x.to_vector()[2];
+  EXPECT_EQ(x.grad().to_vector(), (Values{18, 2 * x.to_vector()[1], 200 * middle}));
+}
+
 TEST(InPlace, IntoATensorThatRequiredNoGradMakesItRequireOne) {
   const Tensor w = leaf({2, 3});
   const Tensor buffer = zeros({2, 2}, {.dtype = kF64});

@@ -189,6 +189,13 @@ TEST(Scatter, GradientsOfAnyOrderAreRight) {
   const Tensor repeated = view(list({0, 0, 1, 2, 2, 2}), {2, 3});
   EXPECT_GRADIENTS({gather(in[0], 1, repeated)}, x);
   EXPECT_GRADIENTS({gather(in[0], 0, repeated)}, x);
+  // An element and a list of one dimension.
+  const Tensor element = tensor({1.5}, kF64).view({}).clone().set_requires_grad();
+  const Tensor place = list({2}).view({}), origin = list({0}).view({});
+  EXPECT_GRADIENTS({gather(in[0], 0, list({0, 0, 0}))}, element);
+  EXPECT_GRADIENTS({gather(in[0], 0, place)}, leaf({3}));
+  EXPECT_GRADIENTS({gather(in[0], 0, origin)}, element);
+  EXPECT_EQ(gather(leaf({3}), 0, place).shape(), Shape{});
   EXPECT_GRADIENTS({scatter(in[0], 1, unique, in[1])}, x, s);
   EXPECT_GRADIENTS({scatter(in[0], 1, unique, 1.5)}, x);
   EXPECT_GRADIENTS({scatter_add(in[0], 1, repeated, in[1])}, x, s);
@@ -236,6 +243,12 @@ TEST(Index, MetaTensorsHaveShapesAndDataDependentOnesAreRefused) {
   EXPECT_EQ(gather(x, 0, places).shape(), Shape({2, 4}));
   EXPECT_EQ(index_select(x, 1, row).shape(), Shape({3, 5}));
   EXPECT_EQ(index(x, {row}).shape(), Shape({5, 4}));
+  EXPECT_EQ(index(x, {row, row}).shape(), Shape({5}));
+  // Each of several is looked at.
+  const Tensor real = empty({5}, {.device = kMeta});
+  EXPECT_THROW(index(x, {real, row}), DTypeError);
+  EXPECT_THROW(index(x, {row, real}), DTypeError);
+  EXPECT_THROW(index(x, {row, empty({4}, {.dtype = kI64, .device = kMeta})}), ShapeError);
   EXPECT_EQ(embedding(row, x).shape(), Shape({5, 4}));
   EXPECT_TRUE(tril(x).is_meta());
   EXPECT_THROW(nonzero(x), DeviceError);

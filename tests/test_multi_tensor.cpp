@@ -455,5 +455,33 @@ TEST(MultiTensorCopy, RefusesWhatDoesNotFitAndWritesNothing) {
   copy_all({raw::empty({4}, kF16, kMeta)}, {raw::empty({4}, kF32, kMeta)});
 }
 
+// ---- Sums of several tensors --------------------------------------------------------------------
+
+// Whole chunks: one more or one fewer of a tensor's partials would be its neighbour's.
+TEST(MultiTensor, sums_of_whole_chunks_are_those_of_their_own_tensor) {
+  const int64_t chunk = kMultiTensorChunk;
+  const std::vector<int64_t> sizes = {chunk, 2 * chunk, 0, 1, chunk + 1, 3 * chunk, chunk - 1};
+  for (const DType dtype : {kF32, kBF16, kF64}) {
+    std::vector<Tensor> tensors;
+    for (size_t t = 0; t < sizes.size(); ++t) {
+      // Powers of two, whose sums are exact in f64.
+      tensors.push_back(raw::full({sizes[t]}, t % 2 == 0 ? 0x1p-3 : -0x1p2, dtype));
+    }
+    const std::vector<double> sums = multi_tensor_power_sums(tensors, 1);
+    const std::vector<double> largest = multi_tensor_power_sums(tensors, kInfinity);
+    ASSERT_EQ(sums.size(), sizes.size());
+    ASSERT_EQ(largest.size(), sizes.size());
+    double total = 0;
+    for (size_t t = 0; t < sizes.size(); ++t) {
+      const double magnitude = t % 2 == 0 ? 0x1p-3 : 0x1p2;
+      EXPECT_EQ(sums[t], magnitude * static_cast<double>(sizes[t])) << t << " of " << dtype;
+      EXPECT_EQ(largest[t], sizes[t] == 0 ? 0 : magnitude) << t << " of " << dtype;
+      total += sums[t];
+    }
+    EXPECT_EQ(multi_tensor_norm(tensors, 1), total);
+    EXPECT_EQ(multi_tensor_norm(tensors, kInfinity), 0x1p2);
+  }
+}
+
 }  // namespace
 }  // namespace tessera::kernels

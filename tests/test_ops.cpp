@@ -6,8 +6,10 @@
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/op.h>
+#include <tessera/autograd/ops.h>
 #include <tessera/core/raw_views.h>
 
+#include "message_of.h"
 #include "op_checks.h"
 
 namespace tessera::tests {
@@ -79,6 +81,23 @@ TEST(OpTable, AnUndefinedArgumentIsAnErrorThatNamesTheOp) {
       }
     }
   }
+}
+
+// A number of the CPU may stand before others, which have to lie on one device among themselves.
+TEST(OpTable, ANumberBeforeTensorsOfTwoDevicesDoesNotHideThem) {
+  const Tensor number = full({}, 0.5), list = full({2}, 1);
+  const Tensor elsewhere = empty({2}, {.device = kMeta});
+  const auto refused = [](const auto& call) {
+    const std::string message = message_of<DeviceError>(call);
+    EXPECT_NE(message.find("expects all tensors on one device"), std::string::npos) << message;
+  };
+  refused([&] { addcmul(number, list, elsewhere); });
+  refused([&] { addcmul(list, number, elsewhere); });
+  refused([&] { addcmul(list, elsewhere, number); });
+  refused([&] { addcmul(elsewhere, number, list); });
+  EXPECT_TRUE(addcmul(number, elsewhere, elsewhere).is_meta());
+  EXPECT_TRUE(addcmul(elsewhere, number, elsewhere).is_meta());
+  EXPECT_EQ(addcmul(number, list, list).to_vector(), (std::vector<double>{1.5, 1.5}));
 }
 
 TEST(OpTable, NamesAreUniqueAndFound) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <thread>
 #include <vector>
@@ -346,6 +347,15 @@ TEST(Random, WithoutReplacementTheFirstIsChosenByWeightAndNoneTwice) {
     ASSERT_EQ(three, (std::vector<int64_t>{0, 2, 3}));
   }
   EXPECT_LT(std::abs(static_cast<double>(first[3]) - rows * 0.5), 5 * std::sqrt(rows * 0.25));
+}
+
+// A product with the least number there is rounds up to it: what is behind the last positive
+// weight, nothing or the next row, is not chosen.
+TEST(Random, MultinomialChoosesAPositiveWeightWhereTheDrawRoundsToTheEnd) {
+  const double least = std::numeric_limits<double>::denorm_min();
+  const Tensor weights = tensor({least, 0, 0, least, 1, 0}, kF64).view({3, 2});
+  const auto chosen = multinomial(weights, 64, true, kStream).to_vector<int64_t>();
+  for (size_t i = 0; i < chosen.size(); ++i) ASSERT_EQ(chosen[i], i / 64 == 1 ? 1 : 0) << i;
 }
 
 TEST(Random, MultinomialRefusesWeightsThatAreNone) {
