@@ -25,7 +25,8 @@ TEST(Settings, ReachWhatTheyAreFor) {
     Net net;
     accelerator.prepare(net);
     const std::string text = accelerator.describe();
-    for (const char* part : {"rank ", "ddp_bucket_cap_mb = 15  (code)", "model Net", "bucket 0"}) {
+    for (const char* part : {"rank ", "ddp_bucket_cap_mb = 15  (code)",
+                             "scaler_backoff_factor = 0.5", "model Net", "bucket 0"}) {
       EXPECT_NE(text.find(part), std::string::npos) << part << " in\n" << text;
     }
   });

@@ -47,6 +47,38 @@ TEST(JoinUnevenInputs, RanksWithMoreBatchesFinishAloneAndTheLoadersComeBack) {
   });
 }
 
+// A rank that has no more batches cannot be asked for its first weight.
+TEST(JoinUnevenInputs, WeightsMayBeginWhereOneRankIsAlone) {
+  on_ranks(2, [&](int rank) {
+    const Line line(12);  // rank 0 has two batches of 4, rank 1 has one
+    Accelerator accelerator({.collective_timeout = 20});
+    Regression model;
+    optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+    data::DataLoader loader(line, {.batch_size = 4});
+    accelerator.prepare(model, optimizer, loader);
+    int turns = 0;
+    accelerator.join_uneven_inputs(model, [&] {
+      for (auto& batch : loader) {
+        const auto micro = accelerator.accumulate(model);
+        const bool alone = turns++ == 1;
+        accelerate::BackwardOptions options;
+        if (alone) options.weight = 8;
+        accelerator.backward(loss_of(model, batch), options);
+        if (alone) {
+          Regression probe;
+          probe.copy_state_from(model);
+          loss_of(probe, batch).backward();
+          EXPECT_TRUE(near(gradients_of(model), gradients_of(probe)));
+        }
+        optimizer.step(), optimizer.zero_grad();
+      }
+    });
+    EXPECT_EQ(turns, rank == 0 ? 2 : 1);
+    const Tensor all = accelerator.gather(model.a.detach());
+    EXPECT_EQ(all[0].item(), all[1].item());
+  });
+}
+
 // DDL-7: Accelerate warns of a model whose gradients are not reduced, and does nothing.
 TEST(JoinUnevenInputs, AModelThatRanksDoNotShareIsAnErrorBeforeTheBody) {
   on_ranks(2, [](int) {

@@ -11,6 +11,7 @@
 #include <tessera/accelerate/state/state_io.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/checkpoint/commit.h>
+#include <tessera/distributed/checkpoint/manifest.h>
 #include <tessera/distributed/checkpoint/reader.h>
 #include <tessera/optim/ema.h>
 
@@ -396,6 +397,75 @@ TEST_F(StateCheckpoints, OtherObjectsThanThoseSavedAreAnErrorBeforeAnythingChang
   StateIo empty(automatic());
   expect_in("there is no checkpoint in",
             message_of<ConfigError>([&] { empty.load_state(training.state()); }));
+}
+
+// Sealed, and with numbers that are none: read as far as they go they would be others.
+TEST_F(StateCheckpoints, ADamagedNumberOfTheMetadataIsNamedBeforeAnythingChanges) {
+  Training training(1);
+  StateIo io;
+  io.save_state(training.state(), path("a"));
+  const std::string body(distributed::unsealed(folder_.read("a/manifest.json"), "a"));
+  training.perturb();
+  const std::string bits = training.bits();
+  for (const char* name : {"models", "optimizers", "schedules", "loaders", "objects", "scaler",
+                           "counters", "iteration"}) {
+    const std::string key = "\"" + std::string(name) + "\": \"";
+    const size_t at = body.find(key);
+    ASSERT_NE(at, std::string::npos) << key << " in " << body;
+    const size_t begin = at + key.size(), end = body.find('"', begin);
+    const std::string good = body.substr(begin, end - begin);
+    for (const std::string& bad :
+         {good + "x", "x" + good, good + " ", " " + good, "-" + good, "+" + good, good + ".0",
+          std::string(), std::string(19, '1'), good + "/", good + ":"}) {
+      std::string text = body;
+      text.replace(begin, end - begin, bad);
+      folder_.write("a/manifest.json", distributed::sealed(text));
+      const std::string message =
+          message_of<FormatError>([&] { io.load_state(training.state(), path("a")); });
+      expect_in("the metadata '" + std::string(name) + "' must be a whole number", message);
+    }
+    EXPECT_TRUE(training.bits() == bits) << name;
+    std::string text = body;
+    text.replace(begin, end - begin, std::string(18 - good.size(), '0') + good);
+    folder_.write("a/manifest.json", distributed::sealed(text));
+    io.load_state(training.state(), path("a"));
+    training.perturb();
+  }
+}
+
+TEST_F(StateCheckpoints, TwoObjectsOfAKindAreEachSavedAndLoaded) {
+  // A training, its twin, and an object of each that the user registers.
+  struct Pair {
+    explicit Pair(StateIo& io) {
+      for (EarlyStopping& stop : stops) io.register_for_checkpointing(stop);
+    }
+    TrainingState state() {
+      TrainingState both = first.state(), other = second.state();
+      both.models.push_back(other.models[0]);
+      both.optimizers.push_back(other.optimizers[0]);
+      both.schedules.push_back(other.schedules[0]);
+      both.loaders.push_back(other.loaders[0]);
+      return both;
+    }
+    Training first{1}, second{1};
+    EarlyStopping stops[2];
+  };
+  StateIo io;
+  Pair saved(io);
+  saved.first.train(2), saved.second.train(5);
+  saved.stops[0].best = 3, saved.stops[1].best = 4;
+  io.save_state(saved.state(), path("two"));
+  const std::string first = saved.first.bits(), second = saved.second.bits();
+  ASSERT_FALSE(first == second);
+  StateIo again;
+  Pair loaded(again);
+  loaded.first.perturb(), loaded.second.perturb();
+  again.load_state(loaded.state(), path("two"));
+  loaded.second.updates = 5;  // counted by the program: the counters are the first's
+  EXPECT_TRUE(loaded.first.bits() == first);
+  EXPECT_TRUE(loaded.second.bits() == second);
+  EXPECT_EQ(loaded.stops[0].best, 3);
+  EXPECT_EQ(loaded.stops[1].best, 4);
 }
 
 TEST_F(StateCheckpoints, ADamagedFolderIsPassedOverAloudAndAnExplicitOneIsAnError) {

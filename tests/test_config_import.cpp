@@ -233,6 +233,25 @@ TEST(ConfigImport, EveryKeyOfTheFileHasALineOfTheReport) {
   EXPECT_TRUE(mentions(import.report(), "gradient_accumulation_steps = 4")) << import.report();
 }
 
+// Key and value, what became of it, and the note, each in a column of its own.
+TEST(ConfigImport, TheReportStandsInColumns) {
+  Import import;
+  import.lines = {{"a", "1", ImportOutcome::kMapped, "x = 1"},
+                  {"longer_key", "value", ImportOutcome::kPlanned, "y"},
+                  {"b", "", ImportOutcome::kUnset, ""},
+                  {"c", "2", ImportOutcome::kNoCounterpart, "of a cloud"},
+                  { "d",
+                    "3",
+                    ImportOutcome::kRefused,
+                    "is 3" }};
+  EXPECT_EQ(import.report(),
+            "  a: 1               mapped  x = 1\n"
+            "  longer_key: value  planned y (not available yet)\n"
+            "  b:                 -       \n"
+            "  c: 2               none    of a cloud\n"
+            "  d: 3               refused is 3\n");
+}
+
 TEST(ConfigImport, CLI1_InvalidKeysAreAllListed) {
   const std::string message = message_of<ConfigError>([] {
     import_text(kOldest +

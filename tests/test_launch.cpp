@@ -11,6 +11,7 @@
 #include <tessera/accelerate/launch/options.h>
 #include <tessera/accelerate/launch/protocol.h>
 
+#include "finished_process.h"
 #include "message_of.h"
 
 namespace tessera::launch {
@@ -346,6 +347,32 @@ TEST(Preflight, AMissingProgramNamesNodeAndRanks) {
   const PreflightResult result = preflight(facts);
   ASSERT_EQ(result.errors.size(), 1u);
   EXPECT_TRUE(mentions(result.errors[0], "node2 (ranks 2, 3)")) << result.errors[0];
+}
+
+// Every byte counts, and how many there are; a file of none hashes to 0.
+TEST(Preflight, ProgramsOfOtherBytesHaveOtherHashes) {
+  TestFolder folder;
+  int files = 0;
+  const auto hash_of = [&](const std::string& bytes) {
+    const std::string path = folder.write(std::to_string(files++), bytes, true);
+    const AgentFacts facts = gather_facts(0, 1, path, {}, {});
+    EXPECT_EQ(facts.program, path);
+    return facts.program_hash;
+  };
+  EXPECT_EQ(hash_of(""), 0u);
+  const std::string program((1 << 20) + 13, 'x');  // the buffer once, one word, and part of one
+  std::vector<uint64_t> hashes = {hash_of(program), hash_of(std::string(1, '\0')),
+                                  hash_of(std::string(8, '\0')), hash_of(program + '\0')};
+  for (const size_t at : {size_t{0}, size_t{7}, size_t{8}, program.size() / 2,
+                          size_t{(1 << 20) - 1}, size_t{1 << 20}, program.size() - 1}) {
+    std::string other = program;
+    other[at] = 'y';
+    hashes.push_back(hash_of(other));
+  }
+  EXPECT_EQ(hash_of(program), hashes[0]);
+  std::ranges::sort(hashes);
+  EXPECT_EQ(std::ranges::adjacent_find(hashes), hashes.end());
+  EXPECT_NE(hashes[0], 0u);
 }
 
 TEST(Preflight, AnotherBuildOfTheProgramOrTheLibraryIsRefused) {
