@@ -19,8 +19,10 @@ struct ClipOptions {
 };
 // Scales the gradients of `parameters` so that their norm, taken as that of one vector, is at most
 // max_norm: by min(1, max_norm / (norm + 1e-6)). Returns the norm before clipping, f64, one
-// element. Partial sums are f64 per block in a fixed tree: the same bits for any thread count.
-// Parameters without a gradient are passed over. On a GPU, with fold_into and without
+// element. The 2-norm is the root of an exact sum (core/kernels/optim/multi_tensor_square_sum.h):
+// the same bits however the gradients are cut into tensors, on any number of threads, on either
+// device. Other norms have f64 partial sums per block in a fixed tree: the same bits for any thread
+// count. Parameters without a gradient are passed over. On a GPU, with fold_into and without
 // error_if_nonfinite, norm and factor stay there: the host waits only for a norm that it reads.
 // UnsupportedError for gradients that are parts (DTensors): their norm is that of all ranks.
 Tensor clip_grad_norm(const TensorList& parameters, double max_norm,

@@ -21,6 +21,7 @@ void register_linear_fused();
 void register_matmul();
 void register_multi_tensor();
 void register_multi_tensor_copy();
+void register_multi_tensor_square_sum();
 void register_multi_tensor_updates();
 void register_norm();
 void register_pool();
@@ -51,6 +52,7 @@ void gpu::register_kernels() {
   kernels::register_matmul();
   kernels::register_multi_tensor();
   kernels::register_multi_tensor_copy();
+  kernels::register_multi_tensor_square_sum();
   kernels::register_multi_tensor_updates();
   kernels::register_norm();
   kernels::register_pool();

@@ -45,7 +45,7 @@ __global__ void power_sum_kernel(const Row* rows, int count, double* partials, d
         if (largest) {
           value = gpu::Larger{}(value, v);
         } else {
-          value += p == 2 ? v * v : p == 1 ? v : ::pow(v, p);
+          value += p == 1 ? v : ::pow(v, p);  // of p = 2: multi_tensor_square_sum.cu
         }
       }
     });
@@ -141,10 +141,7 @@ __global__ void clip_factor_kernel(const NormPart* parts, int count, double* par
   }
   if (threadIdx.x != 0) return;
   const double total = sums[0], given = factor != nullptr ? *factor : 1;
-  const double norm = (p == 2              ? ::sqrt(total)
-                       : largest || p == 1 ? total
-                                           : ::pow(total, 1 / p)) *
-                      (scale * given);
+  const double norm = (largest || p == 1 ? total : ::pow(total, 1 / p)) * (scale * given);
   const double clip = max_norm / (norm + 1e-6);
   result[0] = norm;
   result[1] = given * (clip >= 1 ? 1 : clip);  // NaN stays

@@ -34,7 +34,8 @@ TS_SIMD_DECLARE(template <class Rule, class C>
                                   const UpdateBlock& block, C* first, C* second, C* third));
 TS_SIMD_DECLARE(template <class C> void scale_block(int64_t n, C* x, C factor));
 TS_SIMD_DECLARE(template <class C> void clamp_block(int64_t n, C* x, C limit));
-// Sum of |x|^p of a block of any floating dtype, in f64; the largest |x| for p = infinity.
+// Sum of |x|^p of a block of any floating dtype, in f64; the largest |x| for p = infinity. Squares
+// have blocks of their own (multi_tensor_square_sum_blocks.h).
 TS_SIMD_DECLARE(double power_sum_block(DType dtype, const void* x, int64_t n, double p));
 
 }  // namespace tessera::kernels

@@ -15,6 +15,7 @@
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/optim/multi_tensor_blocks.h>
 #include <tessera/core/kernels/optim/multi_tensor_loss_scale.h>
+#include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera::kernels {
@@ -357,6 +358,7 @@ TS_UPDATE_RULES(TS_INSTANTIATE)
 std::vector<double> multi_tensor_power_sums(std::span<const Tensor> tensors, double p) {
   constexpr const char* kWhere = "multi_tensor_power_sums";
   check_summed(kWhere, tensors, p);
+  if (p == 2) return multi_tensor_square_sums(tensors);
   if (!tensors.empty() && tensors[0].device().is_cuda()) {
     return on_cuda<kernels::multi_tensor_power_sums>(kWhere, tensors[0].device(), tensors, p);
   }
@@ -390,18 +392,26 @@ std::vector<double> multi_tensor_power_sums(std::span<const Tensor> tensors, dou
 }
 
 double multi_tensor_norm(std::span<const Tensor> tensors, double p) {
+  check_summed("multi_tensor_norm", tensors, p);
+  if (p == 2) {
+    const Device device = tensors.empty() ? kCpu : tensors[0].device();
+    return std::sqrt(square_sum_value(multi_tensor_square_sum(tensors, device)));
+  }
   std::vector<double> sums = multi_tensor_power_sums(tensors, p);
   const double total = tree_of_norm(sums, p);
-  if (std::isinf(p)) return total;
-  return p == 2 ? std::sqrt(total) : p == 1 ? total : std::pow(total, 1 / p);
+  return std::isinf(p) || p == 1 ? total : std::pow(total, 1 / p);
 }
 
 Tensor multi_tensor_clip_factor(std::span<const Tensor> tensors, double p, double scale,
                                 double max_norm, const Tensor& factor) {
   constexpr const char* kWhere = "multi_tensor_clip_factor";
   TS_CHECK(!tensors.empty(), kWhere, "expects at least one tensor");
+  check_summed(kWhere, tensors, p);
+  if (p == 2) {
+    const Tensor sum = multi_tensor_square_sum(tensors, tensors[0].device());
+    return square_sum_clip_factor(sum, scale, max_norm, factor);
+  }
   if (tensors[0].device().is_cuda()) {
-    check_summed(kWhere, tensors, p);
     return on_cuda<kernels::multi_tensor_clip_factor>(kWhere, tensors[0].device(), tensors, p,
                                                       scale, max_norm, factor);
   }

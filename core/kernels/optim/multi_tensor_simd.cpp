@@ -6,34 +6,6 @@
 namespace tessera::kernels::TS_SIMD {
 namespace {
 
-// a + v * v for a v that came from T. In double the square of a narrower number is exact, so that a
-// fused product gives the bits of two operations and takes one.
-template <class T>
-TS_HD double add_square(double a, double v) {
-  return sizeof(T) < sizeof(double) ? __builtin_fma(v, v, a) : a + v * v;
-}
-#if defined(__FMA__)
-template <class T>
-TS_HD Pack<double> add_square(Pack<double> a, Pack<double> v) {
-  if constexpr (sizeof(T) < sizeof(double)) {
-#if defined(__AVX512F__)
-    return reinterpret_cast<Pack<double>>(_mm512_fmadd_pd(
-        reinterpret_cast<__m512d>(v), reinterpret_cast<__m512d>(v), reinterpret_cast<__m512d>(a)));
-#else
-    return reinterpret_cast<Pack<double>>(_mm256_fmadd_pd(
-        reinterpret_cast<__m256d>(v), reinterpret_cast<__m256d>(v), reinterpret_cast<__m256d>(a)));
-#endif
-  } else {
-    return a + v * v;
-  }
-}
-#else
-template <class T>
-TS_HD Pack<double> add_square(Pack<double> a, Pack<double> v) {
-  return a + v * v;
-}
-#endif
-
 // No model copy: what is written to it goes nowhere.
 struct NoModelCopy {};
 
@@ -127,14 +99,6 @@ void clamp_block(int64_t n, C* x, C limit) {
 }
 
 double power_sum_block(DType dtype, const void* data, int64_t n, double p) {
-  if (p == 2) {
-    return visit_floating(dtype, [&]<class T>() -> double {
-      return fold_lanes(
-          static_cast<const T*>(data), n, 0.0,
-          [](auto a, auto v) TS_LANES { return add_square<T>(a, v); },
-          [](auto a, auto b) TS_LANES { return a + b; });
-    });
-  }
   return visit_floating(dtype, [&]<class T>() -> double {
     using C = Compute<T>;
     const T* x = static_cast<const T*>(data);
