@@ -43,7 +43,7 @@ double value_of(const Tensor& sum) {
 }
 
 // A piece of a tensor that one thread adds up.
-struct Chunk {
+struct SquaredChunk {
   const char* data;
   DType dtype;
   int64_t numel;
@@ -53,7 +53,7 @@ struct Chunk {
 // Those of tensor t are added to sums + t * stride.
 void add_square_sums(std::span<const Tensor> tensors, int64_t* sums, int64_t stride) {
   std::vector<Tensor> dense(tensors.begin(), tensors.end());
-  std::vector<Chunk> chunks;
+  std::vector<SquaredChunk> chunks;
   for (size_t t = 0; t < dense.size(); ++t) {
     Tensor& x = dense[t];
     if (!is_dense(x.shape(), x.strides())) x = contiguous(x);
@@ -66,7 +66,7 @@ void add_square_sums(std::span<const Tensor> tensors, int64_t* sums, int64_t str
   parallel_for(static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
     Limbs limbs{};
     for (int64_t c = begin; c < end; ++c) {
-      const Chunk& chunk = chunks[static_cast<size_t>(c)];
+      const SquaredChunk& chunk = chunks[static_cast<size_t>(c)];
       TS_SIMD_CALL(square_sum_block, chunk.dtype, chunk.data, chunk.numel, limbs.data());
       if ((c - begin) % 4096 == 4095) square_sum::carry(limbs.data());  // before limbs are full
       if (c + 1 < end && chunks[static_cast<size_t>(c) + 1].sum == chunk.sum) continue;
