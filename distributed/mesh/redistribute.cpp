@@ -13,7 +13,7 @@
 namespace tessera::distributed {
 namespace {
 
-const CollectiveOptions kWaiting{.channel = Channel::kModule, .waits = true};
+const CollectiveOptions kModuleCall{.channel = Channel::kModule, .waits = true};
 
 // ---- One axis -----------------------------------------------------------------------------------
 // x: this rank's part. `length`: of a dimension before the axis cuts it, on all its ranks.
@@ -37,7 +37,7 @@ TensorList chunks_along(const Tensor& x, int dim, int parts) {
 Tensor shard_to_replicate(const Tensor& x, int dim, int64_t length, Group& group) {
   if (dim == 0 && length % group.size() == 0) {
     const Tensor whole = raw::empty(resized(x.shape(), 0, length), x.dtype(), x.device());
-    group.all_gather(whole, x, kWaiting).wait();
+    group.all_gather(whole, x, kModuleCall).wait();
     return whole;
   }
   TensorList parts;
@@ -45,13 +45,13 @@ Tensor shard_to_replicate(const Tensor& x, int dim, int64_t length, Group& group
     const auto [begin, end] = chunk_of(length, group.size(), r);
     parts.push_back(raw::empty(resized(x.shape(), dim, end - begin), x.dtype(), x.device()));
   }
-  group.all_gather(parts, contiguous(x), kWaiting).wait();
+  group.all_gather(parts, contiguous(x), kModuleCall).wait();
   return cat(parts, dim);
 }
 
 Tensor partial_to_replicate(const Tensor& x, ReduceOp op, Group& group) {
   const Tensor result = contiguous(clone(x));
-  group.all_reduce(result, op, kWaiting).wait();
+  group.all_reduce(result, op, kModuleCall).wait();
   return result;
 }
 
@@ -59,7 +59,7 @@ Tensor partial_to_shard(const Tensor& x, ReduceOp op, int dim, Group& group) {
   const TensorList parts = chunks_along(x, dim, group.size());
   const Tensor own =
       raw::empty(parts[static_cast<size_t>(group.rank())].shape(), x.dtype(), x.device());
-  group.reduce_scatter(own, parts, op, kWaiting).wait();
+  group.reduce_scatter(own, parts, op, kModuleCall).wait();
   return own;
 }
 
@@ -71,7 +71,7 @@ Tensor shard_to_shard(const Tensor& x, int from, int64_t from_length, int to, Gr
     const auto [begin, end] = chunk_of(from_length, group.size(), r);
     received.push_back(raw::empty(resized(own, from, end - begin), x.dtype(), x.device()));
   }
-  group.all_to_all(received, sent, kWaiting).wait();
+  group.all_to_all(received, sent, kModuleCall).wait();
   return cat(received, from);
 }
 
