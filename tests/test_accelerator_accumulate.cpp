@@ -287,6 +287,19 @@ TEST(Accumulate, ModelsHaveWindowsOfTheirOwn) {
   }
 }
 
+TEST(Accumulate, AWeightThatIsNegativeOrNoNumberIsAnError) {
+  const Line line(8);
+  Accelerator accelerator;
+  Regression model;
+  accelerator.prepare(model);
+  for (const double weight : {-1.0, -0x1p-1074, std::nan(""), HUGE_VAL}) {
+    EXPECT_THROW(accelerator.backward(loss_of(model, line.rows(0, 8)), {.weight = weight}),
+                 ValueError)
+        << weight;
+  }
+  accelerator.backward(loss_of(model, line.rows(0, 8)), {.weight = 0});
+}
+
 // Another model may lie where one died.
 TEST(Accumulate, TheNormBetweenBoundariesIsOfThisModelOrNone) {
   const Line line(8);

@@ -2,6 +2,7 @@
 // ctest labels: threads
 #include "accelerator_fixture.h"
 
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,20 @@ TEST(Accelerator, AResumedLoopGoesOnWhereItWasAndSkippingAgainIsAnError) {
       EXPECT_THROW(run(2, -1, true), ConfigError);
     });
   }
+}
+
+TEST(Accelerator, StatesAreNumberedWhereTheSettingSaysSo) {
+  const std::string folder = testing::TempDir() + "accelerator_numbers";
+  Accelerator accelerator({.project_dir = folder, .automatic_checkpoint_naming = true});
+  Regression model;
+  accelerator.prepare(model);
+  for (int number = 0; number < 2; ++number) {
+    EXPECT_EQ(accelerator.save_state(),
+              folder + "/checkpoints/checkpoint_" + std::to_string(number));
+  }
+  EXPECT_EQ(accelerator.load_state().folder, folder + "/checkpoints/checkpoint_1");
+  EXPECT_THROW(Accelerator({.project_dir = folder}).save_state(), ConfigError);
+  std::filesystem::remove_all(folder);
 }
 
 // The loader itself: the next loop is shorter, those after it are not.

@@ -194,6 +194,18 @@ TEST(ActiveLoader, NestedLoopsEachHaveTheirEnd) {
   }
 }
 
+// Batches taken by hand, in turn: the active loader is the one that gave the last.
+TEST(ActiveLoader, IsWhoeverGaveTheLastBatch) {
+  const Line line(64);
+  Accelerator accelerator;
+  data::DataLoader first(line, {.batch_size = 16}), second(line, {.batch_size = 16});
+  accelerator.prepare(first, second);
+  for (auto* loader : {&first, &second, &first, &second}) {
+    EXPECT_TRUE(loader->next().has_value());
+    EXPECT_EQ(accelerator.active_loader(), loader);
+  }
+}
+
 // SYN-7, and trap 5: a loop that was left early stays the active one.
 TEST(ActiveLoader, ALoopThatWasLeftEarlyIsForgotten) {
   for (const int size : {1, 2}) {

@@ -379,6 +379,7 @@ TEST(ConfigUnknown, VariablesThatLookLikeSettingsAreNamedWithTheNearestKey) {
                         {"TESSERA_DATA_DIR", "/data"},
                         {"TESSERA_TEST_SLOW", "1"},
                         {"TESSERA_MY_EXPERIMENT", "x"},
+                        {"TESSERA_CPX", "1"},  // too short to be like "cpu"
                         {"TESSERA_SEED", ""}}));
 }
 
