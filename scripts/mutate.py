@@ -53,7 +53,7 @@ DEFAULTS = {
     "autograd/engine.cpp": ["test_autograd", "test_training", "test_replicate", "test_precision_autocast"],
     "optim/optimizer.cpp": ["test_optim", "test_round_trips", "test_precision_training", "test_cuda_graphed_step"],
     "optim/ema.cpp": ["test_optim", "test_round_trips"],
-    "optim/schedule.cpp": ["test_optim", "test_golden_optim", "test_accelerator_schedules"],
+    "optim/schedule.cpp": ["test_schedule", "test_golden_optim", "test_accelerator_schedules"],
     "optim/rule_optimizer.cpp": ["test_optim", "test_golden_optim", "test_multi_tensor"],
     "nn/fused.cpp": ["test_layers", "test_bert"],
     "autograd/node.cpp": ["test_autograd", "test_stale_versions", "test_view_programs"],
