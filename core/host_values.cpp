@@ -42,6 +42,7 @@ Tensor readable(const Tensor& tensor, const char* where) {
 template <class T>
 T Tensor::item() const {
   check_whole(*this, "item");
+  check_bytes(*this, "item");
   TS_CHECK_SHAPE(numel() == 1, "item", "needs a tensor with one element; got ", *this);
   const Tensor source = readable(*this, "item");
   T value{};
@@ -54,6 +55,7 @@ T Tensor::item() const {
 template <class T>
 std::vector<T> Tensor::to_vector() const {
   check_whole(*this, "to_vector");
+  check_bytes(*this, "to_vector");
   const Tensor source = readable(*this, "to_vector");
   std::vector<T> values;
   values.reserve(static_cast<size_t>(numel()));

@@ -455,6 +455,112 @@ TEST(MultiTensorCopy, RefusesWhatDoesNotFitAndWritesNothing) {
   copy_all({raw::empty({4}, kF16, kMeta)}, {raw::empty({4}, kF32, kMeta)});
 }
 
+// Segments of two flat buffers, in an order and at places of their own: the target's are those of
+// the source in another order, with padding between them.
+struct Cut {
+  int64_t from, to, numel;  // from < 0: padding
+};
+std::vector<Cut> cuts_of(const std::vector<int64_t>& lengths, int64_t& total) {
+  std::vector<Cut> cuts;
+  int64_t place = 1;
+  for (const int64_t length : lengths) {
+    cuts.push_back({place, 0, length});
+    place += length + 1;
+  }
+  total = 3;  // odd places for what is not aligned by itself
+  std::reverse(cuts.begin(), cuts.end());
+  std::vector<Cut> padded;
+  for (Cut& cut : cuts) {
+    cut.to = total;
+    padded.push_back(cut);
+    total += cut.numel;
+    padded.push_back({-1, total, cut.numel % 5});
+    total += cut.numel % 5 + cut.numel % 2;  // an element that nobody writes
+  }
+  total += 9;
+  return padded;
+}
+
+TEST(CopySegments, hold_what_a_loop_over_elements_writes) {
+  std::vector<int64_t> few = {0, 1, 7, 40000, 16384, 3, 16385, 16383, 70001}, many;
+  for (int64_t i = 0; i < 3000; ++i) many.push_back(i * 7 % 23);
+  const int threads = num_threads();
+  for (const std::vector<int64_t>& lengths : {few, many}) {
+    int64_t total = 0;
+    const std::vector<Cut> cuts = cuts_of(lengths, total);
+    for (const DType from : {kF64, kF32, kF16, kBF16}) {
+      const Tensor source = filled(200000, 3, from, 1e4);
+      for (const DType to : {kF64, kF32, kF16, kBF16}) {
+        const Tensor converted = convert(source, to), expected = raw::full({total}, 5, to);
+        const auto size = size_of(to);
+        auto* const bytes = static_cast<char*>(expected.data());
+        for (const Cut& cut : cuts) {
+          for (int64_t i = 0; i < cut.numel; ++i) {
+            char* const element = bytes + (cut.to + i) * size;
+            if (cut.from < 0) {
+              std::memset(element, 0, static_cast<size_t>(size));
+            } else {
+              std::memcpy(element,
+                          static_cast<const char*>(converted.data()) + (cut.from + i) * size,
+                          static_cast<size_t>(size));
+            }
+          }
+        }
+        for (const int count : {1, 4}) {
+          SCOPED_TRACE(testing::Message() << lengths.size() << " of " << from << " to " << to
+                                          << " on " << count << " threads");
+          set_num_threads(count);
+          const Tensor target = raw::full({total}, 5, to);
+          std::vector<CopySegment> segments;
+          for (const Cut& cut : cuts) {
+            segments.push_back(
+                {cut.from < 0 ? nullptr
+                              : static_cast<const char*>(source.data()) + cut.from * size_of(from),
+                 static_cast<char*>(target.data()) + cut.to * size, cut.numel});
+          }
+          copy_segments(segments, from, to, kCpu);
+          EXPECT_TRUE(same_bits(target, expected));
+        }
+      }
+    }
+  }
+  set_num_threads(threads);
+}
+
+TEST(CopySegments, move_equal_dtypes_of_any_kind_as_bits) {
+  const Tensor x = raw::arange(0, 1, 300, kU8);
+  for (const DType dtype : {kU8, kBool, kF8E4M3, kI32, kI64}) {
+    const int64_t n = 32;
+    const Tensor y = raw::empty({300}, kU8);
+    fill(y, 9);
+    const CopySegment segment{x.data_as<uint8_t>() + 8, y.data_as<uint8_t>() + 16, n};
+    copy_segments({&segment, 1}, dtype, dtype, kCpu);
+    const int64_t bytes = n * size_of(dtype);
+    for (int64_t i = 0; i < 300; ++i) {
+      const bool written = i >= 16 && i < 16 + bytes;
+      ASSERT_EQ(y.data_as<uint8_t>()[i], written ? static_cast<uint8_t>(i - 8) : 9)
+          << dtype << " " << i;
+    }
+  }
+}
+
+TEST(CopySegments, refuse_what_does_not_fit_and_write_nothing) {
+  const Tensor x = raw::full({4}, 1, kF32), y = raw::zeros({4}, kF32);
+  const auto copied = [&](std::vector<CopySegment> segments, DType from, DType to,
+                          const Device& device = kCpu) {
+    copy_segments(segments, from, to, device);
+  };
+  const CopySegment good{x.data(), y.data(), 4};
+  EXPECT_THROW(copied({good}, kF32, kI32), DTypeError);
+  EXPECT_THROW(copied({good}, kF32, kF8E4M3), DTypeError);
+  EXPECT_THROW(copied({good, {x.data(), nullptr, 1}}, kF32, kF32), ValueError);
+  EXPECT_THROW(copied({good, {x.data(), y.data(), -1}}, kF32, kF32), ValueError);
+  copied({}, kF32, kBF16);
+  copied({{nullptr, nullptr, 0}}, kF32, kBF16);
+  copied({good, {nullptr, nullptr, 7}}, kF32, kF32, kMeta);
+  EXPECT_EQ(y.to_vector<double>(), std::vector<double>(4, 0));
+}
+
 // ---- Sums of several tensors --------------------------------------------------------------------
 
 // Whole chunks: one more or one fewer of a tensor's partials would be its neighbour's.

@@ -392,6 +392,40 @@ TEST(CudaMultiTensorCopy, IsOneLaunchOfAnyMix) {
   for (size_t i = 0; i < got.size(); ++i) expect_equal(got[i], expected[i]);
 }
 
+// Many pieces and padding, at places that are aligned to vectors on both sides, on one, on none.
+TEST(CudaCopySegments, HaveTheBitsOfTheCpuInOneLaunch) {
+  for (const DType from : {kF64, kF32, kF16, kBF16, kU8}) {
+    for (const DType to : {kF64, kF32, kF16, kBF16, kU8}) {
+      if ((from == kU8) != (to == kU8)) continue;
+      for (const int64_t gap : {0, 1, 16}) {
+        SCOPED_TRACE(testing::Message() << from << " to " << to << ", gaps of " << gap);
+        const Tensor flat = numbers({60000}, from);
+        const auto copied = [&](const Device& device) {
+          const Tensor source = flat.to(device), target = raw::full({60000}, 3, to, device);
+          std::vector<kernels::CopySegment> segments;
+          int64_t place = gap;
+          const auto add = [&](int64_t length) {
+            char* const there = static_cast<char*>(target.data()) + place * size_of(to);
+            const int64_t first = 48000 - place - length;  // from the end to the beginning
+            segments.push_back(
+                {static_cast<const char*>(source.data()) + first * size_of(from), there, length});
+            segments.push_back({nullptr, there + length * size_of(to), length % 19});
+            place += length + length % 19 + gap;
+          };
+          for (const int64_t length : {0, 1, 16400, 32, 5, 16384}) add(length);
+          for (int64_t i = 0; i < 150; ++i) add(i % 35);
+          kernels::copy_segments(segments, from, to, device);
+          return target;
+        };
+        const int64_t before = gpu::emulation::launches_of("copy_segments");
+        const Tensor got = copied(kGpu);
+        EXPECT_EQ(gpu::emulation::launches_of("copy_segments"), before + 1);
+        expect_equal(got, copied(kCpu));
+      }
+    }
+  }
+}
+
 TEST(CudaDropout, KeepsTheElementsThatTheCpuKeeps) {
   const RandomStream stream{11, 4};
   for (const DType dtype : {kF64, kF32, kF16, kBF16}) {

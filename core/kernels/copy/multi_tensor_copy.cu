@@ -10,6 +10,14 @@ using namespace multi_tensor;
 
 constexpr int kBlock = 256;
 
+struct CopyRow {
+  const void* from;  // or nullptr
+  void* to;
+  int64_t numel, first_chunk;
+  DType source, target;
+  bool vectors;  // both sides are aligned to them
+};
+
 // Elements [begin, end) from S to T, rounded by way of C.
 template <class S, class T, class C>
 TS_DEVICE void copy_chunk(const Span& source, const Span& target, const Place& place) {
@@ -46,6 +54,22 @@ TS_DEVICE void move_chunk(const Span& source, const Span& target, const Place& p
   }
   for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) to[i] = from[i];
 }
+template <class Word>
+TS_DEVICE void zero_chunk(const Span& target, const Place& place) {
+  Word* const to = elements_of<Word>(target, 0);
+  if (target.vectors) {
+    constexpr int kGroup = kGroupOf<Word>;
+    for_groups<kGroup>(place, [&](int64_t i, int count) {
+      if (count == kGroup) {
+        gpu::store_vector(to + i, gpu::Vector<Word, kGroup>{});
+      } else {
+        for (int j = 0; j < count; ++j) to[i + j] = 0;
+      }
+    });
+    return;
+  }
+  for (int64_t i = place.begin + threadIdx.x; i < place.end; i += blockDim.x) to[i] = 0;
+}
 
 template <class F>
 TS_DEVICE void with_floating(DType dtype, const F& f) {
@@ -56,11 +80,25 @@ TS_DEVICE void with_floating(DType dtype, const F& f) {
   }
 }
 
-__global__ void __launch_bounds__(kBlock) copy_kernel(const Row* rows, int count) {
+__global__ void __launch_bounds__(kBlock) copy_kernel(const CopyRow* rows, int count) {
   const Place place = find_chunk(rows, count);
-  const Span source = rows[place.row].spans[0], target = rows[place.row].spans[1];
-  if (source.dtype == target.dtype) {
-    switch (size_of(source.dtype)) {
+  const CopyRow row = rows[place.row];
+  const Span source = {const_cast<void*>(row.from), row.source, row.vectors};
+  const Span target = {row.to, row.target, row.vectors};
+  if (row.from == nullptr) {
+    switch (size_of(row.target)) {
+      case 8:
+        return zero_chunk<uint64_t>(target, place);
+      case 4:
+        return zero_chunk<uint32_t>(target, place);
+      case 2:
+        return zero_chunk<uint16_t>(target, place);
+      default:
+        return zero_chunk<uint8_t>(target, place);
+    }
+  }
+  if (row.source == row.target) {
+    switch (size_of(row.source)) {
       case 8:
         return move_chunk<uint64_t>(source, target, place);
       case 4:
@@ -71,27 +109,57 @@ __global__ void __launch_bounds__(kBlock) copy_kernel(const Row* rows, int count
         return move_chunk<uint8_t>(source, target, place);
     }
   }
-  with_floating(source.dtype, [&]<class S>() {
-    with_floating(target.dtype, [&]<class T>() {
+  with_floating(row.source, [&]<class S>() {
+    with_floating(row.target, [&]<class T>() {
       if constexpr (!std::is_same_v<S, T>) copy_chunk<S, T, Compute<S>>(source, target, place);
     });
   });
 }
 
-void multi_tensor_copy_cuda(std::span<const Tensor> targets, std::span<const Tensor> sources) {
-  Table table;
-  for (size_t i = 0; i < targets.size(); ++i) {
-    table.add({span_of(sources[i]), span_of(targets[i])}, targets[i].numel());
+// One block a chunk of each piece, whatever their sizes.
+class CopyTable {
+ public:
+  void add(const void* from, void* to, DType source, DType target, int64_t numel) {
+    if (numel == 0) return;
+    rows_.push_back({from, to, numel, chunks_, source, target, is_aligned(from) && is_aligned(to)});
+    chunks_ += (numel + kMultiTensorChunk - 1) / kMultiTensorChunk;
   }
-  if (table.rows.empty()) return;
-  const Row* const rows = table.upload(targets[0].device());
-  gpu::launch(
-      {.name = "multi_tensor_copy", .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
-      copy_kernel, rows, static_cast<int>(table.rows.size()));
+  void copy(const char* name, const Device& device) const {
+    if (rows_.empty()) return;
+    const Tensor bytes = upload_rows(rows_, device);
+    gpu::launch({.name = name, .grid = static_cast<unsigned>(chunks_), .block = kBlock},
+                copy_kernel, static_cast<const CopyRow*>(bytes.data()),
+                static_cast<int>(rows_.size()));
+  }
+
+ private:
+  std::vector<CopyRow> rows_;
+  int64_t chunks_ = 0;
+};
+
+void multi_tensor_copy_cuda(std::span<const Tensor> targets, std::span<const Tensor> sources) {
+  CopyTable table;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    table.add(sources[i].data(), targets[i].data(), sources[i].dtype(), targets[i].dtype(),
+              targets[i].numel());
+  }
+  if (!targets.empty()) table.copy("multi_tensor_copy", targets[0].device());
+}
+
+void copy_segments_cuda(std::span<const CopySegment> segments, DType source, DType target,
+                        const Device& device) {
+  CopyTable table;
+  for (const CopySegment& segment : segments) {
+    table.add(segment.from, segment.to, source, target, segment.numel);
+  }
+  table.copy("copy_segments", device);
 }
 
 }  // namespace
 
-void register_multi_tensor_copy() { cuda_kernel<multi_tensor_copy> = multi_tensor_copy_cuda; }
+void register_multi_tensor_copy() {
+  cuda_kernel<multi_tensor_copy> = multi_tensor_copy_cuda;
+  cuda_kernel<copy_segments> = copy_segments_cuda;
+}
 
 }  // namespace tessera::kernels

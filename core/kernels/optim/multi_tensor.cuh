@@ -28,7 +28,15 @@ struct Row {  // one tensor, or one parameter with what belongs to it
   int64_t first_chunk;
 };
 
-// The rows on the device. Queued before the launch that reads them, from memory that CUDA stages.
+// Rows on the device. Queued before the launch that reads them, from memory that CUDA stages.
+template <class R>
+Tensor upload_rows(const std::vector<R>& rows, const Device& device) {
+  const auto size = static_cast<int64_t>(rows.size() * sizeof(R));
+  const Tensor bytes = raw::empty({size}, kU8, device);
+  gpu::upload_constants(bytes.data(), device.index, rows.data(), static_cast<size_t>(size));
+  return bytes;
+}
+
 struct Table {
   Tensor bytes;
   std::vector<Row> rows;
@@ -43,9 +51,7 @@ struct Table {
     if (numel > 0) rows.push_back(row);
   }
   const Row* upload(const Device& device) {
-    const auto size = static_cast<int64_t>(rows.size() * sizeof(Row));
-    bytes = raw::empty({size}, kU8, device);
-    gpu::upload_constants(bytes.data(), device.index, rows.data(), static_cast<size_t>(size));
+    bytes = upload_rows(rows, device);
     return static_cast<const Row*>(bytes.data());
   }
 };
@@ -86,7 +92,9 @@ struct Place {
   int row;
   int64_t begin, end;
 };
-TS_DEVICE Place find_chunk(const Row* rows, int count) {
+// R: numel, and first_chunk in ascending order.
+template <class R>
+TS_DEVICE Place find_chunk(const R* rows, int count) {
   const int64_t chunk = blockIdx.x;
   int low = 0, high = count - 1;  // the last row that begins at or before the chunk
   while (low < high) {
