@@ -10,14 +10,15 @@
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
+
+const Op detail::kAutocastWeight{.name = "autocast_weight"};
+
 namespace {
 
 bool takes_part(const Tensor& tensor) {
   return tensor.defined() &&
          (tensor.dtype() == kF32 || tensor.dtype() == kF16 || tensor.dtype() == kBF16);
 }
-
-const Op kAutocastWeight{.name = "autocast_weight"};
 
 // `parameter`: known to be one, though it may be frozen.
 Tensor cast(const Tensor& x, DType dtype, bool parameter = false) {
@@ -28,7 +29,7 @@ Tensor cast(const Tensor& x, DType dtype, bool parameter = false) {
   const Tensor low = weight_cache::get(x, {.dtype = dtype});
   // The engine converts the gradient to the leaf's dtype.
   return differentiable(
-      kAutocastWeight, {x}, [&](Inputs) { return raw::alias(low); },
+      detail::kAutocastWeight, {x}, [&](Inputs) { return raw::alias(low); },
       [](Grads dy, const Saved&) { return dy[0]; });
 }
 

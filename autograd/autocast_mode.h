@@ -40,6 +40,8 @@ class AutocastGuard {
 };
 
 namespace detail {
+// Its input is a weight, of which it reads the cast that is kept.
+extern const Op kAutocastWeight;
 // The inputs as the policy of `op` wants them. Only f32, f16 and bf16 take part; f64, integers and
 // bool stay.
 TensorList autocast_inputs(const Op& op, std::span<const Tensor> inputs);

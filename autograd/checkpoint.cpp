@@ -1,7 +1,10 @@
 #include <tessera/autograd/checkpoint.h>
 
+#include <list>
 #include <map>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
@@ -10,6 +13,10 @@
 
 namespace tessera {
 namespace {
+
+struct OpenRecomputationGuards {
+  std::vector<CheckpointScope::Around> list;
+};
 
 struct StopRecomputation {};  // everything that backward may ask for is there
 
@@ -20,9 +27,11 @@ struct StopRecomputation {};  // everything that backward may ask for is there
 // saved, unless the graph is kept for another backward.
 class Recomputation {
  public:
-  Recomputation(std::function<TensorList(const TensorList&)> function, TensorList inputs)
-      : function_(std::move(function)),
+  Recomputation(CheckpointScope::Again again, TensorList inputs, CheckpointScope::Around around)
+      : again_(std::move(again)),
         inputs_(std::move(inputs)),
+        around_(std::move(around)),
+        guards_(Context::current().slot<OpenRecomputationGuards>().list),
         random_(random_state()),
         autocast_(Context::current().slot<AutocastMode>()) {}
 
@@ -46,8 +55,11 @@ class Recomputation {
  private:
   void run_again() {
     EnableGradGuard grad;
+    const std::shared_ptr<void> around = around_ ? around_() : nullptr;
     ScopedValue<RandomState> random(random_state(), random_);
     ScopedValue<AutocastMode> autocast(Context::current().slot<AutocastMode>(), autocast_);
+    std::list<std::shared_ptr<void>> guards;  // the last one ends first
+    for (const CheckpointScope::Around& guard : guards_) guards.push_front(guard());
     TensorList inputs;
     for (const Tensor& input : inputs_) {
       inputs.push_back(input.defined() ? detach(input) : Tensor());
@@ -65,13 +77,15 @@ class Recomputation {
           TS_THROW(AutogradError, "checkpoint", "backward inside the function is not possible");
         });
     try {
-      function_(inputs);
+      again_(inputs);
     } catch (const StopRecomputation&) {
     }
   }
 
-  std::function<TensorList(const TensorList&)> function_;
+  CheckpointScope::Again again_;
   TensorList inputs_;
+  CheckpointScope::Around around_;
+  std::vector<CheckpointScope::Around> guards_;
   RandomState random_;
   AutocastMode autocast_;
   int count_ = 0;
@@ -80,16 +94,28 @@ class Recomputation {
 
 }  // namespace
 
-TensorList checkpoint(const std::function<TensorList(const TensorList&)>& function,
-                      const TensorList& inputs) {
-  if (!grad_enabled()) return function(inputs);
-  auto recomputation = std::make_shared<Recomputation>(function, inputs);
+CheckpointScope::CheckpointScope(Again again, TensorList inputs, Around around) {
+  if (!grad_enabled()) return;
+  auto recomputation =
+      std::make_shared<Recomputation>(std::move(again), std::move(inputs), std::move(around));
   // The hooks hold the recomputation strongly, it holds no node: no cycle.
-  SavedTensorHooks hooks(
+  hooks_ = std::make_unique<SavedTensorHooks>(
       [recomputation](const Tensor&) { return std::any(recomputation->next_number()); },
       [recomputation](const std::any& number) {
         return recomputation->find(std::any_cast<int>(number));
       });
+}
+
+RecomputationGuard::RecomputationGuard(CheckpointScope::Around around) {
+  Context::current().slot<OpenRecomputationGuards>().list.push_back(std::move(around));
+}
+RecomputationGuard::~RecomputationGuard() {
+  Context::current().slot<OpenRecomputationGuards>().list.pop_back();
+}
+
+TensorList checkpoint(const std::function<TensorList(const TensorList&)>& function,
+                      const TensorList& inputs) {
+  const CheckpointScope scope([function](const TensorList& again) { function(again); }, inputs);
   return function(inputs);
 }
 

@@ -16,12 +16,24 @@ namespace tessera {
 namespace {
 
 // One device for all inputs; a zero-dimensional CPU tensor may stand beside others as a number.
-void check_placement(const Op& op, std::span<const Tensor> inputs) {
+// `casts`: of weights their casts may be read. True where that is left to be seen.
+bool check_placement(const Op& op, std::span<const Tensor> inputs, bool casts) {
   const Tensor* first = nullptr;
+  bool left = false;
   for (const Tensor& input : inputs) {
     if (!input.defined()) continue;
-    TS_CHECK_AS(UnsupportedError, placement_slot(input) == nullptr, op, "has no rule for ", input,
-                "; take full_tensor() for the whole, or to_local() for this rank's part");
+    const PlacementSlot* slot = placement_slot(input);
+    if (slot != nullptr && slot->has_casts()) [[unlikely]] {
+      if (casts) {
+        left = true;
+        continue;
+      }
+      slot->bring();
+      slot = placement_slot(input);
+    }
+    TS_CHECK_AS(UnsupportedError, slot == nullptr, op, "has no rule for ", input, "; ",
+                slot->remedy());
+    check_bytes(input, op.name);
     if (input.dim() == 0 && input.device().is_cpu()) continue;
     if (first == nullptr) {
       first = &input;
@@ -31,6 +43,7 @@ void check_placement(const Op& op, std::span<const Tensor> inputs) {
                       "; move one with to(device)");
     }
   }
+  return left;
 }
 
 std::shared_ptr<OpNode> make_node(const Op& op, std::span<const Tensor> inputs,
@@ -96,13 +109,16 @@ bool DifferentiableCall::will_record(std::span<const Tensor> inputs) {
 TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, Forward forward,
                                    void* function, BackwardFunction backward) {
   const ProfilerRange range(op.name);
-  check_placement(op, given);
   TensorList cast;
   std::span<const Tensor> inputs = given;
   const AutocastMode& autocast = Context::current().slot<AutocastMode>();
-  if (autocast.enabled && (op.autocast != Autocast::kInputDtype || autocast.boundary)) {
+  const bool casts =
+      autocast.enabled && (op.autocast != Autocast::kInputDtype || autocast.boundary);
+  const bool left = check_placement(op, given, casts || &op == &detail::kAutocastWeight);
+  if (casts) {
     cast = detail::autocast_inputs(op, given);
     inputs = cast;
+    if (left) check_placement(op, inputs, false);
   }
   TensorList results;
   Extras extras(static_cast<bool>(backward));
@@ -141,7 +157,7 @@ TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, 
 Tensor DifferentiableCall::run_inplace(const Op& op, std::span<const Tensor> inputs,
                                        Forward forward, void* function, BackwardFunction backward) {
   const ProfilerRange range(op.name);
-  check_placement(op, inputs);
+  check_placement(op, inputs, false);
   const Tensor& self = inputs[0];
   const AutogradSlot* slot = autograd_slot(self);
   if (grad_enabled()) {

@@ -455,9 +455,10 @@ Tensor packed_attention(const Tensor& packed, const AttentionOptions& options = 
 Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias,
                    Gelu approximate = Gelu::kTanh);
 // linear(linear_gelu(x, weight, bias, approximate), out_weight, out_bias), a transformer's MLP.
-// Keeps what GELU was applied to and its result. As one op, so that a GPU's library can make GELU's
-// gradient and that of `bias` within the product that goes back through out_weight
-// (core/gemm_options.h). weight: [inner, in]; out_weight: [out, inner]; biases may be undefined.
+// Keeps what GELU was applied to and, on a GPU, its result, which a CPU makes again in backward. As
+// one op, so that a GPU's library can make GELU's gradient and that of `bias` within the product
+// that goes back through out_weight (core/gemm_options.h). weight: [inner, in]; out_weight: [out,
+// inner]; biases may be undefined.
 Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
                           const Tensor& out_weight, const Tensor& out_bias,
                           Gelu approximate = Gelu::kTanh);

@@ -1,5 +1,6 @@
 #include <tessera/autograd/saved_tensor.h>
 
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -35,6 +36,10 @@ Tensor SavedTensor::unpack(const Edge& history, const Op& op, const char* what, 
                 writer != nullptr ? in_place_name(writer) : "", " (version ", kept_.version(),
                 ", expected ", version_,
                 "); use the op that returns a new tensor, or clone() before writing");
+    const PlacementSlot* slot = placement_slot(kept_);
+    TS_CHECK_AS(AutogradError, slot == nullptr, op.name, "backward needs ", kept_, "; ",
+                slot->remedy());
+    check_bytes(kept_, op.name);
     tensor = kept_;
   }
   if (!grad_enabled() || !history.node || tensor.requires_grad()) return tensor;

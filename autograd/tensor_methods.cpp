@@ -1,7 +1,14 @@
 // The methods that core/tensor.h declares: thin forwards to ops.h and autograd.h.
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/zero_grad_hook.h>
+#include <tessera/core/context.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/core/tensor.h>
 
@@ -43,7 +50,41 @@ void Tensor::set_grad(const Tensor& grad) const {
   }
 }
 
+namespace {
+
+using HooksOfLeaves = std::unordered_map<const TensorImpl*, std::map<int, std::function<void()>>>;
+struct ZeroGradHooks {
+  std::shared_ptr<HooksOfLeaves> leaves = std::make_shared<HooksOfLeaves>();
+  int next = 0;
+};
+
+void call_zero_grad_hooks(const TensorImpl* leaf) {
+  const HooksOfLeaves& leaves = *Context::current().slot<ZeroGradHooks>().leaves;
+  if (leaves.empty()) return;
+  if (const auto hooks = leaves.find(leaf); hooks != leaves.end()) {
+    for (const auto& [id, hook] : hooks->second) hook();
+  }
+}
+
+}  // namespace
+
+HookHandle register_zero_grad_hook(const Tensor& leaf, std::function<void()> hook) {
+  auto& known = Context::current().slot<ZeroGradHooks>();
+  const int id = known.next++;
+  const TensorImpl* const key = leaf.impl();
+  (*known.leaves)[key][id] = std::move(hook);
+  return HookHandle([weak = std::weak_ptr(known.leaves), key, id] {
+    const auto leaves = weak.lock();
+    if (!leaves) return;
+    const auto hooks = leaves->find(key);
+    if (hooks == leaves->end()) return;
+    hooks->second.erase(id);
+    if (hooks->second.empty()) leaves->erase(hooks);
+  });
+}
+
 void Tensor::zero_grad(bool set_to_none) const {
+  call_zero_grad_hooks(impl());
   AutogradSlot* slot = autograd_slot(*this);
   if (slot == nullptr || !slot->grad.defined()) return;
   if (set_to_none) {

@@ -8,8 +8,10 @@
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/graph.h>
+#include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/cast_transpose.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -158,6 +160,10 @@ Tensor get(const Tensor& leaf, const WeightKey& key) {
   TS_CHECK(key.dtype != leaf.dtype() || key.layout != WeightLayout::kAsIs || key.scale.defined(),
            "weight_cache", "keeps other forms than the leaf's own, which is ", leaf,
            "; read the leaf");
+  if (const PlacementSlot* slot = placement_slot(leaf);
+      slot != nullptr && slot->has_casts() && !find(leaf, key).defined()) {
+    slot->bring();
+  }
   const std::lock_guard lock(mutex_of(leaf));
   WeightCache& cache = ensure_cache(leaf);
   Entry* entry = cache.find(key);
@@ -230,6 +236,37 @@ void release(const Tensor& leaf) {
   if (cache == nullptr) return;
   std::erase_if(cache->entries, [](const Entry& entry) { return !entry.is_shared(); });
   for (Entry& entry : cache->entries) tessera::release(entry);
+}
+
+void restore(const Tensor& leaf) {
+  const std::lock_guard lock(mutex_of(leaf));
+  WeightCache* cache = cache_of(leaf);
+  if (cache == nullptr) return;
+  for (Entry& entry : cache->entries) {
+    if (entry.released && entry.is_shared()) make(*cache, entry, leaf);
+  }
+}
+
+Tensor provide(const Tensor& leaf, const WeightKey& key) {
+  TS_CHECK(key.is_plain_cast(), "weight_cache", "takes casts to f16 and bf16 from elsewhere; got ",
+           name_of(key.dtype), "; get() makes other forms");
+  const std::lock_guard lock(mutex_of(leaf));
+  WeightCache& cache = ensure_cache(leaf);
+  Entry* entry = cache.find(key);
+  if (entry == nullptr) entry = &cache.entries.emplace_back(Entry{.key = key});
+  const bool current = entry->stamp.holds_for(leaf, key.scale);
+  if (entry->tensor.defined() && !entry->released && !current) tessera::release(*entry);
+  if (entry->released && entry->is_shared() && entry->tensor.shape() == leaf.shape() &&
+      entry->tensor.is_contiguous()) {
+    entry->tensor.storage()->resize(leaf.numel() * size_of(key.dtype));
+    if (current) entry->tensor.impl()->version->value = entry->version_before_release;
+  } else if (entry->released || !entry->tensor.defined()) {
+    entry->tensor = raw::empty(leaf.shape(), key.dtype, leaf.device());
+  }
+  entry->released = false;
+  entry->was_got = true;
+  entry->stamp = Stamp::of(leaf, key.scale);
+  return entry->tensor;
 }
 
 int64_t bytes(const Tensor& leaf) {

@@ -82,6 +82,14 @@ void mark_written(const Tensor& leaf, const Copy& copy);
 // only. False where there is none.
 bool release(const Tensor& leaf, const WeightKey& key);
 void release(const Tensor& leaf);  // all copies
+// Makes the released copies again that graphs wait for.
+void restore(const Tensor& leaf);
+
+// The copy without its values, for who has them in its dtype from elsewhere and writes them next: a
+// weight that was cast before it travelled, and of which there may be no bytes here. It is current
+// as if get() had made it, and a released one that a graph waits for is the same tensor. Plain
+// casts alone; memory of the category in scope.
+Tensor provide(const Tensor& leaf, const WeightKey& key);
 
 // Bytes that the copies of a leaf hold.
 int64_t bytes(const Tensor& leaf);

@@ -5,6 +5,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/initial_values.h>
 
 namespace tessera::precision {
 namespace {
@@ -29,10 +30,14 @@ NamedTensors store_as(nn::ModuleBase& module, DType dtype) {
   NamedTensors originals;
   for (const auto& [name, tensor] : module.named_parameters()) {
     if (!takes_part(tensor) || tensor.dtype() == dtype) continue;
+    // A base that was stored in 16 bits and learns nothing: f32 would be more bytes and no more.
+    if (!tensor.requires_grad() && dtype == kF32) continue;
     const MemoryCategoryGuard category(MemoryCategory::kParameter);
     const Tensor original = tensor.detach();  // keeps the storage that set_data takes away
     if (const Tensor grad = tensor.grad(); grad.defined()) grad.set_data(to(grad, dtype));
-    tensor.set_data(to(original, dtype));
+    const Tensor stored = to(original, dtype);
+    pass_initial_values(original, stored);
+    tensor.set_data(stored);
     if (original.dtype() == kF32 && is_low_precision(dtype)) originals.push_back({name, original});
   }
   return originals;
@@ -51,8 +56,14 @@ AppliedPolicy& AppliedPolicy::operator=(AppliedPolicy&& other) noexcept {
   remove();
   policy_ = other.policy_;
   originals_ = std::move(other.originals_);
+  parameters_ = std::move(other.parameters_);
   handles_ = std::move(other.handles_);
   return *this;
+}
+
+void AppliedPolicy::add_parameters(const TensorList& tensors) {
+  if (!parameters_) return;
+  for (const Tensor& tensor : tensors) parameters_->insert(tensor.impl());
 }
 
 void AppliedPolicy::remove() {
@@ -85,11 +96,11 @@ AppliedPolicy apply(nn::ModuleBase& module, const Policy& policy) {
 
   const bool boundary = policy.casting == Casting::kBoundary;
   const bool low = policy.compute == kBF16 || policy.compute == kF16;
-  std::shared_ptr<TensorSet> parameters;
   if (boundary) {
-    parameters = std::make_shared<TensorSet>();
-    for (const Tensor& tensor : module.parameters()) parameters->insert(tensor.impl());
+    applied.parameters_ = std::make_shared<TensorSet>();
+    applied.add_parameters(module.parameters());
   }
+  const std::shared_ptr<const TensorSet> parameters = applied.parameters_;
   applied.handles_.push_back(module.register_call_scope(
       [shared, boundary, low, parameters](nn::ModuleBase&) -> std::shared_ptr<void> {
         if (!boundary) return low ? autocast_scope(shared->compute) : nullptr;

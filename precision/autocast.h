@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/autograd/autocast_mode.h>
 #include <tessera/core/state_dict.h>
 #include <tessera/nn/module.h>
 #include <tessera/precision/policy.h>
@@ -41,18 +42,22 @@ class [[nodiscard]] AppliedPolicy {
   // The f32 values of parameters that were narrowed, once, by name: what the optimizer's masters
   // begin with (Optimizer::begin_masters), so that nothing is lost by the rounding.
   NamedTensors take_originals() { return std::exchange(originals_, {}); }
+  // kBoundary: tensors that stand in the places of parameters during calls (sharded training's
+  // whole parameters) are cast as these are.
+  void add_parameters(const TensorList& tensors);
 
  private:
   friend AppliedPolicy apply(nn::ModuleBase& module, const Policy& policy);
   Policy policy_;
   NamedTensors originals_;
+  std::shared_ptr<TensorSet> parameters_;  // kBoundary
   std::vector<HookHandle> handles_;
 };
 
-// Converts parameters to policy.parameter (buffers stay: running statistics are f32) and installs
-// what the policy needs. Before replicate(), whose buffers take the parameters' dtypes, and before
-// the optimizer's first step. Throws what check() throws, ConfigError where the module has a
-// policy.
+// Converts parameters to policy.parameter (buffers stay: running statistics are f32; so do frozen
+// parameters of 16 bits where that is f32: the base of adapters) and installs what the policy
+// needs. Before replicate(), whose buffers take the parameters' dtypes, and before the optimizer's
+// first step. Throws what check() throws, ConfigError where the module has a policy.
 AppliedPolicy apply(nn::ModuleBase& module, const Policy& policy);
 
 // The policy that apply() has put on this module, if any.

@@ -206,6 +206,7 @@ TEST(StaleVersions, WhatCollectivesReceive) {
     expect_said("all_gather of a list", parts[1 - rank],
                 [&] { ranks.all_gather(parts, x).wait(); });
     expect_said("reduce_scatter", y, [&] { ranks.reduce_scatter(y, both).wait(); });
+    expect_said("reduce_scatter_onto", y, [&] { ranks.reduce_scatter_onto(y, both).wait(); });
     const std::vector<Tensor> given = {x, x};
     expect_said("all_to_all", parts[0], [&] { ranks.all_to_all(parts, given).wait(); });
     expect_said("scatter", y,

@@ -60,6 +60,35 @@ TEST(WeightCache, OneLeafHoldsSeveralCopies) {
   EXPECT_FALSE(low.requires_grad());
 }
 
+// Whoever has the values writes them.
+TEST(WeightCache, ACopyCanBeProvided) {
+  const Tensor weight = weight_of({5, 3});
+  const NoGradGuard no_grad;
+  const Tensor given = weight_cache::provide(weight, kLow);
+  EXPECT_EQ(given.shape(), weight.shape());
+  fill_(given, 2.0);
+  EXPECT_TRUE(weight_cache::get(weight, kLow).is(given));
+  EXPECT_TRUE(weight_cache::provide(weight, kLow).is(given)) << "it is current";
+
+  // Released and provided again for unchanged values: a graph that saved it goes on.
+  const uint32_t version = given.version();
+  weight_cache::release(weight);
+  EXPECT_EQ(weight_cache::bytes(weight), 0);
+  EXPECT_NE(given.version(), version);
+  EXPECT_TRUE(weight_cache::provide(weight, kLow).is(given));
+  EXPECT_EQ(given.version(), version);
+  EXPECT_EQ(weight_cache::bytes(weight), 15 * 2);
+
+  // Other values: the same memory, which old graphs refuse.
+  weight.bump_version("a test");
+  EXPECT_TRUE(weight_cache::provide(weight, kLow).is(given));
+  EXPECT_NE(given.version(), version);
+  fill_(given, 3.0);
+  EXPECT_EQ(weight_cache::get(weight, kLow).to_vector(), Values(15, 3));
+
+  EXPECT_THROW(weight_cache::provide(weight, {.dtype = kF8E4M3}), ValueError);
+}
+
 TEST(WeightCache, AWeightOfAConvolutionHasAScaledCopyInItsShape) {
   const Tensor weight = weight_of({4, 3, 2, 2});
   const Tensor scale = tensor({2.0}, kF32).view({});

@@ -1,6 +1,7 @@
 // Ops that move elements: conversions, copies, fills.
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/initial_values.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/raw_views.h>
 
@@ -83,6 +84,7 @@ const Tensor& fill_(const Tensor& x, const Scalar& value) {
         return in[0];
       },
       [](Grads, const Saved&) { return Tensor(); });
+  remember_fill(x, [value](const Tensor& piece, int64_t) { kernels::fill(piece, value); });
   return x;
 }
 

@@ -3,6 +3,8 @@
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/initial_values.h>
+#include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
@@ -24,14 +26,12 @@ void check_random_dtype(DType dtype, std::string_view where) {
 Tensor empty(const Shape& shape, const TensorOptions& options) {
   return raw::empty(shape, options.dtype, options.device);
 }
-Tensor zeros(const Shape& shape, const TensorOptions& options) {
-  return raw::zeros(shape, options.dtype, options.device);
-}
-Tensor ones(const Shape& shape, const TensorOptions& options) {
-  return raw::full(shape, 1, options.dtype, options.device);
-}
+Tensor zeros(const Shape& shape, const TensorOptions& options) { return full(shape, 0, options); }
+Tensor ones(const Shape& shape, const TensorOptions& options) { return full(shape, 1, options); }
 Tensor full(const Shape& shape, const Scalar& value, const TensorOptions& options) {
-  return raw::full(shape, value, options.dtype, options.device);
+  const Tensor result = raw::full(shape, value, options.dtype, options.device);
+  remember_fill(result, [value](const Tensor& piece, int64_t) { kernels::fill(piece, value); });
+  return result;
 }
 Tensor empty_like(const Tensor& x) {
   check_whole(x, "empty_like");
@@ -91,14 +91,22 @@ Tensor eye(int64_t rows, std::optional<int64_t> columns, const TensorOptions& op
 Tensor rand(const Shape& shape, const TensorOptions& options, std::optional<RandomStream> stream) {
   check_random_dtype(options.dtype, "rand");
   Tensor result = raw::empty(shape, options.dtype, options.device);
-  kernels::random_uniform(result, 0, 1, stream_or_next(stream));
+  const RandomStream numbers = stream_or_next(stream);
+  kernels::random_uniform(result, 0, 1, numbers);
+  remember_fill(result, [=](const Tensor& piece, int64_t first) {
+    kernels::random_uniform(piece, 0, 1, numbers, first);
+  });
   return result;
 }
 
 Tensor randn(const Shape& shape, const TensorOptions& options, std::optional<RandomStream> stream) {
   check_random_dtype(options.dtype, "randn");
   Tensor result = raw::empty(shape, options.dtype, options.device);
-  kernels::random_normal(result, 0, 1, stream_or_next(stream));
+  const RandomStream numbers = stream_or_next(stream);
+  kernels::random_normal(result, 0, 1, numbers);
+  remember_fill(result, [=](const Tensor& piece, int64_t first) {
+    kernels::random_normal(piece, 0, 1, numbers, first);
+  });
   return result;
 }
 
@@ -130,6 +138,9 @@ const Tensor& uniform_(const Tensor& x, double low, double high,
         return in[0];
       },
       [](Grads, const Saved&) { return Tensor(); });
+  remember_fill(x, [=](const Tensor& piece, int64_t first) {
+    kernels::random_uniform(piece, low, high, numbers, first);
+  });
   return x;
 }
 
@@ -147,6 +158,9 @@ const Tensor& normal_(const Tensor& x, double mean, double std,
         return in[0];
       },
       [](Grads, const Saved&) { return Tensor(); });
+  remember_fill(x, [=](const Tensor& piece, int64_t first) {
+    kernels::random_normal(piece, mean, std, numbers, first);
+  });
   return x;
 }
 
@@ -162,6 +176,9 @@ const Tensor& bernoulli_(const Tensor& x, double p, std::optional<RandomStream> 
         return in[0];
       },
       [](Grads, const Saved&) { return Tensor(); });
+  remember_fill(x, [=](const Tensor& piece, int64_t first) {
+    kernels::random_bernoulli(piece, p, numbers, first);
+  });
   return x;
 }
 
