@@ -3,12 +3,17 @@
 #include <Eigen/QR>
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <numbers>
 #include <numeric>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/placement_slot.h>
+#include <tessera/core/raw_views.h>
 
 namespace tessera::nn::init {
 namespace {
@@ -17,11 +22,15 @@ void check_floating(const Tensor& x, std::string_view where) {
   TS_CHECK_DTYPE(is_floating(x.dtype()), where, "needs a floating tensor; got ", x);
 }
 
-// Writes row-major values computed on the host in f64, for rules that are not elementwise draws.
-const Tensor& assign(const Tensor& x, const std::vector<double>& values) {
-  const NoGradGuard no_grad;
-  if (!x.is_meta()) copy_(x, tensor(values, x.shape(), kF64).to(x.device()));
-  return x;
+// A rule that has to know all values, row by row, to give one: `values` tells them, once for all
+// pieces.
+const Tensor& by_values(const Tensor& x, std::function<std::vector<double>()> values) {
+  return by_range(x, [values = std::move(values), known = std::make_shared<std::vector<double>>()](
+                         const Tensor& piece, int64_t first) {
+    if (known->empty()) *known = values();
+    const std::span<const double> range(known->data() + first, static_cast<size_t>(piece.numel()));
+    copy_(piece, tensor(range, piece.shape(), kF64).to(piece.device()));
+  });
 }
 
 // Random numbers of a stream by index, as fills draw them: 53 bits in (0, 1).
@@ -57,6 +66,33 @@ double normal_quantile(double p, double low, double high) {
 }
 
 }  // namespace
+
+const Tensor& by_range(const Tensor& x, FillRange fill) {
+  check_whole(x, "init");
+  const NoGradGuard no_grad;
+  if (!x.is_meta() && x.numel() > 0) {
+    const Tensor own = raw::alias(x);
+    const Tensor dense = own.is_contiguous() ? own : raw::empty(x.shape(), x.dtype(), x.device());
+    fill(raw::view(dense, {x.numel()}), 0);
+    if (!dense.is(own)) copy_(own, dense);
+  }
+  x.bump_version("init");
+  remember_fill(x, std::move(fill));
+  return x;
+}
+
+const Tensor& by_index(const Tensor& x, std::function<double(int64_t)> value) {
+  return by_range(x, [value = std::move(value)](const Tensor& piece, int64_t first) {
+    constexpr int64_t kMost = 1 << 16;  // values beside the piece
+    std::vector<double> values;
+    for (int64_t done = 0; done < piece.numel(); done += kMost) {
+      const int64_t count = std::min(kMost, piece.numel() - done);
+      values.resize(static_cast<size_t>(count));
+      for (int64_t i = 0; i < count; ++i) values[static_cast<size_t>(i)] = value(first + done + i);
+      copy_(piece.narrow(0, done, count), tensor(values, {count}, kF64).to(piece.device()));
+    }
+  });
+}
 
 double calculate_gain(Nonlinearity nonlinearity, double slope) {
   switch (nonlinearity) {
@@ -111,22 +147,17 @@ const Tensor& trunc_normal(const Tensor& x, double mean, double std, double low,
   TS_CHECK(p_high > p_low, "init::trunc_normal", "[", low, ", ", high,
            "] holds none of the distribution with mean ", mean, " and std ", std);
   const Uniforms draw(stream);
-  std::vector<double> values(static_cast<size_t>(x.is_meta() ? 0 : x.numel()));
-  for (size_t i = 0; i < values.size(); ++i) {
-    const double p = p_low + draw(i) * (p_high - p_low);
+  return by_index(x, [=](int64_t i) {
+    const double p = p_low + draw(static_cast<uint64_t>(i)) * (p_high - p_low);
     const double value = mean + std * normal_quantile(p, std::max(from, -40.0), std::min(to, 40.0));
-    values[i] = std::clamp(value, low, high);
-  }
-  return assign(x, values);
+    return std::clamp(value, low, high);
+  });
 }
 
 const Tensor& eye(const Tensor& x) {
   TS_CHECK_SHAPE(x.dim() == 2, "init::eye", "needs 2 dimensions; got ", x);
-  std::vector<double> values(static_cast<size_t>(x.numel()));
-  for (int64_t i = 0; i < std::min(x.size(0), x.size(1)); ++i) {
-    values[static_cast<size_t>(i * x.size(1) + i)] = 1;
-  }
-  return assign(x, values);
+  const int64_t columns = x.size(1);
+  return by_index(x, [columns](int64_t i) { return i / columns == i % columns ? 1.0 : 0.0; });
 }
 
 const Tensor& dirac(const Tensor& x, int64_t groups) {
@@ -139,13 +170,10 @@ const Tensor& dirac(const Tensor& x, int64_t groups) {
     center = center * x.size(d) + x.size(d) / 2;
   }
   const int64_t in = x.size(1), out_per_group = x.size(0) / groups;
-  std::vector<double> values(static_cast<size_t>(x.numel()));
-  for (int64_t group = 0; group < groups; ++group) {
-    for (int64_t d = 0; d < std::min(out_per_group, in); ++d) {
-      values[static_cast<size_t>(((group * out_per_group + d) * in + d) * field + center)] = 1;
-    }
-  }
-  return assign(x, values);
+  return by_index(x, [=](int64_t i) {
+    const int64_t input = i / field % in, output = i / (field * in) % out_per_group;
+    return i % field == center && input == output ? 1.0 : 0.0;
+  });
 }
 
 const Tensor& xavier_uniform(const Tensor& x, double gain, Stream stream) {
@@ -178,19 +206,18 @@ const Tensor& kaiming_normal(const Tensor& x, const KaimingOptions& options, Str
   return normal(x, 0, kaiming_std(x, options), stream);
 }
 
-const Tensor& orthogonal(const Tensor& x, double gain, Stream stream) {
-  check_floating(x, "init::orthogonal");
-  TS_CHECK_SHAPE(x.dim() >= 2, "init::orthogonal", "needs 2 dimensions or more; got ", x);
-  if (x.numel() == 0 || x.is_meta()) return x;
-  const int64_t rows = x.size(0), columns = x.numel() / rows;
+namespace {
+
+std::vector<double> orthogonal_values(int64_t rows, int64_t columns, double gain,
+                                      RandomStream numbers) {
   const int64_t count = std::min(rows, columns), length = std::max(rows, columns);
   // The QR factor whose R has a positive diagonal is uniform over rotations.
   const std::vector<double> draws =
-      randn({count, length}, {.dtype = kF64}, stream).to_vector<double>();
+      randn({count, length}, {.dtype = kF64}, numbers).to_vector<double>();
   const Eigen::HouseholderQR<Eigen::MatrixXd> factors(
       Eigen::Map<const Eigen::MatrixXd>(draws.data(), length, count));
   Eigen::MatrixXd basis = factors.householderQ() * Eigen::MatrixXd::Identity(length, count);
-  std::vector<double> values(static_cast<size_t>(x.numel()));
+  std::vector<double> values(static_cast<size_t>(rows * columns));
   for (int64_t i = 0; i < count; ++i) {
     const double sign = factors.matrixQR()(i, i) < 0 ? -gain : gain;
     for (int64_t k = 0; k < length; ++k) {
@@ -198,20 +225,14 @@ const Tensor& orthogonal(const Tensor& x, double gain, Stream stream) {
       values[static_cast<size_t>(position)] = sign * basis(k, i);
     }
   }
-  return assign(x, values);
+  return values;
 }
 
-const Tensor& sparse(const Tensor& x, double sparsity, double std, Stream stream) {
-  check_floating(x, "init::sparse");
-  TS_CHECK_SHAPE(x.dim() == 2, "init::sparse", "needs 2 dimensions; got ", x);
-  TS_CHECK(sparsity >= 0 && sparsity <= 1, "init::sparse", "sparsity must be in [0, 1]; got ",
-           sparsity);
-  if (x.numel() == 0 || x.is_meta()) return x;
-  const RandomStream numbers = stream ? *stream : next_random_stream();
-  const int64_t rows = x.size(0), columns = x.size(1);
+std::vector<double> sparse_values(int64_t rows, int64_t columns, double sparsity, double std,
+                                  RandomStream numbers) {
   const auto zeros_per_column =
       static_cast<int64_t>(std::ceil(sparsity * static_cast<double>(rows)));
-  std::vector<double> values = randn(x.shape(), {.dtype = kF64}, numbers).to_vector<double>();
+  std::vector<double> values = randn({rows, columns}, {.dtype = kF64}, numbers).to_vector<double>();
   for (double& value : values) value *= std;
   // The zeros of a column are the rows with the smallest of another stream's numbers.
   const Uniforms keys(RandomStream{numbers.seed, numbers.stream ^ (uint64_t{1} << 62)});
@@ -224,7 +245,29 @@ const Tensor& sparse(const Tensor& x, double sparsity, double std, Stream stream
       values[static_cast<size_t>(order[static_cast<size_t>(i)] * columns + column)] = 0;
     }
   }
-  return assign(x, values);
+  return values;
+}
+
+}  // namespace
+
+const Tensor& orthogonal(const Tensor& x, double gain, Stream stream) {
+  check_floating(x, "init::orthogonal");
+  TS_CHECK_SHAPE(x.dim() >= 2, "init::orthogonal", "needs 2 dimensions or more; got ", x);
+  if (x.numel() == 0) return x;
+  const RandomStream numbers = stream ? *stream : next_random_stream();
+  const int64_t rows = x.size(0), columns = x.numel() / rows;
+  return by_values(x, [=] { return orthogonal_values(rows, columns, gain, numbers); });
+}
+
+const Tensor& sparse(const Tensor& x, double sparsity, double std, Stream stream) {
+  check_floating(x, "init::sparse");
+  TS_CHECK_SHAPE(x.dim() == 2, "init::sparse", "needs 2 dimensions; got ", x);
+  TS_CHECK(sparsity >= 0 && sparsity <= 1, "init::sparse", "sparsity must be in [0, 1]; got ",
+           sparsity);
+  if (x.numel() == 0) return x;
+  const RandomStream numbers = stream ? *stream : next_random_stream();
+  const int64_t rows = x.size(0), columns = x.size(1);
+  return by_values(x, [=] { return sparse_values(rows, columns, sparsity, std, numbers); });
 }
 
 }  // namespace tessera::nn::init

@@ -8,13 +8,15 @@
 //       if (tensor.dim() >= 2) init::normal(tensor, 0, 0.02, named_random_stream(name));
 //     }
 //
-// Floating tensors of any dtype and device; meta tensors are left alone. Throws DTypeError,
-// ShapeError, ValueError.
+// Floating tensors of any dtype and device. A meta tensor remembers what was done to it, and is
+// filled when it gets memory (materialise.h). Throws DTypeError, ShapeError, ValueError.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 
+#include <tessera/core/initial_values.h>
 #include <tessera/core/random.h>
 #include <tessera/core/tensor.h>
 
@@ -47,6 +49,19 @@ const Tensor& eye(const Tensor& x);  // 2-D
 // Convolution weights [out, in / groups, kernel...] that pass their input through.
 const Tensor& dirac(const Tensor& x, int64_t groups = 1);
 
+// Rules of one's own. Of a tensor with elements they run at once. Of a meta tensor they run when it
+// gets memory, on each rank for the elements that it holds and perhaps for a few at a time: what
+// they need they hold by value, and an element's value depends on its place alone.
+//
+//     const Tensor table = rand({weight.numel()});
+//     init::by_range(weight, [table](const Tensor& piece, int64_t first) {
+//       piece.copy_(table.narrow(0, first, piece.numel()));
+//     });
+//     init::by_index(scale, [](int64_t i) { return 1 / (1 + 0.5 * static_cast<double>(i)); });
+const Tensor& by_range(const Tensor& x, FillRange fill);
+// The value of the i-th element, row by row.
+const Tensor& by_index(const Tensor& x, std::function<double(int64_t i)> value);
+
 // Glorot, Bengio 2010: bound gain * sqrt(6 / (in + out)), std gain * sqrt(2 / (in + out)).
 const Tensor& xavier_uniform(const Tensor& x, double gain = 1, Stream stream = {});
 const Tensor& xavier_normal(const Tensor& x, double gain = 1, Stream stream = {});
@@ -61,9 +76,11 @@ const Tensor& kaiming_uniform(const Tensor& x, const KaimingOptions& options = {
 const Tensor& kaiming_normal(const Tensor& x, const KaimingOptions& options = {},
                              Stream stream = {});
 // Saxe et al. 2013: rows (or columns, whichever are fewer) are orthonormal, times gain. Dimensions
-// after the first are seen as one. O(rows * columns * min(rows, columns)).
+// after the first are seen as one. O(rows * columns * min(rows, columns)), also where a part of a
+// meta tensor gets memory: every rank then works out the whole matrix, in f64.
 const Tensor& orthogonal(const Tensor& x, double gain = 1, Stream stream = {});
-// Martens 2010: 2-D; a fraction `sparsity` of each column is zero, the rest normal.
+// Martens 2010: 2-D; a fraction `sparsity` of each column is zero, the rest normal. Of a part the
+// whole matrix is worked out, as of orthogonal().
 const Tensor& sparse(const Tensor& x, double sparsity, double std = 0.01, Stream stream = {});
 
 }  // namespace tessera::nn::init

@@ -15,6 +15,7 @@
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/initial_values.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/profiler.h>
@@ -57,9 +58,11 @@ struct ModuleBase::Hooks {
   List<ForwardHook> forward;
   List<BackwardHook> backward;
   List<CallScope> scopes;
+  int checkpoints = 0;       // handles of checkpoint_calls() that stand
+  bool module_lives = true;  // graphs hold hooks, too
   bool empty() const {
     return pre_forward.entries.empty() && forward.entries.empty() && backward.entries.empty() &&
-           scopes.entries.empty();
+           scopes.entries.empty() && checkpoints == 0;
   }
 
   template <class Function>
@@ -101,6 +104,12 @@ HookHandle ModuleBase::register_call_scope(CallScope scope) {
 HookHandle ModuleBase::register_full_backward_hook(BackwardHook hook) {
   hooks();
   return Hooks::add(hooks_, &Hooks::backward, std::move(hook));
+}
+HookHandle ModuleBase::checkpoint_calls() {
+  ++hooks().checkpoints;
+  return HookHandle([weak = std::weak_ptr<Hooks>(hooks_)] {
+    if (const auto alive = weak.lock()) --alive->checkpoints;
+  });
 }
 bool ModuleBase::has_hooks() const { return hooks_ && !hooks_->empty(); }
 
@@ -196,9 +205,13 @@ ModuleCall::~ModuleCall() {
   call_site() = std::move(outer_site_);
 }
 
-void ModuleCall::before(TensorRefs inputs) {
+void ModuleCall::enter_scopes() {
   const auto scopes = hooks_->scopes.entries;  // one may change the list
   for (const auto& [id, scope] : scopes) scopes_.push_back(scope(module_));
+}
+
+void ModuleCall::before(TensorRefs inputs) {
+  enter_scopes();
   ModuleBase::Hooks::run(hooks_->pre_forward, module_, inputs);
   if (hooks_->backward.entries.empty() || !grad_enabled()) return;
   backward_ = std::make_shared<BackwardState>();
@@ -223,6 +236,32 @@ void ModuleCall::after(TensorRefs inputs, TensorRefs outputs) {
     }
     return state->grad_outputs;
   });
+}
+
+bool ModuleCall::is_checkpointed() const { return hooks_->checkpoints > 0 && grad_enabled(); }
+
+CheckpointScope ModuleCall::checkpoint(TensorList inputs, Again again) const {
+  ModuleBase* const module = &module_;
+  return CheckpointScope(
+      [module, again = std::move(again)](const TensorList& values) { again(*module, values); },
+      std::move(inputs),
+      [module, hooks = hooks_, type = module_.type_name()]() -> std::shared_ptr<void> {
+        TS_CHECK_AS(AutogradError, hooks->module_lives, "checkpoint_calls", "a ", type,
+                    " whose call is calculated again in backward is gone; keep the model until "
+                    "its backwards are done");
+        auto call = std::make_shared<ModuleCall>(*module);
+        call->hooks_ = hooks;  // also where it has none any more
+        call->enter_scopes();
+        return call;
+      });
+}
+
+void detail::refuse_checkpoint(const ModuleBase& module, size_t argument) {
+  TS_THROW(UnsupportedError, "checkpoint_calls", "argument ", argument, " of a call of ",
+           module.type_name(),
+           " is an object that forward may write to, a pointer or a span, which cannot be kept "
+           "for the second run in backward; call it under NoGradGuard, without that argument, or "
+           "leave this module's calls as they are");
 }
 
 void ModuleCall::rethrow_named() const {
@@ -298,6 +337,7 @@ ModuleBase::ModuleBase(const Object& object) : initial_name_(InitialName::curren
   modules.emplace(this, object);
 }
 ModuleBase::~ModuleBase() {
+  if (hooks_) hooks_->module_lives = false;
   const std::lock_guard lock(living().mutex);
   living().modules.erase(this);
 }
@@ -327,6 +367,24 @@ void ModuleBase::adopt(std::string_view name, std::unique_ptr<ModuleBase> child)
   child->name_ = name;
   child->refresh_names(this);
   children_.push_back(std::move(child));
+}
+
+std::unique_ptr<ModuleBase> ModuleBase::release(std::string_view name) {
+  const auto found =
+      std::ranges::find_if(children_, [&](const auto& child) { return child->name_ == name; });
+  TS_CHECK(found != children_.end(), type_name(), "there is no child '", name, "' to give back");
+  std::unique_ptr<ModuleBase> child = std::move(*found);
+  children_.erase(found);
+  child->name_.clear();
+  child->dotted_name_.clear();
+  for (const auto& grandchild : child->children_) grandchild->refresh_names(child.get());
+  return child;
+}
+
+void ModuleBase::set_extension(std::unique_ptr<ModuleExtension> extension) {
+  TS_CHECK(extension == nullptr || extension_ == nullptr, type_name(),
+           "has an extension already, and takes one; remove the adapter that is there");
+  extension_ = std::move(extension);
 }
 
 void ModuleBase::refresh_names(const ModuleBase* parent) {
@@ -440,6 +498,16 @@ TensorList ModuleBase::parameters() const {
   return result;
 }
 
+std::vector<ParameterPlace> ModuleBase::parameter_places() {
+  std::vector<ParameterPlace> places;
+  for (const auto& [name, module] : named_modules()) {
+    for (NamedTensor& own : module->parameters_) {
+      places.push_back({join(name, own.name), &own.tensor});
+    }
+  }
+  return places;
+}
+
 NamedTensors ModuleBase::named_buffers() const {
   NamedTensors result;
   visit_state("", [&](std::string name, const Tensor& tensor, bool, bool is_parameter) {
@@ -460,7 +528,10 @@ const Tensor& ModuleBase::get_parameter(std::string_view dotted_name) const {
 
 int64_t ModuleBase::num_parameters() const {
   int64_t total = 0;
-  for (const auto& named : named_parameters()) total += named.tensor.numel();
+  for (const auto& [name, tensor] : named_parameters()) {
+    const PlacementSlot* slot = placement_slot(tensor);
+    total += slot == nullptr ? tensor.numel() : numel_of(slot->place(tensor).whole);
+  }
   return total;
 }
 
@@ -490,7 +561,10 @@ void ModuleBase::convert_tensors(const Convert& convert) {
 void ModuleBase::to(DType dtype) {
   TS_CHECK_DTYPE(is_floating(dtype), type_name(), "to() takes a floating dtype; got ", dtype);
   convert_tensors([dtype](const Tensor& tensor) {
-    return is_floating(tensor.dtype()) ? tensor.detach().to(dtype) : tensor.detach();
+    if (!is_floating(tensor.dtype())) return tensor.detach();
+    Tensor converted = tensor.detach().to(dtype);
+    pass_initial_values(tensor, converted);
+    return converted;
   });
 }
 void ModuleBase::to(const Device& device) {
@@ -509,6 +583,14 @@ void ModuleBase::zero_grad(bool set_to_none) {
 // ---- Copies ------------------------------------------------------------------------------------
 
 void ModuleBase::copy_state_from(const ModuleBase& source) {
+  const auto extend = [](const auto& self, ModuleBase& to, const ModuleBase& from) -> void {
+    // Children first: those that an extension adds come with what they need.
+    for (size_t i = 0; i < std::min(to.children_.size(), from.children_.size()); ++i) {
+      self(self, *to.children_[i], *from.children_[i]);
+    }
+    if (from.extension_ && !to.extension_) from.extension_->extend(to);
+  };
+  extend(extend, *this, source);
   TS_CHECK(type_name() == source.type_name() && children_.size() == source.children_.size() &&
                parameters_.size() == source.parameters_.size() &&
                buffers_.size() == source.buffers_.size(),
@@ -524,10 +606,13 @@ void ModuleBase::copy_state_from(const ModuleBase& source) {
     const auto [found, added] = copies.try_emplace(original.impl(), target);
     if (added && target.defined()) {  // under the handles that the new module gave out
       const MemoryCategoryGuard category(original.storage()->category());
-      target.set_data(original.detach().clone());
+      const Tensor copy = original.detach().clone();
+      pass_initial_values(original, copy);
+      target.set_data(copy);
       if (is_parameter) target.set_requires_grad(original.requires_grad());
     } else if (added) {
       found->second = original.detach().clone();
+      pass_initial_values(original, found->second);
       if (is_parameter) found->second.set_requires_grad(original.requires_grad());
     }
     target = found->second;
@@ -570,13 +655,9 @@ std::string LoadReport::describe() const {
   return text;
 }
 
-LoadReport ModuleBase::load_state_dict(const StateDict& state, const LoadOptions& options) {
+template <class Take>
+LoadReport ModuleBase::fit_state_dict(const StateDict& state, const Take& take) const {
   LoadReport report;
-  struct Copy {
-    Tensor target;
-    Tensor source;
-  };
-  std::vector<Copy> copies;
   std::unordered_set<std::string> known;
   std::unordered_set<const TensorImpl*> found;
   NamedTensors absent;
@@ -586,13 +667,15 @@ LoadReport ModuleBase::load_state_dict(const StateDict& state, const LoadOptions
     const Tensor* source = state.find(name);
     if (source == nullptr) {
       absent.push_back({name, tensor});
-    } else if (source->shape() != tensor.shape()) {
-      report.misshapen.push_back(name + ": the module has " + tensor.describe() +
-                                 ", the state has " + source->describe());
-      found.insert(tensor.impl());
+      return;
+    }
+    found.insert(tensor.impl());
+    const Tensor part = fitting_part(tensor, *source);
+    if (part.defined()) {
+      take(tensor, part);
     } else {
-      found.insert(tensor.impl());
-      copies.push_back({tensor, *source});
+      report.misshapen.push_back(name + ": the module has " + described_whole(tensor) +
+                                 ", the state has " + described_whole(*source));
     }
   });
   for (const auto& [name, tensor] : absent) {
@@ -601,6 +684,22 @@ LoadReport ModuleBase::load_state_dict(const StateDict& state, const LoadOptions
   for (const auto& [name, tensor] : state) {
     if (!known.contains(name)) report.unexpected.push_back(name);
   }
+  return report;
+}
+
+LoadReport ModuleBase::compare_state_dict(const StateDict& state) const {
+  return fit_state_dict(state, [](const Tensor&, const Tensor&) {});
+}
+
+LoadReport ModuleBase::load_state_dict(const StateDict& state, const LoadOptions& options) {
+  struct Copy {
+    Tensor target;
+    Tensor source;
+  };
+  std::vector<Copy> copies;
+  LoadReport report = fit_state_dict(state, [&](const Tensor& target, const Tensor& source) {
+    copies.push_back({target, source});
+  });
   TS_CHECK(
       options.strict ? report.complete() : report.misshapen.empty(), "load_state_dict",
       "the state does not fit ", type_name(), ":", report.describe(),
@@ -610,16 +709,13 @@ LoadReport ModuleBase::load_state_dict(const StateDict& state, const LoadOptions
             "the state has, or remove the tensor from the state");
   const NoGradGuard no_grad;
   for (const auto& [target, source] : copies) {
-    const PlacementSlot *own = placement_slot(target), *other = placement_slot(source);
-    if (own != nullptr && other != nullptr && own->equals(*other) && !target.is_meta()) {
-      copy_(raw::alias(target), raw::alias(source));  // the same part of one tensor
-    } else if (target.is_meta()) {
+    if (target.is_meta()) {
       // A model without bytes takes those of the state, with the dtype that it was made for.
       const MemoryCategoryGuard category(MemoryCategory::kParameter);
       const Tensor converted = source.detach().to(target.dtype());
       target.set_data(converted.storage() == source.storage() ? converted.clone() : converted);
     } else {
-      copy_(target.detach(), source);
+      copy_(raw::alias(target), source);
     }
   }
   return report;

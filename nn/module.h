@@ -43,6 +43,7 @@
 #include <vector>
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/checkpoint.h>
 #include <tessera/core/random.h>
 #include <tessera/core/state_dict.h>
 #include <tessera/core/tensor.h>
@@ -98,9 +99,24 @@ class InitialName {
 
 // ---- ModuleBase --------------------------------------------------------------------------------
 
+// What another file puts into a module that stands (children, hooks) and clone() must put into the
+// copy, too: an adapter.
+class ModuleExtension {
+ public:
+  virtual ~ModuleExtension() = default;
+  // Puts the same into `copy`, a new module of the same construction; values are copied afterwards.
+  virtual void extend(ModuleBase& copy) const = 0;
+};
+
 struct NamedModule {
   std::string name;
   ModuleBase* module;
+};
+
+// Where a module keeps a parameter.
+struct ParameterPlace {
+  std::string name;  // dotted
+  Tensor* tensor;    // what stands there now; undefined where the parameter is absent
 };
 
 struct LoadOptions {
@@ -145,7 +161,11 @@ class ModuleBase {
   TensorList parameters() const;
   NamedTensors named_buffers() const;
   const Tensor& get_parameter(std::string_view dotted_name) const;  // throws ValueError
-  int64_t num_parameters() const;                                   // elements, each counted once
+  // Every place of a parameter, each one of a tied parameter's: for who puts other tensors there
+  // for a while, as sharded units do in their calls. Valid as long as the modules.
+  std::vector<ParameterPlace> parameter_places();
+  // Elements, each counted once; of parameters of which this rank holds a part, those of the whole.
+  int64_t num_parameters() const;
 
   // ---- Mode, dtype, device: in place, under all holders of the tensors
   virtual void train(bool training = true);
@@ -159,20 +179,36 @@ class ModuleBase {
   // ---- State: parameters and persistent buffers by dotted name. A tied parameter appears under
   // each of its names. The tensors share elements with the module.
   StateDict state_dict() const;
-  // Copies into the module's tensors, converting dtypes. Nothing is written unless everything fits:
-  // one ValueError lists all missing, unexpected and misshapen names. Not strict: missing and
-  // unexpected names are returned instead; a misshapen one is always an error.
+  // Copies into the module's tensors, converting dtypes; a whole tensor's part into a part of one.
+  // Nothing is written unless all fits: one ValueError lists all missing, unexpected and misshapen
+  // names. Not strict: the first two are returned instead; a misshapen one is always an error.
   LoadReport load_state_dict(const StateDict& state, const LoadOptions& options = {});
+  // What would not fit, of a state whose tensors need no elements (kMeta). Nothing is written.
+  LoadReport compare_state_dict(const StateDict& state) const;
 
   // ---- Registration
   // Makes the parameter `name` one tensor with `tensor` (tied weights): replaces the one that is
   // there, or adds it.
   const Tensor& share_parameter(std::string_view name, const Tensor& tensor);
+  // Takes a module that was made elsewhere; gives a child back. Both throw ValueError: for a name
+  // that is taken, for one that no child has.
+  void adopt(std::string_view name, std::unique_ptr<ModuleBase> child);
+  std::unique_ptr<ModuleBase> release(std::string_view name);
+  // At most one; nullptr takes it away.
+  void set_extension(std::unique_ptr<ModuleExtension> extension);
+  ModuleExtension* extension() const { return extension_.get(); }
 
   HookHandle register_forward_pre_hook(ForwardPreHook hook);
   HookHandle register_forward_hook(ForwardHook hook);
   HookHandle register_call_scope(CallScope scope);
   HookHandle register_full_backward_hook(BackwardHook hook);
+  // Calls of this module keep their inputs alone, as checkpoint() does (autograd/checkpoint.h):
+  // forward runs again, in the scopes of its call, when a backward asks for what its ops would have
+  // saved. Forward and backward hooks of this module run once, those of modules inside of it twice.
+  // The module must live until then: AutogradError. A call with gradients is an UnsupportedError
+  // where it gives forward what cannot be kept: an object that forward writes to, a span, a pointer
+  // that is not null.
+  HookHandle checkpoint_calls();
   // Whether a call does more than forward: hooks, or a scope that a policy, an adapter or a sharded
   // unit has put around it. While it does not, a fused op may read this module's weights in its
   // place (nn/fused.h). One load and a few comparisons.
@@ -218,8 +254,6 @@ class ModuleBase {
     adopt(name, std::move(child));
     return reference;
   }
-  // Takes a module that was made elsewhere.
-  void adopt(std::string_view name, std::unique_ptr<ModuleBase> child);
 
   // The random numbers for the initial values of a parameter: of the seed and the dotted name under
   // which this module was made.
@@ -241,6 +275,9 @@ class ModuleBase {
   void visit_state(const std::string& prefix, const Visit& visit) const;
   template <class Convert>
   void convert_tensors(const Convert& convert);
+  // Calls take(own tensor, what the state has for it) where it fits.
+  template <class Take>
+  LoadReport fit_state_dict(const StateDict& state, const Take& take) const;
   Hooks& hooks();
 
   std::string name_;
@@ -250,6 +287,7 @@ class ModuleBase {
   std::deque<NamedTensor> parameters_;  // deque: references stay valid
   std::deque<Buffer> buffers_;
   std::shared_ptr<Hooks> hooks_;  // none while nobody registered one
+  std::unique_ptr<ModuleExtension> extension_;
   bool training_ = true;
 };
 
@@ -267,6 +305,11 @@ class ModuleCall {
 
   bool has_hooks() const { return hooks_ != nullptr; }
   void before(TensorRefs inputs);
+  // Whether what forward saves is calculated again.
+  bool is_checkpointed() const;
+  // Around forward, then: `again` runs it on other inputs.
+  using Again = std::function<void(ModuleBase& module, const TensorList& inputs)>;
+  CheckpointScope checkpoint(TensorList inputs, Again again) const;
   void after(TensorRefs inputs, TensorRefs outputs);
   // Throws the current exception on. The innermost module that it passes puts its dotted name
   // before the message of an Error, a std::runtime_error or a std::logic_error; those keep their
@@ -275,6 +318,7 @@ class ModuleCall {
 
  private:
   struct BackwardState;
+  void enter_scopes();
   ModuleBase& module_;
   std::shared_ptr<ModuleBase::Hooks> hooks_;
   std::shared_ptr<BackwardState> backward_;
@@ -297,6 +341,29 @@ struct Held<Function, Derived, std::tuple<Args...>, I, std::index_sequence<J...>
       std::is_invocable_v<Function, Derived&, std::conditional_t<I == J, const Value&, Args>...>;
   using type = std::conditional_t<kCopy, Value, Arg&&>;
 };
+
+// What a call that is recomputed cannot keep until then: what it does not own.
+template <class T>
+struct Borrows : std::bool_constant<!std::is_copy_constructible_v<T>> {};
+template <class T, size_t N>
+struct Borrows<std::span<T, N>> : std::true_type {};
+template <class T>
+struct Borrows<std::basic_string_view<T>> : std::true_type {};
+template <class T>
+struct Borrows<std::reference_wrapper<T>> : std::true_type {};
+
+// `Held`: as a call with hooks keeps the argument. The number of the argument, from 1, or 0.
+template <class Held>
+size_t borrowed(const std::remove_cvref_t<Held>& value, size_t number) {
+  if constexpr (std::is_reference_v<Held> || Borrows<Held>::value) {
+    return number;
+  } else if constexpr (std::is_pointer_v<Held>) {
+    return value != nullptr ? number : 0;
+  } else {
+    return 0;
+  }
+}
+[[noreturn]] void refuse_checkpoint(const ModuleBase& module, size_t argument);
 
 }  // namespace detail
 
@@ -333,7 +400,8 @@ class Module : public ModuleBase {
         std::forward<Args>(args)...);
   }
 
-  // A module of the same construction with copies of all tensors. Hooks are not copied.
+  // A module of the same construction with copies of all tensors. Hooks are not copied;
+  // extensions, such as adapters, are.
   std::unique_ptr<Derived> clone() const {
     std::unique_ptr<ModuleBase> copy = remake_module();
     copy->copy_state_from(*this);
@@ -396,6 +464,9 @@ class Module : public ModuleBase {
     const std::vector<Tensor*> inputs = std::apply(collect, held);
     call.before(inputs);
     const auto invoke = [&]() {
+      const std::optional<CheckpointScope> scope =
+          call.is_checkpointed() ? std::optional(keep<Args...>(call, self, function, held, indices))
+                                 : std::nullopt;
       return std::apply(
           [&](auto&... values) { return function(self, static_cast<Args&&>(values)...); }, held);
     };
@@ -406,6 +477,36 @@ class Module : public ModuleBase {
       auto result = invoke();
       call.after(inputs, collect(result));
       return result;
+    }
+  }
+
+  // The scope of a call that is recomputed from copies of its arguments.
+  template <class... Args, class Function, class... Values, size_t... I>
+  static CheckpointScope keep(const ModuleCall& call, const Derived& self, const Function& function,
+                              const std::tuple<Values...>& held, std::index_sequence<I...>) {
+    size_t argument = 0;
+    ((argument = argument != 0 ? argument : detail::borrowed<Values>(std::get<I>(held), I + 1)),
+     ...);
+    if (argument != 0) detail::refuse_checkpoint(self, argument);
+    if constexpr (((!std::is_reference_v<Values> && std::is_copy_constructible_v<Values>)&&...)) {
+      const auto each_tensor = [](std::tuple<Values...>& values, auto&& visit) {
+        const auto defined = [&](Tensor& tensor) {
+          if (tensor.defined()) visit(tensor);
+        };
+        (nn::visit_tensors(std::get<I>(values), defined), ...);
+      };
+      auto kept = std::make_shared<std::tuple<Values...>>(held);
+      TensorList inputs;
+      each_tensor(*kept, [&](Tensor& tensor) { inputs.push_back(tensor); });
+      return call.checkpoint(std::move(inputs), [kept, function, each_tensor](
+                                                    ModuleBase& module, const TensorList& again) {
+        std::tuple<Values...> values = *kept;
+        size_t next = 0;
+        each_tensor(values, [&](Tensor& tensor) { tensor = again[next++]; });
+        function(static_cast<Derived&>(module), static_cast<Args&&>(std::get<I>(values))...);
+      });
+    } else {
+      detail::refuse_checkpoint(self, 0);
     }
   }
 };

@@ -29,6 +29,21 @@ constexpr int64_t kRows = 400, kColumns = 250;
 // Four standard errors of the mean of n draws with this deviation.
 double mean_tolerance(double std) { return 4 * std / std::sqrt(double{kRows * kColumns}); }
 
+TEST(Init, RulesOfOnesOwnFillByPlace) {
+  const Tensor x = init::by_index(empty({7, 10007}, {.dtype = kF64}),
+                                  [](int64_t i) { return 0.5 * static_cast<double>(i); });
+  EXPECT_EQ(x.to_vector(), mul(arange(70049).to(kF64), 0.5).to_vector());
+  // Of a view that is not contiguous too, row by row.
+  const Tensor square = zeros({4, 4});
+  init::by_range(square.t().narrow(0, 1, 2), [](const Tensor& piece, int64_t first) {
+    EXPECT_EQ(piece.shape(), Shape{8});
+    EXPECT_EQ(first, 0);
+    piece.copy_(arange(8).to(kF32));
+  });
+  EXPECT_EQ(square.to_vector(),
+            (std::vector<double>{0, 0, 4, 0, 0, 1, 5, 0, 0, 2, 6, 0, 0, 3, 7, 0}));
+}
+
 TEST(Init, UniformFillsItsRange) {
   const Tensor x = init::uniform(empty({kRows, kColumns}), -2, 3, kStream);
   const Moments m = moments_of(x);

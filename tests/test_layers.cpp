@@ -11,6 +11,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/allocator.h>
 #include <tessera/core/profiler.h>
 #include <tessera/core/random.h>
 #include <tessera/nn/activation.h>
@@ -440,6 +441,24 @@ TEST(FusedModules, AreOneOpWhileNothingHangsOnTheModules) {
   for (HookHandle& hook : hooks) hook.remove();
   EXPECT_EQ(ops(), fused);
   EXPECT_EQ(mlp.state_dict().begin()->name, "c_fc.weight");
+}
+
+// What GELU was applied to; its result is made again.
+TEST(FusedModules, AnMlpKeepsItsHiddenLayerOnce) {
+  constexpr int64_t kRows = 64, kWidth = 16, kHidden = 64;
+  for (const bool frozen : {false, true}) {
+    Mlp mlp(kWidth, kHidden);
+    if (frozen) mlp.inner.requires_grad_(false);
+    const Tensor x = ones({kRows, kWidth});
+    const int64_t before = memory_stats()->current(MemoryCategory::kActivation);
+    const Tensor y = mlp(x);
+    EXPECT_EQ(memory_stats()->current(MemoryCategory::kActivation) - before,
+              static_cast<int64_t>(sizeof(float)) * kRows * (kHidden + kWidth));
+    y.sum().backward();
+    EXPECT_EQ(mlp.outer.weight.grad().to_vector(),
+              matmul(ones({kWidth, kRows}), gelu(mlp.inner(x))).to_vector());
+    EXPECT_EQ(mlp.inner.weight.grad().defined(), !frozen);
+  }
 }
 
 TEST(FusedModules, CalledModulesGiveTheSameWithinRounding) {

@@ -8,6 +8,7 @@ import warnings
 
 import torch
 
+import lora_cases
 import model_cases
 import op_cases
 import power_sgd_cases
@@ -19,4 +20,5 @@ if __name__ == "__main__":
     print(f"{op_cases.write_all()} op cases")
     training_cases.write_all()
     model_cases.write_all()
+    lora_cases.write_all()
     power_sgd_cases.write_all()
