@@ -1,17 +1,26 @@
 #include <tessera/optim/clip.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <iterator>
+#include <memory>
+#include <vector>
 
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/optim/optimizer.h>
 
 namespace tessera::optim {
 namespace {
+
+using HolderReduction = PlacementSlot::HolderReduction;
 
 TensorList gradients_of(const TensorList& parameters) {
   TensorList gradients;
@@ -23,12 +32,94 @@ TensorList gradients_of(const TensorList& parameters) {
   return gradients;
 }
 
+// The gradients that the same ranks hold parts of.
+struct Cut {
+  const void* holders = nullptr;            // nullptr: this rank has them whole
+  std::unique_ptr<const PlacementSlot> by;  // of one of them: how its parts are reduced
+  Device device = kCpu;
+  TensorList gradients = {};
+};
+
+// In the order of the parameters, which is that of the collectives. A rank that has no gradient for
+// a part takes part in the others' sum.
+std::vector<Cut> cuts_of(const TensorList& parameters, std::string_view where) {
+  std::vector<Cut> cuts;
+  for (const Tensor& parameter : parameters) {
+    const Tensor gradient = parameter.grad();
+    std::unique_ptr<const PlacementSlot> by;
+    if (const PlacementSlot* own = placement_slot(gradient)) {
+      by = own->clone();
+    } else if (const PlacementSlot* of_parameter = placement_slot(parameter);
+               of_parameter != nullptr && (gradient.defined() || parameter.requires_grad())) {
+      by = of_parameter->of_gradient();
+      if (!by) by = of_parameter->clone();
+    }
+    const void* const holders = by ? by->holders(where) : nullptr;
+    if (!gradient.defined() && holders == nullptr) continue;
+    auto cut = std::ranges::find(cuts, holders, &Cut::holders);
+    if (cut == cuts.end()) {
+      const Device device = (gradient.defined() ? gradient : parameter).device();
+      cuts.push_back({.holders = holders, .by = std::move(by), .device = device});
+      cut = std::prev(cuts.end());
+    }
+    if (gradient.defined()) cut->gradients.push_back(gradient);
+  }
+  return cuts;
+}
+
+// Of all gradients, on every rank.
+Tensor square_sum(const std::vector<Cut>& cuts) {
+  const NoGradGuard no_grad;
+  Tensor total;
+  for (const Cut& cut : cuts) {
+    const Tensor sum = kernels::multi_tensor_square_sum(cut.gradients, cut.device);
+    if (cut.holders != nullptr) cut.by->reduce_over_holders(sum, HolderReduction::kSum);
+    if (total.defined()) {
+      add_(total, sum);
+    } else {
+      total = sum;
+    }
+  }
+  return total;
+}
+
+// The largest of the ranks' values, none of which is negative. Their bits are ordered as they are,
+// NaN above infinity: it wins on every transport.
+double largest_over(const Cut& cut, double value) {
+  const Tensor bits = raw::empty({1}, kI64);
+  *bits.data_as<int64_t>() = std::bit_cast<int64_t>(std::abs(value));
+  cut.by->reduce_over_holders(bits, HolderReduction::kMax);
+  return std::bit_cast<double>(*bits.data_as<int64_t>());
+}
+
+double sum_over(const Cut& cut, double value) {
+  const Tensor sum = raw::empty({1}, kF64);
+  *sum.data_as<double>() = value;
+  cut.by->reduce_over_holders(sum, HolderReduction::kSum);
+  return *sum.data_as<double>();
+}
+
+double larger_or_nan(double a, double b) { return b > a || std::isnan(b) ? b : a; }
+
+double norm_of(const std::vector<Cut>& cuts, double p) {
+  if (p == 2) return std::sqrt(kernels::square_sum_value(square_sum(cuts)));
+  const bool largest = std::isinf(p);
+  double total = 0;
+  for (const Cut& cut : cuts) {
+    double own = 0;
+    for (const double sum : kernels::multi_tensor_power_sums(cut.gradients, p)) {
+      own = largest ? larger_or_nan(own, sum) : own + sum;
+    }
+    if (cut.holders != nullptr) own = largest ? largest_over(cut, own) : sum_over(cut, own);
+    total = largest ? larger_or_nan(total, own) : total + own;
+  }
+  return largest || p == 1 ? total : std::pow(total, 1 / p);
+}
+
 }  // namespace
 
 Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipOptions& options) {
   TS_CHECK(max_norm >= 0, "clip_grad_norm", "max_norm must not be negative; got ", max_norm);
-  const TensorList gradients = gradients_of(parameters);
-  for (const Tensor& gradient : gradients) check_whole(gradient, "clip_grad_norm");
   TS_CHECK(options.fold_into == nullptr || options.gradient_scale == 1, "clip_grad_norm",
            "the optimizer in fold_into says itself what gradients are multiplied by; leave out "
            "gradient_scale");
@@ -38,14 +129,30 @@ Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipO
   TS_CHECK_AS(UnsupportedError, scale == 1 || gpu::Capture::current() == nullptr, "clip_grad_norm",
               "a factor of the host would be a constant of the graph; keep it on the device (a "
               "GradScaler with on_device)");
-  const bool on_device = !gradients.empty() && gradients[0].device().is_cuda();
-  if (on_device && options.fold_into != nullptr && !options.error_if_nonfinite) {
-    const Tensor norm_and_factor = kernels::multi_tensor_clip_factor(
-        gradients, options.norm_type, scale, max_norm, options.fold_into->next_step_factor());
+  const TensorList gradients = gradients_of(parameters);
+  const std::vector<Cut> cuts = cuts_of(parameters, "clip_grad_norm");
+  const bool is_parted =
+      std::ranges::any_of(cuts, [](const Cut& cut) { return cut.holders != nullptr; });
+  TS_CHECK_AS(UnsupportedError, !is_parted || gpu::Capture::current() == nullptr, "clip_grad_norm",
+              "ranks add up the norm of gradients that are parts, which is not captured; leave it "
+              "out of the graph");
+  const double p = options.norm_type;
+  const Tensor scale_on_device =
+      options.fold_into != nullptr ? options.fold_into->next_step_factor() : Tensor();
+  const bool stays_on_device = !cuts.empty() && cuts[0].device.is_cuda() &&
+                               options.fold_into != nullptr && !options.error_if_nonfinite &&
+                               (p == 2 || !is_parted);
+  if (stays_on_device) {
+    const Tensor norm_and_factor =
+        is_parted
+            ? kernels::square_sum_clip_factor(square_sum(cuts), scale, max_norm, scale_on_device)
+            : kernels::multi_tensor_clip_factor(gradients, p, scale, max_norm, scale_on_device);
     options.fold_into->scale_next_step(raw::select(norm_and_factor, 0, 1));
     return raw::select(norm_and_factor, 0, 0);
   }
-  const double norm = kernels::multi_tensor_norm(gradients, options.norm_type) * scale;
+  const double given = scale_on_device.defined() ? scale * scale_on_device.item() : scale;
+  const double norm =
+      (is_parted ? norm_of(cuts, p) : kernels::multi_tensor_norm(gradients, p)) * given;
   TS_CHECK(!options.error_if_nonfinite || std::isfinite(norm), "clip_grad_norm",
            "the norm of the gradients is ", norm,
            "; look for the op with AnomalyMode, or lower the learning rate");

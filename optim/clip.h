@@ -24,7 +24,15 @@ struct ClipOptions {
 // device. Other norms have f64 partial sums per block in a fixed tree: the same bits for any thread
 // count. Parameters without a gradient are passed over. On a GPU, with fold_into and without
 // error_if_nonfinite, norm and factor stay there: the host waits only for a norm that it reads.
-// UnsupportedError for gradients that are parts (DTensors): their norm is that of all ranks.
+//
+// Gradients that are parts (DTensors): the norm is that of the whole ones, the same on all ranks,
+// and each scales its parts. It takes one all_reduce for each set of ranks that parts are cut over
+// (a mesh's sharded axes; an axis that replicates counts once, and so do whole gradients beside
+// parts): of the exact sum for the 2-norm, 544 bytes, whose bits are those of one process with the
+// whole gradients; of an f64 for others, whose sums are added in rank order. Collective then: all
+// ranks give the same parameters, also those of which a rank has no gradient or no elements. With
+// error_if_nonfinite every rank throws. UnsupportedError for a summand (Partial), and for parts
+// while a graph is captured.
 Tensor clip_grad_norm(const TensorList& parameters, double max_norm,
                       const ClipOptions& options = {});
 // Clamps every element of every gradient to [-limit, limit]. gradient_scale: as above.

@@ -6,6 +6,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera::optim {
@@ -29,8 +30,15 @@ EMA::EMA(const NamedTensors& parameters, const EMAOptions& options)
   const NoGradGuard no_grad;
   const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
   for (const auto& [name, parameter] : parameters) {
+    const PlacementSlot* const slot = placement_slot(parameter);
+    const auto gradient = slot == nullptr ? nullptr : slot->of_gradient();
+    const bool part = gradient != nullptr && slot->equals(*gradient);
+    TS_CHECK_AS(UnsupportedError, slot == nullptr || part, "EMA",
+                "takes whole parameters and their parts; '", name, "' is ", parameter,
+                "; a summand is to be redistributed");
     const Tensor average = raw::empty_like(parameter, parameter.dtype() == kF64 ? kF64 : kF32);
-    copy_(average, parameter.detach());
+    copy_(average, raw::alias(parameter));
+    copy_placement(parameter, average);
     averages_.push_back({name, average});
   }
 }
@@ -43,7 +51,7 @@ void EMA::update() {
 void EMA::copy_to_parameters() const {
   const NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    copy_(parameters_[i].tensor, averages_[i].tensor);
+    copy_(raw::alias(parameters_[i].tensor), raw::alias(averages_[i].tensor));
   }
 }
 
@@ -51,16 +59,30 @@ EMA::Scope::Scope(EMA& average) : average_(average) {
   const NoGradGuard no_grad;
   for (size_t i = 0; i < average.parameters_.size(); ++i) {
     const Tensor& parameter = average.parameters_[i].tensor;
+    if (placement_slot(parameter) != nullptr) {
+      // A part stays where it is: whoever gathers the whole brings one that lies elsewhere home,
+      // over the values that were set aside.
+      own_values_.push_back(raw::alias(parameter).clone());
+      copy_(raw::alias(parameter), raw::alias(average.averages_[i].tensor));
+      parameter.bump_version();
+      continue;
+    }
     own_values_.push_back(raw::alias(parameter));
     // The parameter's own bytes are set aside, not copied.
-    parameter.set_data(average.averages_[i].tensor.to(parameter.dtype()));
+    parameter.set_data(raw::alias(average.averages_[i].tensor).to(parameter.dtype()));
     parameter.bump_version();
   }
 }
 EMA::Scope::~Scope() {
+  const NoGradGuard no_grad;
   for (size_t i = 0; i < own_values_.size(); ++i) {
-    average_.parameters_[i].tensor.set_data(own_values_[i]);
-    average_.parameters_[i].tensor.bump_version();
+    const Tensor& parameter = average_.parameters_[i].tensor;
+    if (placement_slot(parameter) != nullptr) {
+      copy_(raw::alias(parameter), own_values_[i]);
+    } else {
+      parameter.set_data(own_values_[i]);
+    }
+    parameter.bump_version();
   }
 }
 
@@ -76,10 +98,14 @@ void EMA::load_state_dict(const StateDict& state) {
     const Tensor& saved = state.at(kPrefix + name);
     TS_CHECK_SHAPE(saved.shape() == average.shape(), "EMA", "the saved average of '", name, "' is ",
                    saved, ", the parameter's is ", average);
+    TS_CHECK(same_placement(saved, average), "EMA", "the saved average of '", name, "' is ", saved,
+             ", the parameter's is ", average, "; redistribute one of them");
   }
   const auto updates = static_cast<int64_t>(state.scalar(kUpdates));
   const NoGradGuard no_grad;
-  for (const auto& [name, average] : averages_) copy_(average, state.at(kPrefix + name));
+  for (const auto& [name, average] : averages_) {
+    copy_(raw::alias(average), raw::alias(state.at(kPrefix + name)));
+  }
   num_updates_ = updates;
 }
 
@@ -91,6 +117,8 @@ void EMA::rebind(const NamedTensors& parameters) {
     const auto found = by_name.find(name);
     TS_CHECK(found != by_name.end() && found->second.shape() == average.shape(), "EMA",
              "rebind needs a parameter '", name, "' of shape ", average.shape());
+    TS_CHECK(same_placement(found->second, average), "EMA", "rebind: '", name, "' is ",
+             found->second, ", its average ", average, "; redistribute the parameter");
     rebound.push_back({name, found->second});
   }
   parameters_ = std::move(rebound);

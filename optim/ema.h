@@ -15,7 +15,8 @@ struct EMAOptions {
 };
 
 // average = decay * average + (1 - decay) * parameter. Averages are f32 for 16-bit parameters, and
-// begin as the parameters' values.
+// begin as the parameters' values. Parts of parameters (DTensors) have averages that are the same
+// parts: each rank averages its own, without communication; UnsupportedError for a Partial.
 class EMA {
  public:
   explicit EMA(const NamedTensors& parameters, const EMAOptions& options = {});

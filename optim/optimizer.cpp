@@ -388,6 +388,19 @@ StateDict Optimizer::state_dict() const {
   return state;
 }
 
+Tensor Optimizer::state_like(std::string_view key) const {
+  constexpr std::string_view kPrefix = "state.";
+  const size_t dot = key.rfind('.');
+  if (!key.starts_with(kPrefix) || dot < kPrefix.size() || key.substr(dot + 1) == "step") return {};
+  const std::string_view name = key.substr(kPrefix.size(), dot - kPrefix.size());
+  for (const Group& group : groups_) {
+    for (const auto& [other, tensor] : group.named) {
+      if (other == name) return tensor;
+    }
+  }
+  return {};
+}
+
 void Optimizer::load_state_dict(const StateDict& state) {
   const NoGradGuard no_grad;
   std::string problems;
@@ -449,20 +462,16 @@ void Optimizer::load_state_dict(const StateDict& state) {
       problems += "\n  missing: " + key;
       return {};
     }
-    if (saved->shape() != parameter.shape()) {
-      problems += "\n  of another shape: " + key + " is " + saved->describe() +
-                  ", the parameter is " + parameter.describe();
-      return {};
-    }
-    const PlacementSlot *own = placement_slot(parameter), *other = placement_slot(*saved);
-    if ((own == nullptr) != (other == nullptr) || (own != nullptr && !own->equals(*other))) {
-      problems += "\n  of another placement: " + key + " is " + saved->describe() +
-                  ", the parameter is " + parameter.describe();
+    const Tensor part = fitting_part(parameter, *saved);
+    if (!part.defined()) {
+      problems += std::string("\n  of another ") +
+                  (placement_slot(*saved) != nullptr ? "placement: " : "shape: ") + key + " is " +
+                  described_whole(*saved) + ", the parameter is " + described_whole(parameter);
       return {};
     }
     const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
     const Tensor copy = raw::empty_like(parameter, dtype);
-    copy_(copy, raw::alias(*saved));
+    copy_(copy, part);
     copy_placement(parameter, copy);
     return copy;
   };

@@ -104,9 +104,13 @@ class Optimizer {
   // the options of each group. Tensors share elements with the optimizer.
   StateDict state_dict() const;
   // Options and state become those of the dictionary, copied; its options, not those before, say
-  // which states there are. Groups must have as many parameters as when it was saved. Throws one
-  // ValueError that lists all that does not fit; then nothing was changed.
+  // which states there are. Groups must have as many parameters as when it was saved. The state of
+  // a DTensor lies as it does, or is whole: then its part is taken. Throws one ValueError that
+  // lists all that does not fit; then nothing was changed.
   void load_state_dict(const StateDict& state);
+  // The parameter whose shape and placement the state of that name has; undefined for numbers of
+  // steps, options and names that are none of a parameter's.
+  Tensor state_like(std::string_view key) const;
 
   // Holds other tensors under the same names from now on (a model that was sharded or moved).
   // State stays with its name; one of another shape than the new tensor throws ShapeError.
