@@ -8,8 +8,12 @@
 #include <cstdlib>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include <tessera/core/parallel.h>
+#include <tessera/distributed/rendezvous/rank_context.h>
 #include <tessera/distributed/transport/backend.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {
 
@@ -47,5 +51,33 @@ class MpiWorld : public testing::Environment {
   if (!::tessera::distributed::MpiWorld::backend()) {                         \
     GTEST_SKIP() << "several processes are needed; ctest -L mpi starts them"; \
   }
+
+// The process's own world group; its context is the main thread's.
+class MpiRanks : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    if (!MpiWorld::backend()) return;
+    RankContext& context = rank_context();
+    context.rank = MpiWorld::backend()->rank();
+    context.world_size = MpiWorld::backend()->size();
+    context.timeouts = {30, 30};
+    std::vector<int> ranks;
+    for (int r = 0; r < context.world_size; ++r) ranks.push_back(r);
+    context.world = std::make_shared<Group>("world", MpiWorld::backend(), ranks, context);
+    set_num_threads(1);
+  }
+  static void TearDownTestSuite() { rank_context().world = nullptr; }
+  void SetUp() override {
+    TS_SKIP_WITHOUT_MPI();
+    scope_ = std::make_unique<CommTrace::Scope>(*rank_context().trace);
+  }
+  // As every distributed test: all ranks have called the same.
+  void TearDown() override {
+    if (scope_) check_equal_traces(*scope_);
+  }
+
+ private:
+  std::unique_ptr<CommTrace::Scope> scope_;
+};
 
 }  // namespace tessera::distributed

@@ -260,5 +260,40 @@ TEST(Mistakes, ACE2_DifferentCallsRaiseOnEveryRankAndNameBothCallSites) {
   }
 }
 
+// Rank 1 has called something else, has heard of it and calls nothing more. Rank 0 waits on another
+// channel, and its own call that failed is under way: it hears of that one.
+TEST(Mistakes, AWaitOnAnotherChannelHearsOfTheCallThatFailed) {
+  for (const bool coalesced : {false, true}) {
+    std::atomic<bool> told{false};
+    failing_ranks("rank 1 leaves after its mistake", 2, [&](int rank) {
+      const Tensor whole = zeros({8});
+      if (rank == 1) {
+        EXPECT_THROW(broadcast(whole, 0, world(), {.channel = Channel::kParameter}),
+                     DistributedError);
+        told.wait(false);
+        return;
+      }
+      Group& group = world();
+      const Work gather =
+          group.all_gather(whole, zeros({4}), {.channel = Channel::kParameter, .tag = "ahead"});
+      const std::string message = message_of<DistributedError>([&] {
+        if (coalesced) {
+          CoalescedScope calls(group, {.channel = Channel::kGradient});
+          calls.all_reduce(zeros({4}));
+          calls.finish().wait();
+        } else {
+          all_reduce(zeros({4}), ReduceOp::kSum, group, {.channel = Channel::kGradient});
+        }
+      });
+      EXPECT_NE(message.find("after another call failed: all_gather"), std::string::npos)
+          << message;
+      EXPECT_NE(message.find("'ahead'"), std::string::npos) << message;
+      EXPECT_NE(message.find("rank 1: broadcast"), std::string::npos) << message;
+      told = true;
+      told.notify_all();
+    });
+  }
+}
+
 }  // namespace
 }  // namespace tessera::distributed

@@ -198,7 +198,49 @@ TEST_F(MpiBackend, ReductionsHaveTheBitsOfRankOrder) {
         const auto offset = pieces[self].data - mine.data();
         ASSERT_TRUE(std::equal(piece.begin(), piece.end(), expected.begin() + offset));
         ASSERT_EQ(mine, contribution(rank, count, dtype, seed)) << "the input has changed";
+
+        Pending in_place(Operation::kReduceScatter);
+        in_place.call->sends = pieces;
+        in_place.call->receives.resize(static_cast<size_t>(size));
+        in_place.call->receives[self] = pieces[self];
+        in_place.call->header.dtype = dtype;
+        in_place.call->header.reduce = op;
+        in_place.start(*world, next()).wait();
+        Bytes sum_in_input = contribution(rank, count, dtype, seed);
+        std::copy(piece.begin(), piece.end(), sum_in_input.begin() + offset);
+        ASSERT_EQ(mine, sum_in_input) << "in place";
       }
+    }
+  }
+}
+
+TEST_F(MpiBackend, SumsGoOnFromTheOutputInRankOrder) {
+  int seed = 0;
+  for (const DType dtype : kReducible) {
+    for (const int64_t count : kCounts) {
+      SCOPED_TRACE(testing::Message() << count << " elements, dtype " << static_cast<int>(dtype));
+      ++seed;
+      std::vector<Bytes> all{contribution(size, count, dtype, seed)};  // what outputs hold
+      for (int r = 0; r < size; ++r) all.push_back(contribution(r, count, dtype, seed));
+      std::vector<const void*> inputs;
+      for (const Bytes& bytes : all) inputs.push_back(bytes.data());
+      Bytes expected(all[0].size());
+      reduce_contributions(inputs, expected.data(), count, dtype, ReduceOp::kSum);
+
+      Bytes mine = contribution(rank, count, dtype, seed);
+      const auto self = static_cast<size_t>(rank);
+      const Part piece = cut(mine, size, dtype)[self];
+      const auto offset = piece.data - mine.data();
+      Bytes output(all[0].begin() + offset, all[0].begin() + offset + piece.bytes);
+      Pending onto(Operation::kReduceScatter);
+      onto.call->sends = cut(mine, size, dtype);
+      onto.call->receives.resize(static_cast<size_t>(size));
+      onto.call->receives[self] = {output.data(), piece.bytes};
+      onto.call->header.dtype = dtype;
+      onto.call->header.onto = true;
+      onto.start(*world, next()).wait();
+      ASSERT_TRUE(std::equal(output.begin(), output.end(), expected.begin() + offset));
+      ASSERT_EQ(mine, contribution(rank, count, dtype, seed)) << "the input has changed";
     }
   }
 }
@@ -434,11 +476,14 @@ TEST_F(MpiBackend, AReceiverOfSomethingElseTellsBothSidesAndTheNextMessageIsFoun
 TEST_F(MpiBackend, DifferentCallsRaiseOnEveryRankWithAllTextsAndTheGroupGoesOn) {
   // What a reduction sends before it knows of the others is dropped, long or short.
   for (const int64_t count : {16, 40000}) {
-    for (int round = 0; round < 3; ++round) {  // operation, dtype, count
+    for (int round = 0; round < 4; ++round) {  // operation, dtype, count, onto
       const bool other = rank == size - 1;
       const int64_t elements = other && round == 2 ? count / 2 : count;
       Bytes data = contribution(rank, elements, kF32);
-      Pending call(other && round == 0 ? Operation::kBroadcast : Operation::kAllReduce);
+      Pending call(other && round == 0 ? Operation::kBroadcast
+                   : round == 3        ? Operation::kReduceScatter
+                                       : Operation::kAllReduce);
+      call.call->header.onto = !other && round == 3;
       call.call->sends = cut(data, size, kF32);
       call.call->receives = call.call->sends;
       call.call->header.dtype = other && round == 1 ? kF16 : kF32;

@@ -11,34 +11,6 @@
 namespace tessera::distributed {
 namespace {
 
-// The process's own world group; its context is the main thread's.
-class MpiGroups : public testing::Test {
- protected:
-  static void SetUpTestSuite() {
-    if (!MpiWorld::backend()) return;
-    RankContext& context = rank_context();
-    context.rank = MpiWorld::backend()->rank();
-    context.world_size = MpiWorld::backend()->size();
-    context.timeouts = {30, 30};
-    std::vector<int> ranks;
-    for (int r = 0; r < context.world_size; ++r) ranks.push_back(r);
-    context.world = std::make_shared<Group>("world", MpiWorld::backend(), ranks, context);
-    set_num_threads(1);
-  }
-  static void TearDownTestSuite() { rank_context().world = nullptr; }
-  void SetUp() override {
-    TS_SKIP_WITHOUT_MPI();
-    scope_ = std::make_unique<CommTrace::Scope>(*rank_context().trace);
-  }
-  // As every distributed test: all ranks have called the same.
-  void TearDown() override {
-    if (scope_) check_equal_traces(*scope_);
-  }
-
- private:
-  std::unique_ptr<CommTrace::Scope> scope_;
-};
-
 // Runs `body` here as a rank of the world of processes, then all ranks as threads of this process,
 // and compares this rank's results bit by bit. A body leaves its results in the list it is given.
 using Body = std::function<void(Group&, TensorList&)>;
@@ -75,7 +47,7 @@ constexpr DType kReducible[] = {kF64, kF32, kF16, kBF16, kI64, kI32, kU8};
 constexpr DType kAll[] = {kF64, kF32, kF16, kBF16, kF8E4M3, kI64, kU8, kBool};
 const Shape kShapes[] = {{0}, {1}, {3}, {8, 5}, {64, 129}};
 
-TEST_F(MpiGroups, ReductionsHaveTheBitsOfThreads) {
+TEST_F(MpiRanks, ReductionsHaveTheBitsOfThreads) {
   expect_bits_of_threads([](Group& group, TensorList& results) {
     uint64_t seed = 0;
     for (const DType dtype : kReducible) {
@@ -103,7 +75,70 @@ TEST_F(MpiGroups, ReductionsHaveTheBitsOfThreads) {
   });
 }
 
-TEST_F(MpiGroups, MovesHaveTheBitsOfThreads) {
+TEST_F(MpiRanks, SumsThatGoOnAndCallsInPlaceHaveTheBitsOfThreads) {
+  expect_bits_of_threads([](Group& group, TensorList& results) {
+    const int size = group.size(), rank = group.rank();
+    uint64_t seed = 500;
+    for (const DType dtype : kReducible) {
+      for (const int64_t length : {0, 1, 3, 4099}) {
+        const auto part_of = [&](const Tensor& whole) {
+          return whole.slice(0, rank * length, (rank + 1) * length);
+        };
+        const Tensor slice = numbers(group, {length}, dtype, ++seed);
+        for (int m = 0; m < 2; ++m) {
+          const Tensor mine = numbers(group, {size * length}, dtype, ++seed);
+          group.reduce_scatter_onto(slice, mine).wait();
+          results.push_back(mine);
+        }
+        TensorList parts;
+        for (int r = 0; r < size; ++r) {
+          parts.push_back(numbers(group, {r == 1 ? 0 : length + r}, dtype, ++seed));
+        }
+        const Tensor uneven = numbers(group, {rank == 1 ? 0 : length + rank}, dtype, ++seed);
+        group.reduce_scatter_onto(uneven, parts).wait();
+        group.reduce_scatter(parts[static_cast<size_t>(rank)], parts).wait();
+        results.insert(results.end(), {slice, uneven});
+        results.insert(results.end(), parts.begin(), parts.end());
+
+        const Tensor whole = numbers(group, {size * length}, dtype, ++seed);
+        group.reduce_scatter(part_of(whole), whole).wait();
+        results.push_back(whole.clone());
+        group.all_gather(whole, part_of(whole)).wait();
+        results.push_back(whole);
+        group.all_gather(parts, parts[static_cast<size_t>(rank)]).wait();
+        results.insert(results.end(), parts.begin(), parts.end());
+      }
+    }
+    const Tensor base = numbers(group, {12, 10}, kF32, 5), rows = base.t().slice(0, 1, 9, 2);
+    group.reduce_scatter_onto(rows, numbers(group, {12, 4 * size}, kF32, 6).t()).wait();
+    results.push_back(base);
+  });
+}
+
+TEST_F(MpiRanks, NativeSumsGoOnAndAreInPlaceWithinRounding) {
+  Group& group = world();
+  const int size = group.size();
+  const auto own = [&](const Tensor& x) { return x.slice(0, 500 * rank(), 500 * (rank() + 1)); };
+  const Tensor mine = numbers(group, {500 * size}, kF32, 1);
+  const Tensor begin = numbers(group, {500}, kF32, 2), sum = begin.clone();
+  group.reduce_scatter_onto(sum, mine).wait();
+  rank_context().reduction_mode = ReductionMode::kNative;
+  const Tensor native = begin.clone(), whole = mine.clone();
+  group.reduce_scatter_onto(native, mine).wait();
+  group.reduce_scatter(own(whole), whole).wait();
+  rank_context().reduction_mode = ReductionMode::kDeterministic;
+  // size additions of numbers below 8, each rounded at sums below 8 (size + 1).
+  const double tolerance = 0x1p-24 * 8 * (size + 1) * size;
+  EXPECT_LE((native - sum).abs().max().item(), tolerance);
+  EXPECT_LE((own(whole) + begin - sum).abs().max().item(), 2 * tolerance);
+  for (int r = 0; r < size; ++r) {
+    if (r == rank()) continue;
+    EXPECT_EQ(whole.slice(0, 500 * r, 500 * (r + 1)).to_vector(),
+              mine.slice(0, 500 * r, 500 * (r + 1)).to_vector());
+  }
+}
+
+TEST_F(MpiRanks, MovesHaveTheBitsOfThreads) {
   expect_bits_of_threads([](Group& group, TensorList& results) {
     const int size = group.size(), rank = group.rank();
     uint64_t seed = 1000;
@@ -164,7 +199,7 @@ TEST_F(MpiGroups, MovesHaveTheBitsOfThreads) {
   });
 }
 
-TEST_F(MpiGroups, NonContiguousTensorsHaveTheBitsOfThreads) {
+TEST_F(MpiRanks, NonContiguousTensorsHaveTheBitsOfThreads) {
   expect_bits_of_threads([](Group& group, TensorList& results) {
     const Tensor base = numbers(group, {12, 10}, kF32, 5);
     const Tensor view = base.t().slice(0, 1, 9, 2);
@@ -176,7 +211,7 @@ TEST_F(MpiGroups, NonContiguousTensorsHaveTheBitsOfThreads) {
   });
 }
 
-TEST_F(MpiGroups, CoalescedCallsAndObjectsHaveTheBitsOfThreads) {
+TEST_F(MpiRanks, CoalescedCallsAndObjectsHaveTheBitsOfThreads) {
   expect_bits_of_threads([](Group& group, TensorList& results) {
     CoalescedScope calls(group);
     for (uint64_t i = 0; i < 5; ++i) {
@@ -192,7 +227,7 @@ TEST_F(MpiGroups, CoalescedCallsAndObjectsHaveTheBitsOfThreads) {
   });
 }
 
-TEST_F(MpiGroups, GroupsIssuedInOppositeOrderComplete) {
+TEST_F(MpiRanks, GroupsIssuedInOppositeOrderComplete) {
   const auto a = world().split(0), b = world().split(0);
   const Tensor x = full({1000}, rank() + 1.0), y = full({1000}, 10.0 * (rank() + 1));
   Work on_a, on_b;
@@ -214,7 +249,7 @@ TEST_F(MpiGroups, GroupsIssuedInOppositeOrderComplete) {
   b->shutdown();
 }
 
-TEST_F(MpiGroups, PartsOfTheWorldReduceOnTheirOwn) {
+TEST_F(MpiRanks, PartsOfTheWorldReduceOnTheirOwn) {
   const auto parity = world().split(rank() % 2, -rank());
   int count = 0;
   double sum = 0;
@@ -226,7 +261,7 @@ TEST_F(MpiGroups, PartsOfTheWorldReduceOnTheirOwn) {
   parity->shutdown();
 }
 
-TEST_F(MpiGroups, BackwardGoesOnWhileGradientsTravel) {
+TEST_F(MpiRanks, BackwardGoesOnWhileGradientsTravel) {
   // The work ends although this thread does nothing but look: nobody's wait() drives it.
   const Tensor x = ones({1 << 18});
   const Work work = world().all_reduce(x);
@@ -239,7 +274,7 @@ TEST_F(MpiGroups, BackwardGoesOnWhileGradientsTravel) {
   EXPECT_EQ(x.to_vector(), std::vector<double>(1 << 18, world_size()));
 }
 
-TEST_F(MpiGroups, ACE2_ADifferenceIsNamedOnEveryRank) {
+TEST_F(MpiRanks, ACE2_ADifferenceIsNamedOnEveryRank) {
   const Tensor x = ones({4});
   const bool odd_one = rank() == world_size() - 1;
   // Called apart from the world's trace, which has to be equal at the end of the test.
@@ -260,7 +295,7 @@ TEST_F(MpiGroups, ACE2_ADifferenceIsNamedOnEveryRank) {
   SetUp();
 }
 
-TEST_F(MpiGroups, AMistakeOfOneRankIsItsTypedErrorAndTheOthersNews) {
+TEST_F(MpiRanks, AMistakeOfOneRankIsItsTypedErrorAndTheOthersNews) {
   const auto group = world().split(0);
   const Tensor x = ones({4}).to(rank() == 0 ? kBool : kF32);
   if (rank() == 0) {
@@ -279,7 +314,7 @@ TEST_F(MpiGroups, AMistakeOfOneRankIsItsTypedErrorAndTheOthersNews) {
   SetUp();
 }
 
-TEST_F(MpiGroups, SizesThatTwoRanksSeeDifferentlyAreNamedOnEveryRank) {
+TEST_F(MpiRanks, SizesThatTwoRanksSeeDifferentlyAreNamedOnEveryRank) {
   Group& group = world();
   const auto list = [&](int64_t size, int64_t last) {
     TensorList tensors;
@@ -312,7 +347,7 @@ TEST_F(MpiGroups, SizesThatTwoRanksSeeDifferentlyAreNamedOnEveryRank) {
   EXPECT_EQ(x.to_vector()[0], group.size());
 }
 
-TEST_F(MpiGroups, MistakesOfASenderOrReceiverAreToldToTheOther) {
+TEST_F(MpiRanks, MistakesOfASenderOrReceiverAreToldToTheOther) {
   Group& group = world();
   if (group.rank() > 1) return;
   const bool sends = group.rank() == 0;
@@ -333,7 +368,7 @@ TEST_F(MpiGroups, MistakesOfASenderOrReceiverAreToldToTheOther) {
   EXPECT_EQ(right.to_vector(), x.to_vector());
 }
 
-TEST_F(MpiGroups, NeighboursExchangeWhatNoBufferHolds) {
+TEST_F(MpiRanks, NeighboursExchangeWhatNoBufferHolds) {
   Group& group = world();
   const int size = group.size(), rank = group.rank();
   const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
@@ -352,7 +387,7 @@ TEST_F(MpiGroups, NeighboursExchangeWhatNoBufferHolds) {
 
 // ---- Data-parallel training ---------------------------------------------------------------------
 
-TEST_F(MpiGroups, D2_RanksGiveTheBitsOfOneProcessThatAccumulatesInRankOrder) {
+TEST_F(MpiRanks, D2_RanksGiveTheBitsOfOneProcessThatAccumulatesInRankOrder) {
   const int size = world_size();
   std::vector<Gradients> expected;
   {
@@ -378,7 +413,7 @@ TEST_F(MpiGroups, D2_RanksGiveTheBitsOfOneProcessThatAccumulatesInRankOrder) {
   EXPECT_EQ(replica.schedule().rebuilds(), 1);
 }
 
-TEST_F(MpiGroups, TrainingHasTheBitsOfThreads) {
+TEST_F(MpiRanks, TrainingHasTheBitsOfThreads) {
   expect_bits_of_threads([](Group& group, TensorList& results) {
     manual_seed(3);
     Net net;

@@ -361,6 +361,17 @@ TEST_F(NcclGroups, FormOverTheStoreAndCarryOutEveryCollective) {
     own.carry_out(call);
     EXPECT_EQ(uneven, std::vector<float>(self + 1, 6.0F));
 
+    // In place: into the rank's own piece.
+    data.assign(6, static_cast<float>(rank + 1));
+    call = make_call(Operation::kReduceScatter, kF32);
+    call->sends = pieces();
+    call->receives.resize(3);
+    call->receives[self] = pieces()[self];
+    own.carry_out(call);
+    std::vector<float> in_place(6, static_cast<float>(rank + 1));
+    in_place[2 * self] = in_place[2 * self + 1] = 6;
+    EXPECT_EQ(data, in_place);
+
     data.assign(6, static_cast<float>(rank + 1));
     call = make_call(Operation::kReduce, kF32);
     call->header.root = 2;
@@ -396,6 +407,21 @@ TEST_F(NcclGroups, FormOverTheStoreAndCarryOutEveryCollective) {
     own.carry_out(call);
     EXPECT_EQ(got[2], std::vector<float>(3, 2.0F));
     EXPECT_EQ(got[0], std::vector<float>(1, 0.0F));
+
+    // In place: from the rank's own piece, of equal and of ragged ones.
+    data.assign(6, 0);
+    data[2 * self] = data[2 * self + 1] = static_cast<float>(rank + 1);
+    call = make_call(Operation::kAllGather, kF32);
+    call->sends.assign(3, pieces()[self]);
+    call->receives = pieces();
+    own.carry_out(call);
+    EXPECT_EQ(data, (std::vector<float>{1, 1, 2, 2, 3, 3}));
+    call = make_call(Operation::kAllGather, kF32);
+    call->sends.assign(3, part_of(got[self]));
+    for (auto& one : got) call->receives.push_back(part_of(one));
+    own.carry_out(call);
+    EXPECT_EQ(got[2], std::vector<float>(3, 2.0F));
+    EXPECT_EQ(got[1], std::vector<float>(2, 1.0F));
 
     own.carry_out(make_call(Operation::kBarrier, kU8));
   });

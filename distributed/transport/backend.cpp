@@ -12,7 +12,8 @@ bool agree(std::span<const CallHeader> headers) {
     return header.operation != Operation::kInvalid && header.operation == first.operation &&
            header.dtype == first.dtype && header.reduce == first.reduce &&
            header.mode == first.mode && header.root == first.root && header.count == first.count &&
-           header.sequence == first.sequence;
+           header.sequence == first.sequence && header.onto == first.onto &&
+           header.purpose == first.purpose;
   });
 }
 

@@ -37,8 +37,10 @@ struct CallHeader {
   int32_t root = -1;
   int64_t count = 0;  // of elements; -1 in uneven calls, whose sizes the backend compares
   int64_t sequence = 0;
+  bool onto = false;     // reduce_scatter: the sum goes on from what receives[rank] holds
+  uint32_t purpose = 0;  // a hash of the tag: calls of one size for different things are different
 };
-static_assert(sizeof(CallHeader) == 24);
+static_assert(sizeof(CallHeader) == 32);
 
 // nullopt where all agree. Otherwise what each rank called, from the texts of CallText.
 using CallText = std::array<char, 256>;  // "all_reduce #3 (sum, f32[8]) at train.cpp:41", 0-ended
@@ -56,10 +58,12 @@ struct Part {
 // valid and untouched until `done` was called.
 //   all_reduce      sends[r]: the piece that rank r sums; results come in place, to all
 //   reduce          the same, results only at root; other ranks' memory is scratch afterwards
-//   reduce_scatter  sends[r] goes to rank r; receives[rank] gets this rank's sum
+//   reduce_scatter  sends[r] goes to rank r; receives[rank] gets this rank's sum, and may be
+//                   sends[rank]; where header.onto it is the first summand itself, but of tensors
+//                   of a GPU, where the group adds what it gets
 //   broadcast       sends[root] at the root, receives[root] at the others: one buffer
 //   all_gather, all_to_all, gather, scatter: sends[r] goes to rank r, receives[r] comes from it;
-//                   parts of no bytes are not sent
+//                   parts of no bytes are not sent; a rank's own two parts may be the same memory
 //   send, recv      sends[root] or receives[root], matched by `tag`; a send ends when its receiver
 //                   has it, and both sides learn where they do not match or one is `refused`
 //   barrier, invalid  nothing but the header

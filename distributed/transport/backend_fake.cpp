@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include <tessera/distributed/transport/backend.h>
+#include <tessera/distributed/transport/deterministic.h>
 
 namespace tessera::distributed {
 namespace {
@@ -22,8 +23,13 @@ class FakeBackend : public Backend {
     for (size_t r = 0; r < call->receives.size(); ++r) {
       const Part& to = call->receives[r];
       const Part from = r < call->sends.size() ? call->sends[r] : Part{};
-      if (to.data != nullptr && from.data != nullptr && to.bytes == from.bytes &&
-          to.data != from.data) {
+      if (to.data == nullptr || from.data == nullptr || to.bytes != from.bytes) continue;
+      if (to.data == from.data) continue;
+      if (const CallHeader& header = call->header; header.onto) {
+        const void* const summands[] = {to.data, from.data};
+        reduce_contributions(summands, to.data, to.bytes / size_of(header.dtype), header.dtype,
+                             header.reduce);
+      } else {
         std::memcpy(to.data, from.data, static_cast<size_t>(to.bytes));
       }
     }

@@ -104,9 +104,11 @@ class PairedBackend : public Backend {
     hash = mixed(hash, static_cast<uint64_t>(header.operation) |
                            static_cast<uint64_t>(header.dtype) << 8 |
                            static_cast<uint64_t>(header.reduce) << 16 |
+                           static_cast<uint64_t>(header.onto) << 24 |
                            static_cast<uint64_t>(static_cast<uint32_t>(header.root)) << 32);
     hash = mixed(hash, static_cast<uint64_t>(header.count));
     hash = mixed(hash, static_cast<uint64_t>(header.sequence));
+    hash = mixed(hash, header.purpose);
   }
 
   // The same call without data, over the host's backend.

@@ -57,10 +57,12 @@ void carry_out(std::span<const CallPtr> calls) {
   const CallHeader& header = calls[0]->header;
   const size_t size = calls.size();
   const int64_t element = size_of(header.dtype);
-  std::vector<const void*> inputs(size);
+  std::vector<const void*> inputs;
   const auto reduce_piece = [&](size_t piece, void* out) {
     const int64_t bytes = calls[0]->sends[piece].bytes;
-    for (size_t r = 0; r < size; ++r) inputs[r] = calls[r]->sends[piece].data;
+    inputs.clear();
+    if (header.onto) inputs.push_back(out);
+    for (const CallPtr& call : calls) inputs.push_back(call->sends[piece].data);
     if (bytes > 0) {
       reduce_contributions(inputs, out, bytes / element, header.dtype, header.reduce);
     }

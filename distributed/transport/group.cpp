@@ -20,6 +20,16 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// How long a call is waited for before one looks whether another one has failed meanwhile.
+constexpr std::chrono::seconds kPatience{1};
+
+// FNV-1a, the same on all machines.
+uint32_t purpose_of(std::string_view tag) {
+  uint32_t hash = 2166136261u;
+  for (const char letter : tag) hash = (hash ^ static_cast<unsigned char>(letter)) * 16777619u;
+  return hash;
+}
+
 void set_text(CallText& text, const std::string& value) {
   const size_t length = std::min(value.size(), text.size() - 1);
   std::memcpy(text.data(), value.data(), length);
@@ -60,27 +70,53 @@ struct Work::State {
   double timeout = 0;
   std::weak_ptr<void> carrier;  // for drive(), where the call said that it waits
   std::vector<Tensor> keep;
-  std::vector<std::pair<Tensor, Tensor>> copy_back;
+  std::vector<std::pair<Tensor, Tensor>> copy_back, add_back;
   std::function<void()> order;  // see Call::order
   bool delivered = false;       // wait() has copied back
-  bool answered = false;        // someone waited, or the caller has an error of its own
+  bool mistaken = false;        // the caller has an error of its own
+  bool answered = false;        // someone waited, or the call was mistaken
   std::vector<Work> parts;      // of a coalesced call
+
+  // Until the call has ended. False at the deadline, or where another call of this rank has failed
+  // and this one makes no progress: `other` says which.
+  bool wait_until(std::unique_lock<std::mutex>& lock, Clock::time_point deadline,
+                  std::string* other);
 
   ~State() {
     if (group && !answered && !error.empty()) {
       group->note_unseen(record, number, error, delivered);
     }
+    if (group && !error.empty()) group->forget_failed(number);
   }
   void finish(std::string failure) {
     {
       const std::lock_guard lock(mutex);
       if (done) return;
       done = true;
-      error = std::move(failure);
+      error = failure;
     }
     changed.notify_all();
+    if (group && !mistaken && !failure.empty()) group->note_failed(record, number, failure);
   }
 };
+
+bool Work::State::wait_until(std::unique_lock<std::mutex>& lock, Clock::time_point deadline,
+                             std::string* other) {
+  while (!done) {
+    const auto now = Clock::now();
+    if (now >= deadline) return false;
+    const auto patience = std::min(deadline, now + kPatience);
+    lock.unlock();
+    if (const auto carried = carrier.lock()) group->backend().drive(carried, patience);
+    lock.lock();
+    if (changed.wait_until(lock, patience, [&] { return done; }) || patience == deadline) break;
+    lock.unlock();
+    *other = group->failed_besides(number);
+    lock.lock();
+    if (!done && !other->empty()) return false;
+  }
+  return done;
+}
 
 bool Work::completed() const {
   if (!state_) return true;
@@ -105,18 +141,18 @@ void Work::wait() const {
     const auto deadline =
         state.issued + std::chrono::duration_cast<Clock::duration>(
                            std::chrono::duration<double>(std::min(state.timeout, 1e9)));
-    if (const auto carrier = state.carrier.lock()) state.group->backend().drive(carrier, deadline);
     std::string error;
     {
       std::unique_lock lock(state.mutex);
-      const auto ended = [&] { return state.done; };
       if (state.order) {
         // The stream waits, not the thread: what fails from now on is told by the next call.
         state.answered = state.done;
-      } else if (!state.changed.wait_until(lock, deadline, ended)) {
+      } else if (std::string other; !state.wait_until(lock, deadline, &other)) {
         lock.unlock();
         const double waited = std::chrono::duration<double>(Clock::now() - state.issued).count();
-        const std::string message = state.group->late_ranks(state.record, waited);
+        const std::string message = other.empty()
+                                        ? state.group->late_ranks(state.record, waited)
+                                        : "it has not come after another call failed: " + other;
         state.group->backend().fail(std::make_exception_ptr(DistributedError(message)));
         trace.finish(state.number, true, trace.seconds());
         state.finish(message);
@@ -146,7 +182,9 @@ void Work::wait() const {
   state.delivered = true;
   const NoGradGuard no_grad;
   for (const auto& [to, from] : state.copy_back) copy_(to, from);
+  for (const auto& [to, from] : state.add_back) add_(to, from);
   state.copy_back.clear();
+  state.add_back.clear();
   state.keep.clear();
 }
 
@@ -187,6 +225,7 @@ Work Group::local(Request& request) {
   }
   const NoGradGuard no_grad;
   for (const auto& [to, from] : request.copy_back) copy_(to, from);
+  for (const auto& [to, from] : request.add_back) add_(to, from);
   return {};
 }
 
@@ -220,6 +259,7 @@ Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
   record.sequence = peer_call ? ++peer_calls_ : ++sequences_[static_cast<size_t>(options.channel)];
   record.operation = request.operation;
   record.reduce = request.reduce;
+  record.onto = request.onto;
   record.dtype = request.dtype;
   record.count = request.count;
   record.bytes = request.bytes;
@@ -243,14 +283,17 @@ Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
   const Device device = request.device();
   state->keep = std::move(request.keep);
   state->copy_back = std::move(request.copy_back);
+  state->add_back = std::move(request.add_back);
   // Who made a mistake hears of it at once, and what the others say of it is no news.
-  state->answered = request.operation == Operation::kInvalid || !request.mistake.empty();
+  state->mistaken = request.operation == Operation::kInvalid || !request.mistake.empty();
+  state->answered = state->mistaken;
 
   state->number = trace_->add(record);
 
   auto call = std::make_shared<Call>();
-  call->header = {request.operation, request.dtype, request.reduce, context.reduction_mode,
-                  request.root,      request.count, record.sequence};
+  call->header = {request.operation,      request.dtype, request.reduce,
+                  context.reduction_mode, request.root,  request.count,
+                  record.sequence,        request.onto,  purpose_of(options.tag)};
   call->channel = options.channel;
   call->tag = request.tag;
   call->waits = options.waits;
@@ -316,6 +359,27 @@ void Group::invalid(const CollectiveOptions& options, std::string_view operation
   std::rethrow_exception(mistake);
 }
 
+// Of this rank, which nobody has heard of: ranks that have may never make the call that is waited
+// for now.
+void Group::note_failed(const CommRecord& record, int64_t number, const std::string& error) {
+  const std::lock_guard lock(failures_mutex_);
+  if (number > raised_until_) failed_[number] = record.describe() + ": " + error;
+}
+
+void Group::forget_failed(int64_t number) {
+  const std::lock_guard lock(failures_mutex_);
+  failed_.erase(number);
+}
+
+// The first of those but for `number`.
+std::string Group::failed_besides(int64_t number) {
+  const std::lock_guard lock(failures_mutex_);
+  for (const auto& [other, text] : failed_) {
+    if (other != number) return text;
+  }
+  return {};
+}
+
 // Any thread: the last of a Work may go where its transfer ended.
 void Group::note_unseen(const CommRecord& record, int64_t number, const std::string& error,
                         bool waited) {
@@ -335,6 +399,7 @@ void Group::note_raised() {
   const std::lock_guard lock(failures_mutex_);
   raised_until_ = trace_->next() - 1;
   unseen_failure_.clear();
+  failed_.clear();
 }
 
 // The others, who may call what is right, learn why this rank does not.

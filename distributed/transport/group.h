@@ -14,6 +14,7 @@
 // has the mistake; the others learn of it in the same call, as DistributedError.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <source_location>
@@ -92,16 +93,29 @@ class Group : public std::enable_shared_from_this<Group> {
               const CollectiveOptions& options = {});
   Work broadcast(const Tensor& tensor, int root, const CollectiveOptions& options = {});
   // output: size() times the elements of input, rank r's in the r-th part of dimension 0. The
-  // list form is ragged: outputs[r] has the shape of rank r's input.
+  // list form is ragged: outputs[r] has the shape of rank r's input. In place: the input may be
+  // this rank's own part of the output (ValueError for memory of another part).
   Work all_gather(const Tensor& output, const Tensor& input, const CollectiveOptions& options = {});
   Work all_gather(std::span<const Tensor> outputs, const Tensor& input,
                   const CollectiveOptions& options = {});
   // The reverse: input has size() times the elements of output. The list form is uneven: inputs[r]
-  // goes to rank r, whose output has its shape.
+  // goes to rank r, whose output has its shape. In place: the output may be this rank's own part of
+  // the input (ValueError for memory of another part).
   Work reduce_scatter(const Tensor& output, const Tensor& input, ReduceOp op = ReduceOp::kSum,
                       const CollectiveOptions& options = {});
   Work reduce_scatter(const Tensor& output, std::span<const Tensor> inputs,
                       ReduceOp op = ReduceOp::kSum, const CollectiveOptions& options = {});
+  // A sum that goes on from what the output holds: ((output + rank 0's part) + rank 1's) + ...,
+  // accumulated as in a reduction (16-bit types in f32, rounded once a call). So N ranks that
+  // reduce each of M micro-batches have the bits of one process that adds up N M gradients in f32.
+  // In records a reduce_scatter whose `onto` is set; counts and bytes are the same. NCCL sums the
+  // contributions first and wait() adds the sum, so that 16-bit types are rounded twice; native
+  // reductions of the host may do so too. ValueError where output and input share memory. After an
+  // error that is not a mismatch what the output holds is not specified.
+  Work reduce_scatter_onto(const Tensor& output, const Tensor& input,
+                           const CollectiveOptions& options = {});
+  Work reduce_scatter_onto(const Tensor& output, std::span<const Tensor> inputs,
+                           const CollectiveOptions& options = {});
   // inputs[r] goes to rank r, outputs[r] comes from it; sizes may differ from pair to pair.
   Work all_to_all(std::span<const Tensor> outputs, std::span<const Tensor> inputs,
                   const CollectiveOptions& options = {});
@@ -158,6 +172,9 @@ class Group : public std::enable_shared_from_this<Group> {
                     const CollectiveOptions& options);
   void note_unseen(const CommRecord& record, int64_t number, const std::string& error, bool waited);
   void note_raised();
+  void note_failed(const CommRecord& record, int64_t number, const std::string& error);
+  void forget_failed(int64_t number);
+  std::string failed_besides(int64_t number);
   void raise_unseen(const CollectiveOptions& options);
   [[noreturn]] void invalid(const CollectiveOptions& options, std::string_view operation);
   std::string late_ranks(const CommRecord& record, double waited);
@@ -165,6 +182,11 @@ class Group : public std::enable_shared_from_this<Group> {
   void check_own(std::span<const Tensor> parts, const Tensor& other, std::string_view where,
                  std::string_view part_name, std::string_view other_name) const;
   std::vector<Part> cut(const Tensor& flat) const;
+  Work scatter_sums(const Tensor& output, const Tensor& input, ReduceOp op, bool onto,
+                    const CollectiveOptions& options);
+  Work scatter_sums(const Tensor& output, std::span<const Tensor> inputs, ReduceOp op, bool onto,
+                    const CollectiveOptions& options);
+  void receive_sum(Request& request, const Tensor& output) const;
   // One Work for several; wait() then copies each second tensor to the first.
   Work join(std::vector<Work> works, std::vector<std::pair<Tensor, Tensor>> copy_back);
   std::shared_ptr<Group> part(int color, std::span<const int> members);
@@ -184,6 +206,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::mutex failures_mutex_;
   int64_t raised_until_ = -1;
   std::string unseen_failure_;
+  std::map<int64_t, std::string> failed_;  // calls under way that nobody has waited for, by number
 };
 
 // The world group of the current Context: one rank where nothing was initialised.

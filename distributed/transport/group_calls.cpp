@@ -77,6 +77,7 @@ namespace {
 // One device and one dtype, which the group can carry.
 void check_tensors(std::span<const Tensor> tensors, const Tensor& model, Backend* backend,
                    std::string_view where) {
+  check_whole(model, where);
   for (const Tensor& tensor : tensors) {
     check_whole(tensor, where);
     TS_CHECK_DTYPE(tensor.dtype() == model.dtype(), where, "tensors of one call have one dtype; ",
@@ -86,6 +87,18 @@ void check_tensors(std::span<const Tensor> tensors, const Tensor& model, Backend
   }
   TS_CHECK_DEVICE(!backend || backend->serves(model.device()), where, "the ", backend->name(),
                   " backend does not carry tensors of ", model.device(), "; given ", model);
+}
+
+const char* bytes_at(const Tensor& tensor) { return static_cast<const char*>(tensor.data()); }
+
+bool overlap(const Tensor& a, const Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0 || a.is_meta() || b.is_meta()) return false;
+  if (!a.is_contiguous() || !b.is_contiguous()) return false;  // one of them travels as a copy
+  return bytes_at(a) < bytes_at(b) + b.nbytes() && bytes_at(b) < bytes_at(a) + a.nbytes();
+}
+// Whether `part` has memory of `whole`, and not as its r-th part.
+bool clashes(const Tensor& whole, const Tensor& part, int r) {
+  return overlap(whole, part) && bytes_at(part) != bytes_at(whole) + r * part.nbytes();
 }
 
 }  // namespace
@@ -157,6 +170,12 @@ std::vector<Part> even_parts(const Tensor& flat, size_t ranks) {
   return parts;
 }
 
+void check_gather_in_place(bool clash, const Tensor& output, const Tensor& input) {
+  TS_CHECK(!clash, "all_gather",
+           "the input is this rank's own part of the output, or not of its memory; ", input,
+           " overlaps ", output, "; give it memory of its own");
+}
+
 }  // namespace
 
 Work Group::all_gather(const Tensor& output, const Tensor& input,
@@ -165,6 +184,7 @@ Work Group::all_gather(const Tensor& output, const Tensor& input,
   checked(request.operation, options, [&] {
     check_tensors({&output, 1}, input, backend_.get(), "all_gather");
     check_parts(output, input, size(), "all_gather", "output", "input");
+    check_gather_in_place(clashes(output, input, rank_), output, input);
   });
   request.dtype = input.dtype();
   request.count = input.numel();
@@ -183,6 +203,11 @@ Work Group::all_gather(std::span<const Tensor> outputs, const Tensor& input,
              " ranks; given ", outputs.size());
     check_tensors(outputs, input, backend_.get(), "all_gather");
     check_own(outputs, input, "all_gather", "output", "input");
+    for (int r = 0; r < size(); ++r) {
+      const Tensor& output = outputs[static_cast<size_t>(r)];
+      check_gather_in_place(r == rank_ ? clashes(output, input, 0) : overlap(output, input), output,
+                            input);
+    }
   });
   request.dtype = input.dtype();
   request.bytes = input.nbytes();
@@ -196,39 +221,100 @@ Work Group::all_gather(std::span<const Tensor> outputs, const Tensor& input,
 
 Work Group::reduce_scatter(const Tensor& output, const Tensor& input, ReduceOp op,
                            const CollectiveOptions& options) {
-  Request request{.operation = Operation::kReduceScatter, .reduce = op};
+  return scatter_sums(output, input, op, false, options);
+}
+Work Group::reduce_scatter(const Tensor& output, std::span<const Tensor> inputs, ReduceOp op,
+                           const CollectiveOptions& options) {
+  return scatter_sums(output, inputs, op, false, options);
+}
+Work Group::reduce_scatter_onto(const Tensor& output, const Tensor& input,
+                                const CollectiveOptions& options) {
+  return scatter_sums(output, input, ReduceOp::kSum, true, options);
+}
+Work Group::reduce_scatter_onto(const Tensor& output, std::span<const Tensor> inputs,
+                                const CollectiveOptions& options) {
+  return scatter_sums(output, inputs, ReduceOp::kSum, true, options);
+}
+
+namespace {
+
+std::string_view name_of_scatter(bool onto) {
+  return onto ? "reduce_scatter_onto" : "reduce_scatter";
+}
+
+// clash: the output has memory of the input where it must not.
+void check_in_place(bool clash, bool onto, const Tensor& output, const Tensor& input) {
+  TS_CHECK(!clash, name_of_scatter(onto),
+           onto ? "the output is not of the input's memory, or its part would count twice; "
+                : "the output is this rank's own part of the input, or not of its memory; ",
+           output, " overlaps ", input, "; give it memory of its own");
+}
+
+}  // namespace
+
+Work Group::scatter_sums(const Tensor& output, const Tensor& input, ReduceOp op, bool onto,
+                         const CollectiveOptions& options) {
+  Request request{.operation = Operation::kReduceScatter, .reduce = op, .onto = onto};
   checked(request.operation, options, [&] {
-    check_tensors({&output, 1}, input, backend_.get(), "reduce_scatter");
-    check_reduction(input.dtype(), op, "reduce_scatter");
-    check_parts(input, output, size(), "reduce_scatter", "input", "output");
+    const std::string_view where = name_of_scatter(onto);
+    check_tensors({&output, 1}, input, backend_.get(), where);
+    check_reduction(input.dtype(), op, where);
+    check_parts(input, output, size(), where, "input", "output");
+    check_in_place(onto ? overlap(input, output) : clashes(input, output, rank_), onto, output,
+                   input);
   });
   request.dtype = input.dtype();
   request.count = input.numel();
   request.bytes = output.nbytes();
   const NoGradGuard no_grad;
   request.sends = even_parts(request.input(input), ranks_.size());
-  request.receives.resize(ranks_.size());
-  request.receives[static_cast<size_t>(rank_)] = part_of(request.output(output));
+  receive_sum(request, output);
   return start(std::move(request), options);
 }
 
-Work Group::reduce_scatter(const Tensor& output, std::span<const Tensor> inputs, ReduceOp op,
-                           const CollectiveOptions& options) {
-  Request request{.operation = Operation::kReduceScatter, .reduce = op, .count = -1};
+Work Group::scatter_sums(const Tensor& output, std::span<const Tensor> inputs, ReduceOp op,
+                         bool onto, const CollectiveOptions& options) {
+  Request request{.operation = Operation::kReduceScatter, .reduce = op, .count = -1, .onto = onto};
   checked(request.operation, options, [&] {
-    TS_CHECK(std::ssize(inputs) == size(), "reduce_scatter", "needs an input for each of ", size(),
+    const std::string_view where = name_of_scatter(onto);
+    TS_CHECK(std::ssize(inputs) == size(), where, "needs an input for each of ", size(),
              " ranks; given ", inputs.size());
-    check_tensors(inputs, output, backend_.get(), "reduce_scatter");
-    check_reduction(output.dtype(), op, "reduce_scatter");
-    check_own(inputs, output, "reduce_scatter", "input", "output");
+    check_tensors(inputs, output, backend_.get(), where);
+    check_reduction(output.dtype(), op, where);
+    check_own(inputs, output, where, "input", "output");
+    for (int r = 0; r < size(); ++r) {
+      const Tensor& input = inputs[static_cast<size_t>(r)];
+      const bool may_be_same = r == rank_ && !onto;
+      check_in_place(may_be_same ? clashes(input, output, 0) : overlap(input, output), onto, output,
+                     input);
+    }
   });
   request.dtype = output.dtype();
   request.bytes = output.nbytes();
   const NoGradGuard no_grad;
   for (const Tensor& input : inputs) request.sends.push_back(part_of(request.input(input)));
-  request.receives.resize(ranks_.size());
-  request.receives[static_cast<size_t>(rank_)] = part_of(request.output(output));
+  receive_sum(request, output);
   return start(std::move(request), options);
+}
+
+// Where the sum of this rank's part goes: the transport adds to what the output holds, if at all,
+// on CPUs. On a GPU it has no kernel for that, and alone a rank has no transport.
+void Group::receive_sum(Request& request, const Tensor& output) const {
+  const auto self = static_cast<size_t>(rank_);
+  if (request.onto && size() == 1) {
+    request.add_back.emplace_back(detach(output), view(request.keep[0], output.shape()));
+    return;
+  }
+  request.receives.resize(ranks_.size());
+  if (request.onto && output.device().is_cuda()) {
+    const Tensor sum = result_buffer(output);
+    output.bump_version();
+    request.keep.push_back(sum);
+    request.add_back.emplace_back(detach(output), sum);
+    request.receives[self] = part_of(sum);
+  } else {
+    request.receives[self] = part_of(request.output(output, request.onto));
+  }
 }
 
 Work Group::all_to_all(std::span<const Tensor> outputs, std::span<const Tensor> inputs,
@@ -361,13 +447,6 @@ namespace {
 
 // What is received would change what is sent, or what another message puts there.
 void check_apart(std::span<const PeerTensor> sends, std::span<const PeerTensor> receives) {
-  const auto overlap = [](const Tensor& a, const Tensor& b) {
-    if (a.numel() == 0 || b.numel() == 0 || a.is_meta() || b.is_meta()) return false;
-    if (!a.is_contiguous() || !b.is_contiguous()) return false;  // one of them travels as a copy
-    const char *first = static_cast<const char*>(a.data()),
-               *second = static_cast<const char*>(b.data());
-    return first < second + b.nbytes() && second < first + a.nbytes();
-  };
   for (size_t i = 0; i < receives.size(); ++i) {
     const PeerTensor& to = receives[i];
     for (const std::span others : {sends, receives.subspan(i + 1)}) {

@@ -21,11 +21,13 @@ struct Group::Request {
   int tag = 0;
   int64_t count = 0;  // -1: differs between ranks
   int64_t bytes = 0;
+  bool onto = false;
   std::string mistake = {};  // of a send or recv whose peer is to be told
   std::vector<Part> sends = {}, receives = {};
   // Tensors whose memory the transport uses, and where results go that it cannot write directly.
   std::vector<Tensor> keep = {};
   std::vector<std::pair<Tensor, Tensor>> copy_back = {};  // to, from
+  std::vector<std::pair<Tensor, Tensor>> add_back = {};   // the same, for what is added there
 
   Device device() const { return keep.empty() ? kCpu : keep.front().device(); }
   // A contiguous tensor that the transport reads.

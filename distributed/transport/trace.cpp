@@ -46,7 +46,7 @@ std::string CommRecord::describe() const {
     text += " (";
     const bool reduces = operation == Operation::kAllReduce || operation == Operation::kReduce ||
                          operation == Operation::kReduceScatter;
-    if (reduces) text += std::string(name_of(reduce)) + ", ";
+    if (reduces) text += std::string(name_of(reduce)) + (onto ? " onto, " : ", ");
     text += std::string(tessera::name_of(dtype)) + "[" +
             (count < 0 ? "uneven" : std::to_string(count)) + "]";
     if (root >= 0) {
@@ -139,6 +139,7 @@ std::string CommTrace::to_json(int rank) const {
                     {"sequence", record.sequence},
                     {"operation", name_of(record.operation)},
                     {"reduce", name_of(record.reduce)},
+                    {"onto", record.onto},
                     {"dtype", tessera::name_of(record.dtype)},
                     {"count", record.count},
                     {"bytes", record.bytes},

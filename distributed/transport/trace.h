@@ -62,6 +62,7 @@ struct CommRecord {
   int64_t sequence = 0;  // of the channel, from 1; sends and receives count apart
   Operation operation = Operation::kBarrier;
   ReduceOp reduce = ReduceOp::kSum;
+  bool onto = false;  // a reduce_scatter_onto
   DType dtype = DType::kUInt8;
   int64_t count = 0;  // elements; -1 where it differs between ranks (ragged and uneven forms)
   int64_t bytes = 0;  // this rank's tensor: for gathers the input, for scatters the output
@@ -75,7 +76,7 @@ struct CommRecord {
   double queued = -1, done = -1;
   double wait_begin = -1, wait_end = -1;  // of the first wait()
 
-  // "all_reduce #12 (sum, f32[4096]) 'bucket 3'"
+  // "all_reduce #12 (sum, f32[4096]) 'bucket 3'", "reduce_scatter #3 (sum onto, f32[64])"
   std::string describe() const;
   std::string place() const;  // of the call: "train.cpp:41"
   // Bytes that this rank sends in a bandwidth-optimal algorithm: 2 (N-1)/N of an all_reduce's

@@ -216,6 +216,7 @@ Task carry_out(ChannelPtr channel, CallPtr call) {
     if (header.operation == Operation::kReduceScatter) {
       reduction.deliver = Deliver::kOwner;
       reduction.output = call->receives[self].data;
+      reduction.onto = header.onto;
     }
     const bool natively =
         header.mode == ReductionMode::kNative && reduces_well(*channel->ranks, reduction);

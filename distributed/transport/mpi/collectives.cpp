@@ -103,7 +103,8 @@ Task reduce_in_rank_order(std::shared_ptr<Ranks> ranks, Reduction reduction) {
 
   std::array<Requests, 2> sent, received, results;
   std::vector<Part> sends(size), receives(size);
-  std::vector<const void*> operands(size);
+  const size_t first = reduction.onto ? 1 : 0;  // of the contributions among the operands
+  std::vector<const void*> operands(first + size);
 
   auto start_contributions = [&](int64_t begin, size_t slot) {
     const int64_t bytes = slice(own, begin, step).bytes;
@@ -121,12 +122,13 @@ Task reduce_in_rank_order(std::shared_ptr<Ranks> ranks, Reduction reduction) {
   auto sum = [&](int64_t begin, size_t slot) {
     const Part part = slice(own, begin, step);
     if (part.bytes == 0) return;
+    char* const out = slice(output, begin, step).data;
+    operands[0] = out;  // stays the first one where the sum goes on from it
     for (size_t r = 0; r < size; ++r) {
-      operands[r] = ranks->scratch[slot].data() + static_cast<int64_t>(r) * part.bytes;
+      operands[first + r] = ranks->scratch[slot].data() + static_cast<int64_t>(r) * part.bytes;
     }
-    operands[self] = part.data;
-    reduce_contributions(operands, slice(output, begin, step).data, part.bytes / element_size,
-                         reduction.dtype, reduction.op);
+    operands[first + self] = part.data;
+    reduce_contributions(operands, out, part.bytes / element_size, reduction.dtype, reduction.op);
   };
   auto send_results = [&](int64_t begin, size_t slot) {
     for (size_t r = 0; r < size; ++r) {

@@ -59,6 +59,7 @@ enum class Deliver {
 struct Reduction {
   std::vector<Part> pieces;  // this rank's contributions; rank r sums pieces[r]
   char* output = nullptr;    // kOwner: where this rank's sum goes; else results replace the pieces
+  bool onto = false;         // kOwner: the sum goes on from what the output holds
   DType dtype = kF32;
   ReduceOp op = ReduceOp::kSum;
   Deliver deliver = Deliver::kAll;

@@ -122,12 +122,24 @@ Task reduce_natively(std::shared_ptr<Ranks> ranks, Reduction reduction) {
 
   Requests requests;
   if (reduction.deliver == Deliver::kOwner) {
-    const int64_t count = reduction.pieces[0].bytes / element_size;
-    check(MPI_Ireduce_scatter_block(data, reduction.output, static_cast<int>(count), type,
-                                    operation, ranks->communicator, requests.add()),
+    const int64_t size = reduction.pieces[0].bytes, count = size / element_size;
+    // MPI writes to no memory that it reads; its own form in place leaves the sum at the beginning.
+    const bool is_input = reduction.output >= data && reduction.output < data + bytes;
+    const bool staged = reduction.onto || is_input;
+    std::vector<char>& scratch = ranks->scratch[0];
+    if (staged && std::ssize(scratch) < size) scratch.resize(static_cast<size_t>(size));
+    char* const sum = staged ? scratch.data() : reduction.output;
+    check(MPI_Ireduce_scatter_block(data, sum, static_cast<int>(count), type, operation,
+                                    ranks->communicator, requests.add()),
           "MPI_Ireduce_scatter_block");
     co_await requests;
-    finish(reduction.output, count);
+    finish(sum, count);
+    if (reduction.onto) {
+      const void* const summands[] = {reduction.output, sum};
+      reduce_contributions(summands, reduction.output, count, reduction.dtype, reduction.op);
+    } else if (staged) {
+      std::copy_n(sum, size, reduction.output);
+    }
     co_return;
   }
   const int64_t limit = std::max<int64_t>(1, ranks->message_limit / element_size) * element_size;

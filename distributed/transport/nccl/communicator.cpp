@@ -188,6 +188,9 @@ void Communicator::exchange(std::span<const Part> sends, std::span<const Part> r
   std::vector<Message> messages;
   for (int peer = 0; peer < size_; ++peer) {
     const auto i = static_cast<size_t>(peer);
+    const bool in_place = peer == rank_ && i < sends.size() && i < receives.size() &&
+                          sends[i].data == receives[i].data;
+    if (in_place) continue;
     if (i < sends.size()) messages.push_back({peer, true, sends[i]});
     if (i < receives.size()) messages.push_back({peer, false, receives[i]});
   }

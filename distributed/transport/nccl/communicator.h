@@ -84,7 +84,8 @@ class Communicator {
   void reduce_scatter(const void* send, void* receive, size_t receive_count, DType dtype,
                       ReduceOp op, CudaStream stream);
   // Sends sends[r] to and receives receives[r] from each rank r, in one group: uneven all_to_all,
-  // ragged all_gather, gather, scatter, send and recv. Empty parts send nothing.
+  // ragged all_gather, gather, scatter, send and recv. Empty parts send nothing, nor does what this
+  // rank has where it takes it from itself.
   void exchange(std::span<const Part> sends, std::span<const Part> receives, CudaStream stream);
   // Any messages, in one group. Those between two ranks match in their order.
   struct Message {
