@@ -23,7 +23,8 @@ inline Tensor numbered(const Shape& shape, double first = 1) {
 }
 
 // This rank's part by the definition: chunks of ceil(L / N), the left axis first, strided ones
-// after all others. A summand of a sum: rank-dependent numbers, and the rest at coordinate 0.
+// after all others; of a flat shard the elements that its chunk of the unit has. A summand of a
+// sum: rank-dependent numbers, and the rest at coordinate 0.
 inline Tensor part_by_hand(const Tensor& whole, Mesh& mesh, const Placements& placements) {
   Tensor part = whole;
   const auto cut = [&](int dim, const MeshAxis& axis) {
@@ -38,6 +39,21 @@ inline Tensor part_by_hand(const Tensor& whole, Mesh& mesh, const Placements& pl
     if (const auto* shard = std::get_if<StridedShard>(&placements[i])) {
       cut(shard->dim, mesh.axes()[i]);
     }
+  }
+  for (size_t i = 0; i < placements.size(); ++i) {
+    const auto* flat = std::get_if<FlatShard>(&placements[i]);
+    if (flat == nullptr) continue;
+    const int64_t rank = mesh.coordinate(mesh.axes()[i].name);
+    std::vector<double> own;
+    const std::vector<double> all = part.to_vector();
+    for (int64_t e = 0; e < part.numel(); ++e) {
+      const int64_t place = flat->offset + e;
+      if (rank * flat->chunk <= place && place < (rank + 1) * flat->chunk) {
+        own.push_back(all[static_cast<size_t>(e)]);
+      }
+    }
+    part = tensor(std::span<const double>(own), {static_cast<int64_t>(own.size())}, kF64)
+               .to(part.dtype());
   }
   for (size_t i = 0; i < placements.size(); ++i) {
     if (!is_partial(placements[i])) continue;
@@ -93,7 +109,12 @@ inline std::pair<std::string, std::string> check_way(Mesh& mesh, const Shape& sh
       calls_of([&] { moved = redistribute(from_local(local, mesh, from, {.shape = shape}), to); });
   EXPECT_EQ(placements_of(moved), to) << what;
   EXPECT_EQ(global_shape(moved), shape) << what;
-  const Tensor part = to_local(moved);
+  // All ranks use copies alike; so is the gradient of a summand.
+  Placements gradient = to;
+  for (Placement& placement : gradient) {
+    if (std::holds_alternative<Partial>(placement)) placement = Replicate();
+  }
+  const Tensor part = to_local(moved, {.grad_placements = gradient});
   bool partial = false;
   for (const Placement& placement : to) partial |= is_partial(placement);
   if (!partial) expect_equal(part, part_by_hand(whole, mesh, to), what);

@@ -7,7 +7,6 @@
 #include <tessera/core/dlpack.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/distributed/checkpoint/writer.h>
-#include <tessera/optim/ema.h>
 
 #include "dtensor_fixture.h"
 
@@ -45,7 +44,7 @@ TEST(DTensor, OnTwoAxesTheShardIsScatteredBeforeItIsCopied) {
               "scatter broadcast");
     EXPECT_TRUE(made.requires_grad() && made.is_leaf());
     EXPECT_EQ(made.shape(), Shape({rank % 2 == 0 ? 4 : 3, 3}));
-    expect_equal(to_local(made).detach(),
+    expect_equal(to_local(made.detach()),
                  part_by_hand(numbered({7, 3}, 0), mesh, placements_of(made)), "part");
     const Tensor nested = distribute_tensor(given.detach(), mesh, {Shard(0), Shard(0)});
     expect_equal(full_tensor(nested), numbered({7, 3}, 0), "nested");
@@ -163,6 +162,41 @@ TEST(DTensor, PlacementsThatMakeNoSenseAreConfigErrors) {
   });
 }
 
+// A copy that ranks use differently has a summand of its gradient on each; nothing tells that here.
+TEST(DTensor, TheGradientOfACopyMustBeStated) {
+  compared_ranks(4, [](int rank) {
+    Mesh mesh(world(), {{"dp", 2}, {"tp", 2}});
+    const auto parameter = [&](const Placements& by) {
+      return distribute_tensor(numbered({4, 2}), mesh, by).set_requires_grad();
+    };
+    const Tensor copy = parameter({Replicate(), Shard(0)});
+    EXPECT_EQ(
+        message_of<AutogradError>([&] { to_local(copy); }),
+        "to_local: DTensor f32[4, 2] on mesh(dp=2, tp=2): [Replicate, Shard(0)], local [2, 2] "
+        "requires grad and is a copy on each rank of 'dp'; say in grad_placements how its "
+        "gradient lies there: Partial() where each rank uses it with data of its own, "
+        "Replicate() where all use it alike, or take it under a NoGradGuard");
+    // Of what was computed from it, too.
+    EXPECT_THROW(to_local(redistribute(copy, {Replicate(), Replicate()})), AutogradError);
+    const auto gradient = [&](const Placements& by) {
+      copy.zero_grad();
+      sum(to_local(copy, {.grad_placements = by}) * Scalar(1.0 + mesh.coordinate("dp"))).backward();
+      return full_tensor(copy.grad()).to_vector()[0];
+    };
+    EXPECT_EQ(gradient({Partial(), Shard(0)}), 3);
+    EXPECT_EQ(gradient({Replicate(), Shard(0)}), 1 + mesh.coordinate("dp")) << rank;
+    // Where there is nothing to state.
+    to_local(parameter({Shard(0), Shard(1)}));
+    to_local(copy.detach());
+    {
+      const NoGradGuard reading;
+      to_local(copy);
+    }
+    Mesh one(world(), {{"dp", 1}, {"tp", 4}});
+    to_local(distribute_tensor(numbered({4}), one, {Replicate(), Shard(0)}).set_requires_grad());
+  });
+}
+
 TEST(DTensor, WhatWouldTakeItForTheWholeRefuses) {
   compared_ranks(2, [&](int) {
     Mesh mesh(world());
@@ -198,10 +232,6 @@ TEST(DTensor, WhatWouldTakeItForTheWholeRefuses) {
         {"distribute_tensor", [&] { distribute_tensor(x, mesh, {Shard(0)}); }},
         {"from_local", [&] { from_local(x, mesh, {Shard(0)}); }},
         {"SaveItem", [&] { SaveItem::whole("x", x); }},
-        {"EMA",
-         [&] {
-           optim::EMA({{"x", x}});
-         }},
         {"detached", [&] { x.detach() + plain; }},
     };
     for (const auto& [name, use] : uses) EXPECT_THROW(use(), UnsupportedError) << name;

@@ -159,7 +159,7 @@ TEST(Redistribute, ASummandOfAMeanHasItsShareOfTheGradient) {
     const Tensor local = full({6, 2}, rank).set_requires_grad();
     const Tensor mean = from_local(local, mesh, {Partial(ReduceOp::kMean)});
     for (const Placement& to : {Placement(Replicate()), Placement(Shard(0))}) {
-      const Tensor moved = to_local(redistribute(mean, {to}));
+      const Tensor moved = to_local(redistribute(mean, {to}), {.grad_placements = Placements{to}});
       EXPECT_EQ(moved.numel() == 0 ? 1.5 : moved.to_vector()[0], 1.5);
       local.zero_grad();
       moved.backward(full(moved.shape(), 8.0));

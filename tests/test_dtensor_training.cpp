@@ -7,6 +7,7 @@
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/clip.h>
+#include <tessera/optim/ema.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/grad_scaler.h>
 
@@ -39,7 +40,6 @@ TEST(DTensorTraining, GradientsOfLeavesAreDTensorsAndAddUp) {
     loss().backward();
     expect_equal(full_tensor(w.grad()), numbered(shape) * Scalar(3), "hook");
     hook.remove();
-    EXPECT_THROW(optim::clip_grad_norm({w}, 1), UnsupportedError);
     optim::clip_grad_value({w}, 2);
     expect_equal(full_tensor(w.grad()), full(shape, 2.0), "clipped");
     w.zero_grad();
@@ -120,7 +120,13 @@ TEST(DTensorTraining, TrainingOnPartsIsTrainingOnTheWhole) {
       optim::AdamW next({{"w", w}}, {.lr = 0.5});
       next.load_state_dict(state);
       expect_equal(to_local(next.state_dict().at(name)), to_local(state.at(name)), "loaded");
+      // So does the whole; another tensor of the part's shape does not.
       StateDict other = state;
+      other.set(name, full_tensor(state.at(name)));
+      optim::AdamW last({{"w", w}}, {.lr = 0.5});
+      last.load_state_dict(other);
+      expect_equal(to_local(last.state_dict().at(name)), to_local(state.at(name)), "of the whole");
+      if (w.numel() == start.numel()) continue;
       other.set(name, to_local(state.at(name)));
       EXPECT_THROW(next.load_state_dict(other), ValueError) << "a plain tensor for a part";
     }
@@ -183,7 +189,8 @@ TEST(DTensorTraining, AStateDictHoldsItAsItIs) {
     expect_equal(full_tensor(state.at("w")), numbered({5}) * Scalar(2), "alive");
     expect_equal(full_tensor(snapshot.at("w")), numbered({5}), "snapshot");
     EXPECT_EQ(describe(w.detach()), describe(w));
-    // A module whose parameters are parts loads parts of the same placements.
+    // A module whose parameters are parts loads parts of the same placements, and of whole tensors
+    // its part.
     const Tensor part = distribute_tensor(numbered({3, 4}), mesh, {Shard(0)});
     OneWeight module(part);
     StateDict parts = module.state_dict().clone();
@@ -195,10 +202,84 @@ TEST(DTensorTraining, AStateDictHoldsItAsItIs) {
     module.load_state_dict(parts);
     expect_equal(full_tensor(part), numbered({3, 4}), "loaded");
     parts.set("weight", distribute_tensor(zeros({3, 4}), mesh, {Replicate()}));
-    EXPECT_THROW(module.load_state_dict(parts), Error);
+    EXPECT_EQ(message_of<ValueError>([&] { module.load_state_dict(parts); }),
+              "load_state_dict: the state does not fit OneWeight:\n  of another shape (1):\n    "
+              "weight: the module has f32[3, 4] on mesh(dp=2): [Shard(0)], the state has f32[3, 4] "
+              "on mesh(dp=2): [Replicate]\n  a tensor of another shape cannot be loaded; make the "
+              "module of the shape that the state has, or remove the tensor from the state");
     parts.set("weight", to_local(part));
-    EXPECT_THROW(module.load_state_dict(parts), UnsupportedError);
+    EXPECT_THROW(module.load_state_dict(parts), ValueError) << "the part is not the whole";
+    for (const Placement& placement : {Placement(Shard(1)), Placement(FlatShard{4, 9})}) {
+      const Tensor other = distribute_tensor(numbered({3, 4}), mesh, {placement});
+      OneWeight target(other);
+      parts.set("weight", numbered({3, 4}, 70).to(kF64));
+      target.load_state_dict(parts);
+      expect_equal(full_tensor(other), numbered({3, 4}, 70), describe(other));
+      parts.set("weight", transpose(numbered({4, 3}), 0, 1));
+      target.load_state_dict(parts);
+      expect_equal(full_tensor(other), transpose(numbered({4, 3}), 0, 1), "not in order");
+    }
+    // One without elements takes those of its part.
+    const Tensor meta =
+        distribute_tensor(zeros({3, 4}, {.device = kMeta}), mesh, {FlatShard{1, 7}});
+    OneWeight empty(meta);
+    parts.set("weight", numbered({3, 4}));
+    empty.load_state_dict(parts);
+    EXPECT_FALSE(meta.is_meta());
+    expect_equal(full_tensor(meta), numbered({3, 4}), describe(meta));
     EXPECT_THROW(replicate(module, mesh), UnsupportedError);
+  });
+}
+
+// Element by element: each rank's averages are its part of those of whole parameters.
+TEST(DTensorTraining, AveragesOfPartsAreThePartsOfAverages) {
+  compared_ranks(3, [&](int) {
+    Mesh mesh(world());
+    const Shape shape = {7, 2};
+    for (const Placements& way : {Placements{Shard(0)}, Placements{Shard(1)}}) {
+      const Tensor whole = numbered(shape).set_requires_grad();
+      const Tensor part = distribute_tensor(whole, mesh, way);
+      const auto fill_both = [&](double value) {
+        const NoGradGuard no_grad;
+        fill_(whole, value);
+        fill_(raw::alias(part), value);
+      };
+      optim::EMA expected({{"w", whole}}, {.decay = 0.75}), average({{"w", part}}, {.decay = 0.75});
+      EXPECT_EQ(calls_of([&] {
+                  fill_both(3);
+                  average.update();
+                }),
+                "");
+      expected.update();
+      const Tensor held = average.averages()[0].tensor;
+      EXPECT_EQ(describe(held), describe(part));
+      expect_equal(full_tensor(held), expected.averages()[0].tensor, describe(part));
+      const std::vector<double> values = expected.averages()[0].tensor.to_vector();
+      {
+        const optim::EMA::Scope scope(average);
+        EXPECT_TRUE(is_dtensor(part));
+        EXPECT_EQ(full_tensor(part).to_vector(), values);
+      }
+      EXPECT_EQ(full_tensor(part).to_vector(), std::vector<double>(14, 3));
+      // States of the same parts go round; others are refused and change nothing.
+      const StateDict saved = average.state_dict().clone();
+      fill_both(9);
+      average.update();
+      average.load_state_dict(saved);
+      EXPECT_EQ(full_tensor(held).to_vector(), values);
+      EXPECT_THROW(average.load_state_dict(expected.state_dict()), Error);
+      EXPECT_THROW(average.rebind({{"w", distribute_tensor(whole, mesh, {Replicate()})}}), Error);
+      const Tensor plain = zeros(part.shape());
+      EXPECT_THROW(average.rebind({{"w", plain}}), ValueError) << "a whole of the part's shape";
+      StateDict whole_of_shape = saved.clone();
+      whole_of_shape.set("average.w", plain);
+      EXPECT_THROW(average.load_state_dict(whole_of_shape), ValueError);
+      EXPECT_EQ(full_tensor(held).to_vector(), values);
+      average.copy_to_parameters();
+      EXPECT_EQ(full_tensor(part).to_vector(), values);
+    }
+    const Tensor summand = from_local(numbered({4}), mesh, {Partial()});
+    EXPECT_THROW(optim::EMA({{"w", summand}}), UnsupportedError);
   });
 }
 

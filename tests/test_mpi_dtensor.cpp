@@ -1,6 +1,6 @@
 // Meshes and DTensors over processes: the values, gradients and calls of rank threads.
 // ctest ranks: 2 4
-#include <tessera/core/parallel.h>
+#include <tessera/optim/clip.h>
 
 #include "dtensor_fixture.h"
 #include "mpi_world.h"
@@ -8,35 +8,9 @@
 namespace tessera::distributed {
 namespace {
 
-class MpiDTensor : public testing::Test {
- protected:
-  static void SetUpTestSuite() {
-    if (!MpiWorld::backend()) return;
-    RankContext& context = rank_context();
-    context.rank = MpiWorld::backend()->rank();
-    context.world_size = MpiWorld::backend()->size();
-    context.timeouts = {30, 30};
-    std::vector<int> ranks;
-    for (int r = 0; r < context.world_size; ++r) ranks.push_back(r);
-    context.world = std::make_shared<Group>("world", MpiWorld::backend(), ranks, context);
-    set_num_threads(1);
-  }
-  static void TearDownTestSuite() { rank_context().world = nullptr; }
-  void SetUp() override {
-    TS_SKIP_WITHOUT_MPI();
-    scope_ = std::make_unique<CommTrace::Scope>(*rank_context().trace);
-  }
-  void TearDown() override {
-    if (scope_) check_equal_traces(*scope_);
-  }
-
- private:
-  std::unique_ptr<CommTrace::Scope> scope_;
-};
-
 const Placement kOne[] = {Replicate(), Shard(0), Shard(1), Partial()};
 
-TEST_F(MpiDTensor, EveryPairOfOneAxisKeepsValuesAndGradients) {
+TEST_F(MpiRanks, EveryPairOfOneAxisKeepsValuesAndGradients) {
   Mesh mesh(world());
   for (const int64_t length : {world_size() * 3 + 1, 1}) {
     for (const Placement& from : kOne) {
@@ -45,7 +19,7 @@ TEST_F(MpiDTensor, EveryPairOfOneAxisKeepsValuesAndGradients) {
   }
 }
 
-TEST_F(MpiDTensor, PairsOfTwoAxesAndProductsToo) {
+TEST_F(MpiRanks, PairsOfTwoAxesAndProductsToo) {
   Mesh mesh(world(), {{"a", 2}, {"b", -1}});
   for (const Placement& from : kOne) {
     for (const Placement& to : kOne) {
@@ -58,13 +32,28 @@ TEST_F(MpiDTensor, PairsOfTwoAxesAndProductsToo) {
   EXPECT_EQ(sum.item(), world_size() * (world_size() - 1) / 2);
 }
 
-TEST_F(MpiDTensor, DistributedValuesAreThoseOfRank0) {
+TEST_F(MpiRanks, DistributedValuesAreThoseOfRank0) {
   Mesh mesh(world(), {{"a", 2}, {"b", -1}});
   const Tensor given = numbered({7, 3}, 100 * rank());
   for (const Placements& placements :
        {Placements{Replicate(), Shard(0)}, {Shard(0), Shard(0)}, {Shard(1), Replicate()}}) {
     expect_equal(full_tensor(distribute_tensor(given, mesh, placements)), numbered({7, 3}, 0),
                  describe(placements));
+  }
+}
+
+TEST_F(MpiRanks, TheNormOfPartsIsThatOfTheWhole) {
+  Mesh mesh(world(), {{"a", 2}, {"b", -1}});
+  const Tensor whole = randn({37, 13}, {}, RandomStream{3, 1});
+  const Tensor plain = zeros({37, 13}).set_requires_grad();
+  plain.set_grad(whole.clone());
+  const double expected = optim::clip_grad_norm({plain}, 0.5).item();
+  for (const Placements& by :
+       {Placements{Replicate(), Shard(0)}, {Shard(0), Replicate()}, {Shard(1), Shard(0)}}) {
+    const Tensor w = distribute_tensor(zeros({37, 13}), mesh, by).set_requires_grad();
+    w.set_grad(distribute_tensor(whole, mesh, by));
+    EXPECT_EQ(optim::clip_grad_norm({w}, 0.5).item(), expected) << describe(by);
+    expect_equal(full_tensor(w.grad()), plain.grad(), describe(by));
   }
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <ostream>
-#include <vector>
 
 #include <tessera/core/error.h>
 
@@ -53,6 +52,31 @@ std::optional<Box> intersect(const Box& a, const Box& b) {
     if (result.extent[d] <= 0) return std::nullopt;
   }
   return result;
+}
+
+std::vector<Box> boxes_of_run(const Shape& shape, int64_t begin, int64_t end) {
+  std::vector<Box> boxes;
+  const Shape strides = contiguous_strides(shape);
+  while (begin < end) {
+    Box box{shape, Shape::filled(shape.size(), 1)};
+    int64_t rest = begin;
+    for (int d = 0; d < shape.size(); ++d) {
+      box.offset[d] = rest / strides[d];
+      rest %= strides[d];
+    }
+    // Rows of the outermost dimension of which one begins here and lies in the run.
+    int64_t taken = 1;
+    for (int d = 0; d < shape.size(); ++d) {
+      if (begin % strides[d] != 0 || end - begin < strides[d]) continue;
+      box.extent[d] = std::min((end - begin) / strides[d], shape[d] - box.offset[d]);
+      taken = box.extent[d] * strides[d];
+      for (int inner = d + 1; inner < shape.size(); ++inner) box.extent[inner] = shape[inner];
+      break;
+    }
+    boxes.push_back(box);
+    begin += taken;
+  }
+  return boxes;
 }
 
 std::optional<std::string> tiling_problem(const Shape& shape, std::span<const Box> boxes) {

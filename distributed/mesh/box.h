@@ -8,6 +8,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include <tessera/core/shape.h>
 
@@ -33,6 +34,10 @@ std::ostream& operator<<(std::ostream& out, const Box& box);  // [0:4, 8:16]
 bool lies_within(const Box& box, const Shape& shape);
 // What two boxes of one tensor share; nothing where that has no elements.
 std::optional<Box> intersect(const Box& a, const Box& b);
+
+// The elements [begin, end) of a tensor's row-major order as boxes: those of one box behind those
+// of the one before. At most 2 * dim - 1, of a scalar one; none where there are no elements.
+std::vector<Box> boxes_of_run(const Shape& shape, int64_t begin, int64_t end);
 
 // Why the boxes are not the tensor cut into parts, each element in one: "elements [4:8] lie in no
 // part"; nothing where they are. The boxes lie within the shape. O(n log n) for parts that are cut

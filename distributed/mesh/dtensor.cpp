@@ -6,10 +6,12 @@
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/initial_values.h>
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/distributed/mesh/dtensor_inputs.h>
 #include <tessera/distributed/mesh/redistribute.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {
 namespace {
@@ -24,6 +26,10 @@ struct DTensorSlot final : PlacementSlot {
   std::string describe_whole(const Tensor& part) const override {
     return spec.describe(part.dtype());
   }
+  PlaceInWhole place(const Tensor&) const override {
+    if (!spec.flat_axis()) return {spec.shape, spec.local_box().offset};
+    return {{numel_of(spec.shape)}, {spec.local_run().first}};  // a box of the flattened whole
+  }
   std::unique_ptr<PlacementSlot> clone() const override {
     return std::make_unique<DTensorSlot>(spec);
   }
@@ -34,11 +40,41 @@ struct DTensorSlot final : PlacementSlot {
     const auto* same = dynamic_cast<const DTensorSlot*>(&other);
     return same != nullptr && same->spec == spec;
   }
+  const void* holders(std::string_view where) const override {
+    for (const Placement& placement : spec.placements) {
+      TS_CHECK_AS(UnsupportedError, !is_partial(placement), where,
+                  "works on parts and copies; got one of ", spec.shape, " on ",
+                  spec.mesh->describe(), ": ", distributed::describe(spec.placements),
+                  ", a summand; redistribute() it");
+    }
+    Group* const group = holding_group();
+    return group != nullptr && group->size() > 1 ? group : nullptr;
+  }
+  void reduce_over_holders(const Tensor& value, HolderReduction reduction) const override {
+    const ReduceOp op = reduction == HolderReduction::kMax ? ReduceOp::kMax : ReduceOp::kSum;
+    if (Group* const group = holding_group()) {
+      all_reduce(value, op, *group, {.channel = Channel::kControl, .tag = "norm"});
+    }
+  }
+  // Of the axes that cut the tensor; those that replicate hold it again.
+  Group* holding_group() const {
+    std::vector<std::string_view> axes;
+    for (size_t i = 0; i < spec.placements.size(); ++i) {
+      if (is_sharding(spec.placements[i])) axes.push_back(spec.mesh->axes()[i].name);
+    }
+    return axes.empty() ? nullptr : &spec.mesh->group(axes);
+  }
+  Tensor part_of(const Tensor& whole) const override {
+    if (whole.shape() != spec.shape) return {};
+    const NoGradGuard no_grad;
+    return part_of_whole(whole, spec);
+  }
   const DTensorSpec spec;
 };
 
 const DTensorSlot* slot_of(const Tensor& tensor) {
-  return static_cast<const DTensorSlot*>(placement_slot(tensor));
+  return dynamic_cast<const DTensorSlot*>(
+      placement_slot(tensor));  // a released parameter has another
 }
 
 // `part`, an object that nobody else has, as a DTensor.
@@ -54,7 +90,7 @@ DTensorSpec stated_gradient(const DTensorSpec& spec, const ToLocalOptions& optio
   DTensorSpec stated = spec.with(*options.grad_placements).checked(where);
   for (size_t i = 0; i < spec.placements.size(); ++i) {
     const Placement &own = spec.placements[i], &other = stated.placements[i];
-    const bool whole = shard_dim(own) < 0 && shard_dim(other) < 0;
+    const bool whole = !is_sharding(own) && !is_sharding(other);
     TS_CHECK_AS(ConfigError, whole || own == other, where, "a gradient placed ",
                 describe(stated.placements), " has not the shape of a part placed ",
                 describe(spec.placements),
@@ -94,11 +130,12 @@ Tensor distribute_tensor(const Tensor& tensor, Mesh& mesh, const Placements& pla
   const bool wants_grad = requires_grad(tensor);
   Tensor part;
   if (tensor.is_meta()) {
-    part = raw::empty(spec.local_box().extent, tensor.dtype(), tensor.device());
+    part = raw::empty(spec.local_shape(), tensor.dtype(), tensor.device());
   } else {
     part = scatter_from_first(raw::alias(tensor), spec);
   }
   Tensor result = as_dtensor(std::move(part), std::move(spec));
+  pass_initial_values(tensor, result);
   if (wants_grad) result.set_requires_grad();
   return result;
 }
@@ -108,6 +145,11 @@ Tensor from_local(const Tensor& local, Mesh& mesh, const Placements& placements,
   const std::string_view where = "from_local";
   TS_CHECK(local.defined(), where, "the tensor is undefined; give it a value first");
   check_whole(local, where);
+  for (const Placement& placement : placements) {
+    TS_CHECK_AS(ConfigError, options.shape || !std::holds_alternative<FlatShard>(placement), where,
+                "the shape of the whole does not follow from a part placed ", describe(placements),
+                "; give FromLocalOptions::shape");
+  }
   DTensorSpec spec =
       DTensorSpec{&mesh, placements, options.shape.value_or(local.shape())}.checked(where);
   if (!options.shape) {
@@ -119,16 +161,35 @@ Tensor from_local(const Tensor& local, Mesh& mesh, const Placements& placements,
   if (options.run_check) {
     check_parts(local, spec, options.shape.has_value());
   } else {
-    const Box box = spec.local_box();
-    TS_CHECK_SHAPE(local.shape() == box.extent, where, "of ", spec.describe(local.dtype()),
-                   " this rank holds ", box, ", a part ", box.extent, "; got ", local,
-                   "; chunks are of ceil(length / ranks)");
+    TS_CHECK_SHAPE(local.shape() == spec.local_shape(), where, "of ", spec.describe(local.dtype()),
+                   " this rank holds ", spec.describe_part(), ", a part ", spec.local_shape(),
+                   "; got ", local, "; ", rule_of_parts(spec));
   }
   Tensor part = redistribute_local(local, spec, spec, spec.of_gradient());
   return as_dtensor(std::move(part), std::move(spec));
 }
 
+namespace {
+
+// Ranks that use a copy with data of their own have a summand of its gradient each, ranks that use
+// it alike the same one; which of both follows from nothing here.
+void check_gradient_of_copies(const Tensor& dtensor, const DTensorSpec& spec) {
+  if (!grad_enabled() || !requires_grad(dtensor)) return;
+  for (size_t i = 0; i < spec.placements.size(); ++i) {
+    const MeshAxis& axis = spec.mesh->axes()[i];
+    TS_CHECK_AS(
+        AutogradError, axis.size == 1 || !std::holds_alternative<Replicate>(spec.placements[i]),
+        "to_local", dtensor, " requires grad and is a copy on each rank of '", axis.name,
+        "'; say in grad_placements how its gradient lies there: Partial() where each rank "
+        "uses it with data of its own, Replicate() where all use it alike, or take it under "
+        "a NoGradGuard");
+  }
+}
+
+}  // namespace
+
 Tensor to_local(const Tensor& dtensor, const ToLocalOptions& options) {
+  if (!options.grad_placements) check_gradient_of_copies(dtensor, spec_of(dtensor));
   return plain(dtensor, spec_of(dtensor), options, "to_local");
 }
 
@@ -155,6 +216,7 @@ const Placements& placements_of(const Tensor& dtensor) { return spec_of(dtensor)
 Mesh& mesh_of(const Tensor& dtensor) { return *spec_of(dtensor).mesh; }
 const Shape& global_shape(const Tensor& dtensor) { return spec_of(dtensor).shape; }
 Box local_box(const Tensor& dtensor) { return spec_of(dtensor).local_box(); }
+std::vector<Box> local_boxes(const Tensor& dtensor) { return spec_of(dtensor).local_boxes(); }
 std::string describe(const Tensor& tensor) { return tensor.describe(); }
 
 }  // namespace tessera::distributed

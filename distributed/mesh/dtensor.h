@@ -15,21 +15,26 @@
 //   The `.grad` of a leaf is a DTensor of its placements (replicated where the leaf is partial),
 //   but for a main_grad, which is as its owner made it. Hooks get plain parts.
 // - Printing and error messages say how it lies.
-// - StateDict, clone() included, and load_state_dict of a module from parts of the same placements.
-// - Optimizers: states become DTensors of the same placements, and are saved and loaded so; the
-//   update is element by element (a Partial is no parameter: UnsupportedError). clip_grad_value. A
-//   GradScaler on the host that agrees among the ranks (set_agreement).
+// - StateDict, clone() included, and load_state_dict of a module or an optimizer: from parts of the
+//   same placements, and from whole tensors, of which each rank takes its part.
+// - Checkpoints (save_state, load_state): from any placements into any. save_model, load_model and
+//   full_state_dict(). Not of a Partial.
+// - Optimizers: states become DTensors of the same placements; the update is element by element (a
+//   Partial is no parameter: UnsupportedError). clip_grad_value, and clip_grad_norm, whose norm is
+//   that of the whole gradients on all ranks. A GradScaler on the host that agrees among the ranks
+//   (set_agreement).
+// - EMA, whose averages are parts like the parameters (not of a Partial).
 // What would take a part for the whole throws UnsupportedError: every op, item(), to_vector(),
-// backward() from a DTensor, retain_grad(), collectives, replicate(), clip_grad_norm, whose norm
-// would be that of the part, EMA, save_safetensors, save_model, checkpoints of whole tensors,
-// to_dlpack and set_data() of a whole tensor. data() and storage() are the part's and not guarded,
-// nor is what kernels and raw:: do with them.
+// backward() from a DTensor, retain_grad(), collectives, replicate(), save_safetensors,
+// save_weights, to_dlpack and set_data() of a whole tensor. data() and storage() are the part's and
+// not guarded, nor is what kernels and raw:: do with them.
 //
 // A DTensor refers to its mesh, which must outlive it. Functions called collective are called by
 // all ranks of the mesh alike.
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include <tessera/core/tensor.h>
 #include <tessera/distributed/mesh/placement.h>
@@ -48,7 +53,8 @@ struct FromLocalOptions {
   // Compare shapes, dtypes and the copies of replicated axes among the ranks: collective, and as
   // much traffic as a broadcast. ShapeError, DTypeError or ValueError on every rank.
   bool run_check = false;
-  std::optional<Shape> shape = {};  // of the whole; needed where parts are uneven
+  // Of the whole; needed where parts are uneven, and for a FlatShard (else ConfigError).
+  std::optional<Shape> shape = {};
 };
 // The DTensor whose part on this rank is `local`, whose elements it shares. Without run_check
 // nothing is communicated. Without a shape all parts are taken to be as large as this one.
@@ -60,7 +66,8 @@ Tensor from_local(const Tensor& local, Mesh& mesh, const Placements& placements,
 struct ToLocalOptions {
   // How the gradient of the result lies. Absent: as the DTensor (replicated where it is partial).
   // A replicated tensor that ranks use in ways that differ has a gradient on each that is a
-  // summand: say Partial() for that axis, else each rank keeps its own, silently.
+  // summand: say Partial() for that axis, Replicate() where all use it alike. to_local() of one
+  // that requires grad must say it (AutogradError); full_tensor() takes it that all use it alike.
   std::optional<Placements> grad_placements = {};
 };
 // This rank's part as a plain tensor that shares its elements. ConfigError for gradient placements
@@ -83,7 +90,8 @@ const DTensorSpec& spec_of(const Tensor& dtensor);
 const Placements& placements_of(const Tensor& dtensor);
 Mesh& mesh_of(const Tensor& dtensor);
 const Shape& global_shape(const Tensor& dtensor);
-Box local_box(const Tensor& dtensor);  // what of the whole this rank holds
+Box local_box(const Tensor& dtensor);  // what of the whole this rank holds; not of a FlatShard
+std::vector<Box> local_boxes(const Tensor& dtensor);  // of any, see DTensorSpec
 // "DTensor f32[12, 4] on mesh(dp=4): [Shard(0)], local [3, 4]"; of another tensor its describe().
 std::string describe(const Tensor& tensor);
 

@@ -8,6 +8,8 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/raw_views.h>
+#include <tessera/distributed/mesh/dtensor.h>
+#include <tessera/distributed/mesh/redistribute.h>
 #include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {
@@ -25,14 +27,10 @@ std::vector<Json> say(const DTensorSpec& spec, const Json& own, std::string_view
   return all_gather_objects(spec.mesh->group(), own, control(tag));
 }
 
-Tensor scattered(const Tensor& x, int dim, Group& group) {
-  TensorList parts;
-  for (int r = 0; r < group.size(); ++r) {
-    const auto [begin, end] = chunk_of(x.size(dim), group.size(), r);
-    parts.push_back(raw::narrow(x, dim, begin, end - begin));
-  }
-  const Tensor own =
-      raw::empty(parts[static_cast<size_t>(group.rank())].shape(), x.dtype(), x.device());
+// Rank 0's part of each rank, which it gives.
+Tensor scattered(TensorList parts, Group& group) {
+  const Tensor& mine = parts[static_cast<size_t>(group.rank())];
+  const Tensor own = raw::empty(mine.shape(), mine.dtype(), mine.device());
   if (group.rank() == 0) {
     for (Tensor& part : parts) part = contiguous(part);
   } else {
@@ -40,6 +38,15 @@ Tensor scattered(const Tensor& x, int dim, Group& group) {
   }
   group.scatter(own, parts, 0, kWaiting).wait();
   return own;
+}
+
+TensorList chunks_of_dim(const Tensor& x, int dim, int count) {
+  TensorList parts;
+  for (int r = 0; r < count; ++r) {
+    const auto [begin, end] = chunk_of(x.size(dim), count, r);
+    parts.push_back(raw::narrow(x, dim, begin, end - begin));
+  }
+  return parts;
 }
 
 bool same_bytes(const Tensor& a, const Tensor& b) {
@@ -50,6 +57,13 @@ Tensor on_host(const Tensor& x) {
   const Tensor copy = raw::empty(x.shape(), x.dtype());
   kernels::copy_into(copy, x);
   return copy;
+}
+
+void check_no_summand(const DTensorSpec& spec, std::string_view where) {
+  for (const Placement& placement : spec.placements) {
+    TS_CHECK_AS(UnsupportedError, !is_partial(placement), where, "works on copies and shards; got ",
+                describe(spec.placements), "; redistribute() the tensor first");
+  }
 }
 
 }  // namespace
@@ -74,25 +88,117 @@ Tensor scatter_from_first(const Tensor& whole, const DTensorSpec& spec) {
   };
   for (int dim = 0; dim < spec.shape.size(); ++dim) {
     for (const size_t axis : spec.cuts(dim)) {
-      if (group_of(axis).size() > 1) x = scattered(x, dim, group_of(axis));
+      Group& group = group_of(axis);
+      if (group.size() > 1) x = scattered(chunks_of_dim(x, dim, group.size()), group);
     }
   }
-  if (x.is(whole)) x = contiguous(clone(whole));
+  if (const auto axis = spec.flat_axis(); axis && group_of(*axis).size() > 1) {
+    Group& group = group_of(*axis);
+    // Who does not give shows how many there are.
+    const Tensor elements =
+        group.rank() == 0 ? elements_of(x) : raw::as_strided(x, {x.numel()}, {0}, x.offset());
+    x = scattered(runs_of(elements, std::get<FlatShard>(spec.placements[*axis]), group.size()),
+                  group);
+  }
+  if (x.is(whole)) x = raw::view(contiguous(clone(whole)), spec.local_shape());
   for (size_t axis = 0; axis < spec.placements.size(); ++axis) {
-    if (shard_dim(spec.placements[axis]) >= 0 || group_of(axis).size() == 1) continue;
+    if (is_sharding(spec.placements[axis]) || group_of(axis).size() == 1) continue;
     group_of(axis).broadcast(x, 0, kWaiting).wait();
   }
   return x;
 }
 
+Tensor gather_to_first(const Tensor& dtensor) {
+  const DTensorSpec& spec = spec_of(dtensor);
+  check_no_summand(spec, "gather_to_first");
+  const NoGradGuard no_grad;
+  // Who is not the first along an axis that copies has nothing to say; who is not the first along
+  // one that was gathered has said it.
+  for (size_t i = 0; i < spec.placements.size(); ++i) {
+    const MeshAxis& axis = spec.mesh->axes()[i];
+    if (!is_sharding(spec.placements[i]) && spec.mesh->coordinate(axis.name) > 0) return {};
+  }
+  Tensor x = raw::alias(dtensor);
+  const auto group_of = [&](size_t axis) -> Group& {
+    return spec.mesh->group(spec.mesh->axes()[axis].name);
+  };
+  // False where another rank has it all now.
+  const auto gather = [&](Group& group, const TensorList& parts) {
+    const bool first = group.rank() == 0;
+    group.gather(first ? parts : TensorList(), contiguous(x), 0, kWaiting).wait();
+    return first;
+  };
+  if (const auto axis = spec.flat_axis()) {
+    Group& group = group_of(*axis);
+    if (group.size() == 1) return raw::view(contiguous(x), spec.shape);
+    Tensor whole;
+    TensorList parts;
+    if (group.rank() == 0) {
+      whole = raw::empty({numel_of(spec.shape)}, x.dtype(), x.device());
+      parts = runs_of(whole, std::get<FlatShard>(spec.placements[*axis]), group.size());
+    }
+    if (!gather(group, parts)) return {};
+    return raw::view(whole, spec.shape);
+  }
+  for (int dim = spec.shape.size(); dim-- > 0;) {
+    const std::vector<size_t> cuts = spec.cuts(dim);
+    // The length before each cut; the last one is put together first.
+    std::vector<int64_t> lengths = {spec.shape[dim]};
+    for (const size_t axis : cuts) {
+      const auto [begin, end] =
+          chunk_of(lengths.back(), group_of(axis).size(), group_of(axis).rank());
+      lengths.push_back(end - begin);
+    }
+    for (size_t i = cuts.size(); i-- > 0;) {
+      Group& group = group_of(cuts[i]);
+      if (group.size() == 1) continue;
+      Tensor joined;
+      TensorList parts;
+      if (group.rank() == 0) {
+        Shape shape = x.shape();
+        shape[dim] = lengths[i];
+        if (dim == 0) joined = raw::empty(shape, x.dtype(), x.device());
+        for (int r = 0; r < group.size(); ++r) {
+          const auto [begin, end] = chunk_of(lengths[i], group.size(), r);
+          shape[dim] = end - begin;
+          parts.push_back(dim == 0 ? raw::narrow(joined, 0, begin, end - begin)
+                                   : raw::empty(shape, x.dtype(), x.device()));
+        }
+      }
+      if (!gather(group, parts)) return {};
+      x = dim == 0 ? joined : cat(parts, dim);
+    }
+  }
+  return x;
+}
+
+Tensor part_of_whole(const Tensor& whole, const DTensorSpec& spec) {
+  check_no_summand(spec, "DTensor");
+  if (spec.flat_axis()) {
+    const auto [begin, end] = spec.local_run();
+    return raw::narrow(elements_of(whole), 0, begin, end - begin);
+  }
+  const Box box = spec.local_box();
+  Tensor part = raw::alias(whole);
+  for (int dim = 0; dim < box.dim(); ++dim) {
+    part = raw::narrow(part, dim, box.offset[dim], box.extent[dim]);
+  }
+  return part;
+}
+
+std::string_view rule_of_parts(const DTensorSpec& spec) {
+  return spec.flat_axis() ? "a part is what the rank's chunk of the unit has of the tensor, 1-D"
+                          : "chunks are of ceil(length / ranks)";
+}
+
 void check_parts(const Tensor& local, const DTensorSpec& spec, bool shape_given) {
   const std::string_view where = "from_local";
   const NoGradGuard no_grad;
-  const Box box = spec.local_box();
   std::string problem;
-  if (local.shape() != box.extent) {
-    problem = detail::concatenate("holds ", box, " of ", spec.describe(local.dtype()), ", a part ",
-                                  box.extent, ", and gives ", local);
+  if (local.shape() != spec.local_shape()) {
+    problem =
+        detail::concatenate("holds ", spec.describe_part(), " of ", spec.describe(local.dtype()),
+                            ", a part ", spec.local_shape(), ", and gives ", local);
   }
   const std::vector<Json> all = say(spec,
                                     {{"whole", spec.shape.to_vector()},
@@ -115,7 +221,7 @@ void check_parts(const Tensor& local, const DTensorSpec& spec, bool shape_given)
   }
   for (size_t r = 0; r < all.size(); ++r) {
     TS_CHECK_SHAPE(all[r]["problem"] == "", where, "rank ", r, " of the mesh ",
-                   all[r]["problem"].get<std::string>(), "; chunks are of ceil(length / ranks)");
+                   all[r]["problem"].get<std::string>(), "; ", rule_of_parts(spec));
   }
   if (local.is_meta()) return;
   for (size_t axis = 0; axis < spec.placements.size(); ++axis) {

@@ -1,5 +1,7 @@
-// What ranks give to become a DTensor: made equal, or compared.
+// Between DTensors and what ranks give or take in its place: whole tensors, parts to compare.
 #pragma once
+
+#include <string_view>
 
 #include <tessera/core/tensor.h>
 #include <tessera/distributed/mesh/placement.h>
@@ -9,6 +11,17 @@ namespace tessera::distributed {
 // This rank's part of the tensor that rank 0 of the mesh has: a scatter or a broadcast for each
 // axis, those that shard first. ShapeError or DTypeError on every rank where they give others.
 Tensor scatter_from_first(const Tensor& whole, const DTensorSpec& spec);
+
+// The reverse: the whole on rank 0 of the mesh, undefined on the others, by one gather for each
+// axis that cuts. Collective; UnsupportedError for a Partial.
+Tensor gather_to_first(const Tensor& dtensor);
+
+// This rank's part of a whole tensor that it has: a view, but of a FlatShard where the elements do
+// not lie in order. UnsupportedError for a Partial.
+Tensor part_of_whole(const Tensor& whole, const DTensorSpec& spec);
+
+// Why a part has the shape that it has; ends a message.
+std::string_view rule_of_parts(const DTensorSpec& spec);
 
 // Throws on every rank where the parts of one do not fit: ShapeError, DTypeError, ValueError for
 // copies that differ. `shape_given`: the spec's shape is not made from this rank's part.

@@ -1,6 +1,7 @@
 #include <tessera/distributed/mesh/placement.h>
 
 #include <algorithm>
+#include <limits>
 #include <sstream>
 
 #include <tessera/core/error.h>
@@ -15,18 +16,41 @@ struct Match : Cases... {
 
 std::string name_of_reduction(ReduceOp op) { return std::string(name_of(op)); }
 
+// A FlatShard has copies alone beside it, and its chunks hold every element.
+void check_flat(const DTensorSpec& spec, std::string_view where) {
+  const auto axis = spec.flat_axis();
+  if (!axis) return;
+  for (size_t i = 0; i < spec.placements.size(); ++i) {
+    TS_CHECK_AS(ConfigError, i == *axis || std::holds_alternative<Replicate>(spec.placements[i]),
+                where, "beside a FlatShard the other axes replicate; got ",
+                describe(spec.placements), "; reduce or gather along them first");
+  }
+  const auto& flat = std::get<FlatShard>(spec.placements[*axis]);
+  const int64_t ranks = spec.mesh->axes()[*axis].size, numel = numel_of(spec.shape);
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  TS_CHECK_AS(ConfigError,
+              flat.offset >= 0 && flat.chunk >= 0 && flat.chunk <= kMost / ranks &&
+                  numel <= flat.chunk * ranks && flat.offset <= flat.chunk * ranks - numel,
+              where, "the ", ranks, " chunks of ", describe(spec.placements[*axis]),
+              " must hold all of ", spec.shape, ": offset + ", numel,
+              " elements is at most chunk * ", ranks, "; give the unit's true chunk");
+}
+
 }  // namespace
 
 std::string describe(const Placement& placement) {
   return std::visit(
-      Match{
-          [](const Replicate&) { return std::string("Replicate"); },
-          [](const Shard& shard) { return "Shard(" + std::to_string(shard.dim) + ")"; },
-          [](const StridedShard& shard) {
-            return "StridedShard(" + std::to_string(shard.dim) + ", " +
-                   std::to_string(shard.split_factor) + ")";
-          },
-          [](const Partial& partial) { return "Partial(" + name_of_reduction(partial.op) + ")"; }},
+      Match{[](const Replicate&) { return std::string("Replicate"); },
+            [](const Shard& shard) { return "Shard(" + std::to_string(shard.dim) + ")"; },
+            [](const StridedShard& shard) {
+              return "StridedShard(" + std::to_string(shard.dim) + ", " +
+                     std::to_string(shard.split_factor) + ")";
+            },
+            [](const Partial& partial) { return "Partial(" + name_of_reduction(partial.op) + ")"; },
+            [](const FlatShard& flat) {
+              return "FlatShard(offset=" + std::to_string(flat.offset) +
+                     ", chunk=" + std::to_string(flat.chunk) + ")";
+            }},
       placement);
 }
 
@@ -47,9 +71,18 @@ int shard_dim(const Placement& placement) {
   return -1;
 }
 
+bool is_sharding(const Placement& placement) {
+  return !std::holds_alternative<Replicate>(placement) && !is_partial(placement);
+}
+
 std::pair<int64_t, int64_t> chunk_of(int64_t length, int parts, int i) {
   const int64_t size = (length + parts - 1) / parts;
   return {std::min(i * size, length), std::min((i + 1) * size, length)};
+}
+
+std::pair<int64_t, int64_t> run_of(const FlatShard& flat, int64_t numel, int i) {
+  const int64_t begin = i * flat.chunk - flat.offset;
+  return {std::clamp(begin, int64_t{0}, numel), std::clamp(begin + flat.chunk, int64_t{0}, numel)};
 }
 
 DTensorSpec DTensorSpec::checked(std::string_view where) const {
@@ -84,7 +117,15 @@ DTensorSpec DTensorSpec::checked(std::string_view where) const {
                 " into ", parts, " parts; the split factor of ", distributed::describe(placements),
                 " must say so");
   }
+  check_flat(result, where);
   return result;
+}
+
+std::optional<size_t> DTensorSpec::flat_axis() const {
+  for (size_t i = 0; i < placements.size(); ++i) {
+    if (std::holds_alternative<FlatShard>(placements[i])) return i;
+  }
+  return std::nullopt;
 }
 
 std::vector<size_t> DTensorSpec::cuts(int dim) const {
@@ -98,6 +139,8 @@ std::vector<size_t> DTensorSpec::cuts(int dim) const {
 }
 
 Box DTensorSpec::local_box() const {
+  TS_CHECK_AS(UnsupportedError, !flat_axis(), "local_box", "of ", distributed::describe(placements),
+              " a rank holds a run of elements, which is no one box; take local_boxes()");
   Box box = Box::whole(shape);
   for (int dim = 0; dim < shape.size(); ++dim) {
     for (const size_t axis : cuts(dim)) {
@@ -108,6 +151,41 @@ Box DTensorSpec::local_box() const {
     }
   }
   return box;
+}
+
+std::vector<Box> DTensorSpec::local_boxes() const {
+  if (flat_axis()) {
+    const auto [begin, end] = local_run();
+    return boxes_of_run(shape, begin, end);
+  }
+  const Box box = local_box();
+  if (box.numel() == 0) return {};
+  return {box};
+}
+
+std::pair<int64_t, int64_t> DTensorSpec::local_run() const {
+  const auto axis = flat_axis();
+  TS_CHECK(axis.has_value(), "local_run", "expects a FlatShard; got ",
+           distributed::describe(placements), "; take local_box()");
+  return run_of(std::get<FlatShard>(placements[*axis]), numel_of(shape),
+                mesh->coordinate(mesh->axes()[*axis].name));
+}
+
+Shape DTensorSpec::local_shape() const {
+  if (!flat_axis()) return local_box().extent;
+  const auto [begin, end] = local_run();
+  return {end - begin};
+}
+
+std::string DTensorSpec::describe_part() const {
+  std::ostringstream out;
+  if (flat_axis()) {
+    const auto [begin, end] = local_run();
+    out << "the elements [" << begin << ':' << end << ']';
+  } else {
+    out << local_box();
+  }
+  return out.str();
 }
 
 std::string DTensorSpec::describe(DType dtype) const {

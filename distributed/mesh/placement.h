@@ -7,9 +7,15 @@
 // [i c, min((i + 1) c, L)), which may be short and, where L is small, empty. Where several axes cut
 // one dimension the left one cuts first and the next one cuts its chunk; but a strided shard cuts
 // after all axes to its right.
+//
+// [Note: flat shards] Tensors that lie one behind the other in one piece of memory, a unit, which N
+// ranks cut into chunks of equal length whatever tensor they meet: of a tensor a rank then holds a
+// run of its row-major elements, as a 1-D part, which may begin and end inside of a row and may
+// have no elements. Along the other axes of the mesh such a tensor is replicated.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -35,20 +41,29 @@ struct StridedShard {
   int split_factor = 1;
   friend bool operator==(const StridedShard&, const StridedShard&) = default;
 };
+// The row-major elements e with i * chunk <= offset + e < (i + 1) * chunk are rank i's.
+struct FlatShard {
+  int64_t offset = 0;  // of the tensor's first element in its unit
+  int64_t chunk = 0;   // elements of the unit on a rank
+  friend bool operator==(const FlatShard&, const FlatShard&) = default;
+};
 struct Partial {  // every rank holds a tensor of the whole shape: the value is their reduction
   ReduceOp op = ReduceOp::kSum;  // kSum, kMean, kMax or kMin
   friend bool operator==(const Partial&, const Partial&) = default;
 };
-using Placement = std::variant<Replicate, Shard, StridedShard, Partial>;
+using Placement = std::variant<Replicate, Shard, StridedShard, Partial, FlatShard>;
 using Placements = std::vector<Placement>;
 
 std::string describe(const Placement& placement);    // "Shard(0)", "Replicate", "Partial(sum)"
 std::string describe(const Placements& placements);  // "[Replicate, Shard(0)]"
 bool is_partial(const Placement& placement);
-int shard_dim(const Placement& placement);  // of a Shard or a StridedShard, else -1
+int shard_dim(const Placement& placement);     // of a Shard or a StridedShard, else -1
+bool is_sharding(const Placement& placement);  // every rank holds elements of its own
 
 // The i-th of `parts` chunks of a length, see [Note: chunks]: begin and end.
 std::pair<int64_t, int64_t> chunk_of(int64_t length, int parts, int i);
+// The elements of a tensor of so many that rank i holds, see [Note: flat shards]: begin and end.
+std::pair<int64_t, int64_t> run_of(const FlatShard& flat, int64_t numel, int i);
 
 // A tensor's shape and how it lies.
 struct DTensorSpec {
@@ -57,13 +72,25 @@ struct DTensorSpec {
   Shape shape;            // of the whole tensor
 
   // With non-negative dimensions. Throws, named `where`: ConfigError unless there is one placement
-  // for each axis of the mesh, the Partials have one reduction that is one of theirs, and split
-  // factors are the parts that the axes to their right make; IndexError for a dimension that the
-  // shape lacks.
+  // for each axis of the mesh, the Partials have one reduction that is one of theirs, split factors
+  // are the parts that the axes to their right make, and a FlatShard has every element in one of
+  // the chunks and copies alone beside it; IndexError for a dimension that the shape lacks.
   DTensorSpec checked(std::string_view where) const;
   // The axes that cut a dimension, the first one first.
   std::vector<size_t> cuts(int dim) const;
-  Box local_box() const;  // what this rank holds of the whole
+  // The axis of a FlatShard.
+  std::optional<size_t> flat_axis() const;
+  // What this rank holds of the whole. UnsupportedError for a FlatShard, whose run of elements is
+  // seldom one box.
+  Box local_box() const;
+  // The same for every placement: the local part's elements in row-major order are those of the
+  // boxes, one behind the other. None where there are no elements; one, but of a FlatShard up to
+  // 2 * dim - 1.
+  std::vector<Box> local_boxes() const;
+  std::pair<int64_t, int64_t> local_run() const;  // of a FlatShard: begin and end
+  Shape local_shape() const;                      // of the part: the box's, or 1-D for a run
+  // What this rank holds, in words: "[0:3, 0:4]", "the elements [10:64]".
+  std::string describe_part() const;
   // "f32[12, 4] on mesh(dp=4): [Shard(0)]"
   std::string describe(DType dtype) const;
   friend bool operator==(const DTensorSpec&, const DTensorSpec&) = default;

@@ -75,6 +75,28 @@ Tensor shard_to_shard(const Tensor& x, int from, int64_t from_length, int to, Gr
   return cat(received, from);
 }
 
+Tensor run_to_replicate(const Tensor& x, const FlatShard& flat, const Shape& shape, Group& group) {
+  if (group.size() == 1) return raw::view(contiguous(x), shape);
+  const Tensor whole = raw::empty({numel_of(shape)}, x.dtype(), x.device());
+  group.all_gather(runs_of(whole, flat, group.size()), contiguous(x), kModuleCall).wait();
+  return raw::view(whole, shape);
+}
+
+Tensor replicate_to_run(const Tensor& x, const FlatShard& flat, Group& group) {
+  if (group.size() == 1) return elements_of(x);
+  const auto [begin, end] = run_of(flat, x.numel(), group.rank());
+  return contiguous(clone(raw::narrow(elements_of(x), 0, begin, end - begin)));
+}
+
+Tensor partial_to_run(const Tensor& x, ReduceOp op, const FlatShard& flat, Group& group) {
+  if (group.size() == 1) return elements_of(x);
+  const TensorList parts = runs_of(elements_of(x), flat, group.size());
+  const Tensor own =
+      raw::empty(parts[static_cast<size_t>(group.rank())].shape(), x.dtype(), x.device());
+  group.reduce_scatter(own, parts, op, kModuleCall).wait();
+  return own;
+}
+
 Tensor replicate_to_partial(const Tensor& x, ReduceOp op, Group& group) {
   return op == ReduceOp::kSum && group.rank() != 0 ? zeros_like(x) : clone(x);
 }
@@ -127,12 +149,25 @@ class Journey {
     return cuts.size() <= wanted.size() && std::equal(cuts.begin(), cuts.end(), wanted.begin());
   }
 
+  static bool is_run(const Placement& placement) {
+    return std::holds_alternative<FlatShard>(placement);
+  }
+  // Whether the part is not of the whole shape: a run is cut out of nothing else.
+  bool is_cut() const { return std::ranges::any_of(spec_.placements, is_sharding); }
+
   // Of what leads axis to its goal: less for what makes the part smaller; kNever where it is there
   // or another axis has to move first.
   int cost_of(size_t axis) const {
     const Placement &from = spec_.placements[axis], &to = to_.placements[axis];
     const int from_dim = shard_dim(from), to_dim = shard_dim(to);
-    if (from == to || !may_leave(axis) || (to_dim >= 0 && !may_cut(axis, to_dim))) return kNever;
+    if (from == to) return kNever;
+    if (is_run(from)) return 5;
+    if (is_run(to) && from_dim < 0) {
+      return is_cut() ? kNever : is_partial(from) ? 1 : 0;
+    }
+    if (!may_leave(axis) || (to_dim >= 0 && (spec_.flat_axis() || !may_cut(axis, to_dim)))) {
+      return kNever;
+    }
     if (to_dim >= 0) return from_dim >= 0 ? 2 : is_partial(from) ? 1 : 0;
     if (from_dim < 0) return is_partial(from) ? 3 : 4;
     return 5;
@@ -168,9 +203,11 @@ class Journey {
   Tensor step(const Tensor& x, size_t axis, Placement to) {
     const Placement from = spec_.placements[axis];
     const int from_dim = shard_dim(from), to_dim = shard_dim(to);
-    // Through Replicate: from a shard or another reduction to a Partial, and within a dimension.
-    const bool direct = from_dim >= 0 ? !is_partial(to) && from_dim != to_dim
-                                      : !(is_partial(from) && is_partial(to));
+    // Through Replicate: from a shard or another reduction to a Partial, within a dimension, and
+    // between a run and any shard.
+    const bool direct = is_run(from)    ? false
+                        : from_dim >= 0 ? !is_partial(to) && !is_run(to) && from_dim != to_dim
+                                        : !(is_partial(from) && is_partial(to));
     if (!direct) to = Replicate();
     const int target_dim = direct ? to_dim : -1;
     const Tensor result = along(x, axis, from, to);
@@ -182,6 +219,13 @@ class Journey {
 
   Tensor along(const Tensor& x, size_t axis, const Placement& from, const Placement& to) const {
     Group& group = spec_.mesh->group(spec_.mesh->axes()[axis].name);
+    if (const auto* flat = std::get_if<FlatShard>(&from)) {
+      return run_to_replicate(x, *flat, spec_.shape, group);
+    }
+    if (const auto* flat = std::get_if<FlatShard>(&to)) {
+      return is_partial(from) ? partial_to_run(x, std::get<Partial>(from).op, *flat, group)
+                              : replicate_to_run(x, *flat, group);
+    }
     if (group.size() == 1) return x;
     const int from_dim = shard_dim(from), to_dim = shard_dim(to);
     if (from_dim >= 0) {
@@ -249,6 +293,17 @@ class RedistributeNode final : public Node {
 };
 
 }  // namespace
+
+Tensor elements_of(const Tensor& x) { return raw::view(contiguous(x), {x.numel()}); }
+
+TensorList runs_of(const Tensor& elements, const FlatShard& flat, int ranks) {
+  TensorList runs;
+  for (int r = 0; r < ranks; ++r) {
+    const auto [begin, end] = run_of(flat, elements.numel(), r);
+    runs.push_back(raw::narrow(elements, 0, begin, end - begin));
+  }
+  return runs;
+}
 
 Tensor redistribute_local(const Tensor& local, const DTensorSpec& from, const DTensorSpec& to,
                           const DTensorSpec& output_gradient) {

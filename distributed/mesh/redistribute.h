@@ -12,13 +12,15 @@
 //     Shard(a) -> Shard(b)  all_to_all                       all_to_all
 //     Replicate -> Partial  the value at coordinate 0 and    nothing
 //                           zeros (mean, max, min: the value)
+//     FlatShard             as Shard from and to Replicate and from Partial
 //     the same              nothing                          nothing
 //
 // What is not listed goes through Replicate. A gradient goes back to the placements of the source,
 // but where that is partial it stays replicated. Sizes need not divide: lists of uneven parts
 // travel, nothing is padded. Of several axes the one that leaves fewer elements goes first (of
 // [Partial, Partial] to [Replicate, Shard(0)] the reduce_scatter); a chunk of a chunk is put
-// together before the chunk, and where two shards stand in each other's way one is gathered.
+// together before the chunk, and where two shards stand in each other's way one is gathered. From a
+// FlatShard to a Shard and back, and from one FlatShard to another, the way is through Replicate.
 //
 // The gradient of a summand of a Partial(mean) over n ranks is the value's divided by n. A
 // Partial(max) or (min) has none: UnsupportedError where one would be recorded.
@@ -36,5 +38,10 @@ namespace tessera::distributed {
 // goes back by from.of_gradient(). Channel::kModule.
 Tensor redistribute_local(const Tensor& local, const DTensorSpec& from, const DTensorSpec& to,
                           const DTensorSpec& output_gradient);
+
+// Of FlatShards: a tensor's elements in row-major order, 1-D (a view where they lie so), and of
+// such ones those of each rank, as views.
+Tensor elements_of(const Tensor& x);
+TensorList runs_of(const Tensor& elements, const FlatShard& flat, int ranks);
 
 }  // namespace tessera::distributed
