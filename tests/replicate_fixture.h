@@ -34,6 +34,9 @@ inline bool has_ranks(int size) {
 }
 #define NEEDS_RANKS(size) \
   if (!has_ranks(size)) GTEST_SKIP() << "needs " << (size) << " ranks"
+// For what looks at all ranks from one place; the same program runs so without mpirun.
+#define NEEDS_THREADS \
+  if (!ranks_are_threads()) GTEST_SKIP() << "its ranks are threads of one process"
 
 // The world of processes under mpirun: made at its first use, left after the last test.
 class ProcessWorld : public testing::Environment {
@@ -150,6 +153,15 @@ Tensor loss_of(Model& model, int64_t index, int64_t rows = 5) {
 // Buckets small enough that a few thousand parameters make several.
 inline ReplicateOptions small_buckets() {
   return {.first_bucket_bytes = 1024, .bucket_bytes = 6000};
+}
+
+// What one process calculates, beside the ranks of a test: with a thread and a seed of its own.
+inline void in_one_process(const std::function<void()>& body) {
+  Context context;
+  const ContextGuard guard(context);
+  set_num_threads(1);
+  manual_seed(3);
+  body();
 }
 
 // One process: batches first, first + 1... one backward each, added up, multiplied once at the end.

@@ -754,11 +754,7 @@ TEST(Join, D12_RanksMayHaveDifferentNumbersOfBatches) {
     for (const JoinDivide divide : {JoinDivide::kActiveRanks, JoinDivide::kAllRanks}) {
       // Rank r has 2 + r batches; in step s the ranks from s - 1 on are at work.
       std::vector<std::vector<float>> expected;
-      {
-        Context context;
-        const ContextGuard guard(context);
-        set_num_threads(1);
-        manual_seed(3);
+      in_one_process([&] {
         Net net;
         optim::SGD optimizer(net.named_parameters(), {.lr = 0.1});
         for (int step = 0; step < size + 1; ++step) {
@@ -773,7 +769,7 @@ TEST(Join, D12_RanksMayHaveDifferentNumbersOfBatches) {
           optimizer.step();
         }
         expected = values_of(net);
-      }
+      });
       on_ranks(size, [&](int rank) {
         manual_seed(3);
         Net net;

@@ -3,10 +3,13 @@
 // ctest labels: threads
 // ctest mutants: shard
 #include <atomic>
+#include <chrono>
+#include <thread>
 
 #include <tessera/distributed/shard/mutant.h>
 
-#include "replicate_fixture.h"
+#include "fault_backend.h"
+#include "sharded_fixture.h"
 
 namespace tessera::distributed {
 namespace {
@@ -112,6 +115,142 @@ bool buffers_and_local_steps_are_right(Mutant kind) {
     if (gradient_collectives() != before) right = false;
   });
   return right;
+}
+
+// Whether three steps of two micro-batches on three ranks end with the parameters of one process:
+// under mistakes of all ranks, of one where `alone`, and with transfers that take their time.
+bool sharded_training_is_right(Way way, Mutant kind, bool alone = false) {
+  constexpr int kRanks = 3, kMicro = 2;
+  std::map<std::string, std::vector<float>> expected;
+  in_one_process([&] {
+    Odd model;
+    optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+    for (int step = 0; step < 3; ++step) {
+      accumulate_in_one_process(model, step * kRanks * kMicro, kRanks * kMicro, kRanks * kMicro);
+      optimizer.step();
+    }
+    expected = whole_values(model);
+  });
+  std::atomic<bool> right{true};
+  try {
+    compared_ranks(kRanks,
+                   [&](int rank) {
+                     manual_seed(3);
+                     Odd model;
+                     Mesh mesh(world());
+                     const auto parallel =
+                         shard_in(way, model, mesh, {.average = GradientAverage::kWindow});
+                     optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+                     // What is read before it is there is seen: a rank lags behind the others.
+                     if (kind == Mutant::kSkipWait || kind == Mutant::kSkipReduceWait) {
+                       faults().before_start = [rank](const Call&) {
+                         if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+                         return true;
+                       };
+                     }
+                     if (!alone || rank == 1) mutant = kind;
+                     for (int step = 0; step < 3; ++step) {
+                       for (int k = 0; k < kMicro; ++k) {
+                         StepPlan plan = StepPlan::of(k, kMicro);
+                         plan.sync_gradients = true;
+                         parallel->set_plan(plan);
+                         loss_of(model, (step * kMicro + k) * kRanks + rank).backward();
+                       }
+                       optimizer.step();
+                       optimizer.zero_grad();
+                     }
+                     mutant = Mutant::kNone;
+                     if (whole_values(model) != expected) right = false;
+                   },
+                   {.timeout_seconds = 10, .decorate = with_faults()});
+  } catch (const Error&) {
+    right = false;
+  }
+  return right;
+}
+
+// Whether units are asked for in the order in which they are used: a gather for each of a forward
+// and a backward, and none of what is not used.
+bool units_are_asked_for_in_order(Mutant kind) {
+  std::atomic<bool> right{true};
+  compared_ranks(2, [&](int rank) {
+    mutant = kind;
+    Net model;
+    Mesh mesh(world());
+    const auto parallel = shard_in(Way::kFully, model, mesh);
+    loss_of(model, rank).backward();
+    const CommTrace::Scope scope(*rank_context().trace);
+    loss_of(model, rank).backward();
+    const std::vector<std::string> expected{"G unit first", "G unit second", "G unit third",
+                                            "G unit third", "G unit second", "R unit third",
+                                            "G unit first", "R unit second", "R unit first"};
+    if (unit_events(scope.records()) != expected) right = false;
+  });
+  return right;
+}
+
+// Whether a graph refuses values that came after it.
+bool newer_values_are_refused(Mutant kind) {
+  std::atomic<bool> right{false};
+  compared_ranks(2, [&](int rank) {
+    mutant = kind;
+    Net model;
+    Mesh mesh(world());
+    const auto parallel = shard_in(Way::kFully, model, mesh);
+    optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
+    loss_of(model, rank).backward();
+    const Tensor loss = loss_of(model, rank);
+    optimizer.step();
+    try {
+      loss.backward();
+    } catch (const AutogradError&) {
+      right = true;
+    }
+  });
+  return right;
+}
+
+struct TwoDeep : nn::Module<TwoDeep> {
+  TwoDeep() : net(add<Net>("net")) {}
+  Tensor forward(const Tensor& x) { return net(x) * 1.0; }
+  Net& net;
+};
+
+// Whether a unit of several layers has its weights until its backward has ended.
+bool units_stay_for_their_backward(Mutant kind) {
+  std::atomic<bool> right{true};
+  compared_ranks(2, [&](int rank) {
+    mutant = kind;
+    TwoDeep model;
+    Mesh mesh(world());
+    const auto parallel = shard_in(Way::kZero3, model, mesh);
+    try {
+      loss_of(model, rank).backward();
+    } catch (const AutogradError&) {
+      right = false;
+    }
+  });
+  return right;
+}
+
+TEST(ShardMutants, OfShardsAreSeen) {
+  for (const Way way : {Way::kZero2, Way::kFully, Way::kZero3}) {
+    SCOPED_TRACE(name_of(way));
+    EXPECT_TRUE(sharded_training_is_right(way, Mutant::kNone));
+    EXPECT_FALSE(sharded_training_is_right(way, Mutant::kSkipWait));
+    EXPECT_FALSE(sharded_training_is_right(way, Mutant::kSkipReduceWait));
+    EXPECT_FALSE(sharded_training_is_right(way, Mutant::kForgetSums));
+    EXPECT_FALSE(sharded_training_is_right(way, Mutant::kWrongDivide));
+  }
+  EXPECT_FALSE(sharded_training_is_right(Way::kZero2, Mutant::kWrongOwner));
+  EXPECT_FALSE(sharded_training_is_right(Way::kFully, Mutant::kPaddingCounted));
+  EXPECT_TRUE(units_stay_for_their_backward(Mutant::kNone));
+  EXPECT_FALSE(units_stay_for_their_backward(Mutant::kFreeEarly));
+  EXPECT_FALSE(sharded_training_is_right(Way::kFully, Mutant::kLaunchOutOfOrder, true));
+  EXPECT_TRUE(units_are_asked_for_in_order(Mutant::kNone));
+  EXPECT_FALSE(units_are_asked_for_in_order(Mutant::kPrefetchWrong));
+  EXPECT_TRUE(newer_values_are_refused(Mutant::kNone));
+  EXPECT_FALSE(newer_values_are_refused(Mutant::kStaleGather));
 }
 
 TEST(ShardMutants, OfReplicasAreSeen) {

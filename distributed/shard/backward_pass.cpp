@@ -1,26 +1,21 @@
 #include <tessera/distributed/shard/backward_pass.h>
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include <nlohmann/json.hpp>
 
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/zero_grad_hook.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/raw_views.h>
 #include <tessera/distributed/shard/mutant.h>
 #include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {
 namespace {
-
-int64_t now_in_nanoseconds() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
-}
 
 std::string list_of(const std::vector<std::string>& names) {
   constexpr size_t kShown = 10;
@@ -37,20 +32,39 @@ std::string list_of(const std::vector<std::string>& names) {
 BackwardPass::BackwardPass(const NamedTensors& parameters, Group& ranks, GradientAverage average,
                            GradientSchedule& schedule)
     : ranks_(&ranks), average_(average), schedule_(&schedule) {
+  set_parameters(parameters);
+}
+
+void BackwardPass::set_parameters(const NamedTensors& parameters) {
+  const std::vector<ManagedParam> before = std::exchange(params_, {});
   for (const auto& [name, tensor] : parameters) {
     if (!tensor.requires_grad()) continue;
     TS_CHECK_DEVICE(!tensor.is_meta(), "BackwardPass", "'", name, "' is ", tensor,
                     "; give the model memory before it is distributed");
-    params_.push_back({.name = name, .tensor = tensor});
+    const auto known = std::ranges::find_if(
+        before, [&](const ManagedParam& param) { return param.tensor.is(tensor); });
+    params_.push_back(known != before.end() ? *known
+                                            : ManagedParam{.name = name, .tensor = tensor});
   }
+  for (HookHandle& handle : clearing_handles_) handle.remove();
+  clearing_handles_.clear();
+  hook_leaves();
 }
 
 BackwardPass::~BackwardPass() {
   for (HookHandle& handle : handles_) handle.remove();
+  for (HookHandle& handle : clearing_handles_) handle.remove();
 }
 
 void BackwardPass::install(std::weak_ptr<void> owner) {
   owner_ = std::move(owner);
+  hook_leaves();
+}
+
+void BackwardPass::hook_leaves() {
+  for (HookHandle& handle : handles_) handle.remove();
+  handles_.clear();
+  if (owner_.expired()) return;
   for (size_t i = 0; i < params_.size(); ++i) {
     handles_.push_back(
         register_post_accumulate_hook(params_[i].tensor, [this, owner = owner_, i](const Tensor&) {
@@ -59,10 +73,20 @@ void BackwardPass::install(std::weak_ptr<void> owner) {
   }
 }
 
+// see [Note: clearing]
+void BackwardPass::hook_clearing() {
+  if (!clearing_handles_.empty() || owner_.expired()) return;
+  for (const ManagedParam& param : params_) {
+    if (!param.shard.defined()) continue;
+    clearing_handles_.push_back(
+        register_zero_grad_hook(param.shard, [whole = param.tensor] { whole.set_grad(Tensor()); }));
+  }
+}
+
 // ---- Begin and end -----------------------------------------------------------------------------
 
 double BackwardPass::seconds() const {
-  return static_cast<double>(now_in_nanoseconds() - began_) * 1e-9;
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - began_).count();
 }
 
 void BackwardPass::before_backward() {
@@ -72,11 +96,12 @@ void BackwardPass::before_backward() {
 void BackwardPass::gradient_arrived(size_t param) {
   const uint64_t pass = current_backward();
   if (pass == 0) return;
-  if (pass != pass_) begin(false);
+  if (pass != pass_) begin(false, true);
   ++record_.gradients;
   record_.last_gradient = seconds();
+  schedule_->arrived(param);
   if (!synchronises_) return;
-  TS_CHECK_AS(AutogradError, !params_[param].ready, "replicate", "the gradient of '",
+  TS_CHECK_AS(AutogradError, !params_[param].ready, "backward", "the gradient of '",
               params_[param].name,
               "' came after it was given to its bucket: a backward ran inside this backward; "
               "recompute activations with checkpoint(), whose graph is known from the start");
@@ -84,9 +109,10 @@ void BackwardPass::gradient_arrived(size_t param) {
   schedule_->launch_ready();
 }
 
-void BackwardPass::begin(bool shadow) {
+void BackwardPass::begin(bool shadow, bool gradients_came) {
   if (!shadow) {
-    check_cleared();
+    if (!schedule_->continues_sums()) go_on(gradients_came);
+    if (!sums_go_on()) check_cleared();
     pass_ = current_backward();
     queue_backward_callback([this, owner = owner_, number = pass_] {
       if (const auto alive = owner.lock(); alive && pass_ == number) end();
@@ -95,12 +121,13 @@ void BackwardPass::begin(bool shadow) {
   schedule_->prepare();
   shadow_ = shadow;
   synchronises_ = plan.sync_gradients || shadow || TS_MUTANT(kReduceAlways);
-  began_ = now_in_nanoseconds();
+  began_ = std::chrono::steady_clock::now();
   record_ = {};
   record_.backwards_before = backwards_in_window_;
   in_pass_ = true;
   if (!synchronises_) return;
-  if (average_ == GradientAverage::kWeight && !std::exchange(weight_begun_, false)) {
+  if (sums_go_on()) continue_sums();
+  if (average_ == GradientAverage::kWeight && divides() && !std::exchange(weight_begun_, false)) {
     begin_weight();
   }
   for (ManagedParam& param : params_) param.ready = false;
@@ -126,13 +153,13 @@ void BackwardPass::reduce_rest() {
 
 void BackwardPass::end() {
   in_pass_ = false;
-  if (!synchronises_) {
-    ++backwards_in_window_;
-    return;
+  if (synchronises_) {
+    reduce_rest();
+    ++reductions_;
   }
-  reduce_rest();
-  backwards_in_window_ = 0;
-  ++reductions_;
+  if (!synchronises_) hook_clearing();
+  backwards_in_window_ = synchronises_ && divides() ? 0 : backwards_in_window_ + 1;
+  schedule_->end();
 }
 
 void BackwardPass::shadow_backward() {
@@ -150,13 +177,13 @@ void BackwardPass::fail_backward() {
     reduce_rest();
   } catch (...) {  // what this rank has told the others, or no room for that either
   }
+  schedule_->end();
   in_pass_ = shadow_ = failed_ = false;
   backwards_in_window_ = 0;
 }
 
-double BackwardPass::note_launch(int bucket) {
+void BackwardPass::note_launch(int bucket) {
   record_.launches.push_back({bucket, record_.gradients, seconds()});
-  return divisor_ = divisor();
 }
 
 // ---- What the sum is divided by ----------------------------------------------------------------
@@ -230,8 +257,8 @@ void BackwardPass::resume_sum() {
     const bool resumes = param.holds_reduced();
     param.reduced = false;
     if (!resumes) continue;
-    const Tensor grad = param.tensor.grad();
-    if (ranks_->rank() != 0) {
+    const Tensor grad = raw::alias(param.updated().grad());
+    if (ranks_->rank() != 0 && !schedule_->continues_sums()) {
       zero_(grad);
     } else if (divisor_ != 1) {
       mul_(grad, Scalar(divisor_));
@@ -239,11 +266,51 @@ void BackwardPass::resume_sum() {
   }
 }
 
+void BackwardPass::resume_undivided() {
+  if (schedule_->continues_sums()) return;
+  const NoGradGuard no_grad;
+  for (ManagedParam& param : params_) {
+    if (!std::exchange(param.undivided, false)) continue;
+    param.reduced = false;
+    const Tensor grad = param.updated().grad();
+    if (grad.defined() && ranks_->rank() != 0) zero_(raw::alias(grad));
+  }
+}
+
+// see [Note: sums of a step]
+void BackwardPass::go_on(bool gradients_came) {
+  const auto open = std::ranges::find_if(params_, &ManagedParam::undivided);
+  if (open == params_.end()) return;
+  if (!gradients_came) return resume_undivided();
+  for (ManagedParam& param : params_) param.undivided = param.reduced = false;
+  TS_THROW(
+      AutogradError, "backward", "it added to the gradient of '", open->name,
+      "', a sum over the ranks that goes on, before it came to an output of the model; call "
+      "zero_grad(), and resume_undivided() before a backward of a loss that does not come from "
+      "the model's outputs");
+}
+
+// What is there and was not cleared stays as it is, in addition to what comes: it is multiplied by
+// what the sum will be divided by.
+void BackwardPass::continue_sums() {
+  const double before = divisor_ != 1 ? divisor_ : divisor();
+  for (ManagedParam& param : params_) {
+    const Tensor grad = param.updated().grad();
+    if (!grad.defined()) {
+      param.undivided = false;
+    } else if (!std::exchange(param.undivided, true) && before != 1) {
+      const NoGradGuard no_grad;
+      mul_(raw::alias(grad), Scalar(before));
+    }
+    param.reduced = false;
+  }
+}
+
 void BackwardPass::keep_gradients() {
   TensorList gradients;
   for (ManagedParam& param : params_) {
     param.reduced = false;
-    if (Tensor gradient = param.tensor.grad(); gradient.defined()) {
+    if (Tensor gradient = param.updated().grad(); gradient.defined()) {
       gradients.push_back(std::move(gradient));
     }
   }
@@ -253,13 +320,14 @@ void BackwardPass::keep_gradients() {
     begin_weight();
     weight_begun_ = true;
   }
-  const double share = divisor() / contributors();
+  // Where ranks hold parts, what lies there is no contribution of each.
+  const double share = divisor() / (schedule_->continues_sums() ? 1 : contributors());
   if (share != 1) kernels::multi_tensor_scale(gradients, &share);
 }
 
 void BackwardPass::accept_written() {
   for (ManagedParam& param : params_) {
-    const Tensor gradient = param.tensor.grad();
+    const Tensor gradient = param.updated().grad();
     if (param.reduced && gradient.defined()) param.gradient_version = gradient.version();
   }
 }
@@ -269,8 +337,8 @@ void BackwardPass::check_cleared() {
   for (const ManagedParam& param : params_) {
     if (param.holds_reduced()) stale.push_back(param.name);
   }
-  TS_CHECK_AS(AutogradError, stale.empty(), "replicate",
-              "backward would add to gradients that were reduced before and were not used since: ",
+  TS_CHECK_AS(AutogradError, stale.empty(), "backward",
+              "it would add to gradients that were reduced before and were not used since: ",
               list_of(stale),
               "; call optimizer.step() and zero_grad() between two backwards that synchronise, or "
               "put all but the last one under no_sync()");

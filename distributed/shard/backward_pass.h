@@ -10,8 +10,18 @@
 // that does reduces the sums. A second reduction of the same gradients, with neither a step nor
 // zero_grad between, would count the first one twice and is refused, unless the caller says by
 // resume_sum() or keep_gradients() what the first is to be.
+//
+// [Note: clearing] Where ranks hold parts, what backwards without a reduction add up lies with the
+// wholes, and zero_grad() is called for the parts. It clears both, as it does for replicas.
+//
+// [Note: sums of a step] Where every micro-batch of a step is reduced (plan.sync_gradients, while
+// plan.is_last is false) the sums are left undivided, and the next backward goes on with them: rank
+// 0 adds to what was summed, the others begin with zeros, and a reduction adds in rank order. So
+// the order is that of one process which runs the micro-batches in turn, ((g0 + g1) + g2) + g3 ...,
+// and so are the bits. Meanwhile `.grad` is that sum.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -56,8 +66,16 @@ struct BackwardRecord {
 class GradientSchedule {
  public:
   virtual ~GradientSchedule() = default;
-  // At the begin of any backward.
+  // Whether what was reduced may be added to: the sums go on where they are. Otherwise a second
+  // reduction of them is refused, see [Note: several backwards].
+  virtual bool continues_sums() const { return false; }
+  // Whether sums of a step that goes on are left undivided, see [Note: sums of a step].
+  virtual bool leaves_sums() const { return continues_sums(); }
+  // At the begin of any backward, and at its end, whether it synchronises or not.
   virtual void prepare() = 0;
+  virtual void end() {}
+  // A gradient has come, in any backward.
+  virtual void arrived(size_t) {}
   virtual void begin() = 0;
   // Its gradient is in `.grad`, or there is none. `arrived`: it has come in this backward just now.
   virtual void ready(size_t param, bool arrived) = 0;
@@ -90,6 +108,8 @@ class BackwardPass {
 
   // Hooks on the leaves, which do nothing once `owner`, of whom this is a part, is gone.
   void install(std::weak_ptr<void> owner);
+  // Other parameters from now on, between backwards: of those that stay what is known is kept.
+  void set_parameters(const NamedTensors& parameters);
 
   // ---- Events
   void before_backward();  // the gradient of a module's output has come
@@ -100,6 +120,7 @@ class BackwardPass {
   // the others do not wait (pass_agreement.h). Nothing where this rank's plan does not synchronise.
   void fail_backward();
   bool in_backward() const { return in_pass_; }
+  bool reduces() const { return in_pass_ && synchronises_; }  // the one under way
 
   // ---- Settings
   StepPlan plan;
@@ -107,6 +128,10 @@ class BackwardPass {
   // step: they become contributions again. Rank 0 holds their sum and the others zeros, so that the
   // next reduction counts them once. Nothing to do where there are none.
   void resume_sum();
+  // The same of sums that were left undivided, see [Note: sums of a step]. A backward does it by
+  // itself where it begins at an output of the model; one that first comes to a parameter is
+  // refused (AutogradError), unless this was called before it.
+  void resume_undivided();
   // Before a backward that begins another sum and reduces it at once: whatever lies in `.grad` is
   // averaged over the ranks and stays in addition to the mean, as several backwards of one process
   // add up. Without it such a backward is refused. With kWeight the ranks agree on the sum of
@@ -116,6 +141,9 @@ class BackwardPass {
   void accept_written();
   // Ranks that bring gradients to the next reduction; 0: all. (join)
   int active_ranks = 0;
+  // Every reduction is divided, whatever the plan says: ranks whose steps end in different places
+  // have no sum in common that could go on. (join)
+  bool divides_each = false;
 
   // ---- Looking
   Group& ranks() const { return *ranks_; }
@@ -133,18 +161,30 @@ class BackwardPass {
   // ---- For the schedule, in a backward that synchronises
   bool is_shadow() const { return shadow_; }  // this rank contributes zeros
   bool failed() const { return failed_; }     // for it has thrown
-  // A bucket travels now: returns by what its sum is divided. With kWeight it waits for the ranks'
-  // weights.
-  double note_launch(int bucket);
+  void note_launch(int bucket);               // it travels now
+  // By what the sums are divided. With kWeight it waits for the ranks' weights.
+  double sum_divisor() { return divisor_ = divisor(); }
+  // Whether the sums are the step's when this backward ends, and are divided then. Of sums that go
+  // on only those of the last backward are.
+  bool divides() const { return plan.is_last || divides_each || !schedule_->leaves_sums(); }
   void note_waited(double seconds) { record_.waited = seconds; }
 
  private:
-  void begin(bool shadow);
+  void begin(bool shadow, bool gradients_came = false);
   void end();
+  void hook_leaves();
+  void hook_clearing();
   void gradient_arrived(size_t param);
   void make_ready(size_t param, bool arrived);
   void reduce_rest();
   void check_cleared();
+  void go_on(bool gradients_came);
+  // Whether a reduction adds to the last one's results by itself. With kWeight the caller says what
+  // they are to be.
+  bool sums_go_on() const {
+    return schedule_->continues_sums() && average_ != GradientAverage::kWeight;
+  }
+  void continue_sums();
   double divisor();
   void begin_weight();
   void check_batches();
@@ -157,6 +197,7 @@ class BackwardPass {
   std::weak_ptr<void> owner_;
   std::vector<ManagedParam> params_;
   std::vector<HookHandle> handles_;
+  std::vector<HookHandle> clearing_handles_;  // see [Note: clearing]
 
   // The backward under way.
   uint64_t pass_ = 0;
@@ -164,7 +205,7 @@ class BackwardPass {
   bool shadow_ = false;
   bool in_pass_ = false;
   bool failed_ = false;  // this rank's backward
-  int64_t began_ = 0;    // nanoseconds
+  std::chrono::steady_clock::time_point began_;
   BackwardRecord record_;
   // kWeight: f64 [4], under way until weight_work_ has been waited for. Sums over the ranks of the
   // weight, of those that know their batch (1), of its place and of the place's square.

@@ -136,7 +136,8 @@ void BucketSchedule::launch(GradientBucket& bucket) {
   const PhaseScope phase("backward");
   const FirstStepTimeout timeout(pass_.reductions());
   bucket.set_launched();
-  hook_->start(bucket, pass_.note_launch(bucket.index()));
+  pass_.note_launch(bucket.index());
+  hook_->start(bucket, pass_.divides() ? pass_.sum_divisor() : 1);
 }
 
 int64_t BucketSchedule::used_map_bytes() const {
@@ -171,7 +172,11 @@ void BucketSchedule::finish() {
         if (used[i] == 0 || (TS_MUTANT(kOwnUsedMap) && !own)) continue;
         places_[i].bucket->hand_out(places_[i].slot);
       }
-      for (ManagedParam& param : params) param.set_reduced();
+      const bool divided = pass_.divides();
+      for (ManagedParam& param : params) {
+        param.set_reduced();
+        param.undivided = !divided && param.reduced;
+      }
     }
   }
   if (learning_order_) agree_on_order();

@@ -58,11 +58,11 @@ class BucketSchedule final : public GradientSchedule,
 
   // ---- Looking
   int64_t used_map_bytes() const;  // of its message
-  const BucketScheduleOptions& options() const { return options_; }
   const std::vector<std::unique_ptr<GradientBucket>>& buckets() const { return buckets_; }
   int rebuilds() const { return rebuilds_; }
 
   // ---- GradientSchedule
+  bool leaves_sums() const override { return hook_->leaves_sums(); }
   void prepare() override;
   void begin() override;
   void ready(size_t param, bool arrived) override;

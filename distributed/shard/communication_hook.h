@@ -40,6 +40,10 @@ class CommunicationHook {
   // Waits for what the bucket has under way and issues what comes next; true when it is done.
   virtual bool advance(const GradientBucket& bucket) = 0;
   virtual Traffic traffic(const GradientBucket& bucket) const = 0;  // of the next reduction
+  // Whether reductions in the middle of a step may be left undivided and added to, as
+  // [Note: sums of a step] in backward_pass.h says. Sums that were rounded as they travelled are
+  // divided each time: they would grow out of range, and have no bits to keep.
+  virtual bool leaves_sums() const { return false; }
   // What must go on after a restart; by parameter names, so that it fits any buckets.
   virtual StateDict state_dict() const { return {}; }
   virtual void load_state_dict(const StateDict&) {}
@@ -49,6 +53,7 @@ class CommunicationHook {
 class AllReduceHook : public CommunicationHook {
  public:
   std::string name() const override { return "all_reduce"; }
+  bool leaves_sums() const override { return true; }
   void start(const GradientBucket& bucket, double divisor) override;
   bool advance(const GradientBucket& bucket) override;
   Traffic traffic(const GradientBucket& bucket) const override { return {1, bucket.bytes()}; }

@@ -38,6 +38,11 @@ class DataParallelModel {
   void set_plan(const StepPlan& plan) const { pass_->plan = plan; }
   const StepPlan& plan() const { return pass_->plan; }
 
+  // Whether every backward's gradients are reduced, also those of micro-batches that are not the
+  // last of their step: ranks keep their part of the sums alone.
+  virtual bool reduces_every_backward() const { return false; }
+  // What ops read in the places of the parameters, where these are parts: the whole ones.
+  virtual TensorList wholes() const { return {}; }
   // Ranks may have different numbers of batches in the scope; see join.h.
   virtual Join join(const JoinOptions& options = {}) = 0;
   // Asked in each recorded forward of the model. What it returns, if anything, is called when a

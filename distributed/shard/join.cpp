@@ -16,6 +16,7 @@ void Join::finish() {
 void JoinState::close() {
   open_ = false;
   pass_->active_ranks = 0;
+  pass_->divides_each = false;
 }
 
 // One reduction that ranks at work and ranks that ended issue alike.

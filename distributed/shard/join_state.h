@@ -19,7 +19,9 @@ class JoinState {
       : pass_(std::move(pass)),
         options_(options),
         synchronise_buffers_(std::move(synchronise_buffers)),
-        synchronise_all_(std::move(synchronise_all)) {}
+        synchronise_all_(std::move(synchronise_all)) {
+    pass_->divides_each = true;
+  }
 
   bool open() const { return open_; }
   void before_forward();  // of a rank at work

@@ -18,6 +18,15 @@ enum class Mutant : uint8_t {
   kReduceAlways,      // no_sync is forgotten
   kSkipInitSync,      // every rank keeps the parameters that it began with
   kSkipBuffers,       // buffers are not broadcast
+  // Of sharded parameters:
+  kSkipWait,        // a gather is read before it is there
+  kPrefetchWrong,   // another unit than the next is asked for
+  kStaleGather,     // a gather of new values passes for one of the old
+  kFreeEarly,       // a unit is released when the first of its gradients has come
+  kWrongOwner,      // a rank takes another's part of the sums
+  kPaddingCounted,  // padding counts as rows
+  kForgetSums,      // a reduction begins anew where it should add
+  kSkipReduceWait,  // sums are used before they are there
 };
 
 // Of this thread, which is a rank.

@@ -92,6 +92,11 @@ void check_equal_on_all_ranks(const NamedTensors& parameters, const NamedTensors
   }
 }
 
+// Of the models that are replicated now.
+struct ReplicatedParameters {
+  std::vector<std::weak_ptr<const NamedTensors>> lists;
+};
+
 // ---- What takes part ---------------------------------------------------------------------------
 
 bool is_within(const std::string& name, const std::string& scope) {
@@ -268,7 +273,21 @@ Replica replicate(nn::ModuleBase& model, Mesh& mesh, const ReplicateOptions& opt
                             .gradient_dtype = options.gradient_dtype,
                             .average = options.average});
   state->install();
+  auto& known = Context::current().slot<ReplicatedParameters>().lists;
+  std::erase_if(known, [](const auto& list) { return list.expired(); });
+  known.push_back(std::shared_ptr<const NamedTensors>(state, &state->parameters));
   return Replica(std::move(state));
+}
+
+bool is_replicated(const Tensor& parameter) {
+  for (const auto& known : Context::current().slot<ReplicatedParameters>().lists) {
+    const auto list = known.lock();
+    if (list && std::ranges::any_of(
+                    *list, [&](const NamedTensor& named) { return named.tensor.is(parameter); })) {
+      return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace tessera::distributed

@@ -89,4 +89,7 @@ class Replica final : public DataParallelModel {
 // ignored name that the model lacks.
 Replica replicate(nn::ModuleBase& model, Mesh& mesh, const ReplicateOptions& options = {});
 
+// Whether a Replica of this context that lives reduces the parameter's gradients.
+bool is_replicated(const Tensor& parameter);
+
 }  // namespace tessera::distributed

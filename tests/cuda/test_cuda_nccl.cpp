@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <functional>
 #include <future>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -26,13 +27,17 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/random.h>
+#include <tessera/core/raw_views.h>
 #include <tessera/data/dataloader.h>
-#include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/rendezvous/store.h>
+#include <tessera/distributed/shard/fully_shard.h>
 #include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/shard/zero.h>
 #include <tessera/distributed/transport/backend_thread.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/linear.h>
+#include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
 #include "../compared_ranks.h"
@@ -164,6 +169,16 @@ TEST_F(CudaNccl, EveryCollectiveCarriesTensorsOfTheDevice) {
     EXPECT_EQ(values(x), std::vector<float>(5, 2));
     EXPECT_EQ(values(all_gather(mine({1, 2}))), (std::vector<float>{1, 1, 2, 2, 3, 3}));
     EXPECT_EQ(values(reduce_scatter(mine({6}))), std::vector<float>(2, 6));
+    const Tensor slice = mine({2}), columns = transpose(mine({2, 3}), 0, 1);
+    group.reduce_scatter_onto(slice, mine({6})).wait();
+    EXPECT_EQ(values(slice), std::vector<float>(2, static_cast<float>(rank + 7)));
+    group.reduce_scatter_onto(columns, std::vector<Tensor>(3, mine({6}))).wait();
+    EXPECT_EQ(values(columns), std::vector<float>(6, static_cast<float>(rank + 7)));
+    x = mine({6});
+    group.reduce_scatter(x.slice(0, 2 * rank, 2 * rank + 2), x).wait();
+    EXPECT_EQ(values(x)[static_cast<size_t>(2 * rank + 1)], 6);
+    group.all_gather(x, x.slice(0, 2 * rank, 2 * rank + 2)).wait();
+    EXPECT_EQ(values(x), std::vector<float>(6, 6));
     const std::vector<Tensor> ragged = all_gather_ragged(mine({rank + 1, 1}));
     ASSERT_EQ(ragged.size(), 3u);
     EXPECT_EQ(values(ragged[2]), std::vector<float>(3, 3));
@@ -206,6 +221,63 @@ TEST_F(CudaNccl, EveryCollectiveCarriesTensorsOfTheDevice) {
 
 // Longer messages than the library sends ahead end when the peer's stream has come to their
 // receipt.
+TEST_F(CudaNccl, TheNormOfPartsIsThatOfTheWhole) {
+  on_gpus(3, [](int rank) {
+    Mesh mesh(world());
+    const Tensor gradient = randn({8, 5}, {}, RandomStream{1, 2});
+    const auto part = [&](const Tensor& x) {
+      return distribute_tensor(on_gpu(x), mesh, {Shard(0)});
+    };
+    // The norm, and the weights after a step that the clipping went into.
+    const auto step = [](const Tensor& w, const Tensor& of_w, double p) {
+      w.set_requires_grad();
+      w.set_grad(of_w);
+      optim::SGD optimizer({{"w", w}}, {.lr = 0.5});
+      optimizer.scale_next_step(0.25);
+      if (w.device().is_cuda())
+        optimizer.scale_next_step(tensor({2.0}, kF64).to(w.device()));
+      else
+        optimizer.scale_next_step(2.0);
+      const Tensor norm =
+          optim::clip_grad_norm({w}, 0.25, {.norm_type = p, .fold_into = &optimizer});
+      optimizer.step();
+      return norm.to(kCpu).item();
+    };
+    for (const double p : {2.0, 1.0, std::numeric_limits<double>::infinity()}) {
+      const Tensor w = part(zeros({8, 5})), plain = zeros({8, 5});
+      const double norm = step(w, part(gradient), p), expected = step(plain, gradient, p);
+      EXPECT_NEAR(norm, expected, p == 1 ? expected * 40 * 0x1p-53 : 0) << "p = " << p;
+      const std::vector<float> got = values(full_tensor(w).detach());
+      const std::vector<float> wanted = plain.detach().to_vector<float>();
+      for (size_t i = 0; i < got.size(); ++i) {
+        EXPECT_NEAR(got[i], wanted[i], 4 * std::abs(wanted[i]) * 0x1p-24) << "p = " << p;
+      }
+    }
+    const Tensor w = part(zeros({8, 5})).set_requires_grad();
+    w.set_grad(part(gradient));
+    if (rank == 1) raw::alias(w.grad()).fill_(std::nan(""));
+    for (const double p : {2.0, 1.0, std::numeric_limits<double>::infinity()}) {
+      EXPECT_TRUE(std::isnan(optim::clip_grad_norm({w}, 1, {.norm_type = p}).item())) << p;
+    }
+  });
+}
+
+TEST_F(CudaNccl, AClipThatNoStepFollowsIsAppliedToParts) {
+  on_gpus(2, [](int) {
+    Mesh mesh(world());
+    Accelerator accelerator;
+    const Tensor w =
+        distribute_tensor(on_gpu(full({4}, 1.0)), mesh, {Shard(0)}).set_requires_grad();
+    optim::SGD optimizer({{"w", w}}, {.lr = 1});
+    accelerator.prepare(optimizer);
+    accelerator.backward(sum(full_tensor(w)));
+    EXPECT_EQ(accelerator.clip_grad_norm({w}, 1).item(), 2);
+    EXPECT_EQ(values(full_tensor(w.grad())), std::vector<float>(4, 1)) << "left to the step";
+    accelerator.backward(sum(full_tensor(w)));
+    EXPECT_NEAR(values(full_tensor(w.grad()))[3], 1 + 1 / (2 + 1e-6), 0x1p-22);
+  });
+}
+
 TEST_F(CudaNccl, LongMessagesAreExchangedWhereASendBeforeARecvOnBothWouldWaitForEver) {
   on_gpus(2, [&](int rank) {
     Group& group = world();
@@ -366,9 +438,36 @@ TEST_F(CudaNccl, CallsAreComparedBeforeDataMovesWhereAsked) {
         });
         EXPECT_TRUE(contains(message, "ranks call different things here")) << message;
         EXPECT_TRUE(contains(message, "broadcast #2")) << message;
+        const Tensor slice = on_gpu(full({2}, 7.0)), input = on_gpu(full({4}, 1.0));
+        const std::string other = message_of<DistributedError>([&] {
+          (rank == 0 ? world().reduce_scatter_onto(slice, input)
+                     : world().reduce_scatter(slice, input))
+              .wait();
+        });
+        EXPECT_TRUE(contains(other, "reduce_scatter #3 (sum onto, f32[4])")) << other;
+        EXPECT_EQ(values(slice), std::vector<float>(2, 7));
       },
       compared);
   EXPECT_EQ(calls("ncclBroadcast"), 0);
+  EXPECT_EQ(calls("ncclReduceScatter"), 0);
+}
+
+TEST_F(CudaNccl, TheFingerprintOfCallsTellsASumThatGoesOn) {
+  const auto fingerprint = [](bool onto) {
+    std::optional<uint64_t> found;
+    on_gpus(2, [&](int rank) {
+      const Tensor slice = on_gpu(full({2}, 7.0)), input = on_gpu(full({4}, 1.0));
+      const CollectiveOptions options{.channel = Channel::kGradient};
+      (onto ? world().reduce_scatter_onto(slice, input, options)
+            : world().reduce_scatter(slice, input, ReduceOp::kSum, options))
+          .wait();
+      EXPECT_EQ(values(slice), std::vector<float>(2, onto ? 9 : 2));
+      if (rank == 0) found = world().backend().fingerprint();
+    });
+    return found;
+  };
+  EXPECT_EQ(fingerprint(true), fingerprint(true));
+  EXPECT_NE(fingerprint(true), fingerprint(false));
 }
 
 TEST_F(CudaNccl, WhatWaitsTooLongAbortsTheGroupAndTheNextCallSaysSo) {
@@ -467,6 +566,77 @@ TEST_F(CudaNccl, ReplicatedTrainingHasTheGradientsOfTheCpus) {
     }
   }
   EXPECT_GE(calls("ncclAllReduce"), 2 * 3 * 2);  // several buckets in each step of each rank
+}
+
+enum class Sharded { kNot, kZero1, kZero2, kFully };
+
+// The parameters of all ranks after three clipped steps with momentum, of two micro-batches each.
+std::vector<std::vector<float>> train_in_parts(bool on_devices, Sharded sharded) {
+  std::vector<std::vector<float>> parameters;
+  const auto body = [&](int rank) {
+    const Device device = on_devices ? cuda(rank) : kCpu;
+    manual_seed(static_cast<uint64_t>(11 + rank));
+    Net model;
+    model.to(device);
+    Mesh mesh(world());
+    std::unique_ptr<DataParallelModel> parallel;
+    constexpr auto kAverage = GradientAverage::kWindow;
+    if (sharded == Sharded::kNot) {
+      parallel = std::make_unique<Replica>(replicate(model, mesh, {.average = kAverage}));
+    } else if (sharded == Sharded::kFully) {
+      for (const auto& [name, child] : model.named_children()) fully_shard(*child, mesh);
+      fully_shard(model, mesh, {.average = kAverage});
+      parallel = std::make_unique<ShardedModel>(sharded_model(model));
+    } else {
+      parallel = std::make_unique<ShardedModel>(zero(model, mesh,
+                                                     {.stage = sharded == Sharded::kZero1 ? 1 : 2,
+                                                      .first_bucket_bytes = 1024,
+                                                      .bucket_bytes = 1200,
+                                                      .average = kAverage}));
+    }
+    optim::SGD optimizer(model.named_parameters(), {.lr = 0.1, .momentum = 0.9});
+    for (uint64_t step = 0; step < 3; ++step) {
+      for (int64_t micro = 0; micro < 2; ++micro) {
+        StepPlan plan = StepPlan::of(micro, 2);
+        plan.sync_gradients = plan.sync_gradients || parallel->reduces_every_backward();
+        parallel->set_plan(plan);
+        const RandomStream stream{5, 10 * step + static_cast<uint64_t>(2 * micro + rank)};
+        const Tensor y = model(randn({6, 8}, {}, stream).to(device));
+        (y * y).mean().backward();
+      }
+      optim::clip_grad_norm(model.parameters(), 0.1, {.fold_into = &optimizer});
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    const NoGradGuard no_grad;
+    for (const Tensor& parameter : model.parameters()) {
+      std::vector<float> all = values(is_dtensor(parameter) ? full_tensor(parameter) : parameter);
+      if (rank == 0) parameters.push_back(std::move(all));
+    }
+  };
+  if (on_devices) {
+    on_gpus(2, body);
+  } else {
+    compared_ranks(2, body);
+  }
+  return parameters;
+}
+
+TEST_F(CudaNccl, ShardedTrainingHasTheParametersOfTheCpus) {
+  const auto expected = train_in_parts(false, Sharded::kNot);
+  for (const Sharded sharded : {Sharded::kNot, Sharded::kZero1, Sharded::kZero2, Sharded::kFully}) {
+    const auto got = train_in_parts(true, sharded);
+    ASSERT_EQ(expected.size(), got.size());
+    for (size_t i = 0; i < expected.size(); ++i) {
+      ASSERT_EQ(expected[i].size(), got[i].size());
+      for (size_t j = 0; j < expected[i].size(); ++j) {
+        EXPECT_NEAR(got[i][j], expected[i][j], 1e-6 + 1e-5 * std::abs(expected[i][j]))
+            << "parameter " << i << " element " << j << ", mode " << static_cast<int>(sharded);
+      }
+    }
+  }
+  EXPECT_GT(calls("ncclReduceScatter"), 0);
+  EXPECT_GT(calls("ncclAllGather"), 0);
 }
 
 struct Rows : data::Dataset<std::array<Tensor, 2>> {

@@ -13,6 +13,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/random.h>
+#include <tessera/nn/materialise.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
@@ -170,6 +171,23 @@ TEST(CudaTraining, TheAcceleratorNamesTheGpuUnlessTheCpuIsAskedFor) {
   accelerator.free_memory();
   model.to(cuda(0));
   EXPECT_THROW(accelerator.prepare(model), ConfigError);
+}
+
+// Made without memory, filled there.
+TEST(CudaMaterialise, HasTheInitialValuesOfTheCpu) {
+  const GptConfig config = {
+      .vocab_size = kVocabulary, .context = kContext, .width = kWidth, .layers = 1, .heads = 4};
+  manual_seed(17);
+  const Gpt expected(config);
+  const nn::ParameterDefaultsGuard without_memory({.device = kMeta});
+  Gpt model(config);
+  nn::materialise(model, cuda(0));
+  const NamedTensors parameters = model.named_parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& [name, tensor] = parameters[i];
+    ASSERT_TRUE(tensor.device().is_cuda()) << name;
+    EXPECT_EQ(tensor.to_vector(), expected.parameters()[i].to_vector()) << name;
+  }
 }
 
 }  // namespace

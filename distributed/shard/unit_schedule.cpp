@@ -1,0 +1,466 @@
+#include <tessera/distributed/shard/unit_schedule.h>
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <ranges>
+#include <unordered_map>
+#include <utility>
+
+#include <tessera/autograd/autocast_mode.h>
+#include <tessera/autograd/op_observer.h>
+#include <tessera/core/error.h>
+#include <tessera/distributed/shard/mutant.h>
+#include <tessera/distributed/shard/pass_agreement.h>
+
+namespace tessera::distributed {
+namespace {
+
+// The dtype in which weights are read as casts here.
+std::optional<DType> cast_in_scope() {
+  const AutocastMode& autocast = Context::current().slot<AutocastMode>();
+  return autocast.enabled ? std::optional(autocast.dtype) : std::nullopt;
+}
+
+}  // namespace
+
+// Sees the ops of calls of units, until the ranks have agreed.
+class UnitSchedule::Reads final : public OpObserver {
+ public:
+  enum Way : uint8_t { kNone, kAsBF16, kAsF16 };
+  struct Read {
+    uint8_t itself = 0, cast = kNone;
+  };
+  explicit Reads(const std::vector<Place>& places) : reads(places.size()) {
+    for (size_t i = 0; i < places.size(); ++i) {
+      known_[places[i].part->params()[places[i].index].whole.impl()] = i;
+    }
+  }
+  void saw(const Op& op, std::span<const Tensor> inputs, std::span<const Tensor> results) override {
+    for (const Tensor& input : inputs) {
+      const auto found = known_.find(input.impl());
+      if (!input.defined() || found == known_.end()) continue;
+      Read& read = reads[found->second];
+      if (&op != &detail::kAutocastWeight) {
+        read.itself = 1;
+      } else {
+        read.cast = results[0].dtype() == kBF16 ? kAsBF16 : kAsF16;
+      }
+    }
+    if (outer_ != nullptr) outer_->saw(op, inputs, results);
+  }
+  void begin(ShardUnit& unit) {
+    OpObserver*& current = Context::current().slot<OpObserverSlot>().observer;
+    unit_ = &unit;
+    outer_ = std::exchange(current, this);
+  }
+  void end(const ShardUnit& unit) {
+    if (unit_ != &unit) return;
+    unit_ = nullptr;
+    Context::current().slot<OpObserverSlot>().observer = std::exchange(outer_, nullptr);
+  }
+  bool is_open() const { return unit_ != nullptr; }
+
+  std::vector<Read> reads;  // of the places
+
+ private:
+  std::unordered_map<const TensorImpl*, size_t> known_;
+  const ShardUnit* unit_ = nullptr;  // in whose call it began
+  OpObserver* outer_ = nullptr;
+};
+
+NamedTensors UnitSchedule::wholes_of(const std::vector<std::shared_ptr<ShardUnit>>& units) {
+  root_ = units.front();
+  for (const auto& unit : units) {
+    units_.push_back(unit);
+    for (const auto& part : unit->parts) parts_.push_back(part.get());
+  }
+  return trained_wholes();
+}
+
+NamedTensors UnitSchedule::trained_wholes() {
+  NamedTensors wholes;
+  places_.clear();
+  for (const auto& weak : units_) {
+    const auto unit = weak.lock();
+    for (const auto& part : unit->parts) {
+      for (size_t i = 0; i < part->params().size(); ++i) {
+        const ShardedParam& param = part->params()[i];
+        if (!param.trains()) continue;
+        wholes.push_back({param.name, param.whole});
+        places_.push_back({unit.get(), part.get(), i});
+      }
+    }
+  }
+  return wholes;
+}
+
+UnitSchedule::UnitSchedule(const std::vector<std::shared_ptr<ShardUnit>>& units, Group& ranks,
+                           const Options& options)
+    : options_(options), pass_(wholes_of(units), ranks, options.average, *this) {
+  for (const ParamShards* part : parts_) may_cast_ = may_cast_ || part->may_cast();
+  set_shards();
+}
+
+void UnitSchedule::set_shards() {
+  for (size_t i = 0; i < places_.size(); ++i) {
+    pass_.params()[i].shard = places_[i].part->params()[places_[i].index].shard;
+  }
+}
+
+UnitSchedule::~UnitSchedule() = default;
+
+// ---- Calls -------------------------------------------------------------------------------------
+
+// The model is called, by whatever unit.
+void UnitSchedule::before_model() {
+  // see [Note: backwards that threw]
+  const bool threw = pass_.in_backward() || open_backward_;
+  if (pass_.in_backward()) pass_.fail_backward();
+  if (open_backward_) {
+    for (ParamShards* part : parts_) part->abandon();
+    end();
+  }
+  if (threw) {  // as on the ranks whose backward came to its end: the unit of this call, too
+    for (ParamShards* part : parts_) part->release();
+  }
+  follow_requires_grad();
+  last_call_ = nullptr;
+  called_before_ = std::move(called_);
+  called_.clear();
+  if (before_root && grad_enabled()) before_root();
+}
+
+void UnitSchedule::follow_requires_grad() {
+  bool changed = false;
+  for (ParamShards* part : parts_) changed = part->follow_requires_grad() || changed;
+  if (changed) {
+    pass_.set_parameters(trained_wholes());
+    set_shards();
+    reads_ = nullptr;
+    agreed_cast_.reset();
+  }
+  for (const auto& [name, tensor] : root_.lock()->left_whole) {
+    TS_CHECK_AS(ConfigError, !tensor.requires_grad(), "zero", "'", name,
+                "' was frozen when the model was sharded, so that no rank holds a part of it, and "
+                "requires grad now; let it require grad first, and freeze it afterwards");
+  }
+}
+
+// Where a part of its call runs again: of a unit that is done nothing is read but what is frozen,
+// as the gradients of all else are awaited.
+bool UnitSchedule::needs_gather(const ShardUnit& unit) {
+  return !unit.backward_done || std::ranges::any_of(unit.parts, [](const auto& part) {
+    return std::ranges::any_of(part->params(), std::not_fn(&ShardedParam::trains));
+  });
+}
+
+void UnitSchedule::enter(ShardUnit& unit, bool again) {
+  const bool recomputes = current_backward() != 0;
+  ++unit.calls;
+  if (!recomputes) ++open_calls_;
+  const PhaseScope phase(recomputes ? "backward" : "forward");
+  const FirstStepTimeout timeout(pass_.reductions());
+  if (!recomputes && open_calls_ == 1) before_model();
+  const std::optional<DType> cast = cast_in_scope();
+  const bool as_before = std::exchange(unit.cast, cast) == cast;
+  if (!again || needs_gather(unit)) unit.gather(cast);
+  unit.show_wholes();
+  if (may_cast_ && cast && cast != agreed_cast_) observe_reads(unit);
+  if (recomputes || std::ranges::find(called_, &unit) != called_.end()) return;
+  called_.push_back(&unit);
+  if (!unit.forward_prefetch.empty()) {
+    for (const auto& weak : unit.forward_prefetch) {
+      if (const auto next = weak.lock()) next->start_gather(next->cast);
+    }
+    return;
+  }
+  // The next one, if calls come in the order of the last forward.
+  const size_t place = called_.size();
+  if (place < called_before_.size() && called_before_[place - 1] == &unit) {
+    ShardUnit& next = *called_before_[TS_MUTANT(kPrefetchWrong) ? place - 1 : place];
+    next.start_gather(as_before ? next.cast : cast);
+  }
+}
+
+void UnitSchedule::observe_reads(ShardUnit& unit) {
+  if (reads_ == nullptr) reads_ = std::make_unique<Reads>(places_);
+  if (!reads_->is_open()) reads_->begin(unit);
+}
+
+// Those that any rank has read as casts, and none otherwise, travel so.
+void UnitSchedule::agree_on_casts(std::span<const uint8_t> flags) {
+  const std::span<const uint8_t> itself = flags.first(places_.size());
+  const std::span<const uint8_t> cast = flags.subspan(places_.size());
+  const uint8_t way = cast.empty() ? 0 : std::ranges::max(cast);
+  if (way == Reads::kNone) return;
+  agreed_cast_ = way == Reads::kAsBF16 ? kBF16 : kF16;
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const bool alone = cast[i] == way && itself[i] == 0 && places_[i].part->may_cast();
+    places_[i].part->set_cast(places_[i].index, alone ? agreed_cast_ : std::nullopt);
+  }
+  reads_ = nullptr;
+}
+
+void UnitSchedule::after_forward(ShardUnit& unit, nn::TensorRefs inputs, nn::TensorRefs outputs) {
+  for (const auto& part : unit.parts) part->check_unwritten();
+  if (const auto dtype = unit.precision.output_dtype) {
+    for (Tensor* output : outputs) {
+      if (is_floating(output->dtype()) && output->dtype() != *dtype) *output = output->to(*dtype);
+    }
+  }
+  if (!grad_enabled() || current_backward() != 0) return;
+  const std::function<void()> observed =
+      unit.is_root && observer ? observer() : std::function<void()>();
+  const auto call = std::make_shared<UnitCall>(
+      UnitCall{.unit = &unit, .previous = last_call_, .cast = unit.cast});
+  bool used = false;
+  for (Tensor* output : outputs) {
+    if (!output->requires_grad() || output->is_leaf()) continue;
+    used = true;
+    register_hook(*output, [weak = root_, call, observed](const Tensor&) {
+      if (const auto root = weak.lock()) root->schedule->before_backward_of(call, observed);
+      return Tensor();
+    });
+  }
+  for (const Tensor* input : inputs) call->has_inputs |= input->requires_grad();
+  if (used) last_call_ = call;
+}
+
+void UnitSchedule::leave(ShardUnit& unit, bool last, bool failed) noexcept {
+  const bool recomputes = current_backward() != 0;
+  if (--unit.calls == 0) {
+    unit.show_shards();
+    if (reads_ != nullptr) reads_->end(unit);
+  }
+  if (recomputes) return;
+  if (unit.calls == 0 && ((last && unit.reshards_after_forward()) || failed)) {
+    unit.release(!failed && grad_enabled());
+  }
+  if (--open_calls_ > 0) return;
+  // What was asked for ahead and not used.
+  for (const auto& weak : units_) {
+    const auto other = weak.lock();
+    if (other && (failed || (other->is_gathering() && other->reshards_after_forward()))) {
+      other->release();
+    }
+  }
+  if (failed) last_call_ = nullptr;
+}
+
+// ---- One backward ------------------------------------------------------------------------------
+
+void UnitSchedule::before_backward_of(const std::shared_ptr<UnitCall>& call,
+                                      const std::function<void()>& observed) {
+  if (observed) observed();
+  pass_.before_backward();
+  const PhaseScope phase("backward");
+  const FirstStepTimeout timeout(pass_.reductions());
+  ShardUnit& unit = *call->unit;
+  gather_ahead();  // where backward has left a unit without its gradients
+  unit.gather(call->cast);
+  // A call with several outputs has one backward.
+  const uint64_t pass = current_backward();
+  if (pass == 0 || std::exchange(call->pass, pass) == pass) return;
+  current_call_ = call;
+  if (call->has_inputs) ++unit.awaited_calls;
+  if (!unit.backward_prefetch.empty()) {
+    for (const auto& weak : unit.backward_prefetch) {
+      if (const auto next = weak.lock(); next && !next->backward_done) {
+        next->start_gather(next->cast);
+      }
+    }
+    return;
+  }
+  if (!call->previous) return;
+  if (call->previous->unit->backward_done) return;
+  ahead_ = call->previous;
+  ahead_of_ = &unit;
+  if (unit.awaited_numel <= unit.gather_ahead_at) gather_ahead();
+}
+
+// see [Note: three units]
+void UnitSchedule::gather_ahead() {
+  const auto call = std::exchange(ahead_, nullptr);
+  if (call == nullptr) return;
+  ShardUnit& next = *(TS_MUTANT(kPrefetchWrong) ? called_.back() : call->unit);
+  next.start_gather(call->cast);
+}
+
+void UnitSchedule::prepare() {
+  if (std::exchange(open_backward_, true)) {
+    for (ParamShards* part : parts_) part->abandon();
+  }
+  TS_CHECK_AS(ConfigError, pass_.plan.sync_gradients || options_.local_sums, "backward",
+              "ranks hold their part of the gradients alone, so that none can add up without being "
+              "reduced; leave out no_sync(), or take a mode that keeps whole gradients (ddp, "
+              "zero1, fsdp)");
+  used_.assign(pass_.params().size(), false);
+  current_call_ = nullptr;
+  ahead_ = nullptr;
+  next_launch_ = 0;
+  last_launched_ = nullptr;
+  for (ParamShards* part : parts_) part->begin_backward();
+  launch_order_.clear();
+  const auto append = [this](const ShardUnit& unit) {
+    if (std::ranges::find(launch_order_, &unit, &Launch::unit) != launch_order_.end()) return;
+    for (const auto& part : unit.parts) launch_order_.push_back({&unit, part.get()});
+  };
+  // see [Note: order of reductions]
+  for (const ShardUnit* unit : called_ | std::views::reverse) append(*unit);
+  for (const auto& weak : units_ | std::views::reverse) {
+    if (const auto unit = weak.lock()) append(*unit);
+  }
+  for (const auto& weak : units_) {
+    if (const auto unit = weak.lock()) {
+      unit->awaited = unit->awaited_calls = 0;
+      unit->awaited_numel = unit->gather_ahead_at = 0;
+      unit->backward_done = false;
+    }
+  }
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const Tensor& whole = pass_.params()[i].tensor;
+    if (!backward_reaches(whole)) continue;
+    ShardUnit& unit = *places_[i].unit;
+    ++unit.awaited;
+    unit.awaited_numel += whole.numel();
+    unit.gather_ahead_at = std::max(unit.gather_ahead_at, whole.numel());  // the largest
+  }
+  for (const auto& weak : units_) {
+    if (const auto unit = weak.lock()) {
+      const int64_t most = unit->awaited_numel * 3 / 4;
+      unit->gather_ahead_at = unit->gather_ahead_at > most ? unit->awaited_numel : most;
+    }
+  }
+}
+
+void UnitSchedule::arrived(size_t param) {
+  ShardUnit& unit = *places_[param].unit;
+  if (unit.awaited > 0) {
+    --unit.awaited;
+    unit.awaited_numel -= pass_.params()[param].tensor.numel();
+  }
+  if (&unit == ahead_of_ && ahead_ != nullptr && unit.awaited_numel <= unit.gather_ahead_at) {
+    if (last_launched_ != nullptr) last_launched_->wait_reduce(sums_replicas());
+    gather_ahead();
+  }
+  end_backward_of(unit);
+}
+
+void UnitSchedule::input_arrived(ShardUnit& unit) {
+  if (unit.awaited_calls > 0) --unit.awaited_calls;
+  if (current_backward() == 0) return;
+  end_backward_of(unit);
+  if (pass_.reduces()) launch_ready();
+}
+
+// see [Note: end of a unit's backward]
+void UnitSchedule::end_backward_of(ShardUnit& unit) {
+  const bool open = (unit.awaited > 0 || unit.awaited_calls > 0) && !TS_MUTANT(kFreeEarly);
+  if (open || unit.backward_done || unit.calls > 0) return;
+  for (const auto& part : unit.parts) part->check_unwritten();
+  unit.backward_done = true;
+  if (pass_.plan.reshard_after_backward) unit.release();
+}
+
+void UnitSchedule::ready(size_t param, bool) {
+  const Place& place = places_[param];
+  const ShardedParam& own = place.part->params()[place.index];
+  used_[param] = !pass_.is_shadow() && (own.whole.grad().defined() || own.shard.grad().defined());
+  place.part->arrive();
+}
+
+void UnitSchedule::launch_ready() {
+  if (TS_MUTANT(kLaunchOutOfOrder)) {
+    for (ParamShards* part : parts_) {
+      if (part->is_complete() && !part->is_reducing()) launch(*part);
+    }
+    return;
+  }
+  // see [Note: three units]: its gradients are packed when its weights are gone.
+  const auto can_go = [](const Launch& launch) {
+    return launch.part->is_complete() &&
+           (launch.part->keeps_wholes() || launch.unit->awaited_calls == 0);
+  };
+  while (next_launch_ < launch_order_.size() && can_go(launch_order_[next_launch_])) {
+    launch(*launch_order_[next_launch_++].part);
+  }
+}
+
+void UnitSchedule::launch(ParamShards& part) {
+  part.set_reducing();
+  if (!part.trains()) return;
+  const PhaseScope phase("backward");
+  const FirstStepTimeout timeout(pass_.reductions());
+  // One is under way at a time: its input is freed before the next one is packed.
+  if (last_launched_ != nullptr) last_launched_->wait_reduce(sums_replicas());
+  last_launched_ = &part;
+  pass_.note_launch(static_cast<int>(next_launch_));
+  part.start_reduce(pass_.is_shadow());
+}
+
+// Of a rank whose backward has failed: the gathers that the others go on to.
+void UnitSchedule::gather_rest() {
+  auto call = current_call_ ? current_call_ : last_call_;
+  for (; call; call = call->previous) {
+    ShardUnit& unit = *call->unit;
+    if (unit.backward_done) continue;
+    unit.gather(call->cast);
+    unit.backward_done = true;
+    unit.release();
+  }
+}
+
+void UnitSchedule::finish() {
+  if (pass_.failed()) gather_rest();
+  for (const auto& weak : units_) {
+    if (const auto unit = weak.lock()) unit->awaited_calls = 0;
+  }
+  launch_ready();
+  const PhaseScope phase("backward");
+  const FirstStepTimeout timeout(pass_.reductions());
+  const auto waiting_since = std::chrono::steady_clock::now();
+  std::optional<PassAgreement> agreement;
+  if (pass_.ranks().size() > 1) {
+    const size_t count = used_.size();
+    agreement.emplace(pass_.ranks(), static_cast<int64_t>(may_cast_ ? 3 * count : count));
+    const std::span<uint8_t> flags = agreement->flags();
+    std::ranges::copy(used_, flags.begin());
+    for (size_t i = 0; reads_ != nullptr && i < count; ++i) {
+      flags[count + i] = reads_->reads[i].itself;
+      flags[2 * count + i] = reads_->reads[i].cast;
+    }
+    agreement->issue(pass_.failed(), "used_map");
+  }
+  if (last_launched_ != nullptr) last_launched_->wait_reduce(sums_replicas());
+  const bool whole_sum = pass_.divides();
+  const double divisor = whole_sum ? pass_.sum_divisor() : 1;
+  for (ParamShards* part : parts_) part->finish_sum(divisor);
+  if (agreement) {
+    agreement->wait();
+    const std::span<const uint8_t> flags = agreement->flags();
+    std::ranges::copy(flags.first(used_.size()), used_.begin());
+    if (may_cast_) agree_on_casts(flags.subspan(used_.size()));
+  }
+  const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - waiting_since;
+  pass_.note_waited(waited.count());
+  for (size_t i = 0; i < places_.size(); ++i) {
+    if (used_[i] != 0) places_[i].part->hand_out(places_[i].index);
+    if (whole_sum) pass_.params()[i].set_reduced();
+    pass_.params()[i].undivided = !whole_sum;
+  }
+}
+
+void UnitSchedule::end() {
+  open_backward_ = false;
+  for (ParamShards* part : parts_) part->end_backward();
+  for (const auto& weak : units_) {
+    const auto unit = weak.lock();
+    if (!unit) continue;
+    unit->awaited = unit->awaited_calls = 0;
+    if (unit->calls == 0 && pass_.plan.reshard_after_backward) unit->release();
+  }
+  current_call_ = nullptr;
+}
+
+}  // namespace tessera::distributed

@@ -1,0 +1,146 @@
+// When the units of a model are gathered, released and reduced.
+//
+// [Note: life of a unit] Before a call of its module it is gathered, and the unit that was called
+// after it the last time is asked for. After the call it is released, where its mode says so. When
+// the gradient of an output comes it is gathered again, and the one that was called before it is
+// asked for: exactly one ahead. When the gradients of all its parameters have come it is released
+// and its gradients travel, while backward goes on.
+//
+// [Note: three units] In a unit's backward its weights are there and its gradients come. Beside
+// them one more unit has memory: at first the one behind, whose gradients travel, then the one
+// ahead, whose weights do. The change comes when a quarter of the gradients has: what travels has
+// that much of the computation, or the rest of it, to hide behind. Where one weight is nearly the
+// whole unit there is no such point, and the gather begins at once.
+//
+// [Note: order of reductions] Reductions are issued in one order on all ranks, that of the first
+// calls of the last forward from back to front, whatever order gradients come in. A unit that waits
+// for an earlier one keeps its gradients meanwhile.
+//
+// [Note: end of a unit's backward] A unit is released when the gradients of its parameters have
+// come and backward has passed the inputs of its calls: what it holds may be read up to there, also
+// where no gradient comes of it (frozen weights, a detached one).
+//
+// [Note: backwards that threw] What they left under way ends when the model is called next: the
+// ranks that did not throw are told then, unless whoever caught the error has told them by
+// fail_backward().
+//
+// [Note: recomputation] A module that runs again inside of a backward (checkpoint()) finds its unit
+// gathered for its backward. Such calls neither release it nor count for the order. Where a part of
+// a call runs again, the unit's weights stand in the module as they did in the call.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <tessera/distributed/shard/backward_pass.h>
+#include <tessera/distributed/shard/shard_unit.h>
+
+namespace tessera::distributed {
+
+// A recorded call of a unit's module. The hooks on its outputs own it, and with it those before it
+// in the same forward.
+struct UnitCall {
+  ShardUnit* unit;
+  std::shared_ptr<UnitCall> previous;
+  std::optional<DType> cast = {};  // of the unit, in it
+  bool has_inputs = false;         // that require grad
+  uint64_t pass = 0;               // the backward that has begun it
+};
+
+class UnitSchedule final : public GradientSchedule {
+ public:
+  using Options = UnitScheduleOptions;
+  // `units`: the root first. `ranks`: all that batches are dealt over. They must outlive it.
+  UnitSchedule(const std::vector<std::shared_ptr<ShardUnit>>& units, Group& ranks,
+               const Options& options);
+  ~UnitSchedule() override;
+  UnitSchedule(const UnitSchedule&) = delete;
+  UnitSchedule& operator=(const UnitSchedule&) = delete;
+
+  void install() { pass_.install(root_); }
+  BackwardPass& pass() { return pass_; }
+  const BackwardPass& pass() const { return pass_; }
+  const std::vector<std::weak_ptr<ShardUnit>>& units() const { return units_; }
+  const std::vector<ParamShards*>& parts() const { return parts_; }
+  bool reduces_every_backward() const { return options_.reduces_every_backward; }
+
+  // ---- Calls of modules. `last`: of the unit. `again`: see [Note: recomputation].
+  void enter(ShardUnit& unit, bool again = false);
+  void after_forward(ShardUnit& unit, nn::TensorRefs inputs, nn::TensorRefs outputs);
+  void leave(ShardUnit& unit, bool last, bool failed) noexcept;
+  // Backward has come to the inputs of a call.
+  void input_arrived(ShardUnit& unit);
+  // Asked in each recorded forward of the root, see DataParallelModel.
+  std::function<std::function<void()>()> observer;
+  // Called when a recorded forward of the root begins.
+  std::function<void()> before_root;
+
+  // ---- GradientSchedule
+  bool continues_sums() const override { return true; }
+  void prepare() override;
+  void begin() override {}
+  void arrived(size_t param) override;
+  void ready(size_t param, bool arrived) override;
+  void launch_ready() override;
+  void finish() override;
+  void end() override;
+
+ private:
+  struct Place {
+    ShardUnit* unit;
+    ParamShards* part;
+    size_t index;  // in the part
+  };
+  void before_model();
+  void before_backward_of(const std::shared_ptr<UnitCall>& call,
+                          const std::function<void()>& observed);
+  void end_backward_of(ShardUnit& unit);
+  void gather_ahead();
+  static bool needs_gather(const ShardUnit& unit);
+  void observe_reads(ShardUnit& unit);
+  void agree_on_casts(std::span<const uint8_t> flags);
+  void launch(ParamShards& part);
+  bool sums_replicas() const { return pass_.plan.all_reduce; }
+  void gather_rest();
+  void follow_requires_grad();
+  NamedTensors wholes_of(const std::vector<std::shared_ptr<ShardUnit>>& units);
+  NamedTensors trained_wholes();
+  void set_shards();
+
+  Options options_;
+  std::weak_ptr<ShardUnit> root_;
+  std::vector<std::weak_ptr<ShardUnit>> units_;
+  std::vector<ParamShards*> parts_;  // of all units
+  std::vector<Place> places_;        // of each parameter of the pass
+  BackwardPass pass_;
+
+  int open_calls_ = 0;
+  // Of the forward under way or the last one, and the one before: units by their first call.
+  std::vector<ShardUnit*> called_, called_before_;
+  std::shared_ptr<UnitCall> last_call_;     // of this forward, whose outputs require grad
+  std::shared_ptr<UnitCall> current_call_;  // that a backward has begun last
+  std::shared_ptr<UnitCall> ahead_;         // to be gathered when `ahead_of_` has come far enough
+  const ShardUnit* ahead_of_ = nullptr;
+  bool open_backward_ = false;  // begun and not ended
+  struct Launch {
+    const ShardUnit* unit;
+    ParamShards* part;
+  };
+  std::vector<Launch> launch_order_;
+  size_t next_launch_ = 0;
+  ParamShards* last_launched_ = nullptr;
+  std::vector<uint8_t> used_;  // parameters that this backward brought a gradient: 1
+
+  // see [Note: casts] in param_shards.h. How a parameter has been read in calls under autocast.
+  class Reads;
+  std::unique_ptr<Reads> reads_;
+  bool may_cast_ = false;             // of any part
+  std::optional<DType> agreed_cast_;  // in which all ranks know what is read as casts alone
+};
+
+}  // namespace tessera::distributed
