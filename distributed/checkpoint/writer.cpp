@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <queue>
-#include <set>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
@@ -27,15 +27,21 @@ constexpr size_t kBlock = 1 << 20;  // is checksummed and written while it lies 
 int64_t extent_bytes(const Shape& extent, DType dtype) { return numel_of(extent) * size_of(dtype); }
 
 void check(std::span<const SaveItem> items) {
-  std::set<std::string_view> names;
+  std::map<std::string_view, const SaveItem*> names;
   for (const SaveItem& item : items) {
     TS_CHECK(!item.name.empty(), kCheckpointWriter, "every tensor has a name; got an empty one.");
     TS_CHECK(item.tensor.defined(), kCheckpointWriter, "tensor ", shown(item.name),
              " is undefined; leave it out.");
     TS_CHECK_DEVICE(!item.tensor.is_meta(), kCheckpointWriter, "tensor ", shown(item.name), " is ",
                     item.tensor, " and has no elements; initialise or load it first.");
-    TS_CHECK(names.insert(item.name).second, kCheckpointWriter, "every name stands once; ",
-             shown(item.name), " was given twice.");
+    const auto [first, added] = names.try_emplace(item.name, &item);
+    if (added) continue;
+    const SaveItem& other = *first->second;
+    TS_CHECK(!item.replicated && !other.replicated && !intersect(item.box, other.box),
+             kCheckpointWriter, "every name stands once; ", shown(item.name), " was given twice.");
+    TS_CHECK(item.shape == other.shape && item.tensor.dtype() == other.tensor.dtype(),
+             kCheckpointWriter, "the parts of ", shown(item.name), " must be of one tensor; it is ",
+             other.tensor.dtype(), other.shape, " and ", item.tensor.dtype(), item.shape, ".");
   }
 }
 
@@ -50,6 +56,27 @@ void cut(std::span<const SaveItem> items, size_t index, int64_t chunk_bytes, int
   const int64_t step = std::max<int64_t>(1, chunk_bytes / std::max<int64_t>(row_bytes, 1));
   for (int64_t begin = 0; begin < rows; begin += step) {
     plan.push_back({index, box.rows(begin, std::min(begin + step, rows)), writer});
+  }
+}
+
+// Largest first, each to the rank with the fewest bytes so far.
+void deal(std::span<const SaveItem> items, const std::vector<int>& ranks,
+          std::vector<PlannedChunk>& plan) {
+  if (ranks.size() < 2) return;
+  const auto size_of_chunk = [&](size_t i) {
+    return extent_bytes(plan[i].box.extent, items[plan[i].item].tensor.dtype());
+  };
+  std::vector<size_t> order(plan.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::ranges::stable_sort(order, std::greater<>(), size_of_chunk);
+  using Load = std::pair<int64_t, int>;  // bytes, rank
+  std::priority_queue<Load, std::vector<Load>, std::greater<>> loads;
+  for (const int rank : ranks) loads.emplace(0, rank);
+  for (const size_t i : order) {
+    auto [bytes, writer] = loads.top();
+    loads.pop();
+    plan[i].writer = writer;
+    loads.emplace(bytes + size_of_chunk(i), writer);
   }
 }
 
@@ -113,29 +140,21 @@ SaveItem SaveItem::part(std::string name, const Tensor& tensor, const Shape& sha
 std::vector<PlannedChunk> plan_chunks(std::span<const SaveItem> items, int rank, int ranks,
                                       int64_t chunk_bytes) {
   check(items);
-  std::vector<PlannedChunk> plan, own;
+  // By the ranks that hold the same; those of no such list are of all ranks.
+  std::map<std::vector<int>, std::vector<PlannedChunk>> plans;
   for (size_t i = 0; i < items.size(); ++i) {
-    cut(items, i, chunk_bytes, rank, items[i].replicated ? plan : own);
+    std::vector<int> holders = items[i].holders;
+    if (!items[i].replicated && holders.empty()) holders = {rank};
+    cut(items, i, chunk_bytes, rank, plans[holders]);
   }
-  if (ranks > 1) {
-    const auto size_of_chunk = [&](size_t i) {
-      return extent_bytes(plan[i].box.extent, items[plan[i].item].tensor.dtype());
-    };
-    std::vector<size_t> order(plan.size());
-    std::iota(order.begin(), order.end(), size_t{0});
-    std::ranges::stable_sort(order, std::greater<>(), size_of_chunk);
-    using Load = std::pair<int64_t, int>;  // bytes, rank
-    std::priority_queue<Load, std::vector<Load>, std::greater<>> loads;
-    for (int r = 0; r < ranks; ++r) loads.emplace(0, r);
-    for (const size_t i : order) {
-      auto [bytes, writer] = loads.top();
-      loads.pop();
-      plan[i].writer = writer;
-      loads.emplace(bytes + size_of_chunk(i), writer);
-    }
+  std::vector<int> all(static_cast<size_t>(ranks));
+  std::iota(all.begin(), all.end(), 0);
+  std::vector<PlannedChunk> result;
+  for (auto& [holders, plan] : plans) {
+    deal(items, holders.empty() ? all : holders, plan);
+    result.insert(result.end(), plan.begin(), plan.end());
   }
-  plan.insert(plan.end(), own.begin(), own.end());
-  return plan;
+  return result;
 }
 
 uint64_t fingerprint_of(std::span<const SaveItem> items) {

@@ -3,7 +3,8 @@
 // [Note: plan] A tensor that all ranks hold is written once. It is cut along dimension 0 into
 // chunks, and the chunks of all such tensors are dealt to the ranks, largest first, each to the
 // rank with the fewest bytes so far. Every rank calculates the same plan from the same list;
-// nothing is exchanged. A part that one rank alone holds is written by that rank.
+// nothing is exchanged. A part that one rank alone holds is written by that rank; parts that some
+// ranks hold alike are dealt among these in the same way.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +26,9 @@ struct SaveItem {
   Shape shape;             // of the whole tensor
   Box box;                 // what `tensor` is of it
   bool replicated = true;  // all ranks hold the same
+  // Of what is not replicated: the ranks that hold the same, with this one, ascending, which all
+  // give the same such items in one order. Empty: this rank alone.
+  std::vector<int> holders = {};
 
   static SaveItem whole(std::string name, const Tensor& tensor);
   // What this rank alone holds: rows of a sharded tensor, or a tensor of its own under a name of
@@ -41,8 +45,9 @@ struct PlannedChunk {
   Box box;
   int writer = 0;
 };
-// Of all ranks for replicated items, of this rank for its own. ValueError for a tensor that is
-// undefined, has no name or a name twice, DeviceError for one without bytes (meta).
+// Of all ranks for replicated items, of the holders for theirs, of this rank for its own. A tensor
+// may have several parts under its name. ValueError for one that is undefined, has no name or a
+// name twice, or parts of two shapes or dtypes; DeviceError for one without bytes (meta).
 std::vector<PlannedChunk> plan_chunks(std::span<const SaveItem> items, int rank, int ranks,
                                       int64_t chunk_bytes = kChunkBytes);
 // The same on all ranks that plan the same replicated chunks.
