@@ -35,7 +35,9 @@
 #include <tessera/nn/fused.h>
 #include <tessera/nn/init.h>
 #include <tessera/nn/linear.h>
+#include <tessera/nn/lora.h>
 #include <tessera/nn/loss.h>
+#include <tessera/nn/materialise.h>
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/pooling.h>
@@ -56,12 +58,15 @@
 #include <tessera/precision/report.h>
 
 #include <tessera/distributed/checkpoint/commit.h>
+#include <tessera/distributed/checkpoint/full_state.h>
 #include <tessera/distributed/checkpoint/reader.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/rendezvous/run_ranks.h>
+#include <tessera/distributed/shard/fully_shard.h>
 #include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/shard/zero.h>
 #include <tessera/distributed/sync_batch_norm.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/group.h>

@@ -11,6 +11,8 @@
 #include <tessera/core/random.h>
 #include <tessera/core/state_dict.h>
 #include <tessera/data/dataloader.h>
+#include <tessera/distributed/checkpoint/full_state.h>
+#include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/transport/caller.h>
 #include <tessera/distributed/transport/collectives.h>
@@ -47,6 +49,16 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
       .set("keep_every", options.keep_every)
       .set("keep_best", options.keep_best)
       .set("asynchronous_checkpoints", options.asynchronous_checkpoints)
+      .set("sharding", options.sharding)
+      .set("dp_replicate_size", options.dp_replicate_size)
+      .set("dp_shard_size", options.dp_shard_size)
+      .set("fsdp_reshard_after_forward", options.fsdp.reshard_after_forward)
+      .set("fsdp_wrap_modules", options.fsdp.wrap_modules)
+      .set("fsdp_min_num_params", options.fsdp.min_num_params)
+      .set("fsdp_ignored_modules", options.fsdp.ignored_modules)
+      .set("fsdp_activation_checkpointing", options.fsdp.activation_checkpointing)
+      .set("fsdp_cpu_ram_efficient_loading", options.fsdp.cpu_ram_efficient_loading)
+      .set("fsdp_state_dict_type", options.fsdp.state_dict_type)
       .set("ddp_bucket_cap_mb", options.ddp.bucket_cap_mb)
       .set("ddp_first_bucket_mb", options.ddp.first_bucket_mb)
       .set("ddp_broadcast_buffers", options.ddp.broadcast_buffers)
@@ -272,6 +284,7 @@ accelerate::StateIo& Accelerator::state_io() {
     options.keep_every = settings.keep_every;
     options.keep_best = settings.keep_best;
     options.asynchronous = settings.asynchronous_checkpoints;
+    options.whole_models = settings.fsdp_state_dict_type.value == accelerate::StateDictType::kFull;
     io = std::make_unique<accelerate::StateIo>(std::move(options), world());
   }
   return *io;
@@ -295,7 +308,10 @@ accelerate::TrainingState Accelerator::State::training_state() {
 }
 
 StateDict Accelerator::get_state_dict(const nn::ModuleBase& model) const {
-  return model.state_dict();
+  StateDict state = model.state_dict();
+  const bool parts = std::ranges::any_of(
+      state, [](const NamedTensor& named) { return distributed::is_dtensor(named.tensor); });
+  return parts ? distributed::full_state_dict(state, *state_->dealt_ranks) : state;
 }
 
 accelerate::SavedModel Accelerator::save_model(const nn::ModuleBase& model,
@@ -304,6 +320,28 @@ accelerate::SavedModel Accelerator::save_model(const nn::ModuleBase& model,
                                                const std::source_location& where) const {
   const distributed::CallerScope caller(where);
   return accelerate::save_model(model, folder, options, world());
+}
+
+void Accelerator::save_lora(nn::ModuleBase& model, const std::string& folder,
+                            const std::source_location& where) const {
+  const distributed::CallerScope caller(where);
+  accelerate::save_lora(model, folder, world());
+}
+
+accelerate::SavedModel Accelerator::save_merged_lora(nn::ModuleBase& model,
+                                                     const std::string& folder,
+                                                     const accelerate::SaveModelOptions& options,
+                                                     const std::source_location& where) const {
+  const distributed::CallerScope caller(where);
+  return accelerate::save_merged_lora(model, folder, options, world());
+}
+
+nn::LoadReport Accelerator::load_model(nn::ModuleBase& model, const std::string& path,
+                                       accelerate::LoadModelOptions options,
+                                       const std::source_location& where) const {
+  const distributed::CallerScope caller(where);
+  options.first_rank_reads |= settings().fsdp_cpu_ram_efficient_loading.value;
+  return accelerate::load_model(model, path, options, world());
 }
 
 std::string Accelerator::save_state(const std::string& folder,
@@ -323,6 +361,11 @@ accelerate::LoadedState Accelerator::load_state(const std::string& folder,
   state_->check_complete("load_state");
   state_->check_between_windows("load_state");
   return state_io().load_state(state_->training_state(), folder, options);
+}
+
+std::string Accelerator::distributed_type() const {
+  return num_processes() == 1 ? "no"
+                              : accelerate::text(*accelerate::find_setting("sharding"), settings());
 }
 
 std::string Accelerator::describe() const {

@@ -49,8 +49,9 @@
 // Nothing is global. Several Accelerators live side by side, each with the bits that it has alone.
 // An Accelerator belongs to the Context in which it was made, and is used from its thread. Prepared
 // objects may die before or after it: it forgets those that died, and a prepared model trains alone
-// again once the Accelerator is gone. A checkpoint needs all that was prepared (save_state). An
-// object that another Accelerator prepares is that one's from then on.
+// again once the Accelerator is gone; but a sharded one stays in parts, and is one Accelerator's
+// for good. A checkpoint needs all that was prepared (save_state). An object that another
+// Accelerator prepares is that one's from then on.
 #pragma once
 
 #include <concepts>
@@ -102,6 +103,18 @@ struct DistributedDataParallelOptions {
   std::optional<int64_t> power_sgd_start_step = {};  // torch's start_powerSGD_iter
 };
 
+// How a model is cut into units that are gathered together; Accelerate's
+// FullyShardedDataParallelPlugin. The settings are called fsdp_reshard_after_forward and so on.
+struct FullyShardedDataParallelOptions {
+  std::optional<bool> reshard_after_forward = {};
+  std::optional<std::vector<std::string>> wrap_modules = {};  // classes; {"none"}: one unit
+  std::optional<int64_t> min_num_params = {};
+  std::optional<std::string> ignored_modules = {};     // a regular expression of dotted names
+  std::optional<bool> activation_checkpointing = {};   // of units, in every mode
+  std::optional<bool> cpu_ram_efficient_loading = {};  // rank 0 reads, or has memory, alone
+  std::optional<accelerate::StateDictType> state_dict_type = {};
+};
+
 // What losses of fp16 are multiplied by; Accelerate's GradScalerKwargs. The settings are called
 // scaler_init_scale and so on.
 struct LossScaleOptions {
@@ -146,6 +159,10 @@ struct AcceleratorOptions {
   std::optional<int64_t> keep_best = {};
   std::optional<bool> asynchronous_checkpoints = {};
 
+  // What several ranks hold parts of: docs/sharding.md.
+  std::optional<accelerate::Sharding> sharding = {};
+  std::optional<int64_t> dp_replicate_size = {}, dp_shard_size = {};
+  FullyShardedDataParallelOptions fsdp = {};
   DistributedDataParallelOptions ddp = {};
   LossScaleOptions loss_scale = {};
   std::optional<double> collective_timeout = {};  // seconds; Accelerate's InitProcessGroupKwargs
@@ -232,7 +249,8 @@ class Accelerator : public ProcessControl {
   //   schedule   steps where its own optimizer has
   // Preparing an object again changes nothing; nullptr is passed over. Collective where there are
   // models or loaders. Throws what replicate(), LoaderPlan::prepare() and precision::apply() throw:
-  // a model that has a policy of its own and gets another by mixed_precision is a ConfigError.
+  // a model that has a policy of its own and gets another by mixed_precision is a ConfigError, and
+  // so is one that was sharded before.
   template <class... Objects>
   void prepare(Objects&... objects) {
     Preparation preparation;
@@ -398,6 +416,8 @@ class Accelerator : public ProcessControl {
   // The ranks among which batches are dealt: the axis "dp" of the Context's mesh.
   distributed::Group& data_ranks() const;
 
+  // How the ranks train together: "ddp", "zero1", ... "fsdp"; "no" where there is one.
+  std::string distributed_type() const;
   // What is set up: ranks, settings with their origin, models, loaders.
   std::string describe() const;
   const accelerate::Settings& settings() const;
@@ -428,7 +448,22 @@ class Accelerator : public ProcessControl {
       const nn::ModuleBase& model, const std::string& folder,
       const accelerate::SaveModelOptions& options = {},
       const std::source_location& where = std::source_location::current()) const;
-  // Its tensors by name, on every rank; they share elements with the model.
+  // Such files into a model, prepared or not. With fsdp_cpu_ram_efficient_loading rank 0 alone
+  // reads them; collective then.
+  nn::LoadReport load_model(
+      nn::ModuleBase& model, const std::string& path, accelerate::LoadModelOptions options = {},
+      const std::source_location& where = std::source_location::current()) const;
+  // Its adapters (nn/lora.h) in PEFT's files, and its weights with them merged, from whatever parts
+  // the ranks hold. Collective.
+  void save_lora(nn::ModuleBase& model, const std::string& folder,
+                 const std::source_location& where = std::source_location::current()) const;
+  accelerate::SavedModel save_merged_lora(
+      nn::ModuleBase& model, const std::string& folder,
+      const accelerate::SaveModelOptions& options = {},
+      const std::source_location& where = std::source_location::current()) const;
+  // Its tensors by name, on every rank; they share elements with the model. Of a model whose
+  // parameters are parts: whole tensors on the CPU of rank 0 and none elsewhere, gathered one by
+  // one; collective then.
   StateDict get_state_dict(const nn::ModuleBase& model) const;
 
   // Lets go of all prepared objects, those that died included: they train alone again. Counters

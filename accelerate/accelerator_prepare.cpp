@@ -6,8 +6,10 @@
 #include <tessera/accelerate/data_parallel.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
+#include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/precision/autocast.h>
 
@@ -53,6 +55,17 @@ class ForwardScope {
   RandomState& random_;
   int& depth_;
 };
+
+// Activation checkpointing that finds nothing to do would be none.
+std::vector<nn::ModuleBase*> units_to_checkpoint(nn::ModuleBase& model,
+                                                 const accelerate::Settings& settings) {
+  std::vector<nn::ModuleBase*> units = accelerate::units_of(model, settings);
+  TS_CHECK_AS(ConfigError, !units.empty(), "prepare", "fsdp_activation_checkpointing (",
+              settings.fsdp_activation_checkpointing.origin.describe(),
+              ") calculates units of a model again, and ", model.type_name(),
+              " has none; name the classes of its blocks in fsdp_wrap_modules, or leave it out");
+  return units;
+}
 
 bool same_tensors(const NamedTensors& a, const NamedTensors& b) {
   return std::ranges::equal(a, b, [](const NamedTensor& x, const NamedTensor& y) {
@@ -106,16 +119,23 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
     std::erase(models, known);
   }
   for (const auto& [name, tensor] : parameters) {
-    TS_CHECK_AS(ConfigError, !settings.cpu || tensor.device().is_cpu(), "prepare",
-                "the setting cpu (", settings.cpu.origin.describe(), ") asks for the CPU; '", name,
-                "' of ", model.type_name(), " is ", tensor, "; leave it there, or cpu unset");
+    TS_CHECK_AS(ConfigError, !settings.cpu || tensor.device().is_cpu() || tensor.is_meta(),
+                "prepare", "the setting cpu (", settings.cpu.origin.describe(),
+                ") asks for the CPU; '", name, "' of ", model.type_name(), " is ", tensor,
+                "; leave it there, or cpu unset");
   }
   const auto is_elsewhere = [&](const NamedTensor& named) {
-    return named.tensor.device() != device;
+    return named.tensor.device() != device && !named.tensor.is_meta();
   };
   if (device.is_cuda() && (std::ranges::any_of(parameters, is_elsewhere) ||
                            std::ranges::any_of(model.named_buffers(), is_elsewhere))) {
     model.to(device);
+  }
+  for (const auto& [name, tensor] : parameters) {
+    TS_CHECK_AS(ConfigError, placement_slot(tensor) == nullptr, "prepare", "'", name, "' of ",
+                model.type_name(), " is ", tensor,
+                ": an earlier prepare(), fully_shard() or zero() has cut it, and a rank's part is "
+                "all that it keeps; make the model anew, and load into it what was saved");
   }
   auto record = std::make_shared<ModelRecord>();
   record->model = &model;
@@ -134,10 +154,23 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
   const bool trains = std::ranges::any_of(
       record->parameters, [](const NamedTensor& named) { return named.tensor.requires_grad(); });
   const precision::Policy policy = policy_of(settings);
-  if (policy != precision::Policy::f32()) record->policy = precision::apply(model, policy);
   // One rank too keeps the f32 gradients of 16-bit parameters in the engine's buckets.
-  if ((data_ranks > 1 || policy.needs_masters()) && trains) {
-    record->parallel = accelerate::make_data_parallel(model, settings, policy);
+  const bool parallel = (data_ranks > 1 || policy.needs_masters()) && trains;
+  accelerate::MissingMemory missing(model, settings, *dealt_ranks, device);
+  missing.begin(parallel && data_ranks > 1 && accelerate::cuts_parameters(settings),
+                parallel && data_ranks > 1);
+  if (policy != precision::Policy::f32()) record->policy = precision::apply(model, policy);
+  if (settings.fsdp_activation_checkpointing && trains) {
+    for (nn::ModuleBase* unit : units_to_checkpoint(model, settings)) {
+      record->handles.push_back(unit->checkpoint_calls());
+    }
+  }
+  if (parallel) {
+    record->parallel = accelerate::make_data_parallel(model, settings, policy, missing);
+    for (const Tensor& whole : record->parallel->wholes()) {
+      record->wholes.push_back({.name = {}, .tensor = whole});
+      record->policy.add_parameters({whole});
+    }
     // What ran forward under no_sync() is not reduced.
     record->parallel->set_forward_observer(
         [weak = std::weak_ptr(record)]() -> DataParallelModel::BeforeBackward {
@@ -152,6 +185,10 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
         });
   }
   keep_originals(*record);
+  missing.give([&](const Tensor& parameter, const Tensor& value) {
+    if (!parameter.requires_grad() || parameter.dtype() == value.dtype()) return;
+    record->originals[parameter.impl()] = {value, parameter.version(), parameter.data()};
+  });
   models.push_back(std::move(record));
   ++generation;
 }
@@ -188,17 +225,25 @@ void Accelerator::State::keep_originals(ModelRecord& record) {
   NamedTensors values = record.policy.take_originals();
   std::erase_if(values, [&](const NamedTensor& value) {
     const auto at = std::ranges::find(record.parameters, value.name, &NamedTensor::name);
-    return !at->tensor.requires_grad();
+    return !at->tensor.requires_grad() || value.tensor.is_meta();  // those come by themselves
   });
-  if (data_ranks > 1 && settings.ddp_init_sync && !values.empty()) {
+  const auto parameter_of = [&](const NamedTensor& value) -> const Tensor& {
+    return std::ranges::find(record.parameters, value.name, &NamedTensor::name)->tensor;
+  };
+  if (!record.wholes.empty()) {
+    for (NamedTensor& value : values) {  // the masters are cut as the parameters
+      const Tensor& parameter = parameter_of(value);
+      value.tensor = distributed::distribute_tensor(value.tensor, distributed::mesh_of(parameter),
+                                                    distributed::placements_of(parameter));
+    }
+  } else if (data_ranks > 1 && settings.ddp_init_sync && !values.empty()) {
     distributed::CoalescedScope calls(*dealt_ranks, {.tag = "masters"});
     for (const auto& [name, value] : values) calls.broadcast(value, 0);
     calls.finish().wait();
   }
-  for (const auto& [name, value] : values) {
-    const Tensor& parameter =
-        std::ranges::find(record.parameters, name, &NamedTensor::name)->tensor;
-    record.originals[parameter.impl()] = {value, parameter.version(), parameter.data()};
+  for (const NamedTensor& value : values) {
+    const Tensor& parameter = parameter_of(value);
+    record.originals[parameter.impl()] = {value.tensor, parameter.version(), parameter.data()};
   }
 }
 

@@ -12,6 +12,7 @@
 
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/accelerate/step_window.h>
+#include <tessera/autograd/graph.h>
 #include <tessera/core/device.h>
 #include <tessera/core/error.h>
 #include <tessera/core/random.h>
@@ -69,6 +70,7 @@ struct ModelRecord {
   Life life;
   std::string type_name;
   NamedTensors parameters;
+  NamedTensors wholes;  // that ops read in their places, where parameters are parts
   std::vector<HookHandle> handles;
   precision::AppliedPolicy policy;
   // Of parameters that were narrowed: until their optimizer's first step.
@@ -104,6 +106,14 @@ struct ModelRecord {
     if (parallel) parallel->pass().plan.sync_gradients = sync && no_sync == 0 && !local;
   }
   bool reduces() const { return parallel != nullptr && !local; }
+  // Whether this micro-batch's gradients are reduced, if nobody says otherwise.
+  bool reduces_in(bool boundary, bool each_batch) const {
+    return boundary || each_batch || (parallel && parallel->reduces_every_backward());
+  }
+  // Whether the gradient of a loss comes to a parameter: to what ops read in its place.
+  bool is_reached_by(const Tensor& loss) const {
+    return leads_to_any(loss, wholes.empty() ? parameters : wholes);
+  }
   bool has_weight() const {
     if (!reduces()) return window.weight() != 0;
     const distributed::BackwardPass& pass = parallel->pass();
@@ -169,7 +179,7 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   bool joined = false;
   // What a restart must know beside the objects' own states.
   struct Counters {
-    int64_t micro_batches = 0;                       // opened so far
+    int64_t micro_batches = 0;                       // of all ranks, opened so far
     double nominal_samples = 0, nominal_weight = 0;  // 0: not known yet
     uint64_t seed = 0;
     StateDict state_dict() const;

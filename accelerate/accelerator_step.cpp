@@ -14,7 +14,9 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/random.h>
+#include <tessera/core/raw_views.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/transport/caller.h>
 #include <tessera/distributed/transport/collectives.h>
@@ -43,6 +45,13 @@ TensorList gradients_of(const NamedTensors& parameters, std::unordered_set<Tenso
   return gradients;
 }
 
+// Of a model's or an optimizer's parameters: the same answer on every rank.
+bool holds_parts(const auto& record) {
+  return std::ranges::any_of(record->parameters, [](const NamedTensor& named) {
+    return placement_slot(named.tensor) != nullptr;
+  });
+}
+
 }  // namespace
 
 // ---- Windows -----------------------------------------------------------------------------------
@@ -57,7 +66,7 @@ void Accelerator::State::refuse_in_capture(std::string_view where) {
 
 // A function of the global micro-batch: of N ranks with m each, rank r's k-th is number k * N + r.
 void Accelerator::State::begin_random_numbers() {
-  const auto micro = static_cast<uint64_t>(counters.micro_batches * data_ranks + data_rank + 1);
+  const auto micro = static_cast<uint64_t>(counters.micro_batches + data_rank + 1);
   random = {.seed = counters.seed, .next_stream = (micro << kStreamBits) & ~(uint64_t{1} << 63)};
 }
 
@@ -84,12 +93,13 @@ MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
     micro.records.push_back(state.at(*model, "accumulate"));
   const bool ends = options.ends_window || (state.sync_with_dataloader && end_of_dataloader());
   state.begin_random_numbers();
-  ++state.counters.micro_batches;
+  state.counters.micro_batches += state.data_ranks;
   bool sync = true;
   for (const auto& record : micro.records) {
     record->window.begin_micro(record->steps.value_or(state.steps), ends);
     sync = sync && record->window.is_boundary();
-    record->plan_forward(record->window.is_boundary() || state.settings.sync_each_batch);
+    record->plan_forward(
+        record->reduces_in(record->window.is_boundary(), state.settings.sync_each_batch));
   }
   state.sync_gradients = sync;
   auto scope = std::make_unique<MicroBatch::Scope>(state_, micro.id);
@@ -185,8 +195,9 @@ void KeptGradients::take(const NamedTensors& parameters) {
   for (const auto& [name, parameter] : parameters) {
     const Tensor gradient = parameter.grad();
     if (!gradient.defined()) continue;
-    entries_.push_back({parameter, gradient.detach().clone(), 0});
-    zero_(gradient);
+    const Tensor elements = raw::alias(gradient);  // also where it is a part
+    entries_.push_back({parameter, elements.clone(), 0});
+    zero_(elements);
   }
   note_versions();
 }
@@ -194,7 +205,9 @@ void KeptGradients::take(const NamedTensors& parameters) {
 void KeptGradients::apply(double factor) {
   const NoGradGuard no_grad;
   forget_cleared();
-  for (const Entry& entry : entries_) add_(entry.parameter.grad(), entry.value, factor);
+  for (const Entry& entry : entries_) {
+    add_(raw::alias(entry.parameter.grad()), entry.value, factor);
+  }
   note_versions();
 }
 void KeptGradients::add() { apply(1); }
@@ -233,7 +246,7 @@ void Accelerator::State::begin_sum(ModelRecord& record, const Tensor& loss, bool
   }
   const auto has_gradient = [](const NamedTensor& named) { return named.tensor.grad().defined(); };
   if (std::ranges::none_of(record.parameters, has_gradient)) return;
-  if (!leads_to_any(loss, record.parameters)) return;
+  if (!record.is_reached_by(loss)) return;
   if (!at_once) {
     record.kept.take(record.parameters);
   } else if (record.reduces()) {
@@ -252,7 +265,7 @@ double Accelerator::State::seed_of(const Tensor& loss, double weight,
   }
   if (undivided) return weight == 0 ? 0 : 1;
   if (weight == 1) return 1;
-  const auto leads = [&](const auto& record) { return leads_to_any(loss, record->parameters); };
+  const auto leads = [&](const auto& record) { return record->is_reached_by(loss); };
   const auto leads_where_shared = [&](const auto& record) {
     return record->reduces() && leads(record);
   };
@@ -300,21 +313,28 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
     int64_t reductions;
   };
   std::vector<Expected> reducing;
+  const bool divides_as_huggingface = state.divides_as_huggingface();
   for (const auto& record : state.models) {
     const bool is_own = std::ranges::find(own, record) != own.end();
     const StepWindow& window = record->window;
     bool at_once = undivided;
     if (record->parallel) {
       bool sync = record->no_sync == 0 && !record->local;
-      if (is_own) sync = sync && (window.is_boundary() || state.settings.sync_each_batch);
+      if (is_own) {
+        sync = sync && record->reduces_in(window.is_boundary(), state.settings.sync_each_batch);
+      }
       sync = sync || record->triggered > 0;
       at_once = sync && (!is_own || window.is_whole());
+      // Accelerate divides in every micro-batch that is reduced.
+      const bool divides_each =
+          divides_as_huggingface && !record->parallel->reduces_every_backward();
       record->parallel->set_plan({.micro_index = is_own ? window.index() : 0,
-                                  .is_last = !is_own || window.is_boundary(),
+                                  .is_last = !is_own || window.is_boundary() || divides_each,
                                   .sync_gradients = sync,
                                   .weight = is_own ? window.weight() : weight,
                                   .epoch = batch.epoch,
-                                  .position = batch.position});
+                                  .position = batch.position,
+                                  .all_reduce = !is_own || window.is_boundary()});
       reducing.push_back({record.get(), record->parallel->pass().reductions()});
     }
     record->kept.forget_cleared();
@@ -324,6 +344,8 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
       state.resume(*record);
     } else if (!continues) {
       state.begin_sum(*record, loss, at_once);
+    } else if (is_own && record->reduces()) {
+      record->parallel->pass().resume_undivided();
     }
   }
 
@@ -345,7 +367,7 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
     for (const Expected& expected : reducing) {
       distributed::BackwardPass& pass = expected.record->parallel->pass();
       if (pass.reductions() > expected.reductions) continue;
-      if (pass.in_backward() || leads_to_any(loss, expected.record->parameters)) {
+      if (pass.in_backward() || expected.record->is_reached_by(loss)) {
         pass.fail_backward();
       }
     }
@@ -357,9 +379,11 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
   for (const auto& record : own) {
     if (record->reduces()) {
       const auto expected = std::ranges::find(reducing, record.get(), &Expected::record);
-      const bool reduced = record->parallel->pass().reductions() > expected->reductions;
+      // What goes on in the next micro-batch is no mean yet.
+      const distributed::BackwardPass& pass = record->parallel->pass();
+      const bool reduced = pass.reductions() > expected->reductions && !pass.holds_unreduced();
       reduced ? record->window.set_reduced() : record->window.set_pending();
-    } else if ((record->window.is_boundary() || state.settings.sync_each_batch)) {
+    } else if (record->window.is_boundary()) {
       closed.push_back(record);
       record->window.set_reduced();
     } else {
@@ -369,7 +393,8 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
   state.divide(closed, undivided);
   for (const Expected& expected : reducing) {
     ModelRecord& record = *expected.record;
-    if (record.kept.empty() || record.parallel->pass().reductions() == expected.reductions) {
+    const distributed::BackwardPass& pass = record.parallel->pass();
+    if (record.kept.empty() || pass.reductions() == expected.reductions || pass.holds_unreduced()) {
       continue;
     }
     record.kept.add();
@@ -377,7 +402,7 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
   }
   for (const auto& record : state.models) record->kept.note_versions();
   if (!in_window) {
-    ++state.counters.micro_batches;
+    state.counters.micro_batches += state.data_ranks;
     state.begin_random_numbers();
   }
 }
@@ -543,7 +568,9 @@ void Accelerator::State::apply_clip(OptimizerRecord& record) {
     if (const Tensor& before = record.clip->before_on_device; before.defined()) {
       on_device = on_device / before;
     }
-    for (const Tensor& gradient : gradients) mul_(gradient, on_device.to(gradient.dtype()));
+    for (const Tensor& gradient : gradients) {
+      mul_(raw::alias(gradient), on_device.to(gradient.dtype()));  // of a part its elements
+    }
   }
   drop_clip(record);
 }
@@ -591,9 +618,14 @@ void Accelerator::State::make_scaler() {
   // Where the finding stays on a GPU no host could agree: a rank that steps alone has a scale of
   // its own.
   if (settings.scaler_on_device) return;
-  // Reduced gradients are equal on all ranks; where a model's are not, the ranks agree.
+  // Reduced gradients are equal on all ranks; where they are not, or a rank has a part of them, the
+  // ranks agree.
   scaler->set_agreement([this](const Tensor& found) {
-    if (!std::ranges::any_of(models, [](const auto& record) { return record->local; })) return;
+    const bool differ =
+        std::ranges::any_of(
+            models, [](const auto& record) { return record->local || holds_parts(record); }) ||
+        std::ranges::any_of(optimizers, [](const auto& record) { return holds_parts(record); });
+    if (!differ) return;
     dealt_ranks
         ->all_reduce(found, distributed::ReduceOp::kMax,
                      {.channel = Channel::kControl, .tag = "found_inf"})

@@ -1,9 +1,18 @@
 #include <tessera/accelerate/data_parallel.h>
 
+#include <algorithm>
+#include <map>
+#include <regex>
+#include <set>
+#include <string>
 #include <utility>
 
+#include <tessera/core/context.h>
+#include <tessera/core/error.h>
 #include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/shard/fully_shard.h>
 #include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/shard/zero.h>
 
 namespace tessera::accelerate {
 namespace {
@@ -39,6 +48,16 @@ std::shared_ptr<distributed::CommunicationHook> hook_of(const Settings& settings
   return nullptr;
 }
 
+distributed::GradientAverage average_of(const Settings& settings) {
+  return settings.loss_weighting.value == LossWeighting::kHuggingFace
+             ? distributed::GradientAverage::kRanks
+             : distributed::GradientAverage::kWeight;
+}
+
+std::optional<DType> gradient_dtype_of(const precision::Policy& policy) {
+  return policy.needs_masters() ? std::optional(policy.reduce) : std::nullopt;
+}
+
 distributed::ReplicateOptions replicate_options(const Settings& settings,
                                                 const precision::Policy& policy) {
   const auto bytes = [](double megabytes) { return static_cast<int64_t>(megabytes * 1048576); };
@@ -46,19 +65,238 @@ distributed::ReplicateOptions replicate_options(const Settings& settings,
   options.first_bucket_bytes = bytes(settings.ddp_first_bucket_mb);
   options.bucket_bytes = bytes(settings.ddp_bucket_cap_mb);
   options.gradient_as_bucket_view = settings.ddp_gradient_as_bucket_view;
-  options.average = settings.loss_weighting.value == LossWeighting::kHuggingFace
-                        ? distributed::GradientAverage::kRanks
-                        : distributed::GradientAverage::kWeight;
+  options.average = average_of(settings);
   options.init_sync = settings.ddp_init_sync;
   options.broadcast_buffers = settings.ddp_broadcast_buffers;
-  if (policy.needs_masters()) options.gradient_dtype = policy.reduce;
+  options.gradient_dtype = gradient_dtype_of(policy);
   return options;
+}
+
+distributed::ZeroOptions zero_options(const Settings& settings, const precision::Policy& policy) {
+  const auto bytes = [](double megabytes) { return static_cast<int64_t>(megabytes * 1048576); };
+  return {.stage = settings.sharding.value == Sharding::kZero1 ? 1 : 2,
+          .first_bucket_bytes = bytes(settings.ddp_first_bucket_mb),
+          .bucket_bytes = bytes(settings.ddp_bucket_cap_mb),
+          .gradient_dtype = gradient_dtype_of(policy),
+          .average = average_of(settings),
+          .init_sync = settings.ddp_init_sync,
+          .broadcast_buffers = settings.ddp_broadcast_buffers};
+}
+
+// ---- Units -------------------------------------------------------------------------------------
+
+// Below a module that is a unit there is none.
+template <class Wanted>
+void collect_units(nn::ModuleBase& module, const Wanted& wanted,
+                   std::vector<nn::ModuleBase*>& units) {
+  for (size_t i = 0; i < module.num_children(); ++i) {
+    nn::ModuleBase& child = module.child(i);
+    if (wanted(module, child)) {
+      units.push_back(&child);
+    } else {
+      collect_units(child, wanted, units);
+    }
+  }
+}
+
+std::vector<nn::ModuleBase*> units_by_class(nn::ModuleBase& model,
+                                            const std::vector<std::string>& classes) {
+  std::set<std::string> missing(classes.begin(), classes.end());
+  std::vector<nn::ModuleBase*> units;
+  collect_units(
+      model,
+      [&](const nn::ModuleBase&, const nn::ModuleBase& child) {
+        const std::string name = child.type_name();
+        if (std::ranges::find(classes, name) == classes.end()) return false;
+        missing.erase(name);
+        return true;
+      },
+      units);
+  if (!missing.empty()) {
+    std::set<std::string> known;
+    for (const auto& [name, module] : model.named_modules()) known.insert(module->type_name());
+    std::string list;
+    for (const std::string& name : known) list += (list.empty() ? "" : ", ") + name;
+    TS_THROW(ConfigError, "prepare", "fsdp_wrap_modules names the class ", *missing.begin(),
+             ", of which ", model.type_name(), " has no module; it has ", list);
+  }
+  return units;
+}
+
+// As Accelerate's size-based policy: a module with so many parameters, those of units below it
+// apart. Children come first.
+int64_t units_by_size(nn::ModuleBase& module, int64_t least, bool is_root,
+                      std::vector<nn::ModuleBase*>& units) {
+  int64_t own = module.num_parameters();
+  for (size_t i = 0; i < module.num_children(); ++i) {
+    own -= units_by_size(module.child(i), least, false, units);
+  }
+  if (is_root || own < least) return module.num_parameters() - own;
+  units.push_back(&module);
+  return module.num_parameters();
+}
+
+// The blocks that a model repeats: children of one class of which their parent has several, with
+// modules of their own.
+std::vector<nn::ModuleBase*> repeated_blocks(nn::ModuleBase& model) {
+  std::vector<nn::ModuleBase*> units;
+  collect_units(
+      model,
+      [](const nn::ModuleBase& parent, const nn::ModuleBase& child) {
+        int alike = 0;
+        for (size_t i = 0; i < parent.num_children(); ++i) {
+          alike += parent.child(i).type_name() == child.type_name();
+        }
+        return alike > 1 && child.num_children() > 0 && child.num_parameters() > 0;
+      },
+      units);
+  return units;
 }
 
 }  // namespace
 
-std::unique_ptr<distributed::DataParallelModel> make_data_parallel(
-    nn::ModuleBase& model, const Settings& settings, const precision::Policy& policy) {
+bool cuts_parameters(const Settings& settings) {
+  return settings.sharding.value == Sharding::kZero3 || settings.sharding.value == Sharding::kFsdp;
+}
+
+std::vector<nn::ModuleBase*> units_of(nn::ModuleBase& model, const Settings& settings) {
+  const std::vector<std::string>& classes = settings.fsdp_wrap_modules.value;
+  if (classes.size() == 1 && classes[0] == "none") return {};
+  if (!classes.empty()) return units_by_class(model, classes);
+  if (settings.fsdp_min_num_params > 0) {
+    std::vector<nn::ModuleBase*> units;
+    units_by_size(model, settings.fsdp_min_num_params, true, units);
+    return units;
+  }
+  return repeated_blocks(model);
+}
+
+namespace {
+
+// ---- Modules that stay whole -------------------------------------------------------------------
+
+// Dotted names of modules that have parameters, outermost ones.
+std::vector<std::string> ignored_modules(nn::ModuleBase& model, const Settings& settings) {
+  const auto& [pattern, origin] = settings.fsdp_ignored_modules;
+  if (pattern.empty()) return {};
+  const std::string source = "fsdp_ignored_modules=" + pattern + " (" + origin.describe() + ")";
+  std::regex expression;
+  try {
+    expression = std::regex(pattern);
+  } catch (const std::regex_error& error) {
+    TS_THROW(ConfigError, "prepare", source, " is no regular expression: ", error.what());
+  }
+  std::vector<std::string> names;
+  bool matches = false;
+  for (const auto& [name, module] : model.named_modules()) {
+    if (name.empty() || !std::regex_match(name, expression)) continue;
+    matches = true;
+    const bool inside = std::ranges::any_of(names, [&, own = &name](const std::string& outer) {
+      return own->starts_with(outer + ".");
+    });
+    if (inside) continue;
+    const NamedTensors parameters = module->named_parameters();
+    for (const auto& [parameter, tensor] : parameters) {
+      TS_CHECK_AS(ConfigError, !tensor.requires_grad(), "prepare", source, " leaves '", name, ".",
+                  parameter,
+                  "' whole on every rank, and it requires grad, which nobody would reduce; freeze "
+                  "it, or leave the module out");
+    }
+    if (!parameters.empty()) names.push_back(name);
+  }
+  TS_CHECK_AS(ConfigError, matches, "prepare", source, " matches the whole name of no module of ",
+              model.type_name(), "; names are like '", model.named_modules().back().name, "'");
+  return names;
+}
+
+// Those of `names` that lie in the module, from there on; nothing where it lies in one itself.
+std::optional<std::vector<std::string>> ignored_below(const nn::ModuleBase& model,
+                                                      const nn::ModuleBase& module,
+                                                      const std::vector<std::string>& names) {
+  std::string own = module.dotted_name();
+  if (!model.dotted_name().empty()) own = own.substr(model.dotted_name().size() + 1);
+  std::vector<std::string> below;
+  for (const std::string& name : names) {
+    if (own == name || own.starts_with(name + ".")) return std::nullopt;
+    if (name.starts_with(own + ".")) below.push_back(name.substr(own.size() + 1));
+  }
+  return below;
+}
+
+// ---- Mesh --------------------------------------------------------------------------------------
+
+// Parameters refer to it as long as they live.
+struct HybridMeshes {
+  std::map<int, std::unique_ptr<distributed::Mesh>> by_replicas;
+};
+
+// One axis, or replicas of groups that shard.
+distributed::Mesh& mesh_of(const Settings& settings) {
+  distributed::Mesh& all = distributed::mesh();
+  const int ranks = all.size();
+  const auto replicas_said = static_cast<int>(settings.dp_replicate_size.value);
+  const auto shards_said = static_cast<int>(settings.dp_shard_size.value);
+  const int replicas = shards_said > 1 && replicas_said == 1 ? ranks / shards_said : replicas_said;
+  const int shards = shards_said > 1 ? shards_said : ranks / replicas;
+  TS_CHECK_AS(ConfigError, replicas * shards == ranks, "prepare",
+              "dp_replicate_size=", replicas_said, " (",
+              settings.dp_replicate_size.origin.describe(), ") and dp_shard_size=", shards_said,
+              " (", settings.dp_shard_size.origin.describe(), ") do not multiply to the ", ranks,
+              " ranks; leave one of them out, or change it");
+  if (replicas == 1) return all;
+  auto& made = Context::current().slot<HybridMeshes>().by_replicas[replicas];
+  if (!made) {
+    made = std::make_unique<distributed::Mesh>(
+        distributed::world(),
+        std::vector<distributed::MeshAxis>{{"dp_replicate", replicas}, {"dp_shard", shards}});
+  }
+  return *made;
+}
+
+std::unique_ptr<distributed::DataParallelModel> make_fully_sharded(nn::ModuleBase& model,
+                                                                   const Settings& settings,
+                                                                   const precision::Policy& policy,
+                                                                   MissingMemory& missing) {
+  distributed::Mesh& mesh = mesh_of(settings);
+  distributed::FullyShardOptions options{
+      .reshard_after_forward = settings.fsdp_reshard_after_forward.value,
+      .init_sync = settings.ddp_init_sync,
+      .gradient_dtype = gradient_dtype_of(policy),
+      .average = average_of(settings),
+      .broadcast_buffers = settings.ddp_broadcast_buffers};
+  const std::vector<std::string> ignored = ignored_modules(model, settings);
+  for (nn::ModuleBase* unit : units_of(model, settings)) {
+    const auto below = ignored_below(model, *unit, ignored);
+    if (!below) continue;
+    options.ignored = *below;
+    distributed::fully_shard(*unit, mesh, options);
+  }
+  options.ignored = ignored;
+  const bool whole = settings.sharding.value == Sharding::kZero3;
+  if (!whole) options.reshard_after_forward = {};
+  if (!settings.fsdp_reshard_after_forward) options.reshard_after_forward = false;
+  distributed::fully_shard(model, mesh, options);
+  missing.make_memory();
+  return std::make_unique<distributed::ShardedModel>(distributed::sharded_model(model));
+}
+
+}  // namespace
+
+std::unique_ptr<distributed::DataParallelModel> make_data_parallel(nn::ModuleBase& model,
+                                                                   const Settings& settings,
+                                                                   const precision::Policy& policy,
+                                                                   MissingMemory& missing) {
+  switch (settings.sharding.value) {
+    case Sharding::kZero1:
+    case Sharding::kZero2:
+      return std::make_unique<distributed::ShardedModel>(
+          distributed::zero(model, distributed::mesh(), zero_options(settings, policy)));
+    case Sharding::kZero3:
+    case Sharding::kFsdp:
+      return make_fully_sharded(model, settings, policy, missing);
+    case Sharding::kDdp:
+      break;
+  }
   auto replica = std::make_unique<distributed::Replica>(
       distributed::replicate(model, distributed::mesh(), replicate_options(settings, policy)));
   if (auto hook = hook_of(settings)) replica->set_communication_hook(std::move(hook));

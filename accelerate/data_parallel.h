@@ -2,7 +2,9 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
+#include <tessera/accelerate/missing_memory.h>
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/distributed/shard/data_parallel_model.h>
 #include <tessera/nn/module.h>
@@ -11,9 +13,18 @@
 namespace tessera::accelerate {
 
 // The model as all ranks of the current mesh train it. `policy` was applied to it before.
-// Collective; throws what the mode's own function throws (replicate()).
+// Collective; throws what the mode's own function throws (replicate()). `missing`: what of the
+// model has no elements yet; of parameters that are cut it gets them in between.
 std::unique_ptr<distributed::DataParallelModel> make_data_parallel(nn::ModuleBase& model,
                                                                    const Settings& settings,
-                                                                   const precision::Policy& policy);
+                                                                   const precision::Policy& policy,
+                                                                   MissingMemory& missing);
+
+// Whether a rank keeps a part of the parameters alone.
+bool cuts_parameters(const Settings& settings);
+
+// The modules that are gathered and calculated again as one, in the order of the model, without the
+// model itself. ConfigError for a class of which it has no module.
+std::vector<nn::ModuleBase*> units_of(nn::ModuleBase& model, const Settings& settings);
 
 }  // namespace tessera::accelerate

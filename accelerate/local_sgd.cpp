@@ -4,6 +4,7 @@
 #include <vector>
 
 #include <tessera/core/error.h>
+#include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/module.h>
 
@@ -14,6 +15,10 @@ LocalSGD::LocalSGD(Accelerator& accelerator, nn::ModuleBase& model, const LocalS
   TS_CHECK(options.steps >= 1, "LocalSGD", "steps must be at least 1; got ", options.steps);
   if (options.enabled && accelerator.data_ranks().size() > 1) {
     for (const auto& [name, parameter] : model.named_parameters()) {
+      TS_CHECK_AS(UnsupportedError, !distributed::is_dtensor(parameter), "LocalSGD",
+                  "ranks step by themselves on whole parameters of their own, and '", name, "' is ",
+                  parameter, "; train with sharding=ddp (another one comes from ",
+                  accelerator.settings().sharding.origin.describe(), ")");
       TS_CHECK_AS(
           UnsupportedError,
           !parameter.requires_grad() || parameter.dtype() == kF32 || parameter.dtype() == kF64,

@@ -32,7 +32,7 @@ struct LocalSGDOptions {
 class LocalSGD {
  public:
   // `accelerator` and `model`, which is prepared (ValueError), must outlive it. ValueError for less
-  // than one step, UnsupportedError for parameters in 16 bits.
+  // than one step, UnsupportedError for parameters in 16 bits and for a sharded model.
   LocalSGD(Accelerator& accelerator, nn::ModuleBase& model, const LocalSGDOptions& options = {});
   // Without finish() (an exception passes) the ranks part as they are.
   ~LocalSGD();

@@ -7,6 +7,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/distributed/transport/collectives.h>
 
@@ -51,6 +52,11 @@ std::string shapes_of(const detail::Leaves& leaves) {
     out << ']';
   }
   return leaves.empty() ? "no tensor" : out.str();
+}
+
+// On every rank before anything is sent: a part of a sharded tensor is no value of this rank.
+void check_whole_leaves(std::string_view operation, const detail::Leaves& leaves) {
+  for (const Tensor* leaf : leaves) check_whole(*leaf, operation);
 }
 
 void check_shapes(std::string_view operation, const detail::Leaves& leaves, Group& group,
@@ -99,6 +105,7 @@ void check_equal_on_all_ranks(std::string_view operation, const std::string& des
 }
 
 void gather(const Leaves& leaves, Group& group, const OperationOptions& options) {
+  check_whole_leaves("gather", leaves);
   const NoGradGuard no_grad;
   if (group.size() > 1) check_shapes("gather", leaves, group, options);
   CoalescedScope calls(group, tagged("gather", options));
@@ -122,6 +129,7 @@ void reduce(const Leaves& leaves, RankReduction reduction, Group& group,
             const OperationOptions& options) {
   // [Trap: reduce("none") sums] Each rank keeps what it has.
   if (reduction == RankReduction::kNone) return;
+  check_whole_leaves("reduce", leaves);
   for (const Tensor* leaf : leaves) {
     // One rank refuses what several would.
     TS_CHECK_DTYPE(reduction != RankReduction::kMean || is_floating(leaf->dtype()), "reduce",
@@ -147,6 +155,7 @@ void reduce(const Leaves& leaves, RankReduction reduction, Group& group,
 void broadcast(const Leaves& leaves, int from, Group& group, const OperationOptions& options) {
   TS_CHECK(from >= 0 && from < group.size(), "broadcast", "rank ", from, " is outside the ",
            group.size(), " ranks of the group.");
+  check_whole_leaves("broadcast", leaves);
   if (group.size() == 1) return;
   const NoGradGuard no_grad;
   check_shapes("broadcast", leaves, group, options);
@@ -164,6 +173,7 @@ void broadcast(const Leaves& leaves, int from, Group& group, const OperationOpti
 
 void pad(const Leaves& leaves, const PadOptions& pad, Group& group,
          const OperationOptions& options) {
+  check_whole_leaves("pad_across_processes", leaves);
   if (group.size() == 1) return;
   const NoGradGuard no_grad;
   // The number of tensors, and of each: dimensions, dtype, size along the dimension (-1: none).

@@ -13,6 +13,8 @@
 // calls, dtypes and numbers of elements are compared before data moves. In debug mode the ranks
 // first compare the shapes of all tensors too, and OperationMismatch shows them by rank.
 //
+// A part of a sharded tensor (a DTensor) is an UnsupportedError: full_tensor() is its way.
+//
 // With one rank nothing is communicated and nothing is copied.
 #pragma once
 

@@ -108,7 +108,8 @@ target_compile_definitions(tessera_core PRIVATE ${tessera_simd_definitions})
 
 tessera_floor(autograd DEPENDS tessera_core)
 tessera_floor(nn DEPENDS tessera_autograd)
-target_link_libraries(tessera_nn PRIVATE $<BUILD_INTERFACE:Eigen3::Eigen>)
+target_link_libraries(tessera_nn PRIVATE $<BUILD_INTERFACE:Eigen3::Eigen>
+  $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 tessera_floor(optim DEPENDS tessera_autograd)
 tessera_floor(data DEPENDS tessera_core)
 target_link_libraries(tessera_data PRIVATE ICU::uc ZLIB::ZLIB $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)

@@ -142,8 +142,8 @@ TEST(ConfigEnvironment, DC1_EverySettingMakesTheRoundTripThroughItsVariables) {
 TEST(ConfigEnvironment, DeepSpeedsSwitchAloneIsStage2AndItsFileIsRefused) {
   Environment environment = {{"ACCELERATE_USE_DEEPSPEED", "true"}};
   const Settings settings = merge({.environment = environment, .file = ""});
-  EXPECT_EQ(settings.zero_stage, 2);
-  EXPECT_EQ(settings.zero_stage.origin.describe(), "ACCELERATE_USE_DEEPSPEED");
+  EXPECT_EQ(settings.sharding.value, Sharding::kZero2);
+  EXPECT_EQ(settings.sharding.origin.describe(), "ACCELERATE_USE_DEEPSPEED");
   environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "ds.json";
   EXPECT_THROW(merge({.environment = environment, .file = ""}), UnsupportedError);
 }
@@ -180,6 +180,128 @@ TEST(ConfigEnvironment, DC1_WrongSizesAndExclusiveOnesAreErrorsWithTheirNames) {
                        "dp_shard_size"));
 }
 
+TEST(ConfigEnvironment, ShardingIsSaidByModeByStageOrByAcceleratesSwitches) {
+  const auto sharding = [](const Environment& environment) {
+    return from(environment).sharding.value;
+  };
+  EXPECT_EQ(sharding({}), Sharding::kDdp);
+  EXPECT_EQ(sharding({{"TESSERA_SHARDING", "zero1"}}), Sharding::kZero1);
+  EXPECT_EQ(sharding({{"TESSERA_ZERO_STAGE", "3"}}), Sharding::kZero3);
+  EXPECT_EQ(sharding({{"ACCELERATE_USE_FSDP", "true"}}), Sharding::kFsdp);
+  EXPECT_EQ(sharding({{"ACCELERATE_USE_FSDP", "1"}, {"FSDP_SHARDING_STRATEGY", "NO_SHARD"}}),
+            Sharding::kDdp);
+  const Settings kept =
+      from({{"ACCELERATE_USE_FSDP", "true"}, {"FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP"}});
+  EXPECT_EQ(kept.sharding.value, Sharding::kFsdp);
+  EXPECT_FALSE(kept.fsdp_reshard_after_forward);
+  EXPECT_EQ(
+      sharding({{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "1"}}),
+      Sharding::kZero1);
+  EXPECT_EQ(sharding({{"TESSERA_SHARDING", "fsdp"}, {"TESSERA_ZERO_STAGE", "3"}}), Sharding::kFsdp);
+  // Each names both keys.
+  for (const auto& [environment, key] : std::vector<std::pair<Environment, std::string>>{
+           {{{"TESSERA_SHARDING", "ddp"}, {"TESSERA_ZERO_STAGE", "2"}}, "zero_stage=2"},
+           {{{"TESSERA_DP_SHARD_SIZE", "2"}}, "dp_shard_size=2"},
+           {{{"TESSERA_SHARDING", "zero1"}, {"TESSERA_DP_REPLICATE_SIZE", "2"}},
+            "dp_replicate_size=2"},
+           {{{"TESSERA_FSDP_WRAP_MODULES", "Block"}}, "fsdp_wrap_modules=Block"},
+           {{{"TESSERA_SHARDING", "fsdp"},
+             {"TESSERA_FSDP_WRAP_MODULES", "Block"},
+             {"TESSERA_FSDP_MIN_NUM_PARAMS", "100"}},
+            "fsdp_min_num_params=100"},
+           {{{"TESSERA_SHARDING", "fsdp"}, {"TESSERA_DDP_COMM_HOOK", "bf16"}},
+            "ddp_comm_hook=bf16"},
+           {{{"TESSERA_SHARDING", "fsdp"}, {"TESSERA_SCALER_ON_DEVICE", "true"}},
+            "scaler_on_device=true"}}) {
+    const std::string message = message_of<ConfigError>([&] { from(environment); });
+    EXPECT_TRUE(mentions(message, key)) << key << ": " << message;
+  }
+}
+
+// What `accelerate launch --use_fsdp ...` exports, whatever was said there.
+Environment exported_by_accelerate(const std::string& version) {
+  return {{"ACCELERATE_USE_FSDP", "true"},
+          {"FSDP_VERSION", version},
+          {"FSDP_SHARDING_STRATEGY", "FULL_SHARD"},
+          {"FSDP_RESHARD_AFTER_FORWARD", "true"},
+          {"FSDP_OFFLOAD_PARAMS", "false"},
+          {"FSDP_MIN_NUM_PARAMS", "100000000"},
+          {"FSDP_FORWARD_PREFETCH", "false"},
+          {"FSDP_USE_ORIG_PARAMS", "true"},
+          {"FSDP_CPU_RAM_EFFICIENT_LOADING", "true"},
+          {"FSDP_SYNC_MODULE_STATES", "true"},
+          {"FSDP_ACTIVATION_CHECKPOINTING", "false"},
+          {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "false"}};
+}
+
+TEST(ConfigEnvironment, WhatAcceleratesLauncherExportsForShardingIsRead) {
+  for (const char* version : {"1", "2"}) {
+    SCOPED_TRACE(version);
+    const Environment plain = exported_by_accelerate(version);
+    const auto with = [&](const Environment& more) {
+      Environment environment = plain;
+      for (const auto& [name, value] : more) environment[name] = value;
+      return from(environment);
+    };
+    const Settings settings = with({});
+    EXPECT_EQ(settings.sharding.value, Sharding::kFsdp);
+    EXPECT_TRUE(settings.fsdp_reshard_after_forward);
+    EXPECT_EQ(settings.fsdp_min_num_params, 0) << "nobody has said it";
+    EXPECT_TRUE(settings.fsdp_cpu_ram_efficient_loading);
+    const Settings by_class = with({{"FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"},
+                                    {"FSDP_TRANSFORMER_CLS_TO_WRAP", "BertLayer,BertPooler"}});
+    EXPECT_EQ(by_class.fsdp_wrap_modules.value,
+              (std::vector<std::string>{"BertLayer", "BertPooler"}));
+    EXPECT_EQ(by_class.fsdp_wrap_modules.origin.describe(), "FSDP_TRANSFORMER_CLS_TO_WRAP");
+    EXPECT_EQ(by_class.fsdp_min_num_params, 0);
+    const Settings by_size = with({{"FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"},
+                                   {"FSDP_TRANSFORMER_CLS_TO_WRAP", "BertLayer"}});
+    EXPECT_EQ(by_size.fsdp_min_num_params, 100000000);
+    EXPECT_TRUE(by_size.fsdp_wrap_modules.value.empty());
+    EXPECT_EQ(with({{"FSDP_AUTO_WRAP_POLICY", "NO_WRAP"}}).fsdp_wrap_modules.value,
+              std::vector<std::string>{"none"});
+    EXPECT_EQ(with({{"FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT"}}).fsdp_state_dict_type.value,
+              StateDictType::kFull);
+    EXPECT_EQ(with({{"FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"}}).fsdp_state_dict_type.value,
+              StateDictType::kSharded);
+    EXPECT_EQ(with({{"FSDP_IGNORED_MODULES", ".*\\.router"}}).fsdp_ignored_modules.value,
+              ".*\\.router");
+    EXPECT_TRUE(with({{"FSDP_ACTIVATION_CHECKPOINTING", "true"}}).fsdp_activation_checkpointing);
+    // The strategy counts in version 1, resharding in version 2.
+    const bool first = std::string_view(version) == "1";
+    EXPECT_EQ(with({{"FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP"}}).fsdp_reshard_after_forward.value,
+              !first);
+    EXPECT_EQ(with({{"FSDP_RESHARD_AFTER_FORWARD", "false"}}).fsdp_reshard_after_forward.value,
+              first);
+    EXPECT_EQ(with({{"FSDP_SHARDING_STRATEGY", "NO_SHARD"}}).sharding.value,
+              first ? Sharding::kDdp : Sharding::kFsdp);
+    for (const auto& [name, value, error] : std::vector<std::array<std::string, 3>>{
+             {"FSDP_AUTO_WRAP_POLICY", "SOME_WRAP", "FSDP_AUTO_WRAP_POLICY"},
+             {"FSDP_VERSION", "3", "FSDP_VERSION"}}) {
+      const std::string message = message_of<ConfigError>([&] { with({{name, value}}); });
+      EXPECT_TRUE(mentions(message, error) && mentions(message, value)) << message;
+    }
+    for (const auto& [name, value, error] : std::vector<std::array<std::string, 3>>{
+             {"FSDP_STATE_DICT_TYPE", "LOCAL_STATE_DICT", "any number reads"},
+             {"FSDP_OFFLOAD_PARAMS", "true", "lie in host memory anyway"},
+             {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true", "leave it out"}}) {
+      const std::string message = message_of<UnsupportedError>([&] { with({{name, value}}); });
+      EXPECT_TRUE(mentions(message, name) && mentions(message, error)) << message;
+    }
+  }
+  // Version 1 takes a strategy as resharding; its launcher exports the other name besides.
+  Environment renamed = exported_by_accelerate("1");
+  renamed["FSDP_RESHARD_AFTER_FORWARD"] = "shard_grad_op";
+  EXPECT_FALSE(from(renamed).fsdp_reshard_after_forward);
+  renamed["FSDP_RESHARD_AFTER_FORWARD"] = "full_shard";
+  EXPECT_TRUE(from(renamed).fsdp_reshard_after_forward);
+  // Off where its switch is off.
+  renamed["ACCELERATE_USE_FSDP"] = "false";
+  renamed["FSDP_STATE_DICT_TYPE"] = "FULL_STATE_DICT";
+  EXPECT_EQ(from(renamed).sharding.value, Sharding::kDdp);
+  EXPECT_EQ(from(renamed).fsdp_state_dict_type.value, StateDictType::kSharded);
+}
+
 TEST(ConfigAvailability, WhatIsPlannedIsAnErrorThatSaysSo) {
   for (const Setting& setting : schema()) {
     if (!setting.planned) continue;
@@ -194,10 +316,6 @@ TEST(ConfigAvailability, WhatIsPlannedIsAnErrorThatSaysSo) {
                          from({{"ACCELERATE_MIXED_PRECISION", "fp8"}});
                        }),
                        "fp8"));  // never fp16 in its place
-  EXPECT_THROW(from({{"ACCELERATE_USE_FSDP", "true"}}), UnsupportedError);
-  EXPECT_THROW(
-      from({{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"}}),
-      UnsupportedError);
   EXPECT_THROW(from({{"ACCELERATE_USE_MEGATRON_LM", "true"}}), UnsupportedError);
 }
 
@@ -447,12 +565,26 @@ TEST(ConfigLaunch, EveryFlagReachesTheRanksAsAFlag) {
   }
   flags["automatic_checkpoint_naming"] = "true";
   flags["ddp_comm_hook"] = "power_sgd";
-  const launch::LaunchOptions options = launch::resolve_options(flags, {}, "", {"train"});
-  const Environment of_ranks = launch::settings_for_ranks(options, {});
-  const Settings settings = resolve({.environment = of_ranks, .file = ""});
-  for (const auto& [key, value] : flags) {
-    EXPECT_EQ(text(*find_setting(key), settings), value) << key;
-    EXPECT_EQ(origin(*find_setting(key), settings).source, Source::kLaunchFlag) << key;
+  // What contradicts the rest, and what only goes with sharding: in a job of their own.
+  launch::Flags sharded = {{"sharding", "fsdp"}};
+  for (const auto& [key, value] : std::map(flags.begin(), flags.end())) {
+    const bool shards = find_setting(key)->section == "sharding" || key.starts_with("dp_");
+    if (!shards) continue;
+    flags.erase(key);
+    if (key != "sharding" && key != "zero_stage" && key != "fsdp_min_num_params") {
+      sharded[key] = value;
+    }
+  }
+  for (const launch::Flags& job :
+       {flags, sharded, launch::Flags{{"zero_stage", "2"}},
+        launch::Flags{{"sharding", "zero3"}, {"fsdp_min_num_params", "1000"}}}) {
+    const launch::LaunchOptions options = launch::resolve_options(job, {}, "", {"train"});
+    const Environment of_ranks = launch::settings_for_ranks(options, {});
+    const Settings settings = resolve({.environment = of_ranks, .file = ""});
+    for (const auto& [key, value] : job) {
+      EXPECT_EQ(text(*find_setting(key), settings), value) << key;
+      EXPECT_EQ(origin(*find_setting(key), settings).source, Source::kLaunchFlag) << key;
+    }
   }
 }
 

@@ -144,13 +144,6 @@ TEST(ConfigCommand, ImportsThatWouldTrainOtherwiseAreRefusedByKey) {
       "  gradient_clipping: 1.0\nnum_processes: 2\n",
       "deepspeed_config.gradient_clipping: 1.0");
   refused("distributed_type: MEGATRON_LM\nnum_processes: 2\n", "distributed_type: MEGATRON_LM");
-  if (accelerate::find_setting("zero_stage")->planned) {
-    refused(
-        "distributed_type: FSDP\nfsdp_config:\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
-        "  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_state_dict_type: FULL_STATE_DICT\n"
-        "num_processes: 2\n",
-        "fsdp_config.fsdp_sharding_strategy: FULL_SHARD");
-  }
   // What is the same training under another name passes.
   const FinishedProcess same = tessera_command(
       {"config", "import",
@@ -212,7 +205,9 @@ TEST(ConfigCommand, CLI4_ToFsdp2) {
   done = convert({"--config_file", first, "--output_file", output});
   EXPECT_EQ(done.code(), 0) << done;
   EXPECT_TRUE(done.printed("fsdp_backward_prefetch") && done.printed("dropped")) << done;
-  EXPECT_EQ(folder.read("v2.json"), "{\n  \"zero_stage\": 2,\n  \"ranks\": 2\n}\n");
+  EXPECT_EQ(folder.read("v2.json"),
+            "{\n  \"sharding\": \"fsdp\",\n  \"fsdp_reshard_after_forward\": false,\n  \"ranks\": "
+            "2\n}\n");
   done = convert({"--config_file", first, "--output_file", output});
   EXPECT_EQ(done.code(), 1);
   EXPECT_TRUE(done.complained("exists")) << done;
@@ -342,9 +337,77 @@ TEST(LaunchFlags, HabitsOfAccelerateWorkOrAreToldWhatTakesTheirPlace) {
     EXPECT_TRUE(job.complained(remedy)) << flags[0] << '\n' << job;
     EXPECT_FALSE(job.printed("gpus=")) << job;
   }
-  const FinishedProcess sharded = launched({"--use_fsdp"});
-  if (accelerate::find_setting("zero_stage")->planned) {
-    EXPECT_TRUE(sharded.complained("zero_stage=3")) << sharded;
+}
+
+// Accelerate's flags of sharding as its users write them; --dry-run lists the settings.
+TEST(LaunchFlags, CLI2_AcceleratesFlagsOfShardingBecomeSettings) {
+  const auto launched = [](std::vector<std::string> flags) {
+    flags.insert(flags.begin(), {"launch", "-n", "2", "--dry-run"});
+    flags.push_back("train");
+    return tessera_command(flags);
+  };
+  const FinishedProcess plain = launched({"--use_fsdp"});
+  EXPECT_EQ(plain.code(), 0) << plain;
+  EXPECT_TRUE(plain.printed("sharding from --sharding")) << plain;
+  const FinishedProcess mesh =
+      launched({"--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config",
+                "--parallelism_config_dp_shard_size", "2"});
+  EXPECT_TRUE(mesh.code() == 0 && mesh.printed("dp_shard_size from --")) << mesh;
+  const FinishedProcess stages =
+      launched({"--use_deepspeed", "--zero_stage", "3", "--zero3_init_flag", "false",
+                "--zero3_save_16bit_model", "true", "--offload_param_device", "none",
+                "--deepspeed_multinode_launcher", "standard"});
+  EXPECT_TRUE(stages.code() == 0 && stages.printed("zero_stage from --")) << stages;
+  const FinishedProcess all = launched({"--use_fsdp",
+                                        "--fsdp_version",
+                                        "1",
+                                        "--fsdp_sharding_strategy",
+                                        "SHARD_GRAD_OP",
+                                        "--fsdp_reshard_after_forward",
+                                        "FULL_SHARD",
+                                        "--fsdp_auto_wrap_policy",
+                                        "TRANSFORMER_BASED_WRAP",
+                                        "--fsdp_transformer_layer_cls_to_wrap",
+                                        "BertLayer",
+                                        "--fsdp_min_num_params",
+                                        "1000",
+                                        "--fsdp_offload_params",
+                                        "false",
+                                        "--fsdp_backward_prefetch",
+                                        "BACKWARD_PRE",
+                                        "--fsdp_forward_prefetch",
+                                        "false",
+                                        "--fsdp_use_orig_params",
+                                        "true",
+                                        "--fsdp_sync_module_states",
+                                        "true",
+                                        "--fsdp_state_dict_type",
+                                        "FULL_STATE_DICT",
+                                        "--fsdp_cpu_ram_efficient_loading",
+                                        "true",
+                                        "--fsdp_activation_checkpointing",
+                                        "true",
+                                        "--fsdp_activation_checkpointing_offload",
+                                        "false"});
+  EXPECT_EQ(all.code(), 0) << all;
+  for (const char* key : {"fsdp_reshard_after_forward", "fsdp_wrap_modules", "fsdp_state_dict_type",
+                          "fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing"}) {
+    EXPECT_TRUE(all.printed(std::string(key) + " from --")) << key << '\n' << all;
+  }
+  EXPECT_FALSE(all.printed("fsdp_min_num_params from")) << all;
+  EXPECT_TRUE(all.printed("agent") && all.printed("train")) << all;
+  for (const auto& [flags, remedy] : std::vector<std::pair<std::vector<std::string>, std::string>>{
+           {{"--use_fsdp", "--fsdp_state_dict_type", "LOCAL_STATE_DICT"}, "any number reads"},
+           {{"--use_fsdp", "--fsdp_offload_params", "true"}, "lie in host memory anyway"},
+           {{"--use_fsdp", "--fsdp_sharding_strategy", "SOME"}, "--fsdp-sharding-strategy has to"},
+           {{"--use_deepspeed", "--offload_param_device", "cpu"}, "offload is not available"},
+           {{"--use_deepspeed", "--gradient_clipping", "1.0"}, "clip_grad_norm"},
+           {{"--use_fsdp", "--fsdp_version", "3"}, "--fsdp-version has to be 1 or 2"},
+           {{"--fsdp_sharding_strategy", "FULL_SHARD"}, "--use-fsdp"},
+           {{"--fsdp_min_num_params", "10"}, "sharding=ddp"}}) {
+    const FinishedProcess job = launched(flags);
+    EXPECT_NE(job.code(), 0) << job;
+    EXPECT_TRUE(job.complained(remedy)) << flags.back() << '\n' << job;
   }
 }
 

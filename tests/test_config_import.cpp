@@ -213,7 +213,7 @@ use_cpu: false
 )");
   const Settings& settings = import.settings;
   EXPECT_TRUE(settings.debug);
-  EXPECT_EQ(settings.zero_stage, 3);
+  EXPECT_EQ(settings.sharding.value, Sharding::kFsdp);
   EXPECT_FALSE(settings.fsdp_reshard_after_forward);
   EXPECT_EQ(settings.fsdp_wrap_modules.value,
             (std::vector<std::string>{"BertLayer", "BertPooler"}));
@@ -306,13 +306,23 @@ std::string fsdp1(const std::string& strategy) {
          strategy + "\n  fsdp_state_dict_type: SHARDED_STATE_DICT\nnum_processes: 2\n";
 }
 
-TEST(ConfigImport, CLI4_StrategiesOfVersion1BecomeStages) {
-  for (const auto& [strategy, stage] :
-       {std::pair("FULL_SHARD", 3), std::pair("SHARD_GRAD_OP", 2), std::pair("NO_SHARD", 0),
-        std::pair("HYBRID_SHARD", 3), std::pair("HYBRID_SHARD_ZERO2", 2), std::pair("1", 3),
-        std::pair("2", 2), std::pair("3", 0)}) {
+TEST(ConfigImport, CLI4_StrategiesOfVersion1BecomeModes) {
+  struct Expected {
+    const char* strategy;
+    Sharding sharding;
+    bool reshards;
+  };
+  for (const auto& [strategy, sharding, reshards] : {Expected{"FULL_SHARD", Sharding::kFsdp, true},
+                                                     {"SHARD_GRAD_OP", Sharding::kFsdp, false},
+                                                     {"NO_SHARD", Sharding::kDdp, true},
+                                                     {"HYBRID_SHARD", Sharding::kFsdp, true},
+                                                     {"HYBRID_SHARD_ZERO2", Sharding::kFsdp, false},
+                                                     {"1", Sharding::kFsdp, true},
+                                                     {"2", Sharding::kFsdp, false},
+                                                     {"3", Sharding::kDdp, true}}) {
     const Import import = import_text(fsdp1(strategy));
-    EXPECT_EQ(import.settings.zero_stage, stage) << strategy;
+    EXPECT_EQ(import.settings.sharding.value, sharding) << strategy;
+    EXPECT_EQ(import.settings.fsdp_reshard_after_forward, reshards) << strategy;
     EXPECT_EQ(import.fsdp_version, 1);
   }
   EXPECT_TRUE(mentions(message_of<ConfigError>([] { import_text(fsdp1("SOME_SHARD")); }),
@@ -329,7 +339,55 @@ TEST(ConfigImport, CLI4_KeysThatVersion2DroppedAreSaidToBeDropped) {
   }
   EXPECT_EQ(import.settings.fsdp_min_num_params, 2000);
   EXPECT_EQ(config_json(import.settings),
-            "{\n  \"zero_stage\": 3,\n  \"fsdp_min_num_params\": 2000,\n  \"ranks\": 2\n}\n");
+            "{\n  \"sharding\": \"fsdp\",\n  \"fsdp_min_num_params\": 2000,\n  \"ranks\": 2\n}\n");
+}
+
+// Of units those count that the policy asks for: files hold the other's keys, too.
+TEST(ConfigImport, ThePolicySaysWhichKeysOfUnitsCount) {
+  const auto of = [](const std::string& policy) {
+    return import_text(
+        "distributed_type: FSDP\nfsdp_config:\n"
+        "  fsdp_transformer_layer_cls_to_wrap: BertLayer\n"
+        "  fsdp_min_num_params: 2000\n" +
+        (policy.empty() ? policy : "  fsdp_auto_wrap_policy: " + policy + "\n"));
+  };
+  const Import by_class = of("TRANSFORMER_BASED_WRAP");
+  EXPECT_EQ(by_class.settings.fsdp_wrap_modules.value, std::vector<std::string>{"BertLayer"});
+  EXPECT_EQ(by_class.settings.fsdp_min_num_params, 0);
+  EXPECT_EQ(line_of(by_class, "fsdp_config.fsdp_min_num_params").outcome, ImportOutcome::kUnset);
+  const Import by_size = of("size_based_wrap");
+  EXPECT_TRUE(by_size.settings.fsdp_wrap_modules.value.empty());
+  EXPECT_EQ(by_size.settings.fsdp_min_num_params, 2000);
+  EXPECT_EQ(of("NO_WRAP").settings.fsdp_wrap_modules.value, std::vector<std::string>{"none"});
+  EXPECT_TRUE(mentions(message_of<ConfigError>([&] { of("EVERY_WRAP"); }),
+                       "fsdp_config.fsdp_auto_wrap_policy has to be"));
+  EXPECT_THROW(check_consistent(of("").settings), ConfigError);
+}
+
+TEST(ConfigImport, KeysOfShardingThatWereNotThereBecomeSettings) {
+  const Import import = import_text(
+      "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n"
+      "  fsdp_reshard_after_forward: SHARD_GRAD_OP\n  fsdp_state_dict_type: FULL_STATE_DICT\n"
+      "  fsdp_ignored_modules: 'blocks\\.[01]\\.router'\n"
+      "  fsdp_activation_checkpointing: true\n  fsdp_cpu_ram_efficient_loading: true\n"
+      "  fsdp_activation_checkpointing_offload: false\n");
+  EXPECT_FALSE(import.settings.fsdp_reshard_after_forward);
+  EXPECT_EQ(import.settings.fsdp_state_dict_type.value, StateDictType::kFull);
+  EXPECT_EQ(import.settings.fsdp_ignored_modules.value, "blocks\\.[01]\\.router");
+  EXPECT_TRUE(import.settings.fsdp_activation_checkpointing);
+  EXPECT_TRUE(import.settings.fsdp_cpu_ram_efficient_loading);
+  EXPECT_EQ(import.refusals(), "");
+  check_consistent(import.settings);
+  check_available(import.settings);
+  for (const auto& [key, value] :
+       std::vector<std::array<std::string, 2>>{{"fsdp_state_dict_type", "LOCAL_STATE_DICT"},
+                                               {"fsdp_activation_checkpointing_offload", "true"},
+                                               {"fsdp_offload_params", "true"}}) {
+    const std::string refusals =
+        import_text("distributed_type: FSDP\nfsdp_config:\n  " + key + ": " + value + "\n")
+            .refusals();
+    EXPECT_TRUE(mentions(refusals, "fsdp_config." + key + ": " + value)) << refusals;
+  }
 }
 
 // The version was compared as a number with a text, so that 2 in quotes was no 2.

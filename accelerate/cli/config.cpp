@@ -152,14 +152,18 @@ void report(const Import& import, const std::string& path) {
   std::printf("%s:\n%s", path.c_str(), import.report().c_str());
 }
 
-int import_file(const Choices& choices) {
-  const Import import = import_accelerate(choices.input);
-  report(import, choices.input);
+void check_is_same_training(const Import& import, const std::string& path, std::string_view where) {
   const std::string refusals = import.refusals();
-  TS_CHECK_AS(UnsupportedError, refusals.empty(), "tessera config import", choices.input,
+  TS_CHECK_AS(UnsupportedError, refusals.empty(), where, path,
               " describes another training than these settings would be: ", refusals,
               "; nothing was written: change or remove these keys");
   check_consistent(import.settings);
+}
+
+int import_file(const Choices& choices) {
+  const Import import = import_accelerate(choices.input);
+  report(import, choices.input);
+  check_is_same_training(import, choices.input, "tessera config import");
   write(output_of(choices), import.settings, choices.overwrite);
   return 0;
 }
@@ -180,6 +184,7 @@ int convert_fsdp(const Choices& choices) {
     return 0;
   }
   report(import, choices.input);
+  check_is_same_training(import, choices.input, "tessera config to-fsdp2");
   write(choices.output, import.settings, choices.overwrite);
   return 0;
 }

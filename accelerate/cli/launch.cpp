@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -7,6 +8,7 @@
 #include <tessera/accelerate/cli/commands.h>
 #include <tessera/accelerate/launch/launcher.h>
 #include <tessera/accelerate/settings/config.h>
+#include <tessera/accelerate/settings/fsdp_words.h>
 
 namespace tessera::cli {
 
@@ -42,6 +44,8 @@ struct LaunchFlags {
   std::string file;
   std::string gpus;
   bool several_gpus = false;
+  bool use_fsdp = false;
+  accelerate::FsdpWords fsdp;  // of Accelerate's flags that are no settings by themselves
   std::vector<std::string> exported;
   bool no_prefix = false;
   bool dry_run = false;
@@ -76,7 +80,58 @@ constexpr Habit kHabits[] = {
     {"--use-megatron-lm", false, "", "Megatron's parallelism is not available"},
     {"--deepspeed-config-file", true, "",
      "DeepSpeed's files are not read; say --zero-stage and the others"},
+    {"--offload-optimizer-device", true, "none", "offload is not available; leave it out"},
+    {"--offload-param-device", true, "none", "offload is not available; leave it out"},
+    {"--offload-optimizer-nvme-path", true, "*", ""},
+    {"--offload-param-nvme-path", true, "*", ""},
+    {"--gradient-clipping", true, "auto",
+     "the program clips: accelerator.clip_grad_norm(model.parameters(), 1.0); leave it out"},
+    {"--zero3-init-flag", true, "*", ""},
+    {"--zero3-save-16bit-model", true, "*", ""},
+    {"--deepspeed-hostfile", true, "", "say --hostfile FILE, with a line for each machine"},
+    {"--deepspeed-inclusion-filter", true, "", "list the machines in --hostfile FILE"},
+    {"--deepspeed-exclusion-filter", true, "", "list the machines in --hostfile FILE"},
+    {"--deepspeed-multinode-launcher", true, "*", ""},
+    {"--deepspeed-moe-layer-cls-names", true, "",
+     "mixtures of experts are not sharded by class; leave it out"},
+    {"--use-parallelism-config,--downcast-bf16", false, "*", ""},
+    {"--parallelism-config-cp-backend", true, "torch", "there is one implementation"},
+    {"--parallelism-config-sp-backend", true, "deepspeed", "there is one implementation"},
+    {"--fsdp-backward-prefetch", true, "*", ""},
+    {"--fsdp-forward-prefetch", true, "*", ""},
+    {"--fsdp-use-orig-params", true, "*", ""},
+    {"--fsdp-sync-module-states", true, "*", ""},
 };
+
+// "--fsdp-sharding-strategy"
+std::string fsdp_flag(std::string_view word) {
+  std::string name = "--fsdp-" + std::string(word);
+  std::replace(name.begin(), name.end(), '_', '-');
+  if (word == "transformer_cls_to_wrap") name = "--fsdp-transformer-layer-cls-to-wrap";
+  return name;
+}
+
+// What Accelerate's flags mean together becomes settings. Those of its family that are settings by
+// themselves stand among these, as the user has said them.
+void resolve_fsdp_flags(LaunchFlags& flags) {
+  if (!flags.use_fsdp) {
+    if (flags.fsdp.empty()) return;
+    throw CLI::ValidationError(fsdp_flag(flags.fsdp.begin()->first),
+                               "is read beside --use-fsdp; add that, or leave this out");
+  }
+  const std::pair<const char*, const char*> shared[] = {
+      {"reshard_after_forward", "fsdp_reshard_after_forward"},
+      {"transformer_cls_to_wrap", "fsdp_wrap_modules"},
+      {"min_num_params", "fsdp_min_num_params"}};
+  for (const auto& [word, key] : shared) {
+    const auto given = flags.values.extract(key);
+    if (given) flags.fsdp[word] = given.mapped();
+  }
+  accelerate::read_fsdp_words(flags.fsdp, fsdp_flag,
+                              [&](std::string_view setting, std::string_view text,
+                                  std::string_view) { flags.values.emplace(setting, text); });
+  flags.values.emplace("sharding", "fsdp");
+}
 
 // Hidden in --help: who does not know them needs none of them.
 void add_habits(CLI::App& app, LaunchFlags& flags) {
@@ -92,13 +147,23 @@ void add_habits(CLI::App& app, LaunchFlags& flags) {
   }
   app.add_flag("--multi-gpu", flags.several_gpus)->group("");
   app.add_option("--gpu-ids", flags.gpus)->group("");
-  app.add_flag_callback("--use-fsdp", [&flags] { flags.values.emplace("zero_stage", "3"); })
-      ->group("");
+  app.add_flag("--use-fsdp", flags.use_fsdp)->group("");
+  for (const std::string word :
+       {"version", "sharding_strategy", "auto_wrap_policy", "activation_checkpointing_offload"}) {
+    app.add_option(fsdp_flag(word),
+                   [&flags, word](const CLI::results_t& words) {
+                     flags.fsdp[word] = words.front();
+                     return true;
+                   })
+        ->expected(1)
+        ->group("");
+  }
   app.add_flag_callback("--use-deepspeed", [&flags] { flags.values.emplace("zero_stage", "2"); })
       ->group("");
 }
 
 int launch_program(LaunchFlags flags, const std::vector<std::string>& program) {
+  resolve_fsdp_flags(flags);
   if (!flags.gpus.empty() && flags.gpus != "all") {
     ::setenv("CUDA_VISIBLE_DEVICES", flags.gpus.c_str(), 1);
     flags.exported.push_back("CUDA_VISIBLE_DEVICES");

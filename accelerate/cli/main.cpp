@@ -11,6 +11,7 @@
 #include <tessera/accelerate/launch/protocol.h>
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/accelerate/settings/edit_distance.h>
+#include <tessera/accelerate/settings/fsdp_words.h>
 #include <tessera/core/error.h>
 
 namespace tessera {
@@ -38,9 +39,13 @@ bool is_truth_value(const std::string& word) {
 // `--cpu false` to `--cpu=false` at a place of the words.
 void join_truth_value(std::vector<std::string>& words, size_t at) {
   const size_t name = words[at].find_first_not_of('-');
-  if (name != 2 || at + 1 >= words.size() || !is_truth_value(words[at + 1])) return;
+  if (name != 2 || at + 1 >= words.size()) return;
   const accelerate::Setting* setting = accelerate::find_setting(words[at].substr(name));
   if (setting == nullptr || setting->type() != "bool") return;
+  // Accelerate takes a strategy there, too.
+  const bool is_strategy = setting->key == "fsdp_reshard_after_forward" &&
+                           accelerate::find_fsdp_strategy(words[at + 1]) != nullptr;
+  if (!is_strategy && !is_truth_value(words[at + 1])) return;
   words[at] += "=" + words[at + 1];
   words.erase(words.begin() + static_cast<std::ptrdiff_t>(at) + 1);
 }

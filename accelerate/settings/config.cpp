@@ -7,6 +7,7 @@
 #include <unistd.h>
 #include <nlohmann/json.hpp>
 
+#include <tessera/accelerate/settings/fsdp_words.h>
 #include <tessera/core/error.h>
 
 namespace tessera::accelerate {
@@ -125,6 +126,7 @@ class Sources {
         if (ours.setting == theirs.setting) check_same(ours, theirs);
       }
     }
+    apply_stage(result);
     return result;
   }
 
@@ -138,6 +140,15 @@ class Sources {
       }
     }
     candidates.push_back(std::move(candidate));
+  }
+
+  // A stage says how to shard where nothing else does.
+  static void apply_stage(Settings& settings) {
+    const auto& [stage, origin] = settings.zero_stage;
+    if (origin.source == Source::kDefault || settings.sharding.origin.source != Source::kDefault) {
+      return;
+    }
+    settings.sharding = {static_cast<Sharding>(stage), origin};
   }
 
   void read_launch_settings() {
@@ -186,7 +197,7 @@ class Sources {
                 "available yet; unset it");
     for (const Setting& setting : schema()) {
       for (const std::string_view name : setting.accelerate) {
-        if (name.starts_with("FSDP_") && !fsdp) continue;
+        if (name.starts_with("FSDP_") && (!fsdp || follows_from_several(setting))) continue;
         if (name.starts_with("ACCELERATE_DEEPSPEED_") && !deepspeed) continue;
         if (name.starts_with("PARALLELISM_CONFIG_") && !mesh) continue;
         const std::string* text = find(environment_, name);
@@ -206,15 +217,43 @@ class Sources {
                           {Source::kAccelerate, "ACCELERATE_USE_DEEPSPEED"}});
       }
     }
-    if (!fsdp) return;
-    const std::string* strategy = find(environment_, "FSDP_SHARDING_STRATEGY");
-    const bool optimizer_and_gradients = strategy != nullptr && *strategy == "SHARD_GRAD_OP";
-    const bool nothing = strategy != nullptr && *strategy == "NO_SHARD";
-    put(accelerate_, {find_setting("zero_stage"),
-                      nothing                   ? "0"
-                      : optimizer_and_gradients ? "2"
-                                                : "3",
-                      {Source::kAccelerate, "ACCELERATE_USE_FSDP"}});
+    if (fsdp) read_fsdp();
+  }
+
+  // See read_fsdp_words().
+  static bool follows_from_several(const Setting& setting) {
+    return setting.key == "fsdp_reshard_after_forward" || setting.key == "fsdp_wrap_modules" ||
+           setting.key == "fsdp_min_num_params";
+  }
+  static std::string fsdp_variable(std::string_view word) {
+    std::string name = "FSDP_" + std::string(word);
+    for (char& letter : name) {
+      if (letter >= 'a' && letter <= 'z') letter = static_cast<char>(letter - 'a' + 'A');
+    }
+    return name;
+  }
+  void read_fsdp() {
+    FsdpWords words;
+    for (const std::string_view word :
+         {"version", "sharding_strategy", "reshard_after_forward", "auto_wrap_policy",
+          "transformer_cls_to_wrap", "min_num_params", "activation_checkpointing_offload"}) {
+      if (const std::string* text = find(environment_, fsdp_variable(word))) {
+        words.emplace(word, *text);
+      }
+    }
+    std::string sharding = "fsdp";
+    read_fsdp_words(words, fsdp_variable,
+                    [&](std::string_view setting, std::string_view text, std::string_view word) {
+                      if (setting == "sharding") {
+                        sharding = text;
+                        return;
+                      }
+                      put(accelerate_, {find_setting(setting),
+                                        std::string(text),
+                                        {Source::kAccelerate, fsdp_variable(word)}});
+                    });
+    put(accelerate_,
+        {find_setting("sharding"), sharding, {Source::kAccelerate, "ACCELERATE_USE_FSDP"}});
   }
 
   Environment environment_;
@@ -301,6 +340,36 @@ void check_consistent(const Settings& settings) {
                "dp_replicate_size",
                "replicas alone do not combine with it; shard too (dp_shard_size > 1)");
   }
+  const Sharding sharding = settings.sharding.value;
+  const bool shards_parameters = sharding == Sharding::kZero3 || sharding == Sharding::kFsdp;
+  contradict(settings.zero_stage.origin.source != Source::kDefault &&
+                 settings.zero_stage != std::min<int64_t>(static_cast<int64_t>(sharding), 3),
+             "zero_stage", "sharding", "they name different modes; leave one out");
+  for (const std::string_view key : {"dp_replicate_size", "dp_shard_size"}) {
+    contradict(text(*find_setting(key), settings) != "1" && !shards_parameters, key, "sharding",
+               "only sharded parameters lie on a mesh of two axes; set sharding to fsdp or zero3");
+  }
+  const bool has_units = shards_parameters || settings.fsdp_activation_checkpointing;
+  for (const std::string_view key : {"fsdp_reshard_after_forward", "fsdp_ignored_modules",
+                                     "fsdp_wrap_modules", "fsdp_min_num_params"}) {
+    const Setting& setting = *find_setting(key);
+    const bool of_units = key == "fsdp_wrap_modules" || key == "fsdp_min_num_params";
+    contradict(text(setting, settings) != text(setting, Settings()) &&
+                   !(of_units ? has_units : shards_parameters),
+               key, "sharding",
+               of_units ? "it names units, which fsdp, zero3 and fsdp_activation_checkpointing have"
+                        : "it is that of fsdp and zero3 alone");
+  }
+  contradict(settings.fsdp_cpu_ram_efficient_loading && !settings.ddp_init_sync,
+             "fsdp_cpu_ram_efficient_loading", "ddp_init_sync",
+             "rank 0's values are all that there are; leave it true");
+  contradict(!settings.fsdp_wrap_modules.value.empty() && settings.fsdp_min_num_params > 0,
+             "fsdp_wrap_modules", "fsdp_min_num_params",
+             "units are found by their class or by their size; leave one out");
+  contradict(settings.ddp_comm_hook.value != CommHook::kNone && sharding != Sharding::kDdp,
+             "ddp_comm_hook", "sharding", "it compresses the reductions of ddp alone");
+  contradict(settings.scaler_on_device && sharding != Sharding::kDdp, "scaler_on_device",
+             "sharding", "the ranks agree on the host whether a part has overflowed");
 }
 
 void check_available(const Settings& settings) {
@@ -310,7 +379,8 @@ void check_available(const Settings& settings) {
     TS_CHECK_AS(UnsupportedError, text(setting, settings) == text(setting, defaults), kSettings,
                 setting.key, "=", text(setting, settings), " (",
                 origin(setting, settings).describe(), ") is not available yet; leave it at ",
-                text(setting, defaults).empty() ? "nothing" : text(setting, defaults));
+                text(setting, defaults).empty() ? "nothing" : text(setting, defaults),
+                setting.instead.empty() ? "" : ": ", setting.instead);
   }
 }
 

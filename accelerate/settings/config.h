@@ -98,6 +98,14 @@ struct Resolved {
 enum class CommHook : uint8_t { kNone, kFP16, kBF16, kPowerSgd, kBatchedPowerSgd };
 enum class CommWrapper : uint8_t { kNone, kFP16, kBF16 };
 enum class StateDictType : uint8_t { kSharded, kFull };
+// What several ranks hold of a model that they train together (distributed/shard/sharding_mode.h).
+enum class Sharding : uint8_t {
+  kDdp,    // everything
+  kZero1,  // a part of the optimizer states
+  kZero2,  // and of the gradients
+  kZero3,  // and of the parameters
+  kFsdp,   // the same; the root's parameters stay gathered until its backward
+};
 enum class Fp8Format : uint8_t { kHybrid, kE4M3 };
 enum class AmaxAlgorithm : uint8_t { kMax, kMostRecent };
 enum class TransportChoice : uint8_t { kAuto, kShared, kTcp };
@@ -165,6 +173,7 @@ struct Settings {
   Resolved<int64_t> pp_size{1};
 
   // sharding
+  Resolved<Sharding> sharding{Sharding::kDdp};
   Resolved<int64_t> zero_stage{0};
   Resolved<bool> fsdp_reshard_after_forward{true};
   Resolved<bool> fsdp_offload_params{false};
@@ -173,6 +182,7 @@ struct Settings {
   Resolved<std::vector<std::string>> fsdp_wrap_modules;
   Resolved<int64_t> fsdp_min_num_params{0};
   Resolved<StateDictType> fsdp_state_dict_type{StateDictType::kSharded};
+  Resolved<std::string> fsdp_ignored_modules;
 
   // fp8
   Resolved<Fp8Format> fp8_format{Fp8Format::kHybrid};
@@ -229,6 +239,7 @@ struct Setting {
   std::string_view short_flag = {};  // "-n"
   // What differs from the default is not available yet.
   bool planned = false;
+  std::string_view instead = {};  // of a planned one: why, and what helps meanwhile
 
   std::string_view type() const;           // "bool", "int", "number", "text", "choice", "list"
   bool optional() const;                   // may have no value

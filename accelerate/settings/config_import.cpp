@@ -6,6 +6,7 @@
 
 #include <yaml-cpp/yaml.h>
 
+#include <tessera/accelerate/settings/fsdp_words.h>
 #include <tessera/core/error.h>
 
 namespace tessera::accelerate {
@@ -92,12 +93,16 @@ const Rule kFsdp[] = {
     {.key = "fsdp_offload_params", .setting = "fsdp_offload_params"},
     {.key = "fsdp_activation_checkpointing", .setting = "fsdp_activation_checkpointing"},
     {.key = "fsdp_cpu_ram_efficient_loading", .setting = "fsdp_cpu_ram_efficient_loading"},
-    {.key = "fsdp_transformer_layer_cls_to_wrap", .setting = "fsdp_wrap_modules"},
-    {.key = "fsdp_min_num_params", .setting = "fsdp_min_num_params"},
+    {.key = "fsdp_activation_checkpointing_offload",
+     .why = "inputs of checkpointed modules stay where they are",
+     .harmless = "false",
+     .alters = true},
+    {.key = "fsdp_transformer_layer_cls_to_wrap"},
+    {.key = "fsdp_min_num_params"},
     // Spellings of 0.11 to 0.14.
     {.key = "sharding_strategy"},
     {.key = "offload_params", .setting = "fsdp_offload_params"},
-    {.key = "min_num_params", .setting = "fsdp_min_num_params"},
+    {.key = "min_num_params"},
     {.key = "fsdp_backward_prefetch", .why = kRemoved},
     {.key = "fsdp_backward_prefetch_policy", .why = kRemoved},
     {.key = "fsdp_forward_prefetch", .why = kRemoved, .harmless = "false"},
@@ -105,7 +110,7 @@ const Rule kFsdp[] = {
     {.key = "fsdp_sync_module_states", .why = kRemoved},
     {.key = "fsdp_limit_all_gathers", .why = kRemoved},
     {.key = "fsdp_param_init_fn", .why = kRemoved},
-    {.key = "fsdp_ignored_modules", .why = "name them in the program", .alters = true},
+    {.key = "fsdp_ignored_modules", .setting = "fsdp_ignored_modules"},
 };
 
 const Rule kDeepSpeed[] = {
@@ -307,6 +312,12 @@ class Importer {
     }
     TS_CHECK_AS(FormatError, node.IsMap(), kConfigImport, path_, ": ", name,
                 " has to hold keys and values");
+    // It says how the others are read.
+    const YAML::Node policy = node["fsdp_auto_wrap_policy"];
+    if (policy && policy.IsScalar() && !policy.IsNull()) {
+      policy_ =
+          parse_fsdp_wrap_policy(path_ + ": " + name + ".fsdp_auto_wrap_policy", policy.Scalar());
+    }
     for (const auto& entry : node) {
       read_key(name + ".", *find_rule(rules, entry.first.as<std::string>()), entry.second);
     }
@@ -404,47 +415,51 @@ class Importer {
       result_.fsdp_version = value == "2" || value == "2.0" ? 2 : 1;
       line(key, value, ImportOutcome::kUnset, "both are one engine here");
     } else if (name == "fsdp_sharding_strategy" || name == "sharding_strategy" ||
-               (name == "fsdp_reshard_after_forward" && find_strategy(value) != nullptr)) {
-      const Strategy* strategy = find_strategy(value);
-      TS_CHECK_AS(ConfigError, strategy != nullptr, kConfigImport, path_, ": ", key,
-                  " has to be FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or "
-                  "HYBRID_SHARD_ZERO2; got \"",
-                  value, "\"");
-      map(key, value, "zero_stage", strategy->stage);
+               (name == "fsdp_reshard_after_forward" && find_fsdp_strategy(value) != nullptr)) {
+      const FsdpStrategy* strategy = find_fsdp_strategy(value);
+      TS_CHECK_AS(ConfigError, strategy != nullptr, kConfigImport, path_, ": ", key, " has to be ",
+                  kFsdpStrategies, "; got \"", value, "\"");
+      map(key, value, "sharding", std::string(strategy->sharding));
+      if (!strategy->reshards) map(key, value, "fsdp_reshard_after_forward", "false");
+      if (strategy->hybrid) {
+        result_.lines.back().note += "; dp_replicate_size says how many groups hold a whole model";
+      }
       strategy_given_ = true;
     } else if (name == "fsdp_reshard_after_forward") {
       map(key, value, "fsdp_reshard_after_forward", value);
     } else if (name == "fsdp_state_dict_type") {
       const std::string type = upper(value);
       if (type.find("LOCAL") != std::string::npos || type == "3") {
-        line(key, value, ImportOutcome::kNoCounterpart, "FSDP2 has no local state dicts");
+        line(key, value, ImportOutcome::kRefused,
+             "parts that do not say what they are parts of are not written; write "
+             "SHARDED_STATE_DICT, which any number of ranks reads, or FULL_STATE_DICT");
       } else {
-        map(key, value, "fsdp_state_dict_type",
-            type.find("FULL") != std::string::npos || type == "1" ? "full" : "sharded");
+        map(key, value, "fsdp_state_dict_type", value);
       }
     } else if (name == "fsdp_auto_wrap_policy") {
-      line(key, value, ImportOutcome::kUnset,
-           "follows from fsdp_wrap_modules and fsdp_min_num_params");
+      if (policy_ == FsdpWrapPolicy::kNone) {
+        map(key, value, "fsdp_wrap_modules", "none");
+      } else {
+        line(key, value, ImportOutcome::kUnset,
+             "follows from fsdp_wrap_modules and fsdp_min_num_params");
+      }
+    } else if (name == "fsdp_transformer_layer_cls_to_wrap") {
+      map_units(key, value, "fsdp_wrap_modules", FsdpWrapPolicy::kTransformer);
+    } else if (name == "fsdp_min_num_params" || name == "min_num_params") {
+      map_units(key, value, "fsdp_min_num_params", FsdpWrapPolicy::kSize);
     } else {
       TS_THROW(ConfigError, kConfigImport, path_, ": ", key, " is not understood");
     }
   }
 
-  struct Strategy {
-    std::string_view name, number;
-    const char* stage;
-  };
-  static const Strategy* find_strategy(const std::string& value) {
-    // 0.11 to 0.20 wrote the number.
-    static constexpr Strategy kStrategies[] = {{"FULL_SHARD", "1", "3"},
-                                               {"SHARD_GRAD_OP", "2", "2"},
-                                               {"NO_SHARD", "3", "0"},
-                                               {"HYBRID_SHARD", "4", "3"},
-                                               {"HYBRID_SHARD_ZERO2", "5", "2"}};
-    for (const Strategy& strategy : kStrategies) {
-      if (upper(value) == strategy.name || value == strategy.number) return &strategy;
+  // What another policy than the file's would have read is as if it were not there.
+  void map_units(const std::string& key, const std::string& value, std::string_view setting,
+                 FsdpWrapPolicy policy) {
+    if (policy_ == FsdpWrapPolicy::kUnsaid || policy_ == policy) {
+      map(key, value, setting, value);
+    } else {
+      line(key, value, ImportOutcome::kUnset, "not what fsdp_auto_wrap_policy asks for");
     }
-    return nullptr;
   }
 
   void finish(const YAML::Node& file) {
@@ -453,7 +468,7 @@ class Importer {
     const std::string name = upper(type.Scalar());
     if (name == "FSDP") {
       if (result_.fsdp_version == 0) result_.fsdp_version = 1;
-      if (!strategy_given_) map("distributed_type", type.Scalar(), "zero_stage", "3");
+      if (!strategy_given_) map("distributed_type", type.Scalar(), "sharding", "fsdp");
     }
     if (name == "DEEPSPEED" && result_.settings.zero_stage == 0) {
       const YAML::Node section = file["deepspeed_config"];
@@ -472,6 +487,7 @@ class Importer {
   std::string path_;
   std::string strangers_;
   bool strategy_given_ = false;
+  FsdpWrapPolicy policy_ = FsdpWrapPolicy::kUnsaid;
   Import result_;
 };
 

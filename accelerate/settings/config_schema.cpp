@@ -251,21 +251,19 @@ const std::vector<Setting>& table() {
       {.key = "dp_replicate_size",
        .section = "parallelism",
        .field = field<&S::dp_replicate_size>,
-       .help = "ranks with whole copies, as an axis of a mesh",
+       .help = "groups of ranks that hold a whole model each, where parameters are sharded within",
        .least = 1,
        .most = 1e6,
        .aliases = {"parallelism_config_dp_replicate_size"},
-       .accelerate = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE"},
-       .planned = true},
+       .accelerate = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE"}},
       {.key = "dp_shard_size",
        .section = "parallelism",
        .field = field<&S::dp_shard_size>,
-       .help = "ranks among which parameters are sharded",
+       .help = "ranks of such a group (default: all that dp_replicate_size leaves)",
        .least = 1,
        .most = 1e6,
        .aliases = {"parallelism_config_dp_shard_size"},
-       .accelerate = {"PARALLELISM_CONFIG_DP_SHARD_SIZE"},
-       .planned = true},
+       .accelerate = {"PARALLELISM_CONFIG_DP_SHARD_SIZE"}},
       {.key = "tp_size",
        .section = "parallelism",
        .field = field<&S::tp_size>,
@@ -302,59 +300,73 @@ const std::vector<Setting>& table() {
        .aliases = {"parallelism_config_pp_size"},
        .planned = true},
 
+      {.key = "sharding",
+       .section = "sharding",
+       .field = field<&S::sharding>,
+       .help = "what several ranks hold parts of: nothing (ddp), optimizer states (zero1), and "
+               "gradients (zero2), and parameters (zero3; fsdp keeps those of the root until its "
+               "backward)",
+       .names = {"ddp", "zero1", "zero2", "zero3", "fsdp"}},
       {.key = "zero_stage",
        .section = "sharding",
        .field = field<&S::zero_stage>,
-       .help = "what ranks shard: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters",
+       .help = "sharding by its number: 0 is ddp, 1 to 3 are zero1 to zero3",
        .least = 0,
        .most = 3,
-       .accelerate = {"ACCELERATE_DEEPSPEED_ZERO_STAGE"},
-       .planned = true},
+       .accelerate = {"ACCELERATE_DEEPSPEED_ZERO_STAGE"}},
       {.key = "fsdp_reshard_after_forward",
        .section = "sharding",
        .field = field<&S::fsdp_reshard_after_forward>,
        .help = "gathered parameters are let go of after forward and gathered again for backward",
-       .accelerate = {"FSDP_RESHARD_AFTER_FORWARD"},
-       .planned = true},
+       .accelerate = {"FSDP_RESHARD_AFTER_FORWARD"}},
       {.key = "fsdp_offload_params",
        .section = "sharding",
        .field = field<&S::fsdp_offload_params>,
        .help = "shards lie in host memory",
        .accelerate = {"FSDP_OFFLOAD_PARAMS"},
-       .planned = true},
+       .planned = true,
+       .instead = "parts of ranks that compute on the CPU lie in host memory anyway, and those of "
+                  "a GPU stay there; more ranks, fsdp_activation_checkpointing and "
+                  "precision_policy=pure save memory"},
       {.key = "fsdp_activation_checkpointing",
        .section = "sharding",
        .field = field<&S::fsdp_activation_checkpointing>,
-       .help = "activations are computed again in backward",
-       .accelerate = {"FSDP_ACTIVATION_CHECKPOINTING"},
-       .planned = true},
+       .help = "units keep their inputs alone, and their forward runs again in backward; in every "
+               "mode of sharding, and of one rank",
+       .accelerate = {"FSDP_ACTIVATION_CHECKPOINTING"}},
       {.key = "fsdp_cpu_ram_efficient_loading",
        .section = "sharding",
        .field = field<&S::fsdp_cpu_ram_efficient_loading>,
-       .help = "rank 0 alone reads the weights",
-       .accelerate = {"FSDP_CPU_RAM_EFFICIENT_LOADING"},
-       .planned = true},
+       .help = "rank 0 alone reads the files of load_model() and sends each rank its parts; "
+               "prepare() takes models that have memory on rank 0 alone",
+       .accelerate = {"FSDP_CPU_RAM_EFFICIENT_LOADING"}},
       {.key = "fsdp_wrap_modules",
        .section = "sharding",
        .field = field<&S::fsdp_wrap_modules>,
-       .help = "classes of modules that are sharded as units",
+       .help = "classes of modules that are gathered as units (default: those of which a list "
+               "holds several; none: the whole model is one)",
        .aliases = {"fsdp_transformer_layer_cls_to_wrap"},
-       .accelerate = {"FSDP_TRANSFORMER_CLS_TO_WRAP"},
-       .planned = true},
+       .accelerate = {"FSDP_TRANSFORMER_CLS_TO_WRAP"}},
       {.key = "fsdp_min_num_params",
        .section = "sharding",
        .field = field<&S::fsdp_min_num_params>,
-       .help = "least number of parameters of a unit; 0: units are named",
+       .help = "modules become units by size, from this number of parameters on",
        .least = 0,
        .most = kMost,
-       .accelerate = {"FSDP_MIN_NUM_PARAMS"},
-       .planned = true},
+       .accelerate = {"FSDP_MIN_NUM_PARAMS"}},
       {.key = "fsdp_state_dict_type",
        .section = "sharding",
        .field = field<&S::fsdp_state_dict_type>,
-       .help = "how sharded models are saved",
+       .help = "how save_state() writes models: in the parts that ranks hold, or whole, as "
+               "save_model() does",
        .names = {"sharded", "full"},
-       .planned = true},
+       .accelerate = {"FSDP_STATE_DICT_TYPE"}},
+      {.key = "fsdp_ignored_modules",
+       .section = "sharding",
+       .field = field<&S::fsdp_ignored_modules>,
+       .help = "modules whose parameters stay whole on every rank: a regular expression that "
+               "matches their dotted names; they have to be frozen",
+       .accelerate = {"FSDP_IGNORED_MODULES"}},
 
       {.key = "fp8_format",
        .section = "fp8",
@@ -573,7 +585,20 @@ std::vector<std::string> parse_list(std::string_view source, std::string_view te
   return items;
 }
 
-uint8_t parse_name(const Setting& setting, std::string_view source, std::string_view text) {
+// Accelerate's names and torch's numbers of state dicts: FULL_STATE_DICT, 1.
+std::string state_dict_type(std::string_view source, std::string_view text) {
+  std::string name = lower(text);
+  constexpr std::string_view kEnd = "_state_dict";
+  if (name.ends_with(kEnd)) name.resize(name.size() - kEnd.size());
+  TS_CHECK_AS(UnsupportedError, name != "local" && name != "3", kSettingsSchema, source,
+              " asks for LOCAL_STATE_DICT, the parts without saying what they are parts of, which "
+              "only as many ranks could read; say sharded, which any number reads, or full");
+  return name == "1" ? "full" : name == "2" ? "sharded" : name;
+}
+
+uint8_t parse_name(const Setting& setting, std::string_view source, std::string_view given) {
+  const std::string text =
+      setting.key == "fsdp_state_dict_type" ? state_dict_type(source, given) : std::string(given);
   const auto at = std::find(setting.names.begin(), setting.names.end(), lower(text));
   if (at != setting.names.end()) return static_cast<uint8_t>(at - setting.names.begin());
   TS_CHECK_AS(UnsupportedError, setting.key != "mixed_precision" || lower(text) != "fp8",

@@ -12,15 +12,20 @@
 #include <nlohmann/json.hpp>
 #include <set>
 #include <system_error>
-#include <tuple>
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/atomic_file.h>
+#include <tessera/core/factory.h>
 #include <tessera/core/mapped_file.h>
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/distributed/checkpoint/commit.h>
+#include <tessera/distributed/checkpoint/full_state.h>
+#include <tessera/distributed/checkpoint/parts.h>
 #include <tessera/distributed/checkpoint/reader.h>
+#include <tessera/distributed/mesh/scatter_whole.h>
+#include <tessera/distributed/transport/collectives.h>
+#include <tessera/nn/lora.h>
 
 namespace tessera::accelerate {
 namespace {
@@ -122,6 +127,33 @@ Metadata metadata_of(const StoredWeights& stored, const std::vector<const Stored
     if (names.contains(kept)) all[alias] = kept;
   }
   return all;
+}
+
+// The tensors of a state, which `whole` gives one by one when their turn to be written comes. Those
+// of the names in `untied` are written whatever they are tied to.
+StoredWeights stored_weights_of(const StateDict& weights, const Metadata& metadata,
+                                const distributed::WholeTensor& whole,
+                                const std::set<std::string>& untied = {}) {
+  StoredWeights stored{.weights = {}, .metadata = metadata};
+  distributed::TiedNames tied;
+  for (const auto& [name, tensor] : weights) {
+    TS_CHECK(tensor.defined(), kSave, shown(name), " is undefined; leave it out.");
+    TS_CHECK_DEVICE(!tensor.is_meta(), kSave, shown(name), " is ", tensor,
+                    " and has no elements; load the model first.");
+    if (!untied.contains(name)) {
+      if (const std::string* first = tied.first_name(name, tensor)) {
+        stored.tied[name] = *first;
+        continue;
+      }
+    }
+    const Shape& shape =
+        distributed::is_dtensor(tensor) ? distributed::global_shape(tensor) : tensor.shape();
+    stored.weights.push_back({name, tensor.dtype(), shape, [whole, name = name](const auto& take) {
+                                const Tensor elements = whole(name).contiguous();
+                                take(elements.data(), static_cast<size_t>(elements.nbytes()));
+                              }});
+  }
+  return stored;
 }
 
 // A file as an index names it: in the index's own folder.
@@ -265,43 +297,64 @@ SavedModel write_weights(const StoredWeights& stored, const std::string& folder,
 
 SavedModel save_weights(const StateDict& weights, const std::string& folder,
                         const SaveModelOptions& options) {
-  using Identity = std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>, DType>;
-  std::map<Identity, std::string> seen;
-  StoredWeights stored{.weights = {}, .metadata = options.metadata};
-  for (const auto& [name, tensor] : weights) {
-    TS_CHECK(tensor.defined(), kSave, shown(name), " is undefined; leave it out.");
-    TS_CHECK_DEVICE(!tensor.is_meta(), kSave, shown(name), " is ", tensor,
-                    " and has no elements; load the model first.");
-    check_whole(tensor, kSave);
-    if (tensor.numel() > 0) {
-      const auto [first, added] =
-          seen.try_emplace(Identity{tensor.data(), tensor.shape().to_vector(),
-                                    tensor.strides().to_vector(), tensor.dtype()},
-                           name);
-      if (!added) {
-        stored.tied[name] = first->second;
-        continue;
-      }
-    }
-    stored.weights.push_back(
-        {name, tensor.dtype(), tensor.shape(), [tensor = tensor](const auto& take) {
-           const Tensor elements = tensor.detach().to(kCpu).contiguous();
-           take(elements.data(), static_cast<size_t>(elements.nbytes()));
-         }});
-  }
-  return write_weights(stored, folder, options.max_shard_size);
+  for (const auto& [name, tensor] : weights) check_whole(tensor, kSave);
+  const auto whole = [&](const std::string& name) { return weights.at(name).detach().to(kCpu); };
+  return write_weights(stored_weights_of(weights, options.metadata, whole), folder,
+                       options.max_shard_size);
 }
 
 SavedModel save_model(const nn::ModuleBase& model, const std::string& folder,
                       const SaveModelOptions& options, distributed::Group& group) {
+  return save_state_dict(model.state_dict(), folder, options, group);
+}
+
+SavedModel save_state_dict(const StateDict& weights, const std::string& folder,
+                           const SaveModelOptions& options, distributed::Group& group) {
   SavedModel saved;
-  std::exception_ptr error;
-  try {
-    if (group.rank() == 0) saved = save_weights(model.state_dict(), folder, options);
-  } catch (...) {
-    error = std::current_exception();
+  distributed::with_whole_tensors(
+      weights, group, kSave, [&](const distributed::WholeTensor& whole) {
+        saved = write_weights(stored_weights_of(weights, options.metadata, whole), folder,
+                              options.max_shard_size);
+      });
+  return saved;
+}
+
+void save_lora(nn::ModuleBase& model, const std::string& folder, distributed::Group& group) {
+  const StateDict all = model.state_dict();
+  StateDict state;
+  for (const std::string& name : nn::lora_state_names(model)) state.set(name, all.at(name));
+  distributed::with_whole_tensors(
+      state, group, "save_lora",
+      [&](const distributed::WholeTensor& whole) { nn::save_lora(model, folder, whole); });
+}
+
+SavedModel save_merged_lora(nn::ModuleBase& model, const std::string& folder,
+                            const SaveModelOptions& options, distributed::Group& group) {
+  const StateDict state = model.state_dict();
+  std::map<std::string, nn::LoraMerge> merges;
+  const std::vector<std::string> parts = nn::lora_part_names(model);
+  const std::set<std::string> of_adapters(parts.begin(), parts.end());
+  std::set<std::string> adapted;
+  for (nn::LoraMerge& merge : nn::lora_merges(model)) {
+    adapted.insert(merge.weight);
+    merges.emplace(merge.weight, std::move(merge));
   }
-  distributed::throw_together(error, kSave, group);
+  StateDict written;
+  for (const auto& [name, tensor] : state) {
+    if (!of_adapters.contains(name)) written.set(name, tensor);
+  }
+  SavedModel saved;
+  distributed::with_whole_tensors(
+      state, group, "save_merged_lora", [&](const distributed::WholeTensor& whole) {
+        const auto merged = [&](const std::string& name) {
+          const auto merge = merges.find(name);
+          if (merge == merges.end()) return whole(name);
+          const auto& [weight, a, b, calculate] = merge->second;
+          return calculate(whole(weight), whole(a), whole(b));
+        };
+        saved = write_weights(stored_weights_of(written, options.metadata, merged, adapted), folder,
+                              options.max_shard_size);
+      });
   return saved;
 }
 
@@ -320,19 +373,101 @@ StateDict load_weights(const std::string& path) {
   return weights;
 }
 
-nn::LoadReport load_model(nn::ModuleBase& model, const std::string& path,
-                          const LoadModelOptions& options) {
-  const StateDict weights = load_weights(path);
+namespace {
+
+// Bytes of this rank's parts that are copied into the model at a time.
+constexpr int64_t kReceivedBytes = int64_t{64} << 20;
+
+// What rank 0 has found at `path`, on the other ranks without elements. Throws on all ranks what it
+// throws there.
+StateDict weights_of_first_rank(const std::string& path, distributed::Group& group) {
+  const bool reads = group.rank() == 0;
+  StateDict weights;
+  std::exception_ptr error;
+  Json list = Json::array();
   try {
-    return model.load_state_dict(weights, {.strict = options.strict});
+    if (reads) weights = load_weights(path);
+    for (const auto& [name, tensor] : weights) {
+      list.push_back({name, std::string(name_of(tensor.dtype())), tensor.shape().to_vector()});
+    }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  distributed::throw_together(error, kLoad, group);
+  const distributed::CollectiveOptions control{.channel = distributed::Channel::kControl,
+                                               .tag = kLoad};
+  list = distributed::broadcast_object(list, 0, group, control);
+  if (reads) return weights;
+  for (const Json& entry : list) {
+    const auto sizes = entry.at(2).get<std::vector<int64_t>>();
+    weights.set(
+        entry.at(0).get<std::string>(),
+        raw::empty(Shape(sizes), parse_dtype(entry.at(1).get<std::string>()).value(), kMeta));
+  }
+  return weights;
+}
+
+nn::LoadReport load_from_first_rank(nn::ModuleBase& model, const std::string& path,
+                                    const LoadModelOptions& options, distributed::Group& group) {
+  const StateDict weights = weights_of_first_rank(path, group);
+  // The models are alike, and so is what they say; what one rank throws all throw.
+  nn::LoadReport report = model.compare_state_dict(weights);
+  if (!report.misshapen.empty() || (options.strict && !report.complete())) {
+    StateDict names;
+    for (const auto& [name, tensor] : weights) {
+      names.set(name, raw::empty(tensor.shape(), tensor.dtype(), kMeta));
+    }
+    model.load_state_dict(names, {.strict = options.strict});  // throws
+  }
+  StateDict received;
+  int64_t bytes = 0;
+  const auto copy_received = [&] {
+    model.load_state_dict(received, {.strict = false});
+    received = StateDict();
+    bytes = 0;
+  };
+  for (const auto& [name, target] : model.state_dict()) {
+    const Tensor* const whole = weights.find(name);
+    if (whole == nullptr) continue;
+    received.set(name, distributed::scatter_whole(*whole, target, group));
+    bytes += received.at(name).nbytes();
+    if (bytes >= kReceivedBytes) copy_received();
+  }
+  copy_received();
+  return report;
+}
+
+}  // namespace
+
+nn::LoadReport load_model(nn::ModuleBase& model, const std::string& path,
+                          const LoadModelOptions& options, distributed::Group& group) {
+  try {
+    if (options.first_rank_reads && group.size() > 1) {
+      return load_from_first_rank(model, path, options, group);
+    }
+    return model.load_state_dict(load_weights(path), {.strict = options.strict});
   } catch (Error& error) {
     error.add_context("load_model '" + path + "'");
     throw;
   }
 }
 
+std::string whole_model_key(const std::string& prefix) { return "whole:" + prefix; }
+
+std::string whole_model_folder(const distributed::CheckpointReader& reader,
+                               const std::string& prefix) {
+  const auto found = reader.metadata().find(whole_model_key(prefix));
+  if (found == reader.metadata().end()) return {};
+  return shard_path(reader.folder(), found->second, "the checkpoint").string();
+}
+
 StoredWeights weights_of_checkpoint(distributed::CheckpointReader& reader,
                                     const std::string& prefix) {
+  if (const std::string whole = whole_model_folder(reader, prefix); !whole.empty()) {
+    const StateDict weights = load_weights(whole);
+    return stored_weights_of(weights, {},
+                             [weights](const std::string& name) { return weights.at(name); });
+  }
   StoredWeights stored;
   for (auto entry = reader.tensors().lower_bound(prefix);
        entry != reader.tensors().end() && entry->first.starts_with(prefix); ++entry) {

@@ -43,28 +43,51 @@ struct SavedModel {
   int64_t bytes = 0;               // of the tensors
 };
 // Rank 0 of the group writes; collective, all ranks throw what it throws and return when the files
-// are there. All files are written and forced to the disk under `folder` before the first is
-// renamed to its name; the index comes after the shards, then files of an earlier save that are no
-// longer part of it go. IoError for a path that is a file and for what cannot be written,
-// DeviceError for a tensor without bytes (meta), ConfigError for the shard size.
+// are there. DTensors are written whole, gathered to rank 0 one by one when their turn comes. All
+// files are written and forced to the disk under `folder` before the first is renamed to its name;
+// the index comes after the shards, then files of an earlier save that are no longer part of it go.
+// IoError for a path that is a file and for what cannot be written, DeviceError for a tensor
+// without bytes (meta), ConfigError for the shard size; against DTensors what full_state_dict()
+// says.
 SavedModel save_model(const nn::ModuleBase& model, const std::string& folder,
                       const SaveModelOptions& options = {},
                       distributed::Group& group = distributed::world());
-// The same of tensors by name.
+// The same of a state, whatever it is of.
+SavedModel save_state_dict(const StateDict& weights, const std::string& folder,
+                           const SaveModelOptions& options = {},
+                           distributed::Group& group = distributed::world());
+// The same of whole tensors by name, on this rank alone.
 SavedModel save_weights(const StateDict& weights, const std::string& folder,
                         const SaveModelOptions& options = {});
 
 struct LoadModelOptions {
   bool strict = true;  // missing and unexpected names are errors
+  // Rank 0 of the group reads the files, which the others need not see, and gives every rank what
+  // it keeps, tensor by tensor: beside its own parameters a rank holds some 64 MiB of them, or one
+  // whole tensor where it keeps it whole. Collective; all ranks throw what one of them does.
+  bool first_rank_reads = false;
 };
-// `path`: a safetensors file, an index, or a folder that holds either. Reads on every rank.
-// ValueError that lists all missing, unexpected and misshapen names, before anything changed; not
-// strict: the first two are returned. FormatError for a shard that lacks what the index says,
-// IoError for files that are not there.
+// `path`: a safetensors file, an index, or a folder that holds either. Reads on every rank, which
+// copies into a DTensor its boxes out of the mapped file. ValueError that lists all missing,
+// unexpected and misshapen names, before anything changed; not strict: the first two are returned.
+// FormatError for a shard that lacks what the index says, IoError for files that are not there.
 nn::LoadReport load_model(nn::ModuleBase& model, const std::string& path,
-                          const LoadModelOptions& options = {});
+                          const LoadModelOptions& options = {},
+                          distributed::Group& group = distributed::world());
 // Mapped, not read: all tensors of such files by name, tied ones under each name.
 StateDict load_weights(const std::string& path);
+
+// ---- Adapters (nn/lora.h) of a model in parts
+// PEFT's folder, as nn::save_lora() writes it: rank 0, which gathers what belongs to the adapters
+// alone. Collective; all ranks throw what it throws.
+void save_lora(nn::ModuleBase& model, const std::string& folder,
+               distributed::Group& group = distributed::world());
+// The files of save_model() with merged weights and without adapters, under the names that the
+// model had before: what merge_lora() and remove_lora() would leave. The model stays as it is. Rank
+// 0 holds an adapted weight twice while it is written. Collective; ValueError as merge_lora().
+SavedModel save_merged_lora(nn::ModuleBase& model, const std::string& folder,
+                            const SaveModelOptions& options = {},
+                            distributed::Group& group = distributed::world());
 
 // ---- From checkpoints
 struct ExportOptions {
@@ -99,10 +122,17 @@ SavedModel write_weights(const StoredWeights& stored, const std::string& folder,
                          const std::string& max_shard_size);
 // All in one file, whole or not at all.
 SavedModel write_weights_file(const StoredWeights& stored, const std::string& path);
-// Those whose names begin with `prefix`, which is taken off; none where there are none. `reader`
-// must outlive what comes of it.
+// Those whose names begin with `prefix`, which is taken off; of a model that was saved whole those
+// of its files. None where there are none. `reader` must outlive what comes of it.
 StoredWeights weights_of_checkpoint(distributed::CheckpointReader& reader,
                                     const std::string& prefix);
+
+// The folder in a checkpoint where the model that stands under `prefix` ("model.0.") was saved
+// whole; empty where it lies in parts.
+std::string whole_model_folder(const distributed::CheckpointReader& reader,
+                               const std::string& prefix);
+// The key of that in the metadata.
+std::string whole_model_key(const std::string& prefix);
 
 }  // namespace tessera::accelerate
 

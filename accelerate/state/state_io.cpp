@@ -9,13 +9,14 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <tuple>
 
+#include <tessera/accelerate/state/model_io.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/checkpoint/commit.h>
+#include <tessera/distributed/checkpoint/parts.h>
 #include <tessera/distributed/checkpoint/reader.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/module.h>
@@ -60,26 +61,21 @@ std::string numbered(std::string_view kind, size_t index) {
 
 // ---- From objects to tensors and back ----------------------------------------------------------
 
-// The tensors of a state; those that are one tensor under several names once.
+// What this rank gives of a state's tensors; those that are one tensor under several names once.
 void add_state(std::vector<SaveItem>& items, std::map<std::string, std::string>& metadata,
-               const std::string& prefix, const StateDict& state) {
-  using Identity = std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>, DType>;
-  std::map<Identity, std::string> seen;
+               const std::string& prefix, const StateDict& state, distributed::Group& group) {
+  distributed::TiedNames tied;
   for (const auto& [name, tensor] : state) {
     const std::string full = prefix + name;
     TS_CHECK(tensor.defined(), "save_state", "'", full,
              "' is undefined; leave it out of state_dict");
-    if (!tensor.is_meta() && tensor.numel() > 0) {
-      const auto [first, added] =
-          seen.try_emplace(Identity{tensor.data(), tensor.shape().to_vector(),
-                                    tensor.strides().to_vector(), tensor.dtype()},
-                           full);
-      if (!added) {
-        metadata[std::string(kTiedPrefix) + full] = first->second;
-        continue;
-      }
+    if (const std::string* first = tied.first_name(full, tensor)) {
+      metadata[std::string(kTiedPrefix) + full] = *first;
+      continue;
     }
-    items.push_back(SaveItem::whole(full, tensor));
+    for (SaveItem& item : distributed::items_of(full, tensor, group)) {
+      items.push_back(std::move(item));
+    }
   }
 }
 
@@ -103,6 +99,15 @@ tessera::RandomState random_of(const Tensor& state) {
   return random;
 }
 
+// Where the tensor of a name will be copied to, as far as that is known: undefined else.
+using Destination = std::function<Tensor(std::string_view name)>;
+Destination in_state(StateDict state) {
+  return [state = std::move(state)](std::string_view name) {
+    const Tensor* tensor = state.find(name);
+    return tensor != nullptr ? *tensor : Tensor();
+  };
+}
+
 // A checkpoint as objects see it.
 class SavedState {
  public:
@@ -112,16 +117,32 @@ class SavedState {
     }
   }
 
-  StateDict section(const std::string& prefix) const {
+  // What goes into a DTensor comes as one that lies alike, of which this rank reads its part; all
+  // else comes whole.
+  StateDict section(const std::string& prefix, const Destination& destination = {}) const {
     StateDict state;
-    for (const auto& [name, tensor] : reader_.state_dict(prefix)) {
-      state.set(name, device_.is_cpu() ? tensor : tensor.to(device_));
+    const auto add = [&](const std::string& full, const std::string& saved) {
+      const std::string name = full.substr(prefix.size());
+      const Tensor target = destination ? destination(name) : Tensor();
+      // Of another shape it comes as it is, for the object to say so.
+      if (target.defined() && distributed::is_dtensor(target) &&
+          distributed::global_shape(target) == reader_.tensor(saved).shape) {
+        state.set(name,
+                  distributed::read_as(reader_, saved, distributed::spec_of(target), device_));
+      } else {
+        const Tensor whole = reader_.view(saved);
+        state.set(name, device_.is_cpu() ? whole : whole.to(device_));
+      }
+    };
+    const auto& tensors = reader_.tensors();
+    for (auto one = tensors.lower_bound(prefix);
+         one != tensors.end() && one->first.starts_with(prefix); ++one) {
+      add(one->first, one->first);
     }
     for (auto alias = tied_.lower_bound(prefix);
          alias != tied_.end() && alias->first.starts_with(prefix); ++alias) {
-      if (const Tensor* tensor =
-              state.find(alias->second.substr(std::min(prefix.size(), alias->second.size())))) {
-        state.set(alias->first.substr(prefix.size()), Tensor(*tensor));
+      if (alias->second.starts_with(prefix) && reader_.contains(alias->second)) {
+        add(alias->first, alias->second);
       }
     }
     return state;
@@ -253,13 +274,21 @@ struct StateIo::State {
       const auto found = std::ranges::find(state.models, one.model);
       TS_CHECK(found != state.models.end(), "save_state",
                "a hook has added a model that was not there; hooks may take models off the list");
-      add_state(items, metadata,
-                numbered("model", static_cast<size_t>(found - state.models.begin())), one.weights);
+      const auto number = static_cast<size_t>(found - state.models.begin());
+      const std::string prefix = numbered("model", number);
+      if (options.whole_models) {
+        const std::string name = number == 0 ? "model" : "model_" + std::to_string(number);
+        save_state_dict(one.weights, (fs::path(folder) / name).string(), {}, group);
+        metadata[whole_model_key(prefix)] = name;
+        continue;
+      }
+      add_state(items, metadata, prefix, one.weights, group);
     }
     const auto add_all = [&](std::string_view kind, const auto& objects, const auto& state_of) {
       for (size_t i = 0; i < objects.size(); ++i) {
-        with_name(numbered(kind, i),
-                  [&] { add_state(items, metadata, numbered(kind, i), state_of(objects[i])); });
+        with_name(numbered(kind, i), [&] {
+          add_state(items, metadata, numbered(kind, i), state_of(objects[i]), group);
+        });
       }
     };
     const auto pointed = [](const auto* object) { return object->state_dict(); };
@@ -268,8 +297,9 @@ struct StateIo::State {
     add_all("schedule", state.schedules, itself);
     add_all("loader", state.loaders, pointed);
     add_all("object", registered, itself);
-    if (state.scaler) add_state(items, metadata, "scaler.", state.scaler->state_dict());
-    if (state.counters) add_state(items, metadata, "counters.", state.counters->state_dict());
+    if (state.scaler) add_state(items, metadata, "scaler.", state.scaler->state_dict(), group);
+    if (state.counters)
+      add_state(items, metadata, "counters.", state.counters->state_dict(), group);
     items.push_back(SaveItem::part(random_name(group.rank()), random_tensor(), {2}, {0}));
     return items;
   }
@@ -400,24 +430,41 @@ struct StateIo::State {
     for (const auto& [id, hook] : hooks) hook(models, reader.folder());
     for (size_t i = 0; i < state.models.size(); ++i) {
       if (std::ranges::find(models, state.models[i]) == models.end()) continue;
-      with_name(numbered("model", i),
-                [&] { state.models[i]->load_state_dict(saved.section(numbered("model", i))); });
+      with_name(numbered("model", i), [&] {
+        nn::ModuleBase& model = *state.models[i];
+        const std::string whole = whole_model_folder(reader, numbered("model", i));
+        if (!whole.empty()) {
+          model.load_state_dict(load_weights(whole));
+          return;
+        }
+        model.load_state_dict(saved.section(numbered("model", i), in_state(model.state_dict())));
+      });
     }
     const auto load_all = [&](std::string_view name, const auto& objects, const auto& load) {
       for (size_t i = 0; i < objects.size(); ++i) {
-        with_name(numbered(name, i), [&] { load(objects[i], saved.section(numbered(name, i))); });
+        with_name(numbered(name, i), [&] { load(objects[i], numbered(name, i)); });
       }
     };
-    const auto pointed = [](auto* object, const StateDict& own) { object->load_state_dict(own); };
-    const auto itself = [](const Stateful& object, const StateDict& own) {
-      object.load_state_dict(own);
+    const auto pointed = [&](auto* object, const std::string& prefix) {
+      object->load_state_dict(saved.section(prefix));
+    };
+    const auto itself = [&](const Stateful& object, const std::string& prefix) {
+      object.load_state_dict(saved.section(prefix));
+    };
+    // A state that was not stepped has no moments yet: the parameter says how they lie.
+    const auto optimizer = [&](optim::Optimizer* object, const std::string& prefix) {
+      object->load_state_dict(saved.section(
+          prefix, [object](std::string_view name) { return object->state_like(name); }));
+    };
+    const auto any_object = [&](const Stateful& object, const std::string& prefix) {
+      object.load_state_dict(saved.section(prefix, in_state(object.state_dict())));
     };
     // The scaler before the optimizers that it guards, schedules after those whose rates they set.
     if (state.scaler) state.scaler->load_state_dict(saved.section("scaler."));
-    load_all("optimizer", state.optimizers, pointed);
+    load_all("optimizer", state.optimizers, optimizer);
     load_all("schedule", state.schedules, itself);
     load_all("loader", state.loaders, pointed);
-    load_all("object", registered, itself);
+    load_all("object", registered, any_object);
     if (state.counters) state.counters->load_state_dict(saved.section("counters."));
     restore_random(saved, options_.random);
   }

@@ -10,6 +10,11 @@
 // (with fp32 masters), schedules, the loss scaler, the loaders' cursors, the random numbers of
 // every rank's Context, counters, registered objects, and what hooks add.
 //
+// [Note: parts] DTensors are saved as they lie, each rank writing boxes that it holds, and loaded
+// as those lie that are there, each rank reading boxes that it needs: any placements on any number
+// of ranks, and whole tensors, into any others. Nothing is gathered. What axes replicate is written
+// once, dealt among the ranks that hold it. The mesh of a DTensor has all ranks of the group.
+//
 // [Note: another number of ranks] Tensors that all ranks share load anywhere. A loader's cursor
 // counts samples over all ranks, so its epoch goes on where it was. Random numbers of a Context are
 // a rank's own: where all ranks had the same they are everybody's again, where they differed a
@@ -96,6 +101,10 @@ struct StateIoOptions {
   int64_t keep_every = 0;         // besides, those whose number is a multiple; 0: none
   int64_t keep_best = 0;          // besides, so many with the best metric
   bool larger_is_better = false;  // of the metric
+  // Models are saved whole, each in the files of save_model() in a folder of the checkpoint
+  // ("model", "model_1"), gathered tensor by tensor to rank 0, at the call where a save is
+  // asynchronous, too; all else as ever. Loading sees to it by itself.
+  bool whole_models = false;
   // save_state() returns when the state is copied; a thread writes. At most one is under way: the
   // next one waits for it.
   bool asynchronous = false;
@@ -217,9 +226,11 @@ class StateIo {
   // Loads `folder`, or the newest checkpoint of automatic naming. Collective: all ranks load the
   // same. Damaged folders: with automatic naming the one before is taken, and `warn` and the result
   // say so; an explicit one is a FormatError. The whole folder is checked before anything is
-  // changed, every rank reading its part. ConfigError where there is none, where its number of
-  // objects is another, or see [Note: another number of ranks]. What an object says against its
-  // state is thrown on; objects before it are then loaded already.
+  // changed, every rank reading its part. What goes into a DTensor comes to its object as one that
+  // lies alike: models and optimizers know which, of registered objects their state_dict() of now
+  // says it. ConfigError where there is none, where its number of objects is another, or see
+  // [Note: another number of ranks]. What an object says against its state is thrown on; objects
+  // before it are then loaded already.
   LoadedState load_state(const TrainingState& state, const std::string& folder = {},
                          const LoadStateOptions& options = {});
 
