@@ -1,7 +1,8 @@
 #!/bin/sh
 # Usage: gpt2_ranks.sh TESSERA TRAIN RANKS
-# RANKS launched processes with one micro-batch each against one process that accumulates as many:
-# losses, gradient norms and saved parameters must be the same to the last digit and bit.
+# RANKS launched processes with one micro-batch each against one process that accumulates as many,
+# in every mode of sharding: losses, gradient norms and saved parameters must be the same to the
+# last digit and bit. Then a training that changes its mode and its number of ranks on the way.
 set -eu
 tessera=$1 train=$2 ranks=$3
 command -v mpirun > /dev/null || { echo "skipped: mpirun is not installed"; exit 77; }
@@ -11,19 +12,37 @@ trap 'rm -rf "$folder"' EXIT
 # A text that a model of a few thousand parameters learns.
 awk 'BEGIN { for (i = 0; i < 3000; ++i) printf "%d times %d is %d.\n", i % 13, i % 17, i % 13 * (i % 17) }' \
   > "$folder/text"
-flags="--data $folder/text --layers 2 --width 32 --heads 2 --context 32 --batch-size 3 --steps 12
+flags="--data $folder/text --layers 2 --width 36 --heads 3 --context 32 --batch-size 3 --steps 12
   --warmup 2 --dropout 0.1 --eval-every 6 --threads 1 --lr 3e-3"
+
+fields() { grep -oE '"(step|loss|val_loss|grad_norm|lr)":[^,}]*' "$1"; }
+# The training in $folder/$1 has the digits and bits of the one in $folder/one, but for fields
+# that match $2.
+same_as_one() {
+  for log in one "$1"; do fields "$folder/$log.jsonl" | grep -v "${2:-^$}" > "$folder/$log.fields"; done
+  diff "$folder/one.fields" "$folder/$1.fields"
+  cmp "$folder/one/model.safetensors" "$folder/$1/model.safetensors"
+  cmp "$folder/one/training-12.safetensors" "$folder/$1/training-12.safetensors"
+}
 
 # shellcheck disable=SC2086  # flags are words
 "$train" $flags --accumulate "$ranks" --save "$folder/one" --log "$folder/one.jsonl"
-# shellcheck disable=SC2086
-TESSERA_COMPARE_TRACES=1 "$tessera" launch -n "$ranks" "$train" $flags --save "$folder/many" --log "$folder/many.jsonl"
+test "$(fields "$folder/one.jsonl" | grep -c '"loss"')" -eq 12
+for mode in ddp zero1 zero2 zero3 fsdp; do
+  # shellcheck disable=SC2086
+  TESSERA_COMPARE_TRACES=1 "$tessera" launch -n "$ranks" "$train" $flags --sharding "$mode" \
+    --save "$folder/$mode" --log "$folder/$mode.jsonl"
+  same_as_one "$mode"
+  grep -q "\"peak_bytes_by_rank\":\[[0-9.]*,[0-9.,]*\]" "$folder/$mode.jsonl"
+done
 
-fields() { grep -oE '"(step|loss|val_loss|grad_norm|lr)":[^,}]*' "$1"; }
-fields "$folder/one.jsonl" > "$folder/one.fields"
-fields "$folder/many.jsonl" > "$folder/many.fields"
-test "$(grep -c '"loss"' "$folder/one.fields")" -eq 12
-diff "$folder/one.fields" "$folder/many.fields"
-cmp "$folder/one/model.safetensors" "$folder/many/model.safetensors"
-cmp "$folder/one/training-12.safetensors" "$folder/many/training-12.safetensors"
-echo "$ranks ranks: 12 losses, norms and all parameters are those of one process"
+# Sums go on over micro-batches where every backward reduces: any ranks x micro-batches are one sum.
+# shellcheck disable=SC2086
+"$tessera" launch -n "$ranks" "$train" $flags --sharding fsdp --stop-at 5 \
+  --save "$folder/moved" --log "$folder/moved.jsonl"
+"$train" --resume "$folder/moved" --accumulate "$ranks" --stop-at 8 --save "$folder/moved" \
+  --log "$folder/moved.jsonl"
+"$tessera" launch -n "$ranks" "$train" --resume "$folder/moved" --accumulate 1 --sharding zero2 \
+  --save "$folder/moved" --log "$folder/moved.jsonl"
+same_as_one moved val_loss  # it validates where it stops, too
+echo "$ranks ranks: 12 losses, norms and all parameters are those of one process in every mode"

@@ -108,7 +108,7 @@ TEST_F(Programs, ARowOfTheLogTellsEverythingOfAStep) {
   ASSERT_EQ(log.size(), kSteps);
   for (int i = 0; i < kSteps; ++i) {
     const Json& row = log[static_cast<size_t>(i)];
-    EXPECT_EQ(row.size(), 8U) << row;
+    EXPECT_EQ(row.size(), 9U) << row;
     EXPECT_EQ(row.at("step"), i + 1);
     EXPECT_GT(row.at("loss").get<double>(), 0);
     EXPECT_EQ(row.at("val_loss").is_number(), (i + 1) % 4 == 0) << row;
@@ -117,10 +117,21 @@ TEST_F(Programs, ARowOfTheLogTellsEverythingOfAStep) {
     }
     // The parameters alone: 256 x 32 of the embedding, and gradients as large.
     EXPECT_GT(row.at("peak_bytes").get<int64_t>(), 2 * 4 * 256 * 32);
+    EXPECT_EQ(row.at("peak_bytes_by_rank"), Json({row.at("peak_bytes")}));
   }
   EXPECT_LT(log.back().at("val_loss"), log[kHalf - 1].at("val_loss"));
   EXPECT_EQ(entries("model"), (Words{"config.json", "model.safetensors", "training-8.json",
                                      "training-8.safetensors"}));
+}
+
+TEST_F(Programs, AResumedTrainingWithoutSaveWritesNothingBack) {
+  ASSERT_EQ(run_process(small({"--save", path("model"), "--stop-at", "2"})).code(), 0);
+  const Words before = entries("model");
+  const std::string model = folder_.read("model/model.safetensors");
+  const auto process = run_process({TESSERA_GPT2_TRAIN, "--resume", path("model")});
+  ASSERT_EQ(process.code(), 0) << process;
+  EXPECT_EQ(entries("model"), before);
+  EXPECT_TRUE(folder_.read("model/model.safetensors") == model);
 }
 
 TEST_F(Programs, AResumedTrainingRepeatsTheDigitsOfAnUninterruptedOne) {
@@ -130,8 +141,8 @@ TEST_F(Programs, AResumedTrainingRepeatsTheDigitsOfAnUninterruptedOne) {
                 .code(),
             0);
   EXPECT_EQ(rows("log.jsonl").size(), kHalf);
-  const auto process =
-      run_process({TESSERA_GPT2_TRAIN, "--resume", path("model"), "--log", path("log.jsonl")});
+  const auto process = run_process({TESSERA_GPT2_TRAIN, "--resume", path("model"), "--save",
+                                    path("model"), "--log", path("log.jsonl")});
   ASSERT_EQ(process.code(), 0) << process;
   EXPECT_EQ(digits(rows("log.jsonl")), digits(rows("whole.jsonl")));
   EXPECT_TRUE(folder_.read("model/model.safetensors") == folder_.read("whole/model.safetensors"));
@@ -218,9 +229,9 @@ TEST_F(Programs, ADeviceTrainsSavesResumesAndGeneratesAsTheCpuDoes) {
                             "--steps", "4", "--accumulate", "2", "--eval-every", "0"});
   const auto begun = on(half, TESSERA_GPT2_TRAIN_EMULATED, "cuda");
   ASSERT_EQ(begun.code(), 0) << begun;
-  const auto resumed =
-      on({"", "--resume", path("cuda"), "--log", path("cuda.jsonl"), "--log-every", "2"},
-         TESSERA_GPT2_TRAIN_EMULATED, "cuda:1");
+  const auto resumed = on({"", "--resume", path("cuda"), "--save", path("cuda"), "--log",
+                           path("cuda.jsonl"), "--log-every", "2"},
+                          TESSERA_GPT2_TRAIN_EMULATED, "cuda:1");
   ASSERT_EQ(resumed.code(), 0) << resumed;
   const Words whole = small({"--save", path("cpu"), "--log", path("cpu.jsonl"), "--steps", "4",
                              "--accumulate", "2", "--eval-every", "0"});
@@ -349,7 +360,8 @@ TEST_F(Programs, AFullDiskLeavesTheSaveBeforeItWhole) {
   const Words before = entries("model");
   const std::string model = folder_.read("model/model.safetensors");
   const auto model_kilobytes = static_cast<int>(model.size() / 1024);
-  const Words resume = {TESSERA_GPT2_TRAIN, "--resume", path("model"), "--log", path("log.jsonl")};
+  const Words resume = {TESSERA_GPT2_TRAIN, "--resume", path("model"),    "--save",
+                        path("model"),      "--log",    path("log.jsonl")};
 
   // Room for the model but not for the optimizer's state, which is twice as large; then for
   // neither.

@@ -123,7 +123,10 @@ void train(const Options& options) {
     accelerator.print(line);
     accelerator.save_state({}, {.metric = score.accuracy()});
   }
-  if (!options.save.empty()) accelerator.on_main_process([&] { model->save(options.save); });
+  if (!options.save.empty()) {
+    const StateDict weights = accelerator.get_state_dict(*model);
+    accelerator.on_main_process([&] { model->save(weights, options.save); });
+  }
   accelerator.end_training();
 }
 

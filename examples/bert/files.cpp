@@ -162,13 +162,15 @@ std::unique_ptr<Bert> Bert::load(const std::string& folder, std::vector<std::str
   return model;
 }
 
-void Bert::save(const std::string& folder) const {
+void Bert::save(const std::string& folder) const { save(state_dict(), folder); }
+
+void Bert::save(const StateDict& weights, const std::string& folder) const {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   TS_CHECK_AS(IoError, !error, "bert", "cannot make the folder '", folder, "': ", error.message(),
               "; choose a folder that can be written");
   std::map<std::string, Tensor> tensors;
-  for (const auto& [name, tensor] : state_dict()) tensors.emplace(name, tensor);
+  for (const auto& [name, tensor] : weights) tensors.emplace(name, tensor);
   const std::filesystem::path path(folder);
   config.write((path / "config.json").string(), classifier.weight.dtype());
   save_safetensors((path / "model.safetensors").string(), tensors, {{"format", "pt"}});

@@ -170,6 +170,8 @@ class Bert : public nn::Module<Bert> {
   void load_weights(const std::string& safetensors_path, std::vector<std::string>* fresh = nullptr);
   // Makes the folder where it is missing. Files appear whole or not at all, model.safetensors last.
   void save(const std::string& folder) const;
+  // The same of whole weights that were gathered from parts (distributed::full_state_dict).
+  void save(const StateDict& weights, const std::string& folder) const;
 
   std::unique_ptr<Bert> remake() const { return std::make_unique<Bert>(config); }
 

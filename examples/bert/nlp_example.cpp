@@ -66,7 +66,8 @@ double train(const bert::TaskOptions& options) {
     accelerator.print(line);
   }
   if (!options.save.empty()) {
-    accelerator.on_main_process([&] { model->save(options.save); });
+    const StateDict weights = accelerator.get_state_dict(*model);
+    accelerator.on_main_process([&] { model->save(weights, options.save); });
     accelerator.print("saved ", options.save);
   }
   return accuracy;

@@ -154,12 +154,17 @@ std::unique_ptr<Gpt> Gpt::load(const std::string& folder) {
 
 void Gpt::save(const std::string& folder,
                const std::map<std::string, std::string>& metadata) const {
+  save(state_dict(), folder, metadata);
+}
+
+void Gpt::save(const StateDict& weights, const std::string& folder,
+               const std::map<std::string, std::string>& metadata) const {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   TS_CHECK_AS(IoError, !error, "gpt2", "cannot make the folder '", folder, "': ", error.message(),
               "; choose a folder that can be written");
   std::map<std::string, Tensor> tensors;
-  for (const auto& [name, tensor] : state_dict()) {
+  for (const auto& [name, tensor] : weights) {
     if (name == kHead) continue;  // tied; transformers leaves it out, too
     const Tensor here = tensor.to(kCpu);
     tensors.emplace(name, is_transposed(name) ? here.transpose(0, 1) : here);

@@ -5,7 +5,10 @@
 #include <numeric>
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/core/factory.h>
 #include <tessera/core/random.h>
+#include <tessera/distributed/transport/collectives.h>
+#include <tessera/distributed/transport/group.h>
 
 namespace tessera::gpt2 {
 
@@ -41,6 +44,14 @@ int64_t sample(std::span<const float> logits, const GenerateOptions& options, in
   return order[count - 1];
 }
 
+bool any_rank(bool own) {
+  if (distributed::world().size() == 1) return own;
+  const Tensor flag = scalar_tensor(static_cast<int64_t>(own), kI64);
+  distributed::all_reduce(flag, distributed::ReduceOp::kMax, distributed::world(),
+                          {.tag = "any_rank"});
+  return flag.item<int64_t>() != 0;
+}
+
 std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
                               const GenerateOptions& options,
                               const std::function<bool(int64_t token)>& each) {
@@ -57,7 +68,14 @@ std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
   std::vector<int64_t> text(prompt.begin(), prompt.end());
   auto pending = static_cast<int64_t>(std::min(text.size(), static_cast<size_t>(context)));
   std::vector<int64_t> made;
-  while (static_cast<int64_t>(made.size()) < options.max_tokens) {
+  bool ended = options.max_tokens <= 0;
+  while (options.together ? options.together(!ended) : !ended) {
+    if (ended) {  // another rank's call
+      cache.clear();
+      const std::span<const int64_t> last(text.end() - 1, text.end());
+      model(tensor(last, {1, 1}).to(device), Tensor(), Logits::kLast, &cache);
+      continue;
+    }
     if (cache.length() + pending > context) {
       cache.clear();
       pending = std::max<int64_t>(1, context / 2);
@@ -67,11 +85,12 @@ std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
         model(tensor(fresh, {1, pending}).to(device), Tensor(), Logits::kLast, &cache).logits;
     const auto numbers = logits.to_vector<float>();
     const int64_t token = sample(numbers, options, static_cast<int64_t>(made.size()));
-    if (options.stop_at_end && token == model.config.end_of_text) break;
+    ended = options.stop_at_end && token == model.config.end_of_text;
+    if (ended) continue;
     made.push_back(token);
     text.push_back(token);
     pending = 1;
-    if (each && !each(token)) break;
+    ended = (each && !each(token)) || static_cast<int64_t>(made.size()) >= options.max_tokens;
   }
   model.train(was_training);
   return made;

@@ -17,7 +17,17 @@ struct GenerateOptions {
   double top_p = 1;          // only the most likely that together have this probability
   uint64_t seed = 0;
   bool stop_at_end = true;  // at the model's end_of_text, which is not returned
+  // Of a model that several ranks hold in parts, who all call generate(), each for a text of its
+  // own. Asked before each token with whether this rank wants one; while the answer is true, the
+  // same on all ranks, the model is called, also for a rank whose text has come to its end: the
+  // others' calls need its parts (transformers' synced_gpus). any_rank() is such an answer. Without
+  // it ranks have to make texts of the same length: calls that some leave out are a
+  // DistributedError.
+  std::function<bool(bool wants)> together = {};
 };
+
+// Whether any rank says yes. Collective.
+bool any_rank(bool own);
 
 // One token of a distribution given by logits, a pure function of (options, position). Of equal
 // logits the first counts as larger, as in transformers' greedy search.

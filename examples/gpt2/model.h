@@ -142,6 +142,9 @@ class Gpt : public nn::Module<Gpt> {
   // model.safetensors last; `metadata` goes into its header.
   void save(const std::string& folder,
             const std::map<std::string, std::string>& metadata = {}) const;
+  // The same of whole weights that were gathered from parts (distributed::full_state_dict).
+  void save(const StateDict& weights, const std::string& folder,
+            const std::map<std::string, std::string>& metadata = {}) const;
 
   std::unique_ptr<Gpt> remake() const { return std::make_unique<Gpt>(config); }
 

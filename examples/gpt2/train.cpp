@@ -6,6 +6,8 @@
 //     train --data shakespeare.txt --device cuda --graph --log-every 100   # on a GPU
 //     tessera launch -n 2 -- train --data shakespeare.txt   # each step: a micro-batch of each rank
 //     tessera launch -n 8 -- train --data shakespeare.txt --device cuda   # with a GPU each
+//     tessera launch -n 4 -- train --data shakespeare.txt --sharding fsdp   # with a part of it
+//     each
 //
 // A saved folder holds a model that transformers can load (config.json, model.safetensors, of gpt2
 // the vocabulary: vocab.json, merges.txt) and what it takes to go on (training-STEP.json and
@@ -33,9 +35,12 @@
 #include <tessera/core/safetensors.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/data/distributed_source.h>
+#include <tessera/distributed/checkpoint/full_state.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/rendezvous/process_group.h>
+#include <tessera/distributed/shard/fully_shard.h>
 #include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/shard/zero.h>
 #include <tessera/distributed/transport/group.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>
@@ -56,6 +61,7 @@ constexpr int64_t kShowEvery = 100;  // steps between lines where the output is 
 
 struct TrainOptions {
   std::string data, tokenizer = "bytes", tokenizer_files, dtype = "f32", device = "cpu";
+  std::string sharding = "ddp";
   int64_t layers = 4, width = 128, heads = 4, context = 64;
   int64_t batch_size = 12, accumulate = 1, steps = 2000, warmup = 100, eval_every = 250,
           save_every = 0;
@@ -145,12 +151,17 @@ TrainOptions parse_options(int argc, char** argv) {
       "one");
   app.add_flag("--graph", options.graph,
                "with --device cuda: repeats the step as a CUDA graph, to the same bits");
+  add("sharding", options.sharding,
+      "what several ranks hold parts of: nothing (ddp), optimizer states (zero1), and gradients "
+      "(zero2), and parameters (zero3, fsdp); none: every rank trains alone, on all of the data. A "
+      "resumed run may take another one")
+      ->check(CLI::IsMember({"none", "ddp", "zero1", "zero2", "zero3", "fsdp"}));
   add("seed", options.seed, "initial weights and order of data");
   add("threads", options.threads, "0: one a core")->check(CLI::NonNegativeNumber);
   add("eval-every", options.eval_every, "steps between validations; 0: only at the end");
   add("save-every", options.save_every, "steps between saves; 0: only at the end");
   add("save", options.save, "folder for the model and the state of training");
-  add("resume", options.resume, "folder to go on from; also --save unless that is given");
+  add("resume", options.resume, "folder to go on from; without --save nothing is written back");
   add("init-from", options.init_from, "folder of a GPT-2 whose weights to begin with");
   add("log", options.log, "file for one JSON object a step");
   add("log-every", options.log_every,
@@ -172,7 +183,6 @@ TrainOptions parse_options(int argc, char** argv) {
         TS_THROW(FormatError, path, "the field '", name, "' does not fit (", error.what(), ")");
       }
     });
-    if (options.save.empty()) options.save = options.resume;
     TS_CHECK_AS(ConfigError, options.init_from.empty(), "train",
                 "--resume and --init-from exclude each other");
   }
@@ -202,6 +212,7 @@ class Trainer {
         device_(device),
         tokenizer_(make_tokenizer(options_.tokenizer, options_.tokenizer_files)),
         model_(make_model()),
+        num_parameters_(model_->num_parameters()),
         corpus_(read_corpus(options_.data, *tokenizer_, options_.context)),
         windows_(std::make_shared<data::RandomWindows>(corpus_.training, options_.context,
                                                        options_.seed, rows_in_step())),
@@ -214,17 +225,14 @@ class Trainer {
         schedule_(optimizer_, {.warmup = options_.warmup,
                                .total = options_.schedule_steps,
                                .min_lr = options_.min_lr}) {
+    if (distributed::world_size() > 1) parallel_ = make_parallel();
     if (!options_.resume.empty()) load_state();
     loader_.set_source(std::make_shared<data::DistributedBatchSource>(
         std::make_shared<data::SequentialSampler>(windows_->size()), options_.batch_size,
         data::RankShare{.rank = distributed::rank(), .world_size = distributed::world_size()}));
     loader_.set_cursor({0, step_ * rows_in_step()});
-    if (distributed::world_size() > 1) {
-      replica_.emplace(distributed::replicate(*model_, distributed::mesh(),
-                                              {.average = distributed::GradientAverage::kWindow}));
-    }
     if (options_.graph) {
-      TS_CHECK_AS(ConfigError, device_.is_cuda() && !replica_, "train",
+      TS_CHECK_AS(ConfigError, device_.is_cuda() && !parallel_, "train",
                   "--graph repeats the step of one process on a GPU; give --device cuda and one "
                   "rank, or leave it out");
       graph_.emplace(device_, [this](const TensorList& batches) { return compute(batches); });
@@ -239,7 +247,10 @@ class Trainer {
   int64_t rows_in_step() const { return micro_batches() * options_.batch_size; }
   int64_t tokens_in_step() const { return rows_in_step() * options_.context; }
   bool is_first_rank() const { return distributed::rank() == 0; }
+  // Whether a rank holds only a part of what is saved.
+  bool is_sharded() const { return parallel_ && options_.sharding != "ddp"; }
   std::unique_ptr<Gpt> make_model();
+  std::unique_ptr<distributed::DataParallelModel> make_parallel();
   std::vector<optim::ParameterGroup<optim::AdamWOptions>> parameter_groups() const;
   TensorList compute(const TensorList& batches);
   Tensor train_step();
@@ -258,17 +269,19 @@ class Trainer {
   Device device_;
   std::unique_ptr<data::Tokenizer> tokenizer_;
   std::unique_ptr<Gpt> model_;
+  int64_t num_parameters_;
   Corpus corpus_;
   std::shared_ptr<data::RandomWindows> windows_;
   data::DataLoader<data::TokenExample> loader_;  // this rank's micro-batches, one after the other
   std::shared_ptr<data::ConsecutiveWindows> validation_;
   optim::AdamW optimizer_;
   optim::CosineSchedule schedule_;
-  std::optional<distributed::Replica> replica_;  // where there are several ranks
-  int64_t step_ = 0;                             // steps done
-  bool stop_ = false, save_now_ = false;         // asked for by a signal to any rank
-  Tensor grad_norm_;                             // of the last step, on the device
-  std::optional<optim::GraphedStep> graph_;      // of compute(), with --graph
+  std::unique_ptr<distributed::DataParallelModel> parallel_;  // where there are several ranks
+  int64_t step_ = 0;                                          // steps done
+  bool stop_ = false, save_now_ = false;                      // asked for by a signal to any rank
+  Tensor grad_norm_;                                          // of the last step, on the device
+  std::vector<int64_t> peaks_;                                // bytes, by rank
+  std::optional<optim::GraphedStep> graph_;                   // of compute(), with --graph
   double smooth_ms_ = 0;
   std::optional<double> last_val_loss_;
   std::FILE* log_ = nullptr;
@@ -299,6 +312,30 @@ std::unique_ptr<Gpt> Trainer::make_model() {
   if (options_.dtype == "bf16") model->to(kBF16);
   model->to(device_);
   return model;
+}
+
+std::unique_ptr<distributed::DataParallelModel> Trainer::make_parallel() {
+  distributed::Mesh& mesh = distributed::mesh();
+  constexpr auto kAverage = distributed::GradientAverage::kWindow;
+  const std::string& mode = options_.sharding;
+  TS_CHECK_AS(ConfigError, mode != "none", "train",
+              "--sharding none is a training of one rank, of ", distributed::world_size(),
+              " that there are; leave it out, or take ddp");
+  if (mode == "zero1" || mode == "zero2") {
+    return std::make_unique<distributed::ShardedModel>(
+        distributed::zero(*model_, mesh, {.stage = mode == "zero1" ? 1 : 2, .average = kAverage}));
+  }
+  if (mode == "zero3" || mode == "fsdp") {
+    for (size_t i = 0; i < model_->transformer.h.num_children(); ++i) {
+      distributed::fully_shard(model_->transformer.h.child(i), mesh);
+    }
+    distributed::FullyShardOptions root{.average = kAverage};
+    if (mode == "zero3") root.reshard_after_forward = true;
+    distributed::fully_shard(*model_, mesh, root);
+    return std::make_unique<distributed::ShardedModel>(distributed::sharded_model(*model_));
+  }
+  return std::make_unique<distributed::Replica>(
+      distributed::replicate(*model_, mesh, {.average = kAverage}));
 }
 
 // Weight decay on matrices; biases and norms go without.
@@ -342,13 +379,17 @@ TensorList Trainer::compute(const TensorList& batches) {
   Tensor loss = zeros({}, {.dtype = kF64, .device = device_});
   for (int64_t i = 0; i < options_.accumulate; ++i) {
     draw_for(i * distributed::world_size() + distributed::rank());
-    if (replica_) replica_->set_plan(distributed::StepPlan::of(i, options_.accumulate));
+    if (parallel_) {
+      distributed::StepPlan plan = distributed::StepPlan::of(i, options_.accumulate);
+      plan.sync_gradients = plan.sync_gradients || parallel_->reduces_every_backward();
+      parallel_->set_plan(plan);
+    }
     const auto place = static_cast<size_t>(2 * i);
     const GptOutput out = (*model_)(batches[place], batches[place + 1]);
     out.loss.backward();
     loss = loss + out.loss.detach().to(kF64);
   }
-  if (!replica_ && options_.accumulate > 1) {
+  if (!parallel_ && options_.accumulate > 1) {
     const NoGradGuard no_grad;
     const Scalar scale(1 / static_cast<double>(options_.accumulate));
     for (const Tensor& parameter : model_->parameters()) mul_(parameter.grad(), scale);
@@ -374,14 +415,24 @@ Tensor Trainer::agree(const Tensor& loss) {
   if (checkpoint) clear_request();
   stop_ |= stop;
   save_now_ = checkpoint;
+  const int64_t peak = memory_stats()->peak();
+  peaks_ = {peak};
   if (distributed::world_size() == 1) return loss;
-  // A loss on a GPU is summed there: nobody waits for it.
-  const double on_cpu = device_.is_cpu() ? loss.item() : 0;
-  const Tensor message = tensor({on_cpu, stop ? 1.0 : 0.0, checkpoint ? 1.0 : 0.0}, kF64);
+  // The loss (one on a GPU is summed there: nobody waits for it), requests, and peaks by rank.
+  constexpr int64_t kPeaks = 3;
+  const Tensor message = zeros({kPeaks + distributed::world_size()}, {.dtype = kF64});
+  double* const values = message.data_as<double>();
+  if (device_.is_cpu()) values[0] = loss.item();
+  values[1] = stop;
+  values[2] = checkpoint;
+  values[kPeaks + distributed::rank()] = static_cast<double>(peak);
   distributed::world().all_reduce(message).wait();
-  const double* values = message.data_as<double>();
   stop_ |= values[1] > 0;
   save_now_ = values[2] > 0;
+  peaks_.clear();
+  for (int64_t i = kPeaks; i < message.numel(); ++i) {
+    peaks_.push_back(static_cast<int64_t>(values[i]));
+  }
   if (device_.is_cpu()) return scalar_tensor(values[0], kF64);
   distributed::world().all_reduce(loss).wait();
   return loss;
@@ -407,10 +458,13 @@ double Trainer::validate() {
 
 // ---- State -------------------------------------------------------------------------------------
 
+// The whole of it on the first rank, which writes; the others bring their parts.
 void Trainer::save() {
-  if (options_.save.empty() || !is_first_rank()) return;
+  if (options_.save.empty()) return;
   StateDict state;
-  state.merge("optimizer.", optimizer_.state_dict());
+  state.merge("optimizer.", distributed::full_state_dict(optimizer_.state_dict()));
+  const StateDict weights = distributed::full_state_dict(model_->state_dict());
+  if (!is_first_rank()) return;
   state.merge("schedule.", schedule_.state_dict());
   const RandomState& random = random_state();
   const int64_t numbers[] = {step_, static_cast<int64_t>(random.seed),
@@ -426,7 +480,7 @@ void Trainer::save() {
   for (auto& [name, tensor] : tensors) tensor = tensor.to(kCpu);
   save_safetensors(file_in(options_.save, current + ".safetensors"), tensors);
   write_file_atomically(file_in(options_.save, current + ".json"), json.dump(2) + "\n");
-  model_->save(options_.save, {{"step", step}});
+  model_->save(weights, options_.save, {{"step", step}});
   // No model is left that the older ones belong to.
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(options_.save, ignored)) {
@@ -495,7 +549,8 @@ void Trainer::log_row(double loss, std::optional<double> val_loss, double millis
                     {"lr", optimizer_.lr()},
                     {"ms", milliseconds},
                     {"tokens_per_s", tokens / milliseconds * 1e3},
-                    {"peak_bytes", memory_stats()->peak()}};
+                    {"peak_bytes", std::ranges::max(peaks_)},
+                    {"peak_bytes_by_rank", peaks_}};
   std::fputs((row.dump() + "\n").c_str(), log_);
   TS_CHECK_AS(IoError, std::fflush(log_) == 0, "train", "cannot write the log '", options_.log,
               "' at step ", step_, ": ", std::strerror(errno),
@@ -521,7 +576,7 @@ void Trainer::show(double loss, std::optional<double> val_loss, double milliseco
 
 // Ranks that trained alike hold the same bits.
 void Trainer::check_replicas() {
-  if (!replica_) return;
+  if (!parallel_ || is_sharded()) return;
   for (const auto& [name, parameter] : model_->named_parameters()) {
     const Tensor first = parameter.detach().clone();
     distributed::world().broadcast(first, 0).wait();
@@ -539,8 +594,7 @@ void Trainer::run() {
   if (is_first_rank()) {
     std::printf(
         "%lld parameters, %lld tokens to train on, %lld to validate with, %d x %d threads\n",
-        static_cast<long long>(model_->num_parameters()),
-        static_cast<long long>(corpus_.training.size()),
+        static_cast<long long>(num_parameters_), static_cast<long long>(corpus_.training.size()),
         static_cast<long long>(corpus_.validation.size()), distributed::world_size(),
         num_threads());
   }
@@ -563,8 +617,10 @@ void Trainer::run() {
       const double milliseconds =
           std::chrono::duration<double, std::milli>(Clock::now() - begin).count() /
           static_cast<double>(unread);
+      // Where ranks hold parts of the parameters, all of them have to run the model.
+      const bool validates = evaluate && (is_first_rank() || is_sharded());
+      const std::optional<double> val_loss = validates ? std::optional(validate()) : std::nullopt;
       if (is_first_rank()) {
-        const std::optional<double> val_loss = evaluate ? std::optional(validate()) : std::nullopt;
         if (logs) log_row(loss, val_loss, milliseconds);
         if (logs || step_ % kShowEvery == 0) show(loss, val_loss, milliseconds, last);
       }

@@ -73,8 +73,9 @@ void fine_tune(const std::string& folder, const std::string& table_file, const s
     }
     accelerator.print("epoch ", epoch, ": ", right / seen, " of ", seen, " texts right");
   }
+  const StateDict weights = accelerator.get_state_dict(model);
   accelerator.on_main_process([&] {
-    model.save(out);
+    model.save(weights, out);
     std::filesystem::copy(folder + "/vocab.txt", out + "/vocab.txt",
                           std::filesystem::copy_options::overwrite_existing);
   });
