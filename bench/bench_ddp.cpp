@@ -4,9 +4,12 @@
 //     bench_ddp --ranks 2                          # ranks are threads
 //     tessera launch -n 2 -- bench_ddp             # ranks are processes
 //     bench_ddp --ranks 1 --batch-size 16          # the same work on one rank
+//     bench_ddp --ranks 2 --sharding fsdp          # ranks hold parts
+//     bench_ddp --ranks 2 --compare                # all modes, step by step in turn
 //
-// Prints one JSON line. "hidden" is the share of the time under way, over all buckets, in which no
-// wait stood still for it. Exits with 1 where counts or bytes differ from the report.
+// Prints one JSON line for each mode. "hidden" is the share of the time under way, over all
+// buckets, in which no wait stood still for it; resident bytes are those of the process over what
+// it had before the models were made. Exits with 1 where counts or bytes differ from the report.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
@@ -15,15 +18,19 @@
 #include <vector>
 
 #include <tessera/accelerate/run.h>
+#include <tessera/core/allocator.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/rendezvous/run_ranks.h>
+#include <tessera/distributed/shard/fully_shard.h>
 #include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/shard/zero.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
 #include "gpt2/model.h"
+#include "resident.h"
 
 namespace {
 
@@ -34,8 +41,11 @@ struct Options {
   int64_t layers = 6, width = 384, heads = 6, context = 256, batch_size = 8, vocab = 256;
   int64_t threads = 1, warmup = 2, steps = 10, accumulate = 1;
   int64_t bucket_bytes = distributed::kBucketBytes;
-  std::string hook = "all_reduce";
+  std::string hook = "all_reduce", sharding = "ddp";
+  bool compare = false;
 };
+
+const std::vector<std::string> kModes = {"ddp", "zero1", "zero2", "zero3", "fsdp"};
 
 Options parse(int argc, char** argv) {
   Options options;
@@ -58,6 +68,10 @@ Options parse(int argc, char** argv) {
   app.add_option("--hook", options.hook, "how gradients travel")
       ->capture_default_str()
       ->check(CLI::IsMember({"all_reduce", "f16", "bf16", "power_sgd", "batched_power_sgd"}));
+  app.add_option("--sharding", options.sharding, "what ranks hold parts of")
+      ->capture_default_str()
+      ->check(CLI::IsMember(kModes));
+  app.add_flag("--compare", options.compare, "all modes in turn, and their speed beside ddp's");
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -81,62 +95,138 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-void run(const Options& options) {
-  set_num_threads(static_cast<int>(options.threads));
-  manual_seed(1);
-  gpt2::Gpt model({.vocab_size = options.vocab,
-                   .context = options.context,
-                   .width = options.width,
-                   .layers = options.layers,
-                   .heads = options.heads});
-  distributed::Replica replica = distributed::replicate(
-      model, distributed::mesh(),
-      {.bucket_bytes = options.bucket_bytes, .average = distributed::GradientAverage::kWindow});
-  replica.set_communication_hook(make_hook(options.hook));
-  optim::AdamW optimizer(model.named_parameters(), {.lr = 3e-4});
-  const Tensor tokens = randint(0, options.vocab, {options.batch_size, options.context + 1});
-  const Tensor inputs = tokens.narrow(1, 0, options.context).contiguous();
-  const Tensor targets = tokens.narrow(1, 1, options.context).contiguous();
-  distributed::Traffic gradients;
-  std::vector<double> times, hidden, waited;
-  for (int64_t step = 0; step < options.warmup + options.steps; ++step) {
+// A model with its optimizer, as the ranks train it in one mode.
+class Training {
+ public:
+  Training(const Options& options, std::string mode) : options_(options), mode_(std::move(mode)) {
+    manual_seed(1);
+    model_ = std::make_unique<gpt2::Gpt>(gpt2::GptConfig{.vocab_size = options.vocab,
+                                                         .context = options.context,
+                                                         .width = options.width,
+                                                         .layers = options.layers,
+                                                         .heads = options.heads});
+    parameters_ = model_->num_parameters();
+    shard();
+    optimizer_ =
+        std::make_unique<optim::AdamW>(model_->named_parameters(), optim::AdamWOptions{.lr = 3e-4});
+    const Tensor tokens = randint(0, options.vocab, {options.batch_size, options.context + 1});
+    inputs_ = tokens.narrow(1, 0, options.context).contiguous();
+    targets_ = tokens.narrow(1, 1, options.context).contiguous();
+  }
+
+  void step(bool measured) {
     const distributed::CommTrace::Scope scope(distributed::world().trace());
     const auto begin = std::chrono::steady_clock::now();
-    for (int64_t micro = 0; micro < options.accumulate; ++micro) {
-      replica.set_plan(distributed::StepPlan::of(micro, options.accumulate));
-      model(inputs, targets).loss.backward();
+    for (int64_t micro = 0; micro < options_.accumulate; ++micro) {
+      distributed::StepPlan plan = distributed::StepPlan::of(micro, options_.accumulate);
+      plan.sync_gradients = plan.sync_gradients || parallel_->reduces_every_backward();
+      parallel_->set_plan(plan);
+      (*model_)(inputs_, targets_).loss.backward();
     }
-    optim::clip_grad_norm(model.parameters(), 1.0, {.fold_into = &optimizer});
-    optimizer.step();
-    optimizer.zero_grad();
+    optim::clip_grad_norm(model_->parameters(), 1.0, {.fold_into = optimizer_.get()});
+    optimizer_->step();
+    optimizer_->zero_grad();
     const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - begin;
-    gradients = {};
+    gradients_ = gathers_ = {};
     for (const distributed::CommRecord& record : scope.records()) {
-      if (record.channel != distributed::Channel::kGradient) continue;
-      gradients += {1, record.bytes};
+      if (record.channel == distributed::Channel::kGradient) gradients_ += {1, record.bytes};
+      if (record.channel == distributed::Channel::kParameter) gathers_ += {1, record.bytes};
     }
-    const distributed::ShardReport report = replica.report();
-    TS_CHECK(gradients == report.gradients, "bench_ddp", "step ", step, " issued ",
-             gradients.collectives, " collectives of ", gradients.bytes,
-             " bytes; the formula says ", report.gradients.collectives, " of ",
-             report.gradients.bytes);
-    if (step < options.warmup) continue;
-    times.push_back(time.count());
-    hidden.push_back(hidden_share(scope.records(), distributed::Channel::kGradient));
-    waited.push_back(replica.pass().record().waited * 1e3);
+    if (replica_ != nullptr) {
+      const distributed::ShardReport report = replica_->report();
+      TS_CHECK(gradients_ == report.gradients, "bench_ddp", "a step issued ",
+               gradients_.collectives, " collectives of ", gradients_.bytes,
+               " bytes; the formula says ", report.gradients.collectives, " of ",
+               report.gradients.bytes);
+    }
+    if (!measured) return;
+    times_.push_back(time.count());
+    hidden_.push_back(hidden_share(scope.records(), distributed::Channel::kGradient));
+    waited_.push_back(parallel_->pass().record().waited * 1e3);
+  }
+
+  double milliseconds() const { return median(times_); }
+  const std::vector<double>& times() const { return times_; }
+
+  void print(double speed_beside_ddp, int64_t start_up_bytes) const {
+    const double ms = milliseconds();
+    const auto tokens_in_step = static_cast<double>(
+        options_.batch_size * options_.context * options_.accumulate * distributed::world_size());
+    std::printf(
+        "{\"ranks\": %d, \"threads\": %lld, \"sharding\": \"%s\", \"hook\": \"%s\", "
+        "\"parameters\": %lld, \"ms_per_step\": %.3f, \"tokens_per_s\": %.1f, "
+        "\"speed_beside_ddp\": %.3f, \"collectives\": %lld, \"bytes\": %lld, "
+        "\"gathers\": %lld, \"gathered_bytes\": %lld, \"hidden\": %.3f, \"waited_ms\": %.3f, "
+        "\"resident_bytes\": %lld, \"peak_resident_bytes\": %lld}\n",
+        distributed::world_size(), static_cast<long long>(options_.threads), mode_.c_str(),
+        options_.hook.c_str(), static_cast<long long>(parameters_), ms, tokens_in_step / ms * 1e3,
+        speed_beside_ddp, static_cast<long long>(gradients_.collectives),
+        static_cast<long long>(gradients_.bytes), static_cast<long long>(gathers_.collectives),
+        static_cast<long long>(gathers_.bytes), median(hidden_), median(waited_),
+        static_cast<long long>(bench::resident_bytes() - start_up_bytes),
+        static_cast<long long>(bench::peak_resident_bytes() - start_up_bytes));
+  }
+
+ private:
+  void shard() {
+    using namespace distributed;
+    Mesh& mesh = distributed::mesh();
+    constexpr auto kAverage = GradientAverage::kWindow;
+    if (mode_ == "ddp") {
+      auto replica = std::make_unique<Replica>(
+          replicate(*model_, mesh, {.bucket_bytes = options_.bucket_bytes, .average = kAverage}));
+      replica->set_communication_hook(make_hook(options_.hook));
+      replica_ = replica.get();
+      parallel_ = std::move(replica);
+    } else if (mode_ == "zero1" || mode_ == "zero2") {
+      parallel_ = std::make_unique<ShardedModel>(zero(*model_, mesh,
+                                                      {.stage = mode_ == "zero1" ? 1 : 2,
+                                                       .bucket_bytes = options_.bucket_bytes,
+                                                       .average = kAverage}));
+    } else {
+      for (size_t i = 0; i < model_->transformer.h.num_children(); ++i) {
+        fully_shard(model_->transformer.h.child(i), mesh);
+      }
+      FullyShardOptions root{.average = kAverage};
+      if (mode_ == "zero3") root.reshard_after_forward = true;
+      fully_shard(*model_, mesh, root);
+      parallel_ = std::make_unique<ShardedModel>(sharded_model(*model_));
+    }
+  }
+
+  const Options& options_;
+  std::string mode_;
+  std::unique_ptr<gpt2::Gpt> model_;
+  int64_t parameters_ = 0;
+  std::unique_ptr<distributed::DataParallelModel> parallel_;
+  const distributed::Replica* replica_ = nullptr;  // it, where it is one
+  std::unique_ptr<optim::AdamW> optimizer_;
+  Tensor inputs_, targets_;
+  distributed::Traffic gradients_, gathers_;  // of the last step
+  std::vector<double> times_, hidden_, waited_;
+};
+
+void run(const Options& options) {
+  set_num_threads(static_cast<int>(options.threads));
+  const int64_t start_up_bytes = bench::resident_bytes();
+  std::vector<std::unique_ptr<Training>> trainings;
+  for (const std::string& mode : kModes) {
+    if (options.compare || mode == options.sharding) {
+      trainings.push_back(std::make_unique<Training>(options, mode));
+    }
+  }
+  for (int64_t step = 0; step < options.warmup + options.steps; ++step) {
+    for (const auto& training : trainings) training->step(step >= options.warmup);
   }
   if (distributed::rank() != 0) return;
-  const double ms = median(times);
-  const auto tokens_in_step = static_cast<double>(options.batch_size * options.context *
-                                                  options.accumulate * distributed::world_size());
-  std::printf(
-      "{\"ranks\": %d, \"threads\": %lld, \"hook\": \"%s\", \"parameters\": %lld, "
-      "\"ms_per_step\": %.3f, \"tokens_per_s\": %.1f, \"collectives\": %lld, \"bytes\": %lld, "
-      "\"hidden\": %.3f, \"waited_ms\": %.3f}\n",
-      distributed::world_size(), static_cast<long long>(options.threads), options.hook.c_str(),
-      static_cast<long long>(model.num_parameters()), ms, tokens_in_step / ms * 1e3,
-      static_cast<long long>(gradients.collectives), static_cast<long long>(gradients.bytes),
-      median(hidden), median(waited));
+  for (const auto& training : trainings) {
+    // Of pairs of neighbours in time.
+    std::vector<double> ratios;
+    for (size_t i = 0; i < training->times().size(); ++i) {
+      ratios.push_back(trainings.front()->times()[i] / training->times()[i]);
+    }
+    training->print(options.compare ? median(ratios) : 0, start_up_bytes);
+  }
 }
 
 }  // namespace

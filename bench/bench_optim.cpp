@@ -1,5 +1,5 @@
-// Speed of the multi-tensor passes: optimizer steps and the gradient norm over the parameters of a
-// GPT-like model, beside a copy of the same run.
+// Speed of the multi-tensor passes: optimizer steps, the gradient norm and the copies of sharded
+// training over the parameters of a GPT-like model, beside a copy of the same run.
 //
 //     bench_optim [--threads N] [--millions N] [--every]
 //
@@ -10,10 +10,13 @@
 #include <array>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/copy/multi_tensor_copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/parallel.h>
 
@@ -57,6 +60,27 @@ TensorList make(const std::vector<Shape>& shapes, DType dtype, bool random) {
     list.push_back(random ? randn(shape, {.dtype = dtype}) : zeros(shape, {.dtype = dtype}));
   }
   return list;
+}
+
+// Flat memory as eight ranks send it, each its part of every tensor, put in its places in whole
+// tensors; `most` cuts parts into still smaller ones.
+std::vector<kernels::CopySegment> unpacked(const Tensor& flat, const TensorList& tensors,
+                                           int64_t most) {
+  constexpr int64_t kRanks = 8;
+  std::vector<kernels::CopySegment> segments;
+  const char* from = static_cast<const char*>(flat.data());
+  for (int64_t rank = 0; rank < kRanks; ++rank) {
+    for (const Tensor& x : tensors) {
+      const int64_t part = x.numel() / kRanks;
+      for (int64_t begin = 0; begin < part; begin += most) {
+        const int64_t numel = std::min(most, part - begin);
+        char* const to = static_cast<char*>(x.data()) + (rank * part + begin) * size_of(x.dtype());
+        segments.push_back({from, to, numel});
+        from += numel * size_of(flat.dtype());
+      }
+    }
+  }
+  return segments;
 }
 
 int run(int argc, char** argv) {
@@ -138,6 +162,24 @@ int run(int argc, char** argv) {
     const double factor = 1;
     report("scale", name.c_str(), static_cast<double>(2 * size_of(dtype)),
            median_seconds([&] { kernels::multi_tensor_scale(grad, &factor); }));
+  }
+  for (const auto& [from, to] : {std::pair(kF32, kF32), std::pair(kF32, kBF16),
+                                 std::pair(kBF16, kF32), std::pair(kBF16, kBF16)}) {
+    const Tensor flat = zeros({static_cast<int64_t>(numel)}, {.dtype = from});
+    const TensorList tensors = make(all, to, false);
+    for (const int64_t most : {int64_t{1} << 40, int64_t{100}}) {
+      const std::vector<kernels::CopySegment> segments = unpacked(flat, tensors, most);
+      const std::string name = std::string(name_of(from)) + " to " + std::string(name_of(to)) +
+                               ", " + std::to_string(segments.size()) + " pieces";
+      report("unpack", name.c_str(), static_cast<double>(size_of(from) + size_of(to)),
+             median_seconds([&] { kernels::copy_segments(segments, from, to, kCpu); }));
+      if (from != to) continue;
+      report("memcpy each", name.c_str(), static_cast<double>(2 * size_of(to)), median_seconds([&] {
+               for (const kernels::CopySegment& one : segments) {
+                 std::memcpy(one.to, one.from, static_cast<size_t>(one.numel * size_of(to)));
+               }
+             }));
+    }
   }
   return 0;
 }

@@ -42,28 +42,11 @@
 
 #include "bert/model.h"
 #include "gpt2/model.h"
+#include "resident.h"
 
 namespace {
 
 using namespace tessera;
-
-int64_t resident_bytes() {
-  int64_t pages = 0, resident = 0;
-  std::ifstream("/proc/self/statm") >> pages >> resident;
-  return resident * sysconf(_SC_PAGESIZE);
-}
-
-int64_t peak_resident_bytes() {
-  std::ifstream status("/proc/self/status");
-  for (std::string word; status >> word;) {
-    if (word == "VmHWM:") {
-      int64_t kilobytes = 0;
-      status >> kilobytes;
-      return kilobytes * 1024;
-    }
-  }
-  return 0;
-}
 
 double cpu_ms() {
   timespec time{};
@@ -279,7 +262,7 @@ double median(std::vector<double> values) {
 }
 
 void run(const Options& options) {
-  const int64_t start_up = resident_bytes();
+  const int64_t start_up = bench::resident_bytes();
   set_num_threads(static_cast<int>(options.threads));
   manual_seed(1);
   const Device device = parse_device(options.device);
@@ -311,7 +294,8 @@ void run(const Options& options) {
     timed_steps(options.steps);
   }
   const double ms = median(times);
-  const int64_t resident = resident_bytes() - start_up, peak = peak_resident_bytes() - start_up;
+  const int64_t resident = bench::resident_bytes() - start_up,
+                peak = bench::peak_resident_bytes() - start_up;
   if (options.profile) {
     Profiler profiler;
     {

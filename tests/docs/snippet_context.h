@@ -28,6 +28,7 @@ struct GptOutput {
 };
 struct Gpt : nn::Module<Gpt> {
   explicit Gpt(const GptConfig& config);
+  std::vector<nn::ModuleBase*> blocks();
   GptOutput forward(const Tensor& inputs, const Tensor& targets = {});
 };
 struct EarlyStopping {

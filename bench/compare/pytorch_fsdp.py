@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""A training step of GPT-2 under PyTorch's FSDP2 or DDP on gloo: what bench_ddp is measured beside.
+
+Ranks are processes of this machine with one thread each, as `tessera launch -n 2 bench_ddp`. Every
+block is a unit and so is the rest (fully_shard); a step is forward, cross entropy, backward,
+clip_grad_norm_(1.0), AdamW, zero_grad. Prints one JSON line: median ms/step, tokens/s of all ranks,
+resident memory of rank 0 over that
+at start-up, at the end and at its peak.
+"""
+import argparse
+import json
+import os
+import resource
+import statistics
+import time
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+for name, value in (("layers", 6), ("width", 384), ("heads", 6), ("context", 256), ("batch-size", 8),
+                    ("vocab", 256), ("ranks", 2), ("threads", 1), ("warmup", 2), ("steps", 10)):
+    parser.add_argument("--" + name, type=int, default=value)
+parser.add_argument("--mode", choices=["fsdp", "ddp"], default="fsdp")
+arguments = parser.parse_args()
+
+import torch  # noqa: E402  (after argparse: --help needs no torch)
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+
+from pytorch_models import Gpt  # noqa: E402
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def train(rank):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "29511"))
+    torch.set_num_threads(arguments.threads)
+    dist.init_process_group("gloo", rank=rank, world_size=arguments.ranks)
+    torch.manual_seed(1)
+    start_up_bytes = resident_bytes()
+    model = Gpt(arguments.layers, arguments.width, arguments.heads, arguments.context,
+                arguments.vocab)
+    if arguments.mode == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        mesh = init_device_mesh("cpu", (arguments.ranks,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        forward = model
+    else:
+        forward = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=arguments.mode == "ddp",
+                                  foreach=arguments.mode == "fsdp")
+    tokens = torch.randint(arguments.vocab, (arguments.batch_size, arguments.context + 1))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    times = []
+    for step in range(arguments.warmup + arguments.steps):
+        start = time.perf_counter()
+        forward(inputs, targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step >= arguments.warmup:
+            times.append((time.perf_counter() - start) * 1e3)
+    if rank == 0:
+        ms = statistics.median(times)
+        tokens_in_step = arguments.batch_size * arguments.context * arguments.ranks
+        print(json.dumps({
+            "program": "pytorch-" + arguments.mode,
+            "version": torch.__version__,
+            "ranks": arguments.ranks,
+            "threads": arguments.threads,
+            "ms_per_step": round(ms, 3),
+            "tokens_per_s": round(tokens_in_step / ms * 1e3, 1),
+            "resident_bytes": resident_bytes() - start_up_bytes,
+            "peak_resident_bytes":
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - start_up_bytes,
+        }), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(train, nprocs=arguments.ranks)
