@@ -166,6 +166,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"accelerate/missing_memory.h", "inside of the Accelerator"},
     {"accelerate/settings/edit_distance.h", "inside of settings"},
     {"accelerate/settings/fsdp_words.h", "inside of settings"},
+    {"accelerate/settings/letter_case.h", "inside of settings"},
     {"accelerate/step_window.h", "inside of the Accelerator"},
     {"accelerate/tracking/append_file.h", "inside of trackers"},
     {"autograd/anomaly.h", "inside of the engine; AnomalyMode is in autograd.h"},

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/accelerate/settings/fsdp_words.h>
+#include <tessera/accelerate/settings/letter_case.h>
 #include <tessera/core/error.h>
 
 namespace tessera::accelerate {
@@ -170,16 +171,13 @@ class Sources {
     if (find(environment_, "TESSERA_STORE") != nullptr) environment_.erase("TESSERA_NODES");
     check_variables(environment_);
     for (const Setting& setting : schema()) {
-      const auto look = [&](std::string name) {
-        for (char& letter : name) {
-          if (letter >= 'a' && letter <= 'z') letter = static_cast<char>(letter - 'a' + 'A');
-        }
-        name = "TESSERA_" + name;
+      const auto look = [&](std::string_view key) {
+        const std::string name = "TESSERA_" + upper(key);
         const std::string* text = find(environment_, name);
         if (text != nullptr) put(tessera_, {&setting, *text, {Source::kEnvironment, name}});
       };
-      look(std::string(setting.key));
-      for (const std::string_view alias : setting.aliases) look(std::string(alias));
+      look(setting.key);
+      for (const std::string_view alias : setting.aliases) look(alias);
     }
   }
 
@@ -225,13 +223,7 @@ class Sources {
     return setting.key == "fsdp_reshard_after_forward" || setting.key == "fsdp_wrap_modules" ||
            setting.key == "fsdp_min_num_params";
   }
-  static std::string fsdp_variable(std::string_view word) {
-    std::string name = "FSDP_" + std::string(word);
-    for (char& letter : name) {
-      if (letter >= 'a' && letter <= 'z') letter = static_cast<char>(letter - 'a' + 'A');
-    }
-    return name;
-  }
+  static std::string fsdp_variable(std::string_view word) { return "FSDP_" + upper(word); }
   void read_fsdp() {
     FsdpWords words;
     for (const std::string_view word :

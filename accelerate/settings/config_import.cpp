@@ -7,6 +7,7 @@
 #include <yaml-cpp/yaml.h>
 
 #include <tessera/accelerate/settings/fsdp_words.h>
+#include <tessera/accelerate/settings/letter_case.h>
 #include <tessera/core/error.h>
 
 namespace tessera::accelerate {
@@ -195,20 +196,6 @@ const Rule* find_rule(std::span<const Rule> rules, std::string_view key) {
     if (rule.key == key) return &rule;
   }
   return nullptr;
-}
-
-std::string upper(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(), [](char c) {
-    return c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
-  });
-  return text;
-}
-
-std::string lower(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(), [](char c) {
-    return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
-  });
-  return text;
 }
 
 class Importer {

@@ -5,6 +5,7 @@
 
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/accelerate/settings/edit_distance.h>
+#include <tessera/accelerate/settings/letter_case.h>
 #include <tessera/core/error.h>
 
 namespace tessera::accelerate {
@@ -527,22 +528,6 @@ const std::vector<Setting>& table() {
        .help = "program that runs a command on a node, as ssh does"},
   };
   return kTable;
-}
-
-std::string upper(std::string_view text) {
-  std::string result(text);
-  for (char& letter : result) {
-    if (letter >= 'a' && letter <= 'z') letter = static_cast<char>(letter - 'a' + 'A');
-  }
-  return result;
-}
-
-std::string lower(std::string_view text) {
-  std::string result(text);
-  for (char& letter : result) {
-    if (letter >= 'A' && letter <= 'Z') letter = static_cast<char>(letter - 'A' + 'a');
-  }
-  return result;
 }
 
 std::string number_text(double value) {

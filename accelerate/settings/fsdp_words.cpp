@@ -1,21 +1,12 @@
 #include <tessera/accelerate/settings/fsdp_words.h>
 
-#include <algorithm>
-
+#include <tessera/accelerate/settings/letter_case.h>
 #include <tessera/core/error.h>
 
 namespace tessera::accelerate {
 namespace {
 
 constexpr std::string_view kWords = "settings";
-
-std::string in_capitals(std::string_view text) {
-  std::string result(text);
-  std::ranges::transform(result, result.begin(), [](char c) {
-    return c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
-  });
-  return result;
-}
 
 }  // namespace
 
@@ -26,13 +17,13 @@ const FsdpStrategy* find_fsdp_strategy(std::string_view text) {
                                                  {"HYBRID_SHARD", "4", "fsdp", true, true},
                                                  {"HYBRID_SHARD_ZERO2", "5", "fsdp", false, true}};
   for (const FsdpStrategy& strategy : kStrategies) {
-    if (in_capitals(text) == strategy.name || text == strategy.number) return &strategy;
+    if (upper(text) == strategy.name || text == strategy.number) return &strategy;
   }
   return nullptr;
 }
 
 FsdpWrapPolicy parse_fsdp_wrap_policy(std::string_view source, std::string_view text) {
-  const std::string policy = in_capitals(text);
+  const std::string policy = upper(text);
   if (policy == "TRANSFORMER_BASED_WRAP") return FsdpWrapPolicy::kTransformer;
   if (policy == "SIZE_BASED_WRAP") return FsdpWrapPolicy::kSize;
   if (policy == "NO_WRAP") return FsdpWrapPolicy::kNone;
@@ -86,7 +77,7 @@ void read_fsdp_words(const FsdpWords& words,
   if (by_class && !classes.empty()) put("fsdp_wrap_modules", classes, "transformer_cls_to_wrap");
   if (by_size && !least.empty()) put("fsdp_min_num_params", least, "min_num_params");
 
-  const std::string offload = in_capitals(said("activation_checkpointing_offload"));
+  const std::string offload = upper(said("activation_checkpointing_offload"));
   TS_CHECK_AS(UnsupportedError, offload.empty() || offload == "FALSE" || offload == "0", kWords,
               spelling("activation_checkpointing_offload"),
               " asks for inputs of checkpointed modules in host memory, which is not available; "
