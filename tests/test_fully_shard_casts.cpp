@@ -2,11 +2,13 @@
 // memory, and the bits of replicas under the same autocast, whatever else happens to be read.
 // ctest labels: threads
 // ctest ranks: 2
+#include <cmath>
 #include <functional>
 #include <set>
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/checkpoint.h>
+#include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/nn/norm.h>
 
@@ -185,6 +187,52 @@ TEST(FullyShardCasts, PartsOfACallRunAgain) {
   same_as_replicas([](Net& model, int step) {
     model.first.recomputes = true;
     model.first.linear.requires_grad_(step % 2 == 0);
+  });
+}
+
+// A call that runs again is entered before its scope of autocast comes back, and needs nothing that
+// its backward has not gathered.
+TEST(FullyShardCasts, CheckpointedCallsGatherNothingMore) {
+  same_as_replicas([](Net& model, int) { model.first.checkpoint_calls(); });
+  on_ranks(2, [&](int rank) {
+    Net model;
+    Mesh mesh(world());
+    const auto parallel = shard_in(Way::kZero3, model, mesh);
+    model.first.checkpoint_calls();
+    for (int step = 0; step < 4; ++step) {
+      const CommTrace::Scope scope(*rank_context().trace);
+      Tensor loss;
+      {
+        const AutocastGuard autocast(kBF16);
+        loss = loss_of(model, rank);
+      }
+      loss.backward();
+      const std::vector<std::string> events = unit_events(scope.records());
+      for (const char* unit : {"in", "first", "second"}) {
+        EXPECT_EQ(std::ranges::count(events, std::string("G unit ") + unit), 2)
+            << unit << " in step " << step;
+      }
+      model.zero_grad();
+    }
+  });
+}
+
+// The first backward lets the reads be agreed upon while a call that looks at them is under way.
+TEST(FullyShardCasts, ABackwardInsideOfAForwardEndsTheLooking) {
+  on_ranks(2, [&](int rank) {
+    Net model;
+    Mesh mesh(world());
+    const auto parallel = shard_in(Way::kZero3, model, mesh);
+    model.second.also = [&model](Layer&, const Tensor& y) {
+      model.in(tessera::ones({3, 8})).to(kF32).sum().backward();
+      return y;
+    };
+    for (int step = 0; step < 3; ++step) {
+      const AutocastGuard autocast(kBF16);
+      const Tensor loss = loss_of(model, rank);
+      EXPECT_EQ(Context::current().slot<OpObserverSlot>().observer, nullptr);
+      EXPECT_TRUE(std::isfinite(loss.item()));
+    }
   });
 }
 

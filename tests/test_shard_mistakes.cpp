@@ -265,5 +265,34 @@ TEST(ShardMistakes, AnotherModelsStateIsRefusedAndNothingIsLost) {
   }
 }
 
+// What a program puts in a parameter's place, or gives it for data, is not put aside in silence.
+TEST(ShardMistakes, ParametersThatAreReplacedAreNamed) {
+  for (const Way way : {Way::kFully, Way::kZero3}) {
+    compared_ranks(2, [&](int rank) {
+      manual_seed(3);
+      Net model;
+      Mesh mesh(world());
+      const auto parallel = shard_in(way, model, mesh);
+      expect_trains_on(model, rank, 2);
+
+      const auto [name, place] = model.first.parameter_places()[0];
+      const Tensor shard = *place;
+      *place = tessera::ones(model.first.weight.shape());
+      const std::string replaced = message_of<UnsupportedError>([&] { loss_of(model, rank); });
+      EXPECT_NE(replaced.find("unit first: 'first.weight' was replaced by"), std::string::npos)
+          << replaced;
+      *place = shard;
+      expect_trains_on(model, rank, 2);
+
+      const Tensor part = shard.detach();
+      Tensor(shard).set_data(tessera::ones({7, 3}));
+      const std::string given = message_of<ShapeError>([&] { loss_of(model, rank); });
+      EXPECT_NE(given.find("unit first: 'first.weight' was given data of [7, 3]"),
+                std::string::npos)
+          << given;
+    });
+  }
+}
+
 }  // namespace
 }  // namespace tessera::distributed

@@ -147,7 +147,14 @@ void ParamShards::become_shard(ShardedParam& param, const Tensor& part,
 
 void ParamShards::show_wholes() {
   for (ShardedParam& param : params_) {
-    for (Tensor* place : param.places) *place = param.whole;
+    for (Tensor* place : param.places) {
+      TS_CHECK_AS(UnsupportedError,
+                  place->impl() == param.shard.impl() || place->impl() == param.whole.impl(), tag_,
+                  "'", param.name, "' was replaced by ", *place,
+                  ", which is no part of what the ranks gather; copy_() the values into the "
+                  "parameter, or replace it before the model is sharded");
+      *place = param.whole;
+    }
   }
 }
 
@@ -496,6 +503,9 @@ void RowShards::bring_home() {
     }
     if (part_.is_meta()) take_memory(shard.device());
     const Tensor home = part_of(part_, layout_, i, i);
+    TS_CHECK_SHAPE(shard.shape() == home.shape(), tag_, "'", params_[i].name,
+                   "' was given data of ", shard.shape(), ", and this rank's part has ",
+                   home.shape(), "; copy_() whole values within a scope that gathers them");
     copy_(home, raw::alias(shard));
     shard.set_data(home);
   }

@@ -1,6 +1,7 @@
 // Parameters that are gathered together before a module runs and let go afterwards.
 #pragma once
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <optional>
@@ -86,11 +87,13 @@ struct ShardUnit {
   void show_shards() {
     for (const auto& part : parts) part->show_shards();
   }
+  // Whether the wholes are there, in whatever dtype, and hold what the shards hold.
+  bool is_gathered() const {
+    return std::ranges::all_of(
+        parts, [](const auto& part) { return part->is_whole() && part->is_as_gathered(); });
+  }
   bool is_gathering() const {
-    for (const auto& part : parts) {
-      if (part->is_gathering()) return true;
-    }
-    return false;
+    return std::ranges::any_of(parts, [](const auto& part) { return part->is_gathering(); });
   }
 };
 

@@ -36,6 +36,10 @@ class UnitSchedule::Reads final : public OpObserver {
       known_[places[i].part->params()[places[i].index].whole.impl()] = i;
     }
   }
+  // A backward inside of a forward ends it while the call is under way.
+  ~Reads() override { end(); }
+  Reads(const Reads&) = delete;
+  Reads& operator=(const Reads&) = delete;
   void saw(const Op& op, std::span<const Tensor> inputs, std::span<const Tensor> results) override {
     for (const Tensor& input : inputs) {
       const auto found = known_.find(input.impl());
@@ -54,12 +58,12 @@ class UnitSchedule::Reads final : public OpObserver {
     unit_ = &unit;
     outer_ = std::exchange(current, this);
   }
-  void end(const ShardUnit& unit) {
-    if (unit_ != &unit) return;
-    unit_ = nullptr;
+  void end() {
+    if (std::exchange(unit_, nullptr) == nullptr) return;
     Context::current().slot<OpObserverSlot>().observer = std::exchange(outer_, nullptr);
   }
   bool is_open() const { return unit_ != nullptr; }
+  bool began_in(const ShardUnit& unit) const { return unit_ == &unit; }
 
   std::vector<Read> reads;  // of the places
 
@@ -157,17 +161,23 @@ bool UnitSchedule::needs_gather(const ShardUnit& unit) {
 
 void UnitSchedule::enter(ShardUnit& unit, bool again) {
   const bool recomputes = current_backward() != 0;
-  ++unit.calls;
-  if (!recomputes) ++open_calls_;
   const PhaseScope phase(recomputes ? "backward" : "forward");
   const FirstStepTimeout timeout(pass_.reductions());
-  if (!recomputes && open_calls_ == 1) before_model();
   const std::optional<DType> cast = cast_in_scope();
+  ++unit.calls;
+  if (recomputes) {
+    // Its backward has gathered it as its forward did. The scope of autocast says nothing here: a
+    // call that runs again is entered before its scope comes back.
+    if (!unit.is_gathered() && (!again || needs_gather(unit))) unit.gather(cast);
+    unit.show_wholes();
+    return;
+  }
+  if (++open_calls_ == 1) before_model();
   const bool as_before = std::exchange(unit.cast, cast) == cast;
   if (!again || needs_gather(unit)) unit.gather(cast);
   unit.show_wholes();
   if (may_cast_ && cast && cast != agreed_cast_) observe_reads(unit);
-  if (recomputes || std::ranges::find(called_, &unit) != called_.end()) return;
+  if (std::ranges::find(called_, &unit) != called_.end()) return;
   called_.push_back(&unit);
   if (!unit.forward_prefetch.empty()) {
     for (const auto& weak : unit.forward_prefetch) {
@@ -231,7 +241,7 @@ void UnitSchedule::leave(ShardUnit& unit, bool last, bool failed) noexcept {
   const bool recomputes = current_backward() != 0;
   if (--unit.calls == 0) {
     unit.show_shards();
-    if (reads_ != nullptr) reads_->end(unit);
+    if (reads_ != nullptr && reads_->began_in(unit)) reads_->end();
   }
   if (recomputes) return;
   if (unit.calls == 0 && ((last && unit.reshards_after_forward()) || failed)) {
