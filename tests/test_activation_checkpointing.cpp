@@ -99,18 +99,6 @@ TEST(ActivationCheckpointing, HasTheBitsOfEveryPrecision) {
   }
 }
 
-struct DeepWords : nn::Module<DeepWords> {
-  DeepWords() : blocks(add<nn::ModuleList>("blocks")) {
-    for (int i = 0; i < 8; ++i) blocks.append<Block>(64);
-  }
-  Tensor forward(const Tensor& x) {
-    Tensor y = x;
-    for (size_t i = 0; i < blocks.num_children(); ++i) y = blocks.child(i).call_tensor(y);
-    return y;
-  }
-  nn::ModuleList& blocks;
-};
-
 // Eight blocks keep more than six times their input each; with checkpointing the input alone, and
 // one block at a time all.
 TEST(ActivationCheckpointing, KeepsTheInputsOfUnitsAlone) {
@@ -122,7 +110,8 @@ TEST(ActivationCheckpointing, KeepsTheInputsOfUnitsAlone) {
         Accelerator accelerator({.sharding = sharding,
                                  .fsdp = {.activation_checkpointing = checkpointing},
                                  .config_file = ""});
-        DeepWords model;
+        nn::Sequential model;
+        for (int i = 0; i < 8; ++i) model.append<Block>(64);
         accelerator.prepare(model);
         const Tensor x = ones({32, 64});
         memory_stats()->reset_peak();
@@ -192,25 +181,14 @@ TEST(ActivationCheckpointing, ByHandIsPossibleInEveryMode) {
 
 // What dropout gives is kept for the matrix behind it.
 struct Dropped : nn::Module<Dropped> {
-  struct Part : nn::Module<Part> {
-    Part()
-        : up(add<nn::Linear>("up", 8, 16)),
-          dropout(add<nn::Dropout>("dropout", 0.3)),
-          down(add<nn::Linear>("down", 16, 8)) {}
-    Tensor forward(const Tensor& x) { return x + down(dropout(up(x))); }
-    nn::Linear& up;
-    nn::Dropout& dropout;
-    nn::Linear& down;
-  };
-  Dropped() : parts(add<nn::ModuleList>("parts")) {
-    for (int i = 0; i < 3; ++i) parts.append<Part>();
-  }
-  Tensor forward(const Tensor& x) {
-    Tensor y = x;
-    for (size_t i = 0; i < parts.num_children(); ++i) y = parts.child(i).call_tensor(y);
-    return y;
-  }
-  nn::ModuleList& parts;
+  Dropped()
+      : up(add<nn::Linear>("up", 8, 16)),
+        dropout(add<nn::Dropout>("dropout", 0.3)),
+        down(add<nn::Linear>("down", 16, 8)) {}
+  Tensor forward(const Tensor& x) { return x + down(dropout(up(x))); }
+  nn::Linear& up;
+  nn::Dropout& dropout;
+  nn::Linear& down;
 };
 
 TEST(ActivationCheckpointing, DropsAgainWhatTheFirstRunHasDropped) {
@@ -222,7 +200,8 @@ TEST(ActivationCheckpointing, DropsAgainWhatTheFirstRunHasDropped) {
                                .sharding = sharding,
                                .fsdp = {.activation_checkpointing = checkpointing},
                                .config_file = ""});
-      Dropped model;
+      nn::Sequential model;
+      for (int i = 0; i < 3; ++i) model.append<Dropped>();
       optim::SGD optimizer(model.named_parameters(), {.lr = 0.1});
       accelerator.prepare(model, optimizer);
       for (uint64_t step = 0; step < 3; ++step) {
