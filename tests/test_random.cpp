@@ -364,6 +364,9 @@ TEST(Random, MultinomialRefusesWeightsThatAreNone) {
   EXPECT_THROW(multinomial(tensor({0, 0}), 1, true), ValueError);
   EXPECT_THROW(multinomial(tensor({0, 1}), 2, false), ValueError);
   EXPECT_THROW(multinomial(tensor({1, 1}), 3, false), ValueError);
+  const Tensor large = tensor({1e308, 1e308}, kF64);  // finite, and their sum is not
+  EXPECT_THROW(multinomial(large, 1, true), ValueError);
+  EXPECT_NO_THROW(multinomial(large, 2, false));
   EXPECT_THROW(multinomial(tensor({1, 1}, kI64), 1, true), DTypeError);
 }
 

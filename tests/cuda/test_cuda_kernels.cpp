@@ -459,6 +459,7 @@ TEST(CudaMultinomial, DrawsWhatTheCpuDraws) {
   EXPECT_THROW(multinomial(tensor({1, -2}).to(kGpu), 1, true, stream), ValueError);
   EXPECT_THROW(multinomial(tensor({1, INFINITY}).to(kGpu), 1, true, stream), ValueError);
   EXPECT_THROW(multinomial(tensor({1, 0}).to(kGpu), 2, false, stream), ValueError);
+  EXPECT_THROW(multinomial(tensor({1e308, 1e308}, kF64).to(kGpu), 1, true, stream), ValueError);
 }
 
 TEST(CudaRotary, TurnsGroupsAndSinglePairsAlike) {

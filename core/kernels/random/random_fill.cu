@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include <tessera/core/factory.h>
@@ -330,6 +331,13 @@ Tensor random_choice_cuda(const Tensor& weights, int64_t count, bool replacement
     }
     if (replacement) {
       const Tensor sums = cumsum(dense, 1, kF64);
+      if constexpr (std::is_same_v<T, double>) {  // no sum of others gets there
+        const std::vector<double> totals = raw::select(sums, 1, n - 1).to_vector<double>();
+        for (int64_t row = 0; row < rows; ++row) {
+          TS_CHECK(std::isfinite(totals[static_cast<size_t>(row)]), "multinomial", "the sum of row ",
+                   row, " is beyond f64; divide the weights by their largest");
+        }
+      }
       gpu::launch(config_for("multinomial", rows * count, 1), choose_kernel<T>, dense.data_as<T>(),
                   sums.data_as<double>(), result.data_as<int64_t>(), rows * count, n, count,
                   movable(stream));

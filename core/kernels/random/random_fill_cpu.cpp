@@ -196,6 +196,8 @@ Tensor random_choice(const Tensor& weights, int64_t count, bool replacement, Ran
                " positive weights and must have at least ", needed,
                replacement ? "" : "; draw with replacement, or fewer");
       if (replacement) {
+        TS_CHECK(std::isfinite(total), "multinomial", "the sum of row ", row,
+                 " is beyond f64; divide the weights by their largest");
         for (int64_t i = 0; i < count; ++i) {
           const double u = draw(row * count + i) * total;
           const auto place = std::upper_bound(values.begin(), values.end(), u);
