@@ -1,9 +1,10 @@
-# Three libraries define the functions of core/cuda/backend.h, and a program links one of them:
+# Four libraries define the functions of core/cuda/backend.h, and a program links one of them:
 #   tessera_core_cuda           NVIDIA's runtime and the kernels, compiled by nvcc
 #   tessera_core_cuda_emulated  the same sources on the CPU (core/cuda/emulation), for tests
+#   tessera_core_cuda_dry       the same host code, on a device that calculates nothing (core/cuda/dry)
 #   tessera_core_no_cuda        there is no GPU
-# Programs get the first where nvcc was found, else the last. A program with the target property
-# TESSERA_GPU = emulated gets the second.
+# Programs get the first where nvcc was found, else the last. The target property TESSERA_GPU =
+# emulated or dry asks for another one.
 file(GLOB cuda_runtime_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/cuda/*.cpp)
 file(GLOB cuda_kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*/*.cu)
 
@@ -84,15 +85,20 @@ if(TESSERA_CUDA_FOUND)
 endif()
 
 set(tessera_gpu_emulated ${tessera_gpu})
+set(tessera_gpu_dry ${tessera_gpu})
 if(TESSERA_EMULATION)
   add_subdirectory(core/cuda/emulation)
   set(tessera_gpu_emulated tessera_core_cuda_emulated)
+  if(NOT TESSERA_SANITIZE)  # it runs no kernels, and its host code is the emulation's
+    add_subdirectory(core/cuda/dry)
+    set(tessera_gpu_dry tessera_core_cuda_dry)
+  endif()
 endif()
 
 # Installed programs take the backend that was built; tesseraConfig.cmake finds CUDA's runtime.
 string(REPLACE tessera_ "" tessera_gpu_export ${tessera_gpu})
 set(gpu_of_program
-  $<BUILD_INTERFACE:$<IF:$<STREQUAL:$<TARGET_PROPERTY:TESSERA_GPU>,emulated>,${tessera_gpu_emulated},${tessera_gpu}>>
+  $<BUILD_INTERFACE:$<IF:$<STREQUAL:$<TARGET_PROPERTY:TESSERA_GPU>,emulated>,${tessera_gpu_emulated},$<IF:$<STREQUAL:$<TARGET_PROPERTY:TESSERA_GPU>,dry>,${tessera_gpu_dry},${tessera_gpu}>>>
   $<INSTALL_INTERFACE:tessera::${tessera_gpu_export}>)
 if(BUILD_SHARED_LIBS)  # the choice is the program's, not that of a library between
   list(TRANSFORM gpu_of_program REPLACE "(.+)"

@@ -1,4 +1,4 @@
-// The GPU as core sees it. Three libraries define these functions, and an executable links exactly
+// The GPU as core sees it. Four libraries define these functions, and an executable links exactly
 // one of them: core_cuda (NVIDIA's runtime), core_cuda_emulated (kernels on the CPU, for tests) and
 // core_no_cuda (there is no GPU). Nothing here needs CUDA's headers.
 //
@@ -22,6 +22,7 @@ enum class BackendKind {
   kNone,      // this program was linked without a GPU backend
   kCuda,      // NVIDIA's runtime
   kEmulated,  // the SIMT emulation
+  kDry,       // takes everything, calculates nothing (core/cuda/dry)
 };
 BackendKind backend_kind();
 

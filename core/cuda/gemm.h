@@ -46,6 +46,9 @@ struct GemmMatrix {
   void* data = nullptr;
 };
 
+// What the library gets to work with: NVIDIA's recommendation for Hopper.
+inline constexpr int64_t kGemmWorkspaceBytes = int64_t{32} << 20;
+
 struct GemmProblem {
   int64_t M = 0, N = 0, K = 0, batch = 1;
   GemmMatrix a = {}, b = {}, d = {};  // [M, K], [K, N], [M, N]

@@ -27,10 +27,10 @@
 namespace tessera::gpu {
 namespace {
 
-constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // NVIDIA's recommendation for Hopper
-constexpr int kCandidates = 16;                       // that are asked for and measured
-constexpr int kRounds = 7;                            // of which the median counts
-constexpr size_t kFlushBytes = size_t{128} << 20;     // more than any L2 cache holds
+constexpr auto kWorkspaceBytes = static_cast<size_t>(kGemmWorkspaceBytes);
+constexpr int kCandidates = 16;                    // that are asked for and measured
+constexpr int kRounds = 7;                         // of which the median counts
+constexpr size_t kFlushBytes = size_t{128} << 20;  // more than any L2 cache holds
 
 // ---- The library --------------------------------------------------------------------------------
 

@@ -334,8 +334,8 @@ Tensor random_choice_cuda(const Tensor& weights, int64_t count, bool replacement
       if constexpr (std::is_same_v<T, double>) {  // no sum of others gets there
         const std::vector<double> totals = raw::select(sums, 1, n - 1).to_vector<double>();
         for (int64_t row = 0; row < rows; ++row) {
-          TS_CHECK(std::isfinite(totals[static_cast<size_t>(row)]), "multinomial", "the sum of row ",
-                   row, " is beyond f64; divide the weights by their largest");
+          TS_CHECK(std::isfinite(totals[static_cast<size_t>(row)]), "multinomial",
+                   "the sum of row ", row, " is beyond f64; divide the weights by their largest");
         }
       }
       gpu::launch(config_for("multinomial", rows * count, 1), choose_kernel<T>, dense.data_as<T>(),

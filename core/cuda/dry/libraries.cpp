@@ -1,0 +1,85 @@
+// cuBLASLt and cuDNN of a dry device: they serve what the rules of gemm.h and library_graph.h let
+// pass, and note it.
+#include <cuda_runtime.h>
+
+#include <tessera/core/context.h>
+#include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/dry/record.h>
+#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/cuda/streams.h>
+#include <tessera/core/error.h>
+#include <tessera/core/factory.h>
+
+namespace tessera::gpu {
+namespace {
+
+constexpr int kGraphLibrary = 91900;
+constexpr const char* kReason = "a dry device has no library that could be asked";
+
+Tensor workspace_of(int64_t bytes) {
+  int index = 0;
+  TS_CUDA(cudaGetDevice(&index));
+  return raw::empty({bytes}, kU8, cuda(index));
+}
+
+// The products among its operations: [..., rows, inner] with [..., inner, columns].
+double flops_of(const LibraryGraph& graph) {
+  double flops = 0;
+  for (const GraphNode& node : graph.nodes) {
+    if (node.op != GraphOp::kMatmul) continue;
+    const Shape& a = graph.tensors[static_cast<size_t>(node.inputs[0])].sizes;
+    const Shape& c = graph.tensors[static_cast<size_t>(node.outputs[0])].sizes;
+    flops += 2.0 * static_cast<double>(numel_of(c)) * static_cast<double>(a[a.size() - 1]);
+  }
+  return flops;
+}
+
+}  // namespace
+
+bool run_gemm(const GemmProblem& given) {
+  const GemmProblem problem = fold_batch(given);
+  if (!validate(problem).empty()) return false;
+  const Tensor workspace = workspace_of(kGemmWorkspaceBytes);
+  dry::record({.kind = dry::LaunchKind::kProduct,
+               .name = "matmul",
+               .request = describe(problem),
+               .flops = 2.0 * static_cast<double>(problem.M) * static_cast<double>(problem.N) *
+                        static_cast<double>(problem.K) * static_cast<double>(problem.batch)},
+              current_stream());
+  finish_launch(cudaSuccess, "matmul", current_stream());
+  return true;
+}
+
+// As without a table: what was not measured is not fused.
+bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>&) {
+  return validate(problem).empty() &&
+         Context::current().slot<GemmOptions>().fusion == GemmFusion::kAlways;
+}
+
+std::string gemm_library() { return "requests for cuBLASLt are noted"; }
+void try_gemm_descriptors(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
+int count_gemm_algorithms(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
+
+int graph_library_version() { return kGraphLibrary; }
+std::string graph_library() { return "requests for cuDNN are noted"; }
+bool has_engine(const GraphRequest&) { return true; }
+
+bool run_graph(const GraphRequest& request, std::span<void* const>) {
+  const LibraryGraph graph = request.build(request.problem);
+  // What an engine asks for beside it is not known here.
+  const Tensor workspace = workspace_of(scratch_layout(graph).bytes);
+  dry::record({.kind = dry::LaunchKind::kGraph,
+               .name = request.name,
+               .request = request.key,
+               .flops = flops_of(graph)},
+              current_stream());
+  finish_launch(cudaSuccess, request.name, current_stream());
+  return true;
+}
+
+std::vector<GraphEngine> list_engines(const LibraryGraph&, const std::string&) {
+  TS_THROW(UnsupportedError, "cudnn", kReason);
+}
+
+}  // namespace tessera::gpu

@@ -1,0 +1,182 @@
+// Steps of models of full size on the dry device: what a GPU would be asked for.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/cuda/backend.h>
+#include <tessera/core/cuda/device_memory.h>
+#include <tessera/core/cuda/dry/launches.h>
+#include <tessera/core/error.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/random.h>
+#include <tessera/core/raw_views.h>
+#include <tessera/optim/clip.h>
+#include <tessera/optim/graphed_step.h>
+#include <tessera/optim/optimizers.h>
+#include <tessera/precision/autocast.h>
+
+#include "../message_of.h"
+#include "gpt2/model.h"
+
+namespace tessera {
+namespace {
+
+namespace dry = gpu::dry;
+using dry::Launch, dry::LaunchKind;
+
+// A training step of GPT-2 as bench_step has it, in autocast to bf16.
+class Training {
+ public:
+  Training(const gpt2::GptConfig& config, int64_t batch)
+      : model_(made(config)), optimizer_(model_.named_parameters(), {.lr = 1e-4}) {
+    tokens_ = zeros({batch, config.context + 1}, {.dtype = kI64, .device = cuda(0)});
+  }
+  Tensor step() {
+    const int64_t context = tokens_.size(1) - 1;
+    Tensor loss;
+    {
+      const AutocastGuard autocast(kBF16);
+      loss = model_(tokens_.narrow(1, 0, context), tokens_.narrow(1, 1, context)).loss;
+    }
+    loss.backward();
+    optim::clip_grad_norm(model_.parameters(), 1, {.fold_into = &optimizer_});
+    optimizer_.step();
+    optimizer_.zero_grad();
+    return loss.detach();
+  }
+  std::vector<Launch> launches() {
+    dry::take_launches();
+    step();
+    return dry::take_launches();
+  }
+  gpt2::Gpt& model() { return model_; }
+
+ private:
+  static gpt2::Gpt made(const gpt2::GptConfig& config) {
+    const nn::ParameterDefaultsGuard on_device({.device = cuda(0)});
+    return gpt2::Gpt(config);
+  }
+  gpt2::Gpt model_;
+  optim::AdamW optimizer_;
+  Tensor tokens_;
+};
+
+double flops(const std::vector<Launch>& launches, LaunchKind kind) {
+  double sum = 0;
+  for (const Launch& launch : launches) sum += launch.kind == kind ? launch.flops : 0;
+  return sum;
+}
+int64_t count(const std::vector<Launch>& launches, LaunchKind kind) {
+  return std::ranges::count(launches, kind, &Launch::kind);
+}
+
+TEST(CudaDry, IsADeviceWithoutValues) {
+  EXPECT_EQ(gpu::backend_kind(), gpu::BackendKind::kDry);
+  const Tensor x = full({3}, 1.0, {.device = cuda(0)});
+  const std::string message = message_of<UnsupportedError>([&] { (x * 2).to(kCpu); });
+  EXPECT_NE(message.find("calculates nothing"), std::string::npos) << message;
+  EXPECT_THROW(x.sum().item(), UnsupportedError);
+  EXPECT_THROW(nonzero(x), UnsupportedError);
+}
+
+// The forms of a launch, as the op asked for it.
+TEST(CudaDry, NotesWhatIsAskedFor) {
+  const Tensor a = zeros({128, 64}, {.dtype = kBF16, .device = cuda(0)});
+  const Tensor b = zeros({64, 256}, {.dtype = kBF16, .device = cuda(0)});
+  dry::take_launches();
+  const Tensor y = exp(matmul(a, b));
+  const std::vector<Launch> launches = dry::take_launches();
+  ASSERT_EQ(launches.size(), 2u);
+  EXPECT_EQ(launches[0].kind, LaunchKind::kProduct);
+  EXPECT_EQ(launches[0].flops, 2.0 * 128 * 64 * 256);
+  EXPECT_NE(launches[0].request.find("k64"), std::string::npos) << launches[0].request;
+  EXPECT_EQ(launches[1].kind, LaunchKind::kKernel);
+  EXPECT_EQ(launches[1].name, "elementwise");
+  EXPECT_NE(launches[1].function, nullptr);
+  EXPECT_GE(int64_t{launches[1].grid[0]} * launches[1].block[0] * 16, y.numel());
+  EXPECT_EQ(launches[1].device, 0);
+  EXPECT_TRUE(dry::take_launches().empty());
+}
+
+TEST(CudaDry, MemoryIsThatOfADevice) {
+  gpu::DeviceAllocator& allocator = gpu::caching_allocator(0);
+  allocator.release_cached();
+  const int64_t before = allocator.use().reserved;
+  dry::set_device_bytes(before + (int64_t{1} << 30));
+  {
+    const Tensor half = raw::empty({int64_t{1} << 29}, kU8, cuda(0));
+    EXPECT_EQ(allocator.use().reserved - before, int64_t{1} << 29);
+    EXPECT_THROW(raw::empty({(int64_t{1} << 29) + 1}, kU8, cuda(0)), OutOfMemory);
+    const Tensor rest = raw::empty({int64_t{1} << 29}, kU8, cuda(0));
+    EXPECT_NE(rest.data(), half.data());
+    EXPECT_GE(dry::peak_reserved_bytes(0), before + (int64_t{1} << 30));
+  }
+  allocator.release_cached();
+  EXPECT_EQ(allocator.use().reserved, before);
+  dry::set_device_bytes(int64_t{80} << 30);
+}
+
+// 6 operations a token for each parameter of blocks and head; attention has two products forward
+// and five backward, of all queries with all keys. (The sums are whole numbers below 2^53.)
+TEST(CudaDry, AStepOfGpt2HasItsProducts) {
+  const struct {
+    gpt2::GptConfig config;
+    int64_t batch;
+  } models[] = {{{.vocab_size = 50304}, 64},
+                {{.vocab_size = 50304, .width = 1024, .layers = 24, .heads = 16}, 32}};
+  for (const auto& [config, batch] : models) {
+    SCOPED_TRACE(config.layers);
+    Training training(config, batch);
+    training.step();  // the optimizer's state
+    const std::vector<Launch> launches = training.launches();
+    const auto tokens = static_cast<double>(batch * config.context);
+    const auto width = static_cast<double>(config.width);
+    const double blocks = 12 * width * width * static_cast<double>(config.layers);
+    const double head = width * static_cast<double>(config.vocab_size);
+    EXPECT_EQ(flops(launches, LaunchKind::kProduct), 6 * (blocks + head) * tokens);
+    EXPECT_EQ(flops(launches, LaunchKind::kGraph),
+              7 * 2 * tokens * static_cast<double>(config.context * config.layers) * width);
+    EXPECT_EQ(count(launches, LaunchKind::kGraph), 2 * config.layers);
+    // Every step asks for the same.
+    const std::vector<Launch> again = training.launches();
+    ASSERT_EQ(again.size(), launches.size());
+    for (size_t i = 0; i < launches.size(); ++i) {
+      EXPECT_EQ(again[i].name, launches[i].name) << i;
+      EXPECT_EQ(again[i].request, launches[i].request) << i;
+      EXPECT_TRUE(std::ranges::equal(again[i].grid, launches[i].grid)) << i;
+    }
+  }
+}
+
+TEST(CudaDry, AGraphAsksForTheSame) {
+  Training training({.vocab_size = 50304, .context = 256}, 8);
+  optim::GraphedStep step(
+      cuda(0), [&](const TensorList&) -> TensorList { return {training.step()}; }, {.warmup = 2});
+  std::vector<Launch> eager, graphed;
+  for (int call = 0; call < 4; ++call) {
+    dry::take_launches();
+    step({});
+    (call < 2 ? eager : graphed) = dry::take_launches();
+  }
+  ASSERT_TRUE(step.captured());
+  const auto kernels = [](const std::vector<Launch>& launches) {
+    std::vector<std::string> names;
+    for (const Launch& launch : launches) {
+      const bool moves = launch.kind == LaunchKind::kCopy || launch.kind == LaunchKind::kFill;
+      if (!moves) names.push_back(launch.name + " " + launch.request);
+    }
+    return names;
+  };
+  EXPECT_EQ(kernels(graphed), kernels(eager));
+  for (const Launch& launch : graphed) {
+    if (launch.kind == LaunchKind::kCopy) continue;
+    EXPECT_TRUE(launch.replayed) << launch.name;
+  }
+}
+
+}  // namespace
+}  // namespace tessera
