@@ -21,6 +21,7 @@
 
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/streams.h>
+#include <tessera/core/cuda/traffic.h>
 
 namespace tessera::gpu {
 
@@ -32,6 +33,7 @@ struct LaunchConfig {
   dim3 grid = 1;
   dim3 block = 1;
   size_t shared_bytes = 0;  // of dynamic_shared; up to 227 KiB
+  Traffic traffic = {};
   cudaStream_t stream = current_stream();
 };
 
@@ -84,7 +86,8 @@ void launch(const LaunchConfig& config, void (*kernel)(Parameters...), Arguments
   }
   const cudaError_t error = emulation::enqueue_launch(
       function, config.name, config.grid, config.block, config.shared_bytes, config.stream,
-      [kernel, ... values = static_cast<Parameters>(arguments)] { kernel(values...); });
+      [kernel, ... values = static_cast<Parameters>(arguments)] { kernel(values...); },
+      config.traffic);
   finish_launch(error, config.name, config.stream);
 }
 

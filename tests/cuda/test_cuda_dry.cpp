@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -141,6 +143,25 @@ TEST(CudaDry, AStepOfGpt2HasItsProducts) {
     EXPECT_EQ(flops(launches, LaunchKind::kGraph),
               7 * 2 * tokens * static_cast<double>(config.context * config.layers) * width);
     EXPECT_EQ(count(launches, LaunchKind::kGraph), 2 * config.layers);
+    // Nearly all kernels say what they move.
+    std::map<std::string, int64_t> written;
+    std::set<std::string> silent;
+    for (const Launch& launch : launches) {
+      if (launch.kind != LaunchKind::kKernel) continue;
+      if (launch.traffic.is_known()) {
+        written[launch.name] += launch.traffic.writes;
+      } else {
+        silent.insert(launch.name);
+      }
+    }
+    // Values and two states of every parameter in f32, and in bf16 what autocast reads as a copy:
+    // all but position embeddings and norms.
+    const int64_t parameters = training.model().num_parameters();
+    const int64_t uncopied = config.width * (config.context + 2 * (2 * config.layers + 1));
+    EXPECT_EQ(written["AdamW"], 12 * parameters + 2 * (parameters - uncopied));
+    EXPECT_EQ(silent,
+              (std::set<std::string>{"check_index", "cumsum", "embedding_backward", "index_select",
+                                     "linear_cross_entropy", "multi_tensor_norm", "sort_places"}));
     // Every step asks for the same.
     const std::vector<Launch> again = training.launches();
     ASSERT_EQ(again.size(), launches.size());

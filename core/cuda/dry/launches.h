@@ -16,6 +16,7 @@
 #include <vector>
 
 #include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/traffic.h>
 
 namespace tessera::gpu::dry {
 
@@ -35,6 +36,7 @@ struct Launch {
   const void* function = nullptr;
   unsigned grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
   int64_t shared_bytes = 0;  // asked for beside arrays of fixed size
+  Traffic traffic = {};      // as its host code says, where it does
   std::string request = {};  // of a library: gemm.h's describe(), or the graph's key
   int64_t bytes = 0;         // of a copy or fill
   // Of a product and of the products in a graph: multiplications and additions of numbers, as if

@@ -477,7 +477,8 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
 namespace tessera::gpu::emulation {
 
 cudaError_t enqueue_launch(const void* function, const char* name, dim3 grid, dim3 block,
-                           size_t shared_bytes, cudaStream_t stream, std::function<void()>) {
+                           size_t shared_bytes, cudaStream_t stream, std::function<void()>,
+                           const Traffic& declared) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > kMaxThreads || block.z > 64 || grid.x == 0 || grid.y == 0 ||
       grid.z == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 ||
@@ -488,7 +489,8 @@ cudaError_t enqueue_launch(const void* function, const char* name, dim3 grid, di
                .function = function,
                .grid = {grid.x, grid.y, grid.z},
                .block = {block.x, block.y, block.z},
-               .shared_bytes = static_cast<int64_t>(shared_bytes)},
+               .shared_bytes = static_cast<int64_t>(shared_bytes),
+               .traffic = declared},
               stream);
   return cudaSuccess;
 }

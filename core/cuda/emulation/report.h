@@ -2,8 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
+
+#include <tessera/core/cuda/traffic.h>
 
 namespace tessera::gpu::emulation {
 
@@ -12,6 +15,17 @@ std::string take_report();  // empty where there is nothing new
 // The ranges that were begun since the last call, in order, with a '>' for each that was open on
 // their thread.
 std::vector<std::string> take_ranges();
+
+// A launch: what its host code says that it reads and writes, and what it did. Shared memory does
+// not count. `accessed`: bytes of all reads and writes, however often an address comes up.
+struct CountedTraffic {
+  std::string name;
+  Traffic declared, counted;
+  int64_t accessed = 0;
+};
+// Of the launches on the current device that `work` queues, in the order in which they ran. Where
+// races are not tracked everything counted is 0.
+std::vector<CountedTraffic> count_traffic(const std::function<void()>& work);
 
 // How often the host waited for queued work so far: synchronisations, and copies to host memory.
 int64_t host_waits();

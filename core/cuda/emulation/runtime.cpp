@@ -17,6 +17,7 @@
 
 #include <tessera/core/cuda/emulation/arena.h>
 #include <tessera/core/cuda/emulation/peers.h>
+#include <tessera/core/cuda/emulation/race.h>
 #include <tessera/core/cuda/emulation/report.h>
 
 using tessera::gpu::emulation::next_random;
@@ -83,6 +84,8 @@ struct Machine {
   std::set<int> contexts;                                      // devices that have one
   std::map<std::pair<const void*, int>, size_t> shared_bytes;  // asked for, by kernel and device
   std::string report;
+  bool counts_traffic = false;
+  std::vector<emulation::CountedTraffic> traffic;
   int64_t host_waits = 0;
   std::map<std::string, int64_t> launches;  // by name
   int devices = 2;
@@ -645,8 +648,11 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
 
 namespace tessera::gpu::emulation {
 
+void note_traffic(const char* name, const Traffic& declared);
+
 cudaError_t enqueue_launch(const void* function, const char* name, dim3 grid, dim3 block,
-                           size_t shared_bytes, cudaStream_t stream, std::function<void()> kernel) {
+                           size_t shared_bytes, cudaStream_t stream, std::function<void()> kernel,
+                           const Traffic& declared) {
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > kMaxThreads || block.z > 64 || grid.x == 0 || grid.y == 0 ||
       grid.z == 0 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 ||
@@ -661,9 +667,12 @@ cudaError_t enqueue_launch(const void* function, const char* name, dim3 grid, di
   ++machine().launches[name];
   const Launch launch{
       name, {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes, limit};
-  push(resolve(stream), [launch, kernel = std::move(kernel)] {
+  push(resolve(stream), [launch, kernel = std::move(kernel), declared] {
     const std::string what = run_grid(launch, kernel);
-    if (what.empty()) return cudaSuccess;
+    if (what.empty()) {
+      note_traffic(launch.name, declared);
+      return cudaSuccess;
+    }
     machine().report = what;
     return cudaErrorLaunchFailure;
   });
@@ -709,6 +718,25 @@ int64_t launches_of(const std::string& name) {
   const auto& launches = machine().launches;
   const auto it = launches.find(name);
   return it == launches.end() ? 0 : it->second;
+}
+
+void note_traffic(const char* name, const Traffic& declared) {
+  if (!machine().counts_traffic) return;
+  const race::Counts counts = race::counts();
+  machine().traffic.push_back({name, declared, {counts.read, counts.written}, counts.accessed});
+}
+std::vector<CountedTraffic> count_traffic(const std::function<void()>& work) {
+  {
+    Lock lock(machine().mutex);
+    cudaDeviceSynchronize();
+    machine().traffic.clear();
+    machine().counts_traffic = true;
+  }
+  work();
+  Lock lock(machine().mutex);
+  cudaDeviceSynchronize();
+  machine().counts_traffic = false;
+  return std::exchange(machine().traffic, {});
 }
 
 std::string take_report() {

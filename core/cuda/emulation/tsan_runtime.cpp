@@ -12,6 +12,7 @@ void join_lanes(int, unsigned) {}
 void set_arena(char*, size_t, size_t) {}
 void set_live(const char*, size_t, bool) {}
 void atomic_access(const void*, size_t) {}
+Counts counts() { return {}; }
 }  // namespace tessera::gpu::emulation::race
 
 #else
@@ -61,6 +62,7 @@ uint8_t* live = nullptr;  // of each granule: how many of its 16 first bytes are
 // Of the block that runs; one runs at a time in the process.
 uint64_t block = 0, launch_first_block = 0, barriers = 0;
 int used_warps = 0;
+Counts of_launch;
 // clocks[warp][a][b]: what lane a knows of lane b's time.
 uint16_t clocks[kMaxWarps][kWarpSize][kWarpSize];
 
@@ -131,6 +133,7 @@ enum class Access { kRead, kWrite, kAtomic };
   const Stamp now = Stamp::make(block, barriers, clocks[self->warp][self->lane][self->lane],
                                 self->linear, kind == Access::kAtomic);
   const bool shared = offset < shared_bytes;
+  if (!shared) of_launch.accessed += static_cast<int64_t>(bytes);
   for (size_t i = offset; i < offset + bytes; ++i) {
     Cell& cell = cells[i];
     const char* const byte = arena_begin + i;
@@ -145,6 +148,7 @@ enum class Access { kRead, kWrite, kAtomic };
              " of shared memory that was never written: " +
              arena::describe(byte, text, sizeof text));
       }
+      of_launch.read += !shared && cell.read.block() < launch_first_block;
       if (cell.read.thread() != self->linear || cell.read.block() != block) {
         cell.read_before = cell.read;
       }
@@ -153,6 +157,9 @@ enum class Access { kRead, kWrite, kAtomic };
       if (!ordered(cell.read, *self, shared)) report(byte, "a write", "a read", cell.read);
       if (!ordered(cell.read_before, *self, shared))
         report(byte, "a write", "a read", cell.read_before);
+      of_launch.written += !shared && cell.write.block() < launch_first_block;
+      of_launch.read +=
+          !shared && kind == Access::kAtomic && cell.write.block() < launch_first_block;
       cell.write = now;
     }
   }
@@ -162,7 +169,11 @@ enum class Access { kRead, kWrite, kAtomic };
 
 bool tracked() { return true; }
 
-void begin_launch() { launch_first_block = block + 1; }
+void begin_launch() {
+  launch_first_block = block + 1;
+  of_launch = {};
+}
+Counts counts() { return of_launch; }
 
 namespace {
 void restart_clocks() {

@@ -54,4 +54,12 @@ bool Walk::is_constant(int operand) const {
                      [](int64_t stride) { return stride == 0; });
 }
 
+int64_t Walk::distinct(int operand) const {
+  int64_t count = 1;
+  for (int d = 0; d < dims; ++d) {
+    if (strides[operand][d] != 0) count *= sizes[d];
+  }
+  return numel == 0 ? 0 : count;
+}
+
 }  // namespace tessera::kernels

@@ -56,6 +56,9 @@ struct Walk {
 
   bool is_linear(int operand) const;    // elements lie one after the other
   bool is_constant(int operand) const;  // all elements are the same one
+  // Elements that the operand has, each once: those that are broadcast come up more often. (Views
+  // whose elements overlap in memory have fewer.)
+  int64_t distinct(int operand) const;
 };
 
 // Calls run(offset in elements, position in the range, count) for the pieces of positions

@@ -95,21 +95,29 @@ template <class T>
 void move_as(const Walk& walk, const void* source_data, void* target_data) {
   const T* const source = static_cast<const T*>(source_data);
   T* const target = static_cast<T*>(target_data);
+  constexpr auto kSize = static_cast<int64_t>(sizeof(T));
+  const gpu::Traffic traffic{walk.distinct(1) * kSize, walk.distinct(0) * kSize};
   if (walk.is_linear(0) && walk.is_linear(1)) {
-    gpu::launch(
-        {.name = "copy", .grid = gpu::blocks(walk.numel, kBlock, 16 / sizeof(T)), .block = kBlock},
-        move_linear<T>, source, target, walk.numel, is_aligned(source) && is_aligned(target));
+    gpu::launch({.name = "copy",
+                 .grid = gpu::blocks(walk.numel, kBlock, 16 / sizeof(T)),
+                 .block = kBlock,
+                 .traffic = traffic},
+                move_linear<T>, source, target, walk.numel,
+                is_aligned(source) && is_aligned(target));
     return;
   }
   TransposedCopy copy;
   if (find_transpose(walk, copy)) {
     const dim3 grid(gpu::blocks(copy.columns, kTile), gpu::blocks(copy.rows, kTile),
                     static_cast<unsigned>(walk.numel / (copy.rows * copy.columns)));
-    gpu::launch({.name = "copy", .grid = grid, .block = dim3(kTile, 8)}, move_transposed<T>, source,
-                target, copy);
+    gpu::launch({.name = "copy", .grid = grid, .block = dim3(kTile, 8), .traffic = traffic},
+                move_transposed<T>, source, target, copy);
     return;
   }
-  gpu::launch({.name = "copy", .grid = gpu::blocks(walk.numel, kBlock), .block = kBlock},
+  gpu::launch({.name = "copy",
+               .grid = gpu::blocks(walk.numel, kBlock),
+               .block = kBlock,
+               .traffic = traffic},
               move_strided<T>, source, target, DeviceWalk<2>(walk));
 }
 
@@ -159,7 +167,11 @@ void move_elements_cuda(const Walk& walk, const Tensor& target, const Tensor& so
   if (target.dtype() != source.dtype()) {
     dispatch_all(source.dtype(), "copy_", [&]<class S>() {
       const bool linear = walk.is_linear(0) && walk.is_linear(1);
-      gpu::launch({.name = "convert", .grid = gpu::blocks(walk.numel, kBlock, 8), .block = kBlock},
+      gpu::launch({.name = "convert",
+                   .grid = gpu::blocks(walk.numel, kBlock, 8),
+                   .block = kBlock,
+                   .traffic = {walk.distinct(1) * size_of(source.dtype()),
+                               walk.distinct(0) * size_of(target.dtype())}},
                   convert_kernel<S>, source.data_as<S>(), target.data(), target.dtype(),
                   DeviceWalk<2>(walk), linear,
                   linear && is_aligned(source.data()) && is_aligned(target.data()));
@@ -206,13 +218,19 @@ __global__ void fill_strided(T* x, T value, const DeviceWalk<1> walk) {
 template <class T>
 void fill_as(const Walk& walk, const Tensor& x, uint64_t bits) {
   T* const data = static_cast<T*>(x.data());
+  const gpu::Traffic traffic{0, walk.distinct(0) * static_cast<int64_t>(sizeof(T))};
   if (walk.is_linear(0)) {
-    gpu::launch(
-        {.name = "fill_", .grid = gpu::blocks(walk.numel, kBlock, 16 / sizeof(T)), .block = kBlock},
-        fill_linear<T>, data, static_cast<T>(bits), walk.numel, is_aligned(data));
+    gpu::launch({.name = "fill_",
+                 .grid = gpu::blocks(walk.numel, kBlock, 16 / sizeof(T)),
+                 .block = kBlock,
+                 .traffic = traffic},
+                fill_linear<T>, data, static_cast<T>(bits), walk.numel, is_aligned(data));
     return;
   }
-  gpu::launch({.name = "fill_", .grid = gpu::blocks(walk.numel, kBlock), .block = kBlock},
+  gpu::launch({.name = "fill_",
+               .grid = gpu::blocks(walk.numel, kBlock),
+               .block = kBlock,
+               .traffic = traffic},
               fill_strided<T>, data, static_cast<T>(bits), DeviceWalk<1>(walk));
 }
 

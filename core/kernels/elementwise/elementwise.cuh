@@ -148,9 +148,18 @@ void launch_elementwise(const detail::DeviceCall& call) {
                              linear && is_aligned(call.output)};
   const DevicePort<A> first = port_of<A>(call, 0);
   const DevicePort<C> second = port_of<C>(call, 1), third = port_of<C>(call, 2);
+  gpu::Traffic traffic{0, call.walk.distinct(0) * size_of(call.output_dtype)};
+  for (int i = 0; i < kInputs; ++i) {
+    const void* const data = call.inputs[i].data;
+    bool again = data == nullptr;  // a number, or (x * x) an input that comes twice
+    for (int j = 0; j < i; ++j) again = again || data == call.inputs[j].data;
+    if (again) continue;
+    traffic.reads += call.walk.distinct(i + 1) * size_of(call.inputs[i].dtype);
+  }
   gpu::launch({.name = "elementwise",
                .grid = gpu::blocks(call.walk.numel, kElementwiseBlock, kGroup),
-               .block = kElementwiseBlock},
+               .block = kElementwiseBlock,
+               .traffic = traffic},
               elementwise_kernel<kInputs, F, A, C, R>, f, DeviceWalk<kInputs + 1>(call.walk),
               output, first, second, third);
 }

@@ -178,13 +178,20 @@ CrossEntropyRows forward_cuda(const Tensor& logits, const Tensor& targets,
   const Tensor target_weights = raw::empty({N}, kF64, logits.device());
   dispatch_floating(logits.dtype(), kName, [&]<class T>() {
     using C = Compute<T>;
-    gpu::launch(
-        {.name = kName, .grid = static_cast<unsigned>(N), .block = threads_for<T>(V, kVector<T>)},
-        forward_kernel<T, kVector<T>>, logits.data_as<T>(), targets.data_as<int64_t>(),
-        weights.values.defined() ? weights.values.data_as<C>() : nullptr,
-        weights.sum.defined() ? weights.sum.data_as<double>() : nullptr, result.losses.data_as<C>(),
-        result.statistics.data_as<C>(), target_weights.data_as<double>(), logits.stride(0), V,
-        attributes.ignore_index, attributes.label_smoothing);
+    constexpr auto kSize = static_cast<int64_t>(sizeof(T));
+    constexpr auto kWide = static_cast<int64_t>(sizeof(C));
+    gpu::Traffic traffic{N * (V * kSize + 8), N * (3 * kWide + 8)};
+    if (weights.values.defined()) traffic = {};  // those of the targets
+    gpu::launch({.name = kName,
+                 .grid = static_cast<unsigned>(N),
+                 .block = threads_for<T>(V, kVector<T>),
+                 .traffic = traffic},
+                forward_kernel<T, kVector<T>>, logits.data_as<T>(), targets.data_as<int64_t>(),
+                weights.values.defined() ? weights.values.data_as<C>() : nullptr,
+                weights.sum.defined() ? weights.sum.data_as<double>() : nullptr,
+                result.losses.data_as<C>(), result.statistics.data_as<C>(),
+                target_weights.data_as<double>(), logits.stride(0), V, attributes.ignore_index,
+                attributes.label_smoothing);
   });
   result.total_weight = sum(target_weights, {0}, false, kF64);
   return result;
@@ -204,9 +211,16 @@ Tensor backward_cuda(const Tensor& logits, const Tensor& targets,
     using C = Compute<T>;
     constexpr int kWidth = kVector<T>;
     const bool vectors = begin_alike<T>({logits.data(), result.data()}, {logits.stride(0), V});
+    constexpr auto kSize = static_cast<int64_t>(sizeof(T));
+    constexpr auto kWide = static_cast<int64_t>(sizeof(C));
+    gpu::Traffic traffic{
+        N * (V * kSize + 8 + 2 * kWide) + gradients.numel() * kWide + (divisor.defined() ? 8 : 0),
+        N * V * kSize};
+    if (weights.values.defined()) traffic = {};  // those of the targets
     gpu::launch({.name = kName,
                  .grid = static_cast<unsigned>(N),
-                 .block = threads_for<T>(V, vectors ? kWidth : 1)},
+                 .block = threads_for<T>(V, vectors ? kWidth : 1),
+                 .traffic = traffic},
                 vectors ? backward_kernel<T, kWidth> : backward_kernel<T, 1>, logits.data_as<T>(),
                 targets.data_as<int64_t>(),
                 weights.values.defined() ? weights.values.data_as<C>() : nullptr,

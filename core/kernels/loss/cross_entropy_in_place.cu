@@ -68,10 +68,13 @@ void cross_entropy_in_place_cuda(const Tensor& logits, const Tensor& targets, in
     constexpr int kWidth = kRowVector<T>;
     const size_t bytes = stage_bytes<T>(V);
     const bool staged = bytes <= kMostStaged;
+    // Rows that are ignored are written alone.
+    const int64_t plane = N * V * static_cast<int64_t>(sizeof(T));
     gpu::launch({.name = "cross_entropy",
                  .grid = static_cast<unsigned>(N),
                  .block = walk_threads(V, kWidth),
-                 .shared_bytes = staged ? bytes : 0},
+                 .shared_bytes = staged ? bytes : 0,
+                 .traffic = {plane + N * 8 + (divisor.defined() ? 8 : 0), plane + N * 8}},
                 in_place_kernel<T, kWidth>, logits.data_as<T>(), targets.data_as<int64_t>(),
                 divisor.defined() ? divisor.data_as<double>() : nullptr, losses.data_as<double>(),
                 logits.stride(0), V, ignore_index, staged);

@@ -422,11 +422,19 @@ RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t c
                            rows,
                            columns,
                            eps};
+    gpu::Traffic traffic{source.numel() * size_of(source.dtype()), 0};
+    for (const Tensor* in : {&other, &w, &b}) {
+      if (in->defined()) traffic.reads += in->numel() * size_of(in->dtype());
+    }
+    for (const Tensor* out : {&result.sum, &result.y, &result.mean, &result.rstd}) {
+      if (out->defined()) traffic.writes += out->numel() * size_of(out->dtype());
+    }
     if (register_threads<T>(columns, {&source, &other, &result.sum, &result.y, &w, &b}) ==
         gpu::kWarp) {
       gpu::launch({.name = name,
                    .grid = gpu::blocks(rows, kRowsOfBlock<gpu::kWarp>),
-                   .block = kRegisterBlock<gpu::kWarp>},
+                   .block = kRegisterBlock<gpu::kWarp>,
+                   .traffic = traffic},
                   register_row_norm_kernel<T>, p);
       return;
     }
@@ -437,7 +445,8 @@ RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t c
     gpu::launch({.name = name,
                  .grid = static_cast<unsigned>(rows),
                  .block = walk_threads(columns, vectors ? kWidth : 1),
-                 .shared_bytes = staged ? stage_bytes<T>(columns) : 0},
+                 .shared_bytes = staged ? stage_bytes<T>(columns) : 0,
+                 .traffic = traffic},
                 vectors ? row_norm_kernel<T, kWidth> : row_norm_kernel<T, 1>, p, staged);
   });
   return result;
@@ -449,13 +458,27 @@ void launch_norm_backward(const NormBackward<T>& p, int threads) {
   constexpr const char* kName = "norm_backward";
   constexpr int kWidth = 16 / sizeof(T);
   const unsigned blocks = gpu::blocks(p.rows, kNormRows);
+  constexpr auto kSize = static_cast<int64_t>(sizeof(T));
+  constexpr auto kWide = static_cast<int64_t>(sizeof(Compute<T>));
+  const int64_t plane = p.rows * p.C * kSize;
+  const int64_t statistics = p.rows * (p.mean != nullptr ? 2 : 1) * kWide;
+  const int64_t column_sums =
+      int64_t{blocks} * p.C * kWide * ((p.dweights != nullptr) + (p.dbiases != nullptr));
+  gpu::Traffic traffic{2 * plane + statistics, 0};
+  const gpu::Traffic sums_alone{p.dweights != nullptr ? traffic.reads : plane, column_sums};
+  if (p.dx != nullptr) {
+    traffic.reads += (p.dsum != nullptr ? plane : 0) + (p.weight != nullptr ? p.C * kWide : 0);
+    traffic.writes = plane;
+  }
+  const gpu::Traffic whole{traffic.reads, traffic.writes + column_sums};
   if (threads == gpu::kWarp) {
-    gpu::launch({.name = kName, .grid = blocks, .block = kRegisterBlock<gpu::kWarp>},
-                register_row_norm_backward_kernel<T, gpu::kWarp>, p);
+    gpu::launch(
+        {.name = kName, .grid = blocks, .block = kRegisterBlock<gpu::kWarp>, .traffic = whole},
+        register_row_norm_backward_kernel<T, gpu::kWarp>, p);
     return;
   }
   if (threads == kWideBlock) {
-    gpu::launch({.name = kName, .grid = blocks, .block = kWideBlock},
+    gpu::launch({.name = kName, .grid = blocks, .block = kWideBlock, .traffic = whole},
                 register_row_norm_backward_kernel<T, kWideBlock>, p);
     return;
   }
@@ -467,7 +490,8 @@ void launch_norm_backward(const NormBackward<T>& p, int threads) {
     gpu::launch({.name = kName,
                  .grid = static_cast<unsigned>(p.rows),
                  .block = walk_threads(p.C, vectors ? kWidth : 1),
-                 .shared_bytes = staged ? 2 * bytes : 0},
+                 .shared_bytes = staged ? 2 * bytes : 0,
+                 .traffic = traffic},
                 vectors ? row_norm_backward_kernel<T, kWidth> : row_norm_backward_kernel<T, 1>, p,
                 staged ? static_cast<int64_t>(bytes / sizeof(T)) : int64_t{0});
   }
@@ -476,7 +500,8 @@ void launch_norm_backward(const NormBackward<T>& p, int threads) {
     const bool vectors = p.C % kWidth == 0 && is_aligned(p.x) && is_aligned(p.dy);
     gpu::launch({.name = kName,
                  .grid = blocks * gpu::blocks(p.C, gpu::kWarp, vectors ? kWidth : 1),
-                 .block = dim3(gpu::kWarp, kNormLines)},
+                 .block = dim3(gpu::kWarp, kNormLines),
+                 .traffic = sums_alone},
                 vectors ? norm_column_sums_kernel<T, kWidth> : norm_column_sums_kernel<T, 1>, p);
   }
 }

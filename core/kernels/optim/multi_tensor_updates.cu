@@ -89,12 +89,36 @@ struct Update {
               param.numel());
   }
 
+  // Of a step that is not left out, with the table.
+  template <class Rule>
+  gpu::Traffic traffic(const StepSource& source) const {
+    gpu::Traffic traffic{table.bytes.numel(), 0};
+    if (source.on_device != nullptr) traffic.reads += kNumStepScalars * 8;
+    for (const double* number : {source.gradient_factor, source.found, source.skipped}) {
+      if (number != nullptr) traffic.reads += 8;
+    }
+    for (const Row& row : table.rows) {
+      const auto bytes = [&](int span) {
+        const Span& of = row.spans[span];
+        return of.data == nullptr ? 0 : row.numel * size_of(of.dtype);
+      };
+      int64_t states = 0;
+      for (int s = 0; s < rules::kNumStates<Rule>; ++s) states += bytes(2 + s);
+      traffic.reads += bytes(0) + bytes(1) + states;
+      traffic.writes += bytes(0) + bytes(5) + states;
+    }
+    return traffic;
+  }
+
   template <class C, class Rule>
   void launch(const char* where, const Device& device, const typename Rule::Options& options,
               const StepSource& source) {
     if (table.chunks == 0) return;
     const Row* const rows = table.upload(device);
-    gpu::launch({.name = where, .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
+    gpu::launch({.name = where,
+                 .grid = static_cast<unsigned>(table.chunks),
+                 .block = kBlock,
+                 .traffic = traffic<Rule>(source)},
                 update_kernel<C, Rule>, rows, static_cast<int>(table.rows.size()), options, source);
   }
 };

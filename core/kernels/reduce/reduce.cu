@@ -282,10 +282,16 @@ Fold joining(Fold fold) {
   }
 }
 
+// `elements`: those of x, each once.
 template <class C>
 void launch_fold(const char* where, const FoldTask& task, FoldForm form, int64_t stride,
-                 bool vectors, Wide<C>* partials) {
+                 bool vectors, int64_t elements, Wide<C>* partials) {
   const int64_t outputs = task.kept.numel;
+  constexpr auto kPartial = static_cast<int64_t>(sizeof(Wide<C>));
+  const gpu::Traffic traffic{
+      elements * size_of(task.dtype) + (task.shift != nullptr ? outputs * 8 : 0),
+      partials != nullptr ? outputs * task.chunks * kPartial
+                          : outputs * size_of(task.result_dtype)};
   const bool sums = task.fold == Fold::kSum;
   const int size = static_cast<int>(size_of(task.dtype));
   switch (form) {
@@ -298,7 +304,8 @@ void launch_fold(const char* where, const FoldTask& task, FoldForm form, int64_t
       gpu::launch(
           {.name = where,
            .grid = warps ? gpu::blocks(places, kBlock / gpu::kWarp) : static_cast<unsigned>(places),
-           .block = warps ? static_cast<unsigned>(kBlock) : threads},
+           .block = warps ? static_cast<unsigned>(kBlock) : threads,
+           .traffic = traffic},
           sums ? fold_linear_kernel<C, true> : fold_linear_kernel<C, false>, task, partials,
           static_cast<int>(threads));
       return;
@@ -308,7 +315,8 @@ void launch_fold(const char* where, const FoldTask& task, FoldForm form, int64_t
       gpu::launch({.name = where,
                    .grid = dim3(gpu::blocks(outputs, kTileLanes * width),
                                 static_cast<unsigned>(task.chunks)),
-                   .block = kTileLanes * kTileLines},
+                   .block = kTileLanes * kTileLines,
+                   .traffic = traffic},
                   sums ? fold_tiles_kernel<C, true> : fold_tiles_kernel<C, false>, task, partials,
                   stride, vectors);
       return;
@@ -316,30 +324,35 @@ void launch_fold(const char* where, const FoldTask& task, FoldForm form, int64_t
     case FoldForm::kRows:
       gpu::launch({.name = where,
                    .grid = static_cast<unsigned>(outputs * task.chunks),
-                   .block = row_threads(task.terms < task.chunk ? task.terms : task.chunk)},
+                   .block = row_threads(task.terms < task.chunk ? task.terms : task.chunk),
+                   .traffic = traffic},
                   fold_rows_kernel<C>, task, partials);
       return;
     case FoldForm::kColumns:
       gpu::launch({.name = where,
                    .grid = dim3(gpu::blocks(outputs, kBlock), static_cast<unsigned>(task.chunks)),
-                   .block = kBlock},
+                   .block = kBlock,
+                   .traffic = traffic},
                   fold_columns_kernel<C>, task, partials);
   }
 }
 
 template <class C>
-void run_fold(const char* where, FoldTask task, FoldForm form, int64_t stride, bool vectors) {
+void run_fold(const char* where, FoldTask task, FoldForm form, int64_t stride, bool vectors,
+              int64_t elements) {
   using W = Wide<C>;
   const int64_t outputs = task.kept.numel;
   const bool columns = form == FoldForm::kTiles || form == FoldForm::kColumns;
   task.chunk = columns ? kColumnChunk : kRowChunk;
   while (columns && task.terms > task.chunk * 65535) task.chunk *= 2;  // the grid's second side
   task.chunks = task.terms == 0 ? 1 : (task.terms + task.chunk - 1) / task.chunk;
-  if (task.chunks == 1) return launch_fold<C>(where, task, form, stride, vectors, nullptr);
+  if (task.chunks == 1) {
+    return launch_fold<C>(where, task, form, stride, vectors, elements, nullptr);
+  }
   int device = 0;
   TS_CUDA(cudaGetDevice(&device));
   const Tensor partials = raw::empty({outputs * task.chunks}, dtype_of<W>, cuda(device));
-  launch_fold<C>(where, task, form, stride, vectors, partials.data_as<W>());
+  launch_fold<C>(where, task, form, stride, vectors, elements, partials.data_as<W>());
   FoldTask last = task;
   last.fold = joining(task.fold);
   last.x = partials.data();
@@ -347,12 +360,12 @@ void run_fold(const char* where, FoldTask task, FoldForm form, int64_t stride, b
   last.terms = last.chunk = task.chunks;
   last.chunks = 1;
   if (form == FoldForm::kTiles) {
-    return launch_fold<W>(where, last, form, outputs, outputs % 2 == 0, nullptr);
+    return launch_fold<W>(where, last, form, outputs, outputs % 2 == 0, partials.numel(), nullptr);
   }
   const Shape sizes[2] = {{outputs}, {task.chunks}}, strides[2] = {{task.chunks}, {1}};
   last.kept = DeviceWalk<1>(Walk(sizes[0], {&strides[0], 1}));
   last.reduced = DeviceWalk<1>(Walk(sizes[1], {&strides[1], 1}));
-  launch_fold<W>(where, last, FoldForm::kLinear, 0, false, nullptr);
+  launch_fold<W>(where, last, FoldForm::kLinear, 0, false, partials.numel(), nullptr);
 }
 
 Tensor reduce_cuda(const char* where, Fold fold, double p, const Tensor& x_in, const Shape& dims,
@@ -397,15 +410,16 @@ Tensor reduce_cuda(const char* where, Fold fold, double p, const Tensor& x_in, c
                       .finish = finish,
                       .result = result.data(),
                       .result_dtype = dtype};
+  const int64_t elements = kept_only.distinct(0) * reduced_walk.distinct(0);
   switch (lane) {
     case Lane::kFloat:
-      run_fold<float>(where, task, form, inner_reduced, vectors);
+      run_fold<float>(where, task, form, inner_reduced, vectors, elements);
       break;
     case Lane::kDouble:
-      run_fold<double>(where, task, form, inner_reduced, vectors);
+      run_fold<double>(where, task, form, inner_reduced, vectors, elements);
       break;
     default:
-      run_fold<int64_t>(where, task, form, inner_reduced, vectors);
+      run_fold<int64_t>(where, task, form, inner_reduced, vectors, elements);
   }
   return result;
 }

@@ -15,6 +15,7 @@
 
 #include <tessera/core/cuda/emulation/race.h>
 #include <tessera/core/cuda/emulation/simt.h>
+#include <tessera/core/cuda/traffic.h>
 
 #define CUDART_VERSION 13000
 #define __global__
@@ -114,7 +115,8 @@ namespace tessera::gpu::emulation {
 // cudaFuncSetAttribute let the function have that much. `function` may be null: one that asked for
 // nothing.
 cudaError_t enqueue_launch(const void* function, const char* name, dim3 grid, dim3 block,
-                           size_t shared_bytes, cudaStream_t stream, std::function<void()> kernel);
+                           size_t shared_bytes, cudaStream_t stream, std::function<void()> kernel,
+                           const Traffic& declared = {});
 
 // Queues work that takes part in what other threads' streams do, as a collective's. When the stream
 // has come to it, `ready` is asked until it says so; whoever waits for the stream lets other

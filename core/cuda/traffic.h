@@ -1,0 +1,17 @@
+// What a launch moves between its kernel and the memory of the device, as its host code says.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera::gpu {
+
+// Bytes of memory that a kernel reads and writes, each address once; kernels that come by again
+// count on caches, which is the business of who puts a price on it. The emulation counts them, and
+// tests hold one against the other (test_cuda_traffic).
+struct Traffic {
+  static constexpr int64_t kUnknown = -1;
+  int64_t reads = kUnknown, writes = kUnknown;
+  bool is_known() const { return reads >= 0 && writes >= 0; }
+};
+
+}  // namespace tessera::gpu

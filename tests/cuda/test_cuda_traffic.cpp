@@ -1,0 +1,197 @@
+// Bytes that launches move: what host code says and what the emulation counts, for shapes, views
+// and dtypes of all kinds.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/cuda/emulation/race.h>
+#include <tessera/core/cuda/emulation/report.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/loss/cross_entropy.h>
+#include <tessera/core/kernels/norm/norm.h>
+#include <tessera/core/random.h>
+#include <tessera/optim/optimizers.h>
+
+namespace tessera {
+namespace {
+
+using gpu::emulation::CountedTraffic;
+
+class CudaTraffic : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!gpu::emulation::race::tracked()) GTEST_SKIP() << "this build does not see accesses";
+  }
+};
+
+Tensor on_gpu(const Shape& shape, DType dtype = kF32) {
+  return randn(shape, {}, RandomStream{1, 2}).to(dtype).to(cuda(0));
+}
+
+// The launches of `work` have these names, and say what they do.
+void expect_declared(const std::function<void()>& work, const std::vector<std::string>& names) {
+  const NoGradGuard no_grad;
+  const std::vector<CountedTraffic> launches = gpu::emulation::count_traffic(work);
+  std::vector<std::string> found;
+  for (const CountedTraffic& launch : launches) {
+    found.push_back(launch.name);
+    ASSERT_TRUE(launch.declared.is_known()) << launch.name;
+    EXPECT_EQ(launch.declared.reads, launch.counted.reads) << launch.name;
+    EXPECT_EQ(launch.declared.writes, launch.counted.writes) << launch.name;
+    EXPECT_GE(launch.accessed, launch.counted.reads + launch.counted.writes) << launch.name;
+  }
+  EXPECT_EQ(found, names);
+}
+
+TEST_F(CudaTraffic, OfElementwiseOps) {
+  for (const DType dtype : {kF32, kBF16, kF64}) {
+    for (const Shape& shape : {Shape{1}, Shape{7}, Shape{33, 65}, Shape{3, 128, 17}}) {
+      SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << shape);
+      const Tensor x = on_gpu(shape, dtype), y = on_gpu(shape, dtype);
+      expect_declared([&] { exp(x); }, {"elementwise"});
+      expect_declared([&] { x + y; }, {"elementwise"});
+      expect_declared([&] { x * 2; }, {"elementwise"});
+      expect_declared([&] { x* x; }, {"elementwise"});
+      expect_declared([&] { where(lt(x, y), x, y); }, {"elementwise", "elementwise"});
+    }
+  }
+  const Tensor x = on_gpu({33, 65}), row = on_gpu({65}), column = on_gpu({33, 1});
+  expect_declared([&] { x + row; }, {"elementwise"});
+  expect_declared([&] { x + column; }, {"elementwise"});
+  expect_declared([&] { column + row; }, {"elementwise"});
+  expect_declared([&] { x.t() + column.t(); }, {"elementwise"});
+  const Tensor other = on_gpu({33, 65});
+  expect_declared([&] { x.slice(1, 3, 60) * other.slice(1, 0, 57); }, {"elementwise"});
+}
+
+TEST_F(CudaTraffic, OfCopiesConversionsAndFills) {
+  for (const DType dtype : {kF32, kBF16, kU8, kI64}) {
+    SCOPED_TRACE(name_of(dtype));
+    const Tensor x = zeros({70, 41}, {.dtype = dtype, .device = cuda(0)});
+    const Tensor y = zeros({70, 41}, {.dtype = dtype, .device = cuda(0)});
+    const Tensor row = zeros({41}, {.dtype = dtype, .device = cuda(0)});
+    expect_declared([&] { copy_(y, x); }, {"copy"});
+    expect_declared([&] { copy_(y, row); }, {"copy"});
+    expect_declared([&] { x.t().clone(); }, {"copy"});
+    expect_declared([&] { copy_(y.slice(1, 1, 40), x.slice(1, 2, 41)); }, {"copy"});
+    expect_declared([&] { x.to(dtype == kF32 ? kBF16 : kF32); }, {"convert"});
+    expect_declared([&] { copy_(zeros_like(y), x.slice(0, 0, 1)); }, {"fill_", "copy"});
+    expect_declared([&] { fill_(y, 1); }, {"fill_"});
+    expect_declared([&] { fill_(y.slice(1, 3, 7), 1); }, {"fill_"});
+  }
+}
+
+TEST_F(CudaTraffic, OfNorms) {
+  for (const DType dtype : {kF32, kBF16}) {
+    for (const int64_t width : {5, 96, 768, 2100}) {
+      SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << width);
+      const Tensor x = on_gpu({5, width}, dtype), w = on_gpu({width}), b = on_gpu({width});
+      expect_declared([&] { layer_norm(x, {width}, w, b, 1e-5); }, {"layer_norm"});
+      expect_declared([&] { rms_norm(x, {width}, w, 1e-5); }, {"rms_norm"});
+    }
+  }
+}
+
+TEST_F(CudaTraffic, OfSums) {
+  for (const DType dtype : {kF32, kBF16, kI64}) {
+    SCOPED_TRACE(name_of(dtype));
+    // Rows and columns, in one pass and in two, of matrices and of what is none.
+    const auto zeros_of = [&](const Shape& shape) {
+      return zeros(shape, {.dtype = dtype, .device = cuda(0)});
+    };
+    const Tensor x = zeros_of({40, 70}), cube = zeros_of({6, 7, 40});
+    expect_declared([&] { sum(x, {1}); }, {"sum"});
+    expect_declared([&] { sum(x, {0}); }, {"sum"});
+    expect_declared([&] { sum(x.t(), {0}); }, {"sum"});
+    expect_declared([&] { sum(cube, {0, 2}); }, {"sum"});
+    expect_declared([&] { sum(cube, {1}); }, {"sum"});
+    expect_declared([&] { sum(x.slice(0, 0, 1).expand({9, 70}), {1}); }, {"sum"});
+    expect_declared([&] { sum(zeros_of({2, 70000}), {1}); }, {"fill_", "sum", "sum"});
+    expect_declared([&] { sum(zeros_of({3000, 40}), {0}); }, {"fill_", "sum", "sum"});
+    expect_declared([&] { amax(x, {1}); }, {"amax"});
+  }
+}
+
+TEST_F(CudaTraffic, OfGradientsOfNorms) {
+  for (const DType dtype : {kF32, kBF16}) {
+    for (const int64_t width : {5, 96, 768, 2100}) {
+      SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << width);
+      const Tensor x = on_gpu({37, width}, dtype), dy = on_gpu({37, width}, dtype);
+      const Tensor w = on_gpu({width});
+      const kernels::RowNorm forward = kernels::row_norm_forward(x, {}, width, w, w, 1e-5, true);
+      for (const bool all : {true, false}) {
+        const std::vector<CountedTraffic> launches = gpu::emulation::count_traffic([&] {
+          kernels::row_norm_backward(dy, {}, x, width, w, forward.mean, forward.rstd,
+                                     {true, all, all});
+        });
+        EXPECT_GE(launches.size(), all ? 3u : 1u);
+        for (const CountedTraffic& launch : launches) {
+          EXPECT_EQ(launch.declared.reads, launch.counted.reads) << launch.name;
+          EXPECT_EQ(launch.declared.writes, launch.counted.writes) << launch.name;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaTraffic, OfCrossEntropy) {
+  for (const DType dtype : {kF32, kBF16}) {
+    for (const int64_t classes : {3, 50, 1000}) {
+      SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << classes);
+      const Tensor logits = on_gpu({11, classes}, dtype);
+      const Tensor targets = zeros({11}, {.dtype = kI64, .device = cuda(0)});
+      kernels::CrossEntropyRows rows;
+      expect_declared([&] { rows = kernels::cross_entropy_forward(logits, targets, {}); },
+                      {"cross_entropy", "sum"});
+      const Tensor one = full({1}, 1.0).to(cuda(0));
+      expect_declared(
+          [&] {
+            kernels::cross_entropy_backward(logits, targets, {}, rows.statistics, one,
+                                            rows.total_weight);
+          },
+          {"cross_entropy"});
+      const Tensor losses = zeros({11}, {.dtype = kF64, .device = cuda(0)});
+      expect_declared(
+          [&] {
+            kernels::cross_entropy_in_place(logits.clone(), targets, -100, rows.total_weight,
+                                            losses);
+          },
+          {"copy", "cross_entropy"});
+    }
+  }
+}
+
+// Every block reads of the table what it needs.
+TEST_F(CudaTraffic, OfUpdates) {
+  constexpr int64_t kRow = 128;
+  const TensorList params = {on_gpu({33, 65}), on_gpu({7}), on_gpu({70000})};
+  for (const Tensor& param : params) {
+    param.set_requires_grad();
+    param.set_grad(on_gpu(param.shape()));
+  }
+  optim::AdamW adam({{"a", params[0]}, {"b", params[1]}, {"c", params[2]}}, {.lr = 1e-3});
+  optim::SGD sgd({{"a", params[0]}, {"b", params[1]}, {"c", params[2]}}, {.lr = 1e-3});
+  adam.step();
+  for (const bool with_states : {true, false}) {
+    const std::vector<CountedTraffic> launches = gpu::emulation::count_traffic([&] {
+      if (with_states) {
+        adam.step();
+      } else {
+        sgd.step();
+      }
+    });
+    ASSERT_EQ(launches.size(), 1u);
+    const CountedTraffic& update = launches[0];
+    EXPECT_EQ(update.counted.writes, (33 * 65 + 7 + 70000) * (with_states ? 12 : 4));
+    EXPECT_EQ(update.declared.writes, update.counted.writes);
+    EXPECT_LE(update.counted.reads, update.declared.reads);
+    EXPECT_GT(update.counted.reads, update.declared.reads - 3 * kRow);
+  }
+}
+
+}  // namespace
+}  // namespace tessera
