@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -197,6 +198,117 @@ TEST(CudaDry, AGraphAsksForTheSame) {
     if (launch.kind == LaunchKind::kCopy) continue;
     EXPECT_TRUE(launch.replayed) << launch.name;
   }
+}
+
+// ---- Limits ------------------------------------------------------------------------------------
+
+// Grids, and what is counted in 32 bits, of tensors beyond 2^31 elements: a launch that a GPU would
+// refuse is an error here too. Values are not looked at, and there are none.
+class CudaDryLimits : public testing::Test {
+ protected:
+  void SetUp() override { dry::set_device_bytes(int64_t{700} << 30); }
+  void TearDown() override {
+    gpu::caching_allocator(0).release_cached();
+    dry::set_device_bytes(int64_t{80} << 30);
+  }
+};
+
+constexpr int64_t kBeyond = (int64_t{1} << 31) + 40;
+Tensor huge(const Shape& shape, DType dtype = kBF16) { return raw::empty(shape, dtype, cuda(0)); }
+void expect_launches(const char* name, const std::function<void()>& work) {
+  dry::take_launches();
+  EXPECT_NO_THROW(work()) << name;
+  EXPECT_FALSE(dry::take_launches().empty()) << name;
+}
+
+// Long, wide, tall and of many planes: all of a little more than 2^31 elements.
+const Shape kShapes[] = {
+    {kBeyond}, {40, kBeyond / 40 + 1}, {kBeyond / 40 + 1, 40}, {kBeyond / 96 + 1, 4, 24}};
+
+TEST_F(CudaDryLimits, ElementByElement) {
+  for (const Shape& shape : kShapes) {
+    SCOPED_TRACE(shape);
+    const Tensor x = huge(shape).set_requires_grad(), y = huge(shape);
+    expect_launches("exp", [&] { exp(x).sum().backward(); });
+    expect_launches("add", [&] { (x + y).sum().backward(); });
+    expect_launches("gelu", [&] { gelu(x, Gelu::kTanh).sum().backward(); });
+    expect_launches("where", [&] { where(gt(x, y), x, y); });
+    expect_launches("to", [&] { x.to(kF32); });
+    expect_launches("fill_", [&] { fill_(y, 1); });
+    expect_launches("copy_", [&] { copy_(y, x.detach()); });
+    expect_launches("dropout", [&] { dropout(x, 0.1).sum().backward(); });
+    expect_launches("randn", [&] { randn_like(y); });
+    if (shape.size() == 1) continue;
+    const Tensor t = x.detach().transpose(0, 1);
+    expect_launches("contiguous", [&] { t.contiguous(); });
+    expect_launches("transposed +", [&] { t + t * 2; });
+    expect_launches("row +", [&] { x + huge({shape[shape.size() - 1]}); });
+    expect_launches("cat", [&] { cat({y, y}, 0); });
+    expect_launches("cat", [&] { cat({y, y}, 1); });
+    expect_launches("slice", [&] { x.slice(1, 1, shape[1]).clone(); });
+    expect_launches("flip", [&] { flip(y, {0}); });
+    expect_launches("tril", [&] { tril(y); });
+  }
+}
+
+TEST_F(CudaDryLimits, ByRows) {
+  for (const Shape& shape : kShapes) {
+    SCOPED_TRACE(shape);
+    const Tensor x = huge(shape).set_requires_grad();
+    const int64_t last = shape[shape.size() - 1];
+    expect_launches("sum", [&] { sum(x).backward(); });
+    expect_launches("norm", [&] { norm(x.detach()); });
+    expect_launches("max", [&] { max(x.detach()); });
+    for (int64_t dim = 0; dim < static_cast<int64_t>(shape.size()); ++dim) {
+      SCOPED_TRACE(dim);
+      expect_launches("sum", [&] { sum(x, {dim}); });
+      expect_launches("amax", [&] { amax(x, {dim}); });
+      expect_launches("argmax", [&] { argmax(x, dim); });
+      expect_launches("softmax", [&] { softmax(x, dim).sum().backward(); });
+      expect_launches("log_softmax", [&] { log_softmax(x, dim); });
+      expect_launches("cumsum", [&] { cumsum(x, dim); });
+    }
+    expect_launches("layer_norm", [&] { layer_norm(x, {last}).sum().backward(); });
+    if (shape.size() != 2) continue;
+    const Tensor w = huge({last}, kF32).set_requires_grad();
+    expect_launches("layer_norm", [&] { layer_norm(x, {last}, w, w).sum().backward(); });
+    const Tensor targets = huge({shape[0]}, kI64);
+    expect_launches("cross_entropy", [&] { cross_entropy(x, targets).backward(); });
+    expect_launches("index_select",
+                    [&] { index_select(x, 0, huge({shape[0]}, kI64)).sum().backward(); });
+    expect_launches("gather", [&] { gather(x, 1, huge(shape, kI64)); });
+  }
+  const Tensor table = huge({50, 40}).set_requires_grad();
+  expect_launches("embedding",
+                  [&] { embedding(huge({kBeyond / 40 + 1}, kI64), table).sum().backward(); });
+}
+
+TEST_F(CudaDryLimits, ProductsAndImages) {
+  for (const bool libraries : {true, false}) {
+    SCOPED_TRACE(libraries ? "by libraries" : "on own kernels");
+    dry::set_libraries(libraries);
+    const Tensor tall = huge({kBeyond / 40 + 1, 40}).set_requires_grad();
+    const Tensor w = huge({24, 40}).set_requires_grad();
+    expect_launches("linear", [&] { linear(tall, w, huge({24})).sum().backward(); });
+    const Tensor wide = huge({kBeyond / 40 + 1, 40}, kF64).set_requires_grad();
+    expect_launches("matmul", [&] { matmul(wide, huge({40, 3}, kF64)).sum().backward(); });
+    expect_launches("matmul", [&] { matmul(huge({3, 40}, kF64), wide.detach().t()); });
+    for (const DType dtype : {kBF16, kF32}) {
+      const Tensor batches = huge({100000, 150, 160}, dtype).set_requires_grad();
+      expect_launches("bmm", [&] { bmm(batches, huge({100000, 160, 2}, dtype)).sum().backward(); });
+      const Tensor q = huge({100000, 2, 64, 168}, dtype).set_requires_grad();
+      expect_launches("attention", [&] { scaled_dot_product_attention(q, q, q).sum().backward(); });
+      const Tensor images = huge({70000, 3, 102, 103}, dtype).set_requires_grad();
+      const Tensor kernel = huge({4, 3, 3, 3}, dtype).set_requires_grad();
+      expect_launches("conv2d", [&] { conv2d(images, kernel).sum().backward(); });
+      expect_launches("max_pool2d", [&] { max_pool2d(images, {2, 2}).sum().backward(); });
+      expect_launches("batch_norm", [&] {
+        const Tensor statistics = huge({3}, kF32);
+        batch_norm(images, statistics, statistics, Tensor(), Tensor(), true).sum().backward();
+      });
+    }
+  }
+  dry::set_libraries(true);
 }
 
 }  // namespace

@@ -48,6 +48,10 @@ struct Launch {
 // All devices', in the order of the calls, since the last call of this. Thread-safe.
 std::vector<Launch> take_launches();
 
+// Whether cuBLASLt and cuDNN are there, as they are at first. False: everything runs on own
+// kernels.
+void set_libraries(bool serve);
+
 // Of each device from now on: a request beyond it fails as on a GPU. At first 80 GiB.
 void set_device_bytes(int64_t bytes);
 // Most bytes that were reserved on a device at a time, since the last reset.

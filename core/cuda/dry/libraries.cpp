@@ -2,6 +2,8 @@
 // pass, and note it.
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/dry/record.h>
@@ -15,6 +17,7 @@ namespace tessera::gpu {
 namespace {
 
 constexpr int kGraphLibrary = 91900;
+std::atomic<bool> serves{true};
 constexpr const char* kReason = "a dry device has no library that could be asked";
 
 Tensor workspace_of(int64_t bytes) {
@@ -37,9 +40,11 @@ double flops_of(const LibraryGraph& graph) {
 
 }  // namespace
 
+void dry::set_libraries(bool serve) { serves = serve; }
+
 bool run_gemm(const GemmProblem& given) {
   const GemmProblem problem = fold_batch(given);
-  if (!validate(problem).empty()) return false;
+  if (!serves || !validate(problem).empty()) return false;
   const Tensor workspace = workspace_of(kGemmWorkspaceBytes);
   dry::record({.kind = dry::LaunchKind::kProduct,
                .name = "matmul",
@@ -53,7 +58,7 @@ bool run_gemm(const GemmProblem& given) {
 
 // As without a table: what was not measured is not fused.
 bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>&) {
-  return validate(problem).empty() &&
+  return serves && validate(problem).empty() &&
          Context::current().slot<GemmOptions>().fusion == GemmFusion::kAlways;
 }
 
@@ -61,11 +66,12 @@ std::string gemm_library() { return "requests for cuBLASLt are noted"; }
 void try_gemm_descriptors(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
 int count_gemm_algorithms(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
 
-int graph_library_version() { return kGraphLibrary; }
+int graph_library_version() { return serves ? kGraphLibrary : 0; }
 std::string graph_library() { return "requests for cuDNN are noted"; }
-bool has_engine(const GraphRequest&) { return true; }
+bool has_engine(const GraphRequest&) { return serves; }
 
 bool run_graph(const GraphRequest& request, std::span<void* const>) {
+  if (!serves) return false;
   const LibraryGraph graph = request.build(request.problem);
   // What an engine asks for beside it is not known here.
   const Tensor workspace = workspace_of(scratch_layout(graph).bytes);
