@@ -9,6 +9,7 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <regex>
 #include <set>
 #include <string>
 #include <vector>
@@ -285,6 +286,36 @@ std::vector<std::string> comparison_errors(const fs::path& root) {
   return errors;
 }
 
+// One line for each call of CUDA's runtime in the library that does not stand in core/cuda, where
+// calls are checked, captured and forbidden in graphs.
+std::vector<std::string> cuda_call_errors(const fs::path& root) {
+  const std::regex call("\\b(cuda|cublas|cudnn|nvrtc)[A-Z]\\w*\\(");
+  std::vector<std::string> errors;
+  for (const auto& [floor, sees] : kSees) {
+    if (!fs::is_directory(root / floor)) continue;
+    for (const auto& entry : fs::recursive_directory_iterator(root / floor)) {
+      const std::string name = fs::relative(entry.path(), root).string();
+      if (!entry.is_regular_file() || !is_source(entry.path()) ||
+          name.rfind("core/cuda/", 0) == 0) {
+        continue;
+      }
+      std::ifstream in(entry.path());
+      std::string line;
+      for (int number = 1; std::getline(in, line); ++number) {
+        std::smatch found;
+        if (line.find("//") < line.find("cuda") || !std::regex_search(line, found, call)) continue;
+        errors.push_back(name + ":" + std::to_string(number) + ": " + found.str() +
+                         "): only core/cuda calls the runtime");
+      }
+    }
+  }
+  return errors;
+}
+
+TEST(Layering, OnlyTheGpuBackendCallsItsRuntime) {
+  for (const std::string& error : cuda_call_errors(TESSERA_SOURCE_DIR)) ADD_FAILURE() << error;
+}
+
 TEST(Layering, EveryTestThatStartsRanksComparesTheirTraces) {
   for (const std::string& error : comparison_errors(TESSERA_SOURCE_DIR)) ADD_FAILURE() << error;
 }
@@ -368,6 +399,19 @@ TEST_F(PlantedTree, UnknownFloorsLocalIncludesAndMissingHeadersAreReported) {
   write("core/c.cpp", "#include <tessera.h>\n");
   write("core/d.cpp", "#include <tessera/core/gone.h>\n");
   EXPECT_EQ(layering_errors(root_).size(), 4u);
+}
+
+TEST_F(PlantedTree, CallsOfTheRuntimeAreReported) {
+  EXPECT_TRUE(cuda_call_errors(root_).empty());
+  write("core/cuda/streams.cpp", "void f() { cudaDeviceSynchronize(); }\n");
+  write("core/ground.h", "// cudaMalloc() is not called here\n#include <cudaFoo.h>\n");
+  EXPECT_TRUE(cuda_call_errors(root_).empty());
+  write("core/kernels/x/x.cu", "int device;\nTS_CUDA(cudaGetDevice(&device));\n");
+  write("nn/roof.cpp", "cublasLtCreate(&handle);\n");
+  const std::vector<std::string> errors = cuda_call_errors(root_);
+  ASSERT_EQ(errors.size(), 2u);
+  EXPECT_EQ(errors[0], "core/kernels/x/x.cu:2: cudaGetDevice(): only core/cuda calls the runtime");
+  EXPECT_EQ(errors[1], "nn/roof.cpp:3: cublasLtCreate(): only core/cuda calls the runtime");
 }
 
 TEST_F(PlantedTree, TestsThatForgetToCompareAreReported) {

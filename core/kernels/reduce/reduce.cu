@@ -339,7 +339,7 @@ void launch_fold(const char* where, const FoldTask& task, FoldForm form, int64_t
 
 template <class C>
 void run_fold(const char* where, FoldTask task, FoldForm form, int64_t stride, bool vectors,
-              int64_t elements) {
+              int64_t elements, const Device& device) {
   using W = Wide<C>;
   const int64_t outputs = task.kept.numel;
   const bool columns = form == FoldForm::kTiles || form == FoldForm::kColumns;
@@ -349,9 +349,7 @@ void run_fold(const char* where, FoldTask task, FoldForm form, int64_t stride, b
   if (task.chunks == 1) {
     return launch_fold<C>(where, task, form, stride, vectors, elements, nullptr);
   }
-  int device = 0;
-  TS_CUDA(cudaGetDevice(&device));
-  const Tensor partials = raw::empty({outputs * task.chunks}, dtype_of<W>, cuda(device));
+  const Tensor partials = raw::empty({outputs * task.chunks}, dtype_of<W>, device);
   launch_fold<C>(where, task, form, stride, vectors, elements, partials.data_as<W>());
   FoldTask last = task;
   last.fold = joining(task.fold);
@@ -413,13 +411,13 @@ Tensor reduce_cuda(const char* where, Fold fold, double p, const Tensor& x_in, c
   const int64_t elements = kept_only.distinct(0) * reduced_walk.distinct(0);
   switch (lane) {
     case Lane::kFloat:
-      run_fold<float>(where, task, form, inner_reduced, vectors, elements);
+      run_fold<float>(where, task, form, inner_reduced, vectors, elements, x.device());
       break;
     case Lane::kDouble:
-      run_fold<double>(where, task, form, inner_reduced, vectors, elements);
+      run_fold<double>(where, task, form, inner_reduced, vectors, elements, x.device());
       break;
     default:
-      run_fold<int64_t>(where, task, form, inner_reduced, vectors, elements);
+      run_fold<int64_t>(where, task, form, inner_reduced, vectors, elements, x.device());
   }
   return result;
 }
