@@ -18,6 +18,7 @@
 #include <vector>
 
 #include <tessera/accelerate/run.h>
+#include <tessera/autograd/autocast_mode.h>
 #include <tessera/core/allocator.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/mesh/mesh.h>
@@ -41,7 +42,7 @@ struct Options {
   int64_t layers = 6, width = 384, heads = 6, context = 256, batch_size = 8, vocab = 256;
   int64_t threads = 1, warmup = 2, steps = 10, accumulate = 1;
   int64_t bucket_bytes = distributed::kBucketBytes;
-  std::string hook = "all_reduce", sharding = "ddp";
+  std::string hook = "all_reduce", sharding = "ddp", dtype = "f32";
   bool compare = false;
 };
 
@@ -71,6 +72,9 @@ Options parse(int argc, char** argv) {
   app.add_option("--sharding", options.sharding, "what ranks hold parts of")
       ->capture_default_str()
       ->check(CLI::IsMember(kModes));
+  app.add_option("--dtype", options.dtype, "f32, or bf16 by autocast")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"f32", "bf16"}));
   app.add_flag("--compare", options.compare, "all modes in turn, and their speed beside ddp's");
   try {
     app.parse(argc, argv);
@@ -121,7 +125,12 @@ class Training {
       distributed::StepPlan plan = distributed::StepPlan::of(micro, options_.accumulate);
       plan.sync_gradients = plan.sync_gradients || parallel_->reduces_every_backward();
       parallel_->set_plan(plan);
-      (*model_)(inputs_, targets_).loss.backward();
+      Tensor loss;
+      {
+        const AutocastGuard autocast(kBF16, options_.dtype == "bf16");
+        loss = (*model_)(inputs_, targets_).loss;
+      }
+      loss.backward();
     }
     optim::clip_grad_norm(model_->parameters(), 1.0, {.fold_into = optimizer_.get()});
     optimizer_->step();
@@ -153,14 +162,15 @@ class Training {
     const auto tokens_in_step = static_cast<double>(
         options_.batch_size * options_.context * options_.accumulate * distributed::world_size());
     std::printf(
-        "{\"ranks\": %d, \"threads\": %lld, \"sharding\": \"%s\", \"hook\": \"%s\", "
+        "{\"ranks\": %d, \"threads\": %lld, \"sharding\": \"%s\", \"dtype\": \"%s\", \"hook\": "
+        "\"%s\", "
         "\"parameters\": %lld, \"ms_per_step\": %.3f, \"tokens_per_s\": %.1f, "
         "\"speed_beside_ddp\": %.3f, \"collectives\": %lld, \"bytes\": %lld, "
         "\"gathers\": %lld, \"gathered_bytes\": %lld, \"hidden\": %.3f, \"waited_ms\": %.3f, "
         "\"resident_bytes\": %lld, \"peak_resident_bytes\": %lld}\n",
         distributed::world_size(), static_cast<long long>(options_.threads), mode_.c_str(),
-        options_.hook.c_str(), static_cast<long long>(parameters_), ms, tokens_in_step / ms * 1e3,
-        speed_beside_ddp, static_cast<long long>(gradients_.collectives),
+        options_.dtype.c_str(), options_.hook.c_str(), static_cast<long long>(parameters_), ms,
+        tokens_in_step / ms * 1e3, speed_beside_ddp, static_cast<long long>(gradients_.collectives),
         static_cast<long long>(gradients_.bytes), static_cast<long long>(gathers_.collectives),
         static_cast<long long>(gathers_.bytes), median(hidden_), median(waited_),
         static_cast<long long>(bench::resident_bytes() - start_up_bytes),

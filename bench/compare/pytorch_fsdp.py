@@ -19,6 +19,8 @@ for name, value in (("layers", 6), ("width", 384), ("heads", 6), ("context", 256
                     ("vocab", 256), ("ranks", 2), ("threads", 1), ("warmup", 2), ("steps", 10)):
     parser.add_argument("--" + name, type=int, default=value)
 parser.add_argument("--mode", choices=["fsdp", "ddp"], default="fsdp")
+parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32",
+                    help="bf16: by FSDP2's policy with reductions in f32, or by autocast")
 arguments = parser.parse_args()
 
 import torch  # noqa: E402  (after argparse: --help needs no torch)
@@ -43,11 +45,14 @@ def train(rank):
                 arguments.vocab)
     if arguments.mode == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         mesh = init_device_mesh("cpu", (arguments.ranks,))
+        policy = MixedPrecisionPolicy()
+        if arguments.dtype == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
         forward = model
     else:
         forward = torch.nn.parallel.DistributedDataParallel(model)
@@ -58,7 +63,10 @@ def train(rank):
     times = []
     for step in range(arguments.warmup + arguments.steps):
         start = time.perf_counter()
-        forward(inputs, targets).backward()
+        with torch.autocast("cpu", torch.bfloat16,
+                            enabled=arguments.mode == "ddp" and arguments.dtype == "bf16"):
+            loss = forward(inputs, targets)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -69,6 +77,7 @@ def train(rank):
         tokens_in_step = arguments.batch_size * arguments.context * arguments.ranks
         print(json.dumps({
             "program": "pytorch-" + arguments.mode,
+            "dtype": arguments.dtype,
             "version": torch.__version__,
             "ranks": arguments.ranks,
             "threads": arguments.threads,
