@@ -17,6 +17,7 @@
 
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/traffic.h>
+#include <tessera/core/dtype.h>
 
 namespace tessera::gpu::dry {
 
@@ -35,10 +36,12 @@ struct Launch {
   // Of a kernel: its address, and its shape. Grid and block as x, y, z.
   const void* function = nullptr;
   unsigned grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
-  int64_t shared_bytes = 0;  // asked for beside arrays of fixed size
-  Traffic traffic = {};      // as its host code says, where it does
-  std::string request = {};  // of a library: gemm.h's describe(), or the graph's key
-  int64_t bytes = 0;         // of a copy or fill
+  int64_t shared_bytes = 0;               // asked for beside arrays of fixed size
+  std::string request = {};               // of a library: gemm.h's describe(), or the graph's key
+  Traffic traffic = {};                   // as its host code says, where it does
+  int64_t bytes = 0;                      // of a copy or fill
+  DType dtype = kF32;                     // of a product's first operand
+  bool causal = false, backward = false;  // of attention
   // Of a product and of the products in a graph: multiplications and additions of numbers, as if
   // nothing were masked.
   double flops = 0;

@@ -38,6 +38,28 @@ double flops_of(const LibraryGraph& graph) {
   return flops;
 }
 
+// Matrices that all of a batch share come once.
+Traffic traffic_of(const GemmProblem& p) {
+  const auto bytes = [&](const GemmMatrix& x, int64_t rows, int64_t columns) {
+    return rows * columns * size_of(x.dtype) * (x.batch_stride == 0 ? 1 : p.batch);
+  };
+  const int64_t d = p.M * p.N * p.batch * size_of(p.d.dtype);
+  Traffic traffic{bytes(p.a, p.M, p.K) + bytes(p.b, p.K, p.N) + (p.beta != 0 ? d : 0), d};
+  const bool sums_bias = p.epilogue == GemmEpilogue::kGeluGradBiasGrad ||
+                         p.epilogue == GemmEpilogue::kBiasGradOfA ||
+                         p.epilogue == GemmEpilogue::kBiasGradOfB;
+  const int64_t biases = p.epilogue == GemmEpilogue::kBiasGradOfA ? p.M : p.N;
+  if (p.bias != nullptr) {
+    (sums_bias ? traffic.writes : traffic.reads) += biases * size_of(p.bias_dtype);
+  }
+  if (p.aux.data != nullptr) {
+    const bool reads =
+        p.epilogue == GemmEpilogue::kGeluGrad || p.epilogue == GemmEpilogue::kGeluGradBiasGrad;
+    (reads ? traffic.reads : traffic.writes) += bytes(p.aux, p.M, p.N);
+  }
+  return traffic;
+}
+
 }  // namespace
 
 void dry::set_libraries(bool serve) { serves = serve; }
@@ -49,6 +71,8 @@ bool run_gemm(const GemmProblem& given) {
   dry::record({.kind = dry::LaunchKind::kProduct,
                .name = "matmul",
                .request = describe(problem),
+               .traffic = traffic_of(problem),
+               .dtype = problem.a.dtype,
                .flops = 2.0 * static_cast<double>(problem.M) * static_cast<double>(problem.N) *
                         static_cast<double>(problem.K) * static_cast<double>(problem.batch)},
               current_stream());
@@ -78,6 +102,8 @@ bool run_graph(const GraphRequest& request, std::span<void* const>) {
   dry::record({.kind = dry::LaunchKind::kGraph,
                .name = request.name,
                .request = request.key,
+               .causal = request.key.find(" causal") != std::string::npos,
+               .backward = request.key.starts_with("attention backward"),
                .flops = flops_of(graph)},
               current_stream());
   finish_launch(cudaSuccess, request.name, current_stream());
