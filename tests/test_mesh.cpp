@@ -140,5 +140,20 @@ TEST(Mesh, NamesThatAreUnknownRepeatedOrMissingAreConfigErrors) {
   });
 }
 
+TEST(Mesh, SizesThatDoNotDivideTheRanksAreConfigErrors) {
+  compared_ranks(4, [](int) {
+    EXPECT_EQ(message_of<ConfigError>([] {
+                Mesh(world(), {{"dp_replicate", 3}, {"dp_shard", -1}});
+              }),
+              "Mesh: the axes of mesh(dp_replicate=3, dp_shard=-1) beside 'dp_shard' make 3, which "
+              "does not divide the group's 4 ranks; choose sizes whose product does");
+    EXPECT_EQ(message_of<ConfigError>([] {
+                Mesh(world(), {{"dp_replicate", 2}, {"dp_shard", 3}});
+              }),
+              "Mesh: the axes mesh(dp_replicate=2, dp_shard=3) make 6 ranks, the group has 4; "
+              "choose sizes whose product is the number of ranks");
+  });
+}
+
 }  // namespace
 }  // namespace tessera::distributed

@@ -36,7 +36,10 @@ Mesh::Mesh(Group& world, std::vector<MeshAxis> axes) : world_(&world), axes_(std
       product *= axis.size;
     }
   }
-  if (open != nullptr && world.size() % product == 0) {
+  if (open != nullptr) {
+    TS_CHECK_AS(ConfigError, world.size() % product == 0, where, "the axes of ", describe(),
+                " beside '", open->name, "' make ", product, ", which does not divide the group's ",
+                world.size(), " ranks; choose sizes whose product does");
     open->size = world.size() / product;
     product *= open->size;
   }
