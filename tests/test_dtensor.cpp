@@ -203,7 +203,9 @@ TEST(DTensor, WhatWouldTakeItForTheWholeRefuses) {
     const Tensor x = distribute_tensor(numbered({2, 3}), mesh, {Shard(0)}), plain = zeros({1, 3});
     EXPECT_EQ(message_of<UnsupportedError>([&] { sum(x); }),
               "sum: has no rule for DTensor f32[2, 3] on mesh(dp=2): [Shard(0)], local [1, 3]; "
-              "take full_tensor() for the whole, or to_local() for this rank's part");
+              "take full_tensor() for the whole, or to_local() for this rank's part; parameters of "
+              "a sharded model are whole in its calls, model(x), and in a scope of "
+              "full_parameters()");
     const std::vector<std::pair<const char*, std::function<void()>>> uses = {
         {"add", [&] { plain + x; }},
         {"add_", [&] { plain.add_(x); }},

@@ -30,6 +30,10 @@ struct DTensorSlot final : PlacementSlot {
     if (!spec.flat_axis()) return {spec.shape, spec.local_box().offset};
     return {{numel_of(spec.shape)}, {spec.local_run().first}};  // a box of the flattened whole
   }
+  std::string_view remedy() const override {
+    return "take full_tensor() for the whole, or to_local() for this rank's part; parameters of a "
+           "sharded model are whole in its calls, model(x), and in a scope of full_parameters()";
+  }
   std::unique_ptr<PlacementSlot> clone() const override {
     return std::make_unique<DTensorSlot>(spec);
   }
