@@ -244,6 +244,8 @@ class Accelerator : public ProcessControl {
   //              needs; what the model keeps to itself is not converted. precision_policy pure
   //              stores its parameters in 16 bits from here on
   //   optimizer  step() and zero_grad() act at the boundary of the models whose parameters it has;
+  //              one that has stepped, alike on all ranks, keeps of its state what the ranks keep
+  //              of the parameters;
   //              its f32 masters of 16-bit parameters begin with the values before prepare()
   //   loader     reads this rank's share; its batches come on device()
   //   schedule   steps where its own optimizer has

@@ -73,6 +73,17 @@ bool same_tensors(const NamedTensors& a, const NamedTensors& b) {
   });
 }
 
+// Of whole states whose parameters are parts now each rank keeps its own.
+void cut_states(optim::Optimizer& optimizer) {
+  const StateDict state = optimizer.state_dict();
+  const bool any = std::ranges::any_of(state, [&](const NamedTensor& entry) {
+    const Tensor parameter = optimizer.state_like(entry.name);
+    return parameter.defined() && placement_slot(parameter) != nullptr &&
+           placement_slot(entry.tensor) == nullptr;
+  });
+  if (any) optimizer.load_state_dict(state);
+}
+
 }  // namespace
 
 // ---- Objects that died -------------------------------------------------------------------------
@@ -294,6 +305,7 @@ void Accelerator::run(const Preparation& preparation) {
   state_->forget_dead();
   for (nn::ModuleBase* model : preparation.models) state_->prepare_model(*model);
   for (optim::Optimizer* optimizer : preparation.optimizers) state_->prepare_optimizer(*optimizer);
+  for (const auto& record : state_->optimizers) cut_states(*record->optimizer);
   for (const LoaderRequest& loader : preparation.loaders) state_->prepare_loader(loader);
   for (optim::Schedule* schedule : preparation.schedules) {
     state_->prepare_schedule(state_->schedules, *schedule);

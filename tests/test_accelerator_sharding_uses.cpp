@@ -584,6 +584,32 @@ struct Stumbling : nn::Module<Stumbling> {
   bool stumbles = false;
 };
 
+// Prepared together with the model, in a call before, in one after.
+TEST(ShardingUses, AnOptimizerThatHasSteppedTakesItsStateAlong) {
+  for (const int order : {0, 1, 2}) {
+    SCOPED_TRACE(order);
+    expect_as_replicas([&](const AcceleratorOptions& options) {
+      Words model;
+      optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-2, .amsgrad = true});
+      const Tokens own(4);
+      for (int step = 0; step < 2; ++step) {
+        const auto [inputs, targets] = own.get(step);
+        cross_entropy(model(inputs), targets).backward();
+        optimizer.step(), optimizer.zero_grad();
+      }
+      Accelerator accelerator(options);
+      data::DataLoader loader(std::make_shared<Tokens>(12), {.batch_size = 2});
+      accelerator.prepare(loader);
+      if (order == 0) accelerator.prepare(model, optimizer);
+      if (order == 1) accelerator.prepare(optimizer);
+      if (order != 0) accelerator.prepare(model);
+      if (order == 2) accelerator.prepare(optimizer);
+      train_clipped(accelerator, model, loader, optimizer);
+      return whole_values(model);
+    });
+  }
+}
+
 TEST(ShardingUses, AForwardThatThrowsOnAllRanksIsForgotten) {
   expect_as_replicas([](const AcceleratorOptions& options) {
     Accelerator accelerator(options);
