@@ -5,6 +5,7 @@
 #include <regex>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include <tessera/core/context.h>
@@ -238,6 +239,14 @@ distributed::Mesh& mesh_of(const Settings& settings) {
   const auto shards_said = static_cast<int>(settings.dp_shard_size.value);
   const int replicas = shards_said > 1 && replicas_said == 1 ? ranks / shards_said : replicas_said;
   const int shards = shards_said > 1 ? shards_said : ranks / replicas;
+  for (const auto& [key, size, other, origin] :
+       {std::tuple("dp_replicate_size", replicas_said, shards_said,
+                   settings.dp_replicate_size.origin),
+        std::tuple("dp_shard_size", shards_said, replicas_said, settings.dp_shard_size.origin)}) {
+    TS_CHECK_AS(ConfigError, other > 1 || ranks % size == 0, "prepare", key, "=", size, " (",
+                origin.describe(), ") does not divide the ", ranks,
+                " ranks; take a number that does, or leave it out");
+  }
   TS_CHECK_AS(ConfigError, replicas * shards == ranks, "prepare",
               "dp_replicate_size=", replicas_said, " (",
               settings.dp_replicate_size.origin.describe(), ") and dp_shard_size=", shards_said,

@@ -102,6 +102,8 @@ TEST(ShardingMistakes, MeshesThatDoNotFitTheRanksAreConfigErrors) {
         accelerator.prepare(model);
       });
       EXPECT_FALSE(message.empty()) << replicas << " x " << shards;
+      // Of what nobody said nothing is told.
+      EXPECT_EQ(message.find("(default)"), std::string::npos) << message;
     }
     Accelerator accelerator(
         {.sharding = Sharding::kFsdp, .dp_replicate_size = 2, .config_file = ""});
