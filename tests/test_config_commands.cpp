@@ -402,6 +402,7 @@ TEST(LaunchFlags, CLI2_AcceleratesFlagsOfShardingBecomeSettings) {
            {{"--use_fsdp", "--fsdp_sharding_strategy", "SOME"}, "--fsdp-sharding-strategy has to"},
            {{"--use_deepspeed", "--offload_param_device", "cpu"}, "offload is not available"},
            {{"--use_deepspeed", "--gradient_clipping", "1.0"}, "clip_grad_norm"},
+           {{"--use_fsdp", "--sharding", "zero1"}, "contradicts --use-fsdp"},
            {{"--use_fsdp", "--fsdp_version", "3"}, "--fsdp-version has to be 1 or 2"},
            {{"--fsdp_sharding_strategy", "FULL_SHARD"}, "--use-fsdp"},
            {{"--fsdp_min_num_params", "10"}, "sharding=ddp"}}) {

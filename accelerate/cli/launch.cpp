@@ -119,6 +119,11 @@ void resolve_fsdp_flags(LaunchFlags& flags) {
     throw CLI::ValidationError(fsdp_flag(flags.fsdp.begin()->first),
                                "is read beside --use-fsdp; add that, or leave this out");
   }
+  const auto mode = flags.values.find("sharding");
+  if (mode != flags.values.end() && mode->second != "fsdp" && mode->second != "zero3") {
+    throw CLI::ValidationError("--sharding",
+                               mode->second + " contradicts --use-fsdp; leave one of them out");
+  }
   const std::pair<const char*, const char*> shared[] = {
       {"reshard_after_forward", "fsdp_reshard_after_forward"},
       {"transformer_cls_to_wrap", "fsdp_wrap_modules"},
