@@ -173,6 +173,38 @@ TEST(FullyShard, AModelMadeWithoutMemoryTrainsAsOneThatHadItFromTheBeginning) {
   }
 }
 
+// As a loop of one's own has it: the first call is the first that is heard of the model.
+TEST(FullyShard, AModelThatGetsItsMemoryBeforeItsFirstCallTrains) {
+  for (const int size : {1, 2, 3}) {
+    for (const bool whole : {false, true}) {  // one unit, or one for each child
+      std::map<std::string, std::vector<float>> expected;
+      in_one_process([&] {
+        Net plain;
+        accumulate_in_one_process(plain, 0, size, size);
+        expected = whole_gradients(plain);
+      });
+      on_ranks(size, [&](int rank) {
+        manual_seed(3);
+        const auto model = [] {
+          const nn::ParameterDefaultsGuard guard({.device = kMeta});
+          return std::make_unique<Net>();
+        }();
+        Mesh mesh(world());
+        for (const auto& [name, child] : model->named_children()) {
+          if (!whole) fully_shard(*child, mesh);
+        }
+        fully_shard(*model, mesh);
+        EXPECT_NE(
+            message_of<DeviceError>([&] { loss_of(*model, rank); }).find("give the model memory"),
+            std::string::npos);
+        nn::materialise(*model);
+        loss_of(*model, rank).backward();
+        EXPECT_EQ(whole_gradients(*model), expected);
+      });
+    }
+  }
+}
+
 struct Scaled : nn::Module<Scaled> {
   Scaled() : fc(add<nn::Linear>("fc", 8, 3)), scale(parameter("scale", tessera::ones({}))) {}
   Tensor forward(const Tensor& x) { return fc(x) * scale; }

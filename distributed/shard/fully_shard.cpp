@@ -197,9 +197,6 @@ Tensor FullyShardedModule::touch(const Tensor& x) const {
 
 ShardedModel sharded_model(nn::ModuleBase& root) {
   auto unit = unit_of(root, "sharded_model");
-  for (const auto& one : units_under({&root})) {
-    for (const auto& part : one->parts) part->bring_home();
-  }
   auto schedule = schedule_under(unit);
   return make_sharded_model(std::move(schedule), std::move(unit), kFullyShard);
 }

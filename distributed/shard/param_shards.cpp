@@ -702,8 +702,13 @@ FlatShards::FlatShards(std::string tag, const ShardRanks& ranks, std::vector<Sha
   for (size_t i = 0; i < params_.size(); ++i) {
     ShardedParam& param = params_[i];
     param.whole = leaf_over(part_view(run_, param.shape, offsets_[i]), param.shard.requires_grad());
-    if (!param.shard.is_meta()) copy_(raw::alias(param.whole), raw::alias(param.shard));
-    become_shard(param, own_part(i),
+    Tensor part = own_part(i);
+    if (param.shard.is_meta()) {
+      part = raw::empty(part.shape(), dtype_, device_);  // by itself, as in RowShards
+    } else {
+      copy_(raw::alias(param.whole), raw::alias(param.shard));
+    }
+    become_shard(param, part,
                  rows_ ? Placement(Shard(param.shard_dim)) : FlatShard{offsets_[i], part_numel_});
   }
   if (!local_sums || alone_) return;
@@ -747,10 +752,25 @@ void FlatShards::issue_gather(std::optional<DType>) {
 void FlatShards::bring_home() {
   for (size_t i = 0; i < params_.size(); ++i) {
     const Tensor& shard = params_[i].shard;
+    if (shard.is_meta()) continue;
+    if (run_.is_meta()) take_memory(shard.device());
     const Tensor home = own_part(i);
     if (shard.storage() == run_.storage() && shard.offset() == home.offset()) continue;
+    TS_CHECK_SHAPE(shard.shape() == home.shape(), tag_, "'", params_[i].name,
+                   "' was given data of ", shard.shape(), ", and this rank's part has ",
+                   home.shape(), "; copy_() whole values within a scope that gathers them");
     copy_(home, raw::alias(shard));
     shard.set_data(home);
+  }
+}
+
+// For a unit that was made without. (ZeRO-1, which has gradients here too, is not.)
+void FlatShards::take_memory(const Device& device) {
+  device_ = device;
+  const MemoryCategoryGuard category(MemoryCategory::kParameter);
+  run_ = raw::zeros(run_.shape(), dtype_, device_);
+  for (size_t i = 0; i < params_.size(); ++i) {
+    params_[i].whole.set_data(part_view(run_, params_[i].shape, offsets_[i]));
   }
 }
 

@@ -288,6 +288,7 @@ class FlatShards final : public ParamShards {
   Tensor sum_of(const Tensor& sums, size_t trained) const override;
   void follow_trained() override;
   std::pair<int64_t, int64_t> run_of(size_t param) const;
+  void take_memory(const Device& device);
 
   bool rows_;
   std::vector<int64_t> offsets_;  // of the parameters in the run

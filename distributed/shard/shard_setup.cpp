@@ -234,6 +234,9 @@ std::shared_ptr<UnitSchedule> schedule_under(const std::shared_ptr<ShardUnit>& r
                 " was called by itself before ", root->title(),
                 ", which holds it; call the outermost module first");
   }
+  for (const auto& unit : units) {  // of a model made without memory, which has it by now
+    for (const auto& part : unit->parts) part->bring_home();
+  }
   root->is_root = true;
   auto schedule = std::make_shared<UnitSchedule>(units, root->ranks.mesh->group(), root->settings);
   schedule->install();
