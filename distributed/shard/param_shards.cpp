@@ -164,6 +164,14 @@ void ParamShards::show_shards() {
   }
 }
 
+void ParamShards::move_home(ShardedParam& param, const Tensor& home) {
+  TS_CHECK_SHAPE(param.shard.shape() == home.shape(), tag_, "'", param.name, "' was given data of ",
+                 param.shard.shape(), ", and this rank's part has ", home.shape(),
+                 "; copy_() whole values within a scope that gathers them");
+  copy_(home, raw::alias(param.shard));
+  param.shard.set_data(home);
+}
+
 bool ParamShards::is_as_gathered() const {
   return std::ranges::all_of(params_, [](const ShardedParam& param) {
     return param.shard.version() == param.gathered_shard;
@@ -503,11 +511,7 @@ void RowShards::bring_home() {
     }
     if (part_.is_meta()) take_memory(shard.device());
     const Tensor home = part_of(part_, layout_, i, i);
-    TS_CHECK_SHAPE(shard.shape() == home.shape(), tag_, "'", params_[i].name,
-                   "' was given data of ", shard.shape(), ", and this rank's part has ",
-                   home.shape(), "; copy_() whole values within a scope that gathers them");
-    copy_(home, raw::alias(shard));
-    shard.set_data(home);
+    move_home(params_[i], home);
   }
 }
 
@@ -756,11 +760,7 @@ void FlatShards::bring_home() {
     if (run_.is_meta()) take_memory(shard.device());
     const Tensor home = own_part(i);
     if (shard.storage() == run_.storage() && shard.offset() == home.offset()) continue;
-    TS_CHECK_SHAPE(shard.shape() == home.shape(), tag_, "'", params_[i].name,
-                   "' was given data of ", shard.shape(), ", and this rank's part has ",
-                   home.shape(), "; copy_() whole values within a scope that gathers them");
-    copy_(home, raw::alias(shard));
-    shard.set_data(home);
+    move_home(params_[i], home);
   }
 }
 

@@ -178,6 +178,8 @@ class ParamShards {
   virtual Tensor sum_of(const Tensor& sums, size_t trained) const = 0;
   // As whole and shard are made: the shard's object gets the bytes of `part`, and the placements.
   void become_shard(ShardedParam& param, const Tensor& part, const Placement& placement);
+  // A shard that lies elsewhere lies in `home` from now on, a view of the unit's own memory.
+  void move_home(ShardedParam& param, const Tensor& home);
   static Tensor leaf_over(const Tensor& elements, bool requires_grad);
   void note_handed_out(const Tensor& sums) { handed_out_ = sums.storage(); }
   CollectiveOptions on(Channel channel) const { return {.channel = channel, .tag = tag_}; }
