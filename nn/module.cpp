@@ -3,6 +3,7 @@
 #include <cxxabi.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <limits>
 #include <map>
@@ -20,6 +21,7 @@
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/profiler.h>
 #include <tessera/core/raw_views.h>
+#include <tessera/nn/structure.h>
 
 namespace tessera::nn {
 namespace {
@@ -344,6 +346,17 @@ ModuleBase::~ModuleBase() {
 
 // ---- Names and registration --------------------------------------------------------------------
 
+namespace {
+
+// Of the process, as modules are built on any thread; it says that something changed, not what.
+std::atomic<uint64_t> changes_of_structure = 1;
+
+void count_change() { changes_of_structure.fetch_add(1, std::memory_order_relaxed); }
+
+}  // namespace
+
+uint64_t structure_changes() { return changes_of_structure.load(std::memory_order_relaxed); }
+
 std::string ModuleBase::initial_name_of(std::string_view name) const {
   return join(initial_name_, name);
 }
@@ -367,6 +380,7 @@ void ModuleBase::adopt(std::string_view name, std::unique_ptr<ModuleBase> child)
   child->name_ = name;
   child->refresh_names(this);
   children_.push_back(std::move(child));
+  count_change();
 }
 
 std::unique_ptr<ModuleBase> ModuleBase::release(std::string_view name) {
@@ -375,6 +389,7 @@ std::unique_ptr<ModuleBase> ModuleBase::release(std::string_view name) {
   TS_CHECK(found != children_.end(), type_name(), "there is no child '", name, "' to give back");
   std::unique_ptr<ModuleBase> child = std::move(*found);
   children_.erase(found);
+  count_change();
   child->name_.clear();
   child->dotted_name_.clear();
   for (const auto& grandchild : child->children_) grandchild->refresh_names(child.get());
@@ -410,6 +425,7 @@ const Tensor& ModuleBase::parameter(std::string_view name, const Tensor& tensor)
     if (!tensor.storage()->is_foreign()) tensor.storage()->set_category(MemoryCategory::kParameter);
     if (is_floating(tensor.dtype())) tensor.set_requires_grad(true);
   }
+  count_change();
   return parameters_.emplace_back(NamedTensor{std::string(name), tensor}).tensor;
 }
 
@@ -546,6 +562,13 @@ void ModuleBase::train(bool training) {
 template <class Convert>
 void ModuleBase::convert_tensors(const Convert& convert) {
   const NoGradGuard no_grad;
+  for (const auto& [name, tensor] : named_parameters()) {
+    const PlacementSlot* slot = placement_slot(tensor);
+    TS_CHECK_AS(UnsupportedError, slot == nullptr, type_name(),
+                "to() is of whole parameters, and '", name, "' is ", slot->describe(tensor),
+                "; call it before the model is sharded, or let a mixed precision policy say in "
+                "which dtypes the parts travel and ops calculate");
+  }
   std::unordered_set<const TensorImpl*> seen;
   visit_state("", [&](const std::string&, const Tensor& tensor, bool, bool is_parameter) {
     if (!tensor.defined() || !seen.insert(tensor.impl()).second) return;

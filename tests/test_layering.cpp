@@ -201,6 +201,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"distributed/shard/", "inside of replicate()"},
     {"distributed/transport/", "backends; group.h and collectives.h are in it"},
     {"nn/lora_adapter.h", "inside of adapters"},
+    {"nn/structure.h", "inside of sharding"},
 };
 
 // The headers below `header` that are not in `seen` yet.

@@ -294,5 +294,94 @@ TEST(ShardMistakes, ParametersThatAreReplacedAreNamed) {
   }
 }
 
+// A parameter that no rank reduces would be trained by each rank alone.
+TEST(ShardMistakes, ModulesThatComeOrGoAfterwardsAreNamed) {
+  for (const Way way : {Way::kReplicate, Way::kZero1, Way::kZero2, Way::kFully, Way::kZero3}) {
+    compared_ranks(2, [&](int rank) {
+      SCOPED_TRACE(name_of(way));
+      manual_seed(3);
+      Net model;
+      Mesh mesh(world());
+      const auto parallel = shard_in(way, model, mesh);
+      for (const bool trained_before : {false, true}) {
+        SCOPED_TRACE(trained_before);
+        if (trained_before) expect_trains_on(model, rank, 2);
+        model.adopt("late", std::make_unique<nn::Linear>(3, 2));
+        for (int i = 0; i < 2; ++i) {
+          const std::string came = message_of<ConfigError>([&] { loss_of(model, rank); });
+          EXPECT_NE(came.find("'late.weight' came to the model after its ranks agreed"),
+                    std::string::npos)
+              << came;
+        }
+        {  // as it changes nothing where nothing is trained
+          const NoGradGuard no_grad;
+          loss_of(model, rank);
+        }
+        model.submodule("late").requires_grad_(false);
+        model.zero_grad();
+        loss_of(model, rank).backward();
+        model.submodule("late").requires_grad_(true);
+        message_of<ConfigError>([&] { loss_of(model, rank); });
+        model.release("late");
+
+        if (way == Way::kReplicate) continue;  // keeps the parameters; they count as unused
+        auto taken = model.release("first");
+        for (int i = 0; i < 2; ++i) {
+          const std::string left = message_of<ConfigError>([&] { loss_of(model, rank); });
+          EXPECT_NE(left.find("' has left the model since it was sharded"), std::string::npos)
+              << left;
+        }
+        model.adopt("first", std::move(taken));
+        expect_trains_on(model, rank, 2);
+      }
+    });
+  }
+}
+
+TEST(ShardMistakes, AConversionAfterwardsSaysWhatToDo) {
+  for (const Way way : {Way::kZero1, Way::kFully}) {
+    compared_ranks(2, [&](int rank) {
+      manual_seed(3);
+      Net model;
+      Mesh mesh(world());
+      const auto parallel = shard_in(way, model, mesh);
+      const std::string refused = message_of<UnsupportedError>([&] { model.to(kBF16); });
+      EXPECT_NE(refused.find("call it before the model is sharded"), std::string::npos) << refused;
+      expect_trains_on(model, rank, 2);
+    });
+  }
+}
+
+TEST(ShardMistakes, AMeshThatGoesBeforeItsModelIsNamed) {
+  for (const Way way : {Way::kZero1, Way::kZero2, Way::kFully}) {
+    compared_ranks(2, [&](int rank) {
+      SCOPED_TRACE(name_of(way));
+      manual_seed(3);
+      Net model;
+      auto mesh = std::make_unique<Mesh>(world());
+      const auto parallel = shard_in(way, model, *mesh);
+      expect_trains_on(model, rank, 2);
+      mesh = nullptr;
+      const std::string gone = message_of<UnsupportedError>([&] { loss_of(model, rank); });
+      EXPECT_NE(gone.find("the mesh whose ranks hold the model's parameters is gone"),
+                std::string::npos)
+          << gone;
+    });
+  }
+}
+
+TEST(ShardMistakes, ModulesThatComeBetweenShardingAndTheFirstCallAreNamed) {
+  compared_ranks(2, [&](int rank) {
+    manual_seed(3);
+    Net model;
+    Mesh mesh(world());
+    fully_shard(model.first, mesh);
+    fully_shard(model, mesh);
+    model.first.share_parameter("scale", tessera::ones({7}));
+    const std::string came = message_of<ConfigError>([&] { loss_of(model, rank); });
+    EXPECT_NE(came.find("'first.scale' came to the model"), std::string::npos) << came;
+  });
+}
+
 }  // namespace
 }  // namespace tessera::distributed

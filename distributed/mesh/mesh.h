@@ -77,6 +77,9 @@ class Mesh {
   }
   Mesh& operator[](std::string_view axis) const { return submesh({axis}); }
 
+  // Expires with the mesh: for who keeps its address.
+  std::weak_ptr<const void> lifetime() const { return lifetime_; }
+
   // "mesh(dp_replicate=2, dp_shard=4)"; "mesh(dp=2) of mesh(dp=2, tp=2)"
   std::string describe() const;
 
@@ -92,6 +95,7 @@ class Mesh {
   std::vector<std::string_view> names_at(const Positions& axes) const;
   std::string own_text() const;
 
+  std::shared_ptr<const void> lifetime_ = std::make_shared<char>();
   const Mesh* parent_ = nullptr;  // of a sub-mesh
   Group* world_ = nullptr;        // of the outermost mesh
   std::vector<MeshAxis> axes_;

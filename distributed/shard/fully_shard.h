@@ -129,10 +129,13 @@ class FullyShardedModule {
 // Makes one unit of the module's parameters that no earlier call has taken: call it for blocks
 // first, then for what holds them. The list form: several modules that run one after the other,
 // gathered before the first and released after the last. `mesh`: one axis, whose ranks hold the
-// parts; or two, of which the first replicates what the second cuts (HSDP). It must outlive the
-// model. Collective over the mesh. Throws ConfigError for a module that has a unit already, for a
-// parameter that another unit holds (weights that are tied across units), for a scalar parameter,
-// for an ignored name that is not there.
+// parts; or two, of which the first replicates what the second cuts (HSDP). Collective over the
+// mesh. Throws ConfigError for a module that has a unit already, for a parameter that another unit
+// holds (weights that are tied across units), for a scalar parameter, for an ignored name that is
+// not there.
+// The mesh must outlive the model, else the next call of the model is an UnsupportedError. When the
+// outermost module has its unit, no parameter that trains may come to the model and none may leave
+// it: the next call would be a ConfigError.
 FullyShardedModule fully_shard(nn::ModuleBase& module, Mesh& mesh,
                                const FullyShardOptions& options = {});
 FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh& mesh,

@@ -8,6 +8,7 @@
 #include <tessera/core/placement_slot.h>
 #include <tessera/distributed/shard/broadcast.h>
 #include <tessera/distributed/shard/join_state.h>
+#include <tessera/distributed/shard/known_parameters.h>
 #include <tessera/distributed/shard/mutant.h>
 #include <tessera/distributed/transport/collectives.h>
 
@@ -123,6 +124,7 @@ struct Replica::State : std::enable_shared_from_this<Replica::State> {
   Group* ranks = nullptr;
   ReplicateOptions options;
   NamedTensors parameters, buffers;
+  std::optional<KnownParameters> known;
   std::shared_ptr<BucketSchedule> schedule;
   std::function<BeforeBackward()> forward_observer;
   std::vector<HookHandle> handles;
@@ -168,6 +170,7 @@ void Replica::State::install() {
 
 void Replica::State::before_forward() {
   if (!grad_enabled() || !model->is_training()) return;
+  known->check();
   const PhaseScope phase("forward");
   schedule->before_forward();
   if (const auto joined = join.lock(); joined && joined->open()) joined->before_forward();
@@ -250,6 +253,9 @@ Replica replicate(nn::ModuleBase& model, Mesh& mesh, const ReplicateOptions& opt
   state->model = &model;
   state->options = options;
   state->ranks = &mesh.group(options.axis);
+  ParameterPlaces places;
+  for (const auto& [name, place] : model.parameter_places()) places.insert(place);
+  state->known.emplace(std::vector{&model}, places, true, "replicate");
   std::set<std::string> found;
   state->parameters = without(model.named_parameters(), options.ignored, found);
   state->buffers = without(model.named_buffers(), options.ignored, found);

@@ -5,7 +5,6 @@
 #include <optional>
 #include <set>
 #include <unordered_map>
-#include <unordered_set>
 
 #include <nlohmann/json.hpp>
 
@@ -112,11 +111,11 @@ void check_free(const Tensor* place, const std::string& name, std::string_view w
 
 }  // namespace
 
-std::vector<ShardedParam> free_parameters(const std::vector<nn::ModuleBase*>& modules,
-                                          const std::vector<std::string>& ignored,
+std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std::string>& ignored,
                                           std::string_view where) {
+  const std::vector<nn::ModuleBase*>& modules = unit.modules;
   check_apart(modules, where);
-  std::unordered_set<const Tensor*> taken;
+  ParameterPlaces taken;
   for (const auto& unit : units_under(modules)) {
     for (const auto& part : unit->parts) {
       for (const ShardedParam& param : part->params()) {
@@ -134,6 +133,7 @@ std::vector<ShardedParam> free_parameters(const std::vector<nn::ModuleBase*>& mo
           ignored, [&](const std::string& one) { return names_part_of(one, name); });
       if (scope != ignored.end()) {
         found.insert(*scope);
+        unit.left_out.insert(place);
         continue;
       }
       const std::string full = joined(module->dotted_name(), name);

@@ -12,10 +12,10 @@
 
 namespace tessera::distributed {
 
-// The parameters of the modules that no unit has taken yet, with all their places; those named in
-// `ignored` are left out. Throws as fully_shard() says, named `where`.
-std::vector<ShardedParam> free_parameters(const std::vector<nn::ModuleBase*>& modules,
-                                          const std::vector<std::string>& ignored,
+// The parameters of the unit's modules that no unit has taken yet, with all their places; those
+// named in `ignored` are left out, which the unit remembers. Throws as fully_shard() says, named
+// `where`.
+std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std::string>& ignored,
                                           std::string_view where);
 // Compares names, shapes, dtypes and what requires grad among the ranks of the mesh, and `options`,
 // which says in words what else must be alike (DistributedError), and gives all of them rank 0's

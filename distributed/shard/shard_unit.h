@@ -12,6 +12,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/distributed/shard/backward_pass.h>
+#include <tessera/distributed/shard/known_parameters.h>
 #include <tessera/distributed/shard/mixed_precision_policy.h>
 #include <tessera/distributed/shard/param_shards.h>
 #include <tessera/nn/module.h>
@@ -41,6 +42,8 @@ struct ShardUnit {
   std::vector<std::weak_ptr<ShardUnit>> forward_prefetch, backward_prefetch;
   // Whole tensors of modules that were frozen when they were sharded, and stay each rank's own.
   NamedTensors left_whole;
+  // Places of what is no part of the unit on purpose: ignored, or left whole.
+  ParameterPlaces left_out;
   // Made when the root is called first, for all units under it.
   std::shared_ptr<UnitSchedule> schedule;
   bool is_root = false;

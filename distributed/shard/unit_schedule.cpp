@@ -16,6 +16,19 @@
 namespace tessera::distributed {
 namespace {
 
+ParameterPlaces places_of(const std::vector<std::shared_ptr<ShardUnit>>& units) {
+  ParameterPlaces places;
+  for (const auto& unit : units) {
+    places.insert(unit->left_out.begin(), unit->left_out.end());
+    for (const auto& part : unit->parts) {
+      for (const ShardedParam& param : part->params()) {
+        places.insert(param.places.begin(), param.places.end());
+      }
+    }
+  }
+  return places;
+}
+
 // The dtype in which weights are read as casts here.
 std::optional<DType> cast_in_scope() {
   const AutocastMode& autocast = Context::current().slot<AutocastMode>();
@@ -101,7 +114,10 @@ NamedTensors UnitSchedule::trained_wholes() {
 
 UnitSchedule::UnitSchedule(const std::vector<std::shared_ptr<ShardUnit>>& units, Group& ranks,
                            const Options& options)
-    : options_(options), pass_(wholes_of(units), ranks, options.average, *this) {
+    : options_(options),
+      known_(units.front()->modules, places_of(units), false, "sharding"),
+      mesh_(units.front()->ranks.mesh->lifetime()),
+      pass_(wholes_of(units), ranks, options.average, *this) {
   for (const ParamShards* part : parts_) may_cast_ = may_cast_ || part->may_cast();
   set_shards();
 }
@@ -118,6 +134,13 @@ UnitSchedule::~UnitSchedule() = default;
 
 // The model is called, by whatever unit.
 void UnitSchedule::before_model() {
+  TS_CHECK_AS(UnsupportedError, !root_.expired(), "sharding",
+              "the model that holds this unit is gone, and with it the order of its calls; keep it "
+              "as long as its modules");
+  TS_CHECK_AS(UnsupportedError, !mesh_.expired(), "sharding",
+              "the mesh whose ranks hold the model's parameters is gone; keep it as long as the "
+              "model");
+  known_.check();
   // see [Note: backwards that threw]
   const bool threw = pass_.in_backward() || open_backward_;
   if (pass_.in_backward()) pass_.fail_backward();

@@ -113,6 +113,8 @@ class UnitSchedule final : public GradientSchedule {
   void set_shards();
 
   Options options_;
+  KnownParameters known_;
+  std::weak_ptr<const void> mesh_;  // expires with it
   std::weak_ptr<ShardUnit> root_;
   std::vector<std::weak_ptr<ShardUnit>> units_;
   std::vector<ParamShards*> parts_;  // of all units

@@ -29,7 +29,7 @@ ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options)
                     .local_sums = options.stage == 1,
                     .reduces_every_backward = options.stage == 2};
   unit->broadcasts_buffers = options.broadcast_buffers;
-  std::vector<ShardedParam> params = free_parameters({&model}, options.ignored, where);
+  std::vector<ShardedParam> params = free_parameters(*unit, options.ignored, where);
   synchronise_parameters(
       params, mesh, options.init_sync, where,
       tessera::detail::concatenate(
@@ -41,6 +41,7 @@ ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options)
   std::erase_if(params, [&](const ShardedParam& param) {
     if (param.shard.requires_grad()) return false;
     unit->left_whole.push_back({param.name, param.shard});
+    unit->left_out.insert(param.places.begin(), param.places.end());
     return true;
   });
   // As their gradients come: from the last to the first.

@@ -47,7 +47,7 @@ using ChannelPtr = std::shared_ptr<ChannelState>;
 
 std::string text_of(const CallHeader& header) {
   return detail::concatenate(name_of(header.operation), " #", header.sequence, " (", header.dtype,
-                             "[", header.count, "])");
+                             "[", header.count < 0 ? "uneven" : std::to_string(header.count), "])");
 }
 
 // Every rank's word to every other: words[r] of rank r, words[rank] of this one.
