@@ -59,6 +59,10 @@ std::shared_ptr<OpNode> make_node(const Op& op, std::span<const Tensor> inputs,
     if (node->next_edges.back().node) node->needs |= index_bit(i);
   }
   node->take_sequence();
+  if (const RangeListener* listener = Context::current().slot<detail::ProfilerSlot>().active;
+      listener != nullptr) [[unlikely]] {
+    node->place = listener->place();
+  }
   if (anomaly_enabled()) {
     std::ostringstream site;
     site << call_site() << (call_site().empty() ? "" : ": ") << op.name << '(';

@@ -177,7 +177,7 @@ void Pass::run_node(NodeState& state) {
   // A single output has a gradient whenever the node runs; others may lack theirs.
   TensorList next;
   const std::string range_name = profiling() ? node.name() + " backward" : std::string();
-  const ProfilerRange range(range_name);
+  const ProfilerRange range(range_name, node.place);
   try {
     next = node.apply(std::move(gradients));
   } catch (Error& error) {

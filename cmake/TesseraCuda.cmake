@@ -89,17 +89,22 @@ set(tessera_gpu_dry ${tessera_gpu})
 if(TESSERA_EMULATION)
   add_subdirectory(core/cuda/emulation)
   set(tessera_gpu_emulated tessera_core_cuda_emulated)
-  if(NOT TESSERA_SANITIZE)  # it runs no kernels, and its host code is the emulation's
-    add_subdirectory(core/cuda/dry)
-    set(tessera_gpu_dry tessera_core_cuda_dry)
-  endif()
+endif()
+if(TESSERA_DRY)
+  add_subdirectory(core/cuda/dry)
+  set(tessera_gpu_dry tessera_core_cuda_dry)
 endif()
 
-# Installed programs take the backend that was built; tesseraConfig.cmake finds CUDA's runtime.
+# Installed programs take the backend that was built, or the dry device; tesseraConfig.cmake finds
+# CUDA's runtime.
 string(REPLACE tessera_ "" tessera_gpu_export ${tessera_gpu})
+set(tessera_gpu_dry_export ${tessera_gpu_export})
+if(TESSERA_DRY AND TESSERA_BUILD_CLI)  # it is built with tessera-price
+  set(tessera_gpu_dry_export core_cuda_dry)
+endif()
 set(gpu_of_program
   $<BUILD_INTERFACE:$<IF:$<STREQUAL:$<TARGET_PROPERTY:TESSERA_GPU>,emulated>,${tessera_gpu_emulated},$<IF:$<STREQUAL:$<TARGET_PROPERTY:TESSERA_GPU>,dry>,${tessera_gpu_dry},${tessera_gpu}>>>
-  $<INSTALL_INTERFACE:tessera::${tessera_gpu_export}>)
+  $<INSTALL_INTERFACE:$<IF:$<STREQUAL:$<TARGET_PROPERTY:TESSERA_GPU>,dry>,tessera::${tessera_gpu_dry_export},tessera::${tessera_gpu_export}>>)
 if(BUILD_SHARED_LIBS)  # the choice is the program's, not that of a library between
   list(TRANSFORM gpu_of_program REPLACE "(.+)"
     "$<$<STREQUAL:$<TARGET_PROPERTY:TYPE>,EXECUTABLE>:\\1>")

@@ -94,6 +94,12 @@ if(TESSERA_BUILD_TESTS AND TESSERA_BOOST_CONTEXT AND TESSERA_BOOST_CONTEXT_INCLU
    AND NOT TESSERA_SANITIZE STREQUAL "thread" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   set(TESSERA_EMULATION ON)
 endif()
+# The dry device, which runs no kernels; its host code is tried by the other builds' sanitizers.
+set(TESSERA_DRY OFF)
+if((TESSERA_BUILD_TESTS OR TESSERA_BUILD_CLI) AND NOT TESSERA_SANITIZE
+   AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  set(TESSERA_DRY ON)
+endif()
 tessera_report("Boost.Context" TESSERA_BOOST_CONTEXT "" "optional; without it GPU kernels are not tested on the CPU; apt install libboost-context-dev")
 message(STATUS "tessera builds on:\n${TESSERA_FOUND_TABLE}")
 if(TESSERA_MISSING)

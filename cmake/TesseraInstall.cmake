@@ -5,6 +5,15 @@ include(CMakePackageConfigHelpers)
 
 set(tessera_installed tessera_core ${tessera_gpu} tessera_autograd tessera_nn tessera_optim tessera_precision tessera_data
   tessera_distributed tessera_shard tessera_checkpoint tessera_process tessera_accelerate tessera)
+set(tessera_programs "")
+foreach(program IN ITEMS tessera_cli tessera_price)
+  if(TARGET ${program})
+    list(APPEND tessera_programs ${program})
+  endif()
+endforeach()
+if(TARGET tessera_price)  # who prices programs of their own links to the dry device
+  list(APPEND tessera_installed tessera_core_cuda_dry)
+endif()
 if(BUILD_SHARED_LIBS)  # they find each other, and the command finds them, wherever the prefix is
   foreach(target IN LISTS tessera_installed)
     get_target_property(type ${target} TYPE)
@@ -12,16 +21,21 @@ if(BUILD_SHARED_LIBS)  # they find each other, and the command finds them, where
       set_target_properties(${target} PROPERTIES INSTALL_RPATH "$ORIGIN")
     endif()
   endforeach()
-  if(TARGET tessera_cli)
-    set_target_properties(tessera_cli PROPERTIES INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
+  if(tessera_programs)
+    set_target_properties(${tessera_programs} PROPERTIES
+      INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}")
   endif()
 endif()
 install(TARGETS ${tessera_installed} EXPORT tesseraTargets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
   ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR}
   FILE_SET HEADERS DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-if(TARGET tessera_cli)
-  install(TARGETS tessera_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+if(tessera_programs)
+  install(TARGETS ${tessera_programs} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()
+if(TARGET tessera_price)
+  install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/accelerate/cli/price/machines
+    DESTINATION ${CMAKE_INSTALL_DATADIR}/tessera)
 endif()
 install(FILES ${CMAKE_CURRENT_SOURCE_DIR}/tessera.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 set(tessera_package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/tessera)

@@ -45,8 +45,9 @@ function(tessera_floor name)
   file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/${name}
        ${CMAKE_CURRENT_SOURCE_DIR}/${name}/*.h)
   list(FILTER headers EXCLUDE REGEX "^transport/(mpi|nccl)/")  # private
-  # Of the GPU backend only its interface is public; the rest needs CUDA's headers.
-  list(FILTER headers EXCLUDE REGEX "^cuda/(emulation/|[^b])")
+  # Of the GPU backend only its interface is public, and what a dry device was asked for; the rest
+  # needs CUDA's headers.
+  list(FILTER headers EXCLUDE REGEX "^cuda/(emulation/|[^bdt]|device|transfers|dry/record)")
   list(TRANSFORM headers PREPEND ${TESSERA_INCLUDE_DIR}/tessera/${name}/)
   if(NOT sources)
     set(sources ${CMAKE_CURRENT_SOURCE_DIR}/cmake/empty.cpp)
@@ -169,6 +170,7 @@ target_link_libraries(tessera INTERFACE tessera_accelerate)
 if(TESSERA_BUILD_CLI)
   file(GLOB cli_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/accelerate/cli/*.cpp)
   if(cli_sources)
+    list(APPEND cli_sources ${CMAKE_CURRENT_SOURCE_DIR}/accelerate/cli/price/options.cpp)
     add_executable(tessera_cli ${cli_sources})
     set_target_properties(tessera_cli PROPERTIES OUTPUT_NAME tessera
       UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 4

@@ -27,6 +27,13 @@ class RangeListener {
   virtual ~RangeListener() = default;
   virtual void enter(std::string_view name) = 0;
   virtual void leave() = 0;
+  // Where the thread is, as a number of the listener's own: the tape keeps it with each op, and the
+  // range of the op's backward comes with it. 0: nowhere.
+  virtual uint32_t place() const { return 0; }
+  virtual void enter_backward(std::string_view name, uint32_t place) {
+    (void)place;
+    enter(name);
+  }
 };
 
 class Profiler : public RangeListener {
@@ -77,12 +84,19 @@ struct ProfilerSlot {
 };
 }  // namespace detail
 
-// Two listeners as one.
+// Two listeners as one. Places are those of the first one that has any.
 class BothListeners : public RangeListener {
  public:
   BothListeners(RangeListener* first, RangeListener* second) : first_(first), second_(second) {}
   void enter(std::string_view name) override { first_->enter(name), second_->enter(name); }
   void leave() override { second_->leave(), first_->leave(); }
+  uint32_t place() const override {
+    const uint32_t place = first_->place();
+    return place != 0 ? place : second_->place();
+  }
+  void enter_backward(std::string_view name, uint32_t place) override {
+    first_->enter_backward(name, place), second_->enter_backward(name, place);
+  }
 
  private:
   RangeListener *first_, *second_;
@@ -127,6 +141,12 @@ class ProfilerRange {
  public:
   explicit ProfilerRange(std::string_view name)
       : ProfilerRange(name, Context::current().slot<detail::ProfilerSlot>().active) {}
+  // Of the backward of an op that was called at `place`.
+  ProfilerRange(std::string_view name, uint32_t place)
+      : listener_(Context::current().slot<detail::ProfilerSlot>().active) {
+    if (listener_ != nullptr) [[unlikely]]
+      listener_->enter_backward(name, place);
+  }
   ~ProfilerRange() {
     if (listener_ != nullptr) [[unlikely]]
       listener_->leave();

@@ -14,6 +14,7 @@
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
 #include <tessera/core/placement_slot.h>
+#include <tessera/core/profiler.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/optim/optimizer.h>
 
@@ -119,6 +120,7 @@ double norm_of(const std::vector<Cut>& cuts, double p) {
 }  // namespace
 
 Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipOptions& options) {
+  const TimelineRange range("clip_grad_norm");
   TS_CHECK(max_norm >= 0, "clip_grad_norm", "max_norm must not be negative; got ", max_norm);
   TS_CHECK(options.fold_into == nullptr || options.gradient_scale == 1, "clip_grad_norm",
            "the optimizer in fold_into says itself what gradients are multiplied by; leave out "

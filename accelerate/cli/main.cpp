@@ -119,6 +119,7 @@ int main(int argc, char** argv) {
   tessera::cli::add_env(app, exit_code);
   tessera::cli::add_estimate_memory(app, exit_code);
   tessera::cli::add_merge_weights(app, exit_code);
+  tessera::cli::add_price(app, program);
   tessera::cli::add_test(app, exit_code);
   tessera::cli::add_agent(app, program, exit_code);
 
@@ -128,6 +129,7 @@ int main(int argc, char** argv) {
     if (words[0] != "launch" && words[0] != "agent") {
       for (std::string& word : words) word = tessera::with_hyphens(word);
       if (words[0] == "config") tessera::join_truth_values(words);
+      if (words[0] == "price") program.assign(words.begin() + 1, words.end());
       continue;
     }
     const size_t at = std::min(tessera::find_program_word(*subcommand, words), words.size());

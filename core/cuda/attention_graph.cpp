@@ -327,7 +327,9 @@ GraphRequest attention_request(const AttentionProblem& problem) {
       .key = describe(problem),
       .build =
           [](const void* p) { return attention_graph(*static_cast<const AttentionProblem*>(p)); },
-      .problem = &problem};
+      .problem = &problem,
+      .work = problem.backward ? GraphWork::kAttentionGradient : GraphWork::kAttention,
+      .causal = problem.causal};
 }
 
 }  // namespace tessera::gpu

@@ -78,7 +78,8 @@ GraphRequest conv_request(const ConvProblem& problem) {
   return {.name = "conv2d",
           .key = describe(problem),
           .build = [](const void* p) { return conv_graph(*static_cast<const ConvProblem*>(p)); },
-          .problem = &problem};
+          .problem = &problem,
+          .work = GraphWork::kConvolution};
 }
 
 }  // namespace tessera::gpu

@@ -97,12 +97,22 @@ struct ScratchLayout {
 };
 ScratchLayout scratch_layout(const LibraryGraph& graph);
 
+// What a request is worth to who counts work and puts a price on it (dry/price.h).
+enum class GraphWork : uint8_t {
+  kMemory,  // moves its tensors
+  kAttention,
+  kAttentionGradient,
+  kConvolution,  // or one of its gradients
+};
+
 // What the library is asked for: the key names everything that the graph depends on.
 struct GraphRequest {
   const char* name;  // of the op, for errors and profiles
   std::string key;
   LibraryGraph (*build)(const void* problem);  // called where the key is new
   const void* problem;
+  GraphWork work = GraphWork::kMemory;
+  bool causal = false;  // of attention: about half of the pairs are masked, and left out
 };
 
 // "9.19.0"

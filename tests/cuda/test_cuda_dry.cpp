@@ -144,9 +144,11 @@ TEST(CudaDry, AStepOfGpt2HasItsProducts) {
     const double blocks = 12 * width * width * static_cast<double>(config.layers);
     const double head = width * static_cast<double>(config.vocab_size);
     EXPECT_EQ(flops(launches, LaunchKind::kProduct), 6 * (blocks + head) * tokens);
-    EXPECT_EQ(flops(launches, LaunchKind::kGraph),
-              7 * 2 * tokens * static_cast<double>(config.context * config.layers) * width);
-    EXPECT_EQ(count(launches, LaunchKind::kGraph), 2 * config.layers);
+    EXPECT_EQ(
+        flops(launches, LaunchKind::kAttention) + flops(launches, LaunchKind::kAttentionGradient),
+        7 * 2 * tokens * static_cast<double>(config.context * config.layers) * width);
+    EXPECT_EQ(count(launches, LaunchKind::kAttention), config.layers);
+    EXPECT_EQ(count(launches, LaunchKind::kAttentionGradient), config.layers);
     // Nearly all kernels say what they move.
     std::map<std::string, int64_t> written;
     std::set<std::string> silent;
@@ -201,94 +203,6 @@ TEST(CudaDry, AGraphAsksForTheSame) {
     if (launch.kind == LaunchKind::kCopy) continue;
     EXPECT_TRUE(launch.replayed) << launch.name;
   }
-}
-
-// ---- Prices ------------------------------------------------------------------------------------
-
-class CudaDryPrices : public testing::Test {
- protected:
-  std::string path_ = testing::TempDir() + "machine.json";
-  void TearDown() override { std::remove(path_.c_str()); }
-  dry::Machine machine(const std::string& text) {
-    std::ofstream(path_) << text;
-    return dry::Machine::read(path_);
-  }
-  // Rates of round numbers; a source of none.
-  dry::Machine hopper() {
-    return machine(R"({"name": "made up", "bandwidth": 4e12, "gemm": {"bf16": 7e14, "f32": 5e13},
-                       "attention": {"forward": 2.88e14, "backward": 2.3e14}, "launch_gap": 1e-6})");
-  }
-};
-
-TEST_F(CudaDryPrices, OfSingleLaunches) {
-  const dry::Machine m = hopper();
-  const auto expect = [&](const Launch& launch, double seconds, dry::Bound bound) {
-    const dry::Price price = dry::price(launch, m);
-    EXPECT_NEAR(price.seconds, seconds, 1e-15 + 1e-12 * seconds) << launch.name;
-    EXPECT_EQ(price.bound, bound) << launch.name;
-  };
-  expect({.name = "kernel", .traffic = {3'000'000'000, 1'000'000'000}}, 1e-3 + 1e-6,
-         dry::Bound::kMemory);
-  expect({.name = "little", .traffic = {4000, 0}}, 1e-9 + 1e-6, dry::Bound::kGap);
-  expect({.name = "silent"}, 1e-6, dry::Bound::kUnknown);
-  expect({.kind = LaunchKind::kProduct,
-          .name = "product",
-          .traffic = {4000, 0},
-          .dtype = kBF16,
-          .flops = 7e11},
-         1e-3 + 1e-6, dry::Bound::kProduct);
-  expect({.kind = LaunchKind::kProduct,
-          .name = "thin",
-          .traffic = {4'000'000'000, 0},
-          .dtype = kF32,
-          .flops = 5e9},
-         1e-3 + 1e-6, dry::Bound::kMemory);
-  expect({.kind = LaunchKind::kGraph, .name = "attention", .causal = true, .flops = 2 * 2.88e11},
-         1e-3 + 1e-6, dry::Bound::kAttention);
-  expect({.kind = LaunchKind::kGraph, .name = "attention", .backward = true, .flops = 2.3e11},
-         1e-3 + 1e-6, dry::Bound::kAttention);
-  expect({.kind = LaunchKind::kCopy, .name = "copy", .bytes = 2'000'000'000}, 1e-3 + 1e-6,
-         dry::Bound::kMemory);
-  expect({.kind = LaunchKind::kFill, .name = "fill", .bytes = 4'000'000'000}, 1e-3 + 1e-6,
-         dry::Bound::kMemory);
-  EXPECT_THROW(dry::price({.kind = LaunchKind::kProduct, .dtype = kF64, .flops = 1}, m),
-               UnsupportedError);
-}
-
-TEST_F(CudaDryPrices, MachinesThatSayTooLittleAreNamed) {
-  EXPECT_THROW(dry::Machine::read("/nowhere.json"), IoError);
-  const auto message = [&](const std::string& text) {
-    return message_of<FormatError>([&] { machine(text); });
-  };
-  EXPECT_NE(message("[1]").find("not a JSON object"), std::string::npos);
-  EXPECT_NE(message("{}").find("bandwidth must be"), std::string::npos);
-  EXPECT_NE(message(R"({"bandwidth": -1})").find("bandwidth must be"), std::string::npos);
-  EXPECT_NE(message(R"({"bandwidth": 1})").find("gemm must be an object"), std::string::npos);
-  EXPECT_NE(message(R"({"bandwidth": 1, "gemm": {"bf16": "fast"}})").find("gemm.bf16 must be"),
-            std::string::npos);
-  EXPECT_NE(message(R"({"bandwidth": 1, "gemm": {"bf16": 1}, "attention": {"forward": 1}})")
-                .find("attention.backward must be"),
-            std::string::npos);
-}
-
-// By hand: operations over rates, and what AdamW moves.
-TEST_F(CudaDryPrices, OfAStepOfGpt2) {
-  Training training({.vocab_size = 50304}, 64);
-  training.step();
-  const std::vector<Launch> launches = training.launches();
-  const dry::Bill bill = dry::price(launches, hopper());
-  const double gap = 1e-6, tokens = 64 * 1024, width = 768;
-  const auto products = static_cast<double>(count(launches, LaunchKind::kProduct));
-  EXPECT_NEAR(bill.by_bound.at(dry::Bound::kProduct),
-              6 * (12 * 12 * width * width + 50304 * width) * tokens / 7e14 + products * gap, 1e-9);
-  const double plane =
-      2 * tokens * 1024 * 12 * width;  // of one product of attention, in all layers
-  EXPECT_NEAR(bill.by_bound.at(dry::Bound::kAttention),
-              plane / 2.88e14 + 2.5 * plane / 2.3e14 + 24 * gap, 1e-9);
-  double sum = 0;
-  for (const auto& [bound, seconds] : bill.by_bound) sum += seconds;
-  EXPECT_NEAR(bill.seconds, sum, 1e-12);
-  EXPECT_TRUE(bill.unpriced.contains("index_select"));
 }
 
 // ---- Limits ------------------------------------------------------------------------------------

@@ -6,50 +6,78 @@
 // and says what a GPU would have been asked for. What would read values of the device (item(),
 // to(kCpu), shapes that depend on values) is an UnsupportedError.
 //
-//     dry::take_launches();           // forget what came before
-//     step();
-//     for (const dry::Launch& launch : dry::take_launches()) ...
+//     step();                                               // what comes once: the optimizer's
+//     state const dry::Recording recording = dry::record([&] { step(); }); for (const dry::Launch&
+//     launch : recording.launches) ...
+//
+// A program gets a dry device by its link: the target property TESSERA_GPU is `dry`, in a build
+// tree as with an installed tessera.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
-#include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/traffic.h>
 #include <tessera/core/dtype.h>
 
 namespace tessera::gpu::dry {
 
 enum class LaunchKind : uint8_t {
-  kKernel,   // of the library's own
-  kProduct,  // of cuBLASLt
-  kGraph,    // of cuDNN
-  kCopy,     // within or to the device
-  kFill,     // a memset
+  kKernel,             // of the library's own
+  kProduct,            // of cuBLASLt
+  kAttention,          // of cuDNN, and so the next three
+  kAttentionGradient,  //
+  kConvolution,        // or one of its gradients
+  kGraph,              // what else it calculates
+  kCopy,               // within or to the device
+  kFill,               // a memset
+};
+
+// [batch, m, k] times [batch, k, n], or of one [k, n].
+struct ProductShape {
+  int64_t batch = 0, m = 0, n = 0, k = 0;
 };
 
 struct Launch {
   LaunchKind kind = LaunchKind::kKernel;
   int device = 0;
-  std::string name = {};  // of the op
+  std::string name = {};  // of the kernel
+  // Within record(): who asked for it. The op ("gelu", "gelu backward"; not those that it is made
+  // of), and the innermost call of a module, by its dotted name ("transformer.h.0.mlp"), also for
+  // the op's backward; or another range of a timeline, such as "optimizer step". Empty: outside of
+  // all.
+  std::string op = {}, layer = {};
   // Of a kernel: its address, and its shape. Grid and block as x, y, z.
   const void* function = nullptr;
   unsigned grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
-  int64_t shared_bytes = 0;               // asked for beside arrays of fixed size
-  std::string request = {};               // of a library: gemm.h's describe(), or the graph's key
-  Traffic traffic = {};                   // as its host code says, where it does
-  int64_t bytes = 0;                      // of a copy or fill
-  DType dtype = kF32;                     // of a product's first operand
-  bool causal = false, backward = false;  // of attention
+  int64_t shared_bytes = 0;  // asked for beside arrays of fixed size
+  std::string request = {};  // of a library: gemm.h's describe(), or the graph's key
+  Traffic traffic = {};      // as its host code says, where it does
+  DType dtype = kF32;        // of the first operand of a product, attention or convolution
+  bool tf32 = false;         // a product of f32 operands that are cut to 10 bits of mantissa
+  ProductShape product = {};
+  bool causal = false;  // of attention
   // Of a product and of the products in a graph: multiplications and additions of numbers, as if
   // nothing were masked.
   double flops = 0;
   bool replayed = false;  // as a node of a CUDA graph, which is one launch of the host
 };
 
-// All devices', in the order of the calls, since the last call of this. Thread-safe.
+// Of all devices, in the order of the calls, since the last call of this. Thread-safe.
 std::vector<Launch> take_launches();
+
+struct Recording {
+  std::vector<Launch> launches;
+  // Of the calling thread's wall: all that the host does but the driver's share, and the noting of
+  // launches.
+  double host_seconds = 0;
+};
+// What `work` asks for, with the ops and layers that do. What was noted before is forgotten. In
+// other threads than this one ops and layers are not known; replays of a CUDA graph have those of
+// its capture, where that was recorded.
+Recording record(const std::function<void()>& work);
 
 // Whether cuBLASLt and cuDNN are there, as they are at first. False: everything runs on own
 // kernels.

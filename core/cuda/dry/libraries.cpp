@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <set>
 
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/check.h>
@@ -26,16 +27,81 @@ Tensor workspace_of(int64_t bytes) {
   return raw::empty({bytes}, kU8, cuda(index));
 }
 
-// The products among its operations: [..., rows, inner] with [..., inner, columns].
+const GraphTensor& tensor_at(const LibraryGraph& graph, int number) {
+  return graph.tensors[static_cast<size_t>(number)];
+}
+
+// Products are [..., rows, inner] with [..., inner, columns]. Of a convolution each element of y
+// [N, O, H, W] is a sum over the weight's [O, C / groups, KH, KW] but the first; its gradients have
+// as many products.
 double flops_of(const LibraryGraph& graph) {
   double flops = 0;
   for (const GraphNode& node : graph.nodes) {
-    if (node.op != GraphOp::kMatmul) continue;
-    const Shape& a = graph.tensors[static_cast<size_t>(node.inputs[0])].sizes;
-    const Shape& c = graph.tensors[static_cast<size_t>(node.outputs[0])].sizes;
-    flops += 2.0 * static_cast<double>(numel_of(c)) * static_cast<double>(a[a.size() - 1]);
+    const auto sizes = [&](int number) -> const Shape& { return tensor_at(graph, number).sizes; };
+    const auto count = [&](const Shape& y, const Shape& weight) {
+      flops += 2.0 * static_cast<double>(numel_of(y)) * static_cast<double>(numel_of(weight)) /
+               static_cast<double>(weight[0]);
+    };
+    switch (node.op) {
+      case GraphOp::kMatmul: {
+        const Shape& a = sizes(node.inputs[0]);
+        flops += 2.0 * static_cast<double>(numel_of(sizes(node.outputs[0]))) *
+                 static_cast<double>(a[a.size() - 1]);
+        break;
+      }
+      case GraphOp::kConvolution:
+        count(sizes(node.outputs[0]), sizes(node.inputs[1]));
+        break;
+      case GraphOp::kConvolutionInputGradient:
+        count(sizes(node.inputs[0]), sizes(node.inputs[1]));
+        break;
+      case GraphOp::kConvolutionWeightGradient:
+        count(sizes(node.inputs[0]), sizes(node.outputs[0]));
+        break;
+      default:
+        break;
+    }
   }
   return flops;
+}
+
+// Each tensor of the caller's once: what comes out of an operation is written, the rest is read.
+// Strides of 0 repeat what is there once. What engines keep for themselves is not known.
+Traffic traffic_of(const LibraryGraph& graph) {
+  std::set<int> written;
+  for (const GraphNode& node : graph.nodes) {
+    written.insert(node.outputs.begin(), node.outputs.end());
+  }
+  Traffic traffic{0, 0};
+  for (size_t i = 0; i < graph.tensors.size(); ++i) {
+    const GraphTensor& tensor = graph.tensors[i];
+    if (tensor.role != GraphRole::kMemory) continue;
+    int64_t bytes = size_of(tensor.dtype);
+    for (int d = 0; d < tensor.sizes.size(); ++d) {
+      if (tensor.strides[d] != 0) bytes *= tensor.sizes[d];
+    }
+    (written.contains(static_cast<int>(i)) ? traffic.writes : traffic.reads) += bytes;
+  }
+  return traffic;
+}
+
+// Of the first tensor that comes in: an operand, for what has products.
+DType dtype_of(const LibraryGraph& graph) {
+  return tensor_at(graph, graph.nodes.at(0).inputs.at(0)).dtype;
+}
+
+dry::LaunchKind kind_of(GraphWork work) {
+  switch (work) {
+    case GraphWork::kAttention:
+      return dry::LaunchKind::kAttention;
+    case GraphWork::kAttentionGradient:
+      return dry::LaunchKind::kAttentionGradient;
+    case GraphWork::kConvolution:
+      return dry::LaunchKind::kConvolution;
+    case GraphWork::kMemory:
+      return dry::LaunchKind::kGraph;
+  }
+  return dry::LaunchKind::kGraph;
 }
 
 // Matrices that all of a batch share come once.
@@ -68,14 +134,16 @@ bool run_gemm(const GemmProblem& given) {
   const GemmProblem problem = fold_batch(given);
   if (!serves || !validate(problem).empty()) return false;
   const Tensor workspace = workspace_of(kGemmWorkspaceBytes);
-  dry::record({.kind = dry::LaunchKind::kProduct,
-               .name = "matmul",
-               .request = describe(problem),
-               .traffic = traffic_of(problem),
-               .dtype = problem.a.dtype,
-               .flops = 2.0 * static_cast<double>(problem.M) * static_cast<double>(problem.N) *
-                        static_cast<double>(problem.K) * static_cast<double>(problem.batch)},
-              current_stream());
+  dry::note({.kind = dry::LaunchKind::kProduct,
+             .name = "matmul",
+             .request = describe(problem),
+             .traffic = traffic_of(problem),
+             .dtype = problem.a.dtype,
+             .tf32 = problem.tf32,
+             .product = {problem.batch, problem.M, problem.N, problem.K},
+             .flops = 2.0 * static_cast<double>(problem.M) * static_cast<double>(problem.N) *
+                      static_cast<double>(problem.K) * static_cast<double>(problem.batch)},
+            current_stream());
   finish_launch(cudaSuccess, "matmul", current_stream());
   return true;
 }
@@ -99,13 +167,15 @@ bool run_graph(const GraphRequest& request, std::span<void* const>) {
   const LibraryGraph graph = request.build(request.problem);
   // What an engine asks for beside it is not known here.
   const Tensor workspace = workspace_of(scratch_layout(graph).bytes);
-  dry::record({.kind = dry::LaunchKind::kGraph,
-               .name = request.name,
-               .request = request.key,
-               .causal = request.key.find(" causal") != std::string::npos,
-               .backward = request.key.starts_with("attention backward"),
-               .flops = flops_of(graph)},
-              current_stream());
+  dry::note({.kind = kind_of(request.work),
+             .name = request.name,
+             .request = request.key,
+             .traffic = traffic_of(graph),
+             .dtype = dtype_of(graph),
+             .tf32 = graph.tf32 && dtype_of(graph) == kF32,
+             .causal = request.causal,
+             .flops = flops_of(graph)},
+            current_stream());
   finish_launch(cudaSuccess, request.name, current_stream());
   return true;
 }

@@ -1,56 +1,91 @@
 // What launches cost on a machine of stated rates: arithmetic, and no measurement.
 //
-//     const dry::Machine machine = dry::Machine::read("machine.json");
-//     dry::take_launches();
-//     step();
-//     const dry::Bill bill = dry::price(dry::take_launches(), machine);   // bill.seconds
+//     const dry::Machine machine = dry::Machine::read("h100.json");
+//     step();                                          // what comes once: the optimizer's state
+//     const dry::Recording recording = dry::record([&] { step(); });
+//     const dry::Bill bill = dry::price(recording.launches, machine);
+//     std::cout << dry::table(bill);                   // bill.seconds, and by layer and kernel
 //
-// A kernel costs the bytes that it says it moves (traffic.h) over the bandwidth, a product its
-// operations over the rate of its dtype or its operands' bytes, whichever is longer, attention the
-// operations that its mask leaves over the rates of the library, a copy or fill its bytes. Each
-// launch costs a gap besides, those of a CUDA graph too. Kernels that say nothing are counted
-// apart, at the gap alone. Not in it: instructions that take longer than the memory, waves of
-// tiles, caches.
+// A launch costs the longest of what it needs, and a gap:
+//
+//   kernel       the bytes that it says it moves (traffic.h) over the bandwidth
+//   product      its operands' bytes over the bandwidth; its operations over the rate of its dtype,
+//                in whole waves of tiles ([Note: waves of tiles] in price.cpp)
+//   attention    the operations that its mask leaves over the rates of the library
+//   convolution  its tensors' bytes, or its operations over the rate of its dtype
+//   copy, fill   its bytes in the memory of the device
+//
+// The floor of a launch is the same without gaps and waves: what its bytes and operations take at
+// the rates of the file. A kernel that says nothing of its bytes costs the gap and is listed under
+// Bill::unpriced. Not in it: instructions that take longer than the memory (the file's `issue`),
+// bytes that caches spare or that come by again (`l2_bytes`), several streams at a time.
 #pragma once
 
-#include <functional>
+#include <cstdint>
 #include <map>
 #include <span>
 #include <string>
+#include <vector>
 
 #include <tessera/core/cuda/dry/launches.h>
+#include <tessera/core/cuda/dry/machine.h>
 
 namespace tessera::gpu::dry {
 
-struct Machine {
-  std::string name;
-  double bandwidth = 0;  // bytes a second
-  std::map<std::string, double, std::less<>> gemm =
-      {};  // operations a second, by the dtype's name: "bf16"
-  double attention_forward = 0, attention_backward = 0;  // the same, of 16-bit operands
-  double launch_gap = 0;                                 // seconds
-
-  // {"name": ..., "bandwidth": ..., "gemm": {"bf16": ..., "f32": ...}, "attention": {"forward":
-  // ..., "backward": ...}, "launch_gap": ...}; other keys are let be. FormatError names a field
-  // that is missing or no positive number, IoError the file.
-  static Machine read(const std::string& path);
-};
-
 enum class Bound : uint8_t { kMemory, kProduct, kAttention, kGap, kUnknown };
+const char* name_of(Bound bound);  // "memory"
 
 struct Price {
   double seconds = 0;  // with the gap
-  Bound bound = Bound::kGap;
+  double floor_seconds = 0;
+  Bound bound = Bound::kGap;  // what takes longest
 };
 // Throws UnsupportedError for a product in a dtype of which the machine has no rate.
 Price price(const Launch& launch, const Machine& machine);
 
+// Operations that are counted: of products, and of attention those that its mask leaves.
+double counted_flops(const Launch& launch);
+// That a launch moves, as far as it says.
+int64_t moved_bytes(const Launch& launch);
+
+// Launches of one kernel for one op of a layer. Layers that differ in numbers alone share a row:
+// "transformer.h.*.mlp".
+struct BillRow {
+  std::string name, op, layer;
+  int64_t calls = 0;
+  double seconds = 0, floor_seconds = 0;  // of all calls, and so the rest
+  int64_t bytes = 0;
+  double flops = 0;
+  Bound bound = Bound::kGap;  // where most of its time is
+};
+
 struct Bill {
-  double seconds = 0;
-  std::map<Bound, double> by_bound;         // the same, apart
-  std::map<std::string, double> by_name;    // of the op
+  double seconds = 0, floor_seconds = 0;
+  double flops = 0;
+  int64_t launches = 0;
+  std::vector<BillRow> rows;                // the longest first
+  std::map<Bound, double> by_bound;         // seconds, and so the next
+  std::map<std::string, double> by_name;    // of the kernel
   std::map<std::string, int64_t> unpriced;  // launches that say nothing, by name
 };
 Bill price(std::span<const Launch> launches, const Machine& machine);
+
+// A table for people: rows from 0.1% of the step on, or all.
+std::string table(const Bill& bill, bool all = false);
+
+// What else there is to say of a step.
+struct StepFacts {
+  int64_t tokens = 0;
+  int64_t peak_bytes = 0;   // of device memory
+  double host_seconds = 0;  // the driver's share left out
+};
+// {"machine", "ms", "floor_ms", "tokens_per_s", "flops", "peak_bytes", "host_ms", "launches":
+// [{"name", "op", "layer", "calls", "ms", "bytes", "flops", "bound", "floor_ms"}]}: rows as in
+// Bill.
+std::string to_json(const Bill& bill, const Machine& machine, const StepFacts& facts);
+
+// The launches one after the other, as they are priced, with the layers that asked for them: JSON
+// that Perfetto and chrome://tracing read.
+std::string chrome_trace(std::span<const Launch> launches, const Machine& machine);
 
 }  // namespace tessera::gpu::dry

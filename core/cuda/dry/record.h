@@ -8,6 +8,9 @@
 namespace tessera::gpu::dry {
 
 // On the current device; into the graph that the stream captures, or into the list.
-void record(Launch launch, cudaStream_t stream);
+void note(Launch launch, cudaStream_t stream);
+
+// Writes the op and the layer that the calling thread is in.
+void sign(Launch& launch);
 
 }  // namespace tessera::gpu::dry

@@ -144,8 +144,9 @@ char* find_gap(size_t bytes) {
   return left >= bytes ? at : nullptr;
 }
 
-void record_locked(dry::Launch launch, EmulatedStream& stream) {
+void note_locked(dry::Launch launch, EmulatedStream& stream) {
   launch.device = stream.device;
+  dry::sign(launch);
   if (stream.capture) {
     launch.replayed = true;
     stream.capture->graph.launches.push_back(std::move(launch));
@@ -161,9 +162,9 @@ cudaError_t waited(const std::shared_ptr<Capture>& capture) {
 
 }  // namespace
 
-void dry::record(Launch launch, cudaStream_t stream) {
+void dry::note(Launch launch, cudaStream_t stream) {
   const Lock lock(machine().mutex);
-  record_locked(std::move(launch), resolve(stream));
+  note_locked(std::move(launch), resolve(stream));
 }
 
 std::vector<dry::Launch> dry::take_launches() {
@@ -293,9 +294,11 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cuda
   if (queue.capture && !machine().is_device_memory(source) && !is_pinned(source)) {
     return spoil(*queue.capture, cudaErrorStreamCaptureUnsupported);
   }
-  record_locked(
-      {.kind = dry::LaunchKind::kCopy, .name = "copy", .bytes = static_cast<int64_t>(bytes)},
-      queue);
+  const auto moved = static_cast<int64_t>(bytes);
+  note_locked({.kind = dry::LaunchKind::kCopy,
+               .name = "copy",
+               .traffic = {machine().is_device_memory(source) ? moved : 0, moved}},
+              queue);
   return cudaSuccess;
 }
 cudaError_t cudaMemcpyPeerAsync(void* target, int, const void*, int, size_t bytes,
@@ -312,8 +315,8 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void*, int, size_t bytes, cudaStream_t stream) {
-  dry::record(
-      {.kind = dry::LaunchKind::kFill, .name = "fill", .bytes = static_cast<int64_t>(bytes)},
+  dry::note(
+      {.kind = dry::LaunchKind::kFill, .name = "fill", .traffic = {0, static_cast<int64_t>(bytes)}},
       stream);
   return cudaSuccess;
 }
@@ -435,8 +438,9 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsig
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   const Lock lock(machine().mutex);
-  EmulatedStream& queue = resolve(stream);
-  for (const dry::Launch& launch : exec->launches) record_locked(launch, queue);
+  resolve(stream);
+  // As they were signed when they were captured.
+  for (const dry::Launch& launch : exec->launches) machine().launches.push_back(launch);
   return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
@@ -459,13 +463,13 @@ cudaError_t enqueue_launch(const void* function, const char* name, dim3 grid, di
       shared_bytes > kMaxSharedBytes) {
     return failed(cudaErrorInvalidConfiguration);
   }
-  dry::record({.name = name,
-               .function = function,
-               .grid = {grid.x, grid.y, grid.z},
-               .block = {block.x, block.y, block.z},
-               .shared_bytes = static_cast<int64_t>(shared_bytes),
-               .traffic = declared},
-              stream);
+  dry::note({.name = name,
+             .function = function,
+             .grid = {grid.x, grid.y, grid.z},
+             .block = {block.x, block.y, block.z},
+             .shared_bytes = static_cast<int64_t>(shared_bytes),
+             .traffic = declared},
+            stream);
   return cudaSuccess;
 }
 
