@@ -11,6 +11,9 @@ namespace tessera::gpu {
 struct Traffic {
   static constexpr int64_t kUnknown = -1;
   int64_t reads = kUnknown, writes = kUnknown;
+  // What is moved depends on values that the device holds (indices): never more than this, which is
+  // reached, or nearly, where all of them differ.
+  bool at_most = false;
   bool is_known() const { return reads >= 0 && writes >= 0; }
 };
 

@@ -1,11 +1,16 @@
-// The table of ops on the device "cuda", emulated: values and gradients against the CPU's f64.
+// The table of ops on the device "cuda", emulated: values and gradients against the CPU's f64, and
+// the bytes that launches say they move against those that they do.
 #include <gtest/gtest.h>
 
+#include <set>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/cuda/backend.h>
+#include <tessera/core/cuda/emulation/race.h>
+#include <tessera/core/cuda/emulation/report.h>
 
 #include "op_checks.h"
 #include "op_samples.h"
@@ -15,12 +20,46 @@ namespace {
 
 class CudaOps : public testing::TestWithParam<std::string_view> {};
 
+// Kernels of products, attention, convolutions and pooling without the libraries, statistics of
+// channels, and draws by weight do not say what they move.
+const std::set<std::string, std::less<>> kSilent = {"addmm",
+                                                    "attention",
+                                                    "attention_backward",
+                                                    "attention_backward_tensor",
+                                                    "attention_lengths",
+                                                    "attention_tensor",
+                                                    "avg_pool",
+                                                    "batch_norm",
+                                                    "conv1d",
+                                                    "conv2d",
+                                                    "group_norm",
+                                                    "linear",
+                                                    "matmul",
+                                                    "max_pool",
+                                                    "multinomial"};
+
+void check_traffic(const gpu::emulation::CountedTraffic& launch) {
+  const auto& [name, declared, counted, accessed] = launch;
+  if (!declared.is_known()) {
+    EXPECT_TRUE(kSilent.contains(name)) << name << " does not say what it moves";
+  } else if (declared.at_most) {
+    EXPECT_LE(counted.reads, declared.reads) << name;
+    EXPECT_LE(counted.writes, declared.writes) << name;
+  } else {
+    EXPECT_EQ(counted.reads, declared.reads) << name;
+    EXPECT_EQ(counted.writes, declared.writes) << name;
+  }
+}
+
 TEST_P(CudaOps, GiveTheValuesAndGradientsOfTheCpu) {
   const OpRow& row = *find_op_row(GetParam());
   for (const Sample& sample : row.samples) {
-    for (const std::string& complaint : check_forward_on(row, sample, cuda(0))) {
-      ADD_FAILURE() << complaint;
-    }
+    Complaints complaints;
+    const std::vector<gpu::emulation::CountedTraffic> launches =
+        gpu::emulation::count_traffic([&] { complaints = check_forward_on(row, sample, cuda(0)); });
+    for (const std::string& complaint : complaints) ADD_FAILURE() << complaint;
+    if (!gpu::emulation::race::tracked()) continue;
+    for (const gpu::emulation::CountedTraffic& launch : launches) check_traffic(launch);
   }
 }
 

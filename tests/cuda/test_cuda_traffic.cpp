@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -11,8 +12,10 @@
 #include <tessera/core/cuda/emulation/race.h>
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/embedding/embedding.h>
 #include <tessera/core/kernels/loss/cross_entropy.h>
 #include <tessera/core/kernels/norm/norm.h>
+#include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
 #include <tessera/core/random.h>
 #include <tessera/optim/optimizers.h>
 
@@ -190,6 +193,120 @@ TEST_F(CudaTraffic, OfUpdates) {
     EXPECT_EQ(update.declared.writes, update.counted.writes);
     EXPECT_LE(update.counted.reads, update.declared.reads);
     EXPECT_GT(update.counted.reads, update.declared.reads - 3 * kRow);
+  }
+}
+
+Tensor places(const std::vector<int64_t>& list) {
+  return tensor(std::span<const int64_t>(list), {static_cast<int64_t>(list.size())}).to(cuda(0));
+}
+
+// Where all of them differ, what is said is what is moved, and otherwise it is the most.
+TEST_F(CudaTraffic, OfIndices) {
+  std::vector<int64_t> list(90), same(90, 7);
+  for (size_t i = 0; i < list.size(); ++i) list[i] = static_cast<int64_t>((i * 37) % 90);
+  for (const DType dtype : {kF32, kBF16}) {
+    for (const int64_t width : {1, 40, 768}) {
+      SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << width);
+      const Tensor x = on_gpu({90, width}, dtype), rows = on_gpu({90, width}, dtype);
+      const Tensor index = places(list), equal = places(same);
+      const std::vector<std::string> sorts = {"check_index", "sort_places", "sort_places"};
+      expect_declared([&] { index_select(x, 0, index); }, {"check_index", "index_select"});
+      std::vector<std::string> names = {"copy"};
+      names.insert(names.end(), sorts.begin(), sorts.end());
+      names.push_back("index_add");
+      expect_declared([&] { index_add(x, 0, index, rows); }, names);
+      const std::vector<CountedTraffic> launches =
+          gpu::emulation::count_traffic([&] { index_select(x, 0, equal); });
+      ASSERT_EQ(launches.size(), 2u);
+      EXPECT_TRUE(launches[1].declared.at_most);
+      EXPECT_EQ(launches[1].counted.writes, launches[1].declared.writes);
+      EXPECT_EQ(launches[1].declared.reads - launches[1].counted.reads,
+                89 * width * size_of(dtype));
+    }
+  }
+}
+
+// Gradients of tables, of rows that differ, that are equal, and that a block's segment ends in.
+TEST_F(CudaTraffic, OfEmbeddings) {
+  constexpr int64_t kRows = 300;
+  for (const int64_t width : {5, 64, 768}) {
+    for (const int64_t repeat : {1, 2, 100}) {
+      SCOPED_TRACE(testing::Message() << width << " " << repeat);
+      std::vector<int64_t> list(kRows);
+      for (size_t i = 0; i < list.size(); ++i) list[i] = static_cast<int64_t>(i) / repeat;
+      const Tensor index = places(list), dy = on_gpu({kRows, width});
+      int64_t writes = 0, said = 0, parts = 0;
+      for (const CountedTraffic& launch : gpu::emulation::count_traffic(
+               [&] { kernels::embedding_backward(dy, index, kRows, -1); })) {
+        if (launch.name != "embedding_backward") {
+          EXPECT_EQ(launch.counted.reads, launch.declared.reads) << launch.name;
+          EXPECT_EQ(launch.counted.writes, launch.declared.writes) << launch.name;
+          continue;
+        }
+        EXPECT_LE(launch.counted.reads, launch.declared.reads);
+        EXPECT_LE(launch.counted.writes, launch.declared.writes);
+        if (++parts > 1) continue;
+        EXPECT_EQ(launch.counted.reads, launch.declared.reads);
+        writes = launch.counted.writes;
+        said = launch.declared.writes;
+      }
+      // A row of the table for each that differs, but for the parts that segments leave.
+      const int64_t segments = (kRows + 63) / 64, row = width * 4;
+      EXPECT_EQ(said, (kRows + 2 * segments) * row);
+      if (repeat == 1) {
+        EXPECT_EQ(writes, kRows * row);
+      }
+    }
+  }
+}
+
+TEST_F(CudaTraffic, OfSortsAndScans) {
+  for (const int64_t n : {1, 2, 700, 2048}) {
+    const Tensor x = on_gpu({3, n});
+    std::vector<std::string> names = {"sort", "sort"};
+    if (n > 1) names.push_back("sort");
+    expect_declared([&] { sort(x, 1); }, names);
+    expect_declared([&] { cumsum(x, 1); }, {"cumsum"});
+    expect_declared([&] { cumsum(x, 0); }, {"cumsum"});
+  }
+  const Tensor line = on_gpu({70000});
+  expect_declared([&] { cumsum(line, 0); }, {"cumsum", "cumsum", "cumsum"});
+  std::vector<std::string> passes = {"sort"};
+  for (int pass = 0; pass < 4; ++pass) {
+    for (const char* name : {"sort", "cumsum", "sort"}) passes.emplace_back(name);
+  }
+  passes.emplace_back("sort");
+  const Tensor long_row = on_gpu({5000});
+  expect_declared([&] { sort(long_row, 0); }, passes);
+}
+
+// Of the table what blocks look for, and limbs that are not zero.
+TEST_F(CudaTraffic, OfTheExactNorm) {
+  constexpr int64_t kRow = 128, kLimbs = 8 * 64;
+  const TensorList tensors = {on_gpu({33, 65}), on_gpu({7}, kBF16), on_gpu({70000})};
+  const int64_t elements = (33 * 65 + 70000) * 4 + 7 * 2;
+  const std::vector<CountedTraffic> launches =
+      gpu::emulation::count_traffic([&] { kernels::multi_tensor_square_sum(tensors, cuda(0)); });
+  ASSERT_EQ(launches.size(), 3u);  // zeros, the sum and its carries
+  const CountedTraffic& sum = launches[1];
+  EXPECT_TRUE(sum.declared.at_most);
+  EXPECT_GE(sum.counted.reads, elements);
+  EXPECT_LE(sum.counted.reads, sum.declared.reads);
+  EXPECT_LE(sum.declared.reads, elements + 3 * 3 * kRow + 2 * kLimbs);
+  EXPECT_LE(sum.counted.writes, sum.declared.writes);
+  EXPECT_EQ(launches[2].counted.reads, launches[2].declared.reads);
+  EXPECT_EQ(launches[2].counted.writes, launches[2].declared.writes);
+}
+
+TEST_F(CudaTraffic, OfDropoutAndSoftmax) {
+  for (const DType dtype : {kF32, kBF16}) {
+    const Tensor x = on_gpu({33, 65}, dtype), wide = on_gpu({3, 9000}, dtype);
+    expect_declared([&] { dropout(x, 0.1); }, {"dropout"});
+    expect_declared([&] { softmax(x, 1); }, {"softmax"});
+    expect_declared([&] { softmax(x, 0); }, {"softmax"});
+    expect_declared([&] { softmax(wide, 1); }, {"softmax"});
+    expect_declared([&] { tril(x, -3); }, {"tril"});
+    expect_declared([&] { triu(x, 40); }, {"triu"});
   }
 }
 

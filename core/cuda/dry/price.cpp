@@ -84,6 +84,8 @@ const char* name_of(Bound bound) {
       return "product";
     case Bound::kAttention:
       return "attention";
+    case Bound::kIssue:
+      return "issue";
     case Bound::kGap:
       return "gap";
     case Bound::kUnknown:
@@ -110,6 +112,10 @@ Price price(const Launch& launch, const Machine& machine) {
     price.seconds = seconds;
     price.bound = bound;
   };
+  if (launch.instructions > 0) {
+    const double seconds = launch.instructions / machine.issue;
+    calculates(0, seconds, Bound::kIssue);
+  }
   const double flops = counted_flops(launch);
   switch (launch.kind) {
     case LaunchKind::kProduct:

@@ -264,8 +264,10 @@ bool run_on_library(const gpu::AttentionProblem& p, const RandomStream& stream,
   if (p.dropout > 0) {
     numbers = raw::empty({2}, kI64, device);
     int64_t* const seed = numbers.data_as<int64_t>();
-    gpu::launch({.name = "scaled_dot_product_attention"}, store_stream_kernel, seed,
-                movable(stream));
+    const MovableStream moved = movable(stream);
+    gpu::launch(
+        {.name = "scaled_dot_product_attention", .traffic = {moved.state != nullptr ? 16 : 0, 16}},
+        store_stream_kernel, seed, moved);
     memory[gpu::kSeedSlot] = seed;
     memory[gpu::kOffsetSlot] = seed + 1;
   }

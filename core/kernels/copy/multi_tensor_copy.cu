@@ -121,13 +121,19 @@ class CopyTable {
  public:
   void add(const void* from, void* to, DType source, DType target, int64_t numel) {
     if (numel == 0) return;
+    read_ += numel * size_of(source);
+    written_ += numel * size_of(target);
     rows_.push_back({from, to, numel, chunks_, source, target, is_aligned(from) && is_aligned(to)});
     chunks_ += (numel + kMultiTensorChunk - 1) / kMultiTensorChunk;
   }
   void copy(const char* name, const Device& device) const {
     if (rows_.empty()) return;
     const Tensor bytes = upload_rows(rows_, device);
-    gpu::launch({.name = name, .grid = static_cast<unsigned>(chunks_), .block = kBlock},
+    // Of the table as much as chunks look for.
+    gpu::launch({.name = name,
+                 .grid = static_cast<unsigned>(chunks_),
+                 .block = kBlock,
+                 .traffic = {bytes.numel() + read_, written_, true}},
                 copy_kernel, static_cast<const CopyRow*>(bytes.data()),
                 static_cast<int>(rows_.size()));
   }
@@ -135,6 +141,7 @@ class CopyTable {
  private:
   std::vector<CopyRow> rows_;
   int64_t chunks_ = 0;
+  int64_t read_ = 0, written_ = 0;  // bytes
 };
 
 void multi_tensor_copy_cuda(std::span<const Tensor> targets, std::span<const Tensor> sources) {

@@ -51,6 +51,7 @@ struct Maps {
     values.insert(values.end(), list.begin(), list.end());
     return first;
   }
+  int64_t bytes() const { return static_cast<int64_t>(values.size()) * 8; }
   const int64_t* upload(const Device& device) {
     const auto count = static_cast<int64_t>(values.size());
     if (count == 0) return nullptr;
@@ -111,7 +112,11 @@ Tensor take_cuda(const Tensor& x, std::span<const std::vector<int64_t>> maps) {
   if (result.numel() == 0) return result;
   const int64_t* const table = lists.upload(x.device());
   with_bits(size_of(x.dtype()), [&]<class B>() {
-    gpu::launch({.name = "take", .grid = gpu::blocks(result.numel(), kBlock), .block = kBlock},
+    const int64_t bytes = result.numel() * static_cast<int64_t>(sizeof(B));
+    gpu::launch({.name = "take",
+                 .grid = gpu::blocks(result.numel(), kBlock),
+                 .block = kBlock,
+                 .traffic = {bytes + lists.bytes(), bytes, true}},
                 take_kernel<B>, static_cast<const B*>(x.data()), table,
                 static_cast<B*>(result.data()), result.numel(), at);
   });
@@ -189,9 +194,13 @@ Tensor take_transposed_cuda(const Tensor& x, std::span<const std::vector<int64_t
   }
   const int64_t* const table = lists.upload(x.device());
   dispatch_numeric_and_bool(x.dtype(), "pad_backward", [&]<class T>() {
-    gpu::launch(
-        {.name = "pad_backward", .grid = gpu::blocks(result.numel(), kBlock), .block = kBlock},
-        take_transposed_kernel<T>, x.data_as<T>(), table, result.data_as<T>(), result.numel(), at);
+    constexpr auto kSize = static_cast<int64_t>(sizeof(T));
+    gpu::launch({.name = "pad_backward",
+                 .grid = gpu::blocks(result.numel(), kBlock),
+                 .block = kBlock,
+                 .traffic = {x.numel() * kSize + lists.bytes(), result.numel() * kSize, true}},
+                take_transposed_kernel<T>, x.data_as<T>(), table, result.data_as<T>(),
+                result.numel(), at);
   });
   return result;
 }
@@ -240,7 +249,10 @@ Tensor restride_cuda(const Tensor& x, const Geometry& from, const Geometry& to) 
       const Tensor places = raw::empty({x.numel()}, kI64, device);
       const Shape strides[2] = {contiguous_strides(from.shape), from.strides};
       const Walk walk(from.shape, strides);
-      gpu::launch({.name = "as_strided", .grid = gpu::blocks(walk.numel, kBlock), .block = kBlock},
+      gpu::launch({.name = "as_strided",
+                   .grid = gpu::blocks(walk.numel, kBlock),
+                   .block = kBlock,
+                   .traffic = {0, places.numel() * 8}},
                   places_kernel, places.data_as<int64_t>(), first - from.offset,
                   DeviceWalk<2>(walk));
       add_rows(raw::view(storage, {1, end - first, 1}), places,

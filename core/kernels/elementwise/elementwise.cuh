@@ -136,6 +136,27 @@ DevicePort<C> port_of(const detail::DeviceCall& call, int input) {
   return {in.data, number, in.dtype, linear, linear && is_aligned(in.data)};
 }
 
+// Instructions of a formula that take longer than its bytes, for one f32 element: those of the PTX
+// (nvcc 13.0) but copies of constants. 0: not counted, the bytes are what takes time.
+template <class F>
+inline constexpr double kInstructions = 0;
+template <>
+inline constexpr double kInstructions<fn::GeluTanh> = 33;
+template <>
+inline constexpr double kInstructions<fn::GeluTanhGrad> = 39;
+template <>
+inline constexpr double kInstructions<fn::Gelu> = 40;
+template <>
+inline constexpr double kInstructions<fn::GeluGrad> = 43;
+
+// With loads and the store, which rounds to 16 bits in some steps.
+template <int kInputs, class F, class C>
+double instructions(const detail::DeviceCall& call) {
+  if (kInstructions<F> == 0 || !std::is_same_v<C, float>) return 0;
+  const int store = size_of(call.output_dtype) == 2 ? 16 : 1;
+  return (kInstructions<F> + 3 * kInputs + store) * static_cast<double>(call.walk.numel);
+}
+
 template <int kInputs, class F, class A, class C>
 void launch_elementwise(const detail::DeviceCall& call) {
   using R = typename std::conditional_t<
@@ -159,7 +180,8 @@ void launch_elementwise(const detail::DeviceCall& call) {
   gpu::launch({.name = "elementwise",
                .grid = gpu::blocks(call.walk.numel, kElementwiseBlock, kGroup),
                .block = kElementwiseBlock,
-               .traffic = traffic},
+               .traffic = traffic,
+               .instructions = instructions<kInputs, F, C>(call)},
               elementwise_kernel<kInputs, F, A, C, R>, f, DeviceWalk<kInputs + 1>(call.walk),
               output, first, second, third);
 }

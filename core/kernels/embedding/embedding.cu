@@ -1,5 +1,7 @@
 #include <tessera/core/kernels/embedding/embedding.h>
 
+#include <algorithm>
+
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
@@ -127,14 +129,18 @@ Tensor embedding_backward_cuda(const Tensor& grad, const Tensor& index, int64_t 
     const Tensor partials = raw::empty({segments, kParts, C}, dtype_of<A>, grad.device());
     const bool vectors = C % kWidth == 0 && is_aligned(dense.data());
     const int64_t columns = vectors ? C / kWidth : C;
-    const gpu::LaunchConfig config{
+    const int64_t row = C * static_cast<int64_t>(sizeof(T));
+    const int64_t parts = partials.numel() * static_cast<int64_t>(sizeof(A));
+    gpu::LaunchConfig config{
         .name = "embedding_backward",
         .grid = dim3(static_cast<unsigned>(segments), gpu::blocks(columns, kBlock)),
-        .block = static_cast<unsigned>(columns < kBlock ? (columns + 31) / 32 * 32 : kBlock)};
+        .block = static_cast<unsigned>(columns < kBlock ? (columns + 31) / 32 * 32 : kBlock),
+        .traffic = {n * (row + 8), std::min(n, V) * row + parts, true}};
     gpu::launch(config, vectors ? sum_segments_kernel<T, kWidth> : sum_segments_kernel<T, 1>,
                 dense.data_as<T>(), sorted.places.data_as<int32_t>(),
                 sorted.order.data_as<int32_t>(), result.data_as<T>(), partials.data_as<A>(), n, C,
                 padding_idx);
+    config.traffic = {segments * 12 + parts, std::min(segments, V) * row, true};
     gpu::launch(config, vectors ? join_segments_kernel<T, kWidth> : join_segments_kernel<T, 1>,
                 sorted.places.data_as<int32_t>(), result.data_as<T>(),
                 static_cast<const A*>(partials.data()), n, C, padding_idx);
@@ -212,10 +218,16 @@ Tensor rotary_cuda(const Tensor& x, const Tensor& cos, const Tensor& sin, bool i
     if (interleaved) strides[0][last] = strides[1][last] = 2 * pairs;
     const Walk walk(angles, strides);
     const auto run = [&](auto* kernel) {
-      gpu::launch(
-          {.name = "rotary_embedding", .grid = gpu::blocks(walk.numel, kBlock), .block = kBlock},
-          kernel, result.data_as<T>(), source.data_as<T>(), cosines.data_as<C>(),
-          sines.data_as<C>(), half, interleaved, inverse, DeviceWalk<4>(walk));
+      const int64_t group = pairs * static_cast<int64_t>(sizeof(T));
+      const int64_t of_angles = pairs * static_cast<int64_t>(sizeof(C));
+      gpu::launch({.name = "rotary_embedding",
+                   .grid = gpu::blocks(walk.numel, kBlock),
+                   .block = kBlock,
+                   .traffic = {2 * walk.distinct(1) * group +
+                                   (walk.distinct(2) + walk.distinct(3)) * of_angles,
+                               2 * walk.distinct(0) * group}},
+                  kernel, result.data_as<T>(), source.data_as<T>(), cosines.data_as<C>(),
+                  sines.data_as<C>(), half, interleaved, inverse, DeviceWalk<4>(walk));
     };
     pairs == kMost ? run(rotary_kernel<T, kMost>)
     : pairs == 4   ? run(rotary_kernel<T, 4>)

@@ -1,5 +1,6 @@
 #include <tessera/core/kernels/index/index.h>
 
+#include <algorithm>
 #include <string>
 
 #include <tessera/core/cuda/device_errors.h>
@@ -53,7 +54,10 @@ Tensor checked_index_cuda(const Tensor& index, int64_t size, bool negative,
   const Tensor dense = contiguous(index);
   const auto run = [&]<class Index>() {
     gpu::launch(
-        {.name = "check_index", .grid = gpu::blocks(index.numel(), kBlock), .block = kBlock},
+        {.name = "check_index",
+         .grid = gpu::blocks(index.numel(), kBlock),
+         .block = kBlock,
+         .traffic = {index.numel() * static_cast<int64_t>(sizeof(Index)), index.numel() * 8}},
         check_index_kernel<Index>, dense.data_as<Index>(), result.data_as<int64_t>(), index.numel(),
         negative ? -size : 0, size, where.data(), gpu::device_error_word());
   };
@@ -109,7 +113,10 @@ Tensor select_rows_cuda(const Tensor& x, const Tensor& positions) {
     const auto divisor = [](int64_t n) {
       return Divisor(n > INT32_MAX ? 1 : static_cast<uint32_t>(n));
     };
-    gpu::launch({.name = "index_select", .grid = gpu::blocks(total, kBlock), .block = kBlock},
+    gpu::launch({.name = "index_select",
+                 .grid = gpu::blocks(total, kBlock),
+                 .block = kBlock,
+                 .traffic = {N * 8 + B * std::min(N, M) * A * bytes, B * N * A * bytes, true}},
                 select_rows_kernel<T>, static_cast<const T*>(x.data()),
                 positions.data_as<int64_t>(), static_cast<T*>(result.data()), total, M, N, width,
                 divisor(width), divisor(N));
@@ -151,8 +158,13 @@ __global__ void write_rows_kernel(T* x, const int32_t* places, const int32_t* or
 template <class T, bool kAdds>
 void launch_write_rows(const char* where, const Tensor& x, const SortedPlaces& sorted,
                        const Tensor& source) {
-  const int64_t total = source.numel();
-  gpu::launch({.name = where, .grid = gpu::blocks(total, kBlock), .block = kBlock},
+  const int64_t total = source.numel(), N = source.size(1);
+  constexpr auto kSize = static_cast<int64_t>(sizeof(T));
+  const int64_t changed = x.size(0) * std::min(N, x.size(1)) * x.size(2) * kSize;
+  gpu::launch({.name = where,
+               .grid = gpu::blocks(total, kBlock),
+               .block = kBlock,
+               .traffic = {N * 8 + total * kSize + (kAdds ? changed : 0), changed, true}},
               write_rows_kernel<T, kAdds>, static_cast<T*>(x.data()),
               sorted.places.data_as<int32_t>(), sorted.order.data_as<int32_t>(),
               static_cast<const T*>(source.data()), total, x.size(1), source.size(1), x.size(2));
@@ -200,7 +212,12 @@ Tensor gather_cuda(const Tensor& x, int dim, const Tensor& index) {
   const Shape strides[3] = {result.strides(), places.strides(), without(x.strides(), dim)};
   const Walk walk(index.shape(), strides);
   with_bits(size_of(x.dtype()), [&]<class T>() {
-    gpu::launch({.name = "gather", .grid = gpu::blocks(walk.numel, kBlock), .block = kBlock},
+    constexpr auto kSize = static_cast<int64_t>(sizeof(T));
+    gpu::launch({.name = "gather",
+                 .grid = gpu::blocks(walk.numel, kBlock),
+                 .block = kBlock,
+                 .traffic = {places.numel() * 8 + std::min(result.numel(), x.numel()) * kSize,
+                             result.numel() * kSize, true}},
                 gather_kernel<T>, static_cast<const T*>(x.data()), places.data_as<int64_t>(),
                 static_cast<T*>(result.data()), x.dim() == 0 ? 0 : x.strides()[dim],
                 DeviceWalk<3>(walk));
@@ -287,15 +304,23 @@ void launch_scatter(const char* where, const Tensor& x, int dim, const Tensor& p
   T* const data = static_cast<T*>(x.data());
   const T* const values = static_cast<const T*>(source.data());
   const int64_t stride = scalar ? 0 : x.strides()[dim];
+  constexpr auto kSize = static_cast<int64_t>(sizeof(T));
   if (n > kShortLine && total / n < kManyLines && x.is_contiguous() && x.numel() <= INT32_MAX &&
       total <= INT32_MAX) {
     const Tensor targets = raw::empty({total}, kI64, x.device());
-    gpu::launch({.name = where, .grid = gpu::blocks(total, kBlock), .block = kBlock},
+    gpu::launch({.name = where,
+                 .grid = gpu::blocks(total, kBlock),
+                 .block = kBlock,
+                 .traffic = {total * 8, total * 8}},
                 scatter_places_kernel, places.data_as<int64_t>(), targets.data_as<int64_t>(),
                 stride,
                 DeviceWalk<2>(in_order<2>(lines, {without(x.strides(), dim), places.strides()})));
     const SortedPlaces sorted = sort_places(targets, x.numel());
-    gpu::launch({.name = where, .grid = gpu::blocks(total, kBlock), .block = kBlock},
+    const int64_t changed = std::min(total, x.numel()) * kSize;
+    gpu::launch({.name = where,
+                 .grid = gpu::blocks(total, kBlock),
+                 .block = kBlock,
+                 .traffic = {total * (8 + kSize) + (kAdds ? changed : 0), changed, true}},
                 scatter_sorted_kernel<T, kAdds>, data, sorted.places.data_as<int32_t>(),
                 sorted.order.data_as<int32_t>(), values,
                 DeviceWalk<1>(in_order<1>(lines, {source.strides()})));
@@ -305,7 +330,11 @@ void launch_scatter(const char* where, const Tensor& x, int dim, const Tensor& p
   const Shape strides[3] = {without(x.strides(), dim), without(places.strides(), dim),
                             without(source.strides(), dim)};
   const Walk walk(lines, strides);
-  gpu::launch({.name = where, .grid = gpu::blocks(walk.numel, kBlock), .block = kBlock},
+  const int64_t changed = std::min(total, x.numel()) * kSize;
+  gpu::launch({.name = where,
+               .grid = gpu::blocks(walk.numel, kBlock),
+               .block = kBlock,
+               .traffic = {total * (8 + kSize) + (kAdds ? changed : 0), changed, true}},
               scatter_lines_kernel<T, kAdds>, data, places.data_as<int64_t>(), values, n, stride,
               scalar ? 0 : places.strides()[dim], scalar ? 0 : source.strides()[dim],
               DeviceWalk<3>(walk));
@@ -355,7 +384,20 @@ Tensor triangle(const Tensor& x, int64_t diagonal, bool lower, const char* where
   if (x.numel() == 0) return result;
   const Tensor dense = contiguous(x);
   with_bits(size_of(x.dtype()), [&]<class T>() {
-    gpu::launch({.name = where, .grid = gpu::blocks(x.numel(), kBlock), .block = kBlock},
+    // Of an element that becomes zero nothing is read.
+    const int64_t bytes = x.numel() * static_cast<int64_t>(sizeof(T));
+    const int64_t rows = x.size(-2), columns = x.size(-1), first = diagonal + (lower ? 1 : 0);
+    // The sum of 1, 2, ..., each at most `columns`, up to `last`.
+    const auto ramp = [&](int64_t last) {
+      const int64_t rising = std::clamp(last, int64_t{0}, columns);
+      return rising * (rising + 1) / 2 + std::max(last - columns, int64_t{0}) * columns;
+    };
+    const int64_t below = ramp(rows - 1 + first) - ramp(first - 1);
+    const int64_t kept = lower ? below : rows * columns - below;
+    gpu::launch({.name = where,
+                 .grid = gpu::blocks(x.numel(), kBlock),
+                 .block = kBlock,
+                 .traffic = {bytes / (rows * columns) * kept, bytes}},
                 triangle_kernel<T>, static_cast<const T*>(dense.data()),
                 static_cast<T*>(result.data()), x.numel(), x.size(-2), x.size(-1), diagonal, lower);
   });
@@ -426,17 +468,22 @@ Tensor nonzero_cuda(const Tensor& x) {
   const Tensor dense = contiguous(x);
   const unsigned blocks = gpu::blocks(n, kTile);
   const Tensor counts = raw::empty({int64_t{blocks}}, kI64, x.device());
-  gpu::launch({.name = "nonzero", .grid = blocks, .block = kBlock}, count_nonzero_kernel,
-              dense.data(), x.dtype(), counts.data_as<int64_t>(), n);
+  const int64_t bytes = n * size_of(x.dtype());
+  gpu::launch(
+      {.name = "nonzero", .grid = blocks, .block = kBlock, .traffic = {bytes, int64_t{blocks} * 8}},
+      count_nonzero_kernel, dense.data(), x.dtype(), counts.data_as<int64_t>(), n);
   const Tensor ends = cumsum(counts, 0, kI64);
   const int64_t total = raw::select(ends, 0, int64_t{blocks} - 1).item<int64_t>();
   const Tensor result = raw::empty({total, x.dim()}, kI64, x.device());
   if (result.numel() == 0) return result;
   Extents extents{.dims = x.dim(), .sizes = {}};
   for (int d = 0; d < x.dim(); ++d) extents.sizes[d] = x.shape()[d];
-  gpu::launch({.name = "nonzero", .grid = blocks, .block = kBlock}, list_nonzero_kernel,
-              dense.data(), x.dtype(), ends.data_as<int64_t>(), result.data_as<int64_t>(), n,
-              extents);
+  gpu::launch({.name = "nonzero",
+               .grid = blocks,
+               .block = kBlock,
+               .traffic = {bytes + (int64_t{blocks} - 1) * 8, result.numel() * 8}},
+              list_nonzero_kernel, dense.data(), x.dtype(), ends.data_as<int64_t>(),
+              result.data_as<int64_t>(), n, extents);
   return result;
 }
 
@@ -464,7 +511,10 @@ Tensor one_hot_cuda(const Tensor& x, int64_t num_classes) {
   const Tensor places = checked_index(x, num_classes, false, "one_hot");
   const Tensor result = raw::empty(shape, kI64, x.device());
   if (result.numel() == 0) return result;
-  gpu::launch({.name = "one_hot", .grid = gpu::blocks(result.numel(), kBlock), .block = kBlock},
+  gpu::launch({.name = "one_hot",
+               .grid = gpu::blocks(result.numel(), kBlock),
+               .block = kBlock,
+               .traffic = {places.numel() * 8, result.numel() * 8}},
               one_hot_kernel, places.data_as<int64_t>(), result.data_as<int64_t>(), result.numel(),
               num_classes);
   return result;
@@ -522,7 +572,11 @@ Tensor bincount_cuda(const Tensor& x, const Tensor& weights, int64_t minlength) 
   const Tensor result = raw::zeros({bins}, dtype, x.device());
   if (n == 0 || bins == 0) return result;
   if (!weights.defined()) {
-    gpu::launch({.name = "bincount", .grid = gpu::blocks(n, kBlock), .block = kBlock},
+    const int64_t counted = std::min(n, bins) * 8;
+    gpu::launch({.name = "bincount",
+                 .grid = gpu::blocks(n, kBlock),
+                 .block = kBlock,
+                 .traffic = {n * 8 + counted, counted, true}},
                 count_values_kernel, values.data_as<int64_t>(),
                 result.data_as<unsigned long long>(), n);
     return result;
@@ -531,7 +585,11 @@ Tensor bincount_cuda(const Tensor& x, const Tensor& weights, int64_t minlength) 
   const Tensor given = contiguous(weights);
   dispatch_numeric_and_bool(weights.dtype(), "bincount", [&]<class W>() {
     using S = std::conditional_t<std::is_same_v<W, float>, float, double>;
-    gpu::launch({.name = "bincount", .grid = static_cast<unsigned>(bins), .block = 128},
+    gpu::launch({.name = "bincount",
+                 .grid = static_cast<unsigned>(bins),
+                 .block = 128,
+                 .traffic = {n * (8 + static_cast<int64_t>(sizeof(W))),
+                             bins * static_cast<int64_t>(sizeof(S)), true}},
                 sum_bins_kernel<W, S>, sorted.places.data_as<int32_t>(),
                 sorted.order.data_as<int32_t>(), given.data_as<W>(), result.data_as<S>(), n);
   });

@@ -68,16 +68,21 @@ void cross_entropy_in_place_cuda(const Tensor& logits, const Tensor& targets, in
     constexpr int kWidth = kRowVector<T>;
     const size_t bytes = stage_bytes<T>(V);
     const bool staged = bytes <= kMostStaged;
+    // Instructions of an element: the PTX of nvcc 13.0 for bf16 has 297 and 396 for eight in its two
+    // loops, without copies of constants.
+    constexpr double kEach = (297.0 + 396.0) / 8;
     // Rows that are ignored are written alone.
     const int64_t plane = N * V * static_cast<int64_t>(sizeof(T));
-    gpu::launch({.name = "cross_entropy",
-                 .grid = static_cast<unsigned>(N),
-                 .block = walk_threads(V, kWidth),
-                 .shared_bytes = staged ? bytes : 0,
-                 .traffic = {plane + N * 8 + (divisor.defined() ? 8 : 0), plane + N * 8}},
-                in_place_kernel<T, kWidth>, logits.data_as<T>(), targets.data_as<int64_t>(),
-                divisor.defined() ? divisor.data_as<double>() : nullptr, losses.data_as<double>(),
-                logits.stride(0), V, ignore_index, staged);
+    gpu::launch(
+        {.name = "cross_entropy",
+         .grid = static_cast<unsigned>(N),
+         .block = walk_threads(V, kWidth),
+         .shared_bytes = staged ? bytes : 0,
+         .traffic = {plane + N * 8 + (divisor.defined() ? 8 : 0), plane + N * 8, true},
+         .instructions = std::is_same_v<T, double> ? 0 : kEach * static_cast<double>(N * V)},
+        in_place_kernel<T, kWidth>, logits.data_as<T>(), targets.data_as<int64_t>(),
+        divisor.defined() ? divisor.data_as<double>() : nullptr, losses.data_as<double>(),
+        logits.stride(0), V, ignore_index, staged);
   });
   logits.bump_version();
 }
@@ -108,9 +113,11 @@ void scale_unless_one_cuda(const Tensor& x, const Tensor& factor) {
   if (N == 0 || V == 0) return;
   constexpr int64_t kMostBlocks = 2112;  // cheap to start where there is nothing to do
   dispatch_floating(x.dtype(), "cross_entropy", [&]<class T>() {
+    const int64_t plane = N * V * static_cast<int64_t>(sizeof(T));  // nothing where it is 1
     gpu::launch({.name = "cross_entropy",
                  .grid = static_cast<unsigned>(N < kMostBlocks ? N : kMostBlocks),
-                 .block = 256},
+                 .block = 256,
+                 .traffic = {plane + size_of(dtype_of<Compute<T>>), plane, true}},
                 scale_unless_one_kernel<T>, x.data_as<T>(), N, x.stride(0), V,
                 factor.data_as<Compute<T>>());
   });

@@ -73,10 +73,12 @@ PowerPartials power_partials(std::span<const Tensor> tensors, double p) {
   PowerPartials result;
   result.parts.resize(dense.size());
   Table tables[2];
+  int64_t bytes[2] = {};
   for (const bool is_double : {false, true}) {
     Table& table = tables[is_double];
     for (size_t i = 0; i < dense.size(); ++i) {
       if ((dense[i].dtype() == kF64) != is_double) continue;
+      bytes[is_double] += dense[i].numel() * size_of(dense[i].dtype());
       const int64_t before = table.chunks;
       table.add({span_of(dense[i])}, dense[i].numel());
       result.parts[i] = {before + (is_double ? tables[0].chunks : 0), table.chunks - before};
@@ -87,9 +89,13 @@ PowerPartials power_partials(std::span<const Tensor> tensors, double p) {
   const auto run = [&]<class C>(Table& table, double* sums) {
     if (table.chunks == 0) return;
     const Row* const rows = table.upload(device);
-    gpu::launch(
-        {.name = "multi_tensor_norm", .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
-        power_sum_kernel<C>, rows, static_cast<int>(table.rows.size()), sums, p);
+    // Of the table as much as chunks look for.
+    gpu::launch({.name = "multi_tensor_norm",
+                 .grid = static_cast<unsigned>(table.chunks),
+                 .block = kBlock,
+                 .traffic = {table.bytes.numel() + bytes[std::is_same_v<C, double>],
+                             table.chunks * 8, true}},
+                power_sum_kernel<C>, rows, static_cast<int>(table.rows.size()), sums, p);
   };
   run.operator()<float>(tables[0], result.sums.data_as<double>());
   run.operator()<double>(tables[1], result.sums.data_as<double>() + tables[0].chunks);
@@ -159,8 +165,14 @@ Tensor multi_tensor_clip_factor_cuda(std::span<const Tensor> tensors, double p, 
   const Tensor parts = raw::empty({bytes}, kU8, device);
   gpu::upload_constants(parts.data(), device.index, partials.parts.data(),
                         static_cast<size_t>(bytes));
-  gpu::launch({.name = "multi_tensor_norm", .grid = 1, .block = 1024}, clip_factor_kernel,
-              static_cast<const NormPart*>(parts.data()), static_cast<int>(count),
+  const int64_t chunks = partials.sums.defined() ? partials.sums.numel() : 0;
+  gpu::launch({.name = "multi_tensor_norm",
+               .grid = 1,
+               .block = 1024,
+               .traffic = {bytes + (chunks + count) * 8 + (factor.defined() ? 8 : 0),
+                           (chunks + count + 3) * 8, true}},
+              clip_factor_kernel, static_cast<const NormPart*>(parts.data()),
+              static_cast<int>(count),
               partials.sums.defined() ? partials.sums.data_as<double>() : nullptr,
               sums.data_as<double>(), p, scale, max_norm,
               factor.defined() ? factor.data_as<double>() : nullptr, result.data_as<double>());
@@ -213,13 +225,19 @@ __global__ void __launch_bounds__(kBlock) change_kernel(const Row* rows, int cou
 template <template <class C> class Change>
 void change_all(const char* name, std::span<const Tensor> tensors, double by) {
   Table narrow, wide;
+  int64_t bytes[2] = {};
   for (const Tensor& x : tensors) {
     (x.dtype() == kF64 ? wide : narrow).add({span_of(x)}, x.numel());
+    bytes[x.dtype() == kF64] += x.numel() * size_of(x.dtype());
   }
   const auto run = [&]<class C>(Table& table) {
     if (table.chunks == 0) return;
     const Row* const rows = table.upload(tensors[0].device());
-    gpu::launch({.name = name, .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
+    const int64_t changed = bytes[std::is_same_v<C, double>];
+    gpu::launch({.name = name,
+                 .grid = static_cast<unsigned>(table.chunks),
+                 .block = kBlock,
+                 .traffic = {table.bytes.numel() + changed, changed, true}},
                 change_kernel<C, Change<C>>, rows, static_cast<int>(table.rows.size()),
                 Change<C>{static_cast<C>(by)});
   };

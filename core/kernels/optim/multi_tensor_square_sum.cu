@@ -198,17 +198,26 @@ void add_square_sums(std::span<const Tensor> tensors, int64_t* sums, int64_t str
     dense.push_back(is_dense(x.shape(), x.strides()) ? x : contiguous(x));
   }
   Table tables[2];
+  int64_t bytes[2] = {};
   for (size_t t = 0; t < dense.size(); ++t) {
-    Table& table = tables[dense[t].dtype() == kF64];
+    const bool is_double = dense[t].dtype() == kF64;
+    Table& table = tables[is_double];
+    bytes[is_double] += dense[t].numel() * size_of(dense[t].dtype());
     table.add({span_of(dense[t]), {sums + static_cast<int64_t>(t) * stride, kI64, false}},
               dense[t].numel());
   }
   const auto run = [&]<class C>(Table& table) {
     if (table.chunks == 0) return;
     const Row* const rows = table.upload(tensors[0].device());
+    // Limbs that stay zero are not touched.
+    const auto tensor_count = static_cast<int64_t>(table.rows.size());
+    const int64_t limbs = kNumSquareSum * 8 * (stride == 0 ? 1 : tensor_count);
     gpu::launch(
-        {.name = "multi_tensor_norm", .grid = static_cast<unsigned>(table.chunks), .block = kBlock},
-        square_sum_kernel<C>, rows, static_cast<int>(table.rows.size()));
+        {.name = "multi_tensor_norm",
+         .grid = static_cast<unsigned>(table.chunks),
+         .block = kBlock,
+         .traffic = {table.bytes.numel() + bytes[std::is_same_v<C, double>] + limbs, limbs, true}},
+        square_sum_kernel<C>, rows, static_cast<int>(tensor_count));
   };
   run.operator()<float>(tables[0]);
   run.operator()<double>(tables[1]);
@@ -253,7 +262,10 @@ Tensor multi_tensor_square_sum_cuda(std::span<const Tensor> tensors, const Devic
   const Tensor sum = raw::zeros({kNumSquareSum}, kI64, device);
   auto* const limbs = sum.data_as<int64_t>();
   add_square_sums(tensors, limbs, 0);
-  gpu::launch({.name = "multi_tensor_norm", .block = kSumBlock}, carry_kernel, limbs);
+  gpu::launch({.name = "multi_tensor_norm",
+               .block = kSumBlock,
+               .traffic = {kNumSquareSum * 8, kNumSquareSum * 8}},
+              carry_kernel, limbs);
   return sum;
 }
 
@@ -263,19 +275,24 @@ std::vector<double> multi_tensor_square_sums_cuda(std::span<const Tensor> tensor
   const Tensor sums = raw::zeros({count, kNumSquareSum}, kI64, device);
   const Tensor values = raw::empty({count}, kF64, device);
   add_square_sums(tensors, sums.data_as<int64_t>(), kNumSquareSum);
-  gpu::launch(
-      {.name = "multi_tensor_norm", .grid = static_cast<unsigned>(count), .block = kSumBlock},
-      nearest_kernel, static_cast<const int64_t*>(sums.data_as<int64_t>()),
-      values.data_as<double>());
+  gpu::launch({.name = "multi_tensor_norm",
+               .grid = static_cast<unsigned>(count),
+               .block = kSumBlock,
+               .traffic = {count * kNumSquareSum * 8, count * 8}},
+              nearest_kernel, static_cast<const int64_t*>(sums.data_as<int64_t>()),
+              values.data_as<double>());
   return values.to_vector<double>();
 }
 
 Tensor square_sum_clip_factor_cuda(const Tensor& sum, double scale, double max_norm,
                                    const Tensor& factor) {
   const Tensor result = raw::empty({3}, kF64, sum.device());
-  gpu::launch({.name = "multi_tensor_norm", .block = kSumBlock}, square_sum_clip_kernel,
-              static_cast<const int64_t*>(sum.data_as<int64_t>()), scale, max_norm,
-              factor.defined() ? factor.data_as<double>() : nullptr, result.data_as<double>());
+  gpu::launch({.name = "multi_tensor_norm",
+               .block = kSumBlock,
+               .traffic = {kNumSquareSum * 8 + (factor.defined() ? 8 : 0), 24}},
+              square_sum_clip_kernel, static_cast<const int64_t*>(sum.data_as<int64_t>()), scale,
+              max_norm, factor.defined() ? factor.data_as<double>() : nullptr,
+              result.data_as<double>());
   return result;
 }
 

@@ -179,12 +179,20 @@ void fill_contiguous(const Tensor& x, const F& fill) {
   copy_into(x, dense);
 }
 
+int64_t state_bytes(const MovableStream& stream) { return stream.state != nullptr ? 16 : 0; }
+
 // Of a part; `each`: elements of a thread.
-gpu::LaunchConfig config_for_part(const char* name, int64_t n, int64_t first, int each) {
-  return {.name = name, .grid = gpu::blocks(first % each + n, kBlock, each), .block = kBlock};
+template <class T>
+gpu::LaunchConfig config_for_part(const char* name, int64_t n, int64_t first, int each,
+                                  const MovableStream& stream) {
+  return {.name = name,
+          .grid = gpu::blocks(first % each + n, kBlock, each),
+          .block = kBlock,
+          .traffic = {state_bytes(stream), n * static_cast<int64_t>(sizeof(T))}};
 }
-gpu::LaunchConfig config_for(const char* name, int64_t n, int each) {
-  return {.name = name, .grid = gpu::blocks(n, kBlock, each), .block = kBlock};
+gpu::LaunchConfig config_for(const char* name, int64_t n, int each,
+                             const gpu::Traffic& traffic = {}) {
+  return {.name = name, .grid = gpu::blocks(n, kBlock, each), .block = kBlock, .traffic = traffic};
 }
 
 void random_uniform_cuda(const Tensor& x, double low, double high, RandomStream stream,
@@ -192,8 +200,9 @@ void random_uniform_cuda(const Tensor& x, double low, double high, RandomStream 
   dispatch_floating(x.dtype(), "random_uniform", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       constexpr int kAll = kNumbers<T, kFloats<T>>;
-      gpu::launch(config_for_part("random_uniform", dense.numel(), first, kAll), uniform_kernel<T>,
-                  part_of<T>(dense, first, kAll), movable(stream), low, high);
+      const MovableStream moved = movable(stream);
+      gpu::launch(config_for_part<T>("random_uniform", dense.numel(), first, kAll, moved),
+                  uniform_kernel<T>, part_of<T>(dense, first, kAll), moved, low, high);
     });
   });
 }
@@ -203,8 +212,9 @@ void random_normal_cuda(const Tensor& x, double mean, double std, RandomStream s
   dispatch_floating(x.dtype(), "random_normal", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       constexpr int kAll = kNumbers<T, kFloats<T>>;
-      gpu::launch(config_for_part("random_normal", dense.numel(), first, kAll), normal_kernel<T>,
-                  part_of<T>(dense, first, kAll), movable(stream), mean, std);
+      const MovableStream moved = movable(stream);
+      gpu::launch(config_for_part<T>("random_normal", dense.numel(), first, kAll, moved),
+                  normal_kernel<T>, part_of<T>(dense, first, kAll), moved, mean, std);
     });
   });
 }
@@ -214,8 +224,9 @@ void random_bernoulli_cuda(const Tensor& x, double p, RandomStream stream, int64
   dispatch_numeric_and_bool(x.dtype(), "random_bernoulli", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       constexpr int kAll = kNumbers<T, 4>;
-      gpu::launch(config_for_part("random_bernoulli", dense.numel(), first, kAll),
-                  bernoulli_kernel<T>, part_of<T>(dense, first, kAll), movable(stream), threshold);
+      const MovableStream moved = movable(stream);
+      gpu::launch(config_for_part<T>("random_bernoulli", dense.numel(), first, kAll, moved),
+                  bernoulli_kernel<T>, part_of<T>(dense, first, kAll), moved, threshold);
     });
   });
 }
@@ -226,8 +237,9 @@ void random_integers_cuda(const Tensor& x, int64_t low, int64_t high, RandomStre
   dispatch_numeric_and_bool(x.dtype(), "random_integers", [&]<class T>() {
     fill_contiguous(x, [&](const Tensor& dense) {
       constexpr int kAll = kNumbers<T, 2>;
-      gpu::launch(config_for_part("random_integers", dense.numel(), first, kAll),
-                  integers_kernel<T>, part_of<T>(dense, first, kAll), movable(stream), low, range);
+      const MovableStream moved = movable(stream);
+      gpu::launch(config_for_part<T>("random_integers", dense.numel(), first, kAll, moved),
+                  integers_kernel<T>, part_of<T>(dense, first, kAll), moved, low, range);
     });
   });
 }
@@ -237,9 +249,13 @@ Tensor dropout_cuda(const Tensor& x, double p, RandomStream stream) {
   if (x.numel() == 0) return result;
   const Tensor dense = contiguous(x);
   dispatch_floating(x.dtype(), "dropout", [&]<class T>() {
-    gpu::launch(config_for("dropout", x.numel(), kNumbers<T, 4>), dropout_kernel<T>,
-                dense.data_as<T>(), result.data_as<T>(), x.numel(), is_aligned(dense.data()),
-                movable(stream), dropout_threshold(p), static_cast<Compute<T>>(1.0 / (1.0 - p)));
+    const MovableStream moved = movable(stream);
+    const int64_t bytes = x.numel() * static_cast<int64_t>(sizeof(T));
+    gpu::launch(
+        config_for("dropout", x.numel(), kNumbers<T, 4>, {bytes + state_bytes(moved), bytes}),
+        dropout_kernel<T>, dense.data_as<T>(), result.data_as<T>(), x.numel(),
+        is_aligned(dense.data()), moved, dropout_threshold(p),
+        static_cast<Compute<T>>(1.0 / (1.0 - p)));
   });
   return result;
 }

@@ -493,7 +493,9 @@ void find_extremum_cuda(const char* where, const Tensor& x, const Around& a, boo
   const auto run = [&]<class C>() {
     gpu::launch({.name = where,
                  .grid = static_cast<unsigned>(a.outer * ((a.inner + lanes - 1) / lanes)),
-                 .block = static_cast<unsigned>(threads)},
+                 .block = static_cast<unsigned>(threads),
+                 .traffic = {a.outer * a.n * a.inner * size_of(x.dtype()),
+                             a.outer * a.inner * (size_of(x.dtype()) + 8)}},
                 extremum_kernel<C>, x.data(), x.dtype(), result.values.data(),
                 result.indices.data_as<int64_t>(), a.n, a.inner, lanes, largest);
   };

@@ -116,22 +116,32 @@ __global__ void scan_carries_kernel(W* carries, int64_t lines, int64_t chunks, b
 template <class C>
 void run_scan(const char* where, ScanTask task, const Device& device) {
   using W = Wide<C>;
-  const gpu::LaunchConfig over_lines{
-      .name = where, .grid = gpu::blocks(task.lines, kBlock), .block = kBlock};
+  const int64_t elements = task.lines * task.n, read = elements * size_of(task.dtype);
+  const int64_t written = elements * size_of(task.result_dtype);
+  gpu::LaunchConfig over_lines{.name = where,
+                               .grid = gpu::blocks(task.lines, kBlock),
+                               .block = kBlock,
+                               .traffic = {read, written}};
   if (task.inner > 1) {
     gpu::launch(over_lines, scan_columns_kernel<C>, task);
     return;
   }
-  const gpu::LaunchConfig over_chunks{
-      .name = where, .grid = static_cast<unsigned>(task.lines) * task.chunks, .block = kBlock};
+  gpu::LaunchConfig over_chunks{.name = where,
+                                .grid = static_cast<unsigned>(task.lines) * task.chunks,
+                                .block = kBlock,
+                                .traffic = {read, written}};
   Tensor carries;
   if (task.chunks > 1) {
     carries = raw::empty({task.lines * task.chunks}, dtype_of<W>, device);
+    const int64_t carried = carries.numel() * static_cast<int64_t>(sizeof(W));
     ScanTask totals = task;
     totals.result = nullptr;
+    over_chunks.traffic = {read, carried};
+    over_lines.traffic = {carried, carried};
     gpu::launch(over_chunks, scan_lines_kernel<C>, totals, carries.data_as<W>());
     gpu::launch(over_lines, scan_carries_kernel<W>, carries.data_as<W>(), task.lines,
                 int64_t{task.chunks}, task.product);
+    over_chunks.traffic = {read + carried, written};
   }
   gpu::launch(over_chunks, scan_lines_kernel<C>, task,
               carries.defined() ? carries.data_as<W>() : nullptr);

@@ -244,13 +244,16 @@ Tensor softmax_cuda(const Tensor& x, int dim, bool log) {
   constexpr const char* kName = "softmax";
   dispatch_floating(x.dtype(), kName, [&]<class T>() {
     constexpr int kWidth = kRowVector<T>;
+    const int64_t plane = x.numel() * static_cast<int64_t>(sizeof(T));
+    const gpu::Traffic traffic{plane, plane};
     const T* const in = source.data_as<T>();
     T* const out = y.data_as<T>();
     if (rows.inner > 1) {
       const int64_t tiles = (rows.inner + kColumns - 1) / kColumns;
       gpu::launch({.name = kName,
                    .grid = static_cast<unsigned>(rows.outer * tiles),
-                   .block = dim3(kColumns, kLines)},
+                   .block = dim3(kColumns, kLines),
+                   .traffic = traffic},
                   column_softmax_kernel<T>, in, out, rows.n, rows.inner, tiles, log);
       return;
     }
@@ -258,7 +261,8 @@ Tensor softmax_cuda(const Tensor& x, int dim, bool log) {
       const bool vectors = rows.n % kWidth == 0 && is_aligned(in) && is_aligned(out);
       gpu::launch({.name = kName,
                    .grid = gpu::blocks(rows.outer, kRowsOfBlock),
-                   .block = kRowsOfBlock * gpu::kWarp},
+                   .block = kRowsOfBlock * gpu::kWarp,
+                   .traffic = traffic},
                   vectors ? short_softmax_kernel<T, kWidth> : short_softmax_kernel<T, 1>, in, out,
                   rows.outer, rows.n, log);
       return;
@@ -268,7 +272,8 @@ Tensor softmax_cuda(const Tensor& x, int dim, bool log) {
     gpu::launch({.name = kName,
                  .grid = static_cast<unsigned>(rows.outer),
                  .block = walk_threads(rows.n, vectors ? kWidth : 1),
-                 .shared_bytes = staged ? stage_bytes<T>(rows.n) : 0},
+                 .shared_bytes = staged ? stage_bytes<T>(rows.n) : 0,
+                 .traffic = traffic},
                 vectors ? row_softmax_kernel<T, kWidth> : row_softmax_kernel<T, 1>, in, out, rows.n,
                 log, staged);
   });
@@ -284,13 +289,16 @@ Tensor softmax_backward_cuda(const Tensor& dy, const Tensor& y, int dim, bool lo
   constexpr const char* kName = "softmax_backward";
   dispatch_floating(y.dtype(), kName, [&]<class T>() {
     constexpr int kWidth = kRowVector<T>;
+    const int64_t plane = y.numel() * static_cast<int64_t>(sizeof(T));
+    const gpu::Traffic traffic{2 * plane, plane};
     const T *const g = grad.data_as<T>(), *const o = out.data_as<T>();
     T* const result = dx.data_as<T>();
     if (rows.inner > 1) {
       const int64_t tiles = (rows.inner + kColumns - 1) / kColumns;
       gpu::launch({.name = kName,
                    .grid = static_cast<unsigned>(rows.outer * tiles),
-                   .block = dim3(kColumns, kLines)},
+                   .block = dim3(kColumns, kLines),
+                   .traffic = traffic},
                   column_softmax_backward_kernel<T>, g, o, result, rows.n, rows.inner, tiles, log);
       return;
     }
@@ -300,7 +308,8 @@ Tensor softmax_backward_cuda(const Tensor& dy, const Tensor& y, int dim, bool lo
       gpu::launch(
           {.name = kName,
            .grid = gpu::blocks(rows.outer, kRowsOfBlock),
-           .block = kRowsOfBlock * gpu::kWarp},
+           .block = kRowsOfBlock * gpu::kWarp,
+           .traffic = traffic},
           vectors ? short_softmax_backward_kernel<T, kWidth> : short_softmax_backward_kernel<T, 1>,
           g, o, result, rows.outer, rows.n, log);
       return;
@@ -312,7 +321,8 @@ Tensor softmax_backward_cuda(const Tensor& dy, const Tensor& y, int dim, bool lo
         {.name = kName,
          .grid = static_cast<unsigned>(rows.outer),
          .block = walk_threads(rows.n, vectors ? kWidth : 1),
-         .shared_bytes = staged ? 2 * bytes : 0},
+         .shared_bytes = staged ? 2 * bytes : 0,
+         .traffic = traffic},
         vectors ? row_softmax_backward_kernel<T, kWidth> : row_softmax_backward_kernel<T, 1>, g, o,
         result, rows.n, log, staged ? static_cast<int64_t>(bytes / sizeof(T)) : int64_t{0});
   });

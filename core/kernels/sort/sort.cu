@@ -202,6 +202,8 @@ template <class K>
 void sort_rows(const char* where, Tensor& keys, Tensor& order, int64_t rows, int64_t n, int bits) {
   if (n <= 1 || rows == 0) return;
   K* const data = static_cast<K*>(keys.data());
+  constexpr auto kSize = static_cast<int64_t>(sizeof(K));
+  const int64_t items = rows * n * (kSize + 4);  // with their places, in bytes
   if (n <= kBlockSort) {
     unsigned size = 2;
     while (size < n) size *= 2;
@@ -209,7 +211,8 @@ void sort_rows(const char* where, Tensor& keys, Tensor& order, int64_t rows, int
     gpu::launch({.name = where,
                  .grid = static_cast<unsigned>(rows),
                  .block = threads,
-                 .shared_bytes = size * sizeof(Item<K>)},
+                 .shared_bytes = size * sizeof(Item<K>),
+                 .traffic = {items, items}},
                 sort_block_kernel<K>, data, order.data_as<int32_t>(), static_cast<int>(n),
                 static_cast<int>(size));
     return;
@@ -224,9 +227,11 @@ void sort_rows(const char* where, Tensor& keys, Tensor& order, int64_t rows, int
   for (int shift = 0; shift < bits; shift += kDigitBits) {
     const K* const from = static_cast<const K*>(keys.data());
     config.shared_bytes = 0;
+    config.traffic = {rows * n * kSize, counts.numel() * 4};
     gpu::launch(config, count_digits_kernel<K>, from, counts.data_as<int32_t>(), n, tiles, shift);
     const Tensor ends = cumsum(counts, 1, kI64);
     config.shared_bytes = sizeof(TileMemory<K>);
+    config.traffic = {items + counts.numel() * (4 + 8), items};
     gpu::launch(config, move_digits_kernel<K>, from, order.data_as<int32_t>(),
                 static_cast<K*>(other_keys.data()), other_order.data_as<int32_t>(),
                 counts.data_as<int32_t>(), ends.data_as<int64_t>(), n, tiles, shift);
@@ -469,9 +474,14 @@ SortedValues sorted_along(const char* where, const Tensor& x, int dim, int64_t k
     const bool selects = n > kBlockSort && 2 * k < n;
     Tensor order;
     if (!selects) order = raw::empty({total}, kI32, device);
-    gpu::launch({.name = where, .grid = gpu::blocks(total, kBlock), .block = kBlock},
-                make_keys_kernel<T>, lines.data_as<T>(), static_cast<K*>(keys.data()),
-                selects ? nullptr : order.data_as<int32_t>(), total, n, descending);
+    constexpr auto kSize = static_cast<int64_t>(sizeof(K));
+    gpu::launch(
+        {.name = where,
+         .grid = gpu::blocks(total, kBlock),
+         .block = kBlock,
+         .traffic = {total * static_cast<int64_t>(sizeof(T)), total * (kSize + (selects ? 0 : 4))}},
+        make_keys_kernel<T>, lines.data_as<T>(), static_cast<K*>(keys.data()),
+        selects ? nullptr : order.data_as<int32_t>(), total, n, descending);
     int64_t stride = n;
     if (selects) {
       const Tensor kept = raw::empty({rows * k}, kStorage<K>, device);
@@ -481,7 +491,10 @@ SortedValues sorted_along(const char* where, const Tensor& x, int dim, int64_t k
       stride = k;
     }
     sort_rows<K>(where, keys, order, rows, stride, kBits);
-    gpu::launch({.name = where, .grid = gpu::blocks(rows * k, kBlock), .block = kBlock},
+    gpu::launch({.name = where,
+                 .grid = gpu::blocks(rows * k, kBlock),
+                 .block = kBlock,
+                 .traffic = {rows * k * (kSize + 4), rows * k * (kSize + 8)}},
                 take_sorted_kernel<K>, static_cast<const K*>(lines.data()),
                 order.data_as<int32_t>(), static_cast<K*>(sorted.values.data()),
                 sorted.indices.data_as<int64_t>(), rows * k, n, stride, k);
@@ -519,7 +532,10 @@ SortedPlaces sort_places(const Tensor& places, int64_t size) {
   if (n > 0) {
     int bits = 1;
     while (bits < 31 && (int64_t{1} << bits) < size) ++bits;
-    gpu::launch({.name = "sort_places", .grid = gpu::blocks(n, kBlock), .block = kBlock},
+    gpu::launch({.name = "sort_places",
+                 .grid = gpu::blocks(n, kBlock),
+                 .block = kBlock,
+                 .traffic = {n * 8, n * 8}},
                 place_keys_kernel, places.data_as<int64_t>(), static_cast<uint32_t*>(keys.data()),
                 order.data_as<int32_t>(), n);
     sort_rows<uint32_t>("sort_places", keys, order, 1, n, bits);
