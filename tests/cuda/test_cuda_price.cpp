@@ -1,6 +1,9 @@
 // What launches cost on machines of stated rates.
 #include <gtest/gtest.h>
 
+#include <sys/wait.h>
+
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -67,6 +70,10 @@ TEST_F(CudaPrices, OfSingleLaunches) {
   };
   expect({.name = "kernel", .traffic = {3'000'000'000, 1'000'000'000}}, 1e-3, 1e-3, Bound::kMemory);
   expect({.name = "little", .traffic = {4000, 0}}, 1e-9, 1e-9, Bound::kGap);
+  expect({.name = "busy", .traffic = {4'000'000'000, 0}, .instructions = 6e10}, 2e-3, 1e-3,
+         Bound::kIssue);
+  expect({.name = "idle", .traffic = {4'000'000'000, 0}, .instructions = 1e10}, 1e-3, 1e-3,
+         Bound::kMemory);
   expect({.name = "silent"}, 0, 0, Bound::kUnknown);
   expect({.kind = LaunchKind::kAttention, .causal = true, .flops = 2 * 2.88e11}, 1e-3, 1e-3,
          Bound::kAttention);
@@ -261,6 +268,66 @@ TEST_F(CudaPrices, TablesAndTracesHaveAllOfIt) {
   }
   EXPECT_NEAR(kernels, bill.seconds * 1e6, 1e-6);
   EXPECT_NEAR(end, bill.seconds * 1e6, 1e-6);
+}
+
+// ---- The command -------------------------------------------------------------------------------
+
+struct Outcome {
+  int code;
+  std::string text;  // of both streams
+};
+Outcome run(const std::string& arguments) {
+  Outcome outcome{};
+  FILE* const pipe = ::popen((TESSERA_COMMAND " price " + arguments + " 2>&1").c_str(), "r");
+  for (char line[4096]; std::fgets(line, sizeof line, pipe) != nullptr;) outcome.text += line;
+  outcome.code = WEXITSTATUS(::pclose(pipe));
+  return outcome;
+}
+
+TEST(PriceCommand, WritesATableAndFiles) {
+  const std::string json_file = testing::TempDir() + "price.json",
+                    trace_file = testing::TempDir() + "price-trace.json";
+  const std::string step = "gpt2 --size 124m --batch_size 2 --context 128 --machine h100 ";
+  const Outcome outcome = run(step + "--json " + json_file + " --trace " + trace_file);
+  ASSERT_EQ(outcome.code, 0) << outcome.text;
+  for (const char* part :
+       {"transformer.h.*.mlp", "optimizer step", "/floor", "H100 SXM5: ", "not measured"}) {
+    EXPECT_NE(outcome.text.find(part), std::string::npos) << part << "\n" << outcome.text;
+  }
+  const json table = json::parse(std::ifstream(json_file));
+  EXPECT_EQ(table.at("machine"), "H100 SXM5");
+  EXPECT_NEAR(table.at("tokens_per_s").get<double>() * table.at("ms").get<double>(), 2 * 128 * 1e3,
+              1);
+  EXPECT_GT(table.at("host_ms"), 0);
+  // Parameters, masters, gradients and two states: 16 bytes and more each.
+  EXPECT_GT(table.at("peak_bytes"), 16 * 124e6);
+  EXPECT_TRUE(table.at("unpriced").empty()) << table.at("unpriced");
+  EXPECT_FALSE(json::parse(std::ifstream(trace_file)).at("traceEvents").empty());
+  std::filesystem::remove(json_file);
+  std::filesystem::remove(trace_file);
+  const Outcome output = run(step + "--json -");
+  ASSERT_EQ(output.code, 0) << output.text;
+  EXPECT_EQ(json::parse(output.text).at("ms"), table.at("ms"));
+  const Outcome graph = run("bert --size base --batch-size 2 --machine h200 --graph --json -");
+  ASSERT_EQ(graph.code, 0) << graph.text;
+  EXPECT_TRUE(json::parse(graph.text).at("unpriced").empty()) << graph.text;
+}
+
+TEST(PriceCommand, SaysWhatIsWrong) {
+  const auto expect = [](const std::string& arguments, int code, const char* part) {
+    const Outcome outcome = run(arguments);
+    EXPECT_EQ(outcome.code, code) << arguments;
+    EXPECT_NE(outcome.text.find(part), std::string::npos) << outcome.text;
+  };
+  expect("gpt2 --batch-size 2", 2, "--machine is required");
+  expect("gpt2 --batch-size 2 --machin h100", 2, "--machine");
+  expect("gpt3 --batch-size 2 --machine h100", 2, "gpt3");
+  expect("gpt2 --batch-size 0 --machine h100", 2, "--batch-size");
+  expect("gpt2 --batch-size 2 --machine h300", 1, "h300.json");
+  expect("gpt2 --batch-size 2 --machine /nowhere.json", 1, "cannot read '/nowhere.json'");
+  expect("gpt2 --size base --batch-size 2 --machine h100", 1, "--size of gpt2");
+  expect("gpt2 --batch-size 4096 --machine h100", 1, "cannot allocate");
+  expect("gpt2 --batch-size 2 --machine h100 --graph --accelerator", 1, "cannot be captured");
 }
 
 }  // namespace

@@ -21,9 +21,9 @@ void add_price_options(CLI::App& app, PriceOptions& options) {
          "tokens there are; else 50304 or 30528, multiples of 32 that products are fast with")
       ->check(many);
   app.add_option("--dtype", options.dtype,
-                 "bf16: f32 parameters, products in bf16; pure-bf16: parameters too, with f32 "
-                 "masters; f32")
-      ->check(CLI::IsMember({"bf16", "pure-bf16", "f32"}))
+                 "bf16: parameters too, with f32 masters; autocast-bf16: f32 parameters, products "
+                 "in bf16; f32")
+      ->check(CLI::IsMember({"bf16", "autocast-bf16", "f32"}))
       ->capture_default_str();
   app.add_option("--machine", options.machine,
                  "JSON file of a GPU's rates, or h100 or h200, which are installed")

@@ -12,16 +12,16 @@ class App;
 namespace tessera::cli {
 
 struct PriceOptions {
-  std::string model;  // gpt2 or bert
-  std::string size;   // empty: 124m or base
+  std::string model = {};  // gpt2 or bert
+  std::string size = {};   // empty: 124m or base
   int64_t batch_size = 0;
   int64_t context = 0;     // tokens of a sequence; 0: the longest
   int64_t vocabulary = 0;  // 0: 50304 or 30528
   std::string dtype = "bf16";
-  std::string machine;  // a file, or the name of one that is installed
+  std::string machine = {};  // a file, or the name of one that is installed
   bool graph = false, accelerator = false;
-  std::string json, trace;  // files; empty: none
-  bool all = false;         // rows
+  std::string json = {}, trace = {};  // files; empty: none
+  bool all = false;                   // rows
 };
 
 void add_price_options(CLI::App& app, PriceOptions& options);

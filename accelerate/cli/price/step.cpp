@@ -109,8 +109,8 @@ std::unique_ptr<Subject> make_subject(const PriceOptions& options) {
 
 precision::Policy policy_of(const std::string& dtype) {
   if (dtype == "f32") return precision::Policy::f32();
-  if (dtype == "pure-bf16") return precision::Policy::pure(kBF16);
-  return precision::Policy::autocast(kBF16);
+  if (dtype == "autocast-bf16") return precision::Policy::autocast(kBF16);
+  return precision::Policy::pure(kBF16);
 }
 
 // A training whose steps can be called.
@@ -122,8 +122,8 @@ class Training {
     if (options.accelerator) {
       accelerator_.emplace(AcceleratorOptions{
           .mixed_precision = options.dtype == "f32" ? Precision::kNo : Precision::kBF16,
-          .precision_policy =
-              options.dtype == "pure-bf16" ? PrecisionPolicy::kPure : PrecisionPolicy::kAutocast,
+          .precision_policy = options.dtype == "autocast-bf16" ? PrecisionPolicy::kAutocast
+                                                               : PrecisionPolicy::kPure,
           .device = "cuda:0",
           .config_file = ""});
       subject_->prepare(*accelerator_, optimizer_);
