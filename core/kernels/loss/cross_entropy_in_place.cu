@@ -68,8 +68,8 @@ void cross_entropy_in_place_cuda(const Tensor& logits, const Tensor& targets, in
     constexpr int kWidth = kRowVector<T>;
     const size_t bytes = stage_bytes<T>(V);
     const bool staged = bytes <= kMostStaged;
-    // Instructions of an element: the PTX of nvcc 13.0 for bf16 has 297 and 396 for eight in its two
-    // loops, without copies of constants.
+    // Instructions of an element: the PTX of nvcc 13.0 for bf16 has 297 and 396 for eight in its
+    // two loops, without copies of constants.
     constexpr double kEach = (297.0 + 396.0) / 8;
     // Rows that are ignored are written alone.
     const int64_t plane = N * V * static_cast<int64_t>(sizeof(T));
