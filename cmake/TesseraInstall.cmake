@@ -34,7 +34,7 @@ if(tessera_programs)
   install(TARGETS ${tessera_programs} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 if(TARGET tessera_price)
-  install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/accelerate/cli/price/machines
+  install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/examples/price/machines
     DESTINATION ${CMAKE_INSTALL_DATADIR}/tessera)
 endif()
 install(FILES ${CMAKE_CURRENT_SOURCE_DIR}/tessera.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})

@@ -170,7 +170,6 @@ target_link_libraries(tessera INTERFACE tessera_accelerate)
 if(TESSERA_BUILD_CLI)
   file(GLOB cli_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/accelerate/cli/*.cpp)
   if(cli_sources)
-    list(APPEND cli_sources ${CMAKE_CURRENT_SOURCE_DIR}/accelerate/cli/price/options.cpp)
     add_executable(tessera_cli ${cli_sources})
     set_target_properties(tessera_cli PROPERTIES OUTPUT_NAME tessera
       UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 4

@@ -11,7 +11,7 @@
 #include <CLI/CLI.hpp>
 
 #include <tessera/accelerate/cli/commands.h>
-#include <tessera/accelerate/cli/price/options.h>
+#include <tessera/accelerate/cli/price_options.h>
 #include <tessera/accelerate/launch/command.h>
 #include <tessera/core/error.h>
 
@@ -26,7 +26,7 @@ void become_price_program(std::vector<std::string> words) {
   program = program.substr(0, program.rfind('/') + 1) + "tessera-price";
   TS_CHECK_AS(UnsupportedError, ::access(program.c_str(), X_OK) == 0, kPrice, "there is no ",
               program,
-              "; builds with sanitizers, and those without TESSERA_BUILD_CLI, leave it "
+              "; builds with sanitizers or by clang, and those without TESSERA_BUILD_CLI, leave it "
               "out");
   words.insert(words.begin(), program);
   std::vector<char*> arguments;

@@ -13,7 +13,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include <tessera/accelerate/cli/price/step.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/dry/launches.h>
@@ -24,6 +23,7 @@
 #include <tessera/nn/linear.h>
 
 #include "../message_of.h"
+#include "price/step.h"
 
 namespace tessera {
 namespace {
@@ -179,7 +179,7 @@ TEST_F(CudaPrices, MachinesThatSayTooLittleAreNamed) {
 TEST_F(CudaPrices, MachinesThatAreInstalledSayWhereTheirRatesComeFrom) {
   for (const char* name : {"h100", "h200"}) {
     const std::string path =
-        std::string(TESSERA_SOURCE_DIR) + "/accelerate/cli/price/machines/" + name + ".json";
+        std::string(TESSERA_SOURCE_DIR) + "/examples/price/machines/" + name + ".json";
     const dry::Machine m = dry::Machine::read(path);
     const json fields = json::parse(std::ifstream(path)).flatten();
     for (const auto& [place, value] : fields.items()) {

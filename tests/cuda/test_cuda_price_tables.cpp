@@ -16,7 +16,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include <tessera/accelerate/cli/price/step.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/device_memory.h>
@@ -27,6 +26,7 @@
 
 #include "../message_of.h"
 #include "gpt2/model.h"
+#include "price/step.h"
 
 namespace tessera {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include <tessera/accelerate/cli/price/options.h>
+#include <tessera/accelerate/cli/price_options.h>
 #include <tessera/core/cuda/dry/price.h>
 
 namespace tessera::cli {

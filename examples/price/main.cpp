@@ -8,9 +8,10 @@
 
 #include <CLI/CLI.hpp>
 
-#include <tessera/accelerate/cli/price/options.h>
-#include <tessera/accelerate/cli/price/step.h>
+#include <tessera/accelerate/cli/price_options.h>
 #include <tessera/core/error.h>
+
+#include "step.h"
 
 namespace tessera::cli {
 namespace {

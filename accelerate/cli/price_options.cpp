@@ -1,4 +1,4 @@
-#include <tessera/accelerate/cli/price/options.h>
+#include <tessera/accelerate/cli/price_options.h>
 
 #include <CLI/CLI.hpp>
 

@@ -1,4 +1,5 @@
-#include <tessera/accelerate/cli/price/step.h>
+
+#include "step.h"
 
 #include <algorithm>
 #include <chrono>
