@@ -1,3 +1,4 @@
+// ctest instruction sets
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -143,6 +144,26 @@ TEST(Gemm, TilesCoverLargeMatrices) {
   expect_product<float, float>(1030, 100, 50, Layout::kRowMajor, Layout::kColumnMajor);
   expect_product<double, double>(100, 1600, 50, Layout::kColumnMajor, Layout::kRowMajor);
   expect_product<bf16, bf16>(600, 300, 700, Layout::kColumnMajor, Layout::kRowMajor);
+}
+
+// bf16 in all layouts around the edges of what instruction sets multiply at once: 8, 14 or 32 rows,
+// 16, 32 or 48 columns, 2 or 32 of K in blocks of 384 or 512. Some rows of a tile are finished
+// while others are still to be multiplied.
+TEST(Gemm, Bf16BlocksEndAnywhere) {
+  const int64_t shapes[][3] = {{8, 48, 2},    {9, 47, 1},    {7, 49, 3},    {40, 96, 384},
+                               {41, 97, 385}, {72, 50, 769}, {33, 145, 66}, {2, 2, 1537}};
+  for (const auto& [m, n, k] : shapes) {
+    for (Layout a : kLayouts) {
+      for (Layout b : kLayouts) {
+        for (const GemmBias bias : {GemmBias::kColumn, GemmBias::kRow}) {
+          const Options options{.alpha = 0.5, .beta = -2, .bias = bias};
+          expect_product<bf16, bf16>(m, n, k, a, b, options);
+          expect_product<bf16, float>(m, n, k, a, b, options);
+          expect_product<bf16, float>(m, n, k, a, b, {.beta = 1, .bias = bias});
+        }
+      }
+    }
+  }
 }
 
 // One row or one column is read where it lies, in stretches of columns.

@@ -58,7 +58,7 @@ Product product(const Operands& x, const Multiply& multiply) {
                                .sums = result.values.data(),
                                .sums_row_stride = x.n,
                                .accumulate = false,
-                               .use_amx = true,
+                               .isa = kernels::Isa::kAmx,
                                .scratch = aligned};
   result.tiles = multiply(tile);
   return result;
@@ -222,7 +222,7 @@ struct Head {
     };
     kernels::AttentionProblem p{};
     p.dtype = kF32;
-    p.use_amx = true;
+    p.isa = kernels::Isa::kAmx;
     p.B = p.H = p.Hk = 1;
     p.T = kQueries;
     p.S = p.keys = kKeys;

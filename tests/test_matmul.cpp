@@ -1,3 +1,4 @@
+// ctest instruction sets
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -88,6 +88,19 @@ std::string nccl() {
          std::to_string(version % 100);
 }
 
+// The instruction set of the kernels, which TESSERA_ISA can lower.
+std::string kernel_set() {
+  switch (const kernels::Isa isa = kernels::cpu_isa()) {
+    case kernels::Isa::kV3:
+    case kernels::Isa::kV4:
+      return std::string("x86-64-") + name_of(isa);
+    case kernels::Isa::kBf16:
+      return "x86-64-v4 and AVX-512 BF16";
+    default:
+      return "x86-64-v4 and AMX";
+  }
+}
+
 int print_environment(const std::string& file, bool all_settings) {
   const distributed::Environment environment = distributed::process_environment();
   line("tessera", launch::tessera_version());
@@ -99,7 +112,7 @@ int print_environment(const std::string& file, bool all_settings) {
   }
   line("processor", proc_value("/proc/cpuinfo", "model name"));
   line("extensions", processor_levels());
-  line("kernels", kernels::cpu_isa() == kernels::Isa::kV4 ? "x86-64-v4" : "x86-64-v3");
+  line("kernels", kernel_set());
   const distributed::Cores cores = distributed::available_cores();
   line("cores", std::to_string(cores.allowed) + " of " + std::to_string(cores.node) + " usable");
   line("memory", gib(proc_value("/proc/meminfo", "MemTotal")) + ", " +

@@ -4,7 +4,8 @@
 //
 // query: [B, H, T, E]; key: [B, Hk, S, E]; value: [B, Hk, S, Ev]; H a multiple of Hk; any strides.
 // f64, f32, f16, bf16; scores and sums are f32 (f64 for f64). bf16 runs on AMX where it is there,
-// with probabilities rounded to bf16. Shapes are checked by the public ops.
+// else on AVX-512 BF16, with probabilities rounded to bf16 (gemm.h says how that adds). Shapes are
+// checked by the public ops.
 //
 // On a GPU cuDNN runs it where it can, with probabilities rounded to the operands' dtype and,
 // unless the policy says otherwise, other dropout numbers and an order of sums in backward that

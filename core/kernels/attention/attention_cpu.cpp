@@ -6,7 +6,6 @@
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/common/scratch.h>
-#include <tessera/core/kernels/gemm/gemm.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera::kernels {
@@ -21,7 +20,7 @@ AttentionProblem problem_of(const Tensor& query, const Tensor& key, const Tensor
                             const AttentionSpec& spec) {
   AttentionProblem problem{};
   problem.dtype = query.dtype();
-  problem.use_amx = (query.dtype() == kBF16 || query.dtype() == kF32) && has_amx();
+  problem.isa = cpu_isa();
   problem.B = query.size(0);
   problem.H = query.size(1);
   problem.Hk = key.size(1);

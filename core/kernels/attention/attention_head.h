@@ -16,7 +16,8 @@ struct HeadView {  // [B, H, rows, columns], strides in elements
 
 struct AttentionProblem {
   DType dtype;  // f64, f32, f16, bf16
-  bool use_amx;
+  Isa isa;  // whose instructions multiply: kAmx tiles, kBf16 pairs of bf16; else f16 and bf16 are
+            // widened
   int64_t B, H, Hk, T, S, E, Ev;
   int64_t keys;  // of S, those that the sample has
   double scale;

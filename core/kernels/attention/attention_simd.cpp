@@ -8,6 +8,7 @@
 //             only grad_query += dS K packs its left side once more
 #include <tessera/core/kernels/attention/attention_head.h>
 #include <tessera/core/kernels/gemm/gemm_block.h>
+#include <tessera/core/kernels/gemm/gemm_dot.h>
 #include <tessera/core/kernels/gemm/gemm_split.h>
 #include <tessera/core/math.h>
 
@@ -426,7 +427,9 @@ void backward(const AttentionProblem& p, int64_t batch, int64_t key_head, void* 
 
 // f32 in three bf16 parts (gemm_split.h): not for few queries, whose time is the packing of keys
 // and values.
-bool splits(const AttentionProblem& p) { return p.use_amx && p.dtype == kF32 && p.T >= 32; }
+bool splits(const AttentionProblem& p) {
+  return p.isa == Isa::kAmx && p.dtype == kF32 && p.T >= 32;
+}
 
 #if defined(TESSERA_AMX_KERNEL)
 // The exponent of the largest magnitude; 0 where all are zero, of which every product is exact.
@@ -489,8 +492,13 @@ bool splits_backward(const AttentionProblem&, int64_t, int64_t) { return false; 
 template <class F>
 auto with_kernel(const AttentionProblem& p, [[maybe_unused]] bool split, F&& f) {
 #if defined(TESSERA_AMX_KERNEL)
-  if (p.use_amx && p.dtype == kBF16) return f.template operator()<AmxKernel, bf16>();
+  if (p.isa == Isa::kAmx && p.dtype == kBF16) return f.template operator()<AmxKernel, bf16>();
   if (split) return f.template operator()<SplitAmxKernel, float>();
+#endif
+#if defined(TESSERA_DOT_KERNEL)
+  if (p.isa == Isa::kBf16 && p.dtype == kBF16) {
+    return f.template operator()<AttentionDotKernel, bf16>();
+  }
 #endif
   switch (p.dtype) {
     case kF64:

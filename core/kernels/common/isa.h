@@ -16,11 +16,29 @@
 
 namespace tessera::kernels {
 
-enum class Isa { kV3, kV4 };
+// What kernels are chosen by. From kV4 on the files of v4 run; kBf16 and kAmx add instructions that
+// these files write as assembly, for products of matrices alone (core/kernels/gemm/gemm.h): sums of
+// such products differ in their last bits from set to set, the other kernels' bits do not change.
+enum class Isa {
+  kV3,    // AVX2 and FMA
+  kV4,    // AVX-512 F, BW, DQ and VL
+  kBf16,  // v4 and AVX-512 BF16: pairs of bf16 are multiplied and added to an f32
+  kAmx,   // v4 and AMX with bf16: tiles of 16 x 32, given to this process by the kernel
+};
 
-// The best set that this processor has and this binary contains. The environment variable
-// TESSERA_ISA=v3 lowers it; read once. UnsupportedError where the binary contains none that serves.
+// As TESSERA_ISA has it: v3, v4, bf16, amx.
+const char* name_of(Isa isa);
+
+// Whether this processor has the set and this binary its kernels.
+bool has_isa(Isa isa);
+
+// The best set that this processor has and this binary contains, or the one that the environment
+// variable TESSERA_ISA names; read once. ConfigError where that is no name, UnsupportedError where
+// has_isa() is false for it, or for v3 and v4 alike.
 Isa cpu_isa();
+
+// Whether TESSERA_ISA names it: libraries that are called for products then keep to it too.
+bool isa_is_asked_for();
 
 }  // namespace tessera::kernels
 
@@ -28,7 +46,7 @@ Isa cpu_isa();
 #define TS_SIMD_CALL(function, ...) ::tessera::kernels::v4::function(__VA_ARGS__)
 #elif defined(TESSERA_WITH_V4)
 #define TS_SIMD_CALL(function, ...)                              \
-  (::tessera::kernels::cpu_isa() == ::tessera::kernels::Isa::kV4 \
+  (::tessera::kernels::cpu_isa() >= ::tessera::kernels::Isa::kV4 \
        ? ::tessera::kernels::v4::function(__VA_ARGS__)           \
        : ::tessera::kernels::v3::function(__VA_ARGS__))
 #else

@@ -10,11 +10,14 @@
 //               small or large that parts of products leave f32's range go through registers);
 //               elsewhere, and where a side is under 32, oneDNN's sgemm on tiles of C (as fast as
 //               MKL here), where it was found
-//   bf16        AMX tiles of our own where the processor has them
+//   bf16        AMX tiles of our own where the processor has them, else pairs of bf16 in AVX-512
+//               registers where it has AVX-512 BF16 (gemm_dot.h)
 //   the others  packed panels and an FMA micro-kernel (AVX2 or AVX-512); f16 and bf16 are widened
 //               while they are packed
 // C is cut into tiles by its shape alone and each tile adds up its K in one fixed order: bits do
-// not depend on the number of threads.
+// not depend on the number of threads. They do depend on the instruction set (isa.h, TESSERA_ISA):
+// bf16 on AMX and AVX-512 BF16 is added up in pairs, rounded to nearest whatever MXCSR says, and
+// subnormal numbers count as zeros there.
 #pragma once
 
 #include <cstdint>
@@ -59,8 +62,5 @@ struct Gemm {
 // Runs on num_threads() cores; on this thread alone inside a parallel loop. k = 0 gives
 // beta * C + bias. Throws DTypeError for a dtype outside the list, OutOfMemory.
 void gemm(const Gemm& problem);
-
-// True where products of bf16 and f32 run on AMX.
-bool has_amx();
 
 }  // namespace tessera::kernels

@@ -8,6 +8,7 @@
 //   FmaKernel<float>   14 x 32 (AVX-512), 6 x 16 (AVX2): the accumulators fill the registers
 //   FmaKernel<double>  14 x 16, 6 x 8
 //   AmxKernel          32 x 32 in four tile registers, bf16 in pairs along K
+//   DotKernel          8 x 48, bf16 in pairs along K (gemm_dot.h)
 #pragma once
 
 #include <cstdint>
@@ -263,36 +264,11 @@ struct FmaKernel {
   }
 };
 
-#if defined(__AVX512F__) && defined(__linux__)
-#define TESSERA_AMX_KERNEL 1
-
-// bf16 x bf16 -> f32 on AMX tiles. Runs only where has_amx(): the instructions are written as
-// assembly, so that the file needs no flags beyond AVX-512. Subnormal inputs count as zero.
-struct AmxKernel {
-  using Value = bf16;
-  using Accumulator = float;
-  static constexpr int kRows = 32;
-  static constexpr int kColumns = 32;
-  static constexpr int64_t kBlockDepth = 512;
-  static constexpr int kTileDepth = 32;  // k of one tile: 64 bytes of bf16
-  static constexpr int kTile = 16 * 32;  // elements of a tile
-
-  static TS_HD int64_t padded_depth(int64_t depth) {
-    return (depth + kTileDepth - 1) / kTileDepth * kTileDepth;
-  }
-  // Configures the eight tile registers as 16 rows of 64 bytes; end() gives them back, so that a
-  // context switch need not save them.
-  static TS_HD void begin() {
-    alignas(64) uint8_t config[64] = {};
-    config[0] = 1;
-    for (int i = 0; i < 8; ++i) {
-      config[16 + 2 * i] = 64;
-      config[48 + i] = 16;
-    }
-    __asm__ volatile("ldtilecfg %0" : : "m"(config));
-  }
-  static TS_HD void end() { __asm__ volatile("tilerelease"); }
-
+#if defined(__AVX512F__)
+// bf16 in pairs along K, a 32-bit word each, as instructions that multiply two at once read them.
+// f32 is rounded; kNative: by AVX-512 BF16, which makes zeros of subnormal numbers.
+template <bool kNative>
+struct Bf16Pairs {
   static TS_HD __m512i load_32(const bf16* p, int64_t valid) {
     if (valid >= 32) return _mm512_loadu_si512(p);
     return _mm512_maskz_loadu_epi16(valid <= 0 ? 0 : (__mmask32{1} << valid) - 1, p);
@@ -318,28 +294,44 @@ struct AmxKernel {
     return _mm512_mask_mov_epi32(nearest, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q),
                                  _mm512_set1_epi32(0x7fc0));
   }
-  static TS_HD __m512i load_16_rounded(const float* p, int64_t valid) {
+  static TS_HD __m512i rounded(__m512i low, __m512i high) {  // 32 bf16
+    if constexpr (kNative) {
+      __m512i result;
+      __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(result) : "v"(low), "v"(high));
+      return result;
+    } else {
+      return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(rounded(low))),
+                                _mm512_cvtepi32_epi16(rounded(high)), 1);
+    }
+  }
+  static TS_HD __m512i load_16(const float* p, int64_t valid) {
     const __mmask16 mask = valid >= 16
                                ? __mmask16(0xffff)
                                : static_cast<__mmask16>((1u << (valid < 0 ? 0 : valid)) - 1);
-    return rounded(_mm512_maskz_loadu_epi32(p == nullptr ? __mmask16(0) : mask, p));
+    return _mm512_maskz_loadu_epi32(p == nullptr ? __mmask16(0) : mask, p);
   }
   static TS_HD __m512i load_32(const float* p, int64_t valid) {
-    const __m256i low = _mm512_cvtepi32_epi16(load_16_rounded(p, valid));
-    const __m256i high = _mm512_cvtepi32_epi16(load_16_rounded(p + 16, valid - 16));
-    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    return rounded(load_16(p, valid), load_16(p + 16, valid - 16));
   }
   static TS_HD __m512i interleave(const float* x, const float* y, int64_t valid) {
-    return _mm512_or_si512(load_16_rounded(x, valid),
-                           _mm512_slli_epi32(load_16_rounded(y, valid), 16));
+    const __m512i low = load_16(x, valid), high = load_16(y, valid);
+    if constexpr (kNative) {
+      const __m512i order = _mm512_or_si512(
+          _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+          _mm512_slli_epi32(
+              _mm512_set_epi32(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16),
+              16));
+      return _mm512_permutexvar_epi16(order, rounded(low, high));
+    } else {
+      return _mm512_or_si512(rounded(low), _mm512_slli_epi32(rounded(high), 16));
+    }
   }
 
-  // Tile of lanes x 32 k. kPairsFirst: pair p of all 16 lanes is one row (B); otherwise a lane's 32
-  // k are one row (A). Both are the same 32-bit words, transposed.
+  // 16 lanes x 32 k. kPairsFirst: pair p of all 16 lanes is one row; otherwise a lane's 32 k are
+  // one row. Both are the same 32-bit words, transposed.
   template <bool kPairsFirst, class Source>
-  static TS_HD void pack_tile(const Source* source, int64_t lane_stride, int64_t k_stride,
-                              int64_t lanes, int64_t depth, bf16* tile) {
-    __m512i rows[16];
+  static TS_HD void load_tile(const Source* source, int64_t lane_stride, int64_t k_stride,
+                              int64_t lanes, int64_t depth, __m512i (&rows)[16]) {
     bool pairs_first = kPairsFirst;
     bool done = false;
     if constexpr (std::is_same_v<Source, bf16> || std::is_same_v<Source, float>) {
@@ -372,16 +364,51 @@ struct AmxKernel {
       pairs_first = false;
     }
     if (pairs_first != kPairsFirst) transpose_16x16(rows);
-    for (int i = 0; i < 16; ++i) _mm512_storeu_si512(tile + i * 32, rows[i]);
   }
+};
+#endif
+
+#if defined(__AVX512F__) && defined(__linux__)
+#define TESSERA_AMX_KERNEL 1
+
+// bf16 x bf16 -> f32 on AMX tiles. Runs only where the processor has AMX: the instructions are
+// written as assembly, so that the file needs no flags beyond AVX-512. Subnormal inputs count as
+// zero.
+struct AmxKernel {
+  using Value = bf16;
+  using Accumulator = float;
+  static constexpr int kRows = 32;
+  static constexpr int kColumns = 32;
+  static constexpr int64_t kBlockDepth = 512;
+  static constexpr int kTileDepth = 32;  // k of one tile: 64 bytes of bf16
+  static constexpr int kTile = 16 * 32;  // elements of a tile
+
+  static TS_HD int64_t padded_depth(int64_t depth) {
+    return (depth + kTileDepth - 1) / kTileDepth * kTileDepth;
+  }
+  // Configures the eight tile registers as 16 rows of 64 bytes; end() gives them back, so that a
+  // context switch need not save them.
+  static TS_HD void begin() {
+    alignas(64) uint8_t config[64] = {};
+    config[0] = 1;
+    for (int i = 0; i < 8; ++i) {
+      config[16 + 2 * i] = 64;
+      config[48 + i] = 16;
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(config));
+  }
+  static TS_HD void end() { __asm__ volatile("tilerelease"); }
 
   template <bool kPairsFirst, class Source>
   static TS_HD void pack(const Source* source, int64_t lane_stride, int64_t k_stride, int64_t lanes,
                          int64_t depth, Value* panel) {
     for (int64_t k = 0; k < depth; k += kTileDepth) {
       for (int half = 0; half < 2; ++half) {
-        pack_tile<kPairsFirst>(source + 16 * half * lane_stride + k * k_stride, lane_stride,
-                               k_stride, lanes - 16 * half, depth - k, panel);
+        __m512i rows[16];
+        Bf16Pairs<false>::load_tile<kPairsFirst>(source + 16 * half * lane_stride + k * k_stride,
+                                                 lane_stride, k_stride, lanes - 16 * half,
+                                                 depth - k, rows);
+        for (int i = 0; i < 16; ++i) _mm512_storeu_si512(panel + i * 32, rows[i]);
         panel += kTile;
       }
     }
@@ -479,7 +506,16 @@ template <class Kernel, class Source>
 inline void pack_rows(const Source* source, int64_t row_stride, int64_t k_stride, int64_t rows,
                       int64_t depth, typename Kernel::Value* panels) {
   const int64_t size = Kernel::kRows * Kernel::padded_depth(depth);
-  for (int64_t i = 0; i < rows; i += Kernel::kRows, panels += size) {
+  int64_t i = 0;
+  if constexpr (requires { Kernel::kGroup; }) {
+    constexpr int64_t kRows = Kernel::kGroup * Kernel::kRows;
+    if (Kernel::template packs_group<Source>(row_stride, k_stride)) {
+      for (; i + kRows <= rows; i += kRows, panels += Kernel::kGroup * size) {
+        Kernel::pack_a_group(source + i * row_stride, row_stride, k_stride, depth, panels);
+      }
+    }
+  }
+  for (; i < rows; i += Kernel::kRows, panels += size) {
     const int64_t count = rows - i < Kernel::kRows ? rows - i : Kernel::kRows;
     Kernel::pack_a(source + i * row_stride, row_stride, k_stride, count, depth, panels);
   }
@@ -534,28 +570,46 @@ inline void multiply_panels(int64_t rows, int64_t columns, int64_t depth,
 // ---- Tiles of C
 // ---------------------------------------------------------------------------------
 
-template <class Kernel, class Source>
-inline void run_tile(const GemmTile& tile) {
+// finish(row, rows, sums) is called once for all rows of the tile, a few at a time: while their
+// sums are in the L1. Where K is one block and sums_are_scratch, the rows share the sums' first
+// lines.
+template <class Kernel, class Source, class Finish>
+inline void run_tile(const GemmTile& tile, Finish&& finish) {
   using Value = typename Kernel::Value;
+  using Sum = typename Kernel::Accumulator;
+  constexpr int64_t kFinished = (Kernel::kRows < 32 ? 32 / Kernel::kRows : 1) * Kernel::kRows;
   const auto* a = static_cast<const Source*>(tile.a);
   const auto* b = static_cast<const Source*>(tile.b);
-  auto* sums = static_cast<typename Kernel::Accumulator*>(tile.sums);
+  auto* sums = static_cast<Sum*>(tile.sums);
   // Equal stretches of K, not a full one and a rest.
   const int64_t blocks = (tile.k + Kernel::kBlockDepth - 1) / Kernel::kBlockDepth;
   const int64_t step = round_up((tile.k + blocks - 1) / blocks, 32);
   auto* packed_a = static_cast<Value*>(tile.scratch);
   auto* packed_b = packed_a + round_up(tile.m, Kernel::kRows) * round_up(Kernel::kBlockDepth, 32);
+  const int64_t stride = tile.sums_row_stride;
+  const int64_t sums_step = step >= tile.k && tile.sums_are_scratch ? 0 : stride;
   Kernel::begin();
   for (int64_t k = 0; k < tile.k; k += step) {
     const int64_t depth = tile.k - k < step ? tile.k - k : step;
+    const bool accumulate = tile.accumulate || k > 0, is_last = k + step >= tile.k;
     pack_rows<Kernel>(a + k * tile.a_column_stride, tile.a_row_stride, tile.a_column_stride, tile.m,
                       depth, packed_a);
     pack_columns<Kernel>(b + k * tile.b_row_stride, tile.b_row_stride, tile.b_column_stride, tile.n,
                          depth, packed_b);
-    multiply_panels<Kernel>(tile.m, tile.n, depth, packed_a, packed_b, sums, tile.sums_row_stride,
-                            tile.accumulate || k > 0);
+    for (int64_t row = 0; row < tile.m; row += kFinished) {
+      const int64_t rows = tile.m - row < kFinished ? tile.m - row : kFinished;
+      Sum* const target = sums + row * sums_step;
+      multiply_panels<Kernel>(rows, tile.n, depth, packed_a + row * Kernel::padded_depth(depth),
+                              packed_b, target, stride, accumulate);
+      if (is_last) finish(row, rows, target);
+    }
   }
   Kernel::end();
+}
+
+template <class Kernel, class Source>
+inline void run_tile(const GemmTile& tile) {
+  run_tile<Kernel, Source>(tile, [](int64_t, int64_t, const typename Kernel::Accumulator*) {});
 }
 
 }  // namespace

@@ -5,11 +5,6 @@
 #include <dnnl.h>
 #include <omp.h>
 #endif
-#if defined(__linux__) && defined(__x86_64__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/kernels/common/scratch.h>
@@ -34,7 +29,8 @@ struct Tiling {
   int64_t rows, columns;  // of a tile
   int64_t row_tiles, column_tiles;
 
-  Tiling(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t most_columns) {
+  Tiling(int64_t m, int64_t n, int64_t k, int64_t batch, int64_t most_columns,
+         int64_t column_multiple) {
     constexpr double kLeastWork = 3.2e7;  // multiplications of a tile that is split off
     int64_t by_rows = 1, by_columns = 1;
     while (m > by_rows * kGemmTileRows) by_rows *= 2;
@@ -47,7 +43,8 @@ struct Tiling {
       (split_rows ? by_rows : by_columns) *= 2;
     }
     rows = std::max<int64_t>(1, (m + by_rows - 1) / by_rows);
-    columns = std::max<int64_t>(1, ((n + by_columns - 1) / by_columns + 31) / 32 * 32);
+    const int64_t own_columns = (n + by_columns - 1) / by_columns;
+    columns = (own_columns + column_multiple - 1) / column_multiple * column_multiple;
     row_tiles = (m + rows - 1) / rows;
     column_tiles = (n + columns - 1) / columns;
   }
@@ -87,6 +84,21 @@ const void* gather_tile(const void* from, int64_t rows, int64_t width, int64_t l
   return to;
 }
 
+// TESSERA_ISA holds for the library's kernels too, which must not have been chosen before.
+void keep_library_to_isa() {
+  static const bool kept = [] {
+    if (!isa_is_asked_for()) return true;
+    const dnnl_cpu_isa_t most = cpu_isa() == Isa::kV3     ? dnnl_cpu_isa_avx2
+                                : cpu_isa() == Isa::kV4   ? dnnl_cpu_isa_avx512_core
+                                : cpu_isa() == Isa::kBf16 ? dnnl_cpu_isa_avx512_core_bf16
+                                                          : dnnl_cpu_isa_avx512_core_amx;
+    return dnnl_set_max_cpu_isa(most) == dnnl_success;
+  }();
+  TS_CHECK_AS(UnsupportedError, kept, "gemm", "TESSERA_ISA is ", name_of(cpu_isa()),
+              ", and oneDNN cannot be kept to it: this process has used oneDNN before; unset "
+              "TESSERA_ISA, or set ONEDNN_MAX_CPU_ISA as well");
+}
+
 // sgemm on this thread alone. It would cut K by the number of threads that OpenMP offers, and so
 // change bits with it.
 void sgemm_on_this_thread(const SgemmView& a_view, const SgemmView& b_view, int64_t m, int64_t n,
@@ -107,18 +119,20 @@ constexpr int64_t kLeastSplit = 32;
 void gemm_floating(const Gemm& p) {
   const bool is_f64 = p.dtype == kF64;
   const DType sum_dtype = is_f64 ? kF64 : kF32;
-  const bool use_amx = has_amx() && (p.dtype == kBF16 ||
-                                     ((p.dtype == kF32 || p.dtype == kF16) && p.m >= kLeastSplit &&
-                                      p.n >= kLeastSplit && p.k >= kLeastSplit));
+  const bool splits = (p.dtype == kF32 || p.dtype == kF16) && p.m >= kLeastSplit &&
+                      p.n >= kLeastSplit && p.k >= kLeastSplit;
+  const Isa isa = cpu_isa() == Isa::kAmx && !splits && p.dtype != kBF16 ? Isa::kV4 : cpu_isa();
   // Sums go straight to C where C has their type and is set or added to.
   const bool in_place = p.result_dtype == sum_dtype && p.alpha == 1 && (p.beta == 0 || p.beta == 1);
   bool use_sgemm = false;
 #if defined(TESSERA_WITH_ONEDNN)
   const SgemmView view_a(p.a, p.m, p.k), view_b(p.b, p.k, p.n);
-  use_sgemm = p.dtype == kF32 && !use_amx && view_a.leading > 0 && view_b.leading > 0;
+  use_sgemm = p.dtype == kF32 && isa != Isa::kAmx && view_a.leading > 0 && view_b.leading > 0;
+  if (use_sgemm) keep_library_to_isa();
 #endif
   // sgemm cuts columns by itself.
-  const Tiling tiling(p.m, p.n, p.k, p.batch, use_sgemm ? 2 * kGemmTileColumns : kGemmTileColumns);
+  const Tiling tiling(p.m, p.n, p.k, p.batch, use_sgemm ? 2 * kGemmTileColumns : kGemmTileColumns,
+                      TS_SIMD_CALL(gemm_column_multiple, p.dtype, isa));
   const int64_t tiles = tiling.row_tiles * tiling.column_tiles;
   int64_t panel_bytes =
       use_sgemm ? 0 : TS_SIMD_CALL(gemm_scratch_bytes, tiling.rows, tiling.columns);
@@ -153,6 +167,20 @@ void gemm_floating(const Gemm& p) {
       void* const sums = in_place ? c : slice + panel_bytes;
       const int64_t sums_row_stride = in_place ? p.c_row_stride : n;
       const bool accumulate = in_place && p.beta == 1;
+      const int64_t bias_offset = p.bias_kind == GemmBias::kColumn ? column : row;
+      const GemmFinish finish{
+          m,
+          n,
+          sums,
+          sums_row_stride,
+          c,
+          p.c_row_stride,
+          p.result_dtype,
+          p.alpha,
+          in_place ? 0 : p.beta,
+          p.bias_kind == GemmBias::kNone ? nullptr : at(p.bias, bias_offset, p.result_dtype),
+          p.bias_kind};
+      const bool finishes = !in_place || p.bias_kind != GemmBias::kNone;
       if (use_sgemm) {
 #if defined(TESSERA_WITH_ONEDNN)
         SgemmView tile_a = view_a, tile_b = view_b;
@@ -167,6 +195,7 @@ void gemm_floating(const Gemm& p) {
         }
         sgemm_on_this_thread(tile_a, tile_b, m, n, p.k, left, right, accumulate, sums,
                              sums_row_stride);
+        if (finishes) TS_SIMD_CALL(gemm_finish, finish);
 #endif
       } else {
         const GemmTile tile{m,
@@ -182,25 +211,12 @@ void gemm_floating(const Gemm& p) {
                             sums,
                             sums_row_stride,
                             accumulate,
-                            use_amx,
-                            slice};
+                            !in_place,
+                            isa,
+                            slice,
+                            finishes ? &finish : nullptr};
         TS_SIMD_CALL(gemm_tile, tile);
       }
-      if (in_place && p.bias_kind == GemmBias::kNone) continue;
-      const int64_t bias_offset = p.bias_kind == GemmBias::kColumn ? column : row;
-      const GemmFinish finish{
-          m,
-          n,
-          sums,
-          sums_row_stride,
-          c,
-          p.c_row_stride,
-          p.result_dtype,
-          p.alpha,
-          in_place ? 0 : p.beta,
-          p.bias_kind == GemmBias::kNone ? nullptr : at(p.bias, bias_offset, p.result_dtype),
-          p.bias_kind};
-      TS_SIMD_CALL(gemm_finish, finish);
     }
   });
 }
@@ -306,24 +322,6 @@ void gemm_by_loops(const Gemm& p) {
 }
 
 }  // namespace
-
-bool has_amx() {
-#if defined(__linux__) && defined(__x86_64__) && defined(TESSERA_WITH_V4)
-  static const bool available = [] {
-    if (cpu_isa() != Isa::kV4) return false;
-    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-    if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-    const bool bf16_tiles = (edx >> 22) & 1, tiles = (edx >> 24) & 1;
-    if (!bf16_tiles || !tiles) return false;
-    // Linux hands out the tile registers on request (ARCH_REQ_XCOMP_PERM, feature XTILEDATA).
-    constexpr long kRequestPermission = 0x1023, kTileData = 18;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  }();
-  return available;
-#else
-  return false;
-#endif
-}
 
 void gemm(const Gemm& p) {
   TS_CHECK_DTYPE(p.result_dtype == p.dtype || (p.result_dtype == kF32 && is_low_precision(p.dtype)),

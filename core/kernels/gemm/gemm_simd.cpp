@@ -1,4 +1,5 @@
 #include <tessera/core/kernels/gemm/gemm_block.h>
+#include <tessera/core/kernels/gemm/gemm_dot.h>
 #include <tessera/core/kernels/gemm/gemm_split.h>
 #include <tessera/core/kernels/gemm/gemm_tile.h>
 
@@ -29,6 +30,47 @@ void finish_rows(const GemmFinish& finish) {
   }
 }
 
+void finish_all(const GemmFinish& finish) {
+  switch (finish.dtype) {
+    case kF64:
+      return finish_rows<double, double>(finish);
+    case kF32:
+      return finish_rows<float, float>(finish);
+    case kF16:
+      return finish_rows<float, f16>(finish);
+    default:
+      return finish_rows<float, bf16>(finish);
+  }
+}
+
+// `rows` of a tile from `row` on.
+void finish_part(const GemmFinish& whole, int64_t row, int64_t rows, const void* sums) {
+  GemmFinish part = whole;
+  const int64_t size = whole.dtype == kF64 ? 8 : whole.dtype == kF32 ? 4 : 2;
+  part.m = rows;
+  part.sums = sums;
+  part.c = static_cast<char*>(whole.c) + row * whole.c_row_stride * size;
+  if (whole.bias_kind == GemmBias::kRow) {
+    part.bias = static_cast<const char*>(whole.bias) + row * size;
+  }
+  finish_all(part);
+}
+
+template <class Kernel, class Source>
+void multiply_and_finish(const GemmTile& tile) {
+  run_tile<Kernel, Source>(tile, [&](int64_t row, int64_t rows, const void* sums) {
+    if (tile.finish != nullptr) finish_part(*tile.finish, row, rows, sums);
+  });
+}
+
+#if defined(TESSERA_AMX_KERNEL)
+template <class Source>
+void multiply_split_and_finish(const GemmTile& tile) {
+  run_split_tile<AmxTiles, Source>(tile);
+  if (tile.finish != nullptr) finish_all(*tile.finish);
+}
+#endif
+
 }  // namespace
 
 int64_t gemm_scratch_bytes(int64_t m, int64_t n) {
@@ -41,35 +83,38 @@ int64_t gemm_scratch_bytes(int64_t m, int64_t n) {
   return (round_up(m, 32) + 32 + round_up(n, 32) + 32) * 2048;
 }
 
+int64_t gemm_column_multiple([[maybe_unused]] DType dtype, [[maybe_unused]] Isa isa) {
+#if defined(TESSERA_DOT_KERNEL)
+  if (isa == Isa::kBf16 && dtype == kBF16) return GemmDotKernel::kColumns;
+#endif
+  return 32;
+}
+
 void gemm_tile(const GemmTile& tile) {
 #if defined(TESSERA_AMX_KERNEL)
-  if (tile.use_amx && tile.dtype == kF32) return run_split_tile<AmxTiles, float>(tile);
-  if (tile.use_amx && tile.dtype == kF16) return run_split_tile<AmxTiles, f16>(tile);
-  if (tile.use_amx) return run_tile<AmxKernel, bf16>(tile);
+  if (tile.isa == Isa::kAmx && tile.dtype == kF32) return multiply_split_and_finish<float>(tile);
+  if (tile.isa == Isa::kAmx && tile.dtype == kF16) return multiply_split_and_finish<f16>(tile);
+  if (tile.isa == Isa::kAmx && tile.dtype == kBF16) {
+    return multiply_and_finish<AmxKernel, bf16>(tile);
+  }
+#endif
+#if defined(TESSERA_DOT_KERNEL)
+  if (tile.isa == Isa::kBf16 && tile.dtype == kBF16) {
+    return multiply_and_finish<GemmDotKernel, bf16>(tile);
+  }
 #endif
   switch (tile.dtype) {
     case kF64:
-      return run_tile<FmaKernel<double>, double>(tile);
+      return multiply_and_finish<FmaKernel<double>, double>(tile);
     case kF32:
-      return run_tile<FmaKernel<float>, float>(tile);
+      return multiply_and_finish<FmaKernel<float>, float>(tile);
     case kF16:
-      return run_tile<FmaKernel<float>, f16>(tile);
+      return multiply_and_finish<FmaKernel<float>, f16>(tile);
     default:
-      return run_tile<FmaKernel<float>, bf16>(tile);
+      return multiply_and_finish<FmaKernel<float>, bf16>(tile);
   }
 }
 
-void gemm_finish(const GemmFinish& finish) {
-  switch (finish.dtype) {
-    case kF64:
-      return finish_rows<double, double>(finish);
-    case kF32:
-      return finish_rows<float, float>(finish);
-    case kF16:
-      return finish_rows<float, f16>(finish);
-    default:
-      return finish_rows<float, bf16>(finish);
-  }
-}
+void gemm_finish(const GemmFinish& finish) { finish_all(finish); }
 
 }  // namespace tessera::kernels::TS_SIMD

@@ -26,7 +26,7 @@ namespace {
 
 #if defined(TESSERA_AMX_KERNEL)
 
-// The tile registers. Runs only where has_amx().
+// The tile registers. Runs only where the processor has AMX.
 struct AmxTiles {
   static TS_HD void begin() { AmxKernel::begin(); }
   static TS_HD void end() { AmxKernel::end(); }

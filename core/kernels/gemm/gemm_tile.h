@@ -14,20 +14,6 @@ namespace tessera::kernels {
 inline constexpr int64_t kGemmTileRows = 512;
 inline constexpr int64_t kGemmTileColumns = 768;
 
-struct GemmTile {
-  int64_t m, n, k;
-  DType dtype;  // of a and b
-  const void* a;
-  int64_t a_row_stride, a_column_stride;
-  const void* b;
-  int64_t b_row_stride, b_column_stride;
-  void* sums;  // (m, n): f64 for f64, else f32
-  int64_t sums_row_stride;
-  bool accumulate;  // add to sums
-  bool use_amx;
-  void* scratch;  // gemm_scratch_bytes(m, n)
-};
-
 // c = alpha * sums + beta * c + bias, with one rounding.
 struct GemmFinish {
   int64_t m, n;
@@ -39,6 +25,24 @@ struct GemmFinish {
   double alpha, beta;
   const void* bias;
   GemmBias bias_kind;
+};
+
+struct GemmTile {
+  int64_t m, n, k;
+  DType dtype;  // of a and b
+  const void* a;
+  int64_t a_row_stride, a_column_stride;
+  const void* b;
+  int64_t b_row_stride, b_column_stride;
+  void* sums;  // (m, n): f64 for f64, else f32
+  int64_t sums_row_stride;
+  bool accumulate;                // add to sums
+  bool sums_are_scratch = false;  // only `finish` reads them
+  // Whose instructions multiply. kAmx: bf16 on tiles, f32 and f16 there in parts; kBf16: bf16 in
+  // pairs; else f16 and bf16 are widened.
+  Isa isa;
+  void* scratch;                       // gemm_scratch_bytes(m, n)
+  const GemmFinish* finish = nullptr;  // from sums to C, of the whole tile; null: sums are C
 };
 
 // sums = a B, with B read where it lies. A column's bits depend on k and the layout alone, not on
@@ -53,6 +57,8 @@ struct GemmRow {
 };
 
 TS_SIMD_DECLARE(int64_t gemm_scratch_bytes(int64_t m, int64_t n));
+// What the columns of a tile are to be a multiple of, so that no registers are left empty.
+TS_SIMD_DECLARE(int64_t gemm_column_multiple(DType dtype, Isa isa));
 TS_SIMD_DECLARE(void gemm_tile(const GemmTile& tile));
 TS_SIMD_DECLARE(void gemm_finish(const GemmFinish& finish));
 TS_SIMD_DECLARE(void gemm_row(const GemmRow& row));
