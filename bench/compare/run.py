@@ -207,6 +207,9 @@ def main():
               {f"vocab {vocab}": Shape(vocab=vocab) for vocab in arguments.vocab})
 
     cells = []
+    settings = cpu_settings()
+    for name, value in settings.items():
+        print(f"{name}: {value}")
     print(f"{'cell':<24} {'program':<22} {'ms/step':>9} {'tokens/s':>10} {'speed of tessera':>17} "
           f"{'MFU':>6} {'peak MiB':>9}")
     for title, shape in shapes.items():
@@ -226,7 +229,28 @@ def main():
         path = pathlib.Path(arguments.json)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"threads": arguments.threads, "device": arguments.device,
-                                    "cells": cells}, indent=2) + "\n")
+                                    "settings": settings, "cells": cells}, indent=2) + "\n")
+
+
+def cpu_settings():
+    """The processor, and what keeps either side from using all of it: ONEDNN_MAX_CPU_ISA both
+    sides' oneDNN, TESSERA_ISA tessera's kernels, the others PyTorch's."""
+    processor, sets = "unknown", []
+    try:
+        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                processor = value.strip()
+            elif name.strip() == "flags":
+                sets = [flag for flag in value.split()
+                        if flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16")]
+    except OSError:
+        pass
+    settings = {"processor": f"{processor} ({' '.join(sets) or 'instruction sets unknown'})"}
+    for name in ("TESSERA_ISA", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY",
+                 "MKL_ENABLE_INSTRUCTIONS"):
+        settings[name] = os.environ.get(name) or "not set"
+    return settings
 
 
 if __name__ == "__main__":
