@@ -150,17 +150,14 @@ TEST(Gemm, TilesCoverLargeMatrices) {
 // 16, 32 or 48 columns, 2 or 32 of K in blocks of 384 or 512. Some rows of a tile are finished
 // while others are still to be multiplied.
 TEST(Gemm, Bf16BlocksEndAnywhere) {
-  const int64_t shapes[][3] = {{8, 48, 2},    {9, 47, 1},    {7, 49, 3},    {40, 96, 384},
-                               {41, 97, 385}, {72, 50, 769}, {33, 145, 66}, {2, 2, 1537}};
+  const int64_t shapes[][3] = {{8, 48, 2},    {9, 47, 1},   {7, 49, 3},   {40, 97, 66},
+                               {33, 49, 385}, {9, 50, 769}, {2, 2, 1537}, {64, 96, 32}};
   for (const auto& [m, n, k] : shapes) {
     for (Layout a : kLayouts) {
       for (Layout b : kLayouts) {
-        for (const GemmBias bias : {GemmBias::kColumn, GemmBias::kRow}) {
-          const Options options{.alpha = 0.5, .beta = -2, .bias = bias};
-          expect_product<bf16, bf16>(m, n, k, a, b, options);
-          expect_product<bf16, float>(m, n, k, a, b, options);
-          expect_product<bf16, float>(m, n, k, a, b, {.beta = 1, .bias = bias});
-        }
+        expect_product<bf16, bf16>(m, n, k, a, b, {.alpha = 0.5, .bias = GemmBias::kColumn});
+        expect_product<bf16, bf16>(m, n, k, a, b, {.beta = -2, .bias = GemmBias::kRow});
+        expect_product<bf16, float>(m, n, k, a, b, {.beta = 1, .bias = GemmBias::kRow});
       }
     }
   }
