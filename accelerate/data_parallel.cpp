@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <regex>
 #include <set>
 #include <string>
 #include <tuple>
@@ -10,6 +9,7 @@
 
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
+#include <tessera/core/regex.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/shard/fully_shard.h>
 #include <tessera/distributed/shard/replicate.h>
@@ -183,7 +183,7 @@ std::vector<std::string> ignored_modules(nn::ModuleBase& model, const Settings& 
   const std::string source = "fsdp_ignored_modules=" + pattern + " (" + origin.describe() + ")";
   std::regex expression;
   try {
-    expression = std::regex(pattern);
+    expression = compile_regex(pattern);
   } catch (const std::regex_error& error) {
     TS_THROW(ConfigError, "prepare", source, " is no regular expression: ", error.what());
   }

@@ -4,7 +4,6 @@
 #include <cctype>
 #include <cmath>
 #include <iterator>
-#include <regex>
 #include <set>
 #include <unordered_map>
 #include <unordered_set>
@@ -13,6 +12,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/placement_slot.h>
+#include <tessera/core/regex.h>
 #include <tessera/nn/conv.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/init.h>
@@ -46,7 +46,7 @@ bool any_names_end_of(const std::vector<std::string>& names, std::string_view do
 
 std::regex compiled(const std::string& pattern, const char* option) {
   try {
-    return std::regex(pattern);
+    return compile_regex(pattern);
   } catch (const std::regex_error& error) {
     TS_THROW(ConfigError, "add_lora", option, " holds '", pattern,
              "', which is no regular expression (", error.what(), ")");

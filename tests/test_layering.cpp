@@ -188,6 +188,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"core/meta_storage.h", "inside of meta tensors; initial_values.h fills it"},
     {"core/page_return.h", "inside of allocators"},
     {"core/placement_slot.h", "inside of tensors; dtensor.h fills it"},
+    {"core/regex.h", "inside of the library"},
     {"data/json_error.h", "inside of readers"},
     {"data/special_tokens.h", "inside of tokenizers"},
     {"data/unicode.h", "inside of tokenizers"},
