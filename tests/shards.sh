@@ -1,9 +1,10 @@
 #!/bin/sh
-# shards.sh COUNT PROGRAM: the tests of a GoogleTest program in COUNT processes at once, for those
+# shards.sh COUNT COMMAND...: the tests of a GoogleTest program in COUNT processes at once, for those
 # that wait more than they compute.
-index=0 processes=""
-while [ $index -lt "$1" ]; do
-  GTEST_TOTAL_SHARDS=$1 GTEST_SHARD_INDEX=$index "$2" &
+count=$1 index=0 processes=""
+shift
+while [ $index -lt "$count" ]; do
+  GTEST_TOTAL_SHARDS=$count GTEST_SHARD_INDEX=$index "$@" &
   processes="$processes $!" index=$((index + 1))
 done
 status=0

@@ -17,7 +17,7 @@
 
 #include "loader_fixture.h"
 
-namespace tessera {
+namespace tessera::test_accelerate_scripts {
 namespace {
 
 using Batch = std::array<Tensor, 2>;
@@ -601,4 +601,4 @@ TEST(ByFeature, MemoryAndAutomaticGradientAccumulation) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerate_scripts

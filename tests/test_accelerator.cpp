@@ -11,7 +11,7 @@
 #include <tessera/autograd/node.h>
 #include <tessera/core/error.h>
 
-namespace tessera {
+namespace tessera::test_accelerator {
 namespace {
 
 // Trains over `samples` lines and returns the parameters.
@@ -395,4 +395,4 @@ TEST(Accelerator, FreeMemoryTakesTheObjectsThatAreToGo) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator

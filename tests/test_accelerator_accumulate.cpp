@@ -8,7 +8,7 @@
 #include <tessera/core/error.h>
 #include <tessera/optim/clip.h>
 
-namespace tessera {
+namespace tessera::test_accelerator_accumulate {
 namespace {
 
 // ---- accumulate --------------------------------------------------------------------------------
@@ -544,4 +544,4 @@ TEST(Weights, AreNotThoseOfModelsThatWereNotPrepared) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_accumulate

@@ -13,7 +13,7 @@
 #include "message_of.h"
 #include "sharded_words.h"
 
-namespace tessera {
+namespace tessera::test_accelerator_first_rank {
 namespace {
 
 using accelerate::Sharding;
@@ -352,4 +352,4 @@ TEST(FirstRank, WhatDoesNotFitIsTheSameErrorOnEveryRank) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_first_rank

@@ -11,7 +11,7 @@
 #include "message_of.h"
 #include "sharded_words.h"
 
-namespace tessera {
+namespace tessera::test_accelerator_lora {
 namespace {
 
 using accelerate::Sharding;
@@ -233,4 +233,4 @@ TEST(AcceleratorLora, StatesGoOnInEveryMode) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_lora

@@ -9,7 +9,7 @@
 #include "gpt2/model.h"
 #include "sharded_words.h"
 
-namespace tessera {
+namespace tessera::test_accelerator_one_hash {
 namespace {
 
 using accelerate::Sharding;
@@ -140,4 +140,4 @@ TEST(OneHash, WindowsThatAddUpDoSoInEveryMode) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_one_hash

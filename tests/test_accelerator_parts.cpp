@@ -7,7 +7,7 @@
 
 #include "accelerator_fixture.h"
 
-namespace tessera {
+namespace tessera::test_accelerator_parts {
 namespace {
 
 using distributed::compared_ranks;
@@ -99,4 +99,4 @@ TEST(AcceleratorParts, AnOverflowOnOneRankLeavesOutTheStepOfAll) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_parts

@@ -15,7 +15,7 @@
 #include <tessera/precision/autocast.h>
 #include <tessera/precision/report.h>
 
-namespace tessera {
+namespace tessera::test_accelerator_precision {
 namespace {
 
 std::vector<std::vector<float>> regression(int ranks_of_batch, AcceleratorOptions options) {
@@ -514,4 +514,4 @@ TEST(ClippedGradients, AreThoseThatTheStepSeesHoweverTheyCameAbout) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_precision

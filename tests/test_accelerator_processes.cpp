@@ -20,7 +20,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 
-namespace tessera {
+namespace tessera::test_accelerator_processes {
 namespace {
 
 using Strings = std::vector<std::string>;
@@ -521,4 +521,4 @@ TEST(BatchSize, AllRanksRetryWhereOneHasNoRoom) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_processes

@@ -8,7 +8,7 @@
 
 #include <tessera/core/error.h>
 
-namespace tessera {
+namespace tessera::test_accelerator_resume {
 namespace {
 
 // A program that counts its steps resumes by `epoch = step / batches`, wherever it stopped, and has
@@ -133,4 +133,4 @@ TEST(Accelerator, ResumesMastersOf16BitParametersToTheBit) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_resume

@@ -4,7 +4,7 @@
 
 #include <limits>
 
-namespace tessera {
+namespace tessera::test_accelerator_schedules {
 namespace {
 
 // SCH-1, and trap 18: the world size multiplies the user's schedule.
@@ -151,4 +151,4 @@ TEST(Schedules, ALinearScheduleOfTwentyReachesZeroAfterTenUpdatesOfTwoRanks) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_schedules

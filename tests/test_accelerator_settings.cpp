@@ -9,7 +9,7 @@
 
 #include <tessera/core/error.h>
 
-namespace tessera {
+namespace tessera::test_accelerator_settings {
 namespace {
 
 // KW-1
@@ -133,4 +133,4 @@ TEST(Settings, CompressedGradientsTrainAsPlainOnesDo) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_settings

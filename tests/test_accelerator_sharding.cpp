@@ -2,7 +2,7 @@
 // ctest labels: threads
 #include "sharded_words.h"
 
-namespace tessera {
+namespace tessera::test_accelerator_sharding {
 namespace {
 
 using accelerate::Sharding;
@@ -191,4 +191,4 @@ TEST(AcceleratorSharding, ParametersAreShardsAndTheModeSaysSo) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_sharding

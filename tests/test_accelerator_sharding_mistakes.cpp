@@ -9,7 +9,7 @@
 #include "message_of.h"
 #include "sharded_words.h"
 
-namespace tessera {
+namespace tessera::test_accelerator_sharding_mistakes {
 namespace {
 
 using accelerate::Sharding;
@@ -131,4 +131,4 @@ TEST(ShardingMistakes, ASecondAcceleratorLeavesTheFirstAsItWas) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_sharding_mistakes

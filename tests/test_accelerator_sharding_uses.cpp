@@ -14,7 +14,7 @@
 #include "message_of.h"
 #include "sharded_words.h"
 
-namespace tessera {
+namespace tessera::test_accelerator_sharding_uses {
 namespace {
 
 using accelerate::Sharding;
@@ -742,4 +742,4 @@ TEST(ShardingUses, ModelsAreSavedWholeAndLoadedIntoParts) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_sharding_uses

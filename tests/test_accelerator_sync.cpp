@@ -4,7 +4,7 @@
 
 #include <tessera/core/error.h>
 
-namespace tessera {
+namespace tessera::test_accelerator_sync {
 namespace {
 
 // ---- Batches that ranks leave out --------------------------------------------------------------
@@ -235,4 +235,4 @@ TEST(ActiveLoader, ALoopThatWasLeftEarlyIsForgotten) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_sync

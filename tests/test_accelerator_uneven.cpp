@@ -5,7 +5,7 @@
 #include <tessera/accelerate/local_sgd.h>
 #include <tessera/core/error.h>
 
-namespace tessera {
+namespace tessera::test_accelerator_uneven {
 namespace {
 
 // ---- Ranks that part ---------------------------------------------------------------------------
@@ -219,4 +219,4 @@ TEST(LocalSGD, DoesNothingInOneProcess) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_uneven

@@ -5,7 +5,7 @@
 #include "message_of.h"
 #include "sharded_words.h"
 
-namespace tessera {
+namespace tessera::test_accelerator_units {
 namespace {
 
 using accelerate::Sharding;
@@ -120,4 +120,4 @@ TEST(IgnoredModules, ThatTrainOrAreNotThereAreErrorsOnEveryRank) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_units

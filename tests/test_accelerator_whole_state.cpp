@@ -12,7 +12,7 @@
 #include "message_of.h"
 #include "sharded_words.h"
 
-namespace tessera {
+namespace tessera::test_accelerator_whole_state {
 namespace {
 
 using accelerate::Sharding;
@@ -226,4 +226,4 @@ TEST(WholeState, DamagedFilesAreAnErrorOnEveryRank) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_accelerator_whole_state

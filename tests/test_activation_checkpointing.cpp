@@ -8,7 +8,7 @@
 #include "message_of.h"
 #include "sharded_words.h"
 
-namespace tessera {
+namespace tessera::test_activation_checkpointing {
 namespace {
 
 using accelerate::Sharding;
@@ -250,4 +250,4 @@ TEST(ActivationCheckpointing, EndsWithTheAccelerator) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_activation_checkpointing

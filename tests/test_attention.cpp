@@ -12,7 +12,7 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
-namespace tessera::kernels {
+namespace tessera::kernels::test_attention {
 namespace {
 
 struct Sizes {
@@ -279,4 +279,4 @@ TEST(Attention, MetaTensorsGiveShapes) {
 }
 
 }  // namespace
-}  // namespace tessera::kernels
+}  // namespace tessera::kernels::test_attention

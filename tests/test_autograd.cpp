@@ -14,7 +14,7 @@
 
 #include "message_of.h"
 
-namespace tessera {
+namespace tessera::test_autograd {
 namespace {
 
 using Values = std::vector<double>;
@@ -589,4 +589,4 @@ TEST(SetData, OfALeafIsWhatTheNextBackwardSees) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_autograd

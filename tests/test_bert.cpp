@@ -17,7 +17,7 @@
 #include "golden_files.h"
 #include "op_checks.h"
 
-namespace tessera::bert {
+namespace tessera::bert::test_bert {
 namespace {
 
 using tests::difference;
@@ -257,4 +257,4 @@ TEST_F(BertFiles, DataSetsOfTextsRefuseLabelsTheyDoNotKnow) {
 }
 
 }  // namespace
-}  // namespace tessera::bert
+}  // namespace tessera::bert::test_bert

@@ -24,7 +24,7 @@
 #include "finished_process.h"
 #include "message_of.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
@@ -591,4 +591,4 @@ TEST_F(Checkpoints, ACK5FiftySavesHoldNoMoreMemoryAndFilesThanTwo) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_checkpoint

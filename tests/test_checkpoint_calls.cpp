@@ -12,7 +12,7 @@
 
 #include "message_of.h"
 
-namespace tessera {
+namespace tessera::test_checkpoint_calls {
 namespace {
 
 struct Step : nn::Module<Step> {
@@ -235,4 +235,4 @@ TEST(CheckpointCalls, AModuleThatIsGoneBeforeItsBackwardIsAnError) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_checkpoint_calls

@@ -11,7 +11,7 @@
 #include "compared_ranks.h"
 #include "finished_process.h"
 
-namespace tessera {
+namespace tessera::test_checkpoint_kill {
 namespace {
 
 namespace fs = std::filesystem;
@@ -125,4 +125,4 @@ INSTANTIATE_TEST_SUITE_P(Stages, Killed, ::testing::ValuesIn(all_kills()), [](co
 });
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_checkpoint_kill

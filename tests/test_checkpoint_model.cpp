@@ -18,7 +18,7 @@
 #include "finished_process.h"
 #include "message_of.h"
 
-namespace tessera::accelerate {
+namespace tessera::accelerate::test_checkpoint_model {
 namespace {
 
 namespace fs = std::filesystem;
@@ -224,4 +224,4 @@ TEST_F(ModelFiles, ACheckpointOfThreeRanksIsMergedChunkByChunkIntoTheFilesOfTheM
 }
 
 }  // namespace
-}  // namespace tessera::accelerate
+}  // namespace tessera::accelerate::test_checkpoint_model

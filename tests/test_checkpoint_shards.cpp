@@ -14,7 +14,7 @@
 #include "finished_process.h"
 #include "parts_training.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_checkpoint_shards {
 namespace {
 
 using accelerate::StateIo;
@@ -453,4 +453,4 @@ TEST_F(ShardCheckpoints, RegisteredObjectsHaveTheirPartsToo) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_checkpoint_shards

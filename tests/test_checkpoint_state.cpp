@@ -20,7 +20,7 @@
 #include "finished_process.h"
 #include "message_of.h"
 
-namespace tessera::accelerate {
+namespace tessera::accelerate::test_checkpoint_state {
 namespace {
 
 namespace fs = std::filesystem;
@@ -582,4 +582,4 @@ TEST_F(StateCheckpoints, ASignalToOneProcessIsARequestToAllRanks) {
 }
 
 }  // namespace
-}  // namespace tessera::accelerate
+}  // namespace tessera::accelerate::test_checkpoint_state

@@ -20,7 +20,7 @@
 #include "fault_backend.h"
 #include "message_of.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_collective_failures {
 namespace {
 
 TEST(Failures, ACE1_ARankThatThrowsMakesTheOthersRaise) {
@@ -217,4 +217,4 @@ TEST(Injected, ASkippedWaitIsSeen) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_collective_failures

@@ -13,7 +13,7 @@
 #include "compared_ranks.h"
 #include "message_of.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_collective_mistakes {
 namespace {
 
 TEST(Mistakes, WrongRanksDtypesAndShapesAreTypedErrors) {
@@ -296,4 +296,4 @@ TEST(Mistakes, AWaitOnAnotherChannelHearsOfTheCallThatFailed) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_collective_mistakes

@@ -11,7 +11,7 @@
 
 #include "compared_ranks.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_collectives {
 namespace {
 
 // Small whole numbers: every sum of eight is exact in every dtype of the sweep.
@@ -398,4 +398,4 @@ TEST(Collectives, BackwardTurnsEachConverterAround) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_collectives

@@ -12,7 +12,7 @@
 #include "compared_ranks.h"
 #include "message_of.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_comm_trace {
 namespace {
 
 CommRecord numbered(int64_t sequence, int ranks = 2) {
@@ -126,4 +126,4 @@ TEST(Fake, CountsAtAThousandRanksWithoutData) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_comm_trace

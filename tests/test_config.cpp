@@ -16,7 +16,7 @@
 
 #include "message_of.h"
 
-namespace tessera::accelerate {
+namespace tessera::accelerate::test_config {
 namespace {
 
 namespace fs = std::filesystem;
@@ -640,4 +640,4 @@ TEST(ConfigDescribe, ValuesAreShownWithTheirOrigin) {
 }
 
 }  // namespace
-}  // namespace tessera::accelerate
+}  // namespace tessera::accelerate::test_config

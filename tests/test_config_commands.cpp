@@ -14,7 +14,7 @@
 #include <tessera/core/safetensors.h>
 #include <tessera/distributed/checkpoint/commit.h>
 
-namespace tessera {
+namespace tessera::test_config_commands {
 namespace {
 
 const std::string kCommand = TESSERA_COMMAND;
@@ -846,4 +846,4 @@ TEST(TesseraCommand, WithoutASubcommandOrWithAnUnknownOneItSaysWhatThereIs) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_config_commands

@@ -12,7 +12,7 @@
 
 #include "message_of.h"
 
-namespace tessera::accelerate {
+namespace tessera::accelerate::test_config_import {
 namespace {
 
 class YamlFile {
@@ -430,4 +430,4 @@ num_processes: 2
 }
 
 }  // namespace
-}  // namespace tessera::accelerate
+}  // namespace tessera::accelerate::test_config_import

@@ -11,7 +11,7 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
-namespace tessera::kernels {
+namespace tessera::kernels::test_conv {
 namespace {
 
 const DType kDTypes[] = {kF64, kF32, kF16, kBF16};
@@ -159,4 +159,4 @@ TEST(Conv, MetaTensorsGiveShapes) {
 }
 
 }  // namespace
-}  // namespace tessera::kernels
+}  // namespace tessera::kernels::test_conv

@@ -19,7 +19,7 @@
 #include <tessera/core/raw_views.h>
 #include <tessera/core/stream.h>
 
-namespace tessera {
+namespace tessera::test_core {
 namespace {
 
 struct Counter {
@@ -380,4 +380,4 @@ TEST(Profiler, CountsRangesAndTheirOwnTime) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_core

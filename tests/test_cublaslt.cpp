@@ -1,5 +1,6 @@
 // cuBLASLt itself, where it is installed: descriptors of every kind of product can be made without
 // a GPU; on one, the rules of validate() and the library agree, and products have the CPU's values.
+// ctest own program: scripts/test_gpu.sh runs it
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -10,7 +11,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 
-namespace tessera::gpu {
+namespace tessera::gpu::test_cublaslt {
 namespace {
 
 bool has_library() { return gemm_library().starts_with("cuBLASLt"); }
@@ -107,4 +108,4 @@ TEST(CublasLt, ProductsOnAGpuHaveTheValuesOfTheCpu) {
 }
 
 }  // namespace
-}  // namespace tessera::gpu
+}  // namespace tessera::gpu::test_cublaslt

@@ -1,6 +1,7 @@
 // cuDNN as tessera asks for it. Rules, keys and the shape of graphs are pure functions. With the
 // library installed, and without a GPU, every descriptor is made and the heuristics are asked for
 // an H200, described by text: they refuse illegal graphs and layouts that no engine reads.
+// ctest own program: scripts/test_gpu.sh runs it
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -22,7 +23,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/attention/attention.h>
 
-namespace tessera::gpu {
+namespace tessera::gpu::test_cudnn {
 namespace {
 
 alignas(256) char some_memory[4096];
@@ -432,4 +433,4 @@ TEST_F(Cudnn, OnAGpuHasTheValuesOfTheCpu) {
 }
 
 }  // namespace
-}  // namespace tessera::gpu
+}  // namespace tessera::gpu::test_cudnn

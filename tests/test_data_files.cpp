@@ -21,7 +21,7 @@
 
 #include "message_of.h"
 
-namespace tessera::data {
+namespace tessera::data::test_data_files {
 namespace {
 
 namespace fs = std::filesystem;
@@ -640,4 +640,4 @@ TEST_F(TokenFiles, AnyChangedByteAndAnyCutIsAFormatError) {
 }
 
 }  // namespace
-}  // namespace tessera::data
+}  // namespace tessera::data::test_data_files

@@ -25,7 +25,7 @@
 
 #include "number_data.h"
 
-namespace tessera::data {
+namespace tessera::data::test_dataloader {
 namespace {
 
 TEST(Loaders, GiveTheSameBatchesForAnyNumberOfWorkers) {
@@ -600,4 +600,4 @@ TEST(LoaderRandom, AResumedLoopDrawsWhatTheWholeOneDraws) {
 }
 
 }  // namespace
-}  // namespace tessera::data
+}  // namespace tessera::data::test_dataloader

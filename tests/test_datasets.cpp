@@ -19,7 +19,7 @@
 
 #include "number_data.h"
 
-namespace tessera::data {
+namespace tessera::data::test_datasets {
 namespace {
 
 TEST(Datasets, TensorRowsAreExamplesAndBatchesStackThem) {
@@ -93,15 +93,16 @@ struct Sentence {
 };
 
 }  // namespace
+}  // namespace tessera::data::test_datasets
 
 // Padding is a rule of the type's own.
 template <>
-struct Collate<Sentence> {
-  static Tensor batch(std::span<Sentence> examples) {
+struct tessera::data::Collate<tessera::data::test_datasets::Sentence> {
+  static Tensor batch(std::span<test_datasets::Sentence> examples) {
     size_t longest = 0;
-    for (const Sentence& sentence : examples) longest = std::max(longest, sentence.ids.size());
+    for (const auto& sentence : examples) longest = std::max(longest, sentence.ids.size());
     std::vector<int64_t> ids;
-    for (const Sentence& sentence : examples) {
+    for (const auto& sentence : examples) {
       ids.insert(ids.end(), sentence.ids.begin(), sentence.ids.end());
       ids.resize(ids.size() + longest - sentence.ids.size(), -1);
     }
@@ -110,6 +111,7 @@ struct Collate<Sentence> {
   }
 };
 
+namespace tessera::data::test_datasets {
 namespace {
 
 TEST(Collation, GoesThroughNestedStructsTuplesNumbersAndStrings) {
@@ -224,4 +226,4 @@ TEST(Windows, ImpossibleOnesAreValueErrors) {
 }
 
 }  // namespace
-}  // namespace tessera::data
+}  // namespace tessera::data::test_datasets

@@ -3,7 +3,7 @@
 
 #include <tessera/distributed/rendezvous/detect.h>
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_detect {
 namespace {
 
 using namespace std::chrono_literals;
@@ -290,4 +290,4 @@ TEST(Detect, ThisProcessHasCores) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_detect

@@ -8,7 +8,7 @@
 #include <tessera/core/error.h>
 #include <tessera/data/distributed_source.h>
 
-namespace tessera::data {
+namespace tessera::data::test_distributed_data {
 namespace {
 
 using Indices = std::vector<int64_t>;
@@ -228,4 +228,4 @@ TEST(DistributedData, ImpossibleSharesAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::data
+}  // namespace tessera::data::test_distributed_data

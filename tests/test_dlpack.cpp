@@ -5,7 +5,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/raw_views.h>
 
-namespace tessera {
+namespace tessera::test_dlpack {
 namespace {
 
 TEST(Dlpack, ATensorReturnsFromItsOwnExport) {
@@ -110,4 +110,4 @@ TEST(Dlpack, WhatCannotBeSharedIsRefusedAndStaysWithTheCaller) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_dlpack

@@ -13,7 +13,7 @@
 
 #include "markdown.h"
 
-namespace tessera {
+namespace tessera::test_documents {
 namespace {
 
 namespace fs = std::filesystem;
@@ -233,4 +233,4 @@ TEST(Documents, BlocksOfCodeSayTheirLanguageAndFewAreLeftOut) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_documents

@@ -10,7 +10,7 @@
 
 #include "dtensor_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_dtensor {
 namespace {
 
 TEST(DTensor, DistributedValuesAreThoseOfRank0WhateverTheOthersGive) {
@@ -271,4 +271,4 @@ TEST(DTensor, MetaTensorsAreDistributedWithoutACall) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_dtensor

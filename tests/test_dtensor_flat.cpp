@@ -10,7 +10,7 @@
 
 #include "dtensor_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_dtensor_flat {
 namespace {
 
 // Row-major positions of a box's elements in the whole.
@@ -308,4 +308,4 @@ TEST(FlatShards, TrainingOnRunsIsTrainingOnTheWhole) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_dtensor_flat

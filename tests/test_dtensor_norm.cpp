@@ -9,7 +9,7 @@
 #include "dtensor_fixture.h"
 #include "sharded_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_dtensor_norm {
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
@@ -368,4 +368,4 @@ TEST(DTensorNorm, WithoutPartsNothingIsCommunicated) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_dtensor_norm

@@ -2,7 +2,7 @@
 // ctest labels: threads
 #include "dtensor_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_dtensor_redistribute {
 namespace {
 
 // The calls forward and backward, along one axis.
@@ -196,4 +196,4 @@ TEST(Redistribute, SecondDerivativesGoThroughIt) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_dtensor_redistribute

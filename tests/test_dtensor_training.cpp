@@ -13,7 +13,7 @@
 
 #include "dtensor_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_dtensor_training {
 namespace {
 
 TEST(DTensorTraining, GradientsOfLeavesAreDTensorsAndAddUp) {
@@ -284,4 +284,4 @@ TEST(DTensorTraining, AveragesOfPartsAreThePartsOfAverages) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_dtensor_training

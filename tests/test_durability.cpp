@@ -22,7 +22,7 @@
 #include "disk_calls.h"
 #include "finished_process.h"
 
-namespace tessera {
+namespace tessera::test_durability {
 namespace {
 
 namespace fs = std::filesystem;
@@ -430,4 +430,4 @@ TEST_F(Durability, TheIndexOfAModelComesAfterItsShardsAndBothAreOnTheDiskWhenThe
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_durability

@@ -17,7 +17,7 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
-namespace tessera {
+namespace tessera::test_elementwise {
 namespace {
 
 Tensor random_tensor(const Shape& shape, DType dtype = kF32, uint32_t seed = 1) {
@@ -367,4 +367,4 @@ TEST(Copy, FillReachesEveryElementAndNoOther) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_elementwise

@@ -13,7 +13,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 
-namespace tessera {
+namespace tessera::test_elementwise_ops {
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
@@ -378,4 +378,4 @@ TEST(ElementwiseOps, GluIsTheFirstHalfGatedByTheSecond) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_elementwise_ops

@@ -11,7 +11,7 @@
 
 #include "finished_process.h"
 
-namespace tessera {
+namespace tessera::test_example_programs {
 namespace {
 
 namespace fs = std::filesystem;
@@ -379,4 +379,4 @@ TEST_F(Programs, AFullDiskLeavesTheSaveBeforeItWhole) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_example_programs

@@ -18,7 +18,7 @@
 
 #include "loader_fixture.h"
 
-namespace tessera::accelerate {
+namespace tessera::accelerate::test_facade_loaders {
 namespace {
 
 // ---- DL-1: the tables
@@ -801,4 +801,4 @@ TEST(FacadeLoaders, DL_6_SizesAreThoseOfAllRanks) {
 }
 
 }  // namespace
-}  // namespace tessera::accelerate
+}  // namespace tessera::accelerate::test_facade_loaders

@@ -17,7 +17,7 @@
 
 #include "loader_fixture.h"
 
-namespace tessera::accelerate {
+namespace tessera::accelerate::test_facade_metrics {
 namespace {
 
 using Values = std::vector<double>;
@@ -364,4 +364,4 @@ TEST(FacadeMetrics, MET_1_OneProcessGetsWhatItHas) {
 }
 
 }  // namespace
-}  // namespace tessera::accelerate
+}  // namespace tessera::accelerate::test_facade_metrics

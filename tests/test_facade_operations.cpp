@@ -17,7 +17,7 @@
 
 #include "compared_ranks.h"
 
-namespace tessera::accelerate {
+namespace tessera::accelerate::test_facade_operations {
 namespace {
 
 using distributed::compared_ranks;
@@ -276,4 +276,4 @@ TEST(FacadeOperations, OPS_1_OneRankCommunicatesNothing) {
 }
 
 }  // namespace
-}  // namespace tessera::accelerate
+}  // namespace tessera::accelerate::test_facade_operations

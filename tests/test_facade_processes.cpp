@@ -1,5 +1,6 @@
 // Loaders, metrics and nested collectives over processes: what rank threads do, over MPI.
 // ctest ranks: 2 4
+// ctest own program: MPI is begun for all of its tests
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 #include "loader_fixture.h"
 #include "mpi_world.h"
 
-namespace tessera::accelerate {
+namespace tessera::accelerate::test_facade_processes {
 namespace {
 
 using distributed::Group;
@@ -85,4 +86,4 @@ TEST_F(FacadeProcesses, OPS_5_7_8_SizesAndShapesAreCompared) {
 }
 
 }  // namespace
-}  // namespace tessera::accelerate
+}  // namespace tessera::accelerate::test_facade_processes

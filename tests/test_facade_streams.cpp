@@ -16,7 +16,7 @@
 
 #include "loader_fixture.h"
 
-namespace tessera::accelerate {
+namespace tessera::accelerate::test_facade_streams {
 namespace {
 
 // ---- DL-2: streams
@@ -164,12 +164,13 @@ struct Opaque {
   int64_t number;
 };
 }  // namespace
-}  // namespace tessera::accelerate
+}  // namespace tessera::accelerate::test_facade_streams
 
 template <>
-struct tessera::data::Collate<tessera::accelerate::Word> {
-  static tessera::accelerate::Sentence batch(std::span<tessera::accelerate::Word> words) {
-    tessera::accelerate::Sentence sentence;
+struct tessera::data::Collate<tessera::accelerate::test_facade_streams::Word> {
+  static accelerate::test_facade_streams::Sentence batch(
+      std::span<accelerate::test_facade_streams::Word> words) {
+    accelerate::test_facade_streams::Sentence sentence;
     int64_t longest = 0;
     for (const auto& word : words) longest = std::max(longest, word.number);
     sentence.ids = raw::full({std::ssize(words), longest}, longest, kI64);  // its own padding
@@ -181,13 +182,14 @@ struct tessera::data::Collate<tessera::accelerate::Word> {
 };
 
 template <>
-struct tessera::data::Collate<tessera::accelerate::Opaque> {
-  static tessera::accelerate::Opaque batch(std::span<tessera::accelerate::Opaque> examples) {
+struct tessera::data::Collate<tessera::accelerate::test_facade_streams::Opaque> {
+  static accelerate::test_facade_streams::Opaque batch(
+      std::span<accelerate::test_facade_streams::Opaque> examples) {
     return examples[0];
   }
 };
 
-namespace tessera::accelerate {
+namespace tessera::accelerate::test_facade_streams {
 namespace {
 
 struct Opaques : data::Dataset<Opaque> {
@@ -347,4 +349,4 @@ TEST(FacadeStreams, DL_2_BatchesThatCannotBeMadeAnewAreNotDispatched) {
 }
 
 }  // namespace
-}  // namespace tessera::accelerate
+}  // namespace tessera::accelerate::test_facade_streams

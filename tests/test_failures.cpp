@@ -12,7 +12,7 @@
 
 #include "finished_process.h"
 
-namespace tessera {
+namespace tessera::test_failures {
 namespace {
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -336,4 +336,4 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_failures

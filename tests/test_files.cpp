@@ -17,7 +17,7 @@
 
 #include "message_of.h"
 
-namespace tessera {
+namespace tessera::test_files {
 namespace {
 
 namespace fs = std::filesystem;
@@ -187,4 +187,4 @@ TEST_F(Files, MappingWhatIsNotARegularFileIsAnIoError) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_files

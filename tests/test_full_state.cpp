@@ -13,7 +13,7 @@
 #include "finished_process.h"
 #include "parts_training.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_full_state {
 namespace {
 
 using accelerate::load_model;
@@ -235,4 +235,4 @@ TEST_F(FullState, ACheckpointOfPartsIsExportedAsTheModel) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_full_state

@@ -7,7 +7,7 @@
 #include "message_of.h"
 #include "sharded_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_fully_shard {
 namespace {
 
 struct Trained {
@@ -358,4 +358,4 @@ TEST(FullyShard, OneRankTrainsAsAPlainModel) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_fully_shard

@@ -7,7 +7,7 @@
 #include "message_of.h"
 #include "sharded_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_fully_shard_calls {
 namespace {
 
 using Events = std::vector<std::string>;
@@ -459,4 +459,4 @@ TEST(FullyShardCalls, SoItDoesWhereOneUnitBesideHasMemory) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_fully_shard_calls

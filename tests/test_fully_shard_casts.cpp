@@ -14,7 +14,7 @@
 
 #include "sharded_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_fully_shard_casts {
 namespace {
 
 constexpr int kWidth = 33;  // rows that do not divide
@@ -471,4 +471,4 @@ TEST(FullyShardCasts, AWriteInAForwardIsAnError) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_fully_shard_casts

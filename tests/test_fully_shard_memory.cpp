@@ -10,7 +10,7 @@
 #include "message_of.h"
 #include "sharded_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_fully_shard_memory {
 namespace {
 
 // Blocks of one size, and a weight of the root; rows that do not divide by three.
@@ -383,4 +383,4 @@ TEST(FullyShardMemory, MixedPrecisionIsOfFloatingDtypes) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_fully_shard_memory

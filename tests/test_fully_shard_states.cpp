@@ -8,7 +8,7 @@
 #include "message_of.h"
 #include "sharded_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_fully_shard_states {
 namespace {
 
 // Its forward shows what its parameters are, and does what a test wants.
@@ -706,4 +706,4 @@ TEST(FullyShardStates, OtherMethodsAndPartsOfOutputsTrain) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_fully_shard_states

@@ -10,7 +10,7 @@
 #include <tessera/core/kernels/gemm/gemm.h>
 #include <tessera/core/parallel.h>
 
-namespace tessera::kernels {
+namespace tessera::kernels::test_gemm {
 namespace {
 
 enum class Layout { kRowMajor, kColumnMajor, kGaps };
@@ -357,4 +357,4 @@ TEST(Gemm, MixedDtypesAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::kernels
+}  // namespace tessera::kernels::test_gemm

@@ -1,5 +1,6 @@
 // f32 products of three bf16 parts, and attention made of them: their arithmetic, on tiles in plain
 // C++.
+// ctest own program: it links kernels of its own
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,7 +13,7 @@
 
 #include "split_tiles.h"
 
-namespace tessera::tests {
+namespace tessera::tests::test_gemm_split {
 namespace {
 
 class SplitProduct : public testing::Test {
@@ -329,4 +330,4 @@ TEST_F(SplitAttention, KeepsThePrecisionOfF32WhateverTheMagnitudes) {
 }
 
 }  // namespace
-}  // namespace tessera::tests
+}  // namespace tessera::tests::test_gemm_split

@@ -14,7 +14,7 @@
 #include "golden_files.h"
 #include "op_checks.h"
 
-namespace tessera::tests {
+namespace tessera::tests::test_golden_gpt2 {
 namespace {
 
 constexpr int64_t kLayers = 2, kHeads = 4, kWidth = 48;
@@ -152,4 +152,4 @@ TEST(GoldenGpt2, F64FollowsTorchToTheLastDigits) {
 }
 
 }  // namespace
-}  // namespace tessera::tests
+}  // namespace tessera::tests::test_golden_gpt2

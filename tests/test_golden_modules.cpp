@@ -21,7 +21,7 @@
 #include "golden_files.h"
 #include "op_checks.h"
 
-namespace tessera::tests {
+namespace tessera::tests::test_golden_modules {
 namespace {
 
 using nlohmann::json;
@@ -244,4 +244,4 @@ TEST_P(GoldenModules, StateOutputsGradientsAndBuffersAreThoseOfTorch) {
 }
 
 }  // namespace
-}  // namespace tessera::tests
+}  // namespace tessera::tests::test_golden_modules

@@ -4,7 +4,7 @@
 #include "golden_files.h"
 #include "op_checks.h"
 
-namespace tessera::tests {
+namespace tessera::tests::test_golden_ops {
 namespace {
 
 class GoldenOps : public testing::TestWithParam<const char*> {};
@@ -42,4 +42,4 @@ TEST(GoldenOpsThemselves, AChangedReferenceIsCaught) {
 }
 
 }  // namespace
-}  // namespace tessera::tests
+}  // namespace tessera::tests::test_golden_ops

@@ -17,7 +17,7 @@
 #include "golden_files.h"
 #include "optimizer_kinds.h"
 
-namespace tessera::tests {
+namespace tessera::tests::test_golden_optim {
 namespace {
 
 using nlohmann::json;
@@ -288,4 +288,4 @@ TEST(GoldenSchedules, EveryRateIsThatOfTorchAndTransformers) {
 }
 
 }  // namespace
-}  // namespace tessera::tests
+}  // namespace tessera::tests::test_golden_optim

@@ -19,7 +19,7 @@
 #include "gpt2/model.h"
 #include "op_checks.h"
 
-namespace tessera::gpt2 {
+namespace tessera::gpt2::test_gpt2 {
 namespace {
 
 using tests::difference;
@@ -371,4 +371,4 @@ TEST(Gpt2, SummaryCountsParametersAndArithmeticWithoutAllocating) {
 }
 
 }  // namespace
-}  // namespace tessera::gpt2
+}  // namespace tessera::gpt2::test_gpt2

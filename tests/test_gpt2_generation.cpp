@@ -10,7 +10,7 @@
 #include "gpt2/generation.h"
 #include "message_of.h"
 
-namespace tessera::gpt2 {
+namespace tessera::gpt2::test_gpt2_generation {
 namespace {
 
 using accelerate::Sharding;
@@ -132,4 +132,4 @@ TEST(Gpt2Generation, CallsThatSomeRanksLeaveOutAreAnErrorOnEveryRank) {
 }
 
 }  // namespace
-}  // namespace tessera::gpt2
+}  // namespace tessera::gpt2::test_gpt2_generation

@@ -12,7 +12,7 @@
 
 #include <gtest/gtest.h>
 
-namespace tessera {
+namespace tessera::test_half {
 namespace {
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -203,4 +203,4 @@ static_assert(is_plain_storage<f8e4m3> && sizeof(f8e4m3) == 1);
 static_assert(is_plain_storage<f8e5m2> && sizeof(f8e5m2) == 1);
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_half

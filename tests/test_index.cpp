@@ -11,7 +11,7 @@
 
 #include "message_of.h"
 
-namespace tessera {
+namespace tessera::test_index {
 namespace {
 
 using Values = std::vector<double>;
@@ -360,4 +360,4 @@ TEST(Rotary, GradientsOfAnyOrderAreRight) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_index

@@ -8,7 +8,7 @@
 
 #include <tessera/autograd/ops.h>
 
-namespace tessera::nn {
+namespace tessera::nn::test_init {
 namespace {
 
 struct Moments {
@@ -174,4 +174,4 @@ TEST(Init, WritesLeavesThatRequireGradAndRefusesIntegers) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::test_init

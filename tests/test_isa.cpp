@@ -10,7 +10,7 @@
 
 #include "finished_process.h"
 
-namespace tessera::kernels {
+namespace tessera::kernels::test_isa {
 namespace {
 
 // What that process says of itself: the set, or the error's class and text.
@@ -63,4 +63,4 @@ TEST(Isa, ANameThatIsNoneIsAnErrorThatListsThem) {
 }
 
 }  // namespace
-}  // namespace tessera::kernels
+}  // namespace tessera::kernels::test_isa

@@ -8,7 +8,7 @@
 
 #include <tessera/distributed/rendezvous/job.h>
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_job {
 namespace {
 
 using namespace std::chrono_literals;
@@ -188,4 +188,4 @@ TEST(Job, FailuresTravelAsText) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_job

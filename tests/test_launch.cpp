@@ -14,7 +14,7 @@
 #include "finished_process.h"
 #include "message_of.h"
 
-namespace tessera::launch {
+namespace tessera::launch::test_launch {
 namespace {
 
 using namespace std::chrono_literals;
@@ -557,4 +557,4 @@ TEST(JobRecord, ExitingWithZeroInTheMiddleOfAJobIsAFailure) {
 }
 
 }  // namespace
-}  // namespace tessera::launch
+}  // namespace tessera::launch::test_launch

@@ -7,7 +7,7 @@
 
 #include "finished_process.h"
 
-namespace tessera {
+namespace tessera::test_launcher {
 namespace {
 
 const std::string kCommand = TESSERA_COMMAND;
@@ -448,4 +448,4 @@ TEST(LauncherInput, ADryRunShowsTheCommandAndWhereSettingsCameFrom) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_launcher

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-namespace tessera {
+namespace tessera::test_layering {
 namespace {
 
 namespace fs = std::filesystem;
@@ -455,4 +455,4 @@ TEST(Layering, AllowedPairsAreDirected) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_layering

@@ -29,7 +29,7 @@
 #include <tessera/nn/summary.h>
 #include <tessera/nn/transformer.h>
 
-namespace tessera::nn {
+namespace tessera::nn::test_layers {
 namespace {
 
 Tensor random(const Shape& shape, uint64_t stream = 0) {
@@ -674,4 +674,4 @@ TEST(Flops, BackwardOfAFusedLayerIsTwoOfTheForward) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::test_layers

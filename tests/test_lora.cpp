@@ -21,7 +21,7 @@
 #include "message_of.h"
 #include "sharded_fixture.h"
 
-namespace tessera::nn {
+namespace tessera::nn::test_lora {
 namespace {
 
 // A table, a fused perceptron, and a head that is tied to the table.
@@ -753,4 +753,4 @@ TEST(Lora, AShardedModelTakesNoAdapters) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::test_lora

@@ -12,7 +12,7 @@
 #include "finished_process.h"
 #include "message_of.h"
 
-namespace tessera {
+namespace tessera::test_lora_adapters {
 namespace {
 
 struct Poet : nn::Module<Poet> {
@@ -184,4 +184,4 @@ TEST(LoraAdapters, MistakesNameTheAdapter) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_lora_adapters

@@ -11,7 +11,7 @@
 
 #include "message_of.h"
 
-namespace tessera {
+namespace tessera::test_loss {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -255,4 +255,4 @@ TEST(Losses, of_meta_tensors_have_shapes) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_loss

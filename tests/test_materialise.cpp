@@ -25,7 +25,7 @@
 #include "dtensor_fixture.h"
 #include "gpt2/model.h"
 
-namespace tessera::nn {
+namespace tessera::nn::test_materialise {
 namespace {
 
 using distributed::compared_ranks;
@@ -410,4 +410,4 @@ TEST(Materialise, KnowsAPartOfAView) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::test_materialise

@@ -8,7 +8,7 @@
 
 #include <gtest/gtest.h>
 
-namespace tessera {
+namespace tessera::test_math {
 namespace {
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -139,4 +139,4 @@ TEST(Math, DoubleFormsAreLibm) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_math

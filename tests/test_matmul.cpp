@@ -10,7 +10,7 @@
 #include <tessera/core/kernels/loss/linear_cross_entropy.h>
 #include <tessera/core/raw_views.h>
 
-namespace tessera::kernels {
+namespace tessera::kernels::test_matmul {
 namespace {
 
 const DType kDTypes[] = {kF64, kF32, kF16, kBF16};
@@ -214,4 +214,4 @@ TEST(LinearCrossEntropy, ATargetOutsideTheClassesNamesItsPosition) {
 }
 
 }  // namespace
-}  // namespace tessera::kernels
+}  // namespace tessera::kernels::test_matmul

@@ -10,7 +10,7 @@
 #include "compared_ranks.h"
 #include "message_of.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_mesh {
 namespace {
 
 using Names = std::vector<std::string_view>;
@@ -156,4 +156,4 @@ TEST(Mesh, SizesThatDoNotDivideTheRanksAreConfigErrors) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_mesh

@@ -21,7 +21,7 @@
 
 #include "message_of.h"
 
-namespace tessera::nn {
+namespace tessera::nn::test_module {
 namespace {
 
 struct Mlp : Module<Mlp> {
@@ -558,4 +558,4 @@ TEST(Module, PrintsAsTorchDoes) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::test_module

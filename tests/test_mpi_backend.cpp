@@ -1,6 +1,7 @@
 // The mpi backend under its groups: bytes and bits of every collective, mismatches, overlap, groups
 // in opposite order. test_mpi_groups compares it with the thread backend.
 // ctest ranks: 2 4 8
+// ctest own program: MPI is begun for all of its tests
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,7 +18,7 @@
 
 #include "mpi_world.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_mpi_backend {
 namespace {
 
 [[maybe_unused]] const auto* const kWorld = testing::AddGlobalTestEnvironment(new MpiWorld);
@@ -594,4 +595,4 @@ TEST_F(MpiBackend, AFailedGroupRefusesEverythingAndOthersLive) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_mpi_backend

@@ -1,11 +1,12 @@
 // Meshes and DTensors over processes: the values, gradients and calls of rank threads.
 // ctest ranks: 2 4
+// ctest own program: MPI is begun for all of its tests
 #include <tessera/optim/clip.h>
 
 #include "dtensor_fixture.h"
 #include "mpi_world.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_mpi_dtensor {
 namespace {
 
 const Placement kOne[] = {Replicate(), Shard(0), Shard(1), Partial()};
@@ -60,4 +61,4 @@ TEST_F(MpiRanks, TheNormOfPartsIsThatOfTheWhole) {
 [[maybe_unused]] const auto* const kWorld = testing::AddGlobalTestEnvironment(new MpiWorld);
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_mpi_dtensor

@@ -1,5 +1,6 @@
 // Groups and data-parallel training over processes: the bits of rank threads and of one process.
 // ctest ranks: 2 4
+// ctest own program: MPI is begun for all of its tests
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -8,7 +9,7 @@
 #include "mpi_world.h"
 #include "replicate_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_mpi_groups {
 namespace {
 
 // Runs `body` here as a rank of the world of processes, then all ranks as threads of this process,
@@ -434,4 +435,4 @@ TEST_F(MpiRanks, TrainingHasTheBitsOfThreads) {
 
 [[maybe_unused]] static const auto* const kWorld = testing::AddGlobalTestEnvironment(new MpiWorld);
 
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_mpi_groups

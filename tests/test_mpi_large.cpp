@@ -3,6 +3,7 @@
 //     ctest -C slow -L slow
 // ctest labels: slow
 // ctest ranks: 2
+// ctest own program: MPI is begun for all of its tests
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -14,7 +15,7 @@
 
 #include "mpi_world.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_mpi_large {
 namespace {
 
 [[maybe_unused]] const auto* const kWorld = testing::AddGlobalTestEnvironment(new MpiWorld);
@@ -76,4 +77,4 @@ TEST_F(MpiLarge, APartOver2To31BytesTravelsAsOneAnswer) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_mpi_large

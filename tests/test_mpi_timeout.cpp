@@ -2,6 +2,7 @@
 // requests open then and is not finalized, about which mpirun complains: the test's verdict is what
 // the ranks print, not its exit code.
 // ctest ranks: 2
+// ctest own program: its ranks leave MPI as it is
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -13,7 +14,7 @@
 
 #include "mpi_world.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_mpi_timeout {
 namespace {
 
 TEST(MpiTimeout, ACE1_ARankThatDoesNotComeIsNamedAndTheGroupBreaks) {
@@ -44,4 +45,4 @@ TEST(MpiTimeout, ACE1_ARankThatDoesNotComeIsNamedAndTheGroupBreaks) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_mpi_timeout

@@ -12,7 +12,7 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
-namespace tessera::kernels {
+namespace tessera::kernels::test_multi_tensor {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -590,4 +590,4 @@ TEST(MultiTensor, sums_of_whole_chunks_are_those_of_their_own_tensor) {
 }
 
 }  // namespace
-}  // namespace tessera::kernels
+}  // namespace tessera::kernels::test_multi_tensor

@@ -1,5 +1,6 @@
 // The nccl backend's communicators over a mock of the library whose ranks are threads: what is
 // asked of NCCL, followed to its end, and what its answers become.
+// ctest own program: it loads a mock
 #include <tessera/distributed/transport/nccl/backend.h>
 
 #include <gtest/gtest.h>
@@ -17,7 +18,7 @@
 #include "message_of.h"
 #include "mock_nccl/mock_nccl.h"
 
-namespace tessera::distributed::nccl {
+namespace tessera::distributed::nccl::test_nccl {
 namespace {
 
 constexpr Communicator::Seconds kTimeout{10.0};
@@ -550,4 +551,4 @@ TEST(NcclBackend, NeedsAGpuAndSaysSo) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed::nccl
+}  // namespace tessera::distributed::nccl::test_nccl

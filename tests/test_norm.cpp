@@ -7,7 +7,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/parallel.h>
 
-namespace tessera {
+namespace tessera::test_norm {
 namespace {
 
 Tensor waves(const Shape& shape, DType dtype = kF64, double scale = 1, double offset = 0) {
@@ -236,4 +236,4 @@ TEST(Norms, of_meta_tensors_have_shapes) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_norm

@@ -12,7 +12,7 @@
 #include "finished_process.h"
 #include "one_loop.h"
 
-namespace tessera::one_loop {
+namespace tessera::one_loop::test_one_loop {
 namespace {
 
 struct Case {
@@ -143,4 +143,4 @@ TEST_F(OneLoop, SCR10And11EveryPrecisionIsThatOfOneProcessWithAllBatchesTogether
 }
 
 }  // namespace
-}  // namespace tessera::one_loop
+}  // namespace tessera::one_loop::test_one_loop

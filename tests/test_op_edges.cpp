@@ -12,7 +12,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/profiler.h>
 
-namespace tessera {
+namespace tessera::test_op_edges {
 namespace {
 
 TEST(AnyAll, GiveU8ForU8AndBoolOtherwise) {
@@ -350,4 +350,4 @@ TEST(Uint8, IsComparedAndDividedWithANegativeNumberAsItStands) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_op_edges

@@ -12,7 +12,7 @@
 #include "message_of.h"
 #include "op_checks.h"
 
-namespace tessera::tests {
+namespace tessera::tests::test_ops {
 namespace {
 
 std::string joined(const Complaints& complaints) {
@@ -238,4 +238,4 @@ TEST(TestsOfTheTests, TheComparisonKnowsNanAndInfinity) {
 }
 
 }  // namespace
-}  // namespace tessera::tests
+}  // namespace tessera::tests::test_ops

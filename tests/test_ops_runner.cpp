@@ -1,4 +1,5 @@
 // The op_runner program: results, gradients, and exit codes with an explanation.
+// ctest own program: it starts another
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,7 +14,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/safetensors.h>
 
-namespace tessera {
+namespace tessera::test_ops_runner {
 namespace {
 
 class OpRunner : public testing::Test {
@@ -232,4 +233,4 @@ TEST_F(OpRunner, AnOutputThatCannotBeWrittenIsExitCodeOne) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_ops_runner

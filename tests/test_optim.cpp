@@ -20,7 +20,7 @@
 #include "optim_fixture.h"
 #include "optimizer_kinds.h"
 
-namespace tessera::optim {
+namespace tessera::optim::test_optim {
 namespace {
 
 template <class T>
@@ -642,4 +642,4 @@ TEST(Ema, RebindFollowsOtherTensorsOfTheSameNamesAndShapes) {
 }
 
 }  // namespace
-}  // namespace tessera::optim
+}  // namespace tessera::optim::test_optim

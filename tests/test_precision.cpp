@@ -15,7 +15,7 @@
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/grad_scaler.h>
 
-namespace tessera::precision {
+namespace tessera::precision::test_precision {
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
@@ -414,4 +414,4 @@ TEST(GradScaler, F16GradientsAreUnscaledInF32) {
 }
 
 }  // namespace
-}  // namespace tessera::precision
+}  // namespace tessera::precision::test_precision

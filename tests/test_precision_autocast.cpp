@@ -18,7 +18,7 @@
 #include <tessera/precision/autocast.h>
 #include <tessera/precision/report.h>
 
-namespace tessera::precision {
+namespace tessera::precision::test_precision_autocast {
 namespace {
 
 const DType kLowDTypes[] = {kF16, kBF16};
@@ -530,4 +530,4 @@ TEST(PrecisionReport, NamesOpsThatRanOtherwiseThanThePolicySays) {
 }
 
 }  // namespace
-}  // namespace tessera::precision
+}  // namespace tessera::precision::test_precision_autocast

@@ -15,7 +15,7 @@
 #include "gpt2/model.h"
 #include "replicate_fixture.h"
 
-namespace tessera::precision {
+namespace tessera::precision::test_precision_training {
 namespace {
 
 using distributed::Net;
@@ -344,4 +344,4 @@ TEST(Trainings, F16RecoversFromAHugeLossByLeavingStepsOut) {
 }
 
 }  // namespace
-}  // namespace tessera::precision
+}  // namespace tessera::precision::test_precision_training

@@ -10,7 +10,7 @@
 #include <tessera/core/print.h>
 #include <tessera/core/raw_views.h>
 
-namespace tessera {
+namespace tessera::test_print {
 namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -216,4 +216,4 @@ TEST(Print, WithoutItsBytesATensorShowsItsSize) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_print

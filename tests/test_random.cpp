@@ -1,5 +1,6 @@
 // Creation and random numbers: known answers, independence of threads, layouts and instruction
 // sets, and statistics with bounds of five standard deviations.
+// ctest own program: it calls the variants of kernels by name
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -18,7 +19,7 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
-namespace tessera {
+namespace tessera::test_random {
 namespace {
 
 using Values = std::vector<double>;
@@ -423,4 +424,4 @@ TEST(Random, WritingRandomNumbersEndsTheHistory) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_random

@@ -14,7 +14,7 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
-namespace tessera {
+namespace tessera::test_reduce {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -528,4 +528,4 @@ TEST(ReduceOps, name_what_is_wrong) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_reduce

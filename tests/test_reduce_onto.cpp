@@ -9,7 +9,7 @@
 #include "compared_ranks.h"
 #include "message_of.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_reduce_onto {
 namespace {
 
 // What a rank contributes to a micro-batch; the same on whoever asks.
@@ -303,4 +303,4 @@ TEST(InPlace, MemoryOfAnotherPartIsRefused) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_reduce_onto

@@ -10,7 +10,7 @@
 #include "message_of.h"
 #include "replicate_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_replicate {
 namespace {
 
 TEST(Replicate, D2_RanksGiveTheBitsOfOneProcessThatAccumulatesInRankOrder) {
@@ -875,4 +875,4 @@ TEST(Replicate, RunsOverOneAxisOfAMesh) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_replicate

@@ -11,7 +11,7 @@
 #include "golden_files.h"
 #include "replicate_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_replicate_extras {
 namespace {
 
 using Json = nlohmann::json;
@@ -893,4 +893,4 @@ TEST(Join, GradientsThatWereNeverReducedAreAnError) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_replicate_extras

@@ -8,7 +8,7 @@
 #include "gpt2/model.h"
 #include "replicate_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_replicate_gpt2 {
 namespace {
 
 constexpr gpt2::GptConfig kTiny{
@@ -87,4 +87,4 @@ TEST(ReplicateGpt2, D2_LossesNormsAndParametersAreThoseOfOneProcess) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_replicate_gpt2

@@ -9,7 +9,7 @@
 #include "fault_backend.h"
 #include "replicate_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_replicate_order {
 namespace {
 
 void with_faulty_ranks(int size, const std::function<void(int rank)>& body) {
@@ -212,4 +212,4 @@ TEST(ReplicateOrder, WaitingForNothingIsSeen) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_replicate_order

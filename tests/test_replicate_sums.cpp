@@ -6,7 +6,7 @@
 #include "message_of.h"
 #include "replicate_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_replicate_sums {
 namespace {
 
 // Micro-batch k of m, reduced whether it is the last or not.
@@ -186,4 +186,4 @@ TEST(ReplicateSums, UnderJoinEveryReductionIsDivided) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_replicate_sums

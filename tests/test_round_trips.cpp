@@ -22,7 +22,7 @@
 #include "number_data.h"
 #include "optimizer_kinds.h"
 
-namespace tessera {
+namespace tessera::test_round_trips {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -333,4 +333,4 @@ TEST(RoundTrips, OfALoaderInTheMiddleOfAnyEpoch) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_round_trips

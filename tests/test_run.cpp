@@ -7,7 +7,7 @@
 #include <tessera/accelerate/run.h>
 #include <tessera/core/error.h>
 
-namespace tessera {
+namespace tessera::test_run {
 namespace {
 
 int run_with(const std::function<void(std::span<const std::string>)>& body,
@@ -110,4 +110,4 @@ TEST(Run, SignalsAskForACheckpointAndForAnEnd) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_run

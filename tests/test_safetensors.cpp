@@ -12,7 +12,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/raw_views.h>
 
-namespace tessera {
+namespace tessera::test_safetensors {
 namespace {
 
 class SafeTensors : public testing::Test {
@@ -338,4 +338,4 @@ TEST_F(SafeTensors, AFileWithoutTensorsIsValid) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_safetensors

@@ -18,7 +18,7 @@
 
 #include "number_data.h"
 
-namespace tessera::data {
+namespace tessera::data::test_samplers {
 namespace {
 
 TEST(Permutations, VisitEveryPositionOnceForEverySize) {
@@ -224,4 +224,4 @@ TEST(Samplers, SizesWeightsAndPositionsReachToTheirBoundsAndNoFurther) {
 }
 
 }  // namespace
-}  // namespace tessera::data
+}  // namespace tessera::data::test_samplers

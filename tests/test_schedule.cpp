@@ -14,7 +14,7 @@
 #include "message_of.h"
 #include "optim_fixture.h"
 
-namespace tessera::optim {
+namespace tessera::optim::test_schedule {
 namespace {
 
 TEST(Schedule, SetsTheRatesOfAllGroupsFromTheirOwn) {
@@ -368,4 +368,4 @@ TEST(Schedule, PlateauStateGoesRound) {
 }
 
 }  // namespace
-}  // namespace tessera::optim
+}  // namespace tessera::optim::test_schedule

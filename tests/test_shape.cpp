@@ -4,7 +4,7 @@
 
 #include <tessera/core/error.h>
 
-namespace tessera {
+namespace tessera::test_shape {
 namespace {
 
 TEST(Shape, ViewOfAContiguousTensorSplitsAndJoinsDimensions) {
@@ -58,4 +58,4 @@ TEST(Shape, DenseMeansOneBlockInSomeOrder) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_shape

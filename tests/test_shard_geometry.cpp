@@ -7,7 +7,7 @@
 #include <tessera/distributed/shard/plan.h>
 #include <tessera/distributed/shard/sharding_mode.h>
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_shard_geometry {
 namespace {
 
 std::vector<BucketItem> items_of(std::initializer_list<int64_t> bytes, DType dtype = kF32) {
@@ -144,4 +144,4 @@ TEST(ShardingMode, ModesAreTriples) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_shard_geometry

@@ -6,7 +6,7 @@
 
 #include "sharded_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_shard_many_ranks {
 namespace {
 
 constexpr int kMany = 64;
@@ -138,4 +138,4 @@ TEST(ShardManyRanks, SixteenBitsAreSummedInF32AndRoundedOnce) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_shard_many_ranks

@@ -4,7 +4,7 @@
 // ctest labels: threads
 #include "sharded_words.h"
 
-namespace tessera {
+namespace tessera::test_shard_matrix {
 namespace {
 
 using accelerate::Sharding;
@@ -173,4 +173,4 @@ TEST(ShardMatrix, InPure16BitsWithMastersEveryModeIsOneProcess) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_shard_matrix

@@ -9,7 +9,7 @@
 #include "gpt2/model.h"
 #include "sharded_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_shard_memory {
 namespace {
 
 constexpr Way kAllWays[] = {Way::kReplicate, Way::kZero1,     Way::kZero2,
@@ -273,4 +273,4 @@ TEST(ShardMemory, TenRunsWithDelaysHaveOnePeakInEveryMode) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_shard_memory

@@ -9,7 +9,7 @@
 #include "message_of.h"
 #include "sharded_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_shard_mistakes {
 namespace {
 
 struct Mistake {
@@ -384,4 +384,4 @@ TEST(ShardMistakes, ModulesThatComeBetweenShardingAndTheFirstCallAreNamed) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_shard_mistakes

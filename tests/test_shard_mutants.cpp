@@ -11,7 +11,7 @@
 #include "fault_backend.h"
 #include "sharded_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_shard_mutants {
 namespace {
 
 // Whether two ranks end with the gradients of one process, under a deliberate bug of both or, where
@@ -278,4 +278,4 @@ TEST(ShardMutants, OfReplicasAreSeen) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_shard_mutants

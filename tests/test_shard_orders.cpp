@@ -9,7 +9,7 @@
 #include "message_of.h"
 #include "sharded_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_shard_orders {
 namespace {
 
 constexpr Way kEveryMode[] = {Way::kReplicate, Way::kZero1,     Way::kZero2,
@@ -253,4 +253,4 @@ TEST(ShardOrders, AForwardThatThrowsOnOneRankEndsTheOthers) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_shard_orders

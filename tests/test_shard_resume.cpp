@@ -10,7 +10,7 @@
 
 #include "sharded_words.h"
 
-namespace tessera {
+namespace tessera::test_shard_resume {
 namespace {
 
 using accelerate::Sharding;
@@ -161,4 +161,4 @@ TEST(ShardResume, EveryLayoutGoesOnInEveryOther) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_shard_resume

@@ -12,7 +12,7 @@
 #include "fault_backend.h"
 #include "sharded_fixture.h"
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_shard_settings {
 namespace {
 
 constexpr double kWithoutBound = std::numeric_limits<double>::infinity();
@@ -273,4 +273,4 @@ TEST(ShardSettings, ANormThatIsNotFiniteIsAnErrorOnEveryRank) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_shard_settings

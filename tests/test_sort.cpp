@@ -11,7 +11,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/parallel.h>
 
-namespace tessera {
+namespace tessera::test_sort {
 namespace {
 
 using Values = std::vector<double>;
@@ -142,4 +142,4 @@ TEST(Sort, GradientsOfAnyOrderReturnToTheirPlaces) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_sort

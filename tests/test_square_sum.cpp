@@ -16,7 +16,7 @@
 #include <tessera/core/raw_views.h>
 #include <tessera/optim/clip.h>
 
-namespace tessera::kernels {
+namespace tessera::kernels::test_square_sum {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -309,4 +309,4 @@ TEST(SquareSum, refuses_what_is_no_sum_and_tensors_that_it_cannot_read) {
 }
 
 }  // namespace
-}  // namespace tessera::kernels
+}  // namespace tessera::kernels::test_square_sum

@@ -5,7 +5,7 @@
 
 #include "finished_process.h"
 
-namespace tessera {
+namespace tessera::test_srun {
 namespace {
 
 bool mentions(const std::string& text, const std::string& part) {
@@ -76,4 +76,4 @@ TEST_F(Srun, AProgramThatSrunStartsDirectlyFindsItsRanks) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_srun

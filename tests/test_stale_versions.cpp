@@ -25,7 +25,7 @@
 #include "finished_process.h"
 #include "optimizer_kinds.h"
 
-namespace tessera {
+namespace tessera::test_stale_versions {
 namespace {
 
 // `write` changes `tensor`: its version moves, also seen through a view and by whoever saved it.
@@ -244,4 +244,4 @@ TEST(StaleVersions, WhatReplicateMakesEqualAndReduces) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_stale_versions

@@ -14,7 +14,7 @@
 
 #include "message_of.h"
 
-namespace tessera::nn {
+namespace tessera::nn::test_state_dict {
 namespace {
 
 Sequential make_net() { return Sequential(layer<Linear>(2, 3), layer<Linear>(3, 1)); }
@@ -166,4 +166,4 @@ TEST(StateDict, GoesThroughASafetensorsFile) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::test_state_dict

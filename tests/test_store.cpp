@@ -20,7 +20,7 @@
 #include <tessera/distributed/rendezvous/store_wire.h>
 #include <tessera/distributed/transport/watchdog.h>
 
-namespace tessera::distributed {
+namespace tessera::distributed::test_store {
 namespace {
 
 using namespace std::chrono_literals;
@@ -477,4 +477,4 @@ TEST(TcpStore, TheWillOfAKilledProcessIsWritten) {
 #endif
 
 }  // namespace
-}  // namespace tessera::distributed
+}  // namespace tessera::distributed::test_store

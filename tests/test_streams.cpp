@@ -19,7 +19,7 @@
 
 #include "number_data.h"
 
-namespace tessera::data {
+namespace tessera::data::test_streams {
 namespace {
 
 class Counter : public IterableDataset<int64_t> {
@@ -165,4 +165,4 @@ TEST(Loaders, AStreamSavedAtItsLastBatchGoesOnWithTheNextEpoch) {
 }
 
 }  // namespace
-}  // namespace tessera::data
+}  // namespace tessera::data::test_streams

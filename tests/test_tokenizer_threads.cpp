@@ -12,7 +12,7 @@
 #include <tessera/data/text.h>
 #include <tessera/data/wordpiece.h>
 
-namespace tessera::data {
+namespace tessera::data::test_tokenizer_threads {
 namespace {
 
 TEST(Tokenizers, SeveralThreadsGiveTheIdsOfOne) {
@@ -41,4 +41,4 @@ TEST(Tokenizers, SeveralThreadsGiveTheIdsOfOne) {
 }
 
 }  // namespace
-}  // namespace tessera::data
+}  // namespace tessera::data::test_tokenizer_threads

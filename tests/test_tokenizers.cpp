@@ -14,7 +14,7 @@
 #include <tessera/data/text.h>
 #include <tessera/data/wordpiece.h>
 
-namespace tessera::data {
+namespace tessera::data::test_tokenizers {
 namespace {
 
 using nlohmann::json;
@@ -669,4 +669,4 @@ TEST(Utf8Streams, KeepBeginningsAndReplaceWhatCannotBeText) {
 }
 
 }  // namespace
-}  // namespace tessera::data
+}  // namespace tessera::data::test_tokenizers

@@ -1,5 +1,6 @@
 // Trackers, progress, memory reports and profiles: what a run tells about itself.
 // ctest labels: threads
+// ctest own program: scripts/check_tensorboard.sh runs it
 #include <cmath>
 #include <cstring>
 #include <filesystem>
@@ -23,7 +24,7 @@
 #include "compared_ranks.h"
 #include "finished_process.h"
 
-namespace tessera {
+namespace tessera::test_tracking {
 namespace {
 
 using Json = nlohmann::json;
@@ -501,4 +502,4 @@ TEST_F(Tracking, EachRankWritesATraceThatShowsItsCollectives) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_tracking

@@ -17,7 +17,7 @@
 
 #include "gpt2/model.h"
 
-namespace tessera::gpt2 {
+namespace tessera::gpt2::test_training {
 namespace {
 
 constexpr int64_t kBatch = 3, kContext = 16;
@@ -132,4 +132,4 @@ TEST(Training, TwoInOneProcessDoNotSeeEachOther) {
 }
 
 }  // namespace
-}  // namespace tessera::gpt2
+}  // namespace tessera::gpt2::test_training

@@ -17,7 +17,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 
-namespace tessera {
+namespace tessera::test_view_programs {
 namespace {
 
 using Places = std::vector<int64_t>;
@@ -523,4 +523,4 @@ TEST(ViewPrograms, AgreeUnderAutocast) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_view_programs

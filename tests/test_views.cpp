@@ -7,7 +7,7 @@
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/ops.h>
 
-namespace tessera {
+namespace tessera::test_views {
 namespace {
 
 using Values = std::vector<double>;
@@ -238,4 +238,4 @@ TEST(Views, EveryDTypeMovesUnchanged) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_views

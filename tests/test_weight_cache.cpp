@@ -15,7 +15,7 @@
 #include <tessera/optim/ema.h>
 #include <tessera/optim/optimizers.h>
 
-namespace tessera {
+namespace tessera::test_weight_cache {
 namespace {
 
 using Values = std::vector<double>;
@@ -338,4 +338,4 @@ TEST(WeightCache, ThreadsWithContextsOfTheirOwnShareTheCopies) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::test_weight_cache
