@@ -1,5 +1,5 @@
-// The program that holds many test files at once: `tests --file=test_norm ...` runs one of them, as the
-// program of that file alone would. Without --file it runs all.
+// The program that holds many test files at once: `tests --file=test_norm ...` runs one of them, as
+// the program of that file alone would. Without --file it runs all.
 #include <gtest/gtest.h>
 
 #include <cstdio>
@@ -9,8 +9,8 @@
 
 namespace {
 
-// GoogleTest's filter for the tests of FILE; empty where it has none. A name that another file has too
-// would run both: it ends the program.
+// GoogleTest's filter for the tests of FILE; empty where it has none. A name that another file has
+// too would run both: it ends the program.
 std::string tests_of(std::string_view file) {
   std::string filter;
   std::set<std::string> own, others;

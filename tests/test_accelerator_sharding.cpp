@@ -1,6 +1,7 @@
 // The facade trains in every mode of sharding with the same loop and the same bits.
 // ctest labels: threads
 #include "sharded_words.h"
+#include "thinned.h"
 
 namespace tessera::test_accelerator_sharding {
 namespace {
@@ -68,7 +69,7 @@ std::vector<Outcome> train_on(int ranks, const Case& one) {
 }
 
 TEST(AcceleratorSharding, EveryModeHasTheBitsOfReplicas) {
-  for (const int ranks : {2, 3}) {
+  for (const int ranks : tests::thinned({2, 3}, 2)) {
     const std::vector<Outcome> expected = train_on(ranks, {});
     for (const Sharding sharding :
          {Sharding::kZero1, Sharding::kZero2, Sharding::kZero3, Sharding::kFsdp}) {
@@ -109,7 +110,8 @@ TEST(AcceleratorSharding, EveryPrecisionHasTheBitsOfReplicas) {
 TEST(AcceleratorSharding, RanksTimesMicroBatchesIsOneHash) {
   for (const Sharding sharding : {Sharding::kZero2, Sharding::kZero3, Sharding::kFsdp}) {
     std::vector<Outcome> outcomes;
-    for (const auto& [ranks, micro] : {std::pair{1, 12}, {2, 6}, {3, 4}, {4, 3}, {6, 2}}) {
+    for (const auto& [ranks, micro] :
+         tests::thinned<std::pair<int, int>>({{1, 12}, {2, 6}, {3, 4}, {4, 3}, {6, 2}}, 2)) {
       std::vector<Outcome> runs = train_on(ranks, {.sharding = sharding, .micro = micro});
       outcomes.push_back(runs[0]);
       // Dealt in turn: rank r has the batches r, r + ranks...

@@ -13,6 +13,7 @@
 
 #include "message_of.h"
 #include "sharded_words.h"
+#include "thinned.h"
 
 namespace tessera::test_accelerator_sharding_uses {
 namespace {
@@ -47,7 +48,7 @@ std::vector<Values> outcomes_of(int ranks, Sharding sharding, const Program& pro
 
 // The program has the bits of replicas in these modes, with two and three ranks.
 void expect_as_replicas(const Program& program, std::span<const Sharding> ways = kShardedWays) {
-  for (const int ranks : {2, 3}) {
+  for (const int ranks : tests::thinned({2, 3}, 2)) {
     const std::vector<Values> expected = outcomes_of(ranks, Sharding::kDdp, program);
     for (const Sharding sharding : ways) {
       SCOPED_TRACE(testing::Message() << way_name(sharding) << " on " << ranks << " ranks");
@@ -140,7 +141,7 @@ TEST(ShardingUses, UnderZero2NoSyncIsAnErrorAfterWhichTheNextStepIsGood) {
 
 // 13 batches of each rank make windows of 4, 4, 4 and 1.
 TEST(ShardingUses, AShortLastWindowIsAMeanToo) {
-  for (const int ranks : {2, 3}) {
+  for (const int ranks : tests::thinned({2, 3}, 2)) {
     const auto program = [ranks](AcceleratorOptions options) {
       options.gradient_accumulation_steps = 4;
       return Training(options, 26 * ranks).epoch();
@@ -378,7 +379,7 @@ struct Normed : nn::Module<Normed> {
 
 TEST(ShardingUses, RunningStatisticsAreThoseOfReplicas) {
   for (const int64_t micro : {1, 2}) {
-    for (const int ranks : {2, 3}) {
+    for (const int ranks : tests::thinned({2, 3}, 2)) {
       const auto program = [micro](AcceleratorOptions options) {
         options.gradient_accumulation_steps = micro;
         Accelerator accelerator(options);
@@ -677,7 +678,7 @@ TEST(ShardingUses, AStateGoesOnInAnotherModeAndOnAnotherNumberOfRanks) {
   constexpr Sharding kOneSum[] = {Sharding::kZero2, Sharding::kZero3, Sharding::kFsdp};
   const Values whole = on_so_many(2, Sharding::kFsdp, "", "", 4);
   for (const Sharding from : kOneSum) {
-    for (const int ranks : {2, 3}) {
+    for (const int ranks : tests::thinned({2, 3}, 2)) {
       const std::string folder = folder_for("elastic");
       on_so_many(ranks, from, "", folder, 2);
       for (const Sharding into : kOneSum) {
@@ -699,7 +700,7 @@ TEST(ShardingUses, AStateOfReplicasGoesOnInEveryModeAndBack) {
   };
   constexpr Sharding kAll[] = {Sharding::kDdp, Sharding::kZero1, Sharding::kZero2, Sharding::kZero3,
                                Sharding::kFsdp};
-  for (const int ranks : {2, 3}) {
+  for (const int ranks : tests::thinned({2, 3}, 2)) {
     const Values whole = outcomes_of(ranks, Sharding::kDdp, program("", "", 4))[0];
     for (const Sharding from : kAll) {
       const std::string folder = folder_for("modes");

@@ -13,6 +13,7 @@
 #include <tessera/nn/norm.h>
 
 #include "sharded_fixture.h"
+#include "thinned.h"
 
 namespace tessera::distributed::test_fully_shard_casts {
 namespace {
@@ -93,7 +94,7 @@ Trained train(Way way, DType dtype, int rank, const Before& before,
 // The same in all modes as with replicas.
 void same_as_replicas(const Before& before) {
   for (const DType dtype : {kBF16, kF16}) {
-    for (const int size : {2, 3}) {
+    for (const int size : tests::thinned({2, 3}, 2)) {
       SCOPED_TRACE(std::string(name_of(dtype)) + " on " + std::to_string(size));
       std::vector<Trained> expected(static_cast<size_t>(size));
       on_ranks(size, [&](int rank) {

@@ -3,6 +3,7 @@
 // of none and of frozen ones alone.
 // ctest labels: threads
 #include "sharded_words.h"
+#include "thinned.h"
 
 namespace tessera::test_shard_matrix {
 namespace {
@@ -143,10 +144,10 @@ constexpr Sharding kFiveWays[] = {Sharding::kDdp, Sharding::kZero1, Sharding::kZ
                                   Sharding::kZero3, Sharding::kFsdp};
 
 void expect_modes_alike(const Setting& setting) {
-  for (const Rule rule : {Rule::kAdam, Rule::kAdamW, Rule::kMomentum}) {
+  for (const Rule rule : tests::thinned({Rule::kAdam, Rule::kAdamW, Rule::kMomentum}, 2)) {
     Setting one = setting;
     one.rule = rule;
-    for (const int micro : {1, 4}) {
+    for (const int micro : tests::thinned({1, 4}, 2)) {
       one.each_batch = true;
       const Learned expected = learn(one, Sharding::kDdp, 1, 3 * micro);
       for (const Sharding sharding : kFiveWays) {

@@ -8,6 +8,7 @@
 #include "fault_backend.h"
 #include "gpt2/model.h"
 #include "sharded_fixture.h"
+#include "thinned.h"
 
 namespace tessera::distributed::test_shard_memory {
 namespace {
@@ -130,7 +131,7 @@ Owned owned_by(Way way, const SizedUnits& units, int ranks, int rank, int64_t bu
 
 TEST(ShardMemory, EveryModeKeepsTheBytesOfItsFormula) {
   for (const Way way : kAllWays) {
-    for (const int size : {2, 3, 4}) {
+    for (const int size : tests::thinned({2, 3, 4}, 3)) {
       for (const int64_t bucket_bytes : {600, 6000, 1 << 20}) {
         SCOPED_TRACE(std::string(name_of(way)) + " on " + std::to_string(size) + ", buckets of " +
                      std::to_string(bucket_bytes));
@@ -220,7 +221,7 @@ TEST(ShardMemory, TenRunsWithDelaysHaveOnePeakInEveryMode) {
   for (const Way way : kAllWays) {
     SCOPED_TRACE(name_of(way));
     std::vector<std::vector<int64_t>> expected(kRanks);
-    for (unsigned run = 0; run < 10; ++run) {
+    for (unsigned run = 0; run < (tests::kThreadSanitizer ? 4U : 10U); ++run) {
       SCOPED_TRACE(run);
       compared_ranks(
           kRanks,
