@@ -15,7 +15,7 @@ function(tessera_library name)
   add_library(tessera_${name} ${arg_SOURCES})
   add_library(tessera::${name} ALIAS tessera_${name})
   set_target_properties(tessera_${name} PROPERTIES EXPORT_NAME ${name} POSITION_INDEPENDENT_CODE ON
-    UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 8)
+    UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 16)
   target_link_libraries(tessera_${name} PRIVATE $<BUILD_INTERFACE:tessera_compile> PUBLIC ${arg_DEPENDS})
   target_compile_features(tessera_${name} PUBLIC cxx_std_20)
   if(TESSERA_UNITY)  # a batch is one file to the compiler: it takes private classes for headers'
@@ -183,6 +183,9 @@ if(TESSERA_BUILD_CLI)
       nlohmann_json::nlohmann_json ${CMAKE_DL_LIBS})
     # It reads flags and starts programs: half the time to compile CLI11, none to notice.
     target_compile_options(tessera_cli PRIVATE $<$<CONFIG:Release>:-Og>)
+    if(TESSERA_SANITIZE STREQUAL "address")
+      target_compile_options(tessera_cli PRIVATE -fno-sanitize=undefined)
+    endif()
     # What `tessera env` says of the build.
     set_source_files_properties(accelerate/cli/env.cpp PROPERTIES COMPILE_DEFINITIONS
       "TESSERA_BUILT_WITH_MPI=\"$<$<BOOL:${TESSERA_MPI_FOUND}>:${MPI_CXX_VERSION}>\";TESSERA_BUILT_WITH_NCCL=\"$<$<BOOL:${TESSERA_NCCL_FOUND}>:yes>\";TESSERA_BUILT_WITH_ONEDNN=\"$<$<BOOL:${oneDNN_FOUND}>:${oneDNN_VERSION}>\";TESSERA_BUILT_WITH_CUDA=\"$<$<BOOL:${TESSERA_CUDA_FOUND}>:CUDA>\"")

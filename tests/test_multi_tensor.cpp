@@ -434,7 +434,7 @@ TEST(MultiTensorCopy, TakesSourcesOfAnyLayoutAndMovesEqualDtypesAsBits) {
   const std::vector<Tensor> sources = {raw::transpose(x, 0, 1), bytes};
   const std::vector<Tensor> targets = {raw::empty({4, 3}, kBF16), raw::empty({12}, kU8)};
   multi_tensor_copy(targets, sources);
-  EXPECT_TRUE(same_bits(targets[0], contiguous(convert(sources[0], kBF16))));
+  EXPECT_TRUE(same_bits(targets[0], kernels::contiguous(convert(sources[0], kBF16))));
   EXPECT_TRUE(same_bits(targets[1], bytes));
 }
 

@@ -1,6 +1,6 @@
 #pragma once
-// Loops over all combinations prove bits, which every build does. ThreadSanitizer looks for races and takes
-// twenty times as long: to it some of the combinations are shown.
+// Loops over all combinations prove bits, which every build does. ThreadSanitizer looks for races
+// and takes twenty times as long: to it some of the combinations are shown.
 #include <cstddef>
 #include <initializer_list>
 #include <span>
