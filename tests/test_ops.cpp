@@ -1,4 +1,5 @@
 // Walks the table of ops: every row, every sample, five checks. Then the tests of these tests.
+// ctest own program: all ops of the program are held against the table
 #include <gtest/gtest.h>
 
 #include <algorithm>
