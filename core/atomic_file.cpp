@@ -25,7 +25,7 @@ std::string folder_of(const std::string& path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
-std::string_view remedy_for(int error) {
+std::string_view remedy_of_writing(int error) {
   switch (error) {
     case ENOSPC:
     case EDQUOT:
@@ -54,7 +54,7 @@ std::string_view remedy_for(int error) {
                               int error) {
   throw IoError(detail::concatenate(op, ": cannot ", what, " '", folder,
                                     "': ", std::generic_category().message(error), "; ",
-                                    remedy_for(error), "."));
+                                    remedy_of_writing(error), "."));
 }
 
 // Distinct within the process by the counter, between processes by the pid; O_EXCL settles the
@@ -105,8 +105,8 @@ AtomicFile::~AtomicFile() {
 
 void AtomicFile::fail(std::string_view what, int error) {
   throw IoError(detail::concatenate("AtomicFile: '", path_, "': ", what, ": ",
-                                    std::generic_category().message(error), "; ", remedy_for(error),
-                                    "."));
+                                    std::generic_category().message(error), "; ",
+                                    remedy_of_writing(error), "."));
 }
 
 void AtomicFile::write_fully(const void* data, size_t bytes, uint64_t position) {

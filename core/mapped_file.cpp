@@ -14,7 +14,7 @@
 namespace tessera {
 namespace {
 
-std::string_view remedy_for(int error) {
+std::string_view remedy_of_reading(int error) {
   switch (error) {
     case ENOENT:
     case ENOTDIR:
@@ -35,7 +35,7 @@ std::string_view remedy_for(int error) {
 [[noreturn]] void fail(const std::string& path, std::string_view what, int error) {
   throw IoError(detail::concatenate("MappedFile: cannot ", what, " '", path,
                                     "': ", std::generic_category().message(error), "; ",
-                                    remedy_for(error), "."));
+                                    remedy_of_reading(error), "."));
 }
 
 }  // namespace
