@@ -1,6 +1,7 @@
 #pragma once
-// Loops over all combinations prove bits, which builds without a sanitizer do. A sanitizer looks for
-// other mistakes and takes five to forty times as long: to it some of the combinations are shown.
+// Loops over all combinations prove bits, which builds without a sanitizer do. A sanitizer looks
+// for other mistakes and takes five to forty times as long: to it some of the combinations are
+// shown.
 #include <cstddef>
 #include <initializer_list>
 #include <span>
