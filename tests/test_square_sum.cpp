@@ -80,9 +80,10 @@ enum class Spread {
   kWhole,      // every exponent of the dtype, subnormal numbers, zeros
   kFewSmall,   // a normal distribution with single ones far below it
   kTwoScales,  // runs of large magnitudes beside runs of tiny ones
+  kSteps,      // largest ones double every few runs; powers of 2
 };
-constexpr Spread kSpreads[] = {Spread::kNormal, Spread::kTail, Spread::kWhole, Spread::kFewSmall,
-                               Spread::kTwoScales};
+constexpr Spread kSpreads[] = {Spread::kNormal,   Spread::kTail,      Spread::kWhole,
+                               Spread::kFewSmall, Spread::kTwoScales, Spread::kSteps};
 std::vector<double> values_of(int64_t size, DType dtype, Spread spread, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<double> normal;
@@ -98,6 +99,16 @@ std::vector<double> values_of(int64_t size, DType dtype, Spread spread, uint64_t
     if (spread == Spread::kWhole && unit(random) < 0.05) v = 0;
     if (spread == Spread::kFewSmall && unit(random) < 0.002) v *= 0x1p-13 * unit(random);
     if (spread == Spread::kTwoScales && i / 3000 % 2 == 1) v *= 0x1p-20;
+    if (spread == Spread::kSteps) {
+      v = unit(random);
+      if (i % 1024 == 7) v = 1;
+      // Small ones at and right below powers of 2, where levels end.
+      if (i % 512 == 9) {
+        v = std::exp2(-static_cast<double>(i / 512 % 30)) *
+            (i / 15360 % 2 == 1 ? 1 - 0x1.0008p-27 : 1);
+      }
+      v *= std::exp2(i / 4096 % 6);
+    }
     values[i] = std::clamp(v, -largest, largest);
   }
   return as_stored(values, dtype);
@@ -145,7 +156,7 @@ INSTANTIATE_TEST_SUITE_P(SquareSum, OfDType, testing::Values(kF32, kBF16, kF16, 
 
 TEST_P(OfDType, the_sum_is_that_of_exact_arithmetic_rounded_once) {
   for (const Spread spread : kSpreads) {
-    for (const int64_t size : {1, 2, 31, 64, 1000, 1024, 1025, 2049, 4100, 20011}) {
+    for (const int64_t size : {1, 2, 31, 64, 1000, 1024, 1025, 2049, 4100, 40011}) {
       SCOPED_TRACE(testing::Message() << "spread " << static_cast<int>(spread) << ", " << size);
       const std::vector<double> values = values_of(size, GetParam(), spread, 7);
       const double got = square_sum_value(sum_of_whole(values, GetParam()));
@@ -189,31 +200,33 @@ TEST_P(OfDType, limbs_of_a_sum_are_carried) {
 }
 
 TEST_P(OfDType, elements_that_are_not_finite_are_counted_and_the_others_still_added) {
-  std::vector<double> values = values_of(30000, GetParam(), Spread::kTail, 9);
-  values[5] = values[29999] = 0;
-  const std::vector<int64_t> finite = bits_of(sum_of_whole(values, GetParam()));
-  std::mt19937_64 random(2);
-  const auto check = [&](int64_t nans, int64_t infinities, double expected) {
-    std::vector<int64_t> with_counts = finite;
-    with_counts[kSquareSumNaNs] = nans;
-    with_counts[kSquareSumInfinities] = infinities;
-    EXPECT_EQ(bits_of(sum_of_whole(values, GetParam())), with_counts);
-    for (const size_t ranks : {size_t{1}, size_t{5}}) {
-      const Tensor total = sum_of_pieces(values, GetParam(), random, 5000, ranks);
-      EXPECT_EQ(total.data_as<int64_t>()[kSquareSumNaNs], nans);
-      EXPECT_EQ(total.data_as<int64_t>()[kSquareSumInfinities], infinities);
-      const double got = square_sum_value(total);
-      EXPECT_TRUE(std::isnan(expected) ? std::isnan(got) : got == expected) << got;
-      const Tensor clip = square_sum_clip_factor(total, 1, 1);
-      EXPECT_EQ(clip.data_as<double>()[2], 1);
-    }
-  };
-  values[5] = -kInfinity;
-  check(0, 1, kInfinity);
-  values[29999] = kNaN;
-  check(1, 1, kNaN);
-  values[5] = 0;
-  check(1, 0, kNaN);
+  for (const Spread spread : {Spread::kTail, Spread::kNormal}) {
+    std::vector<double> values = values_of(30000, GetParam(), spread, 9);
+    values[20000] = values[29999] = 0;
+    const std::vector<int64_t> finite = bits_of(sum_of_whole(values, GetParam()));
+    std::mt19937_64 random(2);
+    const auto check = [&](int64_t nans, int64_t infinities, double expected) {
+      std::vector<int64_t> with_counts = finite;
+      with_counts[kSquareSumNaNs] = nans;
+      with_counts[kSquareSumInfinities] = infinities;
+      EXPECT_EQ(bits_of(sum_of_whole(values, GetParam())), with_counts);
+      for (const size_t ranks : {size_t{1}, size_t{5}}) {
+        const Tensor total = sum_of_pieces(values, GetParam(), random, 5000, ranks);
+        EXPECT_EQ(total.data_as<int64_t>()[kSquareSumNaNs], nans);
+        EXPECT_EQ(total.data_as<int64_t>()[kSquareSumInfinities], infinities);
+        const double got = square_sum_value(total);
+        EXPECT_TRUE(std::isnan(expected) ? std::isnan(got) : got == expected) << got;
+        const Tensor clip = square_sum_clip_factor(total, 1, 1);
+        EXPECT_EQ(clip.data_as<double>()[2], 1);
+      }
+    };
+    values[20000] = -kInfinity;
+    check(0, 1, kInfinity);
+    values[29999] = kNaN;
+    check(1, 1, kNaN);
+    values[20000] = 0;
+    check(1, 0, kNaN);
+  }
 }
 
 TEST(SquareSum, the_ends_of_the_range_of_f64_are_in_it) {

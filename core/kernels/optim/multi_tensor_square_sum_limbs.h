@@ -137,6 +137,12 @@ struct MagnitudeOf {
     const int least = kLowestBit + kMaxLevels * (52 - log_adds);
     return kIsDouble && base < least ? least : base;
   }
+  // The least whose square is not known to be at most 2^base; one that is not finite at least.
+  TS_HD static constexpr uint64_t least_beyond(int base) {
+    const int field = base / 2 + kBias;  // bases are even
+    const auto beyond = static_cast<uint64_t>(field < 0 ? 0 : field) << kFractionBits;
+    return beyond < kOutlier ? beyond : kOutlier;
+  }
   // Squares of numbers of kPrecision fraction bits from there on are multiples of 2^unit: those of
   // narrow types are exact in f64, those of f64 are rounded to 53 bits and multiples of
   // 2^kLowestBit.

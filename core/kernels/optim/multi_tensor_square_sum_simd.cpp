@@ -41,6 +41,8 @@ template <class T>
 constexpr int kBits = PackOf<BitsOf<T>>::kSize;
 static_assert(kStep % kBits<bf16> == 0);
 
+constexpr int kNoBase = 1 << 20;
+
 // Magnitudes as bits, 0 and ~0 where all are zero.
 template <class T>
 struct Range {
@@ -48,36 +50,49 @@ struct Range {
 };
 
 template <class T>
+TS_HD BitPack<T> load_bits(const T* x) {
+  return *reinterpret_cast<const typename UnalignedOf<BitsOf<T>, kPackBytes>::type*>(x);
+}
+template <class T>
 TS_HD BitPack<T> load_magnitudes(const T* x) {
-  return *reinterpret_cast<const typename UnalignedOf<BitsOf<T>, kPackBytes>::type*>(x) &
-         kMagnitudeMask<T>;
+  return load_bits(x) & kMagnitudeMask<T>;
 }
 template <class T>
 TS_HD void store_magnitudes(T* x, BitPack<T> bits) {
   *reinterpret_cast<typename UnalignedOf<BitsOf<T>, kPackBytes>::type*>(x) = bits;
 }
 
-// n is a multiple of kStep.
+// n is a multiple of kStep. Of f64 the high words decide, as v3 has no largest of 64-bit integers:
+// both numbers are then rounded down, and what is less than 2^-1042 counts as zero, which its
+// square is.
 template <class T>
 TS_HD Range<T> range_of(const T* x, int64_t n) {
-  using Values = BitPack<T>;
+  constexpr bool kWords = sizeof(T) == 8;
+  using Element = std::conditional_t<kWords, uint32_t, BitsOf<T>>;
+  using Values = Pack<Element>;
+  constexpr int kShift = kWords ? 32 : 0;
+  Values mask{};
+  for (int l = 0; l < PackOf<Element>::kSize; ++l) {
+    if (!kWords || l % 2 == 1) mask[l] = static_cast<Element>(kMagnitudeMask<T> >> kShift);
+  }
   Values largest{}, least = ~Values{};
   for (int64_t i = 0; i < n; i += kStep) {
 #pragma GCC unroll 8
     for (int k = 0; k < kStep; k += kBits<T>) {
-      const Values bits = load_magnitudes(x + i + k);
+      const Values bits = reinterpret_cast<Values>(load_bits(x + i + k)) & mask;
       largest = bits > largest ? bits : largest;
       const Values but_zero = bits - 1;  // zero becomes the most that there is
       least = but_zero < least ? but_zero : least;
     }
   }
-  Range<T> range{0, static_cast<BitsOf<T>>(~BitsOf<T>{0})};
-  for (int l = 0; l < kBits<T>; ++l) {
-    if (largest[l] > range.largest) range.largest = largest[l];
-    if (least[l] < range.least_but_zero) range.least_but_zero = least[l];
+  Element most = 0, fewest = static_cast<Element>(~Element{0});
+  for (int l = 0; l < PackOf<Element>::kSize; ++l) {
+    if (largest[l] > most) most = largest[l];
+    if (least[l] < fewest) fewest = least[l];
   }
-  if (range.largest != 0) ++range.least_but_zero;
-  return range;
+  if (most == 0) return {0, static_cast<BitsOf<T>>(~BitsOf<T>{0})};
+  return {static_cast<BitsOf<T>>(BitsOf<T>{most} << kShift),
+          static_cast<BitsOf<T>>((BitsOf<T>{fewest} + 1) << kShift)};
 }
 
 // sum + v * v in `next`, and what rounding took away from it.
@@ -106,40 +121,55 @@ TS_HD Pack<double> add_square(Pack<double> v, Pack<double>& sum) {
   return square - (sum - before);
 }
 
+#if defined(__AVX2__)
+constexpr bool kWidensWords = true;
+// A register of bf16 as four packs, in any order: words of two, a mask and a shift for all of them.
+TS_HD void widen(BitPack<bf16> bits, Pack<double>* values) {
+  const auto words = reinterpret_cast<Pack<uint32_t>>(bits);
+  const Pack<uint32_t> floats[2] = {words & 0xffff0000u, words << 16};
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+#if defined(__AVX512F__)
+    const auto all = reinterpret_cast<__m512d>(floats[i]);
+    const __m256d low = _mm512_castpd512_pd256(all), high = _mm512_extractf64x4_pd(all, 1);
+    values[2 * i] = reinterpret_cast<Pack<double>>(_mm512_cvtps_pd(_mm256_castpd_ps(low)));
+    values[2 * i + 1] = reinterpret_cast<Pack<double>>(_mm512_cvtps_pd(_mm256_castpd_ps(high)));
+#else
+    const auto all = reinterpret_cast<__m256>(floats[i]);
+    const __m128 low = _mm256_castps256_ps128(all), high = _mm256_extractf128_ps(all, 1);
+    values[2 * i] = reinterpret_cast<Pack<double>>(_mm256_cvtps_pd(low));
+    values[2 * i + 1] = reinterpret_cast<Pack<double>>(_mm256_cvtps_pd(high));
+#endif
+  }
+}
+#else
+constexpr bool kWidensWords = false;
+TS_HD void widen(BitPack<bf16>, Pack<double>*) {}
+#endif
+
 // Elements x[0, kStep) as packs, in any order.
 template <class T>
 TS_HD void load_step(const T* x, Pack<double> (&values)[kPacks]) {
-#if defined(__AVX2__)
-  if constexpr (std::is_same_v<T, bf16>) {  // words of two: a mask and a shift for all of them
-    using Words = Pack<uint32_t>;
-#pragma GCC unroll 8
-    for (int k = 0; k < kPacks; k += 4) {
-      const Words words =
-          *reinterpret_cast<const typename UnalignedOf<uint32_t, kPackBytes>::type*>(x + k * kSize);
-      const Words high = words & 0xffff0000u, low = words << 16;
-#if defined(__AVX512F__)
-      const auto half = [](Words w, int i) TS_LANES {
-        const auto bits = reinterpret_cast<__m512d>(w);
-        return reinterpret_cast<Pack<double>>(_mm512_cvtps_pd(_mm256_castpd_ps(
-            i == 0 ? _mm512_castpd512_pd256(bits) : _mm512_extractf64x4_pd(bits, 1))));
-      };
-#else
-      const auto half = [](Words w, int i) TS_LANES {
-        const auto bits = reinterpret_cast<__m256>(w);
-        return reinterpret_cast<Pack<double>>(_mm256_cvtps_pd(
-            i == 0 ? _mm256_castps256_ps128(bits) : _mm256_extractf128_ps(bits, 1)));
-      };
-#endif
-      values[k] = half(high, 0);
-      values[k + 1] = half(high, 1);
-      values[k + 2] = half(low, 0);
-      values[k + 3] = half(low, 1);
-    }
+  if constexpr (std::is_same_v<T, bf16> && kWidensWords) {
+#pragma GCC unroll 2
+    for (int k = 0; k < kPacks; k += 4) widen(load_bits(x + k * kSize), values + k);
     return;
   }
-#endif
 #pragma GCC unroll 16
   for (int k = 0; k < kPacks; ++k) values[k] = load_pack<double>(x + k * kSize);
+}
+
+TS_HD int64_t units_of(const Pack<double> (&sums)[kPacks], double anchor) {
+  using Integers = Pack<int64_t>;
+  Integers total{};
+#pragma GCC unroll 16
+  for (int k = 0; k < kPacks; ++k) {
+    total += reinterpret_cast<Integers>(sums[k]) - __builtin_bit_cast(int64_t, anchor);
+  }
+  int64_t units = 0;
+#pragma GCC unroll 16
+  for (int l = 0; l < kSize; ++l) units += total[l];
+  return units;
 }
 
 // Squares of a run whose magnitudes fit into kLevels; n <= kRun<T> is a multiple of kStep.
@@ -173,17 +203,7 @@ TS_HD void add_levels(const T* x, int64_t n, int base, const T* source, int64_t*
   }
 #pragma GCC unroll 4
   for (int level = 0; level < kLevels; ++level) {
-    using Integers = Pack<int64_t>;
-    Integers total{};
-#pragma GCC unroll 16
-    for (int k = 0; k < kPacks; ++k) {
-      total +=
-          reinterpret_cast<Integers>(sums[level][k]) - __builtin_bit_cast(int64_t, anchors[level]);
-    }
-    int64_t units = 0;
-#pragma GCC unroll 16
-    for (int l = 0; l < kSize; ++l) units += total[l];
-    add_integer(sum, units, unit_of(base, kLogAdds<T>, level));
+    add_integer(sum, units_of(sums[level], anchors[level]), unit_of(base, kLogAdds<T>, level));
   }
 }
 
@@ -210,18 +230,16 @@ TS_HD bool any_of(auto mask) {
 #endif
 }
 
-// A copy of x without those that are below `limit` and not 0, whose squares are added one by one.
-// False where there are more than kFew packs with some of them; nothing has been added then.
+// Adds the squares of those below `limit` one by one. False where there are more than kFew packs
+// with some of them; nothing has been added then.
 template <class T>
-TS_HD bool take_few_below(const T* x, int64_t n, BitsOf<T> limit, T* keep, int64_t* sum) {
+TS_HD bool take_few_below(const T* x, int64_t n, BitsOf<T> limit, int64_t* sum) {
   constexpr int kFew = 2;
   int64_t found[kFew];
   int count = 0;
   for (int64_t i = 0; i < n; i += kBits<T>) {
-    const BitPack<T> bits = load_magnitudes(x + i);
-    const auto below = bits - 1 < static_cast<BitsOf<T>>(limit - 1);
-    store_magnitudes(keep + i, below ? 0 : bits);
-    if (!any_of(below)) continue;
+    // Zero becomes the most that there is.
+    if (!any_of(load_magnitudes(x + i) - 1 < static_cast<BitsOf<T>>(limit - 1))) continue;
     if (count == kFew) return false;
     found[count++] = i;
   }
@@ -235,8 +253,44 @@ TS_HD bool take_few_below(const T* x, int64_t n, BitsOf<T> limit, T* keep, int64
   return true;
 }
 
+// Squares of a run of bf16 in one pass, where one level of `base` fits all of it but a few that are
+// too small. Else false, and nothing has been added.
+TS_HD bool add_guessed(const bf16* x, int64_t n, int base, int64_t* sum) {
+  using Of = Magnitude<bf16>;
+  using Values = BitPack<bf16>;
+  typedef int16_t Signed __attribute__((vector_size(kPackBytes)));  // which is what v3 compares
+  const int unit = unit_of(base, kLogAdds<bf16>, 0);
+  const auto from = static_cast<int16_t>(Of::least_above(unit));
+  const auto to = static_cast<int16_t>(Of::least_beyond(base));
+  const double anchor = anchor_of(unit, 0);
+  Pack<double> sums[kPacks];
+#pragma GCC unroll 16
+  for (int k = 0; k < kPacks; ++k) sums[k] = Pack<double>{} + anchor;
+  Values small{};
+  Signed largest{};
+  for (int64_t i = 0; i < n; i += kStep) {
+    Pack<double> values[kPacks];
+#pragma GCC unroll 2
+    for (int k = 0; k < kPacks; k += 4) {
+      const Values bits = load_magnitudes(x + i + k * kSize);
+      const auto compared = reinterpret_cast<Signed>(bits);
+      const auto below = reinterpret_cast<Values>(compared < from);
+      largest = compared > largest ? compared : largest;
+      small |= bits & below;
+      widen(bits & ~below, values + k);
+    }
+#pragma GCC unroll 16
+    for (int k = 0; k < kPacks; ++k) add_square<bf16, false>(values[k], sums[k]);
+  }
+  if (any_of(largest >= to)) return false;
+  if (any_of(small) && !take_few_below(x, n, static_cast<uint16_t>(from), sum)) return false;
+  add_integer(sum, units_of(sums, anchor), unit);
+  return true;
+}
+
+// The base of its level, or kNoBase where one did not do.
 template <class T>
-TS_HD void add_run(const T* x, int64_t n, int64_t* sum) {
+TS_HD int add_run(const T* x, int64_t n, int64_t* sum) {
   using Of = Magnitude<T>;
   T rest[kRun<T>], above[kRun<T>];
   const T* const source = x;
@@ -256,29 +310,40 @@ TS_HD void add_run(const T* x, int64_t n, int64_t* sum) {
     x = rest;
     range = range_of(x, n);
   }
+  int base = kNoBase;
   while (range.largest != 0) {
-    const int base = Of::base(range.largest, kLogAdds<T>);
-    const auto fits = [&](int levels) TS_LANES {
-      return range.least_but_zero >= Of::least_above(unit_of(base, kLogAdds<T>, levels - 1));
+    base = Of::base(range.largest, kLogAdds<T>);
+    const auto least_of = [&](int levels) TS_LANES {
+      return static_cast<BitsOf<T>>(Of::least_above(unit_of(base, kLogAdds<T>, levels - 1)));
     };
+    const auto fits = [&](int levels) TS_LANES { return range.least_but_zero >= least_of(levels); };
     if constexpr (sizeof(T) == 2) {
-      if (fits(1)) return add_levels<T, 1>(x, n, base, source, sum);
+      if (fits(1)) {
+        add_levels<T, 1>(x, n, base, source, sum);
+        return base;
+      }
       // A few that are too small do not cost the others a second level.
-      const auto from = static_cast<BitsOf<T>>(Of::least_above(unit_of(base, kLogAdds<T>, 0)));
-      if (take_few_below(x, n, from, above, sum)) {
-        return add_levels<T, 1>(above, n, base, source, sum);
+      if (take_few_below(x, n, least_of(1), sum)) {
+        keep_between(x, n, least_of(1), Of::kOutlier, above);
+        add_levels<T, 1>(above, n, base, source, sum);
+        return base;
       }
     }
-    if (fits(2)) return add_levels<T, 2>(x, n, base, source, sum);
-    if (fits(3)) return add_levels<T, 3>(x, n, base, source, sum);
-    const auto from =
-        static_cast<BitsOf<T>>(Of::least_above(unit_of(base, kLogAdds<T>, kMaxLevels - 1)));
-    keep_between(x, n, from, Of::kOutlier, above);
+    if (fits(2)) {
+      add_levels<T, 2>(x, n, base, source, sum);
+      return kNoBase;
+    }
+    if (fits(3)) {
+      add_levels<T, 3>(x, n, base, source, sum);
+      return kNoBase;
+    }
+    keep_between(x, n, least_of(kMaxLevels), Of::kOutlier, above);
     add_levels<T, kMaxLevels>(above, n, base, source, sum);
-    keep_between(x, n, 0, from, rest);
+    keep_between(x, n, 0, least_of(kMaxLevels), rest);
     x = rest;
     range = range_of(x, n);
   }
+  return kNoBase;
 }
 
 }  // namespace
@@ -286,8 +351,13 @@ TS_HD void add_run(const T* x, int64_t n, int64_t* sum) {
 void square_sum_block(DType dtype, const void* data, int64_t n, int64_t* sum) {
   visit_floating(dtype, [&]<class T>() {
     const T* x = static_cast<const T*>(data);
+    int base = kNoBase;
     for (int64_t begin = 0; begin < n; begin += kRun<T>) {
-      add_run(x + begin, n - begin < kRun<T> ? n - begin : kRun<T>, sum);
+      const int64_t run = n - begin < kRun<T> ? n - begin : kRun<T>;
+      if constexpr (std::is_same_v<T, bf16> && kWidensWords) {  // neighbours are alike
+        if (base != kNoBase && run % kStep == 0 && add_guessed(x + begin, run, base, sum)) continue;
+      }
+      base = add_run(x + begin, run, sum);
     }
   });
 }
