@@ -9,7 +9,7 @@
 //               keeps the precision of f32 products (gemm_split.h; stretches of K with numbers so
 //               small or large that parts of products leave f32's range go through registers);
 //               elsewhere, and where a side is under 32, oneDNN's sgemm on tiles of C (as fast as
-//               MKL here), where it was found
+//               MKL here), where it was found; but with AVX2 a transposed A is one of the others
 //   bf16        AMX tiles of our own where the processor has them, else pairs of bf16 in AVX-512
 //               registers where it has AVX-512 BF16 (gemm_dot.h)
 //   the others  packed panels and an FMA micro-kernel (AVX2 or AVX-512); f16 and bf16 are widened
