@@ -1,4 +1,5 @@
 #include <tessera/core/dispatch.h>
+#include <tessera/core/kernels/common/transpose.h>
 #include <tessera/core/kernels/copy/copy_loops.h>
 
 namespace tessera::kernels::TS_SIMD {
@@ -50,23 +51,13 @@ void move_run(const void* source, int64_t source_stride, void* target, int64_t t
   }
 }
 
-// Transposes 8 x 8 elements in registers: three rounds of interleaving each row with the one four
-// below it.
 template <class T>
 TS_HD void transpose_8x8(const T* x, int64_t x_stride, T* y, int64_t y_stride) {
   typedef T Row __attribute__((vector_size(8 * sizeof(T))));
-  Row rows[8], mixed[8];
+  Row rows[8];
   for (int i = 0; i < 8; ++i) __builtin_memcpy(&rows[i], x + i * x_stride, sizeof(Row));
-  const auto interleave = [](const Row* from, Row* to) __attribute__((always_inline)) {
-    for (int i = 0; i < 4; ++i) {
-      to[2 * i] = __builtin_shufflevector(from[i], from[i + 4], 0, 8, 1, 9, 2, 10, 3, 11);
-      to[2 * i + 1] = __builtin_shufflevector(from[i], from[i + 4], 4, 12, 5, 13, 6, 14, 7, 15);
-    }
-  };
-  interleave(rows, mixed);
-  interleave(mixed, rows);
-  interleave(rows, mixed);
-  for (int i = 0; i < 8; ++i) __builtin_memcpy(y + i * y_stride, &mixed[i], sizeof(Row));
+  transpose_8x8(rows);
+  for (int i = 0; i < 8; ++i) __builtin_memcpy(y + i * y_stride, &rows[i], sizeof(Row));
 }
 
 // Blocks of 32 x 32: every cache line that is touched is used up while it is in L1.

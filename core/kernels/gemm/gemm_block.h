@@ -21,6 +21,7 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/half.h>
+#include <tessera/core/kernels/common/transpose.h>
 #include <tessera/core/kernels/gemm/gemm_tile.h>
 
 namespace tessera::kernels::TS_SIMD {
@@ -147,29 +148,6 @@ TS_HD __m512i load_16_as_f32(const f16* p) {
 #endif
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-TS_HD void transpose_8x8(__m256 (&rows)[8]) {
-  __m256 t[8];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    t[2 * i] = _mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]);
-    t[2 * i + 1] = _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]);
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 8; i += 4) {
-    rows[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    rows[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-    rows[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    rows[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x20);
-    t[i + 4] = _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x31);
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) rows[i] = t[i];
-}
-
 TS_HD __m256 load_8_as_f32(const float* p) { return _mm256_loadu_ps(p); }
 TS_HD __m256 load_8_as_f32(const bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(
@@ -277,14 +255,7 @@ struct FmaKernel {
   static constexpr int kRows = kMicroRows;
   static constexpr int kVectors = 2;
   static constexpr int kColumns = kVectors * Vec<T>::kWidth;
-#if defined(__AVX512F__)
   static constexpr int64_t kBlockDepth = sizeof(T) == 4 ? 384 : 256;
-#else
-  // B's columns by parts that stay in an L2 of 512 KiB (192 x 256 in f32) while A goes by: 100
-  // GFLOP/s on Zen 3 where 384 deep panels of 768 columns, which come from L3, had 88.
-  static constexpr int64_t kBlockDepth = sizeof(T) == 4 ? 192 : 128;
-  static constexpr int64_t kBlockColumns = 256;
-#endif
 
   static TS_HD int64_t padded_depth(int64_t depth) { return depth; }
   static TS_HD void begin() {}
@@ -667,20 +638,12 @@ inline void run_tile(const GemmTile& tile, Finish&& finish) {
                       depth, packed_a);
     pack_columns<Kernel>(b + k * tile.b_row_stride, tile.b_row_stride, tile.b_column_stride, tile.n,
                          depth, packed_b);
-    int64_t block = tile.n;
-    if constexpr (requires { Kernel::kBlockColumns; }) {
-      if (sums_step != 0 && block > Kernel::kBlockColumns) block = Kernel::kBlockColumns;
-    }
-    for (int64_t column = 0; column < tile.n; column += block) {
-      const int64_t columns = tile.n - column < block ? tile.n - column : block;
-      for (int64_t row = 0; row < tile.m; row += kFinished) {
-        const int64_t rows = tile.m - row < kFinished ? tile.m - row : kFinished;
-        Sum* const target = sums + row * sums_step;
-        multiply_panels<Kernel>(rows, columns, depth, packed_a + row * Kernel::padded_depth(depth),
-                                packed_b + column * Kernel::padded_depth(depth), target + column,
-                                stride, accumulate);
-        if (is_last && column + columns == tile.n) finish(row, rows, target);
-      }
+    for (int64_t row = 0; row < tile.m; row += kFinished) {
+      const int64_t rows = tile.m - row < kFinished ? tile.m - row : kFinished;
+      Sum* const target = sums + row * sums_step;
+      multiply_panels<Kernel>(rows, tile.n, depth, packed_a + row * Kernel::padded_depth(depth),
+                              packed_b, target, stride, accumulate);
+      if (is_last) finish(row, rows, target);
     }
   }
   Kernel::end();

@@ -84,10 +84,14 @@ const void* gather_tile(const void* from, int64_t rows, int64_t width, int64_t l
   return to;
 }
 
-// With AVX2, sgemm reads a transposed A (a weight's gradient) more slowly than panels of our own
-// are packed: on Zen 3, two processes on two cores, 1536 x 384 x 2048 has 78 GFLOP/s for 67, 384 x
-// 1536 x 2048 73 for 59. An A in rows is as fast either way, and small products are not.
-bool is_large(const Gemm& p) { return std::min({p.m, p.n, p.k}) >= 128; }
+// Whether our own engine is faster in f32: AMX, and with AVX2 panels of a transposed A (a weight's
+// gradient), which sgemm reads slowly. On Zen 3, two processes on two cores, 1536 x 384 x 2048 has
+// 78 GFLOP/s for 67, 384 x 1536 x 2048 73 for 59; an A in rows is as fast either way, and small
+// products are not.
+bool beats_sgemm(const Gemm& p, Isa isa, const SgemmView& a) {
+  if (isa == Isa::kV3) return a.transposed == 'T' && std::min({p.m, p.n, p.k}) >= 128;
+  return isa == Isa::kAmx;
+}
 
 // TESSERA_ISA holds for the library's kernels too, which must not have been chosen before.
 void keep_library_to_isa() {
@@ -132,9 +136,8 @@ void gemm_floating(const Gemm& p) {
   bool use_sgemm = false;
 #if defined(TESSERA_WITH_ONEDNN)
   const SgemmView view_a(p.a, p.m, p.k), view_b(p.b, p.k, p.n);
-  const bool has_better =
-      isa == Isa::kAmx || (isa == Isa::kV3 && view_a.transposed == 'T' && is_large(p));
-  use_sgemm = p.dtype == kF32 && !has_better && view_a.leading > 0 && view_b.leading > 0;
+  use_sgemm =
+      p.dtype == kF32 && view_a.leading > 0 && view_b.leading > 0 && !beats_sgemm(p, isa, view_a);
   if (use_sgemm) keep_library_to_isa();
 #endif
   // sgemm cuts columns by itself.

@@ -12,13 +12,10 @@ template <class T>
 TS_HD Vec<float> load_wide(const T* x) {
   return {_mm512_castsi512_ps(load_16_as_f32(x))};
 }
-#elif defined(__AVX2__) && defined(__F16C__)
-TS_HD Vec<float> load_wide(const bf16* x) {
-  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16))};
-}
-TS_HD Vec<float> load_wide(const f16* x) {
-  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)))};
+#elif defined(__AVX2__)
+template <class T>
+TS_HD Vec<float> load_wide(const T* x) {
+  return {load_8_as_f32(x)};
 }
 #else
 template <class T>

@@ -121,8 +121,6 @@ TS_HD Pack<double> add_square(Pack<double> v, Pack<double>& sum) {
   return square - (sum - before);
 }
 
-#if defined(__AVX2__)
-constexpr bool kWidensWords = true;
 // A register of bf16 as four packs, in any order: words of two, a mask and a shift for all of them.
 TS_HD void widen(BitPack<bf16> bits, Pack<double>* values) {
   const auto words = reinterpret_cast<Pack<uint32_t>>(bits);
@@ -134,23 +132,22 @@ TS_HD void widen(BitPack<bf16> bits, Pack<double>* values) {
     const __m256d low = _mm512_castpd512_pd256(all), high = _mm512_extractf64x4_pd(all, 1);
     values[2 * i] = reinterpret_cast<Pack<double>>(_mm512_cvtps_pd(_mm256_castpd_ps(low)));
     values[2 * i + 1] = reinterpret_cast<Pack<double>>(_mm512_cvtps_pd(_mm256_castpd_ps(high)));
-#else
+#elif defined(__AVX2__)
     const auto all = reinterpret_cast<__m256>(floats[i]);
     const __m128 low = _mm256_castps256_ps128(all), high = _mm256_extractf128_ps(all, 1);
     values[2 * i] = reinterpret_cast<Pack<double>>(_mm256_cvtps_pd(low));
     values[2 * i + 1] = reinterpret_cast<Pack<double>>(_mm256_cvtps_pd(high));
+#else
+    const auto all = reinterpret_cast<Pack<float>>(floats[i]);
+    for (int l = 0; l < 2 * kSize; ++l) values[2 * i + l / kSize][l % kSize] = all[l];
 #endif
   }
 }
-#else
-constexpr bool kWidensWords = false;
-TS_HD void widen(BitPack<bf16>, Pack<double>*) {}
-#endif
 
 // Elements x[0, kStep) as packs, in any order.
 template <class T>
 TS_HD void load_step(const T* x, Pack<double> (&values)[kPacks]) {
-  if constexpr (std::is_same_v<T, bf16> && kWidensWords) {
+  if constexpr (std::is_same_v<T, bf16>) {
 #pragma GCC unroll 2
     for (int k = 0; k < kPacks; k += 4) widen(load_bits(x + k * kSize), values + k);
     return;
@@ -288,9 +285,9 @@ TS_HD bool add_guessed(const bf16* x, int64_t n, int base, int64_t* sum) {
   return true;
 }
 
-// The base of its level, or kNoBase where one did not do.
+// `used`: the base of its level, or kNoBase where one did not do.
 template <class T>
-TS_HD int add_run(const T* x, int64_t n, int64_t* sum) {
+TS_HD void add_run(const T* x, int64_t n, int64_t* sum, int& used) {
   using Of = Magnitude<T>;
   T rest[kRun<T>], above[kRun<T>];
   const T* const source = x;
@@ -310,40 +307,31 @@ TS_HD int add_run(const T* x, int64_t n, int64_t* sum) {
     x = rest;
     range = range_of(x, n);
   }
-  int base = kNoBase;
+  used = kNoBase;
   while (range.largest != 0) {
-    base = Of::base(range.largest, kLogAdds<T>);
+    const int base = Of::base(range.largest, kLogAdds<T>);
     const auto least_of = [&](int levels) TS_LANES {
       return static_cast<BitsOf<T>>(Of::least_above(unit_of(base, kLogAdds<T>, levels - 1)));
     };
     const auto fits = [&](int levels) TS_LANES { return range.least_but_zero >= least_of(levels); };
     if constexpr (sizeof(T) == 2) {
-      if (fits(1)) {
-        add_levels<T, 1>(x, n, base, source, sum);
-        return base;
-      }
+      used = base;
+      if (fits(1)) return add_levels<T, 1>(x, n, base, source, sum);
       // A few that are too small do not cost the others a second level.
       if (take_few_below(x, n, least_of(1), sum)) {
         keep_between(x, n, least_of(1), Of::kOutlier, above);
-        add_levels<T, 1>(above, n, base, source, sum);
-        return base;
+        return add_levels<T, 1>(above, n, base, source, sum);
       }
+      used = kNoBase;
     }
-    if (fits(2)) {
-      add_levels<T, 2>(x, n, base, source, sum);
-      return kNoBase;
-    }
-    if (fits(3)) {
-      add_levels<T, 3>(x, n, base, source, sum);
-      return kNoBase;
-    }
+    if (fits(2)) return add_levels<T, 2>(x, n, base, source, sum);
+    if (fits(3)) return add_levels<T, 3>(x, n, base, source, sum);
     keep_between(x, n, least_of(kMaxLevels), Of::kOutlier, above);
     add_levels<T, kMaxLevels>(above, n, base, source, sum);
     keep_between(x, n, 0, least_of(kMaxLevels), rest);
     x = rest;
     range = range_of(x, n);
   }
-  return kNoBase;
 }
 
 }  // namespace
@@ -354,10 +342,10 @@ void square_sum_block(DType dtype, const void* data, int64_t n, int64_t* sum) {
     int base = kNoBase;
     for (int64_t begin = 0; begin < n; begin += kRun<T>) {
       const int64_t run = n - begin < kRun<T> ? n - begin : kRun<T>;
-      if constexpr (std::is_same_v<T, bf16> && kWidensWords) {  // neighbours are alike
+      if constexpr (std::is_same_v<T, bf16>) {  // neighbours are alike
         if (base != kNoBase && run % kStep == 0 && add_guessed(x + begin, run, base, sum)) continue;
       }
-      base = add_run(x + begin, run, sum);
+      add_run(x + begin, run, sum, base);
     }
   });
 }
