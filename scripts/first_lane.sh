@@ -17,7 +17,10 @@ base=$(git merge-base "$base" HEAD)
 scripts/format.sh --check
 mkdir -p build
 launcher=()
-if command -v ccache > /dev/null; then launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache); fi
+if command -v ccache > /dev/null; then
+  export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
+  launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+fi
 if [[ -z ${TESSERA_DATA_DIR:-} && -d ../shared/data ]]; then
   TESSERA_DATA_DIR=$(realpath ../shared/data)
   export TESSERA_DATA_DIR

@@ -11,7 +11,12 @@ shift || true
 
 scripts/install_packages.sh clang libomp-dev cmake ninja-build libeigen3-dev nlohmann-json3-dev \
   zlib1g-dev libicu-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler libpng-dev libxxhash-dev
-cmake --preset fuzz
+launcher=()
+if command -v ccache > /dev/null; then
+  export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
+  launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+fi
+cmake --preset fuzz "${launcher[@]}"
 cmake --build --preset fuzz
 
 drivers=("$@")

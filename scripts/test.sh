@@ -15,6 +15,12 @@ if [[ -z ${TESSERA_DATA_DIR:-} && -d ../shared/data ]]; then
   export TESSERA_DATA_DIR
 fi
 
-cmake --preset "$preset"
+# Through ccache where it is installed: objects of every checkout are found.
+launcher=()
+if command -v ccache > /dev/null; then
+  export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
+  launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+fi
+cmake --preset "$preset" "${launcher[@]}"
 cmake --build --preset "$preset"
 ctest --preset "$preset"

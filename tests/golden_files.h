@@ -7,11 +7,13 @@
 
 #include <tessera/core/error.h>
 
+#include "source_dir.h"
+
 namespace tessera::tests {
 
 // tests/golden of the tree that was built.
 inline std::string golden_path(const std::string& name) {
-  return std::string(TESSERA_SOURCE_DIR) + "/tests/golden/" + name;
+  return std::string(source_dir()) + "/tests/golden/" + name;
 }
 
 inline nlohmann::json golden_json(const std::string& name) {

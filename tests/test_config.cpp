@@ -15,6 +15,7 @@
 #include <tessera/core/error.h>
 
 #include "message_of.h"
+#include "source_dir.h"
 
 namespace tessera::accelerate::test_config {
 namespace {
@@ -626,7 +627,7 @@ TEST(ConfigFile, ValuesThatAreNestedDeeplyAreRefused) {
 }
 
 TEST(ConfigDocument, ThePageIsTheTable) {
-  std::ifstream file(TESSERA_SOURCE_DIR "/docs/configuration.md");
+  std::ifstream file(std::string(tests::source_dir()) + "/docs/configuration.md");
   std::ostringstream page;
   page << file.rdbuf();
   EXPECT_EQ(page.str(), configuration_document())

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "markdown.h"
+#include "source_dir.h"
 
 namespace tessera::test_documents {
 namespace {
@@ -20,7 +21,7 @@ namespace fs = std::filesystem;
 using markdown::Block;
 using markdown::read;
 
-const fs::path kRoot = TESSERA_SOURCE_DIR;
+const fs::path kRoot = tests::source_dir();
 
 // The first block of the language that contains `part`.
 std::string code_block(const fs::path& page, const std::string& language, const std::string& part) {

@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "source_dir.h"
+
 namespace tessera::test_layering {
 namespace {
 
@@ -315,25 +317,25 @@ std::vector<std::string> cuda_call_errors(const fs::path& root) {
 }
 
 TEST(Layering, OnlyTheGpuBackendCallsItsRuntime) {
-  for (const std::string& error : cuda_call_errors(TESSERA_SOURCE_DIR)) ADD_FAILURE() << error;
+  for (const std::string& error : cuda_call_errors(tests::source_dir())) ADD_FAILURE() << error;
 }
 
 TEST(Layering, EveryTestThatStartsRanksComparesTheirTraces) {
-  for (const std::string& error : comparison_errors(TESSERA_SOURCE_DIR)) ADD_FAILURE() << error;
+  for (const std::string& error : comparison_errors(tests::source_dir())) ADD_FAILURE() << error;
 }
 
 TEST(Layering, NoIncludeOfTheTreeRunsUp) {
-  const fs::path root = TESSERA_SOURCE_DIR;
+  const fs::path root = tests::source_dir();
   ASSERT_TRUE(fs::exists(root / "core/tensor.h")) << root << " is not the source tree";
   for (const std::string& error : layering_errors(root)) ADD_FAILURE() << error;
 }
 
 TEST(Layering, NoUnitsIncludeEachOtherInACircle) {
-  for (const std::string& error : cycle_errors(TESSERA_SOURCE_DIR)) ADD_FAILURE() << error;
+  for (const std::string& error : cycle_errors(tests::source_dir())) ADD_FAILURE() << error;
 }
 
 TEST(Layering, TheUmbrellaHeaderHasEveryHeaderOfAUser) {
-  for (const std::string& error : umbrella_errors(TESSERA_SOURCE_DIR)) ADD_FAILURE() << error;
+  for (const std::string& error : umbrella_errors(tests::source_dir())) ADD_FAILURE() << error;
 }
 
 // A tree in which every kind of violation is planted.

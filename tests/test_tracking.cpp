@@ -23,6 +23,7 @@
 
 #include "compared_ranks.h"
 #include "finished_process.h"
+#include "source_dir.h"
 
 namespace tessera::test_tracking {
 namespace {
@@ -214,7 +215,7 @@ TEST_F(Tracking, TensorBoardReadsScalarsTextsImagesTablesAndHyperParameters) {
     trackers.log_table("errors", {{"word", "count"}, {{"a|b", "3"}}}, 4);
   }
   const auto result =
-      run_process({python, std::string(TESSERA_SOURCE_DIR) + "/tests/read_events.py", folder()});
+      run_process({python, std::string(tests::source_dir()) + "/tests/read_events.py", folder()});
   ASSERT_EQ(result.code(), 0) << result;
   const Json read_back = Json::parse(result.output);
   EXPECT_EQ(read_back["scalars"]["loss"], Json::parse("[[3, 2.5], [4, 2.0]]"));

@@ -23,6 +23,7 @@
 #include <tessera/nn/linear.h>
 
 #include "../message_of.h"
+#include "../source_dir.h"
 #include "price/step.h"
 
 namespace tessera {
@@ -179,7 +180,7 @@ TEST_F(CudaPrices, MachinesThatSayTooLittleAreNamed) {
 TEST_F(CudaPrices, MachinesThatAreInstalledSayWhereTheirRatesComeFrom) {
   for (const char* name : {"h100", "h200"}) {
     const std::string path =
-        std::string(TESSERA_SOURCE_DIR) + "/examples/price/machines/" + name + ".json";
+        std::string(tests::source_dir()) + "/examples/price/machines/" + name + ".json";
     const dry::Machine m = dry::Machine::read(path);
     const json fields = json::parse(std::ifstream(path)).flatten();
     for (const auto& [place, value] : fields.items()) {

@@ -25,6 +25,7 @@
 #include <tessera/core/factory.h>
 
 #include "../message_of.h"
+#include "../source_dir.h"
 #include "gpt2/model.h"
 #include "price/step.h"
 
@@ -38,7 +39,7 @@ using Json = nlohmann::ordered_json;
 constexpr double kTolerance = 0.01;
 constexpr double kLeastShare = 1e-3;  // rows below are one
 
-std::string file() { return std::string(TESSERA_SOURCE_DIR) + "/tests/cuda/price_tables.json"; }
+std::string file() { return std::string(tests::source_dir()) + "/tests/cuda/price_tables.json"; }
 
 dry::Machine machine() {
   // Rates of a reading of the step by hand; docs/measurements/gpu-price.md stands beside it.

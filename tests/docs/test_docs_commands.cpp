@@ -13,13 +13,14 @@
 #include <vector>
 
 #include "../markdown.h"
+#include "../source_dir.h"
 
 namespace tessera::markdown {
 namespace {
 
 namespace fs = std::filesystem;
 
-const fs::path kRoot = TESSERA_SOURCE_DIR;
+const fs::path kRoot = tests::source_dir();
 
 // The programs that pages call by name: "tessera=/build/bin/tessera|train=...".
 std::map<std::string, std::string> programs() {
