@@ -121,10 +121,40 @@ TS_HD Pack<double> add_square(Pack<double> v, Pack<double>& sum) {
   return square - (sum - before);
 }
 
-// A register of bf16 as four packs, in any order: words of two, a mask and a shift for all of them.
-TS_HD void widen(BitPack<bf16> bits, Pack<double>* values) {
-  const auto words = reinterpret_cast<Pack<uint32_t>>(bits);
-  const Pack<uint32_t> floats[2] = {words & 0xffff0000u, words << 16};
+// A register of 16-bit elements as four packs, in any order. Of bf16 as words of two: a mask and a
+// shift for all of them.
+template <class T>
+TS_HD void widen(BitPack<T> bits, Pack<double>* values) {
+#if defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, f16>) {  // four at a time: 256 bits cost Zen 1 twice as much
+    const __m128i halves[2] = {_mm256_castsi256_si128(reinterpret_cast<__m256i>(bits)),
+                               _mm256_extracti128_si256(reinterpret_cast<__m256i>(bits), 1)};
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m128i half = halves[i / 2];
+      const __m128i four = i % 2 == 0 ? half : _mm_unpackhi_epi64(half, half);
+      values[i] = reinterpret_cast<Pack<double>>(_mm256_cvtps_pd(_mm_cvtph_ps(four)));
+    }
+    return;
+  }
+#endif
+  typedef float Floats __attribute__((vector_size(kPackBytes)));
+  Floats floats[2];
+  if constexpr (std::is_same_v<T, bf16>) {
+    const auto words = reinterpret_cast<Pack<uint32_t>>(bits);
+    floats[0] = reinterpret_cast<Floats>(words & 0xffff0000u);
+    floats[1] = reinterpret_cast<Floats>(words << 16);
+  } else {
+#if defined(__AVX512F__)
+    const auto all = reinterpret_cast<__m512i>(bits);
+    floats[0] = reinterpret_cast<Floats>(_mm512_cvtph_ps(_mm512_castsi512_si256(all)));
+    floats[1] = reinterpret_cast<Floats>(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(all, 1)));
+#else
+    for (int l = 0; l < kBits<T>; ++l) {
+      floats[l / (2 * kSize)][l % (2 * kSize)] = to_float(__builtin_bit_cast(T, uint16_t{bits[l]}));
+    }
+#endif
+  }
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
 #if defined(__AVX512F__)
@@ -138,8 +168,7 @@ TS_HD void widen(BitPack<bf16> bits, Pack<double>* values) {
     values[2 * i] = reinterpret_cast<Pack<double>>(_mm256_cvtps_pd(low));
     values[2 * i + 1] = reinterpret_cast<Pack<double>>(_mm256_cvtps_pd(high));
 #else
-    const auto all = reinterpret_cast<Pack<float>>(floats[i]);
-    for (int l = 0; l < 2 * kSize; ++l) values[2 * i + l / kSize][l % kSize] = all[l];
+    for (int l = 0; l < 2 * kSize; ++l) values[2 * i + l / kSize][l % kSize] = floats[i][l];
 #endif
   }
 }
@@ -147,9 +176,9 @@ TS_HD void widen(BitPack<bf16> bits, Pack<double>* values) {
 // Elements x[0, kStep) as packs, in any order.
 template <class T>
 TS_HD void load_step(const T* x, Pack<double> (&values)[kPacks]) {
-  if constexpr (std::is_same_v<T, bf16>) {
+  if constexpr (kIsHalf<T>) {
 #pragma GCC unroll 2
-    for (int k = 0; k < kPacks; k += 4) widen(load_bits(x + k * kSize), values + k);
+    for (int k = 0; k < kPacks; k += 4) widen<T>(load_bits(x + k * kSize), values + k);
     return;
   }
 #pragma GCC unroll 16
@@ -227,62 +256,81 @@ TS_HD bool any_of(auto mask) {
 #endif
 }
 
-// Adds the squares of those below `limit` one by one. False where there are more than kFew packs
-// with some of them; nothing has been added then.
-template <class T>
-TS_HD bool take_few_below(const T* x, int64_t n, BitsOf<T> limit, int64_t* sum) {
-  constexpr int kFew = 2;
-  int64_t found[kFew];
+// Groups of a run that hold something below a limit; their small elements go one by one.
+struct FewGroups {
+  static constexpr int64_t kGroup = 128;  // elements; a test for each register costs bf16 a tenth
+  static constexpr int kMost = 8;
+  int64_t begins[kMost];
   int count = 0;
-  for (int64_t i = 0; i < n; i += kBits<T>) {
-    // Zero becomes the most that there is.
-    if (!any_of(load_magnitudes(x + i) - 1 < static_cast<BitsOf<T>>(limit - 1))) continue;
-    if (count == kFew) return false;
-    found[count++] = i;
+
+  // False where there are too many.
+  TS_HD bool push(int64_t begin) {
+    if (count == kMost) return false;
+    begins[count++] = begin;
+    return true;
   }
-  for (int f = 0; f < count; ++f) {
-    for (int64_t i = found[f]; i < found[f] + kBits<T>; ++i) {
-      if (magnitude(x[i]) >= limit) continue;
-      const double value = convert_one<double>(x[i]);
-      add_number(sum, value * value);
+  template <class T>
+  TS_HD void add_squares_below(const T* x, BitsOf<T> limit, int64_t* sum) const {
+    for (int f = 0; f < count; ++f) {
+      for (int64_t i = begins[f]; i < begins[f] + kGroup; i += kBits<T>) {
+        // Zero becomes the most that there is.
+        if (!any_of(load_magnitudes(x + i) - 1 < static_cast<BitsOf<T>>(limit - 1))) continue;
+        for (int64_t k = i; k < i + kBits<T>; ++k) {
+          if (magnitude(x[k]) >= limit) continue;
+          const double value = convert_one<double>(x[k]);
+          add_number(sum, value * value);
+        }
+      }
     }
   }
-  return true;
-}
+};
 
-// Squares of a run of bf16 in one pass, where one level of `base` fits all of it but a few that are
-// too small. Else false, and nothing has been added.
-TS_HD bool add_guessed(const bf16* x, int64_t n, int base, int64_t* sum) {
-  using Of = Magnitude<bf16>;
-  using Values = BitPack<bf16>;
+// Squares of a run of 16-bit elements in one pass, where one level of `base` fits all of it but a
+// few that are too small. Else false, and nothing has been added. n is a multiple of a group.
+// kAnySmall: whether a T can be too small; of f16 none is where all are below 1/2.
+template <class T, bool kAnySmall>
+TS_HD bool add_one_level(const T* x, int64_t n, int base, int64_t* sum) {
+  using Of = Magnitude<T>;
+  using Values = BitPack<T>;
   typedef int16_t Signed __attribute__((vector_size(kPackBytes)));  // which is what v3 compares
-  const int unit = unit_of(base, kLogAdds<bf16>, 0);
+  const int unit = unit_of(base, kLogAdds<T>, 0);
   const auto from = static_cast<int16_t>(Of::least_above(unit));
   const auto to = static_cast<int16_t>(Of::least_beyond(base));
   const double anchor = anchor_of(unit, 0);
   Pack<double> sums[kPacks];
 #pragma GCC unroll 16
   for (int k = 0; k < kPacks; ++k) sums[k] = Pack<double>{} + anchor;
-  Values small{};
+  FewGroups few;
   Signed largest{};
-  for (int64_t i = 0; i < n; i += kStep) {
-    Pack<double> values[kPacks];
+  for (int64_t group = 0; group < n; group += FewGroups::kGroup) {
+    Values small{};
+    for (int64_t i = group; i < group + FewGroups::kGroup; i += kStep) {
+      Pack<double> values[kPacks];
 #pragma GCC unroll 2
-    for (int k = 0; k < kPacks; k += 4) {
-      const Values bits = load_magnitudes(x + i + k * kSize);
-      const auto compared = reinterpret_cast<Signed>(bits);
-      const auto below = reinterpret_cast<Values>(compared < from);
-      largest = compared > largest ? compared : largest;
-      small |= bits & below;
-      widen(bits & ~below, values + k);
-    }
+      for (int k = 0; k < kPacks; k += 4) {
+        const Values bits = load_magnitudes(x + i + k * kSize);
+        const auto compared = reinterpret_cast<Signed>(bits);
+        const auto below = reinterpret_cast<Values>(compared < from);
+        largest = compared > largest ? compared : largest;
+        if constexpr (kAnySmall) small |= bits & below;
+        widen<T>(kAnySmall ? bits & ~below : bits, values + k);
+      }
 #pragma GCC unroll 16
-    for (int k = 0; k < kPacks; ++k) add_square<bf16, false>(values[k], sums[k]);
+      for (int k = 0; k < kPacks; ++k) add_square<T, false>(values[k], sums[k]);
+    }
+    if (any_of(small) && !few.push(group)) return false;
   }
   if (any_of(largest >= to)) return false;
-  if (any_of(small) && !take_few_below(x, n, static_cast<uint16_t>(from), sum)) return false;
+  few.add_squares_below(x, static_cast<BitsOf<T>>(from), sum);
   add_integer(sum, units_of(sums, anchor), unit);
   return true;
+}
+template <class T>
+TS_HD bool add_guessed(const T* x, int64_t n, int base, int64_t* sum) {
+  if (Magnitude<T>::least_above(unit_of(base, kLogAdds<T>, 0)) == 0) {
+    return add_one_level<T, false>(x, n, base, sum);
+  }
+  return add_one_level<T, true>(x, n, base, sum);
 }
 
 // `used`: the base of its level, or kNoBase where one did not do.
@@ -291,9 +339,10 @@ TS_HD void add_run(const T* x, int64_t n, int64_t* sum, int& used) {
   using Of = Magnitude<T>;
   T rest[kRun<T>], above[kRun<T>];
   const T* const source = x;
-  if (n % kStep != 0) {
+  constexpr int64_t kWhole = kIsHalf<T> ? FewGroups::kGroup : kStep;
+  if (n % kWhole != 0) {
     for (int64_t i = 0; i < n; ++i) rest[i] = x[i];
-    for (; n % kStep != 0; ++n) rest[n] = __builtin_bit_cast(T, BitsOf<T>{0});
+    for (; n % kWhole != 0; ++n) rest[n] = __builtin_bit_cast(T, BitsOf<T>{0});
     x = rest;
   }
   Range<T> range = range_of(x, n);
@@ -314,14 +363,9 @@ TS_HD void add_run(const T* x, int64_t n, int64_t* sum, int& used) {
       return static_cast<BitsOf<T>>(Of::least_above(unit_of(base, kLogAdds<T>, levels - 1)));
     };
     const auto fits = [&](int levels) TS_LANES { return range.least_but_zero >= least_of(levels); };
-    if constexpr (sizeof(T) == 2) {
+    if constexpr (kIsHalf<T>) {
       used = base;
-      if (fits(1)) return add_levels<T, 1>(x, n, base, source, sum);
-      // A few that are too small do not cost the others a second level.
-      if (take_few_below(x, n, least_of(1), sum)) {
-        keep_between(x, n, least_of(1), Of::kOutlier, above);
-        return add_levels<T, 1>(above, n, base, source, sum);
-      }
+      if (add_guessed(x, n, base, sum)) return;
       used = kNoBase;
     }
     if (fits(2)) return add_levels<T, 2>(x, n, base, source, sum);
@@ -342,8 +386,8 @@ void square_sum_block(DType dtype, const void* data, int64_t n, int64_t* sum) {
     int base = kNoBase;
     for (int64_t begin = 0; begin < n; begin += kRun<T>) {
       const int64_t run = n - begin < kRun<T> ? n - begin : kRun<T>;
-      if constexpr (std::is_same_v<T, bf16>) {  // neighbours are alike
-        if (base != kNoBase && run % kStep == 0 && add_guessed(x + begin, run, base, sum)) continue;
+      if constexpr (kIsHalf<T>) {  // neighbours are alike
+        if (base != kNoBase && run == kRun<T> && add_guessed(x + begin, run, base, sum)) continue;
       }
       add_run(x + begin, run, sum, base);
     }
