@@ -90,6 +90,9 @@
 #include <tessera/accelerate/local_sgd.h>
 #include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/operations.h>
+#include <tessera/accelerate/plan/model_outline.h>
+#include <tessera/accelerate/plan/network.h>
+#include <tessera/accelerate/plan/training_plan.h>
 #include <tessera/accelerate/run.h>
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/accelerate/state/state_io.h>

@@ -19,26 +19,6 @@ namespace {
 using distributed::DataParallelModel;
 using optim::StepDecision;
 
-precision::Policy way_of_computing(PrecisionPolicy way, DType low) {
-  switch (way) {
-    case PrecisionPolicy::kBoundary:
-      return precision::Policy::boundary(low);
-    case PrecisionPolicy::kPure:
-      return precision::Policy::pure(low);
-    case PrecisionPolicy::kAutocast:
-      break;
-  }
-  return precision::Policy::autocast(low);
-}
-
-precision::Policy policy_of(const accelerate::Settings& settings) {
-  if (settings.mixed_precision.value == Precision::kNo) return precision::Policy::f32();
-  const DType low = settings.mixed_precision.value == Precision::kBF16 ? kBF16 : kF16;
-  precision::Policy policy = way_of_computing(settings.precision_policy.value, low);
-  if (settings.output_precision.value == OutputPrecision::kF32) policy.output = kF32;
-  return policy;
-}
-
 // Around every call of a prepared model.
 class ForwardScope {
  public:
@@ -164,7 +144,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
       }));
   const bool trains = std::ranges::any_of(
       record->parameters, [](const NamedTensor& named) { return named.tensor.requires_grad(); });
-  const precision::Policy policy = policy_of(settings);
+  const precision::Policy policy = accelerate::policy_of(settings);
   // One rank too keeps the f32 gradients of 16-bit parameters in the engine's buckets.
   const bool parallel = (data_ranks > 1 || policy.needs_masters()) && trains;
   accelerate::MissingMemory missing(model, settings, *dealt_ranks, device);
@@ -177,7 +157,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
     }
   }
   if (parallel) {
-    record->parallel = accelerate::make_data_parallel(model, settings, policy, missing);
+    record->parallel = accelerate::make_data_parallel(model, settings, policy, &missing);
     for (const Tensor& whole : record->parallel->wholes()) {
       record->wholes.push_back({.name = {}, .tensor = whole});
       record->policy.add_parameters({whole});

@@ -18,6 +18,18 @@
 namespace tessera::accelerate {
 namespace {
 
+precision::Policy way_of_computing(PrecisionPolicy way, DType low) {
+  switch (way) {
+    case PrecisionPolicy::kBoundary:
+      return precision::Policy::boundary(low);
+    case PrecisionPolicy::kPure:
+      return precision::Policy::pure(low);
+    case PrecisionPolicy::kAutocast:
+      break;
+  }
+  return precision::Policy::autocast(low);
+}
+
 DType wire_of(CommWrapper wrapper) {
   switch (wrapper) {
     case CommWrapper::kFP16:
@@ -156,6 +168,14 @@ std::vector<nn::ModuleBase*> repeated_blocks(nn::ModuleBase& model) {
 
 }  // namespace
 
+precision::Policy policy_of(const Settings& settings) {
+  if (settings.mixed_precision.value == Precision::kNo) return precision::Policy::f32();
+  const DType low = settings.mixed_precision.value == Precision::kBF16 ? kBF16 : kF16;
+  precision::Policy policy = way_of_computing(settings.precision_policy.value, low);
+  if (settings.output_precision.value == OutputPrecision::kF32) policy.output = kF32;
+  return policy;
+}
+
 bool cuts_parameters(const Settings& settings) {
   return settings.sharding.value == Sharding::kZero3 || settings.sharding.value == Sharding::kFsdp;
 }
@@ -265,7 +285,7 @@ distributed::Mesh& mesh_of(const Settings& settings) {
 std::unique_ptr<distributed::DataParallelModel> make_fully_sharded(nn::ModuleBase& model,
                                                                    const Settings& settings,
                                                                    const precision::Policy& policy,
-                                                                   MissingMemory& missing) {
+                                                                   MissingMemory* missing) {
   distributed::Mesh& mesh = mesh_of(settings);
   distributed::FullyShardOptions options{
       .reshard_after_forward = settings.fsdp_reshard_after_forward.value,
@@ -285,7 +305,7 @@ std::unique_ptr<distributed::DataParallelModel> make_fully_sharded(nn::ModuleBas
   if (!whole) options.reshard_after_forward = {};
   if (!settings.fsdp_reshard_after_forward) options.reshard_after_forward = false;
   distributed::fully_shard(model, mesh, options);
-  missing.make_memory();
+  if (missing != nullptr) missing->make_memory();
   return std::make_unique<distributed::ShardedModel>(distributed::sharded_model(model));
 }
 
@@ -294,7 +314,7 @@ std::unique_ptr<distributed::DataParallelModel> make_fully_sharded(nn::ModuleBas
 std::unique_ptr<distributed::DataParallelModel> make_data_parallel(nn::ModuleBase& model,
                                                                    const Settings& settings,
                                                                    const precision::Policy& policy,
-                                                                   MissingMemory& missing) {
+                                                                   MissingMemory* missing) {
   switch (settings.sharding.value) {
     case Sharding::kZero1:
     case Sharding::kZero2:

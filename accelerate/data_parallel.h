@@ -14,11 +14,15 @@ namespace tessera::accelerate {
 
 // The model as all ranks of the current mesh train it. `policy` was applied to it before.
 // Collective; throws what the mode's own function throws (replicate()). `missing`: what of the
-// model has no elements yet; of parameters that are cut it gets them in between.
+// model has no elements yet; of parameters that are cut it gets them in between. Null: they stay
+// without (plan/training_plan.h).
 std::unique_ptr<distributed::DataParallelModel> make_data_parallel(nn::ModuleBase& model,
                                                                    const Settings& settings,
                                                                    const precision::Policy& policy,
-                                                                   MissingMemory& missing);
+                                                                   MissingMemory* missing);
+
+// How a prepared model computes.
+precision::Policy policy_of(const Settings& settings);
 
 // Whether a rank keeps a part of the parameters alone.
 bool cuts_parameters(const Settings& settings);

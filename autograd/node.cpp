@@ -196,7 +196,7 @@ TensorList AccumulateGrad::apply(TensorList grads) {
         // A gradient that nobody else holds becomes `.grad` without a copy.
         const bool take = owns_its_bytes(gradient) && gradient.is_contiguous();
         slot.grad = take ? std::move(gradient) : clone(gradient);
-        if (!slot.grad.is_meta()) slot.grad.storage()->set_category(MemoryCategory::kGradient);
+        slot.grad.storage()->set_category(MemoryCategory::kGradient);
       }
       // The gradient of a part is a part; main_grad is its owner's object.
       if (placement != nullptr && !slot.grad.is(slot.main_grad)) {

@@ -2,6 +2,7 @@
 
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/error.h>
+#include <tessera/core/meta_storage.h>
 
 namespace tessera {
 
@@ -9,7 +10,7 @@ Storage::Storage(int64_t bytes, const Device& device)
     : bytes_(bytes),
       device_(device),
       category_(MemoryCategoryGuard::current()),
-      stats_(memory_stats()) {
+      stats_(device.is_meta() && !MetaMemoryGuard::holds() ? nullptr : memory_stats()) {
   allocate();
 }
 
@@ -31,12 +32,17 @@ Storage::~Storage() {
 void Storage::allocate() {
   // Also where there is nothing to hold: ops on an empty tensor need the device and its kernels.
   if (device_.is_cuda()) gpu::require_device(device_.index, "tensor");
-  if (bytes_ == 0 || device_.is_meta()) return;
+  if (bytes_ == 0) return;
+  if (device_.is_meta()) {
+    if (stats_) stats_->allocated(category_, bytes_);
+    return;
+  }
   data_ = allocator_for(device_).allocate(static_cast<size_t>(bytes_));
   stats_->allocated(category_, bytes_);
 }
 
 void Storage::free_bytes() noexcept {
+  if (device_.is_meta() && stats_) stats_->freed(category_, bytes_);
   if (data_ == nullptr) return;
   allocator_for(device_).deallocate(data_, static_cast<size_t>(bytes_));
   stats_->freed(category_, bytes_);
@@ -53,7 +59,8 @@ void Storage::resize(int64_t bytes) {
 }
 
 void Storage::set_category(MemoryCategory category) {
-  if (data_ != nullptr && !release_) {
+  const bool counted = device_.is_meta() ? stats_ != nullptr : data_ != nullptr;
+  if (counted && !release_) {
     stats_->freed(category_, bytes_);
     stats_->allocated(category, bytes_);
   }

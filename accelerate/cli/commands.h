@@ -17,6 +17,7 @@ void add_config(CLI::App& app, int& exit_code);
 void add_env(CLI::App& app, int& exit_code);
 void add_estimate_memory(CLI::App& app, int& exit_code);
 void add_merge_weights(CLI::App& app, int& exit_code);
+void add_plan(CLI::App& app, int& exit_code);
 // Becomes another program, which gets `words`: those after the subcommand's name.
 void add_price(CLI::App& app, const std::vector<std::string>& words);
 void add_test(CLI::App& app, int& exit_code);

@@ -119,6 +119,7 @@ int main(int argc, char** argv) {
   tessera::cli::add_env(app, exit_code);
   tessera::cli::add_estimate_memory(app, exit_code);
   tessera::cli::add_merge_weights(app, exit_code);
+  tessera::cli::add_plan(app, exit_code);
   tessera::cli::add_price(app, program);
   tessera::cli::add_test(app, exit_code);
   tessera::cli::add_agent(app, program, exit_code);

@@ -56,7 +56,14 @@ Mesh::Mesh(Group& world, std::vector<MeshAxis> axes) : world_(&world), axes_(std
       groups_[i] = &world;
     } else {
       // Ranks with the same other coordinates: the rank with this one's coordinate set to 0.
-      owned_.push_back(world.split(world.rank() - coordinates_[i] * stride, coordinates_[i]));
+      const int first = world.rank() - coordinates_[i] * stride;
+      if (world.backend().moves_data()) {
+        owned_.push_back(world.split(first, coordinates_[i]));
+      } else {  // ranks that are not there say no colour
+        std::vector<int> members;
+        for (int k = 0; k < size; ++k) members.push_back(first + k * stride);
+        owned_.push_back(world.subgroup(members));
+      }
       groups_[i] = owned_.back().get();
     }
     stride *= size;

@@ -10,6 +10,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/meta_storage.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/distributed/shard/mutant.h>
 #include <tessera/distributed/transport/collectives.h>
@@ -39,7 +40,7 @@ void BackwardPass::set_parameters(const NamedTensors& parameters) {
   const std::vector<ManagedParam> before = std::exchange(params_, {});
   for (const auto& [name, tensor] : parameters) {
     if (!tensor.requires_grad()) continue;
-    TS_CHECK_DEVICE(!tensor.is_meta(), "BackwardPass", "'", name, "' is ", tensor,
+    TS_CHECK_DEVICE(!tensor.is_meta() || MetaMemoryGuard::holds(), "BackwardPass", "'", name, "' is ", tensor,
                     "; give the model memory before it is distributed");
     const auto known = std::ranges::find_if(
         before, [&](const ManagedParam& param) { return param.tensor.is(tensor); });

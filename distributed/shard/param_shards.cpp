@@ -13,6 +13,7 @@
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/copy/multi_tensor_copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/meta_storage.h>
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/distributed/mesh/dtensor.h>
@@ -181,7 +182,7 @@ bool ParamShards::is_as_gathered() const {
 void ParamShards::start_gather(std::optional<DType> cast) {
   if (state_ == State::kGathering || is_current(cast)) return;
   for (const ShardedParam& param : params_) {
-    TS_CHECK_DEVICE(!param.shard.is_meta(), tag_, "'", param.name, "' is ", param.shard,
+    TS_CHECK_DEVICE(!param.shard.is_meta() || MetaMemoryGuard::holds(), tag_, "'", param.name, "' is ", param.shard,
                     "; give the model memory and values before its first call");
   }
   const NoGradGuard no_grad;
@@ -296,7 +297,7 @@ Tensor ParamShards::held_sums() {
     any = true;
     if (own == nullptr || grad.storage() != own) {
       foreign.push_back(i);
-    } else if (!sums.defined() && grad.numel() > 0) {
+    } else if (!sums.defined()) {
       sums = raw::as_strided(grad, {gradient_numel_}, {1}, 0);
     }
   }
@@ -433,7 +434,7 @@ RowShards::RowShards(std::string tag, const ShardRanks& ranks, std::vector<Shard
     param.whole.impl()->placement = std::make_unique<ReleasedSlot>(param.name, tag_);
     lent[param.whole.impl()->version.get()] = "'" + param.name + "' of " + tag_;
     Tensor part = part_of(part_, layout_, i, i);
-    if (param.shard.is_meta()) {
+    if (param.shard.is_meta() && !MetaMemoryGuard::holds()) {
       // By itself: a storage remembers the fills of one tensor. It comes home when it has memory.
       part = raw::empty(part.shape(), dtype_, device_);
     } else if (part.numel() > 0) {
@@ -580,7 +581,7 @@ void RowShards::issue_gather(std::optional<DType> cast) {
   if (way_.cast) {
     own = raw::narrow(gathered_, 0, numel * shard_index(), numel);
     std::vector<kernels::CopySegment> casts, others;
-    for (size_t i = 0; i < params_.size(); ++i) {
+    for (size_t i = 0; i < params_.size() && !device_.is_meta(); ++i) {
       const FlatLayout::Slice slice = layout_.local_slice(i, shard_index());
       (way_.is_cast[i] != 0 ? casts : others)
           .push_back({part_.data_as<char>() + slice.offset * size_of(dtype_),
@@ -610,6 +611,7 @@ void RowShards::take_gathered() {
       whole.storage()->resize(whole.numel() * size_of(whole_dtype_));
       keep.push_back(whole);
     }
+    if (device_.is_meta()) continue;
     const int64_t element = size_of(cast ? *way_.cast : whole_dtype_);
     char* const to = keep.back().data_as<char>();
     for (int r = 0; r < shards().size(); ++r) {
@@ -652,6 +654,7 @@ Tensor RowShards::reduce_input(bool zeros) {
   for (size_t i = 0; i < num_trained(); ++i) {
     Tensor gradient = trained(i).whole.grad();
     if (gradient.defined()) keep.push_back(gradient = kernels::contiguous(raw::alias(gradient)));
+    if (device_.is_meta()) continue;
     const bool own_dtype = !gradient.defined() || gradient.dtype() == whole_dtype_;
     for (int r = 0; r < ranks; ++r) {
       const int64_t target = r * gradient_numel_;
@@ -707,7 +710,7 @@ FlatShards::FlatShards(std::string tag, const ShardRanks& ranks, std::vector<Sha
     ShardedParam& param = params_[i];
     param.whole = leaf_over(part_view(run_, param.shape, offsets_[i]), param.shard.requires_grad());
     Tensor part = own_part(i);
-    if (param.shard.is_meta()) {
+    if (param.shard.is_meta() && !MetaMemoryGuard::holds()) {
       part = raw::empty(part.shape(), dtype_, device_);  // by itself, as in RowShards
     } else {
       copy_(raw::alias(param.whole), raw::alias(param.shard));
@@ -826,15 +829,16 @@ Tensor FlatShards::reduce_input(bool zeros) {
   int64_t end = 0;
   for (size_t i = 0; i < params_.size(); ++i) {
     const int64_t size = numel_of(params_[i].shape);
-    char* const place = to + offsets_[i] * element;
     end = offsets_[i] + size;
     Tensor gradient = params_[i].trains() ? params_[i].whole.grad() : Tensor();
     if (local && gradient.defined() && gradient.is(homes_[i])) continue;
     if (gradient.defined()) keep.push_back(gradient = kernels::contiguous(raw::alias(gradient)));
+    if (device_.is_meta()) continue;
     const void* const from = gradient.defined() ? gradient.data() : nullptr;
     const bool own_dtype = from == nullptr || gradient.dtype() == whole_dtype_;
-    (own_dtype ? segments : added_up).push_back({from, place, size});
+    (own_dtype ? segments : added_up).push_back({from, to + offsets_[i] * element, size});
   }
+  if (device_.is_meta()) return input;
   if (!local && end < numel) segments.push_back({nullptr, to + end * element, numel - end});
   if (!segments.empty()) {
     kernels::copy_segments(segments, whole_dtype_, reduce_dtype_, device_);

@@ -510,6 +510,8 @@ std::shared_ptr<Group> Group::subgroup(std::span<const int> ranks,
     TS_CHECK(ranks.empty() || listed[static_cast<size_t>(rank_)], name_, "subgroup: rank ", rank_,
              " calls with a list that it is not in; give the list of its own group, or none");
   });
+  const int color = ranks.empty() ? -1 : *std::ranges::min_element(ranks);
+  if (backend_ && !backend_->moves_data()) return part(color, ranks);  // nobody to ask
   // Each rank's place in its group (-1: none) and the group's first rank, which names it.
   const Tensor own = raw::empty({size()}, kI64), all = raw::empty({size() * size()}, kI64);
   int64_t* places = own.data_as<int64_t>();
@@ -526,7 +528,6 @@ std::shared_ptr<Group> Group::subgroup(std::span<const int> ranks,
                   " list different members for the group that both are in");
     }
   }
-  const int color = ranks.empty() ? -1 : *std::ranges::min_element(ranks);
   return part(color, ranks);
 }
 

@@ -16,6 +16,7 @@
 #include <tessera/core/kernels/optim/multi_tensor_blocks.h>
 #include <tessera/core/kernels/optim/multi_tensor_loss_scale.h>
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
+#include <tessera/core/meta_storage.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera::kernels {
@@ -317,8 +318,9 @@ void multi_tensor_update(std::span<const UpdateTensors> tensors,
     check_states<Rule>(t.states, options);
     check_update(Rule::kName, device, t.param, t.grad, t.model_copy, t.states);
   }
-  if (device.is_meta()) return;
-  if (device.is_cuda()) {
+  if (device.is_meta()) {
+    if (!MetaMemoryGuard::holds()) return;  // else they are written, as far as anybody can tell
+  } else if (device.is_cuda()) {
     if (step_scalars.on_device == nullptr && step_scalars.values[kSkipStep] != 0) return;
     on_cuda<kernels::multi_tensor_update<Rule>>(Rule::kName, device, tensors, options,
                                                 step_scalars);

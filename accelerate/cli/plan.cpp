@@ -1,0 +1,257 @@
+// tessera plan: what a training of many ranks takes and sends, without running it
+// (accelerate/plan).
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <optional>
+
+#include <CLI/CLI.hpp>
+
+#include <tessera/accelerate/cli/commands.h>
+#include <tessera/accelerate/plan/model_outline.h>
+#include <tessera/accelerate/plan/training_plan.h>
+#include <tessera/core/error.h>
+
+namespace tessera::cli {
+namespace {
+
+constexpr std::string_view kPlanCommand = "tessera plan";
+using namespace accelerate;
+
+struct PlanRequest {
+  std::string model, sharding = "fsdp", mesh, dtype = "autocast-bf16", optimizer = "adamw";
+  double momentum = 0;
+  int64_t batch = 0, context = 0, accumulate = 1;
+  std::vector<std::string> wrap_modules;
+  int64_t min_num_params = 0;
+  bool keeps_units = false, checkpoints = false, sync_each_batch = false;
+  std::string memory, network, json;
+  double bandwidth = 0, latency = 0, flops = 0;
+  bool units = false;
+};
+
+struct RequestedMesh {
+  int64_t shard = 1, replicate = 1;
+};
+
+// "dp_shard=1024,dp_replicate=8"
+RequestedMesh mesh_of(const std::string& text) {
+  RequestedMesh mesh;
+  std::string seen;
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t end = std::min(text.find(',', begin), text.size());
+    const std::string part = text.substr(begin, end - begin);
+    const size_t sign = part.find('=');
+    const std::string axis = part.substr(0, sign);
+    TS_CHECK_AS(ConfigError, axis == "dp_shard" || axis == "dp_replicate", kPlanCommand,
+                "--mesh has the axes dp_shard and dp_replicate; got \"", part,
+                "\"; say --mesh dp_shard=8 or --mesh dp_shard=8,dp_replicate=4");
+    TS_CHECK_AS(ConfigError, seen != axis, kPlanCommand, "--mesh names ", axis, " twice");
+    const std::string digits = sign == std::string::npos ? "" : part.substr(sign + 1);
+    const bool whole = !digits.empty() && digits.size() < 8 &&
+                       std::ranges::all_of(digits, [](unsigned char c) { return std::isdigit(c); });
+    const int64_t size = whole ? std::stoll(digits) : 0;
+    TS_CHECK_AS(ConfigError, size >= 1, kPlanCommand, "--mesh ", axis,
+                " has to be a whole number above 0; got \"", digits, "\"");
+    (axis == "dp_shard" ? mesh.shard : mesh.replicate) = size;
+    seen = axis;
+    begin = end + 1;
+  }
+  TS_CHECK_AS(ConfigError, mesh.shard * mesh.replicate <= 65536, kPlanCommand, "--mesh makes ",
+              mesh.shard * mesh.replicate, " ranks; plans go up to 65536");
+  return mesh;
+}
+
+// "80GiB", "80GB", or bytes.
+int64_t bytes_of(const std::string& text) {
+  if (text.empty()) return 0;
+  struct Unit {
+    const char* name;
+    double bytes;
+  };
+  constexpr Unit kUnits[] = {{"", 1},         {"B", 1},    {"GiB", 0x1p30}, {"GB", 1e9},
+                             {"MiB", 0x1p20}, {"MB", 1e6}, {"TiB", 0x1p40}, {"TB", 1e12}};
+  char* end = nullptr;
+  const double number = std::strtod(text.c_str(), &end);
+  for (const Unit& unit : kUnits) {
+    if (end != text.c_str() && std::string(end) == unit.name && number * unit.bytes >= 1 &&
+        number * unit.bytes < 1e18) {
+      return static_cast<int64_t>(number * unit.bytes);
+    }
+  }
+  TS_THROW(ConfigError, kPlanCommand,
+           "--memory is bytes, or a number with MB, MiB, GB, GiB, TB or "
+           "TiB, as 80GiB; got \"",
+           text, "\"");
+}
+
+Settings settings_of(const PlanRequest& request) {
+  const auto assign_text = [&](Settings& settings, const char* key, const std::string& value,
+                               const std::string& flag) {
+    assign(*find_setting(key), settings, value, {.source = Source::kLaunchFlag, .name = flag});
+  };
+  Settings settings;
+  const RequestedMesh mesh = mesh_of(request.mesh);
+  assign_text(settings, "sharding", request.sharding, "--sharding");
+  const Sharding mode = settings.sharding.value;
+  const bool cuts = mode == Sharding::kFsdp || mode == Sharding::kZero3;
+  if (cuts) {
+    TS_CHECK_AS(ConfigError, mesh.replicate == 1 || mesh.shard > 1, kPlanCommand,
+                "--mesh has nothing to cut along dp_shard for --sharding ", request.sharding,
+                "; take --sharding ddp, or give dp_shard more than 1");
+    if (mesh.replicate > 1) {
+      const std::string replicas = std::to_string(mesh.replicate);
+      assign_text(settings, "dp_replicate_size", replicas, "--mesh");
+    }
+  } else {
+    TS_CHECK_AS(ConfigError, mesh.shard == 1 || mesh.replicate == 1, kPlanCommand,
+                "--mesh has one axis for --sharding ", request.sharding,
+                "; replicas of shards are for fsdp and zero3");
+  }
+  if (request.dtype != "f32") {
+    assign_text(settings, "mixed_precision", "bf16", "--dtype");
+    assign_text(settings, "precision_policy", request.dtype == "bf16" ? "pure" : "autocast",
+                "--dtype");
+  }
+  assign_text(settings, "gradient_accumulation_steps", std::to_string(request.accumulate),
+              "--accumulate");
+  std::string classes;
+  for (const std::string& name : request.wrap_modules) {
+    classes += (classes.empty() ? "" : ",") + name;
+  }
+  if (!classes.empty()) assign_text(settings, "fsdp_wrap_modules", classes, "--wrap-modules");
+  if (request.min_num_params > 0) {
+    assign_text(settings, "fsdp_min_num_params", std::to_string(request.min_num_params),
+                "--min-num-params");
+  }
+  if (request.keeps_units) {
+    assign_text(settings, "fsdp_reshard_after_forward", "false", "--no-reshard-after-forward");
+  }
+  if (request.checkpoints) {
+    assign_text(settings, "fsdp_activation_checkpointing", "true", "--activation-checkpointing");
+  }
+  if (request.sync_each_batch) {
+    assign_text(settings, "sync_each_batch", "true", "--sync-each-batch");
+  }
+  return settings;
+}
+
+std::optional<Network> network_of(const PlanRequest& request) {
+  if (!request.network.empty()) {
+    TS_CHECK_AS(ConfigError, request.bandwidth == 0 && request.latency == 0 && request.flops == 0,
+                kPlanCommand,
+                "--network is a file that says what --bandwidth, --latency and --flops say; give "
+                "one of both");
+    return Network::read(request.network);
+  }
+  TS_CHECK_AS(ConfigError, request.bandwidth > 0 || (request.latency == 0 && request.flops == 0),
+              kPlanCommand, "--latency and --flops need --bandwidth");
+  if (request.bandwidth == 0) return std::nullopt;
+  return Network{.link = {.bandwidth = request.bandwidth * 1e9, .latency = request.latency * 1e-6},
+                 .flops = request.flops * 1e12};
+}
+
+int run_plan(const PlanRequest& request) {
+  const ModelOutline outline = ModelOutline::read(request.model);
+  TS_CHECK_AS(ConfigError, (request.batch == 0) == (request.context == 0), kPlanCommand,
+              "activations and operations need --batch-size and --context");
+  const int64_t longest = outline.dimensions.context;
+  TS_CHECK_AS(ConfigError, longest == 0 || request.context <= longest, kPlanCommand,
+              "--context is at most ", longest, " for ", request.model, "; got ", request.context);
+  TS_CHECK_AS(UnsupportedError, request.batch == 0 || outline.dimensions.width > 0, kPlanCommand,
+              "activations are known of bert, gpt2, llama, mistral and qwen by their config.json; "
+              "this is ",
+              outline.kind, "; leave out --batch-size and --context");
+  const RequestedMesh mesh = mesh_of(request.mesh);
+  const int64_t memory = bytes_of(request.memory);
+  const TrainingPlan plan = plan_training(
+      [&] { return training_of(outline, {.tokens = request.batch * request.context}); },
+      {.settings = settings_of(request),
+       .ranks = static_cast<int>(mesh.shard * mesh.replicate),
+       .optimizer = optimizer_named(request.optimizer, request.momentum),
+       .network = network_of(request)});
+  if (request.json != "-") {
+    std::printf("%s: %s, ", request.model.c_str(), outline.kind.c_str());
+    if (request.batch > 0) {
+      std::printf("%lld x %lld tokens a micro-batch, ", static_cast<long long>(request.batch),
+                  static_cast<long long>(request.context));
+    }
+    std::printf("%s\n%s", request.optimizer.c_str(), plan.describe(memory).c_str());
+    if (request.batch == 0) {
+      std::printf("without activations: give --batch-size and --context for them\n");
+    }
+    if (request.units) std::printf("\n%s", plan.units.c_str());
+  }
+  if (request.json.empty()) return 0;
+  if (request.json == "-") {
+    std::printf("%s\n", plan.to_json().c_str());
+    return 0;
+  }
+  std::ofstream out(request.json);
+  out << plan.to_json() << "\n";
+  out.close();
+  TS_CHECK_AS(IoError, out.good(), kPlanCommand, "cannot write '", request.json, "'");
+  return 0;
+}
+
+}  // namespace
+
+void add_plan(CLI::App& app, int& exit_code) {
+  CLI::App* command = app.add_subcommand(
+      "plan", "what a training of many ranks takes on each and sends, without running it");
+  const auto request = std::make_shared<PlanRequest>();
+  const CLI::Range many(int64_t{1}, int64_t{1} << 30);
+  command
+      ->add_option("--model", request->model,
+                   "config.json of transformers, a program's report, safetensors, or a folder")
+      ->required();
+  command->add_option("--sharding", request->sharding, "ddp, zero1, zero2, zero3 or fsdp")
+      ->check(CLI::IsMember({"ddp", "zero1", "zero2", "zero3", "fsdp"}))
+      ->capture_default_str();
+  command->add_option("--mesh", request->mesh, "dp_shard=N, dp_replicate=M, or both with a comma")
+      ->required();
+  command->add_option("--batch-size", request->batch, "sequences of a micro-batch")->check(many);
+  command->add_option("--context", request->context, "tokens of a sequence")->check(many);
+  command
+      ->add_option(
+          "--dtype", request->dtype,
+          "bf16: parameters too, with f32 masters; autocast-bf16: f32 parameters, products "
+          "in bf16; f32")
+      ->check(CLI::IsMember({"bf16", "autocast-bf16", "f32"}))
+      ->capture_default_str();
+  command->add_option("--optimizer", request->optimizer, "adamw, adam, sgd or lion")
+      ->check(CLI::IsMember({"adamw", "adam", "sgd", "lion"}))
+      ->capture_default_str();
+  command->add_option("--momentum", request->momentum, "of sgd")->check(CLI::Range(0.0, 1.0));
+  command->add_option("--accumulate", request->accumulate, "micro-batches of a step")
+      ->check(CLI::Range(int64_t{1}, int64_t{1024}))
+      ->capture_default_str();
+  command
+      ->add_option("--wrap-modules", request->wrap_modules,
+                   "classes of modules that are units, as fsdp_wrap_modules; none: one unit")
+      ->delimiter(',');
+  command->add_option("--min-num-params", request->min_num_params, "as fsdp_min_num_params")
+      ->check(many);
+  command->add_flag("--no-reshard-after-forward", request->keeps_units,
+                    "units stay whole from forward to backward");
+  command->add_flag("--activation-checkpointing", request->checkpoints,
+                    "units keep their inputs alone");
+  command->add_flag("--sync-each-batch", request->sync_each_batch,
+                    "every micro-batch is reduced, also by ddp and zero1");
+  command->add_option("--memory", request->memory, "of a device, to compare with: 80GiB");
+  command->add_option("--network", request->network, "JSON file of links, for seconds");
+  command->add_option("--bandwidth", request->bandwidth, "GB/s that each rank sends when all do")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--latency", request->latency, "microseconds of a message")
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--flops", request->flops, "TFLOP/s that a device sustains")
+      ->check(CLI::PositiveNumber);
+  command->add_flag("--units", request->units, "also the units or buckets that the engine makes");
+  command->add_option("--json", request->json, "file to write, - for the standard output");
+  command->callback([request, &exit_code] { exit_code = run_plan(*request); });
+}
+
+}  // namespace tessera::cli

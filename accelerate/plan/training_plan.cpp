@@ -1,0 +1,543 @@
+#include <tessera/accelerate/plan/training_plan.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <sstream>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include <tessera/accelerate/data_parallel.h>
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/op.h>
+#include <tessera/core/empty.h>
+#include <tessera/core/error.h>
+#include <tessera/core/meta_storage.h>
+#include <tessera/core/parallel.h>
+#include <tessera/distributed/mesh/dtensor.h>
+#include <tessera/distributed/rendezvous/rank_context.h>
+#include <tessera/distributed/shard/data_parallel_model.h>
+#include <tessera/distributed/transport/backend.h>
+#include <tessera/distributed/transport/group.h>
+#include <tessera/optim/optimizers.h>
+#include <tessera/precision/autocast.h>
+
+namespace tessera::accelerate {
+namespace {
+
+constexpr std::string_view kPlan = "plan_training";
+
+using distributed::CommRecord;
+
+// ---- One rank -----------------------------------------------------------------------------------
+
+// This thread is one of `size` ranks, of which the others are not there.
+void become_rank(int rank, int size) {
+  set_num_threads(1);
+  distributed::RankContext& context = distributed::rank_context();
+  context.rank = context.local_rank = rank;
+  context.world_size = context.local_world_size = size;
+  std::vector<int> ranks(static_cast<size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  context.world = std::make_shared<distributed::Group>(
+      "world", distributed::make_fake_backend(rank, size), std::move(ranks));
+}
+
+PlannedBytes current_bytes() {
+  PlannedBytes bytes;
+  for (int i = 0; i < kNumMemoryCategories; ++i) {
+    const auto category = static_cast<MemoryCategory>(i);
+    bytes[category] = memory_stats()->current(category);
+  }
+  return bytes;
+}
+
+// High-water marks over stretches of a run.
+struct Peak {
+  int64_t total = 0;
+  PlannedBytes categories;
+  void take() {
+    total = std::max(total, memory_stats()->peak());
+    for (int i = 0; i < kNumMemoryCategories; ++i) {
+      const auto category = static_cast<MemoryCategory>(i);
+      categories[category] = std::max(categories[category], memory_stats()->peak(category));
+    }
+    memory_stats()->reset_peak();
+  }
+};
+
+// A model that is prepared as prepare() does, and steps as the Accelerator has it. Its first
+// member goes last: the model's memory is counted in this context.
+class Rehearsal {
+ public:
+  Rehearsal(const std::function<PlannedTraining()>& make, const PlanOptions& options)
+      : settings_(options.settings), training_(make()) {
+    TS_CHECK(training_.model != nullptr && training_.loss != nullptr, kPlan,
+             "needs a model and its loss; got none");
+    nn::ModuleBase& model = *training_.model;
+    for (const auto& [name, tensor] : model.named_parameters()) {
+      TS_CHECK_DEVICE(tensor.is_meta(), kPlan, "'", name, "' is ", tensor,
+                      "; make the model inside of the function, where it gets no memory");
+      elements_ += tensor.numel();
+      trains_ = trains_ || tensor.requires_grad();
+    }
+    const precision::Policy policy = policy_of(settings_);
+    if (policy != precision::Policy::f32()) applied_ = precision::apply(model, policy);
+    originals_ = applied_.take_originals();
+    if (settings_.fsdp_activation_checkpointing && trains_) checkpoint_units();
+    if ((options.ranks > 1 || policy.needs_masters()) && trains_) {
+      parallel_ = make_data_parallel(model, settings_, policy, nullptr);
+      for (const Tensor& whole : parallel_->wholes()) applied_.add_parameters({whole});
+    }
+    optimizer_ = options.optimizer(model.named_parameters());
+    cut_originals();
+  }
+  ~Rehearsal() {
+    for (HookHandle& handle : handles_) handle.remove();
+  }
+  Rehearsal(const Rehearsal&) = delete;
+  Rehearsal& operator=(const Rehearsal&) = delete;
+
+  // Gradients of a step. `before_last`: called before its last backward's.
+  void gradients() {
+    const int64_t count = settings_.gradient_accumulation_steps;
+    for (int64_t index = 0; index < count; ++index) {
+      const bool last = index + 1 == count;
+      if (parallel_) {
+        const bool sync = last || settings_.sync_each_batch || parallel_->reduces_every_backward();
+        const bool divides_each = settings_.loss_weighting.value == LossWeighting::kHuggingFace &&
+                                  !parallel_->reduces_every_backward();
+        parallel_->set_plan({.micro_index = index,
+                             .is_last = last || divides_each,
+                             .sync_gradients = sync,
+                             .weight = static_cast<double>(index + 1),
+                             .all_reduce = last});
+      }
+      const Tensor loss = training_.loss();
+      if (parallel_ && parallel_->pass().holds_unreduced()) parallel_->pass().resume_undivided();
+      loss.backward();
+    }
+  }
+  void update() {
+    if (!originals_.empty()) optimizer_->begin_masters(std::exchange(originals_, {}));
+    optimizer_->step();
+  }
+  void clear() { optimizer_->zero_grad(); }
+
+  nn::ModuleBase& model() { return *training_.model; }
+  int64_t elements() const { return elements_; }
+  std::string units() const { return parallel_ ? parallel_->describe() : std::string(); }
+
+ private:
+  void checkpoint_units() {
+    const std::vector<nn::ModuleBase*> units = units_of(*training_.model, settings_);
+    TS_CHECK_AS(ConfigError, !units.empty(), kPlan,
+                "fsdp_activation_checkpointing calculates units of a model again, and ",
+                training_.model->type_name(),
+                " has none; name the classes of its blocks in fsdp_wrap_modules, or leave it out");
+    for (nn::ModuleBase* unit : units) handles_.push_back(unit->checkpoint_calls());
+  }
+
+  // What masters of 16-bit parameters begin with lies there until the first step, in parts where
+  // parameters do.
+  void cut_originals() {
+    const NamedTensors parameters = training_.model->named_parameters();
+    for (NamedTensor& original : originals_) {
+      const auto at = std::ranges::find(parameters, original.name, &NamedTensor::name);
+      if (!distributed::is_dtensor(at->tensor)) continue;
+      original.tensor =
+          distributed::distribute_tensor(original.tensor, distributed::mesh_of(at->tensor),
+                                         distributed::placements_of(at->tensor));
+    }
+    std::erase_if(originals_, [&](const NamedTensor& original) {
+      return !std::ranges::find(parameters, original.name, &NamedTensor::name)
+                  ->tensor.requires_grad();
+    });
+  }
+
+  const Settings& settings_;
+  PlannedTraining training_;
+  NamedTensors originals_;
+  int64_t elements_ = 0;
+  bool trains_ = false;
+  std::vector<HookHandle> handles_;
+  precision::AppliedPolicy applied_;
+  std::unique_ptr<distributed::DataParallelModel> parallel_;
+  std::unique_ptr<optim::Optimizer> optimizer_;
+};
+
+// ---- The other ranks ----------------------------------------------------------------------------
+
+// The part that a rank of the world holds, as parameters lie. The last axis is counted fastest, as
+// Mesh does.
+Shape part_shape(const Tensor& parameter, int rank) {
+  if (!distributed::is_dtensor(parameter)) return parameter.shape();
+  const distributed::DTensorSpec& spec = distributed::spec_of(parameter);
+  Shape shape = spec.shape;
+  const std::vector<distributed::MeshAxis>& axes = spec.mesh->axes();
+  for (size_t axis = axes.size(); axis-- > 0;) {
+    const int coordinate = rank % axes[axis].size;
+    rank /= axes[axis].size;
+    const distributed::Placement& placement = spec.placements[axis];
+    if (const auto* flat = std::get_if<distributed::FlatShard>(&placement)) {
+      const auto [begin, end] = distributed::run_of(*flat, numel_of(spec.shape), coordinate);
+      return {end - begin};
+    }
+    if (const auto* shard = std::get_if<distributed::Shard>(&placement)) {
+      const auto [begin, end] =
+          distributed::chunk_of(spec.shape[shard->dim], axes[axis].size, coordinate);
+      shape[shard->dim] = end - begin;
+    } else {
+      TS_CHECK_AS(UnsupportedError, std::holds_alternative<distributed::Replicate>(placement),
+                  kPlan, "knows no part of ", parameter);
+    }
+  }
+  return shape;
+}
+
+// What an optimizer keeps of parameters, asked of itself.
+class KeptStates {
+ public:
+  explicit KeptStates(const OptimizerFactory& make) : make_(make) {}
+  int64_t bytes(const Shape& shape, DType dtype) {
+    const auto [at, added] = known_.try_emplace({{shape.begin(), shape.end()}, dtype}, int64_t{0});
+    if (!added) return at->second;
+    const Tensor parameter = raw::empty(shape, dtype, kMeta);
+    parameter.set_requires_grad();
+    parameter.set_grad(raw::empty(shape, dtype, kMeta));
+    const auto optimizer = make_({{"parameter", parameter}});
+    optimizer->step();
+    return at->second = optimizer->state_bytes();
+  }
+
+ private:
+  const OptimizerFactory& make_;
+  std::map<std::pair<std::vector<int64_t>, DType>, int64_t> known_;
+};
+
+std::vector<int64_t> optimizer_bytes(const NamedTensors& parameters, const PlanOptions& options) {
+  KeptStates kept(options.optimizer);
+  std::vector<int64_t> bytes(static_cast<size_t>(options.ranks));
+  for (const auto& [name, parameter] : parameters) {
+    if (!parameter.requires_grad()) continue;
+    std::optional<Shape> before;  // neighbours mostly hold as much
+    int64_t held = 0;
+    for (int rank = 0; rank < options.ranks; ++rank) {
+      const Shape shape = part_shape(parameter, rank);
+      if (before != shape) held = kept.bytes(shape, parameter.dtype());
+      before = shape;
+      bytes[static_cast<size_t>(rank)] += held;
+    }
+  }
+  return bytes;
+}
+
+std::map<std::string, std::string> groups_of(const distributed::Mesh& mesh) {
+  std::map<std::string, std::string> axes;
+  for (const distributed::MeshAxis& axis : mesh.axes()) {
+    axes.try_emplace(mesh.group(axis.name).name(), axis.name);
+  }
+  return axes;
+}
+
+// ---- Text ---------------------------------------------------------------------------------------
+
+std::string of_bytes(double bytes) {
+  const char* const kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  size_t unit = 0;
+  while (bytes >= 1024 && unit + 1 < std::size(kUnits)) bytes /= 1024, ++unit;
+  char text[40];
+  std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.2f %s", bytes, kUnits[unit]);
+  return text;
+}
+std::string of_bytes(int64_t bytes) { return of_bytes(static_cast<double>(bytes)); }
+
+std::string with_commas(int64_t number) {
+  std::string text = std::to_string(number);
+  for (auto at = static_cast<std::ptrdiff_t>(text.size()) - 3; at > 0; at -= 3) {
+    text.insert(static_cast<size_t>(at), ",");
+  }
+  return text;
+}
+
+std::string of_seconds(double seconds) {
+  char text[40];
+  std::snprintf(text, sizeof text, seconds < 1 ? "%.2f ms" : "%.3f s",
+                seconds < 1 ? seconds * 1e3 : seconds);
+  return text;
+}
+
+std::string_view words_for(distributed::Channel channel) {
+  switch (channel) {
+    case distributed::Channel::kGradient:
+      return "gradients";
+    case distributed::Channel::kParameter:
+      return "parameters";
+    case distributed::Channel::kControl:
+      return "agreement";
+    default:
+      return distributed::name_of(channel);
+  }
+}
+
+const char* key_of(MemoryCategory category) {
+  static const char* const kKeys[] = {"parameter",    "gradient",      "optimizer", "unsharded",
+                                      "weight_cache", "communication", "staging",   "activation"};
+  return kKeys[static_cast<size_t>(category)];
+}
+
+}  // namespace
+
+OptimizerFactory optimizer_named(const std::string& name, double momentum) {
+  const auto make = [](auto options, auto* kind) -> OptimizerFactory {
+    using Kind = std::remove_pointer_t<decltype(kind)>;
+    return [options](const NamedTensors& parameters) -> std::unique_ptr<optim::Optimizer> {
+      return std::make_unique<Kind>(parameters, options);
+    };
+  };
+  if (name == "adamw") return make(optim::AdamWOptions{}, static_cast<optim::AdamW*>(nullptr));
+  if (name == "adam") return make(optim::AdamOptions{}, static_cast<optim::Adam*>(nullptr));
+  if (name == "lion") return make(optim::LionOptions{}, static_cast<optim::Lion*>(nullptr));
+  if (name == "sgd") {
+    optim::SGDOptions options;
+    options.momentum = momentum;
+    return make(options, static_cast<optim::SGD*>(nullptr));
+  }
+  TS_THROW(ConfigError, "plan", "--optimizer is adamw, adam, sgd or lion; got '", name, "'");
+}
+
+int64_t PlannedBytes::total() const {
+  return std::accumulate(by_category.begin(), by_category.end(), int64_t{0});
+}
+
+std::vector<PlannedCollective> add_up(const std::vector<CommRecord>& records,
+                                      const std::map<std::string, std::string>& axes,
+                                      const std::optional<Network>& network) {
+  std::vector<PlannedCollective> sums;
+  for (const CommRecord& record : records) {
+    if (record.group_size < 2) continue;
+    const auto known = axes.find(record.group);
+    const std::string axis = known == axes.end() ? std::string() : known->second;
+    auto sum = std::ranges::find_if(sums, [&](const PlannedCollective& other) {
+      return other.operation == record.operation && other.channel == record.channel &&
+             other.phase == record.phase && other.axis == axis;
+    });
+    if (sum == sums.end()) {
+      sum = sums.insert(sum, {.operation = record.operation,
+                              .channel = record.channel,
+                              .phase = record.phase,
+                              .axis = axis});
+    }
+    ++sum->count;
+    sum->bytes += record.bytes;
+    sum->wire_bytes += record.wire_bytes();
+    if (network) sum->seconds += network->seconds(record, axis);
+  }
+  return sums;
+}
+
+TrainingPlan plan_training(const std::function<PlannedTraining()>& make,
+                           const PlanOptions& options) {
+  TS_CHECK(options.ranks >= 1, kPlan, "needs at least one rank; got ", options.ranks);
+  TS_CHECK(options.rank >= 0 && options.rank < options.ranks, kPlan, "rank ", options.rank,
+           " is none of ", options.ranks);
+  TS_CHECK(options.steps >= 2, kPlan, "needs two steps, for what settles in the first; got ",
+           options.steps);
+  check_consistent(options.settings);
+  Context context;
+  const ContextGuard in_context(context);
+  const MetaMemoryGuard counted;
+  const nn::ParameterDefaultsGuard without_memory({.device = kMeta, .initialise = false});
+  become_rank(options.rank, options.ranks);
+  Rehearsal rehearsal(make, options);
+
+  TrainingPlan plan;
+  plan.parameters = rehearsal.elements();
+  plan.accumulation = options.settings.gradient_accumulation_steps;
+  plan.mode = text(*find_setting("sharding"), options.settings);
+  plan.precision = precision::describe(policy_of(options.settings));
+  plan.network = options.network;
+
+  Peak before_states, with_states;
+  PlannedBytes persistent;
+  FlopCounter& flops = Context::current().slot<FlopCounter>();
+  memory_stats()->reset_peak();
+  for (int step = 0; step < options.steps; ++step) {
+    const bool told = step + 1 == options.steps;
+    const distributed::CommTrace::Scope scope(*distributed::rank_context().trace);
+    flops = {.enabled = told};
+    rehearsal.gradients();
+    (step == 0 ? before_states : with_states).take();
+    rehearsal.update();
+    persistent = current_bytes();
+    with_states.take();
+    rehearsal.clear();
+    if (told) plan.records = scope.records();
+  }
+  plan.flops = std::exchange(flops, {}).total;
+
+  const NamedTensors parameters = rehearsal.model().named_parameters();
+  const std::vector<int64_t> states = optimizer_bytes(parameters, options);
+  const int64_t own = persistent[MemoryCategory::kOptimizer];
+  TS_CHECK_AS(UnsupportedError, states[static_cast<size_t>(options.rank)] == own, kPlan,
+              "the optimizer keeps ", own, " bytes where parameters by themselves have ",
+              states[static_cast<size_t>(options.rank)],
+              "; what it keeps of a parameter has to follow from its part");
+  plan.ranks.reserve(states.size());
+  for (const int64_t bytes : states) {
+    RankPlan rank{.persistent = persistent, .peaks = before_states.categories};
+    rank.persistent[MemoryCategory::kOptimizer] = bytes;
+    rank.peak = std::max(before_states.total, with_states.total - own + bytes);
+    for (int i = 0; i < kNumMemoryCategories; ++i) {
+      const auto category = static_cast<MemoryCategory>(i);
+      rank.peaks[category] = std::max(rank.peaks[category], with_states.categories[category]);
+    }
+    rank.peaks[MemoryCategory::kOptimizer] = bytes;
+    plan.ranks.push_back(rank);
+  }
+  const auto cut = std::ranges::find_if(
+      parameters, [](const NamedTensor& named) { return distributed::is_dtensor(named.tensor); });
+  const distributed::Mesh& mesh =
+      cut == parameters.end() ? distributed::mesh() : distributed::mesh_of(cut->tensor);
+  plan.mesh = mesh.describe();
+  plan.collectives = add_up(plan.records, groups_of(mesh), options.network);
+  plan.units = rehearsal.units();
+  return plan;
+}
+
+// ---- Looking ------------------------------------------------------------------------------------
+
+double TrainingPlan::communication_seconds() const {
+  double seconds = 0;
+  for (const PlannedCollective& one : collectives) seconds += one.seconds;
+  return seconds;
+}
+double TrainingPlan::compute_seconds() const {
+  return network && network->flops > 0 ? flops / network->flops : 0;
+}
+const RankPlan& TrainingPlan::largest() const {
+  return *std::ranges::max_element(ranks, {}, &RankPlan::peak);
+}
+double TrainingPlan::mean_persistent() const {
+  double sum = 0;
+  for (const RankPlan& rank : ranks) sum += static_cast<double>(rank.persistent.total());
+  return sum / static_cast<double>(ranks.size());
+}
+
+std::string TrainingPlan::describe(int64_t memory) const {
+  std::ostringstream out;
+  char line[200];
+  const RankPlan& most = largest();
+  const auto row = [&](const char* name, const std::string& value, const std::string& note = {}) {
+    std::snprintf(line, sizeof line, "  %-16s %12s  %s", name, value.c_str(), note.c_str());
+    std::string text(line);
+    text.resize(text.find_last_not_of(' ') + 1);
+    out << text << "\n";
+  };
+  out << with_commas(parameters) << " parameters, " << mode << " on " << mesh << ", " << precision
+      << ", " << accumulation << (accumulation == 1 ? " micro-batch" : " micro-batches")
+      << " a step\n\nmemory of the largest of " << ranks.size()
+      << (ranks.size() == 1 ? " rank" : " ranks") << "\n";
+  using C = MemoryCategory;
+  row("parameters", of_bytes(most.persistent[C::kParameter]));
+  row("gradients", of_bytes(most.persistent[C::kGradient]));
+  row("optimizer", of_bytes(most.persistent[C::kOptimizer]));
+  if (most.persistent[C::kWeightCache] > 0) {
+    row("16-bit copies", of_bytes(most.persistent[C::kWeightCache]));
+  }
+  row("peak", of_bytes(most.peak), "at most, beside what lies there between steps:");
+  row("", "",
+      "units gathered " + of_bytes(most.peaks[C::kUnsharded]) + ", gradients " +
+          of_bytes(most.peaks[C::kGradient]) + ", on their way " +
+          of_bytes(most.peaks[C::kCommunication]) + ", activations " +
+          of_bytes(most.peaks[C::kActivation]));
+  if (memory > 0) {
+    const double share = static_cast<double>(most.peak) / static_cast<double>(memory);
+    std::snprintf(line, sizeof line, "%.0f%% of %s", 100 * share, of_bytes(memory).c_str());
+    row(share <= 1 ? "fits:" : "DOES NOT FIT:", line);
+  }
+  out << "\na step of a rank sends\n";
+  std::snprintf(line, sizeof line, "  %-9s %-15s %-11s %-13s %7s %12s %12s%s\n", "phase", "call",
+                "of", "axis", "calls", "tensors", "on the wire", network ? "      seconds" : "");
+  out << line;
+  double wire = 0;
+  for (const PlannedCollective& one : collectives) {
+    std::snprintf(line, sizeof line, "  %-9s %-15s %-11s %-13s %7lld %12s %12s", one.phase.c_str(),
+                  std::string(distributed::name_of(one.operation)).c_str(),
+                  std::string(words_for(one.channel)).c_str(), one.axis.c_str(),
+                  static_cast<long long>(one.count), of_bytes(one.bytes).c_str(),
+                  of_bytes(one.wire_bytes).c_str());
+    out << line;
+    if (network) {
+      std::snprintf(line, sizeof line, " %12s", of_seconds(one.seconds).c_str());
+      out << line;
+    }
+    out << "\n";
+    wire += one.wire_bytes;
+  }
+  if (collectives.empty()) out << "  nothing\n";
+  std::snprintf(line, sizeof line, "  %-74s %12s", "together", of_bytes(wire).c_str());
+  if (!collectives.empty()) out << line << (network ? "" : "\n");
+  if (!network) return out.str();
+  std::snprintf(line, sizeof line, " %12s\n", of_seconds(communication_seconds()).c_str());
+  if (!collectives.empty()) out << line;
+  const double calls = communication_seconds(), work = compute_seconds();
+  if (work > 0) {
+    out << "\nstep: " << of_seconds(std::max(calls, work)) << " where all calls are hidden behind "
+        << "products, " << of_seconds(calls + work) << " where none is (products "
+        << of_seconds(work) << ", calls " << of_seconds(calls) << ")\n";
+  } else {
+    out << "\nstep: at least " << of_seconds(calls)
+        << "; say what a device calculates (flops_per_second) for the rest\n";
+  }
+  return out.str();
+}
+
+std::string TrainingPlan::to_json() const {
+  using Json = nlohmann::ordered_json;
+  const auto bytes_json = [](const PlannedBytes& bytes) {
+    Json json;
+    for (int i = 0; i < kNumMemoryCategories; ++i) {
+      const auto category = static_cast<MemoryCategory>(i);
+      const bool always = i <= static_cast<int>(MemoryCategory::kOptimizer);
+      if (always || bytes[category] > 0) json[key_of(category)] = bytes[category];
+    }
+    return json;
+  };
+  Json json = {{"parameters", parameters},
+               {"sharding", mode},
+               {"mesh", mesh},
+               {"precision", precision},
+               {"accumulate", accumulation}};
+  json["ranks"] = Json::array();
+  for (const RankPlan& rank : ranks) {
+    json["ranks"].push_back({{"persistent", bytes_json(rank.persistent)},
+                             {"peak", rank.peak},
+                             {"peaks", bytes_json(rank.peaks)}});
+  }
+  json["collectives"] = Json::array();
+  for (const PlannedCollective& one : collectives) {
+    Json entry = {{"op", distributed::name_of(one.operation)},
+                  {"phase", one.phase},
+                  {"of", words_for(one.channel)},
+                  {"axis", one.axis},
+                  {"count", one.count},
+                  {"bytes", one.bytes},
+                  {"wire_bytes", one.wire_bytes}};
+    if (network) entry["seconds"] = one.seconds;
+    json["collectives"].push_back(std::move(entry));
+  }
+  json["flops"] = flops;
+  json["step_seconds"] = nullptr;
+  if (network) {
+    const double calls = communication_seconds(), work = compute_seconds();
+    json["step_seconds"] = {{"communication", calls},
+                            {"compute", work > 0 ? Json(work) : Json()},
+                            {"least", std::max(calls, work)},
+                            {"most", work > 0 ? Json(calls + work) : Json()}};
+  }
+  return json.dump(1);
+}
+
+}  // namespace tessera::accelerate

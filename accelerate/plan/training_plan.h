@@ -1,0 +1,139 @@
+// What a training of many ranks takes and sends, without running it: what `tessera plan` prints.
+//
+//     const TrainingPlan plan = plan_training(
+//         [] {
+//           auto model = std::make_shared<gpt2::Gpt>(config);  // without memory
+//           const Tensor tokens = zeros({4, 1024}, {.dtype = kI64, .device = kMeta});
+//           return PlannedTraining{model, [=] { return (*model)(tokens, tokens).loss; }};
+//         },
+//         {.settings = settings, .ranks = 1024});
+//     std::cout << plan.describe();
+//
+// [Note: how a plan comes about] One rank runs the training as it is: the modes of
+// distributed/shard cut, gather and reduce a model on kMeta, over a transport that has no other
+// ranks (transport/backend_fake.cpp). What it would ask the allocator for is counted under its
+// category (core/meta_storage.h), what it calls stands in its trace. Nothing of it is calculated by
+// a formula beside the engine, so a plan cannot drift from what trainings do.
+//
+// [Note: other ranks] All ranks call the same. What they hold differs in one thing: paddings make
+// parts of parameters and gradients equal, and optimizers keep states of what is there alone. So
+// the parts of every rank are taken from the placements of the parameters, and an optimizer that
+// steps such parts says what it keeps of them; its states are the same from the first step on, so
+// that peaks differ by what they differ.
+//
+// Not in a plan: what happens before the first step (a model that is made whole before it is cut),
+// loaders, checkpoints, clipping (one all-reduce of 544 bytes a step), workspace of kernels, what
+// an allocator rounds up. Activations are those that the model keeps on kMeta: of a real module
+// what its ops save, of an outline (model_outline.h) an estimate.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <tessera/accelerate/plan/network.h>
+#include <tessera/accelerate/settings/config.h>
+#include <tessera/core/allocator.h>
+#include <tessera/core/state_dict.h>
+#include <tessera/distributed/transport/trace.h>
+#include <tessera/nn/module.h>
+#include <tessera/optim/optimizer.h>
+
+namespace tessera::accelerate {
+
+struct PlannedTraining {
+  std::shared_ptr<nn::ModuleBase> model;
+  std::function<Tensor()> loss;  // of a micro-batch, whose tensors are on kMeta
+};
+
+using OptimizerFactory =
+    std::function<std::unique_ptr<optim::Optimizer>(const NamedTensors& parameters)>;
+// "adamw", "adam", "sgd", "lion"; `momentum` of sgd. ConfigError for another name. An optimizer of
+// a program's own may be given as well, if what it keeps of a parameter follows from its part.
+OptimizerFactory optimizer_named(const std::string& name, double momentum = 0);
+
+struct PlanOptions {
+  // The training: sharding, its units and buckets, precision, accumulation, as prepare() reads
+  // them.
+  Settings settings = {};
+  int ranks = 1;
+  OptimizerFactory optimizer = optimizer_named("adamw");
+  std::optional<Network> network = {};
+  int rank = 0;   // that runs
+  int steps = 3;  // the last one of which is the one that is told; buckets and casts settle before
+};
+
+// Bytes by category; see MemoryCategory.
+struct PlannedBytes {
+  std::array<int64_t, kNumMemoryCategories> by_category{};
+  int64_t operator[](MemoryCategory category) const {
+    return by_category[static_cast<size_t>(category)];
+  }
+  int64_t& operator[](MemoryCategory category) {
+    return by_category[static_cast<size_t>(category)];
+  }
+  int64_t total() const;
+  friend bool operator==(const PlannedBytes&, const PlannedBytes&) = default;
+};
+
+struct RankPlan {
+  PlannedBytes persistent;  // when a step has been made and gradients are not cleared yet
+  int64_t peak = 0;         // of everything together
+  PlannedBytes peaks;       // of each category, whenever it came
+  friend bool operator==(const RankPlan&, const RankPlan&) = default;
+};
+
+// Calls of a step that are alike.
+struct PlannedCollective {
+  distributed::Operation operation{};
+  distributed::Channel channel{};
+  std::string phase;  // "forward", "backward"
+  std::string axis;   // of the mesh
+  int64_t count = 0;
+  int64_t bytes = 0;  // of tensors, as the trace counts them: gathers by input, scatters by output
+  double wire_bytes = 0;  // that the rank sends
+  double seconds = 0;     // see network.h; 0 without one
+};
+// `axes`: of the mesh, by the names of their groups; others have none.
+std::vector<PlannedCollective> add_up(const std::vector<distributed::CommRecord>& records,
+                                      const std::map<std::string, std::string>& axes = {},
+                                      const std::optional<Network>& network = {});
+
+struct TrainingPlan {
+  std::string mode;  // "fsdp", as the setting says it
+  std::string mesh;  // "mesh(dp_replicate=8, dp_shard=1024)"
+  std::string precision;
+  int64_t accumulation = 1;
+  int64_t parameters = 0;       // elements
+  std::vector<RankPlan> ranks;  // of the world
+  std::vector<PlannedCollective> collectives;
+  std::vector<distributed::CommRecord> records;  // of one step, in their order
+  double flops = 0;  // of one step of a rank: products, convolutions, attention, recomputation too
+  std::optional<Network> network;
+  std::string units;  // what the engine says that it made
+
+  double communication_seconds() const;
+  // Of the device, by the network's flops; 0 where they are not known.
+  double compute_seconds() const;
+  const RankPlan& largest() const;
+  double mean_persistent() const;
+
+  // A table for people. `memory`: bytes of a device, with which the largest rank is compared; 0:
+  // none.
+  std::string describe(int64_t memory = 0) const;
+  // {parameters, ranks: [{persistent, peak}], collectives: [{op, phase, count, bytes}],
+  // step_seconds}: docs/commands.md.
+  std::string to_json() const;
+};
+
+// `make` is called once, where modules make their parameters without memory. Throws what the engine
+// throws for settings that cannot be (ConfigError), ValueError for ranks below 1.
+TrainingPlan plan_training(const std::function<PlannedTraining()>& make,
+                           const PlanOptions& options);
+
+}  // namespace tessera::accelerate
