@@ -50,6 +50,8 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
       .set("keep_best", options.keep_best)
       .set("asynchronous_checkpoints", options.asynchronous_checkpoints)
       .set("sharding", options.sharding)
+      .set("offload_parameters", options.offload_parameters)
+      .set("offload_optimizer", options.offload_optimizer)
       .set("dp_replicate_size", options.dp_replicate_size)
       .set("dp_shard_size", options.dp_shard_size)
       .set("fsdp_reshard_after_forward", options.fsdp.reshard_after_forward)

@@ -161,6 +161,8 @@ struct AcceleratorOptions {
 
   // What several ranks hold parts of: docs/sharding.md.
   std::optional<accelerate::Sharding> sharding = {};
+  std::optional<bool> offload_parameters = {};  // of a GPU, to memory of the host
+  std::optional<bool> offload_optimizer = {};   // gradients and states alone
   std::optional<int64_t> dp_replicate_size = {}, dp_shard_size = {};
   FullyShardedDataParallelOptions fsdp = {};
   DistributedDataParallelOptions ddp = {};

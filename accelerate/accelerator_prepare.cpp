@@ -8,6 +8,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/random.h>
+#include <tessera/core/raw_views.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/transport/collectives.h>
@@ -145,8 +146,10 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
   const bool trains = std::ranges::any_of(
       record->parameters, [](const NamedTensor& named) { return named.tensor.requires_grad(); });
   const precision::Policy policy = accelerate::policy_of(settings);
-  // One rank too keeps the f32 gradients of 16-bit parameters in the engine's buckets.
-  const bool parallel = (data_ranks > 1 || policy.needs_masters()) && trains;
+  // One rank too keeps the f32 gradients of 16-bit parameters in the engine's buckets, and may have
+  // the optimizer's part lie with the host.
+  const bool parallel =
+      (data_ranks > 1 || policy.needs_masters() || accelerate::offloads(settings)) && trains;
   accelerate::MissingMemory missing(model, settings, *dealt_ranks, device);
   missing.begin(parallel && data_ranks > 1 && accelerate::cuts_parameters(settings),
                 parallel && data_ranks > 1);
@@ -226,6 +229,11 @@ void Accelerator::State::keep_originals(ModelRecord& record) {
       const Tensor& parameter = parameter_of(value);
       value.tensor = distributed::distribute_tensor(value.tensor, distributed::mesh_of(parameter),
                                                     distributed::placements_of(parameter));
+      if (value.tensor.device() != parameter.device()) {  // those lie with the host
+        const Tensor moved = raw::alias(value.tensor).to(parameter.device());
+        copy_placement(parameter, moved);
+        value.tensor = moved;
+      }
     }
   } else if (data_ranks > 1 && settings.ddp_init_sync && !values.empty()) {
     distributed::CoalescedScope calls(*dealt_ranks, {.tag = "masters"});

@@ -85,6 +85,12 @@ distributed::ReplicateOptions replicate_options(const Settings& settings,
   return options;
 }
 
+distributed::OffloadPolicy offload_policy_of(const Settings& settings) {
+  using distributed::OffloadPolicy;
+  if (settings.offload_parameters) return OffloadPolicy::kParameters;
+  return settings.offload_optimizer ? OffloadPolicy::kOptimizer : OffloadPolicy::kNone;
+}
+
 distributed::ZeroOptions zero_options(const Settings& settings, const precision::Policy& policy) {
   const auto bytes = [](double megabytes) { return static_cast<int64_t>(megabytes * 1048576); };
   return {.stage = settings.sharding.value == Sharding::kZero1 ? 1 : 2,
@@ -93,7 +99,8 @@ distributed::ZeroOptions zero_options(const Settings& settings, const precision:
           .gradient_dtype = gradient_dtype_of(policy),
           .average = average_of(settings),
           .init_sync = settings.ddp_init_sync,
-          .broadcast_buffers = settings.ddp_broadcast_buffers};
+          .broadcast_buffers = settings.ddp_broadcast_buffers,
+          .offload_policy = offload_policy_of(settings)};
 }
 
 // ---- Units -------------------------------------------------------------------------------------
@@ -174,6 +181,10 @@ precision::Policy policy_of(const Settings& settings) {
   precision::Policy policy = way_of_computing(settings.precision_policy.value, low);
   if (settings.output_precision.value == OutputPrecision::kF32) policy.output = kF32;
   return policy;
+}
+
+bool offloads(const Settings& settings) {
+  return settings.offload_parameters || settings.offload_optimizer;
 }
 
 bool cuts_parameters(const Settings& settings) {
@@ -290,6 +301,7 @@ std::unique_ptr<distributed::DataParallelModel> make_fully_sharded(nn::ModuleBas
   distributed::FullyShardOptions options{
       .reshard_after_forward = settings.fsdp_reshard_after_forward.value,
       .init_sync = settings.ddp_init_sync,
+      .offload_policy = offload_policy_of(settings),
       .gradient_dtype = gradient_dtype_of(policy),
       .average = average_of(settings),
       .broadcast_buffers = settings.ddp_broadcast_buffers};

@@ -24,6 +24,9 @@ std::unique_ptr<distributed::DataParallelModel> make_data_parallel(nn::ModuleBas
 // How a prepared model computes.
 precision::Policy policy_of(const Settings& settings);
 
+// Whether memory of the host holds what the optimizer works on, which one rank has too.
+bool offloads(const Settings& settings);
+
 // Whether a rank keeps a part of the parameters alone.
 bool cuts_parameters(const Settings& settings);
 

@@ -13,15 +13,16 @@ bool is_pinned(const Tensor& x) {
 
 namespace raw {
 
-Tensor empty_pinned(const Shape& shape, DType dtype) {
+Tensor empty_pinned(const Shape& shape, DType dtype, MemoryCategory category) {
   const int64_t bytes = checked_numel(shape, "empty_pinned") * size_of(dtype);
+  const MemoryCategoryGuard guard(category);
   if (bytes == 0) return empty(shape, dtype);
   Allocator& allocator = gpu::pinned_allocator();
   void* const data = allocator.allocate(static_cast<size_t>(bytes));
   const auto stats = memory_stats();
-  stats->allocated(MemoryCategory::kStaging, bytes);
-  return from_blob(data, shape, dtype, [&allocator, stats, data, bytes] {
-    stats->freed(MemoryCategory::kStaging, bytes);
+  stats->allocated(category, bytes);
+  return from_blob(data, shape, dtype, [&allocator, stats, category, data, bytes] {
+    stats->freed(category, bytes);
     allocator.deallocate(data, static_cast<size_t>(bytes));
   });
 }

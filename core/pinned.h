@@ -4,10 +4,11 @@
 //     fill(host);
 //     const Tensor there = raw::copy_to_device(host, cuda(0));  // returns at once
 //
-// Bytes are counted as staging. They are used again when the tensor is gone and the copies that
-// were queued with it are over, so it may go while they are under way.
+// Bytes are counted under the given category. They are used again when the tensor is gone and the
+// copies that were queued with it are over, so it may go while they are under way.
 #pragma once
 
+#include <tessera/core/allocator.h>
 #include <tessera/core/factory.h>
 
 namespace tessera {
@@ -17,7 +18,8 @@ bool is_pinned(const Tensor& x);
 namespace raw {
 
 // Uninitialised, contiguous. DeviceError where there is no GPU, OutOfMemory.
-Tensor empty_pinned(const Shape& shape, DType dtype);
+Tensor empty_pinned(const Shape& shape, DType dtype,
+                    MemoryCategory category = MemoryCategory::kStaging);
 // The elements of a CPU tensor in page-locked memory, contiguous; x itself where it is that.
 Tensor pin(const Tensor& x);
 

@@ -56,6 +56,21 @@ std::vector<Values> sessions(int ranks, Sharding sharding,
   return values;
 }
 
+// One rank, too: whoever asks for it has memory of a GPU in mind.
+TEST(ShardingMistakes, RanksOnTheCpuHaveNothingToOffload) {
+  for (const int ranks : {1, 2}) {
+    compared_ranks(ranks, [&](int) {
+      for (const Sharding sharding : {Sharding::kZero1, Sharding::kZero2, Sharding::kFsdp}) {
+        Accelerator accelerator(
+            {.sharding = sharding, .offload_optimizer = true, .config_file = ""});
+        Words model;
+        const std::string text = message_of<UnsupportedError>([&] { accelerator.prepare(model); });
+        EXPECT_NE(text.find("which lies there; leave offload out"), std::string::npos) << text;
+      }
+    });
+  }
+}
+
 std::string empty_folder(const std::string& name) {
   const std::string folder = testing::TempDir() + "sharding_mistakes_" + name;
   std::filesystem::remove_all(folder);

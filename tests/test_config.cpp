@@ -212,6 +212,22 @@ TEST(ConfigEnvironment, ShardingIsSaidByModeByStageOrByAcceleratesSwitches) {
             "fsdp_min_num_params=100"},
            {{{"TESSERA_SHARDING", "fsdp"}, {"TESSERA_DDP_COMM_HOOK", "bf16"}},
             "ddp_comm_hook=bf16"},
+           {{{"TESSERA_OFFLOAD_PARAMETERS", "true"}}, "sharding=ddp"},
+           {{{"TESSERA_OFFLOAD_PARAMETERS", "true"}, {"TESSERA_SHARDING", "zero2"}},
+            "offload_optimizer"},
+           {{{"TESSERA_OFFLOAD_OPTIMIZER", "true"}}, "sharding=ddp"},
+           {{{"TESSERA_OFFLOAD_PARAMETERS", "true"},
+             {"TESSERA_OFFLOAD_OPTIMIZER", "false"},
+             {"TESSERA_SHARDING", "fsdp"}},
+            "offload_optimizer=false"},
+           {{{"TESSERA_OFFLOAD_OPTIMIZER", "true"},
+             {"TESSERA_SHARDING", "zero1"},
+             {"TESSERA_CPU", "true"}},
+            "cpu=true"},
+           {{{"TESSERA_OFFLOAD_PARAMETERS", "true"},
+             {"TESSERA_SHARDING", "fsdp"},
+             {"TESSERA_DEVICE", "cpu"}},
+            "device=cpu"},
            {{{"TESSERA_SHARDING", "fsdp"}, {"TESSERA_SCALER_ON_DEVICE", "true"}},
             "scaler_on_device=true"}}) {
     const std::string message = message_of<ConfigError>([&] { from(environment); });
@@ -268,6 +284,8 @@ TEST(ConfigEnvironment, WhatAcceleratesLauncherExportsForShardingIsRead) {
     EXPECT_EQ(with({{"FSDP_IGNORED_MODULES", ".*\\.router"}}).fsdp_ignored_modules.value,
               ".*\\.router");
     EXPECT_TRUE(with({{"FSDP_ACTIVATION_CHECKPOINTING", "true"}}).fsdp_activation_checkpointing);
+    EXPECT_FALSE(settings.offload_parameters);
+    EXPECT_TRUE(with({{"FSDP_OFFLOAD_PARAMS", "true"}}).offload_parameters);
     // The strategy counts in version 1, resharding in version 2.
     const bool first = std::string_view(version) == "1";
     EXPECT_EQ(with({{"FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP"}}).fsdp_reshard_after_forward.value,
@@ -284,7 +302,6 @@ TEST(ConfigEnvironment, WhatAcceleratesLauncherExportsForShardingIsRead) {
     }
     for (const auto& [name, value, error] : std::vector<std::array<std::string, 3>>{
              {"FSDP_STATE_DICT_TYPE", "LOCAL_STATE_DICT", "any number reads"},
-             {"FSDP_OFFLOAD_PARAMS", "true", "lie in host memory anyway"},
              {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true", "leave it out"}}) {
       const std::string message = message_of<UnsupportedError>([&] { with({{name, value}}); });
       EXPECT_TRUE(mentions(message, name) && mentions(message, error)) << message;

@@ -398,7 +398,7 @@ TEST(LaunchFlags, CLI2_AcceleratesFlagsOfShardingBecomeSettings) {
   EXPECT_TRUE(all.printed("agent") && all.printed("train")) << all;
   for (const auto& [flags, remedy] : std::vector<std::pair<std::vector<std::string>, std::string>>{
            {{"--use_fsdp", "--fsdp_state_dict_type", "LOCAL_STATE_DICT"}, "any number reads"},
-           {{"--use_fsdp", "--fsdp_offload_params", "true"}, "lie in host memory anyway"},
+           {{"--use_fsdp", "--fsdp_offload_params", "true", "--cpu"}, "contradicts cpu=true"},
            {{"--use_fsdp", "--fsdp_sharding_strategy", "SOME"}, "--fsdp-sharding-strategy has to"},
            {{"--use_deepspeed", "--offload_param_device", "cpu"}, "offload is not available"},
            {{"--use_deepspeed", "--gradient_clipping", "1.0"}, "clip_grad_norm"},

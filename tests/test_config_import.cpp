@@ -217,7 +217,7 @@ use_cpu: false
   EXPECT_FALSE(settings.fsdp_reshard_after_forward);
   EXPECT_EQ(settings.fsdp_wrap_modules.value,
             (std::vector<std::string>{"BertLayer", "BertPooler"}));
-  EXPECT_TRUE(settings.fsdp_offload_params);
+  EXPECT_TRUE(settings.offload_parameters);
   EXPECT_EQ(settings.fsdp_state_dict_type, StateDictType::kFull);
   EXPECT_EQ(settings.dp_replicate_size, 2);
   EXPECT_EQ(settings.dp_shard_size, 4);
@@ -294,7 +294,7 @@ TEST(ConfigImport, Trap25_FalseInQuotesIsFalse) {
       "  fsdp_offload_params: 'false'\n  fsdp_sharding_strategy: FULL_SHARD\n");
   EXPECT_FALSE(import.settings.cpu);
   EXPECT_FALSE(import.settings.debug);
-  EXPECT_FALSE(import.settings.fsdp_offload_params);
+  EXPECT_FALSE(import.settings.offload_parameters);
 }
 
 std::string fsdp1(const std::string& strategy) {
@@ -381,8 +381,7 @@ TEST(ConfigImport, KeysOfShardingThatWereNotThereBecomeSettings) {
   check_available(import.settings);
   for (const auto& [key, value] :
        std::vector<std::array<std::string, 2>>{{"fsdp_state_dict_type", "LOCAL_STATE_DICT"},
-                                               {"fsdp_activation_checkpointing_offload", "true"},
-                                               {"fsdp_offload_params", "true"}}) {
+                                               {"fsdp_activation_checkpointing_offload", "true"}}) {
     const std::string refusals =
         import_text("distributed_type: FSDP\nfsdp_config:\n  " + key + ": " + value + "\n")
             .refusals();

@@ -352,6 +352,20 @@ void check_consistent(const Settings& settings) {
                of_units ? "it names units, which fsdp, zero3 and fsdp_activation_checkpointing have"
                         : "it is that of fsdp and zero3 alone");
   }
+  contradict(settings.offload_parameters && !shards_parameters, "offload_parameters", "sharding",
+             "only fsdp and zero3 cut parameters; zero1 and zero2 have offload_optimizer");
+  contradict(settings.offload_optimizer && sharding == Sharding::kDdp, "offload_optimizer",
+             "sharding", "what lies with the host is cut among the ranks; set sharding to zero1");
+  contradict(settings.offload_parameters && !settings.offload_optimizer &&
+                 settings.offload_optimizer.origin.source != Source::kDefault,
+             "offload_parameters", "offload_optimizer",
+             "an optimizer works where its parameters lie; leave the second out");
+  for (const std::string_view key : {"offload_parameters", "offload_optimizer"}) {
+    const bool offloads = text(*find_setting(key), settings) == "true";
+    contradict(offloads && settings.cpu, key, "cpu", "all lies in memory of the host there");
+    contradict(offloads && settings.device.value == "cpu", key, "device",
+               "all lies in memory of the host there");
+  }
   contradict(settings.fsdp_cpu_ram_efficient_loading && !settings.ddp_init_sync,
              "fsdp_cpu_ram_efficient_loading", "ddp_init_sync",
              "rank 0's values are all that there are; leave it true");

@@ -176,7 +176,8 @@ struct Settings {
   Resolved<Sharding> sharding{Sharding::kDdp};
   Resolved<int64_t> zero_stage{0};
   Resolved<bool> fsdp_reshard_after_forward{true};
-  Resolved<bool> fsdp_offload_params{false};
+  Resolved<bool> offload_parameters{false};
+  Resolved<bool> offload_optimizer{false};
   Resolved<bool> fsdp_activation_checkpointing{false};
   Resolved<bool> fsdp_cpu_ram_efficient_loading{false};
   Resolved<std::vector<std::string>> fsdp_wrap_modules;

@@ -91,7 +91,7 @@ const Rule kFsdp[] = {
     {.key = "fsdp_reshard_after_forward"},
     {.key = "fsdp_state_dict_type"},
     {.key = "fsdp_auto_wrap_policy"},
-    {.key = "fsdp_offload_params", .setting = "fsdp_offload_params"},
+    {.key = "fsdp_offload_params", .setting = "offload_parameters"},
     {.key = "fsdp_activation_checkpointing", .setting = "fsdp_activation_checkpointing"},
     {.key = "fsdp_cpu_ram_efficient_loading", .setting = "fsdp_cpu_ram_efficient_loading"},
     {.key = "fsdp_activation_checkpointing_offload",
@@ -102,7 +102,7 @@ const Rule kFsdp[] = {
     {.key = "fsdp_min_num_params"},
     // Spellings of 0.11 to 0.14.
     {.key = "sharding_strategy"},
-    {.key = "offload_params", .setting = "fsdp_offload_params"},
+    {.key = "offload_params", .setting = "offload_parameters"},
     {.key = "min_num_params"},
     {.key = "fsdp_backward_prefetch", .why = kRemoved},
     {.key = "fsdp_backward_prefetch_policy", .why = kRemoved},

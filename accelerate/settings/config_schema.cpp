@@ -320,15 +320,18 @@ const std::vector<Setting>& table() {
        .field = field<&S::fsdp_reshard_after_forward>,
        .help = "gathered parameters are let go of after forward and gathered again for backward",
        .accelerate = {"FSDP_RESHARD_AFTER_FORWARD"}},
-      {.key = "fsdp_offload_params",
+      {.key = "offload_parameters",
        .section = "sharding",
-       .field = field<&S::fsdp_offload_params>,
-       .help = "shards lie in host memory",
-       .accelerate = {"FSDP_OFFLOAD_PARAMS"},
-       .planned = true,
-       .instead = "parts of ranks that compute on the CPU lie in host memory anyway, and those of "
-                  "a GPU stay there; more ranks, fsdp_activation_checkpointing and "
-                  "precision_policy=pure save memory"},
+       .field = field<&S::offload_parameters>,
+       .help = "a GPU's parts of parameters, gradients and optimizer states lie in page-locked "
+               "memory of the host, where the optimizer works; of fsdp and zero3",
+       .aliases = {"fsdp_offload_params"},
+       .accelerate = {"FSDP_OFFLOAD_PARAMS"}},
+      {.key = "offload_optimizer",
+       .section = "sharding",
+       .field = field<&S::offload_optimizer>,
+       .help = "the same of gradients and optimizer states, while the GPU keeps its parameters, "
+               "or its parts of them; in every mode but ddp"},
       {.key = "fsdp_activation_checkpointing",
        .section = "sharding",
        .field = field<&S::fsdp_activation_checkpointing>,

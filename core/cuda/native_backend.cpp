@@ -247,6 +247,8 @@ Allocator& pinned_allocator() {
   return pinned_memory();
 }
 
+int64_t pinned_bytes_in_use() { return device_count() > 0 ? pinned_memory().bytes_in_use() : 0; }
+
 bool is_pinned(const void* pointer) {
   if (device_count() == 0 || !enter_some_device()) return false;
   cudaPointerAttributes attributes;

@@ -11,8 +11,24 @@
 
 namespace tessera::gpu {
 
-int PinnedAllocator::size_class(size_t bytes) {
-  return bytes <= kSmallest ? 0 : std::bit_width((bytes - 1) / kSmallest);
+size_t PinnedAllocator::size_class(size_t bytes) {
+  if (bytes <= kSmallest) return 0;
+  if (bytes <= kSmallest << kWholeClasses) {
+    return static_cast<size_t>(std::bit_width((bytes - 1) / kSmallest));
+  }
+  // Between 2^e and 2^(e + 1): the first to the last eighth.
+  const int e = std::bit_width(bytes - 1) - 1;
+  const size_t eighth = size_t{1} << (e - 3);
+  const size_t part = (bytes - (size_t{1} << e) + eighth - 1) / eighth;
+  const int first = std::bit_width(kSmallest << kWholeClasses) - 1;
+  return kWholeClasses + static_cast<size_t>(e - first) * 8 + part;
+}
+
+size_t PinnedAllocator::size_of_class(size_t kind) {
+  if (kind <= kWholeClasses) return kSmallest << kind;
+  const size_t above = kind - kWholeClasses - 1;
+  const size_t whole = (kSmallest << kWholeClasses) << (above / 8);
+  return whole + whole / 8 * (above % 8 + 1);
 }
 
 // Forgets the events that have happened.
@@ -35,7 +51,7 @@ void PinnedAllocator::take_back_finished() noexcept {
       continue;
     }
     *place = block->next;
-    Block*& list = free_[static_cast<size_t>(size_class(block->size))];
+    Block*& list = free_[size_class(block->size)];
     block->next = list;
     list = block;
   }
@@ -44,7 +60,7 @@ void PinnedAllocator::take_back_finished() noexcept {
 void* PinnedAllocator::allocate(size_t bytes) {
   TS_CHECK_AS(OutOfMemory, bytes <= kSmallest << 40, "pinned allocator", "cannot allocate ", bytes,
               " bytes of page-locked memory");
-  const size_t kind = static_cast<size_t>(size_class(bytes)), size = kSmallest << kind;
+  const size_t kind = size_class(bytes), size = size_of_class(kind);
   enter_some_device();
   const RelaxedCapture relaxed;
   const std::lock_guard lock(mutex_);
@@ -52,6 +68,7 @@ void* PinnedAllocator::allocate(size_t bytes) {
   if (Block* const block = free_[kind]; block != nullptr) {
     free_[kind] = block->next;
     cached_ -= static_cast<int64_t>(size);
+    in_use_ += static_cast<int64_t>(size);
     return block->data;
   }
   void* memory = nullptr;
@@ -72,6 +89,7 @@ void* PinnedAllocator::allocate(size_t bytes) {
     cudaFreeHost(memory);
     throw;
   }
+  in_use_ += static_cast<int64_t>(size);
   return memory;
 }
 
@@ -83,6 +101,7 @@ void PinnedAllocator::deallocate(void* pointer, size_t) noexcept {
   if (place == blocks_.end()) return;
   Block& block = place->second;
   cached_ += static_cast<int64_t>(block.size);
+  in_use_ -= static_cast<int64_t>(block.size);
   block.next = waiting_;
   waiting_ = &block;
   take_back_finished();
@@ -130,6 +149,11 @@ void PinnedAllocator::release_free() noexcept {
       blocks_.erase(block->data);
     }
   }
+}
+
+int64_t PinnedAllocator::bytes_in_use() const {
+  const std::lock_guard lock(mutex_);
+  return in_use_;
 }
 
 int64_t PinnedAllocator::cached_bytes() const {

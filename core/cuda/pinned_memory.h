@@ -2,7 +2,7 @@
 //
 // A block is used again when its owner has let go of it and the copies that were queued from it or
 // into it are over: events on their streams say so, nobody waits for them. Sizes are powers of two
-// from 4096 on. Thread-safe.
+// from 4096 on, above 1 MiB in eighths between. Thread-safe.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,6 +22,7 @@ class PinnedAllocator final : public Allocator {
   void deallocate(void* pointer, size_t bytes) noexcept override;
   void release_cached() override;  // waits for the copies under way
   int64_t cached_bytes() const override;
+  int64_t bytes_in_use() const;  // in blocks that somebody owns (rounded sizes)
 
   // What is queued on `stream` of the current device by now uses the block that `pointer` lies in.
   // False for memory of other origin, which its owner has to keep.
@@ -40,16 +41,19 @@ class PinnedAllocator final : public Allocator {
     Block* next = nullptr;  // in the list of free or of waiting blocks
   };
   static constexpr size_t kSmallest = 4096;
-  static int size_class(size_t bytes);
+  static constexpr int kWholeClasses = 8;  // up to kSmallest << 8, 1 MiB
+  static size_t size_class(size_t bytes);
+  static size_t size_of_class(size_t kind);
   static bool is_over(Block& block) noexcept;
   void take_back_finished() noexcept;
   void release_free() noexcept;
 
   mutable std::mutex mutex_;
-  std::map<char*, Block> blocks_;  // all, by address
-  std::array<Block*, 52> free_{};  // by size class
-  Block* waiting_ = nullptr;       // nobody's, with copies under way
-  int64_t cached_ = 0;             // bytes of both
+  std::map<char*, Block> blocks_;   // all, by address
+  std::array<Block*, 272> free_{};  // by size class
+  Block* waiting_ = nullptr;        // nobody's, with copies under way
+  int64_t cached_ = 0;              // bytes of both
+  int64_t in_use_ = 0;
 };
 
 // Never destroyed: storages with static lifetime may outlive every other object.

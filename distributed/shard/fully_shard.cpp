@@ -76,6 +76,7 @@ FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh
     TS_CHECK_AS(ConfigError, param.shard.dim() > 0, where, "'", param.name,
                 "' is a scalar, which has no rows to cut; give it a dimension");
   }
+  check_offload(params, options.offload_policy, where);
   const ReshardAfterForward& reshard = options.reshard_after_forward;
   synchronise_parameters(
       params, mesh, options.init_sync, where,
@@ -87,7 +88,8 @@ FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh
           ", param_dtype ", words_of(policy.param_dtype), ", reduce_dtype ",
           words_of(policy.reduce_dtype), ", gradient_dtype ", words_of(options.gradient_dtype),
           ", average ", words_of(options.average), ", init_sync ", options.init_sync,
-          ", broadcast_buffers ", options.broadcast_buffers));
+          ", broadcast_buffers ", options.broadcast_buffers, ", offload ",
+          words_of(options.offload_policy)));
   const std::shared_ptr<Group> near = neighbours(*unit->ranks.shards, reshard.ranks());
   place_shards(params, options.shard_placement, unit->ranks.shards->size());
   for (std::vector<ShardedParam>& list : by_dtype(std::move(params))) {
@@ -98,12 +100,12 @@ FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh
       dtypes.reduce = policy.reduce_dtype ? policy.reduce_dtype : policy.param_dtype;
     }
     const bool casts = dtypes.whole.value_or(own) != own || dtypes.reduce.value_or(own) != own;
-    if (mesh.group().size() == 1 && !casts) {
+    if (mesh.group().size() == 1 && !casts && options.offload_policy == OffloadPolicy::kNone) {
       unit->parts.push_back(std::make_unique<FlatShards>(unit->title(), unit->ranks,
                                                          std::move(list), dtypes, true, false));
     } else {
-      unit->parts.push_back(
-          std::make_unique<RowShards>(unit->title(), unit->ranks, std::move(list), dtypes, near));
+      unit->parts.push_back(std::make_unique<RowShards>(unit->title(), unit->ranks, std::move(list),
+                                                        dtypes, near, options.offload_policy));
     }
   }
   install_unit(unit);
@@ -132,6 +134,7 @@ FullyShardedModule fully_sharded(nn::ModuleBase& module) {
 
 void FullyShardedModule::unshard(bool asynchronous) const {
   asynchronous ? unit_->start_gather() : unit_->gather();
+  if (unit_->calls == 0) unit_->settle();
 }
 
 void FullyShardedModule::reshard() const { unit_->release(); }
@@ -216,6 +219,7 @@ FullParametersScope::FullParametersScope(nn::ModuleBase& module, bool writes)
     unit->gather();
     unit->show_wholes();
   }
+  for (const auto& unit : units_) unit->settle();
 }
 
 FullParametersScope::~FullParametersScope() noexcept(false) {

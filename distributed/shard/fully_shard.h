@@ -35,6 +35,7 @@
 #include <vector>
 
 #include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/shard/offload_policy.h>
 #include <tessera/distributed/shard/sharded_model.h>
 #include <tessera/nn/module.h>
 
@@ -74,6 +75,9 @@ struct FullyShardOptions {
   bool init_sync = true;
   // In which dtypes parameters and gradients travel, and ops calculate.
   MixedPrecisionPolicy mixed_precision = {};
+  // What a GPU keeps in memory of the host: PyTorch's CPUOffloadPolicy is
+  // OffloadPolicy::kParameters. UnsupportedError for parameters on the CPU, which lie there anyway.
+  OffloadPolicy offload_policy = OffloadPolicy::kNone;
   // Gradients of narrower parameters are reduced and kept in this dtype: kF32 for models in bf16.
   std::optional<DType> gradient_dtype = {};
   // Other dimensions than the first are cut evenly, else ConfigError.

@@ -98,6 +98,7 @@ ParamShards::ParamShards(Options options, std::vector<ShardedParam> params)
       gradient_dtype_(wider(dtype_, options.dtypes.gradient)),
       device_(params.front().shard.device()),
       keeps_wholes_(options.keeps_wholes),
+      offload_(options.offload),
       params_(std::move(params)) {
   reduce_dtype_ = options.dtypes.reduce.value_or(gradient_dtype_);
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -128,6 +129,52 @@ bool ParamShards::follow_requires_grad() {
 }
 
 int64_t ParamShards::gradient_bytes() const { return gradient_numel_ * size_of(gradient_dtype_); }
+
+// ---- see [Note: parts on the host]
+
+int64_t ParamShards::downloaded_bytes(bool is_last) const {
+  if (!is_offloaded() || trained_.empty()) return 0;
+  const bool sums = is_last && ranks_.replicas != nullptr;
+  return gradient_numel_ * size_of(sums ? gradient_dtype_ : reduce_dtype_);
+}
+
+int64_t ParamShards::continued_bytes() const {
+  if (!is_offloaded() || trained_.empty() || ranks_.replicas == nullptr) return 0;
+  return gradient_bytes();
+}
+
+HostTransfers& ParamShards::transfers() {
+  if (!transfers_) transfers_ = HostTransfers::of(device_);
+  return *transfers_;
+}
+
+void ParamShards::take_device(const Device& device) {
+  TS_CHECK_AS(UnsupportedError, !is_offloaded() || device.is_cuda(), tag_,
+              "parts lie in memory of the host for a GPU that calculates, and the parameters were "
+              "given memory on ",
+              device, "; give it to them on the GPU, from where they move");
+  device_ = device;
+}
+
+void ParamShards::settle() {
+  if (transfers_) transfers_->wait_uploads();
+}
+
+Tensor ParamShards::new_part() const {
+  if (!is_offloaded() || device_.is_meta()) {
+    const MemoryCategoryGuard category(MemoryCategory::kParameter);
+    return raw::zeros({part_numel_}, dtype_, device_);
+  }
+  const Tensor part = HostTransfers::empty({part_numel_}, dtype_, MemoryCategory::kParameter);
+  zero_(part);
+  return part;
+}
+
+std::vector<uint32_t> ParamShards::shard_versions() const {
+  std::vector<uint32_t> versions;
+  for (const ShardedParam& param : params_) versions.push_back(param.shard.version());
+  return versions;
+}
 
 Tensor ParamShards::leaf_over(const Tensor& elements, bool requires_grad) {
   Tensor leaf = raw::as_parameter(elements);
@@ -198,6 +245,7 @@ void ParamShards::finish_gather() {
   const NoGradGuard no_grad;
   if (!TS_MUTANT(kSkipWait)) gather_.wait();
   gather_ = {};
+  if (uploaded_) transfers().wait_here(std::exchange(uploaded_, nullptr));  // a group of one rank
   state_ = State::kWhole;
   for (ShardedParam& param : params_) {
     VersionCounter& version = *param.whole.impl()->version;
@@ -219,6 +267,7 @@ void ParamShards::release(bool keep_part) noexcept {
       finish_gather();
     } catch (...) {  // nobody reads it; the group says so to who calls it next
       gather_ = {};
+      uploaded_ = nullptr;
       state_ = State::kWhole;
     }
   }
@@ -273,14 +322,31 @@ void ParamShards::abandon() noexcept {
     } catch (...) {  // its results are nobody's
     }
   }
+  wait_quietly();
   for (const size_t i : trained_) params_[i].whole.set_grad(Tensor());
   reducing_ = false;
-  input_ = sums_ = received_ = Tensor();
+  input_ = sums_ = received_ = host_sums_ = host_received_ = Tensor();
+}
+
+// Of the transfers of a reduction that counts for nothing.
+void ParamShards::wait_quietly() noexcept {
+  if (!transfers_) return;
+  reduced_ = downloaded_ = nullptr;
+  try {
+    transfers_->wait_all();
+  } catch (...) {  // whoever waits next is told
+  }
 }
 
 Tensor ParamShards::new_sums() {
   const MemoryCategoryGuard category(MemoryCategory::kGradient);
   return raw::empty({gradient_numel_}, gradient_dtype_, device_);
+}
+
+// As `.grad` of the shards lies.
+Tensor ParamShards::new_held_sums() {
+  if (!is_offloaded()) return ParamShards::new_sums();
+  return HostTransfers::empty({gradient_numel_}, gradient_dtype_, MemoryCategory::kGradient);
 }
 
 Tensor ParamShards::held_sums() {
@@ -302,14 +368,14 @@ Tensor ParamShards::held_sums() {
     }
   }
   if (!any) return {};
-  if (!sums.defined()) sums = ParamShards::new_sums();
+  if (!sums.defined()) sums = new_held_sums();
   for (const size_t i : missing) zero_(sum_of(sums, i));
   for (const size_t i : foreign) copy_(sum_of(sums, i), raw::alias(trained(i).shard.grad()));
   return sums;
 }
 
 // see [Note: sums that go on]
-void ParamShards::start_reduce(bool zeros) {
+void ParamShards::start_reduce(bool zeros, bool all_reduce) {
   if (trained_.empty()) return;
   const NoGradGuard no_grad;
   if (alone_) return;
@@ -321,6 +387,7 @@ void ParamShards::start_reduce(bool zeros) {
     if (sums_of_replicas_ && ranks_.replicas->rank() != 0) zero_(sums_);
   }
   sums_of_replicas_ = false;
+  if (is_offloaded()) return reduce_to_host(std::exchange(sums_, Tensor()), all_reduce);
   if (reduce_dtype_ != gradient_dtype_) {
     adds_received_ = sums_.defined();
     if (!adds_received_) sums_ = new_sums();
@@ -335,8 +402,67 @@ void ParamShards::start_reduce(bool zeros) {
   }
 }
 
+// see [Note: parts on the host]. `held`: the host's sums that this goes on with, or undefined.
+void ParamShards::reduce_to_host(const Tensor& held, bool all_reduce) {
+  HostTransfers& copies = transfers();
+  copies.let_go(true);
+  const CollectiveOptions options = on(Channel::kGradient);
+  const bool converts = reduce_dtype_ != gradient_dtype_;
+  adds_received_ = held.defined();
+  host_sums_ = held.defined() ? held : new_held_sums();
+  if (converts) {
+    const MemoryCategoryGuard category(MemoryCategory::kCommunication);
+    received_ = raw::empty({gradient_numel_}, reduce_dtype_, device_);
+  }
+  if (ranks_.replicas != nullptr && all_reduce) {
+    // What the replicas add up is the whole sum of each.
+    sums_ = ParamShards::new_sums();
+    downloaded_ = copies.on_download_stream(copies.record_here(), [&] {
+      if (held.defined()) copies.upload(sums_, held);
+      if (converts) {
+        shards().reduce_scatter(received_, input_, ReduceOp::kSum, options).wait();
+        held.defined() ? add_(sums_, received_) : copy_(sums_, received_);
+      } else if (held.defined()) {
+        shards().reduce_scatter_onto(sums_, input_, options).wait();
+      } else {
+        shards().reduce_scatter(sums_, input_, ReduceOp::kSum, options).wait();
+      }
+      ranks_.replicas->all_reduce(sums_, ReduceOp::kSum, options).wait();
+      reduced_ = copies.record_here();
+      copies.download(host_sums_, sums_);
+    });
+    sums_of_replicas_ = true;
+    return;
+  }
+  if (!converts) sums_ = new_sums();
+  const Tensor& reduced = converts ? received_ : sums_;
+  if (converts || held.defined()) {
+    host_received_ =
+        HostTransfers::empty({gradient_numel_}, reduce_dtype_, MemoryCategory::kGradient);
+  }
+  reduce_ = shards().reduce_scatter(reduced, input_, ReduceOp::kSum, options);
+  downloaded_ = copies.on_download_stream(copies.record_here(), [&] {
+    std::exchange(reduce_, {}).wait();
+    reduced_ = copies.record_here();
+    copies.download(host_received_.defined() ? host_received_ : host_sums_, reduced);
+  });
+}
+
+// When they have come.
+void ParamShards::take_sums_on_host() {
+  HostTransfers::wait(std::exchange(downloaded_, nullptr));
+  if (!host_received_.defined()) return;
+  adds_received_ ? add_(host_sums_, host_received_) : copy_(host_sums_, host_received_);
+  host_received_ = Tensor();
+}
+
 void ParamShards::wait_reduce(bool all_reduce) {
   if (!input_.defined()) return;
+  if (is_offloaded()) {  // its device memory may go when the stream that calculates comes by
+    if (reduced_) transfers().wait_here(std::exchange(reduced_, nullptr));
+    input_ = received_ = sums_ = Tensor();
+    return;
+  }
   if (!TS_MUTANT(kSkipReduceWait)) std::exchange(reduce_, {}).wait();
   input_ = Tensor();
   const NoGradGuard no_grad;
@@ -358,6 +484,9 @@ void ParamShards::finish_sum(double divisor) {
     for (const size_t i : trained_) {
       if (const Tensor sum = params_[i].shard.grad(); sum.defined()) divided.push_back(sum);
     }
+  } else if (is_offloaded()) {
+    take_sums_on_host();
+    divided.push_back(host_sums_);
   } else {
     divided.push_back(sums_);
   }
@@ -388,7 +517,7 @@ void ParamShards::hand_out(size_t param) {
   if (alone_) return;
   const auto at = static_cast<size_t>(std::ranges::find(trained_, param) - trained_.begin());
   const Tensor& shard = params_[param].shard;
-  const Tensor part = sum_of(sums_, at);
+  const Tensor part = sum_of(is_offloaded() ? host_sums_ : sums_, at);
   if (shard.grad().defined() && shard.grad().storage() == part.storage() &&
       shard.grad().offset() == part.offset()) {
     shard.grad().bump_version();
@@ -399,8 +528,11 @@ void ParamShards::hand_out(size_t param) {
 }
 
 void ParamShards::end_backward() {
-  if (sums_.defined()) note_handed_out(sums_);
-  sums_ = Tensor();
+  if (const Tensor& sums = is_offloaded() ? host_sums_ : sums_; sums.defined()) {
+    note_handed_out(sums);
+  }
+  sums_ = host_sums_ = Tensor();
+  if (transfers_) transfers_->let_go(false);
   // What waits to be reduced adds up in the dtype that it will travel in.
   if (reduce_dtype_ == whole_dtype_) return;
   const NoGradGuard no_grad;
@@ -415,17 +547,15 @@ void ParamShards::end_backward() {
 // ---- RowShards ---------------------------------------------------------------------------------
 
 RowShards::RowShards(std::string tag, const ShardRanks& ranks, std::vector<ShardedParam> params,
-                     const ShardDTypes& dtypes, std::shared_ptr<Group> near)
-    : ParamShards({.tag = std::move(tag), .ranks = ranks, .dtypes = dtypes}, std::move(params)),
+                     const ShardDTypes& dtypes, std::shared_ptr<Group> near, OffloadPolicy offload)
+    : ParamShards({.tag = std::move(tag), .ranks = ranks, .dtypes = dtypes, .offload = offload},
+                  std::move(params)),
       layout_(FlatLayout::even_chunk(cut_shapes(params_, false), shards().size())),
       near_(std::move(near)) {
   const NoGradGuard no_grad;
   part_numel_ = layout_.shard_numel();
   RowShards::follow_trained();
-  {
-    const MemoryCategoryGuard category(MemoryCategory::kParameter);
-    part_ = raw::zeros({part_numel_}, dtype_, device_);
-  }
+  part_ = new_part();
   const MemoryCategoryGuard category(MemoryCategory::kUnsharded);
   auto& lent = Context::current().slot<LentTensors>().names;
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -518,11 +648,8 @@ void RowShards::bring_home() {
 
 // For a unit that was made without.
 void RowShards::take_memory(const Device& device) {
-  device_ = device;
-  {
-    const MemoryCategoryGuard category(MemoryCategory::kParameter);
-    part_ = raw::zeros({part_numel_}, dtype_, device_);
-  }
+  take_device(device);
+  part_ = new_part();
   const MemoryCategoryGuard category(MemoryCategory::kUnsharded);
   for (ShardedParam& param : params_) param.whole.set_data(released(param.shape));
 }
@@ -577,23 +704,78 @@ void RowShards::issue_gather(std::optional<DType> cast) {
     return;
   }
   near_part_ = Tensor();
-  Tensor own = part_;
-  if (way_.cast) {
+  if (!is_offloaded()) return gather_from(part_, numel);
+  // see [Note: parts on the host]
+  HostTransfers& copies = transfers();
+  if (offload_ == OffloadPolicy::kParameters) {
+    const Tensor& part = part_to_upload(numel);
+    const Tensor own = raw::narrow(gathered_, 0, numel * shard_index(), numel);
+    uploaded_ = copies.on_upload_stream([&] {
+      copies.upload(own, part);
+      gather_ = shards().all_gather(gathered_, own, on(Channel::kParameter));
+    });
+    if (part.is(packed_)) packed_upload_ = uploaded_;
+    return;
+  }
+  const std::vector<uint32_t> versions = shard_versions();
+  if (device_part_versions_ == versions) return gather_from(device_part_, numel);
+  if (!device_part_.defined()) {
+    const MemoryCategoryGuard of_parameters(MemoryCategory::kParameter);
+    device_part_ = raw::empty({part_numel_}, dtype_, device_);
+  }
+  uploaded_ = copies.on_upload_stream([&] {
+    copies.upload(device_part_, part_);
+    gather_from(device_part_, numel);
+  });
+  device_part_versions_ = versions;
+}
+
+// From this rank's part, which lies with the wholes.
+void RowShards::gather_from(const Tensor& part, int64_t numel) {
+  Tensor own = part;
+  if (way_.cast || whole_dtype_ != dtype_) {
     own = raw::narrow(gathered_, 0, numel * shard_index(), numel);
-    std::vector<kernels::CopySegment> casts, others;
-    for (size_t i = 0; i < params_.size() && !device_.is_meta(); ++i) {
-      const FlatLayout::Slice slice = layout_.local_slice(i, shard_index());
-      (way_.is_cast[i] != 0 ? casts : others)
-          .push_back({part_.data_as<char>() + slice.offset * size_of(dtype_),
-                      own.data_as<char>() + way_.offsets[i], slice.numel});
-    }
-    kernels::copy_segments(casts, dtype_, *way_.cast, device_);
-    kernels::copy_segments(others, dtype_, whole_dtype_, device_);
-  } else if (whole_dtype_ != dtype_) {
-    own = raw::narrow(gathered_, 0, numel * shard_index(), numel);
-    copy_(own, part_);
+    pack(part, own, device_);
   }
   gather_ = shards().all_gather(gathered_, own, on(Channel::kParameter));
+}
+
+// This rank's part as it travels.
+void RowShards::pack(const Tensor& part, const Tensor& target, const Device& device) const {
+  if (!way_.cast) {
+    copy_(target, part);
+    return;
+  }
+  if (device.is_meta()) return;
+  std::vector<kernels::CopySegment> casts, others;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const FlatLayout::Slice slice = layout_.local_slice(i, shard_index());
+    (way_.is_cast[i] != 0 ? casts : others)
+        .push_back({part.data_as<char>() + slice.offset * size_of(dtype_),
+                    target.data_as<char>() + way_.offsets[i], slice.numel});
+  }
+  kernels::copy_segments(casts, dtype_, *way_.cast, device);
+  kernels::copy_segments(others, dtype_, whole_dtype_, device);
+}
+
+// The same in memory of the host, where it stays until a shard is written.
+const Tensor& RowShards::part_to_upload(int64_t numel) {
+  if (!way_.cast && whole_dtype_ == dtype_) return part_;
+  std::vector<uint32_t> versions = shard_versions();
+  if (packed_.defined() && packed_way_ == way_ && packed_versions_ == versions) return packed_;
+  HostTransfers::wait(std::exchange(packed_upload_, nullptr));  // it reads what is written now
+  if (!packed_.defined() || packed_.numel() != numel || packed_.dtype() != way_.dtype) {
+    packed_ = HostTransfers::empty({numel}, way_.dtype, MemoryCategory::kStaging);
+  }
+  pack(part_, packed_, kCpu);
+  packed_way_ = way_;
+  packed_versions_ = std::move(versions);
+  return packed_;
+}
+
+int64_t RowShards::uploaded_bytes() const {
+  if (offload_ == OffloadPolicy::kParameters) return whole_bytes() / shards().size();
+  return is_offloaded() ? part_bytes() : 0;
 }
 
 void RowShards::take_gathered() {
@@ -688,13 +870,17 @@ Tensor RowShards::sum_of(const Tensor& sums, size_t trained) const {
 // ---- FlatShards --------------------------------------------------------------------------------
 
 FlatShards::FlatShards(std::string tag, const ShardRanks& ranks, std::vector<ShardedParam> params,
-                       const ShardDTypes& dtypes, bool rows, bool local_sums)
-    : ParamShards({.tag = std::move(tag), .ranks = ranks, .dtypes = dtypes, .keeps_wholes = true},
+                       const ShardDTypes& dtypes, bool rows, bool local_sums, OffloadPolicy offload)
+    : ParamShards({.tag = std::move(tag),
+                   .ranks = ranks,
+                   .dtypes = dtypes,
+                   .keeps_wholes = true,
+                   .offload = offload},
                   std::move(params)),
       rows_(rows) {
   const NoGradGuard no_grad;
   const int count = shards().size();
-  alone_ = count == 1;
+  alone_ = count == 1 && !is_offloaded();
   int64_t numel = 0;
   for (const ShardedParam& param : params_) {
     offsets_.push_back(numel);
@@ -706,14 +892,16 @@ FlatShards::FlatShards(std::string tag, const ShardRanks& ranks, std::vector<Sha
     const MemoryCategoryGuard category(MemoryCategory::kParameter);
     run_ = raw::zeros({part_numel_ * count}, dtype_, device_);
   }
+  if (is_offloaded()) part_ = new_part();
   for (size_t i = 0; i < params_.size(); ++i) {
     ShardedParam& param = params_[i];
     param.whole = leaf_over(part_view(run_, param.shape, offsets_[i]), param.shard.requires_grad());
-    Tensor part = own_part(i);
+    Tensor part = home_of(i);
     if (param.shard.is_meta() && !MetaMemoryGuard::holds()) {
       part = raw::empty(part.shape(), dtype_, device_);  // by itself, as in RowShards
     } else {
       copy_(raw::alias(param.whole), raw::alias(param.shard));
+      if (is_offloaded()) copy_(part, own_part(i));
     }
     become_shard(param, part,
                  rows_ ? Placement(Shard(param.shard_dim)) : FlatShard{offsets_[i], part_numel_});
@@ -749,11 +937,30 @@ Tensor FlatShards::own_part(size_t param) const {
   return part_view(run_, shape, offsets_[param] + begin);
 }
 
+// Of a parameter in a rank's part; 0 where this rank has nothing of it.
+int64_t FlatShards::place_in_part(size_t param) const {
+  const auto [begin, end] = run_of(param);
+  return begin == end ? 0 : offsets_[param] + begin - part_numel_ * shard_index();
+}
+
+// Where the shard lies.
+Tensor FlatShards::home_of(size_t param) const {
+  if (!is_offloaded()) return own_part(param);
+  const auto [begin, end] = run_of(param);
+  return part_view(part_, {end - begin}, place_in_part(param));
+}
+
 void FlatShards::issue_gather(std::optional<DType>) {
   bring_home();
-  if (shards().size() == 1) return;
+  if (alone_) return;
   const Tensor own = raw::narrow(run_, 0, part_numel_ * shard_index(), part_numel_);
-  gather_ = shards().all_gather(run_, own, on(Channel::kParameter));
+  const auto gather = [&] { gather_ = shards().all_gather(run_, own, on(Channel::kParameter)); };
+  if (!is_offloaded()) return gather();
+  // see [Note: parts on the host]
+  uploaded_ = transfers().on_upload_stream([&] {
+    transfers().upload(own, part_);
+    gather();
+  });
 }
 
 void FlatShards::bring_home() {
@@ -761,15 +968,16 @@ void FlatShards::bring_home() {
     const Tensor& shard = params_[i].shard;
     if (shard.is_meta()) continue;
     if (run_.is_meta()) take_memory(shard.device());
-    const Tensor home = own_part(i);
-    if (shard.storage() == run_.storage() && shard.offset() == home.offset()) continue;
+    const Tensor home = home_of(i);
+    if (shard.storage() == home.storage() && shard.offset() == home.offset()) continue;
     move_home(params_[i], home);
   }
 }
 
 // For a unit that was made without. (ZeRO-1, which has gradients here too, is not.)
 void FlatShards::take_memory(const Device& device) {
-  device_ = device;
+  take_device(device);
+  if (is_offloaded()) part_ = new_part();
   const MemoryCategoryGuard category(MemoryCategory::kParameter);
   run_ = raw::zeros(run_.shape(), dtype_, device_);
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -852,9 +1060,7 @@ Tensor FlatShards::reduce_input(bool zeros) {
 Tensor FlatShards::sum_of(const Tensor& sums, size_t trained) const {
   const size_t param = trained_[trained];
   const auto [begin, end] = run_of(param);
-  const int64_t place = offsets_[param] + begin - part_numel_ * shard_index();
-  const int64_t offset = begin == end || TS_MUTANT(kWrongOwner) ? 0 : place;
-  return part_view(sums, {end - begin}, offset);
+  return part_view(sums, {end - begin}, TS_MUTANT(kWrongOwner) ? 0 : place_in_part(param));
 }
 
 }  // namespace tessera::distributed

@@ -25,6 +25,15 @@
 // [Note: versions] A gather is no write: while nobody has written the shards, a whole that was
 // released and gathered again has its old version, and graphs that saved it go on. After a write
 // they refuse, as they do for any tensor.
+//
+// [Note: parts on the host] Of a GPU the shards and their gradients may lie in page-locked memory
+// of the host (offload_policy.h); wholes stay with the device. A gather begins with this rank's
+// part, which travels up, cast where parameters travel cast: to where the gather takes it from. The
+// host keeps what it has cast until a shard is written. A reduction ends with its
+// results, which travel down in the dtype that they were reduced in. There they are added onto sums
+// that go on, element by element, as a GPU's stream does behind a reduction, and are divided. Only
+// the sums that replicas add up, in the last micro-batch of a step, are completed on the device,
+// where what the host holds of them travels up before.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +46,8 @@
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/mesh/placement.h>
 #include <tessera/distributed/shard/buffer.h>
+#include <tessera/distributed/shard/host_transfers.h>
+#include <tessera/distributed/shard/offload_policy.h>
 #include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {
@@ -87,6 +98,18 @@ class ParamShards {
   int64_t reduced_bytes() const {
     return ranks_.shards->size() * gradient_numel_ * size_of(reduce_dtype_);
   }
+  // ---- see [Note: parts on the host]; 0 where they lie with the device
+  bool is_offloaded() const { return offload_ != OffloadPolicy::kNone; }
+  OffloadPolicy offload() const { return offload_; }
+  // What a gather from the host's parts brings up, what a reduction brings down (in a step's last
+  // micro-batch, in one before), and what the last one of a step brings up if there were others.
+  virtual int64_t uploaded_bytes() const { return 0; }
+  // Whether the gather of a backward begins there, too: no other one has left a part.
+  virtual bool gathers_from_host_again() const { return false; }
+  int64_t downloaded_bytes(bool is_last) const;
+  int64_t continued_bytes() const;
+  // The host waits until nothing reads the parts any more: they may be written.
+  void settle();
   DType dtype() const { return dtype_; }
   DType whole_dtype() const { return whole_dtype_; }
   // Where a shard has changed whether it requires grad, its whole follows, and what is reduced.
@@ -135,8 +158,8 @@ class ParamShards {
   bool is_reducing() const { return reducing_; }
   void set_reducing() { reducing_ = true; }
   // Issues the reduction of the wholes' gradients, zeros where there are none, onto the sums of
-  // earlier backwards. `zeros`: this rank contributes nothing.
-  void start_reduce(bool zeros);
+  // earlier backwards. `zeros`: this rank contributes nothing. `all_reduce`: as wait_reduce().
+  void start_reduce(bool zeros, bool all_reduce);
   // Waits; frees what was sent. Issues the sum along the replicated axis, where `all_reduce` says
   // so: the sums are then those of all ranks.
   void wait_reduce(bool all_reduce);
@@ -152,6 +175,7 @@ class ParamShards {
     ShardRanks ranks;
     ShardDTypes dtypes = {};
     bool keeps_wholes = false;
+    OffloadPolicy offload = OffloadPolicy::kNone;
   };
   ParamShards(Options options, std::vector<ShardedParam> params);
 
@@ -176,6 +200,12 @@ class ParamShards {
   virtual Tensor new_sums();
   // Where the part of a trained parameter lies in the sums.
   virtual Tensor sum_of(const Tensor& sums, size_t trained) const = 0;
+  // Memory for the shards, zeros: the device's or the host's.
+  Tensor new_part() const;
+  HostTransfers& transfers();
+  // Of a unit that was made without memory: where its parameters are now.
+  void take_device(const Device& device);
+  std::vector<uint32_t> shard_versions() const;
   // As whole and shard are made: the shard's object gets the bytes of `part`, and the placements.
   void become_shard(ShardedParam& param, const Tensor& part, const Placement& placement);
   // A shard that lies elsewhere lies in `home` from now on, a view of the unit's own memory.
@@ -189,16 +219,22 @@ class ParamShards {
   DType dtype_, whole_dtype_, reduce_dtype_, gradient_dtype_;
   Device device_;
   bool keeps_wholes_;
+  OffloadPolicy offload_;
   bool alone_ = false;  // of one rank, whose shards are the wholes' elements
   std::vector<ShardedParam> params_;
   std::vector<size_t> trained_;  // positions of those that require grad
   Work gather_;
+  HostTransfers::EventPtr uploaded_;             // what the gather under way begins with
   int64_t part_numel_ = 0, gradient_numel_ = 0;  // of a rank's part
 
  private:
   // What the shards' `.grad` hold as one piece, where any has one.
   Tensor held_sums();
+  Tensor new_held_sums();
   void add_own_gradients();
+  void reduce_to_host(const Tensor& held, bool all_reduce);
+  void take_sums_on_host();
+  void wait_quietly() noexcept;
 
   State state_ = State::kSharded;
   size_t pending_ = 0;
@@ -207,6 +243,10 @@ class ParamShards {
   Tensor input_, sums_;
   Tensor received_;  // [part], where sums travel in another dtype than they are kept in
   bool adds_received_ = false;
+  // see [Note: parts on the host]: the sums, or what came in the dtype that it was reduced in.
+  Tensor host_sums_, host_received_;
+  HostTransfers::EventPtr reduced_, downloaded_;
+  std::shared_ptr<HostTransfers> transfers_;
   std::weak_ptr<Storage> handed_out_;
   bool sums_of_replicas_ = false;  // what was handed out is the sum along the replicated axis, too
 };
@@ -220,11 +260,16 @@ class RowShards final : public ParamShards {
   // `shard`. `near`: fewer ranks, among which the wholes are kept in parts between forward and
   // backward; null: they are not.
   RowShards(std::string tag, const ShardRanks& ranks, std::vector<ShardedParam> params,
-            const ShardDTypes& dtypes, std::shared_ptr<Group> near = nullptr);
+            const ShardDTypes& dtypes, std::shared_ptr<Group> near = nullptr,
+            OffloadPolicy offload = OffloadPolicy::kNone);
   ~RowShards() override;
 
   void bring_home() override;
   int64_t whole_bytes() const override;
+  int64_t uploaded_bytes() const override;
+  bool gathers_from_host_again() const override {
+    return offload_ == OffloadPolicy::kParameters && near_ == nullptr;
+  }
   void gather_whole(size_t param) override;
   bool may_cast() const override { return whole_dtype_ == dtype_ && dtype_ == kF32; }
 
@@ -243,6 +288,9 @@ class RowShards final : public ParamShards {
   bool serves(std::optional<DType> cast) const override;
   void free_wholes(bool keep_part) override;
   Travel travel(std::optional<DType> cast) const;
+  void gather_from(const Tensor& part, int64_t numel);
+  void pack(const Tensor& part, const Tensor& target, const Device& device) const;
+  const Tensor& part_to_upload(int64_t numel);
   Tensor released(const Shape& shape) const;
   Tensor own_part(size_t param) const override;
   Tensor reduce_input(bool zeros) override;
@@ -261,7 +309,13 @@ class RowShards final : public ParamShards {
   std::shared_ptr<Group> near_;
   Tensor near_part_;  // [ranks x part / near ranks]: of the last gather, for the next one
   Tensor part_;       // [part]: the shards one behind the other
-  Tensor gathered_;   // [ranks x part], while a gather is under way
+  // Of parts on the host: the device's copy (OffloadPolicy::kOptimizer), and the parts as they
+  // travel where that is not as they lie; each of the versions beside it.
+  Tensor device_part_, packed_;
+  std::vector<uint32_t> device_part_versions_, packed_versions_;
+  Travel packed_way_;
+  HostTransfers::EventPtr packed_upload_;
+  Tensor gathered_;  // [ranks x part], while a gather is under way
 };
 
 // One run of memory: the parameters lie one behind the other and the run is cut into equal parts,
@@ -273,11 +327,14 @@ class FlatShards final : public ParamShards {
   // `rows`: of one rank, whose parts are whole: placed Shard(0) as RowShards are.
   // `local_sums`: gradients add up in this rank's own whole gradients until they are reduced
   // (ZeRO-1).
+  // `offload`: kNone or kOptimizer; not with `rows`.
   FlatShards(std::string tag, const ShardRanks& ranks, std::vector<ShardedParam> params,
-             const ShardDTypes& dtypes, bool rows, bool local_sums);
+             const ShardDTypes& dtypes, bool rows, bool local_sums,
+             OffloadPolicy offload = OffloadPolicy::kNone);
   ~FlatShards() override;
 
   void bring_home() override;
+  int64_t uploaded_bytes() const override { return is_offloaded() ? part_bytes() : 0; }
 
   void begin_backward() override;
 
@@ -290,11 +347,14 @@ class FlatShards final : public ParamShards {
   Tensor sum_of(const Tensor& sums, size_t trained) const override;
   void follow_trained() override;
   std::pair<int64_t, int64_t> run_of(size_t param) const;
+  int64_t place_in_part(size_t param) const;
+  Tensor home_of(size_t param) const;
   void take_memory(const Device& device);
 
   bool rows_;
   std::vector<int64_t> offsets_;  // of the parameters in the run
   Tensor run_;                    // [ranks x part]
+  Tensor part_;                   // [part], of the shards, where they lie on the host
   Tensor gradients_;              // the same of the gradients, where they add up locally
   std::vector<Tensor> homes_;     // of the wholes' gradients in it, one for each parameter
 };

@@ -150,6 +150,16 @@ std::vector<ShardedParam> free_parameters(ShardUnit& unit, const std::vector<std
   return params;
 }
 
+void check_offload(const std::vector<ShardedParam>& params, OffloadPolicy policy,
+                   std::string_view where) {
+  if (policy == OffloadPolicy::kNone) return;
+  for (const ShardedParam& param : params) {
+    TS_CHECK_AS(UnsupportedError, param.shard.device().is_cuda() || param.shard.is_meta(), where,
+                "moves parts of a GPU's parameters to memory of the host; '", param.name, "' is ",
+                param.shard, ", which lies there; leave offload out, or move the model to a GPU");
+  }
+}
+
 void synchronise_parameters(const std::vector<ShardedParam>& params, Mesh& mesh, bool init_sync,
                             std::string_view where, const std::string& options) {
   Group& ranks = mesh.group();

@@ -30,6 +30,13 @@ inline const char* words_of(GradientAverage average) {
 inline std::string_view words_of(const std::optional<DType>& dtype) {
   return dtype ? name_of(*dtype) : "own";
 }
+inline const char* words_of(OffloadPolicy policy) {
+  constexpr const char* kWords[] = {"none", "optimizer", "parameters"};
+  return kWords[static_cast<size_t>(policy)];
+}
+// UnsupportedError where parts are to move to the host and a parameter lies there.
+void check_offload(const std::vector<ShardedParam>& params, OffloadPolicy policy,
+                   std::string_view where);
 // The axes of a mesh of one or two.
 ShardRanks shard_ranks(Mesh& mesh, std::string_view where);
 

@@ -84,6 +84,9 @@ struct ShardUnit {
   void release(bool keep_part = false) noexcept {
     for (const auto& part : parts) part->release(keep_part);
   }
+  void settle() {
+    for (const auto& part : parts) part->settle();
+  }
   void show_wholes() {
     for (const auto& part : parts) part->show_wholes();
   }

@@ -38,6 +38,12 @@ std::vector<UnitReport> ShardedModel::report() const {
       one.reduced_bytes += part->trains() ? part->reduced_bytes() : 0;
       ++one.gathers;
       one.reductions += part->trains();
+      one.offload = part->offload();
+      const bool again = one.reshards_after_forward && part->gathers_from_host_again();
+      one.uploaded_bytes += (again ? 2 : 1) * part->uploaded_bytes();
+      one.downloaded_bytes += part->downloaded_bytes(true);
+      one.partial_downloaded_bytes += part->downloaded_bytes(false);
+      one.continued_bytes += part->continued_bytes();
     }
     if (one.reshards_after_forward) one.gathers *= 2;
     units.push_back(std::move(one));
@@ -51,6 +57,7 @@ std::string ShardedModel::describe() const {
   text << "mode (parameter, gradient, optimizer) " << distributed::describe(mode_) << " on "
        << mesh.describe() << "\n"
        << "unit                  elements   whole bytes    part bytes  gathers  reductions\n";
+  UnitReport sum;
   for (const UnitReport& unit : report()) {
     std::string name = unit.name.empty() ? "(root)" : unit.name;
     name.resize(std::max<size_t>(name.size(), 20), ' ');
@@ -60,6 +67,24 @@ std::string ShardedModel::describe() const {
                   static_cast<long long>(unit.part_bytes), static_cast<long long>(unit.gathers),
                   static_cast<long long>(unit.reductions));
     text << name << line;
+    sum.offload = unit.offload;
+    sum.uploaded_bytes += unit.uploaded_bytes;
+    sum.downloaded_bytes += unit.downloaded_bytes;
+    sum.partial_downloaded_bytes += unit.partial_downloaded_bytes;
+    sum.continued_bytes += unit.continued_bytes;
+  }
+  if (sum.offload != OffloadPolicy::kNone) {
+    const bool parameters = sum.offload == OffloadPolicy::kParameters;
+    text << (parameters ? "parameters, gradients" : "gradients")
+         << " and optimizer states on the host: up " << sum.uploaded_bytes << " bytes a "
+         << (parameters ? "micro-batch" : "step") << ", down " << sum.downloaded_bytes
+         << " bytes a reduction";
+    if (sum.continued_bytes > 0) {
+      text << " (" << sum.partial_downloaded_bytes
+           << " before the last one of a step, to which sums of " << sum.continued_bytes
+           << " bytes travel up)";
+    }
+    text << '\n';
   }
   return text.str();
 }

@@ -22,6 +22,13 @@ struct UnitReport {
   int64_t reduced_bytes = 0;            // that one reduction sends, padding included
   int64_t gathers = 0, reductions = 0;  // of a micro-batch
   bool reshards_after_forward = false;
+  // Of parts on the host (offload_policy.h), else 0: what travels up to the device for the gathers
+  // of a micro-batch (kParameters) or of a step (kOptimizer), and down after the reduction of a
+  // step's last micro-batch and of one before. Where replicas add up sums that others have begun,
+  // these travel up before.
+  OffloadPolicy offload = OffloadPolicy::kNone;
+  int64_t uploaded_bytes = 0, downloaded_bytes = 0, partial_downloaded_bytes = 0;
+  int64_t continued_bytes = 0;
 };
 
 class ShardedModel final : public DataParallelModel {

@@ -141,6 +141,7 @@ void UnitSchedule::before_model() {
               "the mesh whose ranks hold the model's parameters is gone; keep it as long as the "
               "model");
   known_.check();
+  raise_failed_transfer();
   // see [Note: backwards that threw]
   const bool threw = pass_.in_backward() || open_backward_;
   if (pass_.in_backward()) pass_.fail_backward();
@@ -279,6 +280,20 @@ void UnitSchedule::leave(ShardUnit& unit, bool last, bool failed) noexcept {
     }
   }
   if (failed) last_call_ = nullptr;
+  settle();
+}
+
+// see [Note: who may write] in host_transfers.h. What failed is told by the next call or backward.
+void UnitSchedule::settle() noexcept {
+  try {
+    for (ParamShards* part : parts_) part->settle();
+  } catch (...) {
+    if (!failed_transfer_) failed_transfer_ = std::current_exception();
+  }
+}
+
+void UnitSchedule::raise_failed_transfer() {
+  if (failed_transfer_) std::rethrow_exception(std::exchange(failed_transfer_, nullptr));
 }
 
 // ---- One backward ------------------------------------------------------------------------------
@@ -429,7 +444,7 @@ void UnitSchedule::launch(ParamShards& part) {
   if (last_launched_ != nullptr) last_launched_->wait_reduce(sums_replicas());
   last_launched_ = &part;
   pass_.note_launch(static_cast<int>(next_launch_));
-  part.start_reduce(pass_.is_shadow());
+  part.start_reduce(pass_.is_shadow(), sums_replicas());
 }
 
 // Of a rank whose backward has failed: the gathers that the others go on to.
@@ -468,7 +483,9 @@ void UnitSchedule::finish() {
   if (last_launched_ != nullptr) last_launched_->wait_reduce(sums_replicas());
   const bool whole_sum = pass_.divides();
   const double divisor = whole_sum ? pass_.sum_divisor() : 1;
-  for (ParamShards* part : parts_) part->finish_sum(divisor);
+  // In the order in which they end.
+  for (const Launch& launch : launch_order_) launch.part->finish_sum(divisor);
+  raise_failed_transfer();
   if (agreement) {
     agreement->wait();
     const std::span<const uint8_t> flags = agreement->flags();
@@ -494,6 +511,7 @@ void UnitSchedule::end() {
     if (unit->calls == 0 && pass_.plan.reshard_after_backward) unit->release();
   }
   current_call_ = nullptr;
+  settle();
 }
 
 }  // namespace tessera::distributed

@@ -30,6 +30,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -111,6 +112,8 @@ class UnitSchedule final : public GradientSchedule {
   NamedTensors wholes_of(const std::vector<std::shared_ptr<ShardUnit>>& units);
   NamedTensors trained_wholes();
   void set_shards();
+  void settle() noexcept;
+  void raise_failed_transfer();
 
   Options options_;
   KnownParameters known_;
@@ -129,6 +132,7 @@ class UnitSchedule final : public GradientSchedule {
   std::shared_ptr<UnitCall> ahead_;         // to be gathered when `ahead_of_` has come far enough
   const ShardUnit* ahead_of_ = nullptr;
   bool open_backward_ = false;  // begun and not ended
+  std::exception_ptr failed_transfer_;
   struct Launch {
     const ShardUnit* unit;
     ParamShards* part;

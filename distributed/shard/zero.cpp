@@ -21,6 +21,10 @@ ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options)
   }
   TS_CHECK_AS(ConfigError, mesh.axes().size() == 1, where, "takes a mesh of one axis; got ",
               mesh.describe(), "; take a sub-mesh, mesh.submesh({...})");
+  TS_CHECK_AS(ConfigError, options.offload_policy != OffloadPolicy::kParameters, where, "stage ",
+              options.stage,
+              " keeps whole parameters where ops read them; offload the optimizer alone "
+              "(OffloadPolicy::kOptimizer), or shard parameters too, with fully_shard()");
   auto unit = std::make_shared<ShardUnit>();
   unit->modules = {&model};
   unit->ranks = shard_ranks(mesh, where);
@@ -30,13 +34,15 @@ ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options)
                     .reduces_every_backward = options.stage == 2};
   unit->broadcasts_buffers = options.broadcast_buffers;
   std::vector<ShardedParam> params = free_parameters(*unit, options.ignored, where);
+  check_offload(params, options.offload_policy, where);
   synchronise_parameters(
       params, mesh, options.init_sync, where,
       tessera::detail::concatenate(
           "stage ", options.stage, ", first_bucket_bytes ", options.first_bucket_bytes,
           ", bucket_bytes ", options.bucket_bytes, ", gradient_dtype ",
           words_of(options.gradient_dtype), ", average ", words_of(options.average), ", init_sync ",
-          options.init_sync, ", broadcast_buffers ", options.broadcast_buffers));
+          options.init_sync, ", broadcast_buffers ", options.broadcast_buffers, ", offload ",
+          words_of(options.offload_policy)));
   // What is not trained stays whole, as the other ranks have it.
   std::erase_if(params, [&](const ShardedParam& param) {
     if (param.shard.requires_grad()) return false;
@@ -56,7 +62,8 @@ ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options)
     for (const size_t member : members) list.push_back(params[member]);
     unit->parts.push_back(std::make_unique<FlatShards>(
         "bucket " + std::to_string(unit->parts.size()), unit->ranks, std::move(list),
-        ShardDTypes{.gradient = options.gradient_dtype}, false, options.stage == 1));
+        ShardDTypes{.gradient = options.gradient_dtype}, false, options.stage == 1,
+        options.offload_policy));
   }
   install_unit(unit);
   auto schedule = schedule_under(unit);

@@ -17,6 +17,7 @@
 
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/shard/buckets.h>
+#include <tessera/distributed/shard/offload_policy.h>
 #include <tessera/distributed/shard/sharded_model.h>
 #include <tessera/nn/module.h>
 
@@ -33,6 +34,10 @@ struct ZeroOptions {
   bool init_sync = true;
   bool broadcast_buffers = true;  // as ReplicateOptions
   std::vector<std::string> ignored = {};
+  // kOptimizer: the parts that the optimizer works on, their gradients and states lie in memory of
+  // the host, for a GPU (ZeRO-Offload). ConfigError for kParameters: whole parameters are of use
+  // where ops read them. UnsupportedError for parameters on the CPU.
+  OffloadPolicy offload_policy = OffloadPolicy::kNone;
 };
 // `mesh`: one axis. Collective. Throws ConfigError for another stage, where a module inside is
 // sharded already and as fully_shard() does; DistributedError on every rank where models or options

@@ -27,41 +27,12 @@
 
 #include "../fault_backend.h"
 #include "nccl_fixture.h"
+#include "sharded_blocks.h"
 
 namespace tessera::distributed {
 namespace {
 
 using CudaSharding = CudaNccl;
-
-// Rows that no number of ranks divides.
-struct Block : nn::Module<Block> {
-  explicit Block(int width)
-      : norm(add<nn::LayerNorm>("norm", width)),
-        up(add<nn::Linear>("up", width, 2 * width)),
-        down(add<nn::Linear>("down", 2 * width, width)) {}
-  Tensor forward(const Tensor& x) { return x + down(relu(up(norm(x)))); }
-  nn::LayerNorm& norm;
-  nn::Linear& up;
-  nn::Linear& down;
-};
-struct Blocks : nn::Module<Blocks> {
-  explicit Blocks(int width = 9) : in(parameter("in", full({width, 5}, 0.1))) {
-    for (int i = 0; i < 4; ++i) blocks.push_back(&add<Block>("h" + std::to_string(i), width));
-  }
-  Tensor forward(const Tensor& x) {
-    Tensor y = matmul(x, in.t());
-    for (Block* block : blocks) y = (*block)(y);
-    return y;
-  }
-  const Tensor& in;
-  std::vector<Block*> blocks;
-};
-
-Tensor loss_of(Blocks& model, int step, int rank) {
-  const RandomStream stream{7, static_cast<uint64_t>(10 * step + rank)};
-  const Tensor y = model(on_gpu(randn({3, 5}, {}, stream)));
-  return (y * y).mean();
-}
 
 enum class Units { kOne, kBlocks, kPairs };
 struct Way {

@@ -30,6 +30,14 @@ std::vector<CountedTraffic> count_traffic(const std::function<void()>& work);
 // How often the host waited for queued work so far: synchronisations, and copies to host memory.
 int64_t host_waits();
 
+// Bytes of the copies between host and device that were queued so far on the device's streams
+// beside its null stream: what travels while that one calculates. Tables of launches go with the
+// launch.
+struct CopiedBytes {
+  int64_t to_device = 0, to_host = 0;
+};
+CopiedBytes copied_beside(int device);
+
 // How many launches of this name were queued so far.
 int64_t launches_of(const std::string& name);
 

@@ -88,6 +88,7 @@ struct Machine {
   std::vector<emulation::CountedTraffic> traffic;
   int64_t host_waits = 0;
   std::map<std::string, int64_t> launches;  // by name
+  std::map<int, emulation::CopiedBytes> copied_beside;
   int devices = 2;
   int driver = CUDART_VERSION;  // 0: none is installed
   int capability = 90;          // compute capability, times 10
@@ -376,6 +377,10 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cuda
   if (queue.capture &&
       ((!from_device && !is_pinned(source)) || (!to_device && !is_pinned(target)))) {
     return spoil(*queue.capture, cudaErrorStreamCaptureUnsupported);
+  }
+  if (stream != nullptr && to_device != from_device) {
+    emulation::CopiedBytes& copied = machine().copied_beside[queue.device];
+    (to_device ? copied.to_device : copied.to_host) += static_cast<int64_t>(bytes);
   }
   // CUDA promises nothing about when it reads or writes pageable memory: before the call returns,
   // or when the stream comes to the copy.
@@ -677,6 +682,11 @@ bool has_context(int device) {
 int64_t host_waits() {
   Lock lock(machine().mutex);
   return machine().host_waits;
+}
+
+CopiedBytes copied_beside(int device) {
+  Lock lock(machine().mutex);
+  return machine().copied_beside[device];
 }
 
 int64_t launches_of(const std::string& name) {

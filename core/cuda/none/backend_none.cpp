@@ -26,6 +26,7 @@ void use_device(int) { refuse("cuda"); }
 void synchronize(int) { refuse("synchronize"); }
 void copy_bytes(void*, const Device&, const void*, const Device&, size_t, bool) { refuse("copy"); }
 Allocator& pinned_allocator() { refuse("pinned memory"); }
+int64_t pinned_bytes_in_use() { return 0; }
 bool is_pinned(const void*) { return false; }
 std::shared_ptr<StreamHandle> make_stream(int) { refuse("stream"); }
 std::shared_ptr<StreamHandle> copy_stream(int) { refuse("stream"); }

@@ -1,0 +1,155 @@
+// The Accelerator's settings offload_parameters and offload_optimizer on emulated GPUs: the same
+// loop, the bits of a training without them, and checkpoints that either goes on from.
+#include <array>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/accelerate/accelerator.h>
+#include <tessera/accelerate/settings/config.h>
+#include <tessera/core/cuda/device_memory.h>
+#include <tessera/core/pinned.h>
+#include <tessera/data/dataloader.h>
+#include <tessera/distributed/mesh/dtensor.h>
+#include <tessera/optim/optimizers.h>
+
+#include "sharded_blocks.h"
+
+namespace tessera::distributed {
+namespace {
+
+using accelerate::Sharding;
+using CudaAcceleratorOffload = CudaNccl;
+
+struct Rows : data::Dataset<std::array<Tensor, 2>> {
+  int64_t size() const override { return 24; }
+  std::array<Tensor, 2> get(int64_t index) const override {
+    return {randn({5}, {}, RandomStream{3, static_cast<uint64_t>(index)}),
+            randn({9}, {}, RandomStream{4, static_cast<uint64_t>(index)})};
+  }
+};
+
+struct Outcome {
+  std::vector<double> losses, norms;
+  std::vector<std::vector<float>> values;
+  friend bool operator==(const Outcome&, const Outcome&) = default;
+};
+
+struct Case {
+  Sharding sharding = Sharding::kFsdp;
+  std::optional<bool> parameters = {}, optimizer = {};
+  std::optional<Precision> precision = {};
+  std::optional<PrecisionPolicy> policy = {};
+  int64_t micro = 1;
+  std::string load = {}, save = {};  // before and after the epoch
+};
+
+// An epoch, of rank 0.
+Outcome train(int ranks, const Case& one) {
+  Outcome outcome;
+  on_gpus(ranks, [&](int rank) {
+    manual_seed(5);
+    Blocks model;
+    Accelerator accelerator({.mixed_precision = one.precision,
+                             .precision_policy = one.policy,
+                             .gradient_accumulation_steps = one.micro,
+                             .seed = 5,
+                             .sharding = one.sharding,
+                             .offload_parameters = one.parameters,
+                             .offload_optimizer = one.optimizer,
+                             .config_file = ""});
+    ASSERT_EQ(accelerator.device(), cuda(rank));
+    const Rows rows;
+    data::DataLoader loader(rows, {.batch_size = 2, .shuffle = true});
+    optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-2, .weight_decay = 0.1});
+    accelerator.prepare(model, optimizer, loader);
+    const bool offloads = one.parameters.value_or(false) || one.optimizer.value_or(false);
+    for (const Tensor& parameter : model.parameters()) {
+      EXPECT_EQ(parameter.device().is_cpu(), offloads);
+      EXPECT_TRUE(!offloads || parameter.numel() == 0 || is_pinned(parameter));
+    }
+    EXPECT_EQ(contains(accelerator.describe(), "optimizer states on the host"), offloads);
+    if (!one.load.empty()) accelerator.load_state(one.load);
+    for (const auto& batch : loader) {
+      const auto micro = accelerator.accumulate(model);
+      const Tensor loss = mse_loss(model(batch[0]), batch[1]);
+      accelerator.backward(loss);
+      const Tensor norm = accelerator.clip_grad_norm(model.parameters(), 0.5);
+      optimizer.step();
+      optimizer.zero_grad();
+      if (rank == 0) outcome.losses.push_back(loss.to(kCpu).item());
+      if (rank == 0 && micro.sync_gradients()) outcome.norms.push_back(norm.to(kCpu).item());
+    }
+    if (!one.save.empty()) accelerator.save_state(one.save);
+    const NoGradGuard no_grad;
+    for (const Tensor& parameter : model.parameters()) {
+      const Tensor whole = is_dtensor(parameter) ? full_tensor(parameter) : parameter;
+      if (rank == 0) outcome.values.push_back(values(whole.to(kF32)));
+    }
+  });
+  return outcome;
+}
+
+void expect_same(const Outcome& outcome, const Outcome& expected) {
+  EXPECT_EQ(outcome.losses, expected.losses);
+  EXPECT_EQ(outcome.norms, expected.norms);
+  EXPECT_TRUE(outcome == expected);
+}
+
+TEST_F(CudaAcceleratorOffload, EveryModeAndPrecisionHasTheBitsOfTheDevice) {
+  struct Way {
+    std::optional<Precision> precision = {};
+    std::optional<PrecisionPolicy> policy = {};
+    int64_t micro = 1;
+  };
+  for (const Way& way : {Way{.micro = 2}, Way{Precision::kBF16, PrecisionPolicy::kAutocast},
+                         Way{Precision::kBF16, PrecisionPolicy::kPure, 2},
+                         Way{Precision::kFP16, PrecisionPolicy::kAutocast}}) {
+    for (const Sharding sharding : {Sharding::kZero1, Sharding::kZero2, Sharding::kFsdp}) {
+      Case one{.sharding = sharding,
+               .precision = way.precision,
+               .policy = way.policy,
+               .micro = way.micro};
+      const Outcome expected = train(2, one);
+      SCOPED_TRACE(testing::Message() << "mode " << static_cast<int>(sharding) << ", micro "
+                                      << way.micro << ", precision "
+                                      << static_cast<int>(way.precision.value_or(Precision::kNo)));
+      one.optimizer = true;
+      expect_same(train(2, one), expected);
+      if (sharding != Sharding::kFsdp) continue;
+      one.optimizer = {};
+      one.parameters = true;
+      expect_same(train(2, one), expected);
+    }
+  }
+}
+
+TEST_F(CudaAcceleratorOffload, OneGpuHasItToo) {
+  const Outcome expected = train(1, {.sharding = Sharding::kDdp});
+  expect_same(train(1, {.sharding = Sharding::kZero1, .optimizer = true}), expected);
+  expect_same(train(1, {.parameters = true}), expected);
+}
+
+TEST_F(CudaAcceleratorOffload, ACheckpointGoesOnWithAndWithout) {
+  const std::string device = testing::TempDir() + "offload_device";
+  const std::string host = testing::TempDir() + "offload_host";
+  for (const std::string& folder : {device, host}) std::filesystem::remove_all(folder);
+  const Precision bf16 = Precision::kBF16;
+  const PrecisionPolicy pure = PrecisionPolicy::kPure;  // with masters
+  train(2, {.precision = bf16, .policy = pure, .save = device});
+  train(2, {.parameters = true, .precision = bf16, .policy = pure, .save = host});
+  const Outcome expected = train(2, {.precision = bf16, .policy = pure, .load = device});
+  for (const std::string& folder : {device, host}) {
+    for (const bool parameters : {false, true}) {
+      expect_same(train(2, {.parameters = parameters,
+                            .precision = bf16,
+                            .policy = pure,
+                            .load = folder}),
+                  expected);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::distributed
