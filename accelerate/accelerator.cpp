@@ -5,6 +5,7 @@
 
 #include <tessera/accelerate/accelerator_state.h>
 #include <tessera/accelerate/rank_device.h>
+#include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
@@ -27,6 +28,7 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
       .set("precision_policy", options.precision_policy)
       .set("output_precision", options.output_precision)
       .set("gradient_accumulation_steps", options.gradient_accumulation_steps)
+      .set("gradient_clipping", options.gradient_clipping)
       .set("loss_weighting", options.loss_weighting)
       .set("sync_with_dataloader", options.sync_with_dataloader)
       .set("sync_each_batch", options.sync_each_batch)
@@ -52,6 +54,7 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
       .set("sharding", options.sharding)
       .set("offload_parameters", options.offload_parameters)
       .set("offload_optimizer", options.offload_optimizer)
+      .set("deepspeed_config_file", options.deepspeed_config)
       .set("dp_replicate_size", options.dp_replicate_size)
       .set("dp_shard_size", options.dp_shard_size)
       .set("fsdp_reshard_after_forward", options.fsdp.reshard_after_forward)
@@ -75,6 +78,9 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
       .set("scaler_backoff_factor", options.loss_scale.backoff_factor)
       .set("scaler_growth_interval", options.loss_scale.growth_interval)
       .set("scaler_enabled", options.loss_scale.enabled)
+      .set("scaler_min_scale", options.loss_scale.min_scale)
+      .set("scaler_hysteresis", options.loss_scale.hysteresis)
+      .set("scaler_consecutive_hysteresis", options.loss_scale.consecutive_hysteresis)
       .set("scaler_on_device", options.loss_scale.on_device)
       .set("collective_timeout", options.collective_timeout);
   accelerate::ResolveOptions sources;
@@ -107,11 +113,12 @@ Accelerator::Accelerator(accelerate::Settings resolved, std::shared_ptr<State> f
   if (settings.collective_timeout.origin.source == accelerate::Source::kCode) {
     distributed::rank_context().timeouts.collective = settings.collective_timeout;
   }
-  state.steps = settings.gradient_accumulation_steps;
   state.sync_with_dataloader = settings.sync_with_dataloader;
   state.dealt_ranks = num_processes() > 1 ? &distributed::mesh().group("dp") : &world();
   state.data_rank = state.dealt_ranks->rank();
   state.data_ranks = state.dealt_ranks->size();
+  if (settings.deepspeed) state.settle_batch_sizes();
+  state.steps = settings.gradient_accumulation_steps;
   if (settings.mixed_precision.value == Precision::kFP16) state.make_scaler();
   state.loader_plan = std::make_unique<accelerate::LoaderPlan>(
       *state.dealt_ranks,
@@ -204,6 +211,83 @@ void Accelerator::synchronize_rng_states(const std::source_location& where) {
 Device Accelerator::device() const {
   return device_of(state_->settings,
                    {process_index(), local_process_index(), num_local_processes()});
+}
+
+// ---- A DeepSpeed configuration -----------------------------------------------------------------
+
+namespace {
+
+const accelerate::DeepSpeedConfig& deepspeed_of(const accelerate::Settings& settings,
+                                                std::string_view where, std::string_view made) {
+  TS_CHECK_AS(ConfigError, settings.deepspeed != nullptr, where,
+              "there is no DeepSpeed configuration that says which; name one by "
+              "deepspeed_config_file, or make the ",
+              made, " in the program");
+  return *settings.deepspeed;
+}
+
+}  // namespace
+
+std::unique_ptr<optim::Optimizer> Accelerator::optimizer_from_config(
+    const nn::ModuleBase& model, const accelerate::ConfiguredOptimizerOptions& options) {
+  NamedTensors trained;
+  for (const NamedTensor& named : model.named_parameters()) {
+    if (named.tensor.requires_grad()) trained.push_back(named);
+  }
+  return optimizer_from_config({{.parameters = std::move(trained)}}, options);
+}
+
+std::unique_ptr<optim::Optimizer> Accelerator::optimizer_from_config(
+    const std::vector<accelerate::ConfiguredGroup>& groups,
+    const accelerate::ConfiguredOptimizerOptions& options) {
+  const auto& config = deepspeed_of(state_->settings, "optimizer_from_config", "optimizer");
+  auto optimizer = accelerate::make_optimizer(config, groups, options);
+  // prepare() takes the gate's place.
+  Life& life = state_->configured[optimizer.get()];
+  optimizer->set_zero_grad_gate([token = life.token()] { return true; });
+  return optimizer;
+}
+
+std::unique_ptr<optim::Schedule> Accelerator::schedule_from_config(
+    optim::Optimizer& optimizer, const accelerate::ConfiguredScheduleOptions& options) {
+  const auto& config = deepspeed_of(state_->settings, "schedule_from_config", "schedule");
+  auto schedule = accelerate::make_schedule(config, optimizer, options);
+  Life& life = state_->configured[schedule.get()];
+  schedule->set_step_gate([token = life.token()] { return optim::StepDecision(); });
+  return schedule;
+}
+
+void Accelerator::State::settle_batch_sizes() {
+  const accelerate::BatchSizes sizes =
+      accelerate::batch_sizes(*settings.deepspeed, settings, data_ranks);
+  if (settings.gradient_accumulation_steps != sizes.steps) {
+    settings.gradient_accumulation_steps = {
+        sizes.steps, {accelerate::Source::kFile, settings.deepspeed->name + ", train_batch_size"}};
+  }
+  micro_batch_size = sizes.micro.value_or(0);
+  batch_arithmetic = sizes.arithmetic;
+}
+
+void Accelerator::State::check_configured(const void* object, bool has_section,
+                                          std::string_view section, std::string_view made) {
+  const auto found = configured.find(object);
+  const bool is_made = found != configured.end() && !found->second.ended();
+  if (found != configured.end()) configured.erase(found);
+  TS_CHECK_AS(ConfigError, is_made || !has_section, "prepare", settings.deepspeed->name,
+              " has a section \"", section, "\", and the program makes another ", made,
+              "; take accelerator.", made, "_from_config(), or remove the section");
+}
+
+// Of the loader that is being read: what the file says of micro-batches.
+void Accelerator::State::check_micro_batch() const {
+  const data::LoaderBase* loader = loader_plan->active();
+  if (micro_batch_size == 0 || loader == nullptr) return;
+  const int64_t given = loader->options().batch_size;
+  const int64_t own = settings.split_batches ? given / data_ranks : given;
+  TS_CHECK_AS(ConfigError, own == micro_batch_size, "backward", settings.deepspeed->name, " says ",
+              batch_arithmetic, ", and the loader has batches of ", own,
+              " a rank; make its batch_size ", micro_batch_size * (own == given ? 1 : data_ranks),
+              ", or write \"auto\" in the file");
 }
 
 // ---- Looking -----------------------------------------------------------------------------------
@@ -316,6 +400,36 @@ StateDict Accelerator::get_state_dict(const nn::ModuleBase& model) const {
   return parts ? distributed::full_state_dict(state, *state_->dealt_ranks) : state;
 }
 
+accelerate::FullValues Accelerator::full_values(nn::ModuleBase& model) {
+  state_->forget_dead();
+  const auto record = state_->at(model, "full_values");
+  accelerate::FullValuesOptions options;
+  for (const auto& optimizer : state_->optimizers) {
+    const auto& models = state_->models_of(*optimizer);
+    if (std::ranges::find(models, record) == models.end()) continue;
+    state_->begin_masters(*optimizer);
+    options.optimizers.push_back(optimizer->optimizer);
+  }
+  // The scale follows each step, and gradients are of the one before.
+  options.gradient_scale = [state = state_] {
+    return state->scaler ? state->scaler->loss_scale() : 1.0;
+  };
+  options.sum_so_far = [record = std::weak_ptr(record)]() -> std::string {
+    const auto alive = record.lock();
+    if (!alive) return "the model was prepared again";
+    const bool open =
+        alive->reduces() ? alive->parallel->pass().holds_unreduced() : alive->window.pending();
+    return open ? "its window is open, and it is a sum that goes on; ask where "
+                  "accelerator.sync_gradients() is true, after backward() and before step()"
+                : "";
+  };
+  options.written = [record = std::weak_ptr(record)] {
+    const auto alive = record.lock();
+    if (alive && alive->parallel) alive->parallel->pass().accept_written();
+  };
+  return accelerate::FullValues(model, std::move(options));
+}
+
 accelerate::SavedModel Accelerator::save_model(const nn::ModuleBase& model,
                                                const std::string& folder,
                                                const accelerate::SaveModelOptions& options,
@@ -379,6 +493,12 @@ std::string Accelerator::describe() const {
       << state.data_ranks << "\nsettings\n";
   std::istringstream settings(accelerate::describe(state.settings, true));
   for (std::string line; std::getline(settings, line);) out << "  " << line << '\n';
+  if (state.settings.deepspeed) {
+    const accelerate::DeepSpeedConfig& config = *state.settings.deepspeed;
+    out << config.name << '\n'
+        << accelerate::Import{.settings = {}, .lines = config.lines}.report();
+    if (!state.batch_arithmetic.empty()) out << "  " << state.batch_arithmetic << '\n';
+  }
   for (const auto& record : state.models) {
     out << "model " << record->model->type_name() << ": " << record->model->num_parameters()
         << " elements in " << record->parameters.size() << " parameters, windows of "

@@ -68,6 +68,8 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/accelerate/deepspeed.h>
+#include <tessera/accelerate/full_values.h>
 #include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/operations.h>
@@ -123,6 +125,9 @@ struct LossScaleOptions {
   std::optional<double> backoff_factor = {};
   std::optional<int64_t> growth_interval = {};
   std::optional<bool> enabled = {};
+  std::optional<double> min_scale = {};
+  std::optional<int64_t> hysteresis = {};
+  std::optional<bool> consecutive_hysteresis = {};
   std::optional<bool> on_device = {};
 };
 
@@ -135,6 +140,8 @@ struct AcceleratorOptions {
   std::optional<PrecisionPolicy> precision_policy = {};
   std::optional<OutputPrecision> output_precision = {};
   std::optional<int64_t> gradient_accumulation_steps = {};  // micro-batches of a window
+  // Prepared optimizers clip by themselves to this norm; 0: the program clips.
+  std::optional<double> gradient_clipping = {};
   std::optional<LossWeighting> loss_weighting = {};
   std::optional<bool> sync_with_dataloader = {};          // its end ends the window
   std::optional<bool> sync_each_batch = {};               // reduce in every micro-batch
@@ -164,6 +171,9 @@ struct AcceleratorOptions {
   std::optional<bool> offload_parameters = {};  // of a GPU, to memory of the host
   std::optional<bool> offload_optimizer = {};   // gradients and states alone
   std::optional<int64_t> dp_replicate_size = {}, dp_shard_size = {};
+  // A DeepSpeed configuration, as a JSON file or the object itself: docs/deepspeed.md. Accelerate's
+  // DeepSpeedPlugin(hf_ds_config). The setting is called deepspeed_config_file.
+  std::optional<std::string> deepspeed_config = {};
   FullyShardedDataParallelOptions fsdp = {};
   DistributedDataParallelOptions ddp = {};
   LossScaleOptions loss_scale = {};
@@ -181,6 +191,12 @@ struct BackwardOptions {
   std::optional<double> weight = {};
   bool retain_graph = false;
   bool create_graph = false;
+  // Another backward of this micro-batch follows (a second loss, a second model's): nothing is
+  // divided before that one, nor reduced where ranks keep whole gradients. Without it every
+  // backward of the window's last micro-batch reduces and divides, which is a mean that the next
+  // one takes up again: as right, but not to the last bit of one process, and it travels once more.
+  // ValueError outside of accumulate().
+  bool more = false;
 };
 
 struct JoinUnevenOptions {
@@ -261,6 +277,17 @@ class Accelerator : public ProcessControl {
     (collect(preparation, objects), ...);
     run(preparation);
   }
+
+  // What the sections "optimizer" and "scheduler" of deepspeed_config_file describe, to be prepared
+  // beside the model: see deepspeed.h, which has their errors. Where there is such a section
+  // prepare() takes no optimizer, or no schedule, that was made otherwise: ConfigError.
+  std::unique_ptr<optim::Optimizer> optimizer_from_config(
+      const nn::ModuleBase& model, const accelerate::ConfiguredOptimizerOptions& options = {});
+  std::unique_ptr<optim::Optimizer> optimizer_from_config(
+      const std::vector<accelerate::ConfiguredGroup>& groups,
+      const accelerate::ConfiguredOptimizerOptions& options = {});
+  std::unique_ptr<optim::Schedule> schedule_from_config(
+      optim::Optimizer& optimizer, const accelerate::ConfiguredScheduleOptions& options = {});
 
   // ---- The loop
 
@@ -469,6 +496,11 @@ class Accelerator : public ProcessControl {
   // parameters are parts: whole tensors on the CPU of rank 0 and none elsewhere, gathered one by
   // one; collective then.
   StateDict get_state_dict(const nn::ModuleBase& model) const;
+
+  // The whole f32 parameters, gradients and optimizer states of a prepared model, one at a time,
+  // read and written by name, whatever each rank holds of them: full_values.h. ValueError for a
+  // model that was not prepared.
+  accelerate::FullValues full_values(nn::ModuleBase& model);
 
   // Lets go of all prepared objects, those that died included: they train alone again. Counters
   // begin anew. Then the objects given here go, in this order: pointers that own and optionals are

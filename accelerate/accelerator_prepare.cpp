@@ -4,6 +4,7 @@
 
 #include <tessera/accelerate/accelerator_state.h>
 #include <tessera/accelerate/data_parallel.h>
+#include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
 #include <tessera/core/placement_slot.h>
@@ -192,6 +193,9 @@ void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
   if (const OptimizerRecord* known = find(optimizer)) {
     if (same_tensors(known->parameters, parameters)) return;
     std::erase_if(optimizers, [&](const auto& record) { return record.get() == known; });
+  } else if (settings.deepspeed) {
+    check_configured(&optimizer, settings.deepspeed->optimizer.has_value(), "optimizer",
+                     "optimizer");
   }
   auto record = std::make_shared<OptimizerRecord>();
   record->optimizer = &optimizer;
@@ -277,6 +281,9 @@ void Accelerator::State::prepare_loader(const LoaderRequest& request) {
 template <class T>
 void Accelerator::State::prepare_schedule(std::vector<ScheduleRecord<T>>& known, T& schedule) {
   if (std::ranges::find(known, &schedule, &ScheduleRecord<T>::schedule) != known.end()) return;
+  if (settings.deepspeed) {
+    check_configured(&schedule, settings.deepspeed->scheduler.has_value(), "scheduler", "schedule");
+  }
   ScheduleRecord<T> record{.schedule = &schedule};
   schedule.set_step_gate([weak = weak_from_this(), own = &schedule, life = record.life.token()] {
     const auto state = weak.lock();

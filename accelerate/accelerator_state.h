@@ -133,6 +133,7 @@ struct OptimizerRecord {
     Tensor before_on_device;
   };
   std::optional<FoldedClip> clip;
+  bool clipped = false;    // by the program, within gradient_clipping
   bool attempted = false;  // step() came to a boundary, and nobody has looked how it ended
   bool skipped = false;
 
@@ -153,6 +154,12 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   std::unique_ptr<Trackers> trackers;           // made when first asked for
   std::optional<precision::GradScaler> scaler;  // fp16
   int64_t steps = 1;
+  // Of a DeepSpeed configuration: samples of a rank's micro-batch, 0 where it says none, and where
+  // they come from.
+  int64_t micro_batch_size = 0;
+  std::string batch_arithmetic;
+  // Optimizers and schedules that were made from it and not prepared yet.
+  std::unordered_map<const void*, Life> configured;
   bool sync_with_dataloader = true;
   int data_rank = 0, data_ranks = 1;  // along the axis that batches are dealt over
   Device device;                      // of models and batches; known when something is prepared
@@ -226,6 +233,10 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
     return nullptr;
   }
 
+  void settle_batch_sizes();
+  void check_micro_batch() const;
+  void check_configured(const void* object, bool has_section, std::string_view section,
+                        std::string_view made);
   void prepare_model(nn::ModuleBase& model);
   void prepare_optimizer(optim::Optimizer& optimizer);
   void prepare_loader(const LoaderRequest& request);
@@ -253,6 +264,7 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   OptimizerRecord* owner_of(const TensorList& parameters);
   Tensor fold_clip(OptimizerRecord& owner, const TensorList& parameters, double max_norm,
                    double norm_type);
+  void clip_by_setting(OptimizerRecord& record);
   static void drop_clip(OptimizerRecord& record);
   void apply_clip(OptimizerRecord& record);
 

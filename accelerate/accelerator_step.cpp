@@ -283,7 +283,12 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
   state.forget_dead();
   state.update_scale();
   state.finite_gradients.clear();
+  state.check_micro_batch();
   const bool in_window = !state.open.empty();
+  const bool more = options.more;
+  TS_CHECK(in_window || !more, "backward",
+           "more says that another backward of the micro-batch follows, and none is open; call it "
+           "where accumulate() has opened one");
   const double weight = state.weigh(options.weight);
   const std::vector<std::shared_ptr<ModelRecord>> own =
       in_window ? state.open.back().records : std::vector<std::shared_ptr<ModelRecord>>();
@@ -321,20 +326,22 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
     if (record->parallel) {
       bool sync = record->no_sync == 0 && !record->local;
       if (is_own) {
-        sync = sync && record->reduces_in(window.is_boundary(), state.settings.sync_each_batch);
+        sync = sync &&
+               record->reduces_in(window.is_boundary() && !more, state.settings.sync_each_batch);
       }
       sync = sync || record->triggered > 0;
-      at_once = sync && (!is_own || window.is_whole());
+      at_once = sync && (!is_own || (window.is_whole() && !more));
       // Accelerate divides in every micro-batch that is reduced.
       const bool divides_each =
           divides_as_huggingface && !record->parallel->reduces_every_backward();
-      record->parallel->set_plan({.micro_index = is_own ? window.index() : 0,
-                                  .is_last = !is_own || window.is_boundary() || divides_each,
-                                  .sync_gradients = sync,
-                                  .weight = is_own ? window.weight() : weight,
-                                  .epoch = batch.epoch,
-                                  .position = batch.position,
-                                  .all_reduce = !is_own || window.is_boundary()});
+      record->parallel->set_plan(
+          {.micro_index = is_own ? window.index() : 0,
+           .is_last = !is_own || (window.is_boundary() && !more) || divides_each,
+           .sync_gradients = sync,
+           .weight = is_own ? window.weight() : weight,
+           .epoch = batch.epoch,
+           .position = batch.position,
+           .all_reduce = !is_own || (window.is_boundary() && !more)});
       reducing.push_back({record.get(), record->parallel->pass().reductions()});
     }
     record->kept.forget_cleared();
@@ -383,7 +390,7 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
       const distributed::BackwardPass& pass = record->parallel->pass();
       const bool reduced = pass.reductions() > expected->reductions && !pass.holds_unreduced();
       reduced ? record->window.set_reduced() : record->window.set_pending();
-    } else if (record->window.is_boundary()) {
+    } else if (record->window.is_boundary() && !more) {
       closed.push_back(record);
       record->window.set_reduced();
     } else {
@@ -461,7 +468,8 @@ bool Accelerator::State::at_boundary(OptimizerRecord& record) {
 
 StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
   record.was_skipped();  // before skip_reason() is another
-  record.clip.reset();   // the step takes the factor, whatever it then does
+  const bool clipped = std::exchange(record.clipped, false);
+  record.clip.reset();  // the step takes the factor, whatever it then does
   if (!at_boundary(record)) return StepDecision::skip("gradients are being accumulated");
   record.attempted = true;
   begin_masters(record);
@@ -476,6 +484,10 @@ StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
   }
   if (!has_weight) return StepDecision::skip("no micro-batch of the window has any weight");
   for (const auto& model : models_of(record)) model->consumed = true;
+  if (settings.gradient_clipping > 0 && !clipped) {
+    clip_by_setting(record);
+    record.clip.reset();
+  }
   if (!scaler) return {};
   const Tensor norm = take_finite_norm(*record.optimizer);
   if (norm.defined()) {
@@ -548,7 +560,21 @@ Tensor Accelerator::State::fold_clip(OptimizerRecord& owner, const TensorList& p
   return norm;
 }
 
+// As a program that clips all parameters of the optimizer before its step. Where it has none with a
+// gradient there is nothing to clip; ranks that hold parts all have the same ones.
+void Accelerator::State::clip_by_setting(OptimizerRecord& record) {
+  TensorList parameters;
+  bool any = false;
+  for (const auto& [name, tensor] : record.parameters) {
+    any = any || tensor.grad().defined();
+    parameters.push_back(tensor);
+  }
+  if (!any) return;
+  note_norm(parameters, fold_clip(record, parameters, settings.gradient_clipping, 2));
+}
+
 void Accelerator::State::drop_clip(OptimizerRecord& record) {
+  record.clipped = false;
   if (!record.clip) return;
   record.optimizer->next_step().data_as<double>()[0] = record.clip->before;
   record.optimizer->scale_next_step(record.clip->before_on_device);
@@ -589,6 +615,11 @@ Tensor Accelerator::clip_grad_norm(const TensorList& parameters, double max_norm
   }
   Tensor norm;
   if (OptimizerRecord* owner = state.owner_of(parameters)) {
+    const double limit = state.settings.gradient_clipping;
+    if (limit > 0 && norm_type == 2) {
+      max_norm = std::min(max_norm, limit);
+      owner->clipped = true;
+    }
     norm = state.fold_clip(*owner, parameters, max_norm, norm_type);
   } else {
     for (const auto& record : state.optimizers) state.apply_clip(*record);
@@ -609,12 +640,16 @@ void Accelerator::clip_grad_value(const TensorList& parameters, double limit) {
 // ---- Loss scaling ------------------------------------------------------------------------------
 
 void Accelerator::State::make_scaler() {
-  scaler.emplace(precision::GradScalerOptions{.init_scale = settings.scaler_init_scale,
-                                              .growth_factor = settings.scaler_growth_factor,
-                                              .backoff_factor = settings.scaler_backoff_factor,
-                                              .growth_interval = settings.scaler_growth_interval,
-                                              .enabled = settings.scaler_enabled,
-                                              .on_device = settings.scaler_on_device});
+  scaler.emplace(
+      precision::GradScalerOptions{.init_scale = settings.scaler_init_scale,
+                                   .growth_factor = settings.scaler_growth_factor,
+                                   .backoff_factor = settings.scaler_backoff_factor,
+                                   .growth_interval = settings.scaler_growth_interval,
+                                   .enabled = settings.scaler_enabled,
+                                   .min_scale = settings.scaler_min_scale,
+                                   .hysteresis = settings.scaler_hysteresis,
+                                   .consecutive_hysteresis = settings.scaler_consecutive_hysteresis,
+                                   .on_device = settings.scaler_on_device});
   // Where the finding stays on a GPU no host could agree: a rank that steps alone has a scale of
   // its own.
   if (settings.scaler_on_device) return;

@@ -375,17 +375,32 @@ StateDict Optimizer::state_dict() const {
     state.set(group_key(g, "num_parameters"),
               scalar_tensor(static_cast<int64_t>(groups_[g].named.size()), kI64));
     for (size_t i = 0; i < groups_[g].named.size(); ++i) {
-      const ParameterState& own = groups_[g].states[i];
-      if (own.step == 0 && !own.master.defined()) continue;
-      const std::string prefix = "state." + groups_[g].named[i].name + ".";
-      state.set(prefix + "step", scalar_tensor(own.step, kI64));
-      if (own.master.defined()) state.set(prefix + "master", own.master);
-      for (size_t s = 0; s < state_names().size(); ++s) {
-        if (own.states[s].defined()) state.set(prefix + state_names()[s], own.states[s]);
-      }
+      append_state(groups_[g].states[i], "state." + groups_[g].named[i].name + ".", state);
     }
   }
   return state;
+}
+
+void Optimizer::append_state(const ParameterState& own, const std::string& prefix,
+                             StateDict& state) const {
+  if (own.step == 0 && !own.master.defined()) return;
+  state.set(prefix + "step", scalar_tensor(own.step, kI64));
+  if (own.master.defined()) state.set(prefix + "master", own.master);
+  for (size_t s = 0; s < state_names().size(); ++s) {
+    if (own.states[s].defined()) state.set(prefix + state_names()[s], own.states[s]);
+  }
+}
+
+StateDict Optimizer::parameter_state(std::string_view name) const {
+  settle_skipped();
+  for (const Group& group : groups_) {
+    const auto named = std::ranges::find(group.named, name, &NamedTensor::name);
+    if (named == group.named.end()) continue;
+    StateDict state;
+    append_state(group.states[static_cast<size_t>(named - group.named.begin())], "", state);
+    return state;
+  }
+  TS_THROW(ValueError, type_name(), "has no parameter '", name, "'");
 }
 
 Tensor Optimizer::state_like(std::string_view key) const {

@@ -103,6 +103,9 @@ class Optimizer {
   // "state.NAME.exp_avg": the state of each parameter that was stepped, by its name; "group.0.lr":
   // the options of each group. Tensors share elements with the optimizer.
   StateDict state_dict() const;
+  // Of one parameter, by its name here: "step", "master", "exp_avg"...; empty before its first
+  // step. ValueError for a name that is none.
+  StateDict parameter_state(std::string_view name) const;
   // Options and state become those of the dictionary, copied; its options, not those before, say
   // which states there are. Groups must have as many parameters as when it was saved. The state of
   // a DTensor lies as it does, or is whole: then its part is taken. Throws one ValueError that
@@ -183,6 +186,7 @@ class Optimizer {
     std::vector<ParameterState> states;
   };
   void prepare(size_t group, ParameterState& state);
+  void append_state(const ParameterState& own, const std::string& prefix, StateDict& state) const;
   void settle_skipped() const;
   void count_skipped(const std::vector<ParameterState*>& stepped);
   std::vector<double> constant_options(size_t group);

@@ -24,13 +24,21 @@ double as_f32(double value) { return static_cast<double>(static_cast<float>(valu
 }  // namespace
 
 GradScaler::GradScaler(const GradScalerOptions& options)
-    : options_(options), scale_(as_f32(options.init_scale)) {
+    : options_(options), scale_(as_f32(options.init_scale)), overflows_left_(options.hysteresis) {
   TS_CHECK_AS(ConfigError, scale_ > 0 && std::isfinite(scale_), kGradScaler,
               "init_scale must be positive and finite in f32; got ", options.init_scale);
-  TS_CHECK_AS(ConfigError, options.growth_factor > 1 && std::isfinite(options.growth_factor),
-              kGradScaler, "growth_factor must be greater than 1; got ", options.growth_factor);
-  TS_CHECK_AS(ConfigError, options.backoff_factor > 0 && options.backoff_factor < 1, kGradScaler,
-              "backoff_factor must lie between 0 and 1; got ", options.backoff_factor);
+  const bool stays = options.growth_factor == 1 && options.backoff_factor == 1;
+  TS_CHECK_AS(ConfigError,
+              stays || (options.growth_factor > 1 && std::isfinite(options.growth_factor)),
+              kGradScaler, "growth_factor must be greater than 1; got ", options.growth_factor,
+              "; for a scale that stays make backoff_factor 1, too");
+  TS_CHECK_AS(ConfigError, stays || (options.backoff_factor > 0 && options.backoff_factor < 1),
+              kGradScaler, "backoff_factor must lie between 0 and 1; got ", options.backoff_factor,
+              "; for a scale that stays make growth_factor 1, too");
+  TS_CHECK_AS(ConfigError, options.hysteresis >= 1, kGradScaler,
+              "hysteresis must be at least 1; got ", options.hysteresis);
+  TS_CHECK_AS(ConfigError, options.hysteresis == 1 || !options.on_device, kGradScaler,
+              "on_device keeps no count of overflows; leave on_device out, or hysteresis at 1");
   TS_CHECK_AS(ConfigError, options.growth_interval > 0, kGradScaler,
               "growth_interval must be positive; got ", options.growth_interval);
   TS_CHECK_AS(ConfigError, options.min_scale >= 0 && options.min_scale <= scale_, kGradScaler,
@@ -229,13 +237,19 @@ void GradScaler::update() {
                                                    .growth_interval = options_.growth_interval});
   }
   if (found) {
-    scale_ = as_f32(scale_ * options_.backoff_factor);
     growth_tracker_ = 0;
+    if (overflows_left_ > 1) {
+      --overflows_left_;
+      return;
+    }
+    scale_ = as_f32(scale_ * options_.backoff_factor);
     check_scale();
     return;
   }
+  if (options_.consecutive_hysteresis) overflows_left_ = options_.hysteresis;
   if (++growth_tracker_ < options_.growth_interval) return;
   growth_tracker_ = 0;
+  overflows_left_ = options_.hysteresis;
   const double grown = as_f32(scale_ * options_.growth_factor);
   if (std::isfinite(grown)) scale_ = grown;
 }
@@ -254,6 +268,10 @@ StateDict GradScaler::state_dict() const {
   state.set("backoff_factor", scalar_tensor(options_.backoff_factor, kF64));
   state.set("growth_interval", scalar_tensor(options_.growth_interval, kI64));
   state.set("min_scale", scalar_tensor(options_.min_scale, kF64));
+  if (options_.hysteresis > 1) {
+    state.set("hysteresis", scalar_tensor(options_.hysteresis, kI64));
+    state.set("overflows_left", scalar_tensor(overflows_left_, kI64));
+  }
   return state;
 }
 
@@ -266,6 +284,13 @@ void GradScaler::load_state_dict(const StateDict& state) {
   options.backoff_factor = state.scalar("backoff_factor");
   options.growth_interval = state.at("growth_interval").item<int64_t>();
   options.min_scale = state.scalar("min_scale");
+  options.hysteresis =
+      state.contains("hysteresis") ? state.at("hysteresis").item<int64_t>() : int64_t{1};
+  const int64_t left = state.contains("overflows_left") ? state.at("overflows_left").item<int64_t>()
+                                                        : options.hysteresis;
+  TS_CHECK(left >= 1 && left <= options.hysteresis, "load_state_dict",
+           "overflows_left must lie between 1 and the hysteresis ", options.hysteresis, "; got ",
+           left);
   const int64_t tracker = state.at("growth_tracker").item<int64_t>();
   const int64_t skipped = state.at("skipped_steps").item<int64_t>();
   TS_CHECK(tracker >= 0 && skipped >= 0, "load_state_dict",
@@ -277,6 +302,7 @@ void GradScaler::load_state_dict(const StateDict& state) {
   options_ = options;
   growth_tracker_ = tracker;
   skipped_steps_ = skipped;
+  overflows_left_ = left;
   records_.clear();
   if (is_on_device()) {  // where graphs read it
     kernels::copy_into(

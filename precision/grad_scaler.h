@@ -17,7 +17,9 @@
 // is not finite is seen by one reading pass, or at no cost from a norm that was taken anyway.
 //
 // The scale begins at init_scale, is multiplied by backoff_factor where a gradient of any optimizer
-// was not finite and by growth_factor after growth_interval updates without (not beyond f32).
+// was not finite and by growth_factor after growth_interval updates without (not beyond f32). Where
+// both factors are 1 it stays. With a hysteresis of n the first n - 1 overflows since it grew leave
+// their steps out and the scale as it is (DeepSpeed).
 //
 // An optimizer is anything with parameters(group), num_groups(), next_step() and step(): this floor
 // knows no update rules and no ranks. Optimizers are known by their next_step() tensor.
@@ -52,7 +54,9 @@ struct GradScalerOptions {
   // A scale below it is an error: gradients that overflow even so are NaN or infinite by
   // themselves, and leaving out steps would go on for ever.
   double min_scale = 0x1p-32;
-  bool on_device = false;  // for losses on a GPU; others are scaled as ever
+  int64_t hysteresis = 1;               // overflows until the scale falls; 1 with on_device
+  bool consecutive_hysteresis = false;  // an update without overflow begins that count anew
+  bool on_device = false;               // for losses on a GPU; others are scaled as ever
 };
 
 // Takes the maximum over all ranks in place. `found`: f32 [1] on the CPU, 0 or 1. Called once for
@@ -154,9 +158,9 @@ class GradScaler {
 
   void set_agreement(Agreement agreement) { agreement_ = std::move(agreement); }
 
-  // scale, growth_tracker, skipped_steps and the constants. Between iterations: throws ValueError
-  // where an update is due. load_state_dict takes over the constants too; whether scaling is
-  // enabled stays.
+  // scale, growth_tracker, skipped_steps, the constants and, with a hysteresis, its count. Between
+  // iterations: throws ValueError where an update is due. load_state_dict takes over the constants
+  // too; whether scaling is enabled stays.
   StateDict state_dict() const;
   void load_state_dict(const StateDict& state);
 
@@ -190,6 +194,7 @@ class GradScaler {
   mutable double scale_;
   mutable int64_t growth_tracker_ = 0;
   mutable int64_t skipped_steps_ = 0;
+  int64_t overflows_left_;       // until the scale falls, that one included
   mutable Tensor on_device_;     // f64 [4]: kernels::LossScaleState, made by the first loss
   std::vector<Record> records_;  // of this iteration
   Agreement agreement_;

@@ -140,13 +140,17 @@ TEST(ConfigEnvironment, DC1_EverySettingMakesTheRoundTripThroughItsVariables) {
 }
 
 // Its default where nothing else is said; without it a training would be plain data parallel.
-TEST(ConfigEnvironment, DeepSpeedsSwitchAloneIsStage2AndItsFileIsRefused) {
+TEST(ConfigEnvironment, DeepSpeedsSwitchAloneIsStage2AndItsFileSaysItsOwn) {
   Environment environment = {{"ACCELERATE_USE_DEEPSPEED", "true"}};
   const Settings settings = merge({.environment = environment, .file = ""});
   EXPECT_EQ(settings.sharding.value, Sharding::kZero2);
   EXPECT_EQ(settings.sharding.origin.describe(), "ACCELERATE_USE_DEEPSPEED");
-  environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "ds.json";
-  EXPECT_THROW(merge({.environment = environment, .file = ""}), UnsupportedError);
+  environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = R"({"zero_optimization": {"stage": 3}})";
+  EXPECT_EQ(from(environment).sharding.value, Sharding::kZero3);
+  environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "none";
+  EXPECT_EQ(from(environment).sharding.value, Sharding::kZero2);
+  environment["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"] = "cpu";
+  EXPECT_THROW(from(environment), UnsupportedError);
 }
 
 TEST(ConfigEnvironment, DC1_MeshSizesOfAllAxesAreRead) {
@@ -589,10 +593,13 @@ TEST(ConfigLaunch, EveryFlagReachesTheRanksAsAFlag) {
     const bool shards = find_setting(key)->section == "sharding" || key.starts_with("dp_");
     if (!shards) continue;
     flags.erase(key);
+    if (key == "deepspeed_config_file") continue;
     if (key != "sharding" && key != "zero_stage" && key != "fsdp_min_num_params") {
       sharded[key] = value;
     }
   }
+  sharded["scaler_hysteresis"] = flags.extract("scaler_hysteresis").mapped();
+  sharded["deepspeed_config_file"] = R"({"steps_per_print": 10})";
   for (const launch::Flags& job :
        {flags, sharded, launch::Flags{{"zero_stage", "2"}},
         launch::Flags{{"sharding", "zero3"}, {"fsdp_min_num_params", "1000"}}}) {

@@ -136,13 +136,9 @@ TEST(ConfigCommand, ImportsThatWouldTrainOtherwiseAreRefusedByKey) {
       "  override_linear_precision: false\n  use_autocast_during_eval: false\n",
       "mixed_precision: fp8");
   refused(
-      "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds_config.json\n"
-      "num_processes: 2\n",
-      "deepspeed_config.deepspeed_config_file: ds_config.json");
-  refused(
       "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 0\n"
-      "  gradient_clipping: 1.0\nnum_processes: 2\n",
-      "deepspeed_config.gradient_clipping: 1.0");
+      "  offload_param_device: cpu\nnum_processes: 2\n",
+      "deepspeed_config.offload_param_device: cpu");
   refused("distributed_type: MEGATRON_LM\nnum_processes: 2\n", "distributed_type: MEGATRON_LM");
   // What is the same training under another name passes.
   const FinishedProcess same = tessera_command(
@@ -358,6 +354,14 @@ TEST(LaunchFlags, CLI2_AcceleratesFlagsOfShardingBecomeSettings) {
                 "--zero3_save_16bit_model", "true", "--offload_param_device", "none",
                 "--deepspeed_multinode_launcher", "standard"});
   EXPECT_TRUE(stages.code() == 0 && stages.printed("zero_stage from --")) << stages;
+  const FinishedProcess by_file =
+      launched({"--use_deepspeed", "--gradient_clipping", "auto", "--deepspeed_config_file",
+                R"({"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"})"});
+  EXPECT_TRUE(by_file.code() == 0 &&
+              by_file.printed("zero_stage from file deepspeed_config, zero_optimization.stage"))
+      << by_file;
+  const FinishedProcess clipped = launched({"--use_deepspeed", "--gradient_clipping", "0.5"});
+  EXPECT_TRUE(clipped.code() == 0 && clipped.printed("gradient_clipping from --")) << clipped;
   const FinishedProcess all = launched({"--use_fsdp",
                                         "--fsdp_version",
                                         "1",
@@ -401,7 +405,15 @@ TEST(LaunchFlags, CLI2_AcceleratesFlagsOfShardingBecomeSettings) {
            {{"--use_fsdp", "--fsdp_offload_params", "true", "--cpu"}, "contradicts cpu=true"},
            {{"--use_fsdp", "--fsdp_sharding_strategy", "SOME"}, "--fsdp-sharding-strategy has to"},
            {{"--use_deepspeed", "--offload_param_device", "cpu"}, "offload is not available"},
-           {{"--use_deepspeed", "--gradient_clipping", "1.0"}, "clip_grad_norm"},
+           {{"--use_deepspeed", "--gradient_clipping", "-1"}, "gradient-clipping"},
+           {{"--use_deepspeed", "--deepspeed_config_file", "/no/such.json"}, "/no/such.json"},
+           {{"--deepspeed_config_file", R"({"zero_optimization": {"stge": 2}})"},
+            "zero_optimization.stage"},
+           {{"--zero_stage", "3", "--deepspeed_config_file",
+             R"({"zero_optimization": {"stage": 2}})"},
+            "zero_optimization.stage makes zero_stage 2, and --zero-stage makes it 3"},
+           {{"--deepspeed_config_file", R"({"train_batch_size": 9})"},
+            "train_batch_size 9 / (gradient_accumulation_steps 1 x 2 ranks), which is 4.5"},
            {{"--use_fsdp", "--sharding", "zero1"}, "contradicts --use-fsdp"},
            {{"--use_fsdp", "--fsdp_version", "3"}, "--fsdp-version has to be 1 or 2"},
            {{"--fsdp_sharding_strategy", "FULL_SHARD"}, "--use-fsdp"},

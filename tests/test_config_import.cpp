@@ -418,7 +418,7 @@ num_processes: 2
   EXPECT_EQ(import.settings.hostfile.value, "/job/hostfile");
   EXPECT_EQ(line_of(import, "deepspeed_config.offload_optimizer_device").outcome,
             ImportOutcome::kRefused);
-  EXPECT_EQ(line_of(import, "deepspeed_config.gradient_clipping").outcome, ImportOutcome::kRefused);
+  EXPECT_EQ(import.settings.gradient_clipping, 1.0);
   EXPECT_EQ(line_of(import, "deepspeed_config.offload_param_device").outcome,
             ImportOutcome::kUnset);
   // The option that the other launcher took and never handed on.
@@ -426,6 +426,12 @@ num_processes: 2
             ImportOutcome::kNoCounterpart);
   EXPECT_EQ(import_text("distributed_type: DEEPSPEED\ndeepspeed_config: {}\n").settings.zero_stage,
             2);
+  const Import by_file = import_text(
+      "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds_config.json\n"
+      "  zero3_init_flag: true\n");
+  EXPECT_EQ(by_file.settings.deepspeed_config_file.value, "ds_config.json");
+  EXPECT_EQ(by_file.settings.zero_stage, 0);
+  EXPECT_EQ(by_file.refusals(), "");
 }
 
 }  // namespace

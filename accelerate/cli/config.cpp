@@ -9,6 +9,7 @@
 #include <tessera/accelerate/cli/commands.h>
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/accelerate/settings/config_import.h>
+#include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/core/error.h>
 
 namespace tessera::cli {
@@ -160,7 +161,20 @@ void check_is_same_training(const Import& import, const std::string& path, std::
   check_consistent(import.settings);
 }
 
+// Of DeepSpeed the file itself stays: its optimizer, its schedule and its batch sizes are no
+// settings.
+int import_deepspeed(const Choices& choices) {
+  const DeepSpeedConfig config = read_deepspeed_config(choices.input);
+  report(config.import(), choices.input);
+  Settings settings;
+  assign(*find_setting("deepspeed_config_file"), settings,
+         std::filesystem::absolute(choices.input).string(), {Source::kFile, choices.input});
+  write(output_of(choices), settings, choices.overwrite);
+  return 0;
+}
+
 int import_file(const Choices& choices) {
+  if (choices.input.ends_with(".json")) return import_deepspeed(choices);
   const Import import = import_accelerate(choices.input);
   report(import, choices.input);
   check_is_same_training(import, choices.input, "tessera config import");
@@ -217,7 +231,8 @@ void add_config(CLI::App& app, int& exit_code) {
   refresh->add_option("FILE", choices->input)->required();
   refresh->callback([choices, &exit_code] { exit_code = update(*choices); });
 
-  CLI::App* import = config->add_subcommand("import", "makes a file from Accelerate's YAML");
+  CLI::App* import = config->add_subcommand(
+      "import", "makes a file from Accelerate's YAML, or from DeepSpeed's JSON");
   import->add_option("FILE", choices->input)->required();
   output(import);
   overwrite(import);

@@ -146,16 +146,19 @@ int print_environment(const std::string& file, bool all_settings) {
   std::printf("\nsettings%s:\n",
               all_settings ? "" : " that were given (--all shows the others too)");
   // What is set is shown also where a training would refuse it.
-  const accelerate::Settings settings = accelerate::merge(sources);
-  std::fputs(accelerate::describe(settings, all_settings).c_str(), stdout);
+  accelerate::Settings settings = accelerate::merge(sources);
+  std::string refusal;
   try {
+    accelerate::add_deepspeed(settings);
     accelerate::check_consistent(settings);
     accelerate::check_available(settings);
   } catch (const Error& error) {
-    std::printf("\na training is refused: %s\n", error.what());
-    return 1;
+    refusal = error.what();
   }
-  return 0;
+  std::fputs(accelerate::describe(settings, all_settings).c_str(), stdout);
+  if (refusal.empty()) return 0;
+  std::printf("\na training is refused: %s\n", refusal.c_str());
+  return 1;
 }
 
 }  // namespace

@@ -45,6 +45,7 @@ struct LaunchFlags {
   std::string gpus;
   bool several_gpus = false;
   bool use_fsdp = false;
+  bool use_deepspeed = false;
   accelerate::FsdpWords fsdp;  // of Accelerate's flags that are no settings by themselves
   std::vector<std::string> exported;
   bool no_prefix = false;
@@ -78,14 +79,10 @@ constexpr Habit kHabits[] = {
     {"--tpu,--use-xpu,--mps,--use-mps-device", false, "",
      "ranks compute on CPUs (--cpu) and NVIDIA GPUs"},
     {"--use-megatron-lm", false, "", "Megatron's parallelism is not available"},
-    {"--deepspeed-config-file", true, "",
-     "DeepSpeed's files are not read; say --zero-stage and the others"},
     {"--offload-optimizer-device", true, "none", "offload is not available; leave it out"},
     {"--offload-param-device", true, "none", "offload is not available; leave it out"},
     {"--offload-optimizer-nvme-path", true, "*", ""},
     {"--offload-param-nvme-path", true, "*", ""},
-    {"--gradient-clipping", true, "auto",
-     "the program clips: accelerator.clip_grad_norm(model.parameters(), 1.0); leave it out"},
     {"--zero3-init-flag", true, "*", ""},
     {"--zero3-save-16bit-model", true, "*", ""},
     {"--deepspeed-hostfile", true, "", "say --hostfile FILE, with a line for each machine"},
@@ -138,6 +135,23 @@ void resolve_fsdp_flags(LaunchFlags& flags) {
   flags.values.emplace("sharding", "fsdp");
 }
 
+// Accelerate's stage is 2 where neither a flag nor a file of DeepSpeed's says it. "auto" is its
+// word for what somebody else says.
+void resolve_deepspeed_flags(LaunchFlags& flags, const launch::Environment& environment) {
+  for (const char* key : {"gradient_clipping", "gradient_accumulation_steps"}) {
+    const auto given = flags.values.find(key);
+    if (given != flags.values.end() && given->second == "auto") flags.values.erase(given);
+  }
+  if (!flags.use_deepspeed) return;
+  for (const char* name : {"TESSERA_DEEPSPEED_CONFIG_FILE", "TESSERA_DEEPSPEED_CONFIG",
+                           "ACCELERATE_DEEPSPEED_CONFIG_FILE"}) {
+    const auto file = environment.find(name);
+    if (file == environment.end() || file->second.empty() || file->second == "none") continue;
+    flags.values.emplace("deepspeed_config_file", file->second);
+  }
+  if (!flags.values.contains("deepspeed_config_file")) flags.values.emplace("zero_stage", "2");
+}
+
 // Hidden in --help: who does not know them needs none of them.
 void add_habits(CLI::App& app, LaunchFlags& flags) {
   for (const Habit& habit : kHabits) {
@@ -163,8 +177,7 @@ void add_habits(CLI::App& app, LaunchFlags& flags) {
         ->expected(1)
         ->group("");
   }
-  app.add_flag_callback("--use-deepspeed", [&flags] { flags.values.emplace("zero_stage", "2"); })
-      ->group("");
+  app.add_flag("--use-deepspeed", flags.use_deepspeed)->group("");
 }
 
 int launch_program(LaunchFlags flags, const std::vector<std::string>& program) {
@@ -174,6 +187,7 @@ int launch_program(LaunchFlags flags, const std::vector<std::string>& program) {
     flags.exported.push_back("CUDA_VISIBLE_DEVICES");
   }
   const launch::Environment environment = distributed::process_environment();
+  resolve_deepspeed_flags(flags, environment);
   launch::LaunchOptions options =
       launch::resolve_options(flags.values, environment, flags.file, program);
   if (flags.several_gpus && options.hosts.empty() && options.provenance["ranks"] == "default") {

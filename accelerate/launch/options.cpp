@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include <tessera/accelerate/settings/config.h>
+#include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/core/error.h>
 
 namespace tessera::launch {
@@ -54,6 +55,8 @@ LaunchOptions resolve_options(const Flags& flags, const Environment& environment
     options.ranks = host.slots + (&host == options.hosts.data() ? 0 : options.ranks);
   }
   if (settings.ranks.value) options.ranks = static_cast<int>(*settings.ranks.value);
+  // Said here, before any rank starts; restarts on other numbers of ranks say it themselves.
+  if (settings.deepspeed) accelerate::batch_sizes(*settings.deepspeed, settings, options.ranks);
   options.nodes = static_cast<int>(settings.nodes.value.value_or(0));
   options.threads = static_cast<int>(settings.threads.value.value_or(0));
   options.restarts = static_cast<int>(settings.restarts.value);

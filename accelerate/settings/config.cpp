@@ -143,15 +143,6 @@ class Sources {
     candidates.push_back(std::move(candidate));
   }
 
-  // A stage says how to shard where nothing else does.
-  static void apply_stage(Settings& settings) {
-    const auto& [stage, origin] = settings.zero_stage;
-    if (origin.source == Source::kDefault || settings.sharding.origin.source != Source::kDefault) {
-      return;
-    }
-    settings.sharding = {static_cast<Sharding>(stage), origin};
-  }
-
   void read_launch_settings() {
     const std::string* text = find(environment_, kLaunchSettings);
     if (text == nullptr) return;
@@ -199,23 +190,37 @@ class Sources {
         if (name.starts_with("ACCELERATE_DEEPSPEED_") && !deepspeed) continue;
         if (name.starts_with("PARALLELISM_CONFIG_") && !mesh) continue;
         const std::string* text = find(environment_, name);
-        if (text == nullptr) continue;
+        if (text == nullptr || says_nothing(name, *text)) continue;
         put(accelerate_, {&setting, *text, {Source::kAccelerate, std::string(name)}});
       }
     }
-    if (deepspeed) {
-      const std::string* file = find(environment_, "ACCELERATE_DEEPSPEED_CONFIG_FILE");
-      TS_CHECK_AS(
-          UnsupportedError, file == nullptr || *file == "none", kSettings,
-          "ACCELERATE_DEEPSPEED_CONFIG_FILE names a file of DeepSpeed's settings, which are "
-          "not read; say ACCELERATE_DEEPSPEED_ZERO_STAGE and the others instead");
-      if (find(environment_, "ACCELERATE_DEEPSPEED_ZERO_STAGE") == nullptr) {
-        put(accelerate_, {find_setting("zero_stage"),
-                          "2",  // its default
-                          {Source::kAccelerate, "ACCELERATE_USE_DEEPSPEED"}});
-      }
-    }
+    if (deepspeed) read_deepspeed();
     if (fsdp) read_fsdp();
+  }
+
+  // What Accelerate's launcher exports where nobody has said anything.
+  static bool says_nothing(std::string_view name, std::string_view text) {
+    if (name == "ACCELERATE_DEEPSPEED_CONFIG_FILE") return lower(text) == "none";
+    return (name == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" ||
+            name == "ACCELERATE_GRADIENT_CLIPPING") &&
+           (lower(text) == "auto" || lower(text) == "none");
+  }
+  void read_deepspeed() {
+    for (const std::string_view name : {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+                                        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"}) {
+      const std::string* text = find(environment_, name);
+      TS_CHECK_AS(UnsupportedError, text == nullptr || lower(*text) == "none", kSettings, name, "=",
+                  *text,
+                  " asks for parts elsewhere than where the rank computes, which is not available; "
+                  "say none, or unset it");
+    }
+    const std::string* file = find(environment_, "ACCELERATE_DEEPSPEED_CONFIG_FILE");
+    const bool has_file = file != nullptr && lower(*file) != "none";
+    if (!has_file && find(environment_, "ACCELERATE_DEEPSPEED_ZERO_STAGE") == nullptr) {
+      put(accelerate_, {find_setting("zero_stage"),
+                        "2",  // its default
+                        {Source::kAccelerate, "ACCELERATE_USE_DEEPSPEED"}});
+    }
   }
 
   // See read_fsdp_words().
@@ -284,6 +289,14 @@ std::string default_config_file(const Environment& environment) {
 
 Settings merge(const ResolveOptions& options) { return Sources(options).settings(); }
 
+void apply_stage(Settings& settings) {
+  const auto& [stage, origin] = settings.zero_stage;
+  if (origin.source == Source::kDefault || settings.sharding.origin.source != Source::kDefault) {
+    return;
+  }
+  settings.sharding = {static_cast<Sharding>(stage), origin};
+}
+
 void check_consistent(const Settings& settings) {
   const auto contradict = [&](bool wrong, std::string_view a, std::string_view b,
                               std::string_view why) {
@@ -320,6 +333,14 @@ void check_consistent(const Settings& settings) {
              "f32 gradients of 16-bit parameters lie in the buckets; leave it true");
   contradict(settings.scaler_backoff_factor > settings.scaler_growth_factor,
              "scaler_backoff_factor", "scaler_growth_factor", "the scale could only grow");
+  contradict(
+      (settings.scaler_backoff_factor == 1.0) != (settings.scaler_growth_factor == 1.0),
+      "scaler_backoff_factor", "scaler_growth_factor",
+      "a scale that only grows, or only falls, ends nowhere; make both 1 for one that stays");
+  contradict(settings.scaler_min_scale > settings.scaler_init_scale, "scaler_min_scale",
+             "scaler_init_scale", "the scale would begin below its least value");
+  contradict(settings.scaler_on_device && settings.scaler_hysteresis > 1, "scaler_on_device",
+             "scaler_hysteresis", "on the GPU the scale falls at each overflow");
   contradict(!settings.restart_ranks.value.empty() && settings.restarts == 0, "restart_ranks",
              "restarts", "there are no restarts; give --restarts K with --restart-ranks");
   contradict(settings.cpu && settings.device.value.starts_with("cuda"), "cpu", "device",
@@ -388,13 +409,6 @@ void check_available(const Settings& settings) {
                 text(setting, defaults).empty() ? "nothing" : text(setting, defaults),
                 setting.instead.empty() ? "" : ": ", setting.instead);
   }
-}
-
-Settings resolve(const ResolveOptions& options) {
-  Settings settings = merge(options);
-  check_consistent(settings);
-  check_available(settings);
-  return settings;
 }
 
 std::string launch_settings_text(const SettingTexts& flags,

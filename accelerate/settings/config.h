@@ -16,12 +16,14 @@
 //
 // Errors are ConfigErrors that name key, source and remedy: a value that cannot be, an unknown key
 // (with the nearest known one), TESSERA_ and ACCELERATE_ spellings that differ, settings that
-// contradict each other. UnsupportedError: a setting that this version knows but cannot serve.
+// contradict each other, also with deepspeed_config_file. UnsupportedError: a setting that this
+// version knows but cannot serve.
 //
 // Nothing is global: the environment is an argument.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -110,6 +112,8 @@ enum class Fp8Format : uint8_t { kHybrid, kE4M3 };
 enum class AmaxAlgorithm : uint8_t { kMax, kMostRecent };
 enum class TransportChoice : uint8_t { kAuto, kShared, kTcp };
 
+struct DeepSpeedConfig;  // deepspeed_config.h
+
 // All values, each with its origin. The defaults stand here and nowhere else; what each setting
 // means stands in the table (config_schema.cpp) and in docs/configuration.md.
 struct Settings {
@@ -118,6 +122,7 @@ struct Settings {
   Resolved<PrecisionPolicy> precision_policy{PrecisionPolicy::kAutocast};
   Resolved<OutputPrecision> output_precision{OutputPrecision::kF32};
   Resolved<int64_t> gradient_accumulation_steps{1};
+  Resolved<double> gradient_clipping{0};
   Resolved<LossWeighting> loss_weighting{LossWeighting::kSamples};
   Resolved<bool> sync_with_dataloader{true};
   Resolved<bool> sync_each_batch{false};
@@ -161,6 +166,9 @@ struct Settings {
   Resolved<double> scaler_growth_factor{2};
   Resolved<double> scaler_backoff_factor{0.5};
   Resolved<int64_t> scaler_growth_interval{2000};
+  Resolved<double> scaler_min_scale{0x1p-32};
+  Resolved<int64_t> scaler_hysteresis{1};
+  Resolved<bool> scaler_consecutive_hysteresis{false};
   Resolved<bool> scaler_enabled{true};
   Resolved<bool> scaler_on_device{false};
 
@@ -175,6 +183,7 @@ struct Settings {
   // sharding
   Resolved<Sharding> sharding{Sharding::kDdp};
   Resolved<int64_t> zero_stage{0};
+  Resolved<std::string> deepspeed_config_file;
   Resolved<bool> fsdp_reshard_after_forward{true};
   Resolved<bool> offload_parameters{false};
   Resolved<bool> offload_optimizer{false};
@@ -213,6 +222,10 @@ struct Settings {
   Resolved<int64_t> store_port{0};
   Resolved<std::string> dump_dir;
   Resolved<std::string> remote_agent;
+
+  // What deepspeed_config_file holds, where resolve() has read it: its settings are among those
+  // above, its sections of optimizer and scheduler and its batch sizes are not.
+  std::shared_ptr<const DeepSpeedConfig> deepspeed;
 };
 
 // ---- The table
@@ -317,8 +330,13 @@ struct ResolveOptions {
 // above.
 Settings resolve(const ResolveOptions& options = {});
 
-// resolve() without its last check: also settings that are not available yet.
+// resolve() without its last check, also settings that are not available yet, and without what
+// deepspeed_config_file says.
 Settings merge(const ResolveOptions& options);
+// A stage says how to shard where nothing else does.
+void apply_stage(Settings& settings);
+// What deepspeed_config_file says: see deepspeed_config.h.
+void add_deepspeed(Settings& settings);
 // ConfigError where settings contradict each other, UnsupportedError for what is not available.
 void check_consistent(const Settings& settings);
 void check_available(const Settings& settings);

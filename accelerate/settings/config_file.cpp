@@ -148,7 +148,7 @@ std::string configuration_document() {
       "`$XDG_CONFIG_HOME/tessera/config.json` (`~/.config/tessera/config.json`)\nwhere that "
       "exists. `tessera config` writes it by asking, `tessera config default` without asking, "
       "`tessera config update FILE`\nrewrites an older one, `tessera config import FILE` makes "
-      "it from an Accelerate YAML file.\n\n"
+      "it from an Accelerate YAML file or a DeepSpeed JSON file ([key by key](deepspeed.md)).\n\n"
       "```json\n{\n  \"mixed_precision\": \"bf16\",\n  \"gradient_accumulation_steps\": 4,\n  "
       "\"log_with\": [\"jsonl\", \"tensorboard\"]\n}\n```\n\n"
       "Errors, each with the names: an unknown key or flag, a `TESSERA_` variable a letter or two "

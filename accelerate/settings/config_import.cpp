@@ -117,14 +117,9 @@ const Rule kFsdp[] = {
 const Rule kDeepSpeed[] = {
     {.key = "zero_stage", .setting = "zero_stage"},
     {.key = "gradient_accumulation_steps"},
-    {.key = "gradient_clipping",
-     .why = "call clip_grad_norm() in the program, and write auto here",
-     .harmless = "auto",
-     .alters = true},
+    {.key = "gradient_clipping"},
     {.key = "deepspeed_hostfile", .setting = "hostfile"},
-    {.key = "deepspeed_config_file",
-     .why = "its settings are not read; write zero_stage and the others here instead",
-     .alters = true},
+    {.key = "deepspeed_config_file", .setting = "deepspeed_config_file"},
     {.key = "deepspeed_multinode_launcher", .why = "tessera launch chooses mpirun or srun"},
     {.key = "deepspeed_inclusion_filter", .why = "list the machines in the host file"},
     {.key = "deepspeed_exclusion_filter", .why = "list the machines in the host file"},
@@ -370,6 +365,12 @@ class Importer {
       } else {
         // Unquoted no is a truth value to some writers of YAML.
         map(key, value, "mixed_precision", lower(value) == "false" ? "no" : value);
+      }
+    } else if (name == "gradient_clipping") {
+      if (value == "auto") {
+        line(key, value, ImportOutcome::kUnset, "what the program says");
+      } else {
+        map(key, value, "gradient_clipping", value);
       }
     } else if (name == "gradient_accumulation_steps") {
       if (value == "auto") {

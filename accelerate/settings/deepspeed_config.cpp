@@ -1,0 +1,955 @@
+#include <tessera/accelerate/settings/deepspeed_config.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <set>
+#include <sstream>
+
+#include <nlohmann/json.hpp>
+
+#include <tessera/accelerate/settings/edit_distance.h>
+#include <tessera/accelerate/settings/letter_case.h>
+#include <tessera/core/error.h>
+
+namespace tessera::accelerate {
+namespace {
+
+// In the order of the file: reports follow it.
+using OrderedJson = nlohmann::ordered_json;
+
+constexpr std::string_view kReader = "DeepSpeed configuration";
+
+// ---- The keys ----------------------------------------------------------------------------------
+
+enum class ValueKind : uint8_t {
+  kBool,
+  kWhole,  // 5e8 is one
+  kNumber,
+  kText,
+  kAny,      // also objects, whose keys are not looked at
+  kSwitch,   // an object that does nothing while its "enabled" is not true
+  kSection,  // an object of keys in this table
+};
+
+// What becomes of a key: it is `setting`; or there is nothing to do for any value (`note`); or for
+// the `harmless` values alone, and others are refused. Keys with none of these are read by code of
+// their own.
+struct DeepSpeedKey {
+  std::string_view path;
+  ValueKind kind = ValueKind::kBool;
+  std::string_view setting = {};
+  std::string_view note = {};      // why nothing has to be done
+  std::string_view harmless = {};  // values as JSON, with | between
+  std::string_view refused = {};   // why others cannot be served
+  bool automatic = false;          // "auto" is a value
+};
+
+constexpr std::string_view kByUnits =
+    "the sizes of units decide, and one is gathered ahead: docs/sharding.md";
+constexpr std::string_view kAlways = "always so";
+constexpr std::string_view kOneDivision =
+    "gradients are added up in f32 and divided once; leave it out";
+constexpr std::string_view kMonitor =
+    "metrics are the program's to log: log_with, init_trackers() and log(); leave it out";
+constexpr std::string_view kSilent = "the library prints nothing by itself; leave it out";
+constexpr std::string_view kQuantized =
+    "parameters and gradients travel in the dtypes of the model; leave it out";
+constexpr std::string_view kOffload =
+    "parts stay where the rank computes: more ranks, stage 3, fsdp_activation_checkpointing and "
+    "16-bit parameters save memory; leave it out, or say none";
+constexpr std::string_view kRecompute =
+    "what is calculated again is said by fsdp_activation_checkpointing, or by checkpoint() in the "
+    "program; leave it out";
+constexpr std::string_view kWide = "masters, their gradients and states are f32; leave it out";
+
+// https://www.deepspeed.ai/docs/config-json, and the fields of deepspeed/runtime/zero/config.py.
+constexpr DeepSpeedKey kKeys[] = {
+    {.path = "train_batch_size", .kind = ValueKind::kWhole, .automatic = true},
+    {.path = "train_micro_batch_size_per_gpu", .kind = ValueKind::kWhole, .automatic = true},
+    {.path = "gradient_accumulation_steps", .kind = ValueKind::kWhole, .automatic = true},
+    {.path = "gradient_clipping", .kind = ValueKind::kNumber, .automatic = true},
+    {.path = "prescale_gradients", .harmless = "false", .refused = kOneDivision},
+    {.path = "gradient_predivide_factor",
+     .kind = ValueKind::kNumber,
+     .harmless = "1.0",
+     .refused = kOneDivision},
+    {.path = "sparse_gradients",
+     .harmless = "false",
+     .refused = "gradients of embeddings are dense; leave it out"},
+    {.path = "communication_data_type", .kind = ValueKind::kText},
+    {.path = "seq_parallel_communication_data_type",
+     .kind = ValueKind::kText,
+     .note = "sequences are not split among ranks"},
+    {.path = "data_types", .kind = ValueKind::kSection},
+    {.path = "data_types.grad_accum_dtype",
+     .kind = ValueKind::kText,
+     .harmless = "\"fp32\"|\"float32\"|null",
+     .refused = "gradients are added up in f32; say fp32, or leave it out"},
+    {.path = "zero_allow_untested_optimizer", .note = "every optimizer trains in every mode"},
+    {.path = "zero_force_ds_cpu_optimizer", .note = "no optimizer takes another one's place"},
+    {.path = "steps_per_print", .kind = ValueKind::kAny, .note = "programs print what they like"},
+    {.path = "wall_clock_breakdown", .harmless = "false", .refused = kSilent},
+    {.path = "memory_breakdown", .harmless = "false", .refused = kSilent},
+    {.path = "dump_state", .harmless = "false", .refused = kSilent},
+    {.path = "disable_allgather",
+     .harmless = "false",
+     .refused = "ranks would train with old parameters; leave it out"},
+    {.path = "dataloader_drop_last",
+     .harmless = "false",
+     .refused = "the program makes its loaders: say drop_last there, and leave it out"},
+    {.path = "graph_harvesting",
+     .harmless = "false",
+     .refused = "steps are captured by the program: optim/graphed_step.h"},
+    {.path = "use_data_before_expert_parallel_", .note = "there are no expert groups"},
+
+    {.path = "optimizer", .kind = ValueKind::kSection},
+    {.path = "optimizer.type", .kind = ValueKind::kText},
+    {.path = "optimizer.params", .kind = ValueKind::kAny},
+    {.path = "optimizer.legacy_fusion",
+     .harmless = "false",
+     .refused = "it is an old form of DeepSpeed's own; leave it out"},
+    {.path = "scheduler", .kind = ValueKind::kSection},
+    {.path = "scheduler.type", .kind = ValueKind::kText},
+    {.path = "scheduler.params", .kind = ValueKind::kAny},
+
+    {.path = "fp16", .kind = ValueKind::kSection},
+    {.path = "fp16.enabled", .automatic = true},
+    {.path = "fp16.auto_cast", .note = "what enters the model is cast anyway"},
+    {.path = "fp16.loss_scale", .kind = ValueKind::kNumber},
+    {.path = "fp16.initial_scale_power", .kind = ValueKind::kWhole},
+    {.path = "fp16.loss_scale_window",
+     .kind = ValueKind::kWhole,
+     .setting = "scaler_growth_interval"},
+    {.path = "fp16.hysteresis", .kind = ValueKind::kWhole, .setting = "scaler_hysteresis"},
+    {.path = "fp16.consecutive_hysteresis", .setting = "scaler_consecutive_hysteresis"},
+    {.path = "fp16.min_loss_scale", .kind = ValueKind::kNumber},
+    {.path = "fp16.fp16_master_weights_and_grads", .harmless = "false", .refused = kWide},
+    {.path = "bf16", .kind = ValueKind::kSection},
+    {.path = "bf16.enabled", .automatic = true},
+    {.path = "bf16.immediate_grad_update", .note = kAlways},
+    {.path = "bf16.check_grad_overflow",
+     .harmless = "false",
+     .refused = "bf16 reaches as far as f32, and no step is left out; leave it out"},
+    {.path = "bf16.bf16_master_weights_and_grads", .harmless = "false", .refused = kWide},
+    {.path = "bf16.bf16_optimizer_states", .harmless = "false", .refused = kWide},
+    {.path = "torch_autocast", .kind = ValueKind::kSection},
+    {.path = "torch_autocast.enabled"},
+    {.path = "torch_autocast.dtype", .kind = ValueKind::kText},
+    {.path = "torch_autocast.lower_precision_safe_modules",
+     .kind = ValueKind::kAny,
+     .harmless = "null|[]",
+     .refused = "each op decides by its record (docs/precision.md); leave it out"},
+    {.path = "amp", .kind = ValueKind::kSwitch, .refused = "it is NVIDIA Apex's; say bf16 or fp16"},
+    {.path = "msamp", .kind = ValueKind::kSwitch, .refused = "it is MS-AMP's; say bf16 or fp16"},
+
+    {.path = "zero_optimization", .kind = ValueKind::kSection},
+    {.path = "zero_optimization.stage", .kind = ValueKind::kWhole, .automatic = true},
+    {.path = "zero_optimization.contiguous_gradients", .note = kAlways},
+    {.path = "zero_optimization.reduce_scatter", .note = kAlways},
+    {.path = "zero_optimization.reduce_bucket_size", .kind = ValueKind::kWhole, .automatic = true},
+    {.path = "zero_optimization.allgather_bucket_size",
+     .kind = ValueKind::kWhole,
+     .note = "parameters are gathered in the buckets of reduce_bucket_size",
+     .automatic = true},
+    {.path = "zero_optimization.use_multi_rank_bucket_allreduce",
+     .note = "each rank receives its own sums alone"},
+    {.path = "zero_optimization.allgather_partitions", .note = kAlways},
+    {.path = "zero_optimization.overlap_comm", .note = kAlways, .automatic = true},
+    {.path = "zero_optimization.round_robin_gradients", .note = "each rank has its part"},
+    {.path = "zero_optimization.ignore_unused_parameters",
+     .harmless = "true",
+     .refused = "a parameter without a gradient counts as zeros and is no error; leave it out"},
+    {.path = "zero_optimization.load_from_fp32_weights",
+     .harmless = "true",
+     .refused = "checkpoints hold the masters, and training goes on with them; leave it out"},
+    {.path = "zero_optimization.elastic_checkpoint",
+     .note = "any number of ranks reads every checkpoint"},
+    {.path = "zero_optimization.legacy_stage1",
+     .harmless = "false",
+     .refused = "it is an old form of DeepSpeed's own; leave it out"},
+    {.path = "zero_optimization.offload_param", .kind = ValueKind::kSection},
+    {.path = "zero_optimization.offload_param.device", .kind = ValueKind::kText, .automatic = true},
+    {.path = "zero_optimization.offload_param.nvme_path",
+     .kind = ValueKind::kText,
+     .note = "see device"},
+    {.path = "zero_optimization.offload_param.buffer_count",
+     .kind = ValueKind::kWhole,
+     .note = "see device"},
+    {.path = "zero_optimization.offload_param.buffer_size",
+     .kind = ValueKind::kWhole,
+     .note = "see device",
+     .automatic = true},
+    {.path = "zero_optimization.offload_param.max_in_cpu",
+     .kind = ValueKind::kWhole,
+     .note = "see device"},
+    {.path = "zero_optimization.offload_param.pin_memory", .note = "see device"},
+    {.path = "zero_optimization.offload_optimizer", .kind = ValueKind::kSection},
+    {.path = "zero_optimization.offload_optimizer.device",
+     .kind = ValueKind::kText,
+     .automatic = true},
+    {.path = "zero_optimization.offload_optimizer.nvme_path",
+     .kind = ValueKind::kText,
+     .note = "see device"},
+    {.path = "zero_optimization.offload_optimizer.buffer_count",
+     .kind = ValueKind::kWhole,
+     .note = "see device"},
+    {.path = "zero_optimization.offload_optimizer.pin_memory", .note = "see device"},
+    {.path = "zero_optimization.offload_optimizer.pipeline_read", .note = "see device"},
+    {.path = "zero_optimization.offload_optimizer.pipeline_write", .note = "see device"},
+    {.path = "zero_optimization.offload_optimizer.fast_init", .note = "see device"},
+    {.path = "zero_optimization.offload_optimizer.ratio",
+     .kind = ValueKind::kNumber,
+     .harmless = "1.0",
+     .refused = "all of the optimizer's states are treated alike; leave it out"},
+    {.path = "zero_optimization.offload_optimizer.super_offload",
+     .harmless = "false",
+     .refused = kOffload},
+    {.path = "zero_optimization.cpu_offload", .harmless = "false|null", .refused = kOffload},
+    {.path = "zero_optimization.cpu_offload_param", .harmless = "false|null", .refused = kOffload},
+    {.path = "zero_optimization.cpu_offload_params", .harmless = "false|null", .refused = kOffload},
+    {.path = "zero_optimization.cpu_offload_use_pin_memory", .note = "see offload_optimizer"},
+    {.path = "zero_optimization.sub_group_size",
+     .kind = ValueKind::kWhole,
+     .note = "the optimizer goes over all parts at once"},
+    {.path = "zero_optimization.stage3_prefetch_bucket_size",
+     .kind = ValueKind::kWhole,
+     .note = kByUnits,
+     .automatic = true},
+    {.path = "zero_optimization.stage3_param_persistence_threshold",
+     .kind = ValueKind::kWhole,
+     .note = kByUnits,
+     .automatic = true},
+    {.path = "zero_optimization.stage3_model_persistence_threshold",
+     .kind = ValueKind::kWhole,
+     .note = kByUnits},
+    {.path = "zero_optimization.model_persistence_threshold",
+     .kind = ValueKind::kWhole,
+     .note = kByUnits},
+    {.path = "zero_optimization.stage3_max_live_parameters",
+     .kind = ValueKind::kWhole,
+     .note = kByUnits},
+    {.path = "zero_optimization.stage3_max_reuse_distance",
+     .kind = ValueKind::kWhole,
+     .note = kByUnits},
+    {.path = "zero_optimization.stage3_use_all_reduce_for_fetch_params",
+     .note = "parameters come by an all-gather"},
+    {.path = "zero_optimization.stage3_allgather_sequential", .note = kByUnits},
+    {.path = "zero_optimization.stage3_module_granularity_threshold",
+     .kind = ValueKind::kWhole,
+     .harmless = "0",
+     .refused = "say which modules are units: fsdp_wrap_modules or fsdp_min_num_params"},
+    {.path = "zero_optimization.module_granularity_threshold",
+     .kind = ValueKind::kWhole,
+     .harmless = "0",
+     .refused = "say which modules are units: fsdp_wrap_modules or fsdp_min_num_params"},
+    {.path = "zero_optimization.leaf_module",
+     .kind = ValueKind::kAny,
+     .harmless = "null|{}",
+     .refused = "say which classes are gathered as one unit: fsdp_wrap_modules"},
+    {.path = "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+     .note = "save_model() writes whole weights in every mode",
+     .automatic = true},
+    {.path = "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+     .note = "save_model() writes whole weights in every mode"},
+    {.path = "zero_optimization.zero_hpz_partition_size",
+     .kind = ValueKind::kWhole,
+     .harmless = "1",
+     .refused = "a second copy within a node is fully_shard()'s reshard_after_forward = N, in a "
+                "program without this file; leave it out"},
+    {.path = "zero_optimization.zero_quantized_weights",
+     .harmless = "false",
+     .refused = kQuantized},
+    {.path = "zero_optimization.zero_quantized_nontrainable_weights",
+     .harmless = "false",
+     .refused = kQuantized},
+    {.path = "zero_optimization.zero_quantized_gradients",
+     .harmless = "false",
+     .refused = kQuantized},
+    {.path = "zero_optimization.zeropp_loco_param",
+     .kind = ValueKind::kAny,
+     .harmless = "null",
+     .refused = kQuantized},
+    {.path = "zero_optimization.mics_shard_size", .kind = ValueKind::kWhole},
+    {.path = "zero_optimization.mics_hierarchical_params_gather",
+     .harmless = "false",
+     .refused = "units are gathered in one collective; leave it out"},
+    {.path = "zero_optimization.memory_efficient_linear",
+     .note = "weights that are let go are no part of the graph"},
+    {.path = "zero_optimization.pipeline_loading_checkpoint",
+     .note = "each rank reads what it keeps"},
+    {.path = "zero_optimization.override_module_apply", .note = "modules have no apply()"},
+    {.path = "zero_optimization.log_trace_cache_warnings", .note = "there is no trace to lose"},
+    {.path = "zero_optimization.enable_sanity_checks", .note = kAlways},
+    {.path = "zero_optimization.save_muon_momentum_buffer_in_memory", .note = kAlways},
+    {.path = "zero_optimization.zenflow",
+     .kind = ValueKind::kAny,
+     .harmless = "null",
+     .refused = "every gradient is used in its own step; leave it out"},
+
+    {.path = "activation_checkpointing", .kind = ValueKind::kSection},
+    {.path = "activation_checkpointing.partition_activations",
+     .harmless = "false",
+     .refused = kRecompute},
+    {.path = "activation_checkpointing.cpu_checkpointing",
+     .harmless = "false",
+     .refused = kRecompute},
+    {.path = "activation_checkpointing.contiguous_memory_optimization",
+     .harmless = "false",
+     .refused = kRecompute},
+    {.path = "activation_checkpointing.number_checkpoints",
+     .kind = ValueKind::kAny,
+     .note = "it is of contiguous_memory_optimization"},
+    {.path = "activation_checkpointing.synchronize_checkpoint_boundary",
+     .harmless = "false",
+     .refused = kRecompute},
+    {.path = "activation_checkpointing.profile", .harmless = "false", .refused = kSilent},
+    {.path = "checkpoint", .kind = ValueKind::kSection},
+    {.path = "checkpoint.tag_validation",
+     .kind = ValueKind::kText,
+     .note = "the ranks agree on each folder"},
+    {.path = "checkpoint.load_universal", .note = "any number of ranks reads every checkpoint"},
+    {.path = "checkpoint.use_node_local_storage",
+     .harmless = "false",
+     .refused = "all ranks write into one folder; leave it out"},
+    {.path = "checkpoint.parallel_write", .kind = ValueKind::kAny, .note = kAlways},
+    {.path = "aio", .kind = ValueKind::kAny, .note = "it is of nvme alone"},
+    {.path = "timers", .kind = ValueKind::kAny, .note = "nothing is timed without being asked for"},
+    {.path = "pipeline",
+     .kind = ValueKind::kAny,
+     .harmless = "{}|null",
+     .refused = "layers are not dealt among ranks; leave it out"},
+    {.path = "tensor_parallel",
+     .kind = ValueKind::kAny,
+     .harmless = "{}|null|{\"autotp_size\":0}|{\"autotp_size\":1}",
+     .refused = "layers are not split among ranks; leave it out"},
+    {.path = "sparse_attention",
+     .kind = ValueKind::kAny,
+     .harmless = "{}|null",
+     .refused = "the model says what attends to what; leave it out"},
+    {.path = "tensorboard", .kind = ValueKind::kSwitch, .refused = kMonitor},
+    {.path = "wandb", .kind = ValueKind::kSwitch, .refused = kMonitor},
+    {.path = "comet", .kind = ValueKind::kSwitch, .refused = kMonitor},
+    {.path = "csv_monitor", .kind = ValueKind::kSwitch, .refused = kMonitor},
+    {.path = "flops_profiler",
+     .kind = ValueKind::kSwitch,
+     .refused = "profile in the program: docs/tracking.md"},
+    {.path = "comms_logger",
+     .kind = ValueKind::kSwitch,
+     .refused = "accelerator.describe() says what a step sends; leave it out"},
+    {.path = "autotuning", .kind = ValueKind::kSwitch, .refused = "settings are not searched for"},
+    {.path = "elasticity",
+     .kind = ValueKind::kSwitch,
+     .refused = "tessera launch --restarts K --restart-ranks N says on how many ranks a job goes "
+                "on"},
+    {.path = "compression_training",
+     .kind = ValueKind::kSwitch,
+     .refused = "weights are not quantized in training"},
+    {.path = "quantize_training",
+     .kind = ValueKind::kSwitch,
+     .refused = "weights are not quantized in training"},
+    {.path = "data_efficiency",
+     .kind = ValueKind::kSwitch,
+     .refused = "the program says what it reads"},
+    {.path = "curriculum_learning",
+     .kind = ValueKind::kSwitch,
+     .refused = "the program says what it reads"},
+    {.path = "progressive_layer_drop",
+     .kind = ValueKind::kSwitch,
+     .refused = "the model says which layers run"},
+    {.path = "eigenvalue",
+     .kind = ValueKind::kSwitch,
+     .refused = "it is of quantize_training alone"},
+    {.path = "hybrid_engine",
+     .kind = ValueKind::kSwitch,
+     .refused = "a model generates as it trains"},
+    {.path = "compile", .kind = ValueKind::kSwitch, .refused = "there is no graph compiler"},
+    {.path = "nebula", .kind = ValueKind::kSwitch, .refused = "save_state() writes checkpoints"},
+};
+
+// Other names of the same.
+constexpr std::pair<std::string_view, std::string_view> kRenamed[] = {
+    {"bfloat16", "bf16"},
+    {"fp16.min_scale", "fp16.min_loss_scale"},
+    {"zero_optimization.prefetch_bucket_size", "zero_optimization.stage3_prefetch_bucket_size"},
+    {"zero_optimization.param_persistence_threshold",
+     "zero_optimization.stage3_param_persistence_threshold"},
+    {"zero_optimization.max_live_parameters", "zero_optimization.stage3_max_live_parameters"},
+    {"zero_optimization.max_reuse_distance", "zero_optimization.stage3_max_reuse_distance"},
+    {"zero_optimization.gather_16bit_weights_on_model_save",
+     "zero_optimization.stage3_gather_16bit_weights_on_model_save"},
+    {"zero_optimization.use_all_reduce_for_fetch_params",
+     "zero_optimization.stage3_use_all_reduce_for_fetch_params"},
+    {"zero_optimization.allgather_sequential", "zero_optimization.stage3_allgather_sequential"},
+};
+
+const DeepSpeedKey* find_key(std::string_view path) {
+  for (const auto& [other, name] : kRenamed) {
+    if (path == other || (path.starts_with(other) && path[other.size()] == '.')) {
+      return find_key(std::string(name) + std::string(path.substr(other.size())));
+    }
+  }
+  for (const DeepSpeedKey& key : kKeys) {
+    if (key.path == path) return &key;
+  }
+  return nullptr;
+}
+
+std::string_view last_word(std::string_view path) { return path.substr(path.rfind('.') + 1); }
+
+// The key that was meant: first one of its own section, then the same word elsewhere.
+std::string nearest_path(std::string_view path) {
+  const auto section = [](std::string_view of) {
+    return of.substr(0, of.size() - last_word(of).size());
+  };
+  const std::string wanted = lower(last_word(path));
+  std::string_view best;
+  size_t least = wanted.size() / 3 + 2;
+  for (const DeepSpeedKey& key : kKeys) {
+    if (section(key.path) != section(path)) continue;
+    const size_t distance = edit_distance(wanted, last_word(key.path));
+    if (distance >= least) continue;
+    least = distance;
+    best = key.path;
+  }
+  if (!best.empty()) return std::string(best);
+  least = 2;
+  for (const DeepSpeedKey& key : kKeys) {
+    const size_t distance = edit_distance(wanted, last_word(key.path));
+    if (distance >= least) continue;
+    least = distance;
+    best = key.path;
+  }
+  return std::string(best);
+}
+
+std::string number_text_of(double value) {
+  std::ostringstream text;
+  text.precision(17);
+  text << value;
+  return text.str();
+}
+
+std::string_view kind_name(ValueKind kind) {
+  switch (kind) {
+    case ValueKind::kBool:
+      return "true or false";
+    case ValueKind::kWhole:
+      return "a whole number";
+    case ValueKind::kNumber:
+      return "a number";
+    case ValueKind::kText:
+      return "a text";
+    case ValueKind::kSwitch:
+    case ValueKind::kSection:
+      return "an object";
+    case ValueKind::kAny:
+      break;
+  }
+  return "a value";
+}
+
+bool is_of(ValueKind kind, const OrderedJson& value) {
+  switch (kind) {
+    case ValueKind::kBool:
+      return value.is_boolean();
+    case ValueKind::kWhole:
+      return value.is_number() && std::floor(value.get<double>()) == value.get<double>() &&
+             std::abs(value.get<double>()) < 1e18;
+    case ValueKind::kNumber:
+      return value.is_number();
+    case ValueKind::kText:
+      return value.is_string();
+    case ValueKind::kSwitch:
+    case ValueKind::kSection:
+      return value.is_object();
+    case ValueKind::kAny:
+      break;
+  }
+  return true;
+}
+
+bool is_auto(const OrderedJson& value) {
+  return value.is_string() && value.get_ref<const std::string&>() == "auto";
+}
+
+// ---- The reader --------------------------------------------------------------------------------
+
+class DeepSpeedReader {
+ public:
+  explicit DeepSpeedReader(std::string name) { config_.name = std::move(name); }
+
+  DeepSpeedConfig run(const std::string& text) {
+    const OrderedJson file = parse(text);
+    find_unknown("", file);
+    TS_CHECK_AS(ConfigError, unknown_.empty(), kReader, config_.name,
+                " has keys that are unknown: ", unknown_,
+                "; docs/deepspeed.md lists all keys; correct or remove them");
+    read_object("", file);
+    TS_CHECK_AS(UnsupportedError, refused_.empty(), kReader, config_.name,
+                " asks for what cannot be served: ", refused_);
+    check();
+    return std::move(config_);
+  }
+
+ private:
+  OrderedJson parse(const std::string& text) {
+    std::vector<std::set<std::string>> seen;  // keys by depth
+    std::vector<std::string> path;
+    std::string repeated;
+    const auto watch = [&](int depth, OrderedJson::parse_event_t event, OrderedJson& parsed) {
+      // Messages show values, and what shows a value calls itself for each level of it.
+      TS_CHECK_AS(FormatError, depth <= 16, kReader, config_.name, " has values ", depth,
+                  " levels deep; DeepSpeed's are a few");
+      const auto level = static_cast<size_t>(depth);
+      if (event == OrderedJson::parse_event_t::object_start) {
+        seen.resize(level + 1);
+        seen.emplace_back();
+      } else if (event == OrderedJson::parse_event_t::key) {
+        const auto key = parsed.get<std::string>();
+        path.resize(level);
+        path.back() = key;
+        if (level < seen.size() && !seen[level].insert(key).second && repeated.empty()) {
+          for (const std::string& step : path) {
+            if (!step.empty()) repeated += (repeated.empty() ? "" : ".") + step;
+          }
+        }
+      }
+      return true;
+    };
+    OrderedJson file;
+    try {
+      file = OrderedJson::parse(text, watch);
+    } catch (const nlohmann::json::exception& error) {
+      TS_THROW(FormatError, kReader, config_.name, " is no JSON: ", error.what());
+    }
+    TS_CHECK_AS(FormatError, file.is_object(), kReader, config_.name,
+                " has to hold one JSON object");
+    TS_CHECK_AS(FormatError, repeated.empty(), kReader, config_.name, " has the key \"", repeated,
+                "\" twice");
+    return file;
+  }
+
+  void find_unknown(const std::string& prefix, const OrderedJson& object) {
+    for (const auto& [name, value] : object.items()) {
+      const std::string path = prefix + name;
+      const DeepSpeedKey* key = find_key(path);
+      if (key == nullptr) {
+        const std::string near = nearest_path(path);
+        unknown_ += (unknown_.empty() ? "\"" : ", \"") + path + "\"" +
+                    (near.empty() ? "" : " (did you mean \"" + near + "\"?)");
+      } else if (key->kind == ValueKind::kSection && value.is_object()) {
+        find_unknown(std::string(key->path) + ".", value);
+      }
+    }
+  }
+
+  void line(const std::string& path, const OrderedJson& value, ImportOutcome outcome,
+            std::string note) {
+    config_.lines.push_back({path, value.dump(), outcome, std::move(note)});
+  }
+  void refuse(const std::string& path, const OrderedJson& value, std::string_view why) {
+    refused_ +=
+        (refused_.empty() ? "" : "; ") + path + ": " + value.dump() + " (" + std::string(why) + ")";
+    line(path, value, ImportOutcome::kRefused, std::string(why));
+  }
+
+  // Firmly, unless it is the default's own text: then there is still a word on it.
+  void say(const std::string& path, const OrderedJson& value, std::string_view setting,
+           const std::string& text_of_setting) {
+    const Setting& row = *find_setting(setting);
+    Settings scratch;  // refuses here what cannot be
+    assign(row, scratch, text_of_setting, {Source::kFile, config_.name + ", " + path});
+    config_.says.push_back({std::string(setting), text_of_setting, path});
+    line(path, value, ImportOutcome::kMapped, std::string(setting) + " = " + text(row, scratch));
+  }
+  void imply(const std::string& path, std::string_view setting,
+             const std::string& text_of_setting) {
+    config_.implies.push_back({std::string(setting), text_of_setting, path});
+  }
+
+  void read_object(const std::string& prefix, const OrderedJson& object) {
+    for (const auto& [name, value] : object.items()) {
+      const DeepSpeedKey& key = *find_key(prefix + name);
+      read_key(std::string(key.path), key, value);
+    }
+  }
+
+  void read_key(const std::string& path, const DeepSpeedKey& key, const OrderedJson& value) {
+    if (is_auto(value) && key.kind != ValueKind::kAny) {
+      TS_CHECK_AS(ConfigError, key.automatic, kReader, config_.name, ": ", path,
+                  " is \"auto\", which nobody fills in; write ", kind_name(key.kind),
+                  ", or leave it out");
+      return read_auto(path, key);
+    }
+    const bool absent = value.is_null() && key.kind != ValueKind::kAny;
+    if (absent) return line(path, value, ImportOutcome::kUnset, "as if it were not there");
+    TS_CHECK_AS(ConfigError, is_of(key.kind, value), kReader, config_.name, ": ", path,
+                " has to be ", kind_name(key.kind), key.automatic ? " or \"auto\"" : "", "; got ",
+                value.dump());
+    if (key.kind == ValueKind::kSection) {
+      read_object(path + ".", value);
+      if (path == "optimizer") config_.optimizer = section(path, value);
+      if (path == "scheduler") config_.scheduler = section(path, value);
+    } else if (key.kind == ValueKind::kSwitch) {
+      const auto enabled = value.find("enabled");
+      const bool on =
+          value.empty() ? false : enabled == value.end() || *enabled != OrderedJson(false);
+      on ? refuse(path, value, key.refused)
+         : line(path, value, ImportOutcome::kUnset, "not enabled");
+    } else if (!key.setting.empty()) {
+      say(path, value, key.setting, value_text(key.kind, value));
+    } else if (!key.note.empty()) {
+      line(path, value, ImportOutcome::kNoCounterpart, std::string(key.note));
+    } else if (!key.refused.empty()) {
+      is_harmless(key.harmless, value)
+          ? line(path, value, ImportOutcome::kUnset, "what is the case anyway")
+          : refuse(path, value, key.refused);
+    } else {
+      read_special(path, value);
+    }
+  }
+
+  static bool is_harmless(std::string_view list, const OrderedJson& value) {
+    for (size_t begin = 0; begin <= list.size();) {
+      const size_t end = std::min(list.find('|', begin), list.size());
+      if (OrderedJson::parse(list.substr(begin, end - begin)) == value) return true;
+      begin = end + 1;
+    }
+    return false;
+  }
+
+  static std::string value_text(ValueKind kind, const OrderedJson& value) {
+    if (kind == ValueKind::kWhole) return std::to_string(static_cast<int64_t>(value.get<double>()));
+    if (kind == ValueKind::kNumber) return number_text_of(value.get<double>());
+    return value.is_string() ? value.get<std::string>() : value.dump();
+  }
+
+  int64_t positive(const std::string& path, const OrderedJson& value) const {
+    const double number = value.get<double>();
+    TS_CHECK_AS(ConfigError, number >= 1 && number <= 1e9, kReader, config_.name, ": ", path,
+                " has to be a whole number from 1 to 1e9; got ", value.dump());
+    return static_cast<int64_t>(number);
+  }
+
+  void read_auto(const std::string& path, const DeepSpeedKey& key) {
+    const OrderedJson value = "auto";
+    if (path == "gradient_clipping") {
+      imply(path, "gradient_clipping", "1");
+      line(path, value, ImportOutcome::kMapped,
+           "gradient_clipping as it is set elsewhere, else 1, as Accelerate fills it in");
+    } else if (path == "zero_optimization.stage") {
+      imply(path, "zero_stage", "2");
+      line(path, value, ImportOutcome::kMapped,
+           "zero_stage or sharding as they are set elsewhere, else 2, as Accelerate fills it in");
+    } else {
+      line(path, value, ImportOutcome::kUnset,
+           key.note.empty() ? "as it is set elsewhere" : std::string(key.note));
+    }
+  }
+
+  void read_special(const std::string& path, const OrderedJson& value) {
+    if (path == "train_batch_size") {
+      config_.train_batch_size = positive(path, value);
+      line(path, value, ImportOutcome::kMapped, "what micro-batches, steps and ranks multiply to");
+    } else if (path == "train_micro_batch_size_per_gpu") {
+      config_.micro_batch_size = positive(path, value);
+      line(path, value, ImportOutcome::kMapped, "what the batch_size of a loader has to be");
+    } else if (path == "gradient_accumulation_steps") {
+      config_.accumulation_steps = positive(path, value);
+      say(path, value, "gradient_accumulation_steps", std::to_string(*config_.accumulation_steps));
+    } else if (path == "gradient_clipping") {
+      say(path, value, "gradient_clipping", number_text_of(value.get<double>()));
+    } else if (path == "communication_data_type") {
+      read_communication(path, value);
+    } else if (path == "zero_optimization.stage") {
+      say(path, value, "zero_stage", value_text(ValueKind::kWhole, value));
+    } else if (path == "zero_optimization.reduce_bucket_size") {
+      // Elements, of gradients that are f32.
+      const double mebibytes = static_cast<double>(positive(path, value)) * 4 / 1048576;
+      say(path, value, "ddp_bucket_cap_mb", number_text_of(std::clamp(mebibytes, 1e-4, 1e6)));
+      config_.lines.back().note += "; of stage 3 the units decide";
+    } else if (path == "zero_optimization.mics_shard_size") {
+      if (value.get<double>() <= 0) {
+        line(path, value, ImportOutcome::kUnset, "what is the case anyway");
+      } else {
+        say(path, value, "dp_shard_size", value_text(ValueKind::kWhole, value));
+      }
+    } else if (path.ends_with(".device")) {
+      read_offload(path, value);
+    } else if (path == "optimizer.type" || path == "optimizer.params") {
+      line(path, value, ImportOutcome::kMapped, "accelerator.optimizer_from_config()");
+    } else if (path == "scheduler.type" || path == "scheduler.params") {
+      line(path, value, ImportOutcome::kMapped, "accelerator.schedule_from_config()");
+    } else {
+      read_precision(path, value);
+    }
+  }
+
+  void read_communication(const std::string& path, const OrderedJson& value) {
+    const std::string dtype = lower(value.get<std::string>());
+    if (dtype == "fp32" || dtype == "float32") {
+      line(path, value, ImportOutcome::kUnset, "what is the case anyway");
+    } else if (dtype == "fp16" || dtype == "bf16" || dtype == "bfp16") {
+      say(path, value, "ddp_comm_hook", dtype == "fp16" ? "fp16" : "bf16");
+    } else {
+      TS_THROW(ConfigError, kReader, config_.name, ": ", path,
+               " has to be fp32, fp16 or bf16; got ", value.dump());
+    }
+  }
+
+  // Where parts lie. The settings for it would be said here.
+  void read_offload(const std::string& path, const OrderedJson& value) {
+    const auto device = value.get<std::string>();
+    TS_CHECK_AS(ConfigError, device == "none" || device == "cpu" || device == "nvme", kReader,
+                config_.name, ": ", path, " has to be none, cpu or nvme; got ", value.dump());
+    if (device == "none")
+      return line(path, value, ImportOutcome::kUnset, "what is the case anyway");
+    refuse(path, value,
+           device == "nvme" ? "nothing is kept on drives; leave it out, or say none" : kOffload);
+  }
+
+  void read_precision(const std::string& path, const OrderedJson& value) {
+    if (path == "fp16.enabled" || path == "bf16.enabled") {
+      const bool on = value.get<bool>();
+      (path == "fp16.enabled" ? config_.fp16 : config_.bf16) = on;
+      if (on) {
+        say(path, value, "mixed_precision", path.substr(0, 4));
+      } else {
+        line(path, value, ImportOutcome::kUnset, "what is the case anyway");
+      }
+    } else if (path == "fp16.loss_scale") {
+      const double scale = value.get<double>();
+      TS_CHECK_AS(ConfigError, scale >= 0, kReader, config_.name, ": ", path,
+                  " has to be positive, or 0 for one that moves; got ", value.dump());
+      if (scale == 0) return line(path, value, ImportOutcome::kUnset, "what is the case anyway");
+      constant_scale_ = true;
+      say(path, value, "scaler_init_scale", number_text_of(scale));
+      config_.says.push_back({"scaler_growth_factor", "1", path});
+      config_.says.push_back({"scaler_backoff_factor", "1", path});
+      config_.lines.back().note += ", scaler_growth_factor = 1, scaler_backoff_factor = 1";
+    } else if (path == "fp16.initial_scale_power") {
+      const double power = value.get<double>();
+      TS_CHECK_AS(ConfigError, power >= 0 && power <= 99, kReader, config_.name, ": ", path,
+                  " is the power of 2 that the scale begins with, from 0 to 99; got ",
+                  value.dump());
+      initial_scale_ = config_.says.size();
+      say(path, value, "scaler_init_scale", number_text_of(std::exp2(power)));
+    } else if (path == "fp16.min_loss_scale") {
+      // 0 is none here, too: the scale is a power of 2 and never comes there.
+      minimum_ = config_.says.size();
+      say(path, value, "scaler_min_scale", number_text_of(value.get<double>()));
+    } else if (path == "torch_autocast.enabled") {
+      config_.torch_autocast = value.get<bool>();
+      line(path, value, config_.torch_autocast ? ImportOutcome::kMapped : ImportOutcome::kUnset,
+           config_.torch_autocast ? "precision_policy = autocast" : "what is the case anyway");
+    } else {
+      TS_CHECK_AS(ConfigError, path == "torch_autocast.dtype", kReader, config_.name, ": ", path,
+                  " is not understood");
+      const std::string dtype = value.get<std::string>();
+      const std::string name = dtype.substr(dtype.rfind('.') + 1);  // "torch.bfloat16"
+      TS_CHECK_AS(
+          ConfigError, name == "bfloat16" || name == "float16" || name == "bf16" || name == "fp16",
+          kReader, config_.name, ": ", path, " has to be bfloat16 or float16; got ", value.dump());
+      autocast_dtype_ = name == "bfloat16" || name == "bf16" ? "bf16" : "fp16";
+      line(path, value, ImportOutcome::kMapped, "mixed_precision = " + autocast_dtype_);
+    }
+  }
+
+  DeepSpeedSection section(const std::string& path, const OrderedJson& value) const {
+    DeepSpeedSection result;
+    const auto type = value.find("type");
+    TS_CHECK_AS(ConfigError, type != value.end() && type->is_string(), kReader, config_.name, ": ",
+                path, " needs a type, as {\"type\": \"",
+                path == "optimizer" ? "AdamW" : "WarmupDecayLR", "\"}; got ", value.dump());
+    result.type = type->get<std::string>();
+    const auto params = value.find("params");
+    if (params == value.end() || params->is_null()) return result;
+    TS_CHECK_AS(ConfigError, params->is_object(), kReader, config_.name, ": ", path,
+                ".params has to be an object; got ", params->dump());
+    for (const auto& [name, param] : params->items()) {
+      result.params.emplace_back(name, param_value(path + ".params." + name, param));
+    }
+    return result;
+  }
+
+  DeepSpeedValue param_value(const std::string& path, const OrderedJson& value) const {
+    if (value.is_null()) return {};
+    if (value.is_boolean()) return value.get<bool>();
+    if (value.is_number()) return value.get<double>();
+    if (value.is_string()) return value.get<std::string>();
+    const bool numbers =
+        value.is_array() && std::all_of(value.begin(), value.end(),
+                                        [](const OrderedJson& item) { return item.is_number(); });
+    TS_CHECK_AS(ConfigError, numbers, kReader, config_.name, ": ", path,
+                " has to be a number, a truth value, a text or a list of numbers; got ",
+                value.dump());
+    return value.get<std::vector<double>>();
+  }
+
+  // What keys say together.
+  void check() {
+    TS_CHECK_AS(ConfigError, !(config_.fp16 == true && config_.bf16 == true), kReader, config_.name,
+                ": fp16.enabled and bf16.enabled are both true; enable one of them");
+    TS_CHECK_AS(ConfigError,
+                !config_.torch_autocast || (config_.fp16 != true && config_.bf16 != true), kReader,
+                config_.name, ": torch_autocast.enabled keeps parameters in f32, and ",
+                config_.fp16 == true ? "fp16" : "bf16",
+                ".enabled stores them in 16 bits; enable one of them");
+    if (config_.torch_autocast) {
+      config_.says.push_back(
+          {"mixed_precision", autocast_dtype_.empty() ? "bf16" : autocast_dtype_,
+           autocast_dtype_.empty() ? "torch_autocast.enabled" : "torch_autocast.dtype"});
+      config_.says.push_back({"precision_policy", "autocast", "torch_autocast.enabled"});
+    }
+    // A scale that stays neither begins elsewhere nor has a least value.
+    if (!constant_scale_) return;
+    std::vector<size_t> moot;
+    for (const auto& index : {initial_scale_, minimum_}) {
+      if (index) moot.push_back(*index);
+    }
+    std::ranges::sort(moot, std::greater<>());
+    for (const size_t index : moot) {
+      const std::string place = config_.says[index].place;
+      config_.says.erase(config_.says.begin() + static_cast<std::ptrdiff_t>(index));
+      const auto at = std::ranges::find(config_.lines, place, &ImportLine::key);
+      at->outcome = ImportOutcome::kUnset;
+      at->note = "loss_scale stays as it is";
+    }
+  }
+
+  DeepSpeedConfig config_;
+  std::string unknown_, refused_;
+  bool constant_scale_ = false;
+  std::optional<size_t> initial_scale_, minimum_;  // in says
+  std::string autocast_dtype_;
+};
+
+}  // namespace
+
+std::vector<std::string> deepspeed_keys() {
+  std::vector<std::string> keys;
+  for (const DeepSpeedKey& key : kKeys) keys.emplace_back(key.path);
+  return keys;
+}
+
+DeepSpeedConfig parse_deepspeed_config(const std::string& text, const std::string& name) {
+  return DeepSpeedReader(name).run(text);
+}
+
+DeepSpeedConfig read_deepspeed_config(const std::string& path_or_object) {
+  const size_t begin = path_or_object.find_first_not_of(" \t\r\n");
+  if (begin != std::string::npos && path_or_object[begin] == '{') {
+    return parse_deepspeed_config(path_or_object, "deepspeed_config");
+  }
+  std::ifstream file(path_or_object);
+  TS_CHECK_AS(IoError, file.is_open(), kReader, "cannot read ", path_or_object, ": ",
+              std::strerror(errno));
+  std::ostringstream text;
+  text << file.rdbuf();
+  TS_CHECK_AS(IoError, !file.bad(), kReader, "cannot read ", path_or_object,
+              ": it is no file of text");
+  return parse_deepspeed_config(text.str(), path_or_object);
+}
+
+// ---- With the other sources --------------------------------------------------------------------
+
+void apply_deepspeed(const DeepSpeedConfig& config, Settings& settings) {
+  const auto put = [&](const DeepSpeedConfig::Said& said, bool firm) {
+    const Setting& setting = *find_setting(said.setting);
+    const Origin& before = origin(setting, settings);
+    const Origin now{Source::kFile, config.name + ", " + said.place};
+    if (before.source == Source::kDefault) return assign(setting, settings, said.text, now);
+    if (!firm) return;
+    Settings scratch;
+    assign(setting, scratch, said.text, now);
+    const std::string theirs = text(setting, settings), ours = text(setting, scratch);
+    TS_CHECK_AS(ConfigError, theirs == ours, kReader, config.name, ": ", said.place, " makes ",
+                said.setting, " ", ours.empty() ? "nothing" : ours, ", and ", before.describe(),
+                " makes it ", theirs.empty() ? "nothing" : theirs, "; leave one of them out",
+                find_key(said.place) != nullptr && find_key(said.place)->automatic
+                    ? ", or write \"auto\" in the file"
+                    : "");
+  };
+  for (const DeepSpeedConfig::Said& said : config.says) put(said, true);
+  const bool sharding_said = settings.sharding.origin.source != Source::kDefault;
+  for (const DeepSpeedConfig::Said& said : config.implies) {
+    if (said.setting == "zero_stage" && sharding_said) continue;
+    put(said, false);
+  }
+  const Precision precision = settings.mixed_precision.value;
+  const bool excluded = (precision == Precision::kBF16 && config.bf16 == false) ||
+                        (precision == Precision::kFP16 && config.fp16 == false);
+  TS_CHECK_AS(ConfigError, !excluded, kReader, config.name, ": ",
+              precision == Precision::kBF16 ? "bf16" : "fp16", ".enabled is false, and ",
+              settings.mixed_precision.origin.describe(), " makes mixed_precision ",
+              text(*find_setting("mixed_precision"), settings),
+              "; leave one of them out, or write \"auto\" in the file");
+  if (precision != Precision::kNo && !config.torch_autocast) {
+    const char* place = precision == Precision::kBF16 ? "bf16" : "fp16";
+    put({"precision_policy", "pure", place}, false);
+  }
+}
+
+Import DeepSpeedConfig::import() const {
+  Import result;
+  apply_deepspeed(*this, result.settings);
+  result.lines = lines;
+  return result;
+}
+
+// ---- Batches -----------------------------------------------------------------------------------
+
+BatchSizes batch_sizes(const DeepSpeedConfig& config, const Settings& settings, int64_t ranks) {
+  const auto& [steps_set, steps_origin] = settings.gradient_accumulation_steps;
+  const bool from_elsewhere = !config.accumulation_steps && steps_origin.source != Source::kDefault;
+  std::optional<int64_t> steps = config.accumulation_steps;
+  if (from_elsewhere) steps = steps_set;
+  const std::string steps_name =
+      "gradient_accumulation_steps" +
+      (from_elsewhere ? " (" + steps_origin.describe() + ")" : std::string());
+  BatchSizes sizes;
+  sizes.train = config.train_batch_size;
+  sizes.micro = config.micro_batch_size;
+  const auto divide = [&](int64_t whole, int64_t by, const std::string& arithmetic,
+                          std::string_view what) {
+    TS_CHECK_AS(ConfigError, whole % by == 0, kReader, config.name, ": ", arithmetic, ", which is ",
+                number_text_of(static_cast<double>(whole) / static_cast<double>(by)), "; ", what,
+                " has to be a whole number: change train_batch_size, or write \"auto\" for it");
+    return whole / by;
+  };
+  if (sizes.train && sizes.micro && !steps) {
+    steps = divide(*sizes.train, *sizes.micro * ranks,
+                   detail::concatenate("train_batch_size ", *sizes.train,
+                                       " / (train_micro_batch_size_per_gpu ", *sizes.micro, " x ",
+                                       ranks, " ranks)"),
+                   "gradient_accumulation_steps");
+  }
+  sizes.steps = steps.value_or(1);
+  if (sizes.train && !sizes.micro) {
+    sizes.micro = divide(*sizes.train, sizes.steps * ranks,
+                         detail::concatenate("train_batch_size ", *sizes.train, " / (", steps_name,
+                                             " ", sizes.steps, " x ", ranks, " ranks)"),
+                         "train_micro_batch_size_per_gpu");
+  }
+  if (!sizes.micro) return sizes;
+  const double about = static_cast<double>(*sizes.micro) * static_cast<double>(sizes.steps) *
+                       static_cast<double>(ranks);
+  TS_CHECK_AS(ConfigError, about < 1e18, kReader, config.name, ": train_micro_batch_size_per_gpu ",
+              *sizes.micro, " x ", steps_name, " ", sizes.steps, " x ", ranks,
+              " ranks is more than anybody has; change one of them");
+  if (!sizes.train) sizes.train = *sizes.micro * sizes.steps * ranks;
+  sizes.arithmetic = detail::concatenate("train_batch_size ", *sizes.train,
+                                         " = train_micro_batch_size_per_gpu ", *sizes.micro, " x ",
+                                         steps_name, " ", sizes.steps, " x ", ranks, " ranks");
+  const int64_t product = *sizes.micro * sizes.steps * ranks;
+  TS_CHECK_AS(ConfigError, product == *sizes.train, kReader, config.name, " says train_batch_size ",
+              *sizes.train, ", and train_micro_batch_size_per_gpu ", *sizes.micro, " x ",
+              steps_name, " ", sizes.steps, " x ", ranks, " ranks is ", product,
+              "; change one of them, or write \"auto\" for it");
+  return sizes;
+}
+
+}  // namespace tessera::accelerate
