@@ -53,6 +53,8 @@
 #include <tessera/optim/schedule.h>
 
 #include <tessera/precision/autocast.h>
+#include <tessera/precision/fp8_linear.h>
+#include <tessera/precision/fp8_recipe.h>
 #include <tessera/precision/grad_scaler.h>
 #include <tessera/precision/policy.h>
 #include <tessera/precision/report.h>

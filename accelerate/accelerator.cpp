@@ -82,6 +82,16 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
       .set("scaler_hysteresis", options.loss_scale.hysteresis)
       .set("scaler_consecutive_hysteresis", options.loss_scale.consecutive_hysteresis)
       .set("scaler_on_device", options.loss_scale.on_device)
+      .set("fp8_recipe", options.fp8.recipe)
+      .set("fp8_filter", options.fp8.filter)
+      .set("fp8_exclude", options.fp8.exclude)
+      .set("fp8_strict", options.fp8.strict)
+      .set("fp8_in_evaluation", options.fp8.in_evaluation)
+      .set("fp8_weight_gradient", options.fp8.weight_gradient)
+      .set("fp8_format", options.fp8.format)
+      .set("fp8_margin", options.fp8.margin)
+      .set("fp8_amax_history_len", options.fp8.amax_history_len)
+      .set("fp8_amax_compute_algo", options.fp8.amax_compute_algo)
       .set("collective_timeout", options.collective_timeout);
   accelerate::ResolveOptions sources;
   sources.code = std::move(code);
@@ -385,6 +395,10 @@ accelerate::TrainingState Accelerator::State::training_state() {
   for (const auto& record : plateau_schedules) training.schedules.emplace_back(*record.schedule);
   training.loaders = loader_plan->loaders();
   if (scaler) training.scaler.emplace(*scaler);
+  for (const auto& record : models) {
+    const auto& fp8 = record->policy.fp8();
+    if (fp8 && fp8->is_delayed()) training.fp8.emplace_back(*fp8);
+  }
   training.counters.emplace([this] { return counters.state_dict(); },
                             [this](const StateDict& state) {
                               counters.load_state_dict(state);
@@ -507,6 +521,10 @@ std::string Accelerator::describe() const {
         << precision::describe(
                precision::policy_of(*record->model).value_or(precision::Policy::f32()))
         << '\n';
+    if (record->policy.fp8()) {
+      std::istringstream layers(record->policy.fp8()->report().table());
+      for (std::string line; std::getline(layers, line);) out << "  " << line << '\n';
+    }
     if (record->parallel) out << "  " << record->parallel->describe();
   }
   for (const auto& record : state.optimizers) {

@@ -131,6 +131,21 @@ struct LossScaleOptions {
   std::optional<bool> on_device = {};
 };
 
+// How linear layers run under mixed_precision fp8 (precision/fp8_recipe.h); Accelerate's
+// TERecipeKwargs and AORecipeKwargs. The settings are called fp8_recipe, fp8_format and so on.
+struct Fp8Options {
+  std::optional<precision::Fp8Scaling> recipe = {};
+  std::optional<precision::Fp8Filter> filter = {};
+  std::optional<std::vector<std::string>> exclude = {};  // dotted names, or ends of them
+  std::optional<bool> strict = {};
+  std::optional<bool> in_evaluation = {};    // use_autocast_during_eval
+  std::optional<bool> weight_gradient = {};  // false: override_linear_precision's third
+  std::optional<precision::Fp8Format> format = {};
+  std::optional<int64_t> margin = {};  // this and the next two: of delayed scales
+  std::optional<int64_t> amax_history_len = {};
+  std::optional<precision::AmaxAlgorithm> amax_compute_algo = {};
+};
+
 // What the program itself says. Everything else comes from the flags of `tessera launch`, the
 // environment, the configuration file and the defaults, in this order:
 // accelerate/settings/config.h, whose settings have these names, and docs/configuration.md, which
@@ -177,6 +192,7 @@ struct AcceleratorOptions {
   FullyShardedDataParallelOptions fsdp = {};
   DistributedDataParallelOptions ddp = {};
   LossScaleOptions loss_scale = {};
+  Fp8Options fp8 = {};
   std::optional<double> collective_timeout = {};  // seconds; Accelerate's InitProcessGroupKwargs
 
   std::optional<std::string> config_file = {};  // "": none

@@ -154,7 +154,21 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
   accelerate::MissingMemory missing(model, settings, *dealt_ranks, device);
   missing.begin(parallel && data_ranks > 1 && accelerate::cuts_parameters(settings),
                 parallel && data_ranks > 1);
-  if (policy != precision::Policy::f32()) record->policy = precision::apply(model, policy);
+  if (policy != precision::Policy::f32()) {
+    precision::check(policy, device);
+    record->policy = precision::apply(model, policy);
+  }
+  if (record->policy.fp8() && data_ranks > 1) {
+    record->policy.fp8()->set_reduction(
+        [group = dealt_ranks, own = std::weak_ptr(record)](const Tensor& maxima) {
+          const auto record = own.lock();
+          if (record && record->local) return;  // this rank steps alone
+          group
+              ->all_reduce(maxima, distributed::ReduceOp::kMax,
+                           {.channel = distributed::Channel::kControl, .tag = "fp8_maxima"})
+              .wait();
+        });
+  }
   if (settings.fsdp_activation_checkpointing && trains) {
     for (nn::ModuleBase* unit : units_to_checkpoint(model, settings)) {
       record->handles.push_back(unit->checkpoint_calls());

@@ -483,7 +483,11 @@ StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
     has_weight = has_weight || !model->window.reduced() || model->has_weight();
   }
   if (!has_weight) return StepDecision::skip("no micro-batch of the window has any weight");
-  for (const auto& model : models_of(record)) model->consumed = true;
+  for (const auto& model : models_of(record)) {
+    // All backwards of the window have noted their maxima; of several optimizers the first is here.
+    if (!model->consumed && model->policy.fp8()) model->policy.fp8()->update();
+    model->consumed = true;
+  }
   if (settings.gradient_clipping > 0 && !clipped) {
     clip_by_setting(record);
     record.clip.reset();
@@ -726,7 +730,7 @@ double Accelerator::loss_scale() const { return state_->scaler ? state_->scaler-
 AcceleratorScope Accelerator::autocast(bool enabled) const {
   const Precision precision = state_->settings.mixed_precision;
   if (precision == Precision::kNo) return AcceleratorScope({});
-  const DType low = precision == Precision::kBF16 ? kBF16 : kF16;
+  const DType low = precision == Precision::kFP16 ? kF16 : kBF16;
   return AcceleratorScope(
       [guard = std::make_shared<AutocastGuard>(low, enabled)]() mutable { guard.reset(); });
 }

@@ -173,12 +173,29 @@ std::vector<nn::ModuleBase*> repeated_blocks(nn::ModuleBase& model) {
   return units;
 }
 
+precision::Fp8Recipe recipe_of(const Settings& settings) {
+  precision::Fp8Recipe recipe{.scaling = settings.fp8_recipe.value,
+                              .weight_gradient_in_low = settings.fp8_weight_gradient,
+                              .in_evaluation = settings.fp8_in_evaluation,
+                              .history = settings.fp8_amax_history_len,
+                              .algorithm = settings.fp8_amax_compute_algo.value,
+                              .margin = settings.fp8_margin,
+                              .filter = settings.fp8_filter.value,
+                              .exclude = settings.fp8_exclude.value,
+                              .strict = settings.fp8_strict};
+  if (settings.fp8_format.origin.source != Source::kDefault) {
+    recipe.format = settings.fp8_format.value;
+  }
+  return recipe;
+}
+
 }  // namespace
 
 precision::Policy policy_of(const Settings& settings) {
   if (settings.mixed_precision.value == Precision::kNo) return precision::Policy::f32();
-  const DType low = settings.mixed_precision.value == Precision::kBF16 ? kBF16 : kF16;
+  const DType low = settings.mixed_precision.value == Precision::kFP16 ? kF16 : kBF16;
   precision::Policy policy = way_of_computing(settings.precision_policy.value, low);
+  if (settings.mixed_precision.value == Precision::kFP8) policy.float8 = recipe_of(settings);
   if (settings.output_precision.value == OutputPrecision::kF32) policy.output = kF32;
   return policy;
 }

@@ -55,6 +55,14 @@ AutocastGuard::AutocastGuard(DType dtype, bool enabled)
 
 namespace detail {
 
+Tensor autocast_product(const Tensor& x) {
+  const AutocastMode mode = Context::current().slot<AutocastMode>();
+  if (!mode.enabled || !x.defined()) return x;
+  if (mode.boundary && !mode.boundary->contains(x.impl())) return x;
+  const ScopedValue<bool> off(Context::current().slot<AutocastMode>().enabled, false);
+  return cast(x, mode.dtype, mode.boundary != nullptr);
+}
+
 TensorList autocast_inputs(const Op& op, std::span<const Tensor> inputs) {
   TensorList result(inputs.begin(), inputs.end());
   const AutocastMode mode = Context::current().slot<AutocastMode>();

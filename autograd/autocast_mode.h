@@ -45,6 +45,8 @@ extern const Op kAutocastWeight;
 // The inputs as the policy of `op` wants them. Only f32, f16 and bf16 take part; f64, integers and
 // bool stay.
 TensorList autocast_inputs(const Op& op, std::span<const Tensor> inputs);
+// x as an op with Autocast::kLow would read it.
+Tensor autocast_product(const Tensor& x);
 }  // namespace detail
 
 }  // namespace tessera

@@ -18,6 +18,10 @@ struct OpenRecomputationGuards {
   std::vector<CheckpointScope::Around> list;
 };
 
+struct RecomputationState {
+  bool running = false;
+};
+
 struct StopRecomputation {};  // everything that backward may ask for is there
 
 // [Note: recomputation] In forward, every tensor that an op of f saves passes through a hook which
@@ -55,6 +59,7 @@ class Recomputation {
  private:
   void run_again() {
     EnableGradGuard grad;
+    const ScopedValue<bool> running(Context::current().slot<RecomputationState>().running, true);
     const std::shared_ptr<void> around = around_ ? around_() : nullptr;
     ScopedValue<RandomState> random(random_state(), random_);
     ScopedValue<AutocastMode> autocast(Context::current().slot<AutocastMode>(), autocast_);
@@ -112,6 +117,8 @@ RecomputationGuard::RecomputationGuard(CheckpointScope::Around around) {
 RecomputationGuard::~RecomputationGuard() {
   Context::current().slot<OpenRecomputationGuards>().list.pop_back();
 }
+
+bool is_recomputing() { return Context::current().slot<RecomputationState>().running; }
 
 TensorList checkpoint(const std::function<TensorList(const TensorList&)>& function,
                       const TensorList& inputs) {

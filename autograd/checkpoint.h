@@ -23,6 +23,10 @@ TensorList checkpoint(const std::function<TensorList(const TensorList&)>& functi
                       const TensorList& inputs);
 Tensor checkpoint(const std::function<Tensor(const Tensor&)>& function, const Tensor& input);
 
+// True while a function is called again for a backward: what was counted or noted then is not to be
+// noted a second time.
+bool is_recomputing();
+
 // The same for a scope: what its ops would have saved is calculated by `again`, which does what the
 // scope did, on inputs that stand for `inputs`. `around`: what lives around that, made before the
 // random numbers and the autocast state of the first run come back. While grad mode is off it does

@@ -48,6 +48,7 @@ struct Entry {
   bool was_got = false;   // since the last begin_write()
   bool released = false;  // the storage is empty, and someone else holds it
   uint32_t version_before_release = 0;
+  kernels::Quantized tiles = {};  // where the key has them; `values` is the tensor above
   bool is_current(const Tensor& leaf) const {
     return !released && stamp.holds_for(leaf, key.scale);
   }
@@ -74,7 +75,8 @@ class WeightCache {
 };
 
 bool WeightKey::is_plain_cast() const {
-  return layout == WeightLayout::kAsIs && !scale.defined() && (dtype == kBF16 || dtype == kF16);
+  return layout == WeightLayout::kAsIs && !scale.defined() && !tiles &&
+         (dtype == kBF16 || dtype == kF16);
 }
 
 namespace {
@@ -112,6 +114,10 @@ void make(WeightCache& cache, Entry& entry, const Tensor& leaf) {
   const MemoryCategoryGuard category(MemoryCategory::kWeightCache);
   const Tensor values = raw::alias(leaf);  // no parameter: neither history nor autocast reach it
   if (key.is_plain_cast()) return fill(entry, to(values, key.dtype), leaf);
+  if (key.tiles) {
+    entry.tiles = kernels::quantize(values, *key.tiles, key.scale);
+    return fill(entry, std::exchange(entry.tiles.values, Tensor()), leaf);
+  }
   // Rounded once: the other layout comes of the same read where it is due.
   const bool transposes = key.layout == WeightLayout::kTransposed;
   WeightKey other_key = key;
@@ -156,10 +162,10 @@ void release(Entry& entry) {
 
 namespace weight_cache {
 
-Tensor get(const Tensor& leaf, const WeightKey& key) {
-  TS_CHECK(key.dtype != leaf.dtype() || key.layout != WeightLayout::kAsIs || key.scale.defined(),
-           "weight_cache", "keeps other forms than the leaf's own, which is ", leaf,
-           "; read the leaf");
+namespace {
+
+// The copy that get() and quantized() give.
+Entry use(const Tensor& leaf, const WeightKey& key, bool* is_new) {
   if (const PlacementSlot* slot = placement_slot(leaf);
       slot != nullptr && slot->has_casts() && !find(leaf, key).defined()) {
     slot->bring();
@@ -168,19 +174,37 @@ Tensor get(const Tensor& leaf, const WeightKey& key) {
   WeightCache& cache = ensure_cache(leaf);
   Entry* entry = cache.find(key);
   gpu::Capture* const capture = gpu::Capture::current();
-  if (entry == nullptr || !entry->is_current(leaf)) {
+  const bool current = entry != nullptr && entry->is_current(leaf);
+  if (is_new != nullptr) *is_new = !current;
+  if (!current) {
     Entry fresh{.key = key};
     if (capture != nullptr) {  // the graph's memory, without values before a replay: not to be kept
       WeightCache of_graph;
       make(of_graph, fresh, leaf);
-      return fresh.tensor;
+      return fresh;
     }
     make(cache, entry == nullptr ? fresh : *entry, leaf);
     if (entry == nullptr) entry = &cache.entries.emplace_back(std::move(fresh));
   }
   if (capture != nullptr) keep_for_replays(*capture, leaf, *entry);
   entry->was_got = true;
-  return entry->tensor;
+  return *entry;
+}
+
+}  // namespace
+
+Tensor get(const Tensor& leaf, const WeightKey& key) {
+  TS_CHECK(key.dtype != leaf.dtype() || key.layout != WeightLayout::kAsIs || key.scale.defined(),
+           "weight_cache", "keeps other forms than the leaf's own, which is ", leaf,
+           "; read the leaf");
+  return use(leaf, key, nullptr).tensor;
+}
+
+kernels::Quantized quantized(const Tensor& leaf, const kernels::QuantizeOptions& options,
+                             const Tensor& scale, bool* is_new) {
+  Entry entry = use(leaf, {.dtype = options.format, .scale = scale, .tiles = options}, is_new);
+  entry.tiles.values = std::move(entry.tensor);
+  return std::move(entry.tiles);
 }
 
 Tensor find(const Tensor& leaf, const WeightKey& key) {

@@ -3,6 +3,7 @@
 //
 //     const Tensor low = weight_cache::get(weight, {.dtype = kBF16});  // autocast's
 //     const Tensor f8 = weight_cache::get(weight, {kF8E4M3, WeightLayout::kTransposed, scale});
+//     const auto q = weight_cache::quantized(weight, {.tile = kernels::ScaleTile::row()});
 //
 // One leaf may have several; they hang on it and go with it. Each is stamped with what it was made
 // from: the leaf's version, bytes and geometry, the scale's version. While the stamp holds, a copy
@@ -23,8 +24,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include <tessera/core/kernels/fp8/quantize.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera {
@@ -42,12 +45,15 @@ struct WeightKey {
   // part of the key, its value is not: keep one a weight and write to it, which makes the copy
   // stale.
   Tensor scale = {};
+  // Quantised with a scale a tile (core/kernels/fp8/quantize.h), of the leaf's own values where
+  // `scale` is not given. Filled by quantized().
+  std::optional<kernels::QuantizeOptions> tiles = {};
 
   // The leaf's values rounded to a floating dtype of 16 bits and nothing else: what to() gives, in
   // the leaf's strides.
   bool is_plain_cast() const;
   friend bool operator==(const WeightKey& a, const WeightKey& b) {
-    return a.dtype == b.dtype && a.layout == b.layout && a.scale.is(b.scale);
+    return a.dtype == b.dtype && a.layout == b.layout && a.scale.is(b.scale) && a.tiles == b.tiles;
   }
 };
 
@@ -64,6 +70,11 @@ struct Copy {
 // dtype and scale in one read. Throws ValueError for the leaf's own dtype without a change,
 // DTypeError, ShapeError.
 Tensor get(const Tensor& leaf, const WeightKey& key);
+
+// The leaf, a matrix, quantised: bytes and scales, made as get() makes copies and kept as those
+// are. `is_new`: told whether they were made by this call. CPU and meta alone.
+kernels::Quantized quantized(const Tensor& leaf, const kernels::QuantizeOptions& options,
+                             const Tensor& scale = {}, bool* is_new = nullptr);
 
 // The copy if there is one and it is current, else undefined. Looking is no use: see begin_write().
 Tensor find(const Tensor& leaf, const WeightKey& key);

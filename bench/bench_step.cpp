@@ -6,7 +6,8 @@
 //
 // --model: gpt2, or bert: a text of --context tokens is put into one of two classes.
 // --dtype: f32; bf16: parameters too, with f32 masters; autocast-bf16: f32 parameters, as
-// torch.autocast has it; autocast-fp16: with loss scaling.
+// torch.autocast has it; autocast-fp16: with loss scaling; fp8-RECIPE: autocast-bf16 with all linear
+// layers in float8 (precision/fp8_recipe.h).
 //
 // On a GPU the steps of a turn are queued one after the other and timed together, as a training
 // runs them. --graph: as replays of a CUDA graph (optim/graphed_step.h), captured after the
@@ -59,8 +60,13 @@ precision::Policy policy_of(const std::string& dtype) {
   if (dtype == "bf16") return precision::Policy::pure(kBF16);
   if (dtype == "autocast-bf16") return precision::Policy::autocast(kBF16);
   if (dtype == "autocast-fp16") return precision::Policy::autocast(kF16);
-  TS_THROW(ValueError, "bench_step", "--dtype is f32, bf16, autocast-bf16 or autocast-fp16; got '",
-           dtype, "'");
+  if (dtype.starts_with("fp8-")) {
+    precision::Policy policy = precision::policy_named(dtype);
+    policy.float8->filter = precision::Fp8Filter::kAll;
+    return policy;
+  }
+  TS_THROW(ValueError, "bench_step",
+           "--dtype is f32, bf16, autocast-bf16, autocast-fp16 or fp8-RECIPE; got '", dtype, "'");
 }
 
 struct Options {
@@ -241,6 +247,7 @@ class Bench {
       optim::clip_grad_norm(parameters, 1.0, {.fold_into = &optimizer_});
       optimizer_.step();
     }
+    if (applied_.fp8()) applied_.fp8()->update();
     optimizer_.zero_grad();
     return loss.detach();
   }

@@ -13,6 +13,7 @@ namespace {
 // Modules with a policy, in this context. The module's hooks own the policy: it goes with them.
 struct Units {
   std::unordered_map<const nn::ModuleBase*, std::weak_ptr<const Policy>> policies;
+  std::unordered_map<const nn::ModuleBase*, std::weak_ptr<Fp8Layers>> fp8;
 };
 
 bool takes_part(const Tensor& tensor) {
@@ -58,6 +59,7 @@ AppliedPolicy& AppliedPolicy::operator=(AppliedPolicy&& other) noexcept {
   originals_ = std::move(other.originals_);
   parameters_ = std::move(other.parameters_);
   handles_ = std::move(other.handles_);
+  fp8_ = std::move(other.fp8_);
   return *this;
 }
 
@@ -69,6 +71,7 @@ void AppliedPolicy::add_parameters(const TensorList& tensors) {
 void AppliedPolicy::remove() {
   for (HookHandle& handle : handles_) handle.remove();
   handles_.clear();
+  fp8_.reset();
 }
 
 std::optional<Policy> policy_of(const nn::ModuleBase& module) {
@@ -77,6 +80,12 @@ std::optional<Policy> policy_of(const nn::ModuleBase& module) {
   if (found == policies.end()) return std::nullopt;
   const auto policy = found->second.lock();
   return policy ? std::optional(*policy) : std::nullopt;
+}
+
+std::shared_ptr<Fp8Layers> fp8_of(const nn::ModuleBase& module) {
+  const auto& layers = Context::current().slot<Units>().fp8;
+  const auto found = layers.find(&module);
+  return found == layers.end() ? nullptr : found->second.lock();
 }
 
 AppliedPolicy apply(nn::ModuleBase& module, const Policy& policy) {
@@ -93,6 +102,12 @@ AppliedPolicy apply(nn::ModuleBase& module, const Policy& policy) {
   auto& policies = Context::current().slot<Units>().policies;
   std::erase_if(policies, [](const auto& entry) { return entry.second.expired(); });
   policies[&module] = shared;
+  if (policy.float8) {
+    applied.fp8_ = std::make_shared<Fp8Layers>(module, *policy.float8);
+    auto& fp8 = Context::current().slot<Units>().fp8;
+    std::erase_if(fp8, [](const auto& entry) { return entry.second.expired(); });
+    fp8[&module] = applied.fp8_;
+  }
 
   const bool boundary = policy.casting == Casting::kBoundary;
   const bool low = policy.compute == kBF16 || policy.compute == kF16;

@@ -10,6 +10,8 @@
 //     of the module and of all below it are cast to `compute`; casts of parameters are kept and
 //     renewed by the optimizer's pass (autograd/weight_cache.h). Buffers stay as they are. An
 //     AutocastGuard inside is a ConfigError. Autocast around it ends at the boundary.
+//   - Policy::fp8: the AutocastGuard, and around each Linear that the recipe takes what
+//     precision/fp8_linear.h says.
 // Results come as they were computed unless `output` says otherwise: a cast to f32 that nobody
 // asked for doubles the logits' bytes.
 //
@@ -24,6 +26,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/core/state_dict.h>
 #include <tessera/nn/module.h>
+#include <tessera/precision/fp8_linear.h>
 #include <tessera/precision/policy.h>
 
 namespace tessera::precision {
@@ -45,6 +48,8 @@ class [[nodiscard]] AppliedPolicy {
   // kBoundary: tensors that stand in the places of parameters during calls (sharded training's
   // whole parameters) are cast as these are.
   void add_parameters(const TensorList& tensors);
+  // The Linears in float8, or null where the policy has none.
+  const std::shared_ptr<Fp8Layers>& fp8() const { return fp8_; }
 
  private:
   friend AppliedPolicy apply(nn::ModuleBase& module, const Policy& policy);
@@ -52,6 +57,7 @@ class [[nodiscard]] AppliedPolicy {
   NamedTensors originals_;
   std::shared_ptr<TensorSet> parameters_;  // kBoundary
   std::vector<HookHandle> handles_;
+  std::shared_ptr<Fp8Layers> fp8_;
 };
 
 // Converts parameters to policy.parameter (buffers stay: running statistics are f32; so do frozen
@@ -62,5 +68,7 @@ AppliedPolicy apply(nn::ModuleBase& module, const Policy& policy);
 
 // The policy that apply() has put on this module, if any.
 std::optional<Policy> policy_of(const nn::ModuleBase& module);
+// Its Linears in float8; null where it has no such policy.
+std::shared_ptr<Fp8Layers> fp8_of(const nn::ModuleBase& module);
 
 }  // namespace tessera::precision

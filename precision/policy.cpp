@@ -27,9 +27,10 @@ const std::array<NamedPolicy, 8> kPolicies = {{
 }};
 
 void check_dtype(const char* field, DType dtype) {
-  TS_CHECK_AS(UnsupportedError, !is_float8(dtype), kPrecision, field, " ", dtype,
-              " needs products with scaling factors, for which this build has no kernels; take "
-              "bf16 (nothing else was put in its place)");
+  TS_CHECK_AS(
+      UnsupportedError, !is_float8(dtype), kPrecision, field, " ", dtype,
+      " is no dtype of whole models: float8 needs scaling factors; take Policy::fp8(recipe), "
+      "which puts linear layers into it");
   TS_CHECK_AS(ConfigError, is_floating(dtype), kPrecision, field, " must be a floating dtype; got ",
               dtype);
 }
@@ -42,10 +43,10 @@ Policy policy_named(std::string_view name) {
     if (each.name == name) return each.policy;
     known += (known.empty() ? "" : ", ") + std::string(each.name);
   }
-  TS_CHECK_AS(UnsupportedError, name != "fp8", kPrecision,
-              "fp8 needs products with scaling factors, for which this build has no kernels; take "
-              "bf16 (nothing else was put in its place)");
-  TS_THROW(ConfigError, kPrecision, "there is no policy '", name, "'; known are ", known);
+  if (name == "fp8") return Policy::fp8();
+  if (name.starts_with("fp8-")) return Policy::fp8(Fp8Recipe::named(name.substr(4)));
+  TS_THROW(ConfigError, kPrecision, "there is no policy '", name, "'; known are ", known,
+           ", fp8, fp8-RECIPE");
 }
 
 void check(const Policy& policy, const Device& device) {
@@ -55,6 +56,19 @@ void check(const Policy& policy, const Device& device) {
   if (policy.output) check_dtype("output", *policy.output);
   TS_CHECK_AS(UnsupportedError, !device.is_cuda() || gpu::device_count() > 0, kPrecision,
               "the device ", device, " is not there: ", gpu::unavailable_reason());
+  if (policy.float8) {
+    check(*policy.float8);
+    TS_CHECK_AS(ConfigError,
+                policy.casting == Casting::kAutocast && policy.parameter == kF32 &&
+                    (policy.compute == kBF16 || policy.compute == kF16),
+                kPrecision,
+                "fp8 stands on autocast to bf16 or f16 with parameters in f32, from which weights "
+                "are quantised; got parameter ",
+                policy.parameter, " with compute ", policy.compute);
+    TS_CHECK_AS(UnsupportedError, !device.is_cuda(), kPrecision,
+                "this build has float8 products on the CPU alone; got ", device,
+                "; take bf16 on the GPU (nothing else was put in its place)");
+  }
   if (policy.casting == Casting::kAutocast) {
     const bool low = policy.compute == kBF16 || policy.compute == kF16;
     TS_CHECK_AS(ConfigError, low || policy.compute == policy.parameter, kPrecision,
@@ -77,6 +91,7 @@ std::string describe(const Policy& policy) {
   if (policy.compute != policy.parameter) {
     text << (policy.casting == Casting::kAutocast ? " (autocast)" : " (cast at the boundary)");
   }
+  if (policy.float8) text << " with Linears in " << describe(*policy.float8);
   text << ", reduce " << policy.reduce << ", output ";
   if (policy.output) {
     text << *policy.output;

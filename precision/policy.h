@@ -4,6 +4,7 @@
 //     Policy::autocast(kBF16)    f32 parameters, ops by their records (autograd/op.h)
 //     Policy::pure(kBF16)        bf16 parameters, f32 masters in the optimizer, f32 gradients
 //     Policy::boundary(kBF16)    f32 parameters, cast where a module is entered
+//     Policy::fp8(recipe)        autocast to bf16, and Linears in float8 (precision/fp8_recipe.h)
 //
 // This floor names the dtypes. Masters belong to the optimizer (Optimizer::begin_masters),
 // gradients and their reduction to the engine of distributed/shard
@@ -17,6 +18,7 @@
 
 #include <tessera/core/device.h>
 #include <tessera/core/dtype.h>
+#include <tessera/precision/fp8_recipe.h>
 
 namespace tessera::precision {
 
@@ -32,6 +34,7 @@ struct Policy {
   DType reduce = kF32;               // of gradients: their sum over a window and over ranks
   std::optional<DType> output = {};  // of a module's results; nothing: what it computed
   Casting casting = Casting::kAutocast;
+  std::optional<Fp8Recipe> float8 = {};  // of Linears; everything else is as said above
 
   static Policy f32() { return {}; }
   static Policy autocast(DType compute) { return {.compute = compute}; }
@@ -41,6 +44,7 @@ struct Policy {
   static Policy boundary(DType compute) {
     return {.compute = compute, .casting = Casting::kBoundary};
   }
+  static Policy fp8(const Fp8Recipe& recipe = {}) { return {.compute = kBF16, .float8 = recipe}; }
 
   // f16's range asks for a GradScaler.
   bool needs_loss_scaling() const { return parameter == kF16 || compute == kF16; }
@@ -51,12 +55,12 @@ struct Policy {
 };
 
 // "no" and "f32"; "bf16" and "fp16" (autocast); "bf16-pure", "fp16-pure"; "bf16-boundary",
-// "fp16-boundary". Throws ConfigError for other names, UnsupportedError for "fp8": it is never
-// replaced by another precision.
+// "fp16-boundary"; "fp8" (tensorwise), "fp8-RECIPE". Throws ConfigError for other names.
 Policy policy_named(std::string_view name);
 
 // Throws UnsupportedError where this build has no kernels for a dtype or the device is not there,
-// ConfigError where the dtypes contradict each other. The message names the field.
+// ConfigError where the dtypes or a recipe's settings contradict each other. The message names the
+// field. float8 is never replaced by another precision: where it cannot run this throws.
 void check(const Policy& policy, const Device& device = kCpu);
 
 // "parameters f32, compute bf16 (autocast), reduce f32, output as computed"

@@ -13,6 +13,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -22,6 +23,7 @@
 #include <tessera/autograd/op_observer.h>
 #include <tessera/core/state_dict.h>
 #include <tessera/nn/module.h>
+#include <tessera/precision/fp8_linear.h>
 #include <tessera/precision/policy.h>
 
 namespace tessera::precision {
@@ -53,6 +55,7 @@ struct PrecisionReport {
   int64_t calls = 0;                   // of the model
   std::vector<LayerPrecision> layers;  // in the order of the tree
   std::vector<Deviation> deviations;
+  std::optional<Fp8Report> float8 = {};  // where the policy has a recipe
   std::string table() const;
 };
 

@@ -129,12 +129,11 @@ TEST(ConfigCommand, ImportsThatWouldTrainOtherwiseAreRefusedByKey) {
     EXPECT_TRUE(imported.complained("nothing was written")) << imported;
     EXPECT_FALSE(std::filesystem::exists(json));
   };
-  // Accelerate's templates fp8.yaml, deepspeed.yaml and fsdp.yaml.
+  // MS-AMP, and Accelerate's templates deepspeed.yaml and fsdp.yaml.
   refused(
-      "distributed_type: \"NO\"\nmixed_precision: \"fp8\"\nfp8_config:\n  backend: TE\n"
-      "  amax_history_len: 1024\n  fp8_format: HYBRID\n  interval: 1\n  margin: 0\n"
-      "  override_linear_precision: false\n  use_autocast_during_eval: false\n",
-      "mixed_precision: fp8");
+      "distributed_type: \"NO\"\nmixed_precision: \"fp8\"\nfp8_config:\n  backend: MSAMP\n"
+      "  opt_level: O2\n",
+      "fp8_config.backend: MSAMP");
   refused(
       "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 0\n"
       "  offload_param_device: cpu\nnum_processes: 2\n",

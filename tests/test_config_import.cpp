@@ -171,13 +171,42 @@ TEST(ConfigImport, CLI1_Generation0_34WithFp8_BothSpellingsAreRead_Fp8KeyMismatc
     EXPECT_EQ(import.settings.fp8_amax_history_len, 32);
     EXPECT_EQ(import.settings.fp8_amax_compute_algo, AmaxAlgorithm::kMax);
     EXPECT_EQ(import.settings.fp8_format, Fp8Format::kE4M3);
-    EXPECT_EQ(line_of(import, std::string("fp8_config.") + length).outcome,
-              ImportOutcome::kPlanned);
-    EXPECT_EQ(line_of(import, "mixed_precision").outcome, ImportOutcome::kRefused);
-    EXPECT_TRUE(mentions(import.refusals(), "mixed_precision: fp8 (")) << import.refusals();
-    EXPECT_TRUE(mentions(line_of(import, "mixed_precision").note, "not available yet"));
-    EXPECT_THROW(check_available(import.settings), UnsupportedError);
+    EXPECT_EQ(line_of(import, std::string("fp8_config.") + length).outcome, ImportOutcome::kMapped);
+    EXPECT_EQ(import.settings.mixed_precision, Precision::kFP8);
+    EXPECT_EQ(import.settings.fp8_recipe, Fp8Scaling::kDelayed);
+    EXPECT_EQ(import.settings.fp8_in_evaluation, false);
+    EXPECT_EQ(import.settings.fp8_weight_gradient, true);
+    EXPECT_TRUE(import.refusals().empty()) << import.refusals();
+    EXPECT_NO_THROW(check_available(import.settings));
   }
+}
+
+// TERecipeKwargs and AORecipeKwargs; what no recipe here does is refused.
+TEST(ConfigImport, Fp8RecipesOfBothBackendsAreRead) {
+  const auto file = [](const std::string& section) {
+    return import_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: \"NO\"\n"
+        "mixed_precision: fp8\nnum_processes: 1\nfp8_config:\n" +
+        section);
+  };
+  const Import te = file("  backend: TE\n  override_linear_precision: [false, false, true]\n");
+  EXPECT_EQ(te.settings.fp8_recipe, Fp8Scaling::kDelayed);
+  EXPECT_EQ(te.settings.fp8_weight_gradient, false);
+  EXPECT_EQ(te.settings.fp8_in_evaluation, false) << "what Accelerate does where nothing is said";
+  EXPECT_EQ(file("  margin: 1\n").settings.fp8_recipe, Fp8Scaling::kDelayed) << "its default";
+  EXPECT_EQ(file("  backend: TE\n  use_autocast_during_eval: true\n").settings.fp8_in_evaluation,
+            true);
+  const Import ao = file("  backend: AO\n  pad_inner_dim: true\n");
+  EXPECT_EQ(ao.settings.fp8_recipe, Fp8Scaling::kTensorwise);
+  EXPECT_EQ(ao.settings.fp8_in_evaluation, true);
+  EXPECT_TRUE(ao.refusals().empty()) << ao.refusals();
+  EXPECT_EQ(line_of(ao, "fp8_config.pad_inner_dim").outcome, ImportOutcome::kNoCounterpart);
+  for (const char* refused : {"  backend: MSAMP\n  opt_level: O2\n",
+                              "  backend: TE\n  override_linear_precision: [true, false, false]\n",
+                              "  backend: TE\n  use_mxfp8_block_scaling: true\n"}) {
+    EXPECT_FALSE(file(refused).refusals().empty()) << refused;
+  }
+  EXPECT_TRUE(mentions(file("  backend: MSAMP\n").refusals(), "MS-AMP"));
 }
 
 TEST(ConfigImport, CLI1_TheLatestGenerationWithShardingAndMesh) {

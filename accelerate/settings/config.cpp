@@ -331,6 +331,22 @@ void check_consistent(const Settings& settings) {
                  !settings.ddp_gradient_as_bucket_view,
              "precision_policy", "ddp_gradient_as_bucket_view",
              "f32 gradients of 16-bit parameters lie in the buckets; leave it true");
+  const bool fp8 = settings.mixed_precision.value == Precision::kFP8;
+  contradict(settings.precision_policy.value != PrecisionPolicy::kAutocast && fp8,
+             "precision_policy", "mixed_precision",
+             "weights are quantised from f32 parameters; leave it at autocast");
+  for (const std::string_view key :
+       {"fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"}) {
+    const Setting& setting = *find_setting(key);
+    contradict(fp8 && text(setting, settings) != text(setting, Settings()) &&
+                   settings.fp8_recipe.value != Fp8Scaling::kDelayed,
+               key, "fp8_recipe", "it is that of delayed scales alone");
+  }
+  contradict(fp8 && settings.fp8_format.value == Fp8Format::kHybrid &&
+                 settings.fp8_format.origin.source != Source::kDefault &&
+                 settings.fp8_recipe.value != Fp8Scaling::kTensorwise &&
+                 settings.fp8_recipe.value != Fp8Scaling::kDelayed,
+             "fp8_format", "fp8_recipe", "scales of rows and blocks are for e4m3 everywhere");
   contradict(settings.scaler_backoff_factor > settings.scaler_growth_factor,
              "scaler_backoff_factor", "scaler_growth_factor", "the scale could only grow");
   contradict(

@@ -34,6 +34,7 @@
 #include <vector>
 
 #include <tessera/distributed/rendezvous/detect.h>
+#include <tessera/precision/fp8_recipe.h>
 
 namespace tessera {
 
@@ -42,6 +43,7 @@ enum class Precision : uint8_t {
   kNo,  // as the model is
   kBF16,
   kFP16,  // f16 with loss scaling
+  kFP8,   // bf16, and linear layers in float8 by a recipe (precision/fp8_recipe.h)
 };
 
 // How that precision comes about (precision/policy.h).
@@ -108,8 +110,10 @@ enum class Sharding : uint8_t {
   kZero3,  // and of the parameters
   kFsdp,   // the same; the root's parameters stay gathered until its backward
 };
-enum class Fp8Format : uint8_t { kHybrid, kE4M3 };
-enum class AmaxAlgorithm : uint8_t { kMax, kMostRecent };
+using precision::AmaxAlgorithm;
+using precision::Fp8Filter;
+using precision::Fp8Format;
+using precision::Fp8Scaling;
 enum class TransportChoice : uint8_t { kAuto, kShared, kTcp };
 
 struct DeepSpeedConfig;  // deepspeed_config.h
@@ -195,6 +199,12 @@ struct Settings {
   Resolved<std::string> fsdp_ignored_modules;
 
   // fp8
+  Resolved<Fp8Scaling> fp8_recipe{Fp8Scaling::kTensorwise};
+  Resolved<Fp8Filter> fp8_filter{Fp8Filter::kDefault};
+  Resolved<std::vector<std::string>> fp8_exclude;
+  Resolved<bool> fp8_strict{false};
+  Resolved<bool> fp8_in_evaluation{true};
+  Resolved<bool> fp8_weight_gradient{true};
   Resolved<Fp8Format> fp8_format{Fp8Format::kHybrid};
   Resolved<int64_t> fp8_margin{0};
   Resolved<int64_t> fp8_amax_history_len{1024};

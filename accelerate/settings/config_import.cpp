@@ -145,7 +145,7 @@ const Rule kDeepSpeed[] = {
 // The questionnaire writes three names that Accelerate's own readers do not know
 // (amax_history_length, amax_compute_algorithm, optimization_level): here both are read.
 const Rule kFp8[] = {
-    {.key = "backend", .why = "there is one implementation"},
+    {.key = "backend"},
     {.key = "fp8_format", .setting = "fp8_format"},
     {.key = "format", .setting = "fp8_format"},
     {.key = "margin", .setting = "fp8_margin"},
@@ -154,13 +154,17 @@ const Rule kFp8[] = {
     {.key = "amax_compute_algo", .setting = "fp8_amax_compute_algo"},
     {.key = "amax_compute_algorithm", .setting = "fp8_amax_compute_algo"},
     {.key = "interval", .why = "scales follow each step", .harmless = "1"},
-    {.key = "override_linear_precision", .why = "not available yet", .harmless = "false"},
-    {.key = "use_autocast_during_eval", .why = "not available yet", .harmless = "false"},
-    {.key = "use_mxfp8_block_scaling", .why = "not available yet", .harmless = "false"},
+    {.key = "override_linear_precision"},
+    {.key = "use_autocast_during_eval", .setting = "fp8_in_evaluation"},
+    {.key = "use_mxfp8_block_scaling",
+     .why = "blocks of 32 are of a later GPU than Hopper; fp8_recipe = blockwise has larger ones",
+     .harmless = "false",
+     .alters = true},
     {.key = "opt_level", .why = "MS-AMP's alone"},
     {.key = "optimization_level", .why = "MS-AMP's alone"},
-    {.key = "pad_inner_dim", .why = "TorchAO's alone"},
-    {.key = "enable_fsdp_float8_all_gather", .why = "TorchAO's alone"},
+    {.key = "pad_inner_dim",
+     .why = "calls whose dimensions are no multiples of 16 run in bf16, and are counted"},
+    {.key = "enable_fsdp_float8_all_gather", .why = "parameters are gathered in f32"},
 };
 
 const Rule kParallelism[] = {
@@ -360,18 +364,18 @@ class Importer {
     } else if (name == "distributed_type") {
       read_distributed_type(key, value);
     } else if (name == "mixed_precision") {
-      if (lower(value) == "fp8") {
-        line(key, value, ImportOutcome::kRefused, "fp8 is not available yet; choose bf16");
-      } else {
-        // Unquoted no is a truth value to some writers of YAML.
-        map(key, value, "mixed_precision", lower(value) == "false" ? "no" : value);
-      }
+      // Unquoted no is a truth value to some writers of YAML.
+      map(key, value, "mixed_precision", lower(value) == "false" ? "no" : lower(value));
     } else if (name == "gradient_clipping") {
       if (value == "auto") {
         line(key, value, ImportOutcome::kUnset, "what the program says");
       } else {
         map(key, value, "gradient_clipping", value);
       }
+    } else if (name == "backend") {
+      read_fp8_backend(key, value);
+    } else if (name == "override_linear_precision") {
+      read_fp8_override(key, value);
     } else if (name == "gradient_accumulation_steps") {
       if (value == "auto") {
         line(key, value, ImportOutcome::kUnset, "what the program says");
@@ -380,6 +384,37 @@ class Importer {
       }
     } else {
       read_fsdp(key, name, value);
+    }
+  }
+
+  // Whose recipe the file means. Where it names none Accelerate takes TransformerEngine.
+  void read_fp8_backend(const std::string& key, const std::string& value) {
+    const std::string backend = upper(value);
+    if (backend == "TE") {
+      map(key, value, "fp8_recipe", "delayed");
+    } else if (backend == "AO") {
+      map(key, value, "fp8_recipe", "tensorwise");
+    } else {
+      line(key, value, ImportOutcome::kRefused,
+           backend == "MSAMP" ? "MS-AMP keeps gradients and optimizer states in float8, and is "
+                                "developed no more; write TE or AO"
+                              : "Accelerate knows TE, AO and MSAMP");
+    }
+  }
+
+  // Which of (output, gradient of the input, gradient of the weight) are not in float8.
+  void read_fp8_override(const std::string& key, const std::string& value) {
+    std::string words;
+    for (const char c : lower(value)) {
+      if ((c >= 'a' && c <= 'z') || c == ',') words += c;
+    }
+    if (words == "false" || words == "false,false,false" || words.empty()) {
+      line(key, value, ImportOutcome::kUnset, "all three products are in float8");
+    } else if (words == "false,false,true") {
+      map(key, value, "fp8_weight_gradient", "false");
+    } else {
+      line(key, value, ImportOutcome::kRefused,
+           "of the three products only that of the weight's gradient can be left out");
     }
   }
 
@@ -450,7 +485,21 @@ class Importer {
     }
   }
 
+  // What Accelerate does where a file of fp8 does not say: TransformerEngine, and not in
+  // evaluation.
+  void finish_fp8(const YAML::Node& section) {
+    const YAML::Node backend = section["backend"];
+    const bool said = backend && backend.IsScalar() && !backend.Scalar().empty();
+    if (said && upper(backend.Scalar()) != "TE") return;
+    if (!said) map("fp8_config.backend", "", "fp8_recipe", "delayed");
+    if (!section["use_autocast_during_eval"]) {
+      map("fp8_config.use_autocast_during_eval", "", "fp8_in_evaluation", "false");
+    }
+  }
+
   void finish(const YAML::Node& file) {
+    const YAML::Node fp8 = file["fp8_config"];
+    if (fp8 && fp8.IsMap() && fp8.size() > 0) finish_fp8(fp8);
     const YAML::Node type = file["distributed_type"];
     if (!type || !type.IsScalar()) return;
     const std::string name = upper(type.Scalar());

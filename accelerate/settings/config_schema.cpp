@@ -30,8 +30,10 @@ const std::vector<Setting>& table() {
       {.key = "mixed_precision",
        .section = "training",
        .field = field<&S::mixed_precision>,
-       .help = "dtype in which prepared models compute; fp16 scales losses",
-       .names = {"no", "bf16", "fp16"},
+       .help =
+           "dtype in which prepared models compute; fp16 scales losses, fp8 is bf16 with linear "
+           "layers in float8 (fp8_recipe)",
+       .names = {"no", "bf16", "fp16", "fp8"},
        .accelerate = {"ACCELERATE_MIXED_PRECISION"}},
       {.key = "precision_policy",
        .section = "training",
@@ -403,21 +405,50 @@ const std::vector<Setting>& table() {
                "matches their dotted names; they have to be frozen",
        .accelerate = {"FSDP_IGNORED_MODULES"}},
 
+      {.key = "fp8_recipe",
+       .section = "fp8",
+       .field = field<&S::fp8_recipe>,
+       .help = "whose maxima scale the operands: of the tensor at hand (tensorwise; current is "
+               "another name), of earlier steps, of rows, or of blocks",
+       .names = {"tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"}},
+      {.key = "fp8_filter",
+       .section = "fp8",
+       .field = field<&S::fp8_filter>,
+       .help = "which Linears: those with dimensions that are multiples of 16 but the last one, "
+               "every one, or of the default those that are large enough to gain",
+       .names = {"default", "all", "pays"}},
+      {.key = "fp8_exclude",
+       .section = "fp8",
+       .field = field<&S::fp8_exclude>,
+       .help = "Linears that stay in bf16: dotted names, or ends of them"},
+      {.key = "fp8_strict",
+       .section = "fp8",
+       .field = field<&S::fp8_strict>,
+       .help = "a call of such a Linear that cannot run in float8 is an error; else it runs in "
+               "bf16 and is counted with the reason"},
+      {.key = "fp8_in_evaluation",
+       .section = "fp8",
+       .field = field<&S::fp8_in_evaluation>,
+       .help = "modules in evaluation run in float8, too; Accelerate's use_autocast_during_eval",
+       .accelerate = {"ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL"}},
+      {.key = "fp8_weight_gradient",
+       .section = "fp8",
+       .field = field<&S::fp8_weight_gradient>,
+       .help = "the product of a weight's gradient runs in float8, too; false is Accelerate's "
+               "override_linear_precision (false, false, true)"},
       {.key = "fp8_format",
        .section = "fp8",
        .field = field<&S::fp8_format>,
        .help = "e4m3 forward and e5m2 backward (hybrid), or e4m3 for both",
        .names = {"hybrid", "e4m3"},
-       .accelerate = {"ACCELERATE_FP8_FORMAT"},
-       .planned = true},
+       .accelerate = {"ACCELERATE_FP8_FORMAT"}},
       {.key = "fp8_margin",
        .section = "fp8",
        .field = field<&S::fp8_margin>,
        .help = "bits left free above the largest value seen",
        .least = 0,
        .most = 64,
-       .accelerate = {"ACCELERATE_FP8_MARGIN"},
-       .planned = true},
+       .accelerate = {"ACCELERATE_FP8_MARGIN"}},
       {.key = "fp8_amax_history_len",
        .section = "fp8",
        .field = field<&S::fp8_amax_history_len>,
@@ -425,16 +456,14 @@ const std::vector<Setting>& table() {
        .least = 1,
        .most = 1e6,
        .aliases = {"fp8_amax_history_length"},
-       .accelerate = {"ACCELERATE_FP8_AMAX_HISTORY_LEN"},
-       .planned = true},
+       .accelerate = {"ACCELERATE_FP8_AMAX_HISTORY_LEN"}},
       {.key = "fp8_amax_compute_algo",
        .section = "fp8",
        .field = field<&S::fp8_amax_compute_algo>,
        .help = "which of the kept values decides the scale",
        .names = {"max", "most_recent"},
        .aliases = {"fp8_amax_compute_algorithm"},
-       .accelerate = {"ACCELERATE_FP8_AMAX_COMPUTE_ALGO"},
-       .planned = true},
+       .accelerate = {"ACCELERATE_FP8_AMAX_COMPUTE_ALGO"}},
 
       {.key = "ranks",
        .section = "launch",
@@ -616,12 +645,12 @@ std::string state_dict_type(std::string_view source, std::string_view text) {
 }
 
 uint8_t parse_name(const Setting& setting, std::string_view source, std::string_view given) {
-  const std::string text =
-      setting.key == "fsdp_state_dict_type" ? state_dict_type(source, given) : std::string(given);
+  const std::string text = setting.key == "fsdp_state_dict_type" ? state_dict_type(source, given)
+                           : setting.key == "fp8_recipe" && lower(given) == "current"
+                               ? "tensorwise"
+                               : std::string(given);
   const auto at = std::find(setting.names.begin(), setting.names.end(), lower(text));
   if (at != setting.names.end()) return static_cast<uint8_t>(at - setting.names.begin());
-  TS_CHECK_AS(UnsupportedError, setting.key != "mixed_precision" || lower(text) != "fp8",
-              kSettingsSchema, source, " asks for fp8, which is not available yet; use bf16");
   std::string names;
   for (const std::string_view name : setting.names)
     names += (names.empty() ? "" : ", ") + std::string(name);

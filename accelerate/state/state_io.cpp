@@ -297,6 +297,7 @@ struct StateIo::State {
     add_all("schedule", state.schedules, itself);
     add_all("loader", state.loaders, pointed);
     add_all("object", registered, itself);
+    add_all("fp8", state.fp8, itself);
     if (state.scaler) add_state(items, metadata, "scaler.", state.scaler->state_dict(), group);
     if (state.counters)
       add_state(items, metadata, "counters.", state.counters->state_dict(), group);
@@ -461,6 +462,7 @@ struct StateIo::State {
     };
     // The scaler before the optimizers that it guards, schedules after those whose rates they set.
     if (state.scaler) state.scaler->load_state_dict(saved.section("scaler."));
+    load_all("fp8", state.fp8, itself);
     load_all("optimizer", state.optimizers, optimizer);
     load_all("schedule", state.schedules, itself);
     load_all("loader", state.loaders, pointed);

@@ -3,6 +3,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/float8.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/gemm/matmul.h>
@@ -127,6 +128,12 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
                  x.dim() > 0 ? x.size(-1) : 1, ") must equal weight's (", weight.size(1), ")");
   TS_CHECK_SHAPE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), kLinear,
                  "expects a bias of [", weight.size(0), "]; got ", bias);
+  if (const Float8Slot& slot = Context::current().slot<Float8Slot>();
+      slot.weight != nullptr && slot.weight->is(weight)) [[unlikely]] {
+    const std::shared_ptr<Float8Linear> layer = slot.layer;
+    const int64_t rows = numel_of(x.shape().slice(0, x.dim() - 1));
+    if (layer->takes(x, weight, rows)) return float8_linear(x, weight, bias, layer);
+  }
   return differentiable(
       kLinear, {x, weight, bias},
       [](Inputs in) {

@@ -46,6 +46,7 @@
 #include <tessera/optim/graphed_step.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
+#include <tessera/precision/autocast.h>
 
 #include "corpus.h"
 #include "model.h"
@@ -61,6 +62,7 @@ constexpr int64_t kShowEvery = 100;  // steps between lines where the output is 
 
 struct TrainOptions {
   std::string data, tokenizer = "bytes", tokenizer_files, dtype = "f32", device = "cpu";
+  std::string fp8_recipe = "tensorwise", fp8_filter = "default";
   std::string sharding = "ddp";
   int64_t layers = 4, width = 128, heads = 4, context = 64;
   int64_t batch_size = 12, accumulate = 1, steps = 2000, warmup = 100, eval_every = 250,
@@ -80,6 +82,7 @@ struct TrainOptions {
   void visit_resumed(Visit&& visit) {
     visit("data", data), visit("tokenizer", tokenizer), visit("tokenizer-files", tokenizer_files);
     visit("dtype", dtype), visit("batch-size", batch_size), visit("accumulate", accumulate);
+    visit("fp8-recipe", fp8_recipe), visit("fp8-filter", fp8_filter);
     visit("steps", steps);
     visit("schedule-steps", schedule_steps), visit("warmup", warmup), visit("lr", lr);
     visit("min-lr", min_lr), visit("beta1", beta1), visit("beta2", beta2);
@@ -145,7 +148,16 @@ TrainOptions parse_options(int argc, char** argv) {
   add("weight-decay", options.weight_decay, "AdamW, on matrices");
   add("clip", options.clip, "largest gradient norm; 0: none");
   add("dropout", options.dropout, "in the residual stream and attention");
-  add("dtype", options.dtype, "of model and activations")->check(CLI::IsMember({"f32", "bf16"}));
+  add("dtype", options.dtype,
+      "of model and activations; fp8: f32 parameters, computing in bf16 and linear layers in "
+      "float8")
+      ->check(CLI::IsMember({"f32", "bf16", "fp8"}));
+  add("fp8-recipe", options.fp8_recipe, "with --dtype fp8: whose maxima scale the operands")
+      ->check(CLI::IsMember(
+          {"tensorwise", "current", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"}));
+  add("fp8-filter", options.fp8_filter,
+      "with --dtype fp8: which linear layers; all but the head (default), all, or those that gain")
+      ->check(CLI::IsMember({"default", "all", "pays"}));
   add("device", options.device,
       "cpu, cuda (each rank the GPU with its number) or cuda:N; a resumed run may take another "
       "one");
@@ -225,6 +237,7 @@ class Trainer {
         schedule_(optimizer_, {.warmup = options_.warmup,
                                .total = options_.schedule_steps,
                                .min_lr = options_.min_lr}) {
+    if (options_.dtype == "fp8") apply_fp8();
     if (distributed::world_size() > 1) parallel_ = make_parallel();
     if (!options_.resume.empty()) load_state();
     loader_.set_source(std::make_shared<data::DistributedBatchSource>(
@@ -250,6 +263,7 @@ class Trainer {
   // Whether a rank holds only a part of what is saved.
   bool is_sharded() const { return parallel_ && options_.sharding != "ddp"; }
   std::unique_ptr<Gpt> make_model();
+  void apply_fp8();
   std::unique_ptr<distributed::DataParallelModel> make_parallel();
   std::vector<optim::ParameterGroup<optim::AdamWOptions>> parameter_groups() const;
   TensorList compute(const TensorList& batches);
@@ -269,6 +283,7 @@ class Trainer {
   Device device_;
   std::unique_ptr<data::Tokenizer> tokenizer_;
   std::unique_ptr<Gpt> model_;
+  precision::AppliedPolicy policy_;
   int64_t num_parameters_;
   Corpus corpus_;
   std::shared_ptr<data::RandomWindows> windows_;
@@ -312,6 +327,18 @@ std::unique_ptr<Gpt> Trainer::make_model() {
   if (options_.dtype == "bf16") model->to(kBF16);
   model->to(device_);
   return model;
+}
+
+void Trainer::apply_fp8() {
+  precision::Fp8Recipe recipe = precision::Fp8Recipe::named(options_.fp8_recipe);
+  recipe.filter = precision::fp8_filter_named(options_.fp8_filter);
+  const precision::Policy policy = precision::Policy::fp8(recipe);
+  check(policy, device_);
+  policy_ = apply(*model_, policy);
+  if (distributed::world_size() == 1) return;
+  policy_.fp8()->set_reduction([](const Tensor& maxima) {
+    distributed::world().all_reduce(maxima, distributed::ReduceOp::kMax).wait();
+  });
 }
 
 std::unique_ptr<distributed::DataParallelModel> Trainer::make_parallel() {
@@ -399,6 +426,7 @@ TensorList Trainer::compute(const TensorList& batches) {
                             {.fold_into = &optimizer_});
   optimizer_.step();
   optimizer_.zero_grad();
+  if (policy_.fp8()) policy_.fp8()->update();
   return {loss, norm};
 }
 
@@ -466,6 +494,7 @@ void Trainer::save() {
   const StateDict weights = distributed::full_state_dict(model_->state_dict());
   if (!is_first_rank()) return;
   state.merge("schedule.", schedule_.state_dict());
+  if (policy_.fp8()) state.merge("fp8.", policy_.fp8()->state_dict());
   const RandomState& random = random_state();
   const int64_t numbers[] = {step_, static_cast<int64_t>(random.seed),
                              static_cast<int64_t>(random.next_stream)};
@@ -509,6 +538,7 @@ void Trainer::load_state() {
   try {
     optimizer_.load_state_dict(state.with_prefix("optimizer."));
     schedule_.load_state_dict(state.with_prefix("schedule."));
+    if (policy_.fp8()) policy_.fp8()->load_state_dict(state.with_prefix("fp8."));
     step_ = state.at("step").item<int64_t>();
     random_state() = {static_cast<uint64_t>(state.at("random.seed").item<int64_t>()),
                       static_cast<uint64_t>(state.at("random.next_stream").item<int64_t>())};
@@ -542,15 +572,20 @@ void Trainer::log_row(double loss, std::optional<double> val_loss, double millis
   if (log_ == nullptr) return;
   const auto number = [](double value) { return std::isfinite(value) ? Json(value) : Json(); };
   const auto tokens = static_cast<double>(tokens_in_step());
-  const Json row = {{"step", step_},
-                    {"loss", number(loss)},
-                    {"val_loss", val_loss ? number(*val_loss) : Json()},
-                    {"grad_norm", number(grad_norm_.item())},
-                    {"lr", optimizer_.lr()},
-                    {"ms", milliseconds},
-                    {"tokens_per_s", tokens / milliseconds * 1e3},
-                    {"peak_bytes", std::ranges::max(peaks_)},
-                    {"peak_bytes_by_rank", peaks_}};
+  Json row = {{"step", step_},
+              {"loss", number(loss)},
+              {"val_loss", val_loss ? number(*val_loss) : Json()},
+              {"grad_norm", number(grad_norm_.item())},
+              {"lr", optimizer_.lr()},
+              {"ms", milliseconds},
+              {"tokens_per_s", tokens / milliseconds * 1e3},
+              {"peak_bytes", std::ranges::max(peaks_)},
+              {"peak_bytes_by_rank", peaks_}};
+  if (policy_.fp8()) {  // since the training began, or went on
+    const precision::Fp8Report report = policy_.fp8()->report();
+    row["fp8_calls"] = report.fp8_calls();
+    row["fp8_fallbacks"] = report.fallbacks();
+  }
   std::fputs((row.dump() + "\n").c_str(), log_);
   TS_CHECK_AS(IoError, std::fflush(log_) == 0, "train", "cannot write the log '", options_.log,
               "' at step ", step_, ": ", std::strerror(errno),

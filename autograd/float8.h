@@ -1,0 +1,64 @@
+// Linear layers whose three products run in float8.
+//
+// | product         | quantised along the sum                 |
+// |-----------------|-----------------------------------------|
+// | y = x W^T       | x and W along their columns             |
+// | grad_x = dy W   | dy along its columns, W along its rows  |
+// | grad_W = dy^T x | dy and x along their rows               |
+//
+// Who decides (precision/fp8_linear.h) puts a Float8Linear into the context around a layer's call;
+// linear() then asks it. What is kept for backward is one byte an element of x, and no x: products
+// read the bytes. The weight is quantised from the leaf itself, whatever autocast makes of x, and
+// kept until the leaf is written (autograd/weight_cache.h). The result and the gradients have the
+// dtype that autocast gives x; a bias is added to the rounded result; its gradient is the sum of
+// dy, which nobody quantised.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <tessera/core/kernels/fp8/quantize.h>
+#include <tessera/core/tensor.h>
+
+namespace tessera {
+
+enum class Float8Role : uint8_t { kInput, kWeight, kGradOutput };
+inline constexpr int kNumFloat8Roles = 3;
+
+// How each operand of the products is quantised. Equal ones are made once.
+struct Float8Casts {
+  kernels::QuantizeOptions input, weight;                // of y
+  kernels::QuantizeOptions grad_output, weight_of_grad;  // of grad_x
+  // Of grad_W. Without: that product runs in the dtype of x, and x is kept.
+  std::optional<kernels::QuantizeOptions> grad_output_of_weight, input_of_weight;
+};
+
+class Float8Linear {
+ public:
+  virtual ~Float8Linear() = default;
+  virtual const Float8Casts& casts() const = 0;
+  // Whether this call runs in float8; where it says false linear() goes on as ever. `rows`: of x,
+  // whose dtype is that of the products' results. May throw.
+  virtual bool takes(const Tensor& x, const Tensor& weight, int64_t rows) = 0;
+  // One f32 to quantise all of the operand with; undefined: of the values at hand.
+  virtual Tensor scale(Float8Role) { return {}; }
+  // After a quantisation of `x`. Recomputations (autograd/checkpoint.h) come by, too.
+  virtual void saw(Float8Role, const Tensor& x, const kernels::Quantized& q) {
+    static_cast<void>(x), static_cast<void>(q);
+  }
+};
+
+// The layer that is being called: of this weight, and of no other that is read inside. By the place
+// of the weight, where sharded units put another tensor for a while.
+struct Float8Slot {
+  std::shared_ptr<Float8Linear> layer;
+  const Tensor* weight = nullptr;
+};
+
+// x W^T + bias by `layer`. x: [..., in]; weight: [out, in]; bias: [out] or undefined. No second
+// derivatives. Throws what linear() and kernels::quantize() throw.
+Tensor float8_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                     std::shared_ptr<Float8Linear> layer);
+
+}  // namespace tessera

@@ -1,0 +1,72 @@
+// Quantisation to float8: a matrix in one byte an element, and a scale for each of its tiles.
+//
+//     const Quantized q = kernels::quantize(x, {.format = kF8E4M3, .tile = ScaleTile::row()});
+//     // x[m, n] is about q.values[m, n] * q.inverse[m, 0]
+//
+// A tile's scale is f32(f64(largest number of the format) / amax), amax being the largest magnitude
+// in the tile; rounded down to a power of two where that is asked for. Where amax is 0, infinite or
+// NaN it is 1, where it would leave f32 the largest f32. An element is multiplied by it in f32,
+// rounded once to the nearest, ties to even, and ends at the format's largest number; NaN stays.
+// Tiles begin at the first element; the last ones may be smaller.
+//
+// The rules are those of TransformerEngine and torchao, where these agree; torchao's floor of 1e-12
+// under amax is left out, so that tensors of small numbers keep all their bits.
+#pragma once
+
+#include <cstdint>
+
+#include <tessera/core/tensor.h>
+
+namespace tessera::kernels {
+
+// Rows and columns of a tile; 0: all that there are.
+struct ScaleTile {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  static constexpr ScaleTile tensor() { return {0, 0}; }
+  static constexpr ScaleTile row() { return {1, 0}; }
+  static constexpr ScaleTile column() { return {0, 1}; }
+  friend bool operator==(const ScaleTile&, const ScaleTile&) = default;
+};
+
+struct QuantizeOptions {
+  DType format = kF8E4M3;  // or kF8E5M2
+  ScaleTile tile = {};
+  bool power_of_two = false;
+  friend bool operator==(const QuantizeOptions&, const QuantizeOptions&) = default;
+};
+
+struct Quantized {
+  Tensor values;   // [M, N] of the format
+  Tensor scale;    // f32, one a tile: [tiles along M, tiles along N]
+  Tensor inverse;  // 1 / scale, what products multiply by
+  ScaleTile tile = {};
+  // What happened, on the CPU; of a meta tensor nothing did.
+  float amax = 0;          // of all tiles; NaN where x has one
+  int64_t saturated = 0;   // ended at the largest number by more than rounding
+  int64_t underflown = 0;  // became 0, and were not
+};
+
+// The scale of a tile, divided by 2^margin. Exact on every machine.
+float float8_scale(float amax, DType format, bool power_of_two, int margin = 0);
+
+// x: [M, N], f32, f16 or bf16, any strides. `scale`: one f32 to use for all tiles instead of theirs
+// (a tile of the whole matrix then); amax is noted all the same. Reads x twice, once where the
+// scale is given, and writes a byte an element. CPU and meta; a GPU is an UnsupportedError. Throws
+// DTypeError, ShapeError.
+Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor& scale = {});
+
+// a b, of quantised matrices a: [M, K] and b: [K, N], each as it lies or (`transposed`) turned
+// around. float8 numbers, with powers of two as the scales along K too, are bf16 numbers, so that
+// the products are exact; they are added up in f32, multiplied by the inverse scales and rounded
+// once to `dtype` (f32, f16, bf16). Scales along K that are no powers of two throw ValueError.
+struct Float8Operand {
+  const Quantized& matrix;
+  bool transposed = false;
+};
+Tensor float8_matmul(const Float8Operand& a, const Float8Operand& b, DType dtype);
+
+// values * inverse, rounded to a 16-bit dtype or f32: [M, N].
+Tensor dequantize(const Quantized& q, DType dtype);
+
+}  // namespace tessera::kernels

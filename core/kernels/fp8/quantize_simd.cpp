@@ -1,0 +1,154 @@
+#include <tessera/core/half.h>
+#include <tessera/core/kernels/common/lanes.h>
+#include <tessera/core/kernels/fp8/quantize_rows.h>
+
+namespace tessera::kernels::TS_SIMD {
+namespace {
+
+TS_HD uint32_t magnitude_bits(float value) { return detail::bits_of(value) & 0x7fffffffu; }
+TS_HD uint32_t larger_bits(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+// The first magnitude, as bits, that is further from the largest number than rounding goes.
+template <class Q>
+constexpr float kSaturatesFrom = 0;
+template <>
+constexpr float kSaturatesFrom<f8e4m3> = 464;  // itself a tie that goes to 448, which is even
+template <>
+constexpr float kSaturatesFrom<f8e5m2> = 61440;  // a tie that would go to 65536
+template <class Q>
+TS_HD uint32_t saturates(float scaled) {
+  const uint32_t a = magnitude_bits(scaled), limit = magnitude_bits(kSaturatesFrom<Q>);
+  const bool beyond = std::is_same_v<Q, f8e4m3> ? a > limit : a >= limit;
+  return beyond & (a <= 0x7f800000u) ? 1u : 0u;
+}
+
+// Calls f(first, values, count) for blocks of x as floats.
+template <class T, class F>
+TS_HD void for_blocks(const void* x, int64_t n, F&& f) {
+  float buffer[kBlock];
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t count = n - begin < kBlock ? n - begin : kBlock;
+    f(begin, stage_in<float>(static_cast<const T*>(x) + begin, count, buffer), count);
+  }
+}
+template <class F>
+TS_HD void with_source(DType dtype, F&& f) {
+  switch (dtype) {
+    case kF16:
+      return f.template operator()<f16>();
+    case kBF16:
+      return f.template operator()<bf16>();
+    default:
+      return f.template operator()<float>();
+  }
+}
+
+template <class Q, class T>
+TS_HD void quantize_blocks(const QuantizeRun& run, QuantizeCounts& counts) {
+  for_blocks<T>(run.x, run.n, [&](int64_t begin, const float* x, int64_t count) TS_LANES {
+    uint8_t* TS_RESTRICT q = run.q + begin;
+    uint32_t largest = 0, saturated = 0, underflown = 0;
+    const auto loop = [&](auto scale_of) TS_LANES {
+      for (int64_t i = 0; i < count; ++i) {
+        const float scaled = x[i] * scale_of(i);
+        const uint8_t code = from_float_saturate<Q>(scaled).bits;
+        const uint32_t a = magnitude_bits(x[i]);
+        q[i] = code;
+        largest = larger_bits(largest, a);
+        saturated += saturates<Q>(scaled);
+        underflown += ((code & 0x7fu) == 0) & (a != 0) ? 1u : 0u;
+      }
+    };
+    if (run.scales != nullptr) {
+      const float* scales = run.scales + begin;
+      loop([=](int64_t i) TS_LANES { return scales[i]; });
+    } else {
+      const float scale = run.scale;
+      loop([=](int64_t) TS_LANES { return scale; });
+    }
+    counts.largest = larger_bits(counts.largest, largest);
+    counts.saturated += saturated;
+    counts.underflown += underflown;
+  });
+}
+
+template <class Q, class T>
+TS_HD void dequantize_block(const QuantizeRun& run, T* TS_RESTRICT y) {
+  const uint8_t* TS_RESTRICT q = run.q;
+  if (run.scales != nullptr) {
+    for (int64_t i = 0; i < run.n; ++i) {
+      y[i] = store<T>(to_float(Q::from_bits(q[i])) * run.scales[i]);
+    }
+  } else {
+    const float scale = run.scale;
+    for (int64_t i = 0; i < run.n; ++i) y[i] = store<T>(to_float(Q::from_bits(q[i])) * scale);
+  }
+}
+// The commonest one: float8 numbers as they are, whose bf16 is the top of their float.
+template <class Q>
+TS_HD void widen_block(const uint8_t* TS_RESTRICT q, int64_t n, uint16_t* TS_RESTRICT y) {
+  for (int64_t i = 0; i < n; ++i) {
+    y[i] = static_cast<uint16_t>(detail::bits_of(to_float(Q::from_bits(q[i]))) >> 16);
+  }
+}
+
+}  // namespace
+
+uint32_t largest_magnitude(DType dtype, const void* x, int64_t n) {
+  uint32_t largest = 0;
+  with_source(dtype, [&]<class T>() {
+    for_blocks<T>(x, n, [&](int64_t, const float* values, int64_t count) TS_LANES {
+      uint32_t most = 0;
+      for (int64_t i = 0; i < count; ++i) most = larger_bits(most, magnitude_bits(values[i]));
+      largest = larger_bits(largest, most);
+    });
+  });
+  return largest;
+}
+
+void largest_magnitudes(DType dtype, const void* x, int64_t n, uint32_t* most) {
+  with_source(dtype, [&]<class T>() {
+    for_blocks<T>(x, n, [&](int64_t begin, const float* values, int64_t count) TS_LANES {
+      uint32_t* TS_RESTRICT to = most + begin;
+      for (int64_t i = 0; i < count; ++i) to[i] = larger_bits(to[i], magnitude_bits(values[i]));
+    });
+  });
+}
+
+void quantize_run(const QuantizeRun& run, QuantizeCounts& counts) {
+  with_source(run.dtype, [&]<class T>() {
+    run.format == kF8E4M3 ? quantize_blocks<f8e4m3, T>(run, counts)
+                          : quantize_blocks<f8e5m2, T>(run, counts);
+  });
+}
+
+void dequantize_run(const QuantizeRun& run, void* y) {
+  if (run.dtype == kBF16 && run.scales == nullptr && run.scale == 1) {
+    auto* const to = static_cast<uint16_t*>(y);
+    return run.format == kF8E4M3 ? widen_block<f8e4m3>(run.q, run.n, to)
+                                 : widen_block<f8e5m2>(run.q, run.n, to);
+  }
+  with_source(run.dtype, [&]<class T>() {
+    run.format == kF8E4M3 ? dequantize_block<f8e4m3>(run, static_cast<T*>(y))
+                          : dequantize_block<f8e5m2>(run, static_cast<T*>(y));
+  });
+}
+
+void scale_sums(const float* sums, int64_t n, float row, const float* columns, DType dtype,
+                void* y) {
+  const auto loop = [&](const auto* from, auto* to) TS_LANES {
+    using T = std::remove_pointer_t<decltype(to)>;
+    if (columns != nullptr) {
+      for (int64_t i = 0; i < n; ++i) to[i] = store<T>(from[i] * (row * columns[i]));
+    } else {
+      for (int64_t i = 0; i < n; ++i) to[i] = store<T>(from[i] * row);
+    }
+  };
+  if (dtype == kF32) {  // in place or not
+    auto* const to = static_cast<float*>(y);
+    return y == sums ? loop(to, to) : loop(sums, to);
+  }
+  with_source(dtype, [&]<class T>() { loop(sums, static_cast<T*>(y)); });
+}
+
+}  // namespace tessera::kernels::TS_SIMD

@@ -1,0 +1,408 @@
+#include <tessera/precision/fp8_linear.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <sstream>
+#include <utility>
+
+#include <tessera/autograd/autocast_mode.h>
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/checkpoint.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/raw_views.h>
+#include <tessera/nn/linear.h>
+
+namespace tessera::precision {
+namespace {
+
+constexpr const char* kFp8 = "fp8";
+constexpr int64_t kMultiple = 16;  // of each dimension of a product of bytes, on a GPU
+constexpr const char* kEvaluates = "the module evaluates";
+
+bool ends_with_name(const std::string& dotted, const std::string& end) {
+  return dotted == end || dotted.ends_with("." + end);
+}
+
+std::string not_a_multiple(const char* what, int64_t size) {
+  return std::string(what) + " (" + std::to_string(size) + ") is no multiple of 16";
+}
+
+double noise_of(const Tensor& x, const kernels::Quantized& q, double& signal) {
+  const Tensor rows = raw::view(x.contiguous(), q.values.shape()).to(kF32);
+  const Tensor back = kernels::dequantize(q, kF32);
+  const float *from = rows.data_as<float>(), *to = back.data_as<float>();
+  double noise = 0;
+  for (int64_t i = 0; i < rows.numel(); ++i) {
+    const double value = static_cast<double>(from[i]);
+    const double error = static_cast<double>(to[i]) - value;
+    signal += value * value;
+    noise += error * error;
+  }
+  return noise;
+}
+
+}  // namespace
+
+// Lives as long as a graph that a layer recorded.
+struct Fp8Shared {
+  Fp8Recipe recipe;
+  Float8Casts casts;
+  Tensor maxima, scales;  // delayed: f32 [3 x layers]; of this step, and those in use
+  bool measures_noise = false;
+  bool is_delayed() const { return recipe.scaling == Fp8Scaling::kDelayed; }
+};
+
+class Fp8Layer final : public Float8Linear {
+ public:
+  Fp8Layer(std::shared_ptr<Fp8Shared> shared, nn::Linear& module, std::string name, size_t index)
+      : owner_(std::move(shared)), module_(module), name_(std::move(name)), index_(index) {}
+
+  const Float8Casts& casts() const override { return owner_->casts; }
+
+  bool takes(const Tensor& x, const Tensor& weight, int64_t rows) override {
+    const std::string reason = reason_against(x, weight, rows);
+    const bool counts = !is_recomputing();
+    if (reason.empty()) {
+      if (counts) {
+        ++calls_;
+        check_updated(weight);
+      }
+      return true;
+    }
+    TS_CHECK_AS(UnsupportedError, !owner_->recipe.strict || reason == kEvaluates, kFp8, "'", name_,
+                "' cannot run in float8, and strict lets nothing else run: ", reason);
+    if (counts) ++fallbacks_[reason];
+    return false;
+  }
+
+  Tensor scale(Float8Role role) override {
+    return owner_->is_delayed() ? scales_[static_cast<size_t>(role)] : Tensor();
+  }
+
+  void saw(Float8Role role, const Tensor& x, const kernels::Quantized& q) override {
+    if (is_recomputing() || q.values.is_meta()) return;
+    Counts& counts = counts_[static_cast<size_t>(role)];
+    counts.amax = q.amax;
+    counts.elements += q.values.numel();
+    counts.saturated += q.saturated;
+    counts.underflown += q.underflown;
+    counts.not_finite += std::isfinite(q.amax) ? 0 : 1;
+    if (owner_->measures_noise) counts.noise += noise_of(x, q, counts.signal);
+    if (!owner_->is_delayed()) return;
+    // Backward runs without grad mode, and only after a forward that noted.
+    if (role == Float8Role::kInput && !grad_enabled()) return;
+    if (role == Float8Role::kInput) {
+      noted_version_ = module_.weight.version();
+      noted_ = true;
+    }
+    float& maximum =
+        owner_->maxima.data_as<float>()[index_ * kNumFloat8Roles + static_cast<size_t>(role)];
+    // Infinite for NaN, too, so that a maximum over ranks keeps it.
+    maximum =
+        std::max(maximum, std::isfinite(q.amax) ? q.amax : std::numeric_limits<float>::infinity());
+  }
+
+  const std::string& name() const { return name_; }
+  nn::Linear& module() const { return module_; }
+  void begin_window() { noted_ = false; }
+  void bind_scales(const Tensor& all) {
+    for (size_t role = 0; role < scales_.size(); ++role) {
+      scales_[role] = raw::narrow(all, 0, static_cast<int64_t>(index_ * kNumFloat8Roles + role), 1);
+    }
+  }
+
+  Fp8LayerReport report() const {
+    Fp8LayerReport result{
+        .name = name_, .excluded = {}, .fp8_calls = calls_, .fallbacks = fallbacks_};
+    for (size_t role = 0; role < counts_.size(); ++role) {
+      const Counts& counts = counts_[role];
+      const double all = static_cast<double>(std::max<int64_t>(counts.elements, 1));
+      result.operands[role] = {
+          .amax = counts.amax,
+          .elements = counts.elements,
+          .saturated = static_cast<double>(counts.saturated) / all,
+          .underflown = static_cast<double>(counts.underflown) / all,
+          .not_finite = counts.not_finite,
+          .sqnr = counts.noise > 0 ? 10 * std::log10(counts.signal / counts.noise) : 0};
+    }
+    return result;
+  }
+  void reset_counts() {
+    calls_ = 0;
+    fallbacks_.clear();
+    counts_ = {};
+  }
+
+ private:
+  struct Counts {
+    float amax = 0;
+    int64_t elements = 0, saturated = 0, underflown = 0, not_finite = 0;
+    double signal = 0, noise = 0;
+  };
+
+  std::string reason_against(const Tensor& x, const Tensor& weight, int64_t rows) const {
+    if (!owner_->recipe.in_evaluation && !module_.is_training()) return kEvaluates;
+    const AutocastMode& autocast = Context::current().slot<AutocastMode>();
+    if (!autocast.enabled) return "autocast is off around the call";
+    if (x.dtype() == kF64 || weight.dtype() == kF64) return "an operand is f64";
+    if (weight.size(1) % kMultiple != 0) return not_a_multiple("in_features", weight.size(1));
+    if (weight.size(0) % kMultiple != 0) return not_a_multiple("out_features", weight.size(0));
+    if (rows % kMultiple != 0) return not_a_multiple("the number of rows", rows);
+    return {};
+  }
+
+  // See [Note: delayed scales]: without update() the scales would stay for ever, and nobody know.
+  void check_updated(const Tensor& weight) const {
+    TS_CHECK(
+        !owner_->is_delayed() || !noted_ || !grad_enabled() || weight.version() == noted_version_,
+        kFp8, "'", name_,
+        "': its weight was written since the last call, and the delayed scales are those of "
+        "the step before; call Fp8Layers::update() after each step of the optimizers");
+  }
+
+  const std::shared_ptr<Fp8Shared> owner_;
+  nn::Linear& module_;  // of forward alone
+  const std::string name_;
+  const size_t index_;
+  std::array<Tensor, kNumFloat8Roles> scales_;  // f32 [1], views
+  int64_t calls_ = 0;
+  std::map<std::string, int64_t> fallbacks_;
+  std::array<Counts, kNumFloat8Roles> counts_;
+  uint32_t noted_version_ = 0;
+  bool noted_ = false;
+};
+
+Fp8Layers::Fp8Layers(nn::ModuleBase& model, const Fp8Recipe& recipe) {
+  check(recipe);
+  shared_ = std::make_shared<Fp8Shared>();
+  shared_->recipe = recipe;
+  shared_->casts = recipe.casts();
+  std::vector<std::pair<std::string, nn::Linear*>> linears;
+  for (const auto& [name, module] : model.named_modules()) {
+    if (auto* linear = dynamic_cast<nn::Linear*>(module)) linears.emplace_back(name, linear);
+  }
+  // Of those that are no part of another: adapters stand inside of their layer.
+  const nn::Linear* last = nullptr;
+  std::string outer;
+  for (const auto& [name, linear] : linears) {
+    if (last != nullptr && name.starts_with(outer + ".")) continue;
+    last = linear;
+    outer = name;
+  }
+  for (const auto& [name, linear] : linears) {
+    const int64_t in = linear->in_features, out = linear->out_features;
+    std::string reason;
+    for (const std::string& end : recipe.exclude) {
+      if (ends_with_name(name, end)) reason = "excluded by name: " + end;
+    }
+    if (recipe.filter != Fp8Filter::kAll && reason.empty()) {
+      if (in % kMultiple != 0) {
+        reason = not_a_multiple("in_features", in);
+      } else if (out % kMultiple != 0) {
+        reason = not_a_multiple("out_features", out);
+      } else if (linear == last) {
+        reason = "the last Linear of the model";
+      } else if (recipe.filter == Fp8Filter::kPays) {
+        reason = reason_not_to_pay(recipe.scaling, in, out);
+      }
+    }
+    if (reason.empty()) {
+      order_.emplace_back(true, layers_.size());
+      layers_.push_back(std::make_shared<Fp8Layer>(shared_, *linear, name, layers_.size()));
+      handles_.push_back(linear->register_call_scope(
+          [layer = layers_.back(), linear](nn::ModuleBase&) -> std::shared_ptr<void> {
+            return std::make_shared<ScopedValue<Float8Slot>>(Context::current().slot<Float8Slot>(),
+                                                             Float8Slot{layer, &linear->weight});
+          }));
+    } else {
+      order_.emplace_back(false, excluded_.size());
+      excluded_.push_back({.name = name, .excluded = std::move(reason)});
+    }
+  }
+  if (!is_delayed()) return;
+  const int64_t operands = static_cast<int64_t>(layers_.size()) * kNumFloat8Roles;
+  shared_->maxima = raw::zeros({operands}, kF32);
+  shared_->scales = raw::full({operands}, 1, kF32);
+  history_.resize(static_cast<size_t>(operands));
+  for (const auto& layer : layers_) layer->bind_scales(shared_->scales);
+}
+Fp8Layers::~Fp8Layers() {
+  for (HookHandle& handle : handles_) handle.remove();
+}
+
+const Fp8Recipe& Fp8Layers::recipe() const { return shared_->recipe; }
+void Fp8Layers::measure_noise(bool measure) { shared_->measures_noise = measure; }
+
+void Fp8Layers::update() {
+  if (!is_delayed() || layers_.empty()) return;
+  if (reduction_) {
+    const NoGradGuard no_grad;
+    reduction_(shared_->maxima);
+  }
+  float* const maxima = shared_->maxima.data_as<float>();
+  float* const scales = shared_->scales.data_as<float>();
+  const int64_t operands = shared_->maxima.numel();
+  if (std::all_of(maxima, maxima + operands, [](float value) { return value == 0; })) return;
+  for (int64_t i = 0; i < operands; ++i) {
+    std::vector<float>& history = history_[static_cast<size_t>(i)];
+    history.insert(history.begin(), std::isfinite(maxima[i]) ? maxima[i] : 0);
+    if (history.size() > static_cast<size_t>(recipe().history)) history.pop_back();
+    const float amax = recipe().algorithm == AmaxAlgorithm::kMax
+                           ? *std::max_element(history.begin(), history.end())
+                           : history.front();
+    const auto role = static_cast<Float8Role>(i % kNumFloat8Roles);
+    const DType format = role == Float8Role::kGradOutput ? shared_->casts.grad_output.format
+                                                         : shared_->casts.input.format;
+    if (amax > 0) {
+      scales[i] = kernels::float8_scale(amax, format, recipe().power_of_two_or_default(),
+                                        static_cast<int>(recipe().margin));
+    }
+    maxima[i] = 0;
+  }
+  shared_->scales.bump_version("new scales");  // weights in the cache are of the old ones
+  for (const auto& layer : layers_) layer->begin_window();
+}
+
+StateDict Fp8Layers::state_dict() const {
+  StateDict state;
+  if (!is_delayed()) return state;
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const size_t first = i * kNumFloat8Roles;
+    const auto steps = static_cast<int64_t>(history_[first].size());
+    const Tensor history = raw::empty({kNumFloat8Roles, steps}, kF32);
+    for (size_t role = 0; role < kNumFloat8Roles; ++role) {
+      std::copy(history_[first + role].begin(), history_[first + role].end(),
+                history.data_as<float>() + static_cast<int64_t>(role) * steps);
+    }
+    state.set(layers_[i]->name() + ".history", history);
+    state.set(
+        layers_[i]->name() + ".scale",
+        raw::narrow(shared_->scales, 0, static_cast<int64_t>(first), kNumFloat8Roles).clone());
+  }
+  return state;
+}
+
+void Fp8Layers::load_state_dict(const StateDict& state) {
+  if (!is_delayed()) return;
+  std::string wrong;
+  const auto complain = [&](const std::string& text) {
+    wrong += (wrong.empty() ? "" : ", ") + text;
+  };
+  for (const auto& layer : layers_) {
+    for (const char* const key : {".history", ".scale"}) {
+      const std::string name = layer->name() + key;
+      if (!state.contains(name)) {
+        complain(name + " is missing");
+        continue;
+      }
+      const Tensor& value = state.at(name);
+      const bool history = key == std::string_view(".history");
+      if (value.dim() != (history ? 2 : 1) || value.size(0) != kNumFloat8Roles) {
+        complain(name + " is " + value.describe());
+      }
+    }
+  }
+  TS_CHECK(wrong.empty(), kFp8, "the state of delayed scales does not fit: ", wrong,
+           "; was it saved with another recipe or filter?");
+  float* const scales = shared_->scales.data_as<float>();
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const Tensor history = state.at(layers_[i]->name() + ".history").to(kF32).contiguous();
+    const std::vector<double> scale = state.at(layers_[i]->name() + ".scale").to_vector();
+    const int64_t steps = history.size(1), kept = std::min(steps, recipe().history);
+    for (size_t role = 0; role < kNumFloat8Roles; ++role) {
+      const float* const from = history.data_as<float>() + static_cast<int64_t>(role) * steps;
+      history_[i * kNumFloat8Roles + role].assign(from, from + kept);
+      scales[i * kNumFloat8Roles + role] = static_cast<float>(scale[role]);
+    }
+    layers_[i]->begin_window();
+  }
+  shared_->scales.bump_version("a state that was loaded");
+  std::fill_n(shared_->maxima.data_as<float>(), shared_->maxima.numel(), 0.0f);
+}
+
+Fp8Report Fp8Layers::report() const {
+  Fp8Report report{.recipe = recipe(), .layers = {}};
+  for (const auto& [takes_part, index] : order_) {
+    report.layers.push_back(takes_part ? layers_[index]->report() : excluded_[index]);
+  }
+  return report;
+}
+
+void Fp8Layers::reset_counts() {
+  for (const auto& layer : layers_) layer->reset_counts();
+}
+
+int64_t Fp8Report::fp8_calls() const {
+  int64_t total = 0;
+  for (const Fp8LayerReport& layer : layers) total += layer.fp8_calls;
+  return total;
+}
+int64_t Fp8Report::fallbacks() const {
+  int64_t total = 0;
+  for (const Fp8LayerReport& layer : layers) {
+    for (const auto& [reason, calls] : layer.fallbacks) {
+      if (reason != kEvaluates) total += calls;
+    }
+  }
+  return total;
+}
+
+std::string Fp8Report::table() const {
+  std::ostringstream text;
+  text << describe(recipe) << ": " << fp8_calls() << " calls in float8, " << fallbacks()
+       << " that fell back\n";
+  for (const Fp8LayerReport& layer : layers) {
+    text << "  " << (layer.name.empty() ? "(model)" : layer.name) << ": ";
+    if (!layer.excluded.empty()) {
+      text << "not in float8: " << layer.excluded << "\n";
+      continue;
+    }
+    text << layer.fp8_calls << " calls";
+    for (const auto& [reason, calls] : layer.fallbacks) {
+      text << ", " << calls << " fell back: " << reason;
+    }
+    constexpr const char* kNames[] = {"x", "W", "dy"};
+    for (size_t role = 0; role < layer.operands.size(); ++role) {
+      const Fp8OperandReport& operand = layer.operands[role];
+      if (operand.elements == 0) continue;
+      text << "; " << kNames[role] << " amax " << operand.amax << ", saturated "
+           << 100 * operand.saturated << "%, to zero " << 100 * operand.underflown << "%";
+      if (operand.not_finite > 0) text << ", not finite " << operand.not_finite << " times";
+      if (operand.sqnr != 0) text << ", " << operand.sqnr << " dB";
+    }
+    text << "\n";
+  }
+  return text.str();
+}
+
+namespace {
+
+// The first call of a layer: delayed scales are 1.
+class FirstFp8Call final : public Float8Linear {
+ public:
+  explicit FirstFp8Call(const Fp8Recipe& recipe) : casts_(recipe.casts()) {
+    if (recipe.scaling == Fp8Scaling::kDelayed) one_ = raw::full({1}, 1, kF32);
+  }
+  const Float8Casts& casts() const override { return casts_; }
+  bool takes(const Tensor&, const Tensor&, int64_t) override { return true; }
+  Tensor scale(Float8Role) override { return one_; }
+
+ private:
+  Float8Casts casts_;
+  Tensor one_;
+};
+
+}  // namespace
+
+Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                  const Fp8Recipe& recipe) {
+  check(recipe);
+  TS_CHECK_SHAPE(weight.dim() == 2 && x.dim() >= 1 && x.size(-1) == weight.size(1), kFp8,
+                 "inner dimensions differ: x is ", x, " and weight is ", weight);
+  TS_CHECK_SHAPE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), kFp8,
+                 "expects a bias of [", weight.size(0), "]; got ", bias);
+  return float8_linear(x, weight, bias, std::make_shared<FirstFp8Call>(recipe));
+}
+
+}  // namespace tessera::precision
