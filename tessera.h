@@ -48,6 +48,7 @@
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>
 #include <tessera/optim/graphed_step.h>
+#include <tessera/optim/muon.h>
 #include <tessera/optim/optimizer.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
@@ -68,6 +69,7 @@
 #include <tessera/distributed/rendezvous/run_ranks.h>
 #include <tessera/distributed/shard/fully_shard.h>
 #include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/shard/update_report.h>
 #include <tessera/distributed/shard/zero.h>
 #include <tessera/distributed/sync_batch_norm.h>
 #include <tessera/distributed/transport/collectives.h>

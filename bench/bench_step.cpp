@@ -6,8 +6,8 @@
 //
 // --model: gpt2, or bert: a text of --context tokens is put into one of two classes.
 // --dtype: f32; bf16: parameters too, with f32 masters; autocast-bf16: f32 parameters, as
-// torch.autocast has it; autocast-fp16: with loss scaling; fp8-RECIPE: autocast-bf16 with all linear
-// layers in float8 (precision/fp8_recipe.h).
+// torch.autocast has it; autocast-fp16: with loss scaling; fp8-RECIPE: autocast-bf16 with all
+// linear layers in float8 (precision/fp8_recipe.h).
 //
 // On a GPU the steps of a turn are queued one after the other and timed together, as a training
 // runs them. --graph: as replays of a CUDA graph (optim/graphed_step.h), captured after the

@@ -3,13 +3,17 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include <tessera/core/context.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/core/tensor.h>
+#include <tessera/core/whole_exchange.h>
 
 namespace tessera {
 
@@ -33,6 +37,8 @@ struct PlacementSlot : TensorSlot {
   virtual PlaceInWhole place(const Tensor& part) const {  // of what holds all elements or none
     return {part.shape(), Shape::filled(part.dim(), 0)};
   }
+  // Of the whole.
+  virtual Shape whole_shape(const Tensor& part) const { return part.shape(); }
   // Of the gradient: as this one's, but whole where this one holds a summand.
   virtual std::unique_ptr<PlacementSlot> of_gradient() const = 0;
   virtual bool equals(const PlacementSlot& other) const = 0;
@@ -47,6 +53,12 @@ struct PlacementSlot : TensorSlot {
   // The sum (or the maximum) of what these ranks give, in place. Collective among them.
   enum class HolderReduction { kSum, kMax };
   virtual void reduce_over_holders(const Tensor&, HolderReduction) const { holders("reduce"); }
+  // How the tensors of which this rank has these parts, of equal holders() that are not null,
+  // become whole on one of those ranks each. The parts need no elements.
+  virtual std::unique_ptr<WholeExchange> exchange_wholes(std::span<const Tensor> parts) const {
+    static_cast<void>(parts);
+    return nullptr;
+  }
   // Of a weight of which there are casts alone (autograd/weight_cache.h): autocast finds them, and
   // whatever reads the weight itself calls bring() before, which gathers it; collective.
   virtual bool has_casts() const { return false; }
@@ -62,6 +74,31 @@ struct PlacementSlot : TensorSlot {
 // The slot, or nullptr for a tensor that is whole (and for an undefined one).
 inline const PlacementSlot* placement_slot(const Tensor& x) {
   return x.defined() ? static_cast<const PlacementSlot*>(x.impl()->placement.get()) : nullptr;
+}
+
+// Of what x is a part of, or of x.
+inline Shape whole_shape(const Tensor& x) {
+  const PlacementSlot* slot = placement_slot(x);
+  return slot != nullptr ? slot->whole_shape(x) : x.shape();
+}
+
+// Of the tensors that ranks hold parts of, those that the same ranks do, by their place in the
+// list; lists in the order of their first ones. `where`: as holders().
+inline std::vector<std::vector<size_t>> by_holders(std::span<const Tensor> tensors,
+                                                   std::string_view where) {
+  std::vector<std::pair<const void*, std::vector<size_t>>> lists;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const PlacementSlot* const slot = placement_slot(tensors[i]);
+    const void* const holders = slot != nullptr ? slot->holders(where) : nullptr;
+    if (holders == nullptr) continue;
+    size_t at = 0;
+    while (at < lists.size() && lists[at].first != holders) ++at;
+    if (at == lists.size()) lists.push_back({holders, {}});
+    lists[at].second.push_back(i);
+  }
+  std::vector<std::vector<size_t>> result;
+  for (auto& [holders, members] : lists) result.push_back(std::move(members));
+  return result;
 }
 
 // Whether both are whole, or parts that lie alike.

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <iterator>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include <tessera/autograd/autograd.h>
@@ -117,6 +118,22 @@ double norm_of(const std::vector<Cut>& cuts, double p) {
   return largest || p == 1 ? total : std::pow(total, 1 / p);
 }
 
+// One factor serves all, so that what stands before it must be one, too.
+void check_others(const ClipOptions& options) {
+  if (options.fold_into_others.empty()) return;
+  TS_CHECK(options.fold_into != nullptr, "clip_grad_norm",
+           "fold_into_others goes with fold_into, which is null; name one of them there");
+  const auto told = [](const Optimizer& optimizer) {
+    return std::pair{optimizer.next_step().data_as<double>()[0],
+                     optimizer.next_step_factor().impl()};
+  };
+  for (const Optimizer* other : options.fold_into_others) {
+    TS_CHECK(other != nullptr && told(*other) == told(*options.fold_into), "clip_grad_norm",
+             "the optimizers that share a factor must be told the same before; unscale all of them "
+             "or none, and clip once a step");
+  }
+}
+
 }  // namespace
 
 Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipOptions& options) {
@@ -125,6 +142,7 @@ Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipO
   TS_CHECK(options.fold_into == nullptr || options.gradient_scale == 1, "clip_grad_norm",
            "the optimizer in fold_into says itself what gradients are multiplied by; leave out "
            "gradient_scale");
+  check_others(options);
   const double scale = options.fold_into != nullptr
                            ? options.fold_into->next_step().data_as<double>()[0]
                            : options.gradient_scale;
@@ -149,7 +167,9 @@ Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipO
         is_parted
             ? kernels::square_sum_clip_factor(square_sum(cuts), scale, max_norm, scale_on_device)
             : kernels::multi_tensor_clip_factor(gradients, p, scale, max_norm, scale_on_device);
-    options.fold_into->scale_next_step(raw::select(norm_and_factor, 0, 1));
+    const Tensor factor_there = raw::select(norm_and_factor, 0, 1);
+    options.fold_into->scale_next_step(factor_there);
+    for (Optimizer* other : options.fold_into_others) other->scale_next_step(factor_there);
     return raw::select(norm_and_factor, 0, 0);
   }
   const double given = scale_on_device.defined() ? scale * scale_on_device.item() : scale;
@@ -162,6 +182,7 @@ Tensor clip_grad_norm(const TensorList& parameters, double max_norm, const ClipO
   if (!(factor >= 1)) {  // also where the norm is NaN
     if (options.fold_into != nullptr) {
       options.fold_into->scale_next_step(factor);
+      for (Optimizer* other : options.fold_into_others) other->scale_next_step(factor);
     } else {
       kernels::multi_tensor_scale(gradients, &factor);
     }

@@ -1,6 +1,8 @@
 // Clipping of gradients, as torch.nn.utils.
 #pragma once
 
+#include <vector>
+
 #include <tessera/core/tensor.h>
 
 namespace tessera::optim {
@@ -13,6 +15,9 @@ struct ClipOptions {
   // The factor is left to this optimizer's next step, which applies it while it reads the
   // gradients: saves a pass over them. The gradients keep their values.
   Optimizer* fold_into = nullptr;
+  // Beside it: optimizers that hold others of the parameters, whose next step is told the same
+  // (optim::Muon and the AdamW of the rest). ValueError where what they were told before differs.
+  std::vector<Optimizer*> fold_into_others = {};
   // The gradients count as multiplied by it: what the step will do to them as it reads them, a loss
   // scaler's inverse. Where fold_into is set, its next_step() says so.
   double gradient_scale = 1;

@@ -1,6 +1,7 @@
 #include <tessera/optim/optimizer.h>
 
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <sstream>
 #include <unordered_map>
@@ -19,12 +20,10 @@
 namespace tessera::optim {
 namespace {
 
-DType state_dtype(const Tensor& parameter) { return parameter.dtype() == kF64 ? kF64 : kF32; }
-
 // With the parameter's order of dimensions, so that one index walks through both.
-Tensor make_state(const Tensor& parameter, double value) {
+Tensor make_state(const Tensor& parameter, DType dtype, double value) {
   const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
-  const Tensor state = raw::empty_like(parameter, state_dtype(parameter));
+  const Tensor state = raw::empty_like(parameter, dtype);
   fill_(state, value);
   copy_placement(parameter, state);
   return state;
@@ -91,10 +90,29 @@ void Optimizer::add_group(const NamedTensors& parameters) {
              "' was given twice; state is kept by name");
     TS_CHECK(tensors.insert(tensor.impl()).second, type_name(), "'", name,
              "' is a tensor that was already given under another name; give tied weights once");
+    TS_CHECK_DTYPE(tensor.dtype() != kF64 || state_dtype(groups_.size()) == kF32, type_name(),
+                   "state_dtype ", state_dtype(groups_.size()), " is for arithmetic in f32, and '",
+                   name, "' is ", tensor, "; leave it out for the group of f64 parameters");
     group.named.push_back({name, tensor});
-    group.states.push_back({.parameter = tensor, .gradient = {}});
+    group.states.push_back({.parameter = tensor,
+                            .gradient = {},
+                            .rounding_key = kernels::StateRounding::key_of(name)});
   }
   groups_.push_back(std::move(group));
+}
+
+DType Optimizer::state_dtype_of(size_t group, const Tensor& parameter) const {
+  return parameter.dtype() == kF64 ? kF64 : state_dtype(group);
+}
+
+kernels::StateRounding Optimizer::rounding_of(const ParameterState& state) {
+  const Tensor& parameter = state.parameter;
+  const PlacementSlot* slot = placement_slot(parameter);
+  const PlaceInWhole place =
+      slot != nullptr ? slot->place(parameter)
+                      : PlaceInWhole{parameter.shape(), Shape::filled(parameter.shape().size(), 0)};
+  return {state.rounding_key, kernels::WholeIndex::of(parameter.shape(), parameter.strides(),
+                                                      place.whole, place.offset)};
 }
 
 void Optimizer::check_parameters() const {
@@ -118,6 +136,7 @@ void Optimizer::check_options(size_t group, const char* contradiction) {
         };
         switch (range) {
           case OptionRange::kAny:
+          case OptionRange::kBits:
             break;
           case OptionRange::kNotNegative:
             check(value >= 0, "not be negative");
@@ -190,7 +209,7 @@ void Optimizer::prepare(size_t group, ParameterState& state) {
     if (state.states[i].defined()) continue;
     if (const auto value = initial_state(group, i)) {
       check_outside_of_graphs();
-      state.states[i] = make_state(state.parameter, *value);
+      state.states[i] = make_state(state.parameter, state_dtype_of(group, state.parameter), *value);
     }
   }
 }
@@ -232,6 +251,14 @@ bool Optimizer::step() {
     step_scalars.skipped = skipped_;
   }
   std::vector<std::pair<ParameterState*, Tensor>> captured;  // and the cast that is written
+  struct Planned {
+    std::vector<ParameterState*> states;
+    int64_t number;
+    std::array<double, kernels::kNumStepScalars> values;
+    kernels::StepScalars scalars;
+  };
+  std::deque<Planned> planned;  // at addresses that stay
+  std::vector<Pass> passes;
   for (size_t g = 0; g < groups_.size(); ++g) {
     // Parameters that joined late have lower step numbers: each number is a pass of its own.
     std::map<int64_t, std::vector<ParameterState*>> by_step;
@@ -248,17 +275,23 @@ bool Optimizer::step() {
     for (const auto& [number, states] : by_step) {
       scalars[kernels::kLearningRate] = lr_of(g);
       scalars[kernels::kStep] = static_cast<double>(number);
-      if (captures) step_scalars.on_device = feed_replays(g, states);
-      update(g, states, step_scalars);
-      for (ParameterState* state : states) {
-        if (captures) {
-          captured.emplace_back(state, state->cached_cast);
-        } else {
-          state->step = number;
-        }
-        state->gradient = {};
-        mark_cast_written(state->parameter, std::exchange(state->cached_cast, {}));
+      Planned& one = planned.emplace_back(Planned{states, number, {}, step_scalars});
+      std::copy(std::begin(scalars), std::end(scalars), one.values.begin());
+      one.scalars.values = one.values.data();
+      if (captures) one.scalars.on_device = feed_replays(g, states);
+      passes.push_back({g, one.states, &one.scalars});
+    }
+  }
+  update_all(passes);
+  for (const Planned& pass : planned) {
+    for (ParameterState* state : pass.states) {
+      if (captures) {
+        captured.emplace_back(state, state->cached_cast);
+      } else {
+        state->step = pass.number;
       }
+      state->gradient = {};
+      mark_cast_written(state->parameter, std::exchange(state->cached_cast, {}));
     }
   }
   if (step_scalars.found.defined()) add_(skipped_, reshape(step_scalars.found, {}));
@@ -277,6 +310,10 @@ bool Optimizer::step() {
     });
   }
   return true;
+}
+
+void Optimizer::update_all(std::span<const Pass> passes) {
+  for (const Pass& pass : passes) update(pass.group, pass.parameters, *pass.scalars);
 }
 
 // Options that a captured step has taken as constants.
@@ -359,7 +396,8 @@ StateDict Optimizer::state_dict() const {
   class Writer : public OptionVisitor {
    public:
     Writer(StateDict& state, size_t group) : state_(state), group_(group) {}
-    void visit(const char* name, OptionRange, std::span<double> values) override {
+    void visit(const char* name, OptionRange range, std::span<double> values) override {
+      if (range == OptionRange::kBits && values[0] == 32) return;
       const Shape shape = values.size() == 1 ? Shape{} : Shape{static_cast<int64_t>(values.size())};
       state_.set(group_key(group_, name), tensor(std::span<const double>(values), shape, kF64));
     }
@@ -425,11 +463,13 @@ void Optimizer::load_state_dict(const StateDict& state) {
     Reader(const StateDict& state, size_t group, std::string& problems,
            std::unordered_set<std::string>& used)
         : state_(state), group_(group), problems_(problems), used_(used) {}
-    void visit(const char* name, OptionRange, std::span<double> values) override {
+    void visit(const char* name, OptionRange range, std::span<double> values) override {
       const std::string key = group_key(group_, name);
       used_.insert(key);
       const Tensor* saved = state_.find(key);
-      if (saved == nullptr) {
+      if (saved == nullptr && range == OptionRange::kBits) {
+        values[0] = 32;
+      } else if (saved == nullptr) {
         problems_ += "\n  missing: " + key;
       } else if (saved->numel() != static_cast<int64_t>(values.size())) {
         problems_ += "\n  of another size: " + key + " is " + saved->describe();
@@ -507,7 +547,9 @@ void Optimizer::load_state_dict(const StateDict& state) {
       for (size_t i = 0; i < groups_[g].named.size(); ++i) {
         const std::string prefix = "state." + groups_[g].named[i].name + ".";
         const Tensor& parameter = groups_[g].named[i].tensor;
-        ParameterState value{.parameter = parameter, .gradient = {}};
+        ParameterState value{.parameter = parameter,
+                             .gradient = {},
+                             .rounding_key = groups_[g].states[i].rounding_key};
         used.insert(prefix + "step");
         if (const Tensor* step = state.find(prefix + "step")) {
           value.step = step->item<int64_t>();
@@ -518,7 +560,7 @@ void Optimizer::load_state_dict(const StateDict& state) {
             const std::string key = prefix + state_names()[s];
             // One that an option needed before was saved, too.
             if (value.step > 0 && (initial_state(g, s) || state.contains(key))) {
-              value.states[s] = take(key, parameter, state_dtype(parameter));
+              value.states[s] = take(key, parameter, state_dtype_of(g, parameter));
             }
           }
         }

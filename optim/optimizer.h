@@ -11,11 +11,13 @@
 //                             {others, {.lr = 3e-4, .weight_decay = 0}}});
 //
 // One step is one pass over all parameters of a group (kernels/multi_tensor.h). State is f32 (f64
-// for f64 parameters) and made at a parameter's first step; for 16-bit parameters an f32 master
-// copy is kept unless Options::master_weights is false. The same pass writes the copy that autocast
-// keeps of a parameter (autograd/weight_cache.h). Parameters without a gradient are passed over.
-// Arithmetic and order of operations are torch's, and so are the numbers that options may have:
-// others are a ValueError when the optimizer is made, as is one without any parameter.
+// for f64 parameters; bf16 where an optimizer has `state_dtype` and it says so, rounded as
+// core/kernels/optim/state_rounding.h explains) and made at a parameter's first step; for 16-bit
+// parameters an f32 master copy is kept unless Options::master_weights is false. The same pass
+// writes the copy that autocast keeps of a parameter (autograd/weight_cache.h). Parameters without
+// a gradient are passed over. Arithmetic and order of operations are torch's, and so are the
+// numbers that options may have: others are a ValueError when the optimizer is made, as is one
+// without any parameter.
 //
 // In the capture of a graph (optim/graphed_step.h) a step becomes part of it. Each replay is a
 // step: it takes the learning rate, the step number and next_step() of its time, all else as it was
@@ -32,6 +34,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -40,8 +43,9 @@
 #include <tessera/core/tensor.h>
 
 namespace tessera::kernels {
+struct StateRounding;
 struct StepScalars;
-}
+}  // namespace tessera::kernels
 
 namespace tessera::optim {
 
@@ -84,6 +88,13 @@ class Optimizer {
 
   NamedTensors parameters() const;  // of all groups
   const NamedTensors& parameters(size_t group) const;
+  // What a step needs whole: of these parameters something in this dtype. Where ranks hold parts of
+  // them it travels (core/whole_exchange.h).
+  struct WholeParameters {
+    NamedTensors parameters = {};
+    DType dtype = kF32;
+  };
+  virtual WholeParameters whole_parameters() const { return {}; }
 
   // What the next step is told, beside the parameters: f64 [2], {factor, skip}, afterwards {1, 0}
   // again. Gradients are multiplied by the factor as they are read (clip_grad_norm folds its scale
@@ -137,6 +148,7 @@ class Optimizer {
     int64_t step = 0;
     Tensor master = {};  // f32 copy of a 16-bit parameter
     std::array<Tensor, kMaxStates> states = {};
+    uint64_t rounding_key = 0;  // of its name
     // What kernels update, and the 16-bit tensor that they round it into, if any.
     const Tensor& target() const { return master.defined() ? master : parameter; }
     const Tensor& model_copy() const { return master.defined() ? parameter : cached_cast; }
@@ -149,7 +161,8 @@ class Optimizer {
     void operator()(const char* name, double& value, OptionRange range = OptionRange::kAny) {
       visit(name, range, {&value, 1});
     }
-    void operator()(const char* name, std::array<double, 2>& values,
+    template <size_t kCount>
+    void operator()(const char* name, std::array<double, kCount>& values,
                     OptionRange range = OptionRange::kAny) {
       visit(name, range, values);
     }
@@ -158,6 +171,25 @@ class Optimizer {
       visit(name, OptionRange::kAny, {&number, 1});
       value = number != 0;
     }
+    // Of states: f32 or bf16.
+    void operator()(const char* name, DType& value) {
+      auto bits = static_cast<double>(8 * size_of(value));
+      visit(name, OptionRange::kBits, {&bits, 1});
+      value = bits == 16 ? kBF16 : kF32;
+    }
+    template <class T>
+    requires(std::is_integral_v<T> || std::is_enum_v<T>) void operator()(
+        const char* name, T& value, OptionRange range = OptionRange::kAny) {
+      auto number = static_cast<double>(value);
+      visit(name, range, {&number, 1});
+      value = static_cast<T>(static_cast<int64_t>(number));
+    }
+  };
+  // What one call of update() is about: parameters of a group that all take their step number.
+  struct Pass {
+    size_t group;
+    std::span<ParameterState* const> parameters;
+    const kernels::StepScalars* scalars;
   };
 
   explicit Optimizer(std::string_view type_name);
@@ -171,6 +203,7 @@ class Optimizer {
   std::string_view type_name() const { return type_name_; }
   virtual double& lr_of(size_t group) = 0;
   virtual bool keeps_master_weights(size_t group) const = 0;
+  virtual DType state_dtype(size_t group) const = 0;  // of parameters that are not f64
   virtual void visit_options(size_t group, OptionVisitor& visitor) = 0;
   // Names of the states, in the order of ParameterState::states.
   virtual std::span<const char* const> state_names() const = 0;
@@ -179,12 +212,17 @@ class Optimizer {
   // One pass over parameters that all take their step number.
   virtual void update(size_t group, std::span<ParameterState* const> parameters,
                       const kernels::StepScalars& scalars) = 0;
+  // All passes of a step: for what takes parameters of several together.
+  virtual void update_all(std::span<const Pass> passes);
+  // For kernels, of states in bf16.
+  static kernels::StateRounding rounding_of(const ParameterState& state);
 
  private:
   struct Group {
     NamedTensors named;
     std::vector<ParameterState> states;
   };
+  DType state_dtype_of(size_t group, const Tensor& parameter) const;
   void prepare(size_t group, ParameterState& state);
   void append_state(const ParameterState& own, const std::string& prefix, StateDict& state) const;
   void settle_skipped() const;
@@ -244,6 +282,12 @@ class TypedOptimizer : public Optimizer {
  protected:
   double& lr_of(size_t group) override { return options_.at(group).lr; }
   bool keeps_master_weights(size_t group) const override { return options_[group].master_weights; }
+  DType state_dtype(size_t group) const override {
+    if constexpr (requires(const Options& options) { options.state_dtype; }) {
+      return options_[group].state_dtype;
+    }
+    return kF32;
+  }
   void visit_options(size_t group, OptionVisitor& visitor) override {
     options_[group].visit(visitor);
   }

@@ -31,6 +31,7 @@ void RuleOptimizer<Rule>::update(size_t group, std::span<ParameterState* const> 
     one.param = p->target();
     one.grad = p->gradient;
     one.model_copy = p->model_copy();
+    if (this->state_dtype(group) == kBF16) one.rounding = this->rounding_of(*p);
     for (size_t i = 0; i < Rule::kStates.size(); ++i) {
       // One that an option has needed before is kept, and not used.
       if (rules::uses_state<Rule>(options, static_cast<int>(i))) one.states[i] = p->states[i];

@@ -16,13 +16,14 @@ flags="--data $folder/text --layers 2 --width 36 --heads 3 --context 32 --batch-
   --warmup 2 --dropout 0.1 --eval-every 6 --threads 1 --lr 3e-3"
 
 fields() { grep -oE '"(step|loss|val_loss|grad_norm|lr)":[^,}]*' "$1"; }
-# The training in $folder/$1 has the digits and bits of the one in $folder/one, but for fields
+# The training in $folder/$1 has the digits and bits of the one in $folder/$one, but for fields
 # that match $2.
+one=one
 same_as_one() {
-  for log in one "$1"; do fields "$folder/$log.jsonl" | grep -v "${2:-^$}" > "$folder/$log.fields"; done
-  diff "$folder/one.fields" "$folder/$1.fields"
-  cmp "$folder/one/model.safetensors" "$folder/$1/model.safetensors"
-  cmp "$folder/one/training-12.safetensors" "$folder/$1/training-12.safetensors"
+  for log in "$one" "$1"; do fields "$folder/$log.jsonl" | grep -v "${2:-^$}" > "$folder/$log.fields"; done
+  diff "$folder/$one.fields" "$folder/$1.fields"
+  cmp "$folder/$one/model.safetensors" "$folder/$1/model.safetensors"
+  cmp "$folder/$one/training-12.safetensors" "$folder/$1/training-12.safetensors"
 }
 
 # shellcheck disable=SC2086  # flags are words
@@ -45,4 +46,21 @@ done
 "$tessera" launch -n "$ranks" "$train" --resume "$folder/moved" --accumulate 1 --sharding zero2 \
   --save "$folder/moved" --log "$folder/moved.jsonl"
 same_as_one moved val_loss  # it validates where it stops, too
+
+# Muon, whose matrices lie in parts, with states that are rounded; --resume knows both.
+muon="$flags --optimizer muon --states bf16"
+one=one_muon
+# shellcheck disable=SC2086
+"$train" $muon --accumulate "$ranks" --save "$folder/$one" --log "$folder/$one.jsonl"
+for mode in zero1 fsdp; do
+  # shellcheck disable=SC2086
+  TESSERA_COMPARE_TRACES=1 "$tessera" launch -n "$ranks" "$train" $muon --sharding "$mode" \
+    --stop-at 7 --save "$folder/muon_$mode" --log "$folder/muon_$mode.jsonl"
+  "$tessera" launch -n "$ranks" "$train" --resume "$folder/muon_$mode" --sharding zero2 \
+    --save "$folder/muon_$mode" --log "$folder/muon_$mode.jsonl"
+  same_as_one "muon_$mode" val_loss
+done
+if cmp -s "$folder/one/model.safetensors" "$folder/one_muon/model.safetensors"; then
+  echo "--optimizer muon trained as AdamW does"; exit 1
+fi
 echo "$ranks ranks: 12 losses, norms and all parameters are those of one process in every mode"

@@ -1,5 +1,5 @@
-// The tree that was built. A function, so that programs of every checkout compile to the same objects
-// and a compiler cache finds them.
+// The tree that was built. A function, so that programs of every checkout compile to the same
+// objects and a compiler cache finds them.
 #pragma once
 
 namespace tessera::tests {

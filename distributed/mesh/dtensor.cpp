@@ -10,6 +10,7 @@
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/distributed/mesh/dtensor_inputs.h>
+#include <tessera/distributed/mesh/matrix_exchange.h>
 #include <tessera/distributed/mesh/redistribute.h>
 #include <tessera/distributed/transport/collectives.h>
 
@@ -67,6 +68,12 @@ struct DTensorSlot final : PlacementSlot {
       if (is_sharding(spec.placements[i])) axes.push_back(spec.mesh->axes()[i].name);
     }
     return axes.empty() ? nullptr : &spec.mesh->group(axes);
+  }
+  Shape whole_shape(const Tensor&) const override { return spec.shape; }
+  std::unique_ptr<WholeExchange> exchange_wholes(std::span<const Tensor> parts) const override {
+    std::vector<DTensorSpec> specs;
+    for (const Tensor& part : parts) specs.push_back(spec_of(part));
+    return std::make_unique<MatrixExchange>(std::move(specs), *holding_group());
   }
   Tensor part_of(const Tensor& whole) const override {
     if (whole.shape() != spec.shape) return {};

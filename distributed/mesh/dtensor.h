@@ -19,10 +19,11 @@
 //   same placements, and from whole tensors, of which each rank takes its part.
 // - Checkpoints (save_state, load_state): from any placements into any. save_model, load_model and
 //   full_state_dict(). Not of a Partial.
-// - Optimizers: states become DTensors of the same placements; the update is element by element (a
-//   Partial is no parameter: UnsupportedError). clip_grad_value, and clip_grad_norm, whose norm is
-//   that of the whole gradients on all ranks. A GradScaler on the host that agrees among the ranks
-//   (set_agreement).
+// - Optimizers: states become DTensors of the same placements; the update is element by element,
+// but
+//   Muon brings each matrix together on one rank (a Partial is no parameter: UnsupportedError).
+//   clip_grad_value, and clip_grad_norm, whose norm is that of the whole gradients on all ranks. A
+//   GradScaler on the host that agrees among the ranks (set_agreement).
 // - EMA, whose averages are parts like the parameters (not of a Partial).
 // What would take a part for the whole throws UnsupportedError: every op, item(), to_vector(),
 // backward() from a DTensor, retain_grad(), collectives, replicate(), save_safetensors,

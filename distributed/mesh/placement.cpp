@@ -36,6 +36,26 @@ void check_flat(const DTensorSpec& spec, std::string_view where) {
               " elements is at most chunk * ", ranks, "; give the unit's true chunk");
 }
 
+std::vector<int> own_coordinates(const Mesh& mesh) {
+  std::vector<int> coordinates;
+  for (const MeshAxis& axis : mesh.axes()) coordinates.push_back(mesh.coordinate(axis.name));
+  return coordinates;
+}
+
+// Not of a FlatShard.
+Box box_at(const DTensorSpec& spec, std::span<const int> coordinates) {
+  Box box = Box::whole(spec.shape);
+  for (int dim = 0; dim < spec.shape.size(); ++dim) {
+    for (const size_t axis : spec.cuts(dim)) {
+      const auto [begin, end] =
+          chunk_of(box.extent[dim], spec.mesh->axes()[axis].size, coordinates[axis]);
+      box.offset[dim] += begin;
+      box.extent[dim] = end - begin;
+    }
+  }
+  return box;
+}
+
 }  // namespace
 
 std::string describe(const Placement& placement) {
@@ -141,24 +161,18 @@ std::vector<size_t> DTensorSpec::cuts(int dim) const {
 Box DTensorSpec::local_box() const {
   TS_CHECK_AS(UnsupportedError, !flat_axis(), "local_box", "of ", distributed::describe(placements),
               " a rank holds a run of elements, which is no one box; take local_boxes()");
-  Box box = Box::whole(shape);
-  for (int dim = 0; dim < shape.size(); ++dim) {
-    for (const size_t axis : cuts(dim)) {
-      const MeshAxis& along = mesh->axes()[axis];
-      const auto [begin, end] = chunk_of(box.extent[dim], along.size, mesh->coordinate(along.name));
-      box.offset[dim] += begin;
-      box.extent[dim] = end - begin;
-    }
-  }
-  return box;
+  return box_at(*this, own_coordinates(*mesh));
 }
 
-std::vector<Box> DTensorSpec::local_boxes() const {
-  if (flat_axis()) {
-    const auto [begin, end] = local_run();
+std::vector<Box> DTensorSpec::local_boxes() const { return boxes_at(own_coordinates(*mesh)); }
+
+std::vector<Box> DTensorSpec::boxes_at(std::span<const int> coordinates) const {
+  if (const auto axis = flat_axis()) {
+    const auto [begin, end] =
+        run_of(std::get<FlatShard>(placements[*axis]), numel_of(shape), coordinates[*axis]);
     return boxes_of_run(shape, begin, end);
   }
-  const Box box = local_box();
+  const Box box = box_at(*this, coordinates);
   if (box.numel() == 0) return {};
   return {box};
 }

@@ -16,6 +16,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <variant>
@@ -87,6 +88,8 @@ struct DTensorSpec {
   // boxes, one behind the other. None where there are no elements; one, but of a FlatShard up to
   // 2 * dim - 1.
   std::vector<Box> local_boxes() const;
+  // What the rank at these coordinates, one for each axis, holds of the whole.
+  std::vector<Box> boxes_at(std::span<const int> coordinates) const;
   std::pair<int64_t, int64_t> local_run() const;  // of a FlatShard: begin and end
   Shape local_shape() const;                      // of the part: the box's, or 1-D for a run
   // What this rank holds, in words: "[0:3, 0:4]", "the elements [10:64]".

@@ -40,8 +40,8 @@ void BackwardPass::set_parameters(const NamedTensors& parameters) {
   const std::vector<ManagedParam> before = std::exchange(params_, {});
   for (const auto& [name, tensor] : parameters) {
     if (!tensor.requires_grad()) continue;
-    TS_CHECK_DEVICE(!tensor.is_meta() || MetaMemoryGuard::holds(), "BackwardPass", "'", name, "' is ", tensor,
-                    "; give the model memory before it is distributed");
+    TS_CHECK_DEVICE(!tensor.is_meta() || MetaMemoryGuard::holds(), "BackwardPass", "'", name,
+                    "' is ", tensor, "; give the model memory before it is distributed");
     const auto known = std::ranges::find_if(
         before, [&](const ManagedParam& param) { return param.tensor.is(tensor); });
     params_.push_back(known != before.end() ? *known

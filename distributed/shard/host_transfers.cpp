@@ -52,14 +52,14 @@ HostTransfers::EventPtr HostTransfers::on_download_stream(const EventPtr& after,
 }
 
 void HostTransfers::upload(const Tensor& target, const Tensor& source) {
-  gpu::copy_bytes(target.data(), device_, source.data(), kCpu,
-                  static_cast<size_t>(source.nbytes()), /*non_blocking=*/true);
+  gpu::copy_bytes(target.data(), device_, source.data(), kCpu, static_cast<size_t>(source.nbytes()),
+                  /*non_blocking=*/true);
   uploaded_ += source.nbytes();
 }
 
 void HostTransfers::download(const Tensor& target, const Tensor& source) {
-  gpu::copy_bytes(target.data(), kCpu, source.data(), device_,
-                  static_cast<size_t>(source.nbytes()), /*non_blocking=*/true);
+  gpu::copy_bytes(target.data(), kCpu, source.data(), device_, static_cast<size_t>(source.nbytes()),
+                  /*non_blocking=*/true);
   downloaded_ += source.nbytes();
   downloads_.push_back({source, gpu::record_event(*down_)});
 }

@@ -41,7 +41,7 @@ class HostTransfers {
   void upload(const Tensor& target, const Tensor& source);
   void download(const Tensor& target, const Tensor& source);
 
-  EventPtr record_here() const;              // of the current stream
+  EventPtr record_here() const;                 // of the current stream
   void wait_here(const EventPtr& event) const;  // the current stream waits
   // Of the device's tensors that were downloaded all but the newest (none) are let go of, when the
   // current stream comes by.

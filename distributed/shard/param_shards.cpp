@@ -229,7 +229,8 @@ bool ParamShards::is_as_gathered() const {
 void ParamShards::start_gather(std::optional<DType> cast) {
   if (state_ == State::kGathering || is_current(cast)) return;
   for (const ShardedParam& param : params_) {
-    TS_CHECK_DEVICE(!param.shard.is_meta() || MetaMemoryGuard::holds(), tag_, "'", param.name, "' is ", param.shard,
+    TS_CHECK_DEVICE(!param.shard.is_meta() || MetaMemoryGuard::holds(), tag_, "'", param.name,
+                    "' is ", param.shard,
                     "; give the model memory and values before its first call");
   }
   const NoGradGuard no_grad;

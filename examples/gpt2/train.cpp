@@ -8,6 +8,8 @@
 //     tessera launch -n 8 -- train --data shakespeare.txt --device cuda   # with a GPU each
 //     tessera launch -n 4 -- train --data shakespeare.txt --sharding fsdp   # with a part of it
 //     each
+//     train --data shakespeare.txt --optimizer muon     # matrices of the blocks by Muon, the rest
+//                                                       # by AdamW; with any --sharding
 //
 // A saved folder holds a model that transformers can load (config.json, model.safetensors, of gpt2
 // the vocabulary: vocab.json, merges.txt) and what it takes to go on (training-STEP.json and
@@ -40,10 +42,12 @@
 #include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/shard/fully_shard.h>
 #include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/shard/update_report.h>
 #include <tessera/distributed/shard/zero.h>
 #include <tessera/distributed/transport/group.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>
+#include <tessera/optim/muon.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
 #include <tessera/precision/autocast.h>
@@ -63,13 +67,14 @@ constexpr int64_t kShowEvery = 100;  // steps between lines where the output is 
 struct TrainOptions {
   std::string data, tokenizer = "bytes", tokenizer_files, dtype = "f32", device = "cpu";
   std::string fp8_recipe = "tensorwise", fp8_filter = "default";
-  std::string sharding = "ddp";
+  std::string sharding = "ddp", optimizer = "adamw", states = "f32";
   int64_t layers = 4, width = 128, heads = 4, context = 64;
   int64_t batch_size = 12, accumulate = 1, steps = 2000, warmup = 100, eval_every = 250,
           save_every = 0;
   int64_t schedule_steps = 0;  // 0: steps
   int64_t stop_at = 0;         // 0: steps
   double lr = 1e-3, min_lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0.1, clip = 1;
+  double muon_lr = 0.02;
   double dropout = 0;
   bool graph = false;
   int64_t log_every = 1;
@@ -88,6 +93,11 @@ struct TrainOptions {
     visit("min-lr", min_lr), visit("beta1", beta1), visit("beta2", beta2);
     visit("weight-decay", weight_decay), visit("clip", clip), visit("seed", seed);
     visit("context", context), visit("eval-every", eval_every), visit("threads", threads);
+    visit("optimizer", optimizer), visit("muon-lr", muon_lr), visit("states", states);
+  }
+  // Of what a run that was saved by an earlier version does not speak.
+  static bool is_newer(std::string_view name) {
+    return name == "optimizer" || name == "muon-lr" || name == "states";
   }
 };
 
@@ -139,13 +149,19 @@ TrainOptions parse_options(int argc, char** argv) {
   add("steps", options.steps, "optimizer steps in all")->check(CLI::NonNegativeNumber);
   add("schedule-steps", options.schedule_steps, "where the cosine ends; 0: at --steps");
   add("stop-at", options.stop_at, "stop early at this step and save, to --resume later; 0: no");
-  add("lr", options.lr, "highest learning rate");
+  add("optimizer", options.optimizer,
+      "adamw, or muon for the matrices of the blocks and adamw for what else there is")
+      ->check(CLI::IsMember({"adamw", "muon"}));
+  add("states", options.states, "of the optimizers: f32, or bf16, rounded stochastically")
+      ->check(CLI::IsMember({"f32", "bf16"}));
+  add("lr", options.lr, "highest learning rate, of AdamW");
+  add("muon-lr", options.muon_lr, "highest learning rate of Muon, which follows --lr's curve");
   add("min-lr", options.min_lr, "learning rate at the end");
   add("warmup", options.warmup, "steps of linear warm-up; by default at most --schedule-steps")
       ->check(CLI::NonNegativeNumber);
   add("beta1", options.beta1, "AdamW");
   add("beta2", options.beta2, "AdamW");
-  add("weight-decay", options.weight_decay, "AdamW, on matrices");
+  add("weight-decay", options.weight_decay, "of matrices");
   add("clip", options.clip, "largest gradient norm; 0: none");
   add("dropout", options.dropout, "in the residual stream and attention");
   add("dtype", options.dtype,
@@ -189,6 +205,7 @@ TrainOptions parse_options(int argc, char** argv) {
     const Json saved = read_json(path);
     options.visit_resumed([&](const char* name, auto& value) {
       if (app.get_option(std::string("--") + name)->count() > 0) return;
+      if (TrainOptions::is_newer(name) && !saved.contains(name)) return;
       try {
         saved.at(name).get_to(value);
       } catch (const Json::exception& error) {
@@ -233,11 +250,18 @@ class Trainer {
                            .device = device_}),
         validation_(
             std::make_shared<data::ConsecutiveWindows>(corpus_.validation, options_.context)),
+        split_(split_parameters()),
         optimizer_(parameter_groups()),
-        schedule_(optimizer_, {.warmup = options_.warmup,
-                               .total = options_.schedule_steps,
-                               .min_lr = options_.min_lr}) {
+        schedule_(optimizer_, curve(options_.min_lr)) {
     if (options_.dtype == "fp8") apply_fp8();
+    if (options_.optimizer == "muon") {
+      muon_.emplace(split_.matrices, optim::MuonOptions{.lr = options_.muon_lr,
+                                                        .weight_decay = options_.weight_decay,
+                                                        .state_dtype = state_dtype()});
+      // AdamW's curve, to the same share of its highest rate.
+      const double share = options_.lr > 0 ? options_.min_lr / options_.lr : 0;
+      muon_schedule_.emplace(*muon_, curve(share * options_.muon_lr));
+    }
     if (distributed::world_size() > 1) parallel_ = make_parallel();
     if (!options_.resume.empty()) load_state();
     loader_.set_source(std::make_shared<data::DistributedBatchSource>(
@@ -265,7 +289,12 @@ class Trainer {
   std::unique_ptr<Gpt> make_model();
   void apply_fp8();
   std::unique_ptr<distributed::DataParallelModel> make_parallel();
+  optim::MuonParameters split_parameters() const;
   std::vector<optim::ParameterGroup<optim::AdamWOptions>> parameter_groups() const;
+  DType state_dtype() const { return options_.states == "bf16" ? kBF16 : kF32; }
+  optim::Cosine curve(double min_lr) const {
+    return {.warmup = options_.warmup, .total = options_.schedule_steps, .min_lr = min_lr};
+  }
   TensorList compute(const TensorList& batches);
   Tensor train_step();
   Tensor agree(const Tensor& loss);
@@ -289,8 +318,11 @@ class Trainer {
   std::shared_ptr<data::RandomWindows> windows_;
   data::DataLoader<data::TokenExample> loader_;  // this rank's micro-batches, one after the other
   std::shared_ptr<data::ConsecutiveWindows> validation_;
-  optim::AdamW optimizer_;
+  optim::MuonParameters split_;  // with --optimizer muon; else all are others
+  optim::AdamW optimizer_;       // of the others
   optim::CosineSchedule schedule_;
+  std::optional<optim::Muon> muon_;  // of the matrices
+  std::optional<optim::CosineSchedule> muon_schedule_;
   std::unique_ptr<distributed::DataParallelModel> parallel_;  // where there are several ranks
   int64_t step_ = 0;                                          // steps done
   bool stop_ = false, save_now_ = false;                      // asked for by a signal to any rank
@@ -365,15 +397,22 @@ std::unique_ptr<distributed::DataParallelModel> Trainer::make_parallel() {
       distributed::replicate(*model_, mesh, {.average = kAverage}));
 }
 
+// The embeddings, whose table is the head's too, are matrices by shape alone.
+optim::MuonParameters Trainer::split_parameters() const {
+  if (options_.optimizer != "muon") return {{}, model_->named_parameters()};
+  return optim::split_for_muon(model_->named_parameters(), {"transformer.wte", "transformer.wpe"});
+}
+
 // Weight decay on matrices; biases and norms go without.
 std::vector<optim::ParameterGroup<optim::AdamWOptions>> Trainer::parameter_groups() const {
   optim::AdamWOptions decayed{.lr = options_.lr,
                               .betas = {options_.beta1, options_.beta2},
-                              .weight_decay = options_.weight_decay};
+                              .weight_decay = options_.weight_decay,
+                              .state_dtype = state_dtype()};
   optim::AdamWOptions plain = decayed;
   plain.weight_decay = 0;
   NamedTensors matrices, others;
-  for (const NamedTensor& named : model_->named_parameters()) {
+  for (const NamedTensor& named : split_.others) {
     (named.tensor.dim() >= 2 ? matrices : others).push_back(named);
   }
   return {{matrices, decayed}, {others, plain}};
@@ -395,6 +434,7 @@ Tensor Trainer::train_step() {
   const Tensor loss = agree(results[0]) / static_cast<double>(micro_batches());
   grad_norm_ = results[1];
   schedule_.step();
+  if (muon_schedule_) muon_schedule_->step();
   ++step_;
   draw_for(0);
   return loss;
@@ -421,11 +461,16 @@ TensorList Trainer::compute(const TensorList& batches) {
     const Scalar scale(1 / static_cast<double>(options_.accumulate));
     for (const Tensor& parameter : model_->parameters()) mul_(parameter.grad(), scale);
   }
-  const Tensor norm =
-      optim::clip_grad_norm(model_->parameters(), options_.clip > 0 ? options_.clip : HUGE_VAL,
-                            {.fold_into = &optimizer_});
+  optim::ClipOptions clip{.fold_into = &optimizer_};
+  if (muon_) clip.fold_into_others = {&*muon_};
+  const Tensor norm = optim::clip_grad_norm(model_->parameters(),
+                                            options_.clip > 0 ? options_.clip : HUGE_VAL, clip);
   optimizer_.step();
   optimizer_.zero_grad();
+  if (muon_) {
+    muon_->step();
+    muon_->zero_grad();
+  }
   if (policy_.fp8()) policy_.fp8()->update();
   return {loss, norm};
 }
@@ -491,10 +536,12 @@ void Trainer::save() {
   if (options_.save.empty()) return;
   StateDict state;
   state.merge("optimizer.", distributed::full_state_dict(optimizer_.state_dict()));
+  if (muon_) state.merge("muon.", distributed::full_state_dict(muon_->state_dict()));
   const StateDict weights = distributed::full_state_dict(model_->state_dict());
   if (!is_first_rank()) return;
   state.merge("schedule.", schedule_.state_dict());
   if (policy_.fp8()) state.merge("fp8.", policy_.fp8()->state_dict());
+  if (muon_) state.merge("muon_schedule.", muon_schedule_->state_dict());
   const RandomState& random = random_state();
   const int64_t numbers[] = {step_, static_cast<int64_t>(random.seed),
                              static_cast<int64_t>(random.next_stream)};
@@ -539,6 +586,10 @@ void Trainer::load_state() {
     optimizer_.load_state_dict(state.with_prefix("optimizer."));
     schedule_.load_state_dict(state.with_prefix("schedule."));
     if (policy_.fp8()) policy_.fp8()->load_state_dict(state.with_prefix("fp8."));
+    if (muon_) {
+      muon_->load_state_dict(state.with_prefix("muon."));
+      muon_schedule_->load_state_dict(state.with_prefix("muon_schedule."));
+    }
     step_ = state.at("step").item<int64_t>();
     random_state() = {static_cast<uint64_t>(state.at("random.seed").item<int64_t>()),
                       static_cast<uint64_t>(state.at("random.next_stream").item<int64_t>())};
@@ -632,6 +683,10 @@ void Trainer::run() {
         static_cast<long long>(num_parameters_), static_cast<long long>(corpus_.training.size()),
         static_cast<long long>(corpus_.validation.size()), distributed::world_size(),
         num_threads());
+  }
+  if (muon_ && is_sharded()) {
+    const std::string report = distributed::report_update(*muon_).describe();
+    if (is_first_rank()) std::printf("%s", report.c_str());
   }
   std::signal(SIGINT, request_stop);
   const bool follows = log_ != nullptr || isatty(STDOUT_FILENO) != 0;

@@ -112,9 +112,9 @@ TEST_F(CudaAcceleratorOffload, EveryModeAndPrecisionHasTheBitsOfTheDevice) {
                .policy = way.policy,
                .micro = way.micro};
       const Outcome expected = train(2, one);
-      SCOPED_TRACE(testing::Message() << "mode " << static_cast<int>(sharding) << ", micro "
-                                      << way.micro << ", precision "
-                                      << static_cast<int>(way.precision.value_or(Precision::kNo)));
+      SCOPED_TRACE(testing::Message()
+                   << "mode " << static_cast<int>(sharding) << ", micro " << way.micro
+                   << ", precision " << static_cast<int>(way.precision.value_or(Precision::kNo)));
       one.optimizer = true;
       expect_same(train(2, one), expected);
       if (sharding != Sharding::kFsdp) continue;
@@ -142,11 +142,9 @@ TEST_F(CudaAcceleratorOffload, ACheckpointGoesOnWithAndWithout) {
   const Outcome expected = train(2, {.precision = bf16, .policy = pure, .load = device});
   for (const std::string& folder : {device, host}) {
     for (const bool parameters : {false, true}) {
-      expect_same(train(2, {.parameters = parameters,
-                            .precision = bf16,
-                            .policy = pure,
-                            .load = folder}),
-                  expected);
+      expect_same(
+          train(2, {.parameters = parameters, .precision = bf16, .policy = pure, .load = folder}),
+          expected);
     }
   }
 }

@@ -84,11 +84,11 @@ ShardedModel shard(Blocks& model, Mesh& mesh, const Case& one, OffloadPolicy off
 
 // Collectives begin on a rank when its host comes to them, which takes a drawn time.
 void delay_collectives(uint64_t seed, int rank) {
-  faults().before_start = [random = std::mt19937_64(seed * 8 + static_cast<uint64_t>(rank))](
-                              const Call&) mutable {
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
-    return true;
-  };
+  faults().before_start =
+      [random = std::mt19937_64(seed * 8 + static_cast<uint64_t>(rank))](const Call&) mutable {
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+        return true;
+      };
 }
 
 constexpr int kSteps = 3;
@@ -136,8 +136,7 @@ Trained train(const Case& one, OffloadPolicy offload, uint64_t seed) {
         loss.backward();
         if (rank == 0) trained.losses.push_back(loss.to(kCpu).item());
       }
-      const Tensor norm = optim::clip_grad_norm(model.parameters(), 0.1,
-                                                {.fold_into = &optimizer});
+      const Tensor norm = optim::clip_grad_norm(model.parameters(), 0.1, {.fold_into = &optimizer});
       optimizer.step();
       optimizer.zero_grad();
       average.update();
@@ -165,7 +164,7 @@ std::vector<OffloadPolicy> policies_of(const Case& one) {
 
 std::optional<Shard> second_dimension(const std::string&, const Tensor& parameter) {
   return parameter.dim() == 2 && parameter.size(1) % 2 == 0 ? std::optional(Shard(1))
-                                                           : std::nullopt;
+                                                            : std::nullopt;
 }
 
 TEST_F(CudaOffload, EveryWayOfTrainingHasTheBitsOfPartsOnTheDevice) {
@@ -218,10 +217,9 @@ TEST_F(CudaOffload, EveryWayOfTrainingHasTheBitsOfPartsOnTheDevice) {
 }
 
 TEST_F(CudaOffload, EveryOrderOfStreamsHasTheseBits) {
-  const std::vector<Case> cases{
-      {.name = "fsdp", .micro_batches = 2},
-      {.name = "bf16", .precision = {.param_dtype = kBF16}},
-      {.name = "zero2", .mode = Mode::kZero2, .micro_batches = 2}};
+  const std::vector<Case> cases{{.name = "fsdp", .micro_batches = 2},
+                                {.name = "bf16", .precision = {.param_dtype = kBF16}},
+                                {.name = "zero2", .mode = Mode::kZero2, .micro_batches = 2}};
   for (const Case& one : cases) {
     const Trained expected = train(one, OffloadPolicy::kNone, 1);
     for (const OffloadPolicy offload : policies_of(one)) {
@@ -317,8 +315,7 @@ TEST_F(CudaOffload, AnOverflowSkipsTheStep) {
       optim::SGD optimizer(model.named_parameters(), {.lr = 1e-2});
       for (const double scale : {1.0, 1e38, 1.0}) {
         (loss_of(model, 0, rank) * scale * scale).backward();
-        const Tensor norm =
-            optim::clip_grad_norm(model.parameters(), 1, {.fold_into = &optimizer});
+        const Tensor norm = optim::clip_grad_norm(model.parameters(), 1, {.fold_into = &optimizer});
         const bool overflows = !std::isfinite(norm.to(kCpu).item());
         EXPECT_EQ(overflows, scale != 1);
         if (!overflows) optimizer.step();
@@ -346,9 +343,8 @@ TEST_F(CudaOffload, AFailedBackwardLeavesNothingBehind) {
         Tensor x = on_gpu(ones({2, 5}));
         if (fails && step == 1) {
           const Tensor y = model(x);
-          const auto mistake = register_hook(y, [](const Tensor&) -> Tensor {
-            throw ValueError("on purpose");
-          });
+          const auto mistake =
+              register_hook(y, [](const Tensor&) -> Tensor { throw ValueError("on purpose"); });
           EXPECT_THROW((y * y).mean().backward(), ValueError);
           optimizer.zero_grad();
         }
@@ -366,9 +362,9 @@ TEST_F(CudaOffload, AFailedBackwardLeavesNothingBehind) {
 // ---- Memory ------------------------------------------------------------------------------------
 
 struct Memory {
-  int64_t at_rest = 0;        // of the device, that somebody owns between two steps
+  int64_t at_rest = 0;                       // of the device, that somebody owns between two steps
   int64_t unsharded = 0, communication = 0;  // peaks of a step
-  std::vector<int64_t> in_use;  // of the device, when each collective was issued
+  std::vector<int64_t> in_use;               // of the device, when each collective was issued
   int64_t parameters = 0, states = 0, pinned = 0;
   friend bool operator==(const Memory&, const Memory&) = default;
 };
@@ -384,8 +380,8 @@ Memory memory_of(const Case& one, OffloadPolicy offload, int width, uint64_t see
         const int64_t before = allocator.use().in_use;
         const int64_t counted = memory_stats()->current(MemoryCategory::kParameter);
         std::vector<int64_t> in_use;
-        faults().before_start = [&, random = std::mt19937_64(seed * 8 + static_cast<uint64_t>(
-                                                                           rank))](
+        faults().before_start = [&,
+                                 random = std::mt19937_64(seed * 8 + static_cast<uint64_t>(rank))](
                                     const Call& call) mutable {
           if (call.device.is_cuda()) in_use.push_back(allocator.use().in_use - before);
           std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
@@ -406,13 +402,14 @@ Memory memory_of(const Case& one, OffloadPolicy offload, int width, uint64_t see
           }
           gpu::synchronize(rank);
           if (rank == 0) {
-            const auto peak = [](MemoryCategory category) { return memory_stats()->peak(category); };
+            const auto peak = [](MemoryCategory category) {
+              return memory_stats()->peak(category);
+            };
             memory = {.at_rest = allocator.use().in_use - before,
                       .unsharded = peak(MemoryCategory::kUnsharded),
                       .communication = peak(MemoryCategory::kCommunication),
                       .in_use = in_use,
-                      .parameters =
-                          memory_stats()->current(MemoryCategory::kParameter) - counted,
+                      .parameters = memory_stats()->current(MemoryCategory::kParameter) - counted,
                       .states = optimizer.state_bytes(),
                       .pinned = gpu::pinned_bytes_in_use()};
           }
@@ -561,17 +558,15 @@ TEST_F(CudaOffload, WhatCannotBeOffloadedIsSaid) {
   on_gpus(2, [&](int rank) {
     Mesh mesh(world());
     Blocks on_cpu;
-    const std::string lies = message_of<UnsupportedError>([&] {
-      fully_shard(on_cpu, mesh, {.offload_policy = OffloadPolicy::kParameters});
-    });
+    const std::string lies = message_of<UnsupportedError>(
+        [&] { fully_shard(on_cpu, mesh, {.offload_policy = OffloadPolicy::kParameters}); });
     EXPECT_TRUE(contains(lies, "'in' is f32[9, 5] cpu, which lies there")) << lies;
     EXPECT_THROW(zero(on_cpu, mesh, {.offload_policy = OffloadPolicy::kOptimizer}),
                  UnsupportedError);
     Blocks model;
     model.to(cuda(rank));
-    const std::string whole = message_of<ConfigError>([&] {
-      zero(model, mesh, {.stage = 2, .offload_policy = OffloadPolicy::kParameters});
-    });
+    const std::string whole = message_of<ConfigError>(
+        [&] { zero(model, mesh, {.stage = 2, .offload_policy = OffloadPolicy::kParameters}); });
     EXPECT_TRUE(contains(whole, "stage 2 keeps whole parameters")) << whole;
     // Options that differ.
     EXPECT_THROW(fully_shard(model, mesh,

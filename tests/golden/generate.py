@@ -10,6 +10,7 @@ import torch
 
 import lora_cases
 import model_cases
+import muon_cases
 import op_cases
 import power_sgd_cases
 import training_cases
@@ -22,3 +23,4 @@ if __name__ == "__main__":
     model_cases.write_all()
     lora_cases.write_all()
     power_sgd_cases.write_all()
+    muon_cases.write_all()

@@ -9,6 +9,8 @@
 // shape; param and states are dense with equal strides, a grad with other strides is copied first.
 // Written tensors get a new version. Meta tensors are checked and left alone. Throws ShapeError,
 // DTypeError, DeviceError before anything is written.
+// Where the rule has kRoundsStates and param is not f64, all states of a call may be bf16 instead:
+// they are widened, and rounded as state_rounding.h says.
 //
 // Low-precision weights. `model_copy` is optional and receives the new value of `param` rounded to
 // its own dtype in the same pass. It serves both schemes:
@@ -24,6 +26,7 @@
 #include <span>
 #include <vector>
 
+#include <tessera/core/kernels/optim/state_rounding.h>
 #include <tessera/core/kernels/optim/update_rules.h>
 #include <tessera/core/tensor.h>
 
@@ -48,6 +51,7 @@ struct UpdateTensors {
   Tensor grad;
   std::array<Tensor, kMaxRuleStates> states = {};
   Tensor model_copy = {};
+  StateRounding rounding = {};  // of states in bf16
 };
 // One step of a rule of update_rules.h:
 //

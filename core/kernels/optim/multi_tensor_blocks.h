@@ -6,6 +6,7 @@
 #include <optional>
 
 #include <tessera/core/dtype.h>
+#include <tessera/core/half.h>
 #include <tessera/core/kernels/common/isa.h>
 #include <tessera/core/kernels/optim/update_rules.h>
 
@@ -32,6 +33,9 @@ inline bool updates_directly(DType param, DType grad, std::optional<DType> model
 TS_SIMD_DECLARE(template <class Rule, class C>
                 void update_block(Rule, const typename Rule::template Step<C>& step,
                                   const UpdateBlock& block, C* first, C* second, C* third));
+// states[i] = values[i], rounded by noise[i] (state_rounding.h).
+TS_SIMD_DECLARE(void round_state_block(int64_t n, const float* values, const uint32_t* noise,
+                                       int state, bf16* states));
 TS_SIMD_DECLARE(template <class C> void scale_block(int64_t n, C* x, C factor));
 TS_SIMD_DECLARE(template <class C> void clamp_block(int64_t n, C* x, C limit));
 // Sum of |x|^p of a block of any floating dtype, in f64; the largest |x| for p = infinity. Squares

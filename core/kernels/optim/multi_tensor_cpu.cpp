@@ -16,6 +16,7 @@
 #include <tessera/core/kernels/optim/multi_tensor_blocks.h>
 #include <tessera/core/kernels/optim/multi_tensor_loss_scale.h>
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
+#include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/meta_storage.h>
 #include <tessera/core/parallel.h>
 
@@ -65,7 +66,7 @@ using StateTensors = std::array<Tensor, kMaxRuleStates>;  // undefined: absent
 
 // One entry of a call whose first tensor is on `device`.
 void check_update(const char* where, const Device& device, const Tensor& param, const Tensor& grad,
-                  const Tensor& model_copy, const StateTensors& states) {
+                  const Tensor& model_copy, const StateTensors& states, bool may_round) {
   check_floating(param, where, "param");
   check_floating(grad, where, "grad");
   check_device(param, device, where, "param");
@@ -86,11 +87,13 @@ void check_update(const char* where, const Device& device, const Tensor& param, 
     check_floating(model_copy, where, "model_copy");
   }
   const DType state_dtype = compute_dtype(param.dtype());
+  may_round = may_round && state_dtype == kF32;
   for (const Tensor& state : states) {
     if (!state.defined()) continue;
     check_layout(state, "state");
-    TS_CHECK_DTYPE(state.dtype() == state_dtype, where, "states of a ", param.dtype(),
-                   " param are ", state_dtype, "; got ", state);
+    TS_CHECK_DTYPE(state.dtype() == state_dtype || (may_round && state.dtype() == kBF16), where,
+                   "states of a ", param.dtype(), " param are ", state_dtype,
+                   may_round ? " or bf16" : "", "; got ", state);
   }
 }
 
@@ -140,7 +143,8 @@ struct Entry {
   bool is_double = false;
   ListElement param, grad, model_copy;
   std::array<ListElement, kMaxRuleStates> states = {};
-  Tensor grad_copy;  // where the gradient had another layout
+  Tensor grad_copy;                         // where the gradient had another layout
+  const StateRounding* rounding = nullptr;  // of states in bf16
 };
 
 Entry make_entry(const Tensor& param, const Tensor& grad, const Tensor& model_copy,
@@ -221,15 +225,72 @@ void update_range(const Entry& entry, Convert convert, int64_t begin, int64_t en
   }
 }
 
+// The noise of n elements from the i-th on, beginning at the pointer that is returned; `memory` has
+// room for 8 more.
+const uint32_t* noise_of(const StateRounding& rounding, double step, int64_t i, int64_t n,
+                         uint32_t* memory) {
+  const RandomStream stream = rounding.stream(step);
+  if (!rounding.index.is_run()) {
+    for (int64_t j = 0; j < n; j += 4) {
+      uint32_t four[4] = {};
+      draw_noise(rounding.index, stream, i + j, four);
+      std::memcpy(memory + j, four, sizeof four);
+    }
+    return memory;
+  }
+  const int64_t first = rounding.index.first + i;
+  TS_SIMD_CALL(philox_range, memory, stream, static_cast<uint64_t>(first / 4),
+               (first + n + 3) / 4 - first / 4);
+  return memory + first % 4;
+}
+
+// The same of states in bf16.
+template <class Block>
+void update_rounded_range(const Entry& entry, double step, int64_t begin, int64_t end,
+                          Block&& block) {
+  float params[kTensorStage], grads[kTensorStage], wide[kMaxRuleStates][kTensorStage];
+  uint32_t memory[kTensorStage + 8];
+  for (int64_t i = begin; i < end; i += kTensorStage) {
+    const int64_t n = std::min(kTensorStage, end - i);
+    convert_in(entry.param.dtype, bytes_at(entry.param, i), n, static_cast<float*>(params));
+    convert_in(entry.grad.dtype, bytes_at(entry.grad, i), n, static_cast<float*>(grads));
+    std::array<float*, kMaxRuleStates> states = {};
+    for (size_t s = 0; s < states.size(); ++s) {
+      if (entry.states[s].data == nullptr) continue;
+      states[s] = wide[s];
+      convert_in(kBF16, bytes_at(entry.states[s], i), n, states[s]);
+    }
+    block(UpdateBlock{n, params, grads, nullptr, kF32, kF32}, states);
+    for (const ListElement* written : {&entry.param, &entry.model_copy}) {
+      if (written->data == nullptr) continue;
+      convert_out(written->dtype, bytes_at(*written, i), n, static_cast<const float*>(params));
+    }
+    const uint32_t* const noise =
+        noise_of(*entry.rounding, step, i, n, static_cast<uint32_t*>(memory));
+    for (size_t s = 0; s < states.size(); ++s) {
+      if (states[s] == nullptr) continue;
+      TS_SIMD_CALL(round_state_block, n, static_cast<const float*>(states[s]), noise,
+                   static_cast<int>(s), at<bf16>(entry.states[s], i));
+    }
+  }
+}
+
 // Calls update.operator()<C>(entry index, update block, states) for all blocks of all entries.
 template <class Update>
-void run_update(const std::vector<Entry>& entries, Convert convert, Update&& update) {
+void run_update(const std::vector<Entry>& entries, Convert convert, double step, Update&& update) {
   const std::vector<Chunk> chunks =
       cut_into_chunks(entries.size(), [&](size_t t) { return entries[t].numel; });
   parallel_for(static_cast<int64_t>(chunks.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
       const Chunk& chunk = chunks[static_cast<size_t>(c)];
       const Entry& entry = entries[static_cast<size_t>(chunk.tensor)];
+      if (entry.rounding != nullptr) {
+        update_rounded_range(entry, step, chunk.begin, chunk.end,
+                             [&](const UpdateBlock& block, auto states) {
+                               update.template operator()<float>(chunk.tensor, block, states);
+                             });
+        continue;
+      }
       const auto run = [&]<class C>() {
         update_range<C>(entry, convert, chunk.begin, chunk.end,
                         [&](const UpdateBlock& block, auto states) {
@@ -252,12 +313,22 @@ std::array<double, kNumStepScalars> on_host(const StepScalars& step_scalars) {
   return scalars;
 }
 
+bool has_rounded_states(const StateTensors& states) {
+  return std::ranges::any_of(
+      states, [](const Tensor& state) { return state.defined() && state.dtype() == kBF16; });
+}
+
 template <class Rule>
 void check_states(const StateTensors& states, const typename Rule::Options& options) {
   for (int i = 0; i < rules::kNumStates<Rule>; ++i) {
     const auto state = static_cast<size_t>(i);
     TS_CHECK(states[state].defined() || !rules::uses_state<Rule>(options, i), Rule::kName,
              "the state ", Rule::kStates[state], " must be defined for every param");
+  }
+  if (!has_rounded_states(states)) return;
+  for (const Tensor& state : states) {
+    TS_CHECK_DTYPE(!state.defined() || state.dtype() == kBF16, Rule::kName,
+                   "all states of a param have one dtype; got bf16 and ", state);
   }
 }
 
@@ -316,7 +387,8 @@ void multi_tensor_update(std::span<const UpdateTensors> tensors,
   const Device& device = tensors[0].param.device();
   for (const UpdateTensors& t : tensors) {
     check_states<Rule>(t.states, options);
-    check_update(Rule::kName, device, t.param, t.grad, t.model_copy, t.states);
+    check_update(Rule::kName, device, t.param, t.grad, t.model_copy, t.states,
+                 rules::rounds_states<Rule>());
   }
   if (device.is_meta()) {
     if (!MetaMemoryGuard::holds()) return;  // else they are written, as far as anybody can tell
@@ -331,10 +403,12 @@ void multi_tensor_update(std::span<const UpdateTensors> tensors,
     entries.reserve(tensors.size());
     for (const UpdateTensors& t : tensors) {
       entries.push_back(make_entry(t.param, t.grad, t.model_copy, t.states));
+      if (has_rounded_states(t.states)) entries.back().rounding = &t.rounding;
     }
     const auto single = Rule::template step<float>(options, scalars.data());
     const auto wide = Rule::template step<double>(options, scalars.data());
     run_update(entries, rules::in_registers<Rule>() ? Convert::kInRegisters : Convert::kInL1,
+               scalars[kStep],
                [&]<class C>(int, const UpdateBlock& block, std::array<C*, kMaxRuleStates> s) {
                  if constexpr (std::is_same_v<C, float>) {
                    TS_SIMD_CALL(update_block, Rule{}, single, block, s[0], s[1], s[2]);
@@ -355,6 +429,7 @@ void multi_tensor_update(std::span<const UpdateTensors> tensors,
   template void multi_tensor_update<rules::name>(std::span<const UpdateTensors>, \
                                                  const rules::name::Options&, const StepScalars&);
 TS_UPDATE_RULES(TS_INSTANTIATE)
+TS_UPDATE_PARTS(TS_INSTANTIATE)
 #undef TS_INSTANTIATE
 
 std::vector<double> multi_tensor_power_sums(std::span<const Tensor> tensors, double p) {
@@ -491,7 +566,7 @@ void multi_tensor_lerp(std::span<const Tensor> averages, std::span<const Tensor>
   if (averages.empty()) return;
   const Device& device = averages[0].device();
   for (size_t i = 0; i < averages.size(); ++i) {
-    check_update(kWhere, device, averages[i], tensors[i], {}, {});
+    check_update(kWhere, device, averages[i], tensors[i], {}, {}, false);
   }
   if (device.is_cuda()) {
     on_cuda<kernels::multi_tensor_lerp>(kWhere, device, averages, tensors, weight);
@@ -501,11 +576,12 @@ void multi_tensor_lerp(std::span<const Tensor> averages, std::span<const Tensor>
     for (size_t i = 0; i < averages.size(); ++i) {
       entries.push_back(make_entry(averages[i], tensors[i], {}, {}));
     }
-    run_update(entries, Convert::kInRegisters, [&]<class C>(int, const UpdateBlock& block, auto) {
-      C* const none = nullptr;
-      const rules::Lerp::Step<C> step{static_cast<C>(weight)};
-      TS_SIMD_CALL(update_block, rules::Lerp{}, step, block, none, none, none);
-    });
+    run_update(entries, Convert::kInRegisters, 0,
+               [&]<class C>(int, const UpdateBlock& block, auto) {
+                 C* const none = nullptr;
+                 const rules::Lerp::Step<C> step{static_cast<C>(weight)};
+                 TS_SIMD_CALL(update_block, rules::Lerp{}, step, block, none, none, none);
+               });
   }
   for (const Tensor& average : averages) average.bump_version();
 }

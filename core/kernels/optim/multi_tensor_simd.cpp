@@ -2,6 +2,7 @@
 
 #include <tessera/core/kernels/common/lanes.h>
 #include <tessera/core/kernels/optim/multi_tensor_blocks.h>
+#include <tessera/core/kernels/optim/state_rounding.h>
 
 namespace tessera::kernels::TS_SIMD {
 namespace {
@@ -88,6 +89,11 @@ void update_block(Rule, const typename Rule::template Step<C>& step, const Updat
   });
 }
 
+void round_state_block(int64_t n, const float* TS_RESTRICT values,
+                       const uint32_t* TS_RESTRICT noise, int state, bf16* TS_RESTRICT states) {
+  for (int64_t i = 0; i < n; ++i) states[i] = round_by_noise(values[i], noise[i], state);
+}
+
 template <class C>
 void scale_block(int64_t n, C* x, C factor) {
   for (int64_t i = 0; i < n; ++i) x[i] *= factor;
@@ -135,6 +141,7 @@ double power_sum_block(DType dtype, const void* data, int64_t n, double p) {
   template void update_block(rules::name, const rules::name::Step<double>&, const UpdateBlock&, \
                              double*, double*, double*);
 TS_UPDATE_RULES(TS_INSTANTIATE)
+TS_UPDATE_PARTS(TS_INSTANTIATE)
 TS_INSTANTIATE(Lerp)
 #undef TS_INSTANTIATE
 template void scale_block(int64_t, float*, float);

@@ -25,23 +25,58 @@ struct HasStatesOfRow {
   }
 };
 
-// Spans of a row: parameter, gradient, three states, model copy.
+// States in bf16, to and from the compute type; see state_rounding.h. Only of f32.
+template <bool kRounds>
+TS_DEVICE void load_state(const Span& span, int64_t i, int count, float (&values)[kSpanGroup]) {
+  if constexpr (kRounds) {
+    load_group_of<bf16>(span, i, count, values);
+  } else {
+    load_group_of<float>(span, i, count, values);
+  }
+}
+template <bool kRounds>
+TS_DEVICE void load_state(const Span& span, int64_t i, int count, double (&values)[kSpanGroup]) {
+  load_group_of<double>(span, i, count, values);
+}
+template <bool kRounds>
+TS_DEVICE void store_state(const Span& span, int state, const uint32_t* noise, int64_t i, int count,
+                           float (&values)[kSpanGroup]) {
+  if constexpr (kRounds) {
+    TS_UNROLL
+    for (int j = 0; j < kSpanGroup; ++j) {
+      values[j] = static_cast<float>(round_by_noise(values[j], noise[j], state));
+    }
+    store_group_of<bf16>(span, i, count, values);  // exact
+  } else {
+    store_group_of<float>(span, i, count, values);
+  }
+}
+template <bool kRounds>
+TS_DEVICE void store_state(const Span& span, int, const uint32_t*, int64_t i, int count,
+                           double (&values)[kSpanGroup]) {
+  store_group_of<double>(span, i, count, values);
+}
+
+// Spans of a row: parameter, gradient, three states, model copy. `roundings`: one for each row,
+// where states are rounded.
 //
 // One thread of each block works out the constants of the step, as step number and factors may be
 // known to the device alone: the bits are the CPU's where its pow() is, and a GPU's may differ in
 // the last place of f64.
-template <class C, class Rule>
+template <class C, class Rule, bool kRounds>
 __global__ void __launch_bounds__(kBlock)
     update_kernel(const Row* rows, int count, const typename Rule::Options options,
-                  const StepSource source) {
+                  const StepSource source, const StateRounding* roundings) {
   using Step = typename Rule::template Step<C>;
   constexpr int kStates = rules::kNumStates<Rule>;
   TS_SHARED(Step, constants, 1);
   TS_SHARED(int, runs, 1);
+  TS_SHARED(double, number, 1);  // of the step
   if (threadIdx.x == 0) {
     double scalars[kNumStepScalars];
     runs[0] = read_scalars(source, scalars);
     constants[0] = Rule::template step<C>(options, scalars);
+    number[0] = scalars[kStep];
   }
   __syncthreads();
   if (runs[0] == 0) return;
@@ -53,7 +88,7 @@ __global__ void __launch_bounds__(kBlock)
     C param[kSpanGroup], grad[kSpanGroup], states[3][kSpanGroup];
     TS_UNROLL
     for (int s = 0; s < kStates; ++s) {
-      if (has[s]) load_group_of<C>(row.spans[2 + s], i, count, states[s]);
+      if (has[s]) load_state<kRounds>(row.spans[2 + s], i, count, states[s]);
     }
     load_span(row.spans[0], i, count, param);  // last: a conversion waits for what it converts
     load_span(row.spans[1], i, count, grad);
@@ -62,9 +97,14 @@ __global__ void __launch_bounds__(kBlock)
       param[j] = rules::update<Rule>(step, has, param[j], grad[j], states[0][j], states[1][j],
                                      states[2][j]);
     }
+    uint32_t noise[kSpanGroup] = {};
+    if constexpr (kRounds) {
+      const StateRounding& rounding = roundings[place.row];
+      draw_noise(rounding.index, rounding.stream(number[0]), i, noise);
+    }
     TS_UNROLL
     for (int s = 0; s < kStates; ++s) {
-      if (has[s]) store_group_of<C>(row.spans[2 + s], i, count, states[s]);
+      if (has[s]) store_state<kRounds>(row.spans[2 + s], s, noise, i, count, states[s]);
     }
     store_span(row.spans[0], i, count, param);
     store_model_copy(row.spans[5], i, count, param);
@@ -77,6 +117,7 @@ __global__ void __launch_bounds__(kBlock)
 struct Update {
   Table table;
   TensorList kept;
+  std::vector<StateRounding> roundings = {};  // of the table's rows, where states are rounded
 
   void add(const Tensor& param, const Tensor& grad, const Tensor& model_copy,
            const std::array<Tensor, kMaxRuleStates>& states) {
@@ -93,6 +134,7 @@ struct Update {
   template <class Rule>
   gpu::Traffic traffic(const StepSource& source) const {
     gpu::Traffic traffic{table.bytes.numel(), 0};
+    traffic.reads += static_cast<int64_t>(roundings.size() * sizeof(StateRounding));
     if (source.on_device != nullptr) traffic.reads += kNumStepScalars * 8;
     for (const double* number : {source.gradient_factor, source.found, source.skipped}) {
       if (number != nullptr) traffic.reads += 8;
@@ -110,28 +152,41 @@ struct Update {
     return traffic;
   }
 
-  template <class C, class Rule>
+  template <class C, class Rule, bool kRounds = false>
   void launch(const char* where, const Device& device, const typename Rule::Options& options,
               const StepSource& source) {
     if (table.chunks == 0) return;
     const Row* const rows = table.upload(device);
+    Tensor rounded;
+    if (kRounds) rounded = upload_rows(roundings, device);
+    const auto* const of_rows =
+        kRounds ? static_cast<const StateRounding*>(rounded.data()) : nullptr;
     gpu::launch({.name = where,
                  .grid = static_cast<unsigned>(table.chunks),
                  .block = kBlock,
                  .traffic = traffic<Rule>(source)},
-                update_kernel<C, Rule>, rows, static_cast<int>(table.rows.size()), options, source);
+                update_kernel<C, Rule, kRounds>, rows, static_cast<int>(table.rows.size()), options,
+                source, of_rows);
   }
 };
 
 template <class Rule>
 void multi_tensor_update_cuda(std::span<const UpdateTensors> tensors,
                               const typename Rule::Options& options, const StepScalars& told) {
-  Update narrow, wide;
+  Update narrow, wide, rounded;
   for (const UpdateTensors& t : tensors) {
-    (t.param.dtype() == kF64 ? wide : narrow).add(t.param, t.grad, t.model_copy, t.states);
+    if (rules::rounds_states<Rule>() && t.states[0].dtype() == kBF16) {
+      rounded.add(t.param, t.grad, t.model_copy, t.states);
+      if (t.param.numel() > 0) rounded.roundings.push_back(t.rounding);
+    } else {
+      (t.param.dtype() == kF64 ? wide : narrow).add(t.param, t.grad, t.model_copy, t.states);
+    }
   }
   const Device& device = tensors[0].param.device();
   const StepSource source = source_of(Rule::kName, told, device);
+  if constexpr (rules::rounds_states<Rule>()) {
+    rounded.launch<float, Rule, true>(Rule::kName, device, options, source);
+  }
   narrow.launch<float, Rule>(Rule::kName, device, options, source);
   wide.launch<double, Rule>(Rule::kName, device, options, source);
 }
@@ -154,6 +209,7 @@ void register_multi_tensor_updates() {
 #define TS_REGISTER(name) \
   cuda_kernel<multi_tensor_update<rules::name>> = multi_tensor_update_cuda<rules::name>;
   TS_UPDATE_RULES(TS_REGISTER)
+  TS_UPDATE_PARTS(TS_REGISTER)
 #undef TS_REGISTER
   cuda_kernel<multi_tensor_lerp> = multi_tensor_lerp_cuda;
 }

@@ -8,6 +8,7 @@ enum class OptionRange {
   kNotNegative,
   kBelowOne,  // [0, 1): what a bias correction divides by is not 0
   kUpToOne,   // [0, 1]
+  kBits,      // of a state's elements: saved where it is not 32, and 32 where nothing is saved
 };
 
 }  // namespace tessera

@@ -12,6 +12,8 @@
 //   kOptionalStates           optional: bits of the states that only some options need
 //   uses_state(options, i)    with it: whether these do
 //   initial_state(options, i) optional: the value with which a state begins, otherwise 0
+//   kRoundsStates             optional: true where states may be bf16 (state_rounding.h); then the
+//                             options have `state_dtype`
 //   kInRegisters              optional: whether the CPU's loop converts 16-bit operands itself. One
 //                             that waits for divisions and roots is faster where they are staged in
 //                             L1 (Adam, 16 million parameters, bf16 gradients: 8.5 ms against 11.2;
@@ -30,6 +32,7 @@
 #include <array>
 #include <cmath>
 
+#include <tessera/core/dtype.h>
 #include <tessera/core/kernels/optim/option_range.h>
 #include <tessera/core/macros.h>
 #include <tessera/core/math.h>
@@ -48,6 +51,11 @@ enum StepScalar : int {
 };
 
 namespace rules {
+
+// What is wrong with the dtype of states that may be rounded.
+constexpr const char* state_dtype_problem(DType dtype) {
+  return dtype == kF32 || dtype == kBF16 ? nullptr : "state_dtype must be kF32 or kBF16";
+}
 
 TS_HD double signed_scale(const double* scalars, bool maximize) {
   return maximize ? -scalars[kGradientScale] : scalars[kGradientScale];
@@ -133,6 +141,9 @@ struct AdamRule {
     bool amsgrad = false;  // divides by the largest second moment seen (Reddi et al. 2018)
     bool maximize = false;
     bool master_weights = true;
+    // kBF16: states of two bytes, rounded stochastically (state_rounding.h). Parameters of f64 have
+    // f64 states, and none of 16 bits.
+    DType state_dtype = kF32;
     void visit(auto&& visitor) {
       using enum OptionRange;
       visitor("lr", lr, kNotNegative);
@@ -142,8 +153,16 @@ struct AdamRule {
       visitor("amsgrad", amsgrad);
       visitor("maximize", maximize);
       visitor("master_weights", master_weights);
+      visitor("state_bits", state_dtype);
+    }
+    const char* contradiction() const {
+      return amsgrad && state_dtype == kBF16
+                 ? "amsgrad needs state_dtype kF32: the largest of numbers that are rounded "
+                   "stochastically drifts up"
+                 : state_dtype_problem(state_dtype);
     }
   };
+  static constexpr bool kRoundsStates = true;
   static constexpr std::array kStates = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
   static constexpr unsigned kOptionalStates = 0b100;
   static bool uses_state(const Options& options, int) { return options.amsgrad; }
@@ -580,8 +599,68 @@ struct RAdam {
   }
 };
 
-// A moving average of tensors (multi_tensor_lerp): `grad` is what it moves to. As torch's lerp,
-// from the nearer end, so that weight 1 gives that exactly.
+// As torch's lerp, from the nearer end, so that weight 1 gives that exactly.
+template <class C>
+TS_HD C lerp(C start, C end, C weight) {
+  return weight < C(0.5) ? start + weight * (end - start) : end - (end - start) * (C(1) - weight);
+}
+
+// Muon (Jordan et al. 2024) before a matrix is made orthogonal: moves the average of gradients, and
+// what stands as `param` becomes what is made orthogonal of it. optim/muon.h goes on from there.
+struct MuonMomentum {
+  static constexpr const char* kName = "Muon";
+  struct Options {
+    double momentum;
+    bool nesterov;
+  };
+  static constexpr bool kRoundsStates = true;
+  static constexpr std::array kStates = {"momentum_buffer"};
+  static constexpr bool kInRegisters = true;
+
+  template <class C>
+  struct Step {
+    C gradient_scale, momentum, one_minus_momentum;
+    bool nesterov;
+  };
+  template <class C>
+  static TS_HD Step<C> step(const Options& options, const double* scalars) {
+    return {static_cast<C>(scalars[kGradientScale]), static_cast<C>(options.momentum),
+            static_cast<C>(1 - options.momentum), options.nesterov};
+  }
+  template <class C>
+  static TS_HD C update(const Step<C>& step, const auto&, C, C grad, C& momentum_buffer) {
+    const C g = grad * step.gradient_scale;
+    momentum_buffer = lerp(momentum_buffer, g, step.one_minus_momentum);
+    return step.nesterov ? lerp(g, momentum_buffer, step.momentum) : momentum_buffer;
+  }
+};
+
+// And after it: `grad` is the orthogonal matrix. The rate is the step's times `ratio`, which a
+// matrix has by its shape.
+struct MuonUpdate {
+  static constexpr const char* kName = "Muon";
+  struct Options {
+    double weight_decay, ratio;
+  };
+  static constexpr std::array<const char*, 0> kStates = {};
+  static constexpr bool kInRegisters = true;
+
+  template <class C>
+  struct Step {
+    C decay, rate;
+  };
+  template <class C>
+  static TS_HD Step<C> step(const Options& options, const double* scalars) {
+    const double lr = scalars[kLearningRate];
+    return {static_cast<C>(1 - lr * options.weight_decay), static_cast<C>(lr * options.ratio)};
+  }
+  template <class C>
+  static TS_HD C update(const Step<C>& step, const auto&, C param, C orthogonal) {
+    return param * step.decay - step.rate * orthogonal;
+  }
+};
+
+// A moving average of tensors (multi_tensor_lerp): `grad` is what it moves to.
 struct Lerp {
   static constexpr std::array<const char*, 0> kStates = {};
   static constexpr bool kInRegisters = true;
@@ -598,8 +677,7 @@ struct Lerp {
   }
   template <class C>
   static TS_HD C update(const Step<C>& step, const auto&, C start, C end) {
-    const C weight = step.weight;
-    return weight < C(0.5) ? start + weight * (end - start) : end - (end - start) * (C(1) - weight);
+    return lerp(start, end, step.weight);
   }
 };
 
@@ -616,6 +694,11 @@ constexpr unsigned optional_states() {
 template <class Rule>
 constexpr bool in_registers() {
   if constexpr (requires { Rule::kInRegisters; }) return Rule::kInRegisters;
+  return false;
+}
+template <class Rule>
+constexpr bool rounds_states() {
+  if constexpr (requires { Rule::kRoundsStates; }) return Rule::kRoundsStates;
   return false;
 }
 template <class Rule>
@@ -661,4 +744,6 @@ TS_HD C clamp_rule(C limit, C x) {
 // clang-format off
 #define TS_UPDATE_RULES(X)                                                                         \
   X(SGD) X(Adam) X(AdamW) X(Adagrad) X(RMSprop) X(Lion) X(Adadelta) X(Adamax) X(NAdam) X(RAdam)
+// What the optimizers that are more than a rule do with elements.
+#define TS_UPDATE_PARTS(X) X(MuonMomentum) X(MuonUpdate)
 // clang-format on
