@@ -140,12 +140,12 @@ std::string shown_value(const DeepSpeedValue& value) {
   struct Show {
     std::string operator()(std::monostate) const { return "null"; }
     std::string operator()(bool truth) const { return truth ? "true" : "false"; }
-    std::string operator()(double number) const { return detail::concatenate(number); }
+    std::string operator()(double number) const { return tessera::detail::concatenate(number); }
     std::string operator()(const std::string& text) const { return '"' + text + '"'; }
     std::string operator()(const std::vector<double>& list) const {
       std::string all;
       for (const double number : list)
-        all += (all.empty() ? "" : ", ") + detail::concatenate(number);
+        all += (all.empty() ? "" : ", ") + tessera::detail::concatenate(number);
       return "[" + all + "]";
     }
   };
@@ -159,7 +159,7 @@ class Params {
       : config_(config), name_(name), section_(section) {}
 
   std::string place(std::string_view param) const {
-    return detail::concatenate(config_.name, ": ", name_, ".params.", param);
+    return tessera::detail::concatenate(config_.name, ": ", name_, ".params.", param);
   }
   // Null: absent, or null, or "auto".
   const DeepSpeedValue* find(std::string_view param) {
@@ -216,9 +216,9 @@ class Params {
         const size_t distance = edit_distance(name, other);
         if (distance < least) least = distance, near = other;
       }
-      unknown +=
-          detail::concatenate(unknown.empty() ? "\"" : ", \"", name_, ".params.", name, "\"") +
-          (near.empty() ? "" : " (did you mean \"" + near + "\"?)");
+      unknown += tessera::detail::concatenate(unknown.empty() ? "\"" : ", \"", name_, ".params.",
+                                              name, "\"") +
+                 (near.empty() ? "" : " (did you mean \"" + near + "\"?)");
     }
     TS_CHECK_AS(ConfigError, unknown.empty(), kFromConfig, config_.name,
                 " has keys that are unknown to ", section_.type, ": ", unknown,
@@ -311,6 +311,7 @@ struct OptionReader {
   void operator()(const char* name, bool& value, auto...) const {
     if (std::string_view(name) != "master_weights") params.read(name, value);
   }
+  void operator()(const char*, DType&, auto...) const {}  // no word of DeepSpeed's
 };
 
 template <class Optimizer>
@@ -397,7 +398,9 @@ const OptimizerType kOptimizers[] = {
     {"adamax", make_torchs<optim::Adamax>},
     {"nadam", make_torchs<optim::NAdam>},
     {"radam", make_torchs<optim::RAdam>},
-    {"muon", nullptr, "there is no optimizer of this name yet; take AdamW"},
+    {"muon", nullptr,
+     "its groups say by a flag which parameters are matrices; make optim::Muon of "
+     "optim::split_for_muon(), and AdamW of the others, in the program"},
     {"lamb", nullptr, "there is no optimizer of this name; take AdamW"},
     {"onebitadam", nullptr, kOneBit},
     {"zerooneadam", nullptr, kOneBit},
@@ -420,7 +423,7 @@ const auto& type_of(const DeepSpeedConfig& config, const char* section, const st
       return type;
     }
     if (type.make == nullptr) continue;
-    all += detail::concatenate(all.empty() ? "" : ", ", type.name);
+    all += tessera::detail::concatenate(all.empty() ? "" : ", ", type.name);
     const size_t distance = edit_distance(wanted, type.name);
     if (distance < least) least = distance, near = type.name;
   }

@@ -8,14 +8,7 @@ struct MetaDeleter {
   void operator()(Storage* storage) const { delete storage; }
 };
 
-struct MetaMemory {
-  bool value = false;
-};
-
 }  // namespace
-
-MetaMemoryGuard::MetaMemoryGuard() : scoped_(Context::current().slot<MetaMemory>().value, true) {}
-bool MetaMemoryGuard::holds() { return Context::current().slot<MetaMemory>().value; }
 
 StoragePtr meta_storage(int64_t bytes) {
   return StoragePtr(new Storage(bytes, kMeta), MetaDeleter{});

@@ -7,25 +7,11 @@
 
 #include <memory>
 
-#include <tessera/core/context.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera {
 
 StoragePtr meta_storage(int64_t bytes);
-
-// In the scope meta tensors stand for such with bytes: storages that are made are counted in the
-// statistics as if they had them, and what asks for memory takes them. So a training is seen to
-// take what it would, without taking it. Storages stay counted until they go.
-class MetaMemoryGuard {
- public:
-  MetaMemoryGuard();
-  static bool holds();
-
- private:
-  ScopedValue<bool> scoped_;
-};
-
 // The slot, empty at first; nullptr for a storage that meta_storage() has not made.
 std::shared_ptr<TensorSlot>* meta_slot(const StoragePtr& storage);
 

@@ -2,7 +2,7 @@
 
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/error.h>
-#include <tessera/core/meta_storage.h>
+#include <tessera/core/meta_memory.h>
 
 namespace tessera {
 

@@ -149,7 +149,10 @@ TEST(ConfigEnvironment, DeepSpeedsSwitchAloneIsStage2AndItsFileSaysItsOwn) {
   EXPECT_EQ(from(environment).sharding.value, Sharding::kZero3);
   environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = "none";
   EXPECT_EQ(from(environment).sharding.value, Sharding::kZero2);
-  environment["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"] = "cpu";
+  environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] = "cpu";
+  EXPECT_TRUE(from(environment).offload_optimizer);
+  EXPECT_FALSE(from(environment).offload_parameters);
+  environment["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"] = "nvme";
   EXPECT_THROW(from(environment), UnsupportedError);
 }
 

@@ -253,7 +253,8 @@ use_cpu: false
   for (const char* key : {"machine_rank", "rdzv_backend", "dynamo_config.dynamo_backend"}) {
     EXPECT_EQ(line_of(import, key).outcome, ImportOutcome::kNoCounterpart) << key;
   }
-  EXPECT_THROW(check_available(settings), UnsupportedError);
+  check_consistent(settings);
+  check_available(settings);
 }
 
 TEST(ConfigImport, EveryKeyOfTheFileHasALineOfTheReport) {
@@ -429,7 +430,7 @@ TEST(ConfigImport, Trap25_TheVersionIsANumberHoweverItIsWritten) {
   }
 }
 
-TEST(ConfigImport, DeepSpeedsStagesAreMappedAndItsOffloadIsSaidToBeMissing) {
+TEST(ConfigImport, DeepSpeedsStagesAndOffloadAreMapped) {
   const Import import = import_text(R"(distributed_type: DEEPSPEED
 deepspeed_config:
   gradient_accumulation_steps: 8
@@ -445,8 +446,8 @@ num_processes: 2
   EXPECT_EQ(import.settings.zero_stage, 2);
   EXPECT_EQ(import.settings.gradient_accumulation_steps, 8);
   EXPECT_EQ(import.settings.hostfile.value, "/job/hostfile");
-  EXPECT_EQ(line_of(import, "deepspeed_config.offload_optimizer_device").outcome,
-            ImportOutcome::kRefused);
+  EXPECT_TRUE(import.settings.offload_optimizer);
+  EXPECT_FALSE(import.settings.offload_parameters);
   EXPECT_EQ(import.settings.gradient_clipping, 1.0);
   EXPECT_EQ(line_of(import, "deepspeed_config.offload_param_device").outcome,
             ImportOutcome::kUnset);
@@ -455,6 +456,10 @@ num_processes: 2
             ImportOutcome::kNoCounterpart);
   EXPECT_EQ(import_text("distributed_type: DEEPSPEED\ndeepspeed_config: {}\n").settings.zero_stage,
             2);
+  const Import drives =
+      import_text("distributed_type: DEEPSPEED\ndeepspeed_config:\n  offload_param_device: nvme\n");
+  EXPECT_EQ(line_of(drives, "deepspeed_config.offload_param_device").outcome,
+            ImportOutcome::kRefused);
   const Import by_file = import_text(
       "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds_config.json\n"
       "  zero3_init_flag: true\n");

@@ -243,14 +243,21 @@ TEST(DeepSpeedKeys, SixteenBitsOnTheWireAreThoseOfDdpAlone) {
   EXPECT_TRUE(mentions(message, "sharding")) << message;
 }
 
-TEST(DeepSpeedKeys, OffloadToTheCpuIsRefusedWithWhatHelps) {
-  for (const char* section : {"offload_param", "offload_optimizer"}) {
+TEST(DeepSpeedKeys, OffloadToTheCpuIsASettingAndOlderNamesSayWhatToWrite) {
+  const auto with = [](const char* section) {
+    return resolved(std::string(R"({"zero_optimization": {"stage": 3, ")") + section +
+                    R"(": {"device": "cpu", "pin_memory": true}}})");
+  };
+  EXPECT_TRUE(with("offload_param").offload_parameters);
+  EXPECT_FALSE(with("offload_param").offload_optimizer);
+  EXPECT_TRUE(with("offload_optimizer").offload_optimizer);
+  EXPECT_FALSE(with("offload_optimizer").offload_parameters);
+  for (const char* old : {"cpu_offload", "cpu_offload_param", "cpu_offload_params"}) {
     const std::string message = message_of<UnsupportedError>([&] {
-      read(std::string(R"({"zero_optimization": {"stage": 3, ")") + section +
-           R"(": {"device": "cpu", "pin_memory": true}}})");
+      read(std::string(R"({"zero_optimization": {"stage": 3, ")") + old + R"(": true}})");
     });
-    EXPECT_TRUE(mentions(message, std::string(section) + ".device")) << message;
-    EXPECT_TRUE(mentions(message, "save memory")) << message;
+    EXPECT_TRUE(mentions(message, old)) << message;
+    EXPECT_TRUE(mentions(message, "offload_param")) << message;
   }
 }
 

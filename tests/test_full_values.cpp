@@ -1,7 +1,7 @@
 // Whole parameters, gradients and optimizer states, read and written by name while ranks hold parts
 // of them; and several backwards of one step. In every mode what one process has, to the bit.
 // ctest labels: threads
-#include <algorithm>
+#include <cmath>
 #include <map>
 #include <string>
 #include <vector>
@@ -118,19 +118,27 @@ ByName read_and_written(const Job& job) {
       const Tensor gradient = values.gradient(name);
       EXPECT_EQ(gradient.dtype(), kF32);
       found[std::to_string(step) + " " + name + " gradient"] = gradient.to_vector<float>();
-      if (step == 2) values.set_gradient(name, gradient * 0.5 + 0.25);
+      if (step == 2) {
+        const Tensor given = gradient * 0.5 + 0.25;
+        values.set_gradient(name, given);
+        EXPECT_EQ(values.gradient(name).to_vector<float>(), given.to_vector<float>()) << name;
+      }
     }
     run.step();
     read(step);
     if (step == 1) {
       for (const std::string& name : run.names()) {
         values.set_state(name, "exp_avg", values.state(name, "exp_avg") * 3);
-        values.set_state(name, "exp_avg_sq", values.state(name, "exp_avg_sq") + 0.125);
+        const Tensor given = values.state(name, "exp_avg_sq") + 0.125;
+        values.set_state(name, "exp_avg_sq", given);
+        EXPECT_EQ(values.state(name, "exp_avg_sq").to_vector<float>(), given.to_vector<float>());
       }
     }
     if (step == 3) {  // 1 / 3 is no bf16 number
       for (const std::string& name : run.names()) {
-        values.set_parameter(name, values.parameter(name) * (1.0 / 3));
+        const Tensor given = values.parameter(name) * (1.0 / 3);
+        values.set_parameter(name, given);
+        EXPECT_EQ(values.parameter(name).to_vector<float>(), given.to_vector<float>()) << name;
       }
     }
   }
@@ -237,6 +245,37 @@ TEST(FullValues, ThatWereWrittenAreWhatTheNextCallReads) {
       EXPECT_EQ(run.model(batch[0]).to_vector<float>(), (before * 2).to_vector<float>());
     });
   }
+}
+
+// What ops read is the value that was given, rounded; its master is not rounded.
+TEST(FullValues, ThatWereWrittenAreRoundedWhereParametersAreNarrow) {
+  for (const Sharding sharding : kWays) {
+    SCOPED_TRACE(way_name(sharding));
+    compared_ranks(2, [&](int) {
+      manual_seed(3);
+      Training run({.sharding = sharding, .ranks = 2, .precision = Precision::kBF16});
+      const FullValues values = run.accelerator.full_values(run.model);
+      const Tensor given = raw::full({1}, 1.0 / 3, kF32);
+      values.set_parameter("scale", given);
+      const Tensor whole = distributed::is_dtensor(run.model.scale)
+                               ? distributed::full_tensor(run.model.scale.detach())
+                               : run.model.scale;
+      EXPECT_EQ(whole.dtype(), kBF16);
+      EXPECT_EQ(whole.to(kF32).item<float>(), given.to(kBF16).to(kF32).item<float>());
+      EXPECT_EQ(values.parameter("scale").item<float>(), 1.0F / 3);
+    });
+  }
+}
+
+// Of an optimizer that has not begun its masters: they begin with what was given.
+TEST(FullValues, ThatWereWrittenBeforeTheFirstStepAreWhereMastersBegin) {
+  Uneven model;
+  model.to(kBF16);
+  optim::AdamW optimizer(model.named_parameters(), {.lr = 0});
+  const FullValues values(model, {.optimizers = {&optimizer}});
+  values.set_parameter("scale", raw::full({1}, 1.0 / 3, kF32));
+  EXPECT_EQ(values.parameter("scale").item<float>(), 1.0F / 3);
+  EXPECT_EQ(optimizer.parameter_state("scale").at("master").item<float>(), 1.0F / 3);
 }
 
 // Without an Accelerator.
@@ -455,6 +494,42 @@ TEST(SeveralBackwards, ThatSayNothingAddUpAllTheSame) {
           EXPECT_NEAR(found.at(name)[i], value[i], 4 * 0x1p-23F * std::abs(value[i])) << name;
         }
       }
+    }
+  }
+}
+
+// A gradient that was written between two backwards is what the second adds to.
+TEST(SeveralBackwards, AddToWhatWasWrittenBetweenThem) {
+  for (const int ranks : {2, 4}) {
+    for (const Sharding sharding : kWays) {
+      SCOPED_TRACE(testing::Message() << way_name(sharding) << " on " << ranks << " ranks");
+      compared_ranks(ranks, [&](int rank) {
+        const auto gradients = [&](bool first) {
+          manual_seed(3);
+          Training run({.sharding = sharding, .ranks = ranks});
+          const FullValues values = run.accelerator.full_values(run.model);
+          const auto micro = run.accelerator.accumulate(run.model);
+          const auto batch = batch_of(rank);
+          if (first) {
+            run.accelerator.backward(first_loss(run.model(batch[0]), batch[1]));
+            for (const std::string& name : run.names()) {
+              values.set_gradient(name, values.gradient(name) * 0 + 1);
+            }
+          }
+          run.accelerator.backward(second_loss(run.model(batch[0])));
+          ByName found;
+          for (const std::string& name : run.names()) {
+            found[name] = values.gradient(name).to_vector<float>();
+          }
+          return found;
+        };
+        const ByName alone = gradients(false), both = gradients(true);
+        for (const auto& [name, value] : alone) {
+          for (size_t i = 0; i < value.size(); ++i) {
+            EXPECT_NEAR(both.at(name)[i], 1 + value[i], 4 * 0x1p-23F * (1 + std::abs(value[i])));
+          }
+        }
+      });
     }
   }
 }

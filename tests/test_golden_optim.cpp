@@ -68,6 +68,7 @@ Options read_options(const json& values, Options options = {}) {
                     OptionRange = OptionRange::kAny) {
       if (values.contains(name)) value = {values[name][0], values[name][1]}, ++read;
     }
+    void operator()(const char*, DType&) {}  // not torch's
   } reader{values};
   options.visit(reader);
   EXPECT_EQ(reader.read, values.size()) << values;

@@ -188,6 +188,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"core/environment.h", "inside of the library"},
     {"core/functors.h", "formulas of kernels"},
     {"core/kernels/", "kernels; ops are in autograd/ops.h"},
+    {"core/meta_memory.h", "inside of plans; accelerate/plan/training_plan.h is in it"},
     {"core/meta_storage.h", "inside of meta tensors; initial_values.h fills it"},
     {"core/page_return.h", "inside of allocators"},
     {"core/placement_slot.h", "inside of tensors; dtensor.h fills it"},

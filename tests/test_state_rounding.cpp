@@ -50,7 +50,7 @@ TEST(StateRounding, WhatIsNotFiniteStaysAndWhatIsFiniteToo) {
     EXPECT_EQ(to_float(round_by_noise(kInfinity, noise, 0)), kInfinity);
     EXPECT_EQ(to_float(round_by_noise(-kInfinity, noise, 1)), -kInfinity);
     for (const uint32_t bits : {0x7fffffffu, 0xffffffffu, 0x7f800001u}) {
-      EXPECT_TRUE(std::isnan(to_float(round_by_noise(detail::float_of(bits), noise, 0))));
+      EXPECT_TRUE(std::isnan(to_float(round_by_noise(tessera::detail::float_of(bits), noise, 0))));
     }
     EXPECT_TRUE(
         std::isfinite(to_float(round_by_noise(std::numeric_limits<float>::max(), noise, 0))));

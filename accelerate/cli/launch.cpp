@@ -79,8 +79,6 @@ constexpr Habit kHabits[] = {
     {"--tpu,--use-xpu,--mps,--use-mps-device", false, "",
      "ranks compute on CPUs (--cpu) and NVIDIA GPUs"},
     {"--use-megatron-lm", false, "", "Megatron's parallelism is not available"},
-    {"--offload-optimizer-device", true, "none", "offload is not available; leave it out"},
-    {"--offload-param-device", true, "none", "offload is not available; leave it out"},
     {"--offload-optimizer-nvme-path", true, "*", ""},
     {"--offload-param-nvme-path", true, "*", ""},
     {"--zero3-init-flag", true, "*", ""},
@@ -176,6 +174,18 @@ void add_habits(CLI::App& app, LaunchFlags& flags) {
                    })
         ->expected(1)
         ->group("");
+  }
+  for (const auto& [name, setting] : {std::pair{"--offload-optimizer-device", "offload_optimizer"},
+                                      std::pair{"--offload-param-device", "offload_parameters"}}) {
+    const auto take = [&flags, name, setting](const CLI::results_t& words) {
+      if (words.front() == "cpu") {
+        flags.values[setting] = "true";
+      } else if (words.front() != "none") {
+        throw CLI::ValidationError(name, "nothing is kept on drives; say cpu or none");
+      }
+      return true;
+    };
+    app.add_option(name, take)->expected(1)->group("");
   }
   app.add_flag("--use-deepspeed", flags.use_deepspeed)->group("");
 }

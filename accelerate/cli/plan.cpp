@@ -91,7 +91,8 @@ int64_t bytes_of(const std::string& text) {
 Settings settings_of(const PlanRequest& request) {
   const auto assign_text = [&](Settings& settings, const char* key, const std::string& value,
                                const std::string& flag) {
-    assign(*find_setting(key), settings, value, {.source = Source::kLaunchFlag, .name = flag});
+    assign(*find_setting(key), settings, value,
+           {.source = accelerate::Source::kLaunchFlag, .name = flag});
   };
   Settings settings;
   const RequestedMesh mesh = mesh_of(request.mesh);

@@ -12,6 +12,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include <tessera/autograd/autocast_mode.h>
+#include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/core/empty.h>
 #include <tessera/core/error.h>
@@ -79,7 +81,10 @@ OutlineModule table(std::string name, int64_t rows, int64_t width, double kept =
 }
 // Its input is kept. A norm of the stream.
 OutlineModule norm(std::string name, int64_t width, bool bias, double kept) {
-  OutlineModule module{.name = std::move(name), .parameters = {{"weight", {width}}}, .kept = kept};
+  OutlineModule module{.name = std::move(name),
+                       .parameters = {{"weight", {width}}},
+                       .kept = kept,
+                       .kept_bytes = bias ? 8.0 : 4.0};  // statistics
   if (bias) module.parameters.push_back({"bias", {width}});
   return module;
 }
@@ -94,7 +99,16 @@ OutlineModule product(std::string name, int64_t inputs, int64_t outputs, bool bi
   return module;
 }
 
-// In comments below: what a product keeps is its input, but where a sibling has kept that.
+// With GELU, which is calculated again from what it was of.
+OutlineModule activated(std::string name, int64_t inputs, int64_t outputs, double kept,
+                        double kept_fused) {
+  OutlineModule module = product(std::move(name), inputs, outputs, true, kept);
+  module.read = OutlineRead::kActivated;
+  module.kept_fused = kept_fused;
+  return module;
+}
+
+// What a module keeps, of the models that the examples have, is what a plan of them shows.
 
 ModelOutline bert(const ConfigJson& json, bool trains) {
   ModelOutline model{.kind = "bert", .block_class = "Layer"};
@@ -110,21 +124,21 @@ ModelOutline bert(const ConfigJson& json, bool trains) {
   const auto add = [&](OutlineModule module) { model.modules.push_back(std::move(module)); };
   add(table(prefix + "embeddings.word_embeddings", words, width));
   model.modules.back().buffer_bytes = 2 * positions * 8;  // position_ids, token_type_ids: i64
-  add(table(prefix + "embeddings.token_type_embeddings", types, width));
   add(table(prefix + "embeddings.position_embeddings", positions, width));
-  add(norm(prefix + "embeddings.LayerNorm", width, true, C));
+  add(table(prefix + "embeddings.token_type_embeddings", types, width));
+  add(norm(prefix + "embeddings.LayerNorm", width, true, 2 * C));  // its input and its result
   for (OutlineModule& module : model.modules) module.block = prefix + "embeddings";
   for (int64_t i = 0; i < layers; ++i) {
     const std::string layer = prefix + "encoder.layer." + std::to_string(i) + ".";
-    add(product(layer + "attention.self.query", width, width, true, 2 * C));  // input, queries
+    add(product(layer + "attention.self.query", width, width, true, C));  // queries
     add(product(layer + "attention.self.key", width, width, true, C));
     add(product(layer + "attention.self.value", width, width, true, C));
     add(product(layer + "attention.output.dense", width, width, true, C,
                 4 * static_cast<double>(heads)));
-    add(norm(layer + "attention.output.LayerNorm", width, true, C));
-    add(product(layer + "intermediate.dense", width, inner, true, C + F));
+    add(norm(layer + "attention.output.LayerNorm", width, true, 2 * C));
+    add(activated(layer + "intermediate.dense", width, inner, 0, F));
     add(product(layer + "output.dense", inner, width, true, F));
-    add(norm(layer + "output.LayerNorm", width, true, C));
+    add(norm(layer + "output.LayerNorm", width, true, 2 * C));
   }
   add(product(prefix + "pooler.dense", width, width, true, 0));
   model.modules.back().block = prefix + "pooler";
@@ -155,15 +169,16 @@ ModelOutline gpt2(const ConfigJson& json, bool trains) {
     add(product(block + "attn.c_attn", width, 3 * width, true, 4 * C));  // input, q, k, v
     add(product(block + "attn.c_proj", width, width, true, C, 4 * static_cast<double>(heads)));
     add(norm(block + "ln_2", width, true, C));
-    add(product(block + "mlp.c_fc", width, inner, true, C + F));
-    add(product(block + "mlp.c_proj", inner, width, true, F));
+    add(activated(block + "mlp.c_fc", width, inner, C, F));
+    add(product(block + "mlp.c_proj", inner, width, true, 0));  // the activation is made again
   }
   add(norm(prefix + "ln_f", width, true, C));
   if (trains) {
     add({.name = "lm_head",
          .parameters = {},
-         .read = OutlineRead::kProduct,
-         .kept = C,
+         .read = OutlineRead::kHead,
+         .kept = 2 * C,  // its input and that one's gradient, which forward makes
+         .kept_once = words * width,
          .tied = prefix + "wte.weight"});
   }
   model.dimensions = {width, layers, heads, inner, words, width, positions};
@@ -206,14 +221,12 @@ ModelOutline llama(const ConfigJson& json, const std::string& kind, bool qkv_bia
   }
   add(norm("model.norm", width, false, C));
   if (tied) {
-    add({.name = "lm_head",
-         .parameters = {},
-         .read = OutlineRead::kProduct,
-         .kept = C,
-         .tied = "model.embed_tokens.weight"});
+    add({.name = "lm_head", .parameters = {}, .kept = 2 * C, .tied = "model.embed_tokens.weight"});
   } else {
-    add(product("lm_head", width, words, false, C));
+    add(product("lm_head", width, words, false, 2 * C));
   }
+  model.modules.back().read = OutlineRead::kHead;
+  model.modules.back().kept_once = words * width;
   model.dimensions = {width,
                       layers,
                       heads,
@@ -226,6 +239,9 @@ ModelOutline llama(const ConfigJson& json, const std::string& kind, bool qkv_bia
 }
 
 // ---- Reports ------------------------------------------------------------------------------------
+
+// In the order of OutlineRead.
+constexpr std::string_view kReads[] = {"as stored", "product", "activated", "head"};
 
 OutlineModule module_of_report(const Json& json, const std::string& path, size_t at) {
   const std::string where = "\"modules\"[" + std::to_string(at) + "]";
@@ -240,11 +256,18 @@ OutlineModule module_of_report(const Json& json, const std::string& path, size_t
       check(value.is_string(), name, "a text");
       (key == "name" ? module.name : module.tied) = value.get<std::string>();
     } else if (key == "read") {
-      check(value == "product" || value == "as stored", name, "\"product\" or \"as stored\"");
-      module.read = value == "product" ? OutlineRead::kProduct : OutlineRead::kAsStored;
-    } else if (key == "kept" || key == "kept_bytes") {
+      const auto at = std::ranges::find(kReads, value.is_string() ? value.get<std::string>() : "");
+      check(at != std::end(kReads), name, "as stored, product, activated or head");
+      module.read = static_cast<OutlineRead>(at - std::begin(kReads));
+    } else if (key == "kept_once") {
+      check(value.is_number_integer() && value.get<int64_t>() >= 0, name, "a whole number");
+      module.kept_once = value.get<int64_t>();
+    } else if (key == "kept" || key == "kept_bytes" || key == "kept_fused") {
       check(value.is_number() && value.get<double>() >= 0, name, "a number that is not negative");
-      (key == "kept" ? module.kept : module.kept_bytes) = value.get<double>();
+      double& kept = key == "kept"         ? module.kept
+                     : key == "kept_bytes" ? module.kept_bytes
+                                           : module.kept_fused;
+      kept = value.get<double>();
     } else if (key == "parameters") {
       check(value.is_array(), name, "a list of [name, shape]");
       for (const Json& parameter : value) {
@@ -259,7 +282,8 @@ OutlineModule module_of_report(const Json& json, const std::string& path, size_t
       }
     } else {
       TS_THROW(FormatError, kOutline, path, ": ", where, name,
-               " is unknown; known are name, parameters, read, kept, kept_bytes, tied");
+               " is unknown; known are name, parameters, read, kept, kept_bytes, kept_fused, "
+               "kept_once, tied");
     }
   }
   return module;
@@ -321,9 +345,28 @@ std::vector<std::string> files_of_index(const std::string& path) {
 
 // ---- The module ---------------------------------------------------------------------------------
 
-// They read weights as products do, or as they are stored.
-const Op kOutlineProduct{.name = "outline_product", .autocast = Autocast::kLow};
-const Op kOutlineRead{.name = "outline_read"};
+// They read weights as products do, or as they are stored. Input 1 is the weight, input 2 what is
+// kept, input 3 the bias; the gradient of a product's input reads the weight, whose cast stays.
+const Op kOutlineProduct{
+    .name = "outline_product", .autocast = Autocast::kLow, .reads = {inputs(1, 2), inputs(2)}};
+const Op kOutlineActivated{
+    .name = "outline_activated", .autocast = Autocast::kLow, .reads = {inputs(1, 2, 3), inputs(2)}};
+const Op kOutlineHead{.name = "outline_head", .autocast = Autocast::kLow, .reads = {inputs(2)}};
+const Op kOutlineRead{.name = "outline_read", .reads = {inputs(2)}};
+
+const Op& op_of(OutlineRead read) {
+  switch (read) {
+    case OutlineRead::kProduct:
+      return kOutlineProduct;
+    case OutlineRead::kActivated:
+      return kOutlineActivated;
+    case OutlineRead::kHead:
+      return kOutlineHead;
+    case OutlineRead::kAsStored:
+      break;
+  }
+  return kOutlineRead;
+}
 const Op kOutlineLoss{.name = "outline_loss"};
 
 class OutlinedModule final : public nn::Module<OutlinedModule> {
@@ -358,30 +401,38 @@ class OutlinedModule final : public nn::Module<OutlinedModule> {
 
  private:
   Tensor read(const Tensor& x) {
-    TensorList inputs{x};
-    for (const nn::ParameterPlace& place : places_) inputs.push_back(*place.tensor);
-    const bool is_product = what_->read == OutlineRead::kProduct;
-    const int64_t tokens = x.size(0);
-    double operations = 0;
-    if (is_product) {
-      for (const nn::ParameterPlace& place : places_) {
-        if (place.tensor->dim() == 2)
-          operations += 2.0 * static_cast<double>(place.tensor->numel());
-      }
-      operations *= static_cast<double>(tokens);
-    }
     const OutlineModule& what = *what_;
+    const bool is_product = what.read != OutlineRead::kAsStored;
+    const int64_t tokens = x.size(0);
+    // Input 2 is what backward reads beside weight and bias: saved as any input is, so that
+    // activation checkpointing lets it go.
+    TensorList inputs{x, *places_.front().tensor, kept_of(x)};
+    for (size_t i = 1; i < places_.size(); ++i) inputs.push_back(*places_[i].tensor);
+    double operations = 0;
+    for (const nn::ParameterPlace& place : places_) {
+      if (is_product && place.tensor->dim() == 2) {
+        operations += 2.0 * static_cast<double>(place.tensor->numel() * tokens);
+      }
+    }
     return differentiable(
-        is_product ? kOutlineProduct : kOutlineRead, inputs,
-        [&](Inputs in, Extras& extras) {
+        op_of(what.read), inputs,
+        [&, stream = x.dtype()](Inputs in, Extras& extras) {
           count_flops(operations);
-          const double bytes =
-              what.kept * static_cast<double>(size_of(in[0].dtype())) + what.kept_bytes;
-          const auto kept = static_cast<int64_t>(bytes * static_cast<double>(tokens));
-          if (extras.wanted() && kept > 0) extras.save(raw::empty({kept}, kU8, kMeta));
-          return raw::empty(in[0].shape(), in[0].dtype(), kMeta);
+          const double beside = what.kept_fused * static_cast<double>(tokens);
+          const int64_t fused = static_cast<int64_t>(beside) + (tokens > 0 ? what.kept_once : 0);
+          if (extras.wanted() && fused > 0) {
+            extras.save(raw::empty({fused}, in[0].dtype(), kMeta));
+          }
+          return raw::empty(in[0].shape(), stream, kMeta);
         },
-        [operations, count = inputs.size()](Grads, const Saved& saved) -> TensorList {
+        [operations, read = what.read, count = inputs.size(), keeps = inputs[2].defined()](
+            Grads, const Saved& saved) -> TensorList {
+          // Asked for, so that what a checkpoint has let go is made again.
+          TensorList read_again;
+          if (keeps) read_again.push_back(saved.input(2));
+          const bool reads_weight =
+              read == OutlineRead::kProduct || read == OutlineRead::kActivated;
+          if (reads_weight && saved.needs(0)) read_again.push_back(saved.input(1));
           count_flops(2 * operations);
           TensorList gradients;
           for (size_t i = 0; i < count; ++i) {
@@ -392,6 +443,17 @@ class OutlinedModule final : public nn::Module<OutlinedModule> {
           }
           return gradients;
         });
+  }
+
+  // In bytes. Products keep in the dtype that they compute in.
+  Tensor kept_of(const Tensor& x) const {
+    if (!grad_enabled()) return {};
+    const AutocastMode& autocast = Context::current().slot<AutocastMode>();
+    const bool casts = what_->read != OutlineRead::kAsStored && autocast.enabled;
+    const auto element = static_cast<double>(size_of(casts ? autocast.dtype : x.dtype()));
+    const double bytes = what_->kept * element + what_->kept_bytes;
+    const auto all = static_cast<int64_t>(bytes * static_cast<double>(x.size(0)));
+    return all > 0 ? raw::empty({all}, kU8, kMeta) : Tensor();
   }
 
   std::string type_;
@@ -465,9 +527,11 @@ std::string ModelOutline::to_json() const {
     for (const auto& [name, shape] : module.parameters) {
       entry["parameters"].push_back({name, std::vector<int64_t>(shape.begin(), shape.end())});
     }
-    entry["read"] = module.read == OutlineRead::kProduct ? "product" : "as stored";
+    entry["read"] = kReads[static_cast<size_t>(module.read)];
     if (module.kept > 0) entry["kept"] = module.kept;
     if (module.kept_bytes > 0) entry["kept_bytes"] = module.kept_bytes;
+    if (module.kept_fused > 0) entry["kept_fused"] = module.kept_fused;
+    if (module.kept_once > 0) entry["kept_once"] = module.kept_once;
     if (!module.tied.empty()) entry["tied"] = module.tied;
     json["modules"].push_back(std::move(entry));
   }

@@ -3,7 +3,7 @@
 // has written.
 //
 //     const ModelOutline outline = ModelOutline::of_config("config.json");
-//     plan_training([&] { return training_of(outline, {.tokens = 4 * 1024}); }, options);
+//     plan_training([&] { return training_of(outline, {.tokens = 4096}); }, {.ranks = 1024});
 //
 // What training_of() makes is a module like any other, in the tree that the names say, so that the
 // engine finds the blocks that repeat, gathers and reduces them. Its ops stand for those of the
@@ -13,9 +13,11 @@
 //
 // Activations are an estimate, of what a layer of ours keeps: inputs of norms and products,
 // queries, keys and values, attention's result and its statistics, the inner values of the
-// feed-forward part before and after its activation; no tokens x tokens, as attention is computed
-// in tiles, and no logits, as the head is fused with the loss. Operations are those of products
-// with weights; attention's own, a share of tokens / (6 width) of a layer's, are left out.
+// feed-forward part as on a CPU (a GPU keeps what its activation gives as well, and fused ops keep
+// theirs under activation checkpointing); no tokens x tokens, as attention is computed in tiles,
+// and no logits, but the gradient of the head's weight, as a head is fused with the loss.
+// Operations are those of products with weights; attention's own, a share of tokens / (6 width) of
+// a layer's, are left out.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +30,10 @@ namespace tessera::accelerate {
 
 // How ops read a module's parameters.
 enum class OutlineRead : uint8_t {
-  kAsStored,  // tables, norms
-  kProduct,   // under autocast as 16-bit casts
+  kAsStored,   // tables, norms
+  kProduct,    // under autocast as 16-bit casts; backward reads the weight again
+  kActivated,  // with its activation, which backward makes again from weight and bias
+  kHead,       // with the loss: forward makes the gradients
 };
 
 struct OutlineModule {
@@ -38,6 +42,8 @@ struct OutlineModule {
   OutlineRead read = OutlineRead::kAsStored;
   double kept = 0;           // elements a token that backward reads, in the dtype of computing
   double kept_bytes = 0;     // bytes a token, whatever that is
+  double kept_fused = 0;     // elements a token that no activation checkpointing lets go
+  int64_t kept_once = 0;     // elements, however many tokens there are
   std::string tied = {};     // the dotted name of a parameter that it reads in place of its weight
   std::string block = {};    // that it is part of; empty: block_of(name)
   int64_t buffer_bytes = 0;  // of index buffers, which no training cuts

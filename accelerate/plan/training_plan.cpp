@@ -13,7 +13,7 @@
 #include <tessera/autograd/op.h>
 #include <tessera/core/empty.h>
 #include <tessera/core/error.h>
-#include <tessera/core/meta_storage.h>
+#include <tessera/core/meta_memory.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/rendezvous/rank_context.h>
@@ -233,12 +233,26 @@ std::vector<int64_t> optimizer_bytes(const NamedTensors& parameters, const PlanO
   return bytes;
 }
 
-std::map<std::string, std::string> groups_of(const distributed::Mesh& mesh) {
+// Axes by the names of their groups. The one of a mesh that nobody has divided is called for what
+// it does.
+std::map<std::string, std::string> groups_of(const distributed::Mesh& mesh,
+                                             const std::string& only) {
   std::map<std::string, std::string> axes;
   for (const distributed::MeshAxis& axis : mesh.axes()) {
-    axes.try_emplace(mesh.group(axis.name).name(), axis.name);
+    axes.try_emplace(mesh.group(axis.name).name(), mesh.axes().size() == 1 ? only : axis.name);
   }
   return axes;
+}
+
+// "mesh(dp_replicate=8, dp_shard=128)"
+std::string describe_mesh(const distributed::Mesh& mesh,
+                          const std::map<std::string, std::string>& axes) {
+  std::string text;
+  for (const distributed::MeshAxis& axis : mesh.axes()) {
+    text += (text.empty() ? "" : ", ") + axes.at(mesh.group(axis.name).name()) + "=" +
+            std::to_string(axis.size);
+  }
+  return "mesh(" + text + ")";
 }
 
 // ---- Text ---------------------------------------------------------------------------------------
@@ -400,8 +414,10 @@ TrainingPlan plan_training(const std::function<PlannedTraining()>& make,
       parameters, [](const NamedTensor& named) { return distributed::is_dtensor(named.tensor); });
   const distributed::Mesh& mesh =
       cut == parameters.end() ? distributed::mesh() : distributed::mesh_of(cut->tensor);
-  plan.mesh = mesh.describe();
-  plan.collectives = add_up(plan.records, groups_of(mesh), options.network);
+  const bool copies = options.settings.sharding.value == Sharding::kDdp;
+  const auto axes = groups_of(mesh, copies ? "dp_replicate" : "dp_shard");
+  plan.mesh = describe_mesh(mesh, axes);
+  plan.collectives = add_up(plan.records, axes, options.network);
   plan.units = rehearsal.units();
   return plan;
 }
@@ -446,11 +462,11 @@ std::string TrainingPlan::describe(int64_t memory) const {
   if (most.persistent[C::kWeightCache] > 0) {
     row("16-bit copies", of_bytes(most.persistent[C::kWeightCache]));
   }
-  row("peak", of_bytes(most.peak), "at most, beside what lies there between steps:");
+  row("peak", of_bytes(most.peak), "of a step; by kind, whenever each is highest:");
   row("", "",
       "units gathered " + of_bytes(most.peaks[C::kUnsharded]) + ", gradients " +
           of_bytes(most.peaks[C::kGradient]) + ", on their way " +
-          of_bytes(most.peaks[C::kCommunication]) + ", activations " +
+          of_bytes(most.peaks[C::kCommunication]) + ", activations and all else " +
           of_bytes(most.peaks[C::kActivation]));
   if (memory > 0) {
     const double share = static_cast<double>(most.peak) / static_cast<double>(memory);

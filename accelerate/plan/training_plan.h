@@ -2,17 +2,17 @@
 //
 //     const TrainingPlan plan = plan_training(
 //         [] {
-//           auto model = std::make_shared<gpt2::Gpt>(config);  // without memory
+//           auto model = std::make_shared<Gpt>(config);  // without memory
 //           const Tensor tokens = zeros({4, 1024}, {.dtype = kI64, .device = kMeta});
 //           return PlannedTraining{model, [=] { return (*model)(tokens, tokens).loss; }};
 //         },
-//         {.settings = settings, .ranks = 1024});
+//         {.settings = resolve(), .ranks = 1024});
 //     std::cout << plan.describe();
 //
 // [Note: how a plan comes about] One rank runs the training as it is: the modes of
 // distributed/shard cut, gather and reduce a model on kMeta, over a transport that has no other
 // ranks (transport/backend_fake.cpp). What it would ask the allocator for is counted under its
-// category (core/meta_storage.h), what it calls stands in its trace. Nothing of it is calculated by
+// category (core/meta_memory.h), what it calls stands in its trace. Nothing of it is calculated by
 // a formula beside the engine, so a plan cannot drift from what trainings do.
 //
 // [Note: other ranks] All ranks call the same. What they hold differs in one thing: paddings make

@@ -206,13 +206,14 @@ class Sources {
            (lower(text) == "auto" || lower(text) == "none");
   }
   void read_deepspeed() {
-    for (const std::string_view name : {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-                                        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"}) {
+    for (const auto& [name, setting] :
+         {std::pair{"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "offload_optimizer"},
+          std::pair{"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "offload_parameters"}}) {
       const std::string* text = find(environment_, name);
-      TS_CHECK_AS(UnsupportedError, text == nullptr || lower(*text) == "none", kSettings, name, "=",
-                  *text,
-                  " asks for parts elsewhere than where the rank computes, which is not available; "
-                  "say none, or unset it");
+      if (text == nullptr || lower(*text) == "none") continue;
+      TS_CHECK_AS(UnsupportedError, lower(*text) == "cpu", kSettings, name, "=", *text,
+                  ": nothing is kept on drives; say cpu or none, or unset it");
+      put(accelerate_, {find_setting(setting), "true", {Source::kAccelerate, name}});
     }
     const std::string* file = find(environment_, "ACCELERATE_DEEPSPEED_CONFIG_FILE");
     const bool has_file = file != nullptr && lower(*file) != "none";

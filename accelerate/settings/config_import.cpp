@@ -85,6 +85,8 @@ const Rule kTop[] = {
     {.key = "additional_args", .why = kCloud, .harmless = "{}"},
 };
 
+constexpr std::string_view kDrives = "nothing is kept on drives";
+
 const Rule kFsdp[] = {
     {.key = "fsdp_version"},
     {.key = "fsdp_sharding_strategy"},
@@ -124,18 +126,10 @@ const Rule kDeepSpeed[] = {
     {.key = "deepspeed_inclusion_filter", .why = "list the machines in the host file"},
     {.key = "deepspeed_exclusion_filter", .why = "list the machines in the host file"},
     {.key = "deepspeed_moe_layer_cls_names", .why = "mixtures of experts are not sharded by class"},
-    {.key = "offload_optimizer_device",
-     .why = "offload is not available yet",
-     .harmless = "none",
-     .alters = true},
-    {.key = "offload_param_device",
-     .why = "offload is not available yet",
-     .harmless = "none",
-     .alters = true},
-    {.key = "offload_optimizer_nvme_path",
-     .why = "offload is not available yet",
-     .harmless = "none"},
-    {.key = "offload_param_nvme_path", .why = "offload is not available yet", .harmless = "none"},
+    {.key = "offload_optimizer_device"},
+    {.key = "offload_param_device"},
+    {.key = "offload_optimizer_nvme_path", .why = kDrives, .harmless = "none"},
+    {.key = "offload_param_nvme_path", .why = kDrives, .harmless = "none"},
     {.key = "zero3_init_flag",
      .why = "modules are made on the meta device by the program",
      .harmless = "false"},
@@ -366,6 +360,16 @@ class Importer {
     } else if (name == "mixed_precision") {
       // Unquoted no is a truth value to some writers of YAML.
       map(key, value, "mixed_precision", lower(value) == "false" ? "no" : lower(value));
+    } else if (name == "offload_optimizer_device" || name == "offload_param_device") {
+      const std::string device = lower(value);
+      if (device == "none") {
+        line(key, value, ImportOutcome::kUnset, "what is the case anyway");
+      } else if (device == "cpu") {
+        map(key, value, name == "offload_param_device" ? "offload_parameters" : "offload_optimizer",
+            "true");
+      } else {
+        line(key, value, ImportOutcome::kRefused, std::string(kDrives) + "; write cpu or none");
+      }
     } else if (name == "gradient_clipping") {
       if (value == "auto") {
         line(key, value, ImportOutcome::kUnset, "what the program says");

@@ -57,9 +57,8 @@ constexpr std::string_view kMonitor =
 constexpr std::string_view kSilent = "the library prints nothing by itself; leave it out";
 constexpr std::string_view kQuantized =
     "parameters and gradients travel in the dtypes of the model; leave it out";
-constexpr std::string_view kOffload =
-    "parts stay where the rank computes: more ranks, stage 3, fsdp_activation_checkpointing and "
-    "16-bit parameters save memory; leave it out, or say none";
+constexpr std::string_view kOldOffload =
+    "an older name; write \"offload_optimizer\" or \"offload_param\": {\"device\": \"cpu\"}";
 constexpr std::string_view kRecompute =
     "what is calculated again is said by fsdp_activation_checkpointing, or by checkpoint() in the "
     "program; leave it out";
@@ -206,10 +205,14 @@ constexpr DeepSpeedKey kKeys[] = {
      .refused = "all of the optimizer's states are treated alike; leave it out"},
     {.path = "zero_optimization.offload_optimizer.super_offload",
      .harmless = "false",
-     .refused = kOffload},
-    {.path = "zero_optimization.cpu_offload", .harmless = "false|null", .refused = kOffload},
-    {.path = "zero_optimization.cpu_offload_param", .harmless = "false|null", .refused = kOffload},
-    {.path = "zero_optimization.cpu_offload_params", .harmless = "false|null", .refused = kOffload},
+     .refused = "the optimizer works in memory of the host, or on the GPU; leave it out"},
+    {.path = "zero_optimization.cpu_offload", .harmless = "false|null", .refused = kOldOffload},
+    {.path = "zero_optimization.cpu_offload_param",
+     .harmless = "false|null",
+     .refused = kOldOffload},
+    {.path = "zero_optimization.cpu_offload_params",
+     .harmless = "false|null",
+     .refused = kOldOffload},
     {.path = "zero_optimization.cpu_offload_use_pin_memory", .note = "see offload_optimizer"},
     {.path = "zero_optimization.sub_group_size",
      .kind = ValueKind::kWhole,
@@ -700,15 +703,18 @@ class DeepSpeedReader {
     }
   }
 
-  // Where parts lie. The settings for it would be said here.
+  // Where parts lie.
   void read_offload(const std::string& path, const OrderedJson& value) {
     const auto device = value.get<std::string>();
     TS_CHECK_AS(ConfigError, device == "none" || device == "cpu" || device == "nvme", kReader,
                 config_.name, ": ", path, " has to be none, cpu or nvme; got ", value.dump());
     if (device == "none")
       return line(path, value, ImportOutcome::kUnset, "what is the case anyway");
-    refuse(path, value,
-           device == "nvme" ? "nothing is kept on drives; leave it out, or say none" : kOffload);
+    if (device == "nvme") {
+      return refuse(path, value, "nothing is kept on drives; say cpu, or none");
+    }
+    const bool optimizer = path.find("offload_optimizer") != std::string::npos;
+    say(path, value, optimizer ? "offload_optimizer" : "offload_parameters", "true");
   }
 
   void read_precision(const std::string& path, const OrderedJson& value) {
@@ -922,17 +928,18 @@ BatchSizes batch_sizes(const DeepSpeedConfig& config, const Settings& settings, 
   };
   if (sizes.train && sizes.micro && !steps) {
     steps = divide(*sizes.train, *sizes.micro * ranks,
-                   detail::concatenate("train_batch_size ", *sizes.train,
-                                       " / (train_micro_batch_size_per_gpu ", *sizes.micro, " x ",
-                                       ranks, " ranks)"),
+                   tessera::detail::concatenate("train_batch_size ", *sizes.train,
+                                                " / (train_micro_batch_size_per_gpu ", *sizes.micro,
+                                                " x ", ranks, " ranks)"),
                    "gradient_accumulation_steps");
   }
   sizes.steps = steps.value_or(1);
   if (sizes.train && !sizes.micro) {
-    sizes.micro = divide(*sizes.train, sizes.steps * ranks,
-                         detail::concatenate("train_batch_size ", *sizes.train, " / (", steps_name,
-                                             " ", sizes.steps, " x ", ranks, " ranks)"),
-                         "train_micro_batch_size_per_gpu");
+    sizes.micro =
+        divide(*sizes.train, sizes.steps * ranks,
+               tessera::detail::concatenate("train_batch_size ", *sizes.train, " / (", steps_name,
+                                            " ", sizes.steps, " x ", ranks, " ranks)"),
+               "train_micro_batch_size_per_gpu");
   }
   if (!sizes.micro) return sizes;
   const double about = static_cast<double>(*sizes.micro) * static_cast<double>(sizes.steps) *
@@ -941,9 +948,9 @@ BatchSizes batch_sizes(const DeepSpeedConfig& config, const Settings& settings, 
               *sizes.micro, " x ", steps_name, " ", sizes.steps, " x ", ranks,
               " ranks is more than anybody has; change one of them");
   if (!sizes.train) sizes.train = *sizes.micro * sizes.steps * ranks;
-  sizes.arithmetic = detail::concatenate("train_batch_size ", *sizes.train,
-                                         " = train_micro_batch_size_per_gpu ", *sizes.micro, " x ",
-                                         steps_name, " ", sizes.steps, " x ", ranks, " ranks");
+  sizes.arithmetic = tessera::detail::concatenate(
+      "train_batch_size ", *sizes.train, " = train_micro_batch_size_per_gpu ", *sizes.micro, " x ",
+      steps_name, " ", sizes.steps, " x ", ranks, " ranks");
   const int64_t product = *sizes.micro * sizes.steps * ranks;
   TS_CHECK_AS(ConfigError, product == *sizes.train, kReader, config.name, " says train_batch_size ",
               *sizes.train, ", and train_micro_batch_size_per_gpu ", *sizes.micro, " x ",

@@ -1,9 +1,7 @@
 // A DeepSpeed configuration (ds_config.json) as settings.
-//
-//     const DeepSpeedConfig config = read_deepspeed_config("ds_zero2.json");
-//     Settings settings;
-//     apply_deepspeed(config, settings);  // says what nobody has said, or agrees with them
-//     const BatchSizes sizes = batch_sizes(config, settings, 8);  // 512 = 16 x 4 x 8
+// read_deepspeed_config() reads it, apply_deepspeed() adds to the settings what nobody has said,
+// and batch_sizes() does the arithmetic of batches: 512 = 16 x 4 x 8. resolve() calls the first
+// two.
 //
 // Every key of the file is accounted for in `lines`: it became a setting, it says what is the case
 // anyway, it tunes something that there is no need to tune here (and the line says why), or the

@@ -49,8 +49,9 @@ void Logger::log(LogLevel level, std::string_view text, const LogOptions& option
   const auto write = [&] {
     if (level < level_ || level_ == LogLevel::kOff) return;
     const bool names_rank = options.in_order || !options.main_process_only;
-    const std::string line = detail::concatenate(
-        names_rank ? detail::concatenate("[rank ", ranks_.process_index(), "] ") : std::string(),
+    const std::string line = tessera::detail::concatenate(
+        names_rank ? tessera::detail::concatenate("[rank ", ranks_.process_index(), "] ")
+                   : std::string(),
         kNames[static_cast<size_t>(level)], ' ', name_, " (", file_of(options.where.file_name()),
         ':', options.where.line(), "): ", text);
     if (sink_) return sink_(line);

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Muon beside AdamW on a text, each with the best of four rates: validation losses by step, as a
-# table of docs/measurements/muon.md.
+# table for a page of docs/measurements.
 #
 #     bench/compare/muon_curve.sh TRAIN TEXT [FLAGS OF TRAIN...]
 #     bench/compare/muon_curve.sh build/quickstart/examples/gpt2/train shakespeare.txt --steps 300

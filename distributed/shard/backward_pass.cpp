@@ -10,7 +10,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
-#include <tessera/core/meta_storage.h>
+#include <tessera/core/meta_memory.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/distributed/shard/mutant.h>
 #include <tessera/distributed/transport/collectives.h>
@@ -191,6 +191,7 @@ void BackwardPass::note_launch(int bucket) {
 
 // Travels while the first gradients are computed.
 void BackwardPass::begin_weight() {
+  const PhaseScope phase("backward");
   const FirstStepTimeout timeout(reductions_);
   weight_ = raw::zeros({kWindowWeightBytes / size_of(kF64)}, kF64);
   if (!shadow_) {

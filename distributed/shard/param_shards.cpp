@@ -13,7 +13,7 @@
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/copy/multi_tensor_copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
-#include <tessera/core/meta_storage.h>
+#include <tessera/core/meta_memory.h>
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/distributed/mesh/dtensor.h>

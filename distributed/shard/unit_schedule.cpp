@@ -389,6 +389,7 @@ void UnitSchedule::arrived(size_t param) {
     unit.awaited_numel -= pass_.params()[param].tensor.numel();
   }
   if (&unit == ahead_of_ && ahead_ != nullptr && unit.awaited_numel <= unit.gather_ahead_at) {
+    const PhaseScope phase("backward");
     if (last_launched_ != nullptr) last_launched_->wait_reduce(sums_replicas());
     gather_ahead();
   }

@@ -27,11 +27,11 @@ struct Block : nn::Module<Block> {
   nn::Linear& down;
 };
 struct Blocks : nn::Module<Blocks> {
-  explicit Blocks(int width = 9) : in(parameter("in", full({width, 5}, 0.1))) {
-    for (int i = 0; i < 4; ++i) blocks.push_back(&add<Block>("h" + std::to_string(i), width));
+  explicit Blocks(int width = 9, int count = 4) : in(parameter("in", full({width, 5}, 0.1))) {
+    for (int i = 0; i < count; ++i) blocks.push_back(&add<Block>("h" + std::to_string(i), width));
   }
   Tensor forward(const Tensor& x) {
-    Tensor y = matmul(x, in.t());
+    Tensor y = matmul(x.to(in.dtype()), in.t());
     for (Block* block : blocks) y = (*block)(y);
     return y;
   }

@@ -21,6 +21,7 @@
 #include <tessera/core/pinned.h>
 #include <tessera/core/random.h>
 #include <tessera/core/raw_views.h>
+#include <tessera/distributed/checkpoint/full_state.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/shard/fully_shard.h>
 #include <tessera/distributed/shard/zero.h>
@@ -42,7 +43,7 @@ enum class Mode { kFsdp, kZero1, kZero2 };
 enum class Sync { kEach, kLast };  // which micro-batches of a step are reduced
 
 struct Case {
-  std::string name;
+  std::string name = {};
   Mode mode = Mode::kFsdp;
   int ranks = 2;
   int replicas = 1;
@@ -91,7 +92,7 @@ void delay_collectives(uint64_t seed, int rank) {
       };
 }
 
-constexpr int kSteps = 3;
+constexpr int kSteps = 2;
 struct Trained {
   std::vector<double> losses, norms;
   std::vector<std::vector<float>> values, averages;
@@ -114,7 +115,7 @@ Trained train(const Case& one, OffloadPolicy offload, uint64_t seed) {
   const auto body = [&](int rank) {
     delay_collectives(seed, rank);
     manual_seed(3);
-    Blocks model;
+    Blocks model(9, 2);
     model.to(cuda(rank));
     if (one.dtype != kF32) model.to(one.dtype);
     Mesh mesh = mesh_of(one);
@@ -217,13 +218,13 @@ TEST_F(CudaOffload, EveryWayOfTrainingHasTheBitsOfPartsOnTheDevice) {
 }
 
 TEST_F(CudaOffload, EveryOrderOfStreamsHasTheseBits) {
-  const std::vector<Case> cases{{.name = "fsdp", .micro_batches = 2},
-                                {.name = "bf16", .precision = {.param_dtype = kBF16}},
-                                {.name = "zero2", .mode = Mode::kZero2, .micro_batches = 2}};
+  const std::vector<Case> cases{
+      {.name = "bf16", .micro_batches = 2, .precision = {.param_dtype = kBF16}},
+      {.name = "zero2", .mode = Mode::kZero2}};
   for (const Case& one : cases) {
     const Trained expected = train(one, OffloadPolicy::kNone, 1);
     for (const OffloadPolicy offload : policies_of(one)) {
-      for (uint64_t seed = 100; seed < 106; ++seed) {
+      for (uint64_t seed = 100; seed < 104; ++seed) {
         EXPECT_TRUE(train(one, offload, seed) == expected)
             << one.name << ", policy " << static_cast<int>(offload) << ", seed " << seed;
       }
@@ -237,11 +238,11 @@ TEST_F(CudaOffload, EveryOrderOfStreamsHasTheseBits) {
 TEST_F(CudaOffload, PartsMayBeWrittenWhenACallHasReturned) {
   for (const OffloadPolicy offload : {OffloadPolicy::kOptimizer, OffloadPolicy::kParameters}) {
     for (const bool bf16 : {false, true}) {
-      for (uint64_t seed = 1; seed <= 4; ++seed) {
+      for (uint64_t seed = 1; seed <= 2; ++seed) {
         gpu::emulation::set_seed(seed);
         on_gpus(2, [&](int rank) {
           manual_seed(3);
-          Blocks model;
+          Blocks model(9, 2);
           model.to(cuda(rank));
           Mesh mesh(world());
           Case one;
@@ -249,7 +250,7 @@ TEST_F(CudaOffload, PartsMayBeWrittenWhenACallHasReturned) {
           const ShardedModel sharded = shard(model, mesh, one, offload);
           const NoGradGuard no_grad;
           const double expected = loss_of(model, 0, rank).to(kCpu).item();
-          for (int i = 0; i < 3; ++i) {
+          for (int i = 0; i < 2; ++i) {
             const Tensor loss = loss_of(model, 0, rank);
             TensorList before;
             for (const Tensor& parameter : model.parameters()) {
@@ -276,7 +277,7 @@ TEST_F(CudaOffload, WholeParametersAreReadAndWrittenInAScope) {
     for (const OffloadPolicy offload : policies_of(one)) {
       on_gpus(2, [&](int rank) {
         manual_seed(3);
-        Blocks model;
+        Blocks model(9, 2);
         model.to(cuda(rank));
         Mesh mesh(world());
         const ShardedModel sharded = shard(model, mesh, one, offload);
@@ -308,14 +309,14 @@ TEST_F(CudaOffload, AnOverflowSkipsTheStep) {
   for (const OffloadPolicy offload : {OffloadPolicy::kNone, OffloadPolicy::kParameters}) {
     on_gpus(2, [&](int rank) {
       manual_seed(3);
-      Blocks model;
+      Blocks model(9, 2);
       model.to(cuda(rank));
       Mesh mesh(world());
       const ShardedModel sharded = shard(model, mesh, {}, offload);
       optim::SGD optimizer(model.named_parameters(), {.lr = 1e-2});
       for (const double scale : {1.0, 1e38, 1.0}) {
         (loss_of(model, 0, rank) * scale * scale).backward();
-        const Tensor norm = optim::clip_grad_norm(model.parameters(), 1, {.fold_into = &optimizer});
+        const Tensor norm = optim::clip_grad_norm(model.parameters(), 1);
         const bool overflows = !std::isfinite(norm.to(kCpu).item());
         EXPECT_EQ(overflows, scale != 1);
         if (!overflows) optimizer.step();
@@ -334,12 +335,12 @@ TEST_F(CudaOffload, AFailedBackwardLeavesNothingBehind) {
   for (const bool fails : {false, true}) {
     on_gpus(2, [&](int rank) {
       manual_seed(3);
-      Blocks model;
+      Blocks model(9, 2);
       model.to(cuda(rank));
       Mesh mesh(world());
       const ShardedModel sharded = shard(model, mesh, {}, OffloadPolicy::kParameters);
       optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-2});
-      for (int step = 0; step < 3; ++step) {
+      for (int step = 0; step < 2; ++step) {
         Tensor x = on_gpu(ones({2, 5}));
         if (fails && step == 1) {
           const Tensor y = model(x);
@@ -369,7 +370,7 @@ struct Memory {
   friend bool operator==(const Memory&, const Memory&) = default;
 };
 
-// Of rank 0, in its third step.
+// Of rank 0, in its second step.
 Memory memory_of(const Case& one, OffloadPolicy offload, int width, uint64_t seed) {
   gpu::emulation::set_seed(seed);
   Memory memory;
@@ -388,12 +389,12 @@ Memory memory_of(const Case& one, OffloadPolicy offload, int width, uint64_t see
           return true;
         };
         {
-          Blocks model(width);
+          Blocks model(width, 2);
           model.to(cuda(rank));
           Mesh mesh = mesh_of(one);
           const ShardedModel sharded = shard(model, mesh, one, offload);
           optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-2});
-          for (int step = 0; step < 3; ++step) {
+          for (int step = 0; step < 2; ++step) {
             in_use.clear();
             memory_stats()->reset_peak();
             loss_of(model, step, rank).backward();
@@ -425,9 +426,9 @@ TEST_F(CudaOffload, TheDeviceHoldsNothingBetweenSteps) {
   const int64_t pinned_before = gpu::pinned_bytes_in_use();
   Case one;
   one.ranks = 3;
-  const Memory on_device = memory_of(one, OffloadPolicy::kNone, 33, 1);
-  const Memory optimizer = memory_of(one, OffloadPolicy::kOptimizer, 33, 1);
-  const Memory parameters = memory_of(one, OffloadPolicy::kParameters, 33, 1);
+  const Memory on_device = memory_of(one, OffloadPolicy::kNone, 13, 1);
+  const Memory optimizer = memory_of(one, OffloadPolicy::kOptimizer, 13, 1);
+  const Memory parameters = memory_of(one, OffloadPolicy::kParameters, 13, 1);
   // Parts, and twice as much of states.
   EXPECT_GE(on_device.at_rest, on_device.parameters + on_device.states);
   EXPECT_EQ(on_device.states, optimizer.states);
@@ -449,8 +450,8 @@ TEST_F(CudaOffload, TheDeviceHoldsNothingBetweenSteps) {
 TEST_F(CudaOffload, TheDeviceKeepsTheWholeParametersOfZero) {
   Case one;
   one.mode = Mode::kZero2;
-  const Memory on_device = memory_of(one, OffloadPolicy::kNone, 33, 1);
-  const Memory offloaded = memory_of(one, OffloadPolicy::kOptimizer, 33, 1);
+  const Memory on_device = memory_of(one, OffloadPolicy::kNone, 13, 1);
+  const Memory offloaded = memory_of(one, OffloadPolicy::kOptimizer, 13, 1);
   const int64_t part = on_device.parameters / one.ranks;
   EXPECT_EQ(offloaded.parameters, on_device.parameters + part);
   EXPECT_GE(offloaded.at_rest, on_device.parameters);
@@ -462,10 +463,10 @@ TEST_F(CudaOffload, TheDeviceKeepsTheWholeParametersOfZero) {
 // the host for them.
 TEST_F(CudaOffload, EveryOrderOfStreamsHasOnePeak) {
   for (const OffloadPolicy offload : {OffloadPolicy::kOptimizer, OffloadPolicy::kParameters}) {
-    const Memory expected = memory_of({}, offload, 17, 1);
+    const Memory expected = memory_of({}, offload, 9, 1);
     EXPECT_GE(expected.in_use.size(), 8u);
-    for (uint64_t seed = 2; seed <= 5; ++seed) {
-      const Memory memory = memory_of({}, offload, 17, seed);
+    for (uint64_t seed = 2; seed <= 3; ++seed) {
+      const Memory memory = memory_of({}, offload, 9, seed);
       EXPECT_EQ(memory.in_use, expected.in_use) << "seed " << seed;
       EXPECT_EQ(memory.at_rest, expected.at_rest) << "seed " << seed;
     }
@@ -482,7 +483,7 @@ struct BusBytes {
 BusBytes bus_bytes_of(const Case& one, OffloadPolicy offload) {
   BusBytes bytes;
   on_gpus(one.ranks, [&](int rank) {
-    Blocks model;
+    Blocks model(9, 2);
     model.to(cuda(rank));
     Mesh mesh = mesh_of(one);
     const ShardedModel sharded = shard(model, mesh, one, offload);

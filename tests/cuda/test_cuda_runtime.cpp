@@ -448,6 +448,21 @@ TEST(CudaStreams, PinnedMemoryIsKeptAndHandedOutAgain) {
   EXPECT_EQ(pinned.cached_bytes(), 16384);
   EXPECT_EQ(pinned.allocate(12000), block);
   pinned.deallocate(block, 12000);
+  // Above 1 MiB a block is an eighth larger than what was asked for at most.
+  constexpr size_t kMiB = size_t{1} << 20;
+  for (const size_t bytes : {kMiB + 1, 9 * kMiB / 8 + 1, 2 * kMiB, 2 * kMiB + 1, 100 * kMiB - 1}) {
+    pinned.release_cached();
+    const int64_t in_use = gpu::pinned_bytes_in_use();
+    void* const large = pinned.allocate(bytes);
+    const int64_t size = gpu::pinned_bytes_in_use() - in_use;
+    EXPECT_GE(size, static_cast<int64_t>(bytes));
+    EXPECT_LE(size, static_cast<int64_t>(bytes + bytes / 8 + 1));
+    pinned.deallocate(large, bytes);
+    EXPECT_EQ(pinned.cached_bytes(), size);
+    EXPECT_EQ(pinned.allocate(bytes), large);
+    EXPECT_EQ(gpu::pinned_bytes_in_use(), in_use + size);
+    pinned.deallocate(large, bytes);
+  }
   pinned.release_cached();
   EXPECT_EQ(pinned.cached_bytes(), 0);
 }

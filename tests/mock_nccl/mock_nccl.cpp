@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/core/half.h>
+
 // As NCCL's own, at file level.
 using namespace tessera::distributed::nccl;
 
@@ -110,8 +112,27 @@ void reduce_typed(const std::vector<const void*>& sends, size_t offset, void* in
   std::memcpy(into, sum.data(), count * sizeof(T));
 }
 
+// Of 16 bits: in f32, rounded once.
+template <class T>
+void reduce_narrow(const std::vector<const void*>& sends, size_t offset, void* into, size_t count,
+                   ncclRedOp_t op) {
+  std::vector<std::vector<float>> wide;
+  std::vector<const void*> pointers;
+  for (const void* send : sends) {
+    const T* const from = static_cast<const T*>(send) + offset;
+    wide.emplace_back(count);
+    for (size_t i = 0; i < count; ++i) wide.back()[i] = static_cast<float>(from[i]);
+  }
+  for (const auto& values : wide) pointers.push_back(values.data());
+  std::vector<float> sum(count);
+  reduce_typed<float>(pointers, 0, sum.data(), count, op);
+  for (size_t i = 0; i < count; ++i) static_cast<T*>(into)[i] = T(sum[i]);
+}
+
 void reduce(const std::vector<const void*>& sends, size_t offset, void* into, size_t count,
             ncclDataType_t type, ncclRedOp_t op) {
+  if (type == ncclBfloat16) reduce_narrow<tessera::bf16>(sends, offset, into, count, op);
+  if (type == ncclFloat16) reduce_narrow<tessera::f16>(sends, offset, into, count, op);
   if (type == ncclFloat32) reduce_typed<float>(sends, offset, into, count, op);
   if (type == ncclFloat64) reduce_typed<double>(sends, offset, into, count, op);
   if (type == ncclInt64) reduce_typed<int64_t>(sends, offset, into, count, op);

@@ -77,6 +77,8 @@ class Order {
   uint64_t n_, b_, a_ = 1;
 };
 
+constexpr size_t kGuard = 4096;  // below each stack, out of reach
+
 struct Fiber {
   context::fcontext_t where = nullptr;
   char* bottom = nullptr;              // of its stack, which is the lowest address
@@ -115,6 +117,9 @@ struct StaticArray {
 class Machine {
  public:
   Machine() : threads_(kMaxThreads), warps_(kMaxThreads / kWarpSize) {}
+  ~Machine();
+  Machine(const Machine&) = delete;
+  Machine& operator=(const Machine&) = delete;
 
   std::string run(const Launch& launch, const std::function<void()>& kernel);
   void leave_with(const std::string& what);
@@ -166,15 +171,21 @@ Machine& this_machine() {
   return *owned;
 }
 
+// A process has room for some tens of thousands of mappings, and tests start many threads.
+Machine::~Machine() {
+  for (const auto& fiber : fibers_) {
+    TS_UNPOISON(fiber->bottom, kStackBytes);
+    munmap(fiber->bottom - kGuard, kStackBytes + kGuard);
+  }
+}
+
 Fiber* Machine::take_fiber() {
   if (!free_fibers_.empty()) {
     Fiber* fiber = free_fibers_.back();
     free_fibers_.pop_back();
     return fiber;
   }
-  // Never given back: a machine has at most as many as a block has threads. The page below each
-  // stack is left out of reach.
-  constexpr size_t kGuard = 4096;
+  // Kept as long as the thread of the host: a machine has at most as many as a block has threads.
   void* memory = mmap(nullptr, kStackBytes + kGuard, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) std::abort();

@@ -21,6 +21,7 @@ constexpr const char* kQuantize = "quantize";
 constexpr const char* kFloat8Matmul = "float8_matmul";
 // Rows that a thread takes at once. Never rows of two tiles.
 constexpr int64_t kStrip = 32;
+constexpr int64_t kPerThread = 32768;
 
 int64_t pieces_of(int64_t size, int64_t piece) { return (size + piece - 1) / piece; }
 
@@ -31,11 +32,11 @@ void check_device(const char* where, const Tensor& x) {
 }
 
 // The matrix cut into tiles, and into strips of rows.
-struct Tiling {
+struct QuantizedBlocks {
   int64_t M, N, rows, columns;
   int64_t down, across;      // tiles
   int64_t strips_of_a_tile;  // of rows
-  Tiling(int64_t m, int64_t n, const ScaleTile& tile)
+  QuantizedBlocks(int64_t m, int64_t n, const ScaleTile& tile)
       : M(m),
         N(n),
         rows(tile.rows > 0 ? std::min(tile.rows, std::max<int64_t>(m, 1))
@@ -49,8 +50,9 @@ struct Tiling {
   // Calls f(strip, row of tiles, first row, last row) for all strips, on several threads.
   template <class F>
   void for_strips(const F& f) const {
-    // Tiles of a row make many short strips: some go to a thread at once.
-    const int64_t grain = std::max<int64_t>(1, kStrip / rows);
+    // 32768 numbers at least go to a thread at once, as in elementwise kernels.
+    const int64_t grain =
+        std::max<int64_t>(1, kPerThread / (std::min(rows, kStrip) * std::max<int64_t>(N, 1)));
     parallel_for(strips(), grain, [&](int64_t begin, int64_t end) {
       for (int64_t strip = begin; strip < end; ++strip) {
         const int64_t tile = strip / strips_of_a_tile;
@@ -81,7 +83,7 @@ Tensor widened(const Quantized& q, DType dtype, bool with_scales) {
   if (result.is_meta() || result.numel() == 0) return result;
   const Tensor values = contiguous(q.values), inverse = contiguous(q.inverse);
   const float* const scales = inverse.data_as<float>();
-  const Tiling tiling(M, N, with_scales ? q.tile : ScaleTile::tensor());
+  const QuantizedBlocks tiling(M, N, with_scales ? q.tile : ScaleTile::tensor());
   auto* const from = static_cast<uint8_t*>(values.data());
   auto* const to = static_cast<char*>(result.data());
   tiling.for_strips([&](int64_t, int64_t tile, int64_t first, int64_t last) {
@@ -133,7 +135,7 @@ Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor
                  kQuantize, "expects one f32 as the scale of the whole matrix; got ", scale);
   check_device(kQuantize, x);
   const int64_t M = x.size(0), N = x.size(1);
-  const Tiling tiling(M, N, options.tile);
+  const QuantizedBlocks tiling(M, N, options.tile);
   Quantized result{.values = raw::empty({M, N}, options.format, x.device()),
                    .scale = raw::empty({tiling.down, tiling.across}, kF32, x.device()),
                    .inverse = raw::empty({tiling.down, tiling.across}, kF32, x.device()),
@@ -279,7 +281,7 @@ Tensor float8_matmul(const Float8Operand& a, const Float8Operand& b, DType dtype
   const float row = first(by_row), column = first(by_column);
   const float* const from = sums.data_as<float>();
   auto* const to = static_cast<char*>(result.data());
-  parallel_for(M, std::max<int64_t>(1, 32768 / N), [&](int64_t begin, int64_t end) {
+  parallel_for(M, std::max<int64_t>(1, kPerThread / N), [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; ++m) {
       const float scale = one_row_scale ? row : rows[static_cast<size_t>(m)];
       TS_SIMD_CALL(scale_sums, from + m * N, N, one_column_scale ? scale * column : scale,

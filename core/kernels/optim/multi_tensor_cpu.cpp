@@ -17,7 +17,7 @@
 #include <tessera/core/kernels/optim/multi_tensor_loss_scale.h>
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
 #include <tessera/core/kernels/random/random_fill.h>
-#include <tessera/core/meta_storage.h>
+#include <tessera/core/meta_memory.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera::kernels {
