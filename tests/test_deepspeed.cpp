@@ -165,6 +165,47 @@ TEST(DeepSpeedRun, TakesPrecisionAndStepsFromTheFileWhereItSaysThem) {
               }));
 }
 
+// The templates that Accelerate ships differ in the stage, with fp16 said by the file.
+TEST(DeepSpeedRun, TrainsByTheTemplateOfEachStage) {
+  const auto template_of = [](const char* json, int stage) {
+    return replaced(replaced(json, R"("fp16": {"enabled": "auto")", R"("fp16": {"enabled": true)"),
+                    "\"stage\": " + std::string(json == kStage3 ? "3" : "2"),
+                    "\"stage\": " + std::to_string(stage));
+  };
+  const auto settings = [](Sharding sharding) {
+    return AcceleratorOptions{.mixed_precision = Precision::kFP16,
+                              .precision_policy = PrecisionPolicy::kPure,
+                              .sharding = sharding,
+                              .ddp = {.bucket_cap_mb = 4000.0 / 1048576}};
+  };
+  for (const auto& [stage, sharding] :
+       {std::pair{1, Sharding::kZero1}, std::pair{2, Sharding::kZero2}}) {
+    SCOPED_TRACE(stage);
+    EXPECT_TRUE(outcomes(2, [&] { return by_file(template_of(kStage2, stage), {}); }) ==
+                outcomes(2, [&] { return by_settings(settings(sharding)); }));
+  }
+  const std::string stage3 =
+      replaced(template_of(kStage3, 3), R"("gradient_accumulation_steps": 2)",
+               R"("gradient_accumulation_steps": 1)");
+  EXPECT_TRUE(outcomes(2, [&] { return by_file(stage3, {}); }) ==
+              outcomes(2, [&] { return by_settings(settings(Sharding::kZero3)); }));
+}
+
+// Parts that already lie in memory of the host cannot be moved there: no rank trains without them.
+TEST(DeepSpeedRun, OfATemplateThatOffloadsIsRefusedOnCpuRanks) {
+  constexpr const char* kToHost = R"({"device": "cpu", "nvme_path": "/nvme", "pin_memory": true})";
+  const std::string stage2 =
+      replaced(kStage2, R"({"device": "none", "pin_memory": true})", kToHost);
+  const std::string stage3 = replaced(kStage3, R"("offload_param": {"device": "none"})",
+                                      std::string(R"("offload_param": )") + kToHost);
+  for (const std::string& json : {stage2, stage3}) {
+    compared_ranks(2, [&](int) {
+      const std::string message = message_of<UnsupportedError>([&] { (void)by_file(json, {}); });
+      EXPECT_TRUE(mentions(message, "move the model to a GPU")) << message;
+    });
+  }
+}
+
 // A rate that never moved, or a clip that never came, would hide in the comparisons above.
 TEST(DeepSpeedRun, WarmsUpDecaysAndClips) {
   const Outcome clipped = outcomes(2, [] { return by_file(kStage2, {}); })[0];
