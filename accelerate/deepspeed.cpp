@@ -22,6 +22,7 @@ double warmed_up(int64_t at, int64_t steps, bool linear) {
   if (linear) return static_cast<double>(at) / static_cast<double>(steps);
   return 1.0 / std::log(static_cast<double>(steps)) * std::log(static_cast<double>(at + 1));
 }
+constexpr double kWarmupDecayMaxLr = 0.001;
 int64_t at_least_two(int64_t steps) { return std::max<int64_t>(2, steps); }
 
 void check_number(bool fits, const char* rule, const char* name, const char* what, auto value) {
@@ -30,30 +31,34 @@ void check_number(bool fits, const char* rule, const char* name, const char* wha
 
 }  // namespace
 
-double WarmupLR::rate(int64_t step, double) const {
+double WarmupLR::rate(int64_t step, double base) const {
   const int64_t at = step - 1, steps = at_least_two(warmup_num_steps);
   if (at < 0) return warmup_min_lr;
   const double gamma = at < steps ? warmed_up(at, steps, linear) : 1;
-  return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma;
+  return warmup_min_lr + (warmup_max_lr.value_or(base) - warmup_min_lr) * gamma;
 }
 void WarmupLR::check() const {
   check_number(warmup_num_steps >= 0, "WarmupLR", "warmup_num_steps", "not be negative",
                warmup_num_steps);
   check_number(warmup_min_lr >= 0, "WarmupLR", "warmup_min_lr", "not be negative", warmup_min_lr);
-  check_number(warmup_max_lr >= warmup_min_lr, "WarmupLR", "warmup_max_lr",
-               "not be below warmup_min_lr", warmup_max_lr);
+  const double max_lr = warmup_max_lr.value_or(warmup_min_lr);
+  check_number(max_lr >= warmup_min_lr, "WarmupLR", "warmup_max_lr", "not be below warmup_min_lr",
+               max_lr);
 }
 
-double WarmupDecayLR::rate(int64_t step, double base) const {
+double WarmupDecayLR::rate(int64_t step, double) const {
   const int64_t at = step - 1, steps = at_least_two(warmup.warmup_num_steps);
-  if (at < steps) return warmup.rate(step, base);
+  const double max_lr = warmup.warmup_max_lr.value_or(kWarmupDecayMaxLr);
+  if (at < steps) return warmup.rate(step, max_lr);
   const double gamma =
       std::max(0.0, static_cast<double>(total_num_steps - at) /
                         static_cast<double>(std::max<int64_t>(1, total_num_steps - steps)));
-  return warmup.warmup_min_lr + (warmup.warmup_max_lr - warmup.warmup_min_lr) * gamma;
+  return warmup.warmup_min_lr + (max_lr - warmup.warmup_min_lr) * gamma;
 }
 void WarmupDecayLR::check() const {
-  warmup.check();
+  WarmupLR whole = warmup;
+  whole.warmup_max_lr = warmup.warmup_max_lr.value_or(kWarmupDecayMaxLr);
+  whole.check();
   check_number(total_num_steps > 0 && total_num_steps >= warmup.warmup_num_steps, "WarmupDecayLR",
                "total_num_steps", "be positive, and not below warmup_num_steps", total_num_steps);
 }
@@ -104,7 +109,16 @@ double DeepSpeedOneCycle::scale(int64_t step) const {
   const double at = static_cast<double>(step) / total;
   const double cycle = std::floor(1 + at);
   const double x = 1 + at - cycle;
-  return x <= up ? x / up : (x - 1) / (up - 1);
+  const bool rises = x <= up;
+  const int64_t stairs =
+      rises ? cycle_first_stair_count : cycle_second_stair_count.value_or(cycle_first_stair_count);
+  if (stairs == 0) return rises ? x / up : (x - 1) / (up - 1);
+  // Of whole numbers: x may lie just below the edge of a stair.
+  const int64_t in_cycle = step % length();
+  const int64_t climbed = in_cycle <= cycle_first_step_size
+                              ? in_cycle * stairs / cycle_first_step_size
+                              : (length() - in_cycle) * stairs / (length() - cycle_first_step_size);
+  return static_cast<double>(climbed) / static_cast<double>(stairs);
 }
 double DeepSpeedOneCycle::decayed(int64_t step) const {
   if (decay_step_size == 0) return 0;
@@ -116,6 +130,7 @@ double DeepSpeedOneCycle::rate(int64_t step, double) const {
 }
 std::optional<double> DeepSpeedOneCycle::momentum(int64_t step) const {
   if (!cycle_momentum) return std::nullopt;
+  if (step == 0) return cycle_min_mom;
   if (is_over(step)) return cycle_max_mom * (1 + decay_mom_rate * decayed(step));
   return cycle_max_mom - (cycle_max_mom - cycle_min_mom) * scale(step);
 }
@@ -124,8 +139,13 @@ void DeepSpeedOneCycle::check() const {
                "not be below cycle_min_lr, nor that be negative", cycle_max_lr);
   check_number(cycle_first_step_size > 0, "OneCycle", "cycle_first_step_size", "be positive",
                cycle_first_step_size);
-  check_number(cycle_second_step_size.value_or(1) > 0, "OneCycle", "cycle_second_step_size",
-               "be positive", cycle_second_step_size.value_or(1));
+  const int64_t second = cycle_second_step_size.value_or(0);
+  check_number(second >= 0, "OneCycle", "cycle_second_step_size", "not be negative", second);
+  check_number(cycle_first_stair_count >= 0, "OneCycle", "cycle_first_stair_count",
+               "not be negative", cycle_first_stair_count);
+  const int64_t second_stairs = cycle_second_stair_count.value_or(0);
+  check_number(second_stairs >= 0, "OneCycle", "cycle_second_stair_count", "not be negative",
+               second_stairs);
   check_number(decay_step_size >= 0, "OneCycle", "decay_step_size", "not be negative",
                decay_step_size);
 }
@@ -256,8 +276,9 @@ class Params {
       const auto* list = std::get_if<std::vector<double>>(&value);
       if (list != nullptr && list->size() == 2) return {(*list)[0], (*list)[1]};
       fail("a list of two numbers");
-    } else if constexpr (std::is_same_v<T, std::optional<int64_t>>) {
-      return as<int64_t>(param, value);
+    } else if constexpr (std::is_same_v<T, std::optional<int64_t>> ||
+                         std::is_same_v<T, std::optional<double>>) {
+      return as<typename T::value_type>(param, value);
     } else {
       const auto* number = std::get_if<double>(&value);
       if (number != nullptr && (!std::is_integral_v<T> ||
@@ -476,7 +497,13 @@ std::unique_ptr<optim::Schedule> scheduled(const ScheduleSources& from, const Ru
 }
 
 std::unique_ptr<optim::Schedule> make_warmup(const ScheduleSources& from) {
-  return scheduled(from, read_warmup(from));
+  const WarmupLR rule = read_warmup(from);
+  for (size_t i = 0; i < from.optimizer.num_groups(); ++i) {
+    WarmupLR own = rule;
+    own.warmup_max_lr = rule.warmup_max_lr.value_or(from.optimizer.lr(i));
+    own.check();
+  }
+  return scheduled(from, rule);
 }
 
 std::unique_ptr<optim::Schedule> make_warmup_decay(const ScheduleSources& from) {
@@ -507,6 +534,22 @@ std::unique_ptr<optim::Schedule> make_range_test(const ScheduleSources& from) {
   return scheduled(from, rule);
 }
 
+// DeepSpeed's OneCycle moves beta1 alone, and writes 0.99 beside it. False where there are no
+// betas.
+template <class... Optimizers>
+bool set_beta2(optim::Optimizer& optimizer, double beta2) {
+  const auto set = [&](auto* typed) {
+    if (typed == nullptr) return false;
+    for (size_t i = 0; i < typed->num_groups(); ++i) typed->options(i).betas[1] = beta2;
+    return true;
+  };
+  return (set(dynamic_cast<Optimizers*>(&optimizer)) || ...);
+}
+bool set_cycled_beta2(optim::Optimizer& optimizer) {
+  return set_beta2<optim::AdamW, optim::Adam, optim::Lion, optim::Adamax, optim::NAdam,
+                   optim::RAdam>(optimizer, 0.99);
+}
+
 std::unique_ptr<optim::Schedule> make_one_cycle(const ScheduleSources& from) {
   DeepSpeedOneCycle rule;
   Params& params = from.params;
@@ -524,9 +567,9 @@ std::unique_ptr<optim::Schedule> make_one_cycle(const ScheduleSources& from) {
   params.read("cycle_min_mom", rule.cycle_min_mom);
   params.read("cycle_max_mom", rule.cycle_max_mom);
   params.read("decay_mom_rate", rule.decay_mom_rate);
-  constexpr std::string_view kStairs = "rates go along lines; leave it out";
-  params.expect("cycle_first_stair_count", int64_t{0}, kStairs);
-  params.expect("cycle_second_stair_count", int64_t{0}, kStairs);
+  params.read("cycle_first_stair_count", rule.cycle_first_stair_count);
+  params.read("cycle_second_stair_count", rule.cycle_second_stair_count);
+  rule.cycle_momentum = rule.cycle_momentum && set_cycled_beta2(from.optimizer);
   return scheduled(from, rule);
 }
 

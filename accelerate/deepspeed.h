@@ -30,19 +30,21 @@ struct DeepSpeedConfig;
 
 // ---- DeepSpeed's schedules (deepspeed/runtime/lr_schedules.py): rules for optim::RuleSchedule.
 // Their first step is DeepSpeed's before any (last_batch_iteration -1), so step s has the rate of
-// its iteration s - 1. Groups' own rates count in WarmupCosineLR alone, as there.
+// its iteration s - 1. Groups' own rates count in WarmupCosineLR, and in WarmupLR where it has no
+// warmup_max_lr, as there.
 
 // From min_lr to max_lr in warmup_num_steps (2 at least), along a logarithm or a line, then
 // max_lr.
 struct WarmupLR {
   double warmup_min_lr = 0;
-  double warmup_max_lr = 0.001;
+  std::optional<double> warmup_max_lr = {};  // default: the group's own rate
   int64_t warmup_num_steps = 1000;
   bool linear = false;  // warmup_type
   double rate(int64_t step, double base) const;
   void check() const;
 };
-// The same, then down a line to 0 at total_num_steps.
+// The same, then down a line to min_lr at total_num_steps. warmup_max_lr is 0.001 by default, also
+// where groups have other rates.
 struct WarmupDecayLR {
   WarmupLR warmup = {};
   int64_t total_num_steps = 0;
@@ -50,7 +52,7 @@ struct WarmupDecayLR {
   void check() const;
 };
 // The group's own rate times a ratio: from warmup_min_ratio to 1, then half a cosine to
-// cos_min_ratio at total_num_steps, where it stays (DeepSpeed's rises again).
+// cos_min_ratio at total_num_steps, where it stays.
 struct WarmupCosineLR {
   double warmup_min_ratio = 0;
   int64_t warmup_num_steps = 1000;
@@ -70,14 +72,17 @@ struct LRRangeTest {
   double rate(int64_t step, double base) const;
   void check() const;
 };
-// From cycle_min_lr to cycle_max_lr and back along lines, while momentum goes the other way; then
-// down, where decay_step_size is not 0. Smith 2018.
+// From cycle_min_lr to cycle_max_lr and back, along lines or in so many stairs, while momentum goes
+// the other way; then down, where decay_step_size is not 0. Smith 2018. The first step has
+// cycle_min_mom, as there, and the next is near cycle_max_mom.
 struct DeepSpeedOneCycle {
   double cycle_min_lr = 0;
   double cycle_max_lr = 0;
   double decay_lr_rate = 0;
   int64_t cycle_first_step_size = 2000;
-  std::optional<int64_t> cycle_second_step_size = {};  // default: as the first
+  std::optional<int64_t> cycle_second_step_size = {};    // default: as the first
+  int64_t cycle_first_stair_count = 0;                   // 0: a line
+  std::optional<int64_t> cycle_second_stair_count = {};  // default: as the first
   int64_t decay_step_size = 0;
   bool cycle_momentum = true;
   double cycle_min_mom = 0.8;

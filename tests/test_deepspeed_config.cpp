@@ -5,6 +5,8 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <limits>
+#include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
 
@@ -19,6 +21,7 @@
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/grad_scaler.h>
 
+#include "golden_files.h"
 #include "message_of.h"
 #include "source_dir.h"
 
@@ -657,8 +660,7 @@ TEST(DeepSpeedOptimizer, BadSectionsAreNamedByTypeAndParameter) {
   EXPECT_TRUE(mentions(none, "no section \"optimizer\"")) << none;
 }
 
-// ---- Schedules. Rates of DeepSpeed 0.17's lr_schedules.py, before the first step (its iteration
-// -1) and after each.
+// ---- Schedules: before the first step (DeepSpeed's iteration -1) and after each.
 
 std::vector<double> rates(const std::string& section, const std::vector<int64_t>& steps,
                           double lr = 0.1, const ConfiguredScheduleOptions& options = {}) {
@@ -741,9 +743,57 @@ TEST(DeepSpeedSchedule, OneCycleHasDeepSpeedsRatesAndMomentumGoesTheOtherWay) {
        0.0266666666667, 0.01, 0.008, 0.00666666666667, 0.00571428571429, 0.005, 0.00444444444444});
   optim::AdamW optimizer(weights(), {.lr = 0.1});
   const auto schedule = make_schedule(read(R"({"scheduler": )" + section + "}"), optimizer);
-  EXPECT_NEAR(optimizer.options().betas[0], 0.9, 1e-12);
-  for (int i = 0; i < 4; ++i) schedule->step();
   EXPECT_NEAR(optimizer.options().betas[0], 0.8, 1e-12);
+  schedule->step();
+  EXPECT_NEAR(optimizer.options().betas[0], 0.875, 1e-12);
+  for (int i = 0; i < 3; ++i) schedule->step();
+  EXPECT_NEAR(optimizer.options().betas[0], 0.8, 1e-12);
+}
+
+// Of golden/deepspeed_cases.py.
+TEST(DeepSpeedSchedule, EveryRateIsThatOfThePackage) {
+  const nlohmann::json cases = tests::golden_json("deepspeed_schedules.json");
+  EXPECT_EQ(cases.size(), 22u);
+  for (const nlohmann::json& golden : cases) {
+    SCOPED_TRACE(golden["type"].get<std::string>() + golden["params"].dump());
+    std::vector<optim::ParameterGroup<optim::AdamWOptions>> groups;
+    for (const double lr : golden["lr"]) {
+      groups.push_back({weights(groups.empty() ? "a" : "b"), {.lr = lr}});
+    }
+    optim::AdamW optimizer(groups);
+    const nlohmann::json section = {
+        {"scheduler", {{"type", golden["type"]}, {"params", golden["params"]}}}};
+    const auto schedule = make_schedule(read(section.dump()), optimizer);
+    const nlohmann::json& steps = golden["lrs"];
+    // Some roundings of numbers below the largest.
+    double largest = 0;
+    for (const auto& rates : steps) largest = std::max(largest, rates[0].get<double>());
+    const double tolerance = 8 * std::numeric_limits<double>::epsilon();
+    for (size_t step = 0; step < steps.size(); ++step) {
+      if (step > 0) schedule->step();
+      for (size_t group = 0; group < groups.size(); ++group) {
+        EXPECT_NEAR(optimizer.lr(group), steps[step][group].get<double>(), tolerance * largest)
+            << "step " << step << " group " << group;
+      }
+      if (golden.contains("beta1")) {
+        EXPECT_NEAR(optimizer.options(1).betas[0], golden["beta1"][step].get<double>(), tolerance)
+            << "step " << step;
+      }
+      if (golden.contains("beta2")) {
+        EXPECT_EQ(optimizer.options(1).betas[1], golden["beta2"][step].get<double>());
+      }
+    }
+  }
+}
+
+TEST(DeepSpeedSchedule, OneCycleLeavesMomentumAloneWhereThereAreNoBetas) {
+  optim::SGD optimizer(weights(), {.lr = 0.1, .momentum = 0.3});
+  const auto schedule = make_schedule(read(R"({"scheduler": {"type": "OneCycle",
+               "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1}}})"),
+                                      optimizer);
+  schedule->step();
+  EXPECT_EQ(optimizer.options().momentum, 0.3);
+  EXPECT_GT(optimizer.lr(), 0.01);
 }
 
 TEST(DeepSpeedSchedule, BadSectionsAreNamed) {
@@ -765,10 +815,14 @@ TEST(DeepSpeedSchedule, BadSectionsAreNamed) {
     EXPECT_TRUE(mentions(message, one.part)) << message;
   }
   EXPECT_THROW(rates(R"({"type": "WarmupLR", "params": {"warmup_min_lr": 1}})", {0}), ValueError);
-  EXPECT_THROW(rates(R"({"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2,
-                         "cycle_first_stair_count": 3}})",
+  EXPECT_THROW(rates(R"({"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0.002,
+                         "total_num_steps": 2000}})",
                      {0}),
-               UnsupportedError);
+               ValueError);
+  EXPECT_THROW(rates(R"({"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2,
+                         "cycle_second_stair_count": -3}})",
+                     {0}),
+               ValueError);
 }
 
 // ---- Loss scale
