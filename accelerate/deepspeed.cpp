@@ -410,7 +410,9 @@ const OptimizerType kOptimizers[] = {
      }},
     {"lion",
      [](Params& params, const Groups& groups, const ConfiguredOptimizerOptions& said) {
-       return made_from<optim::Lion>(params, groups, said, with_defaults(optim::LionOptions()));
+       optim::LionOptions options;
+       options.betas = {0.9, 0.999};  // its kernels' own default
+       return made_from<optim::Lion>(params, groups, said, with_defaults(options));
      }},
     {"adagrad", make_torchs<optim::Adagrad>},
     {"sgd", make_torchs<optim::SGD>},

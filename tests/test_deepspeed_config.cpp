@@ -596,6 +596,7 @@ TEST(DeepSpeedOptimizer, TakesItsNumbersByName) {
   EXPECT_EQ(options_of<optim::Lion>(R"({"type": "Lion", "params": {"betas": [0.9, 0.98]}})").betas,
             (std::array<double, 2>{0.9, 0.98}));
   EXPECT_EQ(options_of<optim::Lion>(R"({"type": "Lion"})").lr, 1e-3);  // DeepSpeed's
+  EXPECT_EQ(options_of<optim::Lion>(R"({"type": "Lion"})").betas, (std::array{0.9, 0.999}));
   EXPECT_EQ(options_of<optim::Adagrad>(R"({"type": "Adagrad", "params": {"eps": 1e-9}})").eps,
             1e-9);
   EXPECT_EQ(options_of<optim::RMSprop>(R"({"type": "RMSprop", "params": {"alpha": 0.5}})").alpha,
