@@ -1,0 +1,24 @@
+// How parts of parameters lie in memory.
+#pragma once
+
+#include <optional>
+
+#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor.h>
+
+namespace tessera::distributed {
+
+// Up to a multiple of 16: of elements a cache line, of bytes what a GPU moves at once.
+inline int64_t aligned(int64_t count) { return (count + 15) / 16 * 16; }
+
+// A view as an object of its own, with a version of its own.
+inline Tensor part_view(const Tensor& flat, const Shape& shape, int64_t offset) {
+  return raw::as_parameter(
+      raw::as_strided(flat, shape, contiguous_strides(shape), flat.offset() + offset));
+}
+
+inline DType wider(DType own, std::optional<DType> wanted) {
+  return wanted && size_of(*wanted) > size_of(own) ? *wanted : own;
+}
+
+}  // namespace tessera::distributed
