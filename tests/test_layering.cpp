@@ -168,6 +168,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"accelerate/settings/config_import.h", "the tessera command"},
     {"accelerate/missing_memory.h", "inside of the Accelerator"},
     {"accelerate/settings/deepspeed_config.h", "the tessera command; deepspeed.h is in it"},
+    {"accelerate/settings/deepspeed_keys.h", "inside of settings"},
     {"accelerate/settings/edit_distance.h", "inside of settings"},
     {"accelerate/settings/fsdp_words.h", "inside of settings"},
     {"accelerate/settings/letter_case.h", "inside of settings"},
