@@ -22,8 +22,12 @@ double warmed_up(int64_t at, int64_t steps, bool linear) {
   if (linear) return static_cast<double>(at) / static_cast<double>(steps);
   return 1.0 / std::log(static_cast<double>(steps)) * std::log(static_cast<double>(at + 1));
 }
-constexpr double kWarmupDecayMaxLr = 0.001;
 int64_t at_least_two(int64_t steps) { return std::max<int64_t>(2, steps); }
+WarmupLR with_default(WarmupLR rule, double max_lr) {
+  rule.warmup_max_lr = rule.warmup_max_lr.value_or(max_lr);
+  return rule;
+}
+constexpr double kWarmupDecayMaxLr = 0.001;
 
 void check_number(bool fits, const char* rule, const char* name, const char* what, auto value) {
   TS_CHECK(fits, rule, name, " must ", what, "; got ", value);
@@ -41,24 +45,22 @@ void WarmupLR::check() const {
   check_number(warmup_num_steps >= 0, "WarmupLR", "warmup_num_steps", "not be negative",
                warmup_num_steps);
   check_number(warmup_min_lr >= 0, "WarmupLR", "warmup_min_lr", "not be negative", warmup_min_lr);
-  const double max_lr = warmup_max_lr.value_or(warmup_min_lr);
-  check_number(max_lr >= warmup_min_lr, "WarmupLR", "warmup_max_lr", "not be below warmup_min_lr",
-               max_lr);
+  if (!warmup_max_lr) return;
+  check_number(*warmup_max_lr >= warmup_min_lr, "WarmupLR", "warmup_max_lr",
+               "not be below warmup_min_lr", *warmup_max_lr);
 }
 
-double WarmupDecayLR::rate(int64_t step, double) const {
+double WarmupDecayLR::rate(int64_t step, double base) const {
   const int64_t at = step - 1, steps = at_least_two(warmup.warmup_num_steps);
-  const double max_lr = warmup.warmup_max_lr.value_or(kWarmupDecayMaxLr);
-  if (at < steps) return warmup.rate(step, max_lr);
+  const WarmupLR whole = with_default(warmup, kWarmupDecayMaxLr);
+  if (at < steps) return whole.rate(step, base);
   const double gamma =
       std::max(0.0, static_cast<double>(total_num_steps - at) /
                         static_cast<double>(std::max<int64_t>(1, total_num_steps - steps)));
-  return warmup.warmup_min_lr + (max_lr - warmup.warmup_min_lr) * gamma;
+  return whole.warmup_min_lr + (*whole.warmup_max_lr - whole.warmup_min_lr) * gamma;
 }
 void WarmupDecayLR::check() const {
-  WarmupLR whole = warmup;
-  whole.warmup_max_lr = warmup.warmup_max_lr.value_or(kWarmupDecayMaxLr);
-  whole.check();
+  with_default(warmup, kWarmupDecayMaxLr).check();
   check_number(total_num_steps > 0 && total_num_steps >= warmup.warmup_num_steps, "WarmupDecayLR",
                "total_num_steps", "be positive, and not below warmup_num_steps", total_num_steps);
 }
@@ -109,7 +111,7 @@ double DeepSpeedOneCycle::scale(int64_t step) const {
   const double at = static_cast<double>(step) / total;
   const double cycle = std::floor(1 + at);
   const double x = 1 + at - cycle;
-  const bool rises = x <= up;
+  const bool rises = x <= up;  // by its own roundings: lines have its bits
   const int64_t stairs =
       rises ? cycle_first_stair_count : cycle_second_stair_count.value_or(cycle_first_stair_count);
   if (stairs == 0) return rises ? x / up : (x - 1) / (up - 1);
@@ -501,9 +503,7 @@ std::unique_ptr<optim::Schedule> scheduled(const ScheduleSources& from, const Ru
 std::unique_ptr<optim::Schedule> make_warmup(const ScheduleSources& from) {
   const WarmupLR rule = read_warmup(from);
   for (size_t i = 0; i < from.optimizer.num_groups(); ++i) {
-    WarmupLR own = rule;
-    own.warmup_max_lr = rule.warmup_max_lr.value_or(from.optimizer.lr(i));
-    own.check();
+    with_default(rule, from.optimizer.lr(i)).check();
   }
   return scheduled(from, rule);
 }
@@ -539,17 +539,13 @@ std::unique_ptr<optim::Schedule> make_range_test(const ScheduleSources& from) {
 // DeepSpeed's OneCycle moves beta1 alone, and writes 0.99 beside it. False where there are no
 // betas.
 template <class... Optimizers>
-bool set_beta2(optim::Optimizer& optimizer, double beta2) {
-  const auto set = [&](auto* typed) {
+bool set_cycled_beta2(optim::Optimizer& optimizer) {
+  const auto set = [](auto* typed) {
     if (typed == nullptr) return false;
-    for (size_t i = 0; i < typed->num_groups(); ++i) typed->options(i).betas[1] = beta2;
+    for (size_t i = 0; i < typed->num_groups(); ++i) typed->options(i).betas[1] = 0.99;
     return true;
   };
   return (set(dynamic_cast<Optimizers*>(&optimizer)) || ...);
-}
-bool set_cycled_beta2(optim::Optimizer& optimizer) {
-  return set_beta2<optim::AdamW, optim::Adam, optim::Lion, optim::Adamax, optim::NAdam,
-                   optim::RAdam>(optimizer, 0.99);
 }
 
 std::unique_ptr<optim::Schedule> make_one_cycle(const ScheduleSources& from) {
@@ -571,7 +567,9 @@ std::unique_ptr<optim::Schedule> make_one_cycle(const ScheduleSources& from) {
   params.read("decay_mom_rate", rule.decay_mom_rate);
   params.read("cycle_first_stair_count", rule.cycle_first_stair_count);
   params.read("cycle_second_stair_count", rule.cycle_second_stair_count);
-  rule.cycle_momentum = rule.cycle_momentum && set_cycled_beta2(from.optimizer);
+  rule.cycle_momentum =
+      rule.cycle_momentum && set_cycled_beta2<optim::AdamW, optim::Adam, optim::Lion, optim::Adamax,
+                                              optim::NAdam, optim::RAdam>(from.optimizer);
   return scheduled(from, rule);
 }
 

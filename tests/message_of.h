@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <string_view>
 
 #include <tessera/core/error.h>
 
@@ -20,6 +21,10 @@ std::string message_of(const auto& call) {
   }
   ADD_FAILURE() << "nothing was thrown";
   return "";
+}
+
+inline bool mentions(std::string_view text, std::string_view part) {
+  return text.find(part) != std::string_view::npos;
 }
 
 }  // namespace tessera
