@@ -373,7 +373,7 @@ def tests_of(file, most):
 
 
 # These map more than they touch: race tracking of the emulated GPU, a model of 80 billion parameters.
-MAPS_MORE = ("test_cuda", "test_config_commands")
+MAPS_MORE = ("test_cuda", "test_memory_commands")
 
 
 def limits(program):

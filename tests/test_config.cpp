@@ -46,10 +46,6 @@ class Folder {
   std::string path_;
 };
 
-bool mentions(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 Settings from(const Environment& environment, const CodeSettings& code = {},
               const std::string& file = "") {
   return resolve({.code = code, .environment = environment, .file = file});

@@ -32,10 +32,6 @@ class YamlFile {
 
 Import import_text(const std::string& text) { return import_accelerate(YamlFile(text).path()); }
 
-bool mentions(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 const ImportLine& line_of(const Import& import, const std::string& key) {
   for (const ImportLine& line : import.lines) {
     if (line.key == key) return line;

@@ -3,6 +3,8 @@
 
 #include <tessera/distributed/rendezvous/detect.h>
 
+#include "message_of.h"
+
 namespace tessera::distributed::test_detect {
 namespace {
 
@@ -83,10 +85,6 @@ std::string refusal(const Environment& environment) {
   }
   ADD_FAILURE() << "nothing was refused";
   return "";
-}
-
-bool mentions(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
 }
 
 TEST(Detect, NoLauncherIsOneProcessWithAllCores) {

@@ -21,10 +21,6 @@ using namespace std::chrono_literals;
 using distributed::FailureKind;
 using distributed::RankFailure;
 
-bool mentions(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
 class TextFile {
  public:
   explicit TextFile(const std::string& text) {

@@ -4,13 +4,10 @@
 #include <gtest/gtest.h>
 
 #include "finished_process.h"
+#include "message_of.h"
 
 namespace tessera::test_srun {
 namespace {
-
-bool mentions(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
 
 // Why srun cannot start two ranks here; empty where it can.
 std::string reason_to_skip() {
