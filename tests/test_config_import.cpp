@@ -314,6 +314,20 @@ TEST(ConfigImport, OddYamlIsAFormatErrorOfTheFile) {
 }
 
 // Truth values were read by a constructor for which every text is true.
+// The parser finds the first one by name and goes by all.
+TEST(ConfigImport, AKeyThatStandsTwiceIsNamed) {
+  EXPECT_TRUE(mentions(message_of<FormatError>(
+                           [] { import_text("mixed_precision: bf16\nmixed_precision: fp16\n"); }),
+                       "\"mixed_precision\" twice"));
+  EXPECT_TRUE(mentions(message_of<FormatError>(
+                           [] { import_text("fsdp_config: {}\nfsdp_config:\n  stranger: 1\n"); }),
+                       "\"fsdp_config\" twice"));
+  EXPECT_TRUE(mentions(message_of<FormatError>([] {
+                         import_text("deepspeed_config:\n  zero_stage: 2\n  zero_stage: 3\n");
+                       }),
+                       "\"deepspeed_config.zero_stage\" twice"));
+}
+
 TEST(ConfigImport, Trap25_FalseInQuotesIsFalse) {
   const Import import = import_text(
       "distributed_type: FSDP\nuse_cpu: 'False'\ndebug: 'no'\nfsdp_config:\n"

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <set>
 #include <sstream>
 
 #include <yaml-cpp/yaml.h>
@@ -207,6 +208,10 @@ class Importer {
  private:
   Import import(const YAML::Node& file) {
     TS_CHECK_AS(FormatError, file.IsMap(), kConfigImport, path_, " has to hold keys and values");
+    refuse_repeated("", file);
+    for (const auto& entry : file) {
+      if (entry.second.IsMap()) refuse_repeated(entry.first.as<std::string>() + ".", entry.second);
+    }
     find_strangers("", file, kTop);
     for (const auto& [section, rules] : sections()) {
       if (file[section] && file[section].IsMap())
@@ -239,6 +244,16 @@ class Importer {
                                        {"parallelism_config", kParallelism},
                                        {"mpirun_config", kMpirun}};
     return kSections;
+  }
+
+  // A key that stands twice has two values: the parser keeps both, others take the last one.
+  void refuse_repeated(const std::string& prefix, const YAML::Node& map) {
+    std::set<std::string> seen;
+    for (const auto& entry : map) {
+      const auto key = entry.first.as<std::string>();
+      TS_CHECK_AS(FormatError, seen.insert(key).second, kConfigImport, path_, " has \"", prefix,
+                  key, "\" twice; remove one");
+    }
   }
 
   void find_strangers(const std::string& prefix, const YAML::Node& map,
