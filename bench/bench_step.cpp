@@ -13,8 +13,13 @@
 // runs them. --graph: as replays of a CUDA graph (optim/graphed_step.h), captured after the
 // warm-up.
 //
-// Prints one JSON line: median ms/step, tokens/s, memory of the process over start-up, and the most
-// bytes that tensors held.
+// --fp8-filter: with fp8-RECIPE, which linear layers: all (default), default, pays.
+// --weights FOLDER --batches FILE: a GPT-2 as transformers saves it, and "tokens" i64
+// [steps, B, context + 1] of a safetensors file, one batch for each step; sizes come from them, and
+// nothing is warmed up. What bench/compare/float8_losses.py compares losses by.
+//
+// Prints one JSON line: median ms/step, tokens/s, memory of the process over start-up, the most
+// bytes that tensors held, and the losses of the steps that had batches of their own.
 #include <time.h>
 #include <unistd.h>
 
@@ -35,6 +40,7 @@
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/profiler.h>
+#include <tessera/core/safetensors.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>
 #include <tessera/optim/optimizers.h>
@@ -55,14 +61,14 @@ double cpu_ms() {
   return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) * 1e-6;
 }
 
-precision::Policy policy_of(const std::string& dtype) {
+precision::Policy policy_of(const std::string& dtype, const std::string& fp8_filter) {
   if (dtype == "f32") return precision::Policy::f32();
   if (dtype == "bf16") return precision::Policy::pure(kBF16);
   if (dtype == "autocast-bf16") return precision::Policy::autocast(kBF16);
   if (dtype == "autocast-fp16") return precision::Policy::autocast(kF16);
   if (dtype.starts_with("fp8-")) {
     precision::Policy policy = precision::policy_named(dtype);
-    policy.float8->filter = precision::Fp8Filter::kAll;
+    policy.float8->filter = precision::fp8_filter_named(fp8_filter);
     return policy;
   }
   TS_THROW(ValueError, "bench_step",
@@ -72,7 +78,8 @@ precision::Policy policy_of(const std::string& dtype) {
 struct Options {
   int64_t layers = 6, width = 384, heads = 6, context = 256, batch_size = 8, vocab = 256;
   int64_t threads = 2, warmup = 3, steps = 10;
-  std::string dtype = "f32", device = "cpu", model = "gpt2";
+  std::string dtype = "f32", device = "cpu", model = "gpt2", fp8_filter = "all";
+  std::string weights, batches;
   bool profile = false;
   bool graph = false;
   bool serve = false;  // read counts from stdin, run that many steps, print their times
@@ -102,10 +109,13 @@ Options parse(int argc, char** argv) {
     }
     const auto* number = std::find_if(std::begin(numbers), std::end(numbers),
                                       [&](const auto& entry) { return name == entry.first; });
-    std::string* const text = name == "--dtype"    ? &options.dtype
-                              : name == "--device" ? &options.device
-                              : name == "--model"  ? &options.model
-                                                   : nullptr;
+    std::string* const text = name == "--dtype"        ? &options.dtype
+                              : name == "--device"     ? &options.device
+                              : name == "--model"      ? &options.model
+                              : name == "--fp8-filter" ? &options.fp8_filter
+                              : name == "--weights"    ? &options.weights
+                              : name == "--batches"    ? &options.batches
+                                                       : nullptr;
     const bool known = number != std::end(numbers) || text != nullptr;
     TS_CHECK(known && i + 1 < argc, "bench_step", "does not know '", name,
              "' or lacks its value; see the head of bench_step.cpp");
@@ -115,11 +125,14 @@ Options parse(int argc, char** argv) {
       *text = argv[++i];
     }
   }
-  (void)policy_of(options.dtype);
+  (void)policy_of(options.dtype, options.fp8_filter);
   TS_CHECK(options.model == "gpt2" || options.model == "bert", "bench_step",
            "--model is gpt2 or bert; got '", options.model, "'");
   TS_CHECK(!options.graph || !options.profile, "bench_step",
            "--profile tells of ops, and a graph is one; leave out --profile or --graph");
+  TS_CHECK(options.weights.empty() == options.batches.empty() &&
+               (options.weights.empty() || (options.model == "gpt2" && !options.graph)),
+           "bench_step", "--weights and --batches go together, with --model gpt2 and no --graph");
   return options;
 }
 
@@ -151,6 +164,27 @@ class GptSubject : public Subject {
   Tensor inputs_, targets_;
 };
 
+// Weights and batches from files: step after step the next batch.
+class GivenSubject : public Subject {
+ public:
+  GivenSubject(const Options& options, const Device& device)
+      : model_(gpt2::Gpt::load(options.weights)),
+        tokens_(SafeTensorsFile(options.batches).load("tokens").to(device)) {}
+  nn::ModuleBase& model() override { return *model_; }
+  Tensor loss() override {
+    const Tensor batch = tokens_.select(0, next_++);
+    const int64_t context = batch.size(1) - 1;
+    return (*model_)(batch.narrow(1, 0, context).contiguous(),
+                     batch.narrow(1, 1, context).contiguous())
+        .loss;
+  }
+
+ private:
+  std::unique_ptr<gpt2::Gpt> model_;
+  Tensor tokens_;
+  int64_t next_ = 0;
+};
+
 class BertSubject : public Subject {
  public:
   BertSubject(const Options& options, const Device& device)
@@ -171,7 +205,9 @@ class BertSubject : public Subject {
 
 std::unique_ptr<Subject> make_subject(const Options& options, const Device& device) {
   std::unique_ptr<Subject> subject;
-  if (options.model == "bert") {
+  if (!options.weights.empty()) {
+    subject = std::make_unique<GivenSubject>(options, device);
+  } else if (options.model == "bert") {
     subject = std::make_unique<BertSubject>(options, device);
   } else {
     subject = std::make_unique<GptSubject>(options, device);
@@ -185,7 +221,7 @@ class Bench {
   Bench(const Options& options, const Device& device)
       : device_(device),
         subject_(make_subject(options, device)),
-        applied_(apply(subject_->model(), policy_of(options.dtype))),
+        applied_(apply(subject_->model(), policy_of(options.dtype, options.fp8_filter))),
         optimizer_(subject_->model().named_parameters(),
                    {.lr = 3e-4, .betas = {0.9, 0.99}, .weight_decay = 0.1}),
         scaler_({.enabled = applied_.policy().needs_loss_scaling(), .on_device = options.graph}) {
@@ -268,7 +304,12 @@ double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
-void run(const Options& options) {
+void run(Options options) {
+  if (!options.batches.empty()) {
+    const Shape shape = SafeTensorsFile(options.batches).load("tokens").shape();
+    options.steps = shape[0], options.batch_size = shape[1], options.context = shape[2] - 1;
+    options.warmup = 0;
+  }
   const int64_t start_up = bench::resident_bytes();
   set_num_threads(static_cast<int>(options.threads));
   manual_seed(1);
@@ -279,7 +320,7 @@ void run(const Options& options) {
   Bench bench(options, device);
   bench.warm_up(options.warmup);
 
-  std::vector<double> times, cpu_times;
+  std::vector<double> times, cpu_times, losses;
   const auto timed_steps = [&](int64_t count) {
     for (const auto& [ms, cpu_ms] : bench.timed_steps(count)) {
       times.push_back(ms);
@@ -296,6 +337,11 @@ void run(const Options& options) {
         std::cout << (i > before ? ", " : "") << times[i];
       }
       std::cout << "]}" << std::endl;
+    }
+  } else if (!options.batches.empty()) {
+    for (int64_t i = 0; i < options.steps; ++i) {
+      timed_steps(1);
+      losses.push_back(bench.loss());
     }
   } else {
     timed_steps(options.steps);
@@ -316,13 +362,15 @@ void run(const Options& options) {
       "\"ms_per_step\": %.3f, \"cpu_ms_per_step\": %.3f, \"tokens_per_s\": %.1f, "
       "\"resident_bytes\": %lld, "
       "\"peak_resident_bytes\": %lld, \"peak_tensor_bytes\": %lld, \"device\": \"%s\", "
-      "\"graph_nodes\": %lld, \"loss\": %.6f}\n",
+      "\"graph_nodes\": %lld, \"loss\": %.6f, \"losses\": [",
       static_cast<long long>(options.vocab), options.dtype.c_str(),
       static_cast<long long>(options.threads), ms, median(cpu_times),
       ms > 0 ? static_cast<double>(options.batch_size * options.context) / ms * 1e3 : 0.0,
       static_cast<long long>(resident), static_cast<long long>(peak),
       static_cast<long long>(memory_stats()->peak()), options.device.c_str(),
       static_cast<long long>(bench.graph_nodes()), bench.loss());
+  for (size_t i = 0; i < losses.size(); ++i) std::printf(i > 0 ? ", %.9g" : "%.9g", losses[i]);
+  std::printf("]}\n");
 }
 
 }  // namespace
