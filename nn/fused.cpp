@@ -1,5 +1,7 @@
 #include <tessera/nn/fused.h>
 
+#include <tessera/nn/call_scopes.h>
+
 namespace tessera::nn {
 
 Tensor linear_gelu(Linear& layer, const Tensor& x, Gelu approximate) {
@@ -24,10 +26,16 @@ ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor&
 
 Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
                             int64_t ignore_index, Reduction reduction) {
-  if (head.has_hooks() || head.bias.defined()) {
+  if (head.bias.defined() || !has_scopes_alone(head)) {
     return cross_entropy(head(x), target, {.ignore_index = ignore_index, .reduction = reduction});
   }
-  return tessera::linear_cross_entropy(x, head.weight, target, ignore_index, reduction);
+  ModuleCall call(head);
+  try {
+    if (call.has_hooks()) call.before({});
+    return tessera::linear_cross_entropy(x, head.weight, target, ignore_index, reduction);
+  } catch (...) {
+    call.rethrow_named();
+  }
 }
 
 Mlp::Mlp(int64_t features, int64_t hidden_features, const MlpOptions& options)

@@ -7,7 +7,8 @@
 // Each is the op of its name in autograd/ops.h. It reads the modules' weights only while calling
 // them would do nothing else (ModuleBase::has_hooks); where one has a hook, or the scope of a
 // policy, an adapter or a sharded unit, the modules are called one after the other, so that each of
-// them is called once a forward either way. Both forms agree within rounding.
+// them is called once a forward either way. Both forms agree within rounding. The head of a loss,
+// whose logits are large, is fused in scopes, too: in float8 as autograd/float8_head.h says.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +32,8 @@ Tensor linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x,
 // {x + residual, norm(x + residual)}.
 ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor& residual);
 
-// cross_entropy(head(x), target). x: [N, C]; target: [N]. A head with a bias is always called.
+// cross_entropy(head(x), target). x: [N, C]; target: [N]. A head with a bias, and one with other
+// hooks than scopes, is called, and its logits are whole.
 Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
                             int64_t ignore_index = -100, Reduction reduction = Reduction::kMean);
 

@@ -21,6 +21,7 @@
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/profiler.h>
 #include <tessera/core/raw_views.h>
+#include <tessera/nn/call_scopes.h>
 #include <tessera/nn/structure.h>
 
 namespace tessera::nn {
@@ -50,6 +51,9 @@ const std::string& InitialName::current() { return Context::current().slot<Initi
 // ---- Hooks -------------------------------------------------------------------------------------
 
 // Held by pointer: a handle may outlive the module, and a hook may remove itself while it runs.
+// A member class may look into the module, and so may its friend: call_scopes.h asks by it.
+inline bool scopes_alone_of(const ModuleBase& module);
+
 struct ModuleBase::Hooks {
   template <class Function>
   struct List {
@@ -66,6 +70,14 @@ struct ModuleBase::Hooks {
     return pre_forward.entries.empty() && forward.entries.empty() && backward.entries.empty() &&
            scopes.entries.empty() && checkpoints == 0;
   }
+  bool are_scopes() const {
+    return pre_forward.entries.empty() && forward.entries.empty() && backward.entries.empty() &&
+           checkpoints == 0;
+  }
+  static bool are_scopes_of(const ModuleBase& module) {
+    return !module.hooks_ || module.hooks_->are_scopes();
+  }
+  friend bool scopes_alone_of(const ModuleBase& module) { return are_scopes_of(module); }
 
   template <class Function>
   static HookHandle add(const std::shared_ptr<Hooks>& hooks, List<Function> Hooks::*list,
@@ -114,6 +126,7 @@ HookHandle ModuleBase::checkpoint_calls() {
   });
 }
 bool ModuleBase::has_hooks() const { return hooks_ && !hooks_->empty(); }
+bool has_scopes_alone(const ModuleBase& module) { return scopes_alone_of(module); }
 
 // ---- Calls -------------------------------------------------------------------------------------
 

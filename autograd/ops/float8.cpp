@@ -6,6 +6,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/ops/float8_operands.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -16,7 +17,6 @@
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
-namespace {
 
 Tensor float8_rows(const Tensor& x) {
   const Tensor whole = kernels::contiguous(x);
@@ -24,11 +24,55 @@ Tensor float8_rows(const Tensor& x) {
                    {x.dim() == 1 ? 1 : numel_of(x.shape().slice(0, x.dim() - 1)), x.size(-1)});
 }
 
-double float8_flops(int64_t m, int64_t n, int64_t k) {
-  return 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
+Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weight,
+                               Float8Linear& layer) {
+  if (const PlacementSlot* slot = placement_slot(weight); slot != nullptr && slot->has_casts()) {
+    slot->bring();
+  }
+  for (const Tensor* each : {&x, &weight}) {  // before their bytes are read
+    const PlacementSlot* slot = placement_slot(*each);
+    TS_CHECK_AS(UnsupportedError, slot == nullptr, op, "has no rule for ", *each, "; ",
+                slot->remedy());
+    check_bytes(*each, op.name);
+  }
+  TS_CHECK_DEVICE(x.device() == weight.device(), op, "expects all tensors on one device; got ", x,
+                  " and ", weight);
+  const Float8Casts casts = layer.casts();
+  const auto quantized_weight = [&](const kernels::QuantizeOptions& options) {
+    bool is_new = false;
+    const kernels::Quantized q =
+        weight_cache::quantized(weight, options, layer.scale(Float8Role::kWeight), &is_new);
+    if (is_new) layer.saw(Float8Role::kWeight, weight, q);
+    return q;
+  };
+  Float8Operands operands;
+  operands.rows = float8_rows(x);
+  operands.x = kernels::quantize(operands.rows, casts.input, layer.scale(Float8Role::kInput));
+  layer.saw(Float8Role::kInput, operands.rows, operands.x);
+  operands.weight = quantized_weight(casts.weight);
+  operands.wants_x = grad_enabled() && x.requires_grad();
+  operands.wants_weight = grad_enabled() && weight.requires_grad();
+  if (operands.wants_weight && casts.input_of_weight) {
+    operands.x_of_weight = *casts.input_of_weight == casts.input
+                               ? operands.x
+                               : kernels::quantize(operands.rows, *casts.input_of_weight,
+                                                   layer.scale(Float8Role::kInput));
+  }
+  if (operands.wants_x) {
+    operands.weight_of_grad = casts.weight_of_grad == casts.weight
+                                  ? operands.weight
+                                  : quantized_weight(casts.weight_of_grad);
+  }
+  return operands;
 }
 
-}  // namespace
+Float8Kept Float8Operands::kept() const {
+  const bool high = wants_weight && !x_of_weight.values.defined();
+  return {.x = high ? raw::alias(rows) : x_of_weight.values,
+          .x_scales = x_of_weight.inverse,
+          .weight = weight_of_grad.values,
+          .weight_scales = weight_of_grad.inverse};
+}
 
 // ---- float8_linear ------------------------------------------------------------------------------
 
@@ -45,57 +89,15 @@ Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& gi
   const Tensor x = detail::autocast_product(given), bias = detail::autocast_product(given_bias);
   TS_CHECK_DTYPE(!bias.defined() || bias.dtype() == x.dtype(), kFloat8Linear,
                  "expects x and bias of one dtype; got ", x, " and ", bias);
-  if (const PlacementSlot* slot = placement_slot(weight); slot != nullptr && slot->has_casts()) {
-    slot->bring();
-  }
-  for (const Tensor* each : {&x, &weight}) {  // before their bytes are read
-    const PlacementSlot* slot = placement_slot(*each);
-    TS_CHECK_AS(UnsupportedError, slot == nullptr, kFloat8Linear, "has no rule for ", *each, "; ",
-                slot->remedy());
-    check_bytes(*each, kFloat8Linear.name);
-  }
-  TS_CHECK_DEVICE(x.device() == weight.device(), kFloat8Linear,
-                  "expects all tensors on one device; got ", x, " and ", weight);
   const Float8Casts casts = layer->casts();
-  const bool wants_x = grad_enabled() && x.requires_grad();
-  const bool wants_weight = grad_enabled() && weight.requires_grad();
-
-  const auto quantized_weight = [&](const kernels::QuantizeOptions& options) {
-    bool is_new = false;
-    const kernels::Quantized q =
-        weight_cache::quantized(weight, options, layer->scale(Float8Role::kWeight), &is_new);
-    if (is_new) layer->saw(Float8Role::kWeight, weight, q);
-    return q;
-  };
-  const Tensor rows = float8_rows(x);
-  const kernels::Quantized x8 =
-      kernels::quantize(rows, casts.input, layer->scale(Float8Role::kInput));
-  layer->saw(Float8Role::kInput, rows, x8);
-  const kernels::Quantized weight8 = quantized_weight(casts.weight);
-
-  Tensor kept_x, kept_x_scales, kept_weight, kept_weight_scales;
-  if (wants_weight && casts.input_of_weight) {
-    const kernels::Quantized kept =
-        *casts.input_of_weight == casts.input
-            ? x8
-            : kernels::quantize(rows, *casts.input_of_weight, layer->scale(Float8Role::kInput));
-    kept_x = kept.values;
-    kept_x_scales = kept.inverse;
-  } else if (wants_weight) {
-    kept_x = raw::alias(rows);
-  }
-  if (wants_x) {
-    const kernels::Quantized kept =
-        casts.weight_of_grad == casts.weight ? weight8 : quantized_weight(casts.weight_of_grad);
-    kept_weight = kept.values;
-    kept_weight_scales = kept.inverse;
-  }
+  const Float8Operands operands = float8_operands(kFloat8Linear, x, weight, *layer);
+  const Float8Kept kept = operands.kept();
 
   return differentiable(
-      kFloat8Linear, {x, weight, bias, kept_x, kept_x_scales, kept_weight, kept_weight_scales},
+      kFloat8Linear, {x, weight, bias, kept.x, kept.x_scales, kept.weight, kept.weight_scales},
       [&](Inputs in) {
-        Tensor y = kernels::float8_matmul({x8}, {weight8, true}, in[0].dtype());
-        count_flops(float8_flops(y.size(0), y.size(1), rows.size(1)));
+        Tensor y = kernels::float8_matmul({operands.x}, {operands.weight, true}, in[0].dtype());
+        count_flops(float8_flops(y.size(0), y.size(1), weight.size(1)));
         if (in[2].defined()) kernels::binary_into<fn::Add>(y, y, in[2]);
         Shape shape = in[0].shape();
         shape[shape.size() - 1] = y.size(1);

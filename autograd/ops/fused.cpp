@@ -1,5 +1,6 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/float8_head.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/composed_gradients.h>
 #include <tessera/core/factory.h>
@@ -218,6 +219,13 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
   if (reduction == Reduction::kNone) {
     return cross_entropy(linear(x, weight), target,
                          {.ignore_index = ignore_index, .reduction = reduction});
+  }
+  if (const Float8Slot& slot = Context::current().slot<Float8Slot>();
+      slot.weight != nullptr && slot.weight->is(weight)) [[unlikely]] {
+    const std::shared_ptr<Float8Linear> layer = slot.layer;
+    if (layer->takes(x, weight, x.size(0))) {
+      return float8_linear_cross_entropy(x, weight, target, layer, ignore_index, reduction);
+    }
   }
   const bool mean = reduction == Reduction::kMean;
   const bool want_x = grad_enabled() && x.requires_grad();

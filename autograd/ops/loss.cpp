@@ -8,6 +8,7 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/compute_dtype.h>
+#include <tessera/autograd/ops/loss_dtype.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/loss/cross_entropy.h>
@@ -22,15 +23,6 @@ void check_input(const Op& op, const char* name, const Tensor& x) {
   TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op, name,
                  " must be f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
 }
-// Under autocast, or in a module that casts at its boundary, a loss is f32, whatever the logits:
-// three digits are too few to look at, and the gradient of a scaled f16 loss, 65536, would be
-// infinite.
-DType loss_dtype(const Tensor& logits) {
-  return is_low_precision(logits.dtype()) && Context::current().slot<AutocastMode>().enabled
-             ? kF32
-             : logits.dtype();
-}
-
 Tensor reduced(const Tensor& losses, Reduction reduction) {
   switch (reduction) {
     case Reduction::kMean:

@@ -9,6 +9,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/fp8/quantize_pieces.h>
 #include <tessera/core/kernels/fp8/quantize_rows.h>
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/parallel.h>
@@ -111,29 +112,17 @@ Tensor widened(const Quantized& q, DType dtype, bool with_scales) {
   return result;
 }
 
-}  // namespace
-
-float float8_scale(float amax, DType format, bool power_of_two, int margin) {
-  if (!(amax > 0) || !std::isfinite(amax)) return 1;
-  const double largest = format == kF8E4M3 ? 448 : 57344;
-  const double wide = std::ldexp(largest / static_cast<double>(amax), -margin);
-  using Limits = std::numeric_limits<float>;
-  const float scale = static_cast<float>(std::clamp<double>(
-      wide, static_cast<double>(Limits::min()), static_cast<double>(Limits::max())));
-  // Down to a power of two: without the mantissa.
-  return power_of_two ? std::bit_cast<float>(std::bit_cast<uint32_t>(scale) & 0xff800000u) : scale;
-}
-
-Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor& scale) {
+void check_source(const Tensor& x, const QuantizeOptions& options) {
   TS_CHECK_DTYPE(x.dtype() == kF32 || x.dtype() == kBF16 || x.dtype() == kF16, kQuantize,
                  "expects f32, f16 or bf16; got ", x, "; convert with to(dtype)");
   TS_CHECK_DTYPE(is_float8(options.format), kQuantize, "gives f8e4m3 or f8e5m2; asked for ",
                  options.format);
   TS_CHECK_SHAPE(x.dim() == 2, kQuantize, "expects a matrix; got ", x);
-  TS_CHECK_SHAPE(!scale.defined() || (scale.numel() == 1 && scale.dtype() == kF32 &&
-                                      options.tile == ScaleTile::tensor()),
-                 kQuantize, "expects one f32 as the scale of the whole matrix; got ", scale);
   check_device(kQuantize, x);
+}
+
+// x by these scales, one a tile.
+Quantized narrowed(const Tensor& x, const QuantizeOptions& options, const Tensor& given) {
   const int64_t M = x.size(0), N = x.size(1);
   const QuantizedBlocks tiling(M, N, options.tile);
   Quantized result{.values = raw::empty({M, N}, options.format, x.device()),
@@ -145,41 +134,8 @@ Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor
   const int64_t row_bytes = N * size_of(x.dtype());
   const char* const from = static_cast<const char*>(source.data());
   float* const scales = result.scale.data_as<float>();
-  uint32_t largest = 0;
-
-  if (scale.defined()) {
-    std::fill_n(scales, result.scale.numel(), *scale.data_as<float>());
-  } else {
-    std::vector<uint32_t> most(static_cast<size_t>(tiling.strips() * tiling.across), 0);
-    tiling.for_strips([&](int64_t strip, int64_t, int64_t first, int64_t last) {
-      uint32_t* const row = most.data() + strip * tiling.across;
-      for (int64_t m = first; m < last; ++m) {
-        if (tiling.columns == 1) {
-          TS_SIMD_CALL(largest_magnitudes, x.dtype(), from + m * row_bytes, N, row);
-          continue;
-        }
-        for (int64_t t = 0; t < tiling.across; ++t) {
-          const int64_t n = t * tiling.columns;
-          const uint32_t here = TS_SIMD_CALL(largest_magnitude, x.dtype(),
-                                             from + m * row_bytes + n * size_of(x.dtype()),
-                                             std::min(tiling.columns, N - n));
-          row[t] = std::max(row[t], here);
-        }
-      }
-    });
-    for (int64_t tile = 0; tile < tiling.down; ++tile) {
-      for (int64_t t = 0; t < tiling.across; ++t) {
-        uint32_t bits = 0;
-        for (int64_t s = 0; s < tiling.strips_of_a_tile; ++s) {
-          const int64_t strip = tile * tiling.strips_of_a_tile + s;
-          bits = std::max(bits, most[static_cast<size_t>(strip * tiling.across + t)]);
-        }
-        scales[tile * tiling.across + t] =
-            float8_scale(std::bit_cast<float>(bits), options.format, options.power_of_two);
-      }
-    }
-  }
   float* const inverses = result.inverse.data_as<float>();
+  std::copy_n(contiguous(given).data_as<float>(), result.scale.numel(), scales);
   for (int64_t i = 0; i < result.scale.numel(); ++i) inverses[i] = 1 / scales[i];
 
   std::vector<QuantizeCounts> counts(static_cast<size_t>(tiling.strips()));
@@ -211,6 +167,7 @@ Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor
       }
     }
   });
+  uint32_t largest = 0;
   for (const QuantizeCounts& count : counts) {
     largest = std::max(largest, count.largest);
     result.saturated += count.saturated;
@@ -218,6 +175,185 @@ Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor
   }
   result.amax = std::bit_cast<float>(largest);
   return result;
+}
+
+// Bytes as bf16 numbers, [M, K] or [K, N] of the product. Scales that change along K go into the
+// numbers (`inside`), others into the sums.
+Tensor numbers_of(const Float8Operand& operand, bool inside) {
+  TS_CHECK(!inside || is_power_of_two(operand.matrix.inverse), kFloat8Matmul,
+           "scales that change along the sum must be powers of two, as other numbers are not "
+           "exact in bf16; quantise with power_of_two");
+  const Tensor numbers = widened(operand.matrix, kBF16, inside);
+  return operand.transposed ? raw::transpose(numbers, 0, 1) : numbers;
+}
+
+// sums [M, N], times the scales that are not in the numbers: one a row and a column, each undefined
+// where they are.
+struct OutsideScales {
+  Tensor by_row, by_column;                       // inverse, contiguous
+  int64_t rows_a_scale = 0, columns_a_scale = 0;  // tiles of several have a scale each
+};
+void scale_into(const Tensor& result, const Tensor& sums, const OutsideScales& scales) {
+  const int64_t M = sums.size(0), N = sums.size(1);
+  if (sums.numel() == 0) return;
+  const auto is_one = [](const Tensor& each) { return !each.defined() || each.numel() <= 1; };
+  const auto first = [](const Tensor& each) {
+    return each.defined() && each.numel() > 0 ? *each.data_as<float>() : 1.0f;
+  };
+  const auto spread = [&](const Tensor& each, int64_t tile, int64_t size) {
+    std::vector<float> all;
+    if (is_one(each)) return all;
+    all.resize(static_cast<size_t>(size));
+    for (int64_t i = 0; i < size; ++i) {
+      all[static_cast<size_t>(i)] = each.data_as<float>()[i / std::max<int64_t>(tile, 1)];
+    }
+    return all;
+  };
+  const std::vector<float> rows = spread(scales.by_row, scales.rows_a_scale, M);
+  const std::vector<float> columns = spread(scales.by_column, scales.columns_a_scale, N);
+  const float row = first(scales.by_row), column = first(scales.by_column);
+  const DType dtype = result.dtype();
+  const float* const from = sums.data_as<float>();
+  auto* const to = static_cast<char*>(result.data());
+  parallel_for(M, std::max<int64_t>(1, kPerThread / N), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) {
+      const float scale = rows.empty() ? row : rows[static_cast<size_t>(m)];
+      TS_SIMD_CALL(scale_sums, from + m * N, N, columns.empty() ? scale * column : scale,
+                   columns.empty() ? nullptr : columns.data(), dtype, to + m * N * size_of(dtype));
+    }
+  });
+}
+
+// The dimensions of the operands that become M, K and K, N.
+struct ProductShape {
+  int64_t M, K, N;
+  ProductShape(const Float8Operand& a, const Float8Operand& b)
+      : M(a.matrix.values.size(a.transposed ? 1 : 0)),
+        K(a.matrix.values.size(a.transposed ? 0 : 1)),
+        N(b.matrix.values.size(b.transposed ? 0 : 1)) {
+    check_device(kFloat8Matmul, a.matrix.values);
+    TS_CHECK_SHAPE(b.matrix.values.size(b.transposed ? 1 : 0) == K, kFloat8Matmul,
+                   "inner dimensions differ: ", a.matrix.values, " and ", b.matrix.values);
+  }
+};
+void check_product_dtype(DType dtype) {
+  TS_CHECK_DTYPE(dtype == kF32 || dtype == kBF16 || dtype == kF16, kFloat8Matmul,
+                 "gives f32, f16 or bf16; asked for ", dtype);
+}
+OutsideScales outside_scales(const Float8Operand& a, bool a_inside, const Float8Operand& b,
+                             bool b_inside) {
+  const ScaleTile &left = a.matrix.tile, &right = b.matrix.tile;
+  return {.by_row = a_inside ? Tensor() : contiguous(a.matrix.inverse),
+          .by_column = b_inside ? Tensor() : contiguous(b.matrix.inverse),
+          .rows_a_scale = a.transposed ? left.columns : left.rows,
+          .columns_a_scale = b.transposed ? right.rows : right.columns};
+}
+
+}  // namespace
+
+float float8_scale(float amax, DType format, bool power_of_two, int margin) {
+  if (!(amax > 0) || !std::isfinite(amax)) return 1;
+  const double largest = format == kF8E4M3 ? 448 : 57344;
+  const double wide = std::ldexp(largest / static_cast<double>(amax), -margin);
+  using Limits = std::numeric_limits<float>;
+  const float scale = static_cast<float>(std::clamp<double>(
+      wide, static_cast<double>(Limits::min()), static_cast<double>(Limits::max())));
+  // Down to a power of two: without the mantissa.
+  return power_of_two ? std::bit_cast<float>(std::bit_cast<uint32_t>(scale) & 0xff800000u) : scale;
+}
+
+Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor& scale) {
+  check_source(x, options);
+  TS_CHECK_SHAPE(!scale.defined() || (scale.numel() == 1 && scale.dtype() == kF32 &&
+                                      options.tile == ScaleTile::tensor()),
+                 kQuantize, "expects one f32 as the scale of the whole matrix; got ", scale);
+  if (scale.defined() || x.is_meta()) return narrowed(x, options, scale);
+  const Tensor source = contiguous(x);
+  return narrowed(source, options, scales_of(largest_of_tiles(source, options.tile), options));
+}
+
+Quantized quantize_by(const Tensor& x, const QuantizeOptions& options, const Tensor& scales) {
+  check_source(x, options);
+  const QuantizedBlocks tiling(x.size(0), x.size(1), options.tile);
+  TS_CHECK_SHAPE(scales.dtype() == kF32 && scales.shape() == Shape({tiling.down, tiling.across}),
+                 kQuantize, "expects f32[", tiling.down, ", ", tiling.across,
+                 "] as the scales of the tiles; got ", scales);
+  return narrowed(x, options, scales);
+}
+
+Tensor largest_of_tiles(const Tensor& x, const ScaleTile& tile) {
+  check_source(x, {.tile = tile});
+  const QuantizedBlocks tiling(x.size(0), x.size(1), tile);
+  const Tensor result = raw::empty({tiling.down, tiling.across}, kF32, x.device());
+  if (x.is_meta()) return result;
+  const Tensor source = contiguous(x);
+  const int64_t row_bytes = tiling.N * size_of(x.dtype());
+  const char* const from = static_cast<const char*>(source.data());
+  std::vector<uint32_t> most(static_cast<size_t>(tiling.strips() * tiling.across), 0);
+  tiling.for_strips([&](int64_t strip, int64_t, int64_t first, int64_t last) {
+    uint32_t* const row = most.data() + strip * tiling.across;
+    for (int64_t m = first; m < last; ++m) {
+      if (tiling.columns == 1) {
+        TS_SIMD_CALL(largest_magnitudes, x.dtype(), from + m * row_bytes, tiling.N, row);
+        continue;
+      }
+      for (int64_t t = 0; t < tiling.across; ++t) {
+        const int64_t n = t * tiling.columns;
+        const uint32_t here = TS_SIMD_CALL(largest_magnitude, x.dtype(),
+                                           from + m * row_bytes + n * size_of(x.dtype()),
+                                           std::min(tiling.columns, tiling.N - n));
+        row[t] = std::max(row[t], here);
+      }
+    }
+  });
+  float* const largest = result.data_as<float>();
+  for (int64_t tile_row = 0; tile_row < tiling.down; ++tile_row) {
+    for (int64_t t = 0; t < tiling.across; ++t) {
+      uint32_t bits = 0;
+      for (int64_t s = 0; s < tiling.strips_of_a_tile; ++s) {
+        const int64_t strip = tile_row * tiling.strips_of_a_tile + s;
+        bits = std::max(bits, most[static_cast<size_t>(strip * tiling.across + t)]);
+      }
+      largest[tile_row * tiling.across + t] = std::bit_cast<float>(bits);
+    }
+  }
+  return result;
+}
+
+void merge_largest(const Tensor& largest, const Tensor& other) {
+  TS_CHECK_SHAPE(largest.shape() == other.shape(), kQuantize, "expects largest magnitudes of ",
+                 largest, "; got ", other);
+  float* const to = largest.data_as<float>();
+  const float* const from = other.data_as<float>();
+  for (int64_t i = 0; i < largest.numel(); ++i) to[i] = larger_magnitude(to[i], from[i]);
+}
+
+float larger_magnitude(float a, float b) {
+  return std::bit_cast<float>(std::max(std::bit_cast<uint32_t>(a), std::bit_cast<uint32_t>(b)));
+}
+
+Tensor scales_of(const Tensor& largest, const QuantizeOptions& options) {
+  const Tensor scales = raw::empty(largest.shape(), kF32, largest.device());
+  for (int64_t i = 0; i < scales.numel(); ++i) {
+    scales.data_as<float>()[i] =
+        float8_scale(largest.data_as<float>()[i], options.format, options.power_of_two);
+  }
+  return scales;
+}
+
+Quantized rows_of(const Quantized& q, int64_t first, int64_t count) {
+  const int64_t rows = q.tile.rows;
+  TS_CHECK_SHAPE(rows == 0 || first % rows == 0, kQuantize, "pieces begin where tiles of ", rows,
+                 " rows do; got row ", first);
+  const auto piece = [&](const Tensor& scales) {
+    return rows == 0 || !scales.defined()
+               ? scales
+               : raw::narrow(scales, 0, first / rows, pieces_of(count, rows));
+  };
+  return {.values = raw::narrow(q.values, 0, first, count),
+          .scale = piece(q.scale),
+          .inverse = piece(q.inverse),
+          .tile = q.tile};
 }
 
 Tensor dequantize(const Quantized& q, DType dtype) {
@@ -228,66 +364,41 @@ Tensor dequantize(const Quantized& q, DType dtype) {
 }
 
 Tensor float8_matmul(const Float8Operand& a, const Float8Operand& b, DType dtype) {
-  const Quantized &left = a.matrix, &right = b.matrix;
-  check_device(kFloat8Matmul, left.values);
-  TS_CHECK_DTYPE(dtype == kF32 || dtype == kBF16 || dtype == kF16, kFloat8Matmul,
-                 "gives f32, f16 or bf16; asked for ", dtype);
-  // The dimensions of the operands that become M, K and K, N.
-  const int a_rows = a.transposed ? 1 : 0, b_columns = b.transposed ? 0 : 1;
-  const int64_t M = left.values.size(a_rows), K = left.values.size(1 - a_rows);
-  const int64_t N = right.values.size(b_columns);
-  TS_CHECK_SHAPE(right.values.size(1 - b_columns) == K, kFloat8Matmul,
-                 "inner dimensions differ: ", left.values, " and ", right.values);
-  if (left.values.is_meta()) return raw::empty({M, N}, dtype, left.values.device());
+  check_product_dtype(dtype);
+  const ProductShape shape(a, b);
+  const Tensor result = raw::empty({shape.M, shape.N}, dtype, a.matrix.values.device());
+  if (result.is_meta() || result.numel() == 0) return result;
+  const bool a_inside = differs(a.matrix, a.transposed ? 0 : 1);
+  const bool b_inside = differs(b.matrix, b.transposed ? 1 : 0);
+  const Tensor sums = dtype == kF32 ? result : raw::empty(result.shape(), kF32, result.device());
+  matmul_into(sums, numbers_of(a, a_inside), numbers_of(b, b_inside), false);
+  scale_into(result, sums, outside_scales(a, a_inside, b, b_inside));
+  return result;
+}
 
-  // Scales that change along K go into the numbers, others into the sums.
-  const auto operand = [&](const Quantized& q, int inner, bool transposed) {
-    const bool inside = differs(q, inner);
-    TS_CHECK(!inside || is_power_of_two(q.inverse), kFloat8Matmul,
-             "scales that change along the sum must be powers of two, as other numbers are not "
-             "exact in bf16; quantise with power_of_two");
-    const Tensor numbers = widened(q, kBF16, inside);
-    return transposed ? raw::transpose(numbers, 0, 1) : numbers;
-  };
-  const Tensor a_numbers = operand(left, 1 - a_rows, a.transposed);
-  const Tensor b_numbers = operand(right, 1 - b_columns, b.transposed);
-  const auto outside = [](const Quantized& q, int inner) {
-    return differs(q, inner) ? Tensor() : contiguous(q.inverse);
-  };
-  const Tensor by_row = outside(left, 1 - a_rows), by_column = outside(right, 1 - b_columns);
-  const auto first = [](const Tensor& scales) {
-    return scales.defined() && scales.numel() > 0 ? *scales.data_as<float>() : 1.0f;
-  };
-  const bool one_row_scale = !by_row.defined() || by_row.numel() <= 1;
-  const bool one_column_scale = !by_column.defined() || by_column.numel() <= 1;
-  // Tiles of several rows (blocks that are whole along K) have a scale each.
-  const auto spread = [](const Tensor& scales, int64_t tile, int64_t size) {
-    std::vector<float> all(static_cast<size_t>(size));
-    for (int64_t i = 0; i < size; ++i) {
-      all[static_cast<size_t>(i)] = scales.data_as<float>()[i / std::max<int64_t>(tile, 1)];
-    }
-    return all;
-  };
-
-  const Tensor result = raw::empty({M, N}, dtype, left.values.device());
-  if (result.numel() == 0) return result;
-  const Tensor sums = dtype == kF32 ? result : raw::empty({M, N}, kF32, left.values.device());
-  matmul_into(sums, a_numbers, b_numbers, false);
-  std::vector<float> rows, columns;
-  if (!one_row_scale) rows = spread(by_row, a.transposed ? left.tile.columns : left.tile.rows, M);
-  if (!one_column_scale) {
-    columns = spread(by_column, b.transposed ? right.tile.rows : right.tile.columns, N);
+void Float8Sums::add(const Float8Operand& a, const Float8Operand& b) {
+  const ProductShape shape(a, b);
+  // Of a last piece that is one tile the scales would be outside; those of the others are not.
+  const auto tiled = [](int64_t along_k) { return along_k != 0; };
+  const bool a_inside = tiled(a.transposed ? a.matrix.tile.rows : a.matrix.tile.columns);
+  const bool b_inside = tiled(b.transposed ? b.matrix.tile.columns : b.matrix.tile.rows);
+  const bool begins = !sums_.defined();
+  if (begins) {
+    sums_ = raw::empty({shape.M, shape.N}, kF32, a.matrix.values.device());
+    const OutsideScales scales = outside_scales(a, a_inside, b, b_inside);
+    by_row_ = scales.by_row;
+    by_column_ = scales.by_column;
+    rows_a_scale_ = scales.rows_a_scale;
+    columns_a_scale_ = scales.columns_a_scale;
   }
-  const float row = first(by_row), column = first(by_column);
-  const float* const from = sums.data_as<float>();
-  auto* const to = static_cast<char*>(result.data());
-  parallel_for(M, std::max<int64_t>(1, kPerThread / N), [&](int64_t begin, int64_t end) {
-    for (int64_t m = begin; m < end; ++m) {
-      const float scale = one_row_scale ? row : rows[static_cast<size_t>(m)];
-      TS_SIMD_CALL(scale_sums, from + m * N, N, one_column_scale ? scale * column : scale,
-                   one_column_scale ? nullptr : columns.data(), dtype, to + m * N * size_of(dtype));
-    }
-  });
+  matmul_into(sums_, numbers_of(a, a_inside), numbers_of(b, b_inside), !begins);
+}
+
+Tensor Float8Sums::result(DType dtype) const {
+  check_product_dtype(dtype);
+  TS_CHECK(sums_.defined(), kFloat8Matmul, "has no sums before the first add()");
+  const Tensor result = dtype == kF32 ? sums_ : raw::empty(sums_.shape(), dtype, sums_.device());
+  scale_into(result, sums_, {by_row_, by_column_, rows_a_scale_, columns_a_scale_});
   return result;
 }
 

@@ -1,0 +1,37 @@
+// A head in float8, fused with its loss: cross_entropy(float8_linear(x, weight), target) without
+// whole logits.
+//
+// Up to 2^25 logits (64 MiB of bf16) it is those two ops. More are made in chunks of rows, of about
+// as many each, and made again in backward, which alone knows the gradient that is to be quantised:
+//
+// | pass                        | of a chunk                                                |
+// |-----------------------------|-----------------------------------------------------------|
+// | forward                     | y = x8 W8^T, losses                                       |
+// | backward, where a scale of  | y, dy, its largest magnitudes                             |
+// | dy is of more than a chunk  |                                                           |
+// | backward                    | y, dy, dy8 = quantise(dy), grad_x = dy8 W8, grad_W of all |
+//
+// So bytes and scales of x, W and dy are those of the two ops, whatever the chunks; grad_W is one
+// f32 sum over all chunks, rounded once. Scales of dy are known at once where they are delayed, of
+// rows and of blocks (chunks begin where blocks do); of the whole tensor, and of whole columns (dy
+// of grad_W by rows), they cost the pass between.
+//
+// Cost: 4 or 5 products instead of the 3 of whole logits. Kept for backward: one byte an element of
+// x, of W those of the weight cache, two f32 a row. In the chunk's time: 9 bytes a logit of it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include <tessera/autograd/float8.h>
+#include <tessera/autograd/ops.h>
+
+namespace tessera {
+
+// x: [N, C]; weight: [V, C]; target: [N] i64 or i32; reduction: mean or sum. Result and errors are
+// those of the two ops; no second derivatives. `chunk`: logits that are made at once.
+Tensor float8_linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
+                                   std::shared_ptr<Float8Linear> layer, int64_t ignore_index,
+                                   Reduction reduction, int64_t chunk = int64_t{1} << 25);
+
+}  // namespace tessera

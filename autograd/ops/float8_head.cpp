@@ -1,0 +1,203 @@
+#include <tessera/autograd/float8_head.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include <tessera/autograd/autocast_mode.h>
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/ops/float8_operands.h>
+#include <tessera/autograd/ops/loss_dtype.h>
+#include <tessera/core/functors.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
+#include <tessera/core/kernels/fp8/quantize_pieces.h>
+#include <tessera/core/kernels/gemm/matmul.h>
+#include <tessera/core/kernels/loss/cross_entropy.h>
+#include <tessera/core/kernels/reduce/reduce.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+
+// ---- float8_linear_cross_entropy ----------------------------------------------------------------
+
+// Inputs: x, weight, targets, then bytes and inverse scales that backward reads: of x and W for the
+// logits, of x for grad_W, of W for grad_x. The last four are undefined where they are the first.
+const Op kFloat8LinearCrossEntropy{
+    .name = "float8_linear_cross_entropy",
+    .reads = {inputs(2, 3, 4, 5, 6, 9, 10), inputs(2, 3, 4, 5, 6, 7, 8), inputs()},
+    .twice_differentiable = false,
+    .composed = "cross_entropy(linear(x, weight), target)"};
+
+namespace {
+
+// Rows that are taken at once: about equal chunks, which begin where blocks of rows do.
+struct HeadChunks {
+  int64_t rows, step;
+  HeadChunks(int64_t N, int64_t V, int64_t chunk, const Float8Casts& casts) : rows(N) {
+    int64_t whole = 16;
+    for (const auto& cast : {std::optional(casts.input), casts.input_of_weight,
+                             std::optional(casts.grad_output), casts.grad_output_of_weight}) {
+      if (cast) whole = std::max(whole, cast->tile.rows);
+    }
+    const int64_t most = std::max<int64_t>(128, chunk / std::max<int64_t>(V, 1));
+    const int64_t pieces = std::max<int64_t>(1, (N + most - 1) / most);
+    const int64_t even = std::max<int64_t>(1, (N + pieces - 1) / pieces);
+    step = (even + whole - 1) / whole * whole;
+  }
+  template <class F>
+  void for_each(const F& f) const {
+    for (int64_t first = 0; first < rows; first += step) f(first, std::min(step, rows - first));
+  }
+};
+
+// How dy is quantised for one of its products, chunk by chunk.
+struct ChunkCast {
+  kernels::QuantizeOptions options;
+  Tensor given = {};    // delayed: the scale
+  Tensor largest = {};  // of all chunks, where a scale is of more than one
+  Tensor scales = {};
+
+  bool needs_all() const { return !given.defined() && options.tile.rows == 0; }
+  void see(const Tensor& dy) {
+    if (!needs_all()) return;
+    const Tensor here = kernels::largest_of_tiles(dy, options.tile);
+    if (largest.defined()) {
+      kernels::merge_largest(largest, here);
+    } else {
+      largest = here;
+    }
+  }
+  kernels::Quantized quantized(const Tensor& dy) {
+    if (!needs_all()) return kernels::quantize(dy, options, given);
+    if (!scales.defined()) scales = kernels::scales_of(largest, options);
+    return kernels::quantize_by(dy, options, scales);
+  }
+};
+
+}  // namespace
+
+Tensor float8_linear_cross_entropy(const Tensor& given, const Tensor& weight, const Tensor& target,
+                                   std::shared_ptr<Float8Linear> layer, int64_t ignore_index,
+                                   Reduction reduction, int64_t chunk) {
+  const int64_t N = given.size(0), V = weight.size(0), C = weight.size(1);
+  if (N * V <= chunk || given.is_meta()) {
+    return cross_entropy(float8_linear(given, weight, {}, std::move(layer)), target,
+                         {.ignore_index = ignore_index, .reduction = reduction});
+  }
+  const Tensor x = detail::autocast_product(given);
+  const Tensor targets = kernels::check_targets("cross_entropy", target, V, ignore_index);
+  const Float8Casts casts = layer->casts();
+  const Float8Operands operands = float8_operands(kFloat8LinearCrossEntropy, x, weight, *layer);
+  Float8Kept kept = operands.kept();
+  const bool same_x = casts.input_of_weight && *casts.input_of_weight == casts.input;
+  const bool same_weight = casts.weight_of_grad == casts.weight;
+  if (same_x) kept.x = kept.x_scales = Tensor();
+  if (same_weight) kept.weight = kept.weight_scales = Tensor();
+  const DType dtype = x.dtype(), dtype_of_loss = loss_dtype(x);
+  const HeadChunks chunks(N, V, chunk, casts);
+  const kernels::CrossEntropyAttributes attributes{.ignore_index = ignore_index};
+  const bool mean = reduction == Reduction::kMean;
+
+  return differentiable(
+      kFloat8LinearCrossEntropy,
+      {x, weight, targets, operands.x.values, operands.x.inverse, operands.weight.values,
+       operands.weight.inverse, kept.x, kept.x_scales, kept.weight, kept.weight_scales},
+      [&](Inputs, Extras& extras) {
+        const Tensor losses = raw::empty({N}, kF32), statistics = raw::empty({N, 2}, kF32);
+        double counted = 0;
+        chunks.for_each([&](int64_t first, int64_t rows) {
+          const Tensor logits = kernels::float8_matmul({kernels::rows_of(operands.x, first, rows)},
+                                                       {operands.weight, true}, dtype);
+          count_flops(float8_flops(rows, V, C));
+          const kernels::CrossEntropyRows here = kernels::cross_entropy_forward(
+              logits, raw::narrow(targets, 0, first, rows), attributes);
+          kernels::copy_into(raw::narrow(losses, 0, first, rows), here.losses);
+          kernels::copy_into(raw::narrow(statistics, 0, first, rows), here.statistics);
+          counted += here.total_weight.item();
+        });
+        const Tensor divisor = scalar_tensor(counted, kF64);
+        extras.save(statistics);
+        extras.save(mean ? divisor : Tensor());
+        const Tensor total = kernels::sum(losses, {0}, false, kF64);
+        return kernels::convert(mean ? kernels::binary<fn::Div>(total, divisor) : total,
+                                dtype_of_loss);
+      },
+      [=](Grads up, const Saved& s) -> TensorList {
+        const auto bytes = [&](int values, const kernels::QuantizeOptions& options) {
+          return kernels::Quantized{.values = s.input(values),
+                                    .scale = {},
+                                    .inverse = s.input(values + 1),
+                                    .tile = options.tile};
+        };
+        const bool wants_x = s.needs(0), wants_weight = s.needs(1);
+        const Tensor targets = s.input(2), statistics = s.extra(0), divisor = s.extra(1);
+        const kernels::Quantized x8 = bytes(3, casts.input), weight8 = bytes(5, casts.weight);
+        const Tensor factor = raw::view(up[0], {1});
+        const auto gradient_of = [&](int64_t first, int64_t rows) {
+          const Tensor logits =
+              kernels::float8_matmul({kernels::rows_of(x8, first, rows)}, {weight8, true}, dtype);
+          count_flops(float8_flops(rows, V, C));
+          return kernels::cross_entropy_backward(
+              logits, raw::narrow(targets, 0, first, rows), attributes,
+              raw::narrow(statistics, 0, first, rows), factor, divisor);
+        };
+
+        const Tensor given = layer->scale(Float8Role::kGradOutput);
+        std::optional<ChunkCast> of_x, of_weight;  // the second where it is not the first
+        if (wants_x) of_x = {.options = casts.grad_output, .given = given};
+        const bool low = wants_weight && casts.grad_output_of_weight;
+        if (low && (!of_x || *casts.grad_output_of_weight != casts.grad_output)) {
+          of_weight = {.options = *casts.grad_output_of_weight, .given = given};
+        }
+        if ((of_x && of_x->needs_all()) || (of_weight && of_weight->needs_all())) {
+          chunks.for_each([&](int64_t first, int64_t rows) {
+            const Tensor dy = gradient_of(first, rows);
+            if (of_x) of_x->see(dy);
+            if (of_weight) of_weight->see(dy);
+          });
+        }
+
+        TensorList grads(11);
+        const kernels::Quantized weight_of_grad =
+            !wants_x || same_weight ? weight8 : bytes(9, casts.weight_of_grad);
+        const kernels::Quantized x_of_weight =
+            !low || same_x ? x8 : bytes(7, *casts.input_of_weight);
+        if (wants_x) grads[0] = raw::empty({N, C}, dtype);
+        kernels::Float8Sums sums;
+        Tensor high;  // f32 sums of grad_W in the dtype of x
+        if (wants_weight && !low) high = raw::empty({V, C}, kF32);
+        float amax = 0;
+        chunks.for_each([&](int64_t first, int64_t rows) {
+          const Tensor dy = gradient_of(first, rows);
+          kernels::Quantized dy8;
+          const auto quantize = [&](ChunkCast& cast) {
+            const bool seen = dy8.values.defined();
+            dy8 = cast.quantized(dy);
+            if (seen) return;
+            amax = dy8.amax = kernels::larger_magnitude(amax, dy8.amax);  // of dy until here
+            layer->saw(Float8Role::kGradOutput, dy, dy8);
+          };
+          if (of_x) {
+            quantize(*of_x);
+            kernels::copy_into(raw::narrow(grads[0], 0, first, rows),
+                               kernels::float8_matmul({dy8}, {weight_of_grad}, dtype));
+            count_flops(float8_flops(rows, C, V));
+          }
+          if (low) {
+            if (of_weight) quantize(*of_weight);
+            sums.add({dy8, true}, {kernels::rows_of(x_of_weight, first, rows)});
+          } else if (wants_weight) {
+            kernels::matmul_into(high, raw::transpose(dy, 0, 1),
+                                 raw::narrow(s.input(7), 0, first, rows), first > 0);
+          }
+          if (wants_weight) count_flops(float8_flops(V, C, rows));
+        });
+        if (low) grads[1] = sums.result(dtype);
+        if (high.defined()) grads[1] = kernels::convert(high, dtype);
+        return grads;
+      });
+}
+
+}  // namespace tessera

@@ -1,0 +1,35 @@
+// What a call of a layer in float8 quantises, and what of it backward reads. Internal.
+#pragma once
+
+#include <tessera/autograd/float8.h>
+#include <tessera/autograd/op.h>
+
+namespace tessera {
+
+struct Float8Kept {
+  Tensor x, x_scales;  // for grad_W: bytes, or x itself and no scales; undefined: unwanted
+  Tensor weight, weight_scales;  // for grad_x
+};
+
+struct Float8Operands {
+  Tensor rows;                   // x as a matrix
+  kernels::Quantized x, weight;  // of the result
+  bool wants_x = false, wants_weight = false;
+  kernels::Quantized x_of_weight;     // of grad_W, where that runs in float8
+  kernels::Quantized weight_of_grad;  // of grad_x
+  Float8Kept kept() const;
+};
+
+inline double float8_flops(int64_t m, int64_t n, int64_t k) {
+  return 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
+}
+
+// x as [rows, features], contiguous.
+Tensor float8_rows(const Tensor& x);
+
+// Quantises x (of the dtype that autocast gives it) and the leaf `weight`, as layer.casts() says,
+// and tells the layer. Throws as float8_linear().
+Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weight,
+                               Float8Linear& layer);
+
+}  // namespace tessera
