@@ -152,6 +152,63 @@ TEST(ConfigEnvironment, DeepSpeedsSwitchAloneIsStage2AndItsFileSaysItsOwn) {
   EXPECT_THROW(from(environment), UnsupportedError);
 }
 
+// All that `accelerate launch --mixed_precision fp8` exports where nobody gives another flag.
+TEST(ConfigEnvironment, WhatAcceleratesLauncherExportsOfFp8IsRead) {
+  const Environment plain = {{"ACCELERATE_MIXED_PRECISION", "fp8"},
+                             {"ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL", "False"},
+                             {"ACCELERATE_FP8_MARGIN", "0"},
+                             {"ACCELERATE_FP8_INTERVAL", "1"},
+                             {"ACCELERATE_FP8_FORMAT", "HYBRID"},
+                             {"ACCELERATE_FP8_AMAX_HISTORY_LEN", "1024"},
+                             {"ACCELERATE_FP8_AMAX_COMPUTE_ALGO", "most_recent"},
+                             {"ACCELERATE_FP8_OVERRIDE_FPROP", "False"},
+                             {"ACCELERATE_FP8_OVERRIDE_DGRAD", "False"},
+                             {"ACCELERATE_FP8_OVERRIDE_WGRAD", "False"},
+                             {"ACCELERATE_FP8_OPT_LEVEL", "O2"},
+                             {"ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "True"},
+                             {"ACCELERATE_FP8_PAD_INNER_DIM", "True"}};
+  const auto with = [&](const Environment& more) {
+    Environment environment = more;
+    environment.insert(plain.begin(), plain.end());
+    return environment;
+  };
+  EXPECT_EQ(from(plain).mixed_precision.value, Precision::kFP8);
+  EXPECT_EQ(from(plain).fp8_recipe.value, Fp8Scaling::kTensorwise);
+  EXPECT_NO_THROW(from(with({{"TESSERA_FP8_RECIPE", "rowwise"}}))) << "HYBRID is nobody's wish";
+
+  const Settings te = from(with({{"ACCELERATE_FP8_BACKEND", "te"},
+                                 {"ACCELERATE_FP8_MARGIN", "2"},
+                                 {"ACCELERATE_FP8_OVERRIDE_WGRAD", "True"}}));
+  EXPECT_EQ(te.fp8_recipe.value, Fp8Scaling::kDelayed);
+  EXPECT_EQ(te.fp8_recipe.origin.describe(), "ACCELERATE_FP8_BACKEND");
+  EXPECT_EQ(te.fp8_margin, 2);
+  EXPECT_FALSE(te.fp8_weight_gradient);
+  EXPECT_FALSE(te.fp8_in_evaluation);
+  const Settings ao =
+      from(with({{"ACCELERATE_FP8_BACKEND", "AO"}, {"ACCELERATE_FP8_MARGIN", "2"}}));
+  EXPECT_EQ(ao.fp8_recipe.value, Fp8Scaling::kTensorwise);
+  EXPECT_EQ(ao.fp8_margin, 0) << "TransformerEngine's";
+  EXPECT_TRUE(ao.fp8_in_evaluation);
+  EXPECT_TRUE(ao.fp8_weight_gradient);
+
+  for (const auto& [name, value] : std::vector<std::pair<std::string, std::string>>{
+           {"ACCELERATE_FP8_BACKEND", "msamp"},
+           {"ACCELERATE_FP8_INTERVAL", "16"},
+           {"ACCELERATE_FP8_OVERRIDE_FPROP", "True"},
+           {"ACCELERATE_FP8_OVERRIDE_DGRAD", "True"},
+           {"ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "True"}}) {
+    EXPECT_TRUE(mentions(message_of<UnsupportedError>([&] { from(with({{name, value}})); }), name));
+    Environment unused = with({{name, value}});
+    unused["ACCELERATE_MIXED_PRECISION"] = "bf16";
+    EXPECT_NO_THROW(from(unused)) << name;
+  }
+  EXPECT_THROW(from(with({{"ACCELERATE_FP8_BACKEND", "tea"}})), ConfigError);
+  EXPECT_THROW(from(with({{"ACCELERATE_FP8_FORMAT", "E5M2"}})), ConfigError);
+  EXPECT_THROW(from(with({{"TESSERA_FP8_RECIPE", "rowwise"}, {"ACCELERATE_FP8_BACKEND", "te"}})),
+               ConfigError)
+      << "two wishes";
+}
+
 TEST(ConfigEnvironment, DC1_MeshSizesOfAllAxesAreRead) {
   const Environment environment = {{"ACCELERATE_USE_PARALLELISM_CONFIG", "true"},
                                    {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2"},

@@ -199,10 +199,41 @@ TEST(ConfigImport, Fp8RecipesOfBothBackendsAreRead) {
   EXPECT_EQ(line_of(ao, "fp8_config.pad_inner_dim").outcome, ImportOutcome::kNoCounterpart);
   for (const char* refused : {"  backend: MSAMP\n  opt_level: O2\n",
                               "  backend: TE\n  override_linear_precision: [true, false, false]\n",
-                              "  backend: TE\n  use_mxfp8_block_scaling: true\n"}) {
+                              "  backend: TE\n  use_mxfp8_block_scaling: true\n",
+                              "  backend: TE\n  fp8_format: E5M2\n"}) {
     EXPECT_FALSE(file(refused).refusals().empty()) << refused;
   }
   EXPECT_TRUE(mentions(file("  backend: MSAMP\n").refusals(), "MS-AMP"));
+  const Import unnamed = file("  pad_inner_dim: true\n  enable_fsdp_float8_all_gather: true\n");
+  EXPECT_EQ(unnamed.settings.fp8_recipe, Fp8Scaling::kTensorwise) << "torchao's keys alone";
+  EXPECT_EQ(unnamed.settings.fp8_in_evaluation, true);
+}
+
+// Each key of both classes: mapped, refused, or named with its reason.
+TEST(ConfigImport, NoKeyOfAcceleratesFp8RecipesIsPassedOver) {
+  const std::map<std::string, std::string> te = {
+      {"use_autocast_during_eval", "true"},
+      {"margin", "1"},
+      {"interval", "4"},
+      {"fp8_format", "E4M3"},
+      {"amax_history_len", "16"},
+      {"amax_compute_algo", "max"},
+      {"override_linear_precision", "[false, true, false]"},
+      {"use_mxfp8_block_scaling", "true"}};
+  const std::map<std::string, std::string> ao = {{"pad_inner_dim", "true"},
+                                                 {"enable_fsdp_float8_all_gather", "true"}};
+  for (const auto& [backend, keys] : {std::pair("TE", te), std::pair("AO", ao)}) {
+    for (const auto& [key, value] : keys) {
+      const Import import =
+          import_text(std::string("mixed_precision: fp8\nfp8_config:\n  backend: ") + backend +
+                      "\n  " + key + ": " + value + "\n");
+      const ImportLine& line = line_of(import, "fp8_config." + key);
+      EXPECT_FALSE(line.note.empty()) << key;
+      EXPECT_NE(line.outcome == ImportOutcome::kUnset, key != "use_autocast_during_eval") << key;
+    }
+  }
+  EXPECT_THROW(import_text("mixed_precision: fp8\nfp8_config:\n  backend: TE\n  marginn: 1\n"),
+               ConfigError);
 }
 
 TEST(ConfigImport, CLI1_TheLatestGenerationWithShardingAndMesh) {

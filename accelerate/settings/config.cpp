@@ -189,6 +189,7 @@ class Sources {
         if (name.starts_with("FSDP_") && (!fsdp || follows_from_several(setting))) continue;
         if (name.starts_with("ACCELERATE_DEEPSPEED_") && !deepspeed) continue;
         if (name.starts_with("PARALLELISM_CONFIG_") && !mesh) continue;
+        if (name.starts_with(kAccelerateFp8) && of_another_backend()) continue;
         const std::string* text = find(environment_, name);
         if (text == nullptr || says_nothing(name, *text)) continue;
         put(accelerate_, {&setting, *text, {Source::kAccelerate, std::string(name)}});
@@ -196,15 +197,63 @@ class Sources {
     }
     if (deepspeed) read_deepspeed();
     if (fsdp) read_fsdp();
+    read_fp8();
   }
 
   // What Accelerate's launcher exports where nobody has said anything.
   static bool says_nothing(std::string_view name, std::string_view text) {
     if (name == "ACCELERATE_DEEPSPEED_CONFIG_FILE") return lower(text) == "none";
+    if (name == "ACCELERATE_FP8_FORMAT") return lower(text) == "hybrid";
     return (name == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" ||
             name == "ACCELERATE_GRADIENT_CLIPPING") &&
            (lower(text) == "auto" || lower(text) == "none");
   }
+  // Accelerate's launcher exports the flags of every backend, also those that nobody gave;
+  // TransformerEngine's are read where it, or no backend, is asked for.
+  static constexpr std::string_view kAccelerateFp8 = "ACCELERATE_FP8_";
+  std::string fp8_backend() const {
+    const std::string* text = find(environment_, "ACCELERATE_FP8_BACKEND");
+    return text == nullptr ? "" : lower(*text);
+  }
+  bool of_another_backend() const { return fp8_backend() == "ao" || fp8_backend() == "msamp"; }
+
+  // What of fp8 is no setting by itself.
+  void read_fp8() {
+    const std::string* precision = find(environment_, "ACCELERATE_MIXED_PRECISION");
+    if (precision == nullptr || lower(*precision) != "fp8") return;
+    const std::string backend = fp8_backend();
+    const auto recipe = [&](const char* name) {
+      put(accelerate_,
+          {find_setting("fp8_recipe"), name, {Source::kAccelerate, "ACCELERATE_FP8_BACKEND"}});
+    };
+    TS_CHECK_AS(
+        UnsupportedError, backend != "msamp", kSettings, "ACCELERATE_FP8_BACKEND=", backend,
+        ": MS-AMP keeps gradients and optimizer states in float8, and is developed no more; "
+        "say te or ao");
+    TS_CHECK_AS(ConfigError, backend.empty() || backend == "te" || backend == "ao", kSettings,
+                "ACCELERATE_FP8_BACKEND has to be te or ao; got \"", backend, "\"");
+    if (backend == "te") recipe("delayed");
+    if (backend == "ao") recipe("tensorwise");
+    if (of_another_backend()) return;
+    const std::string* interval = find(environment_, "ACCELERATE_FP8_INTERVAL");
+    TS_CHECK_AS(UnsupportedError, interval == nullptr || *interval == "1", kSettings,
+                "ACCELERATE_FP8_INTERVAL=", interval == nullptr ? "" : *interval,
+                ": scales follow each step; say 1, or unset it");
+    for (const char* name : {"ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DGRAD"}) {
+      TS_CHECK_AS(UnsupportedError, !switched_on(name), kSettings, name,
+                  ": of the three products only that of the weight's gradient can be left out; "
+                  "unset it");
+    }
+    TS_CHECK_AS(UnsupportedError, !switched_on("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING"), kSettings,
+                "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING: blocks of 32 are of a later GPU than "
+                "Hopper; unset it, and set fp8_recipe to blockwise for larger ones");
+    if (switched_on("ACCELERATE_FP8_OVERRIDE_WGRAD")) {
+      put(accelerate_, {find_setting("fp8_weight_gradient"),
+                        "false",
+                        {Source::kAccelerate, "ACCELERATE_FP8_OVERRIDE_WGRAD"}});
+    }
+  }
+
   void read_deepspeed() {
     for (const auto& [name, setting] :
          {std::pair{"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "offload_optimizer"},

@@ -359,6 +359,12 @@ class Importer {
       line(key, value, ImportOutcome::kUnset, "as the ranks fit");
       return;
     }
+    if (rule.setting == "fp8_format" && lower(value) == "e5m2") {
+      line(key, value, ImportOutcome::kRefused,
+           "two bits are too few for x and W, which are E4M3; write HYBRID, whose gradients are "
+           "E5M2, or E4M3");
+      return;
+    }
     map(key, value, rule.setting, rule.setting == "fp8_format" ? lower(value) : value);
     if (rule.key == "num_machines") {
       result_.lines.back().note += "; tessera launch --hostfile FILE names them";
@@ -406,7 +412,8 @@ class Importer {
     }
   }
 
-  // Whose recipe the file means. Where it names none Accelerate takes TransformerEngine.
+  // Whose recipe the file means. Where it names none Accelerate takes what it finds installed; here
+  // the other keys decide (finish_fp8).
   void read_fp8_backend(const std::string& key, const std::string& value) {
     const std::string backend = upper(value);
     if (backend == "TE") {
@@ -504,13 +511,18 @@ class Importer {
     }
   }
 
-  // What Accelerate does where a file of fp8 does not say: TransformerEngine, and not in
-  // evaluation.
+  // Where a file of fp8 names no backend: torchao where all of its keys are torchao's, else
+  // TransformerEngine, which does not run in evaluation unless told.
   void finish_fp8(const YAML::Node& section) {
     const YAML::Node backend = section["backend"];
     const bool said = backend && backend.IsScalar() && !backend.Scalar().empty();
     if (said && upper(backend.Scalar()) != "TE") return;
-    if (!said) map("fp8_config.backend", "", "fp8_recipe", "delayed");
+    const bool of_torchao = std::all_of(section.begin(), section.end(), [](const auto& entry) {
+      const auto key = entry.first.template as<std::string>();
+      return key == "backend" || key == "pad_inner_dim" || key == "enable_fsdp_float8_all_gather";
+    });
+    if (!said) map("fp8_config.backend", "", "fp8_recipe", of_torchao ? "tensorwise" : "delayed");
+    if (!said && of_torchao) return;
     if (!section["use_autocast_during_eval"]) {
       map("fp8_config.use_autocast_during_eval", "", "fp8_in_evaluation", "false");
     }
