@@ -158,6 +158,18 @@ Trackers& Accelerator::trackers() {
   return *state.trackers;
 }
 
+void Accelerator::log(const TrackedValues& values, int64_t step) {
+  std::vector<precision::Fp8Report> reports;
+  state_->forget_dead();
+  for (const auto& record : state_->models) {
+    if (record->policy.fp8()) reports.push_back(record->policy.fp8()->report());
+  }
+  if (reports.empty()) return trackers().log(values, step);
+  TrackedValues all = values;
+  for (auto& value : state_->fp8_values.next(reports)) all.push_back(std::move(value));
+  trackers().log(all, step);
+}
+
 void Accelerator::end_training(const std::source_location& where) {
   if (state_->trackers != nullptr) state_->trackers->finish();
   wait_for_everyone(where);

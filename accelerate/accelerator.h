@@ -393,7 +393,9 @@ class Accelerator : public ProcessControl {
   void init_trackers(const std::string& project, const TrackedValues& configuration = {}) {
     trackers().start(project, configuration);
   }
-  void log(const TrackedValues& values, int64_t step) { trackers().log(values, step); }
+  // Of prepared models in float8 their counts stand beside the values:
+  // accelerate/tracking/fp8_values.h.
+  void log(const TrackedValues& values, int64_t step);
   Tracker& get_tracker(std::string_view name) { return trackers().get(name); }
   // Finishes the trackers and waits for all ranks. Collective.
   void end_training(const std::source_location& where = std::source_location::current());

@@ -12,6 +12,7 @@
 
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/accelerate/step_window.h>
+#include <tessera/accelerate/tracking/fp8_values.h>
 #include <tessera/autograd/graph.h>
 #include <tessera/core/device.h>
 #include <tessera/core/error.h>
@@ -151,7 +152,8 @@ struct ScheduleRecord {
 
 struct Accelerator::State : std::enable_shared_from_this<State> {
   accelerate::Settings settings;
-  std::unique_ptr<Trackers> trackers;           // made when first asked for
+  std::unique_ptr<Trackers> trackers;  // made when first asked for
+  accelerate::Fp8Values fp8_values;
   std::optional<precision::GradScaler> scaler;  // fp16
   int64_t steps = 1;
   // Of a DeepSpeed configuration: samples of a rank's micro-batch, 0 where it says none, and where

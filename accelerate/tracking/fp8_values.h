@@ -1,0 +1,35 @@
+// What trackers are told of linear layers in float8, beside what a program logs.
+//
+// | name             | of all layers that take part, on this rank                         |
+// |------------------|--------------------------------------------------------------------|
+// | `fp8/calls`      | calls in float8, since the model was prepared                      |
+// | `fp8/fallbacks`  | calls in another precision, since then                             |
+// | `fp8/saturated`  | share of elements that ended at the largest number, since the last |
+// | `fp8/underflown` | share that became 0, since the last                                |
+// | `fp8/not_finite` | quantisations with an infinity or NaN, since the last              |
+//
+// "The last": when values were made before. Shares are those of x, W and dy together; 0 where
+// nothing was quantised.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include <tessera/accelerate/tracking/tracker.h>
+#include <tessera/precision/fp8_linear.h>
+
+namespace tessera::accelerate {
+
+class Fp8Values {
+ public:
+  // One group "fp8". Counts that were reset meanwhile begin anew.
+  TrackedValues next(std::span<const precision::Fp8Report> models);
+
+ private:
+  struct Totals {
+    double elements = 0, saturated = 0, underflown = 0, not_finite = 0;
+  };
+  Totals last_;
+};
+
+}  // namespace tessera::accelerate
