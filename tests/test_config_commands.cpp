@@ -203,14 +203,16 @@ TEST(EnvCommand, ShowsTheMachineAndEverySettingWithItsOrigin) {
   const FinishedProcess shown =
       tessera_command({"env", "--all"}, {{"TESSERA_COLLECTIVE_TIMEOUT", "30"}});
   EXPECT_EQ(shown.code(), 0) << shown;
-  for (const char* part : {"tessera:", "compiler:", "processor:", "extensions:", "kernels:",
-                           "cores:", "memory:", "oneDNN:", "MPI:", "NCCL:", "CUDA:", "launcher:"}) {
+  for (const char* part :
+       {"tessera:", "compiler:", "processor:", "extensions:", "kernels:", "cores:", "memory:",
+        "oneDNN:", "MPI:", "NCCL:", "CUDA:", "float8:", "launcher:"}) {
     EXPECT_TRUE(shown.printed(part)) << part;
   }
   for (const accelerate::Setting& setting : accelerate::schema()) {
     EXPECT_TRUE(shown.printed("\n" + std::string(setting.key) + " = ")) << setting.key;
   }
   EXPECT_TRUE(shown.printed("collective_timeout = 30  (TESSERA_COLLECTIVE_TIMEOUT)")) << shown;
+  EXPECT_TRUE(shown.printed("emulated on the CPU, exactly")) << shown;
 }
 
 TEST(EnvCommand, ShowsWhatWasChangedUnlessAllIsAskedFor) {
