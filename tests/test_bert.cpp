@@ -6,10 +6,12 @@
 #include <filesystem>
 #include <fstream>
 
+#include <tessera/accelerate/accelerator.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/optim/optimizers.h>
+#include <tessera/precision/autocast.h>
 
 #include "bert/model.h"
 #include "bert/text_data.h"
@@ -214,6 +216,47 @@ TEST(Bert, LengthsSayWhatAMaskSays) {
   const auto by_lengths = gradients({.lengths = lengths});
   for (size_t i = 0; i < by_mask.size(); ++i) EXPECT_NEAR(by_lengths[i], by_mask[i], 1e-6) << i;
   EXPECT_THROW(model(ids, TokenFeatures{.attention_mask = mask, .lengths = lengths}), ValueError);
+}
+
+// Precision, recipe and filter by settings; the classifier's 3 classes are no multiple of 16.
+TEST_F(BertFiles, TrainsInFloat8BySettingsAlone) {
+  manual_seed(19);
+  Bert model({.vocab_size = 40,
+              .width = 32,
+              .layers = 1,
+              .heads = 2,
+              .context = 16,
+              .labels = 3,
+              .dropout = 0,
+              .attention_dropout = 0});
+  Accelerator accelerator({.config_file = write("settings.json", R"({"mixed_precision": "fp8",
+      "fp8_recipe": "delayed", "fp8_filter": "all", "fp8_amax_history_len": 4})")});
+  optim::AdamW optimizer(model.named_parameters(), {.lr = 3e-3});
+  accelerator.prepare(model, optimizer);
+  constexpr int64_t kTexts = 16, kLength = 6, kSteps = 12;
+  std::vector<int64_t> ids, labels;
+  for (int64_t i = 0; i < kTexts; ++i) {
+    labels.push_back(i % 3);
+    for (int64_t t = 0; t < kLength; ++t) ids.push_back(1 + (i % 3) * 13 + (i * t) % 13);
+  }
+  const Tensor batch = tensor(ids, {kTexts, kLength}), classes = tensor(labels, {kTexts});
+  const Tensor lengths = full({kTexts}, kLength, {.dtype = kI64});
+  double first = 0, last = 0;
+  for (int64_t step = 0; step < kSteps; ++step) {
+    const auto micro = accelerator.accumulate(model);
+    const Tensor loss = model(batch, TokenFeatures{.lengths = lengths}, classes).loss;
+    accelerator.backward(loss);
+    optimizer.step(), optimizer.zero_grad();
+    (step == 0 ? first : last) = loss.item();
+  }
+  EXPECT_LT(last, 0.7 * first);
+  const precision::Fp8Report report = precision::fp8_of(model)->report();
+  // query, key, value, output, two of the perceptron, and the pooler.
+  EXPECT_EQ(report.fp8_calls(), 7 * kSteps) << report.table();
+  EXPECT_EQ(report.fallbacks(), kSteps) << report.table();
+  EXPECT_EQ(report.recipe.history, 4);
+  EXPECT_EQ(report.layers.back().name, "classifier");
+  EXPECT_EQ(report.layers.back().fallbacks.at("out_features (3) is no multiple of 16"), kSteps);
 }
 
 TEST(TextData, BatchesArePaddedToTheirLongestAndKeepTypesAndLabels) {

@@ -54,7 +54,8 @@ void train(const Options& options) {
                            .log_with = options.track,
                            .automatic_checkpoint_naming = true,
                            .total_limit = 3,
-                           .keep_best = 1});
+                           .keep_best = 1,
+                           .fp8 = options.fp8()});
   const auto tokenizer = data::WordPieceTokenizer::from_file(options.data + "/bert/vocab.txt");
   const bert::Task task = bert::read_task(options, tokenizer);
   data::DataLoader<bert::TextExample> loader(task.train,
@@ -120,7 +121,7 @@ void train(const Options& options) {
     char line[120];
     std::snprintf(line, sizeof line, "after %lld updates  loss %.6f  accuracy %.4f",
                   static_cast<long long>(loop.updates), loss, score.accuracy());
-    accelerator.print(line);
+    accelerator.print(line, bert::fp8_calls_of(*model));
     accelerator.save_state({}, {.metric = score.accuracy()});
   }
   if (!options.save.empty()) {

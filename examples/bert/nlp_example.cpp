@@ -4,6 +4,8 @@
 //     nlp_example --data FOLDER                 77 intents of bank customers, from random weights
 //     nlp_example --data FOLDER --task qnli     does the sentence answer the question?
 //     tessera launch -n 2 nlp_example --data FOLDER --mixed-precision bf16
+//     nlp_example --data FOLDER --dtype fp8 --fp8-recipe delayed
+//     tessera launch --mixed-precision fp8 --fp8-filter all nlp_example --data FOLDER
 //
 // FOLDER has bert/vocab.txt, intent/ and pairs/. --model takes a BERT folder of transformers to
 // begin from; --save writes one. complete_nlp_example adds checkpoints and tracking.
@@ -23,7 +25,8 @@ namespace {
 double train(const bert::TaskOptions& options) {
   Accelerator accelerator({.mixed_precision = options.precision(),
                            .gradient_accumulation_steps = options.accumulate,
-                           .seed = options.seed});
+                           .seed = options.seed,
+                           .fp8 = options.fp8()});
   const auto tokenizer = data::WordPieceTokenizer::from_file(options.data + "/bert/vocab.txt");
   const bert::Task task = bert::read_task(options, tokenizer);
   data::DataLoader<bert::TextExample> loader(task.train,
@@ -63,7 +66,7 @@ double train(const bert::TaskOptions& options) {
                   static_cast<long long>(epoch), loss_sum / static_cast<double>(loader.size()),
                   accuracy, bert::f1_of(score, task), static_cast<long long>(score.samples()),
                   std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
-    accelerator.print(line);
+    accelerator.print(line, bert::fp8_calls_of(*model));
   }
   if (!options.save.empty()) {
     const StateDict weights = accelerator.get_state_dict(*model);

@@ -1,6 +1,7 @@
 #include "task.h"
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/precision/autocast.h>
 
 namespace tessera::bert {
 
@@ -9,8 +10,14 @@ void TaskOptions::add_to(CLI::App& app) {
   app.add_option("--task", task)->check(CLI::IsMember({"intents", "qnli", "mrpc"}));
   app.add_option("--model", model, "a BERT folder of transformers to begin from");
   app.add_option("--save", save, "folder for the trained model");
-  app.add_option("--mixed-precision", mixed_precision)
-      ->check(CLI::IsMember({"no", "bf16", "fp16"}));
+  app.add_option("--mixed-precision,--dtype", mixed_precision,
+                 "default: as the launch, the environment or a settings file say")
+      ->check(CLI::IsMember({"no", "f32", "bf16", "fp16", "fp8"}));
+  app.add_option("--fp8-recipe", fp8_recipe, "with fp8: whose maxima scale the operands")
+      ->check(CLI::IsMember(
+          {"tensorwise", "current", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"}));
+  app.add_option("--fp8-filter", fp8_filter, "with fp8: which linear layers")
+      ->check(CLI::IsMember({"default", "all", "pays"}));
   app.add_option("--epochs", epochs)->check(CLI::PositiveNumber);
   app.add_option("--batch-size", batch_size, "of one rank")->check(CLI::PositiveNumber);
   app.add_option("--accumulate", accumulate, "micro-batches of an update")
@@ -26,9 +33,18 @@ void TaskOptions::add_to(CLI::App& app) {
   app.add_option("--seed", seed)->check(CLI::NonNegativeNumber);
 }
 
-Precision TaskOptions::precision() const {
+std::optional<Precision> TaskOptions::precision() const {
+  if (mixed_precision.empty()) return std::nullopt;
   if (mixed_precision == "bf16") return Precision::kBF16;
+  if (mixed_precision == "fp8") return Precision::kFP8;
   return mixed_precision == "fp16" ? Precision::kFP16 : Precision::kNo;
+}
+
+Fp8Options TaskOptions::fp8() const {
+  Fp8Options options;
+  if (!fp8_recipe.empty()) options.recipe = precision::Fp8Recipe::named(fp8_recipe).scaling;
+  if (!fp8_filter.empty()) options.filter = precision::fp8_filter_named(fp8_filter);
+  return options;
 }
 
 namespace {
@@ -110,6 +126,14 @@ examples::ClassificationScore evaluate(Accelerator& accelerator, Bert& model,
   }
   model.train();
   return score;
+}
+
+std::string fp8_calls_of(const Bert& model) {
+  const auto layers = precision::fp8_of(model);
+  if (!layers) return {};
+  const precision::Fp8Report report = layers->report();
+  return "  fp8_calls " + std::to_string(report.fp8_calls()) + "  fp8_fallbacks " +
+         std::to_string(report.fallbacks());
 }
 
 double f1_of(const examples::ClassificationScore& score, const Task& task) {

@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,14 +18,15 @@ namespace tessera::bert {
 
 struct TaskOptions {
   std::string data, task = "intents", model, save;
-  std::string mixed_precision = "no";
+  std::string mixed_precision, fp8_recipe, fp8_filter;  // empty: as the launch says
   int64_t epochs = 12, batch_size = 32, accumulate = 1, max_length = 64, train_rows = 0;
   int64_t width = 128, layers = 2, heads = 4;
   double lr = 1e-3, dropout = 0.1, weight_decay = 0.01;
   int64_t seed = 42;
 
   void add_to(CLI::App& app);
-  Precision precision() const;
+  std::optional<Precision> precision() const;
+  Fp8Options fp8() const;
 };
 
 struct Task {
@@ -43,6 +45,10 @@ std::unique_ptr<Bert> make_model(const TaskOptions& options, const Task& task, i
 // Each sample of a prepared loader once, over all ranks.
 examples::ClassificationScore evaluate(Accelerator& accelerator, Bert& model,
                                        data::DataLoader<TextExample>& loader);
+
+// "  fp8_calls 96  fp8_fallbacks 2": of the linear layers of a prepared model in float8, since it
+// was prepared, on this rank; empty for other precisions.
+std::string fp8_calls_of(const Bert& model);
 
 // F1 of the second of two classes, or the mean over all classes.
 double f1_of(const examples::ClassificationScore& score, const Task& task);
