@@ -1,9 +1,9 @@
 // What a fused op asks of a module that it stands in for (fused.h).
 #pragma once
 
-#include <tessera/nn/module.h>
-
 namespace tessera::nn {
+
+class ModuleBase;
 
 // Whether all that a call of the module does beyond forward is to stand in scopes
 // (register_call_scope): then something else may run in them in forward's place. True without
