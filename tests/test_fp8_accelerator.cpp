@@ -139,6 +139,40 @@ TEST(Fp8Describe, NamesRecipeFilterAndWhatIsLeftOut) {
   }
 }
 
+// ---- Delayed scales ----------------------------------------------------------------------------
+
+// Of windows of two micro-batches, whose end two optimizers step at.
+TEST(Fp8Delayed, AWindowRollsTheHistoryOnceForAllOptimizers) {
+  compared_ranks(2, [](int) {
+    manual_seed(4);
+    Accelerator accelerator({.mixed_precision = Precision::kFP8,
+                             .gradient_accumulation_steps = 2,
+                             .fp8 = {.recipe = Fp8Scaling::kDelayed, .filter = Fp8Filter::kAll},
+                             .config_file = ""});
+    Two model;
+    optim::SGD first(model.fc.named_parameters(), {.lr = 0.01});
+    optim::SGD second(model.head.named_parameters(), {.lr = 0.01});
+    accelerator.prepare(model, first, second);
+    const distributed::CommTrace::Scope scope(*distributed::rank_context().trace);
+    constexpr int64_t kWindows = 3;
+    for (int64_t turn = 0; turn < 2 * kWindows; ++turn) {
+      const auto micro = accelerator.accumulate(model);
+      accelerator.backward(sum(model(full({16, 32}, static_cast<double>(1 + turn)))));
+      first.step(), second.step();
+      first.zero_grad(), second.zero_grad();
+    }
+    int64_t reductions = 0;
+    for (const distributed::CommRecord& record : scope.records()) {
+      reductions += record.tag == "fp8_maxima";
+    }
+    EXPECT_EQ(reductions, kWindows);
+    const Tensor history = precision::fp8_of(model)->state_dict().at("fc.history");
+    ASSERT_EQ(history.shape(), Shape({3, kWindows}));
+    const std::vector<float> x = history.select(0, 0).to_vector<float>();
+    EXPECT_EQ(x, (std::vector<float>{6, 4, 2})) << "the larger of both micro-batches";
+  });
+}
+
 // ---- A tied head that is fused with its loss ---------------------------------------------------
 
 struct TiedWords : nn::Module<TiedWords> {
