@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include <tessera/core/approximate.h>
 #include <tessera/core/macros.h>
 #include <tessera/core/math.h>
 
@@ -49,6 +50,13 @@ TS_HD C product(C a, C b) {
 template <class C>
 TS_HD C sigmoid(C x) {
   return C(1) / (C(1) + math::exp(-x));
+}
+// 1 where it rounds to that: gradients multiply what is left of 1 by large numbers.
+template <>
+TS_HD math::Approximate sigmoid(math::Approximate x) {
+  const math::Approximate e = math::exp(-x);
+  return e.value < 0x1p-24f ? math::Approximate(1)
+                            : math::Approximate(1) / (math::Approximate(1) + e);
 }
 
 inline constexpr double kSqrt2OverPi = 0.79788456080286535588;

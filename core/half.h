@@ -11,7 +11,8 @@
 //                        `.to(torch.float8_e4m3fn)` does since 2.15 (infinities too).
 //                        NaN stays NaN: bf16 and f16 keep the top of the payload (the bits of
 //                        F16C and AVX512-BF16), float8 has the one pattern s.1111.111 or
-//                        s.11111.11.
+//                        s.11111.11. On a GPU, whose own instruction rounds to bf16 and f16 (the
+//                        integer code would be sixteen of them), a NaN is 0x7fff.
 //   from_float_saturate<T>(f)  the same with every overflow and infinity at the largest finite
 //                        number (OCP's saturation mode); NaN stays NaN.
 #pragma once
@@ -133,11 +134,17 @@ TS_HD uint8_t encode_f8(float value) {
 TS_HD float to_float(bf16 x) { return detail::float_of(static_cast<uint32_t>(x.bits) << 16); }
 
 TS_HD float to_float(f16 x) {
+#if defined(__CUDA_ARCH__)
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x.bits));
+  return value;
+#else
   const uint32_t magnitude = x.bits & 0x7fffu;
   const uint32_t special = 0x7f800000u | (magnitude << 13) | (magnitude > 0x7c00u ? 0x400000u : 0u);
   const uint32_t finite = detail::SmallFloat<5, 10>::decode(magnitude);
   const uint32_t sign = (x.bits & 0x8000u) << 16;
   return detail::float_of(sign | (magnitude >= 0x7c00u ? special : finite));
+#endif
 }
 
 TS_HD float to_float(f8e4m3 x) {
@@ -159,11 +166,23 @@ template <class T>
 TS_HD T from_float(float value);
 template <>
 TS_HD bf16 from_float<bf16>(float value) {
+#if defined(__CUDA_ARCH__)
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bf16::from_bits(bits);
+#else
   return bf16::from_bits(detail::encode_bf16<0x7f80>(value));
+#endif
 }
 template <>
 TS_HD f16 from_float<f16>(float value) {
+#if defined(__CUDA_ARCH__)
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return f16::from_bits(bits);
+#else
   return f16::from_bits(detail::encode_f16<0x7c00>(value));
+#endif
 }
 template <>
 TS_HD f8e4m3 from_float<f8e4m3>(float value) {

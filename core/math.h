@@ -274,6 +274,23 @@ TS_HD float cos(float x) {
 }
 TS_HD double cos(double x) { return ::cos(x); }
 
+namespace detail {
+
+// R of normal_parts over t.
+TS_HD float normal_tail(float t) {
+  float q = 3.823950887e-02f;
+  q = ::fmaf(q, t, -2.065141052e-01f);
+  q = ::fmaf(q, t, 3.690096140e-01f);
+  q = ::fmaf(q, t, -2.180682719e-01f);
+  q = ::fmaf(q, t, 2.250754684e-01f);
+  q = ::fmaf(q, t, 6.130212545e-02f);
+  q = ::fmaf(q, t, 1.192621663e-01f);
+  q = ::fmaf(q, t, 1.116934791e-01f);
+  return q;
+}
+
+}  // namespace detail
+
 // The distribution function of the standard normal distribution and exp(-x^2 / 2), which share
 // their exponential: cdf(-a) = exp(-a^2 / 2) R(a) with a polynomial in 1 / (1 + 9a/32) for R.
 // Unlike (1 + erf(x / sqrt 2)) / 2 it does not cancel below zero: 3.5 units of the last place for x
@@ -290,15 +307,7 @@ TS_HD NormalParts normal_parts(float x) {
   const float rounded_bell = detail::exp_normal(-0.5f * square);
   const float bell = ::fmaf(-0.5f * rounding, rounded_bell, rounded_bell);
   const float t = 1.0f / ::fmaf(0.28125f, a, 1.0f);
-  float q = 3.823950887e-02f;
-  q = ::fmaf(q, t, -2.065141052e-01f);
-  q = ::fmaf(q, t, 3.690096140e-01f);
-  q = ::fmaf(q, t, -2.180682719e-01f);
-  q = ::fmaf(q, t, 2.250754684e-01f);
-  q = ::fmaf(q, t, 6.130212545e-02f);
-  q = ::fmaf(q, t, 1.192621663e-01f);
-  q = ::fmaf(q, t, 1.116934791e-01f);
-  const float tail = beyond ? 0.0f : bell * (q * t);
+  const float tail = beyond ? 0.0f : bell * (detail::normal_tail(t) * t);
   return {x < 0.0f ? tail : 1.0f - tail, beyond ? 0.0f : bell};
 }
 struct NormalPartsDouble {

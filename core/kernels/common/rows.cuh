@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include <tessera/core/approximate.h>
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/math.h>
@@ -177,9 +178,22 @@ bool begin_alike(std::initializer_list<const void*> bases, std::initializer_list
 
 // ---- Sums of exponentials -----------------------------------------------------------------------
 
+// In what exponentials of T are calculated whose results are rounded to T, or summed by thousands.
+template <class T>
+using ExpNumber = std::conditional_t<sizeof(T) == 2, math::Approximate, Compute<T>>;
+
+template <class Number, class C>
+TS_DEVICE C exponential(C x) {
+  if constexpr (std::is_same_v<Number, math::Approximate>) {
+    return math::exp(Number(x)).value;
+  } else {
+    return math::exp(x);
+  }
+}
+
 // The largest of some numbers and the sum of exp(number - largest), in one walk. The numbers of a
 // vector are added up in C, vectors in f64. -infinity adds nothing; NaN makes the sum NaN.
-template <class C>
+template <class C, class Number = C>
 struct ExpSum {
   C largest = -static_cast<C>(INFINITY);
   double sum = 0;
@@ -193,7 +207,7 @@ struct ExpSum {
     const C shift = largest == -static_cast<C>(INFINITY) ? C(0) : largest;
     C part = 0;
     TS_UNROLL
-    for (int j = 0; j < N; ++j) part += math::exp(values[j] - shift);
+    for (int j = 0; j < N; ++j) part += exponential<Number>(values[j] - shift);
     sum += static_cast<double>(part);
   }
   // Over the threads of a row; `largest_slot` and `sum_slot` as of block_reduce.
@@ -203,17 +217,17 @@ struct ExpSum {
     sum = row_reduce<kThreads>(sum, gpu::Plus{}, 0.0, sum_slot);
   }
   TS_DEVICE void raise(C to) {
-    if (sum != 0) sum *= static_cast<double>(math::exp(largest - to));
+    if (sum != 0) sum *= static_cast<double>(exponential<Number>(largest - to));
     largest = to;
   }
 };
 
 // The exponentials of the calling thread's share of a row, which goes to its stage.
-template <class T, int kWidth>
-TS_DEVICE ExpSum<Compute<T>> exp_sum(const RowWalk<T, kWidth>& walk,
-                                     const StagedRow<T, kWidth>& row) {
+template <class Number, class T, int kWidth>
+TS_DEVICE ExpSum<Compute<T>, Number> exp_sum(const RowWalk<T, kWidth>& walk,
+                                             const StagedRow<T, kWidth>& row) {
   using C = Compute<T>;
-  ExpSum<C> sums;
+  ExpSum<C, Number> sums;
   walk.each([&]<int N>(int64_t c) {
     const gpu::Vector<T, N> in = row.template first<N>(c);
     C values[N];

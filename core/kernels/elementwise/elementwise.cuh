@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include <tessera/core/approximate.h>
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/functors.h>
@@ -98,8 +99,9 @@ TS_DEVICE void store_group(const DevicePort<R>& port, const DeviceWalk<kOperands
   }
 }
 
-// A: the type of the first argument (uint8_t for a condition), C: of the others.
-template <int kInputs, class F, class A, class C, class R>
+// A: the type of the first argument (uint8_t for a condition), C: of the others, Number: in which
+// they are calculated, C or math::Approximate.
+template <int kInputs, class F, class A, class C, class R, class Number>
 __global__ void __launch_bounds__(kElementwiseBlock)
     elementwise_kernel(const F f, const DeviceWalk<kInputs + 1> walk, const DevicePort<R> output,
                        const DevicePort<A> first, const DevicePort<C> second,
@@ -116,7 +118,13 @@ __global__ void __launch_bounds__(kElementwiseBlock)
   if constexpr (kInputs > 2) load_group(third, walk, 3, position, count, c);
   TS_UNROLL
   for (int i = 0; i < kGroup; ++i) {
-    if constexpr (kInputs == 1) {
+    if constexpr (!std::is_same_v<Number, C>) {
+      if constexpr (kInputs == 1) {
+        y[i] = f(Number(a[i])).value;
+      } else {
+        y[i] = f(Number(a[i]), Number(b[i])).value;
+      }
+    } else if constexpr (kInputs == 1) {
       y[i] = f(a[i]);
     } else if constexpr (kInputs == 2) {
       y[i] = f(a[i], b[i]);
@@ -136,28 +144,59 @@ DevicePort<C> port_of(const detail::DeviceCall& call, int input) {
   return {in.data, number, in.dtype, linear, linear && is_aligned(in.data)};
 }
 
-// Instructions of a formula that take longer than its bytes, for one f32 element: those of the PTX
-// (nvcc 13.0) but copies of constants. 0: not counted, the bytes are what takes time.
+// Formulas that take longer than their bytes: results of 16 bits are made by the GPU's own
+// exponentials and divisions (approximate.h).
+template <class F>
+inline constexpr bool kIsLong = false;
+template <>
+inline constexpr bool kIsLong<fn::GeluTanh> = true;
+template <>
+inline constexpr bool kIsLong<fn::GeluTanhGrad> = true;
+template <>
+inline constexpr bool kIsLong<fn::Gelu> = true;
+template <>
+inline constexpr bool kIsLong<fn::GeluGrad> = true;
+template <>
+inline constexpr bool kIsLong<fn::Silu> = true;
+template <>
+inline constexpr bool kIsLong<fn::SiluGrad> = true;
+
+// Their instructions for an element, loads and stores included: those of the PTX (nvcc 13.0) but
+// copies of constants.
 template <class F>
 inline constexpr double kInstructions = 0;
+template <class F>
+inline constexpr double kApproximateInstructions = 0;
 template <>
-inline constexpr double kInstructions<fn::GeluTanh> = 33;
+inline constexpr double kApproximateInstructions<fn::GeluTanh> = 22;
 template <>
-inline constexpr double kInstructions<fn::GeluTanhGrad> = 39;
+inline constexpr double kApproximateInstructions<fn::GeluTanhGrad> = 33;
 template <>
-inline constexpr double kInstructions<fn::Gelu> = 40;
+inline constexpr double kApproximateInstructions<fn::Gelu> = 32;
 template <>
-inline constexpr double kInstructions<fn::GeluGrad> = 43;
+inline constexpr double kApproximateInstructions<fn::GeluGrad> = 39;
+template <>
+inline constexpr double kApproximateInstructions<fn::Silu> = 19;
+template <>
+inline constexpr double kApproximateInstructions<fn::SiluGrad> = 26;
+template <>
+inline constexpr double kInstructions<fn::GeluTanh> = 37;
+template <>
+inline constexpr double kInstructions<fn::GeluTanhGrad> = 46;
+template <>
+inline constexpr double kInstructions<fn::Gelu> = 44;
+template <>
+inline constexpr double kInstructions<fn::GeluGrad> = 50;
 
-// With loads and the store, which rounds to 16 bits in some steps.
-template <int kInputs, class F, class C>
+template <class F, class C, class Number>
 double instructions(const detail::DeviceCall& call) {
-  if (kInstructions<F> == 0 || !std::is_same_v<C, float>) return 0;
-  const int store = size_of(call.output_dtype) == 2 ? 16 : 1;
-  return (kInstructions<F> + 3 * kInputs + store) * static_cast<double>(call.walk.numel);
+  if (!std::is_same_v<C, float>) return 0;
+  constexpr double kEach =
+      std::is_same_v<Number, C> ? kInstructions<F> : kApproximateInstructions<F>;
+  return kEach * static_cast<double>(call.walk.numel);
 }
 
-template <int kInputs, class F, class A, class C>
+template <int kInputs, class F, class A, class C, class Number = C>
 void launch_elementwise(const detail::DeviceCall& call) {
   using R = typename std::conditional_t<
       kInputs == 1, std::invoke_result<const F&, A>,
@@ -181,9 +220,9 @@ void launch_elementwise(const detail::DeviceCall& call) {
                .grid = gpu::blocks(call.walk.numel, kElementwiseBlock, kGroup),
                .block = kElementwiseBlock,
                .traffic = traffic,
-               .instructions = instructions<kInputs, F, C>(call)},
-              elementwise_kernel<kInputs, F, A, C, R>, f, DeviceWalk<kInputs + 1>(call.walk),
-              output, first, second, third);
+               .instructions = instructions<F, C, Number>(call)},
+              elementwise_kernel<kInputs, F, A, C, R, Number>, f,
+              DeviceWalk<kInputs + 1>(call.walk), output, first, second, third);
 }
 
 template <class F>
@@ -202,6 +241,11 @@ void run_elementwise(const detail::DeviceCall& call) {
     if (call.lane == Lane::kDouble) return launch_elementwise<kInputs, F, uint8_t, double>(call);
     launch_elementwise<kInputs, F, uint8_t, int64_t>(call);
   } else {
+    if constexpr (kIsLong<F>) {
+      if (call.lane == Lane::kFloat && size_of(call.output_dtype) == 2) {
+        return launch_elementwise<kInputs, F, float, float, math::Approximate>(call);
+      }
+    }
     if (call.lane == Lane::kFloat) return launch_elementwise<kInputs, F, float, float>(call);
     if (call.lane == Lane::kDouble) return launch_elementwise<kInputs, F, double, double>(call);
     if constexpr (takes_integers<F>) launch_elementwise<kInputs, F, int64_t, int64_t>(call);

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(1024)
   y += blockIdx.x * n;
   const RowWalk<T, kWidth> walk(x, n);
   const StagedRow<T, kWidth> row(x, walk, gpu::dynamic_shared<T>(), staged);
-  ExpSum<C> sums = exp_sum(walk, row);
+  ExpSum<C> sums = exp_sum<C>(walk, row);
   sums.template join<0>(largest_slot, sum_slot);
   const Softmax<C> result(sums, log);
   walk.each([&]<int N>(int64_t c) {
