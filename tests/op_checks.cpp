@@ -307,9 +307,10 @@ Complaints check_forward_on(const OpRow& row, const Sample& sample, const Device
         if (!keeps && y.dtype() != (expected.dtype() == kF64 ? natural : expected.dtype())) {
           complaints.push_back(text(where, ": output ", i, " is ", y, ", in f64 ", expected));
         }
-        const std::string wrong =
-            difference(y, expected.to_vector(),
-                       error_bound(y.dtype(), row.tolerance, terms, scales.outputs[i]));
+        const bool inside = row.bf16_inside_on_gpu && device.is_cuda() && dtype == kBF16;
+        const std::string wrong = difference(
+            y, expected.to_vector(),
+            error_bound(inside ? kBF16 : y.dtype(), row.tolerance, terms, scales.outputs[i]));
         if (!wrong.empty()) complaints.push_back(text(where, ": output ", i, ": ", wrong));
       }
       for (size_t i = 0; i < wanted.size(); ++i) {

@@ -162,6 +162,8 @@ struct OpRow {
   bool value_dependent = false;
   // The result is f32 for 16-bit inputs.
   bool float32_result = false;
+  // On a GPU what a bf16 result is made of is rounded to bf16 on the way, whatever the result is.
+  bool bf16_inside_on_gpu = false;
   // A loss that keeps the dtype of its input, but is f32 for 16-bit ones under autocast.
   bool float32_under_autocast = false;
   // Refuses layouts that would need a copy, with a ShapeError.

@@ -215,6 +215,7 @@ std::vector<OpRow> matmul_rows() {
                     30}},
        .differentiable = kOnce,
        .float32_result = true,
+       .bf16_inside_on_gpu = true,  // the logits
        .tolerance = 8,
        .perf = Sample{{normal({1024, 384}), normal({8192, 384}), integers(8192, {1024})}}},
   };

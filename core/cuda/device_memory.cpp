@@ -401,6 +401,18 @@ class CachingAllocator final : public DeviceAllocator {
 bool poisons_memory() { return poison_switch().load(std::memory_order_relaxed); }
 void set_poisons_memory(bool on) { poison_switch().store(on); }
 
+int64_t total_memory(int device) {
+  static std::mutex mutex;
+  static std::map<int, int64_t> known;
+  const std::lock_guard lock(mutex);
+  const auto place = known.find(device);
+  if (place != known.end()) return place->second;
+  const CurrentDevice scope(device);
+  size_t free = 0, total = 0;
+  TS_CUDA(cudaMemGetInfo(&free, &total));
+  return known[device] = static_cast<int64_t>(total);
+}
+
 DeviceAllocator& caching_allocator(int device) {
   // Never destroyed: storages with static lifetime may outlive every other object.
   static std::mutex* const mutex = new std::mutex;

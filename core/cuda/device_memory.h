@@ -51,6 +51,9 @@ class DeviceAllocator : public Allocator {
 
 DeviceAllocator& caching_allocator(int device);
 
+// Bytes of the device, asked for once.
+int64_t total_memory(int device);
+
 // Whether memory is handed out full of bytes 0xff, in stream order: NaN in every floating dtype, so
 // that a result shows which depends on what nobody wrote. At first as TESSERA_POISON=1 in the
 // environment says. One more write of all that is asked for; a graph keeps what its capture saw.

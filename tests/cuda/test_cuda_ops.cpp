@@ -2,15 +2,20 @@
 // the bytes that launches say they move against those that they do.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <set>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/context.h>
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/cuda/emulation/race.h>
 #include <tessera/core/cuda/emulation/report.h>
+#include <tessera/core/kernels/loss/linear_cross_entropy.h>
 
 #include "op_checks.h"
 #include "op_samples.h"
@@ -60,6 +65,39 @@ TEST_P(CudaOps, GiveTheValuesAndGradientsOfTheCpu) {
     for (const std::string& complaint : complaints) ADD_FAILURE() << complaint;
     if (!gpu::emulation::race::tracked()) continue;
     for (const gpu::emulation::CountedTraffic& launch : launches) check_traffic(launch);
+  }
+}
+
+// Logits in chunks of 3 rows, the last one of 1: the same losses, and gradients within the rounding
+// of their sums.
+TEST(CudaLinearCrossEntropy, ChunksGiveWhatAllRowsAtOnceDo) {
+  constexpr int64_t kRows = 7, kWidth = 16, kWords = 40;
+  for (const DType dtype : {kF32, kBF16, kF16, kF64}) {
+    manual_seed(3);
+    const Tensor x = randn({kRows, kWidth}).to(dtype), weight = randn({kWords, kWidth}).to(dtype);
+    const Tensor targets = randint(0, kWords, {kRows});
+    const auto results = [&](int64_t rows) {
+      auto& options = Context::current().slot<kernels::LinearCrossEntropyOptions>();
+      const int64_t held = dtype == kF16 ? 4 : size_of(dtype);
+      const ScopedValue<int64_t> most(options.logits_bytes, rows * kWords * held);
+      const Tensor a = x.to(cuda(0)).set_requires_grad(),
+                   b = weight.to(cuda(0)).set_requires_grad();
+      const Tensor loss = linear_cross_entropy(a, b, targets.to(cuda(0)));
+      loss.backward();
+      return TensorList{loss.detach().to(kCpu), a.grad().to(kCpu), b.grad().to(kCpu)};
+    };
+    const TensorList whole = results(kRows), chunks = results(3);
+    EXPECT_EQ(chunks[0].item(), whole[0].item()) << dtype;
+    EXPECT_EQ(chunks[1].to_vector(), whole[1].to_vector()) << dtype;
+    const std::vector<double> expected = whole[2].to_vector(), got = chunks[2].to_vector();
+    const double eps = dtype == kF64   ? 0x1p-52
+                       : dtype == kF32 ? 0x1p-23
+                       : dtype == kF16 ? 0x1p-10
+                                       : 0x1p-7;
+    for (size_t i = 0; i < got.size(); ++i) {
+      EXPECT_NEAR(got[i], expected[i], 8 * eps * std::max(1e-3, std::abs(expected[i])))
+          << dtype << i;
+    }
   }
 }
 

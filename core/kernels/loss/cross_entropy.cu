@@ -1,8 +1,11 @@
 #include <tessera/core/kernels/loss/cross_entropy.h>
 
+#include <algorithm>
 #include <cmath>
 
+#include <tessera/core/context.h>
 #include <tessera/core/cuda/device_errors.h>
+#include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
@@ -89,7 +92,7 @@ __global__ void __launch_bounds__(kMostThreads<T>)
     return;
   }
   const T* const x = logits + n * stride;
-  ExpSum<C> row;
+  ExpSum<C, ExpNumber<T>> row;
   double weighted = 0;  // sum of weight times logit
   RowWalk<T, kWidth>(x, V).each([&]<int N>(int64_t c) {
     const gpu::Vector<T, N> in = gpu::load_vector<N>(x + c);
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(kMostThreads<T>)
     gpu::Vector<T, N> vector = gpu::load_vector<N>(x + c);
     TS_UNROLL
     for (int j = 0; j < N; ++j) {
-      C value = a * math::exp(load<C>(vector.values[j]) - largest);
+      C value = a * exponential<ExpNumber<T>>(load<C>(vector.values[j]) - largest);
       if (smoothing != 0) value = value - (weights != nullptr ? b * weights[c + j] : b);
       if (c + j == target) value = value - static_cast<C>(hard);
       vector.values[j] = store<T>(ignored ? C(0) : value);
@@ -157,9 +160,13 @@ __global__ void __launch_bounds__(kMostThreads<T>)
   });
 }
 
-// Of an element, in the loop over vectors without label smoothing: the PTX of nvcc 13.0 for f32 has
-// 160 and 145 for four, without copies of constants. Those of f64 are others, and not counted.
-constexpr double kForward = 160.0 / 4, kBackward = 145.0 / 4;
+// Of an element, in the loop over vectors without label smoothing: those of the PTX of nvcc 13.0
+// but copies of constants, for four of f32 and for eight of 16 bits. Those of f64 are others, and
+// not counted.
+template <class T>
+constexpr double kForward = sizeof(T) == 2 ? 105.0 / 8 : 160.0 / 4;
+template <class T>
+constexpr double kBackward = sizeof(T) == 2 ? 93.0 / 8 : 145.0 / 4;
 template <class T>
 double instructions(int64_t N, int64_t V, double each) {
   return std::is_same_v<T, double> ? 0 : each * static_cast<double>(N) * static_cast<double>(V);
@@ -198,7 +205,7 @@ CrossEntropyRows forward_cuda(const Tensor& logits, const Tensor& targets,
                  .grid = static_cast<unsigned>(N),
                  .block = threads_for<T>(V, kVector<T>),
                  .traffic = traffic,
-                 .instructions = instructions<T>(N, V, kForward)},
+                 .instructions = instructions<T>(N, V, kForward<T>)},
                 forward_kernel<T, kVector<T>>, logits.data_as<T>(), targets.data_as<int64_t>(),
                 weights.values.defined() ? weights.values.data_as<C>() : nullptr,
                 weights.sum.defined() ? weights.sum.data_as<double>() : nullptr,
@@ -237,7 +244,7 @@ Tensor backward_cuda(const Tensor& logits, const Tensor& targets,
                  .grid = static_cast<unsigned>(N),
                  .block = threads_for<T>(V, vectors ? kWidth : 1),
                  .traffic = traffic,
-                 .instructions = instructions<T>(N, V, kBackward)},
+                 .instructions = instructions<T>(N, V, kBackward<T>)},
                 vectors ? backward_kernel<T, kWidth> : backward_kernel<T, 1>, logits.data_as<T>(),
                 targets.data_as<int64_t>(),
                 weights.values.defined() ? weights.values.data_as<C>() : nullptr,
@@ -285,45 +292,65 @@ Tensor distribution_cuda(const Tensor& like, const Tensor& targets,
   return result;
 }
 
-// The composed form, in chunks of rows: logits in the dtype of sums, their gradient beside them.
+// Logits in the dtype of x, which their gradient overwrites; f16's, whose mean would vanish in it,
+// in f32. All rows at once where an eighth of the device's memory holds them: each chunk reads the
+// weight and rewrites its gradient, and its last wave of tiles idles.
 LinearCrossEntropy linear_cross_entropy_cuda(const Tensor& x, const Tensor& weight,
                                              const Tensor& target, int64_t ignore_index, bool mean,
                                              bool want_grad_x, bool want_grad_weight) {
   const int64_t N = x.size(0), C = x.size(1), V = weight.size(0);
-  const DType sums = compute_dtype(x.dtype());
+  const DType sums = compute_dtype(x.dtype()), held = x.dtype() == kF16 ? kF32 : x.dtype();
   const Device& device = x.device();
   const Tensor targets = check_targets("linear_cross_entropy", target, V, ignore_index);
   // How many rows count; over none the mean is NaN. Stays on the device.
   Tensor divisor;
   if (mean) divisor = sum(binary<fn::Ne>(targets, ignore_index), {0}, false, kF64);
   LinearCrossEntropy result;
-  Tensor losses = raw::zeros({N}, sums, device), grad_weight;
+  const Tensor losses = raw::empty({N}, kF64, device);
   if (want_grad_x) result.grad_x = raw::empty({N, C}, x.dtype(), device);
-  if (want_grad_weight) grad_weight = raw::zeros({V, C}, sums, device);
-  const Tensor one = raw::full({1}, 1, sums, device);
-  const CrossEntropyAttributes attributes{.ignore_index = ignore_index};
-  constexpr int64_t kChunk = 8192;  // rows: fewer would read and write grad_weight too often
-  for (int64_t first = 0; first < N; first += kChunk) {
-    const int64_t rows = N - first < kChunk ? N - first : kChunk;
+
+  int64_t most = Context::current().slot<LinearCrossEntropyOptions>().logits_bytes;
+  if (most <= 0) most = gpu::total_memory(device.index) / 8;
+  int64_t chunk = std::clamp(most / std::max<int64_t>(V * size_of(held), 1), int64_t{1},
+                             std::max<int64_t>(N, 1));
+  Tensor logits;
+  while (!logits.defined()) {
+    try {
+      logits = raw::empty({chunk, V}, held, device);
+    } catch (const OutOfMemory&) {  // what else the program holds is not known beforehand
+      if (chunk < 1024) throw;
+      chunk = (chunk + 1) / 2;
+    }
+  }
+  const bool whole = chunk >= N;
+  Tensor grad_weight;
+  if (want_grad_weight) grad_weight = raw::empty({V, C}, whole ? x.dtype() : sums, device);
+  if (want_grad_weight && N == 0) fill(grad_weight, 0);
+  for (int64_t first = 0; first < N; first += chunk) {
+    const int64_t rows = std::min(chunk, N - first);
     const Tensor x_rows = raw::narrow(x, 0, first, rows);
     const Tensor target_rows = raw::narrow(targets, 0, first, rows);
-    const Tensor logits = raw::empty({rows, V}, sums, device);
-    matmul_into(logits, x_rows, raw::transpose(weight, 0, 1), false);
-    const CrossEntropyRows forward = cross_entropy_forward(logits, target_rows, attributes);
-    copy_into(raw::narrow(losses, 0, first, rows), forward.losses);
-    if (!want_grad_x && !want_grad_weight) continue;
-    Tensor gradient =
-        cross_entropy_backward(logits, target_rows, attributes, forward.statistics, one, divisor);
-    if (gradient.dtype() != x.dtype()) gradient = convert(gradient, x.dtype());
+    const Tensor logit_rows = raw::narrow(logits, 0, 0, rows);
+    const Tensor loss_rows = raw::narrow(losses, 0, first, rows);
+    matmul_into(logit_rows, x_rows, raw::transpose(weight, 0, 1), false);
+    if (!want_grad_x && !want_grad_weight) {
+      copy_into(
+          loss_rows,
+          cross_entropy_forward(logit_rows, target_rows, {.ignore_index = ignore_index}).losses);
+      continue;
+    }
+    cross_entropy_in_place(logit_rows, target_rows, ignore_index, divisor, loss_rows);
+    const Tensor gradient = held == x.dtype() ? logit_rows : convert(logit_rows, x.dtype());
     if (want_grad_x) {
       matmul_into(raw::narrow(result.grad_x, 0, first, rows), gradient, weight, false);
     }
     if (want_grad_weight) {
-      matmul_into(grad_weight, raw::transpose(gradient, 0, 1), x_rows, true);
+      matmul_into(grad_weight, raw::transpose(gradient, 0, 1), x_rows, first > 0);
     }
   }
   if (want_grad_weight) {
-    result.grad_weight = x.dtype() == sums ? grad_weight : convert(grad_weight, x.dtype());
+    result.grad_weight =
+        grad_weight.dtype() == x.dtype() ? grad_weight : convert(grad_weight, x.dtype());
   }
   const Tensor total = sum(losses, {0}, false, kF64);
   result.loss = convert(mean ? binary<fn::Div>(total, divisor) : total, sums);

@@ -1,10 +1,17 @@
-// Cross entropy of x W^T with class indices, in chunks of rows: the logits [N, V] are never whole
-// in memory (at most 128 MiB of them), and loss and gradients come from one pass.
+// Cross entropy of x W^T with class indices, in chunks of rows: loss and gradients come from one
+// pass, and of the logits [N, V] there is a chunk: at most 128 MiB on the CPU, in f32. On a GPU
+// they are as many rows as LinearCrossEntropyOptions lets be, in the dtype of x (f32 for f16),
+// fewer where memory is short; then the sums of grad_weight are those of other chunks.
 #pragma once
 
 #include <tessera/core/tensor.h>
 
 namespace tessera::kernels {
+
+// A slot of the context.
+struct LinearCrossEntropyOptions {
+  int64_t logits_bytes = 0;  // most of a chunk on a GPU; 0: an eighth of the device's memory
+};
 
 struct LinearCrossEntropy {
   Tensor loss;         // [] f32, f64 for f64: sum or mean over rows that are not ignored
