@@ -12,9 +12,10 @@ namespace tessera {
 // product itself, where the library offers that.
 enum class GemmFusion : uint8_t {
   kNever,
-  // Where measurements say that it takes less time than the product and the pass apart: with
-  // TESSERA_GEMM_TABLE both are measured once and the winner is kept in the file. Never without:
-  // fused products are known to lose for some shapes.
+  // Where measurements say that it takes less time than the product and the pass apart: both are
+  // measured once, where a shape comes up first, and the winner is kept in a file
+  // (core/cuda/gemm_table.h). Fused products are known to lose for some shapes and versions of the
+  // library. Without a table (TESSERA_GEMM_TABLE is empty) nothing is fused.
   kMeasured,
   kAlways,
 };

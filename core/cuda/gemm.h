@@ -112,9 +112,10 @@ GemmProblem without_epilogue(GemmProblem problem);
 // ---- On the device (native_gemm.cpp; emulation/gemm.cpp: a model that a test gives) -------------
 
 // Queues the product on the current stream and says true; or does nothing and says false, where
-// validate() has a reason or there is no library. Algorithms come from the file that the
-// environment names in TESSERA_GEMM_TABLE (gemm_table.h), where new problems are measured and
-// added; without one the library's first suggestion is taken. Throws CudaError.
+// validate() has a reason or there is no library. Algorithms come from a table in a file
+// (gemm_table_of_environment()), to which new problems are measured and added, but within a
+// capture, which takes the library's first suggestion; so do all where there is no table. Throws
+// CudaError.
 bool run_gemm(const GemmProblem& problem);
 
 // Whether to ask for a product with an epilogue, by the context's GemmOptions: false where

@@ -1,7 +1,10 @@
 #include <tessera/core/cuda/gemm_table.h>
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -49,7 +52,7 @@ template <class... Args>
 
 std::map<std::string, GemmAlgorithm> read(const std::string& path) {
   std::map<std::string, GemmAlgorithm> entries;
-  if (!std::filesystem::exists(path)) return entries;
+  if (path.empty() || !std::filesystem::exists(path)) return entries;
   Json file;
   try {
     const MappedFile bytes(path);
@@ -91,6 +94,10 @@ void GemmTable::add(const std::string& key, const GemmAlgorithm& algorithm) {
            "an entry has an algorithm and a positive time; got ", algorithm.bytes.size(),
            " bytes and ", algorithm.microseconds);
   const std::lock_guard lock(mutex_);
+  if (path_.empty()) {
+    entries_[key] = algorithm;
+    return;
+  }
   std::map<std::string, GemmAlgorithm> now = read(path_);
   now[key] = algorithm;
   Json entries = Json::object();
@@ -104,6 +111,27 @@ void GemmTable::add(const std::string& key, const GemmAlgorithm& algorithm) {
 size_t GemmTable::size() const {
   const std::lock_guard lock(mutex_);
   return entries_.size();
+}
+
+std::unique_ptr<GemmTable> gemm_table_of_environment() {
+  const auto value_of = [](const char* name) {
+    const char* const value = std::getenv(name);
+    return std::string(value != nullptr ? value : "");
+  };
+  if (std::getenv("TESSERA_GEMM_TABLE") != nullptr) {
+    const std::string path = value_of("TESSERA_GEMM_TABLE");
+    return path.empty() ? nullptr : std::make_unique<GemmTable>(path);
+  }
+  std::filesystem::path folder = value_of("XDG_CACHE_HOME");
+  if (folder.empty() && !value_of("HOME").empty()) {
+    folder = std::filesystem::path(value_of("HOME")) / ".cache";
+  }
+  if (folder.empty()) return std::make_unique<GemmTable>("");
+  folder /= "tessera";
+  std::error_code ignored;
+  std::filesystem::create_directories(folder, ignored);
+  const bool is_writable = ::access(folder.c_str(), W_OK | X_OK) == 0;
+  return std::make_unique<GemmTable>(is_writable ? (folder / "gemm_table.json").string() : "");
 }
 
 std::optional<FastestCandidate> fastest_candidate(

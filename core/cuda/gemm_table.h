@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -27,7 +28,7 @@ struct GemmAlgorithm {
 
 class GemmTable {
  public:
-  // A file that is not there yet is an empty table.
+  // A file that is not there yet is an empty table. Without a path it is kept in memory alone.
   explicit GemmTable(std::string path);
 
   std::optional<GemmAlgorithm> find(const std::string& key) const;
@@ -40,6 +41,11 @@ class GemmTable {
   mutable std::mutex mutex_;
   std::map<std::string, GemmAlgorithm> entries_;
 };
+
+// The table that the environment asks for. TESSERA_GEMM_TABLE names its file; empty, there is none.
+// Unset: tessera/gemm_table.json in the user's cache folder (XDG_CACHE_HOME or ~/.cache), which is
+// made; in memory where it cannot be written, and then each process measures for itself.
+std::unique_ptr<GemmTable> gemm_table_of_environment();
 
 // Runs candidates 0 to count - 1 in turn, `rounds` times after one turn that does not count, and
 // compares their medians. time(i) is the microseconds of one run, or nothing where the candidate

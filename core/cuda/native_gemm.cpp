@@ -4,7 +4,6 @@
 #include <cublasLt.h>
 #include <cuda_runtime.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -19,6 +18,7 @@
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/gemm_table.h>
+#include <tessera/core/cuda/graph.h>
 #include <tessera/core/cuda/lazy_library.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
@@ -220,10 +220,7 @@ DevicePlans& device_plans() {
 }
 
 GemmTable* table() {
-  static GemmTable* const the_table = [] {
-    const char* path = std::getenv("TESSERA_GEMM_TABLE");
-    return path != nullptr && *path != '\0' ? new GemmTable(path) : nullptr;
-  }();
+  static GemmTable* const the_table = gemm_table_of_environment().release();
   return the_table;
 }
 
@@ -237,7 +234,9 @@ void begin(DevicePlans& device) {
   TS_CHECK_AS(CudaError, status == CUBLAS_STATUS_SUCCESS, "cublasLt",
               "cannot begin on this device: ", library().GetStatusName(status),
               "; is there memory left on it?");
-  device.gpu = properties.name;
+  int driver = 0;
+  TS_CUDA(cudaDriverGetVersion(&driver));
+  device.gpu = std::string(properties.name) + ", driver " + std::to_string(driver);
 }
 
 std::vector<cublasLtMatmulHeuristicResult_t> candidates(DevicePlans& device, const Descriptors& all,
@@ -317,10 +316,12 @@ bool choose_algorithm(DevicePlans& device, Plan& plan, const GemmProblem& proble
       return true;
     }
   }
-  const auto found = candidates(device, plan.descriptors, known != nullptr ? kCandidates : 1);
+  // A capture cannot wait for what it measures.
+  const bool measures = known != nullptr && Capture::current() == nullptr;
+  const auto found = candidates(device, plan.descriptors, measures ? kCandidates : 1);
   if (found.empty()) return false;
   size_t best = 0;
-  if (known != nullptr) {
+  if (measures) {
     const auto fastest = measure(device, plan, problem, workspace, found);
     if (!fastest) return false;
     best = fastest->index;
@@ -395,6 +396,7 @@ bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>& re
     begin(device);
     decision = key(device, "fused? " + describe(problem));
     if (const auto entry = known->find(decision)) return entry->bytes == "fused";
+    if (Capture::current() != nullptr) return false;
     const Tensor workspace = new_workspace();
     if (!plan_of(device, problem, workspace.data()).serves) return false;
     if (!plan_of(device, apart, workspace.data()).serves) return true;

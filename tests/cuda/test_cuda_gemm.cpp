@@ -451,6 +451,40 @@ TEST_F(GemmTableFile, KeepsWhatWasAddedForTheNextProcess) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_), {}), 1);  // nothing else
 }
 
+TEST_F(GemmTableFile, WithoutAPathItIsInMemory) {
+  GemmTable table("");
+  table.add("one", {kBytes, 12.5});
+  EXPECT_EQ(table.find("one")->bytes, kBytes);
+  EXPECT_EQ(GemmTable("").size(), 0U);
+}
+
+// Which file it is, by the environment. Names are the folder's.
+TEST_F(GemmTableFile, TheEnvironmentSaysWhichOne) {
+  const auto path_for = [](std::map<std::string, std::string> variables) -> std::string {
+    std::map<std::string, std::optional<std::string>> before;
+    for (const char* name : {"TESSERA_GEMM_TABLE", "XDG_CACHE_HOME", "HOME"}) {
+      const char* const value = std::getenv(name);
+      before[name] = value != nullptr ? std::optional<std::string>(value) : std::nullopt;
+      const auto place = variables.find(name);
+      place != variables.end() ? ::setenv(name, place->second.c_str(), 1) : ::unsetenv(name);
+    }
+    const auto table = gemm_table_of_environment();
+    for (const auto& [name, value] : before) {
+      value ? ::setenv(name.c_str(), value->c_str(), 1) : ::unsetenv(name.c_str());
+    }
+    return table == nullptr ? "none" : table->path();
+  };
+  const std::string folder = folder_.string();
+  EXPECT_EQ(path_for({{"TESSERA_GEMM_TABLE", path()}, {"HOME", folder}}), path());
+  EXPECT_EQ(path_for({{"TESSERA_GEMM_TABLE", ""}, {"HOME", folder}}), "none");
+  EXPECT_EQ(path_for({{"HOME", folder}}), folder + "/.cache/tessera/gemm_table.json");
+  EXPECT_EQ(path_for({{"XDG_CACHE_HOME", folder + "/x"}, {"HOME", folder}}),
+            folder + "/x/tessera/gemm_table.json");
+  EXPECT_EQ(path_for({}), "");
+  std::ofstream(folder + "/file") << "no folder";
+  EXPECT_EQ(path_for({{"HOME", folder + "/file"}}), "");
+}
+
 TEST_F(GemmTableFile, ADamagedFileIsNamedAndStays) {
   GemmTable table(path());
   table.add("one", {kBytes, 12.5});
