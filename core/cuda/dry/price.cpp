@@ -108,19 +108,17 @@ Price price(const Launch& launch, const Machine& machine) {
   price.seconds = price.floor_seconds;
   const auto calculates = [&](double floor, double seconds, Bound bound) {
     price.floor_seconds = std::max(price.floor_seconds, floor);
-    if (seconds < price.seconds) return;
+    if (seconds == 0 || seconds < price.seconds) return;
     price.seconds = seconds;
     price.bound = bound;
   };
-  if (launch.instructions > 0) {
-    const double seconds = launch.instructions / machine.issue;
-    calculates(0, seconds, Bound::kIssue);
-  }
+  const double issue = launch.instructions / machine.issue;
+  if (launch.kind != LaunchKind::kProduct) calculates(0, issue, Bound::kIssue);
   const double flops = counted_flops(launch);
   switch (launch.kind) {
     case LaunchKind::kProduct:
       calculates(flops / machine.gemm_rate(launch.dtype, launch.tf32),
-                 product_seconds(launch, machine), Bound::kProduct);
+                 product_seconds(launch, machine) + issue, Bound::kProduct);
       break;
     case LaunchKind::kConvolution: {
       const double seconds = flops / machine.gemm_rate(launch.dtype, launch.tf32);

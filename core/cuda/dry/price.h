@@ -11,7 +11,8 @@
 //   kernel       the bytes that it says it moves (traffic.h) over the bandwidth, or the
 //                instructions of its threads over those that the machine issues
 //   product      its operands' bytes over the bandwidth; its operations over the rate of its dtype,
-//                in whole waves of tiles ([Note: waves of tiles] in price.cpp)
+//                in whole waves of tiles ([Note: waves of tiles] in price.cpp), and behind them
+//                its epilogue's instructions ([Note: what an epilogue costs] in libraries.cpp)
 //   attention    the operations that its mask leaves over the rates of the library
 //   convolution  its tensors' bytes, or its operations over the rate of its dtype
 //   copy, fill   its bytes in the memory of the device
