@@ -23,6 +23,7 @@
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/function.h>
 #include <tessera/autograd/gradcheck.h>
+#include <tessera/autograd/linalg.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/weight_cache.h>
 

@@ -58,7 +58,10 @@ endfunction()
 
 tessera_floor(core)
 target_link_libraries(tessera_core PUBLIC Threads::Threads PRIVATE
-  $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+  $<BUILD_INTERFACE:Eigen3::Eigen> $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+# Factorisations keep to the thread that calls them: a team of their own would have a say in bits.
+set_source_files_properties(core/kernels/linalg/linalg_cpu.cpp core/kernels/linalg/linalg_orthogonal_cpu.cpp
+  nn/init.cpp PROPERTIES COMPILE_DEFINITIONS EIGEN_DONT_PARALLELIZE)
 if(oneDNN_FOUND)
   # OpenMP only to keep oneDNN on the thread that calls it.
   target_link_libraries(tessera_core PRIVATE oneDNN::oneDNN OpenMP::OpenMP_CXX)

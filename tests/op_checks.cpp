@@ -50,6 +50,19 @@ void guarded(Complaints& complaints, const std::string& where, const Body& body)
   }
 }
 
+// Complains unless `body` throws an ErrorClass that names the op.
+template <class ErrorClass, class Body>
+void expect_refused(Complaints& complaints, const std::string& where, const OpRow& row,
+                    const Body& body) {
+  try {
+    body();
+    complaints.push_back(where + ": was not refused");
+  } catch (const ErrorClass& error) {
+    if (!std::string_view(error.what()).starts_with(row.name))
+      complaints.push_back(where + ": the error does not name the op: " + error.what());
+  }
+}
+
 bool wants_grad(const OpRow& row, const Sample& sample, size_t i) {
   return row.differentiable != Differentiable::kNo && sample.inputs[i].grad;
 }
@@ -268,6 +281,15 @@ Complaints check_forward_on(const OpRow& row, const Sample& sample, const Device
           if (x.defined()) x = x.to(device);
         }
       }
+      if (row.linear_algebra && (!device.is_cpu() || dtype != kF32)) {
+        const auto call = [&] { (void)call_seeded(row, inputs, attrs_for(sample, dtype)); };
+        if (device.is_cpu()) {
+          expect_refused<DTypeError>(complaints, where, row, call);
+        } else {
+          expect_refused<UnsupportedError>(complaints, where, row, call);
+        }
+        return;
+      }
       const bool floating = has_floating_input(inputs);
       if (!floating && dtype != kF32 && !sample.inputs.empty()) return;
       const std::vector<size_t> wanted = wanted_inputs(row, sample);
@@ -336,7 +358,10 @@ Complaints check_grad(const OpRow& row, const Sample& sample) {
   guarded(complaints, where, [&] {
     TensorList inputs = make_inputs(row, sample, kF64);
     const Attrs attrs = attrs_for(sample, kF64);
-    const auto function = [&](const TensorList& x) { return call_seeded(row, x, attrs).tensors; };
+    const auto function = [&](TensorList x) {
+      if (row.symmetric) x[0] = mul(add(x[0], transpose(x[0], -2, -1)), 0.5);
+      return call_seeded(row, x, attrs).tensors;
+    };
     if (row.differentiable == Differentiable::kNo) {
       for (Tensor& x : inputs) {
         if (x.defined() && is_floating(x.dtype())) x.set_requires_grad();
@@ -518,7 +543,9 @@ Complaints check_autocast(const OpRow& row) {
       const TensorList inputs = make_inputs(row, sample, dtype);
       if (!has_floating_input(inputs)) return;
       const Attrs attrs = attrs_for(sample, dtype);
-      const TensorList plain = call_seeded(row, inputs, attrs).tensors;
+      const TensorList plain =
+          call_seeded(row, row.linear_algebra ? make_inputs(row, sample, kF32) : inputs, attrs)
+              .tensors;
       AutocastGuard autocast(kBF16);
       if (record->autocast == Autocast::kRefuse) {
         if (dtype == kF32) return;

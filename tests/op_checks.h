@@ -28,7 +28,7 @@ std::string difference(const Tensor& got, const std::vector<double>& reference, 
 Tensor converted(const Tensor& x, DType dtype);
 
 // Values and gradients in f32, bf16 and f16 against f64 from the same rounded inputs; the dtype of
-// the results; inputs stay as they were.
+// the results; inputs stay as they were. Of linear algebra: f32, and the errors for others.
 Complaints check_forward(const OpRow& row, const Sample& sample);
 // The op runs on `device`, the reference on the CPU.
 Complaints check_forward_on(const OpRow& row, const Sample& sample, const Device& device);

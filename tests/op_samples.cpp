@@ -362,6 +362,9 @@ Input positive(const Shape& shape) { return uniform(0.25, 3, shape); }
 Input probability(const Shape& shape) { return uniform(0.05, 0.95, shape); }
 Input away(const Shape& shape) { return {.shape = shape, .kind = Input::Kind::kAway}; }
 Input distinct(const Shape& shape) { return {.shape = shape, .kind = Input::Kind::kDistinct}; }
+Input matrices(const Shape& shape, int shift) {
+  return {.shape = shape, .kind = Input::Kind::kMatrix, .low = static_cast<double>(shift)};
+}
 Input integers(int64_t high, const Shape& shape) {
   return {.shape = shape,
           .kind = Input::Kind::kInteger,
@@ -421,6 +424,14 @@ Tensor make_input(const Input& input, uint64_t seed, DType floating) {
         values[i] =
             (static_cast<double>(i) - std::floor(static_cast<double>(count) / 2) + 0.5) / 16;
         break;
+      case Input::Kind::kMatrix: {
+        const size_t columns = static_cast<size_t>(input.shape.back());
+        const size_t rows = static_cast<size_t>(input.shape[input.shape.size() - 2]);
+        const size_t row = i / columns % rows, column = i % columns;
+        const bool diagonal = column == (row + static_cast<size_t>(input.low)) % columns;
+        values[i] = 0.3 * numbers.normal() + (diagonal ? 1.5 + static_cast<double>(row) : 0);
+        break;
+      }
       case Input::Kind::kInteger:
         values[i] = std::floor(numbers.uniform(0, input.high));
         break;
@@ -458,9 +469,9 @@ TensorList make_inputs(const OpRow& row, const Sample& sample, DType floating) {
 const std::vector<OpRow>& op_rows() {
   static const std::vector<OpRow> rows = [] {
     std::vector<OpRow> all;
-    for (auto* part :
-         {&creation_rows, &elementwise_rows, &inplace_rows, &reduce_rows, &norm_rows, &loss_rows,
-          &matmul_rows, &shape_rows, &index_rows, &convolution_rows, &attention_rows}) {
+    for (auto* part : {&creation_rows, &elementwise_rows, &inplace_rows, &reduce_rows, &norm_rows,
+                       &loss_rows, &matmul_rows, &shape_rows, &index_rows, &convolution_rows,
+                       &attention_rows, &linalg_rows}) {
       for (OpRow& row : part()) all.push_back(std::move(row));
     }
     std::sort(all.begin(), all.end(),
@@ -479,6 +490,20 @@ const OpRow* find_op_row(std::string_view name) {
       {"concat", "cat"},         {"concatenate", "cat"},  {"swapaxes", "transpose"},
       {"swapdims", "transpose"}, {"ger", "outer"},        {"mm", "matmul"},
       {"mv", "matmul"},          {"ravel", "flatten"}};
+  // torch.linalg.qr is "linalg.qr", "linalg_qr" and, with that function's arguments, "qr".
+  static const std::map<std::string_view, std::string_view> linear_algebra = [] {
+    std::map<std::string_view, std::string_view> names = {
+        {"inverse", "linalg_inv"},
+        {"pinverse", "linalg_pinv"},
+        {"triangular_solve", "linalg_solve_triangular"}};
+    for (const OpRow& row : op_rows()) {
+      if (row.linear_algebra) names.emplace(row.name.substr(sizeof("linalg_") - 1), row.name);
+    }
+    return names;
+  }();
+  if (name.starts_with("linalg.")) name.remove_prefix(sizeof("linalg.") - 1);
+  const auto factorisation = linear_algebra.find(name);
+  if (factorisation != linear_algebra.end()) name = factorisation->second;
   const auto other = other_names.find(name);
   if (other != other_names.end()) name = other->second;
   const std::vector<OpRow>& rows = op_rows();

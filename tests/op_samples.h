@@ -119,10 +119,10 @@ struct Result {
 // ---- Samples ----------------------------------------------------------------------------------
 
 struct Input {
-  enum class Kind { kFloating, kDistinct, kAway, kInteger, kBool, kAbsent };
+  enum class Kind { kFloating, kDistinct, kAway, kMatrix, kInteger, kBool, kAbsent };
   Shape shape;
   Kind kind = Kind::kFloating;
-  double low = 0, high = 0;  // a normal distribution where both are 0
+  double low = 0, high = 0;  // a normal distribution where both are 0; of a matrix low is its shift
   bool grad = true;
 };
 Input normal(const Shape& shape);
@@ -131,6 +131,10 @@ Input positive(const Shape& shape);     // [0.25, 3]
 Input probability(const Shape& shape);  // [0.05, 0.95]
 Input away(const Shape& shape);         // magnitudes in [0.125, 2], both signs: no kink at 0
 Input distinct(const Shape& shape);     // multiples of 1/16, none twice: no ties
+// Small numbers and on the diagonal, moved `shift` columns to the right, 1.5, 2.5, 3.5...: well
+// conditioned, singular values and eigenvalues apart; for shift 0 the symmetric part is
+// positive-definite.
+Input matrices(const Shape& shape, int shift = 0);
 Input integers(int64_t high, const Shape& shape);  // i64 in [0, high)
 Input booleans(const Shape& shape);                // the first is true
 Input absent();
@@ -166,6 +170,11 @@ struct OpRow {
   bool bf16_inside_on_gpu = false;
   // A loss that keeps the dtype of its input, but is f32 for 16-bit ones under autocast.
   bool float32_under_autocast = false;
+  // Takes f32 and f64 on the CPU: 16-bit dtypes are a DTypeError, a GPU is an UnsupportedError.
+  bool linear_algebra = false;
+  // The first input is a symmetric matrix, of which one triangle is read: differences are taken of
+  // its symmetric part.
+  bool symmetric = false;
   // Refuses layouts that would need a copy, with a ShapeError.
   bool refuses_layouts = false;
   // Factor k of the error bound k * eps * sqrt(terms) * scale.
@@ -177,7 +186,8 @@ struct OpRow {
 };
 
 const std::vector<OpRow>& op_rows();
-const OpRow* find_op_row(std::string_view name);  // also by torch's other names: "concat", "clip"
+const OpRow* find_op_row(
+    std::string_view name);  // also by torch's other names: "concat", "linalg.qr"
 
 // Binds, calls and refuses attributes that were not read.
 Result call_op(const OpRow& row, const TensorList& inputs, Attrs attrs);
@@ -197,5 +207,6 @@ std::vector<OpRow> shape_rows();
 std::vector<OpRow> index_rows();
 std::vector<OpRow> convolution_rows();
 std::vector<OpRow> attention_rows();
+std::vector<OpRow> linalg_rows();
 
 }  // namespace tessera::tests

@@ -193,6 +193,8 @@ def call_attrs(attrs):
 
 
 def resolve(op):
+    if op.startswith("linalg_"):
+        return getattr(torch.linalg, op.removeprefix("linalg_"))
     for place in (torch.nn.functional, torch, torch.Tensor):
         if hasattr(place, op):
             return getattr(place, op)

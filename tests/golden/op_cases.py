@@ -658,7 +658,86 @@ def fused(g):
     g.case("linear_gelu_linear", g.normal(2, 3, 4), g.normal(5, 4), None, g.normal(4, 5), None, approximate="none", terms=20, sums=True, fn=linear_gelu_linear)
 
 
-GROUPS = {f.__name__: f for f in (creation, unary, binary, reduce, matmul, shape, index, normalise, loss, convolution, attention, inplace, fused)}
+def linalg(g):
+    """float32 and float64; the largest component of each singular and eigenvector is positive."""
+
+    def matrix(*shape, shift=0):
+        """Well conditioned, singular values and eigenvalues apart."""
+        ramp = np.zeros(shape)
+        for row in range(shape[-2]):
+            if row < shape[-1] or shift:
+                ramp[..., row, (row + shift) % shape[-1]] = 1.5 + row
+        return 0.3 * g.normal(*shape) + ramp
+
+    def symmetric(*shape):
+        x = matrix(*shape)
+        return (x + np.swapaxes(x, -1, -2)) / 2
+
+    def both(op, *inputs, **options):
+        g.case(op, *inputs, dtypes=["float32", "float64"], **options)
+
+    def signs(vectors):
+        columns = vectors.shape[-1]
+        if vectors.numel() == 0:
+            return vectors.new_ones(vectors.shape[:-2] + (1, columns))
+        return torch.sign(vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))).detach()
+
+    def svd(x, **attrs):
+        u, s, vh = torch.linalg.svd(x, **attrs)
+        k = s.shape[-1]
+        sign = signs(u[..., :k])
+        tail = lambda y, n: torch.cat([sign, y.new_ones(sign.shape[:-1] + (n - k,))], -1)
+        return u * tail(u, u.shape[-1]), s, vh * tail(vh, vh.shape[-2]).mT
+
+    def eigh(x, **attrs):
+        values, vectors = torch.linalg.eigh(x, **attrs)
+        return values, vectors * signs(vectors)
+
+    both("linalg_solve", matrix(3, 3, shift=1), g.normal(3, 2), terms=9)
+    both("linalg_solve", matrix(4, 4), g.normal(4), terms=16)
+    both("linalg_solve", matrix(2, 3, 3, shift=2), g.normal(2, 3), terms=9)
+    both("linalg_solve", matrix(2, 1, 3, 3), g.normal(3, 3, 2), terms=27)
+    both("linalg_solve", matrix(3, 3, shift=1), g.normal(2, 2, 3), left=False, terms=18)
+    both("linalg_solve", matrix(2, 0, 3, 3), g.normal(0, 3, 2))
+    both("linalg_solve", np.zeros((0, 0)), np.zeros((0, 2)))
+    both("linalg_solve", matrix(9, 9, shift=4), g.normal(9, 3), terms=81)
+    for attrs in ({"upper": True}, {"upper": False}, {"upper": True, "unitriangular": True}):
+        both("linalg_solve_triangular", matrix(3, 3), g.normal(3, 2), terms=9, **attrs)
+        both("linalg_solve_triangular", matrix(2, 1, 4, 4), g.normal(3, 4, 1), terms=48, **attrs)
+        both("linalg_solve_triangular", matrix(3, 3), g.normal(2, 2, 3), left=False, terms=18, **attrs)
+    for shape in ((3, 3), (2, 4, 4), (1, 1), (2, 0, 0), (0, 3, 3)):
+        shift = min(1, shape[-1] - 1)
+        for op in ("linalg_inv", "linalg_det", "linalg_slogdet"):
+            both(op, matrix(*shape, shift=max(shift, 0)), terms=max(1, shape[-1] ** 2))
+    both("linalg_det", np.array([[1.0, 2.0], [2.0, 4.0]]), grad=False)
+    both("linalg_slogdet", np.array([[1.0, 2.0], [2.0, 4.0]]), grad=False)
+    for shape in ((3, 3), (2, 4, 4), (1, 1), (2, 0, 0)):
+        both("linalg_cholesky", symmetric(*shape), terms=max(1, shape[-1] ** 2))
+        both("linalg_eigh", symmetric(*shape), terms=max(1, shape[-1] ** 2), fn=eigh)
+    both("linalg_cholesky", symmetric(3, 3), upper=True, terms=9)
+    both("linalg_eigh", symmetric(3, 3), UPLO="U", terms=9, fn=eigh)
+    for shape in ((3, 3), (5, 3), (2, 2, 4), (2, 3, 3), (3, 0), (0, 3)):
+        n = max(1, shape[-1] * shape[-2])
+        grad = min(shape[-2:]) > 0
+        both("linalg_qr", matrix(*shape), terms=n, grad=grad)
+        both("linalg_svd", matrix(*shape), full_matrices=False, terms=n, grad=grad, fn=svd)
+        both("linalg_pinv", matrix(*shape), terms=n, grad=grad)
+    both("linalg_qr", matrix(2, 4), mode="complete", terms=8)
+    both("linalg_qr", matrix(4, 2), mode="r", terms=8, grad=False)
+    both("linalg_svd", matrix(4, 4), terms=16, fn=svd)
+    both("linalg_pinv", np.array([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]]), terms=6)
+    both("linalg_pinv", np.diag([4.0, 1.0, 0.01]), rtol=0.01, terms=9, grad=False)
+    both("linalg_pinv", np.diag([4.0, 1.0, 0.01]), atol=0.1, terms=9, grad=False)
+    both("linalg_pinv", symmetric(3, 3), hermitian=True, terms=9)
+    for driver in ("gelsy", "gelsd", "gelss", "gels"):
+        both("linalg_lstsq", matrix(4, 2), g.normal(4, 3), driver=driver, terms=16)
+        both("linalg_lstsq", matrix(2, 2, 4), g.normal(2, 2), driver=driver, terms=16)
+        both("linalg_lstsq", matrix(2, 1, 3, 3), g.normal(1, 2, 3, 2), driver=driver, terms=36)
+    both("linalg_lstsq", np.array([[1.0, 2.0], [2.0, 4.0], [0.0, 0.0]]), g.normal(3, 2), grad=False, terms=6)
+    both("linalg_lstsq", np.diag([4.0, 1.0, 0.01]), g.normal(3, 1), rcond=0.01, grad=False, terms=9)
+
+
+GROUPS = {f.__name__: f for f in (creation, unary, binary, reduce, matmul, shape, index, normalise, loss, convolution, attention, inplace, fused, linalg)}
 
 
 def write_all():
