@@ -6,6 +6,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable_node.h>
+#include <tessera/autograd/float8_weight.h>
 #include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/placement_slot.h>
@@ -118,7 +119,8 @@ TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, 
   const AutocastMode& autocast = Context::current().slot<AutocastMode>();
   const bool casts =
       autocast.enabled && (op.autocast != Autocast::kInputDtype || autocast.boundary);
-  const bool left = check_placement(op, given, casts || &op == &detail::kAutocastWeight);
+  const bool reads_copies = &op == &detail::kAutocastWeight || &op == &detail::kFloat8Linear;
+  const bool left = check_placement(op, given, casts || reads_copies);
   if (casts) {
     cast = detail::autocast_inputs(op, given);
     inputs = cast;

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <utility>
 
+#include <tessera/autograd/float8_weight.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/graph.h>
@@ -49,6 +50,7 @@ struct Entry {
   bool released = false;  // the storage is empty, and someone else holds it
   uint32_t version_before_release = 0;
   kernels::Quantized tiles = {};  // where the key has them; `values` is the tensor above
+  bool is_unread = false;         // provided, and nobody has been told that it is new
   bool is_current(const Tensor& leaf) const {
     return !released && stamp.holds_for(leaf, key.scale);
   }
@@ -175,7 +177,8 @@ Entry use(const Tensor& leaf, const WeightKey& key, bool* is_new) {
   Entry* entry = cache.find(key);
   gpu::Capture* const capture = gpu::Capture::current();
   const bool current = entry != nullptr && entry->is_current(leaf);
-  if (is_new != nullptr) *is_new = !current;
+  const bool unread = entry != nullptr && std::exchange(entry->is_unread, false);
+  if (is_new != nullptr) *is_new = !current || unread;
   if (!current) {
     Entry fresh{.key = key};
     if (capture != nullptr) {  // the graph's memory, without values before a replay: not to be kept
@@ -271,10 +274,10 @@ void restore(const Tensor& leaf) {
   }
 }
 
-Tensor provide(const Tensor& leaf, const WeightKey& key) {
-  TS_CHECK(key.is_plain_cast(), "weight_cache", "takes casts to f16 and bf16 from elsewhere; got ",
-           name_of(key.dtype), "; get() makes other forms");
-  const std::lock_guard lock(mutex_of(leaf));
+namespace {
+
+// The entry with memory for the leaf's values, current from now on.
+Entry& provided(const Tensor& leaf, const WeightKey& key) {
   WeightCache& cache = ensure_cache(leaf);
   Entry* entry = cache.find(key);
   if (entry == nullptr) entry = &cache.entries.emplace_back(Entry{.key = key});
@@ -289,8 +292,28 @@ Tensor provide(const Tensor& leaf, const WeightKey& key) {
   }
   entry->released = false;
   entry->was_got = true;
+  entry->is_unread = entry->is_unread || !current;
   entry->stamp = Stamp::of(leaf, key.scale);
-  return entry->tensor;
+  return *entry;
+}
+
+}  // namespace
+
+Tensor provide(const Tensor& leaf, const WeightKey& key) {
+  TS_CHECK(key.is_plain_cast(), "weight_cache", "takes casts to f16 and bf16 from elsewhere; got ",
+           name_of(key.dtype), "; get() makes other forms");
+  const std::lock_guard lock(mutex_of(leaf));
+  return provided(leaf, key).tensor;
+}
+
+Tensor provide(const Tensor& leaf, const WeightKey& key, kernels::Quantized about) {
+  TS_CHECK(key.tiles.has_value(), "weight_cache", "takes a quantised copy with its scales; got ",
+           name_of(key.dtype), " without tiles; provide() without them is for plain casts");
+  const std::lock_guard lock(mutex_of(leaf));
+  Entry& entry = provided(leaf, key);
+  entry.tiles = std::move(about);
+  entry.tiles.values = Tensor();
+  return entry.tensor;
 }
 
 int64_t bytes(const Tensor& leaf) {

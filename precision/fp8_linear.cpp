@@ -9,7 +9,9 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/checkpoint.h>
+#include <tessera/autograd/float8_weight.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/nn/linear.h>
 
@@ -88,7 +90,11 @@ class Fp8Layer final : public Float8Linear {
     counts.saturated += q.saturated;
     counts.underflown += q.underflown;
     counts.not_finite += std::isfinite(q.amax) ? 0 : 1;
-    if (owner_->measures_noise) counts.noise += noise_of(x, q, counts.signal);
+    if (owner_->measures_noise) {
+      // Of a weight that came as bytes: its values come, too.
+      if (const PlacementSlot* slot = placement_slot(x)) slot->bring();
+      counts.noise += noise_of(x, q, counts.signal);
+    }
     if (!owner_->is_delayed()) return;
     // Backward runs without grad mode, and only after a forward that noted.
     if (role == Float8Role::kInput && !grad_enabled()) return;
@@ -210,6 +216,7 @@ Fp8Layers::Fp8Layers(nn::ModuleBase& model, const Fp8Recipe& recipe) {
     if (reason.empty()) {
       order_.emplace_back(true, layers_.size());
       layers_.push_back(std::make_shared<Fp8Layer>(shared_, *linear, name, layers_.size()));
+      Context::current().slot<Float8Weights>().layers[&linear->weight] = layers_.back();
       handles_.push_back(linear->register_call_scope(
           [layer = layers_.back(), linear](nn::ModuleBase&) -> std::shared_ptr<void> {
             return std::make_shared<ScopedValue<Float8Slot>>(Context::current().slot<Float8Slot>(),
@@ -229,6 +236,11 @@ Fp8Layers::Fp8Layers(nn::ModuleBase& model, const Fp8Recipe& recipe) {
 }
 Fp8Layers::~Fp8Layers() {
   for (HookHandle& handle : handles_) handle.remove();
+  std::erase_if(Context::current().slot<Float8Weights>().layers, [this](const auto& entry) {
+    const auto layer = entry.second.lock();
+    return layer == nullptr ||
+           std::ranges::any_of(layers_, [&](const auto& own) { return own == layer; });
+  });
 }
 
 const Fp8Recipe& Fp8Layers::recipe() const { return shared_->recipe; }

@@ -9,6 +9,7 @@
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/half.h>
+#include <tessera/core/kernels/fp8/amax.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
@@ -218,6 +219,39 @@ TEST(Quantize, TakesAScaleThatIsGivenAndNotesAmax) {
   EXPECT_EQ(q.values.to_vector(), (std::vector<double>{2, -6, 4, 1}));
   EXPECT_EQ(q.inverse.item<float>(), 0.5f);
   EXPECT_EQ(q.amax, 3);
+}
+
+// What parts have by themselves adds up to what the whole has, and parts that are quantised with
+// its scale to its bytes: matrices that ranks hold in parts are quantised there.
+TEST(Quantize, PartsWithTheScaleOfTheWholeAreItsParts) {
+  for (const DType dtype : {kF32, kBF16, kF16}) {
+    const Tensor x = random({37, 48}, dtype, 3);
+    const QuantizeOptions options{.format = kF8E4M3};
+    const Quantized whole = quantize(x, options);
+    EXPECT_EQ(kernels::largest_magnitude_of(x), whole.amax);
+    EXPECT_EQ(kernels::largest_magnitude_of(raw::transpose(x, 0, 1)), whole.amax);
+    float amax = 0;
+    for (const auto& [first, rows] : {std::pair(0, 13), std::pair(13, 13), std::pair(26, 11)}) {
+      amax = std::max(amax, kernels::largest_magnitude_of(raw::narrow(x, 0, first, rows)));
+    }
+    EXPECT_EQ(amax, whole.amax);
+    const Tensor scale = raw::full({1}, kernels::float8_scale(amax, kF8E4M3, false), kF32);
+    std::vector<uint8_t> codes;
+    int64_t underflown = 0;
+    for (const auto& [first, rows] : {std::pair(0, 13), std::pair(13, 13), std::pair(26, 11)}) {
+      const Quantized part = quantize(raw::narrow(x, 0, first, rows), options, scale);
+      const std::vector<uint8_t> own = codes_of(part.values);
+      codes.insert(codes.end(), own.begin(), own.end());
+      underflown += part.underflown;
+    }
+    EXPECT_EQ(codes, codes_of(whole.values));
+    EXPECT_EQ(underflown, whole.underflown);
+  }
+  EXPECT_EQ(kernels::largest_magnitude_of(zeros({0, 5})), 0);
+  EXPECT_EQ(kernels::largest_magnitude_of(zeros({3, 5}, {.device = kMeta})), 0);
+  EXPECT_EQ(kernels::largest_magnitude_of(tensor({1.0f, -kInfinity})), kInfinity);
+  EXPECT_TRUE(std::isnan(kernels::largest_magnitude_of(tensor({kNaN, kInfinity}))));
+  EXPECT_THROW(kernels::largest_magnitude_of(zeros({2}, {.dtype = kF64})), DTypeError);
 }
 
 TEST(Quantize, NothingHasNoTilesAndMetaNoNumbers) {

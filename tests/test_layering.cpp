@@ -178,6 +178,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"autograd/anomaly.h", "inside of the engine; AnomalyMode is in autograd.h"},
     {"autograd/engine.h", "inside of backward()"},
     {"autograd/float8_head.h", "inside of linear_cross_entropy(), which is in autograd/ops.h"},
+    {"autograd/float8_weight.h", "inside of sharding"},
     {"autograd/graph.h", "inside of the tape"},
     {"autograd/zero_grad_hook.h", "inside of sharding"},
     {"autograd/node.h", "for ops made by hand: function.h and differentiable.h are in it"},

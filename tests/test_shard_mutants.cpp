@@ -7,6 +7,7 @@
 #include <thread>
 
 #include <tessera/distributed/shard/mutant.h>
+#include <tessera/precision/autocast.h>
 
 #include "fault_backend.h"
 #include "sharded_fixture.h"
@@ -249,6 +250,61 @@ TEST(ShardMutants, OfShardsAreSeen) {
   EXPECT_FALSE(units_are_asked_for_in_order(Mutant::kPrefetchWrong));
   EXPECT_TRUE(newer_values_are_refused(Mutant::kNone));
   EXPECT_FALSE(newer_values_are_refused(Mutant::kStaleGather));
+}
+
+struct Bytes : nn::Module<Bytes> {
+  Bytes()
+      : first(add<nn::Linear>("first", 8, 32)),
+        second(add<nn::Linear>("second", 32, 48)),
+        third(add<nn::Linear>("third", 48, 16)) {}
+  Tensor forward(const Tensor& x) { return third(relu(second(relu(first(x))))).to(kF32); }
+  nn::Linear& first;
+  nn::Linear& second;
+  nn::Linear& third;
+};
+
+// Whether weights that travel in float8 end as those of replicas do.
+bool float8_travels_rightly(precision::Fp8Scaling recipe, Mutant kind) {
+  std::vector<std::map<std::string, std::vector<float>>> ends(2);
+  std::atomic<bool> right{true};
+  for (const Way way : {Way::kReplicate, Way::kZero3}) {
+    try {
+      compared_ranks(2, [&](int rank) {
+        manual_seed(3);
+        mutant = kind;
+        Bytes model;
+        Mesh mesh(world());
+        const auto applied = precision::apply(
+            model,
+            precision::Policy::fp8({.scaling = recipe, .filter = precision::Fp8Filter::kAll}));
+        applied.fp8()->set_reduction(
+            [](const Tensor& maxima) { world().all_reduce(maxima, ReduceOp::kMax).wait(); });
+        const auto parallel = shard_in(way, model, mesh);
+        optim::SGD optimizer(model.named_parameters(), {.lr = 0.05});
+        for (int step = 0; step < 4; ++step) {
+          loss_of(model, 2 * step + rank, 16).backward();
+          applied.fp8()->update();
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+        mutant = Mutant::kNone;
+        const auto values = whole_values(model);
+        if (rank == 0) ends[way == Way::kZero3] = values;
+      });
+    } catch (const DistributedError&) {
+      right = false;
+    }
+  }
+  return right && ends[0] == ends[1];
+}
+
+TEST(ShardMutants, OfFloat8AreSeen) {
+  using precision::Fp8Scaling;
+  for (const Fp8Scaling recipe : {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed}) {
+    EXPECT_TRUE(float8_travels_rightly(recipe, Mutant::kNone));
+    EXPECT_FALSE(float8_travels_rightly(recipe, Mutant::kStaleBytes));
+  }
+  EXPECT_FALSE(float8_travels_rightly(Fp8Scaling::kTensorwise, Mutant::kOwnMaxima));
 }
 
 #if !defined(__SANITIZE_THREAD__)  // which sees them itself, and has the program fail

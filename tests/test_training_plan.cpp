@@ -36,23 +36,31 @@ using distributed::CommRecord;
 
 // ---- A small training ---------------------------------------------------------------------------
 
-// Rows that no number of ranks divides, and a table that is read twice.
+// Of a model, and rows of a batch.
+struct Sizes {
+  int64_t width, hidden, rows;
+};
+constexpr Sizes kOdd{9, 13, 10};    // rows that no number of ranks divides
+constexpr Sizes kWide{32, 48, 16};  // that products in float8 take
+
+// With a table that is read twice.
 struct Block : nn::Module<Block> {
-  Block()
-      : norm(add<nn::LayerNorm>("norm", 9)),
-        up(add<nn::Linear>("up", 9, 13)),
-        down(add<nn::Linear>("down", 13, 9)) {}
+  explicit Block(const Sizes& sizes)
+      : norm(add<nn::LayerNorm>("norm", sizes.width)),
+        up(add<nn::Linear>("up", sizes.width, sizes.hidden)),
+        down(add<nn::Linear>("down", sizes.hidden, sizes.width)) {}
   Tensor forward(const Tensor& x) { return x + down(relu(up(norm(x)))); }
   nn::LayerNorm& norm;
   nn::Linear& up;
   nn::Linear& down;
 };
 struct Small : nn::Module<Small> {
-  Small()
-      : table(add<nn::Embedding>("table", 11, 9)),
+  explicit Small(const Sizes& sizes_in = kOdd)
+      : sizes(sizes_in),
+        table(add<nn::Embedding>("table", 11, sizes.width)),
         h(add<nn::ModuleList>("h")),
-        head(add<nn::Linear>("head", 9, 11)) {
-    for (int i = 0; i < 3; ++i) h.append<Block>();
+        head(add<nn::Linear>("head", sizes.width, 11)) {
+    for (int i = 0; i < 3; ++i) h.append<Block>(sizes);
     head.share_parameter("weight", table.weight);
   }
   Tensor forward(const Tensor& tokens) {
@@ -60,12 +68,13 @@ struct Small : nn::Module<Small> {
     for (size_t i = 0; i < h.size(); ++i) x = h.at<Block>(i)(x);
     return head(x);
   }
+  const Sizes sizes;
   nn::Embedding& table;
   nn::ModuleList& h;
   nn::Linear& head;
 };
 Tensor loss_of(Small& model, const Device& device) {
-  const Tensor tokens = zeros({10}, {.dtype = kI64, .device = device});
+  const Tensor tokens = zeros({model.sizes.rows}, {.dtype = kI64, .device = device});
   return cross_entropy(model(tokens), tokens);
 }
 
@@ -79,12 +88,14 @@ struct Way {
   bool reshards = true, checkpoints = false, sync_each_batch = false;
   double momentum = -1;  // of sgd; negative: adamw
   LossWeighting weighting = LossWeighting::kSamples;
+  Fp8Scaling recipe = Fp8Scaling::kTensorwise;
 
+  const Sizes& sizes() const { return precision == Precision::kFP8 ? kWide : kOdd; }
   std::string describe() const {
     static const char* const kModes[] = {"ddp", "zero1", "zero2", "zero3", "fsdp"};
     return std::string(kModes[static_cast<int>(sharding)]) + " on " + std::to_string(ranks) + ", " +
            std::to_string(accumulate) + " micro-batches, precision " +
-           std::to_string(static_cast<int>(precision)) +
+           std::to_string(static_cast<int>(precision)) + " " + std::string(name_of(recipe)) +
            (policy == PrecisionPolicy::kPure ? " pure" : "") + ", replicas " +
            std::to_string(replicas) + (reshards ? "" : ", kept") +
            (checkpoints ? ", checkpointed" : "") + (sync_each_batch ? ", each batch" : "");
@@ -111,11 +122,13 @@ TrainingPlan plan_of(const Way& way, int rank = 0) {
   settings.fsdp_activation_checkpointing.value = way.checkpoints;
   settings.sync_each_batch.value = way.sync_each_batch;
   settings.loss_weighting.value = way.weighting;
+  settings.fp8_recipe.value = way.recipe;
+  settings.fp8_filter.value = Fp8Filter::kAll;
   settings.ddp_bucket_cap_mb.value = kBucketMegabytes;
   settings.ddp_first_bucket_mb.value = kFirstMegabytes;
   return plan_training(
-      [] {
-        auto model = std::make_shared<Small>();
+      [&] {
+        auto model = std::make_shared<Small>(way.sizes());
         return PlannedTraining{model, [model] { return loss_of(*model, kMeta); }};
       },
       {.settings = settings,
@@ -144,7 +157,7 @@ std::vector<Measured> measure(const Way& way) {
   distributed::compared_ranks(way.ranks, [&](int rank) {
     Measured& own = measured[static_cast<size_t>(rank)];
     manual_seed(3);
-    Small model;
+    Small model(way.sizes());
     Accelerator accelerator(
         {.mixed_precision = way.precision,
          .precision_policy = way.policy,
@@ -156,6 +169,7 @@ std::vector<Measured> measure(const Way& way) {
          .fsdp = {.reshard_after_forward = way.reshards,
                   .activation_checkpointing = way.checkpoints},
          .ddp = {.bucket_cap_mb = kBucketMegabytes, .first_bucket_mb = kFirstMegabytes},
+         .fp8 = {.recipe = way.recipe, .filter = Fp8Filter::kAll},
          .config_file = ""});
     const auto optimizer = way.optimizer(model.named_parameters());
     accelerator.prepare(model, *optimizer);
@@ -235,6 +249,51 @@ TEST(TrainingPlan, IsTheTraceAndTheAllocatorOf16Bits) {
       }
     }
   }
+}
+
+TEST(TrainingPlan, IsTheTraceAndTheAllocatorOfFloat8) {
+  for (const Sharding mode : kModes) {
+    for (const Fp8Scaling recipe : {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed}) {
+      expect_as_planned(
+          {.sharding = mode, .ranks = 3, .precision = Precision::kFP8, .recipe = recipe});
+    }
+  }
+  expect_as_planned(
+      {.sharding = Sharding::kFsdp, .ranks = 2, .accumulate = 2, .precision = Precision::kFP8});
+  expect_as_planned({.sharding = Sharding::kFsdp,
+                     .ranks = 2,
+                     .precision = Precision::kFP8,
+                     .recipe = Fp8Scaling::kRowwise});
+}
+
+// The figures of docs/precision.md.
+TEST(TrainingPlan, Gpt2InFloat8GathersAByteForEachWeightOfItsBlocks) {
+  constexpr int kRanks = 8;
+  const auto gathered = [](Precision precision) {
+    Settings settings;
+    settings.sharding.value = Sharding::kFsdp;
+    settings.mixed_precision.value = precision;
+    const TrainingPlan plan = plan_training(
+        [] {
+          auto model = std::make_shared<gpt2::Gpt>(gpt2::GptConfig());
+          const Tensor tokens = zeros({1, 64}, {.dtype = kI64, .device = kMeta});
+          return PlannedTraining{model, [=] { return (*model)(tokens, tokens).loss; }};
+        },
+        {.settings = settings, .ranks = kRanks});
+    int64_t bytes = 0;
+    for (const CommRecord& record : plan.records) {
+      if (record.channel == distributed::Channel::kParameter) bytes += record.bytes * kRanks;
+    }
+    return bytes;
+  };
+  const int64_t f32 = gathered(Precision::kNo), bf16 = gathered(Precision::kBF16);
+  const int64_t fp8 = gathered(Precision::kFP8);
+  constexpr int64_t kBlocks = 12, kWeights = kBlocks * 12 * 768 * 768;  // of Linears, in all blocks
+  constexpr int64_t kLabels = kBlocks * 4 * 24 * kRanks;
+  EXPECT_EQ(bf16 - fp8, 2 * (kWeights - kLabels)) << "gathered for forward and for backward";
+  EXPECT_EQ(f32, 837998592);
+  EXPECT_EQ(bf16, 497928192);
+  EXPECT_EQ(fp8, 328077312);
 }
 
 TEST(TrainingPlan, FollowsWhatElseIsSet) {

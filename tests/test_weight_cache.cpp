@@ -3,14 +3,17 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <functional>
 #include <thread>
 #include <vector>
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/float8_weight.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/fp8/cast_transpose.h>
+#include <tessera/core/raw_views.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/ema.h>
 #include <tessera/optim/optimizers.h>
@@ -87,6 +90,46 @@ TEST(WeightCache, ACopyCanBeProvided) {
   EXPECT_EQ(weight_cache::get(weight, kLow).to_vector(), Values(15, 3));
 
   EXPECT_THROW(weight_cache::provide(weight, {.dtype = kF8E4M3}), ValueError);
+}
+
+// The same of bytes, with the scales that they were made with; who reads them first is told.
+TEST(WeightCache, AQuantisedCopyCanBeProvided) {
+  const Tensor weight = weight_of({16, 32});
+  const NoGradGuard no_grad;
+  const kernels::QuantizeOptions options{.format = kF8E4M3};
+  const WeightKey key{.dtype = kF8E4M3, .tiles = options};
+  const auto provide = [&] {
+    kernels::Quantized made = kernels::quantize(raw::alias(weight), options);
+    const Tensor values = made.values;
+    const Tensor given = weight_cache::provide(weight, key, std::move(made));
+    std::memcpy(given.data(), values.data(), static_cast<size_t>(values.numel()));
+    return given;
+  };
+  const Tensor given = provide();
+  bool is_new = false;
+  const kernels::Quantized read = weight_cache::quantized(weight, options, {}, &is_new);
+  EXPECT_TRUE(read.values.is(given));
+  EXPECT_TRUE(is_new);
+  EXPECT_EQ(read.amax, max(abs(weight)).item());
+  EXPECT_EQ(read.scale.item(), kernels::float8_scale(read.amax, kF8E4M3, false));
+  weight_cache::quantized(weight, options, {}, &is_new);
+  EXPECT_FALSE(is_new) << "told once";
+
+  // Released and provided again for unchanged values, and for others.
+  const uint32_t version = given.version();
+  weight_cache::release(weight);
+  EXPECT_EQ(weight_cache::bytes(weight), 0);
+  EXPECT_TRUE(provide().is(given));
+  EXPECT_EQ(given.version(), version);
+  weight_cache::quantized(weight, options, {}, &is_new);
+  EXPECT_FALSE(is_new);
+  weight.bump_version("a test");
+  EXPECT_TRUE(provide().is(given));
+  EXPECT_NE(given.version(), version);
+  weight_cache::quantized(weight, options, {}, &is_new);
+  EXPECT_TRUE(is_new);
+
+  EXPECT_THROW(weight_cache::provide(weight, kLow, {}), ValueError);
 }
 
 TEST(WeightCache, AWeightOfAConvolutionHasAScaledCopyInItsShape) {

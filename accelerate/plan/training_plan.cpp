@@ -84,6 +84,14 @@ class Rehearsal {
     }
     const precision::Policy policy = policy_of(settings_);
     if (policy != precision::Policy::f32()) applied_ = precision::apply(model, policy);
+    if (applied_.fp8() && options.ranks > 1) {
+      applied_.fp8()->set_reduction([](const Tensor& maxima) {
+        distributed::world()
+            .all_reduce(maxima, distributed::ReduceOp::kMax,
+                        {.channel = distributed::Channel::kControl, .tag = "fp8_maxima"})
+            .wait();
+      });
+    }
     originals_ = applied_.take_originals();
     if (settings_.fsdp_activation_checkpointing && trains_) checkpoint_units();
     if ((options.ranks > 1 || policy.needs_masters()) && trains_) {
@@ -120,6 +128,7 @@ class Rehearsal {
     }
   }
   void update() {
+    if (applied_.fp8()) applied_.fp8()->update();
     if (!originals_.empty()) optimizer_->begin_masters(std::exchange(originals_, {}));
     optimizer_->step();
   }

@@ -5,6 +5,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/float8_weight.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/float8_operands.h>
 #include <tessera/autograd/weight_cache.h>
@@ -26,11 +27,14 @@ Tensor float8_rows(const Tensor& x) {
 
 Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weight,
                                Float8Linear& layer) {
-  if (const PlacementSlot* slot = placement_slot(weight); slot != nullptr && slot->has_casts()) {
-    slot->bring();
-  }
   for (const Tensor* each : {&x, &weight}) {  // before their bytes are read
     const PlacementSlot* slot = placement_slot(*each);
+    if (each == &weight && slot != nullptr && slot->has_casts()) {
+      // There may be the copy that is read here, and the cache brings the weight where not.
+      if (&op == &detail::kFloat8Linear) continue;
+      slot->bring();
+      slot = placement_slot(*each);
+    }
     TS_CHECK_AS(UnsupportedError, slot == nullptr, op, "has no rule for ", *each, "; ",
                 slot->remedy());
     check_bytes(*each, op.name);
@@ -79,10 +83,11 @@ Float8Kept Float8Operands::kept() const {
 // Inputs: x, weight, bias, then what backward reads: the input's bytes and inverse scales (or x
 // itself), the weight's bytes and inverse scales. As inputs, and not extras, they pass the hooks of
 // saved tensors: checkpoint() drops them.
-const Op kFloat8Linear{.name = "float8_linear",
-                       .reads = {inputs(5, 6), inputs(3, 4), inputs()},
-                       .twice_differentiable = false,
-                       .composed = "linear(x, weight, bias)"};
+const Op detail::kFloat8Linear{.name = "float8_linear",
+                               .reads = {inputs(5, 6), inputs(3, 4), inputs()},
+                               .twice_differentiable = false,
+                               .composed = "linear(x, weight, bias)"};
+using detail::kFloat8Linear;
 
 Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& given_bias,
                      std::shared_ptr<Float8Linear> layer) {
@@ -145,6 +150,26 @@ Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& gi
         }
         return grads;
       });
+}
+
+std::optional<WeightKey> float8_key_of(std::span<Tensor* const> places) {
+  const auto& layers = Context::current().slot<Float8Weights>().layers;
+  std::optional<WeightKey> all;
+  for (const Tensor* place : places) {
+    const auto found = layers.find(place);
+    const auto layer = found == layers.end() ? nullptr : found->second.lock();
+    if (layer == nullptr) return std::nullopt;
+    const Float8Casts& casts = layer->casts();
+    if (casts.weight != casts.weight_of_grad || casts.weight.tile != kernels::ScaleTile::tensor()) {
+      return std::nullopt;
+    }
+    const WeightKey key{.dtype = casts.weight.format,
+                        .scale = layer->scale(Float8Role::kWeight),
+                        .tiles = casts.weight};
+    if (all && *all != key) return std::nullopt;
+    all = key;
+  }
+  return all;
 }
 
 }  // namespace tessera

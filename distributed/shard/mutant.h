@@ -27,6 +27,9 @@ enum class Mutant : uint8_t {
   kPaddingCounted,  // padding counts as rows
   kForgetSums,      // a reduction begins anew where it should add
   kSkipReduceWait,  // sums are used before they are there
+  // Of weights that travel in float8:
+  kStaleBytes,  // bytes of a weight's values before the step pass for those behind it
+  kOwnMaxima,   // a weight's largest magnitude is that of this rank's part
 };
 
 // Of this thread, which is a rank.

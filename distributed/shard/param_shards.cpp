@@ -148,6 +148,7 @@ void ParamShards::move_home(ShardedParam& param, const Tensor& home) {
                  "; copy_() whole values within a scope that gathers them");
   copy_(home, raw::alias(param.shard));
   param.shard.set_data(home);
+  param.shard.bump_version("other memory");  // set_data() leaves it, and what is kept is of the old
 }
 
 bool ParamShards::is_as_gathered() const {
@@ -169,6 +170,14 @@ void ParamShards::start_gather(std::optional<DType> cast) {
 }
 
 void ParamShards::gather_whole(size_t) {}
+
+void ParamShards::set_float8(size_t param, std::optional<WeightKey> key,
+                             const std::shared_ptr<Float8Maxima>& maxima) {
+  ShardedParam& own = params_[param];
+  own.float8 = nullptr;
+  if (!key) return;
+  own.float8 = std::make_shared<Float8Part>(own.shard, room_of(param), std::move(*key), maxima);
+}
 
 // see [Note: versions]
 void ParamShards::finish_gather() {

@@ -46,6 +46,7 @@
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/mesh/placement.h>
 #include <tessera/distributed/shard/buffer.h>
+#include <tessera/distributed/shard/float8_part.h>
 #include <tessera/distributed/shard/host_transfers.h>
 #include <tessera/distributed/shard/offload_policy.h>
 #include <tessera/distributed/transport/group.h>
@@ -59,7 +60,8 @@ struct ShardedParam {
   int shard_dim = 0;               // that is cut; evenly where it is not the first
   Shape shape = {};                // of the whole
   std::optional<DType> cast = {};  // see [Note: casts]: its copies in this dtype alone are read
-  uint32_t gathered_shard = 0;     // versions at the last gather
+  std::shared_ptr<Float8Part> float8 = {};  // or its bytes
+  uint32_t gathered_shard = 0;              // versions at the last gather
   uint32_t gathered_whole = 0;
   bool trains() const { return whole.requires_grad(); }
 };
@@ -139,7 +141,11 @@ class ParamShards {
   virtual void gather_whole(size_t param);
   // Whether parameters may travel cast, and what autocast's reads are.
   virtual bool may_cast() const { return false; }
+  virtual bool may_travel_in_float8() const { return false; }
   void set_cast(size_t param, std::optional<DType> cast) { params_[param].cast = cast; }
+  // Its bytes travel, by `key`; none: they do not.
+  void set_float8(size_t param, std::optional<WeightKey> key,
+                  const std::shared_ptr<Float8Maxima>& maxima);
   // What stands in the modules' places.
   void show_wholes();
   void show_shards();
@@ -191,6 +197,8 @@ class ParamShards {
   // Whether what was gathered last is all that a reader in a scope of autocast needs.
   virtual bool serves(std::optional<DType>) const { return true; }
   virtual void free_wholes(bool keep_part) = 0;
+  // Elements of a parameter that a rank sends.
+  virtual int64_t room_of(size_t param) const { return numel_of(params_[param].shape); }
   // This rank's part of a whole, as the shard lies.
   virtual Tensor own_part(size_t param) const = 0;
   // [ranks x part] of the reduce dtype, in which this rank's gradients lie.
@@ -272,24 +280,32 @@ class RowShards final : public ParamShards {
   }
   void gather_whole(size_t param) override;
   bool may_cast() const override { return whole_dtype_ == dtype_ && dtype_ == kF32; }
+  bool may_travel_in_float8() const override { return may_cast() && !is_offloaded(); }
 
  private:
   // How a rank's part travels.
+  enum class Form : uint8_t { kStored, kCast, kFloat8 };
   struct Travel {
-    std::optional<DType> cast = {};     // of some parameters
-    std::vector<uint8_t> is_cast = {};  // which ones
+    std::optional<DType> cast = {};     // of autocast, where a parameter has a form for that
+    std::vector<Form> forms = {};       // of each parameter
     std::vector<int64_t> offsets = {};  // of the parameters, in bytes
+    std::vector<uint32_t> scales = {};  // versions, of the parameters in float8
+    int64_t labels = 0;                 // offset of theirs, one behind the other
     int64_t bytes = 0;
     DType dtype = kF32;  // bytes, where there are several
     bool operator==(const Travel&) const = default;
   };
+  int64_t room_of(size_t param) const override { return layout_.local_slice(param, 0).numel; }
+  DType dtype_in(const Travel& travel, size_t param) const;
+  void pack_float8(const Tensor& target);
+  kernels::Quantized arrived_float8(size_t param, int64_t label) const;
   void issue_gather(std::optional<DType> cast) override;
   void take_gathered() override;
   bool serves(std::optional<DType> cast) const override;
   void free_wholes(bool keep_part) override;
   Travel travel(std::optional<DType> cast) const;
   void gather_from(const Tensor& part, int64_t numel);
-  void pack(const Tensor& part, const Tensor& target, const Device& device) const;
+  void pack(const Tensor& part, const Tensor& target, const Device& device);
   const Tensor& part_to_upload(int64_t numel);
   Tensor released(const Shape& shape) const;
   Tensor own_part(size_t param) const override;

@@ -1,9 +1,11 @@
 #include <tessera/distributed/shard/param_shards.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/float8_weight.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/error.h>
@@ -157,42 +159,81 @@ void RowShards::take_memory(const Device& device) {
   for (ShardedParam& param : params_) param.whole.set_data(released(param.shape));
 }
 
+DType RowShards::dtype_in(const Travel& travel, size_t param) const {
+  switch (travel.forms[param]) {
+    case Form::kCast:
+      return *travel.cast;
+    case Form::kFloat8:
+      return params_[param].float8->key().dtype;
+    case Form::kStored:
+      break;
+  }
+  return whole_dtype_;
+}
+
 RowShards::Travel RowShards::travel(std::optional<DType> cast) const {
   Travel travel{.dtype = whole_dtype_};
   size_t casts = 0;
   for (const ShardedParam& param : params_) {
-    travel.is_cast.push_back(cast && param.cast == cast);
-    casts += travel.is_cast.back();
+    Form form = Form::kStored;
+    if (cast && param.cast == cast) form = Form::kCast;
+    if (cast && param.float8 != nullptr && !param.float8->rests()) {
+      form = Form::kFloat8;
+      travel.scales.push_back(param.float8->scale_version());
+    }
+    travel.forms.push_back(form);
+    casts += form == Form::kCast;
   }
-  if (casts > 0) {
+  const size_t float8s = travel.scales.size();
+  if (casts + float8s > 0) {
     travel.cast = cast;
     travel.dtype = casts == params_.size() ? *cast : kU8;
   }
   for (size_t i = 0; i < params_.size(); ++i) {
     const FlatLayout::Slice room = layout_.local_slice(i, 0);  // of each rank
-    if (casts == 0) {
+    if (!travel.cast) {
       travel.offsets.push_back(room.offset * size_of(whole_dtype_));
       continue;
     }
     travel.offsets.push_back(travel.bytes);
-    travel.bytes += aligned(room.numel * size_of(travel.is_cast[i] ? *cast : whole_dtype_));
+    travel.bytes += aligned(room.numel * size_of(dtype_in(travel, i)));
   }
-  if (casts == 0) travel.bytes = part_numel_ * size_of(whole_dtype_);
+  if (!travel.cast) travel.bytes = part_numel_ * size_of(whole_dtype_);
+  travel.labels = travel.bytes;
+  travel.bytes += aligned(static_cast<int64_t>(float8s * sizeof(Float8Label)));
   return travel;
 }
 
-bool RowShards::serves(std::optional<DType> cast) const { return !way_.cast || way_.cast == cast; }
+bool RowShards::serves(std::optional<DType> cast) const {
+  if (!way_.cast) return true;
+  if (way_.cast != cast) return false;
+  // A delayed scale may be another one since.
+  return way_.scales.empty() || way_ == travel(cast);
+}
 
 int64_t RowShards::whole_bytes() const {
   return way_.bytes > 0 ? shards().size() * way_.bytes : ParamShards::whole_bytes();
 }
 
-// see [Note: casts]
+// see [Note: casts] and [Note: float8 gathers]
 void RowShards::gather_whole(size_t param) {
   params_[param].cast.reset();
+  for (ShardedParam& each : params_) {
+    if (each.float8 != nullptr) each.float8->rest();
+  }
   near_part_ = Tensor();
-  start_gather();
-  finish_gather();
+  const bool had_bytes = !way_.scales.empty() && way_.forms[param] == Form::kFloat8;
+  try {
+    start_gather();
+    finish_gather();
+  } catch (const DistributedError& error) {
+    if (!had_bytes) throw;
+    TS_THROW(DistributedError, tag_, "'", params_[param].name,
+             "' came in float8, and a call that does not run in float8 reads it on this rank and "
+             "not on all: give all ranks batches whose products run alike (rows that are multiples "
+             "of 16); ",
+             error.what());
+  }
 }
 
 void RowShards::issue_gather(std::optional<DType> cast) {
@@ -244,21 +285,52 @@ void RowShards::gather_from(const Tensor& part, int64_t numel) {
 }
 
 // This rank's part as it travels.
-void RowShards::pack(const Tensor& part, const Tensor& target, const Device& device) const {
+void RowShards::pack(const Tensor& part, const Tensor& target, const Device& device) {
   if (!way_.cast) {
     copy_(target, part);
     return;
   }
+  if (!way_.scales.empty()) pack_float8(target);
   if (device.is_meta()) return;
   std::vector<kernels::CopySegment> casts, others;
   for (size_t i = 0; i < params_.size(); ++i) {
+    if (way_.forms[i] == Form::kFloat8) continue;
     const FlatLayout::Slice slice = layout_.local_slice(i, shard_index());
-    (way_.is_cast[i] != 0 ? casts : others)
+    (way_.forms[i] == Form::kCast ? casts : others)
         .push_back({part.data_as<char>() + slice.offset * size_of(dtype_),
                     target.data_as<char>() + way_.offsets[i], slice.numel});
   }
   kernels::copy_segments(casts, dtype_, *way_.cast, device);
   kernels::copy_segments(others, dtype_, whole_dtype_, device);
+}
+
+void RowShards::pack_float8(const Tensor& target) {
+  std::vector<kernels::CopySegment> segments;
+  std::vector<Float8Label> labels;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (way_.forms[i] != Form::kFloat8) continue;
+    Float8Part& own = *params_[i].float8;
+    const Tensor& bytes = own.bytes();
+    labels.push_back(own.label());
+    if (target.is_meta()) continue;
+    segments.push_back({bytes.data(), target.data_as<char>() + way_.offsets[i], bytes.numel()});
+  }
+  if (target.is_meta()) return;
+  kernels::copy_segments(segments, kU8, kU8, device_);
+  std::memcpy(target.data_as<char>() + way_.labels, labels.data(),
+              labels.size() * sizeof(Float8Label));
+}
+
+// What has come beside the bytes of a parameter. `label`: which of the labels is its own.
+kernels::Quantized RowShards::arrived_float8(size_t param, int64_t label) const {
+  std::vector<Float8Label> labels(static_cast<size_t>(shards().size()));
+  for (size_t r = 0; !device_.is_meta() && r < labels.size(); ++r) {
+    const int64_t at = static_cast<int64_t>(r) * way_.bytes + way_.labels;
+    std::memcpy(&labels[r],
+                gathered_.data_as<char>() + at + label * static_cast<int64_t>(sizeof(Float8Label)),
+                sizeof(Float8Label));
+  }
+  return float8_whole(labels, params_[param].float8->key(), device_, tag_, params_[param].name);
 }
 
 // The same in memory of the host, where it stays until a shard is written.
@@ -283,35 +355,41 @@ int64_t RowShards::uploaded_bytes() const {
 
 void RowShards::take_gathered() {
   const MemoryCategoryGuard category(MemoryCategory::kUnsharded);
-  std::vector<kernels::CopySegment> casts, others;
+  std::vector<kernels::CopySegment> casts, bytes, others;
   TensorList keep;
+  int64_t label = 0;
   for (size_t i = 0; i < params_.size(); ++i) {
     const Tensor& whole = params_[i].whole;
-    const bool cast = way_.is_cast[i] != 0;
-    if (cast) {
-      whole.storage()->resize(0);
-      whole.impl()->placement = std::make_unique<CastSlot>(params_[i].name, tag_, *this, i);
-      keep.push_back(weight_cache::provide(whole, {.dtype = *way_.cast}));
-    } else {
+    const Form form = way_.forms[i];
+    if (form == Form::kStored) {
       whole.storage()->resize(whole.numel() * size_of(whole_dtype_));
       keep.push_back(whole);
+    } else {
+      whole.storage()->resize(0);
+      whole.impl()->placement = std::make_unique<CastSlot>(params_[i].name, tag_, *this, i);
+      keep.push_back(form == Form::kCast ? weight_cache::provide(whole, {.dtype = *way_.cast})
+                                         : weight_cache::provide(whole, params_[i].float8->key(),
+                                                                 arrived_float8(i, label++)));
     }
     if (device_.is_meta()) continue;
-    const int64_t element = size_of(cast ? *way_.cast : whole_dtype_);
+    std::vector<kernels::CopySegment>& segments = form == Form::kStored ? others
+                                                  : form == Form::kCast ? casts
+                                                                        : bytes;
+    const int64_t element = size_of(dtype_in(way_, i));
     char* const to = keep.back().data_as<char>();
     for (int r = 0; r < shards().size(); ++r) {
       const char* const from = gathered_.data_as<char>() + r * way_.bytes + way_.offsets[i];
       const int64_t begin = layout_.local_slice(i, r).offset;
       for_pieces(layout_, i, i, r, [&](int64_t part, int64_t at, int64_t numel) {
-        (cast ? casts : others)
-            .push_back({from + (part - begin) * element, to + at * element, numel});
+        segments.push_back({from + (part - begin) * element, to + at * element, numel});
       });
     }
   }
   if (!casts.empty()) kernels::copy_segments(casts, *way_.cast, *way_.cast, device_);
+  kernels::copy_segments(bytes, kU8, kU8, device_);
   kernels::copy_segments(others, whole_dtype_, whole_dtype_, device_);
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (way_.is_cast[i] == 0) weight_cache::restore(params_[i].whole);
+    if (way_.forms[i] == Form::kStored) weight_cache::restore(params_[i].whole);
   }
   if (near_ != nullptr && !near_part_.defined()) {
     const int64_t numel = gathered_.numel() / near_->size();

@@ -8,8 +8,10 @@
 #include <utility>
 
 #include <tessera/autograd/autocast_mode.h>
+#include <tessera/autograd/float8_weight.h>
 #include <tessera/autograd/op_observer.h>
 #include <tessera/core/error.h>
+#include <tessera/distributed/shard/float8_part.h>
 #include <tessera/distributed/shard/mutant.h>
 #include <tessera/distributed/shard/pass_agreement.h>
 
@@ -42,7 +44,7 @@ class UnitSchedule::Reads final : public OpObserver {
  public:
   enum Way : uint8_t { kNone, kAsBF16, kAsF16 };
   struct Read {
-    uint8_t itself = 0, cast = kNone;
+    uint8_t itself = 0, cast = kNone, float8 = 0;
   };
   explicit Reads(const std::vector<Place>& places) : reads(places.size()) {
     for (size_t i = 0; i < places.size(); ++i) {
@@ -54,14 +56,16 @@ class UnitSchedule::Reads final : public OpObserver {
   Reads(const Reads&) = delete;
   Reads& operator=(const Reads&) = delete;
   void saw(const Op& op, std::span<const Tensor> inputs, std::span<const Tensor> results) override {
-    for (const Tensor& input : inputs) {
-      const auto found = known_.find(input.impl());
-      if (!input.defined() || found == known_.end()) continue;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const auto found = known_.find(inputs[i].impl());
+      if (!inputs[i].defined() || found == known_.end()) continue;
       Read& read = reads[found->second];
-      if (&op != &detail::kAutocastWeight) {
-        read.itself = 1;
-      } else {
+      if (&op == &detail::kAutocastWeight) {
         read.cast = results[0].dtype() == kBF16 ? kAsBF16 : kAsF16;
+      } else if (&op == &detail::kFloat8Linear && i == 1) {
+        read.float8 = 1;
+      } else {
+        read.itself = 1;
       }
     }
     if (outer_ != nullptr) outer_->saw(op, inputs, results);
@@ -219,19 +223,39 @@ void UnitSchedule::enter(ShardUnit& unit, bool again) {
 
 void UnitSchedule::observe_reads(ShardUnit& unit) {
   if (reads_ == nullptr) reads_ = std::make_unique<Reads>(places_);
+  observed_in_ = unit.cast;
   if (!reads_->is_open()) reads_->begin(unit);
 }
 
-// Those that any rank has read as casts, and none otherwise, travel so.
+// For each place: whether it was read itself, as which cast, in float8.
+size_t UnitSchedule::flags_of_reads() const { return may_cast_ ? 3 * places_.size() : 0; }
+
+// Those that any rank has read as casts, or in float8, and none otherwise, travel so.
 void UnitSchedule::agree_on_casts(std::span<const uint8_t> flags) {
-  const std::span<const uint8_t> itself = flags.first(places_.size());
-  const std::span<const uint8_t> cast = flags.subspan(places_.size());
-  const uint8_t way = cast.empty() ? 0 : std::ranges::max(cast);
-  if (way == Reads::kNone) return;
-  agreed_cast_ = way == Reads::kAsBF16 ? kBF16 : kF16;
-  for (size_t i = 0; i < places_.size(); ++i) {
-    const bool alone = cast[i] == way && itself[i] == 0 && places_[i].part->may_cast();
-    places_[i].part->set_cast(places_[i].index, alone ? agreed_cast_ : std::nullopt);
+  const size_t count = places_.size();
+  const std::span<const uint8_t> itself = flags.first(count);
+  const std::span<const uint8_t> cast = flags.subspan(count, count);
+  const std::span<const uint8_t> float8 = flags.subspan(2 * count, count);
+  const uint8_t way = count == 0 ? 0 : std::ranges::max(cast);
+  if (way != Reads::kNone) {
+    agreed_cast_ = way == Reads::kAsBF16 ? kBF16 : kF16;
+  } else if (count > 0 && std::ranges::max(float8) != 0) {
+    agreed_cast_ = observed_in_;
+  } else {
+    return;
+  }
+  const auto maxima = std::make_shared<Float8Maxima>(pass_.ranks());
+  for (size_t i = 0; i < count; ++i) {
+    const auto& [unit, part, index] = places_[i];
+    part->finish_gather();  // of the forms that were
+    const bool casts = way != Reads::kNone && cast[i] == way;
+    const bool alone = casts && itself[i] == 0 && float8[i] == 0 && part->may_cast();
+    part->set_cast(index, alone ? agreed_cast_ : std::nullopt);
+    std::optional<WeightKey> key;
+    if (float8[i] != 0 && itself[i] == 0 && cast[i] == 0 && part->may_travel_in_float8()) {
+      key = float8_key_of(part->params()[index].places);
+    }
+    part->set_float8(index, std::move(key), maxima);
   }
   reads_ = nullptr;
 }
@@ -472,12 +496,13 @@ void UnitSchedule::finish() {
   std::optional<PassAgreement> agreement;
   if (pass_.ranks().size() > 1) {
     const size_t count = used_.size();
-    agreement.emplace(pass_.ranks(), static_cast<int64_t>(may_cast_ ? 3 * count : count));
+    agreement.emplace(pass_.ranks(), static_cast<int64_t>(count + flags_of_reads()));
     const std::span<uint8_t> flags = agreement->flags();
     std::ranges::copy(used_, flags.begin());
     for (size_t i = 0; reads_ != nullptr && i < count; ++i) {
       flags[count + i] = reads_->reads[i].itself;
       flags[2 * count + i] = reads_->reads[i].cast;
+      flags[3 * count + i] = reads_->reads[i].float8;
     }
     agreement->issue(pass_.failed(), "used_map");
   }

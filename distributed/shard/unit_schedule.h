@@ -105,6 +105,7 @@ class UnitSchedule final : public GradientSchedule {
   static bool needs_gather(const ShardUnit& unit);
   void observe_reads(ShardUnit& unit);
   void agree_on_casts(std::span<const uint8_t> flags);
+  size_t flags_of_reads() const;
   void launch(ParamShards& part);
   bool sums_replicas() const { return pass_.plan.all_reduce; }
   void gather_rest();
@@ -146,6 +147,7 @@ class UnitSchedule final : public GradientSchedule {
   class Reads;
   std::unique_ptr<Reads> reads_;
   bool may_cast_ = false;             // of any part
+  std::optional<DType> observed_in_;  // the dtype of autocast in the calls that were looked at
   std::optional<DType> agreed_cast_;  // in which all ranks know what is read as casts alone
 };
 

@@ -9,6 +9,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/fp8/amax.h>
 #include <tessera/core/kernels/fp8/quantize_pieces.h>
 #include <tessera/core/kernels/fp8/quantize_rows.h>
 #include <tessera/core/kernels/gemm/matmul.h>
@@ -25,6 +26,11 @@ constexpr int64_t kStrip = 32;
 constexpr int64_t kPerThread = 32768;
 
 int64_t pieces_of(int64_t size, int64_t piece) { return (size + piece - 1) / piece; }
+
+void check_dtype(const char* where, const Tensor& x) {
+  TS_CHECK_DTYPE(x.dtype() == kF32 || x.dtype() == kBF16 || x.dtype() == kF16, where,
+                 "expects f32, f16 or bf16; got ", x, "; convert with to(dtype)");
+}
 
 void check_device(const char* where, const Tensor& x) {
   TS_CHECK_AS(UnsupportedError, !x.device().is_cuda(), where,
@@ -113,20 +119,35 @@ Tensor widened(const Quantized& q, DType dtype, bool with_scales) {
 }
 
 void check_source(const Tensor& x, const QuantizeOptions& options) {
-  TS_CHECK_DTYPE(x.dtype() == kF32 || x.dtype() == kBF16 || x.dtype() == kF16, kQuantize,
-                 "expects f32, f16 or bf16; got ", x, "; convert with to(dtype)");
+  check_dtype(kQuantize, x);
   TS_CHECK_DTYPE(is_float8(options.format), kQuantize, "gives f8e4m3 or f8e5m2; asked for ",
                  options.format);
   TS_CHECK_SHAPE(x.dim() == 2, kQuantize, "expects a matrix; got ", x);
   check_device(kQuantize, x);
 }
 
-// x by these scales, one a tile.
+Tensor copy_of(const Tensor& scales) {
+  const Tensor copy = raw::empty(scales.shape(), kF32, scales.device());
+  copy_into(copy, scales);
+  return copy;
+}
+
+// Largest magnitudes become scales, in place: contiguous f32.
+void make_scales(const Tensor& largest, const QuantizeOptions& options) {
+  float* const each = largest.data_as<float>();
+  for (int64_t i = 0; i < largest.numel(); ++i) {
+    each[i] = float8_scale(each[i], options.format, options.power_of_two);
+  }
+}
+
+// x by these scales, one a tile, which become the result's; undefined for meta.
 Quantized narrowed(const Tensor& x, const QuantizeOptions& options, const Tensor& given) {
   const int64_t M = x.size(0), N = x.size(1);
   const QuantizedBlocks tiling(M, N, options.tile);
   Quantized result{.values = raw::empty({M, N}, options.format, x.device()),
-                   .scale = raw::empty({tiling.down, tiling.across}, kF32, x.device()),
+                   .scale = given.defined() && !x.is_meta()
+                                ? given
+                                : raw::empty({tiling.down, tiling.across}, kF32, x.device()),
                    .inverse = raw::empty({tiling.down, tiling.across}, kF32, x.device()),
                    .tile = options.tile};
   if (x.is_meta()) return result;
@@ -135,7 +156,6 @@ Quantized narrowed(const Tensor& x, const QuantizeOptions& options, const Tensor
   const char* const from = static_cast<const char*>(source.data());
   float* const scales = result.scale.data_as<float>();
   float* const inverses = result.inverse.data_as<float>();
-  std::copy_n(contiguous(given).data_as<float>(), result.scale.numel(), scales);
   for (int64_t i = 0; i < result.scale.numel(); ++i) inverses[i] = 1 / scales[i];
 
   std::vector<QuantizeCounts> counts(static_cast<size_t>(tiling.strips()));
@@ -267,9 +287,12 @@ Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor
   TS_CHECK_SHAPE(!scale.defined() || (scale.numel() == 1 && scale.dtype() == kF32 &&
                                       options.tile == ScaleTile::tensor()),
                  kQuantize, "expects one f32 as the scale of the whole matrix; got ", scale);
-  if (scale.defined() || x.is_meta()) return narrowed(x, options, scale);
+  if (x.is_meta()) return narrowed(x, options, {});
+  if (scale.defined()) return narrowed(x, options, copy_of(raw::view(scale, {1, 1})));
   const Tensor source = contiguous(x);
-  return narrowed(source, options, scales_of(largest_of_tiles(source, options.tile), options));
+  Tensor scales = largest_of_tiles(source, options.tile);
+  make_scales(scales, options);
+  return narrowed(source, options, scales);
 }
 
 Quantized quantize_by(const Tensor& x, const QuantizeOptions& options, const Tensor& scales) {
@@ -278,7 +301,7 @@ Quantized quantize_by(const Tensor& x, const QuantizeOptions& options, const Ten
   TS_CHECK_SHAPE(scales.dtype() == kF32 && scales.shape() == Shape({tiling.down, tiling.across}),
                  kQuantize, "expects f32[", tiling.down, ", ", tiling.across,
                  "] as the scales of the tiles; got ", scales);
-  return narrowed(x, options, scales);
+  return narrowed(x, options, copy_of(scales));
 }
 
 Tensor largest_of_tiles(const Tensor& x, const ScaleTile& tile) {
@@ -333,11 +356,8 @@ float larger_magnitude(float a, float b) {
 }
 
 Tensor scales_of(const Tensor& largest, const QuantizeOptions& options) {
-  const Tensor scales = raw::empty(largest.shape(), kF32, largest.device());
-  for (int64_t i = 0; i < scales.numel(); ++i) {
-    scales.data_as<float>()[i] =
-        float8_scale(largest.data_as<float>()[i], options.format, options.power_of_two);
-  }
+  const Tensor scales = copy_of(largest);
+  make_scales(scales, options);
   return scales;
 }
 
@@ -400,6 +420,26 @@ Tensor Float8Sums::result(DType dtype) const {
   const Tensor result = dtype == kF32 ? sums_ : raw::empty(sums_.shape(), dtype, sums_.device());
   scale_into(result, sums_, {by_row_, by_column_, rows_a_scale_, columns_a_scale_});
   return result;
+}
+
+float largest_magnitude_of(const Tensor& x) {
+  constexpr const char* kWhere = "largest_magnitude";
+  check_dtype(kWhere, x);
+  check_device(kWhere, x);
+  if (x.is_meta() || x.numel() == 0) return 0;
+  const Tensor source = contiguous(x);
+  const auto* const from = source.data_as<char>();
+  const int64_t pieces = pieces_of(x.numel(), kPerThread);
+  std::vector<uint32_t> most(static_cast<size_t>(pieces), 0);
+  parallel_for(pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i * kPerThread;
+      most[static_cast<size_t>(i)] =
+          TS_SIMD_CALL(largest_magnitude, x.dtype(), from + first * size_of(x.dtype()),
+                       std::min(kPerThread, x.numel() - first));
+    }
+  });
+  return std::bit_cast<float>(*std::max_element(most.begin(), most.end()));
 }
 
 }  // namespace tessera::kernels

@@ -1,0 +1,40 @@
+// Weights that products in float8 read, for who moves weights: sharded training sends the bytes
+// that these products read in place of f32 values (distributed/shard/float8_part.h).
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <span>
+#include <unordered_map>
+
+#include <tessera/autograd/float8.h>
+#include <tessera/autograd/op.h>
+
+namespace tessera {
+
+struct WeightKey;  // autograd/weight_cache.h
+
+// The layers in float8 of this context, by the places of their weights. Who makes them
+// (precision/fp8_linear.h) keeps the list.
+struct Float8Weights {
+  std::unordered_map<const Tensor*, std::weak_ptr<Float8Linear>> layers;
+};
+
+// The copy that these layers read of the weight that stands in `places`, one scale for all of it.
+// None where a place is no layer's, where layers quantise in different ways or with scales of their
+// own, and where a weight has several scales: rows, blocks.
+std::optional<WeightKey> float8_key_of(std::span<Tensor* const> places);
+
+namespace detail {
+// Its second input is a weight, of which it reads the quantised copy that is kept.
+extern const Op kFloat8Linear;
+}  // namespace detail
+
+namespace weight_cache {
+
+// As provide() in weight_cache.h, of a copy that quantized() gives. `about`: all of that but the
+// values, which the caller writes into the result, f8[leaf's shape].
+Tensor provide(const Tensor& leaf, const WeightKey& key, kernels::Quantized about);
+
+}  // namespace weight_cache
+}  // namespace tessera

@@ -1,0 +1,121 @@
+#include <tessera/distributed/shard/float8_part.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/core/allocator.h>
+#include <tessera/core/error.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/kernels/fp8/amax.h>
+#include <tessera/core/raw_views.h>
+#include <tessera/distributed/shard/mutant.h>
+
+namespace tessera::distributed {
+
+// ---- Maxima -------------------------------------------------------------------------------------
+
+size_t Float8Maxima::add(const Tensor& part) {
+  weights_.push_back({.part = part});
+  return weights_.size() - 1;
+}
+
+float Float8Maxima::of(size_t weight) {
+  if (weights_[weight].is_current()) return weights_[weight].all;
+  const NoGradGuard no_grad;
+  const Tensor message = raw::zeros({static_cast<int64_t>(weights_.size())}, kF32);
+  float* const maxima = message.data_as<float>();
+  for (size_t i = 0; i < weights_.size(); ++i) {
+    Weight& one = weights_[i];
+    if (!one.is_current()) {
+      one.own = kernels::largest_magnitude_of(raw::alias(one.part));
+      one.version = one.part.version();
+      one.is_known = true;
+    }
+    // Infinite for NaN, too, so that a maximum over ranks keeps it.
+    maxima[i] = std::isfinite(one.own) ? one.own : std::numeric_limits<float>::infinity();
+  }
+  if (!TS_MUTANT(kOwnMaxima)) {
+    ranks_
+        ->all_reduce(message, ReduceOp::kMax,
+                     {.channel = Channel::kControl, .tag = "fp8_maxima", .waits = true})
+        .wait();
+  }
+  for (size_t i = 0; i < weights_.size(); ++i) weights_[i].all = maxima[i];
+  return weights_[weight].all;
+}
+
+// ---- A part -------------------------------------------------------------------------------------
+
+Float8Part::Float8Part(const Tensor& part, int64_t room, WeightKey key,
+                       std::shared_ptr<Float8Maxima> maxima)
+    : part_(part), room_(room), key_(std::move(key)), maxima_(std::move(maxima)) {
+  if (!key_.scale.defined()) number_ = maxima_->add(part_);
+}
+
+const Tensor& Float8Part::bytes() {
+  const bool is_current = version_ == part_.version() && made_with_ == scale_version();
+  if (bytes_.defined() && (is_current || TS_MUTANT(kStaleBytes))) return bytes_;
+  const NoGradGuard no_grad;
+  const MemoryCategoryGuard workspace(MemoryCategory::kActivation);
+  const kernels::QuantizeOptions& options = *key_.tiles;
+  Tensor scale = key_.scale;
+  if (!scale.defined()) {
+    const float amax = maxima_->of(number_);
+    scale = raw::full({1}, kernels::float8_scale(amax, options.format, options.power_of_two), kF32);
+  }
+  label_ = {.scale = *scale.data_as<float>()};
+  if (!bytes_.defined()) {
+    const MemoryCategoryGuard category(MemoryCategory::kWeightCache);
+    bytes_ = raw::zeros({room_}, kU8, part_.device());
+  }
+  if (part_.numel() > 0) {
+    const kernels::Quantized made = kernels::quantize(raw::alias(part_), options, scale);
+    label_.largest = std::bit_cast<uint32_t>(made.amax);
+    label_.saturated = made.saturated;
+    label_.underflown = made.underflown;
+    if (!part_.is_meta()) {
+      std::memcpy(bytes_.data(), made.values.data(), static_cast<size_t>(part_.numel()));
+    }
+  }
+  version_ = part_.version();
+  made_with_ = scale_version();
+  return bytes_;
+}
+
+void Float8Part::rest() {
+  rests_ = true;
+  resting_version_ = part_.version();
+}
+
+kernels::Quantized float8_whole(std::span<const Float8Label> labels, const WeightKey& key,
+                                const Device& device, std::string_view where,
+                                const std::string& name) {
+  const MemoryCategoryGuard category(MemoryCategory::kWeightCache);
+  const float scale = labels.front().scale;
+  kernels::Quantized whole{.values = {},
+                           .scale = raw::full({1, 1}, scale, kF32, device),
+                           .inverse = raw::full({1, 1}, 1 / scale, kF32, device),
+                           .tile = key.tiles->tile};
+  uint32_t largest = 0;
+  for (size_t rank = 0; rank < labels.size(); ++rank) {
+    const Float8Label& label = labels[rank];
+    TS_CHECK_AS(
+        DistributedError, std::bit_cast<uint32_t>(label.scale) == std::bit_cast<uint32_t>(scale),
+        where, "'", name, "' was quantised with the scale ", label.scale, " on rank ", rank,
+        " and with ", scale,
+        " on rank 0; scales are of the maxima of all ranks: give Fp8Layers::set_reduction() "
+        "what takes them, and call update() on all ranks alike");
+    largest = std::max(largest, label.largest);
+    whole.saturated += label.saturated;
+    whole.underflown += label.underflown;
+  }
+  whole.amax = std::bit_cast<float>(largest);
+  return whole;
+}
+
+}  // namespace tessera::distributed
