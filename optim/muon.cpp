@@ -6,6 +6,7 @@
 #include <memory>
 
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/op.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -150,6 +151,8 @@ Tensor newton_schulz(const Tensor& matrix, const MuonOptions& options) {
   const NoGradGuard no_grad;
   const bool tall = matrix.size(0) > matrix.size(1);
   Tensor x = kernels::contiguous(tall ? raw::transpose(matrix, 0, 1) : raw::alias(matrix));
+  const auto m = static_cast<double>(x.size(0)), n = static_cast<double>(x.size(1));
+  count_flops(static_cast<double>(options.ns_steps) * 2 * m * m * (2 * n + m));
   if (matrix.is_meta() || matrix.numel() == 0) return kernels::contiguous(raw::alias(matrix));
   // The norm stays beside the matrix: a GPU is not waited for.
   const Tensor norm = kernels::multi_tensor_clip_factor({&x, 1}, 2, 1, 1);

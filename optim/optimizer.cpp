@@ -649,4 +649,19 @@ int64_t Optimizer::state_bytes() const {
   return bytes;
 }
 
+int64_t Optimizer::state_bytes_per_element(std::string_view name) const {
+  for (const Group& group : groups_) {
+    for (size_t i = 0; i < group.named.size(); ++i) {
+      if (group.named[i].name != name) continue;
+      const ParameterState& own = group.states[i];
+      int64_t bytes = own.master.defined() ? size_of(own.master.dtype()) : 0;
+      for (const Tensor& state : own.states) {
+        if (state.defined()) bytes += size_of(state.dtype());
+      }
+      return bytes;
+    }
+  }
+  return 0;
+}
+
 }  // namespace tessera::optim

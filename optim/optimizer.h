@@ -138,6 +138,9 @@ class Optimizer {
 
   // Bytes of all states and master copies.
   int64_t state_bytes() const;
+  // Of a parameter by name, for each element that a rank holds, however its part lies; 0 before its
+  // first step and for a name that is not among the parameters.
+  int64_t state_bytes_per_element(std::string_view name) const;
 
  protected:
   static constexpr size_t kMaxStates = 3;

@@ -86,7 +86,8 @@ struct Way {
   PrecisionPolicy policy = PrecisionPolicy::kAutocast;
   int64_t replicas = 1;
   bool reshards = true, checkpoints = false, sync_each_batch = false;
-  double momentum = -1;  // of sgd; negative: adamw
+  const char* name = "adamw";
+  double momentum = -1;  // of sgd; negative: of the name
   LossWeighting weighting = LossWeighting::kSamples;
   Fp8Scaling recipe = Fp8Scaling::kTensorwise;
 
@@ -100,12 +101,14 @@ struct Way {
            std::to_string(replicas) + (reshards ? "" : ", kept") +
            (checkpoints ? ", checkpointed" : "") + (sync_each_batch ? ", each batch" : "");
   }
-  std::unique_ptr<optim::Optimizer> optimizer(const NamedTensors& parameters) const {
-    if (momentum < 0) return std::make_unique<optim::AdamW>(parameters, optim::AdamWOptions{});
+  Optimizers optimizers(const NamedTensors& parameters) const {
+    if (momentum < 0) return optimizer_named(name, {.not_by_muon = {"table"}})(parameters);
     optim::SGDOptions options;
     options.lr = 0.01;
     options.momentum = momentum;
-    return std::make_unique<optim::SGD>(parameters, options);
+    Optimizers one;
+    one.push_back(std::make_unique<optim::SGD>(parameters, options));
+    return one;
   }
 };
 
@@ -133,7 +136,7 @@ TrainingPlan plan_of(const Way& way, int rank = 0) {
       },
       {.settings = settings,
        .ranks = way.ranks,
-       .optimizer = [&](const NamedTensors& parameters) { return way.optimizer(parameters); },
+       .optimizer = [&](const NamedTensors& parameters) { return way.optimizers(parameters); },
        .rank = rank});
 }
 
@@ -171,8 +174,9 @@ std::vector<Measured> measure(const Way& way) {
          .ddp = {.bucket_cap_mb = kBucketMegabytes, .first_bucket_mb = kFirstMegabytes},
          .fp8 = {.recipe = way.recipe, .filter = Fp8Filter::kAll},
          .config_file = ""});
-    const auto optimizer = way.optimizer(model.named_parameters());
-    accelerator.prepare(model, *optimizer);
+    const Optimizers optimizers = way.optimizers(model.named_parameters());
+    accelerator.prepare(model);
+    for (const auto& optimizer : optimizers) accelerator.prepare(*optimizer);
     memory_stats()->reset_peak();
     for (int step = 0; step < 3; ++step) {
       const distributed::CommTrace::Scope scope(*distributed::rank_context().trace);
@@ -180,9 +184,9 @@ std::vector<Measured> measure(const Way& way) {
         const MicroBatch micro = accelerator.accumulate(model);
         accelerator.backward(loss_of(model, kCpu));
       }
-      optimizer->step();
+      for (const auto& optimizer : optimizers) optimizer->step();
       own.persistent = bytes_now(false);
-      optimizer->zero_grad();
+      for (const auto& optimizer : optimizers) optimizer->zero_grad();
       own.records = scope.records();
     }
     own.peaks = bytes_now(true);
@@ -208,20 +212,24 @@ constexpr MemoryCategory kHeld[] = {MemoryCategory::kParameter,   MemoryCategory
                                     MemoryCategory::kOptimizer,   MemoryCategory::kUnsharded,
                                     MemoryCategory::kWeightCache, MemoryCategory::kCommunication};
 
+void expect_rank_as_planned(const TrainingPlan& plan, size_t rank, const Measured& measured) {
+  SCOPED_TRACE("rank " + std::to_string(rank));
+  EXPECT_EQ(lines_of(plan.records), lines_of(measured.records));
+  for (const MemoryCategory category : kHeld) {
+    EXPECT_EQ(plan.ranks[rank].persistent[category], measured.persistent[category])
+        << "persistent " << name_of(category);
+    EXPECT_EQ(plan.ranks[rank].peaks[category], measured.peaks[category])
+        << "peak " << name_of(category);
+  }
+}
+
 void expect_as_planned(const Way& way) {
   SCOPED_TRACE(way.describe());
   const TrainingPlan plan = plan_of(way);
   const std::vector<Measured> measured = measure(way);
   ASSERT_EQ(plan.ranks.size(), measured.size());
   for (size_t rank = 0; rank < measured.size(); ++rank) {
-    SCOPED_TRACE("rank " + std::to_string(rank));
-    EXPECT_EQ(lines_of(plan.records), lines_of(measured[rank].records));
-    for (const MemoryCategory category : kHeld) {
-      EXPECT_EQ(plan.ranks[rank].persistent[category], measured[rank].persistent[category])
-          << "persistent " << name_of(category);
-      EXPECT_EQ(plan.ranks[rank].peaks[category], measured[rank].peaks[category])
-          << "peak " << name_of(category);
-    }
+    expect_rank_as_planned(plan, rank, measured[rank]);
   }
   EXPECT_FALSE(plan.collectives.empty());
 }
@@ -264,6 +272,20 @@ TEST(TrainingPlan, IsTheTraceAndTheAllocatorOfFloat8) {
                      .ranks = 2,
                      .precision = Precision::kFP8,
                      .recipe = Fp8Scaling::kRowwise});
+}
+
+// Ranks own different matrices, so that each has a plan of its own.
+TEST(TrainingPlan, IsTheTraceAndTheAllocatorOfMuon) {
+  for (const Sharding mode : kModes) {
+    for (const Precision precision : {Precision::kNo, Precision::kBF16}) {
+      const Way way{.sharding = mode, .ranks = 3, .precision = precision, .name = "muon"};
+      SCOPED_TRACE(way.describe());
+      const std::vector<Measured> measured = measure(way);
+      for (size_t rank = 0; rank < measured.size(); ++rank) {
+        expect_rank_as_planned(plan_of(way, static_cast<int>(rank)), rank, measured[rank]);
+      }
+    }
+  }
 }
 
 // The figures of docs/precision.md.

@@ -172,7 +172,8 @@ int run_plan(const PlanRequest& request) {
       [&] { return training_of(outline, {.tokens = request.batch * request.context}); },
       {.settings = settings_of(request),
        .ranks = static_cast<int>(mesh.shard * mesh.replicate),
-       .optimizer = optimizer_named(request.optimizer, request.momentum),
+       .optimizer = optimizer_named(
+           request.optimizer, {.momentum = request.momentum, .not_by_muon = outline.not_by_muon()}),
        .network = network_of(request)});
   if (request.json != "-") {
     std::printf("%s: %s, ", request.model.c_str(), outline.kind.c_str());
@@ -223,8 +224,10 @@ void add_plan(CLI::App& app, int& exit_code) {
           "in bf16; f32")
       ->check(CLI::IsMember({"bf16", "autocast-bf16", "f32"}))
       ->capture_default_str();
-  command->add_option("--optimizer", request->optimizer, "adamw, adam, sgd or lion")
-      ->check(CLI::IsMember({"adamw", "adam", "sgd", "lion"}))
+  command
+      ->add_option("--optimizer", request->optimizer,
+                   "adamw, adam, sgd, lion, or muon with adamw for what are no matrices")
+      ->check(CLI::IsMember({"adamw", "adam", "sgd", "lion", "muon"}))
       ->capture_default_str();
   command->add_option("--momentum", request->momentum, "of sgd")->check(CLI::Range(0.0, 1.0));
   command->add_option("--accumulate", request->accumulate, "micro-batches of a step")

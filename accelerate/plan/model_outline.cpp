@@ -476,6 +476,19 @@ Tensor outline_loss(const Tensor& x) {
 
 }  // namespace
 
+std::vector<std::string> ModelOutline::not_by_muon() const {
+  std::vector<std::string> names;
+  for (const OutlineModule& module : modules) {
+    const bool hidden =
+        module.read == OutlineRead::kProduct || module.read == OutlineRead::kActivated;
+    if (hidden) continue;
+    for (const auto& [own, shape] : module.parameters) {
+      names.push_back(module.name.empty() ? own : module.name + "." + own);
+    }
+  }
+  return names;
+}
+
 int64_t ModelOutline::num_parameters() const {
   int64_t sum = 0;
   for (const OutlineModule& module : modules) {

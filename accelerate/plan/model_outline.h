@@ -62,6 +62,8 @@ struct ModelOutline {
   OutlineDimensions dimensions = {};
 
   int64_t num_parameters() const;
+  // Parameters that are no matrices of hidden layers: of tables, norms and the head.
+  std::vector<std::string> not_by_muon() const;
   // A report of a model that stands: what its modules hold, in the order of construction. Products
   // are those of nn::Linear. Activations are not in it.
   static ModelOutline of_model(nn::ModuleBase& model);

@@ -20,6 +20,7 @@
 #include <tessera/distributed/shard/data_parallel_model.h>
 #include <tessera/distributed/transport/backend.h>
 #include <tessera/distributed/transport/group.h>
+#include <tessera/optim/muon.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>
 
@@ -98,7 +99,7 @@ class Rehearsal {
       parallel_ = make_data_parallel(model, settings_, policy, nullptr);
       for (const Tensor& whole : parallel_->wholes()) applied_.add_parameters({whole});
     }
-    optimizer_ = options.optimizer(model.named_parameters());
+    optimizers_ = options.optimizer(model.named_parameters());
     cut_originals();
   }
   ~Rehearsal() {
@@ -129,10 +130,21 @@ class Rehearsal {
   }
   void update() {
     if (applied_.fp8()) applied_.fp8()->update();
-    if (!originals_.empty()) optimizer_->begin_masters(std::exchange(originals_, {}));
-    optimizer_->step();
+    const NamedTensors originals = std::exchange(originals_, {});
+    for (const auto& optimizer : optimizers_) {
+      if (!originals.empty()) optimizer->begin_masters(originals);
+    }
+    for (const auto& optimizer : optimizers_) optimizer->step();
   }
-  void clear() { optimizer_->zero_grad(); }
+  void clear() {
+    for (const auto& optimizer : optimizers_) optimizer->zero_grad();
+  }
+  int64_t state_bytes_per_element(const std::string& parameter) const {
+    int64_t bytes = 0;
+    for (const auto& optimizer : optimizers_)
+      bytes += optimizer->state_bytes_per_element(parameter);
+    return bytes;
+  }
 
   nn::ModuleBase& model() { return *training_.model; }
   int64_t elements() const { return elements_; }
@@ -173,7 +185,7 @@ class Rehearsal {
   std::vector<HookHandle> handles_;
   precision::AppliedPolicy applied_;
   std::unique_ptr<distributed::DataParallelModel> parallel_;
-  std::unique_ptr<optim::Optimizer> optimizer_;
+  Optimizers optimizers_;
 };
 
 // ---- The other ranks ----------------------------------------------------------------------------
@@ -205,38 +217,15 @@ Shape part_shape(const Tensor& parameter, int rank) {
   return shape;
 }
 
-// What an optimizer keeps of parameters, asked of itself.
-class KeptStates {
- public:
-  explicit KeptStates(const OptimizerFactory& make) : make_(make) {}
-  int64_t bytes(const Shape& shape, DType dtype) {
-    const auto [at, added] = known_.try_emplace({{shape.begin(), shape.end()}, dtype}, int64_t{0});
-    if (!added) return at->second;
-    const Tensor parameter = raw::empty(shape, dtype, kMeta);
-    parameter.set_requires_grad();
-    parameter.set_grad(raw::empty(shape, dtype, kMeta));
-    const auto optimizer = make_({{"parameter", parameter}});
-    optimizer->step();
-    return at->second = optimizer->state_bytes();
-  }
-
- private:
-  const OptimizerFactory& make_;
-  std::map<std::pair<std::vector<int64_t>, DType>, int64_t> known_;
-};
-
-std::vector<int64_t> optimizer_bytes(const NamedTensors& parameters, const PlanOptions& options) {
-  KeptStates kept(options.optimizer);
-  std::vector<int64_t> bytes(static_cast<size_t>(options.ranks));
+// Of every rank, by what the rehearsal's keep of each element.
+std::vector<int64_t> optimizer_bytes(const Rehearsal& rehearsal, const NamedTensors& parameters,
+                                     int ranks) {
+  std::vector<int64_t> bytes(static_cast<size_t>(ranks));
   for (const auto& [name, parameter] : parameters) {
-    if (!parameter.requires_grad()) continue;
-    std::optional<Shape> before;  // neighbours mostly hold as much
-    int64_t held = 0;
-    for (int rank = 0; rank < options.ranks; ++rank) {
-      const Shape shape = part_shape(parameter, rank);
-      if (before != shape) held = kept.bytes(shape, parameter.dtype());
-      before = shape;
-      bytes[static_cast<size_t>(rank)] += held;
+    const int64_t each = rehearsal.state_bytes_per_element(name);
+    if (each == 0) continue;
+    for (int rank = 0; rank < ranks; ++rank) {
+      bytes[static_cast<size_t>(rank)] += each * numel_of(part_shape(parameter, rank));
     }
   }
   return bytes;
@@ -312,22 +301,42 @@ const char* key_of(MemoryCategory category) {
 
 }  // namespace
 
-OptimizerFactory optimizer_named(const std::string& name, double momentum) {
-  const auto make = [](auto options, auto* kind) -> OptimizerFactory {
-    using Kind = std::remove_pointer_t<decltype(kind)>;
-    return [options](const NamedTensors& parameters) -> std::unique_ptr<optim::Optimizer> {
-      return std::make_unique<Kind>(parameters, options);
+OptimizerFactory optimizer_named(const std::string& name, const NamedOptimizerOptions& options) {
+  const auto one = [](const auto& make) -> OptimizerFactory {
+    return [make](const NamedTensors& parameters) {
+      Optimizers optimizers;
+      optimizers.push_back(make(parameters));
+      return optimizers;
     };
   };
-  if (name == "adamw") return make(optim::AdamWOptions{}, static_cast<optim::AdamW*>(nullptr));
-  if (name == "adam") return make(optim::AdamOptions{}, static_cast<optim::Adam*>(nullptr));
-  if (name == "lion") return make(optim::LionOptions{}, static_cast<optim::Lion*>(nullptr));
-  if (name == "sgd") {
-    optim::SGDOptions options;
-    options.momentum = momentum;
-    return make(options, static_cast<optim::SGD*>(nullptr));
+  if (name == "adamw") {
+    return one([](const NamedTensors& all) { return std::make_unique<optim::AdamW>(all); });
   }
-  TS_THROW(ConfigError, "plan", "--optimizer is adamw, adam, sgd or lion; got '", name, "'");
+  if (name == "adam") {
+    return one([](const NamedTensors& all) { return std::make_unique<optim::Adam>(all); });
+  }
+  if (name == "lion") {
+    return one([](const NamedTensors& all) { return std::make_unique<optim::Lion>(all); });
+  }
+  if (name == "sgd") {
+    return one([momentum = options.momentum](const NamedTensors& all) {
+      optim::SGDOptions sgd;
+      sgd.momentum = momentum;
+      return std::make_unique<optim::SGD>(all, sgd);
+    });
+  }
+  TS_CHECK_AS(ConfigError, name == "muon", kPlan,
+              "--optimizer is adamw, adam, sgd, lion or muon; got '", name, "'");
+  return [not_by_muon = options.not_by_muon](const NamedTensors& parameters) {
+    const auto [matrices, others] = optim::split_for_muon(parameters, not_by_muon);
+    TS_CHECK_AS(ConfigError, !matrices.empty(), kPlan,
+                "muon updates matrices of hidden layers, and no parameter is known to be one; "
+                "take another --optimizer");
+    Optimizers optimizers;
+    optimizers.push_back(std::make_unique<optim::Muon>(matrices));
+    if (!others.empty()) optimizers.push_back(std::make_unique<optim::AdamW>(others));
+    return optimizers;
+  };
 }
 
 int64_t PlannedBytes::total() const {
@@ -401,12 +410,8 @@ TrainingPlan plan_training(const std::function<PlannedTraining()>& make,
   plan.flops = std::exchange(flops, {}).total;
 
   const NamedTensors parameters = rehearsal.model().named_parameters();
-  const std::vector<int64_t> states = optimizer_bytes(parameters, options);
+  const std::vector<int64_t> states = optimizer_bytes(rehearsal, parameters, options.ranks);
   const int64_t own = persistent[MemoryCategory::kOptimizer];
-  TS_CHECK_AS(UnsupportedError, states[static_cast<size_t>(options.rank)] == own, kPlan,
-              "the optimizer keeps ", own, " bytes where parameters by themselves have ",
-              states[static_cast<size_t>(options.rank)],
-              "; what it keeps of a parameter has to follow from its part");
   plan.ranks.reserve(states.size());
   for (const int64_t bytes : states) {
     RankPlan rank{.persistent = persistent, .peaks = before_states.categories};

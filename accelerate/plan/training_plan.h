@@ -17,9 +17,11 @@
 //
 // [Note: other ranks] All ranks call the same. What they hold differs in one thing: paddings make
 // parts of parameters and gradients equal, and optimizers keep states of what is there alone. So
-// the parts of every rank are taken from the placements of the parameters, and an optimizer that
-// steps such parts says what it keeps of them; its states are the same from the first step on, so
-// that peaks differ by what they differ.
+// the parts of every rank are taken from the placements of the parameters, and the optimizer says
+// what it keeps of each element; its states are the same from the first step on, so that peaks
+// differ by what they differ. Under Muon ranks differ in the matrices, too, that they own while a
+// step makes them orthogonal (distributed/mesh/matrix_exchange.h): peaks and records are those of
+// the rank that runs. The first, which runs by default, has the largest.
 //
 // Not in a plan: what happens before the first step (a model that is made whole before it is cut),
 // loaders, checkpoints, clipping (one all-reduce of 544 bytes a step), workspace of kernels, what
@@ -51,11 +53,17 @@ struct PlannedTraining {
   std::function<Tensor()> loss;  // of a micro-batch, whose tensors are on kMeta
 };
 
-using OptimizerFactory =
-    std::function<std::unique_ptr<optim::Optimizer>(const NamedTensors& parameters)>;
-// "adamw", "adam", "sgd", "lion"; `momentum` of sgd. ConfigError for another name. An optimizer of
-// a program's own may be given as well, if what it keeps of a parameter follows from its part.
-OptimizerFactory optimizer_named(const std::string& name, double momentum = 0);
+// One, or several that share the parameters.
+using Optimizers = std::vector<std::unique_ptr<optim::Optimizer>>;
+using OptimizerFactory = std::function<Optimizers(const NamedTensors& parameters)>;
+struct NamedOptimizerOptions {
+  double momentum = 0;                        // of sgd
+  std::vector<std::string> not_by_muon = {};  // see optim::split_for_muon()
+};
+// "adamw", "adam", "sgd", "lion", or "muon": matrices by Muon, all else by AdamW. ConfigError for
+// another name.
+OptimizerFactory optimizer_named(const std::string& name,
+                                 const NamedOptimizerOptions& options = {});
 
 struct PlanOptions {
   // The training: sharding, its units and buckets, precision, accumulation, as prepare() reads
