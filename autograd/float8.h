@@ -12,6 +12,10 @@
 // kept until the leaf is written (autograd/weight_cache.h). The result and the gradients have the
 // dtype that autocast gives x; a bias is added to the rounded result; its gradient is the sum of
 // dy, which nobody quantised.
+//
+// On a GPU each operand is made by rows and, where backward needs that, by columns, in one pass; of
+// x the copy by columns is kept. The result's product has fast accumulation, those of gradients
+// have not; the bias is added before the rounding. One scale a tensor alone.
 #pragma once
 
 #include <memory>
@@ -43,6 +47,8 @@ class Float8Linear {
   virtual bool takes(const Tensor& x, const Tensor& weight, int64_t rows) = 0;
   // One f32 to quantise all of the operand with; undefined: of the values at hand.
   virtual Tensor scale(Float8Role) { return {}; }
+  // Where a GPU notes what happens in the next quantisation of an operand.
+  virtual kernels::QuantizeWants notes(Float8Role) { return {}; }
   // After a quantisation of `x`. Recomputations (autograd/checkpoint.h) come by, too.
   virtual void saw(Float8Role, const Tensor& x, const kernels::Quantized& q) {
     static_cast<void>(x), static_cast<void>(q);

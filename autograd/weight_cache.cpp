@@ -50,11 +50,16 @@ struct Entry {
   bool released = false;  // the storage is empty, and someone else holds it
   uint32_t version_before_release = 0;
   kernels::Quantized tiles = {};  // where the key has them; `values` is the tensor above
-  bool is_unread = false;         // provided, and nobody has been told that it is new
+  Tensor turned = {};             // of a GPU's: their `transposed`
+  uint32_t turned_version_before_release = 0;
+  bool is_unread = false;  // provided, and nobody has been told that it is new
   bool is_current(const Tensor& leaf) const {
     return !released && stamp.holds_for(leaf, key.scale);
   }
-  bool is_shared() const { return tensor.use_count() > 1 || tensor.storage().use_count() > 1; }
+  bool is_shared() const { return is_held(tensor) || (turned.defined() && is_held(turned)); }
+
+ private:
+  static bool is_held(const Tensor& x) { return x.use_count() > 1 || x.storage().use_count() > 1; }
 };
 
 // A leaf's copies may be asked for by several threads.
@@ -95,30 +100,44 @@ WeightCache& ensure_cache(const Tensor& leaf) {
 }
 
 // Puts `made` in the entry. Where a graph waits for the released bytes it gets them back.
-void fill(Entry& entry, Tensor made, const Tensor& leaf) {
-  if (entry.released && entry.tensor.shape() == made.shape() &&
-      entry.tensor.strides() == made.strides() && entry.is_shared()) {
-    entry.tensor.storage()->resize(made.storage()->bytes());
-    kernels::copy_into(entry.tensor, made);
+void fill(Entry& entry, Tensor made, const Tensor& leaf, Tensor turned = {}) {
+  const auto fits = [](const Tensor& before, const Tensor& now) {
+    return before.defined() == now.defined() &&
+           (!now.defined() || (before.shape() == now.shape() && before.strides() == now.strides()));
+  };
+  if (entry.released && fits(entry.tensor, made) && fits(entry.turned, turned) &&
+      entry.is_shared()) {
     // Other values than before: what saved the copy must not read these, and release() saw to it.
-    if (entry.stamp.holds_for(leaf, entry.key.scale)) {
-      entry.tensor.impl()->version->value = entry.version_before_release;
-    }
+    const bool same = entry.stamp.holds_for(leaf, entry.key.scale);
+    const auto give_back = [&](const Tensor& copy, const Tensor& now, uint32_t version) {
+      if (!now.defined()) return;
+      copy.storage()->resize(now.storage()->bytes());
+      kernels::copy_into(copy, now);
+      if (same) copy.impl()->version->value = version;
+    };
+    give_back(entry.tensor, made, entry.version_before_release);
+    give_back(entry.turned, turned, entry.turned_version_before_release);
   } else {
     entry.tensor = std::move(made);
+    entry.turned = std::move(turned);
   }
   entry.released = false;
   entry.stamp = Stamp::of(leaf, entry.key.scale);
 }
 
-void make(WeightCache& cache, Entry& entry, const Tensor& leaf) {
+// `noted`: where a GPU notes what happened to bytes that are made now.
+void make(WeightCache& cache, Entry& entry, const Tensor& leaf,
+          const kernels::QuantizeWants& noted = {}) {
   const WeightKey& key = entry.key;
   const MemoryCategoryGuard category(MemoryCategory::kWeightCache);
   const Tensor values = raw::alias(leaf);  // no parameter: neither history nor autocast reach it
   if (key.is_plain_cast()) return fill(entry, to(values, key.dtype), leaf);
   if (key.tiles) {
-    entry.tiles = kernels::quantize(values, *key.tiles, key.scale);
-    return fill(entry, std::exchange(entry.tiles.values, Tensor()), leaf);
+    entry.tiles = kernels::quantize(
+        values, *key.tiles, key.scale,
+        {.by_columns = leaf.device().is_cuda(), .largest = noted.largest, .counts = noted.counts});
+    Tensor made = std::exchange(entry.tiles.values, Tensor());
+    return fill(entry, std::move(made), leaf, std::exchange(entry.tiles.transposed, Tensor()));
   }
   // Rounded once: the other layout comes of the same read where it is due.
   const bool transposes = key.layout == WeightLayout::kTransposed;
@@ -155,9 +174,14 @@ void keep_for_replays(gpu::Capture& capture, const Tensor& leaf, const Entry& en
 void release(Entry& entry) {
   if (entry.released) return;
   entry.released = true;
-  entry.version_before_release = entry.tensor.version();
-  entry.tensor.bump_version();
-  entry.tensor.storage()->resize(0);
+  const auto let_go = [](const Tensor& copy, uint32_t& version) {
+    if (!copy.defined()) return;
+    version = copy.version();
+    copy.bump_version();
+    copy.storage()->resize(0);
+  };
+  let_go(entry.tensor, entry.version_before_release);
+  let_go(entry.turned, entry.turned_version_before_release);
 }
 
 }  // namespace
@@ -167,7 +191,8 @@ namespace weight_cache {
 namespace {
 
 // The copy that get() and quantized() give.
-Entry use(const Tensor& leaf, const WeightKey& key, bool* is_new) {
+Entry use(const Tensor& leaf, const WeightKey& key, bool* is_new,
+          const kernels::QuantizeWants& noted = {}) {
   if (const PlacementSlot* slot = placement_slot(leaf);
       slot != nullptr && slot->has_casts() && !find(leaf, key).defined()) {
     slot->bring();
@@ -183,10 +208,10 @@ Entry use(const Tensor& leaf, const WeightKey& key, bool* is_new) {
     Entry fresh{.key = key};
     if (capture != nullptr) {  // the graph's memory, without values before a replay: not to be kept
       WeightCache of_graph;
-      make(of_graph, fresh, leaf);
+      make(of_graph, fresh, leaf, noted);
       return fresh;
     }
-    make(cache, entry == nullptr ? fresh : *entry, leaf);
+    make(cache, entry == nullptr ? fresh : *entry, leaf, noted);
     if (entry == nullptr) entry = &cache.entries.emplace_back(std::move(fresh));
   }
   if (capture != nullptr) keep_for_replays(*capture, leaf, *entry);
@@ -204,9 +229,12 @@ Tensor get(const Tensor& leaf, const WeightKey& key) {
 }
 
 kernels::Quantized quantized(const Tensor& leaf, const kernels::QuantizeOptions& options,
-                             const Tensor& scale, bool* is_new) {
-  Entry entry = use(leaf, {.dtype = options.format, .scale = scale, .tiles = options}, is_new);
+                             const Tensor& scale, bool* is_new,
+                             const kernels::QuantizeWants& noted) {
+  Entry entry =
+      use(leaf, {.dtype = options.format, .scale = scale, .tiles = options}, is_new, noted);
   entry.tiles.values = std::move(entry.tensor);
+  entry.tiles.transposed = std::move(entry.turned);
   return std::move(entry.tiles);
 }
 
@@ -321,7 +349,10 @@ int64_t bytes(const Tensor& leaf) {
   const WeightCache* cache = cache_of(leaf);
   int64_t total = 0;
   if (cache == nullptr) return total;
-  for (const Entry& entry : cache->entries) total += entry.tensor.storage()->bytes();
+  for (const Entry& entry : cache->entries) {
+    total += entry.tensor.storage()->bytes();
+    if (entry.turned.defined()) total += entry.turned.storage()->bytes();
+  }
   return total;
 }
 

@@ -72,9 +72,11 @@ struct Copy {
 Tensor get(const Tensor& leaf, const WeightKey& key);
 
 // The leaf, a matrix, quantised: bytes and scales, made as get() makes copies and kept as those
-// are. `is_new`: told whether they were made by this call. CPU and meta alone.
+// are; on a GPU by rows and by columns. `is_new`: told whether they were made by this call, which a
+// GPU notes where `noted` says.
 kernels::Quantized quantized(const Tensor& leaf, const kernels::QuantizeOptions& options,
-                             const Tensor& scale = {}, bool* is_new = nullptr);
+                             const Tensor& scale = {}, bool* is_new = nullptr,
+                             const kernels::QuantizeWants& noted = {});
 
 // The copy if there is one and it is current, else undefined. Looking is no use: see begin_write().
 Tensor find(const Tensor& leaf, const WeightKey& key);

@@ -14,7 +14,8 @@
 //                        s.11111.11. On a GPU, whose own instruction rounds to bf16 and f16 (the
 //                        integer code would be sixteen of them), a NaN is 0x7fff.
 //   from_float_saturate<T>(f)  the same with every overflow and infinity at the largest finite
-//                        number (OCP's saturation mode); NaN stays NaN.
+//                        number (OCP's saturation mode); NaN stays NaN, in float8 0x7f as by a
+//                        GPU's own conversion.
 #pragma once
 
 #include <cstdint>
@@ -129,6 +130,13 @@ TS_HD uint8_t encode_f8(float value) {
   return static_cast<uint8_t>(((bits >> 24) & 0x80u) | (is_nan_magnitude(a) ? 0x7fu : finite));
 }
 
+// As a GPU's own conversion, whose NaN has no sign.
+template <int kExponentBits, int kMantissaBits, uint32_t kLargest>
+TS_HD uint8_t encode_f8_saturate(float value) {
+  const uint8_t code = encode_f8<kExponentBits, kMantissaBits, kLargest>(value);
+  return is_nan_magnitude(bits_of(value) & 0x7fffffffu) ? uint8_t{0x7f} : code;
+}
+
 }  // namespace detail
 
 TS_HD float to_float(bf16 x) { return detail::float_of(static_cast<uint32_t>(x.bits) << 16); }
@@ -205,11 +213,11 @@ TS_HD f16 from_float_saturate<f16>(float value) {
 }
 template <>
 TS_HD f8e4m3 from_float_saturate<f8e4m3>(float value) {
-  return f8e4m3::from_bits(detail::encode_f8<4, 3, 0x7e>(value));
+  return f8e4m3::from_bits(detail::encode_f8_saturate<4, 3, 0x7e>(value));
 }
 template <>
 TS_HD f8e5m2 from_float_saturate<f8e5m2>(float value) {
-  return f8e5m2::from_bits(detail::encode_f8<5, 2, 0x7b>(value));
+  return f8e5m2::from_bits(detail::encode_f8_saturate<5, 2, 0x7b>(value));
 }
 
 TS_HD bf16::bf16(float value) : bits(from_float<bf16>(value).bits) {}

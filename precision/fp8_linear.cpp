@@ -11,6 +11,8 @@
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/float8_weight.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/fp8/scale_history.h>
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/nn/linear.h>
@@ -50,9 +52,47 @@ double noise_of(const Tensor& x, const kernels::Quantized& q, double& signal) {
 struct Fp8Shared {
   Fp8Recipe recipe;
   Float8Casts casts;
-  Tensor maxima, scales;  // delayed: f32 [3 x layers]; of this step, and those in use
+  int64_t operands = 0;  // 3 x layers
   bool measures_noise = false;
+  // Delayed: maxima of this step, scales in use, the rows of history; where the model computes.
+  kernels::ScaleHistory history;
+  int64_t rolls = 0;  // at least as many rows as there are
+  // Of a GPU, what it notes: f32 [operands] for recipes that are not delayed, i64 [operands, 2].
+  Tensor largest, counts;
+
   bool is_delayed() const { return recipe.scaling == Fp8Scaling::kDelayed; }
+  const Tensor& noted_largest() const { return is_delayed() ? history.maxima : largest; }
+
+  void begin() {
+    if (!is_delayed()) return;
+    history = {.rows = raw::zeros({std::min<int64_t>(recipe.history, 16), operands}, kF32),
+               .position = raw::zeros({2}, kI64),
+               .maxima = raw::zeros({operands}, kF32),
+               .scales = raw::full({operands}, 1, kF32)};
+  }
+  // To where the model computes now.
+  void follow(const Device& device) {
+    if (!device.is_cuda() && !counts.defined()) return;
+    if (counts.defined() && counts.device() == device) return;
+    const NoGradGuard no_grad;
+    if (is_delayed()) {
+      for (Tensor* each : {&history.rows, &history.position, &history.maxima, &history.scales}) {
+        *each = each->to(device);
+      }
+    } else {
+      largest = raw::zeros({operands}, kF32, device);
+    }
+    counts = raw::zeros({operands, 2}, kI64, device);
+  }
+  // Room for one more row, while the ring has not been filled once.
+  void grow() {
+    const int64_t steps = history.rows.size(0);
+    if (rolls++ < steps || steps == recipe.history) return;
+    const Tensor rows =
+        raw::zeros({std::min(recipe.history, 2 * steps), operands}, kF32, history.rows.device());
+    kernels::copy_into(raw::narrow(rows, 0, 0, steps), history.rows);
+    history.rows = rows;
+  }
 };
 
 class Fp8Layer final : public Float8Linear {
@@ -65,6 +105,7 @@ class Fp8Layer final : public Float8Linear {
   bool takes(const Tensor& x, const Tensor& weight, int64_t rows) override {
     const std::string reason = reason_against(x, weight, rows);
     const bool counts = !is_recomputing();
+    if (reason.empty()) owner_->follow(x.device());
     if (reason.empty()) {
       if (counts) {
         ++calls_;
@@ -78,15 +119,40 @@ class Fp8Layer final : public Float8Linear {
     return false;
   }
 
+  // The tensor is part of the key of a kept weight, so that it stays the same.
   Tensor scale(Float8Role role) override {
-    return owner_->is_delayed() ? scales_[static_cast<size_t>(role)] : Tensor();
+    if (!owner_->is_delayed()) return {};
+    const Tensor& all = owner_->history.scales;
+    if (!scales_[0].defined() || scales_[0].storage() != all.storage()) {
+      for (size_t each = 0; each < scales_.size(); ++each) {
+        scales_[each] = raw::narrow(all, 0, index_of(static_cast<Float8Role>(each)), 1);
+      }
+    }
+    return scales_[static_cast<size_t>(role)];
+  }
+
+  kernels::QuantizeWants notes(Float8Role role) override {
+    if (is_recomputing() || !owner_->counts.defined()) return {};
+    const bool notes = !owner_->is_delayed() || role != Float8Role::kInput || grad_enabled();
+    const int64_t index = index_of(role);
+    return {.largest = notes ? raw::narrow(owner_->noted_largest(), 0, index, 1) : Tensor(),
+            .counts = raw::narrow(owner_->counts, 0, index, 1)};
   }
 
   void saw(Float8Role role, const Tensor& x, const kernels::Quantized& q) override {
-    if (is_recomputing() || q.values.is_meta()) return;
+    if (is_recomputing() || q.any().is_meta()) return;
     Counts& counts = counts_[static_cast<size_t>(role)];
+    counts.elements += q.any().numel();
+    const bool on_host = !q.device().is_cuda();
+    TS_CHECK_AS(UnsupportedError, on_host || !owner_->measures_noise, kFp8,
+                "measures the noise of operands on the CPU; '", name_, "' computes on ",
+                q.device());
+    if (owner_->is_delayed() && role == Float8Role::kInput && grad_enabled()) {
+      noted_version_ = module_.weight.version();
+      noted_ = true;
+    }
+    if (!on_host) return;  // see notes()
     counts.amax = q.amax;
-    counts.elements += q.values.numel();
     counts.saturated += q.saturated;
     counts.underflown += q.underflown;
     counts.not_finite += std::isfinite(q.amax) ? 0 : 1;
@@ -98,12 +164,7 @@ class Fp8Layer final : public Float8Linear {
     if (!owner_->is_delayed()) return;
     // Backward runs without grad mode, and only after a forward that noted.
     if (role == Float8Role::kInput && !grad_enabled()) return;
-    if (role == Float8Role::kInput) {
-      noted_version_ = module_.weight.version();
-      noted_ = true;
-    }
-    float& maximum =
-        owner_->maxima.data_as<float>()[index_ * kNumFloat8Roles + static_cast<size_t>(role)];
+    float& maximum = owner_->history.maxima.data_as<float>()[index_of(role)];
     // Infinite for NaN, too, so that a maximum over ranks keeps it.
     maximum =
         std::max(maximum, std::isfinite(q.amax) ? q.amax : std::numeric_limits<float>::infinity());
@@ -112,13 +173,12 @@ class Fp8Layer final : public Float8Linear {
   const std::string& name() const { return name_; }
   nn::Linear& module() const { return module_; }
   void begin_window() { noted_ = false; }
-  void bind_scales(const Tensor& all) {
-    for (size_t role = 0; role < scales_.size(); ++role) {
-      scales_[role] = raw::narrow(all, 0, static_cast<int64_t>(index_ * kNumFloat8Roles + role), 1);
-    }
+  int64_t index_of(Float8Role role) const {
+    return static_cast<int64_t>(index_) * kNumFloat8Roles + static_cast<int64_t>(role);
   }
 
-  Fp8LayerReport report() const {
+  // `largest`, `noted`: what a GPU noted, on the host; or undefined.
+  Fp8LayerReport report(const Tensor& largest, const Tensor& noted) const {
     Fp8LayerReport result{
         .name = name_, .excluded = {}, .fp8_calls = calls_, .fallbacks = fallbacks_};
     for (size_t role = 0; role < counts_.size(); ++role) {
@@ -131,6 +191,14 @@ class Fp8Layer final : public Float8Linear {
           .underflown = static_cast<double>(counts.underflown) / all,
           .not_finite = counts.not_finite,
           .sqnr = counts.noise > 0 ? 10 * std::log10(counts.signal / counts.noise) : 0};
+      if (!noted.defined()) continue;
+      Fp8OperandReport& operand = result.operands[role];
+      const int64_t index = index_of(static_cast<Float8Role>(role));
+      const int64_t* const two = noted.data_as<int64_t>() + 2 * index;
+      operand.amax = largest.data_as<float>()[index];
+      operand.saturated += static_cast<double>(two[0]) / all;
+      operand.underflown += static_cast<double>(two[1]) / all;
+      operand.not_finite += std::isfinite(operand.amax) ? 0 : 1;
     }
     return result;
   }
@@ -227,12 +295,8 @@ Fp8Layers::Fp8Layers(nn::ModuleBase& model, const Fp8Recipe& recipe) {
       excluded_.push_back({.name = name, .excluded = std::move(reason)});
     }
   }
-  if (!is_delayed()) return;
-  const int64_t operands = static_cast<int64_t>(layers_.size()) * kNumFloat8Roles;
-  shared_->maxima = raw::zeros({operands}, kF32);
-  shared_->scales = raw::full({operands}, 1, kF32);
-  history_.resize(static_cast<size_t>(operands));
-  for (const auto& layer : layers_) layer->bind_scales(shared_->scales);
+  shared_->operands = static_cast<int64_t>(layers_.size()) * kNumFloat8Roles;
+  shared_->begin();
 }
 Fp8Layers::~Fp8Layers() {
   for (HookHandle& handle : handles_) handle.remove();
@@ -248,49 +312,44 @@ void Fp8Layers::measure_noise(bool measure) { shared_->measures_noise = measure;
 
 void Fp8Layers::update() {
   if (!is_delayed() || layers_.empty()) return;
-  if (reduction_) {
-    const NoGradGuard no_grad;
-    reduction_(shared_->maxima);
+  const NoGradGuard no_grad;
+  if (reduction_) reduction_(shared_->history.maxima);
+  if (!shared_->history.maxima.device().is_cuda()) {  // a GPU finds out by itself
+    const float* const maxima = shared_->history.maxima.data_as<float>();
+    if (std::all_of(maxima, maxima + shared_->operands, [](float one) { return one == 0; })) return;
   }
-  float* const maxima = shared_->maxima.data_as<float>();
-  float* const scales = shared_->scales.data_as<float>();
-  const int64_t operands = shared_->maxima.numel();
-  if (std::all_of(maxima, maxima + operands, [](float value) { return value == 0; })) return;
-  for (int64_t i = 0; i < operands; ++i) {
-    std::vector<float>& history = history_[static_cast<size_t>(i)];
-    history.insert(history.begin(), std::isfinite(maxima[i]) ? maxima[i] : 0);
-    if (history.size() > static_cast<size_t>(recipe().history)) history.pop_back();
-    const float amax = recipe().algorithm == AmaxAlgorithm::kMax
-                           ? *std::max_element(history.begin(), history.end())
-                           : history.front();
-    const auto role = static_cast<Float8Role>(i % kNumFloat8Roles);
-    const DType format = role == Float8Role::kGradOutput ? shared_->casts.grad_output.format
-                                                         : shared_->casts.input.format;
-    if (amax > 0) {
-      scales[i] = kernels::float8_scale(amax, format, recipe().power_of_two_or_default(),
-                                        static_cast<int>(recipe().margin));
-    }
-    maxima[i] = 0;
-  }
-  shared_->scales.bump_version("new scales");  // weights in the cache are of the old ones
+  shared_->grow();
+  kernels::roll_scales(shared_->history,
+                       {.format = shared_->casts.input.format,
+                        .grad_format = shared_->casts.grad_output.format,
+                        .of_newest = recipe().algorithm == AmaxAlgorithm::kMostRecent,
+                        .power_of_two = recipe().power_of_two_or_default(),
+                        .margin = static_cast<int>(recipe().margin)});
+  // Weights in the cache are of the old ones.
+  shared_->history.scales.bump_version("new scales");
   for (const auto& layer : layers_) layer->begin_window();
 }
 
 StateDict Fp8Layers::state_dict() const {
   StateDict state;
   if (!is_delayed()) return state;
+  const NoGradGuard no_grad;
+  const Tensor rows = shared_->history.rows.to(kCpu), scales = shared_->history.scales.to(kCpu);
+  const Tensor position = shared_->history.position.to(kCpu);
+  const int64_t count = position.data_as<int64_t>()[0], newest = position.data_as<int64_t>()[1];
+  const int64_t steps = rows.size(0), operands = shared_->operands;
   for (size_t i = 0; i < layers_.size(); ++i) {
-    const size_t first = i * kNumFloat8Roles;
-    const auto steps = static_cast<int64_t>(history_[first].size());
-    const Tensor history = raw::empty({kNumFloat8Roles, steps}, kF32);
-    for (size_t role = 0; role < kNumFloat8Roles; ++role) {
-      std::copy(history_[first + role].begin(), history_[first + role].end(),
-                history.data_as<float>() + static_cast<int64_t>(role) * steps);
+    const auto first = static_cast<int64_t>(i * kNumFloat8Roles);
+    const Tensor history = raw::empty({kNumFloat8Roles, count}, kF32);
+    for (int64_t role = 0; role < kNumFloat8Roles; ++role) {
+      for (int64_t age = 0; age < count; ++age) {
+        history.data_as<float>()[role * count + age] =
+            rows.data_as<float>()[(newest - age + steps) % steps * operands + first + role];
+      }
     }
     state.set(layers_[i]->name() + ".history", history);
-    state.set(
-        layers_[i]->name() + ".scale",
-        raw::narrow(shared_->scales, 0, static_cast<int64_t>(first), kNumFloat8Roles).clone());
+    state.set(layers_[i]->name() + ".scale",
+              raw::narrow(scales, 0, first, kNumFloat8Roles).clone());
   }
   return state;
 }
@@ -301,6 +360,7 @@ void Fp8Layers::load_state_dict(const StateDict& state) {
   const auto complain = [&](const std::string& text) {
     wrong += (wrong.empty() ? "" : ", ") + text;
   };
+  int64_t steps = -1;  // that all layers have
   for (const auto& layer : layers_) {
     for (const char* const key : {".history", ".scale"}) {
       const std::string name = layer->name() + key;
@@ -312,37 +372,66 @@ void Fp8Layers::load_state_dict(const StateDict& state) {
       const bool history = key == std::string_view(".history");
       if (value.dim() != (history ? 2 : 1) || value.size(0) != kNumFloat8Roles) {
         complain(name + " is " + value.describe());
+      } else if (history && steps >= 0 && value.size(1) != steps) {
+        complain(name + " has " + std::to_string(value.size(1)) + " steps and others " +
+                 std::to_string(steps));
+      } else if (history) {
+        steps = value.size(1);
       }
     }
   }
   TS_CHECK(wrong.empty(), kFp8, "the state of delayed scales does not fit: ", wrong,
            "; was it saved with another recipe or filter?");
-  float* const scales = shared_->scales.data_as<float>();
+  const NoGradGuard no_grad;
+  const Device device = shared_->history.scales.device();
+  const int64_t kept = std::min(std::max<int64_t>(steps, 0), recipe().history);
+  const int64_t operands = shared_->operands;
+  const Tensor rows =
+      raw::zeros({std::min(recipe().history, std::max<int64_t>(kept, 16)), operands}, kF32);
+  const Tensor scales = raw::empty({operands}, kF32);
   for (size_t i = 0; i < layers_.size(); ++i) {
-    const Tensor history = state.at(layers_[i]->name() + ".history").to(kF32).contiguous();
+    const Tensor history = state.at(layers_[i]->name() + ".history").to(kCpu).to(kF32).contiguous();
     const std::vector<double> scale = state.at(layers_[i]->name() + ".scale").to_vector();
-    const int64_t steps = history.size(1), kept = std::min(steps, recipe().history);
-    for (size_t role = 0; role < kNumFloat8Roles; ++role) {
-      const float* const from = history.data_as<float>() + static_cast<int64_t>(role) * steps;
-      history_[i * kNumFloat8Roles + role].assign(from, from + kept);
-      scales[i * kNumFloat8Roles + role] = static_cast<float>(scale[role]);
+    for (int64_t role = 0; role < kNumFloat8Roles; ++role) {
+      const int64_t operand = static_cast<int64_t>(i) * kNumFloat8Roles + role;
+      for (int64_t age = 0; age < kept; ++age) {
+        rows.data_as<float>()[(kept - 1 - age) * operands + operand] =
+            history.data_as<float>()[role * steps + age];
+      }
+      scales.data_as<float>()[operand] = static_cast<float>(scale[static_cast<size_t>(role)]);
     }
     layers_[i]->begin_window();
   }
-  shared_->scales.bump_version("a state that was loaded");
-  std::fill_n(shared_->maxima.data_as<float>(), shared_->maxima.numel(), 0.0f);
+  shared_->rolls = kept;
+  shared_->history.rows = rows.to(device);
+  const Tensor position = raw::empty({2}, kI64);
+  position.data_as<int64_t>()[0] = kept;
+  position.data_as<int64_t>()[1] = std::max<int64_t>(kept - 1, 0);
+  shared_->history.position = position.to(device);
+  kernels::copy_into(shared_->history.scales, scales.to(device));
+  shared_->history.scales.bump_version("a state that was loaded");
+  kernels::fill(shared_->history.maxima, 0);
 }
 
 Fp8Report Fp8Layers::report() const {
   Fp8Report report{.recipe = recipe(), .layers = {}};
+  Tensor largest, noted;
+  if (shared_->counts.defined()) {
+    const NoGradGuard no_grad;
+    largest = shared_->noted_largest().to(kCpu);
+    noted = shared_->counts.to(kCpu);
+  }
   for (const auto& [takes_part, index] : order_) {
-    report.layers.push_back(takes_part ? layers_[index]->report() : excluded_[index]);
+    report.layers.push_back(takes_part ? layers_[index]->report(largest, noted) : excluded_[index]);
   }
   return report;
 }
 
 void Fp8Layers::reset_counts() {
   for (const auto& layer : layers_) layer->reset_counts();
+  if (!shared_->counts.defined()) return;
+  kernels::fill(shared_->counts, 0);
+  if (!is_delayed()) kernels::fill(shared_->largest, 0);
 }
 
 int64_t Fp8Report::fp8_calls() const {
@@ -393,8 +482,8 @@ namespace {
 // The first call of a layer: delayed scales are 1.
 class FirstFp8Call final : public Float8Linear {
  public:
-  explicit FirstFp8Call(const Fp8Recipe& recipe) : casts_(recipe.casts()) {
-    if (recipe.scaling == Fp8Scaling::kDelayed) one_ = raw::full({1}, 1, kF32);
+  FirstFp8Call(const Fp8Recipe& recipe, const Device& device) : casts_(recipe.casts()) {
+    if (recipe.scaling == Fp8Scaling::kDelayed) one_ = raw::full({1}, 1, kF32, device);
   }
   const Float8Casts& casts() const override { return casts_; }
   bool takes(const Tensor&, const Tensor&, int64_t) override { return true; }
@@ -414,7 +503,7 @@ Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
                  "inner dimensions differ: x is ", x, " and weight is ", weight);
   TS_CHECK_SHAPE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), kFp8,
                  "expects a bias of [", weight.size(0), "]; got ", bias);
-  return float8_linear(x, weight, bias, std::make_shared<FirstFp8Call>(recipe));
+  return float8_linear(x, weight, bias, std::make_shared<FirstFp8Call>(recipe, x.device()));
 }
 
 }  // namespace tessera::precision

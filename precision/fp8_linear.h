@@ -42,7 +42,8 @@ namespace tessera::precision {
 
 // Of one operand of a layer, since the beginning or reset_counts().
 struct Fp8OperandReport {
-  float amax = 0;  // of the last quantisation
+  float amax = 0;  // of the last quantisation; on a GPU the largest since the beginning, or of the
+                   // step at hand where scales are delayed
   int64_t elements = 0;
   double saturated = 0;    // share of elements that ended at the format's largest number
   double underflown = 0;   // share that became 0
@@ -84,7 +85,7 @@ class Fp8Layers {
   // Delayed scales: the next step's. Where no call noted anything since the last one, on any rank,
   // nothing changes. Nothing for other recipes.
   void update();
-  // The maximum over ranks, in place. maxima: f32 [3 x layers] on the CPU.
+  // The maximum over ranks, in place. maxima: f32 [3 x layers], where the model computes.
   using Reduction = std::function<void(const Tensor& maxima)>;
   void set_reduction(Reduction reduction) { reduction_ = std::move(reduction); }
 
@@ -105,7 +106,6 @@ class Fp8Layers {
   std::vector<HookHandle> handles_;
   std::vector<Fp8LayerReport> excluded_;
   std::vector<std::pair<bool, size_t>> order_;  // of all: whether it takes part, its index there
-  std::vector<std::vector<float>> history_;     // of each operand, the newest first
   Reduction reduction_;
 };
 

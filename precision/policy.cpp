@@ -65,9 +65,14 @@ void check(const Policy& policy, const Device& device) {
                 "fp8 stands on autocast to bf16 or f16 with parameters in f32, from which weights "
                 "are quantised; got parameter ",
                 policy.parameter, " with compute ", policy.compute);
-    TS_CHECK_AS(UnsupportedError, !device.is_cuda(), kPrecision,
-                "this build has float8 products on the CPU alone; got ", device,
-                "; take bf16 on the GPU (nothing else was put in its place)");
+    const Float8Casts casts = policy.float8->casts();
+    TS_CHECK_AS(UnsupportedError,
+                !device.is_cuda() || (casts.input.tile == kernels::ScaleTile::tensor() &&
+                                      casts.input_of_weight.has_value()),
+                kPrecision,
+                "a GPU has the recipes tensorwise and delayed, with all three products "
+                "in float8; got ",
+                describe(*policy.float8), " for ", device);
   }
   if (policy.casting == Casting::kAutocast) {
     const bool low = policy.compute == kBF16 || policy.compute == kF16;

@@ -18,6 +18,7 @@ struct PriceOptions {
   int64_t context = 0;     // tokens of a sequence; 0: the longest
   int64_t vocabulary = 0;  // 0: 50304 or 30528
   std::string dtype = "bf16";
+  std::string fp8_recipe = "delayed", fp8_filter = "all";
   std::string machine = {};  // a file, or the name of one that is installed
   bool graph = false, accelerator = false;
   std::string json = {}, trace = {};  // files; empty: none

@@ -9,9 +9,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/float8_operands.h>
 #include <tessera/autograd/weight_cache.h>
-#include <tessera/core/functors.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/placement_slot.h>
@@ -45,17 +43,21 @@ Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weig
   const auto quantized_weight = [&](const kernels::QuantizeOptions& options) {
     bool is_new = false;
     const kernels::Quantized q =
-        weight_cache::quantized(weight, options, layer.scale(Float8Role::kWeight), &is_new);
+        weight_cache::quantized(weight, options, layer.scale(Float8Role::kWeight), &is_new,
+                                layer.notes(Float8Role::kWeight));
     if (is_new) layer.saw(Float8Role::kWeight, weight, q);
     return q;
   };
   Float8Operands operands;
   operands.rows = float8_rows(x);
-  operands.x = kernels::quantize(operands.rows, casts.input, layer.scale(Float8Role::kInput));
-  layer.saw(Float8Role::kInput, operands.rows, operands.x);
-  operands.weight = quantized_weight(casts.weight);
   operands.wants_x = grad_enabled() && x.requires_grad();
   operands.wants_weight = grad_enabled() && weight.requires_grad();
+  kernels::QuantizeWants wants = layer.notes(Float8Role::kInput);
+  wants.by_columns = operands.wants_weight;
+  operands.x =
+      kernels::quantize(operands.rows, casts.input, layer.scale(Float8Role::kInput), wants);
+  layer.saw(Float8Role::kInput, operands.rows, operands.x);
+  operands.weight = quantized_weight(casts.weight);
   if (operands.wants_weight && casts.input_of_weight) {
     operands.x_of_weight = *casts.input_of_weight == casts.input
                                ? operands.x
@@ -71,10 +73,13 @@ Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weig
 }
 
 Float8Kept Float8Operands::kept() const {
-  const bool high = wants_weight && !x_of_weight.values.defined();
-  return {.x = high ? raw::alias(rows) : x_of_weight.values,
+  const bool high = wants_weight && !x_of_weight.inverse.defined();
+  const bool by_columns = rows.device().is_cuda();
+  return {.x = high         ? raw::alias(rows)
+               : by_columns ? x_of_weight.transposed
+                            : x_of_weight.values,
           .x_scales = x_of_weight.inverse,
-          .weight = weight_of_grad.values,
+          .weight = by_columns ? weight_of_grad.transposed : weight_of_grad.values,
           .weight_scales = weight_of_grad.inverse};
 }
 
@@ -101,9 +106,10 @@ Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& gi
   return differentiable(
       kFloat8Linear, {x, weight, bias, kept.x, kept.x_scales, kept.weight, kept.weight_scales},
       [&](Inputs in) {
-        Tensor y = kernels::float8_matmul({operands.x}, {operands.weight, true}, in[0].dtype());
+        const Tensor y =
+            kernels::float8_matmul({operands.x}, {operands.weight, true}, in[0].dtype(),
+                                   {.bias = in[2], .fast_accumulation = true});
         count_flops(float8_flops(y.size(0), y.size(1), weight.size(1)));
-        if (in[2].defined()) kernels::binary_into<fn::Add>(y, y, in[2]);
         Shape shape = in[0].shape();
         shape[shape.size() - 1] = y.size(1);
         return raw::view(y, shape);
@@ -111,31 +117,30 @@ Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& gi
       [casts, layer](Grads dy, const Saved& s) -> TensorList {
         TensorList grads(7);
         const Tensor rows = float8_rows(dy[0]);
+        kernels::QuantizeWants wants = layer->notes(Float8Role::kGradOutput);
+        wants.by_rows = s.needs(0);
+        wants.by_columns = s.needs(1) && casts.input_of_weight;
         const auto quantized = [&](const kernels::QuantizeOptions& options) {
-          return kernels::quantize(rows, options, layer->scale(Float8Role::kGradOutput));
+          return kernels::quantize(rows, options, layer->scale(Float8Role::kGradOutput), wants);
         };
         kernels::Quantized dy8;
         if (s.needs(0)) {
           dy8 = quantized(casts.grad_output);
           layer->saw(Float8Role::kGradOutput, rows, dy8);
-          const kernels::Quantized weight8{.values = s.input(5),
-                                           .scale = {},
-                                           .inverse = s.input(6),
-                                           .tile = casts.weight_of_grad.tile};
+          const kernels::Quantized weight8 =
+              float8_kept(s.input(5), s.input(6), casts.weight_of_grad.tile);
           const Tensor grad = kernels::float8_matmul({dy8}, {weight8}, rows.dtype());
           count_flops(float8_flops(rows.size(0), grad.size(1), rows.size(1)));
           grads[0] = raw::view(grad, s.input_shape(0));
         }
         if (s.needs(1) && casts.input_of_weight) {
-          if (!dy8.values.defined() || *casts.grad_output_of_weight != casts.grad_output) {
-            const bool seen = dy8.values.defined();
+          const bool seen = dy8.inverse.defined();
+          if (!seen || *casts.grad_output_of_weight != casts.grad_output) {
             dy8 = quantized(*casts.grad_output_of_weight);
             if (!seen) layer->saw(Float8Role::kGradOutput, rows, dy8);
           }
-          const kernels::Quantized x8{.values = s.input(3),
-                                      .scale = {},
-                                      .inverse = s.input(4),
-                                      .tile = casts.input_of_weight->tile};
+          const kernels::Quantized x8 =
+              float8_kept(s.input(3), s.input(4), casts.input_of_weight->tile);
           grads[1] = kernels::float8_matmul({dy8, true}, {x8}, rows.dtype());
           count_flops(float8_flops(rows.size(1), grads[1].size(1), rows.size(0)));
         } else if (s.needs(1)) {

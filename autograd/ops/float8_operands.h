@@ -10,6 +10,15 @@ struct Float8Kept {
   Tensor x, x_scales;  // for grad_W: bytes, or x itself and no scales; undefined: unwanted
   Tensor weight, weight_scales;  // for grad_x
 };
+// Of bytes that were kept, as a product of backward takes them: a GPU's are by columns.
+inline kernels::Quantized float8_kept(const Tensor& bytes, const Tensor& inverse,
+                                      const kernels::ScaleTile& tile) {
+  const bool by_columns = bytes.device().is_cuda();
+  return {.values = by_columns ? Tensor() : bytes,
+          .transposed = by_columns ? bytes : Tensor(),
+          .inverse = inverse,
+          .tile = tile};
+}
 
 struct Float8Operands {
   Tensor rows;                   // x as a matrix

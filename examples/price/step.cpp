@@ -108,10 +108,17 @@ std::unique_ptr<Subject> make_subject(const PriceOptions& options) {
   return std::make_unique<GptSubject>(options);
 }
 
-precision::Policy policy_of(const std::string& dtype) {
-  if (dtype == "f32") return precision::Policy::f32();
-  if (dtype == "autocast-bf16") return precision::Policy::autocast(kBF16);
-  return precision::Policy::pure(kBF16);
+precision::Policy policy_of(const PriceOptions& options) {
+  if (options.dtype == "f32") return precision::Policy::f32();
+  if (options.dtype == "autocast-bf16") return precision::Policy::autocast(kBF16);
+  if (options.dtype != "fp8") return precision::Policy::pure(kBF16);
+  auto recipe = precision::Fp8Recipe::named(options.fp8_recipe);
+  recipe.filter = precision::fp8_filter_named(options.fp8_filter);
+  return precision::Policy::fp8(recipe);
+}
+Precision precision_of(const PriceOptions& options) {
+  if (options.dtype == "f32") return Precision::kNo;
+  return options.dtype == "fp8" ? Precision::kFP8 : Precision::kBF16;
 }
 
 // A training whose steps can be called.
@@ -122,14 +129,16 @@ class Training {
         optimizer_(subject_->model().named_parameters(), {.lr = 3e-4}) {
     if (options.accelerator) {
       accelerator_.emplace(AcceleratorOptions{
-          .mixed_precision = options.dtype == "f32" ? Precision::kNo : Precision::kBF16,
-          .precision_policy = options.dtype == "autocast-bf16" ? PrecisionPolicy::kAutocast
-                                                               : PrecisionPolicy::kPure,
+          .mixed_precision = precision_of(options),
+          .precision_policy =
+              options.dtype == "bf16" ? PrecisionPolicy::kPure : PrecisionPolicy::kAutocast,
           .device = "cuda:0",
+          .fp8 = {.recipe = precision::Fp8Recipe::named(options.fp8_recipe).scaling,
+                  .filter = precision::fp8_filter_named(options.fp8_filter)},
           .config_file = ""});
       subject_->prepare(*accelerator_, optimizer_);
     } else {
-      applied_ = apply(subject_->model(), policy_of(options.dtype));
+      applied_ = apply(subject_->model(), policy_of(options));
       optimizer_.begin_masters(applied_->take_originals());
     }
     if (options.graph) {
@@ -165,6 +174,7 @@ class Training {
       loss = subject_->loss();
       loss.backward();
       optim::clip_grad_norm(subject_->model().parameters(), 1, {.fold_into = &optimizer_});
+      if (applied_->fp8()) applied_->fp8()->update();
     }
     optimizer_.step();
     optimizer_.zero_grad();

@@ -1,99 +1,75 @@
-// Tiles of 64 x 64: a thread takes 4 x 4 numbers, writes its four rows as vectors and puts its four
-// columns as vectors into shared memory, from where neighbouring threads write neighbouring places
-// of a transposed row.
 #include <tessera/core/kernels/fp8/cast_transpose.h>
 
-#include <tessera/core/cuda/launch.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/half.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/kernels/common/strided.cuh>
+#include <tessera/core/kernels/fp8/quantize.h>
+#include <tessera/core/raw_views.h>
+#include <tessera/core/kernels/fp8/cast_transpose.cuh>
 
 namespace tessera::kernels {
 namespace {
 
-constexpr int kPatch = 4, kSide = 16;  // numbers of a thread and threads of a block along a side
-constexpr int kTile = kPatch * kSide;
+constexpr const char* kCast = "cast_transpose";
 
-struct LargerBits {
-  TS_DEVICE uint32_t operator()(uint32_t a, uint32_t b) const { return a > b ? a : b; }
+// What a launch is about, before types are known.
+struct CastRequest {
+  DType dtype;
+  Tensor scale = {}, largest = {};  // see CastJob
+  bool power_of_two = false;
+  Tensor values = {}, transposed = {};
+  Tensor scale_used = {}, inverse = {};
+  Tensor amax = {}, counts = {};
+  bool no_nan = false;
 };
 
-// amax: the bits of a magnitude, which order as magnitudes do; integers, so the order of the
-// atomic operations cannot be seen. `vectors`: rows of all matrices begin at whole vectors.
-template <class T, class Q>
-__global__ void __launch_bounds__(kSide* kSide)
-    cast_transpose_kernel(const T* x,          // (M, N)
-                          const float* scale,  // one number, or null for 1
-                          Q* values,           // (M, N) or null
-                          Q* transposed,       // (N, M) or null
-                          uint32_t* amax, int64_t M, int64_t N, bool vectors) {
-  using Patch = gpu::Vector<Q, kPatch>;
-  TS_SHARED(Patch, columns, kTile * (kSide + 1));  // of the tile: (column, four rows)
-  TS_SHARED(uint32_t, slot, gpu::kWarp);
-  const int tx = static_cast<int>(threadIdx.x) % kSide, ty = static_cast<int>(threadIdx.x) / kSide;
-  const int64_t m0 = int64_t{blockIdx.y} * kTile, n0 = int64_t{blockIdx.x} * kTile;
-  const int64_t m = m0 + ty * kPatch, n = n0 + tx * kPatch;
-  const float factor = scale != nullptr ? *scale : 1.0f;
-  const bool whole = vectors && m + kPatch <= M && n + kPatch <= N;
-  Patch rows[kPatch];
-  uint32_t largest = 0;
-  TS_UNROLL
-  for (int i = 0; i < kPatch; ++i) {
-    gpu::Vector<T, kPatch> in;
-    if (whole) {
-      in = gpu::load_vector<kPatch>(x + (m + i) * N + n);
-    } else {
-      TS_UNROLL
-      for (int j = 0; j < kPatch; ++j) {
-        in.values[j] = m + i < M && n + j < N ? x[(m + i) * N + n + j] : store<T>(0.0f);
-      }
+template <class T>
+T* data_or_null(const Tensor& x) {
+  return x.defined() ? static_cast<T*>(x.data()) : nullptr;
+}
+
+bool begins_vectors(const Tensor& x) {
+  return !x.defined() || reinterpret_cast<uintptr_t>(x.data()) % 16 == 0;
+}
+
+void launch_cast(const Tensor& source, const CastRequest& request) {
+  const int64_t M = source.size(0), N = source.size(1);
+  dispatch_floating(source.dtype(), kCast, [&]<class T>() {
+    if constexpr (!std::is_same_v<T, double>) {
+      dispatch_cast_target(request.dtype, [&]<class Q>() {
+        constexpr int64_t kSide = cast::kSide<Q>;
+        const dim3 grid(gpu::blocks(N, cast::kAcross, kSide), gpu::blocks(M, cast::kDown, kSide));
+        TS_CHECK_SHAPE(grid.y <= 65535, kCast, "at most ", 65535 * cast::kDown * kSide,
+                       " rows; got ", source);
+        const CastJob<T, Q> job{
+            .x = source.data_as<T>(),
+            .scale = data_or_null<float>(request.scale),
+            .largest = data_or_null<uint32_t>(request.largest),
+            .power_of_two = request.power_of_two,
+            .values = data_or_null<Q>(request.values),
+            .transposed = data_or_null<Q>(request.transposed),
+            .scale_used = data_or_null<float>(request.scale_used),
+            .inverse = data_or_null<float>(request.inverse),
+            .amax = data_or_null<uint32_t>(request.amax),
+            .counts = data_or_null<unsigned long long>(request.counts),
+            .no_nan = request.no_nan,
+            .M = M,
+            .N = N,
+            .vectors = M % kSide == 0 && N % kSide == 0 && begins_vectors(source) &&
+                       begins_vectors(request.values) && begins_vectors(request.transposed)};
+        const int64_t copies = (job.values != nullptr) + (job.transposed != nullptr);
+        const int64_t scalars = (job.scale != nullptr) + (job.scale == nullptr && job.largest);
+        gpu::launch({.name = kCast,
+                     .grid = grid,
+                     .block = cast::kThreads,
+                     .traffic = {.reads = source.nbytes() + 4 * scalars,
+                                 .writes = copies * M * N * static_cast<int64_t>(sizeof(Q)) +
+                                           (job.inverse != nullptr ? 8 : 0)}},
+                    cast_transpose_kernel<T, Q>, job);
+      });
     }
-    TS_UNROLL
-    for (int j = 0; j < kPatch; ++j) {
-      const float value = load<float>(in.values[j]);
-      largest = LargerBits{}(largest, __builtin_bit_cast(uint32_t, value) & 0x7fffffffu);
-      rows[i].values[j] = from_float_saturate<Q>(value * factor);
-    }
-    if (values == nullptr) continue;
-    if (whole) {
-      gpu::store_vector(values + (m + i) * N + n, rows[i]);
-    } else {
-      TS_UNROLL
-      for (int j = 0; j < kPatch; ++j) {
-        if (m + i < M && n + j < N) values[(m + i) * N + n + j] = rows[i].values[j];
-      }
-    }
-  }
-  if (transposed != nullptr) {  // the whole block
-    TS_UNROLL
-    for (int j = 0; j < kPatch; ++j) {
-      Patch column;
-      TS_UNROLL
-      for (int i = 0; i < kPatch; ++i) column.values[i] = rows[i].values[j];
-      columns[(tx * kPatch + j) * (kSide + 1) + ty] = column;
-    }
-    __syncthreads();
-    const int64_t to = m0 + tx * kPatch;
-    TS_UNROLL
-    for (int j = 0; j < kPatch; ++j) {
-      const int64_t row = n0 + ty * kPatch + j;
-      if (row >= N) continue;
-      const Patch column = columns[(ty * kPatch + j) * (kSide + 1) + tx];
-      if (vectors && to + kPatch <= M) {
-        gpu::store_vector(transposed + row * M + to, column);
-      } else {
-        TS_UNROLL
-        for (int i = 0; i < kPatch; ++i) {
-          if (to + i < M) transposed[row * M + to + i] = column.values[i];
-        }
-      }
-    }
-  }
-  largest = gpu::block_reduce(largest, LargerBits{}, 0u, slot);
-  if (threadIdx.x == 0 && largest > 0) atomicMax(amax, largest);
+  });
 }
 
 CastTransposed cast_transpose_cuda(const Tensor& x, DType dtype, const Tensor& scale,
@@ -104,27 +80,100 @@ CastTransposed cast_transpose_cuda(const Tensor& x, DType dtype, const Tensor& s
   if (want_transposed) result.transposed = raw::empty({N, M}, dtype, x.device());
   result.amax = raw::zeros({}, kF32, x.device());
   if (x.numel() == 0) return result;
-  const Tensor source = contiguous(x);
-  const dim3 grid(gpu::blocks(N, kTile), gpu::blocks(M, kTile));
-  TS_CHECK_SHAPE(grid.y <= 65535, "cast_transpose", "at most 65535 tiles of 64 rows; got ", x);
-  dispatch_floating(x.dtype(), "cast_transpose", [&]<class T>() {
+  launch_cast(contiguous(x), {.dtype = dtype,
+                              .scale = scale,
+                              .values = result.values,
+                              .transposed = result.transposed,
+                              .amax = result.amax});
+  return result;
+}
+
+// ---- Scales of the values at hand ---------------------------------------------------------------
+
+constexpr int kAmaxThreads = 256, kAmaxEach = 64;  // numbers of a thread, as loads that overlap
+
+template <class T>
+__global__ void __launch_bounds__(kAmaxThreads)
+    largest_magnitude_kernel(const T* x, uint32_t* largest, int64_t n, bool vectors) {
+  constexpr int kN = 16 / static_cast<int>(sizeof(T)), kLoads = kAmaxEach / kN;
+  TS_SHARED(uint32_t, slot, gpu::kWarp);
+  const int64_t begin = int64_t{blockIdx.x} * kAmaxThreads * kAmaxEach;
+  uint32_t most = 0;
+  if (vectors && begin + kAmaxThreads * kAmaxEach <= n) {
+    TS_UNROLL
+    for (int i = 0; i < kLoads; ++i) {
+      const gpu::Vector<T, kN> in =
+          gpu::load_vector<kN>(x + begin + (i * kAmaxThreads + threadIdx.x) * kN);
+      TS_UNROLL
+      for (int j = 0; j < kN; ++j) {
+        most = cast::LargerBits{}(most, rules::magnitude_bits(load<float>(in.values[j])));
+      }
+    }
+  } else {
+    for (int i = 0; i < kAmaxEach; ++i) {
+      const int64_t at = begin + i * kAmaxThreads + threadIdx.x;
+      if (at < n) most = cast::LargerBits{}(most, rules::magnitude_bits(load<float>(x[at])));
+    }
+  }
+  most = gpu::block_reduce(most, cast::LargerBits{}, 0u, slot);
+  if (threadIdx.x == 0 && most > 0) atomicMax(largest, most);
+}
+
+Tensor largest_of(const Tensor& source) {
+  const Tensor largest = raw::zeros({1, 1}, kF32, source.device());
+  dispatch_floating(source.dtype(), kCast, [&]<class T>() {
     if constexpr (!std::is_same_v<T, double>) {
-      dispatch_cast_target(dtype, [&]<class Q>() {
-        const bool vectors = M % kPatch == 0 && N % kPatch == 0 && is_aligned(source.data());
-        gpu::launch({.name = "cast_transpose", .grid = grid, .block = kSide * kSide},
-                    cast_transpose_kernel<T, Q>, source.data_as<T>(),
-                    scale.defined() ? scale.data_as<float>() : nullptr,
-                    want_values ? result.values.data_as<Q>() : nullptr,
-                    want_transposed ? result.transposed.data_as<Q>() : nullptr,
-                    static_cast<uint32_t*>(result.amax.data()), M, N, vectors);
-      });
+      gpu::launch({.name = "largest_magnitude",
+                   .grid = gpu::blocks(source.numel(), kAmaxThreads, kAmaxEach),
+                   .block = kAmaxThreads,
+                   .traffic = {.reads = source.nbytes(), .writes = 0}},
+                  largest_magnitude_kernel<T>, source.data_as<T>(),
+                  static_cast<uint32_t*>(largest.data()), source.numel(), begins_vectors(source));
     }
   });
+  return largest;
+}
+
+Quantized quantize_cuda(const Tensor& x, const QuantizeOptions& options, const Tensor& scale,
+                        const QuantizeWants& wants) {
+  TS_CHECK_AS(UnsupportedError, options.tile == ScaleTile::tensor(), "quantize",
+              "a GPU has one scale for the whole matrix (recipes tensorwise and delayed); asked "
+              "for tiles of ",
+              options.tile.rows, " x ", options.tile.columns,
+              " (0: all), as rowwise and blockwise have them");
+  const int64_t M = x.size(0), N = x.size(1);
+  const auto empty = [&](bool wanted, const Shape& shape, DType dtype) {
+    return wanted ? raw::empty(shape, dtype, x.device()) : Tensor();
+  };
+  Quantized result{.values = empty(wants.by_rows, {M, N}, options.format),
+                   .transposed = empty(wants.by_columns, {N, M}, options.format),
+                   .scale = raw::empty({1, 1}, kF32, x.device()),
+                   .inverse = raw::empty({1, 1}, kF32, x.device()),
+                   .tile = options.tile};
+  if (x.numel() == 0) {
+    for (const Tensor& scalar : {result.scale, result.inverse}) fill(scalar, 1);
+    return result;
+  }
+  const Tensor source = contiguous(x);
+  launch_cast(source, {.dtype = options.format,
+                       .scale = scale,
+                       .largest = scale.defined() ? Tensor() : largest_of(source),
+                       .power_of_two = options.power_of_two,
+                       .values = result.values,
+                       .transposed = result.transposed,
+                       .scale_used = result.scale,
+                       .inverse = result.inverse,
+                       .amax = wants.largest,
+                       .counts = wants.counts,
+                       .no_nan = true});
   return result;
 }
 
 }  // namespace
 
-void register_cast_transpose() { cuda_kernel<cast_transpose> = cast_transpose_cuda; }
+void register_cast_transpose() {
+  cuda_kernel<cast_transpose> = cast_transpose_cuda;
+  cuda_kernel<quantize> = quantize_cuda;
+}
 
 }  // namespace tessera::kernels

@@ -37,11 +37,17 @@ struct QuantizeOptions {
 };
 
 struct Quantized {
-  Tensor values;   // [M, N] of the format
-  Tensor scale;    // f32, one a tile: [tiles along M, tiles along N]
-  Tensor inverse;  // 1 / scale, what products multiply by
+  Tensor values;           // [M, N] of the format; on a GPU undefined where not wanted
+  Tensor transposed = {};  // [N, M], on a GPU where wanted
+  Tensor scale = {};       // f32, one a tile: [tiles along M, tiles along N]
+  Tensor inverse = {};     // 1 / scale, what products multiply by
   ScaleTile tile = {};
-  // What happened, on the CPU; of a meta tensor nothing did.
+  const Tensor& any() const { return values.defined() ? values : transposed; }
+  const Device& device() const { return any().device(); }
+  int64_t rows() const { return values.defined() ? values.size(0) : transposed.size(1); }
+  int64_t columns() const { return values.defined() ? values.size(1) : transposed.size(0); }
+  // What happened, on the CPU; of a meta tensor nothing did, and what a GPU does is noted where
+  // QuantizeWants says.
   float amax = 0;          // of all tiles; NaN where x has one
   int64_t saturated = 0;   // ended at the largest number by more than rounding
   int64_t underflown = 0;  // became 0, and were not
@@ -50,21 +56,42 @@ struct Quantized {
 // The scale of a tile, divided by 2^margin. Exact on every machine.
 float float8_scale(float amax, DType format, bool power_of_two, int margin = 0);
 
+// For GPUs, whose products read memory along the sum: which copies, and where to note what
+// happened, as the host is not told. A CPU makes `values` alone, which its products read both ways.
+struct QuantizeWants {
+  bool by_rows = true, by_columns = false;  // values, transposed
+  Tensor largest = {};                      // f32 [1]: raised to amax; infinite where x has a NaN
+  Tensor counts = {};                       // i64 [2]: saturated and underflown are added
+};
+
 // x: [M, N], f32, f16 or bf16, any strides. `scale`: one f32 to use for all tiles instead of theirs
 // (a tile of the whole matrix then); amax is noted all the same. Reads x twice, once where the
-// scale is given, and writes a byte an element. CPU and meta; a GPU is an UnsupportedError. Throws
-// DTypeError, ShapeError.
-Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor& scale = {});
+// scale is given, and writes a byte an element and copy. The bytes are the same on all devices; a
+// GPU has one scale for the whole matrix, tiles are an UnsupportedError. Throws DTypeError,
+// ShapeError.
+Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor& scale = {},
+                   const QuantizeWants& wants = {});
 
 // a b, of quantised matrices a: [M, K] and b: [K, N], each as it lies or (`transposed`) turned
 // around. float8 numbers, with powers of two as the scales along K too, are bf16 numbers, so that
 // the products are exact; they are added up in f32, multiplied by the inverse scales and rounded
 // once to `dtype` (f32, f16, bf16). Scales along K that are no powers of two throw ValueError.
+//
+// On a GPU the library multiplies (cuBLASLt, compute capability 8.9 and above): each operand needs
+// the copy in which the sum runs along memory, `values` of a and `transposed` of b as they lie, the
+// other one where they are turned around; M, N and K are multiples of 16. UnsupportedError that
+// says what is in the way.
 struct Float8Operand {
   const Quantized& matrix;
   bool transposed = false;
 };
-Tensor float8_matmul(const Float8Operand& a, const Float8Operand& b, DType dtype);
+struct Float8Product {
+  // [N] of `dtype`, added to the rounded result; on a GPU to f16 and bf16 before they are rounded.
+  Tensor bias = {};
+  bool fast_accumulation = false;  // of a GPU: partial sums keep about 13 bits
+};
+Tensor float8_matmul(const Float8Operand& a, const Float8Operand& b, DType dtype,
+                     const Float8Product& product = {});
 
 // values * inverse, rounded to a 16-bit dtype or f32: [M, N].
 Tensor dequantize(const Quantized& q, DType dtype);

@@ -8,10 +8,14 @@
 
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/functors.h>
+#include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/fp8/amax.h>
 #include <tessera/core/kernels/fp8/quantize_pieces.h>
 #include <tessera/core/kernels/fp8/quantize_rows.h>
+#include <tessera/core/kernels/fp8/rules.h>
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
@@ -33,8 +37,7 @@ void check_dtype(const char* where, const Tensor& x) {
 }
 
 void check_device(const char* where, const Tensor& x) {
-  TS_CHECK_AS(UnsupportedError, !x.device().is_cuda(), where,
-              "this build has float8 products on the CPU alone; got ", x,
+  TS_CHECK_AS(UnsupportedError, !x.device().is_cuda(), where, "runs on the CPU; got ", x,
               "; train in bf16 on the GPU (nothing else was put in its place)");
 }
 
@@ -118,11 +121,15 @@ Tensor widened(const Quantized& q, DType dtype, bool with_scales) {
   return result;
 }
 
-void check_source(const Tensor& x, const QuantizeOptions& options) {
+void check_matrix(const Tensor& x, const QuantizeOptions& options) {
   check_dtype(kQuantize, x);
   TS_CHECK_DTYPE(is_float8(options.format), kQuantize, "gives f8e4m3 or f8e5m2; asked for ",
                  options.format);
   TS_CHECK_SHAPE(x.dim() == 2, kQuantize, "expects a matrix; got ", x);
+}
+// Of what the CPU alone does.
+void check_source(const Tensor& x, const QuantizeOptions& options) {
+  check_matrix(x, options);
   check_device(kQuantize, x);
 }
 
@@ -248,12 +255,13 @@ void scale_into(const Tensor& result, const Tensor& sums, const OutsideScales& s
 struct ProductShape {
   int64_t M, K, N;
   ProductShape(const Float8Operand& a, const Float8Operand& b)
-      : M(a.matrix.values.size(a.transposed ? 1 : 0)),
-        K(a.matrix.values.size(a.transposed ? 0 : 1)),
-        N(b.matrix.values.size(b.transposed ? 0 : 1)) {
-    check_device(kFloat8Matmul, a.matrix.values);
-    TS_CHECK_SHAPE(b.matrix.values.size(b.transposed ? 1 : 0) == K, kFloat8Matmul,
-                   "inner dimensions differ: ", a.matrix.values, " and ", b.matrix.values);
+      : M(a.transposed ? a.matrix.columns() : a.matrix.rows()),
+        K(a.transposed ? a.matrix.rows() : a.matrix.columns()),
+        N(b.transposed ? b.matrix.rows() : b.matrix.columns()) {
+    TS_CHECK_SHAPE((b.transposed ? b.matrix.columns() : b.matrix.rows()) == K, kFloat8Matmul,
+                   "inner dimensions differ: ", a.matrix.any(), " and ", b.matrix.any());
+    TS_CHECK_DEVICE(a.matrix.device() == b.matrix.device(), kFloat8Matmul,
+                    "expects both on one device; got ", a.matrix.any(), " and ", b.matrix.any());
   }
 };
 void check_product_dtype(DType dtype) {
@@ -272,21 +280,19 @@ OutsideScales outside_scales(const Float8Operand& a, bool a_inside, const Float8
 }  // namespace
 
 float float8_scale(float amax, DType format, bool power_of_two, int margin) {
-  if (!(amax > 0) || !std::isfinite(amax)) return 1;
-  const double largest = format == kF8E4M3 ? 448 : 57344;
-  const double wide = std::ldexp(largest / static_cast<double>(amax), -margin);
-  using Limits = std::numeric_limits<float>;
-  const float scale = static_cast<float>(std::clamp<double>(
-      wide, static_cast<double>(Limits::min()), static_cast<double>(Limits::max())));
-  // Down to a power of two: without the mantissa.
-  return power_of_two ? std::bit_cast<float>(std::bit_cast<uint32_t>(scale) & 0xff800000u) : scale;
+  const double largest = format == kF8E4M3 ? rules::kLargestOf<f8e4m3> : rules::kLargestOf<f8e5m2>;
+  return rules::scale_of(amax, std::ldexp(largest, -margin), power_of_two);
 }
 
-Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor& scale) {
-  check_source(x, options);
+Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor& scale,
+                   const QuantizeWants& wants) {
+  check_matrix(x, options);
   TS_CHECK_SHAPE(!scale.defined() || (scale.numel() == 1 && scale.dtype() == kF32 &&
                                       options.tile == ScaleTile::tensor()),
                  kQuantize, "expects one f32 as the scale of the whole matrix; got ", scale);
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::quantize>(kQuantize, x.device(), x, options, scale, wants);
+  }
   if (x.is_meta()) return narrowed(x, options, {});
   if (scale.defined()) return narrowed(x, options, copy_of(raw::view(scale, {1, 1})));
   const Tensor source = contiguous(x);
@@ -383,9 +389,17 @@ Tensor dequantize(const Quantized& q, DType dtype) {
   return widened(q, dtype, true);
 }
 
-Tensor float8_matmul(const Float8Operand& a, const Float8Operand& b, DType dtype) {
+Tensor float8_matmul(const Float8Operand& a, const Float8Operand& b, DType dtype,
+                     const Float8Product& product) {
   check_product_dtype(dtype);
+  const Device& device = a.matrix.device();
   const ProductShape shape(a, b);
+  TS_CHECK_SHAPE(!product.bias.defined() ||
+                     (product.bias.shape() == Shape({shape.N}) && product.bias.dtype() == dtype),
+                 kFloat8Matmul, "expects a bias of ", dtype, "[", shape.N, "]; got ", product.bias);
+  if (device.is_cuda()) {
+    return on_cuda<kernels::float8_matmul>(kFloat8Matmul, device, a, b, dtype, product);
+  }
   const Tensor result = raw::empty({shape.M, shape.N}, dtype, a.matrix.values.device());
   if (result.is_meta() || result.numel() == 0) return result;
   const bool a_inside = differs(a.matrix, a.transposed ? 0 : 1);
@@ -393,6 +407,7 @@ Tensor float8_matmul(const Float8Operand& a, const Float8Operand& b, DType dtype
   const Tensor sums = dtype == kF32 ? result : raw::empty(result.shape(), kF32, result.device());
   matmul_into(sums, numbers_of(a, a_inside), numbers_of(b, b_inside), false);
   scale_into(result, sums, outside_scales(a, a_inside, b, b_inside));
+  if (product.bias.defined()) binary_into<fn::Add>(result, result, product.bias);
   return result;
 }
 

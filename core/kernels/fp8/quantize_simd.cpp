@@ -1,26 +1,14 @@
 #include <tessera/core/half.h>
 #include <tessera/core/kernels/common/lanes.h>
 #include <tessera/core/kernels/fp8/quantize_rows.h>
+#include <tessera/core/kernels/fp8/rules.h>
 
 namespace tessera::kernels::TS_SIMD {
 namespace {
 
-TS_HD uint32_t magnitude_bits(float value) { return detail::bits_of(value) & 0x7fffffffu; }
+using rules::magnitude_bits;
+using rules::saturates;
 TS_HD uint32_t larger_bits(uint32_t a, uint32_t b) { return a > b ? a : b; }
-
-// The first magnitude, as bits, that is further from the largest number than rounding goes.
-template <class Q>
-constexpr float kSaturatesFrom = 0;
-template <>
-constexpr float kSaturatesFrom<f8e4m3> = 464;  // itself a tie that goes to 448, which is even
-template <>
-constexpr float kSaturatesFrom<f8e5m2> = 61440;  // a tie that would go to 65536
-template <class Q>
-TS_HD uint32_t saturates(float scaled) {
-  const uint32_t a = magnitude_bits(scaled), limit = magnitude_bits(kSaturatesFrom<Q>);
-  const bool beyond = std::is_same_v<Q, f8e4m3> ? a > limit : a >= limit;
-  return beyond & (a <= 0x7f800000u) ? 1u : 0u;
-}
 
 // Calls f(first, values, count) for blocks of x as floats.
 template <class T, class F>

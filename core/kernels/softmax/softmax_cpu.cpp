@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kSoftmaxWork = 1 << 14;  // elements: an exponential costs more than a move
 
-void check_operand(const char* where, const Tensor& x) {
+void check_softmax_operand(const char* where, const Tensor& x) {
   TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), where,
                  "expects f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
   TS_CHECK_DEVICE(x.device().is_cpu() || x.is_meta(), where, "has no kernel for ", x);
@@ -49,7 +49,7 @@ Tensor softmax(const Tensor& x, int dim, bool log) {
   if (x.device().is_cuda()) {
     return on_cuda<kernels::softmax>(log ? "log_softmax" : "softmax", x.device(), x, dim, log);
   }
-  check_operand(log ? "log_softmax" : "softmax", x);
+  check_softmax_operand(log ? "log_softmax" : "softmax", x);
   const Tensor y = raw::empty(x.shape(), x.dtype(), x.device());
   if (x.is_meta()) return y;
   const Tensor source = contiguous(x);
@@ -76,7 +76,7 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& y, int dim, bool log) {
                                               dim, log);
   }
   const char* where = log ? "log_softmax" : "softmax";
-  check_operand(where, y);
+  check_softmax_operand(where, y);
   TS_CHECK_SHAPE(dy.shape() == y.shape(), where, "the gradient must have the shape of y, ", y,
                  "; got ", dy);
   const Tensor dx = raw::empty(y.shape(), y.dtype(), y.device());

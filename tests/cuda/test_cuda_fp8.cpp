@@ -1,0 +1,439 @@
+// float8 on the emulated device: the bytes of the CPU, products by a model of cuBLASLt, layers,
+// delayed scales, graphs.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/autograd/weight_cache.h>
+#include <tessera/core/cuda/emulation/gemm.h>
+#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/error.h>
+#include <tessera/core/factory.h>
+#include <tessera/core/half.h>
+#include <tessera/core/kernels/fp8/quantize.h>
+#include <tessera/core/kernels/fp8/scale_history.h>
+#include <tessera/core/random.h>
+#include <tessera/nn/linear.h>
+#include <tessera/optim/graphed_step.h>
+#include <tessera/optim/optimizers.h>
+#include <tessera/precision/autocast.h>
+#include <tessera/precision/fp8_linear.h>
+
+#include "../message_of.h"
+
+namespace tessera::test_cuda_fp8 {
+namespace {
+
+using gpu::GemmProblem;
+using gpu::LibraryCall;
+using gpu::LibraryMatrix;
+using precision::Fp8Recipe;
+using precision::Fp8Scaling;
+
+const Device kGpu = cuda(0);
+
+// ---- A model of the library ---------------------------------------------------------------------
+
+double number_at(const LibraryMatrix& x, int64_t which, int64_t row, int64_t column) {
+  const int64_t at = which * x.batch_stride + row + column * x.leading;
+  switch (x.dtype) {
+    case kF8E4M3:
+      return static_cast<double>(to_float(static_cast<const f8e4m3*>(x.data)[at]));
+    case kF8E5M2:
+      return static_cast<double>(to_float(static_cast<const f8e5m2*>(x.data)[at]));
+    case kBF16:
+      return static_cast<double>(to_float(static_cast<const bf16*>(x.data)[at]));
+    default:
+      EXPECT_EQ(x.dtype, kF32);
+      return static_cast<double>(static_cast<const float*>(x.data)[at]);
+  }
+}
+void put_at(const LibraryMatrix& x, int64_t which, int64_t row, int64_t column, double value) {
+  const int64_t at = which * x.batch_stride + row + column * x.leading;
+  if (x.dtype == kBF16) {
+    static_cast<bf16*>(x.data)[at] = bf16(static_cast<float>(value));
+  } else {
+    EXPECT_EQ(x.dtype, kF32);
+    static_cast<float*>(x.data)[at] = static_cast<float>(value);
+  }
+}
+double scale_at(const void* scale) {
+  return scale == nullptr ? 1 : static_cast<double>(*static_cast<const float*>(scale));
+}
+
+std::vector<GemmProblem> asked;  // in float8
+
+void run_model(const GemmProblem& problem, const LibraryCall& call) {
+  if (is_float8(problem.a.dtype)) asked.push_back(problem);
+  const double scales = scale_at(call.a_scale) * scale_at(call.b_scale);
+  for (int64_t which = 0; which < call.batch; ++which) {
+    for (int64_t j = 0; j < call.n; ++j) {
+      for (int64_t i = 0; i < call.m; ++i) {
+        double sum = 0;
+        for (int64_t k = 0; k < call.k; ++k) {
+          const double a =
+              call.transpose_a ? number_at(call.a, which, k, i) : number_at(call.a, which, i, k);
+          const double b =
+              call.transpose_b ? number_at(call.b, which, j, k) : number_at(call.b, which, k, j);
+          sum += a * b;
+        }
+        double value = problem.alpha * scales * sum;
+        if (problem.beta != 0) value += problem.beta * number_at(call.d, which, i, j);
+        if (problem.epilogue == gpu::GemmEpilogue::kBias) {
+          const LibraryMatrix bias{problem.bias_dtype, call.m, 1, call.m, 0, problem.bias};
+          value += number_at(bias, 0, i, 0);
+        }
+        put_at(call.d, which, i, j, value);
+      }
+    }
+  }
+}
+
+class CudaFp8 : public testing::Test {
+ protected:
+  CudaFp8() {
+    asked.clear();
+    gpu::emulation::set_gemm_model(run_model);
+    manual_seed(11);
+  }
+  ~CudaFp8() override { gpu::emulation::set_gemm_model(nullptr); }
+};
+
+void expect_same_bytes(const Tensor& got, const Tensor& expected, const std::string& what) {
+  ASSERT_EQ(got.dtype(), expected.dtype()) << what;
+  ASSERT_EQ(got.shape(), expected.shape()) << what;
+  const Tensor a = got.to(kCpu), b = expected.contiguous();
+  EXPECT_EQ(std::memcmp(a.data(), b.data(), static_cast<size_t>(a.nbytes())), 0) << what;
+}
+
+double relative_error(const Tensor& got, const Tensor& expected) {
+  const std::vector<double> a = got.to(kCpu).to_vector(), b = expected.to_vector();
+  double error = 0, largest = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    error = std::max(error, std::abs(a[i] - b[i]));
+    largest = std::max(largest, std::abs(b[i]));
+  }
+  return error / largest;
+}
+
+// ---- Bytes --------------------------------------------------------------------------------------
+
+// Numbers of all magnitudes; zeros of both signs, those that saturate, and on request what is none.
+Tensor numbers(const Shape& shape, DType dtype, bool with_specials) {
+  Tensor x = mul(randn(shape), exp(mul(randn(shape), 4.0))).detach();
+  if (with_specials) {
+    float* const values = x.data_as<float>();
+    const float specials[] = {0.0f, -0.0f, INFINITY, -INFINITY, NAN, -NAN, 1e-38f, 3e38f};
+    for (size_t i = 0; i < std::size(specials); ++i) values[5 * i] = specials[i];
+  }
+  return x.to(dtype);
+}
+
+TEST_F(CudaFp8, BytesAndScalesAreThoseOfTheCpu) {
+  // Whole patches in several blocks; patches that are cut.
+  for (const Shape& shape : {Shape{16, 16}, Shape{272, 160}, Shape{48, 33}, Shape{70, 16}}) {
+    for (const DType dtype : {kF32, kBF16, kF16}) {
+      for (const DType format : {kF8E4M3, kF8E5M2}) {
+        for (const bool specials : {false, true}) {
+          for (const bool given : {false, true}) {
+            const std::string what = std::string(name_of(dtype)) + " to " +
+                                     std::string(name_of(format)) + (specials ? ", specials" : "") +
+                                     (given ? ", scale given" : "");
+            const Tensor x = numbers(shape, dtype, specials);
+            const Tensor scale = given ? full({1}, 24, {.dtype = kF32}) : Tensor();
+            const kernels::QuantizeOptions options{.format = format, .power_of_two = specials};
+            const auto expected = kernels::quantize(x, options, scale);
+            const kernels::QuantizeWants wants{
+                .by_columns = true,
+                .largest = zeros({1}, {.dtype = kF32, .device = kGpu}),
+                .counts = zeros({2}, {.dtype = kI64, .device = kGpu})};
+            const auto got =
+                kernels::quantize(x.to(kGpu), options, given ? scale.to(kGpu) : Tensor(), wants);
+            expect_same_bytes(got.values, expected.values, what);
+            expect_same_bytes(got.transposed, expected.values.t(), what + ", by columns");
+            expect_same_bytes(got.scale, expected.scale, what);
+            expect_same_bytes(got.inverse, expected.inverse, what);
+            const double amax = static_cast<double>(expected.amax);
+            EXPECT_EQ(wants.largest.item(), std::isnan(amax) ? INFINITY : amax) << what;
+            EXPECT_EQ(wants.counts.to(kCpu).to_vector(),
+                      (std::vector<double>{static_cast<double>(expected.saturated),
+                                           static_cast<double>(expected.underflown)}))
+                << what;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaFp8, CopiesThatAreNotWantedAreNotMade) {
+  const Tensor x = randn({32, 48}).detach().to(kGpu);
+  const auto columns = kernels::quantize(x, {}, {}, {.by_rows = false, .by_columns = true});
+  EXPECT_FALSE(columns.values.defined());
+  EXPECT_EQ(columns.transposed.shape(), (Shape{48, 32}));
+  EXPECT_EQ(columns.rows(), 32);
+  EXPECT_EQ(columns.columns(), 48);
+  EXPECT_FALSE(kernels::quantize(x, {}).transposed.defined());
+  const auto nothing = kernels::quantize(zeros({0, 16}, {.dtype = kF32, .device = kGpu}), {});
+  EXPECT_EQ(nothing.scale.item(), 1);
+  EXPECT_THROW(kernels::quantize(x, {.tile = kernels::ScaleTile::row()}), UnsupportedError);
+}
+
+// ---- Products -----------------------------------------------------------------------------------
+
+TEST_F(CudaFp8, ProductsReadTheCopyAlongTheSum) {
+  const Tensor a = randn({32, 48}).detach(), b = randn({64, 48}).detach();
+  const kernels::QuantizeOptions wide{.format = kF8E5M2};
+  const auto expected =
+      kernels::float8_matmul({kernels::quantize(a, {})}, {kernels::quantize(b, wide), true}, kF32);
+  const auto by_rows = [](const Tensor& x, const kernels::QuantizeOptions& options) {
+    return kernels::quantize(x.to(kGpu), options);
+  };
+  const auto by_columns = [](const Tensor& x, const kernels::QuantizeOptions& options) {
+    return kernels::quantize(x.t().contiguous().to(kGpu), options, {},
+                             {.by_rows = false, .by_columns = true});
+  };
+  constexpr double kTolerance = 48 * 0x1p-24;  // of f32 sums on the CPU
+  EXPECT_LE(relative_error(kernels::float8_matmul({by_rows(a, {})}, {by_rows(b, wide), true}, kF32),
+                           expected),
+            kTolerance);
+  EXPECT_LE(relative_error(kernels::float8_matmul({by_columns(a, {}), true}, {by_columns(b, wide)},
+                                                  kF32, {.fast_accumulation = true}),
+                           expected),
+            kTolerance);
+  ASSERT_EQ(asked.size(), 2U);
+  EXPECT_FALSE(asked[0].fast_accumulation);
+  EXPECT_TRUE(asked[1].fast_accumulation);
+  const Tensor bias = randn({64}).detach().to(kBF16);
+  const Tensor with_bias = kernels::float8_matmul({by_rows(a, {})}, {by_rows(b, wide), true}, kBF16,
+                                                  {.bias = bias.to(kGpu)});
+  EXPECT_LE(relative_error(with_bias.to(kF32), expected + bias.to(kF32)), 0x1p-8);
+}
+
+TEST_F(CudaFp8, AProductThatCannotBeIsAnErrorThatSaysWhy) {
+  const auto q = [](const Shape& shape, DType format = kF8E4M3) {
+    return kernels::quantize(randn(shape).detach().to(kGpu), {.format = format});
+  };
+  const auto message = [](const auto& a, const auto& b) {
+    return message_of<UnsupportedError>([&] { kernels::float8_matmul({a}, {b, true}, kBF16); });
+  };
+  EXPECT_NE(message(q({32, 40}), q({64, 40})).find("multiples of 16"), std::string::npos);
+  EXPECT_NE(message(q({32, 48}, kF8E5M2), q({64, 48}, kF8E5M2)).find("f8e5m2 with f8e5m2"),
+            std::string::npos);
+  EXPECT_THROW(kernels::float8_matmul({q({32, 48})}, {q({48, 64})}, kBF16), ValueError);
+  gpu::emulation::set_gemm_model(nullptr);
+  EXPECT_NE(message(q({32, 48}), q({64, 48})).find("no library"), std::string::npos);
+}
+
+// ---- Layers -------------------------------------------------------------------------------------
+
+struct Net : nn::Module<Net> {
+  Net() : up(add<nn::Linear>("up", 32, 48)), down(add<nn::Linear>("down", 48, 32)) {}
+  Tensor forward(const Tensor& x) { return down(gelu(up(x))).to(kF32); }
+  nn::Linear& up;
+  nn::Linear& down;
+};
+
+Tensor batch_of(int step) {
+  manual_seed(100 + static_cast<uint64_t>(step));
+  return randn({2, 16, 32}).detach();
+}
+
+struct Training {
+  Training(const Device& device, const Fp8Recipe& recipe)
+      : seeded((manual_seed(3), true)),
+        applied(precision::apply(model, precision::Policy::fp8(recipe))),
+        moved((model.to(device), device)),
+        optimizer(model.named_parameters(), {.lr = 1e-2}) {}
+  Tensor loss(int step) {
+    const Tensor x = batch_of(step);
+    return mean(square(model(x.to(moved)) - sin(mul(x, 3.0)).to(moved)));
+  }
+  double step(int number) {
+    const Tensor now = loss(number);
+    now.backward();
+    applied.fp8()->update();
+    optimizer.step();
+    optimizer.zero_grad();
+    return now.item();
+  }
+  const bool seeded;
+  Net model;
+  precision::AppliedPolicy applied;
+  const Device moved;
+  optim::AdamW optimizer;
+};
+
+Fp8Recipe recipe_of(Fp8Scaling scaling) {
+  return {.scaling = scaling, .filter = precision::Fp8Filter::kAll, .strict = true};
+}
+
+TEST_F(CudaFp8, ATrainingIsThatOfTheCpu) {
+  for (const Fp8Scaling scaling : {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed}) {
+    const std::string name(precision::name_of(scaling));
+    Training on_cpu(kCpu, recipe_of(scaling)), on_gpu(kGpu, recipe_of(scaling));
+    asked.clear();
+    for (int step = 0; step < 6; ++step) {
+      // Sums of bf16 results are taken in another order; a number that rounds to another float8
+      // is 2^-4 of itself off.
+      EXPECT_NEAR(on_gpu.step(step), on_cpu.step(step), 0.01) << name << " step " << step;
+    }
+    EXPECT_EQ(asked.size(), 6U * (2 * 3 - 1)) << "no gradient of the batch is asked for";
+    const precision::Fp8Report cpu = on_cpu.applied.fp8()->report();
+    const precision::Fp8Report gpu = on_gpu.applied.fp8()->report();
+    EXPECT_EQ(gpu.fp8_calls(), cpu.fp8_calls());
+    EXPECT_EQ(gpu.fallbacks(), 0);
+    for (size_t layer = 0; layer < cpu.layers.size(); ++layer) {
+      for (size_t role = 0; role < 3; ++role) {
+        const auto& own = gpu.layers[layer].operands[role];
+        const auto& expected = cpu.layers[layer].operands[role];
+        EXPECT_EQ(own.elements, expected.elements) << name << " " << layer << " " << role;
+        EXPECT_NEAR(own.underflown, expected.underflown, 0.01);
+        EXPECT_NEAR(own.saturated, expected.saturated, 0.01);
+        EXPECT_EQ(own.not_finite, 0);
+      }
+    }
+    if (scaling != Fp8Scaling::kDelayed) continue;
+    const StateDict own = on_gpu.applied.fp8()->state_dict();
+    for (const auto& [key, value] : on_cpu.applied.fp8()->state_dict()) {
+      ASSERT_EQ(own.at(key).shape(), value.shape()) << key;
+      EXPECT_LE(relative_error(own.at(key), value), 0.05) << key;
+    }
+    // Maxima of the first layer's input are those of the batch.
+    const Tensor history = own.at("up.history");
+    for (int step = 0; step < 6; ++step) {
+      const double amax = tessera::amax(batch_of(step).to(kBF16).to(kF32).abs()).item();
+      EXPECT_EQ(history.narrow(0, 0, 1).narrow(1, 5 - step, 1).item(), amax) << "newest first";
+    }
+  }
+}
+
+TEST_F(CudaFp8, ABackwardReadsTheColumnsThatWereKept) {
+  Training run(kGpu, recipe_of(Fp8Scaling::kTensorwise));
+  const Tensor loss = run.loss(0);
+  static_cast<void>(loss.item());
+  asked.clear();
+  loss.backward();
+  static_cast<void>(run.model.up.weight.grad().to(kCpu));  // until then kernels are queued
+  ASSERT_EQ(asked.size(), 3U);
+  for (const GemmProblem& problem : asked) {
+    EXPECT_EQ(problem.a.dtype, kF8E5M2);
+    EXPECT_EQ(problem.b.dtype, kF8E4M3);
+    EXPECT_FALSE(problem.fast_accumulation);
+  }
+}
+
+// As sharded training does between forward and backward.
+TEST_F(CudaFp8, ACopyThatWasReleasedIsMadeAgainForTheGraphThatWaits) {
+  const auto gradients = [](bool releases) {
+    Training run(kGpu, recipe_of(Fp8Scaling::kTensorwise));
+    const Tensor loss = run.loss(0);
+    const Tensor& weight = run.model.down.weight;
+    if (releases) {
+      const int64_t bytes = weight_cache::bytes(weight);
+      EXPECT_EQ(bytes, 2 * weight.numel());
+      weight_cache::release(weight);
+      EXPECT_EQ(weight_cache::bytes(weight), 0);
+      EXPECT_THROW(loss.backward({}, /*retain_graph=*/true), Error);
+      weight_cache::restore(weight);
+      EXPECT_EQ(weight_cache::bytes(weight), bytes);
+    }
+    loss.backward();
+    return run.model.up.weight.grad().to(kCpu).to_vector();
+  };
+  EXPECT_EQ(gradients(true), gradients(false));
+}
+
+TEST_F(CudaFp8, AGraphedStepHasTheBitsOfAnEagerOne) {
+  for (const Fp8Scaling scaling : {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed}) {
+    const auto weights = [&](bool graphed) {
+      Training run(kGpu, recipe_of(scaling));
+      const Tensor x = empty({2, 16, 32}, {.dtype = kF32, .device = kGpu});
+      const auto compute = [&](const TensorList& inputs) -> TensorList {
+        const Tensor loss = mean(square(run.model(inputs[0]) - inputs[0]));
+        loss.backward();
+        run.applied.fp8()->update();
+        run.optimizer.step();
+        run.optimizer.zero_grad();
+        return {loss.detach()};
+      };
+      optim::GraphedStep graph(kGpu, compute, {.warmup = 2});
+      for (int step = 0; step < 7; ++step) {
+        const NoGradGuard no_grad;
+        copy_(x, batch_of(step).to(kGpu));
+        const EnableGradGuard grad;
+        if (graphed) {
+          graph({x});
+        } else {
+          compute({x});
+        }
+      }
+      EXPECT_EQ(graph.captured(), graphed);
+      return run.model.up.weight.to(kCpu).to_vector();
+    };
+    EXPECT_EQ(weights(true), weights(false)) << precision::name_of(scaling);
+  }
+}
+
+TEST_F(CudaFp8, AStateMovesFromOneDeviceToTheOther) {
+  Training first(kCpu, recipe_of(Fp8Scaling::kDelayed)),
+      second(kGpu, recipe_of(Fp8Scaling::kDelayed));
+  for (int step = 0; step < 3; ++step) first.step(step);
+  second.step(0);
+  second.applied.fp8()->load_state_dict(first.applied.fp8()->state_dict());
+  const StateDict state = second.applied.fp8()->state_dict();
+  for (const auto& [key, value] : first.applied.fp8()->state_dict()) {
+    EXPECT_EQ(state.at(key).to_vector(), value.to_vector()) << key;
+  }
+  EXPECT_LT(second.step(3), 2);
+}
+
+TEST_F(CudaFp8, RecipesWithSeveralScalesAreRefused) {
+  for (const char* name : {"rowwise", "rowwise_with_gw_hp", "blockwise"}) {
+    EXPECT_NE(message_of<UnsupportedError>([&] {
+                check(precision::Policy::fp8(Fp8Recipe::named(name)), kGpu);
+              }).find("tensorwise and delayed"),
+              std::string::npos);
+  }
+  check(precision::Policy::fp8(Fp8Recipe::named("delayed")), kGpu);
+}
+
+// ---- Delayed scales -----------------------------------------------------------------------------
+
+TEST_F(CudaFp8, ScalesRollAsOnTheCpu) {
+  for (const bool newest : {false, true}) {
+    for (const int64_t operands : {3, 150}) {
+      kernels::ScaleHistory cpu{.rows = zeros({5, operands}, {.dtype = kF32}),
+                                .position = zeros({2}, {.dtype = kI64}),
+                                .maxima = zeros({operands}, {.dtype = kF32}),
+                                .scales = ones({operands}, {.dtype = kF32})};
+      kernels::ScaleHistory gpu{cpu.rows.to(kGpu), cpu.position.to(kGpu), cpu.maxima.to(kGpu),
+                                cpu.scales.to(kGpu)};
+      const kernels::ScaleRules rules{.of_newest = newest, .power_of_two = newest, .margin = 1};
+      for (int step = 0; step < 13; ++step) {  // around the ring more than once
+        Tensor maxima = exp(mul(randn({operands}), 3.0)).detach();
+        if (step == 4) maxima = zeros({operands}, {.dtype = kF32});  // nothing was noted
+        if (step == 7) {
+          maxima.data_as<float>()[0] = INFINITY;
+          maxima.data_as<float>()[1] = NAN;
+          maxima.data_as<float>()[2] = 0;
+        }
+        copy_(cpu.maxima, maxima);
+        copy_(gpu.maxima, maxima.to(kGpu));
+        kernels::roll_scales(cpu, rules);
+        kernels::roll_scales(gpu, rules);
+        expect_same_bytes(gpu.rows, cpu.rows, "rows");
+        expect_same_bytes(gpu.position, cpu.position, "position");
+        expect_same_bytes(gpu.maxima, cpu.maxima, "maxima");
+        expect_same_bytes(gpu.scales, cpu.scales, "scales");
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::test_cuda_fp8
