@@ -45,6 +45,8 @@ class Float8Linear {
   // Whether this call runs in float8; where it says false linear() goes on as ever. `rows`: of x,
   // whose dtype is that of the products' results. May throw.
   virtual bool takes(const Tensor& x, const Tensor& weight, int64_t rows) = 0;
+  // takes() without a trace: nothing is counted, nothing throws.
+  virtual bool could_take(const Tensor& x, const Tensor& weight, int64_t rows) const = 0;
   // One f32 to quantise all of the operand with; undefined: of the values at hand.
   virtual Tensor scale(Float8Role) { return {}; }
   // Where a GPU notes what happens in the next quantisation of an operand.
@@ -66,5 +68,13 @@ struct Float8Slot {
 // derivatives. Throws what linear() and kernels::quantize() throw.
 Tensor float8_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
                      std::shared_ptr<Float8Linear> layer);
+
+// out_weight gelu(weight x^T + bias) + out_bias by two such layers with one scale a tensor: as
+// float8_linear(gelu(float8_linear(x))) to the bit, with gelu and its gradient inside of the
+// quantisations, so that a GPU stores neither. Kept: x and gelu(..) as bytes, and what gelu took.
+Tensor float8_linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                 std::shared_ptr<Float8Linear> layer, const Tensor& out_weight,
+                                 const Tensor& out_bias, std::shared_ptr<Float8Linear> out_layer,
+                                 bool tanh_form);
 
 }  // namespace tessera

@@ -1,5 +1,8 @@
 #include <tessera/nn/fused.h>
 
+#include <algorithm>
+
+#include <tessera/autograd/float8.h>
 #include <tessera/nn/call_scopes.h>
 
 namespace tessera::nn {
@@ -9,7 +12,49 @@ Tensor linear_gelu(Linear& layer, const Tensor& x, Gelu approximate) {
   return tessera::linear_gelu(x, layer.weight, layer.bias, approximate);
 }
 
+namespace {
+
+// The layer in float8 that is being called, if it is this one.
+std::shared_ptr<Float8Linear> float8_layer(const Linear& layer) {
+  const Float8Slot& slot = Context::current().slot<Float8Slot>();
+  return slot.weight == &layer.weight ? slot.layer : nullptr;
+}
+bool has_one_scale(const Float8Linear& layer) {
+  const Float8Casts& casts = layer.casts();
+  return casts.input.tile == kernels::ScaleTile::tensor() && casts.input_of_weight.has_value();
+}
+
+// Both layers in float8 on a GPU, with gelu inside of the quantisations; undefined where it is not
+// to be.
+Tensor float8_linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu approximate) {
+  if (!has_scopes_alone(inner) || !has_scopes_alone(outer)) return {};
+  if (!inner.has_hooks() || !outer.has_hooks()) return {};
+  std::shared_ptr<Float8Linear> first, second;
+  ModuleCall inner_call(inner);
+  inner_call.before({});
+  first = float8_layer(inner);
+  ModuleCall outer_call(outer);
+  outer_call.before({});
+  second = float8_layer(outer);
+  if (first == nullptr || second == nullptr || !has_one_scale(*first)) return {};
+  const int64_t rows = x.numel() / std::max<int64_t>(x.size(-1), 1);
+  if (x.numel() == 0 || !first->could_take(x, inner.weight, rows) ||
+      !second->could_take(x, outer.weight, rows)) {
+    return {};
+  }
+  first->takes(x, inner.weight, rows);
+  second->takes(x, outer.weight, rows);
+  return tessera::float8_linear_gelu_linear(x, inner.weight, inner.bias, first, outer.weight,
+                                            outer.bias, second, approximate == Gelu::kTanh);
+}
+
+}  // namespace
+
 Tensor linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu approximate) {
+  if (x.device().is_cuda()) {
+    const Tensor y = float8_linear_gelu_linear(inner, outer, x, approximate);
+    if (y.defined()) return y;
+  }
   if (inner.has_hooks() || outer.has_hooks()) return outer(linear_gelu(inner, x, approximate));
   return tessera::linear_gelu_linear(x, inner.weight, inner.bias, outer.weight, outer.bias,
                                      approximate);

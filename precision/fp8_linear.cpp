@@ -119,6 +119,10 @@ class Fp8Layer final : public Float8Linear {
     return false;
   }
 
+  bool could_take(const Tensor& x, const Tensor& weight, int64_t rows) const override {
+    return reason_against(x, weight, rows).empty();
+  }
+
   // The tensor is part of the key of a kept weight, so that it stays the same.
   Tensor scale(Float8Role role) override {
     if (!owner_->is_delayed()) return {};
@@ -487,6 +491,7 @@ class FirstFp8Call final : public Float8Linear {
   }
   const Float8Casts& casts() const override { return casts_; }
   bool takes(const Tensor&, const Tensor&, int64_t) override { return true; }
+  bool could_take(const Tensor&, const Tensor&, int64_t) const override { return true; }
   Tensor scale(Float8Role) override { return one_; }
 
  private:

@@ -23,8 +23,15 @@ Tensor float8_rows(const Tensor& x) {
                    {x.dim() == 1 ? 1 : numel_of(x.shape().slice(0, x.dim() - 1)), x.size(-1)});
 }
 
+std::optional<DType> float8_through(const Tensor& x) {
+  const AutocastMode& mode = Context::current().slot<AutocastMode>();
+  const bool folds =
+      x.device().is_cuda() && x.dtype() == kF32 && mode.enabled && mode.boundary == nullptr;
+  return folds ? std::optional(mode.dtype) : std::nullopt;
+}
+
 Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weight,
-                               Float8Linear& layer) {
+                               Float8Linear& layer, std::optional<DType> through) {
   for (const Tensor* each : {&x, &weight}) {  // before their bytes are read
     const PlacementSlot* slot = placement_slot(*each);
     if (each == &weight && slot != nullptr && slot->has_casts()) {
@@ -54,6 +61,7 @@ Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weig
   operands.wants_weight = grad_enabled() && weight.requires_grad();
   kernels::QuantizeWants wants = layer.notes(Float8Role::kInput);
   wants.by_columns = operands.wants_weight;
+  wants.through = through;
   operands.x =
       kernels::quantize(operands.rows, casts.input, layer.scale(Float8Role::kInput), wants);
   layer.saw(Float8Role::kInput, operands.rows, operands.x);
@@ -96,30 +104,33 @@ using detail::kFloat8Linear;
 
 Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& given_bias,
                      std::shared_ptr<Float8Linear> layer) {
-  const Tensor x = detail::autocast_product(given), bias = detail::autocast_product(given_bias);
-  TS_CHECK_DTYPE(!bias.defined() || bias.dtype() == x.dtype(), kFloat8Linear,
+  const std::optional<DType> through = float8_through(given);
+  const Tensor x = through ? given : detail::autocast_product(given);
+  const Tensor bias = detail::autocast_product(given_bias);
+  const DType dtype = through.value_or(x.dtype());
+  TS_CHECK_DTYPE(!bias.defined() || bias.dtype() == dtype, kFloat8Linear,
                  "expects x and bias of one dtype; got ", x, " and ", bias);
   const Float8Casts casts = layer->casts();
-  const Float8Operands operands = float8_operands(kFloat8Linear, x, weight, *layer);
+  const Float8Operands operands = float8_operands(kFloat8Linear, x, weight, *layer, through);
   const Float8Kept kept = operands.kept();
 
   return differentiable(
       kFloat8Linear, {x, weight, bias, kept.x, kept.x_scales, kept.weight, kept.weight_scales},
       [&](Inputs in) {
-        const Tensor y =
-            kernels::float8_matmul({operands.x}, {operands.weight, true}, in[0].dtype(),
-                                   {.bias = in[2], .fast_accumulation = true});
+        const Tensor y = kernels::float8_matmul({operands.x}, {operands.weight, true}, dtype,
+                                                {.bias = in[2], .fast_accumulation = true});
         count_flops(float8_flops(y.size(0), y.size(1), weight.size(1)));
         Shape shape = in[0].shape();
         shape[shape.size() - 1] = y.size(1);
         return raw::view(y, shape);
       },
-      [casts, layer](Grads dy, const Saved& s) -> TensorList {
+      [casts, layer, through](Grads dy, const Saved& s) -> TensorList {
         TensorList grads(7);
         const Tensor rows = float8_rows(dy[0]);
         kernels::QuantizeWants wants = layer->notes(Float8Role::kGradOutput);
         wants.by_rows = s.needs(0);
         wants.by_columns = s.needs(1) && casts.input_of_weight;
+        wants.sums = s.needs(2);
         const auto quantized = [&](const kernels::QuantizeOptions& options) {
           return kernels::quantize(rows, options, layer->scale(Float8Role::kGradOutput), wants);
         };
@@ -129,7 +140,8 @@ Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& gi
           layer->saw(Float8Role::kGradOutput, rows, dy8);
           const kernels::Quantized weight8 =
               float8_kept(s.input(5), s.input(6), casts.weight_of_grad.tile);
-          const Tensor grad = kernels::float8_matmul({dy8}, {weight8}, rows.dtype());
+          const Tensor grad =
+              kernels::float8_matmul({dy8}, {weight8}, through ? kF32 : rows.dtype());
           count_flops(float8_flops(rows.size(0), grad.size(1), rows.size(1)));
           grads[0] = raw::view(grad, s.input_shape(0));
         }
@@ -150,6 +162,7 @@ Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& gi
           grads[1] = high.weight;
           grads[2] = high.bias;
         }
+        if (s.needs(2) && !grads[2].defined()) grads[2] = dy8.sums;
         if (s.needs(2) && !grads[2].defined()) {
           grads[2] = kernels::sum(rows, {0}, false, rows.dtype());
         }

@@ -82,6 +82,11 @@ Tensor float8_linear_cross_entropy(const Tensor& given, const Tensor& weight, co
                                    std::shared_ptr<Float8Linear> layer, int64_t ignore_index,
                                    Reduction reduction, int64_t chunk) {
   const int64_t N = given.size(0), V = weight.size(0), C = weight.size(1);
+  if (given.device().is_cuda() && reduction == Reduction::kMean) {
+    // Nobody else reads the logits, which become their gradient.
+    return cross_entropy_inplace(float8_linear(given, weight, {}, std::move(layer)), target,
+                                 ignore_index);
+  }
   if (N * V <= chunk || given.is_meta() || given.device().is_cuda()) {
     return cross_entropy(float8_linear(given, weight, {}, std::move(layer)), target,
                          {.ignore_index = ignore_index, .reduction = reduction});

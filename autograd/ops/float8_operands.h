@@ -1,6 +1,8 @@
 // What a call of a layer in float8 quantises, and what of it backward reads. Internal.
 #pragma once
 
+#include <optional>
+
 #include <tessera/autograd/float8.h>
 #include <tessera/autograd/op.h>
 
@@ -36,9 +38,13 @@ inline double float8_flops(int64_t m, int64_t n, int64_t k) {
 // x as [rows, features], contiguous.
 Tensor float8_rows(const Tensor& x);
 
-// Quantises x (of the dtype that autocast gives it) and the leaf `weight`, as layer.casts() says,
-// and tells the layer. Throws as float8_linear().
+// Quantises x (of the dtype that autocast gives it, or rounded to `through`) and the leaf `weight`,
+// as layer.casts() says, and tells the layer. Throws as float8_linear().
 Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weight,
-                               Float8Linear& layer);
+                               Float8Linear& layer, std::optional<DType> through = {});
+
+// The dtype to which a GPU rounds an f32 x while it quantises it, where autocast would make a
+// tensor of that dtype first; none where it would not.
+std::optional<DType> float8_through(const Tensor& x);
 
 }  // namespace tessera

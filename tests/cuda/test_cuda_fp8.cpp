@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/weight_cache.h>
@@ -17,6 +18,7 @@
 #include <tessera/core/kernels/fp8/quantize.h>
 #include <tessera/core/kernels/fp8/scale_history.h>
 #include <tessera/core/random.h>
+#include <tessera/nn/fused.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/graphed_step.h>
 #include <tessera/optim/optimizers.h>
@@ -183,6 +185,54 @@ TEST_F(CudaFp8, CopiesThatAreNotWantedAreNotMade) {
   EXPECT_THROW(kernels::quantize(x, {.tile = kernels::ScaleTile::row()}), UnsupportedError);
 }
 
+TEST_F(CudaFp8, SumsAndRoundedF32ComeOfTheSamePass) {
+  for (const Shape& shape : {Shape{272, 160}, Shape{70, 33}}) {
+    const Tensor x = randn(shape).detach();
+    const auto got =
+        kernels::quantize(x.to(kGpu), {}, {}, {.by_columns = true, .sums = true, .through = kBF16});
+    const auto expected = kernels::quantize(x.to(kBF16), {});
+    expect_same_bytes(got.values, expected.values, "rounded first");
+    expect_same_bytes(got.transposed, expected.values.t(), "rounded first");
+    expect_same_bytes(got.scale, expected.scale, "rounded first");
+    EXPECT_EQ(got.sums.dtype(), kBF16);
+    EXPECT_LE(relative_error(got.sums, sum(x.to(kBF16).to(kF64), {0})), 0x1p-8);
+    const auto plain = kernels::quantize(x.to(kGpu), {}, {}, {.sums = true});
+    EXPECT_LE(relative_error(plain.sums, sum(x.to(kF64), {0})), 300 * 0x1p-24);
+  }
+}
+
+TEST_F(CudaFp8, GeluAndItsGradientAreQuantisedAsIfTheyHadBeenStored) {
+  for (const Shape& shape : {Shape{272, 160}, Shape{48, 33}}) {
+    for (const DType dtype : {kBF16, kF16}) {
+      for (const bool tanh_form : {false, true}) {
+        for (const bool given : {false, true}) {
+          const Tensor x = mul(randn(shape), 2.0).to(dtype).detach().to(kGpu);
+          const Tensor dy = randn(shape).to(dtype).detach().to(kGpu);
+          const Tensor scale = given ? full({1}, 24, {.dtype = kF32, .device = kGpu}) : Tensor();
+          const Gelu form = tanh_form ? Gelu::kTanh : Gelu::kNone;
+          const kernels::QuantizeWants wants{.by_columns = true, .sums = true};
+          const auto compare = [&](const kernels::Quantized& got, const Tensor& stored,
+                                   const kernels::QuantizeOptions& options, const char* what) {
+            const auto expected = kernels::quantize(stored, options, scale, wants);
+            expect_same_bytes(got.values, expected.values.to(kCpu), what);
+            expect_same_bytes(got.transposed, expected.transposed.to(kCpu), what);
+            expect_same_bytes(got.inverse, expected.inverse.to(kCpu), what);
+            if (got.sums.defined()) expect_same_bytes(got.sums, expected.sums.to(kCpu), what);
+          };
+          const Tensor leaf = x.detach().set_requires_grad();
+          const Tensor y = gelu(leaf, form);
+          const Tensor dx = grad(TensorList{y}, TensorList{leaf}, TensorList{dy})[0];
+          compare(kernels::quantize_gelu(x, tanh_form, {}, scale, {.by_columns = true}), y.detach(),
+                  {}, "gelu");
+          compare(kernels::quantize_gelu_grad(dy, x, tanh_form, {.format = kF8E5M2}, scale,
+                                              {.by_columns = true}),
+                  dx, {.format = kF8E5M2}, "its gradient");
+        }
+      }
+    }
+  }
+}
+
 // ---- Products -----------------------------------------------------------------------------------
 
 TEST_F(CudaFp8, ProductsReadTheCopyAlongTheSum) {
@@ -324,6 +374,44 @@ TEST_F(CudaFp8, ABackwardReadsTheColumnsThatWereKept) {
     EXPECT_EQ(problem.a.dtype, kF8E5M2);
     EXPECT_EQ(problem.b.dtype, kF8E4M3);
     EXPECT_FALSE(problem.fast_accumulation);
+  }
+}
+
+// One op for both layers and gelu has the bits of the layers, one by one.
+TEST_F(CudaFp8, AFusedPerceptronHasTheBitsOfItsLayers) {
+  for (const Fp8Scaling scaling : {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed}) {
+    for (const Gelu form : {Gelu::kNone, Gelu::kTanh}) {
+      const auto outcome = [&](bool fused) {
+        Training run(kGpu, recipe_of(scaling));
+        std::vector<std::vector<double>> values;
+        for (int step = 0; step < 3; ++step) {
+          const Tensor x = batch_of(step).to(kGpu).set_requires_grad();
+          const AutocastGuard autocast(kBF16);
+          Net& net = run.model;
+          const Tensor y = fused ? nn::linear_gelu_linear(net.up, net.down, x, form)
+                                 : net.down(gelu(net.up(x), form));
+          mean(square(y.to(kF32))).backward();
+          run.applied.fp8()->update();
+          for (const Tensor& each : {y.detach(), x.grad(), net.up.weight.grad(), net.up.bias.grad(),
+                                     net.down.weight.grad(), net.down.bias.grad()}) {
+            values.push_back(each.to(kCpu).to_vector());
+          }
+          run.optimizer.step();
+          run.optimizer.zero_grad();
+        }
+        const auto report = run.applied.fp8()->report();
+        EXPECT_EQ(report.fp8_calls(), 6);
+        for (const auto& layer : report.layers) {
+          for (const auto& operand : layer.operands) {
+            values.push_back({static_cast<double>(operand.amax),
+                              static_cast<double>(operand.elements), operand.saturated,
+                              operand.underflown});
+          }
+        }
+        return values;
+      };
+      EXPECT_EQ(outcome(true), outcome(false)) << precision::name_of(scaling);
+    }
   }
 }
 

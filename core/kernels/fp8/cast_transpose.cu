@@ -5,6 +5,7 @@
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/quantize.h>
+#include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/core/kernels/fp8/cast_transpose.cuh>
 
@@ -16,12 +17,15 @@ constexpr const char* kCast = "cast_transpose";
 // What a launch is about, before types are known.
 struct CastRequest {
   DType dtype;
-  Tensor scale = {}, largest = {};  // see CastJob
+  Tensor second = {};  // see CastJob
+  DType through = kF32;
+  Tensor scale = {}, largest = {};
   bool power_of_two = false;
   Tensor values = {}, transposed = {};
   Tensor scale_used = {}, inverse = {};
   Tensor amax = {}, counts = {};
   bool no_nan = false;
+  Tensor sums = {};
 };
 
 template <class T>
@@ -33,43 +37,73 @@ bool begins_vectors(const Tensor& x) {
   return !x.defined() || reinterpret_cast<uintptr_t>(x.data()) % 16 == 0;
 }
 
-void launch_cast(const Tensor& source, const CastRequest& request) {
+template <class Q, class Form, bool kSums>
+dim3 grid_of(int64_t M, int64_t N) {
+  return {gpu::blocks(N, cast::kAcross, cast::kSide<Q>),
+          gpu::blocks(M, cast::kDown, cast::kHeight<Q, Form, kSums>)};
+}
+
+template <class T, class Q, class Form, bool kSums>
+void launch_as(const Tensor& source, const CastRequest& request) {
+  constexpr int64_t kSide = cast::kSide<Q>;
   const int64_t M = source.size(0), N = source.size(1);
+  const dim3 grid = grid_of<Q, Form, kSums>(M, N);
+  TS_CHECK_SHAPE(grid.y <= 65535, kCast, "at most ",
+                 65535 * cast::kDown * cast::kHeight<Q, Form, kSums>, " rows; got ", source);
+  const CastJob<T, Q> job{.x = source.data_as<T>(),
+                          .second = data_or_null<T>(request.second),
+                          .through = request.through,
+                          .scale = data_or_null<float>(request.scale),
+                          .largest = data_or_null<uint32_t>(request.largest),
+                          .power_of_two = request.power_of_two,
+                          .values = data_or_null<Q>(request.values),
+                          .transposed = data_or_null<Q>(request.transposed),
+                          .scale_used = data_or_null<float>(request.scale_used),
+                          .inverse = data_or_null<float>(request.inverse),
+                          .amax = data_or_null<uint32_t>(request.amax),
+                          .counts = data_or_null<unsigned long long>(request.counts),
+                          .no_nan = request.no_nan,
+                          .sums = data_or_null<float>(request.sums),
+                          .M = M,
+                          .N = N,
+                          .vectors = M % kSide == 0 && N % kSide == 0 && begins_vectors(source) &&
+                                     begins_vectors(request.second) &&
+                                     begins_vectors(request.values) &&
+                                     begins_vectors(request.transposed)};
+  const int64_t copies = (job.values != nullptr) + (job.transposed != nullptr);
+  const bool reads_scale = job.scale != nullptr || job.largest != nullptr;
+  gpu::launch({.name = kCast,
+               .grid = grid,
+               .block = cast::kThreads,
+               .traffic = {.reads = Form::kOperands * source.nbytes() + (reads_scale ? 4 : 0),
+                           .writes = copies * M * N * static_cast<int64_t>(sizeof(Q)) +
+                                     (job.inverse != nullptr ? 8 : 0) +
+                                     (kSums ? request.sums.nbytes() : 0)}},
+              cast_transpose_kernel<T, Q, Form, kSums>, job);
+}
+
+void launch_cast(const Tensor& source, const CastRequest& request) {
   dispatch_floating(source.dtype(), kCast, [&]<class T>() {
     if constexpr (!std::is_same_v<T, double>) {
       dispatch_cast_target(request.dtype, [&]<class Q>() {
-        constexpr int64_t kSide = cast::kSide<Q>;
-        const dim3 grid(gpu::blocks(N, cast::kAcross, kSide), gpu::blocks(M, cast::kDown, kSide));
-        TS_CHECK_SHAPE(grid.y <= 65535, kCast, "at most ", 65535 * cast::kDown * kSide,
-                       " rows; got ", source);
-        const CastJob<T, Q> job{
-            .x = source.data_as<T>(),
-            .scale = data_or_null<float>(request.scale),
-            .largest = data_or_null<uint32_t>(request.largest),
-            .power_of_two = request.power_of_two,
-            .values = data_or_null<Q>(request.values),
-            .transposed = data_or_null<Q>(request.transposed),
-            .scale_used = data_or_null<float>(request.scale_used),
-            .inverse = data_or_null<float>(request.inverse),
-            .amax = data_or_null<uint32_t>(request.amax),
-            .counts = data_or_null<unsigned long long>(request.counts),
-            .no_nan = request.no_nan,
-            .M = M,
-            .N = N,
-            .vectors = M % kSide == 0 && N % kSide == 0 && begins_vectors(source) &&
-                       begins_vectors(request.values) && begins_vectors(request.transposed)};
-        const int64_t copies = (job.values != nullptr) + (job.transposed != nullptr);
-        const int64_t scalars = (job.scale != nullptr) + (job.scale == nullptr && job.largest);
-        gpu::launch({.name = kCast,
-                     .grid = grid,
-                     .block = cast::kThreads,
-                     .traffic = {.reads = source.nbytes() + 4 * scalars,
-                                 .writes = copies * M * N * static_cast<int64_t>(sizeof(Q)) +
-                                           (job.inverse != nullptr ? 8 : 0)}},
-                    cast_transpose_kernel<T, Q>, job);
+        if constexpr (sizeof(Q) == 1) {
+          if (request.sums.defined()) {
+            return launch_as<T, Q, cast::Plain, true>(source, request);
+          }
+        }
+        launch_as<T, Q, cast::Plain, false>(source, request);
       });
     }
   });
+}
+
+// f(T of the source, Q of the result): 16 bits to float8.
+template <class F>
+void dispatch_low(DType from, DType to, const F& f) {
+  const auto with = [&]<class T>() {
+    to == kF8E4M3 ? f.template operator()<T, f8e4m3>() : f.template operator()<T, f8e5m2>();
+  };
+  from == kF16 ? with.template operator()<f16>() : with.template operator()<bf16>();
 }
 
 CastTransposed cast_transpose_cuda(const Tensor& x, DType dtype, const Tensor& scale,
@@ -92,9 +126,10 @@ CastTransposed cast_transpose_cuda(const Tensor& x, DType dtype, const Tensor& s
 
 constexpr int kAmaxThreads = 256, kAmaxEach = 64;  // numbers of a thread, as loads that overlap
 
-template <class T>
+template <class T, class Form>
 __global__ void __launch_bounds__(kAmaxThreads)
-    largest_magnitude_kernel(const T* x, uint32_t* largest, int64_t n, bool vectors) {
+    largest_magnitude_kernel(const T* x, const T* second, DType through, uint32_t* largest,
+                             int64_t n, bool vectors) {
   constexpr int kN = 16 / static_cast<int>(sizeof(T)), kLoads = kAmaxEach / kN;
   TS_SHARED(uint32_t, slot, gpu::kWarp);
   const int64_t begin = int64_t{blockIdx.x} * kAmaxThreads * kAmaxEach;
@@ -102,40 +137,46 @@ __global__ void __launch_bounds__(kAmaxThreads)
   if (vectors && begin + kAmaxThreads * kAmaxEach <= n) {
     TS_UNROLL
     for (int i = 0; i < kLoads; ++i) {
-      const gpu::Vector<T, kN> in =
-          gpu::load_vector<kN>(x + begin + (i * kAmaxThreads + threadIdx.x) * kN);
+      const int64_t at = begin + (i * kAmaxThreads + threadIdx.x) * kN;
+      float values[kN];
+      cast::load_numbers<kN, Form>(x + at, Form::kOperands == 2 ? second + at : x, through, values);
       TS_UNROLL
       for (int j = 0; j < kN; ++j) {
-        most = cast::LargerBits{}(most, rules::magnitude_bits(load<float>(in.values[j])));
+        most = cast::LargerBits{}(most, rules::magnitude_bits(values[j]));
       }
     }
   } else {
     for (int i = 0; i < kAmaxEach; ++i) {
       const int64_t at = begin + i * kAmaxThreads + threadIdx.x;
-      if (at < n) most = cast::LargerBits{}(most, rules::magnitude_bits(load<float>(x[at])));
+      if (at >= n) continue;
+      const T other = Form::kOperands == 2 ? second[at] : x[at];
+      const float value = cast::number_of(Form{}, x[at], other, through);
+      most = cast::LargerBits{}(most, rules::magnitude_bits(value));
     }
   }
   most = gpu::block_reduce(most, cast::LargerBits{}, 0u, slot);
   if (threadIdx.x == 0 && most > 0) atomicMax(largest, most);
 }
 
-Tensor largest_of(const Tensor& source) {
+template <class T, class Form>
+Tensor largest_of(const Tensor& source, const Tensor& second, DType through) {
   const Tensor largest = raw::zeros({1, 1}, kF32, source.device());
-  dispatch_floating(source.dtype(), kCast, [&]<class T>() {
-    if constexpr (!std::is_same_v<T, double>) {
-      gpu::launch({.name = "largest_magnitude",
-                   .grid = gpu::blocks(source.numel(), kAmaxThreads, kAmaxEach),
-                   .block = kAmaxThreads,
-                   .traffic = {.reads = source.nbytes(), .writes = 0}},
-                  largest_magnitude_kernel<T>, source.data_as<T>(),
-                  static_cast<uint32_t*>(largest.data()), source.numel(), begins_vectors(source));
-    }
-  });
+  gpu::launch({.name = "largest_magnitude",
+               .grid = gpu::blocks(source.numel(), kAmaxThreads, kAmaxEach),
+               .block = kAmaxThreads,
+               .traffic = {.reads = Form::kOperands * source.nbytes(), .writes = 0}},
+              largest_magnitude_kernel<T, Form>, source.data_as<T>(), data_or_null<T>(second),
+              through, static_cast<uint32_t*>(largest.data()), source.numel(),
+              begins_vectors(source) && begins_vectors(second));
   return largest;
 }
 
-Quantized quantize_cuda(const Tensor& x, const QuantizeOptions& options, const Tensor& scale,
-                        const QuantizeWants& wants) {
+// ---- quantize -----------------------------------------------------------------------------------
+
+// What is quantised has the shape of x. run(request): the launch.
+template <class Largest, class Run>
+Quantized quantized(const Tensor& x, const QuantizeOptions& options, const Tensor& scale,
+                    const QuantizeWants& wants, const Largest& largest, const Run& run) {
   TS_CHECK_AS(UnsupportedError, options.tile == ScaleTile::tensor(), "quantize",
               "a GPU has one scale for the whole matrix (recipes tensorwise and delayed); asked "
               "for tiles of ",
@@ -150,23 +191,78 @@ Quantized quantize_cuda(const Tensor& x, const QuantizeOptions& options, const T
                    .scale = raw::empty({1, 1}, kF32, x.device()),
                    .inverse = raw::empty({1, 1}, kF32, x.device()),
                    .tile = options.tile};
+  const DType dtype_of_sums = wants.through.value_or(x.dtype());
   if (x.numel() == 0) {
     for (const Tensor& scalar : {result.scale, result.inverse}) fill(scalar, 1);
+    if (wants.sums) result.sums = raw::zeros({N}, dtype_of_sums, x.device());
     return result;
   }
-  const Tensor source = contiguous(x);
-  launch_cast(source, {.dtype = options.format,
-                       .scale = scale,
-                       .largest = scale.defined() ? Tensor() : largest_of(source),
-                       .power_of_two = options.power_of_two,
-                       .values = result.values,
-                       .transposed = result.transposed,
-                       .scale_used = result.scale,
-                       .inverse = result.inverse,
-                       .amax = wants.largest,
-                       .counts = wants.counts,
-                       .no_nan = true});
+  CastRequest request{.dtype = options.format,
+                      .through = wants.through.value_or(kF32),
+                      .scale = scale,
+                      .largest = scale.defined() ? Tensor() : largest(),
+                      .power_of_two = options.power_of_two,
+                      .values = result.values,
+                      .transposed = result.transposed,
+                      .scale_used = result.scale,
+                      .inverse = result.inverse,
+                      .amax = wants.largest,
+                      .counts = wants.counts,
+                      .no_nan = true};
+  request.sums = empty(wants.sums, {int64_t{grid_of<f8e4m3, cast::Plain, true>(M, N).y}, N}, kF32);
+  run(request);
+  if (wants.sums) result.sums = sum(request.sums, {0}, false, dtype_of_sums);
   return result;
+}
+
+Quantized quantize_cuda(const Tensor& x, const QuantizeOptions& options, const Tensor& scale,
+                        const QuantizeWants& wants) {
+  const Tensor source = contiguous(x);
+  const auto largest = [&] {
+    Tensor result;
+    dispatch_floating(source.dtype(), kCast, [&]<class T>() {
+      if constexpr (!std::is_same_v<T, double>) {
+        result = largest_of<T, cast::Plain>(source, {}, wants.through.value_or(kF32));
+      }
+    });
+    return result;
+  };
+  return quantized(source, options, scale, wants, largest,
+                   [&](const CastRequest& request) { launch_cast(source, request); });
+}
+
+template <class Form, bool kSums>
+Quantized quantize_form(const Tensor& first, const Tensor& second, const QuantizeOptions& options,
+                        const Tensor& scale, const QuantizeWants& wants) {
+  const auto largest = [&] {
+    Tensor result;
+    dispatch_low(first.dtype(), options.format,
+                 [&]<class T, class Q>() { result = largest_of<T, Form>(first, second, kF32); });
+    return result;
+  };
+  return quantized(first, options, scale, wants, largest, [&](CastRequest request) {
+    request.second = second;
+    dispatch_low(first.dtype(), options.format,
+                 [&]<class T, class Q>() { launch_as<T, Q, Form, kSums>(first, request); });
+  });
+}
+
+Quantized quantize_gelu_cuda(const Tensor& x, bool tanh_form, const QuantizeOptions& options,
+                             const Tensor& scale, const QuantizeWants& wants) {
+  const Tensor source = contiguous(x);
+  return tanh_form ? quantize_form<cast::GeluTanh, false>(source, {}, options, scale, wants)
+                   : quantize_form<cast::Gelu, false>(source, {}, options, scale, wants);
+}
+
+// Its sums are always made: the gradient of a layer's bias.
+Quantized quantize_gelu_grad_cuda(const Tensor& dy, const Tensor& x, bool tanh_form,
+                                  const QuantizeOptions& options, const Tensor& scale,
+                                  const QuantizeWants& wants) {
+  const Tensor gradient = contiguous(dy), source = contiguous(x);
+  QuantizeWants all = wants;
+  all.sums = true;
+  return tanh_form ? quantize_form<cast::GeluTanhGrad, true>(gradient, source, options, scale, all)
+                   : quantize_form<cast::GeluGrad, true>(gradient, source, options, scale, all);
 }
 
 }  // namespace
@@ -174,6 +270,8 @@ Quantized quantize_cuda(const Tensor& x, const QuantizeOptions& options, const T
 void register_cast_transpose() {
   cuda_kernel<cast_transpose> = cast_transpose_cuda;
   cuda_kernel<quantize> = quantize_cuda;
+  cuda_kernel<quantize_gelu> = quantize_gelu_cuda;
+  cuda_kernel<quantize_gelu_grad> = quantize_gelu_grad_cuda;
 }
 
 }  // namespace tessera::kernels

@@ -1,14 +1,19 @@
 // A matrix times a scale, narrowed, by rows and by columns, in one read: the kernel under
 // cast_transpose() and quantize() of GPUs.
 //
+// What is narrowed may be a function of the matrix (CastForm), rounded to the matrix's dtype first,
+// as if it had been stored. Sums of columns come beside: of each row of blocks, in a fixed order.
+//
 // A thread takes a patch as high and as wide as 16 bytes of the result hold numbers (16 x 16 of
-// float8). It writes the patch's rows as they come, transposes the patch in registers, and writes
-// its columns: all accesses are of 16 bytes, no shared memory is needed. A warp is 4 patches wide
-// and 8 high, so that it reads 128 bytes of a row of 16-bit numbers, and writes 64 of a row and 128
-// of a column of float8.
+// float8; half as high where formulas need the registers), half of its columns at a time. It writes
+// rows as they come (8 bytes), transposes them in registers, and writes columns (16 bytes, or 8):
+// no shared memory is needed. A warp is 4 patches wide and 8 high, so that it writes 128 (64) bytes
+// of a column, whole sectors in all directions.
 #pragma once
 
+#include <tessera/core/approximate.h>
 #include <tessera/core/cuda/launch.h>
+#include <tessera/core/functors.h>
 #include <tessera/core/half.h>
 #include <tessera/core/kernels/fp8/rules.h>
 
@@ -17,6 +22,8 @@ namespace tessera::kernels {
 template <class T, class Q>
 struct CastJob {
   const T* x;               // (M, N)
+  const T* second;          // (M, N), of forms of two numbers
+  DType through;            // f32 is rounded to this first; kF32: it is not
   const float* scale;       // one number; null: of `largest`, or 1
   const uint32_t* largest;  // bits of the largest |x|, from which the scale is made, or null
   bool power_of_two;
@@ -27,11 +34,60 @@ struct CastJob {
   uint32_t* amax;              // raised to the bits of the largest |x|, or null
   unsigned long long* counts;  // saturated, underflown: added to, or null
   bool no_nan;                 // amax is at most infinite
+  float* sums;                 // (blocks along M, N) or null
   int64_t M, N;
   bool vectors;  // rows of all matrices begin at multiples of 16 bytes, patches are whole
 };
 
 namespace cast {
+
+// ---- Forms --------------------------------------------------------------------------------------
+
+struct Plain {
+  static constexpr int kOperands = 1;
+};
+template <class Functor, int kCount>
+struct Formula {
+  static constexpr int kOperands = kCount;
+};
+using Gelu = Formula<fn::Gelu, 1>;
+using GeluTanh = Formula<fn::GeluTanh, 1>;
+using GeluGrad = Formula<fn::GeluGrad, 2>;  // of (gradient, input)
+using GeluTanhGrad = Formula<fn::GeluTanhGrad, 2>;
+
+template <class T>
+TS_DEVICE float number_of(Plain, T x, T, DType through) {
+  const float value = load<float>(x);
+  if constexpr (std::is_same_v<T, float>) {
+    if (through == kBF16) return to_float(from_float<bf16>(value));
+    if (through == kF16) return to_float(from_float<f16>(value));
+  }
+  return value;
+}
+template <class T, class Functor>
+TS_DEVICE float number_of(Formula<Functor, 1>, T x, T, DType) {
+  const math::Approximate y = Functor{}(math::Approximate(load<float>(x)));
+  return load<float>(store<T>(y.value));
+}
+template <class T, class Functor>
+TS_DEVICE float number_of(Formula<Functor, 2>, T x, T second, DType) {
+  const math::Approximate y =
+      Functor{}(math::Approximate(load<float>(x)), math::Approximate(load<float>(second)));
+  return load<float>(store<T>(y.value));
+}
+
+template <int kN, class Form, class T>
+TS_DEVICE void load_numbers(const T* x, const T* second, DType through, float (&values)[kN]) {
+  const gpu::Vector<T, kN> first = gpu::load_vector<kN>(x);
+  gpu::Vector<T, kN> other = first;
+  if constexpr (Form::kOperands == 2) other = gpu::load_vector<kN>(second);
+  TS_UNROLL
+  for (int j = 0; j < kN; ++j) {
+    values[j] = number_of(Form{}, first.values[j], other.values[j], through);
+  }
+}
+
+// ---- Patches ------------------------------------------------------------------------------------
 
 inline constexpr int kAcross = 8, kDown = 16;  // patches of a block
 inline constexpr int kThreads = kAcross * kDown;
@@ -128,84 +184,130 @@ TS_DEVICE float scale_of(const CastJob<T, Q>& job) {
   return 1;
 }
 
-template <class T, class Q>
-TS_DEVICE void whole_patch(const CastJob<T, Q>& job, int64_t m, int64_t n, float factor,
-                           Seen& seen) {
-  constexpr int kN = kSide<Q>, kPer = kInWord<Q>;
-  uint32_t words[kN][4];
+inline constexpr int kWords = 2;  // of a row that are under way at a time
+// Rows of a patch: formulas and sums need the registers of the other half.
+template <class Q, class Form, bool kSums>
+inline constexpr int kHeight = kSums || !std::is_same_v<Form, Plain> ? kSide<Q> / 2 : kSide<Q>;
+
+// sums: shared memory for those of the columns.
+template <class Form, bool kSums, class T, class Q>
+TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, float factor,
+                             Seen& seen, float* sums) {
+  constexpr int kRows = kHeight<Q, Form, kSums>, kPer = kInWord<Q>, kGroups = kRows / kPer;
+  constexpr int kN = kWords * kPer;
+  uint32_t words[kRows][kWords];
+  float added[kN] = {};
   TS_UNROLL
-  for (int i = 0; i < kN; ++i) {
-    const gpu::Vector<T, kN> in = gpu::load_vector<kN>(job.x + (m + i) * job.N + n);
+  for (int i = 0; i < kRows; ++i) {
+    const int64_t at = (m + i) * job.N + n;
     float scaled[kN];
+    load_numbers<kN, Form>(job.x + at, Form::kOperands == 2 ? job.second + at : job.x, job.through,
+                           scaled);
     TS_UNROLL
     for (int j = 0; j < kN; ++j) {
-      const float value = load<float>(in.values[j]);
+      const float value = scaled[j];
+      if constexpr (kSums) added[j] += value;
       scaled[j] = value * factor;
       seen.template number<Q>(value, scaled[j]);
     }
-    gpu::Vector<uint32_t, 4> row;
+    gpu::Vector<uint32_t, kWords> row;
     TS_UNROLL
-    for (int w = 0; w < 4; ++w) row.values[w] = words[i][w] = pack_word<Q>(scaled + w * kPer);
+    for (int w = 0; w < kWords; ++w) row.values[w] = words[i][w] = pack_word<Q>(scaled + w * kPer);
     if (job.values != nullptr) {
-      gpu::store_vector(reinterpret_cast<uint32_t*>(job.values + (m + i) * job.N + n), row);
+      gpu::store_vector(reinterpret_cast<uint32_t*>(job.values + at), row);
     }
+  }
+  if constexpr (kSums) {
+    TS_UNROLL
+    for (int j = 0; j < kN; ++j) sums[j] = added[j];
   }
   if (job.transposed == nullptr) return;
   TS_UNROLL
-  for (int w = 0; w < 4; ++w) {
-    uint32_t columns[4][kPer];  // (four rows or two, column)
+  for (int w = 0; w < kWords; ++w) {
+    uint32_t columns[kGroups][kPer];  // (four rows or two, column)
     TS_UNROLL
-    for (int g = 0; g < 4; ++g) {
+    for (int g = 0; g < kGroups; ++g) {
       TS_UNROLL
       for (int i = 0; i < kPer; ++i) columns[g][i] = words[g * kPer + i][w];
       transpose_words<Q>(columns[g]);
     }
     TS_UNROLL
     for (int j = 0; j < kPer; ++j) {
-      gpu::Vector<uint32_t, 4> column;
+      gpu::Vector<uint32_t, kGroups> column;
       TS_UNROLL
-      for (int g = 0; g < 4; ++g) column.values[g] = columns[g][j];
+      for (int g = 0; g < kGroups; ++g) column.values[g] = columns[g][j];
       Q* const to = job.transposed + (n + w * kPer + j) * job.M + m;
       gpu::store_vector(reinterpret_cast<uint32_t*>(to), column);
     }
   }
 }
 
+template <class Form, bool kSums, class T, class Q>
+TS_DEVICE void whole_patch(const CastJob<T, Q>& job, int64_t m, int64_t n, float factor, Seen& seen,
+                           float* sums) {
+  constexpr int kN = kWords * kInWord<Q>;
+  TS_ROLLED
+  for (int part = 0; part < kSide<Q>; part += kN) {
+    whole_columns<Form, kSums>(job, m, n + part, factor, seen, sums + part);
+  }
+}
+
 // What lies inside of the matrix, number by number.
-template <class T, class Q>
-TS_DEVICE void cut_patch(const CastJob<T, Q>& job, int64_t m0, int64_t n0, float factor,
-                         Seen& seen) {
-  const int64_t rows = job.M - m0 < kSide<Q> ? job.M - m0 : kSide<Q>;
+template <class Form, bool kSums, class T, class Q>
+TS_DEVICE void cut_patch(const CastJob<T, Q>& job, int64_t m0, int64_t n0, float factor, Seen& seen,
+                         float* sums) {
+  constexpr int kRows = kHeight<Q, Form, kSums>;
+  const int64_t rows = job.M - m0 < kRows ? job.M - m0 : kRows;
   const int64_t columns = job.N - n0 < kSide<Q> ? job.N - n0 : kSide<Q>;
-  for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t j = 0; j < columns; ++j) {
+  for (int64_t j = 0; j < columns; ++j) {
+    float sum = 0;
+    for (int64_t i = 0; i < rows; ++i) {
       const int64_t m = m0 + i, n = n0 + j;
-      const float value = load<float>(job.x[m * job.N + n]), scaled = value * factor;
+      const T x = job.x[m * job.N + n];
+      const T second = Form::kOperands == 2 ? job.second[m * job.N + n] : x;
+      const float value = number_of(Form{}, x, second, job.through), scaled = value * factor;
+      sum += value;
       seen.template number<Q>(value, scaled);
       const Q narrow = from_float_saturate<Q>(scaled);
       if (job.values != nullptr) job.values[m * job.N + n] = narrow;
       if (job.transposed != nullptr) job.transposed[n * job.M + m] = narrow;
     }
+    if constexpr (kSums) sums[j] = sum;
   }
 }
 
 }  // namespace cast
 
-template <class T, class Q>
+template <class T, class Q, class Form = cast::Plain, bool kSums = false>
 __global__ void __launch_bounds__(cast::kThreads, 4) cast_transpose_kernel(CastJob<T, Q> job) {
+  constexpr int kN = cast::kSide<Q>, kColumns = cast::kAcross * kN;
   TS_SHARED(uint32_t, slot, gpu::kWarp);
+  TS_SHARED(float, partial, kSums ? cast::kDown* kColumns : 1);  // (down, column of the block)
   const int thread = static_cast<int>(threadIdx.x), lane = thread % gpu::kWarp;
   const int warp = thread / gpu::kWarp;
   const int across = lane % 4 + 4 * (warp % 2), down = lane / 4 + 8 * (warp / 2);
-  const int64_t m = (int64_t{blockIdx.y} * cast::kDown + down) * cast::kSide<Q>;
+  const int64_t m = (int64_t{blockIdx.y} * cast::kDown + down) * cast::kHeight<Q, Form, kSums>;
   const int64_t n = (int64_t{blockIdx.x} * cast::kAcross + across) * cast::kSide<Q>;
   const float factor = cast::scale_of(job);
   cast::Seen seen;
+  float* const own = partial + (kSums ? down * kColumns + across * kN : 0);
+  if (kSums) {
+    for (int j = 0; j < kN; ++j) own[j] = 0;
+  }
   if (m < job.M && n < job.N) {
     if (job.vectors) {
-      cast::whole_patch(job, m, n, factor, seen);
+      cast::whole_patch<Form, kSums>(job, m, n, factor, seen, own);
     } else {
-      cast::cut_patch(job, m, n, factor, seen);
+      cast::cut_patch<Form, kSums>(job, m, n, factor, seen, own);
+    }
+  }
+  if constexpr (kSums) {
+    __syncthreads();
+    for (int column = thread; column < kColumns; column += cast::kThreads) {
+      const int64_t to = int64_t{blockIdx.x} * kColumns + column;
+      float sum = 0;
+      for (int i = 0; i < cast::kDown; ++i) sum += partial[i * kColumns + column];
+      if (to < job.N) job.sums[int64_t{blockIdx.y} * job.N + to] = sum;
     }
   }
   const bool first = thread == 0;

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include <tessera/core/tensor.h>
 
@@ -42,6 +43,7 @@ struct Quantized {
   Tensor scale = {};       // f32, one a tile: [tiles along M, tiles along N]
   Tensor inverse = {};     // 1 / scale, what products multiply by
   ScaleTile tile = {};
+  Tensor sums = {};  // of columns, on a GPU where wanted
   const Tensor& any() const { return values.defined() ? values : transposed; }
   const Device& device() const { return any().device(); }
   int64_t rows() const { return values.defined() ? values.size(0) : transposed.size(1); }
@@ -60,8 +62,10 @@ float float8_scale(float amax, DType format, bool power_of_two, int margin = 0);
 // happened, as the host is not told. A CPU makes `values` alone, which its products read both ways.
 struct QuantizeWants {
   bool by_rows = true, by_columns = false;  // values, transposed
-  Tensor largest = {};                      // f32 [1]: raised to amax; infinite where x has a NaN
-  Tensor counts = {};                       // i64 [2]: saturated and underflown are added
+  bool sums = false;  // of the columns of x, [N] of x's dtype, before it is quantised
+  std::optional<DType> through = {};  // f16, bf16: an f32 x is rounded to it first
+  Tensor largest = {};                // f32 [1]: raised to amax; infinite where x has a NaN
+  Tensor counts = {};                 // i64 [2]: saturated and underflown are added
 };
 
 // x: [M, N], f32, f16 or bf16, any strides. `scale`: one f32 to use for all tiles instead of theirs
@@ -71,6 +75,14 @@ struct QuantizeWants {
 // ShapeError.
 Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor& scale = {},
                    const QuantizeWants& wants = {});
+
+// Of gelu(x), and of its gradient dy gelu'(x), which are rounded to x's dtype and never stored: on
+// a GPU one pass. x, dy: f16 or bf16 [M, N].
+Quantized quantize_gelu(const Tensor& x, bool tanh_form, const QuantizeOptions& options,
+                        const Tensor& scale = {}, const QuantizeWants& wants = {});
+Quantized quantize_gelu_grad(const Tensor& dy, const Tensor& x, bool tanh_form,
+                             const QuantizeOptions& options, const Tensor& scale = {},
+                             const QuantizeWants& wants = {});
 
 // a b, of quantised matrices a: [M, K] and b: [K, N], each as it lies or (`transposed`) turned
 // around. float8 numbers, with powers of two as the scales along K too, are bf16 numbers, so that

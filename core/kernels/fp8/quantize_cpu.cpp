@@ -293,12 +293,50 @@ Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor
   if (x.device().is_cuda()) {
     return on_cuda<kernels::quantize>(kQuantize, x.device(), x, options, scale, wants);
   }
+  if (wants.through) {
+    QuantizeWants rest = wants;
+    rest.through.reset();
+    return quantize(convert(x, *wants.through), options, scale, rest);
+  }
   if (x.is_meta()) return narrowed(x, options, {});
   if (scale.defined()) return narrowed(x, options, copy_of(raw::view(scale, {1, 1})));
   const Tensor source = contiguous(x);
   Tensor scales = largest_of_tiles(source, options.tile);
   make_scales(scales, options);
   return narrowed(source, options, scales);
+}
+
+namespace {
+
+void check_gelu(const Tensor& x) {
+  TS_CHECK_DTYPE(is_low_precision(x.dtype()), kQuantize, "expects f16 or bf16; got ", x);
+  TS_CHECK_SHAPE(x.dim() == 2, kQuantize, "expects a matrix; got ", x);
+}
+
+}  // namespace
+
+Quantized quantize_gelu(const Tensor& x, bool tanh_form, const QuantizeOptions& options,
+                        const Tensor& scale, const QuantizeWants& wants) {
+  check_gelu(x);
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::quantize_gelu>(kQuantize, x.device(), x, tanh_form, options, scale,
+                                           wants);
+  }
+  return quantize(tanh_form ? unary<fn::GeluTanh>(x) : unary<fn::Gelu>(x), options, scale, wants);
+}
+
+Quantized quantize_gelu_grad(const Tensor& dy, const Tensor& x, bool tanh_form,
+                             const QuantizeOptions& options, const Tensor& scale,
+                             const QuantizeWants& wants) {
+  check_gelu(x);
+  TS_CHECK_SHAPE(dy.shape() == x.shape() && dy.dtype() == x.dtype(), kQuantize,
+                 "expects a gradient like ", x, "; got ", dy);
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::quantize_gelu_grad>(kQuantize, x.device(), dy, x, tanh_form, options,
+                                                scale, wants);
+  }
+  return quantize(tanh_form ? binary<fn::GeluTanhGrad>(dy, x) : binary<fn::GeluGrad>(dy, x),
+                  options, scale, wants);
 }
 
 Quantized quantize_by(const Tensor& x, const QuantizeOptions& options, const Tensor& scales) {

@@ -1,0 +1,128 @@
+#include <utility>
+
+#include <tessera/autograd/autocast_mode.h>
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/ops/float8_operands.h>
+#include <tessera/autograd/weight_cache.h>
+#include <tessera/core/kernels/reduce/reduce.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+
+// ---- float8_linear_gelu_linear ------------------------------------------------------------------
+
+// Inputs: x, weight, bias, out_weight, out_bias; what backward reads: bytes and inverse scales of
+// x, weight, gelu(h) and out_weight, and h, which gelu took.
+const Op kFloat8LinearGeluLinear{
+    .name = "float8_linear_gelu_linear",
+    .reads = {inputs(7, 8, 11, 12, 13), inputs(5, 6, 11, 12, 13), inputs(11, 12, 13),
+              inputs(9, 10)},
+    .twice_differentiable = false,
+    .composed = "linear(gelu(linear(x, weight, bias)), out_weight, out_bias)"};
+
+Tensor float8_linear_gelu_linear(const Tensor& given, const Tensor& weight,
+                                 const Tensor& given_bias, std::shared_ptr<Float8Linear> layer,
+                                 const Tensor& out_weight, const Tensor& given_out_bias,
+                                 std::shared_ptr<Float8Linear> out_layer, bool tanh_form) {
+  const Op& op = kFloat8LinearGeluLinear;
+  const std::optional<DType> through = float8_through(given);
+  const Tensor x = through ? given : detail::autocast_product(given);
+  const Tensor bias = detail::autocast_product(given_bias);
+  const Tensor out_bias = detail::autocast_product(given_out_bias);
+  const DType dtype = through.value_or(x.dtype());
+  for (const Tensor* each : {&bias, &out_bias}) {
+    TS_CHECK_DTYPE(!each->defined() || each->dtype() == dtype, op,
+                   "expects x and biases of one dtype; got ", x, " and ", *each);
+  }
+  TS_CHECK_SHAPE(out_weight.dim() == 2 && out_weight.size(1) == weight.size(0), op,
+                 "expects weights [inner, in] and [out, inner]; got ", weight, " and ", out_weight);
+  const Float8Casts casts = layer->casts(), out_casts = out_layer->casts();
+  const Float8Operands inner = float8_operands(op, x, weight, *layer, through);
+  const Float8Kept kept = inner.kept();
+  const int64_t M = inner.rows.size(0), hidden = weight.size(0), in = weight.size(1);
+  const Tensor h = kernels::float8_matmul({inner.x}, {inner.weight, true}, dtype,
+                                          {.bias = bias, .fast_accumulation = true});
+  count_flops(float8_flops(M, hidden, in));
+
+  const bool wants_weight = grad_enabled() && out_weight.requires_grad();
+  const bool wants_h = inner.wants_x || inner.wants_weight ||
+                       (grad_enabled() && bias.defined() && bias.requires_grad());
+  kernels::QuantizeWants wants = out_layer->notes(Float8Role::kInput);
+  wants.by_columns = wants_weight;
+  const kernels::Quantized a8 = kernels::quantize_gelu(h, tanh_form, out_casts.input,
+                                                       out_layer->scale(Float8Role::kInput), wants);
+  out_layer->saw(Float8Role::kInput, h, a8);
+  bool is_new = false;
+  const kernels::Quantized weight8 =
+      weight_cache::quantized(out_weight, out_casts.weight, out_layer->scale(Float8Role::kWeight),
+                              &is_new, out_layer->notes(Float8Role::kWeight));
+  if (is_new) out_layer->saw(Float8Role::kWeight, out_weight, weight8);
+  const bool by_columns = h.device().is_cuda();
+  const auto kept_of = [&](bool wanted, const kernels::Quantized& q) {
+    return !wanted ? Tensor() : by_columns ? q.transposed : q.values;
+  };
+
+  return differentiable(
+      op,
+      {x, weight, bias, out_weight, out_bias, kept.x, kept.x_scales, kept.weight,
+       kept.weight_scales, kept_of(wants_weight, a8), wants_weight ? a8.inverse : Tensor(),
+       kept_of(wants_h, weight8), wants_h ? weight8.inverse : Tensor(), wants_h ? h : Tensor()},
+      [&](Inputs inputs) {
+        const Tensor y = kernels::float8_matmul({a8}, {weight8, true}, dtype,
+                                                {.bias = inputs[4], .fast_accumulation = true});
+        count_flops(float8_flops(M, y.size(1), hidden));
+        Shape shape = inputs[0].shape();
+        shape[shape.size() - 1] = y.size(1);
+        return raw::view(y, shape);
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        TensorList grads(14);
+        const Tensor rows = float8_rows(dy[0]);
+        const bool wants_h = s.needs(0) || s.needs(1) || s.needs(2);
+        const auto bytes = [&](int at, const kernels::QuantizeOptions& options) {
+          return float8_kept(s.input(at), s.input(at + 1), options.tile);
+        };
+        const auto notes = [](Float8Linear& own, bool by_rows, bool by_columns, bool sums) {
+          kernels::QuantizeWants wants = own.notes(Float8Role::kGradOutput);
+          wants.by_rows = by_rows;
+          wants.by_columns = by_columns;
+          wants.sums = sums;
+          return wants;
+        };
+        const auto sums_of = [](const kernels::Quantized& q, const Tensor& x) {
+          return q.sums.defined() ? q.sums : kernels::sum(x, {0}, false, x.dtype());
+        };
+        const kernels::Quantized dy8 = kernels::quantize(
+            rows, out_casts.grad_output, out_layer->scale(Float8Role::kGradOutput),
+            notes(*out_layer, wants_h, s.needs(3), s.needs(4)));
+        out_layer->saw(Float8Role::kGradOutput, rows, dy8);
+        if (s.needs(4)) grads[4] = sums_of(dy8, rows);
+        if (s.needs(3)) {
+          grads[3] = kernels::float8_matmul({dy8, true}, {bytes(9, out_casts.input)}, rows.dtype());
+          count_flops(float8_flops(rows.size(1), hidden, M));
+        }
+        if (!wants_h) return grads;
+        const Tensor da =
+            kernels::float8_matmul({dy8}, {bytes(11, out_casts.weight)}, rows.dtype());
+        count_flops(float8_flops(M, hidden, rows.size(1)));
+        const kernels::Quantized dh8 = kernels::quantize_gelu_grad(
+            da, s.input(13), tanh_form, casts.grad_output, layer->scale(Float8Role::kGradOutput),
+            notes(*layer, s.needs(0), s.needs(1), s.needs(2)));
+        layer->saw(Float8Role::kGradOutput, da, dh8);
+        if (s.needs(2)) grads[2] = dh8.sums;
+        if (s.needs(0)) {
+          const Tensor grad = kernels::float8_matmul({dh8}, {bytes(7, casts.weight_of_grad)},
+                                                     through ? kF32 : rows.dtype());
+          count_flops(float8_flops(M, in, hidden));
+          grads[0] = raw::view(grad, s.input_shape(0));
+        }
+        if (s.needs(1)) {
+          grads[1] = kernels::float8_matmul({dh8, true}, {bytes(5, casts.input)}, rows.dtype());
+          count_flops(float8_flops(hidden, in, M));
+        }
+        return grads;
+      });
+}
+
+}  // namespace tessera
