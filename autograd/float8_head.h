@@ -19,7 +19,7 @@
 // Cost: 4 or 5 products instead of the 3 of whole logits. Kept for backward: one byte an element of
 // x, of W those of the weight cache, two f32 a row. In the chunk's time: 9 bytes a logit of it.
 //
-// On a GPU it is the two ops, all logits at once, and for a mean their gradient overwrites them.
+// On a GPU all logits are there at once, and for a mean their gradient overwrites them.
 #pragma once
 
 #include <cstdint>

@@ -30,6 +30,12 @@ const Op kFloat8LinearCrossEntropy{
     .twice_differentiable = false,
     .composed = "cross_entropy(linear(x, weight), target)"};
 
+// Of whole logits; inputs: x, weight, targets, bytes and inverse scales of x and W for backward.
+const Op kFloat8Head{.name = "float8_linear_cross_entropy_whole",
+                     .reads = {inputs(5, 6), inputs(3, 4), inputs()},
+                     .twice_differentiable = false,
+                     .composed = "cross_entropy(linear(x, weight), target)"};
+
 namespace {
 
 // Rows that are taken at once: about equal chunks, which begin where blocks of rows do.
@@ -76,18 +82,85 @@ struct ChunkCast {
   }
 };
 
+// All logits at once, as a GPU has it: their gradient overwrites them, and is multiplied by that of
+// the loss while it is quantised.
+Tensor whole_head(const Tensor& given, const Tensor& weight, const Tensor& target,
+                  std::shared_ptr<Float8Linear> layer, int64_t ignore_index) {
+  const Op& op = kFloat8Head;
+  const int64_t N = given.size(0), V = weight.size(0), C = weight.size(1);
+  const std::optional<DType> through = float8_through(given);
+  const Tensor x = through ? given : detail::autocast_product(given);
+  const DType dtype = through.value_or(x.dtype()), dtype_of_loss = loss_dtype(x);
+  const Tensor targets = kernels::check_targets("cross_entropy", target, V, ignore_index);
+  const Float8Casts casts = layer->casts();
+  const Float8Operands operands = float8_operands(op, x, weight, *layer, through);
+  const Float8Kept kept = operands.kept();
+  return differentiable(
+      op, {x, weight, targets, kept.x, kept.x_scales, kept.weight, kept.weight_scales},
+      [&](Inputs, Extras& extras) {
+        const Tensor logits = kernels::float8_matmul({operands.x}, {operands.weight, true}, dtype,
+                                                     {.fast_accumulation = true});
+        count_flops(float8_flops(N, V, C));
+        const Tensor counted =
+            kernels::sum(kernels::binary<fn::Ne>(targets, ignore_index), {0}, false, kF64);
+        const auto mean_of = [&](const Tensor& losses) {
+          const Tensor total = kernels::sum(losses, {0}, false, kF64);
+          return kernels::convert(kernels::binary<fn::Div>(total, counted), dtype_of_loss);
+        };
+        if (!extras.wanted()) {
+          return mean_of(
+              kernels::cross_entropy_forward(logits, targets, {.ignore_index = ignore_index})
+                  .losses);
+        }
+        // Of f16 the division waits for what the loss is multiplied by: it would sink.
+        const bool divides_later = dtype == kF16;
+        const Tensor losses = raw::empty({N}, kF64, logits.device());
+        kernels::cross_entropy_in_place(logits, targets, ignore_index,
+                                        divides_later ? Tensor() : counted, losses);
+        extras.save(logits);
+        extras.save(divides_later ? counted : Tensor());
+        return mean_of(losses);
+      },
+      [=](Grads up, const Saved& s) -> TensorList {
+        const Tensor dy = s.extra(0);
+        Tensor factor = kernels::convert(up[0], kF64);
+        if (s.extra(1).defined()) {
+          factor = kernels::binary<fn::Div>(factor, kernels::binary<fn::Maximum>(s.extra(1), 1.0));
+        }
+        kernels::QuantizeWants wants = layer->notes(Float8Role::kGradOutput);
+        wants.by_rows = s.needs(0);
+        wants.by_columns = s.needs(1);
+        wants.factor = raw::view(kernels::convert(factor, kF32), {1});
+        const kernels::Quantized dy8 =
+            kernels::quantize(dy, casts.grad_output, layer->scale(Float8Role::kGradOutput), wants);
+        layer->saw(Float8Role::kGradOutput, dy, dy8);
+        TensorList grads(7);
+        if (s.needs(0)) {
+          grads[0] = kernels::float8_matmul(
+              {dy8}, {float8_kept(s.input(5), s.input(6), casts.weight_of_grad.tile)},
+              through ? kF32 : dtype);
+          count_flops(float8_flops(N, C, V));
+        }
+        if (s.needs(1)) {
+          grads[1] = kernels::float8_matmul(
+              {dy8, true}, {float8_kept(s.input(3), s.input(4), casts.input.tile)}, dtype);
+          count_flops(float8_flops(V, C, N));
+        }
+        return grads;
+      });
+}
+
 }  // namespace
 
 Tensor float8_linear_cross_entropy(const Tensor& given, const Tensor& weight, const Tensor& target,
                                    std::shared_ptr<Float8Linear> layer, int64_t ignore_index,
                                    Reduction reduction, int64_t chunk) {
   const int64_t N = given.size(0), V = weight.size(0), C = weight.size(1);
-  if (given.device().is_cuda() && reduction == Reduction::kMean) {
-    // Nobody else reads the logits, which become their gradient.
-    return cross_entropy_inplace(float8_linear(given, weight, {}, std::move(layer)), target,
-                                 ignore_index);
+  const bool on_gpu = given.device().is_cuda();
+  if (on_gpu && reduction == Reduction::kMean) {
+    return whole_head(given, weight, target, std::move(layer), ignore_index);
   }
-  if (N * V <= chunk || given.is_meta() || given.device().is_cuda()) {
+  if (N * V <= chunk || given.is_meta() || on_gpu) {
     return cross_entropy(float8_linear(given, weight, {}, std::move(layer)), target,
                          {.ignore_index = ignore_index, .reduction = reduction});
   }

@@ -19,6 +19,7 @@ struct CastRequest {
   DType dtype;
   Tensor second = {};  // see CastJob
   DType through = kF32;
+  Tensor factor = {};
   Tensor scale = {}, largest = {};
   bool power_of_two = false;
   Tensor values = {}, transposed = {};
@@ -53,6 +54,7 @@ void launch_as(const Tensor& source, const CastRequest& request) {
   const CastJob<T, Q> job{.x = source.data_as<T>(),
                           .second = data_or_null<T>(request.second),
                           .through = request.through,
+                          .factor = data_or_null<float>(request.factor),
                           .scale = data_or_null<float>(request.scale),
                           .largest = data_or_null<uint32_t>(request.largest),
                           .power_of_two = request.power_of_two,
@@ -71,11 +73,12 @@ void launch_as(const Tensor& source, const CastRequest& request) {
                                      begins_vectors(request.values) &&
                                      begins_vectors(request.transposed)};
   const int64_t copies = (job.values != nullptr) + (job.transposed != nullptr);
-  const bool reads_scale = job.scale != nullptr || job.largest != nullptr;
+  const int64_t numbers =
+      (job.scale != nullptr || job.largest != nullptr) + (job.factor != nullptr);
   gpu::launch({.name = kCast,
                .grid = grid,
                .block = cast::kThreads,
-               .traffic = {.reads = Form::kOperands * source.nbytes() + (reads_scale ? 4 : 0),
+               .traffic = {.reads = Form::kOperands * source.nbytes() + 4 * numbers,
                            .writes = copies * M * N * static_cast<int64_t>(sizeof(Q)) +
                                      (job.inverse != nullptr ? 8 : 0) +
                                      (kSums ? request.sums.nbytes() : 0)}},
@@ -128,18 +131,19 @@ constexpr int kAmaxThreads = 256, kAmaxEach = 64;  // numbers of a thread, as lo
 
 template <class T, class Form>
 __global__ void __launch_bounds__(kAmaxThreads)
-    largest_magnitude_kernel(const T* x, const T* second, DType through, uint32_t* largest,
-                             int64_t n, bool vectors) {
+    largest_magnitude_kernel(const T* x, const T* second, DType through, const float* factor,
+                             uint32_t* largest, int64_t n, bool vectors) {
   constexpr int kN = 16 / static_cast<int>(sizeof(T)), kLoads = kAmaxEach / kN;
   TS_SHARED(uint32_t, slot, gpu::kWarp);
   const int64_t begin = int64_t{blockIdx.x} * kAmaxThreads * kAmaxEach;
+  const cast::Before before{through, factor != nullptr ? *factor : 1.0f};
   uint32_t most = 0;
   if (vectors && begin + kAmaxThreads * kAmaxEach <= n) {
     TS_UNROLL
     for (int i = 0; i < kLoads; ++i) {
       const int64_t at = begin + (i * kAmaxThreads + threadIdx.x) * kN;
       float values[kN];
-      cast::load_numbers<kN, Form>(x + at, Form::kOperands == 2 ? second + at : x, through, values);
+      cast::load_numbers<kN, Form>(x + at, Form::kOperands == 2 ? second + at : x, before, values);
       TS_UNROLL
       for (int j = 0; j < kN; ++j) {
         most = cast::LargerBits{}(most, rules::magnitude_bits(values[j]));
@@ -150,7 +154,7 @@ __global__ void __launch_bounds__(kAmaxThreads)
       const int64_t at = begin + i * kAmaxThreads + threadIdx.x;
       if (at >= n) continue;
       const T other = Form::kOperands == 2 ? second[at] : x[at];
-      const float value = cast::number_of(Form{}, x[at], other, through);
+      const float value = cast::number_of(Form{}, x[at], other, before);
       most = cast::LargerBits{}(most, rules::magnitude_bits(value));
     }
   }
@@ -159,15 +163,17 @@ __global__ void __launch_bounds__(kAmaxThreads)
 }
 
 template <class T, class Form>
-Tensor largest_of(const Tensor& source, const Tensor& second, DType through) {
+Tensor largest_of(const Tensor& source, const Tensor& second, DType through = kF32,
+                  const Tensor& factor = {}) {
   const Tensor largest = raw::zeros({1, 1}, kF32, source.device());
   gpu::launch({.name = "largest_magnitude",
                .grid = gpu::blocks(source.numel(), kAmaxThreads, kAmaxEach),
                .block = kAmaxThreads,
-               .traffic = {.reads = Form::kOperands * source.nbytes(), .writes = 0}},
+               .traffic = {.reads = Form::kOperands * source.nbytes() + (factor.defined() ? 4 : 0),
+                           .writes = 0}},
               largest_magnitude_kernel<T, Form>, source.data_as<T>(), data_or_null<T>(second),
-              through, static_cast<uint32_t*>(largest.data()), source.numel(),
-              begins_vectors(source) && begins_vectors(second));
+              through, data_or_null<float>(factor), static_cast<uint32_t*>(largest.data()),
+              source.numel(), begins_vectors(source) && begins_vectors(second));
   return largest;
 }
 
@@ -199,6 +205,7 @@ Quantized quantized(const Tensor& x, const QuantizeOptions& options, const Tenso
   }
   CastRequest request{.dtype = options.format,
                       .through = wants.through.value_or(kF32),
+                      .factor = wants.factor,
                       .scale = scale,
                       .largest = scale.defined() ? Tensor() : largest(),
                       .power_of_two = options.power_of_two,
@@ -222,7 +229,7 @@ Quantized quantize_cuda(const Tensor& x, const QuantizeOptions& options, const T
     Tensor result;
     dispatch_floating(source.dtype(), kCast, [&]<class T>() {
       if constexpr (!std::is_same_v<T, double>) {
-        result = largest_of<T, cast::Plain>(source, {}, wants.through.value_or(kF32));
+        result = largest_of<T, cast::Plain>(source, {}, wants.through.value_or(kF32), wants.factor);
       }
     });
     return result;
@@ -237,7 +244,7 @@ Quantized quantize_form(const Tensor& first, const Tensor& second, const Quantiz
   const auto largest = [&] {
     Tensor result;
     dispatch_low(first.dtype(), options.format,
-                 [&]<class T, class Q>() { result = largest_of<T, Form>(first, second, kF32); });
+                 [&]<class T, class Q>() { result = largest_of<T, Form>(first, second); });
     return result;
   };
   return quantized(first, options, scale, wants, largest, [&](CastRequest request) {

@@ -24,6 +24,7 @@ struct CastJob {
   const T* x;               // (M, N)
   const T* second;          // (M, N), of forms of two numbers
   DType through;            // f32 is rounded to this first; kF32: it is not
+  const float* factor;      // x is multiplied by it before that, or null for 1
   const float* scale;       // one number; null: of `largest`, or 1
   const uint32_t* largest;  // bits of the largest |x|, from which the scale is made, or null
   bool power_of_two;
@@ -55,9 +56,17 @@ using GeluTanh = Formula<fn::GeluTanh, 1>;
 using GeluGrad = Formula<fn::GeluGrad, 2>;  // of (gradient, input)
 using GeluTanhGrad = Formula<fn::GeluTanhGrad, 2>;
 
+// What happens to a number before it is quantised; `factor`: of Plain alone.
+struct Before {
+  DType through;
+  float factor;
+};
+
 template <class T>
-TS_DEVICE float number_of(Plain, T x, T, DType through) {
-  const float value = load<float>(x);
+TS_DEVICE float number_of(Plain, T x, T, const Before& before) {
+  float value = load<float>(x);
+  if (before.factor != 1) value = load<float>(store<T>(value * before.factor));
+  const DType through = before.through;
   if constexpr (std::is_same_v<T, float>) {
     if (through == kBF16) return to_float(from_float<bf16>(value));
     if (through == kF16) return to_float(from_float<f16>(value));
@@ -65,25 +74,26 @@ TS_DEVICE float number_of(Plain, T x, T, DType through) {
   return value;
 }
 template <class T, class Functor>
-TS_DEVICE float number_of(Formula<Functor, 1>, T x, T, DType) {
+TS_DEVICE float number_of(Formula<Functor, 1>, T x, T, const Before&) {
   const math::Approximate y = Functor{}(math::Approximate(load<float>(x)));
   return load<float>(store<T>(y.value));
 }
 template <class T, class Functor>
-TS_DEVICE float number_of(Formula<Functor, 2>, T x, T second, DType) {
+TS_DEVICE float number_of(Formula<Functor, 2>, T x, T second, const Before&) {
   const math::Approximate y =
       Functor{}(math::Approximate(load<float>(x)), math::Approximate(load<float>(second)));
   return load<float>(store<T>(y.value));
 }
 
 template <int kN, class Form, class T>
-TS_DEVICE void load_numbers(const T* x, const T* second, DType through, float (&values)[kN]) {
+TS_DEVICE void load_numbers(const T* x, const T* second, const Before& before,
+                            float (&values)[kN]) {
   const gpu::Vector<T, kN> first = gpu::load_vector<kN>(x);
   gpu::Vector<T, kN> other = first;
   if constexpr (Form::kOperands == 2) other = gpu::load_vector<kN>(second);
   TS_UNROLL
   for (int j = 0; j < kN; ++j) {
-    values[j] = number_of(Form{}, first.values[j], other.values[j], through);
+    values[j] = number_of(Form{}, first.values[j], other.values[j], before);
   }
 }
 
@@ -192,7 +202,7 @@ inline constexpr int kHeight = kSums || !std::is_same_v<Form, Plain> ? kSide<Q> 
 // sums: shared memory for those of the columns.
 template <class Form, bool kSums, class T, class Q>
 TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, float factor,
-                             Seen& seen, float* sums) {
+                             const Before& before, Seen& seen, float* sums) {
   constexpr int kRows = kHeight<Q, Form, kSums>, kPer = kInWord<Q>, kGroups = kRows / kPer;
   constexpr int kN = kWords * kPer;
   uint32_t words[kRows][kWords];
@@ -201,7 +211,7 @@ TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, flo
   for (int i = 0; i < kRows; ++i) {
     const int64_t at = (m + i) * job.N + n;
     float scaled[kN];
-    load_numbers<kN, Form>(job.x + at, Form::kOperands == 2 ? job.second + at : job.x, job.through,
+    load_numbers<kN, Form>(job.x + at, Form::kOperands == 2 ? job.second + at : job.x, before,
                            scaled);
     TS_UNROLL
     for (int j = 0; j < kN; ++j) {
@@ -243,19 +253,19 @@ TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, flo
 }
 
 template <class Form, bool kSums, class T, class Q>
-TS_DEVICE void whole_patch(const CastJob<T, Q>& job, int64_t m, int64_t n, float factor, Seen& seen,
-                           float* sums) {
+TS_DEVICE void whole_patch(const CastJob<T, Q>& job, int64_t m, int64_t n, float factor,
+                           const Before& before, Seen& seen, float* sums) {
   constexpr int kN = kWords * kInWord<Q>;
   TS_ROLLED
   for (int part = 0; part < kSide<Q>; part += kN) {
-    whole_columns<Form, kSums>(job, m, n + part, factor, seen, sums + part);
+    whole_columns<Form, kSums>(job, m, n + part, factor, before, seen, sums + part);
   }
 }
 
 // What lies inside of the matrix, number by number.
 template <class Form, bool kSums, class T, class Q>
-TS_DEVICE void cut_patch(const CastJob<T, Q>& job, int64_t m0, int64_t n0, float factor, Seen& seen,
-                         float* sums) {
+TS_DEVICE void cut_patch(const CastJob<T, Q>& job, int64_t m0, int64_t n0, float factor,
+                         const Before& before, Seen& seen, float* sums) {
   constexpr int kRows = kHeight<Q, Form, kSums>;
   const int64_t rows = job.M - m0 < kRows ? job.M - m0 : kRows;
   const int64_t columns = job.N - n0 < kSide<Q> ? job.N - n0 : kSide<Q>;
@@ -265,7 +275,7 @@ TS_DEVICE void cut_patch(const CastJob<T, Q>& job, int64_t m0, int64_t n0, float
       const int64_t m = m0 + i, n = n0 + j;
       const T x = job.x[m * job.N + n];
       const T second = Form::kOperands == 2 ? job.second[m * job.N + n] : x;
-      const float value = number_of(Form{}, x, second, job.through), scaled = value * factor;
+      const float value = number_of(Form{}, x, second, before), scaled = value * factor;
       sum += value;
       seen.template number<Q>(value, scaled);
       const Q narrow = from_float_saturate<Q>(scaled);
@@ -289,6 +299,7 @@ __global__ void __launch_bounds__(cast::kThreads, 4) cast_transpose_kernel(CastJ
   const int64_t m = (int64_t{blockIdx.y} * cast::kDown + down) * cast::kHeight<Q, Form, kSums>;
   const int64_t n = (int64_t{blockIdx.x} * cast::kAcross + across) * cast::kSide<Q>;
   const float factor = cast::scale_of(job);
+  const cast::Before before{job.through, job.factor != nullptr ? *job.factor : 1.0f};
   cast::Seen seen;
   float* const own = partial + (kSums ? down * kColumns + across * kN : 0);
   if (kSums) {
@@ -296,9 +307,9 @@ __global__ void __launch_bounds__(cast::kThreads, 4) cast_transpose_kernel(CastJ
   }
   if (m < job.M && n < job.N) {
     if (job.vectors) {
-      cast::whole_patch<Form, kSums>(job, m, n, factor, seen, own);
+      cast::whole_patch<Form, kSums>(job, m, n, factor, before, seen, own);
     } else {
-      cast::cut_patch<Form, kSums>(job, m, n, factor, seen, own);
+      cast::cut_patch<Form, kSums>(job, m, n, factor, before, seen, own);
     }
   }
   if constexpr (kSums) {

@@ -64,8 +64,9 @@ struct QuantizeWants {
   bool by_rows = true, by_columns = false;  // values, transposed
   bool sums = false;  // of the columns of x, [N] of x's dtype, before it is quantised
   std::optional<DType> through = {};  // f16, bf16: an f32 x is rounded to it first
-  Tensor largest = {};                // f32 [1]: raised to amax; infinite where x has a NaN
-  Tensor counts = {};                 // i64 [2]: saturated and underflown are added
+  Tensor factor = {};   // f32 [1]: x is multiplied by it first, and rounded to its dtype
+  Tensor largest = {};  // f32 [1]: raised to amax; infinite where x has a NaN
+  Tensor counts = {};   // i64 [2]: saturated and underflown are added
 };
 
 // x: [M, N], f32, f16 or bf16, any strides. `scale`: one f32 to use for all tiles instead of theirs

@@ -293,10 +293,11 @@ Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor
   if (x.device().is_cuda()) {
     return on_cuda<kernels::quantize>(kQuantize, x.device(), x, options, scale, wants);
   }
-  if (wants.through) {
-    QuantizeWants rest = wants;
-    rest.through.reset();
-    return quantize(convert(x, *wants.through), options, scale, rest);
+  if (wants.through || wants.factor.defined()) {
+    Tensor before = x;
+    if (wants.factor.defined()) before = binary<fn::Mul>(x, convert(wants.factor, x.dtype()));
+    if (wants.through) before = convert(before, *wants.through);
+    return quantize(before, options, scale);
   }
   if (x.is_meta()) return narrowed(x, options, {});
   if (scale.defined()) return narrowed(x, options, copy_of(raw::view(scale, {1, 1})));
