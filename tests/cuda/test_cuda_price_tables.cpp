@@ -141,6 +141,9 @@ std::vector<Case> cases() {
       options.graph = way == std::string("graph");
       options.accelerator = way == std::string("Accelerator");
       cases.push_back({model.model + " " + model.size + " " + way, options});
+      if (options.graph || model.model == "bert") continue;
+      options.dtype = "fp8";
+      cases.push_back({model.model + " " + model.size + " fp8 " + way, options});
     }
   }
   return cases;
@@ -167,6 +170,19 @@ TEST(CudaPriceTables, OfStepsAreThoseThatWereWrittenDown) {
   }
   if (writes) write(golden);
   EXPECT_EQ(golden.size(), cases().size());
+}
+
+// Beside autocast to bf16, with the rate that products in float8 are measured at.
+TEST(CudaPriceTables, Float8WithDelayedScalesIsWellBelowBf16) {
+  dry::Machine m = machine();
+  m.gemm["fp8"] = 1.1e15;
+  const auto seconds = [&](const char* dtype) {
+    gpu::caching_allocator(0).release_cached();
+    const cli::PriceOptions options{
+        .model = "gpt2", .size = "124m", .batch_size = 64, .dtype = dtype};
+    return cli::price_step(options, m).bill.seconds;
+  };
+  EXPECT_LE(seconds("fp8"), 0.85 * seconds("autocast-bf16"));
 }
 
 TEST(CudaPriceTables, TheAcceleratorIsNotCaptured) {
