@@ -22,6 +22,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/function.h>
+#include <tessera/autograd/functional.h>
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/linalg.h>
 #include <tessera/autograd/ops.h>
@@ -33,6 +34,7 @@
 #include <tessera/nn/conv.h>
 #include <tessera/nn/dropout.h>
 #include <tessera/nn/embedding.h>
+#include <tessera/nn/functional_call.h>
 #include <tessera/nn/fused.h>
 #include <tessera/nn/init.h>
 #include <tessera/nn/linear.h>

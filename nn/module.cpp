@@ -537,6 +537,16 @@ std::vector<ParameterPlace> ModuleBase::parameter_places() {
   return places;
 }
 
+std::vector<ParameterPlace> ModuleBase::buffer_places() {
+  std::vector<ParameterPlace> places;
+  for (const auto& [name, module] : named_modules()) {
+    for (Buffer& own : module->buffers_) {
+      places.push_back({join(name, own.named.name), &own.named.tensor});
+    }
+  }
+  return places;
+}
+
 NamedTensors ModuleBase::named_buffers() const {
   NamedTensors result;
   visit_state("", [&](std::string name, const Tensor& tensor, bool, bool is_parameter) {

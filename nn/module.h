@@ -113,7 +113,7 @@ struct NamedModule {
   ModuleBase* module;
 };
 
-// Where a module keeps a parameter.
+// Where a module keeps a parameter, or a buffer.
 struct ParameterPlace {
   std::string name;  // dotted
   Tensor* tensor;    // what stands there now; undefined where the parameter is absent
@@ -164,6 +164,7 @@ class ModuleBase {
   // Every place of a parameter, each one of a tied parameter's: for who puts other tensors there
   // for a while, as sharded units do in their calls. Valid as long as the modules.
   std::vector<ParameterPlace> parameter_places();
+  std::vector<ParameterPlace> buffer_places();  // also of those that are not persistent
   // Elements, each counted once; of parameters of which this rank holds a part, those of the whole.
   int64_t num_parameters() const;
 

@@ -14,6 +14,7 @@ import muon_cases
 import op_cases
 import power_sgd_cases
 import training_cases
+import transform_cases
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", message=".*batchmean.*")
@@ -24,3 +25,4 @@ if __name__ == "__main__":
     lora_cases.write_all()
     power_sgd_cases.write_all()
     muon_cases.write_all()
+    transform_cases.write_all()
