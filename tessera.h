@@ -21,6 +21,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/checkpoint.h>
+#include <tessera/autograd/distributions.h>
 #include <tessera/autograd/function.h>
 #include <tessera/autograd/functional.h>
 #include <tessera/autograd/gradcheck.h>

@@ -1,12 +1,15 @@
-"""Derivatives of functions (functional.safetensors).
+"""Derivatives of functions (functional.safetensors) and distributions.*.
 
 functional.safetensors: a, b, the directions v.* and what torch.autograd.functional gives for
 lists(a, b) and scalar(a, b) below, all float64.
+distributions.json: {"name", "distribution", "of", "method", ["other"]}; the tensors NAME/pI are the
+parameters, NAME/qI those of a second distribution, NAME/value, NAME/y, NAME/dy, NAME/grad.pI...
 """
 
 import torch
+import torch.distributions as D
 
-from golden_io import save_tensors
+from golden_io import save_tensors, write_lines
 
 
 def functional():
@@ -42,8 +45,75 @@ def functional():
     save_tensors("functional.safetensors", tensors)
 
 
+def distributions():
+    generator = torch.Generator().manual_seed(71)
+    tensors, records = {}, []
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def uniform(low, high, *shape):
+        return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    def add(kind, of, method, p, value=None, q=None):
+        name = f"{len(records)}.{kind}.{method}"
+        leaves = {f"p{i}": x.clone().requires_grad_() for i, x in enumerate(p)} | {f"q{i}": x.clone().requires_grad_() for i, x in enumerate(q or [])}
+        if value is not None:
+            leaves["value"] = value.clone().requires_grad_() if value.is_floating_point() else value
+
+        def make(prefix):
+            values = [x for key, x in leaves.items() if key.startswith(prefix)]
+            arguments = {of: values[0]} if of else dict(enumerate(values))
+            return getattr(D, kind)(**arguments, validate_args=False) if of else getattr(D, kind)(*values, validate_args=False)
+
+        first = make("p")
+        if method == "kl_divergence":
+            y = D.kl_divergence(first, make("q"))
+        elif value is not None:
+            y = getattr(first, method)(leaves["value"])
+        else:
+            y = getattr(first, method)
+            y = y() if callable(y) else y
+        dy = normal(*y.shape)
+        wanted = [key for key, x in leaves.items() if x.requires_grad]
+        grads = torch.autograd.grad(y, [leaves[key] for key in wanted], dy, allow_unused=True, materialize_grads=True)
+        for key, x in leaves.items():
+            tensors[f"{name}/{key}"] = x
+        tensors[f"{name}/y"], tensors[f"{name}/dy"] = y, dy
+        for key, g in zip(wanted, grads):
+            tensors[f"{name}/grad.{key}"] = g
+        records.append({"name": name, "distribution": kind, "of": of, "method": method})
+
+    for method in ("mean", "variance", "entropy"):
+        add("Normal", "", method, [normal(2, 1), uniform(0.3, 2, 3)])
+        add("Uniform", "", method, [normal(3), normal(3) + 4])
+    add("Normal", "", "log_prob", [normal(3), uniform(0.3, 2, 3)], normal(2, 3))
+    add("Normal", "", "log_prob", [normal(), uniform(0.3, 2)], normal(4))
+    add("Normal", "", "cdf", [normal(3), uniform(0.3, 2, 3)], normal(2, 3))
+    add("Normal", "", "kl_divergence", [normal(2, 3), uniform(0.3, 2, 3)], q=[normal(3), uniform(0.3, 2, 2, 3)])
+    low, high = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64), torch.tensor([1.5, 0.5, 4.0], dtype=torch.float64)
+    add("Uniform", "", "log_prob", [low, high], torch.tensor([[-1.0, 0.25, 3.0], [0.0, 0.1, 2.5]], dtype=torch.float64))
+    add("Uniform", "", "cdf", [low, high], torch.tensor([[-2.0, 0.25, 3.0], [0.0, 0.6, 2.5]], dtype=torch.float64))
+    add("Uniform", "", "kl_divergence", [low, high], q=[low - 0.5, high + 1])
+    for of in ("probs", "logits"):
+        parameter = lambda *shape: uniform(0.05, 0.95, *shape) if of == "probs" else normal(*shape)
+        zeros_and_ones = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+        add("Bernoulli", of, "log_prob", [parameter(3)], zeros_and_ones)
+        for method in ("mean", "variance", "entropy"):
+            add("Bernoulli", of, method, [parameter(2, 3)])
+        add("Bernoulli", of, "kl_divergence", [parameter(2, 3)], q=[parameter(2, 3)])
+        classes = lambda *shape: uniform(0.1, 2, *shape) if of == "probs" else normal(*shape)
+        add("Categorical", of, "log_prob", [classes(2, 4)], torch.tensor([[0, 3], [2, 2], [1, 0]]))
+        add("Categorical", of, "entropy", [classes(2, 4)])
+        add("Categorical", of, "kl_divergence", [classes(2, 4)], q=[classes(4)])
+    save_tensors("distributions.safetensors", tensors)
+    write_lines("distributions.json", records)
+    return len(records)
+
+
 def write_all():
     functional()
+    print(f"distributions: {distributions()} cases")
 
 
 if __name__ == "__main__":
