@@ -52,6 +52,7 @@
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>
 #include <tessera/optim/graphed_step.h>
+#include <tessera/optim/lbfgs.h>
 #include <tessera/optim/muon.h>
 #include <tessera/optim/optimizer.h>
 #include <tessera/optim/optimizers.h>

@@ -1,9 +1,12 @@
-"""Derivatives of functions (functional.safetensors) and distributions.*.
+"""Derivatives of functions (functional.safetensors), distributions.* and L-BFGS (lbfgs.*).
 
 functional.safetensors: a, b, the directions v.* and what torch.autograd.functional gives for
 lists(a, b) and scalar(a, b) below, all float64.
 distributions.json: {"name", "distribution", "of", "method", ["other"]}; the tensors NAME/pI are the
 parameters, NAME/qI those of a second distribution, NAME/value, NAME/y, NAME/dy, NAME/grad.pI...
+lbfgs.json: {"name", "options", "losses", "evaluations", "iterations"} after each step, of loss_of or, where the
+name begins so, waves_of or peaks_of; in
+lbfgs.safetensors NAME/pI [steps, ...] from start/pI.
 """
 
 import torch
@@ -111,9 +114,67 @@ def distributions():
     return len(records)
 
 
+def lbfgs():
+    generator = torch.Generator().manual_seed(72)
+    start = [torch.randn(s, generator=generator, dtype=torch.float64) for s in [(2, 3), (4,)]]
+    tensors = {f"start/p{i}": p for i, p in enumerate(start)}
+    records = []
+
+    def loss_of(a, b):  # a valley that bends
+        valley = (10 * (b[1:] - b[:-1] ** 2) ** 2 + (1 - b[:-1]) ** 2).sum()
+        return valley + ((torch.exp(a) - 2) ** 2).sum() + 0.1 * torch.tanh(a.sum()) * b.sum()
+
+    def waves_of(a, b):  # many minima, and slopes that mislead
+        return sum(0.05 * (x * x).sum() + torch.sin(3 * x).sum() for x in (a, b))
+
+    def peaks_of(a, b):  # whose curvature changes its sign
+        return sum(torch.log1p(50 * x * x).sum() for x in (a, b))
+
+    cases = [("search", {"line_search_fn": "strong_wolfe"}, 3),
+             ("search_short", {"lr": 0.5, "max_iter": 4, "history_size": 3, "line_search_fn": "strong_wolfe"}, 6),
+             ("search_few_calls", {"max_iter": 5, "max_eval": 7, "line_search_fn": "strong_wolfe", "tolerance_change": 1e-6}, 5),
+             ("search_from_far", {"lr": 40.0, "max_iter": 6, "line_search_fn": "strong_wolfe"}, 5),
+             ("search_from_near", {"lr": 1e-4, "max_iter": 6, "max_eval": 40, "line_search_fn": "strong_wolfe"}, 4),
+             ("waves", {"max_iter": 6, "line_search_fn": "strong_wolfe"}, 5),
+             ("waves_from_near", {"lr": 0.01, "max_iter": 5, "max_eval": 60, "line_search_fn": "strong_wolfe"}, 5),
+             ("waves_from_far", {"lr": 9.0, "max_iter": 6, "max_eval": 60, "line_search_fn": "strong_wolfe"}, 5),
+             ("peaks", {"max_iter": 6, "max_eval": 60, "line_search_fn": "strong_wolfe"}, 2),
+             ("peaks_from_far", {"lr": 10.0, "max_iter": 6, "max_eval": 60, "line_search_fn": "strong_wolfe"}, 4),
+             ("fixed", {"lr": 0.05, "max_iter": 5}, 5),
+             ("fixed_history", {"lr": 0.1, "max_iter": 7, "history_size": 2}, 4),
+             ("maximize", {"max_iter": 4, "line_search_fn": "strong_wolfe", "maximize": True}, 3)]
+    for name, options, steps in cases:
+        sign = -1 if options.get("maximize") else 1
+        function = {"waves": waves_of, "peaks": peaks_of}.get(name.split("_")[0], loss_of)
+        parameters = [torch.nn.Parameter(p.clone()) for p in start]
+        optimizer = torch.optim.LBFGS(parameters, **options)
+        record = {"name": name, "options": options, "losses": [], "evaluations": [], "iterations": []}
+        history = [[] for _ in parameters]
+
+        def closure():
+            optimizer.zero_grad()
+            loss = sign * function(*parameters)
+            loss.backward()
+            return loss
+
+        for _ in range(steps):
+            record["losses"].append(optimizer.step(closure).item())
+            state = optimizer.state[parameters[0]]
+            record["evaluations"].append(state["func_evals"])
+            record["iterations"].append(state["n_iter"])
+            for kept, p in zip(history, parameters):
+                kept.append(p.detach().clone())
+        for i, kept in enumerate(history):
+            tensors[f"{name}/p{i}"] = torch.stack(kept)
+        records.append(record)
+    save_tensors("lbfgs.safetensors", tensors)
+    write_lines("lbfgs.json", records)
+    return len(records)
+
+
 def write_all():
     functional()
-    print(f"distributions: {distributions()} cases")
+    print(f"distributions: {distributions()} cases, lbfgs: {lbfgs()} cases")
 
 
 if __name__ == "__main__":
