@@ -90,6 +90,8 @@ std::string RecurrentModule<Derived, kGates>::extra_repr() const {
   std::string text = std::to_string(input_size) + ", " + std::to_string(hidden_size);
   if (options.proj_size != 0) text += ", " + describe("proj_size", options.proj_size);
   if (options.num_layers != 1) text += ", " + describe("num_layers", options.num_layers);
+  if (options.nonlinearity == RecurrentOptions::Nonlinearity::kRelu)
+    text += ", nonlinearity='relu'";
   if (!options.bias) text += ", " + describe("bias", options.bias);
   if (options.batch_first) text += ", " + describe("batch_first", options.batch_first);
   if (options.dropout != 0) text += ", " + describe("dropout", options.dropout);
@@ -98,60 +100,36 @@ std::string RecurrentModule<Derived, kGates>::extra_repr() const {
 }
 
 template <class Derived, int kGates>
+Tensor RecurrentModule<Derived, kGates>::initial_state(const Tensor& given, int64_t N, int64_t size,
+                                                       const Tensor& x) const {
+  const auto count = static_cast<int64_t>(directions_.size());
+  if (!given.defined()) return zeros_for(x, {count, N, size});
+  TS_CHECK_SHAPE(given.shape() == (Shape{count, N, size}), this->type_name(), "a state must be [",
+                 count, ", ", N, ", ", size, "]; got ", given);
+  return given;
+}
+
+template <class Derived, int kGates>
 typename RecurrentModule<Derived, kGates>::Run RecurrentModule<Derived, kGates>::run(
     const Tensor& x, const Tensor& hidden, const Tensor& cell) {
   TS_CHECK_SHAPE((x.dim() == 2 || x.dim() == 3) && x.size(-1) == input_size, this->type_name(),
                  "needs [length, batch, ", input_size, "] or [length, ", input_size, "]; got ", x);
   const bool batched = x.dim() == 3;
-  Tensor input = !batched ? x.unsqueeze(1) : options.batch_first ? x.transpose(0, 1) : x;
+  const Tensor input = !batched ? x.unsqueeze(1) : options.batch_first ? x.transpose(0, 1) : x;
   const int64_t L = input.size(0), N = input.size(1);
   TS_CHECK_SHAPE(L > 0, this->type_name(), "needs at least one step; got ", x);
-  const auto count = static_cast<int64_t>(directions_.size());
   const auto initial = [&](const Tensor& given, int64_t size) {
-    if (!given.defined()) return zeros_for(x, {count, N, size});
-    const Tensor state = batched ? given : given.unsqueeze(1);
-    TS_CHECK_SHAPE(state.shape() == (Shape{count, N, size}), this->type_name(), "a state must be [",
-                   count, ", ", N, ", ", size, "]; got ", given);
-    return state;
+    const bool lacks_batch = given.defined() && !batched;
+    return initial_state(lacks_batch ? given.unsqueeze(1) : given, N, size, x);
   };
   const Tensor first_hidden = initial(hidden, state_size());
   const Tensor first_cell = kGates == 4 ? initial(cell, hidden_size) : Tensor();
-
-  Run result;
-  for (int64_t layer = 0; layer < options.num_layers; ++layer) {
-    TensorList outputs;  // [L, N, state_size()] of each direction
-    for (int64_t direction = 0; direction < num_directions(); ++direction) {
-      const int64_t index = layer * num_directions() + direction;
-      const Direction& weights = directions_[static_cast<size_t>(index)];
-      // LSTM sums both biases at once; GRU keeps the recurrent one with its product.
-      const bool one_sum = kGates == 4;
-      const Tensor bias =
-          one_sum && options.bias ? *weights.bias_ih + *weights.bias_hh : *weights.bias_ih;
-      const TensorList steps = linear(input, *weights.weight_ih, bias).unbind(0);
-      Tensor h = first_hidden.select(0, index);
-      Tensor c = one_sum ? first_cell.select(0, index) : Tensor();
-      TensorList hs(static_cast<size_t>(L));
-      for (int64_t i = 0; i < L; ++i) {
-        const auto t = static_cast<size_t>(direction == 1 ? L - 1 - i : i);
-        if constexpr (kGates == 4) {
-          LstmState next = lstm_step(steps[t] + linear(h, *weights.weight_hh), c);
-          h = weights.weight_hr != nullptr ? linear(next.hidden, *weights.weight_hr)
-                                           : std::move(next.hidden);
-          c = std::move(next.cell);
-        } else {
-          h = gru_step(steps[t], linear(h, *weights.weight_hh, *weights.bias_hh), h);
-        }
-        hs[t] = h;
-      }
-      result.hidden.push_back(h);
-      if (one_sum) result.cell.push_back(c);
-      outputs.push_back(stack(hs, 0));
-    }
-    input = outputs.size() == 1 ? outputs[0] : cat(outputs, -1);
-    if (layer + 1 < options.num_layers)
-      input = dropout(input, options.dropout, this->is_training());
-  }
-  result.output = !batched ? input.squeeze(1) : options.batch_first ? input.transpose(0, 1) : input;
+  Run result = run_layers(input, first_hidden, first_cell,
+                          std::vector<int64_t>(static_cast<size_t>(L), N), false);
+  const Tensor output = result.output;
+  result.output = !batched              ? output.squeeze(1)
+                  : options.batch_first ? output.transpose(0, 1)
+                                        : output;
   if (!batched) {
     for (Tensor& state : result.hidden) state = state.squeeze(0);
     for (Tensor& state : result.cell) state = state.squeeze(0);
@@ -159,8 +137,111 @@ typename RecurrentModule<Derived, kGates>::Run RecurrentModule<Derived, kGates>:
   return result;
 }
 
+template <class Derived, int kGates>
+typename RecurrentModule<Derived, kGates>::Run RecurrentModule<Derived, kGates>::run(
+    const PackedSequence& x, const Tensor& hidden, const Tensor& cell) {
+  TS_CHECK_SHAPE(x.data.defined() && x.data.dim() == 2 && x.data.size(1) == input_size,
+                 this->type_name(), "needs packed sequences of [length, ", input_size,
+                 "]; their data are ", x.data);
+  TS_CHECK(!x.batch_sizes.empty(), this->type_name(), "needs at least one step; got none");
+  const int64_t N = x.batch_sizes[0];
+  const auto initial = [&](const Tensor& given, int64_t size) {
+    return reordered(initial_state(given, N, size, x.data), x.sorted_indices);
+  };
+  const Tensor first_hidden = initial(hidden, state_size());
+  const Tensor first_cell = kGates == 4 ? initial(cell, hidden_size) : Tensor();
+  return run_layers(x.data, first_hidden, first_cell, x.batch_sizes, true);
+}
+
+template <class Derived, int kGates>
+typename RecurrentModule<Derived, kGates>::Run RecurrentModule<Derived, kGates>::run_layers(
+    Tensor input, const Tensor& first_hidden, const Tensor& first_cell,
+    const std::vector<int64_t>& sizes, bool packed) {
+  // LSTM and RNN sum both biases at once; GRU keeps the recurrent one with its product.
+  constexpr bool kOneSum = kGates != 3;
+  Run result;
+  for (int64_t layer = 0; layer < options.num_layers; ++layer) {
+    TensorList outputs;  // of each direction, as the input lies
+    for (int64_t direction = 0; direction < num_directions(); ++direction) {
+      const int64_t index = layer * num_directions() + direction;
+      const Direction& weights = directions_[static_cast<size_t>(index)];
+      const Tensor bias =
+          kOneSum && options.bias ? *weights.bias_ih + *weights.bias_hh : *weights.bias_ih;
+      const Tensor sums = linear(input, *weights.weight_ih, bias);
+      const TensorList steps = (packed ? steps_of(sums, sizes) : sums).unbind(0);
+      TensorList hs(steps.size());
+      run_direction(weights, steps, sizes, direction == 1, first_hidden.select(0, index),
+                    kGates == 4 ? first_cell.select(0, index) : Tensor(), hs, result);
+      outputs.push_back(packed ? cat(hs, 0) : stack(hs, 0));
+    }
+    input = outputs.size() == 1 ? outputs[0] : cat(outputs, -1);
+    if (layer + 1 < options.num_layers)
+      input = dropout(input, options.dropout, this->is_training());
+  }
+  result.output = input;
+  return result;
+}
+
+// h, c: the first states of all sequences. Those that end are put aside; of a reverse direction,
+// those that begin join.
+template <class Derived, int kGates>
+void RecurrentModule<Derived, kGates>::run_direction(const Direction& weights,
+                                                     const TensorList& steps,
+                                                     const std::vector<int64_t>& sizes,
+                                                     bool reverse, Tensor h, Tensor c,
+                                                     TensorList& outputs, Run& result) const {
+  const size_t L = steps.size();
+  const int64_t N = sizes[0];
+  const Tensor first_h = h, first_c = c;
+  TensorList ended_h, ended_c;  // the shortest sequences first
+  int64_t active = N;
+  const auto resize = [&](Tensor& state, const Tensor& first, TensorList& ended, int64_t size) {
+    if (size < active) {
+      ended.push_back(state.narrow(0, size, active - size));
+      state = state.narrow(0, 0, size);
+    } else {
+      state = cat(TensorList{state, first.narrow(0, active, size - active)}, 0);
+    }
+  };
+  if (reverse && sizes.back() < N) {
+    active = sizes.back();
+    h = first_h.narrow(0, 0, active);
+    if constexpr (kGates == 4) c = first_c.narrow(0, 0, active);
+  }
+  for (size_t i = 0; i < L; ++i) {
+    const size_t t = reverse ? L - 1 - i : i;
+    if (sizes[t] != active) {
+      resize(h, first_h, ended_h, sizes[t]);
+      if constexpr (kGates == 4) resize(c, first_c, ended_c, sizes[t]);
+      active = sizes[t];
+    }
+    const Tensor step = active == N ? steps[t] : steps[t].narrow(0, 0, active);
+    if constexpr (kGates == 4) {
+      LstmState next = lstm_step(step + linear(h, *weights.weight_hh), c);
+      h = weights.weight_hr != nullptr ? linear(next.hidden, *weights.weight_hr)
+                                       : std::move(next.hidden);
+      c = std::move(next.cell);
+    } else if constexpr (kGates == 3) {
+      h = gru_step(step, linear(h, *weights.weight_hh, *weights.bias_hh), h);
+    } else {
+      const Tensor sum = step + linear(h, *weights.weight_hh);
+      h = options.nonlinearity == RecurrentOptions::Nonlinearity::kTanh ? tanh(sum) : relu(sum);
+    }
+    outputs[t] = h;
+  }
+  const auto whole = [](const Tensor& last, const TensorList& ended) {
+    if (ended.empty()) return last;
+    TensorList parts = {last};
+    parts.insert(parts.end(), ended.rbegin(), ended.rend());
+    return cat(parts, 0);
+  };
+  result.hidden.push_back(whole(h, ended_h));
+  if constexpr (kGates == 4) result.cell.push_back(whole(c, ended_c));
+}
+
 template class RecurrentModule<LSTM, 4>;
 template class RecurrentModule<GRU, 3>;
+template class RecurrentModule<RNN, 1>;
 
 }  // namespace detail
 
@@ -174,6 +255,38 @@ LstmResult LSTM::forward(const Tensor& x, const LstmState& state) {
 GruResult GRU::forward(const Tensor& x, const Tensor& hidden) {
   const Run result = run(x, hidden, Tensor());
   return {result.output, stack(result.hidden, 0)};
+}
+
+RnnResult RNN::forward(const Tensor& x, const Tensor& hidden) {
+  const Run result = run(x, hidden, Tensor());
+  return {result.output, stack(result.hidden, 0)};
+}
+
+namespace {
+
+// The same sequences with other data.
+PackedSequence with_data(const PackedSequence& packed, const Tensor& data) {
+  return {data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices};
+}
+Tensor as_given(const TensorList& states, const PackedSequence& packed) {
+  return detail::reordered(stack(states, 0), packed.unsorted_indices);
+}
+
+}  // namespace
+
+PackedLstmResult LSTM::forward(const PackedSequence& x, const LstmState& state) {
+  TS_CHECK(state.hidden.defined() == state.cell.defined(), "LSTM",
+           "a state has both hidden and cell; got only one");
+  const Run result = run(x, state.hidden, state.cell);
+  return {with_data(x, result.output), {as_given(result.hidden, x), as_given(result.cell, x)}};
+}
+PackedGruResult GRU::forward(const PackedSequence& x, const Tensor& hidden) {
+  const Run result = run(x, hidden, Tensor());
+  return {with_data(x, result.output), as_given(result.hidden, x)};
+}
+PackedRnnResult RNN::forward(const PackedSequence& x, const Tensor& hidden) {
+  const Run result = run(x, hidden, Tensor());
+  return {with_data(x, result.output), as_given(result.hidden, x)};
 }
 
 // ---- Cells -------------------------------------------------------------------------------------

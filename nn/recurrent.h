@@ -1,6 +1,7 @@
-// LSTM (Hochreiter, Schmidhuber 1997) and GRU (Cho et al. 2014), with torch's parameter names and
-// order of gates (LSTM: input, forget, cell, output; GRU: reset, update, new).
+// LSTM (Hochreiter, Schmidhuber 1997), GRU (Cho et al. 2014) and RNN (Elman 1990), with torch's
+// parameter names and order of gates (LSTM: input, forget, cell, output; GRU: reset, update, new).
 //
+// All take sequences of one length, padded, or of different lengths, packed (packed_sequence.h).
 // The products with the inputs of all steps are one matrix product a layer; the recurrent ones come
 // step by step.
 #pragma once
@@ -9,16 +10,19 @@
 #include <vector>
 
 #include <tessera/nn/module.h>
+#include <tessera/nn/packed_sequence.h>
 
 namespace tessera::nn {
 
 struct RecurrentOptions {
+  enum class Nonlinearity { kTanh, kRelu };
   int64_t num_layers = 1;
   bool bias = true;
   bool batch_first = false;  // [N, L, ...] instead of [L, N, ...]; states are [layers, N, ...]
   double dropout = 0;        // between layers, while training
   bool bidirectional = false;
   int64_t proj_size = 0;  // LSTM: above 0, hidden states are projected to this size
+  Nonlinearity nonlinearity = Nonlinearity::kTanh;  // of an RNN
 };
 
 struct LstmState {
@@ -36,6 +40,19 @@ struct GruResult {
   Tensor hidden;
   void visit_tensors(auto&& visit) { visit(output), visit(hidden); }
 };
+// Of packed sequences; states are in the order in which these were given.
+struct PackedLstmResult {
+  PackedSequence output;
+  LstmState state;
+  void visit_tensors(auto&& visit) { visit(output), visit(state); }
+};
+struct PackedGruResult {
+  PackedSequence output;
+  Tensor hidden;
+  void visit_tensors(auto&& visit) { visit(output), visit(hidden); }
+};
+using RnnResult = GruResult;
+using PackedRnnResult = PackedGruResult;
 
 namespace detail {
 // weight_ih_l0 [gates * hidden, in], weight_hh_l0 [gates * hidden, hidden], bias_ih_l0, bias_hh_l0;
@@ -71,6 +88,17 @@ class RecurrentModule : public Module<Derived> {
     TensorList cell;  // LSTM only
   };
   Run run(const Tensor& x, const Tensor& hidden, const Tensor& cell);
+  // output: the data of a packed sequence.
+  Run run(const PackedSequence& x, const Tensor& hidden, const Tensor& cell);
+
+ private:
+  // input: [L, N, in], or the data of a packed sequence. sizes: how many sequences reach a step.
+  Run run_layers(Tensor input, const Tensor& first_hidden, const Tensor& first_cell,
+                 const std::vector<int64_t>& sizes, bool packed);
+  void run_direction(const Direction& weights, const TensorList& steps,
+                     const std::vector<int64_t>& sizes, bool reverse, Tensor h, Tensor c,
+                     TensorList& outputs, Run& result) const;
+  Tensor initial_state(const Tensor& given, int64_t N, int64_t size, const Tensor& x) const;
 
   std::vector<Direction> directions_;
 };
@@ -82,6 +110,7 @@ class LSTM : public detail::RecurrentModule<LSTM, 4> {
   LSTM(int64_t input_size, int64_t hidden_size, const RecurrentOptions& options = {})
       : RecurrentModule(input_size, hidden_size, options) {}
   LstmResult forward(const Tensor& x, const LstmState& state = {});  // zeros without a state
+  PackedLstmResult forward(const PackedSequence& x, const LstmState& state = {});
   std::unique_ptr<LSTM> remake() const {
     return std::make_unique<LSTM>(input_size, hidden_size, options);
   }
@@ -91,8 +120,20 @@ class GRU : public detail::RecurrentModule<GRU, 3> {
   GRU(int64_t input_size, int64_t hidden_size, const RecurrentOptions& options = {})
       : RecurrentModule(input_size, hidden_size, options) {}
   GruResult forward(const Tensor& x, const Tensor& hidden = {});
+  PackedGruResult forward(const PackedSequence& x, const Tensor& hidden = {});
   std::unique_ptr<GRU> remake() const {
     return std::make_unique<GRU>(input_size, hidden_size, options);
+  }
+};
+// h = tanh(W_ih x + b_ih + W_hh h + b_hh), or relu.
+class RNN : public detail::RecurrentModule<RNN, 1> {
+ public:
+  RNN(int64_t input_size, int64_t hidden_size, const RecurrentOptions& options = {})
+      : RecurrentModule(input_size, hidden_size, options) {}
+  RnnResult forward(const Tensor& x, const Tensor& hidden = {});
+  PackedRnnResult forward(const PackedSequence& x, const Tensor& hidden = {});
+  std::unique_ptr<RNN> remake() const {
+    return std::make_unique<RNN>(input_size, hidden_size, options);
   }
 };
 
