@@ -202,6 +202,11 @@ Tensor elu(const Tensor& x, double alpha = 1);
 Tensor softplus(const Tensor& x, double beta = 1, double threshold = 20);
 Tensor leaky_relu(const Tensor& x, double negative_slope = 0.01);
 Tensor glu(const Tensor& x, int64_t dim = -1);  // a * sigmoid(b) of the two halves
+Tensor selu(const Tensor& x);                   // Klambauer et al. 2017
+Tensor mish(const Tensor& x);                   // x tanh(softplus(x)), Misra 2019
+Tensor hardswish(const Tensor& x);              // x clamp(x + 3, 0, 6) / 6
+// x where it is positive, else weight * x. weight: [1], or [C] where x is [N, C, ...] or [C].
+Tensor prelu(const Tensor& x, const Tensor& weight);
 
 // ---- Reductions (ops/reduce.cpp) ---------------------------------------------------------------
 // Of no elements: sum 0, prod 1, mean NaN, any false, all true; an extremum is an error.
@@ -319,6 +324,19 @@ Tensor one_hot(const Tensor& x, int64_t num_classes = -1);
 // The row padding_idx gets no gradient.
 Tensor embedding(const Tensor& index, const Tensor& weight,
                  std::optional<int64_t> padding_idx = {});
+enum class BagMode { kSum, kMean, kMax };
+struct EmbeddingBagOptions {
+  BagMode mode = BagMode::kMean;
+  Tensor per_sample_weights = {};           // in the shape of index, for sums alone
+  bool include_last_offset = false;         // the last offset is the end of the last bag
+  std::optional<int64_t> padding_idx = {};  // this row is no member of any bag
+};
+// Sums, means or maxima of rows of weight: [V, C]. index: [bags, n], or [n] with offsets [bags],
+// the ascending positions at which bags begin. Result [bags, C]; that of an empty bag is 0. The
+// rows are gathered before they are reduced: memory for index.numel() rows. kMax with offsets reads
+// these on the host.
+Tensor embedding_bag(const Tensor& index, const Tensor& weight, const Tensor& offsets = {},
+                     const EmbeddingBagOptions& options = {});
 // x: [..., T, C], C even; cos, sin: [T, C/2] or broadcastable to [..., T, C/2].
 // interleaved false: pairs (i, i + C/2), as GPT-NeoX; true: pairs (2i, 2i + 1).
 Tensor rotary_embedding(const Tensor& x, const Tensor& cos, const Tensor& sin,
@@ -339,6 +357,12 @@ Tensor group_norm(const Tensor& x, int64_t num_groups, const Tensor& weight = {}
 Tensor batch_norm(const Tensor& x, const Tensor& running_mean, const Tensor& running_var,
                   const Tensor& weight = {}, const Tensor& bias = {}, bool training = false,
                   double momentum = 0.1, double eps = 1e-5);
+// x: [N, C, ...] with at least one more dimension: each channel of each sample is normalised alone.
+// Running statistics, where defined, are updated in place with use_input_stats and used without it.
+Tensor instance_norm(const Tensor& x, const Tensor& running_mean = {},
+                     const Tensor& running_var = {}, const Tensor& weight = {},
+                     const Tensor& bias = {}, bool use_input_stats = true, double momentum = 0.1,
+                     double eps = 1e-5);
 struct ResidualNorm {
   Tensor residual;    // x + residual
   Tensor normalized;  // layer_norm of it
@@ -392,6 +416,38 @@ Tensor binary_cross_entropy_with_logits(const Tensor& x, const Tensor& target,
 enum class KlReduction { kNone, kMean, kSum, kBatchMean };
 Tensor kl_div(const Tensor& x, const Tensor& target, KlReduction reduction = KlReduction::kMean,
               bool log_target = false);
+// Of counts: exp(x) - target x, or x - target log(x + eps) where x is no logarithm of the rate.
+// full: plus Stirling's approximation of log(target!) where target > 1.
+Tensor poisson_nll_loss(const Tensor& x, const Tensor& target, bool log_input = true,
+                        bool full = false, double eps = 1e-8,
+                        Reduction reduction = Reduction::kMean);
+// (log(v) + (x - target)^2 / v) / 2 with v = max(var, eps), whose gradient is that of var itself,
+// as in torch. var: the shape of x, or that without the last dimension, which may also be 1. full:
+// plus log(2 pi) / 2. A negative variance is a ValueError, for which its least element is read.
+Tensor gaussian_nll_loss(const Tensor& x, const Tensor& target, const Tensor& var,
+                         bool full = false, double eps = 1e-6,
+                         Reduction reduction = Reduction::kMean);
+// max(d(anchor, positive) - d(anchor, negative) + margin, 0), d the p-norm of the difference plus
+// eps over the last dimension. swap: d(positive, negative) where that is nearer (Balntas et al.
+// 2016). Inputs broadcast: [..., C].
+Tensor triplet_margin_loss(const Tensor& anchor, const Tensor& positive, const Tensor& negative,
+                           double margin = 1, double p = 2, double eps = 1e-6, bool swap = false,
+                           Reduction reduction = Reduction::kMean);
+// x1, x2: [N, C] or [C]; target: [N] or [] of 1 and -1. 1 - cos where it is 1, max(cos - margin, 0)
+// where it is -1.
+Tensor cosine_embedding_loss(const Tensor& x1, const Tensor& x2, const Tensor& target,
+                             double margin = 0, Reduction reduction = Reduction::kMean);
+// Connectionist temporal classification (Graves et al. 2006): -log of the probability of the
+// targets under all alignments. log_probs: [T, N, C] or [T, C], logarithms of probabilities
+// (log_softmax); targets: [N, S], or all targets in a row, [sum of target_lengths]; lengths: i64 or
+// i32, [N] or [], read on the host. kMean divides each loss by its target's length first. A target
+// that no alignment gives has an infinite loss; zero_infinity makes loss and gradient 0 then. As in
+// torch the gradient is meant to go into a log_softmax: by an element it is exp(log_prob) less the
+// probability of passing it. Made of ops, a few for each step on [N, 2 S + 1], whose results are
+// kept for backward.
+Tensor ctc_loss(const Tensor& log_probs, const Tensor& targets, const Tensor& input_lengths,
+                const Tensor& target_lengths, int64_t blank = 0,
+                Reduction reduction = Reduction::kMean, bool zero_infinity = false);
 
 // ---- Convolution and pooling (ops/conv.cpp) ----------------------------------------------------
 // Floating dtypes, float8 excepted.
@@ -407,6 +463,23 @@ Tensor conv1d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
               const ConvOptions& options = {});
 Tensor conv2d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
               const ConvOptions& options = {});
+// x: [N, C, D, H, W]. One conv2d of D output planes, whose channels are those of the kernel's
+// depth: x is copied once for each of its planes, and that is kept for backward.
+Tensor conv3d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
+              const ConvOptions& options = {});
+// The gradient of a convolution by its input as an op. weight: [C, O / groups, K]; the output has
+// (size - 1) stride - 2 padding + dilation (K - 1) + 1 + output_padding elements.
+struct ConvTransposeOptions {
+  Shape stride = {1};
+  Shape padding = {0};
+  Shape output_padding = {0};  // less than stride or dilation
+  int64_t groups = 1;
+  Shape dilation = {1};
+};
+Tensor conv_transpose1d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
+                        const ConvTransposeOptions& options = {});
+Tensor conv_transpose2d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
+                        const ConvTransposeOptions& options = {});
 // x: [N, C, H, W] or [C, H, W] (max_pool1d: [N, C, W] or [C, W]). Empty stride: the kernel size.
 // Indices are positions in the plane of H * W; the first of equals, before all the last NaN.
 Tensor max_pool1d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
@@ -419,6 +492,9 @@ ValuesIndices max_pool2d_with_indices(const Tensor& x, const Shape& kernel_size,
                                       const Shape& dilation = {1}, bool ceil_mode = false);
 Tensor max_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
                   const Shape& padding = {0}, const Shape& dilation = {1}, bool ceil_mode = false);
+Tensor avg_pool1d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
+                  const Shape& padding = {0}, bool ceil_mode = false,
+                  bool count_include_pad = true);
 Tensor avg_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
                   const Shape& padding = {0}, bool ceil_mode = false,
                   bool count_include_pad = true);

@@ -5,6 +5,7 @@
 
 #include <tessera/autograd/ops.h>
 #include <tessera/nn/describe.h>
+#include <tessera/nn/init.h>
 #include <tessera/nn/module.h>
 
 namespace tessera::nn {
@@ -65,6 +66,46 @@ class ELU : public Module<ELU> {
   std::unique_ptr<ELU> remake() const { return std::make_unique<ELU>(alpha); }
 
   const double alpha;
+};
+
+class SELU : public Module<SELU> {
+ public:
+  Tensor forward(const Tensor& x) { return selu(x); }
+  std::unique_ptr<SELU> remake() const { return std::make_unique<SELU>(); }
+};
+
+class Mish : public Module<Mish> {
+ public:
+  Tensor forward(const Tensor& x) { return mish(x); }
+  std::unique_ptr<Mish> remake() const { return std::make_unique<Mish>(); }
+};
+
+class Hardswish : public Module<Hardswish> {
+ public:
+  Tensor forward(const Tensor& x) { return hardswish(x); }
+  std::unique_ptr<Hardswish> remake() const { return std::make_unique<Hardswish>(); }
+};
+
+// He et al. 2015. weight: [num_parameters], one slope for all or one for each channel of [N, C,
+// ...], `init` at first. No weight decay should pull on it.
+class PReLU : public Module<PReLU> {
+ public:
+  explicit PReLU(int64_t num_parameters = 1, double init = 0.25)
+      : num_parameters(num_parameters),
+        init(init),
+        weight(parameter("weight", Shape{num_parameters})) {
+    if (ParameterDefaultsGuard::current().initialise) reset_parameters();
+  }
+  Tensor forward(const Tensor& x) { return prelu(x, weight); }
+  void reset_parameters() { init::constant(weight, init); }
+  std::string extra_repr() const override {
+    return detail::describe("num_parameters", num_parameters);
+  }
+  std::unique_ptr<PReLU> remake() const { return std::make_unique<PReLU>(num_parameters, init); }
+
+  const int64_t num_parameters;
+  const double init;
+  const Tensor& weight;
 };
 
 class Softplus : public Module<Softplus> {

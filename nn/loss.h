@@ -139,4 +139,95 @@ class KLDivLoss : public Module<KLDivLoss> {
   const bool log_target;
 };
 
+// Of counts, x being the logarithm of the rate or the rate.
+class PoissonNLLLoss : public Module<PoissonNLLLoss> {
+ public:
+  explicit PoissonNLLLoss(bool log_input = true, bool full = false, double eps = 1e-8,
+                          Reduction reduction = Reduction::kMean)
+      : log_input(log_input), full(full), eps(eps), reduction(reduction) {}
+  Tensor forward(const Tensor& x, const Tensor& target) {
+    return poisson_nll_loss(x, target, log_input, full, eps, reduction);
+  }
+  std::unique_ptr<PoissonNLLLoss> remake() const {
+    return std::make_unique<PoissonNLLLoss>(log_input, full, eps, reduction);
+  }
+
+  const bool log_input;
+  const bool full;
+  const double eps;
+  const Reduction reduction;
+};
+
+class GaussianNLLLoss : public Module<GaussianNLLLoss> {
+ public:
+  explicit GaussianNLLLoss(bool full = false, double eps = 1e-6,
+                           Reduction reduction = Reduction::kMean)
+      : full(full), eps(eps), reduction(reduction) {}
+  Tensor forward(const Tensor& x, const Tensor& target, const Tensor& var) {
+    return gaussian_nll_loss(x, target, var, full, eps, reduction);
+  }
+  std::unique_ptr<GaussianNLLLoss> remake() const {
+    return std::make_unique<GaussianNLLLoss>(full, eps, reduction);
+  }
+
+  const bool full;
+  const double eps;
+  const Reduction reduction;
+};
+
+class TripletMarginLoss : public Module<TripletMarginLoss> {
+ public:
+  explicit TripletMarginLoss(double margin = 1, double p = 2, double eps = 1e-6, bool swap = false,
+                             Reduction reduction = Reduction::kMean)
+      : margin(margin), p(p), eps(eps), swap(swap), reduction(reduction) {}
+  Tensor forward(const Tensor& anchor, const Tensor& positive, const Tensor& negative) {
+    return triplet_margin_loss(anchor, positive, negative, margin, p, eps, swap, reduction);
+  }
+  std::unique_ptr<TripletMarginLoss> remake() const {
+    return std::make_unique<TripletMarginLoss>(margin, p, eps, swap, reduction);
+  }
+
+  const double margin;
+  const double p;
+  const double eps;
+  const bool swap;
+  const Reduction reduction;
+};
+
+// target: 1 for pairs that belong together, -1 for others.
+class CosineEmbeddingLoss : public Module<CosineEmbeddingLoss> {
+ public:
+  explicit CosineEmbeddingLoss(double margin = 0, Reduction reduction = Reduction::kMean)
+      : margin(margin), reduction(reduction) {}
+  Tensor forward(const Tensor& x1, const Tensor& x2, const Tensor& target) {
+    return cosine_embedding_loss(x1, x2, target, margin, reduction);
+  }
+  std::unique_ptr<CosineEmbeddingLoss> remake() const {
+    return std::make_unique<CosineEmbeddingLoss>(margin, reduction);
+  }
+
+  const double margin;
+  const Reduction reduction;
+};
+
+// Of log-probabilities [T, N, C] and targets without an alignment.
+class CTCLoss : public Module<CTCLoss> {
+ public:
+  explicit CTCLoss(int64_t blank = 0, Reduction reduction = Reduction::kMean,
+                   bool zero_infinity = false)
+      : blank(blank), reduction(reduction), zero_infinity(zero_infinity) {}
+  Tensor forward(const Tensor& log_probs, const Tensor& targets, const Tensor& input_lengths,
+                 const Tensor& target_lengths) {
+    return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction,
+                    zero_infinity);
+  }
+  std::unique_ptr<CTCLoss> remake() const {
+    return std::make_unique<CTCLoss>(blank, reduction, zero_infinity);
+  }
+
+  const int64_t blank;
+  const Reduction reduction;
+  const bool zero_infinity;
+};
+
 }  // namespace tessera::nn

@@ -149,4 +149,64 @@ std::string BatchNormModule<Derived>::extra_repr() const {
 template class BatchNormModule<BatchNorm1d>;
 template class BatchNormModule<BatchNorm2d>;
 
+// ---- InstanceNorm ------------------------------------------------------------------------------
+
+namespace {
+
+Tensor tracked(const InstanceNormOptions& options, const Shape& shape,
+               std::optional<DType> dtype = {}) {
+  return options.track_running_stats ? detail::make_buffer(shape, dtype) : Tensor();
+}
+
+}  // namespace
+
+template <class Derived>
+InstanceNormModule<Derived>::InstanceNormModule(int64_t num_features,
+                                                const InstanceNormOptions& options)
+    : num_features(num_features),
+      options(options),
+      weight(options.affine ? this->parameter("weight", Shape{num_features})
+                            : this->parameter("weight", Tensor())),
+      bias(options.affine ? this->parameter("bias", Shape{num_features})
+                          : this->parameter("bias", Tensor())),
+      running_mean(this->buffer("running_mean", tracked(options, {num_features}))),
+      running_var(this->buffer("running_var", tracked(options, {num_features}))),
+      num_batches_tracked(this->buffer("num_batches_tracked", tracked(options, {}, kI64))) {
+  if (ParameterDefaultsGuard::current().initialise) reset_parameters();
+}
+
+template <class Derived>
+void InstanceNormModule<Derived>::reset_parameters() {
+  if (weight.defined()) init::ones(weight);
+  if (bias.defined()) init::zeros(bias);
+  if (!running_mean.defined()) return;
+  init::zeros(running_mean);
+  init::ones(running_var);
+  init::zeros(num_batches_tracked);
+}
+
+template <class Derived>
+Tensor InstanceNormModule<Derived>::forward(const Tensor& x) {
+  constexpr int kDims = Derived::kDims;
+  TS_CHECK_SHAPE(x.dim() == kDims + 1 || x.dim() == kDims + 2, this->type_name(), "needs ",
+                 kDims + 1, " or ", kDims + 2, " dimensions; got ", x);
+  TS_CHECK_SHAPE(x.size(-1 - kDims) == num_features, this->type_name(), "was made for ",
+                 num_features, " channels in dimension ", x.dim() - 1 - kDims, "; got ", x);
+  const bool batched = x.dim() == kDims + 2;
+  const Tensor y =
+      instance_norm(batched ? x : unsqueeze(x, 0), running_mean, running_var, weight, bias,
+                    this->is_training() || !running_mean.defined(), options.momentum, options.eps);
+  return batched ? y : squeeze(y, 0);
+}
+
+template <class Derived>
+std::string InstanceNormModule<Derived>::extra_repr() const {
+  return std::to_string(num_features) + ", " +
+         detail::describe("eps", options.eps, "momentum", options.momentum, "affine",
+                          options.affine, "track_running_stats", options.track_running_stats);
+}
+
+template class InstanceNormModule<InstanceNorm1d>;
+template class InstanceNormModule<InstanceNorm2d>;
+
 }  // namespace tessera::nn

@@ -147,4 +147,50 @@ class BatchNorm2d : public BatchNormModule<BatchNorm2d> {
   }
 };
 
+struct InstanceNormOptions {
+  double eps = 1e-5;
+  double momentum = 0.1;
+  bool affine = false;
+  bool track_running_stats = false;  // and use what was tracked in evaluation
+};
+// Ulyanov, Vedaldi, Lempitsky 2016: each channel of each sample alone. Buffers, where tracked, as
+// of BatchNorm; num_batches_tracked stays 0, as torch's.
+template <class Derived>
+class InstanceNormModule : public Module<Derived> {
+ public:
+  InstanceNormModule(int64_t num_features, const InstanceNormOptions& options);
+  Tensor forward(const Tensor& x);
+  void reset_parameters();
+  std::string extra_repr() const override;
+
+  const int64_t num_features;
+  const InstanceNormOptions options;
+  const Tensor& weight;
+  const Tensor& bias;
+  const Tensor& running_mean;
+  const Tensor& running_var;
+  const Tensor& num_batches_tracked;
+};
+
+// x: [N, C, L] or [C, L].
+class InstanceNorm1d : public InstanceNormModule<InstanceNorm1d> {
+ public:
+  explicit InstanceNorm1d(int64_t num_features, const InstanceNormOptions& options = {})
+      : InstanceNormModule(num_features, options) {}
+  static constexpr int kDims = 1;
+  std::unique_ptr<InstanceNorm1d> remake() const {
+    return std::make_unique<InstanceNorm1d>(num_features, options);
+  }
+};
+// x: [N, C, H, W] or [C, H, W].
+class InstanceNorm2d : public InstanceNormModule<InstanceNorm2d> {
+ public:
+  explicit InstanceNorm2d(int64_t num_features, const InstanceNormOptions& options = {})
+      : InstanceNormModule(num_features, options) {}
+  static constexpr int kDims = 2;
+  std::unique_ptr<InstanceNorm2d> remake() const {
+    return std::make_unique<InstanceNorm2d>(num_features, options);
+  }
+};
+
 }  // namespace tessera::nn

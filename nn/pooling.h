@@ -1,4 +1,4 @@
-// Pooling of images, [N, C, H, W] or [C, H, W].
+// Pooling of images, [N, C, H, W] or [C, H, W], and of rows, [N, C, L] or [C, L].
 #pragma once
 
 #include <memory>
@@ -38,6 +38,29 @@ class MaxPool2d : public Module<MaxPool2d> {
   const MaxPoolOptions options;
 };
 
+class MaxPool1d : public Module<MaxPool1d> {
+ public:
+  explicit MaxPool1d(const Shape& kernel_size, const MaxPoolOptions& options = {})
+      : kernel_size(kernel_size), options(options) {}
+  explicit MaxPool1d(int64_t kernel_size, const MaxPoolOptions& options = {})
+      : MaxPool1d(Shape{kernel_size}, options) {}
+  Tensor forward(const Tensor& x) {
+    return max_pool1d(x, kernel_size, options.stride, options.padding, options.dilation,
+                      options.ceil_mode);
+  }
+  std::string extra_repr() const override {
+    return detail::describe(
+        "kernel_size", kernel_size, "stride", options.stride.empty() ? kernel_size : options.stride,
+        "padding", options.padding, "dilation", options.dilation, "ceil_mode", options.ceil_mode);
+  }
+  std::unique_ptr<MaxPool1d> remake() const {
+    return std::make_unique<MaxPool1d>(kernel_size, options);
+  }
+
+  const Shape kernel_size;
+  const MaxPoolOptions options;
+};
+
 struct AvgPoolOptions {
   Shape stride = {};
   Shape padding = {0};
@@ -61,6 +84,30 @@ class AvgPool2d : public Module<AvgPool2d> {
   }
   std::unique_ptr<AvgPool2d> remake() const {
     return std::make_unique<AvgPool2d>(kernel_size, options);
+  }
+
+  const Shape kernel_size;
+  const AvgPoolOptions options;
+};
+
+class AvgPool1d : public Module<AvgPool1d> {
+ public:
+  explicit AvgPool1d(const Shape& kernel_size, const AvgPoolOptions& options = {})
+      : kernel_size(kernel_size), options(options) {}
+  explicit AvgPool1d(int64_t kernel_size, const AvgPoolOptions& options = {})
+      : AvgPool1d(Shape{kernel_size}, options) {}
+  Tensor forward(const Tensor& x) {
+    return avg_pool1d(x, kernel_size, options.stride, options.padding, options.ceil_mode,
+                      options.count_include_pad);
+  }
+  std::string extra_repr() const override {
+    return detail::describe(
+        "kernel_size", detail::describe_shape(kernel_size), "stride",
+        detail::describe_shape(options.stride.empty() ? kernel_size : options.stride), "padding",
+        detail::describe_shape(options.padding));
+  }
+  std::unique_ptr<AvgPool1d> remake() const {
+    return std::make_unique<AvgPool1d>(kernel_size, options);
   }
 
   const Shape kernel_size;

@@ -208,5 +208,6 @@ std::vector<OpRow> index_rows();
 std::vector<OpRow> convolution_rows();
 std::vector<OpRow> attention_rows();
 std::vector<OpRow> linalg_rows();
+std::vector<OpRow> layer_rows();
 
 }  // namespace tessera::tests

@@ -1,6 +1,7 @@
 // Activations: record, forward, backward.
 #include <cmath>
 
+#include <tessera/autograd/ops/compute_dtype.h>
 #include <tessera/autograd/ops/elementwise_rules.h>
 #include <tessera/core/raw_views.h>
 
@@ -160,6 +161,77 @@ Tensor glu(const Tensor& x, int64_t dim) {
         const Tensor x = s.input(0), value = narrow(x, d, 0, half);
         const Tensor gate = sigmoid(narrow(x, d, half, half)), up = mul(dy[0], gate);
         return cat(TensorList{up, mul(mul(up, value), rsub(1, gate))}, d);
+      });
+}
+
+// ---- Activations that are made of others
+// ---------------------------------------------------------
+
+Tensor selu(const Tensor& x) {
+  constexpr double kAlpha = 1.6732632423543772848, kScale = 1.0507009873554804934;
+  TS_CHECK(x.defined(), "selu", "the input is undefined; give it a value first");
+  return mul(elu(x, kAlpha), kScale);
+}
+
+// Beside x nothing is kept: what the formulas have in between is made again in backward.
+const Op kMish{.name = "mish", .reads = {inputs(0)}, .flops_per_element = 45};
+
+Tensor mish(const Tensor& x) {
+  check_real(kMish, x);
+  return differentiable(
+      kMish, {x},
+      [](Inputs in) {
+        const Tensor wide = in_compute(in[0]);
+        return to(mul(wide, tanh(softplus(wide))), in[0].dtype());
+      },
+      [](Grads dy, const Saved& s) {
+        const Tensor x = in_compute(s.input(0)), t = tanh(softplus(x));
+        const Tensor slope = mul(mul(x, sigmoid(x)), rsub(1, square(t)));
+        return mul(in_compute(dy[0]), add(t, slope));
+      });
+}
+
+const Op kHardswish{.name = "hardswish", .reads = {inputs(0)}, .flops_per_element = 4};
+
+Tensor hardswish(const Tensor& x) {
+  check_real(kHardswish, x);
+  return differentiable(
+      kHardswish, {x},
+      [](Inputs in) {
+        const Tensor wide = in_compute(in[0]);
+        return to(div(mul(wide, clamp(add(wide, 3), 0, 6)), 6), in[0].dtype());
+      },
+      [](Grads dy, const Saved& s) {
+        const Tensor x = in_compute(s.input(0)), up = in_compute(dy[0]);
+        const Tensor inside = mul(up, add(div(x, 3), 0.5));
+        return where(ge(x, 3), up, masked_fill(inside, le(x, -3), 0));
+      });
+}
+
+const Op kPrelu{.name = "prelu", .autocast = Autocast::kLow, .reads = {inputs(0, 1), inputs(0)}};
+
+Tensor prelu(const Tensor& x, const Tensor& weight) {
+  check_real(kPrelu, x);
+  check_defined(kPrelu, "weight", weight);
+  const int64_t channels = x.dim() == 0 ? 1 : x.size(x.dim() == 1 ? 0 : 1);
+  TS_CHECK_SHAPE(weight.dim() <= 1 && (weight.numel() == 1 || weight.numel() == channels), kPrelu,
+                 "expects a weight of one element or of ", channels, ", the channels of ", x,
+                 "; got ", weight);
+  // As x's channels lie.
+  Shape shape = Shape::filled(x.dim(), 1);
+  if (weight.numel() != 1) shape[x.dim() == 1 ? 0 : 1] = channels;
+  return differentiable(
+      kPrelu, {x, reshape(weight, shape)},
+      [](Inputs in) {
+        TS_CHECK_DTYPE(in[0].dtype() == in[1].dtype(), kPrelu,
+                       "expects operands of one dtype; got ", in[0], " and ", in[1],
+                       "; convert one with to(dtype)");
+        return where(gt(in[0], 0), in[0], mul(in[0], in[1]));
+      },
+      [](Grads dy, const Saved& s) -> TensorList {
+        const Tensor x = s.input(0), positive = gt(x, 0);
+        return {s.needs(0) ? where(positive, dy[0], mul(dy[0], s.input(1))) : Tensor(),
+                s.needs(1) ? mul(dy[0], masked_fill(x, positive, 0)) : Tensor()};
       });
 }
 

@@ -160,6 +160,124 @@ Tensor conv1d(const Tensor& x, const Tensor& weight, const Tensor& bias,
   return squeeze(conv(plane, kernel, bias, geometry), 2);
 }
 
+// ---- conv3d -------------------------------------------------------------------------------------
+
+// The planes that meet one output plane are put side by side as channels, and all output planes
+// stand as samples.
+Tensor conv3d(const Tensor& x, const Tensor& weight, const Tensor& bias,
+              const ConvOptions& options) {
+  constexpr const char* kWhere = "conv3d";
+  check_conv(x, weight, bias, options.groups, 3);
+  const auto three = [&](const char* what, const Shape& values, int64_t least) {
+    TS_CHECK(values.size() == 1 || values.size() == 3, kWhere, what,
+             " must have 1 or 3 values; got ", values);
+    for (const int64_t value : values) {
+      TS_CHECK(value >= least && value <= kLargest, kWhere, what, " must be in [", least, ", ",
+               kLargest, "]; got ", values);
+    }
+    return values.size() == 3 ? values : Shape::filled(3, values[0]);
+  };
+  const Shape stride = three("stride", options.stride, 1);
+  const Shape padding = three("padding", options.padding, 0);
+  const Shape dilation = three("dilation", options.dilation, 1);
+  const int64_t N = x.size(0), C = x.size(1), O = weight.size(0), KD = weight.size(2);
+  const int64_t room = x.size(2) + 2 * padding[0] - dilation[0] * (KD - 1) - 1;
+  TS_CHECK_SHAPE(KD > 0 && room >= 0, kWhere, "the kernel of ", weight,
+                 " does not fit into the padded input ", x, "; enlarge the padding");
+  const int64_t OD = room / stride[0] + 1;
+  const Tensor padded = padding[0] > 0 ? pad(x, {0, 0, 0, 0, padding[0], padding[0]}) : x;
+  TensorList planes;  // [N, OD, C, H, W] of each plane of the kernel
+  for (int64_t k = 0; k < KD; ++k) {
+    const int64_t first = k * dilation[0];
+    planes.push_back(permute(slice(padded, 2, first, first + (OD - 1) * stride[0] + 1, stride[0]),
+                             {0, 2, 1, 3, 4}));
+  }
+  const int64_t H = x.size(3), W = x.size(4);
+  const Tensor beside = reshape(stack(planes, 3), {N * OD, C * KD, H, W});
+  const Shape kernel = {O, weight.size(1) * KD, weight.size(3), weight.size(4)};
+  const Tensor y = conv2d(beside, reshape(weight, kernel), bias,
+                          {.stride = {stride[1], stride[2]},
+                           .padding = {padding[1], padding[2]},
+                           .dilation = {dilation[1], dilation[2]},
+                           .groups = options.groups});
+  return contiguous(permute(reshape(y, {N, OD, O, y.size(2), y.size(3)}), {0, 2, 1, 3, 4}));
+}
+
+// ---- conv_transpose2d, conv_transpose1d ---------------------------------------------------------
+
+const Op kConvTranspose2d{.name = "conv_transpose2d",
+                          .autocast = Autocast::kLow,
+                          .reads = {inputs(1), inputs(0), inputs()}};
+
+namespace {
+
+Tensor conv_transpose(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                      const ConvTransposeOptions& options, int spatial) {
+  const Op& op = kConvTranspose2d;
+  check_defined(op, "the input", x);
+  check_defined(op, "weight", weight);
+  TS_CHECK_SHAPE(x.dim() == spatial + 2 && weight.dim() == spatial + 2, op,
+                 "expects an input [N, C, ...] and a weight [C, O / groups, ...] with ", spatial,
+                 " spatial dimensions; got ", x, " and ", weight);
+  kernels::ConvGeometry geometry;
+  int64_t extra[2] = {0, 0};
+  spread(op, "stride", options.stride, spatial, 1, geometry.stride);
+  spread(op, "padding", options.padding, spatial, 0, geometry.padding);
+  spread(op, "output_padding", options.output_padding, spatial, 0, extra);
+  spread(op, "dilation", options.dilation, spatial, 1, geometry.dilation);
+  geometry.groups = options.groups;
+  TS_CHECK(options.groups >= 1, op, "groups must be at least 1; got ", options.groups);
+  TS_CHECK_SHAPE(x.size(1) == weight.size(0) && x.size(1) % options.groups == 0, op,
+                 "channels do not fit: input ", x, ", weight ", weight, ", groups ", options.groups,
+                 "; the weight's first dimension is the input's channels");
+  const int64_t O = weight.size(1) * options.groups;
+  TS_CHECK_SHAPE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == O), op,
+                 "expects a bias of [", O, "]; got ", bias);
+  const Tensor plane = spatial == 1 ? unsqueeze(x, 2) : x;
+  const Tensor kernel = spatial == 1 ? unsqueeze(weight, 2) : weight;
+  Shape shape = {x.size(0), O, 0, 0};
+  for (int d = 0; d < 2; ++d) {
+    TS_CHECK(extra[d] == 0 || extra[d] < std::max(geometry.stride[d], geometry.dilation[d]), op,
+             "output_padding must be less than stride or dilation; got ", options.output_padding);
+    TS_CHECK_SHAPE(plane.size(2 + d) > 0 && kernel.size(2 + d) > 0, op,
+                   "expects an input and a kernel that are not empty; got ", x, " and ", weight);
+    shape[2 + d] = (plane.size(2 + d) - 1) * geometry.stride[d] - 2 * geometry.padding[d] +
+                   geometry.dilation[d] * (kernel.size(2 + d) - 1) + extra[d] + 1;
+    TS_CHECK_SHAPE(shape[2 + d] > 0, op, "the output of ", x, " and the kernel of ", weight,
+                   " would be empty; lessen the padding");
+  }
+  const Tensor y = differentiable(
+      op, {plane, kernel, bias},
+      [&](Inputs in) {
+        check_conv_dtypes(in);
+        count_conv(in[0], in[1].shape());
+        const Tensor sums = kernels::conv2d_input_gradient(in[0], in[1], shape, geometry);
+        return in[2].defined() ? add(sums, reshape(in[2], {O, 1, 1})) : sums;
+      },
+      [geometry](Grads dy, const Saved& s) -> TensorList {
+        Tensor grad_x, grad_weight, grad_bias;
+        if (s.needs(0)) grad_x = conv(dy[0], s.input(1), {}, geometry);
+        if (s.needs(1)) {
+          grad_weight = conv_weight_gradient(s.input(0), dy[0], s.input_shape(1), geometry);
+        }
+        if (s.needs(2)) grad_bias = sum(dy[0], {0, 2, 3});
+        return {grad_x, grad_weight, grad_bias};
+      });
+  return spatial == 1 ? squeeze(y, 2) : y;
+}
+
+}  // namespace
+
+Tensor conv_transpose2d(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                        const ConvTransposeOptions& options) {
+  return conv_transpose(x, weight, bias, options, 2);
+}
+
+Tensor conv_transpose1d(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                        const ConvTransposeOptions& options) {
+  return conv_transpose(x, weight, bias, options, 1);
+}
+
 // ---- max_pool2d ---------------------------------------------------------------------------------
 
 const Op kMaxPool2d{.name = "max_pool2d", .reads_outputs = outputs(1)};
@@ -334,6 +452,22 @@ Tensor avg_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride
   return apply_windows(kAvgPool2d, x,
                        {average_map(g, 0, x.size(-2), count_include_pad),
                         average_map(g, 1, x.size(-1), count_include_pad)});
+}
+
+// A row is a plane of height 1.
+Tensor avg_pool1d(const Tensor& x, const Shape& kernel_size, const Shape& stride,
+                  const Shape& padding, bool ceil_mode, bool count_include_pad) {
+  constexpr const char* kWhere = "avg_pool1d";
+  TS_CHECK_SHAPE(x.defined() && (x.dim() == 2 || x.dim() == 3), kWhere,
+                 "expects [N, C, W] or [C, W]; got ", x);
+  const auto plane = [&](const char* what, const Shape& values, int64_t rows) {
+    TS_CHECK(values.size() == 1, kWhere, what, " must have one value; got ", values);
+    return Shape{rows, values[0]};
+  };
+  return squeeze(avg_pool2d(unsqueeze(x, -2), plane("kernel_size", kernel_size, 1),
+                            stride.empty() ? stride : plane("stride", stride, 1),
+                            plane("padding", padding, 0), ceil_mode, count_include_pad),
+                 -2);
 }
 
 Tensor adaptive_avg_pool2d(const Tensor& x, const Shape& output_size) {

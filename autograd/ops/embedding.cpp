@@ -1,5 +1,10 @@
+#include <algorithm>
+#include <limits>
+#include <vector>
+
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/ops/compute_dtype.h>
 #include <tessera/core/kernels/embedding/embedding.h>
 
 namespace tessera {
@@ -39,6 +44,108 @@ Tensor embedding(const Tensor& index, const Tensor& weight, std::optional<int64_
       [=](Grads dy, const Saved& s) -> TensorList {
         return {Tensor(), embedding_backward(dy[0], s.input(0), rows, padding)};
       });
+}
+
+// ---- embedding_bag ------------------------------------------------------------------------------
+
+namespace {
+
+constexpr const char* kEmbeddingBag = "embedding_bag";
+
+// The bag of each of n positions, without a look at the offsets' values: how many begin at it or
+// before it, less one.
+Tensor bags_of(const Tensor& offsets, int64_t n) {
+  const Tensor begins = scatter_add(zeros({n + 1}, {.dtype = kI64, .device = offsets.device()}), 0,
+                                    offsets, ones_like(offsets));
+  return sub(narrow(cumsum(begins, 0), 0, 0, n), 1);
+}
+
+// Positions of each bag's members, [bags, longest], and where there are any: read on the host.
+struct BagRows {
+  Tensor positions;  // i64
+  Tensor valid;      // bool
+};
+BagRows rows_of_bags(const Tensor& offsets, int64_t n) {
+  const int64_t bags = offsets.size(0);
+  if (offsets.is_meta()) {
+    const Tensor none = zeros({bags, 1}, {.dtype = kI64, .device = kMeta});
+    return {none, to(none, kBool)};
+  }
+  std::vector<int64_t> begin = offsets.to_vector<int64_t>();
+  begin.push_back(n);
+  int64_t longest = 1;
+  for (size_t b = 0; b + 1 < begin.size(); ++b) {
+    TS_CHECK(begin[b] <= begin[b + 1], kEmbeddingBag, "offsets must ascend to at most ", n,
+             "; got ", begin[b], " at ", b);
+    longest = std::max(longest, begin[b + 1] - begin[b]);
+  }
+  const Tensor step = unsqueeze(to(arange(longest), offsets.device()), 0);
+  const Tensor first = unsqueeze(offsets, 1);
+  const Tensor ends =
+      cat(TensorList{narrow(offsets, 0, 1, bags - 1), full_like(narrow(offsets, 0, 0, 1), n)});
+  const Tensor positions = add(first, step), valid = lt(positions, unsqueeze(ends, 1));
+  return {masked_fill(positions, logical_not(valid), 0), valid};
+}
+
+// rows: [bags, n, C]; valid: [bags, n].
+Tensor largest_of(const Tensor& rows, const Tensor& valid) {
+  const Tensor outside = unsqueeze(logical_not(valid), 2);
+  const Tensor most =
+      max(masked_fill(rows, outside, -std::numeric_limits<double>::infinity()), 1).values;
+  return masked_fill(most, logical_not(any(valid, {1}, true)), 0);
+}
+
+}  // namespace
+
+Tensor embedding_bag(const Tensor& index, const Tensor& weight, const Tensor& offsets,
+                     const EmbeddingBagOptions& options) {
+  TS_CHECK(index.defined() && weight.defined(), kEmbeddingBag,
+           "index or weight is undefined; give it a value first");
+  TS_CHECK_SHAPE(weight.dim() == 2, kEmbeddingBag, "weight must be [V, C]; got ", weight);
+  TS_CHECK_SHAPE((index.dim() == 2 && !offsets.defined()) ||
+                     (index.dim() == 1 && offsets.defined() && offsets.dim() == 1),
+                 kEmbeddingBag, "expects an index [bags, n], or [n] with offsets [bags]; got ",
+                 index, offsets.defined() ? " with offsets " + offsets.describe() : "");
+  const Tensor& scales = options.per_sample_weights;
+  TS_CHECK(!scales.defined() || options.mode == BagMode::kSum, kEmbeddingBag,
+           "per_sample_weights are for sums; use mode kSum");
+  TS_CHECK_SHAPE(!scales.defined() || scales.shape() == index.shape(), kEmbeddingBag,
+                 "per_sample_weights must have the shape of ", index, "; got ", scales);
+  const DType dtype = weight.dtype();
+  Tensor rows = in_compute(embedding(index, weight, options.padding_idx));
+  if (scales.defined()) rows = mul(rows, unsqueeze(in_compute(scales), -1));
+  Tensor valid = ones(index.shape(), {.dtype = kBool, .device = index.device()});
+  if (options.padding_idx) {
+    const int64_t padding = *options.padding_idx;
+    valid = ne(index, padding < 0 ? padding + weight.size(0) : padding);
+    rows = masked_fill(rows, unsqueeze(logical_not(valid), -1), 0);
+  }
+  const int64_t n = index.size(-1);
+  if (!offsets.defined()) {
+    if (n == 0) return to(sum(rows, {1}), dtype);
+    if (options.mode == BagMode::kMax) return to(largest_of(rows, valid), dtype);
+    const Tensor total = sum(rows, {1});
+    if (options.mode == BagMode::kSum) return to(total, dtype);
+    return to(div(total, to(clamp(sum(valid, {1}, true), 1), total.dtype())), dtype);
+  }
+  const int64_t bags = offsets.size(0) - (options.include_last_offset ? 1 : 0);
+  TS_CHECK_SHAPE(bags >= 0, kEmbeddingBag, "include_last_offset needs an offset; got ", offsets);
+  const Tensor begins = to(narrow(offsets, 0, 0, bags), kI64);
+  const TensorOptions like{.dtype = rows.dtype(), .device = rows.device()};
+  if (bags == 0) return to(zeros({bags, weight.size(1)}, like), dtype);
+  if (options.mode == BagMode::kMax && n > 0) {
+    const BagRows members = rows_of_bags(begins, n);
+    const Shape shape = {bags, members.positions.size(1)};
+    const Tensor flat = flatten(members.positions);
+    const Tensor taken = logical_and(members.valid, reshape(index_select(valid, 0, flat), shape));
+    return to(largest_of(reshape(index_select(rows, 0, flat), {shape[0], shape[1], -1}), taken),
+              dtype);
+  }
+  const Tensor bag = bags_of(begins, n);
+  const Tensor total = index_add(zeros({bags, weight.size(1)}, like), 0, bag, rows);
+  if (options.mode == BagMode::kSum) return to(total, dtype);
+  const Tensor counts = index_add(zeros({bags}, like), 0, bag, to(valid, rows.dtype()));
+  return to(div(total, unsqueeze(clamp(counts, 1), 1)), dtype);
 }
 
 // ---- rotary_embedding ---------------------------------------------------------------------------

@@ -484,4 +484,135 @@ Tensor kl_div(const Tensor& x, const Tensor& target, KlReduction reduction, bool
       [](const Tensor& x, const Tensor& t) { return sub(add(log(t), 1), x); });
 }
 
+const Op kPoissonNllLoss{.name = "poisson_nll_loss",
+                         .autocast = Autocast::kFloat32,
+                         .reads = {inputs(0, 1), inputs(0, 1)}};
+
+namespace {
+
+// Stirling's approximation of log(t!), and its slope, where t > 1; elsewhere 0.
+Tensor stirling(const Tensor& t) {
+  const Tensor counts = gt(t, 1), safe = where(counts, t, 1);
+  const Tensor value = add(sub(mul(safe, log(safe)), safe), mul(log(mul(safe, 2 * M_PI)), 0.5));
+  return where(counts, value, 0);
+}
+Tensor stirling_slope(const Tensor& t) {
+  const Tensor counts = gt(t, 1), safe = where(counts, t, 1);
+  return where(counts, add(log(safe), rdiv(0.5, safe)), 0);
+}
+
+}  // namespace
+
+Tensor poisson_nll_loss(const Tensor& x, const Tensor& target, bool log_input, bool full,
+                        double eps, Reduction reduction) {
+  check_one_shape(kPoissonNllLoss, x, target);
+  return pointwise(
+      kPoissonNllLoss, x, target, reduction,
+      [=](const Tensor& x, const Tensor& t) {
+        const Tensor loss = log_input ? sub(exp(x), mul(t, x)) : sub(x, mul(t, log(add(x, eps))));
+        return full ? add(loss, stirling(t)) : loss;
+      },
+      [=](const Tensor& x, const Tensor& t) {
+        return log_input ? sub(exp(x), t) : rsub(1, div(t, add(x, eps)));
+      },
+      [=](const Tensor& x, const Tensor& t) {
+        const Tensor slope = neg(log_input ? x : log(add(x, eps)));
+        return full ? add(slope, stirling_slope(t)) : slope;
+      });
+}
+
+const Op kGaussianNllLoss{
+    .name = "gaussian_nll_loss", .autocast = Autocast::kFloat32, .reads = {inputs(0, 1, 2)}};
+
+Tensor gaussian_nll_loss(const Tensor& x, const Tensor& target, const Tensor& var, bool full,
+                         double eps, Reduction reduction) {
+  const Op& op = kGaussianNllLoss;
+  check_input(op, "input", x);
+  check_one_shape(op, x, target);
+  check_input(op, "var", var);
+  TS_CHECK(eps > 0, op, "eps must be positive; got ", eps);
+  Shape without_last = x.shape(), last_of_one = x.shape();
+  if (x.dim() > 0) {
+    without_last.pop_back();
+    last_of_one[x.dim() - 1] = 1;
+  }
+  const bool lacks_last = x.dim() > 0 && var.shape() == without_last && var.shape() != x.shape();
+  TS_CHECK_SHAPE(lacks_last || var.shape() == x.shape() || var.shape() == last_of_one, op,
+                 "var must have the shape of the input ", x, ", that without the last dimension, ",
+                 "or with 1 in its place; got ", var);
+  if (!var.is_meta() && var.numel() > 0) {
+    const double least = kernels::amin(var, wrap_dims({}, var.dim(), op.name), false).item();
+    TS_CHECK(!(least < 0), op, "var must not be negative; its least element is ", least);
+  }
+  const int64_t numel = x.numel();
+  // The gradient of var passes below eps: the limit is a constant that is added.
+  const auto limited = [eps](const Tensor& v) {
+    const Tensor below = detach(v);
+    return add(v, sub(clamp(below, eps), below));
+  };
+  return differentiable(
+      op, {x, target, lacks_last ? unsqueeze(var, -1) : var},
+      [=](Inputs in) {
+        const DType dtype =
+            promote_types(promote_types(in[0].dtype(), in[1].dtype()), in[2].dtype());
+        const Tensor v = limited(in_compute(in[2]));
+        const Tensor squares = square(sub(in_compute(in[0]), in_compute(in[1])));
+        Tensor losses = mul(add(log(v), div(squares, v)), 0.5);
+        if (full) losses = add(losses, 0.5 * std::log(2 * M_PI));
+        return to(reduced(losses, reduction), dtype);
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        const Tensor d = sub(in_compute(s.input(0)), in_compute(s.input(1)));
+        const Tensor v = limited(in_compute(s.input(2)));
+        const Tensor up = share_of(in_compute(dy[0]), reduction, numel), ratio = div(d, v);
+        TensorList gradients(3);
+        if (s.needs(0)) gradients[0] = mul(up, ratio);
+        if (s.needs(1)) gradients[1] = neg(mul(up, ratio));
+        if (s.needs(2)) {
+          gradients[2] = mul(mul(up, 0.5), sub(reciprocal(v), square(ratio)));
+        }
+        return gradients;
+      });
+}
+
+// ---- Losses of distances ------------------------------------------------------------------------
+
+Tensor triplet_margin_loss(const Tensor& anchor, const Tensor& positive, const Tensor& negative,
+                           double margin, double p, double eps, bool swap, Reduction reduction) {
+  constexpr const char* kWhere = "triplet_margin_loss";
+  TS_CHECK(anchor.defined() && positive.defined() && negative.defined(), kWhere,
+           "an input is undefined; give it a value first");
+  TS_CHECK_SHAPE(
+      anchor.dim() >= 1 && anchor.dim() == positive.dim() && anchor.dim() == negative.dim(), kWhere,
+      "inputs must have one number of dimensions, at least 1; got ", anchor, ", ", positive,
+      " and ", negative);
+  TS_CHECK(margin > 0, kWhere, "margin must be positive; got ", margin);
+  const Tensor a = in_compute(anchor), near = in_compute(positive), far = in_compute(negative);
+  const auto distance = [&](const Tensor& x, const Tensor& y) {
+    return norm(add(sub(x, y), eps), p, {-1});
+  };
+  Tensor apart = distance(a, far);
+  if (swap) apart = minimum(apart, distance(near, far));
+  const Tensor losses = relu(add(sub(distance(a, near), apart), margin));
+  return to(reduced(losses, reduction), loss_dtype(anchor));
+}
+
+Tensor cosine_embedding_loss(const Tensor& x1, const Tensor& x2, const Tensor& target,
+                             double margin, Reduction reduction) {
+  constexpr const char* kWhere = "cosine_embedding_loss";
+  TS_CHECK(x1.defined() && x2.defined() && target.defined(), kWhere,
+           "an input is undefined; give it a value first");
+  const bool fits = (x1.dim() == 1 || x1.dim() == 2) && x1.shape() == x2.shape() &&
+                    target.dim() == x1.dim() - 1 && (x1.dim() == 1 || target.size(0) == x1.size(0));
+  TS_CHECK_SHAPE(fits, kWhere, "expects two inputs [N, C] with a target [N], or [C] with []; got ",
+                 x1, ", ", x2, " and ", target);
+  constexpr double kEps = 1e-12;  // torch's
+  const Tensor a = in_compute(x1), b = in_compute(x2);
+  const Tensor lengths = mul(add(sum(square(a), {-1}), kEps), add(sum(square(b), {-1}), kEps));
+  const Tensor cosine = div(sum(mul(a, b), {-1}), sqrt(lengths));
+  const Tensor alike = masked_fill(rsub(1, cosine), ne(target, 1), 0);
+  const Tensor unlike = masked_fill(relu(sub(cosine, margin)), ne(target, -1), 0);
+  return to(reduced(add(alike, unlike), reduction), loss_dtype(x1));
+}
+
 }  // namespace tessera

@@ -296,4 +296,32 @@ Tensor batch_norm(const Tensor& x, const Tensor& running_mean, const Tensor& run
       });
 }
 
+// Of group_norm with a group for each channel, or of batch_norm with given statistics.
+Tensor instance_norm(const Tensor& x, const Tensor& running_mean, const Tensor& running_var,
+                     const Tensor& weight, const Tensor& bias, bool use_input_stats,
+                     double momentum, double eps) {
+  constexpr const char* kWhere = "instance_norm";
+  TS_CHECK_SHAPE(x.defined() && x.dim() >= 3, kWhere, "expects [N, C, ...] with at least 3 ",
+                 "dimensions; got ", x);
+  if (!use_input_stats) {
+    TS_CHECK(running_mean.defined() && running_var.defined(), kWhere,
+             "without use_input_stats it needs running_mean and running_var; pass them");
+    return batch_norm(x, running_mean, running_var, weight, bias, false, momentum, eps);
+  }
+  const int64_t C = x.size(1), planes = x.size(0) * C;
+  TS_CHECK_SHAPE(planes == 0 || x.numel() / planes > 1, kWhere,
+                 "needs more than 1 value in each channel of a sample; got ", x);
+  if (running_mean.defined() || running_var.defined()) {
+    const NoGradGuard no_grad;
+    Shape inner;
+    for (int d = 2; d < x.dim(); ++d) inner.push_back(d);
+    const Tensor wide = x.dtype() == kF64 ? x : to(x, kF32);
+    const auto follow = [&](const Tensor& running, const Tensor& of_samples) {
+      if (running.defined()) lerp_(running, to(mean(of_samples, {0}), running.dtype()), momentum);
+    };
+    follow(running_mean, mean(wide, inner));
+    follow(running_var, var(wide, inner));
+  }
+  return group_norm(x, C, weight, bias, eps);
+}
 }  // namespace tessera

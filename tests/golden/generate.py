@@ -8,6 +8,7 @@ import warnings
 
 import torch
 
+import layer_cases
 import lora_cases
 import model_cases
 import muon_cases
@@ -25,4 +26,5 @@ if __name__ == "__main__":
     lora_cases.write_all()
     power_sgd_cases.write_all()
     muon_cases.write_all()
+    layer_cases.write_all()
     transform_cases.write_all()
