@@ -45,6 +45,7 @@
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/packed_sequence.h>
+#include <tessera/nn/parametrizations.h>
 #include <tessera/nn/pooling.h>
 #include <tessera/nn/recurrent.h>
 #include <tessera/nn/summary.h>

@@ -5,16 +5,21 @@
 #include <algorithm>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
+#include <type_traits>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/safetensors.h>
+#include <tessera/nn/activation.h>
 #include <tessera/nn/attention.h>
 #include <tessera/nn/conv.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/norm.h>
+#include <tessera/nn/packed_sequence.h>
+#include <tessera/nn/parametrizations.h>
 #include <tessera/nn/recurrent.h>
 #include <tessera/nn/transformer.h>
 
@@ -105,12 +110,94 @@ nn::TransformerLayerOptions layer_options(const json& o) {
   return options;
 }
 
+template <class Conv>
+Subject transposed_convolution(const json& o, const json& forward) {
+  nn::ConvTransposeLayerOptions options;
+  options.stride = shape_of(o.value("stride", json(1)));
+  options.padding = shape_of(o.value("padding", json(0)));
+  options.output_padding = shape_of(o.value("output_padding", json(0)));
+  options.dilation = shape_of(o.value("dilation", json(1)));
+  options.groups = o.value("groups", 1);
+  options.bias = o.value("bias", true);
+  auto made =
+      std::make_unique<Conv>(o["in_channels"].get<int64_t>(), o["out_channels"].get<int64_t>(),
+                             shape_of(o["kernel_size"]), options);
+  Conv* module = made.get();
+  const Shape size = forward.contains("output_size") ? shape_of(forward["output_size"]) : Shape{};
+  return {std::move(made),
+          [module, size](const TensorList& x) { return TensorList{(*module)(x[0], size)}; }};
+}
+
+template <class Norm>
+Subject instance_norm(const json& o) {
+  return simple<Norm>(
+      o["num_features"].get<int64_t>(),
+      nn::InstanceNormOptions{.momentum = o.value("momentum", 0.1),
+                              .affine = o.value("affine", false),
+                              .track_running_stats = o.value("track_running_stats", false)});
+}
+
+Subject embedding_bag(const json& o) {
+  const std::string mode = o["mode"];
+  const nn::EmbeddingBagLayerOptions options{.mode = mode == "sum"   ? BagMode::kSum
+                                                     : mode == "max" ? BagMode::kMax
+                                                                     : BagMode::kMean,
+                                             .padding_idx = maybe(o, "padding_idx")};
+  auto made = std::make_unique<nn::EmbeddingBag>(o["num_embeddings"].get<int64_t>(),
+                                                 o["embedding_dim"].get<int64_t>(), options);
+  auto* module = made.get();
+  return {std::move(made),
+          [module](const TensorList& x) { return TensorList{(*module)(x[0], x[1])}; }};
+}
+
 nn::RecurrentOptions recurrent_options(const json& o) {
   return {.num_layers = o.value("num_layers", int64_t{1}),
           .bias = o.value("bias", true),
           .batch_first = o.value("batch_first", false),
           .bidirectional = o.value("bidirectional", false),
-          .proj_size = o.value("proj_size", int64_t{0})};
+          .proj_size = o.value("proj_size", int64_t{0}),
+          .nonlinearity = o.value("nonlinearity", "tanh") == "relu"
+                              ? nn::RecurrentOptions::Nonlinearity::kRelu
+                              : nn::RecurrentOptions::Nonlinearity::kTanh};
+}
+
+template <class Result>
+TensorList parts_of(const Tensor& output, const Result& result) {
+  if constexpr (requires { result.state; }) {
+    return {output, result.state.hidden, result.state.cell};
+  } else {
+    return {output, result.hidden};
+  }
+}
+
+// LSTM, GRU or RNN; with "lengths" the sequences are packed on the way.
+template <class M>
+Subject recurrent(const json& o, const json& forward) {
+  using State = std::conditional_t<std::is_same_v<M, nn::LSTM>, nn::LstmState, Tensor>;
+  const nn::RecurrentOptions options = recurrent_options(o);
+  auto made =
+      std::make_unique<M>(o["input_size"].get<int64_t>(), o["hidden_size"].get<int64_t>(), options);
+  auto* module = made.get();
+  std::vector<int64_t> lengths;
+  if (forward.contains("lengths")) lengths = forward["lengths"].get<std::vector<int64_t>>();
+  return {std::move(made), [=](const TensorList& x) -> TensorList {
+            State state;
+            if constexpr (std::is_same_v<State, Tensor>) {
+              if (x.size() > 1) state = x[1];
+            } else {
+              if (x.size() > 1) state = {x[1], x[2]};
+            }
+            if (lengths.empty()) {
+              const auto result = (*module)(x[0], state);
+              return parts_of(result.output, result);
+            }
+            const auto result = (*module)(
+                nn::pack_padded_sequence(x[0], lengths, options.batch_first, false), state);
+            const nn::PaddedSequence padded =
+                nn::pad_packed_sequence(result.output, options.batch_first);
+            EXPECT_EQ(padded.lengths, lengths);
+            return parts_of(padded.sequence, result);
+          }};
 }
 
 Subject make_subject(const std::string& kind, const json& o, const json& forward) {
@@ -153,24 +240,30 @@ Subject make_subject(const std::string& kind, const json& o, const json& forward
     return {std::move(made),
             [module](const TensorList& x) { return TensorList{(*module)(x[0], x[1])}; }};
   }
-  if (kind == "LSTM") {
-    auto made = std::make_unique<nn::LSTM>(o["input_size"].get<int64_t>(),
-                                           o["hidden_size"].get<int64_t>(), recurrent_options(o));
-    auto* module = made.get();
-    return {std::move(made), [module](const TensorList& x) {
-              const nn::LstmResult result =
-                  x.size() > 1 ? (*module)(x[0], nn::LstmState{x[1], x[2]}) : (*module)(x[0]);
-              return TensorList{result.output, result.state.hidden, result.state.cell};
-            }};
-  }
+  if (kind == "ConvTranspose1d") return transposed_convolution<nn::ConvTranspose1d>(o, forward);
+  if (kind == "ConvTranspose2d") return transposed_convolution<nn::ConvTranspose2d>(o, forward);
+  if (kind == "Conv3d") return convolution<nn::Conv3d>(o);
+  if (kind == "InstanceNorm1d") return instance_norm<nn::InstanceNorm1d>(o);
+  if (kind == "InstanceNorm2d") return instance_norm<nn::InstanceNorm2d>(o);
+  if (kind == "PReLU") return simple<nn::PReLU>(o["num_parameters"].get<int64_t>());
+  if (kind == "EmbeddingBag") return embedding_bag(o);
+  if (kind == "LSTM") return recurrent<nn::LSTM>(o, forward);
+  if (kind == "RNN") return recurrent<nn::RNN>(o, forward);
   TS_CHECK(kind == "GRU", "golden", "no module '", kind, "' here");
-  auto made = std::make_unique<nn::GRU>(o["input_size"].get<int64_t>(),
-                                        o["hidden_size"].get<int64_t>(), recurrent_options(o));
-  auto* module = made.get();
-  return {std::move(made), [module](const TensorList& x) {
-            const nn::GruResult result = x.size() > 1 ? (*module)(x[0], x[1]) : (*module)(x[0]);
-            return TensorList{result.output, result.hidden};
-          }};
+  return recurrent<nn::GRU>(o, forward);
+}
+
+void parametrize(nn::ModuleBase& module, const json& how) {
+  const json& options = how["options"];
+  if (how["name"] == "weight_norm") {
+    const bool whole = options.contains("dim") && options["dim"].is_null();
+    nn::weight_norm(module, "weight",
+                    whole ? std::nullopt : std::optional(options.value("dim", int64_t{0})));
+    return;
+  }
+  TS_CHECK(how["name"] == "spectral_norm", "golden", "no parametrization ", how["name"].dump());
+  nn::spectral_norm(module, "weight",
+                    {.n_power_iterations = options.value("n_power_iterations", int64_t{1})});
 }
 
 class GoldenModules : public testing::TestWithParam<DType> {};
@@ -181,7 +274,7 @@ TEST_P(GoldenModules, StateOutputsGradientsAndBuffersAreThoseOfTorch) {
   const DType dtype = GetParam();
   const SafeTensorsFile file(golden_path("modules.safetensors"));
   const json cases = golden_json("modules.json");
-  EXPECT_EQ(cases.size(), 48u);
+  EXPECT_EQ(cases.size(), 77u);
   // Norms, softmax and up to 60 products follow each other: a few dozen roundings.
   const double relative = dtype == kF64 ? 1e-12 : 64 * 0x1p-24;
   const auto cast = [&](const Tensor& x) {
@@ -195,6 +288,9 @@ TEST_P(GoldenModules, StateOutputsGradientsAndBuffersAreThoseOfTorch) {
     try {
       Subject subject = make_subject(golden["module"], golden["options"],
                                      golden.value("forward", json::object()));
+      if (golden.contains("parametrization")) {
+        parametrize(*subject.module, golden["parametrization"]);
+      }
       StateDict state;
       const std::string prefix = name + "/state.";
       for (const SafeTensorsEntry& entry : file.entries()) {

@@ -31,9 +31,14 @@ class Modules:
     def normal(self, *shape):
         return torch.randn(shape, generator=self.generator)
 
-    def case(self, name, kind, options, inputs, forward=None, training=True, call=None, grad=None):
-        """inputs: f32, i64 or bool tensors. call(module, inputs) overrides module(*inputs, **forward)."""
+    def case(self, name, kind, options, inputs, forward=None, training=True, call=None, grad=None, parametrization=None):
+        """inputs: f32, i64 or bool tensors. call(module, inputs) overrides module(*inputs, **forward).
+
+        parametrization: {"name": of torch.nn.utils.parametrizations, "options": {...}}.
+        """
         module = getattr(nn, kind)(**options).double()
+        if parametrization:
+            getattr(nn.utils.parametrizations, parametrization["name"])(module, **parametrization["options"])
         with torch.no_grad():
             for key, value in module.state_dict().items():
                 if value.is_floating_point():
@@ -47,6 +52,8 @@ class Modules:
         record = {"name": name, "module": kind, "options": options, "inputs": len(inputs), "training": training, "outputs": len(outputs), "scales": {}}
         if forward:
             record["forward"] = forward
+        if parametrization:
+            record["parametrization"] = parametrization
         followed, dys = [], []
         for i, x in enumerate(inputs):
             self.tensors[f"{name}/x{i}"] = x
@@ -142,7 +149,63 @@ def modules():
     projected = {**recurrent, "proj_size": 2}
     m.case("lstm_projected", "LSTM", projected, [m.normal(5, 2, 4), m.normal(1, 2, 2), m.normal(1, 2, 3)], call=lambda module, x, h, c: module(x, (h, c)))
     m.case("lstm_projected_stacked", "LSTM", {**projected, "num_layers": 2, "bidirectional": True, "batch_first": True}, [m.normal(2, 4, 4)])
+    further_modules(m)
     print(f"modules: {m.save()} cases")
+
+
+def further_modules(m):
+    """At the end, so that the numbers of the cases before stay."""
+    m.case("conv_transpose1d", "ConvTranspose1d", {"in_channels": 4, "out_channels": 6, "kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1, "groups": 2},
+           [m.normal(2, 4, 5)])
+    m.case("conv_transpose2d", "ConvTranspose2d", {"in_channels": 3, "out_channels": 2, "kernel_size": [3, 2], "stride": [2, 1], "dilation": 1}, [m.normal(2, 3, 3, 4)])
+    m.case("conv_transpose2d_plain", "ConvTranspose2d", {"in_channels": 2, "out_channels": 2, "kernel_size": 2, "bias": False, "dilation": 2}, [m.normal(2, 3, 3)])
+    m.case("conv_transpose2d_size", "ConvTranspose2d", {"in_channels": 2, "out_channels": 2, "kernel_size": 3, "stride": 2, "padding": 1}, [m.normal(1, 2, 3, 3)],
+           forward={"output_size": [6, 5]})
+    m.case("conv3d", "Conv3d", {"in_channels": 2, "out_channels": 4, "kernel_size": [2, 3, 2], "padding": [1, 0, 1], "stride": [1, 2, 1], "groups": 2}, [m.normal(2, 2, 3, 5, 4)])
+    m.case("conv3d_same", "Conv3d", {"in_channels": 2, "out_channels": 2, "kernel_size": [2, 3, 1], "padding": "same", "bias": False}, [m.normal(1, 2, 3, 4, 3)])
+    m.case("instance_norm1d", "InstanceNorm1d", {"num_features": 3, "affine": True}, [m.normal(2, 3, 5)])
+    m.case("instance_norm1d_unbatched", "InstanceNorm1d", {"num_features": 3}, [m.normal(3, 5)])
+    for training in (True, False):
+        m.case(f"instance_norm2d_{'train' if training else 'eval'}", "InstanceNorm2d", {"num_features": 3, "affine": True, "track_running_stats": True, "momentum": 0.3},
+               [m.normal(2, 3, 4, 2)], training=training)
+    m.case("prelu", "PReLU", {"num_parameters": 3}, [m.normal(2, 3, 4)])
+    for mode in ("sum", "mean", "max"):
+        m.case(f"embedding_bag_{mode}", "EmbeddingBag", {"num_embeddings": 7, "embedding_dim": 4, "mode": mode, "padding_idx": 2},
+               [torch.tensor([1, 4, 2, 6, 1, 1, 0]), torch.tensor([0, 3, 3, 5])])
+    rnn = {"input_size": 4, "hidden_size": 3}
+    m.case("rnn", "RNN", rnn, [m.normal(5, 2, 4)])
+    m.case("rnn_relu", "RNN", {**rnn, "nonlinearity": "relu", "bias": False, "batch_first": True}, [m.normal(2, 4, 4)])
+    m.case("rnn_bidirectional", "RNN", {**rnn, "num_layers": 2, "bidirectional": True}, [m.normal(4, 2, 4), m.normal(4, 2, 3)])
+
+    lengths = [2, 5, 3]
+
+    def packed(batch_first):
+        def call(module, x, *states):
+            together = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=batch_first, enforce_sorted=False)
+            state = [] if not states else [states[0] if len(states) == 1 else tuple(states)]
+            output, state = module(together, *state)
+            padded, sizes = nn.utils.rnn.pad_packed_sequence(output, batch_first=batch_first)
+            assert sizes.tolist() == lengths
+            return [padded, state]
+
+        return call
+
+    for kind in ("LSTM", "GRU", "RNN"):
+        stacked = {**rnn, "num_layers": 2, "bidirectional": True}
+        states = [m.normal(4, 3, 3) for _ in range(2 if kind == "LSTM" else 1)]
+        m.case(f"{kind.lower()}_packed", kind, stacked, [m.normal(5, 3, 4), *states], forward={"lengths": lengths}, call=packed(False))
+        m.case(f"{kind.lower()}_packed_first", kind, {**rnn, "batch_first": True}, [m.normal(3, 5, 4)], forward={"lengths": lengths}, call=packed(True))
+
+    def parametrized(name, kind, options, x, how, training=True, **arguments):
+        m.case(name, kind, options, [x], training=training, parametrization={"name": how, "options": arguments})
+
+    parametrized("weight_norm_linear", "Linear", {"in_features": 5, "out_features": 3}, m.normal(4, 5), "weight_norm")
+    parametrized("weight_norm_conv", "Conv2d", {"in_channels": 2, "out_channels": 3, "kernel_size": 2}, m.normal(1, 2, 3, 3), "weight_norm", dim=1)
+    parametrized("weight_norm_whole", "Linear", {"in_features": 5, "out_features": 3}, m.normal(4, 5), "weight_norm", dim=None)
+    for training in (True, False):
+        tag = "train" if training else "eval"
+        parametrized(f"spectral_norm_{tag}", "Linear", {"in_features": 5, "out_features": 3}, m.normal(4, 5), "spectral_norm", training=training)
+    parametrized("spectral_norm_transposed", "ConvTranspose2d", {"in_channels": 2, "out_channels": 3, "kernel_size": 2}, m.normal(1, 2, 3, 3), "spectral_norm", n_power_iterations=2)
 
 
 GPT2_STEPS = 10
