@@ -159,6 +159,11 @@ std::string validate(const GemmProblem& p) {
   return reason;
 }
 
+int64_t gemm_workspace_bytes(int64_t device_bytes) {
+  constexpr int64_t kLeast = int64_t{32} << 20, kMost = int64_t{128} << 20, kShare = 256;
+  return std::clamp(device_bytes / kShare, kLeast, kMost);
+}
+
 GemmProblem fold_batch(GemmProblem p) {
   const bool rows_follow = !p.a.transposed && !p.d.transposed && p.b.batch_stride == 0 &&
                            p.a.batch_stride == p.M * p.a.leading &&

@@ -46,8 +46,11 @@ struct GemmMatrix {
   void* data = nullptr;
 };
 
-// What the library gets to work with: NVIDIA's recommendation for Hopper.
-inline constexpr int64_t kGemmWorkspaceBytes = int64_t{32} << 20;
+// What the library gets to work with on a device of so much memory: a 256th of it, in [32, 128]
+// MiB. NVIDIA's recommendation for Hopper is 32 MiB; a weight's gradient of a long batch has few
+// tiles for many multiprocessors, and is cut along K only as far as its partial sums in f32 have
+// room (9 MiB each of 768 x 3072).
+int64_t gemm_workspace_bytes(int64_t device_bytes);
 
 struct GemmProblem {
   int64_t M = 0, N = 0, K = 0, batch = 1;

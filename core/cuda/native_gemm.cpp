@@ -27,7 +27,6 @@
 namespace tessera::gpu {
 namespace {
 
-constexpr auto kWorkspaceBytes = static_cast<size_t>(kGemmWorkspaceBytes);
 constexpr int kCandidates = 16;                    // that are asked for and measured
 constexpr int kRounds = 7;                         // of which the median counts
 constexpr size_t kFlushBytes = size_t{128} << 20;  // more than any L2 cache holds
@@ -142,7 +141,7 @@ void set_pointers(const Descriptors& all, const LibraryCall& call, const GemmPro
   set_where(CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, call.d_scale);
 }
 
-Descriptors make_descriptors(const GemmProblem& problem) {
+Descriptors make_descriptors(const GemmProblem& problem, int64_t workspace_bytes) {
   const Library& lt = library();
   const LibraryCall call = library_call(problem);
   const bool is_double = problem.a.dtype == kF64;
@@ -186,7 +185,7 @@ Descriptors make_descriptors(const GemmProblem& problem) {
   const auto alignment = [](const LibraryMatrix& x) {
     return static_cast<uint32_t>(alignment_of(x.data));
   };
-  const uint64_t workspace = kWorkspaceBytes;
+  const auto workspace = static_cast<uint64_t>(workspace_bytes);
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(call.a));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(call.b));
@@ -209,6 +208,7 @@ struct DevicePlans {
   std::mutex mutex;
   cublasLtHandle_t handle = nullptr;
   std::string gpu;
+  int64_t workspace_bytes = 0;
   std::map<std::string, Plan> plans;
 };
 DevicePlans& device_plans() {
@@ -237,6 +237,13 @@ void begin(DevicePlans& device) {
   int driver = 0;
   TS_CUDA(cudaDriverGetVersion(&driver));
   device.gpu = std::string(properties.name) + ", driver " + std::to_string(driver);
+  device.workspace_bytes = gemm_workspace_bytes(static_cast<int64_t>(properties.totalGlobalMem));
+}
+
+// What was measured with less to work with is measured again.
+std::string table_key(const DevicePlans& device, const std::string& name) {
+  return "cublasLt " + std::to_string(library().version) + ", " + device.gpu + ", " +
+         std::to_string(device.workspace_bytes >> 20) + " MiB: " + name;
 }
 
 std::vector<cublasLtMatmulHeuristicResult_t> candidates(DevicePlans& device, const Descriptors& all,
@@ -261,7 +268,8 @@ cublasStatus_t queue(DevicePlans& device, const Plan& plan, const GemmProblem& p
   const Descriptors& all = plan.descriptors;
   return library().Matmul(device.handle, all.operation.get(), a, call.a.data, all.a.get(),
                           call.b.data, all.b.get(), b, target, all.d.get(), target, all.d.get(),
-                          &plan.algorithm, workspace, kWorkspaceBytes, current_stream());
+                          &plan.algorithm, workspace, static_cast<size_t>(device.workspace_bytes),
+                          current_stream());
 }
 
 struct TimingEvent {
@@ -305,8 +313,7 @@ std::optional<FastestCandidate> measure(DevicePlans& device, Plan& plan, const G
 bool choose_algorithm(DevicePlans& device, Plan& plan, const GemmProblem& problem,
                       const std::string& name, void* workspace) {
   GemmTable* const known = table();
-  const std::string key =
-      "cublasLt " + std::to_string(library().version) + ", " + device.gpu + ": " + name;
+  const std::string key = table_key(device, name);
   if (known != nullptr) {
     if (const auto entry = known->find(key)) {
       TS_CHECK_AS(FormatError, entry->bytes.size() == sizeof plan.algorithm, known->path(),
@@ -338,18 +345,18 @@ Plan& plan_of(DevicePlans& device, const GemmProblem& problem, void* workspace) 
   const std::string name = describe(problem);
   auto place = device.plans.find(name);
   if (place == device.plans.end()) {
-    Plan plan{.descriptors = make_descriptors(problem)};
+    Plan plan{.descriptors = make_descriptors(problem, device.workspace_bytes)};
     plan.serves = choose_algorithm(device, plan, problem, name, workspace);
     place = device.plans.emplace(name, std::move(plan)).first;
   }
   return place->second;
 }
 
-Tensor new_workspace() {
+Tensor new_workspace(const DevicePlans& device) {
   int index = 0;
   TS_CUDA(cudaGetDevice(&index));
   // The allocator hands it out again to the same stream only.
-  return raw::empty({static_cast<int64_t>(kWorkspaceBytes)}, kU8, cuda(index));
+  return raw::empty({device.workspace_bytes}, kU8, cuda(index));
 }
 
 // Microseconds of what `work` queues, from memory that the L2 cache has forgotten.
@@ -384,9 +391,6 @@ bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>& re
   if (fusion == GemmFusion::kAlways) return true;
   GemmTable* const known = table();
   if (known == nullptr) return false;
-  const auto key = [](const DevicePlans& device, const std::string& name) {
-    return "cublasLt " + std::to_string(library().version) + ", " + device.gpu + ": " + name;
-  };
   const GemmProblem apart = without_epilogue(problem);
   DevicePlans& device = device_plans();
   std::optional<GemmAlgorithm> whole, product;
@@ -394,14 +398,14 @@ bool fused_gemm_wins(const GemmProblem& problem, const std::function<void()>& re
   {
     const std::lock_guard lock(device.mutex);
     begin(device);
-    decision = key(device, "fused? " + describe(problem));
+    decision = table_key(device, "fused? " + describe(problem));
     if (const auto entry = known->find(decision)) return entry->bytes == "fused";
     if (Capture::current() != nullptr) return false;
-    const Tensor workspace = new_workspace();
+    const Tensor workspace = new_workspace(device);
     if (!plan_of(device, problem, workspace.data()).serves) return false;
     if (!plan_of(device, apart, workspace.data()).serves) return true;
-    whole = known->find(key(device, describe(problem)));
-    product = known->find(key(device, describe(apart)));
+    whole = known->find(table_key(device, describe(problem)));
+    product = known->find(table_key(device, describe(apart)));
   }
   if (!whole || !product) return false;
   const double passes = measure_rest(rest);
@@ -418,7 +422,7 @@ bool run_gemm(const GemmProblem& given) {
   DevicePlans& device = device_plans();
   const std::lock_guard lock(device.mutex);
   begin(device);
-  const Tensor workspace = new_workspace();
+  const Tensor workspace = new_workspace(device);
   Plan& plan = plan_of(device, problem, workspace.data());
   if (!plan.serves) return false;
   set_pointers(plan.descriptors, library_call(problem), problem);
@@ -437,7 +441,7 @@ std::string gemm_library() {
 
 void try_gemm_descriptors(const GemmProblem& problem) {
   TS_CHECK_AS(UnsupportedError, library().reason.empty(), "cublasLt", library().reason);
-  make_descriptors(problem);
+  make_descriptors(problem, gemm_workspace_bytes(0));
 }
 
 int count_gemm_algorithms(const GemmProblem& problem) {
@@ -445,7 +449,8 @@ int count_gemm_algorithms(const GemmProblem& problem) {
   DevicePlans& device = device_plans();
   const std::lock_guard lock(device.mutex);
   begin(device);
-  return static_cast<int>(candidates(device, make_descriptors(problem), kCandidates).size());
+  return static_cast<int>(
+      candidates(device, make_descriptors(problem, device.workspace_bytes), kCandidates).size());
 }
 
 }  // namespace tessera::gpu

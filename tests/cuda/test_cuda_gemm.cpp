@@ -381,6 +381,16 @@ TEST(GemmMapping, ABatchWithOneRightOperandBecomesMoreRows) {
   }
 }
 
+// Of what GPUs have, and of none that is known.
+TEST(GemmRules, TheWorkspaceIsAShareOfTheMemory) {
+  constexpr int64_t kMiB = int64_t{1} << 20, kGiB = int64_t{1} << 30;
+  EXPECT_EQ(gemm_workspace_bytes(0), 32 * kMiB);
+  EXPECT_EQ(gemm_workspace_bytes(8 * kGiB), 32 * kMiB);
+  EXPECT_EQ(gemm_workspace_bytes(16 * kGiB), 64 * kMiB);
+  EXPECT_EQ(gemm_workspace_bytes(80 * kGiB), 128 * kMiB);
+  EXPECT_EQ(gemm_workspace_bytes(141 * kGiB), 128 * kMiB);
+}
+
 TEST(GemmMapping, AlignmentIsThatOfTheAddressUpTo256) {
   EXPECT_EQ(alignment_of(some_memory), 256);
   EXPECT_EQ(alignment_of(some_memory + 16), 16);

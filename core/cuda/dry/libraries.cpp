@@ -163,7 +163,9 @@ void dry::set_libraries(bool serve) { serves = serve; }
 bool run_gemm(const GemmProblem& given) {
   const GemmProblem problem = fold_batch(given);
   if (!serves || !validate(problem).empty()) return false;
-  const Tensor workspace = workspace_of(kGemmWorkspaceBytes);
+  size_t free = 0, total = 0;
+  TS_CUDA(cudaMemGetInfo(&free, &total));
+  const Tensor workspace = workspace_of(gemm_workspace_bytes(static_cast<int64_t>(total)));
   dry::note({.kind = dry::LaunchKind::kProduct,
              .name = "matmul",
              .request = describe(problem),

@@ -9,6 +9,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <tessera/core/cuda/gemm.h>
 #include <tessera/core/error.h>
 
 namespace tessera::gpu::dry {
@@ -26,8 +27,7 @@ struct Tile {
 };
 constexpr std::array<Tile, 5> kTiles = {
     {{128, 256}, {256, 128}, {128, 192}, {192, 128}, {128, 128}}};
-constexpr int64_t kProductWorkspace = int64_t{32} << 20;  // gemm.h
-constexpr int64_t kLeastDepth = 512;                      // of K, for a part of its own
+constexpr int64_t kLeastDepth = 512;  // of K, for a part of its own
 
 double product_seconds(const Launch& launch, const Machine& machine) {
   const ProductShape& p = launch.product;
@@ -35,13 +35,13 @@ double product_seconds(const Launch& launch, const Machine& machine) {
   if (launch.flops == 0) return 0;
   const auto sms = static_cast<double>(machine.sms);
   const int64_t result_bytes = p.batch * p.m * p.n * 4;
+  const int64_t workspace = gemm_workspace_bytes(machine.memory_bytes);
   double best = std::numeric_limits<double>::infinity();
   for (const Tile& tile : kTiles) {
     const int64_t tiles = p.batch * ceiling(p.m, tile.rows) * ceiling(p.n, tile.columns);
     const double area = static_cast<double>(tile.rows) * static_cast<double>(tile.columns);
     for (int64_t parts = 1;
-         parts == 1 || (parts * result_bytes <= kProductWorkspace && p.k / parts >= kLeastDepth);
-         ++parts) {
+         parts == 1 || (parts * result_bytes <= workspace && p.k / parts >= kLeastDepth); ++parts) {
       const auto waves = static_cast<double>(ceiling(tiles * parts, machine.sms));
       double seconds =
           waves * sms * area * 2 * static_cast<double>(p.k) / static_cast<double>(parts) / rate;
