@@ -6,6 +6,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable_node.h>
+#include <tessera/autograd/engine.h>
 #include <tessera/autograd/float8_weight.h>
 #include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
@@ -241,6 +242,17 @@ const Shape& Saved::output_shape(int i) const {
 DType Saved::output_dtype(int i) const {
   return node_.output_metas.at(static_cast<size_t>(i)).dtype;
 }
+
+Tensor Saved::take_pending(int input) const {
+  return take_pending_gradient(node_.next_edges[static_cast<size_t>(input)]);
+}
+bool Saved::wants_column_sums(int input) const {
+  return tessera::wants_column_sums(node_.next_edges[static_cast<size_t>(input)]);
+}
+void Saved::give_column_sums(int input, const Tensor& gradient, const Tensor& sums) const {
+  leave_column_sums(node_.next_edges[static_cast<size_t>(input)], gradient, sums);
+}
+Tensor Saved::column_sums() const { return arrived_column_sums(0); }
 
 namespace {
 

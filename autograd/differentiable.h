@@ -81,6 +81,16 @@ class Saved {
   const Shape& output_shape(int i = 0) const;
   DType output_dtype(int i = 0) const;
 
+  // [Note: what goes along with gradients] (engine.h), by input and output.
+  //
+  // The gradient that reached input i before, of its shape and dtype, or undefined. Whoever takes it
+  // adds it to what it returns for that input.
+  Tensor take_pending(int input) const;
+  bool wants_column_sums(int input) const;
+  void give_column_sums(int input, const Tensor& gradient, const Tensor& sums) const;
+  // [size of the last dimension], summed in f32 at least and rounded to the gradient's dtype.
+  Tensor column_sums() const;
+
  private:
   const OpNode& node_;
 };

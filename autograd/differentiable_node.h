@@ -18,6 +18,9 @@ class OpNode final : public Node, public std::enable_shared_from_this<OpNode> {
   TensorList apply(TensorList grads) override;
   std::string name() const override { return std::string(op_.name); }
   void release_saved() override;
+  bool takes_column_sums(int output) const override {
+    return output == 0 && op_.bias >= 0 && (needs & index_bit(static_cast<size_t>(op_.bias))) != 0;
+  }
 
   const Op& op() const { return op_; }
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <queue>
 #include <unordered_map>
+#include <utility>
 
 #include <tessera/autograd/anomaly.h>
 #include <tessera/autograd/autocast_mode.h>
@@ -14,12 +15,21 @@
 namespace tessera {
 namespace {
 
+// Of a gradient as it was sent.
+struct ColumnSums {
+  int index;  // of the output
+  const TensorImpl* gradient;
+  uint32_t version;
+  Tensor sums;
+};
+
 struct NodeState {
   std::shared_ptr<Node> node;
   int owed = 0;         // gradients still to come from nodes that run earlier
   bool needed = false;  // leads to a wanted edge, where some are wanted
   TensorList gradients;
   std::vector<std::pair<int, size_t>> captures;  // (output, position in the result)
+  std::vector<ColumnSums> sums;                  // that came along with gradients
 };
 
 struct Later {
@@ -44,6 +54,10 @@ class Pass {
   }
   bool reaches(const Node* node) const { return states_.contains(node); }
   bool accumulates() const { return request_.wanted.empty(); }
+  Tensor take_pending(const Edge& edge);
+  bool wants_sums(const Edge& edge) const;
+  void leave_sums(const Edge& edge, const Tensor& gradient, const Tensor& sums);
+  Tensor arrived_sums(int index) const;
   // A backward inside a backward belongs to the outer one.
   Pass* const outer = current_pass;
   const uint64_t number =
@@ -62,6 +76,7 @@ class Pass {
   std::vector<NodeState*> discovered_;
   std::priority_queue<NodeState*, std::vector<NodeState*>, Later> ready_;
   TensorList results_;
+  std::vector<ColumnSums> arrived_;  // with the gradients of the node that runs
 };
 
 bool profiling() { return Context::current().slot<detail::ProfilerSlot>().active != nullptr; }
@@ -90,6 +105,10 @@ void accumulate(Tensor& sum, Tensor gradient) {
   } else {
     sum = add(sum, gradient);
   }
+}
+
+void forget_sums(NodeState& state, int index) {
+  std::erase_if(state.sums, [&](const ColumnSums& one) { return one.index == index; });
 }
 
 void Pass::discover() {
@@ -143,7 +162,44 @@ void Pass::deliver(const Edge& edge, Tensor gradient, const Node* from) {
   gradient = conform(std::move(gradient),
                      edge.node->output_metas.at(static_cast<size_t>(edge.index)), from);
   state.gradients.resize(edge.node->output_metas.size());
-  accumulate(state.gradients[static_cast<size_t>(edge.index)], std::move(gradient));
+  Tensor& sum = state.gradients[static_cast<size_t>(edge.index)];
+  if (sum.defined()) forget_sums(state, edge.index);
+  accumulate(sum, std::move(gradient));
+}
+
+// ---- What goes along with gradients (engine.h) --------------------------------------------------
+
+Tensor Pass::take_pending(const Edge& edge) {
+  const auto found = states_.find(edge.node.get());
+  if (found == states_.end()) return {};
+  NodeState& state = found->second;
+  const auto index = static_cast<size_t>(edge.index);
+  if (index >= state.gradients.size()) return {};
+  forget_sums(state, edge.index);
+  return std::exchange(state.gradients[index], Tensor());
+}
+
+bool Pass::wants_sums(const Edge& edge) const {
+  const auto found = states_.find(edge.node.get());
+  if (found == states_.end()) return false;
+  const NodeState& state = found->second;
+  const auto index = static_cast<size_t>(edge.index);
+  const bool runs = request_.wanted.empty() || state.needed;
+  const bool first = index >= state.gradients.size() || !state.gradients[index].defined();
+  return runs && state.owed == 1 && first && edge.node->takes_column_sums(edge.index);
+}
+
+void Pass::leave_sums(const Edge& edge, const Tensor& gradient, const Tensor& sums) {
+  const auto found = states_.find(edge.node.get());
+  if (found == states_.end()) return;
+  found->second.sums.push_back({edge.index, gradient.impl(), gradient.version(), sums});
+}
+
+Tensor Pass::arrived_sums(int index) const {
+  for (const ColumnSums& one : arrived_) {
+    if (one.index == index) return one.sums;
+  }
+  return {};
 }
 
 void Pass::run_node(NodeState& state) {
@@ -174,6 +230,12 @@ void Pass::run_node(NodeState& state) {
     }
     return;
   }
+  arrived_ = std::move(state.sums);
+  std::erase_if(arrived_, [&](const ColumnSums& one) {
+    const Tensor& gradient = gradients[static_cast<size_t>(one.index)];
+    return !gradient.defined() || gradient.impl() != one.gradient ||
+           gradient.version() != one.version;
+  });
   // A single output has a gradient whenever the node runs; others may lack theirs.
   TensorList next;
   const std::string range_name = profiling() ? node.name() + " backward" : std::string();
@@ -186,6 +248,7 @@ void Pass::run_node(NodeState& state) {
     }
     throw;
   }
+  arrived_.clear();
   TS_CHECK_AS(AutogradError, next.size() == node.next_edges.size(), node.name(), "backward gave ",
               next.size(), " gradients for ", node.next_edges.size(), " inputs");
   if (anomaly_enabled()) check_anomaly(node, next);
@@ -246,6 +309,20 @@ void queue_backward_callback(std::function<void()> callback) {
   Pass* outermost = current_pass;
   while (outermost->outer != nullptr) outermost = outermost->outer;
   outermost->callbacks.push_back(std::move(callback));
+}
+
+Tensor take_pending_gradient(const Edge& edge) {
+  if (current_pass == nullptr || grad_enabled() || !edge.node) return {};
+  return current_pass->take_pending(edge);
+}
+bool wants_column_sums(const Edge& edge) {
+  return current_pass != nullptr && !grad_enabled() && edge.node && current_pass->wants_sums(edge);
+}
+void leave_column_sums(const Edge& edge, const Tensor& gradient, const Tensor& sums) {
+  if (current_pass != nullptr && edge.node) current_pass->leave_sums(edge, gradient, sums);
+}
+Tensor arrived_column_sums(int index) {
+  return current_pass == nullptr || grad_enabled() ? Tensor() : current_pass->arrived_sums(index);
 }
 
 uint64_t current_backward() {

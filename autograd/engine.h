@@ -26,4 +26,23 @@ struct EngineRequest {
 // Returns one tensor for each wanted edge (undefined where none flowed).
 TensorList run_backward(const EngineRequest& request);
 
+// [Note: what goes along with gradients] A kernel that calculates a gradient can often do more with
+// it while it has it at hand than the pass does with it later, and backward of an op may offer so to
+// the pass that runs it on this thread (Saved has it by input):
+//
+// - to add the gradient that reached the same tensor before: a product adds a matrix to its result,
+//   and backward of a norm that of the residual stream. What take_pending_gradient() gives is gone
+//   from the pass, and must be in the gradient that backward returns;
+// - to bring the sums over its rows along, where the op before it has a bias whose gradient they
+//   are (Op::bias). They count as long as the gradient arrives as it was sent, alone and unwritten:
+//   where a hook changes it or another is added, they are forgotten.
+//
+// Outside of a pass, and where backward is recorded, there is nothing to take and nobody who wants.
+Tensor take_pending_gradient(const Edge& edge);
+// Whether the gradient at `edge` will be the only one, and its node would take sums.
+bool wants_column_sums(const Edge& edge);
+void leave_column_sums(const Edge& edge, const Tensor& gradient, const Tensor& sums);
+// Of the gradient at output `index` of the node that runs; undefined where there are none.
+Tensor arrived_column_sums(int index);
+
 }  // namespace tessera

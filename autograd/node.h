@@ -51,6 +51,8 @@ class Node {
   virtual TensorList apply(TensorList grads) = 0;
   virtual std::string name() const = 0;
   virtual void release_saved() {}
+  // Whether the sums over the rows of that output's gradient are a gradient that apply() makes.
+  virtual bool takes_column_sums(int) const { return false; }
 
   std::vector<Edge> next_edges;          // one for each input, empty where no gradient is wanted
   std::vector<TensorMeta> output_metas;  // of the call's outputs

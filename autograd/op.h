@@ -65,6 +65,9 @@ struct Op {
   // Of a fused op whose backward is its composed form where it is recorded: the inputs that this
   // takes. Where one was not kept, because no gradient reads it, there is no second derivative.
   IndexMask second_reads = 0;
+  // The input whose gradient is the sum of the output's over all dimensions but the last; -1: none.
+  // Backward may get it with the gradient: Saved::column_sums().
+  int bias = -1;
   // The composition of other ops that a fused op stands for: its specification and its test.
   std::string_view composed = {};
   // Arithmetic for one element of the first output; products report theirs with count_flops().

@@ -253,6 +253,9 @@ Tensor dot(const Tensor& a, const Tensor& b);     // [N], [N]
 Tensor outer(const Tensor& a, const Tensor& b);   // [M], [N] -> [M, N]
 // x: [..., in]; weight: [out, in]; bias: [out] or absent. x W^T + bias.
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
+// residual + x W^T + bias: on a GPU the product adds it, and rounds once. residual: of the result's
+// shape and dtype.
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual);
 // beta * x + alpha * a b
 Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& beta = 1,
              const Scalar& alpha = 1);
@@ -534,10 +537,11 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias,
 // Keeps what GELU was applied to and, on a GPU, its result, which a CPU makes again in backward. As
 // one op, so that a GPU's library can make GELU's gradient and that of `bias` within the product
 // that goes back through out_weight (core/gemm_options.h). weight: [inner, in]; out_weight: [out,
-// inner]; biases may be undefined.
+// inner]; biases may be undefined. With a residual, of the result's shape and dtype, its sum with
+// it, as linear() has it.
 Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
                           const Tensor& out_weight, const Tensor& out_bias,
-                          Gelu approximate = Gelu::kTanh);
+                          Gelu approximate = Gelu::kTanh, const Tensor& residual = {});
 // cross_entropy(linear(x, weight), target) in chunks of rows: the logits [N, V] are never whole in
 // memory, and forward calculates the gradients. x: [N, C]; weight: [V, C]; target: [N].
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,

@@ -49,6 +49,16 @@ Tensor rows_of(const Tensor& x) {
   return raw::view(kernels::contiguous(x), {numel_of(x.shape().slice(0, x.dim() - 1)), x.size(-1)});
 }
 
+// rows weight, of inputs 0 and 1, and what reached x's gradient before: of a GPU's product it is a
+// part.
+Tensor input_gradient(const Tensor& rows, const Saved& s) {
+  const Tensor pending = rows.device().is_cuda() ? s.take_pending(0) : Tensor();
+  const Tensor grad = pending.defined()
+                          ? kernels::matmul_onto(rows_of(pending), rows, s.input(1), {})
+                          : kernels::matmul(rows, s.input(1));
+  return raw::view(grad, s.input_shape(0));
+}
+
 }  // namespace
 
 Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Gelu approximate) {
@@ -76,7 +86,7 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
         const Tensor rows = rows_of(grad);
         Tensor grad_x, grad_weight, grad_bias;
         if (s.needs(0)) {
-          grad_x = raw::view(kernels::matmul(rows, s.input(1)), s.input_shape(0));
+          grad_x = input_gradient(rows, s);
           count_flops(linear_flops(before, s.input(1)));
         }
         if (s.needs(1)) {
@@ -99,10 +109,12 @@ const Op kLinearGeluLinear{
     .autocast = Autocast::kLow,
     .reads = {inputs(1, 2, 3, 4), inputs(0, 1, 2, 3, 4), inputs(3), inputs()},
     .second_reads = inputs(0, 1, 2, 3, 4),
+    .bias = 4,
     .composed = "linear(gelu(linear(x, weight, bias)), out_weight, out_bias)"};
 
 Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                          const Tensor& out_weight, const Tensor& out_bias, Gelu approximate) {
+                          const Tensor& out_weight, const Tensor& out_bias, Gelu approximate,
+                          const Tensor& residual) {
   check_defined(kLinearGeluLinear, "out_weight", out_weight);
   check_layer(kLinearGeluLinear, x, weight, bias);
   TS_CHECK_SHAPE(out_weight.dim() == 2 && out_weight.size(1) == weight.size(0), kLinearGeluLinear,
@@ -110,6 +122,10 @@ Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& b
   TS_CHECK_SHAPE(
       !out_bias.defined() || (out_bias.dim() == 1 && out_bias.size(0) == out_weight.size(0)),
       kLinearGeluLinear, "expects an out_bias of [", out_weight.size(0), "]; got ", out_bias);
+  Shape shape = x.shape();
+  shape[x.dim() - 1] = out_weight.size(0);
+  TS_CHECK_SHAPE(!residual.defined() || residual.shape() == shape, kLinearGeluLinear,
+                 "expects a residual of ", shape, "; got ", residual);
   const bool tanh_form = approximate == Gelu::kTanh;
   // A frozen layer's operand is not kept for it.
   const bool inner_learns =
@@ -120,13 +136,19 @@ Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& b
   const bool keeps_hidden = outer_learns && x.device().is_cuda();
   const bool keeps_before = inner_learns || (outer_learns && !keeps_hidden);
   return differentiable(
-      kLinearGeluLinear, {x, weight, bias, out_weight, out_bias},
+      kLinearGeluLinear, {x, weight, bias, out_weight, out_bias, residual},
       [=](Inputs in, Extras& extras) {
         check_layer_dtypes(kLinearGeluLinear, in[0], in[1], in[2]);
         check_layer_dtypes(kLinearGeluLinear, in[0], in[3], in[4]);
         const kernels::LinearGelu inner =
             kernels::linear_gelu(in[0], in[1], in[2], tanh_form, extras.wanted() && keeps_before);
-        const Tensor y = kernels::linear(inner.y, in[3], in[4]);
+        if (in[5].defined()) check_layer_dtypes(kLinearGeluLinear, in[0], in[3], in[5]);
+        const Tensor y =
+            in[5].defined()
+                ? raw::view(kernels::matmul_onto(rows_of(in[5]), rows_of(inner.y),
+                                                 raw::transpose(in[3], 0, 1), in[4]),
+                            in[5].shape())
+                : kernels::linear(inner.y, in[3], in[4]);
         count_flops(linear_flops(inner.y, in[1]) + linear_flops(y, in[3]));
         if (extras.wanted()) {
           extras.save(inner.before);
@@ -137,11 +159,16 @@ Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& b
       [=](Grads dy, const Saved& s) -> TensorList {
         if (grad_enabled()) {
           const TensorList saved{s.input(0), s.input(1), s.input(2), s.input(3), s.input(4)};
-          return composed_gradients(saved, dy[0], [&](const TensorList& in) {
+          TensorList all = composed_gradients(saved, dy[0], [&](const TensorList& in) {
             return linear(gelu(linear(in[0], in[1], in[2]), approximate), in[3], in[4]);
           });
+          all.push_back(dy[0]);
+          return all;
         }
-        TensorList grads(5);
+        TensorList grads(6);
+        if (s.needs(5)) grads[5] = dy[0];
+        if (s.needs(4)) grads[4] = s.column_sums();
+        const bool wants_out_bias = s.needs(4) && !grads[4].defined();
         const Tensor rows = rows_of(dy[0]);
         if (s.needs(3)) {
           Tensor hidden = s.extra(1);
@@ -150,12 +177,12 @@ Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& b
                                : kernels::unary<fn::Gelu>(s.extra(0));
           }
           const kernels::LinearGradients outer =
-              kernels::linear_gradients(rows, rows_of(hidden), s.needs(4));
+              kernels::linear_gradients(rows, rows_of(hidden), wants_out_bias);
           hidden = Tensor();
           count_flops(linear_flops(rows, outer.weight));
           grads[3] = outer.weight;
-          grads[4] = outer.bias;
-        } else if (s.needs(4)) {
+          if (wants_out_bias) grads[4] = outer.bias;
+        } else if (wants_out_bias) {
           grads[4] = sum(rows, {0});
         }
         if (!s.needs(0) && !s.needs(1) && !s.needs(2)) return grads;
@@ -175,7 +202,7 @@ Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& b
           grads[2] = sum(before, {0});
         }
         if (s.needs(0)) {
-          grads[0] = raw::view(kernels::matmul(before, s.input(1)), s.input_shape(0));
+          grads[0] = input_gradient(before, s);
           count_flops(linear_flops(before, s.input(1)));
         }
         return grads;

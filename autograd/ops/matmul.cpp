@@ -5,6 +5,7 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/float8.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/raw_views.h>
@@ -116,10 +117,47 @@ Tensor outer(const Tensor& a, const Tensor& b) {
 
 // ---- linear -------------------------------------------------------------------------------------
 
-const Op kLinear{
-    .name = "linear", .autocast = Autocast::kLow, .reads = {inputs(1), inputs(0), inputs()}};
+const Op kLinear{.name = "linear",
+                 .autocast = Autocast::kLow,
+                 .reads = {inputs(1), inputs(0), inputs()},
+                 .bias = 2};
 
-Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+namespace {
+
+// dy weight, and what reached x's gradient before: of a GPU's product it is a part.
+Tensor linear_input_gradient(const Tensor& dy, const Tensor& rows, const Saved& s) {
+  if (!grad_enabled() && dy.device().is_cuda()) {
+    if (const Tensor pending = s.take_pending(0); pending.defined()) {
+      const Tensor base = as_rows(pending.dim() == 1 ? unsqueeze(pending, 0) : pending);
+      const Tensor sum = kernels::matmul_onto(kernels::contiguous(base), rows, s.input(1), {});
+      count_flops(product_flops(rows, sum));
+      return reshape(sum, s.input_shape(0));
+    }
+  }
+  return matmul(dy, s.input(1));
+}
+
+TensorList linear_gradients(const Tensor& dy, const Saved& s) {
+  Tensor grad_x, grad_weight, grad_bias;
+  const Tensor rows = as_rows(dy.dim() == 1 ? unsqueeze(dy, 0) : dy);
+  if (s.needs(0)) grad_x = linear_input_gradient(dy, rows, s);
+  if (s.needs(2)) grad_bias = s.column_sums();
+  const bool wants_bias = s.needs(2) && !grad_bias.defined();
+  const auto x_rows = [&] {
+    const Tensor x = s.input(0);
+    return as_rows(x.dim() == 1 ? unsqueeze(x, 0) : x);
+  };
+  if (s.needs(1) && wants_bias && !grad_enabled()) {
+    const kernels::LinearGradients gradients = kernels::linear_gradients(rows, x_rows(), true);
+    count_flops(product_flops(swapped(rows), gradients.weight));
+    return {grad_x, gradients.weight, gradients.bias};
+  }
+  if (s.needs(1)) grad_weight = matmul(swapped(rows), x_rows());
+  if (wants_bias) grad_bias = sum(rows, {0});
+  return {grad_x, grad_weight, grad_bias};
+}
+
+void check_linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   check_defined(kLinear, "x", x);
   check_defined(kLinear, "weight", weight);
   TS_CHECK_SHAPE(weight.dim() == 2, kLinear, "expects a weight of [out, in]; got ", weight);
@@ -128,6 +166,12 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
                  x.dim() > 0 ? x.size(-1) : 1, ") must equal weight's (", weight.size(1), ")");
   TS_CHECK_SHAPE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), kLinear,
                  "expects a bias of [", weight.size(0), "]; got ", bias);
+}
+
+}  // namespace
+
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  check_linear(x, weight, bias);
   if (const Float8Slot& slot = Context::current().slot<Float8Slot>();
       slot.weight != nullptr && slot.weight->is(weight)) [[unlikely]] {
     const std::shared_ptr<Float8Linear> layer = slot.layer;
@@ -143,23 +187,37 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
         count_flops(product_flops(in[0], result));
         return result;
       },
-      [](Grads dy, const Saved& s) -> TensorList {
-        Tensor grad_x, grad_weight, grad_bias;
-        if (s.needs(0)) grad_x = matmul(dy[0], s.input(1));
-        const Tensor rows = as_rows(dy[0].dim() == 1 ? unsqueeze(dy[0], 0) : dy[0]);
-        const auto x_rows = [&] {
-          const Tensor x = s.input(0);
-          return as_rows(x.dim() == 1 ? unsqueeze(x, 0) : x);
-        };
-        if (s.needs(1) && s.needs(2) && !grad_enabled()) {
-          const kernels::LinearGradients gradients =
-              kernels::linear_gradients(rows, x_rows(), true);
-          count_flops(product_flops(swapped(rows), gradients.weight));
-          return {grad_x, gradients.weight, gradients.bias};
-        }
-        if (s.needs(1)) grad_weight = matmul(swapped(rows), x_rows());
-        if (s.needs(2)) grad_bias = sum(rows, {0});
-        return {grad_x, grad_weight, grad_bias};
+      [](Grads dy, const Saved& s) { return linear_gradients(dy[0], s); });
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual) {
+  if (!residual.defined()) return linear(x, weight, bias);
+  check_linear(x, weight, bias);
+  Shape shape = x.shape();
+  shape[x.dim() - 1] = weight.size(0);
+  TS_CHECK_SHAPE(residual.shape() == shape, kLinear, "expects a residual of ", shape, "; got ",
+                 residual);
+  if (const Float8Slot& slot = Context::current().slot<Float8Slot>();
+      slot.weight != nullptr && slot.weight->is(weight)) [[unlikely]] {
+    return add(residual, linear(x, weight, bias));
+  }
+  return differentiable(
+      kLinear, {x, weight, bias, residual},
+      [](Inputs in) {
+        check_one_dtype(kLinear, in[0], in[1]);
+        check_one_dtype(kLinear, in[0], in[3]);
+        if (in[2].defined()) check_one_dtype(kLinear, in[0], in[2]);
+        const Tensor rows = as_rows(in[0].dim() == 1 ? unsqueeze(in[0], 0) : in[0]);
+        const Tensor base = as_rows(in[3].dim() == 1 ? unsqueeze(in[3], 0) : in[3]);
+        const Tensor sum = kernels::matmul_onto(kernels::contiguous(base), rows,
+                                                raw::transpose(in[1], 0, 1), in[2]);
+        count_flops(product_flops(rows, sum));
+        return reshape(sum, in[3].shape());
+      },
+      [](Grads dy, const Saved& s) {
+        TensorList grads = linear_gradients(dy[0], s);
+        grads.push_back(s.needs(3) ? dy[0] : Tensor());
+        return grads;
       });
 }
 

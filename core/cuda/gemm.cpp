@@ -154,6 +154,10 @@ std::string validate(const GemmProblem& p) {
   if (reason.empty()) reason = check_matrix("a", p.a, p.M, p.K, p.batch, false);
   if (reason.empty()) reason = check_matrix("b", p.b, p.K, p.N, p.batch, false);
   if (reason.empty()) reason = check_matrix("the result", p.d, p.M, p.N, p.batch, true);
+  if (reason.empty() && p.c != nullptr && !is_aligned(p.c, size_of(p.d.dtype))) {
+    reason = "c lies at an address that is no multiple of its elements";
+  }
+  if (reason.empty() && p.c != nullptr && p.beta == 0) reason = "there is a c that beta leaves out";
   if (reason.empty()) reason = check_float8(p);
   if (reason.empty()) reason = check_epilogue(p);
   return reason;
@@ -197,7 +201,8 @@ LibraryCall library_call(const GemmProblem& p) {
   call.transpose_a = p.b.transposed;
   call.b = matrix(p.a, p.M, p.K);
   call.transpose_b = p.a.transposed;
-  call.d = matrix(p.d, p.M, p.N);
+  call.d = call.c = matrix(p.d, p.M, p.N);
+  if (p.c != nullptr) call.c.data = const_cast<void*>(p.c);
   if (p.aux.data != nullptr) call.aux = matrix(p.aux, p.M, p.N);
   call.a_scale = p.b_scale;
   call.b_scale = p.a_scale;
@@ -255,6 +260,7 @@ std::string describe(const GemmProblem& p) {
   if (p.bias != nullptr) out << " bias:" << p.bias_dtype << ",@" << alignment_of(p.bias);
   if (p.aux.data != nullptr) matrix("aux", p.aux);
   out << (p.beta != 0 ? " beta1" : " beta0");
+  if (p.c != nullptr) out << " c:@" << alignment_of(p.c);
   if (p.tf32) out << " tf32";
   if (p.fast_accumulation) out << " fast";
   return out.str();

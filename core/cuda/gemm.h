@@ -24,7 +24,7 @@ namespace tessera::gpu {
 
 using tessera::GemmOptions;
 
-// What is done to v = alpha a b + beta d before it is stored. GELU is the tanh approximation.
+// What is done to v = alpha a b + beta c before it is stored. GELU is the tanh approximation.
 enum class GemmEpilogue : uint8_t {
   kNone,              // d = v
   kBias,              // d = v + bias; bias: [N]
@@ -56,6 +56,7 @@ struct GemmProblem {
   int64_t M = 0, N = 0, K = 0, batch = 1;
   GemmMatrix a = {}, b = {}, d = {};  // [M, K], [K, N], [M, N]
   double alpha = 1, beta = 0;
+  const void* c = nullptr;  // what beta multiplies: laid out as d, of its dtype; null: d itself
   GemmEpilogue epilogue = GemmEpilogue::kNone;
   void* bias = nullptr;
   DType bias_dtype = kF32;
@@ -95,7 +96,7 @@ struct LibraryMatrix {
 struct LibraryCall {
   int64_t m = 0, n = 0, k = 0, batch = 1;
   bool transpose_a = false, transpose_b = false;
-  LibraryMatrix a = {}, b = {}, d = {}, aux = {};
+  LibraryMatrix a = {}, b = {}, c = {}, d = {}, aux = {};
   uint32_t epilogue = 1;                                                  // cublasLtEpilogue_t
   const void *a_scale = nullptr, *b_scale = nullptr, *d_scale = nullptr;  // of its own a, b, d
 };

@@ -189,7 +189,7 @@ Descriptors make_descriptors(const GemmProblem& problem, int64_t workspace_bytes
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(call.a));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(call.b));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(call.d));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(call.c));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(call.d));
   return all;
 }
@@ -267,7 +267,8 @@ cublasStatus_t queue(DevicePlans& device, const Plan& plan, const GemmProblem& p
   const void* const b = is_double ? static_cast<const void*>(&problem.beta) : &beta;
   const Descriptors& all = plan.descriptors;
   return library().Matmul(device.handle, all.operation.get(), a, call.a.data, all.a.get(),
-                          call.b.data, all.b.get(), b, target, all.d.get(), target, all.d.get(),
+                          call.b.data, all.b.get(), b, problem.c != nullptr ? problem.c : target,
+                          all.d.get(), target, all.d.get(),
                           &plan.algorithm, workspace, static_cast<size_t>(device.workspace_bytes),
                           current_stream());
 }

@@ -102,6 +102,15 @@ TEST(GemmRules, SizesStridesAndAddresses) {
   batch.batch = 2;
   batch.d.batch_stride = 31 * 48 + 48;  // a and b are the same matrix for both
   EXPECT_EQ(validate(batch), "");
+  const auto added = [](GemmProblem& p, int64_t offset, double beta) {
+    p.c = some_memory + offset;
+    p.beta = beta;
+  };
+  GemmProblem sum = plain();
+  added(sum, 2, 1);
+  EXPECT_EQ(validate(sum), "");
+  expect_refused_when([&](GemmProblem& p) { added(p, 1, 1); }, "c lies at an address");
+  expect_refused_when([&](GemmProblem& p) { added(p, 0, 0); }, "beta leaves out");
 }
 
 TEST(GemmRules, EpiloguesHaveWhatTheyNeedAndNothingElse) {
@@ -203,7 +212,7 @@ void run_by_columns(const LibraryCall& call, double alpha, double beta, float* b
         for (int64_t k = 0; k < call.k; ++k) sum += a(which, i, k) * b(which, k, j);
         float& d = at(call.d, which, i, j);
         double value = alpha * operand_scales * sum;
-        if (beta != 0) value += beta * static_cast<double>(d);
+        if (beta != 0) value += beta * static_cast<double>(at(call.c, which, i, j));
         if (adds_bias) value += static_cast<double>(bias[i]);
         if ((call.epilogue & 32) != 0) {
           if ((call.epilogue & 128) != 0) at(call.aux, 0, i, j) = static_cast<float>(value);
@@ -231,7 +240,7 @@ void run_by_columns(const LibraryCall& call, double alpha, double beta, float* b
 }
 
 struct Buffers {
-  std::vector<float> a, b, d, aux, bias;
+  std::vector<float> a, b, d, aux, bias, c = {};
 };
 
 // The same by the words of gemm.h, row by row.
@@ -253,7 +262,8 @@ void run_by_rows(const GemmProblem& p, Buffers& x) {
         }
         float& d = at(x.d, p.d, which, m, n);
         double value = p.alpha * scale_of(p.a_scale) * scale_of(p.b_scale) * sum;
-        if (p.beta != 0) value += p.beta * static_cast<double>(d);
+        std::vector<float>& added = p.c != nullptr ? x.c : x.d;
+        if (p.beta != 0) value += p.beta * static_cast<double>(at(added, p.d, which, m, n));
         if (p.epilogue == kBias || p.epilogue == kGeluBias) {
           value += static_cast<double>(x.bias[static_cast<size_t>(n)]);
         }
@@ -309,6 +319,8 @@ TEST(GemmMapping, AProductByRowsIsTheLibrarysProductByColumns) {
           }
         };
         fill(x.a, 200), fill(x.b, 100), fill(x.d, 200), fill(x.aux, 100), fill(x.bias, 8);
+        fill(x.c, 200);
+        if (cases % 2 == 1) p.c = x.c.data();  // else beta is of d
         Buffers expected = x;
         p.a.data = x.a.data(), p.b.data = x.b.data(), p.d.data = x.d.data();
         if (epilogue != kNone && epilogue != kGelu && epilogue != kGeluGrad) {
@@ -694,6 +706,50 @@ TEST_F(GemmOfOps, TheProductThatGoesBackThroughAnMlpBringsTheGradientsOfGeluAndB
     asked.clear();  // the library has the tanh form only
     expect_near(run(GemmFusion::kAlways, bias, exact), in_erf);
     EXPECT_EQ(count(GemmEpilogue::kGeluGrad) + count(GemmEpilogue::kGeluGradBiasGrad), 0);
+  }
+}
+
+// What reached x's gradient before a linear layer's backward is part of the product; where it never
+// fuses, the pass adds it.
+TEST_F(GemmOfOps, GradientsThatMeetAreAddedByTheProduct) {
+  const Call branches = [](const TensorList& in) {
+    const Tensor first = linear(in[0], in[1], in[3]);
+    const Tensor again = linear(in[0], in[1], in[3]);
+    return linear(first, in[2], in[4]) + linear(gelu(again), in[2], in[4]);
+  };
+  const auto added = [] {
+    return std::ranges::count_if(asked, [](const GemmProblem& p) { return p.c != nullptr; });
+  };
+  const auto apart = run(GemmFusion::kNever, true, branches);
+  EXPECT_EQ(added(), 0);
+  asked.clear();
+  const auto fused = run(GemmFusion::kAlways, true, branches);
+  EXPECT_EQ(added(), 1);
+  expect_near(fused, apart);
+  expect_near(run(GemmFusion::kAlways, true, branches, kCpu), apart);
+}
+
+TEST_F(GemmOfOps, AResidualIsAddedByTheProduct) {
+  const Call layers = [](const TensorList& in) {
+    const Tensor inner = linear_gelu(in[0], in[1], in[3]);
+    const Tensor residual = expand(reshape(mul(sum(in[0], {2}), 0.5), {2, 3, 1}), {2, 3, 24});
+    const Tensor once = linear(inner, in[2], in[4], residual);
+    return linear_gelu_linear(in[0], in[1], in[3], in[2], in[4], Gelu::kTanh, once);
+  };
+  const Call composed = [](const TensorList& in) {
+    const Tensor inner = linear_gelu(in[0], in[1], in[3]);
+    const Tensor residual = expand(reshape(mul(sum(in[0], {2}), 0.5), {2, 3, 1}), {2, 3, 24});
+    const Tensor once = residual + linear(inner, in[2], in[4]);
+    return once + linear_gelu_linear(in[0], in[1], in[3], in[2], in[4]);
+  };
+  for (const bool bias : {true, false}) {
+    const auto apart = run(GemmFusion::kNever, bias, composed);
+    expect_near(run(GemmFusion::kNever, bias, layers), apart);
+    asked.clear();
+    expect_near(run(GemmFusion::kAlways, bias, layers), apart);
+    EXPECT_EQ(std::ranges::count_if(asked, [](const GemmProblem& p) { return p.c != nullptr; }),
+              3);  // forward two, and x's gradient
+    expect_near(run(GemmFusion::kAlways, bias, layers, kCpu), apart);
   }
 }
 

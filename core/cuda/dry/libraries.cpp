@@ -133,25 +133,27 @@ Traffic traffic_of(const GemmProblem& p) {
 // -> 12288). The largest is 10 instructions of a thread at that GPU's rate. No measurement of
 // GELU's gradient was found: its formula is one and a half times as long (elementwise.cuh), and the
 // bias's sum comes on top, so that it is taken for twice as much; the sum alone for as much as
-// GELU, of each number of the operand that is summed. That fusing them pays on Hopper is the
+// GELU, of each number of the operand that is summed. So is what beta adds, which reads a matrix of
+// the result's size as GELU writes one: three or four instructions by its formula. That fusing them pays on Hopper is the
 // default of llm.c since github.com/karpathy/llm.c/pull/653. They stand beside the product, not
 // under it.
 double epilogue_instructions(const GemmProblem& p) {
   const auto results = static_cast<double>(p.M) * static_cast<double>(p.N);
+  const double added = p.beta != 0 ? 10 * results * static_cast<double>(p.batch) : 0;
   switch (p.epilogue) {
     case GemmEpilogue::kNone:
     case GemmEpilogue::kBias:
-      return 0;
+      return added;
     case GemmEpilogue::kGelu:
     case GemmEpilogue::kGeluBias:
-      return 10 * results;
+      return added + 10 * results;
     case GemmEpilogue::kGeluGrad:
     case GemmEpilogue::kGeluGradBiasGrad:
-      return 20 * results;
+      return added + 20 * results;
     case GemmEpilogue::kBiasGradOfA:
-      return 10 * static_cast<double>(p.M) * static_cast<double>(p.K);
+      return added + 10 * static_cast<double>(p.M) * static_cast<double>(p.K);
     case GemmEpilogue::kBiasGradOfB:
-      return 10 * static_cast<double>(p.N) * static_cast<double>(p.K);
+      return added + 10 * static_cast<double>(p.N) * static_cast<double>(p.K);
   }
   return 0;
 }

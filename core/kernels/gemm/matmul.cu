@@ -8,8 +8,10 @@
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/core/kernels/common/strided.cuh>
 #include <tessera/core/kernels/gemm/matmul_tiles.cuh>
@@ -74,7 +76,7 @@ bool as_operand(const Tensor& x, const Walk& batch, int operand, gpu::GemmMatrix
 }
 
 bool multiply_by_library(const Tensor& a, const Tensor& b, const Tensor& bias, const Tensor& result,
-                         double alpha, double beta, const Walk& batch) {
+                         double alpha, double beta, const Tensor& base, const Walk& batch) {
   auto& counts = Context::current().slot<gpu::GemmCounts>();
   if (batch.dims > 1) {
     ++counts.unmerged_batches;
@@ -87,6 +89,7 @@ bool multiply_by_library(const Tensor& a, const Tensor& b, const Tensor& bias, c
       .batch = batch.numel,
       .alpha = alpha,
       .beta = beta,
+      .c = base.defined() ? base.data() : nullptr,
       .tf32 = a.dtype() == kF32 && Context::current().slot<GemmOptions>().tf32};
   if (!as_operand(result, batch, 0, problem.d) || !as_operand(a, batch, 1, problem.a) ||
       !as_operand(b, batch, 2, problem.b)) {
@@ -104,9 +107,10 @@ bool multiply_by_library(const Tensor& a, const Tensor& b, const Tensor& bias, c
 }
 
 // result = alpha a b + beta result + bias; a: [..., M, K], b: [..., K, N], batches broadcast to
-// those of result, whose rows are contiguous.
+// those of result, whose rows are contiguous. With a base, which lies as result does, beta is of it
+// and result need not have been written.
 void multiply(const char* where, const Tensor& a, const Tensor& b, const Tensor& bias,
-              const Tensor& result, double alpha, double beta) {
+              const Tensor& result, double alpha, double beta, const Tensor& base = {}) {
   if (result.numel() == 0) return;
   const int dims = result.dim() - 2;
   const auto batch_strides = [&](const Tensor& x, const Shape& batch) {
@@ -128,9 +132,10 @@ void multiply(const char* where, const Tensor& a, const Tensor& b, const Tensor&
                   .alpha = alpha,
                   .beta = beta};
   const Tensor packed = bias.defined() ? contiguous(bias) : bias;
-  if (is_floating(a.dtype()) && multiply_by_library(a, b, packed, result, alpha, beta, walk)) {
+  if (is_floating(a.dtype()) && multiply_by_library(a, b, packed, result, alpha, beta, base, walk)) {
     return;
   }
+  if (base.defined()) copy_into(result, base);
   if (multiply_on_tensor_cores(where, product, a, b, packed, result, walk)) return;
   const unsigned grid = cut_into_tiles(where, product, kTile, walk.numel);
   dispatch_numeric(a.dtype(), where, [&]<class T>() {
@@ -177,6 +182,15 @@ void matmul_into_cuda(const Tensor& target, const Tensor& a, const Tensor& b, bo
   multiply("matmul", a, b, {}, target, 1, accumulate ? 1 : 0);
 }
 
+Tensor matmul_onto_cuda(const Tensor& base, const Tensor& a, const Tensor& b, const Tensor& bias) {
+  if (Context::current().slot<GemmOptions>().fusion == GemmFusion::kNever) {
+    return binary<fn::Add>(base, product("matmul", a, b, bias));
+  }
+  const Tensor result = raw::empty(base.shape(), base.dtype(), base.device());
+  multiply("matmul", a, b, bias, result, 1, 1, base);
+  return result;
+}
+
 }  // namespace
 
 bool as_gemm_matrix(const Tensor& x, gpu::GemmMatrix& matrix) {
@@ -208,6 +222,7 @@ void register_matmul() {
   cuda_kernel<linear> = linear_cuda;
   cuda_kernel<addmm> = addmm_cuda;
   cuda_kernel<matmul_into> = matmul_into_cuda;
+  cuda_kernel<matmul_onto> = matmul_onto_cuda;
 }
 
 }  // namespace tessera::kernels

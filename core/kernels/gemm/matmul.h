@@ -19,4 +19,9 @@ Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, double beta, dou
 // target = a b, or target += a b. target: [M, N] with contiguous rows, of a's dtype or f32.
 void matmul_into(const Tensor& target, const Tensor& a, const Tensor& b, bool accumulate);
 
+// base + (a b + bias) in new memory. On a GPU it is one product, rounded once, but for
+// GemmFusion::kNever; elsewhere the product and a sum. base: [M, N] contiguous, of a's dtype; a:
+// [M, K]; b: [K, N]; bias: [N] or undefined.
+Tensor matmul_onto(const Tensor& base, const Tensor& a, const Tensor& b, const Tensor& bias);
+
 }  // namespace tessera::kernels

@@ -1,7 +1,9 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/gemm/gemm.h>
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/raw_views.h>
@@ -129,6 +131,13 @@ Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, double beta, dou
         .alpha = alpha,
         .beta = beta});
   return result;
+}
+
+Tensor matmul_onto(const Tensor& base, const Tensor& a, const Tensor& b, const Tensor& bias) {
+  if (base.device().is_cuda()) {
+    return on_cuda<kernels::matmul_onto>("matmul", base.device(), base, a, b, bias);
+  }
+  return binary<fn::Add>(base, product(a, b, bias));
 }
 
 void matmul_into(const Tensor& target, const Tensor& a, const Tensor& b, bool accumulate) {
