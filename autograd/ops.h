@@ -371,9 +371,11 @@ struct ResidualNorm {
   Tensor normalized;  // layer_norm of it
 };
 // `s = x + residual; n = layer_norm(s)` in one pass, forward and backward. Of two dtypes the wider.
+// `drop`: with dropout(x, drop, true, stream) in x's place, in the same pass.
 ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
                                  const Shape& normalized_shape, const Tensor& weight = {},
-                                 const Tensor& bias = {}, double eps = 1e-5);
+                                 const Tensor& bias = {}, double eps = 1e-5, double drop = 0,
+                                 std::optional<RandomStream> stream = {});
 
 // ---- Random masks (ops/random.cpp) -------------------------------------------------------------
 // The same random stream gives the same mask.

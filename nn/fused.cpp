@@ -2,7 +2,9 @@
 
 #include <algorithm>
 
+#include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/float8.h>
+#include <tessera/core/context.h>
 #include <tessera/nn/call_scopes.h>
 
 namespace tessera::nn {
@@ -60,13 +62,14 @@ Tensor linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu ap
                                      approximate);
 }
 
-ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor& residual) {
+ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor& residual,
+                                 double drop) {
   if (norm.has_hooks()) {
-    const Tensor sum = x + residual;
+    const Tensor sum = dropout(x, drop) + residual;
     return {sum, norm(sum)};
   }
   return tessera::residual_layer_norm(x, residual, norm.normalized_shape, norm.weight, norm.bias,
-                                      norm.options.eps);
+                                      norm.options.eps, drop);
 }
 
 Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
@@ -83,6 +86,14 @@ Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
   }
 }
 
+bool adds_residual(const Tensor& x, const Tensor& residual,
+                   std::initializer_list<const ModuleBase*> callees) {
+  if (!x.device().is_cuda() || x.dtype() != residual.dtype()) return false;
+  const AutocastMode& autocast = Context::current().slot<AutocastMode>();
+  if (autocast.enabled && autocast.dtype != x.dtype()) return false;
+  return std::ranges::none_of(callees, [](const ModuleBase* one) { return one->has_hooks(); });
+}
+
 Mlp::Mlp(int64_t features, int64_t hidden_features, const MlpOptions& options)
     : options(options),
       inner(add<Linear>(options.inner, features, hidden_features,
@@ -90,8 +101,13 @@ Mlp::Mlp(int64_t features, int64_t hidden_features, const MlpOptions& options)
       outer(add<Linear>(options.outer, hidden_features, features,
                         LinearOptions{.bias = options.bias})) {}
 
-Tensor Mlp::forward(const Tensor& x) {
-  return linear_gelu_linear(inner, outer, x, options.approximate);
+Tensor Mlp::forward(const Tensor& x, const Tensor& residual) {
+  if (!residual.defined()) return linear_gelu_linear(inner, outer, x, options.approximate);
+  if (!adds_residual(x, residual, {&inner, &outer})) {
+    return residual + linear_gelu_linear(inner, outer, x, options.approximate);
+  }
+  return tessera::linear_gelu_linear(x, inner.weight, inner.bias, outer.weight, outer.bias,
+                                     options.approximate, residual);
 }
 
 }  // namespace tessera::nn

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <string>
 
@@ -29,13 +30,20 @@ Tensor linear_gelu(Linear& layer, const Tensor& x, Gelu approximate = Gelu::kNon
 Tensor linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x,
                           Gelu approximate = Gelu::kNone);
 
-// {x + residual, norm(x + residual)}.
-ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor& residual);
+// {x + residual, norm(x + residual)}, after dropout of x with probability `drop`.
+ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor& residual,
+                                 double drop = 0);
 
 // cross_entropy(head(x), target). x: [N, C]; target: [N]. A head with a bias, and one with other
 // hooks than scopes, is called, and its logits are whole.
 Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
                             int64_t ignore_index = -100, Reduction reduction = Reduction::kMean);
+
+// Whether the product of a linear layer of x had better add the residual itself, before the norm
+// that comes next: on a GPU, where both have one dtype, which is that of an autocast that they are
+// in, and calling the modules does nothing else. `callees`: the layer, and modules that it is called through.
+bool adds_residual(const Tensor& x, const Tensor& residual,
+                   std::initializer_list<const ModuleBase*> callees);
 
 struct MlpOptions {
   Gelu approximate = Gelu::kNone;
@@ -48,7 +56,8 @@ struct MlpOptions {
 class Mlp : public Module<Mlp> {
  public:
   Mlp(int64_t features, int64_t hidden_features, const MlpOptions& options = {});
-  Tensor forward(const Tensor& x);
+  // With a residual, of x's shape: the sum of both (see adds_residual).
+  Tensor forward(const Tensor& x, const Tensor& residual = {});
   std::unique_ptr<Mlp> remake() const {
     return std::make_unique<Mlp>(inner.in_features, inner.out_features, options);
   }

@@ -156,6 +156,39 @@ TEST(ResidualLayerNorm, is_an_addition_and_a_layer_norm_in_one_pass) {
   }
 }
 
+TEST(ResidualLayerNorm, drops_what_dropout_drops) {
+  for (DType dtype : {kF64, kF32, kBF16}) {
+    const RandomStream stream{7, 3};
+    const Tensor x = leaf(waves({70, 48}, dtype)), r = leaf(waves({70, 48}, dtype, 1, 0.4));
+    const Tensor w = leaf(waves({48}, dtype, 1, 0.6)), b = leaf(waves({48}, dtype, 1, 0.9));
+    const Tensor x2 = leaf(x), r2 = leaf(r), w2 = leaf(w), b2 = leaf(b);
+    const ResidualNorm fused = residual_layer_norm(x, r, {48}, w, b, 1e-5, 0.3, stream);
+    const ResidualNorm apart =
+        residual_layer_norm(dropout(x2, 0.3, true, stream), r2, {48}, w2, b2, 1e-5);
+    expect_close(fused.residual, apart.residual, 0);
+    expect_close(fused.normalized, apart.normalized, 0);
+    const Tensor up = waves({70, 48}, dtype, 1, 0.2);
+    sum(add(mul(fused.residual, 0.5), mul(fused.normalized, up))).backward();
+    sum(add(mul(apart.residual, 0.5), mul(apart.normalized, up))).backward();
+    for (const auto& [got, expected] : {std::pair(x, x2), {r, r2}, {w, w2}, {b, b2}}) {
+      expect_close(got.grad(), expected.grad(), 0);
+    }
+    x.set_grad({});
+    sum(residual_layer_norm(x, r, {48}, w, b, 1e-5, 0.3, stream).residual).backward();
+    expect_close(x.grad(), dropout(ones_like(x), 0.3, true, stream), 0);
+  }
+  const Tensor x = leaf(waves({3, 4})), r = leaf(waves({3, 4}, kF64, 1, 0.3));
+  expect_gradients(
+      [](const TensorList& in) {
+        const ResidualNorm both =
+            residual_layer_norm(in[0], in[1], {4}, {}, {}, 1e-5, 0.5, RandomStream{1, 2});
+        return add(both.residual, both.normalized);
+      },
+      {x, r});
+  expect_close(residual_layer_norm(x, r, {4}, {}, {}, 1e-5, 1).residual, r, 0);
+  EXPECT_THROW(residual_layer_norm(x, r, {4}, {}, {}, 1e-5, 1.5), ValueError);
+}
+
 TEST(ResidualLayerNorm, needs_no_gradient_of_either_output) {
   const Tensor x = leaf(waves({3, 4})), r = leaf(waves({3, 4}, kF64, 1, 0.3));
   sum(residual_layer_norm(x, r, {4}).residual).backward();

@@ -3,6 +3,7 @@
 #include <tessera/core/kernels/norm/norm.h>
 
 #include <algorithm>
+#include <optional>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
@@ -71,20 +72,49 @@ Shape last_dims(int dim, int count) {
   return dims;
 }
 
+// Gradients of weight and bias come in their dtype where the kernel has it.
+std::optional<DType> kernels_dtype(DType wanted, const Tensor& x) {
+  const bool has = wanted == x.dtype() || wanted == (x.dtype() == kF64 ? kF64 : kF32);
+  return has ? std::optional(wanted) : std::nullopt;
+}
+
+// The inputs of an op that are normalised, weight and bias, and the dropout of the first.
+struct RowInputs {
+  int x = 0, weight = 1, bias = 2;
+  std::optional<kernels::ResidualDropout> dropout = {};
+};
+
+// Gradients of what was normalised, of what dropout took of it (where there is dropout, else the
+// same), of weight and bias.
 TensorList row_gradients(const Tensor& dy, const Tensor& dsum, const Tensor& x,
                          const Tensor& weight, const Tensor& mean, const Tensor& rstd,
                          const Shape& normalized_shape, double eps, bool center,
-                         const bool (&wanted)[3]) {
+                         const bool (&wanted)[3], const Saved& s, const RowInputs& inputs = {}) {
   if (grad_enabled()) {
     const Composed g = norm_gradient(dy, x, weight, last_dims(x.dim(), normalized_shape.size()),
                                      normalized_shape, eps, center);
     const Tensor input = dsum.defined() ? add(g.input, dsum) : g.input;
-    return {wanted[0] ? input : Tensor(), wanted[1] ? g.weight : Tensor(),
-            wanted[2] ? g.bias : Tensor()};
+    const auto& drop = inputs.dropout;
+    const Tensor update = drop && wanted[0] ? dropout(input, drop->p, true, drop->stream) : input;
+    return {wanted[0] ? input : Tensor(), wanted[0] ? update : Tensor(),
+            wanted[1] ? g.weight : Tensor(), wanted[2] ? g.bias : Tensor()};
   }
+  kernels::RowNormBackwardOptions options{.dropout = inputs.dropout};
+  if (wanted[1]) options.weight_dtype = kernels_dtype(s.input_dtype(inputs.weight), x);
+  if (wanted[2]) options.bias_dtype = kernels_dtype(s.input_dtype(inputs.bias), x);
+  // Sums over all but the last dimension.
+  options.column_sums = wanted[0] && normalized_shape.size() == 1 && s.needs(inputs.x) &&
+                        s.wants_column_sums(inputs.x);
   const kernels::RowNormGradients g = kernels::row_norm_backward(
-      dy, dsum, x, numel_of(normalized_shape), weight, mean, rstd, wanted);
-  return {g.input, shaped(g.weight, normalized_shape), shaped(g.bias, normalized_shape)};
+      dy, dsum, x, numel_of(normalized_shape), weight, mean, rstd, wanted, options);
+  const Tensor update = inputs.dropout ? g.update : g.input;
+  if (g.column_sums.defined()) s.give_column_sums(inputs.x, update, g.column_sums);
+  return {g.input, update, shaped(g.weight, normalized_shape), shaped(g.bias, normalized_shape)};
+}
+
+// Of a gradient that reached x before, the one that is calculated is the sum.
+Tensor pending_of(const Saved& s, bool wanted) {
+  return wanted && !grad_enabled() ? s.take_pending(0) : Tensor();
 }
 
 }  // namespace
@@ -110,8 +140,10 @@ Tensor layer_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& 
         if (!wanted[0] && !wanted[1]) {
           return {Tensor(), Tensor(), wanted[2] ? sum_to(dy[0], normalized_shape) : Tensor()};
         }
-        return row_gradients(dy[0], {}, s.input(0), has_weight && wanted[0] ? s.input(1) : Tensor(),
-                             s.extra(0), s.extra(1), normalized_shape, eps, true, wanted);
+        TensorList g = row_gradients(dy[0], pending_of(s, wanted[0]), s.input(0),
+                                     has_weight && wanted[0] ? s.input(1) : Tensor(), s.extra(0),
+                                     s.extra(1), normalized_shape, eps, true, wanted, s);
+        return {g[0], g[2], g[3]};
       });
 }
 
@@ -133,11 +165,10 @@ Tensor rms_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& we
       },
       [=](Grads dy, const Saved& s) -> TensorList {
         const bool wanted[3] = {s.needs(0), has_weight && s.needs(1), false};
-        TensorList g =
-            row_gradients(dy[0], {}, s.input(0), has_weight && wanted[0] ? s.input(1) : Tensor(),
-                          {}, s.extra(0), normalized_shape, eps, false, wanted);
-        g.pop_back();
-        return g;
+        TensorList g = row_gradients(dy[0], pending_of(s, wanted[0]), s.input(0),
+                                     has_weight && wanted[0] ? s.input(1) : Tensor(), {},
+                                     s.extra(0), normalized_shape, eps, false, wanted, s);
+        return {g[0], g[2]};
       });
 }
 
@@ -149,7 +180,8 @@ const Op kResidualLayerNorm{.name = "residual_layer_norm",
 
 ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
                                  const Shape& normalized_shape, const Tensor& weight,
-                                 const Tensor& bias, double eps) {
+                                 const Tensor& bias, double eps, double drop,
+                                 std::optional<RandomStream> stream) {
   check_defined(kResidualLayerNorm, "x", x);
   check_defined(kResidualLayerNorm, "residual", residual);
   const int64_t columns = check_rows(kResidualLayerNorm, x, normalized_shape, weight, bias);
@@ -159,28 +191,39 @@ ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
                  "expects a floating residual; got ", residual);
   if (residual.dtype() != x.dtype()) {  // as add: under autocast x is low, the stream f32
     const DType widest = promote_types(x.dtype(), residual.dtype());
-    return residual_layer_norm(to(x, widest), to(residual, widest), normalized_shape, weight, bias,
-                               eps);
+    return residual_layer_norm(to(dropout(x, drop, true, stream), widest), to(residual, widest),
+                               normalized_shape, weight, bias, eps);
   }
+  TS_CHECK(drop >= 0 && drop <= 1, kResidualLayerNorm, "drop must be in [0, 1]; got ", drop);
+  if (drop == 1) {
+    return residual_layer_norm(dropout(x, drop), residual, normalized_shape, weight, bias, eps);
+  }
+  std::optional<kernels::ResidualDropout> dropped;
+  if (drop > 0) dropped.emplace(drop, stream ? *stream : next_random_stream());
   const bool has_weight = weight.defined(), has_bias = bias.defined();
   const TensorList both = differentiable(
       kResidualLayerNorm, {x, residual, weight, bias},
       [=](Inputs in, Extras& extras) -> TensorList {
         const kernels::RowNorm n =
-            kernels::row_norm_forward(in[0], in[1], columns, in[2], in[3], eps, true);
+            kernels::row_norm_forward(in[0], in[1], columns, in[2], in[3], eps, true, dropped);
         extras.save(n.mean);
         extras.save(n.rstd);
         return {n.sum, n.y};
       },
       [=](Grads dy, const Saved& s) -> TensorList {
         const bool streams = s.needs(0) || s.needs(1);
-        if (!dy.defined(1)) return {dy[0], dy[0], Tensor(), Tensor()};
+        if (!dy.defined(1)) {
+          const Tensor update =
+              dropped && s.needs(0) ? dropout(dy[0], drop, true, dropped->stream) : dy[0];
+          return {update, dy[0], Tensor(), Tensor()};
+        }
         const bool wanted[3] = {streams, has_weight && s.needs(2), has_bias && s.needs(3)};
         const Tensor dsum = dy.defined(0) ? dy[0] : Tensor();
         const TensorList g =
             row_gradients(dy[1], dsum, s.output(0), has_weight && streams ? s.input(2) : Tensor(),
-                          s.extra(0), s.extra(1), normalized_shape, eps, true, wanted);
-        return {s.needs(0) ? g[0] : Tensor(), s.needs(1) ? g[0] : Tensor(), g[1], g[2]};
+                          s.extra(0), s.extra(1), normalized_shape, eps, true, wanted, s,
+                          {.weight = 2, .bias = 3, .dropout = dropped});
+        return {s.needs(0) ? g[1] : Tensor(), s.needs(1) ? g[0] : Tensor(), g[2], g[3]};
       });
   return {both[0], both[1]};
 }

@@ -57,8 +57,7 @@ SublayerOutput::SublayerOutput(int64_t inputs, const BertConfig& config)
       norm(add<nn::LayerNorm>("LayerNorm", config.width, norm_options(config))) {}
 
 Tensor SublayerOutput::forward(const Tensor& x, const Tensor& residual) {
-  const Tensor update = tessera::dropout(dense(x), dropout, is_training());
-  return nn::residual_layer_norm(norm, update, residual).normalized;
+  return nn::residual_layer_norm(norm, dense(x), residual, is_training() ? dropout : 0).normalized;
 }
 
 Attention::Attention(const BertConfig& config)

@@ -576,6 +576,50 @@ TEST(CudaNorm, RowsOfAllWidths) {
   }
 }
 
+// Dropout on the way to the residual draws what dropout draws; the bias of the layer before, whose
+// gradient comes with that of the norm, has the gradient that it has on the CPU, also where the
+// stream goes on, and where a hook writes over the gradient on its way.
+TEST(CudaNorm, BringsDropoutAndTheSumsOfTheBiasBefore) {
+  for (const int64_t width : {64, 24, 1032, 13}) {
+    for (const DType dtype : {kF32, kBF16, kF64}) {
+      for (const bool hooked : {false, true}) {
+        SCOPED_TRACE(testing::Message() << width << " " << dtype << (hooked ? " hooked" : ""));
+        const Tensor x = mul(numbers({67, 16}, kF32), 0.02).to(dtype);
+        const Tensor matrix = mul(numbers({width, 16}, kF32, 31), 0.05).to(dtype);
+        const Tensor other = mul(numbers({67, width}, kF32, 37), 0.05).to(dtype);
+        const Tensor scales = add(mul(numbers({width}, kF32, 9), 0.1), 1).to(dtype);
+        const auto run = [&](const Device& device) {
+          const auto put = [&](const Tensor& t) { return leaf(t.to(device)); };
+          const Tensor a = put(x), w = put(matrix), b = put(scales), n = put(scales);
+          const Tensor residual = put(other);
+          const Tensor inner = linear(a, w, b);
+          const ResidualNorm first = residual_layer_norm(inner, residual, {width}, n, b, 1e-5, 0.25,
+                                                         RandomStream{5, 9});
+          const Tensor onto = linear(a, w, b, first.residual);
+          const Tensor y = layer_norm(onto, {width}, n, b);
+          if (hooked) {
+            register_hook(inner, [](const Tensor& g) { return mul(g, 2); });
+            register_hook(onto, [](const Tensor& g) { return mul_(g, 3); });
+          }
+          sum(add(mul(y, first.normalized), mul(onto, 0.5))).backward();
+          return std::vector<Tensor>{y.detach(), a.grad(), w.grad(),
+                                     b.grad(),   n.grad(), residual.grad()};
+        };
+        const std::vector<Tensor> got = run(kGpu), expected = run(kCpu);
+        const double eps = dtype == kF64 ? 0x1p-52 : dtype == kF32 ? 0x1p-23 : 0x1p-8;
+        for (size_t i = 0; i < got.size(); ++i) {
+          double largest = 1;
+          for (const double value : expected[i].to_vector()) {
+            largest = std::max(largest, std::abs(value));
+          }
+          SCOPED_TRACE(testing::Message() << "result " << i);
+          expect_close(got[i], expected[i], 24 * eps * largest);
+        }
+      }
+    }
+  }
+}
+
 TEST(CudaNorm, BatchNormOfManySamplesAndItsRunningStatistics) {
   const Tensor x = mul(numbers({130, 5}, kF32), 0.125);
   const auto run = [&](const Device& device) {

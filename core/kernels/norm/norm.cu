@@ -6,6 +6,9 @@
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/norm/norm.h>
+#include <tessera/core/kernels/random/movable_stream.h>
+#include <tessera/core/kernels/random/random_fill.h>
+#include <tessera/core/kernels/random/random_numbers.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/kernels/common/rows.cuh>
 #include <tessera/core/kernels/common/strided.cuh>
@@ -25,18 +28,61 @@ inline constexpr int kRowsOfBlock = kThreads == gpu::kWarp ? 4 : 1;
 template <int kThreads>
 inline constexpr int kRegisterBlock = kRowsOfBlock<kThreads>* kThreads;
 
+// Columns of weight or bias. Rows in registers read them as they are stored (W: of x's dtype, or as
+// they are calculated with), the others converted.
+template <class W, class A, int N>
+TS_DEVICE gpu::Vector<A, N> load_stored(const void* columns, int64_t c) {
+  const auto stored = gpu::load_vector<N>(static_cast<const W*>(columns) + c);
+  if constexpr (std::is_same_v<W, A>) {
+    return stored;
+  } else {
+    gpu::Vector<A, N> values;
+    TS_UNROLL
+    for (int j = 0; j < N; ++j) values.values[j] = load<A>(stored.values[j]);
+    return values;
+  }
+}
+
+// Dropout on the way, as dropout_kernel of random_fill.cu has it.
+template <class T>
+struct NormDropout {
+  MovableStream stream;
+  uint32_t dropped;
+  Compute<T> scale;
+
+  // Neighbours from element `first` on, a multiple of N. `now`: of stream.
+  template <int N>
+  TS_DEVICE void apply(gpu::Vector<T, N>& vector, const RandomStream& now, int64_t first) const {
+    constexpr int kEach = N < 4 ? N : 4;
+    TS_UNROLL
+    for (int b = 0; b < N / kEach; ++b) {
+      const auto bits = philox4x32(now.seed, now.stream, static_cast<uint64_t>(first / 4 + b));
+      const bool second_half = kEach < 4 && first % 4 != 0;
+      TS_UNROLL
+      for (int i = 0; i < kEach; ++i) {
+        const uint32_t word =
+            second_half ? bits[static_cast<size_t>((i + 2) % 4)] : bits[static_cast<size_t>(i)];
+        T& number = vector.values[b * kEach + i];
+        const Compute<T> value = load<Compute<T>>(number) * scale;
+        number = store<T>(word >= dropped ? value : Compute<T>(0));
+      }
+    }
+  }
+};
+
 template <class T>
 struct NormForward {
   const T* x;                // (rows, C)
   const T* residual;         // (rows, C) or null
   T* sum;                    // (rows, C) where there is a residual
   T* y;                      // (rows, C)
-  const Compute<T>* weight;  // (C) or null
-  const Compute<T>* bias;    // (C) or null
+  const void* weight;        // (C) of W or null; of Compute<T> for kernels without a W
+  const void* bias;          // the same
   Compute<T>* mean;          // (rows), null for rms_norm
   Compute<T>* rstd;          // (rows)
   int64_t rows, C;
   double eps;
+  NormDropout<T> dropout;  // of x, for kernels that drop
 };
 
 template <class T>
@@ -44,16 +90,20 @@ struct NormBackward {
   const T* dy;               // (rows, C)
   const T* dsum;             // (rows, C) or null
   const T* x;                // (rows, C)
-  const Compute<T>* weight;  // (C) or null
+  const void* weight;        // (C) as in NormForward
   const Compute<T>* mean;    // (rows), null for rms_norm
   const Compute<T>* rstd;    // (rows)
   T* dx;                     // (rows, C) or null
   Compute<T>* dweights;      // (blocks of kNormRows rows, C) or null
   Compute<T>* dbiases;       // (blocks of kNormRows rows, C) or null
   int64_t rows, C;
+  // Of kernels that have more to do with dx.
+  T* update;              // (rows, C) or null: what dropout takes of dx
+  Compute<T>* dupdates;   // (blocks of kNormRows rows, C) or null: sums of update, or else of dx
+  NormDropout<T> dropout;
 };
 
-template <class T>
+template <class T, class W, bool kDrops>
 __global__ void __launch_bounds__(kRegisterBlock<gpu::kWarp>)
     register_row_norm_kernel(const NormForward<T> p) {
   using A = Compute<T>;
@@ -63,8 +113,11 @@ __global__ void __launch_bounds__(kRegisterBlock<gpu::kWarp>)
   if (row >= p.rows) return;  // the whole warp
   A values[Lanes::kNumbers];
   double total = 0;
+  RandomStream now{};
+  if constexpr (kDrops) now = p.dropout.stream.now();
   Lanes::each(p.C, [&](int v, int64_t c) {
     gpu::Vector<T, kWidth> in = gpu::load_vector<kWidth>(p.x + row * p.C + c);
+    if constexpr (kDrops) p.dropout.apply(in, now, row * p.C + c);
     if (p.residual != nullptr) {
       const auto other = gpu::load_vector<kWidth>(p.residual + row * p.C + c);
       TS_UNROLL
@@ -102,8 +155,8 @@ __global__ void __launch_bounds__(kRegisterBlock<gpu::kWarp>)
   }
   Lanes::each(p.C, [&](int v, int64_t c) {
     gpu::Vector<A, kWidth> w, b;
-    if (p.weight != nullptr) w = gpu::load_vector<kWidth>(p.weight + c);
-    if (p.bias != nullptr) b = gpu::load_vector<kWidth>(p.bias + c);
+    if (p.weight != nullptr) w = load_stored<W, A, kWidth>(p.weight, c);
+    if (p.bias != nullptr) b = load_stored<W, A, kWidth>(p.bias, c);
     gpu::Vector<T, kWidth> out;
     TS_UNROLL
     for (int j = 0; j < kWidth; ++j) {
@@ -118,7 +171,7 @@ __global__ void __launch_bounds__(kRegisterBlock<gpu::kWarp>)
 
 // A block walks kNormRows rows, a warp every fourth of them or all threads each; the sums of its
 // columns stay in registers and are joined in the order of the warps.
-template <class T, int kThreads>
+template <class T, class W, int kThreads, bool kMore>
 __global__ void __launch_bounds__(kRegisterBlock<kThreads>)
     register_row_norm_backward_kernel(const NormBackward<T> p) {
   using A = Compute<T>;
@@ -130,7 +183,11 @@ __global__ void __launch_bounds__(kRegisterBlock<kThreads>)
   const int group = static_cast<int>(threadIdx.x) / kThreads;
   const int64_t begin = int64_t{blockIdx.x} * kNormRows;
   const int64_t end = begin + kNormRows < p.rows ? begin + kNormRows : p.rows;
-  A dweight[kNumbers] = {}, dbias[kNumbers] = {};
+  A dweight[kNumbers] = {}, dbias[kNumbers] = {}, dupdate[kMore ? kNumbers : 1] = {};
+  RandomStream now{};
+  if constexpr (kMore) {
+    if (p.update != nullptr) now = p.dropout.stream.now();
+  }
   for (int64_t row = begin + group; row < end; row += kRows) {
     const A m = p.mean != nullptr ? p.mean[row] : A(0), r = p.rstd[row];
     A xhats[kNumbers], gs[kNumbers];  // g = dy weight
@@ -139,7 +196,7 @@ __global__ void __launch_bounds__(kRegisterBlock<kThreads>)
       const auto grads = gpu::load_vector<kWidth>(p.dy + row * p.C + c);
       const auto in = gpu::load_vector<kWidth>(p.x + row * p.C + c);
       gpu::Vector<A, kWidth> w;
-      if (p.weight != nullptr) w = gpu::load_vector<kWidth>(p.weight + c);
+      if (p.weight != nullptr) w = load_stored<W, A, kWidth>(p.weight, c);
       TS_UNROLL
       for (int j = 0; j < kWidth; ++j) {
         const int i = v * kWidth + j;
@@ -171,9 +228,17 @@ __global__ void __launch_bounds__(kRegisterBlock<kThreads>)
         out.values[j] = store<T>(value);
       }
       gpu::store_vector(p.dx + row * p.C + c, out);
+      if constexpr (kMore) {
+        if (p.update != nullptr) {
+          p.dropout.apply(out, now, row * p.C + c);
+          gpu::store_vector(p.update + row * p.C + c, out);
+        }
+        TS_UNROLL
+        for (int j = 0; j < kWidth; ++j) dupdate[v * kWidth + j] += load<A>(out.values[j]);
+      }
     });
   }
-  const auto join = [&](const A(&own)[kNumbers], A* result) {
+  const auto join = [&](const auto& own, A* result) {
     if (result == nullptr) return;  // all threads
     for (int turn = 0; turn < kRows; ++turn) {
       if (group == turn) {
@@ -195,6 +260,45 @@ __global__ void __launch_bounds__(kRegisterBlock<kThreads>)
   };
   join(dweight, p.dweights);
   join(dbias, p.dbiases);
+  if constexpr (kMore) join(dupdate, p.dupdates);
+}
+
+// Sums of the partial sums of all blocks, of up to three gradients, each in its dtype. A block has
+// 32 columns of one of them, each of kFoldLines warps every kFoldLines-th row of partials; their
+// sums are joined in the order of the warps, in f64.
+constexpr int kFoldLines = 16;
+template <class T>
+struct NormFold {
+  struct One {
+    const Compute<T>* partials;  // (blocks, C)
+    Compute<T>* wide;            // (C), where the result is not narrow
+    T* narrow;
+  } all[3];
+  int64_t blocks, C;
+};
+template <class T>
+__global__ void __launch_bounds__(gpu::kWarp* kFoldLines) norm_fold_kernel(const NormFold<T> p) {
+  TS_SHARED(double, sums, kFoldLines * gpu::kWarp);
+  const int lane = static_cast<int>(threadIdx.x), line = static_cast<int>(threadIdx.y);
+  const int64_t tiles = (p.C + gpu::kWarp - 1) / gpu::kWarp;
+  const typename NormFold<T>::One& one = p.all[blockIdx.x / tiles];
+  const int64_t c = blockIdx.x % tiles * gpu::kWarp + lane;
+  double total = 0;
+  if (c < p.C) {
+    for (int64_t b = line; b < p.blocks; b += kFoldLines) {
+      total += static_cast<double>(one.partials[b * p.C + c]);
+    }
+  }
+  sums[line * gpu::kWarp + lane] = total;
+  __syncthreads();
+  if (line > 0 || c >= p.C) return;
+  for (int l = 1; l < kFoldLines; ++l) total += sums[l * gpu::kWarp + lane];
+  const auto value = static_cast<Compute<T>>(total);
+  if (one.narrow != nullptr) {
+    one.narrow[c] = store<T>(value);
+  } else {
+    one.wide[c] = value;
+  }
 }
 
 // One block a row: residual added and written, mean, variance of the deviations, result. `staged`:
@@ -254,12 +358,12 @@ __global__ void __launch_bounds__(1024) row_norm_kernel(const NormForward<T> p, 
     TS_UNROLL
     for (int j = 0; j < N; ++j) values[j] = (load<A>(vector.values[j]) - mean) * rstd;
     if (p.weight != nullptr) {
-      const gpu::Vector<A, N> weight = load_columns<N>(p.weight + c);
+      const gpu::Vector<A, N> weight = load_columns<N>(static_cast<const A*>(p.weight) + c);
       TS_UNROLL
       for (int j = 0; j < N; ++j) values[j] = values[j] * weight.values[j];
     }
     if (p.bias != nullptr) {
-      const gpu::Vector<A, N> bias = load_columns<N>(p.bias + c);
+      const gpu::Vector<A, N> bias = load_columns<N>(static_cast<const A*>(p.bias) + c);
       TS_UNROLL
       for (int j = 0; j < N; ++j) values[j] = values[j] + bias.values[j];
     }
@@ -288,7 +392,7 @@ __global__ void __launch_bounds__(1024)
     TS_UNROLL
     for (int j = 0; j < N; ++j) gs[j] = load<A>(grad.values[j]);
     if (p.weight == nullptr) return;
-    const gpu::Vector<A, N> weight = load_columns<N>(p.weight + c);
+    const gpu::Vector<A, N> weight = load_columns<N>(static_cast<const A*>(p.weight) + c);
     TS_UNROLL
     for (int j = 0; j < N; ++j) gs[j] = gs[j] * weight.values[j];
   };
@@ -396,8 +500,40 @@ int register_threads(int64_t columns, std::initializer_list<const Tensor*> opera
   return columns <= InRegisters<T>::kMost ? gpu::kWarp : kWideBlock;
 }
 
+// As the kernels of rows in registers read it: as it is where they can, else in the compute type.
+template <class T>
+Tensor stored_parameter(const Tensor& x) {
+  if (!x.defined()) return x;
+  const bool as_it_is = x.dtype() == dtype_of<T> && is_aligned(x.data()) && x.is_contiguous();
+  return as_it_is ? x : in_dtype(x, dtype_of<Compute<T>>);
+}
+// Calls f.operator()<W>() for the type that all of them are stored in, and converts those that
+// differ.
+template <class T, class F>
+void with_stored_type(std::initializer_list<Tensor*> parameters, const F& f) {
+  if constexpr (!std::is_same_v<T, Compute<T>>) {
+    bool narrow = false, wide = false;
+    for (const Tensor* x : parameters) {
+      if (x->defined()) (x->dtype() == dtype_of<T> ? narrow : wide) = true;
+    }
+    if (narrow && !wide) return f.template operator()<T>();
+  }
+  for (Tensor* x : parameters) *x = in_dtype(*x, dtype_of<Compute<T>>);
+  f.template operator()<Compute<T>>();
+}
+const void* address_or_null(const Tensor& x) { return x.defined() ? x.data() : nullptr; }
+
+template <class T>
+NormDropout<T> dropout_of(const std::optional<ResidualDropout>& given) {
+  if (!given) return {};
+  return {movable(given->stream), dropout_threshold(given->p),
+          static_cast<Compute<T>>(1.0 / (1.0 - given->p))};
+}
+int64_t state_bytes_of(const MovableStream& stream) { return stream.state != nullptr ? 16 : 0; }
+
 RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t columns,
-                              const Tensor& weight, const Tensor& bias, double eps, bool center) {
+                              const Tensor& weight, const Tensor& bias, double eps, bool center,
+                              const std::optional<ResidualDropout>& given) {
   const int64_t rows = columns == 0 ? 0 : x.numel() / columns;
   const DType compute = compute_dtype(x.dtype());
   RowNorm result;
@@ -406,38 +542,58 @@ RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t c
   if (center) result.mean = raw::empty({rows}, compute, x.device());
   if (residual.defined()) result.sum = raw::empty(x.shape(), x.dtype(), x.device());
   if (rows == 0) return result;
-  const Tensor source = contiguous(x), w = in_dtype(weight, compute), b = in_dtype(bias, compute);
+  Tensor source = contiguous(x);
   const Tensor other = in_dtype(residual, x.dtype());
   dispatch_floating(x.dtype(), "layer_norm", [&]<class T>() {
     using A = Compute<T>;
     const char* const name = center ? "layer_norm" : "rms_norm";
-    const NormForward<T> p{source.data_as<T>(),
-                           data_or_null<T>(other),
-                           data_or_null<T>(result.sum),
-                           result.y.data_as<T>(),
-                           data_or_null<A>(w),
-                           data_or_null<A>(b),
-                           data_or_null<A>(result.mean),
-                           result.rstd.data_as<A>(),
-                           rows,
-                           columns,
-                           eps};
-    gpu::Traffic traffic{source.numel() * size_of(source.dtype()), 0};
-    for (const Tensor* in : {&other, &w, &b}) {
-      if (in->defined()) traffic.reads += in->numel() * size_of(in->dtype());
+    Tensor w = stored_parameter<T>(weight), b = stored_parameter<T>(bias);
+    const bool registers = register_threads<T>(columns, {&source, &other, &result.sum, &result.y,
+                                                         &w, &b}) == gpu::kWarp;
+    if (!registers) {
+      w = in_dtype(weight, compute), b = in_dtype(bias, compute);
+      if (given) source = dropout(source, given->p, given->stream);
     }
+    NormForward<T> p{source.data_as<T>(),
+                     data_or_null<T>(other),
+                     data_or_null<T>(result.sum),
+                     result.y.data_as<T>(),
+                     nullptr,
+                     nullptr,
+                     data_or_null<A>(result.mean),
+                     result.rstd.data_as<A>(),
+                     rows,
+                     columns,
+                     eps,
+                     {}};
+    gpu::Traffic traffic{source.numel() * size_of(source.dtype()), 0};
+    const auto take_parameters = [&] {
+      p.weight = address_or_null(w), p.bias = address_or_null(b);
+      for (const Tensor* in : std::initializer_list<const Tensor*>{&other, &w, &b}) {
+        if (in->defined()) traffic.reads += in->numel() * size_of(in->dtype());
+      }
+    };
     for (const Tensor* out : {&result.sum, &result.y, &result.mean, &result.rstd}) {
       if (out->defined()) traffic.writes += out->numel() * size_of(out->dtype());
     }
-    if (register_threads<T>(columns, {&source, &other, &result.sum, &result.y, &w, &b}) ==
-        gpu::kWarp) {
-      gpu::launch({.name = name,
-                   .grid = gpu::blocks(rows, kRowsOfBlock<gpu::kWarp>),
-                   .block = kRegisterBlock<gpu::kWarp>,
-                   .traffic = traffic},
-                  register_row_norm_kernel<T>, p);
+    if (registers) {
+      if (given) {
+        p.dropout = dropout_of<T>(given);
+        traffic.reads += state_bytes_of(p.dropout.stream);
+      }
+      with_stored_type<T>({&w, &b}, [&]<class W>() {
+        take_parameters();
+        gpu::launch({.name = name,
+                     .grid = gpu::blocks(rows, kRowsOfBlock<gpu::kWarp>),
+                     .block = kRegisterBlock<gpu::kWarp>,
+                     .traffic = traffic},
+                    given ? register_row_norm_kernel<T, W, true>
+                          : register_row_norm_kernel<T, W, false>,
+                    p);
+      });
       return;
     }
+    take_parameters();
     constexpr int kWidth = kRowVector<T>;
     const bool vectors = p.residual == nullptr ? begin_alike<T>({p.x, p.y}, {})
                                                : begin_alike<T>({p.x, p.y, p.residual, p.sum}, {});
@@ -454,7 +610,7 @@ RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t c
 
 // `threads`: how many keep a row in their registers.
 template <class T>
-void launch_norm_backward(const NormBackward<T>& p, int threads) {
+void launch_norm_backward(NormBackward<T>& p, int threads, Tensor& weight) {
   constexpr const char* kName = "norm_backward";
   constexpr int kWidth = 16 / sizeof(T);
   const unsigned blocks = gpu::blocks(p.rows, kNormRows);
@@ -467,21 +623,34 @@ void launch_norm_backward(const NormBackward<T>& p, int threads) {
   gpu::Traffic traffic{2 * plane + statistics, 0};
   const gpu::Traffic sums_alone{p.dweights != nullptr ? traffic.reads : plane, column_sums};
   if (p.dx != nullptr) {
-    traffic.reads += (p.dsum != nullptr ? plane : 0) + (p.weight != nullptr ? p.C * kWide : 0);
+    traffic.reads += (p.dsum != nullptr ? plane : 0);
     traffic.writes = plane;
   }
-  const gpu::Traffic whole{traffic.reads, traffic.writes + column_sums};
-  if (threads == gpu::kWarp) {
-    gpu::launch(
-        {.name = kName, .grid = blocks, .block = kRegisterBlock<gpu::kWarp>, .traffic = whole},
-        register_row_norm_backward_kernel<T, gpu::kWarp>, p);
-    return;
+  gpu::Traffic whole{traffic.reads, traffic.writes + column_sums};
+  const bool more = p.update != nullptr || p.dupdates != nullptr;
+  if (p.update != nullptr) {
+    whole.reads += state_bytes_of(p.dropout.stream);
+    whole.writes += plane;
   }
-  if (threads == kWideBlock) {
-    gpu::launch({.name = kName, .grid = blocks, .block = kWideBlock, .traffic = whole},
-                register_row_norm_backward_kernel<T, kWideBlock>, p);
-    return;
-  }
+  if (p.dupdates != nullptr) whole.writes += int64_t{blocks} * p.C * kWide;
+  const auto weight_bytes = [&] {
+    return p.dx != nullptr && weight.defined() ? p.C * size_of(weight.dtype()) : 0;
+  };
+  const auto run = [&]<int kThreads>() {
+    with_stored_type<T>({&weight}, [&]<class W>() {
+      p.weight = address_or_null(weight);
+      whole.reads += weight_bytes();
+      gpu::launch(
+          {.name = kName, .grid = blocks, .block = kRegisterBlock<kThreads>, .traffic = whole},
+          more ? register_row_norm_backward_kernel<T, W, kThreads, true>
+               : register_row_norm_backward_kernel<T, W, kThreads, false>,
+          p);
+    });
+  };
+  if (threads == gpu::kWarp) return run.template operator()<gpu::kWarp>();
+  if (threads == kWideBlock) return run.template operator()<kWideBlock>();
+  p.weight = address_or_null(weight);
+  traffic.reads += weight_bytes();
   if (p.dx != nullptr) {
     const bool vectors = p.dsum == nullptr ? begin_alike<T>({p.x, p.dy, p.dx}, {})
                                            : begin_alike<T>({p.x, p.dy, p.dx, p.dsum}, {});
@@ -508,29 +677,77 @@ void launch_norm_backward(const NormBackward<T>& p, int threads) {
 
 RowNormGradients row_norm_backward_cuda(const Tensor& dy, const Tensor& dsum, const Tensor& x,
                                         int64_t columns, const Tensor& weight, const Tensor& mean,
-                                        const Tensor& rstd, const bool (&wanted)[3]) {
+                                        const Tensor& rstd, const bool (&wanted)[3],
+                                        const RowNormBackwardOptions& options) {
   const int64_t rows = columns == 0 ? 0 : x.numel() / columns;
   const DType compute = compute_dtype(x.dtype());
   const int64_t blocks = (rows + kNormRows - 1) / kNormRows;
   RowNormGradients result;
+  const auto column_result = [&](std::optional<DType> dtype) {
+    return raw::empty({columns}, dtype.value_or(compute), x.device());
+  };
   if (wanted[0]) result.input = raw::empty(x.shape(), x.dtype(), x.device());
-  Tensor dweights, dbiases;  // (blocks, columns)
-  if (wanted[1]) dweights = raw::empty({blocks, columns}, compute, x.device());
-  if (wanted[2]) dbiases = raw::empty({blocks, columns}, compute, x.device());
-  if (blocks > 0) {
-    const Tensor source = contiguous(x), grad = in_dtype(dy, x.dtype());
-    const Tensor more = in_dtype(dsum, x.dtype()), w = in_dtype(weight, compute);
-    dispatch_floating(x.dtype(), "layer_norm", [&]<class T>() {
-      using A = Compute<T>;
-      launch_norm_backward<T>(
-          {grad.data_as<T>(), data_or_null<T>(more), source.data_as<T>(), data_or_null<A>(w),
-           data_or_null<A>(mean), rstd.data_as<A>(), data_or_null<T>(result.input),
-           data_or_null<A>(dweights), data_or_null<A>(dbiases), rows, columns},
-          register_threads<T>(columns, {&grad, &more, &source, &w, &result.input}));
-    });
+  if (wanted[1]) result.weight = column_result(options.weight_dtype);
+  if (wanted[2]) result.bias = column_result(options.bias_dtype);
+  const bool drops = wanted[0] && options.dropout;
+  const Tensor source = contiguous(x), grad = in_dtype(dy, x.dtype());
+  const Tensor more = in_dtype(dsum, x.dtype());
+  dispatch_floating(x.dtype(), "layer_norm", [&]<class T>() {
+    using A = Compute<T>;
+    Tensor w = stored_parameter<T>(weight);
+    const int threads = register_threads<T>(columns, {&grad, &more, &source, &w, &result.input});
+    if (threads == 0) w = in_dtype(weight, compute);
+    if (drops && threads > 0) result.update = raw::empty(x.shape(), x.dtype(), x.device());
+    if (wanted[0] && options.column_sums && threads > 0) {
+      result.column_sums = column_result(x.dtype());
+    }
+    // (blocks, columns) for each of the sums
+    Tensor partials[3];
+    const Tensor* const sums[3] = {&result.weight, &result.bias, &result.column_sums};
+    NormFold<T> fold{{}, blocks, columns};
+    unsigned folds = 0;
+    for (int i = 0; i < 3; ++i) {
+      if (!sums[i]->defined()) continue;
+      partials[i] = raw::empty({blocks, columns}, compute, x.device());
+      const bool narrow = sums[i]->dtype() == dtype_of<T>;
+      const bool converted = !narrow && sums[i]->dtype() != compute;
+      TS_CHECK_DTYPE(!converted, "norm", "has gradients of ", x.dtype(), " or ", compute);
+      fold.all[folds++] = {partials[i].data_as<A>(), narrow ? nullptr : sums[i]->data_as<A>(),
+                           narrow ? sums[i]->data_as<T>() : nullptr};
+    }
+    if (blocks > 0) {
+      NormBackward<T> p{grad.data_as<T>(),
+                        data_or_null<T>(more),
+                        source.data_as<T>(),
+                        nullptr,
+                        data_or_null<A>(mean),
+                        rstd.data_as<A>(),
+                        data_or_null<T>(result.input),
+                        data_or_null<A>(partials[0]),
+                        data_or_null<A>(partials[1]),
+                        rows,
+                        columns,
+                        data_or_null<T>(result.update),
+                        data_or_null<A>(partials[2]),
+                        {}};
+      if (result.update.defined()) p.dropout = dropout_of<T>(options.dropout);
+      launch_norm_backward<T>(p, threads, w);
+    }
+    if (folds > 0 && columns > 0) {
+      gpu::Traffic traffic{folds * blocks * columns * static_cast<int64_t>(sizeof(A)), 0};
+      for (const Tensor* one : sums) {
+        if (one->defined()) traffic.writes += columns * size_of(one->dtype());
+      }
+      gpu::launch({.name = "norm_fold",
+                   .grid = folds * gpu::blocks(columns, gpu::kWarp),
+                   .block = dim3(gpu::kWarp, kFoldLines),
+                   .traffic = traffic},
+                  norm_fold_kernel<T>, fold);
+    }
+  });
+  if (drops && !result.update.defined()) {
+    result.update = dropout(result.input, options.dropout->p, options.dropout->stream);
   }
-  if (wanted[1]) result.weight = sum(dweights, {0}, false, compute);
-  if (wanted[2]) result.bias = sum(dbiases, {0}, false, compute);
   return result;
 }
 

@@ -2,7 +2,7 @@
 //
 // x, dy: f64, f32, bf16 or f16; weight and bias: of x's dtype or f32 (f64), or absent. Statistics
 // and arithmetic are f32 (f64 for f64), sums over blocks f64. Results are contiguous in x's dtype,
-// gradients of weight and bias in theirs. A row is read from memory once, forward and backward.
+// gradients of weight and bias in what they are calculated in or what is asked for. A row is read from memory once, forward and backward.
 // Column sums (weight and bias gradients) are partials of blocks of kNormRows rows, combined in
 // their order: the same bits for any thread count. Meta tensors give meta results.
 //
@@ -13,6 +13,7 @@
 
 #include <optional>
 
+#include <tessera/core/random.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera::kernels {
@@ -28,21 +29,39 @@ struct RowNorm {
   Tensor mean;  // [rows]; undefined for rms_norm
   Tensor rstd;  // [rows]: 1 / sqrt(variance + eps), or of the mean square
 };
+// Of x on its way to the residual: dropout(x, p, stream) of random_fill.h, p in (0, 1).
+struct ResidualDropout {
+  double p = 0;
+  RandomStream stream = {};
+};
 // x: [..., columns of the last dimensions]; residual: x's shape and dtype or absent; `center` false
-// for rms_norm. y = (s - mean) rstd weight + bias with s = x + residual.
+// for rms_norm. y = (s - mean) rstd weight + bias with s = x + residual; `dropout` needs a residual.
 RowNorm row_norm_forward(const Tensor& x, const Tensor& residual, int64_t columns,
-                         const Tensor& weight, const Tensor& bias, double eps, bool center);
+                         const Tensor& weight, const Tensor& bias, double eps, bool center,
+                         const std::optional<ResidualDropout>& dropout = {});
 
 struct RowNormGradients {
   Tensor input;
   Tensor weight;
   Tensor bias;
+  Tensor update;       // of what dropout took, where there was dropout
+  Tensor column_sums;  // [columns], see below
+};
+struct RowNormBackwardOptions {
+  // Of the gradients of weight and bias; else what they are calculated in.
+  std::optional<DType> weight_dtype = {}, bias_dtype = {};
+  std::optional<ResidualDropout> dropout = {};
+  // Sums over rows of the gradient that goes to x (`update`, else `input`), in its dtype: what is
+  // the gradient of a bias that was added to x. On a GPU, for rows that stay in registers; else
+  // they are left undefined.
+  bool column_sums = false;
 };
 // `dsum`: a gradient that reaches the normalised tensor from elsewhere (the residual stream), added
 // to the input's, or absent. `wanted`: which gradients to make (input, weight, bias).
 RowNormGradients row_norm_backward(const Tensor& dy, const Tensor& dsum, const Tensor& x,
                                    int64_t columns, const Tensor& weight, const Tensor& mean,
-                                   const Tensor& rstd, const bool (&wanted)[3]);
+                                   const Tensor& rstd, const bool (&wanted)[3],
+                                   const RowNormBackwardOptions& options = {});
 
 // ---- group_norm, batch_norm: x seen as (N, C, S)
 // -------------------------------------------------

@@ -10,6 +10,7 @@
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/norm/norm_blocks.h>
+#include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
@@ -47,10 +48,16 @@ Tensor sum_partials(const Tensor& partials, DType dtype) {
 }  // namespace
 
 RowNorm row_norm_forward(const Tensor& x, const Tensor& residual, int64_t columns,
-                         const Tensor& weight, const Tensor& bias, double eps, bool center) {
+                         const Tensor& weight, const Tensor& bias, double eps, bool center,
+                         const std::optional<ResidualDropout>& dropout) {
   if (x.device().is_cuda()) {
     return on_cuda<kernels::row_norm_forward>(center ? "layer_norm" : "rms_norm", x.device(), x,
-                                              residual, columns, weight, bias, eps, center);
+                                              residual, columns, weight, bias, eps, center,
+                                              dropout);
+  }
+  if (dropout) {
+    return row_norm_forward(kernels::dropout(x, dropout->p, dropout->stream), residual, columns,
+                            weight, bias, eps, center);
   }
   const char* where = center ? "layer_norm" : "rms_norm";
   check_operand(where, x);
@@ -88,20 +95,24 @@ RowNorm row_norm_forward(const Tensor& x, const Tensor& residual, int64_t column
 
 RowNormGradients row_norm_backward(const Tensor& dy, const Tensor& dsum, const Tensor& x,
                                    int64_t columns, const Tensor& weight, const Tensor& mean,
-                                   const Tensor& rstd, const bool (&wanted)[3]) {
+                                   const Tensor& rstd, const bool (&wanted)[3],
+                                   const RowNormBackwardOptions& options) {
   if (x.device().is_cuda()) {
     return on_cuda<kernels::row_norm_backward>(mean.defined() ? "layer_norm" : "rms_norm",
                                                x.device(), dy, dsum, x, columns, weight, mean, rstd,
-                                               wanted);
+                                               wanted, options);
   }
   const int64_t rows = columns == 0 ? 0 : x.numel() / columns;
   const DType compute = compute_dtype(x.dtype());
   const int64_t blocks = (rows + kNormRows - 1) / kNormRows;
   RowNormGradients result;
   if (wanted[0]) result.input = raw::empty(x.shape(), x.dtype(), x.device());
+  const DType weight_dtype = options.weight_dtype.value_or(compute);
+  const DType bias_dtype = options.bias_dtype.value_or(compute);
   if (x.is_meta()) {
-    if (wanted[1]) result.weight = raw::empty({columns}, compute, x.device());
-    if (wanted[2]) result.bias = raw::empty({columns}, compute, x.device());
+    if (wanted[1]) result.weight = raw::empty({columns}, weight_dtype, x.device());
+    if (wanted[2]) result.bias = raw::empty({columns}, bias_dtype, x.device());
+    if (wanted[0] && options.dropout) result.update = raw::empty(x.shape(), x.dtype(), x.device());
     return result;
   }
   const Tensor source = contiguous(x), grad = like_dtype(dy, x.dtype());
@@ -140,8 +151,11 @@ RowNormGradients row_norm_backward(const Tensor& dy, const Tensor& dsum, const T
       }
     }
   });
-  if (wanted[1]) result.weight = sum_partials(dweights, compute);
-  if (wanted[2]) result.bias = sum_partials(dbiases, compute);
+  if (wanted[1]) result.weight = sum_partials(dweights, weight_dtype);
+  if (wanted[2]) result.bias = sum_partials(dbiases, bias_dtype);
+  if (wanted[0] && options.dropout) {
+    result.update = dropout(result.input, options.dropout->p, options.dropout->stream);
+  }
   return result;
 }
 
