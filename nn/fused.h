@@ -41,7 +41,8 @@ Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
 
 // Whether the product of a linear layer of x had better add the residual itself, before the norm
 // that comes next: on a GPU, where both have one dtype, which is that of an autocast that they are
-// in, and calling the modules does nothing else. `callees`: the layer, and modules that it is called through.
+// in, and calling the modules does nothing else. `callees`: the layer, and modules that it is
+// called through.
 bool adds_residual(const Tensor& x, const Tensor& residual,
                    std::initializer_list<const ModuleBase*> callees);
 

@@ -47,12 +47,13 @@ Attention::Attention(const GptConfig& config, size_t layer)
       c_attn(add<nn::Linear>("c_attn", config.width, 3 * config.width)),
       c_proj(add<nn::Linear>("c_proj", config.width, config.width)) {}
 
-Tensor Attention::forward(const Tensor& x, KvCache* cache) {
+Tensor Attention::forward(const Tensor& x, KvCache* cache, const Tensor& residual) {
   const int64_t B = x.size(0), T = x.size(1), C = x.size(2), E = C / heads;
   const Tensor packed = c_attn(x).view({B, T, 3, heads, E});
   if (cache == nullptr) {
-    return c_proj(
-        packed_attention(packed, {.dropout = is_training() ? dropout : 0, .causal = true}));
+    const Tensor y =
+        packed_attention(packed, {.dropout = is_training() ? dropout : 0, .causal = true});
+    return residual.defined() ? linear(y, c_proj.weight, c_proj.bias, residual) : c_proj(y);
   }
   const auto part = [&](int64_t i) { return packed.select(2, i).transpose(1, 2); };
   const int64_t before = cache->length();
@@ -90,8 +91,18 @@ ResidualNorm add_and_normalise(const Stream& stream, nn::LayerNorm& norm) {
 
 Stream Block::forward(const Stream& stream, KvCache* cache) {
   const auto [before, normalized] = add_and_normalise(stream, ln_1);
-  const Tensor attended = tessera::dropout(attn(normalized, cache), dropout, is_training());
-  const auto [after, second] = add_and_normalise({before, attended}, ln_2);
+  const auto adds = [&](const Tensor& x, std::initializer_list<const nn::ModuleBase*> callees) {
+    const bool drops = dropout > 0 && is_training();
+    return !drops && cache == nullptr && nn::adds_residual(x, before, callees);
+  };
+  Stream middle{before, {}};
+  if (adds(normalized, {&attn, &attn.c_proj})) {
+    middle.residual = attn(normalized, cache, before);
+  } else {
+    middle.update = tessera::dropout(attn(normalized, cache), dropout, is_training());
+  }
+  const auto [after, second] = add_and_normalise(middle, ln_2);
+  if (adds(second, {&mlp, &mlp.inner, &mlp.outer})) return {mlp(second, after), {}};
   return {after, tessera::dropout(mlp(second), dropout, is_training())};
 }
 

@@ -73,7 +73,8 @@ class KvCache {
 
 struct Attention : nn::Module<Attention> {
   Attention(const GptConfig& config, size_t layer);
-  Tensor forward(const Tensor& x, KvCache* cache);  // [B, T, C]
+  // [B, T, C]; with a residual, of that shape: the sum of both.
+  Tensor forward(const Tensor& x, KvCache* cache, const Tensor& residual = {});
 
   const int64_t heads;
   const size_t layer;
@@ -83,10 +84,10 @@ struct Attention : nn::Module<Attention> {
 };
 
 // The sum of the blocks so far, and what the last one adds to it. The addition is left to the next
-// layer norm, which does both in one pass.
+// layer norm, which does both in one pass, or was done by the block's last product.
 struct Stream {
   Tensor residual;  // [B, T, C]
-  Tensor update;    // [B, T, C], undefined before the first block
+  Tensor update;    // [B, T, C], undefined before the first block and where nothing is left to add
   void visit_tensors(auto&& visit) { visit(residual), visit(update); }
 };
 
