@@ -83,8 +83,8 @@ class Saved {
 
   // [Note: what goes along with gradients] (engine.h), by input and output.
   //
-  // The gradient that reached input i before, of its shape and dtype, or undefined. Whoever takes it
-  // adds it to what it returns for that input.
+  // The gradient that reached input i before, of its shape and dtype, or undefined. Whoever takes
+  // it adds it to what it returns for that input.
   Tensor take_pending(int input) const;
   bool wants_column_sums(int input) const;
   void give_column_sums(int input, const Tensor& gradient, const Tensor& sums) const;

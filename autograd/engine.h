@@ -27,8 +27,8 @@ struct EngineRequest {
 TensorList run_backward(const EngineRequest& request);
 
 // [Note: what goes along with gradients] A kernel that calculates a gradient can often do more with
-// it while it has it at hand than the pass does with it later, and backward of an op may offer so to
-// the pass that runs it on this thread (Saved has it by input):
+// it while it has it at hand than the pass does with it later, and backward of an op may offer so
+// to the pass that runs it on this thread (Saved has it by input):
 //
 // - to add the gradient that reached the same tensor before: a product adds a matrix to its result,
 //   and backward of a norm that of the residual stream. What take_pending_gradient() gives is gone

@@ -81,21 +81,21 @@ Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias, Ge
               [&](const TensorList& in) { return gelu(linear(in[0], in[1], in[2]), approximate); });
         }
         const Tensor before = s.extra(0);
-        const Tensor grad = tanh_form ? kernels::binary<fn::GeluTanhGrad>(dy[0], before)
-                                      : kernels::binary<fn::GeluGrad>(dy[0], before);
-        const Tensor rows = rows_of(grad);
-        Tensor grad_x, grad_weight, grad_bias;
+        const auto [rows, sums] =
+            kernels::gelu_gradients(rows_of(dy[0]), rows_of(before), tanh_form, s.needs(2));
+        Tensor grad_x, grad_weight, grad_bias = sums;
+        const bool wants_bias = s.needs(2) && !sums.defined();
         if (s.needs(0)) {
           grad_x = input_gradient(rows, s);
           count_flops(linear_flops(before, s.input(1)));
         }
         if (s.needs(1)) {
           const kernels::LinearGradients gradients =
-              kernels::linear_gradients(rows, rows_of(s.input(0)), s.needs(2));
+              kernels::linear_gradients(rows, rows_of(s.input(0)), wants_bias);
           count_flops(linear_flops(before, s.input(1)));
           grad_weight = gradients.weight;
-          grad_bias = gradients.bias;
-        } else if (s.needs(2)) {
+          if (wants_bias) grad_bias = gradients.bias;
+        } else if (wants_bias) {
           grad_bias = sum(rows, {0});
         }
         return {grad_x, grad_weight, grad_bias};
@@ -143,12 +143,11 @@ Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& b
         const kernels::LinearGelu inner =
             kernels::linear_gelu(in[0], in[1], in[2], tanh_form, extras.wanted() && keeps_before);
         if (in[5].defined()) check_layer_dtypes(kLinearGeluLinear, in[0], in[3], in[5]);
-        const Tensor y =
-            in[5].defined()
-                ? raw::view(kernels::matmul_onto(rows_of(in[5]), rows_of(inner.y),
-                                                 raw::transpose(in[3], 0, 1), in[4]),
-                            in[5].shape())
-                : kernels::linear(inner.y, in[3], in[4]);
+        const Tensor y = in[5].defined()
+                             ? raw::view(kernels::matmul_onto(rows_of(in[5]), rows_of(inner.y),
+                                                              raw::transpose(in[3], 0, 1), in[4]),
+                                         in[5].shape())
+                             : kernels::linear(inner.y, in[3], in[4]);
         count_flops(linear_flops(inner.y, in[1]) + linear_flops(y, in[3]));
         if (extras.wanted()) {
           extras.save(inner.before);

@@ -268,9 +268,8 @@ cublasStatus_t queue(DevicePlans& device, const Plan& plan, const GemmProblem& p
   const Descriptors& all = plan.descriptors;
   return library().Matmul(device.handle, all.operation.get(), a, call.a.data, all.a.get(),
                           call.b.data, all.b.get(), b, problem.c != nullptr ? problem.c : target,
-                          all.d.get(), target, all.d.get(),
-                          &plan.algorithm, workspace, static_cast<size_t>(device.workspace_bytes),
-                          current_stream());
+                          all.d.get(), target, all.d.get(), &plan.algorithm, workspace,
+                          static_cast<size_t>(device.workspace_bytes), current_stream());
 }
 
 struct TimingEvent {

@@ -576,6 +576,40 @@ TEST(CudaNorm, RowsOfAllWidths) {
   }
 }
 
+// GELU's gradient in one pass with the sums of the bias, and without vectors apart.
+TEST(CudaNorm, GeluBringsTheSumsOfItsBias) {
+  for (const int64_t width : {8, 264, 13}) {
+    for (const DType dtype : {kF32, kBF16, kF64}) {
+      for (const Gelu form : {Gelu::kNone, Gelu::kTanh}) {
+        SCOPED_TRACE(testing::Message() << width << " " << dtype);
+        const Tensor x = mul(numbers({131, 16}, kF32), 0.02).to(dtype);
+        const Tensor matrix = mul(numbers({width, 16}, kF32, 31), 0.05).to(dtype);
+        const Tensor scales = mul(numbers({width}, kF32, 9), 0.1).to(dtype);
+        const Tensor up = mul(numbers({131, width}, kF32, 41), 0.05).to(dtype);
+        const auto run = [&](const Device& device) {
+          const Tensor a = leaf(x.to(device)), w = leaf(matrix.to(device));
+          const Tensor b = leaf(scales.to(device));
+          linear_gelu(a, w, b, form).backward(up.to(device));
+          const Tensor out = leaf(matrix.t().contiguous().to(device));
+          linear_gelu_linear(a, w, b, out, {}, form)
+              .backward(up.slice(1, 0, 1).to(device).expand({131, 16}));
+          return std::vector<Tensor>{a.grad(), w.grad(), b.grad(), out.grad()};
+        };
+        const std::vector<Tensor> got = run(kGpu), expected = run(kCpu);
+        const double eps = dtype == kF64 ? 0x1p-52 : dtype == kF32 ? 0x1p-23 : 0x1p-8;
+        for (size_t i = 0; i < got.size(); ++i) {
+          double largest = 1;
+          for (const double value : expected[i].to_vector()) {
+            largest = std::max(largest, std::abs(value));
+          }
+          SCOPED_TRACE(testing::Message() << "result " << i);
+          expect_close(got[i], expected[i], 24 * eps * largest);
+        }
+      }
+    }
+  }
+}
+
 // Dropout on the way to the residual draws what dropout draws; the bias of the layer before, whose
 // gradient comes with that of the norm, has the gradient that it has on the CPU, also where the
 // stream goes on, and where a hook writes over the gradient on its way.
@@ -593,8 +627,8 @@ TEST(CudaNorm, BringsDropoutAndTheSumsOfTheBiasBefore) {
           const Tensor a = put(x), w = put(matrix), b = put(scales), n = put(scales);
           const Tensor residual = put(other);
           const Tensor inner = linear(a, w, b);
-          const ResidualNorm first = residual_layer_norm(inner, residual, {width}, n, b, 1e-5, 0.25,
-                                                         RandomStream{5, 9});
+          const ResidualNorm first =
+              residual_layer_norm(inner, residual, {width}, n, b, 1e-5, 0.25, RandomStream{5, 9});
           const Tensor onto = linear(a, w, b, first.residual);
           const Tensor y = layer_norm(onto, {width}, n, b);
           if (hooked) {

@@ -13,6 +13,7 @@
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/embedding/embedding.h>
+#include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/loss/cross_entropy.h>
 #include <tessera/core/kernels/norm/norm.h>
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
@@ -139,6 +140,21 @@ TEST_F(CudaTraffic, OfGradientsOfNorms) {
           EXPECT_EQ(launch.declared.reads, launch.counted.reads) << launch.name;
           EXPECT_EQ(launch.declared.writes, launch.counted.writes) << launch.name;
         }
+      }
+    }
+  }
+}
+
+TEST_F(CudaTraffic, OfGradientsOfGelu) {
+  for (const DType dtype : {kF32, kBF16}) {
+    for (const int64_t width : {8, 264, 2100}) {
+      const Tensor dy = on_gpu({130, width}, dtype), x = on_gpu({130, width}, dtype);
+      for (const bool tanh_form : {true, false}) {
+        const std::vector<std::string> names =
+            width * size_of(dtype) % 16 == 0
+                ? std::vector<std::string>{"gelu_gradient", "gelu_fold"}
+                : std::vector<std::string>{"elementwise"};
+        expect_declared([&] { kernels::gelu_gradients(dy, x, tanh_form, true); }, names);
       }
     }
   }

@@ -134,9 +134,9 @@ Traffic traffic_of(const GemmProblem& p) {
 // GELU's gradient was found: its formula is one and a half times as long (elementwise.cuh), and the
 // bias's sum comes on top, so that it is taken for twice as much; the sum alone for as much as
 // GELU, of each number of the operand that is summed. So is what beta adds, which reads a matrix of
-// the result's size as GELU writes one: three or four instructions by its formula. That fusing them pays on Hopper is the
-// default of llm.c since github.com/karpathy/llm.c/pull/653. They stand beside the product, not
-// under it.
+// the result's size as GELU writes one: three or four instructions by its formula. That fusing them
+// pays on Hopper is the default of llm.c since github.com/karpathy/llm.c/pull/653. They stand
+// beside the product, not under it.
 double epilogue_instructions(const GemmProblem& p) {
   const auto results = static_cast<double>(p.M) * static_cast<double>(p.N);
   const double added = p.beta != 0 ? 10 * results * static_cast<double>(p.batch) : 0;

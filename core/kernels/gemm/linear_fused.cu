@@ -1,5 +1,8 @@
 #include <tessera/core/kernels/gemm/linear_fused.h>
 
+#include <type_traits>
+
+#include <tessera/core/approximate.h>
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/factory.h>
@@ -10,6 +13,7 @@
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/raw_views.h>
+#include <tessera/core/kernels/common/column_fold.cuh>
 #include <tessera/core/kernels/gemm/matmul_tiles.cuh>
 
 namespace tessera::kernels {
@@ -38,6 +42,118 @@ Tensor rows_of(const Tensor& x) {
 }
 
 Tensor column_sums(const Tensor& x) { return sum(x, {0}, false, x.dtype()); }
+
+// ---- GELU's gradient and its sums over rows -----------------------------------------------------
+
+// A block has kGeluRows rows of a tile of columns: each lane a vector, each of kGeluLines warps
+// every kGeluLines-th row. Sums of a thread are joined in the order of the warps.
+constexpr int kGeluLines = 8;
+constexpr int64_t kGeluRows = 64;
+template <class T>
+struct GeluGradient {
+  const T* dy;
+  const T* before;
+  T* grad;               // may be dy
+  Compute<T>* partials;  // (blocks of rows, C)
+  int64_t rows, C;
+};
+template <class T, class F, class Number>
+__global__ void __launch_bounds__(gpu::kWarp* kGeluLines)
+    gelu_gradient_kernel(const GeluGradient<T> p) {
+  using A = Compute<T>;
+  constexpr int kWidth = 16 / sizeof(T), kTile = gpu::kWarp * kWidth;
+  TS_SHARED(A, joined, kGeluLines * kTile);
+  const int lane = static_cast<int>(threadIdx.x), line = static_cast<int>(threadIdx.y);
+  const int64_t tiles = (p.C + kTile - 1) / kTile, block = blockIdx.x / tiles;
+  const int64_t c = blockIdx.x % tiles * kTile + lane * kWidth;
+  const int64_t begin = block * kGeluRows;
+  const int64_t end = begin + kGeluRows < p.rows ? begin + kGeluRows : p.rows;
+  A sums[kWidth] = {};
+  if (c < p.C) {
+    for (int64_t row = begin + line; row < end; row += kGeluLines) {
+      auto grads = gpu::load_vector<kWidth>(p.dy + row * p.C + c);
+      const auto before = gpu::load_vector<kWidth>(p.before + row * p.C + c);
+      TS_UNROLL
+      for (int j = 0; j < kWidth; ++j) {
+        const A dy = load<A>(grads.values[j]), x = load<A>(before.values[j]);
+        A value;
+        if constexpr (std::is_same_v<Number, A>) {
+          value = F{}(dy, x);
+        } else {
+          value = F{}(Number(dy), Number(x)).value;
+        }
+        grads.values[j] = store<T>(value);
+        sums[j] += load<A>(grads.values[j]);
+      }
+      gpu::store_vector(p.grad + row * p.C + c, grads);
+    }
+  }
+  TS_UNROLL
+  for (int j = 0; j < kWidth; ++j) joined[line * kTile + j * gpu::kWarp + lane] = sums[j];
+  __syncthreads();
+  if (line > 0 || c >= p.C) return;
+  gpu::Vector<A, kWidth> total;
+  TS_UNROLL
+  for (int j = 0; j < kWidth; ++j) {
+    total.values[j] = sums[j];
+    for (int l = 1; l < kGeluLines; ++l) {
+      total.values[j] += joined[l * kTile + j * gpu::kWarp + lane];
+    }
+  }
+  gpu::store_vector(p.partials + block * p.C + c, total);
+}
+
+// Instructions for an element, as in elementwise.cuh, and those of the sums.
+template <class F, bool kApproximate>
+inline constexpr double kGeluInstructions = std::is_same_v<F, fn::GeluGrad>
+                                                ? (kApproximate ? 41 : 52)
+                                                : (kApproximate ? 35 : 48);
+
+// Writes GELU's gradient to `grad`, which may be dy. The sums where they are wanted and rows are
+// made of vectors, else undefined.
+template <class F>
+Tensor gelu_gradient_into(const Tensor& grad, const Tensor& dy, const Tensor& before,
+                          bool want_bias) {
+  const int64_t rows = before.size(0), C = before.size(1);
+  const bool vectors = want_bias && rows > 0 && C > 0 && dy.dtype() == before.dtype() &&
+                       C * size_of(dy.dtype()) % 16 == 0 && dy.is_contiguous() &&
+                       before.is_contiguous() && is_aligned(dy.data()) &&
+                       is_aligned(before.data()) && is_aligned(grad.data());
+  if (!vectors) {
+    binary_into<F>(grad, dy, before);
+    return {};
+  }
+  const Tensor bias = raw::empty({C}, dy.dtype(), dy.device());
+  dispatch_floating(dy.dtype(), "gelu", [&]<class T>() {
+    using A = Compute<T>;
+    using Number = std::conditional_t<sizeof(T) == 2, math::Approximate, A>;
+    const unsigned blocks = gpu::blocks(rows, kGeluRows);
+    const Tensor partials = raw::empty({blocks, C}, dtype_of<A>, dy.device());
+    const int64_t plane = rows * C * static_cast<int64_t>(sizeof(T));
+    const double each = kGeluInstructions<F, sizeof(T) == 2>;
+    gpu::launch(
+        {.name = "gelu_gradient",
+         .grid = blocks * gpu::blocks(C, gpu::kWarp, 16 / sizeof(T)),
+         .block = dim3(gpu::kWarp, kGeluLines),
+         .traffic = {2 * plane, plane + blocks * C * static_cast<int64_t>(sizeof(A))},
+         .instructions = std::is_same_v<A, float> ? each * static_cast<double>(rows * C) : 0},
+        gelu_gradient_kernel<T, F, Number>,
+        GeluGradient<T>{dy.data_as<T>(), before.data_as<T>(), grad.data_as<T>(),
+                        partials.data_as<A>(), rows, C});
+    ColumnFold<T> fold{.rows = blocks, .columns = C};
+    fold.add(partials, bias);
+    launch_column_fold("gelu_fold", fold);
+  });
+  return bias;
+}
+
+GeluGradients gelu_gradients_cuda(const Tensor& dy, const Tensor& before, bool tanh_form,
+                                  bool want_bias) {
+  const Tensor grad = raw::empty(before.shape(), dy.dtype(), dy.device());
+  const Tensor bias = tanh_form ? gelu_gradient_into<fn::GeluTanhGrad>(grad, dy, before, want_bias)
+                                : gelu_gradient_into<fn::GeluGrad>(grad, dy, before, want_bias);
+  return {grad, bias};
+}
 
 LinearGelu linear_gelu_cuda(const Tensor& x, const Tensor& weight, const Tensor& bias,
                             bool tanh_form, bool want_before) {
@@ -85,8 +201,8 @@ GeluGradients linear_gelu_gradients_cuda(const Tensor& dy, const Tensor& weight,
                                          const Tensor& before, bool tanh_form, bool want_bias) {
   const Tensor grad = raw::empty(before.shape(), dy.dtype(), dy.device());
   const auto through_gelu = [&] {
-    tanh_form ? binary_into<fn::GeluTanhGrad>(grad, grad, before)
-              : binary_into<fn::GeluGrad>(grad, grad, before);
+    return tanh_form ? gelu_gradient_into<fn::GeluTanhGrad>(grad, grad, before, want_bias)
+                     : gelu_gradient_into<fn::GeluGrad>(grad, grad, before, want_bias);
   };
   gpu::GemmProblem problem;
   if (tanh_form && product_of(dy, weight, grad, problem) && as_gemm_matrix(before, problem.aux)) {
@@ -95,14 +211,12 @@ GeluGradients linear_gelu_gradients_cuda(const Tensor& dy, const Tensor& weight,
     problem.epilogue = want_bias ? GemmEpilogue::kGeluGradBiasGrad : GemmEpilogue::kGeluGrad;
     if (want_bias) set_bias(problem, bias);
     const auto rest = [&] {
-      through_gelu();
-      if (want_bias) column_sums(grad);
+      if (!through_gelu().defined() && want_bias) column_sums(grad);
     };
     if (gpu::fused_gemm_wins(problem, rest) && run_counted(problem)) return {grad, bias};
   }
   matmul_into(grad, dy, weight, false);
-  through_gelu();
-  return {grad, Tensor()};
+  return {grad, through_gelu()};
 }
 
 }  // namespace
@@ -110,6 +224,7 @@ GeluGradients linear_gelu_gradients_cuda(const Tensor& dy, const Tensor& weight,
 void register_linear_fused() {
   cuda_kernel<linear_gelu> = linear_gelu_cuda;
   cuda_kernel<linear_gradients> = linear_gradients_cuda;
+  cuda_kernel<gelu_gradients> = gelu_gradients_cuda;
   cuda_kernel<linear_gelu_gradients> = linear_gelu_gradients_cuda;
 }
 

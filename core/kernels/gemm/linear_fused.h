@@ -27,10 +27,14 @@ LinearGradients linear_gradients(const Tensor& dy, const Tensor& x, bool want_bi
 // Back through a linear layer and the GELU before it.
 struct GeluGradients {
   Tensor before;  // (dy weight) gelu'(before): [rows, in]
-  // Its sum over rows: [in]. Undefined where not wanted, or where the product did not bring it
-  // along: then it comes with linear_gradients() of the layer before.
+  // Its sum over rows: [in]. Undefined where not wanted, or where it was not brought along: then it
+  // comes with linear_gradients() of the layer before.
   Tensor bias;
 };
+// Of GELU alone: dy gelu'(before), in one pass with its sums over rows where a GPU has vectors of
+// them. dy, before: [rows, in].
+GeluGradients gelu_gradients(const Tensor& dy, const Tensor& before, bool tanh_form,
+                             bool want_bias);
 // dy: [rows, out]; weight: [out, in]; before: [rows, in], what GELU was applied to.
 GeluGradients linear_gelu_gradients(const Tensor& dy, const Tensor& weight, const Tensor& before,
                                     bool tanh_form, bool want_bias);

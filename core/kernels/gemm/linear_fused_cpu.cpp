@@ -27,6 +27,14 @@ LinearGradients linear_gradients(const Tensor& dy, const Tensor& x, bool want_bi
           want_bias ? sum(dy, {0}, false, dy.dtype()) : Tensor()};
 }
 
+GeluGradients gelu_gradients(const Tensor& dy, const Tensor& before, bool tanh_form,
+                             bool want_bias) {
+  if (dy.device().is_cuda()) {
+    return on_cuda<kernels::gelu_gradients>("gelu", dy.device(), dy, before, tanh_form, want_bias);
+  }
+  return {tanh_form ? binary<fn::GeluTanhGrad>(dy, before) : binary<fn::GeluGrad>(dy, before), {}};
+}
+
 GeluGradients linear_gelu_gradients(const Tensor& dy, const Tensor& weight, const Tensor& before,
                                     bool tanh_form, bool want_bias) {
   if (dy.device().is_cuda()) {

@@ -132,7 +132,8 @@ void multiply(const char* where, const Tensor& a, const Tensor& b, const Tensor&
                   .alpha = alpha,
                   .beta = beta};
   const Tensor packed = bias.defined() ? contiguous(bias) : bias;
-  if (is_floating(a.dtype()) && multiply_by_library(a, b, packed, result, alpha, beta, base, walk)) {
+  if (is_floating(a.dtype()) &&
+      multiply_by_library(a, b, packed, result, alpha, beta, base, walk)) {
     return;
   }
   if (base.defined()) copy_into(result, base);

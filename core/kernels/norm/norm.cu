@@ -10,6 +10,7 @@
 #include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/kernels/random/random_numbers.h>
 #include <tessera/core/kernels/reduce/reduce.h>
+#include <tessera/core/kernels/common/column_fold.cuh>
 #include <tessera/core/kernels/common/rows.cuh>
 #include <tessera/core/kernels/common/strided.cuh>
 
@@ -72,14 +73,14 @@ struct NormDropout {
 
 template <class T>
 struct NormForward {
-  const T* x;                // (rows, C)
-  const T* residual;         // (rows, C) or null
-  T* sum;                    // (rows, C) where there is a residual
-  T* y;                      // (rows, C)
-  const void* weight;        // (C) of W or null; of Compute<T> for kernels without a W
-  const void* bias;          // the same
-  Compute<T>* mean;          // (rows), null for rms_norm
-  Compute<T>* rstd;          // (rows)
+  const T* x;          // (rows, C)
+  const T* residual;   // (rows, C) or null
+  T* sum;              // (rows, C) where there is a residual
+  T* y;                // (rows, C)
+  const void* weight;  // (C) of W or null; of Compute<T> for kernels without a W
+  const void* bias;    // the same
+  Compute<T>* mean;    // (rows), null for rms_norm
+  Compute<T>* rstd;    // (rows)
   int64_t rows, C;
   double eps;
   NormDropout<T> dropout;  // of x, for kernels that drop
@@ -87,19 +88,19 @@ struct NormForward {
 
 template <class T>
 struct NormBackward {
-  const T* dy;               // (rows, C)
-  const T* dsum;             // (rows, C) or null
-  const T* x;                // (rows, C)
-  const void* weight;        // (C) as in NormForward
-  const Compute<T>* mean;    // (rows), null for rms_norm
-  const Compute<T>* rstd;    // (rows)
-  T* dx;                     // (rows, C) or null
-  Compute<T>* dweights;      // (blocks of kNormRows rows, C) or null
-  Compute<T>* dbiases;       // (blocks of kNormRows rows, C) or null
+  const T* dy;             // (rows, C)
+  const T* dsum;           // (rows, C) or null
+  const T* x;              // (rows, C)
+  const void* weight;      // (C) as in NormForward
+  const Compute<T>* mean;  // (rows), null for rms_norm
+  const Compute<T>* rstd;  // (rows)
+  T* dx;                   // (rows, C) or null
+  Compute<T>* dweights;    // (blocks of kNormRows rows, C) or null
+  Compute<T>* dbiases;     // (blocks of kNormRows rows, C) or null
   int64_t rows, C;
   // Of kernels that have more to do with dx.
-  T* update;              // (rows, C) or null: what dropout takes of dx
-  Compute<T>* dupdates;   // (blocks of kNormRows rows, C) or null: sums of update, or else of dx
+  T* update;             // (rows, C) or null: what dropout takes of dx
+  Compute<T>* dupdates;  // (blocks of kNormRows rows, C) or null: sums of update, or else of dx
   NormDropout<T> dropout;
 };
 
@@ -261,44 +262,6 @@ __global__ void __launch_bounds__(kRegisterBlock<kThreads>)
   join(dweight, p.dweights);
   join(dbias, p.dbiases);
   if constexpr (kMore) join(dupdate, p.dupdates);
-}
-
-// Sums of the partial sums of all blocks, of up to three gradients, each in its dtype. A block has
-// 32 columns of one of them, each of kFoldLines warps every kFoldLines-th row of partials; their
-// sums are joined in the order of the warps, in f64.
-constexpr int kFoldLines = 16;
-template <class T>
-struct NormFold {
-  struct One {
-    const Compute<T>* partials;  // (blocks, C)
-    Compute<T>* wide;            // (C), where the result is not narrow
-    T* narrow;
-  } all[3];
-  int64_t blocks, C;
-};
-template <class T>
-__global__ void __launch_bounds__(gpu::kWarp* kFoldLines) norm_fold_kernel(const NormFold<T> p) {
-  TS_SHARED(double, sums, kFoldLines * gpu::kWarp);
-  const int lane = static_cast<int>(threadIdx.x), line = static_cast<int>(threadIdx.y);
-  const int64_t tiles = (p.C + gpu::kWarp - 1) / gpu::kWarp;
-  const typename NormFold<T>::One& one = p.all[blockIdx.x / tiles];
-  const int64_t c = blockIdx.x % tiles * gpu::kWarp + lane;
-  double total = 0;
-  if (c < p.C) {
-    for (int64_t b = line; b < p.blocks; b += kFoldLines) {
-      total += static_cast<double>(one.partials[b * p.C + c]);
-    }
-  }
-  sums[line * gpu::kWarp + lane] = total;
-  __syncthreads();
-  if (line > 0 || c >= p.C) return;
-  for (int l = 1; l < kFoldLines; ++l) total += sums[l * gpu::kWarp + lane];
-  const auto value = static_cast<Compute<T>>(total);
-  if (one.narrow != nullptr) {
-    one.narrow[c] = store<T>(value);
-  } else {
-    one.wide[c] = value;
-  }
 }
 
 // One block a row: residual added and written, mean, variance of the deviations, result. `staged`:
@@ -583,13 +546,13 @@ RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t c
       }
       with_stored_type<T>({&w, &b}, [&]<class W>() {
         take_parameters();
-        gpu::launch({.name = name,
-                     .grid = gpu::blocks(rows, kRowsOfBlock<gpu::kWarp>),
-                     .block = kRegisterBlock<gpu::kWarp>,
-                     .traffic = traffic},
-                    given ? register_row_norm_kernel<T, W, true>
-                          : register_row_norm_kernel<T, W, false>,
-                    p);
+        gpu::launch(
+            {.name = name,
+             .grid = gpu::blocks(rows, kRowsOfBlock<gpu::kWarp>),
+             .block = kRegisterBlock<gpu::kWarp>,
+             .traffic = traffic},
+            given ? register_row_norm_kernel<T, W, true> : register_row_norm_kernel<T, W, false>,
+            p);
       });
       return;
     }
@@ -704,16 +667,11 @@ RowNormGradients row_norm_backward_cuda(const Tensor& dy, const Tensor& dsum, co
     // (blocks, columns) for each of the sums
     Tensor partials[3];
     const Tensor* const sums[3] = {&result.weight, &result.bias, &result.column_sums};
-    NormFold<T> fold{{}, blocks, columns};
-    unsigned folds = 0;
+    ColumnFold<T> fold{.rows = blocks, .columns = columns};
     for (int i = 0; i < 3; ++i) {
       if (!sums[i]->defined()) continue;
       partials[i] = raw::empty({blocks, columns}, compute, x.device());
-      const bool narrow = sums[i]->dtype() == dtype_of<T>;
-      const bool converted = !narrow && sums[i]->dtype() != compute;
-      TS_CHECK_DTYPE(!converted, "norm", "has gradients of ", x.dtype(), " or ", compute);
-      fold.all[folds++] = {partials[i].data_as<A>(), narrow ? nullptr : sums[i]->data_as<A>(),
-                           narrow ? sums[i]->data_as<T>() : nullptr};
+      fold.add(partials[i], *sums[i]);
     }
     if (blocks > 0) {
       NormBackward<T> p{grad.data_as<T>(),
@@ -733,17 +691,7 @@ RowNormGradients row_norm_backward_cuda(const Tensor& dy, const Tensor& dsum, co
       if (result.update.defined()) p.dropout = dropout_of<T>(options.dropout);
       launch_norm_backward<T>(p, threads, w);
     }
-    if (folds > 0 && columns > 0) {
-      gpu::Traffic traffic{folds * blocks * columns * static_cast<int64_t>(sizeof(A)), 0};
-      for (const Tensor* one : sums) {
-        if (one->defined()) traffic.writes += columns * size_of(one->dtype());
-      }
-      gpu::launch({.name = "norm_fold",
-                   .grid = folds * gpu::blocks(columns, gpu::kWarp),
-                   .block = dim3(gpu::kWarp, kFoldLines),
-                   .traffic = traffic},
-                  norm_fold_kernel<T>, fold);
-    }
+    launch_column_fold("norm_fold", fold);
   });
   if (drops && !result.update.defined()) {
     result.update = dropout(result.input, options.dropout->p, options.dropout->stream);

@@ -2,9 +2,10 @@
 //
 // x, dy: f64, f32, bf16 or f16; weight and bias: of x's dtype or f32 (f64), or absent. Statistics
 // and arithmetic are f32 (f64 for f64), sums over blocks f64. Results are contiguous in x's dtype,
-// gradients of weight and bias in what they are calculated in or what is asked for. A row is read from memory once, forward and backward.
-// Column sums (weight and bias gradients) are partials of blocks of kNormRows rows, combined in
-// their order: the same bits for any thread count. Meta tensors give meta results.
+// gradients of weight and bias in what they are calculated in or what is asked for. A row is read
+// from memory once, forward and backward. Column sums (weight and bias gradients) are partials of
+// blocks of kNormRows rows, combined in their order: the same bits for any thread count. Meta
+// tensors give meta results.
 //
 // Of a variance that overflowed, rstd is NaN and with it the result, as in torch: 0 would make a
 // row its bias, and nothing would show that a run diverged. (Of a mean square, in rms_norm, it is
@@ -35,7 +36,8 @@ struct ResidualDropout {
   RandomStream stream = {};
 };
 // x: [..., columns of the last dimensions]; residual: x's shape and dtype or absent; `center` false
-// for rms_norm. y = (s - mean) rstd weight + bias with s = x + residual; `dropout` needs a residual.
+// for rms_norm. y = (s - mean) rstd weight + bias with s = x + residual; `dropout` needs a
+// residual.
 RowNorm row_norm_forward(const Tensor& x, const Tensor& residual, int64_t columns,
                          const Tensor& weight, const Tensor& bias, double eps, bool center,
                          const std::optional<ResidualDropout>& dropout = {});
