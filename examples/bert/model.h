@@ -78,6 +78,9 @@ struct SelfAttention : nn::Module<SelfAttention> {
   nn::Linear& query;
   nn::Linear& key;
   nn::Linear& value;
+
+ private:
+  bool packs(const Tensor& x) const;
 };
 
 // dense, dropout, and the layer norm of its sum with what the sublayer received.

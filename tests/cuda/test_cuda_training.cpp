@@ -17,6 +17,7 @@
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
+#include "bert/model.h"
 #include "gpt2/model.h"
 
 namespace tessera::gpt2 {
@@ -26,14 +27,14 @@ namespace {
 constexpr int64_t kBatch = 2, kContext = 16, kWidth = 32, kVocabulary = 61;
 
 // Steps of a GPT of two layers. A text with some order in it.
-std::vector<double> losses_on(const Device& device, DType dtype, int steps) {
+std::vector<double> losses_on(const Device& device, DType dtype, int steps, double dropout = 0.1) {
   manual_seed(17);
   Gpt model({.vocab_size = kVocabulary,
              .context = kContext,
              .width = kWidth,
              .layers = 2,
              .heads = 4,
-             .dropout = 0.1});
+             .dropout = dropout});
   model.to(dtype);
   model.to(device);
   optim::AdamW optimizer(model.named_parameters(), {.lr = 3e-3});
@@ -62,6 +63,47 @@ TEST(CudaTraining, AGptLearnsWhatItLearnsOnTheCpu) {
   EXPECT_LT(expected.back(), 0.98 * expected.front());
   for (size_t i = 0; i < expected.size(); ++i) {
     EXPECT_NEAR(got[i], expected[i], 1e-5 * expected[i]) << "step " << i;
+  }
+}
+
+// Without dropout the products add to the residual stream.
+TEST(CudaTraining, AGptWithoutDropoutLearnsWhatItLearnsOnTheCpu) {
+  const std::vector<double> expected = losses_on(kCpu, kF32, 10, 0),
+                            got = losses_on(cuda(0), kF32, 10, 0);
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_NEAR(got[i], expected[i], 1e-5 * expected[i]) << "step " << i;
+  }
+}
+
+// With rows enough that a GPU makes query, key and value in one product, and with fewer.
+TEST(CudaTraining, ABertLearnsWhatItLearnsOnTheCpu) {
+  for (const int64_t context : {64, 24}) {
+    const auto losses = [&](const Device& device) {
+      manual_seed(17);
+      bert::Bert model(
+          {.vocab_size = kVocabulary, .width = 32, .layers = 2, .heads = 4, .context = context});
+      model.to(device);
+      optim::AdamW optimizer(model.named_parameters(), {.lr = 3e-3});
+      std::vector<int64_t> ids(static_cast<size_t>(kBatch * context));
+      for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int64_t>(i * i % kVocabulary);
+      const Tensor tokens = tensor(ids, {kBatch, context}, kI64).to(device);
+      const Tensor labels = tensor({0.0, 1.0}, kI64).to(device);
+      const Tensor lengths = tensor({static_cast<double>(context), 11.0}, kI64).to(device);
+      std::vector<double> list;
+      for (int step = 0; step < 5; ++step) {
+        const Tensor loss = model(tokens, bert::TokenFeatures{.lengths = lengths}, labels).loss;
+        loss.backward();
+        optim::clip_grad_norm(model.parameters(), 1, {.fold_into = &optimizer});
+        optimizer.step();
+        optimizer.zero_grad();
+        list.push_back(loss.item());
+      }
+      return list;
+    };
+    const std::vector<double> expected = losses(kCpu), got = losses(cuda(0));
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_NEAR(got[i], expected[i], 1e-4 * expected[i]) << "step " << i << " of " << context;
+    }
   }
 }
 
