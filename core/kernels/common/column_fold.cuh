@@ -46,7 +46,11 @@ __global__ void __launch_bounds__(gpu::kWarp* kFoldLines)
   TS_SHARED(double, sums, kFoldLines * gpu::kWarp);
   const int lane = static_cast<int>(threadIdx.x), line = static_cast<int>(threadIdx.y);
   const int64_t tiles = (p.columns + gpu::kWarp - 1) / gpu::kWarp;
-  const typename ColumnFold<T>::One& one = p.all[blockIdx.x / tiles];
+  // By comparisons, as an index would take the list to local memory.
+  const int64_t which = blockIdx.x / tiles;
+  typename ColumnFold<T>::One one = p.all[0];
+  if (which == 1) one = p.all[1];
+  if (which == 2) one = p.all[2];
   const int64_t c = blockIdx.x % tiles * gpu::kWarp + lane;
   double total = 0;
   if (c < p.columns) {
