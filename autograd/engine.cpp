@@ -58,6 +58,7 @@ class Pass {
   bool wants_sums(const Edge& edge) const;
   void leave_sums(const Edge& edge, const Tensor& gradient, const Tensor& sums);
   Tensor arrived_sums(int index) const;
+  bool arrived_ones(int index) const { return std::ranges::find(ones_, index) != ones_.end(); }
   // A backward inside a backward belongs to the outer one.
   Pass* const outer = current_pass;
   const uint64_t number =
@@ -76,7 +77,10 @@ class Pass {
   std::vector<NodeState*> discovered_;
   std::priority_queue<NodeState*, std::vector<NodeState*>, Later> ready_;
   TensorList results_;
-  std::vector<ColumnSums> arrived_;  // with the gradients of the node that runs
+  // Of the node that runs: what arrived with its gradients, and which of them are the first ones.
+  std::vector<ColumnSums> arrived_;
+  std::vector<int> ones_;
+  std::vector<uint32_t> root_versions_;
 };
 
 bool profiling() { return Context::current().slot<detail::ProfilerSlot>().active != nullptr; }
@@ -230,6 +234,15 @@ void Pass::run_node(NodeState& state) {
     }
     return;
   }
+  ones_.clear();
+  for (size_t i = 0; request_.ones && i < gradients.size(); ++i) {
+    for (size_t root = 0; root < root_versions_.size(); ++root) {
+      const Tensor& one = request_.gradients[root];
+      if (gradients[i].is(one) && one.version() == root_versions_[root]) {
+        ones_.push_back(static_cast<int>(i));
+      }
+    }
+  }
   arrived_ = std::move(state.sums);
   std::erase_if(arrived_, [&](const ColumnSums& one) {
     const Tensor& gradient = gradients[static_cast<size_t>(one.index)];
@@ -249,6 +262,7 @@ void Pass::run_node(NodeState& state) {
     throw;
   }
   arrived_.clear();
+  ones_.clear();
   TS_CHECK_AS(AutogradError, next.size() == node.next_edges.size(), node.name(), "backward gave ",
               next.size(), " gradients for ", node.next_edges.size(), " inputs");
   if (anomaly_enabled()) check_anomaly(node, next);
@@ -268,6 +282,7 @@ TensorList Pass::run() {
   std::vector<NodeState*> roots;
   for (size_t i = 0; i < request_.roots.size(); ++i) {
     const Edge& root = request_.roots[i];
+    root_versions_.push_back(request_.gradients[i].version());
     deliver(root, request_.gradients[i], nullptr);
     NodeState* state = &states_.at(root.node.get());
     if (state->owed == 0 && std::find(roots.begin(), roots.end(), state) == roots.end()) {
@@ -323,6 +338,10 @@ void leave_column_sums(const Edge& edge, const Tensor& gradient, const Tensor& s
 }
 Tensor arrived_column_sums(int index) {
   return current_pass == nullptr || grad_enabled() ? Tensor() : current_pass->arrived_sums(index);
+}
+
+bool arrived_ones(int index) {
+  return current_pass != nullptr && !grad_enabled() && current_pass->arrived_ones(index);
 }
 
 uint64_t current_backward() {

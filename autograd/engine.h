@@ -17,6 +17,7 @@ namespace tessera {
 struct EngineRequest {
   std::span<const Edge> roots;        // where the pass starts
   std::span<const Tensor> gradients;  // one for each root
+  bool ones = false;                  // all of them are ones that the caller made
   bool retain_graph = false;
   bool create_graph = false;
   // Empty: accumulate into leaves. Otherwise the gradients at these edges are returned, and only
@@ -44,5 +45,7 @@ bool wants_column_sums(const Edge& edge);
 void leave_column_sums(const Edge& edge, const Tensor& gradient, const Tensor& sums);
 // Of the gradient at output `index` of the node that runs; undefined where there are none.
 Tensor arrived_column_sums(int index);
+// Whether that gradient is the ones with which the pass began: what a loss was calculated for.
+bool arrived_ones(int index);
 
 }  // namespace tessera

@@ -21,6 +21,7 @@ int next_hook_id() {
 struct Roots {
   std::vector<Edge> edges;
   TensorList gradients;
+  bool ones = true;  // made here
 };
 
 Roots make_roots(std::span<const Tensor> outputs, std::span<const Tensor> gradients,
@@ -40,6 +41,8 @@ Roots make_roots(std::span<const Tensor> outputs, std::span<const Tensor> gradie
       TS_CHECK_AS(AutogradError, output.numel() == 1, where, "output ", i, " (", output,
                   ") has more than one element; pass a gradient, or sum it first");
       gradient = raw::full(output.shape(), 1, output.dtype(), output.device());
+    } else {
+      roots.ones = false;
     }
     TS_CHECK_SHAPE(gradient.shape() == output.shape(), where, "the gradient of output ", i, " (",
                    gradient, ") must have the output's shape: ", output);
@@ -58,6 +61,7 @@ void backward(std::span<const Tensor> outputs, std::span<const Tensor> gradients
   const Roots roots = make_roots(outputs, gradients, "backward");
   run_backward({.roots = roots.edges,
                 .gradients = roots.gradients,
+                .ones = roots.ones,
                 .retain_graph = options.retain_graph || options.create_graph,
                 .create_graph = options.create_graph});
 }

@@ -1,5 +1,6 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/engine.h>
 #include <tessera/autograd/float8_head.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/composed_gradients.h>
@@ -220,6 +221,7 @@ namespace {
 // The gradient that forward made, times what it lacks and that of the loss; itself where that is 1,
 // as it is where a backward begins.
 Tensor scaled(const Tensor& grad, const Tensor& dy, double lacking) {
+  if (lacking == 1 && arrived_ones(0)) return grad;
   if (dy.is_meta()) return mul(grad, to(dy, grad.dtype()));
   if (dy.device().is_cuda()) {  // a pass over the gradient, which takes less time than the host
     return mul(grad, lacking == 1 ? dy : mul(dy, Scalar(lacking)));
