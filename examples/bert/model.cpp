@@ -60,8 +60,8 @@ Tensor SelfAttention::forward(const Tensor& x, const VisibleKeys& keys) {
   const auto by_head = [&](const Tensor& y) {
     return y.view({B, T, heads, C / heads}).transpose(1, 2);
   };
-  const Tensor y = scaled_dot_product_attention(by_head(query(x)), by_head(key(x)),
-                                                by_head(value(x)), options);
+  const Tensor y =
+      scaled_dot_product_attention(by_head(query(x)), by_head(key(x)), by_head(value(x)), options);
   return y.transpose(1, 2).reshape({B, T, C});
 }
 

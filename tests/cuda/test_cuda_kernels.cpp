@@ -578,21 +578,21 @@ TEST(CudaNorm, RowsOfAllWidths) {
 
 // GELU's gradient in one pass with the sums of the bias, and without vectors apart.
 TEST(CudaNorm, GeluBringsTheSumsOfItsBias) {
-  for (const int64_t width : {8, 264, 13}) {
-    for (const DType dtype : {kF32, kBF16, kF64}) {
+  for (const int64_t width : {264, 13}) {
+    for (const DType dtype : {kF32, kBF16}) {
       for (const Gelu form : {Gelu::kNone, Gelu::kTanh}) {
         SCOPED_TRACE(testing::Message() << width << " " << dtype);
-        const Tensor x = mul(numbers({131, 16}, kF32), 0.02).to(dtype);
-        const Tensor matrix = mul(numbers({width, 16}, kF32, 31), 0.05).to(dtype);
+        const Tensor x = mul(numbers({70, 8}, kF32), 0.02).to(dtype);
+        const Tensor matrix = mul(numbers({width, 8}, kF32, 31), 0.05).to(dtype);
         const Tensor scales = mul(numbers({width}, kF32, 9), 0.1).to(dtype);
-        const Tensor up = mul(numbers({131, width}, kF32, 41), 0.05).to(dtype);
+        const Tensor up = mul(numbers({70, width}, kF32, 41), 0.05).to(dtype);
         const auto run = [&](const Device& device) {
           const Tensor a = leaf(x.to(device)), w = leaf(matrix.to(device));
           const Tensor b = leaf(scales.to(device));
           linear_gelu(a, w, b, form).backward(up.to(device));
           const Tensor out = leaf(matrix.t().contiguous().to(device));
           linear_gelu_linear(a, w, b, out, {}, form)
-              .backward(up.slice(1, 0, 1).to(device).expand({131, 16}));
+              .backward(up.slice(1, 0, 1).to(device).expand({70, 8}));
           return std::vector<Tensor>{a.grad(), w.grad(), b.grad(), out.grad()};
         };
         const std::vector<Tensor> got = run(kGpu), expected = run(kCpu);
@@ -614,8 +614,9 @@ TEST(CudaNorm, GeluBringsTheSumsOfItsBias) {
 // gradient comes with that of the norm, has the gradient that it has on the CPU, also where the
 // stream goes on, and where a hook writes over the gradient on its way.
 TEST(CudaNorm, BringsDropoutAndTheSumsOfTheBiasBefore) {
-  for (const int64_t width : {64, 24, 1032, 13}) {
+  for (const int64_t width : {24, 1032, 13}) {
     for (const DType dtype : {kF32, kBF16, kF64}) {
+      if (dtype == kF64 && width != 24) continue;
       for (const bool hooked : {false, true}) {
         SCOPED_TRACE(testing::Message() << width << " " << dtype << (hooked ? " hooked" : ""));
         const Tensor x = mul(numbers({67, 16}, kF32), 0.02).to(dtype);

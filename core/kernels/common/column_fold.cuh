@@ -1,5 +1,5 @@
-// The end of sums over rows: blocks of a kernel have summed some rows each, in the compute type, and
-// one launch sums those sums, of up to three matrices of one size, and rounds them.
+// The end of sums over rows: blocks of a kernel have summed some rows each, in the compute type,
+// and one launch sums those sums, of up to three matrices of one size, and rounds them.
 //
 //     ColumnFold<T> fold{.rows = blocks, .columns = C};
 //     fold.add(partials, result);     // [blocks, C] of Compute<T>; [C] of T or Compute<T>
@@ -43,7 +43,7 @@ inline constexpr int kFoldLines = 16;
 template <class T>
 __global__ void __launch_bounds__(gpu::kWarp* kFoldLines)
     column_fold_kernel(const ColumnFold<T> p) {
-  TS_SHARED(double, sums, kFoldLines * gpu::kWarp);
+  TS_SHARED(double, sums, kFoldLines* gpu::kWarp);
   const int lane = static_cast<int>(threadIdx.x), line = static_cast<int>(threadIdx.y);
   const int64_t tiles = (p.columns + gpu::kWarp - 1) / gpu::kWarp;
   // By comparisons, as an index would take the list to local memory.
