@@ -31,23 +31,26 @@ bool has_one_scale(const Float8Linear& layer) {
 Tensor float8_linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu approximate) {
   if (!has_scopes_alone(inner) || !has_scopes_alone(outer)) return {};
   if (!inner.has_hooks() || !outer.has_hooks()) return {};
-  std::shared_ptr<Float8Linear> first, second;
+  if (x.numel() == 0 || x.size(-1) != inner.weight.size(1)) return {};
   ModuleCall inner_call(inner);
   inner_call.before({});
-  first = float8_layer(inner);
+  const std::shared_ptr<Float8Linear> first = float8_layer(inner);
   ModuleCall outer_call(outer);
   outer_call.before({});
-  second = float8_layer(outer);
+  const std::shared_ptr<Float8Linear> second = float8_layer(outer);
   if (first == nullptr || second == nullptr || !has_one_scale(*first)) return {};
-  const int64_t rows = x.numel() / std::max<int64_t>(x.size(-1), 1);
-  if (x.numel() == 0 || !first->could_take(x, inner.weight, rows) ||
-      !second->could_take(x, outer.weight, rows)) {
+  const int64_t rows = x.numel() / x.size(-1);
+  if (!first->could_take(x, inner.weight, rows) || !second->could_take(x, outer.weight, rows)) {
     return {};
   }
-  first->takes(x, inner.weight, rows);
-  second->takes(x, outer.weight, rows);
-  return tessera::float8_linear_gelu_linear(x, inner.weight, inner.bias, first, outer.weight,
-                                            outer.bias, second, approximate == Gelu::kTanh);
+  try {
+    first->takes(x, inner.weight, rows);
+    second->takes(x, outer.weight, rows);
+    return tessera::float8_linear_gelu_linear(x, inner.weight, inner.bias, first, outer.weight,
+                                              outer.bias, second, approximate == Gelu::kTanh);
+  } catch (...) {
+    outer_call.rethrow_named();
+  }
 }
 
 }  // namespace
