@@ -21,6 +21,8 @@
 namespace tessera::cli {
 namespace {
 
+using accelerate::text_of_bytes;
+
 constexpr std::string_view kEstimate = "tessera estimate-memory";
 using accelerate::ModelOutline;
 
@@ -78,15 +80,6 @@ const Dtype& dtype_named(const std::string& name) {
   }
   TS_THROW(ConfigError, kEstimate, "--dtypes has to be of f32, f16, bf16, fp8, int4; got \"", name,
            "\"");
-}
-
-std::string human(double bytes) {
-  const char* const kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  size_t unit = 0;
-  while (bytes >= 1024 && unit + 1 < std::size(kUnits)) bytes /= 1024, ++unit;
-  char text[40];
-  std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.2f %s", bytes, kUnits[unit]);
-  return text;
 }
 
 // What forward keeps for backward, of B sequences of T tokens, with C = width, F = inner, K = the
@@ -217,9 +210,9 @@ int estimate(const EstimateRequest& request) {
   std::printf("%-6s %14s %14s %16s\n", "dtype", "largest layer", "total size", "training (Adam)");
   for (const Dtype& dtype : dtypes) {
     std::printf("%-6s %14s %14s %16s\n", dtype.name.c_str(),
-                human(model.largest().elements * dtype.bytes).c_str(),
-                human(model.elements() * dtype.bytes).c_str(),
-                adam(dtype) == 0 ? "-" : human(adam(dtype)).c_str());
+                text_of_bytes(model.largest().elements * dtype.bytes).c_str(),
+                text_of_bytes(model.elements() * dtype.bytes).c_str(),
+                adam(dtype) == 0 ? "-" : text_of_bytes(adam(dtype)).c_str());
   }
   const auto print_modes = [&](const Dtype& dtype, const Way& way) {
     std::printf(
@@ -228,10 +221,11 @@ int estimate(const EstimateRequest& request) {
         request.ranks == 1 ? "" : "s", request.batch == 0 ? ", without activations" : "", "mode",
         "parameters", "gradients", "optimizer", "activations", "total");
     for (const ModeRow& row : modes(model, dtype, way, request)) {
-      std::printf(
-          "%-9s %12s %12s %12s %12s %12s\n", row.mode.c_str(), human(row.parameters).c_str(),
-          human(row.gradients).c_str(), human(row.optimizer).c_str(),
-          request.batch == 0 ? "-" : human(row.activations).c_str(), human(row.total()).c_str());
+      std::printf("%-9s %12s %12s %12s %12s %12s\n", row.mode.c_str(),
+                  text_of_bytes(row.parameters).c_str(), text_of_bytes(row.gradients).c_str(),
+                  text_of_bytes(row.optimizer).c_str(),
+                  request.batch == 0 ? "-" : text_of_bytes(row.activations).c_str(),
+                  text_of_bytes(row.total()).c_str());
     }
   };
   for (const Dtype& dtype : dtypes) {

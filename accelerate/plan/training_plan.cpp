@@ -255,15 +255,7 @@ std::string describe_mesh(const distributed::Mesh& mesh,
 
 // ---- Text ---------------------------------------------------------------------------------------
 
-std::string of_bytes(double bytes) {
-  const char* const kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  size_t unit = 0;
-  while (bytes >= 1024 && unit + 1 < std::size(kUnits)) bytes /= 1024, ++unit;
-  char text[40];
-  std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.2f %s", bytes, kUnits[unit]);
-  return text;
-}
-std::string of_bytes(int64_t bytes) { return of_bytes(static_cast<double>(bytes)); }
+std::string of_bytes(int64_t bytes) { return text_of_bytes(static_cast<double>(bytes)); }
 
 std::string with_commas(int64_t number) {
   std::string text = std::to_string(number);
@@ -300,6 +292,15 @@ const char* key_of(MemoryCategory category) {
 }
 
 }  // namespace
+
+std::string text_of_bytes(double bytes) {
+  const char* const kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  size_t unit = 0;
+  while (bytes >= 1024 && unit + 1 < std::size(kUnits)) bytes /= 1024, ++unit;
+  char text[40];
+  std::snprintf(text, sizeof text, unit == 0 ? "%.0f %s" : "%.2f %s", bytes, kUnits[unit]);
+  return text;
+}
 
 OptimizerFactory optimizer_named(const std::string& name, const NamedOptimizerOptions& options) {
   const auto one = [](const auto& make) -> OptimizerFactory {
@@ -497,7 +498,7 @@ std::string TrainingPlan::describe(int64_t memory) const {
                   std::string(distributed::name_of(one.operation)).c_str(),
                   std::string(words_for(one.channel)).c_str(), one.axis.c_str(),
                   static_cast<long long>(one.count), of_bytes(one.bytes).c_str(),
-                  of_bytes(one.wire_bytes).c_str());
+                  text_of_bytes(one.wire_bytes).c_str());
     out << line;
     if (network) {
       std::snprintf(line, sizeof line, " %12s", of_seconds(one.seconds).c_str());
@@ -507,7 +508,7 @@ std::string TrainingPlan::describe(int64_t memory) const {
     wire += one.wire_bytes;
   }
   if (collectives.empty()) out << "  nothing\n";
-  std::snprintf(line, sizeof line, "  %-74s %12s", "together", of_bytes(wire).c_str());
+  std::snprintf(line, sizeof line, "  %-74s %12s", "together", text_of_bytes(wire).c_str());
   if (!collectives.empty()) out << line << (network ? "" : "\n");
   if (!network) return out.str();
   std::snprintf(line, sizeof line, " %12s\n", of_seconds(communication_seconds()).c_str());

@@ -112,6 +112,9 @@ std::vector<PlannedCollective> add_up(const std::vector<distributed::CommRecord>
                                       const std::map<std::string, std::string>& axes = {},
                                       const std::optional<Network>& network = {});
 
+// "1.50 GiB": of bytes, for people.
+std::string text_of_bytes(double bytes);
+
 struct TrainingPlan {
   std::string mode;  // "fsdp", as the setting says it
   std::string mesh;  // "mesh(dp_replicate=8, dp_shard=1024)"
