@@ -15,7 +15,6 @@
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
-#include <tessera/core/half.h>
 #include <tessera/core/kernels/fp8/quantize.h>
 #include <tessera/core/kernels/fp8/scale_history.h>
 #include <tessera/core/random.h>
@@ -27,73 +26,23 @@
 #include <tessera/precision/fp8_linear.h>
 
 #include "../message_of.h"
+#include "gemm_model.h"
 
 namespace tessera::test_cuda_fp8 {
 namespace {
 
 using gpu::GemmProblem;
 using gpu::LibraryCall;
-using gpu::LibraryMatrix;
 using precision::Fp8Recipe;
 using precision::Fp8Scaling;
 
 const Device kGpu = cuda(0);
 
-// ---- A model of the library ---------------------------------------------------------------------
-
-double number_at(const LibraryMatrix& x, int64_t which, int64_t row, int64_t column) {
-  const int64_t at = which * x.batch_stride + row + column * x.leading;
-  switch (x.dtype) {
-    case kF8E4M3:
-      return static_cast<double>(to_float(static_cast<const f8e4m3*>(x.data)[at]));
-    case kF8E5M2:
-      return static_cast<double>(to_float(static_cast<const f8e5m2*>(x.data)[at]));
-    case kBF16:
-      return static_cast<double>(to_float(static_cast<const bf16*>(x.data)[at]));
-    default:
-      EXPECT_EQ(x.dtype, kF32);
-      return static_cast<double>(static_cast<const float*>(x.data)[at]);
-  }
-}
-void put_at(const LibraryMatrix& x, int64_t which, int64_t row, int64_t column, double value) {
-  const int64_t at = which * x.batch_stride + row + column * x.leading;
-  if (x.dtype == kBF16) {
-    static_cast<bf16*>(x.data)[at] = bf16(static_cast<float>(value));
-  } else {
-    EXPECT_EQ(x.dtype, kF32);
-    static_cast<float*>(x.data)[at] = static_cast<float>(value);
-  }
-}
-double scale_at(const void* scale) {
-  return scale == nullptr ? 1 : static_cast<double>(*static_cast<const float*>(scale));
-}
-
 std::vector<GemmProblem> asked;  // in float8
 
 void run_model(const GemmProblem& problem, const LibraryCall& call) {
   if (is_float8(problem.a.dtype)) asked.push_back(problem);
-  const double scales = scale_at(call.a_scale) * scale_at(call.b_scale);
-  for (int64_t which = 0; which < call.batch; ++which) {
-    for (int64_t j = 0; j < call.n; ++j) {
-      for (int64_t i = 0; i < call.m; ++i) {
-        double sum = 0;
-        for (int64_t k = 0; k < call.k; ++k) {
-          const double a =
-              call.transpose_a ? number_at(call.a, which, k, i) : number_at(call.a, which, i, k);
-          const double b =
-              call.transpose_b ? number_at(call.b, which, j, k) : number_at(call.b, which, k, j);
-          sum += a * b;
-        }
-        double value = problem.alpha * scales * sum;
-        if (problem.beta != 0) value += problem.beta * number_at(call.d, which, i, j);
-        if (problem.epilogue == gpu::GemmEpilogue::kBias) {
-          const LibraryMatrix bias{problem.bias_dtype, call.m, 1, call.m, 0, problem.bias};
-          value += number_at(bias, 0, i, 0);
-        }
-        put_at(call.d, which, i, j, value);
-      }
-    }
-  }
+  gpu::run_by_model(problem, call);
 }
 
 class CudaFp8 : public testing::Test {

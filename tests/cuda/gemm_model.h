@@ -1,0 +1,67 @@
+// Products by a model of cuBLASLt, for tests that train on the emulation: float8, bf16 and f32,
+// with the epilogue of a bias. By columns and in f64, as the library describes them.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+
+#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/half.h>
+
+namespace tessera::gpu {
+
+inline double number_at(const LibraryMatrix& x, int64_t which, int64_t row, int64_t column) {
+  const int64_t at = which * x.batch_stride + row + column * x.leading;
+  switch (x.dtype) {
+    case kF8E4M3:
+      return static_cast<double>(to_float(static_cast<const f8e4m3*>(x.data)[at]));
+    case kF8E5M2:
+      return static_cast<double>(to_float(static_cast<const f8e5m2*>(x.data)[at]));
+    case kBF16:
+      return static_cast<double>(to_float(static_cast<const bf16*>(x.data)[at]));
+    default:
+      EXPECT_EQ(x.dtype, kF32);
+      return static_cast<double>(static_cast<const float*>(x.data)[at]);
+  }
+}
+inline void put_at(const LibraryMatrix& x, int64_t which, int64_t row, int64_t column,
+                   double value) {
+  const int64_t at = which * x.batch_stride + row + column * x.leading;
+  if (x.dtype == kBF16) {
+    static_cast<bf16*>(x.data)[at] = bf16(static_cast<float>(value));
+  } else {
+    EXPECT_EQ(x.dtype, kF32);
+    static_cast<float*>(x.data)[at] = static_cast<float>(value);
+  }
+}
+inline double scale_at(const void* scale) {
+  return scale == nullptr ? 1 : static_cast<double>(*static_cast<const float*>(scale));
+}
+
+inline void run_by_model(const GemmProblem& problem, const LibraryCall& call) {
+  const double scales = scale_at(call.a_scale) * scale_at(call.b_scale);
+  for (int64_t which = 0; which < call.batch; ++which) {
+    for (int64_t j = 0; j < call.n; ++j) {
+      for (int64_t i = 0; i < call.m; ++i) {
+        double sum = 0;
+        for (int64_t k = 0; k < call.k; ++k) {
+          const double a =
+              call.transpose_a ? number_at(call.a, which, k, i) : number_at(call.a, which, i, k);
+          const double b =
+              call.transpose_b ? number_at(call.b, which, j, k) : number_at(call.b, which, k, j);
+          sum += a * b;
+        }
+        double value = problem.alpha * scales * sum;
+        if (problem.beta != 0) value += problem.beta * number_at(call.d, which, i, j);
+        if (problem.epilogue == GemmEpilogue::kBias) {
+          const LibraryMatrix bias{problem.bias_dtype, call.m, 1, call.m, 0, problem.bias};
+          value += number_at(bias, 0, i, 0);
+        }
+        put_at(call.d, which, i, j, value);
+      }
+    }
+  }
+}
+
+}  // namespace tessera::gpu
