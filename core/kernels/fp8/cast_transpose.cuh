@@ -194,7 +194,8 @@ TS_DEVICE float scale_of(const CastJob<T, Q>& job) {
   return 1;
 }
 
-inline constexpr int kWords = 2;  // of a row that are under way at a time
+template <class Q>
+inline constexpr int kWords = sizeof(Q) == 1 ? 2 : 4;  // of a row that are under way at a time
 // Rows of a patch: formulas and sums need the registers of the other half.
 template <class Q, class Form, bool kSums>
 inline constexpr int kHeight = kSums || !std::is_same_v<Form, Plain> ? kSide<Q> / 2 : kSide<Q>;
@@ -204,8 +205,8 @@ template <class Form, bool kSums, class T, class Q>
 TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, float factor,
                              const Before& before, Seen& seen, float* sums) {
   constexpr int kRows = kHeight<Q, Form, kSums>, kPer = kInWord<Q>, kGroups = kRows / kPer;
-  constexpr int kN = kWords * kPer;
-  uint32_t words[kRows][kWords];
+  constexpr int kW = kWords<Q>, kN = kW * kPer;
+  uint32_t words[kRows][kW];
   float added[kN] = {};
   TS_UNROLL
   for (int i = 0; i < kRows; ++i) {
@@ -220,9 +221,9 @@ TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, flo
       scaled[j] = value * factor;
       seen.template number<Q>(value, scaled[j]);
     }
-    gpu::Vector<uint32_t, kWords> row;
+    gpu::Vector<uint32_t, kW> row;
     TS_UNROLL
-    for (int w = 0; w < kWords; ++w) row.values[w] = words[i][w] = pack_word<Q>(scaled + w * kPer);
+    for (int w = 0; w < kW; ++w) row.values[w] = words[i][w] = pack_word<Q>(scaled + w * kPer);
     if (job.values != nullptr) {
       gpu::store_vector(reinterpret_cast<uint32_t*>(job.values + at), row);
     }
@@ -233,7 +234,7 @@ TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, flo
   }
   if (job.transposed == nullptr) return;
   TS_UNROLL
-  for (int w = 0; w < kWords; ++w) {
+  for (int w = 0; w < kW; ++w) {
     uint32_t columns[kGroups][kPer];  // (four rows or two, column)
     TS_UNROLL
     for (int g = 0; g < kGroups; ++g) {
@@ -255,7 +256,7 @@ TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, flo
 template <class Form, bool kSums, class T, class Q>
 TS_DEVICE void whole_patch(const CastJob<T, Q>& job, int64_t m, int64_t n, float factor,
                            const Before& before, Seen& seen, float* sums) {
-  constexpr int kN = kWords * kInWord<Q>;
+  constexpr int kN = kWords<Q> * kInWord<Q>;
   TS_ROLLED
   for (int part = 0; part < kSide<Q>; part += kN) {
     whole_columns<Form, kSums>(job, m, n + part, factor, before, seen, sums + part);
