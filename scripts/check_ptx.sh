@@ -8,7 +8,7 @@
 # error, and so is a line without a kernel. Conditions: COUNT (at least one), !COUNT (none), and A<=B
 # of counts and numbers. Counts of instructions:
 #   load16 store16     of 16 bytes, global memory
-#   load8              of 8 bytes by a vector
+#   load8 store8       of 8 bytes by a vector
 #   load store         any other, global memory
 #   shared16           of 16 bytes, shared memory
 #   mma                products of tiles on tensor cores
@@ -73,6 +73,7 @@ count_instructions() {
     }
     /st\.global/ {
       if ($0 ~ /\.(v4\.[bfsu]32|v2\.[bfsu]64|v8\.[bfsu]16)/) ++n["store16"]
+      else if ($0 ~ /\.(v2\.[bfsu]32|v4\.[bfsu]16)/) ++n["store8"]
       else ++n["store"]
     }
     /(ld|st)\.shared\.(v4\.[bfsu]32|v2\.[bfsu]64)/ { ++n["shared16"] }
