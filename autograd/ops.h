@@ -73,18 +73,26 @@ Tensor exp(const Tensor& x);
 Tensor expm1(const Tensor& x);
 Tensor log(const Tensor& x);
 Tensor log1p(const Tensor& x);
+Tensor log2(const Tensor& x);
+Tensor log10(const Tensor& x);
 Tensor sqrt(const Tensor& x);
 Tensor rsqrt(const Tensor& x);
 Tensor reciprocal(const Tensor& x);
 Tensor square(const Tensor& x);
 Tensor sin(const Tensor& x);
 Tensor cos(const Tensor& x);
+Tensor tan(const Tensor& x);
 Tensor tanh(const Tensor& x);
 Tensor sigmoid(const Tensor& x);
 Tensor erf(const Tensor& x);
+Tensor erfinv(const Tensor& x);
+Tensor lgamma(const Tensor& x);                // log |gamma(x)|
+Tensor digamma(const Tensor& x);               // its derivative
+Tensor polygamma(int64_t n, const Tensor& x);  // digamma's derivative of order n >= 0
 Tensor sign(const Tensor& x);
 Tensor floor(const Tensor& x);
 Tensor ceil(const Tensor& x);
+Tensor trunc(const Tensor& x);
 Tensor round(const Tensor& x);  // half to even
 Tensor clamp(const Tensor& x, std::optional<Scalar> min, std::optional<Scalar> max = {});
 // Limits as tensors (either may be absent); where x meets a limit, both get half the gradient.
@@ -95,9 +103,10 @@ Tensor isnan(const Tensor& x);     // bool
 Tensor isinf(const Tensor& x);     // bool
 Tensor isfinite(const Tensor& x);  // bool
 Tensor logical_not(const Tensor& x);
+Tensor bitwise_not(const Tensor& x);  // integers; the other one of bool
 
 // ---- Elementwise, two and three inputs (ops/elementwise.cpp) -----------------------------------
-// Integers divided by zero (floor_divide, remainder) are a ValueError.
+// Integers divided by zero (floor_divide, remainder, fmod) are a ValueError.
 
 Tensor add(const Tensor& a, const Tensor& b, const Scalar& alpha = 1);  // a + alpha * b
 Tensor sub(const Tensor& a, const Tensor& b, const Scalar& alpha = 1);
@@ -105,6 +114,8 @@ Tensor mul(const Tensor& a, const Tensor& b);
 Tensor div(const Tensor& a, const Tensor& b);  // integers give f32
 Tensor floor_divide(const Tensor& a, const Tensor& b);
 Tensor remainder(const Tensor& a, const Tensor& b);  // Python's %, sign of b
+Tensor fmod(const Tensor& a, const Tensor& b);       // C's %, sign of a
+Tensor atan2(const Tensor& a, const Tensor& b);      // the angle of (b, a)
 Tensor pow(const Tensor& a, const Tensor& b);
 Tensor maximum(const Tensor& a, const Tensor& b);
 Tensor minimum(const Tensor& a, const Tensor& b);
@@ -114,9 +125,17 @@ Tensor lt(const Tensor& a, const Tensor& b);
 Tensor le(const Tensor& a, const Tensor& b);
 Tensor gt(const Tensor& a, const Tensor& b);
 Tensor ge(const Tensor& a, const Tensor& b);
+// a == b, or finite and |a - b| <= atol + rtol |b|; NaN is close to NaN where equal_nan. One dtype.
+Tensor isclose(const Tensor& a, const Tensor& b, double rtol = 1e-5, double atol = 1e-8,
+               bool equal_nan = false);
+bool allclose(const Tensor& a, const Tensor& b, double rtol = 1e-5, double atol = 1e-8,
+              bool equal_nan = false);
 Tensor logical_and(const Tensor& a, const Tensor& b);
 Tensor logical_or(const Tensor& a, const Tensor& b);
 Tensor logical_xor(const Tensor& a, const Tensor& b);
+Tensor bitwise_and(const Tensor& a, const Tensor& b);  // bitwise: integers and bool
+Tensor bitwise_or(const Tensor& a, const Tensor& b);
+Tensor bitwise_xor(const Tensor& a, const Tensor& b);
 
 Tensor add(const Tensor& a, const Scalar& b, const Scalar& alpha = 1);
 Tensor sub(const Tensor& a, const Scalar& b, const Scalar& alpha = 1);
@@ -126,6 +145,7 @@ Tensor rsub(const Scalar& a, const Tensor& b);  // a - b
 Tensor rdiv(const Scalar& a, const Tensor& b);  // a / b
 Tensor floor_divide(const Tensor& a, const Scalar& b);
 Tensor remainder(const Tensor& a, const Scalar& b);
+Tensor fmod(const Tensor& a, const Scalar& b);
 Tensor pow(const Tensor& a, const Scalar& b);
 Tensor pow(const Scalar& a, const Tensor& b);
 Tensor eq(const Tensor& a, const Scalar& b);
@@ -134,6 +154,9 @@ Tensor lt(const Tensor& a, const Scalar& b);
 Tensor le(const Tensor& a, const Scalar& b);
 Tensor gt(const Tensor& a, const Scalar& b);
 Tensor ge(const Tensor& a, const Scalar& b);
+Tensor bitwise_and(const Tensor& a, const Scalar& b);
+Tensor bitwise_or(const Tensor& a, const Scalar& b);
+Tensor bitwise_xor(const Tensor& a, const Scalar& b);
 
 // x + value * a * b and x + value * a / b.
 Tensor addcmul(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& value = 1);
@@ -173,6 +196,13 @@ inline Tensor operator+(const Tensor& a, const Tensor& b) { return add(a, b); }
 inline Tensor operator-(const Tensor& a, const Tensor& b) { return sub(a, b); }
 inline Tensor operator*(const Tensor& a, const Tensor& b) { return mul(a, b); }
 inline Tensor operator/(const Tensor& a, const Tensor& b) { return div(a, b); }
+inline Tensor operator&(const Tensor& a, const Tensor& b) { return bitwise_and(a, b); }
+inline Tensor operator|(const Tensor& a, const Tensor& b) { return bitwise_or(a, b); }
+inline Tensor operator^(const Tensor& a, const Tensor& b) { return bitwise_xor(a, b); }
+inline Tensor operator~(const Tensor& x) { return bitwise_not(x); }
+inline Tensor operator&(const Tensor& a, const Scalar& b) { return bitwise_and(a, b); }
+inline Tensor operator|(const Tensor& a, const Scalar& b) { return bitwise_or(a, b); }
+inline Tensor operator^(const Tensor& a, const Scalar& b) { return bitwise_xor(a, b); }
 inline Tensor operator+(const Tensor& a, const Scalar& b) { return add(a, b); }
 inline Tensor operator-(const Tensor& a, const Scalar& b) { return sub(a, b); }
 inline Tensor operator*(const Tensor& a, const Scalar& b) { return mul(a, b); }
@@ -230,6 +260,17 @@ ValuesIndices max(const Tensor& x, int64_t dim, bool keepdim = false);  // the f
 ValuesIndices min(const Tensor& x, int64_t dim, bool keepdim = false);
 Tensor argmax(const Tensor& x, std::optional<int64_t> dim = {}, bool keepdim = false);
 Tensor argmin(const Tensor& x, std::optional<int64_t> dim = {}, bool keepdim = false);
+// The lower of the two in the middle; NaN where there is one. The gradient goes to all that equal
+// it, along a dimension to the one at the index.
+Tensor median(const Tensor& x);
+ValuesIndices median(const Tensor& x, int64_t dim, bool keepdim = false);
+// What a share q in [0, 1] of the elements lies below, between neighbours as `interpolation` says;
+// of q [Q] the result is [Q, ...]. q has x's dtype, a floating one; NaN where x has one.
+enum class Quantile { kLinear, kLower, kHigher, kMidpoint, kNearest };
+Tensor quantile(const Tensor& x, double q, std::optional<int64_t> dim = {}, bool keepdim = false,
+                Quantile interpolation = Quantile::kLinear);
+Tensor quantile(const Tensor& x, const Tensor& q, std::optional<int64_t> dim = {},
+                bool keepdim = false, Quantile interpolation = Quantile::kLinear);
 Tensor any(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
 Tensor all(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
 // (sum |x|^p)^(1/p); p may be infinity and 0.
@@ -237,6 +278,9 @@ Tensor norm(const Tensor& x, double p = 2, const Shape& dims = {}, bool keepdim 
 Tensor logsumexp(const Tensor& x, const Shape& dims, bool keepdim = false);
 Tensor cumsum(const Tensor& x, int64_t dim);
 Tensor cumprod(const Tensor& x, int64_t dim);
+// Running extrema and where they stand: the last of equals.
+ValuesIndices cummax(const Tensor& x, int64_t dim);
+ValuesIndices cummin(const Tensor& x, int64_t dim);
 Tensor softmax(const Tensor& x, int64_t dim);
 Tensor log_softmax(const Tensor& x, int64_t dim);
 Tensor normalize(const Tensor& x, double p = 2, int64_t dim = 1, double eps = 1e-12);
@@ -260,6 +304,15 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias, const T
 Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& beta = 1,
              const Scalar& alpha = 1);
 Tensor einsum(std::string_view equation, const TensorList& operands);
+// Sums over the last `dims` dimensions of a and the first of b, or over those that are listed.
+Tensor tensordot(const Tensor& a, const Tensor& b, int64_t dims = 2);
+Tensor tensordot(const Tensor& a, const Tensor& b, const Shape& dims_a, const Shape& dims_b);
+// Distances (sum |a_i - b_j|^p)^(1/p) of rows. a: [..., P, M]; b: [..., R, M]; [..., P, R]. p may
+// be 0 and infinity. kAuto: p = 2 of more than 25 rows is |a|^2 + |b|^2 - 2 a b, which costs a
+// matrix product, and digits where rows are close; else differences, in pieces of 4M numbers.
+enum class EuclideanProduct { kAuto, kAlways, kNever };
+Tensor cdist(const Tensor& a, const Tensor& b, double p = 2,
+             EuclideanProduct product = EuclideanProduct::kAuto);
 
 // ---- Shape (ops/shape.cpp) ---------------------------------------------------------------------
 // Views share elements with x; reshape and flatten copy where no view is possible.
@@ -270,6 +323,7 @@ Tensor reshape(const Tensor& x, const Shape& shape);  // a view where it can be
 Tensor flatten(const Tensor& x, int64_t start = 0, int64_t end = -1);
 Tensor permute(const Tensor& x, const Shape& dims);
 Tensor transpose(const Tensor& x, int64_t dim0, int64_t dim1);
+Tensor movedim(const Tensor& x, const Shape& source, const Shape& destination);
 Tensor expand(const Tensor& x, const Shape& shape);  // -1 keeps a size
 Tensor squeeze(const Tensor& x);
 Tensor squeeze(const Tensor& x, int64_t dim);
@@ -279,6 +333,13 @@ Tensor select(const Tensor& x, int64_t dim, int64_t index);
 Tensor slice(const Tensor& x, int64_t dim, std::optional<int64_t> start = {},
              std::optional<int64_t> end = {}, int64_t step = 1);  // Python's x[start:end:step]
 Tensor as_strided(const Tensor& x, const Shape& shape, const Shape& strides, int64_t offset);
+// torch.Tensor.unfold: all windows x[i * step : i * step + size] of a dimension, the places inside
+// of them as a last one. (`unfold` is torch.nn.functional's, below.)
+Tensor unfold_dim(const Tensor& x, int64_t dim, int64_t size, int64_t step);
+// Coordinates of a grid with one axis a tensor, of 0 or 1 dimensions and one dtype: views.
+// kXy: the first two dimensions of the results change places.
+enum class Indexing { kIj, kXy };
+TensorList meshgrid(const TensorList& tensors, Indexing indexing = Indexing::kIj);
 TensorList split(const Tensor& x, int64_t size, int64_t dim = 0);
 TensorList split(const Tensor& x, const Shape& sizes, int64_t dim);
 TensorList chunk(const Tensor& x, int64_t chunks, int64_t dim = 0);
@@ -289,6 +350,8 @@ Tensor stack(const TensorList& tensors, int64_t dim = 0);
 Tensor repeat(const Tensor& x, const Shape& repeats);
 Tensor repeat_interleave(const Tensor& x, int64_t repeats, std::optional<int64_t> dim = {});
 Tensor repeat_interleave(const Tensor& x, const Tensor& repeats, std::optional<int64_t> dim = {});
+// x's last dimension on a diagonal of new dimensions dim1 and dim2, zeros beside it.
+Tensor diag_embed(const Tensor& x, int64_t offset = 0, int64_t dim1 = -2, int64_t dim2 = -1);
 Tensor flip(const Tensor& x, const Shape& dims);
 Tensor roll(const Tensor& x, const Shape& shifts, const Shape& dims = {});
 enum class Pad { kConstant, kReflect, kReplicate, kCircular };
@@ -309,6 +372,12 @@ Tensor index_put(const Tensor& x, const TensorList& indices, const Tensor& value
                  bool accumulate = false);
 const Tensor& index_put_(const Tensor& x, const TensorList& indices, const Tensor& values,
                          bool accumulate = false);
+// Each place of x that the index names becomes the sum (product...) of what goes there, and of x's
+// own element where include_self. Integer means are rounded down. amax and amin: equals share the
+// gradient. Cost beyond a scatter_add: prod, amax and amin sort the index.
+enum class ScatterReduce { kSum, kProd, kMean, kAmax, kAmin };
+Tensor scatter_reduce(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source,
+                      ScatterReduce reduce, bool include_self = true);
 Tensor index_add(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source);
 Tensor masked_select(const Tensor& x, const Tensor& mask);  // 1-D
 Tensor nonzero(const Tensor& x);                            // [count, dims] i64
@@ -316,6 +385,22 @@ Tensor tril(const Tensor& x, int64_t diagonal = 0);
 Tensor triu(const Tensor& x, int64_t diagonal = 0);
 ValuesIndices sort(const Tensor& x, int64_t dim = -1, bool descending = false);  // stable, NaN last
 Tensor argsort(const Tensor& x, int64_t dim = -1, bool descending = false);
+// The distinct values in ascending order (whatever `sorted` says), or with `dim` the distinct lines
+// along it in lexicographic order, in time of a sort for each of their elements. NaN are distinct.
+struct UniqueResult {
+  Tensor values;
+  Tensor inverse;  // i64, where each element of x is found in values; undefined unless asked for
+  Tensor counts;   // i64, how often each value came; undefined unless asked for
+};
+UniqueResult unique(const Tensor& x, bool sorted = true, bool return_inverse = false,
+                    bool return_counts = false, std::optional<int64_t> dim = {});
+// The number of elements of the sorted sequence below each value, or not above it where `right`.
+// sorted_sequence: [n], or [..., n] beside values [..., m]; sorter: its argsort, where it is not
+// sorted itself. A NaN comes last. dtype: i64 or i32.
+Tensor searchsorted(const Tensor& sorted_sequence, const Tensor& values, bool right = false,
+                    const Tensor& sorter = {}, DType dtype = kI64);
+Tensor bucketize(const Tensor& x, const Tensor& boundaries, bool right = false,
+                 DType dtype = kI64);  // searchsorted(boundaries, x)
 ValuesIndices topk(const Tensor& x, int64_t k, int64_t dim = -1, bool largest = true);
 Tensor bincount(const Tensor& x, const Tensor& weights = {}, int64_t minlength = 0);
 Tensor one_hot(const Tensor& x, int64_t num_classes = -1);
@@ -504,8 +589,24 @@ Tensor avg_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride
                   const Shape& padding = {0}, bool ceil_mode = false,
                   bool count_include_pad = true);
 Tensor adaptive_avg_pool2d(const Tensor& x, const Shape& output_size);
-// Nearest neighbour; sizes of the spatial dimensions, or factors.
-Tensor interpolate(const Tensor& x, const Shape& size, std::span<const double> scale_factor = {});
+// Sizes of the spatial dimensions, or factors. kLinear: torch's linear, bilinear and trilinear, by
+// the number of those dimensions; corners are centres of pixels where align_corners.
+enum class Interpolation { kNearest, kLinear };
+Tensor interpolate(const Tensor& x, const Shape& size, std::span<const double> scale_factor = {},
+                   Interpolation mode = Interpolation::kNearest, bool align_corners = false);
+// x at the places of a grid, whose coordinates go from -1 to 1 over the plane, the last dimension's
+// first. x: [N, C, H, W]; grid: [N, OH, OW, 2]; or with a third dimension in both, [N, C, D, H, W]
+// and [N, OD, OH, OW, 3]. Returns [N, C, OH, OW].
+enum class GridPadding { kZeros, kBorder, kReflection };
+Tensor grid_sample(const Tensor& x, const Tensor& grid, Interpolation mode = Interpolation::kLinear,
+                   GridPadding padding = GridPadding::kZeros, bool align_corners = false);
+// The patches that a convolution reads, as columns. x: [N, C, H, W] or [C, H, W]; result
+// [N, C * KH * KW, L]. One value serves both dimensions.
+Tensor unfold(const Tensor& x, const Shape& kernel_size, const Shape& dilation = {1},
+              const Shape& padding = {0}, const Shape& stride = {1});
+// Its transpose: columns are added up to [N, C, *output_size].
+Tensor fold(const Tensor& x, const Shape& output_size, const Shape& kernel_size,
+            const Shape& dilation = {1}, const Shape& padding = {0}, const Shape& stride = {1});
 
 // ---- Attention (ops/attention.cpp) -------------------------------------------------------------
 // softmax(query key^T * scale + mask) value.

@@ -115,6 +115,8 @@ Tensor Tensor::t() const {
   return dim() < 2 ? *this : tessera::transpose(*this, 0, 1);
 }
 Tensor Tensor::permute(const Shape& dims) const { return tessera::permute(*this, dims); }
+Tensor Tensor::movedim(const Shape& source, const Shape& destination) const { return tessera::movedim(*this, source, destination); }
+Tensor Tensor::unfold(int64_t dim, int64_t size, int64_t step) const { return tessera::unfold_dim(*this, dim, size, step); }
 Tensor Tensor::expand(const Shape& shape) const { return tessera::expand(*this, shape); }
 Tensor Tensor::squeeze(int64_t dim) const { return tessera::squeeze(*this, dim); }
 Tensor Tensor::unsqueeze(int64_t dim) const { return tessera::unsqueeze(*this, dim); }
@@ -134,12 +136,29 @@ Tensor Tensor::min() const { return tessera::min(*this); }
 Tensor Tensor::abs() const { return tessera::abs(*this); }
 Tensor Tensor::exp() const { return tessera::exp(*this); }
 Tensor Tensor::log() const { return tessera::log(*this); }
+Tensor Tensor::log2() const { return tessera::log2(*this); }
+Tensor Tensor::log10() const { return tessera::log10(*this); }
 Tensor Tensor::sqrt() const { return tessera::sqrt(*this); }
+Tensor Tensor::tan() const { return tessera::tan(*this); }
+Tensor Tensor::atan2(const Tensor& other) const { return tessera::atan2(*this, other); }
+Tensor Tensor::erfinv() const { return tessera::erfinv(*this); }
+Tensor Tensor::lgamma() const { return tessera::lgamma(*this); }
+Tensor Tensor::digamma() const { return tessera::digamma(*this); }
+Tensor Tensor::trunc() const { return tessera::trunc(*this); }
+Tensor Tensor::fmod(const Tensor& other) const { return tessera::fmod(*this, other); }
+Tensor Tensor::fmod(const Scalar& other) const { return tessera::fmod(*this, other); }
 Tensor Tensor::tanh() const { return tessera::tanh(*this); }
 Tensor Tensor::sigmoid() const { return tessera::sigmoid(*this); }
 Tensor Tensor::relu() const { return tessera::relu(*this); }
 Tensor Tensor::pow(const Scalar& exponent) const { return tessera::pow(*this, exponent); }
 Tensor Tensor::argmax(int64_t dim, bool keepdim) const { return tessera::argmax(*this, dim, keepdim); }
+Tensor Tensor::isclose(const Tensor& other, double rtol, double atol, bool equal_nan) const { return tessera::isclose(*this, other, rtol, atol, equal_nan); }
+bool Tensor::allclose(const Tensor& other, double rtol, double atol, bool equal_nan) const { return tessera::allclose(*this, other, rtol, atol, equal_nan); }
+Tensor Tensor::median() const { return tessera::median(*this); }
+ValuesIndices Tensor::median(int64_t dim, bool keepdim) const { return tessera::median(*this, dim, keepdim); }
+Tensor Tensor::quantile(double q, std::optional<int64_t> dim, bool keepdim) const { return tessera::quantile(*this, q, dim, keepdim); }
+ValuesIndices Tensor::cummax(int64_t dim) const { return tessera::cummax(*this, dim); }
+ValuesIndices Tensor::cummin(int64_t dim) const { return tessera::cummin(*this, dim); }
 Tensor Tensor::softmax(int64_t dim) const { return tessera::softmax(*this, dim); }
 Tensor Tensor::matmul(const Tensor& other) const { return tessera::matmul(*this, other); }
 Tensor Tensor::masked_fill(const Tensor& mask, const Scalar& value) const { return tessera::masked_fill(*this, mask, value); }

@@ -122,6 +122,9 @@ struct Ceil {
 struct Round {
   TS_FUNCTOR_UNARY(C) { return math::round_even(x); }
 };
+struct Trunc {
+  TS_FUNCTOR_UNARY(C) { return math::trunc(x); }
+};
 struct Reciprocal {
   TS_FUNCTOR_UNARY(C) { return C(1) / x; }
 };
@@ -152,6 +155,12 @@ struct Expm1Grad {  // of y
 struct Log {
   TS_FUNCTOR_UNARY(C) { return math::log(x); }
 };
+struct Log2 {
+  TS_FUNCTOR_UNARY(C) { return math::log2(x); }
+};
+struct Log10 {
+  TS_FUNCTOR_UNARY(C) { return math::log10(x); }
+};
 struct Log1p {
   TS_FUNCTOR_UNARY(C) { return math::log1p(x); }
 };
@@ -178,6 +187,14 @@ struct CosGrad {
   static TS_HD bool is_common(float, float b) { return Sin::is_common(b); }
   static TS_HD float common(float a, float b) { return a * -math::sin_common(b); }
 };
+struct Tan {
+  TS_FUNCTOR_UNARY(C) { return math::tan(x); }
+  static TS_HD bool is_common(float x) { return Sin::is_common(x); }
+  static TS_HD float common(float x) { return math::tan_common(x); }
+};
+struct TanGrad {  // of y
+  TS_FUNCTOR_BINARY(C) { return a * (C(1) + b * b); }
+};
 struct Tanh {
   TS_FUNCTOR_UNARY(C) { return math::tanh(x); }
 };
@@ -195,6 +212,33 @@ struct Erf {
 };
 struct ErfGrad {
   TS_FUNCTOR_BINARY(C) { return C(detail::kTwoOverSqrtPi) * math::exp(-b * b) * a; }
+};
+struct Erfinv {
+  TS_FUNCTOR_UNARY(C) { return math::erfinv(x); }
+};
+struct ErfinvGrad {  // of x: a rounded y would be squared in the exponent
+  TS_FUNCTOR_BINARY(C) {
+    const C y = math::erfinv(b);
+    return a * (C(1 / detail::kTwoOverSqrtPi) * math::exp(y * y));
+  }
+};
+struct Lgamma {
+  TS_FUNCTOR_UNARY(C) { return math::lgamma(x); }
+};
+struct Digamma {
+  TS_FUNCTOR_UNARY(C) { return math::digamma(x); }
+};
+struct LgammaGrad {
+  TS_FUNCTOR_BINARY(C) { return a * math::digamma(b); }
+};
+// The derivative of this order of digamma: scale is (-1)^(order + 1) order!.
+struct Polygamma {
+  double order = 1, scale = 1;
+  TS_FUNCTOR_UNARY(C) { return C(scale * math::zeta(order + 1, static_cast<double>(x))); }
+};
+struct PolygammaGrad {  // order and scale are those of the derivative
+  double order = 2, scale = -2;
+  TS_FUNCTOR_BINARY(C) { return a * Polygamma{order, scale}(b); }
 };
 // Limits that are numbers; NaN stands for an absent one. The gradient flows strictly inside of
 // them, as in torch 2.15.
@@ -224,6 +268,16 @@ struct IsInf {
 };
 struct IsFinite {
   TS_FUNCTOR_UNARY(bool) { return x - x == C(0); }
+};
+struct BitwiseNot {  // of integers
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_UNARY(C) {
+    if constexpr (is_integer<C>) {
+      return ~x;
+    } else {
+      return C(0);
+    }
+  }
 };
 struct LogicalNot {
   static constexpr bool kIntegers = true;
@@ -386,6 +440,64 @@ struct Remainder {
     return (rest != C(0)) & ((b < C(0)) != (rest < C(0))) ? rest + b : rest;
   }
 };
+// C's %: the sign of the dividend. Integers: the divisor is not 0 (the op checks).
+struct Fmod {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(C) {
+    if constexpr (is_integer<C>) {
+      return b == 0 || b == -1 ? 0 : a % b;
+    } else {
+      return math::fmod(a, b);
+    }
+  }
+  static TS_HD bool is_common(float a, float b) { return math::has_common_quotient(a, b); }
+  static TS_HD float common(float a, float b) { return math::fmod_common(a, b); }
+};
+struct FmodGradDivisor {  // (dy, a, b): -dy trunc(a / b)
+  TS_FUNCTOR_TERNARY(C) { return -a * math::trunc(b / c); }
+};
+struct Atan2 {
+  TS_FUNCTOR_BINARY(C) { return math::atan2(a, b); }
+};
+// (dy, own, other): dy other / (own^2 + other^2), 0 at the origin; sign -1 for the second operand.
+struct Atan2Grad {
+  double sign = 1;
+  TS_FUNCTOR_TERNARY(C) {
+    const C square = b * b + c * c;
+    return square == C(0) ? C(0) : a * (C(sign) * c / square);
+  }
+};
+// Integers and bool alone: the ops refuse floats.
+struct BitwiseAnd {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(C) {
+    if constexpr (is_integer<C>) {
+      return a & b;
+    } else {
+      return C(0);
+    }
+  }
+};
+struct BitwiseOr {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(C) {
+    if constexpr (is_integer<C>) {
+      return a | b;
+    } else {
+      return C(0);
+    }
+  }
+};
+struct BitwiseXor {
+  static constexpr bool kIntegers = true;
+  TS_FUNCTOR_BINARY(C) {
+    if constexpr (is_integer<C>) {
+      return a ^ b;
+    } else {
+      return C(0);
+    }
+  }
+};
 // Integers: by squaring, modulo 2^64; negative exponents give the truncated quotient.
 struct Pow {
   static constexpr bool kIntegers = true;
@@ -509,16 +621,18 @@ struct Clamp {  // to [b, c]; c where b > c; NaN stays, and a NaN limit wins
   X(Identity) X(Neg) X(Abs) X(Sign) X(Square) X(Floor) X(Ceil) X(Round) X(Reciprocal) X(Sqrt)      \
   X(Rsqrt) X(NanToNum) X(IsNan) X(IsInf) X(IsFinite) X(LogicalNot) X(Relu) X(LeakyRelu)            \
   X(Exp) X(Expm1) X(Log) X(Log1p) X(Sin) X(Cos) X(Tanh) X(Sigmoid) X(Erf) X(Gelu) X(GeluTanh)      \
-  X(Silu) X(Elu) X(Softplus)
+  X(Silu) X(Elu) X(Softplus) X(Trunc) X(Log2) X(Log10) X(Tan) X(Erfinv) X(Lgamma) X(Digamma)       \
+  X(Polygamma) X(BitwiseNot)
 #define TS_BINARY_FUNCTORS(X)                                                                      \
   X(Add) X(AddScaled) X(Sub) X(Mul) X(Div) X(FloorDivide) X(Remainder) X(Pow) X(Maximum) X(Minimum)\
-  X(Eq) X(Ne) X(Lt) X(Le) X(Gt) X(Ge) X(LogicalAnd) X(LogicalOr) X(LogicalXor)
+  X(Eq) X(Ne) X(Lt) X(Le) X(Gt) X(Ge) X(LogicalAnd) X(LogicalOr) X(LogicalXor)        \
+  X(Fmod) X(Atan2) X(BitwiseAnd) X(BitwiseOr) X(BitwiseXor)
 #define TS_UNARY_GRADIENT_FUNCTORS(X)                                                              \
   X(AbsGrad) X(ReciprocalGrad) X(SqrtGrad) X(RsqrtGrad) X(Expm1Grad) X(Log1pGrad) X(SinGrad)       \
   X(CosGrad) X(TanhGrad) X(SigmoidGrad) X(ErfGrad) X(NanToNumGrad) X(ReluGrad) X(GeluGrad)         \
   X(GeluTanhGrad) X(SiluGrad) X(EluGrad) X(SoftplusGrad) X(LeakyReluGrad)          \
-  X(ClampGrad)
+  X(ClampGrad) X(TanGrad) X(ErfinvGrad) X(LgammaGrad) X(PolygammaGrad)
 #define TS_TERNARY_FUNCTORS(X)                                                                     \
   X(Where) X(Addcmul) X(Addcdiv) X(Lerp) X(Clamp) X(DivGradDivisor) X(PowGradBase) X(GreaterGrad)  \
-  X(LessGrad)
+  X(LessGrad) X(FmodGradDivisor) X(Atan2Grad)
 // clang-format on

@@ -1,13 +1,14 @@
 // Elementary functions of the functors. The float forms have no branch and no call, so that loops
 // over them vectorise (sin and cos look up a table and stay scalar under g++ 12; below kCommonAngle
 // sin_common and cos_common give the same bits without it) and host and device give the same bits;
-// contraction must be off, fma is written where meant. The double forms are libm's. pow is libm's
-// for both.
+// contraction must be off, fma is written where meant. The double forms are libm's. pow, atan2 and
+// lgamma are libm's for both; digamma and zeta are calculated in double.
 //
 // Largest error of the float forms, in units of the last place of the exact result, measured over
 // bit patterns of all finite floats, subnormals included (tests/test_math.cpp holds them to it):
 //
 //   exp 1.2   expm1 1.8   log 0.9   log1p 1.5   tanh 2.5   erf 1.1   sin 1.5   cos 1.5
+//   tan 3.0   log2 1.5    log10 1.7 erfinv 4.0
 //
 // Infinities, NaN, signed zeros and the ends of the range behave as C's Annex F says. Polynomials
 // are Remez fits of the relative error, with coefficients rounded to float one after the other and
@@ -67,8 +68,12 @@ TS_HD float expm1_in_range(float x) {
   return 2.0f * ::fmaf(half_scale, p, half_scale - 0.5f);
 }
 
-// log(u + correction) for a positive normal u and a correction far smaller than it.
-TS_HD float log_corrected(float u, float correction, int32_t exponent_offset) {
+// log(u + correction) = exponent ln2 + f - square / 2 + cubic for a positive normal u and a
+// correction far smaller than it.
+struct LogParts {
+  float exponent, f, square, cubic;
+};
+TS_HD LogParts log_parts(float u, float correction, int32_t exponent_offset) {
   constexpr uint32_t kSqrtHalf = 0x3f3504f3u;
   const uint32_t shifted = bits_of(u) - kSqrtHalf;
   const int32_t exponent = static_cast<int32_t>(shifted) >> 23;
@@ -86,10 +91,31 @@ TS_HD float log_corrected(float u, float correction, int32_t exponent_offset) {
   q = ::fmaf(q, f, -2.500082254e-01f);
   q = ::fmaf(q, f, 3.333333135e-01f);
   const float f2 = f * f;
-  float y = (f2 * f) * q;
-  y = ::fmaf(e, kLn2Low, y);
-  y = ::fmaf(-0.5f, f2, y);
-  return ::fmaf(e, kLn2High, f + y);
+  return {e, f, f2, (f2 * f) * q};
+}
+
+TS_HD float log_corrected(float u, float correction, int32_t exponent_offset) {
+  const LogParts parts = log_parts(u, correction, exponent_offset);
+  float y = ::fmaf(parts.exponent, kLn2Low, parts.cubic);
+  y = ::fmaf(-0.5f, parts.square, y);
+  return ::fmaf(parts.exponent, kLn2High, parts.f + y);
+}
+
+// log(x) in the base b: log_b(2) and 1 / ln(b) as sums of two floats. Whole powers of 2 and 10 that
+// a float holds give whole numbers.
+TS_HD float log_in_base(float x, float two_high, float two_low, float e_high, float e_low) {
+  const bool tiny = x < 0x1p-126f;
+  const LogParts parts = log_parts(tiny ? x * 0x1p23f : x, 0.0f, tiny ? -23 : 0);
+  const float m = parts.f + ::fmaf(-0.5f, parts.square, parts.cubic);
+  const float rest = ::fmaf(m, e_high, ::fmaf(parts.exponent, two_low, m * e_low));
+  return ::fmaf(parts.exponent, two_high, rest);
+}
+
+// What log(x) is where x is not a positive number, else `normal`.
+TS_HD float log_or_special(float x, float normal) {
+  const float special = x < 0.0f ? float_of(0x7fc00000u) : x;  // +inf and NaN pass
+  const float value = x > 0.0f && x < float_of(0x7f800000u) ? normal : special;
+  return x == 0.0f ? float_of(0xff800000u) : value;
 }
 
 // x = n pi/2 + r with |r| <= pi/4, for every finite float. x is written m * 16^i with |m| < 2^24,
@@ -192,12 +218,22 @@ TS_HD double expm1(double x) { return ::expm1(x); }
 
 TS_HD float log(float x) {
   const bool tiny = x < 0x1p-126f;
-  const float normal = detail::log_corrected(tiny ? x * 0x1p23f : x, 0.0f, tiny ? -23 : 0);
-  const float special = x < 0.0f ? detail::float_of(0x7fc00000u) : x;  // +inf and NaN pass
-  const float value = x > 0.0f && x < detail::float_of(0x7f800000u) ? normal : special;
-  return x == 0.0f ? detail::float_of(0xff800000u) : value;
+  return detail::log_or_special(
+      x, detail::log_corrected(tiny ? x * 0x1p23f : x, 0.0f, tiny ? -23 : 0));
 }
 TS_HD double log(double x) { return ::log(x); }
+
+TS_HD float log2(float x) {
+  return detail::log_or_special(x,
+                                detail::log_in_base(x, 1.0f, 0.0f, detail::kLog2E, 0x1.4ae0cp-26f));
+}
+TS_HD double log2(double x) { return ::log2(x); }
+
+TS_HD float log10(float x) {
+  return detail::log_or_special(
+      x, detail::log_in_base(x, 0x1.344136p-2f, -0x1.ec10cp-27f, 0x1.bcb7b2p-2f, -0x1.5b235ep-27f));
+}
+TS_HD double log10(double x) { return ::log10(x); }
 
 TS_HD float log1p(float x) {
   const float u = 1.0f + x;
@@ -259,6 +295,13 @@ TS_HD float cos_common(float x) {  // |x| < kCommonAngle
   return detail::sin_of_reduced(r, quadrant + 1);
 }
 
+TS_HD float tan_common(float x) {  // |x| < kCommonAngle
+  uint32_t quadrant;
+  const float r = detail::reduce_common_half_pi(x, quadrant);
+  const float value = detail::sin_of_reduced(r, quadrant) / detail::sin_of_reduced(r, quadrant + 1);
+  return x == 0.0f ? x : value;
+}
+
 TS_HD float sin(float x) {
   uint32_t quadrant;
   const float r = detail::reduce_half_pi(x, quadrant);
@@ -273,6 +316,63 @@ TS_HD float cos(float x) {
   return detail::sin_of_reduced(r, quadrant + 1);
 }
 TS_HD double cos(double x) { return ::cos(x); }
+
+TS_HD float tan(float x) {
+  uint32_t quadrant;
+  const float r = detail::reduce_half_pi(x, quadrant);
+  const float value = detail::sin_of_reduced(r, quadrant) / detail::sin_of_reduced(r, quadrant + 1);
+  return x == 0.0f ? x : value;  // keeps -0
+}
+TS_HD double tan(double x) { return ::tan(x); }
+
+// x p(w) with w = -log(1 - x^2), in which erfinv(x) / x is smooth: one polynomial in w below 5, one
+// in its root beyond.
+TS_HD float erfinv(float x) {
+  const float inside = (1.0f - x) * (1.0f + x);  // 1 - x^2 without the rounding of the square
+  const float w = -math::log(inside);
+  const float a = (w < 5.0f ? w : 5.0f) - 2.5f;
+  float p = -8.791056771e-09f;
+  p = ::fmaf(p, a, 2.323264425e-08f);
+  p = ::fmaf(p, a, 4.661706612e-07f);
+  p = ::fmaf(p, a, -3.462704854e-06f);
+  p = ::fmaf(p, a, -4.963347692e-06f);
+  p = ::fmaf(p, a, 2.183444449e-04f);
+  p = ::fmaf(p, a, -1.252741902e-03f);
+  p = ::fmaf(p, a, -4.177386872e-03f);
+  p = ::fmaf(p, a, 2.466402799e-01f);
+  p = ::fmaf(p, a, 1.501409411e+00f);
+  const float b = ::sqrtf(w > 5.0f ? w : 5.0f) - 3.0f;
+  float q = 1.100997615e-04f;
+  q = ::fmaf(q, b, -3.043638717e-04f);
+  q = ::fmaf(q, b, -4.867590178e-05f);
+  q = ::fmaf(q, b, 1.478652004e-03f);
+  q = ::fmaf(q, b, -3.601640696e-03f);
+  q = ::fmaf(q, b, 5.689405371e-03f);
+  q = ::fmaf(q, b, -7.636391092e-03f);
+  q = ::fmaf(q, b, 9.445007890e-03f);
+  q = ::fmaf(q, b, 1.001674891e+00f);
+  q = ::fmaf(q, b, 2.832976818e+00f);
+  const float value = x * (w < 5.0f ? p : q);
+  const float pole = x * detail::float_of(0x7f800000u);
+  return ::fabsf(x) == 1.0f ? pole : value;  // NaN beyond: of the logarithm
+}
+// Halley's method from a start of three digits. In erfc, which keeps the digits of 1 - |x|, above
+// 1/2.
+TS_HD double erfinv(double x) {
+  const double magnitude = ::fabs(x), rest = 1 - magnitude;
+  if (!(magnitude < 1)) return magnitude == 1 ? x * __builtin_inf() : __builtin_nan("");
+  double y = static_cast<double>(erfinv(static_cast<float>(magnitude)));
+  if (rest < 1e-4) {  // erfc(y) = e^(-y^2) / (y sqrt(pi)), nearly
+    const double power = -::log(rest);
+    y = ::sqrt(power - 0.5 * ::log(3.14159265358979323846 * power));
+  }
+  for (int step = 0; step < 3; ++step) {
+    const double error = magnitude > 0.5 ? rest - ::erfc(y) : ::erf(y) - magnitude;
+    const double newton = error * 0.88622692545275801365 * ::exp(y * y);  // sqrt(pi) / 2
+    y -= newton / (1 + y * newton);
+  }
+  return ::copysign(y, x);
+}
 
 namespace detail {
 
@@ -321,12 +421,97 @@ TS_HD NormalPartsDouble normal_parts(double x) {
 TS_HD float pow(float x, float y) { return ::powf(x, y); }
 TS_HD double pow(double x, double y) { return ::pow(x, y); }
 
+TS_HD float atan2(float y, float x) { return ::atan2f(y, x); }
+TS_HD double atan2(double y, double x) { return ::atan2(y, x); }
+
+// libm's, without its global sign.
+TS_HD float lgamma(float x) {
+#if defined(__CUDA_ARCH__)
+  return ::lgammaf(x);
+#else
+  int sign;
+  return ::lgammaf_r(x, &sign);
+#endif
+}
+TS_HD double lgamma(double x) {
+#if defined(__CUDA_ARCH__)
+  return ::lgamma(x);
+#else
+  int sign;
+  return ::lgamma_r(x, &sign);
+#endif
+}
+
+// lgamma's derivative: from x >= 10 the asymptotic series (Abramowitz & Stegun 6.3.18), below it by
+// psi(x) = psi(x + 1) - 1 / x and for negative x by reflection. As torch: -inf at 0, inf at -0, NaN
+// at the other poles.
+TS_HD double digamma(double x) {
+  if (x == 0) return ::copysign(__builtin_inf(), -x);
+  double sum = 0;
+  if (x < 0) {
+    if (::floor(x) == x) return __builtin_nan("");
+    constexpr double kPi = 3.14159265358979323846;
+    sum = -kPi / ::tan(kPi * (x - ::trunc(x)));
+    x = 1 - x;
+  }
+  for (; x < 10; x += 1) sum -= 1 / x;
+  const double r = 1 / (x * x);
+  double series = 1.0 / 12;
+  series = ::fma(series, -r, 691.0 / 32760);
+  series = ::fma(series, -r, 1.0 / 132);
+  series = ::fma(series, -r, 1.0 / 240);
+  series = ::fma(series, -r, 1.0 / 252);
+  series = ::fma(series, -r, 1.0 / 120);
+  series = ::fma(series, -r, 1.0 / 12);
+  return sum + (::log(x) - 0.5 / x - r * series);
+}
+TS_HD float digamma(float x) { return static_cast<float>(digamma(static_cast<double>(x))); }
+
+namespace detail {
+
+// The sum of (q + k)^-s over all k >= 0, for q > 0 and s > 1: terms below 10, Euler and Maclaurin's
+// formula above.
+TS_HD double zeta_of_positive(double s, double q) {
+  double sum = 0;
+  for (; q < 10; q += 1) sum += ::pow(q, -s);
+  if (q > 1e300) return sum;
+  const double power = ::pow(q, -s), r = 1 / (q * q);
+  double term = power * s / q;
+  double series = term / 12;
+  // Bernoulli's numbers B_2k / (2k)! from k = 2 on.
+  constexpr double kCoefficients[] = {-1.0 / 720,     1.0 / 30240,           -1.0 / 1209600,
+                                      1.0 / 47900160, -691.0 / 1307674368e3, 1.0 / 74724249600.0};
+  for (int k = 0; k < 6; ++k) {
+    term *= (s + 2 * k + 1) * (s + 2 * k + 2) * r;
+    series += term * kCoefficients[k];
+  }
+  return sum + power * (q / (s - 1) + 0.5) + series;
+}
+
+}  // namespace detail
+
+// Hurwitz's zeta function for whole s >= 2, also of negative q; infinity at the poles. Terms below
+// 0 are those of a positive q turned around: from ceil(q) - q on, without those from 1 - q on.
+TS_HD double zeta(double s, double q) {
+  if (q <= 0 && ::floor(q) == q) return __builtin_inf();
+  const double turned = ::fmod(s, 2) == 0 ? 1 : -1;
+  double sum = 0;
+  for (int part = 0; part < (q > 0 ? 1 : 3); ++part) {  // a loop: one copy of a long function
+    const double from = q > 0 ? q : part == 0 ? q - ::floor(q) : part == 1 ? ::ceil(q) - q : 1 - q;
+    const double sign = part == 0 ? 1 : part == 1 ? turned : -turned;
+    sum += sign * detail::zeta_of_positive(s, from);
+  }
+  return sum;
+}
+
 TS_HD float sqrt(float x) { return ::sqrtf(x); }
 TS_HD double sqrt(double x) { return ::sqrt(x); }
 TS_HD float floor(float x) { return ::floorf(x); }
 TS_HD double floor(double x) { return ::floor(x); }
 TS_HD float ceil(float x) { return ::ceilf(x); }
 TS_HD double ceil(double x) { return ::ceil(x); }
+TS_HD float trunc(float x) { return ::truncf(x); }
+TS_HD double trunc(double x) { return ::trunc(x); }
 TS_HD float round_even(float x) { return ::nearbyintf(x); }  // ties to even, as torch.round
 TS_HD double round_even(double x) { return ::nearbyint(x); }
 TS_HD float fabs(float x) { return ::fabsf(x); }

@@ -56,6 +56,8 @@ class TensorImpl {
   mutable std::atomic<int32_t> references_{0};
 };
 
+struct ValuesIndices;  // autograd/ops.h
+
 class Tensor {
  public:
   // The undefined tensor: an absent argument, a gradient that is not there.
@@ -148,6 +150,8 @@ class Tensor {
   Tensor transpose(int64_t dim0, int64_t dim1) const;
   Tensor t() const;
   Tensor permute(const Shape& dims) const;
+  Tensor movedim(const Shape& source, const Shape& destination) const;
+  Tensor unfold(int64_t dim, int64_t size, int64_t step) const;  // windows as a last dimension, a view
   Tensor expand(const Shape& shape) const;
   Tensor squeeze(int64_t dim) const;
   Tensor unsqueeze(int64_t dim) const;
@@ -165,12 +169,29 @@ class Tensor {
   Tensor abs() const;
   Tensor exp() const;
   Tensor log() const;
+  Tensor log2() const;
+  Tensor log10() const;
   Tensor sqrt() const;
+  Tensor tan() const;
+  Tensor atan2(const Tensor& other) const;
+  Tensor erfinv() const;
+  Tensor lgamma() const;
+  Tensor digamma() const;
+  Tensor trunc() const;
+  Tensor fmod(const Tensor& other) const;
+  Tensor fmod(const Scalar& other) const;
   Tensor tanh() const;
   Tensor sigmoid() const;
   Tensor relu() const;
   Tensor pow(const Scalar& exponent) const;
   Tensor argmax(int64_t dim, bool keepdim = false) const;
+  Tensor isclose(const Tensor& other, double rtol = 1e-5, double atol = 1e-8, bool equal_nan = false) const;
+  bool allclose(const Tensor& other, double rtol = 1e-5, double atol = 1e-8, bool equal_nan = false) const;
+  Tensor median() const;
+  ValuesIndices median(int64_t dim, bool keepdim = false) const;
+  Tensor quantile(double q, std::optional<int64_t> dim = {}, bool keepdim = false) const;
+  ValuesIndices cummax(int64_t dim) const;
+  ValuesIndices cummin(int64_t dim) const;
   Tensor softmax(int64_t dim) const;
   Tensor matmul(const Tensor& other) const;
   Tensor masked_fill(const Tensor& mask, const Scalar& value) const;

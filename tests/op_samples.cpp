@@ -231,6 +231,21 @@ Shape Attrs::integers(std::string_view key, const Shape& fallback) {
   return has(key) ? integers(key) : fallback;
 }
 
+std::vector<Shape> Attrs::integer_lists(std::string_view key) {
+  const AttrValue* value = find(key);
+  if (!value || value->kind != AttrValue::Kind::kList) fail("'", key, "' must be a list of lists");
+  std::vector<Shape> result;
+  for (const AttrValue& list : value->list) {
+    Shape integers;
+    if (list.kind != AttrValue::Kind::kList) fail("'", key, "' must be a list of lists");
+    for (const AttrValue& element : list.list) {
+      if (element.kind != AttrValue::Kind::kInt) fail("'", key, "' must hold integers");
+      integers.push_back(element.integer);
+    }
+    result.push_back(integers);
+  }
+  return result;
+}
 std::vector<double> Attrs::numbers(std::string_view key) {
   const AttrValue* value = find(key);
   if (!value) return {};
@@ -469,9 +484,10 @@ TensorList make_inputs(const OpRow& row, const Sample& sample, DType floating) {
 const std::vector<OpRow>& op_rows() {
   static const std::vector<OpRow> rows = [] {
     std::vector<OpRow> all;
-    for (auto* part : {&creation_rows, &elementwise_rows, &inplace_rows, &reduce_rows, &norm_rows,
-                       &loss_rows, &matmul_rows, &shape_rows, &index_rows, &convolution_rows,
-                       &attention_rows, &linalg_rows, &layer_rows}) {
+    for (auto* part : {&creation_rows, &elementwise_rows, &special_rows, &order_rows,
+                       &rearrange_rows, &inplace_rows, &reduce_rows, &norm_rows, &loss_rows,
+                       &matmul_rows, &shape_rows, &index_rows, &convolution_rows, &attention_rows,
+                       &linalg_rows, &layer_rows}) {
       for (OpRow& row : part()) all.push_back(std::move(row));
     }
     std::sort(all.begin(), all.end(),
@@ -489,7 +505,8 @@ const OpRow* find_op_row(std::string_view name) {
       {"less_equal", "le"},      {"not_equal", "ne"},     {"clip", "clamp"},
       {"concat", "cat"},         {"concatenate", "cat"},  {"swapaxes", "transpose"},
       {"swapdims", "transpose"}, {"ger", "outer"},        {"mm", "matmul"},
-      {"mv", "matmul"},          {"ravel", "flatten"}};
+      {"mv", "matmul"},          {"ravel", "flatten"},    {"arctan2", "atan2"},
+      {"fix", "trunc"},          {"moveaxis", "movedim"}, {"special_erfinv", "erfinv"}};
   // torch.linalg.qr is "linalg.qr", "linalg_qr" and, with that function's arguments, "qr".
   static const std::map<std::string_view, std::string_view> linear_algebra = [] {
     std::map<std::string_view, std::string_view> names = {

@@ -61,6 +61,7 @@ class Attrs {
   Shape integers(std::string_view key);  // a list, or one number
   Shape integers(std::string_view key, const Shape& fallback);
   std::vector<std::optional<int64_t>> maybe_integers(std::string_view key);  // a list with nulls
+  std::vector<Shape> integer_lists(std::string_view key);  // a list of lists
   std::vector<double> numbers(std::string_view key);  // a list, or one number
   std::optional<DType> dtype();                       // of "dtype"
   Device device();                                    // of "device"; the CPU where it is absent
@@ -198,6 +199,9 @@ TensorList make_inputs(const OpRow& row, const Sample& sample, DType floating);
 // Rows by topic, one file each.
 std::vector<OpRow> creation_rows();
 std::vector<OpRow> elementwise_rows();
+std::vector<OpRow> special_rows();
+std::vector<OpRow> order_rows();
+std::vector<OpRow> rearrange_rows();
 std::vector<OpRow> inplace_rows();
 std::vector<OpRow> reduce_rows();
 std::vector<OpRow> norm_rows();

@@ -310,20 +310,38 @@ std::vector<OpRow> convolution_rows() {
        .parameters = "input",
        .call = [](const Args& in, Attrs& a) -> Result {
          const std::string mode = a.text("mode", "nearest");
-         TS_CHECK_AS(UnsupportedError, mode == "nearest", "interpolate",
-                     "'mode' is \"nearest\"; got '", mode, "'");
-         a.flag("recompute_scale_factor", false);
          const int spatial = in[0].dim() - 2;
+         constexpr const char* kLinear[] = {"linear", "bilinear", "trilinear"};
+         const bool linear = spatial >= 1 && spatial <= 3 && mode == kLinear[spatial - 1];
+         TS_CHECK_AS(UnsupportedError, linear || mode == "nearest", "interpolate",
+                     "'mode' is \"nearest\", or \"linear\", \"bilinear\" or \"trilinear\" for one, "
+                     "two or three spatial dimensions; got '", mode, "' for ", in[0]);
+         const bool recompute = a.flag("recompute_scale_factor", false);
+         const bool align_corners = a.flag("align_corners", false);
          Shape size = a.integers("size", {});
          std::vector<double> factors = a.numbers("scale_factor");
          while (size.size() == 1 && size.size() < spatial) size.push_back(size[0]);
          if (factors.size() == 1)
            factors.resize(static_cast<size_t>(spatial < 1 ? 1 : spatial), factors[0]);
-         return interpolate(in[0], size, factors);
+         if (linear && recompute && size.empty()) {  // the factors of the rounded sizes
+           for (int d = 0; d < spatial; ++d) {
+             const double exact = static_cast<double>(in[0].size(2 + d)) * factors[static_cast<size_t>(d)];
+             size.push_back(static_cast<int64_t>(exact));
+           }
+           factors.clear();
+         }
+         return interpolate(in[0], size, factors,
+                            linear ? Interpolation::kLinear : Interpolation::kNearest,
+                            align_corners);
        },
        .samples = {{{normal({1, 2, 3, 4})}, R"({"scale_factor": 2})", 4},
                    {{normal({1, 2, 3, 4})}, R"({"size": [5, 3]})", 4},
-                   {{normal({2, 2, 5})}, R"({"size": 8})", 2}}},
+                   {{normal({2, 2, 5})}, R"({"size": 8})", 2},
+                   {{normal({1, 2, 3, 4})}, R"({"size": [5, 3], "mode": "bilinear"})", 8},
+                   {{normal({1, 2, 3, 4})}, R"({"scale_factor": 1.7, "mode": "bilinear"})", 8},
+                   {{normal({2, 2, 5})}, R"({"size": 8, "mode": "linear", "align_corners": true})", 4},
+                   {{normal({1, 1, 2, 3, 2})}, R"({"size": 3, "mode": "trilinear"})", 16}},
+       .sums = true},
   };
 }
 

@@ -332,6 +332,74 @@ Tensor remainder(const Tensor& a, const Scalar& b) {
       [](Grads dy, const Saved&) { return dy[0]; });
 }
 
+// ---- fmod ---------------------------------------------------------------------------------------
+
+const Op kFmod{.name = "fmod", .reads = {inputs(), inputs(0, 1)}};
+
+namespace {
+
+void check_fmod(const Operand& a, const Operand& b) {
+  TS_CHECK_DTYPE(kernels::promote({a, b}) != kBool, kFmod,
+                 "is not defined for two bool operands; convert one with to(dtype)");
+}
+
+}  // namespace
+
+Tensor fmod(const Tensor& a, const Tensor& b) {
+  check_arithmetic(kFmod, a, b);
+  check_fmod(a, b);
+  check_divisor(kFmod, a, b);
+  return differentiable(
+      kFmod, {a, b}, [](Inputs in) { return kernels::binary<fn::Fmod>(in[0], in[1]); },
+      [](Grads dy, const Saved& s) -> TensorList {
+        if (!s.needs(1)) return {dy[0], Tensor()};
+        const Tensor a = s.input(0), b = s.input(1);
+        return {dy[0], grad_enabled() ? neg(mul(dy[0], trunc(div(a, b))))
+                                      : kernels::ternary<fn::FmodGradDivisor>(dy[0], a, b)};
+      });
+}
+
+Tensor fmod(const Tensor& a, const Scalar& b) {
+  check_arithmetic(kFmod, a);
+  check_fmod(a, b);
+  TS_CHECK(is_floating(kernels::promote({a, b})) || b.to_int() != 0, kFmod, "integer division of ",
+           a, " by zero; convert to a floating dtype first");
+  return differentiable(
+      kFmod, {a}, [b](Inputs in) { return kernels::binary<fn::Fmod>(in[0], b); },
+      [](Grads dy, const Saved&) { return dy[0]; });
+}
+
+// ---- atan2 --------------------------------------------------------------------------------------
+
+const Op kAtan2{.name = "atan2", .reads = {inputs(0, 1), inputs(0, 1)}, .flops_per_element = 40};
+
+namespace {
+
+// dy other / (own^2 + other^2), and 0 at the origin.
+Tensor atan2_gradient(const Tensor& dy, const Tensor& own, const Tensor& other, double sign) {
+  if (!grad_enabled()) {
+    return kernels::ternary(dy, own, other, fn::Atan2Grad{sign});
+  }
+  const Tensor sum = add(square(own), square(other)), is_origin = eq(sum, 0);
+  return mul(dy, masked_fill(div(mul(other, sign), masked_fill(sum, is_origin, 1)), is_origin, 0));
+}
+
+}  // namespace
+
+Tensor atan2(const Tensor& a, const Tensor& b) {
+  check_arithmetic(kAtan2, a, b);
+  return differentiable(
+      kAtan2, {a, b},
+      [](Inputs in) {
+        return kernels::binary<fn::Atan2>(in[0], in[1], {}, division_dtype({in[0], in[1]}));
+      },
+      [](Grads dy, const Saved& s) -> TensorList {
+        const Tensor a = s.input(0), b = s.input(1);
+        return {s.needs(0) ? atan2_gradient(dy[0], a, b, 1) : Tensor(),
+                s.needs(1) ? atan2_gradient(dy[0], b, a, -1) : Tensor()};
+      });
+}
+
 // ---- pow ----------------------------------------------------------------------------------------
 
 const Op kPow{.name = "pow",

@@ -443,6 +443,49 @@ kernels::WindowMap nearest_map(int64_t input, int64_t output, double factor, boo
   return map;
 }
 
+kernels::WindowMap same_map(int64_t size) { return nearest_map(size, size, 0, false); }
+
+// What one axis is read through: a map, or the lower and the upper neighbours with their shares.
+using AxisMaps = std::vector<kernels::WindowMap>;
+
+// torch's places: corners on corners, or pixels as areas. factor 0: derived from the sizes.
+AxisMaps linear_maps(int64_t input, int64_t output, double factor, bool align_corners) {
+  AxisMaps maps(2);
+  const double last = static_cast<double>(input - 1);
+  const double step = align_corners ? (output > 1 ? last / static_cast<double>(output - 1) : 0)
+                      : factor > 0  ? 1 / factor
+                                    : static_cast<double>(input) / static_cast<double>(output);
+  for (int64_t i = 0; i < output; ++i) {
+    const double at = static_cast<double>(i);
+    const double place = std::clamp(align_corners ? at * step : (at + 0.5) * step - 0.5, 0.0, last);
+    const int64_t lower = static_cast<int64_t>(place);
+    const double share = place - static_cast<double>(lower);
+    for (int64_t k = 0; k < 2; ++k) {
+      kernels::WindowMap& map = maps[static_cast<size_t>(k)];
+      map.input_size = input;
+      map.begin.push_back(std::min(lower + k, input - 1));
+      map.end.push_back(map.begin.back() + 1);
+      map.weight.push_back(k == 0 ? 1 - share : share);
+    }
+  }
+  return maps;
+}
+
+// One axis after the other where either has two maps, both at once otherwise.
+Tensor apply_axes(const Tensor& x, const AxisMaps& rows, const AxisMaps& columns) {
+  if (rows.size() == 1 && columns.size() == 1) {
+    return apply_windows(kInterpolate, x, {rows[0], columns[0]});
+  }
+  const auto both = [](const Tensor& x, const WindowMaps& first, const WindowMaps& second) {
+    return add(apply_windows(kInterpolate, x, first), apply_windows(kInterpolate, x, second));
+  };
+  const kernels::WindowMap same = same_map(x.size(-1));
+  const Tensor y = rows.size() == 1 ? x : both(x, {rows[0], same}, {rows[1], same});
+  if (columns.size() == 1) return y;
+  const kernels::WindowMap lines = same_map(y.size(-2));
+  return both(y, {lines, columns[0]}, {lines, columns[1]});
+}
+
 }  // namespace
 
 Tensor avg_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride,
@@ -484,8 +527,14 @@ Tensor adaptive_avg_pool2d(const Tensor& x, const Shape& output_size) {
                        {adaptive_map(x.size(-2), output[0]), adaptive_map(x.size(-1), output[1])});
 }
 
-Tensor interpolate(const Tensor& x, const Shape& size, std::span<const double> scale_factor) {
-  check_defined(kInterpolate, "x", x);
+Tensor interpolate(const Tensor& given, const Shape& size, std::span<const double> scale_factor,
+                   Interpolation mode, bool align_corners) {
+  check_defined(kInterpolate, "x", given);
+  const bool linear = mode == Interpolation::kLinear;
+  TS_CHECK(linear || !align_corners, kInterpolate, "align_corners is of linear interpolation only");
+  // Sums of two products: those of 16-bit numbers are rounded once.
+  const bool widens = linear && (given.dtype() == kF16 || given.dtype() == kBF16);
+  const Tensor x = widens ? to(given, kF32) : given;
   const int spatial = x.dim() - 2;
   TS_CHECK_SHAPE(spatial >= 1 && spatial <= 3, kInterpolate,
                  "expects [N, C, ...] with one to three spatial dimensions; got ", x);
@@ -496,7 +545,7 @@ Tensor interpolate(const Tensor& x, const Shape& size, std::span<const double> s
   TS_CHECK(
       static_cast<int>(size.empty() ? scale_factor.size() : size.to_vector().size()) == spatial,
       kInterpolate, "expects one value for each of the ", spatial, " spatial dimensions of ", x);
-  std::vector<kernels::WindowMap> maps;
+  std::vector<AxisMaps> maps;
   Shape result_shape = x.shape();
   for (int d = 0; d < spatial; ++d) {
     const int64_t input = x.size(2 + d);
@@ -508,22 +557,28 @@ Tensor interpolate(const Tensor& x, const Shape& size, std::span<const double> s
                      : size[d];
     TS_CHECK_SHAPE(input > 0 && output > 0, kInterpolate, "sizes must be positive: dimension ",
                    2 + d, " goes from ", input, " to ", output);
-    maps.push_back(nearest_map(input, output, factor, spatial == 2));
+    if (linear) {
+      maps.push_back(linear_maps(input, output, factor, align_corners));
+    } else {
+      maps.push_back({nearest_map(input, output, factor, spatial == 2)});
+    }
     result_shape[2 + d] = output;
   }
-  const auto identity = [](int64_t n) { return nearest_map(n, n, 0, false); };
   const int64_t N = x.size(0), C = x.size(1);
+  Tensor y;
   if (spatial == 1) {
-    return squeeze(apply_windows(kInterpolate, unsqueeze(x, 2), {identity(1), maps[0]}), 2);
+    y = squeeze(apply_axes(unsqueeze(x, 2), {same_map(1)}, maps[0]), 2);
+  } else if (spatial == 2) {
+    y = apply_axes(x, maps[0], maps[1]);
+  } else {
+    // Three dimensions: the last two, then the first over rows of what they gave.
+    const Tensor planes =
+        apply_axes(reshape(x, {N, C * x.size(2), x.size(3), x.size(4)}), maps[1], maps[2]);
+    const int64_t row = result_shape[3] * result_shape[4];
+    y = reshape(apply_axes(reshape(planes, {N, C, x.size(2), row}), maps[0], {same_map(row)}),
+                result_shape);
   }
-  if (spatial == 2) return apply_windows(kInterpolate, x, {maps[0], maps[1]});
-  // Three dimensions: the last two, then the first over rows of what they gave.
-  const Tensor planes = apply_windows(
-      kInterpolate, reshape(x, {N, C * x.size(2), x.size(3), x.size(4)}), {maps[1], maps[2]});
-  const int64_t row = result_shape[3] * result_shape[4];
-  const Tensor depth = apply_windows(kInterpolate, reshape(planes, {N, C, x.size(2), row}),
-                                     {maps[0], identity(row)});
-  return reshape(depth, result_shape);
+  return to(y, given.dtype());
 }
 
 }  // namespace tessera

@@ -69,6 +69,14 @@ Tensor round(const Tensor& x) {
   return differentiable(kRound, {x}, apply_rounding<fn::Round>, zero_gradient);
 }
 
+const Op kTrunc{.name = "trunc"};
+
+Tensor trunc(const Tensor& x) {
+  check_arithmetic(kTrunc, x);
+  check_not_bool(kTrunc, x, "the tensor itself");
+  return differentiable(kTrunc, {x}, apply_rounding<fn::Trunc>, zero_gradient);
+}
+
 const Op kSquare{.name = "square", .reads = {inputs(0)}};
 
 Tensor square(const Tensor& x) {
@@ -109,6 +117,26 @@ Tensor log(const Tensor& x) {
   check_arithmetic(kLog, x);
   return differentiable(kLog, {x}, apply_floating<fn::Log>,
                         [](Grads dy, const Saved& s) { return div(dy[0], s.input(0)); });
+}
+
+const Op kLog2{
+    .name = "log2", .autocast = Autocast::kFloat32, .reads = {inputs(0)}, .flops_per_element = 14};
+
+Tensor log2(const Tensor& x) {
+  check_arithmetic(kLog2, x);
+  return differentiable(kLog2, {x}, apply_floating<fn::Log2>, [](Grads dy, const Saved& s) {
+    return mul(div(dy[0], s.input(0)), 1 / M_LN2);
+  });
+}
+
+const Op kLog10{
+    .name = "log10", .autocast = Autocast::kFloat32, .reads = {inputs(0)}, .flops_per_element = 14};
+
+Tensor log10(const Tensor& x) {
+  check_arithmetic(kLog10, x);
+  return differentiable(kLog10, {x}, apply_floating<fn::Log10>, [](Grads dy, const Saved& s) {
+    return mul(div(dy[0], s.input(0)), 1 / M_LN10);
+  });
 }
 
 const Op kLog1p{
@@ -178,6 +206,19 @@ Tensor cos(const Tensor& x) {
   });
 }
 
+const Op kTan{.name = "tan",
+              .autocast = Autocast::kFloat32,
+              .reads_outputs = outputs(0),
+              .flops_per_element = 40};
+
+Tensor tan(const Tensor& x) {
+  check_arithmetic(kTan, x);
+  return differentiable(kTan, {x}, apply_floating<fn::Tan>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.output(), fn::TanGrad{},
+                    [](const Tensor& dy, const Tensor& y) { return mul(dy, add(square(y), 1)); });
+  });
+}
+
 const Op kTanh{.name = "tanh", .reads_outputs = outputs(0), .flops_per_element = 16};
 
 Tensor tanh(const Tensor& x) {
@@ -207,6 +248,68 @@ Tensor erf(const Tensor& x) {
       return mul(dy, mul(exp(neg(square(x))), 2 / std::sqrt(M_PI)));
     });
   });
+}
+
+const Op kErfinv{.name = "erfinv",
+                 .autocast = Autocast::kFloat32,
+                 .reads = {inputs(0)},
+                 .flops_per_element = 50};
+
+Tensor erfinv(const Tensor& x) {
+  check_arithmetic(kErfinv, x);
+  return differentiable(kErfinv, {x}, apply_floating<fn::Erfinv>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.input(0), fn::ErfinvGrad{}, [](const Tensor& dy, const Tensor& x) {
+      return mul(dy, mul(exp(square(erfinv(x))), std::sqrt(M_PI) / 2));
+    });
+  });
+}
+
+const Op kLgamma{.name = "lgamma", .reads = {inputs(0)}, .flops_per_element = 50};
+
+Tensor lgamma(const Tensor& x) {
+  check_arithmetic(kLgamma, x);
+  return differentiable(kLgamma, {x}, apply_floating<fn::Lgamma>, [](Grads dy, const Saved& s) {
+    return gradient(dy[0], s.input(0), fn::LgammaGrad{},
+                    [](const Tensor& dy, const Tensor& x) { return mul(dy, digamma(x)); });
+  });
+}
+
+const Op kDigamma{.name = "digamma", .reads = {inputs(0)}, .flops_per_element = 60};
+const Op kPolygamma{.name = "polygamma", .reads = {inputs(0)}, .flops_per_element = 200};
+
+namespace {
+
+template <class F>
+F polygamma_functor(int64_t n) {
+  return {static_cast<double>(n), (n % 2 == 0 ? -1 : 1) * std::tgamma(static_cast<double>(n + 1))};
+}
+
+// dy times the derivative of polygamma(n, x).
+Tensor polygamma_gradient(const Tensor& dy, const Tensor& x, int64_t n) {
+  return gradient(dy, x, polygamma_functor<fn::PolygammaGrad>(n + 1),
+                  [n](const Tensor& dy, const Tensor& x) { return mul(dy, polygamma(n + 1, x)); });
+}
+
+}  // namespace
+
+Tensor digamma(const Tensor& x) {
+  check_arithmetic(kDigamma, x);
+  return differentiable(kDigamma, {x}, apply_floating<fn::Digamma>, [](Grads dy, const Saved& s) {
+    return polygamma_gradient(dy[0], s.input(0), 0);
+  });
+}
+
+Tensor polygamma(int64_t n, const Tensor& x) {
+  check_arithmetic(kPolygamma, x);
+  TS_CHECK(n >= 0, kPolygamma, "expects an order of at least 0; got ", n);
+  if (n == 0) return digamma(x);
+  return differentiable(
+      kPolygamma, {x},
+      [n](Inputs in) {
+        return kernels::unary(in[0], polygamma_functor<fn::Polygamma>(n),
+                              floating_dtype(in[0].dtype()));
+      },
+      [n](Grads dy, const Saved& s) { return polygamma_gradient(dy[0], s.input(0), n); });
 }
 
 const Op kClamp{.name = "clamp", .reads = {inputs(0)}};
@@ -331,6 +434,17 @@ const Op kLogicalNot{.name = "logical_not"};
 Tensor logical_not(const Tensor& x) {
   check_arithmetic(kLogicalNot, x);
   return not_differentiable(kLogicalNot, {x}, apply<fn::LogicalNot>);
+}
+
+const Op kBitwiseNot{.name = "bitwise_not"};
+
+Tensor bitwise_not(const Tensor& x) {
+  check_integers(kBitwiseNot, x);
+  return not_differentiable(kBitwiseNot, {x}, [](Inputs in) {
+    // Of the two values of bool the other one, not the other bits of its byte.
+    return in[0].dtype() == kBool ? kernels::unary<fn::LogicalNot>(in[0])
+                                  : kernels::unary<fn::BitwiseNot>(in[0]);
+  });
 }
 
 // ---- In place -----------------------------------------------------------------------------------

@@ -31,6 +31,12 @@ inline void check_not_bool(const Op& op, const Tensor& x, std::string_view inste
   TS_CHECK_DTYPE(x.dtype() != kBool, op, "is not defined for bool; got ", x, "; use ", instead);
 }
 
+inline void check_integers(const Op& op, const Tensor& x, const char* name = "the input") {
+  check_defined(op, name, x);
+  TS_CHECK_DTYPE(!is_floating(x.dtype()) && !is_float8(x.dtype()), op,
+                 "is defined for integers and bool; got ", x, "; convert with to(dtype)");
+}
+
 // Where an in-place op of torch's kind may store a result of `common` dtype.
 inline void check_storable(const Op& op, const Tensor& target, DType common) {
   const DType dtype = target.dtype();

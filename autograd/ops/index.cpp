@@ -5,8 +5,10 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/copy/shape.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/index/index.h>
+#include <tessera/core/kernels/sort/sort.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -215,6 +217,112 @@ Tensor scatter_add(const Tensor& x, int64_t dim, const Tensor& index, const Tens
   const int d = wrap_dim(dim, x.dim(), kScatterAdd.name);
   check_dims(index, x.shape(), d, kScatterAdd);
   return scatter_add_at(x, x.shape(), d, index, fitted_source(x, index, source, kScatterAdd));
+}
+
+// ---- scatter_reduce -----------------------------------------------------------------------------
+
+const Op kScatterReduce{.name = "scatter_reduce",
+                        .reads = {inputs(0, 1, 2), inputs(), inputs(0, 1, 2)},
+                        .reads_outputs = outputs(0)};
+
+namespace {
+
+Tensor combined(ScatterReduce reduce, const Tensor& a, const Tensor& b) {
+  if (reduce == ScatterReduce::kProd) return kernels::binary<fn::Mul>(a, b);
+  return reduce == ScatterReduce::kAmax ? kernels::binary<fn::Maximum>(a, b)
+                                        : kernels::binary<fn::Minimum>(a, b);
+}
+
+// What goes to one place are neighbours once the index is sorted. After the step of `distance` each
+// of them knows the last 2 * distance of its place up to itself, so that in the end the last one
+// knows all, and is the one that scatter leaves.
+Tensor reduce_at(const Tensor& x, int dim, const Tensor& index, const Tensor& source,
+                 ScatterReduce reduce, bool include_self) {
+  const kernels::SortedValues sorted = kernels::sort(index, dim, false);
+  const Tensor places = sorted.values;
+  Tensor values = kernels::gather(source, dim, sorted.indices);
+  const int64_t n = index.shape()[dim];
+  for (int64_t distance = 1; distance < n; distance *= 2) {
+    const int64_t rest = n - distance;
+    const Tensor right = raw::narrow(values, dim, distance, rest);
+    const Tensor same = kernels::binary<fn::Eq>(raw::narrow(places, dim, 0, rest),
+                                                raw::narrow(places, dim, distance, rest));
+    const Tensor both = combined(reduce, raw::narrow(values, dim, 0, rest), right);
+    const Tensor parts[] = {raw::narrow(values, dim, 0, distance),
+                            kernels::ternary<fn::Where>(same, both, right)};
+    values = kernels::cat(parts, dim);
+  }
+  if (include_self) values = combined(reduce, kernels::gather(x, dim, places), values);
+  const Tensor result = target_of(x, x.shape(), x.dtype(), x.device());
+  kernels::scatter(result, dim, places, values);
+  return result;
+}
+
+// Those that equal the result share, x's own element among them (as in torch, also where it took no
+// part).
+TensorList extremum_gradient(const Tensor& dy, const Tensor& x, int dim, const Tensor& index,
+                             const Tensor& source, const Tensor& y) {
+  const Tensor own = to(eq(x, y), x.dtype());
+  const Tensor given = to(eq(source, gather(y, dim, index)), x.dtype());
+  const Tensor share = div(dy, scatter_add(own, dim, index, given));
+  return {mul(own, share), Tensor(), mul(given, gather(share, dim, index))};
+}
+
+// Products of the others: y / x, and where x is the only 0 of its place the product without it.
+TensorList product_gradient(const Tensor& dy, const Tensor& x, int dim, const Tensor& index,
+                            const Tensor& source, const Tensor& y, bool include_self) {
+  const auto product = [&](const Tensor& own, const Tensor& given) {
+    return scatter_reduce(own, dim, index, given, ScatterReduce::kProd, include_self);
+  };
+  const Tensor own = masked_fill(x, eq(x, 0), 1);
+  const Tensor is_zero = eq(source, 0);
+  const Tensor zero_counts = scatter_add(zeros(x.shape(), {.dtype = kI64, .device = x.device()}),
+                                         dim, index, to(is_zero, kI64));
+  const Tensor only_zero = logical_and(is_zero, eq(gather(zero_counts, dim, index), 1));
+  const Tensor without = product(x, masked_fill(source, only_zero, 1));
+  const Tensor by_division = div(gather(mul(dy, y), dim, index), masked_fill(source, is_zero, 1));
+  return {div(mul(dy, product(own, source)), own), Tensor(),
+          where(only_zero, gather(mul(dy, without), dim, index), by_division)};
+}
+
+}  // namespace
+
+Tensor scatter_reduce(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source,
+                      ScatterReduce reduce, bool include_self) {
+  const Op& op = kScatterReduce;
+  check_defined(op, "x", x);
+  check_defined(op, "index", index);
+  check_defined(op, "source", source);
+  const int d = wrap_dim(dim, x.dim(), op.name);
+  check_dims(index, x.shape(), d, op);
+  const Tensor given = fitted_source(x, index, source, op);
+  if (index.numel() == 0) return clone(x);
+  if (x.dim() == 0 || index.dim() == 0) {
+    const Tensor list = scatter_reduce(reshape(x, {-1}), 0, reshape(index, {-1}),
+                                       reshape(given, {-1}), reduce, include_self);
+    return reshape(list, x.shape());
+  }
+  if (reduce == ScatterReduce::kSum || reduce == ScatterReduce::kMean) {
+    TS_CHECK_DTYPE(reduce == ScatterReduce::kSum || x.dtype() != kBool, op,
+                   "has no mean of bool; got ", x, "; convert with to(dtype)");
+    const Tensor total = scatter_add(include_self ? x : scatter(x, d, index, 0), d, index, given);
+    if (reduce == ScatterReduce::kSum) return total;
+    const TensorOptions counting{.dtype = kI64, .device = x.device()};
+    const Tensor own = include_self ? ones(x.shape(), counting) : zeros(x.shape(), counting);
+    const Tensor counts = clamp(scatter_add(own, d, index, ones(index.shape(), counting)), 1);
+    return is_floating(x.dtype()) ? div(total, counts) : to(floor_divide(total, counts), x.dtype());
+  }
+  return differentiable(
+      op, {x, index, given},
+      [=](Inputs in) { return reduce_at(in[0], d, in[1], in[2], reduce, include_self); },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        const Tensor x = s.input(0), index = s.input(1), source = s.input(2), y = s.output();
+        TensorList gradients = reduce == ScatterReduce::kProd
+                                   ? product_gradient(dy[0], x, d, index, source, y, include_self)
+                                   : extremum_gradient(dy[0], x, d, index, source, y);
+        if (!include_self) gradients[0] = scatter(gradients[0], d, index, 0);
+        return gradients;
+      });
 }
 
 // ---- x[indices...] ------------------------------------------------------------------------------

@@ -458,4 +458,70 @@ Tensor einsum(std::string_view equation, const TensorList& operands) {
   return aligned(sum_over(std::move(total), result), result);
 }
 
+// ---- tensordot ----------------------------------------------------------------------------------
+
+namespace {
+
+constexpr std::string_view kTensordot = "tensordot";
+
+// The dimensions of x that `dims` does not name.
+Shape other_dims(const Tensor& x, const Shape& dims) {
+  Shape others;
+  for (int d = 0; d < x.dim(); ++d) {
+    if (std::find(dims.begin(), dims.end(), d) == dims.end()) others.push_back(d);
+  }
+  return others;
+}
+
+}  // namespace
+
+Tensor tensordot(const Tensor& a, const Tensor& b, const Shape& dims_a, const Shape& dims_b) {
+  TS_CHECK_SHAPE(dims_a.size() == dims_b.size(), kTensordot,
+                 "both lists must name as many dimensions; got ", dims_a, " and ", dims_b);
+  TS_CHECK_DTYPE(a.dtype() == b.dtype(), kTensordot, "expects operands of one dtype; got ", a,
+                 " and ", b, "; convert one with to(dtype)");
+  Tensor left = a, right = b;
+  Shape along_a, along_b;
+  int64_t terms = 1;
+  for (int i = 0; i < dims_a.size(); ++i) {
+    const int da = wrap_dim(dims_a[i], a.dim(), kTensordot);
+    const int db = wrap_dim(dims_b[i], b.dim(), kTensordot);
+    TS_CHECK_SHAPE(std::find(along_a.begin(), along_a.end(), da) == along_a.end() &&
+                       std::find(along_b.begin(), along_b.end(), db) == along_b.end(),
+                   kTensordot, "a dimension is named twice; got ", dims_a, " and ", dims_b);
+    // One of size 1 is broadcast: the other's elements are added up first.
+    if (a.shape()[da] != 1 && b.shape()[db] == 1) left = sum(left, {da}, true, a.dtype());
+    if (b.shape()[db] != 1 && a.shape()[da] == 1) right = sum(right, {db}, true, b.dtype());
+    TS_CHECK_SHAPE(left.shape()[da] == right.shape()[db], kTensordot, "dimension ", da, " of ", a,
+                   " and dimension ", db, " of ", b, " must have the same size");
+    along_a.push_back(da);
+    along_b.push_back(db);
+    terms *= left.shape()[da];
+  }
+  Shape order_a = other_dims(a, along_a), order_b = along_b, shape;
+  const Shape others_b = other_dims(b, along_b);
+  int64_t rows = 1, columns = 1;
+  for (int64_t d : order_a) shape.push_back(a.shape()[static_cast<int>(d)]), rows *= shape.back();
+  for (int64_t d : others_b) {
+    shape.push_back(b.shape()[static_cast<int>(d)]);
+    columns *= shape.back();
+    order_b.push_back(d);
+  }
+  for (int64_t d : along_a) order_a.push_back(d);
+  return reshape(matmul(reshape(permute(left, order_a), {rows, terms}),
+                        reshape(permute(right, order_b), {terms, columns})),
+                 shape);
+}
+
+Tensor tensordot(const Tensor& a, const Tensor& b, int64_t dims) {
+  TS_CHECK_SHAPE(dims >= 0 && dims <= std::min(a.dim(), b.dim()), kTensordot, "cannot sum over ",
+                 dims, " dimensions of ", a, " and ", b);
+  Shape last, first;
+  for (int64_t i = 0; i < dims; ++i) {
+    last.push_back(a.dim() - dims + i);
+    first.push_back(i);
+  }
+  return tensordot(a, b, last, first);
+}
+
 }  // namespace tessera

@@ -102,6 +102,50 @@ Tensor logical_xor(const Tensor& a, const Tensor& b) {
       kLogicalXor, {a, b}, [](Inputs in) { return kernels::binary<fn::LogicalXor>(in[0], in[1]); });
 }
 
+// ---- Bits: integers and bool --------------------------------------------------------------------
+
+namespace {
+
+template <class F>
+Tensor bitwise(const Op& op, const Tensor& a, const Tensor& b) {
+  check_arithmetic(op, a, b);
+  check_integers(op, a, "the first operand");
+  check_integers(op, b, "the second operand");
+  return not_differentiable(op, {a, b}, [](Inputs in) { return kernels::binary<F>(in[0], in[1]); });
+}
+
+template <class F>
+Tensor bitwise(const Op& op, const Tensor& a, const Scalar& b) {
+  check_integers(op, a);
+  TS_CHECK_DTYPE(!b.is_floating(), op, "is defined for integers and bool; got the number ", b);
+  return not_differentiable(op, {a}, [b](Inputs in) { return kernels::binary<F>(in[0], b); });
+}
+
+}  // namespace
+
+const Op kBitwiseAnd{.name = "bitwise_and"};
+const Op kBitwiseOr{.name = "bitwise_or"};
+const Op kBitwiseXor{.name = "bitwise_xor"};
+
+Tensor bitwise_and(const Tensor& a, const Tensor& b) {
+  return bitwise<fn::BitwiseAnd>(kBitwiseAnd, a, b);
+}
+Tensor bitwise_and(const Tensor& a, const Scalar& b) {
+  return bitwise<fn::BitwiseAnd>(kBitwiseAnd, a, b);
+}
+Tensor bitwise_or(const Tensor& a, const Tensor& b) {
+  return bitwise<fn::BitwiseOr>(kBitwiseOr, a, b);
+}
+Tensor bitwise_or(const Tensor& a, const Scalar& b) {
+  return bitwise<fn::BitwiseOr>(kBitwiseOr, a, b);
+}
+Tensor bitwise_xor(const Tensor& a, const Tensor& b) {
+  return bitwise<fn::BitwiseXor>(kBitwiseXor, a, b);
+}
+Tensor bitwise_xor(const Tensor& a, const Scalar& b) {
+  return bitwise<fn::BitwiseXor>(kBitwiseXor, a, b);
+}
+
 // ---- where, masked_fill -------------------------------------------------------------------------
 
 const Op kWhere{.name = "where", .reads = {inputs(), inputs(0), inputs(0)}, .flops_per_element = 0};
