@@ -334,7 +334,7 @@ Tensor slice(const Tensor& x, int64_t dim, std::optional<int64_t> start = {},
              std::optional<int64_t> end = {}, int64_t step = 1);  // Python's x[start:end:step]
 Tensor as_strided(const Tensor& x, const Shape& shape, const Shape& strides, int64_t offset);
 // torch.Tensor.unfold: all windows x[i * step : i * step + size] of a dimension, the places inside
-// of them as a last one. (`unfold` is torch.nn.functional's, below.)
+// of them as a last one; a copy. (`unfold` is torch.nn.functional's, below.)
 Tensor unfold_dim(const Tensor& x, int64_t dim, int64_t size, int64_t step);
 // Coordinates of a grid with one axis a tensor, of 0 or 1 dimensions and one dtype: views.
 // kXy: the first two dimensions of the results change places.

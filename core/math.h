@@ -354,7 +354,8 @@ TS_HD float erfinv(float x) {
   q = ::fmaf(q, b, 2.832976818e+00f);
   const float value = x * (w < 5.0f ? p : q);
   const float pole = x * detail::float_of(0x7f800000u);
-  return ::fabsf(x) == 1.0f ? pole : value;  // NaN beyond: of the logarithm
+  const float inner = ::fabsf(x) < 1.0f ? value : detail::float_of(0x7fc00000u);
+  return ::fabsf(x) == 1.0f ? pole : inner;
 }
 // Halley's method from a start of three digits. In erfc, which keeps the digits of 1 - |x|, above
 // 1/2.

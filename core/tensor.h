@@ -151,7 +151,7 @@ class Tensor {
   Tensor t() const;
   Tensor permute(const Shape& dims) const;
   Tensor movedim(const Shape& source, const Shape& destination) const;
-  Tensor unfold(int64_t dim, int64_t size, int64_t step) const;  // windows as a last dimension, a view
+  Tensor unfold(int64_t dim, int64_t size, int64_t step) const;  // windows as a last dimension, a copy
   Tensor expand(const Shape& shape) const;
   Tensor squeeze(int64_t dim) const;
   Tensor unsqueeze(int64_t dim) const;

@@ -61,7 +61,7 @@ class Attrs {
   Shape integers(std::string_view key);  // a list, or one number
   Shape integers(std::string_view key, const Shape& fallback);
   std::vector<std::optional<int64_t>> maybe_integers(std::string_view key);  // a list with nulls
-  std::vector<Shape> integer_lists(std::string_view key);  // a list of lists
+  std::vector<Shape> integer_lists(std::string_view key);                    // a list of lists
   std::vector<double> numbers(std::string_view key);  // a list, or one number
   std::optional<DType> dtype();                       // of "dtype"
   Device device();                                    // of "device"; the CPU where it is absent

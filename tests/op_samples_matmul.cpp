@@ -315,7 +315,8 @@ std::vector<OpRow> convolution_rows() {
          const bool linear = spatial >= 1 && spatial <= 3 && mode == kLinear[spatial - 1];
          TS_CHECK_AS(UnsupportedError, linear || mode == "nearest", "interpolate",
                      "'mode' is \"nearest\", or \"linear\", \"bilinear\" or \"trilinear\" for one, "
-                     "two or three spatial dimensions; got '", mode, "' for ", in[0]);
+                     "two or three spatial dimensions; got '",
+                     mode, "' for ", in[0]);
          const bool recompute = a.flag("recompute_scale_factor", false);
          const bool align_corners = a.flag("align_corners", false);
          Shape size = a.integers("size", {});
@@ -325,7 +326,8 @@ std::vector<OpRow> convolution_rows() {
            factors.resize(static_cast<size_t>(spatial < 1 ? 1 : spatial), factors[0]);
          if (linear && recompute && size.empty()) {  // the factors of the rounded sizes
            for (int d = 0; d < spatial; ++d) {
-             const double exact = static_cast<double>(in[0].size(2 + d)) * factors[static_cast<size_t>(d)];
+             const double exact =
+                 static_cast<double>(in[0].size(2 + d)) * factors[static_cast<size_t>(d)];
              size.push_back(static_cast<int64_t>(exact));
            }
            factors.clear();
@@ -339,7 +341,9 @@ std::vector<OpRow> convolution_rows() {
                    {{normal({2, 2, 5})}, R"({"size": 8})", 2},
                    {{normal({1, 2, 3, 4})}, R"({"size": [5, 3], "mode": "bilinear"})", 8},
                    {{normal({1, 2, 3, 4})}, R"({"scale_factor": 1.7, "mode": "bilinear"})", 8},
-                   {{normal({2, 2, 5})}, R"({"size": 8, "mode": "linear", "align_corners": true})", 4},
+                   {{normal({2, 2, 5})},
+                    R"({"size": 8, "mode": "linear", "align_corners": true})",
+                    4},
                    {{normal({1, 1, 2, 3, 2})}, R"({"size": 3, "mode": "trilinear"})", 16}},
        .sums = true},
   };

@@ -35,7 +35,8 @@ Result quantile_at(const Args& in, Attrs& a) {
   if (in.has(1)) return quantile(in[0], in[1], dim, keepdim, kinds.at(name));
   if (!a.is_list("q")) return quantile(in[0], a.number("q"), dim, keepdim, kinds.at(name));
   const std::vector<double> q = a.numbers("q");
-  const Tensor list = tensor(q, {static_cast<int64_t>(q.size())}, in[0].dtype());
+  Tensor list = tensor(q, {static_cast<int64_t>(q.size())}, in[0].dtype());
+  if (in[0].is_meta()) list = zeros(list.shape(), {in[0].dtype(), kMeta});
   return quantile(in[0], in[0].device().is_cuda() ? list.to(in[0].device()) : list, dim, keepdim,
                   kinds.at(name));
 }
@@ -63,7 +64,8 @@ Result places_in(const Args& in, Attrs& a, bool boundaries_first) {
   Tensor values = in.optional(values_at);
   if (!values.defined()) {
     const Scalar number = a.scalar("input|self");
-    const DType kind = number.is_floating() && !is_floating(sequence.dtype()) ? kF32 : sequence.dtype();
+    const DType kind =
+        number.is_floating() && !is_floating(sequence.dtype()) ? kF32 : sequence.dtype();
     values = full({}, number, {.dtype = kind, .device = sequence.device()});
   }
   if (!boundaries_first) return bucketize(values, sequence, right, dtype);
@@ -162,9 +164,12 @@ std::vector<OpRow> order_rows() {
        .call = quantile_at,
        .samples = {{{distinct({3, 5})}, R"({"q": 0.3})", 2},
                    {{distinct({4, 6})}, R"({"q": [0.1, 0.75], "dim": 0})", 4},
-                   {{distinct({3, 4, 2}), constant(probability({3}))}, R"({"dim": 1, "keepdim": true})", 6},
+                   {{distinct({3, 4, 2}), constant(probability({3}))},
+                    R"({"dim": 1, "keepdim": true})",
+                    6},
                    {{distinct({2, 7})}, R"({"q": 0.4, "dim": 1, "interpolation": "midpoint"})", 2},
                    {{distinct({9})}, R"({"q": [0.3, 0.6], "interpolation": "nearest"})", 2}},
+       .tolerance = 8,
        .records = {""}},
       {.name = "unique",
        .parameters = "input",
@@ -242,9 +247,12 @@ std::vector<OpRow> rearrange_rows() {
       {.name = "unfold",
        .parameters = "input",
        .call = unfolded,
-       .samples = {{{normal({2, 3, 5, 4})}, R"({"kernel_size": 2})", 4},
-                   {{normal({2, 5, 6})}, R"({"kernel_size": [3, 2], "stride": [2, 1], "padding": 1, "dilation": [1, 2]})", 6},
-                   {{normal({7, 2})}, R"({"dimension": 0, "size": 3, "step": 2})", 2}},
+       .samples =
+           {{{normal({2, 3, 5, 4})}, R"({"kernel_size": 2})", 4},
+            {{normal({2, 5, 6})},
+             R"({"kernel_size": [3, 2], "stride": [2, 1], "padding": 1, "dilation": [1, 2]})",
+             6},
+            {{normal({7, 2})}, R"({"dimension": 0, "size": 3, "step": 2})", 2}},
        .sums = true,
        .records = {""}},
       {.name = "fold",
@@ -254,19 +262,34 @@ std::vector<OpRow> rearrange_rows() {
                      a.integers("dilation", {1}), a.integers("padding", {0}),
                      a.integers("stride", {1}));
        },
-       .samples = {{{normal({2, 4, 9})}, R"({"output_size": [4, 4], "kernel_size": 2})", 4},
-                   {{normal({6, 12})}, R"({"output_size": [5, 4], "kernel_size": [3, 2], "padding": 1, "stride": [2, 1], "dilation": [1, 2]})", 6}},
+       .samples =
+           {{{normal({2, 4, 9})}, R"({"output_size": [4, 4], "kernel_size": 2})", 4},
+            {{normal({6, 12})},
+             R"({"output_size": [5, 4], "kernel_size": [3, 2], "padding": 1, "stride": [2, 1], "dilation": [1, 2]})",
+             6}},
        .sums = true,
        .records = {""}},
       {.name = "scatter_reduce",
        .parameters = "input, index, src",
        .call = scatter_reduced,
-       .samples = {{{distinct({4, 5}), integers(5, {4, 7}), away({4, 8})}, R"({"dim": 1, "reduce": "amax"})", 7},
-                   {{distinct({4, 5}), integers(4, {9, 5}), away({9, 5})}, R"({"dim": 0, "reduce": "amin", "include_self": false})", 9},
-                   {{away({3, 5}), integers(5, {3, 6}), away({3, 6})}, R"({"dim": 1, "reduce": "prod"})", 7},
-                   {{away({5}), integers(5, {6}), away({6})}, R"({"dim": 0, "reduce": "prod", "include_self": false})", 7},
-                   {{normal({3, 5}), integers(5, {3, 6}), normal({3, 6})}, R"({"dim": 1, "reduce": "mean"})", 7},
-                   {{normal({3, 5}), integers(5, {3, 6}), normal({3, 6})}, R"({"dim": 1, "reduce": "sum", "include_self": false})", 7}},
+       .samples = {{{distinct({4, 5}), integers(5, {4, 7}), away({4, 8})},
+                    R"({"dim": 1, "reduce": "amax"})",
+                    7},
+                   {{distinct({4, 5}), integers(4, {9, 5}), away({9, 5})},
+                    R"({"dim": 0, "reduce": "amin", "include_self": false})",
+                    9},
+                   {{away({3, 5}), integers(5, {3, 6}), away({3, 6})},
+                    R"({"dim": 1, "reduce": "prod"})",
+                    7},
+                   {{away({5}), integers(5, {6}), away({6})},
+                    R"({"dim": 0, "reduce": "prod", "include_self": false})",
+                    7},
+                   {{normal({3, 5}), integers(5, {3, 6}), normal({3, 6})},
+                    R"({"dim": 1, "reduce": "mean"})",
+                    7},
+                   {{normal({3, 5}), integers(5, {3, 6}), normal({3, 6})},
+                    R"({"dim": 1, "reduce": "sum", "include_self": false})",
+                    7}},
        .tolerance = 16},
       {.name = "tensordot",
        .parameters = "a, b",
@@ -281,23 +304,34 @@ std::vector<OpRow> rearrange_rows() {
        .parameters = "x1, x2",
        .call = distances_of,
        .samples = {{{distinct({3, 4}), distinct({5, 4})}, "{}", 5},
-                   {{distinct({2, 1, 3, 2}), distinct({4, 2})}, R"({"p": 1})", 8},
+                   {{normal({2, 1, 3, 2}), uniform(4, 6, {4, 2})}, R"({"p": 1})", 8},
                    {{normal({3, 4}), uniform(4, 6, {2, 4})}, R"({"p": 3.0})", 4},
                    {{normal({3, 2}), uniform(4, 6, {2, 2})}, R"({"p": 1.5})", 4},
-                   {{distinct({3, 4}), distinct({2, 4})}, R"({"p": Infinity})", 3},
-                   {{normal({3, 4}), uniform(4, 6, {2, 4})}, R"({"compute_mode": "use_mm_for_euclid_dist"})", 30},
+                   {{normal({3, 4}), uniform(4, 6, {2, 4})}, R"({"p": Infinity})", 3},
+                   {{normal({3, 4}), uniform(4, 6, {2, 4})},
+                    R"({"compute_mode": "use_mm_for_euclid_dist"})",
+                    30},
                    {{normal({0, 4}), normal({2, 4})}}},
        .tolerance = 16},
       {.name = "grid_sample",
        .parameters = "input, grid",
        .call = sampled,
-       .samples = {{{normal({2, 3, 4, 5}), narrow_grid({2, 2, 3, 2})}, R"({"align_corners": true})", 8},
-                   {{normal({1, 2, 3, 4}), uniform(-1.8, 1.8, {1, 3, 2, 2})}, R"({"padding_mode": "reflection"})", 8},
-                   {{normal({1, 2, 3, 4}), uniform(-1.3, 1.3, {1, 3, 2, 2})}, R"({"padding_mode": "border"})", 8},
+       .samples = {{{normal({2, 3, 4, 5}), narrow_grid({2, 2, 3, 2})},
+                    R"({"align_corners": true})",
+                    8},
+                   {{normal({1, 2, 3, 4}), uniform(-1.8, 1.8, {1, 3, 2, 2})},
+                    R"({"padding_mode": "reflection"})",
+                    8},
+                   {{normal({1, 2, 3, 4}), uniform(-1.3, 1.3, {1, 3, 2, 2})},
+                    R"({"padding_mode": "border"})",
+                    8},
                    {{normal({1, 1, 2, 3, 2}), narrow_grid({1, 2, 1, 2, 3})}, "{}", 8},
-                   {{normal({1, 2, 3, 4}), constant(narrow_grid({1, 3, 2, 2}))}, R"({"mode": "nearest"})", 6}},
+                   {{normal({1, 2, 3, 4}), constant(narrow_grid({1, 3, 2, 2}))},
+                    R"({"mode": "nearest"})",
+                    6}},
        .sums = true,
-       .tolerance = 64,  // coordinates in 16 bits: a unit of theirs moves a place by a unit of the plane
+       .tolerance =
+           64,  // coordinates in 16 bits: a unit of theirs moves a place by a unit of the plane
        .records = {""}},
   };
   return rows;

@@ -71,7 +71,6 @@ std::vector<OpRow> special_rows() {
        .samples = {{{away({3, 4})}, R"({"other": 3.0})"},
                    {{away({5}), constant(uniform(2.5, 3, {2, 1}))}, "{}", 2},
                    {{constant(uniform(2.125, 2.5, {5})), uniform(0.85, 1.05, {2, 1})}, "{}", 5},
-                   {{integers(50, {3, 4})}, R"({"other": -7})"},
                    {{away({0, 3})}, R"({"other": 2})"}}},
       {.name = "atan2",
        .parameters = "input, other",

@@ -15,6 +15,9 @@ const Op kCdist{.name = "cdist",
 
 namespace {
 
+// Sums are f32 for 16-bit numbers.
+Tensor widened(const Tensor& x) { return x.dtype() == kF64 ? x : to(x, kF32); }
+
 constexpr int64_t kPiece = 4 << 20;  // differences at once: 16 MiB of f32
 
 // Calls piece(first, count) for rows of a, whose differences from all of b fit into a piece.
@@ -98,8 +101,7 @@ Tensor cdist(const Tensor& a, const Tensor& b, double p, EuclideanProduct produc
     Shape shape = batch;
     shape.push_back(x.size(-2));
     shape.push_back(M);
-    const Tensor wide = x.dtype() == kF64 ? x : to(x, kF32);
-    return reshape(expand(wide, shape), {numel_of(batch), x.size(-2), M});
+    return reshape(expand(x, shape), {numel_of(batch), x.size(-2), M});
   };
   Shape shape = batch;
   shape.push_back(P);
@@ -115,14 +117,15 @@ Tensor cdist(const Tensor& a, const Tensor& b, double p, EuclideanProduct produc
           return zeros({in[0].size(0), in[0].size(1), in[1].size(1)},
                        {in[0].dtype(), in[0].device()});
         }
-        return by_product ? distances_by_product(in[0], in[1]) : distances(in[0], in[1], p);
+        const Tensor a = widened(in[0]), b = widened(in[1]);
+        return to(by_product ? distances_by_product(a, b) : distances(a, b, p), in[0].dtype());
       },
       [=](Grads dy, const Saved& s) -> TensorList {
-        const Tensor a = s.input(0), b = s.input(1);
+        const Tensor a = widened(s.input(0)), b = widened(s.input(1));
         if (a.numel() == 0 || b.numel() == 0) return {zeros_like(a), zeros_like(b)};
-        return cdist_gradient(dy[0], a, b, s.output(), p, by_product);
+        return cdist_gradient(dy[0], a, b, widened(s.output()), p, by_product);
       });
-  return reshape(to(dist, a.dtype()), shape);
+  return reshape(dist, shape);
 }
 
 }  // namespace tessera

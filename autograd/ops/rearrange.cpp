@@ -66,12 +66,17 @@ Tensor unfold_dim(const Tensor& x, int64_t dim, int64_t size, int64_t step) {
                  x, "; got a size of ", size);
   TS_CHECK(step > 0, kName, "the step must be positive; got ", step);
   if (x.dim() == 0) return narrow(reshape(x, {1}), 0, 0, size);
-  Shape shape = x.shape(), strides = x.strides();
-  shape[d] = (length - size) / step + 1;
-  shape.push_back(size);
-  strides.push_back(strides[d]);
-  strides[d] *= step;
-  return as_strided(x, shape, strides, x.offset());
+  const int64_t windows = (length - size) / step + 1;
+  std::vector<int64_t> places;
+  for (int64_t w = 0; w < windows; ++w) {
+    for (int64_t i = 0; i < size; ++i) places.push_back(w * step + i);
+  }
+  Tensor index = tensor(std::span<const int64_t>(places), {static_cast<int64_t>(places.size())});
+  index = x.is_meta() ? zeros(index.shape(), {kI64, kMeta}) : index.to(x.device());
+  Shape shape = x.shape();
+  shape[d] = windows;
+  shape.insert(d + 1, size);
+  return movedim(reshape(index_select(x, d, index), shape), {d + 1}, {-1});
 }
 
 Tensor diag_embed(const Tensor& x, int64_t offset, int64_t dim1, int64_t dim2) {
@@ -128,7 +133,7 @@ Patches patches_of(std::string_view op, const int64_t (&size)[2], const Shape& k
     }
     const Tensor index =
         tensor(std::span<const int64_t>(places), {static_cast<int64_t>(places.size())});
-    patches.places[d] = device.is_cuda() ? index.to(device) : index;
+    patches.places[d] = device.is_meta() ? zeros(index.shape(), {kI64, kMeta}) : index.to(device);
   }
   return patches;
 }

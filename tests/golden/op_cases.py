@@ -737,7 +737,112 @@ def linalg(g):
     both("linalg_lstsq", np.diag([4.0, 1.0, 0.01]), g.normal(3, 1), rcond=0.01, grad=False, terms=9)
 
 
-GROUPS = {f.__name__: f for f in (creation, unary, binary, reduce, matmul, shape, index, normalise, loss, convolution, attention, inplace, fused, linalg)}
+def special(g):
+    def cover(op, make, **attrs):
+        for shape in ((3, 5), (2, 1, 7), (), (2, 0, 3), (37,)):
+            g.case(op, make(*shape), **attrs)
+
+    positive = lambda *shape: g.uniform(0.1, 4.0, *shape)
+    cover("log2", positive)
+    cover("log10", positive)
+    cover("tan", lambda *shape: g.uniform(-1.3, 1.3, *shape))
+    cover("erfinv", lambda *shape: g.uniform(-0.95, 0.95, *shape))
+    cover("lgamma", positive)
+    # torch's trigamma has ten digits.
+    cover("digamma", positive, dtypes=["float32", "bfloat16"])
+    g.case("digamma", g.uniform(-0.9, -0.1, 7), dtypes=["float32"])
+    cover("trunc", lambda *shape: g.away(*shape, gap=0.05, high=3.9))
+    for n in (1, 2, 3):
+        g.case("polygamma", positive(3, 4), n=n, dtypes=["float32"], fn=lambda x, n: torch.polygamma(n, x))
+    special = np.array([np.inf, np.nan, 0.0, -0.0, 1.5])
+    for op in ("log2", "log10", "tan", "lgamma", "trunc", "erfinv"):
+        g.case(op, special, grad=False, dtypes=["float32", "bfloat16", "float64"])
+        g.case(op, g.integers(0, 2, 4), grad=False)
+    for a, b in (((3, 5), (3, 5)), ((3, 1, 5), (4, 1)), ((), (3, 2)), ((3, 0), (1,))):
+        g.case("atan2", g.away(*a), g.away(*b))
+    g.case("atan2", np.array([0.0, -0.0, 0.0, -0.0]), np.array([0.0, 0.0, -0.0, -0.0]), grad=False)
+    g.case("fmod", np.array([7.25, -7.25, 0.75]), np.array([2.0, -3.0, 0.5]))
+    g.case("fmod", np.array([7.25, -7.25, 0.75]), other=-2.0)
+    g.case("fmod", g.integers(-20, 20, 3, 4), np.array([[3], [-4], [7]]))
+    for op in ("bitwise_and", "bitwise_or", "bitwise_xor"):
+        g.case(op, g.integers(-20, 20, 3, 4), g.integers(-20, 20, 4))
+        g.case(op, g.booleans(3), g.booleans(2, 1))
+        g.case(op, g.booleans(3), g.integers(-20, 20, 3))
+        g.case(op, g.integers(0, 200, 5, dtype=np.uint8), other=-3)
+    for x in (g.integers(-20, 20, 5), g.booleans(5), g.integers(0, 200, 5, dtype=np.uint8)):
+        g.case("bitwise_not", x)
+
+
+def order(g):
+    g.case("isclose", np.array([1.0, np.nan, np.inf]), np.array([1.000001, np.nan, np.inf]), grad=False)
+    g.case("isclose", np.array([1.0, np.nan]), np.array([1.1, np.nan]), grad=False, rtol=0.2, equal_nan=True)
+    g.case("isclose", g.integers(0, 4, 5), g.integers(0, 4, 2, 1), rtol=0.5)
+    for attrs in ({}, {"dim": 1}, {"dim": 0, "keepdim": True}):
+        g.case("median", g.distinct(3, 6), **attrs)
+    g.case("median", np.array([[1.0, np.nan, 0.0, np.nan], [3.0, 1.0, 2.0, 0.0]]), grad=False, dim=1)
+    g.case("median", np.array([2.0, 2.0, 1.0, 2.0, 3.0]))
+    g.case("median", g.distinct(), dim=0)
+    for attrs in ({"q": 0.3}, {"q": 0.3, "dim": 1}, {"q": 0.6, "dim": 0, "keepdim": True}, {"q": 0.4, "interpolation": "midpoint"},
+                  {"q": 0.4, "interpolation": "nearest"}, {"q": 0.4, "interpolation": "lower"}, {"q": 0.4, "interpolation": "higher"}):
+        g.case("quantile", g.distinct(4, 6), dtypes=["float32", "float64"], **attrs)
+    quantiles = np.array([0.125, 0.75])
+    g.case("quantile", g.distinct(4, 6), quantiles, grad=[0], dim=1, dtypes=["float32", "float64"])
+    g.case("quantile", np.array([[1.0, np.nan], [2.0, 3.0]]), quantiles, grad=False, dim=1, keepdim=True, dtypes=["float32"])
+    unique = lambda x, **a: torch.unique(x, **a)
+    g.case("unique", g.integers(0, 4, 3, 5), return_inverse=True, return_counts=True, fn=unique)
+    g.case("unique", np.array([3.0, 1.0, np.nan, np.nan, 1.0]), grad=False, return_inverse=True, return_counts=True, fn=unique)
+    g.case("unique", g.integers(0, 2, 6, 2), dim=0, return_inverse=True, return_counts=True, fn=unique)
+    g.case("unique", g.integers(0, 2, 2, 5), dim=1, fn=unique)
+    for op in ("cummax", "cummin"):
+        g.case(op, g.distinct(4, 6), dim=1)
+        g.case(op, g.distinct(3, 5, 2), dim=-2)
+        g.case(op, np.array([1.0, 3.0, 3.0, np.nan, 2.0, np.nan]), grad=False, dim=0)
+        g.case(op, g.integers(0, 4, 3, 7), dim=1)
+    ascending = np.array([1.0, 3.0, 5.0])
+    g.case("searchsorted", ascending, np.array([[0.0, 1.0, 2.0], [5.0, 6.0, np.nan]]), grad=False)
+    g.case("searchsorted", ascending, np.array([1.0, 5.0]), grad=False, right=True)
+    g.case("searchsorted", np.array([[1, 2], [3, 4]]), np.array([[2], [3]]), side="right", out_int32=True)
+    g.case("bucketize", g.integers(0, 9, 2, 4), np.array([2, 4, 6]), right=True)
+
+
+def rearrange(g):
+    g.case("meshgrid", g.normal(3), g.normal(2), indexing="xy", fn=lambda *x, indexing: torch.meshgrid(*x, indexing=indexing))
+    g.case("meshgrid", g.normal(3), g.normal(), g.normal(2), indexing="ij", fn=lambda *x, indexing: torch.meshgrid(*x, indexing=indexing))
+    g.case("movedim", g.normal(2, 3, 4), source=[0, 1], destination=[2, 0])
+    for attrs in ({}, {"offset": -2}, {"offset": 1, "dim1": 2, "dim2": 0}):
+        g.case("diag_embed", g.normal(2, 3), **attrs)
+    geometry = {"kernel_size": [3, 2], "stride": [2, 1], "padding": 1, "dilation": [1, 2]}
+    g.case("unfold", g.normal(2, 3, 5, 6), kernel_size=2, terms=4, sums=True)
+    g.case("unfold", g.normal(2, 5, 6), terms=6, sums=True, **geometry)
+    g.case("fold", g.normal(2, 4, 9), output_size=[4, 4], kernel_size=2, terms=4, sums=True)
+    g.case("fold", g.normal(1, 6, 12), output_size=[5, 4], terms=6, sums=True, **geometry)
+    scatter_reduce = lambda x, index, src, dim, reduce, **a: torch.scatter_reduce(x, dim, index, src, reduce, **a)
+    for reduce in ("sum", "prod", "mean", "amax", "amin"):
+        for include in (True, False):
+            g.case("scatter_reduce", g.distinct(3, 5), g.integers(0, 5, 3, 6), g.distinct(3, 6), dim=1, reduce=reduce, include_self=include, terms=7,
+                   sums=reduce in ("sum", "mean"), dtypes=["float32", "float64"], fn=scatter_reduce)
+            g.case("scatter_reduce", g.integers(-9, 9, 4), g.integers(0, 4, 7), g.integers(-9, 9, 7), dim=0, reduce=reduce, include_self=include, fn=scatter_reduce)
+    g.case("scatter_reduce", np.array([2.0, 3.0, 0.0]), np.array([0, 0, 1, 1, 2]), np.array([0.0, 3.0, 0.0, 0.0, 4.0]), dim=0, reduce="prod", fn=scatter_reduce)
+    g.case("scatter_reduce", np.array([2.0, 3.0]), np.array([0, 0, 0]), np.array([2.0, 2.0, 1.0]), dim=0, reduce="amax", fn=scatter_reduce)
+    g.case("tensordot", g.normal(2, 3, 4), g.normal(3, 4, 5), terms=12, sums=True)
+    g.case("tensordot", g.normal(3, 4, 2), g.normal(2, 5, 3), dims=[[0, 2], [2, 0]], terms=6, sums=True)
+    g.case("tensordot", g.normal(3), g.normal(2), dims=0, terms=3, sums=True)
+    for p in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, "Infinity"):
+        g.case("cdist", g.distinct(3, 4), g.distinct(2, 5, 4) + 0.01, p=p, terms=20, dtypes=["float32", "float64"], fn=lambda x, y, p: torch.cdist(x, y, float(p)))
+    g.case("cdist", g.normal(30, 4), g.normal(5, 4) + 5, terms=30, floor=40, grad_floor=100, dtypes=["float32", "float64"])
+    for mode in ("bilinear", "nearest"):
+        for padding in ("zeros", "border", "reflection"):
+            for align in (True, False):
+                g.case("grid_sample", g.normal(2, 3, 4, 5), g.uniform(-1.7, 1.7, 2, 2, 3, 2), mode=mode, padding_mode=padding, align_corners=align,
+                       terms=8, grad_floor=16, sums=False, dtypes=["float32", "float64"])
+    g.case("grid_sample", g.normal(1, 2, 2, 3, 2), g.uniform(-0.9, 0.9, 1, 2, 1, 2, 3), align_corners=False, terms=16, grad_floor=16, dtypes=["float32", "float64"])
+    for shape, mode, size in (((2, 2, 5), "linear", [8]), ((1, 2, 3, 4), "bilinear", [5, 3]), ((1, 1, 2, 3, 2), "trilinear", [3, 2, 4])):
+        for align in (True, False):
+            g.case("interpolate", g.normal(*shape), size=size, mode=mode, align_corners=align, terms=8, sums=True)
+    g.case("interpolate", g.normal(1, 2, 3, 4), scale_factor=1.7, mode="bilinear", terms=8, sums=True)
+
+
+GROUPS = {f.__name__: f for f in (creation, unary, binary, reduce, matmul, shape, index, normalise, loss, convolution, attention, inplace, fused, linalg, special, order, rearrange)}
 
 
 def write_all():
