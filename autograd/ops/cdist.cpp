@@ -51,7 +51,10 @@ Tensor distances(const Tensor& a, const Tensor& b, double p) {
 Tensor difference_gradient(const Tensor& dy, const Tensor& difference, const Tensor& dist,
                            double p) {
   if (p == 1) return mul(dy, sign(difference));
-  if (std::isinf(p)) return mul(mul(dy, sign(difference)), eq(abs(difference), dist));
+  if (std::isinf(p)) {  // beside a distance that was rounded to 16 bits nothing would be equal
+    const Tensor size = abs(difference);
+    return mul(mul(dy, sign(difference)), eq(size, amax(size, {3}, true)));
+  }
   const Tensor is_zero = eq(dist, 0);
   const Tensor unit = masked_fill(div(difference, masked_fill(dist, is_zero, 1)), is_zero, 0);
   if (p == 2) return mul(dy, unit);
