@@ -29,14 +29,6 @@ AcceleratorOptions huggingface() {
 
 // ---- test_sync.py ------------------------------------------------------------------------------
 
-bool allclose(const Tensor& a, const Tensor& b, double relative = 1e-5) {
-  const std::vector<double> x = a.to_vector(), y = b.to_vector();
-  for (size_t i = 0; i < x.size(); ++i) {
-    if (!(std::abs(x[i] - y[i]) <= 1e-8 + relative * std::abs(y[i]))) return false;
-  }
-  return true;
-}
-
 void check_model_parameters(Regression& a, Regression& b, bool in_sync, int iteration,
                             double relative = 1e-5) {
   const TensorList ours = a.parameters(), theirs = b.parameters();
