@@ -484,10 +484,10 @@ TensorList make_inputs(const OpRow& row, const Sample& sample, DType floating) {
 const std::vector<OpRow>& op_rows() {
   static const std::vector<OpRow> rows = [] {
     std::vector<OpRow> all;
-    for (auto* part : {&creation_rows, &elementwise_rows, &special_rows, &order_rows,
-                       &rearrange_rows, &inplace_rows, &reduce_rows, &norm_rows, &loss_rows,
-                       &matmul_rows, &shape_rows, &index_rows, &convolution_rows, &attention_rows,
-                       &linalg_rows, &layer_rows}) {
+    for (auto* part :
+         {&creation_rows, &elementwise_rows, &special_rows, &order_rows, &rearrange_rows,
+          &inplace_rows, &reduce_rows, &norm_rows, &loss_rows, &matmul_rows, &shape_rows,
+          &index_rows, &convolution_rows, &attention_rows, &linalg_rows, &layer_rows}) {
       for (OpRow& row : part()) all.push_back(std::move(row));
     }
     std::sort(all.begin(), all.end(),

@@ -321,7 +321,6 @@ std::vector<OpRow> convolution_rows() {
          const bool align_corners = a.flag("align_corners", false);
          Shape size = a.integers("size", {});
          std::vector<double> factors = a.numbers("scale_factor");
-         while (size.size() == 1 && size.size() < spatial) size.push_back(size[0]);
          if (factors.size() == 1)
            factors.resize(static_cast<size_t>(spatial < 1 ? 1 : spatial), factors[0]);
          if (linear && recompute && size.empty()) {  // the factors of the rounded sizes

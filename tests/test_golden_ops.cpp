@@ -24,8 +24,8 @@ TEST_P(GoldenOps, ValuesDTypesAndGradientsAreThoseOfTorch) {
 INSTANTIATE_TEST_SUITE_P(Groups, GoldenOps,
                          testing::Values("creation", "unary", "binary", "reduce", "matmul", "shape",
                                          "index", "normalise", "loss", "convolution", "attention",
-                                         "inplace", "fused", "linalg", "layers", "special",
-                                         "order", "rearrange"),
+                                         "inplace", "fused", "linalg", "layers", "special", "order",
+                                         "rearrange"),
                          [](const auto& info) { return std::string(info.param); });
 
 // The tests of this test: a case with a changed reference must fail.

@@ -542,19 +542,20 @@ Tensor interpolate(const Tensor& given, const Shape& size, std::span<const doubl
                  "expects f64, f32, f16 or bf16; got ", x);
   TS_CHECK(size.empty() != scale_factor.empty(), kInterpolate,
            "expects a size or factors, one of the two");
-  TS_CHECK(
-      static_cast<int>(size.empty() ? scale_factor.size() : size.to_vector().size()) == spatial,
-      kInterpolate, "expects one value for each of the ", spatial, " spatial dimensions of ", x);
+  const int values = size.empty() ? static_cast<int>(scale_factor.size()) : size.size();
+  TS_CHECK(values == spatial || values == 1, kInterpolate,
+           "expects one value, or one for each of the ", spatial, " spatial dimensions of ", x);
   std::vector<AxisMaps> maps;
   Shape result_shape = x.shape();
   for (int d = 0; d < spatial; ++d) {
     const int64_t input = x.size(2 + d);
-    const double factor = size.empty() ? scale_factor[static_cast<size_t>(d)] : 0;
+    const int place = values == 1 ? 0 : d;
+    const double factor = size.empty() ? scale_factor[static_cast<size_t>(place)] : 0;
     TS_CHECK(!size.empty() || (std::isfinite(factor) && factor > 0), kInterpolate,
              "factors must be positive; got ", factor);
     const int64_t output =
         size.empty() ? static_cast<int64_t>(std::floor(static_cast<double>(input) * factor))
-                     : size[d];
+                     : size[place];
     TS_CHECK_SHAPE(input > 0 && output > 0, kInterpolate, "sizes must be positive: dimension ",
                    2 + d, " goes from ", input, " to ", output);
     if (linear) {

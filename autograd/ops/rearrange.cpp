@@ -42,6 +42,7 @@ TensorList meshgrid(const TensorList& tensors, Indexing indexing) {
   constexpr std::string_view kName = "meshgrid";
   TS_CHECK(!tensors.empty(), kName, "expects at least one tensor");
   Shape sizes;
+  for (const Tensor& x : tensors) TS_CHECK(x.defined(), kName, "a tensor is undefined");
   for (const Tensor& x : tensors) {
     TS_CHECK_SHAPE(x.dim() <= 1, kName, "expects tensors of 0 or 1 dimensions; got ", x);
     TS_CHECK_DTYPE(x.dtype() == tensors[0].dtype(), kName, "expects tensors of one dtype; got ",

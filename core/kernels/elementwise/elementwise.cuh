@@ -6,7 +6,9 @@
 // for each pair of dtypes. Operands in order are read and written 16 bytes at a time.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include <tessera/core/approximate.h>
 #include <tessera/core/cuda/launch.h>
@@ -196,6 +198,25 @@ double instructions(const detail::DeviceCall& call) {
   return kEach * static_cast<double>(call.walk.numel);
 }
 
+// Whether two inputs are views of one memory that begin apart: some of what they have is one and
+// the same.
+inline bool share_memory(const detail::DeviceCall& call, int a, int b) {
+  const auto bytes = [&](int i) {
+    auto begin = reinterpret_cast<uintptr_t>(call.inputs[i].data), end = begin;
+    for (int d = 0; d < call.walk.dims; ++d) {
+      const int64_t far =
+          (call.walk.sizes[d] - 1) * call.walk.strides[i + 1][d] * size_of(call.inputs[i].dtype);
+      (far < 0 ? begin : end) += static_cast<uintptr_t>(far);
+    }
+    return std::pair(begin, end + static_cast<uintptr_t>(size_of(call.inputs[i].dtype)));
+  };
+  const void *const first = call.inputs[a].data, *const second = call.inputs[b].data;
+  if (first == nullptr || second == nullptr || first == second) return false;
+  const auto [a_begin, a_end] = bytes(a);
+  const auto [b_begin, b_end] = bytes(b);
+  return a_begin < b_end && b_begin < a_end;
+}
+
 template <int kInputs, class F, class A, class C, class Number = C>
 void launch_elementwise(const detail::DeviceCall& call) {
   using R = typename std::conditional_t<
@@ -212,7 +233,10 @@ void launch_elementwise(const detail::DeviceCall& call) {
   for (int i = 0; i < kInputs; ++i) {
     const void* const data = call.inputs[i].data;
     bool again = data == nullptr;  // a number, or (x * x) an input that comes twice
-    for (int j = 0; j < i; ++j) again = again || data == call.inputs[j].data;
+    for (int j = 0; j < i; ++j) {
+      again = again || data == call.inputs[j].data;
+      traffic.at_most = traffic.at_most || share_memory(call, i, j);
+    }
     if (again) continue;
     traffic.reads += call.walk.distinct(i + 1) * size_of(call.inputs[i].dtype);
   }
