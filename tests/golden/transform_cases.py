@@ -143,13 +143,12 @@ def lbfgs():
              ("fixed", {"lr": 0.05, "max_iter": 5}, 5),
              ("fixed_history", {"lr": 0.1, "max_iter": 7, "history_size": 2}, 4),
              ("maximize", {"max_iter": 4, "line_search_fn": "strong_wolfe", "maximize": True}, 3)]
-    for name, options, steps in cases:
+    def run(name, options, steps, begin):
         sign = -1 if options.get("maximize") else 1
         function = {"waves": waves_of, "peaks": peaks_of}.get(name.split("_")[0], loss_of)
-        parameters = [torch.nn.Parameter(p.clone()) for p in start]
+        parameters = [torch.nn.Parameter(p.clone()) for p in begin]
         optimizer = torch.optim.LBFGS(parameters, **options)
-        record = {"name": name, "options": options, "losses": [], "evaluations": [], "iterations": []}
-        history = [[] for _ in parameters]
+        losses, counts, history = [], [], [[] for _ in parameters]
 
         def closure():
             optimizer.zero_grad()
@@ -158,15 +157,31 @@ def lbfgs():
             return loss
 
         for _ in range(steps):
-            record["losses"].append(optimizer.step(closure).item())
+            losses.append(optimizer.step(closure).item())
             state = optimizer.state[parameters[0]]
-            record["evaluations"].append(state["func_evals"])
-            record["iterations"].append(state["n_iter"])
+            counts.append((state["func_evals"], state["n_iter"]))
             for kept, p in zip(history, parameters):
                 kept.append(p.detach().clone())
-        for i, kept in enumerate(history):
-            tensors[f"{name}/p{i}"] = torch.stack(kept)
-        records.append(record)
+        return losses, counts, [torch.stack(kept) for kept in history]
+
+    # Searches may magnify a rounding a million times a step: only steps are kept that starts which differ
+    # in their last bits have in common.
+    moved = [[p * (1 + 2.0**-51 * torch.randn(p.shape, generator=generator, dtype=torch.float64)) for p in start] for _ in range(40)]
+    for name, options, steps in cases:
+        losses, counts, history = run(name, options, steps, start)
+        kept = steps
+        for begin in moved:
+            _, other_counts, other = run(name, options, steps, begin)
+            for step in range(kept):
+                apart = max((a[step] - b[step]).abs().max().item() for a, b in zip(history, other))
+                if apart > 1e-11 or counts[step] != other_counts[step]:
+                    kept = step
+                    break
+        assert kept > 0, name
+        for i, values in enumerate(history):
+            tensors[f"{name}/p{i}"] = values[:kept]
+        evaluations, iterations = zip(*counts[:kept])
+        records.append({"name": name, "options": options, "losses": losses[:kept], "evaluations": list(evaluations), "iterations": list(iterations)})
     save_tensors("lbfgs.safetensors", tensors)
     write_lines("lbfgs.json", records)
     return len(records)
