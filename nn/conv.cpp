@@ -30,6 +30,16 @@ Shape weight_shape(int64_t in, int64_t out, const Shape& kernel, int64_t groups)
   return shape;
 }
 
+// torch's bounds, for convolutions both ways. stream(name): of the parameter's initial values.
+template <class Stream>
+void reset_uniform(const Tensor& weight, const Tensor& bias, const Stream& stream) {
+  const int64_t fan_in = init::calculate_fans(weight).in;
+  if (fan_in == 0) return;
+  const double bound = 1 / std::sqrt(static_cast<double>(fan_in));
+  init::uniform(weight, -bound, bound, stream("weight"));
+  if (bias.defined()) init::uniform(bias, -bound, bound, stream("bias"));
+}
+
 }  // namespace
 
 template <class Derived, int kDims>
@@ -53,11 +63,7 @@ ConvModule<Derived, kDims>::ConvModule(int64_t in_channels, int64_t out_channels
 
 template <class Derived, int kDims>
 void ConvModule<Derived, kDims>::reset_parameters() {
-  const int64_t fan_in = init::calculate_fans(weight).in;
-  if (fan_in == 0) return;
-  const double bound = 1 / std::sqrt(static_cast<double>(fan_in));
-  init::uniform(weight, -bound, bound, this->initial_stream("weight"));
-  if (bias.defined()) init::uniform(bias, -bound, bound, this->initial_stream("bias"));
+  reset_uniform(weight, bias, [this](const char* name) { return this->initial_stream(name); });
 }
 
 template <class Derived, int kDims>
@@ -142,11 +148,7 @@ ConvTransposeModule<Derived, kDims>::ConvTransposeModule(int64_t in_channels, in
 
 template <class Derived, int kDims>
 void ConvTransposeModule<Derived, kDims>::reset_parameters() {
-  const int64_t fan_in = init::calculate_fans(weight).in;
-  if (fan_in == 0) return;
-  const double bound = 1 / std::sqrt(static_cast<double>(fan_in));
-  init::uniform(weight, -bound, bound, this->initial_stream("weight"));
-  if (bias.defined()) init::uniform(bias, -bound, bound, this->initial_stream("bias"));
+  reset_uniform(weight, bias, [this](const char* name) { return this->initial_stream(name); });
 }
 
 template <class Derived, int kDims>

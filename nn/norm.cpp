@@ -119,14 +119,24 @@ BatchNormModule<Derived>::BatchNormModule(int64_t num_features, const BatchNormO
   if (ParameterDefaultsGuard::current().initialise) reset_parameters();
 }
 
+namespace {
+
+// Of norms that may have weights and running statistics.
+template <class Norm>
+void reset_tracked(const Norm& norm) {
+  if (norm.weight.defined()) init::ones(norm.weight);
+  if (norm.bias.defined()) init::zeros(norm.bias);
+  if (!norm.running_mean.defined()) return;
+  init::zeros(norm.running_mean);
+  init::ones(norm.running_var);
+  init::zeros(norm.num_batches_tracked);
+}
+
+}  // namespace
+
 template <class Derived>
 void BatchNormModule<Derived>::reset_parameters() {
-  if (weight.defined()) init::ones(weight);
-  if (bias.defined()) init::zeros(bias);
-  if (!running_mean.defined()) return;
-  init::zeros(running_mean);
-  init::ones(running_var);
-  init::zeros(num_batches_tracked);
+  reset_tracked(*this);
 }
 
 template <class Derived>
@@ -177,12 +187,7 @@ InstanceNormModule<Derived>::InstanceNormModule(int64_t num_features,
 
 template <class Derived>
 void InstanceNormModule<Derived>::reset_parameters() {
-  if (weight.defined()) init::ones(weight);
-  if (bias.defined()) init::zeros(bias);
-  if (!running_mean.defined()) return;
-  init::zeros(running_mean);
-  init::ones(running_var);
-  init::zeros(num_batches_tracked);
+  reset_tracked(*this);
 }
 
 template <class Derived>

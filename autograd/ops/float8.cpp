@@ -30,6 +30,15 @@ std::optional<DType> float8_through(const Tensor& x) {
   return folds ? std::optional(mode.dtype) : std::nullopt;
 }
 
+kernels::Quantized float8_weight(const Tensor& weight, const kernels::QuantizeOptions& options,
+                                 Float8Linear& layer) {
+  bool is_new = false;
+  const kernels::Quantized q = weight_cache::quantized(
+      weight, options, layer.scale(Float8Role::kWeight), &is_new, layer.notes(Float8Role::kWeight));
+  if (is_new) layer.saw(Float8Role::kWeight, weight, q);
+  return q;
+}
+
 Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weight,
                                Float8Linear& layer, std::optional<DType> through) {
   for (const Tensor* each : {&x, &weight}) {  // before their bytes are read
@@ -47,14 +56,6 @@ Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weig
   TS_CHECK_DEVICE(x.device() == weight.device(), op, "expects all tensors on one device; got ", x,
                   " and ", weight);
   const Float8Casts casts = layer.casts();
-  const auto quantized_weight = [&](const kernels::QuantizeOptions& options) {
-    bool is_new = false;
-    const kernels::Quantized q =
-        weight_cache::quantized(weight, options, layer.scale(Float8Role::kWeight), &is_new,
-                                layer.notes(Float8Role::kWeight));
-    if (is_new) layer.saw(Float8Role::kWeight, weight, q);
-    return q;
-  };
   Float8Operands operands;
   operands.rows = float8_rows(x);
   operands.wants_x = grad_enabled() && x.requires_grad();
@@ -65,7 +66,7 @@ Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weig
   operands.x =
       kernels::quantize(operands.rows, casts.input, layer.scale(Float8Role::kInput), wants);
   layer.saw(Float8Role::kInput, operands.rows, operands.x);
-  operands.weight = quantized_weight(casts.weight);
+  operands.weight = float8_weight(weight, casts.weight, layer);
   if (operands.wants_weight && casts.input_of_weight) {
     operands.x_of_weight = *casts.input_of_weight == casts.input
                                ? operands.x
@@ -75,19 +76,18 @@ Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weig
   if (operands.wants_x) {
     operands.weight_of_grad = casts.weight_of_grad == casts.weight
                                   ? operands.weight
-                                  : quantized_weight(casts.weight_of_grad);
+                                  : float8_weight(weight, casts.weight_of_grad, layer);
   }
   return operands;
 }
 
 Float8Kept Float8Operands::kept() const {
   const bool high = wants_weight && !x_of_weight.inverse.defined();
-  const bool by_columns = rows.device().is_cuda();
-  return {.x = high         ? raw::alias(rows)
-               : by_columns ? x_of_weight.transposed
-                            : x_of_weight.values,
+  return {.x = high           ? raw::alias(rows)
+               : wants_weight ? float8_to_keep(x_of_weight)
+                              : Tensor(),
           .x_scales = x_of_weight.inverse,
-          .weight = by_columns ? weight_of_grad.transposed : weight_of_grad.values,
+          .weight = wants_x ? float8_to_keep(weight_of_grad) : Tensor(),
           .weight_scales = weight_of_grad.inverse};
 }
 
@@ -127,10 +127,8 @@ Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& gi
       [casts, layer, through](Grads dy, const Saved& s) -> TensorList {
         TensorList grads(7);
         const Tensor rows = float8_rows(dy[0]);
-        kernels::QuantizeWants wants = layer->notes(Float8Role::kGradOutput);
-        wants.by_rows = s.needs(0);
-        wants.by_columns = s.needs(1) && casts.input_of_weight;
-        wants.sums = s.needs(2);
+        const kernels::QuantizeWants wants =
+            float8_grad_wants(*layer, s.needs(0), s.needs(1) && casts.input_of_weight, s.needs(2));
         const auto quantized = [&](const kernels::QuantizeOptions& options) {
           return kernels::quantize(rows, options, layer->scale(Float8Role::kGradOutput), wants);
         };

@@ -127,9 +127,8 @@ Tensor whole_head(const Tensor& given, const Tensor& weight, const Tensor& targe
         if (s.extra(1).defined()) {
           factor = kernels::binary<fn::Div>(factor, kernels::binary<fn::Maximum>(s.extra(1), 1.0));
         }
-        kernels::QuantizeWants wants = layer->notes(Float8Role::kGradOutput);
-        wants.by_rows = s.needs(0);
-        wants.by_columns = s.needs(1);
+        kernels::QuantizeWants wants =
+            float8_grad_wants(*layer, s.needs(0), s.needs(1), /*sums=*/false);
         wants.factor = raw::view(kernels::convert(factor, kF32), {1});
         const kernels::Quantized dy8 =
             kernels::quantize(dy, casts.grad_output, layer->scale(Float8Role::kGradOutput), wants);

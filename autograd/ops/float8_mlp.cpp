@@ -4,7 +4,6 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops/float8_operands.h>
-#include <tessera/autograd/weight_cache.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/raw_views.h>
 
@@ -53,14 +52,9 @@ Tensor float8_linear_gelu_linear(const Tensor& given, const Tensor& weight,
   const kernels::Quantized a8 = kernels::quantize_gelu(h, tanh_form, out_casts.input,
                                                        out_layer->scale(Float8Role::kInput), wants);
   out_layer->saw(Float8Role::kInput, h, a8);
-  bool is_new = false;
-  const kernels::Quantized weight8 =
-      weight_cache::quantized(out_weight, out_casts.weight, out_layer->scale(Float8Role::kWeight),
-                              &is_new, out_layer->notes(Float8Role::kWeight));
-  if (is_new) out_layer->saw(Float8Role::kWeight, out_weight, weight8);
-  const bool by_columns = h.device().is_cuda();
-  const auto kept_of = [&](bool wanted, const kernels::Quantized& q) {
-    return !wanted ? Tensor() : by_columns ? q.transposed : q.values;
+  const kernels::Quantized weight8 = float8_weight(out_weight, out_casts.weight, *out_layer);
+  const auto kept_of = [](bool wanted, const kernels::Quantized& q) {
+    return wanted ? float8_to_keep(q) : Tensor();
   };
 
   return differentiable(
@@ -83,19 +77,12 @@ Tensor float8_linear_gelu_linear(const Tensor& given, const Tensor& weight,
         const auto bytes = [&](int at, const kernels::QuantizeOptions& options) {
           return float8_kept(s.input(at), s.input(at + 1), options.tile);
         };
-        const auto notes = [](Float8Linear& own, bool by_rows, bool by_columns, bool sums) {
-          kernels::QuantizeWants wants = own.notes(Float8Role::kGradOutput);
-          wants.by_rows = by_rows;
-          wants.by_columns = by_columns;
-          wants.sums = sums;
-          return wants;
-        };
         const auto sums_of = [](const kernels::Quantized& q, const Tensor& x) {
           return q.sums.defined() ? q.sums : kernels::sum(x, {0}, false, x.dtype());
         };
         const kernels::Quantized dy8 = kernels::quantize(
             rows, out_casts.grad_output, out_layer->scale(Float8Role::kGradOutput),
-            notes(*out_layer, wants_h, s.needs(3), s.needs(4)));
+            float8_grad_wants(*out_layer, wants_h, s.needs(3), s.needs(4)));
         out_layer->saw(Float8Role::kGradOutput, rows, dy8);
         if (s.needs(4)) grads[4] = sums_of(dy8, rows);
         if (s.needs(3)) {
@@ -108,7 +95,7 @@ Tensor float8_linear_gelu_linear(const Tensor& given, const Tensor& weight,
         count_flops(float8_flops(M, hidden, rows.size(1)));
         const kernels::Quantized dh8 = kernels::quantize_gelu_grad(
             da, s.input(13), tanh_form, casts.grad_output, layer->scale(Float8Role::kGradOutput),
-            notes(*layer, s.needs(0), s.needs(1), s.needs(2)));
+            float8_grad_wants(*layer, s.needs(0), s.needs(1), s.needs(2)));
         layer->saw(Float8Role::kGradOutput, da, dh8);
         if (s.needs(2)) grads[2] = dh8.sums;
         if (s.needs(0)) {

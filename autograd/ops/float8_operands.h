@@ -31,6 +31,25 @@ struct Float8Operands {
   Float8Kept kept() const;
 };
 
+// The copy that backward reads, see above.
+inline const Tensor& float8_to_keep(const kernels::Quantized& q) {
+  return q.device().is_cuda() ? q.transposed : q.values;
+}
+
+// The kept bytes of a weight; the layer is told where they are new.
+kernels::Quantized float8_weight(const Tensor& weight, const kernels::QuantizeOptions& options,
+                                 Float8Linear& layer);
+
+// For the quantisation of dy: by rows for grad_x, by columns for grad_W, its sums for a bias.
+inline kernels::QuantizeWants float8_grad_wants(Float8Linear& layer, bool by_rows, bool by_columns,
+                                                bool sums) {
+  kernels::QuantizeWants wants = layer.notes(Float8Role::kGradOutput);
+  wants.by_rows = by_rows;
+  wants.by_columns = by_columns;
+  wants.sums = sums;
+  return wants;
+}
+
 inline double float8_flops(int64_t m, int64_t n, int64_t k) {
   return 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
 }

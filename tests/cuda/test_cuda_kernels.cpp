@@ -59,6 +59,21 @@ void expect_close(const Tensor& got, const Tensor& expected, double bound) {
   for (size_t i = 0; i < a.size(); ++i) ASSERT_NEAR(a[i], b[i], bound) << "element " << i;
 }
 
+// Within 24 roundings of the largest number, or of 1.
+void expect_results_close(const std::vector<Tensor>& got, const std::vector<Tensor>& expected,
+                          DType dtype) {
+  const double eps = dtype == kF64 ? 0x1p-52 : dtype == kF32 ? 0x1p-23 : 0x1p-8;
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    double largest = 1;
+    for (const double value : expected[i].to_vector()) {
+      largest = std::max(largest, std::abs(value));
+    }
+    SCOPED_TRACE(testing::Message() << "result " << i);
+    expect_close(got[i], expected[i], 24 * eps * largest);
+  }
+}
+
 // Nothing lies there: only the places are calculated, by 32 bits and by 64.
 TEST(CudaWalk, FindsPlacesOfTensorsOfAnySize) {
   for (const Shape& sizes : {Shape{3, 7, 5}, Shape{3, 70001, 50021}, Shape{5, 65536, 65536, 3}}) {
@@ -596,15 +611,7 @@ TEST(CudaNorm, GeluBringsTheSumsOfItsBias) {
           return std::vector<Tensor>{a.grad(), w.grad(), b.grad(), out.grad()};
         };
         const std::vector<Tensor> got = run(kGpu), expected = run(kCpu);
-        const double eps = dtype == kF64 ? 0x1p-52 : dtype == kF32 ? 0x1p-23 : 0x1p-8;
-        for (size_t i = 0; i < got.size(); ++i) {
-          double largest = 1;
-          for (const double value : expected[i].to_vector()) {
-            largest = std::max(largest, std::abs(value));
-          }
-          SCOPED_TRACE(testing::Message() << "result " << i);
-          expect_close(got[i], expected[i], 24 * eps * largest);
-        }
+        expect_results_close(got, expected, dtype);
       }
     }
   }
@@ -641,15 +648,7 @@ TEST(CudaNorm, BringsDropoutAndTheSumsOfTheBiasBefore) {
                                      b.grad(),   n.grad(), residual.grad()};
         };
         const std::vector<Tensor> got = run(kGpu), expected = run(kCpu);
-        const double eps = dtype == kF64 ? 0x1p-52 : dtype == kF32 ? 0x1p-23 : 0x1p-8;
-        for (size_t i = 0; i < got.size(); ++i) {
-          double largest = 1;
-          for (const double value : expected[i].to_vector()) {
-            largest = std::max(largest, std::abs(value));
-          }
-          SCOPED_TRACE(testing::Message() << "result " << i);
-          expect_close(got[i], expected[i], 24 * eps * largest);
-        }
+        expect_results_close(got, expected, dtype);
       }
     }
   }
