@@ -173,6 +173,42 @@ TEST(Fp8Linear, AModuleStaysNearBf16) {
   }
 }
 
+class PlainLayer final : public Float8Linear {
+ public:
+  const Float8Casts& casts() const override { return casts_; }
+  bool takes(const Tensor&, const Tensor&, int64_t) override { return true; }
+  bool could_take(const Tensor&, const Tensor&, int64_t) const override { return true; }
+
+ private:
+  const Float8Casts casts_ = Fp8Recipe::named("tensorwise").casts();
+};
+
+// What a GPU runs as one op is on every device the layers one by one.
+TEST(Fp8Linear, TwoLayersAroundGeluAreOneOpToTheBit) {
+  manual_seed(4);
+  const TensorList given = {random({2, 8, 32}), random({48, 32}), random({48}), random({32, 48}),
+                            random({32})};
+  for (const bool tanh_form : {false, true}) {
+    const auto run = [&](bool fused) {
+      TensorList in;
+      for (const Tensor& each : given) in.push_back(each.detach().set_requires_grad());
+      const auto first = std::make_shared<PlainLayer>(), second = std::make_shared<PlainLayer>();
+      const AutocastGuard autocast(kBF16);
+      const Gelu form = tanh_form ? Gelu::kTanh : Gelu::kNone;
+      const Tensor y = fused ? float8_linear_gelu_linear(in[0], in[1], in[2], first, in[3], in[4],
+                                                         second, tanh_form)
+                             : float8_linear(gelu(float8_linear(in[0], in[1], in[2], first), form),
+                                             in[3], in[4], second);
+      std::vector<Values> results{y.to_vector()};
+      for (const Tensor& gradient : gradients_of({y}, in, {cos(y.detach())})) {
+        results.push_back(gradient.to_vector());
+      }
+      return results;
+    };
+    EXPECT_EQ(run(true), run(false)) << tanh_form;
+  }
+}
+
 TEST(Fp8Linear, TheWeightIsQuantisedFromItsF32Values) {
   manual_seed(4);
   nn::Linear layer(32, 16, {.bias = false});

@@ -127,8 +127,9 @@ Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& gi
       [casts, layer, through](Grads dy, const Saved& s) -> TensorList {
         TensorList grads(7);
         const Tensor rows = float8_rows(dy[0]);
-        const kernels::QuantizeWants wants =
-            float8_grad_wants(*layer, s.needs(0), s.needs(1) && casts.input_of_weight, s.needs(2));
+        const kernels::QuantizeWants wants = float8_grad_wants(
+            *layer, s.needs(0), s.needs(1) && casts.input_of_weight,
+            s.needs(2) && casts.grad_output_of_weight == std::optional(casts.grad_output));
         const auto quantized = [&](const kernels::QuantizeOptions& options) {
           return kernels::quantize(rows, options, layer->scale(Float8Role::kGradOutput), wants);
         };
@@ -160,7 +161,7 @@ Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& gi
           grads[1] = high.weight;
           grads[2] = high.bias;
         }
-        if (s.needs(2) && !grads[2].defined()) grads[2] = dy8.sums;
+        if (dy8.sums.defined()) grads[2] = dy8.sums;  // of one quantisation for both products
         if (s.needs(2) && !grads[2].defined()) {
           grads[2] = kernels::sum(rows, {0}, false, rows.dtype());
         }

@@ -4,7 +4,6 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops/float8_operands.h>
-#include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -77,14 +76,11 @@ Tensor float8_linear_gelu_linear(const Tensor& given, const Tensor& weight,
         const auto bytes = [&](int at, const kernels::QuantizeOptions& options) {
           return float8_kept(s.input(at), s.input(at + 1), options.tile);
         };
-        const auto sums_of = [](const kernels::Quantized& q, const Tensor& x) {
-          return q.sums.defined() ? q.sums : kernels::sum(x, {0}, false, x.dtype());
-        };
         const kernels::Quantized dy8 = kernels::quantize(
             rows, out_casts.grad_output, out_layer->scale(Float8Role::kGradOutput),
             float8_grad_wants(*out_layer, wants_h, s.needs(3), s.needs(4)));
         out_layer->saw(Float8Role::kGradOutput, rows, dy8);
-        if (s.needs(4)) grads[4] = sums_of(dy8, rows);
+        if (s.needs(4)) grads[4] = dy8.sums;
         if (s.needs(3)) {
           grads[3] = kernels::float8_matmul({dy8, true}, {bytes(9, out_casts.input)}, rows.dtype());
           count_flops(float8_flops(rows.size(1), hidden, M));

@@ -43,7 +43,7 @@ struct Quantized {
   Tensor scale = {};       // f32, one a tile: [tiles along M, tiles along N]
   Tensor inverse = {};     // 1 / scale, what products multiply by
   ScaleTile tile = {};
-  Tensor sums = {};  // of columns, on a GPU where wanted
+  Tensor sums = {};  // of columns, where wanted
   const Tensor& any() const { return values.defined() ? values : transposed; }
   const Device& device() const { return any().device(); }
   int64_t rows() const { return values.defined() ? values.size(0) : transposed.size(1); }
@@ -58,8 +58,9 @@ struct Quantized {
 // The scale of a tile, divided by 2^margin. Exact on every machine.
 float float8_scale(float amax, DType format, bool power_of_two, int margin = 0);
 
-// For GPUs, whose products read memory along the sum: which copies, and where to note what
-// happened, as the host is not told. A CPU makes `values` alone, which its products read both ways.
+// What is made besides. Copies and notes are for GPUs, whose products read memory along the sum,
+// and whose host is not told what happened: a CPU makes `values`, which its products read both
+// ways.
 struct QuantizeWants {
   bool by_rows = true, by_columns = false;  // values, transposed
   bool sums = false;  // of the columns of x, [N] of x's dtype, before it is quantised

@@ -17,6 +17,7 @@
 #include <tessera/core/kernels/fp8/quantize_rows.h>
 #include <tessera/core/kernels/fp8/rules.h>
 #include <tessera/core/kernels/gemm/matmul.h>
+#include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
 
@@ -297,7 +298,12 @@ Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor
     Tensor before = x;
     if (wants.factor.defined()) before = binary<fn::Mul>(x, convert(wants.factor, x.dtype()));
     if (wants.through) before = convert(before, *wants.through);
-    return quantize(before, options, scale);
+    return quantize(before, options, scale, {.sums = wants.sums});
+  }
+  if (wants.sums) {
+    Quantized result = quantize(x, options, scale);
+    result.sums = sum(x, {0}, false, x.dtype());
+    return result;
   }
   if (x.is_meta()) return narrowed(x, options, {});
   if (scale.defined()) return narrowed(x, options, copy_of(raw::view(scale, {1, 1})));
