@@ -1,34 +1,17 @@
 #include <tessera/core/state_dict.h>
 
-#include <cstring>
-
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/placement_slot.h>
+#include <tessera/core/raw_views.h>
 
 namespace tessera {
 namespace {
 
-// Row-major copy of any strided tensor; core has no ops, and state is copied rarely.
 Tensor copy_elements(const Tensor& source) {
   Tensor result = raw::empty(source.shape(), source.dtype(), source.device());
+  if (!source.is_meta()) kernels::copy_into(result, raw::alias(source));
   copy_placement(source, result);
-  if (source.is_meta() || source.numel() == 0) return result;
-  const size_t width = static_cast<size_t>(size_of(source.dtype()));
-  const char* from = static_cast<const char*>(source.data());
-  char* to = static_cast<char*>(result.data());
-  if (source.is_contiguous()) {
-    std::memcpy(to, from, static_cast<size_t>(source.nbytes()));
-    return result;
-  }
-  const int dims = source.dim();
-  Shape index = Shape::filled(dims, 0);
-  for (int64_t i = 0; i < source.numel(); ++i) {
-    int64_t position = 0;
-    for (int d = 0; d < dims; ++d) position += index[d] * source.strides()[d];
-    std::memcpy(to + static_cast<size_t>(i) * width, from + position * static_cast<int64_t>(width),
-                width);
-    for (int d = dims - 1; d >= 0 && ++index[d] == source.shape()[d]; --d) index[d] = 0;
-  }
   return result;
 }
 
