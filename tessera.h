@@ -100,6 +100,7 @@
 #include <tessera/accelerate/batch_size.h>
 #include <tessera/accelerate/deepspeed.h>
 #include <tessera/accelerate/full_values.h>
+#include <tessera/accelerate/graphed_step.h>
 #include <tessera/accelerate/local_sgd.h>
 #include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/operations.h>

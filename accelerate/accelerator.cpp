@@ -29,6 +29,7 @@ accelerate::Settings settings_of(const AcceleratorOptions& options) {
       .set("output_precision", options.output_precision)
       .set("gradient_accumulation_steps", options.gradient_accumulation_steps)
       .set("gradient_clipping", options.gradient_clipping)
+      .set("cuda_graphs", options.cuda_graphs)
       .set("loss_weighting", options.loss_weighting)
       .set("sync_with_dataloader", options.sync_with_dataloader)
       .set("sync_each_batch", options.sync_each_batch)

@@ -70,6 +70,7 @@
 
 #include <tessera/accelerate/deepspeed.h>
 #include <tessera/accelerate/full_values.h>
+#include <tessera/accelerate/graphed_step.h>
 #include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/operations.h>
@@ -157,6 +158,8 @@ struct AcceleratorOptions {
   std::optional<int64_t> gradient_accumulation_steps = {};  // micro-batches of a window
   // Prepared optimizers clip by themselves to this norm; 0: the program clips.
   std::optional<double> gradient_clipping = {};
+  // graphed_step() captures; accelerate/graphed_step.h.
+  std::optional<bool> cuda_graphs = {};
   std::optional<LossWeighting> loss_weighting = {};
   std::optional<bool> sync_with_dataloader = {};          // its end ends the window
   std::optional<bool> sync_each_batch = {};               // reduce in every micro-batch
@@ -309,8 +312,8 @@ class Accelerator : public ProcessControl {
 
   // Opens the next micro-batch of the models' windows, until the result goes. ValueError for a
   // model that was not prepared. `ends_window` makes it the last of its window. UnsupportedError in
-  // the capture of a graph, as from backward() and recorded calls of prepared models: see
-  // optim/graphed_step.h.
+  // the capture of a graph that is not graphed_step()'s, as from backward(), recorded calls of
+  // prepared models and steps of prepared optimizers.
   struct AccumulateOptions {
     bool ends_window = false;
   };
@@ -376,6 +379,12 @@ class Accelerator : public ProcessControl {
   void join_uneven_inputs(nn::ModuleBase& model, const std::function<void()>& body,
                           const JoinUnevenOptions& options = {},
                           const std::source_location& where = std::source_location::current());
+
+  // The body of the loop as CUDA graphs where the device is a GPU: accelerate/graphed_step.h. The
+  // Accelerator must outlive the steps. ValueError for an empty function or options that cannot
+  // work, UnsupportedError with several ranks.
+  accelerate::GraphedStep graphed_step(accelerate::GraphedStep::Function function,
+                                       const accelerate::GraphedStepOptions& options = {});
 
   // ---- Random numbers
 
@@ -532,6 +541,7 @@ class Accelerator : public ProcessControl {
  private:
   friend class MicroBatch;
   friend class LocalSGD;
+  friend class accelerate::GraphedStep;
   struct State;
   // Windows of the model end on this rank alone in the scope: its gradients are the weighted mean
   // of its own micro-batches. For algorithms that bring the ranks together otherwise.

@@ -139,7 +139,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
                                     nn::ModuleBase&) -> std::shared_ptr<void> {
         const auto state = weak.lock();
         if (!state) return nullptr;
-        if (grad_enabled()) State::refuse_in_capture("a recorded call of a prepared model");
+        if (grad_enabled()) state->refuse_in_capture("a recorded call of a prepared model");
         // The scope's state lives with it.
         auto scope = std::make_shared<ForwardScope>(state->random, state->forward_depth);
         return {scope.get(), [state, scope](void*) mutable { scope.reset(); }};
@@ -216,11 +216,13 @@ void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
   record->parameters = std::move(parameters);
   const std::weak_ptr<State> weak = weak_from_this();
   const std::weak_ptr<OptimizerRecord> own = record;
-  optimizer.set_step_gate([weak, own, life = record->life.token()] {
-    const auto state = weak.lock();
-    const auto record = own.lock();
-    return state && record ? state->may_step(*record) : StepDecision{};
-  });
+  optimizer.set_step_gate(
+      [weak, own, life = record->life.token()] {
+        const auto state = weak.lock();
+        const auto record = own.lock();
+        return state && record ? state->may_step(*record) : StepDecision{};
+      },
+      {.answers_for_replays = true});
   optimizer.set_zero_grad_gate([weak, own] {
     const auto state = weak.lock();
     const auto record = own.lock();
@@ -301,6 +303,7 @@ void Accelerator::State::prepare_schedule(std::vector<ScheduleRecord<T>>& known,
   ScheduleRecord<T> record{.schedule = &schedule};
   schedule.set_step_gate([weak = weak_from_this(), own = &schedule, life = record.life.token()] {
     const auto state = weak.lock();
+    if (state) state->refuse_in_graphed_step(true, "a schedule's step", "a learning rate");
     return state && state->settings.step_schedule_with_optimizer
                ? state->may_step_schedule_of(own->optimizer())
                : StepDecision{};

@@ -18,6 +18,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/random.h>
 #include <tessera/distributed/shard/data_parallel_model.h>
+#include <tessera/distributed/transport/captured_calls.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/optimizer.h>
 #include <tessera/optim/schedule.h>
@@ -271,10 +272,23 @@ struct Accelerator::State : std::enable_shared_from_this<State> {
   void apply_clip(OptimizerRecord& record);
 
   // ---- Windows
-  // A graph repeats what the device did, and nothing of what stands below.
-  static void refuse_in_capture(std::string_view where);
+  // What a graphed step (graphed_step.h) must know of the calls that its graph will repeat.
+  struct CaptureNotes {
+    std::vector<std::shared_ptr<ModelRecord>> opened;
+    int micro_batches = 0;
+    RandomState programs;  // random numbers outside of prepared models
+    distributed::CapturedCalls calls;
+  };
+  CaptureNotes* capturing = nullptr;
+  bool in_graphed_step = false;  // norms are written to one place, which every graph knows
+  // A graph repeats what the device did, and nothing of what stands below; a graphed step does.
+  void refuse_in_capture(std::string_view where) const;
+  // Of numbers of the host that a graphed step does not know.
+  void refuse_in_graphed_step(bool given, std::string_view where, std::string_view what) const;
   void begin_random_numbers();
   double weigh(std::optional<double> weight);
+  distributed::StepPlan plan_backward(const ModelRecord& record, const StepWindow* window,
+                                      bool more, double weight) const;
   double agree_on_nominal(double weight);
   void divide(std::span<const std::shared_ptr<ModelRecord>> records, bool undivided);
   void resume(ModelRecord& record);

@@ -56,12 +56,19 @@ bool holds_parts(const auto& record) {
 
 // ---- Windows -----------------------------------------------------------------------------------
 
-void Accelerator::State::refuse_in_capture(std::string_view where) {
+void Accelerator::State::refuse_in_capture(std::string_view where) const {
   TS_CHECK_AS(
-      UnsupportedError, gpu::Capture::current() == nullptr, where,
+      UnsupportedError, capturing != nullptr || gpu::Capture::current() == nullptr, where,
       "cannot be captured: windows, weights, reductions and random numbers of micro-batches "
-      "are decided on the host, and a graph repeats what the device did; train without the "
-      "graph, or capture a step of a model and an optimizer that are not prepared");
+      "are decided on the host, and a graph repeats what the device did; capture it by "
+      "Accelerator::graphed_step(), or a model and an optimizer that are not prepared");
+}
+
+void Accelerator::State::refuse_in_graphed_step(bool given, std::string_view where,
+                                                std::string_view what) const {
+  TS_CHECK_AS(UnsupportedError, !given || capturing == nullptr, where, "cannot be captured: ", what,
+              " is the host's affair, and a replay would repeat that of the capture; leave it out "
+              "of the graphed step, or the setting cuda_graphs false");
 }
 
 // A function of the global micro-batch: of N ranks with m each, rank r's k-th is number k * N + r.
@@ -85,12 +92,17 @@ MicroBatch::~MicroBatch() {
 
 MicroBatch Accelerator::open(std::span<nn::ModuleBase* const> models,
                              const AccumulateOptions& options) {
-  State::refuse_in_capture("accumulate");
   State& state = *state_;
+  state.refuse_in_capture("accumulate");
+  state.refuse_in_graphed_step(options.ends_window, "accumulate", "an early end of the window");
   state.forget_dead();
   State::OpenMicro micro{.id = state.next_id++, .records = {}};
   for (const nn::ModuleBase* model : models)
     micro.records.push_back(state.at(*model, "accumulate"));
+  if (state.capturing != nullptr) {
+    ++state.capturing->micro_batches;
+    state.capturing->opened = micro.records;
+  }
   const bool ends = options.ends_window || (state.sync_with_dataloader && end_of_dataloader());
   state.begin_random_numbers();
   state.counters.micro_batches += state.data_ranks;
@@ -273,11 +285,33 @@ double Accelerator::State::seed_of(const Tensor& loss, double weight,
                                                                                             : 1;
 }
 
+// `window`: of the model's own micro-batch; null where a loss of others comes to it.
+distributed::StepPlan Accelerator::State::plan_backward(const ModelRecord& record,
+                                                        const StepWindow* window, bool more,
+                                                        double weight) const {
+  bool sync = record.no_sync == 0 && !record.local;
+  const bool last = window == nullptr || (window->is_boundary() && !more);
+  if (window != nullptr) sync = sync && record.reduces_in(last, settings.sync_each_batch);
+  // Accelerate divides in every micro-batch that is reduced.
+  const bool divides_each = divides_as_huggingface() && !record.parallel->reduces_every_backward();
+  const data::LoaderBase* const loader = loader_plan->active();
+  const data::LoaderCursor batch =
+      loader == nullptr ? data::LoaderCursor{-1, -1} : loader->cursor();
+  return {.micro_index = window != nullptr ? window->index() : 0,
+          .is_last = last || divides_each,
+          .sync_gradients = sync || record.triggered > 0,
+          .weight = window != nullptr ? window->weight() : weight,
+          .epoch = batch.epoch,
+          .position = batch.position,
+          .all_reduce = last};
+}
+
 void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
                            const std::source_location& where) {
-  State::refuse_in_capture("backward");
   const distributed::CallerScope caller(where);
   State& state = *state_;
+  state.refuse_in_capture("backward");
+  state.refuse_in_graphed_step(options.weight.has_value(), "backward", "a weight that is given");
   TS_CHECK_SHAPE(loss.defined() && loss.numel() == 1, "backward",
                  "the loss must have one element; got ", loss, "; take its mean");
   state.forget_dead();
@@ -310,38 +344,20 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
       std::ranges::all_of(own, [](const auto& record) { return record->window.is_whole(); });
   const double seed_value = state.seed_of(loss, weight, own, undivided);
 
-  const data::LoaderBase* const loader = state.loader_plan->active();
-  const data::LoaderCursor batch =
-      loader == nullptr ? data::LoaderCursor{-1, -1} : loader->cursor();
   struct Expected {
     ModelRecord* record;
     int64_t reductions;
   };
   std::vector<Expected> reducing;
-  const bool divides_as_huggingface = state.divides_as_huggingface();
   for (const auto& record : state.models) {
     const bool is_own = std::ranges::find(own, record) != own.end();
     const StepWindow& window = record->window;
     bool at_once = undivided;
     if (record->parallel) {
-      bool sync = record->no_sync == 0 && !record->local;
-      if (is_own) {
-        sync = sync &&
-               record->reduces_in(window.is_boundary() && !more, state.settings.sync_each_batch);
-      }
-      sync = sync || record->triggered > 0;
-      at_once = sync && (!is_own || (window.is_whole() && !more));
-      // Accelerate divides in every micro-batch that is reduced.
-      const bool divides_each =
-          divides_as_huggingface && !record->parallel->reduces_every_backward();
-      record->parallel->set_plan(
-          {.micro_index = is_own ? window.index() : 0,
-           .is_last = !is_own || (window.is_boundary() && !more) || divides_each,
-           .sync_gradients = sync,
-           .weight = is_own ? window.weight() : weight,
-           .epoch = batch.epoch,
-           .position = batch.position,
-           .all_reduce = !is_own || (window.is_boundary() && !more)});
+      const distributed::StepPlan plan =
+          state.plan_backward(*record, is_own ? &window : nullptr, more, weight);
+      at_once = plan.sync_gradients && (!is_own || (window.is_whole() && !more));
+      record->parallel->set_plan(plan);
       reducing.push_back({record.get(), record->parallel->pass().reductions()});
     }
     record->kept.forget_cleared();
@@ -467,6 +483,7 @@ bool Accelerator::State::at_boundary(OptimizerRecord& record) {
 }
 
 StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
+  refuse_in_capture("a step of a prepared optimizer");
   record.was_skipped();  // before skip_reason() is another
   const bool clipped = std::exchange(record.clipped, false);
   record.clip.reset();  // the step takes the factor, whatever it then does
@@ -631,8 +648,13 @@ Tensor Accelerator::clip_grad_norm(const TensorList& parameters, double max_norm
                                  {.norm_type = norm_type, .gradient_scale = 1 / loss_scale()});
   }
   state.note_norm(parameters, norm);
-  if (holder != nullptr) holder->norms.insert_or_assign(parameters.front().impl(), norm);
-  return norm;
+  if (holder == nullptr) return norm;
+  Tensor& last = holder->norms[parameters.front().impl()];
+  if (!state.in_graphed_step) return last = norm;
+  const NoGradGuard no_grad;
+  if (!last.defined() || last.device() != norm.device()) return last = norm.clone();
+  copy_(last, norm);
+  return last;
 }
 
 void Accelerator::clip_grad_value(const TensorList& parameters, double limit) {

@@ -29,11 +29,11 @@
 // the loader's stream brings batches to the device ahead of the step). The tensors returned are the
 // same at every replay: read or copy them before the next call.
 //
-// What an Accelerator has prepared cannot be captured: it decides on the host, for each
-// micro-batch, whether the window ends, what a loss weighs, what is reduced and which random
-// numbers come. accumulate(), its backward(), recorded calls of prepared models and steps of
-// prepared optimizers (of any with a step gate) throw UnsupportedError at the capture. Inference of
-// a prepared model under NoGradGuard can be.
+// What an Accelerator has prepared is captured by Accelerator::graphed_step() alone
+// (accelerate/graphed_step.h): it decides on the host, for each micro-batch, whether the window
+// ends, what a loss weighs and which random numbers come. accumulate(), its backward(), recorded
+// calls of prepared models and steps of prepared optimizers (of any with a step gate) throw
+// UnsupportedError at the capture. Inference of a prepared model under NoGradGuard can be.
 //
 // On the CPU, and on a GPU before the capture, a call is a call of the function.
 #pragma once

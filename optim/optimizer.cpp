@@ -218,7 +218,7 @@ bool Optimizer::step() {
   const TimelineRange range("optimizer step");
   const NoGradGuard no_grad;
   const bool captures = gpu::Capture::current() != nullptr;
-  TS_CHECK_AS(UnsupportedError, !captures || !gate_, type_name(),
+  TS_CHECK_AS(UnsupportedError, !captures || !gate_ || gate_answers_for_replays_, type_name(),
               "the step gate decides on the host, and a graph repeats the step without asking it; "
               "train without the graph, or take the gate away (that of an Accelerator goes with "
               "free_memory())");
@@ -301,6 +301,7 @@ bool Optimizer::step() {
       double* const told = next_step_.data_as<double>();
       const bool skip = std::exchange(told[1], 0) != 0;
       told[0] = 1;
+      skip_reason_ = skip ? "a gradient is not finite" : "";
       if (skip) return;
       for (const auto& [state, cast] : captured) {
         ++state->step;

@@ -22,7 +22,8 @@
 // In the capture of a graph (optim/graphed_step.h) a step becomes part of it. Each replay is a
 // step: it takes the learning rate, the step number and next_step() of its time, all else as it was
 // captured. Other options that changed, and state that was replaced, throw ConfigError at the
-// replay. A step with a gate cannot be captured, as a replay asks nobody, nor one of parameters
+// replay. A step with a gate cannot be captured, as a replay asks nobody (but an Accelerator's, by
+// accelerate/graphed_step.h), nor one of parameters
 // that were never stepped: UnsupportedError at the capture.
 #pragma once
 
@@ -72,7 +73,16 @@ class Optimizer {
   // skip_reason() tells why. Throws ShapeError, DTypeError for a gradient that does not fit its
   // parameter.
   bool step();
-  void set_step_gate(StepGate gate) { gate_ = std::move(gate); }
+  // `answers_for_replays`: its answer in the capture of a graph is that of every replay, and what
+  // it does on the host at each step is done there by whoever replays.
+  struct StepGateOptions {
+    bool answers_for_replays = false;
+  };
+  void set_step_gate(StepGate gate, const StepGateOptions& options) {
+    gate_ = std::move(gate);
+    gate_answers_for_replays_ = options.answers_for_replays;
+  }
+  void set_step_gate(StepGate gate) { set_step_gate(std::move(gate), {}); }
   const std::string& skip_reason() const { return skip_reason_; }
   void zero_grad(bool set_to_none = true);
   // Asked before each zero_grad(), which does nothing where it says false: gradients that are still
@@ -240,6 +250,7 @@ class Optimizer {
   Tensor skipped_;
   std::vector<ParameterState*> skipped_of_;
   StepGate gate_;
+  bool gate_answers_for_replays_ = false;
   std::function<bool()> zero_grad_gate_;
   std::string skip_reason_;
   Tensor next_step_;

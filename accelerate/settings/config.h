@@ -127,6 +127,7 @@ struct Settings {
   Resolved<OutputPrecision> output_precision{OutputPrecision::kF32};
   Resolved<int64_t> gradient_accumulation_steps{1};
   Resolved<double> gradient_clipping{0};
+  Resolved<bool> cuda_graphs{true};
   Resolved<LossWeighting> loss_weighting{LossWeighting::kSamples};
   Resolved<bool> sync_with_dataloader{true};
   Resolved<bool> sync_each_batch{false};

@@ -61,6 +61,11 @@ const std::vector<Setting>& table() {
        .least = 0,
        .most = 1e30,
        .accelerate = {"ACCELERATE_GRADIENT_CLIPPING"}},
+      {.key = "cuda_graphs",
+       .section = "training",
+       .field = field<&S::cuda_graphs>,
+       .help = "on a GPU graphed_step() captures its function as CUDA graphs; false: it runs as it "
+               "is"},
       {.key = "loss_weighting",
        .section = "training",
        .field = field<&S::loss_weighting>,

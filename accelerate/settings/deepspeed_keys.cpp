@@ -62,7 +62,7 @@ constexpr DeepSpeedKey kKeys[] = {
      .refused = "the program makes its loaders: say drop_last there, and leave it out"},
     {.path = "graph_harvesting",
      .harmless = "false",
-     .refused = "steps are captured by the program: optim/graphed_step.h"},
+     .refused = "steps are captured by the program: accelerate/graphed_step.h"},
     {.path = "use_data_before_expert_parallel_", .note = "there are no expert groups"},
 
     {.path = "optimizer", .kind = ValueKind::kSection},

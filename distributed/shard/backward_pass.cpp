@@ -183,6 +183,58 @@ void BackwardPass::fail_backward() {
   backwards_in_window_ = 0;
 }
 
+// ---- Repeated by a graph -----------------------------------------------------------------------
+
+BackwardPass::HostState BackwardPass::host_state() const {
+  HostState state{.reductions = reductions_,
+                  .backwards_in_window = backwards_in_window_,
+                  .window_weight = window_weight_,
+                  .divisor = divisor_,
+                  .parameters = {},
+                  .used = schedule_->used()};
+  for (const ManagedParam& param : params_) {
+    state.parameters.push_back(
+        {param.reduced, param.undivided, param.gradient_version, param.parameter_version});
+  }
+  return state;
+}
+
+void BackwardPass::set_host_state(const HostState& state) {
+  reductions_ = state.reductions;
+  backwards_in_window_ = state.backwards_in_window;
+  window_weight_ = state.window_weight;
+  divisor_ = state.divisor;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const HostState::OfParameter& was = state.parameters.at(i);
+    params_[i].reduced = was.reduced;
+    params_[i].undivided = was.undivided;
+    params_[i].gradient_version = was.gradient_version;
+    params_[i].parameter_version = was.parameter_version;
+  }
+}
+
+bool BackwardPass::agree_on_weight() {
+  if (average_ != GradientAverage::kWeight || !plan.sync_gradients || !divides()) return false;
+  begin_weight();
+  divisor();
+  return weight_begun_ = true;
+}
+
+void BackwardPass::repeat(const HostState& captured, int64_t reductions) {
+  const int64_t before = reductions_;
+  weight_begun_ = false;
+  if (reductions > 0) schedule_->repeat(captured.used);
+  set_host_state(captured);
+  reductions_ = before + reductions;
+  for (ManagedParam& param : params_) {
+    if (param.reduced) param.set_reduced();
+  }
+}
+
+void BackwardPass::abandon_backward() {
+  if (std::exchange(in_pass_, false)) schedule_->end();
+}
+
 void BackwardPass::note_launch(int bucket) {
   record_.launches.push_back({bucket, record_.gradients, seconds()});
 }

@@ -61,6 +61,11 @@ struct BackwardRecord {
   int64_t backwards_before = 0;  // that added to these gradients without reducing them
 };
 
+// Whether each parameter had a gradient in a reduction, 0 or 1: on this rank, and on any.
+struct UsedParameters {
+  std::vector<uint8_t> own, any;
+};
+
 // How the gradients of a backward travel. BackwardPass calls, in a backward that synchronises:
 // prepare, begin, then ready once for each parameter with launch_ready after some of them, finish.
 class GradientSchedule {
@@ -83,6 +88,12 @@ class GradientSchedule {
   virtual void launch_ready() = 0;
   // All are ready: issues the rest, and returns when the results are where they belong.
   virtual void finish() = 0;
+  // Whether what it does on the device may be repeated by a CUDA graph, and what it does on the
+  // host beside each replay: the ranks agree that all of them were here. Throws what finish()
+  // throws.
+  virtual bool can_be_repeated() const { return false; }
+  virtual UsedParameters used() const { return {}; }  // in the last reduction
+  virtual void repeat(const UsedParameters&) {}       // DistributedError where others are used now
 };
 
 // Ranks come to their first reduction at very different times: data is opened, caches are filled.
@@ -144,6 +155,30 @@ class BackwardPass {
   // Every reduction is divided, whatever the plan says: ranks whose steps end in different places
   // have no sum in common that could go on. (join)
   bool divides_each = false;
+
+  // ---- A backward that a CUDA graph repeats
+  struct HostState {
+    int64_t reductions = 0, backwards_in_window = 0;
+    double window_weight = 0, divisor = 1;
+    struct OfParameter {
+      bool reduced, undivided;
+      uint32_t gradient_version, parameter_version;
+    };
+    std::vector<OfParameter> parameters = {};
+    UsedParameters used = {};
+  };
+  bool can_be_repeated() const { return schedule_->can_be_repeated(); }
+  // Before a replay whose plan is set: where its backward divides by the sum of weights the ranks
+  // agree on it, and it is window_weight(); false where nothing is agreed on. A replay is right
+  // where it is the captured one; else the next backward takes it as it is. Collective, as that
+  // backward.
+  bool agree_on_weight();
+  HostState host_state() const;
+  void set_host_state(const HostState& state);
+  // After a replay: what it left as the captured backward did, and `reductions` more of them.
+  void repeat(const HostState& captured, int64_t reductions);
+  // Of a backward that threw while nothing ran.
+  void abandon_backward();
 
   // ---- Looking
   Group& ranks() const { return *ranks_; }

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <utility>
 
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/factory.h>
 #include <tessera/distributed/shard/mutant.h>
 #include <tessera/distributed/shard/pass_agreement.h>
@@ -42,7 +43,12 @@ void BucketSchedule::make_buckets(const std::vector<size_t>& order) {
   buckets_.clear();
   const std::vector<Place> old_places = std::move(places_);
   places_.assign(params.size(), {});
-  for (const auto& bucket : old) bucket->remove_homes();
+  for (const auto& bucket : old) {
+    bucket->remove_homes();
+    // A step on a stream of its own (a graphed one) may still write it when it goes.
+    const Tensor& gradients = bucket->gradients();
+    if (gradients.device().is_cuda()) gpu::record_use(gradients.device().index, gradients.data());
+  }
   // Between zero_grad and the next backward nobody looks at the old buffers: they go before the new
   // ones come.
   if (!any_gradient) old.clear();
@@ -157,6 +163,7 @@ void BucketSchedule::finish() {
     for (size_t i = 0; i < params.size(); ++i) {
       used[i] = !pass_.is_shadow() && params[i].tensor.grad().defined();
     }
+    used_.own.assign(used.begin(), used.end());
     agreement.issue(pass_.failed(), "used_map");
     std::vector<GradientBucket*> open;
     for (const auto& bucket : buckets_) open.push_back(bucket.get());
@@ -164,6 +171,7 @@ void BucketSchedule::finish() {
       std::erase_if(open, [&](GradientBucket* bucket) { return hook_->advance(*bucket); });
     }
     agreement.wait();
+    used_.any.assign(used.begin(), used.end());
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - waiting_since;
     pass_.note_waited(waited.count());
     if (!pass_.is_shadow()) {
@@ -180,6 +188,24 @@ void BucketSchedule::finish() {
     }
   }
   if (learning_order_) agree_on_order();
+}
+
+// Hooks may count steps and keep what they did not send.
+bool BucketSchedule::can_be_repeated() const {
+  return dynamic_cast<const AllReduceHook*>(hook_.get()) != nullptr && next_order_.empty() &&
+         !learning_order_;
+}
+
+void BucketSchedule::repeat(const UsedParameters& captured) {
+  const PhaseScope phase("backward");
+  PassAgreement agreement(pass_.ranks(), static_cast<int64_t>(captured.own.size()));
+  std::ranges::copy(captured.own, agreement.flags().begin());
+  agreement.issue(false, "used_map");
+  agreement.wait();
+  TS_CHECK_AS(DistributedError, std::ranges::equal(agreement.flags(), captured.any), "graphed_step",
+              "other parameters than in the captured step have gradients on some rank of '",
+              pass_.ranks().name(), "'; leave the setting cuda_graphs false for a model whose ",
+              "branches differ from step to step");
 }
 
 }  // namespace tessera::distributed

@@ -68,6 +68,9 @@ class BucketSchedule final : public GradientSchedule,
   void ready(size_t param, bool arrived) override;
   void launch_ready() override;
   void finish() override;
+  bool can_be_repeated() const override;
+  UsedParameters used() const override { return used_; }
+  void repeat(const UsedParameters& captured) override;
 
  private:
   void launch(GradientBucket& bucket);
@@ -85,6 +88,7 @@ class BucketSchedule final : public GradientSchedule,
   std::vector<Place> places_;  // of each parameter
   std::vector<std::unique_ptr<GradientBucket>> buckets_;
   size_t next_launch_ = 0;
+  UsedParameters used_;
 
   bool learning_order_ = false;
   std::vector<size_t> arrival_order_, next_order_;

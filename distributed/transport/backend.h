@@ -117,6 +117,9 @@ class Backend {
   virtual void start_together(std::span<const CallPtr> calls) {
     for (const CallPtr& call : calls) start(call);
   }
+  // Calls of one group that a graph has carried out again on the current stream of their device, in
+  // their order; see captured_calls.h. Errors are those of a call.
+  virtual void repeated(std::span<const CallPtr>) {}
   // Moves a call that said it `waits` on this thread, at most until the deadline. Returns early
   // where another thread moves it already.
   virtual void drive(const std::shared_ptr<void>&, std::chrono::steady_clock::time_point) {}

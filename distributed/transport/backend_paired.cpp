@@ -52,6 +52,17 @@ class PairedBackend : public Backend {
     device_->start_together(of_device);
   }
 
+  void repeated(std::span<const CallPtr> calls) override {
+    for (const CallPtr& call : calls) {
+      if (!options_.compare_calls) {
+        note(*call);
+      } else if (const std::exception_ptr error = compare(*call)) {
+        std::rethrow_exception(error);
+      }
+    }
+    device_->repeated(calls);
+  }
+
   // Ranks may use the other channels in an order of their own beside these.
   std::optional<uint64_t> fingerprint() const override {
     if (options_.compare_calls) return std::nullopt;

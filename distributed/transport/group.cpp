@@ -8,10 +8,13 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/context.h>
 #include <tessera/core/cuda/backend.h>
+#include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/profiler.h>
 #include <tessera/distributed/transport/caller.h>
+#include <tessera/distributed/transport/captured_calls.h>
 #include <tessera/distributed/transport/group_request.h>
 #include <tessera/distributed/transport/watchdog.h>
 
@@ -323,7 +326,54 @@ Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
     trace->finish(state->number, error != nullptr, raw->ended ? *raw->ended : trace->seconds());
     state->finish(std::move(message));
   };
+  if (device.is_cuda() && gpu::Capture::current() != nullptr) note_captured(record, call);
   return {state, call};
+}
+
+// ---- Captured calls ----------------------------------------------------------------------------
+
+namespace {
+struct CapturedCallsSlot {
+  CapturedCalls* calls = nullptr;
+};
+CapturedCalls*& captured_calls() { return Context::current().slot<CapturedCallsSlot>().calls; }
+}  // namespace
+
+CapturedCalls::Scope::Scope(CapturedCalls& calls) : scope_(captured_calls(), &calls) {}
+CapturedCalls* CapturedCalls::current() { return captured_calls(); }
+
+void Group::note_captured(const CommRecord& record, const CallPtr& call) {
+  CapturedCalls* const calls = CapturedCalls::current();
+  const Operation operation = record.operation;
+  TS_CHECK_AS(UnsupportedError,
+              calls != nullptr && operation != Operation::kSend && operation != Operation::kRecv &&
+                  operation != Operation::kInvalid,
+              "graph capture", record.describe(), " of '", name_,
+              "' cannot be captured: ranks count their calls on the host; capture a training "
+              "step by Accelerator::graphed_step(), or leave the call out of the graph");
+  auto again = std::make_shared<Call>();
+  again->header = call->header;
+  again->channel = call->channel;
+  again->text = call->text;
+  again->device = call->device;
+  again->timeout_seconds = call->timeout_seconds;
+  again->done = [](const std::exception_ptr&) {};
+  calls->calls_.push_back({shared_from_this(), record, std::move(again)});
+}
+
+void CapturedCalls::repeat() const {
+  std::map<Group*, std::vector<CallPtr>> by_group;
+  for (const One& one : calls_) {
+    Group& group = *one.group;
+    CommRecord record = one.record;
+    record.sequence = ++group.sequences_[static_cast<size_t>(record.channel)];
+    record.queued = group.trace_->seconds();
+    group.trace_->finish(group.trace_->add(record), false, record.queued);
+    auto call = std::make_shared<Call>(*one.call);
+    call->header.sequence = record.sequence;
+    by_group[&group].push_back(std::move(call));
+  }
+  for (const auto& [group, calls] : by_group) group->backend_->repeated(calls);
 }
 
 Work Group::join(std::vector<Work> works, std::vector<std::pair<Tensor, Tensor>> copy_back) {

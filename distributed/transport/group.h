@@ -159,11 +159,13 @@ class Group : public std::enable_shared_from_this<Group> {
  private:
   friend class Work;
   friend class CoalescedScope;
+  friend class CapturedCalls;
   struct Request;
   struct Issue;
   Issue issue(Request request, const CollectiveOptions& options);
   Work start(Request request, const CollectiveOptions& options);
   Work local(Request& request);
+  void note_captured(const CommRecord& record, const CallPtr& call);
   void check_message(std::string_view name, const Tensor& tensor, int peer, int tag) const;
   void refuse(Operation operation, int peer, int tag, const std::string& mistake,
               const CollectiveOptions& options);

@@ -141,7 +141,10 @@ class Training {
       applied_ = apply(subject_->model(), policy_of(options));
       optimizer_.begin_masters(applied_->take_originals());
     }
-    if (options.graph) {
+    if (options.graph && options.accelerator) {
+      accelerated_graph_ = accelerator_->graphed_step(
+          [this](const TensorList&) -> TensorList { return {compute()}; }, {.warmup = 2});
+    } else if (options.graph) {
       graph_.emplace(
           cuda(0), [this](const TensorList&) -> TensorList { return {compute()}; },
           optim::GraphedStepOptions{.warmup = 2});
@@ -151,6 +154,8 @@ class Training {
   void step() {
     if (graph_) {
       (*graph_)({});
+    } else if (accelerated_graph_) {
+      (*accelerated_graph_)({});
     } else {
       compute();
     }
@@ -159,6 +164,7 @@ class Training {
   void warm_up() {
     for (int i = 0; i < 2; ++i) step();
     while (graph_ && !graph_->captured()) step();
+    while (accelerated_graph_ && accelerated_graph_->num_graphs() == 0) step();
   }
   int64_t tokens() const { return subject_->tokens; }
 
@@ -186,6 +192,7 @@ class Training {
   optim::AdamW optimizer_;
   std::optional<Accelerator> accelerator_;
   std::optional<optim::GraphedStep> graph_;
+  std::optional<accelerate::GraphedStep> accelerated_graph_;
 };
 
 // The median of some steps, while nobody listens to ranges.

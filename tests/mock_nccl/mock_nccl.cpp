@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -64,6 +65,8 @@ struct tessera::distributed::nccl::ncclComm {
   int rank = 0;
   long sequence = 0;
   int splits = 0;
+  // On streams only: collectives that its stream has come to. A graph comes to them at each replay.
+  std::shared_ptr<long> come_to = std::make_shared<long>(0);
 };
 
 namespace {
@@ -188,11 +191,19 @@ ncclResult_t meet(const char* function, ncclComm_t communicator, const void* sen
   if (enqueue != nullptr) {
     const GroupPtr group = communicator->group;
     const int rank = communicator->rank;
-    const long sequence = communicator->sequence++;
+    const std::shared_ptr<long> come_to = communicator->come_to;
+    const auto sequence = std::make_shared<std::optional<long>>();  // while its stream stands here
     lock.unlock();  // streams may run meanwhile, and they come here
     enqueue(
-        stream, [=] { return come(*group, rank, sequence, send, receive); },
-        [=] { go_on(*group, rank, sequence, body); });
+        stream,
+        [=] {
+          if (!*sequence) *sequence = (*come_to)++;
+          return come(*group, rank, **sequence, send, receive);
+        },
+        [=] {
+          go_on(*group, rank, **sequence, body);
+          sequence->reset();
+        });
     return ncclSuccess;
   }
   MockGroup& group = *communicator->group;
@@ -263,6 +274,7 @@ void queue_messages() {
       std::memcpy(message.to, mail.front().data(), std::min(mail.front().size(), message.bytes));
       mail.erase(mail.begin());
     }
+    places->clear();  // a graph comes again
   };
   enqueue(all->front().stream, ready, receive);
 }

@@ -1,6 +1,7 @@
 // Devices, streams and events of the emulation. All devices share one arena and one lock: what runs
 // on them runs one after the other.
 #include <cuda_runtime_api.h>
+#include <algorithm>
 
 #include <chrono>
 #include <cstdio>
@@ -29,6 +30,7 @@ struct EmulatedGraph {
   struct Node {
     std::function<cudaError_t()> work;
     std::vector<size_t> after;
+    std::function<bool()> ready = {};  // of work that other threads' streams take part in
   };
   std::vector<Node> nodes;
 };
@@ -164,25 +166,41 @@ bool is_unsafe_now() {
   return true;
 }
 
-// The nodes in an order that is drawn among those that their edges allow.
-cudaError_t replay(const EmulatedGraph& graph) {
+// An order of the nodes that is drawn among those that their edges allow. Nodes that wait for other
+// threads keep theirs: two graphs that run one node at a time would else wait for each other.
+std::vector<size_t> drawn_order(const EmulatedGraph& graph) {
   const size_t count = graph.nodes.size();
-  std::vector<size_t> missing(count), able;
+  std::vector<size_t> missing(count), able, order;
   std::vector<std::vector<size_t>> followers(count);
+  std::optional<size_t> last_that_waits;
   for (size_t i = 0; i < count; ++i) {
     missing[i] = graph.nodes[i].after.size();
     for (const size_t before : graph.nodes[i].after) followers[before].push_back(i);
+    if (graph.nodes[i].ready) {
+      if (last_that_waits) {
+        ++missing[i];
+        followers[*last_that_waits].push_back(i);
+      }
+      last_that_waits = i;
+    }
     if (missing[i] == 0) able.push_back(i);
   }
   while (!able.empty()) {
     std::swap(able[next_random() % able.size()], able.back());
     const size_t node = able.back();
     able.pop_back();
-    const cudaError_t error = graph.nodes[node].work();
-    if (error != cudaSuccess) return error;
+    order.push_back(node);
     for (const size_t next : followers[node]) {
       if (--missing[next] == 0) able.push_back(next);
     }
+  }
+  return order;
+}
+
+cudaError_t replay(const EmulatedGraph& graph) {
+  for (const size_t node : drawn_order(graph)) {
+    const cudaError_t error = graph.nodes[node].work();
+    if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }
@@ -557,7 +575,17 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsig
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   Lock lock(machine().mutex);
-  push(resolve(stream), [graph = exec->graph] { return replay(*graph); });
+  EmulatedStream& queue = resolve(stream);
+  const bool waits = std::ranges::any_of(
+      exec->graph->nodes, [](const EmulatedGraph::Node& node) { return node.ready != nullptr; });
+  if (!waits) {
+    push(queue, [graph = exec->graph] { return replay(*graph); });
+    return cudaSuccess;
+  }
+  for (const size_t node : drawn_order(*exec->graph)) {
+    const EmulatedGraph::Node& one = exec->graph->nodes[node];
+    queue.queue.push_back({one.work, nullptr, nullptr, one.ready});
+  }
   return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
@@ -663,15 +691,16 @@ void enqueue_always(cudaStream_t stream, std::function<void()> work) {
 void enqueue_when(cudaStream_t stream, std::function<bool()> ready, std::function<void()> work) {
   Lock lock(machine().mutex);
   EmulatedStream& queue = resolve(stream);
-  if (queue.capture) {  // a graph runs in one go and cannot wait for other threads
-    spoil(*queue.capture, cudaErrorStreamCaptureUnsupported);
+  const auto run = [work = std::move(work)] {
+    work();
+    return cudaSuccess;
+  };
+  if (queue.capture) {
+    push(queue, run);
+    queue.capture->graph.nodes.back().ready = std::move(ready);
     return;
   }
-  queue.queue.push_back({[work = std::move(work)] {
-                           work();
-                           return cudaSuccess;
-                         },
-                         nullptr, nullptr, std::move(ready)});
+  queue.queue.push_back({run, nullptr, nullptr, std::move(ready)});
 }
 
 bool has_context(int device) {

@@ -133,6 +133,11 @@ class NcclBackend : public Backend {
     }
   }
 
+  void repeated(std::span<const CallPtr> calls) override {
+    if (const std::exception_ptr failure = channels_->failed()) std::rethrow_exception(failure);
+    queues_->watch(watch({calls.back()}));
+  }
+
   std::unique_ptr<Backend> split(int color, std::span<const int> members,
                                  const std::string& name) override {
     const auto self = std::find(members.begin(), members.end(), rank_);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <tessera/core/cuda/backend.h>
+#include <tessera/core/cuda/graph.h>
 #include <tessera/core/cuda/transfers.h>
 #include <tessera/core/error.h>
 #include <tessera/distributed/rendezvous/rank_context.h>
@@ -116,14 +117,19 @@ class GpuQueues : public DeviceQueues {
     gpu::wait_event(*side, *before);
     launch(gpu::native_stream(*side));
     std::shared_ptr<gpu::EventHandle> end = gpu::record_event(*side);
-    {
-      const std::lock_guard lock(watcher_->mutex);
-      watcher_->incoming.push_back({end, std::move(watch)});
+    if (gpu::Capture::current() == nullptr) {
+      watch_until(end, std::move(watch));
+    } else {
+      watch.done(nullptr);
     }
-    watcher_->changed.notify_all();
     return [end = std::move(end), index = device_.index] {
       gpu::wait_event(*gpu::current_stream_handle(index), *end);
     };
+  }
+
+  void watch(Watch watch) override {
+    const gpu::CurrentDevice scope(device_.index);
+    watch_until(gpu::record_event(*gpu::current_stream_handle(device_.index)), std::move(watch));
   }
 
   void synchronize() override {
@@ -133,6 +139,14 @@ class GpuQueues : public DeviceQueues {
   }
 
  private:
+  void watch_until(std::shared_ptr<gpu::EventHandle> end, Watch watch) {
+    {
+      const std::lock_guard lock(watcher_->mutex);
+      watcher_->incoming.push_back({std::move(end), std::move(watch)});
+    }
+    watcher_->changed.notify_all();
+  }
+
   const Device device_;
   const std::shared_ptr<Watcher> watcher_;
   std::thread thread_;

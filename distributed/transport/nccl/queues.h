@@ -33,9 +33,11 @@ class DeviceQueues {
   virtual Device device() const = 0;
   // Calls `launch` with the channel's stream, behind what the caller's current stream has to do.
   // Returns what makes the current stream of its caller wait for that. Where launch throws, the
-  // watch is not used.
+  // watch is not used. In the capture of a graph the watch ends at once: nothing travels yet.
   virtual std::function<void()> run(Channel channel, const std::function<void(CudaStream)>& launch,
                                     Watch watch) = 0;
+  // Of what the current stream has to do so far.
+  virtual void watch(Watch watch) = 0;
   // Blocks until everything queued has run.
   virtual void synchronize() = 0;
 };

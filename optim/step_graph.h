@@ -1,0 +1,50 @@
+// A function of tensors that runs on a stream of its own, as it is or as a CUDA graph of it.
+// Internal: graphed_step.h and accelerate/graphed_step.h are the interfaces.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include <tessera/core/cuda/backend.h>
+#include <tessera/core/device.h>
+#include <tessera/core/tensor.h>
+
+namespace tessera::gpu {
+class Graph;
+}
+
+namespace tessera::optim {
+
+class StepGraph {
+ public:
+  using Function = std::function<TensorList(const TensorList& inputs)>;
+  enum class Way { kAsItIs, kGraph };  // captured first, where it is not yet
+
+  // `stream`: of the GPU.
+  StepGraph(const Device& device, std::shared_ptr<gpu::StreamHandle> stream, Function function);
+  ~StepGraph();
+  StepGraph(const StepGraph&) = delete;
+  StepGraph& operator=(const StepGraph&) = delete;
+
+  // Copies the inputs to where the function reads them, and runs it between the caller's work so
+  // far and its later work. Results are detached; those of a graph are the same at every replay.
+  // Throws as GraphedStep's call does.
+  TensorList operator()(const TensorList& inputs, Way way);
+
+  bool captured() const { return graph_ != nullptr; }
+  int64_t num_nodes() const;
+  int64_t pool_bytes() const;
+
+ private:
+  TensorList run(const TensorList& given, Way way);
+  void take(const TensorList& given);
+
+  const Device device_;
+  const std::shared_ptr<gpu::StreamHandle> stream_;
+  const Function function_;
+  TensorList inputs_;  // what the function reads
+  std::unique_ptr<gpu::Graph> graph_;
+  TensorList results_;  // what the graph writes; freed before it
+};
+
+}  // namespace tessera::optim
