@@ -13,13 +13,16 @@
 // runs them. --graph: as replays of a CUDA graph (optim/graphed_step.h), captured after the
 // warm-up.
 //
+// --launch-times FILE: on a GPU, of one more step what its launches took, by name, as JSON; to be
+// read beside `tessera price --json` (scripts/beside_price.py).
 // --fp8-filter: with fp8-RECIPE, which linear layers: all (default), default, pays.
 // --weights FOLDER --batches FILE: a GPT-2 as transformers saves it, and "tokens" i64
 // [steps, B, context + 1] of a safetensors file, one batch for each step; sizes come from them, and
 // nothing is warmed up. What bench/compare/float8_losses.py compares losses by.
 //
 // Prints one JSON line: median ms/step, tokens/s, memory of the process over start-up, the most
-// bytes that tensors held, and the losses of the steps that had batches of their own.
+// bytes that tensors held, how often own kernels ran on a GPU what its libraries did not get, and
+// the losses of the steps that had batches of their own.
 #include <time.h>
 #include <unistd.h>
 
@@ -37,7 +40,11 @@
 #include <vector>
 
 #include <tessera/core/allocator.h>
+#include <tessera/core/context.h>
 #include <tessera/core/cuda/backend.h>
+#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/launch_times.h>
+#include <tessera/core/cuda/library_graph.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/profiler.h>
 #include <tessera/core/safetensors.h>
@@ -79,7 +86,7 @@ struct Options {
   int64_t layers = 6, width = 384, heads = 6, context = 256, batch_size = 8, vocab = 256;
   int64_t threads = 2, warmup = 3, steps = 10;
   std::string dtype = "f32", device = "cpu", model = "gpt2", fp8_filter = "all";
-  std::string weights, batches;
+  std::string weights, batches, launch_times;
   bool profile = false;
   bool graph = false;
   bool serve = false;  // read counts from stdin, run that many steps, print their times
@@ -109,13 +116,14 @@ Options parse(int argc, char** argv) {
     }
     const auto* number = std::find_if(std::begin(numbers), std::end(numbers),
                                       [&](const auto& entry) { return name == entry.first; });
-    std::string* const text = name == "--dtype"        ? &options.dtype
-                              : name == "--device"     ? &options.device
-                              : name == "--model"      ? &options.model
-                              : name == "--fp8-filter" ? &options.fp8_filter
-                              : name == "--weights"    ? &options.weights
-                              : name == "--batches"    ? &options.batches
-                                                       : nullptr;
+    std::string* const text = name == "--dtype"          ? &options.dtype
+                              : name == "--device"       ? &options.device
+                              : name == "--model"        ? &options.model
+                              : name == "--fp8-filter"   ? &options.fp8_filter
+                              : name == "--weights"      ? &options.weights
+                              : name == "--batches"      ? &options.batches
+                              : name == "--launch-times" ? &options.launch_times
+                                                         : nullptr;
     const bool known = number != std::end(numbers) || text != nullptr;
     TS_CHECK(known && i + 1 < argc, "bench_step", "does not know '", name,
              "' or lacks its value; see the head of bench_step.cpp");
@@ -128,8 +136,9 @@ Options parse(int argc, char** argv) {
   (void)policy_of(options.dtype, options.fp8_filter);
   TS_CHECK(options.model == "gpt2" || options.model == "bert", "bench_step",
            "--model is gpt2 or bert; got '", options.model, "'");
-  TS_CHECK(!options.graph || !options.profile, "bench_step",
-           "--profile tells of ops, and a graph is one; leave out --profile or --graph");
+  TS_CHECK(!options.graph || (!options.profile && options.launch_times.empty()), "bench_step",
+           "--profile and --launch-times tell of ops and launches, and a graph is one; leave them "
+           "out, or --graph");
   TS_CHECK(options.weights.empty() == options.batches.empty() &&
                (options.weights.empty() || (options.model == "gpt2" && !options.graph)),
            "bench_step", "--weights and --batches go together, with --model gpt2 and no --graph");
@@ -304,6 +313,13 @@ double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
+// Products and attention of a GPU that its libraries did not get.
+int64_t own_kernels() {
+  const auto& products = Context::current().slot<gpu::GemmCounts>();
+  return products.not_served + products.other_strides + products.unmerged_batches +
+         Context::current().slot<gpu::GraphCounts>().own;
+}
+
 void run(Options options) {
   if (!options.batches.empty()) {
     const Shape shape = SafeTensorsFile(options.batches).load("tokens").shape();
@@ -357,18 +373,31 @@ void run(Options options) {
     }
     std::cerr << "five steps:\n" << profiler.table(40) << memory_stats()->summary();
   }
+  if (!options.launch_times.empty()) {
+    std::ofstream out(options.launch_times);
+    const char* between = "[\n";
+    for (const gpu::LaunchTime& time : gpu::time_launches([&] { bench.step(); })) {
+      out << between << "  {\"name\": \"" << time.name << "\", \"calls\": " << time.launches
+          << ", \"ms\": " << time.seconds * 1e3 << "}";
+      between = ",\n";
+    }
+    out << "\n]\n";
+    out.close();
+    TS_CHECK(out.good(), "bench_step", "cannot write ", options.launch_times);
+  }
   std::printf(
       "{\"program\": \"tessera\", \"vocab\": %lld, \"dtype\": \"%s\", \"threads\": %lld, "
       "\"ms_per_step\": %.3f, \"cpu_ms_per_step\": %.3f, \"tokens_per_s\": %.1f, "
       "\"resident_bytes\": %lld, "
       "\"peak_resident_bytes\": %lld, \"peak_tensor_bytes\": %lld, \"device\": \"%s\", "
-      "\"graph_nodes\": %lld, \"loss\": %.6f, \"losses\": [",
+      "\"graph_nodes\": %lld, \"own_kernels\": %lld, \"loss\": %.6f, \"losses\": [",
       static_cast<long long>(options.vocab), options.dtype.c_str(),
       static_cast<long long>(options.threads), ms, median(cpu_times),
       ms > 0 ? static_cast<double>(options.batch_size * options.context) / ms * 1e3 : 0.0,
       static_cast<long long>(resident), static_cast<long long>(peak),
       static_cast<long long>(memory_stats()->peak()), options.device.c_str(),
-      static_cast<long long>(bench.graph_nodes()), bench.loss());
+      static_cast<long long>(bench.graph_nodes()), static_cast<long long>(own_kernels()),
+      bench.loss());
   for (size_t i = 0; i < losses.size(); ++i) std::printf(i > 0 ? ", %.9g" : "%.9g", losses[i]);
   std::printf("]}\n");
 }

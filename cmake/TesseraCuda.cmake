@@ -11,6 +11,7 @@ file(GLOB cuda_kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core
 set(without_cublaslt core/cuda/none/gemm_none.cpp)
 set(without_cudnn core/cuda/none/graph_none.cpp)
 add_library(tessera_core_no_cuda core/cuda/none/backend_none.cpp core/cuda/none/capture_none.cpp
+  core/cuda/none/launch_times_none.cpp
   core/cuda/gemm.cpp
   core/cuda/library_graph.cpp core/cuda/attention_graph.cpp core/cuda/conv_graph.cpp
   core/cuda/norm_graph.cpp ${without_cublaslt} ${without_cudnn})

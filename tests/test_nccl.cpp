@@ -264,6 +264,7 @@ class MockQueues : public DeviceQueues {
     waiting_.push_back(std::move(watch));
     return [] {};
   }
+  void watch(Watch watch) override { waiting_.push_back(std::move(watch)); }
   void synchronize() override {
     if (waiting_.empty()) return;
     mock_.synchronize();

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include <tessera/core/context.h>
+#include <tessera/core/environment.h>
 #include <tessera/core/error.h>
 
 namespace tessera::gpu {
@@ -128,6 +130,21 @@ std::string validate_library(int version) {
                                         " has another interface than 9; install cuDNN 9");
   }
   return {};
+}
+
+// ---- Who runs them -----------------------------------------------------------------------------
+
+void refuse_own_kernels(const char* op, const std::string& reason) {
+  static const bool required = environment_flag("TESSERA_REQUIRE_LIBRARIES");
+  TS_CHECK_AS(UnsupportedError, !required, op,
+              "would run on own kernels, which TESSERA_REQUIRE_LIBRARIES refuses: ", reason);
+}
+
+bool count_graph(const char* op, bool by_library, const std::string& reason) {
+  auto& counts = Context::current().slot<GraphCounts>();
+  ++(by_library ? counts.library : counts.own);
+  if (!by_library) refuse_own_kernels(op, reason);
+  return by_library;
 }
 
 }  // namespace tessera::gpu

@@ -117,6 +117,17 @@ struct GraphRequest {
 
 // "9.19.0"
 std::string version_text(int version);
+// Who ran the attention, convolutions and gradients of batch norm that a context asked a GPU for: a
+// slot of the context. What the library did not get ran on own kernels, which are slower.
+struct GraphCounts {
+  int64_t library = 0, own = 0;
+};
+// Counts, and gives the answer back. With TESSERA_REQUIRE_LIBRARIES=1 what own kernels are to run,
+// of graphs as of products (gemm.h), is an UnsupportedError with the reason: training in a dtype
+// that the libraries serve has nothing of that kind.
+bool count_graph(const char* op, bool by_library, const std::string& reason);
+void refuse_own_kernels(const char* op, const std::string& reason);
+
 // Empty where this release of the library (90101 is 9.1.1) is one that graphs run on.
 std::string validate_library(int version);
 

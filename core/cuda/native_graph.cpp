@@ -575,13 +575,18 @@ void bind_memory(Plan& plan, const LibraryGraph& graph) {
 // The first engine that is wanted and supported here; nullptr where there is none.
 std::unique_ptr<Plan> make_plan(const LibraryGraph& graph, cudnnHandle_t handle) {
   OperationGraph operations(graph, handle);
+  cudnnStatus_t failure = CUDNN_STATUS_SUCCESS;
   for (const auto mode : {CUDNN_HEUR_MODE_A, CUDNN_HEUR_MODE_FALLBACK}) {
     for (Descriptor& config : suggestions(operations, nullptr, mode)) {
       if (!is_wanted(graph, engine_of(config))) continue;
       Descriptor plan(CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR, "a plan");
       plan.set(CUDNN_ATTR_EXECUTION_PLAN_HANDLE, CUDNN_TYPE_HANDLE, handle);
       plan.set(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, config);
-      if (plan.try_finalize() != CUDNN_STATUS_SUCCESS) continue;  // the next may be supported
+      // The next may be supported.
+      if (const cudnnStatus_t status = plan.try_finalize(); status != CUDNN_STATUS_SUCCESS) {
+        if (!is_unsupported(status)) failure = status;
+        continue;
+      }
       auto result = std::make_unique<Plan>(Plan{.operations = std::move(operations),
                                                 .config = std::move(config),
                                                 .plan = std::move(plan)});
@@ -592,6 +597,8 @@ std::unique_ptr<Plan> make_plan(const LibraryGraph& graph, cudnnHandle_t handle)
       return result;
     }
   }
+  // Memory that was short, or a driver, is no answer that may be remembered.
+  check(failure, "a plan");
   return nullptr;
 }
 

@@ -1,9 +1,5 @@
-// The collectives of GPUs that a CUDA graph carries out again at each replay.
-//
-//     CapturedCalls calls;
-//     { const CapturedCalls::Scope scope(calls); ... }   // the capture
-//     graph.replay();
-//     calls.repeat();
+// The collectives of GPUs that a CUDA graph carries out again at each replay. A Scope is open while
+// it captures; repeat() follows each replay but the first, whose calls the capture has counted.
 //
 // A replay calls nothing, and other ranks may call the same one by one. So after each replay a rank
 // counts the calls as its own: in the sequence of each channel, in the trace, and in what the ranks

@@ -33,6 +33,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/allocator.h>
 #include <tessera/core/atomic_file.h>
+#include <tessera/core/context.h>
+#include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/safetensors.h>
 #include <tessera/data/dataloader.h>
@@ -76,7 +78,7 @@ struct TrainOptions {
   double lr = 1e-3, min_lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0.1, clip = 1;
   double muon_lr = 0.02;
   double dropout = 0;
-  bool graph = false;
+  bool graph = false, deterministic = false;
   int64_t log_every = 1;
   uint64_t seed = 1337;
   int threads = 0;  // 0: as the environment says
@@ -179,6 +181,10 @@ TrainOptions parse_options(int argc, char** argv) {
       "one");
   app.add_flag("--graph", options.graph,
                "with --device cuda: repeats the step as a CUDA graph, to the same bits");
+  app.add_flag(
+      "--deterministic", options.deterministic,
+      "with --device cuda: gradients of attention have the same bits in each run, which is "
+      "slower; all else has them anyway");
   add("sharding", options.sharding,
       "what several ranks hold parts of: nothing (ddp), optimizer states (zero1), and gradients "
       "(zero2), and parameters (zero3, fsdp); none: every rank trains alone, on all of the data. A "
@@ -253,6 +259,7 @@ class Trainer {
         split_(split_parameters()),
         optimizer_(parameter_groups()),
         schedule_(optimizer_, curve(options_.min_lr)) {
+    Context::current().slot<kernels::AttentionPolicy>().deterministic = options_.deterministic;
     if (options_.dtype == "fp8") apply_fp8();
     if (options_.optimizer == "muon") {
       muon_.emplace(split_.matrices, optim::MuonOptions{.lr = options_.muon_lr,

@@ -20,6 +20,7 @@
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/cuda/emulation/simt.h>
 #include <tessera/core/cuda/graph.h>
+#include <tessera/core/cuda/launch_times.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/cuda/transfers.h>
 #include <tessera/core/factory.h>
@@ -91,6 +92,45 @@ TEST(CudaDevices, AGpuWithoutDeviceCodeIsRefusedAtItsFirstUse) {
       "cuda:0, emulated sm_86 device 0, has compute capability 8.6, and this program has device "
       "code for 90a; build it with -DTESSERA_CUDA_ARCHITECTURES=86, or use cpu.*sm_86");
   ::unsetenv("TESSERA_EMULATED_CAPABILITY");
+}
+
+// ---- Launches -----------------------------------------------------------------------------------
+
+TEST(CudaLaunches, AreTimedByName) {
+  const Tensor x = rand({64, 64}).to(cuda(0));
+  exp(x);  // outside
+  const auto times = gpu::time_launches([&] {
+    exp(x);
+    add(x, x);
+    softmax(x, 1);
+  });
+  ASSERT_EQ(times.size(), 2U);
+  EXPECT_GE(times[0].seconds, times[1].seconds);
+  for (const gpu::LaunchTime& time : times) {
+    EXPECT_GT(time.seconds, 0) << time.name;
+    EXPECT_EQ(time.launches, time.name == "elementwise" ? 2 : 1) << time.name;
+  }
+  EXPECT_TRUE(gpu::time_launches([] {}).empty());
+  EXPECT_THROW(gpu::time_launches([] { throw ValueError("it failed"); }), ValueError);
+  EXPECT_TRUE(gpu::time_launches([] {}).empty()) << "an error ends it";
+}
+
+// The emulation has no library of products of its own.
+TEST(CudaLaunches, OfOwnKernelsAreRefusedWhereLibrariesAreRequired) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  ::setenv("TESSERA_REQUIRE_LIBRARIES", "1", 1);
+  EXPECT_EXIT(
+      {
+        const Tensor x = ones({4, 4}).to(cuda(0));
+        std::fputs(message_of<UnsupportedError>([&] { matmul(x, x); }).c_str(), stderr);
+        const Tensor image = ones({1, 2, 4, 4}).to(cuda(0));
+        std::fputs(message_of<UnsupportedError>([&] { conv2d(image, image); }).c_str(), stderr);
+        ::_exit(0);
+      },
+      testing::ExitedWithCode(0),
+      "matmul: would run on own kernels, which TESSERA_REQUIRE_LIBRARIES refuses: .*conv2d: would "
+      "run on own kernels");
+  ::unsetenv("TESSERA_REQUIRE_LIBRARIES");
 }
 
 TEST(CudaTensors, TravelBetweenDevicesInAnyLayoutAndDtype) {

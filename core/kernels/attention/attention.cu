@@ -11,6 +11,7 @@
 #include <cmath>
 
 #include <tessera/core/cuda/device_errors.h>
+#include <tessera/core/cuda/library_graph.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/attention/attention_library.h>
 #include <tessera/core/kernels/common/compute.h>
@@ -499,7 +500,14 @@ AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Ten
       raw::empty({B, H, T}, compute, query.device())};
   if (B * H * T == 0) return result;
   const Tensor lengths = prepare_lengths(query, key, spec);
-  if (attention_by_library(query, key, value, lengths, spec, result)) return result;
+  const bool by_library = attention_by_library(query, key, value, lengths, spec, result);
+  if (spec.policy.library) {
+    gpu::count_graph("scaled_dot_product_attention", by_library,
+                     gpu::graph_library_version() == 0
+                         ? gpu::graph_library()
+                         : "cuDNN has no graph of these operands, or the policy asks for more");
+  }
+  if (by_library) return result;
   attention_by_tiles(query, key, value, lengths, spec, result);
   return result;
 }

@@ -7,6 +7,7 @@
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/launch.h>
+#include <tessera/core/cuda/library_graph.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>
@@ -103,6 +104,8 @@ bool multiply_by_library(const Tensor& a, const Tensor& b, const Tensor& bias, c
   }
   if (run_counted(problem)) return true;
   ++counts.not_served;
+  const std::string reason = validate(problem);
+  gpu::refuse_own_kernels("matmul", reason.empty() ? gpu::gemm_library() : reason);
   return false;
 }
 
