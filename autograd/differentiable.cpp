@@ -83,7 +83,7 @@ void decide_what_to_keep(OpNode& node, size_t count) {
 }
 
 void finish(const std::shared_ptr<OpNode>& node, const TensorList& outputs, const Extras& extras) {
-  node->extras = extras.tensors();
+  for (const Tensor& extra : extras.tensors()) node->extras.emplace_back(extra);
   node->output_metas.reserve(outputs.size());
   for (size_t i = 0; i < outputs.size(); ++i) {
     node->output_metas.push_back(outputs[i].defined() ? TensorMeta::of(outputs[i]) : TensorMeta{});
@@ -228,7 +228,13 @@ Tensor Saved::output(int i) const {
   return node_.saved_outputs.at(static_cast<size_t>(i)).unpack(self, node_.op(), "output", i);
 }
 
-Tensor Saved::extra(int i) const { return node_.extras.at(static_cast<size_t>(i)); }
+// Asked for twice it is unpacked once: hooks may calculate it.
+Tensor Saved::extra(int i) const {
+  const auto index = static_cast<size_t>(i);
+  extras_.resize(node_.extras.size());
+  if (!extras_.at(index)) extras_[index] = node_.extras[index].unpack();
+  return *extras_[index];
+}
 bool Saved::needs(int input) const {
   return (node_.needs & index_bit(static_cast<size_t>(input))) != 0;
 }

@@ -21,6 +21,7 @@
 
 #include <functional>
 #include <initializer_list>
+#include <optional>
 #include <span>
 #include <type_traits>
 #include <utility>
@@ -93,6 +94,7 @@ class Saved {
 
  private:
   const OpNode& node_;
+  mutable std::vector<std::optional<Tensor>> extras_;
 };
 
 using BackwardFunction = std::function<TensorList(Grads, const Saved&)>;

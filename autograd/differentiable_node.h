@@ -30,7 +30,7 @@ class OpNode final : public Node, public std::enable_shared_from_this<OpNode> {
   std::vector<TensorMeta> input_metas;    // of absent inputs: default values
   std::vector<SavedTensor> saved_inputs;  // undefined where not read
   std::vector<SavedTensor> saved_outputs;
-  TensorList extras;
+  std::vector<SavedExtra> extras;
   bool released = false;
 
  private:

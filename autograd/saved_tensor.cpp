@@ -54,6 +54,17 @@ void SavedTensor::reset() {
   hooks_.reset();
 }
 
+SavedExtra::SavedExtra(const Tensor& tensor) : kept_(tensor) {
+  const auto& stack = Context::current().slot<SavedTensorHookStack>().hooks;
+  if (!tensor.defined() || stack.empty()) return;
+  hooks_ = stack.back();
+  NoGradGuard no_grad;
+  packed_ = hooks_->pack(kept_);
+  kept_ = Tensor();
+}
+
+Tensor SavedExtra::unpack() const { return hooks_ ? hooks_->unpack(packed_) : kept_; }
+
 SavedTensorHooks::SavedTensorHooks(Pack pack, Unpack unpack) {
   Context::current().slot<SavedTensorHookStack>().hooks.push_back(
       std::make_shared<SavedTensorHookPair>(

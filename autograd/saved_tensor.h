@@ -44,4 +44,17 @@ class SavedTensor {
   std::any packed_;
 };
 
+// What forward kept of its own for backward: passes the hooks, and may be written meanwhile, as it
+// is nobody else's.
+class SavedExtra {
+ public:
+  explicit SavedExtra(const Tensor& tensor);
+  Tensor unpack() const;
+
+ private:
+  Tensor kept_;
+  std::shared_ptr<SavedTensorHookPair> hooks_;
+  std::any packed_;
+};
+
 }  // namespace tessera

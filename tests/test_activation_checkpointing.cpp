@@ -128,6 +128,44 @@ TEST(ActivationCheckpointing, KeepsTheInputsOfUnitsAlone) {
   }
 }
 
+// What fused ops keep of their own: attention its sums, an MLP what GELU was applied to, a loss the
+// gradients that it has calculated.
+TEST(ActivationCheckpointing, KeepsNothingOfWhatOpsMake) {
+  const NoGradGuard outside;
+  const Tensor x = randn({64, 16}), weight = randn({256, 16}), bias = randn({256}),
+               out = randn({16, 256}), heads = randn({2, 4, 32, 8}), words = randn({64, 16}),
+               targets = randint(0, 64, {64});
+  const EnableGradGuard grad;
+  using Call = std::function<Tensor(const Tensor&)>;
+  const std::vector<std::pair<Tensor, Call>> calls = {
+      {x, [&](const Tensor& in) { return linear_gelu(in, weight, bias); }},
+      {x, [&](const Tensor& in) { return linear_gelu_linear(in, weight, bias, out, {}); }},
+      {heads, [](const Tensor& in) { return scaled_dot_product_attention(in, in, in); }},
+      {x, [&](const Tensor& in) { return linear_cross_entropy(in, words, targets); }},
+      {x, [](const Tensor& in) { return layer_norm(in, {16}); }},
+      {x, [](const Tensor& in) { return dropout(in, 0.5); }}};
+  for (size_t i = 0; i < calls.size(); ++i) {
+    SCOPED_TRACE(i);
+    const auto& [start, call] = calls[i];
+    std::array<Tensor, 2> gradients;
+    for (const bool checkpointed : {false, true}) {
+      manual_seed(3);
+      const Tensor in = start.detach().clone();
+      in.set_requires_grad();
+      const int64_t before = memory_stats()->current();
+      const Tensor result = checkpointed ? checkpoint(call, in) : call(in);
+      const int64_t kept = memory_stats()->current() - before - result.nbytes();
+      if (checkpointed) {
+        EXPECT_EQ(kept, 0);
+      }
+      // A second one calculates it again.
+      for (int turn = 0; turn < 2; ++turn) result.sum().backward({}, /*retain_graph=*/true);
+      gradients[checkpointed] = in.grad();
+    }
+    EXPECT_EQ(gradients[0].to_vector(), gradients[1].to_vector());
+  }
+}
+
 // Units are found by size in every mode.
 TEST(ActivationCheckpointing, TakesUnitsAsSettingsNameThem) {
   const Values without = train_words_on(2, {})[0].values;
