@@ -8,6 +8,7 @@
 // Accumulation is f32 for f16 and bf16, f64 for f64; reductions have a fixed order.
 #pragma once
 
+#include <concepts>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -33,6 +34,12 @@ Tensor ones_like(const Tensor& x);
 Tensor full_like(const Tensor& x, const Scalar& value);
 Tensor rand_like(const Tensor& x);
 Tensor randn_like(const Tensor& x);
+Tensor empty_like(const Tensor& x, DType dtype);
+Tensor zeros_like(const Tensor& x, DType dtype);
+Tensor ones_like(const Tensor& x, DType dtype);
+Tensor full_like(const Tensor& x, const Scalar& value, DType dtype);
+Tensor rand_like(const Tensor& x, DType dtype);
+Tensor randn_like(const Tensor& x, DType dtype);
 // [start, end) in steps; i64 unless a bound is floating or options say otherwise.
 Tensor arange(const Scalar& start, const Scalar& end, const Scalar& step = 1,
               std::optional<DType> dtype = {}, const Device& device = kCpu);
@@ -46,6 +53,21 @@ Tensor randn(const Shape& shape, const TensorOptions& options = {},
 Tensor randint(int64_t low, int64_t high, const Shape& shape, DType dtype = kI64,
                std::optional<RandomStream> stream = {});  // [low, high)
 Tensor randperm(int64_t size, std::optional<RandomStream> stream = {});
+// Options in one word: zeros({2, 3}, kF64), ones({2, 3}, cuda()).
+template <class T>
+concept DTypeOrDevice = std::same_as<T, DType> || std::same_as<T, Device>;
+inline TensorOptions options_of(DType dtype) { return {.dtype = dtype}; }
+inline TensorOptions options_of(const Device& device) { return {.device = device}; }
+// clang-format off
+Tensor empty(const Shape& shape, DTypeOrDevice auto option) { return empty(shape, options_of(option)); }
+Tensor zeros(const Shape& shape, DTypeOrDevice auto option) { return zeros(shape, options_of(option)); }
+Tensor ones(const Shape& shape, DTypeOrDevice auto option) { return ones(shape, options_of(option)); }
+Tensor full(const Shape& shape, const Scalar& value, DTypeOrDevice auto option) { return full(shape, value, options_of(option)); }
+Tensor rand(const Shape& shape, DTypeOrDevice auto option, std::optional<RandomStream> stream = {}) { return rand(shape, options_of(option), stream); }
+Tensor randn(const Shape& shape, DTypeOrDevice auto option, std::optional<RandomStream> stream = {}) { return randn(shape, options_of(option), stream); }
+Tensor linspace(double start, double end, int64_t steps, DTypeOrDevice auto option) { return linspace(start, end, steps, options_of(option)); }
+Tensor eye(int64_t rows, DTypeOrDevice auto option) { return eye(rows, std::nullopt, options_of(option)); }
+// clang-format on
 // In place, for initialisation.
 const Tensor& uniform_(const Tensor& x, double low, double high,
                        std::optional<RandomStream> stream = {});
@@ -200,9 +222,13 @@ inline Tensor operator&(const Tensor& a, const Tensor& b) { return bitwise_and(a
 inline Tensor operator|(const Tensor& a, const Tensor& b) { return bitwise_or(a, b); }
 inline Tensor operator^(const Tensor& a, const Tensor& b) { return bitwise_xor(a, b); }
 inline Tensor operator~(const Tensor& x) { return bitwise_not(x); }
+inline Tensor operator!(const Tensor& x) { return logical_not(x); }
 inline Tensor operator&(const Tensor& a, const Scalar& b) { return bitwise_and(a, b); }
 inline Tensor operator|(const Tensor& a, const Scalar& b) { return bitwise_or(a, b); }
 inline Tensor operator^(const Tensor& a, const Scalar& b) { return bitwise_xor(a, b); }
+inline Tensor operator&(const Scalar& a, const Tensor& b) { return bitwise_and(b, a); }
+inline Tensor operator|(const Scalar& a, const Tensor& b) { return bitwise_or(b, a); }
+inline Tensor operator^(const Scalar& a, const Tensor& b) { return bitwise_xor(b, a); }
 inline Tensor operator+(const Tensor& a, const Scalar& b) { return add(a, b); }
 inline Tensor operator-(const Tensor& a, const Scalar& b) { return sub(a, b); }
 inline Tensor operator*(const Tensor& a, const Scalar& b) { return mul(a, b); }
@@ -219,6 +245,31 @@ inline const Tensor& operator+=(const Tensor& a, const Scalar& b) { return add_(
 inline const Tensor& operator-=(const Tensor& a, const Scalar& b) { return sub_(a, b); }
 inline const Tensor& operator*=(const Tensor& a, const Scalar& b) { return mul_(a, b); }
 inline const Tensor& operator/=(const Tensor& a, const Scalar& b) { return div_(a, b); }
+inline const Tensor& operator&=(const Tensor& a, const Tensor& b) { return a.bitwise_and_(b); }
+inline const Tensor& operator|=(const Tensor& a, const Tensor& b) { return a.bitwise_or_(b); }
+inline const Tensor& operator^=(const Tensor& a, const Tensor& b) { return a.bitwise_xor_(b); }
+inline const Tensor& operator&=(const Tensor& a, const Scalar& b) { return a.bitwise_and_(b); }
+inline const Tensor& operator|=(const Tensor& a, const Scalar& b) { return a.bitwise_or_(b); }
+inline const Tensor& operator^=(const Tensor& a, const Scalar& b) { return a.bitwise_xor_(b); }
+// Element by element, as the functions: x == y is a tensor of bool, x.is(y) whether both are one.
+inline Tensor operator==(const Tensor& a, const Tensor& b) { return eq(a, b); }
+inline Tensor operator==(const Tensor& a, const Scalar& b) { return eq(a, b); }
+inline Tensor operator==(const Scalar& a, const Tensor& b) { return eq(b, a); }
+inline Tensor operator!=(const Tensor& a, const Tensor& b) { return ne(a, b); }
+inline Tensor operator!=(const Tensor& a, const Scalar& b) { return ne(a, b); }
+inline Tensor operator!=(const Scalar& a, const Tensor& b) { return ne(b, a); }
+inline Tensor operator<(const Tensor& a, const Tensor& b) { return lt(a, b); }
+inline Tensor operator<(const Tensor& a, const Scalar& b) { return lt(a, b); }
+inline Tensor operator<(const Scalar& a, const Tensor& b) { return gt(b, a); }
+inline Tensor operator<=(const Tensor& a, const Tensor& b) { return le(a, b); }
+inline Tensor operator<=(const Tensor& a, const Scalar& b) { return le(a, b); }
+inline Tensor operator<=(const Scalar& a, const Tensor& b) { return ge(b, a); }
+inline Tensor operator>(const Tensor& a, const Tensor& b) { return gt(a, b); }
+inline Tensor operator>(const Tensor& a, const Scalar& b) { return gt(a, b); }
+inline Tensor operator>(const Scalar& a, const Tensor& b) { return lt(b, a); }
+inline Tensor operator>=(const Tensor& a, const Tensor& b) { return ge(a, b); }
+inline Tensor operator>=(const Tensor& a, const Scalar& b) { return ge(a, b); }
+inline Tensor operator>=(const Scalar& a, const Tensor& b) { return le(b, a); }
 // clang-format on
 
 // ---- Activations (ops/activation.cpp) ----------------------------------------------------------
@@ -375,7 +426,7 @@ const Tensor& index_put_(const Tensor& x, const TensorList& indices, const Tenso
 // Each place of x that the index names becomes the sum (product...) of what goes there, and of x's
 // own element where include_self. Integer means are rounded down. amax and amin: equals share the
 // gradient. Cost beyond a scatter_add: prod, amax and amin sort the index.
-enum class ScatterReduce { kSum, kProd, kMean, kAmax, kAmin };
+enum class ScatterReduce : int { kSum, kProd, kMean, kAmax, kAmin };
 Tensor scatter_reduce(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source,
                       ScatterReduce reduce, bool include_self = true);
 Tensor index_add(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source);

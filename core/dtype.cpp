@@ -38,6 +38,11 @@ std::optional<DType> parse_dtype(std::string_view name) {
 
 std::ostream& operator<<(std::ostream& out, DType dtype) { return out << name_of(dtype); }
 
+int64_t Scalar::refuse(unsigned long long value) {
+  TS_THROW(ValueError, "Scalar", "integers are of 64 bits with a sign; got ", value,
+           "; a floating number takes it");
+}
+
 std::ostream& operator<<(std::ostream& out, const Scalar& scalar) {
   switch (scalar.kind()) {
     case Scalar::Kind::kBool:

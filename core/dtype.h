@@ -69,8 +69,12 @@ class Scalar {
   constexpr Scalar(long value) : kind_(Kind::kInt), int_(value) {}
   constexpr Scalar(long long value) : kind_(Kind::kInt), int_(value) {}
   constexpr Scalar(unsigned value) : kind_(Kind::kInt), int_(value) {}
+  constexpr Scalar(unsigned long value) : Scalar(static_cast<unsigned long long>(value)) {}
+  constexpr Scalar(unsigned long long value)  // ValueError from 2^63 on
+      : kind_(Kind::kInt), int_(value >> 63 == 0 ? static_cast<int64_t>(value) : refuse(value)) {}
   constexpr Scalar(float value) : kind_(Kind::kDouble), double_(value) {}
   constexpr Scalar(double value) : kind_(Kind::kDouble), double_(value) {}
+  constexpr Scalar(long double value) : Scalar(static_cast<double>(value)) {}
 
   constexpr Kind kind() const { return kind_; }
   constexpr bool is_floating() const { return kind_ == Kind::kDouble; }
@@ -83,6 +87,8 @@ class Scalar {
   constexpr bool to_bool() const { return kind_ == Kind::kDouble ? double_ != 0 : int_ != 0; }
 
  private:
+  [[noreturn]] static int64_t refuse(unsigned long long value);
+
   Kind kind_;
   union {
     int64_t int_;

@@ -20,6 +20,15 @@ class Shape {
   Shape(std::initializer_list<int64_t> values) { assign(values.begin(), values.size()); }
   Shape(std::span<const int64_t> values) { assign(values.data(), values.size()); }
   Shape(const std::vector<int64_t>& values) { assign(values.data(), values.size()); }
+  // One number stands for a list of one: x.sum(1), x.view(-1), {.stride = 2}.
+  Shape(int value) { push_one(value); }
+  Shape(long value) { push_one(value); }
+  Shape(long long value) { push_one(value); }
+  Shape(unsigned value) { push_one(value); }
+  Shape(unsigned long value) { push_one(static_cast<int64_t>(value)); }
+  Shape(unsigned long long value) { push_one(static_cast<int64_t>(value)); }
+  Shape(bool) = delete;    // x.sum(true): keepdim comes after the dimensions
+  Shape(double) = delete;  // a size is an integer
   static Shape filled(int size, int64_t value);
 
   int size() const { return size_; }
@@ -45,6 +54,10 @@ class Shape {
 
  private:
   void assign(const int64_t* values, size_t size);
+  void push_one(int64_t value) {
+    values_[0] = value;
+    size_ = 1;
+  }
   std::array<int64_t, kMaxDims> values_{};
   int size_ = 0;
 };

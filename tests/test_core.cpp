@@ -240,7 +240,7 @@ TEST(Tensor, SetDataSwapsContentsUnderAllHolders) {
   EXPECT_EQ(holder.describe(), "f64[3] cpu");
 }
 
-// `x[0] = y` would rebind a temporary and write nothing; x[0].copy_(y) writes.
+// `relu(x) = y` would rebind a temporary and write nothing. x[0] = y is an IndexedTensor's.
 static_assert(!std::is_assignable_v<Tensor&&, const Tensor&>);
 static_assert(!std::is_assignable_v<Tensor&&, Tensor&&>);
 static_assert(!std::is_assignable_v<const Tensor&, const Tensor&>);

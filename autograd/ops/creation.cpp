@@ -33,26 +33,36 @@ Tensor full(const Shape& shape, const Scalar& value, const TensorOptions& option
   remember_fill(result, [value](const Tensor& piece, int64_t) { kernels::fill(piece, value); });
   return result;
 }
-Tensor empty_like(const Tensor& x) {
+Tensor empty_like(const Tensor& x) { return empty_like(x, x.dtype()); }
+Tensor empty_like(const Tensor& x, DType dtype) {
   check_whole(x, "empty_like");
-  return raw::empty_like(x);
+  return raw::empty_like(x, dtype);
 }
 Tensor zeros_like(const Tensor& x) {
   check_whole(x, "zeros_like");
   return raw::zeros_like(x);
 }
+Tensor zeros_like(const Tensor& x, DType dtype) {
+  const Tensor result = empty_like(x, dtype);
+  kernels::fill(result, 0);
+  return result;
+}
 Tensor ones_like(const Tensor& x) { return full_like(x, 1); }
-Tensor full_like(const Tensor& x, const Scalar& value) {
+Tensor ones_like(const Tensor& x, DType dtype) { return full_like(x, 1, dtype); }
+Tensor full_like(const Tensor& x, const Scalar& value) { return full_like(x, value, x.dtype()); }
+Tensor full_like(const Tensor& x, const Scalar& value, DType dtype) {
   check_whole(x, "full_like");
-  return raw::full(x.shape(), value, x.dtype(), x.device());
+  return raw::full(x.shape(), value, dtype, x.device());
 }
-Tensor rand_like(const Tensor& x) {
+Tensor rand_like(const Tensor& x) { return rand_like(x, x.dtype()); }
+Tensor rand_like(const Tensor& x, DType dtype) {
   check_whole(x, "rand_like");
-  return rand(x.shape(), {x.dtype(), x.device()});
+  return rand(x.shape(), {dtype, x.device()});
 }
-Tensor randn_like(const Tensor& x) {
+Tensor randn_like(const Tensor& x) { return randn_like(x, x.dtype()); }
+Tensor randn_like(const Tensor& x, DType dtype) {
   check_whole(x, "randn_like");
-  return randn(x.shape(), {x.dtype(), x.device()});
+  return randn(x.shape(), {dtype, x.device()});
 }
 
 Tensor arange(const Scalar& start, const Scalar& end, const Scalar& step,
