@@ -99,9 +99,9 @@ namespace detail {
 void note_settings_are_read() { settings_are_read = true; }
 }  // namespace detail
 
-Request requested() {
-  if (stop_requested) return Request::kCheckpointAndStop;
-  return save_requested ? Request::kCheckpoint : Request::kNone;
+RunRequest requested() {
+  if (stop_requested) return RunRequest::kCheckpointAndStop;
+  return save_requested ? RunRequest::kCheckpoint : RunRequest::kNone;
 }
 
 void clear_request() { save_requested = false; }

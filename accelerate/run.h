@@ -20,12 +20,12 @@
 namespace tessera {
 
 // What SIGTERM and SIGUSR1 asked for since run() began; a training loop looks once a step.
-enum class Request {
+enum class RunRequest {
   kNone,
   kCheckpoint,         // SIGUSR1: save and go on
   kCheckpointAndStop,  // SIGTERM: save and return
 };
-Request requested();
+RunRequest requested();
 // A kCheckpoint that was served; kCheckpointAndStop stays.
 void clear_request();
 

@@ -4,6 +4,7 @@
 #include <any>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <span>
 #include <string>
@@ -61,6 +62,11 @@ struct GradOptions {
 TensorList grad(std::span<const Tensor> outputs, std::span<const Tensor> inputs,
                 std::span<const Tensor> gradients = {}, const GradOptions& options = {});
 TensorList grad(const Tensor& output, std::span<const Tensor> inputs, const Tensor& gradient = {},
+                const GradOptions& options = {});
+// grad(y, {x, w}), grad(y, x).
+TensorList grad(const Tensor& output, std::initializer_list<Tensor> inputs,
+                const Tensor& gradient = {}, const GradOptions& options = {});
+TensorList grad(const Tensor& output, const Tensor& input, const Tensor& gradient = {},
                 const GradOptions& options = {});
 
 // Runs at the end of the backward that is under way on this thread (of the outermost one, where a

@@ -104,6 +104,14 @@ TensorList grad(const Tensor& output, std::span<const Tensor> inputs, const Tens
   return grad(std::span<const Tensor>(&output, 1), inputs, std::span<const Tensor>(&gradient, 1),
               options);
 }
+TensorList grad(const Tensor& output, std::initializer_list<Tensor> inputs, const Tensor& gradient,
+                const GradOptions& options) {
+  return grad(output, std::span<const Tensor>(inputs.begin(), inputs.size()), gradient, options);
+}
+TensorList grad(const Tensor& output, const Tensor& input, const Tensor& gradient,
+                const GradOptions& options) {
+  return grad(output, std::span<const Tensor>(&input, 1), gradient, options);
+}
 
 HookHandle register_hook(const Tensor& tensor, std::function<Tensor(const Tensor&)> hook) {
   const Edge edge = gradient_edge(tensor);

@@ -15,6 +15,8 @@
 //     struct tessera::data::Collate<Sentence> {
 //       static Encoded batch(std::span<Sentence> examples);
 //     };
+//
+// And a loader may be given one of its own, torch's collate_fn (data/dataloader.h).
 #pragma once
 
 #include <array>
@@ -37,7 +39,12 @@ namespace tessera::data {
 Tensor stack_examples(std::span<const Tensor> tensors);
 
 template <class Example>
-struct Collate;
+struct Collate {
+  static_assert(std::is_void_v<Example>,
+                "no rule makes batches of this type of example: give it a member `void "
+                "visit_tensors(auto&& visit) { visit(field), ...; }` whose fields are tensors, "
+                "specialise tessera::data::Collate, or give the loader a function that collates");
+};
 
 // The type of a batch of examples.
 template <class Example>

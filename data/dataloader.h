@@ -31,6 +31,7 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -250,6 +251,10 @@ class IndexedLoader : public LoaderBase {
   std::vector<std::shared_ptr<const IndexSource>> others_;
 };
 
+// Makes a batch of a loader's examples, which it may move from. Workers call it at the same time.
+template <class Example, class Batch>
+using Collator = std::function<Batch(std::span<Example> examples)>;
+
 namespace detail {
 // Inside a catch block: throws the exception on with the example's index in front.
 [[noreturn]] void rethrow_with_example(int64_t index, int64_t epoch);
@@ -265,10 +270,9 @@ void set_valid(Batch& batch, int64_t samples) {
 }
 
 // A batch of examples, of which the first `samples` count and the first one stands at `place`.
-template <class Example>
-BatchShare collate_share(std::vector<Example>& examples, int64_t samples, uint64_t seed,
-                         const ExamplePlace& place) {
-  using Batch = BatchOf<Example>;
+template <class Example, class Batch>
+BatchShare collate_share(const Collator<Example, Batch>& collate, std::vector<Example>& examples,
+                         int64_t samples, uint64_t seed, const ExamplePlace& place) {
   const ExampleScope scope(seed, place, ExampleScope::Part::kCollate);
   const auto rows = static_cast<int64_t>(examples.size());
   auto batch = std::make_shared<Batch>(collate(std::span<Example>(examples)));
@@ -309,33 +313,48 @@ class BatchIterator {
 };
 }  // namespace detail
 
-// Loader of a Dataset. Of one loader there is one loop at a time.
-template <class Example>
+// Loader of a Dataset. Of one loader there is one loop at a time. `collate`, the last argument,
+// makes the batches in place of the rules of data/collate.h:
+//
+//     const auto with_size = [](std::span<data::TokenExample> examples) {
+//       const int64_t size = std::ssize(examples);
+//       return std::pair(size, data::collate(examples));
+//     };
+//     data::DataLoader loader(dataset, {.batch_size = 16}, with_size);
+template <class Example, class BatchType = BatchOf<Example>>
 class DataLoader : public IndexedLoader {
  public:
-  using Batch = BatchOf<Example>;
+  using Batch = BatchType;
+  using Collate = Collator<Example, Batch>;
 
   // `dataset` must outlive the loader; the other form shares it.
-  DataLoader(const Dataset<Example>& dataset, const DataLoaderOptions& options = {})
-      : DataLoader(DatasetPtr<Example>(DatasetPtr<Example>(), &dataset), options) {}
-  DataLoader(const Dataset<Example>&& temporary, const DataLoaderOptions& options = {}) = delete;
-  DataLoader(DatasetPtr<Example> dataset, const DataLoaderOptions& options = {})
-      : DataLoader(dataset, default_sampler(dataset->size(), options), options) {}
+  DataLoader(const Dataset<Example>& dataset, const DataLoaderOptions& options = {},
+             Collate collate = data::collate<Example>)
+      : DataLoader(DatasetPtr<Example>(DatasetPtr<Example>(), &dataset), options,
+                   std::move(collate)) {}
+  DataLoader(const Dataset<Example>&& temporary, const DataLoaderOptions& options = {},
+             Collate collate = data::collate<Example>) = delete;
+  DataLoader(DatasetPtr<Example> dataset, const DataLoaderOptions& options = {},
+             Collate collate = data::collate<Example>)
+      : DataLoader(dataset, default_sampler(dataset->size(), options), options,
+                   std::move(collate)) {}
   // Another order: options.shuffle is not looked at. The sampler may be shorter or longer than the
   // data set.
   DataLoader(DatasetPtr<Example> dataset, std::shared_ptr<const Sampler> sampler,
-             const DataLoaderOptions& options = {})
+             const DataLoaderOptions& options = {}, Collate collate = data::collate<Example>)
       : IndexedLoader(options, dataset->size(),
                       std::make_shared<BatchSource>(std::move(sampler), options.batch_size,
                                                     options.drop_last)),
-        dataset_(std::move(dataset)) {}
+        dataset_(std::move(dataset)),
+        collate_(std::move(collate)) {}
   // Batches of any sizes: options.shuffle and batch_size are not looked at, and drop_last only
   // where ranks share the loader: it leaves out a last turn in which not every rank has a batch.
   DataLoader(DatasetPtr<Example> dataset, std::shared_ptr<const BatchSampler> sampler,
-             const DataLoaderOptions& options = {})
+             const DataLoaderOptions& options = {}, Collate collate = data::collate<Example>)
       : IndexedLoader(options, dataset->size(),
                       std::make_shared<BatchSamplerSource>(std::move(sampler))),
-        dataset_(std::move(dataset)) {}
+        dataset_(std::move(dataset)),
+        collate_(std::move(collate)) {}
 
   using Iterator = detail::BatchIterator<Batch, DataLoader>;
   Iterator begin() {
@@ -358,9 +377,10 @@ class DataLoader : public IndexedLoader {
 
   class Maker : public BatchMaker {
    public:
-    Maker(DatasetPtr<Example> dataset, Source source, std::vector<Source> others, uint64_t seed,
-          int64_t epoch)
+    Maker(DatasetPtr<Example> dataset, Collate collate, Source source, std::vector<Source> others,
+          uint64_t seed, int64_t epoch)
         : dataset_(std::move(dataset)),
+          collate_(std::move(collate)),
           source_(std::move(source)),
           others_(std::move(others)),
           seed_(seed),
@@ -392,11 +412,12 @@ class DataLoader : public IndexedLoader {
           detail::rethrow_with_example(index, epoch_);
         }
       }
-      return detail::collate_share(examples, source.valid(position), seed_,
+      return detail::collate_share(collate_, examples, source.valid(position), seed_,
                                    {epoch_, source.order_position(position, 0)});
     }
 
     DatasetPtr<Example> dataset_;
+    Collate collate_;
     Source source_;
     std::vector<Source> others_;
     uint64_t seed_;
@@ -411,7 +432,7 @@ class DataLoader : public IndexedLoader {
     return std::make_shared<SequentialSampler>(size);
   }
   std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const override {
-    return std::make_unique<Maker>(dataset_, source(), others(), seed(), from.epoch);
+    return std::make_unique<Maker>(dataset_, collate_, source(), others(), seed(), from.epoch);
   }
   FindBatchTensors find_tensors() const override { return find_batch_tensors<Batch>; }
   Batch* batch() const { return static_cast<Batch*>(current()); }
@@ -421,14 +442,35 @@ class DataLoader : public IndexedLoader {
   }
 
   DatasetPtr<Example> dataset_;
+  Collate collate_;
 };
+namespace detail {
+// The batch that a loader's function makes of examples of D.
+template <class D, class F>
+struct CollateResult {
+  static_assert(std::is_invocable_v<F&, std::span<typename D::Example>>,
+                "a loader's function to collate takes a std::span of the data set's examples");
+  using type = std::invoke_result_t<F&, std::span<typename D::Example>>;
+};
+template <class D, class F>
+using CollatedBatch = typename CollateResult<D, F>::type;
+}  // namespace detail
 template <class D>
 DataLoader(const D&, const DataLoaderOptions& = {}) -> DataLoader<typename D::Example>;
+template <class D, class F>
+DataLoader(const D&, const DataLoaderOptions&, F)
+    -> DataLoader<typename D::Example, detail::CollatedBatch<D, F>>;
 template <class D>
 DataLoader(std::shared_ptr<D>, const DataLoaderOptions& = {}) -> DataLoader<typename D::Example>;
+template <class D, class F>
+DataLoader(std::shared_ptr<D>, const DataLoaderOptions&, F)
+    -> DataLoader<typename D::Example, detail::CollatedBatch<D, F>>;
 template <class D, class S>
 DataLoader(std::shared_ptr<D>, std::shared_ptr<S>, const DataLoaderOptions& = {})
     -> DataLoader<typename D::Example>;
+template <class D, class S, class F>
+DataLoader(std::shared_ptr<D>, std::shared_ptr<S>, const DataLoaderOptions&, F)
+    -> DataLoader<typename D::Example, detail::CollatedBatch<D, F>>;
 
 // What one rank of several does with a stream. In a turn all ranks together read world_size *
 // batch_size examples of it: rank r has the r-th batch_size of them.
@@ -477,19 +519,22 @@ class StreamLoaderBase : public LoaderBase {
 
 // Loader of an IterableDataset. One worker at most reads ahead: the stream's order is the order.
 // options.shuffle is refused. Resuming reads the stream again up to the cursor.
-template <class Example>
+template <class Example, class BatchType = BatchOf<Example>>
 class StreamLoader : public StreamLoaderBase {
  public:
-  using Batch = BatchOf<Example>;
+  using Batch = BatchType;
+  using Collate = Collator<Example, Batch>;  // as DataLoader's
   using DatasetPointer = std::shared_ptr<const IterableDataset<Example>>;
 
   // `dataset` must outlive the loader.
-  StreamLoader(const IterableDataset<Example>& dataset, const DataLoaderOptions& options = {})
-      : StreamLoader(DatasetPointer(DatasetPointer(), &dataset), options) {}
-  StreamLoader(const IterableDataset<Example>&& temporary,
-               const DataLoaderOptions& options = {}) = delete;
-  StreamLoader(DatasetPointer dataset, const DataLoaderOptions& options = {})
-      : StreamLoaderBase(options), dataset_(std::move(dataset)) {}
+  StreamLoader(const IterableDataset<Example>& dataset, const DataLoaderOptions& options = {},
+               Collate collate = data::collate<Example>)
+      : StreamLoader(DatasetPointer(DatasetPointer(), &dataset), options, std::move(collate)) {}
+  StreamLoader(const IterableDataset<Example>&& temporary, const DataLoaderOptions& options = {},
+               Collate collate = data::collate<Example>) = delete;
+  StreamLoader(DatasetPointer dataset, const DataLoaderOptions& options = {},
+               Collate collate = data::collate<Example>)
+      : StreamLoaderBase(options), dataset_(std::move(dataset)), collate_(std::move(collate)) {}
 
   using Iterator = detail::BatchIterator<Batch, StreamLoader>;
   Iterator begin() {
@@ -509,9 +554,10 @@ class StreamLoader : public StreamLoaderBase {
 
   class Maker : public BatchMaker {
    public:
-    Maker(DatasetPointer dataset, const StreamShare& share, bool looks_ahead, uint64_t seed,
-          const LoaderCursor& from)
+    Maker(DatasetPointer dataset, Collate collate, const StreamShare& share, bool looks_ahead,
+          uint64_t seed, const LoaderCursor& from)
         : dataset_(std::move(dataset)),
+          collate_(std::move(collate)),
           share_(share),
           looks_ahead_(looks_ahead),
           seed_(seed),
@@ -638,12 +684,14 @@ class StreamLoader : public StreamLoaderBase {
       if (examples.empty()) return {};
       // By parts each rank has its own turn at this position.
       const int64_t first = in_part(share_.by_parts ? first_part_ : 0, position + begin);
-      BatchShare share = detail::collate_share(examples, samples, seed_, {from_.epoch, first});
+      BatchShare share =
+          detail::collate_share(collate_, examples, samples, seed_, {from_.epoch, first});
       share.last = is_last_of(rank);
       return share;
     }
 
     DatasetPointer dataset_;
+    Collate collate_;
     StreamShare share_;
     bool looks_ahead_;
     uint64_t seed_;
@@ -661,7 +709,7 @@ class StreamLoader : public StreamLoaderBase {
 
   int64_t num_parts() const override { return dataset_->num_parts(); }
   std::unique_ptr<BatchMaker> make_epoch(const LoaderCursor& from) const override {
-    return std::make_unique<Maker>(dataset_, share(), looks_ahead(), seed(), from);
+    return std::make_unique<Maker>(dataset_, collate_, share(), looks_ahead(), seed(), from);
   }
   FindBatchTensors find_tensors() const override { return find_batch_tensors<Batch>; }
   Batch* batch() const { return static_cast<Batch*>(current()); }
@@ -671,8 +719,12 @@ class StreamLoader : public StreamLoaderBase {
   }
 
   DatasetPointer dataset_;
+  Collate collate_;
 };
 template <class D>
 StreamLoader(const D&, const DataLoaderOptions& = {}) -> StreamLoader<typename D::Example>;
+template <class D, class F>
+StreamLoader(const D&, const DataLoaderOptions&, F)
+    -> StreamLoader<typename D::Example, detail::CollatedBatch<D, F>>;
 
 }  // namespace tessera::data

@@ -41,6 +41,7 @@ struct AttentionResult {
 // bias is zero.
 class MultiheadAttention : public Module<MultiheadAttention> {
  public:
+  using Options = MultiheadAttentionOptions;
   MultiheadAttention(int64_t embed_dim, int64_t num_heads,
                      const MultiheadAttentionOptions& options = {});
   AttentionResult forward(const Tensor& query, const Tensor& key, const Tensor& value,

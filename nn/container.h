@@ -12,6 +12,7 @@ namespace tessera::nn {
 
 // What it takes to make a layer, kept until its owner can name it:
 //     Sequential net(layer<Linear>(784, 128), layer<ReLU>(), layer<Linear>(128, 10));
+// As add has it, the last argument may be options in braces: layer<Conv2d>(1, 8, 3, {.stride = 2}).
 template <class T, class... Args>
 struct Layer {
   using Type = T;
@@ -22,6 +23,25 @@ Layer<T, std::decay_t<Args>...> layer(Args&&... args) {
   return {{std::forward<Args>(args)...}};
 }
 
+template <class T>
+Layer<T, typename T::Options> layer(const typename T::Options& options) {
+  return {{options}};
+}
+template <class T, class A>
+Layer<T, A, typename T::Options> layer(const A& a, const typename T::Options& options) {
+  return {{a, options}};
+}
+template <class T, class A, class B>
+Layer<T, A, B, typename T::Options> layer(const A& a, const B& b,
+                                          const typename T::Options& options) {
+  return {{a, b, options}};
+}
+template <class T, class A, class B, class C>
+Layer<T, A, B, C, typename T::Options> layer(const A& a, const B& b, const C& c,
+                                             const typename T::Options& options) {
+  return {{a, b, c, options}};
+}
+
 namespace detail {
 // Children "0", "1", ... of one owner.
 template <class Derived>
@@ -30,6 +50,22 @@ class ListModule : public Module<Derived> {
   template <class T, class... Args>
   T& append(Args&&... args) {
     return this->template add<T>(std::to_string(this->num_children()), std::forward<Args>(args)...);
+  }
+  template <class T>
+  T& append(const typename T::Options& options) {
+    return append<T, const typename T::Options&>(options);
+  }
+  template <class T, class A>
+  T& append(const A& a, const typename T::Options& options) {
+    return append<T, const A&, const typename T::Options&>(a, options);
+  }
+  template <class T, class A, class B>
+  T& append(const A& a, const B& b, const typename T::Options& options) {
+    return append<T, const A&, const B&, const typename T::Options&>(a, b, options);
+  }
+  template <class T, class A, class B, class C>
+  T& append(const A& a, const B& b, const C& c, const typename T::Options& options) {
+    return append<T, const A&, const B&, const C&, const typename T::Options&>(a, b, c, options);
   }
   template <class T, class... Args>
   T& append(const Layer<T, Args...>& layer) {
@@ -86,6 +122,24 @@ class ModuleDict : public Module<ModuleDict> {
   template <class T, class... Args>
   T& insert(std::string_view name, Args&&... args) {
     return add<T>(name, std::forward<Args>(args)...);
+  }
+  template <class T>
+  T& insert(std::string_view name, const typename T::Options& options) {
+    return insert<T, const typename T::Options&>(name, options);
+  }
+  template <class T, class A>
+  T& insert(std::string_view name, const A& a, const typename T::Options& options) {
+    return insert<T, const A&, const typename T::Options&>(name, a, options);
+  }
+  template <class T, class A, class B>
+  T& insert(std::string_view name, const A& a, const B& b, const typename T::Options& options) {
+    return insert<T, const A&, const B&, const typename T::Options&>(name, a, b, options);
+  }
+  template <class T, class A, class B, class C>
+  T& insert(std::string_view name, const A& a, const B& b, const C& c,
+            const typename T::Options& options) {
+    return insert<T, const A&, const B&, const C&, const typename T::Options&>(name, a, b, c,
+                                                                               options);
   }
   template <class T>
   T& at(std::string_view name) {

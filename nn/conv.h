@@ -24,6 +24,7 @@ namespace detail {
 template <class Derived, int kDims>
 class ConvModule : public Module<Derived> {
  public:
+  using Options = ConvLayerOptions;
   ConvModule(int64_t in_channels, int64_t out_channels, const Shape& kernel_size,
              const ConvLayerOptions& options);
   Tensor forward(const Tensor& x);
@@ -96,6 +97,7 @@ namespace detail {
 template <class Derived, int kDims>
 class ConvTransposeModule : public Module<Derived> {
  public:
+  using Options = ConvTransposeLayerOptions;
   ConvTransposeModule(int64_t in_channels, int64_t out_channels, const Shape& kernel_size,
                       const ConvTransposeLayerOptions& options);
   // output_size: the spatial sizes, where several inputs of a convolution have one output's size;

@@ -16,6 +16,7 @@ struct EmbeddingOptions {
 // embedding_dim], standard normal at first.
 class Embedding : public Module<Embedding> {
  public:
+  using Options = EmbeddingOptions;
   Embedding(int64_t num_embeddings, int64_t embedding_dim, const EmbeddingOptions& options = {});
   Tensor forward(const Tensor& index);
   void reset_parameters();
@@ -40,6 +41,7 @@ struct EmbeddingBagLayerOptions {
 // standard normal at first.
 class EmbeddingBag : public Module<EmbeddingBag> {
  public:
+  using Options = EmbeddingBagLayerOptions;
   EmbeddingBag(int64_t num_embeddings, int64_t embedding_dim,
                const EmbeddingBagLayerOptions& options = {});
   Tensor forward(const Tensor& index, const Tensor& offsets = {},

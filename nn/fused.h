@@ -56,6 +56,7 @@ struct MlpOptions {
 // The perceptron of a transformer's layer. x: [..., features]; result: the same shape.
 class Mlp : public Module<Mlp> {
  public:
+  using Options = MlpOptions;
   Mlp(int64_t features, int64_t hidden_features, const MlpOptions& options = {});
   // With a residual, of x's shape: the sum of both (see adds_residual).
   Tensor forward(const Tensor& x, const Tensor& residual = {});

@@ -14,6 +14,7 @@ struct LinearOptions {
 // both uniform in +-1/sqrt(in) at first.
 class Linear : public Module<Linear> {
  public:
+  using Options = LinearOptions;
   Linear(int64_t in_features, int64_t out_features, const LinearOptions& options = {});
   Tensor forward(const Tensor& x);
   void reset_parameters();

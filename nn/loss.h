@@ -11,6 +11,7 @@ namespace tessera::nn {
 // logits [N, C] or [N, C, d1...]; target: class indices, or probabilities in the logits' shape.
 class CrossEntropyLoss : public Module<CrossEntropyLoss> {
  public:
+  using Options = CrossEntropyOptions;
   explicit CrossEntropyLoss(const CrossEntropyOptions& options = {})
       : options(options), weight(buffer("weight", options.weight)) {}
   Tensor forward(const Tensor& logits, const Tensor& target) {
@@ -33,6 +34,7 @@ class CrossEntropyLoss : public Module<CrossEntropyLoss> {
 // Of log-probabilities.
 class NLLLoss : public Module<NLLLoss> {
  public:
+  using Options = CrossEntropyOptions;
   explicit NLLLoss(const CrossEntropyOptions& options = {})
       : options(options), weight(buffer("weight", options.weight)) {}
   Tensor forward(const Tensor& log_probabilities, const Tensor& target) {
@@ -107,6 +109,7 @@ struct BCEWithLogitsOptions {
 };
 class BCEWithLogitsLoss : public Module<BCEWithLogitsLoss> {
  public:
+  using Options = BCEWithLogitsOptions;
   explicit BCEWithLogitsLoss(const BCEWithLogitsOptions& options = {})
       : reduction(options.reduction),
         weight(buffer("weight", options.weight)),

@@ -409,6 +409,35 @@ std::unique_ptr<ModuleBase> ModuleBase::release(std::string_view name) {
   return child;
 }
 
+ModuleBase::ChildPlace ModuleBase::place_of_child(std::string_view dotted_name) {
+  const size_t dot = dotted_name.rfind('.');
+  const bool is_own = dot == std::string_view::npos;
+  ModuleBase& parent = is_own ? *this : submodule(dotted_name.substr(0, dot));
+  const std::string_view name = is_own ? dotted_name : dotted_name.substr(dot + 1);
+  const auto found = std::ranges::find_if(parent.children_,
+                                          [&](const auto& child) { return child->name_ == name; });
+  TS_CHECK(found != parent.children_.end(), parent.type_name(), "there is no child '", name,
+           "' to replace; see repr()");
+  return {&parent, &*found, std::string(name)};
+}
+void ModuleBase::renew_child(const ChildPlace& place) {
+  ModuleBase& child = **place.child;
+  child.name_ = place.name;
+  child.refresh_names(this);
+  count_change();
+}
+void ModuleBase::forget_child(const ChildPlace& place) {
+  (void)place.child->release();  // its memory is lost, not given back: nothing stands there
+  children_.erase(children_.begin() + (place.child - children_.data()));
+  count_change();
+}
+void ModuleBase::refuse_replacement(const ChildPlace& place) {
+  TS_THROW(ValueError, place.parent->type_name(), "the child '", place.name, "' is a ",
+           (*place.child)->type_name(),
+           "; replace puts one of the same type in its place, which references to it rely on. For "
+           "another type, release() it and adopt() another");
+}
+
 void ModuleBase::set_extension(std::unique_ptr<ModuleExtension> extension) {
   TS_CHECK(extension == nullptr || extension_ == nullptr, type_name(),
            "has an extension already, and takes one; remove the adapter that is there");

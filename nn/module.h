@@ -11,7 +11,9 @@
 //     Mlp mlp(768);
 //     Tensor y = mlp(x);  // operator(), never forward: hooks and names in errors hang on it
 //
-// `add` makes, owns and names a child, `parameter` and `buffer` do so for tensors. Only what was
+// `add` makes, owns and names a child, `parameter` and `buffer` do so for tensors. The options of a
+// library's module are its last argument, in braces: add<nn::Linear>("fc", 4, 8, {.bias = false});
+// a class that says `using Options = MyOptions;` is given them so, too. Only what was
 // registered so is trained, saved and moved. A module that stands by value (`nn::Linear fc;`) in
 // the class that Module<> names is an error when it is made; one in a class derived further, one
 // that is held by a pointer of one's own, and a tensor that is a plain member, are not seen. Names
@@ -32,6 +34,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <new>
 #include <optional>
 #include <span>
 #include <string>
@@ -195,6 +198,24 @@ class ModuleBase {
   // that is taken, for one that no child has.
   void adopt(std::string_view name, std::unique_ptr<ModuleBase> child);
   std::unique_ptr<ModuleBase> release(std::string_view name);
+  // Puts a new module of the same type in the child's place, which references to it go on to mean:
+  // model.replace<nn::Linear>("head.fc", 512, 10). The arguments are those of its constructor, its
+  // initial values those of its name; the old parameters and hooks are gone, and optimizers that
+  // have them step what nobody uses. ValueError: no such child, or one of another type.
+  template <class T, class... Args>
+  T& replace(std::string_view dotted_name, const Args&... args) {
+    return replace_child<T>(dotted_name, args...);
+  }
+  // clang-format off
+  template <class T>
+  T& replace(std::string_view dotted_name, const typename T::Options& o) { return replace_child<T>(dotted_name, o); }
+  template <class T, class A>
+  T& replace(std::string_view dotted_name, const A& a, const typename T::Options& o) { return replace_child<T>(dotted_name, a, o); }
+  template <class T, class A, class B>
+  T& replace(std::string_view dotted_name, const A& a, const B& b, const typename T::Options& o) { return replace_child<T>(dotted_name, a, b, o); }
+  template <class T, class A, class B, class C>
+  T& replace(std::string_view dotted_name, const A& a, const B& b, const C& c, const typename T::Options& o) { return replace_child<T>(dotted_name, a, b, c, o); }
+  // clang-format on
   // At most one; nullptr takes it away.
   void set_extension(std::unique_ptr<ModuleExtension> extension);
   ModuleExtension* extension() const { return extension_.get(); }
@@ -247,13 +268,34 @@ class ModuleBase {
 
   template <class T, class... Args>
   T& add(std::string_view name, Args&&... args) {
-    static_assert(std::derived_from<T, ModuleBase>, "add makes modules");
+    static_assert(std::derived_from<T, ModuleBase>,
+                  "add makes modules: classes derived from nn::Module");
+    static_assert(std::is_constructible_v<T, Args...>,
+                  "add: the module has no constructor for the arguments after the name");
     check_new_name(name);
     const InitialName scope(initial_name_of(name));
     auto child = std::make_unique<T>(std::forward<Args>(args)...);
     T& reference = *child;
     adopt(name, std::move(child));
     return reference;
+  }
+  // add<nn::Conv2d>("conv", 1, 8, 3, {.stride = 2}), for modules that name their T::Options.
+  template <class T>
+  T& add(std::string_view name, const typename T::Options& options) {
+    return add<T, const typename T::Options&>(name, options);
+  }
+  template <class T, class A>
+  T& add(std::string_view name, const A& a, const typename T::Options& options) {
+    return add<T, const A&, const typename T::Options&>(name, a, options);
+  }
+  template <class T, class A, class B>
+  T& add(std::string_view name, const A& a, const B& b, const typename T::Options& options) {
+    return add<T, const A&, const B&, const typename T::Options&>(name, a, b, options);
+  }
+  template <class T, class A, class B, class C>
+  T& add(std::string_view name, const A& a, const B& b, const C& c,
+         const typename T::Options& options) {
+    return add<T, const A&, const B&, const C&, const typename T::Options&>(name, a, b, c, options);
   }
 
   // The random numbers for the initial values of a parameter: of the seed and the dotted name under
@@ -263,6 +305,38 @@ class ModuleBase {
 
  private:
   friend class ModuleCall;
+  // The name of `child`, and where it is.
+  struct ChildPlace {
+    ModuleBase* parent;
+    std::unique_ptr<ModuleBase>* child;
+    std::string name;
+  };
+  ChildPlace place_of_child(std::string_view dotted_name);  // throws ValueError
+  void renew_child(const ChildPlace& place);
+  void forget_child(const ChildPlace& place);
+  [[noreturn]] static void refuse_replacement(const ChildPlace& place);
+
+  // The new module stands where the old one stood: references are kept as members.
+  template <class T, class... Args>
+  T& replace_child(std::string_view dotted_name, const Args&... args) {
+    static_assert(std::is_constructible_v<T, const Args&...>,
+                  "replace: the module has no constructor for the arguments after the name");
+    const ChildPlace place = place_of_child(dotted_name);
+    ModuleBase& child = **place.child;
+    if (typeid(child) != typeid(T)) refuse_replacement(place);
+    T* const old = static_cast<T*>(&child);
+    const InitialName scope(place.parent->initial_name_of(place.name));
+    std::make_unique<T>(args...);  // whatever it throws, it throws here
+    old->~T();
+    try {
+      T* const made = ::new (static_cast<void*>(old)) T(args...);
+      place.parent->renew_child(place);
+      return *made;
+    } catch (...) {  // no memory for a second one: there is no child then
+      place.parent->forget_child(place);
+      throw;
+    }
+  }
   struct Buffer {
     NamedTensor named;
     bool persistent;
@@ -366,6 +440,23 @@ size_t borrowed(const std::remove_cvref_t<Held>& value, size_t number) {
 }
 [[noreturn]] void refuse_checkpoint(const ModuleBase& module, size_t argument);
 
+// False, and known when a call is compiled.
+template <class Derived, class... Args>
+inline constexpr bool takes = false;
+
+// The type of an argument of the forward that Derived has, where it has one.
+template <class Method>
+struct MethodArgs {};
+template <class Class, class Result, class... Args>
+struct MethodArgs<Result (Class::*)(Args...)> {
+  template <size_t I>
+  requires(I < sizeof...(Args)) using At = std::tuple_element_t<I, std::tuple<Args...>>;
+};
+template <class Class, class Result, class... Args>
+struct MethodArgs<Result (Class::*)(Args...) const> : MethodArgs<Result (Class::*)(Args...)> {};
+template <class Derived, size_t I>
+using ForwardArg = typename MethodArgs<decltype(&Derived::forward)>::template At<I>;
+
 }  // namespace detail
 
 // Base of every module: struct Mlp : nn::Module<Mlp>. Derived has a `forward` (or overloads) that
@@ -379,20 +470,45 @@ class Module : public ModuleBase {
                       return static_cast<const void*>(static_cast<const Derived*>(&module));
                     }}) {}
 
+  // Constness is that of the handle, as a Tensor's is: forward runs on a module that is const here.
   template <class... Args>
-  auto operator()(Args&&... args) {
-    return run(
-        [](Derived& self,
-           auto&&... values) -> decltype(self.forward(std::forward<decltype(values)>(values)...)) {
-          return self.forward(std::forward<decltype(values)>(values)...);
-        },
-        std::forward<Args>(args)...);
+  auto operator()(Args&&... args) const {
+    if constexpr (requires(Derived & self) { self.forward(std::forward<Args>(args)...); }) {
+      return run(
+          [](Derived& self, auto&&... values) -> decltype(self.forward(
+                                                  std::forward<decltype(values)>(values)...)) {
+            return self.forward(std::forward<decltype(values)>(values)...);
+          },
+          std::forward<Args>(args)...);
+    } else {
+      static_assert(detail::takes<Derived, Args...>,
+                    "the module called here has no public forward() that takes these arguments: "
+                    "compare their number and types with its declaration");
+    }
+  }
+  // model(x, {}), model(x, {.causal = true}): where Derived has one forward, an argument in braces
+  // is made of the type that it has there.
+  template <class D = Derived>
+  auto operator()(detail::ForwardArg<D, 0> a, detail::ForwardArg<D, 1> b) const {
+    return call_forward(static_cast<decltype(a)&&>(a), static_cast<decltype(b)&&>(b));
+  }
+  template <class D = Derived>
+  auto operator()(detail::ForwardArg<D, 0> a, detail::ForwardArg<D, 1> b,
+                  detail::ForwardArg<D, 2> c) const {
+    return call_forward(static_cast<decltype(a)&&>(a), static_cast<decltype(b)&&>(b),
+                        static_cast<decltype(c)&&>(c));
+  }
+  template <class D = Derived>
+  auto operator()(detail::ForwardArg<D, 0> a, detail::ForwardArg<D, 1> b,
+                  detail::ForwardArg<D, 2> c, detail::ForwardArg<D, 3> d) const {
+    return call_forward(static_cast<decltype(a)&&>(a), static_cast<decltype(b)&&>(b),
+                        static_cast<decltype(c)&&>(c), static_cast<decltype(d)&&>(d));
   }
 
   // Another entry point, with all that operator() does: model.call(&Bert::pool, hidden).
   template <class Method, class... Args>
   requires std::is_member_function_pointer_v<Method>
-  auto call(Method method, Args&&... args) {
+  auto call(Method method, Args&&... args) const {
     return run(
         [method](Derived& self, auto&&... values) -> decltype((self.*method)(
                                                       std::forward<decltype(values)>(values)...)) {
@@ -434,10 +550,15 @@ class Module : public ModuleBase {
   }
 
  private:
+  template <class... Args>
+  auto call_forward(Args&&... args) const {
+    return this->template operator()<Args...>(std::forward<Args>(args)...);
+  }
+
   template <class Function, class... Args>
-  auto run(Function function, Args&&... args) {
-    ModuleCall call(*this);
-    Derived& self = static_cast<Derived&>(*this);
+  auto run(Function function, Args&&... args) const {
+    Derived& self = const_cast<Derived&>(static_cast<const Derived&>(*this));
+    ModuleCall call(self);
     try {
       if (!call.has_hooks()) [[likely]]
         return function(self, std::forward<Args>(args)...);

@@ -19,6 +19,7 @@ struct LayerNormOptions {
 // and bias (zeros) have that shape.
 class LayerNorm : public Module<LayerNorm> {
  public:
+  using Options = LayerNormOptions;
   explicit LayerNorm(const Shape& normalized_shape, const LayerNormOptions& options = {});
   explicit LayerNorm(int64_t size, const LayerNormOptions& options = {})
       : LayerNorm(Shape{size}, options) {}
@@ -42,6 +43,7 @@ struct RmsNormOptions {
 // Zhang, Sennrich 2019: no mean, no bias.
 class RMSNorm : public Module<RMSNorm> {
  public:
+  using Options = RmsNormOptions;
   explicit RMSNorm(const Shape& normalized_shape, const RmsNormOptions& options = {});
   explicit RMSNorm(int64_t size, const RmsNormOptions& options = {})
       : RMSNorm(Shape{size}, options) {}
@@ -64,6 +66,7 @@ struct GroupNormOptions {
 // Wu, He 2018. x: [N, num_channels, ...]; each group of channels is normalised alone.
 class GroupNorm : public Module<GroupNorm> {
  public:
+  using Options = GroupNormOptions;
   GroupNorm(int64_t num_groups, int64_t num_channels, const GroupNormOptions& options = {});
   Tensor forward(const Tensor& x);
   void reset_parameters();
@@ -112,6 +115,7 @@ class BatchNormBase {
 template <class Derived>
 class BatchNormModule : public Module<Derived>, public BatchNormBase {
  public:
+  using Options = BatchNormOptions;
   BatchNormModule(int64_t num_features, const BatchNormOptions& options);
   Tensor forward(const Tensor& x);
   void reset_parameters();
@@ -158,6 +162,7 @@ struct InstanceNormOptions {
 template <class Derived>
 class InstanceNormModule : public Module<Derived> {
  public:
+  using Options = InstanceNormOptions;
   InstanceNormModule(int64_t num_features, const InstanceNormOptions& options);
   Tensor forward(const Tensor& x);
   void reset_parameters();

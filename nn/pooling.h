@@ -17,6 +17,7 @@ struct MaxPoolOptions {
 };
 class MaxPool2d : public Module<MaxPool2d> {
  public:
+  using Options = MaxPoolOptions;
   explicit MaxPool2d(const Shape& kernel_size, const MaxPoolOptions& options = {})
       : kernel_size(kernel_size), options(options) {}
   explicit MaxPool2d(int64_t kernel_size, const MaxPoolOptions& options = {})
@@ -40,6 +41,7 @@ class MaxPool2d : public Module<MaxPool2d> {
 
 class MaxPool1d : public Module<MaxPool1d> {
  public:
+  using Options = MaxPoolOptions;
   explicit MaxPool1d(const Shape& kernel_size, const MaxPoolOptions& options = {})
       : kernel_size(kernel_size), options(options) {}
   explicit MaxPool1d(int64_t kernel_size, const MaxPoolOptions& options = {})
@@ -69,6 +71,7 @@ struct AvgPoolOptions {
 };
 class AvgPool2d : public Module<AvgPool2d> {
  public:
+  using Options = AvgPoolOptions;
   explicit AvgPool2d(const Shape& kernel_size, const AvgPoolOptions& options = {})
       : kernel_size(kernel_size), options(options) {}
   explicit AvgPool2d(int64_t kernel_size, const AvgPoolOptions& options = {})
@@ -92,6 +95,7 @@ class AvgPool2d : public Module<AvgPool2d> {
 
 class AvgPool1d : public Module<AvgPool1d> {
  public:
+  using Options = AvgPoolOptions;
   explicit AvgPool1d(const Shape& kernel_size, const AvgPoolOptions& options = {})
       : kernel_size(kernel_size), options(options) {}
   explicit AvgPool1d(int64_t kernel_size, const AvgPoolOptions& options = {})

@@ -63,6 +63,7 @@ namespace detail {
 template <class Derived, int kGates>
 class RecurrentModule : public Module<Derived> {
  public:
+  using Options = RecurrentOptions;
   RecurrentModule(int64_t input_size, int64_t hidden_size, const RecurrentOptions& options);
   void reset_parameters();
   std::string extra_repr() const override;
@@ -143,6 +144,7 @@ struct CellOptions {
 // One step. x: [N, input_size] or [input_size]; parameters weight_ih, weight_hh, bias_ih, bias_hh.
 class LSTMCell : public Module<LSTMCell> {
  public:
+  using Options = CellOptions;
   LSTMCell(int64_t input_size, int64_t hidden_size, const CellOptions& options = {});
   LstmState forward(const Tensor& x, const LstmState& state = {});
   void reset_parameters();
@@ -160,6 +162,7 @@ class LSTMCell : public Module<LSTMCell> {
 };
 class GRUCell : public Module<GRUCell> {
  public:
+  using Options = CellOptions;
   GRUCell(int64_t input_size, int64_t hidden_size, const CellOptions& options = {});
   Tensor forward(const Tensor& x, const Tensor& hidden = {});
   void reset_parameters();

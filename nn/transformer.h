@@ -46,6 +46,7 @@ struct DecoderMasks {
 // Self-attention and a two-layer perceptron, each with residual, dropout and LayerNorm.
 class TransformerEncoderLayer : public Module<TransformerEncoderLayer> {
  public:
+  using Options = TransformerLayerOptions;
   TransformerEncoderLayer(int64_t d_model, int64_t nhead,
                           const TransformerLayerOptions& options = {});
   Tensor forward(const Tensor& src, const EncoderMasks& masks = {});
@@ -73,6 +74,7 @@ class TransformerEncoderLayer : public Module<TransformerEncoderLayer> {
 // As the encoder's, with attention to `memory` between the two.
 class TransformerDecoderLayer : public Module<TransformerDecoderLayer> {
  public:
+  using Options = TransformerLayerOptions;
   TransformerDecoderLayer(int64_t d_model, int64_t nhead,
                           const TransformerLayerOptions& options = {});
   Tensor forward(const Tensor& tgt, const Tensor& memory, const DecoderMasks& masks = {});
@@ -105,6 +107,7 @@ class TransformerDecoderLayer : public Module<TransformerDecoderLayer> {
 // (with norm_first it is needed). Each layer draws its own initial values.
 class TransformerEncoder : public Module<TransformerEncoder> {
  public:
+  using Options = TransformerLayerOptions;
   TransformerEncoder(int64_t d_model, int64_t nhead, int64_t num_layers,
                      const TransformerLayerOptions& options = {}, bool final_norm = false);
   Tensor forward(const Tensor& src, const EncoderMasks& masks = {});
@@ -115,6 +118,7 @@ class TransformerEncoder : public Module<TransformerEncoder> {
 };
 class TransformerDecoder : public Module<TransformerDecoder> {
  public:
+  using Options = TransformerLayerOptions;
   TransformerDecoder(int64_t d_model, int64_t nhead, int64_t num_layers,
                      const TransformerLayerOptions& options = {}, bool final_norm = false);
   Tensor forward(const Tensor& tgt, const Tensor& memory, const DecoderMasks& masks = {});

@@ -570,13 +570,13 @@ TEST_F(StateCheckpoints, ASignalToOneProcessIsARequestToAllRanks) {
   char name[] = "test";
   char* arguments[] = {name};
   const int code = run(1, arguments, [](std::span<const std::string>) {
-    compared_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), Request::kNone); });
+    compared_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), RunRequest::kNone); });
     ::raise(SIGUSR1);
-    compared_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), Request::kCheckpoint); });
-    compared_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), Request::kNone) << "served"; });
+    compared_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), RunRequest::kCheckpoint); });
+    compared_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), RunRequest::kNone) << "served"; });
     ::raise(SIGTERM);
-    compared_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), Request::kCheckpointAndStop); });
-    EXPECT_EQ(should_checkpoint(), Request::kCheckpointAndStop) << "stays";
+    compared_ranks(3, [](int) { EXPECT_EQ(should_checkpoint(), RunRequest::kCheckpointAndStop); });
+    EXPECT_EQ(should_checkpoint(), RunRequest::kCheckpointAndStop) << "stays";
   });
   EXPECT_EQ(code, 0);
 }

@@ -96,15 +96,15 @@ TEST(Run, AnErrorOfTheProgramIsToldAndNotTheFlags) {
 
 TEST(Run, SignalsAskForACheckpointAndForAnEnd) {
   EXPECT_EQ(run_with([](auto) {
-              EXPECT_EQ(requested(), Request::kNone);
+              EXPECT_EQ(requested(), RunRequest::kNone);
               ::raise(SIGUSR1);
-              EXPECT_EQ(requested(), Request::kCheckpoint);
+              EXPECT_EQ(requested(), RunRequest::kCheckpoint);
               clear_request();
-              EXPECT_EQ(requested(), Request::kNone);
+              EXPECT_EQ(requested(), RunRequest::kNone);
               ::raise(SIGTERM);
-              EXPECT_EQ(requested(), Request::kCheckpointAndStop);
+              EXPECT_EQ(requested(), RunRequest::kCheckpointAndStop);
               clear_request();  // an end that was asked for is not taken back
-              EXPECT_EQ(requested(), Request::kCheckpointAndStop);
+              EXPECT_EQ(requested(), RunRequest::kCheckpointAndStop);
             }),
             0);
 }

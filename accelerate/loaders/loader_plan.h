@@ -82,13 +82,13 @@ class LoaderPlan {
   // among the ranks or is not known, a loader that another plan has prepared, one that has a
   // rank's share already. UnsupportedError: dispatching batches that cannot travel (see
   // batch_codec.h).
-  template <class Example>
-  void prepare(data::DataLoader<Example>& loader) {
-    prepare_indexed(loader, codec_of<data::BatchOf<Example>>());
+  template <class Example, class Batch>
+  void prepare(data::DataLoader<Example, Batch>& loader) {
+    prepare_indexed(loader, codec_of<Batch>());
   }
-  template <class Example>
-  void prepare(data::StreamLoader<Example>& loader) {
-    prepare_stream(loader, codec_of<data::BatchOf<Example>>());
+  template <class Example, class Batch>
+  void prepare(data::StreamLoader<Example, Batch>& loader) {
+    prepare_stream(loader, codec_of<Batch>());
   }
   // Reads alone again, from the cursor on. Nothing for a loader that was not prepared.
   void release(data::LoaderBase& loader);

@@ -214,14 +214,14 @@ std::vector<NumberedCheckpoint> list_checkpoints(const std::string& project_dir)
   return found;
 }
 
-Request should_checkpoint(distributed::Group& group) {
-  Request request = requested();
+RunRequest should_checkpoint(distributed::Group& group) {
+  RunRequest request = requested();
   if (group.size() > 1) {
     const Tensor highest = scalar_tensor(static_cast<int64_t>(request), kI64);
     distributed::all_reduce(highest, distributed::ReduceOp::kMax, group, {.tag = "checkpoint"});
-    request = static_cast<Request>(highest.item<int64_t>());
+    request = static_cast<RunRequest>(highest.item<int64_t>());
   }
-  if (request != Request::kNone) clear_request();
+  if (request != RunRequest::kNone) clear_request();
   return request;
 }
 

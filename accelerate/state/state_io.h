@@ -274,6 +274,6 @@ std::vector<NumberedCheckpoint> list_checkpoints(const std::string& project_dir)
 
 // What SIGTERM or SIGUSR1 asked any rank for: the same answer on every rank, for one small
 // collective. A kCheckpoint is thereby served; kCheckpointAndStop stays.
-Request should_checkpoint(distributed::Group& group = distributed::world());
+RunRequest should_checkpoint(distributed::Group& group = distributed::world());
 
 }  // namespace tessera::accelerate

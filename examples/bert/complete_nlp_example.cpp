@@ -102,10 +102,10 @@ void train(const Options& options) {
       if (!accelerator.sync_gradients()) continue;
       ++loop.updates;
       progress.advance();
-      const Request request = accelerate::should_checkpoint(accelerator.world());
+      const RunRequest request = accelerate::should_checkpoint(accelerator.world());
       const bool due = options.checkpoint_every > 0 && loop.updates % options.checkpoint_every == 0;
-      if (due || request != Request::kNone) accelerator.save_state();
-      if (request == Request::kCheckpointAndStop) {
+      if (due || request != RunRequest::kNone) accelerator.save_state();
+      if (request == RunRequest::kCheckpointAndStop) {
         accelerator.print("stopped after ", loop.updates, " updates; --resume goes on");
         accelerator.end_training();
         return;

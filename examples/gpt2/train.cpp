@@ -489,9 +489,9 @@ void Trainer::draw_for(int64_t micro) {
 
 // The sum of the ranks' losses. All save, and all stop, where one was asked to.
 Tensor Trainer::agree(const Tensor& loss) {
-  const Request request = requested();
-  const bool stop = interrupted != 0 || request == Request::kCheckpointAndStop;
-  const bool checkpoint = request == Request::kCheckpoint;
+  const RunRequest request = requested();
+  const bool stop = interrupted != 0 || request == RunRequest::kCheckpointAndStop;
+  const bool checkpoint = request == RunRequest::kCheckpoint;
   if (checkpoint) clear_request();
   stop_ |= stop;
   save_now_ = checkpoint;

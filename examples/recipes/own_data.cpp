@@ -73,7 +73,7 @@ void train(const std::string& file, int64_t epochs) {
         accelerator.backward(cross_entropy(model(batch.features), batch.label));
         optimizer.step(), optimizer.zero_grad();
       }
-      if (accelerate::should_checkpoint() == Request::kCheckpointAndStop) {  // SIGTERM
+      if (accelerate::should_checkpoint() == RunRequest::kCheckpointAndStop) {  // SIGTERM
         accelerator.save_state();
         return;
       }
