@@ -14,6 +14,7 @@
 #include <tessera/core/profiler.h>
 #include <tessera/core/random.h>
 #include <tessera/core/safetensors.h>
+#include <tessera/core/source_location.h>
 #include <tessera/core/state_dict.h>
 #include <tessera/core/stream.h>
 #include <tessera/core/tensor.h>

@@ -171,7 +171,7 @@ void Accelerator::log(const TrackedValues& values, int64_t step) {
   trackers().log(all, step);
 }
 
-void Accelerator::end_training(const std::source_location& where) {
+void Accelerator::end_training(const SourceLocation& where) {
   if (state_->trackers != nullptr) state_->trackers->finish();
   wait_for_everyone(where);
 }
@@ -212,7 +212,7 @@ void Accelerator::set_seed(uint64_t seed, bool device_specific) {
   state_->begin_random_numbers();
 }
 
-void Accelerator::synchronize_rng_states(const std::source_location& where) {
+void Accelerator::synchronize_rng_states(const SourceLocation& where) {
   RandomState& random = random_state();
   const Tensor shared = raw::empty({3}, kI64);
   int64_t* values = shared.data_as<int64_t>();
@@ -460,13 +460,13 @@ accelerate::FullValues Accelerator::full_values(nn::ModuleBase& model) {
 accelerate::SavedModel Accelerator::save_model(const nn::ModuleBase& model,
                                                const std::string& folder,
                                                const accelerate::SaveModelOptions& options,
-                                               const std::source_location& where) const {
+                                               const SourceLocation& where) const {
   const distributed::CallerScope caller(where);
   return accelerate::save_model(model, folder, options, world());
 }
 
 void Accelerator::save_lora(nn::ModuleBase& model, const std::string& folder,
-                            const std::source_location& where) const {
+                            const SourceLocation& where) const {
   const distributed::CallerScope caller(where);
   accelerate::save_lora(model, folder, world());
 }
@@ -474,14 +474,14 @@ void Accelerator::save_lora(nn::ModuleBase& model, const std::string& folder,
 accelerate::SavedModel Accelerator::save_merged_lora(nn::ModuleBase& model,
                                                      const std::string& folder,
                                                      const accelerate::SaveModelOptions& options,
-                                                     const std::source_location& where) const {
+                                                     const SourceLocation& where) const {
   const distributed::CallerScope caller(where);
   return accelerate::save_merged_lora(model, folder, options, world());
 }
 
 nn::LoadReport Accelerator::load_model(nn::ModuleBase& model, const std::string& path,
                                        accelerate::LoadModelOptions options,
-                                       const std::source_location& where) const {
+                                       const SourceLocation& where) const {
   const distributed::CallerScope caller(where);
   options.first_rank_reads |= settings().fsdp_cpu_ram_efficient_loading.value;
   return accelerate::load_model(model, path, options, world());
@@ -489,7 +489,7 @@ nn::LoadReport Accelerator::load_model(nn::ModuleBase& model, const std::string&
 
 std::string Accelerator::save_state(const std::string& folder,
                                     const accelerate::SaveStateOptions& options,
-                                    const std::source_location& where) {
+                                    const SourceLocation& where) {
   const distributed::CallerScope caller(where);
   state_->check_complete("save_state");
   state_->check_between_windows("save_state");
@@ -499,7 +499,7 @@ std::string Accelerator::save_state(const std::string& folder,
 
 accelerate::LoadedState Accelerator::load_state(const std::string& folder,
                                                 const accelerate::LoadStateOptions& options,
-                                                const std::source_location& where) {
+                                                const SourceLocation& where) {
   const distributed::CallerScope caller(where);
   state_->check_complete("load_state");
   state_->check_between_windows("load_state");

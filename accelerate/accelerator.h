@@ -61,7 +61,6 @@
 #include <initializer_list>
 #include <memory>
 #include <optional>
-#include <source_location>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -79,6 +78,7 @@
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/accelerate/state/state_io.h>
 #include <tessera/accelerate/tracking/tracker.h>
+#include <tessera/core/source_location.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera {
@@ -339,7 +339,7 @@ class Accelerator : public ProcessControl {
   // undivided. Collective where gradients are reduced. ValueError for a second backward of one
   // micro-batch with another weight, and for any weight with LossWeighting::kHuggingFace.
   void backward(const Tensor& loss, const BackwardOptions& options = {},
-                const std::source_location& where = std::source_location::current());
+                const SourceLocation& where = SourceLocation::current());
 
   // Backwards in the scope add up on this rank; forward and backward both belong in it. What ran
   // forward in it is not reduced by its backward outside either, unless that runs in a scope of
@@ -378,7 +378,7 @@ class Accelerator : public ProcessControl {
   using JoinUnevenOptions = accelerate::JoinUnevenOptions;
   void join_uneven_inputs(nn::ModuleBase& model, const std::function<void()>& body,
                           const JoinUnevenOptions& options = {},
-                          const std::source_location& where = std::source_location::current());
+                          const SourceLocation& where = SourceLocation::current());
 
   // The body of the loop as CUDA graphs where the device is a GPU: accelerate/graphed_step.h. The
   // Accelerator must outlive the steps. ValueError for an empty function or options that cannot
@@ -392,7 +392,7 @@ class Accelerator : public ProcessControl {
   // of its own, mixed from seed and rank.
   void set_seed(uint64_t seed, bool device_specific = false);
   // Rank 0's seed and position become everybody's. Collective.
-  void synchronize_rng_states(const std::source_location& where = std::source_location::current());
+  void synchronize_rng_states(const SourceLocation& where = SourceLocation::current());
 
   // ---- Tracking: accelerate/tracking/tracker.h, with the settings log_with and logging_dir (else
   // project_dir). Calls are the same on all ranks; the main one writes.
@@ -407,7 +407,7 @@ class Accelerator : public ProcessControl {
   void log(const TrackedValues& values, int64_t step);
   Tracker& get_tracker(std::string_view name) { return trackers().get(name); }
   // Finishes the trackers and waits for all ranks. Collective.
-  void end_training(const std::source_location& where = std::source_location::current());
+  void end_training(const SourceLocation& where = SourceLocation::current());
 
   // ---- Looking
 
@@ -434,41 +434,38 @@ class Accelerator : public ProcessControl {
   // ---- Values of all ranks: accelerate/operations.h and metrics.h among data_ranks(). With the
   // setting `debug` the ranks compare their shapes first.
   template <class T>
-  T gather(T value, const std::source_location& where = std::source_location::current()) const {
+  T gather(T value, const SourceLocation& where = SourceLocation::current()) const {
     return accelerate::gather(std::move(value), data_ranks(), operation(where));
   }
   // What was computed from the batch in hand of active_loader(), each sample once; see metrics.h.
   template <class T>
-  T gather_for_metrics(T value,
-                       const std::source_location& where = std::source_location::current()) const {
+  T gather_for_metrics(T value, const SourceLocation& where = SourceLocation::current()) const {
     return accelerate::gather_for_metrics(std::move(value), active_loader(), data_ranks(),
                                           operation(where));
   }
   template <class T>
   T reduce(T value, accelerate::RankReduction reduction = accelerate::RankReduction::kMean,
-           const std::source_location& where = std::source_location::current()) const {
+           const SourceLocation& where = SourceLocation::current()) const {
     return accelerate::reduce(std::move(value), reduction, data_ranks(), operation(where));
   }
   template <class T>
   T broadcast(T value, int from = 0,
-              const std::source_location& where = std::source_location::current()) const {
+              const SourceLocation& where = SourceLocation::current()) const {
     return accelerate::broadcast(std::move(value), from, data_ranks(), operation(where));
   }
   template <class T>
-  T pad_across_processes(
-      T value, const accelerate::PadOptions& pad = {},
-      const std::source_location& where = std::source_location::current()) const {
+  T pad_across_processes(T value, const accelerate::PadOptions& pad = {},
+                         const SourceLocation& where = SourceLocation::current()) const {
     return accelerate::pad_across_processes(std::move(value), pad, data_ranks(), operation(where));
   }
   template <class T>
-  std::vector<T> gather_object(
-      const std::vector<T>& own,
-      const std::source_location& where = std::source_location::current()) const {
+  std::vector<T> gather_object(const std::vector<T>& own,
+                               const SourceLocation& where = SourceLocation::current()) const {
     return accelerate::gather_object(own, data_ranks(), operation(where));
   }
   template <class T>
   T broadcast_object(const T& object, int from = 0,
-                     const std::source_location& where = std::source_location::current()) const {
+                     const SourceLocation& where = SourceLocation::current()) const {
     return accelerate::broadcast_object(object, from, data_ranks(), operation(where));
   }
   // The ranks among which batches are dealt: the axis "dp" of the Context's mesh.
@@ -491,10 +488,10 @@ class Accelerator : public ProcessControl {
   // died since it was prepared: a checkpoint would silently be without it. Collective.
   std::string save_state(const std::string& folder = {},
                          const accelerate::SaveStateOptions& options = {},
-                         const std::source_location& where = std::source_location::current());
-  accelerate::LoadedState load_state(
-      const std::string& folder = {}, const accelerate::LoadStateOptions& options = {},
-      const std::source_location& where = std::source_location::current());
+                         const SourceLocation& where = SourceLocation::current());
+  accelerate::LoadedState load_state(const std::string& folder = {},
+                                     const accelerate::LoadStateOptions& options = {},
+                                     const SourceLocation& where = SourceLocation::current());
   // More objects, hooks, and an asynchronous save's end. Made at the first use.
   accelerate::StateIo& state_io();
   template <class... T>
@@ -502,23 +499,22 @@ class Accelerator : public ProcessControl {
     state_io().register_for_checkpointing(std::forward<T>(objects)...);
   }
   // The model alone, in the files of HuggingFace (accelerate/state/model_io.h). Collective.
-  accelerate::SavedModel save_model(
-      const nn::ModuleBase& model, const std::string& folder,
-      const accelerate::SaveModelOptions& options = {},
-      const std::source_location& where = std::source_location::current()) const;
+  accelerate::SavedModel save_model(const nn::ModuleBase& model, const std::string& folder,
+                                    const accelerate::SaveModelOptions& options = {},
+                                    const SourceLocation& where = SourceLocation::current()) const;
   // Such files into a model, prepared or not. With fsdp_cpu_ram_efficient_loading rank 0 alone
   // reads them; collective then.
-  nn::LoadReport load_model(
-      nn::ModuleBase& model, const std::string& path, accelerate::LoadModelOptions options = {},
-      const std::source_location& where = std::source_location::current()) const;
+  nn::LoadReport load_model(nn::ModuleBase& model, const std::string& path,
+                            accelerate::LoadModelOptions options = {},
+                            const SourceLocation& where = SourceLocation::current()) const;
   // Its adapters (nn/lora.h) in PEFT's files, and its weights with them merged, from whatever parts
   // the ranks hold. Collective.
   void save_lora(nn::ModuleBase& model, const std::string& folder,
-                 const std::source_location& where = std::source_location::current()) const;
+                 const SourceLocation& where = SourceLocation::current()) const;
   accelerate::SavedModel save_merged_lora(
       nn::ModuleBase& model, const std::string& folder,
       const accelerate::SaveModelOptions& options = {},
-      const std::source_location& where = std::source_location::current()) const;
+      const SourceLocation& where = SourceLocation::current()) const;
   // Its tensors by name, on every rank; they share elements with the model. Of a model whose
   // parameters are parts: whole tensors on the CPU of rank 0 and none elsewhere, gathered one by
   // one; collective then.
@@ -589,7 +585,7 @@ class Accelerator : public ProcessControl {
     }
   }
   void let_go();
-  accelerate::OperationOptions operation(const std::source_location& where) const {
+  accelerate::OperationOptions operation(const SourceLocation& where) const {
     return {.debug = settings().debug, .where = where};
   }
   void run(const Preparation& preparation);

@@ -307,7 +307,7 @@ distributed::StepPlan Accelerator::State::plan_backward(const ModelRecord& recor
 }
 
 void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
-                           const std::source_location& where) {
+                           const SourceLocation& where) {
   const distributed::CallerScope caller(where);
   State& state = *state_;
   state.refuse_in_capture("backward");
@@ -778,7 +778,7 @@ bool Accelerator::optimizer_step_was_skipped(const optim::Optimizer& optimizer) 
 
 void Accelerator::join_uneven_inputs(nn::ModuleBase& model, const std::function<void()>& body,
                                      const JoinUnevenOptions& options,
-                                     const std::source_location& where) {
+                                     const SourceLocation& where) {
   const auto record = state_->at(model, "join_uneven_inputs");
   if (!record->parallel) return body();
   const ScopedValue<bool> joined(state_->joined, true);

@@ -39,7 +39,7 @@ Outcome outcome_of(const std::function<void(int64_t)>& attempt, int64_t size) {
 // theirs: then all are told that they call different things, leave as well, and meet here. What
 // nobody has waited for yet raises here too.
 std::vector<Json> agree(distributed::Group& ranks, const Outcome& own,
-                        const std::source_location& where) {
+                        const SourceLocation& where) {
   constexpr int kMeetings = 4;
   for (int meeting = 1;; ++meeting) {
     try {
@@ -58,7 +58,7 @@ std::vector<Json> agree(distributed::Group& ranks, const Outcome& own,
 
 int64_t search_batch_size(const ProcessControl& ranks, int64_t start,
                           const std::function<void(int64_t)>& attempt,
-                          const BatchSizeOptions& options, const std::source_location& where) {
+                          const BatchSizeOptions& options, const SourceLocation& where) {
   constexpr std::string_view kWhere = "find_executable_batch_size";
   TS_CHECK(start >= 1, kWhere, "the first batch size must be at least 1; got ", start);
   for (int64_t size = start;;) {

@@ -21,11 +21,11 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
-#include <source_location>
 #include <type_traits>
 #include <utility>
 
 #include <tessera/accelerate/process_control.h>
+#include <tessera/core/source_location.h>
 
 namespace tessera {
 
@@ -40,15 +40,15 @@ namespace detail {
 // Calls attempt(size) until one succeeds on every rank; that size.
 int64_t search_batch_size(const ProcessControl& ranks, int64_t start,
                           const std::function<void(int64_t)>& attempt,
-                          const BatchSizeOptions& options, const std::source_location& where);
+                          const BatchSizeOptions& options, const SourceLocation& where);
 }  // namespace detail
 
 // What the body returned at the first size that succeeded. Collective. ValueError for a start below
 // 1 or a `next` that does not fall, OutOfMemory where no size is left.
 template <std::invocable<int64_t> Body>
-auto find_executable_batch_size(
-    const ProcessControl& ranks, int64_t start, Body&& body, const BatchSizeOptions& options = {},
-    const std::source_location& where = std::source_location::current()) {
+auto find_executable_batch_size(const ProcessControl& ranks, int64_t start, Body&& body,
+                                const BatchSizeOptions& options = {},
+                                const SourceLocation& where = SourceLocation::current()) {
   using Result = std::invoke_result_t<Body, int64_t>;
   if constexpr (std::is_void_v<Result>) {
     detail::search_batch_size(ranks, start, body, options, where);

@@ -31,18 +31,18 @@ LocalSGD::LocalSGD(Accelerator& accelerator, nn::ModuleBase& model, const LocalS
 
 LocalSGD::~LocalSGD() = default;
 
-void LocalSGD::step(const std::source_location& where) {
+void LocalSGD::step(const SourceLocation& where) {
   if (!scope_ || !accelerator_.sync_gradients()) return;
   if (++updates_ % options_.steps == 0) average(where);
 }
 
-void LocalSGD::finish(const std::source_location& where) {
+void LocalSGD::finish(const SourceLocation& where) {
   if (!scope_) return;
   average(where);
   scope_.reset();
 }
 
-void LocalSGD::average(const std::source_location& where) {
+void LocalSGD::average(const SourceLocation& where) {
   using distributed::CoalescedScope;
   distributed::Group& ranks = accelerator_.data_ranks();
   std::vector<Tensor> parameters;

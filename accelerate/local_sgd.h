@@ -16,9 +16,9 @@
 
 #include <cstdint>
 #include <optional>
-#include <source_location>
 
 #include <tessera/accelerate/accelerator.h>
+#include <tessera/core/source_location.h>
 
 namespace tessera {
 
@@ -40,13 +40,13 @@ class LocalSGD {
   LocalSGD& operator=(const LocalSGD&) = delete;
 
   // After each micro-batch; counts those that end a window. Collective in every `steps`-th.
-  void step(const std::source_location& where = std::source_location::current());
+  void step(const SourceLocation& where = SourceLocation::current());
   // The last average; from here on gradients are reduced again. Collective.
-  void finish(const std::source_location& where = std::source_location::current());
+  void finish(const SourceLocation& where = SourceLocation::current());
   int64_t averages() const { return averages_; }
 
  private:
-  void average(const std::source_location& where);
+  void average(const SourceLocation& where);
 
   Accelerator& accelerator_;
   nn::ModuleBase& model_;

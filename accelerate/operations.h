@@ -19,12 +19,12 @@
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
-#include <source_location>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include <tessera/core/source_location.h>
 #include <tessera/distributed/transport/group.h>
 #include <tessera/nn/visit_tensors.h>
 
@@ -40,7 +40,7 @@ class OperationMismatch : public DistributedError {
 struct OperationOptions {
   // Compare the shapes of all ranks before the operation: one more collective of a few bytes.
   bool debug = false;
-  std::source_location where = std::source_location::current();
+  SourceLocation where = SourceLocation::current();
 };
 
 enum class RankReduction : uint8_t {
@@ -152,7 +152,8 @@ std::vector<T> gather_object(const std::vector<T>& own,
                              distributed::Group& group = distributed::world(),
                              const OperationOptions& options = {}) {
   if (group.size() == 1) return own;
-  return detail::gather_lists(Json(own), group, options).template get<std::vector<T>>();
+  const Json all = detail::gather_lists(Json(own), group, options);
+  return all.template get<std::vector<T>>();
 }
 
 // What rank `from` holds. Types as for gather_object.
@@ -160,7 +161,8 @@ template <class T, class Json = nlohmann::json>
 T broadcast_object(const T& object, int from = 0, distributed::Group& group = distributed::world(),
                    const OperationOptions& options = {}) {
   if (group.size() == 1) return object;
-  return detail::broadcast_json(Json(object), from, group, options).template get<T>();
+  const Json received = detail::broadcast_json(Json(object), from, group, options);
+  return received.template get<T>();
 }
 
 }  // namespace tessera::accelerate

@@ -143,13 +143,13 @@ ProcessControl::ProcessControl(const ChooseDevice& device) : processes_(join_pro
 
 ProcessControl::~ProcessControl() = default;
 
-void ProcessControl::wait_for_everyone(const std::source_location& where) const {
+void ProcessControl::wait_for_everyone(const SourceLocation& where) const {
   world_->barrier({.where = where});
 }
 
 // Two rounds: the first rank tells how its body ended, then all do.
 void ProcessControl::run_first(Group& ranks, const std::function<void()>& body,
-                               const std::source_location& where) {
+                               const SourceLocation& where) {
   const distributed::CollectiveOptions options{
       .channel = Channel::kControl, .tag = "main_process_first", .where = where};
   if (ranks.size() == 1) return body();
@@ -180,7 +180,7 @@ void ProcessControl::run_first(Group& ranks, const std::function<void()>& body,
   }
 }
 
-bool ProcessControl::check_trigger(const std::source_location& where) {
+bool ProcessControl::check_trigger(const SourceLocation& where) {
   const Tensor flag = raw::zeros({1}, kU8);
   flag.data_as<uint8_t>()[0] = std::exchange(trigger_, false);
   world_

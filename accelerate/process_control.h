@@ -17,7 +17,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <source_location>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -29,6 +28,7 @@
 
 #include <tessera/accelerate/rank_device.h>
 #include <tessera/core/error.h>
+#include <tessera/core/source_location.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera {
@@ -124,18 +124,18 @@ class ProcessControl {
   bool is_last_process() const { return rank_ == ranks_ - 1; }
 
   // Collective. Messages of ranks that do not come name the caller's line, here and below.
-  void wait_for_everyone(const std::source_location& where = std::source_location::current()) const;
+  void wait_for_everyone(const SourceLocation& where = SourceLocation::current()) const;
 
   // The body runs on the main rank first, then on the others at once. Collective; the local form
   // over the ranks of this node alone, so nodes may call it at different times or not at all.
   template <class Body>
-  auto main_process_first(
-      Body&& body, const std::source_location& where = std::source_location::current()) const {
+  auto main_process_first(Body&& body,
+                          const SourceLocation& where = SourceLocation::current()) const {
     return first(world(), std::forward<Body>(body), where);
   }
   template <class Body>
-  auto local_main_process_first(
-      Body&& body, const std::source_location& where = std::source_location::current()) const {
+  auto local_main_process_first(Body&& body,
+                                const SourceLocation& where = SourceLocation::current()) const {
     return first(*local_, std::forward<Body>(body), where);
   }
 
@@ -177,7 +177,7 @@ class ProcessControl {
   // A flag that any rank may set and all ranks find: true once after any rank has set it.
   void set_trigger() { trigger_ = true; }
   // Collective.
-  bool check_trigger(const std::source_location& where = std::source_location::current());
+  bool check_trigger(const SourceLocation& where = SourceLocation::current());
 
   // One line on stdout, on the main rank of each node: as std::cout << ... << args writes it.
   template <class... Args>
@@ -202,7 +202,7 @@ class ProcessControl {
     }
   }
   template <class Body>
-  static auto first(distributed::Group& ranks, Body&& body, const std::source_location& where) {
+  static auto first(distributed::Group& ranks, Body&& body, const SourceLocation& where) {
     using Result = std::invoke_result_t<Body>;
     if constexpr (std::is_void_v<Result>) {
       run_first(ranks, body, where);
@@ -214,7 +214,7 @@ class ProcessControl {
     }
   }
   static void run_first(distributed::Group& ranks, const std::function<void()>& body,
-                        const std::source_location& where);
+                        const SourceLocation& where);
   static void check_index(std::string_view where, int index, int ranks);
   static void print_line(const std::string& line);
 

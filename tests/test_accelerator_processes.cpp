@@ -293,7 +293,7 @@ TEST(Accelerator, ASeedIsEverybodysUnlessItIsDeviceSpecific) {
 
 // ---- Logging -----------------------------------------------------------------------------------
 
-std::string say_for_caller(Logger& log, std::source_location where) {
+std::string say_for_caller(Logger& log, SourceLocation where) {
   log.info("for my caller", {.where = where});
   return std::to_string(where.line());
 }
@@ -389,10 +389,10 @@ TEST(Logger, LinesNameTheCallerAndARankWhereSeveralSpeak) {
       lines.push_back(line);
     });
     log.info("begins");
-    if (rank == 0) here = std::to_string(std::source_location::current().line() - 1);
+    if (rank == 0) here = std::to_string(SourceLocation::current().line() - 1);
     log.debug("too fine");
     for (int i = 0; i < 3; ++i) log.warning_once("seldom");
-    const std::string line = say_for_caller(log, std::source_location::current());
+    const std::string line = say_for_caller(log, SourceLocation::current());
     if (rank == 0) there = line;
     ranks.wait_for_everyone();
     log.error("in turn", {.in_order = true});

@@ -13,13 +13,13 @@
 #include <cstdint>
 #include <functional>
 #include <set>
-#include <source_location>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include <tessera/accelerate/process_control.h>
 #include <tessera/accelerate/settings/config.h>
+#include <tessera/core/source_location.h>
 
 namespace tessera {
 
@@ -34,7 +34,7 @@ struct LogOptions {
   // decides what is written, not who waits.
   bool in_order = false;
   // Whose line it is: a function that logs for its caller passes that one's.
-  std::source_location where = std::source_location::current();
+  SourceLocation where = SourceLocation::current();
 };
 
 class Logger {

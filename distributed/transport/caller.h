@@ -2,9 +2,8 @@
 // A function that takes the line of its caller opens a scope with it around its work.
 #pragma once
 
-#include <source_location>
-
 #include <tessera/core/context.h>
+#include <tessera/core/source_location.h>
 
 namespace tessera::distributed {
 
@@ -12,16 +11,16 @@ namespace tessera::distributed {
 // messages with the library's own line behind it. The innermost scope counts.
 class CallerScope {
  public:
-  explicit CallerScope(const std::source_location& where)
+  explicit CallerScope(const SourceLocation& where)
       : where_(Context::current().slot<Slot>().where, where) {}
   // Of the scope that is open; its line is 0 where none is.
-  static const std::source_location& current() { return Context::current().slot<Slot>().where; }
+  static const SourceLocation& current() { return Context::current().slot<Slot>().where; }
 
  private:
   struct Slot {
-    std::source_location where;
+    SourceLocation where;
   };
-  ScopedValue<std::source_location> where_;
+  ScopedValue<SourceLocation> where_;
 };
 
 }  // namespace tessera::distributed

@@ -273,7 +273,7 @@ Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
   record.file = options.where.file_name();
   record.line = static_cast<int>(options.where.line());
   std::string below;  // where in the library
-  if (const std::source_location& caller = CallerScope::current(); caller.line() != 0) {
+  if (const SourceLocation& caller = CallerScope::current(); caller.line() != 0) {
     below = " (" + record.place() + ")";
     record.file = caller.file_name();
     record.line = static_cast<int>(caller.line());

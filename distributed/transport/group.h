@@ -17,12 +17,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <source_location>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include <tessera/core/source_location.h>
 #include <tessera/core/tensor.h>
 #include <tessera/distributed/rendezvous/rank_context.h>
 #include <tessera/distributed/transport/backend.h>
@@ -34,7 +34,7 @@ struct CollectiveOptions {
   Channel channel = Channel::kUser;
   double timeout_seconds = 0;  // 0: TimeoutScope's, else the context's
   std::string_view tag = {};   // what it is for: "bucket 3"; in records and messages
-  std::source_location where = std::source_location::current();
+  SourceLocation where = SourceLocation::current();
   // The caller waits at once, so that its thread may move the data itself and wakes no other. Where
   // it does not wait, nothing may move until it does.
   bool waits = false;
