@@ -72,7 +72,7 @@ struct MetricLeaves {
 
   template <class T>
   void operator()(T& value) {
-    if constexpr (std::is_same_v<T, Tensor>) {
+    if constexpr (std::is_base_of_v<Tensor, T>) {
       if (value.defined()) tensors.push_back(&value);
     } else if constexpr (VisitableStruct<T>) {
       value.visit_tensors(*this);

@@ -20,7 +20,7 @@ struct BatchTensors {
 
   template <class T>
   void operator()(T& value) {
-    if constexpr (std::is_same_v<T, Tensor>) {
+    if constexpr (std::is_base_of_v<Tensor, T>) {
       if (value.defined()) tensors.push_back(&value);
     } else if constexpr (requires { value.visit_tensors(kAnyVisitor); }) {
       value.visit_tensors(*this);

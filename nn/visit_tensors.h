@@ -77,7 +77,7 @@ template <class T>
 void visit_tensors(T& value, auto&& visitor) {
   static_assert(!std::is_same_v<T, const Tensor>,
                 "hooks may replace tensors: pass a TensorList, not a span of const Tensor");
-  if constexpr (std::is_same_v<T, Tensor> || std::is_same_v<T, IndexedTensor>) {
+  if constexpr (std::is_base_of_v<Tensor, T>) {
     visitor(static_cast<Tensor&>(value));
   } else if constexpr (!detail::is_opaque<T>) {
     detail::FieldVisitor<std::remove_reference_t<decltype(visitor)>> fields{visitor};

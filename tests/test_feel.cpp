@@ -215,6 +215,20 @@ TEST(LoaderCollate, PreparedLoadersKeepIt) {
   EXPECT_EQ(counted.next()->letters, 10u);
 }
 
+// ---- x[...] on its way through templates
+// ---------------------------------------------------------
+
+TEST(IndexedTensors, AreTensorsToMetricsAndBatches) {
+  const Tensor x = tensor({1, 2});
+  auto part = x[0];
+  accelerate::detail::MetricLeaves leaves;
+  leaves(part);
+  EXPECT_EQ(leaves.tensors.size(), 1u);
+  data::BatchTensors found;
+  found(part);
+  EXPECT_EQ(found.tensors.size(), 1u);
+}
+
 // ---- Gradients ----------------------------------------------------------------------------------
 
 TEST(GradForms, InputsAreAListInBracesOrOne) {
