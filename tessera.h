@@ -28,6 +28,7 @@
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/linalg.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/recurrent.h>
 #include <tessera/autograd/weight_cache.h>
 
 #include <tessera/nn/activation.h>

@@ -140,19 +140,6 @@ Tensor pad_sequence(const TensorList& sequences, bool batch_first, double paddin
   return stack(padded, batch_first ? 0 : 1);
 }
 
-Tensor detail::steps_of(const Tensor& data, const std::vector<int64_t>& batch_sizes) {
-  check_packed("PackedSequence", data, batch_sizes);
-  const auto L = static_cast<int64_t>(batch_sizes.size());
-  const int64_t N = batch_sizes[0];
-  if (data.size(0) == L * N) return reshape(data, with_leading({L, N}, data, 1));
-  std::vector<int64_t> rows;
-  int64_t next = 0;
-  for (const int64_t size : batch_sizes) {
-    for (int64_t n = 0; n < N; ++n) rows.push_back(n < size ? next++ : -1);
-  }
-  return reshape(rows_or(data, 0, std::move(rows)), with_leading({L, N}, data, 1));
-}
-
 Tensor detail::reordered(const Tensor& x, const std::vector<int64_t>& order) {
   return order.empty() ? x : index_select(x, 1, index_of(order, x.device()));
 }

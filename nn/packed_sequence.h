@@ -50,8 +50,6 @@ Tensor pad_sequence(const TensorList& sequences, bool batch_first = false,
                     double padding_value = 0);
 
 namespace detail {
-// Of a packed [sum of lengths, ...]: [steps, places, ...], zeros where there is nothing.
-Tensor steps_of(const Tensor& data, const std::vector<int64_t>& batch_sizes);
 // x with dimension 1 in another order; x itself where `order` is empty.
 Tensor reordered(const Tensor& x, const std::vector<int64_t>& order);
 }  // namespace detail

@@ -3,28 +3,12 @@
 #include <cmath>
 
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/recurrent.h>
 #include <tessera/nn/describe.h>
 #include <tessera/nn/init.h>
 
 namespace tessera::nn {
 namespace {
-
-// One LSTM step from the gates' sums [N, 4 H].
-LstmState lstm_step(const Tensor& gates, const Tensor& cell) {
-  const TensorList parts = gates.chunk(4, -1);
-  const Tensor next = sigmoid(parts[1]) * cell + sigmoid(parts[0]) * tanh(parts[2]);
-  return {sigmoid(parts[3]) * tanh(next), next};
-}
-
-// One GRU step. The new gate multiplies the recurrent part, bias included, by the reset gate: both
-// parts of the gates' sums, [N, 3 H] each, stay apart.
-Tensor gru_step(const Tensor& from_input, const Tensor& from_hidden, const Tensor& hidden) {
-  const TensorList x = from_input.chunk(3, -1), h = from_hidden.chunk(3, -1);
-  const Tensor reset = sigmoid(x[0] + h[0]);
-  const Tensor update = sigmoid(x[1] + h[1]);
-  const Tensor fresh = tanh(x[2] + reset * h[2]);
-  return fresh + update * (hidden - fresh);
-}
 
 // All parameters of a recurrent module have the same bounds.
 void fill_uniform(const Tensor& parameter, int64_t hidden_size, RandomStream stream) {
@@ -157,22 +141,28 @@ template <class Derived, int kGates>
 typename RecurrentModule<Derived, kGates>::Run RecurrentModule<Derived, kGates>::run_layers(
     Tensor input, const Tensor& first_hidden, const Tensor& first_cell,
     const std::vector<int64_t>& sizes, bool packed) {
-  // LSTM and RNN sum both biases at once; GRU keeps the recurrent one with its product.
-  constexpr bool kOneSum = kGates != 3;
   Run result;
   for (int64_t layer = 0; layer < options.num_layers; ++layer) {
     TensorList outputs;  // of each direction, as the input lies
     for (int64_t direction = 0; direction < num_directions(); ++direction) {
       const int64_t index = layer * num_directions() + direction;
-      const Direction& weights = directions_[static_cast<size_t>(index)];
-      const Tensor bias =
-          kOneSum && options.bias ? *weights.bias_ih + *weights.bias_hh : *weights.bias_ih;
-      const Tensor sums = linear(input, *weights.weight_ih, bias);
-      const TensorList steps = (packed ? steps_of(sums, sizes) : sums).unbind(0);
-      TensorList hs(steps.size());
-      run_direction(weights, steps, sizes, direction == 1, first_hidden.select(0, index),
-                    kGates == 4 ? first_cell.select(0, index) : Tensor(), hs, result);
-      outputs.push_back(packed ? cat(hs, 0) : stack(hs, 0));
+      const Direction& w = directions_[static_cast<size_t>(index)];
+      const RecurrentSteps steps{packed ? sizes : std::vector<int64_t>(), direction == 1};
+      const Tensor hidden = first_hidden.select(0, index);
+      RecurrentLayer done;
+      if constexpr (kGates == 4) {
+        done = lstm_layer(input, *w.weight_ih, *w.weight_hh, *w.bias_ih, *w.bias_hh, hidden,
+                          first_cell.select(0, index), steps,
+                          w.weight_hr != nullptr ? *w.weight_hr : Tensor());
+        result.cell.push_back(done.cell);
+      } else if constexpr (kGates == 3) {
+        done = gru_layer(input, *w.weight_ih, *w.weight_hh, *w.bias_ih, *w.bias_hh, hidden, steps);
+      } else {
+        done = rnn_layer(input, *w.weight_ih, *w.weight_hh, *w.bias_ih, *w.bias_hh, hidden,
+                         options.nonlinearity == RecurrentOptions::Nonlinearity::kRelu, steps);
+      }
+      result.hidden.push_back(done.hidden);
+      outputs.push_back(done.output);
     }
     input = outputs.size() == 1 ? outputs[0] : cat(outputs, -1);
     if (layer + 1 < options.num_layers)
@@ -180,63 +170,6 @@ typename RecurrentModule<Derived, kGates>::Run RecurrentModule<Derived, kGates>:
   }
   result.output = input;
   return result;
-}
-
-// h, c: the first states of all sequences. Those that end are put aside; of a reverse direction,
-// those that begin join.
-template <class Derived, int kGates>
-void RecurrentModule<Derived, kGates>::run_direction(const Direction& weights,
-                                                     const TensorList& steps,
-                                                     const std::vector<int64_t>& sizes,
-                                                     bool reverse, Tensor h, Tensor c,
-                                                     TensorList& outputs, Run& result) const {
-  const size_t L = steps.size();
-  const int64_t N = sizes[0];
-  const Tensor first_h = h, first_c = c;
-  TensorList ended_h, ended_c;  // the shortest sequences first
-  int64_t active = N;
-  const auto resize = [&](Tensor& state, const Tensor& first, TensorList& ended, int64_t size) {
-    if (size < active) {
-      ended.push_back(state.narrow(0, size, active - size));
-      state = state.narrow(0, 0, size);
-    } else {
-      state = cat(TensorList{state, first.narrow(0, active, size - active)}, 0);
-    }
-  };
-  if (reverse && sizes.back() < N) {
-    active = sizes.back();
-    h = first_h.narrow(0, 0, active);
-    if constexpr (kGates == 4) c = first_c.narrow(0, 0, active);
-  }
-  for (size_t i = 0; i < L; ++i) {
-    const size_t t = reverse ? L - 1 - i : i;
-    if (sizes[t] != active) {
-      resize(h, first_h, ended_h, sizes[t]);
-      if constexpr (kGates == 4) resize(c, first_c, ended_c, sizes[t]);
-      active = sizes[t];
-    }
-    const Tensor step = active == N ? steps[t] : steps[t].narrow(0, 0, active);
-    if constexpr (kGates == 4) {
-      LstmState next = lstm_step(step + linear(h, *weights.weight_hh), c);
-      h = weights.weight_hr != nullptr ? linear(next.hidden, *weights.weight_hr)
-                                       : std::move(next.hidden);
-      c = std::move(next.cell);
-    } else if constexpr (kGates == 3) {
-      h = gru_step(step, linear(h, *weights.weight_hh, *weights.bias_hh), h);
-    } else {
-      const Tensor sum = step + linear(h, *weights.weight_hh);
-      h = options.nonlinearity == RecurrentOptions::Nonlinearity::kTanh ? tanh(sum) : relu(sum);
-    }
-    outputs[t] = h;
-  }
-  const auto whole = [](const Tensor& last, const TensorList& ended) {
-    if (ended.empty()) return last;
-    TensorList parts = {last};
-    parts.insert(parts.end(), ended.rbegin(), ended.rend());
-    return cat(parts, 0);
-  };
-  result.hidden.push_back(whole(h, ended_h));
-  if constexpr (kGates == 4) result.cell.push_back(whole(c, ended_c));
 }
 
 template class RecurrentModule<LSTM, 4>;
@@ -325,7 +258,8 @@ LstmState LSTMCell::forward(const Tensor& x, const LstmState& state) {
   check_cell_input("LSTMCell", x, input_size);
   const Tensor h = state.hidden.defined() ? state.hidden : zero_state(x, hidden_size);
   const Tensor c = state.cell.defined() ? state.cell : zero_state(x, hidden_size);
-  return lstm_step(linear(x, weight_ih, bias_ih) + linear(h, weight_hh, bias_hh), c);
+  const LstmStates next = lstm_cell(x, h, c, weight_ih, weight_hh, bias_ih, bias_hh);
+  return {next.hidden, next.cell};
 }
 
 GRUCell::GRUCell(int64_t input_size, int64_t hidden_size, const CellOptions& options)
@@ -348,7 +282,7 @@ void GRUCell::reset_parameters() {
 Tensor GRUCell::forward(const Tensor& x, const Tensor& hidden) {
   check_cell_input("GRUCell", x, input_size);
   const Tensor h = hidden.defined() ? hidden : zero_state(x, hidden_size);
-  return gru_step(linear(x, weight_ih, bias_ih), linear(h, weight_hh, bias_hh), h);
+  return gru_cell(x, h, weight_ih, weight_hh, bias_ih, bias_hh);
 }
 
 }  // namespace tessera::nn

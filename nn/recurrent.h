@@ -3,7 +3,8 @@
 //
 // All take sequences of one length, padded, or of different lengths, packed (packed_sequence.h).
 // The products with the inputs of all steps are one matrix product a layer; the recurrent ones come
-// step by step.
+// step by step. On the CPU a direction of a layer of LSTM and GRU is one op (autograd/recurrent.h);
+// on a GPU, with a projection and for RNN each step is made of ops.
 #pragma once
 
 #include <memory>
@@ -96,9 +97,6 @@ class RecurrentModule : public Module<Derived> {
   // input: [L, N, in], or the data of a packed sequence. sizes: how many sequences reach a step.
   Run run_layers(Tensor input, const Tensor& first_hidden, const Tensor& first_cell,
                  const std::vector<int64_t>& sizes, bool packed);
-  void run_direction(const Direction& weights, const TensorList& steps,
-                     const std::vector<int64_t>& sizes, bool reverse, Tensor h, Tensor c,
-                     TensorList& outputs, Run& result) const;
   Tensor initial_state(const Tensor& given, int64_t N, int64_t size, const Tensor& x) const;
 
   std::vector<Direction> directions_;

@@ -1,5 +1,7 @@
 // Rows of what layers are made of and torch has as functions: transposed convolutions, conv3d,
-// instance_norm, embedding_bag, further activations and losses.
+// instance_norm, embedding_bag, recurrent layers, further activations and losses.
+#include <tessera/autograd/recurrent.h>
+
 #include "op_samples.h"
 
 namespace tessera::tests {
@@ -57,6 +59,11 @@ Tensor integers_of(const Args& in, size_t i, Attrs& a, const char* key) {
   if (in.has(i)) return in[i];
   const Shape list = a.integers(key);
   return tensor(std::vector<double>(list.begin(), list.end()), {list.size()}, kI64);
+}
+
+RecurrentSteps recurrent_steps(Attrs& a) {
+  return {a.has("batch_sizes") ? a.integers("batch_sizes").to_vector() : std::vector<int64_t>(),
+          a.flag("reverse", false)};
 }
 
 Result ctc(const Args& in, Attrs& a) {
@@ -264,6 +271,78 @@ std::vector<OpRow> layer_rows() {
                     R"({"logits": true, "blank": 2, "input_lengths": [4], "target_lengths": [2],
                         "reduction": "sum"})",
                     32}},
+       .tolerance = 8,
+       .records = {""}},
+      {.name = "lstm_layer",
+       .parameters = "input, weight_ih, weight_hh, bias_ih, bias_hh, hidden, cell",
+       .call = [](const Args& in, Attrs& a) -> Result {
+         const RecurrentLayer r = lstm_layer(in[0], in[1], in[2], in.optional(3), in.optional(4),
+                                             in[5], in[6], recurrent_steps(a));
+         return TensorList{r.output, r.hidden, r.cell};
+       },
+       .samples = {{{normal({3, 2, 3}), normal({8, 3}), normal({8, 2}), normal({8}), normal({8}),
+                     normal({2, 2}), normal({2, 2})},
+                    "{}",
+                    60},
+                   {{normal({6, 2}), normal({12, 2}), normal({12, 3}), absent(), absent(),
+                     normal({3, 3}), normal({3, 3})},
+                    R"({"batch_sizes": [3, 2, 1], "reverse": true})",
+                    60},
+                   {{normal({6, 2}), normal({4, 2}), normal({4, 1}), normal({4}), normal({4}),
+                     normal({3, 1}), normal({3, 1})},
+                    R"({"batch_sizes": [3, 2, 1]})",
+                    60}},
+       .tolerance = 8,
+       .perf = Sample{{normal({64, 32, 512}), normal({2048, 512}), normal({2048, 512}),
+                       normal({2048}), normal({2048}), normal({32, 512}), normal({32, 512})}}},
+      {.name = "gru_layer",
+       .parameters = "input, weight_ih, weight_hh, bias_ih, bias_hh, hidden",
+       .call = [](const Args& in, Attrs& a) -> Result {
+         const RecurrentLayer r = gru_layer(in[0], in[1], in[2], in.optional(3), in.optional(4),
+                                            in[5], recurrent_steps(a));
+         return TensorList{r.output, r.hidden};
+       },
+       .samples = {{{normal({3, 2, 3}), normal({6, 3}), normal({6, 2}), normal({6}), normal({6}),
+                     normal({2, 2})},
+                    "{}",
+                    60},
+                   {{normal({6, 2}), normal({9, 2}), normal({9, 3}), absent(), absent(),
+                     normal({3, 3})},
+                    R"({"batch_sizes": [3, 2, 1], "reverse": true})",
+                    60},
+                   {{normal({6, 2}), normal({3, 2}), normal({3, 1}), normal({3}), normal({3}),
+                     normal({3, 1})},
+                    R"({"batch_sizes": [3, 2, 1]})",
+                    60}},
+       .tolerance = 8,
+       .perf = Sample{{normal({64, 32, 512}), normal({1536, 512}), normal({1536, 512}),
+                       normal({1536}), normal({1536}), normal({32, 512})}}},
+      {.name = "lstm_cell",
+       .parameters = "input, hidden, cell, weight_ih, weight_hh, bias_ih, bias_hh",
+       .call = [](const Args& in, Attrs&) -> Result {
+         const LstmStates next =
+             lstm_cell(in[0], in[1], in[2], in[3], in[4], in.optional(5), in.optional(6));
+         return TensorList{next.hidden, next.cell};
+       },
+       .samples = {{{normal({3, 2}), normal({3, 2}), normal({3, 2}), normal({8, 2}), normal({8, 2}),
+                     normal({8}), normal({8})},
+                    "{}",
+                    30},
+                   {{normal({3}), normal({2}), normal({2}), normal({8, 3}), normal({8, 2})},
+                    "{}",
+                    30}},
+       .tolerance = 8,
+       .records = {""}},
+      {.name = "gru_cell",
+       .parameters = "input, hidden, weight_ih, weight_hh, bias_ih, bias_hh",
+       .call = [](const Args& in, Attrs&) -> Result {
+         return gru_cell(in[0], in[1], in[2], in[3], in.optional(4), in.optional(5));
+       },
+       .samples = {{{normal({3, 2}), normal({3, 2}), normal({6, 2}), normal({6, 2}), normal({6}),
+                     normal({6})},
+                    "{}",
+                    30},
+                   {{normal({3}), normal({2}), normal({6, 3}), normal({6, 2})}, "{}", 30}},
        .tolerance = 8,
        .records = {""}},
   };

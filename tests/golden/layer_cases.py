@@ -1,4 +1,4 @@
-"""Ops that layers are made of, with the losses that are made of them: ops_layers.{json,safetensors}."""
+"""Ops that layers are made of, recurrent layers, and losses: ops_layers.{json,safetensors}."""
 
 import numpy as np
 import torch
@@ -83,6 +83,49 @@ def layers(g):
     # log_probs as they are: torch's gradient, which is meant for log_softmax.
     raw = np.log(np.random.default_rng(5).dirichlet(np.ones(4), (5, 2)))
     g.case("ctc_loss", raw, np.array([[1, 2], [3, 3]]), np.array([5, 4]), np.array([2, 2]), terms=40, floor=8, grad_floor=1, dtypes=["float32", "float64"])
+
+    def recurrent(op, gates, width, hidden, sizes, bias=True, reverse=False, packed=False):
+        """torch's layer with both directions alike, of which one is looked at."""
+        cell = op == "lstm_layer"
+
+        def fn(x, w_ih, w_hh, b_ih, b_hh, h, c=None, batch_sizes=None, reverse=False):
+            weights = [w_ih, w_hh] + ([] if b_ih is None else [b_ih, b_hh])
+            state = [torch.stack([s, s]) for s in ([h, c] if cell else [h])]
+            state = state if cell else state[0]
+            run = torch.lstm if cell else torch.gru
+            options = (weights * 2, b_ih is not None, 1, 0.0, True, True)
+            if batch_sizes is None:
+                y, *last = run(x, state, *options, False)
+            else:
+                y, *last = run(x, torch.tensor(batch_sizes), state, *options)
+            return [y.chunk(2, -1)[int(reverse)], *(s[int(reverse)] for s in last)]
+
+        x = g.normal(sum(sizes), width) if packed else g.normal(len(sizes), sizes[0], width)
+        biases = [g.normal(gates * hidden), g.normal(gates * hidden)] if bias else [None, None]
+        states = [g.normal(sizes[0], hidden) for _ in range(2 if cell else 1)]
+        attrs = {"reverse": True} if reverse else {}
+        if packed:
+            attrs["batch_sizes"] = sizes
+        g.case(op, x, g.normal(gates * hidden, width), g.normal(gates * hidden, hidden), *biases, *states, fn=fn, terms=len(sizes) * (width + hidden), floor=1, grad_floor=1, **attrs)
+
+    for op, gates in (("lstm_layer", 4), ("gru_layer", 3)):
+        recurrent(op, gates, 3, 5, [2, 2, 2])
+        recurrent(op, gates, 4, 3, [3, 2, 2, 1], packed=True, reverse=True)
+        recurrent(op, gates, 4, 3, [3, 2, 2, 1], packed=True, bias=False)
+        recurrent(op, gates, 2, 9, [1, 1], reverse=True)
+
+    def cell(op, gates, bias):
+        def fn(x, *rest):
+            states, weights = (list(rest[:2]), rest[2:]) if gates == 4 else (rest[0], rest[1:])
+            return getattr(torch, op)(x, states, *weights)
+
+        states = [g.normal(4, 3) for _ in range(2 if gates == 4 else 1)]
+        weights = [g.normal(gates * 3, 2), g.normal(gates * 3, 3)] + ([g.normal(gates * 3), g.normal(gates * 3)] if bias else [])
+        g.case(op, g.normal(4, 2), *states, *weights, fn=fn, terms=10, floor=1, grad_floor=1)
+
+    for bias in (True, False):
+        cell("lstm_cell", 4, bias)
+        cell("gru_cell", 3, bias)
 
 
 def write_all():

@@ -48,8 +48,8 @@ K key_in(const Item<K>& item) {
 
 // What one thread sorts with: two lists of a row's length.
 template <class K>
-struct Scratch {
-  explicit Scratch(int64_t size)
+struct SortScratch {
+  explicit SortScratch(int64_t size)
       : items(new Item<K>[static_cast<size_t>(size)]),
         other(new Item<K>[static_cast<size_t>(size)]) {}
   std::unique_ptr<Item<K>[]> items, other;
@@ -60,7 +60,7 @@ constexpr int64_t kRadixSize = 256;
 
 // Sorts scratch.items by key, stably; the result lies in `items` again.
 template <class K>
-void sort_items(Scratch<K>& scratch, int64_t size) {
+void sort_items(SortScratch<K>& scratch, int64_t size) {
   if (size < kRadixSize) {
     std::sort(scratch.items.get(), scratch.items.get() + size);
     return;
@@ -99,7 +99,8 @@ void sort_items(Scratch<K>& scratch, int64_t size) {
 // The k first items of a row in order, ties by index. Returns how many items lie in scratch.items;
 // the first k of them are the answer.
 template <class T>
-void select_items(const T* row, int64_t size, int64_t k, bool largest, Scratch<Key<T>>& scratch) {
+void select_items(const T* row, int64_t size, int64_t k, bool largest,
+                  SortScratch<Key<T>>& scratch) {
   using K = Key<T>;
   Item<K>* items = scratch.items.get();
   // Keys are turned so that the smallest is the best. Candidates collect until there are 2 k and
@@ -147,7 +148,7 @@ SortedValues along(const Tensor& x, int dim, int64_t k, const char* where, F&& f
     int64_t* indices = sorted.indices.data_as<int64_t>();
     const int64_t grain = std::max<int64_t>(1, 4096 / size);
     parallel_for(x.numel() / size, grain, [&](int64_t begin, int64_t end) {
-      Scratch<Key<T>> scratch(size);
+      SortScratch<Key<T>> scratch(size);
       for (int64_t row = begin; row < end; ++row) {
         const T* from = source + row * size;
         f(from, size, scratch);
@@ -174,7 +175,7 @@ SortedValues sort(const Tensor& x, int dim, bool descending) {
   }
   const int64_t size = x.dim() == 0 ? 1 : x.shape()[dim];
   return along(x, dim, size, "sort",
-               [&]<class T>(const T* row, int64_t n, Scratch<Key<T>>& scratch) {
+               [&]<class T>(const T* row, int64_t n, SortScratch<Key<T>>& scratch) {
                  for (int64_t i = 0; i < n; ++i) {
                    const Key<T> key = key_of(row[i]);
                    scratch.items[static_cast<size_t>(i)] =
@@ -188,18 +189,19 @@ SortedValues topk(const Tensor& x, int64_t k, int dim, bool largest) {
   if (x.device().is_cuda()) {
     return on_cuda<kernels::topk>("topk", x.device(), x, k, dim, largest);
   }
-  return along(x, dim, k, "topk", [&]<class T>(const T* row, int64_t n, Scratch<Key<T>>& scratch) {
-    if (2 * k >= n) {
-      for (int64_t i = 0; i < n; ++i) {
-        const Key<T> key = key_of(row[i]);
-        scratch.items[static_cast<size_t>(i)] =
-            make_item(largest ? static_cast<Key<T>>(~key) : key, i);
-      }
-      sort_items(scratch, n);
-    } else {
-      select_items(row, n, k, largest, scratch);
-    }
-  });
+  return along(x, dim, k, "topk",
+               [&]<class T>(const T* row, int64_t n, SortScratch<Key<T>>& scratch) {
+                 if (2 * k >= n) {
+                   for (int64_t i = 0; i < n; ++i) {
+                     const Key<T> key = key_of(row[i]);
+                     scratch.items[static_cast<size_t>(i)] =
+                         make_item(largest ? static_cast<Key<T>>(~key) : key, i);
+                   }
+                   sort_items(scratch, n);
+                 } else {
+                   select_items(row, n, k, largest, scratch);
+                 }
+               });
 }
 
 }  // namespace tessera::kernels
