@@ -1,5 +1,6 @@
 // Matrix products at the shapes of a training step: GFLOP/s by dtype.
 //     bench_gemm --benchmark_filter=f32
+// bench/compare/products.py runs it beside PyTorch.
 #include <benchmark/benchmark.h>
 
 #include <string>
@@ -64,6 +65,10 @@ void run(benchmark::State& state, const Case& shape) {
       benchmark::Counter(2e-9 * static_cast<double>(shape.m * shape.n * shape.k) *
                              static_cast<double>(state.iterations()),
                          benchmark::Counter::kIsRate);
+  // Layouts, n or t, and sizes: bench/compare/products.py multiplies the same.
+  state.SetLabel(std::string(shape.transpose_a ? "t" : "n") + (shape.transpose_b ? "t " : "n ") +
+                 std::to_string(shape.m) + " " + std::to_string(shape.n) + " " +
+                 std::to_string(shape.k));
   state.SetBytesProcessed(state.iterations() * static_cast<int64_t>(sizeof(T)) *
                           (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n));
 }

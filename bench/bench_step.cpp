@@ -1,10 +1,12 @@
-// A whole training step of GPT-2 or BERT: forward, loss, backward, clipping, AdamW. The same model,
+// A whole training step of a model: forward, loss, backward, clipping, AdamW. The same model,
 // batch and loop as bench/compare/pytorch_gpt.py; bench/compare/run.py runs both in turn.
 //
 //     bench_step --vocab 50304 --dtype bf16 --steps 10 --profile
 //     bench_step --device cuda --dtype bf16 --layers 12 --width 768 --heads 12 --context 1024
 //
-// --model: gpt2, or bert: a text of --context tokens is put into one of two classes.
+// --model: gpt2; bert: a text of --context tokens is put into one of two classes; llama, lstm: as
+// gpt2 (step_models.h); vit: images of --context patches, a square number, in --vocab classes; cnn:
+// digits, of which --batch-size alone counts.
 // --dtype: f32; bf16: parameters too, with f32 masters; autocast-bf16: f32 parameters, as
 // torch.autocast has it; autocast-fp16: with loss scaling; fp8-RECIPE: autocast-bf16 with all
 // linear layers in float8 (precision/fp8_recipe.h).
@@ -28,6 +30,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -45,6 +48,7 @@
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/launch_times.h>
 #include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/kernels/common/isa.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/profiler.h>
 #include <tessera/core/safetensors.h>
@@ -57,6 +61,7 @@
 #include "bert/model.h"
 #include "gpt2/model.h"
 #include "resident.h"
+#include "step_models.h"
 
 namespace {
 
@@ -134,8 +139,10 @@ Options parse(int argc, char** argv) {
     }
   }
   (void)policy_of(options.dtype, options.fp8_filter);
-  TS_CHECK(options.model == "gpt2" || options.model == "bert", "bench_step",
-           "--model is gpt2 or bert; got '", options.model, "'");
+  constexpr const char* kModels[] = {"gpt2", "bert", "llama", "lstm", "vit", "cnn"};
+  TS_CHECK(std::find(std::begin(kModels), std::end(kModels), options.model) != std::end(kModels),
+           "bench_step", "--model is gpt2, bert, llama, lstm, vit or cnn; got '", options.model,
+           "'");
   TS_CHECK(!options.graph || (!options.profile && options.launch_times.empty()), "bench_step",
            "--profile and --launch-times tell of ops and launches, and a graph is one; leave them "
            "out, or --graph");
@@ -212,12 +219,62 @@ class BertSubject : public Subject {
   Tensor ids_, labels_;
 };
 
+// A model that takes inputs and targets and gives the loss. Images come in the weights' dtype.
+template <class M>
+class PairSubject : public Subject {
+ public:
+  PairSubject(std::unique_ptr<M> model, const Tensor& inputs, const Tensor& targets,
+              const Device& device)
+      : model_(std::move(model)), inputs_(inputs.to(device)), targets_(targets.to(device)) {}
+  nn::ModuleBase& model() override { return *model_; }
+  Tensor loss() override {
+    if (is_floating(inputs_.dtype())) inputs_ = inputs_.to(model_->parameters()[0].dtype());
+    return (*model_)(inputs_, targets_);
+  }
+
+ private:
+  std::unique_ptr<M> model_;
+  Tensor inputs_, targets_;
+};
+
+template <class M, class... Sizes>
+std::unique_ptr<Subject> pair_subject(const Tensor& inputs, const Tensor& targets,
+                                      const Device& device, Sizes... sizes) {
+  return std::make_unique<PairSubject<M>>(std::make_unique<M>(sizes...), inputs, targets, device);
+}
+
+// llama, lstm, vit, cnn.
+std::unique_ptr<Subject> small_subject(const Options& o, const Device& device) {
+  if (o.model == "cnn") {
+    return pair_subject<bench::Cnn>(randn({o.batch_size, 1, 28, 28}),
+                                    randint(0, 10, {o.batch_size}), device);
+  }
+  if (o.model == "vit") {
+    const auto side = static_cast<int64_t>(std::llround(std::sqrt(static_cast<double>(o.context))));
+    TS_CHECK(side * side == o.context, "bench_step", "--context of a vit is a square; got ",
+             o.context);
+    return pair_subject<bench::Vit>(randn({o.batch_size, 3, 4 * side, 4 * side}),
+                                    randint(0, o.vocab, {o.batch_size}), device, o.layers, o.width,
+                                    o.heads, o.context, o.vocab);
+  }
+  const Tensor tokens = randint(0, o.vocab, {o.batch_size, o.context + 1});
+  const Tensor inputs = tokens.narrow(1, 0, o.context).contiguous();
+  const Tensor targets = tokens.narrow(1, 1, o.context).contiguous();
+  if (o.model == "lstm") {
+    return pair_subject<bench::LstmLm>(inputs, targets, device, o.layers, o.width, o.vocab);
+  }
+  return pair_subject<bench::Llama>(inputs, targets, device, o.layers, o.width, o.heads, o.context,
+                                    o.vocab);
+}
+
 std::unique_ptr<Subject> make_subject(const Options& options, const Device& device) {
   std::unique_ptr<Subject> subject;
   if (!options.weights.empty()) {
     subject = std::make_unique<GivenSubject>(options, device);
   } else if (options.model == "bert") {
     subject = std::make_unique<BertSubject>(options, device);
+  } else if (options.model != "gpt2") {
+    subject = small_subject(options, device);
   } else {
     subject = std::make_unique<GptSubject>(options, device);
   }
@@ -344,7 +401,8 @@ void run(Options options) {
     }
   };
   if (options.serve) {
-    std::cout << "{\"ready\": true}" << std::endl;
+    std::cout << "{\"ready\": true, \"instruction_set\": \"" << kernels::name_of(kernels::cpu_isa())
+              << "\"}" << std::endl;
     for (int64_t count; std::cin >> count;) {
       std::cout << "{\"ms\": [";
       const size_t before = times.size();

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""One training step of a GPT or BERT in plain PyTorch: what bench_step is measured against.
+"""One training step of a model in plain PyTorch: what bench_step is measured against.
 
-The models are GPT-2 and BERT for two classes (pytorch_models.py). A step is forward, cross entropy,
+The models are those of bench_step (pytorch_models.py). A step is forward, cross entropy,
 backward, clip_grad_norm_(1.0), AdamW, zero_grad. It is written the way that is fastest in PyTorch
 without custom kernels: fused AdamW, foreach clipping, set_to_none. On a GPU nothing is read back,
 and the steps of a turn are timed together, as bench_step does it.
@@ -38,7 +38,8 @@ parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--vocab", type=int, default=256)
 parser.add_argument("--dtype", choices=["f32", "bf16", "autocast-bf16", "autocast-fp16"],
                     default="f32", help="all but f32 are torch.autocast; fp16 with a GradScaler")
-parser.add_argument("--model", choices=["gpt2", "bert"], default="gpt2")
+parser.add_argument("--model", choices=["gpt2", "bert", "llama", "lstm", "vit", "cnn"],
+                    default="gpt2")
 parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
 parser.add_argument("--sdpa", choices=["any", "flash", "cudnn"], default="any",
                     help="on a GPU: the attention that scaled_dot_product_attention takes")
@@ -56,7 +57,7 @@ arguments = parser.parse_args()
 
 import torch  # noqa: E402  (after argparse: --help needs no torch)
 
-from pytorch_models import Bert, Gpt  # noqa: E402
+from pytorch_models import model_and_batch  # noqa: E402
 
 torch.set_num_threads(arguments.threads)
 torch.manual_seed(1)
@@ -70,19 +71,12 @@ if on_gpu:
     torch.backends.cuda.enable_cudnn_sdp(arguments.sdpa in ("any", "cudnn"))
 
 start_up_bytes = resident_bytes()
-shape = (arguments.layers, arguments.width, arguments.heads, arguments.context, arguments.vocab)
-model = (Bert if arguments.model == "bert" else Gpt)(*shape).to(device)
+model, inputs, targets = (part.to(device) for part in model_and_batch(
+    arguments.model, arguments.layers, arguments.width, arguments.heads, arguments.context,
+    arguments.vocab, arguments.batch_size))
 forward = torch.compile(model, mode=arguments.compile_mode) if arguments.compile else model
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.99), weight_decay=0.1,
                               fused=True)
-if arguments.model == "bert":
-    inputs = torch.randint(arguments.vocab, (arguments.batch_size, arguments.context)).to(device)
-    targets = torch.randint(2, (arguments.batch_size,)).to(device)
-else:
-    tokens = torch.randint(arguments.vocab, (arguments.batch_size, arguments.context + 1))
-    inputs = tokens[:, :-1].contiguous().to(device)
-    targets = tokens[:, 1:].contiguous().to(device)
-
 low = torch.float16 if arguments.dtype == "autocast-fp16" else torch.bfloat16
 scaler = torch.amp.GradScaler(device.type, enabled=arguments.dtype == "autocast-fp16")
 
@@ -129,7 +123,8 @@ result = {
 }
 
 if arguments.serve:
-    print(json.dumps({**result, "ready": True}), flush=True)
+    capability = torch.backends.cpu.get_cpu_capability()
+    print(json.dumps({**result, "ready": True, "instruction_set": capability}), flush=True)
     times, loss = [], float("nan")
     try:
         while True:

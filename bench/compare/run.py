@@ -2,12 +2,13 @@
 """Trains the same model in tessera and in PyTorch, in turn, and compares time and memory.
 
     python bench/compare/run.py --tessera build/bench/bench_step --json out/compare.json
+    python bench/compare/run.py --models cnn vit lstm llama bert-small --dtype f32 bf16
     python bench/compare/run.py --device cuda --models 124m 355m bert --json out/compare-gpu.json
 
 Each cell (model or vocabulary, dtype) starts tessera, PyTorch eager and torch.compile, warms each
 up, and then runs a few steps of one after the other, round after round, so that a change of the
 machine's speed meets all of them. Medians over all rounds are reported. PyTorch's bf16 is autocast;
-tessera's bf16 is a bf16 model with f32 master weights.
+tessera's bf16 is a bf16 model with f32 master weights. At the end stands one table of speed ratios.
 
 On a GPU tessera also repeats its step as a CUDA graph, and PyTorch runs with FlashAttention and with
 cuDNN's attention, compiled with and without graphs ("reduce-overhead"). There the programs of a cell
@@ -48,9 +49,17 @@ class Shape:
 
     def operations(self):
         """Of a training step, in products and attention (backward: 2.5 times forward)."""
+        if self.model == "cnn":  # of an image: two convolutions and a linear layer
+            return 6 * self.batch_size * (24**2 * 16 * 25 + 8**2 * 32 * 16 * 25 + 512 * 10)
+        if self.model == "lstm":
+            weights = 8 * self.layers * self.width**2 + self.vocab * self.width
+            return self.tokens() * 6 * weights
         weights = 12 * self.layers * self.width**2
+        if self.model == "llama":
+            inner = (8 * self.width // 3 + 63) // 64 * 64
+            weights = self.layers * (3 * self.width**2 + 3 * self.width * inner)
         attended = 2 * self.context * self.width * self.layers  # scores and values, causal: half
-        if self.model == "gpt2":
+        if self.model in ("gpt2", "llama"):
             weights += self.vocab * self.width
         else:
             attended *= 2
@@ -62,9 +71,19 @@ MODELS = {
     "124m": Shape(layers=12, width=768, heads=12, context=1024, batch_size=64, vocab=50304),
     "355m": Shape(layers=24, width=1024, heads=16, context=1024, batch_size=32, vocab=50304),
     "bert": Shape("bert", layers=12, width=768, heads=12, context=512, batch_size=64, vocab=30528),
+    # Small ones, for CPUs.
+    "bert-small": Shape("bert", layers=4, width=256, heads=4, context=128, batch_size=16,
+                        vocab=30528),
+    "llama": Shape("llama"),
+    "lstm": Shape("lstm", layers=2, width=512, context=64, batch_size=32, vocab=10048),
+    "vit": Shape("vit", context=64, batch_size=32, vocab=10),
+    "cnn": Shape("cnn", context=1, batch_size=50, vocab=10),
     # To try the programs.
     "tiny": Shape(layers=2, width=64, heads=2, context=32, batch_size=2, vocab=256),
     "tiny-bert": Shape("bert", layers=2, width=64, heads=2, context=32, batch_size=2, vocab=256),
+    "tiny-llama": Shape("llama", layers=2, width=64, heads=2, context=32, batch_size=2, vocab=256),
+    "tiny-lstm": Shape("lstm", layers=2, width=32, context=8, batch_size=2, vocab=256),
+    "tiny-vit": Shape("vit", layers=2, width=64, heads=2, context=16, batch_size=16, vocab=10),
 }
 
 
@@ -83,7 +102,7 @@ class Program:
                                         stderr=subprocess.PIPE, text=True, env=environment)
         self.errors = collections.deque(maxlen=20)
         threading.Thread(target=self.follow_errors, daemon=True).start()
-        self.read()  # ready
+        self.instruction_set = self.read()["instruction_set"]  # what it takes; it is ready
 
     def follow_errors(self):
         for line in self.process.stderr:
@@ -107,6 +126,7 @@ class Program:
         self.process.wait()
         result["ms_per_step"] = statistics.median(self.times)
         result["ms_fastest"] = min(self.times)
+        result["instruction_set"] = self.instruction_set
         return result
 
 
@@ -177,6 +197,24 @@ def show(title, rows, failed):
         print(f"{title:<24} {name:<22} failed: {error.strip().splitlines()[-1]}", flush=True)
 
 
+def show_ratios(cells):
+    """One line a cell: how many times the speed of each other program tessera's is."""
+    others = list(dict.fromkeys(name for cell in cells for name, row in cell.items()
+                                if name != "tessera" and isinstance(row, dict)
+                                and "ms_per_step" in row))
+    print("\nspeed of tessera over that of\n" + f"{'cell':<24} {'tessera ms':>10}"
+          + "".join(f" {name:>22}" for name in others))
+    for cell in cells:
+        ours = cell["tessera"]["ms_per_step"]
+        ratios = [f"{cell[name]['ms_per_step'] / ours:.2f}x" if name in cell else "-"
+                  for name in others]
+        print(f"{cell['cell'] + ' ' + cell['dtype']:<24} {ours:>10.1f}"
+              + "".join(f" {ratio:>22}" for ratio in ratios))
+    taken = {name: row["instruction_set"] for name, row in cells[0].items()
+             if isinstance(row, dict) and "instruction_set" in row}
+    print("instruction sets: " + ", ".join(f"{name} {value}" for name, value in taken.items()))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tessera", default="build/bench/bench_step", help="the program bench_step")
@@ -225,6 +263,7 @@ def main():
                 print(f"{'':>25}GEMM is {share:.0%} of PyTorch's eager step: at equal GEMM, at "
                       f"most {1 / share:.2f}x", flush=True)
             cells.append(cell)
+    show_ratios(cells)
     if arguments.json:
         path = pathlib.Path(arguments.json)
         path.parent.mkdir(parents=True, exist_ok=True)
