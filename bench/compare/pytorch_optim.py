@@ -8,6 +8,8 @@ import time
 
 import torch
 
+from run import cpu_settings
+
 
 def median_ms(call, repeat=9):
     call()
@@ -30,7 +32,10 @@ def main():
     parser.add_argument("--millions", type=int, default=16)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"torch {torch.__version__}, {options.threads} threads")
+    for name, value in cpu_settings().items():
+        print(f"{name}: {value}")
+    print(f"torch {torch.__version__} ({torch.backends.cpu.get_cpu_capability()}), "
+          f"{options.threads} threads")
     for dtype in (torch.float32, torch.bfloat16):
         parameters = tensors(options.millions, dtype)
         for parameter, gradient in zip(parameters, tensors(options.millions, dtype)):

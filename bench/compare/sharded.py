@@ -18,6 +18,8 @@ import statistics
 import subprocess
 import sys
 
+from run import cpu_settings
+
 HERE = pathlib.Path(__file__).resolve().parent
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -58,6 +60,7 @@ def ratio(key):
 
 
 print(json.dumps({
+    "settings": cpu_settings(),
     "rounds": arguments.rounds,
     "tessera_tokens_per_s": median(lambda lines: lines["tessera"]["tokens_per_s"]),
     "pytorch_tokens_per_s": median(lambda lines: lines["pytorch"]["tokens_per_s"]),
