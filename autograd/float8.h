@@ -15,7 +15,8 @@
 //
 // On a GPU each operand is made by rows and, where backward needs that, by columns, in one pass; of
 // x the copy by columns is kept. The result's product has fast accumulation, those of gradients
-// have not; the bias is added before the rounding. One scale a tensor alone.
+// have not, nor have those with scales that change along the sum; the bias is added before the
+// rounding.
 #pragma once
 
 #include <memory>

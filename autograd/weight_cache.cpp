@@ -49,8 +49,8 @@ struct Entry {
   bool was_got = false;   // since the last begin_write()
   bool released = false;  // the storage is empty, and someone else holds it
   uint32_t version_before_release = 0;
-  kernels::Quantized tiles = {};  // where the key has them; `values` is the tensor above
-  Tensor turned = {};             // of a GPU's: their `transposed`
+  kernels::Quantized tiles = {};  // where the key has them, without the bytes; see copies_of()
+  Tensor turned = {};             // of a GPU's: their `transposed`, beside `values`
   uint32_t turned_version_before_release = 0;
   bool is_unread = false;  // provided, and nobody has been told that it is new
   bool is_current(const Tensor& leaf) const {
@@ -125,6 +125,19 @@ void fill(Entry& entry, Tensor made, const Tensor& leaf, Tensor turned = {}) {
   entry.stamp = Stamp::of(leaf, entry.key.scale);
 }
 
+// Which copies of quantised bytes there are: a GPU's products sum along rows of the one that they
+// read, so that scales of rows, and of columns, leave one of them; `tensor` is the first there is.
+struct CopiesOfTiles {
+  bool by_rows = true, by_columns = false;
+};
+CopiesOfTiles copies_of(const kernels::QuantizeOptions& options, const Device& device) {
+  const kernels::ScaleTile& tile = options.tile;
+  if (!device.is_cuda()) return {};
+  const bool by_rows = tile.columns == tile.rows || tile.rows == 1;
+  const bool by_columns = tile.columns == tile.rows || tile.columns == 1;
+  return {by_rows, by_columns};
+}
+
 // `noted`: where a GPU notes what happened to bytes that are made now.
 void make(WeightCache& cache, Entry& entry, const Tensor& leaf,
           const kernels::QuantizeWants& noted = {}) {
@@ -133,11 +146,16 @@ void make(WeightCache& cache, Entry& entry, const Tensor& leaf,
   const Tensor values = raw::alias(leaf);  // no parameter: neither history nor autocast reach it
   if (key.is_plain_cast()) return fill(entry, to(values, key.dtype), leaf);
   if (key.tiles) {
-    entry.tiles = kernels::quantize(
-        values, *key.tiles, key.scale,
-        {.by_columns = leaf.device().is_cuda(), .largest = noted.largest, .counts = noted.counts});
-    Tensor made = std::exchange(entry.tiles.values, Tensor());
-    return fill(entry, std::move(made), leaf, std::exchange(entry.tiles.transposed, Tensor()));
+    const CopiesOfTiles copies = copies_of(*key.tiles, leaf.device());
+    entry.tiles = kernels::quantize(values, *key.tiles, key.scale,
+                                    {.by_rows = copies.by_rows,
+                                     .by_columns = copies.by_columns,
+                                     .largest = noted.largest,
+                                     .counts = noted.counts});
+    Tensor by_rows = std::exchange(entry.tiles.values, Tensor());
+    Tensor by_columns = std::exchange(entry.tiles.transposed, Tensor());
+    if (!copies.by_rows) return fill(entry, std::move(by_columns), leaf);
+    return fill(entry, std::move(by_rows), leaf, std::move(by_columns));
   }
   // Rounded once: the other layout comes of the same read where it is due.
   const bool transposes = key.layout == WeightLayout::kTransposed;
@@ -233,8 +251,9 @@ kernels::Quantized quantized(const Tensor& leaf, const kernels::QuantizeOptions&
                              const kernels::QuantizeWants& noted) {
   Entry entry =
       use(leaf, {.dtype = options.format, .scale = scale, .tiles = options}, is_new, noted);
-  entry.tiles.values = std::move(entry.tensor);
-  entry.tiles.transposed = std::move(entry.turned);
+  const bool by_rows = copies_of(options, leaf.device()).by_rows;
+  (by_rows ? entry.tiles.values : entry.tiles.transposed) = std::move(entry.tensor);
+  if (by_rows) entry.tiles.transposed = std::move(entry.turned);
   return std::move(entry.tiles);
 }
 

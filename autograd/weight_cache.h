@@ -72,7 +72,8 @@ struct Copy {
 Tensor get(const Tensor& leaf, const WeightKey& key);
 
 // The leaf, a matrix, quantised: bytes and scales, made as get() makes copies and kept as those
-// are; on a GPU by rows and by columns. `is_new`: told whether they were made by this call, which a
+// are; on a GPU by rows and by columns, but for scales of rows or columns, which have the one copy
+// that products read. `is_new`: told whether they were made by this call, which a
 // GPU notes where `noted` says.
 kernels::Quantized quantized(const Tensor& leaf, const kernels::QuantizeOptions& options,
                              const Tensor& scale = {}, bool* is_new = nullptr,

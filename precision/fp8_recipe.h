@@ -44,7 +44,7 @@ struct Fp8Recipe {
   Fp8Scaling scaling = Fp8Scaling::kTensorwise;
   std::optional<Fp8Format> format = {};   // left open: hybrid for tensorwise and delayed, else e4m3
   std::optional<bool> power_of_two = {};  // left open: what the table says
-  int64_t block = 128;                    // blockwise: the side of a block
+  int64_t block = 128;                    // blockwise: the side of a block; a GPU has 128
   bool weight_gradient_in_low = true;     // false: grad_W in the dtype of x, and x is kept
   bool in_evaluation = true;              // false: modules that evaluate run as under bf16
   // delayed

@@ -65,13 +65,10 @@ void check(const Policy& policy, const Device& device) {
                 "fp8 stands on autocast to bf16 or f16 with parameters in f32, from which weights "
                 "are quantised; got parameter ",
                 policy.parameter, " with compute ", policy.compute);
-    const Float8Casts casts = policy.float8->casts();
     TS_CHECK_AS(UnsupportedError,
-                !device.is_cuda() || (casts.input.tile == kernels::ScaleTile::tensor() &&
-                                      casts.input_of_weight.has_value()),
-                kPrecision,
-                "a GPU has the recipes tensorwise and delayed, with all three products "
-                "in float8; got ",
+                !device.is_cuda() || policy.float8->scaling != Fp8Scaling::kBlockwise ||
+                    policy.float8->block == 128,
+                kPrecision, "the blocks of a GPU's products are 128 wide; got ",
                 describe(*policy.float8), " for ", device);
   }
   if (policy.casting == Casting::kAutocast) {

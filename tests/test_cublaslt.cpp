@@ -58,6 +58,20 @@ std::vector<GemmProblem> problems(void* memory) {
       }
     }
   }
+  // Scales of rows and tiles, those that go together and those that do not.
+  using enum GemmScale;
+  for (const GemmScale a : {kTensor, kOuter, kVectors, kSquares}) {
+    for (const GemmScale b : {kTensor, kOuter, kVectors, kSquares}) {
+      if (a == kTensor && b == kTensor) continue;
+      for (const DType d : {kBF16, kF16, kF32}) {
+        for (const GemmEpilogue e : {kNone, kBias}) {
+          add(kF8E4M3, kF8E4M3, d, false, true, e, 272, 1);
+          result.back().a_scaling = a;
+          result.back().b_scaling = b;
+        }
+      }
+    }
+  }
   return result;
 }
 

@@ -26,7 +26,8 @@ void add_price_options(CLI::App& app, PriceOptions& options) {
       ->check(CLI::IsMember({"bf16", "autocast-bf16", "fp8", "f32"}))
       ->capture_default_str();
   app.add_option("--fp8-recipe", options.fp8_recipe, "of --dtype fp8")
-      ->check(CLI::IsMember({"tensorwise", "delayed"}))
+      ->check(
+          CLI::IsMember({"tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"}))
       ->capture_default_str();
   app.add_option("--fp8-filter", options.fp8_filter, "which linear layers run in float8")
       ->check(CLI::IsMember({"all", "default", "pays"}))

@@ -23,10 +23,10 @@ Tensor float8_rows(const Tensor& x) {
                    {x.dim() == 1 ? 1 : numel_of(x.shape().slice(0, x.dim() - 1)), x.size(-1)});
 }
 
-std::optional<DType> float8_through(const Tensor& x) {
+std::optional<DType> float8_through(const Tensor& x, const Float8Casts& casts) {
   const AutocastMode& mode = Context::current().slot<AutocastMode>();
-  const bool folds =
-      x.device().is_cuda() && x.dtype() == kF32 && mode.enabled && mode.boundary == nullptr;
+  const bool folds = x.device().is_cuda() && x.dtype() == kF32 && mode.enabled &&
+                     mode.boundary == nullptr && casts.input_of_weight.has_value();
   return folds ? std::optional(mode.dtype) : std::nullopt;
 }
 
@@ -60,19 +60,23 @@ Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weig
   operands.rows = float8_rows(x);
   operands.wants_x = grad_enabled() && x.requires_grad();
   operands.wants_weight = grad_enabled() && weight.requires_grad();
+  const Tensor scale = layer.scale(Float8Role::kInput);
+  const bool low = operands.wants_weight && casts.input_of_weight.has_value();
+  const bool same = low && *casts.input_of_weight == casts.input;
   kernels::QuantizeWants wants = layer.notes(Float8Role::kInput);
-  wants.by_columns = operands.wants_weight;
+  wants.by_columns = same;
   wants.through = through;
-  operands.x =
-      kernels::quantize(operands.rows, casts.input, layer.scale(Float8Role::kInput), wants);
+  if (low && !same) {
+    kernels::QuantizedPair both =
+        kernels::quantize_both(operands.rows, casts.input, *casts.input_of_weight, wants);
+    operands.x = std::move(both.rows);
+    operands.x_of_weight = std::move(both.columns);
+  } else {
+    operands.x = kernels::quantize(operands.rows, casts.input, scale, wants);
+    if (same) operands.x_of_weight = operands.x;
+  }
   layer.saw(Float8Role::kInput, operands.rows, operands.x);
   operands.weight = float8_weight(weight, casts.weight, layer);
-  if (operands.wants_weight && casts.input_of_weight) {
-    operands.x_of_weight = *casts.input_of_weight == casts.input
-                               ? operands.x
-                               : kernels::quantize(operands.rows, *casts.input_of_weight,
-                                                   layer.scale(Float8Role::kInput));
-  }
   if (operands.wants_x) {
     operands.weight_of_grad = casts.weight_of_grad == casts.weight
                                   ? operands.weight
@@ -88,7 +92,38 @@ Float8Kept Float8Operands::kept() const {
                               : Tensor(),
           .x_scales = x_of_weight.inverse,
           .weight = wants_x ? float8_to_keep(weight_of_grad) : Tensor(),
-          .weight_scales = weight_of_grad.inverse};
+          .weight_scales = float8_scales_to_keep(weight_of_grad)};
+}
+
+Float8Gradient float8_gradient(const Tensor& dy, Float8Linear& layer,
+                               const Float8GradientWants& wanted) {
+  const Float8Casts& casts = layer.casts();
+  const Tensor scale = layer.scale(Float8Role::kGradOutput);
+  Float8Gradient result;
+  if (!wanted.x && !wanted.weight) return result;
+  const bool same =
+      !wanted.weight || casts.grad_output_of_weight == std::optional(casts.grad_output);
+  kernels::QuantizeWants wants =
+      float8_grad_wants(layer, wanted.x, wanted.weight && same, wanted.sums);
+  wants.factor = wanted.factor;
+  if (same) {
+    const kernels::Quantized once = kernels::quantize(dy, casts.grad_output, scale, wants);
+    if (wanted.x) result.of_x = once;
+    if (wanted.weight) result.of_weight = once;
+    result.sums = once.sums;
+  } else if (wanted.x) {
+    kernels::QuantizedPair both =
+        kernels::quantize_both(dy, casts.grad_output, *casts.grad_output_of_weight, wants);
+    result.of_x = std::move(both.rows);
+    result.of_weight = std::move(both.columns);
+    result.sums = result.of_x.sums;
+  } else {
+    wants.by_columns = true;
+    result.of_weight = kernels::quantize(dy, *casts.grad_output_of_weight, scale, wants);
+    result.sums = result.of_weight.sums;
+  }
+  layer.saw(Float8Role::kGradOutput, dy, wanted.x ? result.of_x : result.of_weight);
+  return result;
 }
 
 // ---- float8_linear ------------------------------------------------------------------------------
@@ -104,13 +139,13 @@ using detail::kFloat8Linear;
 
 Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& given_bias,
                      std::shared_ptr<Float8Linear> layer) {
-  const std::optional<DType> through = float8_through(given);
+  const Float8Casts casts = layer->casts();
+  const std::optional<DType> through = float8_through(given, casts);
   const Tensor x = through ? given : detail::autocast_product(given);
   const Tensor bias = detail::autocast_product(given_bias);
   const DType dtype = through.value_or(x.dtype());
   TS_CHECK_DTYPE(!bias.defined() || bias.dtype() == dtype, kFloat8Linear,
                  "expects x and bias of one dtype; got ", x, " and ", bias);
-  const Float8Casts casts = layer->casts();
   const Float8Operands operands = float8_operands(kFloat8Linear, x, weight, *layer, through);
   const Float8Kept kept = operands.kept();
 
@@ -127,32 +162,22 @@ Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& gi
       [casts, layer, through](Grads dy, const Saved& s) -> TensorList {
         TensorList grads(7);
         const Tensor rows = float8_rows(dy[0]);
-        const kernels::QuantizeWants wants = float8_grad_wants(
-            *layer, s.needs(0), s.needs(1) && casts.input_of_weight,
-            s.needs(2) && casts.grad_output_of_weight == std::optional(casts.grad_output));
-        const auto quantized = [&](const kernels::QuantizeOptions& options) {
-          return kernels::quantize(rows, options, layer->scale(Float8Role::kGradOutput), wants);
-        };
-        kernels::Quantized dy8;
+        const bool low = s.needs(1) && casts.input_of_weight;
+        const Float8Gradient dy8 = float8_gradient(
+            rows, *layer,
+            {.x = s.needs(0), .weight = low, .sums = s.needs(2) && (low || !s.needs(1))});
         if (s.needs(0)) {
-          dy8 = quantized(casts.grad_output);
-          layer->saw(Float8Role::kGradOutput, rows, dy8);
           const kernels::Quantized weight8 =
               float8_kept(s.input(5), s.input(6), casts.weight_of_grad.tile);
           const Tensor grad =
-              kernels::float8_matmul({dy8}, {weight8}, through ? kF32 : rows.dtype());
+              kernels::float8_matmul({dy8.of_x}, {weight8}, through ? kF32 : rows.dtype());
           count_flops(float8_flops(rows.size(0), grad.size(1), rows.size(1)));
           grads[0] = raw::view(grad, s.input_shape(0));
         }
-        if (s.needs(1) && casts.input_of_weight) {
-          const bool seen = dy8.inverse.defined();
-          if (!seen || *casts.grad_output_of_weight != casts.grad_output) {
-            dy8 = quantized(*casts.grad_output_of_weight);
-            if (!seen) layer->saw(Float8Role::kGradOutput, rows, dy8);
-          }
+        if (low) {
           const kernels::Quantized x8 =
               float8_kept(s.input(3), s.input(4), casts.input_of_weight->tile);
-          grads[1] = kernels::float8_matmul({dy8, true}, {x8}, rows.dtype());
+          grads[1] = kernels::float8_matmul({dy8.of_weight, true}, {x8}, rows.dtype());
           count_flops(float8_flops(rows.size(1), grads[1].size(1), rows.size(0)));
         } else if (s.needs(1)) {
           const kernels::LinearGradients high =
@@ -161,7 +186,7 @@ Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& gi
           grads[1] = high.weight;
           grads[2] = high.bias;
         }
-        if (dy8.sums.defined()) grads[2] = dy8.sums;  // of one quantisation for both products
+        if (dy8.sums.defined()) grads[2] = dy8.sums;
         if (s.needs(2) && !grads[2].defined()) {
           grads[2] = kernels::sum(rows, {0}, false, rows.dtype());
         }

@@ -88,11 +88,11 @@ Tensor whole_head(const Tensor& given, const Tensor& weight, const Tensor& targe
                   std::shared_ptr<Float8Linear> layer, int64_t ignore_index) {
   const Op& op = kFloat8Head;
   const int64_t N = given.size(0), V = weight.size(0), C = weight.size(1);
-  const std::optional<DType> through = float8_through(given);
+  const Float8Casts casts = layer->casts();
+  const std::optional<DType> through = float8_through(given, casts);
   const Tensor x = through ? given : detail::autocast_product(given);
   const DType dtype = through.value_or(x.dtype()), dtype_of_loss = loss_dtype(x);
   const Tensor targets = kernels::check_targets("cross_entropy", target, V, ignore_index);
-  const Float8Casts casts = layer->casts();
   const Float8Operands operands = float8_operands(op, x, weight, *layer, through);
   const Float8Kept kept = operands.kept();
   return differentiable(
@@ -127,22 +127,22 @@ Tensor whole_head(const Tensor& given, const Tensor& weight, const Tensor& targe
         if (s.extra(1).defined()) {
           factor = kernels::binary<fn::Div>(factor, kernels::binary<fn::Maximum>(s.extra(1), 1.0));
         }
-        kernels::QuantizeWants wants =
-            float8_grad_wants(*layer, s.needs(0), s.needs(1), /*sums=*/false);
-        wants.factor = raw::view(kernels::convert(factor, kF32), {1});
-        const kernels::Quantized dy8 =
-            kernels::quantize(dy, casts.grad_output, layer->scale(Float8Role::kGradOutput), wants);
-        layer->saw(Float8Role::kGradOutput, dy, dy8);
+        const Float8Gradient dy8 =
+            float8_gradient(dy, *layer,
+                            {.x = s.needs(0),
+                             .weight = s.needs(1),
+                             .factor = raw::view(kernels::convert(factor, kF32), {1})});
         TensorList grads(7);
         if (s.needs(0)) {
           grads[0] = kernels::float8_matmul(
-              {dy8}, {float8_kept(s.input(5), s.input(6), casts.weight_of_grad.tile)},
+              {dy8.of_x}, {float8_kept(s.input(5), s.input(6), casts.weight_of_grad.tile)},
               through ? kF32 : dtype);
           count_flops(float8_flops(N, C, V));
         }
         if (s.needs(1)) {
           grads[1] = kernels::float8_matmul(
-              {dy8, true}, {float8_kept(s.input(3), s.input(4), casts.input.tile)}, dtype);
+              {dy8.of_weight, true},
+              {float8_kept(s.input(3), s.input(4), casts.input_of_weight->tile)}, dtype);
           count_flops(float8_flops(V, C, N));
         }
         return grads;
@@ -156,7 +156,7 @@ Tensor float8_linear_cross_entropy(const Tensor& given, const Tensor& weight, co
                                    Reduction reduction, int64_t chunk) {
   const int64_t N = given.size(0), V = weight.size(0), C = weight.size(1);
   const bool on_gpu = given.device().is_cuda();
-  if (on_gpu && reduction == Reduction::kMean) {
+  if (on_gpu && reduction == Reduction::kMean && layer->casts().input_of_weight) {
     return whole_head(given, weight, target, std::move(layer), ignore_index);
   }
   if (N * V <= chunk || given.is_meta() || on_gpu) {

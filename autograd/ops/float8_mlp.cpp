@@ -24,7 +24,8 @@ Tensor float8_linear_gelu_linear(const Tensor& given, const Tensor& weight,
                                  const Tensor& out_weight, const Tensor& given_out_bias,
                                  std::shared_ptr<Float8Linear> out_layer, bool tanh_form) {
   const Op& op = kFloat8LinearGeluLinear;
-  const std::optional<DType> through = float8_through(given);
+  const Float8Casts casts = layer->casts(), out_casts = out_layer->casts();
+  const std::optional<DType> through = float8_through(given, casts);
   const Tensor x = through ? given : detail::autocast_product(given);
   const Tensor bias = detail::autocast_product(given_bias);
   const Tensor out_bias = detail::autocast_product(given_out_bias);
@@ -35,7 +36,6 @@ Tensor float8_linear_gelu_linear(const Tensor& given, const Tensor& weight,
   }
   TS_CHECK_SHAPE(out_weight.dim() == 2 && out_weight.size(1) == weight.size(0), op,
                  "expects weights [inner, in] and [out, inner]; got ", weight, " and ", out_weight);
-  const Float8Casts casts = layer->casts(), out_casts = out_layer->casts();
   const Float8Operands inner = float8_operands(op, x, weight, *layer, through);
   const Float8Kept kept = inner.kept();
   const int64_t M = inner.rows.size(0), hidden = weight.size(0), in = weight.size(1);

@@ -31,16 +31,33 @@ struct Float8Operands {
   Float8Kept kept() const;
 };
 
-// The copy that backward reads, see above.
+// The copy that backward reads, see above, and its scales.
 inline const Tensor& float8_to_keep(const kernels::Quantized& q) {
   return q.device().is_cuda() ? q.transposed : q.values;
+}
+inline const Tensor& float8_scales_to_keep(const kernels::Quantized& q) {
+  return q.inverse_by_columns.defined() ? q.inverse_by_columns : q.inverse;
 }
 
 // The kept bytes of a weight; the layer is told where they are new.
 kernels::Quantized float8_weight(const Tensor& weight, const kernels::QuantizeOptions& options,
                                  Float8Linear& layer);
 
-// For the quantisation of dy: by rows for grad_x, by columns for grad_W, its sums for a bias.
+// dy for the products that are wanted, and the sums of its columns where they came of the same
+// pass.
+struct Float8Gradient {
+  kernels::Quantized of_x, of_weight;  // for grad_x and grad_W
+  Tensor sums = {};
+};
+struct Float8GradientWants {
+  bool x = false, weight = false;  // the latter where that product runs in float8
+  bool sums = false;
+  Tensor factor = {};  // see QuantizeWants
+};
+// dy: [rows, out]. The layer is told.
+Float8Gradient float8_gradient(const Tensor& dy, Float8Linear& layer,
+                               const Float8GradientWants& wanted);
+// What one quantisation for both products gets.
 inline kernels::QuantizeWants float8_grad_wants(Float8Linear& layer, bool by_rows, bool by_columns,
                                                 bool sums) {
   kernels::QuantizeWants wants = layer.notes(Float8Role::kGradOutput);
@@ -63,7 +80,7 @@ Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weig
                                Float8Linear& layer, std::optional<DType> through = {});
 
 // The dtype to which a GPU rounds an f32 x while it quantises it, where autocast would make a
-// tensor of that dtype first; none where it would not.
-std::optional<DType> float8_through(const Tensor& x);
+// tensor of that dtype first; none where it would not, or where x itself is kept.
+std::optional<DType> float8_through(const Tensor& x, const Float8Casts& casts);
 
 }  // namespace tessera

@@ -73,9 +73,42 @@ std::string check_dtypes(const GemmProblem& p) {
   return {};
 }
 
+bool changes_along_k(GemmScale scale) {
+  return scale == GemmScale::kVectors || scale == GemmScale::kSquares;
+}
+
+// Which scales go together, and what they leave out.
+std::string check_scales(const GemmProblem& p) {
+  using enum GemmScale;
+  const GemmScale a = p.a_scaling, b = p.b_scaling;
+  if (a == kTensor && b == kTensor) return {};
+  const bool outer = a == kOuter && b == kOuter;
+  const bool along_k =
+      changes_along_k(a) && changes_along_k(b) && !(a == kSquares && b == kSquares);
+  if (!outer && !along_k) {
+    return text("there is no product of ", name_of(a), " scales with ", name_of(b), " ones");
+  }
+  if (p.batch > 1) return text(name_of(a), " scales serve one product, not a batch");
+  if (is_float8(p.d.dtype)) return text(name_of(a), " scales do not give ", p.d.dtype);
+  for (const void* scale : {p.a_scale, p.b_scale}) {
+    if (scale == nullptr) return text(name_of(a), " scales are missing");
+    if (!is_aligned(scale, 16)) return "the scales must begin at a multiple of 16 bytes";
+  }
+  if (p.epilogue != GemmEpilogue::kNone && p.epilogue != GemmEpilogue::kBias) {
+    return text(name_of(a), " scales have no epilogue ", name_of(p.epilogue));
+  }
+  if (along_k && p.fast_accumulation) {
+    return "fast accumulation has no scales that change along K";
+  }
+  return {};
+}
+
 std::string check_float8(const GemmProblem& p) {
   if (!is_float8_problem(p)) {
     if (p.fast_accumulation) return "fast accumulation is for float8";
+    if (p.a_scaling != GemmScale::kTensor || p.b_scaling != GemmScale::kTensor) {
+      return "scales are for float8";
+    }
     if (p.a_scale != nullptr || p.b_scale != nullptr || p.d_scale != nullptr) {
       return "scales are for float8";
     }
@@ -100,7 +133,7 @@ std::string check_float8(const GemmProblem& p) {
   if (!is_float8(p.d.dtype) && p.d_scale != nullptr) {
     return text("a result of ", p.d.dtype, " has no scale");
   }
-  return {};
+  return check_scales(p);
 }
 
 std::string check_epilogue(const GemmProblem& p) {
@@ -139,6 +172,26 @@ const char* name_of(GemmEpilogue epilogue) {
   constexpr const char* names[] = {"none",      "bias",           "gelu",        "gelu_bias",
                                    "gelu_grad", "gelu_grad_bias", "bias_grad_a", "bias_grad_b"};
   return names[static_cast<int>(epilogue)];
+}
+
+const char* name_of(GemmScale scale) {
+  constexpr const char* names[] = {"tensor", "outer", "1x128", "128x128"};
+  return names[static_cast<int>(scale)];
+}
+
+int64_t count_scales(GemmScale scale, int64_t outer, int64_t K) {
+  const auto pieces = [](int64_t size) { return (size + kScaledTogether - 1) / kScaledTogether; };
+  switch (scale) {
+    case GemmScale::kTensor:
+      return 1;
+    case GemmScale::kOuter:
+      return outer;
+    case GemmScale::kVectors:
+      return pieces(K) * outer;
+    case GemmScale::kSquares:
+      return pieces(outer) * ((pieces(K) + 3) / 4 * 4);
+  }
+  return 0;
 }
 
 std::string validate(const GemmProblem& p) {
@@ -207,6 +260,9 @@ LibraryCall library_call(const GemmProblem& p) {
   call.a_scale = p.b_scale;
   call.b_scale = p.a_scale;
   call.d_scale = p.d_scale;
+  constexpr int32_t kModes[] = {0, 3, 4, 5};  // scalar, outer vector, vectors of 128, 128 x 128
+  call.a_scale_mode = kModes[static_cast<int>(p.b_scaling)];
+  call.b_scale_mode = kModes[static_cast<int>(p.a_scaling)];
   constexpr uint32_t kDefault = 1, kBias = 4, kBiasGrad = 16, kGelu = 32, kGeluGrad = 64,
                      kAux = 128, kBiasGradOfTheirA = 256, kBiasGradOfTheirB = 512;
   const uint32_t aux = p.aux.data != nullptr ? kAux : 0;
@@ -263,6 +319,9 @@ std::string describe(const GemmProblem& p) {
   if (p.c != nullptr) out << " c:@" << alignment_of(p.c);
   if (p.tf32) out << " tf32";
   if (p.fast_accumulation) out << " fast";
+  if (p.a_scaling != GemmScale::kTensor || p.b_scaling != GemmScale::kTensor) {
+    out << " scales:" << name_of(p.a_scaling) << ',' << name_of(p.b_scaling);
+  }
   return out.str();
 }
 

@@ -46,6 +46,22 @@ struct GemmMatrix {
   void* data = nullptr;
 };
 
+// Of float8 numbers: how many a scale serves. Scales lie as written here, neighbours beside each
+// other, from an address that is a multiple of 16. All but the first need compute capability 9.0.
+enum class GemmScale : uint8_t {
+  kTensor,  // one number
+  kOuter,   // one for each row of a or column of b; in both operands or in none
+  // One for 128 numbers along K, which K's end may cut; in both operands or in none, kSquares in
+  // one of them at most.
+  kVectors,  // [ceil(K / 128), M or N]
+  kSquares,  // of 128 rows of a or columns of b: [ceil(M or N / 128), ceil(K / 128) up to a
+             // multiple of 4]
+};
+const char* name_of(GemmScale scale);
+inline constexpr int64_t kScaledTogether = 128;
+// How many floats the scales of `outer` rows (columns) of K numbers are.
+int64_t count_scales(GemmScale scale, int64_t outer, int64_t K);
+
 // What the library gets to work with on a device of so much memory: a 256th of it, in [32, 128]
 // MiB. NVIDIA's recommendation for Hopper is 32 MiB; a weight's gradient of a long batch has few
 // tiles for many multiprocessors, and is cut along K only as far as its partial sums in f32 have
@@ -66,8 +82,10 @@ struct GemmProblem {
   const void* a_scale = nullptr;
   const void* b_scale = nullptr;
   const void* d_scale = nullptr;
-  bool fast_accumulation = false;  // float8: partial sums keep fewer bits
-  bool tf32 = false;               // f32 operands are cut to 10 bits of mantissa
+  GemmScale a_scaling = GemmScale::kTensor, b_scaling = GemmScale::kTensor;
+  // float8: partial sums keep fewer bits; not with scales that change along K.
+  bool fast_accumulation = false;
+  bool tf32 = false;  // f32 operands are cut to 10 bits of mantissa
 };
 
 // Who ran the products of floats that a context asked a GPU for: a slot of the context. What the
@@ -99,6 +117,7 @@ struct LibraryCall {
   LibraryMatrix a = {}, b = {}, c = {}, d = {}, aux = {};
   uint32_t epilogue = 1;                                                  // cublasLtEpilogue_t
   const void *a_scale = nullptr, *b_scale = nullptr, *d_scale = nullptr;  // of its own a, b, d
+  int32_t a_scale_mode = 0, b_scale_mode = 0;  // cublasLtMatmulMatrixScale_t
 };
 // Of a problem that validate() has no word against.
 LibraryCall library_call(const GemmProblem& problem);

@@ -5,6 +5,7 @@ namespace kernels {
 
 // One for each .cu file.
 void register_attention();
+void register_cast_tiles();
 void register_cast_transpose();
 void register_channel_norm();
 void register_conv();
@@ -38,6 +39,7 @@ void register_softmax();
 
 void gpu::register_kernels() {
   kernels::register_attention();
+  kernels::register_cast_tiles();
   kernels::register_cast_transpose();
   kernels::register_channel_norm();
   kernels::register_conv();

@@ -92,6 +92,11 @@ static_assert(CUBLASLT_EPILOGUE_DEFAULT == 1 && CUBLASLT_EPILOGUE_BIAS == 4 &&
               CUBLASLT_EPILOGUE_DGELU_BGRAD == (64 | 128 | 16) && CUBLASLT_EPILOGUE_BGRADA == 256 &&
               CUBLASLT_EPILOGUE_BGRADB == 512);
 
+static_assert(CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F == 0 &&
+              CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F == 3 &&
+              CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F == 4 &&
+              CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F == 5);
+
 // ---- Descriptors --------------------------------------------------------------------------------
 
 template <class T>
@@ -169,6 +174,10 @@ Descriptors make_descriptors(const GemmProblem& problem, int64_t workspace_bytes
   }
   if (problem.fast_accumulation) {
     set(all, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{1}, problem);
+  }
+  if (call.a_scale_mode != 0) {
+    set(all, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, call.a_scale_mode, problem);
+    set(all, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, call.b_scale_mode, problem);
   }
   set_pointers(all, call, problem);
   all.a = make_layout(call.a, call.batch, problem);

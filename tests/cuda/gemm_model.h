@@ -35,12 +35,32 @@ inline void put_at(const LibraryMatrix& x, int64_t which, int64_t row, int64_t c
     static_cast<float*>(x.data)[at] = static_cast<float>(value);
   }
 }
-inline double scale_at(const void* scale) {
-  return scale == nullptr ? 1 : static_cast<double>(*static_cast<const float*>(scale));
+// Of the number at k in the given row of a, or column of b: by the mode, as the library's header
+// and documentation have it.
+inline double scale_at(const void* scales, int32_t mode, int64_t outer, int64_t outers, int64_t k,
+                       int64_t K) {
+  if (scales == nullptr) return 1;
+  const auto* const all = static_cast<const float*>(scales);
+  const int64_t pieces = (K + 127) / 128, pitch = (pieces + 3) / 4 * 4;
+  switch (mode) {
+    case 0:
+      return static_cast<double>(*all);
+    case 3:
+      return static_cast<double>(all[outer]);
+    case 4:
+      return static_cast<double>(all[k / 128 * outers + outer]);
+    default:
+      EXPECT_EQ(mode, 5);
+      return static_cast<double>(all[outer / 128 * pitch + k / 128]);
+  }
 }
 
 inline void run_by_model(const GemmProblem& problem, const LibraryCall& call) {
-  const double scales = scale_at(call.a_scale) * scale_at(call.b_scale);
+  const auto scales = [&](int64_t i, int64_t j, int64_t k) {
+    return scale_at(call.a_scale, call.a_scale_mode, i, call.m, k, call.k) *
+           scale_at(call.b_scale, call.b_scale_mode, j, call.n, k, call.k);
+  };
+  const bool along_k = call.a_scale_mode >= 4;
   for (int64_t which = 0; which < call.batch; ++which) {
     for (int64_t j = 0; j < call.n; ++j) {
       for (int64_t i = 0; i < call.m; ++i) {
@@ -50,9 +70,9 @@ inline void run_by_model(const GemmProblem& problem, const LibraryCall& call) {
               call.transpose_a ? number_at(call.a, which, k, i) : number_at(call.a, which, i, k);
           const double b =
               call.transpose_b ? number_at(call.b, which, j, k) : number_at(call.b, which, k, j);
-          sum += a * b;
+          sum += along_k ? scales(i, j, k) * a * b : a * b;
         }
-        double value = problem.alpha * scales * sum;
+        double value = problem.alpha * (along_k ? sum : scales(i, j, 0) * sum);
         if (problem.beta != 0) value += problem.beta * number_at(call.d, which, i, j);
         if (problem.epilogue == GemmEpilogue::kBias) {
           const LibraryMatrix bias{problem.bias_dtype, call.m, 1, call.m, 0, problem.bias};

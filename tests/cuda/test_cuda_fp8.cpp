@@ -122,6 +122,101 @@ TEST_F(CudaFp8, BytesAndScalesAreThoseOfTheCpu) {
   }
 }
 
+// A copy for a product that sums along its rows: by rows a scale a row, 1 x 128 or 128 x 128, by
+// columns turned around.
+struct Tiled {
+  const char* name;
+  kernels::ScaleTile rows, columns;
+};
+constexpr Tiled kTiled[] = {{"lines", {1, 0}, {0, 1}},
+                            {"vectors", {1, 128}, {128, 1}},
+                            {"squares", {128, 128}, {128, 128}}};
+struct TiledCopies {
+  kernels::Quantized rows, columns;
+};
+// `together`: both in one pass.
+TiledCopies tiled_copies(const Tensor& x, const Tiled& tiles, DType format, bool together,
+                         const kernels::QuantizeWants& wants) {
+  const auto options = [&](const kernels::ScaleTile& tile) {
+    return kernels::QuantizeOptions{.format = format, .tile = tile, .power_of_two = true};
+  };
+  kernels::QuantizeWants by_rows = wants, by_columns = wants;
+  if (tiles.rows == tiles.columns && together) {
+    by_rows.by_columns = true;
+    const auto both = kernels::quantize(x, options(tiles.rows), {}, by_rows);
+    return {both, both};
+  }
+  if (together) {
+    auto pair = kernels::quantize_both(x, options(tiles.rows), options(tiles.columns), wants);
+    return {pair.rows, pair.columns};
+  }
+  by_columns.by_rows = false;
+  by_columns.by_columns = true;
+  by_columns.counts = by_columns.largest = {};
+  return {kernels::quantize(x, options(tiles.rows), {}, by_rows),
+          kernels::quantize(x, options(tiles.columns), {}, by_columns)};
+}
+
+TEST_F(CudaFp8, BytesAndScalesOfTilesAreThoseOfTheCpu) {
+  for (const Shape& shape : {Shape{16, 16}, Shape{272, 160}, Shape{150, 133}}) {
+    for (const DType dtype : {kF32, kBF16, kF16}) {
+      for (const DType format : {kF8E4M3, kF8E5M2}) {
+        if (format == kF8E5M2 && dtype != kBF16) continue;
+        for (const Tiled& tiles : kTiled) {
+          for (const bool together : {false, true}) {
+            const bool specials = format == kF8E4M3;
+            const std::string what =
+                std::string(name_of(dtype)) + " " + tiles.name + (together ? " together" : "");
+            const Tensor x = numbers(shape, dtype, specials);
+            const kernels::QuantizeWants wants{
+                .largest = zeros({1}, {.dtype = kF32, .device = kGpu}),
+                .counts = zeros({2}, {.dtype = kI64, .device = kGpu})};
+            const TiledCopies expected = tiled_copies(x, tiles, format, false, {});
+            const TiledCopies got = tiled_copies(x.to(kGpu), tiles, format, together, wants);
+            expect_same_bytes(got.rows.values, expected.rows.values, what);
+            expect_same_bytes(got.columns.transposed, expected.columns.values.t(), what);
+            expect_same_bytes(got.rows.scale, expected.rows.scale, what);
+            expect_same_bytes(got.rows.inverse, expected.rows.inverse, what);
+            const bool turned = got.columns.inverse_by_columns.defined();
+            EXPECT_EQ(turned, tiles.rows == tiles.columns) << what;
+            expect_same_bytes(turned ? got.columns.inverse_by_columns : got.columns.inverse,
+                              expected.columns.inverse, what + ", by columns");
+            const double amax = static_cast<double>(expected.rows.amax);
+            EXPECT_EQ(wants.largest.item(), std::isnan(amax) ? INFINITY : amax) << what;
+            EXPECT_EQ(wants.counts.to(kCpu).to_vector(),
+                      (std::vector<double>{static_cast<double>(expected.rows.saturated),
+                                           static_cast<double>(expected.rows.underflown)}))
+                << what;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaFp8, TilesAreOfRoundedAndMultipliedNumbersWhichAreAddedUp) {
+  const Tensor x = randn({272, 160}).detach();
+  const Tensor factor = full({1}, 0.37, {.dtype = kF32});
+  for (const Tiled& tiles : kTiled) {
+    const TiledCopies expected =
+        tiled_copies(x, tiles, kF8E4M3, false, {.through = kBF16, .factor = factor});
+    const TiledCopies got =
+        tiled_copies(x.to(kGpu), tiles, kF8E4M3, true,
+                     {.sums = true, .through = kBF16, .factor = factor.to(kGpu)});
+    expect_same_bytes(got.rows.values, expected.rows.values, tiles.name);
+    expect_same_bytes(got.rows.scale, expected.rows.scale, tiles.name);
+    expect_same_bytes(got.columns.transposed, expected.columns.values.t(), tiles.name);
+    const Tensor rounded = mul(x, factor).to(kBF16);
+    EXPECT_EQ(got.rows.sums.dtype(), kBF16);
+    EXPECT_LE(relative_error(got.rows.sums, sum(rounded.to(kF64), {0})), 0x1p-8) << tiles.name;
+    const Tensor cut = x.narrow(1, 0, 133).contiguous();
+    const auto sums = tiled_copies(cut.to(kGpu), tiles, kF8E4M3, false, {.sums = true});
+    for (const Tensor& each : {sums.rows.sums, sums.columns.sums}) {
+      EXPECT_LE(relative_error(each, sum(cut.to(kF64), {0})), 300 * 0x1p-24) << tiles.name;
+    }
+  }
+}
+
 TEST_F(CudaFp8, CopiesThatAreNotWantedAreNotMade) {
   const Tensor x = randn({32, 48}).detach().to(kGpu);
   const auto columns = kernels::quantize(x, {}, {}, {.by_rows = false, .by_columns = true});
@@ -132,7 +227,27 @@ TEST_F(CudaFp8, CopiesThatAreNotWantedAreNotMade) {
   EXPECT_FALSE(kernels::quantize(x, {}).transposed.defined());
   const auto nothing = kernels::quantize(zeros({0, 16}, {.dtype = kF32, .device = kGpu}), {});
   EXPECT_EQ(nothing.scale.item(), 1);
-  EXPECT_THROW(kernels::quantize(x, {.tile = kernels::ScaleTile::row()}), UnsupportedError);
+  const auto empty_rows =
+      kernels::quantize(zeros({0, 16}, {.dtype = kF32, .device = kGpu}), {.tile = {1, 0}});
+  EXPECT_EQ(empty_rows.scale.numel(), 0);
+}
+
+TEST_F(CudaFp8, TilesThatNoProductOfAGpuTakesAreRefused) {
+  const Tensor x = randn({32, 48}).detach().to(kGpu);
+  const kernels::QuantizeWants both{.by_columns = true};
+  const auto refuse = [&](const kernels::ScaleTile& tile, const kernels::QuantizeWants& wants) {
+    EXPECT_NE(message_of<UnsupportedError>([&] {
+                kernels::quantize(x, {.tile = tile}, {}, wants);
+              }).find("128"),
+              std::string::npos);
+  };
+  refuse({1, 0}, both);
+  refuse({1, 128}, both);
+  refuse({0, 1}, {});
+  refuse({128, 1}, {});
+  refuse({1, 64}, {});
+  refuse({64, 64}, both);
+  EXPECT_THROW(kernels::quantize_both(x, {.tile = {1, 0}}, {.tile = {128, 1}}), UnsupportedError);
 }
 
 TEST_F(CudaFp8, SumsAndRoundedF32ComeOfTheSamePass) {
@@ -214,6 +329,59 @@ TEST_F(CudaFp8, ProductsReadTheCopyAlongTheSum) {
   EXPECT_LE(relative_error(with_bias.to(kF32), expected + bias.to(kF32)), 0x1p-8);
 }
 
+TEST_F(CudaFp8, ProductsScaleRowsAndTiles) {
+  // Tiles that are cut, along K and beside it.
+  const Tensor a = mul(randn({144, 272}), exp(randn({144, 272}))).detach();
+  const Tensor b = mul(randn({160, 272}), exp(randn({160, 272}))).detach();
+  const auto copies = [](const Tensor& x, const Tiled& tiles, const Device& device, bool turned) {
+    return tiled_copies((turned ? x.t().contiguous() : x).to(device), tiles, kF8E4M3,
+                        device.is_cuda(), {});
+  };
+  const auto mode = [](const Tiled& tiles) { return static_cast<int>(&tiles - kTiled) + 1; };
+  for (const Tiled& of_a : kTiled) {
+    for (const Tiled& of_b : kTiled) {
+      const bool lines = &of_a == kTiled, squares = &of_a == kTiled + 2 && &of_b == kTiled + 2;
+      if (lines != (&of_b == kTiled)) continue;
+      const auto product = [&](const Device& device, bool turned) {
+        const TiledCopies left = copies(a, of_a, device, turned);
+        const TiledCopies right = copies(b, of_b, device, turned);
+        return turned ? kernels::float8_matmul({left.columns, true}, {right.columns}, kF32)
+                      : kernels::float8_matmul({left.rows}, {right.rows, true}, kF32,
+                                               {.fast_accumulation = true});
+      };
+      if (squares) {
+        EXPECT_THROW(product(kGpu, false), UnsupportedError);
+        continue;
+      }
+      const Tensor expected = product(kCpu, false);
+      for (const bool turned : {false, true}) {
+        asked.clear();
+        const Tensor got = product(kGpu, turned).to(kCpu);
+        EXPECT_LE(relative_error(got, expected), 272 * 0x1p-24) << of_a.name << " " << of_b.name;
+        ASSERT_EQ(asked.size(), 1U);
+        EXPECT_EQ(static_cast<int>(asked[0].a_scaling), mode(of_a));
+        EXPECT_EQ(static_cast<int>(asked[0].b_scaling), mode(of_b));
+        EXPECT_EQ(asked[0].fast_accumulation, lines && !turned);
+      }
+    }
+  }
+  // One scale for all of b stands for one a column.
+  const auto rows = [&](const Device& device) { return copies(a, kTiled[0], device, false).rows; };
+  const auto whole = [&](const Device& device) { return kernels::quantize(b.to(device), {}); };
+  asked.clear();
+  const Tensor got = kernels::float8_matmul({rows(kGpu)}, {whole(kGpu), true}, kF32);
+  const Tensor other = kernels::float8_matmul({whole(kGpu)}, {rows(kGpu), true}, kF32);
+  EXPECT_LE(relative_error(got, kernels::float8_matmul({rows(kCpu)}, {whole(kCpu), true}, kF32)),
+            272 * 0x1p-24);
+  EXPECT_LE(relative_error(other, kernels::float8_matmul({whole(kCpu)}, {rows(kCpu), true}, kF32)),
+            272 * 0x1p-24);
+  ASSERT_EQ(asked.size(), 2U);
+  for (const GemmProblem& problem : asked) {
+    EXPECT_EQ(problem.a_scaling, gpu::GemmScale::kOuter);
+    EXPECT_EQ(problem.b_scaling, gpu::GemmScale::kOuter);
+  }
+}
+
 TEST_F(CudaFp8, AProductThatCannotBeIsAnErrorThatSaysWhy) {
   const auto q = [](const Shape& shape, DType format = kF8E4M3) {
     return kernels::quantize(randn(shape).detach().to(kGpu), {.format = format});
@@ -268,12 +436,16 @@ struct Training {
   optim::AdamW optimizer;
 };
 
+constexpr Fp8Scaling kScalings[] = {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed,
+                                    Fp8Scaling::kRowwise, Fp8Scaling::kRowwiseWithGwHp,
+                                    Fp8Scaling::kBlockwise};
+
 Fp8Recipe recipe_of(Fp8Scaling scaling) {
   return {.scaling = scaling, .filter = precision::Fp8Filter::kAll, .strict = true};
 }
 
 TEST_F(CudaFp8, ATrainingIsThatOfTheCpu) {
-  for (const Fp8Scaling scaling : {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed}) {
+  for (const Fp8Scaling scaling : kScalings) {
     const std::string name(precision::name_of(scaling));
     Training on_cpu(kCpu, recipe_of(scaling)), on_gpu(kGpu, recipe_of(scaling));
     asked.clear();
@@ -282,7 +454,8 @@ TEST_F(CudaFp8, ATrainingIsThatOfTheCpu) {
       // is 2^-4 of itself off.
       EXPECT_NEAR(on_gpu.step(step), on_cpu.step(step), 0.01) << name << " step " << step;
     }
-    EXPECT_EQ(asked.size(), 6U * (2 * 3 - 1)) << "no gradient of the batch is asked for";
+    const size_t low = scaling == Fp8Scaling::kRowwiseWithGwHp ? 3 : 5;  // grad_W is in bf16
+    EXPECT_EQ(asked.size(), 6U * low) << "no gradient of the batch is asked for";
     const precision::Fp8Report cpu = on_cpu.applied.fp8()->report();
     const precision::Fp8Report gpu = on_gpu.applied.fp8()->report();
     EXPECT_EQ(gpu.fp8_calls(), cpu.fp8_calls());
@@ -366,8 +539,12 @@ TEST_F(CudaFp8, AFusedPerceptronHasTheBitsOfItsLayers) {
 }
 
 TEST_F(CudaFp8, AHeadWithItsLossIsThatOfTheTwoOps) {
-  for (const double factor : {1.0, 0.5}) {
-    const auto outcome = [&](bool fused) {
+  for (const auto& [scaling, factor] :
+       {std::pair(Fp8Scaling::kTensorwise, 1.0), std::pair(Fp8Scaling::kTensorwise, 0.5),
+        std::pair(Fp8Scaling::kRowwise, 0.5), std::pair(Fp8Scaling::kRowwiseWithGwHp, 0.5),
+        std::pair(Fp8Scaling::kBlockwise, 0.5)}) {
+    SCOPED_TRACE(precision::name_of(scaling));
+    const auto outcome = [&, scaling = scaling, factor = factor](bool fused) {
       const Tensor x = batch_of(1).view({32, 32}).to(kGpu).set_requires_grad();
       std::vector<int64_t> classes(32);
       for (size_t i = 0; i < classes.size(); ++i) {
@@ -376,7 +553,7 @@ TEST_F(CudaFp8, AHeadWithItsLossIsThatOfTheTwoOps) {
       const Tensor target = tensor(classes, {32}, kI64).to(kGpu);
       nn::Linear head(32, 48, {.bias = false});
       precision::AppliedPolicy applied =
-          precision::apply(head, precision::Policy::fp8(recipe_of(Fp8Scaling::kTensorwise)));
+          precision::apply(head, precision::Policy::fp8(recipe_of(scaling)));
       head.to(kGpu);
       const AutocastGuard autocast(kBF16);
       const Tensor loss =
@@ -395,27 +572,32 @@ TEST_F(CudaFp8, AHeadWithItsLossIsThatOfTheTwoOps) {
 
 // As sharded training does between forward and backward.
 TEST_F(CudaFp8, ACopyThatWasReleasedIsMadeAgainForTheGraphThatWaits) {
-  const auto gradients = [](bool releases) {
-    Training run(kGpu, recipe_of(Fp8Scaling::kTensorwise));
-    const Tensor loss = run.loss(0);
-    const Tensor& weight = run.model.down.weight;
-    if (releases) {
-      const int64_t bytes = weight_cache::bytes(weight);
-      EXPECT_EQ(bytes, 2 * weight.numel());
-      weight_cache::release(weight);
-      EXPECT_EQ(weight_cache::bytes(weight), 0);
-      EXPECT_THROW(loss.backward({}, /*retain_graph=*/true), Error);
-      weight_cache::restore(weight);
-      EXPECT_EQ(weight_cache::bytes(weight), bytes);
-    }
-    loss.backward();
-    return run.model.up.weight.grad().to(kCpu).to_vector();
-  };
-  EXPECT_EQ(gradients(true), gradients(false));
+  for (const Fp8Scaling scaling : kScalings) {
+    const auto gradients = [&](bool releases) {
+      Training run(kGpu, recipe_of(scaling));
+      const Tensor loss = run.loss(0);
+      const Tensor& weight = run.model.down.weight;
+      if (releases) {
+        const int64_t bytes = weight_cache::bytes(weight);
+        // By rows and by columns; the one scale of the recipe has both for dx alone.
+        EXPECT_EQ(bytes, (scaling == Fp8Scaling::kRowwiseWithGwHp ? 3 : 2) * weight.numel());
+        weight_cache::release(weight);
+        EXPECT_EQ(weight_cache::bytes(weight), 0);
+        EXPECT_THROW(loss.backward({}, /*retain_graph=*/true), Error);
+        weight_cache::restore(weight);
+        // The copy of the result alone has no graph that waits for it.
+        const bool two = scaling == Fp8Scaling::kRowwise || scaling == Fp8Scaling::kRowwiseWithGwHp;
+        EXPECT_EQ(weight_cache::bytes(weight), bytes - (two ? weight.numel() : 0));
+      }
+      loss.backward();
+      return run.model.up.weight.grad().to(kCpu).to_vector();
+    };
+    EXPECT_EQ(gradients(true), gradients(false)) << precision::name_of(scaling);
+  }
 }
 
 TEST_F(CudaFp8, AGraphedStepHasTheBitsOfAnEagerOne) {
-  for (const Fp8Scaling scaling : {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed}) {
+  for (const Fp8Scaling scaling : kScalings) {
     const auto weights = [&](bool graphed) {
       Training run(kGpu, recipe_of(scaling));
       const Tensor x = empty({2, 16, 32}, {.dtype = kF32, .device = kGpu});
@@ -458,14 +640,14 @@ TEST_F(CudaFp8, AStateMovesFromOneDeviceToTheOther) {
   EXPECT_LT(second.step(3), 2);
 }
 
-TEST_F(CudaFp8, RecipesWithSeveralScalesAreRefused) {
-  for (const char* name : {"rowwise", "rowwise_with_gw_hp", "blockwise"}) {
-    EXPECT_NE(message_of<UnsupportedError>([&] {
-                check(precision::Policy::fp8(Fp8Recipe::named(name)), kGpu);
-              }).find("tensorwise and delayed"),
-              std::string::npos);
-  }
-  check(precision::Policy::fp8(Fp8Recipe::named("delayed")), kGpu);
+TEST_F(CudaFp8, BlocksThatProductsOfAGpuDoNotHaveAreRefused) {
+  Fp8Recipe recipe = Fp8Recipe::named("blockwise");
+  check(precision::Policy::fp8(recipe), kGpu);
+  recipe.block = 64;
+  EXPECT_NE(message_of<UnsupportedError>([&] {
+              check(precision::Policy::fp8(recipe), kGpu);
+            }).find("128 wide"),
+            std::string::npos);
 }
 
 // ---- Delayed scales -----------------------------------------------------------------------------

@@ -181,6 +181,51 @@ TEST(GemmRules, Float8OnHopper) {
   EXPECT_EQ(validate(biased), "");
 }
 
+TEST(GemmRules, ScalesOfRowsAndTilesGoTogetherAsTheLibraryHasThem) {
+  using enum GemmScale;
+  const auto scaled = [](GemmScale a, GemmScale b) {
+    GemmProblem p = float8(kF8E4M3, kF8E4M3, kBF16);
+    p.a_scaling = a;
+    p.b_scaling = b;
+    return p;
+  };
+  for (const auto& [a, b] : {std::pair(kOuter, kOuter), std::pair(kVectors, kVectors),
+                             std::pair(kVectors, kSquares), std::pair(kSquares, kVectors)}) {
+    const GemmProblem good = scaled(a, b);
+    EXPECT_EQ(validate(good), "");
+    expect_refused_when([](GemmProblem& p) { p.a_scale = nullptr; }, "are missing", good);
+    expect_refused_when([](GemmProblem& p) { p.b_scale = some_memory + 4; }, "multiple of 16",
+                        good);
+    expect_refused_when([](GemmProblem& p) { p.d.dtype = kF8E4M3; }, "do not give", good);
+    expect_refused_when(
+        [](GemmProblem& p) {
+          p.batch = 2;
+          p.d.batch_stride = 96 * 64;
+        },
+        "not a batch", good);
+    expect_refused_when([](GemmProblem& p) { p.epilogue = GemmEpilogue::kGelu; },
+                        "have no epilogue", good);
+    GemmProblem fast = good;
+    fast.fast_accumulation = true;
+    EXPECT_EQ(validate(fast).empty(), a == kOuter);
+    EXPECT_NE(describe(good), describe(scaled(kTensor, kTensor)));
+    const LibraryCall call = library_call(good);  // its a is our b
+    const auto mode = [](GemmScale one) { return one == kTensor ? 0 : static_cast<int>(one) + 2; };
+    EXPECT_EQ(call.a_scale_mode, mode(b));
+    EXPECT_EQ(call.b_scale_mode, mode(a));
+  }
+  for (const auto& [a, b] : {std::pair(kSquares, kSquares), std::pair(kOuter, kTensor),
+                             std::pair(kTensor, kVectors), std::pair(kVectors, kOuter)}) {
+    expect_refused(scaled(a, b), "there is no product of");
+  }
+  expect_refused_when([](GemmProblem& p) { p.b_scaling = kOuter; }, "scales are for float8");
+  EXPECT_EQ(count_scales(kTensor, 48, 300), 1);
+  EXPECT_EQ(count_scales(kOuter, 48, 300), 48);
+  EXPECT_EQ(count_scales(kVectors, 48, 300), 3 * 48);
+  EXPECT_EQ(count_scales(kSquares, 200, 300), 2 * 4);
+  EXPECT_EQ(count_scales(kSquares, 200, 600), 2 * 8);
+}
+
 // ---- The mapping, by a model of the library that reads columns ----------------------------------
 
 double gelu(double x) { return fn::GeluTanh{}(x); }

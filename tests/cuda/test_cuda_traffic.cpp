@@ -13,6 +13,7 @@
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/embedding/embedding.h>
+#include <tessera/core/kernels/fp8/quantize.h>
 #include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/loss/cross_entropy.h>
 #include <tessera/core/kernels/norm/norm.h>
@@ -96,6 +97,41 @@ TEST_F(CudaTraffic, OfNorms) {
       const Tensor x = on_gpu({5, width}, dtype), w = on_gpu({width}), b = on_gpu({width});
       expect_declared([&] { layer_norm(x, {width}, w, b, 1e-5); }, {"layer_norm"});
       expect_declared([&] { rms_norm(x, {width}, w, 1e-5); }, {"rms_norm"});
+    }
+  }
+}
+
+TEST_F(CudaTraffic, OfQuantisations) {
+  for (const DType dtype : {kF32, kBF16}) {
+    for (const Shape& shape : {Shape{16, 16}, Shape{272, 160}, Shape{150, 133}}) {
+      SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << shape);
+      const Tensor x = on_gpu(shape, dtype), factor = on_gpu({1});
+      const kernels::QuantizeOptions row{.tile = {1, 0}}, column{.tile = {0, 1}};
+      const kernels::QuantizeWants columns{.by_rows = false, .by_columns = true};
+      const auto sum_of = [&](std::vector<std::string> names) {
+        names.push_back("sum");
+        if (dtype != kF32) names.push_back("convert");
+        return names;
+      };
+      const std::vector<std::string> lines{"fill_", "largest_of_lines", "cast_tiles"};
+      expect_declared([&] { kernels::quantize(x, {}, {}, {.by_columns = true}); },
+                      {"fill_", "largest_magnitude", "cast_transpose"});
+      expect_declared([&] { kernels::quantize(x, row); }, lines);
+      expect_declared([&] { kernels::quantize(x, column, {}, columns); }, lines);
+      expect_declared([&] { kernels::quantize_both(x, row, column, {.factor = factor}); }, lines);
+      expect_declared([&] { kernels::quantize_both(x, row, column, {.sums = true}); },
+                      sum_of(lines));
+      const kernels::QuantizeOptions along{.tile = {1, 128}}, down{.tile = {128, 1}};
+      expect_declared([&] { kernels::quantize(x, along); }, {"cast_tiles"});
+      expect_declared([&] { kernels::quantize_both(x, along, down, {.sums = true}); },
+                      sum_of({"cast_tiles"}));
+      for (const bool by_columns : {false, true}) {
+        expect_declared(
+            [&] {
+              kernels::quantize(x, {.tile = {128, 128}}, {}, {.by_columns = by_columns});
+            },
+            {"cast_tiles"});
+      }
     }
   }
 }

@@ -111,6 +111,10 @@ Traffic traffic_of(const GemmProblem& p) {
   };
   const int64_t d = p.M * p.N * p.batch * size_of(p.d.dtype);
   Traffic traffic{bytes(p.a, p.M, p.K) + bytes(p.b, p.K, p.N) + (p.beta != 0 ? d : 0), d};
+  if (p.a_scaling != GemmScale::kTensor) {
+    traffic.reads +=
+        4 * (count_scales(p.a_scaling, p.M, p.K) + count_scales(p.b_scaling, p.N, p.K));
+  }
   const bool sums_bias = p.epilogue == GemmEpilogue::kGeluGradBiasGrad ||
                          p.epilogue == GemmEpilogue::kBiasGradOfA ||
                          p.epilogue == GemmEpilogue::kBiasGradOfB;

@@ -4,8 +4,8 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/fp8/cast_tiles.h>
 #include <tessera/core/kernels/fp8/quantize.h>
-#include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/core/kernels/fp8/cast_transpose.cuh>
 
@@ -169,8 +169,8 @@ Tensor largest_of(const Tensor& source, const Tensor& second, DType through = kF
   gpu::launch({.name = "largest_magnitude",
                .grid = gpu::blocks(source.numel(), kAmaxThreads, kAmaxEach),
                .block = kAmaxThreads,
-               .traffic = {.reads = Form::kOperands * source.nbytes() + (factor.defined() ? 4 : 0),
-                           .writes = 0}},
+               .traffic = {.reads = Form::kOperands * source.nbytes() + (factor.defined() ? 8 : 4),
+                           .writes = 4}},
               largest_magnitude_kernel<T, Form>, source.data_as<T>(), data_or_null<T>(second),
               through, data_or_null<float>(factor), static_cast<uint32_t*>(largest.data()),
               source.numel(), begins_vectors(source) && begins_vectors(second));
@@ -184,10 +184,8 @@ template <class Largest, class Run>
 Quantized quantized(const Tensor& x, const QuantizeOptions& options, const Tensor& scale,
                     const QuantizeWants& wants, const Largest& largest, const Run& run) {
   TS_CHECK_AS(UnsupportedError, options.tile == ScaleTile::tensor(), "quantize",
-              "a GPU has one scale for the whole matrix (recipes tensorwise and delayed); asked "
-              "for tiles of ",
-              options.tile.rows, " x ", options.tile.columns,
-              " (0: all), as rowwise and blockwise have them");
+              "a GPU makes gelu with one scale for the whole matrix; asked for tiles of ",
+              options.tile.rows, " x ", options.tile.columns, " (0: all)");
   const int64_t M = x.size(0), N = x.size(1);
   const auto empty = [&](bool wanted, const Shape& shape, DType dtype) {
     return wanted ? raw::empty(shape, dtype, x.device()) : Tensor();
@@ -218,13 +216,14 @@ Quantized quantized(const Tensor& x, const QuantizeOptions& options, const Tenso
                       .no_nan = true};
   request.sums = empty(wants.sums, {int64_t{grid_of<f8e4m3, cast::Plain, true>(M, N).y}, N}, kF32);
   run(request);
-  if (wants.sums) result.sums = sum(request.sums, {0}, false, dtype_of_sums);
+  if (wants.sums) result.sums = fold_sums(request.sums, dtype_of_sums);
   return result;
 }
 
 Quantized quantize_cuda(const Tensor& x, const QuantizeOptions& options, const Tensor& scale,
                         const QuantizeWants& wants) {
   const Tensor source = contiguous(x);
+  if (options.tile != ScaleTile::tensor()) return quantize_tiles(source, options, wants);
   const auto largest = [&] {
     Tensor result;
     dispatch_floating(source.dtype(), kCast, [&]<class T>() {

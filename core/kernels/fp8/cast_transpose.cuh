@@ -287,6 +287,22 @@ TS_DEVICE void cut_patch(const CastJob<T, Q>& job, int64_t m0, int64_t n0, float
   }
 }
 
+// What the block's threads saw is added to what the job notes. `slot`: shared memory for 32 values.
+template <class T, class Q>
+TS_DEVICE void note(const CastJob<T, Q>& job, const Seen& seen, uint32_t* slot) {
+  if (job.amax != nullptr) {
+    uint32_t largest = gpu::block_reduce(seen.largest, LargerBits{}, 0u, slot);
+    if (job.no_nan && largest > rules::kInfinityBits) largest = rules::kInfinityBits;
+    if (threadIdx.x == 0 && largest > 0) atomicMax(job.amax, largest);
+  }
+  if (job.counts != nullptr) {
+    const uint32_t saturated = gpu::block_reduce(seen.saturated, gpu::Plus{}, 0u, slot);
+    const uint32_t underflown = gpu::block_reduce(seen.underflown, gpu::Plus{}, 0u, slot);
+    if (threadIdx.x == 0 && saturated > 0) atomicAdd(job.counts, uint64_t{saturated});
+    if (threadIdx.x == 0 && underflown > 0) atomicAdd(job.counts + 1, uint64_t{underflown});
+  }
+}
+
 }  // namespace cast
 
 template <class T, class Q, class Form = cast::Plain, bool kSums = false>
@@ -322,22 +338,11 @@ __global__ void __launch_bounds__(cast::kThreads, 4) cast_transpose_kernel(CastJ
       if (to < job.N) job.sums[int64_t{blockIdx.y} * job.N + to] = sum;
     }
   }
-  const bool first = thread == 0;
-  if (first && blockIdx.x == 0 && blockIdx.y == 0 && job.inverse != nullptr) {
+  if (thread == 0 && blockIdx.x == 0 && blockIdx.y == 0 && job.inverse != nullptr) {
     *job.scale_used = factor;
     *job.inverse = 1 / factor;
   }
-  if (job.amax != nullptr) {
-    uint32_t largest = gpu::block_reduce(seen.largest, cast::LargerBits{}, 0u, slot);
-    if (job.no_nan && largest > rules::kInfinityBits) largest = rules::kInfinityBits;
-    if (first && largest > 0) atomicMax(job.amax, largest);
-  }
-  if (job.counts != nullptr) {
-    const uint32_t saturated = gpu::block_reduce(seen.saturated, gpu::Plus{}, 0u, slot);
-    const uint32_t underflown = gpu::block_reduce(seen.underflown, gpu::Plus{}, 0u, slot);
-    if (first && saturated > 0) atomicAdd(job.counts, uint64_t{saturated});
-    if (first && underflown > 0) atomicAdd(job.counts + 1, uint64_t{underflown});
-  }
+  cast::note(job, seen, slot);
 }
 
 }  // namespace tessera::kernels

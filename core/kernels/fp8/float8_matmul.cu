@@ -8,6 +8,7 @@
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/fp8/quantize.h>
+#include <tessera/core/raw_views.h>
 #include <tessera/core/kernels/gemm/matmul_tiles.cuh>
 
 namespace tessera::kernels {
@@ -23,6 +24,45 @@ const Tensor& along_sum(const Float8Operand& operand, bool rows_are_outside) {
   return copy;
 }
 
+using gpu::GemmScale;
+
+// How the scales of that copy lie, see quantize().
+GemmScale scaling_of(const Float8Operand& operand, bool rows_are_outside) {
+  const ScaleTile& tile = operand.matrix.tile;
+  const int64_t outside = rows_are_outside ? tile.rows : tile.columns;
+  const int64_t along = rows_are_outside ? tile.columns : tile.rows;
+  constexpr int64_t kSide = gpu::kScaledTogether;
+  if (outside == 0 && along == 0) return GemmScale::kTensor;
+  if (outside == 1 && along == 0) return GemmScale::kOuter;
+  if (outside == 1 && along == kSide) return GemmScale::kVectors;
+  if (outside == kSide && along == kSide) return GemmScale::kSquares;
+  TS_THROW(UnsupportedError, kProduct, "has no scales of ", outside, " x ", along,
+           " numbers (0: all) where the sum runs along the latter; 1 x all, 1 x ", kSide, " and ",
+           kSide, " x ", kSide, " are there");
+}
+
+// They must lie so.
+const Tensor& inverse_of(const Float8Operand& operand, bool rows_are_outside, GemmScale scaling) {
+  const Quantized& q = operand.matrix;
+  const bool turned = !rows_are_outside && q.inverse_by_columns.defined();
+  const Tensor& inverse = turned ? q.inverse_by_columns : q.inverse;
+  const int outside = rows_are_outside ? 0 : 1;
+  const bool fits = scaling == GemmScale::kVectors ? inverse.stride(outside) == 1
+                    : scaling == GemmScale::kSquares
+                        ? inverse.stride(1 - outside) == 1 && inverse.stride(outside) % 4 == 0
+                        : true;
+  TS_CHECK(fits, kProduct, "needs scales of ", inverse.size(0), " x ", inverse.size(1),
+           " tiles as quantize() lays them for this copy; these have other strides");
+  return inverse;
+}
+
+// One scale for all is one for each, where the other operand has those.
+Tensor spread(const Tensor& inverse, int64_t count) {
+  const Tensor all = raw::empty({count}, kF32, inverse.device());
+  copy_into(all, raw::expand(raw::view(inverse, {1}), {count}));
+  return all;
+}
+
 Tensor float8_matmul_cuda(const Float8Operand& a, const Float8Operand& b, DType dtype,
                           const Float8Product& product) {
   const Tensor &left = along_sum(a, !a.transposed), &right = along_sum(b, b.transposed);
@@ -33,9 +73,22 @@ Tensor float8_matmul_cuda(const Float8Operand& a, const Float8Operand& b, DType 
   problem.a = {.dtype = left.dtype(), .leading = K, .data = left.data()};
   problem.b = {.dtype = right.dtype(), .transposed = true, .leading = K, .data = right.data()};
   problem.d = {.dtype = dtype, .leading = N, .data = result.data()};
-  problem.a_scale = a.matrix.inverse.data();
-  problem.b_scale = b.matrix.inverse.data();
-  problem.fast_accumulation = product.fast_accumulation;
+  problem.a_scaling = scaling_of(a, !a.transposed);
+  problem.b_scaling = scaling_of(b, b.transposed);
+  Tensor a_scale = inverse_of(a, !a.transposed, problem.a_scaling);
+  Tensor b_scale = inverse_of(b, b.transposed, problem.b_scaling);
+  if (problem.a_scaling == GemmScale::kOuter && problem.b_scaling == GemmScale::kTensor) {
+    problem.b_scaling = GemmScale::kOuter;
+    b_scale = spread(b_scale, N);
+  } else if (problem.a_scaling == GemmScale::kTensor && problem.b_scaling == GemmScale::kOuter) {
+    problem.a_scaling = GemmScale::kOuter;
+    a_scale = spread(a_scale, M);
+  }
+  problem.a_scale = a_scale.data();
+  problem.b_scale = b_scale.data();
+  problem.fast_accumulation =
+      product.fast_accumulation &&
+      (problem.a_scaling == GemmScale::kTensor || problem.a_scaling == GemmScale::kOuter);
   const bool with_bias = product.bias.defined() && dtype != kF32;  // there is no f32 bias
   const Tensor bias = with_bias ? contiguous(product.bias) : Tensor();
   if (with_bias) {
@@ -46,7 +99,8 @@ Tensor float8_matmul_cuda(const Float8Operand& a, const Float8Operand& b, DType 
   if (!run_counted(problem)) {
     const std::string reason = gpu::validate(problem);
     TS_THROW(UnsupportedError, kProduct,
-             "products of float8 run by cuBLASLt on a GPU of compute capability 8.9 or more: ",
+             "products of float8 run by cuBLASLt on a GPU of compute capability 8.9 or more (9.0 "
+             "for scales of rows and tiles): ",
              reason.empty() ? gpu::gemm_library() : reason);
   }
   if (product.bias.defined() && !with_bias) binary_into<fn::Add>(result, result, product.bias);

@@ -44,6 +44,8 @@ struct Quantized {
   Tensor inverse = {};     // 1 / scale, what products multiply by
   ScaleTile tile = {};
   Tensor sums = {};  // of columns, where wanted
+  // Of 128 x 128 tiles on a GPU: `inverse`, laid out as products read it beside `transposed`.
+  Tensor inverse_by_columns = {};
   const Tensor& any() const { return values.defined() ? values : transposed; }
   const Device& device() const { return any().device(); }
   int64_t rows() const { return values.defined() ? values.size(0) : transposed.size(1); }
@@ -72,11 +74,26 @@ struct QuantizeWants {
 
 // x: [M, N], f32, f16 or bf16, any strides. `scale`: one f32 to use for all tiles instead of theirs
 // (a tile of the whole matrix then); amax is noted all the same. Reads x twice, once where the
-// scale is given, and writes a byte an element and copy. The bytes are the same on all devices; a
-// GPU has one scale for the whole matrix, tiles are an UnsupportedError. Throws DTypeError,
-// ShapeError.
+// scale is given, and writes a byte an element and copy. Bytes and scales are the same on all
+// devices. Throws DTypeError, ShapeError.
+//
+// A GPU has the tiles that its products take: the whole matrix, 128 x 128, and for one of the
+// copies a row or 1 x 128 by rows, a column or 128 x 1 by columns. Others are an UnsupportedError.
+// Tiles of 128 it reads once. There scales lie as products read them: those of 1 x 128 with
+// neighbouring rows beside each other, those of 128 x 128 with neighbouring columns, a multiple of
+// four a row.
 Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor& scale = {},
                    const QuantizeWants& wants = {});
+
+// x for two products, one of which sums along its columns and one along its rows: with a scale for
+// each row (or 1 x 128) and for each column (or 128 x 1). A GPU reads it once for both maxima and
+// once for both copies. `wants`: as above, notes are those of `rows`.
+struct QuantizedPair {
+  Quantized rows;     // values
+  Quantized columns;  // on a GPU transposed
+};
+QuantizedPair quantize_both(const Tensor& x, const QuantizeOptions& rows,
+                            const QuantizeOptions& columns, const QuantizeWants& wants = {});
 
 // Of gelu(x), and of its gradient dy gelu'(x), which are rounded to x's dtype and never stored: on
 // a GPU one pass. x, dy: f16 or bf16 [M, N].
@@ -93,8 +110,10 @@ Quantized quantize_gelu_grad(const Tensor& dy, const Tensor& x, bool tanh_form,
 //
 // On a GPU the library multiplies (cuBLASLt, compute capability 8.9 and above): each operand needs
 // the copy in which the sum runs along memory, `values` of a and `transposed` of b as they lie, the
-// other one where they are turned around; M, N and K are multiples of 16. UnsupportedError that
-// says what is in the way.
+// other one where they are turned around; M, N and K are multiples of 16. Scales of rows and tiles
+// need 9.0: one of each row of a and column of b (a scale of the whole matrix stands for all of
+// them), or tiles of 128 along the sum in both, square ones in one of them at most.
+// UnsupportedError that says what is in the way.
 struct Float8Operand {
   const Quantized& matrix;
   bool transposed = false;
@@ -102,7 +121,8 @@ struct Float8Operand {
 struct Float8Product {
   // [N] of `dtype`, added to the rounded result; on a GPU to f16 and bf16 before they are rounded.
   Tensor bias = {};
-  bool fast_accumulation = false;  // of a GPU: partial sums keep about 13 bits
+  // Of a GPU: partial sums keep about 13 bits. Not where scales change along the sum.
+  bool fast_accumulation = false;
 };
 Tensor float8_matmul(const Float8Operand& a, const Float8Operand& b, DType dtype,
                      const Float8Product& product = {});

@@ -313,6 +313,18 @@ Quantized quantize(const Tensor& x, const QuantizeOptions& options, const Tensor
   return narrowed(source, options, scales);
 }
 
+QuantizedPair quantize_both(const Tensor& x, const QuantizeOptions& rows,
+                            const QuantizeOptions& columns, const QuantizeWants& wants) {
+  check_matrix(x, rows);
+  check_matrix(x, columns);
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::quantize_both>(kQuantize, x.device(), x, rows, columns, wants);
+  }
+  QuantizeWants of_columns = wants;
+  of_columns.sums = false;
+  return {.rows = quantize(x, rows, {}, wants), .columns = quantize(x, columns, {}, of_columns)};
+}
+
 namespace {
 
 void check_gelu(const Tensor& x) {
