@@ -22,6 +22,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 
 #include <tessera/core/kernels/fp8/quantize.h>
 #include <tessera/core/tensor.h>
@@ -64,6 +65,14 @@ struct Float8Slot {
   std::shared_ptr<Float8Linear> layer;
   const Tensor* weight = nullptr;
 };
+
+// Linears that a recipe leaves out, by the places of their weights: calls are told, and run as
+// ever.
+struct Float8LeftOut {
+  std::unordered_map<const Tensor*, std::weak_ptr<Float8Linear>> layers;
+};
+// For who is about to multiply x by the weight that stands in `place`.
+void note_float8_left_out(const Tensor& place, const Tensor& x);
 
 // x W^T + bias by `layer`. x: [..., in]; weight: [out, in]; bias: [out] or undefined. No second
 // derivatives. Throws what linear() and kernels::quantize() throw.

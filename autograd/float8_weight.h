@@ -28,13 +28,21 @@ std::optional<WeightKey> float8_key_of(std::span<Tensor* const> places);
 namespace detail {
 // Its second input is a weight, of which it reads the quantised copy that is kept.
 extern const Op kFloat8Linear;
+extern const Op kFloat8LinearGeluLinear;  // its second and fourth
+// Whether that is how `op` reads its input of this number.
+inline bool reads_float8(const Op& op, size_t input) {
+  return (&op == &kFloat8Linear && input == 1) ||
+         (&op == &kFloat8LinearGeluLinear && (input == 1 || input == 3));
+}
 }  // namespace detail
 
 namespace weight_cache {
 
 // As provide() in weight_cache.h, of a copy that quantized() gives. `about`: all of that but the
-// values, which the caller writes into the result, f8[leaf's shape].
+// values, which the caller writes into the result, f8[leaf's shape]; and then calls turn(), by
+// which a GPU gets its copy by columns.
 Tensor provide(const Tensor& leaf, const WeightKey& key, kernels::Quantized about);
+void turn(const Tensor& leaf, const WeightKey& key);
 
 }  // namespace weight_cache
 }  // namespace tessera

@@ -329,13 +329,21 @@ Entry& provided(const Tensor& leaf, const WeightKey& key) {
   Entry* entry = cache.find(key);
   if (entry == nullptr) entry = &cache.entries.emplace_back(Entry{.key = key});
   const bool current = entry->stamp.holds_for(leaf, key.scale);
+  const bool turns = key.tiles && copies_of(*key.tiles, leaf.device()).by_columns;
   if (entry->tensor.defined() && !entry->released && !current) tessera::release(*entry);
   if (entry->released && entry->is_shared() && entry->tensor.shape() == leaf.shape() &&
-      entry->tensor.is_contiguous()) {
-    entry->tensor.storage()->resize(leaf.numel() * size_of(key.dtype));
-    if (current) entry->tensor.impl()->version->value = entry->version_before_release;
+      entry->tensor.is_contiguous() && entry->turned.defined() == turns) {
+    const auto give_back = [&](const Tensor& copy, uint32_t version) {
+      if (!copy.defined()) return;
+      copy.storage()->resize(leaf.numel() * size_of(key.dtype));
+      if (current) copy.impl()->version->value = version;
+    };
+    give_back(entry->tensor, entry->version_before_release);
+    give_back(entry->turned, entry->turned_version_before_release);
   } else if (entry->released || !entry->tensor.defined()) {
     entry->tensor = raw::empty(leaf.shape(), key.dtype, leaf.device());
+    entry->turned =
+        turns ? raw::empty({leaf.size(1), leaf.size(0)}, key.dtype, leaf.device()) : Tensor();
   }
   entry->released = false;
   entry->was_got = true;
@@ -361,6 +369,16 @@ Tensor provide(const Tensor& leaf, const WeightKey& key, kernels::Quantized abou
   entry.tiles = std::move(about);
   entry.tiles.values = Tensor();
   return entry.tensor;
+}
+
+void turn(const Tensor& leaf, const WeightKey& key) {
+  const std::lock_guard lock(mutex_of(leaf));
+  Entry* entry = ensure_cache(leaf).find(key);
+  TS_CHECK(entry != nullptr && !entry->released, "weight_cache", "has no bytes of ", leaf,
+           " to turn around; provide() them first");
+  if (!entry->turned.defined()) return;
+  const auto bytes = [](const Tensor& x) { return raw::reinterpret(raw::alias(x), kU8); };
+  kernels::copy_into(bytes(entry->turned), raw::transpose(bytes(entry->tensor), 0, 1));
 }
 
 int64_t bytes(const Tensor& leaf) {

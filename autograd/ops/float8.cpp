@@ -9,7 +9,9 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/float8_operands.h>
 #include <tessera/autograd/weight_cache.h>
+#include <tessera/core/functors.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/placement_slot.h>
@@ -35,7 +37,18 @@ kernels::Quantized float8_weight(const Tensor& weight, const kernels::QuantizeOp
   bool is_new = false;
   const kernels::Quantized q = weight_cache::quantized(
       weight, options, layer.scale(Float8Role::kWeight), &is_new, layer.notes(Float8Role::kWeight));
-  if (is_new) layer.saw(Float8Role::kWeight, weight, q);
+  if (!is_new) return q;
+  if (q.seen_largest.defined()) {
+    const kernels::QuantizeWants notes = layer.notes(Float8Role::kWeight);
+    if (notes.largest.defined()) {
+      kernels::binary_into<fn::Maximum>(notes.largest, notes.largest, q.seen_largest);
+    }
+    if (notes.counts.defined()) {
+      const Tensor counts = raw::view(notes.counts, {2});
+      kernels::binary_into<fn::Add>(counts, counts, q.seen_counts);
+    }
+  }
+  layer.saw(Float8Role::kWeight, weight, q);
   return q;
 }
 
@@ -45,7 +58,7 @@ Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weig
     const PlacementSlot* slot = placement_slot(*each);
     if (each == &weight && slot != nullptr && slot->has_casts()) {
       // There may be the copy that is read here, and the cache brings the weight where not.
-      if (&op == &detail::kFloat8Linear) continue;
+      if (detail::reads_float8(op, 1)) continue;
       slot->bring();
       slot = placement_slot(*each);
     }
@@ -192,6 +205,16 @@ Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& gi
         }
         return grads;
       });
+}
+
+void note_float8_left_out(const Tensor& place, const Tensor& x) {
+  const auto& layers = Context::current().slot<Float8LeftOut>().layers;
+  if (layers.empty()) [[likely]]
+    return;
+  const auto found = layers.find(&place);
+  const auto layer = found == layers.end() ? nullptr : found->second.lock();
+  if (layer == nullptr || x.dim() == 0) return;
+  layer->takes(x, place, numel_of(x.shape().slice(0, x.dim() - 1)));
 }
 
 std::optional<WeightKey> float8_key_of(std::span<Tensor* const> places) {

@@ -3,6 +3,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/float8_weight.h>
 #include <tessera/autograd/ops/float8_operands.h>
 #include <tessera/core/raw_views.h>
 
@@ -12,12 +13,14 @@ namespace tessera {
 
 // Inputs: x, weight, bias, out_weight, out_bias; what backward reads: bytes and inverse scales of
 // x, weight, gelu(h) and out_weight, and h, which gelu took.
-const Op kFloat8LinearGeluLinear{
+const Op detail::kFloat8LinearGeluLinear{
     .name = "float8_linear_gelu_linear",
     .reads = {inputs(7, 8, 11, 12, 13), inputs(5, 6, 11, 12, 13), inputs(11, 12, 13),
               inputs(9, 10)},
     .twice_differentiable = false,
     .composed = "linear(gelu(linear(x, weight, bias)), out_weight, out_bias)"};
+
+using detail::kFloat8LinearGeluLinear;
 
 Tensor float8_linear_gelu_linear(const Tensor& given, const Tensor& weight,
                                  const Tensor& given_bias, std::shared_ptr<Float8Linear> layer,

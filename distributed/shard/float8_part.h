@@ -17,6 +17,10 @@
 // Behind the bytes travels a label of each part: the scale that they were made with, and what
 // quantising the part has seen. So all ranks know of the whole what one that has it knows, and a
 // rank whose scale differs is a DistributedError on all of them, and no wrong product.
+//
+// On a GPU maxima, scales and labels stay on the device, as no step waits for it: a weight whose
+// parts have different scales has the scale NaN there. The copy by columns, which its products read
+// as well, is made of what arrives.
 #pragma once
 
 #include <cstdint>
@@ -41,6 +45,8 @@ class Float8Maxima {
   // Of the whole; infinite where it has a NaN. Collective where the part was written since: then
   // those of all weights are brought up to date, in one reduction.
   float of(size_t weight);
+  // The same of a GPU, which it stays on: f32 [1].
+  Tensor on_gpu(size_t weight);
 
  private:
   struct Weight {
@@ -52,6 +58,7 @@ class Float8Maxima {
   };
   Group* ranks_;
   std::vector<Weight> weights_;
+  Tensor own_, all_;  // of a GPU: f32 [weights]
 };
 
 // What travels behind the bytes of a part.
@@ -71,8 +78,9 @@ class Float8Part {
   // This rank's bytes, u8[room], quantised now where the part or the scale is new. Collective as
   // Float8Maxima::of().
   const Tensor& bytes();
-  // Of bytes(), when that was called.
+  // Of bytes(), when that was called: on the host; on a GPU u8 [sizeof(Float8Label)].
   const Float8Label& label() const { return label_; }
+  const Tensor& label_on_gpu() const { return label_on_gpu_; }
   // The version of a scale that is given; 0 of others.
   uint32_t scale_version() const { return key_.scale.defined() ? key_.scale.version() : 0; }
 
@@ -81,6 +89,8 @@ class Float8Part {
   void rest();
 
  private:
+  void make();
+  void make_on_gpu();
   Tensor part_;
   int64_t room_;
   WeightKey key_;
@@ -88,6 +98,7 @@ class Float8Part {
   size_t number_ = 0;  // in them
   Tensor bytes_;
   Float8Label label_;
+  Tensor label_on_gpu_;
   uint32_t version_ = 0, made_with_ = 0;  // of the part and the scale, of which the bytes are
   bool rests_ = false;
   uint32_t resting_version_ = 0;
@@ -98,5 +109,7 @@ class Float8Part {
 kernels::Quantized float8_whole(std::span<const Float8Label> labels, const WeightKey& key,
                                 const Device& device, std::string_view where,
                                 const std::string& name);
+// The same on a GPU. labels: u8 [ranks, bytes], each rank's at `first`.
+kernels::Quantized float8_whole(const Tensor& labels, int64_t first, const WeightKey& key);
 
 }  // namespace tessera::distributed

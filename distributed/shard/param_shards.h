@@ -280,10 +280,7 @@ class RowShards final : public ParamShards {
   }
   void gather_whole(size_t param) override;
   bool may_cast() const override { return whole_dtype_ == dtype_ && dtype_ == kF32; }
-  bool may_travel_in_float8() const override {
-    return may_cast() && !is_offloaded() &&
-           !device_.is_cuda();  // a GPU needs bytes by columns, too
-  }
+  bool may_travel_in_float8() const override { return may_cast() && !is_offloaded(); }
 
  private:
   // How a rank's part travels.

@@ -311,18 +311,29 @@ void RowShards::pack_float8(const Tensor& target) {
     if (way_.forms[i] != Form::kFloat8) continue;
     Float8Part& own = *params_[i].float8;
     const Tensor& bytes = own.bytes();
+    const auto label = static_cast<int64_t>(labels.size() * sizeof(Float8Label));
     labels.push_back(own.label());
     if (target.is_meta()) continue;
     segments.push_back({bytes.data(), target.data_as<char>() + way_.offsets[i], bytes.numel()});
+    if (device_.is_cuda()) {
+      const Tensor& said = own.label_on_gpu();
+      segments.push_back({said.data(), target.data_as<char>() + way_.labels + label, said.numel()});
+    }
   }
   if (target.is_meta()) return;
   kernels::copy_segments(segments, kU8, kU8, device_);
+  if (device_.is_cuda()) return;
   std::memcpy(target.data_as<char>() + way_.labels, labels.data(),
               labels.size() * sizeof(Float8Label));
 }
 
 // What has come beside the bytes of a parameter. `label`: which of the labels is its own.
 kernels::Quantized RowShards::arrived_float8(size_t param, int64_t label) const {
+  if (device_.is_cuda()) {
+    return float8_whole(raw::view(gathered_, {shards().size(), way_.bytes}),
+                        way_.labels + label * static_cast<int64_t>(sizeof(Float8Label)),
+                        params_[param].float8->key());
+  }
   std::vector<Float8Label> labels(static_cast<size_t>(shards().size()));
   for (size_t r = 0; !device_.is_meta() && r < labels.size(); ++r) {
     const int64_t at = static_cast<int64_t>(r) * way_.bytes + way_.labels;
@@ -390,6 +401,9 @@ void RowShards::take_gathered() {
   kernels::copy_segments(others, whole_dtype_, whole_dtype_, device_);
   for (size_t i = 0; i < params_.size(); ++i) {
     if (way_.forms[i] == Form::kStored) weight_cache::restore(params_[i].whole);
+    if (way_.forms[i] == Form::kFloat8) {
+      weight_cache::turn(params_[i].whole, params_[i].float8->key());
+    }
   }
   if (near_ != nullptr && !near_part_.defined()) {
     const int64_t numel = gathered_.numel() / near_->size();

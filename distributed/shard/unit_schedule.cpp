@@ -62,7 +62,7 @@ class UnitSchedule::Reads final : public OpObserver {
       Read& read = reads[found->second];
       if (&op == &detail::kAutocastWeight) {
         read.cast = results[0].dtype() == kBF16 ? kAsBF16 : kAsF16;
-      } else if (&op == &detail::kFloat8Linear && i == 1) {
+      } else if (detail::reads_float8(op, i)) {
         read.float8 = 1;
       } else {
         read.itself = 1;

@@ -69,6 +69,23 @@ class CudaFp8Sharding : public CudaNccl {
   ~CudaFp8Sharding() override { gpu::emulation::set_gemm_model(nullptr); }
 };
 
+// Weights travel as a byte an element from the second step on, forward and backward.
+void expect_bytes(const CommTrace::Scope& scope, Fp8Scaling scaling, const Way& way) {
+  constexpr int64_t kWeights = kWidth * kWidth + 2 * kWidth * 48;
+  constexpr int64_t kOthers = 4 * 2 * kWidth + 2 * (2 * kWidth + 48);  // f32 and, of biases, bf16
+  int64_t units = 0, maxima = 0;
+  for (const CommRecord& record : scope.records()) {
+    maxima += record.tag == "fp8_maxima";
+    if (record.channel != Channel::kParameter) continue;
+    ++units;
+    EXPECT_EQ(record.dtype, kU8) << record.tag;
+    EXPECT_GE(record.bytes, (kWeights + kOthers) / 2) << record.tag;
+    EXPECT_LE(record.bytes, (kWeights + kOthers) / 2 + 8 * 16 + 3 * 24) << record.tag;
+  }
+  EXPECT_EQ(units, way.keeps ? 2 : 4);
+  EXPECT_EQ(maxima, scaling == Fp8Scaling::kTensorwise ? 1 : 0);
+}
+
 // Of rank 0.
 Outcome train(const Way& way, Fp8Scaling scaling) {
   Outcome outcome;
@@ -100,11 +117,13 @@ Outcome train(const Way& way, Fp8Scaling scaling) {
     for (int step = 0; step < kSteps; ++step) {
       const RandomStream stream{7, static_cast<uint64_t>(10 * step + rank)};
       const Tensor x = randn({16, kWidth}, {}, stream).to(cuda(rank));
+      const CommTrace::Scope scope(*rank_context().trace);
       const Tensor loss = mean(square(model(x) - x));
       loss.backward();
       applied.fp8()->update();
       optimizer.step();
       optimizer.zero_grad();
+      if (way.shards && step > 0) expect_bytes(scope, scaling, way);
       if (rank == 0) outcome["losses"].push_back(static_cast<float>(loss.to(kCpu).item()));
     }
     const NoGradGuard no_grad;
@@ -116,6 +135,12 @@ Outcome train(const Way& way, Fp8Scaling scaling) {
     const auto report = applied.fp8()->report();
     if (rank == 0) {
       outcome["calls"] = {static_cast<float>(report.fp8_calls())};
+      for (const auto& layer : report.layers) {
+        const auto& weight = layer.operands[static_cast<size_t>(Float8Role::kWeight)];
+        outcome["weight of " + layer.name] = {
+            weight.amax, static_cast<float>(weight.elements), static_cast<float>(weight.saturated),
+            static_cast<float>(weight.underflown), static_cast<float>(weight.not_finite)};
+      }
       for (const auto& [name, value] : applied.fp8()->state_dict()) {
         outcome["state of " + name] = value.to_vector<float>();
       }

@@ -4,6 +4,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/fp8/amax.h>
 #include <tessera/core/kernels/fp8/cast_tiles.h>
 #include <tessera/core/kernels/fp8/quantize.h>
 #include <tessera/core/raw_views.h>
@@ -132,7 +133,7 @@ constexpr int kAmaxThreads = 256, kAmaxEach = 64;  // numbers of a thread, as lo
 template <class T, class Form>
 __global__ void __launch_bounds__(kAmaxThreads)
     largest_magnitude_kernel(const T* x, const T* second, DType through, const float* factor,
-                             uint32_t* largest, int64_t n, bool vectors) {
+                             uint32_t* largest, int64_t n, bool vectors, bool no_nan) {
   constexpr int kN = 16 / static_cast<int>(sizeof(T)), kLoads = kAmaxEach / kN;
   TS_SHARED(uint32_t, slot, gpu::kWarp);
   const int64_t begin = int64_t{blockIdx.x} * kAmaxThreads * kAmaxEach;
@@ -159,13 +160,14 @@ __global__ void __launch_bounds__(kAmaxThreads)
     }
   }
   most = gpu::block_reduce(most, cast::LargerBits{}, 0u, slot);
+  if (no_nan && most > rules::kInfinityBits) most = rules::kInfinityBits;
   if (threadIdx.x == 0 && most > 0) atomicMax(largest, most);
 }
 
+// `largest` is raised to it.
 template <class T, class Form>
-Tensor largest_of(const Tensor& source, const Tensor& second, DType through = kF32,
-                  const Tensor& factor = {}) {
-  const Tensor largest = raw::zeros({1, 1}, kF32, source.device());
+void find_largest(const Tensor& source, const Tensor& second, DType through, const Tensor& factor,
+                  const Tensor& largest, bool no_nan) {
   gpu::launch({.name = "largest_magnitude",
                .grid = gpu::blocks(source.numel(), kAmaxThreads, kAmaxEach),
                .block = kAmaxThreads,
@@ -173,8 +175,25 @@ Tensor largest_of(const Tensor& source, const Tensor& second, DType through = kF
                            .writes = 4}},
               largest_magnitude_kernel<T, Form>, source.data_as<T>(), data_or_null<T>(second),
               through, data_or_null<float>(factor), static_cast<uint32_t*>(largest.data()),
-              source.numel(), begins_vectors(source) && begins_vectors(second));
+              source.numel(), begins_vectors(source) && begins_vectors(second), no_nan);
+}
+
+template <class T, class Form>
+Tensor largest_of(const Tensor& source, const Tensor& second, DType through = kF32,
+                  const Tensor& factor = {}) {
+  const Tensor largest = raw::zeros({1, 1}, kF32, source.device());
+  find_largest<T, Form>(source, second, through, factor, largest, /*no_nan=*/false);
   return largest;
+}
+
+void raise_to_largest_cuda(const Tensor& largest, const Tensor& x) {
+  if (x.numel() == 0) return;
+  const Tensor source = contiguous(x);
+  dispatch_floating(source.dtype(), kCast, [&]<class T>() {
+    if constexpr (!std::is_same_v<T, double>) {
+      find_largest<T, cast::Plain>(source, {}, kF32, {}, largest, /*no_nan=*/true);
+    }
+  });
 }
 
 // ---- quantize -----------------------------------------------------------------------------------
@@ -205,7 +224,9 @@ Quantized quantized(const Tensor& x, const QuantizeOptions& options, const Tenso
                       .through = wants.through.value_or(kF32),
                       .factor = wants.factor,
                       .scale = scale,
-                      .largest = scale.defined() ? Tensor() : largest(),
+                      .largest = scale.defined()              ? Tensor()
+                                 : wants.of_largest.defined() ? wants.of_largest
+                                                              : largest(),
                       .power_of_two = options.power_of_two,
                       .values = result.values,
                       .transposed = result.transposed,
@@ -276,6 +297,7 @@ Quantized quantize_gelu_grad_cuda(const Tensor& dy, const Tensor& x, bool tanh_f
 void register_cast_transpose() {
   cuda_kernel<cast_transpose> = cast_transpose_cuda;
   cuda_kernel<quantize> = quantize_cuda;
+  cuda_kernel<raise_to_largest> = raise_to_largest_cuda;
   cuda_kernel<quantize_gelu> = quantize_gelu_cuda;
   cuda_kernel<quantize_gelu_grad> = quantize_gelu_grad_cuda;
 }

@@ -46,6 +46,9 @@ struct Quantized {
   Tensor sums = {};  // of columns, where wanted
   // Of 128 x 128 tiles on a GPU: `inverse`, laid out as products read it beside `transposed`.
   Tensor inverse_by_columns = {};
+  // Of bytes that came from elsewhere to a GPU: what QuantizeWants' `largest` and `counts` noted
+  // where they were made.
+  Tensor seen_largest = {}, seen_counts = {};
   const Tensor& any() const { return values.defined() ? values : transposed; }
   const Device& device() const { return any().device(); }
   int64_t rows() const { return values.defined() ? values.size(0) : transposed.size(1); }
@@ -67,9 +70,10 @@ struct QuantizeWants {
   bool by_rows = true, by_columns = false;  // values, transposed
   bool sums = false;  // of the columns of x, [N] of x's dtype, before it is quantised
   std::optional<DType> through = {};  // f16, bf16: an f32 x is rounded to it first
-  Tensor factor = {};   // f32 [1]: x is multiplied by it first, and rounded to its dtype
-  Tensor largest = {};  // f32 [1]: raised to amax; infinite where x has a NaN
-  Tensor counts = {};   // i64 [2]: saturated and underflown are added
+  Tensor factor = {};      // f32 [1]: x is multiplied by it first, and rounded to its dtype
+  Tensor of_largest = {};  // f32 [1]: the one scale is of this magnitude, x being a part
+  Tensor largest = {};     // f32 [1]: raised to amax; infinite where x has a NaN
+  Tensor counts = {};      // i64 [2]: saturated and underflown are added
 };
 
 // x: [M, N], f32, f16 or bf16, any strides. `scale`: one f32 to use for all tiles instead of theirs

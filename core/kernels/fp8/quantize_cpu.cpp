@@ -514,4 +514,10 @@ float largest_magnitude_of(const Tensor& x) {
   return std::bit_cast<float>(*std::max_element(most.begin(), most.end()));
 }
 
+void raise_to_largest(const Tensor& largest, const Tensor& x) {
+  constexpr const char* kWhere = "largest_magnitude";
+  check_dtype(kWhere, x);
+  on_cuda<kernels::raise_to_largest>(kWhere, x.device(), largest, x);
+}
+
 }  // namespace tessera::kernels
