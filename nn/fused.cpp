@@ -11,6 +11,7 @@ namespace tessera::nn {
 
 Tensor linear_gelu(Linear& layer, const Tensor& x, Gelu approximate) {
   if (layer.has_hooks()) return gelu(layer(x), approximate);
+  note_float8_left_out(layer.weight, x);
   return tessera::linear_gelu(x, layer.weight, layer.bias, approximate);
 }
 
@@ -61,6 +62,7 @@ Tensor linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu ap
     if (y.defined()) return y;
   }
   if (inner.has_hooks() || outer.has_hooks()) return outer(linear_gelu(inner, x, approximate));
+  for (const Linear* each : {&inner, &outer}) note_float8_left_out(each->weight, x);
   return tessera::linear_gelu_linear(x, inner.weight, inner.bias, outer.weight, outer.bias,
                                      approximate);
 }
@@ -83,6 +85,7 @@ Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
   ModuleCall call(head);
   try {
     if (call.has_hooks()) call.before({});
+    note_float8_left_out(head.weight, x);
     return tessera::linear_cross_entropy(x, head.weight, target, ignore_index, reduction);
   } catch (...) {
     call.rethrow_named();
@@ -94,7 +97,14 @@ bool adds_residual(const Tensor& x, const Tensor& residual,
   if (!x.device().is_cuda() || x.dtype() != residual.dtype()) return false;
   const AutocastMode& autocast = Context::current().slot<AutocastMode>();
   if (autocast.enabled && autocast.dtype != x.dtype()) return false;
-  return std::ranges::none_of(callees, [](const ModuleBase* one) { return one->has_hooks(); });
+  if (std::ranges::any_of(callees, [](const ModuleBase* one) { return one->has_hooks(); })) {
+    return false;
+  }
+  for (const ModuleBase* one : callees) {
+    if (const auto* layer = dynamic_cast<const Linear*>(one))
+      note_float8_left_out(layer->weight, x);
+  }
+  return true;
 }
 
 Mlp::Mlp(int64_t features, int64_t hidden_features, const MlpOptions& options)

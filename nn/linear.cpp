@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include <tessera/autograd/float8.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/nn/describe.h>
 #include <tessera/nn/init.h>
@@ -24,7 +25,10 @@ void Linear::reset_parameters() {
   if (bias.defined()) init::uniform(bias, -bound, bound, initial_stream("bias"));
 }
 
-Tensor Linear::forward(const Tensor& x) { return linear(x, weight, bias); }
+Tensor Linear::forward(const Tensor& x) {
+  note_float8_left_out(weight, x);
+  return linear(x, weight, bias);
+}
 
 std::string Linear::extra_repr() const {
   return detail::describe("in_features", in_features, "out_features", out_features, "bias",

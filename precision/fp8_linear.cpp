@@ -97,8 +97,14 @@ struct Fp8Shared {
 
 class Fp8Layer final : public Float8Linear {
  public:
-  Fp8Layer(std::shared_ptr<Fp8Shared> shared, nn::Linear& module, std::string name, size_t index)
-      : owner_(std::move(shared)), module_(module), name_(std::move(name)), index_(index) {}
+  // `excluded`: why the filter left it out; empty where it takes part.
+  Fp8Layer(std::shared_ptr<Fp8Shared> shared, nn::Linear& module, std::string name, size_t index,
+           std::string excluded = {})
+      : owner_(std::move(shared)),
+        module_(module),
+        name_(std::move(name)),
+        index_(index),
+        excluded_(std::move(excluded)) {}
 
   const Float8Casts& casts() const override { return owner_->casts; }
 
@@ -113,9 +119,13 @@ class Fp8Layer final : public Float8Linear {
       }
       return true;
     }
-    TS_CHECK_AS(UnsupportedError, !owner_->recipe.strict || reason == kEvaluates, kFp8, "'", name_,
-                "' cannot run in float8, and strict lets nothing else run: ", reason);
-    if (counts) ++fallbacks_[reason];
+    TS_CHECK_AS(UnsupportedError,
+                !owner_->recipe.strict || reason == kEvaluates || !excluded_.empty(), kFp8, "'",
+                name_, "' cannot run in float8, and strict lets nothing else run: ", reason);
+    if (counts) {
+      ++fallbacks_[reason];
+      ++dtypes_[std::string(tessera::name_of(dtype_of_other(x)))];
+    }
     return false;
   }
 
@@ -183,8 +193,11 @@ class Fp8Layer final : public Float8Linear {
 
   // `largest`, `noted`: what a GPU noted, on the host; or undefined.
   Fp8LayerReport report(const Tensor& largest, const Tensor& noted) const {
-    Fp8LayerReport result{
-        .name = name_, .excluded = {}, .fp8_calls = calls_, .fallbacks = fallbacks_};
+    Fp8LayerReport result{.name = name_,
+                          .excluded = excluded_,
+                          .fp8_calls = calls_,
+                          .fallbacks = fallbacks_,
+                          .dtypes = dtypes_};
     for (size_t role = 0; role < counts_.size(); ++role) {
       const Counts& counts = counts_[role];
       const double all = static_cast<double>(std::max<int64_t>(counts.elements, 1));
@@ -209,6 +222,7 @@ class Fp8Layer final : public Float8Linear {
   void reset_counts() {
     calls_ = 0;
     fallbacks_.clear();
+    dtypes_.clear();
     counts_ = {};
   }
 
@@ -219,7 +233,14 @@ class Fp8Layer final : public Float8Linear {
     double signal = 0, noise = 0;
   };
 
+  // What autocast gives a product.
+  static DType dtype_of_other(const Tensor& x) {
+    const AutocastMode& autocast = Context::current().slot<AutocastMode>();
+    return autocast.enabled && x.dtype() != kF64 ? autocast.dtype : x.dtype();
+  }
+
   std::string reason_against(const Tensor& x, const Tensor& weight, int64_t rows) const {
+    if (!excluded_.empty()) return excluded_;
     if (!owner_->recipe.in_evaluation && !module_.is_training()) return kEvaluates;
     const AutocastMode& autocast = Context::current().slot<AutocastMode>();
     if (!autocast.enabled) return "autocast is off around the call";
@@ -243,9 +264,10 @@ class Fp8Layer final : public Float8Linear {
   nn::Linear& module_;  // of forward alone
   const std::string name_;
   const size_t index_;
+  const std::string excluded_;
   std::array<Tensor, kNumFloat8Roles> scales_;  // f32 [1], views
   int64_t calls_ = 0;
-  std::map<std::string, int64_t> fallbacks_;
+  std::map<std::string, int64_t> fallbacks_, dtypes_;
   std::array<Counts, kNumFloat8Roles> counts_;
   uint32_t noted_version_ = 0;
   bool noted_ = false;
@@ -296,7 +318,8 @@ Fp8Layers::Fp8Layers(nn::ModuleBase& model, const Fp8Recipe& recipe) {
           }));
     } else {
       order_.emplace_back(false, excluded_.size());
-      excluded_.push_back({.name = name, .excluded = std::move(reason)});
+      excluded_.push_back(std::make_shared<Fp8Layer>(shared_, *linear, name, 0, std::move(reason)));
+      Context::current().slot<Float8LeftOut>().layers[&linear->weight] = excluded_.back();
     }
   }
   shared_->operands = static_cast<int64_t>(layers_.size()) * kNumFloat8Roles;
@@ -304,11 +327,15 @@ Fp8Layers::Fp8Layers(nn::ModuleBase& model, const Fp8Recipe& recipe) {
 }
 Fp8Layers::~Fp8Layers() {
   for (HookHandle& handle : handles_) handle.remove();
-  std::erase_if(Context::current().slot<Float8Weights>().layers, [this](const auto& entry) {
-    const auto layer = entry.second.lock();
-    return layer == nullptr ||
-           std::ranges::any_of(layers_, [&](const auto& own) { return own == layer; });
-  });
+  const auto forget = [](auto& known, const auto& own) {
+    std::erase_if(known, [&](const auto& entry) {
+      const auto layer = entry.second.lock();
+      return layer == nullptr ||
+             std::ranges::any_of(own, [&](const auto& one) { return one == layer; });
+    });
+  };
+  forget(Context::current().slot<Float8Weights>().layers, layers_);
+  forget(Context::current().slot<Float8LeftOut>().layers, excluded_);
 }
 
 const Fp8Recipe& Fp8Layers::recipe() const { return shared_->recipe; }
@@ -426,13 +453,16 @@ Fp8Report Fp8Layers::report() const {
     noted = shared_->counts.to(kCpu);
   }
   for (const auto& [takes_part, index] : order_) {
-    report.layers.push_back(takes_part ? layers_[index]->report(largest, noted) : excluded_[index]);
+    report.layers.push_back(takes_part ? layers_[index]->report(largest, noted)
+                                       : excluded_[index]->report({}, {}));
   }
   return report;
 }
 
 void Fp8Layers::reset_counts() {
-  for (const auto& layer : layers_) layer->reset_counts();
+  for (const auto* all : {&layers_, &excluded_}) {
+    for (const auto& layer : *all) layer->reset_counts();
+  }
   if (!shared_->counts.defined()) return;
   kernels::fill(shared_->counts, 0);
   if (!is_delayed()) kernels::fill(shared_->largest, 0);
@@ -446,6 +476,7 @@ int64_t Fp8Report::fp8_calls() const {
 int64_t Fp8Report::fallbacks() const {
   int64_t total = 0;
   for (const Fp8LayerReport& layer : layers) {
+    if (!layer.excluded.empty()) continue;
     for (const auto& [reason, calls] : layer.fallbacks) {
       if (reason != kEvaluates) total += calls;
     }
@@ -460,12 +491,18 @@ std::string Fp8Report::table() const {
   for (const Fp8LayerReport& layer : layers) {
     text << "  " << (layer.name.empty() ? "(model)" : layer.name) << ": ";
     if (!layer.excluded.empty()) {
-      text << "not in float8: " << layer.excluded << "\n";
+      text << "not in float8: " << layer.excluded;
+      for (const auto& [dtype, calls] : layer.dtypes)
+        text << ", " << calls << " calls in " << dtype;
+      text << "\n";
       continue;
     }
     text << layer.fp8_calls << " calls";
     for (const auto& [reason, calls] : layer.fallbacks) {
       text << ", " << calls << " fell back: " << reason;
+    }
+    for (const auto& [dtype, calls] : layer.dtypes) {
+      text << ", " << calls << " of them in " << dtype;
     }
     constexpr const char* kNames[] = {"x", "W", "dy"};
     for (size_t role = 0; role < layer.operands.size(); ++role) {

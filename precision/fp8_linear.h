@@ -10,9 +10,10 @@
 // In place: types, names, parameters and state dicts of the model stay. A call of such a Linear
 // runs as autograd/float8.h says; adapters beside it (nn/lora.h) are Linears of their own. A call
 // that cannot runs as it would under bf16, and is counted with the reason; `strict` makes it an
-// UnsupportedError. Reasons: rows or dimensions that are no multiples of 16 (what a GPU's products
-// need, and so the same on every machine), an f64 operand, autocast that is off, evaluation where
-// the recipe leaves that out.
+// UnsupportedError. Calls of Linears that the filter leaves out are counted as well, and are none
+// of those. Reasons: rows or dimensions that are no multiples of 16 (what a GPU's products need,
+// and so the same on every machine), an f64 operand, autocast that is off, evaluation where the
+// recipe leaves that out.
 //
 // [Note: delayed scales] In a step, the largest magnitudes of x, W and dy of each layer are noted,
 // over all of its calls and micro-batches. update() puts them at the head of a history and makes
@@ -56,6 +57,7 @@ struct Fp8LayerReport {
   std::string excluded;  // why the filter left it out; empty where it takes part
   int64_t fp8_calls = 0;
   std::map<std::string, int64_t> fallbacks = {};  // calls in another precision, by reason
+  std::map<std::string, int64_t> dtypes = {};     // the same, by the dtype that they ran in: "bf16"
   std::array<Fp8OperandReport, kNumFloat8Roles> operands = {};  // x, W, dy
 };
 
@@ -104,7 +106,7 @@ class Fp8Layers {
   std::shared_ptr<Fp8Shared> shared_;
   std::vector<std::shared_ptr<Fp8Layer>> layers_;
   std::vector<HookHandle> handles_;
-  std::vector<Fp8LayerReport> excluded_;
+  std::vector<std::shared_ptr<Fp8Layer>> excluded_;
   std::vector<std::pair<bool, size_t>> order_;  // of all: whether it takes part, its index there
   Reduction reduction_;
 };

@@ -429,6 +429,54 @@ TEST(Fp8Filter, SaysWhichLinearsTakePart) {
   EXPECT_NE(reason_not_to_pay(Fp8Scaling::kRowwise, 2048, 4096), "");
 }
 
+// Fused or not: what stands in for a layer's forward tells as well.
+TEST(Fp8Report, CountsCallsOfLayersThatAreLeftOut) {
+  manual_seed(13);
+  struct Root : nn::Module<Root> {
+    Root()
+        : mlp(add<nn::Mlp>("mlp", 64, 128)),
+          up(add<nn::Linear>("up", 64, 64)),
+          head(add<nn::Linear>("head", 64, 64, nn::LinearOptions{.bias = false})) {}
+    nn::Mlp& mlp;
+    nn::Linear& up;
+    nn::Linear& head;
+  };
+  Root model;
+  Fp8Recipe recipe = recipe_of(Fp8Scaling::kTensorwise);
+  recipe.exclude = {"mlp.fc1", "mlp.fc2", "up", "head"};
+  recipe.strict = true;  // is of layers that take part
+  const AppliedPolicy applied = apply(model, Policy::fp8(recipe));
+  const Tensor x = random({16, 64}), target = zeros({16}, {.dtype = kI64});
+  const auto step = [&] {
+    model.mlp(x);
+    nn::linear_gelu(model.up, x);
+    model.up(x);
+    nn::linear_cross_entropy(model.head, model.up(x), target);
+  };
+  {
+    const AutocastGuard autocast(kBF16);
+    step();
+  }
+  step();
+  const Fp8Report report = applied.fp8()->report();
+  std::map<std::string, std::map<std::string, int64_t>> dtypes;
+  for (const Fp8LayerReport& layer : report.layers) {
+    EXPECT_FALSE(layer.excluded.empty());
+    dtypes[layer.name] = layer.dtypes;
+  }
+  const auto each = [](int64_t calls) {
+    return std::map<std::string, int64_t>{{"bf16", calls}, {"f32", calls}};
+  };
+  EXPECT_EQ(dtypes,
+            (std::map<std::string, std::map<std::string, int64_t>>{
+                {"mlp.fc1", each(1)}, {"mlp.fc2", each(1)}, {"up", each(3)}, {"head", each(1)}}));
+  EXPECT_EQ(report.fallbacks(), 0);
+  EXPECT_TRUE(contains(report.table(), "up: not in float8: excluded by name: up, 3 calls in bf16"))
+      << report.table();
+  applied.fp8()->reset_counts();
+  EXPECT_TRUE(applied.fp8()->report().layers[0].dtypes.empty());
+}
+
 TEST(Fp8Report, NamesEachFallbackWithItsReason) {
   manual_seed(12);
   Several model;
@@ -447,6 +495,8 @@ TEST(Fp8Report, NamesEachFallbackWithItsReason) {
   EXPECT_EQ(report.fp8_calls(), 3);
   EXPECT_EQ(report.fallbacks(), 5);
   EXPECT_TRUE(contains(report.table(), "1 fell back: the number of rows (12)")) << report.table();
+  EXPECT_EQ(report.layers[0].dtypes, (std::map<std::string, int64_t>{{"bf16", 1}}));
+  EXPECT_TRUE(contains(report.table(), "multiple of 16, 1 of them in bf16")) << report.table();
 
   // The report of all ops knows them, too.
   const PrecisionReport all = watch.report();
