@@ -9,11 +9,15 @@
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/core/cuda/device_memory.h>
+#include <tessera/core/cuda/emulation/gemm.h>
 #include <tessera/core/pinned.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/optim/optimizers.h>
+#include <tessera/precision/autocast.h>
+#include <tessera/precision/fp8_linear.h>
 
+#include "gemm_model.h"
 #include "sharded_blocks.h"
 
 namespace tessera::distributed {
@@ -23,11 +27,13 @@ using accelerate::Sharding;
 using CudaAcceleratorOffload = CudaNccl;
 
 struct Rows : data::Dataset<std::array<Tensor, 2>> {
-  int64_t size() const override { return 12; }
+  Rows(int64_t count, int64_t width) : count(count), width(width) {}
+  int64_t size() const override { return count; }
   std::array<Tensor, 2> get(int64_t index) const override {
     return {randn({5}, {}, RandomStream{3, static_cast<uint64_t>(index)}),
-            randn({9}, {}, RandomStream{4, static_cast<uint64_t>(index)})};
+            randn({width}, {}, RandomStream{4, static_cast<uint64_t>(index)})};
   }
+  int64_t count, width;
 };
 
 struct Outcome {
@@ -42,7 +48,8 @@ struct Case {
   std::optional<Precision> precision = {};
   std::optional<PrecisionPolicy> policy = {};
   int64_t micro = 1;
-  std::string load = {}, save = {};  // before and after the epoch
+  std::optional<precision::Fp8Scaling> fp8 = {};  // with sizes that run in it
+  std::string load = {}, save = {};               // before and after the epoch
 };
 
 // An epoch, of rank 0.
@@ -50,19 +57,23 @@ Outcome train(int ranks, const Case& one) {
   Outcome outcome;
   on_gpus(ranks, [&](int rank) {
     manual_seed(5);
-    Blocks model(9, 2);
-    Accelerator accelerator({.mixed_precision = one.precision,
-                             .precision_policy = one.policy,
-                             .gradient_accumulation_steps = one.micro,
-                             .seed = 5,
-                             .sharding = one.sharding,
-                             .offload_parameters = one.parameters,
-                             .offload_optimizer = one.optimizer,
-                             .loss_scale = {.init_scale = 256},
-                             .config_file = ""});
+    const int width = one.fp8 ? 32 : 9;
+    const int64_t batch_size = one.fp8 ? 16 : 2;
+    Blocks model(width, 2);
+    Accelerator accelerator(
+        {.mixed_precision = one.fp8 ? Precision::kFP8 : one.precision,
+         .precision_policy = one.policy,
+         .gradient_accumulation_steps = one.micro,
+         .seed = 5,
+         .sharding = one.sharding,
+         .offload_parameters = one.parameters,
+         .offload_optimizer = one.optimizer,
+         .loss_scale = {.init_scale = 256},
+         .fp8 = {.recipe = one.fp8, .filter = precision::Fp8Filter::kAll, .strict = true},
+         .config_file = ""});
     ASSERT_EQ(accelerator.device(), cuda(rank));
-    const Rows rows;
-    data::DataLoader loader(rows, {.batch_size = 2, .shuffle = true});
+    const Rows rows(6 * batch_size, width);
+    data::DataLoader loader(rows, {.batch_size = batch_size, .shuffle = true});
     optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-2, .weight_decay = 0.1});
     accelerator.prepare(model, optimizer, loader);
     const bool offloads = one.parameters.value_or(false) || one.optimizer.value_or(false);
@@ -84,6 +95,15 @@ Outcome train(int ranks, const Case& one) {
     }
     if (!one.save.empty()) accelerator.save_state(one.save);
     const NoGradGuard no_grad;
+    if (one.fp8) {
+      const precision::Fp8Layers& layers = *precision::fp8_of(model);
+      const precision::Fp8Report report = layers.report();
+      EXPECT_GT(report.fp8_calls(), 0);
+      EXPECT_EQ(report.fallbacks(), 0);
+      for (const auto& [name, value] : layers.state_dict()) {
+        if (rank == 0) outcome.values.push_back(values(value));
+      }
+    }
     for (const Tensor& parameter : model.parameters()) {
       const Tensor whole = is_dtensor(parameter) ? full_tensor(parameter) : parameter;
       if (rank == 0) outcome.values.push_back(values(whole.to(kF32)));
@@ -122,6 +142,26 @@ TEST_F(CudaAcceleratorOffload, EveryModeAndPrecisionHasTheBitsOfTheDevice) {
     offloaded.parameters = true;
     expect_same(train(2, offloaded), expected);
   }
+}
+
+// Weights that are brought up whole, and bytes that travel between devices.
+TEST_F(CudaAcceleratorOffload, Float8HasTheBitsOfTheDevice) {
+  using enum precision::Fp8Scaling;
+  gpu::emulation::set_gemm_model(gpu::run_by_model);
+  for (const Case& device :
+       {Case{.micro = 2, .fp8 = kTensorwise}, Case{.fp8 = kDelayed}, Case{.fp8 = kRowwise},
+        Case{.fp8 = kBlockwise}, Case{.sharding = Sharding::kZero2, .micro = 2, .fp8 = kDelayed}}) {
+    SCOPED_TRACE(precision::name_of(*device.fp8));
+    const Outcome expected = train(2, device);
+    Case offloaded = device;
+    offloaded.optimizer = true;
+    expect_same(train(2, offloaded), expected);
+    if (device.sharding != Sharding::kFsdp) continue;
+    offloaded.optimizer = {};
+    offloaded.parameters = true;
+    expect_same(train(2, offloaded), expected);
+  }
+  gpu::emulation::set_gemm_model(nullptr);
 }
 
 TEST_F(CudaAcceleratorOffload, OneGpuHasItToo) {
