@@ -9,6 +9,7 @@ import warnings
 import torch
 
 import layer_cases
+import llama_cases
 import lora_cases
 import model_cases
 import muon_cases
@@ -24,6 +25,7 @@ if __name__ == "__main__":
     training_cases.write_all()
     model_cases.write_all()
     lora_cases.write_all()
+    llama_cases.write_all()
     power_sgd_cases.write_all()
     muon_cases.write_all()
     layer_cases.write_all()

@@ -1,0 +1,127 @@
+// Folders of transformers: config.json, and model.safetensors or shards with an index.
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include <tessera/accelerate/state/model_io.h>
+#include <tessera/core/atomic_file.h>
+
+#include "model.h"
+
+namespace tessera::llama {
+
+using Json = nlohmann::json;
+using nn::RotaryScaling;
+
+void LlamaConfig::check() const {
+  constexpr int64_t kLargest = int64_t{1} << 31;  // products of two sizes are numbers, too
+  for (const auto& [name, value] :
+       {std::pair("vocab_size", vocab_size), std::pair("max_position_embeddings", context),
+        std::pair("hidden_size", width), std::pair("intermediate_size", inner),
+        std::pair("num_hidden_layers", layers), std::pair("num_attention_heads", heads)}) {
+    TS_CHECK_AS(ConfigError, value > 0 && value < kLargest, "llama", name,
+                " must be positive and below 2^31; got ", value);
+  }
+  TS_CHECK_AS(
+      ConfigError,
+      head_dim < kLargest && (head_dim > 0 || width % heads == 0) && head() > 0 && head() % 2 == 0,
+      "llama", "a head has an even number of features; got ", width, " for ", heads,
+      " heads, and head_dim ", head_dim);
+  TS_CHECK_AS(ConfigError, heads % keys() == 0, "llama",
+              "num_attention_heads must be a multiple of num_key_value_heads; got ", heads, " and ",
+              keys());
+  TS_CHECK_AS(ConfigError, window >= 0 && first_window_layer >= 0, "llama",
+              "sliding_window and max_window_layers must not be negative; got ", window, " and ",
+              first_window_layer);
+}
+
+void LlamaConfig::write(const std::string& path, DType dtype) const {
+  const std::string name = kind == "llama" ? "Llama" : kind == "mistral" ? "Mistral" : "Qwen2";
+  Json rope = {{"rope_type", kScalings[static_cast<size_t>(rotary.scaling)]},
+               {"rope_theta", rotary.theta}};
+  if (rotary.scaling != RotaryScaling::kNone) rope["factor"] = rotary.factor;
+  if (rotary.scaling == RotaryScaling::kLlama3) {
+    rope["low_freq_factor"] = rotary.low_freq_factor;
+    rope["high_freq_factor"] = rotary.high_freq_factor;
+    rope["original_max_position_embeddings"] = rotary.context;
+  }
+  Json json = {{"architectures", {name + "ForCausalLM"}},
+               {"attention_dropout", 0.0},
+               {"bos_token_id", begin_of_text >= 0 ? Json(begin_of_text) : Json()},
+               {"dtype", torch_name_of(dtype)},
+               {"torch_dtype", torch_name_of(dtype)},
+               {"eos_token_id", end_of_text.empty()       ? Json()
+                                : end_of_text.size() == 1 ? Json(end_of_text[0])
+                                                          : Json(end_of_text)},
+               {"head_dim", head()},
+               {"hidden_act", "silu"},
+               {"hidden_size", width},
+               {"initializer_range", initializer_range},
+               {"intermediate_size", inner},
+               {"max_position_embeddings", context},
+               {"model_type", kind},
+               {"num_attention_heads", heads},
+               {"num_hidden_layers", layers},
+               {"num_key_value_heads", keys()},
+               {"rms_norm_eps", rms_norm_eps},
+               {"rope_parameters", rope},
+               {"rope_theta", rotary.theta},
+               {"rope_scaling", rotary.scaling == RotaryScaling::kNone ? Json() : rope},
+               {"tie_word_embeddings", tied},
+               {"vocab_size", vocab_size}};
+  if (kind == "llama") json.update({{"attention_bias", out_bias}, {"mlp_bias", mlp_bias}});
+  if (kind == "mistral") json["sliding_window"] = window > 0 ? Json(window) : Json();
+  if (kind == "qwen2") {
+    json.update({{"use_sliding_window", window > 0},
+                 {"sliding_window", window > 0 ? Json(window) : Json()},
+                 {"max_window_layers", first_window_layer}});
+  }
+  write_file_atomically(path, json.dump(2) + "\n");
+}
+
+// Before a model is made: a damaged config.json would ask for any amount of memory.
+static void check_sizes(const LlamaConfig& config, const StateDict& weights,
+                        const std::string& folder) {
+  double held = 0;
+  for (const auto& [name, tensor] : weights) held += static_cast<double>(tensor.numel());
+  const auto C = static_cast<double>(config.width), E = static_cast<double>(config.head());
+  const double attention = 2 * C * E * static_cast<double>(config.heads + config.keys());
+  const double needed =
+      static_cast<double>(config.vocab_size) * C +
+      static_cast<double>(config.layers) * (attention + 3 * C * static_cast<double>(config.inner));
+  constexpr double kWorthTrying = 1 << 28;  // load_state_dict() says more of smaller differences
+  TS_CHECK_AS(FormatError, needed <= held || needed <= kWorthTrying, folder, "config.json makes ",
+              needed, " weights and the safetensors hold ", held,
+              "; get both again from one place");
+}
+
+std::unique_ptr<Llama> Llama::load(const std::string& folder) {
+  const LlamaConfig config =
+      LlamaConfig::read((std::filesystem::path(folder) / "config.json").string());
+  StateDict state;
+  for (const auto& [name, tensor] : accelerate::load_weights(folder)) {
+    if (config.tied && name == "lm_head.weight") continue;
+    if (name.ends_with("rotary_emb.inv_freq")) continue;  // of old checkpoints
+    state.set(name, tensor);
+  }
+  check_sizes(config, state, folder);
+  nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
+  defaults.initialise = false;
+  const nn::ParameterDefaultsGuard guard(defaults);
+  auto model = std::make_unique<Llama>(config);
+  try {
+    model->load_state_dict(state);
+  } catch (Error& error) {
+    error.add_context(folder);
+    throw;
+  }
+  return model;
+}
+
+void Llama::save(const std::string& folder, const std::string& max_shard_size) const {
+  accelerate::save_model(*this, folder, {.max_shard_size = max_shard_size});
+  config.write((std::filesystem::path(folder) / "config.json").string(),
+               model.embed_tokens.weight.dtype());
+}
+
+}  // namespace tessera::llama

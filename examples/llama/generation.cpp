@@ -1,0 +1,38 @@
+#include "generation.h"
+
+#include <algorithm>
+
+#include <tessera/autograd/autograd.h>
+
+namespace tessera::llama {
+
+std::vector<int64_t> generate(Llama& model, std::span<const int64_t> prompt,
+                              const gpt2::GenerateOptions& options,
+                              const std::function<bool(int64_t token)>& each) {
+  TS_CHECK(!prompt.empty(), "generate", "the prompt is empty; give at least one token");
+  TS_CHECK(options.temperature >= 0 && options.top_k >= 0 && options.top_p > 0, "generate",
+           "needs temperature >= 0, top_k >= 0 and top_p > 0; got ", options.temperature, ", ",
+           options.top_k, ", ", options.top_p);
+  const NoGradGuard no_grad;
+  const bool was_training = model.is_training();
+  if (was_training) model.eval();
+  const Tensor& table = model.model.embed_tokens.weight;
+  const auto length = static_cast<int64_t>(prompt.size());
+  KvCache cache(model.config, 1, length + options.max_tokens, table.dtype(), table.device());
+  Tensor fresh = tensor(prompt, {1, length}).to(table.device());
+  std::vector<int64_t> made;
+  const std::vector<int64_t>& ends = model.config.end_of_text;
+  while (static_cast<int64_t>(made.size()) < options.max_tokens) {
+    const Tensor logits = model(fresh, Tensor(), /*last_only=*/true, &cache).logits;
+    const auto numbers = logits.to_vector<float>();
+    const int64_t token = gpt2::sample(numbers, options, static_cast<int64_t>(made.size()));
+    if (options.stop_at_end && std::ranges::find(ends, token) != ends.end()) break;
+    made.push_back(token);
+    if (each && !each(token)) break;
+    fresh = full({1, 1}, token, {.dtype = kI64, .device = table.device()});
+  }
+  if (was_training) model.train();
+  return made;
+}
+
+}  // namespace tessera::llama

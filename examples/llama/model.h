@@ -1,0 +1,125 @@
+// Llama (Touvron et al. 2023), Mistral and Qwen2 with the parameter names and files of HuggingFace
+// transformers: RMSNorm, rotary positions, grouped queries, a gated perceptron.
+//
+//     auto model = llama::Llama::load("TinyLlama-1.1B");
+//     Tensor loss = (*model)(batch.inputs, batch.targets).loss;
+//     model->save("folder");  // config.json, model.safetensors
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/autograd/ops.h>
+#include <tessera/nn/container.h>
+#include <tessera/nn/embedding.h>
+#include <tessera/nn/fused.h>
+#include <tessera/nn/linear.h>
+#include <tessera/nn/norm.h>
+#include <tessera/nn/rotary.h>
+
+#include "config.h"
+
+namespace tessera::llama {
+
+// Keys and values of the tokens so far, so that generation computes each token once.
+class KvCache {
+ public:
+  // Room for `batch` sequences of `capacity` tokens.
+  KvCache(const LlamaConfig& config, int64_t batch, int64_t capacity, DType dtype = kF32,
+          const Device& device = kCpu);
+  int64_t length() const { return length_; }  // tokens held
+  struct Held {
+    Tensor keys, values;  // [B, keys(), length + T, head()]
+  };
+  // Adds the keys and values [B, keys(), T, head()] of one layer and gives all of them.
+  Held append(size_t layer, const Tensor& keys, const Tensor& values);
+  void advance(int64_t tokens) { length_ += tokens; }  // after the last layer
+
+ private:
+  std::vector<Tensor> keys_, values_;
+  int64_t length_ = 0;
+};
+
+// What all layers of one call share.
+struct Positions {
+  nn::RotaryAngles angles;
+  AttentionOptions all, window;  // what a layer without and with a window sees
+  void visit_tensors(auto&& visit) {
+    visit(angles.cos), visit(angles.sin), visit(all.mask), visit(window.mask);
+  }
+};
+
+struct Attention : nn::Module<Attention> {
+  Attention(const LlamaConfig& config, int64_t layer);
+  Tensor forward(const Tensor& x, const Positions& positions, KvCache* cache);  // [B, T, C]
+
+  const LlamaConfig config;
+  const int64_t layer;
+  nn::Linear& q_proj;
+  nn::Linear& k_proj;
+  nn::Linear& v_proj;
+  nn::Linear& o_proj;
+};
+
+// "SwiGLU" (Shazeer 2020): down(silu(gate(x)) * up(x)).
+struct GatedMlp : nn::Module<GatedMlp> {
+  explicit GatedMlp(const LlamaConfig& config);
+  Tensor forward(const Tensor& x) { return down_proj(silu(gate_proj(x)) * up_proj(x)); }
+
+  nn::Linear& gate_proj;
+  nn::Linear& up_proj;
+  nn::Linear& down_proj;
+};
+
+struct Block : nn::Module<Block> {
+  Block(const LlamaConfig& config, int64_t layer);
+  Tensor forward(const Tensor& x, const Positions& positions, KvCache* cache) {
+    const Tensor middle = x + self_attn(input_layernorm(x), positions, cache);
+    return middle + mlp(post_attention_layernorm(middle));
+  }
+
+  nn::RMSNorm& input_layernorm;
+  Attention& self_attn;
+  nn::RMSNorm& post_attention_layernorm;
+  GatedMlp& mlp;
+};
+
+struct Decoder : nn::Module<Decoder> {
+  explicit Decoder(const LlamaConfig& config);
+  Tensor forward(const Tensor& tokens, KvCache* cache);  // [B, T] -> [B, T, C]
+
+  const LlamaConfig config;
+  nn::Embedding& embed_tokens;
+  nn::ModuleList& layers;
+  nn::RMSNorm& norm;
+  nn::RotaryEmbedding& rotary_emb;
+};
+
+struct LlamaOutput {
+  Tensor logits;  // [B, T, V], or of the last tokens [B, 1, V]; undefined where there is a loss
+  Tensor loss;    // mean cross-entropy over targets other than -100, or undefined
+  void visit_tensors(auto&& visit) { visit(logits), visit(loss); }
+};
+
+class Llama : public nn::Module<Llama> {
+ public:
+  explicit Llama(const LlamaConfig& config);
+  // tokens: [B, T] i64 or i32; targets: [B, T], the token that follows each one (-100: none).
+  // With targets there is a loss and no logits, which never stand in memory whole.
+  LlamaOutput forward(const Tensor& tokens, const Tensor& targets = {}, bool last_only = false,
+                      KvCache* cache = nullptr);
+
+  // A folder of transformers, with one model.safetensors or shards and an index.
+  static std::unique_ptr<Llama> load(const std::string& folder);
+  // Files appear whole or not at all; config.json comes last.
+  void save(const std::string& folder, const std::string& max_shard_size = "10GB") const;
+
+  std::unique_ptr<Llama> remake() const { return std::make_unique<Llama>(config); }
+
+  const LlamaConfig config;
+  Decoder& model;
+  nn::Linear& lm_head;
+};
+
+}  // namespace tessera::llama
