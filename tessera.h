@@ -18,6 +18,7 @@
 #include <tessera/core/state_dict.h>
 #include <tessera/core/stream.h>
 #include <tessera/core/tensor.h>
+#include <tessera/core/torch_file.h>
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>

@@ -14,6 +14,7 @@ namespace tessera::cli {
 // `program`: the words after the subcommand's own options. Sets `exit_code` when it has run.
 void add_launch(CLI::App& app, const std::vector<std::string>& program, int& exit_code);
 void add_config(CLI::App& app, int& exit_code);
+void add_convert(CLI::App& app, int& exit_code);
 void add_env(CLI::App& app, int& exit_code);
 void add_estimate_memory(CLI::App& app, int& exit_code);
 void add_merge_weights(CLI::App& app, int& exit_code);

@@ -116,6 +116,7 @@ int main(int argc, char** argv) {
   int exit_code = 0;
   tessera::cli::add_launch(app, program, exit_code);
   tessera::cli::add_config(app, exit_code);
+  tessera::cli::add_convert(app, exit_code);
   tessera::cli::add_env(app, exit_code);
   tessera::cli::add_estimate_memory(app, exit_code);
   tessera::cli::add_merge_weights(app, exit_code);

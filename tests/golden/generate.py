@@ -15,6 +15,7 @@ import model_cases
 import muon_cases
 import op_cases
 import power_sgd_cases
+import torch_files
 import training_cases
 import transform_cases
 
@@ -30,3 +31,4 @@ if __name__ == "__main__":
     muon_cases.write_all()
     layer_cases.write_all()
     transform_cases.write_all()
+    torch_files.write_all()
