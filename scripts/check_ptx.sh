@@ -13,6 +13,8 @@
 #   shared16           of 16 bytes, shared memory
 #   mma                products of tiles on tensor cores
 #   division           divisions and square roots of 32 bits
+#   loop               instructions of the longest loop that has no loop inside: what launches say
+#                      their threads issue (LaunchConfig::instructions) is counted there
 # Forbidden unless the line says +COUNT:
 #   local              arrays in local memory
 #   generic            accesses whose memory is not known when compiling
@@ -35,13 +37,19 @@ command -v c++filt > /dev/null || { echo "check_ptx.sh: needs c++filt; install b
 # FILE KERNEL count=number... for each kernel.
 count_instructions() {
   awk '
-    function finish(   i, line) {
+    function finish(   i, j, inner, line) {
       if (name == "") return
       for (i = 1; i <= loops; ++i) {
         for (line in division) if (line + 0 >= from[i] && line + 0 <= to[i]) {
           ++n[division[line]]
           delete division[line]
         }
+      }
+      for (i = 1; i <= loops; ++i) {
+        inner = 1
+        for (j = 1; j <= loops; ++j)
+          if (j != i && from[i] <= from[j] && to[j] <= to[i]) inner = 0
+        if (inner && after[i] - before[i] > n["loop"]) n["loop"] = after[i] - before[i]
       }
       printf "%s %s", file, name
       for (i in n) printf " %s=%d", i, n[i]
@@ -54,16 +62,21 @@ count_instructions() {
       name = $0
       sub(/.*\.entry /, "", name)
       sub(/\(.*/, "", name)
-      delete n; delete division; delete seen
-      loops = 0
+      delete n; delete division; delete seen; delete begins
+      loops = instructions = 0
     }
     /^}/ { finish() }
     name == "" { next }
-    /^\$L[^ ]*:/ { label = $1; sub(/:.*/, "", label); seen[label] = FNR }
+    /^\$L[^ ]*:/ { label = $1; sub(/:.*/, "", label); seen[label] = FNR; begins[label] = instructions }
+    /;[ \t]*$/ && !/^[ \t]*(\.|\/\/)/ { ++instructions }
     / bra(\.uni)?[ \t]/ || /\tbra(\.uni)?[ \t]/ {
       label = $NF
       sub(/;.*/, "", label)
-      if (label in seen) { ++loops; from[loops] = seen[label]; to[loops] = FNR }
+      if (label in seen) {
+        ++loops
+        from[loops] = seen[label]; to[loops] = FNR
+        before[loops] = begins[label]; after[loops] = instructions
+      }
     }
     /\.local/ { ++n["local"] }
     /ld\.global/ {
