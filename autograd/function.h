@@ -20,20 +20,23 @@
 #include <any>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/saved_tensor.h>
 
 namespace tessera {
 
 class FunctionContext {
  public:
-  void save(Tensor tensor) { tensors_.push_back(std::move(tensor)); }  // without history
-  const Tensor& saved(int i) const { return tensors_.at(static_cast<size_t>(i)); }
+  // Without history. It passes the hooks of saved tensors, so that checkpoint() drops it.
+  void save(const Tensor& tensor) { saved_.emplace_back(tensor); }
+  Tensor saved(int i) const { return saved_.at(static_cast<size_t>(i)).unpack(); }
   std::any data;  // attributes, or anything else that forward leaves for backward
 
  private:
-  TensorList tensors_;
+  std::vector<SavedExtra> saved_;
 };
 
 template <class Derived>

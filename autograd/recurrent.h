@@ -1,7 +1,9 @@
 // A direction of a layer of an LSTM, a GRU or an RNN over all steps of its sequences: what
 // nn/recurrent.h is made of. Order of gates, formulas and values are torch's.
 //
-//     const RecurrentLayer r = lstm_layer(x, weight_ih, weight_hh, bias_ih, bias_hh, hidden, cell);
+//     const Tensor x = randn({7, 2, 5}), weight_ih = randn({12, 5}), weight_hh = randn({12, 3}),
+//                  bias = zeros({12}), state = zeros({2, 3});
+//     const RecurrentLayer r = lstm_layer(x, weight_ih, weight_hh, bias, bias, state, state);
 //
 // x: [L, N, in] with one length for all sequences, or [rows, in] with the batch_sizes of packed
 // ones: step by step, the longest first. Weights: [gates H, in] and [gates H, H], biases

@@ -2,6 +2,7 @@
 // the collectives of a training without it, and less memory for activations.
 // ctest labels: threads
 #include <tessera/autograd/checkpoint.h>
+#include <tessera/autograd/function.h>
 #include <tessera/core/allocator.h>
 #include <tessera/core/error.h>
 
@@ -128,6 +129,20 @@ TEST(ActivationCheckpointing, KeepsTheInputsOfUnitsAlone) {
   }
 }
 
+// A function of the user's own that keeps more than its input.
+struct Kept : Function<Kept> {
+  static constexpr const char* kName = "kept";
+  static Tensor forward(FunctionContext& context, const Tensor& x) {
+    const Tensor wide = x.repeat({1, 4});
+    context.save(wide);
+    return x * 2.0;
+  }
+  static TensorList backward(FunctionContext& context, Grads dy, const Saved&) {
+    const Tensor wide = context.saved(0);
+    return {dy[0] * 2.0 + wide.narrow(1, 0, dy[0].size(1)) * 0.0};
+  }
+};
+
 // What fused ops keep of their own: attention its sums, an MLP what GELU was applied to, a loss the
 // gradients that it has calculated.
 TEST(ActivationCheckpointing, KeepsNothingOfWhatOpsMake) {
@@ -143,7 +158,8 @@ TEST(ActivationCheckpointing, KeepsNothingOfWhatOpsMake) {
       {heads, [](const Tensor& in) { return scaled_dot_product_attention(in, in, in); }},
       {x, [&](const Tensor& in) { return linear_cross_entropy(in, words, targets); }},
       {x, [](const Tensor& in) { return layer_norm(in, {16}); }},
-      {x, [](const Tensor& in) { return dropout(in, 0.5); }}};
+      {x, [](const Tensor& in) { return dropout(in, 0.5); }},
+      {x, [](const Tensor& in) { return Kept::apply(in); }}};
   for (size_t i = 0; i < calls.size(); ++i) {
     SCOPED_TRACE(i);
     const auto& [start, call] = calls[i];
