@@ -24,19 +24,20 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
-#include <tessera/autograd/saved_tensor.h>
 
 namespace tessera {
+
+class SavedExtra;
 
 class FunctionContext {
  public:
   // Without history. It passes the hooks of saved tensors, so that checkpoint() drops it.
-  void save(const Tensor& tensor) { saved_.emplace_back(tensor); }
-  Tensor saved(int i) const { return saved_.at(static_cast<size_t>(i)).unpack(); }
+  void save(const Tensor& tensor);
+  Tensor saved(int i) const;
   std::any data;  // attributes, or anything else that forward leaves for backward
 
  private:
-  std::vector<SavedExtra> saved_;
+  std::vector<std::shared_ptr<const SavedExtra>> saved_;
 };
 
 template <class Derived>
