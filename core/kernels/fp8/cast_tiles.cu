@@ -1,4 +1,4 @@
-#include <tessera/core/kernels/fp8/cast_tiles.h>
+#include <tessera/core/kernels/fp8/quantize_tiles.h>
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>

@@ -5,7 +5,7 @@
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/amax.h>
-#include <tessera/core/kernels/fp8/cast_tiles.h>
+#include <tessera/core/kernels/fp8/quantize_tiles.h>
 #include <tessera/core/kernels/fp8/quantize.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/core/kernels/fp8/cast_transpose.cuh>

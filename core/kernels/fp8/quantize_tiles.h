@@ -1,4 +1,4 @@
-// quantize() on a GPU with a scale for each row, column or tile of 128: its launches. Internal.
+// quantize() on a GPU with a scale for each row, column or tile of 128 (cast_tiles.cu). Internal.
 #pragma once
 
 #include <tessera/core/kernels/fp8/quantize.h>
