@@ -12,6 +12,7 @@
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
+#include <tessera/core/kernels/fp8/logits_gradient.h>
 #include <tessera/core/kernels/fp8/quantize_pieces.h>
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/kernels/loss/cross_entropy.h>
@@ -82,8 +83,9 @@ struct ChunkCast {
   }
 };
 
-// All logits at once, as a GPU has it: their gradient overwrites them, and is multiplied by that of
-// the loss while it is quantised.
+// All logits at once, as a GPU has it. Their gradient with one scale is calculated while it is
+// quantised, and never stored; with scales of rows and tiles it overwrites them, and is multiplied
+// by that of the loss while it is quantised.
 Tensor whole_head(const Tensor& given, const Tensor& weight, const Tensor& target,
                   std::shared_ptr<Float8Linear> layer, int64_t ignore_index) {
   const Op& op = kFloat8Head;
@@ -95,6 +97,8 @@ Tensor whole_head(const Tensor& given, const Tensor& weight, const Tensor& targe
   const Tensor targets = kernels::check_targets("cross_entropy", target, V, ignore_index);
   const Float8Operands operands = float8_operands(op, x, weight, *layer, through);
   const Float8Kept kept = operands.kept();
+  const bool folds = casts.grad_output.tile == kernels::ScaleTile::tensor() &&
+                     casts.grad_output_of_weight == std::optional(casts.grad_output);
   return differentiable(
       op, {x, weight, targets, kept.x, kept.x_scales, kept.weight, kept.weight_scales},
       [&](Inputs, Extras& extras) {
@@ -107,10 +111,15 @@ Tensor whole_head(const Tensor& given, const Tensor& weight, const Tensor& targe
           const Tensor total = kernels::sum(losses, {0}, false, kF64);
           return kernels::convert(kernels::binary<fn::Div>(total, counted), dtype_of_loss);
         };
-        if (!extras.wanted()) {
-          return mean_of(
-              kernels::cross_entropy_forward(logits, targets, {.ignore_index = ignore_index})
-                  .losses);
+        if (folds || !extras.wanted()) {
+          const kernels::CrossEntropyRows rows =
+              kernels::cross_entropy_forward(logits, targets, {.ignore_index = ignore_index});
+          if (extras.wanted()) {
+            for (const Tensor& each : {logits, targets, rows.statistics, counted}) {
+              extras.save(each);
+            }
+          }
+          return mean_of(rows.losses);
         }
         // Of f16 the division waits for what the loss is multiplied by: it would sink.
         const bool divides_later = dtype == kF16;
@@ -122,17 +131,32 @@ Tensor whole_head(const Tensor& given, const Tensor& weight, const Tensor& targe
         return mean_of(losses);
       },
       [=](Grads up, const Saved& s) -> TensorList {
-        const Tensor dy = s.extra(0);
-        Tensor factor = kernels::convert(up[0], kF64);
-        if (s.extra(1).defined()) {
-          factor = kernels::binary<fn::Div>(factor, kernels::binary<fn::Maximum>(s.extra(1), 1.0));
-        }
-        const Float8Gradient dy8 =
-            float8_gradient(dy, *layer,
-                            {.x = s.needs(0),
-                             .weight = s.needs(1),
-                             .factor = raw::view(kernels::convert(factor, kF32), {1})});
         TensorList grads(7);
+        Float8Gradient dy8;
+        if (folds) {
+          const Tensor up_of_loss = kernels::contiguous(kernels::convert(up[0], kF32));
+          const kernels::Quantized once = kernels::quantize_logits_gradient(
+              {.logits = s.extra(0),
+               .targets = s.extra(1),
+               .statistics = s.extra(2),
+               .gradient = up_of_loss,
+               .divisor = s.extra(3),
+               .ignore_index = ignore_index},
+              casts.grad_output, layer->scale(Float8Role::kGradOutput),
+              float8_grad_wants(*layer, s.needs(0), s.needs(1), /*sums=*/false));
+          layer->saw(Float8Role::kGradOutput, s.extra(0), once);
+          dy8 = {.of_x = once, .of_weight = once};
+        } else {
+          Tensor factor = kernels::convert(up[0], kF64);
+          if (s.extra(1).defined()) {
+            factor =
+                kernels::binary<fn::Div>(factor, kernels::binary<fn::Maximum>(s.extra(1), 1.0));
+          }
+          dy8 = float8_gradient(s.extra(0), *layer,
+                                {.x = s.needs(0),
+                                 .weight = s.needs(1),
+                                 .factor = raw::view(kernels::convert(factor, kF32), {1})});
+        }
         if (s.needs(0)) {
           grads[0] = kernels::float8_matmul(
               {dy8.of_x}, {float8_kept(s.input(5), s.input(6), casts.weight_of_grad.tile)},

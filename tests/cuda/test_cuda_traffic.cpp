@@ -13,6 +13,7 @@
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/embedding/embedding.h>
+#include <tessera/core/kernels/fp8/logits_gradient.h>
 #include <tessera/core/kernels/fp8/quantize.h>
 #include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/loss/cross_entropy.h>
@@ -133,6 +134,26 @@ TEST_F(CudaTraffic, OfQuantisations) {
             {"cast_tiles"});
       }
     }
+  }
+}
+
+TEST_F(CudaTraffic, OfTheQuantisedGradientOfLogits) {
+  for (const Shape& shape : {Shape{272, 160}, Shape{48, 33}}) {
+    SCOPED_TRACE(testing::Message() << shape);
+    const Tensor logits = on_gpu(shape, kBF16), up = on_gpu({1});
+    const Tensor targets = zeros({shape[0]}, {.dtype = kI64, .device = cuda(0)});
+    const auto rows = kernels::cross_entropy_forward(logits, targets, {});
+    const kernels::LogitsGradient of{.logits = logits,
+                                     .targets = targets,
+                                     .statistics = rows.statistics,
+                                     .gradient = up,
+                                     .divisor = rows.total_weight};
+    const kernels::QuantizeWants both{.by_columns = true};
+    expect_declared([&] { kernels::quantize_logits_gradient(of, {}, {}, both); },
+                    {"fill_", "largest_magnitude", "cast_transpose"});
+    const Tensor scale = on_gpu({1});
+    expect_declared([&] { kernels::quantize_logits_gradient(of, {}, scale, both); },
+                    {"cast_transpose"});
   }
 }
 

@@ -5,8 +5,9 @@
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/amax.h>
-#include <tessera/core/kernels/fp8/quantize_tiles.h>
+#include <tessera/core/kernels/fp8/logits_gradient.h>
 #include <tessera/core/kernels/fp8/quantize.h>
+#include <tessera/core/kernels/fp8/quantize_tiles.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/core/kernels/fp8/cast_transpose.cuh>
 
@@ -14,6 +15,9 @@ namespace tessera::kernels {
 namespace {
 
 constexpr const char* kCast = "cast_transpose";
+// Instructions of a number: of the gradient of a logit, and of that with its quantisation both
+// ways, by the PTX of nvcc 13.0.
+constexpr double kSoftmaxEach = 131.0 / 8, kSoftmaxCastEach = 241.0 / 8 + 1;
 
 // What a launch is about, before types are known.
 struct CastRequest {
@@ -28,7 +32,18 @@ struct CastRequest {
   Tensor amax = {}, counts = {};
   bool no_nan = false;
   Tensor sums = {};
+  const LogitsGradient* softmax = nullptr;
 };
+
+SoftmaxRows softmax_rows(const LogitsGradient* of) {
+  if (of == nullptr) return {};
+  return {of->targets.data_as<int64_t>(), of->statistics.data_as<float>(),
+          of->gradient.data_as<float>(), of->divisor.data_as<double>(), of->ignore_index};
+}
+// Of a row a target and two statistics; two numbers for all.
+int64_t softmax_bytes(const LogitsGradient* of) {
+  return of == nullptr ? 0 : 16 * of->targets.numel() + 12;
+}
 
 template <class T>
 T* data_or_null(const Tensor& x) {
@@ -67,6 +82,7 @@ void launch_as(const Tensor& source, const CastRequest& request) {
                           .counts = data_or_null<unsigned long long>(request.counts),
                           .no_nan = request.no_nan,
                           .sums = data_or_null<float>(request.sums),
+                          .softmax = softmax_rows(request.softmax),
                           .M = M,
                           .N = N,
                           .vectors = M % kSide == 0 && N % kSide == 0 && begins_vectors(source) &&
@@ -76,14 +92,18 @@ void launch_as(const Tensor& source, const CastRequest& request) {
   const int64_t copies = (job.values != nullptr) + (job.transposed != nullptr);
   const int64_t numbers =
       (job.scale != nullptr || job.largest != nullptr) + (job.factor != nullptr);
-  gpu::launch({.name = kCast,
-               .grid = grid,
-               .block = cast::kThreads,
-               .traffic = {.reads = Form::kOperands * source.nbytes() + 4 * numbers,
-                           .writes = copies * M * N * static_cast<int64_t>(sizeof(Q)) +
-                                     (job.inverse != nullptr ? 8 : 0) +
-                                     (kSums ? request.sums.nbytes() : 0)}},
-              cast_transpose_kernel<T, Q, Form, kSums>, job);
+  gpu::launch(
+      {.name = kCast,
+       .grid = grid,
+       .block = cast::kThreads,
+       .traffic = {.reads = Form::kOperands * source.nbytes() + 4 * numbers +
+                            softmax_bytes(request.softmax),
+                   .writes = copies * M * N * static_cast<int64_t>(sizeof(Q)) +
+                             (job.inverse != nullptr ? 8 : 0) +
+                             (kSums ? request.sums.nbytes() : 0)},
+       .instructions =
+           request.softmax == nullptr ? 0 : kSoftmaxCastEach * static_cast<double>(source.numel())},
+      cast_transpose_kernel<T, Q, Form, kSums>, job);
 }
 
 void launch_cast(const Tensor& source, const CastRequest& request) {
@@ -292,12 +312,71 @@ Quantized quantize_gelu_grad_cuda(const Tensor& dy, const Tensor& x, bool tanh_f
                    : quantize_form<cast::GeluGrad, true>(gradient, source, options, scale, all);
 }
 
+// ---- Gradients of logits ------------------------------------------------------------------------
+
+// A block a row.
+template <class T>
+__global__ void __launch_bounds__(kAmaxThreads)
+    largest_softmax_kernel(const T* logits, SoftmaxRows rows, uint32_t* largest, int64_t V,
+                           bool vectors) {
+  constexpr int kN = 8;
+  TS_SHARED(uint32_t, slot, gpu::kWarp);
+  const T* const x = logits + int64_t{blockIdx.x} * V;
+  const cast::SoftmaxRow row = cast::softmax_row(rows, blockIdx.x);
+  uint32_t most = 0;
+  if (vectors) {
+    for (int64_t n = threadIdx.x * kN; n < V; n += kAmaxThreads * kN) {
+      float values[kN];
+      cast::load_softmax<kN>(x + n, row, n, values);
+      TS_UNROLL
+      for (int j = 0; j < kN; ++j) {
+        most = cast::LargerBits{}(most, rules::magnitude_bits(values[j]));
+      }
+    }
+  } else {
+    for (int64_t n = threadIdx.x; n < V; n += kAmaxThreads) {
+      const float value = cast::softmax_number(row, x[n], n);
+      most = cast::LargerBits{}(most, rules::magnitude_bits(value));
+    }
+  }
+  most = gpu::block_reduce(most, cast::LargerBits{}, 0u, slot);
+  if (threadIdx.x == 0 && most > 0) atomicMax(largest, most);
+}
+
+Quantized quantize_logits_gradient_cuda(const LogitsGradient& given, const QuantizeOptions& options,
+                                        const Tensor& scale, const QuantizeWants& wants) {
+  LogitsGradient of = given;
+  of.logits = contiguous(given.logits);
+  const Tensor& logits = of.logits;
+  const int64_t N = logits.size(0), V = logits.size(1);
+  const auto largest = [&] {
+    const Tensor result = raw::zeros({1, 1}, kF32, logits.device());
+    dispatch_low(logits.dtype(), options.format, [&]<class T, class Q>() {
+      gpu::launch({.name = "largest_magnitude",
+                   .grid = static_cast<unsigned>(N),
+                   .block = kAmaxThreads,
+                   .traffic = {.reads = logits.nbytes() + softmax_bytes(&of) + 4, .writes = 4},
+                   .instructions = kSoftmaxEach * static_cast<double>(N * V)},
+                  largest_softmax_kernel<T>, logits.data_as<T>(), softmax_rows(&of),
+                  static_cast<uint32_t*>(result.data()), V, V % 8 == 0 && begins_vectors(logits));
+    });
+    return result;
+  };
+  return quantized(logits, options, scale, wants, largest, [&](CastRequest request) {
+    request.softmax = &of;
+    dispatch_low(logits.dtype(), options.format, [&]<class T, class Q>() {
+      launch_as<T, Q, cast::SoftmaxGrad, false>(logits, request);
+    });
+  });
+}
+
 }  // namespace
 
 void register_cast_transpose() {
   cuda_kernel<cast_transpose> = cast_transpose_cuda;
   cuda_kernel<quantize> = quantize_cuda;
   cuda_kernel<raise_to_largest> = raise_to_largest_cuda;
+  cuda_kernel<quantize_logits_gradient> = quantize_logits_gradient_cuda;
   cuda_kernel<quantize_gelu> = quantize_gelu_cuda;
   cuda_kernel<quantize_gelu_grad> = quantize_gelu_grad_cuda;
 }

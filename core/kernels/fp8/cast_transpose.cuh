@@ -19,6 +19,15 @@
 
 namespace tessera::kernels {
 
+// See logits_gradient.h.
+struct SoftmaxRows {
+  const int64_t* targets;   // (M)
+  const float* statistics;  // (M, 2)
+  const float* gradient;    // one number each
+  const double* divisor;
+  int64_t ignore_index;
+};
+
 template <class T, class Q>
 struct CastJob {
   const T* x;               // (M, N)
@@ -36,6 +45,7 @@ struct CastJob {
   unsigned long long* counts;  // saturated, underflown: added to, or null
   bool no_nan;                 // amax is at most infinite
   float* sums;                 // (blocks along M, N) or null
+  SoftmaxRows softmax;         // of SoftmaxGrad
   int64_t M, N;
   bool vectors;  // rows of all matrices begin at multiples of 16 bytes, patches are whole
 };
@@ -50,6 +60,10 @@ struct Plain {
 template <class Functor, int kCount>
 struct Formula {
   static constexpr int kOperands = kCount;
+};
+// Of logits.
+struct SoftmaxGrad {
+  static constexpr int kOperands = 1;
 };
 using Gelu = Formula<fn::Gelu, 1>;
 using GeluTanh = Formula<fn::GeluTanh, 1>;
@@ -95,6 +109,32 @@ TS_DEVICE void load_numbers(const T* x, const T* second, const Before& before,
   for (int j = 0; j < kN; ++j) {
     values[j] = number_of(Form{}, first.values[j], other.values[j], before);
   }
+}
+
+// As backward_kernel of cross_entropy.cu calculates it, to the bit.
+struct SoftmaxRow {
+  float of_exponential, of_target, largest;
+  int64_t target;
+  bool ignored;
+};
+TS_DEVICE SoftmaxRow softmax_row(const SoftmaxRows& rows, int64_t m) {
+  const double g = static_cast<double>(*rows.gradient) * (1 / *rows.divisor);
+  const int64_t target = rows.targets[m];
+  return {static_cast<float>(g * static_cast<double>(rows.statistics[2 * m + 1])),
+          static_cast<float>(g), rows.statistics[2 * m], target, target == rows.ignore_index};
+}
+template <class T>
+TS_DEVICE float softmax_number(const SoftmaxRow& row, T x, int64_t n) {
+  const float exponential = math::exp(math::Approximate(load<float>(x) - row.largest)).value;
+  float value = row.of_exponential * exponential;
+  if (n == row.target) value = value - row.of_target;
+  return load<float>(store<T>(row.ignored ? 0.0f : value));
+}
+template <int kN, class T>
+TS_DEVICE void load_softmax(const T* x, const SoftmaxRow& row, int64_t n, float (&values)[kN]) {
+  const gpu::Vector<T, kN> in = gpu::load_vector<kN>(x);
+  TS_UNROLL
+  for (int j = 0; j < kN; ++j) values[j] = softmax_number(row, in.values[j], n + j);
 }
 
 // ---- Patches ------------------------------------------------------------------------------------
@@ -212,8 +252,12 @@ TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, flo
   for (int i = 0; i < kRows; ++i) {
     const int64_t at = (m + i) * job.N + n;
     float scaled[kN];
-    load_numbers<kN, Form>(job.x + at, Form::kOperands == 2 ? job.second + at : job.x, before,
-                           scaled);
+    if constexpr (std::is_same_v<Form, SoftmaxGrad>) {
+      load_softmax<kN>(job.x + at, softmax_row(job.softmax, m + i), n, scaled);
+    } else {
+      load_numbers<kN, Form>(job.x + at, Form::kOperands == 2 ? job.second + at : job.x, before,
+                             scaled);
+    }
     TS_UNROLL
     for (int j = 0; j < kN; ++j) {
       const float value = scaled[j];
@@ -276,7 +320,13 @@ TS_DEVICE void cut_patch(const CastJob<T, Q>& job, int64_t m0, int64_t n0, float
       const int64_t m = m0 + i, n = n0 + j;
       const T x = job.x[m * job.N + n];
       const T second = Form::kOperands == 2 ? job.second[m * job.N + n] : x;
-      const float value = number_of(Form{}, x, second, before), scaled = value * factor;
+      float value;
+      if constexpr (std::is_same_v<Form, SoftmaxGrad>) {
+        value = softmax_number(softmax_row(job.softmax, m), x, n);
+      } else {
+        value = number_of(Form{}, x, second, before);
+      }
+      const float scaled = value * factor;
       sum += value;
       seen.template number<Q>(value, scaled);
       const Q narrow = from_float_saturate<Q>(scaled);

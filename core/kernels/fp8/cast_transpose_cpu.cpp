@@ -8,6 +8,8 @@
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/cast_transpose.h>
+#include <tessera/core/kernels/fp8/logits_gradient.h>
+#include <tessera/core/kernels/loss/cross_entropy.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera::kernels {
@@ -69,6 +71,22 @@ CastTransposed cast_transpose(const Tensor& x, DType dtype, const Tensor& scale,
   *result.amax.data_as<float>() =
       std::bit_cast<float>(*std::max_element(largest.begin(), largest.end()));
   return result;
+}
+
+Quantized quantize_logits_gradient(const LogitsGradient& of, const QuantizeOptions& options,
+                                   const Tensor& scale, const QuantizeWants& wants) {
+  constexpr const char* kWhere = "quantize";
+  TS_CHECK_DTYPE(is_low_precision(of.logits.dtype()), kWhere, "expects logits of f16 or bf16; got ",
+                 of.logits);
+  TS_CHECK_SHAPE(of.logits.dim() == 2, kWhere, "expects a matrix of logits; got ", of.logits);
+  if (of.logits.device().is_cuda()) {
+    return on_cuda<kernels::quantize_logits_gradient>(kWhere, of.logits.device(), of, options,
+                                                      scale, wants);
+  }
+  const Tensor gradient =
+      cross_entropy_backward(of.logits, of.targets, {.ignore_index = of.ignore_index},
+                             of.statistics, of.gradient, of.divisor);
+  return quantize(gradient, options, scale, wants);
 }
 
 }  // namespace tessera::kernels
