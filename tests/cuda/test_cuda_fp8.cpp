@@ -16,6 +16,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/fp8/logits_gradient.h>
+#include <tessera/core/kernels/fp8/part_labels.h>
 #include <tessera/core/kernels/fp8/quantize.h>
 #include <tessera/core/kernels/fp8/scale_history.h>
 #include <tessera/core/kernels/loss/cross_entropy.h>
@@ -344,6 +345,33 @@ TEST_F(CudaFp8, TheGradientOfLogitsIsQuantisedAsIfItHadBeenStored) {
                                               options, given ? scale.to(kCpu) : Tensor());
         expect_same_bytes(on_cpu.values, expected.values, "on the CPU");
       }
+    }
+  }
+}
+
+// Of parts that other devices have quantised: what they saw adds up, and one scale is theirs.
+TEST_F(CudaFp8, LabelsOfPartsSayWhatTheWholeWouldHave) {
+  constexpr int64_t kBytes = 48, kFirst = 16;
+  for (const bool differ : {false, true}) {
+    const Tensor labels = zeros({4, kBytes}, {.dtype = kU8, .device = kGpu});
+    for (int64_t part = 0; part < 3; ++part) {  // the last one is empty
+      const double scale = differ && part == 2 ? 16 : 8;
+      const Tensor row = labels.narrow(0, part, 1).view({kBytes});
+      const Tensor counts = tensor(std::vector<int64_t>{part + 1, 10 * part + 5}, {2}, kI64);
+      kernels::write_part_label(row.narrow(0, kFirst, kernels::kPartLabelBytes),
+                                full({1}, scale, {.dtype = kF32, .device = kGpu}),
+                                full({1}, part == 1 ? 7.5 : 0.5, {.dtype = kF32, .device = kGpu}),
+                                counts.to(kGpu));
+    }
+    const kernels::WholeOfParts whole = kernels::read_part_labels(labels, kFirst);
+    EXPECT_EQ(whole.largest.item(), 7.5);
+    EXPECT_EQ(whole.counts.to(kCpu).to_vector(), (std::vector<double>{6, 45}));
+    if (differ) {
+      EXPECT_TRUE(std::isnan(whole.scale.item()));
+      EXPECT_TRUE(std::isnan(whole.inverse.item()));
+    } else {
+      EXPECT_EQ(whole.scale.item(), 8);
+      EXPECT_EQ(whole.inverse.item(), 0.125);
     }
   }
 }
