@@ -13,6 +13,8 @@
 namespace tessera::kernels::test_isa {
 namespace {
 
+constexpr Isa kSets[] = {Isa::kGeneric, Isa::kNeon, Isa::kV3, Isa::kV4, Isa::kBf16, Isa::kAmx};
+
 // What that process says of itself: the set, or the error's class and text.
 std::string chosen_with(const std::string& value) {
   const FinishedProcess process =
@@ -37,7 +39,7 @@ TEST(Isa, DISABLED_IsPrinted) {
 }
 
 TEST(Isa, EverySetOfTheProcessorCanBeAskedForAndNoOther) {
-  for (const Isa isa : {Isa::kV3, Isa::kV4, Isa::kBf16, Isa::kAmx}) {
+  for (const Isa isa : kSets) {
     const std::string name = name_of(isa), chosen = chosen_with(name);
     if (has_isa(isa)) {
       EXPECT_EQ(chosen, name + ", asked for");
@@ -50,15 +52,27 @@ TEST(Isa, EverySetOfTheProcessorCanBeAskedForAndNoOther) {
 }
 
 TEST(Isa, IsTheBestOfTheProcessorUnlessAskedFor) {
-  Isa best = Isa::kV3;
-  for (const Isa isa : {Isa::kV4, Isa::kBf16, Isa::kAmx}) best = has_isa(isa) ? isa : best;
+  Isa best = Isa::kGeneric;
+  for (const Isa isa : kSets) best = has_isa(isa) ? isa : best;
   EXPECT_EQ(chosen_with(""), name_of(best));
+}
+
+TEST(Isa, SetsOfAnotherKindOfMachineAreNotThisOnes) {
+#if defined(__x86_64__)
+  EXPECT_FALSE(has_isa(Isa::kNeon) || has_isa(Isa::kGeneric));
+#elif defined(__aarch64__)
+  EXPECT_TRUE(has_isa(Isa::kNeon));
+  for (const Isa isa : kSets) EXPECT_EQ(has_isa(isa), isa == Isa::kNeon) << name_of(isa);
+#else
+  for (const Isa isa : kSets) EXPECT_EQ(has_isa(isa), isa == Isa::kGeneric) << name_of(isa);
+#endif
 }
 
 TEST(Isa, ANameThatIsNoneIsAnErrorThatListsThem) {
   for (const std::string name : {"avx2", "V4", "v4 ", "1"}) {
-    EXPECT_EQ(chosen_with(name),
-              "ConfigError kernels: TESSERA_ISA is '" + name + "'; it must be v3, v4, bf16 or amx");
+    EXPECT_EQ(chosen_with(name), "ConfigError kernels: TESSERA_ISA is '" + name +
+                                     "'; it must be v3, v4, bf16 or amx, of another " +
+                                     "machine neon or generic");
   }
 }
 

@@ -91,6 +91,10 @@ std::string nccl() {
 // The instruction set of the kernels, which TESSERA_ISA can lower.
 std::string kernel_set() {
   switch (const kernels::Isa isa = kernels::cpu_isa()) {
+    case kernels::Isa::kGeneric:
+      return "plain C++, for any processor";
+    case kernels::Isa::kNeon:
+      return "aarch64 NEON";
     case kernels::Isa::kV3:
     case kernels::Isa::kV4:
       return std::string("x86-64-") + name_of(isa);

@@ -15,11 +15,12 @@
 namespace tessera::kernels {
 namespace {
 
-constexpr Isa kAllIsas[] = {Isa::kV3, Isa::kV4, Isa::kBf16, Isa::kAmx};
+constexpr Isa kAllIsas[] = {Isa::kGeneric, Isa::kNeon, Isa::kV3, Isa::kV4, Isa::kBf16, Isa::kAmx};
 
 // What the processor has and the system lets programs use.
 bool processor_has(Isa isa) {
 #if defined(__x86_64__)
+  if (isa < Isa::kV3) return false;
   if (isa == Isa::kV3) return true;  // every file of the library is compiled for it
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) {
@@ -38,18 +39,24 @@ bool processor_has(Isa isa) {
   }
 #endif
   return isa == Isa::kV4;
+#elif defined(__aarch64__)
+  return isa == Isa::kNeon;  // of every such processor
 #else
-  return isa == Isa::kV3;  // plain C++ under that name
+  return isa == Isa::kGeneric;
 #endif
 }
 
 constexpr bool binary_has(Isa isa) {
 #if defined(TESSERA_ONLY_V4)
-  return isa != Isa::kV3;
+  return isa >= Isa::kV4;
 #elif defined(TESSERA_WITH_V4)
-  return isa == Isa::kV3 || isa >= Isa::kV4;
-#else
+  return isa >= Isa::kV3;
+#elif defined(__x86_64__)
   return isa == Isa::kV3;
+#elif defined(__aarch64__)
+  return isa == Isa::kNeon;
+#else
+  return isa == Isa::kGeneric;
 #endif
 }
 
@@ -62,6 +69,10 @@ std::string_view asked_for() {
 
 const char* name_of(Isa isa) {
   switch (isa) {
+    case Isa::kGeneric:
+      return "generic";
+    case Isa::kNeon:
+      return "neon";
     case Isa::kV3:
       return "v3";
     case Isa::kV4:
@@ -98,7 +109,7 @@ Isa cpu_isa() {
     }
     if (isa_is_asked_for()) {
       TS_CHECK_AS(ConfigError, wanted.has_value(), "kernels", "TESSERA_ISA is '", asked_for(),
-                  "'; it must be v3, v4, bf16 or amx");
+                  "'; it must be v3, v4, bf16 or amx, of another machine neon or generic");
       TS_CHECK_AS(UnsupportedError, binary_has(*wanted), "kernels", "TESSERA_ISA asks for ",
                   name_of(*wanted), ", for which this build has no kernels; configure with ",
                   "-DTESSERA_SIMD=\"v3;v4\"");

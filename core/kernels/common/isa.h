@@ -1,8 +1,8 @@
 // Kernels for several instruction sets in one binary.
 //
 // A file named `*_simd.cpp` is compiled once for each instruction set, with TS_SIMD naming the
-// namespace that its functions live in (v3: AVX2 + FMA, v4: AVX-512; `generic` on other machines).
-// The ordinary `*_cpu.cpp` beside it picks one at run time:
+// namespace that its functions live in (v3: AVX2 + FMA, v4: AVX-512; neon on aarch64; generic,
+// plain C++, on other machines). The ordinary `*_cpu.cpp` beside it picks one at run time:
 //
 //     // softmax_simd.cpp
 //     namespace tessera::kernels::TS_SIMD { void softmax_rows(...) {...} }
@@ -20,13 +20,15 @@ namespace tessera::kernels {
 // these files write as assembly, for products of matrices alone (core/kernels/gemm/gemm.h): sums of
 // such products differ in their last bits from set to set, the other kernels' bits do not change.
 enum class Isa {
-  kV3,    // AVX2 and FMA
-  kV4,    // AVX-512 F, BW, DQ and VL
-  kBf16,  // v4 and AVX-512 BF16: pairs of bf16 are multiplied and added to an f32
-  kAmx,   // v4 and AMX with bf16: tiles of 16 x 32, given to this process by the kernel
+  kGeneric,  // whatever the compiler makes of plain C++
+  kNeon,     // aarch64: its 128-bit registers, two of them where v3 has one, so that bits are v3's
+  kV3,       // AVX2 and FMA
+  kV4,       // AVX-512 F, BW, DQ and VL
+  kBf16,     // v4 and AVX-512 BF16: pairs of bf16 are multiplied and added to an f32
+  kAmx,      // v4 and AMX with bf16: tiles of 16 x 32, given to this process by the kernel
 };
 
-// As TESSERA_ISA has it: v3, v4, bf16, amx.
+// As TESSERA_ISA has it: generic, neon, v3, v4, bf16, amx.
 const char* name_of(Isa isa);
 
 // Whether this processor has the set and this binary its kernels.
@@ -42,6 +44,15 @@ bool isa_is_asked_for();
 
 }  // namespace tessera::kernels
 
+// The namespace of the set that every machine of a kind has.
+#if defined(__x86_64__) || defined(_M_X64)
+#define TS_SIMD_BASE v3
+#elif defined(__aarch64__)
+#define TS_SIMD_BASE neon
+#else
+#define TS_SIMD_BASE generic
+#endif
+
 #if defined(TESSERA_ONLY_V4)  // a build for machines like its own (TESSERA_SIMD=native)
 #define TS_SIMD_CALL(function, ...) ::tessera::kernels::v4::function(__VA_ARGS__)
 #elif defined(TESSERA_WITH_V4)
@@ -50,7 +61,7 @@ bool isa_is_asked_for();
        ? ::tessera::kernels::v4::function(__VA_ARGS__)           \
        : ::tessera::kernels::v3::function(__VA_ARGS__))
 #else
-#define TS_SIMD_CALL(function, ...) ::tessera::kernels::v3::function(__VA_ARGS__)
+#define TS_SIMD_CALL(function, ...) ::tessera::kernels::TS_SIMD_BASE::function(__VA_ARGS__)
 #endif
 
 // Declares the variants of a function of a `*_simd.cpp` file:
@@ -75,7 +86,7 @@ bool isa_is_asked_for();
   }
 #else
 #define TS_SIMD_DECLARE(...) \
-  namespace v3 {             \
+  namespace TS_SIMD_BASE {   \
   __VA_ARGS__;               \
   }
 #endif

@@ -5,8 +5,9 @@
 // order in which the micro-kernel reads: one pass, no stride. Edges are filled with zeros, so that
 // a micro-kernel always works on a whole kRows x kColumns block of C.
 //
-//   FmaKernel<float>   14 x 32 (AVX-512), 6 x 16 (AVX2): the accumulators fill the registers
-//   FmaKernel<double>  14 x 16, 6 x 8
+//   FmaKernel<float>   14 x 32 (AVX-512), 6 x 16 (AVX2), 5 x 16 (NEON): the accumulators fill the
+//                      registers
+//   FmaKernel<double>  14 x 16, 6 x 8, 5 x 8
 //   AmxKernel          32 x 32 in four tile registers, bf16 in pairs along K
 //   DotKernel          8 x 48, bf16 in pairs along K (gemm_dot.h)
 #pragma once
@@ -17,6 +18,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include <tessera/core/dispatch.h>
@@ -81,6 +84,45 @@ struct Vec<double> {
   static TS_HD Vec add(Vec a, Vec b) { return {_mm256_add_pd(a.v, b.v)}; }
 };
 constexpr int kMicroRows = 6;
+#elif defined(__aarch64__)
+// Two registers where AVX2 has one: sums of the same elements in the same order, the same bits.
+template <>
+struct Vec<float> {
+  static constexpr int kWidth = 8;
+  float32x4_t low, high;
+  static TS_HD Vec zero() { return {vdupq_n_f32(0), vdupq_n_f32(0)}; }
+  static TS_HD Vec load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4)}; }
+  static TS_HD Vec broadcast(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }
+  TS_HD void store(float* p) const {
+    vst1q_f32(p, low);
+    vst1q_f32(p + 4, high);
+  }
+  static TS_HD Vec fma(Vec a, Vec b, Vec c) {
+    return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
+  }
+  static TS_HD Vec add(Vec a, Vec b) {
+    return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)};
+  }
+};
+template <>
+struct Vec<double> {
+  static constexpr int kWidth = 4;
+  float64x2_t low, high;
+  static TS_HD Vec zero() { return {vdupq_n_f64(0), vdupq_n_f64(0)}; }
+  static TS_HD Vec load(const double* p) { return {vld1q_f64(p), vld1q_f64(p + 2)}; }
+  static TS_HD Vec broadcast(double x) { return {vdupq_n_f64(x), vdupq_n_f64(x)}; }
+  TS_HD void store(double* p) const {
+    vst1q_f64(p, low);
+    vst1q_f64(p + 2, high);
+  }
+  static TS_HD Vec fma(Vec a, Vec b, Vec c) {
+    return {vfmaq_f64(c.low, a.low, b.low), vfmaq_f64(c.high, a.high, b.high)};
+  }
+  static TS_HD Vec add(Vec a, Vec b) {
+    return {vaddq_f64(a.low, b.low), vaddq_f64(a.high, b.high)};
+  }
+};
+constexpr int kMicroRows = 5;  // g++ 12 spills 6
 #else
 template <class T>
 struct Vec {
@@ -158,6 +200,23 @@ TS_HD __m256 load_8_as_f32(const f16* p) {
 }
 #endif
 
+#if defined(__aarch64__)
+TS_HD float32x4_t load_4_as_f32(const float* p) { return vld1q_f32(p); }
+TS_HD float32x4_t load_4_as_f32(const bf16* p) {
+  return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p)), 16));
+}
+TS_HD float32x4_t load_4_as_f32(const f16* p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))));
+}
+TS_HD void transpose_4x4(float32x4_t (&rows)[4]) {
+  const float32x4x2_t top = vtrnq_f32(rows[0], rows[1]), bottom = vtrnq_f32(rows[2], rows[3]);
+  rows[0] = vcombine_f32(vget_low_f32(top.val[0]), vget_low_f32(bottom.val[0]));
+  rows[1] = vcombine_f32(vget_low_f32(top.val[1]), vget_low_f32(bottom.val[1]));
+  rows[2] = vcombine_f32(vget_high_f32(top.val[0]), vget_high_f32(bottom.val[0]));
+  rows[3] = vcombine_f32(vget_high_f32(top.val[1]), vget_high_f32(bottom.val[1]));
+}
+#endif
+
 // Fills a panel of kWidth lanes x depth: panel[k * kWidth + lane] = source of (lane, k); lanes from
 // `lanes` on are zero.
 template <int kWidth, class Value, class Source>
@@ -170,9 +229,15 @@ inline void pack_panel(const Source* source, int64_t lane_stride, int64_t k_stri
       if constexpr (std::is_same_v<Source, Value>) {
         __builtin_memcpy(panel + k * kWidth, row, kWidth * sizeof(Value));
       } else {
-        for (int lane = 0; lane < kWidth; ++lane) {
-          panel[k * kWidth + lane] = load<Value>(row[lane]);
+        int lane = 0;
+#if defined(__aarch64__)
+        if constexpr (std::is_same_v<Value, float>) {
+          for (; lane + 4 <= kWidth; lane += 4) {
+            vst1q_f32(panel + k * kWidth + lane, load_4_as_f32(row + lane));
+          }
         }
+#endif
+        for (; lane < kWidth; ++lane) panel[k * kWidth + lane] = load<Value>(row[lane]);
       }
     }
     return;
@@ -230,6 +295,29 @@ inline void pack_panel(const Source* source, int64_t lane_stride, int64_t k_stri
 #pragma GCC unroll 8
             for (int i = 0; i + 1 < kSize; ++i) _mm256_storeu_ps(to + i * kWidth, rows[i]);
             __builtin_memcpy(to + (kSize - 1) * kWidth, &rows[kSize - 1], kWidth * sizeof(float));
+          }
+        }
+      }
+    }
+  }
+#elif defined(__aarch64__)
+  if constexpr (std::is_same_v<Value, float> && !std::is_same_v<Source, double>) {
+    if (k_stride == 1) {
+      constexpr int kWhole = kWidth / 4 * 4;
+      for (; k + 4 <= depth; k += 4) {
+        for (int first = 0; first < kWhole; first += 4) {
+          float32x4_t rows[4];
+          for (int i = 0; i < 4; ++i) {
+            rows[i] = first + i < lanes ? load_4_as_f32(source + (first + i) * lane_stride + k)
+                                        : vdupq_n_f32(0);
+          }
+          transpose_4x4(rows);
+          for (int i = 0; i < 4; ++i) vst1q_f32(panel + (k + i) * kWidth + first, rows[i]);
+        }
+        for (int lane = kWhole; lane < kWidth; ++lane) {
+          for (int i = 0; i < 4; ++i) {
+            panel[(k + i) * kWidth + lane] =
+                lane < lanes ? load<float>(source[lane * lane_stride + k + i]) : 0.0f;
           }
         }
       }

@@ -96,7 +96,7 @@ bool beats_sgemm(const Gemm& p, Isa isa, const SgemmView& a) {
 // TESSERA_ISA holds for the library's kernels too, which must not have been chosen before.
 void keep_library_to_isa() {
   static const bool kept = [] {
-    if (!isa_is_asked_for()) return true;
+    if (!isa_is_asked_for() || cpu_isa() < Isa::kV3) return true;  // these have one set
     const dnnl_cpu_isa_t most = cpu_isa() == Isa::kV3     ? dnnl_cpu_isa_avx2
                                 : cpu_isa() == Isa::kV4   ? dnnl_cpu_isa_avx512_core
                                 : cpu_isa() == Isa::kBf16 ? dnnl_cpu_isa_avx512_core_bf16

@@ -17,6 +17,11 @@ template <class T>
 TS_HD Vec<float> load_wide(const T* x) {
   return {load_8_as_f32(x)};
 }
+#elif defined(__aarch64__)
+template <class T>
+TS_HD Vec<float> load_wide(const T* x) {
+  return {load_4_as_f32(x), load_4_as_f32(x + 4)};
+}
 #else
 template <class T>
 TS_HD Vec<float> load_wide(const T* x) {
@@ -29,7 +34,7 @@ TS_HD Vec<float> load_wide(const T* x) {
 // As Vec::fma: a column gives the same bits in a register and in the rest after the last one.
 template <class C>
 TS_HD C multiply_add(C a, C b, C c) {
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__aarch64__)
   if constexpr (sizeof(C) == 4) {
     return __builtin_fmaf(a, b, c);
   } else {
