@@ -19,7 +19,7 @@ fi
 launcher=()
 if command -v ccache > /dev/null; then
   export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
-  launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
+  launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
 fi
 cmake --preset "$preset" "${launcher[@]}"
 cmake --build --preset "$preset"
