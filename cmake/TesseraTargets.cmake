@@ -130,7 +130,8 @@ target_link_libraries(tessera_nn PRIVATE $<BUILD_INTERFACE:Eigen3::Eigen>
   $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 tessera_floor(optim DEPENDS tessera_autograd)
 tessera_floor(data DEPENDS tessera_core)
-target_link_libraries(tessera_data PRIVATE ICU::uc ZLIB::ZLIB $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+target_link_libraries(tessera_data PRIVATE ICU::uc $<$<BOOL:${TESSERA_STATIC}>:ICU::data> ZLIB::ZLIB
+  $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 tessera_floor(precision DEPENDS tessera_nn)
 # Saved trainings, which programs do without that read and write HuggingFace's folders.
 file(GLOB checkpoint_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/distributed
