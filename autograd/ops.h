@@ -24,49 +24,52 @@ namespace tessera {
 // ---- Creation (ops/creation.cpp) ---------------------------------------------------------------
 // Random ones draw the next stream of the context unless one is given (see core/random.h).
 
-Tensor empty(const Shape& shape, const TensorOptions& options = {});
-Tensor zeros(const Shape& shape, const TensorOptions& options = {});
-Tensor ones(const Shape& shape, const TensorOptions& options = {});
-Tensor full(const Shape& shape, const Scalar& value, const TensorOptions& options = {});
-Tensor empty_like(const Tensor& x);
-Tensor zeros_like(const Tensor& x);
-Tensor ones_like(const Tensor& x);
-Tensor full_like(const Tensor& x, const Scalar& value);
-Tensor rand_like(const Tensor& x);
-Tensor randn_like(const Tensor& x);
-Tensor empty_like(const Tensor& x, DType dtype);
-Tensor zeros_like(const Tensor& x, DType dtype);
-Tensor ones_like(const Tensor& x, DType dtype);
-Tensor full_like(const Tensor& x, const Scalar& value, DType dtype);
-Tensor rand_like(const Tensor& x, DType dtype);
-Tensor randn_like(const Tensor& x, DType dtype);
+[[nodiscard]] Tensor empty(const Shape& shape, const TensorOptions& options = {});
+[[nodiscard]] Tensor zeros(const Shape& shape, const TensorOptions& options = {});
+[[nodiscard]] Tensor ones(const Shape& shape, const TensorOptions& options = {});
+[[nodiscard]] Tensor full(const Shape& shape, const Scalar& value,
+                          const TensorOptions& options = {});
+[[nodiscard]] Tensor empty_like(const Tensor& x);
+[[nodiscard]] Tensor zeros_like(const Tensor& x);
+[[nodiscard]] Tensor ones_like(const Tensor& x);
+[[nodiscard]] Tensor full_like(const Tensor& x, const Scalar& value);
+[[nodiscard]] Tensor rand_like(const Tensor& x);
+[[nodiscard]] Tensor randn_like(const Tensor& x);
+[[nodiscard]] Tensor empty_like(const Tensor& x, DType dtype);
+[[nodiscard]] Tensor zeros_like(const Tensor& x, DType dtype);
+[[nodiscard]] Tensor ones_like(const Tensor& x, DType dtype);
+[[nodiscard]] Tensor full_like(const Tensor& x, const Scalar& value, DType dtype);
+[[nodiscard]] Tensor rand_like(const Tensor& x, DType dtype);
+[[nodiscard]] Tensor randn_like(const Tensor& x, DType dtype);
 // [start, end) in steps; i64 unless a bound is floating or options say otherwise.
-Tensor arange(const Scalar& start, const Scalar& end, const Scalar& step = 1,
-              std::optional<DType> dtype = {}, const Device& device = kCpu);
-Tensor arange(const Scalar& end);
-Tensor linspace(double start, double end, int64_t steps, const TensorOptions& options = {});
-Tensor eye(int64_t rows, std::optional<int64_t> columns = {}, const TensorOptions& options = {});
-Tensor rand(const Shape& shape, const TensorOptions& options = {},
-            std::optional<RandomStream> stream = {});  // [0, 1)
-Tensor randn(const Shape& shape, const TensorOptions& options = {},
-             std::optional<RandomStream> stream = {});
-Tensor randint(int64_t low, int64_t high, const Shape& shape, DType dtype = kI64,
-               std::optional<RandomStream> stream = {});  // [low, high)
-Tensor randperm(int64_t size, std::optional<RandomStream> stream = {});
+[[nodiscard]] Tensor arange(const Scalar& start, const Scalar& end, const Scalar& step = 1,
+                            std::optional<DType> dtype = {}, const Device& device = kCpu);
+[[nodiscard]] Tensor arange(const Scalar& end);
+[[nodiscard]] Tensor linspace(double start, double end, int64_t steps,
+                              const TensorOptions& options = {});
+[[nodiscard]] Tensor eye(int64_t rows, std::optional<int64_t> columns = {},
+                         const TensorOptions& options = {});
+[[nodiscard]] Tensor rand(const Shape& shape, const TensorOptions& options = {},
+                          std::optional<RandomStream> stream = {});  // [0, 1)
+[[nodiscard]] Tensor randn(const Shape& shape, const TensorOptions& options = {},
+                           std::optional<RandomStream> stream = {});
+[[nodiscard]] Tensor randint(int64_t low, int64_t high, const Shape& shape, DType dtype = kI64,
+                             std::optional<RandomStream> stream = {});  // [low, high)
+[[nodiscard]] Tensor randperm(int64_t size, std::optional<RandomStream> stream = {});
 // Options in one word: zeros({2, 3}, kF64), ones({2, 3}, cuda()).
 template <class T>
 concept DTypeOrDevice = std::same_as<T, DType> || std::same_as<T, Device>;
 inline TensorOptions options_of(DType dtype) { return {.dtype = dtype}; }
 inline TensorOptions options_of(const Device& device) { return {.device = device}; }
 // clang-format off
-Tensor empty(const Shape& shape, DTypeOrDevice auto option) { return empty(shape, options_of(option)); }
-Tensor zeros(const Shape& shape, DTypeOrDevice auto option) { return zeros(shape, options_of(option)); }
-Tensor ones(const Shape& shape, DTypeOrDevice auto option) { return ones(shape, options_of(option)); }
-Tensor full(const Shape& shape, const Scalar& value, DTypeOrDevice auto option) { return full(shape, value, options_of(option)); }
-Tensor rand(const Shape& shape, DTypeOrDevice auto option, std::optional<RandomStream> stream = {}) { return rand(shape, options_of(option), stream); }
-Tensor randn(const Shape& shape, DTypeOrDevice auto option, std::optional<RandomStream> stream = {}) { return randn(shape, options_of(option), stream); }
-Tensor linspace(double start, double end, int64_t steps, DTypeOrDevice auto option) { return linspace(start, end, steps, options_of(option)); }
-Tensor eye(int64_t rows, DTypeOrDevice auto option) { return eye(rows, std::nullopt, options_of(option)); }
+[[nodiscard]] Tensor empty(const Shape& shape, DTypeOrDevice auto option) { return empty(shape, options_of(option)); }
+[[nodiscard]] Tensor zeros(const Shape& shape, DTypeOrDevice auto option) { return zeros(shape, options_of(option)); }
+[[nodiscard]] Tensor ones(const Shape& shape, DTypeOrDevice auto option) { return ones(shape, options_of(option)); }
+[[nodiscard]] Tensor full(const Shape& shape, const Scalar& value, DTypeOrDevice auto option) { return full(shape, value, options_of(option)); }
+[[nodiscard]] Tensor rand(const Shape& shape, DTypeOrDevice auto option, std::optional<RandomStream> stream = {}) { return rand(shape, options_of(option), stream); }
+[[nodiscard]] Tensor randn(const Shape& shape, DTypeOrDevice auto option, std::optional<RandomStream> stream = {}) { return randn(shape, options_of(option), stream); }
+[[nodiscard]] Tensor linspace(double start, double end, int64_t steps, DTypeOrDevice auto option) { return linspace(start, end, steps, options_of(option)); }
+[[nodiscard]] Tensor eye(int64_t rows, DTypeOrDevice auto option) { return eye(rows, std::nullopt, options_of(option)); }
 // clang-format on
 // In place, for initialisation.
 const Tensor& uniform_(const Tensor& x, double low, double high,
@@ -75,121 +78,125 @@ const Tensor& normal_(const Tensor& x, double mean, double std,
                       std::optional<RandomStream> stream = {});
 const Tensor& bernoulli_(const Tensor& x, double p, std::optional<RandomStream> stream = {});
 // x: probabilities >= 0, [rows, n] or [n]. Returns i64 indices [rows, count] or [count].
-Tensor multinomial(const Tensor& x, int64_t count, bool replacement = false,
-                   std::optional<RandomStream> stream = {});
+[[nodiscard]] Tensor multinomial(const Tensor& x, int64_t count, bool replacement = false,
+                                 std::optional<RandomStream> stream = {});
 
 // ---- Elementwise, one input (ops/elementwise.cpp) ----------------------------------------------
 // Of integers and bool, transcendental ones give f32; others keep the dtype, or refuse it.
 
-Tensor to(const Tensor& x, DType dtype);  // the same tensor where nothing changes
-Tensor to(const Tensor& x, const Device& device);
-Tensor clone(const Tensor& x);       // keeps the order of dimensions
-Tensor contiguous(const Tensor& x);  // the same tensor where it already is
+[[nodiscard]] Tensor to(const Tensor& x, DType dtype);  // the same tensor where nothing changes
+[[nodiscard]] Tensor to(const Tensor& x, const Device& device);
+[[nodiscard]] Tensor clone(const Tensor& x);       // keeps the order of dimensions
+[[nodiscard]] Tensor contiguous(const Tensor& x);  // the same tensor where it already is
 const Tensor& copy_(const Tensor& target, const Tensor& source);  // broadcasts, converts
 const Tensor& fill_(const Tensor& x, const Scalar& value);
 const Tensor& zero_(const Tensor& x);
 
-Tensor neg(const Tensor& x);
-Tensor abs(const Tensor& x);
-Tensor exp(const Tensor& x);
-Tensor expm1(const Tensor& x);
-Tensor log(const Tensor& x);
-Tensor log1p(const Tensor& x);
-Tensor log2(const Tensor& x);
-Tensor log10(const Tensor& x);
-Tensor sqrt(const Tensor& x);
-Tensor rsqrt(const Tensor& x);
-Tensor reciprocal(const Tensor& x);
-Tensor square(const Tensor& x);
-Tensor sin(const Tensor& x);
-Tensor cos(const Tensor& x);
-Tensor tan(const Tensor& x);
-Tensor tanh(const Tensor& x);
-Tensor sigmoid(const Tensor& x);
-Tensor erf(const Tensor& x);
-Tensor erfinv(const Tensor& x);
-Tensor lgamma(const Tensor& x);                // log |gamma(x)|
-Tensor digamma(const Tensor& x);               // its derivative
-Tensor polygamma(int64_t n, const Tensor& x);  // digamma's derivative of order n >= 0
-Tensor sign(const Tensor& x);
-Tensor floor(const Tensor& x);
-Tensor ceil(const Tensor& x);
-Tensor trunc(const Tensor& x);
-Tensor round(const Tensor& x);  // half to even
-Tensor clamp(const Tensor& x, std::optional<Scalar> min, std::optional<Scalar> max = {});
+[[nodiscard]] Tensor neg(const Tensor& x);
+[[nodiscard]] Tensor abs(const Tensor& x);
+[[nodiscard]] Tensor exp(const Tensor& x);
+[[nodiscard]] Tensor expm1(const Tensor& x);
+[[nodiscard]] Tensor log(const Tensor& x);
+[[nodiscard]] Tensor log1p(const Tensor& x);
+[[nodiscard]] Tensor log2(const Tensor& x);
+[[nodiscard]] Tensor log10(const Tensor& x);
+[[nodiscard]] Tensor sqrt(const Tensor& x);
+[[nodiscard]] Tensor rsqrt(const Tensor& x);
+[[nodiscard]] Tensor reciprocal(const Tensor& x);
+[[nodiscard]] Tensor square(const Tensor& x);
+[[nodiscard]] Tensor sin(const Tensor& x);
+[[nodiscard]] Tensor cos(const Tensor& x);
+[[nodiscard]] Tensor tan(const Tensor& x);
+[[nodiscard]] Tensor tanh(const Tensor& x);
+[[nodiscard]] Tensor sigmoid(const Tensor& x);
+[[nodiscard]] Tensor erf(const Tensor& x);
+[[nodiscard]] Tensor erfinv(const Tensor& x);
+[[nodiscard]] Tensor lgamma(const Tensor& x);                // log |gamma(x)|
+[[nodiscard]] Tensor digamma(const Tensor& x);               // its derivative
+[[nodiscard]] Tensor polygamma(int64_t n, const Tensor& x);  // digamma's derivative of order n >= 0
+[[nodiscard]] Tensor sign(const Tensor& x);
+[[nodiscard]] Tensor floor(const Tensor& x);
+[[nodiscard]] Tensor ceil(const Tensor& x);
+[[nodiscard]] Tensor trunc(const Tensor& x);
+[[nodiscard]] Tensor round(const Tensor& x);  // half to even
+[[nodiscard]] Tensor clamp(const Tensor& x, std::optional<Scalar> min,
+                           std::optional<Scalar> max = {});
 // Limits as tensors (either may be absent); where x meets a limit, both get half the gradient.
-Tensor clamp(const Tensor& x, const Tensor& min, const Tensor& max);
-Tensor nan_to_num(const Tensor& x, double nan = 0, std::optional<double> posinf = {},
-                  std::optional<double> neginf = {});
-Tensor isnan(const Tensor& x);     // bool
-Tensor isinf(const Tensor& x);     // bool
-Tensor isfinite(const Tensor& x);  // bool
-Tensor logical_not(const Tensor& x);
-Tensor bitwise_not(const Tensor& x);  // integers; the other one of bool
+[[nodiscard]] Tensor clamp(const Tensor& x, const Tensor& min, const Tensor& max);
+[[nodiscard]] Tensor nan_to_num(const Tensor& x, double nan = 0, std::optional<double> posinf = {},
+                                std::optional<double> neginf = {});
+[[nodiscard]] Tensor isnan(const Tensor& x);     // bool
+[[nodiscard]] Tensor isinf(const Tensor& x);     // bool
+[[nodiscard]] Tensor isfinite(const Tensor& x);  // bool
+[[nodiscard]] Tensor logical_not(const Tensor& x);
+[[nodiscard]] Tensor bitwise_not(const Tensor& x);  // integers; the other one of bool
 
 // ---- Elementwise, two and three inputs (ops/elementwise.cpp) -----------------------------------
 // Integers divided by zero (floor_divide, remainder, fmod) are a ValueError.
 
-Tensor add(const Tensor& a, const Tensor& b, const Scalar& alpha = 1);  // a + alpha * b
-Tensor sub(const Tensor& a, const Tensor& b, const Scalar& alpha = 1);
-Tensor mul(const Tensor& a, const Tensor& b);
-Tensor div(const Tensor& a, const Tensor& b);  // integers give f32
-Tensor floor_divide(const Tensor& a, const Tensor& b);
-Tensor remainder(const Tensor& a, const Tensor& b);  // Python's %, sign of b
-Tensor fmod(const Tensor& a, const Tensor& b);       // C's %, sign of a
-Tensor atan2(const Tensor& a, const Tensor& b);      // the angle of (b, a)
-Tensor pow(const Tensor& a, const Tensor& b);
-Tensor maximum(const Tensor& a, const Tensor& b);
-Tensor minimum(const Tensor& a, const Tensor& b);
-Tensor eq(const Tensor& a, const Tensor& b);  // comparisons give bool
-Tensor ne(const Tensor& a, const Tensor& b);
-Tensor lt(const Tensor& a, const Tensor& b);
-Tensor le(const Tensor& a, const Tensor& b);
-Tensor gt(const Tensor& a, const Tensor& b);
-Tensor ge(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor add(const Tensor& a, const Tensor& b,
+                         const Scalar& alpha = 1);  // a + alpha * b
+[[nodiscard]] Tensor sub(const Tensor& a, const Tensor& b, const Scalar& alpha = 1);
+[[nodiscard]] Tensor mul(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor div(const Tensor& a, const Tensor& b);  // integers give f32
+[[nodiscard]] Tensor floor_divide(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor remainder(const Tensor& a, const Tensor& b);  // Python's %, sign of b
+[[nodiscard]] Tensor fmod(const Tensor& a, const Tensor& b);       // C's %, sign of a
+[[nodiscard]] Tensor atan2(const Tensor& a, const Tensor& b);      // the angle of (b, a)
+[[nodiscard]] Tensor pow(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor maximum(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor minimum(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor eq(const Tensor& a, const Tensor& b);  // comparisons give bool
+[[nodiscard]] Tensor ne(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor lt(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor le(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor gt(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor ge(const Tensor& a, const Tensor& b);
 // a == b, or finite and |a - b| <= atol + rtol |b|; NaN is close to NaN where equal_nan. One dtype.
-Tensor isclose(const Tensor& a, const Tensor& b, double rtol = 1e-5, double atol = 1e-8,
-               bool equal_nan = false);
+[[nodiscard]] Tensor isclose(const Tensor& a, const Tensor& b, double rtol = 1e-5,
+                             double atol = 1e-8, bool equal_nan = false);
 bool allclose(const Tensor& a, const Tensor& b, double rtol = 1e-5, double atol = 1e-8,
               bool equal_nan = false);
-Tensor logical_and(const Tensor& a, const Tensor& b);
-Tensor logical_or(const Tensor& a, const Tensor& b);
-Tensor logical_xor(const Tensor& a, const Tensor& b);
-Tensor bitwise_and(const Tensor& a, const Tensor& b);  // bitwise: integers and bool
-Tensor bitwise_or(const Tensor& a, const Tensor& b);
-Tensor bitwise_xor(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor logical_and(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor logical_or(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor logical_xor(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor bitwise_and(const Tensor& a, const Tensor& b);  // bitwise: integers and bool
+[[nodiscard]] Tensor bitwise_or(const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor bitwise_xor(const Tensor& a, const Tensor& b);
 
-Tensor add(const Tensor& a, const Scalar& b, const Scalar& alpha = 1);
-Tensor sub(const Tensor& a, const Scalar& b, const Scalar& alpha = 1);
-Tensor mul(const Tensor& a, const Scalar& b);
-Tensor div(const Tensor& a, const Scalar& b);
-Tensor rsub(const Scalar& a, const Tensor& b);  // a - b
-Tensor rdiv(const Scalar& a, const Tensor& b);  // a / b
-Tensor floor_divide(const Tensor& a, const Scalar& b);
-Tensor remainder(const Tensor& a, const Scalar& b);
-Tensor fmod(const Tensor& a, const Scalar& b);
-Tensor pow(const Tensor& a, const Scalar& b);
-Tensor pow(const Scalar& a, const Tensor& b);
-Tensor eq(const Tensor& a, const Scalar& b);
-Tensor ne(const Tensor& a, const Scalar& b);
-Tensor lt(const Tensor& a, const Scalar& b);
-Tensor le(const Tensor& a, const Scalar& b);
-Tensor gt(const Tensor& a, const Scalar& b);
-Tensor ge(const Tensor& a, const Scalar& b);
-Tensor bitwise_and(const Tensor& a, const Scalar& b);
-Tensor bitwise_or(const Tensor& a, const Scalar& b);
-Tensor bitwise_xor(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor add(const Tensor& a, const Scalar& b, const Scalar& alpha = 1);
+[[nodiscard]] Tensor sub(const Tensor& a, const Scalar& b, const Scalar& alpha = 1);
+[[nodiscard]] Tensor mul(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor div(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor rsub(const Scalar& a, const Tensor& b);  // a - b
+[[nodiscard]] Tensor rdiv(const Scalar& a, const Tensor& b);  // a / b
+[[nodiscard]] Tensor floor_divide(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor remainder(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor fmod(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor pow(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor pow(const Scalar& a, const Tensor& b);
+[[nodiscard]] Tensor eq(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor ne(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor lt(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor le(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor gt(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor ge(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor bitwise_and(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor bitwise_or(const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor bitwise_xor(const Tensor& a, const Scalar& b);
 
 // x + value * a * b and x + value * a / b.
-Tensor addcmul(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& value = 1);
-Tensor addcdiv(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& value = 1);
-Tensor lerp(const Tensor& start, const Tensor& end, const Tensor& weight);
-Tensor lerp(const Tensor& start, const Tensor& end, double weight);
+[[nodiscard]] Tensor addcmul(const Tensor& x, const Tensor& a, const Tensor& b,
+                             const Scalar& value = 1);
+[[nodiscard]] Tensor addcdiv(const Tensor& x, const Tensor& a, const Tensor& b,
+                             const Scalar& value = 1);
+[[nodiscard]] Tensor lerp(const Tensor& start, const Tensor& end, const Tensor& weight);
+[[nodiscard]] Tensor lerp(const Tensor& start, const Tensor& end, double weight);
 // condition: bool.
-Tensor where(const Tensor& condition, const Tensor& a, const Tensor& b);
-Tensor where(const Tensor& condition, const Tensor& a, const Scalar& b);
-Tensor where(const Tensor& condition, const Scalar& a, const Tensor& b);
-Tensor masked_fill(const Tensor& x, const Tensor& mask, const Scalar& value);
+[[nodiscard]] Tensor where(const Tensor& condition, const Tensor& a, const Tensor& b);
+[[nodiscard]] Tensor where(const Tensor& condition, const Tensor& a, const Scalar& b);
+[[nodiscard]] Tensor where(const Tensor& condition, const Scalar& a, const Tensor& b);
+[[nodiscard]] Tensor masked_fill(const Tensor& x, const Tensor& mask, const Scalar& value);
 
 const Tensor& add_(const Tensor& a, const Tensor& b, const Scalar& alpha = 1);
 const Tensor& sub_(const Tensor& a, const Tensor& b, const Scalar& alpha = 1);
@@ -213,30 +220,30 @@ const Tensor& addcdiv_(const Tensor& x, const Tensor& a, const Tensor& b, const 
 const Tensor& masked_fill_(const Tensor& x, const Tensor& mask, const Scalar& value);
 
 // clang-format off
-inline Tensor operator-(const Tensor& x) { return neg(x); }
-inline Tensor operator+(const Tensor& a, const Tensor& b) { return add(a, b); }
-inline Tensor operator-(const Tensor& a, const Tensor& b) { return sub(a, b); }
-inline Tensor operator*(const Tensor& a, const Tensor& b) { return mul(a, b); }
-inline Tensor operator/(const Tensor& a, const Tensor& b) { return div(a, b); }
-inline Tensor operator&(const Tensor& a, const Tensor& b) { return bitwise_and(a, b); }
-inline Tensor operator|(const Tensor& a, const Tensor& b) { return bitwise_or(a, b); }
-inline Tensor operator^(const Tensor& a, const Tensor& b) { return bitwise_xor(a, b); }
-inline Tensor operator~(const Tensor& x) { return bitwise_not(x); }
-inline Tensor operator!(const Tensor& x) { return logical_not(x); }
-inline Tensor operator&(const Tensor& a, const Scalar& b) { return bitwise_and(a, b); }
-inline Tensor operator|(const Tensor& a, const Scalar& b) { return bitwise_or(a, b); }
-inline Tensor operator^(const Tensor& a, const Scalar& b) { return bitwise_xor(a, b); }
-inline Tensor operator&(const Scalar& a, const Tensor& b) { return bitwise_and(b, a); }
-inline Tensor operator|(const Scalar& a, const Tensor& b) { return bitwise_or(b, a); }
-inline Tensor operator^(const Scalar& a, const Tensor& b) { return bitwise_xor(b, a); }
-inline Tensor operator+(const Tensor& a, const Scalar& b) { return add(a, b); }
-inline Tensor operator-(const Tensor& a, const Scalar& b) { return sub(a, b); }
-inline Tensor operator*(const Tensor& a, const Scalar& b) { return mul(a, b); }
-inline Tensor operator/(const Tensor& a, const Scalar& b) { return div(a, b); }
-inline Tensor operator+(const Scalar& a, const Tensor& b) { return add(b, a); }
-inline Tensor operator-(const Scalar& a, const Tensor& b) { return rsub(a, b); }
-inline Tensor operator*(const Scalar& a, const Tensor& b) { return mul(b, a); }
-inline Tensor operator/(const Scalar& a, const Tensor& b) { return rdiv(a, b); }
+[[nodiscard]] inline Tensor operator-(const Tensor& x) { return neg(x); }
+[[nodiscard]] inline Tensor operator+(const Tensor& a, const Tensor& b) { return add(a, b); }
+[[nodiscard]] inline Tensor operator-(const Tensor& a, const Tensor& b) { return sub(a, b); }
+[[nodiscard]] inline Tensor operator*(const Tensor& a, const Tensor& b) { return mul(a, b); }
+[[nodiscard]] inline Tensor operator/(const Tensor& a, const Tensor& b) { return div(a, b); }
+[[nodiscard]] inline Tensor operator&(const Tensor& a, const Tensor& b) { return bitwise_and(a, b); }
+[[nodiscard]] inline Tensor operator|(const Tensor& a, const Tensor& b) { return bitwise_or(a, b); }
+[[nodiscard]] inline Tensor operator^(const Tensor& a, const Tensor& b) { return bitwise_xor(a, b); }
+[[nodiscard]] inline Tensor operator~(const Tensor& x) { return bitwise_not(x); }
+[[nodiscard]] inline Tensor operator!(const Tensor& x) { return logical_not(x); }
+[[nodiscard]] inline Tensor operator&(const Tensor& a, const Scalar& b) { return bitwise_and(a, b); }
+[[nodiscard]] inline Tensor operator|(const Tensor& a, const Scalar& b) { return bitwise_or(a, b); }
+[[nodiscard]] inline Tensor operator^(const Tensor& a, const Scalar& b) { return bitwise_xor(a, b); }
+[[nodiscard]] inline Tensor operator&(const Scalar& a, const Tensor& b) { return bitwise_and(b, a); }
+[[nodiscard]] inline Tensor operator|(const Scalar& a, const Tensor& b) { return bitwise_or(b, a); }
+[[nodiscard]] inline Tensor operator^(const Scalar& a, const Tensor& b) { return bitwise_xor(b, a); }
+[[nodiscard]] inline Tensor operator+(const Tensor& a, const Scalar& b) { return add(a, b); }
+[[nodiscard]] inline Tensor operator-(const Tensor& a, const Scalar& b) { return sub(a, b); }
+[[nodiscard]] inline Tensor operator*(const Tensor& a, const Scalar& b) { return mul(a, b); }
+[[nodiscard]] inline Tensor operator/(const Tensor& a, const Scalar& b) { return div(a, b); }
+[[nodiscard]] inline Tensor operator+(const Scalar& a, const Tensor& b) { return add(b, a); }
+[[nodiscard]] inline Tensor operator-(const Scalar& a, const Tensor& b) { return rsub(a, b); }
+[[nodiscard]] inline Tensor operator*(const Scalar& a, const Tensor& b) { return mul(b, a); }
+[[nodiscard]] inline Tensor operator/(const Scalar& a, const Tensor& b) { return rdiv(a, b); }
 inline const Tensor& operator+=(const Tensor& a, const Tensor& b) { return add_(a, b); }
 inline const Tensor& operator-=(const Tensor& a, const Tensor& b) { return sub_(a, b); }
 inline const Tensor& operator*=(const Tensor& a, const Tensor& b) { return mul_(a, b); }
@@ -252,190 +259,211 @@ inline const Tensor& operator&=(const Tensor& a, const Scalar& b) { return a.bit
 inline const Tensor& operator|=(const Tensor& a, const Scalar& b) { return a.bitwise_or_(b); }
 inline const Tensor& operator^=(const Tensor& a, const Scalar& b) { return a.bitwise_xor_(b); }
 // Element by element, as the functions: x == y is a tensor of bool, x.is(y) whether both are one.
-inline Tensor operator==(const Tensor& a, const Tensor& b) { return eq(a, b); }
-inline Tensor operator==(const Tensor& a, const Scalar& b) { return eq(a, b); }
-inline Tensor operator==(const Scalar& a, const Tensor& b) { return eq(b, a); }
-inline Tensor operator!=(const Tensor& a, const Tensor& b) { return ne(a, b); }
-inline Tensor operator!=(const Tensor& a, const Scalar& b) { return ne(a, b); }
-inline Tensor operator!=(const Scalar& a, const Tensor& b) { return ne(b, a); }
-inline Tensor operator<(const Tensor& a, const Tensor& b) { return lt(a, b); }
-inline Tensor operator<(const Tensor& a, const Scalar& b) { return lt(a, b); }
-inline Tensor operator<(const Scalar& a, const Tensor& b) { return gt(b, a); }
-inline Tensor operator<=(const Tensor& a, const Tensor& b) { return le(a, b); }
-inline Tensor operator<=(const Tensor& a, const Scalar& b) { return le(a, b); }
-inline Tensor operator<=(const Scalar& a, const Tensor& b) { return ge(b, a); }
-inline Tensor operator>(const Tensor& a, const Tensor& b) { return gt(a, b); }
-inline Tensor operator>(const Tensor& a, const Scalar& b) { return gt(a, b); }
-inline Tensor operator>(const Scalar& a, const Tensor& b) { return lt(b, a); }
-inline Tensor operator>=(const Tensor& a, const Tensor& b) { return ge(a, b); }
-inline Tensor operator>=(const Tensor& a, const Scalar& b) { return ge(a, b); }
-inline Tensor operator>=(const Scalar& a, const Tensor& b) { return le(b, a); }
+[[nodiscard]] inline Tensor operator==(const Tensor& a, const Tensor& b) { return eq(a, b); }
+[[nodiscard]] inline Tensor operator==(const Tensor& a, const Scalar& b) { return eq(a, b); }
+[[nodiscard]] inline Tensor operator==(const Scalar& a, const Tensor& b) { return eq(b, a); }
+[[nodiscard]] inline Tensor operator!=(const Tensor& a, const Tensor& b) { return ne(a, b); }
+[[nodiscard]] inline Tensor operator!=(const Tensor& a, const Scalar& b) { return ne(a, b); }
+[[nodiscard]] inline Tensor operator!=(const Scalar& a, const Tensor& b) { return ne(b, a); }
+[[nodiscard]] inline Tensor operator<(const Tensor& a, const Tensor& b) { return lt(a, b); }
+[[nodiscard]] inline Tensor operator<(const Tensor& a, const Scalar& b) { return lt(a, b); }
+[[nodiscard]] inline Tensor operator<(const Scalar& a, const Tensor& b) { return gt(b, a); }
+[[nodiscard]] inline Tensor operator<=(const Tensor& a, const Tensor& b) { return le(a, b); }
+[[nodiscard]] inline Tensor operator<=(const Tensor& a, const Scalar& b) { return le(a, b); }
+[[nodiscard]] inline Tensor operator<=(const Scalar& a, const Tensor& b) { return ge(b, a); }
+[[nodiscard]] inline Tensor operator>(const Tensor& a, const Tensor& b) { return gt(a, b); }
+[[nodiscard]] inline Tensor operator>(const Tensor& a, const Scalar& b) { return gt(a, b); }
+[[nodiscard]] inline Tensor operator>(const Scalar& a, const Tensor& b) { return lt(b, a); }
+[[nodiscard]] inline Tensor operator>=(const Tensor& a, const Tensor& b) { return ge(a, b); }
+[[nodiscard]] inline Tensor operator>=(const Tensor& a, const Scalar& b) { return ge(a, b); }
+[[nodiscard]] inline Tensor operator>=(const Scalar& a, const Tensor& b) { return le(b, a); }
 // clang-format on
 
 // ---- Activations (ops/activation.cpp) ----------------------------------------------------------
 // Floating dtypes; relu takes integers, too.
 
 enum class Gelu { kNone, kTanh };  // erf, or the tanh approximation that GPT-2 uses
-Tensor relu(const Tensor& x);
-Tensor gelu(const Tensor& x, Gelu approximate = Gelu::kNone);
-Tensor silu(const Tensor& x);
-Tensor elu(const Tensor& x, double alpha = 1);
-Tensor softplus(const Tensor& x, double beta = 1, double threshold = 20);
-Tensor leaky_relu(const Tensor& x, double negative_slope = 0.01);
-Tensor glu(const Tensor& x, int64_t dim = -1);  // a * sigmoid(b) of the two halves
-Tensor selu(const Tensor& x);                   // Klambauer et al. 2017
-Tensor mish(const Tensor& x);                   // x tanh(softplus(x)), Misra 2019
-Tensor hardswish(const Tensor& x);              // x clamp(x + 3, 0, 6) / 6
+[[nodiscard]] Tensor relu(const Tensor& x);
+[[nodiscard]] Tensor gelu(const Tensor& x, Gelu approximate = Gelu::kNone);
+[[nodiscard]] Tensor silu(const Tensor& x);
+[[nodiscard]] Tensor elu(const Tensor& x, double alpha = 1);
+[[nodiscard]] Tensor softplus(const Tensor& x, double beta = 1, double threshold = 20);
+[[nodiscard]] Tensor leaky_relu(const Tensor& x, double negative_slope = 0.01);
+[[nodiscard]] Tensor glu(const Tensor& x, int64_t dim = -1);  // a * sigmoid(b) of the two halves
+[[nodiscard]] Tensor selu(const Tensor& x);                   // Klambauer et al. 2017
+[[nodiscard]] Tensor mish(const Tensor& x);                   // x tanh(softplus(x)), Misra 2019
+[[nodiscard]] Tensor hardswish(const Tensor& x);              // x clamp(x + 3, 0, 6) / 6
 // x where it is positive, else weight * x. weight: [1], or [C] where x is [N, C, ...] or [C].
-Tensor prelu(const Tensor& x, const Tensor& weight);
+[[nodiscard]] Tensor prelu(const Tensor& x, const Tensor& weight);
 
 // ---- Reductions (ops/reduce.cpp) ---------------------------------------------------------------
 // Of no elements: sum 0, prod 1, mean NaN, any false, all true; an extremum is an error.
 
-Tensor sum(const Tensor& x, const Shape& dims = {}, bool keepdim = false,
-           std::optional<DType> dtype = {});  // integers and bool give i64
-Tensor mean(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
-Tensor var(const Tensor& x, const Shape& dims = {}, double correction = 1, bool keepdim = false);
-Tensor std(const Tensor& x, const Shape& dims = {}, double correction = 1, bool keepdim = false);
-Tensor prod(const Tensor& x);
-Tensor prod(const Tensor& x, int64_t dim, bool keepdim = false);
-Tensor amax(const Tensor& x, const Shape& dims = {}, bool keepdim = false);  // ties share
-Tensor amin(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
-Tensor max(const Tensor& x);
-Tensor min(const Tensor& x);
+[[nodiscard]] Tensor sum(const Tensor& x, const Shape& dims = {}, bool keepdim = false,
+                         std::optional<DType> dtype = {});  // integers and bool give i64
+[[nodiscard]] Tensor mean(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
+[[nodiscard]] Tensor var(const Tensor& x, const Shape& dims = {}, double correction = 1,
+                         bool keepdim = false);
+[[nodiscard]] Tensor std(const Tensor& x, const Shape& dims = {}, double correction = 1,
+                         bool keepdim = false);
+[[nodiscard]] Tensor prod(const Tensor& x);
+[[nodiscard]] Tensor prod(const Tensor& x, int64_t dim, bool keepdim = false);
+[[nodiscard]] Tensor amax(const Tensor& x, const Shape& dims = {},
+                          bool keepdim = false);  // ties share
+[[nodiscard]] Tensor amin(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
+[[nodiscard]] Tensor max(const Tensor& x);
+[[nodiscard]] Tensor min(const Tensor& x);
 struct ValuesIndices {
   Tensor values;
   Tensor indices;  // i64
 };
-ValuesIndices max(const Tensor& x, int64_t dim, bool keepdim = false);  // the first of equals
-ValuesIndices min(const Tensor& x, int64_t dim, bool keepdim = false);
-Tensor argmax(const Tensor& x, std::optional<int64_t> dim = {}, bool keepdim = false);
-Tensor argmin(const Tensor& x, std::optional<int64_t> dim = {}, bool keepdim = false);
+[[nodiscard]] ValuesIndices max(const Tensor& x, int64_t dim,
+                                bool keepdim = false);  // the first of equals
+[[nodiscard]] ValuesIndices min(const Tensor& x, int64_t dim, bool keepdim = false);
+[[nodiscard]] Tensor argmax(const Tensor& x, std::optional<int64_t> dim = {}, bool keepdim = false);
+[[nodiscard]] Tensor argmin(const Tensor& x, std::optional<int64_t> dim = {}, bool keepdim = false);
 // The lower of the two in the middle; NaN where there is one. The gradient goes to all that equal
 // it, along a dimension to the one at the index.
-Tensor median(const Tensor& x);
-ValuesIndices median(const Tensor& x, int64_t dim, bool keepdim = false);
+[[nodiscard]] Tensor median(const Tensor& x);
+[[nodiscard]] ValuesIndices median(const Tensor& x, int64_t dim, bool keepdim = false);
 // What a share q in [0, 1] of the elements lies below, between neighbours as `interpolation` says;
 // of q [Q] the result is [Q, ...]. q has x's dtype, a floating one; NaN where x has one.
 enum class Quantile { kLinear, kLower, kHigher, kMidpoint, kNearest };
-Tensor quantile(const Tensor& x, double q, std::optional<int64_t> dim = {}, bool keepdim = false,
-                Quantile interpolation = Quantile::kLinear);
-Tensor quantile(const Tensor& x, const Tensor& q, std::optional<int64_t> dim = {},
-                bool keepdim = false, Quantile interpolation = Quantile::kLinear);
-Tensor any(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
-Tensor all(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
+[[nodiscard]] Tensor quantile(const Tensor& x, double q, std::optional<int64_t> dim = {},
+                              bool keepdim = false, Quantile interpolation = Quantile::kLinear);
+[[nodiscard]] Tensor quantile(const Tensor& x, const Tensor& q, std::optional<int64_t> dim = {},
+                              bool keepdim = false, Quantile interpolation = Quantile::kLinear);
+[[nodiscard]] Tensor any(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
+[[nodiscard]] Tensor all(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
 // (sum |x|^p)^(1/p); p may be infinity and 0.
-Tensor norm(const Tensor& x, double p = 2, const Shape& dims = {}, bool keepdim = false);
-Tensor logsumexp(const Tensor& x, const Shape& dims, bool keepdim = false);
-Tensor cumsum(const Tensor& x, int64_t dim);
-Tensor cumprod(const Tensor& x, int64_t dim);
+[[nodiscard]] Tensor norm(const Tensor& x, double p = 2, const Shape& dims = {},
+                          bool keepdim = false);
+[[nodiscard]] Tensor logsumexp(const Tensor& x, const Shape& dims, bool keepdim = false);
+[[nodiscard]] Tensor cumsum(const Tensor& x, int64_t dim);
+[[nodiscard]] Tensor cumprod(const Tensor& x, int64_t dim);
 // Running extrema and where they stand: the last of equals.
-ValuesIndices cummax(const Tensor& x, int64_t dim);
-ValuesIndices cummin(const Tensor& x, int64_t dim);
-Tensor softmax(const Tensor& x, int64_t dim);
-Tensor log_softmax(const Tensor& x, int64_t dim);
-Tensor normalize(const Tensor& x, double p = 2, int64_t dim = 1, double eps = 1e-12);
-Tensor cosine_similarity(const Tensor& a, const Tensor& b, int64_t dim = 1, double eps = 1e-8);
+[[nodiscard]] ValuesIndices cummax(const Tensor& x, int64_t dim);
+[[nodiscard]] ValuesIndices cummin(const Tensor& x, int64_t dim);
+[[nodiscard]] Tensor softmax(const Tensor& x, int64_t dim);
+[[nodiscard]] Tensor log_softmax(const Tensor& x, int64_t dim);
+[[nodiscard]] Tensor normalize(const Tensor& x, double p = 2, int64_t dim = 1, double eps = 1e-12);
+[[nodiscard]] Tensor cosine_similarity(const Tensor& a, const Tensor& b, int64_t dim = 1,
+                                       double eps = 1e-8);
 // Sums to `shape`, from which x's was broadcast.
-Tensor sum_to(const Tensor& x, const Shape& shape);
+[[nodiscard]] Tensor sum_to(const Tensor& x, const Shape& shape);
 
 // ---- Matrix products (ops/matmul.cpp) ----------------------------------------------------------
 // Operands of one dtype, which autocast gives them; f16 and bf16 are added up in f32.
 
-Tensor matmul(const Tensor& a, const Tensor& b);  // torch's rules for 1-D, 2-D and batches
-Tensor bmm(const Tensor& a, const Tensor& b);     // [B, M, K] x [B, K, N]
-Tensor dot(const Tensor& a, const Tensor& b);     // [N], [N]
-Tensor outer(const Tensor& a, const Tensor& b);   // [M], [N] -> [M, N]
+[[nodiscard]] Tensor matmul(const Tensor& a,
+                            const Tensor& b);  // torch's rules for 1-D, 2-D and batches
+[[nodiscard]] Tensor bmm(const Tensor& a, const Tensor& b);    // [B, M, K] x [B, K, N]
+[[nodiscard]] Tensor dot(const Tensor& a, const Tensor& b);    // [N], [N]
+[[nodiscard]] Tensor outer(const Tensor& a, const Tensor& b);  // [M], [N] -> [M, N]
 // x: [..., in]; weight: [out, in]; bias: [out] or absent. x W^T + bias.
-Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
+[[nodiscard]] Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias = {});
 // residual + x W^T + bias: on a GPU the product adds it, and rounds once. residual: of the result's
 // shape and dtype.
-Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& residual);
+[[nodiscard]] Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                            const Tensor& residual);
 // beta * x + alpha * a b
-Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b, const Scalar& beta = 1,
-             const Scalar& alpha = 1);
-Tensor einsum(std::string_view equation, const TensorList& operands);
+[[nodiscard]] Tensor addmm(const Tensor& x, const Tensor& a, const Tensor& b,
+                           const Scalar& beta = 1, const Scalar& alpha = 1);
+[[nodiscard]] Tensor einsum(std::string_view equation, const TensorList& operands);
 // Sums over the last `dims` dimensions of a and the first of b, or over those that are listed.
-Tensor tensordot(const Tensor& a, const Tensor& b, int64_t dims = 2);
-Tensor tensordot(const Tensor& a, const Tensor& b, const Shape& dims_a, const Shape& dims_b);
+[[nodiscard]] Tensor tensordot(const Tensor& a, const Tensor& b, int64_t dims = 2);
+[[nodiscard]] Tensor tensordot(const Tensor& a, const Tensor& b, const Shape& dims_a,
+                               const Shape& dims_b);
 // Distances (sum |a_i - b_j|^p)^(1/p) of rows. a: [..., P, M]; b: [..., R, M]; [..., P, R]. p may
 // be 0 and infinity. kAuto: p = 2 of more than 25 rows is |a|^2 + |b|^2 - 2 a b, which costs a
 // matrix product, and digits where rows are close; else differences, in pieces of 4M numbers.
 enum class EuclideanProduct { kAuto, kAlways, kNever };
-Tensor cdist(const Tensor& a, const Tensor& b, double p = 2,
-             EuclideanProduct product = EuclideanProduct::kAuto);
+[[nodiscard]] Tensor cdist(const Tensor& a, const Tensor& b, double p = 2,
+                           EuclideanProduct product = EuclideanProduct::kAuto);
 
 // ---- Shape (ops/shape.cpp) ---------------------------------------------------------------------
 // Views share elements with x; reshape and flatten copy where no view is possible.
 
-Tensor detach(const Tensor& x);
-Tensor view(const Tensor& x, const Shape& shape);
-Tensor reshape(const Tensor& x, const Shape& shape);  // a view where it can be
-Tensor flatten(const Tensor& x, int64_t start = 0, int64_t end = -1);
-Tensor permute(const Tensor& x, const Shape& dims);
-Tensor transpose(const Tensor& x, int64_t dim0, int64_t dim1);
-Tensor movedim(const Tensor& x, const Shape& source, const Shape& destination);
-Tensor expand(const Tensor& x, const Shape& shape);  // -1 keeps a size
-Tensor squeeze(const Tensor& x);
-Tensor squeeze(const Tensor& x, int64_t dim);
-Tensor unsqueeze(const Tensor& x, int64_t dim);
-Tensor narrow(const Tensor& x, int64_t dim, int64_t start, int64_t length);
-Tensor select(const Tensor& x, int64_t dim, int64_t index);
-Tensor slice(const Tensor& x, int64_t dim, std::optional<int64_t> start = {},
-             std::optional<int64_t> end = {}, int64_t step = 1);  // Python's x[start:end:step]
-Tensor as_strided(const Tensor& x, const Shape& shape, const Shape& strides, int64_t offset);
+[[nodiscard]] Tensor detach(const Tensor& x);
+[[nodiscard]] Tensor view(const Tensor& x, const Shape& shape);
+[[nodiscard]] Tensor reshape(const Tensor& x, const Shape& shape);  // a view where it can be
+[[nodiscard]] Tensor flatten(const Tensor& x, int64_t start = 0, int64_t end = -1);
+[[nodiscard]] Tensor permute(const Tensor& x, const Shape& dims);
+[[nodiscard]] Tensor transpose(const Tensor& x, int64_t dim0, int64_t dim1);
+[[nodiscard]] Tensor movedim(const Tensor& x, const Shape& source, const Shape& destination);
+[[nodiscard]] Tensor expand(const Tensor& x, const Shape& shape);  // -1 keeps a size
+[[nodiscard]] Tensor squeeze(const Tensor& x);
+[[nodiscard]] Tensor squeeze(const Tensor& x, int64_t dim);
+[[nodiscard]] Tensor unsqueeze(const Tensor& x, int64_t dim);
+[[nodiscard]] Tensor narrow(const Tensor& x, int64_t dim, int64_t start, int64_t length);
+[[nodiscard]] Tensor select(const Tensor& x, int64_t dim, int64_t index);
+[[nodiscard]] Tensor slice(const Tensor& x, int64_t dim, std::optional<int64_t> start = {},
+                           std::optional<int64_t> end = {},
+                           int64_t step = 1);  // Python's x[start:end:step]
+[[nodiscard]] Tensor as_strided(const Tensor& x, const Shape& shape, const Shape& strides,
+                                int64_t offset);
 // torch.Tensor.unfold: all windows x[i * step : i * step + size] of a dimension, the places inside
 // of them as a last one; a copy. (`unfold` is torch.nn.functional's, below.)
-Tensor unfold_dim(const Tensor& x, int64_t dim, int64_t size, int64_t step);
+[[nodiscard]] Tensor unfold_dim(const Tensor& x, int64_t dim, int64_t size, int64_t step);
 // Coordinates of a grid with one axis a tensor, of 0 or 1 dimensions and one dtype: views.
 // kXy: the first two dimensions of the results change places.
 enum class Indexing { kIj, kXy };
-TensorList meshgrid(const TensorList& tensors, Indexing indexing = Indexing::kIj);
-TensorList split(const Tensor& x, int64_t size, int64_t dim = 0);
-TensorList split(const Tensor& x, const Shape& sizes, int64_t dim);
-TensorList chunk(const Tensor& x, int64_t chunks, int64_t dim = 0);
-TensorList unbind(const Tensor& x, int64_t dim = 0);
+[[nodiscard]] TensorList meshgrid(const TensorList& tensors, Indexing indexing = Indexing::kIj);
+[[nodiscard]] TensorList split(const Tensor& x, int64_t size, int64_t dim = 0);
+[[nodiscard]] TensorList split(const Tensor& x, const Shape& sizes, int64_t dim);
+[[nodiscard]] TensorList chunk(const Tensor& x, int64_t chunks, int64_t dim = 0);
+[[nodiscard]] TensorList unbind(const Tensor& x, int64_t dim = 0);
 // Copies.
-Tensor cat(const TensorList& tensors, int64_t dim = 0);
-Tensor stack(const TensorList& tensors, int64_t dim = 0);
-Tensor repeat(const Tensor& x, const Shape& repeats);
-Tensor repeat_interleave(const Tensor& x, int64_t repeats, std::optional<int64_t> dim = {});
-Tensor repeat_interleave(const Tensor& x, const Tensor& repeats, std::optional<int64_t> dim = {});
+[[nodiscard]] Tensor cat(const TensorList& tensors, int64_t dim = 0);
+[[nodiscard]] Tensor stack(const TensorList& tensors, int64_t dim = 0);
+[[nodiscard]] Tensor repeat(const Tensor& x, const Shape& repeats);
+[[nodiscard]] Tensor repeat_interleave(const Tensor& x, int64_t repeats,
+                                       std::optional<int64_t> dim = {});
+[[nodiscard]] Tensor repeat_interleave(const Tensor& x, const Tensor& repeats,
+                                       std::optional<int64_t> dim = {});
 // x's last dimension on a diagonal of new dimensions dim1 and dim2, zeros beside it.
-Tensor diag_embed(const Tensor& x, int64_t offset = 0, int64_t dim1 = -2, int64_t dim2 = -1);
-Tensor flip(const Tensor& x, const Shape& dims);
-Tensor roll(const Tensor& x, const Shape& shifts, const Shape& dims = {});
+[[nodiscard]] Tensor diag_embed(const Tensor& x, int64_t offset = 0, int64_t dim1 = -2,
+                                int64_t dim2 = -1);
+[[nodiscard]] Tensor flip(const Tensor& x, const Shape& dims);
+[[nodiscard]] Tensor roll(const Tensor& x, const Shape& shifts, const Shape& dims = {});
 enum class Pad { kConstant, kReflect, kReplicate, kCircular };
 // sizes: (left, right) of the last dimension first, as torch.nn.functional.pad. Negative crops.
-Tensor pad(const Tensor& x, const Shape& sizes, Pad mode = Pad::kConstant, double value = 0);
+[[nodiscard]] Tensor pad(const Tensor& x, const Shape& sizes, Pad mode = Pad::kConstant,
+                         double value = 0);
 
 // ---- Index (ops/index.cpp) and sort (ops/sort.cpp) ---------------------------------------------
 // index: i64 or i32. One outside of its dimension is an IndexError.
 
-Tensor index_select(const Tensor& x, int64_t dim, const Tensor& index);
-Tensor gather(const Tensor& x, int64_t dim, const Tensor& index);
-Tensor scatter(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source);
-Tensor scatter(const Tensor& x, int64_t dim, const Tensor& index, const Scalar& value);
-Tensor scatter_add(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source);
+[[nodiscard]] Tensor index_select(const Tensor& x, int64_t dim, const Tensor& index);
+[[nodiscard]] Tensor gather(const Tensor& x, int64_t dim, const Tensor& index);
+[[nodiscard]] Tensor scatter(const Tensor& x, int64_t dim, const Tensor& index,
+                             const Tensor& source);
+[[nodiscard]] Tensor scatter(const Tensor& x, int64_t dim, const Tensor& index,
+                             const Scalar& value);
+[[nodiscard]] Tensor scatter_add(const Tensor& x, int64_t dim, const Tensor& index,
+                                 const Tensor& source);
 // x[indices...]: one index tensor (i64, or bool mask) a leading dimension, undefined keeps it.
-Tensor index(const Tensor& x, const TensorList& indices);
-Tensor index_put(const Tensor& x, const TensorList& indices, const Tensor& values,
-                 bool accumulate = false);
+[[nodiscard]] Tensor index(const Tensor& x, const TensorList& indices);
+[[nodiscard]] Tensor index_put(const Tensor& x, const TensorList& indices, const Tensor& values,
+                               bool accumulate = false);
 const Tensor& index_put_(const Tensor& x, const TensorList& indices, const Tensor& values,
                          bool accumulate = false);
 // Each place of x that the index names becomes the sum (product...) of what goes there, and of x's
 // own element where include_self. Integer means are rounded down. amax and amin: equals share the
 // gradient. Cost beyond a scatter_add: prod, amax and amin sort the index.
 enum class ScatterReduce : int { kSum, kProd, kMean, kAmax, kAmin };
-Tensor scatter_reduce(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source,
-                      ScatterReduce reduce, bool include_self = true);
-Tensor index_add(const Tensor& x, int64_t dim, const Tensor& index, const Tensor& source);
-Tensor masked_select(const Tensor& x, const Tensor& mask);  // 1-D
-Tensor nonzero(const Tensor& x);                            // [count, dims] i64
-Tensor tril(const Tensor& x, int64_t diagonal = 0);
-Tensor triu(const Tensor& x, int64_t diagonal = 0);
-ValuesIndices sort(const Tensor& x, int64_t dim = -1, bool descending = false);  // stable, NaN last
-Tensor argsort(const Tensor& x, int64_t dim = -1, bool descending = false);
+[[nodiscard]] Tensor scatter_reduce(const Tensor& x, int64_t dim, const Tensor& index,
+                                    const Tensor& source, ScatterReduce reduce,
+                                    bool include_self = true);
+[[nodiscard]] Tensor index_add(const Tensor& x, int64_t dim, const Tensor& index,
+                               const Tensor& source);
+[[nodiscard]] Tensor masked_select(const Tensor& x, const Tensor& mask);  // 1-D
+[[nodiscard]] Tensor nonzero(const Tensor& x);                            // [count, dims] i64
+[[nodiscard]] Tensor tril(const Tensor& x, int64_t diagonal = 0);
+[[nodiscard]] Tensor triu(const Tensor& x, int64_t diagonal = 0);
+[[nodiscard]] ValuesIndices sort(const Tensor& x, int64_t dim = -1,
+                                 bool descending = false);  // stable, NaN last
+[[nodiscard]] Tensor argsort(const Tensor& x, int64_t dim = -1, bool descending = false);
 // The distinct values in ascending order (whatever `sorted` says), or with `dim` the distinct lines
 // along it in lexicographic order, in time of a sort for each of their elements. NaN are distinct.
 struct UniqueResult {
@@ -443,26 +471,27 @@ struct UniqueResult {
   Tensor inverse;  // i64, where each element of x is found in values; undefined unless asked for
   Tensor counts;   // i64, how often each value came; undefined unless asked for
 };
-UniqueResult unique(const Tensor& x, bool sorted = true, bool return_inverse = false,
-                    bool return_counts = false, std::optional<int64_t> dim = {});
+[[nodiscard]] UniqueResult unique(const Tensor& x, bool sorted = true, bool return_inverse = false,
+                                  bool return_counts = false, std::optional<int64_t> dim = {});
 // The number of elements of the sorted sequence below each value, or not above it where `right`.
 // sorted_sequence: [n], or [..., n] beside values [..., m]; sorter: its argsort, where it is not
 // sorted itself. A NaN comes last. dtype: i64 or i32.
-Tensor searchsorted(const Tensor& sorted_sequence, const Tensor& values, bool right = false,
-                    const Tensor& sorter = {}, DType dtype = kI64);
-Tensor bucketize(const Tensor& x, const Tensor& boundaries, bool right = false,
-                 DType dtype = kI64);  // searchsorted(boundaries, x)
-ValuesIndices topk(const Tensor& x, int64_t k, int64_t dim = -1, bool largest = true);
-Tensor bincount(const Tensor& x, const Tensor& weights = {}, int64_t minlength = 0);
-Tensor one_hot(const Tensor& x, int64_t num_classes = -1);
+[[nodiscard]] Tensor searchsorted(const Tensor& sorted_sequence, const Tensor& values,
+                                  bool right = false, const Tensor& sorter = {},
+                                  DType dtype = kI64);
+[[nodiscard]] Tensor bucketize(const Tensor& x, const Tensor& boundaries, bool right = false,
+                               DType dtype = kI64);  // searchsorted(boundaries, x)
+[[nodiscard]] ValuesIndices topk(const Tensor& x, int64_t k, int64_t dim = -1, bool largest = true);
+[[nodiscard]] Tensor bincount(const Tensor& x, const Tensor& weights = {}, int64_t minlength = 0);
+[[nodiscard]] Tensor one_hot(const Tensor& x, int64_t num_classes = -1);
 
 // ---- Embedding and rotary positions (ops/embedding.cpp) ----------------------------------------
 // Rows of a table by index; pairs of features turned by position.
 
 // index: any shape, i64 or i32; weight: [V, C]. Result [..., C]. Backward adds rows in index order.
 // The row padding_idx gets no gradient.
-Tensor embedding(const Tensor& index, const Tensor& weight,
-                 std::optional<int64_t> padding_idx = {});
+[[nodiscard]] Tensor embedding(const Tensor& index, const Tensor& weight,
+                               std::optional<int64_t> padding_idx = {});
 enum class BagMode { kSum, kMean, kMax };
 struct EmbeddingBagOptions {
   BagMode mode = BagMode::kMean;
@@ -474,34 +503,37 @@ struct EmbeddingBagOptions {
 // the ascending positions at which bags begin. Result [bags, C]; that of an empty bag is 0. The
 // rows are gathered before they are reduced: memory for index.numel() rows. kMax with offsets reads
 // these on the host.
-Tensor embedding_bag(const Tensor& index, const Tensor& weight, const Tensor& offsets = {},
-                     const EmbeddingBagOptions& options = {});
+[[nodiscard]] Tensor embedding_bag(const Tensor& index, const Tensor& weight,
+                                   const Tensor& offsets = {},
+                                   const EmbeddingBagOptions& options = {});
 // x: [..., T, C], C even; cos, sin: [T, C/2] or broadcastable to [..., T, C/2].
 // interleaved false: pairs (i, i + C/2), as GPT-NeoX; true: pairs (2i, 2i + 1).
-Tensor rotary_embedding(const Tensor& x, const Tensor& cos, const Tensor& sin,
-                        bool interleaved = false);
+[[nodiscard]] Tensor rotary_embedding(const Tensor& x, const Tensor& cos, const Tensor& sin,
+                                      bool interleaved = false);
 
 // ---- Normalisation (ops/norm.cpp) --------------------------------------------------------------
 // Statistics are f32 (f64 for f64).
 
 // Normalises the last `normalized_shape.size()` dimensions. weight, bias: normalized_shape or
 // absent.
-Tensor layer_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& weight = {},
-                  const Tensor& bias = {}, double eps = 1e-5);
-Tensor rms_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& weight = {},
-                std::optional<double> eps = {});
-Tensor group_norm(const Tensor& x, int64_t num_groups, const Tensor& weight = {},
-                  const Tensor& bias = {}, double eps = 1e-5);  // x: [N, C, ...]
+[[nodiscard]] Tensor layer_norm(const Tensor& x, const Shape& normalized_shape,
+                                const Tensor& weight = {}, const Tensor& bias = {},
+                                double eps = 1e-5);
+[[nodiscard]] Tensor rms_norm(const Tensor& x, const Shape& normalized_shape,
+                              const Tensor& weight = {}, std::optional<double> eps = {});
+[[nodiscard]] Tensor group_norm(const Tensor& x, int64_t num_groups, const Tensor& weight = {},
+                                const Tensor& bias = {}, double eps = 1e-5);  // x: [N, C, ...]
 // x: [N, C, ...]. Training: batch statistics, and running ones are updated in place where defined.
-Tensor batch_norm(const Tensor& x, const Tensor& running_mean, const Tensor& running_var,
-                  const Tensor& weight = {}, const Tensor& bias = {}, bool training = false,
-                  double momentum = 0.1, double eps = 1e-5);
+[[nodiscard]] Tensor batch_norm(const Tensor& x, const Tensor& running_mean,
+                                const Tensor& running_var, const Tensor& weight = {},
+                                const Tensor& bias = {}, bool training = false,
+                                double momentum = 0.1, double eps = 1e-5);
 // x: [N, C, ...] with at least one more dimension: each channel of each sample is normalised alone.
 // Running statistics, where defined, are updated in place with use_input_stats and used without it.
-Tensor instance_norm(const Tensor& x, const Tensor& running_mean = {},
-                     const Tensor& running_var = {}, const Tensor& weight = {},
-                     const Tensor& bias = {}, bool use_input_stats = true, double momentum = 0.1,
-                     double eps = 1e-5);
+[[nodiscard]] Tensor instance_norm(const Tensor& x, const Tensor& running_mean = {},
+                                   const Tensor& running_var = {}, const Tensor& weight = {},
+                                   const Tensor& bias = {}, bool use_input_stats = true,
+                                   double momentum = 0.1, double eps = 1e-5);
 struct ResidualNorm {
   Tensor residual;    // x + residual
   Tensor normalized;  // layer_norm of it
@@ -518,8 +550,8 @@ ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
 
 // Zeroes with probability p and scales the rest by 1 / (1 - p). The mask is not stored: backward
 // draws it again.
-Tensor dropout(const Tensor& x, double p = 0.5, bool training = true,
-               std::optional<RandomStream> stream = {});
+[[nodiscard]] Tensor dropout(const Tensor& x, double p = 0.5, bool training = true,
+                             std::optional<RandomStream> stream = {});
 
 // ---- Losses (ops/loss.cpp) ---------------------------------------------------------------------
 // Formulas of f16 and bf16 inputs are calculated in f32.
@@ -534,50 +566,55 @@ struct CrossEntropyOptions {
 // logits: [N, C], [C] or [N, C, d1...]; target: class indices [N], [] or [N, d1...], or
 // probabilities in the shape of logits. Statistics and loss are f32 for f16/bf16 inputs, the result
 // has the logits' dtype, f32 under autocast. The softmax is not stored.
-Tensor cross_entropy(const Tensor& logits, const Tensor& target,
-                     const CrossEntropyOptions& options = {});
+[[nodiscard]] Tensor cross_entropy(const Tensor& logits, const Tensor& target,
+                                   const CrossEntropyOptions& options = {});
 // As above for [N, C] and class indices; the gradient is written over the logits during forward
 // where they need none of their own value later. The logits must not be used afterwards.
-Tensor cross_entropy_inplace(const Tensor& logits, const Tensor& target,
-                             int64_t ignore_index = -100);
-Tensor nll_loss(const Tensor& log_probabilities, const Tensor& target,
-                const CrossEntropyOptions& options = {});
-Tensor mse_loss(const Tensor& x, const Tensor& target, Reduction reduction = Reduction::kMean);
-Tensor l1_loss(const Tensor& x, const Tensor& target, Reduction reduction = Reduction::kMean);
-Tensor smooth_l1_loss(const Tensor& x, const Tensor& target, Reduction reduction = Reduction::kMean,
-                      double beta = 1);
-Tensor huber_loss(const Tensor& x, const Tensor& target, Reduction reduction = Reduction::kMean,
-                  double delta = 1);
-Tensor binary_cross_entropy(const Tensor& x, const Tensor& target, const Tensor& weight = {},
-                            Reduction reduction = Reduction::kMean);
-Tensor binary_cross_entropy_with_logits(const Tensor& x, const Tensor& target,
-                                        const Tensor& weight = {},
-                                        Reduction reduction = Reduction::kMean,
-                                        const Tensor& pos_weight = {});
+[[nodiscard]] Tensor cross_entropy_inplace(const Tensor& logits, const Tensor& target,
+                                           int64_t ignore_index = -100);
+[[nodiscard]] Tensor nll_loss(const Tensor& log_probabilities, const Tensor& target,
+                              const CrossEntropyOptions& options = {});
+[[nodiscard]] Tensor mse_loss(const Tensor& x, const Tensor& target,
+                              Reduction reduction = Reduction::kMean);
+[[nodiscard]] Tensor l1_loss(const Tensor& x, const Tensor& target,
+                             Reduction reduction = Reduction::kMean);
+[[nodiscard]] Tensor smooth_l1_loss(const Tensor& x, const Tensor& target,
+                                    Reduction reduction = Reduction::kMean, double beta = 1);
+[[nodiscard]] Tensor huber_loss(const Tensor& x, const Tensor& target,
+                                Reduction reduction = Reduction::kMean, double delta = 1);
+[[nodiscard]] Tensor binary_cross_entropy(const Tensor& x, const Tensor& target,
+                                          const Tensor& weight = {},
+                                          Reduction reduction = Reduction::kMean);
+[[nodiscard]] Tensor binary_cross_entropy_with_logits(const Tensor& x, const Tensor& target,
+                                                      const Tensor& weight = {},
+                                                      Reduction reduction = Reduction::kMean,
+                                                      const Tensor& pos_weight = {});
 enum class KlReduction { kNone, kMean, kSum, kBatchMean };
-Tensor kl_div(const Tensor& x, const Tensor& target, KlReduction reduction = KlReduction::kMean,
-              bool log_target = false);
+[[nodiscard]] Tensor kl_div(const Tensor& x, const Tensor& target,
+                            KlReduction reduction = KlReduction::kMean, bool log_target = false);
 // Of counts: exp(x) - target x, or x - target log(x + eps) where x is no logarithm of the rate.
 // full: plus Stirling's approximation of log(target!) where target > 1.
-Tensor poisson_nll_loss(const Tensor& x, const Tensor& target, bool log_input = true,
-                        bool full = false, double eps = 1e-8,
-                        Reduction reduction = Reduction::kMean);
+[[nodiscard]] Tensor poisson_nll_loss(const Tensor& x, const Tensor& target, bool log_input = true,
+                                      bool full = false, double eps = 1e-8,
+                                      Reduction reduction = Reduction::kMean);
 // (log(v) + (x - target)^2 / v) / 2 with v = max(var, eps), whose gradient is that of var itself,
 // as in torch. var: the shape of x, or that without the last dimension, which may also be 1. full:
 // plus log(2 pi) / 2. A negative variance is a ValueError, for which its least element is read.
-Tensor gaussian_nll_loss(const Tensor& x, const Tensor& target, const Tensor& var,
-                         bool full = false, double eps = 1e-6,
-                         Reduction reduction = Reduction::kMean);
+[[nodiscard]] Tensor gaussian_nll_loss(const Tensor& x, const Tensor& target, const Tensor& var,
+                                       bool full = false, double eps = 1e-6,
+                                       Reduction reduction = Reduction::kMean);
 // max(d(anchor, positive) - d(anchor, negative) + margin, 0), d the p-norm of the difference plus
 // eps over the last dimension. swap: d(positive, negative) where that is nearer (Balntas et al.
 // 2016). Inputs broadcast: [..., C].
-Tensor triplet_margin_loss(const Tensor& anchor, const Tensor& positive, const Tensor& negative,
-                           double margin = 1, double p = 2, double eps = 1e-6, bool swap = false,
-                           Reduction reduction = Reduction::kMean);
+[[nodiscard]] Tensor triplet_margin_loss(const Tensor& anchor, const Tensor& positive,
+                                         const Tensor& negative, double margin = 1, double p = 2,
+                                         double eps = 1e-6, bool swap = false,
+                                         Reduction reduction = Reduction::kMean);
 // x1, x2: [N, C] or [C]; target: [N] or [] of 1 and -1. 1 - cos where it is 1, max(cos - margin, 0)
 // where it is -1.
-Tensor cosine_embedding_loss(const Tensor& x1, const Tensor& x2, const Tensor& target,
-                             double margin = 0, Reduction reduction = Reduction::kMean);
+[[nodiscard]] Tensor cosine_embedding_loss(const Tensor& x1, const Tensor& x2, const Tensor& target,
+                                           double margin = 0,
+                                           Reduction reduction = Reduction::kMean);
 // Connectionist temporal classification (Graves et al. 2006): -log of the probability of the
 // targets under all alignments. log_probs: [T, N, C] or [T, C], logarithms of probabilities
 // (log_softmax); targets: [N, S], or all targets in a row, [sum of target_lengths]; lengths: i64 or
@@ -586,9 +623,10 @@ Tensor cosine_embedding_loss(const Tensor& x1, const Tensor& x2, const Tensor& t
 // torch the gradient is meant to go into a log_softmax: by an element it is exp(log_prob) less the
 // probability of passing it. Made of ops, a few for each step on [N, 2 S + 1], whose results are
 // kept for backward.
-Tensor ctc_loss(const Tensor& log_probs, const Tensor& targets, const Tensor& input_lengths,
-                const Tensor& target_lengths, int64_t blank = 0,
-                Reduction reduction = Reduction::kMean, bool zero_infinity = false);
+[[nodiscard]] Tensor ctc_loss(const Tensor& log_probs, const Tensor& targets,
+                              const Tensor& input_lengths, const Tensor& target_lengths,
+                              int64_t blank = 0, Reduction reduction = Reduction::kMean,
+                              bool zero_infinity = false);
 
 // ---- Convolution and pooling (ops/conv.cpp) ----------------------------------------------------
 // Floating dtypes, float8 excepted.
@@ -600,14 +638,14 @@ struct ConvOptions {
   Shape dilation = {1};
   int64_t groups = 1;
 };
-Tensor conv1d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
-              const ConvOptions& options = {});
-Tensor conv2d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
-              const ConvOptions& options = {});
+[[nodiscard]] Tensor conv1d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
+                            const ConvOptions& options = {});
+[[nodiscard]] Tensor conv2d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
+                            const ConvOptions& options = {});
 // x: [N, C, D, H, W]. One conv2d of D output planes, whose channels are those of the kernel's
 // depth: x is copied once for each of its planes, and that is kept for backward.
-Tensor conv3d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
-              const ConvOptions& options = {});
+[[nodiscard]] Tensor conv3d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
+                            const ConvOptions& options = {});
 // The gradient of a convolution by its input as an op. weight: [C, O / groups, K]; the output has
 // (size - 1) stride - 2 padding + dilation (K - 1) + 1 + output_padding elements.
 struct ConvTransposeOptions {
@@ -617,47 +655,60 @@ struct ConvTransposeOptions {
   int64_t groups = 1;
   Shape dilation = {1};
 };
-Tensor conv_transpose1d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
-                        const ConvTransposeOptions& options = {});
-Tensor conv_transpose2d(const Tensor& x, const Tensor& weight, const Tensor& bias = {},
-                        const ConvTransposeOptions& options = {});
+[[nodiscard]] Tensor conv_transpose1d(const Tensor& x, const Tensor& weight,
+                                      const Tensor& bias = {},
+                                      const ConvTransposeOptions& options = {});
+[[nodiscard]] Tensor conv_transpose2d(const Tensor& x, const Tensor& weight,
+                                      const Tensor& bias = {},
+                                      const ConvTransposeOptions& options = {});
 // x: [N, C, H, W] or [C, H, W] (max_pool1d: [N, C, W] or [C, W]). Empty stride: the kernel size.
 // Indices are positions in the plane of H * W; the first of equals, before all the last NaN.
-Tensor max_pool1d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
-                  const Shape& padding = {0}, const Shape& dilation = {1}, bool ceil_mode = false);
-ValuesIndices max_pool1d_with_indices(const Tensor& x, const Shape& kernel_size,
-                                      const Shape& stride = {}, const Shape& padding = {0},
-                                      const Shape& dilation = {1}, bool ceil_mode = false);
-ValuesIndices max_pool2d_with_indices(const Tensor& x, const Shape& kernel_size,
-                                      const Shape& stride = {}, const Shape& padding = {0},
-                                      const Shape& dilation = {1}, bool ceil_mode = false);
-Tensor max_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
-                  const Shape& padding = {0}, const Shape& dilation = {1}, bool ceil_mode = false);
-Tensor avg_pool1d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
-                  const Shape& padding = {0}, bool ceil_mode = false,
-                  bool count_include_pad = true);
-Tensor avg_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
-                  const Shape& padding = {0}, bool ceil_mode = false,
-                  bool count_include_pad = true);
-Tensor adaptive_avg_pool2d(const Tensor& x, const Shape& output_size);
+[[nodiscard]] Tensor max_pool1d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
+                                const Shape& padding = {0}, const Shape& dilation = {1},
+                                bool ceil_mode = false);
+[[nodiscard]] ValuesIndices max_pool1d_with_indices(const Tensor& x, const Shape& kernel_size,
+                                                    const Shape& stride = {},
+                                                    const Shape& padding = {0},
+                                                    const Shape& dilation = {1},
+                                                    bool ceil_mode = false);
+[[nodiscard]] ValuesIndices max_pool2d_with_indices(const Tensor& x, const Shape& kernel_size,
+                                                    const Shape& stride = {},
+                                                    const Shape& padding = {0},
+                                                    const Shape& dilation = {1},
+                                                    bool ceil_mode = false);
+[[nodiscard]] Tensor max_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
+                                const Shape& padding = {0}, const Shape& dilation = {1},
+                                bool ceil_mode = false);
+[[nodiscard]] Tensor avg_pool1d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
+                                const Shape& padding = {0}, bool ceil_mode = false,
+                                bool count_include_pad = true);
+[[nodiscard]] Tensor avg_pool2d(const Tensor& x, const Shape& kernel_size, const Shape& stride = {},
+                                const Shape& padding = {0}, bool ceil_mode = false,
+                                bool count_include_pad = true);
+[[nodiscard]] Tensor adaptive_avg_pool2d(const Tensor& x, const Shape& output_size);
 // Sizes of the spatial dimensions, or factors. kLinear: torch's linear, bilinear and trilinear, by
 // the number of those dimensions; corners are centres of pixels where align_corners.
 enum class Interpolation { kNearest, kLinear };
-Tensor interpolate(const Tensor& x, const Shape& size, std::span<const double> scale_factor = {},
-                   Interpolation mode = Interpolation::kNearest, bool align_corners = false);
+[[nodiscard]] Tensor interpolate(const Tensor& x, const Shape& size,
+                                 std::span<const double> scale_factor = {},
+                                 Interpolation mode = Interpolation::kNearest,
+                                 bool align_corners = false);
 // x at the places of a grid, whose coordinates go from -1 to 1 over the plane, the last dimension's
 // first. x: [N, C, H, W]; grid: [N, OH, OW, 2]; or with a third dimension in both, [N, C, D, H, W]
 // and [N, OD, OH, OW, 3]. Returns [N, C, OH, OW].
 enum class GridPadding { kZeros, kBorder, kReflection };
-Tensor grid_sample(const Tensor& x, const Tensor& grid, Interpolation mode = Interpolation::kLinear,
-                   GridPadding padding = GridPadding::kZeros, bool align_corners = false);
+[[nodiscard]] Tensor grid_sample(const Tensor& x, const Tensor& grid,
+                                 Interpolation mode = Interpolation::kLinear,
+                                 GridPadding padding = GridPadding::kZeros,
+                                 bool align_corners = false);
 // The patches that a convolution reads, as columns. x: [N, C, H, W] or [C, H, W]; result
 // [N, C * KH * KW, L]. One value serves both dimensions.
-Tensor unfold(const Tensor& x, const Shape& kernel_size, const Shape& dilation = {1},
-              const Shape& padding = {0}, const Shape& stride = {1});
+[[nodiscard]] Tensor unfold(const Tensor& x, const Shape& kernel_size, const Shape& dilation = {1},
+                            const Shape& padding = {0}, const Shape& stride = {1});
 // Its transpose: columns are added up to [N, C, *output_size].
-Tensor fold(const Tensor& x, const Shape& output_size, const Shape& kernel_size,
-            const Shape& dilation = {1}, const Shape& padding = {0}, const Shape& stride = {1});
+[[nodiscard]] Tensor fold(const Tensor& x, const Shape& output_size, const Shape& kernel_size,
+                          const Shape& dilation = {1}, const Shape& padding = {0},
+                          const Shape& stride = {1});
 
 // ---- Attention (ops/attention.cpp) -------------------------------------------------------------
 // softmax(query key^T * scale + mask) value.
@@ -676,29 +727,34 @@ struct AttentionOptions {
 };
 // query: [B, H, T, E]; key: [B, Hk, S, E]; value: [B, Hk, S, Ev]; any strides. Returns
 // [B, H, T, Ev]. Works in tiles: memory beyond inputs and result is [B, H, T] (log of the sums).
-Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                    const AttentionOptions& options = {});
+[[nodiscard]] Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key,
+                                                  const Tensor& value,
+                                                  const AttentionOptions& options = {});
 // packed: [B, T, 3, H, E], the result of one linear layer. Returns [B, T, H * E].
-Tensor packed_attention(const Tensor& packed, const AttentionOptions& options = {});
+[[nodiscard]] Tensor packed_attention(const Tensor& packed, const AttentionOptions& options = {});
 
 // ---- Fused (ops/fused.cpp) ---------------------------------------------------------------------
 // Values and gradients of the composed form, in fewer passes over memory.
 
 // gelu(linear(x, weight, bias)); keeps the pre-activation for backward.
-Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                   Gelu approximate = Gelu::kTanh);
+[[nodiscard]] Tensor linear_gelu(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                 Gelu approximate = Gelu::kTanh);
 // linear(linear_gelu(x, weight, bias, approximate), out_weight, out_bias), a transformer's MLP.
 // Keeps what GELU was applied to and, on a GPU, its result, which a CPU makes again in backward. As
 // one op, so that a GPU's library can make GELU's gradient and that of `bias` within the product
 // that goes back through out_weight (core/gemm_options.h). weight: [inner, in]; out_weight: [out,
 // inner]; biases may be undefined. With a residual, of the result's shape and dtype, its sum with
 // it, as linear() has it.
-Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                          const Tensor& out_weight, const Tensor& out_bias,
-                          Gelu approximate = Gelu::kTanh, const Tensor& residual = {});
+[[nodiscard]] Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                        const Tensor& out_weight, const Tensor& out_bias,
+                                        Gelu approximate = Gelu::kTanh,
+                                        const Tensor& residual = {});
 // cross_entropy(linear(x, weight), target) in chunks of rows: the logits [N, V] are never whole in
-// memory, and forward calculates the gradients. x: [N, C]; weight: [V, C]; target: [N].
-Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
-                            int64_t ignore_index = -100, Reduction reduction = Reduction::kMean);
+// memory, and forward calculates the gradients. x: [N, C]; weight: [V, C]; target: [N]. Those have
+// no derivatives of their own: twice_differentiable takes the composed form, with whole logits.
+[[nodiscard]] Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight,
+                                          const Tensor& target, int64_t ignore_index = -100,
+                                          Reduction reduction = Reduction::kMean,
+                                          bool twice_differentiable = false);
 
 }  // namespace tessera

@@ -66,7 +66,7 @@ void add_all(DType dtype) {
     add(prefix + "gemm/" + shape, [dtype](benchmark::State& state) {
       const NoGradGuard no_grad;
       const Tensor a = randn({1024, 1024}, {.dtype = dtype}), b = randn_like(a);
-      measure(state, dtype, true, [&] { matmul(a, b); });
+      measure(state, dtype, true, [&] { (void)matmul(a, b); });
     });
     for (bool causal : {false, true}) {
       const auto inputs = [c, dtype] {
@@ -83,7 +83,7 @@ void add_all(DType dtype) {
         const NoGradGuard no_grad;
         const TensorList x = inputs();
         measure(state, dtype, false,
-                [&] { scaled_dot_product_attention(x[0], x[1], x[2], {.causal = causal}); });
+                [&] { (void)scaled_dot_product_attention(x[0], x[1], x[2], {.causal = causal}); });
       });
       add(kind + "backward/" + shape, [=](benchmark::State& state) {
         const TensorList x = inputs();

@@ -254,5 +254,25 @@ TEST(Losses, of_meta_tensors_have_shapes) {
   EXPECT_EQ(mse_loss(x, x, Reduction::kNone).shape(), (Shape{4, 5}));
 }
 
+// As one op it keeps gradients instead of logits, and says so.
+TEST(LinearCrossEntropy, HasSecondDerivativesWhereTheyAreAskedFor) {
+  const Tensor x = randn({5, 3}, {.dtype = kF64}), weight = randn({4, 3}, {.dtype = kF64});
+  const Tensor target = tensor({0, 3, 1, -100, 2}, kI64);
+  for (const Reduction reduction : {Reduction::kMean, Reduction::kSum}) {
+    const auto loss = [&](const TensorList& in) {
+      return TensorList{linear_cross_entropy(in[0], in[1], target, -100, reduction, true)};
+    };
+    for (const Tensor& leaf : {x, weight}) leaf.set_requires_grad();
+    EXPECT_TRUE(gradgradcheck(loss, {x, weight}).ok);
+    const Tensor whole = loss({x, weight})[0];
+    const Tensor one = linear_cross_entropy(x, weight, target, -100, reduction);
+    EXPECT_NEAR(one.item(), whole.item(), 1e-14 * std::abs(whole.item()));
+  }
+  const Tensor first =
+      grad(linear_cross_entropy(x, weight, target), {x}, {}, {.create_graph = true})[0];
+  const std::string text = message_of<UnsupportedError>([&] { grad(first.square().sum(), {x}); });
+  EXPECT_TRUE(mentions(text, "which its argument twice_differentiable does")) << text;
+}
+
 }  // namespace
 }  // namespace tessera::test_loss

@@ -214,7 +214,9 @@ Tensor linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& b
 const Op kLinearCrossEntropy{.name = "linear_cross_entropy",
                              .autocast = Autocast::kLow,
                              .twice_differentiable = false,
-                             .composed = "cross_entropy(linear(x, weight), target)"};
+                             .composed =
+                                 "cross_entropy(linear(x, weight), target), which its argument "
+                                 "twice_differentiable does"};
 
 namespace {
 
@@ -233,7 +235,7 @@ Tensor scaled(const Tensor& grad, const Tensor& dy, double lacking) {
 }  // namespace
 
 Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
-                            int64_t ignore_index, Reduction reduction) {
+                            int64_t ignore_index, Reduction reduction, bool twice_differentiable) {
   check_defined(kLinearCrossEntropy, "x", x);
   check_defined(kLinearCrossEntropy, "weight", weight);
   check_defined(kLinearCrossEntropy, "target", target);
@@ -244,7 +246,7 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
                  "expects a target of [", x.size(0), "]; got ", target);
   TS_CHECK_DTYPE(target.dtype() == kI64 || target.dtype() == kI32, kLinearCrossEntropy,
                  "expects class indices, i64 or i32; got ", target);
-  if (reduction == Reduction::kNone) {
+  if (reduction == Reduction::kNone || twice_differentiable) {
     return cross_entropy(linear(x, weight), target,
                          {.ignore_index = ignore_index, .reduction = reduction});
   }
