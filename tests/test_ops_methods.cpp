@@ -201,22 +201,32 @@ TEST(TensorMethods, OfProductsAndIndicesAreTheFunctions) {
 
 TEST(TensorMethods, InPlaceAreTheFunctions) {
   const Tensor x = matrix(), y = other();
-  SAME_WRITTEN(x, copy_, y)
-  SAME_WRITTEN(x, fill_, 3)
-  SAME_WRITTEN(x, zero_)
-  SAME_WRITTEN(x, add_, y)
-  SAME_WRITTEN(x, add_, y, 2)
-  SAME_WRITTEN(x, sub_, y)
-  SAME_WRITTEN(x, sub_, y, 2)
-  SAME_WRITTEN(x, mul_, y)
-  SAME_WRITTEN(x, div_, y) SAME_WRITTEN(x, add_, 2) SAME_WRITTEN(x, sub_, 2)
-      SAME_WRITTEN(x, mul_, 2) SAME_WRITTEN(x, div_, 2) SAME_WRITTEN(x, pow_, 2)
-          SAME_WRITTEN(x, neg_) SAME_WRITTEN(x, exp_) SAME_WRITTEN(x, sqrt_) SAME_WRITTEN(x, tanh_)
-              SAME_WRITTEN(x, sigmoid_) SAME_WRITTEN(x, relu_) SAME_WRITTEN(x, clamp_, -0.1, 0.1)
-                  SAME_WRITTEN(x, lerp_, y, 0.3) SAME_WRITTEN(x, addcmul_, y, y, 2)
-                      SAME_WRITTEN(x, addcdiv_, y, y, 2) SAME_WRITTEN(x, masked_fill_, mask(), 9)
-                          const Tensor a = empty({64}),
-                                       b = empty({64});
+  SAME_WRITTEN(x, copy_, y);
+  SAME_WRITTEN(x, fill_, 3);
+  SAME_WRITTEN(x, zero_);
+  SAME_WRITTEN(x, add_, y);
+  SAME_WRITTEN(x, add_, y, 2);
+  SAME_WRITTEN(x, sub_, y);
+  SAME_WRITTEN(x, sub_, y, 2);
+  SAME_WRITTEN(x, mul_, y);
+  SAME_WRITTEN(x, div_, y);
+  SAME_WRITTEN(x, add_, 2);
+  SAME_WRITTEN(x, sub_, 2);
+  SAME_WRITTEN(x, mul_, 2);
+  SAME_WRITTEN(x, div_, 2);
+  SAME_WRITTEN(x, pow_, 2);
+  SAME_WRITTEN(x, neg_);
+  SAME_WRITTEN(x, exp_);
+  SAME_WRITTEN(x, sqrt_);
+  SAME_WRITTEN(x, tanh_);
+  SAME_WRITTEN(x, sigmoid_);
+  SAME_WRITTEN(x, relu_);
+  SAME_WRITTEN(x, clamp_, -0.1, 0.1);
+  SAME_WRITTEN(x, lerp_, y, 0.3);
+  SAME_WRITTEN(x, addcmul_, y, y, 2);
+  SAME_WRITTEN(x, addcdiv_, y, y, 2);
+  SAME_WRITTEN(x, masked_fill_, mask(), 9);
+  const Tensor a = empty({64}), b = empty({64});
   for (const auto& [method, function] :
        std::vector<std::pair<std::function<void()>, std::function<void()>>>{
            {[&] { a.uniform_(2, 3); }, [&] { uniform_(b, 2, 3); }},
@@ -240,41 +250,71 @@ TEST(TensorMethods, InPlaceAreTheFunctions) {
 
 TEST(TensorMethods, InPlaceWithoutAKernelAreTheFunctionsToo) {
   const Tensor x = matrix(), y = other(), n = whole();
-  SAME_MADE(x, abs)
-  SAME_MADE(x, ceil)
-  SAME_MADE(x, cos)
-  SAME_MADE(x, digamma)
-  SAME_MADE(x, erf)
-  SAME_MADE(x, erfinv)
-  SAME_MADE(x, expm1) SAME_MADE(x, floor) SAME_MADE(x, lgamma) SAME_MADE(x, log) SAME_MADE(x, log10)
-      SAME_MADE(x, log1p) SAME_MADE(x, log2) SAME_MADE(n, logical_not) SAME_MADE(n, bitwise_not)
-          SAME_MADE(x, reciprocal) SAME_MADE(x, round) SAME_MADE(x, rsqrt) SAME_MADE(
-              x, sign) SAME_MADE(x, sin) SAME_MADE(x, square) SAME_MADE(x, tan) SAME_MADE(x, trunc)
-              SAME_MADE(x.log(), nan_to_num, 7) SAME_MADE(x, polygamma, 1) SAME_MADE(x, atan2, y)
-                  SAME_MADE(n, logical_and, x > 0) SAME_MADE(n, logical_or, x > 0)
-                      SAME_MADE(n, logical_xor, x > 0) SAME_MADE(x.abs(), pow, y) SAME_MADE(
-                          n, bitwise_and, n + 1) SAME_MADE(n, bitwise_or, n + 1)
-                          SAME_MADE(n, bitwise_xor, n + 1) SAME_MADE(n, bitwise_and, 3) SAME_MADE(
-                              n, bitwise_or, 3) SAME_MADE(n, bitwise_xor, 3) SAME_MADE(x, eq, 0.5)
-                              SAME_MADE(x, ne, 0.5) SAME_MADE(x, lt, 0.5) SAME_MADE(x, le, 0.5)
-                                  SAME_MADE(x, gt, 0.5) SAME_MADE(x, ge, 0.5) SAME_MADE(x, eq, y)
-                                      SAME_MADE(x, ne, y) SAME_MADE(x, lt, y) SAME_MADE(x, le, y)
-                                          SAME_MADE(x, gt, y) SAME_MADE(x, ge, y) SAME_MADE(
-                                              x, floor_divide, y) SAME_MADE(x, fmod, y)
-                                              SAME_MADE(x, remainder, y) SAME_MADE(
-                                                  x, floor_divide, 0.4) SAME_MADE(x, fmod, 0.4)
-                                                  SAME_MADE(x, remainder, 0.4) SAME_MADE(x, tril)
-                                                      SAME_MADE(x, triu, 1) SAME_MADE(x, cumsum, 1)
-                                                          SAME_MADE(x, cumprod, 1)
-                                                              SAME_MADE(x.matmul(y.t()), addmm, x,
-                                                                        y.t(), 2, 3)
-                                                                  const Tensor rows =
-                                                                      tensor({1, 0}, kI64);
-  SAME_MADE(x, index_add, 0, rows, y)
-  SAME_MADE(x, scatter, 0, places(), y)
-  SAME_MADE(x, scatter, 0, places(), 9)
-  SAME_MADE(x, scatter_add, 0, places(), y)
-  SAME_MADE(x, scatter_reduce, 0, places(), y, ScatterReduce::kProd)
+  SAME_MADE(x, abs);
+  SAME_MADE(x, ceil);
+  SAME_MADE(x, cos);
+  SAME_MADE(x, digamma);
+  SAME_MADE(x, erf);
+  SAME_MADE(x, erfinv);
+  SAME_MADE(x, expm1);
+  SAME_MADE(x, floor);
+  SAME_MADE(x, lgamma);
+  SAME_MADE(x, log);
+  SAME_MADE(x, log10);
+  SAME_MADE(x, log1p);
+  SAME_MADE(x, log2);
+  SAME_MADE(n, logical_not);
+  SAME_MADE(n, bitwise_not);
+  SAME_MADE(x, reciprocal);
+  SAME_MADE(x, round);
+  SAME_MADE(x, rsqrt);
+  SAME_MADE(x, sign);
+  SAME_MADE(x, sin);
+  SAME_MADE(x, square);
+  SAME_MADE(x, tan);
+  SAME_MADE(x, trunc);
+  SAME_MADE(x.log(), nan_to_num, 7);
+  SAME_MADE(x, polygamma, 1);
+  SAME_MADE(x, atan2, y);
+  SAME_MADE(n, logical_and, x > 0);
+  SAME_MADE(n, logical_or, x > 0);
+  SAME_MADE(n, logical_xor, x > 0);
+  SAME_MADE(x.abs(), pow, y);
+  SAME_MADE(n, bitwise_and, n + 1);
+  SAME_MADE(n, bitwise_or, n + 1);
+  SAME_MADE(n, bitwise_xor, n + 1);
+  SAME_MADE(n, bitwise_and, 3);
+  SAME_MADE(n, bitwise_or, 3);
+  SAME_MADE(n, bitwise_xor, 3);
+  SAME_MADE(x, eq, 0.5);
+  SAME_MADE(x, ne, 0.5);
+  SAME_MADE(x, lt, 0.5);
+  SAME_MADE(x, le, 0.5);
+  SAME_MADE(x, gt, 0.5);
+  SAME_MADE(x, ge, 0.5);
+  SAME_MADE(x, eq, y);
+  SAME_MADE(x, ne, y);
+  SAME_MADE(x, lt, y);
+  SAME_MADE(x, le, y);
+  SAME_MADE(x, gt, y);
+  SAME_MADE(x, ge, y);
+  SAME_MADE(x, floor_divide, y);
+  SAME_MADE(x, fmod, y);
+  SAME_MADE(x, remainder, y);
+  SAME_MADE(x, floor_divide, 0.4);
+  SAME_MADE(x, fmod, 0.4);
+  SAME_MADE(x, remainder, 0.4);
+  SAME_MADE(x, tril);
+  SAME_MADE(x, triu, 1);
+  SAME_MADE(x, cumsum, 1);
+  SAME_MADE(x, cumprod, 1);
+  SAME_MADE(x.matmul(y.t()), addmm, x, y.t(), 2, 3);
+  const Tensor rows = tensor({1, 0}, kI64);
+  SAME_MADE(x, index_add, 0, rows, y);
+  SAME_MADE(x, scatter, 0, places(), y);
+  SAME_MADE(x, scatter, 0, places(), 9);
+  SAME_MADE(x, scatter_add, 0, places(), y);
+  SAME_MADE(x, scatter_reduce, 0, places(), y, ScatterReduce::kProd);
   EXPECT_THROW(n.sin_(), DTypeError);  // torch: Float cannot be cast to Long
   EXPECT_THROW(n[0].eq_(y), ShapeError);
   const Tensor leaf = tensor({0.5, 2}).requires_grad_(), z = leaf * 2;

@@ -8,7 +8,7 @@ import pathlib
 import re
 
 HERE = pathlib.Path(__file__).resolve().parent
-MODELS = HERE.parent.parent / "examples" / "models"
+EXAMPLES = HERE.parent.parent / "examples"
 
 
 def characters(path):
@@ -20,7 +20,8 @@ def characters(path):
 def main():
     print("| program | here | PyTorch | ratio |\n|---|---|---|---|")
     for python in sorted((HERE / "programs").glob("*.py")):
-        ours, theirs = characters(MODELS / f"{python.stem}.cpp"), characters(python)
+        program = next(EXAMPLES.glob(f"*/{python.stem}.cpp"))
+        ours, theirs = characters(program), characters(python)
         print(f"| {python.stem} | {ours} | {theirs} | {ours / theirs:.2f} |")
 
 

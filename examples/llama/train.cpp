@@ -1,11 +1,11 @@
 // Trains a Llama: from nothing, on from a folder of transformers, or adapters on such a model.
 //
-//     llama_train --data shakespeare.txt --save model                   # bytes are tokens
-//     llama_train --model TinyLlama --data ids.tokens --save more       # a token file
-//     (data/token_file.h) train --model model --data mine.txt --lora 8 --save adapter # the files
-//     of PEFT
+//     llama_train --data shakespeare.txt --save model               # bytes are tokens
+//     llama_train --model TinyLlama --data ids.tokens --save more
+//     llama_train --model model --data mine.txt --lora 8 --save adapters
 //
-// The last tenth of the data is for validation.
+// A token file is data/token_file.h's, adapters are files of PEFT. The last tenth of the data is
+// for validation.
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cmath>
