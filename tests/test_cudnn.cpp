@@ -163,6 +163,12 @@ TEST(AttentionRules, BackwardOfOddLengthsNeedsTheReleaseThatHasIt) {
   expect_refused(validate(odd, 91500), "multiples of 128; got 1000");
   EXPECT_EQ(validate(odd, 91501), "");
   EXPECT_EQ(validate(packed(64, 1000), 91500), "");  // forward
+  auto padded = packed();
+  padded.has_lengths = true;
+  for (const int version : {90800, 90900}) {
+    expect_refused(validate(padded, version), "different lengths need cuDNN 9.10");
+    EXPECT_EQ(validate(packed(), version), "");
+  }
   EXPECT_EQ(validate(backward_of(packed()), 91500), "");
 }
 

@@ -83,6 +83,9 @@ std::string validate(const AttentionProblem& p, int version) {
   }
   if (!std::isfinite(p.scale)) return text("the scale is ", p.scale);
   if (p.dropout < 0 || p.dropout >= 1) return text("dropout of ", p.dropout, " keeps nothing");
+  if (p.has_lengths && version < 91000) {  // its padding graph takes one select more there
+    return "keys of different lengths need cuDNN 9.10 or later";
+  }
   if (p.backward && p.S % 128 != 0 && version <= 91500) {
     return text("before cuDNN 9.15.1 backward takes keys in multiples of 128; got ", p.S);
   }
