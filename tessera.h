@@ -50,6 +50,7 @@
 #include <tessera/nn/packed_sequence.h>
 #include <tessera/nn/parametrizations.h>
 #include <tessera/nn/pooling.h>
+#include <tessera/nn/read_by.h>
 #include <tessera/nn/recurrent.h>
 #include <tessera/nn/rotary.h>
 #include <tessera/nn/summary.h>

@@ -4,8 +4,10 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/float8.h>
+#include <tessera/autograd/float8_weight.h>
 #include <tessera/core/context.h>
 #include <tessera/nn/call_scopes.h>
+#include <tessera/nn/read_by.h>
 
 namespace tessera::nn {
 
@@ -66,6 +68,21 @@ Tensor linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu ap
   return tessera::linear_gelu_linear(x, inner.weight, inner.bias, outer.weight, outer.bias,
                                      approximate);
 }
+
+namespace {
+
+Float8Reader reader_of(const Linear& layer) {
+  const auto& layers = Context::current().slot<Float8Weights>().layers;
+  const auto found = layers.find(&layer.weight);
+  // An adapter inside of the layer reads, too.
+  if (found == layers.end() || layer.num_children() > 0) return {};
+  return {found->second.lock(), &layer.weight};
+}
+
+}  // namespace
+
+ReadBy::ReadBy(const Linear& reader)
+    : scope_(Context::current().slot<Float8Reader>(), reader_of(reader)) {}
 
 ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor& residual,
                                  double drop) {

@@ -7,6 +7,7 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/float8_weight.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/ops/float8_norm.h>
 #include <tessera/autograd/ops/float8_operands.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/functors.h>
@@ -54,7 +55,14 @@ kernels::Quantized float8_weight(const Tensor& weight, const kernels::QuantizeOp
 
 Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weight,
                                Float8Linear& layer, std::optional<DType> through) {
+  const Float8Casts casts = layer.casts();
+  Float8Operands operands;
+  operands.wants_x = grad_enabled() && x.requires_grad();
+  operands.wants_weight = grad_enabled() && weight.requires_grad();
+  std::optional<kernels::Quantized> written =
+      take_normalised(x, layer, through, operands.wants_weight);
   for (const Tensor* each : {&x, &weight}) {  // before their bytes are read
+    if (each == &x && written) continue;
     const PlacementSlot* slot = placement_slot(*each);
     if (each == &weight && slot != nullptr && slot->has_casts()) {
       // There may be the copy that is read here, and the cache brings the weight where not.
@@ -68,18 +76,17 @@ Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weig
   }
   TS_CHECK_DEVICE(x.device() == weight.device(), op, "expects all tensors on one device; got ", x,
                   " and ", weight);
-  const Float8Casts casts = layer.casts();
-  Float8Operands operands;
   operands.rows = float8_rows(x);
-  operands.wants_x = grad_enabled() && x.requires_grad();
-  operands.wants_weight = grad_enabled() && weight.requires_grad();
   const Tensor scale = layer.scale(Float8Role::kInput);
   const bool low = operands.wants_weight && casts.input_of_weight.has_value();
   const bool same = low && *casts.input_of_weight == casts.input;
   kernels::QuantizeWants wants = layer.notes(Float8Role::kInput);
   wants.by_columns = same;
   wants.through = through;
-  if (low && !same) {
+  if (written) {
+    operands.x = std::move(*written);
+    if (operands.wants_weight) operands.x_of_weight = operands.x;
+  } else if (low && !same) {
     kernels::QuantizedPair both =
         kernels::quantize_both(operands.rows, casts.input, *casts.input_of_weight, wants);
     operands.x = std::move(both.rows);

@@ -9,6 +9,7 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/compute_dtype.h>
+#include <tessera/autograd/ops/float8_norm.h>
 #include <tessera/core/kernels/copy/copy.h>
 
 namespace tessera {
@@ -126,11 +127,11 @@ Tensor layer_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& 
                   const Tensor& bias, double eps) {
   const int64_t columns = check_rows(kLayerNorm, x, normalized_shape, weight, bias);
   const bool has_weight = weight.defined(), has_bias = bias.defined();
+  const Float8Norm norm(x, columns);
   return differentiable(
       kLayerNorm, {x, weight, bias},
-      [=](Inputs in, Extras& extras) {
-        const kernels::RowNorm n =
-            kernels::row_norm_forward(in[0], {}, columns, in[1], in[2], eps, true);
+      [&](Inputs in, Extras& extras) {
+        const kernels::RowNorm n = norm.forward(in[0], {}, columns, in[1], in[2], eps, true);
         extras.save(n.mean);
         extras.save(n.rstd);
         return n.y;
@@ -155,11 +156,11 @@ Tensor rms_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& we
   // torch's default is the epsilon of the type that it calculates in.
   const double eps = given_eps.value_or(epsilon_of(x.dtype() == kF64 ? kF64 : kF32));
   const bool has_weight = weight.defined();
+  const Float8Norm norm(x, columns);
   return differentiable(
       kRmsNorm, {x, weight},
-      [=](Inputs in, Extras& extras) {
-        const kernels::RowNorm n =
-            kernels::row_norm_forward(in[0], {}, columns, in[1], {}, eps, false);
+      [&](Inputs in, Extras& extras) {
+        const kernels::RowNorm n = norm.forward(in[0], {}, columns, in[1], {}, eps, false);
         extras.save(n.rstd);
         return n.y;
       },
@@ -201,11 +202,14 @@ ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
   std::optional<kernels::ResidualDropout> dropped;
   if (drop > 0) dropped.emplace(drop, stream ? *stream : next_random_stream());
   const bool has_weight = weight.defined(), has_bias = bias.defined();
+  const Float8Norm norm(x, columns);
   const TensorList both = differentiable(
       kResidualLayerNorm, {x, residual, weight, bias},
-      [=](Inputs in, Extras& extras) -> TensorList {
+      [&](Inputs in, Extras& extras) -> TensorList {
         const kernels::RowNorm n =
-            kernels::row_norm_forward(in[0], in[1], columns, in[2], in[3], eps, true, dropped);
+            dropped
+                ? kernels::row_norm_forward(in[0], in[1], columns, in[2], in[3], eps, true, dropped)
+                : norm.forward(in[0], in[1], columns, in[2], in[3], eps, true);
         extras.save(n.mean);
         extras.save(n.rstd);
         return {n.sum, n.y};

@@ -5,6 +5,7 @@
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/ops/float8_norm.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/copy/shape.h>
 #include <tessera/core/placement_slot.h>
@@ -20,6 +21,7 @@ using Maps = std::vector<std::vector<int64_t>>;
 // ---- Views --------------------------------------------------------------------------------------
 
 Tensor detach(const Tensor& x) {
+  write_normalised(x);
   const Tensor result = raw::alias(x);
   copy_placement(x, result);
   return result;

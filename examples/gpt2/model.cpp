@@ -7,6 +7,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/cuda/backend.h>
 #include <tessera/nn/init.h>
+#include <tessera/nn/read_by.h>
 
 namespace tessera::gpt2 {
 
@@ -86,11 +87,17 @@ ResidualNorm add_and_normalise(const Stream& stream, nn::LayerNorm& norm) {
   if (!stream.update.defined()) return {stream.residual, norm(stream.residual)};
   return nn::residual_layer_norm(norm, stream.update, stream.residual);
 }
+// The same, where `reader` alone reads the norm.
+ResidualNorm add_and_normalise(const Stream& stream, nn::LayerNorm& norm,
+                               const nn::Linear& reader) {
+  const nn::ReadBy scope(reader);
+  return add_and_normalise(stream, norm);
+}
 
 }  // namespace
 
 Stream Block::forward(const Stream& stream, KvCache* cache) {
-  const auto [before, normalized] = add_and_normalise(stream, ln_1);
+  const auto [before, normalized] = add_and_normalise(stream, ln_1, attn.c_attn);
   const auto adds = [&](const Tensor& x, std::initializer_list<const nn::ModuleBase*> callees) {
     const bool drops = dropout > 0 && is_training();
     return !drops && cache == nullptr && nn::adds_residual(x, before, callees);
@@ -101,7 +108,7 @@ Stream Block::forward(const Stream& stream, KvCache* cache) {
   } else {
     middle.update = tessera::dropout(attn(normalized, cache), dropout, is_training());
   }
-  const auto [after, second] = add_and_normalise(middle, ln_2);
+  const auto [after, second] = add_and_normalise(middle, ln_2, mlp.inner);
   if (adds(second, {&mlp, &mlp.inner, &mlp.outer})) return {mlp(second, after), {}};
   return {after, tessera::dropout(mlp(second), dropout, is_training())};
 }

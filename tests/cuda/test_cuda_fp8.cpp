@@ -9,6 +9,7 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/cuda/emulation/gemm.h>
@@ -20,9 +21,12 @@
 #include <tessera/core/kernels/fp8/quantize.h>
 #include <tessera/core/kernels/fp8/scale_history.h>
 #include <tessera/core/kernels/loss/cross_entropy.h>
+#include <tessera/core/kernels/norm/norm_quantized.h>
 #include <tessera/core/random.h>
 #include <tessera/nn/fused.h>
 #include <tessera/nn/linear.h>
+#include <tessera/nn/norm.h>
+#include <tessera/nn/read_by.h>
 #include <tessera/optim/graphed_step.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>
@@ -376,6 +380,52 @@ TEST_F(CudaFp8, LabelsOfPartsSayWhatTheWholeWouldHave) {
   }
 }
 
+// By `center` layer_norm with a bias or rms_norm, by `dtype` alone or behind a residual; the last
+// shapes are made one after the other.
+TEST_F(CudaFp8, ANormWritesTheBytesOfItsResult) {
+  for (const Shape& shape : {Shape{16, 16}, Shape{48, 160}, Shape{272, 768}, Shape{32, 1024},
+                             Shape{48, 1040}, Shape{37, 160}, Shape{16, 33}}) {
+    for (const DType dtype : {kF32, kBF16, kF16}) {
+      for (const bool center : {false, true}) {
+        for (const bool low : {false, true}) {  // weights, and what f32 is rounded to first
+          SCOPED_TRACE(testing::Message() << name_of(dtype) << shape << center << low);
+          const auto on_gpu = [](const Tensor& x) { return x.detach().to(kGpu); };
+          const int64_t C = shape[1];
+          const Tensor x = on_gpu(numbers(shape, dtype, false));
+          const Tensor residual = low == center ? on_gpu(numbers(shape, dtype, false)) : Tensor();
+          const Tensor w = on_gpu(randn({C}).to(low ? dtype : kF32));
+          const Tensor b = center ? on_gpu(randn({C}).to(low ? dtype : kF32)) : Tensor();
+          const Tensor scale = full({1}, 150, {.dtype = kF32, .device = kGpu});
+          kernels::QuantizeWants wants{.by_columns = true,
+                                       .largest = zeros({1}, {.dtype = kF32, .device = kGpu}),
+                                       .counts = zeros({2}, {.dtype = kI64, .device = kGpu})};
+          if (low && dtype == kF32) wants.through = kBF16;
+          kernels::QuantizeWants wants_of_two = wants;
+          wants_of_two.largest = zeros({1}, {.dtype = kF32, .device = kGpu});
+          wants_of_two.counts = zeros({2}, {.dtype = kI64, .device = kGpu});
+          const auto norm = kernels::row_norm_forward(x, residual, C, w, b, 1e-5, center);
+          const auto expected = kernels::quantize(norm.y, {}, scale, wants_of_two);
+          const auto got =
+              kernels::row_norm_quantized(x, residual, C, w, b, 1e-5, center, {}, scale, wants);
+          EXPECT_FALSE(got.norm.y.defined());
+          expect_same_bytes(got.y.values, expected.values.to(kCpu), "by rows");
+          expect_same_bytes(got.y.transposed, expected.transposed.to(kCpu), "by columns");
+          expect_same_bytes(got.y.scale, expected.scale.to(kCpu), "scale");
+          expect_same_bytes(got.y.inverse, expected.inverse.to(kCpu), "inverse");
+          expect_same_bytes(got.norm.rstd, norm.rstd.to(kCpu), "rstd");
+          if (center) expect_same_bytes(got.norm.mean, norm.mean.to(kCpu), "mean");
+          if (residual.defined()) expect_same_bytes(got.norm.sum, norm.sum.to(kCpu), "sum");
+          EXPECT_EQ(wants.largest.item(), wants_of_two.largest.item());
+          const auto counts = wants.counts.to(kCpu).to_vector();
+          EXPECT_EQ(counts, wants_of_two.counts.to(kCpu).to_vector());
+          // Large numbers are infinite in f16, and their rows NaN.
+          EXPECT_TRUE(dtype == kF16 || counts[0] > 0) << "saturated";
+        }
+      }
+    }
+  }
+}
+
 // ---- Products -----------------------------------------------------------------------------------
 
 TEST_F(CudaFp8, ProductsReadTheCopyAlongTheSum) {
@@ -614,6 +664,138 @@ TEST_F(CudaFp8, AFusedPerceptronHasTheBitsOfItsLayers) {
       EXPECT_EQ(outcome(true), outcome(false)) << precision::name_of(scaling);
     }
   }
+}
+
+// A norm that writes the operand of the layer behind it has the bits of the two, one by one.
+enum class Norm { kLayer, kResidual, kRms };
+TEST_F(CudaFp8, ANormBeforeALayerHasTheBitsOfTheTwo) {
+  for (const Norm kind : {Norm::kLayer, Norm::kResidual, Norm::kRms}) {
+    for (const DType dtype : {kF32, kBF16}) {
+      for (const bool two_layers : {false, true}) {
+        for (const bool checkpoints : {false, true}) {
+          const auto outcome = [&](bool fused) {
+            Training run(kGpu, recipe_of(Fp8Scaling::kDelayed));
+            Net& net = run.model;
+            nn::LayerNorm layer_norm(32);
+            nn::RMSNorm rms_norm(Shape{32});
+            for (const Tensor& each : {layer_norm.weight, layer_norm.bias, rms_norm.weight}) {
+              const NoGradGuard no_grad;
+              each.copy_(randn({32}));
+            }
+            layer_norm.to(kGpu), rms_norm.to(kGpu);
+            std::vector<std::vector<double>> values;
+            for (int step = 0; step < 3; ++step) {
+              const Tensor x = batch_of(step).to(dtype).detach().to(kGpu).set_requires_grad();
+              const Tensor r = batch_of(step + 9).to(dtype).detach().to(kGpu).set_requires_grad();
+              const AutocastGuard autocast(kBF16);
+              const auto block = [&](const Tensor& x_in, const Tensor& r_in) {
+                const auto norm = [&]() -> ResidualNorm {
+                  if (kind == Norm::kResidual) {
+                    return nn::residual_layer_norm(layer_norm, x_in, r_in);
+                  }
+                  return {r_in, kind == Norm::kLayer ? layer_norm(x_in) : rms_norm(x_in)};
+                };
+                const ResidualNorm both = [&] {
+                  if (!fused) return norm();
+                  const nn::ReadBy scope(net.up);
+                  return norm();
+                }();
+                // Until the first call the scales are the host's.
+                if (step > 0 || !checkpoints) {
+                  EXPECT_EQ(both.normalized.storage()->bytes() == 0, fused && step > 0);
+                }
+                const Tensor y = two_layers
+                                     ? nn::linear_gelu_linear(net.up, net.down, both.normalized)
+                                     : net.down(gelu(net.up(both.normalized)));
+                return both.residual + y;
+              };
+              const Tensor y =
+                  checkpoints
+                      ? checkpoint(
+                            [&](const TensorList& in) { return TensorList{block(in[0], in[1])}; },
+                            {x, r})[0]
+                      : block(x, r);
+              mean(square(y.to(kF32))).backward();
+              run.applied.fp8()->update();
+              for (const Tensor& each :
+                   {y.detach(), x.grad(), r.grad(), net.up.weight.grad(), net.up.bias.grad(),
+                    net.down.weight.grad(), layer_norm.weight.grad(), layer_norm.bias.grad(),
+                    rms_norm.weight.grad()}) {
+                values.push_back(each.defined() ? each.to(kCpu).to_vector()
+                                                : std::vector<double>{});
+              }
+              run.optimizer.step();
+              run.optimizer.zero_grad();
+            }
+            const auto report = run.applied.fp8()->report();
+            EXPECT_EQ(report.fp8_calls(), 6);
+            for (const auto& layer : report.layers) {
+              for (const auto& operand : layer.operands) {
+                values.push_back({static_cast<double>(operand.amax),
+                                  static_cast<double>(operand.elements), operand.saturated,
+                                  operand.underflown});
+              }
+            }
+            return values;
+          };
+          EXPECT_EQ(outcome(true), outcome(false))
+              << static_cast<int>(kind) << name_of(dtype) << two_layers << checkpoints;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaFp8, ANormThatOthersReadHasItsBytesForThem) {
+  Training run(kGpu, recipe_of(Fp8Scaling::kDelayed));
+  run.step(0);
+  Net& net = run.model;
+  nn::LayerNorm norm(32);
+  norm.to(kGpu);
+  const AutocastGuard autocast(kBF16);
+  const Tensor x = batch_of(1).to(kGpu).set_requires_grad();
+  const auto normed = [&](const Tensor& of) {
+    const nn::ReadBy scope(net.up);
+    return norm(of);
+  };
+  const Tensor expected = norm(x).detach().to(kCpu);
+  const Tensor by_layer = net.up(norm(x)).detach().to(kCpu);
+  const auto expect_bytes = [&](const Tensor& y, const char* what) {
+    EXPECT_GT(y.storage()->bytes(), 0) << what;
+    expect_same_bytes(y.detach(), expected, what);
+    expect_same_bytes(net.up(y).detach(), by_layer, what);
+  };
+  const Tensor viewed = normed(x);
+  EXPECT_EQ(viewed.storage()->bytes(), 0);
+  EXPECT_NE(message_of<UnsupportedError>([&] { viewed.to_vector(); }).find("clone() it first"),
+            std::string::npos);
+  expect_same_bytes(viewed.view({32, 32}).detach().view({2, 16, 32}), expected, "view");
+  expect_bytes(viewed, "viewed");
+  const Tensor detached = normed(x);
+  expect_same_bytes(detached.detach(), expected, "detach");
+  expect_bytes(detached, "detached");
+  const Tensor twice = normed(x);
+  expect_same_bytes(net.up(twice).detach(), by_layer, "first");
+  expect_same_bytes(net.up(twice).detach(), by_layer, "second");
+  expect_bytes(twice, "twice");
+  // By another layer than was said, which is told in float8 as ever.
+  nn::Linear other(32, 48);
+  other.to(kGpu);
+  const Tensor elsewhere = normed(x);
+  expect_same_bytes(other(elsewhere).detach(), other(norm(x)).detach().to(kCpu), "another layer");
+  expect_bytes(elsewhere, "elsewhere");
+  // Its gradient is the norm's.
+  x.zero_grad();
+  sum(exp(normed(x))).backward();
+  const Tensor gradient = x.grad().to(kCpu);
+  x.zero_grad();
+  sum(exp(norm(x))).backward();
+  expect_same_bytes(x.grad(), gradient, "gradient");
+  const Tensor source = batch_of(2).to(kGpu);
+  const Tensor late = normed(source);
+  source.add_(1);
+  EXPECT_NE(message_of<AutogradError>([&] { exp(late); }).find("written in place"),
+            std::string::npos);
 }
 
 TEST_F(CudaFp8, AHeadWithItsLossIsThatOfTheTwoOps) {

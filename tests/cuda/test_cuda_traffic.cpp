@@ -18,6 +18,7 @@
 #include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/loss/cross_entropy.h>
 #include <tessera/core/kernels/norm/norm.h>
+#include <tessera/core/kernels/norm/norm_quantized.h>
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
 #include <tessera/core/random.h>
 #include <tessera/optim/optimizers.h>
@@ -154,6 +155,30 @@ TEST_F(CudaTraffic, OfTheQuantisedGradientOfLogits) {
     const Tensor scale = on_gpu({1});
     expect_declared([&] { kernels::quantize_logits_gradient(of, {}, scale, both); },
                     {"cast_transpose"});
+  }
+}
+
+TEST_F(CudaTraffic, OfNormsThatWriteFloat8) {
+  for (const DType dtype : {kF32, kBF16}) {
+    for (const Shape& shape : {Shape{48, 160}, Shape{16, 768}, Shape{96, 1024}}) {
+      SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << shape);
+      const int64_t width = shape[1];
+      const Tensor x = on_gpu(shape, dtype), residual = on_gpu(shape, dtype);
+      const Tensor w = on_gpu({width}), b = on_gpu({width}), scale = on_gpu({1});
+      for (const bool by_columns : {false, true}) {
+        const kernels::QuantizeWants wants{.by_columns = by_columns};
+        expect_declared(
+            [&] {
+              kernels::row_norm_quantized(x, residual, width, w, b, 1e-5, true, {}, scale, wants);
+            },
+            {"layer_norm_cast"});
+        expect_declared(
+            [&] {
+              kernels::row_norm_quantized(x, {}, width, w, {}, 1e-5, false, {}, scale, wants);
+            },
+            {"rms_norm_cast"});
+      }
+    }
   }
 }
 

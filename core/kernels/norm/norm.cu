@@ -1,18 +1,22 @@
 #include <cmath>
 #include <initializer_list>
+#include <utility>
 
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/norm/norm.h>
+#include <tessera/core/kernels/norm/norm_quantized.h>
 #include <tessera/core/kernels/random/movable_stream.h>
 #include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/kernels/random/random_numbers.h>
 #include <tessera/core/kernels/reduce/reduce.h>
+#include <tessera/core/raw_views.h>
 #include <tessera/core/kernels/common/column_fold.cuh>
 #include <tessera/core/kernels/common/rows.cuh>
 #include <tessera/core/kernels/common/strided.cuh>
+#include <tessera/core/kernels/fp8/cast_transpose.cuh>
 
 namespace tessera::kernels {
 namespace {
@@ -104,14 +108,12 @@ struct NormBackward {
   NormDropout<T> dropout;
 };
 
-template <class T, class W, bool kDrops>
-__global__ void __launch_bounds__(kRegisterBlock<gpu::kWarp>)
-    register_row_norm_kernel(const NormForward<T> p) {
+// A row in the registers of a warp. write(column, numbers of the result): of each vector.
+template <class T, class W, bool kDrops, class Write>
+TS_DEVICE void normalise_row(const NormForward<T>& p, int64_t row, const Write& write) {
   using A = Compute<T>;
   using Lanes = InRegisters<T>;
   constexpr int kWidth = 16 / sizeof(T);
-  const int64_t row = int64_t{blockIdx.x} * kRowsOfBlock<gpu::kWarp> + threadIdx.x / gpu::kWarp;
-  if (row >= p.rows) return;  // the whole warp
   A values[Lanes::kNumbers];
   double total = 0;
   RandomStream now{};
@@ -166,8 +168,82 @@ __global__ void __launch_bounds__(kRegisterBlock<gpu::kWarp>)
       if (p.bias != nullptr) value = value + b.values[j];
       out.values[j] = store<T>(value);
     }
-    gpu::store_vector(p.y + row * p.C + c, out);
+    write(c, out);
   });
+}
+
+template <class T, class W, bool kDrops>
+__global__ void __launch_bounds__(kRegisterBlock<gpu::kWarp>)
+    register_row_norm_kernel(const NormForward<T> p) {
+  const int64_t row = int64_t{blockIdx.x} * kRowsOfBlock<gpu::kWarp> + threadIdx.x / gpu::kWarp;
+  if (row >= p.rows) return;  // the whole warp
+  normalise_row<T, W, kDrops>(
+      p, row, [&](int64_t c, const auto& out) { gpu::store_vector(p.y + row * p.C + c, out); });
+}
+
+// The result in float8, by rows and by columns; see norm_quantized.h. Of a number 1 byte each is
+// written. With the copy by columns made later from the one by rows, 1 + (1 + 1) would move; by a
+// cast of a stored f32 result, 4 + (4 + 1 + 1).
+//
+// The warps of a block take turns at kCastRows rows, whose bytes meet in shared memory, in words of
+// four columns, and leave it as kCastRows neighbours of a column: whole sectors.
+constexpr int kCastRows = 32, kCastThreads = 256;
+template <class T, class W>
+__global__ void __launch_bounds__(kCastThreads)
+    register_row_norm_cast_kernel(const NormForward<T> p, const CastJob<T, f8e4m3> job) {
+  using Q = f8e4m3;
+  constexpr int kWidth = 16 / sizeof(T), kWords = kWidth / 4, kWarps = kCastThreads / gpu::kWarp;
+  constexpr int kSixteen = 4;  // words of 16 rows
+  TS_SHARED(uint32_t, slot, gpu::kWarp);
+  uint32_t* const bytes = gpu::dynamic_shared<uint32_t>();  // (row, four columns)
+  const int64_t begin = int64_t{blockIdx.x} * kCastRows, words = p.C / 4;
+  const int rows = static_cast<int>(p.rows - begin < kCastRows ? p.rows - begin : kCastRows);
+  const float factor = cast::scale_of(job);
+  const cast::Before before{job.through, 1.0f};
+  cast::Seen seen;
+  for (int i = static_cast<int>(threadIdx.x) / gpu::kWarp; i < rows; i += kWarps) {
+    normalise_row<T, W, false>(p, begin + i, [&](int64_t c, const auto& out) {
+      float scaled[kWidth];
+      TS_UNROLL
+      for (int j = 0; j < kWidth; ++j) {
+        const float value = cast::number_of(cast::Plain{}, out.values[j], out.values[j], before);
+        scaled[j] = value * factor;
+        seen.template number<Q>(value, scaled[j]);
+      }
+      gpu::Vector<uint32_t, kWords> packed;
+      TS_UNROLL
+      for (int w = 0; w < kWords; ++w) packed.values[w] = cast::pack_word<Q>(scaled + 4 * w);
+      gpu::store_vector(reinterpret_cast<uint32_t*>(job.values + (begin + i) * p.C + c), packed);
+      if (job.transposed != nullptr) gpu::store_shared_vector(bytes + i * words + c / 4, packed);
+    });
+  }
+  if (job.transposed != nullptr) {  // all threads
+    __syncthreads();
+    for (int64_t word = threadIdx.x; word < words; word += kCastThreads) {
+      for (int first = 0; first < rows; first += 4 * kSixteen) {
+        uint32_t columns[kSixteen][4];  // (four rows, column)
+        TS_UNROLL
+        for (int g = 0; g < kSixteen; ++g) {
+          TS_UNROLL
+          for (int i = 0; i < 4; ++i) columns[g][i] = bytes[(first + 4 * g + i) * words + word];
+          cast::transpose_words<Q>(columns[g]);
+        }
+        TS_UNROLL
+        for (int j = 0; j < 4; ++j) {
+          gpu::Vector<uint32_t, kSixteen> column;
+          TS_UNROLL
+          for (int g = 0; g < kSixteen; ++g) column.values[g] = columns[g][j];
+          Q* const to = job.transposed + (4 * word + j) * p.rows + begin + first;
+          gpu::store_vector(reinterpret_cast<uint32_t*>(to), column);
+        }
+      }
+    }
+  }
+  if (threadIdx.x == 0 && blockIdx.x == 0) {
+    *job.scale_used = factor;
+    *job.inverse = 1 / factor;
+  }
+  cast::note(job, seen, slot);
 }
 
 // A block walks kNormRows rows, a warp every fourth of them or all threads each; the sums of its
@@ -571,6 +647,86 @@ RowNorm row_norm_forward_cuda(const Tensor& x, const Tensor& residual, int64_t c
   return result;
 }
 
+QuantizedRowNorm row_norm_quantized_cuda(const Tensor& x, const Tensor& residual, int64_t columns,
+                                         const Tensor& weight, const Tensor& bias, double eps,
+                                         bool center, const QuantizeOptions& options,
+                                         const Tensor& scale, const QuantizeWants& wants) {
+  const int64_t rows = columns == 0 ? 0 : x.numel() / columns;
+  const DType compute = compute_dtype(x.dtype());
+  const Tensor source = contiguous(x), other = in_dtype(residual, x.dtype());
+  bool fused = scale.defined() && quantises_rows(rows, columns, x.dtype(), options);
+  QuantizedRowNorm result;
+  if (fused) {
+    dispatch_floating(x.dtype(), "layer_norm", [&]<class T>() {
+      if constexpr (!std::is_same_v<T, double>) {
+        using A = Compute<T>;
+        RowNorm& norm = result.norm;
+        if (residual.defined()) norm.sum = raw::empty(x.shape(), x.dtype(), x.device());
+        Tensor w = stored_parameter<T>(weight), b = stored_parameter<T>(bias);
+        fused = register_threads<T>(columns, {&source, &other, &norm.sum, &w, &b}) == gpu::kWarp;
+        if (!fused) return;
+        norm.rstd = raw::empty({rows}, compute, x.device());
+        if (center) norm.mean = raw::empty({rows}, compute, x.device());
+        Quantized& y = result.y;
+        y = {.values = raw::empty({rows, columns}, options.format, x.device()),
+             .scale = raw::empty({1, 1}, kF32, x.device()),
+             .inverse = raw::empty({1, 1}, kF32, x.device()),
+             .tile = options.tile};
+        if (wants.by_columns) {
+          y.transposed = raw::empty({columns, rows}, options.format, x.device());
+        }
+        NormForward<T> p{source.data_as<T>(),
+                         data_or_null<T>(other),
+                         data_or_null<T>(norm.sum),
+                         nullptr,
+                         nullptr,
+                         nullptr,
+                         data_or_null<A>(norm.mean),
+                         norm.rstd.data_as<A>(),
+                         rows,
+                         columns,
+                         eps,
+                         {}};
+        CastJob<T, f8e4m3> job{};
+        job.through = wants.through.value_or(kF32);
+        job.scale = scale.data_as<float>();
+        job.values = y.values.data_as<f8e4m3>();
+        job.transposed = data_or_null<f8e4m3>(y.transposed);
+        job.scale_used = y.scale.data_as<float>();
+        job.inverse = y.inverse.data_as<float>();
+        if (wants.largest.defined()) job.amax = static_cast<uint32_t*>(wants.largest.data());
+        if (wants.counts.defined()) {
+          job.counts = static_cast<unsigned long long*>(wants.counts.data());
+        }
+        job.no_nan = true;
+        with_stored_type<T>({&w, &b}, [&]<class W>() {
+          p.weight = address_or_null(w), p.bias = address_or_null(b);
+          gpu::Traffic traffic{4, 0};
+          for (const Tensor* in : std::initializer_list<const Tensor*>{&source, &other, &w, &b}) {
+            if (in->defined()) traffic.reads += in->nbytes();
+          }
+          for (const Tensor* out : {&norm.sum, &norm.mean, &norm.rstd, &y.values, &y.transposed,
+                                    &y.scale, &y.inverse}) {
+            if (out->defined()) traffic.writes += out->nbytes();
+          }
+          gpu::launch({.name = center ? "layer_norm_cast" : "rms_norm_cast",
+                       .grid = gpu::blocks(rows, kCastRows),
+                       .block = kCastThreads,
+                       .shared_bytes =
+                           wants.by_columns ? static_cast<size_t>(kCastRows * columns) : size_t{0},
+                       .traffic = traffic},
+                      register_row_norm_cast_kernel<T, W>, p, job);
+        });
+      }
+    });
+    if (fused) return result;
+  }
+  result.norm = row_norm_forward_cuda(x, residual, columns, weight, bias, eps, center, {});
+  const Tensor y = std::exchange(result.norm.y, {});
+  result.y = quantize(raw::view(y, {rows, columns}), options, scale, wants);
+  return result;
+}
+
 // `threads`: how many keep a row in their registers.
 template <class T>
 void launch_norm_backward(NormBackward<T>& p, int threads, Tensor& weight) {
@@ -703,6 +859,7 @@ RowNormGradients row_norm_backward_cuda(const Tensor& dy, const Tensor& dsum, co
 
 void register_norm() {
   cuda_kernel<row_norm_forward> = row_norm_forward_cuda;
+  cuda_kernel<row_norm_quantized> = row_norm_quantized_cuda;
   cuda_kernel<row_norm_backward> = row_norm_backward_cuda;
 }
 

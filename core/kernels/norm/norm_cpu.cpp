@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include <tessera/core/dispatch.h>
@@ -10,6 +11,7 @@
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/norm/norm_blocks.h>
+#include <tessera/core/kernels/norm/norm_quantized.h>
 #include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/parallel.h>
@@ -90,6 +92,23 @@ RowNorm row_norm_forward(const Tensor& x, const Tensor& residual, int64_t column
                              .eps = eps};
     TS_SIMD_CALL(row_norm_block, block);
   });
+  return result;
+}
+
+QuantizedRowNorm row_norm_quantized(const Tensor& x, const Tensor& residual, int64_t columns,
+                                    const Tensor& weight, const Tensor& bias, double eps,
+                                    bool center, const QuantizeOptions& options,
+                                    const Tensor& scale, const QuantizeWants& wants) {
+  if (x.device().is_cuda()) {
+    return on_cuda<kernels::row_norm_quantized>(center ? "layer_norm" : "rms_norm", x.device(), x,
+                                                residual, columns, weight, bias, eps, center,
+                                                options, scale, wants);
+  }
+  QuantizedRowNorm result{.norm = row_norm_forward(x, residual, columns, weight, bias, eps, center),
+                          .y = {}};
+  const Tensor y = std::exchange(result.norm.y, {});
+  result.y = quantize(raw::view(y, {columns == 0 ? 0 : x.numel() / columns, columns}), options,
+                      scale, wants);
   return result;
 }
 

@@ -1,0 +1,24 @@
+// Norms in front of layers in float8. Where one layer reads what a norm gives, and its scale is
+// known before (recipe `delayed`), the norm of a GPU writes that layer's operand in float8, by rows
+// and by columns, and no result: see kernels::row_norm_quantized(). Bytes, scales, notes and
+// gradients are those of the norm and the layer one after the other, to the bit.
+//
+// What the norm returns is a tensor without bytes. The layer takes its operand from it; any other
+// op has the bytes calculated first, from what was normalised, so that a wrong guess about who
+// reads costs time and nothing else. Under a scope of nn/read_by.h; one at a time.
+#pragma once
+
+#include <memory>
+
+#include <tessera/autograd/float8.h>
+#include <tessera/core/tensor.h>
+
+namespace tessera {
+
+// Of the layer that reads what norms give that are called now, and the place of its weight.
+struct Float8Reader {
+  std::shared_ptr<Float8Linear> layer;
+  const Tensor* weight = nullptr;
+};
+
+}  // namespace tessera

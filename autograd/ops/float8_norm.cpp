@@ -1,0 +1,128 @@
+#include <tessera/autograd/ops/float8_norm.h>
+
+#include <functional>
+#include <string>
+#include <utility>
+
+#include <tessera/autograd/autocast_mode.h>
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/op_observer.h>
+#include <tessera/autograd/ops/float8_operands.h>
+#include <tessera/core/context.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/norm/norm_quantized.h>
+#include <tessera/core/placement_slot.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+namespace {
+
+// In the placement slot of a result without bytes: as of a weight of which there are casts alone.
+struct NormalisedSlot final : PlacementSlot {
+  std::string describe(const Tensor& of) const override {
+    return describe_whole(of) + ", written in float8 alone";
+  }
+  std::string describe_whole(const Tensor& of) const override {
+    return tessera::detail::concatenate(of.dtype(), of.shape());
+  }
+  std::string_view remedy() const override {
+    return "ops calculate its elements when they read it: clone() it first";
+  }
+  std::unique_ptr<PlacementSlot> clone() const override { return nullptr; }
+  std::unique_ptr<PlacementSlot> of_gradient() const override { return nullptr; }
+  bool equals(const PlacementSlot& other) const override { return &other == this; }
+
+  bool has_casts() const override { return true; }
+  void bring() const override {
+    TS_CHECK_AS(AutogradError, source.version() == version, "layer_norm",
+                "what was normalised was written in place before the result was read; clone() it");
+    TensorImpl* const whole = bearer;
+    const std::unique_ptr<TensorSlot> self = std::move(whole->placement);  // ends with this call
+    const Tensor y = calculate(source);
+    whole->storage->resize(y.nbytes());
+    kernels::copy_into(Tensor(new TensorImpl(whole->storage, y.shape(), y.strides(), 0, y.dtype())),
+                       y);
+  }
+
+  TensorImpl* bearer = nullptr;
+  std::function<Tensor(const Tensor&)> calculate;
+  Tensor source;
+  uint32_t version = 0;
+  const Float8Linear* layer = nullptr;
+  std::optional<DType> through;
+  mutable std::optional<kernels::Quantized> written;
+};
+
+NormalisedSlot* normalised_slot(const Tensor& x) {
+  return x.defined() ? dynamic_cast<NormalisedSlot*>(x.impl()->placement.get()) : nullptr;
+}
+
+}  // namespace
+
+Float8Norm::Float8Norm(const Tensor& x, int64_t columns) {
+  const Float8Reader& reader = Context::current().slot<Float8Reader>();
+  if (reader.layer == nullptr || !x.device().is_cuda()) [[likely]]
+    return;
+  const Float8Casts& casts = reader.layer->casts();
+  const Tensor scale = reader.layer->scale(Float8Role::kInput);
+  // Before the first call the scales lie elsewhere.
+  if (!scale.defined() || scale.device() != x.device()) return;
+  if (casts.input_of_weight != std::optional(casts.input)) return;
+  const int64_t rows = columns == 0 ? 0 : x.numel() / columns;
+  if (x.size(-1) != columns || !kernels::quantises_rows(rows, columns, x.dtype(), casts.input) ||
+      !reader.layer->could_take(x, *reader.weight, rows)) {
+    return;
+  }
+  const AutocastMode& mode = Context::current().slot<AutocastMode>();
+  const std::optional<DType> through = float8_through(x, casts);
+  if (mode.boundary != nullptr || mode.dtype != through.value_or(x.dtype())) return;
+  if (Context::current().slot<OpObserverSlot>().observer != nullptr) return;  // may read results
+  layer_ = reader.layer;
+  wants_ = layer_->notes(Float8Role::kInput);
+  wants_.by_columns = grad_enabled() && reader.weight->requires_grad();
+  wants_.through = through;
+}
+
+kernels::RowNorm Float8Norm::forward(const Tensor& x, const Tensor& residual, int64_t columns,
+                                     const Tensor& weight, const Tensor& bias, double eps,
+                                     bool center) const {
+  if (layer_ == nullptr) {
+    return kernels::row_norm_forward(x, residual, columns, weight, bias, eps, center);
+  }
+  kernels::QuantizedRowNorm made =
+      kernels::row_norm_quantized(x, residual, columns, weight, bias, eps, center,
+                                  layer_->casts().input, layer_->scale(Float8Role::kInput), wants_);
+  auto slot = std::make_unique<NormalisedSlot>();
+  slot->source = raw::alias(residual.defined() ? made.norm.sum : x);
+  slot->version = slot->source.version();
+  slot->calculate = [=, weight = weight.defined() ? raw::alias(weight) : Tensor(),
+                     bias = bias.defined() ? raw::alias(bias) : Tensor()](const Tensor& source) {
+    return kernels::row_norm_forward(source, {}, columns, weight, bias, eps, center).y;
+  };
+  slot->layer = layer_.get();
+  slot->through = wants_.through;
+  slot->written = std::move(made.y);
+  made.norm.y = Tensor(new TensorImpl(std::make_shared<Storage>(0, x.device()), x.shape(),
+                                      contiguous_strides(x.shape()), 0, x.dtype()));
+  slot->bearer = made.norm.y.impl();
+  slot->bearer->placement = std::move(slot);
+  return std::move(made.norm);
+}
+
+std::optional<kernels::Quantized> take_normalised(const Tensor& x, const Float8Linear& layer,
+                                                  std::optional<DType> through, bool by_columns) {
+  NormalisedSlot* const slot = normalised_slot(x);
+  if (slot == nullptr) return std::nullopt;
+  if (slot->written && slot->layer == &layer && slot->through == through &&
+      (!by_columns || slot->written->transposed.defined())) {
+    return std::exchange(slot->written, std::nullopt);
+  }
+  slot->bring();
+  return std::nullopt;
+}
+
+void write_normalised(const Tensor& x) {
+  if (const NormalisedSlot* slot = normalised_slot(x)) slot->bring();
+}
+
+}  // namespace tessera
