@@ -123,7 +123,8 @@ Names classes_of(const std::string& folder) {
 
 // Functions of torch's names: those of the table of ops and of its headers.
 Names functions() {
-  Names names = matches(text_of("autograd/ops.h"), "^(?:const )?[A-Z]\\w+&? (\\w+)\\(");
+  Names names = matches(text_of("autograd/ops.h"),
+                        "^(?:\\[\\[nodiscard\\]\\] )?(?:const )?[A-Z]\\w+&? (\\w+)\\(");
   for (const tests::OpRow& row : tests::op_rows()) names.insert(std::string(row.name));
   return names;
 }
