@@ -149,32 +149,45 @@ TEST_F(CudaAcceleratorGraphs, RanksReplayBesideOnesThatDoNot) {
   EXPECT_NE(got[0].replays, got[1].replays);
 }
 
+struct SmallLoop {
+  explicit SmallLoop(const AcceleratorOptions& given = {}) : accelerator(without_file(given)) {
+    accelerator.prepare(model, optimizer);
+  }
+  static AcceleratorOptions without_file(AcceleratorOptions options) {
+    manual_seed(5);
+    options.config_file = "";
+    return options;
+  }
+  accelerate::GraphedStep step() {
+    return accelerator.graphed_step(
+        [this](const TensorList& in) -> TensorList {
+          const auto micro = accelerator.accumulate(model);
+          accelerator.backward(sum(model(in[0])));
+          optimizer.step();
+          optimizer.zero_grad();
+          return {};
+        },
+        {.warmup = 2});
+  }
+  Accelerator accelerator;
+  Blocks model{9, 2};
+  optim::AdamW optimizer{model.named_parameters(), {.lr = 1e-2}};
+  const TensorList batch{on_gpu(ones({2, 5}))};
+};
+
 // The other rank hears of it at once.
 TEST_F(CudaAcceleratorGraphs, ARefusedReplayIsToldToTheOthers) {
   std::vector<std::string> said(2);
   const auto run = [&] {
     on_gpus(2,
             [&](int rank) {
-              manual_seed(5);
-              Blocks model(9, 2);
-              Accelerator accelerator({.config_file = ""});
-              optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-2});
-              accelerator.prepare(model, optimizer);
-              auto step = accelerator.graphed_step(
-                  [&](const TensorList& batch) -> TensorList {
-                    const auto micro = accelerator.accumulate(model);
-                    accelerator.backward(sum(model(batch[0])));
-                    optimizer.step();
-                    optimizer.zero_grad();
-                    return {};
-                  },
-                  {.warmup = 2});
-              const TensorList batch{on_gpu(ones({2, 5}))};
-              for (int i = 0; i < 4; ++i) step(batch);
+              SmallLoop loop;
+              accelerate::GraphedStep step = loop.step();
+              for (int i = 0; i < 4; ++i) step(loop.batch);
               EXPECT_EQ(step.num_graphs(), 1);
-              if (rank == 1) optimizer.load_state_dict(optimizer.state_dict().clone());
+              if (rank == 1) loop.optimizer.load_state_dict(loop.optimizer.state_dict().clone());
               try {
-                step(batch);
+                step(loop.batch);
               } catch (const Error& error) {
                 said[static_cast<size_t>(rank)] = error.what();
                 throw;
@@ -190,24 +203,10 @@ TEST_F(CudaAcceleratorGraphs, ARefusedReplayIsToldToTheOthers) {
 TEST_F(CudaAcceleratorGraphs, PartsAndHooksAreRefused) {
   on_gpus(2, [](int) {
     const auto refused = [](const AcceleratorOptions& given) {
-      manual_seed(5);
-      Blocks model(9, 2);
-      AcceleratorOptions options = given;
-      options.config_file = "";
-      Accelerator accelerator(options);
-      optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-2});
-      accelerator.prepare(model, optimizer);
+      SmallLoop loop(given);
       return message_of<UnsupportedError>([&] {
-        auto step = accelerator.graphed_step(
-            [&](const TensorList& batch) -> TensorList {
-              const auto micro = accelerator.accumulate(model);
-              accelerator.backward(sum(model(batch[0])));
-              optimizer.step();
-              optimizer.zero_grad();
-              return {};
-            },
-            {.warmup = 2});
-        for (int i = 0; i < 3; ++i) step({on_gpu(ones({2, 5}))});
+        accelerate::GraphedStep step = loop.step();
+        for (int i = 0; i < 3; ++i) step(loop.batch);
       });
     };
     const std::string parts = refused({.sharding = accelerate::Sharding::kFsdp});

@@ -1,5 +1,5 @@
-// Layers in float8 on the emulated device: trainings beside the CPU's, fused ones beside those one by
-// one, graphs, states that move.
+// Layers in float8 on the emulated device: trainings beside the CPU's, fused ones beside those one
+// by one, graphs, states that move.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -79,6 +79,16 @@ constexpr Fp8Scaling kScalings[] = {Fp8Scaling::kTensorwise, Fp8Scaling::kDelaye
 
 Fp8Recipe recipe_of(Fp8Scaling scaling) {
   return {.scaling = scaling, .filter = precision::Fp8Filter::kAll, .strict = true};
+}
+
+// What was seen of each operand, to be compared.
+void append_notes(std::vector<std::vector<double>>& values, const auto& report) {
+  for (const auto& layer : report.layers) {
+    for (const auto& operand : layer.operands) {
+      values.push_back({static_cast<double>(operand.amax), static_cast<double>(operand.elements),
+                        operand.saturated, operand.underflown});
+    }
+  }
 }
 
 TEST_F(CudaFp8Layers, ATrainingIsThatOfTheCpu) {
@@ -161,13 +171,7 @@ TEST_F(CudaFp8Layers, AFusedPerceptronHasTheBitsOfItsLayers) {
         }
         const auto report = run.applied.fp8()->report();
         EXPECT_EQ(report.fp8_calls(), 6);
-        for (const auto& layer : report.layers) {
-          for (const auto& operand : layer.operands) {
-            values.push_back({static_cast<double>(operand.amax),
-                              static_cast<double>(operand.elements), operand.saturated,
-                              operand.underflown});
-          }
-        }
+        append_notes(values, report);
         return values;
       };
       EXPECT_EQ(outcome(true), outcome(false)) << precision::name_of(scaling);
@@ -238,13 +242,7 @@ TEST_F(CudaFp8Layers, ANormBeforeALayerHasTheBitsOfTheTwo) {
             }
             const auto report = run.applied.fp8()->report();
             EXPECT_EQ(report.fp8_calls(), 6);
-            for (const auto& layer : report.layers) {
-              for (const auto& operand : layer.operands) {
-                values.push_back({static_cast<double>(operand.amax),
-                                  static_cast<double>(operand.elements), operand.saturated,
-                                  operand.underflown});
-              }
-            }
+            append_notes(values, report);
             return values;
           };
           EXPECT_EQ(outcome(true), outcome(false))
