@@ -134,13 +134,13 @@ std::string validate_library(int version) {
 
 // ---- Who runs them -----------------------------------------------------------------------------
 
-void refuse_own_kernels(const char* op, const std::string& reason) {
+void refuse_own_kernels(const char* op, const std::function<std::string()>& reason) {
   static const bool required = environment_flag("TESSERA_REQUIRE_LIBRARIES");
   TS_CHECK_AS(UnsupportedError, !required, op,
-              "would run on own kernels, which TESSERA_REQUIRE_LIBRARIES refuses: ", reason);
+              "would run on own kernels, which TESSERA_REQUIRE_LIBRARIES refuses: ", reason());
 }
 
-bool count_graph(const char* op, bool by_library, const std::string& reason) {
+bool count_graph(const char* op, bool by_library, const std::function<std::string()>& reason) {
   auto& counts = Context::current().slot<GraphCounts>();
   ++(by_library ? counts.library : counts.own);
   if (!by_library) refuse_own_kernels(op, reason);

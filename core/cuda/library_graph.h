@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -123,10 +124,10 @@ struct GraphCounts {
   int64_t library = 0, own = 0;
 };
 // Counts, and gives the answer back. With TESSERA_REQUIRE_LIBRARIES=1 what own kernels are to run,
-// of graphs as of products (gemm.h), is an UnsupportedError with the reason: training in a dtype
-// that the libraries serve has nothing of that kind.
-bool count_graph(const char* op, bool by_library, const std::string& reason);
-void refuse_own_kernels(const char* op, const std::string& reason);
+// of graphs as of products (gemm.h), is an UnsupportedError with the reason(), which is made for
+// nothing else: training in a dtype that the libraries serve has nothing of that kind.
+bool count_graph(const char* op, bool by_library, const std::function<std::string()>& reason);
+void refuse_own_kernels(const char* op, const std::function<std::string()>& reason);
 
 // Empty where this release of the library (90101 is 9.1.1) is one that graphs run on.
 std::string validate_library(int version);

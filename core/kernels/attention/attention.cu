@@ -502,10 +502,11 @@ AttentionResult attention_cuda(const Tensor& query, const Tensor& key, const Ten
   const Tensor lengths = prepare_lengths(query, key, spec);
   const bool by_library = attention_by_library(query, key, value, lengths, spec, result);
   if (spec.policy.library) {
-    gpu::count_graph("scaled_dot_product_attention", by_library,
-                     gpu::graph_library_version() == 0
-                         ? gpu::graph_library()
-                         : "cuDNN has no graph of these operands, or the policy asks for more");
+    gpu::count_graph("scaled_dot_product_attention", by_library, [] {
+      return gpu::graph_library_version() == 0
+                 ? gpu::graph_library()
+                 : "cuDNN has no graph of these operands, or the policy asks for more";
+    });
   }
   if (by_library) return result;
   attention_by_tiles(query, key, value, lengths, spec, result);

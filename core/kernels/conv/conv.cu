@@ -240,7 +240,7 @@ void launch_conv(const Form& form, int64_t groups, int64_t parts = 1) {
 bool run_on_library(gpu::GraphOp op, const Tensor& x, const Tensor& weight, const Tensor& y,
                     const ConvGeometry& g) {
   const int version = gpu::graph_library_version();
-  if (version == 0) return gpu::count_graph("conv2d", false, gpu::graph_library());
+  if (version == 0) return gpu::count_graph("conv2d", false, gpu::graph_library);
   const gpu::ConvProblem problem{
       .op = op,
       .dtype = x.dtype(),
@@ -255,11 +255,12 @@ bool run_on_library(gpu::GraphOp op, const Tensor& x, const Tensor& weight, cons
       .x_data = x.data(),
       .weight_data = weight.data(),
       .y_data = y.data()};
-  const std::string reason = validate(problem, version);
-  if (!reason.empty()) return gpu::count_graph("conv2d", false, reason);
+  if (const std::string reason = validate(problem, version); !reason.empty()) {
+    return gpu::count_graph("conv2d", false, [&] { return reason; });
+  }
   const std::array<void*, gpu::kConvSlots> memory{x.data(), weight.data(), y.data()};
   return gpu::count_graph("conv2d", run_graph(conv_request(problem), memory),
-                          "none of cuDNN's engines serves it");
+                          [] { return "none of cuDNN's engines serves it"; });
 }
 
 // y[n, o, p] += bias[o], of planes of P positions.

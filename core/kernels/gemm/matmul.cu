@@ -104,8 +104,10 @@ bool multiply_by_library(const Tensor& a, const Tensor& b, const Tensor& bias, c
   }
   if (run_counted(problem)) return true;
   ++counts.not_served;
-  const std::string reason = validate(problem);
-  gpu::refuse_own_kernels("matmul", reason.empty() ? gpu::gemm_library() : reason);
+  gpu::refuse_own_kernels("matmul", [&] {
+    const std::string reason = validate(problem);
+    return reason.empty() ? gpu::gemm_library() : reason;
+  });
   return false;
 }
 

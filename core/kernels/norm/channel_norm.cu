@@ -330,10 +330,11 @@ bool backward_on_library(const Tensor& dy, const Tensor& x, const Channels& size
                          const Tensor& mean, const Tensor& rstd, const Tensor& weight,
                          const RowNormGradients& result) {
   const int version = gpu::graph_library_version();
-  if (version == 0) return gpu::count_graph("batch_norm", false, gpu::graph_library());
+  if (version == 0) return gpu::count_graph("batch_norm", false, gpu::graph_library);
   const gpu::NormProblem problem{.dtype = x.dtype(), .N = size.N, .C = size.C, .S = size.S};
-  const std::string reason = validate(problem, version);
-  if (!reason.empty()) return gpu::count_graph("batch_norm", false, reason);
+  if (const std::string reason = validate(problem, version); !reason.empty()) {
+    return gpu::count_graph("batch_norm", false, [&] { return reason; });
+  }
   const auto or_scratch = [&](const Tensor& wanted) {
     return wanted.defined() ? wanted : raw::empty({size.C}, kF32, x.device());
   };
@@ -349,11 +350,12 @@ bool backward_on_library(const Tensor& dy, const Tensor& x, const Channels& size
   memory[gpu::kNormGradBiasSlot] = dbias.data();
   for (const void* pointer : memory) {
     if (!is_aligned(pointer)) {
-      return gpu::count_graph("batch_norm", false, "a tensor does not begin at 16 bytes");
+      return gpu::count_graph("batch_norm", false,
+                              [] { return "a tensor does not begin at 16 bytes"; });
     }
   }
   return gpu::count_graph("batch_norm", run_graph(norm_request(problem), memory),
-                          "none of cuDNN's engines serves it");
+                          [] { return "none of cuDNN's engines serves it"; });
 }
 
 RowNormGradients channel_norm_backward_cuda(const Tensor& dy, const Tensor& x, int64_t groups,
