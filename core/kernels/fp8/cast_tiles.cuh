@@ -166,7 +166,7 @@ inline constexpr int kTileRows = 8;  // of a patch
 template <bool kSums, class T, class Q>
 TS_DEVICE void tile_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, const float* by_row,
                             const float* by_column, const Before& before, Seen& seen, float* sums) {
-  constexpr int kPer = kInWord<Q>, kGroups = kTileRows / kPer, kW = kWords<Q>, kN = kW * kPer;
+  constexpr int kPer = kInWord<Q>, kW = kWords<Q>, kN = kW * kPer;
   const bool rows = job.values != nullptr, columns = job.transposed != nullptr;
   uint32_t words[kTileRows][kW];
   float added[kN] = {}, down[kN];
@@ -198,25 +198,7 @@ TS_DEVICE void tile_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, cons
     TS_UNROLL
     for (int j = 0; j < kN; ++j) sums[j] = added[j];
   }
-  if (!columns) return;
-  TS_UNROLL
-  for (int w = 0; w < kW; ++w) {
-    uint32_t turned[kGroups][kPer];
-    TS_UNROLL
-    for (int g = 0; g < kGroups; ++g) {
-      TS_UNROLL
-      for (int i = 0; i < kPer; ++i) turned[g][i] = words[g * kPer + i][w];
-      transpose_words<Q>(turned[g]);
-    }
-    TS_UNROLL
-    for (int j = 0; j < kPer; ++j) {
-      gpu::Vector<uint32_t, kGroups> column;
-      TS_UNROLL
-      for (int g = 0; g < kGroups; ++g) column.values[g] = turned[g][j];
-      Q* const to = job.transposed + (n + w * kPer + j) * job.M + m;
-      gpu::store_vector(reinterpret_cast<uint32_t*>(to), column);
-    }
-  }
+  if (columns) store_columns<Q>(words, job.transposed + n * job.M + m, job.M);
 }
 
 // What lies inside of the matrix, number by number.

@@ -182,6 +182,30 @@ TS_DEVICE void transpose_words(uint32_t (&w)[kInWord<Q>]) {
   }
 }
 
+// A patch, of kRows rows with kW words each, as its columns: `to` is the first number of the first,
+// the next one begins `pitch` numbers on.
+template <class Q, int kRows, int kW>
+TS_DEVICE void store_columns(const uint32_t (&words)[kRows][kW], Q* to, int64_t pitch) {
+  constexpr int kPer = kInWord<Q>, kGroups = kRows / kPer;
+  TS_UNROLL
+  for (int w = 0; w < kW; ++w) {
+    uint32_t columns[kGroups][kPer];  // (four rows or two, column)
+    TS_UNROLL
+    for (int g = 0; g < kGroups; ++g) {
+      TS_UNROLL
+      for (int i = 0; i < kPer; ++i) columns[g][i] = words[g * kPer + i][w];
+      transpose_words<Q>(columns[g]);
+    }
+    TS_UNROLL
+    for (int j = 0; j < kPer; ++j) {
+      gpu::Vector<uint32_t, kGroups> column;
+      TS_UNROLL
+      for (int g = 0; g < kGroups; ++g) column.values[g] = columns[g][j];
+      gpu::store_vector(reinterpret_cast<uint32_t*>(to + (w * kPer + j) * pitch), column);
+    }
+  }
+}
+
 // The GPU's own conversions, two numbers at a time, have the bits of from_float_saturate().
 template <class Q>
 TS_DEVICE uint32_t pack_word(const float* values) {
@@ -244,7 +268,7 @@ inline constexpr int kHeight = kSums || !std::is_same_v<Form, Plain> ? kSide<Q> 
 template <class Form, bool kSums, class T, class Q>
 TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, float factor,
                              const Before& before, Seen& seen, float* sums) {
-  constexpr int kRows = kHeight<Q, Form, kSums>, kPer = kInWord<Q>, kGroups = kRows / kPer;
+  constexpr int kRows = kHeight<Q, Form, kSums>, kPer = kInWord<Q>;
   constexpr int kW = kWords<Q>, kN = kW * kPer;
   uint32_t words[kRows][kW];
   float added[kN] = {};
@@ -276,25 +300,7 @@ TS_DEVICE void whole_columns(const CastJob<T, Q>& job, int64_t m, int64_t n, flo
     TS_UNROLL
     for (int j = 0; j < kN; ++j) sums[j] = added[j];
   }
-  if (job.transposed == nullptr) return;
-  TS_UNROLL
-  for (int w = 0; w < kW; ++w) {
-    uint32_t columns[kGroups][kPer];  // (four rows or two, column)
-    TS_UNROLL
-    for (int g = 0; g < kGroups; ++g) {
-      TS_UNROLL
-      for (int i = 0; i < kPer; ++i) columns[g][i] = words[g * kPer + i][w];
-      transpose_words<Q>(columns[g]);
-    }
-    TS_UNROLL
-    for (int j = 0; j < kPer; ++j) {
-      gpu::Vector<uint32_t, kGroups> column;
-      TS_UNROLL
-      for (int g = 0; g < kGroups; ++g) column.values[g] = columns[g][j];
-      Q* const to = job.transposed + (n + w * kPer + j) * job.M + m;
-      gpu::store_vector(reinterpret_cast<uint32_t*>(to), column);
-    }
-  }
+  if (job.transposed != nullptr) store_columns<Q>(words, job.transposed + n * job.M + m, job.M);
 }
 
 template <class Form, bool kSums, class T, class Q>
