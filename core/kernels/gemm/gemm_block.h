@@ -332,22 +332,19 @@ inline void pack_panel(const Source* source, int64_t lane_stride, int64_t k_stri
   }
 }
 
-// ---- Micro-kernels
-// -------------------------------------------------------------------------------
+// ---- Micro-kernels -----------------------------------------------------------------------------
 
-// Value: what panels hold. Accumulator: what C blocks hold. depth counts k after padding.
-template <class T>
-struct FmaKernel {
+// Panels of T, multiplied by fma. Value: what they hold. Accumulator: what C blocks hold. depth
+// counts k after padding.
+template <class T, int kPanelRows, int kPanelVectors>
+struct FmaPanels {
   using Value = T;
   using Accumulator = T;
-  static constexpr int kRows = kMicroRows;
-  static constexpr int kVectors = 2;
+  static constexpr int kRows = kPanelRows;
+  static constexpr int kVectors = kPanelVectors;
   static constexpr int kColumns = kVectors * Vec<T>::kWidth;
-  static constexpr int64_t kBlockDepth = sizeof(T) == 4 ? 384 : 256;
 
   static TS_HD int64_t padded_depth(int64_t depth) { return depth; }
-  static TS_HD void begin() {}
-  static TS_HD void end() {}
 
   template <class Source>
   static void pack_a(const Source* source, int64_t row_stride, int64_t k_stride, int64_t rows,
@@ -360,12 +357,14 @@ struct FmaKernel {
     pack_panel<kColumns>(source, column_stride, k_stride, columns, depth, panel);
   }
 
-  // c: (kRows, kColumns) with row stride ldc; set, or added to where accumulate.
-  static TS_HD void multiply(int64_t depth, const Value* a, const Value* b, Accumulator* c,
-                             int64_t ldc, bool accumulate) {
-    Vec<T> sum[kRows][kVectors];
+  // The panel's first kCount rows. c: (kCount, kColumns) with row stride ldc; set, or added to
+  // where accumulate.
+  template <int kCount>
+  static TS_HD void multiply_rows(int64_t depth, const Value* a, const Value* b, Accumulator* c,
+                                  int64_t ldc, bool accumulate) {
+    Vec<T> sum[kCount][kVectors];
 #pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kCount; ++i) {
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) sum[i][j] = Vec<T>::zero();
     }
@@ -375,7 +374,7 @@ struct FmaKernel {
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) right[j] = Vec<T>::load(b + j * Vec<T>::kWidth);
 #pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i) {
+      for (int i = 0; i < kCount; ++i) {
         const Vec<T> left = Vec<T>::broadcast(a[i]);
 #pragma GCC unroll 4
         for (int j = 0; j < kVectors; ++j) sum[i][j] = Vec<T>::fma(left, right[j], sum[i][j]);
@@ -384,13 +383,27 @@ struct FmaKernel {
       b += kColumns;
     }
 #pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kCount; ++i) {
 #pragma GCC unroll 4
       for (int j = 0; j < kVectors; ++j) {
         T* target = c + i * ldc + j * Vec<T>::kWidth;
         (accumulate ? Vec<T>::add(Vec<T>::load(target), sum[i][j]) : sum[i][j]).store(target);
       }
     }
+  }
+};
+
+template <class T>
+struct FmaKernel : FmaPanels<T, kMicroRows, 2> {
+  static constexpr int64_t kBlockDepth = sizeof(T) == 4 ? 384 : 256;
+
+  static TS_HD void begin() {}
+  static TS_HD void end() {}
+
+  // c: (kRows, kColumns) with row stride ldc; set, or added to where accumulate.
+  static TS_HD void multiply(int64_t depth, const T* a, const T* b, T* c, int64_t ldc,
+                             bool accumulate) {
+    FmaKernel::template multiply_rows<kMicroRows>(depth, a, b, c, ldc, accumulate);
   }
 };
 

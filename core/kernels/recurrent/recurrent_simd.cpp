@@ -9,71 +9,22 @@ namespace {
 
 // ---- Products of a step -------------------------------------------------------------------------
 
-// A step has few rows: a kernel for each number of them up to kRows, so that none are multiplied
-// for nothing (the 14 rows of FmaKernel would leave a quarter of a step of 32 empty). Groups of
-// rows are equal up to one.
-template <class C>
-struct StepKernel {
-  using Value = C;
-  using Accumulator = C;
+// A step has few rows: a kernel for each number of them up to kStepRows, so that none are
+// multiplied for nothing (the 14 rows of FmaKernel would leave a quarter of a step of 32 empty).
+// Groups of rows are equal up to one.
 #if defined(__AVX512F__)
-  static constexpr int kRows = 8;
+inline constexpr int kStepRows = 8;
 #else
-  static constexpr int kRows = 4;
+inline constexpr int kStepRows = 4;
 #endif
-  static constexpr int kVectors = 3;
-  static constexpr int kColumns = kVectors * Vec<C>::kWidth;
-
-  static TS_HD int64_t padded_depth(int64_t depth) { return depth; }
-  template <class Source>
-  static void pack_a(const Source* source, int64_t row_stride, int64_t k_stride, int64_t rows,
-                     int64_t depth, Value* panel) {
-    pack_panel<kRows>(source, row_stride, k_stride, rows, depth, panel);
-  }
-  template <class Source>
-  static void pack_b(const Source* source, int64_t k_stride, int64_t column_stride, int64_t columns,
-                     int64_t depth, Value* panel) {
-    pack_panel<kColumns>(source, column_stride, k_stride, columns, depth, panel);
-  }
-
-  template <int kCount>
-  static TS_HD void multiply_rows(int64_t depth, const C* a, const C* b, C* c, int64_t ldc,
-                                  bool accumulate) {
-    using V = Vec<C>;
-    V sum[kCount][kVectors];
-#pragma GCC unroll 16
-    for (int i = 0; i < kCount; ++i) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) sum[i][j] = V::zero();
-    }
-#pragma GCC unroll 4
-    for (int64_t k = 0; k < depth; ++k) {
-      V right[kVectors];
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) right[j] = V::load(b + j * V::kWidth);
-#pragma GCC unroll 16
-      for (int i = 0; i < kCount; ++i) {
-        const V left = V::broadcast(a[i]);
-#pragma GCC unroll 4
-        for (int j = 0; j < kVectors; ++j) sum[i][j] = V::fma(left, right[j], sum[i][j]);
-      }
-      a += kRows;
-      b += kColumns;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kCount; ++i) {
-#pragma GCC unroll 4
-      for (int j = 0; j < kVectors; ++j) {
-        C* target = c + i * ldc + j * V::kWidth;
-        (accumulate ? V::add(V::load(target), sum[i][j]) : sum[i][j]).store(target);
-      }
-    }
-  }
-
+template <class C>
+struct StepKernel : FmaPanels<C, kStepRows, 3> {
   static void multiply(int64_t rows, int64_t depth, const C* a, const C* b, C* c, int64_t ldc,
                        bool accumulate) {
     const auto run = [&]<int kCount>() TS_LANES {
-      if constexpr (kCount <= kRows) multiply_rows<kCount>(depth, a, b, c, ldc, accumulate);
+      if constexpr (kCount <= kStepRows) {
+        StepKernel::template multiply_rows<kCount>(depth, a, b, c, ldc, accumulate);
+      }
     };
     switch (rows) {
       case 1:
