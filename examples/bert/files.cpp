@@ -86,12 +86,7 @@ BertConfig BertConfig::read(const std::string& path) {
   } else {
     config.labels = reader.integer("num_labels", 2);
   }
-  try {
-    config.check();
-  } catch (Error& error) {
-    error.add_context(path);
-    throw;
-  }
+  reader.check(config);
   return config;
 }
 

@@ -6,6 +6,8 @@
 #include <optional>
 #include <string>
 
+#include <tessera/core/error.h>
+
 namespace tessera::examples {
 
 class ModelConfigReader {
@@ -19,6 +21,15 @@ class ModelConfigReader {
   std::string text(const char* field, const std::string& fallback = "") const;
   // A field of which the model knows one value: UnsupportedError for others.
   void require(const char* field, const nlohmann::json& value) const;
+  // config.check(), whose errors name the file then.
+  void check(const auto& config) const {
+    try {
+      config.check();
+    } catch (Error& error) {
+      error.add_context(path_);
+      throw;
+    }
+  }
   const nlohmann::json& json() const { return json_; }
   const std::string& path() const { return path_; }
 

@@ -86,12 +86,7 @@ GptConfig GptConfig::read(const std::string& path) {
   config.initializer_range = reader.number("initializer_range", 0.02);
   config.end_of_text = reader.integer("eos_token_id", -1);
   config.tokenizer = reader.text("tokenizer");
-  try {
-    config.check();
-  } catch (Error& error) {
-    error.add_context(path);
-    throw;
-  }
+  reader.check(config);
   return config;
 }
 

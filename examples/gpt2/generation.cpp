@@ -52,13 +52,17 @@ bool any_rank(bool own) {
   return flag.item<int64_t>() != 0;
 }
 
-std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
-                              const GenerateOptions& options,
-                              const std::function<bool(int64_t token)>& each) {
+void check_request(std::span<const int64_t> prompt, const GenerateOptions& options) {
   TS_CHECK(!prompt.empty(), "generate", "the prompt is empty; give at least one token");
   TS_CHECK(options.temperature >= 0 && options.top_k >= 0 && options.top_p > 0, "generate",
            "needs temperature >= 0, top_k >= 0 and top_p > 0; got ", options.temperature, ", ",
            options.top_k, ", ", options.top_p);
+}
+
+std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
+                              const GenerateOptions& options,
+                              const std::function<bool(int64_t token)>& each) {
+  check_request(prompt, options);
   const NoGradGuard no_grad;
   const bool was_training = model.is_training();
   model.eval();

@@ -29,6 +29,8 @@ struct GenerateOptions {
 // Whether any rank says yes. Collective.
 bool any_rank(bool own);
 
+// ValueError for an empty prompt and for options that cannot work.
+void check_request(std::span<const int64_t> prompt, const GenerateOptions& options);
 // One token of a distribution given by logits, a pure function of (options, position). Of equal
 // logits the first counts as larger, as in transformers' greedy search.
 int64_t sample(std::span<const float> logits, const GenerateOptions& options, int64_t position);

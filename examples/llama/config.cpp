@@ -98,12 +98,7 @@ LlamaConfig LlamaConfig::read(const std::string& path) {
   for (const Json& id : end.is_array() ? end : Json::array({end})) {
     if (id.is_number_integer()) config.end_of_text.push_back(id.get<int64_t>());
   }
-  try {
-    config.check();
-  } catch (Error& error) {
-    error.add_context(path);
-    throw;
-  }
+  reader.check(config);
   return config;
 }
 

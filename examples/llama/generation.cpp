@@ -9,10 +9,7 @@ namespace tessera::llama {
 std::vector<int64_t> generate(Llama& model, std::span<const int64_t> prompt,
                               const gpt2::GenerateOptions& options,
                               const std::function<bool(int64_t token)>& each) {
-  TS_CHECK(!prompt.empty(), "generate", "the prompt is empty; give at least one token");
-  TS_CHECK(options.temperature >= 0 && options.top_k >= 0 && options.top_p > 0, "generate",
-           "needs temperature >= 0, top_k >= 0 and top_p > 0; got ", options.temperature, ", ",
-           options.top_k, ", ", options.top_p);
+  gpt2::check_request(prompt, options);
   const NoGradGuard no_grad;
   const bool was_training = model.is_training();
   if (was_training) model.eval();
