@@ -16,17 +16,14 @@ base=$(git merge-base "$base" HEAD)
 
 scripts/format.sh --check
 mkdir -p build
-launcher=()
-if command -v ccache > /dev/null; then
-  export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
-  launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
-fi
+# shellcheck source=scripts/compiler_cache.sh
+source scripts/compiler_cache.sh
 if [[ -z ${TESSERA_DATA_DIR:-} && -d ../shared/data ]]; then
   TESSERA_DATA_DIR=$(realpath ../shared/data)
   export TESSERA_DATA_DIR
 fi
 cmake --preset dev -DBUILD_SHARED_LIBS=ON -DTESSERA_WITH_CUDA=OFF -DCMAKE_CXX_FLAGS_DEBUG=-Og \
-  "${launcher[@]}" > build/first_lane_configure.log 2>&1 || { cat build/first_lane_configure.log; exit 1; }
+  > build/first_lane_configure.log 2>&1 || { cat build/first_lane_configure.log; exit 1; }
 
 # Tests that were changed, and tests that include a header of a unit that was: file names say it.
 tests=(test_layering test_ops)

@@ -11,12 +11,9 @@ shift || true
 
 scripts/install_packages.sh clang libomp-dev cmake ninja-build libeigen3-dev nlohmann-json3-dev \
   zlib1g-dev libicu-dev libyaml-cpp-dev libprotobuf-dev protobuf-compiler libpng-dev libxxhash-dev
-launcher=()
-if command -v ccache > /dev/null; then
-  export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
-  launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
-fi
-cmake --preset fuzz "${launcher[@]}"
+# shellcheck source=scripts/compiler_cache.sh
+source scripts/compiler_cache.sh
+cmake --preset fuzz
 cmake --build --preset fuzz
 
 drivers=("$@")

@@ -5,12 +5,9 @@
 # it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-launcher=()
-if command -v ccache > /dev/null; then
-  export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
-  launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
-fi
-cmake --preset static "${launcher[@]}"
+# shellcheck source=scripts/compiler_cache.sh
+source scripts/compiler_cache.sh
+cmake --preset static
 cmake --build --preset static
 
 folder=$(mktemp -d)

@@ -15,12 +15,8 @@ if [[ -z ${TESSERA_DATA_DIR:-} && -d ../shared/data ]]; then
   export TESSERA_DATA_DIR
 fi
 
-# Through ccache where it is installed: objects of every checkout are found.
-launcher=()
-if command -v ccache > /dev/null; then
-  export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
-  launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
-fi
-cmake --preset "$preset" "${launcher[@]}"
+# shellcheck source=scripts/compiler_cache.sh
+source scripts/compiler_cache.sh
+cmake --preset "$preset"
 cmake --build --preset "$preset"
 ctest --preset "$preset"

@@ -7,12 +7,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 
-class GptBlock(nn.Module):
-    """Pre-LayerNorm, biases, tanh GELU."""
+class PreNormBlock(nn.Module):
+    """Pre-LayerNorm, biases; of GPT-2 with a causal mask and tanh GELU, of ViT with neither."""
 
-    def __init__(self, width, heads):
+    def __init__(self, width, heads, causal):
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.ln_1 = nn.LayerNorm(width)
         self.c_attn = nn.Linear(width, 3 * width)
         self.c_proj = nn.Linear(width, width)
@@ -25,9 +25,10 @@ class GptBlock(nn.Module):
         q, k, v = self.c_attn(self.ln_1(x)).split(width, dim=2)
         q, k, v = (t.view(batch, time, self.heads, width // self.heads).transpose(1, 2)
                    for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.c_proj(y.transpose(1, 2).reshape(batch, time, width))
-        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate="tanh"))
+        form = "tanh" if self.causal else "none"
+        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x)), approximate=form))
 
 
 class Gpt(nn.Module):
@@ -37,7 +38,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(vocab, width)
         self.wpe = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(GptBlock(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(PreNormBlock(width, heads, True) for _ in range(layers))
         self.ln_f = nn.LayerNorm(width)
         nn.init.normal_(self.wte.weight, std=0.02)
         nn.init.normal_(self.wpe.weight, std=0.02)
@@ -118,28 +119,6 @@ class Cnn(nn.Module):
         return F.cross_entropy(self.classifier(F.dropout(x, 0.25, self.training)), labels)
 
 
-class VitBlock(nn.Module):
-    """Pre-LayerNorm, biases, exact GELU."""
-
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.ln_1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.ln_2 = nn.LayerNorm(width)
-        self.inner = nn.Linear(width, 4 * width)
-        self.outer = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        batch, time, width = x.shape
-        q, k, v = (t.view(batch, time, self.heads, width // self.heads).transpose(1, 2)
-                   for t in self.qkv(self.ln_1(x)).split(width, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.proj(y.transpose(1, 2).reshape(batch, time, width))
-        return x + self.outer(F.gelu(self.inner(self.ln_2(x))))
-
-
 class Vit(nn.Module):
     """Patches of 4 x 4, learned positions, the mean of all patches; returns the mean loss."""
 
@@ -147,7 +126,7 @@ class Vit(nn.Module):
         super().__init__()
         self.patch = nn.Conv2d(3, width, 4, stride=4)
         self.positions = nn.Parameter(torch.randn(1, patches, width) * 0.02)
-        self.blocks = nn.ModuleList(VitBlock(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(PreNormBlock(width, heads, False) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
 

@@ -2,11 +2,15 @@
 // any other exception, a crash, a leak or a hang is a finding.
 #pragma once
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include <tessera/core/error.h>
@@ -27,6 +31,16 @@ void feed(Parse parse) {
   } catch (const Error& error) {
     require(error.what()[0] != 0, "an error says something");
   }
+}
+
+// For readers that take a path: a file in memory has one. It holds the text until the next call.
+inline const std::string& path_of(std::string_view text) {
+  static const int descriptor = ::memfd_create("input", 0);
+  static const std::string path = "/proc/self/fd/" + std::to_string(descriptor);
+  require(::ftruncate(descriptor, 0) == 0, "the file can be emptied");
+  require(::pwrite(descriptor, text.data(), text.size(), 0) == static_cast<ssize_t>(text.size()),
+          "the file can be written");
+  return path;
 }
 
 // Cuts the first part off, up to a byte 0xFF: for parsers that take two files.
