@@ -24,8 +24,8 @@ need_compiler() {
 # A file of each kind: with and without intrinsics, kernels of the baseline, tensors, autograd.
 objects() {
   need_compiler
-  local folder file
-  folder=$(mktemp -d)
+  local file
+  folder=$(mktemp -d)  # not local: the trap runs after this function has returned
   trap 'rm -rf "$folder"' EXIT
   mkdir "$folder/include"
   ln -s "$PWD" "$folder/include/tessera"
@@ -42,10 +42,10 @@ objects() {
 
 # With a state of apt's own: the machine's packages and architectures stay as they are.
 make_sysroot() {
-  local root state package
+  local root package
   mkdir -p "$1"
   root=$(realpath "$1")
-  state=$(mktemp -d)
+  state=$(mktemp -d)  # not local: the trap runs after this function has returned
   trap 'rm -rf "$state"' EXIT
   mkdir -p "$state"/lists/partial "$state"/archives/partial
   touch "$state/status"
