@@ -68,18 +68,22 @@ Reference convolve(const Tensor& x, const Tensor& w, const Tensor& bias, const T
   return r;
 }
 
-void expect_close(const Tensor& x, const std::vector<double>& reference, const char* what) {
+// Of sums of `terms` products in f64 the reference's roundings count as well: both walk at random.
+void expect_close(const Tensor& x, const std::vector<double>& reference, const char* what,
+                  int64_t terms = 0) {
   const std::vector<double> values = x.to_vector();
   ASSERT_EQ(values.size(), reference.size()) << what;
   double scale = 1e-30;
   for (double value : reference) scale = std::max(scale, std::abs(value));
+  const double roundings = 4 + std::sqrt(static_cast<double>(terms));
   for (size_t i = 0; i < values.size(); ++i) {
-    ASSERT_NEAR(values[i], reference[i], 4 * epsilon_of(x.dtype()) * scale)
+    ASSERT_NEAR(values[i], reference[i], roundings * epsilon_of(x.dtype()) * scale)
         << what << " of " << x << " at " << i;
   }
 }
 
-void expect_conv(const Shape& x_shape, const Shape& w_shape, const ConvGeometry& geometry) {
+void expect_conv(const Shape& x_shape, const Shape& w_shape, const ConvGeometry& geometry,
+                 int64_t terms = 0) {
   for (DType dtype : kDTypes) {
     const Tensor x = random_tensor(x_shape, dtype, 1), w = random_tensor(w_shape, dtype, 2);
     const Tensor bias = random_tensor({w_shape[0]}, dtype, 3);
@@ -89,7 +93,7 @@ void expect_conv(const Shape& x_shape, const Shape& w_shape, const ConvGeometry&
     expect_close(y, r.y, "result");
     expect_close(conv2d_input_gradient(grad, w, x_shape, geometry), r.grad_x, "input gradient");
     expect_close(conv2d_weight_gradient(grad, x, w_shape, geometry), r.grad_weight,
-                 "weight gradient");
+                 "weight gradient", terms);
   }
 }
 
@@ -103,6 +107,24 @@ TEST(Conv, GroupsAndDepthwise) {
   expect_conv({2, 5, 6, 6}, {5, 1, 3, 3}, {.groups = 5});
 }
 TEST(Conv, OneByOne) { expect_conv({2, 7, 5, 5}, {3, 7, 1, 1}, {}); }
+
+// The weight gradient is a sum of several products, whose parts of the samples are not equal.
+TEST(Conv, PartsOfTheSamples) {
+  expect_conv({7, 3, 22, 21}, {4, 3, 3, 3}, {}, 7 * 20 * 19);
+  expect_conv({9, 4, 20, 20}, {4, 2, 3, 2}, {.stride = {1, 2}, .padding = {2, 1}, .groups = 2},
+              9 * 22 * 11);
+}
+// Patches of more than 32 MiB: three samples in f64, then two.
+TEST(Conv, ChunksOfTheSamples) {
+  const Shape x_shape{5, 36, 64, 64}, w_shape{2, 36, 3, 3};
+  const Tensor x = random_tensor(x_shape, kF64, 1), w = random_tensor(w_shape, kF64, 2);
+  const Tensor bias = random_tensor({2}, kF64, 3), y = kernels::conv2d(x, w, bias, {});
+  const Reference r = convolve(x, w, bias, y, {});
+  expect_close(y, r.y, "result", 36 * 9);
+  expect_close(conv2d_input_gradient(y, w, x_shape, {}), r.grad_x, "input gradient");
+  expect_close(conv2d_weight_gradient(y, x, w_shape, {}), r.grad_weight, "weight gradient",
+               5 * 62 * 62);
+}
 
 TEST(Conv, TransposedInputsAreRead) {
   const Tensor x = raw::permute(random_tensor({2, 6, 5, 3}, kF64, 1), {0, 3, 1, 2});  // NHWC
@@ -134,6 +156,50 @@ TEST(Pool, MaximumIsTheFirstOfEqualsAndANaN) {
   EXPECT_EQ(y[1], 5);
   EXPECT_TRUE(std::isnan(y[2]) && std::isnan(y[3]));
   EXPECT_EQ(indices.to_vector<int64_t>(), (std::vector<int64_t>{1, 1, 4, 4, 6, 7}));
+}
+
+// The window's elements one after the other; of equals the first, of NaNs the last.
+void expect_max_pool(const Shape& shape, const int64_t (&kernel)[2], const ConvGeometry& g) {
+  for (DType dtype : kDTypes) {
+    const Tensor x = random_tensor(shape, dtype, 7);
+    dispatch_floating(dtype, "test", [&]<class T>() {
+      for (int64_t i = 0; i < x.numel(); i += 37) x.data_as<T>()[i] = store<T>(NAN);
+      for (int64_t i = 5; i < x.numel(); i += 11) x.data_as<T>()[i] = store<T>(-INFINITY);
+    });
+    const int64_t H = shape[1], W = shape[2];
+    const int64_t OH = g.output_size(H, kernel[0], 0), OW = g.output_size(W, kernel[1], 1);
+    const MaxPool pooled = max_pool(x, kernel, g, OH, OW);
+    const std::vector<double> xs = x.to_vector(), values = pooled.values.to_vector();
+    const std::vector<int64_t> indices = pooled.indices.to_vector<int64_t>();
+    for (int64_t at = 0; at < shape[0] * OH * OW; ++at) {
+      const int64_t i = at / OW % OH, j = at % OW;
+      double largest = -INFINITY;
+      int64_t place = -1;
+      for (int64_t k = 0; k < kernel[0] * kernel[1]; ++k) {
+        const int64_t h = i * g.stride[0] - g.padding[0] + k / kernel[1] * g.dilation[0];
+        const int64_t w = j * g.stride[1] - g.padding[1] + k % kernel[1] * g.dilation[1];
+        if (h < 0 || h >= H || w < 0 || w >= W) continue;
+        const double value = xs[static_cast<size_t>((at / (OH * OW) * H + h) * W + w)];
+        if (place < 0 || value > largest || std::isnan(value)) {
+          largest = value;
+          place = h * W + w;
+        }
+      }
+      ASSERT_EQ(indices[static_cast<size_t>(at)], place) << x << " at " << at;
+      const double found = values[static_cast<size_t>(at)];
+      ASSERT_TRUE(found == largest || (std::isnan(found) && std::isnan(largest)))
+          << x << " at " << at;
+    }
+  }
+}
+
+TEST(Pool, MaximumMatchesTheDefinition) {
+  expect_max_pool({3, 24, 24}, {2, 2}, {.stride = {2, 2}});
+  expect_max_pool({2, 9, 13}, {3, 2}, {.stride = {1, 3}, .padding = {1, 1}});
+  expect_max_pool({2, 11, 10}, {2, 3}, {.stride = {2, 1}, .padding = {1, 1}, .dilation = {3, 2}});
+  expect_max_pool({2, 5, 2}, {1, 9}, {.padding = {0, 4}});  // elements that no window has inside
+  expect_max_pool({1, 3, 700}, {2, 3}, {.stride = {1, 2}, .padding = {0, 1}});  // long rows
+  expect_max_pool({2, 40, 40}, {3, 3}, {});  // several blocks of rows
 }
 
 TEST(Pool, WindowSumsAndTheirTransposeAreOneMatrix) {

@@ -35,7 +35,8 @@ class Shape:
     """A model with its batch."""
 
     def __init__(self, model="gpt2", layers=6, width=384, heads=6, context=256, batch_size=8,
-                 vocab=256):
+                 vocab=256, turn=1):
+        self.turn = turn  # times --steps: short steps start slowly after the other's turn
         self.model, self.layers, self.width, self.heads = model, layers, width, heads
         self.context, self.batch_size, self.vocab = context, batch_size, vocab
 
@@ -77,7 +78,7 @@ MODELS = {
     "llama": Shape("llama"),
     "lstm": Shape("lstm", layers=2, width=512, context=64, batch_size=32, vocab=10048),
     "vit": Shape("vit", context=64, batch_size=32, vocab=10),
-    "cnn": Shape("cnn", context=1, batch_size=50, vocab=10),
+    "cnn": Shape("cnn", context=1, batch_size=50, vocab=10, turn=20),
     # To try the programs.
     "tiny": Shape(layers=2, width=64, heads=2, context=32, batch_size=2, vocab=256),
     "tiny-bert": Shape("bert", layers=2, width=64, heads=2, context=32, batch_size=2, vocab=256),
@@ -176,7 +177,7 @@ def compare(arguments, shape, dtype):
                 failed[name] = str(error)
         for _ in range(arguments.rounds):
             for program in programs:
-                program.steps(arguments.steps)
+                program.steps(arguments.steps * shape.turn)
         rows.update((program.name, program.finish()) for program in programs)
     for row in rows.values():
         row["tokens_per_s"] = shape.tokens() / row["ms_per_step"] * 1e3

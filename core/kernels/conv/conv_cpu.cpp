@@ -1,7 +1,6 @@
 // Letters as in conv.h; P output positions (OH * OW), K elements of a patch of one group
 // (C / G * KH * KW).
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include <tessera/core/dispatch.h>
@@ -9,6 +8,7 @@
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/conv/conv.h>
+#include <tessera/core/kernels/conv/patches.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/gemm/gemm.h>
 #include <tessera/core/parallel.h>
@@ -22,58 +22,34 @@ struct Sizes : ConvSizes {
   Sizes(const Shape& x, const Shape& weight, const ConvGeometry& g)
       : ConvSizes(x, weight, g), K(C / G * KH * KW), P(OH * OW) {}
 
+  // Of one group of one sample.
+  Patches patches() const {
+    const ConvGeometry& g = geometry;
+    return {C / G,
+            H,
+            W,
+            KH,
+            KW,
+            OH,
+            OW,
+            {g.stride[0], g.stride[1]},
+            {g.padding[0], g.padding[1]},
+            {g.dilation[0], g.dilation[1]}};
+  }
+
+  // Patches are the planes themselves.
+  bool is_pointwise() const {
+    const ConvGeometry& g = geometry;
+    return KH == 1 && KW == 1 && g.stride[0] == 1 && g.stride[1] == 1 && g.padding[0] == 0 &&
+           g.padding[1] == 0;
+  }
+
   // Samples whose patches are unfolded at a time.
   int64_t chunk(int64_t element_bytes) const {
     const int64_t bytes = std::max<int64_t>(1, G * K * P * element_bytes);
     return std::clamp<int64_t>((int64_t{32} << 20) / bytes, 1, std::max<int64_t>(N, 1));
   }
 };
-
-// Columns of one group of one sample: row (c, kh, kw) holds what that kernel element meets at each
-// output position. x: (C / G, H, W) of the group; columns: (K, P) with a row stride.
-template <class T>
-void unfold(const Sizes& n, const T* x, T* columns, int64_t row_stride) {
-  const int64_t* stride = n.geometry.stride;
-  const int64_t* padding = n.geometry.padding;
-  const int64_t* dilation = n.geometry.dilation;
-  for (int64_t row = 0; row < n.K; ++row, columns += row_stride) {
-    const int64_t c = row / (n.KH * n.KW), kh = row / n.KW % n.KH, kw = row % n.KW;
-    const int64_t w0 = kw * dilation[1] - padding[1];
-    for (int64_t oh = 0; oh < n.OH; ++oh) {
-      T* target = columns + oh * n.OW;
-      const int64_t h = oh * stride[0] - padding[0] + kh * dilation[0];
-      if (h < 0 || h >= n.H) {
-        std::fill(target, target + n.OW, store<T>(0.0f));
-        continue;
-      }
-      const T* source = x + (c * n.H + h) * n.W;
-      for (int64_t ow = 0; ow < n.OW; ++ow) {
-        const int64_t w = w0 + ow * stride[1];
-        target[ow] = w >= 0 && w < n.W ? source[w] : store<T>(0.0f);
-      }
-    }
-  }
-}
-
-// The transpose of unfold: each position of x collects what the patches hold for it.
-template <class A>
-void fold(const Sizes& n, const A* columns, A* x) {
-  const int64_t* stride = n.geometry.stride;
-  const int64_t* padding = n.geometry.padding;
-  const int64_t* dilation = n.geometry.dilation;
-  std::fill(x, x + n.C / n.G * n.H * n.W, A(0));
-  for (int64_t row = 0; row < n.K; ++row, columns += n.P) {
-    const int64_t c = row / (n.KH * n.KW), kh = row / n.KW % n.KH, kw = row % n.KW;
-    for (int64_t oh = 0; oh < n.OH; ++oh) {
-      const int64_t h = oh * stride[0] - padding[0] + kh * dilation[0];
-      if (h < 0 || h >= n.H) continue;
-      for (int64_t ow = 0; ow < n.OW; ++ow) {
-        const int64_t w = ow * stride[1] - padding[1] + kw * dilation[1];
-        if (w >= 0 && w < n.W) x[(c * n.H + h) * n.W + w] += columns[oh * n.OW + ow];
-      }
-    }
-  }
-}
 
 // Offsets of (sample, group) pairs.
 std::vector<int64_t> pair_offsets(int64_t samples, int64_t groups, int64_t sample_stride,
@@ -86,18 +62,27 @@ std::vector<int64_t> pair_offsets(int64_t samples, int64_t groups, int64_t sampl
   return offsets;
 }
 
+// Groups of samples from `first` on: columns [samples, G, K, P].
+template <class T>
+void unfold(const Sizes& n, const T* x, T* columns, int64_t first, int64_t samples) {
+  const Patches patches = n.patches();
+  parallel_for(samples * n.G, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      TS_SIMD_CALL(unfold_patches, patches, sizeof(T),
+                   x + (first * n.G + i) * (n.C / n.G) * n.H * n.W, columns + i * n.K * n.P, n.P);
+    }
+  });
+}
+
 template <class T>
 void forward(const Sizes& n, const T* x, const T* weight, const T* bias, T* result) {
-  const int64_t chunk = n.chunk(sizeof(T)), rows = n.O / n.G;
-  const Tensor columns = raw::empty({chunk, n.G, n.K, n.P}, dtype_of<T>);
-  T* const unfolded = columns.data_as<T>();
+  const bool pointwise = n.is_pointwise();
+  const int64_t chunk = pointwise ? n.N : n.chunk(sizeof(T)), rows = n.O / n.G;
+  const Tensor columns = pointwise ? Tensor() : raw::empty({chunk, n.G, n.K, n.P}, dtype_of<T>);
+  const T* const unfolded = pointwise ? x : columns.data_as<T>();
   for (int64_t first = 0; first < n.N; first += chunk) {
     const int64_t samples = std::min(chunk, n.N - first);
-    parallel_for(samples * n.G, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        unfold(n, x + (first * n.G + i) * (n.C / n.G) * n.H * n.W, unfolded + i * n.K * n.P, n.P);
-      }
-    });
+    if (!pointwise) unfold(n, x, columns.data_as<T>(), first, samples);
     // The bias of a group's rows: one product a group where there are several.
     for (int64_t g = 0; g < n.G; ++g) {
       const std::vector<int64_t> b_offsets = pair_offsets(samples, 1, n.G * n.K * n.P, 0);
@@ -127,7 +112,10 @@ void input_gradient(const Sizes& n, const T* grad, const T* weight, T* result) {
   using A = Compute<T>;
   const int64_t chunk = n.chunk(sizeof(A)), rows = n.O / n.G, plane = n.C / n.G * n.H * n.W;
   const Tensor columns = raw::empty({chunk, n.G, n.K, n.P}, dtype_of<A>);
-  const Tensor planes = raw::empty({chunk, n.G, plane}, dtype_of<A>);
+  // Sums are rounded once.
+  const Tensor planes =
+      std::is_same_v<A, T> ? Tensor() : raw::empty({chunk, n.G, plane}, dtype_of<A>);
+  const Patches patches = n.patches();
   A* const unfolded = columns.data_as<A>();
   for (int64_t first = 0; first < n.N; first += chunk) {
     const int64_t samples = std::min(chunk, n.N - first);
@@ -149,53 +137,92 @@ void input_gradient(const Sizes& n, const T* grad, const T* weight, T* result) {
           .c_offsets = c_offsets.data()});
     parallel_for(samples * n.G, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        A* sums = planes.data_as<A>() + i * plane;
-        fold(n, unfolded + i * n.K * n.P, sums);
-        T* target = result + (first * n.G + i) * plane;
-        for (int64_t j = 0; j < plane; ++j) target[j] = store<T>(sums[j]);
+        T* const target = result + (first * n.G + i) * plane;
+        if constexpr (std::is_same_v<A, T>) {
+          TS_SIMD_CALL(fold_patches, patches, unfolded + i * n.K * n.P, target);
+        } else {
+          A* const sums = planes.data_as<A>() + i * plane;
+          TS_SIMD_CALL(fold_patches, patches, unfolded + i * n.K * n.P, sums);
+          for (int64_t j = 0; j < plane; ++j) target[j] = store<T>(sums[j]);
+        }
       }
     });
   }
 }
 
-// One long product a group and chunk: positions of all samples side by side.
+// Positions of a product of the weight gradient, at least: with several parts of the samples there
+// is work for several threads. Their sums are added in order.
+constexpr int64_t kPartPositions = 1024;
+constexpr int64_t kMostParts = 32;
+
+// Products of equal parts of the samples: positions of all samples of a part side by side.
 template <class T>
 void weight_gradient(const Sizes& n, const T* grad, const T* x, Compute<T>* result) {
   using A = Compute<T>;
-  const int64_t chunk = n.chunk(sizeof(T)), rows = n.O / n.G;
-  const Tensor columns = raw::empty({n.G, n.K, chunk * n.P}, dtype_of<T>);
-  const Tensor grads = raw::empty({n.G, rows, chunk * n.P}, dtype_of<T>);
+  const Patches patches = n.patches();
+  const int64_t chunk = n.chunk(sizeof(T)), rows = n.O / n.G, weights = n.O * n.K;
+  const int64_t parts =
+      std::clamp<int64_t>(chunk * n.P / kPartPositions, 1, std::min(chunk, kMostParts));
+  const int64_t share = (chunk + parts - 1) / parts;  // samples of a part
+  const Tensor columns = raw::empty({parts, n.G, n.K, share * n.P}, dtype_of<T>);
+  const Tensor grads = raw::empty({parts, n.G, rows, share * n.P}, dtype_of<T>);
+  const Tensor sums = parts == 1 ? Tensor() : raw::empty({parts, n.O, n.K}, dtype_of<A>);
   for (int64_t first = 0; first < n.N; first += chunk) {
-    const int64_t samples = std::min(chunk, n.N - first), width = samples * n.P;
+    const int64_t samples = std::min(chunk, n.N - first);
+    // Of the last part there may be less than of the others, or nothing.
+    const auto samples_of = [&](int64_t part) {
+      return std::clamp<int64_t>(samples - part * share, 0, share);
+    };
     parallel_for(samples * n.G, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t sample = i / n.G, g = i % n.G;
-        unfold(n, x + (first * n.G + i) * (n.C / n.G) * n.H * n.W,
-               columns.data_as<T>() + g * n.K * width + sample * n.P, width);
+        const int64_t sample = i / n.G, g = i % n.G, part = sample / share;
+        const int64_t width = samples_of(part) * n.P, column = sample % share * n.P;
+        const int64_t place = (part * n.G + g) * share * n.P;  // of the group, for each row of it
+        TS_SIMD_CALL(unfold_patches, patches, sizeof(T),
+                     x + (first * n.G + i) * (n.C / n.G) * n.H * n.W,
+                     columns.data_as<T>() + place * n.K + column, width);
         const T* source = grad + ((first + sample) * n.O + g * rows) * n.P;
-        T* target = grads.data_as<T>() + g * rows * width + sample * n.P;
+        T* target = grads.data_as<T>() + place * rows + column;
         for (int64_t row = 0; row < rows; ++row) {
           std::copy(source + row * n.P, source + (row + 1) * n.P, target + row * width);
         }
       }
     });
-    const std::vector<int64_t> a_offsets = pair_offsets(1, n.G, 0, rows * width);
-    const std::vector<int64_t> b_offsets = pair_offsets(1, n.G, 0, n.K * width);
-    const std::vector<int64_t> c_offsets = pair_offsets(1, n.G, 0, rows * n.K);
-    gemm({.m = rows,
-          .n = n.K,
-          .k = width,
-          .dtype = dtype_of<T>,
-          .result_dtype = dtype_of<A>,
-          .a = {grads.data(), width, 1},
-          .b = {columns.data(), 1, width},
-          .c = result,
-          .c_row_stride = n.K,
-          .beta = first > 0 ? 1.0 : 0.0,
-          .batch = n.G,
-          .a_offsets = a_offsets.data(),
-          .b_offsets = b_offsets.data(),
-          .c_offsets = c_offsets.data()});
+    const int64_t used = (samples + share - 1) / share;
+    const bool adds = first > 0 && parts == 1;
+    const auto multiply = [&](int64_t begin, int64_t end, int64_t width) {
+      if (begin == end) return;
+      const int64_t all = share * n.P;
+      const std::vector<int64_t> a_offsets =
+          pair_offsets(end - begin, n.G, n.G * rows * all, rows * all);
+      const std::vector<int64_t> b_offsets =
+          pair_offsets(end - begin, n.G, n.G * n.K * all, n.K * all);
+      const std::vector<int64_t> c_offsets = pair_offsets(end - begin, n.G, weights, rows * n.K);
+      A* const target = parts == 1 ? result : sums.data_as<A>() + begin * weights;
+      gemm({.m = rows,
+            .n = n.K,
+            .k = width,
+            .dtype = dtype_of<T>,
+            .result_dtype = dtype_of<A>,
+            .a = {grads.data_as<T>() + begin * n.G * rows * all, width, 1},
+            .b = {columns.data_as<T>() + begin * n.G * n.K * all, 1, width},
+            .c = target,
+            .c_row_stride = n.K,
+            .beta = adds ? 1.0 : 0.0,
+            .batch = (end - begin) * n.G,
+            .a_offsets = a_offsets.data(),
+            .b_offsets = b_offsets.data(),
+            .c_offsets = c_offsets.data()});
+    };
+    const int64_t last = samples_of(used - 1) == share ? used : used - 1;
+    multiply(0, last, share * n.P);
+    multiply(last, used, samples_of(used - 1) * n.P);
+    if (parts == 1) continue;
+    for (int64_t part = 0; part < used; ++part) {
+      const A* source = sums.data_as<A>() + part * weights;
+      const bool sets = first == 0 && part == 0;
+      for (int64_t i = 0; i < weights; ++i) result[i] = sets ? source[i] : result[i] + source[i];
+    }
   }
 }
 

@@ -1,10 +1,10 @@
 #include <algorithm>
-#include <limits>
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/pool/max_pool.h>
 #include <tessera/core/kernels/pool/pool.h>
 #include <tessera/core/parallel.h>
 
@@ -107,42 +107,23 @@ MaxPool max_pool(const Tensor& x, const int64_t (&kernel)[2], const ConvGeometry
                  raw::empty(with_plane(x.shape(), OH, OW), kI64, x.device())};
   if (x.is_meta() || result.values.numel() == 0) return result;
   const Tensor source = contiguous(x);
+  const PoolWindows windows{H,
+                            W,
+                            kernel[0],
+                            kernel[1],
+                            OH,
+                            OW,
+                            {geometry.stride[0], geometry.stride[1]},
+                            {geometry.padding[0], geometry.padding[1]},
+                            {geometry.dilation[0], geometry.dilation[1]}};
   dispatch_floating(x.dtype(), "max_pool2d", [&]<class T>() {
-    using A = Compute<T>;
-    const auto pool_plane = [&](int64_t plane) {
-      const T* in = source.data_as<T>() + plane * H * W;
-      T* values = result.values.data_as<T>() + plane * OH * OW;
-      int64_t* indices = result.indices.data_as<int64_t>() + plane * OH * OW;
-      // The window's part inside the plane, in steps of the dilation.
-      const auto first_inside = [&](int64_t start, int dim) {
-        const int64_t step = geometry.dilation[dim];
-        return start >= 0 ? start : start + (-start + step - 1) / step * step;
-      };
-      for (int64_t i = 0; i < OH; ++i) {
-        const int64_t h0 = i * geometry.stride[0] - geometry.padding[0];
-        const int64_t h_end = std::min(H, h0 + geometry.dilation[0] * (kernel[0] - 1) + 1);
-        for (int64_t j = 0; j < OW; ++j) {
-          const int64_t w0 = j * geometry.stride[1] - geometry.padding[1];
-          const int64_t w_end = std::min(W, w0 + geometry.dilation[1] * (kernel[1] - 1) + 1);
-          int64_t best = first_inside(h0, 0) * W + first_inside(w0, 1);
-          A maximum = -std::numeric_limits<A>::infinity();
-          for (int64_t h = first_inside(h0, 0); h < h_end; h += geometry.dilation[0]) {
-            for (int64_t w = first_inside(w0, 1); w < w_end; w += geometry.dilation[1]) {
-              const A value = load<A>(in[h * W + w]);
-              if (value > maximum || value != value) {  // of NaNs the last, as in torch
-                maximum = value;
-                best = h * W + w;
-              }
-            }
-          }
-          values[i * OW + j] = store<T>(maximum);
-          indices[i * OW + j] = best;
-        }
-      }
-    };
     parallel_for(result.values.numel() / (OH * OW), plane_grain(H * W),
                  [&](int64_t begin, int64_t end) {
-                   for (int64_t plane = begin; plane < end; ++plane) pool_plane(plane);
+                   for (int64_t plane = begin; plane < end; ++plane) {
+                     TS_SIMD_CALL(max_pool_plane, windows, source.data_as<T>() + plane * H * W,
+                                  result.values.data_as<T>() + plane * OH * OW,
+                                  result.indices.data_as<int64_t>() + plane * OH * OW);
+                   }
                  });
   });
   return result;

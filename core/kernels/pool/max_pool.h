@@ -1,0 +1,32 @@
+// The loop of max pooling over one plane (max_pool_simd.cpp).
+#pragma once
+
+#include <tessera/core/kernels/common/isa.h>
+
+#include <cstdint>
+
+namespace tessera {
+struct bf16;
+struct f16;
+}  // namespace tessera
+
+namespace tessera::kernels {
+
+// A plane (H, W) under windows of KH x KW at OH x OW positions, each of which meets the plane.
+// Height, then width.
+struct PoolWindows {
+  int64_t H, W, KH, KW, OH, OW;
+  int64_t stride[2], padding[2], dilation[2];
+};
+
+// values, indices: [OH, OW]. Of equals the first, of NaNs the last.
+#define TS_MAX_POOL_DECLARE(T) \
+  TS_SIMD_DECLARE(             \
+      void max_pool_plane(const PoolWindows& n, const T* x, T* values, int64_t* indices))
+TS_MAX_POOL_DECLARE(double)
+TS_MAX_POOL_DECLARE(float)
+TS_MAX_POOL_DECLARE(f16)
+TS_MAX_POOL_DECLARE(bf16)
+#undef TS_MAX_POOL_DECLARE
+
+}  // namespace tessera::kernels
