@@ -185,6 +185,43 @@ TEST(Gemm, OneRowOrColumnMatchesF64InAllLayouts) {
 }
 
 // Tiles of wide operands with a long K are gathered before they are multiplied.
+// A small C and a long K, which is cut into parts.
+TEST(Gemm, Bf16PartsOfALongKAreAdded) {
+  expect_product<bf16, bf16>(128, 130, 16387, Layout::kRowMajor, Layout::kGaps,
+                             {.alpha = 0.5, .beta = -2, .bias = GemmBias::kRow});
+}
+
+// Whatever instruction rounds: also where numbers are subnormal, NaN, or too large for bf16.
+TEST(Gemm, Bf16IsRoundedAsItIsStored) {
+  constexpr int64_t m = 40, n = 70, k = 3;
+  Matrix<bf16> a(m, k, Layout::kRowMajor, 1);
+  const Matrix<bf16> b(k, n, Layout::kColumnMajor, 2);
+  a.data[0] = store<bf16>(NAN);
+  a.data[3] = store<bf16>(INFINITY);
+  for (size_t i = 6; i < 12; ++i) a.data[i] = store<bf16>(3.3e38f);
+  for (double alpha : {1.0, 0x1p-124, 0x1p-127, 0x1p-140}) {
+    std::vector<bf16> rounded(m * n);
+    std::vector<float> sums(m * n);
+    const auto multiply = [&](DType dtype, void* c) {
+      gemm({.m = m,
+            .n = n,
+            .k = k,
+            .dtype = kBF16,
+            .result_dtype = dtype,
+            .a = a.operand(),
+            .b = b.operand(),
+            .c = c,
+            .c_row_stride = n,
+            .alpha = alpha});
+    };
+    multiply(kBF16, rounded.data());
+    multiply(kF32, sums.data());
+    for (size_t i = 0; i < sums.size(); ++i) {
+      ASSERT_EQ(rounded[i].bits, store<bf16>(sums[i]).bits) << sums[i] << " at " << i;
+    }
+  }
+}
+
 TEST(Gemm, WeightGradientsOfWideLayersMatchF64) {
   expect_product<float, float>(1100, 40, 520, Layout::kColumnMajor, Layout::kRowMajor);
   expect_product<float, float>(40, 1700, 520, Layout::kColumnMajor, Layout::kRowMajor, {.beta = 1});
@@ -255,6 +292,7 @@ TEST(Gemm, BitsDoNotDependOnTheThreadCount) {
   const auto expect = []<class T>(T) {
     constexpr Layout kRows = Layout::kRowMajor, kColumns = Layout::kColumnMajor;
     expect_same_bits_for_any_thread_count<T>(200, 330, 2048, kColumns, kRows);
+    expect_same_bits_for_any_thread_count<T>(128, 128, 16385, kRows, kRows);
     expect_same_bits_for_any_thread_count<T>(1, 1333, 515, kRows, kColumns);  // a token's product
     expect_same_bits_for_any_thread_count<T>(1, 1333, 515, kRows, kRows);
     expect_same_bits_for_any_thread_count<T>(1333, 1, 515, kRows, kRows);

@@ -14,10 +14,11 @@
 //               registers where it has AVX-512 BF16 (gemm_dot.h)
 //   the others  packed panels and an FMA micro-kernel (AVX2 or AVX-512); f16 and bf16 are widened
 //               while they are packed
-// C is cut into tiles by its shape alone and each tile adds up its K in one fixed order: bits do
-// not depend on the number of threads. They do depend on the instruction set (isa.h, TESSERA_ISA):
-// bf16 on AMX and AVX-512 BF16 is added up in pairs, rounded to nearest whatever MXCSR says, and
-// subnormal numbers count as zeros there.
+// C is cut into tiles by its shape alone and each tile adds up its K in one fixed order (of bf16 a
+// long K of a small C is cut too, and parts are added in order): bits do not depend on the number
+// of threads. They do depend on the instruction set (isa.h, TESSERA_ISA): bf16 on AMX and AVX-512
+// BF16 is added up in pairs, rounded to nearest whatever MXCSR says, and subnormal numbers count as
+// zeros there.
 #pragma once
 
 #include <cstdint>

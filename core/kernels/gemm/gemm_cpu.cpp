@@ -231,6 +231,70 @@ void gemm_floating(const Gemm& p) {
   });
 }
 
+// Cut along K into parts whose sums are then added, in order: of a product with a small C and a
+// long K, tiles of a cut C would pack as much as they multiply.
+constexpr int64_t kDepthParts = 4;
+constexpr int64_t kLeastPartDepth = 4096;
+
+bool cuts_depth(const Gemm& p) {
+  return p.dtype == kBF16 && p.batch == 1 && p.m <= kGemmTileRows && p.n <= kGemmTileColumns &&
+         std::min(p.m, p.n) >= 128 && p.k >= kDepthParts * kLeastPartDepth;
+}
+
+void gemm_by_depth(const Gemm& p) {
+  const int64_t depth = p.k / kDepthParts, last = p.k - (kDepthParts - 1) * depth;
+  const int64_t sums = p.m * p.n, bytes = kDepthParts * sums * size_of(kF32);
+  Scratch scratch(1, bytes);
+  auto* const parts = reinterpret_cast<float*>(scratch.take());
+  int64_t a_offsets[kDepthParts], b_offsets[kDepthParts], c_offsets[kDepthParts];
+  for (int64_t i = 0; i < kDepthParts; ++i) {
+    a_offsets[i] = (p.a_offsets ? p.a_offsets[0] : 0) + i * depth * p.a.column_stride;
+    b_offsets[i] = (p.b_offsets ? p.b_offsets[0] : 0) + i * depth * p.b.row_stride;
+    c_offsets[i] = i * sums;
+  }
+  // What K leaves over is the last part's.
+  const int64_t equal = last == depth ? kDepthParts : kDepthParts - 1;
+  const auto multiply = [&](int64_t first, int64_t count, int64_t k) {
+    gemm_floating({.m = p.m,
+                   .n = p.n,
+                   .k = k,
+                   .dtype = p.dtype,
+                   .result_dtype = kF32,
+                   .a = p.a,
+                   .b = p.b,
+                   .c = parts,
+                   .c_row_stride = p.n,
+                   .batch = count,
+                   .a_offsets = a_offsets + first,
+                   .b_offsets = b_offsets + first,
+                   .c_offsets = c_offsets + first});
+  };
+  multiply(0, equal, depth);
+  if (equal < kDepthParts) multiply(equal, 1, last);
+  parallel_for(p.m, 16, [&](int64_t begin, int64_t end) {
+    float* const total = parts + begin * p.n;
+    for (int64_t part = 1; part < kDepthParts; ++part) {
+      const float* const more = total + part * sums;
+      for (int64_t i = 0; i < (end - begin) * p.n; ++i) total[i] += more[i];
+    }
+    const int64_t row = (p.c_offsets ? p.c_offsets[0] : 0) + begin * p.c_row_stride;
+    const int64_t bias = p.bias_kind == GemmBias::kRow ? begin : 0;
+    const GemmFinish finish{
+        end - begin,
+        p.n,
+        total,
+        p.n,
+        at(p.c, row, p.result_dtype),
+        p.c_row_stride,
+        p.result_dtype,
+        p.alpha,
+        p.beta,
+        p.bias_kind == GemmBias::kNone ? nullptr : at(p.bias, bias, p.result_dtype),
+        p.bias_kind};
+    TS_SIMD_CALL(gemm_finish, finish);
+  });
+}
+
 // One row of C, or one column, whose problem is transposed to one: C = a B.
 struct RowProblem {
   int64_t n;
@@ -349,7 +413,7 @@ void gemm(const Gemm& p) {
   if (const RowProblem row(p); (p.m == 1 || p.n == 1) && row.can_run()) {
     return p.dtype == kF64 ? gemm_row_by_row<double>(p, row) : gemm_row_by_row<float>(p, row);
   }
-  gemm_floating(p);
+  cuts_depth(p) ? gemm_by_depth(p) : gemm_floating(p);
 }
 
 }  // namespace tessera::kernels

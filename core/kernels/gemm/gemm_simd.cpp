@@ -30,6 +30,48 @@ void finish_rows(const GemmFinish& finish) {
   }
 }
 
+#if defined(TESSERA_DOT_KERNEL)
+// The bits of store<bf16>. The instruction would take subnormal numbers, which are rare, for zeros.
+TS_HD void store_16(bf16* target, __m512 values) {
+  constexpr int kSubnormal = 0x20;
+  if (__builtin_expect(_mm512_fpclass_ps_mask(values, kSubnormal) != 0, 0)) {
+    alignas(64) float numbers[16];
+    _mm512_store_ps(numbers, values);
+    for (int j = 0; j < 16; ++j) target[j] = store<bf16>(numbers[j]);
+    return;
+  }
+  __m256i rounded;
+  __asm__("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(values));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(target), rounded);
+}
+
+// finish_rows on a processor with AVX-512 BF16, where C is set.
+void set_rows_of_bf16(const GemmFinish& finish) {
+  const auto* bias = static_cast<const bf16*>(finish.bias);
+  const float alpha = static_cast<float>(finish.alpha);
+  const bool of_columns = finish.bias_kind == GemmBias::kColumn;
+  const int64_t whole = finish.n / 16 * 16;
+  for (int64_t i = 0; i < finish.m; ++i) {
+    const float* sums = static_cast<const float*>(finish.sums) + i * finish.sums_row_stride;
+    bf16* c = static_cast<bf16*>(finish.c) + i * finish.c_row_stride;
+    const float row_bias = finish.bias_kind == GemmBias::kRow ? load<float>(bias[i]) : 0.0f;
+    const __m512 factor = _mm512_set1_ps(alpha), added = _mm512_set1_ps(row_bias);
+    for (int64_t j = 0; j < whole; j += 16) {
+      __m512 column_bias = added;
+      if (of_columns) {
+        const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bias + j));
+        column_bias = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+      }
+      const __m512 scaled = _mm512_mul_ps(factor, _mm512_loadu_ps(sums + j));
+      store_16(c + j, _mm512_add_ps(scaled, column_bias));
+    }
+    for (int64_t j = whole; j < finish.n; ++j) {
+      c[j] = store<bf16>(alpha * sums[j] + (of_columns ? load<float>(bias[j]) : row_bias));
+    }
+  }
+}
+#endif
+
 void finish_all(const GemmFinish& finish) {
   switch (finish.dtype) {
     case kF64:
@@ -44,7 +86,8 @@ void finish_all(const GemmFinish& finish) {
 }
 
 // `rows` of a tile from `row` on.
-void finish_part(const GemmFinish& whole, int64_t row, int64_t rows, const void* sums) {
+void finish_part(const GemmFinish& whole, int64_t row, int64_t rows, const void* sums,
+                 [[maybe_unused]] Isa isa) {
   GemmFinish part = whole;
   const int64_t size = whole.dtype == kF64 ? 8 : whole.dtype == kF32 ? 4 : 2;
   part.m = rows;
@@ -53,13 +96,16 @@ void finish_part(const GemmFinish& whole, int64_t row, int64_t rows, const void*
   if (whole.bias_kind == GemmBias::kRow) {
     part.bias = static_cast<const char*>(whole.bias) + row * size;
   }
+#if defined(TESSERA_DOT_KERNEL)
+  if (isa == Isa::kBf16 && whole.dtype == kBF16 && whole.beta == 0) return set_rows_of_bf16(part);
+#endif
   finish_all(part);
 }
 
 template <class Kernel, class Source>
 void multiply_and_finish(const GemmTile& tile) {
   run_tile<Kernel, Source>(tile, [&](int64_t row, int64_t rows, const void* sums) {
-    if (tile.finish != nullptr) finish_part(*tile.finish, row, rows, sums);
+    if (tile.finish != nullptr) finish_part(*tile.finish, row, rows, sums, tile.isa);
   });
 }
 
