@@ -172,6 +172,28 @@ TEST(CudaPriceTables, OfStepsAreThoseThatWereWrittenDown) {
   EXPECT_EQ(golden.size(), cases().size());
 }
 
+// Of no product that was measured it is less than what was measured, or much more.
+TEST(CudaPriceTables, GeluInAnEpilogueTakesWhatWasMeasured) {
+  struct Measured {
+    int64_t rows, inputs, outputs;
+    double seconds;
+  };
+  const nn::ParameterDefaultsGuard on_device({.dtype = kBF16, .device = cuda(0)});
+  for (const Measured& one :
+       {Measured{32760, 1536, 8960, 17.6e-6}, Measured{4096, 4096, 16384, 14.1e-6},
+        Measured{4096, 3072, 12288, 17.1e-6}}) {
+    const Tensor x = zeros({one.rows, one.inputs}, {.dtype = kBF16, .device = cuda(0)});
+    const Tensor weight = zeros({one.outputs, one.inputs}, {.dtype = kBF16, .device = cuda(0)});
+    const Tensor bias = zeros({one.outputs}, {.dtype = kBF16, .device = cuda(0)});
+    const std::vector<Launch> launches =
+        dry::record([&] { (void)linear_gelu(x, weight, bias, Gelu::kTanh); }).launches;
+    ASSERT_EQ(launches.size(), 1u);
+    const double seconds = launches[0].instructions / machine().issue;
+    EXPECT_GE(seconds, 0.99 * one.seconds) << one.outputs;
+    EXPECT_LE(seconds, 1.26 * one.seconds) << one.outputs;
+  }
+}
+
 // Beside autocast to bf16, with the rate that products in float8 are measured at.
 TEST(CudaPriceTables, Float8WithDelayedScalesIsWellBelowBf16) {
   dry::Machine m = machine();
