@@ -11,23 +11,10 @@ most bytes that tensors held.
 """
 import argparse
 import json
-import resource
 import statistics
 import time
 
-
-def resident_bytes():
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
-
-
-def peak_resident_bytes():
-    with open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError("VmHWM is missing from /proc/self/status")
-
+from process_memory import peak_resident_bytes, resident_bytes
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--layers", type=int, default=6)

@@ -20,6 +20,7 @@ Needs the packages of bench/requirements.txt in the Python that runs this.
 """
 import argparse
 import collections
+import importlib.util
 import json
 import os
 import pathlib
@@ -159,6 +160,8 @@ def commands(arguments, shape, dtype):
         if on_gpu and not arguments.no_compile:
             found["pytorch-graph" + suffix] = [*torch, *options, "--compile", "--compile-mode",
                                                "reduce-overhead"]
+    if not on_gpu and dtype != "autocast-fp16" and importlib.util.find_spec("jax"):
+        found["jax"] = [sys.executable, str(HERE / "jax_step.py"), *common]
     return found
 
 
