@@ -21,6 +21,8 @@ char* at(void* data, int64_t elements, DType dtype) {
   return static_cast<char*>(data) + elements * size_of(dtype);
 }
 
+bool rounds_bf16() { return cpu_isa() >= Isa::kBf16 && has_isa(Isa::kBf16); }
+
 // How C is cut: powers of two, so that two, four or eight threads get equal shares. A function of
 // the shape, never of the thread count. A tile packs its operands by itself, so that small ones
 // cost more: from 8 to 4 tiles of a weight gradient 1152 x 384 x 2048 gained 10% (bench_gemm, one
@@ -189,7 +191,8 @@ void gemm_floating(const Gemm& p) {
           p.alpha,
           in_place ? 0 : p.beta,
           p.bias_kind == GemmBias::kNone ? nullptr : at(p.bias, bias_offset, p.result_dtype),
-          p.bias_kind};
+          p.bias_kind,
+          rounds_bf16()};
       const bool finishes = !in_place || p.bias_kind != GemmBias::kNone;
       if (use_sgemm) {
 #if defined(TESSERA_WITH_ONEDNN)
@@ -290,7 +293,8 @@ void gemm_by_depth(const Gemm& p) {
         p.alpha,
         p.beta,
         p.bias_kind == GemmBias::kNone ? nullptr : at(p.bias, bias, p.result_dtype),
-        p.bias_kind};
+        p.bias_kind,
+        rounds_bf16()};
     TS_SIMD_CALL(gemm_finish, finish);
   });
 }

@@ -73,6 +73,11 @@ void set_rows_of_bf16(const GemmFinish& finish) {
 #endif
 
 void finish_all(const GemmFinish& finish) {
+#if defined(TESSERA_DOT_KERNEL)
+  if (finish.rounds_bf16 && finish.dtype == kBF16 && finish.beta == 0) {
+    return set_rows_of_bf16(finish);
+  }
+#endif
   switch (finish.dtype) {
     case kF64:
       return finish_rows<double, double>(finish);
@@ -86,8 +91,7 @@ void finish_all(const GemmFinish& finish) {
 }
 
 // `rows` of a tile from `row` on.
-void finish_part(const GemmFinish& whole, int64_t row, int64_t rows, const void* sums,
-                 [[maybe_unused]] Isa isa) {
+void finish_part(const GemmFinish& whole, int64_t row, int64_t rows, const void* sums) {
   GemmFinish part = whole;
   const int64_t size = whole.dtype == kF64 ? 8 : whole.dtype == kF32 ? 4 : 2;
   part.m = rows;
@@ -96,16 +100,13 @@ void finish_part(const GemmFinish& whole, int64_t row, int64_t rows, const void*
   if (whole.bias_kind == GemmBias::kRow) {
     part.bias = static_cast<const char*>(whole.bias) + row * size;
   }
-#if defined(TESSERA_DOT_KERNEL)
-  if (isa == Isa::kBf16 && whole.dtype == kBF16 && whole.beta == 0) return set_rows_of_bf16(part);
-#endif
   finish_all(part);
 }
 
 template <class Kernel, class Source>
 void multiply_and_finish(const GemmTile& tile) {
   run_tile<Kernel, Source>(tile, [&](int64_t row, int64_t rows, const void* sums) {
-    if (tile.finish != nullptr) finish_part(*tile.finish, row, rows, sums, tile.isa);
+    if (tile.finish != nullptr) finish_part(*tile.finish, row, rows, sums);
   });
 }
 

@@ -25,6 +25,7 @@ struct GemmFinish {
   double alpha, beta;
   const void* bias;
   GemmBias bias_kind;
+  bool rounds_bf16 = false;  // the processor has AVX-512 BF16, and may use it
 };
 
 struct GemmTile {
