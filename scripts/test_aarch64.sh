@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # test_aarch64.sh SYSROOT [TEST_FILE...]: cross-compiles for 64-bit ARM into build/aarch64 and runs tests under qemu,
-# those named here or these: values of the dtypes, formulas, all ops, products, attention, recurrent layers.
+# those named here or these: values of the dtypes, formulas, all ops, products, convolutions, attention, recurrent layers.
 #     scripts/test_aarch64.sh --objects            a library file of each kind, compiled alone
 #     scripts/test_aarch64.sh --make-sysroot DIR   unpacks Debian's arm64 packages into DIR (network)
 #
@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-tests=(test_half test_math test_ops test_golden_ops test_gemm test_matmul test_attention test_recurrent_layer)
+tests=(test_half test_math test_ops test_golden_ops test_gemm test_matmul test_conv test_attention test_recurrent_layer)
 packages=(libc6-dev libstdc++-12-dev libgcc-12-dev linux-libc-dev libgomp1 libyaml-cpp-dev libprotobuf-dev libpng-dev
   zlib1g-dev libicu-dev libxxhash-dev libgtest-dev libeigen3-dev nlohmann-json3-dev libcli11-dev)
 
