@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# check_ptx.sh RULES FILE.ptx...: what the compiler made of the hot kernels, against a list of rules:
+# check_ptx.sh [--resources] RULES FILE.ptx...: what the compiler made of the hot kernels, against a list of rules:
 # vectors of 16 bytes between memory and registers, tensor cores where they are meant, and no slow
 # instruction that nobody asked for. Exit status 1 names each kernel that breaks a rule.
 #
@@ -23,10 +23,23 @@
 #   loop_division      divisions of integers in a loop
 #   call               functions that were not inlined
 #
+# --resources: ptxas (PTXAS, else that of PATH) is run, and the numbers are those of Hopper:
+#   registers          of a thread
+#   shared             bytes of static shared memory of a block
+#   warps              resident on a multiprocessor. A line says block=THREADS where a kernel states no
+#                      bound of its own or is launched with fewer, and dynamic=BYTES of a kernel that
+#                      has dynamic shared memory
+# Each line bounds registers from above and warps from below.
+#
 # SASS is not read: a toolkit without extras has no disassembler. ptxas itself refuses spills when
 # the library is built.
 set -euo pipefail
-[[ $# -ge 2 ]] || { echo "usage: check_ptx.sh RULES FILE.ptx..." >&2; exit 2; }
+counts=count_instructions
+if [[ ${1:-} == --resources ]]; then
+  counts=count_resources
+  shift
+fi
+[[ $# -ge 2 ]] || { echo "usage: check_ptx.sh [--resources] RULES FILE.ptx..." >&2; exit 2; }
 rules=$1
 shift
 for file in "$rules" "$@"; do
@@ -101,15 +114,68 @@ count_instructions() {
   ' "$@"
 }
 
+# The same lines: registers, shared, threads (.maxntid) and dynamic (whether it has any).
+count_resources() {
+  local folder file
+  folder=$(mktemp -d)
+  # shellcheck disable=SC2064  # the folder of now
+  trap "rm -rf '$folder'" EXIT
+  # The largest files first: the last one alone would take as long as half of all. A name twice is
+  # two files.
+  ls -S -- "$@" | awk '{ printf "%s\n%s/%d\n", $0, folder, NR }' folder="$folder" |
+    xargs -d '\n' -n 2 -P "$(nproc)" bash -c '
+      "${PTXAS:-ptxas}" -v -arch="$(awk "/^\.target/ { sub(/,/, \"\", \$2); print \$2; exit }" "$1")" \
+        "$1" -o /dev/null > "$2" 2>&1 || { cat "$2" >&2; exit 1; }
+      ln -s "$(realpath "$1")" "$2.ptx"' _
+  for file in "$folder"/*.ptx; do
+    path=$(realpath "$file")
+    # A file may have no kernel at all.
+    { LC_ALL=C grep -hE '\.entry |^\.maxntid|dynamic_shared|Compiling entry|registers' \
+      "$path" "${file%.ptx}" || [[ $? -eq 1 ]]; } |
+      awk -v path="$path" '
+      BEGIN { file = path; sub(/.*\//, "", file); sub(/(\.cu)?\.ptx$/, "", file) }
+      /Compiling entry function/ { split($0, quoted, "\x27"); name = quoted[2]; next }
+      /\.entry / { name = $0; sub(/.*\.entry /, "", name); sub(/\(.*/, "", name); next }
+      /^\.maxntid/ { gsub(/,/, ""); threads[name] = $2 * $3 * $4; next }
+      /Used [0-9]+ registers/ {
+        match($0, /Used [0-9]+/)
+        registers = substr($0, RSTART + 5, RLENGTH - 5)
+        shared = match($0, /[0-9]+ bytes smem/) ? substr($0, RSTART, RLENGTH) + 0 : 0
+        printf "%s %s registers=%d shared=%d threads=%d dynamic=%d\n", file, name, registers, shared,
+          threads[name], dynamic[name]
+        next
+      }
+      /dynamic_shared/ { dynamic[name] = 1 }'
+  done
+}
+
 # Names as in the sources, without spaces.
-count_instructions "$@" | c++filt | sed -E '
+"$counts" "$@" | c++filt | sed -E '
   s/\(anonymous namespace\):://g
   s/[A-Za-z_0-9]+:://g
   s/^([^ ]+) void /\1 /
   :inner
   s/^([^ ]+ [^(]*[^ (]) +/\1 /
   s/^([^ ]+) ([^(]*)\(.*\)( [a-z0-9_]+=[0-9]+)*$/\1|\2|&/' |
-awk -v rules="$rules" '
+awk -v rules="$rules" -v resources="$([[ $counts == count_resources ]] && echo 1)" '
+  # Resident warps of a Hopper multiprocessor: registers go out 256 at a time to warps, of which each
+  # of four schedulers has as many; a block has 1 KiB of shared memory beside its own.
+  function resident(registers, shared, threads,   warps, blocks, fit) {
+    warps = int((threads + 31) / 32)
+    blocks = 32
+    fit = int(64 / warps)
+    if (fit < blocks) blocks = fit
+    fit = int(int(16384 / (int((registers * 32 + 255) / 256) * 256)) * 4 / warps)
+    if (fit < blocks) blocks = fit
+    fit = int(228 * 1024 / (int((shared + 127) / 128) * 128 + 1024))
+    if (fit < blocks) blocks = fit
+    return blocks * warps
+  }
+  # The number of SETTING=NUMBER among the conditions, or -1.
+  function setting(conditions, what) {
+    if (!match(conditions " ", " " what "=[0-9]+ ")) return -1
+    return substr(conditions, RSTART + length(what) + 2) + 0
+  }
   BEGIN {
     while ((getline line < rules) > 0) {
       sub(/#.*/, "", line)
@@ -119,6 +185,10 @@ awk -v rules="$rules" '
       ++lines
       file[lines] = word[1]; kernel[lines] = word[2]; conditions[lines] = ""
       for (i = 3; i <= count; ++i) conditions[lines] = conditions[lines] " " word[i]
+      if (resources && conditions[lines] !~ / registers<=[0-9].* [0-9]+<=warps/) {
+        print rules ": not registers<=N and N<=warps: " line
+        failed = 1
+      }
     }
     forbidden_count = split("local generic f64 loop_f64_division loop_division call", forbidden, " ")
   }
@@ -145,10 +215,21 @@ awk -v rules="$rules" '
       if (what == "f64" && name[2] ~ /double/) continue
       if (n[what] > 0 && !index(allowed, " +" what " ")) broken(n[what] " of " what ", which it may not have")
     }
+    if (resources) {
+      threads = setting(conditions[rule], "block")
+      more = setting(conditions[rule], "dynamic")
+      if (threads > n["threads"] && n["threads"] > 0)
+        broken("block=" threads " is more than its bound of " n["threads"])
+      if (threads < 0) threads = n["threads"]
+      if (threads <= 0) { broken("its block is not known: block=N is missing"); next }
+      if (n["dynamic"] && more < 0) { broken("it has dynamic shared memory: dynamic=N is missing"); next }
+      if (!n["dynamic"] && more >= 0) broken("it has no dynamic shared memory, and dynamic= is said")
+      n["warps"] = resident(n["registers"], n["shared"] + (more > 0 ? more : 0), threads)
+    }
     count = split(conditions[rule], word, " ")
     for (i = 1; i <= count; ++i) {
       what = word[i]
-      if (what ~ /^\+/) continue
+      if (what ~ /^\+/ || resources && what ~ /^(block|dynamic)=/) continue
       if (what ~ /^!/) {
         what = substr(what, 2)
         if (n[what] > 0) broken(n[what] " of " what ", and none is meant")

@@ -47,4 +47,29 @@ __global__ void call_kernel(const float* x, float* y) { y[threadIdx.x] = helper(
 
 __global__ void unlisted_kernel(float* y) { y[threadIdx.x] = 0; }
 
+// Sums that all live to the end.
+__global__ void __launch_bounds__(256) greedy_kernel(const float* x, float* y, int n) {
+  float sums[64] = {};
+  for (int i = 0; i < n; ++i) {
+#pragma unroll
+    for (int j = 0; j < 64; ++j) sums[j] += x[i] * x[i + j];
+  }
+#pragma unroll
+  for (int j = 0; j < 64; ++j) y[j * 256 + threadIdx.x] = sums[j];
+}
+
+__global__ void __launch_bounds__(256) crowded_kernel(const float* x, float* y, int at) {
+  __shared__ float stage[10240];
+  for (int i = threadIdx.x; i < 10240; i += 256) stage[i] = x[i];
+  __syncthreads();
+  y[threadIdx.x] = stage[(threadIdx.x + at) % 10240];
+}
+
+extern __shared__ float dynamic_shared[];
+__global__ void __launch_bounds__(256) staged_kernel(const float* x, float* y) {
+  dynamic_shared[threadIdx.x] = x[threadIdx.x];
+  __syncthreads();
+  y[threadIdx.x] = dynamic_shared[threadIdx.x ^ 1];
+}
+
 }  // namespace tessera::ptx_test
