@@ -5,6 +5,7 @@ Comments, indentation and empty lines are left out on both sides. A program in p
 PyTorch (own_data with Accelerate, llama with safetensors) and ends as ours does: by 0 where it has learned what it is to
 learn. Ours is the file of the same name, or of a folder of that name all sources, and what they use of other examples."""
 
+import ast
 import pathlib
 import re
 
@@ -15,9 +16,28 @@ SHARED = {"llama": {"common/model_config.h": None, "common/model_config.cpp": No
                     "gpt2/generation.h": ["struct GenerateOptions"],
                     "gpt2/generation.cpp": ["int64_t sample(", "void check_request("]}}
 
+# Of a folder, what trains: these of our files, and of theirs all but these definitions.
+TRAINING = {"llama": (["config.h", "model.h", "model.cpp", "train.cpp"],
+                      ["LlamaConfig.__post_init__", "LlamaConfig.read", "LlamaConfig.write",
+                       "Llama.load", "Llama.save", "sample", "generate", "write"])}
 
-def characters(path, definitions=None):
-    text = path.read_text()
+
+def without(path, names):
+    """The Python text without definitions: functions, or methods as Class.name."""
+    lines = path.read_text().split("\n")
+    for parent in ast.walk(ast.parse("\n".join(lines))):
+        if not isinstance(parent, (ast.Module, ast.ClassDef)):
+            continue
+        prefix = "" if isinstance(parent, ast.Module) else parent.name + "."
+        for node in parent.body:
+            if prefix + getattr(node, "name", "") in names:
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                lines[first - 1:node.end_lineno] = [""] * (node.end_lineno - first + 1)
+    return "\n".join(lines)
+
+
+def characters(path, definitions=None, text=None):
+    text = text if text is not None else path.read_text()
     if definitions:
         text = "\n".join(re.search(rf"(?ms)^{re.escape(begin)}.*?^\}};?$", text).group()
                          for begin in definitions)
@@ -40,6 +60,11 @@ def main():
     for python in sorted((HERE / "programs").glob("*.py")):
         ours, theirs = characters_here(python.stem), characters(python)
         print(f"| {python.stem} | {ours} | {theirs} | {ours / theirs:.2f} |")
+        if python.stem in TRAINING:
+            files, left_out = TRAINING[python.stem]
+            ours = sum(characters(EXAMPLES / python.stem / name) for name in files)
+            theirs = characters(python, text=without(python, left_out))
+            print(f"| {python.stem}, what trains | {ours} | {theirs} | {ours / theirs:.2f} |")
 
 
 if __name__ == "__main__":
