@@ -15,6 +15,9 @@
 #   division           divisions and square roots of 32 bits
 #   loop               instructions of the longest loop that has no loop inside: what launches say
 #                      their threads issue (LaunchConfig::instructions) is counted there
+#   f32                arithmetic, comparisons and selections of 32 bits. Where there is no loop it
+#                      stands for what a launch says: of all instructions most are paths for other
+#                      dtypes, whose arithmetic is the formula's alone
 # Forbidden unless the line says +COUNT:
 #   local              arrays in local memory
 #   generic            accesses whose memory is not known when compiling
@@ -108,6 +111,7 @@ count_instructions() {
     /[ \t](add|sub|mul|fma|div|sqrt|rcp|rsqrt)(\.[a-z]+)*\.f64/ { ++n["f64"] }
     /[ \t](div|sqrt|rcp|rsqrt)(\.[a-z]+)*\.f64/ { division[FNR] = "loop_f64_division" }
     /[ \t](div|sqrt|rcp|rsqrt)(\.[a-z]+)*\.f32/ { ++n["division"] }
+    /[ \t](add|sub|mul|fma|div|sqrt|rcp|rsqrt|ex2|lg2|sin|cos|tanh|min|max|abs|neg|copysign|setp|selp)(\.[a-z]+)*\.f32/ { ++n["f32"] }
     /[ \t](div|rem)\.[su](16|32|64)/ { division[FNR] = "loop_division" }
     /[ \t]call(\.uni)?[ \t]/ { ++n["call"] }
     END { finish() }
