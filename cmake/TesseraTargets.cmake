@@ -61,7 +61,7 @@ target_link_libraries(tessera_core PUBLIC Threads::Threads PRIVATE
   $<BUILD_INTERFACE:Eigen3::Eigen> $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 # Factorisations keep to the thread that calls them: a team of their own would have a say in bits.
 set_source_files_properties(core/kernels/linalg/linalg_cpu.cpp core/kernels/linalg/linalg_orthogonal_cpu.cpp
-  nn/init.cpp PROPERTIES COMPILE_DEFINITIONS EIGEN_DONT_PARALLELIZE)
+  PROPERTIES COMPILE_DEFINITIONS EIGEN_DONT_PARALLELIZE)
 if(oneDNN_FOUND)
   # OpenMP only to keep oneDNN on the thread that calls it.
   target_link_libraries(tessera_core PRIVATE oneDNN::oneDNN OpenMP::OpenMP_CXX)
@@ -126,8 +126,7 @@ target_compile_definitions(tessera_core PRIVATE ${tessera_simd_definitions})
 
 tessera_floor(autograd DEPENDS tessera_core)
 tessera_floor(nn DEPENDS tessera_autograd)
-target_link_libraries(tessera_nn PRIVATE $<BUILD_INTERFACE:Eigen3::Eigen>
-  $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+target_link_libraries(tessera_nn PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 tessera_floor(optim DEPENDS tessera_autograd)
 tessera_floor(data DEPENDS tessera_core)
 target_link_libraries(tessera_data PRIVATE ICU::uc $<$<BOOL:${TESSERA_STATIC}>:ICU::data> ZLIB::ZLIB

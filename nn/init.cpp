@@ -1,6 +1,5 @@
 #include <tessera/nn/init.h>
 
-#include <Eigen/QR>
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -12,6 +11,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/core/kernels/linalg/linalg.h>
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 
@@ -212,17 +212,16 @@ std::vector<double> orthogonal_values(int64_t rows, int64_t columns, double gain
                                       RandomStream numbers) {
   const int64_t count = std::min(rows, columns), length = std::max(rows, columns);
   // The QR factor whose R has a positive diagonal is uniform over rotations.
-  const std::vector<double> draws =
-      randn({count, length}, {.dtype = kF64}, numbers).to_vector<double>();
-  const Eigen::HouseholderQR<Eigen::MatrixXd> factors(
-      Eigen::Map<const Eigen::MatrixXd>(draws.data(), length, count));
-  Eigen::MatrixXd basis = factors.householderQ() * Eigen::MatrixXd::Identity(length, count);
+  const Tensor draws = randn({count, length}, {.dtype = kF64}, numbers);
+  const auto [q, r] = kernels::linalg::qr(draws.transpose(0, 1), kernels::linalg::QrMode::kReduced);
+  const std::vector<double> basis = q.to_vector<double>();  // [length, count]
+  const std::vector<double> triangle = r.to_vector<double>();
   std::vector<double> values(static_cast<size_t>(rows * columns));
   for (int64_t i = 0; i < count; ++i) {
-    const double sign = factors.matrixQR()(i, i) < 0 ? -gain : gain;
+    const double sign = triangle[static_cast<size_t>(i * count + i)] < 0 ? -gain : gain;
     for (int64_t k = 0; k < length; ++k) {
       const int64_t position = rows <= columns ? i * columns + k : k * columns + i;
-      values[static_cast<size_t>(position)] = sign * basis(k, i);
+      values[static_cast<size_t>(position)] = sign * basis[static_cast<size_t>(k * count + i)];
     }
   }
   return values;
