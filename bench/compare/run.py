@@ -85,6 +85,7 @@ MODELS = {
     "tiny-bert": Shape("bert", layers=2, width=64, heads=2, context=32, batch_size=2, vocab=256),
     "tiny-llama": Shape("llama", layers=2, width=64, heads=2, context=32, batch_size=2, vocab=256),
     "tiny-lstm": Shape("lstm", layers=2, width=32, context=8, batch_size=2, vocab=256),
+    "tiny-cnn": Shape("cnn", context=1, batch_size=50, vocab=10),
     "tiny-vit": Shape("vit", layers=2, width=64, heads=2, context=16, batch_size=16, vocab=10),
 }
 
