@@ -7,21 +7,16 @@ torch.autocast. A step is value_and_grad, clipping by the norm, AdamW; parameter
 
 Takes the options of pytorch_gpt.py that run.py gives and prints the same JSON lines.
 """
-import argparse
 import json
 import math
 import os
-import statistics
 import time
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-for name, value in (("layers", 6), ("width", 384), ("heads", 6), ("context", 256),
-                    ("batch-size", 8), ("vocab", 256), ("threads", 2), ("warmup", 3), ("steps", 10)):
-    parser.add_argument("--" + name, type=int, default=value)
+from step_program import measure, option_parser, resident_bytes
+
+parser = option_parser(__doc__.splitlines()[0])
 parser.add_argument("--dtype", choices=["f32", "bf16", "autocast-bf16"], default="f32")
-parser.add_argument("--model", choices=["gpt2", "bert", "llama", "lstm", "vit", "cnn"], default="gpt2")
 parser.add_argument("--device", choices=["cpu"], default="cpu")
-parser.add_argument("--serve", action="store_true", help="as pytorch_gpt.py has it")
 options = parser.parse_args()
 
 # Its pool of threads is as large as the set of processors, read when it is imported.
@@ -30,8 +25,6 @@ os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:options.threads])
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from jax import lax, nn, random  # noqa: E402
-
-from process_memory import peak_resident_bytes, resident_bytes  # noqa: E402
 
 LOW = jnp.float32 if options.dtype == "f32" else jnp.bfloat16
 DROPOUT = 0.1
@@ -308,47 +301,20 @@ weights = make_parameters(keys)
 state = (weights, jax.tree.map(jnp.zeros_like, weights), jax.tree.map(jnp.zeros_like, weights),
          jnp.zeros((), jnp.float32), keys())
 inputs, targets = batch_of(options, keys)
-cpu_times = []
 
 
 def timed_steps(count):
-    """The milliseconds of each step, and the last loss."""
     global state
-    parts, loss = [], float("nan")
+    times, cpu_times, loss = [], [], float("nan")
     for _ in range(count):
         start, cpu_start = time.perf_counter(), time.process_time()
         state, last = jitted(state, inputs, targets)
         loss = float(last)
         jax.block_until_ready(state)
-        parts.append((time.perf_counter() - start) * 1e3)
+        times.append((time.perf_counter() - start) * 1e3)
         cpu_times.append((time.process_time() - cpu_start) * 1e3)
-    return parts, loss
+    return times, cpu_times, loss
 
 
-timed_steps(options.warmup)
-cpu_times.clear()
-result = {"program": "jax", "version": jax.__version__, "vocab": options.vocab, "dtype": options.dtype,
-          "threads": options.threads, "device": options.device}
-if options.serve:
-    print(json.dumps({**result, "ready": True, "instruction_set": "as XLA finds"}), flush=True)
-    times, loss = [], float("nan")
-    try:
-        while True:
-            part, loss = timed_steps(int(input()))
-            times += part
-            print(json.dumps({"ms": part}), flush=True)
-    except EOFError:
-        pass
-else:
-    times, loss = timed_steps(options.steps)
-ms = statistics.median(times) if times else float("nan")
-result.update({
-    "ms_per_step": round(ms, 3),
-    "cpu_ms_per_step": round(statistics.median(cpu_times), 3) if cpu_times else None,
-    "tokens_per_s": round(options.batch_size * options.context / ms * 1e3, 1),
-    "resident_bytes": resident_bytes() - start_up_bytes,
-    "peak_resident_bytes": peak_resident_bytes() - start_up_bytes,
-    "peak_tensor_bytes": None,
-    "loss": loss,
-})
-print(json.dumps(result), flush=True)
+print(json.dumps(measure(options, timed_steps, {"program": "jax", "version": jax.__version__},
+                         "as XLA finds", start_up_bytes)), flush=True)
