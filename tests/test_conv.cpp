@@ -106,7 +106,11 @@ TEST(Conv, GroupsAndDepthwise) {
   expect_conv({3, 4, 6, 6}, {6, 2, 3, 3}, {.padding = {1, 1}, .groups = 2});
   expect_conv({2, 5, 6, 6}, {5, 1, 3, 3}, {.groups = 5});
 }
-TEST(Conv, OneByOne) { expect_conv({2, 7, 5, 5}, {3, 7, 1, 1}, {}); }
+TEST(Conv, OneByOne) {
+  expect_conv({2, 7, 5, 5}, {3, 7, 1, 1}, {});
+  expect_conv({3, 6, 5, 4}, {4, 3, 1, 1}, {.groups = 2});
+  expect_conv({2, 4, 6, 5}, {3, 4, 1, 1}, {.stride = {2, 1}, .padding = {0, 1}});
+}
 
 // The weight gradient is a sum of several products, whose parts of the samples are not equal.
 TEST(Conv, PartsOfTheSamples) {

@@ -22,21 +22,6 @@ struct Sizes : ConvSizes {
   Sizes(const Shape& x, const Shape& weight, const ConvGeometry& g)
       : ConvSizes(x, weight, g), K(C / G * KH * KW), P(OH * OW) {}
 
-  // Of one group of one sample.
-  Patches patches() const {
-    const ConvGeometry& g = geometry;
-    return {C / G,
-            H,
-            W,
-            KH,
-            KW,
-            OH,
-            OW,
-            {g.stride[0], g.stride[1]},
-            {g.padding[0], g.padding[1]},
-            {g.dilation[0], g.dilation[1]}};
-  }
-
   // Patches are the planes themselves.
   bool is_pointwise() const {
     const ConvGeometry& g = geometry;
@@ -65,11 +50,10 @@ std::vector<int64_t> pair_offsets(int64_t samples, int64_t groups, int64_t sampl
 // Groups of samples from `first` on: columns [samples, G, K, P].
 template <class T>
 void unfold(const Sizes& n, const T* x, T* columns, int64_t first, int64_t samples) {
-  const Patches patches = n.patches();
   parallel_for(samples * n.G, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      TS_SIMD_CALL(unfold_patches, patches, sizeof(T),
-                   x + (first * n.G + i) * (n.C / n.G) * n.H * n.W, columns + i * n.K * n.P, n.P);
+      TS_SIMD_CALL(unfold_patches, n, sizeof(T), x + (first * n.G + i) * (n.C / n.G) * n.H * n.W,
+                   columns + i * n.K * n.P, n.P);
     }
   });
 }
@@ -110,13 +94,14 @@ void forward(const Sizes& n, const T* x, const T* weight, const T* bias, T* resu
 template <class T>
 void input_gradient(const Sizes& n, const T* grad, const T* weight, T* result) {
   using A = Compute<T>;
-  const int64_t chunk = n.chunk(sizeof(A)), rows = n.O / n.G, plane = n.C / n.G * n.H * n.W;
-  const Tensor columns = raw::empty({chunk, n.G, n.K, n.P}, dtype_of<A>);
+  const bool pointwise = n.is_pointwise();  // columns are the result then
+  const int64_t chunk = pointwise ? n.N : n.chunk(sizeof(A)), rows = n.O / n.G;
+  const int64_t plane = n.C / n.G * n.H * n.W;
+  const Tensor columns = pointwise ? Tensor() : raw::empty({chunk, n.G, n.K, n.P}, dtype_of<A>);
   // Sums are rounded once.
   const Tensor planes =
-      std::is_same_v<A, T> ? Tensor() : raw::empty({chunk, n.G, plane}, dtype_of<A>);
-  const Patches patches = n.patches();
-  A* const unfolded = columns.data_as<A>();
+      std::is_same_v<A, T> || pointwise ? Tensor() : raw::empty({chunk, n.G, plane}, dtype_of<A>);
+  A* const unfolded = pointwise ? nullptr : columns.data_as<A>();
   for (int64_t first = 0; first < n.N; first += chunk) {
     const int64_t samples = std::min(chunk, n.N - first);
     const std::vector<int64_t> a_offsets = pair_offsets(samples, n.G, 0, rows * n.K);
@@ -126,23 +111,24 @@ void input_gradient(const Sizes& n, const T* grad, const T* weight, T* result) {
           .n = n.P,
           .k = rows,
           .dtype = dtype_of<T>,
-          .result_dtype = dtype_of<A>,
+          .result_dtype = pointwise ? dtype_of<T> : dtype_of<A>,
           .a = {weight, 1, n.K},
           .b = {grad + first * n.O * n.P, n.P, 1},
-          .c = unfolded,
+          .c = pointwise ? static_cast<void*>(result) : unfolded,
           .c_row_stride = n.P,
           .batch = samples * n.G,
           .a_offsets = a_offsets.data(),
           .b_offsets = b_offsets.data(),
           .c_offsets = c_offsets.data()});
+    if (pointwise) continue;
     parallel_for(samples * n.G, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         T* const target = result + (first * n.G + i) * plane;
         if constexpr (std::is_same_v<A, T>) {
-          TS_SIMD_CALL(fold_patches, patches, unfolded + i * n.K * n.P, target);
+          TS_SIMD_CALL(fold_patches, n, unfolded + i * n.K * n.P, target);
         } else {
           A* const sums = planes.data_as<A>() + i * plane;
-          TS_SIMD_CALL(fold_patches, patches, unfolded + i * n.K * n.P, sums);
+          TS_SIMD_CALL(fold_patches, n, unfolded + i * n.K * n.P, sums);
           for (int64_t j = 0; j < plane; ++j) target[j] = store<T>(sums[j]);
         }
       }
@@ -159,7 +145,6 @@ constexpr int64_t kMostParts = 32;
 template <class T>
 void weight_gradient(const Sizes& n, const T* grad, const T* x, Compute<T>* result) {
   using A = Compute<T>;
-  const Patches patches = n.patches();
   const int64_t chunk = n.chunk(sizeof(T)), rows = n.O / n.G, weights = n.O * n.K;
   const int64_t parts =
       std::clamp<int64_t>(chunk * n.P / kPartPositions, 1, std::min(chunk, kMostParts));
@@ -178,8 +163,7 @@ void weight_gradient(const Sizes& n, const T* grad, const T* x, Compute<T>* resu
         const int64_t sample = i / n.G, g = i % n.G, part = sample / share;
         const int64_t width = samples_of(part) * n.P, column = sample % share * n.P;
         const int64_t place = (part * n.G + g) * share * n.P;  // of the group, for each row of it
-        TS_SIMD_CALL(unfold_patches, patches, sizeof(T),
-                     x + (first * n.G + i) * (n.C / n.G) * n.H * n.W,
+        TS_SIMD_CALL(unfold_patches, n, sizeof(T), x + (first * n.G + i) * (n.C / n.G) * n.H * n.W,
                      columns.data_as<T>() + place * n.K + column, width);
         const T* source = grad + ((first + sample) * n.O + g * rows) * n.P;
         T* target = grads.data_as<T>() + place * rows + column;

@@ -39,26 +39,28 @@ TS_HD void copy_run(const void* source, void* target, int64_t bytes) {
 }
 
 template <class T>
-void unfold(const Patches& n, const T* x, T* columns, int64_t row_stride) {
-  for (int64_t c = 0; c < n.channels; ++c, x += n.H * n.W) {
+void unfold(const ConvSizes& n, const T* x, T* columns, int64_t row_stride) {
+  const ConvGeometry& g = n.geometry;
+  const int64_t channels = n.C / n.G;
+  for (int64_t c = 0; c < channels; ++c, x += n.H * n.W) {
     for (int64_t kh = 0; kh < n.KH; ++kh) {
-      const int64_t h0 = kh * n.dilation[0] - n.padding[0];
-      const Inside rows = inside(n.OH, n.H, n.stride[0], h0);
+      const int64_t h0 = kh * g.dilation[0] - g.padding[0];
+      const Inside rows = inside(n.OH, n.H, g.stride[0], h0);
       for (int64_t kw = 0; kw < n.KW; ++kw, columns += row_stride) {
-        const int64_t w0 = kw * n.dilation[1] - n.padding[1];
-        const Inside run = inside(n.OW, n.W, n.stride[1], w0);
+        const int64_t w0 = kw * g.dilation[1] - g.padding[1];
+        const Inside run = inside(n.OW, n.W, g.stride[1], w0);
         for (int64_t i = 0; i < rows.begin * n.OW; ++i) columns[i] = T(0);
         for (int64_t i = rows.end * n.OW; i < n.OH * n.OW; ++i) columns[i] = T(0);
         for (int64_t oh = rows.begin; oh < rows.end; ++oh) {
           T* TS_RESTRICT target = columns + oh * n.OW;
-          const T* TS_RESTRICT source = x + (oh * n.stride[0] + h0) * n.W + w0;
+          const T* TS_RESTRICT source = x + (oh * g.stride[0] + h0) * n.W + w0;
           for (int64_t i = 0; i < run.begin; ++i) target[i] = T(0);
           for (int64_t i = run.end; i < n.OW; ++i) target[i] = T(0);
-          if (n.stride[1] == 1) {
+          if (g.stride[1] == 1) {
             copy_run(source + run.begin, target + run.begin,
                      (run.end - run.begin) * static_cast<int64_t>(sizeof(T)));
           } else {
-            for (int64_t i = run.begin; i < run.end; ++i) target[i] = source[i * n.stride[1]];
+            for (int64_t i = run.begin; i < run.end; ++i) target[i] = source[i * g.stride[1]];
           }
         }
       }
@@ -67,22 +69,24 @@ void unfold(const Patches& n, const T* x, T* columns, int64_t row_stride) {
 }
 
 template <class A>
-void fold(const Patches& n, const A* columns, A* x) {
-  for (int64_t i = 0; i < n.channels * n.H * n.W; ++i) x[i] = A(0);
-  for (int64_t c = 0; c < n.channels; ++c, x += n.H * n.W) {
+void fold(const ConvSizes& n, const A* columns, A* x) {
+  const ConvGeometry& g = n.geometry;
+  const int64_t channels = n.C / n.G;
+  for (int64_t i = 0; i < channels * n.H * n.W; ++i) x[i] = A(0);
+  for (int64_t c = 0; c < channels; ++c, x += n.H * n.W) {
     for (int64_t kh = 0; kh < n.KH; ++kh) {
-      const int64_t h0 = kh * n.dilation[0] - n.padding[0];
-      const Inside rows = inside(n.OH, n.H, n.stride[0], h0);
+      const int64_t h0 = kh * g.dilation[0] - g.padding[0];
+      const Inside rows = inside(n.OH, n.H, g.stride[0], h0);
       for (int64_t kw = 0; kw < n.KW; ++kw, columns += n.OH * n.OW) {
-        const int64_t w0 = kw * n.dilation[1] - n.padding[1];
-        const Inside run = inside(n.OW, n.W, n.stride[1], w0);
+        const int64_t w0 = kw * g.dilation[1] - g.padding[1];
+        const Inside run = inside(n.OW, n.W, g.stride[1], w0);
         for (int64_t oh = rows.begin; oh < rows.end; ++oh) {
           const A* TS_RESTRICT source = columns + oh * n.OW;
-          A* TS_RESTRICT target = x + (oh * n.stride[0] + h0) * n.W + w0;
-          if (n.stride[1] == 1) {
+          A* TS_RESTRICT target = x + (oh * g.stride[0] + h0) * n.W + w0;
+          if (g.stride[1] == 1) {
             for (int64_t i = run.begin; i < run.end; ++i) target[i] += source[i];
           } else {
-            for (int64_t i = run.begin; i < run.end; ++i) target[i * n.stride[1]] += source[i];
+            for (int64_t i = run.begin; i < run.end; ++i) target[i * g.stride[1]] += source[i];
           }
         }
       }
@@ -92,7 +96,7 @@ void fold(const Patches& n, const A* columns, A* x) {
 
 }  // namespace
 
-void unfold_patches(const Patches& n, int64_t element_bytes, const void* x, void* columns,
+void unfold_patches(const ConvSizes& n, int64_t element_bytes, const void* x, void* columns,
                     int64_t row_stride) {
   if (element_bytes == 2) {
     unfold(n, static_cast<const uint16_t*>(x), static_cast<uint16_t*>(columns), row_stride);
@@ -103,7 +107,7 @@ void unfold_patches(const Patches& n, int64_t element_bytes, const void* x, void
   }
 }
 
-void fold_patches(const Patches& n, const float* columns, float* x) { fold(n, columns, x); }
-void fold_patches(const Patches& n, const double* columns, double* x) { fold(n, columns, x); }
+void fold_patches(const ConvSizes& n, const float* columns, float* x) { fold(n, columns, x); }
+void fold_patches(const ConvSizes& n, const double* columns, double* x) { fold(n, columns, x); }
 
 }  // namespace tessera::kernels::TS_SIMD

@@ -2,8 +2,7 @@
 #pragma once
 
 #include <tessera/core/kernels/common/isa.h>
-
-#include <cstdint>
+#include <tessera/core/kernels/conv/conv.h>
 
 namespace tessera {
 struct bf16;
@@ -13,10 +12,9 @@ struct f16;
 namespace tessera::kernels {
 
 // A plane (H, W) under windows of KH x KW at OH x OW positions, each of which meets the plane.
-// Height, then width.
 struct PoolWindows {
   int64_t H, W, KH, KW, OH, OW;
-  int64_t stride[2], padding[2], dilation[2];
+  ConvGeometry geometry;
 };
 
 // values, indices: [OH, OW]. Of equals the first, of NaNs the last.

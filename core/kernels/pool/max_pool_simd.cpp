@@ -49,40 +49,43 @@ void max_pool_any(const PoolWindows& n, const T* x, T* values, int64_t* indices)
   alignas(64) C largest[kOutputs], staged[kOutputs];
   alignas(64) I places[kOutputs];
   const int64_t columns = n.OW < kOutputs ? n.OW : kOutputs, rows = kOutputs / columns;
-  const auto stage = n.stride[1] == 1   ? stage_row<1, T, C>
-                     : n.stride[1] == 2 ? stage_row<2, T, C>
-                                        : stage_row<0, T, C>;
-  const auto h_of = [&](int64_t i) { return i * n.stride[0] - n.padding[0]; };
-  const auto w_of = [&](int64_t j) { return j * n.stride[1] - n.padding[1]; };
+  const auto stage = n.geometry.stride[1] == 1   ? stage_row<1, T, C>
+                     : n.geometry.stride[1] == 2 ? stage_row<2, T, C>
+                                                 : stage_row<0, T, C>;
+  const auto h_of = [&](int64_t i) { return i * n.geometry.stride[0] - n.geometry.padding[0]; };
+  const auto w_of = [&](int64_t j) { return j * n.geometry.stride[1] - n.geometry.padding[1]; };
   for (int64_t i0 = 0; i0 < n.OH; i0 += rows) {
     const int64_t i1 = i0 + rows < n.OH ? i0 + rows : n.OH;
     for (int64_t j0 = 0; j0 < n.OW; j0 += columns) {
       const int64_t width = j0 + columns < n.OW ? columns : n.OW - j0, count = (i1 - i0) * width;
       for (int64_t j = 0; j < count; ++j) largest[j] = -static_cast<C>(__builtin_inf());
       for (int64_t i = i0; i < i1; ++i) {
-        const int64_t row = first_inside(h_of(i), n.dilation[0]) * n.W;
+        const int64_t row = first_inside(h_of(i), n.geometry.dilation[0]) * n.W;
         for (int64_t j = 0; j < width; ++j) {
           places[(i - i0) * width + j] =
-              static_cast<I>(row + first_inside(w_of(j0 + j), n.dilation[1]));
+              static_cast<I>(row + first_inside(w_of(j0 + j), n.geometry.dilation[1]));
         }
       }
       for (int64_t kh = 0; kh < n.KH; ++kh) {
         for (int64_t kw = 0; kw < n.KW; ++kw) {
           for (int64_t i = i0; i < i1; ++i) {
-            const int64_t h = h_of(i) + kh * n.dilation[0];
+            const int64_t h = h_of(i) + kh * n.geometry.dilation[0];
             const bool is_inside = h >= 0 && h < n.H;
-            stage(is_inside ? x + h * n.W : x, is_inside ? n.W : 0, w_of(j0) + kw * n.dilation[1],
-                  n.stride[1], width, staged + (i - i0) * width);
+            stage(is_inside ? x + h * n.W : x, is_inside ? n.W : 0,
+                  w_of(j0) + kw * n.geometry.dilation[1], n.geometry.stride[1], width,
+                  staged + (i - i0) * width);
           }
-          take_larger(staged, static_cast<I>(kh * n.dilation[0] * n.W + kw * n.dilation[1]), count,
-                      largest, places);
+          take_larger(
+              staged,
+              static_cast<I>(kh * n.geometry.dilation[0] * n.W + kw * n.geometry.dilation[1]),
+              count, largest, places);
         }
       }
       for (int64_t i = i0; i < i1; ++i) {
-        const int64_t origin = h_of(i) * n.W - n.padding[1], at = (i - i0) * width;
+        const int64_t origin = h_of(i) * n.W - n.geometry.padding[1], at = (i - i0) * width;
         for (int64_t j = 0; j < width; ++j) {
           values[i * n.OW + j0 + j] = store<T>(largest[at + j]);
-          indices[i * n.OW + j0 + j] = origin + (j0 + j) * n.stride[1] + places[at + j];
+          indices[i * n.OW + j0 + j] = origin + (j0 + j) * n.geometry.stride[1] + places[at + j];
         }
       }
     }
@@ -93,7 +96,8 @@ template <class T>
 void max_pool_of(const PoolWindows& n, const T* x, T* values, int64_t* indices) {
   // Windows reach over the plane's edges by the padding.
   constexpr int64_t kMost = int64_t{1} << 31;
-  if (sizeof(Compute<T>) == 4 && (n.H + 2 * n.padding[0]) * n.W + n.padding[1] < kMost) {
+  if (sizeof(Compute<T>) == 4 &&
+      (n.H + 2 * n.geometry.padding[0]) * n.W + n.geometry.padding[1] < kMost) {
     max_pool_any<int32_t>(n, x, values, indices);
   } else {
     max_pool_any<int64_t>(n, x, values, indices);

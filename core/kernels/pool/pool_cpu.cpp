@@ -107,15 +107,7 @@ MaxPool max_pool(const Tensor& x, const int64_t (&kernel)[2], const ConvGeometry
                  raw::empty(with_plane(x.shape(), OH, OW), kI64, x.device())};
   if (x.is_meta() || result.values.numel() == 0) return result;
   const Tensor source = contiguous(x);
-  const PoolWindows windows{H,
-                            W,
-                            kernel[0],
-                            kernel[1],
-                            OH,
-                            OW,
-                            {geometry.stride[0], geometry.stride[1]},
-                            {geometry.padding[0], geometry.padding[1]},
-                            {geometry.dilation[0], geometry.dilation[1]}};
+  const PoolWindows windows{H, W, kernel[0], kernel[1], OH, OW, geometry};
   dispatch_floating(x.dtype(), "max_pool2d", [&]<class T>() {
     parallel_for(result.values.numel() / (OH * OW), plane_grain(H * W),
                  [&](int64_t begin, int64_t end) {
