@@ -14,6 +14,7 @@
 
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
+#include <tessera/core/held_signals.h>
 
 namespace tessera {
 namespace {
@@ -105,6 +106,7 @@ class Team {
     workers_.push_back(std::make_unique<Worker>());
     Worker* worker = workers_.back().get();
     worker->thread = std::thread([this, worker, part] {
+      HeldSignals::for_good();  // they are for the program's threads
       inside_loop = true;
       uint32_t seen = 0;
       while (true) {

@@ -192,6 +192,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"core/cuda/", "the GPU backend; devices are in device.h"},
     {"core/environment.h", "inside of the library"},
     {"core/functors.h", "formulas of kernels"},
+    {"core/held_signals.h", "inside of products and of loops' workers"},
     {"core/kernels/", "kernels; ops are in autograd/ops.h"},
     {"core/meta_memory.h", "inside of plans; accelerate/plan/training_plan.h is in it"},
     {"core/meta_storage.h", "inside of meta tensors; initial_values.h fills it"},

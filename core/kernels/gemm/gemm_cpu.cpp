@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #if defined(TESSERA_WITH_ONEDNN)
 #include <dnnl.h>
@@ -7,6 +8,7 @@
 #endif
 
 #include <tessera/core/dispatch.h>
+#include <tessera/core/held_signals.h>
 #include <tessera/core/kernels/common/scratch.h>
 #include <tessera/core/kernels/gemm/gemm.h>
 #include <tessera/core/kernels/gemm/gemm_tile.h>
@@ -110,8 +112,9 @@ void keep_library_to_isa() {
               "TESSERA_ISA, or set ONEDNN_MAX_CPU_ISA as well");
 }
 
-// sgemm on this thread alone. It would cut K by the number of threads that OpenMP offers, and so
-// change bits with it.
+// sgemm on this thread alone, whose signals are held: with AVX-512 some kernels of oneDNN 2.6 keep
+// their operands in the stack pointer's register, so that a handler's frame is written over the
+// heap. It would cut K by the number of threads that OpenMP offers, and so change bits with it.
 void sgemm_on_this_thread(const SgemmView& a_view, const SgemmView& b_view, int64_t m, int64_t n,
                           int64_t k, const void* a, const void* b, bool accumulate, void* c,
                           int64_t c_row_stride) {
@@ -160,6 +163,8 @@ void gemm_floating(const Gemm& p) {
 #endif
   const int64_t sum_bytes = in_place ? 0 : tiling.rows * tiling.columns * size_of(sum_dtype);
   Scratch scratch(tiles * p.batch, panel_bytes + sum_bytes);
+  std::optional<HeldSignals> held;  // workers hold theirs always
+  if (use_sgemm) held.emplace();
 
   parallel_for(tiles * p.batch, 1, [&](int64_t begin, int64_t end) {
     char* const slice = scratch.take();
