@@ -2,7 +2,7 @@
 #pragma once
 
 #include <tessera/core/kernels/common/isa.h>
-#include <tessera/core/kernels/conv/conv.h>
+#include <tessera/core/kernels/conv/geometry.h>
 
 namespace tessera::kernels {
 
