@@ -15,7 +15,8 @@ add_library(tessera_core_no_cuda core/cuda/none/backend_none.cpp core/cuda/none/
   core/cuda/gemm.cpp
   core/cuda/library_graph.cpp core/cuda/attention_graph.cpp core/cuda/conv_graph.cpp
   core/cuda/norm_graph.cpp ${without_cublaslt} ${without_cudnn})
-set_target_properties(tessera_core_no_cuda PROPERTIES EXPORT_NAME core_no_cuda POSITION_INDEPENDENT_CODE ON)
+set_target_properties(tessera_core_no_cuda PROPERTIES EXPORT_NAME core_no_cuda POSITION_INDEPENDENT_CODE ON
+  UNITY_BUILD ${TESSERA_UNITY})
 target_link_libraries(tessera_core_no_cuda PRIVATE $<BUILD_INTERFACE:tessera_compile> PUBLIC tessera_core)
 set(tessera_gpu tessera_core_no_cuda)
 

@@ -125,8 +125,12 @@ endif()
 target_compile_definitions(tessera_core PRIVATE ${tessera_simd_definitions})
 
 tessera_floor(autograd DEPENDS tessera_core)
-tessera_floor(nn DEPENDS tessera_autograd)
-target_link_libraries(tessera_nn PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+# Adapters, which models do without that are not fine-tuned.
+set(lora_sources lora.cpp lora_files.cpp)
+tessera_floor(nn DEPENDS tessera_autograd WITHOUT ${lora_sources})
+list(TRANSFORM lora_sources PREPEND nn/)
+tessera_library(lora DEPENDS tessera_nn SOURCES ${lora_sources})
+target_link_libraries(tessera_lora PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 tessera_floor(optim DEPENDS tessera_autograd)
 tessera_floor(data DEPENDS tessera_core)
 target_link_libraries(tessera_data PRIVATE ICU::uc $<$<BOOL:${TESSERA_STATIC}>:ICU::data> ZLIB::ZLIB
@@ -160,8 +164,8 @@ target_include_directories(tessera_checkpoint SYSTEM PRIVATE ${TESSERA_XXHASH_IN
 # writes its loop itself. The quickstart builds this and not the rest of the folder.
 tessera_library(process DEPENDS tessera_distributed
   SOURCES accelerate/process_control.cpp accelerate/rank_device.cpp accelerate/run.cpp)
-tessera_floor(accelerate DEPENDS tessera_process tessera_shard tessera_checkpoint tessera_data WITHOUT process_control.cpp
-  rank_device.cpp run.cpp)
+tessera_floor(accelerate DEPENDS tessera_lora tessera_process tessera_shard tessera_checkpoint tessera_data
+  WITHOUT process_control.cpp rank_device.cpp run.cpp)
 target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
   yaml-cpp protobuf::libprotobuf-lite PNG::PNG)
 # Messages of TensorBoard's event files, lite runtime; generated into the build folder.

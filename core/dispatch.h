@@ -145,9 +145,8 @@ TS_HD T store(C value) {
 namespace detail {
 
 template <class Where>
-[[noreturn, gnu::cold, gnu::noinline]] void fail_dispatch(DType dtype, const Where& where,
-                                                          const char* expected) {
-  fail<DTypeError>(where, "expects ", expected, "; got ", dtype, "; convert with to(dtype)");
+[[noreturn]] void fail_dispatch(DType dtype, const Where& where, const char* expected) {
+  TS_THROW(DTypeError, where, "expects ", expected, "; got ", dtype, "; convert with to(dtype)");
 }
 
 }  // namespace detail

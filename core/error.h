@@ -5,11 +5,13 @@
 // passes through it (add_context).
 #pragma once
 
-#include <concepts>
 #include <exception>
-#include <sstream>
+#include <initializer_list>
 #include <string>
 #include <string_view>
+#include <utility>
+
+#include <tessera/core/message.h>
 
 namespace tessera {
 
@@ -46,45 +48,26 @@ TS_ERROR_CLASS(IoError);      // the operating system refused: open, read, write
 
 namespace detail {
 
-// What can describe() itself stands in a message by that: a tensor as `dtype[shape] device`, not
-// with its values, which may lie on a GPU or be many.
-template <class Part>
-void append_part(std::ostream& out, const Part& part) {
-  if constexpr (requires {
-                  { part.describe() } -> std::convertible_to<std::string_view>;
-                }) {
-    out << part.describe();
-  } else {
-    out << part;
-  }
-}
-
-template <class... Args>
-std::string concatenate(const Args&... args) {
-  std::ostringstream out;
-  (append_part(out, args), ...);
-  return out.str();
-}
-
 // `where` of a check: a name, or anything with a `.name` (an Op record).
 inline std::string_view where_name(std::string_view name) { return name; }
 template <class Record>
 requires requires(const Record& record) { std::string_view(record.name); }
 std::string_view where_name(const Record& record) { return record.name; }
 
-template <class ErrorClass, class Where, class... Args>
-[[noreturn, gnu::cold, gnu::noinline]] void fail(const Where& where, const Args&... args) {
-  throw ErrorClass(concatenate(where_name(where), ": ", args...));
+template <class ErrorClass>
+[[noreturn, gnu::cold, gnu::noinline]] void fail(std::string_view where,
+                                                 std::initializer_list<MessagePart> parts) {
+  throw ErrorClass(std::string(where) + ": " + message_of(parts));
 }
 
 }  // namespace detail
 }  // namespace tessera
 
 // TS_CHECK_AS(ShapeError, a == b, "matmul", "inner dimensions differ: ", a, " and ", b);
-#define TS_CHECK_AS(ErrorClass, condition, where, ...)                      \
-  do {                                                                      \
-    if (!(condition)) [[unlikely]]                                          \
-      ::tessera::detail::fail<::tessera::ErrorClass>((where), __VA_ARGS__); \
+#define TS_CHECK_AS(ErrorClass, condition, where, ...) \
+  do {                                                 \
+    if (!(condition)) [[unlikely]]                     \
+      TS_THROW(ErrorClass, where, __VA_ARGS__);        \
   } while (false)
 
 #define TS_CHECK(condition, where, ...) TS_CHECK_AS(ValueError, condition, where, __VA_ARGS__)
@@ -93,5 +76,6 @@ template <class ErrorClass, class Where, class... Args>
 #define TS_CHECK_DEVICE(condition, where, ...) \
   TS_CHECK_AS(DeviceError, condition, where, __VA_ARGS__)
 #define TS_CHECK_INDEX(condition, where, ...) TS_CHECK_AS(IndexError, condition, where, __VA_ARGS__)
-#define TS_THROW(ErrorClass, where, ...) \
-  ::tessera::detail::fail<::tessera::ErrorClass>((where), __VA_ARGS__)
+#define TS_THROW(ErrorClass, where, ...)                                               \
+  ::tessera::detail::fail<::tessera::ErrorClass>(::tessera::detail::where_name(where), \
+                                                 {__VA_ARGS__})

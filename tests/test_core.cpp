@@ -5,13 +5,19 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
+#include <limits>
+#include <sstream>
+#include <string>
 #include <thread>
+#include <tuple>
 #include <type_traits>
 #include <vector>
 
 #include <tessera/core/block_arena.h>
 #include <tessera/core/context.h>
+#include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/page_return.h>
 #include <tessera/core/parallel.h>
@@ -258,6 +264,49 @@ TEST(Tensor, ItemsAreOfOneElement) {
   for (const Shape& shape : {Shape{2}, Shape{0}, Shape{1, 3}}) {
     EXPECT_THROW(raw::zeros(shape, kF32).item(), ShapeError);
   }
+}
+
+enum class Colour { kGreen };
+std::ostream& operator<<(std::ostream& out, Colour) { return out << "green"; }
+struct Described {
+  std::string describe() const { return "itself"; }
+};
+
+// Numbers as a stream writes them, to the last of each type.
+TEST(Messages, ReadAsAStreamWrites) {
+  const auto streamed = [](const auto& value) {
+    std::ostringstream out;
+    out << value;
+    return out.str();
+  };
+  const auto same = [&](const auto& value) {
+    EXPECT_EQ(tessera::detail::concatenate(value), streamed(value));
+  };
+  const auto same_for_limits = [&]<class T>(T) {
+    same(std::numeric_limits<T>::min());
+    same(std::numeric_limits<T>::max());
+    same(std::numeric_limits<T>::lowest());
+  };
+  std::apply([&](auto... zeros) { (same_for_limits(zeros), ...); },
+             std::tuple<int16_t, uint16_t, int, unsigned, int64_t, uint64_t, float, double>());
+  for (const double x : {0.0, -0.0, 1.0, 0.1, 1e5, 1e6, 123456.5, 1234567.0, 1e-4, 1e-5, -2.5e300,
+                         std::numeric_limits<double>::infinity(), std::nan(""), -std::nan("")}) {
+    same(x);
+    same(static_cast<float>(x));
+  }
+  same(true);
+  same('x');
+  same("text");
+  same(std::string("a\0b", 3));
+  same(static_cast<const void*>("somewhere"));
+  same(Shape{2, 3});
+  same(kBF16);
+  same(Colour::kGreen);
+  char letters[] = "not a literal";
+  const Tensor x = raw::empty({2, 3}, kF32);
+  EXPECT_EQ(tessera::detail::concatenate(letters, ' ', Described(), " of ", std::string_view("x")),
+            "not a literal itself of x");
+  EXPECT_EQ(tessera::detail::concatenate(x), x.describe());  // not its values
 }
 
 TEST(Views, ShareTheVersionUnlessTheyBecomeParameters) {

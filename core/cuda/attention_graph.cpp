@@ -11,22 +11,20 @@
 namespace tessera::gpu {
 namespace {
 
-template <class... Args>
-std::string text(const Args&... args) {
-  return tessera::detail::concatenate(args...);
-}
+using tessera::detail::concatenate;
 
 // Loads are of 16 bytes along the columns.
 std::string check_operand(const char* name, const AttentionOperand& x, bool written) {
-  if (x.data == nullptr) return text(name, " is missing");
-  if (x.column != 1) return text("the columns of ", name, " are ", x.column, " apart");
+  if (x.data == nullptr) return concatenate(name, " is missing");
+  if (x.column != 1) return concatenate("the columns of ", name, " are ", x.column, " apart");
   if (reinterpret_cast<uintptr_t>(x.data) % 16 != 0) {
-    return text(name, " does not begin at a multiple of 16 bytes");
+    return concatenate(name, " does not begin at a multiple of 16 bytes");
   }
   for (const int64_t stride : {x.batch, x.head, x.row}) {
-    if (stride % 8 != 0) return text(name, " has a stride that is no multiple of 8, ", stride);
+    if (stride % 8 != 0)
+      return concatenate(name, " has a stride that is no multiple of 8, ", stride);
     if (stride < 0 || (written && stride == 0)) {
-      return text(name, " has a stride of ", stride);
+      return concatenate(name, " has a stride of ", stride);
     }
   }
   return {};
@@ -36,16 +34,16 @@ std::string check_bias(const AttentionProblem& p) {
   const AttentionBias& x = p.bias;
   if (x.data == nullptr) return {};
   if (x.dtype != p.dtype && x.dtype != kF32) {
-    return text("a bias is f32 or ", p.dtype, ", not ", x.dtype);
+    return concatenate("a bias is f32 or ", p.dtype, ", not ", x.dtype);
   }
   if ((x.B != 1 && x.B != p.B) || (x.H != 1 && x.H != p.H) || (x.T != 1 && x.T != p.T)) {
-    return text("a bias of [", x.B, ", ", x.H, ", ", x.T, "] does not fit [", p.B, ", ", p.H, ", ",
-                p.T, "]");
+    return concatenate("a bias of [", x.B, ", ", x.H, ", ", x.T, "] does not fit [", p.B, ", ", p.H,
+                       ", ", p.T, "]");
   }
   const int64_t vector = 16 / size_of(x.dtype);
   for (const int64_t stride : {x.batch, x.head, x.row}) {
     if (stride < 0 || stride % vector != 0) {
-      return text("bias has a stride that is no multiple of ", vector, ", ", stride);
+      return concatenate("bias has a stride that is no multiple of ", vector, ", ", stride);
     }
   }
   if (reinterpret_cast<uintptr_t>(x.data) % 16 != 0) {
@@ -68,26 +66,27 @@ AttentionProblem backward_of(AttentionProblem p) {
 std::string validate(const AttentionProblem& p, int version) {
   if (const std::string reason = validate_library(version); !reason.empty()) return reason;
   if (p.dtype != kF16 && p.dtype != kBF16)
-    return text("the library takes f16 and bf16, not ", p.dtype);
+    return concatenate("the library takes f16 and bf16, not ", p.dtype);
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   for (const int64_t size : {p.B, p.H, p.Hk, p.T, p.S}) {
-    if (size < 1 || size > kMost) return text("sizes must be 1 to 2^31 - 1; one is ", size);
+    if (size < 1 || size > kMost) return concatenate("sizes must be 1 to 2^31 - 1; one is ", size);
   }
-  if (p.H % p.Hk != 0) return text(p.H, " heads do not share ", p.Hk);
+  if (p.H % p.Hk != 0) return concatenate(p.H, " heads do not share ", p.Hk);
   // Hopper's backward has tiles for 128 columns; forward goes to 256.
   const int64_t widest = p.backward ? 128 : 256;
   for (const int64_t width : {p.E, p.Ev}) {
     if (width < 8 || width > widest || width % 8 != 0) {
-      return text("head widths are multiples of 8 up to ", widest, "; got ", width);
+      return concatenate("head widths are multiples of 8 up to ", widest, "; got ", width);
     }
   }
-  if (!std::isfinite(p.scale)) return text("the scale is ", p.scale);
-  if (p.dropout < 0 || p.dropout >= 1) return text("dropout of ", p.dropout, " keeps nothing");
+  if (!std::isfinite(p.scale)) return concatenate("the scale is ", p.scale);
+  if (p.dropout < 0 || p.dropout >= 1)
+    return concatenate("dropout of ", p.dropout, " keeps nothing");
   if (p.has_lengths && version < 91000) {  // its padding graph takes one select more there
     return "keys of different lengths need cuDNN 9.10 or later";
   }
   if (p.backward && p.S % 128 != 0 && version <= 91500) {
-    return text("before cuDNN 9.15.1 backward takes keys in multiples of 128; got ", p.S);
+    return concatenate("before cuDNN 9.15.1 backward takes keys in multiples of 128; got ", p.S);
   }
   std::string reason = check_bias(p);
   const auto check = [&](const char* name, const AttentionOperand& x, bool written) {
@@ -300,20 +299,20 @@ LibraryGraph attention_graph(const AttentionProblem& problem) {
 
 std::string describe(const AttentionProblem& p) {
   const auto strides = [](const AttentionOperand& x) {
-    return text(" ", x.batch, ",", x.head, ",", x.row);
+    return concatenate(" ", x.batch, ",", x.head, ",", x.row);
   };
   const auto bits = [](double value) { return std::bit_cast<uint64_t>(value); };
-  std::string result =
-      text("attention ", p.backward ? "backward " : "forward ", p.dtype, " B", p.B, " H", p.H, "/",
-           p.Hk, " T", p.T, " S", p.S, " E", p.E, "/", p.Ev, " scale ", bits(p.scale));
+  std::string result = concatenate("attention ", p.backward ? "backward " : "forward ", p.dtype,
+                                   " B", p.B, " H", p.H, "/", p.Hk, " T", p.T, " S", p.S, " E", p.E,
+                                   "/", p.Ev, " scale ", bits(p.scale));
   if (p.causal) result += " causal";
   if (p.has_lengths) result += " lengths";
   if (p.bias.data != nullptr) {
     const AttentionBias& x = p.bias;
-    result += text(" bias ", x.dtype, " ", x.B, ",", x.H, ",", x.T, " ", x.batch, ",", x.head, ",",
-                   x.row);
+    result += concatenate(" bias ", x.dtype, " ", x.B, ",", x.H, ",", x.T, " ", x.batch, ",",
+                          x.head, ",", x.row);
   }
-  if (p.dropout > 0) result += text(" dropout ", bits(p.dropout));
+  if (p.dropout > 0) result += concatenate(" dropout ", bits(p.dropout));
   if (p.deterministic) result += " deterministic";
   if (p.log_sums != nullptr) result += " sums";
   result += strides(p.query) + strides(p.key) + strides(p.value) + strides(p.output);

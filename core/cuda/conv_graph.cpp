@@ -7,24 +7,21 @@
 namespace tessera::gpu {
 namespace {
 
-template <class... Args>
-std::string text(const Args&... args) {
-  return tessera::detail::concatenate(args...);
-}
+using tessera::detail::concatenate;
 
 std::string check_tensor(const char* name, const Shape& sizes, const void* data) {
-  if (sizes.size() != 4) return text(name, " has ", sizes.size(), " dimensions, not 4");
+  if (sizes.size() != 4) return concatenate(name, " has ", sizes.size(), " dimensions, not 4");
   int64_t elements = 1;
   for (const int64_t size : sizes) {
-    if (size < 1) return text(name, " has a size of ", size);
+    if (size < 1) return concatenate(name, " has a size of ", size);
     elements *= size;
     if (elements > std::numeric_limits<int32_t>::max()) {
-      return text(name, " has more than 2^31 - 1 elements");
+      return concatenate(name, " has more than 2^31 - 1 elements");
     }
   }
-  if (data == nullptr) return text(name, " is missing");
+  if (data == nullptr) return concatenate(name, " is missing");
   if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
-    return text(name, " does not begin at a multiple of 16 bytes");
+    return concatenate(name, " does not begin at a multiple of 16 bytes");
   }
   return {};
 }
@@ -34,15 +31,16 @@ std::string check_tensor(const char* name, const Shape& sizes, const void* data)
 std::string validate(const ConvProblem& p, int version) {
   if (std::string reason = validate_library(version); !reason.empty()) return reason;
   if (p.dtype != kF32 && p.dtype != kF16 && p.dtype != kBF16) {
-    return text("the library takes f32, f16 and bf16, not ", p.dtype);
+    return concatenate("the library takes f32, f16 and bf16, not ", p.dtype);
   }
-  if (p.tf32 && p.dtype != kF32) return text("tf32 is for f32 operands, they are ", p.dtype);
+  if (p.tf32 && p.dtype != kF32) return concatenate("tf32 is for f32 operands, they are ", p.dtype);
   std::string reason = check_tensor("x", p.x, p.x_data);
   if (reason.empty()) reason = check_tensor("the weight", p.weight, p.weight_data);
   if (reason.empty()) reason = check_tensor("y", p.y, p.y_data);
   if (!reason.empty()) return reason;
   if (p.groups < 1 || p.x[1] != p.weight[1] * p.groups || p.weight[0] % p.groups != 0) {
-    return text(p.groups, " groups do not divide ", p.x[1], " and ", p.weight[0], " channels");
+    return concatenate(p.groups, " groups do not divide ", p.x[1], " and ", p.weight[0],
+                       " channels");
   }
   return {};
 }
@@ -68,10 +66,12 @@ LibraryGraph conv_graph(const ConvProblem& p) {
 }
 
 std::string describe(const ConvProblem& p) {
-  const auto pair = [](const int64_t(&values)[2]) { return text(values[0], "x", values[1]); };
-  return text(name_of(p.op), " ", p.dtype, " x", p.x, " w", p.weight, " y", p.y, " stride ",
-              pair(p.window.stride), " padding ", pair(p.window.padding), " dilation ",
-              pair(p.window.dilation), " groups ", p.groups, p.tf32 ? " tf32" : "");
+  const auto pair = [](const int64_t(&values)[2]) {
+    return concatenate(values[0], "x", values[1]);
+  };
+  return concatenate(name_of(p.op), " ", p.dtype, " x", p.x, " w", p.weight, " y", p.y, " stride ",
+                     pair(p.window.stride), " padding ", pair(p.window.padding), " dilation ",
+                     pair(p.window.dilation), " groups ", p.groups, p.tf32 ? " tf32" : "");
 }
 
 GraphRequest conv_request(const ConvProblem& problem) {

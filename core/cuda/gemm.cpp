@@ -22,10 +22,7 @@ bool needs_bias(GemmEpilogue e) {
 }
 bool is_float8_problem(const GemmProblem& p) { return is_float8(p.a.dtype); }
 
-template <class... Args>
-std::string text(const Args&... args) {
-  return tessera::detail::concatenate(args...);
-}
+using tessera::detail::concatenate;
 
 bool is_aligned(const void* pointer, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
@@ -36,16 +33,18 @@ std::string check_matrix(const char* name, const GemmMatrix& x, int64_t rows, in
                          int64_t batch, bool written) {
   const int64_t inner = x.transposed ? rows : columns, outer = x.transposed ? columns : rows;
   if (x.leading < inner) {
-    return text(name, " has rows of ", inner, " elements ", x.leading, " apart");
+    return concatenate(name, " has rows of ", inner, " elements ", x.leading, " apart");
   }
-  if (x.batch_stride < 0) return text(name, " has a negative batch stride, ", x.batch_stride);
+  if (x.batch_stride < 0)
+    return concatenate(name, " has a negative batch stride, ", x.batch_stride);
   if (written && batch > 1 && x.batch_stride < (outer - 1) * x.leading + inner) {
-    return text("the matrices of ", name, " overlap: their batch stride is ", x.batch_stride);
+    return concatenate("the matrices of ", name, " overlap: their batch stride is ",
+                       x.batch_stride);
   }
-  if (x.data == nullptr) return text(name, " is missing");
+  if (x.data == nullptr) return concatenate(name, " is missing");
   if (!is_aligned(x.data, size_of(x.dtype))) {
-    return text(name, " lies at an address that is no multiple of its elements' ", size_of(x.dtype),
-                " bytes");
+    return concatenate(name, " lies at an address that is no multiple of its elements' ",
+                       size_of(x.dtype), " bytes");
   }
   return {};
 }
@@ -55,21 +54,22 @@ std::string check_dtypes(const GemmProblem& p) {
   const DType a = p.a.dtype, b = p.b.dtype, d = p.d.dtype;
   DType bias = d;
   if (is_float8(a) || is_float8(b)) {
-    if (!is_float8(a) || !is_float8(b)) return text("float8 meets ", is_float8(a) ? b : a);
+    if (!is_float8(a) || !is_float8(b)) return concatenate("float8 meets ", is_float8(a) ? b : a);
     if (a == kF8E5M2 && b == kF8E5M2) return "there is no product of f8e5m2 with f8e5m2";
     const bool narrow = d == kF8E4M3 || (d == kF8E5M2 && (a == kF8E5M2 || b == kF8E5M2));
-    if (d != kF32 && !is_16_bit(d) && !narrow) return text(a, " and ", b, " do not give ", d);
+    if (d != kF32 && !is_16_bit(d) && !narrow)
+      return concatenate(a, " and ", b, " do not give ", d);
     // There is no f32 bias beside float8 operands.
     bias = d == kF16 ? kF16 : kBF16;
   } else {
-    if (a != kF64 && a != kF32 && !is_16_bit(a)) return text("there is no product of ", a);
-    if (a != b) return text("a is ", a, " and b is ", b);
-    if (d != a && !(is_16_bit(a) && d == kF32)) return text(a, " operands do not give ", d);
+    if (a != kF64 && a != kF32 && !is_16_bit(a)) return concatenate("there is no product of ", a);
+    if (a != b) return concatenate("a is ", a, " and b is ", b);
+    if (d != a && !(is_16_bit(a) && d == kF32)) return concatenate(a, " operands do not give ", d);
   }
   if (needs_bias(p.epilogue) && p.bias_dtype != bias) {
-    return text("the bias must be ", bias, ", it is ", p.bias_dtype);
+    return concatenate("the bias must be ", bias, ", it is ", p.bias_dtype);
   }
-  if (p.tf32 && a != kF32) return text("tf32 is for f32 operands, they are ", a);
+  if (p.tf32 && a != kF32) return concatenate("tf32 is for f32 operands, they are ", a);
   return {};
 }
 
@@ -86,16 +86,16 @@ std::string check_scales(const GemmProblem& p) {
   const bool along_k =
       changes_along_k(a) && changes_along_k(b) && !(a == kSquares && b == kSquares);
   if (!outer && !along_k) {
-    return text("there is no product of ", name_of(a), " scales with ", name_of(b), " ones");
+    return concatenate("there is no product of ", name_of(a), " scales with ", name_of(b), " ones");
   }
-  if (p.batch > 1) return text(name_of(a), " scales serve one product, not a batch");
-  if (is_float8(p.d.dtype)) return text(name_of(a), " scales do not give ", p.d.dtype);
+  if (p.batch > 1) return concatenate(name_of(a), " scales serve one product, not a batch");
+  if (is_float8(p.d.dtype)) return concatenate(name_of(a), " scales do not give ", p.d.dtype);
   for (const void* scale : {p.a_scale, p.b_scale}) {
-    if (scale == nullptr) return text(name_of(a), " scales are missing");
+    if (scale == nullptr) return concatenate(name_of(a), " scales are missing");
     if (!is_aligned(scale, 16)) return "the scales must begin at a multiple of 16 bytes";
   }
   if (p.epilogue != GemmEpilogue::kNone && p.epilogue != GemmEpilogue::kBias) {
-    return text(name_of(a), " scales have no epilogue ", name_of(p.epilogue));
+    return concatenate(name_of(a), " scales have no epilogue ", name_of(p.epilogue));
   }
   if (along_k && p.fast_accumulation) {
     return "fast accumulation has no scales that change along K";
@@ -119,8 +119,8 @@ std::string check_float8(const GemmProblem& p) {
     return "float8 needs a by rows and b by columns, so that K lies along memory in both";
   }
   if (p.M % 16 != 0 || p.N % 16 != 0 || p.K % 16 != 0) {
-    return text("float8 needs M, N and K to be multiples of 16; they are ", p.M, ", ", p.N, ", ",
-                p.K);
+    return concatenate("float8 needs M, N and K to be multiples of 16; they are ", p.M, ", ", p.N,
+                       ", ", p.K);
   }
   for (const GemmMatrix* x : {&p.a, &p.b, &p.d}) {
     const int64_t size = size_of(x->dtype);
@@ -131,7 +131,7 @@ std::string check_float8(const GemmProblem& p) {
   }
   if (is_float8(p.d.dtype) && p.beta != 0) return "a float8 result cannot be added to";
   if (!is_float8(p.d.dtype) && p.d_scale != nullptr) {
-    return text("a result of ", p.d.dtype, " has no scale");
+    return concatenate("a result of ", p.d.dtype, " has no scale");
   }
   return check_scales(p);
 }
@@ -142,23 +142,25 @@ std::string check_epilogue(const GemmProblem& p) {
     return p.bias == nullptr && p.aux.data == nullptr ? std::string()
                                                       : "there is a bias or aux without epilogue";
   }
-  if (p.a.dtype == kF64) return text("f64 has no epilogue ", name_of(e));
-  if (p.batch > 1) return text("the epilogue ", name_of(e), " serves one product, not a batch");
+  if (p.a.dtype == kF64) return concatenate("f64 has no epilogue ", name_of(e));
+  if (p.batch > 1)
+    return concatenate("the epilogue ", name_of(e), " serves one product, not a batch");
   if (needs_bias(e) != (p.bias != nullptr)) {
-    return text("the epilogue ", name_of(e), needs_bias(e) ? " needs a bias" : " has no bias");
+    return concatenate("the epilogue ", name_of(e),
+                       needs_bias(e) ? " needs a bias" : " has no bias");
   }
   if (p.bias != nullptr && !is_aligned(p.bias, size_of(p.bias_dtype))) {
     return "the bias lies at an address that is no multiple of its elements";
   }
   const bool of_operand = e == GemmEpilogue::kBiasGradOfA || e == GemmEpilogue::kBiasGradOfB;
-  if (of_operand && is_float8_problem(p)) return text("float8 has no epilogue ", name_of(e));
+  if (of_operand && is_float8_problem(p)) return concatenate("float8 has no epilogue ", name_of(e));
   if (p.aux.data == nullptr) {
-    return needs_aux(e) ? text("the epilogue ", name_of(e), " needs aux") : std::string();
+    return needs_aux(e) ? concatenate("the epilogue ", name_of(e), " needs aux") : std::string();
   }
-  if (!has_gelu(e)) return text("the epilogue ", name_of(e), " has no aux");
+  if (!has_gelu(e)) return concatenate("the epilogue ", name_of(e), " has no aux");
   const bool narrow = p.d.dtype == kF8E4M3 && p.aux.dtype == kF16;
   if (p.aux.dtype != p.d.dtype && !narrow) {
-    return text("aux must be ", p.d.dtype, " as the result is, it is ", p.aux.dtype);
+    return concatenate("aux must be ", p.d.dtype, " as the result is, it is ", p.aux.dtype);
   }
   if (p.aux.transposed || p.aux.leading % 8 != 0 || !is_aligned(p.aux.data, 16)) {
     return "aux needs rows a multiple of 8 elements apart that begin at a multiple of 16 bytes";
@@ -198,8 +200,8 @@ std::string validate(const GemmProblem& p) {
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
   for (const int64_t size : {p.M, p.N, p.K, p.batch}) {
     if (size < 1 || size > kLargest) {
-      return text("sizes must be in [1, 2^31); they are ", p.M, " x ", p.N, " x ", p.K, ", ",
-                  p.batch, " of them");
+      return concatenate("sizes must be in [1, 2^31); they are ", p.M, " x ", p.N, " x ", p.K, ", ",
+                         p.batch, " of them");
     }
   }
   if (p.d.transposed) return "the result must lie by rows";

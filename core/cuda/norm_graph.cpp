@@ -8,25 +8,22 @@
 namespace tessera::gpu {
 namespace {
 
-template <class... Args>
-std::string text(const Args&... args) {
-  return tessera::detail::concatenate(args...);
-}
+using tessera::detail::concatenate;
 
 }  // namespace
 
 std::string validate(const NormProblem& p, int version) {
   if (std::string reason = validate_library(version); !reason.empty()) return reason;
   if (p.dtype != kF32 && p.dtype != kF16 && p.dtype != kBF16) {
-    return text("the library takes f32, f16 and bf16, not ", p.dtype);
+    return concatenate("the library takes f32, f16 and bf16, not ", p.dtype);
   }
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   for (const int64_t size : {p.N, p.C, p.S}) {
-    if (size < 1 || size > kMost) return text("sizes must be 1 to 2^31 - 1; one is ", size);
+    if (size < 1 || size > kMost) return concatenate("sizes must be 1 to 2^31 - 1; one is ", size);
   }
   // Engines read channels last: planes would be copied there and back through the workspace, which
   // is more traffic than own kernels have.
-  if (p.S > 1) return text("planes of ", p.S, " positions are copied to channels last");
+  if (p.S > 1) return concatenate("planes of ", p.S, " positions are copied to channels last");
   if (p.N > kMost / p.C || p.N * p.C > kMost / p.S) return "x has more than 2^31 - 1 elements";
   return {};
 }
@@ -56,8 +53,8 @@ LibraryGraph norm_graph(const NormProblem& p) {
 }
 
 std::string describe(const NormProblem& p) {
-  return text("batch_norm ", p.backward ? "backward " : "forward ", p.dtype, " N", p.N, " C", p.C,
-              " S", p.S, " eps ", std::bit_cast<uint64_t>(p.eps));
+  return concatenate("batch_norm ", p.backward ? "backward " : "forward ", p.dtype, " N", p.N, " C",
+                     p.C, " S", p.S, " eps ", std::bit_cast<uint64_t>(p.eps));
 }
 
 GraphRequest norm_request(const NormProblem& problem) {

@@ -5,15 +5,19 @@
 namespace tessera::gpu {
 namespace {
 
-constexpr const char* kReason =
+constexpr const char* kNoCublasLt =
     "this program was built without cuBLASLt; build it with nvcc and cublasLt.h";
 
 }  // namespace
 
 bool run_gemm(const GemmProblem&) { return false; }
 bool fused_gemm_wins(const GemmProblem&, const std::function<void()>&) { return false; }
-std::string gemm_library() { return std::string("products run on own kernels, as ") + kReason; }
-void try_gemm_descriptors(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
-int count_gemm_algorithms(const GemmProblem&) { TS_THROW(UnsupportedError, "cublasLt", kReason); }
+std::string gemm_library() { return std::string("products run on own kernels, as ") + kNoCublasLt; }
+void try_gemm_descriptors(const GemmProblem&) {
+  TS_THROW(UnsupportedError, "cublasLt", kNoCublasLt);
+}
+int count_gemm_algorithms(const GemmProblem&) {
+  TS_THROW(UnsupportedError, "cublasLt", kNoCublasLt);
+}
 
 }  // namespace tessera::gpu

@@ -75,7 +75,7 @@ class Odometer {
   int64_t offset_ = 0;
 };
 
-void check_dtype(const char* where, const Tensor& x) {
+void check_not_float8(const char* where, const Tensor& x) {
   TS_CHECK_DTYPE(!is_float8(x.dtype()), where, "does not calculate with float8; got ", x,
                  "; convert with to(dtype)");
 }
@@ -417,7 +417,7 @@ void check_extremum(const char* where, const Tensor& x, const Shape& dims) {
 
 Tensor reduce(const char* where, Fold fold, double p, const Tensor& x, const Shape& dims,
               bool keepdim, DType compute, DType dtype, const Tensor& shift, const Finish& finish) {
-  check_dtype(where, x);
+  check_not_float8(where, x);
   if (x.device().is_cuda()) {
     return on_cuda<kernels::reduce>(where, x.device(), where, fold, p, x, dims, keepdim, compute,
                                     dtype, shift, finish);
@@ -609,7 +609,7 @@ void scan(const Tensor& x, int dim, bool product, bool reverse, const Tensor& re
 
 Tensor scan_checked(const char* where, const Tensor& x, int dim, bool product, bool reverse,
                     DType dtype) {
-  check_dtype(where, x);
+  check_not_float8(where, x);
   const Tensor result = raw::empty(x.shape(), dtype, x.device());
   if (x.is_meta() || x.numel() == 0) return result;
   const Tensor source = contiguous(converted_for(x, dtype));
@@ -645,7 +645,7 @@ void find_extremum(const char* where, const Tensor& x, const Around& a, bool lar
 
 Extremum extremum(const Tensor& x, int dim, bool keepdim, bool largest) {
   const char* where = largest ? "max" : "min";
-  check_dtype(where, x);
+  check_not_float8(where, x);
   const Shape dims = x.dim() == 0 ? Shape{} : Shape{dim};
   const Shape shape = reduced_shape(x.shape(), dims, keepdim);
   Extremum result{raw::empty(shape, x.dtype(), x.device()), raw::empty(shape, kI64, x.device())};
