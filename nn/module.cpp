@@ -279,6 +279,42 @@ void detail::refuse_checkpoint(const ModuleBase& module, size_t argument) {
            "leave this module's calls as they are");
 }
 
+namespace detail {
+
+// As Module<Derived>::run does for other arguments.
+Tensor call_with_one_tensor(ModuleBase& module,
+                            Tensor (*forward)(ModuleBase& module, const Tensor& x),
+                            const Tensor& x) {
+  ModuleCall call(module);
+  try {
+    if (!call.has_hooks()) [[likely]]
+      return forward(module, x);
+    Tensor input = x;  // which hooks may change
+    const std::vector<Tensor*> inputs =
+        input.defined() ? std::vector<Tensor*>{&input} : std::vector<Tensor*>{};
+    call.before(inputs);
+    Tensor output;
+    {
+      std::optional<CheckpointScope> scope;
+      if (call.is_checkpointed()) {
+        const auto again = [forward](ModuleBase& same, const TensorList& values) {
+          forward(same, values.empty() ? Tensor() : values[0]);
+        };
+        scope.emplace(call.checkpoint(input.defined() ? TensorList{input} : TensorList{}, again));
+      }
+      output = forward(module, input);
+    }
+    const std::vector<Tensor*> outputs =
+        output.defined() ? std::vector<Tensor*>{&output} : std::vector<Tensor*>{};
+    call.after(inputs, outputs);
+    return output;
+  } catch (...) {
+    call.rethrow_named();
+  }
+}
+
+}  // namespace detail
+
 void ModuleCall::rethrow_named() const {
   // True for the innermost module that has a name.
   const auto first = [this](const void* error) {

@@ -457,6 +457,25 @@ struct MethodArgs<Result (Class::*)(Args...) const> : MethodArgs<Result (Class::
 template <class Derived, size_t I>
 using ForwardArg = typename MethodArgs<decltype(&Derived::forward)>::template At<I>;
 
+// Most calls give one tensor to a module and get one: they are one function for all modules, where
+// a file that includes the layers would compile theirs for each.
+using OneTensor = const Tensor&;
+template <class Derived>
+concept MapsOneTensor = requires(Derived& self, OneTensor x) {
+  requires std::same_as<ForwardArg<Derived, 0>, OneTensor>;
+  { self.forward(x) } -> std::same_as<Tensor>;
+};
+Tensor call_with_one_tensor(ModuleBase& module,
+                            Tensor (*forward)(ModuleBase& module, const Tensor& x),
+                            const Tensor& x);
+
+template <class... Args>
+inline constexpr bool is_one_tensor = false;
+template <>
+inline constexpr bool is_one_tensor<Tensor&> = true;
+template <>
+inline constexpr bool is_one_tensor<const Tensor&> = true;
+
 }  // namespace detail
 
 // Base of every module: struct Mlp : nn::Module<Mlp>. Derived has a `forward` (or overloads) that
@@ -473,7 +492,9 @@ class Module : public ModuleBase {
   // Constness is that of the handle, as a Tensor's is: forward runs on a module that is const here.
   template <class... Args>
   auto operator()(Args&&... args) const {
-    if constexpr (requires(Derived & self) { self.forward(std::forward<Args>(args)...); }) {
+    if constexpr (detail::is_one_tensor<Args&&...> && detail::MapsOneTensor<Derived>) {
+      return call_with_one_tensor(args...);
+    } else if constexpr (requires(Derived & self) { self.forward(std::forward<Args>(args)...); }) {
       return run(
           [](Derived& self, auto&&... values) -> decltype(self.forward(
                                                   std::forward<decltype(values)>(values)...)) {
@@ -526,9 +547,11 @@ class Module : public ModuleBase {
   }
 
   Tensor call_tensor(const Tensor& x) override {
-    if constexpr (requires(Derived & self) {
-                    { self.forward(x) } -> std::convertible_to<Tensor>;
-                  }) {
+    if constexpr (detail::MapsOneTensor<Derived>) {
+      return call_with_one_tensor(x);
+    } else if constexpr (requires(Derived & self) {
+                           { self.forward(x) } -> std::convertible_to<Tensor>;
+                         }) {
       return (*this)(x);
     } else {
       TS_THROW(UnsupportedError, type_name(),
@@ -550,6 +573,15 @@ class Module : public ModuleBase {
   }
 
  private:
+  Tensor call_with_one_tensor(const Tensor& x) const {
+    return detail::call_with_one_tensor(
+        const_cast<Derived&>(static_cast<const Derived&>(*this)),
+        [](ModuleBase& module, const Tensor& input) {
+          return static_cast<Derived&>(module).forward(input);
+        },
+        x);
+  }
+
   template <class... Args>
   auto call_forward(Args&&... args) const {
     return this->template operator()<Args...>(std::forward<Args>(args)...);
