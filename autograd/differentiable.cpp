@@ -258,6 +258,9 @@ bool Saved::wants_column_sums(int input) const {
 void Saved::give_column_sums(int input, const Tensor& gradient, const Tensor& sums) const {
   leave_column_sums(node_.next_edges[static_cast<size_t>(input)], gradient, sums);
 }
+void Saved::give_parts(const Tensor& whole, std::span<const Tensor> parts) const {
+  leave_parts(whole, node_.next_edges, parts);
+}
 Tensor Saved::column_sums() const { return arrived_column_sums(0); }
 
 namespace {

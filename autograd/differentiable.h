@@ -89,6 +89,8 @@ class Saved {
   Tensor take_pending(int input) const;
   bool wants_column_sums(int input) const;
   void give_column_sums(int input, const Tensor& gradient, const Tensor& sums) const;
+  // The gradients that are about to be returned are parts of the output's, one for each input.
+  void give_parts(const Tensor& whole, std::span<const Tensor> parts) const;
   // [size of the last dimension], summed in f32 at least and rounded to the gradient's dtype.
   Tensor column_sums() const;
 

@@ -25,8 +25,9 @@ struct ColumnSums {
 
 struct NodeState {
   std::shared_ptr<Node> node;
-  int owed = 0;         // gradients still to come from nodes that run earlier
-  bool needed = false;  // leads to a wanted edge, where some are wanted
+  const TensorImpl* part = nullptr;  // the gradient of a leaf that is its part of another
+  int owed = 0;                      // gradients still to come from nodes that run earlier
+  bool needed = false;               // leads to a wanted edge, where some are wanted
   TensorList gradients;
   std::vector<std::pair<int, size_t>> captures;  // (output, position in the result)
   std::vector<ColumnSums> sums;                  // that came along with gradients
@@ -58,6 +59,8 @@ class Pass {
   bool wants_sums(const Edge& edge) const;
   void leave_sums(const Edge& edge, const Tensor& gradient, const Tensor& sums);
   Tensor arrived_sums(int index) const;
+  void leave_parts(const Tensor& whole, std::span<const Edge> edges, std::span<const Tensor> parts);
+  bool arrived_as_part() const { return part_; }
   bool arrived_ones(int index) const { return std::ranges::find(ones_, index) != ones_.end(); }
   // A backward inside a backward belongs to the outer one.
   Pass* const outer = current_pass;
@@ -80,6 +83,7 @@ class Pass {
   // Of the node that runs: what arrived with its gradients, and which of them are the first ones.
   std::vector<ColumnSums> arrived_;
   std::vector<int> ones_;
+  bool part_ = false;
   std::vector<uint32_t> root_versions_;
 };
 
@@ -167,7 +171,10 @@ void Pass::deliver(const Edge& edge, Tensor gradient, const Node* from) {
                      edge.node->output_metas.at(static_cast<size_t>(edge.index)), from);
   state.gradients.resize(edge.node->output_metas.size());
   Tensor& sum = state.gradients[static_cast<size_t>(edge.index)];
-  if (sum.defined()) forget_sums(state, edge.index);
+  if (sum.defined()) {
+    forget_sums(state, edge.index);
+    state.part = nullptr;
+  }
   accumulate(sum, std::move(gradient));
 }
 
@@ -180,6 +187,7 @@ Tensor Pass::take_pending(const Edge& edge) {
   const auto index = static_cast<size_t>(edge.index);
   if (index >= state.gradients.size()) return {};
   forget_sums(state, edge.index);
+  state.part = nullptr;
   return std::exchange(state.gradients[index], Tensor());
 }
 
@@ -204,6 +212,24 @@ Tensor Pass::arrived_sums(int index) const {
     if (one.index == index) return one.sums;
   }
   return {};
+}
+
+void Pass::leave_parts(const Tensor& whole, std::span<const Edge> edges,
+                       std::span<const Tensor> parts) {
+  const auto count = static_cast<int64_t>(parts.size());
+  if (whole.use_count() > 1 || whole.storage().use_count() > 1 + count ||
+      whole.storage()->is_foreign() || whole.storage()->bytes() != whole.nbytes()) {
+    return;
+  }
+  for (size_t i = 0; i < edges.size(); ++i) {
+    const auto* const leaf = dynamic_cast<const AccumulateGrad*>(edges[i].node.get());
+    if (leaf == nullptr || !parts[i].defined() || !parts[i].is_contiguous()) return;
+    if (leaf->hooks && !leaf->hooks->empty()) return;  // they see it, and may keep a view
+  }
+  for (size_t i = 0; i < edges.size(); ++i) {
+    const auto found = states_.find(edges[i].node.get());
+    if (found != states_.end()) found->second.part = parts[i].impl();
+  }
 }
 
 void Pass::run_node(NodeState& state) {
@@ -243,6 +269,7 @@ void Pass::run_node(NodeState& state) {
       }
     }
   }
+  part_ = gradients[0].defined() && gradients[0].impl() == state.part;
   arrived_ = std::move(state.sums);
   std::erase_if(arrived_, [&](const ColumnSums& one) {
     const Tensor& gradient = gradients[static_cast<size_t>(one.index)];
@@ -263,6 +290,7 @@ void Pass::run_node(NodeState& state) {
   }
   arrived_.clear();
   ones_.clear();
+  part_ = false;
   TS_CHECK_AS(AutogradError, next.size() == node.next_edges.size(), node.name(), "backward gave ",
               next.size(), " gradients for ", node.next_edges.size(), " inputs");
   if (anomaly_enabled()) check_anomaly(node, next);
@@ -338,6 +366,13 @@ void leave_column_sums(const Edge& edge, const Tensor& gradient, const Tensor& s
 }
 Tensor arrived_column_sums(int index) {
   return current_pass == nullptr || grad_enabled() ? Tensor() : current_pass->arrived_sums(index);
+}
+
+void leave_parts(const Tensor& whole, std::span<const Edge> edges, std::span<const Tensor> parts) {
+  if (current_pass != nullptr && !grad_enabled()) current_pass->leave_parts(whole, edges, parts);
+}
+bool arrived_as_part() {
+  return current_pass != nullptr && !grad_enabled() && current_pass->arrived_as_part();
 }
 
 bool arrived_ones(int index) {

@@ -36,7 +36,10 @@ TensorList run_backward(const EngineRequest& request);
 //   from the pass, and must be in the gradient that backward returns;
 // - to bring the sums over its rows along, where the op before it has a bias whose gradient they
 //   are (Op::bias). They count as long as the gradient arrives as it was sent, alone and unwritten:
-//   where a hook changes it or another is added, they are forgotten.
+//   where a hook changes it or another is added, they are forgotten;
+// - to say that the gradients that it returns are the parts of one that nobody else holds, each of
+//   them of its own elements: a leaf takes its part for `.grad` without a copy. Only where all of
+//   them are whole gradients of leaves, as nothing else keeps the storage then.
 //
 // Outside of a pass, and where backward is recorded, there is nothing to take and nobody who wants.
 Tensor take_pending_gradient(const Edge& edge);
@@ -45,6 +48,11 @@ bool wants_column_sums(const Edge& edge);
 void leave_column_sums(const Edge& edge, const Tensor& gradient, const Tensor& sums);
 // Of the gradient at output `index` of the node that runs; undefined where there are none.
 Tensor arrived_column_sums(int index);
+// The parts of `whole`, one for each of `edges` (undefined: none), as they are about to be
+// returned.
+void leave_parts(const Tensor& whole, std::span<const Edge> edges, std::span<const Tensor> parts);
+// Whether the gradient of the leaf that runs is such a part.
+bool arrived_as_part();
 // Whether that gradient is the ones with which the pass began: what a loss was calculated for.
 bool arrived_ones(int index);
 

@@ -6,7 +6,6 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/common/overlap.h>
-#include <tessera/core/placement_slot.h>
 #include <tessera/core/raw_views.h>
 
 namespace tessera {
@@ -22,17 +21,6 @@ struct NodeGraveyard {
 NodeGraveyard& graveyard() {
   thread_local NodeGraveyard instance;
   return instance;
-}
-
-// Two backwards on two threads may add to one leaf.
-std::mutex& leaf_mutex(const TensorImpl* leaf) {
-  static std::mutex mutexes[64];
-  return mutexes[(reinterpret_cast<uintptr_t>(leaf) >> 6) % 64];
-}
-
-bool owns_its_bytes(const Tensor& tensor) {
-  return tensor.use_count() == 1 && tensor.storage().use_count() == 1 &&
-         !tensor.storage()->is_foreign() && tensor.storage()->bytes() == tensor.nbytes();
 }
 
 // Where the elements of a view lie among those of its base. The strides are the base's own, so that
@@ -172,48 +160,6 @@ Node::~Node() {
     node.reset();  // its destructor adds what it pointed to
   }
   grave.draining = false;
-}
-
-AccumulateGrad::AccumulateGrad(const Tensor& leaf) : leaf_(leaf) {
-  // Runs as soon as its last contribution is there: gradients become ready early, one by one.
-  sequence = UINT64_MAX;
-  output_metas.push_back(TensorMeta::of(leaf));
-}
-
-TensorList AccumulateGrad::apply(TensorList grads) {
-  AutogradSlot& slot = ensure_autograd_slot(leaf_);
-  {
-    std::lock_guard lock(leaf_mutex(leaf_.impl()));
-    Tensor gradient = std::move(grads[0]);
-    const PlacementSlot* placement = placement_slot(leaf_);
-    if (!slot.grad.defined()) {
-      if (grad_enabled()) {
-        slot.grad = placement == nullptr ? gradient : view(gradient, gradient.shape());
-      } else if (slot.main_grad.defined()) {
-        copy_(slot.main_grad, gradient);
-        slot.grad = slot.main_grad;
-      } else {
-        // A gradient that nobody else holds becomes `.grad` without a copy.
-        const bool take = owns_its_bytes(gradient) && gradient.is_contiguous();
-        slot.grad = take ? std::move(gradient) : clone(gradient);
-        slot.grad.storage()->set_category(MemoryCategory::kGradient);
-      }
-      // The gradient of a part is a part; main_grad is its owner's object.
-      if (placement != nullptr && !slot.grad.is(slot.main_grad)) {
-        slot.grad.impl()->placement = placement->of_gradient();
-      }
-    } else if (grad_enabled()) {
-      check_whole(slot.grad, "backward with create_graph onto a .grad that is there");
-      slot.grad = add(slot.grad, gradient);
-    } else {
-      add_(placement == nullptr ? slot.grad : raw::alias(slot.grad), gradient);
-    }
-  }
-  if (slot.post_accumulate_hooks) {
-    const auto hooks = *slot.post_accumulate_hooks;  // a hook may remove itself
-    for (const PostAccumulateHook& hook : hooks) hook.call(leaf_);
-  }
-  return {};
 }
 
 AutogradSlot* autograd_slot(const Tensor& tensor) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -113,6 +114,8 @@ bool requires_grad(const Tensor& tensor);
 // The edge into which a gradient of `tensor` flows; empty where none is wanted. A view whose base
 // was written since gets its history made again here.
 Edge gradient_edge(const Tensor& tensor);
+// Held while a leaf's slot changes: two backwards on two threads may add to one leaf.
+std::mutex& leaf_mutex(const TensorImpl* leaf);
 // The node that adds to the `.grad` of a leaf, while a graph uses it.
 std::shared_ptr<AccumulateGrad> accumulator_of(const Tensor& leaf);
 // Makes `tensor` the output `index` of `node`.

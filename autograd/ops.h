@@ -492,6 +492,10 @@ struct UniqueResult {
 // The row padding_idx gets no gradient.
 [[nodiscard]] Tensor embedding(const Tensor& index, const Tensor& weight,
                                std::optional<int64_t> padding_idx = {});
+// embedding(index, weight) + other, of weight's dtype and broadcastable to the result: in one pass
+// where the rows of `other` repeat as those of positions do.
+[[nodiscard]] Tensor embedding_add(const Tensor& index, const Tensor& weight, const Tensor& other,
+                                   std::optional<int64_t> padding_idx = {});
 enum class BagMode { kSum, kMean, kMax };
 struct EmbeddingBagOptions {
   BagMode mode = BagMode::kMean;

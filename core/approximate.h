@@ -78,14 +78,29 @@ TS_HD Approximate exp(Approximate x) {
   return Approximate(detail::exp2_approximate(x.value * detail::kLog2E));
 }
 
+namespace detail {
+
+// R of normal_parts (math.h) over t = 1 / (1 + 0.305 a) with fewer terms: 2^-17.8 of it.
+TS_HD float normal_tail_approximate(float t) {
+  float q = -7.675649971e-02f;
+  q = ::fmaf(q, t, 2.012014985e-01f);
+  q = ::fmaf(q, t, -3.446612740e-03f);
+  q = ::fmaf(q, t, 1.402621269e-01f);
+  q = ::fmaf(q, t, 1.167413741e-01f);
+  q = ::fmaf(q, t, 1.219996661e-01f);
+  return q;
+}
+
+}  // namespace detail
+
 struct NormalPartsApproximate {
   Approximate cdf, bell;
 };
 TS_HD NormalPartsApproximate normal_parts(Approximate x) {
   const float a = ::fabsf(x.value);
   const float bell = detail::exp2_approximate(x.value * x.value * (-0.5f * detail::kLog2E));
-  const float t = detail::reciprocal_approximate(::fmaf(0.28125f, a, 1.0f));
-  const float tail = bell * (detail::normal_tail(t) * t);
+  const float t = detail::reciprocal_approximate(::fmaf(0.305f, a, 1.0f));
+  const float tail = bell * (detail::normal_tail_approximate(t) * t);
   return {Approximate(x.value < 0.0f ? tail : 1.0f - tail), Approximate(bell)};
 }
 

@@ -84,6 +84,11 @@ Float8Reader reader_of(const Linear& layer) {
 ReadBy::ReadBy(const Linear& reader)
     : scope_(Context::current().slot<Float8Reader>(), reader_of(reader)) {}
 
+Tensor embedding_add(Embedding& table, const Tensor& index, const Tensor& other) {
+  if (table.has_hooks()) return table(index) + other;
+  return tessera::embedding_add(index, table.weight, other, table.options.padding_idx);
+}
+
 ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor& residual,
                                  double drop) {
   if (norm.has_hooks()) {

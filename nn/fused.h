@@ -17,6 +17,7 @@
 #include <string>
 
 #include <tessera/autograd/ops.h>
+#include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
@@ -29,6 +30,9 @@ Tensor linear_gelu(Linear& layer, const Tensor& x, Gelu approximate = Gelu::kNon
 // outer(gelu(inner(x))).
 Tensor linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x,
                           Gelu approximate = Gelu::kNone);
+
+// table(index) + other: the rows of tokens and those of their positions.
+Tensor embedding_add(Embedding& table, const Tensor& index, const Tensor& other);
 
 // {x + residual, norm(x + residual)}, after dropout of x with probability `drop`.
 ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor& residual,

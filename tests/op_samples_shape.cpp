@@ -365,6 +365,17 @@ std::vector<OpRow> index_rows() {
                    {{integers(6, {2, 6}), normal({7, 4})}, R"({"padding_idx": 6})", 12},
                    {{integers(7, {0}), normal({7, 3})}}},
        .perf = Sample{{integers(8192, {4096}), normal({8192, 512})}}},
+      {.name = "embedding_add",
+       .parameters = "input, weight, other",
+       .call = [](const Args& in, Attrs& a) -> Result {
+         return embedding_add(in[0], in[1], in[2], a.maybe_integer("padding_idx"));
+       },
+       .samples = {{{integers(7, {5}), normal({7, 3}), normal({5, 3})}, "{}", 5},
+                   {{integers(6, {2, 6}), normal({7, 8}), normal({6, 8})}, R"({"padding_idx": 6})"},
+                   {{integers(6, {2, 6}), normal({7, 8}), normal({8})}},
+                   {{integers(6, {2, 3}), normal({7, 8}), normal({2, 3, 8})}},
+                   {{integers(6, {2, 3}), normal({7, 8}), normal({2, 1, 1})}}},
+       .perf = Sample{{integers(8192, {8, 512}), normal({8192, 512}), normal({512, 512})}}},
       {.name = "rotary_embedding",
        .parameters = "input, cos, sin",
        .call = [](const Args& in, Attrs& a) -> Result {

@@ -64,6 +64,70 @@ TEST(Backward, AGradientThatSharesItsStorageIsNotAddedToInPlace) {
   EXPECT_EQ(w.grad().to_vector(), (Values{2, 2}));
 }
 
+// Weights that are put together for one product: each gradient is its part of the product's.
+TEST(Backward, PartsOfAGradientBecomeThoseOfLeavesWithoutACopy) {
+  const auto matrix = [](int64_t rows, int64_t columns) {
+    return arange(1, rows * columns + 1, 1, kF64).view({rows, columns}).clone().set_requires_grad();
+  };
+  const auto leaves = [&] { return TensorList{matrix(2, 3), matrix(1, 3), matrix(4, 3)}; };
+  const auto address = [](const Tensor& x) { return static_cast<const char*>(x.data()); };
+  const Tensor factors = matrix(7, 3).detach();
+  const auto check = [&](const TensorList& x, bool parts) {
+    EXPECT_EQ(address(x[0].grad()) + 48 == address(x[1].grad()) &&
+                  address(x[1].grad()) + 24 == address(x[2].grad()),
+              parts);
+    EXPECT_EQ(cat({x[0].grad(), x[1].grad(), x[2].grad()}, 0).to_vector(), factors.to_vector());
+  };
+  const TensorList x = leaves();
+  mul(cat(x, 0), factors).sum().backward();
+  check(x, true);
+  EXPECT_NE(address(x[0].grad()), address(factors));
+  // One part is written; the others, and versions of them, stay.
+  const uint32_t before = x[1].grad().version();
+  mul_(x[0].grad(), 2);
+  EXPECT_EQ(x[1].grad().version(), before);
+  EXPECT_EQ(x[1].grad().to_vector(), factors.slice(0, 2, 3).to_vector());
+  mul_(x[0].grad(), 0.5);
+  // A second backward adds.
+  mul(cat(x, 0), factors).sum().backward();
+  EXPECT_EQ(x[2].grad().to_vector(), mul(factors.slice(0, 3, 7), 2).to_vector());
+
+  const TensorList given = leaves();  // the caller's tensor is nobody's gradient
+  cat(given, 0).backward(factors);
+  check(given, false);
+  EXPECT_NE(address(given[0].grad()), address(factors));
+
+  const TensorList kept = leaves();  // somebody holds the whole
+  const Tensor joined = cat(kept, 0);
+  joined.retain_grad();
+  mul(joined, factors).sum().backward();
+  check(kept, false);
+
+  const TensorList seen = leaves();  // a hook may hold a part
+  Tensor held;
+  register_hook(seen[1], [&](const Tensor& gradient) {
+    held = gradient.detach();
+    return Tensor();
+  });
+  mul(cat(seen, 0), factors).sum().backward();
+  check(seen, false);
+  mul_(seen[1].grad(), 2);
+  EXPECT_EQ(held.to_vector(), factors.slice(0, 2, 3).to_vector());
+
+  const TensorList columns = {matrix(2, 3), matrix(2, 1)};  // not in one piece
+  mul(cat(columns, 1), factors.slice(0, 0, 2).narrow(1, 0, 1)).sum().backward();
+  EXPECT_TRUE(columns[0].grad().is_contiguous());
+
+  const Tensor twice = matrix(2, 3);  // what meets is added up
+  mul(cat({twice, twice}, 0), factors.slice(0, 0, 4)).sum().backward();
+  EXPECT_EQ(twice.grad().to_vector(),
+            add(factors.slice(0, 0, 2), factors.slice(0, 2, 4)).to_vector());
+
+  const Tensor alone = matrix(1, 3);  // a large gradient is not kept for a small part of it
+  mul(cat({alone, matrix(6, 3).detach()}, 0), factors).sum().backward();
+  EXPECT_EQ(alone.grad().storage()->bytes(), alone.grad().nbytes());
+}
+
 TEST(Backward, NeedsAGraph) {
   EXPECT_THROW(tensor({1.0}).backward(), AutogradError);
   const Tensor x = leaf({1, 2});

@@ -301,6 +301,64 @@ TEST(Embedding, BackwardAddsRowsInOrderForAnyNumberOfThreads) {
   EXPECT_EQ(one.to_vector<float>(), expected) << "f32 sums in the order of the index, bit by bit";
 }
 
+TEST(Embedding, BackwardAddsOntoWhatIsThereWithOneRounding) {
+  const Tensor index = randint(0, 50, {3000}, kI64, RandomStream{1, 1});
+  for (const DType dtype : {kF32, kBF16, kF16}) {
+    const Tensor grad = randn({3000, 70}, {}, RandomStream{1, 2}).to(dtype);
+    const Tensor before = randn({60, 70}, {}, RandomStream{1, 3}).to(dtype);
+    const Tensor onto = before.clone();
+    EXPECT_TRUE(kernels::embedding_backward(grad, index, 60, 4, onto).is(onto));
+    const Tensor rows = kernels::embedding_backward(grad.to(kF64), index, 60, 4);
+    const Tensor expected = add(before.to(kF64), rows);
+    const double error = sub(onto.to(kF64), expected).div(add(abs(expected), 1)).abs().max().item();
+    EXPECT_LT(error, epsilon_of(dtype) + 60 * epsilon_of(kF32)) << name_of(dtype);
+    // Rows without a term keep their bits, and so does that of padding_idx.
+    for (const int64_t row : {4, 50, 59}) {
+      EXPECT_EQ(onto.select(0, row).to_vector(), before.select(0, row).to_vector());
+    }
+  }
+}
+
+// As the embedding and the head of a language model have.
+TEST(Embedding, ASharedWeightsGradientIsOneTensorAndNobodyElsesIsWritten) {
+  const Tensor places = view(list({1, 4, 1, 0}), {2, 2});
+  const Tensor c = leaf({5, 3}, 2).detach(), d = leaf({2, 2, 3}, 3).detach();
+  const Tensor rows = kernels::embedding_backward(d, places, 5, -1);
+  const Tensor weight = leaf({5, 3}), other = leaf({5, 3}, 4);
+  const auto loss = [&] {
+    const Tensor picked = embedding(places, weight);  // its backward is the later one
+    return sum(mul(picked, d)) + sum(mul(weight + other, c));
+  };
+  loss().backward();
+  EXPECT_EQ(other.grad().to_vector(), c.to_vector()) << "the sum gives both the same gradient";
+  EXPECT_EQ(weight.grad().to_vector(), add(c, rows).to_vector());
+  loss().backward();
+  EXPECT_EQ(weight.grad().to_vector(), mul(add(c, rows), 2).to_vector());
+  const Tensor alone = leaf({5, 3});
+  const Tensor picked = embedding(places, alone);
+  (sum(mul(picked, d)) + sum(mul(alone, c))).backward();
+  EXPECT_EQ(alone.grad().to_vector(), add(c, rows).to_vector());
+  EXPECT_GRADIENTS((TensorList{embedding(places, in[0]), mul(in[0], in[0])}), weight);
+}
+
+TEST(Embedding, AddsOtherRowsInOneOp) {
+  const Tensor places = view(list({1, 4, 1, 0}), {2, 2}), weight = leaf({5, 3});
+  for (const Shape& shape :
+       {Shape{3}, Shape{2, 3}, Shape{1, 2, 3}, Shape{2, 2, 3}, Shape{2, 1, 3}, Shape{1}, Shape{}}) {
+    const Tensor other = leaf(shape, 2);
+    EXPECT_EQ(embedding_add(places, weight, other).to_vector(),
+              add(embedding(places, weight), other).to_vector());
+    EXPECT_GRADIENTS({embedding_add(places, in[0], in[1])}, weight, other);
+  }
+  const Tensor table = ones({5, 3}).set_requires_grad();
+  embedding_add(places, table, ones({3}), -4).backward(ones({2, 2, 3}));
+  EXPECT_EQ(table.grad().to_vector(), (Values{1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1}));
+  EXPECT_EQ(embedding_add(places, weight.to(kBF16), leaf({3})).dtype(), kF64) << "as + has it";
+  EXPECT_THROW(embedding_add(places, weight, leaf({4})), ShapeError);
+  EXPECT_THROW(embedding_add(places, weight, leaf({3, 2, 2, 3})), ShapeError);
+  EXPECT_THROW(embedding_add(list({5}), weight, leaf({3})), IndexError);
+}
+
 TEST(Embedding, GradientsOfAnyOrderAreRightAndThePaddingRowHasNone) {
   const Tensor weight = leaf({5, 3}), places = view(list({1, 4, 1, 0}), {2, 2});
   EXPECT_GRADIENTS({embedding(places, in[0])}, weight);

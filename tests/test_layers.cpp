@@ -417,27 +417,29 @@ TEST(FusedModules, AreOneOpWhileNothingHangsOnTheModules) {
   Mlp mlp(4, 8, {.inner = "c_fc", .outer = "c_proj"});
   LayerNorm norm(4);
   Linear head(4, 5, {.bias = false});
+  Embedding table(5, 4);
   const Tensor x = random({3, 4}), target = zeros({3}, {.dtype = kI64});
   const auto ops = [&] {
     return ops_of([&] {
+      embedding_add(table, target, x);
       mlp(x);
       linear_gelu(mlp.inner, x);
       residual_layer_norm(norm, x, x);
       linear_cross_entropy(head, x, target);
     });
   };
-  const std::vector<std::string> fused = {"linear_cross_entropy", "linear_gelu",
+  const std::vector<std::string> fused = {"embedding_add", "linear_cross_entropy", "linear_gelu",
                                           "linear_gelu_linear", "residual_layer_norm"};
   EXPECT_EQ(ops(), fused);
   std::vector<HookHandle> hooks;
-  for (ModuleBase* one : std::initializer_list<ModuleBase*>{&mlp.outer, &norm, &head}) {
+  for (ModuleBase* one : std::initializer_list<ModuleBase*>{&mlp.outer, &norm, &head, &table}) {
     hooks.push_back(hook_that_only_looks(*one));
   }
-  EXPECT_EQ(ops(), (std::vector<std::string>{"add", "cross_entropy", "layer_norm", "linear",
-                                             "linear_gelu"}));
+  EXPECT_EQ(ops(), (std::vector<std::string>{"add", "cross_entropy", "embedding", "layer_norm",
+                                             "linear", "linear_gelu"}));
   hooks.push_back(hook_that_only_looks(mlp.inner));
-  EXPECT_EQ(ops(),
-            (std::vector<std::string>{"add", "cross_entropy", "gelu", "layer_norm", "linear"}));
+  EXPECT_EQ(ops(), (std::vector<std::string>{"add", "cross_entropy", "embedding", "gelu",
+                                             "layer_norm", "linear"}));
   for (HookHandle& hook : hooks) hook.remove();
   EXPECT_EQ(ops(), fused);
   EXPECT_EQ(mlp.state_dict().begin()->name, "c_fc.weight");

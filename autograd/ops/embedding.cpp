@@ -26,23 +26,71 @@ static Tensor embedding_backward(const Tensor& dy, const Tensor& index, int64_t 
       });
 }
 
+// The gradient of the weight: rows are added to what reached it before, as that of a head does that
+// has the same weight, where nobody else holds that.
+static Tensor embedding_gradient(const Tensor& dy, const Saved& s, int64_t rows,
+                                 int64_t padding_idx) {
+  const Tensor index = s.input(0);
+  if (!grad_enabled() && !dy.is_meta()) {
+    if (const Tensor pending = s.take_pending(1); pending.defined()) {
+      const bool alone = pending.use_count() == 1 && pending.storage().use_count() == 1 &&
+                         !pending.storage()->is_foreign() && pending.is_contiguous();
+      if (alone && pending.dtype() == dy.dtype()) {
+        return kernels::embedding_backward(dy, index, rows, padding_idx, pending);
+      }
+      return add(pending, embedding_backward(dy, index, rows, padding_idx));
+    }
+  }
+  return embedding_backward(dy, index, rows, padding_idx);
+}
+
+static void check_embedding(const Op& op, const Tensor& index, const Tensor& weight) {
+  check_defined(op, "index", index);
+  check_defined(op, "weight", weight);
+  TS_CHECK_SHAPE(weight.dim() == 2, op, "weight must be [V, C]; got ", weight);
+}
+
+// -1: none.
+static int64_t padding_row(const Op& op, const Tensor& weight, std::optional<int64_t> padding_idx) {
+  if (!padding_idx) return -1;
+  const int64_t rows = weight.size(0);
+  const int64_t padding = *padding_idx < 0 ? *padding_idx + rows : *padding_idx;
+  TS_CHECK_INDEX(padding >= 0 && padding < rows, op, "padding_idx ", *padding_idx,
+                 " is outside the ", rows, " rows of ", weight);
+  return padding;
+}
+
 const Op kEmbedding{.name = "embedding", .reads = {inputs(), inputs(0)}, .flops_per_element = 0};
 
 Tensor embedding(const Tensor& index, const Tensor& weight, std::optional<int64_t> padding_idx) {
-  check_defined(kEmbedding, "index", index);
-  check_defined(kEmbedding, "weight", weight);
-  TS_CHECK_SHAPE(weight.dim() == 2, kEmbedding, "weight must be [V, C]; got ", weight);
-  const int64_t rows = weight.size(0);
-  int64_t padding = -1;
-  if (padding_idx) {
-    padding = *padding_idx < 0 ? *padding_idx + rows : *padding_idx;
-    TS_CHECK_INDEX(padding >= 0 && padding < rows, kEmbedding, "padding_idx ", *padding_idx,
-                   " is outside the ", rows, " rows of ", weight);
-  }
+  check_embedding(kEmbedding, index, weight);
+  const int64_t rows = weight.size(0), padding = padding_row(kEmbedding, weight, padding_idx);
   return differentiable(
       kEmbedding, {index, weight}, [](Inputs in) { return kernels::embedding(in[0], in[1]); },
       [=](Grads dy, const Saved& s) -> TensorList {
-        return {Tensor(), embedding_backward(dy[0], s.input(0), rows, padding)};
+        return {Tensor(), embedding_gradient(dy[0], s, rows, padding)};
+      });
+}
+
+const Op kEmbeddingAdd{
+    .name = "embedding_add", .reads = {inputs(), inputs(0), inputs()}, .flops_per_element = 1};
+
+Tensor embedding_add(const Tensor& index, const Tensor& weight, const Tensor& other,
+                     std::optional<int64_t> padding_idx) {
+  check_embedding(kEmbeddingAdd, index, weight);
+  check_defined(kEmbeddingAdd, "other", other);
+  const int64_t rows = weight.size(0), padding = padding_row(kEmbeddingAdd, weight, padding_idx);
+  Shape shape = index.shape();
+  shape.push_back(weight.size(1));
+  TS_CHECK_SHAPE(broadcastable_to(other.shape(), shape), kEmbeddingAdd,
+                 "other must be broadcastable to ", shape, "; got ", other);
+  if (other.dtype() != weight.dtype()) return add(embedding(index, weight, padding_idx), other);
+  return differentiable(
+      kEmbeddingAdd, {index, weight, other},
+      [](Inputs in) { return kernels::embedding_add(in[0], in[1], in[2]); },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        return {Tensor(), s.needs(1) ? embedding_gradient(dy[0], s, rows, padding) : Tensor(),
+                s.needs(2) ? dy[0] : Tensor()};
       });
 }
 

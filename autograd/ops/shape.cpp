@@ -329,9 +329,14 @@ Tensor cat(const TensorList& tensors, int64_t dim) {
         TensorList grads(lengths.size());
         int64_t start = 0;
         for (size_t i = 0; i < lengths.size(); ++i) {
-          if (s.needs(static_cast<int>(i))) grads[i] = narrow(dy[0], d, start, lengths[i]);
+          if (s.needs(static_cast<int>(i))) {
+            // A view that is differentiable holds what it is a view of.
+            grads[i] = grad_enabled() ? narrow(dy[0], d, start, lengths[i])
+                                      : raw::narrow(dy[0], d, start, lengths[i]);
+          }
           start += lengths[i];
         }
+        s.give_parts(dy[0], grads);
         return grads;
       });
 }

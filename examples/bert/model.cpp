@@ -29,7 +29,8 @@ Tensor Embeddings::forward(const Tensor& ids, const Tensor& type_ids) {
   const Tensor positions = arange(0, T, 1, kI64, ids.device());
   const Tensor types = token_type_embeddings(
       type_ids.defined() ? type_ids : zeros({1}, {.dtype = kI64, .device = ids.device()}));
-  const Tensor sum = word_embeddings(ids) + types + position_embeddings(positions);
+  const Tensor sum =
+      nn::embedding_add(word_embeddings, ids, types + position_embeddings(positions));
   return dropout(norm(sum), config.dropout, is_training());
 }
 

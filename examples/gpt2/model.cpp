@@ -129,7 +129,8 @@ Tensor Transformer::forward(const Tensor& tokens, KvCache* cache) {
                  "tokens must be [batch, length] with at most ", config.context, " positions; got ",
                  tokens, " behind ", past, " tokens");
   const Tensor positions = arange(past, past + T, 1, kI64, tokens.device());
-  Stream stream{dropout(wte(tokens) + wpe(positions), config.dropout, is_training()), {}};
+  Stream stream{
+      dropout(nn::embedding_add(wte, tokens, wpe(positions)), config.dropout, is_training()), {}};
   for (size_t i = 0; i < h.size(); ++i) stream = h.at<Block>(i)(stream, cache);
   if (cache != nullptr) cache->advance(T);
   return add_and_normalise(stream, ln_f).normalized;

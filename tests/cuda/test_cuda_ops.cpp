@@ -15,6 +15,7 @@
 #include <tessera/core/cuda/backend.h>
 #include <tessera/core/cuda/emulation/race.h>
 #include <tessera/core/cuda/emulation/report.h>
+#include <tessera/core/kernels/embedding/embedding.h>
 #include <tessera/core/kernels/loss/linear_cross_entropy.h>
 
 #include "op_checks.h"
@@ -125,6 +126,59 @@ TEST(CudaViews, MadeBeforeAWriteHaveTheirGradients) {
     // 2 x^4 - x for the last two: 8 x^3 - 2 x, 24 x^2 - 2.
     EXPECT_EQ(first.to_vector(), (std::vector<double>{8, 60, 210}));
     EXPECT_EQ(grad(sum(first), TensorList{x})[0].to_vector(), (std::vector<double>{24, 94, 214}));
+  }
+}
+
+// Pieces of all widths, in vectors and one by one, more than one launch takes, with ones of
+// nothing.
+TEST(CudaCat, GivesTheValuesOfTheCpu) {
+  for (const DType dtype : {kF64, kF32, kBF16, kU8}) {
+    for (const int64_t unit : {1, 3, 16}) {
+      for (const int pieces : {1, 2, 15, 16, 17, 33, 40}) {
+        for (const int64_t dim : {0, 1, 2}) {
+          TensorList host, device;
+          for (int i = 0; i < pieces; ++i) {
+            Shape shape = {3, 2, 16};
+            shape[static_cast<int>(dim)] = unit * (i % 4);
+            host.push_back(arange(0, numel_of(shape)).add(i).to(dtype).reshape(shape));
+            device.push_back(host.back().to(cuda(0)));
+          }
+          SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << pieces << " pieces of "
+                                          << unit << " along " << dim);
+          EXPECT_EQ(cat(device, dim).to(kCpu).to_vector(), cat(host, dim).to_vector());
+        }
+      }
+    }
+  }
+  // A piece that does not begin at a vector, and rows that threads of two blocks have.
+  const Tensor x = arange(0, 70 * 16, 1, kF32).to(cuda(0));
+  const Tensor shifted = x.slice(0, 1, 1 + 69 * 16).view({69, 16});
+  const TensorList both = {shifted, x.slice(0, 0, 69 * 16).view({69, 16})};
+  EXPECT_EQ(cat(both, 1).to(kCpu).to_vector(),
+            cat({both[0].to(kCpu), both[1].to(kCpu)}, 1).to_vector());
+}
+
+// Rows with no term, a few, and so many that segments share them; onto zeros and onto what is
+// there.
+TEST(CudaEmbedding, SumsRowsAsTheCpuDoes) {
+  for (const DType dtype : {kF64, kF32, kBF16}) {
+    for (const int64_t C : {3, 16, 520}) {
+      for (const int64_t V : {1, 5, 700}) {
+        const Tensor index =
+            randint(0, std::max<int64_t>(1, V - 2), {500}, kI64, RandomStream{1, 1});
+        // Small whole numbers: sums are exact in any order.
+        const Tensor grad = randint(-2, 3, {500, C}, kI64, RandomStream{1, 2}).to(dtype);
+        const Tensor before = randint(-9, 9, {V, C}, kI64, RandomStream{1, 3}).to(dtype);
+        SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << V << " rows of " << C);
+        const Tensor there = grad.to(cuda(0)), index_there = index.to(cuda(0));
+        EXPECT_EQ(kernels::embedding_backward(there, index_there, V, 0).to(kCpu).to_vector(),
+                  kernels::embedding_backward(grad, index, V, 0).to_vector());
+        const Tensor onto = before.clone(), onto_there = before.to(cuda(0));
+        kernels::embedding_backward(grad, index, V, 0, onto);
+        kernels::embedding_backward(there, index_there, V, 0, onto_there);
+        EXPECT_EQ(onto_there.to(kCpu).to_vector(), onto.to_vector());
+      }
+    }
   }
 }
 

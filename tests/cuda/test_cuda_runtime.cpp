@@ -512,8 +512,10 @@ TEST(CudaKernels, GiveTheBitsOfTheCpuWhereTheFormulaIsShared) {
   const Tensor x = randn({37, 53});
   for (const DType dtype : {kF32, kBF16, kF16}) {
     const Tensor host = kernels::convert(x, dtype), there = host.to(cuda(0));
-    EXPECT_EQ(kernels::unary<fn::Gelu>(there).to_vector(),
-              kernels::unary<fn::Gelu>(host).to_vector());
+    if (dtype == kF32) {  // 16 bits have a formula of their own: core/approximate.h
+      EXPECT_EQ(kernels::unary<fn::Gelu>(there).to_vector(),
+                kernels::unary<fn::Gelu>(host).to_vector());
+    }
     EXPECT_EQ(kernels::unary<fn::Exp>(there).to_vector(),
               kernels::unary<fn::Exp>(host).to_vector());
     EXPECT_EQ(kernels::unary<fn::Sin>(there).to_vector(),

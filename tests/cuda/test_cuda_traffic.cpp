@@ -92,6 +92,21 @@ TEST_F(CudaTraffic, OfCopiesConversionsAndFills) {
   }
 }
 
+TEST_F(CudaTraffic, OfTensorsPutTogether) {
+  for (const DType dtype : {kF64, kF32, kBF16, kU8}) {
+    SCOPED_TRACE(name_of(dtype));
+    const auto zeros_of = [&](const Shape& shape) {
+      return zeros(shape, {.dtype = dtype, .device = cuda(0)});
+    };
+    const Tensor x = zeros_of({48, 16}), y = zeros_of({48, 32}), z = zeros_of({48, 5});
+    expect_declared([&] { cat({x, y}, 1); }, {"cat"});
+    expect_declared([&] { cat({x, z, y}, 1); }, {"cat"});
+    expect_declared([&] { cat({x, x, x.narrow(0, 1, 5), x.narrow(0, 0, 3)}, 0); }, {"cat"});
+    expect_declared([&] { cat({x.t(), y.t()}, 0); }, {"copy", "copy"});
+    expect_declared([&] { cat({y.view({-1}), z.view({-1})}, 0); }, {"cat"});
+  }
+}
+
 TEST_F(CudaTraffic, OfNorms) {
   for (const DType dtype : {kF32, kBF16}) {
     for (const int64_t width : {5, 96, 768, 2100}) {

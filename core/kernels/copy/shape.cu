@@ -1,6 +1,8 @@
 #include <tessera/core/kernels/copy/shape.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <utility>
 #include <vector>
 
 #include <tessera/core/cuda/graph.h>
@@ -16,18 +18,125 @@ namespace {
 
 constexpr int kBlock = 256;
 
-// Made of copies into views: the copy kernels move 16 bytes a thread where layouts allow it.
+template <class F>
+void with_bits(int64_t size, const F& f) {
+  switch (size) {
+    case 1:
+      return f.template operator()<uint8_t>();
+    case 2:
+      return f.template operator()<uint16_t>();
+    case 4:
+      return f.template operator()<uint32_t>();
+    default:
+      return f.template operator()<uint64_t>();
+  }
+}
+
+// Contiguous tensors side by side: a launch writes up to kPieces of them, a thread a vector of
+// kWidth elements. Word: of counts of vectors in a piece.
+constexpr int kPieces = 16;
+template <class Word>
+struct Pieces {
+  struct Piece {
+    const void* from;
+    int64_t vectors;       // in all
+    int64_t first_column;  // where it begins in the result's rows, in vectors
+    DivisorOf<Word> columns;
+    unsigned first_block;
+  };
+  int count = 0;
+  int64_t columns = 0;  // of the result
+  Piece pieces[kPieces];
+};
+
+template <class B, int kWidth, class Word>
+__global__ void __launch_bounds__(kBlock) cat_kernel(B* y, const Pieces<Word> all) {
+  int p = 0;
+  while (p + 1 < all.count && blockIdx.x >= all.pieces[p + 1].first_block) ++p;
+  const auto& piece = all.pieces[p];
+  const int64_t i = int64_t{blockIdx.x - piece.first_block} * blockDim.x + threadIdx.x;
+  if (i >= piece.vectors) return;
+  const Word row = piece.columns.quotient(static_cast<Word>(i));
+  const int64_t column = i - static_cast<int64_t>(row) * static_cast<int64_t>(piece.columns.value);
+  const int64_t to = static_cast<int64_t>(row) * all.columns + piece.first_column + column;
+  gpu::store_vector(y + to * kWidth,
+                    gpu::load_vector<kWidth>(static_cast<const B*>(piece.from) + i * kWidth));
+}
+
+// What reads of tensors touch that may be views of one memory.
+int64_t distinct_bytes(std::span<const Tensor> tensors) {
+  std::vector<std::pair<uintptr_t, uintptr_t>> ranges;
+  for (const Tensor& x : tensors) {
+    const auto begin = reinterpret_cast<uintptr_t>(x.data());
+    ranges.emplace_back(begin, begin + static_cast<uintptr_t>(x.nbytes()));
+  }
+  std::sort(ranges.begin(), ranges.end());
+  int64_t bytes = 0;
+  uintptr_t reach = 0;
+  for (const auto& [begin, end] : ranges) {
+    if (end <= reach) continue;
+    bytes += static_cast<int64_t>(end - std::max(begin, reach));
+    reach = end;
+  }
+  return bytes;
+}
+
+template <class B, int kWidth, class Word>
+void join_pieces(const Tensor& result, std::span<const Tensor> tensors, int64_t rows) {
+  int64_t column = 0;
+  for (size_t first = 0; first < tensors.size(); first += kPieces) {
+    const auto some = tensors.subspan(first, std::min<size_t>(kPieces, tensors.size() - first));
+    Pieces<Word> all;
+    all.columns = result.numel() / rows / kWidth;
+    unsigned blocks = 0;
+    const int64_t before = column;
+    for (const Tensor& x : some) {
+      if (x.numel() == 0) continue;
+      const int64_t vectors = x.numel() / kWidth;
+      all.pieces[all.count++] = {x.data(), vectors, column,
+                                 DivisorOf<Word>(static_cast<Word>(vectors / rows)), blocks};
+      column += vectors / rows;
+      blocks += gpu::blocks(vectors, kBlock);
+    }
+    if (blocks == 0) continue;
+    const int64_t written = (column - before) * rows * kWidth * static_cast<int64_t>(sizeof(B));
+    gpu::launch({.name = "cat",
+                 .grid = blocks,
+                 .block = kBlock,
+                 .traffic = {distinct_bytes(some), written}},
+                cat_kernel<B, kWidth, Word>, static_cast<B*>(result.data()), all);
+  }
+}
+
 Tensor cat_cuda(std::span<const Tensor> tensors, int dim) {
   Shape shape = tensors[0].shape();
   shape[dim] = 0;
   for (const Tensor& x : tensors) shape[dim] += x.shape()[dim];
   const Tensor result = raw::empty(shape, tensors[0].dtype(), tensors[0].device());
-  int64_t at = 0;
+  if (result.numel() == 0) return result;
+  const int64_t rows = numel_of(shape.slice(0, dim)), size = size_of(result.dtype());
+  bool contiguous = true, vectors = is_aligned(result.data());
   for (const Tensor& x : tensors) {
-    const int64_t size = x.shape()[dim];
-    if (x.numel() > 0) copy_into(raw::narrow(result, dim, at, size), x);
-    at += size;
+    contiguous = contiguous && x.is_contiguous();
+    vectors = vectors && is_aligned(x.data()) && x.numel() / rows * size % 16 == 0;
   }
+  if (!contiguous) {  // copies into views, which read any layout in vectors where they can
+    int64_t at = 0;
+    for (const Tensor& x : tensors) {
+      const int64_t length = x.shape()[dim];
+      if (x.numel() > 0) copy_into(raw::narrow(result, dim, at, length), x);
+      at += length;
+    }
+    return result;
+  }
+  with_bits(size, [&]<class B>() {
+    constexpr int kWidth = 16 / sizeof(B);
+    const bool wide = result.numel() > INT32_MAX;
+    const auto join =
+        vectors ? (wide ? join_pieces<B, kWidth, uint64_t> : join_pieces<B, kWidth, uint32_t>)
+                : (wide ? join_pieces<B, 1, uint64_t> : join_pieces<B, 1, uint32_t>);
+    join(result, tensors, rows);
+  });
   return result;
 }
 
@@ -81,20 +190,6 @@ __global__ void take_kernel(const B* x, const int64_t* table, B* y, int64_t tota
     offset += (at.maps[d] < 0 ? index : table[at.maps[d] + index]) * at.strides[d];
   }
   y[i] = x[offset];
-}
-
-template <class F>
-void with_bits(int64_t size, const F& f) {
-  switch (size) {
-    case 1:
-      return f.template operator()<uint8_t>();
-    case 2:
-      return f.template operator()<uint16_t>();
-    case 4:
-      return f.template operator()<uint32_t>();
-    default:
-      return f.template operator()<uint64_t>();
-  }
 }
 
 Tensor take_cuda(const Tensor& x, std::span<const std::vector<int64_t>> maps) {

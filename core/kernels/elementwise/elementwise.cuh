@@ -16,6 +16,7 @@
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/elementwise/elementwise_loops.h>
 #include <tessera/core/kernels/common/strided.cuh>
+#include <tessera/core/kernels/common/vector_lanes.cuh>
 
 namespace tessera::kernels {
 
@@ -53,9 +54,7 @@ TS_DEVICE void load_group(const DevicePort<C>& port, const DeviceWalk<kOperands>
   }
   if (port.vectors && count == kGroup) {
     with_lane_dtype<C>(port.dtype, [&]<class T>() {
-      const auto vector = gpu::load_vector<kGroup>(static_cast<const T*>(port.data) + position);
-      TS_UNROLL
-      for (int i = 0; i < kGroup; ++i) values[i] = load<C>(vector.values[i]);
+      unpack(gpu::load_vector<kGroup>(static_cast<const T*>(port.data) + position), values);
     });
     return;
   }
@@ -79,10 +78,7 @@ TS_DEVICE void store_group(const DevicePort<R>& port, const DeviceWalk<kOperands
   void* const data = const_cast<void*>(port.data);
   if (port.vectors && count == kGroup) {
     with_lane_dtype<R>(port.dtype, [&]<class T>() {
-      gpu::Vector<T, kGroup> vector;
-      TS_UNROLL
-      for (int i = 0; i < kGroup; ++i) vector.values[i] = store<T>(values[i]);
-      gpu::store_vector(static_cast<T*>(data) + position, vector);
+      gpu::store_vector(static_cast<T*>(data) + position, pack<T>(values));
     });
     return;
   }
@@ -170,17 +166,17 @@ inline constexpr double kInstructions = 0;
 template <class F>
 inline constexpr double kApproximateInstructions = 0;
 template <>
-inline constexpr double kApproximateInstructions<fn::GeluTanh> = 22;
+inline constexpr double kApproximateInstructions<fn::GeluTanh> = 21;
 template <>
-inline constexpr double kApproximateInstructions<fn::GeluTanhGrad> = 33;
+inline constexpr double kApproximateInstructions<fn::GeluTanhGrad> = 32;
 template <>
-inline constexpr double kApproximateInstructions<fn::Gelu> = 32;
+inline constexpr double kApproximateInstructions<fn::Gelu> = 28;
 template <>
-inline constexpr double kApproximateInstructions<fn::GeluGrad> = 39;
+inline constexpr double kApproximateInstructions<fn::GeluGrad> = 35;
 template <>
-inline constexpr double kApproximateInstructions<fn::Silu> = 19;
+inline constexpr double kApproximateInstructions<fn::Silu> = 15;
 template <>
-inline constexpr double kApproximateInstructions<fn::SiluGrad> = 26;
+inline constexpr double kApproximateInstructions<fn::SiluGrad> = 24;
 template <>
 inline constexpr double kInstructions<fn::GeluTanh> = 37;
 template <>

@@ -5,17 +5,90 @@
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/index/index.h>
 #include <tessera/core/kernels/sort/device_sort.h>
 #include <tessera/core/kernels/common/rows.cuh>
 #include <tessera/core/kernels/common/strided.cuh>
+#include <tessera/core/kernels/common/vector_lanes.cuh>
 
 namespace tessera::kernels {
 namespace {
 
 constexpr int kBlock = 256;
+
+// A thread a vector of a row: columns are vectors in a row, period those rows of `other` that
+// repeat.
+template <class T, int kWidth, class Word>
+__global__ void __launch_bounds__(kBlock)
+    embedding_add_kernel(const int64_t* places, const T* weight, const T* other, T* y,
+                         int64_t total, const DivisorOf<Word> columns,
+                         const DivisorOf<Word> period) {
+  using A = Compute<T>;
+  const int64_t i = gpu::first_index();
+  if (i >= total) return;
+  const Word row = columns.quotient(static_cast<Word>(i));
+  const int64_t C = static_cast<int64_t>(columns.value) * kWidth;
+  const int64_t c = (i - static_cast<int64_t>(row) * static_cast<int64_t>(columns.value)) * kWidth;
+  const Word repeated = row - period.quotient(row) * period.value;
+  A sums[kWidth], added[kWidth];
+  unpack(gpu::load_vector<kWidth>(weight + places[row] * C + c), sums);
+  unpack(gpu::load_vector<kWidth>(other + static_cast<int64_t>(repeated) * C + c), added);
+  TS_UNROLL
+  for (int j = 0; j < kWidth; ++j) sums[j] = fn::Add{}(sums[j], added[j]);
+  gpu::store_vector(y + i * kWidth, pack<T>(sums));
+}
+
+// Rows of `other`, one after the other, that repeat below those of a result of `shape`; 0: they are
+// laid out otherwise.
+int64_t period_of(const Tensor& other, const Shape& shape) {
+  if (!other.is_contiguous() || other.size(-1) != shape.back()) return 0;
+  int d = 0;
+  while (d < other.dim() - 1 && other.shape()[d] == 1) ++d;
+  for (int i = d; i < other.dim(); ++i) {
+    if (other.shape()[i] != shape[shape.size() - other.dim() + i]) return 0;
+  }
+  return other.numel() / shape.back();
+}
+
+Tensor embedding_add_cuda(const Tensor& index, const Tensor& weight, const Tensor& other) {
+  Shape shape = index.shape();
+  const int64_t C = weight.size(1);
+  shape.push_back(C);
+  const int64_t n = index.numel(), period = n * C == 0 ? 0 : period_of(other, shape);
+  if (period == 0 || !is_floating(weight.dtype())) {
+    const Tensor result = embedding(index, weight);
+    binary_into<fn::Add>(result, result, other);
+    return result;
+  }
+  const Tensor places = checked_index(index, weight.size(0), false, "embedding");
+  const Tensor table = contiguous(weight);
+  const Tensor result = raw::empty(shape, weight.dtype(), weight.device());
+  dispatch_floating(weight.dtype(), "embedding_add", [&]<class T>() {
+    constexpr int kMost = 16 / sizeof(T);
+    const bool vectors = C % kMost == 0 && is_aligned(table.data()) && is_aligned(other.data());
+    const auto run = [&]<int kWidth, class Word>() {
+      const int64_t total = n * C / kWidth, row = C * static_cast<int64_t>(sizeof(T));
+      gpu::launch({.name = "embedding_add",
+                   .grid = gpu::blocks(total, kBlock),
+                   .block = kBlock,
+                   .traffic = {n * 8 + (std::min(n, table.size(0)) + period) * row, n * row, true}},
+                  embedding_add_kernel<T, kWidth, Word>, places.data_as<int64_t>(),
+                  table.data_as<T>(), other.data_as<T>(), result.data_as<T>(), total,
+                  DivisorOf<Word>(static_cast<Word>(C / kWidth)),
+                  DivisorOf<Word>(static_cast<Word>(period)));
+    };
+    if (n * C > INT32_MAX) {
+      vectors ? run.template operator()<kMost, uint64_t>() : run.template operator()<1, uint64_t>();
+    } else {
+      vectors ? run.template operator()<kMost, uint32_t>() : run.template operator()<1, uint32_t>();
+    }
+  });
+  return result;
+}
 
 // [Note: deterministic embedding gradient] Positions are sorted by their row of the table and stay
 // in order within one. Blocks take segments of kSegment sorted positions, which a row with many
@@ -27,13 +100,29 @@ constexpr int64_t kSegment = 64;
 // at its end whose row goes on in the next. A segment of one row that does both has the first only.
 constexpr int64_t kHead = 0, kTail = 1, kParts = 2;
 
+// What the columns of a row of the table become: the sums, added to what is there or not.
+template <class T, int kWidth>
+TS_DEVICE void store_row(T* row, const Compute<T> (&sums)[kWidth], bool adds) {
+  Compute<T> values[kWidth];
+  if (adds) {
+    unpack(gpu::load_vector<kWidth>(row), values);
+    TS_UNROLL
+    for (int j = 0; j < kWidth; ++j) values[j] += sums[j];
+  } else {
+    TS_UNROLL
+    for (int j = 0; j < kWidth; ++j) values[j] = sums[j];
+  }
+  gpu::store_vector(row, pack<T>(values));
+}
+
 // places, order: (n). partials: (segments, kParts, C). Threads have kWidth columns each.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kBlock)
     sum_segments_kernel(const T* grad,  // (n, C)
                         const int32_t* places, const int32_t* order,
-                        T* table,  // (V, C), zeros
-                        Compute<T>* partials, int64_t n, int64_t C, int64_t padding_idx) {
+                        T* table,  // (V, C), zeros unless it adds
+                        Compute<T>* partials, int64_t n, int64_t C, int64_t padding_idx,
+                        bool adds) {
   using A = Compute<T>;
   TS_SHARED(int32_t, own_places, kSegment);
   TS_SHARED(int32_t, own_order, kSegment);
@@ -75,10 +164,7 @@ __global__ void __launch_bounds__(kBlock)
         for (int j = 0; j < kWidth; ++j) part.values[j] = sums[j];
         gpu::store_vector(to, part);
       } else if (own_places[k] != padding_idx) {
-        gpu::Vector<T, kWidth> out;
-        TS_UNROLL
-        for (int j = 0; j < kWidth; ++j) out.values[j] = store<T>(sums[j]);
-        gpu::store_vector(table + own_places[k] * C + c, out);
+        store_row(table + own_places[k] * C + c, sums, adds);
       }
       is_first = false;
       TS_UNROLL
@@ -91,7 +177,7 @@ __global__ void __launch_bounds__(kBlock)
 template <class T, int kWidth>
 __global__ void __launch_bounds__(kBlock)
     join_segments_kernel(const int32_t* places, T* table, const Compute<T>* partials, int64_t n,
-                         int64_t C, int64_t padding_idx) {
+                         int64_t C, int64_t padding_idx, bool adds) {
   const int64_t segment = blockIdx.x, begin = segment * kSegment, end = begin + kSegment;
   if (end >= n || places[end] != places[end - 1]) return;
   const int64_t place = places[end - 1];
@@ -107,16 +193,14 @@ __global__ void __launch_bounds__(kBlock)
     TS_UNROLL
     for (int j = 0; j < kWidth; ++j) sums.values[j] += part.values[j];
   }
-  gpu::Vector<T, kWidth> out;
-  TS_UNROLL
-  for (int j = 0; j < kWidth; ++j) out.values[j] = store<T>(sums.values[j]);
-  gpu::store_vector(table + place * C + c, out);
+  store_row(table + place * C + c, sums.values, adds);
 }
 
 Tensor embedding_backward_cuda(const Tensor& grad, const Tensor& index, int64_t V,
-                               int64_t padding_idx) {
+                               int64_t padding_idx, const Tensor& onto) {
   const int64_t C = grad.size(-1);
-  const Tensor result = raw::zeros({V, C}, grad.dtype(), grad.device());
+  const bool adds = onto.defined();
+  const Tensor result = adds ? onto : raw::zeros({V, C}, grad.dtype(), grad.device());
   const Tensor rows = checked_index(index, V, false, "embedding");
   const int64_t n = rows.numel();
   if (result.numel() == 0 || n == 0) return result;
@@ -127,7 +211,7 @@ Tensor embedding_backward_cuda(const Tensor& grad, const Tensor& index, int64_t 
     using A = Compute<T>;
     constexpr int kWidth = 16 / sizeof(T);
     const Tensor partials = raw::empty({segments, kParts, C}, dtype_of<A>, grad.device());
-    const bool vectors = C % kWidth == 0 && is_aligned(dense.data());
+    const bool vectors = C % kWidth == 0 && is_aligned(dense.data()) && is_aligned(result.data());
     const int64_t columns = vectors ? C / kWidth : C;
     const int64_t row = C * static_cast<int64_t>(sizeof(T));
     const int64_t parts = partials.numel() * static_cast<int64_t>(sizeof(A));
@@ -135,15 +219,17 @@ Tensor embedding_backward_cuda(const Tensor& grad, const Tensor& index, int64_t 
         .name = "embedding_backward",
         .grid = dim3(static_cast<unsigned>(segments), gpu::blocks(columns, kBlock)),
         .block = static_cast<unsigned>(columns < kBlock ? (columns + 31) / 32 * 32 : kBlock),
-        .traffic = {n * (row + 8), std::min(n, V) * row + parts, true}};
+        .traffic = {n * (row + 8) + (adds ? std::min(n, V) * row : 0), std::min(n, V) * row + parts,
+                    true}};
     gpu::launch(config, vectors ? sum_segments_kernel<T, kWidth> : sum_segments_kernel<T, 1>,
                 dense.data_as<T>(), sorted.places.data_as<int32_t>(),
                 sorted.order.data_as<int32_t>(), result.data_as<T>(), partials.data_as<A>(), n, C,
-                padding_idx);
-    config.traffic = {segments * 12 + parts, std::min(segments, V) * row, true};
+                padding_idx, adds);
+    const int64_t joined = std::min(segments, V) * row;
+    config.traffic = {segments * 12 + parts + (adds ? joined : 0), joined, true};
     gpu::launch(config, vectors ? join_segments_kernel<T, kWidth> : join_segments_kernel<T, 1>,
                 sorted.places.data_as<int32_t>(), result.data_as<T>(),
-                static_cast<const A*>(partials.data()), n, C, padding_idx);
+                static_cast<const A*>(partials.data()), n, C, padding_idx, adds);
   });
   return result;
 }
@@ -239,6 +325,7 @@ Tensor rotary_cuda(const Tensor& x, const Tensor& cos, const Tensor& sin, bool i
 }  // namespace
 
 void register_embedding() {
+  cuda_kernel<embedding_add> = embedding_add_cuda;
   cuda_kernel<embedding_backward> = embedding_backward_cuda;
   cuda_kernel<rotary> = rotary_cuda;
 }

@@ -14,12 +14,17 @@ namespace tessera::kernels {
 // index: i64 or i32, any shape; weight: [V, C], any dtype. Result [..., C], a memcpy a row. Throws
 // IndexError for an index outside [0, V).
 Tensor embedding(const Tensor& index, const Tensor& weight);
+// The same rows plus `other`, which has weight's dtype and can be broadcast to [..., C]. On a GPU
+// one pass where other's memory is one piece that repeats, as that of positions does.
+Tensor embedding_add(const Tensor& index, const Tensor& weight, const Tensor& other);
 
 // Rows of grad [..., C] summed by their index: [V, C] of grad's dtype. Each row is summed by one
 // thread in the order of the index, in f32 for f16 and bf16, without atomics: a counting sort of
 // the index first, then one pass over grad and one over the result. padding_idx: a row that stays
-// 0, -1 for none.
-Tensor embedding_backward(const Tensor& grad, const Tensor& index, int64_t V, int64_t padding_idx);
+// 0, -1 for none. onto: [V, C] of grad's dtype, contiguous: the sums are added to it, with one
+// rounding, and it is the result; rows that index does not name are not touched.
+Tensor embedding_backward(const Tensor& grad, const Tensor& index, int64_t V, int64_t padding_idx,
+                          const Tensor& onto = {});
 
 // Turns pairs of the last dimension by the angles whose cos and sin are given: (a, b) becomes
 // (a cos - b sin, a sin + b cos), or with `inverse` (a cos + b sin, b cos - a sin), its gradient.
@@ -38,10 +43,11 @@ TS_ROTARY_DECLARE(f16, float)
 TS_ROTARY_DECLARE(bf16, float)
 #undef TS_ROTARY_DECLARE
 
-// result[0..n) = sum of rows[order[0..count)] in this order, each row `stride` elements apart.
+// result[0..n) = sum of rows[order[0..count)] in this order, each row `stride` elements apart;
+// where it adds, result's own come first.
 #define TS_SUM_ROWS_DECLARE(T)                                                       \
   TS_SIMD_DECLARE(void sum_rows(const T* rows, int64_t stride, const int64_t* order, \
-                                int64_t count, T* result, int64_t n))
+                                int64_t count, T* result, int64_t n, bool adds))
 TS_SUM_ROWS_DECLARE(double)
 TS_SUM_ROWS_DECLARE(float)
 TS_SUM_ROWS_DECLARE(f16)

@@ -9,6 +9,7 @@
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/index/index.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/raw_views.h>
@@ -48,13 +49,24 @@ Tensor embedding(const Tensor& index, const Tensor& weight) {
   return raw::view(select_rows(raw::unsqueeze(table, 0), places), shape);
 }
 
-Tensor embedding_backward(const Tensor& grad, const Tensor& index, int64_t V, int64_t padding_idx) {
+Tensor embedding_add(const Tensor& index, const Tensor& weight, const Tensor& other) {
+  if (weight.device().is_cuda()) {
+    return on_cuda<kernels::embedding_add>("embedding_add", weight.device(), index, weight, other);
+  }
+  const Tensor result = embedding(index, weight);
+  binary_into<fn::Add>(result, result, other);
+  return result;
+}
+
+Tensor embedding_backward(const Tensor& grad, const Tensor& index, int64_t V, int64_t padding_idx,
+                          const Tensor& onto) {
   if (grad.device().is_cuda()) {
     return on_cuda<kernels::embedding_backward>("embedding", grad.device(), grad, index, V,
-                                                padding_idx);
+                                                padding_idx, onto);
   }
   const int64_t C = grad.size(-1);
-  Tensor result = raw::empty({V, C}, grad.dtype(), grad.device());
+  const bool adds = onto.defined();
+  Tensor result = adds ? onto : raw::empty({V, C}, grad.dtype(), grad.device());
   const Tensor places = checked_index(index, V, false, "embedding");
   if (grad.is_meta() || result.numel() == 0) return result;
   const Tensor dense = contiguous(grad);
@@ -80,11 +92,12 @@ Tensor embedding_backward(const Tensor& grad, const Tensor& index, int64_t V, in
           }
           for (int64_t v = low; v < V && v + start[v] < end; ++v) {
             const int64_t terms = v == padding_idx ? 0 : start[v + 1] - start[v];
+            if (terms == 0 && adds) continue;
             if (terms == 0) {
               std::memset(static_cast<void*>(table + v * C), 0, static_cast<size_t>(C) * sizeof(T));
             } else {
               const int64_t* order = sorted.order.get() + start[v];
-              TS_SIMD_CALL(sum_rows, rows, C, order, terms, table + v * C, C);
+              TS_SIMD_CALL(sum_rows, rows, C, order, terms, table + v * C, C, adds);
             }
           }
         });

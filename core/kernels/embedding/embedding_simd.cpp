@@ -30,18 +30,18 @@ constexpr int64_t kColumns = 1024;
 
 template <class T>
 void sum_rows_any(const T* rows, int64_t stride, const int64_t* order, int64_t count, T* result,
-                  int64_t n) {
+                  int64_t n, bool adds) {
   using C = Compute<T>;
-  if (count == 1) {  // most rows of a large vocabulary
+  if (count == 1 && !adds) {  // most rows of a large vocabulary
     __builtin_memcpy(result, rows + order[0] * stride, static_cast<size_t>(n) * sizeof(T));
     return;
   }
   alignas(64) C sums[kColumns];
   for (int64_t first = 0; first < n; first += kColumns) {
     const int64_t width = n - first < kColumns ? n - first : kColumns;
-    const T* row = rows + order[0] * stride + first;
+    const T* row = adds ? result + first : rows + order[0] * stride + first;
     for (int64_t j = 0; j < width; ++j) sums[j] = load<C>(row[j]);
-    for (int64_t i = 1; i < count; ++i) {
+    for (int64_t i = adds ? 0 : 1; i < count; ++i) {
       row = rows + order[i] * stride + first;
       for (int64_t j = 0; j < width; ++j) sums[j] += load<C>(row[j]);
     }
@@ -57,8 +57,8 @@ void sum_rows_any(const T* rows, int64_t stride, const int64_t* order, int64_t c
     rotary_row_any(x, cos, sin, y, half, interleaved, inverse);                                 \
   }                                                                                             \
   void sum_rows(const T* rows, int64_t stride, const int64_t* order, int64_t count, T* result,  \
-                int64_t n) {                                                                    \
-    sum_rows_any(rows, stride, order, count, result, n);                                        \
+                int64_t n, bool adds) {                                                         \
+    sum_rows_any(rows, stride, order, count, result, n, adds);                                  \
   }
 TS_EMBEDDING_DEFINE(double, double)
 TS_EMBEDDING_DEFINE(float, float)

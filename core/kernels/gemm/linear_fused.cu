@@ -14,6 +14,7 @@
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/raw_views.h>
 #include <tessera/core/kernels/common/column_fold.cuh>
+#include <tessera/core/kernels/common/vector_lanes.cuh>
 #include <tessera/core/kernels/gemm/matmul_tiles.cuh>
 
 namespace tessera::kernels {
@@ -71,19 +72,23 @@ __global__ void __launch_bounds__(gpu::kWarp* kGeluLines)
   A sums[kWidth] = {};
   if (c < p.C) {
     for (int64_t row = begin + line; row < end; row += kGeluLines) {
-      auto grads = gpu::load_vector<kWidth>(p.dy + row * p.C + c);
-      const auto before = gpu::load_vector<kWidth>(p.before + row * p.C + c);
+      A dy[kWidth], x[kWidth];
+      unpack(gpu::load_vector<kWidth>(p.dy + row * p.C + c), dy);
+      unpack(gpu::load_vector<kWidth>(p.before + row * p.C + c), x);
       TS_UNROLL
       for (int j = 0; j < kWidth; ++j) {
-        const A dy = load<A>(grads.values[j]), x = load<A>(before.values[j]);
-        A value;
         if constexpr (std::is_same_v<Number, A>) {
-          value = F{}(dy, x);
+          dy[j] = F{}(dy[j], x[j]);
         } else {
-          value = F{}(Number(dy), Number(x)).value;
+          dy[j] = F{}(Number(dy[j]), Number(x[j])).value;
         }
-        grads.values[j] = store<T>(value);
-        sums[j] += load<A>(grads.values[j]);
+        if constexpr (std::is_same_v<T, A>) sums[j] += dy[j];
+      }
+      const auto grads = pack<T>(dy);
+      if constexpr (!std::is_same_v<T, A>) {  // sums are of what is stored
+        unpack(grads, dy);
+        TS_UNROLL
+        for (int j = 0; j < kWidth; ++j) sums[j] += dy[j];
       }
       gpu::store_vector(p.grad + row * p.C + c, grads);
     }
@@ -107,8 +112,8 @@ __global__ void __launch_bounds__(gpu::kWarp* kGeluLines)
 // constants.
 template <class F, bool kApproximate>
 inline constexpr double kGeluInstructions = std::is_same_v<F, fn::GeluGrad>
-                                                ? (kApproximate ? 35 : 49)
-                                                : (kApproximate ? 31 : 46);
+                                                ? (kApproximate ? 29 : 64)
+                                                : (kApproximate ? 28 : 48);
 
 // Writes GELU's gradient to `grad`, which may be dy. The sums where they are wanted and rows are
 // made of vectors, else undefined.

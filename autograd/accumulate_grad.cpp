@@ -1,0 +1,71 @@
+// How gradients reach leaves.
+#include <mutex>
+#include <utility>
+
+#include <tessera/autograd/autograd.h>
+#include <tessera/autograd/engine.h>
+#include <tessera/autograd/node.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/placement_slot.h>
+#include <tessera/core/raw_views.h>
+
+namespace tessera {
+
+std::mutex& leaf_mutex(const TensorImpl* leaf) {
+  static std::mutex mutexes[64];
+  return mutexes[(reinterpret_cast<uintptr_t>(leaf) >> 6) % 64];
+}
+
+static bool owns_its_bytes(const Tensor& tensor) {
+  return tensor.use_count() == 1 && tensor.storage().use_count() == 1 &&
+         !tensor.storage()->is_foreign() && tensor.storage()->bytes() == tensor.nbytes();
+}
+
+AccumulateGrad::AccumulateGrad(const Tensor& leaf) : leaf_(leaf) {
+  // Runs as soon as its last contribution is there: gradients become ready early, one by one.
+  sequence = UINT64_MAX;
+  output_metas.push_back(TensorMeta::of(leaf));
+}
+
+TensorList AccumulateGrad::apply(TensorList grads) {
+  AutogradSlot& slot = ensure_autograd_slot(leaf_);
+  {
+    std::lock_guard lock(leaf_mutex(leaf_.impl()));
+    Tensor gradient = std::move(grads[0]);
+    const PlacementSlot* placement = placement_slot(leaf_);
+    if (!slot.grad.defined()) {
+      if (grad_enabled()) {
+        slot.grad = placement == nullptr ? gradient : view(gradient, gradient.shape());
+      } else if (slot.main_grad.defined()) {
+        copy_(slot.main_grad, gradient);
+        slot.grad = slot.main_grad;
+      } else {
+        // A gradient that nobody else holds becomes `.grad` without a copy.
+        if (owns_its_bytes(gradient) && gradient.is_contiguous()) {
+          slot.grad = std::move(gradient);
+        } else if (gradient.use_count() == 1 && arrived_as_part()) {
+          slot.grad = raw::as_parameter(gradient);  // versions are not those of the other parts
+        } else {
+          slot.grad = clone(gradient);
+        }
+        slot.grad.storage()->set_category(MemoryCategory::kGradient);
+      }
+      // The gradient of a part is a part; main_grad is its owner's object.
+      if (placement != nullptr && !slot.grad.is(slot.main_grad)) {
+        slot.grad.impl()->placement = placement->of_gradient();
+      }
+    } else if (grad_enabled()) {
+      check_whole(slot.grad, "backward with create_graph onto a .grad that is there");
+      slot.grad = add(slot.grad, gradient);
+    } else {
+      add_(placement == nullptr ? slot.grad : raw::alias(slot.grad), gradient);
+    }
+  }
+  if (slot.post_accumulate_hooks) {
+    const auto hooks = *slot.post_accumulate_hooks;  // a hook may remove itself
+    for (const PostAccumulateHook& hook : hooks) hook.call(leaf_);
+  }
+  return {};
+}
+
+}  // namespace tessera
