@@ -326,11 +326,13 @@ TEST(Embedding, ASharedWeightsGradientIsOneTensorAndNobodyElsesIsWritten) {
   const Tensor rows = kernels::embedding_backward(d, places, 5, -1);
   const Tensor weight = leaf({5, 3}), other = leaf({5, 3}, 4);
   const auto loss = [&] {
-    const Tensor picked = embedding(places, weight);  // its backward is the later one
-    return sum(mul(picked, d)) + sum(mul(weight + other, c));
+    // Backward goes the other way: the sum gives both one gradient, which `later` still waits for
+    // when the rows are added to weight's.
+    const Tensor later = mul(other, 1), picked = embedding(places, weight);
+    return sum(mul(picked, d)) + sum(mul(weight + later, c));
   };
   loss().backward();
-  EXPECT_EQ(other.grad().to_vector(), c.to_vector()) << "the sum gives both the same gradient";
+  EXPECT_EQ(other.grad().to_vector(), c.to_vector());
   EXPECT_EQ(weight.grad().to_vector(), add(c, rows).to_vector());
   loss().backward();
   EXPECT_EQ(weight.grad().to_vector(), mul(add(c, rows), 2).to_vector());
