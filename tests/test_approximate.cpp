@@ -86,6 +86,8 @@ TEST(Approximate, ExponentialsOfInfinitiesAndNaN) {
   EXPECT_EQ(math::exp(Approximate(-infinity)).value, 0);
   EXPECT_EQ(math::exp(Approximate(-200.0f)).value, 0);
   EXPECT_EQ(math::exp(Approximate(infinity)).value, infinity);
+  EXPECT_EQ(math::exp(Approximate(0)).value, 1);
+  EXPECT_EQ(math::exp(Approximate(-0.0f)).value, 1);
   EXPECT_TRUE(std::isnan(math::exp(Approximate(std::nanf(""))).value));
   EXPECT_EQ((Approximate(1) / Approximate(infinity)).value, 0);
   EXPECT_TRUE(std::isnan(fn::Gelu{}(Approximate(std::nanf(""))).value));

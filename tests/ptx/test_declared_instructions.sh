@@ -16,13 +16,12 @@ declared() {
       if [[ $source == *.cu ]]; then echo "$(basename "$source" .cu) $kernel"; fi
     done
   done
-  grep -ohE 'k(Approximate)?Instructions<fn::[A-Za-z]+> = [0-9]+' "$folder"/elementwise/elementwise.cuh |
-    sed -E 's/kA.*<fn::(.*)> .*/\1 Approximate/; s/kI.*<fn::(.*)> .*/\1 float/' |
-    while read -r formula number; do
-      file=unary inputs=1
-      [[ $formula == *Grad ]] && file=gradient inputs=2
+  grep -ohE '^TS_(APPROXIMATE_)?INSTRUCTIONS\([a-z]+, [A-Za-z0-9]+' "$folder"/elementwise/elementwise.cuh |
+    sed -E 's/TS_A.*\((.*), (.*)/\1 \2 Approximate/; s/TS_I.*\((.*), (.*)/\1 \2 float/' |
+    while read -r file formula number; do
+      case $file in unary) inputs=1 ;; ternary) inputs=3 ;; *) inputs=2 ;; esac
       echo "elementwise_$file elementwise_kernel<$inputs,$formula,float,float,float,$number>"
-    done
+  done
 }
 declared | awk -v rules="$rules" '
   BEGIN {

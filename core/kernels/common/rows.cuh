@@ -14,6 +14,7 @@
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/math.h>
+#include <tessera/core/kernels/common/vector_lanes.cuh>
 
 namespace tessera::kernels {
 
@@ -229,10 +230,8 @@ TS_DEVICE ExpSum<Compute<T>, Number> exp_sum(const RowWalk<T, kWidth>& walk,
   using C = Compute<T>;
   ExpSum<C, Number> sums;
   walk.each([&]<int N>(int64_t c) {
-    const gpu::Vector<T, N> in = row.template first<N>(c);
     C values[N];
-    TS_UNROLL
-    for (int j = 0; j < N; ++j) values[j] = load<C>(in.values[j]);
+    unpack(row.template first<N>(c), values);
     sums.add(values);
   });
   return sums;
