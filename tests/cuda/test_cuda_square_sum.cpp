@@ -78,6 +78,36 @@ TEST_P(OfDType, CountsElementsThatAreNotFiniteAndAddsTheOthers) {
   check(true);
 }
 
+TEST_P(OfDType, OfNothingButNumbersThatAreNotFinite) {
+  for (const double value : {std::numeric_limits<double>::infinity(), std::nan("")}) {
+    for (const int64_t size : {1, 20000}) {
+      const Tensor x = raw::full({size}, value, GetParam()), there = x.to(cuda(0));
+      EXPECT_EQ(bits_of(multi_tensor_square_sum({&there, 1}, cuda(0))),
+                bits_of(multi_tensor_square_sum({&x, 1}, kCpu)))
+          << value;
+    }
+  }
+}
+
+// One large number and one far below it, on both sides of each power of two.
+TEST_P(OfDType, HoldsNumbersAtTheEdgesOfLevels) {
+  for (int exponent = 0; exponent < 64; ++exponent) {
+    const double power = std::ldexp(1.0, -exponent);
+    for (const double small :
+         {power, power * (1 + 0x1p-6), power * (1 - 0x1p-8), power * (1 - 0x1p-11)}) {
+      for (const double large : {1.0, 2 - 0x1p-6}) {
+        const Tensor x = raw::zeros({300}, GetParam(), kCpu);
+        raw::narrow(x, 0, 7, 1).fill_(large);
+        raw::narrow(x, 0, 290, 1).fill_(small);
+        const Tensor there = x.to(cuda(0));
+        EXPECT_EQ(bits_of(multi_tensor_square_sum({&there, 1}, cuda(0))),
+                  bits_of(multi_tensor_square_sum({&x, 1}, kCpu)))
+            << large << " " << small;
+      }
+    }
+  }
+}
+
 TEST(CudaSquareSum, OfNoTensorsIsZeroBesideTheOthers) {
   const Tensor sum = multi_tensor_square_sum({}, cuda(0));
   EXPECT_EQ(sum.device(), cuda(0));

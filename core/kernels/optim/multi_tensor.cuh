@@ -12,6 +12,7 @@
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/kernels/common/strided.cuh>
+#include <tessera/core/kernels/common/vector_lanes.cuh>
 
 namespace tessera::kernels::multi_tensor {
 
@@ -152,9 +153,7 @@ template <class T, class C, int kGroup>
 TS_DEVICE void load_group_of(const Span& span, int64_t i, int count, C (&values)[kGroup]) {
   const T* const x = elements_of<T>(span, i);
   if (span.vectors && count == kGroup) {
-    const gpu::Vector<T, kGroup> vector = gpu::load_vector<kGroup>(x);
-    TS_UNROLL
-    for (int j = 0; j < kGroup; ++j) values[j] = load<C>(vector.values[j]);
+    unpack(gpu::load_vector<kGroup>(x), values);
   } else {
     TS_UNROLL
     for (int j = 0; j < kGroup; ++j) values[j] = j < count ? load<C>(x[j]) : C(0);
@@ -164,10 +163,7 @@ template <class T, class C, int kGroup>
 TS_DEVICE void store_group_of(const Span& span, int64_t i, int count, const C (&values)[kGroup]) {
   T* const x = elements_of<T>(span, i);
   if (span.vectors && count == kGroup) {
-    gpu::Vector<T, kGroup> vector;
-    TS_UNROLL
-    for (int j = 0; j < kGroup; ++j) vector.values[j] = store<T>(values[j]);
-    gpu::store_vector(x, vector);
+    gpu::store_vector(x, pack<T>(values));
   } else {
     TS_UNROLL
     for (int j = 0; j < kGroup; ++j) {
