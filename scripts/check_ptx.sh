@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# check_ptx.sh [--resources] RULES FILE.ptx...: what the compiler made of the hot kernels, against a list of rules:
+# check_ptx.sh [--resources] RULES FILE.ptx...: what the compiler made of kernels, against a list of rules:
 # vectors of 16 bytes between memory and registers, tensor cores where they are meant, and no slow
 # instruction that nobody asked for. Exit status 1 names each kernel that breaks a rule.
 #

@@ -15,6 +15,7 @@ struct CopyRow {
   void* to;
   int64_t numel, first_chunk;
   DType source, target;
+  uint8_t size;  // bytes of an element of target: a table of them would be local memory
   bool vectors;  // both sides are aligned to them
 };
 
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(kBlock) copy_kernel(const CopyRow* rows, int c
   const Span source = {const_cast<void*>(row.from), row.source, row.vectors};
   const Span target = {row.to, row.target, row.vectors};
   if (row.from == nullptr) {
-    switch (size_of(row.target)) {
+    switch (row.size) {
       case 8:
         return zero_chunk<uint64_t>(target, place);
       case 4:
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kBlock) copy_kernel(const CopyRow* rows, int c
     }
   }
   if (row.source == row.target) {
-    switch (size_of(row.source)) {
+    switch (row.size) {
       case 8:
         return move_chunk<uint64_t>(source, target, place);
       case 4:
@@ -123,7 +124,8 @@ class CopyTable {
     if (numel == 0) return;
     read_ += numel * size_of(source);
     written_ += numel * size_of(target);
-    rows_.push_back({from, to, numel, chunks_, source, target, is_aligned(from) && is_aligned(to)});
+    rows_.push_back({from, to, numel, chunks_, source, target,
+                     static_cast<uint8_t>(size_of(target)), is_aligned(from) && is_aligned(to)});
     chunks_ += (numel + kMultiTensorChunk - 1) / kMultiTensorChunk;
   }
   void copy(const char* name, const Device& device) const {
