@@ -233,4 +233,19 @@ decltype(auto) dispatch_all(DType dtype, const Where& where, F&& f) {
   }
 }
 
+// By the bytes of an element, 1, 2, 4 or 8: moving elements needs no more of a dtype.
+template <class F>
+decltype(auto) dispatch_size(int64_t bytes, F&& f) {
+  switch (bytes) {
+    case 1:
+      return f.template operator()<uint8_t>();
+    case 2:
+      return f.template operator()<uint16_t>();
+    case 4:
+      return f.template operator()<uint32_t>();
+    default:
+      return f.template operator()<uint64_t>();
+  }
+}
+
 }  // namespace tessera

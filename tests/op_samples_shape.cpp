@@ -375,6 +375,7 @@ std::vector<OpRow> index_rows() {
                    {{integers(6, {2, 6}), normal({7, 8}), normal({8})}},
                    {{integers(6, {2, 3}), normal({7, 8}), normal({2, 3, 8})}},
                    {{integers(6, {2, 3}), normal({7, 8}), normal({2, 1, 8})}},
+                   {{integers(7, {0}), normal({7, 3}), normal({3})}},
                    {{integers(6, {2, 3}), normal({7, 8}), normal({2, 1, 1})}}},
        .perf = Sample{{integers(8192, {8, 512}), normal({8192, 512}), normal({512, 512})}}},
       {.name = "rotary_embedding",

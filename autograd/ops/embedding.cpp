@@ -31,7 +31,7 @@ static Tensor embedding_backward(const Tensor& dy, const Tensor& index, int64_t 
 static Tensor embedding_gradient(const Tensor& dy, const Saved& s, int64_t rows,
                                  int64_t padding_idx) {
   const Tensor index = s.input(0);
-  if (!grad_enabled() && !dy.is_meta()) {
+  if (!grad_enabled()) {
     if (const Tensor pending = s.take_pending(1); pending.defined()) {
       const bool alone = pending.use_count() == 1 && pending.storage().use_count() == 1 &&
                          !pending.storage()->is_foreign() && pending.is_contiguous();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <tessera/core/cuda/graph.h>
+#include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -17,20 +18,6 @@ namespace tessera::kernels {
 namespace {
 
 constexpr int kBlock = 256;
-
-template <class F>
-void with_bits(int64_t size, const F& f) {
-  switch (size) {
-    case 1:
-      return f.template operator()<uint8_t>();
-    case 2:
-      return f.template operator()<uint16_t>();
-    case 4:
-      return f.template operator()<uint32_t>();
-    default:
-      return f.template operator()<uint64_t>();
-  }
-}
 
 // Contiguous tensors side by side: a launch writes up to kPieces of them, a thread a vector of
 // kWidth elements. Word: of counts of vectors in a piece.
@@ -129,7 +116,7 @@ Tensor cat_cuda(std::span<const Tensor> tensors, int dim) {
     }
     return result;
   }
-  with_bits(size, [&]<class B>() {
+  dispatch_size(size, [&]<class B>() {
     constexpr int kWidth = 16 / sizeof(B);
     const bool wide = result.numel() > INT32_MAX;
     const auto join =
@@ -206,7 +193,7 @@ Tensor take_cuda(const Tensor& x, std::span<const std::vector<int64_t>> maps) {
   const Tensor result = raw::empty(shape, x.dtype(), x.device());
   if (result.numel() == 0) return result;
   const int64_t* const table = lists.upload(x.device());
-  with_bits(size_of(x.dtype()), [&]<class B>() {
+  dispatch_size(size_of(x.dtype()), [&]<class B>() {
     const int64_t bytes = result.numel() * static_cast<int64_t>(sizeof(B));
     gpu::launch({.name = "take",
                  .grid = gpu::blocks(result.numel(), kBlock),

@@ -161,6 +161,7 @@ inline constexpr bool kIsLong<fn::SiluGrad> = true;
 
 // Instructions for an element of formulas that issue more than their bytes take, loads and stores
 // included: those of the PTX (nvcc 13.0) but copies of constants, on the way that most numbers go.
+// `file`: elementwise_FILE.cu has the formula, by which a test finds the rule that bounds it.
 template <class F>
 inline constexpr double kInstructions = 0;
 template <class F>

@@ -85,20 +85,6 @@ __global__ void select_rows_kernel(const T* x, const int64_t* positions, T* resu
   result[i] = x[(b * M + positions[row - b * N]) * A + i - row * A];
 }
 
-template <class F>
-void with_bits(int64_t size, const F& f) {
-  switch (size) {
-    case 1:
-      return f.template operator()<uint8_t>();
-    case 2:
-      return f.template operator()<uint16_t>();
-    case 4:
-      return f.template operator()<uint32_t>();
-    default:
-      return f.template operator()<uint64_t>();
-  }
-}
-
 Tensor select_rows_cuda(const Tensor& x, const Tensor& positions) {
   const int64_t B = x.size(0), M = x.size(1), A = x.size(2), N = positions.numel();
   const Tensor result = raw::empty({B, N, A}, x.dtype(), x.device());
@@ -124,7 +110,7 @@ Tensor select_rows_cuda(const Tensor& x, const Tensor& positions) {
   if (unit == 16) {
     run.template operator()<gpu::Vector<uint64_t, 2>>();
   } else {
-    with_bits(unit, run);
+    dispatch_size(unit, run);
   }
   return result;
 }
@@ -173,8 +159,8 @@ void launch_write_rows(const char* where, const Tensor& x, const SortedPlaces& s
 void put_rows_cuda(const Tensor& x, const Tensor& positions, const Tensor& source) {
   if (source.numel() == 0) return;
   const SortedPlaces sorted = sort_places(positions, x.size(1));
-  with_bits(size_of(x.dtype()),
-            [&]<class T>() { launch_write_rows<T, false>("index_put", x, sorted, source); });
+  dispatch_size(size_of(x.dtype()),
+                [&]<class T>() { launch_write_rows<T, false>("index_put", x, sorted, source); });
 }
 
 void add_rows_cuda(const Tensor& x, const Tensor& positions, const Tensor& source) {
@@ -211,7 +197,7 @@ Tensor gather_cuda(const Tensor& x, int dim, const Tensor& index) {
   if (result.numel() == 0) return result;
   const Shape strides[3] = {result.strides(), places.strides(), without(x.strides(), dim)};
   const Walk walk(index.shape(), strides);
-  with_bits(size_of(x.dtype()), [&]<class T>() {
+  dispatch_size(size_of(x.dtype()), [&]<class T>() {
     constexpr auto kSize = static_cast<int64_t>(sizeof(T));
     gpu::launch({.name = "gather",
                  .grid = gpu::blocks(walk.numel, kBlock),
@@ -343,8 +329,8 @@ void launch_scatter(const char* where, const Tensor& x, int dim, const Tensor& p
 void scatter_cuda(const Tensor& x, int dim, const Tensor& index, const Tensor& source) {
   const Tensor places = checked_index(index, x.dim() == 0 ? 1 : x.shape()[dim], false, "scatter");
   if (index.numel() == 0) return;
-  with_bits(size_of(x.dtype()),
-            [&]<class T>() { launch_scatter<T, false>("scatter", x, dim, places, source); });
+  dispatch_size(size_of(x.dtype()),
+                [&]<class T>() { launch_scatter<T, false>("scatter", x, dim, places, source); });
 }
 
 // Sums of f16 and bf16 are f32 inside and rounded once: calls add(x in the dtype of sums).
@@ -383,7 +369,7 @@ Tensor triangle(const Tensor& x, int64_t diagonal, bool lower, const char* where
   const Tensor result = raw::empty(x.shape(), x.dtype(), x.device());
   if (x.numel() == 0) return result;
   const Tensor dense = contiguous(x);
-  with_bits(size_of(x.dtype()), [&]<class T>() {
+  dispatch_size(size_of(x.dtype()), [&]<class T>() {
     // Of an element that becomes zero nothing is read.
     const int64_t bytes = x.numel() * static_cast<int64_t>(sizeof(T));
     const int64_t rows = x.size(-2), columns = x.size(-1), first = diagonal + (lower ? 1 : 0);

@@ -16,21 +16,6 @@ namespace {
 
 constexpr int64_t kIndexGrain = 16384;  // elements a piece
 
-// Moving elements only needs their size.
-template <class F>
-void dispatch_size(int64_t bytes, F&& f) {
-  switch (bytes) {
-    case 8:
-      return f.template operator()<uint64_t>();
-    case 4:
-      return f.template operator()<uint32_t>();
-    case 2:
-      return f.template operator()<uint16_t>();
-    default:
-      return f.template operator()<uint8_t>();
-  }
-}
-
 // Coordinates of element `position` of a row-major shape.
 Shape coordinates(int64_t position, const Shape& shape) {
   Shape result = shape;

@@ -20,14 +20,13 @@ using namespace multi_tensor;
 using namespace square_sum;
 
 constexpr int kBlock = 256;
-// Vectors that a thread holds of numbers of any kind, 16 registers of elements: they are read once,
-// and looked at for their magnitudes before they are added. Two blocks on an SM have no spills;
-// what they read ahead is 32 KiB of f32 and 16 KiB of a 16-bit type, and 64 KiB of words (below),
-// where memory asks for about 25 KiB (4.8 TB/s over 132 SMs and 0.7 us).
+// Vectors that a thread holds of numbers of any kind, 8 of them: they are read once, and looked at
+// for their magnitudes before they are added. Nearly all come in words (below), which read 64 KiB
+// ahead on an SM, where memory asks for about 25 KiB (4.8 TB/s over 132 SMs and 0.7 us).
 template <class T>
-constexpr int kHeld = sizeof(T) == 2 ? 2 : 4;
+constexpr int kHeld = static_cast<int>(sizeof(T)) / 2;
 constexpr int kBlocksPerSm = 2;
-constexpr int kLogAdds = 4;  // of at most 16 elements
+constexpr int kLogAdds = 3;  // of at most 8 elements
 constexpr int kSumBlock = 96;
 static_assert(kSumBlock >= kNumSquareSum);
 
@@ -113,7 +112,7 @@ constexpr int kInWord = 4 / static_cast<int>(sizeof(T));
 template <class T>
 constexpr int kLogHeld = sizeof(T) == 2 ? 6 : 5;
 template <class T>
-constexpr int64_t kHeldNumbers = int64_t{kBlock} * kWords* kInWord<T>;
+constexpr int kHeldNumbers = kBlock* kWords* kInWord<T>;
 static_assert(kWords * kInWord<bf16> == 1 << kLogHeld<bf16> && kWords == 1 << kLogHeld<float>);
 static_assert(kMultiTensorChunk % kHeldNumbers<bf16> == 0);
 
@@ -183,14 +182,14 @@ TS_DEVICE void add_words(const uint32_t (&words)[kWords], int base, int64_t* lim
 
 // Numbers [begin, end), at most kHeldNumbers. False: they are not as above, and nothing was added.
 template <class T>
-TS_DEVICE bool add_held(const Span& span, int64_t begin, int64_t end, int64_t* limbs, int64_t* slot,
+TS_DEVICE bool add_held(const Span& span, int begin, int end, int64_t* limbs, int64_t* slot,
                         uint32_t* range_slot) {
   using Of = Widened<T>;
   constexpr int kGroup = kGroupOf<T>, kGroupWords = kGroup / kInWord<T>;
   uint32_t words[kWords];
   TS_UNROLL
   for (int g = 0; g < kWords / kGroupWords; ++g) {
-    const int64_t i = begin + (int64_t{g} * kBlock + threadIdx.x) * kGroup;
+    const int i = begin + (g * kBlock + static_cast<int>(threadIdx.x)) * kGroup;
     gpu::Vector<T, kGroup> vector;
     if (i + kGroup <= end) {
       vector = gpu::load_vector<kGroup>(elements_of<T>(span, i));
@@ -301,33 +300,28 @@ __global__ void __launch_bounds__(kBlock, kBlocksPerSm)
   with_lane_dtype<C>(span.dtype, [&]<class T>() {
     constexpr int kGroup = kGroupOf<T>, kVectors = kHeld<T>;
     static_assert(kVectors * kGroup <= 1 << kLogAdds);
-    int64_t next = place.begin;  // of the block, which all of it agrees on
-    for (int64_t tile = place.begin; tile < place.end; tile += kBlock * kGroup * kVectors) {
-      if constexpr (!std::is_same_v<T, double>) {
-        if (tile == next && span.vectors) {
-          next += kHeldNumbers<T>;
-          const int64_t end = next < place.end ? next : place.end;
-          if (add_held<T>(span, tile, end, limbs, slot, range_slot)) {
-            tile = end - kBlock * kGroup * kVectors;
-            continue;
-          }
-        }
+    constexpr bool kByWords = !std::is_same_v<T, double>;
+    constexpr int kPiece = kByWords ? kHeldNumbers<T> : static_cast<int>(kMultiTensorChunk);
+    const Span own = {static_cast<T*>(span.data) + place.begin, span.dtype, span.vectors};
+    const int numbers = static_cast<int>(place.end - place.begin);
+    for (int begin = 0; begin < numbers; begin += kPiece) {
+      const int end = begin + kPiece < numbers ? begin + kPiece : numbers;
+      if constexpr (kByWords) {
+        if (own.vectors && add_held<T>(own, begin, end, limbs, slot, range_slot)) continue;
       }
-      C x[kVectors * kGroup];
-      TS_UNROLL
-      for (int g = 0; g < kVectors; ++g) {
-        const int64_t i = tile + (int64_t{g} * kBlock + threadIdx.x) * kGroup;
-        const int64_t left = place.end - i;
-        C group[kGroup];
-        load_group_of<T>(span, i,
-                         static_cast<int>(left < 0        ? 0
-                                          : left < kGroup ? left
-                                                          : kGroup),
-                         group);
+      for (int tile = begin; tile < end; tile += kBlock * kGroup * kVectors) {
+        C x[kVectors * kGroup];
         TS_UNROLL
-        for (int j = 0; j < kGroup; ++j) x[g * kGroup + j] = group[j];
+        for (int g = 0; g < kVectors; ++g) {
+          const int i = tile + (g * kBlock + static_cast<int>(threadIdx.x)) * kGroup;
+          const int left = end - i;
+          C group[kGroup];
+          load_group_of<T>(own, i, left < 0 ? 0 : left < kGroup ? left : kGroup, group);
+          TS_UNROLL
+          for (int j = 0; j < kGroup; ++j) x[g * kGroup + j] = group[j];
+        }
+        add_tile<T>(x, limbs, slot, range_slot);
       }
-      add_tile<T>(x, limbs, slot, range_slot);
     }
   });
   __syncthreads();
