@@ -26,7 +26,8 @@
 #   loop_division      divisions of integers in a loop
 #   call               functions that were not inlined
 #
-# --resources: ptxas (PTXAS, else that of PATH) is run, and the numbers are those of Hopper:
+# --resources: what ptxas said when it compiled FILE.ptx is read from FILE.ptxas (cmake/keep_ptx.sh), else
+# ptxas (PTXAS, else that of PATH) is run. The numbers are those of Hopper:
 #   registers          of a thread
 #   shared             bytes of static shared memory of a block
 #   warps              resident on a multiprocessor. A line says block=THREADS where a kernel states no
@@ -128,8 +129,9 @@ count_resources() {
   # two files.
   ls -S -- "$@" | awk '{ printf "%s\n%s/%d\n", $0, folder, NR }' folder="$folder" |
     xargs -d '\n' -n 2 -P "$(nproc)" bash -c '
+      if [[ -s ${1%.ptx}.ptxas && ! ${1%.ptx}.ptxas -ot $1 ]]; then cp "${1%.ptx}.ptxas" "$2"; else
       "${PTXAS:-ptxas}" -v -arch="$(awk "/^\.target/ { sub(/,/, \"\", \$2); print \$2; exit }" "$1")" \
-        "$1" -o /dev/null > "$2" 2>&1 || { cat "$2" >&2; exit 1; }
+        "$1" -o /dev/null > "$2" 2>&1 || { cat "$2" >&2; exit 1; }; fi
       ln -s "$(realpath "$1")" "$2.ptx"' _
   for file in "$folder"/*.ptx; do
     path=$(realpath "$file")
