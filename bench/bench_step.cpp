@@ -15,8 +15,9 @@
 // runs them. --graph: as replays of a CUDA graph (optim/graphed_step.h), captured after the
 // warm-up.
 //
-// --launch-times FILE: on a GPU, of one more step what its launches took, by name, as JSON; to be
-// read beside `tessera price --json` (scripts/beside_price.py).
+// --launch-times FILE: on a GPU, of one more step each launch in its order, as JSON: {"name", "op",
+// "layer", "request", "ms"} (core/cuda/launch_times.h); to be read beside `tessera price`
+// (scripts/beside_price.py).
 // --fp8-filter: with fp8-RECIPE, which linear layers: all (default), default, pays.
 // --weights FOLDER --batches FILE: a GPT-2 as transformers saves it, and "tokens" i64
 // [steps, B, context + 1] of a safetensors file, one batch for each step; sizes come from them, and
@@ -36,6 +37,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <iomanip>
 #include <iostream>
 #include <memory>
 #include <optional>
@@ -435,11 +437,13 @@ void run(Options options) {
     std::ofstream out(options.launch_times);
     const char* between = "[\n";
     for (const gpu::LaunchTime& time : gpu::time_launches([&] { bench.step(); })) {
-      out << between << "  {\"name\": \"" << time.name << "\", \"calls\": " << time.launches
-          << ", \"ms\": " << time.seconds * 1e3 << "}";
+      out << between << "  {\"name\": " << std::quoted(time.name)
+          << ", \"op\": " << std::quoted(time.op) << ", \"layer\": " << std::quoted(time.layer)
+          << ", \"request\": " << std::quoted(time.request) << ", \"ms\": " << time.seconds * 1e3
+          << "}";
       between = ",\n";
     }
-    out << "\n]\n";
+    out << (*between == '[' ? "[]\n" : "\n]\n");
     out.close();
     TS_CHECK(out.good(), "bench_step", "cannot write ", options.launch_times);
   }

@@ -24,7 +24,7 @@
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/cuda/hooks.h>
 #include <tessera/core/cuda/kernel_list.h>
-#include <tessera/core/cuda/launch_times.h>
+#include <tessera/core/cuda/launch_log.h>
 #include <tessera/core/cuda/pinned_memory.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/cuda/transfers.h>
@@ -144,62 +144,10 @@ void throw_cuda_error(cudaError_t error, const char* expression, const char* fil
   throw CudaError("cuda: " + text);
 }
 
-namespace {
-
-struct TimedLaunch {
-  const char* name;
-  cudaStream_t stream;
-  cudaEvent_t end;
-};
-thread_local std::vector<TimedLaunch>* timed_launches = nullptr;
-
-void time_launch(const char* name, cudaStream_t stream) {
-  TimedLaunch one{name, stream, nullptr};
-  TS_CUDA(cudaEventCreateWithFlags(&one.end, 0));
-  timed_launches->push_back(one);
-  TS_CUDA(cudaEventRecord(one.end, stream));
-}
-
-}  // namespace
-
-std::vector<LaunchTime> time_launches(const std::function<void()>& work) {
-  refuse_in_capture("timing launches");
-  std::vector<TimedLaunch> all;
-  struct Scope {
-    std::vector<TimedLaunch>& all;
-    ~Scope() {
-      timed_launches = nullptr;
-      for (const TimedLaunch& one : all) cudaEventDestroy(one.end);
-    }
-  } const scope{all};
-  timed_launches = &all;
-  time_launch("", current_stream());
-  work();
-  timed_launches = nullptr;
-  std::map<cudaStream_t, cudaEvent_t> last;  // of each stream
-  std::map<std::string, LaunchTime> by_name;
-  for (const TimedLaunch& one : all) {
-    TS_CUDA(cudaEventSynchronize(one.end));
-    const cudaEvent_t before = std::exchange(last[one.stream], one.end);
-    if (*one.name == 0) continue;
-    float milliseconds = 0;
-    const cudaEvent_t since = before != nullptr ? before : all.front().end;
-    TS_CUDA(cudaEventElapsedTime(&milliseconds, since, one.end));
-    LaunchTime& time = by_name[one.name];
-    time.name = one.name;
-    ++time.launches;
-    time.seconds += static_cast<double>(milliseconds) * 1e-3;
-  }
-  std::vector<LaunchTime> result;
-  for (auto& [name, time] : by_name) result.push_back(std::move(time));
-  std::ranges::sort(result, std::greater(), &LaunchTime::seconds);
-  return result;
-}
-
 void finish_launch(cudaError_t error, const char* name, cudaStream_t stream) {
   note_operation(name, stream);
   if (error != cudaSuccess) throw_cuda_error(error, name, "launch", 0);
-  if (timed_launches != nullptr && Capture::current() == nullptr) time_launch(name, stream);
+  log_launch(name, stream);
   if (waits_for_launches() && Capture::current() == nullptr) {
     error = cudaStreamSynchronize(stream);
     if (error != cudaSuccess) throw_cuda_error(error, name, "launch", 0);
@@ -337,6 +285,7 @@ void copy_between(void* target, int to, const void* source, int from, size_t byt
   TS_CUDA(cudaStreamWaitEvent(taking, made->event, 0));
   note_operation("copy", taking);
   TS_CUDA(hook_copy_between(target, to, source, from, bytes, taking));
+  log_launch("copy", taking);
   const auto copied = queue_event(taking);
   const CurrentDevice back(from);
   TS_CUDA(cudaStreamWaitEvent(giving, copied->event, 0));
@@ -406,12 +355,14 @@ void copy_bytes(void* target, const Device& to, const void* source, const Device
   if (from.is_cpu() && !pinned && bytes <= kMostStaged) {
     const StagingBlock staged(source, bytes);
     TS_CUDA(cudaMemcpyAsync(target, staged.data(), bytes, cudaMemcpyDefault, stream));
+    log_launch("copy", stream);
     pinned_memory().record_use(staged.data(), stream);
     if (!waits_for_launches()) return;
     TS_CUDA(cudaStreamSynchronize(stream));
     return raise_device_errors(index);
   }
   TS_CUDA(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault, stream));
+  log_launch("copy", stream);
   const bool waits = has_host && (!non_blocking || !pinned);
   if (waits || (waits_for_launches() && !captures)) {
     TS_CUDA(cudaStreamSynchronize(stream));

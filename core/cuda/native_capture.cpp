@@ -15,6 +15,7 @@
 #include <tessera/core/cuda/contexts.h>
 #include <tessera/core/cuda/device_errors.h>
 #include <tessera/core/cuda/device_memory.h>
+#include <tessera/core/cuda/launch_log.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
 #include <tessera/core/kernels/random/movable_stream.h>
@@ -210,6 +211,7 @@ void Graph::Impl::replay() {
     for (const Feed& feed : feeds_) feed.fill(host + feed.begin);
     note_operation("graph replay", stream);
     TS_CUDA(cudaMemcpyAsync(feed_memory_, host, feeds_end_, cudaMemcpyDefault, stream));
+    log_launch("copy", stream);
     TS_CUDA(cudaEventRecord(taken, stream));
     ++replays_;
   }

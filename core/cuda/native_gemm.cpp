@@ -19,6 +19,7 @@
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/gemm_table.h>
 #include <tessera/core/cuda/graph.h>
+#include <tessera/core/cuda/launch_log.h>
 #include <tessera/core/cuda/lazy_library.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
@@ -437,6 +438,7 @@ bool run_gemm(const GemmProblem& given) {
   set_pointers(plan.descriptors, library_call(problem), problem);
   note_operation("matmul", current_stream());
   check(queue(device, plan, problem, problem.d.data, workspace.data()), "the product", problem);
+  if (times_launches()) note_request(describe(problem));
   finish_launch(cudaGetLastError(), "matmul", current_stream());
   return true;
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/launch_log.h>
 #include <tessera/core/cuda/lazy_library.h>
 #include <tessera/core/cuda/library_graph.h>
 #include <tessera/core/cuda/streams.h>
@@ -655,6 +656,7 @@ bool run_graph(const GraphRequest& request, std::span<void* const> memory) {
   note_operation(request.name, current_stream());
   check(library().SetStream(device.handle, current_stream()), "choosing a stream");
   check(library().BackendExecute(device.handle, plan->plan.get(), pack.get()), request.name);
+  note_request(request.key);
   finish_launch(cudaGetLastError(), request.name, current_stream());
   return true;
 }

@@ -17,6 +17,7 @@
 #include <tessera/core/cuda/emulation/gemm.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/gemm_table.h>
+#include <tessera/core/cuda/launch_times.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/functors.h>
@@ -858,6 +859,14 @@ TEST_F(GemmOfOps, WhatTheLibraryDoesNotGetIsCounted) {
   matmul(y, y);
   EXPECT_EQ(counts.not_served, 1);
   gpu::synchronize(0);  // what is queued reports to `asked`
+}
+
+TEST_F(GemmOfOps, TimesOfLaunchesSayWhatWasAskedFor) {
+  const Tensor x = numbers({8, 8}).to(cuda(0));
+  const std::vector<LaunchTime> times = time_launches([&] { matmul(x, x); });
+  ASSERT_EQ(times.size(), 1U);
+  EXPECT_EQ(times[0].op + "|" + times[0].name, "matmul|matmul");
+  EXPECT_EQ(times[0].request, describe(asked.at(0)));
 }
 
 TEST_F(GemmOfOps, Tf32IsASwitchAndOffAtFirst) {

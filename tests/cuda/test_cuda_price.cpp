@@ -262,11 +262,19 @@ TEST_F(CudaPrices, TablesAndTracesHaveAllOfIt) {
   EXPECT_NE(text.find("h.*"), std::string::npos) << text;
   const json trace = json::parse(dry::chrome_trace(recording.launches, m));
   double kernels = 0, end = 0;
+  size_t at = 0;
   for (const json& event : trace.at("traceEvents")) {
     if (event.at("ph") != "X") continue;
     end = std::max(end, event.at("ts").get<double>() + event.at("dur").get<double>());
-    if (event.at("tid") == 2) kernels += event.at("dur").get<double>();
+    if (event.at("tid") != 2) continue;
+    kernels += event.at("dur").get<double>();
+    const Launch& launch = recording.launches.at(at++);
+    EXPECT_EQ(event.at("name"), launch.name);
+    EXPECT_EQ(event.at("args").at("op"), launch.op);
+    EXPECT_EQ(event.at("args").at("layer"), launch.layer);
+    EXPECT_EQ(event.at("args").at("request"), launch.request);
   }
+  EXPECT_EQ(at, recording.launches.size());
   EXPECT_NEAR(kernels, bill.seconds * 1e6, 1e-6);
   EXPECT_NEAR(end, bill.seconds * 1e6, 1e-6);
 }

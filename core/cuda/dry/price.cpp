@@ -276,7 +276,10 @@ std::string chrome_trace(std::span<const Launch> launches, const Machine& machin
     const Launch& launch = launches[i];
     const Price one = price(launch, machine);
     event(launch.name, kKernels, now, now + one.seconds);
-    events.back()["args"] = {{"bound", name_of(one.bound)},
+    events.back()["args"] = {{"op", launch.op},
+                             {"layer", launch.layer},
+                             {"request", launch.request},
+                             {"bound", name_of(one.bound)},
                              {"floor_us", one.floor_seconds * 1e6},
                              {"bytes", moved_bytes(launch)},
                              {"flops", counted_flops(launch)}};

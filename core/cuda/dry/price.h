@@ -87,7 +87,9 @@ struct StepFacts {
 std::string to_json(const Bill& bill, const Machine& machine, const StepFacts& facts);
 
 // The launches one after the other, as they are priced, with the layers that asked for them: JSON
-// that Perfetto and chrome://tracing read.
+// that Perfetto and chrome://tracing read. Those of the row "kernels" have as "args" what
+// launch_times.h measures launches under ("op", "layer", "request"), and "bound", "floor_us",
+// "bytes", "flops".
 std::string chrome_trace(std::span<const Launch> launches, const Machine& machine);
 
 }  // namespace tessera::gpu::dry

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/launch_log.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
 
@@ -24,6 +25,7 @@ bool run_gemm(const GemmProblem& given) {
   const GemmProblem problem = fold_batch(given);
   if (model == nullptr || !validate(problem).empty()) return false;
   const cudaStream_t stream = current_stream();
+  if (times_launches()) note_request(describe(problem));
   finish_launch(
       emulation::enqueue_launch(nullptr, "matmul", 1, 1, 0, stream,
                                 [model, problem] { model(problem, library_call(problem)); }),

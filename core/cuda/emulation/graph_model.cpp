@@ -10,6 +10,7 @@
 
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/launch.h>
+#include <tessera/core/cuda/launch_log.h>
 #include <tessera/core/cuda/library_graph.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory.h>
@@ -394,6 +395,7 @@ bool run_graph(const GraphRequest& request, std::span<void* const> memory) {
                                 [graph = std::move(graph), pointers = std::move(pointers), base] {
                                   Run(*graph, pointers, base).run();
                                 });
+  note_request(request.key);
   finish_launch(error, request.name, current_stream());
   return true;
 }

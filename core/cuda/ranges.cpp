@@ -1,5 +1,5 @@
-// Who asks for launches: the ranges of ops and modules, as timelines hear of them.
-#include <chrono>
+#include <tessera/core/cuda/ranges.h>
+
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -8,11 +8,9 @@
 #include <vector>
 
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/dry/launches.h>
-#include <tessera/core/cuda/dry/record.h>
 #include <tessera/core/profiler.h>
 
-namespace tessera::gpu::dry {
+namespace tessera::gpu {
 namespace {
 
 // Names of layers by number, so that nodes of the tape keep four bytes.
@@ -39,10 +37,7 @@ Layers& layers() {
   return *the_layers;
 }
 
-struct Range {
-  std::string op, layer;
-};
-thread_local std::vector<Range> open_ranges;
+thread_local std::vector<RangeNames> open_ranges;
 
 const std::string& current_layer() {
   static const std::string none;
@@ -71,22 +66,15 @@ class LayerRanges : public RangeListener {
 
 }  // namespace
 
-void sign(Launch& launch) {
-  if (open_ranges.empty()) return;
-  launch.op = open_ranges.back().op;
-  launch.layer = open_ranges.back().layer;
-}
+RangeNames current_ranges() { return open_ranges.empty() ? RangeNames{} : open_ranges.back(); }
 
-Recording record(const std::function<void()>& work) {
+struct NamedRanges::Impl {
   OpRanges ops;
   LayerRanges modules;
-  auto& slot = Context::current().slot<tessera::detail::ProfilerSlot>();
-  const ScopedValue<RangeListener*> listens(slot.active, &ops), marks(slot.timeline, &modules);
-  take_launches();
-  const auto begin = std::chrono::steady_clock::now();
-  work();
-  const std::chrono::duration<double> time = std::chrono::steady_clock::now() - begin;
-  return {take_launches(), time.count()};
-}
+  tessera::detail::ProfilerSlot& slot = Context::current().slot<tessera::detail::ProfilerSlot>();
+  const ScopedValue<RangeListener*> listens{slot.active, &ops}, marks{slot.timeline, &modules};
+};
+NamedRanges::NamedRanges() : impl_(std::make_unique<Impl>()) {}
+NamedRanges::~NamedRanges() = default;
 
-}  // namespace tessera::gpu::dry
+}  // namespace tessera::gpu
