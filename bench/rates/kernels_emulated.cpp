@@ -1,0 +1,2 @@
+// The kernels as C++, for the emulation.
+#include "kernels.cu"
