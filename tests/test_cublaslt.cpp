@@ -1,6 +1,6 @@
 // cuBLASLt itself, where it is installed: descriptors of every kind of product can be made without
 // a GPU; on one, the rules of validate() and the library agree, and products have the CPU's values.
-// ctest own program: scripts/test_gpu.sh runs it
+// ctest own program: it runs on GPUs too
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -11,10 +11,12 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 
+#include "library_rules.h"
+
 namespace tessera::gpu::test_cublaslt {
 namespace {
 
-bool has_library() { return gemm_library().starts_with("cuBLASLt"); }
+std::string missing() { return gemm_library().starts_with("cuBLASLt") ? "" : gemm_library(); }
 
 // Products of a training step and others, in every dtype and layout; some break a rule.
 std::vector<GemmProblem> problems(void* memory) {
@@ -76,7 +78,7 @@ std::vector<GemmProblem> problems(void* memory) {
 }
 
 TEST(CublasLt, DescriptorsAreMadeWithoutAGpu) {
-  if (!has_library()) GTEST_SKIP() << gemm_library();
+  TS_NEEDS_LIBRARY(missing());
   alignas(256) static char memory[256];
   int made = 0;
   for (const GemmProblem& p : problems(memory)) {
@@ -87,21 +89,44 @@ TEST(CublasLt, DescriptorsAreMadeWithoutAGpu) {
   EXPECT_GT(made, 100);
 }
 
+TEST(CublasLt, ATableHasEveryDisagreement) {
+  Disagreements all;
+  all.compare("first", "", true);
+  all.compare("second", "too wide", false);
+  EXPECT_TRUE(all.none());
+  all.compare("third", "", false);
+  all.compare("fourth", "too long", true);
+  EXPECT_FALSE(all.none());
+  EXPECT_EQ(all.table(),
+            "2 of 4 problems: what the library does | problem\n"
+            "allowed by the rules, not served: no algorithm | third\n"
+            "served, refused by the rules: too long | fourth\n");
+}
+
 TEST(CublasLt, TheRulesAndTheLibraryAgreeOnAGpu) {
   if (device_count() == 0) GTEST_SKIP() << unavailable_reason();
-  if (!has_library()) GTEST_SKIP() << gemm_library();
+  TS_NEEDS_LIBRARY(missing());
   require_device(0, "test");
   const Tensor memory = raw::zeros({1 << 20}, kU8, cuda(0));
+  Disagreements all;
   for (const GemmProblem& p : problems(memory.data())) {
-    const std::string reason = validate(p);
     // What breaks a rule of shape or dtype alone has descriptors too; the library has no algorithm.
-    EXPECT_EQ(count_gemm_algorithms(p) > 0, reason.empty()) << describe(p) << ": " << reason;
+    int algorithms = 0;
+    std::string words = "no algorithm";
+    try {
+      algorithms = count_gemm_algorithms(p);
+    } catch (const CudaError& error) {
+      words = error.what();
+    }
+    all.compare(describe(p), validate(p), algorithms > 0, words);
   }
+  EXPECT_GT(all.compared(), 200U);
+  EXPECT_TRUE(all.none()) << all.table();
 }
 
 TEST(CublasLt, ProductsOnAGpuHaveTheValuesOfTheCpu) {
   if (device_count() == 0) GTEST_SKIP() << unavailable_reason();
-  if (!has_library()) GTEST_SKIP() << gemm_library();
+  TS_NEEDS_LIBRARY(missing());
   for (const DType dtype : {kF32, kBF16, kF16}) {
     const Tensor x = randn({3, 40, 64}).to(dtype), weight = randn({96, 64}).to(dtype),
                  bias = randn({96}).to(dtype), other = randn({3, 64, 24}).to(dtype);

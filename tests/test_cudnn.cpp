@@ -1,7 +1,7 @@
 // cuDNN as tessera asks for it. Rules, keys and the shape of graphs are pure functions. With the
 // library installed, and without a GPU, every descriptor is made and the heuristics are asked for
 // an H200, described by text: they refuse illegal graphs and layouts that no engine reads.
-// ctest own program: scripts/test_gpu.sh runs it
+// ctest own program: it runs on GPUs too
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -22,6 +22,8 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/attention/attention.h>
+
+#include "library_rules.h"
 
 namespace tessera::gpu::test_cudnn {
 namespace {
@@ -279,11 +281,10 @@ class Cudnn : public testing::Test {
     if (reason.empty() && !has_driver_or_stub()) reason = "there is no libcuda.so, nor its stub";
     if (reason.empty()) return;
     // A build without the GPU backend, as those with sanitizers are, has no cuDNN to require.
-    const char* required = std::getenv("TESSERA_REQUIRE_CUDA");
-    if (TESSERA_BUILT_FOR_GPUS && required != nullptr && std::string(required) == "1") {
+    if (backend_kind() == BackendKind::kCuda && environment_flag("TESSERA_REQUIRE_CUDA")) {
       FAIL() << "TESSERA_REQUIRE_CUDA is set, and " << reason;
     }
-    GTEST_SKIP() << reason;
+    TS_NEEDS_LIBRARY(reason);
   }
   static std::vector<GraphEngine> engines_of(const LibraryGraph& graph, const std::string& what) {
     std::vector<GraphEngine> engines;
@@ -399,6 +400,65 @@ TEST_F(Cudnn, BatchNormOfPlanesGoesThroughCopies) {
 }
 
 // ---- On a GPU -----------------------------------------------------------------------------------
+
+// Attention that the rules allow and that they refuse, forward and backward.
+std::vector<AttentionProblem> attentions() {
+  std::vector<AttentionProblem> forward = {grouped(),
+                                           padded(),
+                                           with_dropout(packed()),
+                                           with_dropout(padded()),
+                                           biased(packed(), 2, 12, 1024),
+                                           with_dropout(biased(packed(), 2, 1, 1, kBF16))};
+  for (const int64_t E : {8, 60, 64, 80, 128, 136, 256, 264}) {
+    forward.push_back(packed(E, E == 80 ? 1000 : 512));
+  }
+  AttentionProblem half = packed(), other_values = packed(), cross = packed(64, 20);
+  half.dtype = kF16;
+  other_values.Ev = 32;
+  cross.S = 36;
+  cross.causal = false;
+  forward.insert(forward.end(), {half, other_values, cross});
+  std::vector<AttentionProblem> all = forward;
+  for (const AttentionProblem& p : forward) {
+    all.push_back(backward_of(p));
+    all.push_back(deterministic(backward_of(p)));
+  }
+  return all;
+}
+
+TEST_F(Cudnn, TheRulesAndTheLibraryAgreeOnAGpu) {
+  if (device_count() == 0) GTEST_SKIP() << unavailable_reason();
+  require_device(0, "test");
+  Disagreements all;
+  const auto compare = [&](const std::string& problem, const std::string& refused,
+                           const GraphRequest& request) {
+    bool serves = false;
+    std::string words = "no engine";
+    try {
+      serves = has_engine(request);
+    } catch (const Error& error) {
+      words = error.what();
+    }
+    all.compare(problem, refused, serves, words);
+  };
+  const int version = graph_library_version();
+  for (const AttentionProblem& p : attentions()) {
+    compare(describe(p), validate(p, version), attention_request(p));
+  }
+  for (const GraphOp op : {GraphOp::kConvolution, GraphOp::kConvolutionInputGradient,
+                           GraphOp::kConvolutionWeightGradient}) {
+    for (const DType dtype : {kF32, kF16, kBF16, kF64}) {
+      const ConvProblem p = convolution(op, dtype);
+      compare(describe(p), validate(p, version), conv_request(p));
+    }
+  }
+  for (const DType dtype : {kF32, kF16, kBF16}) {
+    const NormProblem p{.dtype = dtype, .N = 4096, .C = 256, .S = 1};
+    compare(describe(p), validate(p, version), norm_request(p));
+  }
+  EXPECT_GT(all.compared(), 60U);
+  EXPECT_TRUE(all.none()) << all.table();
+}
 
 using Values = std::vector<std::vector<double>>;
 
