@@ -6,10 +6,27 @@
 
 #include <cstdint>
 
+#include <tessera/core/cuda/emulation/gemm.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/half.h>
 
+#include "on_emulation.h"
+
 namespace tessera::gpu {
+
+// A model, or null for none, in the place of the emulation's library while one lives. A GPU has its
+// own library.
+class GemmModelScope {
+ public:
+  explicit GemmModelScope(emulation::GemmModel model) {
+    if (on_emulation()) emulation::set_gemm_model(model);
+  }
+  ~GemmModelScope() {
+    if (on_emulation()) emulation::set_gemm_model(nullptr);
+  }
+  GemmModelScope(const GemmModelScope&) = delete;
+  GemmModelScope& operator=(const GemmModelScope&) = delete;
+};
 
 inline double number_at(const LibraryMatrix& x, int64_t which, int64_t row, int64_t column) {
   const int64_t at = which * x.batch_stride + row + column * x.leading;

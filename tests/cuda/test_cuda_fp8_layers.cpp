@@ -1,4 +1,4 @@
-// Layers in float8 on the emulated device: trainings beside the CPU's, fused ones beside those one
+// Layers in float8 on a GPU: trainings beside the CPU's, fused ones beside those one
 // by one, graphs, states that move.
 #include <gtest/gtest.h>
 
@@ -102,7 +102,9 @@ TEST_F(CudaFp8Layers, ATrainingIsThatOfTheCpu) {
       EXPECT_NEAR(on_gpu.step(step), on_cpu.step(step), 0.01) << name << " step " << step;
     }
     const size_t low = scaling == Fp8Scaling::kRowwiseWithGwHp ? 3 : 5;  // grad_W is in bf16
-    EXPECT_EQ(asked.size(), 6U * low) << "no gradient of the batch is asked for";
+    if (gpu::on_emulation()) {
+      EXPECT_EQ(asked.size(), 6U * low) << "no gradient of the batch is asked for";
+    }
     const precision::Fp8Report cpu = on_cpu.applied.fp8()->report();
     const precision::Fp8Report gpu = on_gpu.applied.fp8()->report();
     EXPECT_EQ(gpu.fp8_calls(), cpu.fp8_calls());
@@ -133,6 +135,7 @@ TEST_F(CudaFp8Layers, ATrainingIsThatOfTheCpu) {
 }
 
 TEST_F(CudaFp8Layers, ABackwardReadsTheColumnsThatWereKept) {
+  TS_NEEDS_EMULATION("notes products");
   Training run(kGpu, recipe_of(Fp8Scaling::kTensorwise));
   const Tensor loss = run.loss(0);
   static_cast<void>(loss.item());

@@ -1,6 +1,9 @@
-// The layer over cuBLASLt without cuBLASLt: its rules, how row-major products are asked for by
-// columns, the table of algorithms and the choice among candidates.
+// The layer over cuBLASLt: its rules, how row-major products are asked for by columns, the table of
+// algorithms and the choice among candidates without cuBLASLt; ops that ask for products with
+// epilogues, of the library on a GPU and of a model of it on the emulation.
 #include <gtest/gtest.h>
+
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -14,14 +17,15 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/backend.h>
-#include <tessera/core/cuda/emulation/gemm.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/gemm_table.h>
 #include <tessera/core/cuda/launch_times.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/functors.h>
-#include <unistd.h>
+
+#include "gemm_model.h"
+#include "on_emulation.h"
 
 namespace tessera::gpu {
 namespace {
@@ -641,10 +645,9 @@ TEST(GemmChoice, WhatDoesNotRunIsLeftOut) {
   EXPECT_FALSE(fastest_candidate(0, 3, none).has_value());
 }
 
-// ---- Ops that ask for products with epilogues: the model in the place of the library
-// -------------
+// ---- Ops that ask for products with epilogues ---------------------------------------------------
 
-std::vector<GemmProblem> asked;
+std::vector<GemmProblem> asked;  // of the model; none on a GPU
 
 void run_model(const GemmProblem& problem, const LibraryCall& call) {
   asked.push_back(problem);
@@ -653,11 +656,7 @@ void run_model(const GemmProblem& problem, const LibraryCall& call) {
 
 class GemmOfOps : public testing::Test {
  protected:
-  GemmOfOps() {
-    asked.clear();
-    emulation::set_gemm_model(run_model);
-  }
-  ~GemmOfOps() override { emulation::set_gemm_model(nullptr); }
+  GemmOfOps() { asked.clear(); }
 
   // Numbers between -1 and 1.
   static Tensor numbers(const Shape& shape) {
@@ -672,6 +671,20 @@ class GemmOfOps : public testing::Test {
   static int count(GemmEpilogue epilogue) {
     return static_cast<int>(std::count_if(
         asked.begin(), asked.end(), [&](const GemmProblem& p) { return p.epilogue == epilogue; }));
+  }
+  // So many products were asked for, with each of these epilogues so many; nobody sees it on a GPU.
+  static void expect_asked(size_t products,
+                           const std::vector<std::pair<GemmEpilogue, int>>& epilogues) {
+    if (!on_emulation()) return;
+    EXPECT_EQ(asked.size(), products);
+    for (const auto& [epilogue, times] : epilogues) {
+      EXPECT_EQ(count(epilogue), times) << name_of(epilogue);
+    }
+  }
+  static void expect_added(int64_t products) {  // to what was there
+    if (!on_emulation()) return;
+    EXPECT_EQ(std::ranges::count_if(asked, [](const GemmProblem& p) { return p.c != nullptr; }),
+              products);
   }
   // Values and gradients of both layers, on the emulated device.
   static std::vector<std::vector<double>> run(GemmFusion fusion, bool bias) {
@@ -697,6 +710,9 @@ class GemmOfOps : public testing::Test {
     }
     return results;
   }
+
+ private:
+  const GemmModelScope model_{run_model};
 };
 
 void expect_near(const std::vector<std::vector<double>>& got,
@@ -714,16 +730,15 @@ TEST_F(GemmOfOps, FusedProductsGiveWhatTheyGiveApart) {
   for (const bool bias : {true, false}) {
     asked.clear();
     const auto apart = run(GemmFusion::kNever, bias);
-    EXPECT_EQ(asked.size(), 6U);
-    EXPECT_EQ(count(GemmEpilogue::kGeluBias) + count(GemmEpilogue::kBiasGradOfA), 0);
+    expect_asked(6, {{GemmEpilogue::kGeluBias, 0}, {GemmEpilogue::kBiasGradOfA, 0}});
     const auto measured = run(GemmFusion::kMeasured, bias);  // nothing was measured
     EXPECT_EQ(measured, apart);
     asked.clear();
     const auto fused = run(GemmFusion::kAlways, bias);
-    EXPECT_EQ(asked.size(), 6U);
-    EXPECT_EQ(count(GemmEpilogue::kGeluBias), bias ? 1 : 0);
-    EXPECT_EQ(count(GemmEpilogue::kGelu), bias ? 0 : 1);
-    EXPECT_EQ(count(GemmEpilogue::kBiasGradOfA), bias ? 1 : 0);  // GELU's gradient brings the other
+    expect_asked(6,
+                 {{GemmEpilogue::kGeluBias, bias ? 1 : 0},
+                  {GemmEpilogue::kGelu, bias ? 0 : 1},
+                  {GemmEpilogue::kBiasGradOfA, bias ? 1 : 0}});  // GELU's gradient brings the other
     expect_near(fused, apart);
   }
 }
@@ -740,18 +755,17 @@ TEST_F(GemmOfOps, TheProductThatGoesBackThroughAnMlpBringsTheGradientsOfGeluAndB
     asked.clear();
     const auto apart = run(GemmFusion::kNever, bias, mlp);
     EXPECT_EQ(apart, run(GemmFusion::kNever, bias));  // the ops one after the other
-    EXPECT_EQ(count(GemmEpilogue::kGeluGrad) + count(GemmEpilogue::kGeluGradBiasGrad), 0);
+    expect_asked(12, {{GemmEpilogue::kGeluGrad, 0}, {GemmEpilogue::kGeluGradBiasGrad, 0}});
     expect_near(apart, expected);
     asked.clear();
     expect_near(run(GemmFusion::kAlways, bias, mlp), expected);
-    EXPECT_EQ(asked.size(), 6U);
-    EXPECT_EQ(count(GemmEpilogue::kGeluGradBiasGrad), bias ? 1 : 0);
-    EXPECT_EQ(count(GemmEpilogue::kGeluGrad), bias ? 0 : 1);
-    EXPECT_EQ(count(GemmEpilogue::kBiasGradOfA), bias ? 1 : 0);  // the second layer's
+    expect_asked(6, {{GemmEpilogue::kGeluGradBiasGrad, bias ? 1 : 0},
+                     {GemmEpilogue::kGeluGrad, bias ? 0 : 1},
+                     {GemmEpilogue::kBiasGradOfA, bias ? 1 : 0}});  // the second layer's
     const auto in_erf = run(GemmFusion::kNever, bias, exact, kCpu);
     asked.clear();  // the library has the tanh form only
     expect_near(run(GemmFusion::kAlways, bias, exact), in_erf);
-    EXPECT_EQ(count(GemmEpilogue::kGeluGrad) + count(GemmEpilogue::kGeluGradBiasGrad), 0);
+    expect_asked(6, {{GemmEpilogue::kGeluGrad, 0}, {GemmEpilogue::kGeluGradBiasGrad, 0}});
   }
 }
 
@@ -763,14 +777,11 @@ TEST_F(GemmOfOps, GradientsThatMeetAreAddedByTheProduct) {
     const Tensor again = linear(in[0], in[1], in[3]);
     return linear(first, in[2], in[4]) + linear(gelu(again), in[2], in[4]);
   };
-  const auto added = [] {
-    return std::ranges::count_if(asked, [](const GemmProblem& p) { return p.c != nullptr; });
-  };
   const auto apart = run(GemmFusion::kNever, true, branches);
-  EXPECT_EQ(added(), 0);
+  expect_added(0);
   asked.clear();
   const auto fused = run(GemmFusion::kAlways, true, branches);
-  EXPECT_EQ(added(), 1);
+  expect_added(1);
   expect_near(fused, apart);
   expect_near(run(GemmFusion::kAlways, true, branches, kCpu), apart);
 }
@@ -793,13 +804,13 @@ TEST_F(GemmOfOps, AResidualIsAddedByTheProduct) {
     expect_near(run(GemmFusion::kNever, bias, layers), apart);
     asked.clear();
     expect_near(run(GemmFusion::kAlways, bias, layers), apart);
-    EXPECT_EQ(std::ranges::count_if(asked, [](const GemmProblem& p) { return p.c != nullptr; }),
-              3);  // forward two, and x's gradient
+    expect_added(3);  // forward two, and x's gradient
     expect_near(run(GemmFusion::kAlways, bias, layers, kCpu), apart);
   }
 }
 
 TEST_F(GemmOfOps, FrozenLayersOfAnMlpCostNoProducts) {
+  TS_NEEDS_EMULATION("notes products");
   const ScopedValue<GemmFusion> scope(Context::current().slot<GemmOptions>().fusion,
                                       GemmFusion::kAlways);
   const auto products = [](std::vector<bool> learns) {
@@ -827,6 +838,7 @@ TEST_F(GemmOfOps, FrozenLayersOfAnMlpCostNoProducts) {
 }
 
 TEST_F(GemmOfOps, WithoutGradientsNothingIsKeptForThem) {
+  TS_NEEDS_EMULATION("notes products");
   const NoGradGuard none;
   const ScopedValue<GemmFusion> scope(Context::current().slot<GemmOptions>().fusion,
                                       GemmFusion::kAlways);
@@ -855,6 +867,7 @@ TEST_F(GemmOfOps, WhatTheLibraryDoesNotGetIsCounted) {
   matmul(y, y);
   EXPECT_EQ(counts.library, before + 1);
   EXPECT_EQ(counts.not_served, 0);
+  TS_NEEDS_EMULATION("can take its library away");
   emulation::set_gemm_model(nullptr);
   matmul(y, y);
   EXPECT_EQ(counts.not_served, 1);
@@ -870,6 +883,7 @@ TEST_F(GemmOfOps, TimesOfLaunchesSayWhatWasAskedFor) {
 }
 
 TEST_F(GemmOfOps, Tf32IsASwitchAndOffAtFirst) {
+  TS_NEEDS_EMULATION("notes products");
   const Tensor a = numbers({8, 8}).to(cuda(0));
   matmul(a, a).to_vector();
   {
@@ -886,6 +900,7 @@ TEST_F(GemmOfOps, Tf32IsASwitchAndOffAtFirst) {
 }
 
 TEST(GemmLibrary, TheEmulationSaysThatItHasNone) {
+  TS_NEEDS_EMULATION("has none");
   EXPECT_FALSE(run_gemm(plain()));
   EXPECT_NE(gemm_library().find("own kernels"), std::string::npos);
   EXPECT_THROW(try_gemm_descriptors(plain()), UnsupportedError);

@@ -1,5 +1,5 @@
 // Kernels over rows: short ones in registers, long ones in shared memory, the longest read twice;
-// aligned, not aligned, a piece of a wider matrix. Each on the emulated device against the CPU.
+// aligned, not aligned, a piece of a wider matrix. Each on a GPU against the CPU.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -10,10 +10,14 @@
 #include <vector>
 
 #include <tessera/core/cuda/check.h>
+#include <tessera/core/cuda/emulation/peers.h>
 #include <tessera/core/cuda/emulation/race.h>
 #include <tessera/core/cuda/emulation/report.h>
+#include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
+#include <tessera/core/factory.h>
 #include <tessera/core/half.h>
+#include <tessera/core/kernels/copy/copy.h>
 
 namespace tessera::gpu::tests {
 namespace {
@@ -352,6 +356,36 @@ TEST(Emulation, ArraysOfFixedSizeCountForWhatABlockGetsWithoutAsking) {
   }
   copy_beside((size_t{227} << 10) - 1024, x.data(), y.data(), nullptr);
   EXPECT_REPORT("the block's shared memory, 231424 bytes and arrays of fixed size, exceeds 232448");
+}
+
+// ---- Copies between devices --------------------------------------------------------------------
+
+TEST(EmulatedPeers, WithoutTheEventsACopyIsTooEarlyOrTooLate) {
+  bool early = false, late = false;
+  const Tensor x = raw::zeros({500}, kF32, cuda(0)), y = raw::zeros({500}, kF32, cuda(1));
+  for (uint64_t seed = 0; seed < 16; ++seed) {
+    emulation::set_seed(seed);
+    kernels::fill(x, 1);
+    synchronize(0);
+    kernels::fill(x, 3);
+    {
+      const CurrentDevice device(1);
+      TS_CUDA(cudaMemcpyPeerAsync(y.data(), 1, x.data(), 0, 2000, current_stream()));
+    }
+    kernels::fill(x, 7);
+    const double got = y.to_vector()[0];
+    early = early || got == 1;
+    late = late || got == 7;
+    synchronize(0);
+  }
+  EXPECT_TRUE(early);
+  EXPECT_TRUE(late);
+}
+
+TEST(EmulatedPeers, MemoryOfAnotherDeviceThanNamedIsRefused) {
+  const Tensor x = raw::zeros({8}, kF32, cuda(0)), y = raw::zeros({8}, kF32, cuda(1));
+  EXPECT_THROW(TS_CUDA(cudaMemcpyPeerAsync(y.data(), 0, x.data(), 1, 32, nullptr)), CudaError);
+  EXPECT_EQ(x.to(cuda(1)).to_vector(), std::vector<double>(8, 0));
 }
 
 }  // namespace
