@@ -45,11 +45,11 @@ if(TESSERA_CUDA_FOUND)
     list(APPEND cuda_runtime_sources ${without_cudnn})
   endif()
   # C++20 is asked for by hand: CMake 3.25 does not know it for nvcc 13. No contraction: the kernels
-  # give the bits of the CPU's formulas. A kernel that spills registers fails the build.
+  # give the bits of the CPU's formulas. A kernel that spills registers is a warning.
   function(tessera_compile_kernels target)
     target_include_directories(${target} PRIVATE ${TESSERA_INCLUDE_DIR})
     target_compile_options(${target} PRIVATE -std=c++20 -O3 --expt-relaxed-constexpr --fmad=false
-      -Xfatbin=-compress-all "SHELL:-Werror all-warnings" -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
+      -Xfatbin=-compress-all -Xcompiler=-Wall,-Wextra,-ffp-contract=off)
     if(TESSERA_X86)
       target_compile_options(${target} PRIVATE -Xcompiler=-march=x86-64-v3)
     endif()
@@ -59,7 +59,7 @@ if(TESSERA_CUDA_FOUND)
   add_library(tessera_cuda_kernels OBJECT ${cuda_kernel_sources})
   tessera_compile_kernels(tessera_cuda_kernels)
   target_compile_options(tessera_cuda_kernels PRIVATE
-    "SHELL:-Xptxas --warn-on-spills,--warning-as-error")
+    "SHELL:-Xptxas --warn-on-spills$<$<BOOL:${CMAKE_COMPILE_WARNING_AS_ERROR}>:,--warning-as-error>")
   # Tests read the kernels' PTX (tests/ptx), which nvcc has on its way: it is kept, where it has one
   # name, and where no ccache would leave it out.
   list(LENGTH TESSERA_CUDA_ARCHITECTURES architecture_count)

@@ -81,7 +81,7 @@ if command -v ccache > /dev/null; then
   export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
   launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
 fi
-cmake -S . -B build/aarch64 -G Ninja -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake "-DTESSERA_SYSROOT=$sysroot" \
+cmake -S . -B build/aarch64 -G Ninja -DCMAKE_COMPILE_WARNING_AS_ERROR=ON -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake "-DTESSERA_SYSROOT=$sysroot" \
   -DCMAKE_BUILD_TYPE=Release -DTESSERA_WITH_CUDA=OFF -DTESSERA_WITH_MPI=OFF -DTESSERA_WITH_NCCL=OFF -DTESSERA_WITH_ONEDNN=OFF \
   -DTESSERA_EMULATE_GPU=OFF -DTESSERA_BUILD_BENCH=OFF -DTESSERA_UNITY=ON "-DTESSERA_TEST_FILES=$(IFS=";"; echo "${tests[*]}")" "${launcher[@]}"
 # Most test files are one program, some are their own.
