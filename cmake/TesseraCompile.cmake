@@ -27,6 +27,11 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # g++ 12 reports these falsely from inlined standard containers at -O2 and above.
   target_compile_options(tessera_compile INTERFACE -Wno-array-bounds -Wno-stringop-overflow
     -Wno-stringop-overread -Wno-maybe-uninitialized -Wno-restrict -Wno-psabi)
+elseif(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+  # GCC's pragmas are hints to GCC; `a & b ? x : y` reads as it is meant. libstdc++ 12's stable_sort calls
+  # what C++17 deprecates.
+  target_compile_options(tessera_compile INTERFACE -Wno-unknown-pragmas -Wno-bitwise-conditional-parentheses
+    -Wno-deprecated-declarations)
 endif()
 set(TESSERA_X86 OFF)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")

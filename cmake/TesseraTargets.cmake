@@ -18,7 +18,8 @@ function(tessera_library name)
     UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 16)
   target_link_libraries(tessera_${name} PRIVATE $<BUILD_INTERFACE:tessera_compile> PUBLIC ${arg_DEPENDS})
   target_compile_features(tessera_${name} PUBLIC cxx_std_20)
-  if(TESSERA_UNITY)  # a batch is one file to the compiler: it takes private classes for headers'
+  if(TESSERA_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    # A batch is one file to the compiler: it takes private classes for headers'.
     target_compile_options(tessera_${name} PRIVATE -Wno-subobject-linkage)
   endif()
 endfunction()

@@ -58,7 +58,7 @@ int depth_of(const std::string& name) {
 
 namespace detail {
 
-SummaryScope::SummaryScope(ModuleBase& module) : module_(module) {
+SummaryScope::SummaryScope(ModuleBase& module) {
   for (const auto& [name, tensor] : module.named_parameters()) {
     summary_.parameters += tensor.numel();
     if (tensor.requires_grad()) summary_.trainable_parameters += tensor.numel();

@@ -53,7 +53,6 @@ class SummaryScope {
   struct Held {
     Tensor tensor, contents;
   };
-  ModuleBase& module_;
   std::vector<Held> held_;
   std::vector<HookHandle> hooks_;
   Summary summary_;

@@ -41,7 +41,7 @@ constexpr const char* kCheckpointCommit = "checkpoint";
 struct ErrorKind {
   char letter;
   bool (*is)(const std::exception&);
-  [[noreturn]] void (*raise)(const std::string&);
+  void (*raise)(const std::string&);
 };
 template <class E>
 constexpr ErrorKind kind(char letter) {

@@ -73,7 +73,7 @@ template <ReduceOp op, class T>
 void reduce_blocks(std::span<const void* const> inputs, T* out, int64_t count,
                    Compute<T> factor = 1) {
   using C = Compute<T>;
-  const auto finish = [factor](C sum) {
+  const auto finish = [=](C sum) {
     if constexpr (op == ReduceOp::kSum && std::is_floating_point_v<C>) {
       return store<T>(sum * factor);
     } else {

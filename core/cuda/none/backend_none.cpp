@@ -44,6 +44,6 @@ void pop_range() {}
 CurrentStream::CurrentStream(std::shared_ptr<StreamHandle>) { refuse("stream"); }
 CurrentStream::~CurrentStream() = default;
 CurrentDevice::CurrentDevice(int) : previous_(0) { refuse("cuda"); }
-CurrentDevice::~CurrentDevice() = default;
+CurrentDevice::~CurrentDevice() { static_cast<void>(previous_); }  // nothing to go back to
 
 }  // namespace tessera::gpu

@@ -244,7 +244,6 @@ void extremum_columns(bool largest, const C* TS_RESTRICT x, int64_t n, int64_t p
 // Four doubles; two of them are a block of a running sum on every instruction set, so that all give
 // the same bits.
 typedef double Four __attribute__((vector_size(32)));
-typedef int64_t FourIndices __attribute__((vector_size(32)));
 
 TS_HD Four load_four(const float* x) {
   typedef float Floats __attribute__((vector_size(16), aligned(4), may_alias));
@@ -266,13 +265,13 @@ TS_HD void store_four(double* y, Four values) {
 
 // The sums of v[0], v[0..1], v[0..2] and v[0..3].
 TS_HD Four sums_up_to(Four v) {
-  v += __builtin_shuffle(Four{}, v, FourIndices{0, 4, 5, 6});
-  return v + __builtin_shuffle(Four{}, v, FourIndices{0, 0, 4, 5});
+  v += __builtin_shufflevector(Four{}, v, 0, 4, 5, 6);
+  return v + __builtin_shufflevector(Four{}, v, 0, 0, 4, 5);
 }
 // And of v[0..3], v[1..3], v[2..3], v[3].
 TS_HD Four sums_from(Four v) {
-  v += __builtin_shuffle(Four{}, v, FourIndices{5, 6, 7, 0});
-  return v + __builtin_shuffle(Four{}, v, FourIndices{6, 7, 0, 0});
+  v += __builtin_shufflevector(Four{}, v, 5, 6, 7, 0);
+  return v + __builtin_shufflevector(Four{}, v, 6, 7, 0, 0);
 }
 
 // Running sums of eight elements at a time: one addition of the chain for eight, not for each.
