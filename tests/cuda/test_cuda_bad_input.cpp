@@ -1,6 +1,6 @@
 // What a program can do wrong on a GPU is a typed error with the remedy, and leaves the device as
 // it was: after each of them the same process calculates what it did before. Only the public
-// interface is used: scripts/test_gpu.sh runs this file on hardware too.
+// interface is used: gpu_bad_input runs this file on hardware.
 #include <gtest/gtest.h>
 
 #include <functional>
