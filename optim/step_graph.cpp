@@ -54,6 +54,13 @@ TensorList StepGraph::operator()(const TensorList& inputs, Way way) {
   try {
     const TensorList returned = run(inputs, way);
     join();
+    // They lie in memory of the step's stream; the caller's reads them, perhaps when they are
+    // freed.
+    for (const Tensor& x : returned) {
+      if (x.defined() && x.device().is_cuda() && x.numel() > 0) {
+        gpu::record_use(x.device().index, x.storage()->data());
+      }
+    }
     return returned;
   } catch (...) {  // the caller may free what the stream still reads
     join();

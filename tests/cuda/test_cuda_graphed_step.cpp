@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -221,6 +222,24 @@ struct SmallStep : Small {
   }
   AdamW optimizer;
 };
+
+// The memory of results is the step's stream's, on which it may come into other hands before the
+// caller's stream came by.
+TEST(GraphedStep, ResultsThatAreFreedAreThereForWhatTheCallerQueued) {
+  for (const int calls : {1, 3}) {  // as it is; captured
+    SCOPED_TRACE(calls);
+    std::optional<GraphedStep> step;
+    step.emplace(
+        cuda(0), [](const TensorList& x) { return TensorList{x[0].sum()}; },
+        GraphedStepOptions{.warmup = 1});
+    const Tensor x = raw::full({5}, 3, kF32, cuda(0));
+    Tensor twice;
+    for (int i = 0; i < calls; ++i) twice = (*step)({x})[0] * 2;
+    EXPECT_EQ(step->captured(), calls > 1);
+    step.reset();
+    EXPECT_EQ(twice.item(), 30);
+  }
+}
 
 TEST(GraphedStep, ReplaysDoNotWaitForTheDevice) {
   TS_NEEDS_EMULATION("counts waits of the host");

@@ -57,7 +57,7 @@ Tensor leaf(const Tensor& x) { return x.detach().set_requires_grad(); }
 int64_t launches_of(const std::string& name, const std::function<void()>& work) {
   int64_t launches = 0;
   for (const gpu::LaunchTime& time : gpu::time_launches(work)) {
-    if (time.name == name) launches += time.launches;
+    if (time.name == name) ++launches;
   }
   return launches;
 }
