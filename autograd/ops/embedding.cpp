@@ -2,6 +2,7 @@
 #include <limits>
 #include <vector>
 
+#include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/compute_dtype.h>

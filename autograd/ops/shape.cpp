@@ -3,6 +3,7 @@
 #include <limits>
 #include <memory>
 
+#include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/float8_norm.h>
