@@ -196,6 +196,7 @@ TEST(ConvRules, ShapesAndDtypes) {
   refused([](ConvProblem& p) { p.y = {2, 4, 0, 4}; }, "y has a size of 0");
   refused([](ConvProblem& p) { p.x = {1 << 20, 8, 60, 60}; }, "2^31 - 1");
   refused([](ConvProblem& p) { p.y_data = nullptr; }, "y is missing");
+  refused([](ConvProblem& p) { p.y = {2, 4, 3, 4}; }, "3 positions in a dimension where");
   refused([](ConvProblem& p) { p.weight_data = some_memory + 4; }, "16 bytes");
 }
 

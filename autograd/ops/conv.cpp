@@ -245,6 +245,7 @@ Tensor conv_transpose(const Tensor& x, const Tensor& weight, const Tensor& bias,
                    geometry.dilation[d] * (kernel.size(2 + d) - 1) + extra[d] + 1;
     TS_CHECK_SHAPE(shape[2 + d] > 0, op, "the output of ", x, " and the kernel of ", weight,
                    " would be empty; lessen the padding");
+    geometry.positions[d] = plane.size(2 + d);
   }
   const Tensor y = differentiable(
       op, {plane, kernel, bias},

@@ -42,6 +42,15 @@ std::string validate(const ConvProblem& p, int version) {
     return concatenate(p.groups, " groups do not divide ", p.x[1], " and ", p.weight[0],
                        " channels");
   }
+  for (int d = 0; d < 2; ++d) {
+    const int64_t reach = p.window.dilation[d] * (p.weight[2 + d] - 1) + 1;
+    const int64_t room = p.x[2 + d] + 2 * p.window.padding[d] - reach;
+    const int64_t fits = room < 0 ? 0 : room / p.window.stride[d] + 1;
+    if (p.y[2 + d] != fits) {
+      return concatenate("y has ", p.y[2 + d], " positions in a dimension where the window has ",
+                         fits);
+    }
+  }
   return {};
 }
 

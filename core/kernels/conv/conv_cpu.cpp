@@ -26,7 +26,7 @@ struct Sizes : ConvSizes {
   bool is_pointwise() const {
     const ConvGeometry& g = geometry;
     return KH == 1 && KW == 1 && g.stride[0] == 1 && g.stride[1] == 1 && g.padding[0] == 0 &&
-           g.padding[1] == 0;
+           g.padding[1] == 0 && OH == H && OW == W;
   }
 
   // Samples whose patches are unfolded at a time.

@@ -12,8 +12,12 @@ struct ConvGeometry {
   int64_t padding[2] = {0, 0};
   int64_t dilation[2] = {1, 1};
   int64_t groups = 1;
-  // Of one dimension; negative or zero where the kernel does not fit.
+  // Positions of the kernel, 0: as many as fit. A transposed convolution has as many as its input,
+  // and with an output_padding of a stride or more its output has room for others.
+  int64_t positions[2] = {0, 0};
+  // Of one dimension; 0 where the kernel does not fit.
   int64_t output_size(int64_t input, int64_t kernel, int dim) const {
+    if (positions[dim] > 0) return positions[dim];
     const int64_t reach = dilation[dim] * (kernel - 1) + 1, room = input + 2 * padding[dim] - reach;
     return room < 0 ? 0 : room / stride[dim] + 1;
   }
