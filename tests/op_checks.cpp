@@ -398,6 +398,52 @@ Complaints check_grad(const OpRow& row, const Sample& sample) {
   return complaints;
 }
 
+Complaints check_grad_of_some(const OpRow& row, const Sample& sample) {
+  Complaints complaints;
+  const std::vector<size_t> all = wanted_inputs(row, sample);
+  if (all.size() < 2) return complaints;
+  const Attrs attrs = attrs_for(sample, kF64);
+  guarded(complaints, title(row, sample), [&] {
+    TensorList leaves = make_inputs(row, sample, kF64);
+    for (const size_t i : all) leaves[i].set_requires_grad();
+    const TensorList gradients = make_gradients(call_seeded(row, leaves, attrs).tensors, kF64);
+    const Evaluation reference =
+        evaluate(row, make_inputs(row, sample, kF64), all, attrs, kF64, gradients);
+    const double terms = static_cast<double>(sample.terms);
+    // Of long lists each alone, and all but one.
+    std::vector<std::vector<size_t>> sets;
+    const bool is_short = all.size() <= 4;
+    for (size_t set = 1; is_short && set + 1 < (size_t{1} << all.size()); ++set) {
+      std::vector<size_t>& some = sets.emplace_back();
+      for (size_t i = 0; i < all.size(); ++i) {
+        if (set >> i & 1) some.push_back(all[i]);
+      }
+    }
+    for (size_t i = 0; !is_short && i < all.size(); ++i) {
+      sets.push_back({all[i]});
+      sets.push_back(all);
+      sets.back().erase(sets.back().begin() + static_cast<std::ptrdiff_t>(i));
+    }
+    for (const std::vector<size_t>& some : sets) {
+      std::string where = title(row, sample) + " where a gradient is wanted of";
+      for (const size_t i : some) where += text(" ", i);
+      guarded(complaints, where, [&] {
+        const Evaluation got =
+            evaluate(row, make_inputs(row, sample, kF64), some, attrs, kF64, gradients);
+        for (size_t i = 0; i < some.size(); ++i) {
+          const auto at = static_cast<size_t>(std::ranges::find(all, some[i]) - all.begin());
+          const std::vector<double> expected = reference.gradients[at].to_vector();
+          const std::string wrong =
+              difference(got.gradients[i], expected,
+                         error_bound(kF64, row.tolerance, terms, 1 + largest(expected)));
+          if (!wrong.empty()) complaints.push_back(text(where, ": input ", some[i], ": ", wrong));
+        }
+      });
+    }
+  });
+  return complaints;
+}
+
 Complaints check_layout(const OpRow& row, const Sample& sample) {
   Complaints complaints;
   guarded(complaints, title(row, sample), [&] {

@@ -1,4 +1,4 @@
-// Walks the table of ops: every row, every sample, five checks. Then the tests of these tests.
+// Walks the table of ops: every row, every sample, six checks. Then the tests of these tests.
 // ctest own program: all ops of the program are held against the table
 #include <gtest/gtest.h>
 
@@ -37,6 +37,7 @@ class Ops : public testing::TestWithParam<size_t> {
 
 TEST_P(Ops, ForwardAndGradientsMatchF64InEveryDType) { each_sample(check_forward); }
 TEST_P(Ops, GradientsMatchCentralDifferences) { each_sample(check_grad); }
+TEST_P(Ops, AnySetOfInputsHasItsGradients) { each_sample(check_grad_of_some); }
 TEST_P(Ops, AnyLayoutGivesTheSame) { each_sample(check_layout); }
 TEST_P(Ops, MetaKnowsShapeAndDType) { each_sample(check_meta); }
 TEST_P(Ops, AutocastFollowsTheRecord) {
@@ -165,7 +166,7 @@ Tensor scaled(const Tensor& x, double forward, double backward) {
 TEST(TestsOfTheTests, ARightVariantPasses) {
   const OpRow row = wrong_row([](const Args& in, Attrs&) -> Result { return scaled(in[0], 2, 2); },
                               {{{normal({3, 5})}}});
-  for (auto* check : {check_forward, check_grad, check_layout, check_meta}) {
+  for (auto* check : {check_forward, check_grad, check_grad_of_some, check_layout, check_meta}) {
     const Complaints complaints = check(row, row.samples[0]);
     EXPECT_TRUE(complaints.empty()) << joined(complaints);
   }
@@ -192,6 +193,21 @@ TEST(TestsOfTheTests, AMissingGradientIsCaught) {
       wrong_row([](const Args& in, Attrs&) -> Result { return add(in[0], detach(in[1])); },
                 {{{normal({3}), normal({3})}}});
   EXPECT_FALSE(check_grad(row, row.samples[0]).empty());
+}
+
+TEST(TestsOfTheTests, ABackwardThatReadsWhatIsNotKeptForTheGradientsWantedIsCaught) {
+  static const Op careless{.name = "wrong_variant_of_the_tests", .reads = {inputs(), inputs(1)}};
+  const OpRow row = wrong_row(
+      [](const Args& in, Attrs&) -> Result {
+        return differentiable(
+            careless, {in[0], in[1]}, [](Inputs x) { return add(x[0], square(x[1])); },
+            [](Grads dy, const Saved& s) -> TensorList {
+              return {dy[0], mul(dy[0], mul(s.input(1), 2))};
+            });
+      },
+      {{{normal({3}), normal({3})}}});
+  EXPECT_TRUE(check_grad(row, row.samples[0]).empty());
+  EXPECT_EQ(check_grad_of_some(row, row.samples[0]).size(), 1U);
 }
 
 TEST(TestsOfTheTests, AGradientThatIgnoresItsIncomingStridesIsCaught) {

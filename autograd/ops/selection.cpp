@@ -306,6 +306,7 @@ void check_addcdiv(const Tensor& x, const Tensor& a, const Tensor& b) {
 
 auto addcdiv_backward(const Scalar& value) {
   return [value](Grads dy, const Saved& s) -> TensorList {
+    if (!s.needs(1) && !s.needs(2)) return {dy[0], Tensor(), Tensor()};
     const Tensor b = s.input(2);
     const Tensor slope = div(value.to_double() == 1 ? dy[0] : mul(dy[0], value), b);
     return {dy[0], s.needs(1) ? slope : Tensor(),
