@@ -17,8 +17,9 @@
 namespace tessera {
 namespace {
 
-// One device for all inputs; a zero-dimensional CPU tensor may stand beside others as a number.
-// `casts`: of weights their casts may be read. True where that is left to be seen.
+// One device for all inputs; beside others a zero-dimensional CPU tensor may stand as a number
+// where the op takes those. `casts`: of weights their casts may be read. True where that is left to
+// be seen.
 bool check_placement(const Op& op, std::span<const Tensor> inputs, bool casts) {
   const Tensor* first = nullptr;
   bool left = false;
@@ -36,7 +37,7 @@ bool check_placement(const Op& op, std::span<const Tensor> inputs, bool casts) {
     TS_CHECK_AS(UnsupportedError, slot == nullptr, op, "has no rule for ", input, "; ",
                 slot->remedy());
     check_bytes(input, op.name);
-    if (input.dim() == 0 && input.device().is_cpu()) continue;
+    if (op.takes_numbers && input.dim() == 0 && input.device().is_cpu()) continue;
     if (first == nullptr) {
       first = &input;
     } else {

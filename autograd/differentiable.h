@@ -39,6 +39,14 @@ inline void check_defined(const Op& op, const char* name, const Tensor& x) {
   TS_CHECK(x.defined(), op, name, " is undefined; give it a value first");
 }
 
+// Of an argument that is none of the inputs below, or that is read before they are looked at: it
+// lies where x does.
+inline void check_same_device(const Op& op, const char* name, const Tensor& given,
+                              const Tensor& x) {
+  TS_CHECK_DEVICE(given.device() == x.device(), op, "expects all tensors on one device; got ", x,
+                  " and ", name, " ", given, "; move one with to(device)");
+}
+
 class OpNode;
 
 // What forward keeps beyond inputs and outputs.

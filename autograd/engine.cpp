@@ -98,6 +98,8 @@ Tensor conform(Tensor gradient, const TensorMeta& meta, const Node* from) {
     gradient = sum_to(gradient, meta.shape);
   }
   if (gradient.dtype() != meta.dtype) gradient = to(gradient, meta.dtype);
+  // Of a number of the CPU beside tensors of a GPU the gradient comes to it, as in torch.
+  if (meta.shape.empty() && meta.device.is_cpu()) gradient = to(gradient, meta.device);
   TS_CHECK_DEVICE(gradient.device() == meta.device, from != nullptr ? from->name() : "backward",
                   "gave a gradient ", gradient, " for a tensor on ", meta.device);
   return gradient;

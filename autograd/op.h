@@ -55,6 +55,9 @@ struct OpRegistration {
 struct Op {
   std::string_view name;  // torch's name of the function
   Autocast autocast = Autocast::kInputDtype;
+  // Its kernel is elementwise: a zero-dimensional tensor of the CPU may stand beside others as a
+  // number. Operands of other ops lie on one device.
+  bool takes_numbers = false;
   Reads reads = {};             // inputs kept for backward
   IndexMask reads_outputs = 0;  // outputs kept for backward: outputs(0) for exp, softmax
   // Outputs are views of input 0: they share its version, and writing to them changes it.

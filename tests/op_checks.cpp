@@ -574,6 +574,66 @@ Complaints check_meta(const OpRow& row, const Sample& sample) {
   return complaints;
 }
 
+Complaints check_devices(const OpRow& row, const Sample& sample, const Device& other) {
+  Complaints complaints;
+  const TensorList inputs = make_inputs(row, sample, kF32);
+  if (std::ranges::count_if(inputs, &Tensor::defined) < 2) return complaints;
+  const Attrs attrs = attrs_for(sample, kF32);
+  const auto on = [](const Tensor& x, const Device& device) {
+    if (!device.is_meta()) return x.to(device);
+    return raw::empty(x.shape(), x.dtype(), kMeta);
+  };
+  // All that was queued is done: kernels that read another device's memory fail.
+  const auto call = [&](const TensorList& given) {
+    for (const Tensor& y : call_seeded(row, given, attrs).tensors) {
+      if (!y.is_meta()) (void)y.to_vector();
+    }
+  };
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!inputs[i].defined()) continue;
+    for (const bool moved : {true, false}) {
+      TensorList given;
+      bool numbers = true;  // all that is on the CPU
+      for (size_t j = 0; j < inputs.size(); ++j) {
+        const Device device = (i == j) == moved ? other : Device(kCpu);
+        given.push_back(inputs[j].defined() ? on(inputs[j], device) : inputs[j]);
+        if (inputs[j].defined() && device.is_cpu()) numbers = numbers && inputs[j].dim() == 0;
+      }
+      const std::string where = text(title(row, sample), " with ", given[i], " as input ", i,
+                                     " and the others elsewhere");
+      try {
+        call(given);
+        const bool travels = row.name == "copy_";  // that is what it is for
+        if (!numbers && !travels) complaints.push_back(where + ": was not refused");
+      } catch (const DeviceError& error) {
+        const std::string_view said =
+            error.what();  // of what the op made of its operands, as a rule
+        for (const Device& device : {Device(kCpu), other}) {
+          if (said.find(text(device)) == std::string_view::npos) {
+            complaints.push_back(text(where, ": the error does not name ", device, ": ", said));
+          }
+        }
+      } catch (const UnsupportedError& error) {  // these run on the CPU alone
+        if (!row.linear_algebra) complaints.push_back(where + ": " + error.what());
+      } catch (const std::exception& error) {
+        complaints.push_back(where + ": another error: " + error.what());
+      }
+    }
+    // A number of the CPU in its place.
+    TensorList given;
+    for (const Tensor& x : inputs) given.push_back(x.defined() ? on(x, other) : x);
+    given[i] = raw::zeros({}, inputs[i].dtype());
+    try {
+      call(given);
+    } catch (const Error&) {
+    } catch (const std::exception& error) {
+      complaints.push_back(text(title(row, sample), " with a number as input ", i,
+                                " and the others elsewhere: ", error.what()));
+    }
+  }
+  return complaints;
+}
+
 Complaints check_autocast(const OpRow& row) {
   Complaints complaints;
   const Op* record = nullptr;

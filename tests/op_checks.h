@@ -42,6 +42,9 @@ Complaints check_grad_of_some(const OpRow& row, const Sample& sample);
 Complaints check_layout(const OpRow& row, const Sample& sample);
 // The meta device gives the shapes and dtypes of the CPU, or an error where values decide.
 Complaints check_meta(const OpRow& row, const Sample& sample);
+// Operands of two devices, the CPU and `other`, are an error that names both; but zero-dimensional
+// ones of the CPU may stand beside others, where the op takes them as numbers.
+Complaints check_devices(const OpRow& row, const Sample& sample, const Device& other);
 // Dtypes of results and gradients under autocast are those of the record's policy.
 Complaints check_autocast(const OpRow& row);
 

@@ -1,4 +1,4 @@
-// The table of ops: one row for each public op, shared by test_ops (six checks a row), the golden
+// The table of ops: one row for each public op, shared by test_ops (seven checks a row), the golden
 // tests, op_runner and bench_ops. A new op begins with its row here.
 //
 //     {.name = "cumsum",

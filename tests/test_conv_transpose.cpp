@@ -82,8 +82,8 @@ Reference define(const Case& c, const Tensor& x, const Tensor& weight, const Ten
     const int64_t output = channel / (C / o.groups) * OG + o_of_group;
     const auto y = static_cast<size_t>(((n * O + output) * out[0] + place[0]) * out[1] + place[1]);
     const auto i = static_cast<size_t>(((n * C + channel) * in[0] + h) * in[1] + w);
-    const auto k = static_cast<size_t>(
-        ((channel * OG + o_of_group) * kernel[0] + kh) * kernel[1] + kw);
+    const auto k =
+        static_cast<size_t>(((channel * OG + o_of_group) * kernel[0] + kh) * kernel[1] + kw);
     r.y[y] += xs[i] * ws[k];
     if (gs.empty()) continue;
     r.grad_x[i] += gs[y] * ws[k];
@@ -107,8 +107,8 @@ void expect_definition(const Case& c, DType dtype) {
   SCOPED_TRACE(testing::Message() << name_of(dtype) << " x " << c.x << " weight " << c.weight
                                   << " stride " << c.options.stride << " padding "
                                   << c.options.padding << " output_padding "
-                                  << c.options.output_padding << " dilation "
-                                  << c.options.dilation << " groups " << c.options.groups);
+                                  << c.options.output_padding << " dilation " << c.options.dilation
+                                  << " groups " << c.options.groups);
   const auto numbers = [&](const Shape& shape, uint64_t stream) {
     return randn(shape, {}, RandomStream{7, stream}).to(dtype);
   };

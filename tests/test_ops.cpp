@@ -1,4 +1,4 @@
-// Walks the table of ops: every row, every sample, six checks. Then the tests of these tests.
+// Walks the table of ops: every row, every sample, seven checks. Then the tests of these tests.
 // ctest own program: all ops of the program are held against the table
 #include <gtest/gtest.h>
 
@@ -40,6 +40,12 @@ TEST_P(Ops, GradientsMatchCentralDifferences) { each_sample(check_grad); }
 TEST_P(Ops, AnySetOfInputsHasItsGradients) { each_sample(check_grad_of_some); }
 TEST_P(Ops, AnyLayoutGivesTheSame) { each_sample(check_layout); }
 TEST_P(Ops, MetaKnowsShapeAndDType) { each_sample(check_meta); }
+TEST_P(Ops, OperandsOfTwoDevicesAreRefused) {
+  for (const Sample& sample : row().samples) {
+    const Complaints complaints = check_devices(row(), sample, kMeta);
+    EXPECT_TRUE(complaints.empty()) << joined(complaints);
+  }
+}
 TEST_P(Ops, AutocastFollowsTheRecord) {
   const Complaints complaints = check_autocast(row());
   EXPECT_TRUE(complaints.empty()) << joined(complaints);

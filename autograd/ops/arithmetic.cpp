@@ -30,8 +30,8 @@ DType division_dtype(std::initializer_list<Operand> operands) {
 
 // ---- add, sub -----------------------------------------------------------------------------------
 
-const Op kAdd{.name = "add"};
-const Op kSub{.name = "sub"};
+const Op kAdd{.name = "add", .takes_numbers = true};
+const Op kSub{.name = "sub", .takes_numbers = true};
 
 namespace {
 
@@ -159,7 +159,7 @@ Tensor rsub(const Scalar& a, const Tensor& b) {
 
 // ---- mul ----------------------------------------------------------------------------------------
 
-const Op kMul{.name = "mul", .reads = {inputs(1), inputs(0)}};
+const Op kMul{.name = "mul", .takes_numbers = true, .reads = {inputs(1), inputs(0)}};
 
 namespace {
 
@@ -212,7 +212,7 @@ const Tensor& mul_(const Tensor& a, const Scalar& b) {
 
 // ---- div ----------------------------------------------------------------------------------------
 
-const Op kDiv{.name = "div", .reads = {inputs(1), inputs(0, 1)}};
+const Op kDiv{.name = "div", .takes_numbers = true, .reads = {inputs(1), inputs(0, 1)}};
 
 namespace {
 
@@ -291,7 +291,7 @@ Tensor rdiv(const Scalar& a, const Tensor& b) {
 
 // ---- floor_divide, remainder --------------------------------------------------------------------
 
-const Op kFloorDivide{.name = "floor_divide"};
+const Op kFloorDivide{.name = "floor_divide", .takes_numbers = true};
 
 Tensor floor_divide(const Tensor& a, const Tensor& b) {
   check_arithmetic(kFloorDivide, a, b);
@@ -309,7 +309,7 @@ Tensor floor_divide(const Tensor& a, const Scalar& b) {
                             [b](Inputs in) { return kernels::binary<fn::FloorDivide>(in[0], b); });
 }
 
-const Op kRemainder{.name = "remainder", .reads = {inputs(), inputs(0, 1)}};
+const Op kRemainder{.name = "remainder", .takes_numbers = true, .reads = {inputs(), inputs(0, 1)}};
 
 Tensor remainder(const Tensor& a, const Tensor& b) {
   check_arithmetic(kRemainder, a, b);
@@ -334,7 +334,7 @@ Tensor remainder(const Tensor& a, const Scalar& b) {
 
 // ---- fmod ---------------------------------------------------------------------------------------
 
-const Op kFmod{.name = "fmod", .reads = {inputs(), inputs(0, 1)}};
+const Op kFmod{.name = "fmod", .takes_numbers = true, .reads = {inputs(), inputs(0, 1)}};
 
 namespace {
 
@@ -371,7 +371,10 @@ Tensor fmod(const Tensor& a, const Scalar& b) {
 
 // ---- atan2 --------------------------------------------------------------------------------------
 
-const Op kAtan2{.name = "atan2", .reads = {inputs(0, 1), inputs(0, 1)}, .flops_per_element = 40};
+const Op kAtan2{.name = "atan2",
+                .takes_numbers = true,
+                .reads = {inputs(0, 1), inputs(0, 1)},
+                .flops_per_element = 40};
 
 namespace {
 
@@ -404,6 +407,7 @@ Tensor atan2(const Tensor& a, const Tensor& b) {
 
 const Op kPow{.name = "pow",
               .autocast = Autocast::kFloat32,
+              .takes_numbers = true,
               .reads = {inputs(0, 1), inputs(0, 1)},
               .reads_outputs = outputs(0),
               .flops_per_element = 30};
@@ -514,8 +518,8 @@ Tensor pow(const Scalar& a, const Tensor& b) {
 
 // ---- maximum, minimum ---------------------------------------------------------------------------
 
-const Op kMaximum{.name = "maximum", .reads = {inputs(0, 1), inputs(0, 1)}};
-const Op kMinimum{.name = "minimum", .reads = {inputs(0, 1), inputs(0, 1)}};
+const Op kMaximum{.name = "maximum", .takes_numbers = true, .reads = {inputs(0, 1), inputs(0, 1)}};
+const Op kMinimum{.name = "minimum", .takes_numbers = true, .reads = {inputs(0, 1), inputs(0, 1)}};
 
 namespace {
 

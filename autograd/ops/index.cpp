@@ -365,8 +365,12 @@ TensorList without_masks(const Shape& shape, const TensorList& indices, const Op
   return result;
 }
 
-PlannedIndex plan_index(const Shape& shape, const TensorList& indices, const Device& device,
-                        const Op& op) {
+PlannedIndex plan_index(const Tensor& x, const TensorList& indices, const Op& op) {
+  const Shape& shape = x.shape();
+  const Device& device = x.device();
+  for (const Tensor& index : indices) {
+    if (index.defined()) check_same_device(op, "an index", index, x);
+  }
   const TensorList list = without_masks(shape, indices, op);
   TS_CHECK_SHAPE(static_cast<int>(list.size()) <= shape.size(), op,
                  "too many indices: ", list.size(), " for ", shape);
@@ -502,7 +506,7 @@ static Tensor take_at(const Tensor& x, const IndexPlan& plan, const Tensor& posi
 // See [Note: how x[indices] is calculated].
 Tensor index(const Tensor& x, const TensorList& indices) {
   check_defined(kIndex, "x", x);
-  const PlannedIndex planned = plan_index(x.shape(), indices, x.device(), kIndex);
+  const PlannedIndex planned = plan_index(x, indices, kIndex);
   return take_at(x, planned.plan, planned.positions);
 }
 
@@ -517,7 +521,7 @@ Tensor index_put(const Tensor& x, const TensorList& indices, const Tensor& value
                  bool accumulate) {
   check_defined(kIndexPut, "x", x);
   check_defined(kIndexPut, "values", values);
-  const PlannedIndex planned = plan_index(x.shape(), indices, x.device(), kIndexPut);
+  const PlannedIndex planned = plan_index(x, indices, kIndexPut);
   check_values(x, planned.plan, values);
   return put_at(x, planned.plan, planned.positions, values, accumulate);
 }
@@ -528,7 +532,7 @@ const Tensor& index_put_(const Tensor& x, const TensorList& indices, const Tenso
                          bool accumulate) {
   check_defined(kIndexPutInPlace, "x", x);
   check_defined(kIndexPutInPlace, "values", values);
-  const auto [plan, positions] = plan_index(x.shape(), indices, x.device(), kIndexPutInPlace);
+  const auto [plan, positions] = plan_index(x, indices, kIndexPutInPlace);
   check_values(x, plan, values);
   differentiable_inplace(
       kIndexPutInPlace, {x, positions, values},

@@ -47,6 +47,8 @@ TensorList meshgrid(const TensorList& tensors, Indexing indexing) {
     TS_CHECK_SHAPE(x.dim() <= 1, kName, "expects tensors of 0 or 1 dimensions; got ", x);
     TS_CHECK_DTYPE(x.dtype() == tensors[0].dtype(), kName, "expects tensors of one dtype; got ",
                    tensors[0], " and ", x, "; convert one with to(dtype)");
+    TS_CHECK_DEVICE(x.device() == tensors[0].device(), kName, "expects tensors on one device; got ",
+                    tensors[0], " and ", x, "; move one with to(device)");
     sizes.push_back(x.numel());
   }
   TensorList result;

@@ -73,6 +73,25 @@ TEST_P(CudaOps, GiveTheValuesAndGradientsOfTheCpu) {
   }
 }
 
+TEST_P(CudaOps, RefuseOperandsOfTheCpuAmongOthersAndTheReverse) {
+  const OpRow& row = *find_op_row(GetParam());
+  for (const Sample& sample : row.samples) {
+    for (const std::string& complaint : check_devices(row, sample, cuda(0))) {
+      ADD_FAILURE() << complaint;
+    }
+  }
+}
+
+// As in torch: a learned number of the CPU has its gradient there.
+TEST(CudaNumbers, OfTheCpuStandBesideTensorsAndHaveTheirGradients) {
+  const Tensor x = tensor({1, 2, 3}).to(cuda(0)).set_requires_grad();
+  const Tensor factor = full({}, 2).set_requires_grad();
+  sum(mul(x, factor)).backward();
+  EXPECT_EQ(x.grad().to_vector(), (std::vector<double>{2, 2, 2}));
+  EXPECT_TRUE(factor.grad().device().is_cpu());
+  EXPECT_EQ(factor.grad().item(), 6);
+}
+
 // Logits in chunks of 3 rows, the last one of 1: the same losses (a library's within the rounding
 // of its products), and gradients within the rounding of their sums.
 TEST(CudaLinearCrossEntropy, ChunksGiveWhatAllRowsAtOnceDo) {
