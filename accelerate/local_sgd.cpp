@@ -22,8 +22,8 @@ LocalSGD::LocalSGD(Accelerator& accelerator, nn::ModuleBase& model, const LocalS
       TS_CHECK_AS(
           UnsupportedError,
           !parameter.requires_grad() || parameter.dtype() == kF32 || parameter.dtype() == kF64,
-          "LocalSGD", "averages parameters, and the f32 masters of '", name, "' (", parameter,
-          ") would undo it; take precision_policy autocast or boundary");
+          "LocalSGD", "averages parameters, and of '", name, "' (", parameter,
+          ") only what 16 bits hold of its f32 master; take precision_policy autocast or boundary");
     }
     scope_.emplace(accelerator.without_reduction(model));
   }

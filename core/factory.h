@@ -31,8 +31,8 @@ Tensor linspace(double start, double end, int64_t size, DType dtype, const Devic
 // Ones on the main diagonal.
 Tensor eye(int64_t rows, int64_t columns, DType dtype, const Device& device = kCpu);
 
-// Shares memory that the caller owns; `release` runs when the last holder goes. Strides count
-// elements and default to row-major. Throws ShapeError, ValueError for a misaligned pointer.
+// Shares memory of the caller, who says bump_version() after own writes; `release` runs when the
+// last holder goes. Strides of elements, row-major by default. Throws ShapeError, ValueError.
 Tensor from_blob(void* data, const Shape& shape, DType dtype, std::function<void()> release = {});
 Tensor from_blob(void* data, const Shape& shape, const Shape& strides, DType dtype,
                  std::function<void()> release = {});

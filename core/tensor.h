@@ -108,7 +108,7 @@ class Tensor {
   bool is_contiguous() const { return tessera::is_contiguous(shape(), strides()); }
   const StoragePtr& storage() const { return get().storage; }
 
-  // First element; on the CPU it can be read. T is not checked: bf16 and f16 are those of half.h.
+  // First element; on the CPU it can be read, and written: bump_version() says so. T: see half.h.
   void* data() const {
     const TensorImpl& impl = get();
     return static_cast<char*>(impl.storage->data()) + impl.offset * size_of(impl.dtype);
@@ -119,7 +119,7 @@ class Tensor {
   }
 
   uint32_t version() const { return get().version->value.load(std::memory_order_relaxed); }
-  // writer: the name of an op, of static lifetime, for errors of those who needed the old values.
+  // After a write by no op: copies and masters follow. writer: an op, static, for others' errors.
   void bump_version(const char* writer = nullptr) const {
     get().version->value.fetch_add(1, std::memory_order_relaxed);
     get().version->writer.store(writer, std::memory_order_relaxed);

@@ -12,6 +12,7 @@
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
+#include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/placement_slot.h>
 #include <tessera/core/profiler.h>
@@ -204,12 +205,72 @@ void Optimizer::prepare(size_t group, ParameterState& state) {
       !state.master.defined()) {
     check_outside_of_graphs();
     state.master = make_master(state.parameter);
+    note_parameter(state);
+  } else if (is_written(state)) {
+    follow_write(state);  // in a capture each replay does it: the graph may be what writes
   }
   for (size_t i = 0; i < state_names().size(); ++i) {
     if (state.states[i].defined()) continue;
     if (const auto value = initial_state(group, i)) {
       check_outside_of_graphs();
       state.states[i] = make_state(state.parameter, state_dtype_of(group, state.parameter), *value);
+    }
+  }
+}
+
+void Optimizer::note_parameter(const ParameterState& state) {
+  if (!state.master.defined()) return;
+  const Tensor& parameter = state.parameter;
+  state.seen = {parameter.storage(), parameter.offset(), parameter.version()};
+}
+
+void Optimizer::forget_parameter(const ParameterState& state) { state.seen = {}; }
+
+bool Optimizer::is_written(const ParameterState& state) {
+  if (!state.master.defined()) return false;
+  const Tensor& parameter = state.parameter;
+  const ParameterState::Seen& seen = state.seen;
+  return seen.version != parameter.version() || seen.offset != parameter.offset() ||
+         seen.storage.owner_before(parameter.storage()) ||
+         parameter.storage().owner_before(seen.storage);
+}
+
+// A write changes elements, and a version moves on without one too (an average that stood in for
+// the parameter for a while): where the parameter still is its master rounded, the master keeps
+// what it knows beyond 16 bits. In place: graphs write to it.
+void Optimizer::follow_write(const ParameterState& state) {
+  const NoGradGuard no_grad;
+  const Tensor master = raw::alias(state.master);
+  const Tensor parameter = raw::alias(state.parameter).to(master.device());
+  const Tensor same = kernels::binary<fn::Eq>(master.to(parameter.dtype()), parameter);
+  kernels::ternary_into<fn::Where>(master, same, master, parameter, {}, kF32);
+  master.bump_version("a write of the parameter");
+  note_parameter(state);
+}
+
+// Before each replay. A write that the graph makes behind the step is none that the host sees: its
+// version moved on in the capture alone, and says so at the first replay.
+std::shared_ptr<std::vector<Optimizer::Replayed>> Optimizer::follow_writes_at_replays() {
+  const auto captured = std::make_shared<std::vector<Replayed>>();
+  gpu::Capture& capture = *gpu::Capture::current();
+  const auto follow = [captured, first = true,
+                       stream = gpu::current_stream_handle(capture.device())](void*) mutable {
+    const gpu::CurrentStream current(stream);
+    for (Replayed& one : *captured) {
+      const bool written = is_written(*one.state);
+      if (first) one.written_behind = written;
+      if (written) follow_write(*one.state);
+    }
+    first = false;
+  };
+  capture.feed(0, follow);
+  return captured;
+}
+
+void Optimizer::settle_masters() const {
+  for (const Group& group : groups_) {
+    for (const ParameterState& state : group.states) {
+      if (is_written(state)) follow_write(state);
     }
   }
 }
@@ -250,7 +311,7 @@ bool Optimizer::step() {
     count_skipped(all);
     step_scalars.skipped = skipped_;
   }
-  std::vector<std::pair<ParameterState*, Tensor>> captured;  // and the cast that is written
+  const auto captured = captures ? follow_writes_at_replays() : nullptr;
   struct Planned {
     std::vector<ParameterState*> states;
     int64_t number;
@@ -286,7 +347,7 @@ bool Optimizer::step() {
   for (const Planned& pass : planned) {
     for (ParameterState* state : pass.states) {
       if (captures) {
-        captured.emplace_back(state, state->cached_cast);
+        captured->push_back({state, state->cached_cast});
       } else {
         state->step = pass.number;
       }
@@ -294,19 +355,27 @@ bool Optimizer::step() {
       mark_cast_written(state->parameter, std::exchange(state->cached_cast, {}));
     }
   }
+  // When all are written: some may be views of one tensor, whose version they share.
+  for (const Planned& pass : planned) {
+    for (const ParameterState* state : pass.states) note_parameter(*state);
+  }
   if (step_scalars.found.defined()) add_(skipped_, reshape(step_scalars.found, {}));
   if (captures) {
     // What the host does in a step, a replay does here, when nothing of the step refuses it.
-    gpu::Capture::current()->feed(0, [this, captured = std::move(captured)](void*) {
+    gpu::Capture::current()->feed(0, [this, captured](void*) {
       double* const told = next_step_.data_as<double>();
       const bool skip = std::exchange(told[1], 0) != 0;
       told[0] = 1;
       skip_reason_ = skip ? "a gradient is not finite" : "";
-      if (skip) return;
-      for (const auto& [state, cast] : captured) {
-        ++state->step;
-        state->parameter.bump_version();
-        mark_cast_written(state->parameter, cast);
+      for (const Replayed& one : *captured) {
+        if (!skip) {
+          ++one.state->step;
+          one.state->parameter.bump_version();
+          mark_cast_written(one.state->parameter, one.cast);
+        }
+      }
+      for (const Replayed& one : *captured) {
+        one.written_behind ? forget_parameter(*one.state) : note_parameter(*one.state);
       }
     });
   }
@@ -394,6 +463,7 @@ void Optimizer::settle_skipped() const {
 
 StateDict Optimizer::state_dict() const {
   settle_skipped();
+  settle_masters();
   class Writer : public OptionVisitor {
    public:
     Writer(StateDict& state, size_t group) : state_(state), group_(group) {}
@@ -432,6 +502,7 @@ void Optimizer::append_state(const ParameterState& own, const std::string& prefi
 
 StateDict Optimizer::parameter_state(std::string_view name) const {
   settle_skipped();
+  settle_masters();
   for (const Group& group : groups_) {
     const auto named = std::ranges::find(group.named, name, &NamedTensor::name);
     if (named == group.named.end()) continue;
@@ -581,7 +652,10 @@ void Optimizer::load_state_dict(const StateDict& state) {
     }
     throw;
   }
-  for (Loaded& one : loaded) *one.target = std::move(one.value);
+  for (Loaded& one : loaded) {
+    *one.target = std::move(one.value);
+    note_parameter(*one.target);  // the saved master says more than the parameter of now
+  }
   skipped_ = {};
 }
 
@@ -636,6 +710,7 @@ void Optimizer::begin_masters(const NamedTensors& values) {
   for (auto& [state, value] : fitting) {
     value.storage()->set_category(MemoryCategory::kOptimizer);
     state->master = value;
+    note_parameter(*state);
   }
 }
 

@@ -13,7 +13,8 @@
 // One step is one pass over all parameters of a group (kernels/multi_tensor.h). State is f32 (f64
 // for f64 parameters; bf16 where an optimizer has `state_dtype` and it says so, rounded as
 // core/kernels/optim/state_rounding.h explains) and made at a parameter's first step; for 16-bit
-// parameters an f32 master copy is kept unless Options::master_weights is false. The same pass
+// parameters an f32 master copy is kept unless Options::master_weights is false, and follows writes
+// to the parameter: an element that is not its master rounded is taken as it is. The same pass
 // writes the copy that autocast keeps of a parameter (autograd/weight_cache.h). Parameters without
 // a gradient are passed over. Arithmetic and order of operations are torch's, and so are the
 // numbers that options may have: others are a ValueError when the optimizer is made, as is one
@@ -41,6 +42,7 @@
 
 #include <tessera/core/kernels/optim/option_range.h>
 #include <tessera/core/state_dict.h>
+#include <tessera/core/storage.h>
 #include <tessera/core/tensor.h>
 
 namespace tessera::kernels {
@@ -160,6 +162,14 @@ class Optimizer {
     Tensor cached_cast = {};  // during a step: a copy of 16 bits (autograd/weight_cache.h)
     int64_t step = 0;
     Tensor master = {};  // f32 copy of a 16-bit parameter
+    // What the parameter was when the master was made or rounded into it. While that holds, nobody
+    // else has written the parameter.
+    struct Seen {
+      std::weak_ptr<Storage> storage = {};  // set_data() leaves the version
+      int64_t offset = 0;
+      uint32_t version = 0;
+    };
+    mutable Seen seen = {};
     std::array<Tensor, kMaxStates> states = {};
     uint64_t rounding_key = 0;  // of its name
     // What kernels update, and the 16-bit tensor that they round it into, if any.
@@ -238,7 +248,18 @@ class Optimizer {
   DType state_dtype_of(size_t group, const Tensor& parameter) const;
   void prepare(size_t group, ParameterState& state);
   void append_state(const ParameterState& own, const std::string& prefix, StateDict& state) const;
+  struct Replayed {  // by a captured step
+    ParameterState* state;
+    Tensor cast;  // that is written
+    bool written_behind = false;
+  };
+  static void note_parameter(const ParameterState& state);
+  static void forget_parameter(const ParameterState& state);
+  static bool is_written(const ParameterState& state);
+  static void follow_write(const ParameterState& state);
   void settle_skipped() const;
+  void settle_masters() const;
+  std::shared_ptr<std::vector<Replayed>> follow_writes_at_replays();
   void count_skipped(const std::vector<ParameterState*>& stepped);
   std::vector<double> constant_options(size_t group);
   const double* feed_replays(size_t group, const std::vector<ParameterState*>& stepped);

@@ -23,6 +23,7 @@
 #include <tessera/optim/schedule.h>
 #include <tessera/precision/grad_scaler.h>
 
+#include "../master_writes.h"
 #include "../optimizer_kinds.h"
 #include "gpt2/model.h"
 #include "on_emulation.h"
@@ -384,6 +385,51 @@ TEST(GraphedStep, AWeightThatIsWrittenWhileTheGraphReadsItsCopyIsNoticed) {
   graph.reset();
   graph(in);
   EXPECT_EQ(graph(in)[0].to_vector(), expected);
+}
+
+// Masters of 16-bit parameters follow writes between replays, and those that the graph makes
+// itself, behind the step and before it.
+TEST(GraphedStep, MastersFollowWritesOfTheirParameters) {
+  enum class Place { kBetween, kBehind, kBefore };
+  for (const Place place : {Place::kBetween, Place::kBehind, Place::kBefore}) {
+    for (const Write& write : writes()) {
+      const std::string name = write.name;
+      if (name == "set_data" || name.starts_with("nothing")) continue;  // no write of the memory
+      if (name == "copy_" && place != Place::kBetween) continue;        // from the host
+      SCOPED_TRACE(name + " " + std::to_string(static_cast<int>(place)));
+      const Tensor wide = tensor(initial_values(), {2, 3}, kF32).to(cuda(0)).set_requires_grad();
+      const Tensor narrow = wide.detach().to(kBF16).set_requires_grad();
+      AdamW of_wide({{"p", wide}}, {.lr = 0.1}), of_narrow({{"p", narrow}}, {.lr = 0.1});
+      const auto step = [&](AdamW& optimizer, const Tensor& parameter, const Tensor& gradient) {
+        const NoGradGuard no_grad;
+        if (place == Place::kBefore) write.run(parameter, 0);
+        parameter.set_grad(gradient);
+        optimizer.step();
+        if (place == Place::kBehind) write.run(parameter, 0);
+      };
+      GraphedStep graph(cuda(0),
+                        [&](const TensorList& in) -> TensorList {
+                          step(of_narrow, narrow, in[0]);
+                          return {narrow};
+                        },
+                        {.warmup = 2});
+      for (int i = 0; i < 7; ++i) {
+        if (place == Place::kBetween && (i == 3 || i == 5)) {
+          const NoGradGuard no_grad;
+          write.run(wide, i);
+          write.run(narrow, i);
+        }
+        const Tensor gradient = gradient_of_step(i).to(cuda(0));
+        step(of_wide, wide, gradient);
+        graph({gradient.to(kBF16)});
+        if (i != 2 && i != 4) {  // reads; before a write nobody looks
+          EXPECT_EQ(narrow.to_vector(), wide.detach().to(kBF16).to_vector()) << i;
+          EXPECT_EQ(of_narrow.state_dict().at("state.p.master").to_vector(), wide.to_vector()) << i;
+        }
+      }
+      EXPECT_TRUE(graph.captured());
+    }
+  }
 }
 
 TEST(GraphedStep, ACopyThatTheCaptureMakesGoesWithTheGraph) {

@@ -13,6 +13,7 @@
 #include <tessera/optim/ema.h>
 #include <tessera/optim/muon.h>
 
+#include "../master_writes.h"
 #include "../optimizer_kinds.h"
 #include "on_emulation.h"
 
@@ -177,6 +178,10 @@ TEST(CudaOptimizers, MuonIsThatOfTheCpu) {
       }
     }
   }
+}
+
+TYPED_TEST(EveryCudaOptimizer, MastersFollowWritesOfTheirParameters) {
+  for (const Write& write : writes()) expect_to_follow<TypeParam>(write, cuda(0));
 }
 
 TEST(CudaOptimizers, AveragesAndClampedGradients) {
