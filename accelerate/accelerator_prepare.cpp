@@ -229,6 +229,7 @@ void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
     if (!state || !record) return true;
     if (!state->at_boundary(*record)) return false;
     State::drop_clip(*record);  // of gradients that go
+    if (state->scaler) state->scaler->forget(*record->optimizer);
     return true;
   });
   optimizers.push_back(std::move(record));

@@ -487,7 +487,12 @@ StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
   record.was_skipped();  // before skip_reason() is another
   const bool clipped = std::exchange(record.clipped, false);
   record.clip.reset();  // the step takes the factor, whatever it then does
-  if (!at_boundary(record)) return StepDecision::skip("gradients are being accumulated");
+  // And with it what unscales them.
+  const auto leave_out = [&](const char* reason) {
+    if (scaler) scaler->forget(*record.optimizer);
+    return StepDecision::skip(reason);
+  };
+  if (!at_boundary(record)) return leave_out("gradients are being accumulated");
   record.attempted = true;
   begin_masters(record);
   bool has_weight = models_of(record).empty();
@@ -499,7 +504,7 @@ StepDecision Accelerator::State::may_step(OptimizerRecord& record) {
     // A window without any backward has no gradients to judge.
     has_weight = has_weight || !model->window.reduced() || model->has_weight();
   }
-  if (!has_weight) return StepDecision::skip("no micro-batch of the window has any weight");
+  if (!has_weight) return leave_out("no micro-batch of the window has any weight");
   for (const auto& model : models_of(record)) {
     // All backwards of the window have noted their maxima; of several optimizers the first is here.
     if (!model->consumed && model->policy.fp8()) model->policy.fp8()->update();

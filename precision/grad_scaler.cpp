@@ -138,6 +138,15 @@ void GradScaler::unscale(const Tensor& next_step) {
   records_.push_back({.next_step = next_step});
 }
 
+bool GradScaler::forget(const Tensor& next_step) {
+  const size_t forgotten = std::erase_if(records_, [&](const Record& record) {
+    return record.next_step.is(next_step) && !record.stepped;
+  });
+  if (forgotten == 0) return false;
+  next_step.data_as<double>()[0] = 1;
+  return true;
+}
+
 void GradScaler::note_norm(const Tensor& next_step, const Tensor& norm) {
   auto* record = const_cast<Record*>(find(next_step));
   TS_CHECK(record != nullptr, "note_norm",

@@ -111,6 +111,15 @@ class GradScaler {
     return find(optimizer.next_step()) != nullptr;
   }
 
+  // The optimizer's step was left out for another reason than an overflow, or its gradients were
+  // cleared: what it was told by unscale() goes, and the gradients of its next step are unscaled
+  // anew. Nothing for one that has come to its step since the last update().
+  template <ScaledOptimizer Optimizer>
+  void forget(Optimizer& optimizer) {
+    if (!forget(optimizer.next_step()) || !is_on_device()) return;
+    if constexpr (DeviceScaledOptimizer<Optimizer>) optimizer.scale_next_step(Tensor());
+  }
+
   // The norm of this iteration's gradients, scaled or not, one floating element. It must cover all
   // gradients of the optimizer. Not finite: its step is left out. Throws ValueError before
   // unscale().
@@ -174,6 +183,7 @@ class GradScaler {
   };
   const Record* find(const Tensor& next_step) const;
   void unscale(const Tensor& next_step);
+  bool forget(const Tensor& next_step);  // whether there was anything
   void note_norm(const Tensor& next_step, const Tensor& norm);
   Record& begin_step(const Tensor& next_step);
   static void append_gradients(const NamedTensors& parameters, TensorList& gradients);
