@@ -4,6 +4,7 @@
 #include "accelerator_fixture.h"
 
 #include <functional>
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
@@ -139,6 +140,51 @@ TEST(UnsteppedWindows, ThatAProgramClipsAndLeavesOutLeaveTheNextClippedStepAsItI
       });
     }
   }
+}
+
+// ---- What was reduced before -------------------------------------------------------------------
+
+// The short window at the end of an epoch; what follows it is a window like any other.
+void after_a_short_window(Training& training, const Micro& last, bool steps) {
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    for (int micro = 0; micro < 2; ++micro) {
+      training.backward({.weight = last.weight ? std::optional<double>(1) : std::nullopt});
+      training.step(), training.clear();
+    }
+    training.backward(last);
+    if (steps) training.step();
+    training.clear();
+  }
+  for (int micro = 0; micro < 4; ++micro) {
+    training.backward({.weight = last.weight ? std::optional<double>(1) : std::nullopt});
+    training.step(), training.clear();
+  }
+}
+
+TEST(UnsteppedWindows, OfOneMicroBatchWithoutWeightAreNotAddedTo) {
+  expect_as_in_f32(2, [](Training& training) {
+    after_a_short_window(training, {.weight = 0, .ends_window = true}, true);
+  });
+}
+
+TEST(UnsteppedWindows, OfOneMicroBatchThatOverflowAreNotAddedTo) {
+  // What one process does in f32 is not to step.
+  const auto reference = [](Training& training) {
+    after_a_short_window(training, {.ends_window = true}, false);
+  };
+  expect_as_in_f32(
+      2,
+      [](Training& training) {
+        after_a_short_window(
+            training, {.factor = std::numeric_limits<double>::infinity(), .ends_window = true},
+            true);
+      },
+      {Precision::kFP16}, reference);
+}
+
+TEST(UnsteppedWindows, OfOneMicroBatchThatTheProgramLeavesOutAreNotAddedTo) {
+  expect_as_in_f32(
+      2, [](Training& training) { after_a_short_window(training, {.ends_window = true}, false); });
 }
 
 }  // namespace

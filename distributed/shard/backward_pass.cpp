@@ -194,7 +194,7 @@ BackwardPass::HostState BackwardPass::host_state() const {
                   .used = schedule_->used()};
   for (const ManagedParam& param : params_) {
     state.parameters.push_back(
-        {param.reduced, param.undivided, param.gradient_version, param.parameter_version});
+        {param.reduced, param.undivided, param.gradient, param.parameter_version});
   }
   return state;
 }
@@ -208,7 +208,7 @@ void BackwardPass::set_host_state(const HostState& state) {
     const HostState::OfParameter& was = state.parameters.at(i);
     params_[i].reduced = was.reduced;
     params_[i].undivided = was.undivided;
-    params_[i].gradient_version = was.gradient_version;
+    params_[i].gradient = was.gradient;
     params_[i].parameter_version = was.parameter_version;
   }
 }
@@ -382,7 +382,7 @@ void BackwardPass::keep_gradients() {
 void BackwardPass::accept_written() {
   for (ManagedParam& param : params_) {
     const Tensor gradient = param.updated().grad();
-    if (param.reduced && gradient.defined()) param.gradient_version = gradient.version();
+    if (param.reduced && gradient.defined()) param.gradient.note(gradient);
   }
 }
 

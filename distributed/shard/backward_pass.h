@@ -162,7 +162,8 @@ class BackwardPass {
     double window_weight = 0, divisor = 1;
     struct OfParameter {
       bool reduced, undivided;
-      uint32_t gradient_version, parameter_version;
+      GradientState gradient;
+      uint32_t parameter_version;
     };
     std::vector<OfParameter> parameters = {};
     UsedParameters used = {};

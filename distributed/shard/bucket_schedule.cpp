@@ -65,7 +65,7 @@ void BucketSchedule::make_buckets(const std::vector<size_t>& order) {
         const bool untouched = params[member].holds_reduced();
         bucket->adopt(slot, from.bucket->gradient(from.slot));
         // It lies elsewhere and is still what was reduced.
-        if (untouched) params[member].gradient_version = params[member].tensor.grad().version();
+        if (untouched) params[member].gradient.note(params[member].tensor.grad());
       }
     }
     bucket->install_homes();

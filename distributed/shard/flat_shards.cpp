@@ -152,7 +152,7 @@ void FlatShards::begin_backward() {
     const Tensor place = sum_of(aside, i);
     copy_(place, raw::alias(grad));
     // It lies elsewhere and is still what it was.
-    place.impl()->version->value = grad.version();
+    place.impl()->version = grad.impl()->version;
     copy_placement(shard, place);
     shard.set_grad(place);
   }
