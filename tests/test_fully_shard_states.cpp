@@ -457,6 +457,76 @@ TEST(FullyShardStates, AFrozenUnitIsReleasedWhenBackwardHasPassedIt) {
   });
 }
 
+// What is trained of a unit stands behind what is frozen, and what is trained before lies in units
+// inside of it. Inputs require no grad.
+struct FrozenHead : nn::Module<FrozenHead> {
+  FrozenHead()
+      : body(add<nn::Linear>("body", 8, 8)),
+        head(add<nn::Linear>("head", 8, 8)),
+        down(add<nn::Linear>("down", 8, 2)),
+        up(add<nn::Linear>("up", 2, 8)),
+        scale(parameter("scale", tessera::ones({8}))) {
+    head.requires_grad_(false);
+  }
+  Tensor forward(const Tensor& x) {
+    const Tensor h = relu(body(x));
+    const Tensor y = head(h);  // before the adapter, so that its backward comes after
+    return (y + up(down(h))) * scale;
+  }
+  nn::Linear& body;
+  nn::Linear& head;
+  nn::Linear& down;
+  nn::Linear& up;
+  const Tensor& scale;
+};
+struct Outer : nn::Module<Outer> {
+  Outer() : inside(add<FrozenHead>("inside")), last(add<nn::Linear>("last", 8, 4)) {}
+  Tensor forward(const Tensor& x) { return last(inside(x)); }
+  FrozenHead& inside;
+  nn::Linear& last;
+};
+
+TEST(FullyShardStates, AFrozenWeightStaysUntilTheUnitsInsideOfItsUnitAreDone) {
+  const auto expect_values = [](auto make, const auto& shard) {
+    Gradients expected;
+    in_one_process([&] {
+      auto model = make();
+      expected = accumulate_in_one_process(*model, 0, 2, 2);
+    });
+    on_ranks(2, [&](int rank) {
+      manual_seed(3);
+      auto model = make();
+      Mesh mesh(world());
+      shard(*model, mesh);
+      for (int step = 0; step < 2; ++step) {
+        model->zero_grad();
+        loss_of(*model, rank).backward();
+        const auto gradients = whole_gradients(*model);
+        for (size_t i = 0; i < expected.names.size(); ++i) {
+          if (expected.values[i].empty()) continue;
+          EXPECT_EQ(gradients.at(expected.names[i]), expected.values[i]) << expected.names[i];
+        }
+      }
+    });
+  };
+  for (const bool reshard : {true, false}) {
+    SCOPED_TRACE(reshard);
+    FullyShardOptions options;
+    options.reshard_after_forward = reshard;
+    expect_values([] { return std::make_unique<FrozenHead>(); },
+                  [&](FrozenHead& model, Mesh& mesh) {
+                    fully_shard(model.body, mesh, options);
+                    fully_shard(model, mesh, options);
+                  });
+    expect_values([] { return std::make_unique<Outer>(); },
+                  [&](Outer& model, Mesh& mesh) {
+                    fully_shard(model.inside.body, mesh, options);
+                    fully_shard(model.inside, mesh, options);
+                    fully_shard(model, mesh, options);
+                  });
+  }
+}
+
 TEST(FullyShardStates, WhatRequiresGradMayChangeBetweenSteps) {
   const auto freeze = [](nn::ModuleBase& model, int step) {
     for (const auto& [name, tensor] : model.named_parameters()) {

@@ -55,10 +55,12 @@ struct ShardUnit {
   int calls = 0;
   std::optional<DType> cast = {};  // in which autocast read weights in the last call, if it did
   size_t awaited = 0;              // gradients of this backward that have not come
+  size_t awaited_inside = 0;       // those of units whose calls were inside of this one's
   int64_t awaited_numel = 0;       // their elements
   int64_t gather_ahead_at = 0;     // see [Note: three units]
   size_t awaited_calls = 0;        // calls of which this backward has not come to the inputs
   bool backward_done = false;
+  std::vector<ShardUnit*> outer = {};  // that were in a call when this one was called, so far
 
   ShardUnit() = default;
   ShardUnit(const ShardUnit&) = delete;

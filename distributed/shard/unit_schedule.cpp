@@ -200,7 +200,12 @@ void UnitSchedule::enter(ShardUnit& unit, bool again) {
     unit.show_wholes();
     return;
   }
-  if (++open_calls_ == 1) before_model();
+  for (ShardUnit* outer : open_calls_) {
+    if (outer == &unit || std::ranges::find(unit.outer, outer) != unit.outer.end()) continue;
+    unit.outer.push_back(outer);
+  }
+  open_calls_.push_back(&unit);
+  if (open_calls_.size() == 1) before_model();
   const bool as_before = std::exchange(unit.cast, cast) == cast;
   if (!again || needs_gather(unit)) unit.gather(cast);
   unit.show_wholes();
@@ -295,7 +300,8 @@ void UnitSchedule::leave(ShardUnit& unit, bool last, bool failed) noexcept {
   if (unit.calls == 0 && ((last && unit.reshards_after_forward()) || failed)) {
     unit.release(!failed && grad_enabled());
   }
-  if (--open_calls_ > 0) return;
+  open_calls_.pop_back();
+  if (!open_calls_.empty()) return;
   // What was asked for ahead and not used.
   for (const auto& weak : units_) {
     const auto other = weak.lock();
@@ -385,7 +391,7 @@ void UnitSchedule::prepare() {
   }
   for (const auto& weak : units_) {
     if (const auto unit = weak.lock()) {
-      unit->awaited = unit->awaited_calls = 0;
+      unit->awaited = unit->awaited_inside = unit->awaited_calls = 0;
       unit->awaited_numel = unit->gather_ahead_at = 0;
       unit->backward_done = false;
     }
@@ -395,6 +401,7 @@ void UnitSchedule::prepare() {
     if (!backward_reaches(whole)) continue;
     ShardUnit& unit = *places_[i].unit;
     ++unit.awaited;
+    for (ShardUnit* outer : unit.outer) ++outer->awaited_inside;
     unit.awaited_numel += whole.numel();
     unit.gather_ahead_at = std::max(unit.gather_ahead_at, whole.numel());  // the largest
   }
@@ -410,6 +417,7 @@ void UnitSchedule::arrived(size_t param) {
   ShardUnit& unit = *places_[param].unit;
   if (unit.awaited > 0) {
     --unit.awaited;
+    for (ShardUnit* outer : unit.outer) --outer->awaited_inside;
     unit.awaited_numel -= pass_.params()[param].tensor.numel();
   }
   if (&unit == ahead_of_ && ahead_ != nullptr && unit.awaited_numel <= unit.gather_ahead_at) {
@@ -418,6 +426,7 @@ void UnitSchedule::arrived(size_t param) {
     gather_ahead();
   }
   end_backward_of(unit);
+  for (ShardUnit* outer : unit.outer) end_backward_of(*outer);
 }
 
 void UnitSchedule::input_arrived(ShardUnit& unit) {
@@ -429,7 +438,8 @@ void UnitSchedule::input_arrived(ShardUnit& unit) {
 
 // see [Note: end of a unit's backward]
 void UnitSchedule::end_backward_of(ShardUnit& unit) {
-  const bool open = (unit.awaited > 0 || unit.awaited_calls > 0) && !TS_MUTANT(kFreeEarly);
+  const bool open = (unit.awaited > 0 || unit.awaited_inside > 0 || unit.awaited_calls > 0) &&
+                    !TS_MUTANT(kFreeEarly);
   if (open || unit.backward_done || unit.calls > 0) return;
   for (const auto& part : unit.parts) part->check_unwritten();
   unit.backward_done = true;
@@ -533,7 +543,7 @@ void UnitSchedule::end() {
   for (const auto& weak : units_) {
     const auto unit = weak.lock();
     if (!unit) continue;
-    unit->awaited = unit->awaited_calls = 0;
+    unit->awaited = unit->awaited_inside = unit->awaited_calls = 0;
     if (unit->calls == 0 && pass_.plan.reshard_after_backward) unit->release();
   }
   current_call_ = nullptr;

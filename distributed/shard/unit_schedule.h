@@ -18,7 +18,9 @@
 //
 // [Note: end of a unit's backward] A unit is released when the gradients of its parameters have
 // come and backward has passed the inputs of its calls: what it holds may be read up to there, also
-// where no gradient comes of it (frozen weights, a detached one).
+// where no gradient comes of it (frozen weights, a detached one). Inputs that require no grad tell
+// nothing; then it is read on the way to parameters of units that were called inside of its calls,
+// so that it waits for their gradients as well.
 //
 // [Note: backwards that threw] What they left under way ends when the model is called next: the
 // ranks that did not throw are told then, unless whoever caught the error has told them by
@@ -125,7 +127,7 @@ class UnitSchedule final : public GradientSchedule {
   std::vector<Place> places_;        // of each parameter of the pass
   BackwardPass pass_;
 
-  int open_calls_ = 0;
+  std::vector<ShardUnit*> open_calls_;  // the innermost last
   // Of the forward under way or the last one, and the one before: units by their first call.
   std::vector<ShardUnit*> called_, called_before_;
   std::shared_ptr<UnitCall> last_call_;     // of this forward, whose outputs require grad
