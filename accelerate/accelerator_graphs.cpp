@@ -111,7 +111,17 @@ struct GraphedStep::Impl {
       if (record->parallel) add(record->parallel->pass().active_ranks, state.joined);
       add(record->consumed, record->no_sync > 0, record->triggered > 0, record->local,
           record->kept.empty(), record->model->is_training());
-      if (record->parallel) add(record->parallel->pass().holds_unreduced());
+      if (record->parallel) {
+        const distributed::BackwardPass& pass = record->parallel->pass();
+        add(pass.holds_unreduced(), pass.params().size());  // which have buckets
+      }
+      // 32 flags in a number.
+      uint32_t flags = 0;
+      for (size_t i = 0; i < record->parameters.size(); ++i) {
+        if (i % 32 == 0 && i > 0) add(std::exchange(flags, 0));
+        flags = flags << 1 | (record->parameters[i].tensor.requires_grad() ? 1u : 0u);
+      }
+      add(flags);
     }
     return key;
   }

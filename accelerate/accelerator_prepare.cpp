@@ -107,7 +107,12 @@ void Accelerator::State::check_complete(std::string_view where) {
 void Accelerator::State::prepare_model(nn::ModuleBase& model) {
   NamedTensors parameters = model.named_parameters();
   if (const auto known = find(model)) {
-    if (same_tensors(known->parameters, parameters)) return;
+    // Frozen as a whole the ranks have left it alone.
+    const bool begins_to_train =
+        known->parallel == nullptr &&
+        std::ranges::any_of(known->left_alone,
+                            [](const NamedTensor& named) { return named.tensor.requires_grad(); });
+    if (same_tensors(known->parameters, parameters) && !begins_to_train) return;
     known->let_go();
     std::erase(models, known);
   }
@@ -134,12 +139,16 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
   record->model = &model;
   record->type_name = model.type_name();
   record->parameters = std::move(parameters);
-  record->handles.push_back(
-      model.register_call_scope([weak = weak_from_this(), life = record->life.token()](
-                                    nn::ModuleBase&) -> std::shared_ptr<void> {
+  record->handles.push_back(model.register_call_scope(
+      [weak = weak_from_this(), own = std::weak_ptr(record),
+       life = record->life.token()](nn::ModuleBase&) -> std::shared_ptr<void> {
         const auto state = weak.lock();
-        if (!state) return nullptr;
-        if (grad_enabled()) state->refuse_in_capture("a recorded call of a prepared model");
+        const auto held = own.lock();
+        if (!state || !held) return nullptr;
+        if (grad_enabled()) {
+          state->refuse_in_capture("a recorded call of a prepared model");
+          held->check_left_alone();
+        }
         // The scope's state lives with it.
         auto scope = std::make_shared<ForwardScope>(state->random, state->forward_depth);
         return {scope.get(), [state, scope](void*) mutable { scope.reset(); }};
@@ -192,6 +201,13 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
             }
           };
         });
+  }
+  if (data_ranks > 1) {
+    for (const NamedTensor& named : record->parameters) {
+      const bool ignored =
+          accelerate::cuts_parameters(settings) && placement_slot(named.tensor) == nullptr;
+      if (!parallel || ignored) record->left_alone.push_back(named);
+    }
   }
   keep_originals(*record);
   missing.give([&](const Tensor& parameter, const Tensor& value) {

@@ -73,6 +73,8 @@ struct ModelRecord {
   std::string type_name;
   NamedTensors parameters;
   NamedTensors wholes;  // that ops read in their places, where parameters are parts
+  // Of several ranks, parameters that nobody reduces, as they were frozen when it was prepared.
+  NamedTensors left_alone;
   std::vector<HookHandle> handles;
   precision::AppliedPolicy policy;
   // Of parameters that were narrowed: until their optimizer's first step.
@@ -115,6 +117,19 @@ struct ModelRecord {
   // Whether the gradient of a loss comes to a parameter: to what ops read in its place.
   bool is_reached_by(const Tensor& loss) const {
     return leads_to_any(loss, wholes.empty() ? parameters : wholes);
+  }
+  // ConfigError where a rank would train one of those by itself.
+  void check_left_alone() const {
+    for (const auto& [name, tensor] : left_alone) {
+      TS_CHECK_AS(
+          ConfigError, !tensor.requires_grad(), "prepare", "'", name, "' of ", type_name,
+          " requires grad, and was frozen when ",
+          parallel != nullptr
+              ? "fsdp_ignored_modules left it whole on every rank, so that each would train "
+                "it by itself; leave its module out of them"
+              : "the whole model was when it was prepared, so that each rank would train it "
+                "by itself; call prepare() with it again, on every rank");
+    }
   }
   bool has_weight() const {
     if (!reduces()) return window.weight() != 0;

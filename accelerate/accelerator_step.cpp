@@ -315,6 +315,7 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
   TS_CHECK_SHAPE(loss.defined() && loss.numel() == 1, "backward",
                  "the loss must have one element; got ", loss, "; take its mean");
   state.forget_dead();
+  for (const auto& record : state.models) record->check_left_alone();
   state.update_scale();
   state.finite_gradients.clear();
   state.check_micro_batch();

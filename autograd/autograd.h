@@ -106,7 +106,7 @@ class HookHandle {  // the hook stays until remove() is called
 // Called with the gradient of `tensor` once it is complete; a defined result replaces it.
 HookHandle register_hook(const Tensor& tensor, std::function<Tensor(const Tensor&)> hook);
 // Called after `.grad` of a leaf was added to: once in each backward that brings it a gradient,
-// after the last contribution.
+// after the last contribution. A leaf that does not require grad yet has its hooks when it does.
 HookHandle register_post_accumulate_hook(const Tensor& leaf,
                                          std::function<void(const Tensor& leaf)> hook);
 void retain_grad(const Tensor& tensor);  // keep `.grad` of a tensor that is no leaf

@@ -132,8 +132,8 @@ HookHandle register_hook(const Tensor& tensor, std::function<Tensor(const Tensor
 
 HookHandle register_post_accumulate_hook(const Tensor& leaf,
                                          std::function<void(const Tensor&)> hook) {
-  TS_CHECK_AS(AutogradError, leaf.requires_grad() && leaf.is_leaf(),
-              "register_post_accumulate_hook", leaf, " must be a leaf that requires grad");
+  TS_CHECK_AS(AutogradError, leaf.is_leaf(), "register_post_accumulate_hook", leaf,
+              " must be a leaf");
   AutogradSlot& slot = ensure_autograd_slot(leaf);
   if (!slot.post_accumulate_hooks) {
     slot.post_accumulate_hooks = std::make_shared<std::vector<PostAccumulateHook>>();

@@ -39,34 +39,54 @@ BackwardPass::BackwardPass(const NamedTensors& parameters, Group& ranks, Gradien
 void BackwardPass::set_parameters(const NamedTensors& parameters) {
   const std::vector<ManagedParam> before = std::exchange(params_, {});
   for (const auto& [name, tensor] : parameters) {
-    if (!tensor.requires_grad()) continue;
-    TS_CHECK_DEVICE(!tensor.is_meta() || MetaMemoryGuard::holds(), "BackwardPass", "'", name,
-                    "' is ", tensor, "; give the model memory before it is distributed");
     const auto known = std::ranges::find_if(
         before, [&](const ManagedParam& param) { return param.tensor.is(tensor); });
-    params_.push_back(known != before.end() ? *known
-                                            : ManagedParam{.name = name, .tensor = tensor});
+    known != before.end() ? params_.push_back(*known) : append(name, tensor);
   }
   for (HookHandle& handle : clearing_handles_) handle.remove();
   clearing_handles_.clear();
-  hook_leaves();
+  for (HookHandle& handle : handles_) handle.remove();
+  handles_.clear();
+  hook_leaves(0);
+}
+
+void BackwardPass::append(const std::string& name, const Tensor& tensor) {
+  TS_CHECK_DEVICE(!tensor.is_meta() || MetaMemoryGuard::holds(), "BackwardPass", "'", name, "' is ",
+                  tensor, "; give the model memory before it is distributed");
+  params_.push_back({.name = name, .tensor = tensor});
+}
+
+void BackwardPass::add_parameters(const NamedTensors& parameters) {
+  const size_t first = params_.size();
+  for (const auto& [name, tensor] : parameters) append(name, tensor);
+  hook_leaves(first);
+}
+
+void BackwardPass::watch(const NamedTensors& parameters) {
+  for (const auto& [name, tensor] : parameters) {
+    watch_handles_.push_back(
+        register_post_accumulate_hook(tensor, [this, owner = owner_](const Tensor&) {
+          const auto alive = owner.lock();
+          const uint64_t pass = current_backward();
+          if (alive && pass != 0 && pass != pass_) begin(false, true);
+        }));
+  }
 }
 
 BackwardPass::~BackwardPass() {
   for (HookHandle& handle : handles_) handle.remove();
+  for (HookHandle& handle : watch_handles_) handle.remove();
   for (HookHandle& handle : clearing_handles_) handle.remove();
 }
 
 void BackwardPass::install(std::weak_ptr<void> owner) {
   owner_ = std::move(owner);
-  hook_leaves();
+  hook_leaves(0);
 }
 
-void BackwardPass::hook_leaves() {
-  for (HookHandle& handle : handles_) handle.remove();
-  handles_.clear();
+void BackwardPass::hook_leaves(size_t first) {
   if (owner_.expired()) return;
-  for (size_t i = 0; i < params_.size(); ++i) {
+  for (size_t i = first; i < params_.size(); ++i) {
     handles_.push_back(
         register_post_accumulate_hook(params_[i].tensor, [this, owner = owner_, i](const Tensor&) {
           if (const auto alive = owner.lock()) gradient_arrived(i);
@@ -257,8 +277,9 @@ void BackwardPass::begin_weight() {
       sums[3] = static_cast<double>(place * place);
     }
   }
-  weight_work_ = ranks_->all_reduce(weight_, ReduceOp::kSum,
-                                    {.channel = Channel::kControl, .tag = "window_weight"});
+  const std::string tag = "window_weight" + schedule_->changes();
+  weight_work_ =
+      ranks_->all_reduce(weight_, ReduceOp::kSum, {.channel = Channel::kControl, .tag = tag});
 }
 
 // Equal numbers have no variance. What is found here, all ranks find.

@@ -88,6 +88,9 @@ class GradientSchedule {
   virtual void launch_ready() = 0;
   // All are ready: issues the rest, and returns when the results are where they belong.
   virtual void finish() = 0;
+  // What the ranks have to agree on in this backward, for the tags of calls:
+  // requires_grad_changes.h.
+  virtual const std::string& changes() const = 0;
   // Whether what it does on the device may be repeated by a CUDA graph, and what it does on the
   // host beside each replay: the ranks agree that all of them were here. Throws what finish()
   // throws.
@@ -109,8 +112,8 @@ class FirstStepTimeout {
 
 class BackwardPass {
  public:
-  // `parameters` in the order of the module; those that do not require grad are passed over.
-  // `ranks` and `schedule` must outlive it. DeviceError for a parameter without memory.
+  // `parameters`, in the order of the module, require grad. `ranks` and `schedule` must outlive it.
+  // DeviceError for a parameter without memory.
   BackwardPass(const NamedTensors& parameters, Group& ranks, GradientAverage average,
                GradientSchedule& schedule);
   ~BackwardPass();
@@ -121,6 +124,11 @@ class BackwardPass {
   void install(std::weak_ptr<void> owner);
   // Other parameters from now on, between backwards: of those that stay what is known is kept.
   void set_parameters(const NamedTensors& parameters);
+  // More parameters behind those that are there: places in params() stay. Also when a backward
+  // begins.
+  void add_parameters(const NamedTensors& parameters);
+  // A backward begins with the gradient of one of these, too, if it comes first.
+  void watch(const NamedTensors& parameters);
 
   // ---- Events
   void before_backward();  // the gradient of a module's output has come
@@ -208,7 +216,8 @@ class BackwardPass {
  private:
   void begin(bool shadow, bool gradients_came = false);
   void end();
-  void hook_leaves();
+  void append(const std::string& name, const Tensor& tensor);
+  void hook_leaves(size_t first);
   void hook_clearing();
   void gradient_arrived(size_t param);
   void make_ready(size_t param, bool arrived);
@@ -233,6 +242,7 @@ class BackwardPass {
   std::weak_ptr<void> owner_;
   std::vector<ManagedParam> params_;
   std::vector<HookHandle> handles_;
+  std::vector<HookHandle> watch_handles_;
   std::vector<HookHandle> clearing_handles_;  // see [Note: clearing]
 
   // The backward under way.

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <ranges>
+#include <unordered_set>
 #include <utility>
 
 #include <tessera/core/cuda/backend.h>
@@ -10,11 +12,21 @@
 #include <tessera/distributed/shard/pass_agreement.h>
 
 namespace tessera::distributed {
+namespace {
+
+NamedTensors trained_of(NamedTensors parameters) {
+  std::erase_if(parameters, [](const NamedTensor& one) { return !one.tensor.requires_grad(); });
+  return parameters;
+}
+
+}  // namespace
 
 BucketSchedule::BucketSchedule(const NamedTensors& parameters, Group& ranks,
                                const BucketScheduleOptions& options)
     : options_(options),
-      pass_(parameters, ranks, options.average, *this),
+      parameters_(parameters),
+      changes_(parameters),
+      pass_(trained_of(parameters), ranks, options.average, *this),
       hook_(std::make_shared<AllReduceHook>()),
       learning_order_(options.rebuild_buckets) {
   std::vector<size_t> order(pass_.params().size());
@@ -24,6 +36,13 @@ BucketSchedule::BucketSchedule(const NamedTensors& parameters, Group& ranks,
 
 BucketSchedule::~BucketSchedule() {
   for (const auto& bucket : buckets_) bucket->remove_homes();
+}
+
+void BucketSchedule::install() {
+  pass_.install(weak_from_this());
+  NamedTensors frozen = parameters_;
+  std::erase_if(frozen, [](const NamedTensor& one) { return one.tensor.requires_grad(); });
+  pass_.watch(frozen);
 }
 
 // ---- Buckets -----------------------------------------------------------------------------------
@@ -60,7 +79,7 @@ void BucketSchedule::make_buckets(const std::vector<size_t>& order) {
     for (size_t slot = 0; slot < bucket->size(); ++slot) {
       const size_t member = bucket->members()[slot];
       places_[member] = {bucket.get(), slot};
-      if (!old.empty()) {
+      if (!old.empty() && member < old_places.size()) {
         const Place& from = old_places[member];
         const bool untouched = params[member].holds_reduced();
         bucket->adopt(slot, from.bucket->gradient(from.slot));
@@ -79,6 +98,25 @@ void BucketSchedule::rebuild_if_due() {
   next_order_.clear();
   make_buckets(order);
   ++rebuilds_;
+}
+
+// see [Note: more parameters]. Their order is learned anew.
+void BucketSchedule::follow_requires_grad() {
+  if (!changes_.look()) return;
+  std::unordered_set<const TensorImpl*> known;
+  for (const ManagedParam& param : pass_.params()) known.insert(param.tensor.impl());
+  NamedTensors more = trained_of(parameters_);
+  std::erase_if(more, [&](const NamedTensor& one) { return known.contains(one.tensor.impl()); });
+  if (more.empty()) return;
+  std::vector<size_t> order;
+  for (const auto& bucket : buckets_) {
+    order.insert(order.end(), bucket->members().begin(), bucket->members().end());
+  }
+  for (size_t i = more.size(); i-- > 0;) order.push_back(known.size() + i);
+  pass_.add_parameters(more);
+  make_buckets(order);
+  arrival_order_.clear();
+  learning_order_ = options_.rebuild_buckets;
 }
 
 // Rank 0's order is everybody's.
@@ -105,14 +143,21 @@ void BucketSchedule::agree_on_order() {
 
 // ---- One backward ------------------------------------------------------------------------------
 
+void BucketSchedule::before_forward() {
+  if (pass_.in_backward()) return;
+  rebuild_if_due();
+  follow_requires_grad();
+}
+
 void BucketSchedule::prepare() {
   rebuild_if_due();
+  follow_requires_grad();
   next_launch_ = 0;
   arrival_order_.clear();  // of a backward that failed
 }
 
 void BucketSchedule::begin() {
-  for (const auto& bucket : buckets_) bucket->begin_backward();
+  for (const auto& bucket : buckets_) bucket->begin_backward(changes_.text());
 }
 
 void BucketSchedule::ready(size_t param, bool arrived) {
@@ -164,13 +209,14 @@ void BucketSchedule::finish() {
       used[i] = !pass_.is_shadow() && params[i].tensor.grad().defined();
     }
     used_.own.assign(used.begin(), used.end());
-    agreement.issue(pass_.failed(), "used_map");
+    agreement.issue(pass_.failed(), "used_map" + changes_.text());
     std::vector<GradientBucket*> open;
     for (const auto& bucket : buckets_) open.push_back(bucket.get());
     while (!open.empty()) {
       std::erase_if(open, [&](GradientBucket* bucket) { return hook_->advance(*bucket); });
     }
     agreement.wait();
+    changes_.agree();
     used_.any.assign(used.begin(), used.end());
     const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - waiting_since;
     pass_.note_waited(waited.count());

@@ -11,6 +11,10 @@
 // reduction ("used_map"): a parameter that no rank used keeps the `.grad` that it had, none as a
 // rule.
 //
+// [Note: more parameters] A parameter that requires grad later than the schedule was made gets into
+// a bucket when a forward or a backward finds it; one that is frozen since stays in its own and
+// counts as unused. Ranks do so alike: requires_grad_changes.h.
+//
 // The first reduction waits for Timeouts::first_step where that is longer.
 #pragma once
 
@@ -24,6 +28,7 @@
 #include <tessera/distributed/shard/buckets.h>
 #include <tessera/distributed/shard/communication_hook.h>
 #include <tessera/distributed/shard/gradient_bucket.h>
+#include <tessera/distributed/shard/requires_grad_changes.h>
 #include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {
@@ -48,8 +53,8 @@ class BucketSchedule final : public GradientSchedule,
   BucketSchedule& operator=(const BucketSchedule&) = delete;
 
   // The backwards of the parameters reduce from now on, as long as this lives.
-  void install() { pass_.install(weak_from_this()); }
-  void before_forward() { rebuild_if_due(); }
+  void install();
+  void before_forward();
 
   BackwardPass& pass() { return pass_; }
   const BackwardPass& pass() const { return pass_; }
@@ -63,6 +68,7 @@ class BucketSchedule final : public GradientSchedule,
 
   // ---- GradientSchedule
   bool leaves_sums() const override { return hook_->leaves_sums(); }
+  const std::string& changes() const override { return changes_.text(); }
   void prepare() override;
   void begin() override;
   void ready(size_t param, bool arrived) override;
@@ -77,8 +83,11 @@ class BucketSchedule final : public GradientSchedule,
   void make_buckets(const std::vector<size_t>& order);
   void agree_on_order();
   void rebuild_if_due();
+  void follow_requires_grad();
 
   BucketScheduleOptions options_;
+  NamedTensors parameters_;  // those that do not require grad, too
+  RequiresGradChanges changes_;
   BackwardPass pass_;
   std::shared_ptr<CommunicationHook> hook_;
   struct Place {

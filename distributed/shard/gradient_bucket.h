@@ -28,7 +28,8 @@ class GradientBucket {
 
   int index() const { return index_; }  // in launch order
   Group& ranks() const { return *ranks_; }
-  const std::string& tag() const { return tag_; }  // "bucket 3": in the trace and in errors
+  // "bucket 3", and what the ranks have to agree on: in the trace and in errors.
+  const std::string& tag() const { return tag_; }
   DType dtype() const { return gradients_.flat().dtype(); }  // of the gradients
 
   size_t size() const { return members_.size(); }
@@ -41,7 +42,11 @@ class GradientBucket {
   int64_t bytes() const { return gradients_.bytes(); }
 
   // ---- One backward
-  void begin_backward() { pending_ = size(), launched_ = false; }
+  // `changes`: requires_grad_changes.h.
+  void begin_backward(const std::string& changes) {
+    pending_ = size(), launched_ = false;
+    tag_ = "bucket " + std::to_string(index_) + changes;
+  }
   // Brings this rank's gradient of a parameter into the buffer: nothing to do where `.grad` lies
   // there; zeros where there is none.
   void collect(size_t slot);

@@ -21,6 +21,7 @@ namespace tessera::distributed {
 
 ParamShards::ParamShards(Options options, std::vector<ShardedParam> params)
     : tag_(std::move(options.tag)),
+      call_tag_(tag_),
       ranks_(options.ranks),
       dtype_(params.front().shard.dtype()),
       whole_dtype_(options.dtypes.whole.value_or(dtype_)),
@@ -340,6 +341,10 @@ void ParamShards::start_reduce(bool zeros, bool all_reduce) {
     if (!sums_.defined()) sums_ = new_sums();
     reduce_ = shards().reduce_scatter(sums_, input_, ReduceOp::kSum, on(Channel::kGradient));
   }
+}
+
+Work ParamShards::start_agreement() {
+  return shards().all_reduce(raw::empty({0}, kF32), ReduceOp::kSum, on(Channel::kGradient));
 }
 
 // see [Note: parts on the host]. `held`: the host's sums that this goes on with, or undefined.

@@ -87,6 +87,8 @@ class ParamShards {
   ParamShards& operator=(const ParamShards&) = delete;
 
   const std::string& tag() const { return tag_; }  // "unit h.0": in the trace and in errors
+  // What the ranks have to agree on, for the tags of calls: requires_grad_changes.h.
+  void set_changes(const std::string& changes) { call_tag_ = tag_ + changes; }
   std::vector<ShardedParam>& params() { return params_; }
   const std::vector<ShardedParam>& params() const { return params_; }
   bool trains() const { return !trained_.empty(); }
@@ -166,6 +168,9 @@ class ParamShards {
   // Issues the reduction of the wholes' gradients, zeros where there are none, onto the sums of
   // earlier backwards. `zeros`: this rank contributes nothing. `all_reduce`: as wait_reduce().
   void start_reduce(bool zeros, bool all_reduce);
+  // A call without data in the place of a reduction, where nothing here trains on this rank and the
+  // others have still to agree on that.
+  Work start_agreement();
   // Waits; frees what was sent. Issues the sum along the replicated axis, where `all_reduce` says
   // so: the sums are then those of all ranks.
   void wait_reduce(bool all_reduce);
@@ -220,9 +225,9 @@ class ParamShards {
   void move_home(ShardedParam& param, const Tensor& home);
   static Tensor leaf_over(const Tensor& elements, bool requires_grad);
   void note_handed_out(const Tensor& sums) { handed_out_ = sums.storage(); }
-  CollectiveOptions on(Channel channel) const { return {.channel = channel, .tag = tag_}; }
+  CollectiveOptions on(Channel channel) const { return {.channel = channel, .tag = call_tag_}; }
 
-  std::string tag_;
+  std::string tag_, call_tag_;
   ShardRanks ranks_;
   DType dtype_, whole_dtype_, reduce_dtype_, gradient_dtype_;
   Device device_;

@@ -121,9 +121,18 @@ UnitSchedule::UnitSchedule(const std::vector<std::shared_ptr<ShardUnit>>& units,
     : options_(options),
       known_(units.front()->modules, places_of(units), false, "sharding"),
       mesh_(units.front()->ranks.mesh->lifetime()),
-      pass_(wholes_of(units), ranks, options.average, *this) {
+      pass_(wholes_of(units), ranks, options.average, *this),
+      changes_(all_shards()) {
   for (const ParamShards* part : parts_) may_cast_ = may_cast_ || part->may_cast();
   set_shards();
+}
+
+NamedTensors UnitSchedule::all_shards() const {
+  NamedTensors shards;
+  for (const ParamShards* part : parts_) {
+    for (const ShardedParam& param : part->params()) shards.push_back({param.name, param.shard});
+  }
+  return shards;
 }
 
 void UnitSchedule::set_shards() {
@@ -177,6 +186,11 @@ void UnitSchedule::follow_requires_grad() {
                 "' was frozen when the model was sharded, so that no rank holds a part of it, and "
                 "requires grad now; let it require grad first, and freeze it afterwards");
   }
+  if (changes_.look()) name_changes();
+}
+
+void UnitSchedule::name_changes() {
+  for (ParamShards* part : parts_) part->set_changes(changes_.text());
 }
 
 // Where a part of its call runs again: of a unit that is done nothing is read but what is frozen,
@@ -378,6 +392,7 @@ void UnitSchedule::prepare() {
   ahead_ = nullptr;
   next_launch_ = 0;
   last_launched_ = nullptr;
+  agreements_.clear();
   for (ParamShards* part : parts_) part->begin_backward();
   launch_order_.clear();
   const auto append = [this](const ShardUnit& unit) {
@@ -472,7 +487,10 @@ void UnitSchedule::launch_ready() {
 
 void UnitSchedule::launch(ParamShards& part) {
   part.set_reducing();
-  if (!part.trains()) return;
+  if (!part.trains()) {
+    if (!changes_.text().empty()) agreements_.push_back(part.start_agreement());
+    return;
+  }
   const PhaseScope phase("backward");
   const FirstStepTimeout timeout(pass_.reductions());
   // One is under way at a time: its input is freed before the next one is packed.
@@ -514,8 +532,9 @@ void UnitSchedule::finish() {
       flags[2 * count + i] = reads_->reads[i].cast;
       flags[3 * count + i] = reads_->reads[i].float8;
     }
-    agreement->issue(pass_.failed(), "used_map");
+    agreement->issue(pass_.failed(), "used_map" + changes_.text());
   }
+  for (const Work& work : std::exchange(agreements_, {})) work.wait();
   if (last_launched_ != nullptr) last_launched_->wait_reduce(sums_replicas());
   const bool whole_sum = pass_.divides();
   const double divisor = whole_sum ? pass_.sum_divisor() : 1;
@@ -527,6 +546,10 @@ void UnitSchedule::finish() {
     const std::span<const uint8_t> flags = agreement->flags();
     std::ranges::copy(flags.first(used_.size()), used_.begin());
     if (may_cast_) agree_on_casts(flags.subspan(used_.size()));
+  }
+  if (!changes_.text().empty()) {
+    changes_.agree();
+    name_changes();
   }
   const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - waiting_since;
   pass_.note_waited(waited.count());

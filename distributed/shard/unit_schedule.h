@@ -41,6 +41,7 @@
 #include <vector>
 
 #include <tessera/distributed/shard/backward_pass.h>
+#include <tessera/distributed/shard/requires_grad_changes.h>
 #include <tessera/distributed/shard/shard_unit.h>
 
 namespace tessera::distributed {
@@ -85,6 +86,7 @@ class UnitSchedule final : public GradientSchedule {
 
   // ---- GradientSchedule
   bool continues_sums() const override { return true; }
+  const std::string& changes() const override { return changes_.text(); }
   void prepare() override;
   void begin() override {}
   void arrived(size_t param) override;
@@ -112,6 +114,8 @@ class UnitSchedule final : public GradientSchedule {
   bool sums_replicas() const { return pass_.plan.all_reduce; }
   void gather_rest();
   void follow_requires_grad();
+  void name_changes();
+  NamedTensors all_shards() const;
   NamedTensors wholes_of(const std::vector<std::shared_ptr<ShardUnit>>& units);
   NamedTensors trained_wholes();
   void set_shards();
@@ -126,6 +130,7 @@ class UnitSchedule final : public GradientSchedule {
   std::vector<ParamShards*> parts_;  // of all units
   std::vector<Place> places_;        // of each parameter of the pass
   BackwardPass pass_;
+  RequiresGradChanges changes_;
 
   std::vector<ShardUnit*> open_calls_;  // the innermost last
   // Of the forward under way or the last one, and the one before: units by their first call.
@@ -143,7 +148,8 @@ class UnitSchedule final : public GradientSchedule {
   std::vector<Launch> launch_order_;
   size_t next_launch_ = 0;
   ParamShards* last_launched_ = nullptr;
-  std::vector<uint8_t> used_;  // parameters that this backward brought a gradient: 1
+  std::vector<Work> agreements_;  // of parts that do not train, where ranks have to agree on that
+  std::vector<uint8_t> used_;     // parameters that this backward brought a gradient: 1
 
   // see [Note: casts] in param_shards.h. How a parameter has been read in calls under autocast.
   class Reads;
