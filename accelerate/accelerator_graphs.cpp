@@ -374,9 +374,10 @@ struct GraphedStep::Impl {
       const ModelsRandom random(state.random);
       results = place.step(inputs, StepGraph::Way::kGraph);
       state.random = random_state();
-    } catch (...) {  // the optimizer refuses what the graph cannot know; the other ranks wait
+    } catch (const std::exception& error) {
+      // The optimizer refuses what the graph cannot know; the other ranks wait.
       state.random = was;
-      for (distributed::BackwardPass* const pass : reducing) pass->fail_backward();
+      for (distributed::BackwardPass* const pass : reducing) pass->fail_backward(error.what());
       throw;
     }
     ++replays;

@@ -382,19 +382,27 @@ void Accelerator::backward(const Tensor& loss, const BackwardOptions& options,
                                               : loss;
   const Tensor seed =
       scale == 1 ? Tensor() : raw::full(total.shape(), scale, total.dtype(), total.device());
-  try {
-    tessera::backward(total, seed,
-                      {.retain_graph = options.retain_graph, .create_graph = options.create_graph});
-  } catch (const DistributedError&) {
-    throw;
-  } catch (...) {  // the other ranks wait for what this one would have reduced
+  // The other ranks wait for what this one would have reduced or gathered. Of a failed collective
+  // they know, but where they wait in others.
+  const auto fail = [&](const std::string& what, bool others_know) {
     for (const Expected& expected : reducing) {
       distributed::BackwardPass& pass = expected.record->parallel->pass();
       if (pass.reductions() > expected.reductions) continue;
-      if (pass.in_backward() || expected.record->is_reached_by(loss)) {
-        pass.fail_backward();
-      }
+      if (others_know && !pass.tells_failures()) continue;
+      if (pass.in_backward() || expected.record->is_reached_by(loss)) pass.fail_backward(what);
     }
+  };
+  try {
+    tessera::backward(total, seed,
+                      {.retain_graph = options.retain_graph, .create_graph = options.create_graph});
+  } catch (const DistributedError& error) {
+    fail(error.what(), true);
+    throw;
+  } catch (const std::exception& error) {
+    fail(error.what(), false);
+    throw;
+  } catch (...) {
+    fail("an exception", false);
     throw;
   }
 

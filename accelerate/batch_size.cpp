@@ -19,6 +19,11 @@ namespace {
 struct Outcome {
   Json out_of_memory;          // what was said; null: nothing ran out
   std::exception_ptr failure;  // of a collective in the body: another rank has left it
+  bool failed() const { return failure != nullptr || !out_of_memory.is_null(); }
+  std::string said(int rank) const {
+    return concatenate("rank ", rank, " has left the try of a batch size",
+                       out_of_memory.is_null() ? "" : ": " + out_of_memory.get<std::string>());
+  }
 };
 
 Outcome outcome_of(const std::function<void(int64_t)>& attempt, int64_t size) {
@@ -63,6 +68,10 @@ int64_t search_batch_size(const ProcessControl& ranks, int64_t start,
   TS_CHECK(start >= 1, kWhere, "the first batch size must be at least 1; got ", start);
   for (int64_t size = start;;) {
     const Outcome own = outcome_of(attempt, size);
+    const auto groups = distributed::groups_of_rank();
+    if (own.failed()) {  // the others may wait where this rank will not come to
+      distributed::tell_groups(ranks.world(), groups, own.said(ranks.process_index()));
+    }
     const std::vector<Json> all = agree(ranks.world(), own, where);
     std::string reason;
     for (size_t rank = 0; rank < all.size() && reason.empty(); ++rank) {
@@ -73,6 +82,7 @@ int64_t search_batch_size(const ProcessControl& ranks, int64_t start,
     // Memory is not why the ranks parted.
     if (reason.empty() && own.failure) std::rethrow_exception(own.failure);
     if (reason.empty()) return size;
+    distributed::resume_calls(ranks.world(), groups);
     if (options.on_failure && ranks.is_main_process()) options.on_failure(size, reason);
     const int64_t next = options.next ? options.next(size) : size * 9 / 10;
     TS_CHECK(next < size, kWhere, "the next batch size must be smaller; after ", size, " came ",

@@ -219,7 +219,7 @@ TEST(FullyShardStates, TheStepAfterAnExceptionIsAsIfNothingHadBeen) {
 TEST(FullyShardStates, ARankThatThrewTellsTheOthers) {
   NEEDS_THREADS;
   for (const bool told : {true, false}) {
-    compared_ranks(2, [&](int rank) {
+    failing_ranks("one of them throws", 2, [&](int rank) {
       manual_seed(3);
       Odd model;
       Mesh mesh(world());

@@ -40,8 +40,9 @@ struct RankContext {
   std::shared_ptr<CommTrace> trace;
   Timeouts timeouts;
   ReductionMode reduction_mode = ReductionMode::kDeterministic;
-  std::string phase;           // "forward", "backward", "save": goes into records
-  std::string dump_directory;  // where a failing wait writes its trace; empty: nowhere
+  std::string phase;                        // "forward", "backward", "save": goes into records
+  std::string dump_directory;               // where a failing wait writes its trace; empty: nowhere
+  std::vector<std::weak_ptr<Group>> parts;  // of the world, by split() and subgroup()
 
   // Ends every call under way of all groups of this rank, and every later one, with `error`. Any
   // thread: watchdogs call it.

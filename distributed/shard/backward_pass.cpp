@@ -189,7 +189,15 @@ void BackwardPass::shadow_backward() {
   shadow_ = false;
 }
 
-void BackwardPass::fail_backward() {
+void BackwardPass::fail_backward(const std::string& what) {
+  failure_ = what;
+  if (schedule_->tells_failures()) {
+    in_pass_ = shadow_ = weight_begun_ = false;
+    std::exchange(weight_work_, {}).forget();
+    schedule_->fail(what);
+    backwards_in_window_ = 0;
+    return;
+  }
   const bool begun = std::exchange(in_pass_, false);
   if (begun ? !synchronises_ : !plan.sync_gradients) return;
   try {

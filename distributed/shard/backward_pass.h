@@ -91,6 +91,10 @@ class GradientSchedule {
   // What the ranks have to agree on in this backward, for the tags of calls:
   // requires_grad_changes.h.
   virtual const std::string& changes() const = 0;
+  // Whether a rank whose backward has failed tells the others so, who may be in calls that it will
+  // never make: fail(), which does not wait. Else it makes what it owes them, with zeros.
+  virtual bool tells_failures() const { return false; }
+  virtual void fail(const std::string& /*what*/) {}
   // Whether what it does on the device may be repeated by a CUDA graph, and what it does on the
   // host beside each replay: the ranks agree that all of them were here. Throws what finish()
   // throws.
@@ -135,9 +139,12 @@ class BackwardPass {
   // A rank that has no batch takes part in a reduction with zeros. What lies in the buffers of
   // gradients is lost.
   void shadow_backward();
-  // After a backward that threw on this rank: brings the reduction to its end with zeros, so that
-  // the others do not wait (pass_agreement.h). Nothing where this rank's plan does not synchronise.
-  void fail_backward();
+  // After a backward that threw `what` on this rank: the others, who wait for what it has not sent,
+  // raise DistributedError with it. It brings the reduction to its end with zeros
+  // (pass_agreement.h), or where units are gathered leaves it at once (tells_failures()). Nothing
+  // where the others wait for nothing, as this rank's plan does not synchronise.
+  void fail_backward(const std::string& what = "an exception");
+  bool tells_failures() const { return schedule_->tells_failures(); }
   bool in_backward() const { return in_pass_; }
   bool reduces() const { return in_pass_ && synchronises_; }  // the one under way
 
@@ -203,9 +210,10 @@ class BackwardPass {
   const BackwardRecord& record() const { return record_; }
 
   // ---- For the schedule, in a backward that synchronises
-  bool is_shadow() const { return shadow_; }  // this rank contributes zeros
-  bool failed() const { return failed_; }     // for it has thrown
-  void note_launch(int bucket);               // it travels now
+  bool is_shadow() const { return shadow_; }               // this rank contributes zeros
+  bool failed() const { return failed_; }                  // for it has thrown
+  const std::string& failure() const { return failure_; }  // what
+  void note_launch(int bucket);                            // it travels now
   // By what the sums are divided. With kWeight it waits for the ranks' weights.
   double sum_divisor() { return divisor_ = divisor(); }
   // Whether the sums are the step's when this backward ends, and are divided then. Of sums that go
@@ -251,6 +259,7 @@ class BackwardPass {
   bool shadow_ = false;
   bool in_pass_ = false;
   bool failed_ = false;  // this rank's backward
+  std::string failure_;
   std::chrono::steady_clock::time_point began_;
   BackwardRecord record_;
   // kWeight: f64 [4], under way until weight_work_ has been waited for. Sums over the ranks of the

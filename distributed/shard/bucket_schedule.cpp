@@ -209,7 +209,7 @@ void BucketSchedule::finish() {
       used[i] = !pass_.is_shadow() && params[i].tensor.grad().defined();
     }
     used_.own.assign(used.begin(), used.end());
-    agreement.issue(pass_.failed(), "used_map" + changes_.text());
+    agreement.issue(pass_.failed(), pass_.failure(), "used_map" + changes_.text());
     std::vector<GradientBucket*> open;
     for (const auto& bucket : buckets_) open.push_back(bucket.get());
     while (!open.empty()) {
@@ -246,7 +246,7 @@ void BucketSchedule::repeat(const UsedParameters& captured) {
   const PhaseScope phase("backward");
   PassAgreement agreement(pass_.ranks(), static_cast<int64_t>(captured.own.size()));
   std::ranges::copy(captured.own, agreement.flags().begin());
-  agreement.issue(false, "used_map");
+  agreement.issue(false, {}, "used_map");
   agreement.wait();
   TS_CHECK_AS(DistributedError, std::ranges::equal(agreement.flags(), captured.any), "graphed_step",
               "other parameters than in the captured step have gradients on some rank of '",

@@ -269,6 +269,15 @@ void ParamShards::abandon() noexcept {
   input_ = sums_ = received_ = host_sums_ = host_received_ = Tensor();
 }
 
+void ParamShards::let_go() noexcept {
+  for (Work* work : {&gather_, &reduce_, &replica_sum_}) work->forget();
+  if (state_ == State::kGathering) state_ = State::kWhole;  // whose bytes release() takes
+  for (const size_t i : trained_) params_[i].whole.set_grad(Tensor());
+  reducing_ = false;
+  input_ = sums_ = received_ = Tensor();
+  release();
+}
+
 // Of the transfers of a reduction that counts for nothing.
 void ParamShards::wait_quietly() noexcept {
   if (!transfers_) return;

@@ -87,6 +87,7 @@ class ParamShards {
   ParamShards& operator=(const ParamShards&) = delete;
 
   const std::string& tag() const { return tag_; }  // "unit h.0": in the trace and in errors
+  const ShardRanks& ranks() const { return ranks_; }
   // What the ranks have to agree on, for the tags of calls: requires_grad_changes.h.
   void set_changes(const std::string& changes) { call_tag_ = tag_ + changes; }
   std::vector<ShardedParam>& params() { return params_; }
@@ -160,6 +161,8 @@ class ParamShards {
   virtual void begin_backward();
   // What a backward that threw has left comes to its end and counts for nothing.
   void abandon() noexcept;
+  // The same without waiting, of all that is under way: the others may never come to it.
+  void let_go() noexcept;
   // The gradient of params()[i] of this rank has come, or zeros stand for it.
   void arrive() { --pending_; }
   bool is_complete() const { return pending_ == 0; }

@@ -4,8 +4,11 @@
 #include <cstring>
 #include <optional>
 
+#include <nlohmann/json.hpp>
+
 #include <tessera/core/error.h>
 #include <tessera/core/factory.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {
 namespace {
@@ -33,9 +36,9 @@ std::span<uint8_t> PassAgreement::fingerprint() const {
           static_cast<size_t>(message_.numel() - count_ - 1)};
 }
 
-void PassAgreement::issue(bool failed, std::string_view tag) {
-  uint8_t& failure = message_.data_as<uint8_t>()[count_];
-  if (failed) failure = static_cast<uint8_t>(std::min(ranks_->rank() + 1, 255));
+void PassAgreement::issue(bool failed, const std::string& failure, std::string_view tag) {
+  message_.data_as<uint8_t>()[count_] = failed ? 1 : 0;
+  if (failed) failure_ = failure;
   const uint64_t calls = fingerprint_of(*ranks_).value_or(0);
   calls_[0] = calls;
   calls_[1] = ~calls;
@@ -52,11 +55,27 @@ void PassAgreement::wait() const {
               ranks_->name(),
               "' they have not up to the end of this backward; compare calls before "
               "data moves (BackendOptions::compare_calls) to see which");
-  const uint8_t failure = message_.data_as<uint8_t>()[count_];
-  TS_CHECK_AS(DistributedError, failure == 0, "backward", "rank ", failure - 1, " of '",
-              ranks_->name(),
-              "' has thrown in its backward, and the gradients of all are "
-              "incomplete; see what it says");
+  if (message_.data_as<uint8_t>()[count_] != 0) raise_failure();
+}
+
+// see [Note: failed backward]
+void PassAgreement::raise_failure() const {
+  const nlohmann::json own = failure_ ? nlohmann::json(*failure_) : nlohmann::json();
+  std::string text;
+  int rank = 0;
+  for (const nlohmann::json& said :
+       all_gather_objects(*ranks_, own, {.channel = Channel::kControl, .tag = "failed backward"})) {
+    if (!said.is_null()) {
+      text += text.empty() ? tessera::detail::concatenate(
+                                 "rank ", rank, " of '", ranks_->name(),
+                                 "' has thrown in its backward, and the gradients of all are "
+                                 "incomplete: ")
+                           : tessera::detail::concatenate("; rank ", rank, ": ");
+      text += said.get<std::string>();
+    }
+    ++rank;
+  }
+  TS_THROW(DistributedError, "backward", text);
 }
 
 }  // namespace tessera::distributed

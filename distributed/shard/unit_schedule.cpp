@@ -4,6 +4,7 @@
 #include <chrono>
 #include <optional>
 #include <ranges>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -14,6 +15,7 @@
 #include <tessera/distributed/shard/float8_part.h>
 #include <tessera/distributed/shard/mutant.h>
 #include <tessera/distributed/shard/pass_agreement.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {
 namespace {
@@ -157,7 +159,8 @@ void UnitSchedule::before_model() {
   raise_failed_transfer();
   // see [Note: backwards that threw]
   const bool threw = pass_.in_backward() || open_backward_;
-  if (pass_.in_backward()) pass_.fail_backward();
+  if (threw && (pass_.in_backward() || tells_failures())) pass_.fail_backward();
+  if (std::exchange(out_of_step_, false)) resume_calls(pass_.ranks(), groups());
   if (open_backward_) {
     for (ParamShards* part : parts_) part->abandon();
     end();
@@ -500,6 +503,58 @@ void UnitSchedule::launch(ParamShards& part) {
   part.start_reduce(pass_.is_shadow(), sums_replicas());
 }
 
+bool UnitSchedule::tells_failures() const {
+  return std::ranges::any_of(parts_, std::not_fn(&ParamShards::keeps_wholes)) &&
+         std::ranges::all_of(groups(), [](const auto& group) {
+           return group->size() == 1 || group->compares_calls();
+         });
+}
+
+// Those that backwards call, each once.
+std::vector<std::shared_ptr<Group>> UnitSchedule::groups() const {
+  std::vector<std::shared_ptr<Group>> groups{pass_.ranks().shared_from_this()};
+  for (const ParamShards* part : parts_) {
+    for (Group* group : {part->ranks().shards, part->ranks().replicas}) {
+      const auto same = [&](const auto& known) { return known.get() == group; };
+      if (group != nullptr && std::ranges::none_of(groups, same)) {
+        groups.push_back(group->shared_from_this());
+      }
+    }
+  }
+  return groups;
+}
+
+namespace {
+
+constexpr std::string_view kHasFailed = " has failed in its backward: ";
+
+// Of a rank that has failed, or that was told so in a call: the first one's words are passed on.
+std::string cause_of(const std::string& what) {
+  const size_t told = what.rfind(kHasFailed);
+  const size_t begin = told == std::string::npos ? told : what.rfind("rank ", told);
+  if (begin == std::string::npos) {
+    return "rank " + std::to_string(rank_context().rank) + std::string(kHasFailed) + what;
+  }
+  return what.substr(begin, what.find("; every rank must call", told) - begin);
+}
+
+}  // namespace
+
+// see [Note: backwards that threw]
+void UnitSchedule::fail(const std::string& what) {
+  for (Work& work : std::exchange(agreements_, {})) work.forget();
+  for (ParamShards* part : parts_) part->let_go();
+  const std::string reason = cause_of(what);
+  for (const auto& group : groups()) {
+    for (const Channel channel : {Channel::kGradient, Channel::kParameter, Channel::kControl}) {
+      group->tell(channel, reason);
+    }
+  }
+  out_of_step_ = true;
+  last_call_ = ahead_ = nullptr;
+  end();
+}
+
 // Of a rank whose backward has failed: the gathers that the others go on to.
 void UnitSchedule::gather_rest() {
   auto call = current_call_ ? current_call_ : last_call_;
@@ -532,7 +587,7 @@ void UnitSchedule::finish() {
       flags[2 * count + i] = reads_->reads[i].cast;
       flags[3 * count + i] = reads_->reads[i].float8;
     }
-    agreement->issue(pass_.failed(), "used_map" + changes_.text());
+    agreement->issue(pass_.failed(), pass_.failure(), "used_map" + changes_.text());
   }
   for (const Work& work : std::exchange(agreements_, {})) work.wait();
   if (last_launched_ != nullptr) last_launched_->wait_reduce(sums_replicas());

@@ -22,9 +22,13 @@
 // nothing; then it is read on the way to parameters of units that were called inside of its calls,
 // so that it waits for their gradients as well.
 //
-// [Note: backwards that threw] What they left under way ends when the model is called next: the
-// ranks that did not throw are told then, unless whoever caught the error has told them by
-// fail_backward().
+// [Note: backwards that threw] The other ranks may be in a gather that this one will never call,
+// and it cannot call what they do without knowing how far they are. So it tells them
+// (Group::tell()) and waits for nothing: the next call of each raises with what was thrown. That
+// happens when whoever caught the error calls fail_backward(), as the Accelerator does, else when
+// the model is called next. With the next call of the model all ranks, which have failed by then,
+// go on alike (resume_calls()). Where GPUs' calls are not compared nobody can be told in one: there
+// no host waits for another in backward, and the rank makes the calls that the others make.
 //
 // [Note: recomputation] A module that runs again inside of a backward (checkpoint()) finds its unit
 // gathered for its backward. Such calls neither release it nor count for the order. Where a part of
@@ -87,6 +91,8 @@ class UnitSchedule final : public GradientSchedule {
   // ---- GradientSchedule
   bool continues_sums() const override { return true; }
   const std::string& changes() const override { return changes_.text(); }
+  bool tells_failures() const override;
+  void fail(const std::string& what) override;
   void prepare() override;
   void begin() override {}
   void arrived(size_t param) override;
@@ -113,6 +119,7 @@ class UnitSchedule final : public GradientSchedule {
   void launch(ParamShards& part);
   bool sums_replicas() const { return pass_.plan.all_reduce; }
   void gather_rest();
+  std::vector<std::shared_ptr<Group>> groups() const;
   void follow_requires_grad();
   void name_changes();
   NamedTensors all_shards() const;
@@ -140,6 +147,7 @@ class UnitSchedule final : public GradientSchedule {
   std::shared_ptr<UnitCall> ahead_;         // to be gathered when `ahead_of_` has come far enough
   const ShardUnit* ahead_of_ = nullptr;
   bool open_backward_ = false;  // begun and not ended
+  bool out_of_step_ = false;    // a backward has failed, and with it those of all ranks
   std::exception_ptr failed_transfer_;
   struct Launch {
     const ShardUnit* unit;

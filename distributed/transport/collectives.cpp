@@ -123,6 +123,72 @@ std::vector<nlohmann::json> all_gather_objects(Group& group, const nlohmann::jso
   return objects;
 }
 
+// ---- After a failure ---------------------------------------------------------------------------
+
+namespace {
+
+constexpr Channel kToldChannels[] = {Channel::kUser, Channel::kGradient, Channel::kParameter,
+                                     Channel::kModule, Channel::kControl};
+
+}  // namespace
+
+std::vector<std::shared_ptr<Group>> groups_of_rank() {
+  RankContext& context = rank_context();
+  std::erase_if(context.parts, [](const auto& part) { return part.expired(); });
+  std::vector<std::shared_ptr<Group>> groups{context.world};
+  for (const auto& part : context.parts) {
+    if (auto group = part.lock()) groups.push_back(std::move(group));
+  }
+  return groups;
+}
+
+void tell_groups(Group& meeting, std::span<const std::shared_ptr<Group>> groups,
+                 const std::string& reason) noexcept {
+  for (const auto& group : groups) {
+    if (!group->compares_calls()) continue;
+    for (const Channel channel : kToldChannels) {
+      if (channel == Channel::kControl && group.get() == &meeting) continue;
+      group->tell(channel, reason);
+    }
+  }
+}
+
+void resume_calls(Group& meeting, std::span<const std::shared_ptr<Group>> groups) {
+  if (!meeting.compares_calls()) return;
+  nlohmann::json own = nlohmann::json::object();
+  for (const auto& group : groups) {
+    if (!group->compares_calls()) continue;
+    for (const Channel channel : kToldChannels) {
+      own[group->name()].push_back(group->issued(channel));
+    }
+  }
+  // A rank may come to this in the midst of what others have told it before.
+  constexpr int kMeetings = 8;
+  std::vector<nlohmann::json> all;
+  for (int i = 1; all.empty(); ++i) {
+    try {
+      all = all_gather_objects(meeting, own, {.channel = Channel::kControl, .tag = "resume calls"});
+    } catch (const DistributedError&) {
+      if (i == kMeetings) throw;
+    }
+  }
+  for (const auto& group : groups) {
+    if (!group->compares_calls()) continue;
+    for (size_t c = 0; c < std::size(kToldChannels); ++c) {
+      if (kToldChannels[c] == Channel::kControl && group.get() == &meeting) continue;
+      int64_t most = 0;
+      for (const nlohmann::json& issued : all) {
+        if (issued.contains(group->name())) {
+          most = std::max(most, issued.at(group->name()).at(c).get<int64_t>());
+        }
+      }
+      while (group->issued(kToldChannels[c]) < most) {
+        group->tell(kToldChannels[c], "a call that was left out after a failure");
+      }
+    }
+  }
+}
+
 std::vector<nlohmann::json> gather_objects(const nlohmann::json& object, int root, Group& group,
                                            const CollectiveOptions& options) {
   const CollectiveOptions named = tagged(options, "object");
@@ -371,7 +437,10 @@ void check_equal_traces(const CommTrace::Scope& scope, Group& group) {
     if (record.operation == Operation::kSend || record.operation == Operation::kRecv) continue;
     const std::string key = record.group + " " + std::string(name_of(record.channel));
     own[key]["members"] = record.group_size;
-    own[key]["calls"].push_back(record.describe());
+    // What a rank says in the place of a call is its own.
+    own[key]["calls"].push_back(record.operation == Operation::kInvalid
+                                    ? std::string(name_of(record.operation))
+                                    : record.describe());
   }
   const auto all =
       all_gather_objects(group, own, {.channel = Channel::kControl, .tag = "equal traces"});

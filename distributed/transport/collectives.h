@@ -40,6 +40,17 @@ std::vector<nlohmann::json> gather_objects(const nlohmann::json& object, int roo
 nlohmann::json scatter_objects(const std::vector<nlohmann::json>& objects, int root = 0,
                                Group& group = world(), const CollectiveOptions& options = {});
 
+// ---- After a failure that does not end the job
+// World and all groups that were made of it and live, of this rank.
+std::vector<std::shared_ptr<Group>> groups_of_rank();
+// Group::tell() on each channel of each group whose ranks compare their calls, but for those of
+// send and recv and, of `meeting`, the one by which the ranks find together again (kControl).
+void tell_groups(Group& meeting, std::span<const std::shared_ptr<Group>> groups,
+                 const std::string& reason) noexcept;
+// Where all ranks of `meeting` know that some have left what they were doing: who has called less
+// makes up for it, so that the next calls of all are the same ones. Collective.
+void resume_calls(Group& meeting, std::span<const std::shared_ptr<Group>> groups);
+
 // Several calls as few: between construction and finish() they are collected; those that follow
 // one another with the same operation, dtype, reduction and root travel as one.
 //

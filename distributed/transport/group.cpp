@@ -76,7 +76,7 @@ struct Work::State {
   std::vector<std::pair<Tensor, Tensor>> copy_back, add_back;
   std::function<void()> order;  // see Call::order
   bool delivered = false;       // wait() has copied back
-  bool mistaken = false;        // the caller has an error of its own
+  bool mistaken = false;        // the caller has an error of its own, or does not want to know
   bool answered = false;        // someone waited, or the call was mistaken
   std::vector<Work> parts;      // of a coalesced call
 
@@ -92,14 +92,16 @@ struct Work::State {
     if (group && !error.empty()) group->forget_failed(number);
   }
   void finish(std::string failure) {
+    bool known = false;
     {
       const std::lock_guard lock(mutex);
       if (done) return;
       done = true;
       error = failure;
+      known = mistaken;
     }
     changed.notify_all();
-    if (group && !mistaken && !failure.empty()) group->note_failed(record, number, failure);
+    if (group && !known && !failure.empty()) group->note_failed(record, number, failure);
   }
 };
 
@@ -119,6 +121,17 @@ bool Work::State::wait_until(std::unique_lock<std::mutex>& lock, Clock::time_poi
     if (!done && !other->empty()) return false;
   }
   return done;
+}
+
+void Work::forget() {
+  if (!state_) return;
+  for (Work& part : state_->parts) part.forget();
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->mistaken = state_->answered = true;
+  }
+  if (state_->group) state_->group->forget_failed(state_->number);
+  state_.reset();
 }
 
 bool Work::completed() const {
@@ -541,7 +554,9 @@ std::shared_ptr<Group> Group::part(int color, std::span<const int> members) {
   std::shared_ptr<Backend> backend;
   if (backend_) backend = backend_->split(color, members, name);
   if (color < 0) return nullptr;
-  return std::make_shared<Group>(name, std::move(backend), std::move(world_ranks));
+  auto group = std::make_shared<Group>(name, std::move(backend), std::move(world_ranks));
+  rank_context().parts.push_back(group);
+  return group;
 }
 
 std::shared_ptr<Group> Group::subgroup(std::span<const int> ranks,
@@ -579,6 +594,18 @@ std::shared_ptr<Group> Group::subgroup(std::span<const int> ranks,
     }
   }
   return part(color, ranks);
+}
+
+bool Group::compares_calls() const {
+  return backend_ != nullptr && backend_->moves_data() && !backend_->fingerprint();
+}
+
+void Group::tell(Channel channel, const std::string& reason) noexcept {
+  if (size() == 1 || shut_down_) return;
+  try {
+    start({.operation = Operation::kInvalid}, {.channel = channel, .tag = reason});
+  } catch (...) {  // no memory for it: the others learn when this rank ends
+  }
 }
 
 void Group::abort(const std::string& reason) {

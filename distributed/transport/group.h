@@ -49,6 +49,8 @@ class Work {
   // that nobody waits for is not lost: a line on stderr says it, and the group's next call raises.
   // For tensors of a GPU the current stream waits, not the thread: what fails later is told so too.
   void wait() const;
+  // Nobody will wait: whatever becomes of it is no news. Nothing afterwards.
+  void forget();
   bool completed() const;    // the transfer has ended; wait() no longer blocks
   int64_t sequence() const;  // of its channel, 0 where nothing was issued
 
@@ -150,6 +152,15 @@ class Group : public std::enable_shared_from_this<Group> {
   // twice, or a list without the caller; DistributedError where lists disagree.
   std::shared_ptr<Group> subgroup(std::span<const int> ranks,
                                   const CollectiveOptions& options = {});
+
+  // This rank has left what it was doing, and the others may come to a call that it will never
+  // make: their next one on the channel raises DistributedError with the reason. Returns at once.
+  // The ranks have called differently then: see resume_calls() in collectives.h.
+  void tell(Channel channel, const std::string& reason) noexcept;
+  // Calls of the channel that this rank has issued, those of tell() included.
+  int64_t issued(Channel channel) const { return sequences_[static_cast<size_t>(channel)]; }
+  // Whether ranks compare each call before data moves, so that a rank can be told in one.
+  bool compares_calls() const;
 
   // Ends what is under way and refuses what comes, here and, where the backend can, elsewhere.
   void abort(const std::string& reason);
