@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# sources_alone.sh [FILE...]: compiles every source file of the library, the tessera command, the examples
+# and the benchmarks, or those, by itself, as a build without batches of files (TESSERA_UNITY) does, and
+# looks at the syntax alone: in a batch a file is served by what those before it have included. The
+# compiler is CXX, else g++. Left out is what no build has in batches: loops for instruction sets
+# (*_simd.cpp), and what only the backends of a GPU have.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/install_packages.sh g++ cmake ninja-build python3
+folder=build/alone
+mkdir -p build
+rm -rf "$folder"  # of another compiler, perhaps
+cmake --preset dev -B "$folder" -DCMAKE_CXX_COMPILER="${CXX:-g++}" -DTESSERA_WITH_CUDA=OFF -DTESSERA_EMULATE_GPU=OFF \
+  -DTESSERA_BUILD_TESTS=OFF -DTESSERA_BUILD_BENCH=ON > build/alone_configure.log 2>&1 ||
+  { cat build/alone_configure.log; exit 1; }
+ninja -C "$folder" generated/accelerate/tracking/tensorboard_event.pb.h > build/alone_configure.log 2>&1 ||
+  { cat build/alone_configure.log; exit 1; }
+exec python3 scripts/sources_alone.py "$folder" "$@"
