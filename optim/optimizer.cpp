@@ -10,6 +10,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/weight_cache.h>
+#include <tessera/core/cuda/backend.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
@@ -53,7 +54,12 @@ bool is_16_bit(DType dtype) { return dtype == kF16 || dtype == kBF16; }
 // to 16 bits, once. Others are made again where they are read.
 Tensor cast_to_write(const Tensor& parameter) {
   for (const auto& [key, tensor] : weight_cache::begin_write(parameter)) {
-    if (key.is_plain_cast()) return tensor;
+    if (!key.is_plain_cast()) continue;
+    // A step on another stream may have made it (GraphedStep); this one may write when it is freed.
+    if (tensor.device().is_cuda()) {
+      gpu::record_use(tensor.device().index, tensor.storage()->data());
+    }
+    return tensor;
   }
   return {};
 }

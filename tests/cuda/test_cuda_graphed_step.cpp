@@ -448,6 +448,20 @@ TEST(GraphedStep, ACopyThatTheCaptureMakesGoesWithTheGraph) {
   EXPECT_EQ(forward.values(in), expected);
 }
 
+TEST(GraphedStep, ACopyThatIsFreedIsThereForTheStepOutsideThatWritesIt) {
+  {
+    LowForward forward;
+    SGD optimizer(forward.model.named_parameters(), {.lr = 0.1});
+    GraphedStep graph(cuda(0), std::ref(forward));
+    const TensorList in = forward.inputs(0);
+    graph(in);  // makes it, on the stream of steps
+    EXPECT_TRUE(forward.keeps_a_copy());
+    forward.loss(in[0]).backward();
+    optimizer.step();
+  }
+  EXPECT_NO_THROW(gpu::synchronize(0));
+}
+
 TEST(GraphedStep, ACopyThatAGraphReadsIsRenewedByStepsOutsideOfIt) {
   LowForward forward;
   SGD optimizer(forward.model.named_parameters(), {.lr = 0.1});
