@@ -130,7 +130,7 @@ def main():
     def precompile(header):
         path = os.path.join(folder, "alone", header.replace("/", "+"))
         with open(path, "w") as file:
-            file.write(f"#include <tessera/{header}>\n")
+            file.write(f"#include <{header if header == 'tessera.h' else 'tessera/' + header}>\n")
         words = [compiler, *flags, "-O0", "-w", *sum(paths, []), "-x", "c++-header", path]
         return header, path, run([*words, "-o", path + ".gch"])
 

@@ -29,7 +29,7 @@ nn::RotaryOptions read_rotary(const examples::ModelConfigReader& reader, int64_t
   options.context = context;
   if (!rope.is_object()) return options;
   const Json name = rope.contains("rope_type") ? rope["rope_type"] : rope.value("type", Json());
-  const auto* known = std::ranges::find(kScalings, name);
+  const auto* known = std::ranges::find(kScalings, name.is_string() ? name.get<std::string>() : "");
   TS_CHECK_AS(UnsupportedError, known != std::end(kScalings), reader.path(), "the rotary scaling ",
               name.dump(), " is not one of default, linear, dynamic, llama3");
   TS_CHECK_AS(UnsupportedError, rope_number(reader, rope, "partial_rotary_factor", 1) == 1,
