@@ -10,7 +10,10 @@ scripts/install_packages.sh g++ cmake ninja-build python3
 folder=build/alone
 mkdir -p build
 rm -rf "$folder"  # of another compiler, perhaps
-cmake --preset dev -B "$folder" -DCMAKE_CXX_COMPILER="${CXX:-g++}" -DTESSERA_WITH_CUDA=OFF -DTESSERA_EMULATE_GPU=OFF \
+options=()
+# oneDNN takes OpenMP, of which Debian installs one version: that of another clang.
+[[ ${CXX:-g++} != clang* ]] || options=(-DTESSERA_WITH_ONEDNN=OFF)
+cmake --preset dev -B "$folder" -DCMAKE_CXX_COMPILER="${CXX:-g++}" "${options[@]}" -DTESSERA_WITH_CUDA=OFF -DTESSERA_EMULATE_GPU=OFF \
   -DTESSERA_BUILD_TESTS=OFF -DTESSERA_BUILD_BENCH=ON > build/alone_configure.log 2>&1 ||
   { cat build/alone_configure.log; exit 1; }
 ninja -C "$folder" generated/accelerate/tracking/tensorboard_event.pb.h > build/alone_configure.log 2>&1 ||
