@@ -2,23 +2,23 @@
 // headers that they need: <tessera/nn/linear.h>.
 #pragma once
 
-#include <tessera/core/allocator.h>
-#include <tessera/core/dlpack.h>
+#include <tessera/core/memory/allocator.h>
+#include <tessera/core/factory/dlpack.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/gemm_options.h>
-#include <tessera/core/nvtx.h>
+#include <tessera/core/profile/nvtx.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/pinned.h>
-#include <tessera/core/print.h>
-#include <tessera/core/profiler.h>
+#include <tessera/core/factory/pinned.h>
+#include <tessera/core/factory/print.h>
+#include <tessera/core/profile/profiler.h>
 #include <tessera/core/random.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/core/source_location.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/core/stream.h>
-#include <tessera/core/tensor.h>
-#include <tessera/core/torch_file.h>
+#include <tessera/core/tensor/tensor.h>
+#include <tessera/core/state/torch_file.h>
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>

@@ -8,9 +8,9 @@
 #include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/checkpoint/full_state.h>
 #include <tessera/distributed/mesh/dtensor.h>

@@ -79,7 +79,7 @@
 #include <tessera/accelerate/state/state_io.h>
 #include <tessera/accelerate/tracking/tracker.h>
 #include <tessera/core/source_location.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

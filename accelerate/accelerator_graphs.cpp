@@ -11,7 +11,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/node.h>
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/error.h>
 #include <tessera/core/random.h>

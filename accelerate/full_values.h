@@ -26,8 +26,8 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/core/state_dict.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/state/state_dict.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/optimizer.h>
 

@@ -46,7 +46,7 @@
 #include <functional>
 #include <memory>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 class Accelerator;

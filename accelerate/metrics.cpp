@@ -7,8 +7,8 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::accelerate::detail {

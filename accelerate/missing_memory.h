@@ -12,7 +12,7 @@
 #include <vector>
 
 #include <tessera/accelerate/settings/config.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/distributed/transport/group.h>
 #include <tessera/nn/module.h>
 

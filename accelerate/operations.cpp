@@ -6,9 +6,9 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::accelerate {

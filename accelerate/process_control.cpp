@@ -10,8 +10,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/rendezvous/detect.h>
 #include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/transport/collectives.h>

@@ -29,7 +29,7 @@
 #include <tessera/accelerate/rank_device.h>
 #include <tessera/core/error.h>
 #include <tessera/core/source_location.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

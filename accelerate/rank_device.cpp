@@ -2,7 +2,7 @@
 
 #include <optional>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
 #include <tessera/distributed/rendezvous/detect.h>
 

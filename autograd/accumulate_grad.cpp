@@ -6,8 +6,8 @@
 #include <tessera/autograd/engine.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 

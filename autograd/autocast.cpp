@@ -7,7 +7,7 @@
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/weight_cache.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 

@@ -15,7 +15,7 @@
 
 #include <tessera/autograd/op.h>
 #include <tessera/core/context.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

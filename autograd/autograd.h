@@ -11,7 +11,7 @@
 #include <utility>
 
 #include <tessera/core/context.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

@@ -15,7 +15,7 @@
 #include <memory>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

@@ -10,9 +10,9 @@
 #include <tessera/autograd/float8_weight.h>
 #include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/profiler.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/profile/profiler.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 namespace {

@@ -28,7 +28,7 @@
 #include <vector>
 
 #include <tessera/autograd/op.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

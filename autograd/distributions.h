@@ -17,7 +17,7 @@
 // validate_args=False.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::distributions {
 

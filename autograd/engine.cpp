@@ -10,7 +10,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/profiler.h>
+#include <tessera/core/profile/profiler.h>
 
 namespace tessera {
 namespace {

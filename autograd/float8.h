@@ -25,7 +25,7 @@
 #include <unordered_map>
 
 #include <tessera/core/kernels/fp8/quantize.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

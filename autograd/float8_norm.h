@@ -11,7 +11,7 @@
 #include <memory>
 
 #include <tessera/autograd/float8.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

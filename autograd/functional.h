@@ -22,7 +22,7 @@
 #include <functional>
 #include <vector>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::functional {
 

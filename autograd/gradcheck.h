@@ -4,7 +4,7 @@
 #include <functional>
 #include <string>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

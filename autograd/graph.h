@@ -1,8 +1,8 @@
 // The recorded graph, seen without running it.
 #pragma once
 
-#include <tessera/core/state_dict.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/state/state_dict.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

@@ -4,7 +4,7 @@
 #include <span>
 
 #include <tessera/autograd/op.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

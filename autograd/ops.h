@@ -15,9 +15,9 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

@@ -1,7 +1,7 @@
 #include <tessera/autograd/saved_tensor.h>
 
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 

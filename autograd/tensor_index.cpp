@@ -4,7 +4,7 @@
 #include <utility>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

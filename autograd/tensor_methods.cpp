@@ -1,4 +1,4 @@
-// The methods that core/tensor.h declares: thin forwards to ops.h and autograd.h.
+// The methods that core/tensor/tensor.h declares: thin forwards to ops.h and autograd.h.
 #include <map>
 #include <memory>
 #include <unordered_map>
@@ -9,8 +9,8 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/zero_grad_hook.h>
 #include <tessera/core/context.h>
-#include <tessera/core/raw_views.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/raw_views.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

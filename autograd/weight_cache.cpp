@@ -9,11 +9,11 @@
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/graph.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/cast_transpose.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 namespace {

@@ -5,7 +5,7 @@
 #include <functional>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

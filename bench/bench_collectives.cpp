@@ -19,7 +19,7 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/group.h>
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/data/bpe.h>
 #include <tessera/data/csv.h>
 #include <tessera/data/dataloader.h>

@@ -19,7 +19,7 @@
 
 #include <tessera/accelerate/run.h>
 #include <tessera/autograd/autocast_mode.h>
-#include <tessera/core/allocator.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/rendezvous/process_group.h>

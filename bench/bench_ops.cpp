@@ -24,7 +24,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/op.h>
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/parallel.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/copy/multi_tensor_copy.h>
+#include <tessera/core/kernels/optim/multi_tensor_copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/parallel.h>
 

@@ -44,16 +44,16 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/allocator.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/launch_times.h>
 #include <tessera/core/cuda/library_graph.h>
-#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/isa.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/profiler.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/profile/profiler.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>
 #include <tessera/optim/optimizers.h>

@@ -1,4 +1,4 @@
-# Four libraries define the functions of core/cuda/backend.h, and a program links one of them:
+# Four libraries define the functions of core/gpu/backend.h, and a program links one of them:
 #   tessera_core_cuda           NVIDIA's runtime and the kernels, compiled by nvcc
 #   tessera_core_cuda_emulated  the same sources on the CPU (core/cuda/emulation), for tests
 #   tessera_core_cuda_dry       the same host code, on a device that calculates nothing (core/cuda/dry)

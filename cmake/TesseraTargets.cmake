@@ -1,4 +1,4 @@
-# One target for each floor. Headers are included as <tessera/core/tensor.h>, in the tree as after
+# One target for each floor. Headers are included as <tessera/core/tensor/tensor.h>, in the tree as after
 # installation, through a folder of links; tests/test_layering guards the direction of includes.
 set(TESSERA_INCLUDE_DIR ${CMAKE_BINARY_DIR}/include)
 set(TESSERA_FLOORS core autograd nn optim precision distributed data accelerate)
@@ -48,7 +48,7 @@ function(tessera_floor name)
   list(FILTER headers EXCLUDE REGEX "^transport/(mpi|nccl)/")  # private
   # Of the GPU backend only its interface is public, and what a dry device was asked for; the rest
   # needs CUDA's headers.
-  list(FILTER headers EXCLUDE REGEX "^cuda/(emulation/|[^bdt]|device|transfers|dry/record)")
+  list(FILTER headers EXCLUDE REGEX "^gpu/transfers|^cuda/(emulation/|[^dt]|device|dry/record)")
   list(TRANSFORM headers PREPEND ${TESSERA_INCLUDE_DIR}/tessera/${name}/)
   if(NOT sources)
     set(sources ${CMAKE_CURRENT_SOURCE_DIR}/cmake/empty.cpp)
@@ -69,7 +69,7 @@ if(oneDNN_FOUND)
   target_compile_definitions(tessera_core PRIVATE TESSERA_WITH_ONEDNN)
 endif()
 
-# Kernels, once for each instruction set (see core/kernels/common/isa.h).
+# Kernels, once for each instruction set (see core/isa.h).
 file(GLOB simd_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*/*_simd.cpp)
 if(NOT TESSERA_X86)
   set(base_level generic)

@@ -5,7 +5,7 @@
 
 #include <atomic>
 
-#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/isa.h>
 
 namespace tessera {
 namespace {

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
 
 namespace tessera {

@@ -9,7 +9,7 @@
 #include <typeinfo>
 #include <vector>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::data {
 

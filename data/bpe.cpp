@@ -9,7 +9,7 @@
 #include <unordered_map>
 
 #include <tessera/core/error.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/io/mapped_file.h>
 #include <tessera/data/json_error.h>
 #include <tessera/data/special_tokens.h>
 #include <tessera/data/text.h>

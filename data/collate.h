@@ -29,8 +29,8 @@
 #include <vector>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::data {
 

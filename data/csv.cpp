@@ -6,7 +6,7 @@
 #include <system_error>
 
 #include <tessera/core/error.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/io/mapped_file.h>
 #include <tessera/data/text.h>
 
 namespace tessera::data {

@@ -4,11 +4,11 @@
 #include <typeinfo>
 #include <utility>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/pinned.h>
-#include <tessera/core/profiler.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/factory/pinned.h>
+#include <tessera/core/profile/profiler.h>
 #include <tessera/core/random.h>
 
 namespace tessera::data {

@@ -39,7 +39,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/data/collate.h>
 #include <tessera/data/dataset.h>
 #include <tessera/data/device_copy.h>
@@ -64,7 +64,7 @@ struct DataLoaderOptions {
   // Where the tensors of the batches are to be. DeviceError where there is no such GPU.
   Device device = kCpu;
   // Batches that stay on the CPU lie in page-locked memory, for copies of one's own
-  // (core/pinned.h). DeviceError where there is no GPU.
+  // (core/factory/pinned.h). DeviceError where there is no GPU.
   bool pin_memory = false;
 };
 

@@ -21,8 +21,8 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/core/raw_views.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/raw_views.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/data/sampler.h>
 
 namespace tessera::data {

@@ -1,9 +1,9 @@
 #include <tessera/data/device_copy.h>
 
-#include <tessera/core/cuda/transfers.h>
+#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/error.h>
-#include <tessera/core/pinned.h>
-#include <tessera/core/storage.h>
+#include <tessera/core/factory/pinned.h>
+#include <tessera/core/memory/storage.h>
 
 namespace tessera::data {
 

@@ -22,7 +22,7 @@
 #include <vector>
 
 #include <tessera/core/device.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/data/batch_tensors.h>
 
 namespace tessera::gpu {

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/io/mapped_file.h>
 
 namespace tessera::data {
 namespace {

@@ -9,7 +9,7 @@
 #include <string>
 #include <string_view>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::data {
 

@@ -13,7 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/io/mapped_file.h>
 
 namespace tessera::data {
 

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include <tessera/core/allocator.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
 #include <tessera/core/parallel.h>

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include <tessera/core/error.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/io/mapped_file.h>
 
 namespace tessera::data {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 
 namespace tessera::data {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/data/dataset.h>
 #include <tessera/data/token_file.h>
 

@@ -22,7 +22,7 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/core/atomic_file.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/data/tokenizer.h>
 
 namespace tessera::data {

@@ -5,8 +5,8 @@
 #include <unordered_map>
 
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/io/mapped_file.h>
 #include <tessera/data/special_tokens.h>
 #include <tessera/data/text.h>
 #include <tessera/data/unicode.h>

@@ -18,7 +18,7 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/data/tokenizer.h>
 
 namespace tessera::data {

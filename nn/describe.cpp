@@ -3,7 +3,7 @@
 #include <charconv>
 #include <cmath>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/nn/module.h>
 
 namespace tessera::nn::detail {

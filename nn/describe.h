@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include <tessera/core/shape.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::nn::detail {
 

@@ -30,7 +30,7 @@
 #include <vector>
 
 #include <tessera/autograd/checkpoint.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/nn/module.h>
 
 namespace tessera::nn {

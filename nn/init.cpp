@@ -12,8 +12,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/linalg/linalg.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::nn::init {
 namespace {

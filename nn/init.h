@@ -16,9 +16,9 @@
 #include <functional>
 #include <optional>
 
-#include <tessera/core/initial_values.h>
+#include <tessera/core/factory/initial_values.h>
 #include <tessera/core/random.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::nn::init {
 

@@ -11,7 +11,7 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/placement_slot.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/regex.h>
 #include <tessera/nn/conv.h>
 #include <tessera/nn/embedding.h>

@@ -39,7 +39,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/nn/module.h>
 
 namespace tessera::nn {

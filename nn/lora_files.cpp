@@ -6,10 +6,10 @@
 #include <unordered_map>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/atomic_file.h>
-#include <tessera/core/mapped_file.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/io/atomic_file.h>
+#include <tessera/core/io/mapped_file.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/nn/describe.h>
 #include <tessera/nn/lora.h>
 #include <tessera/nn/lora_adapter.h>

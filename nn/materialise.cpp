@@ -4,9 +4,9 @@
 #include <unordered_set>
 #include <vector>
 
-#include <tessera/core/empty.h>
-#include <tessera/core/initial_values.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/empty.h>
+#include <tessera/core/factory/initial_values.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::nn {
 namespace {

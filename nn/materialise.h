@@ -12,7 +12,7 @@
 // sparse() of init.h. What has memory stays as it is. Tensors that share a storage share it
 // afterwards.
 //
-// What is remembered is what fills did to the tensor (core/initial_values.h): nn::init, fill_,
+// What is remembered is what fills did to the tensor (core/factory/initial_values.h): nn::init, fill_,
 // zero_, uniform_, normal_, bernoulli_, zeros(), ones(), full(), rand(), randn(), to it or to
 // contiguous views of it, then to(dtype) of the module, clone() and distribute_tensor(). Anything
 // else that wrote to a tensor, a copy_ of a table for one, leaves it unknown: ValueError that names

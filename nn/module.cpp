@@ -16,11 +16,11 @@
 
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/initial_values.h>
+#include <tessera/core/factory/initial_values.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/profiler.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/profile/profiler.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/call_scopes.h>
 #include <tessera/nn/structure.h>
 

@@ -48,8 +48,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/core/random.h>
-#include <tessera/core/state_dict.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/state/state_dict.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/nn/visit_tensors.h>
 
 namespace tessera::nn {

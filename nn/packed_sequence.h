@@ -16,7 +16,7 @@
 #include <optional>
 #include <vector>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::nn {
 

@@ -12,7 +12,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/op.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/nn/module.h>
 
 namespace tessera::nn {

@@ -27,7 +27,7 @@
 
 #include <tessera/core/device.h>
 #include <tessera/core/random.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::nn {
 

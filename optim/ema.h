@@ -5,8 +5,8 @@
 //     { optim::EMA::Scope scope(average); evaluate(model); }  // with the averaged values
 #pragma once
 
-#include <tessera/core/state_dict.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/state/state_dict.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::optim {
 

@@ -3,7 +3,7 @@
 #include <optional>
 #include <utility>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
 #include <tessera/optim/step_graph.h>
 

@@ -43,7 +43,7 @@
 #include <memory>
 
 #include <tessera/core/device.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::optim {
 

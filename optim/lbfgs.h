@@ -31,8 +31,8 @@
 #include <optional>
 #include <vector>
 
-#include <tessera/core/state_dict.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/state/state_dict.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::optim {
 

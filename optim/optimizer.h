@@ -41,9 +41,9 @@
 #include <vector>
 
 #include <tessera/core/kernels/optim/option_range.h>
-#include <tessera/core/state_dict.h>
-#include <tessera/core/storage.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/state/state_dict.h>
+#include <tessera/core/memory/storage.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 struct StateRounding;
@@ -101,7 +101,7 @@ class Optimizer {
   NamedTensors parameters() const;  // of all groups
   const NamedTensors& parameters(size_t group) const;
   // What a step needs whole: of these parameters something in this dtype. Where ranks hold parts of
-  // them it travels (core/whole_exchange.h).
+  // them it travels (core/tensor/whole_exchange.h).
   struct WholeParameters {
     NamedTensors parameters = {};
     DType dtype = kF32;

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <numbers>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 
 namespace tessera::optim {
 namespace {

@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/optim/optimizer.h>
 
 namespace tessera::optim {

@@ -5,7 +5,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 
 namespace tessera::optim {

@@ -5,7 +5,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/initial_values.h>
+#include <tessera/core/factory/initial_values.h>
 
 namespace tessera::precision {
 namespace {

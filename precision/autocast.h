@@ -24,7 +24,7 @@
 #include <vector>
 
 #include <tessera/autograd/autocast_mode.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/nn/module.h>
 #include <tessera/precision/fp8_linear.h>
 #include <tessera/precision/policy.h>

@@ -10,11 +10,11 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/float8_weight.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/scale_history.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/linear.h>
 
 namespace tessera::precision {

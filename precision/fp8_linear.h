@@ -35,7 +35,7 @@
 #include <vector>
 
 #include <tessera/autograd/float8.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/nn/module.h>
 #include <tessera/precision/fp8_recipe.h>
 

@@ -40,8 +40,8 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/state_dict.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/state/state_dict.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::precision {
 

@@ -3,7 +3,7 @@
 #include <array>
 #include <sstream>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
 
 namespace tessera::precision {

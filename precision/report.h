@@ -21,7 +21,7 @@
 #include <vector>
 
 #include <tessera/autograd/op_observer.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/nn/module.h>
 #include <tessera/precision/fp8_linear.h>
 #include <tessera/precision/policy.h>

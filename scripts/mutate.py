@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Puts small plausible mistakes into source files, one by one, and says which of them the tests notice.
 
-    scripts/mutate.sh distributed/shard/join.cpp core/atomic_file.cpp:60-140 --count 12 --seed 3
+    scripts/mutate.sh distributed/shard/join.cpp core/io/atomic_file.cpp:60-140 --count 12 --seed 3
 
 For each file a sample of `--count` mistakes is drawn (the same for the same seed). Each is put into a copy of the
 tree (a git worktree in build/mutate, with what is not committed yet), what it affects is built, and the programs of
@@ -38,8 +38,8 @@ EQUIVALENT = ROOT / "scripts" / "mutate_equivalent.txt"
 # Without files: what a user loses most by, and where the library's own promises are. The programs are those that
 # speak of the file; a file that is not listed gets those nearest to it by includes.
 DEFAULTS = {
-    "core/atomic_file.cpp": ["test_durability", "test_files"],
-    "core/safetensors.cpp": ["test_safetensors"],
+    "core/io/atomic_file.cpp": ["test_durability", "test_files"],
+    "core/state/safetensors.cpp": ["test_safetensors"],
     "distributed/checkpoint/commit.cpp": ["test_durability", "test_checkpoint"],
     "distributed/checkpoint/manifest.cpp": ["test_checkpoint"],
     "distributed/checkpoint/reader.cpp": ["test_checkpoint"],
@@ -62,7 +62,7 @@ DEFAULTS = {
     "autograd/weight_cache.cpp": ["test_weight_cache", "test_optim", "test_cuda_graphed_step"],
     "core/kernels/optim/multi_tensor_cpu.cpp": ["test_multi_tensor", "test_optim", "test_golden_optim"],
     "core/kernels/gemm/gemm_simd.cpp": ["test_gemm_split", "test_gemm"],
-    "core/host_values.cpp": ["test_core", "test_conv", "test_attention"],
+    "core/factory/host_values.cpp": ["test_core", "test_conv", "test_attention"],
     "precision/grad_scaler.cpp": ["test_precision", "test_round_trips", "test_accelerator_precision",
                                  "test_cuda_graphed_step"],
     "nn/module.cpp": ["test_module", "test_state_dict"],

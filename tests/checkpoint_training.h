@@ -10,7 +10,7 @@
 
 #include <tessera/accelerate/state/state_io.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/data/distributed_source.h>

@@ -9,7 +9,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/distributed/mesh/dtensor.h>
 
 #include "compared_ranks.h"

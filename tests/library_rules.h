@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/environment.h>
 
 namespace tessera::gpu {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include <tessera/accelerate/loaders/loader_plan.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 #include "compared_ranks.h"
 #include "number_data.h"

@@ -12,8 +12,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/optim/ema.h>
 #include <tessera/optim/optimizers.h>
 

@@ -4,7 +4,7 @@
 #include <numeric>
 #include <vector>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/data/dataset.h>
 
 namespace tessera::data {

@@ -10,7 +10,7 @@
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/nn/linear.h>

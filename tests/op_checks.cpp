@@ -9,7 +9,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/op.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::tests {
 namespace {

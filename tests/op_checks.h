@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 
 #include "op_samples.h"
 

@@ -30,10 +30,10 @@
 #include <string>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
-#include <tessera/core/mapped_file.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/io/mapped_file.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/precision/fp8_linear.h>
 
 #include "op_samples.h"

@@ -20,7 +20,7 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::tests {
 

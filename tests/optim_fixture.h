@@ -5,7 +5,7 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 
 namespace tessera::optim {
 

@@ -9,7 +9,7 @@
 
 #include <tessera/accelerate/state/state_io.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/distributed/checkpoint/parts.h>
 #include <tessera/distributed/mesh/dtensor.h>

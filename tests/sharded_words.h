@@ -1,7 +1,7 @@
 // What the tests of the sharded facade share: a small language model and its data.
 #pragma once
 
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/embedding.h>

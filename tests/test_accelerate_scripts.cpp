@@ -12,7 +12,7 @@
 
 #include <tessera/accelerate/batch_size.h>
 #include <tessera/core/error.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/linear.h>
 
 #include "loader_fixture.h"

@@ -5,7 +5,7 @@
 
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/core/error.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/io/mapped_file.h>
 #include <tessera/nn/lora.h>
 
 #include "message_of.h"

@@ -2,7 +2,7 @@
 // ctest labels: threads
 #include <limits>
 
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/dtensor.h>
 
 #include "accelerator_fixture.h"

@@ -16,9 +16,9 @@
 #include <tessera/accelerate/batch_size.h>
 #include <tessera/accelerate/process_control.h>
 #include <tessera/accelerate/tracking/logging.h>
-#include <tessera/core/allocator.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 
 namespace tessera::test_accelerator_processes {
 namespace {

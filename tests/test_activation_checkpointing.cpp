@@ -3,7 +3,7 @@
 // ctest labels: threads
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/function.h>
-#include <tessera/core/allocator.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/error.h>
 
 #include "message_of.h"

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels::test_attention {
 namespace {

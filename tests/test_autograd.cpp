@@ -10,7 +10,7 @@
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 #include "message_of.h"
 

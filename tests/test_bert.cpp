@@ -8,7 +8,7 @@
 
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>

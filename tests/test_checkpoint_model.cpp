@@ -9,8 +9,8 @@
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/accelerate/state/state_io.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
 

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <numeric>
 
-#include <tessera/core/allocator.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/checkpoint/commit.h>
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 
 #include "compared_ranks.h"
 #include "fault_backend.h"

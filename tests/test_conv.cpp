@@ -5,11 +5,11 @@
 #include <random>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/conv/conv.h>
 #include <tessera/core/kernels/pool/pool.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels::test_conv {
 namespace {

@@ -9,7 +9,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 
 namespace tessera::test_conv_transpose {
 namespace {

@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/accelerate/state/model_io.h>
-#include <tessera/core/safetensors.h>
-#include <tessera/core/torch_file.h>
+#include <tessera/core/state/safetensors.h>
+#include <tessera/core/state/torch_file.h>
 
 #include "golden_files.h"
 #include "tessera_command.h"

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/atomic_file.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/io/mapped_file.h>
 #include <tessera/data/csv.h>
 #include <tessera/data/idx.h>
 #include <tessera/data/jsonl.h>

@@ -13,7 +13,7 @@
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/data/token_dataset.h>
 

@@ -11,8 +11,8 @@
 #include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/grad_scaler.h>
 

@@ -1,9 +1,9 @@
 // Sharing memory by the DLPack interface.
 #include <gtest/gtest.h>
 
-#include <tessera/core/dlpack.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/dlpack.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::test_dlpack {
 namespace {

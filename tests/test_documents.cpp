@@ -151,7 +151,7 @@ TEST(Documents, EveryPageIsFoundFromTheIndex) {
   }
 }
 
-// Paths in `backticks` that begin with a folder of the tree: `scripts/test.sh`, `core/tensor.h`.
+// Paths in `backticks` that begin with a folder of the tree: `scripts/test.sh`, `core/tensor/tensor.h`.
 // And tests by their names: `test_layering`.
 TEST(Documents, FilesThatTheyNameExist) {
   static constexpr std::array kTestFolders = {"tests", "tests/cuda", "tests/docs"};

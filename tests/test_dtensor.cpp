@@ -4,8 +4,8 @@
 #include <filesystem>
 #include <sstream>
 
-#include <tessera/core/dlpack.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/factory/dlpack.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/distributed/checkpoint/writer.h>
 
 #include "dtensor_fixture.h"

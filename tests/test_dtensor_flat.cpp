@@ -4,7 +4,7 @@
 #include <limits>
 #include <sstream>
 
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 

@@ -4,7 +4,7 @@
 #include <limits>
 
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 #include "dtensor_fixture.h"
 #include "sharded_fixture.h"

@@ -11,11 +11,11 @@
 
 #include <gtest/gtest.h>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/half.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::test_elementwise {
 namespace {

@@ -11,7 +11,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 
 namespace tessera::test_elementwise_ops {
 namespace {

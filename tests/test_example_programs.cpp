@@ -5,8 +5,8 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include <tessera/core/cuda/backend.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/gpu/backend.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/data/text.h>
 
 #include "finished_process.h"

@@ -12,7 +12,7 @@
 #include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/metrics.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 
 #include "loader_fixture.h"

@@ -13,7 +13,7 @@
 
 #include <tessera/accelerate/operations.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 
 #include "compared_ranks.h"
 

@@ -10,7 +10,7 @@
 #include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/operations.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 
 #include "loader_fixture.h"
 #include "mpi_world.h"

@@ -10,7 +10,7 @@
 
 #include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/operations.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/distributed/transport/collectives.h>
 

@@ -11,9 +11,9 @@
 #include <sstream>
 #include <string>
 
-#include <tessera/core/atomic_file.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/io/mapped_file.h>
 
 #include "message_of.h"
 

@@ -8,8 +8,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/allocator.h>
-#include <tessera/core/profiler.h>
+#include <tessera/core/memory/allocator.h>
+#include <tessera/core/profile/profiler.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/fused.h>
 #include <tessera/precision/autocast.h>

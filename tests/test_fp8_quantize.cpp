@@ -11,7 +11,7 @@
 #include <tessera/core/half.h>
 #include <tessera/core/kernels/fp8/amax.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 #include "message_of.h"
 

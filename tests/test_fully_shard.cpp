@@ -1,7 +1,7 @@
 // Sharded training: fully_shard() and zero() give the bits of replicas and of one process.
 // ctest labels: threads
 // ctest ranks: 2 4
-#include <tessera/core/allocator.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/nn/materialise.h>
 
 #include "message_of.h"

@@ -2,7 +2,7 @@
 // are not the usual ones: frozen, tied, skipped, empty parts.
 // ctest labels: threads
 // ctest ranks: 2
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/embedding.h>
 
 #include "message_of.h"

@@ -9,7 +9,7 @@
 #include <tessera/autograd/functional.h>
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/nn/activation.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/functional_call.h>

@@ -10,8 +10,8 @@
 #include <tessera/autograd/distributions.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/random.h>
-#include <tessera/core/safetensors.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/safetensors.h>
+#include <tessera/core/state/state_dict.h>
 
 #include "golden_files.h"
 #include "op_checks.h"

@@ -7,7 +7,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/fp8/quantize.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/precision/fp8_linear.h>
 
 #include "source_dir.h"

@@ -7,7 +7,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 

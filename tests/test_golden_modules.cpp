@@ -11,7 +11,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/nn/activation.h>
 #include <tessera/nn/attention.h>
 #include <tessera/nn/conv.h>

@@ -8,8 +8,8 @@
 #include <set>
 #include <string>
 
-#include <tessera/core/factory.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>
 #include <tessera/optim/schedule.h>

@@ -8,7 +8,7 @@
 #include <fstream>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/nn/summary.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>

@@ -6,7 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <tessera/core/error.h>
-#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/isa.h>
 
 #include "finished_process.h"
 

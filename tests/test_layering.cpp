@@ -40,7 +40,7 @@ bool is_source(const fs::path& file) {
   return kExtensions.count(file.extension()) != 0;
 }
 
-// What an include directive names, with its opening mark: `<tessera/core/tensor.h`, `"x.h`; empty
+// What an include directive names, with its opening mark: `<tessera/core/tensor/tensor.h`, `"x.h`; empty
 // for other lines.
 std::string included(const std::string& line) {
   size_t at = line.find_first_not_of(" \t");
@@ -187,21 +187,21 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"autograd/saved_tensor.h", "inside of nodes"},
     {"core/approximate.h", "formulas of kernels"},
     {"core/asan.h", "inside of allocators"},
-    {"core/block_arena.h", "inside of allocators"},
-    {"core/crc32c.h", "of file formats"},
+    {"core/memory/block_arena.h", "inside of allocators"},
+    {"core/io/crc32c.h", "of file formats"},
     {"core/cuda/", "the GPU backend; devices are in device.h"},
     {"core/environment.h", "inside of the library"},
     {"core/functors.h", "formulas of kernels"},
     {"core/held_signals.h", "inside of products and of loops' workers"},
     {"core/kernels/", "kernels; ops are in autograd/ops.h"},
-    {"core/meta_memory.h", "inside of plans; accelerate/plan/training_plan.h is in it"},
-    {"core/meta_storage.h", "inside of meta tensors; initial_values.h fills it"},
-    {"core/page_return.h", "inside of allocators"},
-    {"core/pickle_reader.h", "inside of torch_file.h"},
-    {"core/placement_slot.h", "inside of tensors; dtensor.h fills it"},
+    {"core/memory/meta_memory.h", "inside of plans; accelerate/plan/training_plan.h is in it"},
+    {"core/tensor/meta_storage.h", "inside of meta tensors; initial_values.h fills it"},
+    {"core/memory/page_return.h", "inside of allocators"},
+    {"core/state/pickle_reader.h", "inside of torch_file.h"},
+    {"core/tensor/placement_slot.h", "inside of tensors; dtensor.h fills it"},
     {"core/regex.h", "inside of the library"},
-    {"core/whole_exchange.h", "inside of optimizers; placement_slot.h makes one"},
-    {"core/zip_reader.h", "inside of torch_file.h"},
+    {"core/tensor/whole_exchange.h", "inside of optimizers; placement_slot.h makes one"},
+    {"core/io/zip_reader.h", "inside of torch_file.h"},
     {"data/json_error.h", "inside of readers"},
     {"data/special_tokens.h", "inside of tokenizers"},
     {"data/unicode.h", "inside of tokenizers"},
@@ -340,7 +340,7 @@ TEST(Layering, EveryTestThatStartsRanksComparesTheirTraces) {
 
 TEST(Layering, NoIncludeOfTheTreeRunsUp) {
   const fs::path root = tests::source_dir();
-  ASSERT_TRUE(fs::exists(root / "core/tensor.h")) << root << " is not the source tree";
+  ASSERT_TRUE(fs::exists(root / "core/tensor/tensor.h")) << root << " is not the source tree";
   for (const std::string& error : layering_errors(root)) ADD_FAILURE() << error;
 }
 

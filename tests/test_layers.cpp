@@ -11,8 +11,8 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/allocator.h>
-#include <tessera/core/profiler.h>
+#include <tessera/core/memory/allocator.h>
+#include <tessera/core/profile/profiler.h>
 #include <tessera/core/random.h>
 #include <tessera/nn/activation.h>
 #include <tessera/nn/attention.h>

@@ -7,7 +7,7 @@
 
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/nn/lora.h>
 #include <tessera/optim/optimizers.h>
 

@@ -10,7 +10,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/gradcheck.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/nn/conv.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/fused.h>

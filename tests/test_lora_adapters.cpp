@@ -2,7 +2,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/random.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>

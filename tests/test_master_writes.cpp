@@ -8,8 +8,8 @@
 #include <tessera/accelerate/full_values.h>
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/weight_cache.h>
-#include <tessera/core/profiler.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/profile/profiler.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/shard/fully_shard.h>
 #include <tessera/optim/ema.h>

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/initial_values.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/initial_values.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/attention.h>
 #include <tessera/nn/conv.h>
 #include <tessera/nn/embedding.h>

@@ -5,10 +5,10 @@
 #include <random>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/kernels/loss/linear_cross_entropy.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels::test_matmul {
 namespace {

@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/distributed/checkpoint/commit.h>
 
 #include "tessera_command.h"

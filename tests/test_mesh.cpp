@@ -4,7 +4,7 @@
 
 #include <set>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/distributed/mesh/mesh.h>
 
 #include "compared_ranks.h"

@@ -10,7 +10,7 @@
 #include <optional>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/distributed/transport/collectives.h>
 
 #include "mpi_world.h"

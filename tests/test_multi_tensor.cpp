@@ -5,12 +5,12 @@
 #include <limits>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/kernels/copy/multi_tensor_copy.h>
+#include <tessera/core/kernels/optim/multi_tensor_copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels::test_multi_tensor {
 namespace {

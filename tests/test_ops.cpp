@@ -8,7 +8,7 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/op.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 #include "message_of.h"
 #include "op_checks.h"

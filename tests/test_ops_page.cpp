@@ -129,7 +129,7 @@ Names functions() {
   return names;
 }
 Names methods() {
-  const std::string text = text_of("core/tensor.h");
+  const std::string text = text_of("core/tensor/tensor.h");
   const size_t begin = text.find("\nclass Tensor {"), end = text.find("// ---- Indexing");
   EXPECT_TRUE(begin < end && end != std::string::npos);
   return matches(text.substr(begin, end - begin),

@@ -10,9 +10,9 @@
 #include <sstream>
 #include <utility>
 
-#include <tessera/core/cuda/backend.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/gpu/backend.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/state/safetensors.h>
 
 namespace tessera::test_ops_runner {
 namespace {

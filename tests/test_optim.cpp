@@ -12,7 +12,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
-#include <tessera/core/profiler.h>
+#include <tessera/core/profile/profiler.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>
 

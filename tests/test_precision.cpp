@@ -9,7 +9,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>

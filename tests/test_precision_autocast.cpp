@@ -8,7 +8,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/conv.h>
 #include <tessera/nn/embedding.h>

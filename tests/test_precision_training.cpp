@@ -6,7 +6,7 @@
 #include <limits>
 
 #include <tessera/autograd/autocast_mode.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>

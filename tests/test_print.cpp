@@ -6,9 +6,9 @@
 
 #include <gtest/gtest.h>
 
-#include <tessera/core/factory.h>
-#include <tessera/core/print.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/factory/print.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::test_print {
 namespace {

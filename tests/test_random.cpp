@@ -17,7 +17,7 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::test_random {
 namespace {

@@ -9,7 +9,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/recurrent.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/profiler.h>
+#include <tessera/core/profile/profiler.h>
 #include <tessera/core/random.h>
 
 #include "message_of.h"

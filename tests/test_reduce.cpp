@@ -8,11 +8,11 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/gradcheck.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::test_reduce {
 namespace {

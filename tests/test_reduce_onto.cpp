@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/raw_views.h>
 
 #include "compared_ranks.h"
 #include "message_of.h"

@@ -3,7 +3,7 @@
 // ctest labels: threads
 // ctest ranks: 2 4
 #include <tessera/autograd/checkpoint.h>
-#include <tessera/core/allocator.h>
+#include <tessera/core/memory/allocator.h>
 
 #include <tessera/autograd/node.h>
 

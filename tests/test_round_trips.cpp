@@ -11,8 +11,8 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/data/sampler.h>
 #include <tessera/optim/ema.h>

@@ -1,4 +1,4 @@
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -9,8 +9,8 @@
 #include <random>
 #include <sstream>
 
-#include <tessera/core/factory.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::test_safetensors {
 namespace {

@@ -7,7 +7,7 @@
 #include <thread>
 
 #include <tessera/core/error.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 #include "fault_backend.h"
 #include "sharded_fixture.h"

@@ -9,11 +9,11 @@
 #include <vector>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/optim/clip.h>
 
 namespace tessera::kernels::test_square_sum {

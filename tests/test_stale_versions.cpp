@@ -11,7 +11,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/nn/init.h>

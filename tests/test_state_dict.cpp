@@ -1,4 +1,4 @@
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 
 #include <gtest/gtest.h>
 
@@ -6,7 +6,7 @@
 #include <string>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/init.h>
 #include <tessera/nn/linear.h>

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/parallel.h>
 #include <tessera/optim/muon.h>

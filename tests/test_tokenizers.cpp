@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/atomic_file.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
 #include <tessera/data/bpe.h>
 #include <tessera/data/text.h>

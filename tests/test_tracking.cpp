@@ -16,8 +16,8 @@
 #include <tessera/accelerate/tracking/progress.h>
 #include <tessera/accelerate/tracking/tracker.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/crc32c.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/io/crc32c.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/distributed/rendezvous/rank_context.h>
 #include <tessera/distributed/transport/collectives.h>
 

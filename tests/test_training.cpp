@@ -9,7 +9,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/context.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/data/token_dataset.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>

@@ -14,7 +14,7 @@
 #include <tessera/accelerate/plan/model_outline.h>
 #include <tessera/accelerate/plan/training_plan.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/embedding.h>

@@ -13,7 +13,7 @@
 #include <tessera/autograd/float8_weight.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/fp8/cast_transpose.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/ema.h>
 #include <tessera/optim/optimizers.h>

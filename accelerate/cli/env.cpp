@@ -12,9 +12,9 @@
 #include <tessera/accelerate/launch/process.h>
 #include <tessera/accelerate/launch/protocol.h>
 #include <tessera/accelerate/settings/config.h>
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
-#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/isa.h>
 
 namespace tessera::cli {
 namespace {

@@ -1,7 +1,7 @@
 #include <tessera/accelerate/loaders/batch_codec.h>
 
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 
 namespace tessera::accelerate {
 

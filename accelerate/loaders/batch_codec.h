@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/nn/visit_tensors.h>
 

@@ -1,7 +1,7 @@
 #include <tessera/accelerate/loaders/parts_relay.h>
 
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::accelerate {

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 
 namespace tessera::accelerate {
 namespace {

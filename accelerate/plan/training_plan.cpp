@@ -11,9 +11,9 @@
 #include <tessera/accelerate/data_parallel.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/op.h>
-#include <tessera/core/empty.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/core/error.h>
-#include <tessera/core/meta_memory.h>
+#include <tessera/core/memory/meta_memory.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/rendezvous/rank_context.h>

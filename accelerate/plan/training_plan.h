@@ -12,7 +12,7 @@
 // [Note: how a plan comes about] One rank runs the training as it is: the modes of
 // distributed/shard cut, gather and reduce a model on kMeta, over a transport that has no other
 // ranks (transport/backend_fake.cpp). What it would ask the allocator for is counted under its
-// category (core/meta_memory.h), what it calls stands in its trace. Nothing of it is calculated by
+// category (core/memory/meta_memory.h), what it calls stands in its trace. Nothing of it is calculated by
 // a formula beside the engine, so a plan cannot drift from what trainings do.
 //
 // [Note: other ranks] All ranks call the same. What they hold differs in one thing: paddings make
@@ -40,8 +40,8 @@
 
 #include <tessera/accelerate/plan/network.h>
 #include <tessera/accelerate/settings/config.h>
-#include <tessera/core/allocator.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/memory/allocator.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/distributed/transport/trace.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/optimizer.h>

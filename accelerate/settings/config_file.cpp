@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/accelerate/settings/config.h>
-#include <tessera/core/atomic_file.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
 
 namespace tessera::accelerate {

@@ -14,11 +14,11 @@
 #include <system_error>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/atomic_file.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/mapped_file.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/io/atomic_file.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/io/mapped_file.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/full_state.h>
 #include <tessera/distributed/checkpoint/parts.h>

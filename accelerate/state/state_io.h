@@ -38,7 +38,7 @@
 
 #include <tessera/accelerate/run.h>
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/distributed/transport/group.h>
 
 namespace tessera {

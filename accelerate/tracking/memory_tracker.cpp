@@ -11,7 +11,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <tessera/core/atomic_file.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
 
 namespace tessera {

@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/allocator.h>
+#include <tessera/core/memory/allocator.h>
 
 namespace tessera {
 

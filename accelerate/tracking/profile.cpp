@@ -7,7 +7,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <tessera/core/atomic_file.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
 #include <tessera/distributed/rendezvous/rank_context.h>
 

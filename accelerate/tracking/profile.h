@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/profiler.h>
+#include <tessera/core/profile/profiler.h>
 #include <tessera/distributed/transport/trace.h>
 
 namespace tessera {

@@ -12,7 +12,7 @@
 
 #include <tessera/accelerate/tracking/append_file.h>
 #include <tessera/accelerate/tracking/tracker.h>
-#include <tessera/core/crc32c.h>
+#include <tessera/core/io/crc32c.h>
 #include <tessera/core/error.h>
 
 namespace tessera {

@@ -9,7 +9,7 @@
 
 #include <tessera/accelerate/tracking/append_file.h>
 #include <tessera/accelerate/tracking/tracker.h>
-#include <tessera/core/atomic_file.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
 
 namespace tessera {

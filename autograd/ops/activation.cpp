@@ -3,7 +3,7 @@
 
 #include <tessera/autograd/ops/compute_dtype.h>
 #include <tessera/autograd/ops/elementwise_rules.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 namespace {

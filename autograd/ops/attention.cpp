@@ -9,7 +9,7 @@
 #include <tessera/autograd/ops/compute_dtype.h>
 #include <tessera/core/context.h>
 #include <tessera/core/kernels/attention/attention.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 

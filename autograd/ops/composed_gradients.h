@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

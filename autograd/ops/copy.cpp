@@ -1,9 +1,9 @@
 // Ops that move elements: conversions, copies, fills.
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/initial_values.h>
+#include <tessera/core/factory/initial_values.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 

@@ -15,8 +15,8 @@
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/reduce/reduce.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 

@@ -5,7 +5,7 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/float8_weight.h>
 #include <tessera/autograd/ops/float8_operands.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 

@@ -11,8 +11,8 @@
 #include <tessera/core/context.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/norm/norm_quantized.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 namespace {

@@ -4,13 +4,13 @@
 #include <tessera/autograd/float8_head.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/composed_gradients.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/kernels/loss/linear_cross_entropy.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 

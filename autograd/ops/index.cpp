@@ -9,7 +9,7 @@
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/index/index.h>
 #include <tessera/core/kernels/sort/sort.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 namespace {

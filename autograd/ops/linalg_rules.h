@@ -3,7 +3,7 @@
 
 #include <tessera/autograd/op.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::linalg {
 

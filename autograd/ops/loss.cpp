@@ -13,7 +13,7 @@
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/loss/cross_entropy.h>
 #include <tessera/core/kernels/reduce/reduce.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 namespace {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <tessera/autograd/autocast_mode.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 

@@ -8,7 +8,7 @@
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/gemm/matmul.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 namespace {

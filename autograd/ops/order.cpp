@@ -6,7 +6,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/sort/order.h>
+#include <tessera/core/kernels/index/order.h>
 
 namespace tessera {
 namespace {

@@ -6,10 +6,10 @@
 #include <tessera/autograd/engine.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/composed_gradients.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/recurrent/recurrent.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 namespace {

@@ -9,7 +9,7 @@
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/kernels/softmax/softmax.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 namespace {

@@ -9,8 +9,8 @@
 #include <tessera/autograd/ops/float8_norm.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/copy/shape.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 namespace {

@@ -21,7 +21,7 @@
 #include <cstdint>
 #include <string>
 
-#include <tessera/core/allocator.h>
+#include <tessera/core/memory/allocator.h>
 
 namespace tessera::gpu {
 

@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/core/atomic_file.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/io/mapped_file.h>
 
 namespace tessera::gpu {
 namespace {

@@ -21,7 +21,7 @@
 #include <functional>
 #include <memory>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 
 namespace tessera::gpu {
 

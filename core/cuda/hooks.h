@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <string>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 
 namespace tessera::gpu {
 

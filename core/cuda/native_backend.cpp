@@ -1,5 +1,5 @@
 // core_cuda and core_cuda_emulated: the backend on CUDA's runtime, or on the emulation's.
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 
 #include <cuda_runtime.h>
 
@@ -27,7 +27,7 @@
 #include <tessera/core/cuda/launch_log.h>
 #include <tessera/core/cuda/pinned_memory.h>
 #include <tessera/core/cuda/streams.h>
-#include <tessera/core/cuda/transfers.h>
+#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/environment.h>
 #include <tessera/core/error.h>
 

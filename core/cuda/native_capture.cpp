@@ -18,7 +18,7 @@
 #include <tessera/core/cuda/launch_log.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
-#include <tessera/core/kernels/random/movable_stream.h>
+#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/random.h>
 
 namespace tessera::gpu {

@@ -9,7 +9,7 @@
 #endif
 
 #include <tessera/core/cuda/check.h>
-#include <tessera/core/cuda/transfers.h>
+#include <tessera/core/gpu/transfers.h>
 
 namespace tessera::gpu {
 namespace {

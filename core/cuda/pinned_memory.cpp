@@ -3,7 +3,7 @@
 #include <bit>
 #include <string>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/capture.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/contexts.h>

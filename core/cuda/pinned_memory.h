@@ -12,7 +12,7 @@
 #include <mutex>
 #include <vector>
 
-#include <tessera/core/allocator.h>
+#include <tessera/core/memory/allocator.h>
 
 namespace tessera::gpu {
 

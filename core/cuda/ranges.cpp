@@ -8,7 +8,7 @@
 #include <vector>
 
 #include <tessera/core/context.h>
-#include <tessera/core/profiler.h>
+#include <tessera/core/profile/profiler.h>
 
 namespace tessera::gpu {
 namespace {

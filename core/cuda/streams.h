@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 
 namespace tessera::gpu {
 

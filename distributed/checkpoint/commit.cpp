@@ -15,8 +15,8 @@
 #include <system_error>
 #include <thread>
 
-#include <tessera/core/atomic_file.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/io/atomic_file.h>
+#include <tessera/core/io/mapped_file.h>
 #include <tessera/distributed/checkpoint/checksum.h>
 #include <tessera/distributed/checkpoint/reader.h>
 #include <tessera/distributed/rendezvous/store.h>

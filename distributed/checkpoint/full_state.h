@@ -10,7 +10,7 @@
 #include <functional>
 #include <string>
 
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {

@@ -3,9 +3,9 @@
 #include <cstring>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/redistribute.h>
 
 namespace tessera::distributed {

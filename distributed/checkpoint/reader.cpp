@@ -5,8 +5,8 @@
 #include <filesystem>
 
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/io/mapped_file.h>
 #include <tessera/distributed/checkpoint/checksum.h>
 
 namespace tessera::distributed {

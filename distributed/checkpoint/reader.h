@@ -18,8 +18,8 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/core/state_dict.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/state/state_dict.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/checkpoint/manifest.h>
 
 namespace tessera {

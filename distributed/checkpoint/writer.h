@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/checkpoint/manifest.h>
 #include <tessera/distributed/mesh/box.h>
 

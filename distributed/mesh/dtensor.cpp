@@ -5,10 +5,10 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/initial_values.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/factory/initial_values.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/dtensor_inputs.h>
 #include <tessera/distributed/mesh/matrix_exchange.h>
 #include <tessera/distributed/mesh/redistribute.h>

@@ -37,7 +37,7 @@
 #include <optional>
 #include <vector>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/mesh/placement.h>
 
 namespace tessera::distributed {

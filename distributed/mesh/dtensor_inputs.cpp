@@ -5,9 +5,9 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/redistribute.h>
 #include <tessera/distributed/transport/collectives.h>

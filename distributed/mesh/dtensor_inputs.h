@@ -3,7 +3,7 @@
 
 #include <string_view>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/mesh/placement.h>
 
 namespace tessera::distributed {

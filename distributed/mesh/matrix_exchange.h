@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/tensor.h>
-#include <tessera/core/whole_exchange.h>
+#include <tessera/core/tensor/tensor.h>
+#include <tessera/core/tensor/whole_exchange.h>
 #include <tessera/distributed/mesh/placement.h>
 #include <tessera/distributed/transport/group.h>
 

@@ -5,9 +5,9 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/profiler.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/profile/profiler.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {

@@ -26,7 +26,7 @@
 // Partial(max) or (min) has none: UnsupportedError where one would be recorded.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/mesh/placement.h>
 
 namespace tessera::distributed {

@@ -1,7 +1,7 @@
 // Whole tensors that only rank 0 has, in the parts that ranks keep.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {

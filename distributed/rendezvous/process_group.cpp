@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/transfers.h>
+#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/environment.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/rendezvous/job.h>

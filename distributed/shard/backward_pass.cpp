@@ -8,10 +8,10 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/zero_grad_hook.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
-#include <tessera/core/meta_memory.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/memory/meta_memory.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/shard/mutant.h>
 #include <tessera/distributed/transport/collectives.h>
 

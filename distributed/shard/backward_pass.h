@@ -29,7 +29,7 @@
 #include <vector>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/distributed/rendezvous/rank_context.h>
 #include <tessera/distributed/shard/managed_param.h>
 #include <tessera/distributed/shard/plan.h>

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/distributed/shard/communication_hook.h>
 #include <tessera/distributed/transport/group.h>
 

@@ -23,7 +23,7 @@
 #include <optional>
 #include <vector>
 
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/distributed/shard/backward_pass.h>
 #include <tessera/distributed/shard/buckets.h>
 #include <tessera/distributed/shard/communication_hook.h>

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::distributed {
 

@@ -5,8 +5,8 @@
 #include <span>
 #include <vector>
 
-#include <tessera/core/allocator.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/memory/allocator.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::distributed {
 

@@ -7,9 +7,9 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::distributed {
 namespace {

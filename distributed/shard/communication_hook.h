@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/distributed/shard/gradient_bucket.h>
 #include <tessera/distributed/transport/group.h>
 

@@ -6,10 +6,10 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/kernels/copy/multi_tensor_copy.h>
-#include <tessera/core/meta_memory.h>
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/kernels/optim/multi_tensor_copy.h>
+#include <tessera/core/memory/meta_memory.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/shard/mutant.h>
 #include <tessera/distributed/shard/part_memory.h>

@@ -31,7 +31,7 @@
 #include <vector>
 
 #include <tessera/autograd/weight_cache.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {

@@ -6,7 +6,7 @@
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/shard/shard_setup.h>
 
 namespace tessera::distributed {

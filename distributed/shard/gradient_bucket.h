@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/shard/buffer.h>
 #include <tessera/distributed/shard/managed_param.h>
 #include <tessera/distributed/transport/group.h>

@@ -5,7 +5,7 @@
 
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
-#include <tessera/core/pinned.h>
+#include <tessera/core/factory/pinned.h>
 
 namespace tessera::distributed {
 namespace {

@@ -17,9 +17,9 @@
 #include <functional>
 #include <memory>
 
-#include <tessera/core/allocator.h>
-#include <tessera/core/cuda/backend.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/memory/allocator.h>
+#include <tessera/core/gpu/backend.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::distributed {
 

@@ -1,5 +1,5 @@
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/distributed/shard/join_state.h>
 
 namespace tessera::distributed {

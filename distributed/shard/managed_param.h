@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::distributed {
 

@@ -7,11 +7,11 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/error.h>
-#include <tessera/core/initial_values.h>
+#include <tessera/core/factory/initial_values.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
-#include <tessera/core/meta_memory.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/memory/meta_memory.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/shard/mutant.h>
 #include <tessera/distributed/shard/part_memory.h>

@@ -42,7 +42,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/mesh/placement.h>
 #include <tessera/distributed/shard/buffer.h>

@@ -3,8 +3,8 @@
 
 #include <optional>
 
-#include <tessera/core/raw_views.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/raw_views.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::distributed {
 

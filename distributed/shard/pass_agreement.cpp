@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {

@@ -16,7 +16,7 @@
 #include <string>
 #include <string_view>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {

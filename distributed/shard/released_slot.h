@@ -4,8 +4,8 @@
 #include <string>
 #include <utility>
 
-#include <tessera/core/placement_slot.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::distributed {
 

@@ -5,7 +5,7 @@
 #include <set>
 
 #include <tessera/core/error.h>
-#include <tessera/core/placement_slot.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/distributed/shard/broadcast.h>
 #include <tessera/distributed/shard/join_state.h>
 #include <tessera/distributed/shard/known_parameters.h>

@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/core/state_dict.h>
+#include <tessera/core/state/state_dict.h>
 
 namespace tessera::distributed {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include <tessera/core/placement_slot.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/matrix_exchange.h>
 

@@ -8,8 +8,8 @@
 
 #include <tessera/autograd/function.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::distributed {
 namespace {

@@ -23,7 +23,7 @@
 #include <vector>
 
 #include <tessera/core/source_location.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/rendezvous/rank_context.h>
 #include <tessera/distributed/transport/backend.h>
 #include <tessera/distributed/transport/trace.h>

@@ -1,8 +1,8 @@
 // Folders of transformers: config.json and model.safetensors.
 #include <filesystem>
 
-#include <tessera/core/atomic_file.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/io/atomic_file.h>
+#include <tessera/core/state/safetensors.h>
 
 #include "../common/model_config.h"
 #include "model.h"

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/data/collate.h>
 #include <tessera/data/dataset.h>
 #include <tessera/data/wordpiece.h>

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataset.h>
 #include <tessera/nn/init.h>

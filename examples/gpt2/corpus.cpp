@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/core/atomic_file.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/io/atomic_file.h>
+#include <tessera/core/io/mapped_file.h>
 #include <tessera/data/bpe.h>
 
 namespace tessera::gpt2 {

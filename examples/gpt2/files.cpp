@@ -4,8 +4,8 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/atomic_file.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/io/atomic_file.h>
+#include <tessera/core/state/safetensors.h>
 
 #include "../common/model_config.h"
 #include "model.h"

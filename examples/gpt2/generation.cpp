@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/group.h>

@@ -5,7 +5,7 @@
 #include <filesystem>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/nn/init.h>
 #include <tessera/nn/read_by.h>
 

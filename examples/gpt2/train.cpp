@@ -31,12 +31,12 @@
 #include <tessera/accelerate/rank_device.h>
 #include <tessera/accelerate/run.h>
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/allocator.h>
-#include <tessera/core/atomic_file.h>
+#include <tessera/core/memory/allocator.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/context.h>
 #include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/data/distributed_source.h>
 #include <tessera/distributed/checkpoint/full_state.h>

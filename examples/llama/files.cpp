@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/accelerate/state/model_io.h>
-#include <tessera/core/atomic_file.h>
+#include <tessera/core/io/atomic_file.h>
 
 #include "model.h"
 

@@ -12,7 +12,7 @@
 #include <cstdio>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/io/mapped_file.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/random.h>
 #include <tessera/data/token_dataset.h>

@@ -11,7 +11,7 @@
 #include <cstdio>
 
 #include <tessera.h>
-#include <tessera/core/mapped_file.h>
+#include <tessera/core/io/mapped_file.h>
 
 using namespace tessera;
 

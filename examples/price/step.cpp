@@ -10,7 +10,7 @@
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>
 #include <tessera/optim/optimizers.h>

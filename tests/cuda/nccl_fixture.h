@@ -19,7 +19,7 @@
 #include <cuda_runtime.h>
 
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/rendezvous/store.h>
 #include <tessera/distributed/transport/backend_thread.h>

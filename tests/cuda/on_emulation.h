@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/emulation/report.h>
 
 namespace tessera::gpu {

@@ -14,8 +14,8 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/nvtx.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/profile/nvtx.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/transport/group.h>

@@ -15,7 +15,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/attention/attention.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>

@@ -10,7 +10,7 @@
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/emulation/gemm.h>
-#include <tessera/core/pinned.h>
+#include <tessera/core/factory/pinned.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/optim/optimizers.h>

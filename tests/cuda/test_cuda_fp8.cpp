@@ -8,7 +8,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/fp8/logits_gradient.h>
 #include <tessera/core/kernels/fp8/part_labels.h>
 #include <tessera/core/kernels/fp8/quantize.h>

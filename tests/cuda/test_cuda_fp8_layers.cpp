@@ -13,7 +13,7 @@
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/nn/fused.h>
 #include <tessera/nn/linear.h>

@@ -9,7 +9,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/emulation/gemm.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/shard/fully_shard.h>

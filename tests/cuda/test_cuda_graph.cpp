@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/emulation/race.h>
@@ -17,11 +17,11 @@
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/random.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 #include "on_emulation.h"
 

@@ -14,7 +14,7 @@
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/clip.h>

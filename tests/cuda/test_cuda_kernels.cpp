@@ -15,9 +15,9 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/launch_times.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/kernels/copy/multi_tensor_copy.h>
+#include <tessera/core/kernels/optim/multi_tensor_copy.h>
 #include <tessera/core/kernels/fp8/cast_transpose.h>
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/kernels/norm/norm.h>

@@ -14,7 +14,7 @@
 
 #include <tessera/core/cuda/dry/launches.h>
 #include <tessera/core/cuda/dry/price.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>

@@ -18,7 +18,7 @@
 #include <tessera/core/cuda/dry/launches.h>
 #include <tessera/core/cuda/dry/price.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/linear.h>
 

@@ -22,7 +22,7 @@
 #include <tessera/core/cuda/dry/launches.h>
 #include <tessera/core/cuda/dry/price.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 
 #include "../message_of.h"
 #include "../source_dir.h"

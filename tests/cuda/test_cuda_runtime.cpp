@@ -13,7 +13,7 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/capability.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/device_memory.h>
@@ -22,14 +22,14 @@
 #include <tessera/core/cuda/hooks.h>
 #include <tessera/core/cuda/launch_times.h>
 #include <tessera/core/cuda/streams.h>
-#include <tessera/core/cuda/transfers.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/gpu/transfers.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
-#include <tessera/core/pinned.h>
-#include <tessera/core/profiler.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/pinned.h>
+#include <tessera/core/profile/profiler.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/stream.h>
 
 #include "../message_of.h"

@@ -5,10 +5,10 @@
 #include <random>
 #include <vector>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels {
 namespace {

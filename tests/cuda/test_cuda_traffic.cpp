@@ -11,7 +11,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/emulation/race.h>
 #include <tessera/core/cuda/emulation/report.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/embedding/embedding.h>
 #include <tessera/core/kernels/fp8/logits_gradient.h>
 #include <tessera/core/kernels/fp8/quantize.h>

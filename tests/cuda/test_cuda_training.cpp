@@ -9,7 +9,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/random.h>
 #include <tessera/nn/materialise.h>

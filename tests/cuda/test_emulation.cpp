@@ -15,7 +15,7 @@
 #include <tessera/core/cuda/emulation/report.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/half.h>
 #include <tessera/core/kernels/copy/copy.h>
 

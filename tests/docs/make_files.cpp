@@ -5,7 +5,7 @@
 #include <string>
 
 #include <tessera/core/random.h>
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 
 #include "bert/model.h"
 

@@ -1,4 +1,4 @@
-#include <tessera/core/pickle_reader.h>
+#include <tessera/core/state/pickle_reader.h>
 
 #include "driver.h"
 

@@ -1,4 +1,4 @@
-#include <tessera/core/safetensors.h>
+#include <tessera/core/state/safetensors.h>
 
 #include "driver.h"
 

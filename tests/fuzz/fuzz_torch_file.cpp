@@ -1,5 +1,5 @@
 // The whole file: container, structure and tensors.
-#include <tessera/core/torch_file.h>
+#include <tessera/core/state/torch_file.h>
 
 #include "driver.h"
 

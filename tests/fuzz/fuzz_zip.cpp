@@ -1,4 +1,4 @@
-#include <tessera/core/zip_reader.h>
+#include <tessera/core/io/zip_reader.h>
 
 #include "driver.h"
 

@@ -12,7 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/library_graph.h>
 

@@ -9,7 +9,7 @@
 #include <exception>
 #include <string>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 
 namespace {
 

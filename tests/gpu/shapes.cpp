@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <set>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 
 namespace tessera::gpu_shapes {
 namespace {

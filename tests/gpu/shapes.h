@@ -25,8 +25,8 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/factory.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::gpu_shapes {
 

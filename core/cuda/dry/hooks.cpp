@@ -1,7 +1,7 @@
 #include <tessera/core/cuda/hooks.h>
 
 #include <tessera/core/cuda/emulation/peers.h>
-#include <tessera/core/cuda/transfers.h>
+#include <tessera/core/gpu/transfers.h>
 
 namespace tessera::gpu {
 

@@ -13,7 +13,7 @@
 #include <tessera/core/cuda/launch_log.h>
 #include <tessera/core/cuda/library_graph.h>
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 
 namespace tessera::gpu {

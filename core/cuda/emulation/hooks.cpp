@@ -8,7 +8,7 @@
 #include <tessera/core/cuda/emulation/arena.h>
 #include <tessera/core/cuda/emulation/peers.h>
 #include <tessera/core/cuda/emulation/report.h>
-#include <tessera/core/cuda/transfers.h>
+#include <tessera/core/gpu/transfers.h>
 
 namespace tessera::gpu {
 

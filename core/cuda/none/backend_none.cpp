@@ -1,5 +1,5 @@
 // core_no_cuda: a program without a GPU backend.
-#include <tessera/core/cuda/transfers.h>
+#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/error.h>
 
 namespace tessera::gpu {

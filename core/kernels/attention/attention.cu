@@ -12,12 +12,12 @@
 
 #include <tessera/core/cuda/device_errors.h>
 #include <tessera/core/cuda/library_graph.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/attention/attention_library.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/kernels/attention/attention_tiles.cuh>
 
 namespace tessera::kernels {

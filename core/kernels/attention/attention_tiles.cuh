@@ -6,10 +6,10 @@
 
 #include <tessera/core/dispatch.h>
 #include <tessera/core/kernels/attention/attention.h>
-#include <tessera/core/kernels/random/movable_stream.h>
+#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/math.h>
 #include <tessera/core/random.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/core/kernels/common/rows.cuh>
 
 namespace tessera::kernels {

@@ -12,7 +12,7 @@
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/error.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

@@ -14,7 +14,7 @@
 
 #include <utility>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/device.h>
 #include <tessera/core/error.h>
 

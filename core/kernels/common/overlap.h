@@ -1,7 +1,7 @@
 // Questions that a kernel asks before it writes over memory that it may also read.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include <tessera/core/allocator.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera::kernels {

@@ -10,7 +10,7 @@
 #include <span>
 
 #include <tessera/core/dtype.h>
-#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/isa.h>
 #include <tessera/core/shape.h>
 
 namespace tessera::kernels {

@@ -10,7 +10,7 @@
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/conv_graph.h>
 #include <tessera/core/cuda/gemm.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/conv/conv.h>
 #include <tessera/core/kernels/copy/copy.h>

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <tessera/core/kernels/conv/geometry.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

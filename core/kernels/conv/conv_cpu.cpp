@@ -4,7 +4,7 @@
 #include <vector>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/conv/conv.h>

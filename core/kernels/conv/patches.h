@@ -1,7 +1,7 @@
 // Loops of convolution over the patches that a kernel meets (patches_simd.cpp).
 #pragma once
 
-#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/isa.h>
 #include <tessera/core/kernels/conv/geometry.h>
 
 namespace tessera::kernels {

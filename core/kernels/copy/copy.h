@@ -6,7 +6,7 @@
 // 32K elements on. Throws ShapeError, DeviceError.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

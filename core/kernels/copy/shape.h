@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

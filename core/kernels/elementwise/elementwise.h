@@ -22,7 +22,7 @@
 #include <span>
 
 #include <tessera/core/functors.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

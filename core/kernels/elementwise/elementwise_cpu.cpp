@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/common/overlap.h>
 #include <tessera/core/kernels/copy/copy.h>

@@ -1,8 +1,8 @@
 // Embedding tables and rotary positions.
 #pragma once
 
-#include <tessera/core/kernels/common/isa.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/isa.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 struct bf16;

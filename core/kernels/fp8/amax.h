@@ -2,7 +2,7 @@
 // (quantize.h): of a part of a matrix whose other parts lie with other ranks.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

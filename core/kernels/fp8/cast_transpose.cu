@@ -1,14 +1,14 @@
 #include <tessera/core/kernels/fp8/cast_transpose.h>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/amax.h>
 #include <tessera/core/kernels/fp8/logits_gradient.h>
 #include <tessera/core/kernels/fp8/quantize.h>
 #include <tessera/core/kernels/fp8/quantize_tiles.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/kernels/fp8/cast_transpose.cuh>
 
 namespace tessera::kernels {

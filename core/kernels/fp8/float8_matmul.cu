@@ -2,13 +2,13 @@
 // how Hopper reads them. There is no other way on a GPU, as another precision would be one in
 // silence.
 #include <tessera/core/cuda/gemm.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/fp8/quantize.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/kernels/gemm/matmul_tiles.cuh>
 
 namespace tessera::kernels {

@@ -1,7 +1,7 @@
 #include <tessera/core/kernels/fp8/part_labels.h>
 
 #include <tessera/core/cuda/launch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/fp8/rules.h>
 

@@ -16,7 +16,7 @@
 #include <cstdint>
 #include <optional>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

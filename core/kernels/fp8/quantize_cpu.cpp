@@ -7,7 +7,7 @@
 #include <vector>
 
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -19,7 +19,7 @@
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels {
 namespace {

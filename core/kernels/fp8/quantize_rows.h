@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include <tessera/core/dtype.h>
-#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/isa.h>
 
 namespace tessera::kernels {
 

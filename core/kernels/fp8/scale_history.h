@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

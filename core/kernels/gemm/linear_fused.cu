@@ -5,14 +5,14 @@
 #include <tessera/core/approximate.h>
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/gemm.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/kernels/reduce/reduce.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/kernels/common/column_fold.cuh>
 #include <tessera/core/kernels/common/vector_lanes.cuh>
 #include <tessera/core/kernels/gemm/matmul_tiles.cuh>

@@ -4,7 +4,7 @@
 // ops.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

@@ -8,12 +8,12 @@
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/cuda/library_graph.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/kernels/common/strided.cuh>
 #include <tessera/core/kernels/gemm/matmul_tiles.cuh>
 

@@ -3,7 +3,7 @@
 // contiguous; meta tensors give meta results. Shapes are checked by the public ops.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

@@ -1,12 +1,12 @@
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/gemm/gemm.h>
 #include <tessera/core/kernels/gemm/matmul.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels {
 namespace {

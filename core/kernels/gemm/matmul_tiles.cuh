@@ -7,7 +7,7 @@
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/error.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 #include <tessera/core/kernels/common/strided.cuh>
 
 namespace tessera::kernels {

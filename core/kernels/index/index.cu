@@ -6,13 +6,13 @@
 #include <tessera/core/cuda/device_errors.h>
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/kernels/sort/device_sort.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/kernels/common/rows.cuh>
 #include <tessera/core/kernels/common/strided.cuh>
 #include <tessera/core/kernels/reduce/block_scan.cuh>

@@ -8,7 +8,7 @@
 
 #include <string_view>
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

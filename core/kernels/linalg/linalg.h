@@ -10,7 +10,7 @@
 // in the batch. Where an op reads one triangle only, the other may hold anything.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels::linalg {
 

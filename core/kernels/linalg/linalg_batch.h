@@ -9,11 +9,11 @@
 #include <vector>
 
 #include <tessera/core/dtype.h>
-#include <tessera/core/empty.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/core/error.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/shape.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels::linalg {
 

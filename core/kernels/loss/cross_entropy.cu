@@ -6,7 +6,7 @@
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/device_errors.h>
 #include <tessera/core/cuda/device_memory.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -15,7 +15,7 @@
 #include <tessera/core/kernels/loss/linear_cross_entropy.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/math.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/kernels/common/rows.cuh>
 
 namespace tessera::kernels {

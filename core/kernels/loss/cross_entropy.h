@@ -10,7 +10,7 @@
 // and the loss over all rows is divided by sum of w[target] over the rows that are not ignored.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

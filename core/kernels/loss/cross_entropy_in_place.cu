@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/math.h>
 #include <tessera/core/kernels/common/rows.cuh>

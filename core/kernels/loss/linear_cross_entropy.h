@@ -4,7 +4,7 @@
 // fewer where memory is short; then the sums of grad_weight are those of other chunks.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

@@ -2,18 +2,18 @@
 #include <cmath>
 #include <vector>
 
-#include <tessera/core/allocator.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/kernels/loss/linear_cross_entropy.h>
 #include <tessera/core/kernels/loss/linear_cross_entropy_rows.h>
-#include <tessera/core/page_return.h>
+#include <tessera/core/memory/page_return.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels {
 namespace {

@@ -4,7 +4,7 @@
 #include <array>
 
 #include <tessera/core/cuda/norm_graph.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>

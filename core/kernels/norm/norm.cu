@@ -2,17 +2,17 @@
 #include <initializer_list>
 #include <utility>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/norm/norm.h>
 #include <tessera/core/kernels/norm/norm_quantized.h>
-#include <tessera/core/kernels/random/movable_stream.h>
+#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/kernels/random/random_numbers.h>
 #include <tessera/core/kernels/reduce/reduce.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/kernels/common/column_fold.cuh>
 #include <tessera/core/kernels/common/rows.cuh>
 #include <tessera/core/kernels/common/strided.cuh>

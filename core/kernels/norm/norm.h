@@ -15,7 +15,7 @@
 #include <optional>
 
 #include <tessera/core/random.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

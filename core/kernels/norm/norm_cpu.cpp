@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -15,7 +15,7 @@
 #include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels {
 namespace {

@@ -2,14 +2,14 @@
 #include <cmath>
 #include <vector>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise_loops.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/kernels/optim/multi_tensor_loss_scale.h>
 #include <tessera/core/kernels/optim/update_rules.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/kernels/common/rows.cuh>
 #include <tessera/core/kernels/optim/multi_tensor.cuh>
 

@@ -8,7 +8,7 @@
 
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/kernels/common/strided.cuh>

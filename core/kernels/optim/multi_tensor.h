@@ -28,7 +28,7 @@
 
 #include <tessera/core/kernels/optim/state_rounding.h>
 #include <tessera/core/kernels/optim/update_rules.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

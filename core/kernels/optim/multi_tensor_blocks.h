@@ -7,7 +7,7 @@
 
 #include <tessera/core/dtype.h>
 #include <tessera/core/half.h>
-#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/isa.h>
 #include <tessera/core/kernels/optim/update_rules.h>
 
 namespace tessera::kernels {

@@ -8,7 +8,7 @@
 #include <optional>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/common/strided.h>
@@ -17,7 +17,7 @@
 #include <tessera/core/kernels/optim/multi_tensor_loss_scale.h>
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
 #include <tessera/core/kernels/random/random_fill.h>
-#include <tessera/core/meta_memory.h>
+#include <tessera/core/memory/meta_memory.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera::kernels {

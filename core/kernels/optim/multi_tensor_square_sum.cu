@@ -4,7 +4,7 @@
 #include <type_traits>
 #include <vector>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>

@@ -1,7 +1,7 @@
 // The loop of max pooling over one plane (max_pool_simd.cpp).
 #pragma once
 
-#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/isa.h>
 #include <tessera/core/kernels/conv/geometry.h>
 
 namespace tessera {

@@ -3,7 +3,7 @@
 #include <tessera/core/kernels/pool/pool.h>
 
 #include <tessera/core/cuda/graph.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/common/strided.cuh>

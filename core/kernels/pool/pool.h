@@ -4,7 +4,7 @@
 #include <vector>
 
 #include <tessera/core/kernels/conv/conv.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

@@ -3,15 +3,15 @@
 #include <type_traits>
 #include <vector>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/kernels/random/movable_stream.h>
+#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/kernels/random/random_numbers.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/kernels/sort/sort.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/kernels/common/rows.cuh>
 #include <tessera/core/kernels/common/strided.cuh>
 

@@ -12,9 +12,9 @@
 // element: fill() (kernels/copy/copy.h) gives a part what it gives the whole.
 #pragma once
 
-#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/isa.h>
 #include <tessera/core/random.h>
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
 struct bf16;

@@ -2,8 +2,8 @@
 #include <cstring>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/empty.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/tensor/empty.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/scratch.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -12,7 +12,7 @@
 #include <tessera/core/kernels/recurrent/recurrent.h>
 #include <tessera/core/kernels/recurrent/recurrent_steps.h>
 #include <tessera/core/kernels/reduce/reduce.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels {
 namespace {

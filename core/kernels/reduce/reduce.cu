@@ -1,6 +1,6 @@
 #include <cmath>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise_loops.h>

@@ -8,7 +8,7 @@
 // DTypeError (float8), DeviceError, IndexError (an extremum of nothing).
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include <tessera/core/kernels/common/isa.h>
+#include <tessera/core/isa.h>
 #include <tessera/core/macros.h>
 
 namespace tessera::kernels {

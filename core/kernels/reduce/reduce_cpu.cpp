@@ -6,13 +6,13 @@
 #include <vector>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/common/strided.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/reduce/reduce_fold.h>
 #include <tessera/core/parallel.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels {
 namespace {

@@ -1,5 +1,5 @@
 // Running sums and products: x seen as (outer, n, inner) around one dimension.
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise_loops.h>

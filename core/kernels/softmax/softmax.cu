@@ -4,7 +4,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/softmax/softmax.h>

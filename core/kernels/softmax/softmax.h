@@ -6,7 +6,7 @@
 // torch. Meta tensors give meta results. Throws DTypeError, DeviceError, ShapeError.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

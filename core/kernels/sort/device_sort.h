@@ -1,7 +1,7 @@
 // Sorting on a GPU as a building block of other kernels. Internal; in sort.cu.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

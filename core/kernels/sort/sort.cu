@@ -8,13 +8,13 @@
 // grid of tiles.
 #include <tessera/core/kernels/sort/sort.h>
 
-#include <tessera/core/factory.h>
+#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/reduce/reduce.h>
 #include <tessera/core/kernels/sort/device_sort.h>
 #include <tessera/core/kernels/sort/sort_keys.h>
-#include <tessera/core/raw_views.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/kernels/reduce/block_scan.cuh>
 
 namespace tessera::kernels {

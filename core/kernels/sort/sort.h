@@ -2,7 +2,7 @@
 // equal. Every dtype. Results are contiguous; indices are i64.
 #pragma once
 
-#include <tessera/core/tensor.h>
+#include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {
 

@@ -1,4 +1,4 @@
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
 #include <tessera/distributed/transport/nccl/backend.h>
 

@@ -7,9 +7,9 @@
 #include <thread>
 #include <vector>
 
-#include <tessera/core/cuda/backend.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/graph.h>
-#include <tessera/core/cuda/transfers.h>
+#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/error.h>
 #include <tessera/distributed/rendezvous/rank_context.h>
 

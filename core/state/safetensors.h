@@ -1,0 +1,118 @@
+// safetensors: named tensors in one file, the format of the HuggingFace hub.
+//
+//     SafeTensorsFile file("model.safetensors");
+//     Tensor weight = file.view("wte.weight");            // bytes stay in the mapped file
+//     std::map<std::string, Tensor> all = load_safetensors("model.safetensors");
+//     save_safetensors("copy.safetensors", all, {{"format", "pt"}});
+//
+// Layout (https://github.com/huggingface/safetensors): a little-endian u64, the length of the
+// header; a JSON header {"NAME": {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__":
+// {string: string}}; the elements, row-major and little-endian, one tensor after the other.
+//
+// A file is checked whole when it is opened, before anything is allocated: header of at most 100
+// MB, no name twice, shapes that match their bytes, offsets that tile the data without overlap,
+// hole or rest. What does not fit is a FormatError that names file, tensor and remedy; a file that
+// cannot be read or written is an IoError.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <tessera/core/tensor/tensor.h>
+
+namespace tessera {
+
+class AtomicFile;
+class MappedFile;
+
+struct SafeTensorsEntry {
+  std::string name;
+  std::string dtype_name;      // as the file spells it: "F32", "BF16", "I64", "F8_E4M3"
+  std::optional<DType> dtype;  // absent for types that tessera does not have ("U16", "C64")
+  Shape shape;
+  uint64_t begin = 0;  // bytes [begin, end) of the data section
+  uint64_t end = 0;
+};
+
+class SafeTensorsFile {
+ public:
+  // Maps the file and checks its header. Reads no elements.
+  explicit SafeTensorsFile(const std::string& path);
+
+  // In the order in which their elements lie in the file.
+  const std::vector<SafeTensorsEntry>& entries() const { return entries_; }
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  bool contains(std::string_view name) const { return find(name) != nullptr; }
+  // Throws ValueError for a name that is not in the file.
+  const SafeTensorsEntry& entry(std::string_view name) const;
+
+  // A tensor over the mapped bytes, which it keeps alive; no elements are read. Writing to it works
+  // and does not reach the file (copy on write). A tensor that lies misaligned in the file is
+  // copied. Throws UnsupportedError where tessera lacks the dtype.
+  Tensor view(std::string_view name) const;
+  // A tensor with bytes of its own.
+  Tensor load(std::string_view name) const;
+
+  const std::string& path() const { return path_; }
+
+ private:
+  const SafeTensorsEntry* find(std::string_view name) const;
+
+  std::string path_;
+  std::shared_ptr<MappedFile> file_;
+  size_t data_begin_ = 0;  // of the data section in the file
+  std::vector<SafeTensorsEntry> entries_;
+  std::map<std::string, size_t, std::less<>> positions_;
+  std::map<std::string, std::string> metadata_;
+};
+
+// All tensors of a file, with bytes of their own.
+std::map<std::string, Tensor> load_safetensors(const std::string& path);
+
+// Writes the file whole or not at all (AtomicFile). Any layout; tensors on the CPU. Elements begin
+// at a multiple of 8 bytes, wide dtypes first, then by name: the same tensors give the same bytes.
+// Throws ValueError (undefined tensor, name that is not UTF-8), UnsupportedError (a part of a
+// tensor: a DTensor), DeviceError, IoError.
+void save_safetensors(const std::string& path, const std::map<std::string, Tensor>& tensors,
+                      const std::map<std::string, std::string>& metadata = {});
+
+// Writes a file tensor by tensor, with no more in memory than one piece of one tensor.
+//
+//     SafeTensorsWriter writer("merged.safetensors", {{"a", kF32, {2, 3}}, {"b", kI64, {}}});
+//     for (const auto& entry : writer.order()) { ...; writer.write(entry.name, data, bytes); }
+//     writer.commit();
+class SafeTensorsWriter {
+ public:
+  struct Entry {
+    std::string name;
+    DType dtype;
+    Shape shape;
+  };
+  // ValueError for a name twice, reserved or not UTF-8; IoError.
+  SafeTensorsWriter(const std::string& path, std::vector<Entry> entries,
+                    const std::map<std::string, std::string>& metadata = {});
+  ~SafeTensorsWriter();
+  SafeTensorsWriter(const SafeTensorsWriter&) = delete;
+  SafeTensorsWriter& operator=(const SafeTensorsWriter&) = delete;
+
+  // The order in which elements must come: wide dtypes first, then by name.
+  const std::vector<Entry>& order() const { return order_; }
+  // The next elements of a tensor, row-major. ValueError out of turn or beyond its bytes.
+  void write(std::string_view name, const void* data, size_t bytes);
+  // Makes the file visible. ValueError where elements are missing.
+  void commit();
+
+ private:
+  void skip_complete();
+  std::vector<Entry> order_;
+  std::unique_ptr<AtomicFile> file_;
+  size_t current_ = 0;    // in order_
+  uint64_t written_ = 0;  // of its bytes
+};
+
+}  // namespace tessera
