@@ -2,23 +2,23 @@
 // headers that they need: <tessera/nn/linear.h>.
 #pragma once
 
-#include <tessera/core/memory/allocator.h>
-#include <tessera/core/factory/dlpack.h>
 #include <tessera/core/error.h>
+#include <tessera/core/factory/dlpack.h>
 #include <tessera/core/factory/factory.h>
-#include <tessera/core/gemm_options.h>
-#include <tessera/core/profile/nvtx.h>
-#include <tessera/core/parallel.h>
 #include <tessera/core/factory/pinned.h>
 #include <tessera/core/factory/print.h>
+#include <tessera/core/gemm_options.h>
+#include <tessera/core/memory/allocator.h>
+#include <tessera/core/parallel.h>
+#include <tessera/core/profile/nvtx.h>
 #include <tessera/core/profile/profiler.h>
 #include <tessera/core/random.h>
-#include <tessera/core/state/safetensors.h>
 #include <tessera/core/source_location.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/core/state/state_dict.h>
+#include <tessera/core/state/torch_file.h>
 #include <tessera/core/stream.h>
 #include <tessera/core/tensor/tensor.h>
-#include <tessera/core/state/torch_file.h>
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
@@ -42,16 +42,16 @@
 #include <tessera/nn/fused.h>
 #include <tessera/nn/init.h>
 #include <tessera/nn/linear.h>
-#include <tessera/nn/lora.h>
+#include <tessera/nn/lora/lora.h>
 #include <tessera/nn/loss.h>
 #include <tessera/nn/materialise.h>
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
-#include <tessera/nn/packed_sequence.h>
 #include <tessera/nn/parametrizations.h>
 #include <tessera/nn/pooling.h>
 #include <tessera/nn/read_by.h>
-#include <tessera/nn/recurrent.h>
+#include <tessera/nn/recurrent/packed_sequence.h>
+#include <tessera/nn/recurrent/recurrent.h>
 #include <tessera/nn/rotary.h>
 #include <tessera/nn/summary.h>
 #include <tessera/nn/transformer.h>
@@ -77,8 +77,6 @@
 #include <tessera/distributed/checkpoint/reader.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/rendezvous/process_group.h>
-#include <tessera/distributed/rendezvous/run_ranks.h>
 #include <tessera/distributed/shard/fully_shard.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/shard/update_report.h>
@@ -86,8 +84,9 @@
 #include <tessera/distributed/sync_batch_norm.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/group.h>
+#include <tessera/distributed/transport/process_group.h>
+#include <tessera/distributed/transport/run_ranks.h>
 
-#include <tessera/data/bpe.h>
 #include <tessera/data/csv.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/data/dataset.h>
@@ -98,8 +97,9 @@
 #include <tessera/data/text.h>
 #include <tessera/data/token_dataset.h>
 #include <tessera/data/token_file.h>
-#include <tessera/data/tokenizer.h>
-#include <tessera/data/wordpiece.h>
+#include <tessera/data/tokenizers/bpe.h>
+#include <tessera/data/tokenizers/tokenizer.h>
+#include <tessera/data/tokenizers/wordpiece.h>
 
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/accelerate/batch_size.h>
@@ -107,15 +107,15 @@
 #include <tessera/accelerate/full_values.h>
 #include <tessera/accelerate/graphed_step.h>
 #include <tessera/accelerate/local_sgd.h>
+#include <tessera/accelerate/logging.h>
 #include <tessera/accelerate/metrics.h>
-#include <tessera/accelerate/operations.h>
 #include <tessera/accelerate/plan/model_outline.h>
 #include <tessera/accelerate/plan/network.h>
 #include <tessera/accelerate/plan/training_plan.h>
-#include <tessera/accelerate/run.h>
+#include <tessera/accelerate/process/operations.h>
+#include <tessera/accelerate/process/run.h>
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/accelerate/state/state_io.h>
-#include <tessera/accelerate/tracking/logging.h>
 #include <tessera/accelerate/tracking/memory_tracker.h>
 #include <tessera/accelerate/tracking/profile.h>
 #include <tessera/accelerate/tracking/progress.h>

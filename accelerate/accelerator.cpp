@@ -4,7 +4,7 @@
 #include <sstream>
 
 #include <tessera/accelerate/accelerator_state.h>
-#include <tessera/accelerate/rank_device.h>
+#include <tessera/accelerate/process/rank_device.h>
 #include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>

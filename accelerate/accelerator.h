@@ -72,8 +72,8 @@
 #include <tessera/accelerate/graphed_step.h>
 #include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/metrics.h>
-#include <tessera/accelerate/operations.h>
-#include <tessera/accelerate/process_control.h>
+#include <tessera/accelerate/process/operations.h>
+#include <tessera/accelerate/process/process_control.h>
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/accelerate/state/state_io.h>
@@ -171,8 +171,9 @@ struct AcceleratorOptions {
   std::optional<int64_t> seed = {};           // as set_seed()
   std::optional<int64_t> data_seed = {};      // of loaders that shuffle
   std::optional<bool> cpu = {};               // device() is the CPU
-  std::optional<std::string> device = {};     // "cpu", "cuda", "cuda:1"; accelerate/rank_device.h
-  std::optional<bool> debug = {};             // operations compare the shapes of all ranks first
+  std::optional<std::string> device =
+      {};                          // "cpu", "cuda", "cuda:1"; accelerate/process/rank_device.h
+  std::optional<bool> debug = {};  // operations compare the shapes of all ranks first
   std::optional<LogLevel> log_level = {};
 
   std::optional<std::string> project_dir = {};
@@ -268,7 +269,7 @@ class Accelerator : public ProcessControl {
   // or the setting `cpu` asks for it; the setting `device` names one. prepare() brings models and
   // batches there; tensors of the program's own go by x.to(accelerator.device()). DeviceError where
   // a GPU is asked for and not there, or the node has fewer than ranks. See
-  // accelerate/rank_device.h.
+  // accelerate/process/rank_device.h.
   Device device() const;
 
   // ---- Preparation
@@ -431,8 +432,8 @@ class Accelerator : public ProcessControl {
   Tensor row_mask() const;
   accelerate::LoaderPlan& loader_plan();
 
-  // ---- Values of all ranks: accelerate/operations.h and metrics.h among data_ranks(). With the
-  // setting `debug` the ranks compare their shapes first.
+  // ---- Values of all ranks: accelerate/process/operations.h and metrics.h among data_ranks().
+  // With the setting `debug` the ranks compare their shapes first.
   template <class T>
   T gather(T value, const SourceLocation& where = SourceLocation::current()) const {
     return accelerate::gather(std::move(value), data_ranks(), operation(where));
@@ -507,8 +508,8 @@ class Accelerator : public ProcessControl {
   nn::LoadReport load_model(nn::ModuleBase& model, const std::string& path,
                             accelerate::LoadModelOptions options = {},
                             const SourceLocation& where = SourceLocation::current()) const;
-  // Its adapters (nn/lora.h) in PEFT's files, and its weights with them merged, from whatever parts
-  // the ranks hold. Collective.
+  // Its adapters (nn/lora/lora.h) in PEFT's files, and its weights with them merged, from whatever
+  // parts the ranks hold. Collective.
   void save_lora(nn::ModuleBase& model, const std::string& folder,
                  const SourceLocation& where = SourceLocation::current()) const;
   accelerate::SavedModel save_merged_lora(

@@ -11,9 +11,9 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/node.h>
 #include <tessera/core/context.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/random.h>
 #include <tessera/distributed/transport/captured_calls.h>
 #include <tessera/optim/step_graph.h>

@@ -7,8 +7,8 @@
 #include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/random.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/mesh/dtensor.h>

@@ -14,8 +14,8 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/random.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/transport/caller.h>

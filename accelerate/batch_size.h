@@ -24,7 +24,7 @@
 #include <type_traits>
 #include <utility>
 
-#include <tessera/accelerate/process_control.h>
+#include <tessera/accelerate/process/process_control.h>
 #include <tessera/core/source_location.h>
 
 namespace tessera {

@@ -33,7 +33,7 @@
 #include <vector>
 
 #include <tessera/accelerate/loaders/batch_codec.h>
-#include <tessera/accelerate/operations.h>
+#include <tessera/accelerate/process/operations.h>
 #include <tessera/data/dataloader.h>
 
 namespace tessera::accelerate {

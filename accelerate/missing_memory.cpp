@@ -6,9 +6,9 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/tensor/empty.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/initial_values.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/scatter_whole.h>

@@ -10,8 +10,8 @@
 #include <tessera/autograd/float8_weight.h>
 #include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/profile/profiler.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {

@@ -59,8 +59,8 @@ class Node {
   std::vector<TensorMeta> output_metas;  // of the call's outputs
   std::shared_ptr<GradHooks> hooks;      // before apply; made at the first registration
   std::string forward_site;              // in anomaly mode: who called, with what
-  uint32_t place = 0;                    // of a RangeListener (core/profile/profiler.h), where one listens
-  uint64_t sequence;                     // later calls first: order of the backward pass
+  uint32_t place = 0;  // of a RangeListener (core/profile/profiler.h), where one listens
+  uint64_t sequence;   // later calls first: order of the backward pass
 
   // To be called once the edges are made: a view's history may be made while they are looked up,
   // and must come before this node.

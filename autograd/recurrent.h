@@ -1,5 +1,5 @@
 // A direction of a layer of an LSTM, a GRU or an RNN over all steps of its sequences: what
-// nn/recurrent.h is made of. Order of gates, formulas and values are torch's.
+// nn/recurrent/recurrent.h is made of. Order of gates, formulas and values are torch's.
 //
 //     const Tensor x = randn({7, 2, 5}), weight_ih = randn({12, 5}), weight_hh = randn({12, 3}),
 //                  bias = zeros({12}), state = zeros({2, 3});

@@ -12,14 +12,14 @@
 #include <vector>
 
 #include <tessera/core/factory/factory.h>
-#include <tessera/data/bpe.h>
 #include <tessera/data/csv.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/data/idx.h>
 #include <tessera/data/jsonl.h>
 #include <tessera/data/text.h>
 #include <tessera/data/token_dataset.h>
-#include <tessera/data/wordpiece.h>
+#include <tessera/data/tokenizers/bpe.h>
+#include <tessera/data/tokenizers/wordpiece.h>
 
 namespace tessera::data {
 namespace {

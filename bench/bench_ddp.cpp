@@ -17,16 +17,16 @@
 #include <string>
 #include <vector>
 
-#include <tessera/accelerate/run.h>
+#include <tessera/accelerate/process/run.h>
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/core/memory/allocator.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/rendezvous/process_group.h>
-#include <tessera/distributed/rendezvous/run_ranks.h>
 #include <tessera/distributed/shard/fully_shard.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/shard/zero.h>
+#include <tessera/distributed/transport/process_group.h>
+#include <tessera/distributed/transport/run_ranks.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 

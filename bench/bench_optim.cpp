@@ -16,8 +16,8 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/kernels/optim/multi_tensor_copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/kernels/optim/multi_tensor_copy.h>
 #include <tessera/core/parallel.h>
 
 namespace {

@@ -44,13 +44,13 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/context.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/launch_times.h>
 #include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/isa.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/profile/profiler.h>
 #include <tessera/core/state/safetensors.h>

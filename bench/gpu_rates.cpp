@@ -31,10 +31,10 @@
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/attention_graph.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/kernels/attention/attention.h>
 
 #include "rates/kernels.h"

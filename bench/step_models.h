@@ -26,7 +26,7 @@
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/pooling.h>
-#include <tessera/nn/recurrent.h>
+#include <tessera/nn/recurrent/recurrent.h>
 
 namespace bench {
 

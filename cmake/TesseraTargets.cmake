@@ -127,7 +127,7 @@ target_compile_definitions(tessera_core PRIVATE ${tessera_simd_definitions})
 
 tessera_floor(autograd DEPENDS tessera_core)
 # Adapters, which models do without that are not fine-tuned.
-set(lora_sources lora.cpp lora_files.cpp)
+set(lora_sources lora/lora.cpp lora/lora_files.cpp)
 tessera_floor(nn DEPENDS tessera_autograd WITHOUT ${lora_sources})
 list(TRANSFORM lora_sources PREPEND nn/)
 tessera_library(lora DEPENDS tessera_nn SOURCES ${lora_sources})
@@ -164,9 +164,9 @@ target_include_directories(tessera_checkpoint SYSTEM PRIVATE ${TESSERA_XXHASH_IN
 # The frame of a program and its rank's control: all that a program takes from the facade which
 # writes its loop itself. The quickstart builds this and not the rest of the folder.
 tessera_library(process DEPENDS tessera_distributed
-  SOURCES accelerate/process_control.cpp accelerate/rank_device.cpp accelerate/run.cpp)
+  SOURCES accelerate/process/process_control.cpp accelerate/process/rank_device.cpp accelerate/process/run.cpp)
 tessera_floor(accelerate DEPENDS tessera_lora tessera_process tessera_shard tessera_checkpoint tessera_data
-  WITHOUT process_control.cpp rank_device.cpp run.cpp)
+  WITHOUT process/process_control.cpp process/rank_device.cpp process/run.cpp)
 target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
   yaml-cpp protobuf::libprotobuf-lite PNG::PNG)
 # Messages of TensorBoard's event files, lite runtime; generated into the build folder.

@@ -9,8 +9,8 @@
 #include <utility>
 
 #include <tessera/core/context.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/backend.h>
 
 namespace tessera {
 

@@ -4,10 +4,10 @@
 #include <typeinfo>
 #include <utility>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/factory/pinned.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/profile/profiler.h>
 #include <tessera/core/random.h>
 

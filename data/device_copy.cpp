@@ -1,8 +1,8 @@
 #include <tessera/data/device_copy.h>
 
-#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/pinned.h>
+#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/memory/storage.h>
 
 namespace tessera::data {

@@ -8,9 +8,9 @@
 #include <thread>
 #include <vector>
 
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/parallel.h>
 
 namespace tessera::data {

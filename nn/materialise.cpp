@@ -4,8 +4,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include <tessera/core/tensor/empty.h>
 #include <tessera/core/factory/initial_values.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::nn {

@@ -12,12 +12,12 @@
 // sparse() of init.h. What has memory stays as it is. Tensors that share a storage share it
 // afterwards.
 //
-// What is remembered is what fills did to the tensor (core/factory/initial_values.h): nn::init, fill_,
-// zero_, uniform_, normal_, bernoulli_, zeros(), ones(), full(), rand(), randn(), to it or to
-// contiguous views of it, then to(dtype) of the module, clone() and distribute_tensor(). Anything
-// else that wrote to a tensor, a copy_ of a table for one, leaves it unknown: ValueError that names
-// all such tensors, before any gets memory. init::by_range and init::by_index make a rule of one's
-// own known.
+// What is remembered is what fills did to the tensor (core/factory/initial_values.h): nn::init,
+// fill_, zero_, uniform_, normal_, bernoulli_, zeros(), ones(), full(), rand(), randn(), to it or
+// to contiguous views of it, then to(dtype) of the module, clone() and distribute_tensor().
+// Anything else that wrote to a tensor, a copy_ of a table for one, leaves it unknown: ValueError
+// that names all such tensors, before any gets memory. init::by_range and init::by_index make a
+// rule of one's own known.
 #pragma once
 
 #include <tessera/nn/module.h>

@@ -18,8 +18,8 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/initial_values.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/profile/profiler.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/call_scopes.h>
 #include <tessera/nn/structure.h>

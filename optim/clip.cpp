@@ -14,8 +14,8 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/profile/profiler.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/optim/optimizer.h>
 

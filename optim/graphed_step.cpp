@@ -3,8 +3,8 @@
 #include <optional>
 #include <utility>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/optim/step_graph.h>
 
 namespace tessera::optim {

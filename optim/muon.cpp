@@ -12,8 +12,8 @@
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/profile/profiler.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::optim {

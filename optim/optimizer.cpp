@@ -10,13 +10,13 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/weight_cache.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/profile/profiler.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::optim {

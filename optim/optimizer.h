@@ -41,8 +41,8 @@
 #include <vector>
 
 #include <tessera/core/kernels/optim/option_range.h>
-#include <tessera/core/state/state_dict.h>
 #include <tessera/core/memory/storage.h>
+#include <tessera/core/state/state_dict.h>
 #include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels {

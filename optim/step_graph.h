@@ -5,8 +5,8 @@
 #include <functional>
 #include <memory>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/device.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/tensor/tensor.h>
 
 namespace tessera::gpu {

@@ -8,12 +8,12 @@
 //     std::cout << applied.fp8()->report().table();
 //
 // In place: types, names, parameters and state dicts of the model stay. A call of such a Linear
-// runs as autograd/float8.h says; adapters beside it (nn/lora.h) are Linears of their own. A call
-// that cannot runs as it would under bf16, and is counted with the reason; `strict` makes it an
-// UnsupportedError. Calls of Linears that the filter leaves out are counted as well, and are none
-// of those. Reasons: rows or dimensions that are no multiples of 16 (what a GPU's products need,
-// and so the same on every machine), an f64 operand, autocast that is off, evaluation where the
-// recipe leaves that out.
+// runs as autograd/float8.h says; adapters beside it (nn/lora/lora.h) are Linears of their own. A
+// call that cannot runs as it would under bf16, and is counted with the reason; `strict` makes it
+// an UnsupportedError. Calls of Linears that the filter leaves out are counted as well, and are
+// none of those. Reasons: rows or dimensions that are no multiples of 16 (what a GPU's products
+// need, and so the same on every machine), an f64 operand, autocast that is off, evaluation where
+// the recipe leaves that out.
 //
 // [Note: delayed scales] In a step, the largest magnitudes of x, W and dy of each layer are noted,
 // over all of its calls and micro-batches. update() puts them at the head of a history and makes

@@ -3,8 +3,8 @@
 #include <array>
 #include <sstream>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/backend.h>
 
 namespace tessera::precision {
 namespace {

@@ -30,7 +30,7 @@ objects() {
   mkdir "$folder/include"
   ln -s "$PWD" "$folder/include/tessera"
   local flags=(-std=c++20 -O1 -Wall -Wextra -Werror -Wno-psabi -Wno-maybe-uninitialized -ffp-contract=off "-I$folder/include")
-  for file in core/isa.cpp core/kernels/gemm/gemm_cpu.cpp autograd/engine.cpp nn/recurrent.cpp; do
+  for file in core/isa.cpp core/kernels/gemm/gemm_cpu.cpp autograd/engine.cpp nn/recurrent/recurrent.cpp; do
     echo "aarch64: $file"
     aarch64-linux-gnu-g++ "${flags[@]}" -c "$file" -o "$folder/object.o"
   done

@@ -8,10 +8,10 @@
 
 #include <unistd.h>
 
-#include <tessera/accelerate/run.h>
+#include <tessera/accelerate/process/run.h>
 #include <tessera/accelerate/state/state_io.h>
 #include <tessera/distributed/checkpoint/commit.h>
-#include <tessera/distributed/rendezvous/process_group.h>
+#include <tessera/distributed/transport/process_group.h>
 
 #include "checkpoint_training.h"
 

@@ -7,8 +7,8 @@
 #include <atomic>
 #include <functional>
 
-#include <tessera/distributed/rendezvous/run_ranks.h>
 #include <tessera/distributed/transport/collectives.h>
+#include <tessera/distributed/transport/run_ranks.h>
 
 namespace tessera::distributed {
 

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/environment.h>
+#include <tessera/core/gpu/backend.h>
 
 namespace tessera::gpu {
 

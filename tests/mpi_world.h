@@ -11,9 +11,9 @@
 #include <vector>
 
 #include <tessera/core/parallel.h>
-#include <tessera/distributed/rendezvous/rank_context.h>
 #include <tessera/distributed/transport/backend.h>
 #include <tessera/distributed/transport/collectives.h>
+#include <tessera/distributed/transport/rank_context.h>
 
 namespace tessera::distributed {
 

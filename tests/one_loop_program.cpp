@@ -1,6 +1,6 @@
 // one_loop_program OUT MODEL:BATCH_SIZE:SETTINGS...: trains with each file of settings in turn; the
 // main process writes a line of numbers for each into OUT.
-#include <tessera/accelerate/run.h>
+#include <tessera/accelerate/process/run.h>
 
 #include <cstdio>
 #include <fstream>

@@ -30,8 +30,8 @@
 #include <string>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/io/mapped_file.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/precision/fp8_linear.h>

@@ -18,12 +18,12 @@
 #include <unistd.h>
 
 #include <tessera.h>
-#include <tessera/accelerate/run.h>
+#include <tessera/accelerate/process/run.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/rendezvous/detect.h>
-#include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/transport/collectives.h>
+#include <tessera/distributed/transport/process_group.h>
 
 namespace {
 

@@ -16,10 +16,10 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/group.h>
+#include <tessera/distributed/transport/process_group.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/optimizers.h>

@@ -3,9 +3,9 @@
 #include <filesystem>
 
 #include <tessera/accelerate/state/model_io.h>
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/mesh/scatter_whole.h>
 #include <tessera/nn/norm.h>

@@ -6,7 +6,7 @@
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/core/error.h>
 #include <tessera/core/io/mapped_file.h>
-#include <tessera/nn/lora.h>
+#include <tessera/nn/lora/lora.h>
 
 #include "message_of.h"
 #include "sharded_words.h"

@@ -14,11 +14,11 @@
 #include <variant>
 
 #include <tessera/accelerate/batch_size.h>
-#include <tessera/accelerate/process_control.h>
-#include <tessera/accelerate/tracking/logging.h>
-#include <tessera/core/memory/allocator.h>
+#include <tessera/accelerate/logging.h>
+#include <tessera/accelerate/process/process_control.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/memory/allocator.h>
 
 namespace tessera::test_accelerator_processes {
 namespace {

@@ -4,8 +4,8 @@
 #include <filesystem>
 
 #include <tessera/accelerate/state/model_io.h>
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/error.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/distributed/checkpoint/reader.h>
 #include <tessera/distributed/shard/fully_shard.h>
 

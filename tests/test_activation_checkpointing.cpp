@@ -3,8 +3,8 @@
 // ctest labels: threads
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/function.h>
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/error.h>
+#include <tessera/core/memory/allocator.h>
 
 #include "message_of.h"
 #include "sharded_words.h"

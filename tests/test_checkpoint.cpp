@@ -14,8 +14,8 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/distributed/checkpoint/checksum.h>
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/reader.h>

@@ -2,8 +2,8 @@
 // given, and an error where it cannot be kept.
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/random.h>
 #include <tessera/nn/container.h>
 #include <tessera/nn/dropout.h>

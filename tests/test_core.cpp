@@ -15,15 +15,15 @@
 #include <type_traits>
 #include <vector>
 
-#include <tessera/core/memory/block_arena.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/memory/block_arena.h>
 #include <tessera/core/memory/page_return.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/profile/profiler.h>
-#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/stream.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::test_core {
 namespace {

@@ -6,10 +6,10 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/gpu/backend.h>
 
 #include "library_rules.h"
 

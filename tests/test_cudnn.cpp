@@ -16,11 +16,11 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/attention_graph.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/conv_graph.h>
 #include <tessera/core/cuda/norm_graph.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/kernels/attention/attention.h>
 
 #include "library_rules.h"

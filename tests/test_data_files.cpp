@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/io/mapped_file.h>
 #include <tessera/data/csv.h>
 #include <tessera/data/idx.h>

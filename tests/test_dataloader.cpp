@@ -16,9 +16,9 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>

@@ -151,8 +151,8 @@ TEST(Documents, EveryPageIsFoundFromTheIndex) {
   }
 }
 
-// Paths in `backticks` that begin with a folder of the tree: `scripts/test.sh`, `core/tensor/tensor.h`.
-// And tests by their names: `test_layering`.
+// Paths in `backticks` that begin with a folder of the tree: `scripts/test.sh`,
+// `core/tensor/tensor.h`. And tests by their names: `test_layering`.
 TEST(Documents, FilesThatTheyNameExist) {
   static constexpr std::array kTestFolders = {"tests", "tests/cuda", "tests/docs"};
   int names = 0, tests = 0;

@@ -2,8 +2,8 @@
 // ctest labels: threads
 #include <limits>
 
-#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/state/state_dict.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/clip.h>

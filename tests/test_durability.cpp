@@ -12,9 +12,9 @@
 #include <sys/stat.h>
 
 #include <tessera/accelerate/state/model_io.h>
-#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/reader.h>
 

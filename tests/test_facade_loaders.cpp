@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include <tessera/accelerate/loaders/loader_plan.h>
-#include <tessera/accelerate/operations.h>
+#include <tessera/accelerate/process/operations.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>

@@ -11,7 +11,7 @@
 #include <tuple>
 #include <vector>
 
-#include <tessera/accelerate/operations.h>
+#include <tessera/accelerate/process/operations.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
 

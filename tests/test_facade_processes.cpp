@@ -9,7 +9,7 @@
 
 #include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/metrics.h>
-#include <tessera/accelerate/operations.h>
+#include <tessera/accelerate/process/operations.h>
 #include <tessera/core/factory/factory.h>
 
 #include "loader_fixture.h"

@@ -9,7 +9,7 @@
 #include <string>
 
 #include <tessera/accelerate/loaders/loader_plan.h>
-#include <tessera/accelerate/operations.h>
+#include <tessera/accelerate/process/operations.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/distributed/transport/collectives.h>

@@ -11,8 +11,8 @@
 #include <sstream>
 #include <string>
 
-#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/io/mapped_file.h>
 
 #include "message_of.h"

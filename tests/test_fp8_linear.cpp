@@ -16,7 +16,7 @@
 #include <tessera/nn/container.h>
 #include <tessera/nn/fused.h>
 #include <tessera/nn/linear.h>
-#include <tessera/nn/lora.h>
+#include <tessera/nn/lora/lora.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>
 #include <tessera/precision/report.h>

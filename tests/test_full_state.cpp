@@ -4,8 +4,8 @@
 #include <sstream>
 
 #include <tessera/accelerate/state/model_io.h>
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/io/mapped_file.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/checkpoint/full_state.h>
 

@@ -15,7 +15,7 @@
 #include <tessera/nn/loss.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/pooling.h>
-#include <tessera/nn/recurrent.h>
+#include <tessera/nn/recurrent/recurrent.h>
 
 namespace tessera::nn::test_further_layers {
 namespace {

@@ -18,9 +18,9 @@
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/norm.h>
-#include <tessera/nn/packed_sequence.h>
 #include <tessera/nn/parametrizations.h>
-#include <tessera/nn/recurrent.h>
+#include <tessera/nn/recurrent/packed_sequence.h>
+#include <tessera/nn/recurrent/recurrent.h>
 #include <tessera/nn/transformer.h>
 
 #include "golden_files.h"

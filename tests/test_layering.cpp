@@ -40,8 +40,8 @@ bool is_source(const fs::path& file) {
   return kExtensions.count(file.extension()) != 0;
 }
 
-// What an include directive names, with its opening mark: `<tessera/core/tensor/tensor.h`, `"x.h`; empty
-// for other lines.
+// What an include directive names, with its opening mark: `<tessera/core/tensor/tensor.h`, `"x.h`;
+// empty for other lines.
 std::string included(const std::string& line) {
   size_t at = line.find_first_not_of(" \t");
   if (at == std::string::npos || line[at] != '#') return "";
@@ -203,9 +203,9 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"core/tensor/whole_exchange.h", "inside of optimizers; placement_slot.h makes one"},
     {"core/io/zip_reader.h", "inside of torch_file.h"},
     {"data/json_error.h", "inside of readers"},
-    {"data/special_tokens.h", "inside of tokenizers"},
-    {"data/unicode.h", "inside of tokenizers"},
-    {"data/word_cache.h", "inside of tokenizers"},
+    {"data/tokenizers/special_tokens.h", "inside of tokenizers"},
+    {"data/tokenizers/unicode.h", "inside of tokenizers"},
+    {"data/tokenizers/word_cache.h", "inside of tokenizers"},
     {"distributed/checkpoint/checksum.h", "of the format"},
     {"distributed/checkpoint/parts.h", "inside of save_state() and load_state()"},
     {"distributed/mesh/dtensor_inputs.h", "inside of DTensor"},
@@ -216,7 +216,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"distributed/shard/", "inside of replicate()"},
     {"distributed/transport/", "backends; group.h and collectives.h are in it"},
     {"nn/call_scopes.h", "inside of fused ops"},
-    {"nn/lora_adapter.h", "inside of adapters"},
+    {"nn/lora/lora_adapter.h", "inside of adapters"},
     {"nn/structure.h", "inside of sharding"},
     {"optim/step_graph.h", "inside of graphed steps"},
 };

@@ -25,7 +25,7 @@
 #include <tessera/nn/loss.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/pooling.h>
-#include <tessera/nn/recurrent.h>
+#include <tessera/nn/recurrent/recurrent.h>
 #include <tessera/nn/summary.h>
 #include <tessera/nn/transformer.h>
 

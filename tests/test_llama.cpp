@@ -8,7 +8,7 @@
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/state/safetensors.h>
-#include <tessera/nn/lora.h>
+#include <tessera/nn/lora/lora.h>
 #include <tessera/optim/optimizers.h>
 
 #include "finished_process.h"

@@ -14,7 +14,7 @@
 #include <tessera/nn/conv.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/fused.h>
-#include <tessera/nn/lora.h>
+#include <tessera/nn/lora/lora.h>
 
 #include "golden_files.h"
 #include "gpt2/model.h"

@@ -6,7 +6,7 @@
 #include <tessera/nn/container.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
-#include <tessera/nn/lora.h>
+#include <tessera/nn/lora/lora.h>
 #include <tessera/optim/optimizers.h>
 
 #include "finished_process.h"

@@ -19,7 +19,7 @@
 #include <tessera/nn/init.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/norm.h>
-#include <tessera/nn/recurrent.h>
+#include <tessera/nn/recurrent/recurrent.h>
 
 #include "bert/model.h"
 #include "dtensor_fixture.h"

@@ -7,8 +7,8 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/kernels/optim/multi_tensor_copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
+#include <tessera/core/kernels/optim/multi_tensor_copy.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/tensor/raw_views.h>
 

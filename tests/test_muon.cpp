@@ -7,8 +7,8 @@
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
-#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/state/safetensors.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/muon.h>
 #include <tessera/optim/optimizers.h>

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include <tessera/core/error.h>
-#include <tessera/distributed/rendezvous/process_group.h>
+#include <tessera/distributed/transport/process_group.h>
 
 #include "message_of.h"
 #include "mock_nccl/mock_nccl.h"

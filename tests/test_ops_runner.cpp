@@ -10,8 +10,8 @@
 #include <sstream>
 #include <utility>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/state/safetensors.h>
 
 namespace tessera::test_ops_runner {

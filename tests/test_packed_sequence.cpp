@@ -6,8 +6,8 @@
 
 #include <tessera/autograd/ops.h>
 #include <tessera/core/random.h>
-#include <tessera/nn/packed_sequence.h>
-#include <tessera/nn/recurrent.h>
+#include <tessera/nn/recurrent/packed_sequence.h>
+#include <tessera/nn/recurrent/recurrent.h>
 
 namespace tessera::nn::test_packed_sequence {
 namespace {

@@ -12,7 +12,7 @@
 #include <tessera/nn/conv.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/parametrizations.h>
-#include <tessera/nn/recurrent.h>
+#include <tessera/nn/recurrent/recurrent.h>
 
 namespace tessera::nn::test_parametrizations {
 namespace {

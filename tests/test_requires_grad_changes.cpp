@@ -10,7 +10,7 @@
 
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/core/error.h>
-#include <tessera/nn/lora.h>
+#include <tessera/nn/lora/lora.h>
 #include <tessera/nn/norm.h>
 
 #include "message_of.h"

@@ -4,7 +4,7 @@
 #include <csignal>
 
 #include <tessera/accelerate/accelerator.h>
-#include <tessera/accelerate/run.h>
+#include <tessera/accelerate/process/run.h>
 #include <tessera/core/error.h>
 
 namespace tessera::test_run {

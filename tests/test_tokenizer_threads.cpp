@@ -8,9 +8,9 @@
 #include <thread>
 #include <vector>
 
-#include <tessera/data/bpe.h>
 #include <tessera/data/text.h>
-#include <tessera/data/wordpiece.h>
+#include <tessera/data/tokenizers/bpe.h>
+#include <tessera/data/tokenizers/wordpiece.h>
 
 namespace tessera::data::test_tokenizer_threads {
 namespace {

@@ -8,11 +8,11 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
-#include <tessera/data/bpe.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/data/text.h>
-#include <tessera/data/wordpiece.h>
+#include <tessera/data/tokenizers/bpe.h>
+#include <tessera/data/tokenizers/wordpiece.h>
 
 namespace tessera::data::test_tokenizers {
 namespace {

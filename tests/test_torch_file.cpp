@@ -3,10 +3,10 @@
 
 #include <cstring>
 
+#include <tessera/core/io/zip_reader.h>
 #include <tessera/core/state/pickle_reader.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/core/state/torch_file.h>
-#include <tessera/core/io/zip_reader.h>
 
 #include "finished_process.h"
 #include "golden_files.h"

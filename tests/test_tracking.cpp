@@ -16,10 +16,10 @@
 #include <tessera/accelerate/tracking/progress.h>
 #include <tessera/accelerate/tracking/tracker.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/io/crc32c.h>
 #include <tessera/core/factory/factory.h>
-#include <tessera/distributed/rendezvous/rank_context.h>
+#include <tessera/core/io/crc32c.h>
 #include <tessera/distributed/transport/collectives.h>
+#include <tessera/distributed/transport/rank_context.h>
 
 #include "compared_ranks.h"
 #include "finished_process.h"

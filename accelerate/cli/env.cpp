@@ -12,8 +12,8 @@
 #include <tessera/accelerate/launch/process.h>
 #include <tessera/accelerate/launch/protocol.h>
 #include <tessera/accelerate/settings/config.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/isa.h>
 
 namespace tessera::cli {

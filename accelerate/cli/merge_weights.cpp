@@ -12,8 +12,8 @@
 
 #include <tessera/accelerate/cli/commands.h>
 #include <tessera/accelerate/state/model_io.h>
-#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/distributed/checkpoint/reader.h>
 

@@ -22,7 +22,7 @@
 #include <tessera/accelerate/cli/commands.h>
 #include <tessera/accelerate/launch/command.h>
 #include <tessera/accelerate/launch/process.h>
-#include <tessera/accelerate/run.h>
+#include <tessera/accelerate/process/run.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
@@ -30,9 +30,9 @@
 #include <tessera/core/random.h>
 #include <tessera/data/distributed_source.h>
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/transport/collectives.h>
+#include <tessera/distributed/transport/process_group.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/optimizers.h>
 

@@ -8,7 +8,7 @@
 
 #include <tessera/accelerate/loaders/parts_relay.h>
 #include <tessera/accelerate/loaders/scatter_relay.h>
-#include <tessera/accelerate/operations.h>
+#include <tessera/accelerate/process/operations.h>
 #include <tessera/core/error.h>
 #include <tessera/data/distributed_source.h>
 #include <tessera/distributed/transport/collectives.h>

@@ -15,9 +15,9 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
-#include <tessera/core/tensor/empty.h>
 #include <tessera/core/error.h>
 #include <tessera/core/state/safetensors.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/nn/module.h>
 
 namespace tessera::accelerate {

@@ -11,15 +11,15 @@
 #include <tessera/accelerate/data_parallel.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/op.h>
-#include <tessera/core/tensor/empty.h>
 #include <tessera/core/error.h>
 #include <tessera/core/memory/meta_memory.h>
 #include <tessera/core/parallel.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/distributed/mesh/dtensor.h>
-#include <tessera/distributed/rendezvous/rank_context.h>
 #include <tessera/distributed/shard/data_parallel_model.h>
 #include <tessera/distributed/transport/backend.h>
 #include <tessera/distributed/transport/group.h>
+#include <tessera/distributed/transport/rank_context.h>
 #include <tessera/optim/muon.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>

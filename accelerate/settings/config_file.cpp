@@ -8,8 +8,8 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/accelerate/settings/config.h>
-#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
+#include <tessera/core/io/atomic_file.h>
 
 namespace tessera::accelerate {
 namespace {

@@ -14,18 +14,18 @@
 #include <system_error>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/io/mapped_file.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/state/safetensors.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/full_state.h>
 #include <tessera/distributed/checkpoint/parts.h>
 #include <tessera/distributed/checkpoint/reader.h>
 #include <tessera/distributed/mesh/scatter_whole.h>
 #include <tessera/distributed/transport/collectives.h>
-#include <tessera/nn/lora.h>
+#include <tessera/nn/lora/lora.h>
 
 namespace tessera::accelerate {
 namespace {

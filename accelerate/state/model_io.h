@@ -77,7 +77,7 @@ nn::LoadReport load_model(nn::ModuleBase& model, const std::string& path,
 // Mapped, not read: all tensors of such files by name, tied ones under each name.
 StateDict load_weights(const std::string& path);
 
-// ---- Adapters (nn/lora.h) of a model in parts
+// ---- Adapters (nn/lora/lora.h) of a model in parts
 // PEFT's folder, as nn::save_lora() writes it: rank 0, which gathers what belongs to the adapters
 // alone. Collective; all ranks throw what it throws.
 void save_lora(nn::ModuleBase& model, const std::string& folder,

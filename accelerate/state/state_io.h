@@ -36,7 +36,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/accelerate/run.h>
+#include <tessera/accelerate/process/run.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/state/state_dict.h>
 #include <tessera/distributed/transport/group.h>

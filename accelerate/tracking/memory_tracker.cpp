@@ -11,8 +11,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
+#include <tessera/core/io/atomic_file.h>
 
 namespace tessera {
 namespace {

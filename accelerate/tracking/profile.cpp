@@ -7,9 +7,9 @@
 
 #include <nlohmann/json.hpp>
 
-#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
-#include <tessera/distributed/rendezvous/rank_context.h>
+#include <tessera/core/io/atomic_file.h>
+#include <tessera/distributed/transport/rank_context.h>
 
 namespace tessera {
 

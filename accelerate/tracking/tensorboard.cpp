@@ -12,8 +12,8 @@
 
 #include <tessera/accelerate/tracking/append_file.h>
 #include <tessera/accelerate/tracking/tracker.h>
-#include <tessera/core/io/crc32c.h>
 #include <tessera/core/error.h>
+#include <tessera/core/io/crc32c.h>
 
 namespace tessera {
 namespace {

@@ -9,8 +9,8 @@
 
 #include <tessera/accelerate/tracking/append_file.h>
 #include <tessera/accelerate/tracking/tracker.h>
-#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
+#include <tessera/core/io/atomic_file.h>
 
 namespace tessera {
 namespace {

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/error.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/io/mapped_file.h>
 
 namespace tessera::gpu {

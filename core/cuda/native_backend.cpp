@@ -27,9 +27,9 @@
 #include <tessera/core/cuda/launch_log.h>
 #include <tessera/core/cuda/pinned_memory.h>
 #include <tessera/core/cuda/streams.h>
-#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/environment.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/transfers.h>
 
 namespace tessera::gpu {
 namespace {

@@ -16,9 +16,9 @@
 #include <tessera/core/cuda/device_errors.h>
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/launch_log.h>
+#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
-#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/random.h>
 
 namespace tessera::gpu {

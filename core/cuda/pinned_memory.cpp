@@ -3,11 +3,11 @@
 #include <bit>
 #include <string>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/capture.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/contexts.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/backend.h>
 
 namespace tessera::gpu {
 

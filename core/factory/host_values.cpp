@@ -1,7 +1,7 @@
 // A tensor's elements as numbers of the host: item() and to_vector().
 #include <tessera/core/dispatch.h>
-#include <tessera/core/tensor/empty.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/tensor/tensor.h>
 

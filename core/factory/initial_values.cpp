@@ -4,8 +4,8 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/core/tensor/empty.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/meta_storage.h>
 #include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/tensor/raw_views.h>

@@ -1,9 +1,9 @@
 #include <tessera/core/factory/pinned.h>
 
-#include <tessera/core/memory/allocator.h>
-#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/memory/allocator.h>
 
 namespace tessera {
 

@@ -8,8 +8,8 @@
 // copies that were queued with it are over, so it may go while they are under way.
 #pragma once
 
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/memory/allocator.h>
 
 namespace tessera {
 

@@ -13,9 +13,9 @@
 #endif
 
 #include <tessera/core/asan.h>
-#include <tessera/core/memory/block_arena.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/backend.h>
+#include <tessera/core/memory/block_arena.h>
 #include <tessera/core/memory/page_return.h>
 
 namespace tessera {

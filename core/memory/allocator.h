@@ -87,8 +87,8 @@ class Allocator {
 
 // Keeps freed blocks and hands them out again: a training step after the first asks the system for
 // nothing. Blocks under 1 MiB stand in lists by size class (powers of two split in 8); larger ones
-// are cut from and joined in an arena (core/memory/block_arena.h), so that what is held is little more
-// than what was in use at a time. Under ASan, slack and free blocks are poisoned.
+// are cut from and joined in an arena (core/memory/block_arena.h), so that what is held is little
+// more than what was in use at a time. Under ASan, slack and free blocks are poisoned.
 Allocator& cpu_allocator();
 
 // The allocator of a device. Throws DeviceError for a device this program has none for.

@@ -1,7 +1,7 @@
 #include <tessera/core/memory/storage.h>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/memory/meta_memory.h>
 
 namespace tessera {

@@ -6,8 +6,8 @@
 #include <functional>
 #include <memory>
 
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/device.h>
+#include <tessera/core/memory/allocator.h>
 
 namespace tessera {
 

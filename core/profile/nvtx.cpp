@@ -2,8 +2,8 @@
 
 #include <string>
 
-#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/environment.h>
+#include <tessera/core/gpu/transfers.h>
 
 namespace tessera {
 namespace {

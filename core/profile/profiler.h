@@ -7,8 +7,8 @@
 // Every op opens a range by its name (forward and backward). Inactive, a range costs one load and
 // one branch. Ranges nest; a range's own time excludes ranges inside it.
 //
-// Timelines of other tools (core/profile/nvtx.h) hear of these ranges too, and of TimelineRanges: calls of
-// modules, optimizer steps, collectives, batches of loaders.
+// Timelines of other tools (core/profile/nvtx.h) hear of these ranges too, and of TimelineRanges:
+// calls of modules, optimizer steps, collectives, batches of loaders.
 #pragma once
 
 #include <chrono>

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 
-#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/io/atomic_file.h>
 #include <tessera/core/io/mapped_file.h>
 #include <tessera/core/tensor/placement_slot.h>
 

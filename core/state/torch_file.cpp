@@ -3,14 +3,14 @@
 #include <algorithm>
 #include <cstring>
 
-#include <tessera/core/tensor/empty.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
-#include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/io/mapped_file.h>
-#include <tessera/core/state/pickle_reader.h>
-#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/io/zip_reader.h>
+#include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/state/pickle_reader.h>
+#include <tessera/core/tensor/empty.h>
+#include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
 namespace {

@@ -19,8 +19,8 @@
 #include <tessera/core/device.h>
 #include <tessera/core/dtype.h>
 #include <tessera/core/error.h>
-#include <tessera/core/shape.h>
 #include <tessera/core/memory/storage.h>
+#include <tessera/core/shape.h>
 
 namespace tessera {
 

@@ -4,10 +4,10 @@
 #include <numeric>
 #include <utility>
 
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor_copy.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::distributed {

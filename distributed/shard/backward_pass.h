@@ -30,10 +30,10 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/state/state_dict.h>
-#include <tessera/distributed/rendezvous/rank_context.h>
 #include <tessera/distributed/shard/managed_param.h>
 #include <tessera/distributed/shard/plan.h>
 #include <tessera/distributed/transport/group.h>
+#include <tessera/distributed/transport/rank_context.h>
 
 namespace tessera::distributed {
 

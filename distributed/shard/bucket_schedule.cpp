@@ -6,8 +6,8 @@
 #include <unordered_set>
 #include <utility>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/distributed/shard/mutant.h>
 #include <tessera/distributed/shard/pass_agreement.h>
 

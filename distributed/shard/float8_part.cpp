@@ -8,12 +8,12 @@
 #include <utility>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/amax.h>
 #include <tessera/core/kernels/fp8/part_labels.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/shard/mutant.h>
 

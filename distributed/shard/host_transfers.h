@@ -17,8 +17,8 @@
 #include <functional>
 #include <memory>
 
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/gpu/backend.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/tensor/tensor.h>
 
 namespace tessera::distributed {

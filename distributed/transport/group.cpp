@@ -9,9 +9,9 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/profile/profiler.h>
 #include <tessera/distributed/transport/caller.h>
 #include <tessera/distributed/transport/captured_calls.h>

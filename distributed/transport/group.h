@@ -24,8 +24,8 @@
 
 #include <tessera/core/source_location.h>
 #include <tessera/core/tensor/tensor.h>
-#include <tessera/distributed/rendezvous/rank_context.h>
 #include <tessera/distributed/transport/backend.h>
+#include <tessera/distributed/transport/rank_context.h>
 #include <tessera/distributed/transport/trace.h>
 
 namespace tessera::distributed {

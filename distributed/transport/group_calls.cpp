@@ -4,10 +4,10 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/factory/factory.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/profile/profiler.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/distributed/transport/deterministic.h>
 #include <tessera/distributed/transport/group_request.h>
 

@@ -8,7 +8,7 @@
 // the best one by accuracy stay.
 #include <cstdio>
 
-#include <tessera/accelerate/run.h>
+#include <tessera/accelerate/process/run.h>
 #include <tessera/accelerate/state/state_io.h>
 #include <tessera/accelerate/tracking/progress.h>
 #include <tessera/optim/optimizers.h>

@@ -12,7 +12,7 @@
 #include <chrono>
 #include <cstdio>
 
-#include <tessera/accelerate/run.h>
+#include <tessera/accelerate/process/run.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
 

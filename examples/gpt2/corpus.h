@@ -6,7 +6,7 @@
 #include <string>
 
 #include <tessera/data/token_dataset.h>
-#include <tessera/data/tokenizer.h>
+#include <tessera/data/tokenizers/tokenizer.h>
 
 namespace tessera::gpt2 {
 

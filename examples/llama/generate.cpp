@@ -8,8 +8,8 @@
 #include <sstream>
 
 #include <tessera/core/parallel.h>
-#include <tessera/data/tokenizer.h>
-#include <tessera/nn/lora.h>
+#include <tessera/data/tokenizers/tokenizer.h>
+#include <tessera/nn/lora/lora.h>
 
 #include "generation.h"
 

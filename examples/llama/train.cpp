@@ -16,7 +16,7 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/random.h>
 #include <tessera/data/token_dataset.h>
-#include <tessera/nn/lora.h>
+#include <tessera/nn/lora/lora.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>

@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/emulation/report.h>
+#include <tessera/core/gpu/backend.h>
 
 namespace tessera::gpu {
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <tessera/accelerate/accelerator.h>
-#include <tessera/accelerate/rank_device.h>
+#include <tessera/accelerate/process/rank_device.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/emulation/report.h>

@@ -14,10 +14,10 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/attention_graph.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/emulation/graph_model.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/kernels/attention/attention.h>
 
 #include "on_emulation.h"

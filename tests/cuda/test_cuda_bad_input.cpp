@@ -10,11 +10,11 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/random.h>
-#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/stream.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/optimizers.h>
 

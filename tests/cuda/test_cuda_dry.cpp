@@ -12,12 +12,12 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/dry/launches.h>
 #include <tessera/core/cuda/dry/price.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/random.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/optim/clip.h>

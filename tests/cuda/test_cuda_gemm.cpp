@@ -16,13 +16,13 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/gemm_table.h>
 #include <tessera/core/cuda/launch_times.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/functors.h>
+#include <tessera/core/gpu/backend.h>
 
 #include "gemm_model.h"
 #include "on_emulation.h"

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/emulation/race.h>
@@ -18,6 +17,7 @@
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/random.h>

@@ -17,10 +17,10 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/kernels/optim/multi_tensor_copy.h>
 #include <tessera/core/kernels/fp8/cast_transpose.h>
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/kernels/norm/norm.h>
+#include <tessera/core/kernels/optim/multi_tensor_copy.h>
 #include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/random.h>
 

@@ -10,12 +10,12 @@
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/emulation/simt.h>
 #include <tessera/core/cuda/pinned_memory.h>
-#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/factory/pinned.h>
+#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
-#include <tessera/core/factory/pinned.h>
 #include <tessera/data/dataloader.h>
 
 #include "../message_of.h"

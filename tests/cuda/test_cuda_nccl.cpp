@@ -14,8 +14,8 @@
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/random.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/data/dataloader.h>

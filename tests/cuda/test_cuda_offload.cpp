@@ -12,13 +12,13 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/cuda/emulation/report.h>
-#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/factory/pinned.h>
+#include <tessera/core/gpu/transfers.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/random.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/checkpoint/full_state.h>

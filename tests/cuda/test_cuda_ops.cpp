@@ -12,8 +12,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/emulation/race.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/kernels/embedding/embedding.h>
 #include <tessera/core/kernels/loss/linear_cross_entropy.h>
 

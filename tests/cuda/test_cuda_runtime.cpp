@@ -13,7 +13,6 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/capability.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/device_memory.h>
@@ -22,15 +21,16 @@
 #include <tessera/core/cuda/hooks.h>
 #include <tessera/core/cuda/launch_times.h>
 #include <tessera/core/cuda/streams.h>
-#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/factory/pinned.h>
+#include <tessera/core/gpu/backend.h>
+#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
-#include <tessera/core/factory/pinned.h>
 #include <tessera/core/profile/profiler.h>
-#include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/stream.h>
+#include <tessera/core/tensor/raw_views.h>
 
 #include "../message_of.h"
 #include "on_emulation.h"

@@ -12,9 +12,9 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/cuda/device_memory.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/random.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/shard/fully_shard.h>

@@ -1,4 +1,4 @@
-#include <tessera/data/bpe.h>
+#include <tessera/data/tokenizers/bpe.h>
 
 #include "driver.h"
 

@@ -2,9 +2,9 @@
 #include <cstdio>
 #include <string>
 
-#include <tessera/data/bpe.h>
 #include <tessera/data/text.h>
-#include <tessera/data/wordpiece.h>
+#include <tessera/data/tokenizers/bpe.h>
+#include <tessera/data/tokenizers/wordpiece.h>
 
 #include "driver.h"
 

@@ -1,5 +1,5 @@
 #include <tessera/data/text.h>
-#include <tessera/data/wordpiece.h>
+#include <tessera/data/tokenizers/wordpiece.h>
 
 #include "driver.h"
 

@@ -12,9 +12,9 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/gpu/backend.h>
 
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);

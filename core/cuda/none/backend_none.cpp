@@ -1,6 +1,6 @@
 // core_no_cuda: a program without a GPU backend.
-#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/transfers.h>
 
 namespace tessera::gpu {
 namespace {

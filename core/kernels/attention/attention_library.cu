@@ -7,10 +7,10 @@
 
 #include <tessera/core/cuda/attention_graph.h>
 #include <tessera/core/cuda/launch.h>
+#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels {

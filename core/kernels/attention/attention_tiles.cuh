@@ -4,9 +4,9 @@
 
 #include <cmath>
 
+#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/kernels/attention/attention.h>
-#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/math.h>
 #include <tessera/core/random.h>
 #include <tessera/core/tensor/tensor.h>

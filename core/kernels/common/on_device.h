@@ -14,9 +14,9 @@
 
 #include <utility>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/device.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/backend.h>
 
 namespace tessera::kernels {
 

@@ -3,12 +3,12 @@
 #include <cstring>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/tensor/empty.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/common/overlap.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/copy/copy_loops.h>
 #include <tessera/core/parallel.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels {

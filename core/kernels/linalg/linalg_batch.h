@@ -9,10 +9,10 @@
 #include <vector>
 
 #include <tessera/core/dtype.h>
-#include <tessera/core/tensor/empty.h>
 #include <tessera/core/error.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/shape.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/tensor.h>
 
 namespace tessera::kernels::linalg {

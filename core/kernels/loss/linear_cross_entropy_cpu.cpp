@@ -2,7 +2,6 @@
 #include <cmath>
 #include <vector>
 
-#include <tessera/core/memory/allocator.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/compute.h>
@@ -11,6 +10,7 @@
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/kernels/loss/linear_cross_entropy.h>
 #include <tessera/core/kernels/loss/linear_cross_entropy_rows.h>
+#include <tessera/core/memory/allocator.h>
 #include <tessera/core/memory/page_return.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/tensor/raw_views.h>

@@ -2,13 +2,13 @@
 #include <initializer_list>
 #include <utility>
 
+#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/norm/norm.h>
 #include <tessera/core/kernels/norm/norm_quantized.h>
-#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/kernels/random/random_numbers.h>
 #include <tessera/core/kernels/reduce/reduce.h>

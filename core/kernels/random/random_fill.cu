@@ -3,10 +3,10 @@
 #include <type_traits>
 #include <vector>
 
+#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/kernels/random/random_fill.h>
 #include <tessera/core/kernels/random/random_numbers.h>
 #include <tessera/core/kernels/reduce/reduce.h>

@@ -2,7 +2,6 @@
 #include <cstring>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/tensor/empty.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/scratch.h>
@@ -12,6 +11,7 @@
 #include <tessera/core/kernels/recurrent/recurrent.h>
 #include <tessera/core/kernels/recurrent/recurrent_steps.h>
 #include <tessera/core/kernels/reduce/reduce.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels {

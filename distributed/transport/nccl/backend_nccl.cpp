@@ -1,5 +1,5 @@
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/distributed/transport/nccl/backend.h>
 
 namespace tessera::distributed {

@@ -7,11 +7,11 @@
 #include <thread>
 #include <vector>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/cuda/graph.h>
-#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/error.h>
-#include <tessera/distributed/rendezvous/rank_context.h>
+#include <tessera/core/gpu/backend.h>
+#include <tessera/core/gpu/transfers.h>
+#include <tessera/distributed/transport/rank_context.h>
 
 namespace tessera::distributed::nccl {
 namespace {

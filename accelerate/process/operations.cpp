@@ -1,4 +1,4 @@
-#include <tessera/accelerate/operations.h>
+#include <tessera/accelerate/process/operations.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>

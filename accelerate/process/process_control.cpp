@@ -1,4 +1,4 @@
-#include <tessera/accelerate/process_control.h>
+#include <tessera/accelerate/process/process_control.h>
 
 #include <unistd.h>
 
@@ -13,8 +13,8 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/rendezvous/detect.h>
-#include <tessera/distributed/rendezvous/process_group.h>
 #include <tessera/distributed/transport/collectives.h>
+#include <tessera/distributed/transport/process_group.h>
 
 namespace tessera {
 namespace {

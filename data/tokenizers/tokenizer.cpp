@@ -1,4 +1,4 @@
-#include <tessera/data/tokenizer.h>
+#include <tessera/data/tokenizers/tokenizer.h>
 
 #include <array>
 #include <utility>

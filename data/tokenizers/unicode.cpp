@@ -1,4 +1,4 @@
-#include <tessera/data/unicode.h>
+#include <tessera/data/tokenizers/unicode.h>
 
 #include <unicode/bytestream.h>
 #include <unicode/normalizer2.h>

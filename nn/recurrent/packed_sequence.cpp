@@ -1,4 +1,4 @@
-#include <tessera/nn/packed_sequence.h>
+#include <tessera/nn/recurrent/packed_sequence.h>
 
 #include <algorithm>
 #include <numeric>

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/nn/lora.h>
+#include <tessera/nn/lora/lora.h>
 #include <tessera/nn/module.h>
 
 namespace tessera::nn::detail {

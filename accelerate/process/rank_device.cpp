@@ -1,9 +1,9 @@
-#include <tessera/accelerate/rank_device.h>
+#include <tessera/accelerate/process/rank_device.h>
 
 #include <optional>
 
-#include <tessera/core/gpu/backend.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gpu/backend.h>
 #include <tessera/distributed/rendezvous/detect.h>
 
 namespace tessera::accelerate {

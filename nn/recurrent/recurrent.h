@@ -11,7 +11,7 @@
 #include <vector>
 
 #include <tessera/nn/module.h>
-#include <tessera/nn/packed_sequence.h>
+#include <tessera/nn/recurrent/packed_sequence.h>
 
 namespace tessera::nn {
 

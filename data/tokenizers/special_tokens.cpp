@@ -1,4 +1,4 @@
-#include <tessera/data/special_tokens.h>
+#include <tessera/data/tokenizers/special_tokens.h>
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include <tessera/nn/recurrent.h>
+#include <tessera/nn/recurrent/recurrent.h>
 
 #include <cmath>
 

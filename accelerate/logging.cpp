@@ -1,4 +1,4 @@
-#include <tessera/accelerate/tracking/logging.h>
+#include <tessera/accelerate/logging.h>
 
 #include <algorithm>
 #include <array>

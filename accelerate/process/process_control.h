@@ -26,7 +26,7 @@
 #include <variant>
 #include <vector>
 
-#include <tessera/accelerate/rank_device.h>
+#include <tessera/accelerate/process/rank_device.h>
 #include <tessera/core/error.h>
 #include <tessera/core/source_location.h>
 #include <tessera/core/tensor/tensor.h>

@@ -1,4 +1,4 @@
-#include <tessera/distributed/rendezvous/run_ranks.h>
+#include <tessera/distributed/transport/run_ranks.h>
 
 #include <exception>
 #include <mutex>

@@ -1,4 +1,4 @@
-#include <tessera/distributed/rendezvous/rank_context.h>
+#include <tessera/distributed/transport/rank_context.h>
 
 #include <algorithm>
 

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/data/tokenizer.h>
+#include <tessera/data/tokenizers/tokenizer.h>
 
 namespace tessera::data {
 

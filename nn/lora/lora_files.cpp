@@ -8,11 +8,11 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/io/mapped_file.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/state/safetensors.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/nn/describe.h>
-#include <tessera/nn/lora.h>
-#include <tessera/nn/lora_adapter.h>
+#include <tessera/nn/lora/lora.h>
+#include <tessera/nn/lora/lora_adapter.h>
 
 namespace tessera::nn {
 

@@ -1,4 +1,4 @@
-#include <tessera/nn/lora.h>
+#include <tessera/nn/lora/lora.h>
 
 #include <algorithm>
 #include <cctype>
@@ -11,13 +11,13 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/regex.h>
+#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/nn/conv.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/init.h>
 #include <tessera/nn/linear.h>
-#include <tessera/nn/lora_adapter.h>
+#include <tessera/nn/lora/lora_adapter.h>
 
 namespace tessera::nn {
 

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/data/tokenizer.h>
+#include <tessera/data/tokenizers/tokenizer.h>
 
 namespace tessera::data {
 

@@ -1,4 +1,4 @@
-#include <tessera/distributed/rendezvous/process_group.h>
+#include <tessera/distributed/transport/process_group.h>
 
 #include <condition_variable>
 #include <cstdlib>
@@ -11,8 +11,8 @@
 #include <unistd.h>
 
 #include <tessera/core/context.h>
-#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/environment.h>
+#include <tessera/core/gpu/transfers.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/rendezvous/job.h>
 #include <tessera/distributed/transport/collectives.h>

@@ -17,7 +17,7 @@
 #include <string_view>
 #include <utility>
 
-#include <tessera/accelerate/process_control.h>
+#include <tessera/accelerate/process/process_control.h>
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/core/source_location.h>
 

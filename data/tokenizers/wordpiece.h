@@ -19,7 +19,7 @@
 #include <vector>
 
 #include <tessera/core/tensor/tensor.h>
-#include <tessera/data/tokenizer.h>
+#include <tessera/data/tokenizers/tokenizer.h>
 
 namespace tessera::data {
 

@@ -1,4 +1,4 @@
-#include <tessera/accelerate/run.h>
+#include <tessera/accelerate/process/run.h>
 
 #include <atomic>
 #include <csignal>
@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include <tessera/accelerate/process_control.h>
+#include <tessera/accelerate/process/process_control.h>
 #include <tessera/core/error.h>
 #include <tessera/core/parallel.h>
 #include <tessera/distributed/rendezvous/job.h>
