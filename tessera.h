@@ -17,7 +17,6 @@
 #include <tessera/core/state/safetensors.h>
 #include <tessera/core/state/state_dict.h>
 #include <tessera/core/state/torch_file.h>
-#include <tessera/core/stream.h>
 #include <tessera/core/tensor/tensor.h>
 
 #include <tessera/autograd/autocast_mode.h>

@@ -22,7 +22,6 @@
 #include <tessera/core/memory/page_return.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/profile/profiler.h>
-#include <tessera/core/stream.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::test_core {
@@ -381,35 +380,6 @@ TEST(Parallel, LoopsOfSeveralCallersRunBesideEachOther) {
   for (std::thread& caller : callers) caller.join();
   EXPECT_EQ(total.load(), 3 * 200 * 1000);
   EXPECT_FALSE(in_parallel_region());
-}
-
-TEST(Stream, RunsInOrderAndEventsOrderStreams) {
-  Stream first, second;
-  std::vector<int> order;
-  first.enqueue([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    order.push_back(1);
-  });
-  const Event event = first.record();
-  second.wait(event);
-  second.enqueue([&] { order.push_back(2); });
-  second.synchronize();
-  EXPECT_TRUE(event.done());
-  EXPECT_EQ(order, (std::vector<int>{1, 2}));
-}
-
-TEST(Stream, AnErrorIsRaisedWhereTheStreamIsWaitedFor) {
-  Stream stream;
-  bool ran = false;
-  stream.enqueue([] { throw ValueError("work: broken"); });
-  stream.enqueue([&] { ran = true; });
-  const Event event = stream.record();
-  EXPECT_THROW(event.wait(), ValueError);
-  EXPECT_THROW(stream.synchronize(), ValueError);
-  EXPECT_FALSE(ran);
-  stream.enqueue([&] { ran = true; });
-  stream.synchronize();
-  EXPECT_TRUE(ran);
 }
 
 TEST(Profiler, CountsRangesAndTheirOwnTime) {

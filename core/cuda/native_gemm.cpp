@@ -23,7 +23,7 @@
 #include <tessera/core/cuda/lazy_library.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/empty.h>
 
 namespace tessera::gpu {
 namespace {

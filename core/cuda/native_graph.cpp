@@ -19,7 +19,7 @@
 #include <tessera/core/cuda/library_graph.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
-#include <tessera/core/factory/factory.h>
+#include <tessera/core/tensor/empty.h>
 
 namespace tessera::gpu {
 namespace {

@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <span>
 
+#include <tessera/core/kernels/copy/full.h>
 #include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/tensor.h>
 
@@ -17,10 +18,6 @@ struct TensorOptions {
 };
 
 namespace raw {
-
-Tensor full(const Shape& shape, const Scalar& value, DType dtype, const Device& device = kCpu);
-Tensor zeros(const Shape& shape, DType dtype, const Device& device = kCpu);
-Tensor zeros_like(const Tensor& x);
 
 // start, start + step... of `size` elements: floating values are calculated in f64 and rounded once
 // (torch rounds the first number of each vector register too).

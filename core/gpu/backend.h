@@ -51,7 +51,7 @@ void copy_bytes(void* target, const Device& to, const void* source, const Device
 // Host memory that devices read and write directly.
 Allocator& pinned_allocator();
 
-// ---- Streams and events (core/stream.h stands on them) ------------------------------------------
+// ---- Streams and events --------------------------------------------------------------------------
 
 struct StreamHandle;
 struct EventHandle;

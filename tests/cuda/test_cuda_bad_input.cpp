@@ -13,7 +13,6 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/random.h>
-#include <tessera/core/stream.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/optimizers.h>
@@ -89,7 +88,7 @@ TEST_F(CudaBadInput, ADeviceThatIsNotThere) {
   expect_failure<DeviceError>(
       "a model there", [&] { nn::Linear(2, 2).to(beyond); }, parts);
   expect_failure<DeviceError>(
-      "a stream of it", [&] { Stream stream(beyond); }, parts);
+      "a stream of it", [&] { gpu::make_stream(beyond.index); }, parts);
   expect_failure<DeviceError>(
       "waiting for it", [&] { gpu::synchronize(beyond.index); }, parts);
   expect_failure<ValueError>("a name of none", [] { parse_device("cuda:x"); },
@@ -197,15 +196,6 @@ TEST_F(CudaBadInput, OneErrorOfManyIsToldOnce) {
   EXPECT_THROW(second.to_vector(), IndexError);
   EXPECT_EQ(first.to_vector(), std::vector<double>(6, 0));
   EXPECT_EQ(second.to_vector(), std::vector<double>(6, 0));
-}
-
-TEST_F(CudaBadInput, TimesOfEventsThatDidNotHappenOrAreOfTwoClocks) {
-  Stream host, device(cuda(0));
-  const Event of_host = host.record(), of_device = device.record();
-  of_host.wait();
-  of_device.wait();
-  expect_failure<ValueError>("two clocks", [&] { of_device.milliseconds_since(of_host); },
-                             {"on no clock"});
 }
 
 }  // namespace

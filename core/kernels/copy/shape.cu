@@ -7,10 +7,9 @@
 
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/kernels/index/index.h>
+#include <tessera/core/kernels/copy/full.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/kernels/common/strided.cuh>
 

@@ -4,9 +4,9 @@
 #include <cstring>
 
 #include <tessera/core/dispatch.h>
-#include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/kernels/copy/full.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/tensor/raw_views.h>
 
