@@ -74,12 +74,12 @@
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/full_state.h>
 #include <tessera/distributed/checkpoint/reader.h>
+#include <tessera/distributed/data_parallel/replicate.h>
+#include <tessera/distributed/fully_shard/fully_shard.h>
+#include <tessera/distributed/fully_shard/update_report.h>
+#include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/shard/fully_shard.h>
-#include <tessera/distributed/shard/replicate.h>
-#include <tessera/distributed/shard/update_report.h>
-#include <tessera/distributed/shard/zero.h>
 #include <tessera/distributed/sync_batch_norm.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/group.h>

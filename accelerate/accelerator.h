@@ -372,10 +372,10 @@ class Accelerator : public ProcessControl {
   bool optimizer_step_was_skipped(const optim::Optimizer& optimizer) const;
 
   // Runs the body, in which ranks may have different numbers of batches of the model: at its end a
-  // rank answers the others' reductions with zeros until all are done (distributed/shard/join.h).
-  // Prepared loaders hand out everything once meanwhile, unless even_batches says otherwise; their
-  // setting comes back however the body ends. An exception leaves at once. Every rank's number of
-  // batches must fill its windows: ValueError. Collective.
+  // rank answers the others' reductions with zeros until all are done
+  // (distributed/data_parallel/join.h). Prepared loaders hand out everything once meanwhile, unless
+  // even_batches says otherwise; their setting comes back however the body ends. An exception
+  // leaves at once. Every rank's number of batches must fill its windows: ValueError. Collective.
   using JoinUnevenOptions = accelerate::JoinUnevenOptions;
   void join_uneven_inputs(nn::ModuleBase& model, const std::function<void()>& body,
                           const JoinUnevenOptions& options = {},

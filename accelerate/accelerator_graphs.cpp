@@ -342,7 +342,7 @@ struct GraphedStep::Impl {
   }
 
   // The ranks agree beside the graph on what its capture had them agree on: see
-  // distributed/shard/backward_pass.h.
+  // distributed/backward/backward_pass.h.
   TensorList replay(State& state, Place& place, const TensorList& inputs) {
     const double weight = weight_of(state);
     std::vector<StepWindow> windows;  // of the opened models, as this micro-batch makes them

@@ -17,7 +17,7 @@
 #include <tessera/core/device.h>
 #include <tessera/core/error.h>
 #include <tessera/core/random.h>
-#include <tessera/distributed/shard/data_parallel_model.h>
+#include <tessera/distributed/data_parallel/data_parallel_model.h>
 #include <tessera/distributed/transport/captured_calls.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/optimizer.h>

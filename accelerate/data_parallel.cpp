@@ -10,10 +10,10 @@
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
 #include <tessera/core/regex.h>
+#include <tessera/distributed/data_parallel/replicate.h>
+#include <tessera/distributed/fully_shard/fully_shard.h>
+#include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/shard/fully_shard.h>
-#include <tessera/distributed/shard/replicate.h>
-#include <tessera/distributed/shard/zero.h>
 
 namespace tessera::accelerate {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <tessera/accelerate/missing_memory.h>
 #include <tessera/accelerate/settings/config.h>
-#include <tessera/distributed/shard/data_parallel_model.h>
+#include <tessera/distributed/data_parallel/data_parallel_model.h>
 #include <tessera/nn/module.h>
 #include <tessera/precision/policy.h>
 

@@ -1,5 +1,5 @@
 // Weights that products in float8 read, for who moves weights: sharded training sends the bytes
-// that these products read in place of f32 values (distributed/shard/float8_part.h).
+// that these products read in place of f32 values (distributed/fully_shard/float8_part.h).
 #pragma once
 
 #include <memory>

@@ -21,10 +21,10 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/core/memory/allocator.h>
 #include <tessera/core/parallel.h>
+#include <tessera/distributed/data_parallel/replicate.h>
+#include <tessera/distributed/fully_shard/fully_shard.h>
+#include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/shard/fully_shard.h>
-#include <tessera/distributed/shard/replicate.h>
-#include <tessera/distributed/shard/zero.h>
 #include <tessera/distributed/transport/process_group.h>
 #include <tessera/distributed/transport/run_ranks.h>
 #include <tessera/optim/clip.h>

@@ -142,7 +142,9 @@ file(GLOB checkpoint_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_D
   ${CMAKE_CURRENT_SOURCE_DIR}/distributed/checkpoint/*.cpp)
 # How ranks train one model, apart from how they talk: tests compile it a second time.
 file(GLOB shard_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/distributed
-  ${CMAKE_CURRENT_SOURCE_DIR}/distributed/shard/*.cpp)
+  ${CMAKE_CURRENT_SOURCE_DIR}/distributed/backward/*.cpp
+  ${CMAKE_CURRENT_SOURCE_DIR}/distributed/data_parallel/*.cpp
+  ${CMAKE_CURRENT_SOURCE_DIR}/distributed/fully_shard/*.cpp)
 tessera_floor(distributed DEPENDS tessera_nn tessera_optim tessera_precision
   WITHOUT ${checkpoint_sources} ${shard_sources})
 target_link_libraries(tessera_distributed PUBLIC nlohmann_json::nlohmann_json)  # objects are JSON

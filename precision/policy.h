@@ -7,7 +7,7 @@
 //     Policy::fp8(recipe)        autocast to bf16, and Linears in float8 (precision/fp8_recipe.h)
 //
 // This floor names the dtypes. Masters belong to the optimizer (Optimizer::begin_masters),
-// gradients and their reduction to the engine of distributed/shard
+// gradients and their reduction to the engine of distributed/fully_shard
 // (ReplicateOptions::gradient_dtype, at world size 1 as well).
 #pragma once
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Puts small plausible mistakes into source files, one by one, and says which of them the tests notice.
 
-    scripts/mutate.sh distributed/shard/join.cpp core/io/atomic_file.cpp:60-140 --count 12 --seed 3
+    scripts/mutate.sh distributed/data_parallel/join.cpp core/io/atomic_file.cpp:60-140 --count 12 --seed 3
 
 For each file a sample of `--count` mistakes is drawn (the same for the same seed). Each is put into a copy of the
 tree (a git worktree in build/mutate, with what is not committed yet), what it affects is built, and the programs of
@@ -43,13 +43,13 @@ DEFAULTS = {
     "distributed/checkpoint/commit.cpp": ["test_durability", "test_checkpoint"],
     "distributed/checkpoint/manifest.cpp": ["test_checkpoint"],
     "distributed/checkpoint/reader.cpp": ["test_checkpoint"],
-    "distributed/shard/backward_pass.cpp": ["test_replicate", "test_replicate_extras", "test_replicate_order",
+    "distributed/backward/backward_pass.cpp": ["test_replicate", "test_replicate_extras", "test_replicate_order",
                                             "test_accelerator_accumulate",
                                             "test_accelerator_sync"],
-    "distributed/shard/pass_agreement.cpp": ["test_replicate", "test_replicate_extras"],
-    "distributed/shard/bucket_schedule.cpp": ["test_replicate", "test_replicate_extras", "test_replicate_order"],
-    "distributed/shard/gradient_bucket.cpp": ["test_replicate", "test_replicate_extras"],
-    "distributed/shard/join.cpp": ["test_replicate_extras", "test_accelerator_uneven"],
+    "distributed/backward/pass_agreement.cpp": ["test_replicate", "test_replicate_extras"],
+    "distributed/data_parallel/bucket_schedule.cpp": ["test_replicate", "test_replicate_extras", "test_replicate_order"],
+    "distributed/backward/gradient_bucket.cpp": ["test_replicate", "test_replicate_extras"],
+    "distributed/data_parallel/join.cpp": ["test_replicate_extras", "test_accelerator_uneven"],
     "autograd/engine.cpp": ["test_autograd", "test_training", "test_replicate", "test_precision_autocast"],
     "optim/optimizer.cpp": ["test_optim", "test_round_trips", "test_precision_training", "test_cuda_graphed_step"],
     "optim/ema.cpp": ["test_optim", "test_round_trips"],

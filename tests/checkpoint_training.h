@@ -14,8 +14,8 @@
 #include <tessera/core/random.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/data/distributed_source.h>
+#include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/transport/group.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/module.h>

@@ -19,9 +19,9 @@
 
 #include <tessera.h>
 #include <tessera/accelerate/process/run.h>
+#include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/rendezvous/detect.h>
-#include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/process_group.h>
 

@@ -15,8 +15,8 @@
 #include <tessera/core/parallel.h>
 #include <nlohmann/json.hpp>
 
+#include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/group.h>
 #include <tessera/distributed/transport/process_group.h>

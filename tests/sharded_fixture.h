@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include <tessera/distributed/fully_shard/fully_shard.h>
+#include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/dtensor.h>
-#include <tessera/distributed/shard/fully_shard.h>
-#include <tessera/distributed/shard/zero.h>
 #include <tessera/optim/clip.h>
 
 #include "replicate_fixture.h"

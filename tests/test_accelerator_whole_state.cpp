@@ -7,7 +7,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/memory/allocator.h>
 #include <tessera/distributed/checkpoint/reader.h>
-#include <tessera/distributed/shard/fully_shard.h>
+#include <tessera/distributed/fully_shard/fully_shard.h>
 
 #include "message_of.h"
 #include "sharded_words.h"

@@ -4,7 +4,7 @@
 
 #include <tessera/core/state/state_dict.h>
 #include <tessera/core/tensor/raw_views.h>
-#include <tessera/distributed/shard/replicate.h>
+#include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>

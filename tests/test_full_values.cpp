@@ -8,7 +8,7 @@
 
 #include <tessera/accelerate/full_values.h>
 #include <tessera/core/error.h>
-#include <tessera/distributed/shard/fully_shard.h>
+#include <tessera/distributed/fully_shard/fully_shard.h>
 
 #include "message_of.h"
 #include "sharded_words.h"

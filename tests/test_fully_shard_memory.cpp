@@ -186,7 +186,7 @@ TEST(FullyShardMemory, ZeroHoldsOneBucketOnItsWay) {
     const auto parallel = shard_in(Way::kZero2, model, mesh);
     const auto& sharded = dynamic_cast<const ShardedModel&>(*parallel);
     int64_t largest = 0;
-    for (const ParamShards* part : sharded.schedule().parts()) {
+    for (const ParamGroup* part : sharded.schedule().parts()) {
       largest = std::max(largest, part->reduced_bytes());
     }
     loss_of(model, rank).backward();
@@ -360,7 +360,7 @@ TEST(FullyShardMemory, LocalSumsAddUpInTheReduceDtype) {
       for (int k = 0; k < 3; ++k) {
         loss_of(model, k * 2 + rank).backward();
         const auto& sharded = dynamic_cast<const ShardedModel&>(*parallel);
-        for (const ParamShards* part : sharded.schedule().parts()) {
+        for (const ParamGroup* part : sharded.schedule().parts()) {
           for (const ShardedParam& param : part->params()) {
             EXPECT_EQ(param.whole.grad().dtype(), kF32);
             EXPECT_EQ(param.whole.dtype(), kBF16);

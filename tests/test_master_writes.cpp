@@ -10,8 +10,8 @@
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/profile/profiler.h>
 #include <tessera/core/tensor/raw_views.h>
+#include <tessera/distributed/fully_shard/fully_shard.h>
 #include <tessera/distributed/mesh/dtensor.h>
-#include <tessera/distributed/shard/fully_shard.h>
 #include <tessera/optim/ema.h>
 
 #include "accelerator_fixture.h"

@@ -3,8 +3,8 @@
 // ctest labels: threads
 #include <tessera/core/tensor/placement_slot.h>
 #include <tessera/distributed/checkpoint/full_state.h>
+#include <tessera/distributed/fully_shard/update_report.h>
 #include <tessera/distributed/mesh/matrix_exchange.h>
-#include <tessera/distributed/shard/update_report.h>
 #include <tessera/optim/muon.h>
 
 #include "message_of.h"

@@ -2,10 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <tessera/core/error.h>
-#include <tessera/distributed/shard/buckets.h>
-#include <tessera/distributed/shard/buffer.h>
-#include <tessera/distributed/shard/plan.h>
-#include <tessera/distributed/shard/sharding_mode.h>
+#include <tessera/distributed/backward/buckets.h>
+#include <tessera/distributed/backward/buffer.h>
+#include <tessera/distributed/backward/step_plan.h>
+#include <tessera/distributed/fully_shard/sharding_mode.h>
 
 namespace tessera::distributed::test_shard_geometry {
 namespace {

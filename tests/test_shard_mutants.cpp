@@ -1,12 +1,12 @@
-// Deliberate bugs of distributed/shard, which tests of training must see. This program is linked to
-// a second compile of those sources, with the mistakes of mutant.h in them.
+// Deliberate bugs of data_parallel and fully_shard, which tests of training must see. This program
+// is linked to a second compile of those sources, with the mistakes of mutant.h in them.
 // ctest labels: threads
 // ctest mutants: shard
 #include <atomic>
 #include <chrono>
 #include <thread>
 
-#include <tessera/distributed/shard/mutant.h>
+#include <tessera/distributed/backward/mutant.h>
 #include <tessera/precision/autocast.h>
 
 #include "fault_backend.h"

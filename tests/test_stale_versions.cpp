@@ -12,8 +12,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/shard/replicate.h>
 #include <tessera/nn/init.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/norm.h>

@@ -29,8 +29,8 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/random.h>
 #include <tessera/data/distributed_source.h>
+#include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/shard/replicate.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/process_group.h>
 #include <tessera/nn/linear.h>

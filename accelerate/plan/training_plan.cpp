@@ -15,8 +15,8 @@
 #include <tessera/core/memory/meta_memory.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/tensor/empty.h>
+#include <tessera/distributed/data_parallel/data_parallel_model.h>
 #include <tessera/distributed/mesh/dtensor.h>
-#include <tessera/distributed/shard/data_parallel_model.h>
 #include <tessera/distributed/transport/backend.h>
 #include <tessera/distributed/transport/group.h>
 #include <tessera/distributed/transport/rank_context.h>

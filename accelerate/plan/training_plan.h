@@ -10,9 +10,9 @@
 //     std::cout << plan.describe();
 //
 // [Note: how a plan comes about] One rank runs the training as it is: the modes of
-// distributed/shard cut, gather and reduce a model on kMeta, over a transport that has no other
-// ranks (transport/backend_fake.cpp). What it would ask the allocator for is counted under its
-// category (core/memory/meta_memory.h), what it calls stands in its trace. Nothing of it is
+// distributed/fully_shard cut, gather and reduce a model on kMeta, over a transport that has no
+// other ranks (transport/backend_fake.cpp). What it would ask the allocator for is counted under
+// its category (core/memory/meta_memory.h), what it calls stands in its trace. Nothing of it is
 // calculated by a formula beside the engine, so a plan cannot drift from what trainings do.
 //
 // [Note: other ranks] All ranks call the same. What they hold differs in one thing: paddings make

@@ -40,11 +40,11 @@
 #include <tessera/data/dataloader.h>
 #include <tessera/data/distributed_source.h>
 #include <tessera/distributed/checkpoint/full_state.h>
+#include <tessera/distributed/data_parallel/replicate.h>
+#include <tessera/distributed/fully_shard/fully_shard.h>
+#include <tessera/distributed/fully_shard/update_report.h>
+#include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/shard/fully_shard.h>
-#include <tessera/distributed/shard/replicate.h>
-#include <tessera/distributed/shard/update_report.h>
-#include <tessera/distributed/shard/zero.h>
 #include <tessera/distributed/transport/group.h>
 #include <tessera/distributed/transport/process_group.h>
 #include <tessera/optim/clip.h>

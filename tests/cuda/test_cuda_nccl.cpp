@@ -19,10 +19,10 @@
 #include <tessera/core/random.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/data/dataloader.h>
+#include <tessera/distributed/data_parallel/replicate.h>
+#include <tessera/distributed/fully_shard/fully_shard.h>
+#include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/dtensor.h>
-#include <tessera/distributed/shard/fully_shard.h>
-#include <tessera/distributed/shard/replicate.h>
-#include <tessera/distributed/shard/zero.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/linear.h>
 #include <tessera/optim/clip.h>

@@ -22,9 +22,9 @@
 #include <tessera/core/random.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/checkpoint/full_state.h>
+#include <tessera/distributed/fully_shard/fully_shard.h>
+#include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/dtensor.h>
-#include <tessera/distributed/shard/fully_shard.h>
-#include <tessera/distributed/shard/zero.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/ema.h>
 #include <tessera/optim/optimizers.h>

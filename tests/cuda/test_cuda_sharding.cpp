@@ -16,10 +16,10 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/memory/allocator.h>
 #include <tessera/core/random.h>
+#include <tessera/distributed/data_parallel/replicate.h>
+#include <tessera/distributed/fully_shard/fully_shard.h>
+#include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/dtensor.h>
-#include <tessera/distributed/shard/fully_shard.h>
-#include <tessera/distributed/shard/replicate.h>
-#include <tessera/distributed/shard/zero.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/norm.h>
 #include <tessera/optim/clip.h>

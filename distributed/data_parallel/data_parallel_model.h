@@ -1,0 +1,66 @@
+// A model that the ranks of a group train together, whatever each of them holds of it.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include <tessera/distributed/backward/backward_pass.h>
+#include <tessera/distributed/backward/step_plan.h>
+#include <tessera/distributed/data_parallel/join.h>
+
+namespace tessera::distributed {
+
+// Backwards in the scope add up locally.
+class [[nodiscard]] NoSync {
+ public:
+  explicit NoSync(std::shared_ptr<BackwardPass> pass)
+      : pass_(std::move(pass)), previous_(pass_->plan.sync_gradients) {
+    pass_->plan.sync_gradients = false;
+  }
+  ~NoSync() { pass_->plan.sync_gradients = previous_; }
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  std::shared_ptr<BackwardPass> pass_;
+  bool previous_;
+};
+
+class DataParallelModel {
+ public:
+  virtual ~DataParallelModel() = default;
+
+  // What the backwards of its parameters do.
+  BackwardPass& pass() const { return *pass_; }
+  NoSync no_sync() const { return NoSync(pass_); }
+  void set_plan(const StepPlan& plan) const { pass_->plan = plan; }
+  const StepPlan& plan() const { return pass_->plan; }
+
+  // Whether every backward's gradients are reduced, also those of micro-batches that are not the
+  // last of their step: ranks keep their part of the sums alone.
+  virtual bool reduces_every_backward() const { return false; }
+  // What ops read in the places of the parameters, where these are parts: the whole ones.
+  virtual TensorList wholes() const { return {}; }
+  // Ranks may have different numbers of batches in the scope; see join.h.
+  virtual Join join(const JoinOptions& options = {}) = 0;
+  // Asked in each recorded forward of the model. What it returns, if anything, is called when a
+  // gradient of that forward's outputs has come, before the backward begins that follows the plan.
+  using BeforeBackward = std::function<void()>;
+  virtual void set_forward_observer(std::function<BeforeBackward()> observer) = 0;
+  // What is set up and what a step costs, for people.
+  virtual std::string describe() const = 0;
+
+ protected:
+  explicit DataParallelModel(std::shared_ptr<BackwardPass> pass) : pass_(std::move(pass)) {}
+  DataParallelModel(const DataParallelModel&) = default;
+  DataParallelModel(DataParallelModel&&) noexcept = default;
+  DataParallelModel& operator=(const DataParallelModel&) = default;
+  DataParallelModel& operator=(DataParallelModel&&) noexcept = default;
+
+ private:
+  std::shared_ptr<BackwardPass> pass_;
+};
+
+}  // namespace tessera::distributed

@@ -1,0 +1,115 @@
+// A weight's part as it travels where products in float8 alone read it: a byte an element.
+//
+// [Note: float8 gathers] Where one scale serves the whole weight (autograd/float8_weight.h), bytes
+// of a part that were made with that scale are those of the whole. So a rank quantises its own
+// part, once for new values or a new scale, and keeps the bytes; a gather takes them as they are,
+// and what arrives is the copy that the products read, in the weight cache
+// (autograd/weight_cache.h). The whole has no values then, as with casts ([Note: casts] in
+// param_group.h), and whatever reads it by another way gathers the unit as it is stored. That
+// lasts until the weight is written next, so that a step in which some call could not run in float8
+// has what its backward reads, and one such call, or an evaluation in another precision, does not
+// end the traffic of bytes for good.
+//
+// The scale of a recipe with delayed scales is there before. Another one needs the largest
+// magnitude of the whole: the first gather after a step has the ranks tell each other those of all
+// such weights of the model, in one reduction of four bytes a weight.
+//
+// Behind the bytes travels a label of each part: the scale that they were made with, and what
+// quantising the part has seen. So all ranks know of the whole what one that has it knows, and a
+// rank whose scale differs is a DistributedError on all of them, and no wrong product.
+//
+// On a GPU maxima, scales and labels stay on the device, as no step waits for it: a weight whose
+// parts have different scales has the scale NaN there. The copy by columns, which its products read
+// as well, is made of what arrives.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <tessera/autograd/weight_cache.h>
+#include <tessera/core/tensor/tensor.h>
+#include <tessera/distributed/transport/group.h>
+
+namespace tessera::distributed {
+
+// The largest magnitudes of weights of which each rank has a part.
+class Float8Maxima {
+ public:
+  explicit Float8Maxima(Group& ranks) : ranks_(&ranks) {}
+  // `part`: this rank's. The weight's number.
+  size_t add(const Tensor& part);
+  // Of the whole; infinite where it has a NaN. Collective where the part was written since: then
+  // those of all weights are brought up to date, in one reduction.
+  float of(size_t weight);
+  // The same of a GPU, which it stays on: f32 [1].
+  Tensor on_gpu(size_t weight);
+
+ private:
+  struct Weight {
+    Tensor part;
+    uint32_t version = 0;  // of which the maximum is
+    bool is_known = false;
+    float own = 0, all = 0;
+    bool is_current() const { return is_known && version == part.version(); }
+  };
+  Group* ranks_;
+  std::vector<Weight> weights_;
+  Tensor own_, all_;  // of a GPU: f32 [weights]
+};
+
+// What travels behind the bytes of a part.
+struct Float8Label {
+  float scale = 1;
+  uint32_t largest = 0;  // the bits of the largest magnitude, which order as magnitudes
+  int64_t saturated = 0, underflown = 0;
+};
+
+class Float8Part {
+ public:
+  // `room`: elements of a part that travel, the same on all ranks. `maxima`: for a key without a
+  // scale.
+  Float8Part(const Tensor& part, int64_t room, WeightKey key, std::shared_ptr<Float8Maxima> maxima);
+
+  const WeightKey& key() const { return key_; }
+  // This rank's bytes, u8[room], quantised now where the part or the scale is new. Collective as
+  // Float8Maxima::of().
+  const Tensor& bytes();
+  // Of bytes(), when that was called: on the host; on a GPU u8 [sizeof(Float8Label)].
+  const Float8Label& label() const { return label_; }
+  const Tensor& label_on_gpu() const { return label_on_gpu_; }
+  // The version of a scale that is given; 0 of others.
+  uint32_t scale_version() const { return key_.scale.defined() ? key_.scale.version() : 0; }
+
+  // Whether it travels as it is stored, see [Note: float8 gathers].
+  bool rests() const { return rests_ && resting_version_ == part_.version(); }
+  void rest();
+
+ private:
+  void make();
+  void make_on_gpu();
+  Tensor part_;
+  int64_t room_;
+  WeightKey key_;
+  std::shared_ptr<Float8Maxima> maxima_;
+  size_t number_ = 0;  // in them
+  Tensor bytes_;
+  Float8Label label_;
+  Tensor label_on_gpu_;
+  uint32_t version_ = 0, made_with_ = 0;  // of the part and the scale, of which the bytes are
+  bool rests_ = false;
+  uint32_t resting_version_ = 0;
+};
+
+// What quantising the whole, on `device`, would have said, but for its values. DistributedError
+// where ranks have made their bytes with different scales; `where` and `name` are for that.
+kernels::Quantized float8_whole(std::span<const Float8Label> labels, const WeightKey& key,
+                                const Device& device, std::string_view where,
+                                const std::string& name);
+// The same on a GPU. labels: u8 [ranks, bytes], each rank's at `first`.
+kernels::Quantized float8_whole(const Tensor& labels, int64_t first, const WeightKey& key);
+
+}  // namespace tessera::distributed

@@ -1,0 +1,386 @@
+// Parameters of one dtype and device whose parts the ranks of a group hold, and which are gathered
+// and reduced as one piece of memory.
+//
+// Of each parameter there are two tensors:
+//
+//     shard   this rank's part, a DTensor: the object that the module was made with, which
+//             parameters(), optimizers and checkpoints see. It has its bytes at all times.
+//     whole   what ops read: a leaf of its own, made once. It stands in the modules' places while
+//             their calls run, and has bytes from a gather to release().
+//
+// A gradient comes to the whole, travels, and ends as the shard's `.grad`. Dtypes may differ: what
+// travels to the wholes is theirs, so that a cast comes before the gather; reductions have one of
+// their own.
+//
+// [Note: sums that go on] The sum over the ranks is made by the owner of a part, which adds their
+// contributions in rank order onto what it has from earlier backwards. So N ranks with M
+// micro-batches each add in the order of one process with N * M micro-batches: g0 + g1 + g2 + ...
+//
+// [Note: casts] Under autocast most weights are read as 16-bit copies alone. Once all ranks have
+// told each other which those are, their parts are cast before they travel and arrive as autocast's
+// copies (autograd/weight_cache.h), with the bits that a cast of the whole has; the whole has no
+// bytes then. Whatever reads it after all gathers the unit as it is stored, which all ranks do
+// alike, and from then on it travels so.
+//
+// [Note: versions] A gather is no write: while nobody has written the shards, a whole that was
+// released and gathered again has its old version, and graphs that saved it go on. After a write
+// they refuse, as they do for any tensor.
+//
+// [Note: parts on the host] Of a GPU the shards and their gradients may lie in page-locked memory
+// of the host (offload_policy.h); wholes stay with the device. A gather begins with this rank's
+// part, which travels up, cast where parameters travel cast: to where the gather takes it from. The
+// host keeps what it has cast until a shard is written. A reduction ends with its
+// results, which travel down in the dtype that they were reduced in. There they are added onto sums
+// that go on, element by element, as a GPU's stream does behind a reduction, and are divided. Only
+// the sums that replicas add up, in the last micro-batch of a step, are completed on the device,
+// where what the host holds of them travels up before.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <tessera/core/tensor/tensor.h>
+#include <tessera/distributed/backward/buffer.h>
+#include <tessera/distributed/fully_shard/float8_part.h>
+#include <tessera/distributed/fully_shard/host_transfers.h>
+#include <tessera/distributed/fully_shard/offload_policy.h>
+#include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/mesh/placement.h>
+#include <tessera/distributed/transport/group.h>
+
+namespace tessera::distributed {
+
+struct ShardedParam {
+  std::string name;                // dotted, in the model
+  Tensor shard, whole;             // see above
+  std::vector<Tensor*> places;     // of modules, more than one where it is tied
+  int shard_dim = 0;               // that is cut; evenly where it is not the first
+  Shape shape = {};                // of the whole
+  std::optional<DType> cast = {};  // see [Note: casts]: its copies in this dtype alone are read
+  std::shared_ptr<Float8Part> float8 = {};  // or its bytes
+  uint32_t gathered_shard = 0;              // versions at the last gather
+  uint32_t gathered_whole = 0;
+  bool trains() const { return whole.requires_grad(); }
+};
+
+// Among whom the parameters are cut.
+struct ShardRanks {
+  Mesh* mesh = nullptr;       // of one axis, or of two, the first of which replicates
+  Group* shards = nullptr;    // along the axis that cuts
+  Group* replicas = nullptr;  // along the other, or none
+};
+
+// Absent: the parameters' own.
+struct ShardDTypes {
+  std::optional<DType> whole = {};     // of what ops read
+  std::optional<DType> reduce = {};    // of gradients as they travel; absent: as they are kept
+  std::optional<DType> gradient = {};  // of the shards' gradients, where it is wider than theirs
+};
+
+class ParamGroup {
+ public:
+  virtual ~ParamGroup();
+  ParamGroup(const ParamGroup&) = delete;
+  ParamGroup& operator=(const ParamGroup&) = delete;
+
+  const std::string& tag() const { return tag_; }  // "unit h.0": in the trace and in errors
+  const ShardRanks& ranks() const { return ranks_; }
+  // What the ranks have to agree on, for the tags of calls: requires_grad_changes.h.
+  void set_changes(const std::string& changes) { call_tag_ = tag_ + changes; }
+  std::vector<ShardedParam>& params() { return params_; }
+  const std::vector<ShardedParam>& params() const { return params_; }
+  bool trains() const { return !trained_.empty(); }
+  bool keeps_wholes() const { return keeps_wholes_; }  // they are never released
+  // Bytes of what a gather makes, padding included, and of a rank's part of the parameters.
+  virtual int64_t whole_bytes() const {
+    return ranks_.shards->size() * part_numel_ * size_of(whole_dtype_);
+  }
+  int64_t part_bytes() const { return part_numel_ * size_of(dtype_); }
+  int64_t gradient_bytes() const;  // of a rank's part
+  int64_t reduced_bytes() const {
+    return ranks_.shards->size() * gradient_numel_ * size_of(reduce_dtype_);
+  }
+  // ---- see [Note: parts on the host]; 0 where they lie with the device
+  bool is_offloaded() const { return offload_ != OffloadPolicy::kNone; }
+  OffloadPolicy offload() const { return offload_; }
+  // What a gather from the host's parts brings up, what a reduction brings down (in a step's last
+  // micro-batch, in one before), and what the last one of a step brings up if there were others.
+  virtual int64_t uploaded_bytes() const { return 0; }
+  // Whether the gather of a backward begins there, too: no other one has left a part.
+  virtual bool gathers_from_host_again() const { return false; }
+  int64_t downloaded_bytes(bool is_last) const;
+  int64_t continued_bytes() const;
+  // The host waits until nothing reads the parts any more: they may be written.
+  void settle();
+  DType dtype() const { return dtype_; }
+  DType whole_dtype() const { return whole_dtype_; }
+  // Where a shard has changed whether it requires grad, its whole follows, and what is reduced.
+  // Between backwards. Whether anything has changed.
+  bool follow_requires_grad();
+
+  // Shards that got other memory (they were loaded, or given memory after a construction without)
+  // lie in the unit's own again.
+  virtual void bring_home() = 0;
+
+  // ---- Parameters. All ranks call these alike.
+  // Issues the gather unless the wholes are there and hold what the shards hold. `cast`: the dtype
+  // in which autocast reads weights, where it is on; what has other reads is gathered as well.
+  void start_gather(std::optional<DType> cast = {});
+  // The wholes can be read. Nothing where no gather is under way.
+  void finish_gather();
+  // Frees the wholes where they are not kept (ZeRO-1 and 2 keep them). `keep_part`: this rank's
+  // part among fewer ranks stays, where there are such (RowShards), and the next gather is theirs.
+  void release(bool keep_part = false) noexcept;
+  bool is_whole() const { return state_ == State::kWhole; }
+  bool is_gathering() const { return state_ == State::kGathering; }
+  bool is_current(std::optional<DType> cast = {}) const {
+    return state_ == State::kWhole && is_as_gathered() && serves(cast);
+  }
+  bool is_as_gathered() const;  // the shards hold what they did at the last gather
+  // For a read that no cast serves: the wholes have their bytes, and this one always will.
+  virtual void gather_whole(size_t param);
+  // Whether parameters may travel cast, and what autocast's reads are.
+  virtual bool may_cast() const { return false; }
+  virtual bool may_travel_in_float8() const { return false; }
+  void set_cast(size_t param, std::optional<DType> cast) { params_[param].cast = cast; }
+  // Its bytes travel, by `key`; none: they do not.
+  void set_float8(size_t param, std::optional<WeightKey> key,
+                  const std::shared_ptr<Float8Maxima>& maxima);
+  // What stands in the modules' places.
+  void show_wholes();
+  void show_shards();
+  // Throws AutogradError where a whole was written since it was gathered: the write would be lost.
+  void check_unwritten() const;
+  // The wholes' own parts become the shards' values: what was written to gathered parameters stays.
+  void keep_written();
+
+  // ---- Gradients, of one backward
+  virtual void begin_backward();
+  // What a backward that threw has left comes to its end and counts for nothing.
+  void abandon() noexcept;
+  // The same without waiting, of all that is under way: the others may never come to it.
+  void let_go() noexcept;
+  // The gradient of params()[i] of this rank has come, or zeros stand for it.
+  void arrive() { --pending_; }
+  bool is_complete() const { return pending_ == 0; }
+  bool is_reducing() const { return reducing_; }
+  void set_reducing() { reducing_ = true; }
+  // Issues the reduction of the wholes' gradients, zeros where there are none, onto the sums of
+  // earlier backwards. `zeros`: this rank contributes nothing. `all_reduce`: as wait_reduce().
+  void start_reduce(bool zeros, bool all_reduce);
+  // A call without data in the place of a reduction, where nothing here trains on this rank and the
+  // others have still to agree on that.
+  Work start_agreement();
+  // Waits; frees what was sent. Issues the sum along the replicated axis, where `all_reduce` says
+  // so: the sums are then those of all ranks.
+  void wait_reduce(bool all_reduce);
+  // Waits for that. The mean of the sum.
+  void finish_sum(double divisor);
+  // The shard's `.grad` is its part of the sums.
+  void hand_out(size_t param);
+  void end_backward();
+
+ protected:
+  struct Options {
+    std::string tag;
+    ShardRanks ranks;
+    ShardDTypes dtypes = {};
+    bool keeps_wholes = false;
+    OffloadPolicy offload = OffloadPolicy::kNone;
+  };
+  ParamGroup(Options options, std::vector<ShardedParam> params);
+
+  enum class State : uint8_t { kSharded, kGathering, kWhole };
+
+  Group& shards() const { return *ranks_.shards; }
+  int shard_index() const { return ranks_.shards->rank(); }
+  size_t num_trained() const { return trained_.size(); }
+  ShardedParam& trained(size_t i) { return params_[trained_[i]]; }
+  const ShardedParam& trained(size_t i) const { return params_[trained_[i]]; }
+  virtual void issue_gather(std::optional<DType> cast) = 0;
+  virtual void take_gathered() {}  // what has come lies where it is read
+  // Whether what was gathered last is all that a reader in a scope of autocast needs.
+  virtual bool serves(std::optional<DType>) const { return true; }
+  virtual void free_wholes(bool keep_part) = 0;
+  // Elements of a parameter that a rank sends.
+  virtual int64_t room_of(size_t param) const { return numel_of(params_[param].shape); }
+  // This rank's part of a whole, as the shard lies.
+  virtual Tensor own_part(size_t param) const = 0;
+  // [ranks x part] of the reduce dtype, in which this rank's gradients lie.
+  virtual Tensor reduce_input(bool zeros) = 0;
+  virtual void follow_trained() {}  // the list of trained parameters is another
+  // Memory for the sums, [part], without values.
+  virtual Tensor new_sums();
+  // Where the part of a trained parameter lies in the sums.
+  virtual Tensor sum_of(const Tensor& sums, size_t trained) const = 0;
+  // Memory for the shards, zeros: the device's or the host's.
+  Tensor new_part() const;
+  HostTransfers& transfers();
+  // Of a unit that was made without memory: where its parameters are now.
+  void take_device(const Device& device);
+  std::vector<uint32_t> shard_versions() const;
+  // As whole and shard are made: the shard's object gets the bytes of `part`, and the placements.
+  void become_shard(ShardedParam& param, const Tensor& part, const Placement& placement);
+  // A shard that lies elsewhere lies in `home` from now on, a view of the unit's own memory.
+  void move_home(ShardedParam& param, const Tensor& home);
+  static Tensor leaf_over(const Tensor& elements, bool requires_grad);
+  void note_handed_out(const Tensor& sums) { handed_out_ = sums.storage(); }
+  CollectiveOptions on(Channel channel) const { return {.channel = channel, .tag = call_tag_}; }
+
+  std::string tag_, call_tag_;
+  ShardRanks ranks_;
+  DType dtype_, whole_dtype_, reduce_dtype_, gradient_dtype_;
+  Device device_;
+  bool keeps_wholes_;
+  OffloadPolicy offload_;
+  bool alone_ = false;  // of one rank, whose shards are the wholes' elements
+  std::vector<ShardedParam> params_;
+  std::vector<size_t> trained_;  // positions of those that require grad
+  Work gather_;
+  HostTransfers::EventPtr uploaded_;             // what the gather under way begins with
+  int64_t part_numel_ = 0, gradient_numel_ = 0;  // of a rank's part
+
+ private:
+  // What the shards' `.grad` hold as one piece, where any has one.
+  Tensor held_sums();
+  Tensor new_held_sums();
+  void add_own_gradients();
+  void reduce_to_host(const Tensor& held, bool all_reduce);
+  void take_sums_on_host();
+  void wait_quietly() noexcept;
+
+  State state_ = State::kSharded;
+  size_t pending_ = 0;
+  bool reducing_ = false;
+  Work reduce_, replica_sum_;
+  Tensor input_, sums_;
+  Tensor received_;  // [part], where sums travel in another dtype than they are kept in
+  bool adds_received_ = false;
+  // see [Note: parts on the host]: the sums, or what came in the dtype that it was reduced in.
+  Tensor host_sums_, host_received_;
+  HostTransfers::EventPtr reduced_, downloaded_;
+  std::shared_ptr<HostTransfers> transfers_;
+  std::weak_ptr<Storage> handed_out_;
+  bool sums_of_replicas_ = false;  // what was handed out is the sum along the replicated axis, too
+};
+
+// Rows: every parameter is cut along dimension 0 into chunks of ceil(rows / ranks), as Shard(0)
+// says, or along another one evenly, and a gather is unpacked into the wholes. The contract of
+// fully_shard().
+class RowShards final : public ParamGroup {
+ public:
+  // The parameters' elements are cut here: `params` have places and names, and the whole tensors as
+  // `shard`. `near`: fewer ranks, among which the wholes are kept in parts between forward and
+  // backward; null: they are not.
+  RowShards(std::string tag, const ShardRanks& ranks, std::vector<ShardedParam> params,
+            const ShardDTypes& dtypes, std::shared_ptr<Group> near = nullptr,
+            OffloadPolicy offload = OffloadPolicy::kNone);
+  ~RowShards() override;
+
+  void bring_home() override;
+  int64_t whole_bytes() const override;
+  int64_t uploaded_bytes() const override;
+  bool gathers_from_host_again() const override {
+    return offload_ == OffloadPolicy::kParameters && near_ == nullptr;
+  }
+  void gather_whole(size_t param) override;
+  bool may_cast() const override { return whole_dtype_ == dtype_ && dtype_ == kF32; }
+  bool may_travel_in_float8() const override { return may_cast() && !is_offloaded(); }
+
+ private:
+  // How a rank's part travels.
+  enum class Form : uint8_t { kStored, kCast, kFloat8 };
+  struct Travel {
+    std::optional<DType> cast = {};     // of autocast, where a parameter has a form for that
+    std::vector<Form> forms = {};       // of each parameter
+    std::vector<int64_t> offsets = {};  // of the parameters, in bytes
+    std::vector<uint32_t> scales = {};  // versions, of the parameters in float8
+    int64_t labels = 0;                 // offset of theirs, one behind the other
+    int64_t bytes = 0;
+    DType dtype = kF32;  // bytes, where there are several
+    bool operator==(const Travel&) const = default;
+  };
+  int64_t room_of(size_t param) const override { return layout_.local_slice(param, 0).numel; }
+  DType dtype_in(const Travel& travel, size_t param) const;
+  void pack_float8(const Tensor& target);
+  kernels::Quantized arrived_float8(size_t param, int64_t label) const;
+  void issue_gather(std::optional<DType> cast) override;
+  void take_gathered() override;
+  bool serves(std::optional<DType> cast) const override;
+  void free_wholes(bool keep_part) override;
+  Travel travel(std::optional<DType> cast) const;
+  void gather_from(const Tensor& part, int64_t numel);
+  void pack(const Tensor& part, const Tensor& target, const Device& device);
+  const Tensor& part_to_upload(int64_t numel);
+  Tensor released(const Shape& shape) const;
+  Tensor own_part(size_t param) const override;
+  Tensor reduce_input(bool zeros) override;
+  Tensor sum_of(const Tensor& sums, size_t trained) const override;
+  void follow_trained() override;
+  Tensor rows_of(const Tensor& whole, size_t param) const;
+  Tensor part_of(const Tensor& flat, const FlatLayout& layout, size_t at, size_t param) const;
+  // Calls piece(offset in a rank's part, offset in the whole, elements) for what rank r holds.
+  template <class Piece>
+  void for_pieces(const FlatLayout& layout, size_t at, size_t param, int r,
+                  const Piece& piece) const;
+  void take_memory(const Device& device);
+
+  FlatLayout layout_, gradient_layout_;
+  Travel way_;  // of the last gather
+  std::shared_ptr<Group> near_;
+  Tensor near_part_;  // [ranks x part / near ranks]: of the last gather, for the next one
+  Tensor part_;       // [part]: the shards one behind the other
+  // Of parts on the host: the device's copy (OffloadPolicy::kOptimizer), and the parts as they
+  // travel where that is not as they lie; each of the versions beside it.
+  Tensor device_part_, packed_;
+  std::vector<uint32_t> device_part_versions_, packed_versions_;
+  Travel packed_way_;
+  HostTransfers::EventPtr packed_upload_;
+  Tensor gathered_;  // [ranks x part], while a gather is under way
+};
+
+// One run of memory: the parameters lie one behind the other and the run is cut into equal parts,
+// wherever the cuts fall (FlatShard). The wholes are views of it and a gather is in place, so that
+// nothing is packed or unpacked. For ZeRO-1 and 2, which keep the wholes, and for a group of one
+// rank, where wholes and shards are the same elements.
+class FlatShards final : public ParamGroup {
+ public:
+  // `rows`: of one rank, whose parts are whole: placed Shard(0) as RowShards are.
+  // `local_sums`: gradients add up in this rank's own whole gradients until they are reduced
+  // (ZeRO-1).
+  // `offload`: kNone or kOptimizer; not with `rows`.
+  FlatShards(std::string tag, const ShardRanks& ranks, std::vector<ShardedParam> params,
+             const ShardDTypes& dtypes, bool rows, bool local_sums,
+             OffloadPolicy offload = OffloadPolicy::kNone);
+  ~FlatShards() override;
+
+  void bring_home() override;
+  int64_t uploaded_bytes() const override { return is_offloaded() ? part_bytes() : 0; }
+
+  void begin_backward() override;
+
+ private:
+  void issue_gather(std::optional<DType> cast) override;
+  void free_wholes(bool) override {}
+  Tensor own_part(size_t param) const override;
+  Tensor reduce_input(bool zeros) override;
+  Tensor new_sums() override;
+  Tensor sum_of(const Tensor& sums, size_t trained) const override;
+  void follow_trained() override;
+  std::pair<int64_t, int64_t> run_of(size_t param) const;
+  int64_t place_in_part(size_t param) const;
+  Tensor home_of(size_t param) const;
+  void take_memory(const Device& device);
+
+  bool rows_;
+  std::vector<int64_t> offsets_;  // of the parameters in the run
+  Tensor run_;                    // [ranks x part]
+  Tensor part_;                   // [part], of the shards, where they lie on the host
+  Tensor gradients_;              // the same of the gradients, where they add up locally
+  std::vector<Tensor> homes_;     // of the wholes' gradients in it, one for each parameter
+};
+
+}  // namespace tessera::distributed

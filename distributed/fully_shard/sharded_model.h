@@ -1,0 +1,70 @@
+// A model of whose parameters each rank holds a part, as the ranks train it together: what
+// fully_shard() and zero() set up.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/distributed/data_parallel/data_parallel_model.h>
+#include <tessera/distributed/fully_shard/sharding_mode.h>
+#include <tessera/distributed/fully_shard/unit_schedule.h>
+
+namespace tessera::distributed {
+
+// What one unit holds and sends; calculated from shapes.
+struct UnitReport {
+  std::string name;
+  int64_t parameters = 0;               // elements of the wholes, of all dtypes
+  int64_t whole_bytes = 0;              // of a gather, padding included
+  int64_t part_bytes = 0;               // of this rank's part
+  int64_t reduced_bytes = 0;            // that one reduction sends, padding included
+  int64_t gathers = 0, reductions = 0;  // of a micro-batch
+  bool reshards_after_forward = false;
+  // Of parts on the host (offload_policy.h), else 0: what travels up to the device for the gathers
+  // of a micro-batch (kParameters) or of a step (kOptimizer), and down after the reduction of a
+  // step's last micro-batch and of one before. Where replicas add up sums that others have begun,
+  // these travel up before.
+  OffloadPolicy offload = OffloadPolicy::kNone;
+  int64_t uploaded_bytes = 0, downloaded_bytes = 0, partial_downloaded_bytes = 0;
+  int64_t continued_bytes = 0;
+};
+
+class ShardedModel final : public DataParallelModel {
+ public:
+  ShardedModel(ShardedModel&&) noexcept = default;
+  ShardedModel& operator=(ShardedModel&&) noexcept = default;
+
+  // UnsupportedError: a rank without batches would have to run the model to take part in its
+  // gathers.
+  Join join(const JoinOptions& options = {}) override;
+  void set_forward_observer(std::function<BeforeBackward()> observer) override;
+  bool reduces_every_backward() const override { return schedule_->reduces_every_backward(); }
+  TensorList wholes() const override;
+  std::string describe() const override;
+
+  const ShardingMode& mode() const { return mode_; }
+  std::vector<UnitReport> report() const;
+  UnitSchedule& schedule() const { return *schedule_; }
+
+ private:
+  friend ShardedModel make_sharded_model(std::shared_ptr<UnitSchedule>, std::shared_ptr<ShardUnit>,
+                                         const ShardingMode&);
+  ShardedModel(std::shared_ptr<UnitSchedule> schedule, std::shared_ptr<ShardUnit> root,
+               const ShardingMode& mode)
+      : DataParallelModel({schedule, &schedule->pass()}),
+        schedule_(std::move(schedule)),
+        root_(std::move(root)),
+        mode_(mode) {}
+
+  std::shared_ptr<UnitSchedule> schedule_;
+  std::shared_ptr<ShardUnit> root_;
+  ShardingMode mode_;
+};
+
+// For fully_shard.h and zero.h, which make them.
+ShardedModel make_sharded_model(std::shared_ptr<UnitSchedule> schedule,
+                                std::shared_ptr<ShardUnit> root, const ShardingMode& mode);
+
+}  // namespace tessera::distributed
