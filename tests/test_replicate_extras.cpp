@@ -128,7 +128,7 @@ TEST(Report, SaysWhatAStepCostsAndTheTraceAgrees) {
           EXPECT_EQ(report.gradients.bytes, report.gradient_bytes);
         }
         EXPECT_GE(report.buckets.size(), 3u);
-        EXPECT_NE(report.describe().find("(R, P, R) over " + std::to_string(size) + " ranks"),
+        EXPECT_NE(report.describe().find("replicate over " + std::to_string(size) + " ranks"),
                   std::string::npos)
             << report.describe();
       }

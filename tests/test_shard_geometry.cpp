@@ -5,7 +5,6 @@
 #include <tessera/distributed/backward/buckets.h>
 #include <tessera/distributed/backward/buffer.h>
 #include <tessera/distributed/backward/step_plan.h>
-#include <tessera/distributed/fully_shard/sharding_mode.h>
 
 namespace tessera::distributed::test_shard_geometry {
 namespace {
@@ -134,13 +133,6 @@ TEST(StepPlan, OnlyTheLastMicroBatchSynchronises) {
   const StepPlan last = StepPlan::of(1, 2);
   EXPECT_TRUE(last.sync_gradients && last.is_last && last.all_reduce);
   EXPECT_EQ(last.micro_index, 1);
-}
-
-TEST(ShardingMode, ModesAreTriples) {
-  EXPECT_EQ(describe(kDataParallel), "(R, P, R)");
-  EXPECT_EQ(describe(kZero1), "(R, P, S)");
-  EXPECT_EQ(describe(kZero2), "(R, S, S)");
-  EXPECT_EQ(describe(kFullyShard), "(S, S, S)");
 }
 
 }  // namespace

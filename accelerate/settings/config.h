@@ -102,8 +102,7 @@ struct Resolved {
 enum class CommHook : uint8_t { kNone, kFP16, kBF16, kPowerSgd, kBatchedPowerSgd };
 enum class CommWrapper : uint8_t { kNone, kFP16, kBF16 };
 enum class StateDictType : uint8_t { kSharded, kFull };
-// What several ranks hold of a model that they train together
-// (distributed/fully_shard/sharding_mode.h).
+// What several ranks hold of a model that they train together.
 enum class Sharding : uint8_t {
   kDdp,    // everything
   kZero1,  // a part of the optimizer states

@@ -34,8 +34,7 @@ ShardReport make_report(const BucketSchedule& schedule) {
 
 std::string ShardReport::describe() const {
   std::ostringstream out;
-  out << "mode (parameter, gradient, optimizer) = " << tessera::distributed::describe(mode)
-      << " over " << ranks << " ranks, hook " << hook << ", buckets made anew " << rebuilds
+  out << "replicate over " << ranks << " ranks, hook " << hook << ", buckets made anew " << rebuilds
       << " times\n";
   for (const Bucket& bucket : buckets) {
     out << "  bucket " << bucket.index << ": " << bucket.dtype << '[' << bucket.elements << "], "

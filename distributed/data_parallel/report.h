@@ -7,7 +7,6 @@
 #include <vector>
 
 #include <tessera/distributed/data_parallel/bucket_schedule.h>
-#include <tessera/distributed/fully_shard/sharding_mode.h>
 
 namespace tessera::distributed {
 
@@ -20,7 +19,6 @@ struct ShardReport {
     int64_t bytes = 0;
     Traffic traffic;
   };
-  ShardingMode mode;
   int ranks = 1;
   std::string hook;
   std::vector<Bucket> buckets;

@@ -201,7 +201,7 @@ Tensor FullyShardedModule::touch(const Tensor& x) const {
 ShardedModel sharded_model(nn::ModuleBase& root) {
   auto unit = unit_of(root, "sharded_model");
   auto schedule = schedule_under(unit);
-  return make_sharded_model(std::move(schedule), std::move(unit), kFullyShard);
+  return make_sharded_model(std::move(schedule), std::move(unit), "fully_shard");
 }
 
 // ---- Whole parameters for reading and writing ---------------------------------------------------

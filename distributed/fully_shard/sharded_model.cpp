@@ -54,8 +54,7 @@ std::vector<UnitReport> ShardedModel::report() const {
 std::string ShardedModel::describe() const {
   std::ostringstream text;
   const Mesh& mesh = *root_->ranks.mesh;
-  text << "mode (parameter, gradient, optimizer) " << distributed::describe(mode_) << " on "
-       << mesh.describe() << "\n"
+  text << mode_ << " on " << mesh.describe() << "\n"
        << "unit                  elements   whole bytes    part bytes  gathers  reductions\n";
   UnitReport sum;
   for (const UnitReport& unit : report()) {
@@ -90,7 +89,7 @@ std::string ShardedModel::describe() const {
 }
 
 ShardedModel make_sharded_model(std::shared_ptr<UnitSchedule> schedule,
-                                std::shared_ptr<ShardUnit> root, const ShardingMode& mode) {
+                                std::shared_ptr<ShardUnit> root, std::string_view mode) {
   return {std::move(schedule), std::move(root), mode};
 }
 

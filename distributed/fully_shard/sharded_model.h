@@ -5,10 +5,10 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <tessera/distributed/data_parallel/data_parallel_model.h>
-#include <tessera/distributed/fully_shard/sharding_mode.h>
 #include <tessera/distributed/fully_shard/unit_schedule.h>
 
 namespace tessera::distributed {
@@ -44,15 +44,14 @@ class ShardedModel final : public DataParallelModel {
   TensorList wholes() const override;
   std::string describe() const override;
 
-  const ShardingMode& mode() const { return mode_; }
   std::vector<UnitReport> report() const;
   UnitSchedule& schedule() const { return *schedule_; }
 
  private:
   friend ShardedModel make_sharded_model(std::shared_ptr<UnitSchedule>, std::shared_ptr<ShardUnit>,
-                                         const ShardingMode&);
+                                         std::string_view);
   ShardedModel(std::shared_ptr<UnitSchedule> schedule, std::shared_ptr<ShardUnit> root,
-               const ShardingMode& mode)
+               std::string_view mode)
       : DataParallelModel({schedule, &schedule->pass()}),
         schedule_(std::move(schedule)),
         root_(std::move(root)),
@@ -60,11 +59,11 @@ class ShardedModel final : public DataParallelModel {
 
   std::shared_ptr<UnitSchedule> schedule_;
   std::shared_ptr<ShardUnit> root_;
-  ShardingMode mode_;
+  std::string_view mode_;
 };
 
-// For fully_shard.h and zero.h, which make them.
+// For fully_shard.h and zero.h, which make them. `mode`: a name for describe().
 ShardedModel make_sharded_model(std::shared_ptr<UnitSchedule> schedule,
-                                std::shared_ptr<ShardUnit> root, const ShardingMode& mode);
+                                std::shared_ptr<ShardUnit> root, std::string_view mode);
 
 }  // namespace tessera::distributed

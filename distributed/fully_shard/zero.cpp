@@ -68,7 +68,7 @@ ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options)
   install_unit(unit);
   auto schedule = schedule_under(unit);
   return make_sharded_model(std::move(schedule), std::move(unit),
-                            options.stage == 1 ? kZero1 : kZero2);
+                            options.stage == 1 ? "zero1" : "zero2");
 }
 
 }  // namespace tessera::distributed
