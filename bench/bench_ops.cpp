@@ -29,7 +29,7 @@
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
-#include "op_samples.h"
+#include "autograd/op_samples.h"
 #include "training_samples.h"
 
 namespace tessera::tests {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "op_samples.h"
+#include "autograd/op_samples.h"
 
 namespace tessera::tests {
 

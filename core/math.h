@@ -5,7 +5,8 @@
 // lgamma are libm's for both; digamma and zeta are calculated in double.
 //
 // Largest error of the float forms, in units of the last place of the exact result, measured over
-// bit patterns of all finite floats, subnormals included (tests/test_math.cpp holds them to it):
+// bit patterns of all finite floats, subnormals included (tests/core/test_math.cpp holds them to
+// it):
 //
 //   exp 1.2   expm1 1.8   log 0.9   log1p 1.5   tanh 2.5   erf 1.1   sin 1.5   cos 1.5
 //   tan 3.0   log2 1.5    log10 1.7 erfinv 4.0

@@ -32,14 +32,14 @@ while read -r file; do
   name=${file##*/}
   name=${name%%.*}
   case $file in
-    tests/test_*.cpp) tests+=("$name") ;;
+    tests/test_*.cpp | tests/*/test_*.cpp) tests+=("$name") ;;
     *.h | *.cpp | *.cu | *.cuh)
       header=${file%.*}
       [[ -f $header.h ]] || header=${header%_*}
       [[ -f $header.h ]] || continue
       while read -r test; do
         tests+=("$(basename "$test" .cpp)")
-      done < <(grep -lF "<tessera/$header.h>" tests/test_*.cpp || true)
+      done < <(grep -lF "<tessera/$header.h>" tests/test_*.cpp tests/*/test_*.cpp || true)
       ;;
   esac
 done <<< "$changed"

@@ -352,7 +352,7 @@ def tests_of(file, most):
     headers += [name for name in includes_of(file, cache) if name.startswith(folder)]
     for header in headers:
         ranked = []
-        for test in sorted((ROOT / "tests").glob("test_*.cpp")):
+        for test in sorted([*(ROOT / "tests").glob("test_*.cpp"), *(ROOT / "tests").glob("*/test_*.cpp")]):
             start = str(test.relative_to(ROOT))
             # What tests share is part of each of them.
             layer, seen = collections.deque([(0, start)]), {start: 0}
@@ -596,7 +596,7 @@ def main():
             print(f"{file}: no test includes it; name some with --tests")
             continue
         sources = [path for program in programs for path in (TREE / "tests").rglob(f"{program}.c*")]
-        state = fingerprint([*sources, *(TREE / "tests").glob("*.h")]) + " " + ",".join(programs)
+        state = fingerprint([*sources, *(TREE / "tests").rglob("*.h")]) + " " + ",".join(programs)
         version = fingerprint([TREE / file])
         results = []
         for mutant in mutants:

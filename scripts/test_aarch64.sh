@@ -85,7 +85,7 @@ cmake -S . -B build/aarch64 -G Ninja -DCMAKE_COMPILE_WARNING_AS_ERROR=ON -DCMAKE
   -DCMAKE_BUILD_TYPE=Release -DTESSERA_WITH_CUDA=OFF -DTESSERA_WITH_MPI=OFF -DTESSERA_WITH_NCCL=OFF -DTESSERA_WITH_ONEDNN=OFF \
   -DTESSERA_EMULATE_GPU=OFF -DTESSERA_BUILD_BENCH=OFF -DTESSERA_UNITY=ON "-DTESSERA_TEST_FILES=$(IFS=";"; echo "${tests[*]}")" "${launcher[@]}"
 # Most test files are one program, some are their own.
-program_of() { grep -q '^// ctest own program:' "tests/$1.cpp" && echo "$1" || echo tests; }
+program_of() { grep -q '^// ctest own program:' tests/*/"$1.cpp" && echo "$1" || echo tests; }
 readarray -t programs < <(for name in "${tests[@]}"; do program_of "$name"; done | sort -u)
 ninja -C build/aarch64 "${programs[@]}"
 qemu=$(command -v qemu-aarch64 || command -v qemu-aarch64-static || true)

@@ -436,9 +436,9 @@ TEST_F(PlantedTree, CallsOfTheRuntimeAreReported) {
 
 TEST_F(PlantedTree, TestsThatForgetToCompareAreReported) {
   write("tests/a.cpp", "  compared_ranks(2, body);\n  failing_ranks(\"why\", 2, body);\n");
-  write("tests/compared_ranks.h", "run_ranks(size, body);\n");
+  write("tests/distributed/compared_ranks.h", "run_ranks(size, body);\n");
   write("tests/b.cpp", "// ctest ranks: 2\ncheck_equal_traces(scope);\n");
-  write("tests/test_mpi_timeout.cpp", "// ctest ranks: 2\n");
+  write("tests/distributed/test_mpi_timeout.cpp", "// ctest ranks: 2\n");
   EXPECT_TRUE(comparison_errors(root_).empty());
   write("tests/c.cpp", "\nrun_ranks(2, body);\n");
   write("tests/deeper/d.cpp", "  distributed::run_ranks(2, body);\n");

@@ -9,7 +9,8 @@
 // engine finds the blocks that repeat, gathers and reduces them. Its ops stand for those of the
 // model: each reads the parameters of a module in the order of the list, gives a tensor of
 // [tokens, width], keeps for backward as much as the real op would, and its backward brings the
-// gradients. tests/test_training_plan.cpp holds outlines against the models of the examples.
+// gradients. tests/accelerate/test_training_plan.cpp holds outlines against the models of the
+// examples.
 //
 // Activations are an estimate, of what a layer of ours keeps: inputs of norms and products,
 // queries, keys and values, attention's result and its statistics, the inner values of the

@@ -25,7 +25,7 @@
 #include <tessera/distributed/transport/backend_thread.h>
 #include <tessera/distributed/transport/collectives.h>
 
-#include "../compared_ranks.h"
+#include "../distributed/compared_ranks.h"
 #include "../mock_nccl/mock_nccl.h"
 
 namespace tessera::distributed {

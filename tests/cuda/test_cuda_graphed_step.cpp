@@ -23,8 +23,8 @@
 #include <tessera/optim/schedule.h>
 #include <tessera/precision/grad_scaler.h>
 
-#include "../master_writes.h"
-#include "../optimizer_kinds.h"
+#include "../optim/master_writes.h"
+#include "../optim/optimizer_kinds.h"
 #include "gpt2/model.h"
 #include "on_emulation.h"
 

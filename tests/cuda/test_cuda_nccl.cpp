@@ -28,7 +28,7 @@
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
-#include "../fault_backend.h"
+#include "../distributed/fault_backend.h"
 #include "../message_of.h"
 #include "nccl_fixture.h"
 

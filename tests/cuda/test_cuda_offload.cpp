@@ -29,7 +29,7 @@
 #include <tessera/optim/ema.h>
 #include <tessera/optim/optimizers.h>
 
-#include "../fault_backend.h"
+#include "../distributed/fault_backend.h"
 #include "../message_of.h"
 #include "nccl_fixture.h"
 #include "sharded_blocks.h"

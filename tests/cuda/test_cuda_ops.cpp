@@ -17,9 +17,9 @@
 #include <tessera/core/kernels/embedding/embedding.h>
 #include <tessera/core/kernels/loss/linear_cross_entropy.h>
 
+#include "autograd/op_checks.h"
+#include "autograd/op_samples.h"
 #include "on_emulation.h"
-#include "op_checks.h"
-#include "op_samples.h"
 
 namespace tessera::tests {
 namespace {

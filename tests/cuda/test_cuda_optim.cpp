@@ -13,8 +13,8 @@
 #include <tessera/optim/ema.h>
 #include <tessera/optim/muon.h>
 
-#include "../master_writes.h"
-#include "../optimizer_kinds.h"
+#include "../optim/master_writes.h"
+#include "../optim/optimizer_kinds.h"
 #include "on_emulation.h"
 
 namespace tessera::optim {

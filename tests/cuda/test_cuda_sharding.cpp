@@ -25,7 +25,7 @@
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
-#include "../fault_backend.h"
+#include "../distributed/fault_backend.h"
 #include "nccl_fixture.h"
 #include "sharded_blocks.h"
 

@@ -15,8 +15,8 @@
 // f32 registers instead, see can_split. An f16 is widened as it is read: its first two parts are
 // all of it.
 //
-// The kernel is independent of who multiplies the tiles: tests/test_gemm_split.cpp does it in plain
-// C++, in the order of the instruction.
+// The kernel is independent of who multiplies the tiles: tests/core/test_gemm_split.cpp does it in
+// plain C++, in the order of the instruction.
 #pragma once
 
 #include <tessera/core/kernels/gemm/gemm_block.h>

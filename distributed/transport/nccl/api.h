@@ -1,7 +1,8 @@
 // The part of NCCL's C interface that the backend uses, as of version 2.18: later libraries keep
 // its names, values and layouts. Declared here, so that neither nccl.h nor CUDA's headers are
-// needed to build; the library is loaded when it is first asked for. tests/nccl_header.cpp compares
-// these declarations with nccl.h where that is installed.
+// needed to build; the library is loaded when it is first asked for.
+// tests/distributed/nccl_header.cpp compares these declarations with nccl.h where that is
+// installed.
 #pragma once
 
 #include <climits>

@@ -1,0 +1,191 @@
+// Windows that no step follows: nothing weighs anything, gradients overflow, the program leaves the
+// step out. What comes after them is what one process has in f32.
+// ctest labels: threads
+#include "accelerate/accelerator_fixture.h"
+
+#include <functional>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <tessera/distributed/mesh/dtensor.h>
+
+namespace tessera::test_accelerator_unstepped {
+namespace {
+
+using accelerate::Sharding;
+
+constexpr Sharding kModes[] = {Sharding::kDdp, Sharding::kZero1, Sharding::kZero2, Sharding::kZero3,
+                               Sharding::kFsdp};
+const char* name_of(Sharding sharding) {
+  static const char* const names[] = {"ddp", "zero1", "zero2", "zero3", "fsdp"};
+  return names[static_cast<int>(sharding)];
+}
+
+struct Way {
+  Sharding sharding = Sharding::kDdp;
+  Precision precision = Precision::kNo;
+  int64_t accumulation = 1;
+};
+
+struct Micro {
+  std::optional<double> weight = {};
+  double factor = 1;  // of the loss
+  bool ends_window = false;
+};
+
+// A training of y = a x + b whose program is given, and the values that it comes to: norms, then
+// parameters.
+struct Training {
+  explicit Training(const Way& way)
+      : accelerator({.mixed_precision = way.precision,
+                     .gradient_accumulation_steps = way.accumulation,
+                     .seed = 5,
+                     .sharding = way.sharding,
+                     .loss_scale = {.init_scale = 1024},
+                     .config_file = ""}),
+        optimizer(model.named_parameters(), {.lr = 0.1}) {
+    accelerator.prepare(model, optimizer);
+  }
+  void backward(const Micro& micro = {}) {
+    const auto scope = accelerator.accumulate({&model}, {.ends_window = micro.ends_window});
+    // The same on all ranks: so is one process's.
+    const auto [x, y] = line.rows(8 * batches, 8 * batches + 8);
+    ++batches;
+    accelerator.backward(squared_error(model(x), y) * micro.factor, {.weight = micro.weight});
+  }
+  void clip(double max_norm = 0.5) {
+    const Tensor norm = accelerator.clip_grad_norm(model.parameters(), max_norm);
+    if (accelerator.sync_gradients()) values.push_back(norm.item());
+  }
+  void step() { optimizer.step(); }
+  void clear() { optimizer.zero_grad(); }
+  std::vector<double> result() {
+    const NoGradGuard no_grad;
+    for (const auto& [name, tensor] : model.named_parameters()) {
+      values.push_back(
+          (distributed::is_dtensor(tensor) ? distributed::full_tensor(tensor) : tensor).item());
+    }
+    return values;
+  }
+  Accelerator accelerator;
+  Regression model;
+  optim::SGD optimizer;
+  const Line line{128};
+  int64_t batches = 0;
+  std::vector<double> values;
+};
+
+using Program = std::function<void(Training&)>;
+
+void expect_as_in_f32(int64_t accumulation, const Program& program,
+                      std::vector<Precision> precisions = {Precision::kNo, Precision::kFP16},
+                      const Program& reference = {}) {
+  const auto outcome = [&](const Way& way, const Program& own) {
+    Training training(way);
+    own(training);
+    return training.result();
+  };
+  const std::vector<double> expected =
+      outcome({.accumulation = accumulation}, reference ? reference : program);
+  for (const int ranks : {1, 2}) {
+    for (const Sharding sharding : kModes) {
+      for (const Precision precision : precisions) {
+        SCOPED_TRACE(testing::Message()
+                     << name_of(sharding) << " on " << ranks << " ranks, "
+                     << (precision == Precision::kNo ? "f32" : "f16") << ", " << accumulation);
+        on_ranks(ranks, [&](int) {
+          const std::vector<double> got = outcome({sharding, precision, accumulation}, program);
+          ASSERT_EQ(got.size(), expected.size());
+          for (size_t i = 0; i < got.size(); ++i) {
+            EXPECT_NEAR(got[i], expected[i], 1e-5 * (1 + std::abs(expected[i]))) << i;
+          }
+        });
+      }
+    }
+  }
+}
+
+// ---- What the loss scaler was told -------------------------------------------------------------
+
+TEST(UnsteppedWindows, WithoutWeightLeaveTheNextClippedStepAsItIs) {
+  for (const int64_t accumulation : {1, 2}) {
+    expect_as_in_f32(accumulation, [&](Training& training) {
+      for (const double weight : {1.0, 0.0, 1.0, 1.0}) {
+        for (int64_t micro = 0; micro < accumulation; ++micro) {
+          training.backward({.weight = weight});
+          training.clip();
+          training.step(), training.clear();
+        }
+      }
+    });
+  }
+}
+
+TEST(UnsteppedWindows, ThatAProgramClipsAndLeavesOutLeaveTheNextClippedStepAsItIs) {
+  for (const bool clears : {true, false}) {
+    for (const int64_t accumulation : {1, 2}) {
+      SCOPED_TRACE(clears);
+      expect_as_in_f32(accumulation, [&](Training& training) {
+        for (int window = 0; window < 4; ++window) {
+          for (int64_t micro = 0; micro < accumulation; ++micro) {
+            training.backward();
+            training.clip();
+            const bool left_out = window == 1 && micro == accumulation - 1;
+            if (!left_out) training.step();
+            if (!left_out || clears) training.clear();
+          }
+        }
+      });
+    }
+  }
+}
+
+// ---- What was reduced before -------------------------------------------------------------------
+
+// The short window at the end of an epoch; what follows it is a window like any other.
+void after_a_short_window(Training& training, const Micro& last, bool steps) {
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    for (int micro = 0; micro < 2; ++micro) {
+      training.backward({.weight = last.weight ? std::optional<double>(1) : std::nullopt});
+      training.step(), training.clear();
+    }
+    training.backward(last);
+    if (steps) training.step();
+    training.clear();
+  }
+  for (int micro = 0; micro < 4; ++micro) {
+    training.backward({.weight = last.weight ? std::optional<double>(1) : std::nullopt});
+    training.step(), training.clear();
+  }
+}
+
+TEST(UnsteppedWindows, OfOneMicroBatchWithoutWeightAreNotAddedTo) {
+  expect_as_in_f32(2, [](Training& training) {
+    after_a_short_window(training, {.weight = 0, .ends_window = true}, true);
+  });
+}
+
+TEST(UnsteppedWindows, OfOneMicroBatchThatOverflowAreNotAddedTo) {
+  // What one process does in f32 is not to step.
+  const auto reference = [](Training& training) {
+    after_a_short_window(training, {.ends_window = true}, false);
+  };
+  expect_as_in_f32(
+      2,
+      [](Training& training) {
+        after_a_short_window(
+            training, {.factor = std::numeric_limits<double>::infinity(), .ends_window = true},
+            true);
+      },
+      {Precision::kFP16}, reference);
+}
+
+TEST(UnsteppedWindows, OfOneMicroBatchThatTheProgramLeavesOutAreNotAddedTo) {
+  expect_as_in_f32(
+      2, [](Training& training) { after_a_short_window(training, {.ends_window = true}, false); });
+}
+
+}  // namespace
+}  // namespace tessera::test_accelerator_unstepped

@@ -1,0 +1,262 @@
+// The tessera command as users run it: config, env, test. CLI-1 and CLI-4 are in the tests' names.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include <tessera/accelerate/settings/config.h>
+
+#include "accelerate/tessera_command.h"
+
+namespace tessera::test_config_commands {
+namespace {
+
+// ---- config
+
+TEST(ConfigCommand, DefaultWritesAFileThatATrainingReads) {
+  TestFolder folder;
+  const std::string file = folder.path("made/here/config.json");
+  const FinishedProcess made =
+      tessera_command({"config", "default", "--mixed_precision", "bf16", "--even-batches", "false",
+                       "--cpu", "--output", file});
+  EXPECT_EQ(made.code(), 0) << made;
+  EXPECT_EQ(
+      folder.read("made/here/config.json"),
+      "{\n  \"mixed_precision\": \"bf16\",\n  \"cpu\": true,\n  \"even_batches\": false\n}\n");
+  const FinishedProcess shown = tessera_command({"env", "--changed", "--config", file});
+  EXPECT_TRUE(shown.printed("mixed_precision = bf16  (file " + file + ")")) << shown;
+  // It is not replaced by mistake.
+  const FinishedProcess again = tessera_command({"config", "default", "--output", file});
+  EXPECT_EQ(again.code(), 1);
+  EXPECT_TRUE(again.complained("--overwrite")) << again;
+  EXPECT_EQ(tessera_command({"config", "default", "--output", file, "--overwrite"}).code(), 0);
+  EXPECT_EQ(folder.read("made/here/config.json"), "{}\n");
+}
+
+TEST(ConfigCommand, DefaultGoesToTheUsersFolder) {
+  TestFolder folder;
+  const FinishedProcess made = tessera_command({"config", "default", "--seed", "3"},
+                                               {{"XDG_CONFIG_HOME", folder.path("xdg")}});
+  EXPECT_EQ(made.code(), 0) << made;
+  EXPECT_EQ(folder.read("xdg/tessera/config.json"), "{\n  \"seed\": 3\n}\n");
+}
+
+TEST(ConfigCommand, TheQuestionnaireAsksAgainForWhatCannotBe) {
+  TestFolder folder;
+  const std::string file = folder.path("asked.json");
+  // mixed_precision twice, its policy, what results are, accumulation, then all other questions
+  // with empty answers.
+  std::string input = "fp17\\nbf16\\n\\n\\n4\\n";
+  for (int i = 0; i < 60; ++i) input += "\\n";
+  const FinishedProcess asked = tessera_with_input(input, "config --output " + file);
+  EXPECT_EQ(asked.code(), 0) << asked;
+  EXPECT_TRUE(asked.printed("has to be one of no, bf16, fp16")) << asked;
+  EXPECT_EQ(folder.read("asked.json"),
+            "{\n  \"mixed_precision\": \"bf16\",\n  \"gradient_accumulation_steps\": 4\n}\n");
+}
+
+TEST(ConfigCommand, TheQuestionnaireWritesNothingWhereTheInputEnds) {
+  TestFolder folder;
+  const FinishedProcess asked =
+      tessera_with_input("bf16\\n", "config --output " + folder.path("none.json"));
+  EXPECT_EQ(asked.code(), 1) << asked;
+  EXPECT_TRUE(asked.complained("the input ended")) << asked;
+  EXPECT_FALSE(std::filesystem::exists(folder.path("none.json")));
+}
+
+TEST(ConfigCommand, UpdateRewritesOlderNames) {
+  TestFolder folder;
+  const std::string file =
+      folder.write("old.json", R"({"num_processes": "2", "use_cpu": true, "even_batches": "yes"})");
+  const FinishedProcess updated = tessera_command({"config", "update", file});
+  EXPECT_EQ(updated.code(), 0) << updated;
+  EXPECT_EQ(folder.read("old.json"), "{\n  \"cpu\": true,\n  \"ranks\": 2\n}\n");
+  folder.write("bad.json", R"({"num_process": 2})");
+  const FinishedProcess refused = tessera_command({"config", "update", folder.path("bad.json")});
+  EXPECT_EQ(refused.code(), 1);
+  EXPECT_TRUE(refused.complained("\"num_process\" (did you mean \"num_processes\"?)")) << refused;
+}
+
+TEST(ConfigCommand, CLI1_ImportSaysWhatBecameOfEachKeyAndTheFileLaunches) {
+  TestFolder folder;
+  const std::string yaml =
+      folder.write("a.yaml",
+                   "distributed_type: MULTI_CPU\nmixed_precision: bf16\nnum_processes: 1\n"
+                   "gpu_ids: '0,1'\nuse_cpu: true\nmain_process_port: null\n");
+  const std::string json = folder.path("a.json");
+  const FinishedProcess imported = tessera_command({"config", "import", yaml, "--output", json});
+  EXPECT_EQ(imported.code(), 0) << imported;
+  EXPECT_TRUE(imported.printed("mixed_precision = bf16")) << imported;
+  EXPECT_TRUE(imported.printed("CUDA_VISIBLE_DEVICES")) << imported;
+  const FinishedProcess launched =
+      tessera_command({"launch", "--config", json, kTesseraCommand, "env", "--changed"});
+  EXPECT_EQ(launched.code(), 0) << launched;
+  EXPECT_TRUE(launched.printed("mixed_precision = bf16  (file " + json + ")")) << launched;
+  EXPECT_EQ(tessera_command({"config", "import", yaml, "--output", json}).code(), 1);
+  EXPECT_EQ(tessera_command({"config", "import", folder.path("no.yaml")}).code(), 1);
+}
+
+// What a file asks for and a training would not do is refused with the key, and nothing is written.
+TEST(ConfigCommand, ImportsThatWouldTrainOtherwiseAreRefusedByKey) {
+  TestFolder folder;
+  const std::string json = folder.path("out.json");
+  const auto refused = [&](const std::string& yaml, const std::string& key) {
+    const FinishedProcess imported =
+        tessera_command({"config", "import", folder.write("in.yaml", yaml), "--output", json});
+    EXPECT_EQ(imported.code(), 1) << imported;
+    EXPECT_TRUE(imported.complained(key)) << key << '\n' << imported;
+    EXPECT_TRUE(imported.complained("nothing was written")) << imported;
+    EXPECT_FALSE(std::filesystem::exists(json));
+  };
+  // MS-AMP, and Accelerate's templates deepspeed.yaml and fsdp.yaml.
+  refused(
+      "distributed_type: \"NO\"\nmixed_precision: \"fp8\"\nfp8_config:\n  backend: MSAMP\n"
+      "  opt_level: O2\n",
+      "fp8_config.backend: MSAMP");
+  refused(
+      "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n"
+      "  offload_param_device: nvme\nnum_processes: 2\n",
+      "deepspeed_config.offload_param_device: nvme");
+  refused("distributed_type: MEGATRON_LM\nnum_processes: 2\n", "distributed_type: MEGATRON_LM");
+  // What is the same training under another name passes.
+  const FinishedProcess same = tessera_command(
+      {"config", "import",
+       folder.write("ok.yaml",
+                    "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 0\n"
+                    "  gradient_clipping: auto\n  offload_param_device: none\nnum_processes: 2\n"),
+       "--output", json});
+  EXPECT_EQ(same.code(), 0) << same;
+}
+
+TEST(ConfigCommand, AFileOfSeveralMachinesEndsInASentenceAboutTheHostFile) {
+  TestFolder folder;
+  const std::string json = folder.path("out.json");
+  const FinishedProcess imported = tessera_command(
+      {"config", "import",
+       folder.write("in.yaml",
+                    "distributed_type: MULTI_GPU\nmachine_rank: 0\nmain_process_ip: 127.0.0.1\n"
+                    "main_process_port: 0\nnum_machines: 2\nnum_processes: 4\n"),
+       "--output", json});
+  EXPECT_EQ(imported.code(), 0) << imported;
+  EXPECT_TRUE(imported.printed("--hostfile")) << imported;
+  const FinishedProcess launched = tessera_command({"launch", "--config", json, "true"});
+  EXPECT_EQ(launched.code(), 1) << launched;
+  EXPECT_TRUE(launched.complained("--hostfile FILE")) << launched;
+  EXPECT_TRUE(launched.complained("nodes=2")) << launched;
+  const FinishedProcess few =
+      tessera_command({"launch", "--nodes", "3", "--hostfile",
+                       folder.write("hosts", "localhost slots=4\n"), "-n", "3", "true"});
+  EXPECT_EQ(few.code(), 1) << few;
+  EXPECT_TRUE(few.complained("names 1")) << few;
+}
+
+TEST(ConfigCommand, AYamlFileWhereJsonIsReadPointsToTheImport) {
+  TestFolder folder;
+  const std::string yaml = folder.write("a.yaml", "mixed_precision: bf16\n");
+  const FinishedProcess launched = tessera_command({"launch", "--config", yaml, "true"});
+  EXPECT_EQ(launched.code(), 1) << launched;
+  EXPECT_TRUE(launched.complained("tessera config import " + yaml)) << launched;
+}
+
+TEST(ConfigCommand, CLI4_ToFsdp2) {
+  TestFolder folder;
+  const std::string first =
+      folder.write("v1.yaml",
+                   "distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n"
+                   "  fsdp_backward_prefetch: BACKWARD_PRE\nnum_processes: 2\n");
+  const std::string output = folder.path("v2.json");
+  const auto convert = [&](std::vector<std::string> words) {
+    words.insert(words.begin(), {"config", "to-fsdp2"});
+    return tessera_command(words);
+  };
+  FinishedProcess done =
+      convert({"--config_file", folder.path("no.yaml"), "--output_file", output});
+  EXPECT_EQ(done.code(), 1);
+  EXPECT_TRUE(done.complained("there is no file")) << done;
+  done = convert({"--config_file", first});
+  EXPECT_EQ(done.code(), 1);
+  EXPECT_TRUE(done.complained("--output-file")) << done;
+  done = convert({"--config_file", first, "--output_file", output});
+  EXPECT_EQ(done.code(), 0) << done;
+  EXPECT_TRUE(done.printed("fsdp_backward_prefetch") && done.printed("dropped")) << done;
+  EXPECT_EQ(folder.read("v2.json"),
+            "{\n  \"sharding\": \"fsdp\",\n  \"fsdp_reshard_after_forward\": false,\n  \"ranks\": "
+            "2\n}\n");
+  done = convert({"--config_file", first, "--output_file", output});
+  EXPECT_EQ(done.code(), 1);
+  EXPECT_TRUE(done.complained("exists")) << done;
+  EXPECT_EQ(convert({"--config_file", first, "--output_file", output, "--overwrite"}).code(), 0);
+
+  const std::string second =
+      folder.write("v2.yaml", "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n");
+  done = convert({"--config_file", second, "--output_file", folder.path("unwritten.json")});
+  EXPECT_EQ(done.code(), 0) << done;
+  EXPECT_TRUE(done.printed("FSDP2 already")) << done;
+  EXPECT_FALSE(std::filesystem::exists(folder.path("unwritten.json")));
+  done = convert({"--config_file", folder.write("none.yaml", "use_cpu: true\n"), "--output_file",
+                  folder.path("x.json")});
+  EXPECT_TRUE(done.code() == 1 && done.complained("no fsdp_config")) << done;
+}
+
+// ---- env
+
+TEST(EnvCommand, ShowsTheMachineAndEverySettingWithItsOrigin) {
+  const FinishedProcess shown =
+      tessera_command({"env", "--all"}, {{"TESSERA_COLLECTIVE_TIMEOUT", "30"}});
+  EXPECT_EQ(shown.code(), 0) << shown;
+  for (const char* part :
+       {"tessera:", "compiler:", "processor:", "extensions:", "kernels:", "cores:", "memory:",
+        "oneDNN:", "MPI:", "NCCL:", "CUDA:", "float8:", "launcher:"}) {
+    EXPECT_TRUE(shown.printed(part)) << part;
+  }
+  for (const accelerate::Setting& setting : accelerate::schema()) {
+    EXPECT_TRUE(shown.printed("\n" + std::string(setting.key) + " = ")) << setting.key;
+  }
+  EXPECT_TRUE(shown.printed("collective_timeout = 30  (TESSERA_COLLECTIVE_TIMEOUT)")) << shown;
+  EXPECT_TRUE(shown.printed("emulated on the CPU, exactly")) << shown;
+}
+
+TEST(EnvCommand, ShowsWhatWasChangedUnlessAllIsAskedFor) {
+  for (const std::vector<std::string>& words :
+       {std::vector<std::string>{"env"}, {"env", "--changed"}}) {
+    const FinishedProcess shown = tessera_command(words, {{"TESSERA_SEED", "4"}});
+    EXPECT_TRUE(shown.printed("seed = 4  (TESSERA_SEED)")) << shown;
+    EXPECT_FALSE(shown.printed("grace =")) << shown;
+    EXPECT_TRUE(shown.printed("processor:")) << shown;
+  }
+}
+
+TEST(EnvCommand, SaysWhatATrainingWouldRefuse) {
+  const FinishedProcess planned = tessera_command({"env", "--changed"}, {{"TESSERA_TP_SIZE", "2"}});
+  EXPECT_EQ(planned.code(), 1);
+  EXPECT_TRUE(planned.printed("tp_size = 2  (TESSERA_TP_SIZE)")) << planned;
+  EXPECT_TRUE(planned.printed("a training is refused")) << planned;
+}
+
+// ---- test
+
+TEST(TestCommand, PassesHere) {
+  for (const char* ranks : {"1", "2"}) {
+    if (std::string(ranks) != "1") {
+      SKIP_WITHOUT_MPI();
+    }
+    const FinishedProcess tested = tessera_command({"test", "-n", ranks});
+    EXPECT_EQ(tested.code(), 0) << tested;
+    EXPECT_TRUE(tested.printed("all passed")) << tested;
+    EXPECT_FALSE(tested.printed("FAIL")) << tested;
+  }
+}
+
+TEST(TestCommand, FailsWhereTheRanksCannotStart) {
+  const FinishedProcess tested = tessera_command({"test", "-n", "2"}, {{"PATH", "/nonexistent"}});
+  EXPECT_EQ(tested.code(), 1) << tested;
+  EXPECT_TRUE(tested.printed("FAILED")) << tested;
+}
+
+TEST(TesseraCommand, WithoutASubcommandOrWithAnUnknownOneItSaysWhatThereIs) {
+  EXPECT_NE(tessera_command({}).code(), 0);
+  EXPECT_EQ(tessera_command({"--help"}).code(), 0);
+  EXPECT_NE(tessera_command({"confgi"}).code(), 0);
+}
+
+}  // namespace
+}  // namespace tessera::test_config_commands

@@ -1,0 +1,124 @@
+// `tessera convert`.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include <nlohmann/json.hpp>
+
+#include <tessera/accelerate/state/model_io.h>
+#include <tessera/core/state/safetensors.h>
+#include <tessera/core/state/torch_file.h>
+
+#include "accelerate/tessera_command.h"
+#include "golden_files.h"
+
+namespace tessera::test_convert {
+namespace {
+
+namespace fs = std::filesystem;
+using tests::golden_path;
+
+class Convert : public testing::Test {
+ protected:
+  FinishedProcess convert(std::vector<std::string> words) {
+    words.insert(words.begin(), "convert");
+    return tessera_command(words);
+  }
+  std::string path(const std::string& name) { return folder_.path(name); }
+  void expect_golden(const StateDict& got, const std::string& reference, size_t below = 0,
+                     const std::string& key = "") {
+    size_t count = 0;
+    for (const auto& [name, tensor] : load_safetensors(golden_path(reference))) {
+      if (!name.starts_with(key)) continue;
+      const Tensor& same = got.at(name.substr(below));
+      ASSERT_EQ(same.dtype(), tensor.dtype()) << name;
+      ASSERT_EQ(same.shape(), tensor.shape()) << name;
+      EXPECT_EQ(same.to_vector(), tensor.to_vector()) << name;
+      ++count;
+    }
+    EXPECT_EQ(got.size(), count);
+  }
+  void expect_refused(const std::vector<std::string>& words, const std::string& why) {
+    const FinishedProcess process = convert(words);
+    EXPECT_EQ(process.code(), 1) << process;
+    EXPECT_TRUE(process.complained(why)) << why << "\n" << process;
+  }
+  TestFolder folder_;
+};
+
+TEST_F(Convert, AFileOfTorchBecomesTheSameTensors) {
+  const auto process = convert({golden_path("torch/state.pt"), path("out/state.safetensors")});
+  ASSERT_EQ(process.code(), 0) << process;
+  expect_golden(accelerate::load_weights(path("out/state.safetensors")), "torch/state.safetensors");
+  const SafeTensorsFile file(path("out/state.safetensors"));
+  EXPECT_FALSE(file.contains("same"));  // once, under the first of its names
+  EXPECT_EQ(file.metadata().at("same"), "base");
+  EXPECT_TRUE(file.contains("transposed"));
+  EXPECT_TRUE(process.printed("out/state.safetensors")) << process;
+}
+
+TEST_F(Convert, OneKeyOfACheckpointIsTakenWithoutItsName) {
+  const auto process =
+      convert({golden_path("torch/checkpoint.pt"), path("model.safetensors"), "--key", "model"});
+  ASSERT_EQ(process.code(), 0) << process;
+  expect_golden(accelerate::load_weights(path("model.safetensors")), "torch/checkpoint.safetensors",
+                6, "model.");
+  const auto all = convert({golden_path("torch/checkpoint.pt"), path("all.safetensors")});
+  ASSERT_EQ(all.code(), 0) << all;
+  EXPECT_TRUE(all.printed("left out")) << all;
+  EXPECT_TRUE(all.printed(" epoch")) << all;
+  expect_golden(accelerate::load_weights(path("all.safetensors")), "torch/checkpoint.safetensors");
+  expect_refused({golden_path("torch/checkpoint.pt"), path("no.safetensors"), "--key", "mode"},
+                 "no tensors below the key mode");
+}
+
+TEST_F(Convert, AFolderOfTransformersBecomesOne) {
+  fs::create_directories(path("in"));
+  fs::copy(golden_path("torch/state.pt"), path("in/pytorch_model.bin"));
+  folder_.write("in/config.json", "{}");
+  folder_.write("in/vocab.txt", "a\n");
+  folder_.write("in/training.log", "no");
+  const auto process = convert({path("in"), path("out"), "--max-shard-size", "200"});
+  ASSERT_EQ(process.code(), 0) << process;
+  EXPECT_TRUE(fs::exists(path("out/model.safetensors.index.json")));
+  EXPECT_EQ(folder_.read("out/config.json"), "{}");
+  EXPECT_TRUE(fs::exists(path("out/vocab.txt")));
+  EXPECT_FALSE(fs::exists(path("out/training.log")));
+  expect_golden(accelerate::load_weights(path("out")), "torch/state.safetensors");
+
+  // Shards with an index; into the folder itself.
+  fs::rename(path("in/pytorch_model.bin"), path("in/pytorch_model-00001-of-00002.bin"));
+  fs::copy(golden_path("torch/checkpoint.pt"), path("in/pytorch_model-00002-of-00002.bin"));
+  folder_.write("in/pytorch_model.bin.index.json",
+                R"({"weight_map": {"base": "pytorch_model-00001-of-00002.bin",
+                                   "model.weight": "pytorch_model-00002-of-00002.bin"}})");
+  ASSERT_EQ(convert({path("in"), path("in")}).code(), 0);
+  const StateDict both = accelerate::load_weights(path("in/model.safetensors"));
+  EXPECT_TRUE(both.contains("base"));
+  EXPECT_TRUE(both.contains("model.weight"));
+}
+
+TEST_F(Convert, WhatCannotBeConvertedLeavesNothingBehind) {
+  const std::string out = path("x.safetensors");
+  expect_refused({golden_path("torch/call.pt"), out}, "posix.system");
+  expect_refused({golden_path("torch/object.pt"), out}, "__main__.Settings");
+  expect_refused({path("missing.pt"), out}, "there is no");
+  EXPECT_FALSE(fs::exists(out));
+  folder_.write("x.safetensors", "mine");
+  expect_refused({golden_path("torch/state.pt"), out}, "--overwrite");
+  EXPECT_EQ(folder_.read("x.safetensors"), "mine");
+  EXPECT_EQ(convert({golden_path("torch/state.pt"), out, "--overwrite"}).code(), 0);
+  folder_.write("text", "mine");
+  expect_refused({golden_path("torch/state.pt"), path("text")}, "OUT has to be");
+  expect_refused({golden_path("torch/state.pt"), path("y.safetensors"), "--max-shard-size", "1MB"},
+                 "folder");
+  fs::create_directories(path("empty"));
+  expect_refused({path("empty"), path("z")}, "neither");
+  folder_.write("empty/pytorch_model.bin.index.json",
+                R"({"weight_map": {"a": "../../etc/passwd"}})");
+  expect_refused({path("empty"), path("z")}, "beside it");
+  EXPECT_FALSE(fs::exists(path("z")));
+}
+
+}  // namespace
+}  // namespace tessera::test_convert

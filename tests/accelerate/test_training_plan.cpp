@@ -1,0 +1,665 @@
+// Plans of trainings, held against trainings that run on ranks that are threads: the same calls,
+// the same bytes of the allocator. And plans of more ranks than any machine has threads.
+// ctest labels: threads
+#include <gtest/gtest.h>
+
+#include <map>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include <tessera/accelerate/accelerator.h>
+#include <tessera/accelerate/plan/model_outline.h>
+#include <tessera/accelerate/plan/training_plan.h>
+#include <tessera/autograd/ops.h>
+#include <tessera/core/factory/factory.h>
+#include <tessera/core/random.h>
+#include <tessera/nn/container.h>
+#include <tessera/nn/embedding.h>
+#include <tessera/nn/linear.h>
+#include <tessera/nn/norm.h>
+#include <tessera/optim/optimizers.h>
+
+#include "bert/model.h"
+#include "distributed/compared_ranks.h"
+#include "finished_process.h"
+#include "gpt2/model.h"
+#include "message_of.h"
+
+namespace tessera::test_training_plan {
+namespace {
+
+using namespace accelerate;
+using distributed::CommRecord;
+
+// ---- A small training ---------------------------------------------------------------------------
+
+// Of a model, and rows of a batch.
+struct Sizes {
+  int64_t width, hidden, rows;
+};
+constexpr Sizes kOdd{9, 13, 10};    // rows that no number of ranks divides
+constexpr Sizes kWide{32, 48, 16};  // that products in float8 take
+
+// With a table that is read twice.
+struct Block : nn::Module<Block> {
+  explicit Block(const Sizes& sizes)
+      : norm(add<nn::LayerNorm>("norm", sizes.width)),
+        up(add<nn::Linear>("up", sizes.width, sizes.hidden)),
+        down(add<nn::Linear>("down", sizes.hidden, sizes.width)) {}
+  Tensor forward(const Tensor& x) { return x + down(relu(up(norm(x)))); }
+  nn::LayerNorm& norm;
+  nn::Linear& up;
+  nn::Linear& down;
+};
+struct Small : nn::Module<Small> {
+  explicit Small(const Sizes& sizes_in = kOdd)
+      : sizes(sizes_in),
+        table(add<nn::Embedding>("table", 11, sizes.width)),
+        h(add<nn::ModuleList>("h")),
+        head(add<nn::Linear>("head", sizes.width, 11)) {
+    for (int i = 0; i < 3; ++i) h.append<Block>(sizes);
+    head.share_parameter("weight", table.weight);
+  }
+  Tensor forward(const Tensor& tokens) {
+    Tensor x = table(tokens);
+    for (size_t i = 0; i < h.size(); ++i) x = h.at<Block>(i)(x);
+    return head(x);
+  }
+  const Sizes sizes;
+  nn::Embedding& table;
+  nn::ModuleList& h;
+  nn::Linear& head;
+};
+Tensor loss_of(Small& model, const Device& device) {
+  const Tensor tokens = zeros({model.sizes.rows}, {.dtype = kI64, .device = device});
+  return cross_entropy(model(tokens), tokens);
+}
+
+struct Way {
+  Sharding sharding = Sharding::kDdp;
+  int ranks = 2;
+  int64_t accumulate = 1;
+  Precision precision = Precision::kNo;
+  PrecisionPolicy policy = PrecisionPolicy::kAutocast;
+  int64_t replicas = 1;
+  bool reshards = true, checkpoints = false, sync_each_batch = false;
+  const char* name = "adamw";
+  double momentum = -1;  // of sgd; negative: of the name
+  LossWeighting weighting = LossWeighting::kSamples;
+  Fp8Scaling recipe = Fp8Scaling::kTensorwise;
+
+  const Sizes& sizes() const { return precision == Precision::kFP8 ? kWide : kOdd; }
+  std::string describe() const {
+    static const char* const kModes[] = {"ddp", "zero1", "zero2", "zero3", "fsdp"};
+    return std::string(kModes[static_cast<int>(sharding)]) + " on " + std::to_string(ranks) + ", " +
+           std::to_string(accumulate) + " micro-batches, precision " +
+           std::to_string(static_cast<int>(precision)) + " " + std::string(name_of(recipe)) +
+           (policy == PrecisionPolicy::kPure ? " pure" : "") + ", replicas " +
+           std::to_string(replicas) + (reshards ? "" : ", kept") +
+           (checkpoints ? ", checkpointed" : "") + (sync_each_batch ? ", each batch" : "");
+  }
+  Optimizers optimizers(const NamedTensors& parameters) const {
+    if (momentum < 0) return optimizer_named(name, {.not_by_muon = {"table"}})(parameters);
+    optim::SGDOptions options;
+    options.lr = 0.01;
+    options.momentum = momentum;
+    Optimizers one;
+    one.push_back(std::make_unique<optim::SGD>(parameters, options));
+    return one;
+  }
+};
+
+constexpr double kBucketMegabytes = 0.0015, kFirstMegabytes = 0.0004;
+
+TrainingPlan plan_of(const Way& way, int rank = 0) {
+  Settings settings;
+  settings.sharding.value = way.sharding;
+  settings.gradient_accumulation_steps.value = way.accumulate;
+  settings.mixed_precision.value = way.precision;
+  settings.precision_policy.value = way.policy;
+  settings.dp_replicate_size.value = way.replicas;
+  settings.fsdp_reshard_after_forward.value = way.reshards;
+  settings.fsdp_activation_checkpointing.value = way.checkpoints;
+  settings.sync_each_batch.value = way.sync_each_batch;
+  settings.loss_weighting.value = way.weighting;
+  settings.fp8_recipe.value = way.recipe;
+  settings.fp8_filter.value = Fp8Filter::kAll;
+  settings.ddp_bucket_cap_mb.value = kBucketMegabytes;
+  settings.ddp_first_bucket_mb.value = kFirstMegabytes;
+  return plan_training(
+      [&] {
+        auto model = std::make_shared<Small>(way.sizes());
+        return PlannedTraining{model, [model] { return loss_of(*model, kMeta); }};
+      },
+      {.settings = settings,
+       .ranks = way.ranks,
+       .optimizer = [&](const NamedTensors& parameters) { return way.optimizers(parameters); },
+       .rank = rank});
+}
+
+// What a rank of a training that runs has called in its third step, and held.
+struct Measured {
+  std::vector<CommRecord> records;
+  PlannedBytes persistent, peaks;
+};
+
+PlannedBytes bytes_now(bool peaks) {
+  PlannedBytes bytes;
+  for (int i = 0; i < kNumMemoryCategories; ++i) {
+    const auto category = static_cast<MemoryCategory>(i);
+    bytes[category] = peaks ? memory_stats()->peak(category) : memory_stats()->current(category);
+  }
+  return bytes;
+}
+
+std::vector<Measured> measure(const Way& way) {
+  std::vector<Measured> measured(static_cast<size_t>(way.ranks));
+  distributed::compared_ranks(way.ranks, [&](int rank) {
+    Measured& own = measured[static_cast<size_t>(rank)];
+    manual_seed(3);
+    Small model(way.sizes());
+    Accelerator accelerator(
+        {.mixed_precision = way.precision,
+         .precision_policy = way.policy,
+         .gradient_accumulation_steps = way.accumulate,
+         .loss_weighting = way.weighting,
+         .sync_each_batch = way.sync_each_batch,
+         .sharding = way.sharding,
+         .dp_replicate_size = way.replicas,
+         .fsdp = {.reshard_after_forward = way.reshards,
+                  .activation_checkpointing = way.checkpoints},
+         .ddp = {.bucket_cap_mb = kBucketMegabytes, .first_bucket_mb = kFirstMegabytes},
+         .fp8 = {.recipe = way.recipe, .filter = Fp8Filter::kAll},
+         .config_file = ""});
+    const Optimizers optimizers = way.optimizers(model.named_parameters());
+    accelerator.prepare(model);
+    for (const auto& optimizer : optimizers) accelerator.prepare(*optimizer);
+    memory_stats()->reset_peak();
+    for (int step = 0; step < 3; ++step) {
+      const distributed::CommTrace::Scope scope(*distributed::rank_context().trace);
+      for (int64_t i = 0; i < way.accumulate; ++i) {
+        const MicroBatch micro = accelerator.accumulate(model);
+        accelerator.backward(loss_of(model, kCpu));
+      }
+      for (const auto& optimizer : optimizers) optimizer->step();
+      own.persistent = bytes_now(false);
+      for (const auto& optimizer : optimizers) optimizer->zero_grad();
+      own.records = scope.records();
+    }
+    own.peaks = bytes_now(true);
+  });
+  return measured;
+}
+
+std::vector<std::string> lines_of(const std::vector<CommRecord>& records) {
+  std::vector<std::string> lines;
+  for (const CommRecord& record : records) {
+    lines.push_back(
+        record.phase + " " + std::string(name_of(record.operation)) + " " +
+        std::string(name_of(record.channel)) + " " + std::string(name_of(record.dtype)) + " x" +
+        std::to_string(record.count) + " " + std::to_string(record.bytes) + " bytes of " +
+        std::to_string(record.group_size) + " '" + record.tag + "'" + (record.onto ? " onto" : ""));
+  }
+  return lines;
+}
+
+// What the engine and the optimizer hold: of activations a plan knows those that ops save, and no
+// workspace of kernels.
+constexpr MemoryCategory kHeld[] = {MemoryCategory::kParameter,   MemoryCategory::kGradient,
+                                    MemoryCategory::kOptimizer,   MemoryCategory::kUnsharded,
+                                    MemoryCategory::kWeightCache, MemoryCategory::kCommunication};
+
+void expect_rank_as_planned(const TrainingPlan& plan, size_t rank, const Measured& measured) {
+  SCOPED_TRACE("rank " + std::to_string(rank));
+  EXPECT_EQ(lines_of(plan.records), lines_of(measured.records));
+  for (const MemoryCategory category : kHeld) {
+    EXPECT_EQ(plan.ranks[rank].persistent[category], measured.persistent[category])
+        << "persistent " << name_of(category);
+    EXPECT_EQ(plan.ranks[rank].peaks[category], measured.peaks[category])
+        << "peak " << name_of(category);
+  }
+}
+
+void expect_as_planned(const Way& way) {
+  SCOPED_TRACE(way.describe());
+  const TrainingPlan plan = plan_of(way);
+  const std::vector<Measured> measured = measure(way);
+  ASSERT_EQ(plan.ranks.size(), measured.size());
+  for (size_t rank = 0; rank < measured.size(); ++rank) {
+    expect_rank_as_planned(plan, rank, measured[rank]);
+  }
+  EXPECT_FALSE(plan.collectives.empty());
+}
+
+constexpr Sharding kModes[] = {Sharding::kDdp, Sharding::kZero1, Sharding::kZero2, Sharding::kZero3,
+                               Sharding::kFsdp};
+
+TEST(TrainingPlan, IsTheTraceAndTheAllocatorOfF32OnTwoToFourRanks) {
+  for (const Sharding mode : kModes) {
+    for (const int ranks : {2, 3, 4}) {
+      expect_as_planned({.sharding = mode, .ranks = ranks, .accumulate = ranks == 3 ? 3 : 1});
+    }
+  }
+}
+
+TEST(TrainingPlan, IsTheTraceAndTheAllocatorOf16Bits) {
+  for (const Sharding mode : kModes) {
+    for (const auto& [ranks, accumulate] : {std::pair(3, 1), std::pair(2, 2)}) {
+      for (const PrecisionPolicy policy : {PrecisionPolicy::kAutocast, PrecisionPolicy::kPure}) {
+        expect_as_planned({.sharding = mode,
+                           .ranks = ranks,
+                           .accumulate = accumulate,
+                           .precision = Precision::kBF16,
+                           .policy = policy});
+      }
+    }
+  }
+}
+
+TEST(TrainingPlan, IsTheTraceAndTheAllocatorOfFloat8) {
+  for (const Sharding mode : kModes) {
+    for (const Fp8Scaling recipe : {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed}) {
+      expect_as_planned(
+          {.sharding = mode, .ranks = 3, .precision = Precision::kFP8, .recipe = recipe});
+    }
+  }
+  expect_as_planned(
+      {.sharding = Sharding::kFsdp, .ranks = 2, .accumulate = 2, .precision = Precision::kFP8});
+  expect_as_planned({.sharding = Sharding::kFsdp,
+                     .ranks = 2,
+                     .precision = Precision::kFP8,
+                     .recipe = Fp8Scaling::kRowwise});
+}
+
+// Ranks own different matrices, so that each has a plan of its own.
+TEST(TrainingPlan, IsTheTraceAndTheAllocatorOfMuon) {
+  for (const Sharding mode : kModes) {
+    for (const Precision precision : {Precision::kNo, Precision::kBF16}) {
+      const Way way{.sharding = mode, .ranks = 3, .precision = precision, .name = "muon"};
+      SCOPED_TRACE(way.describe());
+      const std::vector<Measured> measured = measure(way);
+      for (size_t rank = 0; rank < measured.size(); ++rank) {
+        expect_rank_as_planned(plan_of(way, static_cast<int>(rank)), rank, measured[rank]);
+      }
+    }
+  }
+}
+
+// The figures of docs/precision.md.
+TEST(TrainingPlan, Gpt2InFloat8GathersAByteForEachWeightOfItsBlocks) {
+  constexpr int kRanks = 8;
+  const auto gathered = [](Precision precision) {
+    Settings settings;
+    settings.sharding.value = Sharding::kFsdp;
+    settings.mixed_precision.value = precision;
+    const TrainingPlan plan = plan_training(
+        [] {
+          auto model = std::make_shared<gpt2::Gpt>(gpt2::GptConfig());
+          const Tensor tokens = zeros({1, 64}, {.dtype = kI64, .device = kMeta});
+          return PlannedTraining{model, [=] { return (*model)(tokens, tokens).loss; }};
+        },
+        {.settings = settings, .ranks = kRanks});
+    int64_t bytes = 0;
+    for (const CommRecord& record : plan.records) {
+      if (record.channel == distributed::Channel::kParameter) bytes += record.bytes * kRanks;
+    }
+    return bytes;
+  };
+  const int64_t f32 = gathered(Precision::kNo), bf16 = gathered(Precision::kBF16);
+  const int64_t fp8 = gathered(Precision::kFP8);
+  constexpr int64_t kBlocks = 12, kWeights = kBlocks * 12 * 768 * 768;  // of Linears, in all blocks
+  constexpr int64_t kLabels = kBlocks * 4 * 24 * kRanks;
+  EXPECT_EQ(bf16 - fp8, 2 * (kWeights - kLabels)) << "gathered for forward and for backward";
+  EXPECT_EQ(f32, 837998592);
+  EXPECT_EQ(bf16, 497928192);
+  EXPECT_EQ(fp8, 328077312);
+}
+
+TEST(TrainingPlan, FollowsWhatElseIsSet) {
+  expect_as_planned({.sharding = Sharding::kFsdp, .ranks = 4, .accumulate = 2, .replicas = 2});
+  expect_as_planned({.sharding = Sharding::kZero3,
+                     .ranks = 4,
+                     .accumulate = 2,
+                     .precision = Precision::kBF16,
+                     .replicas = 2});
+  expect_as_planned({.sharding = Sharding::kFsdp, .ranks = 3, .reshards = false});
+  expect_as_planned({.sharding = Sharding::kZero3, .ranks = 3, .checkpoints = true});
+  expect_as_planned({.sharding = Sharding::kDdp, .ranks = 2, .checkpoints = true});
+  for (const Sharding mode : {Sharding::kDdp, Sharding::kZero1}) {
+    expect_as_planned({.sharding = mode, .ranks = 3, .accumulate = 3, .sync_each_batch = true});
+  }
+  expect_as_planned({.sharding = Sharding::kZero1, .ranks = 3, .momentum = 0.9});
+  expect_as_planned({.sharding = Sharding::kZero3, .ranks = 2, .momentum = 0});
+  expect_as_planned({.sharding = Sharding::kZero2,
+                     .ranks = 2,
+                     .accumulate = 2,
+                     .weighting = LossWeighting::kHuggingFace});
+}
+
+// What the other ranks are said to hold is what they say themselves.
+TEST(TrainingPlan, EveryRankSaysTheSame) {
+  for (const Sharding mode : kModes) {
+    const Way way{.sharding = mode, .ranks = 7, .precision = Precision::kBF16};
+    const TrainingPlan first = plan_of(way);
+    for (int rank = 1; rank < way.ranks; ++rank) {
+      const TrainingPlan own = plan_of(way, rank);
+      EXPECT_EQ(own.ranks, first.ranks) << way.describe() << " by rank " << rank;
+      EXPECT_EQ(lines_of(own.records), lines_of(first.records));
+    }
+  }
+}
+
+// ---- Models of files ----------------------------------------------------------------------------
+
+std::string gpt2_config(int64_t width, int64_t layers, int64_t heads, int64_t positions,
+                        int64_t words) {
+  return nlohmann::json{{"model_type", "gpt2"},
+                        {"n_embd", width},
+                        {"n_layer", layers},
+                        {"n_head", heads},
+                        {"n_positions", positions},
+                        {"vocab_size", words},
+                        {"activation_function", "gelu_new"}}
+      .dump();
+}
+
+TrainingPlan plan_of(const ModelOutline& outline, const Settings& settings, int ranks,
+                     int64_t tokens = 0) {
+  return plan_training([&] { return training_of(outline, {.tokens = tokens}); },
+                       {.settings = settings, .ranks = ranks});
+}
+
+Settings settings_with(Sharding sharding, Precision precision = Precision::kNo) {
+  Settings settings;
+  settings.sharding.value = sharding;
+  settings.mixed_precision.value = precision;
+  return settings;
+}
+
+using Shapes = std::vector<std::pair<std::string, Shape>>;
+
+Shapes shapes_of(const nn::ModuleBase& model) {
+  Shapes shapes;
+  for (const auto& [name, tensor] : model.named_parameters()) {
+    shapes.emplace_back(name, tensor.shape());
+  }
+  std::ranges::sort(shapes, {}, &Shapes::value_type::first);
+  return shapes;
+}
+Shapes shapes_of(const ModelOutline& outline) {
+  Shapes shapes;
+  for (const OutlineModule& module : outline.modules) {
+    for (const auto& [name, shape] : module.parameters) {
+      shapes.emplace_back(module.name + "." + name, shape);
+    }
+  }
+  std::ranges::sort(shapes, {}, &Shapes::value_type::first);
+  return shapes;
+}
+
+TEST(ModelOutline, HasTheParametersOfTheExamplesModels) {
+  TestFolder folder;
+  const nn::ParameterDefaultsGuard without_memory({.device = kMeta, .initialise = false});
+  const std::string gpt2 = folder.write("gpt2.json", gpt2_config(48, 3, 4, 32, 61));
+  EXPECT_EQ(shapes_of(ModelOutline::of_config(gpt2)),
+            shapes_of(gpt2::Gpt(
+                {.vocab_size = 61, .context = 32, .width = 48, .layers = 3, .heads = 4})));
+  const std::string bert =
+      folder.write("bert.json", R"({"model_type": "bert", "hidden_size": 48, "num_hidden_layers": 2,
+                       "num_attention_heads": 4, "intermediate_size": 100, "vocab_size": 61,
+                       "max_position_embeddings": 32, "id2label": {"0": "a", "1": "b", "2": "c"}})");
+  EXPECT_EQ(shapes_of(ModelOutline::of_config(bert)), shapes_of(bert::Bert({.vocab_size = 61,
+                                                                            .width = 48,
+                                                                            .layers = 2,
+                                                                            .heads = 4,
+                                                                            .inner = 100,
+                                                                            .context = 32,
+                                                                            .labels = 3})));
+}
+
+TEST(ModelOutline, HasAsManyParametersAsTheModelsThatAreKnown) {
+  TestFolder folder;
+  const auto count = [&](const std::string& config) {
+    return ModelOutline::of_config(folder.write("config.json", config)).num_parameters();
+  };
+  EXPECT_EQ(count(gpt2_config(768, 12, 12, 1024, 50257)), 124439808);
+  EXPECT_EQ(count(gpt2_config(1600, 48, 25, 1024, 50257)), 1557611200);
+  // TinyLlama 1.1B, Llama 2 7B, Mistral 7B, Qwen2 0.5B.
+  EXPECT_EQ(count(R"({"model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632,
+                      "num_hidden_layers": 22, "num_attention_heads": 32,
+                      "num_key_value_heads": 4, "vocab_size": 32000})"),
+            1100048384);
+  EXPECT_EQ(count(R"({"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+                      "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000})"),
+            6738415616);
+  EXPECT_EQ(count(R"({"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336,
+                      "num_hidden_layers": 32, "num_attention_heads": 32,
+                      "num_key_value_heads": 8, "vocab_size": 32000})"),
+            7241732096);
+  EXPECT_EQ(count(R"({"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+                      "num_hidden_layers": 24, "num_attention_heads": 14,
+                      "num_key_value_heads": 2, "vocab_size": 151936,
+                      "tie_word_embeddings": true})"),
+            494032768);
+}
+
+// An outline calls and holds what the model does; activations are an estimate.
+void expect_outlined(const ModelOutline& outline, const std::function<PlannedTraining()>& make) {
+  for (const Sharding mode : kModes) {
+    for (const Precision precision : {Precision::kNo, Precision::kBF16}) {
+      const Settings settings = settings_with(mode, precision);
+      SCOPED_TRACE(text(*find_setting("sharding"), settings) +
+                   (precision == Precision::kNo ? " f32" : " autocast"));
+      const TrainingPlan real = plan_training(make, {.settings = settings, .ranks = 3});
+      const TrainingPlan outlined = plan_of(outline, settings, 3, 8 * 32);
+      EXPECT_EQ(lines_of(outlined.records), lines_of(real.records));
+      EXPECT_EQ(outlined.parameters, real.parameters);
+      for (size_t rank = 0; rank < 3; ++rank) {
+        for (const MemoryCategory category : kHeld) {
+          EXPECT_EQ(outlined.ranks[rank].persistent[category],
+                    real.ranks[rank].persistent[category])
+              << name_of(category);
+          EXPECT_EQ(outlined.ranks[rank].peaks[category], real.ranks[rank].peaks[category])
+              << name_of(category);
+        }
+      }
+      const auto of = [](const TrainingPlan& plan) {
+        return static_cast<double>(plan.ranks[0].peaks[MemoryCategory::kActivation]);
+      };
+      EXPECT_NEAR(of(outlined) / of(real), 1, 0.15) << of(outlined) << " for " << of(real);
+    }
+  }
+}
+
+TEST(ModelOutline, PlansAsGpt2ItselfDoes) {
+  TestFolder folder;
+  expect_outlined(
+      ModelOutline::of_config(folder.write("gpt2.json", gpt2_config(48, 4, 4, 32, 61))), [] {
+        auto model = std::make_shared<gpt2::Gpt>(
+            gpt2::GptConfig{.vocab_size = 61, .context = 32, .width = 48, .layers = 4, .heads = 4});
+        const Tensor tokens = zeros({8, 32}, {.dtype = kI64, .device = kMeta});
+        return PlannedTraining{model, [=] { return (*model)(tokens, tokens).loss; }};
+      });
+}
+
+TEST(ModelOutline, PlansAsBertItselfDoes) {
+  TestFolder folder;
+  expect_outlined(
+      ModelOutline::of_config(folder.write(
+          "bert.json", R"({"model_type": "bert", "hidden_size": 48, "num_hidden_layers": 4,
+                           "num_attention_heads": 4, "intermediate_size": 192, "vocab_size": 61,
+                           "max_position_embeddings": 32})")),
+      [] {
+        auto model = std::make_shared<bert::Bert>(bert::BertConfig{
+            .vocab_size = 61, .width = 48, .layers = 4, .heads = 4, .context = 32});
+        const Tensor tokens = zeros({8, 32}, {.dtype = kI64, .device = kMeta});
+        const Tensor labels = zeros({8}, {.dtype = kI64, .device = kMeta});
+        return PlannedTraining{
+            model, [=] { return (*model)(tokens, bert::TokenFeatures{}, labels).loss; }};
+      });
+}
+
+TEST(ModelOutline, CheckpointingLetsActivationsGo) {
+  TestFolder folder;
+  const ModelOutline outline =
+      ModelOutline::of_config(folder.write("gpt2.json", gpt2_config(48, 12, 4, 32, 61)));
+  Settings settings = settings_with(Sharding::kFsdp);
+  const TrainingPlan all = plan_of(outline, settings, 3, 8 * 32);
+  settings.fsdp_activation_checkpointing.value = true;
+  const TrainingPlan few = plan_of(outline, settings, 3, 8 * 32);
+  EXPECT_LT(3 * few.ranks[0].peaks[MemoryCategory::kActivation],
+            2 * all.ranks[0].peaks[MemoryCategory::kActivation]);
+  EXPECT_LT(few.ranks[0].peak, all.ranks[0].peak);
+  EXPECT_EQ(lines_of(few.records), lines_of(all.records));
+  EXPECT_GT(few.flops, 1.2 * all.flops);  // a forward of the units more
+}
+
+// ---- Many ranks ---------------------------------------------------------------------------------
+
+TEST(TrainingPlan, AThousandRanksHold16BytesAParameterAndPadding) {
+  TestFolder folder;
+  const ModelOutline gpt2 =
+      ModelOutline::of_config(folder.write("gpt2.json", gpt2_config(768, 12, 12, 1024, 50257)));
+  constexpr int kRanks = 1024;
+  const TrainingPlan plan = plan_of(gpt2, settings_with(Sharding::kFsdp), kRanks);
+  ASSERT_EQ(plan.ranks.size(), static_cast<size_t>(kRanks));
+  // Parts have room for ceil(rows / ranks) rows of each parameter; states of what is there.
+  int64_t padded = 0, sum = 0, largest = 0;
+  for (const OutlineModule& module : gpt2.modules) {
+    for (const auto& [name, shape] : module.parameters) {
+      padded += (shape[0] + kRanks - 1) / kRanks * kRanks * (numel_of(shape) / shape[0]);
+    }
+  }
+  for (const RankPlan& rank : plan.ranks) {
+    sum += rank.persistent.total() - rank.persistent[MemoryCategory::kActivation];
+    largest = std::max(largest, rank.persistent.total());
+  }
+  EXPECT_EQ(sum, 8 * padded + 8 * gpt2.num_parameters());
+  EXPECT_LT(static_cast<double>(padded), 1.16 * static_cast<double>(gpt2.num_parameters()));
+  EXPECT_LE(static_cast<double>(largest), 1.2 * plan.mean_persistent());
+}
+
+TEST(TrainingPlan, ReplicasOfShardsOnFourThousandRanks) {
+  TestFolder folder;
+  const ModelOutline model =
+      ModelOutline::of_config(folder.write("gpt2.json", gpt2_config(64, 2, 4, 32, 500)));
+  Settings settings = settings_with(Sharding::kZero3);
+  settings.dp_replicate_size.value = 64;
+  const TrainingPlan plan = plan_of(model, settings, 4096);
+  ASSERT_EQ(plan.ranks.size(), 4096u);
+  EXPECT_EQ(plan.mesh, "mesh(dp_replicate=64, dp_shard=64)");
+  // Each group of shards is as the first one.
+  for (size_t rank = 0; rank < 4096; ++rank) EXPECT_EQ(plan.ranks[rank], plan.ranks[rank % 64]);
+  std::map<std::string, int64_t> axes;
+  for (const PlannedCollective& one : plan.collectives) axes[one.axis] += one.count;
+  EXPECT_EQ(axes["dp_replicate"], 3);      // sums of two blocks and of the root
+  EXPECT_EQ(axes["dp_shard"], 2 * 3 + 3);  // gathers twice, reductions once
+}
+
+// ---- Networks and text --------------------------------------------------------------------------
+
+TEST(Network, SecondsAreLatenciesAndBytesOnTheWire) {
+  const Network network = Network::parse(
+      R"({"bandwidth_bytes_per_second": 1e9, "latency_seconds": 1e-6,
+          "dp_replicate": {"bandwidth_bytes_per_second": 1e8}})",
+      "net.json");
+  const auto call = [](distributed::Operation operation, int ranks) {
+    CommRecord record;
+    record.operation = operation;
+    record.bytes = 1000000;
+    record.group_size = ranks;
+    return record;
+  };
+  // Eight times what a rank has, in four rounds.
+  const CommRecord gather = call(distributed::Operation::kAllGather, 9);
+  EXPECT_DOUBLE_EQ(network.seconds(gather, "dp_shard"), 4e-6 + 8e-3);
+  const CommRecord sum = call(distributed::Operation::kAllReduce, 2);
+  EXPECT_DOUBLE_EQ(network.seconds(sum, "dp_shard"), 2e-6 + 1e-3);
+  EXPECT_DOUBLE_EQ(network.seconds(sum, "dp_replicate"), 2e-6 + 1e-2);
+  EXPECT_EQ(network.seconds(call(distributed::Operation::kAllReduce, 1), ""), 0);
+}
+
+TEST(Network, MistakesNameTheKey) {
+  const auto complaint = [](const std::string& text) {
+    return message_of<ConfigError>([&] { Network::parse(text, "net.json"); });
+  };
+  const std::string both = R"("bandwidth_bytes_per_second": 1, "latency_seconds": 0)";
+  EXPECT_NE(complaint("{}").find("bandwidth_bytes_per_second"), std::string::npos);
+  EXPECT_NE(complaint(R"({"bandwidth_bytes_per_second": 1})").find("latency_seconds"),
+            std::string::npos);
+  EXPECT_NE(complaint(R"({"bandwidth_bytes_per_second": 0, "latency_seconds": 0})").find("above 0"),
+            std::string::npos);
+  EXPECT_NE(complaint("{" + both + R"(, "bandwith": 1})").find("\"bandwith\" is unknown"),
+            std::string::npos);
+  EXPECT_NE(complaint("{" + both + R"(, "dp_shard": {"latency": 1}})").find("dp_shard.latency"),
+            std::string::npos);
+  EXPECT_THROW(Network::parse("[]", "net.json"), FormatError);
+}
+
+TEST(ModelOutline, AReportIsReadAsItWasWrittenAndMistakesNameTheKey) {
+  TestFolder folder;
+  const nn::ParameterDefaultsGuard without_memory({.device = kMeta, .initialise = false});
+  Small model;
+  const ModelOutline outline = ModelOutline::of_model(model);
+  EXPECT_EQ(outline.block_class, "Block");
+  EXPECT_EQ(shapes_of(outline), shapes_of(model));
+  const std::string file = folder.write("report.json", outline.to_json());
+  const ModelOutline again = ModelOutline::read(file);
+  EXPECT_EQ(again.to_json(), outline.to_json());
+  const TrainingPlan plan = plan_of(again, settings_with(Sharding::kFsdp), 2);
+  EXPECT_EQ(plan.parameters, model.num_parameters());
+  const auto complaint = [](const std::string& text) {
+    return message_of<FormatError>([&] { ModelOutline::parse(text, "r.json"); });
+  };
+  EXPECT_NE(complaint("{}").find("modules"), std::string::npos);
+  EXPECT_NE(complaint(R"({"modules": []})").find("modules"), std::string::npos);
+  EXPECT_NE(complaint(R"({"modules": [{"name": 3}]})").find("\"modules\"[0].\"name\""),
+            std::string::npos);
+  EXPECT_NE(complaint(R"({"modules": [{"name": "a", "parameters": [["w", [-1]]]}]})")
+                .find("\"parameters\""),
+            std::string::npos);
+  EXPECT_NE(complaint(R"({"modules": [{"nam": "a"}]})").find("\"nam\" is unknown"),
+            std::string::npos);
+  EXPECT_NE(complaint(R"({"modules": [{"name": "a"}], "withd": 3})").find("\"withd\""),
+            std::string::npos);
+}
+
+TEST(TrainingPlan, JsonHasWhatTheTableSays) {
+  Way way{.sharding = Sharding::kZero3, .ranks = 4, .accumulate = 2, .replicas = 2};
+  TrainingPlan plan = plan_of(way);
+  auto json = nlohmann::json::parse(plan.to_json());
+  EXPECT_EQ(json["parameters"], plan.parameters);
+  ASSERT_EQ(json["ranks"].size(), 4u);
+  EXPECT_EQ(json["ranks"][3]["persistent"]["parameter"],
+            plan.ranks[3].persistent[MemoryCategory::kParameter]);
+  EXPECT_EQ(json["ranks"][3]["peak"], plan.ranks[3].peak);
+  EXPECT_EQ(json["step_seconds"], nullptr);
+  int64_t calls = 0;
+  for (const auto& entry : json["collectives"]) calls += entry["count"].get<int64_t>();
+  EXPECT_EQ(calls, std::ssize(plan.records));
+  const std::string table = plan.describe(int64_t{1} << 30);
+  EXPECT_NE(table.find("fits:"), std::string::npos) << table;
+  EXPECT_NE(plan.describe(64).find("DOES NOT FIT"), std::string::npos);
+}
+
+TEST(TrainingPlan, MistakesAreTyped) {
+  EXPECT_THROW(plan_of({.ranks = 0}), ValueError);
+  EXPECT_THROW(plan_of({.ranks = 3}, 3), ValueError);
+  EXPECT_THROW(plan_of({.sharding = Sharding::kFsdp, .ranks = 6, .replicas = 4}), ConfigError);
+  EXPECT_THROW(optimizer_named("adamv"), ConfigError);
+  // A model that has memory would be held by every rank.
+  EXPECT_THROW(plan_training(
+                   [] {
+                     const nn::ParameterDefaultsGuard memory({.device = kCpu});
+                     auto model = std::make_shared<Small>();
+                     return PlannedTraining{model, [model] { return loss_of(*model, kCpu); }};
+                   },
+                   {.ranks = 2}),
+               DeviceError);
+}
+
+}  // namespace
+}  // namespace tessera::test_training_plan

@@ -1,0 +1,159 @@
+// Meshes: axes, products of axes and sub-meshes are the groups that one would write by hand.
+// ctest labels: threads
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include <tessera/core/factory/factory.h>
+#include <tessera/distributed/mesh/mesh.h>
+
+#include "distributed/compared_ranks.h"
+#include "message_of.h"
+
+namespace tessera::distributed::test_mesh {
+namespace {
+
+using Names = std::vector<std::string_view>;
+
+std::vector<int> ranks_of(const Group& group) {
+  return {group.ranks().begin(), group.ranks().end()};
+}
+
+// The world ranks that share this one's coordinates on all axes but `free`, by their number alone.
+std::vector<int> by_hand(const std::vector<MeshAxis>& axes, int rank,
+                         const std::set<size_t>& free) {
+  const auto coordinates = [&](int r) {
+    std::vector<int> result(axes.size());
+    for (size_t i = axes.size(); i-- > 0; r /= axes[i].size) result[i] = r % axes[i].size;
+    return result;
+  };
+  int ranks = 1;
+  for (const MeshAxis& axis : axes) ranks *= axis.size;
+  std::vector<int> result;
+  for (int r = 0; r < ranks; ++r) {
+    bool same = true;
+    for (size_t i = 0; i < axes.size(); ++i) {
+      same &= free.count(i) != 0 || coordinates(r)[i] == coordinates(rank)[i];
+    }
+    if (same) result.push_back(r);
+  }
+  return result;
+}
+
+const std::vector<std::vector<MeshAxis>> kGrids = {
+    {{"dp", 2}},
+    {{"dp", 2}, {"tp", 2}},
+    {{"dp_replicate", 2}, {"dp_shard", 4}},
+    {{"dp", 4}, {"cp", 1}, {"tp", 2}},
+    {{"dp_replicate", 2}, {"dp_shard", 2}, {"cp", 2}},
+    {{"pp", 1}, {"dp", 2}},
+};
+
+TEST(Mesh, EveryProductHasTheRanksThatDifferAlongItsAxes) {
+  for (const auto& axes : kGrids) {
+    int size = 1;
+    for (const MeshAxis& axis : axes) size *= axis.size;
+    compared_ranks(size, [&](int rank) {
+      const Mesh mesh(world(), axes);
+      for (unsigned chosen = 1; chosen < 1u << axes.size(); ++chosen) {
+        std::set<size_t> free;
+        Names names;
+        for (size_t i = axes.size(); i-- > 0;) {  // the order of the names does not matter
+          if ((chosen >> i & 1) == 0) continue;
+          free.insert(i);
+          names.push_back(axes[i].name);
+        }
+        const std::vector<int> expected = by_hand(axes, rank, free);
+        Group& group = mesh.group(names);
+        EXPECT_EQ(ranks_of(group), expected) << mesh.describe() << ", rank " << rank;
+        EXPECT_EQ(mesh.size(names), static_cast<int>(expected.size()));
+        EXPECT_EQ(mesh.coordinate(names), group.rank());
+        EXPECT_EQ(&mesh.group(names), &group) << "made once";
+        const Tensor sum = raw::full({1}, rank, kI64);
+        all_reduce(sum, ReduceOp::kSum, group);
+        int64_t total = 0;
+        for (const int r : expected) total += r;
+        EXPECT_EQ(sum.item<int64_t>(), total);
+      }
+      EXPECT_EQ(mesh.size(), size);
+      EXPECT_EQ(mesh.coordinate(), rank);
+      EXPECT_EQ(&mesh.group(), &world());
+    });
+  }
+}
+
+TEST(Mesh, OnlyTheFirstRequestForAProductCommunicates) {
+  compared_ranks(8, [](int) {
+    const Mesh mesh(world(), {{"dp", 2}, {"cp", 2}, {"ep", 1}, {"tp", 2}});
+    const auto calls = [&](auto&& body) {
+      const CommTrace::Scope scope(world().trace());
+      body();
+      return scope.records().size();
+    };
+    EXPECT_GT(calls([&] { mesh.group({"dp", "cp"}); }), 0u);
+    EXPECT_EQ(calls([&] { mesh.group({"cp", "dp"}); }), 0u);
+    EXPECT_EQ(calls([&] { mesh.group({"ep", "cp", "dp"}); }), 0u) << "an axis of one rank";
+    EXPECT_EQ(calls([&] { mesh.group({"tp", "dp", "cp"}); }), 0u) << "the world";
+    EXPECT_EQ(calls([&] { mesh.group({"tp", "ep"}); }), 0u) << "one axis";
+    EXPECT_EQ(calls([&] { mesh.submesh({"dp", "tp"}); }), 0u);
+    EXPECT_EQ(calls([&] { mesh.submesh({"dp", "cp", "ep"}).group({"dp", "cp"}); }), 0u);
+    EXPECT_EQ(&mesh.group({"tp", "dp", "cp"}), &world());
+    EXPECT_EQ(&mesh.group({"tp", "ep"}), &mesh.group("tp"));
+    EXPECT_EQ(mesh.group({"ep"}).size(), 1);
+  });
+}
+
+TEST(Mesh, SubmeshesShareTheirParentsGroups) {
+  compared_ranks(8, [](int rank) {
+    const Mesh mesh(world(), {{"dp_replicate", 2}, {"dp_shard", 2}, {"tp", 2}});
+    Mesh& data = mesh.submesh({"dp_shard", "dp_replicate"});
+    EXPECT_EQ(data.describe(),
+              "mesh(dp_replicate=2, dp_shard=2) of mesh(dp_replicate=2, dp_shard=2, tp=2)");
+    EXPECT_EQ(&data.group("dp_shard"), &mesh.group("dp_shard"));
+    EXPECT_EQ(&data.group(), &mesh.group({"dp_replicate", "dp_shard"}));
+    EXPECT_EQ(data.size(), 4);
+    EXPECT_EQ(data.coordinate(), rank / 2);
+    EXPECT_FALSE(data.has("tp"));
+    EXPECT_EQ(&mesh.submesh({"dp_replicate", "dp_shard"}), &data) << "made once";
+    EXPECT_EQ(&mesh["tp"].group(), &mesh.group("tp"));
+    EXPECT_EQ(data["dp_shard"].coordinate(), mesh.coordinate("dp_shard"));
+    EXPECT_EQ(message_of<ConfigError>([&] { data.group("tp"); }),
+              "Mesh: has no axis 'tp'; it is " + data.describe());
+  });
+}
+
+TEST(Mesh, NamesThatAreUnknownRepeatedOrMissingAreConfigErrors) {
+  compared_ranks(4, [](int) {
+    const Mesh mesh(world(), {{"dp", 2}, {"tp", 2}});
+    EXPECT_EQ(message_of<ConfigError>([&] {
+                mesh.group({"dp", "cp"});
+              }),
+              "Mesh: has no axis 'cp'; it is mesh(dp=2, tp=2)");
+    EXPECT_EQ(message_of<ConfigError>([&] {
+                mesh.size({"tp", "tp"});
+              }),
+              "Mesh: axis 'tp' was named twice; name each axis of mesh(dp=2, tp=2) once");
+    EXPECT_EQ(message_of<ConfigError>([&] { mesh.submesh(Names{}); }),
+              "Mesh: needs the name of an axis; got none for mesh(dp=2, tp=2)");
+    EXPECT_THROW(mesh.coordinate({"pp"}), ConfigError);
+    EXPECT_THROW(mesh["pp"], ConfigError);
+  });
+}
+
+TEST(Mesh, SizesThatDoNotDivideTheRanksAreConfigErrors) {
+  compared_ranks(4, [](int) {
+    EXPECT_EQ(message_of<ConfigError>([] {
+                Mesh(world(), {{"dp_replicate", 3}, {"dp_shard", -1}});
+              }),
+              "Mesh: the axes of mesh(dp_replicate=3, dp_shard=-1) beside 'dp_shard' make 3, which "
+              "does not divide the group's 4 ranks; choose sizes whose product does");
+    EXPECT_EQ(message_of<ConfigError>([] {
+                Mesh(world(), {{"dp_replicate", 2}, {"dp_shard", 3}});
+              }),
+              "Mesh: the axes mesh(dp_replicate=2, dp_shard=3) make 6 ranks, the group has 4; "
+              "choose sizes whose product is the number of ranks");
+  });
+}
+
+}  // namespace
+}  // namespace tessera::distributed::test_mesh

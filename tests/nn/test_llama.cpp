@@ -1,0 +1,243 @@
+// The Llama, Mistral and Qwen2 of examples/llama: against transformers, cached and not, their
+// folders both ways, adapters.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+
+#include <tessera/accelerate/state/model_io.h>
+#include <tessera/autograd/autograd.h>
+#include <tessera/core/state/safetensors.h>
+#include <tessera/nn/lora/lora.h>
+#include <tessera/optim/optimizers.h>
+
+#include "autograd/op_checks.h"
+#include "finished_process.h"
+#include "golden_files.h"
+#include "llama/generation.h"
+#include "message_of.h"
+
+namespace tessera::llama::test_llama {
+namespace {
+
+using tests::difference;
+using tests::golden_json;
+using tests::golden_path;
+using tests::largest;
+using Json = nlohmann::json;
+
+const SafeTensorsFile& golden() {
+  static const SafeTensorsFile file(golden_path("llama.safetensors"));
+  return file;
+}
+const Json& cases() {
+  static const Json json = golden_json("llama.json");
+  return json;
+}
+Json read_json(const std::string& path) {
+  std::ifstream file(path);
+  return Json::parse(file);
+}
+
+// The model of a case: a folder as transformers wrote it, with other rope_parameters where the case
+// has some.
+std::unique_ptr<Llama> model_of(const std::string& name) {
+  const std::string folder = golden_path(cases().at(name).at("folder"));
+  if (cases().at(name).at("rope_parameters").is_null()) return Llama::load(folder);
+  TestFolder changed;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    std::filesystem::copy(entry.path(), changed.path(entry.path().filename().string()));
+  }
+  Json config = read_json(folder + "/config.json");
+  config["rope_parameters"] = cases().at(name).at("rope_parameters");
+  changed.write("config.json", config.dump());
+  return Llama::load(changed.path(""));
+}
+
+// All tokens are read, as transformers does it: frequencies of "dynamic" go by the length.
+Tensor loss_of(Llama& model, const Tensor& ids) {
+  const int64_t T = ids.size(1);
+  const Tensor none = full({ids.size(0), 1}, -100, {.dtype = kI64});
+  return model(ids, cat({ids.narrow(1, 1, T - 1), none}, 1)).loss;
+}
+
+class EveryCase : public testing::TestWithParam<const char*> {};
+
+TEST_P(EveryCase, LogitsAndLossAreThoseOfTransformers) {
+  const auto model = model_of(GetParam());
+  const Tensor ids = golden().load("input_ids");
+  const auto expected = golden().load(GetParam() + std::string(".logits")).to_vector();
+  const Tensor logits = (*model)(ids).logits;
+  EXPECT_EQ(difference(logits.narrow(1, 16, 6), expected, 1e-5 * largest(expected)), "");
+  const double loss = cases().at(GetParam()).at("loss");
+  EXPECT_NEAR(loss_of(*model, ids).item(), loss, 1e-6 * loss);
+}
+
+TEST_P(EveryCase, GradientsHaveTheNormsThatTransformersHas) {
+  const auto model = model_of(GetParam());
+  loss_of(*model, golden().load("input_ids")).backward();
+  const Json& norms = cases().at(GetParam()).at("norms");
+  EXPECT_EQ(model->named_parameters().size(), norms.size());
+  double all = 0;
+  for (const auto& [name, value] : norms.items()) all = std::max(all, value.get<double>());
+  for (const auto& [name, parameter] : model->named_parameters()) {
+    const double expected = norms.at(name);
+    // A bias of keys moves all scores alike but for the turns: small differences of larger terms.
+    EXPECT_NEAR(std::sqrt(square(parameter.grad()).sum().item()), expected,
+                2e-5 * expected + 1e-7 * all)
+        << name;
+  }
+}
+
+TEST_P(EveryCase, GreedyTokensOfTheCacheAreThoseOfTransformers) {
+  const auto model = model_of(GetParam());
+  const auto expected = golden().load(GetParam() + std::string(".greedy")).to_vector<int64_t>();
+  auto tokens = golden().load("prompt").to_vector<int64_t>();
+  const auto made = generate(
+      *model, tokens,
+      {.max_tokens = static_cast<int64_t>(expected.size() - tokens.size()), .temperature = 0});
+  tokens.insert(tokens.end(), made.begin(), made.end());
+  EXPECT_EQ(tokens, expected);
+}
+
+TEST_P(EveryCase, AFolderWrittenHereSaysWhatThatOfTransformersSays) {
+  const auto model = model_of(GetParam());
+  TestFolder folder;
+  model->save(folder.path("copy"), "20KB");
+  EXPECT_TRUE(std::filesystem::exists(folder.path("copy/model.safetensors.index.json")));
+  Json there = read_json(golden_path(cases().at(GetParam()).at("folder")) + "/config.json");
+  const Json here = read_json(folder.path("copy/config.json"));
+  if (const Json& rope = cases().at(GetParam()).at("rope_parameters"); !rope.is_null()) {
+    there["rope_parameters"] = rope;
+  }
+  for (const auto& [key, value] : there.items()) {
+    // Of transformers alone, or its defaults again.
+    if (key == "transformers_version" || key == "use_cache" || key == "pad_token_id" ||
+        key == "pretraining_tp" || key == "layer_types") {
+      continue;
+    }
+    ASSERT_TRUE(here.contains(key)) << key;
+    EXPECT_EQ(here.at(key), value) << key;
+  }
+  const auto again = Llama::load(folder.path("copy"));
+  const Tensor ids = golden().load("input_ids");
+  EXPECT_EQ((*again)(ids).logits.to_vector(), (*model)(ids).logits.to_vector());
+  const StateDict weights = accelerate::load_weights(folder.path("copy"));
+  for (const auto& [name, tensor] :
+       accelerate::load_weights(golden_path(cases().at(GetParam()).at("folder")))) {
+    EXPECT_EQ(weights.at(name).to_vector(), tensor.to_vector()) << name;
+  }
+}
+
+TEST_P(EveryCase, PiecesOfATextReadIntoTheCacheGiveTheLogitsOfTheWhole) {
+  if (std::string(GetParam()) == "dynamic") return;  // its frequencies go by each call's length
+  const NoGradGuard no_grad;
+  const auto model = model_of(GetParam());
+  const Tensor ids = golden().load("input_ids");
+  const auto whole = (*model)(ids).logits.to_vector();
+  KvCache cache(model->config, 2, 22);
+  TensorList pieces;
+  for (int64_t begin = 0; const int64_t size : {3, 1, 8, 1, 9}) {
+    pieces.push_back(
+        (*model)(ids.narrow(1, begin, size).contiguous(), Tensor(), false, &cache).logits);
+    begin += size;
+  }
+  EXPECT_EQ(cache.length(), 22);
+  EXPECT_EQ(difference(cat(pieces, 1), whole, 1e-5 * largest(whole)), "");
+  EXPECT_THROW((*model)(ids.narrow(1, 0, 1), Tensor(), false, &cache), ShapeError);
+}
+
+INSTANTIATE_TEST_SUITE_P(Llama, EveryCase,
+                         testing::Values("llama", "mistral", "qwen2", "linear", "dynamic"),
+                         [](const auto& info) { return std::string(info.param); });
+
+TEST(Llama, FieldsOfTransformers4AreReadToo) {
+  Json config = read_json(golden_path("llama/config.json"));
+  const LlamaConfig expected = LlamaConfig::read(golden_path("llama/config.json"));
+  config["rope_scaling"] = config["rope_parameters"];
+  config["rope_theta"] = config["rope_scaling"]["rope_theta"];
+  config["rope_scaling"]["type"] = config["rope_scaling"]["rope_type"];
+  for (const char* key : {"rope_type", "rope_theta"}) config["rope_scaling"].erase(key);
+  config.erase("rope_parameters");
+  TestFolder folder;
+  folder.write("config.json", config.dump());
+  const LlamaConfig old = LlamaConfig::read(folder.path("config.json"));
+  EXPECT_EQ(old.rotary.theta, 500);
+  EXPECT_EQ(old.rotary.scaling, nn::RotaryScaling::kLlama3);
+  EXPECT_EQ(old.rotary.context, expected.rotary.context);
+  EXPECT_EQ(old.rotary.factor, expected.rotary.factor);
+  EXPECT_EQ(old.rotary.high_freq_factor, expected.rotary.high_freq_factor);
+}
+
+TEST(Llama, WhatTheModelDoesNotKnowIsNamed) {
+  const auto refused = [](const Json& change, const std::string& why) {
+    Json config = read_json(golden_path("qwen2/config.json"));
+    config.update(change);
+    TestFolder folder;
+    folder.write("config.json", config.dump());
+    const std::string path = folder.path("config.json");
+    const std::string message = message_of<Error>([&] { LlamaConfig::read(path); });
+    EXPECT_NE(message.find(why), std::string::npos) << message;
+    EXPECT_NE(message.find("config.json"), std::string::npos) << message;
+  };
+  refused({{"model_type", "gemma"}}, "gemma");
+  refused({{"hidden_act", "gelu"}}, "hidden_act");
+  refused({{"rope_parameters", {{"rope_type", "yarn"}}}}, "yarn");
+  refused({{"rope_parameters", {{"rope_type", "linear"}, {"factor", "2"}}}}, "factor");
+  refused({{"layer_types", {"sliding_attention", "full_attention"}}}, "layer_types");
+  refused({{"num_key_value_heads", 3}}, "num_key_value_heads");
+  refused({{"hidden_size", -4}}, "hidden_size");
+  refused({{"head_dim", 7}}, "even number");
+}
+
+TEST(Llama, AConfigThatAsksForMoreThanTheWeightsHoldIsRefusedBeforeItIsMade) {
+  TestFolder folder;
+  Llama::load(golden_path("mistral"))->save(folder.path("model"));
+  Json config = read_json(folder.path("model/config.json"));
+  config["vocab_size"] = int64_t{1} << 30;
+  folder.write("model/config.json", config.dump());
+  EXPECT_THROW(Llama::load(folder.path("model")), FormatError);
+}
+
+TEST(Llama, AdaptersLearnWhileTheBaseStaysAndMergeIntoTheSameModel) {
+  const auto model = model_of("qwen2");
+  const auto before = model->model.embed_tokens.weight.to_vector();
+  nn::add_lora(*model, {.names = {"all-linear"}, .rank = 2, .alpha = 4});
+  optim::AdamW optimizer(nn::trainable_parameters(*model), {.lr = 0.02});
+  const Tensor ids = golden().load("input_ids");
+  const double first = loss_of(*model, ids).item();
+  for (int step = 0; step < 30; ++step) {
+    optimizer.zero_grad();
+    loss_of(*model, ids).backward();
+    optimizer.step();
+  }
+  const double last = loss_of(*model, ids).item();
+  EXPECT_LT(last, 0.7 * first);
+  EXPECT_EQ(model->model.embed_tokens.weight.to_vector(), before);
+  TestFolder folder;
+  nn::save_lora(*model, folder.path("adapter"));
+  const auto fresh = model_of("qwen2");
+  nn::load_lora(*fresh, folder.path("adapter"));
+  EXPECT_NEAR(loss_of(*fresh, ids).item(), last, 1e-6 * last);
+  nn::merge_lora(*fresh);
+  nn::remove_lora(*fresh);
+  fresh->save(folder.path("merged"));
+  EXPECT_NEAR(loss_of(*Llama::load(folder.path("merged")), ids).item(), last, 1e-5 * last);
+}
+
+TEST(Llama, ATextEndsAtAnyOfItsEnds) {
+  const auto whole = model_of("llama");
+  const auto prompt = golden().load("prompt").to_vector<int64_t>();
+  const auto made = generate(*whole, prompt, {.max_tokens = 8, .temperature = 0});
+  ASSERT_EQ(made.size(), 8U);
+  LlamaConfig config = whole->config;
+  config.end_of_text = {60, made[3]};
+  Llama model(config);
+  model.load_state_dict(whole->state_dict());
+  const auto shorter = generate(model, prompt, {.max_tokens = 8, .temperature = 0});
+  EXPECT_EQ(shorter, std::vector<int64_t>(made.begin(), made.begin() + 3));
+  EXPECT_THROW(generate(model, {}, {}), ValueError);
+}
+
+}  // namespace
+}  // namespace tessera::llama::test_llama
