@@ -6,8 +6,8 @@
 //       const int64_t i = gpu::first_index();
 //       if (i < n) x[i] *= factor;
 //     }
-//     gpu::launch({.name = "scale", .grid = gpu::blocks(n, 256), .block = 256}, scale<float>, x, n,
-//     f);
+//     gpu::launch({.name = "scale", .grid = gpu::blocks(n, 256), .block = 256},
+//                 scale<float>, x, n, f);
 //
 // Threads of a launch share nothing but what shared arrays and memory hold; float sums have a fixed
 // order. Atomic operations on floats are not used.

@@ -20,8 +20,7 @@
 // - Checkpoints (save_state, load_state): from any placements into any. save_model, load_model and
 //   full_state_dict(). Not of a Partial.
 // - Optimizers: states become DTensors of the same placements; the update is element by element,
-// but
-//   Muon brings each matrix together on one rank (a Partial is no parameter: UnsupportedError).
+//   but Muon brings each matrix together on one rank (a Partial is no parameter: UnsupportedError).
 //   clip_grad_value, and clip_grad_norm, whose norm is that of the whole gradients on all ranks. A
 //   GradScaler on the host that agrees among the ranks (set_agreement).
 // - EMA, whose averages are parts like the parameters (not of a Partial).

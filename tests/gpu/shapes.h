@@ -5,12 +5,11 @@
 // ShapesReference holds them against multiplications and sums. Bounds, with eps the distance from 1
 // to the next number of a dtype and products of magnitudes calculated in f64 as the product itself:
 //
-//   |error| <= eps_out / 2 |y|                             the result, rounded once
-//            + 4 2^-23 sqrt(K) sum |a b|                   sums in f32, which tensor cores
-//            truncate;
-//                                                          float8: 2^-13 sum |a b|, as Hopper adds
-//                                                          up 14 bits of each group
-//            + 2^-10 |v| (1 + |v|)                         where a library's GELU takes tanh.approx
+//   |error| <= eps_out / 2 |y|               the result, rounded once
+//            + 4 2^-23 sqrt(K) sum |a b|     sums in f32, which tensor cores truncate;
+//                                            float8: 2^-13 sum |a b|, as Hopper adds up 14 bits
+//                                            of each group
+//            + 2^-10 |v| (1 + |v|)           where a library's GELU takes tanh.approx
 //
 // Where operands are small integers every sum is exact in any order, and the first term is all:
 // a row too many, a wrong scale or a partial sum in 16 bits shows.

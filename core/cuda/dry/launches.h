@@ -6,9 +6,9 @@
 // and says what a GPU would have been asked for. What would read values of the device (item(),
 // to(kCpu), shapes that depend on values) is an UnsupportedError.
 //
-//     step();                                               // what comes once: the optimizer's
-//     state const dry::Recording recording = dry::record([&] { step(); }); for (const dry::Launch&
-//     launch : recording.launches) ...
+//     step();  // what comes once: the optimizer's state
+//     const dry::Recording recording = dry::record([&] { step(); });
+//     for (const dry::Launch& launch : recording.launches) ...
 //
 // A program gets a dry device by its link: the target property TESSERA_GPU is `dry`, in a build
 // tree as with an installed tessera.
