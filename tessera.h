@@ -93,12 +93,12 @@
 #include <tessera/data/idx.h>
 #include <tessera/data/jsonl.h>
 #include <tessera/data/shuffle_buffer.h>
-#include <tessera/data/text.h>
+#include <tessera/data/text/bpe.h>
+#include <tessera/data/text/text.h>
+#include <tessera/data/text/token_file.h>
+#include <tessera/data/text/tokenizer.h>
+#include <tessera/data/text/wordpiece.h>
 #include <tessera/data/token_dataset.h>
-#include <tessera/data/token_file.h>
-#include <tessera/data/tokenizers/bpe.h>
-#include <tessera/data/tokenizers/tokenizer.h>
-#include <tessera/data/tokenizers/wordpiece.h>
 
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/accelerate/batch_size.h>

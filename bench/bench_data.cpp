@@ -16,10 +16,10 @@
 #include <tessera/data/dataloader.h>
 #include <tessera/data/idx.h>
 #include <tessera/data/jsonl.h>
-#include <tessera/data/text.h>
+#include <tessera/data/text/bpe.h>
+#include <tessera/data/text/text.h>
+#include <tessera/data/text/wordpiece.h>
 #include <tessera/data/token_dataset.h>
-#include <tessera/data/tokenizers/bpe.h>
-#include <tessera/data/tokenizers/wordpiece.h>
 
 namespace tessera::data {
 namespace {

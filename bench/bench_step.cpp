@@ -45,9 +45,9 @@
 #include <vector>
 
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/launch_times.h>
-#include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/cuda/libraries/gemm.h>
+#include <tessera/core/cuda/libraries/library_graph.h>
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/isa.h>
 #include <tessera/core/memory/allocator.h>

@@ -30,9 +30,9 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/cuda/attention_graph.h>
-#include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/graph.h>
+#include <tessera/core/cuda/libraries/attention_graph.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/error.h>
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/kernels/attention/attention.h>

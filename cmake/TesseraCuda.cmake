@@ -5,16 +5,17 @@
 #   tessera_core_no_cuda        there is no GPU
 # Programs get the first where nvcc was found, else the last. The target property TESSERA_GPU =
 # emulated or dry asks for another one.
-file(GLOB cuda_runtime_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/cuda/*.cpp)
+file(GLOB cuda_runtime_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/cuda/*.cpp
+  ${CMAKE_CURRENT_SOURCE_DIR}/core/cuda/libraries/*.cpp)
 file(GLOB cuda_kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/core/kernels/*/*.cu)
 
 set(without_cublaslt core/cuda/none/gemm_none.cpp)
 set(without_cudnn core/cuda/none/graph_none.cpp)
 add_library(tessera_core_no_cuda core/cuda/none/backend_none.cpp core/cuda/none/capture_none.cpp
   core/cuda/none/launch_times_none.cpp
-  core/cuda/gemm.cpp
-  core/cuda/library_graph.cpp core/cuda/attention_graph.cpp core/cuda/conv_graph.cpp
-  core/cuda/norm_graph.cpp ${without_cublaslt} ${without_cudnn})
+  core/cuda/libraries/gemm.cpp
+  core/cuda/libraries/library_graph.cpp core/cuda/libraries/attention_graph.cpp core/cuda/libraries/conv_graph.cpp
+  core/cuda/libraries/norm_graph.cpp ${without_cublaslt} ${without_cudnn})
 set_target_properties(tessera_core_no_cuda PROPERTIES EXPORT_NAME core_no_cuda POSITION_INDEPENDENT_CODE ON
   UNITY_BUILD ${TESSERA_UNITY})
 target_link_libraries(tessera_core_no_cuda PRIVATE $<BUILD_INTERFACE:tessera_compile> PUBLIC tessera_core)

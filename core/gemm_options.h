@@ -14,7 +14,7 @@ enum class GemmFusion : uint8_t {
   kNever,
   // Where measurements say that it takes less time than the product and the pass apart: both are
   // measured once, where a shape comes up first, and the winner is kept in a file
-  // (core/cuda/gemm_table.h). Fused products are known to lose for some shapes and versions of the
+  // (core/cuda/libraries/gemm_table.h). Fused products are known to lose for some shapes and versions of the
   // library. Without a table (TESSERA_GEMM_TABLE is empty) nothing is fused.
   kMeasured,
   kAlways,

@@ -7,7 +7,7 @@
 
 #include <tessera/core/error.h>
 #include <tessera/core/io/mapped_file.h>
-#include <tessera/data/text.h>
+#include <tessera/data/text/text.h>
 
 namespace tessera::data {
 namespace {

@@ -4,8 +4,8 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/core/error.h>
-#include <tessera/data/json_error.h>
-#include <tessera/data/text.h>
+#include <tessera/data/text/json_error.h>
+#include <tessera/data/text/text.h>
 
 namespace tessera::data {
 

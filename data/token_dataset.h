@@ -5,7 +5,7 @@
 
 #include <tessera/core/tensor/tensor.h>
 #include <tessera/data/dataset.h>
-#include <tessera/data/token_file.h>
+#include <tessera/data/text/token_file.h>
 
 namespace tessera::data {
 

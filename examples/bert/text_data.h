@@ -15,7 +15,7 @@
 #include <tessera/core/tensor/tensor.h>
 #include <tessera/data/collate.h>
 #include <tessera/data/dataset.h>
-#include <tessera/data/tokenizers/wordpiece.h>
+#include <tessera/data/text/wordpiece.h>
 
 namespace tessera::bert {
 

@@ -7,7 +7,7 @@
 
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/io/mapped_file.h>
-#include <tessera/data/tokenizers/bpe.h>
+#include <tessera/data/text/bpe.h>
 
 namespace tessera::gpt2 {
 

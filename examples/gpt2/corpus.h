@@ -5,8 +5,8 @@
 #include <memory>
 #include <string>
 
+#include <tessera/data/text/tokenizer.h>
 #include <tessera/data/token_dataset.h>
-#include <tessera/data/tokenizers/tokenizer.h>
 
 namespace tessera::gpt2 {
 

@@ -8,7 +8,7 @@
 #include <sstream>
 
 #include <tessera/core/parallel.h>
-#include <tessera/data/tokenizers/tokenizer.h>
+#include <tessera/data/text/tokenizer.h>
 #include <tessera/nn/lora/lora.h>
 
 #include "generation.h"

@@ -4,7 +4,7 @@
 //     llama_train --model TinyLlama --data ids.tokens --save more
 //     llama_train --model model --data mine.txt --lora 8 --save adapters
 //
-// A token file is data/token_file.h's, adapters are files of PEFT. The last tenth of the data is
+// A token file is data/text/token_file.h's, adapters are files of PEFT. The last tenth of the data is
 // for validation.
 #include <CLI/CLI.hpp>
 #include <chrono>

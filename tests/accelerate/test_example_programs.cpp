@@ -7,7 +7,7 @@
 
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/state/safetensors.h>
-#include <tessera/data/text.h>
+#include <tessera/data/text/text.h>
 
 #include "finished_process.h"
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/gpu/backend.h>

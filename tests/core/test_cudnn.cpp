@@ -15,9 +15,9 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/attention_graph.h>
-#include <tessera/core/cuda/conv_graph.h>
-#include <tessera/core/cuda/norm_graph.h>
+#include <tessera/core/cuda/libraries/attention_graph.h>
+#include <tessera/core/cuda/libraries/conv_graph.h>
+#include <tessera/core/cuda/libraries/norm_graph.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/gpu/backend.h>

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include <tessera/autograd/ops.h>
-#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/random.h>
 
 #include "gemm_model.h"

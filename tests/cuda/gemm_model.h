@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include <tessera/core/cuda/emulation/gemm.h>
-#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/half.h>
 
 #include "on_emulation.h"

@@ -13,8 +13,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/attention_graph.h>
 #include <tessera/core/cuda/emulation/graph_model.h>
+#include <tessera/core/cuda/libraries/attention_graph.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/gpu/backend.h>

@@ -6,7 +6,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/fp8/logits_gradient.h>

@@ -11,7 +11,7 @@
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/weight_cache.h>
-#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>

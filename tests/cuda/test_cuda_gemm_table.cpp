@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/cuda/gemm_table.h>
+#include <tessera/core/cuda/libraries/gemm_table.h>
 #include <tessera/core/error.h>
 
 namespace tessera::gpu {

@@ -16,8 +16,8 @@
 #include <tessera/data/csv.h>
 #include <tessera/data/idx.h>
 #include <tessera/data/jsonl.h>
-#include <tessera/data/text.h>
-#include <tessera/data/token_file.h>
+#include <tessera/data/text/text.h>
+#include <tessera/data/text/token_file.h>
 
 #include "message_of.h"
 

@@ -8,9 +8,9 @@
 #include <thread>
 #include <vector>
 
-#include <tessera/data/text.h>
-#include <tessera/data/tokenizers/bpe.h>
-#include <tessera/data/tokenizers/wordpiece.h>
+#include <tessera/data/text/bpe.h>
+#include <tessera/data/text/text.h>
+#include <tessera/data/text/wordpiece.h>
 
 namespace tessera::data::test_tokenizer_threads {
 namespace {

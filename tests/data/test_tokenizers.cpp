@@ -10,9 +10,9 @@
 
 #include <tessera/core/error.h>
 #include <tessera/core/io/atomic_file.h>
-#include <tessera/data/text.h>
-#include <tessera/data/tokenizers/bpe.h>
-#include <tessera/data/tokenizers/wordpiece.h>
+#include <tessera/data/text/bpe.h>
+#include <tessera/data/text/text.h>
+#include <tessera/data/text/wordpiece.h>
 
 namespace tessera::data::test_tokenizers {
 namespace {

@@ -1,4 +1,4 @@
-#include <tessera/data/tokenizers/bpe.h>
+#include <tessera/data/text/bpe.h>
 
 #include "driver.h"
 

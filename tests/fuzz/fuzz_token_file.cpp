@@ -3,7 +3,7 @@
 
 #include <zlib.h>
 
-#include <tessera/data/token_file.h>
+#include <tessera/data/text/token_file.h>
 
 #include "driver.h"
 

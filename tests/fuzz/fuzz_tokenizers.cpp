@@ -2,9 +2,9 @@
 #include <cstdio>
 #include <string>
 
-#include <tessera/data/text.h>
-#include <tessera/data/tokenizers/bpe.h>
-#include <tessera/data/tokenizers/wordpiece.h>
+#include <tessera/data/text/bpe.h>
+#include <tessera/data/text/text.h>
+#include <tessera/data/text/wordpiece.h>
 
 #include "driver.h"
 

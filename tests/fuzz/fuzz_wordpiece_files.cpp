@@ -1,5 +1,5 @@
-#include <tessera/data/text.h>
-#include <tessera/data/tokenizers/wordpiece.h>
+#include <tessera/data/text/text.h>
+#include <tessera/data/text/wordpiece.h>
 
 #include "driver.h"
 

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include <tessera/core/cuda/gemm.h>
-#include <tessera/core/cuda/lazy_library.h>
-#include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/cuda/libraries/gemm.h>
+#include <tessera/core/cuda/libraries/lazy_library.h>
+#include <tessera/core/cuda/libraries/library_graph.h>
 #if TESSERA_HAS_NCCL
 #include <tessera/distributed/transport/nccl/communicator.h>
 #endif

@@ -4,7 +4,7 @@
 #include <optional>
 
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/cuda/libraries/library_graph.h>
 #include <tessera/core/kernels/attention/attention.h>
 
 namespace tessera::gpu_shapes {

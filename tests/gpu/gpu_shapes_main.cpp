@@ -12,8 +12,8 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include <tessera/core/cuda/gemm.h>
-#include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/cuda/libraries/gemm.h>
+#include <tessera/core/cuda/libraries/library_graph.h>
 #include <tessera/core/gpu/backend.h>
 
 int main(int argc, char** argv) {

@@ -6,7 +6,7 @@
 #include <tuple>
 
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/gemm_options.h>
 
 namespace tessera::gpu_shapes {

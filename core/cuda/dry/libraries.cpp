@@ -9,8 +9,8 @@
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/dry/record.h>
-#include <tessera/core/cuda/gemm.h>
-#include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/cuda/libraries/gemm.h>
+#include <tessera/core/cuda/libraries/library_graph.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>

@@ -9,7 +9,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/error.h>
 
 namespace tessera::gpu::dry {

@@ -2,7 +2,7 @@
 // gives.
 #pragma once
 
-#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 
 namespace tessera::gpu::emulation {
 

@@ -11,7 +11,7 @@
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/launch.h>
 #include <tessera/core/cuda/launch_log.h>
-#include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/cuda/libraries/library_graph.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>

@@ -1,5 +1,5 @@
 // A program without cuBLASLt: that of no GPU, and one built without its header.
-#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/error.h>
 
 namespace tessera::gpu {

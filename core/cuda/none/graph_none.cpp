@@ -1,5 +1,5 @@
 // A program without cuDNN: that of no GPU, and one built without its header.
-#include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/cuda/libraries/library_graph.h>
 #include <tessera/core/error.h>
 
 namespace tessera::gpu {

@@ -11,7 +11,7 @@
 #include <cmath>
 
 #include <tessera/core/cuda/device_errors.h>
-#include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/cuda/libraries/library_graph.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/attention/attention_library.h>
 #include <tessera/core/kernels/common/compute.h>

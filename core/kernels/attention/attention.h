@@ -17,7 +17,7 @@
 
 namespace tessera::kernels {
 
-// How attention runs on a GPU where NVIDIA's cuDNN serves it (core/cuda/attention_graph.h); a slot
+// How attention runs on a GPU where NVIDIA's cuDNN serves it (core/cuda/libraries/attention_graph.h); a slot
 // of the context, read by the op and kept for its backward.
 struct AttentionPolicy {
   bool library = true;         // false: own kernels only

@@ -5,8 +5,8 @@
 #include <string>
 #include <type_traits>
 
-#include <tessera/core/cuda/attention_graph.h>
 #include <tessera/core/cuda/launch.h>
+#include <tessera/core/cuda/libraries/attention_graph.h>
 #include <tessera/core/cuda/movable_stream.h>
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory/factory.h>

@@ -1,4 +1,4 @@
-// The way of attention on a GPU to cuDNN (core/cuda/attention_graph.h says what it serves). Both
+// The way of attention on a GPU to cuDNN (core/cuda/libraries/attention_graph.h says what it serves). Both
 // forms queue the work and say true; or do nothing and say false, where there is no library, or one
 // that does not serve the problem: then own kernels do. A mask goes along as what is added to the
 // scores. `lengths`: i32 [2, B] on the device, the query and key lengths of each sample; undefined

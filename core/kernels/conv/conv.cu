@@ -1,4 +1,4 @@
-// Convolution by cuDNN where it serves the problem (core/cuda/conv_graph.h), else without a
+// Convolution by cuDNN where it serves the problem (core/cuda/libraries/conv_graph.h), else without a
 // library: three products whose operands are read through the geometry, so that no patch is ever
 // laid out in memory. They are what the emulation runs.
 //
@@ -8,8 +8,8 @@
 #include <array>
 
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/conv_graph.h>
-#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/libraries/conv_graph.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/conv/conv.h>

@@ -1,7 +1,7 @@
 // Products of float8 matrices by the library: both operands with the sum along memory, which is
 // how Hopper reads them. There is no other way on a GPU, as another precision would be one in
 // silence.
-#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>

@@ -4,7 +4,7 @@
 
 #include <tessera/core/approximate.h>
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>

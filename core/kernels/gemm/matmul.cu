@@ -1,13 +1,13 @@
-// Matrix products: by cuBLASLt (core/cuda/gemm.h) where it serves them, f16 and bf16 else on tensor
+// Matrix products: by cuBLASLt (core/cuda/libraries/gemm.h) where it serves them, f16 and bf16 else on tensor
 // cores (matmul_tensor.cu), and the rest by the tiles below. Without the library, as in the
 // emulation, these kernels are all there is. Tiles of 32 x 32 in shared memory, sums in the compute
 // type in the order of K: the bits depend on the shape alone.
 #include <tessera/core/kernels/gemm/matmul.h>
 
 #include <tessera/core/context.h>
-#include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/launch.h>
-#include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/cuda/libraries/gemm.h>
+#include <tessera/core/cuda/libraries/library_graph.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/common/on_device.h>

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include <tessera/core/cuda/gemm.h>
 #include <tessera/core/cuda/launch.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 #include <tessera/core/error.h>
 #include <tessera/core/tensor/tensor.h>
 #include <tessera/core/kernels/common/strided.cuh>

@@ -1,9 +1,9 @@
 // group_norm and batch_norm: x seen as (N, C, S), statistics of slots: a channel (batch_norm), or a
 // group of channels of one sample (group_norm). The gradient of batch_norm in training runs on
-// cuDNN where it serves the problem (core/cuda/norm_graph.h).
+// cuDNN where it serves the problem (core/cuda/libraries/norm_graph.h).
 #include <array>
 
-#include <tessera/core/cuda/norm_graph.h>
+#include <tessera/core/cuda/libraries/norm_graph.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/common/compute.h>
 #include <tessera/core/kernels/common/on_device.h>

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/data/tokenizers/tokenizer.h>
+#include <tessera/data/text/tokenizer.h>
 
 namespace tessera::data {
 

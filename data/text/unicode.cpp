@@ -1,11 +1,11 @@
-#include <tessera/data/tokenizers/unicode.h>
+#include <tessera/data/text/unicode.h>
 
 #include <unicode/bytestream.h>
 #include <unicode/normalizer2.h>
 #include <unicode/uchar.h>
 
 #include <tessera/core/error.h>
-#include <tessera/data/text.h>
+#include <tessera/data/text/text.h>
 
 namespace tessera::data {
 namespace {

@@ -16,11 +16,11 @@
 
 #include <tessera/core/context.h>
 #include <tessera/core/cuda/check.h>
-#include <tessera/core/cuda/gemm.h>
-#include <tessera/core/cuda/gemm_table.h>
 #include <tessera/core/cuda/graph.h>
 #include <tessera/core/cuda/launch_log.h>
-#include <tessera/core/cuda/lazy_library.h>
+#include <tessera/core/cuda/libraries/gemm.h>
+#include <tessera/core/cuda/libraries/gemm_table.h>
+#include <tessera/core/cuda/libraries/lazy_library.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
 #include <tessera/core/tensor/empty.h>

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include <tessera/core/tensor/tensor.h>
-#include <tessera/data/tokenizers/tokenizer.h>
+#include <tessera/data/text/tokenizer.h>
 
 namespace tessera::data {
 

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <string>
 
-#include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/cuda/libraries/library_graph.h>
 
 namespace tessera::gpu {
 

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/data/tokenizers/tokenizer.h>
+#include <tessera/data/text/tokenizer.h>
 
 namespace tessera::data {
 

@@ -1,4 +1,4 @@
-#include <tessera/data/text.h>
+#include <tessera/data/text/text.h>
 
 #include <algorithm>
 #include <cstring>

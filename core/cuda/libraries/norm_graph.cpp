@@ -1,4 +1,4 @@
-#include <tessera/core/cuda/norm_graph.h>
+#include <tessera/core/cuda/libraries/norm_graph.h>
 
 #include <bit>
 #include <limits>

@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include <tessera/data/text.h>
+#include <tessera/data/text/text.h>
 
 namespace tessera::data {
 

@@ -1,4 +1,4 @@
-#include <tessera/core/cuda/gemm_table.h>
+#include <tessera/core/cuda/libraries/gemm_table.h>
 
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-#include <tessera/data/tokenizers/wordpiece.h>
+#include <tessera/data/text/wordpiece.h>
 
 #include <algorithm>
 #include <array>
@@ -7,10 +7,10 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/io/mapped_file.h>
-#include <tessera/data/text.h>
-#include <tessera/data/tokenizers/special_tokens.h>
-#include <tessera/data/tokenizers/unicode.h>
-#include <tessera/data/tokenizers/word_cache.h>
+#include <tessera/data/text/special_tokens.h>
+#include <tessera/data/text/text.h>
+#include <tessera/data/text/unicode.h>
+#include <tessera/data/text/word_cache.h>
 
 namespace tessera::data {
 namespace {

@@ -15,8 +15,8 @@
 
 #include <tessera/core/cuda/check.h>
 #include <tessera/core/cuda/launch_log.h>
-#include <tessera/core/cuda/lazy_library.h>
-#include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/cuda/libraries/lazy_library.h>
+#include <tessera/core/cuda/libraries/library_graph.h>
 #include <tessera/core/cuda/streams.h>
 #include <tessera/core/error.h>
 #include <tessera/core/tensor/empty.h>

@@ -1,4 +1,4 @@
-#include <tessera/data/tokenizers/special_tokens.h>
+#include <tessera/data/text/special_tokens.h>
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include <tessera/data/token_file.h>
+#include <tessera/data/text/token_file.h>
 
 #include <zlib.h>
 

@@ -1,4 +1,4 @@
-#include <tessera/core/cuda/attention_graph.h>
+#include <tessera/core/cuda/libraries/attention_graph.h>
 
 #include <bit>
 #include <cmath>

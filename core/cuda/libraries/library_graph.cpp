@@ -1,4 +1,4 @@
-#include <tessera/core/cuda/library_graph.h>
+#include <tessera/core/cuda/libraries/library_graph.h>
 
 #include <utility>
 

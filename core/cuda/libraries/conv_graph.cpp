@@ -1,4 +1,4 @@
-#include <tessera/core/cuda/conv_graph.h>
+#include <tessera/core/cuda/libraries/conv_graph.h>
 
 #include <limits>
 

@@ -23,7 +23,7 @@
 #include <vector>
 
 #include <tessera/core/io/atomic_file.h>
-#include <tessera/data/tokenizers/tokenizer.h>
+#include <tessera/data/text/tokenizer.h>
 
 namespace tessera::data {
 

@@ -1,4 +1,4 @@
-#include <tessera/core/cuda/gemm.h>
+#include <tessera/core/cuda/libraries/gemm.h>
 
 #include <algorithm>
 #include <limits>

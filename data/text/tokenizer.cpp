@@ -1,10 +1,10 @@
-#include <tessera/data/tokenizers/tokenizer.h>
+#include <tessera/data/text/tokenizer.h>
 
 #include <array>
 #include <utility>
 
 #include <tessera/core/error.h>
-#include <tessera/data/text.h>
+#include <tessera/data/text/text.h>
 
 namespace tessera::data {
 

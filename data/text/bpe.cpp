@@ -1,4 +1,4 @@
-#include <tessera/data/tokenizers/bpe.h>
+#include <tessera/data/text/bpe.h>
 
 #include <algorithm>
 #include <array>
@@ -10,11 +10,11 @@
 
 #include <tessera/core/error.h>
 #include <tessera/core/io/mapped_file.h>
-#include <tessera/data/json_error.h>
-#include <tessera/data/text.h>
-#include <tessera/data/tokenizers/special_tokens.h>
-#include <tessera/data/tokenizers/unicode.h>
-#include <tessera/data/tokenizers/word_cache.h>
+#include <tessera/data/text/json_error.h>
+#include <tessera/data/text/special_tokens.h>
+#include <tessera/data/text/text.h>
+#include <tessera/data/text/unicode.h>
+#include <tessera/data/text/word_cache.h>
 
 namespace tessera::data {
 namespace {
