@@ -7,6 +7,7 @@ is given nothing that it does not ask for.
 """
 import collections
 import concurrent.futures
+import glob
 import json
 import os
 import re
@@ -17,6 +18,9 @@ import subprocess
 import sys
 import time
 
+FLOORS = ["core", "autograd", "nn", "optim", "precision", "distributed", "data", "accelerate"]
+# What needs headers of CUDA or of a transport's library.
+NOT_ALONE = re.compile(r"core/cuda/(emulation/|[^dt]|device|dry/(?!record))|distributed/transport/(mpi|nccl)/")
 MOST_PRECOMPILED = 8  # of 20 to 80 MB each, while this runs
 # What reading a header of others costs, as bytes of ours.
 OTHERS = {
@@ -57,6 +61,12 @@ def main():
         if name not in sources:
             sys.exit(f"{name} is no source that is compiled here")
     sources = {name: entry for name, entry in sources.items() if not given or name in given}
+    alone = [] if given else sorted(
+        name
+        for floor in FLOORS
+        for path in glob.glob(f"{floor}/**/*.h", recursive=True)
+        if not NOT_ALONE.match(name := path)
+    )
 
     included = {}
 
@@ -89,7 +99,7 @@ def main():
         return OTHERS.get(header, 15_000)
 
     weights = collections.defaultdict(int)
-    headers = set()
+    headers = set(alone)
     for name in sources:
         headers |= {x for x in closure(name) if os.path.isfile(os.path.join(root, x))}
     for header in headers:
@@ -134,12 +144,21 @@ def main():
         words = [compiler, *flags, "-O0", "-w", *sum(paths, []), "-x", "c++-header", path]
         return header, path, run([*words, "-o", path + ".gch"])
 
+    def fitting(name):
+        found = [x for x in chosen if x in precompiled and x in closure(name)]
+        return max(found, key=lambda x: weights[x], default=None)
+
     def check(name):
-        fitting = [x for x in chosen if x in precompiled and x in closure(name)]
         words = [compiler, *arguments(sources[name]["command"]), "-O0", "-w", "-fsyntax-only"]
-        if fitting:
-            words += ["-include", precompiled[max(fitting, key=lambda x: weights[x])]]
+        if fitting(name):
+            words += ["-include", precompiled[fitting(name)]]
         return name, run([*words, os.path.join(root, name)])
+
+    def check_header(name):
+        words = [compiler, *flags, "-O0", "-w", "-fsyntax-only", *sum(paths, [])]
+        if fitting(name):
+            words += ["-include", precompiled[fitting(name)]]
+        return name, run([*words, "-x", "c++", "-include", os.path.join(root, name), os.devnull])
 
     os.makedirs(os.path.join(folder, "alone"), exist_ok=True)
     start = time.time()
@@ -151,14 +170,22 @@ def main():
             else:
                 print(f"{header} does not compile alone:\n{done.stderr}")
                 failed += 1
-        for name, done in pool.map(check, sorted(sources)):
+        # A source that begins with its header shows that this compiles alone, where it is given nothing
+        # that the header does not ask for.
+        shown = set(precompiled)
+        for name in sources:
+            header = next(iter(direct(name)), "")
+            if header in headers and fitting(name) in {None, header} | closure(header):
+                shown.add(header)
+        alone = [name for name in alone if name not in shown]
+        for name, done in [*pool.map(check, sorted(sources)), *pool.map(check_header, alone)]:
             if done.returncode != 0:
                 failed += 1
                 print(f"---- {name} does not compile alone:\n{done.stderr}", flush=True)
     shutil.rmtree(os.path.join(folder, "alone"))  # some hundred MB
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
-        f"{len(sources)} files alone, {failed} do not compile; {time.time() - start:.0f} s, of the "
+        f"{len(sources)} sources and {len(alone)} headers alone, {failed} do not compile; {time.time() - start:.0f} s, of the "
         f"processors {used.ru_utime + used.ru_stime:.0f} s; once: {' '.join(precompiled)}"
     )
     return 1 if failed or not sources else 0

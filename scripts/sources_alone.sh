@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # sources_alone.sh [FILE...]: compiles every source file of the library, the tessera command, the examples
 # and the benchmarks, or those, by itself, as a build without batches of files (TESSERA_UNITY) does, and
-# looks at the syntax alone: in a batch a file is served by what those before it have included. The
+# looks at the syntax alone: in a batch a file is served by what those before it have included. Headers
+# that no source begins with are compiled alone too. The
 # compiler is CXX, else g++. Left out is what no build has in batches: loops for instruction sets
 # (*_simd.cpp), and what only the backends of a GPU have.
 set -euo pipefail

@@ -1,5 +1,5 @@
 // The floors of the library: reads every include of the tree and fails on an edge that runs up, and
-// on units that include each other in a circle. And tests that start ranks: they end by comparing
+// on units or folders that include each other in a circle; and sizes of folders and files. And tests that start ranks: they end by comparing
 // what these called.
 #include <gtest/gtest.h>
 
@@ -158,6 +158,84 @@ std::vector<std::string> cycle_errors(const fs::path& root) {
   return errors;
 }
 
+// Of each folder of the library those that it includes from, with an include that does.
+std::map<std::string, std::map<std::string, std::string>> includes_of_folders(
+    const fs::path& root) {
+  std::map<std::string, std::map<std::string, std::string>> folders;
+  for (const auto& [floor, sees] : kSees) {
+    if (!fs::is_directory(root / floor)) continue;
+    for (const auto& entry : fs::recursive_directory_iterator(root / floor)) {
+      if (!entry.is_regular_file() || !is_source(entry.path())) continue;
+      const fs::path file = fs::relative(entry.path(), root);
+      std::ifstream in(entry.path());
+      for (std::string line; std::getline(in, line);) {
+        const std::string target = included(line);
+        if (target.rfind("<tessera/", 0) != 0) continue;
+        const fs::path other = target.substr(9);
+        if (other.parent_path() == file.parent_path()) continue;
+        folders[file.parent_path().string()].try_emplace(
+            other.parent_path().string(), file.string() + " includes " + other.string());
+      }
+    }
+  }
+  return folders;
+}
+
+// A line for each pair of neighbours on a way from a folder back to itself.
+std::vector<std::string> folder_circle_errors(const fs::path& root) {
+  const auto folders = includes_of_folders(root);
+  std::map<std::string, std::set<std::string>> below;  // on any way
+  for (const auto& [folder, others] : folders) {
+    std::set<std::string>& seen = below[folder];
+    const std::function<void(const std::string&)> visit = [&](const std::string& from) {
+      const auto found = folders.find(from);
+      if (found == folders.end()) return;
+      for (const auto& [other, include] : found->second) {
+        if (seen.insert(other).second) visit(other);
+      }
+    };
+    visit(folder);
+  }
+  std::vector<std::string> errors;
+  for (const auto& [folder, others] : folders) {
+    for (const auto& [other, include] : others) {
+      if (below[other].count(folder) != 0)
+        errors.push_back(include + ", and " + other + " needs " + folder);
+    }
+  }
+  return errors;
+}
+
+constexpr size_t kMostFiles = 40, kMostLines = 900;
+
+// Folders of the library and files of the tree that outgrew what a reader can overlook. Kernels and
+// tests stand by family and by floor.
+std::vector<std::string> size_errors(const fs::path& root) {
+  static const std::set<std::string> kTops = {"tests", "bench", "examples"};
+  std::vector<std::string> errors;
+  std::map<std::string, size_t> files;
+  const auto read = [&](const std::string& top, bool counts) {
+    if (!fs::is_directory(root / top)) return;
+    for (const auto& entry : fs::recursive_directory_iterator(root / top)) {
+      if (!entry.is_regular_file() || !is_source(entry.path())) continue;
+      const fs::path file = fs::relative(entry.path(), root);
+      if (counts && ++files[file.parent_path().string()] == kMostFiles + 1) {
+        errors.push_back(file.parent_path().string() + ": more than " + std::to_string(kMostFiles) +
+                         " files");
+      }
+      std::ifstream in(entry.path());
+      size_t lines = 0;
+      for (std::string line; std::getline(in, line);) ++lines;
+      if (lines > kMostLines) {
+        errors.push_back(file.string() + ": " + std::to_string(lines) + " lines");
+      }
+    }
+  };
+  for (const auto& [floor, sees] : kSees) read(floor, true);
+  for (const std::string& top : kTops) read(top, false);
+  return errors;
+}
+
 // Headers that <tessera.h> leaves out: what a training program has no use for, by path or folder.
 const std::map<std::string, const char*> kNotUmbrella = {
     {"accelerate/accelerator_state.h", "inside of the Accelerator"},
@@ -188,7 +266,9 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"core/approximate.h", "formulas of kernels"},
     {"core/asan.h", "inside of allocators"},
     {"core/memory/block_arena.h", "inside of allocators"},
+    {"core/gpu/transfers.h", "inside of pinned.h and of ranges on a GPU"},
     {"core/io/crc32c.h", "of file formats"},
+    {"core/isa.h", "inside of kernels"},
     {"core/cuda/", "the GPU backend; devices are in device.h"},
     {"core/environment.h", "inside of the library"},
     {"core/functors.h", "formulas of kernels"},
@@ -289,7 +369,7 @@ std::vector<std::string> comparison_errors(const fs::path& root) {
       if (line.rfind("// ctest ranks: ", 0) == 0) processes = number;
       compares |= line.find("check_equal_traces(") != std::string::npos;
       for (const char* fixture : kComparingFixtures) {
-        compares |= line.find('"' + std::string(fixture) + '"') != std::string::npos;
+        compares |= line.find('/' + std::string(fixture) + '"') != std::string::npos;
       }
       const size_t at = line.find("run_ranks(");
       if (at == std::string::npos) continue;
@@ -348,6 +428,16 @@ TEST(Layering, NoIncludeOfTheTreeRunsUp) {
 
 TEST(Layering, NoUnitsIncludeEachOtherInACircle) {
   for (const std::string& error : cycle_errors(tests::source_dir())) ADD_FAILURE() << error;
+}
+
+TEST(Layering, NoFoldersIncludeEachOtherInACircle) {
+  for (const std::string& error : folder_circle_errors(tests::source_dir())) {
+    ADD_FAILURE() << error;
+  }
+}
+
+TEST(Layering, FoldersAndFilesCanBeOverlooked) {
+  for (const std::string& error : size_errors(tests::source_dir())) ADD_FAILURE() << error;
 }
 
 TEST(Layering, TheUmbrellaHeaderHasEveryHeaderOfAUser) {
@@ -411,6 +501,26 @@ TEST_F(PlantedTree, CirclesOfUnitsAreReported) {
   ASSERT_EQ(errors.size(), 1u);
   EXPECT_EQ(errors[0],
             "core/a_cpu.cpp includes core/c, core/c.h includes core/b, core/b.h includes core/a");
+}
+
+TEST_F(PlantedTree, CirclesOfFoldersAreReported) {
+  write("core/a/x.h", "#include <tessera/core/ground.h>\n");
+  write("core/b/y.cpp", "#include <tessera/core/a/x.h>\n");
+  EXPECT_TRUE(folder_circle_errors(root_).empty());
+  write("core/roof.cpp", "#include <tessera/core/b/z.h>\n");  // by way of b and a
+  const std::vector<std::string> errors = folder_circle_errors(root_);
+  ASSERT_EQ(errors.size(), 3u);
+  EXPECT_EQ(errors[0], "core/roof.cpp includes core/b/z.h, and core/b needs core");
+}
+
+TEST_F(PlantedTree, FoldersAndFilesThatAreTooLargeAreReported) {
+  for (size_t i = 0; i + 2 < kMostFiles; ++i) write("nn/f" + std::to_string(i) + ".h", "\n");
+  write("tests/long.cpp", std::string(kMostLines, '\n'));
+  EXPECT_TRUE(size_errors(root_).empty());
+  write("nn/one_more.h", "\n");
+  write("tests/long.cpp", "\n");
+  EXPECT_EQ(size_errors(root_),
+            (std::vector<std::string>{"nn: more than 40 files", "tests/long.cpp: 901 lines"}));
 }
 
 TEST_F(PlantedTree, UnknownFloorsLocalIncludesAndMissingHeadersAreReported) {
