@@ -34,7 +34,7 @@ class PairedBackend : public Backend {
   void start(CallPtr call) override {
     if (!call->device.is_cuda()) return host_->start(std::move(call));
     const Operation operation = call->header.operation;
-    const bool peer_call = operation == Operation::kSend || operation == Operation::kRecv;
+    const bool peer_call = is_message(operation);
     if (options_.compare_calls && !peer_call) {
       if (std::exception_ptr error = compare(*call)) return call->done(std::move(error));
     } else if (!peer_call) {

@@ -39,7 +39,7 @@ void copy_part(const Part& to, const Part& from) {
 std::string compare_sizes(std::span<const CallPtr> calls) {
   const CallHeader& header = calls[0]->header;
   if (header.count >= 0) return {};
-  const bool reduces = header.operation == Operation::kReduceScatter;
+  const bool reduces = movement_of(header.operation) == Movement::kReduction;
   for (size_t from = 0; from < calls.size(); ++from) {
     for (size_t to = 0; to < calls.size(); ++to) {
       const int64_t sent = calls[from]->sends[to].bytes;
@@ -67,42 +67,36 @@ void carry_out(std::span<const CallPtr> calls) {
       reduce_contributions(inputs, out, bytes / element, header.dtype, header.reduce);
     }
   };
-  switch (header.operation) {
-    case Operation::kAllReduce:
-    case Operation::kReduce: {
+  const OperationTraits& traits = traits_of(header.operation);
+  switch (traits.movement) {
+    case Movement::kReduction: {
       const auto root = static_cast<size_t>(std::max(header.root, 0));
       for (size_t piece = 0; piece < size; ++piece) {
-        const Part& result = calls[root]->sends[piece];
+        const bool owned = traits.delivery == Delivery::kOwner;
+        const Part& result = owned ? calls[piece]->receives[piece] : calls[root]->sends[piece];
         reduce_piece(piece, result.data);
-        if (header.operation == Operation::kReduce) continue;
+        if (traits.delivery != Delivery::kAll) continue;
         for (size_t r = 1; r < size; ++r) copy_part(calls[r]->sends[piece], result);
       }
       return;
     }
-    case Operation::kReduceScatter:
-      for (size_t r = 0; r < size; ++r) reduce_piece(r, calls[r]->receives[r].data);
-      return;
-    case Operation::kBroadcast: {
+    case Movement::kBroadcast: {
       const auto root = static_cast<size_t>(header.root);
       for (size_t r = 0; r < size; ++r) {
         if (r != root) copy_part(calls[r]->receives[root], calls[root]->sends[root]);
       }
       return;
     }
-    case Operation::kBarrier:
-      return;
-    default:
+    case Movement::kParts:
       for (size_t from = 0; from < size; ++from) {
         for (size_t to = 0; to < size; ++to) {
-          const bool sends =
-              header.operation != Operation::kScatter || from == static_cast<size_t>(header.root);
-          const bool receives =
-              header.operation != Operation::kGather || to == static_cast<size_t>(header.root);
-          if (sends && receives) {
-            copy_part(calls[to]->receives[from], calls[from]->sends[to]);
-          }
+          copy_part(calls[to]->receives[from], calls[from]->sends[to]);
         }
       }
+      return;
+    case Movement::kNothing:
+    case Movement::kMessage:
+      return;
   }
 }
 
@@ -119,8 +113,7 @@ class ThreadHub {
   int size() const { return static_cast<int>(world_ranks_.size()); }
 
   void start(int rank, CallPtr call) {
-    const bool peer_call =
-        call->header.operation == Operation::kSend || call->header.operation == Operation::kRecv;
+    const bool peer_call = is_message(call->header.operation);
     std::string error;
     std::vector<CallPtr> complete;
     {

@@ -434,7 +434,7 @@ void check_equal_traces(const CommTrace::Scope& scope, Group& group) {
   // it.
   nlohmann::json own = nlohmann::json::object();
   for (const CommRecord& record : scope.records()) {
-    if (record.operation == Operation::kSend || record.operation == Operation::kRecv) continue;
+    if (is_message(record.operation)) continue;
     const std::string key = record.group + " " + std::string(name_of(record.channel));
     own[key]["members"] = record.group_size;
     // What a rank says in the place of a call is its own.

@@ -255,8 +255,7 @@ Work Group::start(Request request, const CollectiveOptions& options) {
   TS_CHECK_AS(DistributedError, !shut_down_, name_, "the group was shut down; no ",
               name_of(request.operation), " may follow");
   const TimelineRange range(name_of(request.operation));
-  const bool peer_call =
-      request.operation == Operation::kSend || request.operation == Operation::kRecv;
+  const bool peer_call = is_message(request.operation);
   if (size() == 1 && !peer_call && request.operation != Operation::kInvalid) return local(request);
   if (request.operation != Operation::kInvalid) raise_unseen(options);
   Issue one = issue(std::move(request), options);
@@ -265,8 +264,7 @@ Work Group::start(Request request, const CollectiveOptions& options) {
 }
 
 Group::Issue Group::issue(Request request, const CollectiveOptions& options) {
-  const bool peer_call =
-      request.operation == Operation::kSend || request.operation == Operation::kRecv;
+  const bool peer_call = is_message(request.operation);
   RankContext& context = rank_context();
   auto state = std::make_shared<Work::State>();
   CommRecord& record = state->record;
@@ -359,8 +357,7 @@ void Group::note_captured(const CommRecord& record, const CallPtr& call) {
   CapturedCalls* const calls = CapturedCalls::current();
   const Operation operation = record.operation;
   TS_CHECK_AS(UnsupportedError,
-              calls != nullptr && operation != Operation::kSend && operation != Operation::kRecv &&
-                  operation != Operation::kInvalid,
+              calls != nullptr && !is_message(operation) && operation != Operation::kInvalid,
               "graph capture", record.describe(), " of '", name_,
               "' cannot be captured: ranks count their calls on the host; capture a training "
               "step by Accelerator::graphed_step(), or leave the call out of the graph");

@@ -21,13 +21,6 @@ std::string_view name_of(ReduceOp op) {
   return kNames[static_cast<size_t>(op)];
 }
 
-std::string_view name_of(Operation operation) {
-  constexpr std::string_view kNames[] = {"all_reduce",     "reduce",     "broadcast", "all_gather",
-                                         "reduce_scatter", "all_to_all", "gather",    "scatter",
-                                         "send",           "recv",       "barrier",   "(nothing)"};
-  return kNames[static_cast<size_t>(operation)];
-}
-
 std::string_view name_of(Channel channel) {
   constexpr std::string_view kNames[] = {"user",   "gradient", "parameter",
                                          "module", "peer",     "control"};
@@ -42,16 +35,14 @@ std::string describe_seconds(double seconds) {
 
 std::string CommRecord::describe() const {
   std::string text = std::string(name_of(operation)) + " #" + std::to_string(sequence);
-  if (operation != Operation::kBarrier && operation != Operation::kInvalid) {
+  if (const Movement movement = movement_of(operation); movement != Movement::kNothing) {
     text += " (";
-    const bool reduces = operation == Operation::kAllReduce || operation == Operation::kReduce ||
-                         operation == Operation::kReduceScatter;
-    if (reduces) text += std::string(name_of(reduce)) + (onto ? " onto, " : ", ");
+    if (movement == Movement::kReduction)
+      text += std::string(name_of(reduce)) + (onto ? " onto, " : ", ");
     text += std::string(tessera::name_of(dtype)) + "[" +
             (count < 0 ? "uneven" : std::to_string(count)) + "]";
     if (root >= 0) {
-      const bool peer = operation == Operation::kSend || operation == Operation::kRecv;
-      text += (peer ? ", peer " : ", root ") + std::to_string(root);
+      text += (movement == Movement::kMessage ? ", peer " : ", root ") + std::to_string(root);
     }
     text += ")";
   }
@@ -65,21 +56,7 @@ std::string CommRecord::place() const {
 }
 
 double CommRecord::wire_bytes() const {
-  const double size = group_size, payload = static_cast<double>(bytes);
-  switch (operation) {
-    case Operation::kAllReduce:
-      return 2 * (size - 1) / size * payload;
-    case Operation::kAllGather:
-    case Operation::kReduceScatter:  // bytes: one rank's part
-      return (size - 1) * payload;
-    case Operation::kAllToAll:
-      return (size - 1) / size * payload;
-    case Operation::kBarrier:
-    case Operation::kInvalid:
-      return 0;
-    default:
-      return payload;
-  }
+  return traits_of(operation).wire(group_size) * static_cast<double>(bytes);
 }
 
 CommTrace::CommTrace(size_t capacity) : capacity_(capacity), start_(now_in_nanoseconds()) {}

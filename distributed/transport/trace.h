@@ -15,6 +15,7 @@
 #include <vector>
 
 #include <tessera/core/dtype.h>
+#include <tessera/distributed/transport/operation.h>
 
 namespace tessera::distributed {
 
@@ -22,21 +23,6 @@ enum class ReduceOp : uint8_t { kSum, kMean, kMax, kMin, kProduct };
 // Who adds: kDeterministic in rank order with f32 accumulation for 16-bit dtypes, the same bits on
 // every backend; kNative the transport's own reduction, in its own order.
 enum class ReductionMode : uint8_t { kDeterministic, kNative };
-
-enum class Operation : uint8_t {
-  kAllReduce,
-  kReduce,
-  kBroadcast,
-  kAllGather,
-  kReduceScatter,
-  kAllToAll,
-  kGather,
-  kScatter,
-  kSend,
-  kRecv,
-  kBarrier,
-  kInvalid,  // a rank could not issue its call: the others learn why
-};
 
 // Order is guaranteed, and verified across ranks, within one channel of one group; each has a
 // communicator and sequence numbers of its own.
@@ -51,7 +37,6 @@ enum class Channel : uint8_t {
 inline constexpr int kChannels = 6;
 
 std::string_view name_of(ReduceOp op);
-std::string_view name_of(Operation operation);
 std::string_view name_of(Channel channel);
 std::string describe_seconds(double seconds);  // "0.203 s", "1800 s"
 

@@ -130,8 +130,7 @@ void Watchdog::answer() {
       for (const StoreEntry& question : changes.entries) {
         nlohmann::json positions = nlohmann::json::object();
         for (const CommRecord& record : trace_->records()) {
-          if (record.operation == Operation::kSend || record.operation == Operation::kRecv)
-            continue;
+          if (is_message(record.operation)) continue;
           positions[lane(record.group, record.channel)] = {record.sequence, record.describe()};
         }
         const std::string number = question.key.substr(kQuestions.size());

@@ -17,7 +17,6 @@
 namespace tessera::distributed {
 namespace {
 
-using mpi::Deliver;
 using mpi::LanePtr;
 using mpi::Progress;
 using mpi::Ranks;
@@ -94,7 +93,7 @@ Task verify(ChannelPtr channel, CallPtr call, mpi::Reduction* reduction) {
   channel->greetings_before.swap(theirs);
   theirs.assign(size, Greeting{});
   for (size_t r = 0; uneven && r < size; ++r) {
-    const bool reduces = call->header.operation == Operation::kReduceScatter;
+    const bool reduces = movement_of(call->header.operation) == Movement::kReduction;
     mine[r].sends = call->sends[r].bytes;
     mine[r].receives = reduces ? call->sends[self].bytes : call->receives[r].bytes;
   }
@@ -194,27 +193,22 @@ Task transfer(ChannelPtr channel, CallPtr call) {
   if (!fits) throw DistributedError(mismatch);
 }
 
-bool reduces(Operation operation) {
-  return operation == Operation::kAllReduce || operation == Operation::kReduce ||
-         operation == Operation::kReduceScatter;
-}
-
 Task carry_out(ChannelPtr channel, CallPtr call) {
   const CallHeader& header = call->header;
-  if (header.operation == Operation::kSend || header.operation == Operation::kRecv) {
+  const OperationTraits& traits = traits_of(header.operation);
+  if (traits.movement == Movement::kMessage) {
     co_await transfer(channel, call);
     co_return;
   }
   const auto self = static_cast<size_t>(channel->ranks->rank);
-  if (reduces(header.operation)) {
+  if (traits.movement == Movement::kReduction) {
     mpi::Reduction reduction;
     reduction.pieces = call->sends;
     reduction.dtype = header.dtype;
     reduction.op = header.reduce;
     reduction.root = header.root;
-    if (header.operation == Operation::kReduce) reduction.deliver = Deliver::kRoot;
-    if (header.operation == Operation::kReduceScatter) {
-      reduction.deliver = Deliver::kOwner;
+    reduction.delivery = traits.delivery;
+    if (traits.delivery == Delivery::kOwner) {
       reduction.output = call->receives[self].data;
       reduction.onto = header.onto;
     }
@@ -229,8 +223,8 @@ Task carry_out(ChannelPtr channel, CallPtr call) {
     co_return;
   }
   co_await verify(channel, call, nullptr);
-  switch (header.operation) {
-    case Operation::kBroadcast: {
+  switch (traits.movement) {
+    case Movement::kBroadcast: {
       const auto root = static_cast<size_t>(header.root);
       Requests requests;
       mpi::start_broadcast(*channel->ranks, header.root,
@@ -238,17 +232,16 @@ Task carry_out(ChannelPtr channel, CallPtr call) {
       co_await requests;
       break;
     }
-    case Operation::kAllGather:
-    case Operation::kAllToAll:
-    case Operation::kGather:
-    case Operation::kScatter: {
+    case Movement::kParts: {
       Requests requests;
       mpi::start_exchange(*channel->ranks, mpi::kPayloadTag, call->sends, call->receives,
                           &requests);
       co_await requests;
       break;
     }
-    default:  // barrier and invalid are their headers
+    case Movement::kNothing:  // the header was all
+    case Movement::kReduction:
+    case Movement::kMessage:
       break;
   }
 }
@@ -374,7 +367,7 @@ class MpiBackend : public Backend {
 
   void start(CallPtr call) override {
     const Operation operation = call->header.operation;
-    const bool is_peer = operation == Operation::kSend || operation == Operation::kRecv;
+    const bool is_peer = is_message(operation);
     const ChannelPtr& channel =
         channels_[static_cast<size_t>(is_peer ? Channel::kPeer : call->channel)];
     const auto carrier = std::make_shared<mpi::Operation>(

@@ -96,7 +96,7 @@ Task reduce_in_rank_order(std::shared_ptr<Ranks> ranks, Reduction reduction) {
   const auto size = static_cast<size_t>(ranks->size), self = static_cast<size_t>(ranks->rank);
   const int64_t element_size = size_of(reduction.dtype), step = step_of(*ranks, reduction);
   const Part own = reduction.pieces[self];
-  const bool in_place = reduction.deliver != Deliver::kOwner;
+  const bool in_place = reduction.delivery != Delivery::kOwner;
   const Part output{in_place ? own.data : reduction.output, own.bytes};
   int64_t longest = 0;
   for (const Part& piece : reduction.pieces) longest = std::max(longest, piece.bytes);
@@ -132,13 +132,14 @@ Task reduce_in_rank_order(std::shared_ptr<Ranks> ranks, Reduction reduction) {
   };
   auto send_results = [&](int64_t begin, size_t slot) {
     for (size_t r = 0; r < size; ++r) {
-      const bool send = reduction.deliver == Deliver::kAll || static_cast<int>(r) == reduction.root;
+      const bool send =
+          reduction.delivery == Delivery::kAll || static_cast<int>(r) == reduction.root;
       sends[r] = send ? slice(output, begin, step) : Part{};
     }
     start_sends(*ranks, kResultTag, sends, &results[slot]);
   };
   auto receive_results = [&](int64_t begin, size_t slot) {
-    const bool receive = reduction.deliver == Deliver::kAll || ranks->rank == reduction.root;
+    const bool receive = reduction.delivery == Delivery::kAll || ranks->rank == reduction.root;
     for (size_t r = 0; r < size; ++r) {
       receives[r] = receive ? slice(reduction.pieces[r], begin, step) : Part{};
     }

@@ -50,19 +50,13 @@ void start_exchange(const Ranks& ranks, int tag, std::span<const Part> sends,
                     std::span<const Part> receives, Requests* requests);
 void start_broadcast(const Ranks& ranks, int root, Part part, Requests* requests);
 
-enum class Deliver {
-  kOwner,  // each rank keeps the piece it sums: reduce_scatter
-  kRoot,   // reduce
-  kAll,    // all_reduce
-};
-
 struct Reduction {
   std::vector<Part> pieces;  // this rank's contributions; rank r sums pieces[r]
   char* output = nullptr;    // kOwner: where this rank's sum goes; else results replace the pieces
   bool onto = false;         // kOwner: the sum goes on from what the output holds
   DType dtype = kF32;
   ReduceOp op = ReduceOp::kSum;
-  Deliver deliver = Deliver::kAll;
+  Delivery delivery = Delivery::kAll;
   int root = 0;
   bool begun = false;  // by begin_reduction(): `sent` is what is under way
   Requests sent;

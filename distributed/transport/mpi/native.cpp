@@ -100,10 +100,10 @@ bool reduces_well(const Ranks& ranks, const Reduction& reduction) {
   const std::vector<Part>& pieces = reduction.pieces;
   for (size_t r = 1; r < pieces.size(); ++r) {
     if (pieces[r].data != pieces[r - 1].data + pieces[r - 1].bytes) return false;
-    if (reduction.deliver == Deliver::kOwner && pieces[r].bytes != pieces[0].bytes) return false;
+    if (reduction.delivery == Delivery::kOwner && pieces[r].bytes != pieces[0].bytes) return false;
   }
-  return reduction.deliver == Deliver::kOwner ? pieces[0].bytes <= ranks.message_limit
-                                              : ranks.size > ranks.exchange_ranks;
+  return reduction.delivery == Delivery::kOwner ? pieces[0].bytes <= ranks.message_limit
+                                                : ranks.size > ranks.exchange_ranks;
 }
 
 Task reduce_natively(std::shared_ptr<Ranks> ranks, Reduction reduction) {
@@ -113,7 +113,7 @@ Task reduce_natively(std::shared_ptr<Ranks> ranks, Reduction reduction) {
   char* const data = reduction.pieces[0].data;
   int64_t bytes = 0;
   for (const Part& piece : reduction.pieces) bytes += piece.bytes;
-  const bool has_result = reduction.deliver != Deliver::kRoot || ranks->rank == reduction.root;
+  const bool has_result = reduction.delivery != Delivery::kRoot || ranks->rank == reduction.root;
   const auto finish = [&](char* values, int64_t count) {
     if (reduction.op == ReduceOp::kMean && has_result) {
       scale_contribution(values, count, reduction.dtype, 1.0 / ranks->size);
@@ -121,7 +121,7 @@ Task reduce_natively(std::shared_ptr<Ranks> ranks, Reduction reduction) {
   };
 
   Requests requests;
-  if (reduction.deliver == Deliver::kOwner) {
+  if (reduction.delivery == Delivery::kOwner) {
     const int64_t size = reduction.pieces[0].bytes, count = size / element_size;
     // MPI writes to no memory that it reads; its own form in place leaves the sum at the beginning.
     const bool is_input = reduction.output >= data && reduction.output < data + bytes;
@@ -147,7 +147,7 @@ Task reduce_natively(std::shared_ptr<Ranks> ranks, Reduction reduction) {
     char* const part = data + begin;
     const int64_t count = std::min(limit, bytes - begin) / element_size;
     const int length = static_cast<int>(count);
-    if (reduction.deliver == Deliver::kAll) {
+    if (reduction.delivery == Delivery::kAll) {
       check(MPI_Iallreduce(MPI_IN_PLACE, part, length, type, operation, ranks->communicator,
                            requests.add()),
             "MPI_Iallreduce");

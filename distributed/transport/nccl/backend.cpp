@@ -207,65 +207,64 @@ class NcclBackend : public Backend {
     Communicator& ranks = communicator(call.channel);
     const auto self = static_cast<size_t>(rank_), root = static_cast<size_t>(call.header.root);
     const CallHeader& header = call.header;
-    switch (header.operation) {
-      case Operation::kAllReduce:
-      case Operation::kReduce: {
+    const OperationTraits& traits = traits_of(header.operation);
+    switch (traits.movement) {
+      case Movement::kReduction: {
+        if (traits.delivery == Delivery::kOwner) return reduce_scatter(call, stream);
         // The pieces of one buffer.
         char* const data = call.sends[0].data;
         int64_t bytes = 0;
         for (const Part& part : call.sends) bytes += part.bytes;
         const auto count = static_cast<size_t>(bytes / size_of(header.dtype));
         if (count == 0) return;
-        if (header.operation == Operation::kAllReduce) {
+        if (traits.delivery == Delivery::kAll) {
           ranks.all_reduce(data, data, count, header.dtype, header.reduce, stream);
         } else {
           ranks.reduce(data, data, count, header.dtype, header.reduce, header.root, stream);
         }
         return;
       }
-      case Operation::kReduceScatter: {
-        const int64_t element = size_of(header.dtype);
-        if (is_one_buffer(call.sends)) {
-          if (call.sends[0].bytes == 0) return;
-          ranks.reduce_scatter(call.sends[0].data, call.receives[self].data,
-                               static_cast<size_t>(call.sends[0].bytes / element), header.dtype,
-                               header.reduce, stream);
-          return;
-        }
-        for (size_t r = 0; r < call.sends.size(); ++r) {
-          const Part& part = call.sends[r];
-          if (part.bytes == 0) continue;
-          ranks.reduce(part.data, r == self ? call.receives[self].data : part.data,
-                       static_cast<size_t>(part.bytes / element), header.dtype, header.reduce,
-                       static_cast<int>(r), stream);
-        }
-        return;
-      }
-      case Operation::kBroadcast: {
+      case Movement::kBroadcast: {
         const Part& part = root == self ? call.sends[root] : call.receives[root];
         if (part.bytes > 0) {
           ranks.broadcast(part.data, static_cast<size_t>(part.bytes), header.root, stream);
         }
         return;
       }
-      case Operation::kAllGather:
-        if (is_one_buffer(call.receives)) {
+      case Movement::kParts:
+        if (header.operation == Operation::kAllGather && is_one_buffer(call.receives)) {
           if (call.receives[0].bytes == 0) return;
           ranks.all_gather(call.sends[self].data, call.receives[0].data,
                            static_cast<size_t>(call.receives[0].bytes), stream);
           return;
         }
         [[fallthrough]];
-      case Operation::kAllToAll:
-      case Operation::kGather:
-      case Operation::kScatter:
-      case Operation::kSend:
-      case Operation::kRecv:
+      case Movement::kMessage:
         ranks.exchange(call.sends, call.receives, stream);
         return;
-      case Operation::kBarrier:
-      case Operation::kInvalid:
+      case Movement::kNothing:
         return;
+    }
+  }
+
+  void reduce_scatter(const Call& call, CudaStream stream) {
+    Communicator& ranks = communicator(call.channel);
+    const CallHeader& header = call.header;
+    const auto self = static_cast<size_t>(rank_);
+    const int64_t element = size_of(header.dtype);
+    if (is_one_buffer(call.sends)) {
+      if (call.sends[0].bytes == 0) return;
+      ranks.reduce_scatter(call.sends[0].data, call.receives[self].data,
+                           static_cast<size_t>(call.sends[0].bytes / element), header.dtype,
+                           header.reduce, stream);
+      return;
+    }
+    for (size_t r = 0; r < call.sends.size(); ++r) {
+      const Part& part = call.sends[r];
+      if (part.bytes == 0) continue;
+      ranks.reduce(part.data, r == self ? call.receives[self].data : part.data,
+                   static_cast<size_t>(part.bytes / element), header.dtype, header.reduce,
+                   static_cast<int>(r), stream);
     }
   }
 
