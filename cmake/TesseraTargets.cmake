@@ -58,6 +58,7 @@ function(tessera_floor name)
 endfunction()
 
 tessera_floor(core)
+target_compile_options(tessera_core PRIVATE ${TESSERA_ASAN_INLINE})
 target_link_libraries(tessera_core PUBLIC Threads::Threads PRIVATE
   $<BUILD_INTERFACE:Eigen3::Eigen> $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 # Factorisations keep to the thread that calls them: a team of their own would have a say in bits.
@@ -107,7 +108,8 @@ if(simd_sources)
     target_link_libraries(tessera_kernels_${level} PRIVATE tessera_compile)
     target_include_directories(tessera_kernels_${level} PRIVATE ${TESSERA_INCLUDE_DIR})
     target_compile_definitions(tessera_kernels_${level} PRIVATE TS_SIMD=${level})
-    target_compile_options(tessera_kernels_${level} PRIVATE $<$<CONFIG:Release>:${TESSERA_KERNEL_OPTIMIZATION}>)
+    target_compile_options(tessera_kernels_${level} PRIVATE ${TESSERA_ASAN_INLINE}
+      $<$<CONFIG:Release>:${TESSERA_KERNEL_OPTIMIZATION}>)
     set_target_properties(tessera_kernels_${level} PROPERTIES POSITION_INDEPENDENT_CODE ON)
     if(level STREQUAL "v4" AND TESSERA_X86)
       set_target_properties(tessera_kernels_${level} PROPERTIES TESSERA_MARCH x86-64-v4)
