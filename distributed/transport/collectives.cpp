@@ -94,6 +94,13 @@ Tensor reduce_scatter(const Tensor& input, ReduceOp op, Group& group,
   return output;
 }
 
+Tensor permute_ranks(const Tensor& input, std::span<const int> targets, Group& group,
+                     const CollectiveOptions& options) {
+  const Tensor output = raw::empty(input.shape(), input.dtype(), input.device());
+  group.permute(output, input, targets, waiting(options)).wait();
+  return output;
+}
+
 void barrier(Group& group, const CollectiveOptions& options) { group.barrier(options); }
 
 // ---- Objects ------------------------------------------------------------------------------------

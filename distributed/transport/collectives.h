@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
+#include <span>
 #include <vector>
 
 #include <tessera/distributed/transport/group.h>
@@ -26,6 +27,10 @@ std::vector<Tensor> all_gather_ragged(const Tensor& input, Group& group = world(
 // A new tensor: this rank's rows of the sum. Dimension 0 must divide by the number of ranks.
 Tensor reduce_scatter(const Tensor& input, ReduceOp op = ReduceOp::kSum, Group& group = world(),
                       const CollectiveOptions& options = {});
+// A new tensor: the input of the rank whose target this one is; see Group::permute. The inputs of
+// all ranks are equal in shape.
+Tensor permute_ranks(const Tensor& input, std::span<const int> targets, Group& group = world(),
+                     const CollectiveOptions& options = {});
 void barrier(Group& group = world(), const CollectiveOptions& options = {});
 
 // Objects travel as CBOR, so that NaN and bytes survive. FormatError on bytes that are none.

@@ -126,6 +126,12 @@ class Group : public std::enable_shared_from_this<Group> {
               const CollectiveOptions& options = {});
   Work scatter(const Tensor& output, std::span<const Tensor> inputs, int root,
                const CollectiveOptions& options = {});
+  // Rank r's input goes to rank targets[r], whose output has its size: a ring is {1, 2, ..., 0}.
+  // `targets`: each rank of the group once, the same list on all of them (ValueError; a rank whose
+  // list says otherwise is a DistributedError on all, but over NCCL, whose ranks wait). JAX's
+  // ppermute. Output and input do not share memory, but where a rank is its own target.
+  Work permute(const Tensor& output, const Tensor& input, std::span<const int> targets,
+               const CollectiveOptions& options = {});
   // Matched by (peer, tag) in the order of issue; not part of the channel's sequence. A send ends
   // when the receiver has it: wait for it after the recv that the peer may be waiting for. Where
   // dtype or size differ, or one side had a mistake in its arguments, both sides raise. On GPUs a

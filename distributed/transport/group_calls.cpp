@@ -386,6 +386,41 @@ Work Group::scatter(const Tensor& output, std::span<const Tensor> inputs, int ro
   return start(std::move(request), options);
 }
 
+Work Group::permute(const Tensor& output, const Tensor& input, std::span<const int> targets,
+                    const CollectiveOptions& options) {
+  Request request{.operation = Operation::kPermute, .count = -1};
+  const auto self = static_cast<size_t>(rank_);
+  size_t source = 0;  // whose target this rank is
+  checked(request.operation, options, [&] {
+    TS_CHECK(std::ssize(targets) == size(), "permute", "needs a target for each of ", size(),
+             " ranks; given ", targets.size());
+    std::vector<int> sources(ranks_.size(), -1);
+    for (int r = 0; r < size(); ++r) {
+      const int target = targets[static_cast<size_t>(r)];
+      check_rank(target, "permute: target");
+      int& from = sources[static_cast<size_t>(target)];
+      TS_CHECK(from < 0, "permute", "rank ", target, " is the target of ranks ", from, " and ", r,
+               "; each rank is the target of one");
+      from = r;
+    }
+    source = static_cast<size_t>(sources[self]);
+    check_tensors({&output, 1}, input, backend_.get(), "permute");
+    TS_CHECK_SHAPE(source != self || output.numel() == input.numel(), "permute", "rank ", rank_,
+                   " is its own target, with input ", input, " and output ", output,
+                   "; they need the same number of elements");
+    TS_CHECK(source == self ? !clashes(output, input, 0) : !overlap(output, input), "permute",
+             "the output ", output, " overlaps the input ", input, "; give it memory of its own");
+  });
+  request.dtype = input.dtype();
+  request.bytes = input.nbytes();
+  request.sends.resize(ranks_.size());
+  request.receives.resize(ranks_.size());
+  const NoGradGuard no_grad;
+  request.sends[static_cast<size_t>(targets[self])] = part_of(request.input(input));
+  request.receives[source] = part_of(request.output(output));
+  return start(std::move(request), options);
+}
+
 void Group::check_message(std::string_view name, const Tensor& tensor, int peer, int tag) const {
   const std::string call(name);
   check_rank(peer, call + ": peer");

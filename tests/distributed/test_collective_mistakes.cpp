@@ -30,6 +30,12 @@ TEST(Mistakes, WrongRanksDtypesAndShapesAreTypedErrors) {
     EXPECT_THROW(all_reduce(empty({4}, {kF32, kMeta})), DeviceError);
     EXPECT_THROW(world().subgroup(std::vector<int>{0, 0, 1}), ValueError);
     EXPECT_THROW(world().subgroup(std::vector<int>{0, 2}), ValueError);
+    const Tensor y = zeros({4});
+    EXPECT_THROW(world().permute(y, x, std::vector<int>{1, 0, 2}), ValueError);
+    EXPECT_THROW(world().permute(y, x, std::vector<int>{1, 1}), ValueError);
+    EXPECT_THROW(world().permute(y, x, std::vector<int>{1, 2}), ValueError);
+    EXPECT_THROW(world().permute(x, x, std::vector<int>{1, 0}), ValueError);
+    EXPECT_THROW(world().permute(zeros({3}), x, std::vector<int>{0, 1}), ShapeError);
     all_reduce(x);  // the group is as good as before
   });
 }
@@ -131,6 +137,10 @@ TEST(Mistakes, SizesThatTwoRanksSeeDifferentlyAreNamedOnEveryRank) {
     });
     expect("rank 1 sends f32[4] to rank 0, which expects f32[3]", [&] {
       group.gather(rank == 0 ? list({3, 3, 3}) : TensorList{}, ones({rank == 1 ? 4 : 3}), 0).wait();
+    });
+    expect("sends f32[4] to rank 1, which expects f32[0]", [&] {
+      const std::vector<int> there = {1, 2, 0}, back = {2, 0, 1};
+      group.permute(zeros({4}), ones({4}), rank == 1 ? back : there).wait();
     });
     expect("rank 0 sends f32[3] to rank 2, which expects f32[1]", [&] {
       group.scatter(ones({rank == 2 ? 1 : 3}), rank == 0 ? list({3, 3, 3}) : TensorList{}, 0)

@@ -167,6 +167,29 @@ TEST(Collectives, AllToAllSendsAnotherSizeToEachRank) {
   });
 }
 
+TEST(Collectives, PermuteGivesEachRankTheTensorOfOneOther) {
+  compared_ranks(4, [](int rank) {
+    const CommTrace::Scope scope(world().trace());
+    // 0 -> 2 -> 1 -> 0, and 3 keeps its own; sizes are those of the sender.
+    const std::vector<int> targets = {2, 0, 1, 3};
+    const int sources[] = {1, 2, 0, 3};
+    const int source = sources[rank];
+    const Tensor output = zeros({source + 1});
+    world().permute(output, full({rank + 1}, 10.0 * rank), targets).wait();
+    EXPECT_EQ(output.to_vector(), full({source + 1}, 10.0 * source).to_vector());
+    const Tensor ring =
+        permute_ranks(full({2, 3}, 1.0 * rank).t(), std::vector<int>{1, 2, 3, 0}, world());
+    EXPECT_EQ(ring.to_vector(), full({3, 2}, (rank + 3) % 4).to_vector());
+    const Tensor kept = full({2}, 5.0 + rank);
+    world().permute(kept, kept, std::vector<int>{0, 1, 2, 3}).wait();  // in place
+    EXPECT_EQ(kept.to_vector(), full({2}, 5.0 + rank).to_vector());
+    ASSERT_EQ(scope.records().size(), 3u);
+    EXPECT_EQ(scope.records()[0].operation, Operation::kPermute);
+    EXPECT_EQ(scope.records()[0].bytes, 4 * (rank + 1));
+    EXPECT_EQ(scope.records()[0].wire_bytes(), 4 * (rank + 1));
+  });
+}
+
 TEST(Collectives, SendAndReceiveMatchByTagInOrder) {
   compared_ranks(3, [](int rank) {
     const int next = (rank + 1) % 3, previous = (rank + 2) % 3;
@@ -247,6 +270,7 @@ TEST(Collectives, WorldOfOneIssuesNothing) {
   broadcast(x);
   barrier();
   EXPECT_EQ(all_gather(x).to_vector(), x.to_vector());
+  EXPECT_EQ(permute_ranks(x, std::vector<int>{0}).to_vector(), x.to_vector());
   EXPECT_EQ(broadcast_object({{"a", 1}}).at("a"), 1);
   EXPECT_EQ(world_size(), 1);
   EXPECT_TRUE(scope.records().empty());
