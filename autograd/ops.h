@@ -335,6 +335,8 @@ enum class Quantile { kLinear, kLower, kHigher, kMidpoint, kNearest };
                               bool keepdim = false, Quantile interpolation = Quantile::kLinear);
 [[nodiscard]] Tensor any(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
 [[nodiscard]] Tensor all(const Tensor& x, const Shape& dims = {}, bool keepdim = false);
+// How many elements are not 0, i64; NaN counts.
+[[nodiscard]] Tensor count_nonzero(const Tensor& x, const Shape& dims = {});
 // (sum |x|^p)^(1/p); p may be infinity and 0.
 [[nodiscard]] Tensor norm(const Tensor& x, double p = 2, const Shape& dims = {},
                           bool keepdim = false);

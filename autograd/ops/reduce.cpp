@@ -352,6 +352,15 @@ Tensor all(const Tensor& x, const Shape& dims, bool keepdim) {
       kAll, {x}, [=](Inputs in) { return logical(kernels::all(in[0], wrapped, keepdim), in[0]); });
 }
 
+const Op kCountNonzero{.name = "count_nonzero"};
+
+Tensor count_nonzero(const Tensor& x, const Shape& dims) {
+  check_not_float8(kCountNonzero, x);
+  const Shape wrapped = wrap_dims(dims, x.dim(), kCountNonzero.name);
+  return not_differentiable(kCountNonzero, {x},
+                            [=](Inputs in) { return kernels::count_nonzero(in[0], wrapped); });
+}
+
 // ---- Norms and exponentials ---------------------------------------------------------------------
 
 namespace {

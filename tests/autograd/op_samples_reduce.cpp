@@ -187,6 +187,15 @@ std::vector<OpRow> reduce_rows() {
                },
                .samples = reductions(booleans),
                .differentiable = kNo},
+              {.name = "count_nonzero",
+               .parameters = "input",
+               .call = [](const Args& in, Attrs& a) -> Result {
+                 return count_nonzero(in[0], a.integers("dim", {}));
+               },
+               .samples = {{{booleans({4, 7})}},
+                           {{booleans({3, 5, 2})}, R"({"dim": 1})"},
+                           {{booleans({3, 5, 2})}, R"({"dim": [0, 2]})"}},
+               .differentiable = kNo},
               {.name = "all",
                .parameters = "input",
                .call = [](const Args& in, Attrs& a) -> Result {

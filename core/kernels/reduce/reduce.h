@@ -29,6 +29,7 @@ Tensor amax(const Tensor& x, const Shape& dims, bool keepdim);
 Tensor amin(const Tensor& x, const Shape& dims, bool keepdim);
 Tensor any(const Tensor& x, const Shape& dims, bool keepdim);  // bool; NaN counts as true
 Tensor all(const Tensor& x, const Shape& dims, bool keepdim);
+Tensor count_nonzero(const Tensor& x, const Shape& dims);                 // i64; NaN counts
 Tensor norm(const Tensor& x, double p, const Shape& dims, bool keepdim);  // floating x
 Tensor logsumexp(const Tensor& x, const Shape& dims, bool keepdim);       // floating x
 // Sums to `shape`, from which x's was broadcast; x itself where it has that shape.

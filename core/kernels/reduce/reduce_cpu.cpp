@@ -476,6 +476,10 @@ Tensor any(const Tensor& x, const Shape& dims, bool keepdim) {
   return reduce("any", Fold::kCountNonzero, 0, x, dims, keepdim, x.dtype(), kBool, {}, {});
 }
 
+Tensor count_nonzero(const Tensor& x, const Shape& dims) {
+  return reduce("count_nonzero", Fold::kCountNonzero, 0, x, dims, false, x.dtype(), kI64, {}, {});
+}
+
 Tensor all(const Tensor& x, const Shape& dims, bool keepdim) {
   return reduce("all", Fold::kCountNonzero, 0, x, dims, keepdim, x.dtype(), kBool, {},
                 {Finish::kAll, static_cast<double>(terms_of(x, dims))});
