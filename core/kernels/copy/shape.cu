@@ -10,6 +10,7 @@
 #include <tessera/core/kernels/common/on_device.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/copy/full.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/core/kernels/common/strided.cuh>
 

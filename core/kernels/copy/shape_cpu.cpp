@@ -8,6 +8,7 @@
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/copy/full.h>
 #include <tessera/core/parallel.h>
+#include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::kernels {
