@@ -113,6 +113,7 @@
 #include <tessera/accelerate/plan/training_plan.h>
 #include <tessera/accelerate/process/operations.h>
 #include <tessera/accelerate/process/run.h>
+#include <tessera/accelerate/settings/config.h>
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/accelerate/state/state_io.h>
 #include <tessera/accelerate/tracking/memory_tracker.h>

@@ -5,6 +5,7 @@
 
 #include <tessera/accelerate/accelerator_state.h>
 #include <tessera/accelerate/process/rank_device.h>
+#include <tessera/accelerate/settings/config.h>
 #include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
@@ -22,84 +23,6 @@
 namespace tessera {
 namespace {
 
-accelerate::Settings settings_of(const AcceleratorOptions& options) {
-  accelerate::CodeSettings code;
-  code.set("mixed_precision", options.mixed_precision)
-      .set("precision_policy", options.precision_policy)
-      .set("output_precision", options.output_precision)
-      .set("gradient_accumulation_steps", options.gradient_accumulation_steps)
-      .set("gradient_clipping", options.gradient_clipping)
-      .set("cuda_graphs", options.cuda_graphs)
-      .set("loss_weighting", options.loss_weighting)
-      .set("sync_with_dataloader", options.sync_with_dataloader)
-      .set("sync_each_batch", options.sync_each_batch)
-      .set("step_schedule_with_optimizer", options.step_schedule_with_optimizer)
-      .set("schedule_unit", options.schedule_unit)
-      .set("split_batches", options.split_batches)
-      .set("even_batches", options.even_batches)
-      .set("dispatch_batches", options.dispatch_batches)
-      .set("seed", options.seed)
-      .set("data_seed", options.data_seed)
-      .set("cpu", options.cpu)
-      .set("device", options.device)
-      .set("debug", options.debug)
-      .set("log_level", options.log_level)
-      .set("project_dir", options.project_dir)
-      .set("logging_dir", options.logging_dir)
-      .set("log_with", options.log_with)
-      .set("automatic_checkpoint_naming", options.automatic_checkpoint_naming)
-      .set("total_limit", options.total_limit)
-      .set("keep_every", options.keep_every)
-      .set("keep_best", options.keep_best)
-      .set("asynchronous_checkpoints", options.asynchronous_checkpoints)
-      .set("sharding", options.sharding)
-      .set("offload_parameters", options.offload_parameters)
-      .set("offload_optimizer", options.offload_optimizer)
-      .set("deepspeed_config_file", options.deepspeed_config)
-      .set("dp_replicate_size", options.dp_replicate_size)
-      .set("dp_shard_size", options.dp_shard_size)
-      .set("fsdp_reshard_after_forward", options.fsdp.reshard_after_forward)
-      .set("fsdp_wrap_modules", options.fsdp.wrap_modules)
-      .set("fsdp_min_num_params", options.fsdp.min_num_params)
-      .set("fsdp_ignored_modules", options.fsdp.ignored_modules)
-      .set("fsdp_activation_checkpointing", options.fsdp.activation_checkpointing)
-      .set("fsdp_cpu_ram_efficient_loading", options.fsdp.cpu_ram_efficient_loading)
-      .set("fsdp_state_dict_type", options.fsdp.state_dict_type)
-      .set("ddp_bucket_cap_mb", options.ddp.bucket_cap_mb)
-      .set("ddp_first_bucket_mb", options.ddp.first_bucket_mb)
-      .set("ddp_broadcast_buffers", options.ddp.broadcast_buffers)
-      .set("ddp_gradient_as_bucket_view", options.ddp.gradient_as_bucket_view)
-      .set("ddp_init_sync", options.ddp.init_sync)
-      .set("ddp_comm_hook", options.ddp.comm_hook)
-      .set("ddp_comm_wrapper", options.ddp.comm_wrapper)
-      .set("ddp_power_sgd_rank", options.ddp.power_sgd_rank)
-      .set("ddp_power_sgd_start_step", options.ddp.power_sgd_start_step)
-      .set("scaler_init_scale", options.loss_scale.init_scale)
-      .set("scaler_growth_factor", options.loss_scale.growth_factor)
-      .set("scaler_backoff_factor", options.loss_scale.backoff_factor)
-      .set("scaler_growth_interval", options.loss_scale.growth_interval)
-      .set("scaler_enabled", options.loss_scale.enabled)
-      .set("scaler_min_scale", options.loss_scale.min_scale)
-      .set("scaler_hysteresis", options.loss_scale.hysteresis)
-      .set("scaler_consecutive_hysteresis", options.loss_scale.consecutive_hysteresis)
-      .set("scaler_on_device", options.loss_scale.on_device)
-      .set("fp8_recipe", options.fp8.recipe)
-      .set("fp8_filter", options.fp8.filter)
-      .set("fp8_exclude", options.fp8.exclude)
-      .set("fp8_strict", options.fp8.strict)
-      .set("fp8_in_evaluation", options.fp8.in_evaluation)
-      .set("fp8_weight_gradient", options.fp8.weight_gradient)
-      .set("fp8_format", options.fp8.format)
-      .set("fp8_margin", options.fp8.margin)
-      .set("fp8_amax_history_len", options.fp8.amax_history_len)
-      .set("fp8_amax_compute_algo", options.fp8.amax_compute_algo)
-      .set("collective_timeout", options.collective_timeout);
-  accelerate::ResolveOptions sources;
-  sources.code = std::move(code);
-  sources.file = options.config_file;
-  return accelerate::resolve(sources);
-}
-
 Device device_of(const accelerate::Settings& settings, const accelerate::RankPlace& place) {
   if (settings.cpu) return kCpu;
   return accelerate::rank_device(settings.device.value,
@@ -110,7 +33,7 @@ Device device_of(const accelerate::Settings& settings, const accelerate::RankPla
 }  // namespace
 
 Accelerator::Accelerator(const AcceleratorOptions& options)
-    : Accelerator(settings_of(options), std::make_shared<State>()) {}
+    : Accelerator(accelerate::resolve({.code = options}), std::make_shared<State>()) {}
 
 Accelerator::Accelerator(accelerate::Settings resolved, std::shared_ptr<State> fresh)
     : ProcessControl(

@@ -74,7 +74,7 @@
 #include <tessera/accelerate/metrics.h>
 #include <tessera/accelerate/process/operations.h>
 #include <tessera/accelerate/process/process_control.h>
-#include <tessera/accelerate/settings/config.h>
+#include <tessera/accelerate/settings/settings.h>
 #include <tessera/accelerate/state/model_io.h>
 #include <tessera/accelerate/state/state_io.h>
 #include <tessera/accelerate/tracking/tracker.h>
@@ -91,116 +91,6 @@ class Optimizer;
 class PlateauSchedule;
 class Schedule;
 }  // namespace optim
-
-// How the gradients of ranks come together; Accelerate's DistributedDataParallelKwargs. The
-// settings are called ddp_bucket_cap_mb and so on.
-struct DistributedDataParallelOptions {
-  std::optional<double> bucket_cap_mb = {};
-  std::optional<double> first_bucket_mb = {};
-  std::optional<bool> broadcast_buffers = {};
-  std::optional<bool> gradient_as_bucket_view = {};
-  std::optional<bool> init_sync = {};
-  std::optional<accelerate::CommHook> comm_hook = {};
-  std::optional<accelerate::CommWrapper> comm_wrapper = {};
-  std::optional<int64_t> power_sgd_rank = {};
-  std::optional<int64_t> power_sgd_start_step = {};  // torch's start_powerSGD_iter
-};
-
-// How a model is cut into units that are gathered together; Accelerate's
-// FullyShardedDataParallelPlugin. The settings are called fsdp_reshard_after_forward and so on.
-struct FullyShardedDataParallelOptions {
-  std::optional<bool> reshard_after_forward = {};
-  std::optional<std::vector<std::string>> wrap_modules = {};  // classes; {"none"}: one unit
-  std::optional<int64_t> min_num_params = {};
-  std::optional<std::string> ignored_modules = {};     // a regular expression of dotted names
-  std::optional<bool> activation_checkpointing = {};   // of units, in every mode
-  std::optional<bool> cpu_ram_efficient_loading = {};  // rank 0 reads, or has memory, alone
-  std::optional<accelerate::StateDictType> state_dict_type = {};
-};
-
-// What losses of fp16 are multiplied by; Accelerate's GradScalerKwargs. The settings are called
-// scaler_init_scale and so on.
-struct LossScaleOptions {
-  std::optional<double> init_scale = {};
-  std::optional<double> growth_factor = {};
-  std::optional<double> backoff_factor = {};
-  std::optional<int64_t> growth_interval = {};
-  std::optional<bool> enabled = {};
-  std::optional<double> min_scale = {};
-  std::optional<int64_t> hysteresis = {};
-  std::optional<bool> consecutive_hysteresis = {};
-  std::optional<bool> on_device = {};
-};
-
-// How linear layers run under mixed_precision fp8 (precision/fp8_recipe.h); Accelerate's
-// TERecipeKwargs and AORecipeKwargs. The settings are called fp8_recipe, fp8_format and so on.
-struct Fp8Options {
-  std::optional<precision::Fp8Scaling> recipe = {};
-  std::optional<precision::Fp8Filter> filter = {};
-  std::optional<std::vector<std::string>> exclude = {};  // dotted names, or ends of them
-  std::optional<bool> strict = {};
-  std::optional<bool> in_evaluation = {};    // use_autocast_during_eval
-  std::optional<bool> weight_gradient = {};  // false: override_linear_precision's third
-  std::optional<precision::Fp8Format> format = {};
-  std::optional<int64_t> margin = {};  // this and the next two: of delayed scales
-  std::optional<int64_t> amax_history_len = {};
-  std::optional<precision::AmaxAlgorithm> amax_compute_algo = {};
-};
-
-// What the program itself says. Everything else comes from the flags of `tessera launch`, the
-// environment, the configuration file and the defaults, in this order:
-// accelerate/settings/config.h, whose settings have these names, and docs/configuration.md, which
-// lists them.
-struct AcceleratorOptions {
-  std::optional<Precision> mixed_precision = {};
-  std::optional<PrecisionPolicy> precision_policy = {};
-  std::optional<OutputPrecision> output_precision = {};
-  std::optional<int64_t> gradient_accumulation_steps = {};  // micro-batches of a window
-  // Prepared optimizers clip by themselves to this norm; 0: the program clips.
-  std::optional<double> gradient_clipping = {};
-  // graphed_step() captures; accelerate/graphed_step.h.
-  std::optional<bool> cuda_graphs = {};
-  std::optional<LossWeighting> loss_weighting = {};
-  std::optional<bool> sync_with_dataloader = {};          // its end ends the window
-  std::optional<bool> sync_each_batch = {};               // reduce in every micro-batch
-  std::optional<bool> step_schedule_with_optimizer = {};  // only where it has stepped
-  std::optional<ScheduleUnit> schedule_unit = {};
-  std::optional<bool> split_batches = {};     // batch_size is that of all ranks together
-  std::optional<bool> even_batches = {};      // an epoch's last turn is filled up
-  std::optional<bool> dispatch_batches = {};  // rank 0 reads for all
-  std::optional<int64_t> seed = {};           // as set_seed()
-  std::optional<int64_t> data_seed = {};      // of loaders that shuffle
-  std::optional<bool> cpu = {};               // device() is the CPU
-  std::optional<std::string> device =
-      {};                          // "cpu", "cuda", "cuda:1"; accelerate/process/rank_device.h
-  std::optional<bool> debug = {};  // operations compare the shapes of all ranks first
-  std::optional<LogLevel> log_level = {};
-
-  std::optional<std::string> project_dir = {};
-  std::optional<std::string> logging_dir = {};
-  std::optional<std::vector<std::string>> log_with = {};  // trackers, or "all"
-  std::optional<bool> automatic_checkpoint_naming = {};
-  std::optional<int64_t> total_limit = {};
-  std::optional<int64_t> keep_every = {};
-  std::optional<int64_t> keep_best = {};
-  std::optional<bool> asynchronous_checkpoints = {};
-
-  // What several ranks hold parts of: docs/sharding.md.
-  std::optional<accelerate::Sharding> sharding = {};
-  std::optional<bool> offload_parameters = {};  // of a GPU, to memory of the host
-  std::optional<bool> offload_optimizer = {};   // gradients and states alone
-  std::optional<int64_t> dp_replicate_size = {}, dp_shard_size = {};
-  // A DeepSpeed configuration, as a JSON file or the object itself: docs/deepspeed.md. Accelerate's
-  // DeepSpeedPlugin(hf_ds_config). The setting is called deepspeed_config_file.
-  std::optional<std::string> deepspeed_config = {};
-  FullyShardedDataParallelOptions fsdp = {};
-  DistributedDataParallelOptions ddp = {};
-  LossScaleOptions loss_scale = {};
-  Fp8Options fp8 = {};
-  std::optional<double> collective_timeout = {};  // seconds; Accelerate's InitProcessGroupKwargs
-
-  std::optional<std::string> config_file = {};  // "": none
-};
 
 namespace accelerate {
 

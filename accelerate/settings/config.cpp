@@ -2,7 +2,6 @@
 #include <tessera/accelerate/settings/config.h>
 
 #include <algorithm>
-#include <charconv>
 
 #include <unistd.h>
 #include <nlohmann/json.hpp>
@@ -97,7 +96,7 @@ void check_variables(const Environment& environment) {
 class Sources {
  public:
   explicit Sources(const ResolveOptions& options)
-      : environment_(options.environment), file_(config_file(options)) {
+      : environment_(options.environment), file_(config_file(options)), code_(options.code) {
     read_launch_settings();
     if (!file_.empty()) {
       for (auto& [key, text] : read_config_file(file_)) {
@@ -110,18 +109,16 @@ class Sources {
       const Setting& setting = known(key, "the command line");
       put(flags_, {&setting, text, {Source::kLaunchFlag, setting.flag()}});
     }
-    for (const auto& [key, text] : options.code.texts()) {
-      put(code_, {&known(key, "the program"), text, {Source::kCode, ""}});
-    }
   }
 
   Settings settings() const {
     Settings result;
-    for (const auto* source : {&file_values_, &accelerate_, &tessera_, &flags_, &code_}) {
+    for (const auto* source : {&file_values_, &accelerate_, &tessera_, &flags_}) {
       for (const Candidate& candidate : *source) {
         assign(*candidate.setting, result, candidate.text, candidate.origin);
       }
     }
+    take_options(result, code_);
     for (const Candidate& ours : tessera_) {
       for (const Candidate& theirs : accelerate_) {
         if (ours.setting == theirs.setting) check_same(ours, theirs);
@@ -136,9 +133,7 @@ class Sources {
 
   static void put(Candidates& candidates, Candidate candidate) {
     for (const Candidate& other : candidates) {
-      if (other.setting == candidate.setting && other.origin.source != Source::kCode) {
-        check_same(other, candidate);
-      }
+      if (other.setting == candidate.setting) check_same(other, candidate);
     }
     candidates.push_back(std::move(candidate));
   }
@@ -305,29 +300,11 @@ class Sources {
 
   Environment environment_;
   std::string file_;
-  Candidates file_values_, accelerate_, tessera_, flags_, code_;
+  Candidates file_values_, accelerate_, tessera_, flags_;
+  const AcceleratorOptions& code_;
 };
 
 }  // namespace
-
-void CodeSettings::add(std::string_view key, std::string text) {
-  const Setting& setting = known(key, "the program");
-  Settings scratch;  // refuses what cannot be where it is said
-  assign(setting, scratch, text, {Source::kCode, ""});
-  texts_.emplace_back(setting.key, std::move(text));
-}
-
-void CodeSettings::add_enum(std::string_view key, size_t position) {
-  const Setting& setting = known(key, "the program");
-  TS_CHECK_AS(ConfigError, position < setting.names.size(), kSettings, key, " is a ",
-              setting.type(), ", not an enumerator with the number ", position);
-  add(key, std::string(setting.names[position]));
-}
-
-void CodeSettings::add_number(std::string_view key, double value) {
-  char buffer[40];
-  add(key, {buffer, std::to_chars(buffer, buffer + sizeof buffer, value).ptr});
-}
 
 std::string default_config_file(const Environment& environment) {
   if (const std::string* folder = find(environment, "XDG_CONFIG_HOME")) {
@@ -495,6 +472,7 @@ std::string launch_settings_text(const SettingTexts& flags,
 
 std::string config_file(const ResolveOptions& options) {
   if (options.file) return *options.file;
+  if (options.code.config_file) return *options.code.config_file;
   if (const std::string* file = find(options.environment, "TESSERA_CONFIG_FILE")) return *file;
   const std::string file = default_config_file(options.environment);
   return file.empty() || ::access(file.c_str(), F_OK) != 0 ? "" : file;

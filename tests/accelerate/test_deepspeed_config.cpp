@@ -45,11 +45,10 @@ std::string changes(const Settings& settings) {
   return all;
 }
 
-Settings resolved(const std::string& json, const CodeSettings& code = {},
+Settings resolved(const std::string& json, AcceleratorOptions code = {},
                   const Environment& environment = {}) {
-  CodeSettings all = code;
-  all.set("deepspeed_config_file", json);
-  return resolve({.code = all, .environment = environment, .file = ""});
+  code.deepspeed_config = json;
+  return resolve({.code = code, .environment = environment, .file = ""});
 }
 
 // ---- Keys
@@ -282,10 +281,9 @@ TEST(DeepSpeedFile, LeavesToTheProgramWhatIsAuto) {
   EXPECT_EQ(changes(resolved(kAutomatic)),
             "gradient_clipping=1 scaler_growth_interval=1000 scaler_min_scale=1 "
             "scaler_hysteresis=2 sharding=zero3 zero_stage=3");
-  CodeSettings code;
-  code.set("mixed_precision", "bf16").set("gradient_accumulation_steps", int64_t{3});
-  code.set("gradient_clipping", 0.25);
-  const Settings settings = resolved(kAutomatic, code);
+  const Settings settings = resolved(kAutomatic, {.mixed_precision = Precision::kBF16,
+                                                  .gradient_accumulation_steps = 3,
+                                                  .gradient_clipping = 0.25});
   EXPECT_EQ(changes(settings),
             "mixed_precision=bf16 precision_policy=pure gradient_accumulation_steps=3 "
             "gradient_clipping=0.25 scaler_growth_interval=1000 scaler_min_scale=1 "
@@ -480,9 +478,7 @@ TEST(DeepSpeedBatches, FollowFromAnyTwoOfThem) {
            Case{"{}", {}, 7, {}, {}, 1},
        }) {
     SCOPED_TRACE(one.json);
-    CodeSettings code;
-    code.set("gradient_accumulation_steps", one.steps);
-    const Settings settings = resolved(one.json, code);
+    const Settings settings = resolved(one.json, {.gradient_accumulation_steps = one.steps});
     const BatchSizes sizes = batch_sizes(*settings.deepspeed, settings, one.ranks);
     EXPECT_EQ(sizes.train, one.train);
     EXPECT_EQ(sizes.micro, one.micro);
@@ -517,9 +513,7 @@ TEST(DeepSpeedBatches, ThatDoNotMultiplyShowTheArithmetic) {
            Case{R"({"train_micro_batch_size_per_gpu": 1e9})", 1000000000, "more than anybody has"},
        }) {
     SCOPED_TRACE(one.json);
-    CodeSettings code;
-    code.set("gradient_accumulation_steps", one.steps);
-    const Settings settings = resolved(one.json, code);
+    const Settings settings = resolved(one.json, {.gradient_accumulation_steps = one.steps});
     const std::string message =
         message_of<ConfigError>([&] { batch_sizes(*settings.deepspeed, settings, 2); });
     EXPECT_TRUE(mentions(message, one.arithmetic)) << message;
