@@ -11,7 +11,7 @@
 #include <vector>
 
 #include <tessera/accelerate/accelerator.h>
-#include <tessera/accelerate/step_window.h>
+#include <tessera/accelerate/step/step_window.h>
 #include <tessera/accelerate/tracking/fp8_values.h>
 #include <tessera/autograd/graph.h>
 #include <tessera/core/device.h>
