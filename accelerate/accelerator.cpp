@@ -53,7 +53,8 @@ Accelerator::Accelerator(accelerate::Settings resolved, std::shared_ptr<State> f
   state.data_ranks = state.dealt_ranks->size();
   if (settings.deepspeed) state.settle_batch_sizes();
   state.steps = settings.gradient_accumulation_steps;
-  if (settings.mixed_precision.value == Precision::kFP16) state.make_scaler();
+  if (settings.mixed_precision.value == Precision::kFP16)
+    state.loss_scaling.begin(*state.dealt_ranks);
   state.loader_plan = std::make_unique<accelerate::LoaderPlan>(
       *state.dealt_ranks,
       accelerate::LoaderPlanOptions{.split_batches = settings.split_batches,
@@ -114,7 +115,7 @@ void Accelerator::let_go() {
   state.schedules.clear();
   state.plateau_schedules.clear();
   state.gone.clear();
-  state.finite_gradients.clear();
+  state.loss_scaling.forget_norms();
   state.open.clear();
   state.sync_gradients = true;
   state.counters = {.seed = state.counters.seed};
@@ -292,16 +293,16 @@ void Accelerator::State::check_between_windows(std::string_view where) const {
 StateDict Accelerator::State::Counters::state_dict() const {
   StateDict state;
   state.set("micro_batches", scalar_tensor(micro_batches, kI64));
-  state.set("nominal_samples", scalar_tensor(nominal_samples, kF64));
-  state.set("nominal_weight", scalar_tensor(nominal_weight, kF64));
+  state.set("nominal_samples", scalar_tensor(nominal.samples, kF64));
+  state.set("nominal_weight", scalar_tensor(nominal.weight, kF64));
   state.set("seed", scalar_tensor(static_cast<int64_t>(seed), kI64));
   return state;
 }
 
 void Accelerator::State::Counters::load_state_dict(const StateDict& state) {
   *this = {.micro_batches = state.at("micro_batches").item<int64_t>(),
-           .nominal_samples = state.at("nominal_samples").item<double>(),
-           .nominal_weight = state.at("nominal_weight").item<double>(),
+           .nominal = {.samples = state.at("nominal_samples").item<double>(),
+                       .weight = state.at("nominal_weight").item<double>()},
            .seed = static_cast<uint64_t>(state.at("seed").item<int64_t>())};
 }
 
@@ -330,7 +331,7 @@ accelerate::TrainingState Accelerator::State::training_state() {
   for (const auto& record : schedules) training.schedules.emplace_back(*record.schedule);
   for (const auto& record : plateau_schedules) training.schedules.emplace_back(*record.schedule);
   training.loaders = loader_plan->loaders();
-  if (scaler) training.scaler.emplace(*scaler);
+  if (precision::GradScaler* scaler = loss_scaling.scaler()) training.scaler.emplace(*scaler);
   for (const auto& record : models) {
     const auto& fp8 = record->policy.fp8();
     if (fp8 && fp8->is_delayed()) training.fp8.emplace_back(*fp8);
@@ -361,9 +362,7 @@ accelerate::FullValues Accelerator::full_values(nn::ModuleBase& model) {
     options.optimizers.push_back(optimizer->optimizer);
   }
   // The scale follows each step, and gradients are of the one before.
-  options.gradient_scale = [state = state_] {
-    return state->scaler ? state->scaler->loss_scale() : 1.0;
-  };
+  options.gradient_scale = [state = state_] { return state->loss_scaling.scale(); };
   options.sum_so_far = [record = std::weak_ptr(record)]() -> std::string {
     const auto alive = record.lock();
     if (!alive) return "the model was prepared again";

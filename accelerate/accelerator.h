@@ -72,6 +72,7 @@
 #include <tessera/accelerate/graphed_step.h>
 #include <tessera/accelerate/loaders/loader_plan.h>
 #include <tessera/accelerate/metrics.h>
+#include <tessera/accelerate/preparation.h>
 #include <tessera/accelerate/process/operations.h>
 #include <tessera/accelerate/process/process_control.h>
 #include <tessera/accelerate/settings/settings.h>
@@ -82,15 +83,6 @@
 #include <tessera/core/tensor/tensor.h>
 
 namespace tessera {
-
-namespace nn {
-class ModuleBase;
-}
-namespace optim {
-class Optimizer;
-class PlateauSchedule;
-class Schedule;
-}  // namespace optim
 
 namespace accelerate {
 
@@ -183,8 +175,8 @@ class Accelerator : public ProcessControl {
   // so is one that was sharded before.
   template <class... Objects>
   void prepare(Objects&... objects) {
-    Preparation preparation;
-    (collect(preparation, objects), ...);
+    accelerate::Preparation preparation;
+    (preparation.add(objects), ...);
     run(preparation);
   }
 
@@ -434,39 +426,6 @@ class Accelerator : public ProcessControl {
   // of its own micro-batches. For algorithms that bring the ranks together otherwise.
   AcceleratorScope without_reduction(nn::ModuleBase& model);
   Accelerator(accelerate::Settings settings, std::shared_ptr<State> state);
-  struct LoaderRequest {
-    data::LoaderBase* loader;
-    std::function<void(accelerate::LoaderPlan&)> prepare;
-  };
-  struct Preparation {
-    std::vector<nn::ModuleBase*> models;
-    std::vector<optim::Optimizer*> optimizers;
-    std::vector<LoaderRequest> loaders;
-    std::vector<optim::Schedule*> schedules;
-    std::vector<optim::PlateauSchedule*> plateau_schedules;
-  };
-  template <class T>
-  static void collect(Preparation& preparation, T& object) {
-    if constexpr (std::is_same_v<std::remove_const_t<T>, std::nullptr_t>) {
-    } else if constexpr (requires { object.get(), *object; }) {  // a smart pointer
-      if (object) collect(preparation, *object);
-    } else if constexpr (std::is_pointer_v<T>) {
-      if (object != nullptr) collect(preparation, *object);
-    } else if constexpr (std::derived_from<T, nn::ModuleBase>) {
-      preparation.models.push_back(&object);
-    } else if constexpr (std::derived_from<T, optim::Optimizer>) {
-      preparation.optimizers.push_back(&object);
-    } else if constexpr (std::derived_from<T, optim::Schedule>) {
-      preparation.schedules.push_back(&object);
-    } else if constexpr (std::derived_from<T, optim::PlateauSchedule>) {
-      preparation.plateau_schedules.push_back(&object);
-    } else if constexpr (std::derived_from<T, data::LoaderBase>) {
-      preparation.loaders.push_back(
-          {&object, [&object](accelerate::LoaderPlan& plan) { plan.prepare(object); }});
-    } else {
-      static_assert(!sizeof(T*), "prepare() takes models, optimizers, loaders and schedules");
-    }
-  }
   template <class T>
   static void reset(T& object) {
     if constexpr (requires { object.reset(), *object; }) {
@@ -479,7 +438,7 @@ class Accelerator : public ProcessControl {
   accelerate::OperationOptions operation(const SourceLocation& where) const {
     return {.debug = settings().debug, .where = where};
   }
-  void run(const Preparation& preparation);
+  void run(const accelerate::Preparation& preparation);
   MicroBatch open(std::span<nn::ModuleBase* const> models, const AccumulateOptions& options);
 
   std::shared_ptr<State> state_;

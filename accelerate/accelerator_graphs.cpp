@@ -101,7 +101,7 @@ struct GraphedStep::Impl {
       add(x.dtype(), x.shape().size());
       for (const int64_t size : x.shape()) add(size);
     }
-    add(weight_of(state), state.scaler && state.scaler->update_is_due());
+    add(weight_of(state), state.loss_scaling.update_is_due());
     for (const auto& record : state.models) {
       const StepWindow next = next_window(state, *record);
       add(next.is_boundary(), next.index() == 0, next.pending(), next.reduced());
@@ -226,20 +226,22 @@ struct GraphedStep::Impl {
     state.counters = moment.counters;
     state.random = moment.random;
     state.sync_gradients = moment.sync_gradients;
-    state.finite_gradients.clear();
+    state.loss_scaling.forget_norms();
   }
 
   // ---- Calls
 
   // The scale of the next loss, here and not at its backward: one place of the window has it all.
   static void end_step(State& state) {
-    if (state.scales_on_device() && state.scaler->update_is_due()) state.update_scale();
+    if (state.loss_scaling.is_on_device() && state.loss_scaling.update_is_due()) {
+      state.update_scale();
+    }
   }
 
   TensorList call_as_it_is(State& state, const TensorList& inputs) {
     ++calls_as_they_are;
     StepGraph step(state.device, stream, [&](const TensorList& given) {
-      const ScopedValue<bool> graphed(state.in_graphed_step, true);
+      const ScopedValue<bool> graphed(state.clipping.in_graphed_step, true);
       TensorList results = function(given);
       end_step(state);
       return results;
@@ -264,14 +266,14 @@ struct GraphedStep::Impl {
       check(!record->parallel || record->parallel->pass().can_be_repeated(), "the gradients of ",
             record->type_name, " lie in parts or with the host, or a hook sends them");
     }
-    check(!state.scaler || !state.scaler->update_is_due(),
+    check(!state.loss_scaling.update_is_due(),
           "the loss scale waits for the step of another optimizer");
   }
 
   TensorList captured_work(State& state, State::CaptureNotes& notes, const TensorList& given) {
     const RandomState begin = std::exchange(random_state(), notes.programs);
     const ScopedValue<State::CaptureNotes*> scope(state.capturing, &notes);
-    const ScopedValue<bool> graphed(state.in_graphed_step, true);
+    const ScopedValue<bool> graphed(state.clipping.in_graphed_step, true);
     const distributed::CapturedCalls::Scope calls(notes.calls);
     TensorList results = function(given);
     end_step(state);
@@ -326,7 +328,7 @@ struct GraphedStep::Impl {
         place->reductions.push_back(0);
       }
     }
-    state.finite_gradients.clear();
+    state.loss_scaling.forget_norms();
     note_versions(*place);
     places.emplace(key, std::move(place));
     return results;

@@ -244,8 +244,8 @@ void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
     const auto record = own.lock();
     if (!state || !record) return true;
     if (!state->at_boundary(*record)) return false;
-    State::drop_clip(*record);  // of gradients that go
-    if (state->scaler) state->scaler->forget(*record->optimizer);
+    Clipping::drop(*record);  // of gradients that go
+    state->loss_scaling.forget(*record->optimizer);
     return true;
   });
   optimizers.push_back(std::move(record));
@@ -299,7 +299,7 @@ void Accelerator::State::begin_masters(OptimizerRecord& record) {
   if (!masters.empty()) record.optimizer->begin_masters(masters);
 }
 
-void Accelerator::State::prepare_loader(const LoaderRequest& request) {
+void Accelerator::State::prepare_loader(const accelerate::LoaderRequest& request) {
   const std::optional<int64_t> seed = settings.data_seed.value;
   if (seed && !loader_plan->is_prepared(*request.loader)) {
     auto* const indexed = dynamic_cast<data::IndexedLoader*>(request.loader);
@@ -329,13 +329,14 @@ void Accelerator::State::prepare_schedule(std::vector<ScheduleRecord<T>>& known,
 }
 
 // In one order, whatever that of the arguments: what comes later looks at what came before.
-void Accelerator::run(const Preparation& preparation) {
+void Accelerator::run(const accelerate::Preparation& preparation) {
   state_->device = device();
   state_->forget_dead();
   for (nn::ModuleBase* model : preparation.models) state_->prepare_model(*model);
   for (optim::Optimizer* optimizer : preparation.optimizers) state_->prepare_optimizer(*optimizer);
   for (const auto& record : state_->optimizers) cut_states(*record->optimizer);
-  for (const LoaderRequest& loader : preparation.loaders) state_->prepare_loader(loader);
+  for (const accelerate::LoaderRequest& loader : preparation.loaders)
+    state_->prepare_loader(loader);
   for (optim::Schedule* schedule : preparation.schedules) {
     state_->prepare_schedule(state_->schedules, *schedule);
   }

@@ -1,0 +1,49 @@
+// Clipping of the gradients of prepared models: clip_grad_norm() and clip_grad_value() of the
+// Accelerator, and the setting gradient_clipping.
+//
+// Where the parameters are all that a prepared optimizer has gradients of, the factor goes into its
+// next step, which applies it as it reads the gradients; where no step comes, the gradients are
+// multiplied before more is added to them (apply()).
+#pragma once
+
+#include <tessera/accelerate/settings/settings.h>
+#include <tessera/accelerate/step/loss_scaling.h>
+#include <tessera/accelerate/step/prepared_objects.h>
+
+namespace tessera {
+
+class Clipping {
+ public:
+  Clipping(const accelerate::Settings& settings, const PreparedObjects& prepared,
+           LossScaling& loss_scaling)
+      : settings_(settings), prepared_(prepared), loss_scaling_(loss_scaling) {}
+  Clipping(const Clipping&) = delete;
+  Clipping& operator=(const Clipping&) = delete;
+
+  // At the boundary the norm before; elsewhere that of the last boundary, and nothing is clipped.
+  Tensor clip_norm(const TensorList& parameters, double max_norm, double norm_type);
+  void clip_value(const TensorList& parameters, double limit);
+
+  // As the setting says, where the program has not clipped (`clipped`) this optimizer's gradients.
+  void before_step(OptimizerRecord& record, bool clipped);
+  // Of factors that no step has taken: what is added to the gradients now is added to clipped ones.
+  void apply();
+  // The factor goes without having been applied.
+  static void drop(OptimizerRecord& record);
+
+  bool in_graphed_step = false;  // norms are written to one place, which every graph knows
+
+ private:
+  bool is_at_boundary(const TensorList& parameters) const;
+  OptimizerRecord* owner_of(const TensorList& parameters) const;
+  Tensor fold(OptimizerRecord& owner, const TensorList& parameters, double max_norm,
+              double norm_type);
+  static void apply(OptimizerRecord& record);
+  Tensor keep_norm(ModelRecord& holder, const Tensor& first, const Tensor& norm) const;
+
+  const accelerate::Settings& settings_;
+  const PreparedObjects& prepared_;
+  LossScaling& loss_scaling_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,73 @@
+// The loss scale of fp16 in a training: what the ranks agree on, gradients that wait for a step
+// while it changes, and norms that spare a step the search for overflow. The scale itself is
+// precision/grad_scaler.h. Of other precisions the scale is 1 and nothing is done.
+//
+//     loss_scaling.begin(ranks);                    // fp16
+//     seed = weight * loss_scaling.scale();         // backward()
+//     loss_scaling.note_norm(parameters, norm);     // clip_grad_norm()
+//     reason = loss_scaling.before_step(optimizer)  // empty: it steps
+//     loss_scaling.update();                        // before the next loss is scaled
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <unordered_map>
+
+#include <tessera/accelerate/settings/settings.h>
+#include <tessera/accelerate/step/prepared_objects.h>
+#include <tessera/distributed/transport/group.h>
+#include <tessera/precision/grad_scaler.h>
+
+namespace tessera {
+
+class LossScaling {
+ public:
+  LossScaling(const accelerate::Settings& settings, const PreparedObjects& prepared)
+      : settings_(settings), prepared_(prepared) {}
+  LossScaling(const LossScaling&) = delete;
+  LossScaling& operator=(const LossScaling&) = delete;
+
+  void begin(distributed::Group& ranks);
+  precision::GradScaler* scaler() { return scaler_ ? &*scaler_ : nullptr; }  // null: no fp16
+
+  double scale() const { return scaler_ ? scaler_->loss_scale() : 1; }
+  // The host does not learn it, nor whether a step was left out.
+  bool is_on_device() const {
+    return scaler_ && scaler_->options().on_device && prepared_.device.is_cuda();
+  }
+  // UnsupportedError where the host does not learn it.
+  void check_steps_are_known() const;
+
+  // Before gradients of the optimizer are read as such; the first call counts.
+  void unscale(optim::Optimizer& optimizer);
+  // A finite norm tells that every gradient in it is finite: their step need not look for overflow.
+  // One that is not may have overflowed on its way: then the step looks for itself.
+  void note_norm(const TensorList& parameters, const Tensor& norm);
+  void forget_norms() { finite_gradients_.clear(); }
+  // Why the step is left out; empty: it is not.
+  std::string before_step(optim::Optimizer& optimizer);
+  // The step does not come, and takes what unscales its gradients with it.
+  void forget(optim::Optimizer& optimizer);
+
+  bool update_is_due() const { return scaler_ && scaler_->update_is_due(); }
+  // After the steps of all optimizers. Gradients that wait for their step follow the scale.
+  void update();
+
+ private:
+  // Gradients that a finite norm was taken of, as they were then. Held until their step, or until
+  // the next backward, so that an address is one gradient.
+  struct FiniteGradient {
+    Tensor gradient;
+    uint32_t version;
+    Tensor norm;
+  };
+  Tensor take_finite_norm(const optim::Optimizer& optimizer);
+
+  const accelerate::Settings& settings_;
+  const PreparedObjects& prepared_;
+  std::optional<precision::GradScaler> scaler_;
+  std::unordered_map<TensorImpl*, FiniteGradient> finite_gradients_;
+};
+
+}  // namespace tessera
