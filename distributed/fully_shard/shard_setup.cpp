@@ -11,6 +11,7 @@
 #include <tessera/autograd/checkpoint.h>
 #include <tessera/core/error.h>
 #include <tessera/distributed/backward/broadcast.h>
+#include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/transport/collectives.h>
 
