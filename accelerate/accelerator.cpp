@@ -10,6 +10,7 @@
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/core/gemm_options.h>
 #include <tessera/core/random.h>
 #include <tessera/core/state/state_dict.h>
 #include <tessera/data/dataloader.h>
@@ -60,6 +61,10 @@ Accelerator::Accelerator(accelerate::Settings resolved, std::shared_ptr<State> f
       accelerate::LoaderPlanOptions{.split_batches = settings.split_batches,
                                     .dispatch_batches = settings.dispatch_batches.value,
                                     .even_batches = settings.even_batches});
+  // A slot of the Context, as random numbers are: where nobody says anything it stays as it is.
+  if (settings.allow_tf32.origin.source != accelerate::Source::kDefault) {
+    Context::current().slot<GemmOptions>().tf32 = settings.allow_tf32;
+  }
   if (const std::optional<int64_t> seed = settings.seed.value) {
     manual_seed(static_cast<uint64_t>(*seed));
   }

@@ -152,6 +152,7 @@ struct AcceleratorOptions {
   std::optional<int64_t> gradient_accumulation_steps = {};  // micro-batches of a window
   // Prepared optimizers clip by themselves to this norm; 0: the program clips.
   std::optional<double> gradient_clipping = {};
+  std::optional<bool> allow_tf32 = {};  // f32 on a GPU at the speed of 16 bits, in this Context
   // graphed_step() captures; accelerate/graphed_step.h.
   std::optional<bool> cuda_graphs = {};
   std::optional<LossWeighting> loss_weighting = {};
@@ -230,6 +231,7 @@ struct Settings {
   Resolved<OutputPrecision> output_precision{OutputPrecision::kF32};
   Resolved<int64_t> gradient_accumulation_steps{1};
   Resolved<double> gradient_clipping{0};
+  Resolved<bool> allow_tf32{false};
   Resolved<bool> cuda_graphs{true};
   Resolved<LossWeighting> loss_weighting{LossWeighting::kSamples};
   Resolved<bool> sync_with_dataloader{true};

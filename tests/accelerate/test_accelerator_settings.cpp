@@ -7,7 +7,9 @@
 #include <optional>
 #include <string>
 
+#include <tessera/core/context.h>
 #include <tessera/core/error.h>
+#include <tessera/core/gemm_options.h>
 
 namespace tessera::test_accelerator_settings {
 namespace {
@@ -30,6 +32,20 @@ TEST(Settings, ReachWhatTheyAreFor) {
       EXPECT_NE(text.find(part), std::string::npos) << part << " in\n" << text;
     }
   });
+}
+
+TEST(Settings, AllowTf32IsThatOfTheContextWhereSomebodySaysIt) {
+  Context context;
+  const ContextGuard guard(context);
+  const bool& tf32 = Context::current().slot<GemmOptions>().tf32;
+  const Accelerator silent;
+  EXPECT_FALSE(tf32);
+  const Accelerator fast({.allow_tf32 = true});
+  EXPECT_TRUE(tf32);
+  const Accelerator silent_again;
+  EXPECT_TRUE(tf32);
+  const Accelerator exact({.allow_tf32 = false});
+  EXPECT_FALSE(tf32);
 }
 
 // Their own values differ by rank and shape; only `debug` sees that before they are mixed.

@@ -36,6 +36,11 @@ std::vector<Setting> training_settings() {
        .least = 0,
        .most = 1e30,
        .accelerate = {"ACCELERATE_GRADIENT_CLIPPING"}},
+      {.key = "allow_tf32",
+       .field = field<&S::allow_tf32, &O::allow_tf32>,
+       .help =
+           "products and convolutions of f32 on a GPU take 10 bits of their operands' mantissas, "
+           "at the speed of 16 bits; sums stay f32"},
       {.key = "cuda_graphs",
        .field = field<&S::cuda_graphs, &O::cuda_graphs>,
        .help = "on a GPU graphed_step() captures its function as CUDA graphs; false: it runs as it "
