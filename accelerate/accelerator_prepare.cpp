@@ -160,7 +160,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
   // the optimizer's part lie with the host.
   const bool parallel =
       (data_ranks > 1 || policy.needs_masters() || accelerate::offloads(settings)) && trains;
-  accelerate::MissingMemory missing(model, settings, *dealt_ranks, device);
+  accelerate::ModelMaterialisation missing(model, settings, *dealt_ranks, device);
   missing.begin(parallel && data_ranks > 1 && accelerate::cuts_parameters(settings),
                 parallel && data_ranks > 1);
   if (policy != precision::Policy::f32()) {

@@ -313,7 +313,7 @@ distributed::Mesh& mesh_of(const Settings& settings) {
 std::unique_ptr<distributed::DataParallelModel> make_fully_sharded(nn::ModuleBase& model,
                                                                    const Settings& settings,
                                                                    const precision::Policy& policy,
-                                                                   MissingMemory* missing) {
+                                                                   ModelMaterialisation* missing) {
   distributed::Mesh& mesh = mesh_of(settings);
   distributed::FullyShardOptions options{
       .reshard_after_forward = settings.fsdp_reshard_after_forward.value,
@@ -343,7 +343,7 @@ std::unique_ptr<distributed::DataParallelModel> make_fully_sharded(nn::ModuleBas
 std::unique_ptr<distributed::DataParallelModel> make_data_parallel(nn::ModuleBase& model,
                                                                    const Settings& settings,
                                                                    const precision::Policy& policy,
-                                                                   MissingMemory* missing) {
+                                                                   ModelMaterialisation* missing) {
   switch (settings.sharding.value) {
     case Sharding::kZero1:
     case Sharding::kZero2:

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include <tessera/accelerate/missing_memory.h>
+#include <tessera/accelerate/model_materialisation.h>
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/distributed/data_parallel/data_parallel_model.h>
 #include <tessera/nn/module.h>
@@ -19,7 +19,7 @@ namespace tessera::accelerate {
 std::unique_ptr<distributed::DataParallelModel> make_data_parallel(nn::ModuleBase& model,
                                                                    const Settings& settings,
                                                                    const precision::Policy& policy,
-                                                                   MissingMemory* missing);
+                                                                   ModelMaterialisation* missing);
 
 // How a prepared model computes.
 precision::Policy policy_of(const Settings& settings);

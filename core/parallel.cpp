@@ -12,9 +12,9 @@
 #include <immintrin.h>
 #endif
 
+#include <tessera/core/block_signals.h>
 #include <tessera/core/context.h>
 #include <tessera/core/error.h>
-#include <tessera/core/held_signals.h>
 
 namespace tessera {
 namespace {
@@ -106,7 +106,7 @@ class Team {
     workers_.push_back(std::make_unique<Worker>());
     Worker* worker = workers_.back().get();
     worker->thread = std::thread([this, worker, part] {
-      HeldSignals::for_good();  // they are for the program's threads
+      BlockSignalsGuard::block_for_good();  // they are for the program's threads
       inside_loop = true;
       uint32_t seen = 0;
       while (true) {

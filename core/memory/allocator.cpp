@@ -16,7 +16,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/memory/block_arena.h>
-#include <tessera/core/memory/page_return.h>
+#include <tessera/core/memory/return_pages.h>
 
 namespace tessera {
 namespace {

@@ -19,7 +19,7 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/memory/block_arena.h>
-#include <tessera/core/memory/page_return.h>
+#include <tessera/core/memory/return_pages.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/profile/profiler.h>
 #include <tessera/core/tensor/raw_views.h>

@@ -7,8 +7,8 @@
 #include <omp.h>
 #endif
 
+#include <tessera/core/block_signals.h>
 #include <tessera/core/dispatch.h>
-#include <tessera/core/held_signals.h>
 #include <tessera/core/kernels/common/scratch.h>
 #include <tessera/core/kernels/gemm/gemm.h>
 #include <tessera/core/kernels/gemm/gemm_tile.h>
@@ -163,7 +163,7 @@ void gemm_floating(const Gemm& p) {
 #endif
   const int64_t sum_bytes = in_place ? 0 : tiling.rows * tiling.columns * size_of(sum_dtype);
   Scratch scratch(tiles * p.batch, panel_bytes + sum_bytes);
-  std::optional<HeldSignals> held;  // workers hold theirs always
+  std::optional<BlockSignalsGuard> held;  // workers hold theirs always
   if (use_sgemm) held.emplace();
 
   parallel_for(tiles * p.batch, 1, [&](int64_t begin, int64_t end) {

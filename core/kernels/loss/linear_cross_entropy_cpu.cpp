@@ -11,7 +11,7 @@
 #include <tessera/core/kernels/loss/linear_cross_entropy.h>
 #include <tessera/core/kernels/loss/linear_cross_entropy_rows.h>
 #include <tessera/core/memory/allocator.h>
-#include <tessera/core/memory/page_return.h>
+#include <tessera/core/memory/return_pages.h>
 #include <tessera/core/parallel.h>
 #include <tessera/core/tensor/raw_views.h>
 

@@ -1,4 +1,4 @@
-#include <tessera/accelerate/missing_memory.h>
+#include <tessera/accelerate/model_materialisation.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
@@ -45,8 +45,8 @@ Tensor part_of_initial(const Tensor& value, const Tensor& target) {
 
 }  // namespace
 
-MissingMemory::MissingMemory(nn::ModuleBase& model, const Settings& settings,
-                             distributed::Group& ranks, const Device& device)
+ModelMaterialisation::ModelMaterialisation(nn::ModuleBase& model, const Settings& settings,
+                                           distributed::Group& ranks, const Device& device)
     : model_(model), ranks_(ranks), device_(device) {
   Json own = Json::array();
   std::string unknown;
@@ -89,7 +89,7 @@ MissingMemory::MissingMemory(nn::ModuleBase& model, const Settings& settings,
   state_ = State::kFirstRank;
 }
 
-void MissingMemory::begin(bool cuts_parameters, bool synchronises) {
+void ModelMaterialisation::begin(bool cuts_parameters, bool synchronises) {
   if (!any()) return;
   const NoGradGuard no_grad;
   cuts_ = cuts_parameters;
@@ -125,12 +125,12 @@ void MissingMemory::begin(bool cuts_parameters, bool synchronises) {
   if (!cuts_) nn::materialise(model_, device_, {.initialise = false});
 }
 
-void MissingMemory::make_memory() {
+void ModelMaterialisation::make_memory() {
   if (!any() || !cuts_) return;
   nn::materialise(model_, device_, {.initialise = state_ == State::kNoRank});
 }
 
-void MissingMemory::give(const Take& take) {
+void ModelMaterialisation::give(const Take& take) {
   const NoGradGuard no_grad;
   if (state_ == State::kNoRank) {
     for (const auto& [name, target] : model_.named_parameters()) {

@@ -11,7 +11,7 @@
 
 #include "message_of.h"
 
-namespace tessera::test_feel {
+namespace tessera::test_pytorch_idioms {
 namespace {
 
 using Values = std::vector<double>;
@@ -245,7 +245,7 @@ TEST(GradForms, InputsAreAListInBracesOrOne) {
 }
 
 }  // namespace
-}  // namespace tessera::test_feel
+}  // namespace tessera::test_pytorch_idioms
 
 // Names of a user's own beside all of tessera's.
 namespace names_of_a_user {

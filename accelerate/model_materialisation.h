@@ -18,13 +18,13 @@
 
 namespace tessera::accelerate {
 
-class MissingMemory {
+class ModelMaterialisation {
  public:
   // Asks all ranks what they have: collective. ConfigError on every rank where rank 0 alone has
   // elements and the setting is off, where rank 0 lacks what others have; ValueError where values
   // of no rank are not known.
-  MissingMemory(nn::ModuleBase& model, const Settings& settings, distributed::Group& ranks,
-                const Device& device);
+  ModelMaterialisation(nn::ModuleBase& model, const Settings& settings, distributed::Group& ranks,
+                       const Device& device);
 
   bool any() const { return state_ != State::kNone; }
   // Before policies and modes change the model. Where parameters will be cut all ranks are without
