@@ -17,7 +17,7 @@
 namespace tessera::distributed {
 
 FlatShards::FlatShards(std::string tag, const ShardRanks& ranks, std::vector<ShardedParam> params,
-                       const ShardDTypes& dtypes, bool rows, bool local_sums, OffloadPolicy offload)
+                       const GroupDTypes& dtypes, bool rows, bool local_sums, OffloadPolicy offload)
     : ParamGroup({.tag = std::move(tag),
                   .ranks = ranks,
                   .dtypes = dtypes,

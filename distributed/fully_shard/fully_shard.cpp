@@ -94,12 +94,13 @@ FullyShardedModule fully_shard(const std::vector<nn::ModuleBase*>& modules, Mesh
   place_shards(params, options.shard_placement, unit->ranks.shards->size());
   for (std::vector<ShardedParam>& list : by_dtype(std::move(params))) {
     const DType own = list.front().shard.dtype();
-    ShardDTypes dtypes{.gradient = options.gradient_dtype};
+    GroupDTypes dtypes{.gradient_dtype = options.gradient_dtype};
     if (is_floating(own)) {
-      dtypes.whole = policy.param_dtype;
-      dtypes.reduce = policy.reduce_dtype ? policy.reduce_dtype : policy.param_dtype;
+      dtypes.param_dtype = policy.param_dtype;
+      dtypes.reduce_dtype = policy.reduce_dtype ? policy.reduce_dtype : policy.param_dtype;
     }
-    const bool casts = dtypes.whole.value_or(own) != own || dtypes.reduce.value_or(own) != own;
+    const bool casts =
+        dtypes.param_dtype.value_or(own) != own || dtypes.reduce_dtype.value_or(own) != own;
     if (mesh.group().size() == 1 && !casts && options.offload_policy == OffloadPolicy::kNone) {
       unit->parts.push_back(std::make_unique<FlatShards>(unit->title(), unit->ranks,
                                                          std::move(list), dtypes, true, false));

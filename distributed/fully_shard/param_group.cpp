@@ -24,14 +24,14 @@ ParamGroup::ParamGroup(Options options, std::vector<ShardedParam> params)
       call_tag_(tag_),
       ranks_(options.ranks),
       dtype_(params.front().shard.dtype()),
-      whole_dtype_(options.dtypes.whole.value_or(dtype_)),
+      whole_dtype_(options.dtypes.param_dtype.value_or(dtype_)),
       reduce_dtype_(dtype_),
-      gradient_dtype_(wider(dtype_, options.dtypes.gradient)),
+      gradient_dtype_(wider(dtype_, options.dtypes.gradient_dtype)),
       device_(params.front().shard.device()),
       keeps_wholes_(options.keeps_wholes),
       offload_(options.offload),
       params_(std::move(params)) {
-  reduce_dtype_ = options.dtypes.reduce.value_or(gradient_dtype_);
+  reduce_dtype_ = options.dtypes.reduce_dtype.value_or(gradient_dtype_);
   for (size_t i = 0; i < params_.size(); ++i) {
     params_[i].shape = params_[i].shard.shape();
     if (params_[i].shard.requires_grad()) trained_.push_back(i);

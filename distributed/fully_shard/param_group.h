@@ -73,11 +73,12 @@ struct ShardRanks {
   Group* replicas = nullptr;  // along the other, or none
 };
 
-// Absent: the parameters' own.
-struct ShardDTypes {
-  std::optional<DType> whole = {};     // of what ops read
-  std::optional<DType> reduce = {};    // of gradients as they travel; absent: as they are kept
-  std::optional<DType> gradient = {};  // of the shards' gradients, where it is wider than theirs
+// Of one group, in the words of MixedPrecisionPolicy and of the options. Absent: the parameters' own.
+struct GroupDTypes {
+  std::optional<DType> param_dtype = {};   // of what ops read
+  std::optional<DType> reduce_dtype = {};  // of gradients as they travel; absent: as they are kept
+  std::optional<DType> gradient_dtype =
+      {};  // of the shards' gradients, where it is wider than theirs
 };
 
 class ParamGroup {
@@ -187,7 +188,7 @@ class ParamGroup {
   struct Options {
     std::string tag;
     ShardRanks ranks;
-    ShardDTypes dtypes = {};
+    GroupDTypes dtypes = {};
     bool keeps_wholes = false;
     OffloadPolicy offload = OffloadPolicy::kNone;
   };
@@ -276,7 +277,7 @@ class RowShards final : public ParamGroup {
   // `shard`. `near`: fewer ranks, among which the wholes are kept in parts between forward and
   // backward; null: they are not.
   RowShards(std::string tag, const ShardRanks& ranks, std::vector<ShardedParam> params,
-            const ShardDTypes& dtypes, std::shared_ptr<Group> near = nullptr,
+            const GroupDTypes& dtypes, std::shared_ptr<Group> near = nullptr,
             OffloadPolicy offload = OffloadPolicy::kNone);
   ~RowShards() override;
 
@@ -353,7 +354,7 @@ class FlatShards final : public ParamGroup {
   // (ZeRO-1).
   // `offload`: kNone or kOptimizer; not with `rows`.
   FlatShards(std::string tag, const ShardRanks& ranks, std::vector<ShardedParam> params,
-             const ShardDTypes& dtypes, bool rows, bool local_sums,
+             const GroupDTypes& dtypes, bool rows, bool local_sums,
              OffloadPolicy offload = OffloadPolicy::kNone);
   ~FlatShards() override;
 

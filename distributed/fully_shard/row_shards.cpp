@@ -52,7 +52,7 @@ std::vector<Shape> cut_shapes(const std::vector<ShardedParam>& params, bool trai
 }  // namespace
 
 RowShards::RowShards(std::string tag, const ShardRanks& ranks, std::vector<ShardedParam> params,
-                     const ShardDTypes& dtypes, std::shared_ptr<Group> near, OffloadPolicy offload)
+                     const GroupDTypes& dtypes, std::shared_ptr<Group> near, OffloadPolicy offload)
     : ParamGroup({.tag = std::move(tag), .ranks = ranks, .dtypes = dtypes, .offload = offload},
                  std::move(params)),
       layout_(FlatLayout::even_chunk(cut_shapes(params_, false), shards().size())),

@@ -62,7 +62,7 @@ ShardedModel zero(nn::ModuleBase& model, Mesh& mesh, const ZeroOptions& options)
     for (const size_t member : members) list.push_back(params[member]);
     unit->parts.push_back(std::make_unique<FlatShards>(
         "bucket " + std::to_string(unit->parts.size()), unit->ranks, std::move(list),
-        ShardDTypes{.gradient = options.gradient_dtype}, false, options.stage == 1,
+        GroupDTypes{.gradient_dtype = options.gradient_dtype}, false, options.stage == 1,
         options.offload_policy));
   }
   install_unit(unit);
