@@ -68,7 +68,7 @@ distributed::GradientAverage average_of(const Settings& settings) {
 }
 
 std::optional<DType> gradient_dtype_of(const precision::Policy& policy) {
-  return policy.needs_masters() ? std::optional(policy.reduce) : std::nullopt;
+  return policy.needs_masters() ? std::optional(policy.gradient) : std::nullopt;
 }
 
 distributed::ReplicateOptions replicate_options(const Settings& settings,

@@ -52,7 +52,7 @@ Policy policy_named(std::string_view name) {
 void check(const Policy& policy, const Device& device) {
   check_dtype("parameter", policy.parameter);
   check_dtype("compute", policy.compute);
-  check_dtype("reduce", policy.reduce);
+  check_dtype("gradient", policy.gradient);
   if (policy.output) check_dtype("output", *policy.output);
   TS_CHECK_AS(UnsupportedError, !device.is_cuda() || gpu::device_count() > 0, kPrecision,
               "the device ", device, " is not there: ", gpu::unavailable_reason());
@@ -94,7 +94,7 @@ std::string describe(const Policy& policy) {
     text << (policy.casting == Casting::kAutocast ? " (autocast)" : " (cast at the boundary)");
   }
   if (policy.float8) text << " with Linears in " << describe(*policy.float8);
-  text << ", reduce " << policy.reduce << ", output ";
+  text << ", gradients " << policy.gradient << ", output ";
   if (policy.output) {
     text << *policy.output;
   } else {

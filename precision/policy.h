@@ -31,7 +31,7 @@ enum class Casting : uint8_t {
 struct Policy {
   DType parameter = kF32;
   DType compute = kF32;
-  DType reduce = kF32;               // of gradients: their sum over a window and over ranks
+  DType gradient = kF32;             // of their sum over a window and over ranks
   std::optional<DType> output = {};  // of a module's results; nothing: what it computed
   Casting casting = Casting::kAutocast;
   std::optional<Fp8Recipe> float8 = {};  // of Linears; everything else is as said above
@@ -63,7 +63,7 @@ Policy policy_named(std::string_view name);
 // field. float8 is never replaced by another precision: where it cannot run this throws.
 void check(const Policy& policy, const Device& device = kCpu);
 
-// "parameters f32, compute bf16 (autocast), reduce f32, output as computed"
+// "parameters f32, compute bf16 (autocast), gradients f32, output as computed"
 std::string describe(const Policy& policy);
 
 }  // namespace tessera::precision

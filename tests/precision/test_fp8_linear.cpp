@@ -591,7 +591,7 @@ TEST(Fp8Recipe, ContradictionsAreErrors) {
                ConfigError);
   EXPECT_EQ(describe(Policy::fp8(Fp8Recipe::named("delayed"))),
             "parameters f32, compute bf16 (autocast) with Linears in fp8 delayed (hybrid, history "
-            "1024, max, margin 0), filter default, reduce f32, output as computed");
+            "1024, max, margin 0), filter default, gradients f32, output as computed");
 }
 
 // ---- Delayed scales ----------------------------------------------------------------------------

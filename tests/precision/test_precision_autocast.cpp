@@ -51,7 +51,7 @@ TEST(Policy, HasNamesAndSaysWhatItIs) {
   EXPECT_EQ(policy_named("bf16-pure").parameter, kBF16);
   EXPECT_THROW(policy_named("bf61"), ConfigError);
   EXPECT_EQ(describe(policy_named("bf16")),
-            "parameters f32, compute bf16 (autocast), reduce f32, output as computed");
+            "parameters f32, compute bf16 (autocast), gradients f32, output as computed");
   EXPECT_TRUE(policy_named("fp16").needs_loss_scaling());
   EXPECT_FALSE(policy_named("bf16-pure").needs_loss_scaling());
   EXPECT_TRUE(policy_named("bf16-pure").needs_masters());
@@ -73,7 +73,7 @@ TEST(Policy, Trap6Fp8IsNeverReplacedByAnotherPrecision) {
 // 16-bit gradients are reduced in 16 bits there.
 TEST(Policy, Trap27GradientsAreReducedInF32UnlessAskedFor) {
   for (const char* name : {"bf16", "fp16", "bf16-pure", "fp16-pure", "bf16-boundary"}) {
-    EXPECT_EQ(policy_named(name).reduce, kF32) << name;
+    EXPECT_EQ(policy_named(name).gradient, kF32) << name;
   }
 }
 
