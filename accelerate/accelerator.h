@@ -18,7 +18,8 @@
 //     accelerator.save_state("run/last");
 //
 // The same program runs as one process and as N: `tessera launch -n N`. batch_size is that of one
-// rank, learning rates are used as given, schedules count optimizer updates.
+// rank, learning rates are used as given, schedules count optimizer updates. What can be set is
+// AcceleratorOptions of settings/settings.h.
 //
 // [Note: window] The micro-batches between two optimizer steps of a model are its window. Within
 // it step(), zero_grad(), clip_* and a schedule's step() do nothing until the last one (the
