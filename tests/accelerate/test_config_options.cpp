@@ -104,7 +104,7 @@ AcceleratorOptions everything_said() {
                   .in_evaluation = false,
                   .weight_gradient = false,
                   .format = Fp8Format::kE4M3,
-                  .margin = 68,
+                  .margin = 6,
                   .amax_history_len = 69,
                   .amax_compute_algo = AmaxAlgorithm::kMax},
           .collective_timeout = 71.5};
@@ -178,7 +178,7 @@ TEST(ConfigSchema, EveryOptionOfTheProgramBecomesItsSetting) {
                                                        {"fp8_in_evaluation", "false"},
                                                        {"fp8_weight_gradient", "false"},
                                                        {"fp8_format", "e4m3"},
-                                                       {"fp8_margin", "68"},
+                                                       {"fp8_margin", "6"},
                                                        {"fp8_amax_history_len", "69"},
                                                        {"fp8_amax_compute_algo", "max"},
                                                        {"collective_timeout", "71.5"}};
