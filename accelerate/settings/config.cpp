@@ -342,8 +342,8 @@ void check_consistent(const Settings& settings) {
   const bool power_sgd = hook == CommHook::kPowerSgd || hook == CommHook::kBatchedPowerSgd;
   for (const std::string_view key : {"ddp_power_sgd_rank", "ddp_power_sgd_start_step"}) {
     const Setting& setting = *find_setting(key);
-    contradict(text(setting, settings) != text(setting, Settings()) && !power_sgd, key,
-               "ddp_comm_hook", "it is that of power_sgd and batched_power_sgd alone");
+    contradict(!is_default(setting, settings) && !power_sgd, key, "ddp_comm_hook",
+               "it is that of power_sgd and batched_power_sgd alone");
   }
   contradict(settings.ddp_comm_wrapper.value != CommWrapper::kNone && !power_sgd,
              "ddp_comm_wrapper", "ddp_comm_hook",
@@ -365,9 +365,9 @@ void check_consistent(const Settings& settings) {
   for (const std::string_view key :
        {"fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"}) {
     const Setting& setting = *find_setting(key);
-    contradict(fp8 && text(setting, settings) != text(setting, Settings()) &&
-                   settings.fp8_recipe.value != Fp8Scaling::kDelayed,
-               key, "fp8_recipe", "it is that of delayed scales alone");
+    contradict(
+        fp8 && !is_default(setting, settings) && settings.fp8_recipe.value != Fp8Scaling::kDelayed,
+        key, "fp8_recipe", "it is that of delayed scales alone");
   }
   contradict(fp8 && settings.fp8_format.value == Fp8Format::kHybrid &&
                  settings.fp8_format.origin.source != Source::kDefault &&
@@ -410,9 +410,8 @@ void check_consistent(const Settings& settings) {
                                      "fsdp_wrap_modules", "fsdp_min_num_params"}) {
     const Setting& setting = *find_setting(key);
     const bool of_units = key == "fsdp_wrap_modules" || key == "fsdp_min_num_params";
-    contradict(text(setting, settings) != text(setting, Settings()) &&
-                   !(of_units ? has_units : shards_parameters),
-               key, "sharding",
+    contradict(!is_default(setting, settings) && !(of_units ? has_units : shards_parameters), key,
+               "sharding",
                of_units ? "it names units, which fsdp, zero3 and fsdp_activation_checkpointing have"
                         : "it is that of fsdp and zero3 alone");
   }
@@ -446,9 +445,9 @@ void check_available(const Settings& settings) {
   const Settings defaults;
   for (const Setting& setting : schema()) {
     if (!setting.planned) continue;
-    TS_CHECK_AS(UnsupportedError, text(setting, settings) == text(setting, defaults), kSettings,
-                setting.key, "=", text(setting, settings), " (",
-                origin(setting, settings).describe(), ") is not available yet; leave it at ",
+    TS_CHECK_AS(UnsupportedError, is_default(setting, settings), kSettings, setting.key, "=",
+                text(setting, settings), " (", origin(setting, settings).describe(),
+                ") is not available yet; leave it at ",
                 text(setting, defaults).empty() ? "nothing" : text(setting, defaults),
                 setting.instead.empty() ? "" : ": ", setting.instead);
   }

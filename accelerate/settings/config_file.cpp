@@ -101,10 +101,9 @@ SettingTexts parse_config(const std::string& text, const std::string& path) {
 }
 
 std::string config_json(const Settings& settings) {
-  const Settings defaults;
   nlohmann::ordered_json json = nlohmann::ordered_json::object();
   for (const Setting& setting : schema()) {
-    if (text(setting, settings) == text(setting, defaults)) continue;
+    if (is_default(setting, settings)) continue;
     json[std::string(setting.key)] = as_json(setting, settings);
   }
   try {

@@ -61,6 +61,7 @@ std::string nearest_key(std::string_view key, std::optional<size_t> most = {});
 // Text of a value: "bf16", "true", "0.5", "a,b"; empty for no value. parse() reads what text()
 // writes, for every setting.
 std::string text(const Setting& setting, const Settings& settings);
+bool is_default(const Setting& setting, const Settings& settings);
 const Origin& origin(const Setting& setting, const Settings& settings);
 // Reads a value from text; ConfigError that names `origin` and what is possible. Truth values are
 // y yes t true on 1, n no f false off 0: nothing else is true.

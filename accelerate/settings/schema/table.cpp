@@ -96,6 +96,10 @@ std::string text(const Setting& setting, const Settings& settings) {
   return setting.field.text(setting, settings);
 }
 
+bool is_default(const Setting& setting, const Settings& settings) {
+  return text(setting, settings) == text(setting, Settings());
+}
+
 const Origin& origin(const Setting& setting, const Settings& settings) {
   return setting.field.origin(settings);
 }
