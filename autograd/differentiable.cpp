@@ -7,7 +7,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable_node.h>
 #include <tessera/autograd/engine.h>
-#include <tessera/autograd/float8_weight.h>
+#include <tessera/autograd/fp8/weight.h>
 #include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/profile/profiler.h>

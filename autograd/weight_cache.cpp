@@ -5,7 +5,7 @@
 #include <mutex>
 #include <utility>
 
-#include <tessera/autograd/float8_weight.h>
+#include <tessera/autograd/fp8/weight.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/graph.h>

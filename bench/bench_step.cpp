@@ -21,7 +21,7 @@
 // --fp8-filter: with fp8-RECIPE, which linear layers: all (default), default, pays.
 // --weights FOLDER --batches FILE: a GPT-2 as transformers saves it, and "tokens" i64
 // [steps, B, context + 1] of a safetensors file, one batch for each step; sizes come from them, and
-// nothing is warmed up. What bench/compare/float8_losses.py compares losses by.
+// nothing is warmed up. What bench/compare/fp8_losses.py compares losses by.
 //
 // Prints one JSON line: median ms/step, tokens/s, memory of the process over start-up, the most
 // bytes that tensors held, how often own kernels ran on a GPU what its libraries did not get, and

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include <tessera/autograd/autocast_mode.h>
-#include <tessera/autograd/float8.h>
-#include <tessera/autograd/float8_weight.h>
+#include <tessera/autograd/fp8/linear.h>
+#include <tessera/autograd/fp8/weight.h>
 #include <tessera/core/context.h>
 #include <tessera/nn/call_scopes.h>
 #include <tessera/nn/read_by.h>

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include <tessera/autograd/float8.h>
+#include <tessera/autograd/fp8/linear.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/nn/describe.h>
 #include <tessera/nn/init.h>

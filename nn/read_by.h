@@ -4,11 +4,11 @@
 //     Tensor normed = ln(x);
 //
 // Where that layer runs in float8 on a GPU and knows its scale before, the norm may write the
-// layer's operand and no result (autograd/float8_norm.h); anything else that reads the result has
+// layer's operand and no result (autograd/fp8/norm.h); anything else that reads the result has
 // it calculated then. Everywhere else the scope changes nothing.
 #pragma once
 
-#include <tessera/autograd/float8_norm.h>
+#include <tessera/autograd/fp8/norm.h>
 #include <tessera/core/context.h>
 #include <tessera/nn/linear.h>
 

@@ -9,7 +9,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/checkpoint.h>
-#include <tessera/autograd/float8_weight.h>
+#include <tessera/autograd/fp8/weight.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/scale_history.h>

@@ -22,7 +22,7 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/autograd/float8.h>
+#include <tessera/autograd/fp8/linear.h>
 
 namespace tessera::precision {
 

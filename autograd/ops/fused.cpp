@@ -1,7 +1,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/engine.h>
-#include <tessera/autograd/float8_head.h>
+#include <tessera/autograd/fp8/head.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/composed_gradients.h>
 #include <tessera/core/factory/factory.h>

@@ -3,7 +3,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
-#include <tessera/autograd/float8.h>
+#include <tessera/autograd/fp8/linear.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/gemm/linear_fused.h>

@@ -7,9 +7,9 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/fp8/norm_call.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/compute_dtype.h>
-#include <tessera/autograd/ops/float8_norm.h>
 #include <tessera/core/kernels/copy/copy.h>
 
 namespace tessera {

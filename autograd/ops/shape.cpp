@@ -5,8 +5,8 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/fp8/norm_call.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/autograd/ops/float8_norm.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/copy/shape.h>
 #include <tessera/core/tensor/placement_slot.h>

@@ -44,7 +44,7 @@
 
 #include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/backward/buffer.h>
-#include <tessera/distributed/fully_shard/float8_part.h>
+#include <tessera/distributed/fully_shard/fp8_part.h>
 #include <tessera/distributed/fully_shard/host_transfers.h>
 #include <tessera/distributed/fully_shard/offload_policy.h>
 #include <tessera/distributed/mesh/mesh.h>

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/autograd/float8_weight.h>
+#include <tessera/autograd/fp8/weight.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/error.h>

@@ -9,12 +9,12 @@
 #include <utility>
 
 #include <tessera/autograd/autocast_mode.h>
-#include <tessera/autograd/float8_weight.h>
+#include <tessera/autograd/fp8/weight.h>
 #include <tessera/autograd/op_observer.h>
 #include <tessera/core/error.h>
 #include <tessera/distributed/backward/mutant.h>
 #include <tessera/distributed/backward/pass_agreement.h>
-#include <tessera/distributed/fully_shard/float8_part.h>
+#include <tessera/distributed/fully_shard/fp8_part.h>
 #include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::distributed {

@@ -10,7 +10,7 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
-#include <tessera/autograd/float8_weight.h>
+#include <tessera/autograd/fp8/weight.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/fp8/cast_transpose.h>
 #include <tessera/core/tensor/raw_views.h>

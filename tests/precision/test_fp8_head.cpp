@@ -1,5 +1,5 @@
 // A head in float8 that is fused with its loss: it gives what the two ops give, in chunks of rows.
-#include <tessera/autograd/float8_head.h>
+#include <tessera/autograd/fp8/head.h>
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include <tessera/distributed/fully_shard/float8_part.h>
+#include <tessera/distributed/fully_shard/fp8_part.h>
 
 #include <algorithm>
 #include <bit>

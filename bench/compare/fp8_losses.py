@@ -5,7 +5,7 @@ Both sides train with AdamW and clipping as pytorch_gpt.py does, in bf16 autocas
 layers in float8, and once more without float8. torchao runs with emulate=True, which needs no GPU.
 
     .venv/bin/pip install -r bench/requirements.txt torchao==0.18.0
-    python bench/compare/float8_losses.py --build build/release --text tinyshakespeare.txt
+    python bench/compare/fp8_losses.py --build build/release --text tinyshakespeare.txt
 
 Prints a table of losses and relative differences, and the largest of them; --json FILE keeps all.
 """

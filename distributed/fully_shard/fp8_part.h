@@ -1,6 +1,6 @@
 // A weight's part as it travels where products in float8 alone read it: a byte an element.
 //
-// [Note: float8 gathers] Where one scale serves the whole weight (autograd/float8_weight.h), bytes
+// [Note: float8 gathers] Where one scale serves the whole weight (autograd/fp8/weight.h), bytes
 // of a part that were made with that scale are those of the whole. So a rank quantises its own
 // part, once for new values or a new scale, and keeps the bytes; a gather takes them as they are,
 // and what arrives is the copy that the products read, in the weight cache

@@ -1,4 +1,4 @@
-#include <tessera/autograd/float8_head.h>
+#include <tessera/autograd/fp8/head.h>
 
 #include <algorithm>
 #include <optional>
@@ -7,7 +7,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
-#include <tessera/autograd/ops/float8_operands.h>
+#include <tessera/autograd/fp8/operands.h>
 #include <tessera/autograd/ops/loss_dtype.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/copy/copy.h>

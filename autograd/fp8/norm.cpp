@@ -1,4 +1,4 @@
-#include <tessera/autograd/ops/float8_norm.h>
+#include <tessera/autograd/fp8/norm_call.h>
 
 #include <functional>
 #include <string>
@@ -6,8 +6,8 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
+#include <tessera/autograd/fp8/operands.h>
 #include <tessera/autograd/op_observer.h>
-#include <tessera/autograd/ops/float8_operands.h>
 #include <tessera/core/context.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/norm/norm_quantized.h>

@@ -1,9 +1,9 @@
-// The ops' side of autograd/float8_norm.h. Internal.
+// The ops' side of autograd/fp8/norm.h. Internal.
 #pragma once
 
 #include <optional>
 
-#include <tessera/autograd/float8_norm.h>
+#include <tessera/autograd/fp8/norm.h>
 #include <tessera/core/kernels/norm/norm.h>
 
 namespace tessera {

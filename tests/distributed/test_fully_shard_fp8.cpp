@@ -7,7 +7,7 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/checkpoint.h>
-#include <tessera/autograd/float8_weight.h>
+#include <tessera/autograd/fp8/weight.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/nn/norm.h>
 #include <tessera/precision/autocast.h>

@@ -1,14 +1,14 @@
-#include <tessera/autograd/float8.h>
+#include <tessera/autograd/fp8/linear.h>
 
 #include <utility>
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
-#include <tessera/autograd/float8_weight.h>
+#include <tessera/autograd/fp8/norm_call.h>
+#include <tessera/autograd/fp8/operands.h>
+#include <tessera/autograd/fp8/weight.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/autograd/ops/float8_norm.h>
-#include <tessera/autograd/ops/float8_operands.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/copy/copy.h>

@@ -1,5 +1,5 @@
 // Weights that products in float8 read, for who moves weights: sharded training sends the bytes
-// that these products read in place of f32 values (distributed/fully_shard/float8_part.h).
+// that these products read in place of f32 values (distributed/fully_shard/fp8_part.h).
 #pragma once
 
 #include <memory>
@@ -7,7 +7,7 @@
 #include <span>
 #include <unordered_map>
 
-#include <tessera/autograd/float8.h>
+#include <tessera/autograd/fp8/linear.h>
 #include <tessera/autograd/op.h>
 
 namespace tessera {

@@ -10,7 +10,7 @@
 
 #include <memory>
 
-#include <tessera/autograd/float8.h>
+#include <tessera/autograd/fp8/linear.h>
 #include <tessera/core/tensor/tensor.h>
 
 namespace tessera {

@@ -3,8 +3,8 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
-#include <tessera/autograd/float8_weight.h>
-#include <tessera/autograd/ops/float8_operands.h>
+#include <tessera/autograd/fp8/operands.h>
+#include <tessera/autograd/fp8/weight.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
