@@ -286,7 +286,7 @@ class Accelerator : public ProcessControl {
   void init_trackers(const std::string& project, const TrackedValues& configuration = {}) {
     trackers().start(project, configuration);
   }
-  // Of prepared models in float8 their counts stand beside the values:
+  // Of prepared models in fp8 their counts stand beside the values:
   // accelerate/tracking/fp8_values.h.
   void log(const TrackedValues& values, int64_t step);
   Tracker& get_tracker(std::string_view name) { return trackers().get(name); }

@@ -195,7 +195,7 @@ precision::Policy policy_of(const Settings& settings) {
   if (settings.mixed_precision.value == Precision::kNo) return precision::Policy::f32();
   const DType low = settings.mixed_precision.value == Precision::kFP16 ? kF16 : kBF16;
   precision::Policy policy = way_of_computing(settings.precision_policy.value, low);
-  if (settings.mixed_precision.value == Precision::kFP8) policy.float8 = recipe_of(settings);
+  if (settings.mixed_precision.value == Precision::kFP8) policy.fp8_recipe = recipe_of(settings);
   if (settings.output_precision.value == OutputPrecision::kF32) policy.output = kF32;
   return policy;
 }

@@ -121,7 +121,7 @@ TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, 
   const AutocastMode& autocast = Context::current().slot<AutocastMode>();
   const bool casts =
       autocast.enabled && (op.autocast != Autocast::kInputDtype || autocast.boundary);
-  const bool reads_copies = &op == &detail::kAutocastWeight || detail::reads_float8(op, 1);
+  const bool reads_copies = &op == &detail::kAutocastWeight || detail::reads_fp8(op, 1);
   const bool left = check_placement(op, given, casts || reads_copies);
   if (casts) {
     cast = detail::autocast_inputs(op, given);

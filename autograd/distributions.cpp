@@ -14,7 +14,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 const Tensor& checked(const char* where, const char* name, const Tensor& x) {
   TS_CHECK(x.defined(), where, name, " is undefined; give it a value first");
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), where, name,
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), where, name,
                  " must be f64, f32, f16 or bf16; got ", x);
   return x;
 }

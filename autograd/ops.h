@@ -635,7 +635,7 @@ enum class KlReduction { kNone, kMean, kSum, kBatchMean };
                               bool zero_infinity = false);
 
 // ---- Convolution and pooling (ops/conv.cpp) ----------------------------------------------------
-// Floating dtypes, float8 excepted.
+// Floating dtypes, fp8 excepted.
 
 // x: [N, C, L]; weight: [O, C / groups, K]; bias: [O] or absent. One value serves all dimensions.
 struct ConvOptions {

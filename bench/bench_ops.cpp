@@ -392,7 +392,7 @@ int run(int argc, char** argv) {
   app.add_option("--json", options.json_path, "file for the figures");
   CLI11_PARSE(app, argc, argv);
   const std::optional<DType> dtype = parse_dtype(options.dtype_name);
-  TS_CHECK(dtype && is_floating(*dtype) && !is_float8(*dtype), "bench_ops",
+  TS_CHECK(dtype && is_floating(*dtype) && !is_fp8(*dtype), "bench_ops",
            "--dtype must be f32, bf16, f16 or f64; got '", options.dtype_name, "'");
   if (options.threads > 0) set_num_threads(options.threads);
   const Device device = parse_device(options.device_name);

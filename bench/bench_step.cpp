@@ -9,7 +9,7 @@
 // digits, of which --batch-size alone counts.
 // --dtype: f32; bf16: parameters too, with f32 masters; autocast-bf16: f32 parameters, as
 // torch.autocast has it; autocast-fp16: with loss scaling; fp8-RECIPE: autocast-bf16 with all
-// linear layers in float8 (precision/fp8_recipe.h).
+// linear layers in fp8 (precision/fp8_recipe.h).
 //
 // On a GPU the steps of a turn are queued one after the other and timed together, as a training
 // runs them. --graph: as replays of a CUDA graph (optim/graphed_step.h), captured after the
@@ -82,7 +82,7 @@ precision::Policy policy_of(const std::string& dtype, const std::string& fp8_fil
   if (dtype == "autocast-fp16") return precision::Policy::autocast(kF16);
   if (dtype.starts_with("fp8-")) {
     precision::Policy policy = precision::policy_named(dtype);
-    policy.float8->filter = precision::fp8_filter_named(fp8_filter);
+    policy.fp8_recipe->filter = precision::fp8_filter_named(fp8_filter);
     return policy;
   }
   TS_THROW(ValueError, "bench_step",

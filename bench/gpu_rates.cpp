@@ -235,7 +235,7 @@ std::optional<double> measure_product(Rates& rates, const std::string& group, co
                             std::to_string(p.K) + (p.a_transposed ? " ta" : "") +
                             (p.b_transposed ? " tb" : "") + " " +
                             std::string(tf32 ? "tf32" : name_of(dtype));
-  const DType out = is_float8(dtype) ? kBF16 : dtype;
+  const DType out = is_fp8(dtype) ? kBF16 : dtype;
   const Tensor a = normal(p.a_transposed ? Shape{p.K, p.M} : Shape{p.M, p.K}, dtype),
                b = normal(p.b_transposed ? Shape{p.N, p.K} : Shape{p.K, p.N}, dtype);
   const Tensor d = zeros({p.M, p.N}, {.dtype = out, .device = kGpu});
@@ -255,7 +255,7 @@ std::optional<double> measure_product(Rates& rates, const std::string& group, co
     problem.bias_dtype = out;
   }
   const Tensor scale = ones({1}, {.device = kGpu});
-  if (is_float8(dtype)) problem.a_scale = problem.b_scale = scale.data();
+  if (is_fp8(dtype)) problem.a_scale = problem.b_scale = scale.data();
   if (!gpu::run_gemm(problem)) {  // and so its algorithm is chosen
     rates.not_served(name, shape);
     return {};
@@ -290,7 +290,7 @@ void measure_products(Rates& rates) {
          {Around{}, Around{"bias_gradient", kBiasGradOfA}, Around{"beta", kNone, 1}}) {
       measure_product(rates, "product", {dw.c_str(), out, in, tokens, true, false}, kBF16, around);
     }
-    // float8 has operands along K alone.
+    // fp8 has operands along K alone.
     measure_product(rates, "product.fp8", {y.c_str(), tokens, out, in, false, true}, kF8E4M3);
     measure_product(rates, "product.fp8", {dw.c_str(), out, in, tokens, false, true}, kF8E4M3);
   }

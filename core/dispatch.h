@@ -82,7 +82,7 @@ using Compute = typename detail::TypeTraits<T>::Compute;
 template <class T>
 inline constexpr DType dtype_of = detail::TypeTraits<T>::dtype;
 
-// f16, bf16 and float8: stored narrower than they are calculated.
+// f16, bf16 and fp8: stored narrower than they are calculated.
 template <class T>
 inline constexpr bool is_narrow_float = std::is_same_v<T, bf16> || std::is_same_v<T, f16> ||
                                         std::is_same_v<T, f8e4m3> || std::is_same_v<T, f8e5m2>;
@@ -103,7 +103,7 @@ TS_HD Int truncate_to(Float value) {
 
 }  // namespace detail
 
-// Storage to compute type C; any pair of types. double reaches f16, bf16 and float8 by way of
+// Storage to compute type C; any pair of types. double reaches f16, bf16 and fp8 by way of
 // float, as in torch.
 template <class C, class T>
 TS_HD C load(T value) {
@@ -151,7 +151,7 @@ template <class Where>
 
 }  // namespace detail
 
-// f64, f32, f16, bf16. float8 is storage only: it converts, it does not calculate.
+// f64, f32, f16, bf16. fp8 is storage only: it converts, it does not calculate.
 template <class Where, class F>
 decltype(auto) dispatch_floating(DType dtype, const Where& where, F&& f) {
   switch (dtype) {
@@ -183,7 +183,7 @@ decltype(auto) dispatch_integral(DType dtype, const Where& where, F&& f) {
   }
 }
 
-// Floating and integral dtypes; neither bool nor float8.
+// Floating and integral dtypes; neither bool nor fp8.
 template <class Where, class F>
 decltype(auto) dispatch_numeric(DType dtype, const Where& where, F&& f) {
   switch (dtype) {
@@ -202,11 +202,11 @@ decltype(auto) dispatch_numeric(DType dtype, const Where& where, F&& f) {
     case kU8:
       return f.template operator()<uint8_t>();
     default:
-      detail::fail_dispatch(dtype, where, "a floating (not float8) or integer dtype");
+      detail::fail_dispatch(dtype, where, "a floating (not fp8) or integer dtype");
   }
 }
 
-// Everything but float8.
+// Everything but fp8.
 template <class Where, class F>
 decltype(auto) dispatch_numeric_and_bool(DType dtype, const Where& where, F&& f) {
   switch (dtype) {
@@ -214,7 +214,7 @@ decltype(auto) dispatch_numeric_and_bool(DType dtype, const Where& where, F&& f)
       return f.template operator()<bool>();
     case kF8E4M3:
     case kF8E5M2:
-      detail::fail_dispatch(dtype, where, "a dtype other than float8");
+      detail::fail_dispatch(dtype, where, "a dtype other than fp8");
     default:
       return dispatch_numeric(dtype, where, static_cast<F&&>(f));
   }

@@ -57,9 +57,8 @@ std::ostream& operator<<(std::ostream& out, const Scalar& scalar) {
 
 DType promote_types(DType a, DType b) {
   if (a == b) return a;
-  TS_CHECK_DTYPE(!is_float8(a) && !is_float8(b), "promote_types",
-                 "float8 types do not promote; got ", a, " and ", b,
-                 "; convert one with to(dtype)");
+  TS_CHECK_DTYPE(!is_fp8(a) && !is_fp8(b), "promote_types", "fp8 types do not promote; got ", a,
+                 " and ", b, "; convert one with to(dtype)");
   if (is_floating(a) != is_floating(b)) return is_floating(a) ? a : b;
   if (is_floating(a)) {
     // f16 and bf16 hold different numbers: their common type is f32.

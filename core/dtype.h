@@ -38,7 +38,7 @@ constexpr int64_t size_of(DType dtype) {  // bytes an element
   return sizes[static_cast<int>(dtype)];
 }
 constexpr bool is_floating(DType dtype) { return dtype <= DType::kFloat8E5M2; }
-constexpr bool is_float8(DType dtype) {
+constexpr bool is_fp8(DType dtype) {
   return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2;
 }
 constexpr bool is_low_precision(DType dtype) {  // fewer bits than float32
@@ -55,7 +55,7 @@ std::string_view torch_name_of(DType dtype);  // "float32", "bfloat16", "float8_
 std::optional<DType> parse_dtype(std::string_view name);  // either spelling, also "float", "half"
 std::ostream& operator<<(std::ostream& out, DType dtype);
 
-// The dtype to which two tensors promote (torch.promote_types). float8 promotes only with itself:
+// The dtype to which two tensors promote (torch.promote_types). fp8 promotes only with itself:
 // anything else is a DTypeError.
 DType promote_types(DType a, DType b);
 

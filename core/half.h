@@ -1,4 +1,4 @@
-// Storage types narrower than float: bf16, f16 (IEEE binary16) and the two OCP float8 formats.
+// Storage types narrower than float: bf16, f16 (IEEE binary16) and the two OCP fp8 formats.
 //
 // They only store: arithmetic happens in float. Conversions are integer code without branches, so
 // that loops over them vectorise and host and device give the same bits, whatever the hardware and
@@ -10,11 +10,11 @@
 //                        f16 and f8e5m2; f8e4m3 has no infinity and saturates to 448, as torch's
 //                        `.to(torch.float8_e4m3fn)` does since 2.15 (infinities too).
 //                        NaN stays NaN: bf16 and f16 keep the top of the payload (the bits of
-//                        F16C and AVX512-BF16), float8 has the one pattern s.1111.111 or
+//                        F16C and AVX512-BF16), fp8 has the one pattern s.1111.111 or
 //                        s.11111.11. On a GPU, whose own instruction rounds to bf16 and f16 (the
 //                        integer code would be sixteen of them), a NaN is 0x7fff.
 //   from_float_saturate<T>(f)  the same with every overflow and infinity at the largest finite
-//                        number (OCP's saturation mode); NaN stays NaN, in float8 0x7f as by a
+//                        number (OCP's saturation mode); NaN stays NaN, in fp8 0x7f as by a
 //                        GPU's own conversion.
 #pragma once
 

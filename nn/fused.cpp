@@ -13,34 +13,34 @@ namespace tessera::nn {
 
 Tensor linear_gelu(Linear& layer, const Tensor& x, Gelu approximate) {
   if (layer.has_hooks()) return gelu(layer(x), approximate);
-  note_float8_left_out(layer.weight, x);
+  note_fp8_left_out(layer.weight, x);
   return tessera::linear_gelu(x, layer.weight, layer.bias, approximate);
 }
 
 namespace {
 
-// The layer in float8 that is being called, if it is this one.
-std::shared_ptr<Float8Linear> float8_layer(const Linear& layer) {
-  const Float8Slot& slot = Context::current().slot<Float8Slot>();
+// The layer in fp8 that is being called, if it is this one.
+std::shared_ptr<Fp8Linear> fp8_layer(const Linear& layer) {
+  const Fp8Slot& slot = Context::current().slot<Fp8Slot>();
   return slot.weight == &layer.weight ? slot.layer : nullptr;
 }
-bool has_one_scale(const Float8Linear& layer) {
-  const Float8Casts& casts = layer.casts();
+bool has_one_scale(const Fp8Linear& layer) {
+  const Fp8Casts& casts = layer.casts();
   return casts.input.tile == kernels::ScaleTile::tensor() && casts.input_of_weight.has_value();
 }
 
-// Both layers in float8 on a GPU, with gelu inside of the quantisations; undefined where it is not
+// Both layers in fp8 on a GPU, with gelu inside of the quantisations; undefined where it is not
 // to be.
-Tensor float8_linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu approximate) {
+Tensor fp8_linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu approximate) {
   if (!has_scopes_alone(inner) || !has_scopes_alone(outer)) return {};
   if (!inner.has_hooks() || !outer.has_hooks()) return {};
   if (x.numel() == 0 || x.size(-1) != inner.weight.size(1)) return {};
   ModuleCall inner_call(inner);
   inner_call.before({});
-  const std::shared_ptr<Float8Linear> first = float8_layer(inner);
+  const std::shared_ptr<Fp8Linear> first = fp8_layer(inner);
   ModuleCall outer_call(outer);
   outer_call.before({});
-  const std::shared_ptr<Float8Linear> second = float8_layer(outer);
+  const std::shared_ptr<Fp8Linear> second = fp8_layer(outer);
   if (first == nullptr || second == nullptr || !has_one_scale(*first)) return {};
   const int64_t rows = x.numel() / x.size(-1);
   if (!first->could_take(x, inner.weight, rows) || !second->could_take(x, outer.weight, rows)) {
@@ -49,8 +49,8 @@ Tensor float8_linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, 
   try {
     first->takes(x, inner.weight, rows);
     second->takes(x, outer.weight, rows);
-    return tessera::float8_linear_gelu_linear(x, inner.weight, inner.bias, first, outer.weight,
-                                              outer.bias, second, approximate == Gelu::kTanh);
+    return tessera::fp8_linear_gelu_linear(x, inner.weight, inner.bias, first, outer.weight,
+                                           outer.bias, second, approximate == Gelu::kTanh);
   } catch (...) {
     outer_call.rethrow_named();
   }
@@ -60,19 +60,19 @@ Tensor float8_linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, 
 
 Tensor linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu approximate) {
   if (x.device().is_cuda()) {
-    const Tensor y = float8_linear_gelu_linear(inner, outer, x, approximate);
+    const Tensor y = fp8_linear_gelu_linear(inner, outer, x, approximate);
     if (y.defined()) return y;
   }
   if (inner.has_hooks() || outer.has_hooks()) return outer(linear_gelu(inner, x, approximate));
-  for (const Linear* each : {&inner, &outer}) note_float8_left_out(each->weight, x);
+  for (const Linear* each : {&inner, &outer}) note_fp8_left_out(each->weight, x);
   return tessera::linear_gelu_linear(x, inner.weight, inner.bias, outer.weight, outer.bias,
                                      approximate);
 }
 
 namespace {
 
-Float8Reader reader_of(const Linear& layer) {
-  const auto& layers = Context::current().slot<Float8Weights>().layers;
+Fp8Reader reader_of(const Linear& layer) {
+  const auto& layers = Context::current().slot<Fp8Weights>().layers;
   const auto found = layers.find(&layer.weight);
   // An adapter inside of the layer reads, too.
   if (found == layers.end() || layer.num_children() > 0) return {};
@@ -82,7 +82,7 @@ Float8Reader reader_of(const Linear& layer) {
 }  // namespace
 
 ReadBy::ReadBy(const Linear& reader)
-    : scope_(Context::current().slot<Float8Reader>(), reader_of(reader)) {}
+    : scope_(Context::current().slot<Fp8Reader>(), reader_of(reader)) {}
 
 Tensor embedding_add(Embedding& table, const Tensor& index, const Tensor& other) {
   if (table.has_hooks()) return table(index) + other;
@@ -107,7 +107,7 @@ Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
   ModuleCall call(head);
   try {
     if (call.has_hooks()) call.before({});
-    note_float8_left_out(head.weight, x);
+    note_fp8_left_out(head.weight, x);
     return tessera::linear_cross_entropy(x, head.weight, target, ignore_index, reduction);
   } catch (...) {
     call.rethrow_named();
@@ -123,8 +123,7 @@ bool adds_residual(const Tensor& x, const Tensor& residual,
     return false;
   }
   for (const ModuleBase* one : callees) {
-    if (const auto* layer = dynamic_cast<const Linear*>(one))
-      note_float8_left_out(layer->weight, x);
+    if (const auto* layer = dynamic_cast<const Linear*>(one)) note_fp8_left_out(layer->weight, x);
   }
   return true;
 }

@@ -8,7 +8,7 @@
 // them would do nothing else (ModuleBase::has_hooks); where one has a hook, or the scope of a
 // policy, an adapter or a sharded unit, the modules are called one after the other, so that each of
 // them is called once a forward either way. Both forms agree within rounding. The head of a loss,
-// whose logits are large, is fused in scopes, too: in float8 as autograd/fp8/head.h says.
+// whose logits are large, is fused in scopes, too: in fp8 as autograd/fp8/head.h says.
 #pragma once
 
 #include <cstdint>

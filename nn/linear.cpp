@@ -26,7 +26,7 @@ void Linear::reset_parameters() {
 }
 
 Tensor Linear::forward(const Tensor& x) {
-  note_float8_left_out(weight, x);
+  note_fp8_left_out(weight, x);
   return linear(x, weight, bias);
 }
 

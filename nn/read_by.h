@@ -3,7 +3,7 @@
 //     const nn::ReadBy scope(dense);  // of norms called until the block ends
 //     Tensor normed = ln(x);
 //
-// Where that layer runs in float8 on a GPU and knows its scale before, the norm may write the
+// Where that layer runs in fp8 on a GPU and knows its scale before, the norm may write the
 // layer's operand and no result (autograd/fp8/norm.h); anything else that reads the result has
 // it calculated then. Everywhere else the scope changes nothing.
 #pragma once
@@ -19,7 +19,7 @@ class ReadBy {
   explicit ReadBy(const Linear& reader);
 
  private:
-  ScopedValue<Float8Reader> scope_;
+  ScopedValue<Fp8Reader> scope_;
 };
 
 }  // namespace tessera::nn

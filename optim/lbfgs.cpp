@@ -47,8 +47,8 @@ LBFGS::LBFGS(const NamedTensors& parameters, const LbfgsOptions& options)
   TS_CHECK(!parameters.empty(), kLbfgs, "needs at least one parameter");
   for (const auto& [name, parameter] : parameters) {
     TS_CHECK(parameter.defined(), kLbfgs, "the parameter '", name, "' is undefined");
-    TS_CHECK_DTYPE(is_floating(parameter.dtype()) && !is_float8(parameter.dtype()), kLbfgs, "'",
-                   name, "' must be f64, f32, f16 or bf16; got ", parameter);
+    TS_CHECK_DTYPE(is_floating(parameter.dtype()) && !is_fp8(parameter.dtype()), kLbfgs, "'", name,
+                   "' must be f64, f32, f16 or bf16; got ", parameter);
     TS_CHECK_DEVICE(parameter.device() == parameters[0].tensor.device(), kLbfgs,
                     "expects all parameters on one device; '", name, "' is ", parameter);
     TS_CHECK_AS(UnsupportedError, parameter.impl()->placement == nullptr, kLbfgs, "'", name,

@@ -102,8 +102,8 @@ AppliedPolicy apply(nn::ModuleBase& module, const Policy& policy) {
   auto& policies = Context::current().slot<Units>().policies;
   std::erase_if(policies, [](const auto& entry) { return entry.second.expired(); });
   policies[&module] = shared;
-  if (policy.float8) {
-    applied.fp8_ = std::make_shared<Fp8Layers>(module, *policy.float8);
+  if (policy.fp8_recipe) {
+    applied.fp8_ = std::make_shared<Fp8Layers>(module, *policy.fp8_recipe);
     auto& fp8 = Context::current().slot<Units>().fp8;
     std::erase_if(fp8, [](const auto& entry) { return entry.second.expired(); });
     fp8[&module] = applied.fp8_;

@@ -48,7 +48,7 @@ class [[nodiscard]] AppliedPolicy {
   // kBoundary: tensors that stand in the places of parameters during calls (sharded training's
   // whole parameters) are cast as these are.
   void add_parameters(const TensorList& tensors);
-  // The Linears in float8, or null where the policy has none.
+  // The Linears in fp8, or null where the policy has none.
   const std::shared_ptr<Fp8Layers>& fp8() const { return fp8_; }
 
  private:
@@ -68,7 +68,7 @@ AppliedPolicy apply(nn::ModuleBase& module, const Policy& policy);
 
 // The policy that apply() has put on this module, if any.
 std::optional<Policy> policy_of(const nn::ModuleBase& module);
-// Its Linears in float8; null where it has no such policy.
+// Its Linears in fp8; null where it has no such policy.
 std::shared_ptr<Fp8Layers> fp8_of(const nn::ModuleBase& module);
 
 }  // namespace tessera::precision

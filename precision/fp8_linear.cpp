@@ -51,7 +51,7 @@ double noise_of(const Tensor& x, const kernels::Quantized& q, double& signal) {
 // Lives as long as a graph that a layer recorded.
 struct Fp8Shared {
   Fp8Recipe recipe;
-  Float8Casts casts;
+  Fp8Casts casts;
   int64_t operands = 0;  // 3 x layers
   bool measures_noise = false;
   // Delayed: maxima of this step, scales in use, the rows of history; where the model computes.
@@ -95,7 +95,7 @@ struct Fp8Shared {
   }
 };
 
-class Fp8Layer final : public Float8Linear {
+class Fp8Layer final : public Fp8Linear {
  public:
   // `excluded`: why the filter left it out; empty where it takes part.
   Fp8Layer(std::shared_ptr<Fp8Shared> shared, nn::Linear& module, std::string name, size_t index,
@@ -106,7 +106,7 @@ class Fp8Layer final : public Float8Linear {
         index_(index),
         excluded_(std::move(excluded)) {}
 
-  const Float8Casts& casts() const override { return owner_->casts; }
+  const Fp8Casts& casts() const override { return owner_->casts; }
 
   bool takes(const Tensor& x, const Tensor& weight, int64_t rows) override {
     const std::string reason = reason_against(x, weight, rows);
@@ -121,7 +121,7 @@ class Fp8Layer final : public Float8Linear {
     }
     TS_CHECK_AS(UnsupportedError,
                 !owner_->recipe.strict || reason == kEvaluates || !excluded_.empty(), kFp8, "'",
-                name_, "' cannot run in float8, and strict lets nothing else run: ", reason);
+                name_, "' cannot run in fp8, and strict lets nothing else run: ", reason);
     if (counts) {
       ++fallbacks_[reason];
       ++dtypes_[std::string(tessera::name_of(dtype_of_other(x)))];
@@ -134,26 +134,26 @@ class Fp8Layer final : public Float8Linear {
   }
 
   // The tensor is part of the key of a kept weight, so that it stays the same.
-  Tensor scale(Float8Role role) override {
+  Tensor scale(Fp8Role role) override {
     if (!owner_->is_delayed()) return {};
     const Tensor& all = owner_->history.scales;
     if (!scales_[0].defined() || scales_[0].storage() != all.storage()) {
       for (size_t each = 0; each < scales_.size(); ++each) {
-        scales_[each] = raw::narrow(all, 0, index_of(static_cast<Float8Role>(each)), 1);
+        scales_[each] = raw::narrow(all, 0, index_of(static_cast<Fp8Role>(each)), 1);
       }
     }
     return scales_[static_cast<size_t>(role)];
   }
 
-  kernels::QuantizeWants notes(Float8Role role) override {
+  kernels::QuantizeWants notes(Fp8Role role) override {
     if (is_recomputing() || !owner_->counts.defined()) return {};
-    const bool notes = !owner_->is_delayed() || role != Float8Role::kInput || grad_enabled();
+    const bool notes = !owner_->is_delayed() || role != Fp8Role::kInput || grad_enabled();
     const int64_t index = index_of(role);
     return {.largest = notes ? raw::narrow(owner_->noted_largest(), 0, index, 1) : Tensor(),
             .counts = raw::narrow(owner_->counts, 0, index, 1)};
   }
 
-  void saw(Float8Role role, const Tensor& x, const kernels::Quantized& q) override {
+  void saw(Fp8Role role, const Tensor& x, const kernels::Quantized& q) override {
     if (is_recomputing() || q.any().is_meta()) return;
     Counts& counts = counts_[static_cast<size_t>(role)];
     counts.elements += q.any().numel();
@@ -161,7 +161,7 @@ class Fp8Layer final : public Float8Linear {
     TS_CHECK_AS(UnsupportedError, on_host || !owner_->measures_noise, kFp8,
                 "measures the noise of operands on the CPU; '", name_, "' computes on ",
                 q.device());
-    if (owner_->is_delayed() && role == Float8Role::kInput && grad_enabled()) {
+    if (owner_->is_delayed() && role == Fp8Role::kInput && grad_enabled()) {
       noted_version_ = module_.weight.version();
       noted_ = true;
     }
@@ -177,7 +177,7 @@ class Fp8Layer final : public Float8Linear {
     }
     if (!owner_->is_delayed()) return;
     // Backward runs without grad mode, and only after a forward that noted.
-    if (role == Float8Role::kInput && !grad_enabled()) return;
+    if (role == Fp8Role::kInput && !grad_enabled()) return;
     float& maximum = owner_->history.maxima.data_as<float>()[index_of(role)];
     // Infinite for NaN, too, so that a maximum over ranks keeps it.
     maximum =
@@ -187,8 +187,8 @@ class Fp8Layer final : public Float8Linear {
   const std::string& name() const { return name_; }
   nn::Linear& module() const { return module_; }
   void begin_window() { noted_ = false; }
-  int64_t index_of(Float8Role role) const {
-    return static_cast<int64_t>(index_) * kNumFloat8Roles + static_cast<int64_t>(role);
+  int64_t index_of(Fp8Role role) const {
+    return static_cast<int64_t>(index_) * kNumFp8Roles + static_cast<int64_t>(role);
   }
 
   // `largest`, `noted`: what a GPU noted, on the host; or undefined.
@@ -210,7 +210,7 @@ class Fp8Layer final : public Float8Linear {
           .sqnr = counts.noise > 0 ? 10 * std::log10(counts.signal / counts.noise) : 0};
       if (!noted.defined()) continue;
       Fp8OperandReport& operand = result.operands[role];
-      const int64_t index = index_of(static_cast<Float8Role>(role));
+      const int64_t index = index_of(static_cast<Fp8Role>(role));
       const int64_t* const two = noted.data_as<int64_t>() + 2 * index;
       operand.amax = largest.data_as<float>()[index];
       operand.saturated += static_cast<double>(two[0]) / all;
@@ -265,10 +265,10 @@ class Fp8Layer final : public Float8Linear {
   const std::string name_;
   const size_t index_;
   const std::string excluded_;
-  std::array<Tensor, kNumFloat8Roles> scales_;  // f32 [1], views
+  std::array<Tensor, kNumFp8Roles> scales_;  // f32 [1], views
   int64_t calls_ = 0;
   std::map<std::string, int64_t> fallbacks_, dtypes_;
-  std::array<Counts, kNumFloat8Roles> counts_;
+  std::array<Counts, kNumFp8Roles> counts_;
   uint32_t noted_version_ = 0;
   bool noted_ = false;
 };
@@ -310,19 +310,19 @@ Fp8Layers::Fp8Layers(nn::ModuleBase& model, const Fp8Recipe& recipe) {
     if (reason.empty()) {
       order_.emplace_back(true, layers_.size());
       layers_.push_back(std::make_shared<Fp8Layer>(shared_, *linear, name, layers_.size()));
-      Context::current().slot<Float8Weights>().layers[&linear->weight] = layers_.back();
+      Context::current().slot<Fp8Weights>().layers[&linear->weight] = layers_.back();
       handles_.push_back(linear->register_call_scope(
           [layer = layers_.back(), linear](nn::ModuleBase&) -> std::shared_ptr<void> {
-            return std::make_shared<ScopedValue<Float8Slot>>(Context::current().slot<Float8Slot>(),
-                                                             Float8Slot{layer, &linear->weight});
+            return std::make_shared<ScopedValue<Fp8Slot>>(Context::current().slot<Fp8Slot>(),
+                                                          Fp8Slot{layer, &linear->weight});
           }));
     } else {
       order_.emplace_back(false, excluded_.size());
       excluded_.push_back(std::make_shared<Fp8Layer>(shared_, *linear, name, 0, std::move(reason)));
-      Context::current().slot<Float8LeftOut>().layers[&linear->weight] = excluded_.back();
+      Context::current().slot<Fp8LeftOut>().layers[&linear->weight] = excluded_.back();
     }
   }
-  shared_->operands = static_cast<int64_t>(layers_.size()) * kNumFloat8Roles;
+  shared_->operands = static_cast<int64_t>(layers_.size()) * kNumFp8Roles;
   shared_->begin();
 }
 Fp8Layers::~Fp8Layers() {
@@ -334,8 +334,8 @@ Fp8Layers::~Fp8Layers() {
              std::ranges::any_of(own, [&](const auto& one) { return one == layer; });
     });
   };
-  forget(Context::current().slot<Float8Weights>().layers, layers_);
-  forget(Context::current().slot<Float8LeftOut>().layers, excluded_);
+  forget(Context::current().slot<Fp8Weights>().layers, layers_);
+  forget(Context::current().slot<Fp8LeftOut>().layers, excluded_);
 }
 
 const Fp8Recipe& Fp8Layers::recipe() const { return shared_->recipe; }
@@ -370,17 +370,16 @@ StateDict Fp8Layers::state_dict() const {
   const int64_t count = position.data_as<int64_t>()[0], newest = position.data_as<int64_t>()[1];
   const int64_t steps = rows.size(0), operands = shared_->operands;
   for (size_t i = 0; i < layers_.size(); ++i) {
-    const auto first = static_cast<int64_t>(i * kNumFloat8Roles);
-    const Tensor history = raw::empty({kNumFloat8Roles, count}, kF32);
-    for (int64_t role = 0; role < kNumFloat8Roles; ++role) {
+    const auto first = static_cast<int64_t>(i * kNumFp8Roles);
+    const Tensor history = raw::empty({kNumFp8Roles, count}, kF32);
+    for (int64_t role = 0; role < kNumFp8Roles; ++role) {
       for (int64_t age = 0; age < count; ++age) {
         history.data_as<float>()[role * count + age] =
             rows.data_as<float>()[(newest - age + steps) % steps * operands + first + role];
       }
     }
     state.set(layers_[i]->name() + ".history", history);
-    state.set(layers_[i]->name() + ".scale",
-              raw::narrow(scales, 0, first, kNumFloat8Roles).clone());
+    state.set(layers_[i]->name() + ".scale", raw::narrow(scales, 0, first, kNumFp8Roles).clone());
   }
   return state;
 }
@@ -401,7 +400,7 @@ void Fp8Layers::load_state_dict(const StateDict& state) {
       }
       const Tensor& value = state.at(name);
       const bool history = key == std::string_view(".history");
-      if (value.dim() != (history ? 2 : 1) || value.size(0) != kNumFloat8Roles) {
+      if (value.dim() != (history ? 2 : 1) || value.size(0) != kNumFp8Roles) {
         complain(name + " is " + value.describe());
       } else if (history && steps >= 0 && value.size(1) != steps) {
         complain(name + " has " + std::to_string(value.size(1)) + " steps and others " +
@@ -423,8 +422,8 @@ void Fp8Layers::load_state_dict(const StateDict& state) {
   for (size_t i = 0; i < layers_.size(); ++i) {
     const Tensor history = state.at(layers_[i]->name() + ".history").to(kCpu).to(kF32).contiguous();
     const std::vector<double> scale = state.at(layers_[i]->name() + ".scale").to_vector();
-    for (int64_t role = 0; role < kNumFloat8Roles; ++role) {
-      const int64_t operand = static_cast<int64_t>(i) * kNumFloat8Roles + role;
+    for (int64_t role = 0; role < kNumFp8Roles; ++role) {
+      const int64_t operand = static_cast<int64_t>(i) * kNumFp8Roles + role;
       for (int64_t age = 0; age < kept; ++age) {
         rows.data_as<float>()[(kept - 1 - age) * operands + operand] =
             history.data_as<float>()[role * steps + age];
@@ -486,12 +485,12 @@ int64_t Fp8Report::fallbacks() const {
 
 std::string Fp8Report::table() const {
   std::ostringstream text;
-  text << describe(recipe) << ": " << fp8_calls() << " calls in float8, " << fallbacks()
+  text << describe(recipe) << ": " << fp8_calls() << " calls in fp8, " << fallbacks()
        << " that fell back\n";
   for (const Fp8LayerReport& layer : layers) {
     text << "  " << (layer.name.empty() ? "(model)" : layer.name) << ": ";
     if (!layer.excluded.empty()) {
-      text << "not in float8: " << layer.excluded;
+      text << "not in fp8: " << layer.excluded;
       for (const auto& [dtype, calls] : layer.dtypes)
         text << ", " << calls << " calls in " << dtype;
       text << "\n";
@@ -521,18 +520,18 @@ std::string Fp8Report::table() const {
 namespace {
 
 // The first call of a layer: delayed scales are 1.
-class FirstFp8Call final : public Float8Linear {
+class FirstFp8Call final : public Fp8Linear {
  public:
   FirstFp8Call(const Fp8Recipe& recipe, const Device& device) : casts_(recipe.casts()) {
     if (recipe.scaling == Fp8Scaling::kDelayed) one_ = raw::full({1}, 1, kF32, device);
   }
-  const Float8Casts& casts() const override { return casts_; }
+  const Fp8Casts& casts() const override { return casts_; }
   bool takes(const Tensor&, const Tensor&, int64_t) override { return true; }
   bool could_take(const Tensor&, const Tensor&, int64_t) const override { return true; }
-  Tensor scale(Float8Role) override { return one_; }
+  Tensor scale(Fp8Role) override { return one_; }
 
  private:
-  Float8Casts casts_;
+  Fp8Casts casts_;
   Tensor one_;
 };
 
@@ -545,7 +544,7 @@ Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
                  "inner dimensions differ: x is ", x, " and weight is ", weight);
   TS_CHECK_SHAPE(!bias.defined() || (bias.dim() == 1 && bias.size(0) == weight.size(0)), kFp8,
                  "expects a bias of [", weight.size(0), "]; got ", bias);
-  return float8_linear(x, weight, bias, std::make_shared<FirstFp8Call>(recipe, x.device()));
+  return tessera::fp8_linear(x, weight, bias, std::make_shared<FirstFp8Call>(recipe, x.device()));
 }
 
 }  // namespace tessera::precision

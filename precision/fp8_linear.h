@@ -1,4 +1,4 @@
-// The Linears of a model that a recipe put into float8: what they do, counted, and the scales that
+// The Linears of a model that a recipe put into fp8: what they do, counted, and the scales that
 // they share over steps.
 //
 //     AppliedPolicy applied = apply(model, Policy::fp8(Fp8Recipe::named("delayed")));
@@ -58,7 +58,7 @@ struct Fp8LayerReport {
   int64_t fp8_calls = 0;
   std::map<std::string, int64_t> fallbacks = {};  // calls in another precision, by reason
   std::map<std::string, int64_t> dtypes = {};     // the same, by the dtype that they ran in: "bf16"
-  std::array<Fp8OperandReport, kNumFloat8Roles> operands = {};  // x, W, dy
+  std::array<Fp8OperandReport, kNumFp8Roles> operands = {};  // x, W, dy
 };
 
 struct Fp8Report {
@@ -111,7 +111,7 @@ class Fp8Layers {
   Reduction reduction_;
 };
 
-// x W^T + bias in float8 by a recipe, as a layer that is called for the first time, for comparison
+// x W^T + bias in fp8 by a recipe, as a layer that is called for the first time, for comparison
 // with another implementation: any shapes that linear() takes, whatever a GPU's products need.
 Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
                   const Fp8Recipe& recipe);

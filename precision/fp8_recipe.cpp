@@ -35,7 +35,7 @@ Fp8Recipe Fp8Recipe::named(std::string_view name) {
     if (kScalings[i] == name) return {.scaling = static_cast<Fp8Scaling>(i)};
   }
   TS_CHECK_AS(UnsupportedError, name != "MSAMP" && name != "msamp", kRecipe,
-              "MS-AMP keeps weights, gradients and optimizer states in float8 and is developed no "
+              "MS-AMP keeps weights, gradients and optimizer states in fp8 and is developed no "
               "more; take tensorwise or delayed");
   TS_THROW(ConfigError, kRecipe, "there is no recipe '", name,
            "'; known are tensorwise (current), delayed, rowwise, rowwise_with_gw_hp, blockwise");
@@ -48,14 +48,14 @@ bool Fp8Recipe::power_of_two_or_default() const {
   return power_of_two.value_or(!has_tensor_scales(scaling));
 }
 
-Float8Casts Fp8Recipe::casts() const {
+Fp8Casts Fp8Recipe::casts() const {
   using kernels::ScaleTile;
   const bool two = power_of_two_or_default();
   const DType of_grad = format_or_default() == Fp8Format::kHybrid ? kF8E5M2 : kF8E4M3;
   const auto cast = [&](ScaleTile tile, DType dtype = kF8E4M3) {
     return kernels::QuantizeOptions{.format = dtype, .tile = tile, .power_of_two = two};
   };
-  Float8Casts casts;
+  Fp8Casts casts;
   switch (scaling) {
     case Fp8Scaling::kTensorwise:
     case Fp8Scaling::kDelayed:

@@ -1,4 +1,4 @@
-// How linear layers are trained in float8: which operands, in which format, with whose scales.
+// How linear layers are trained in fp8: which operands, in which format, with whose scales.
 //
 //     const AppliedPolicy applied = apply(model, Policy::fp8(Fp8Recipe::named("rowwise")));
 //
@@ -61,7 +61,7 @@ struct Fp8Recipe {
 
   Fp8Format format_or_default() const;
   bool power_of_two_or_default() const;
-  Float8Casts casts() const;
+  Fp8Casts casts() const;
   friend bool operator==(const Fp8Recipe&, const Fp8Recipe&) = default;
 };
 

@@ -27,10 +27,9 @@ const std::array<NamedPolicy, 8> kPolicies = {{
 }};
 
 void check_dtype(const char* field, DType dtype) {
-  TS_CHECK_AS(
-      UnsupportedError, !is_float8(dtype), kPrecision, field, " ", dtype,
-      " is no dtype of whole models: float8 needs scaling factors; take Policy::fp8(recipe), "
-      "which puts linear layers into it");
+  TS_CHECK_AS(UnsupportedError, !is_fp8(dtype), kPrecision, field, " ", dtype,
+              " is no dtype of whole models: fp8 needs scaling factors; take Policy::fp8(recipe), "
+              "which puts linear layers into it");
   TS_CHECK_AS(ConfigError, is_floating(dtype), kPrecision, field, " must be a floating dtype; got ",
               dtype);
 }
@@ -56,8 +55,8 @@ void check(const Policy& policy, const Device& device) {
   if (policy.output) check_dtype("output", *policy.output);
   TS_CHECK_AS(UnsupportedError, !device.is_cuda() || gpu::device_count() > 0, kPrecision,
               "the device ", device, " is not there: ", gpu::unavailable_reason());
-  if (policy.float8) {
-    check(*policy.float8);
+  if (policy.fp8_recipe) {
+    check(*policy.fp8_recipe);
     TS_CHECK_AS(ConfigError,
                 policy.casting == Casting::kAutocast && policy.parameter == kF32 &&
                     (policy.compute == kBF16 || policy.compute == kF16),
@@ -66,10 +65,10 @@ void check(const Policy& policy, const Device& device) {
                 "are quantised; got parameter ",
                 policy.parameter, " with compute ", policy.compute);
     TS_CHECK_AS(UnsupportedError,
-                !device.is_cuda() || policy.float8->scaling != Fp8Scaling::kBlockwise ||
-                    policy.float8->block == 128,
+                !device.is_cuda() || policy.fp8_recipe->scaling != Fp8Scaling::kBlockwise ||
+                    policy.fp8_recipe->block == 128,
                 kPrecision, "the blocks of a GPU's products are 128 wide; got ",
-                describe(*policy.float8), " for ", device);
+                describe(*policy.fp8_recipe), " for ", device);
   }
   if (policy.casting == Casting::kAutocast) {
     const bool low = policy.compute == kBF16 || policy.compute == kF16;
@@ -93,7 +92,7 @@ std::string describe(const Policy& policy) {
   if (policy.compute != policy.parameter) {
     text << (policy.casting == Casting::kAutocast ? " (autocast)" : " (cast at the boundary)");
   }
-  if (policy.float8) text << " with Linears in " << describe(*policy.float8);
+  if (policy.fp8_recipe) text << " with Linears in " << describe(*policy.fp8_recipe);
   text << ", gradients " << policy.gradient << ", output ";
   if (policy.output) {
     text << *policy.output;

@@ -4,7 +4,7 @@
 //     Policy::autocast(kBF16)    f32 parameters, ops by their records (autograd/op.h)
 //     Policy::pure(kBF16)        bf16 parameters, f32 masters in the optimizer, f32 gradients
 //     Policy::boundary(kBF16)    f32 parameters, cast where a module is entered
-//     Policy::fp8(recipe)        autocast to bf16, and Linears in float8 (precision/fp8_recipe.h)
+//     Policy::fp8(recipe)        autocast to bf16, and Linears in fp8 (precision/fp8_recipe.h)
 //
 // This floor names the dtypes. Masters belong to the optimizer (Optimizer::begin_masters),
 // gradients and their reduction to the engine of distributed/fully_shard
@@ -34,7 +34,7 @@ struct Policy {
   DType gradient = kF32;             // of their sum over a window and over ranks
   std::optional<DType> output = {};  // of a module's results; nothing: what it computed
   Casting casting = Casting::kAutocast;
-  std::optional<Fp8Recipe> float8 = {};  // of Linears; everything else is as said above
+  std::optional<Fp8Recipe> fp8_recipe = {};  // of Linears; everything else is as said above
 
   static Policy f32() { return {}; }
   static Policy autocast(DType compute) { return {.compute = compute}; }
@@ -44,7 +44,9 @@ struct Policy {
   static Policy boundary(DType compute) {
     return {.compute = compute, .casting = Casting::kBoundary};
   }
-  static Policy fp8(const Fp8Recipe& recipe = {}) { return {.compute = kBF16, .float8 = recipe}; }
+  static Policy fp8(const Fp8Recipe& recipe = {}) {
+    return {.compute = kBF16, .fp8_recipe = recipe};
+  }
 
   // f16's range asks for a GradScaler.
   bool needs_loss_scaling() const { return parameter == kF16 || compute == kF16; }
@@ -60,7 +62,7 @@ Policy policy_named(std::string_view name);
 
 // Throws UnsupportedError where this build has no kernels for a dtype or the device is not there,
 // ConfigError where the dtypes or a recipe's settings contradict each other. The message names the
-// field. float8 is never replaced by another precision: where it cannot run this throws.
+// field. fp8 is never replaced by another precision: where it cannot run this throws.
 void check(const Policy& policy, const Device& device = kCpu);
 
 // "parameters f32, compute bf16 (autocast), gradients f32, output as computed"

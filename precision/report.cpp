@@ -56,10 +56,10 @@ void PrecisionWatch::saw(const Op& op, std::span<const Tensor> inputs,
   for (const Tensor& input : inputs) {
     if (input.defined() && is_floating(input.dtype())) read.insert(input.dtype());
   }
-  const bool float8 = std::ranges::any_of(read, is_float8);
-  if (float8) {  // beside what its operands were made from
+  const bool fp8 = std::ranges::any_of(read, is_fp8);
+  if (fp8) {  // beside what its operands were made from
     for (const DType dtype : read) {
-      if (is_float8(dtype)) seen.products.insert(dtype);
+      if (is_fp8(dtype)) seen.products.insert(dtype);
     }
   } else if (op.autocast == Autocast::kLow) {
     seen.products.insert(read.begin(), read.end());
@@ -104,7 +104,7 @@ PrecisionReport PrecisionWatch::report(const StateDict& optimizer) const {
     }
     if (shown) report.layers.push_back(std::move(layer));
   }
-  if (const auto layers = fp8_of(model_)) report.float8 = layers->report();
+  if (const auto layers = fp8_of(model_)) report.fp8 = layers->report();
   for (const auto& [key, found] : deviations_) {
     const auto& [layer, op, dtype] = key;
     report.deviations.push_back({layer, op, found.expected, dtype, found.calls});
@@ -146,7 +146,7 @@ std::string PrecisionReport::table() const {
     text += "every op ran in the precision that the policy says\n";
   }
   for (const Deviation& deviation : deviations) text += deviation.describe() + "\n";
-  if (float8) text += float8->table();
+  if (fp8) text += fp8->table();
   return text;
 }
 

@@ -55,7 +55,7 @@ struct PrecisionReport {
   int64_t calls = 0;                   // of the model
   std::vector<LayerPrecision> layers;  // in the order of the tree
   std::vector<Deviation> deviations;
-  std::optional<Fp8Report> float8 = {};  // where the policy has a recipe
+  std::optional<Fp8Report> fp8 = {};  // where the policy has a recipe
   std::string table() const;
 };
 

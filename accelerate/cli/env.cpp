@@ -105,8 +105,8 @@ std::string kernel_set() {
   }
 }
 
-// Whether float8 products are instructions of this device or made of others, and with what.
-std::string float8_products() {
+// Whether fp8 products are instructions of this device or made of others, and with what.
+std::string fp8_products() {
   std::string text = "emulated on the CPU, exactly: bytes widened to bf16, products in " +
                      std::string(std::string(TESSERA_BUILT_WITH_ONEDNN).empty()
                                      ? "Eigen"
@@ -144,7 +144,7 @@ int print_environment(const std::string& file, bool all_settings) {
   for (int index = 0; index < gpu::device_count(); ++index) {
     line("GPU " + std::to_string(index), gpu::describe_device(index));
   }
-  line("float8", float8_products());
+  line("fp8", fp8_products());
   try {
     const distributed::LaunchInfo info = distributed::detect();
     line("launcher", std::string(distributed::launcher_name(info.launcher)) +

@@ -22,14 +22,14 @@ void add_price_options(CLI::App& app, PriceOptions& options) {
       ->check(many);
   app.add_option("--dtype", options.dtype,
                  "bf16: parameters too, with f32 masters; autocast-bf16: f32 parameters, products "
-                 "in bf16; fp8: as that, linear layers in float8; f32")
+                 "in bf16; fp8: as that, linear layers in fp8; f32")
       ->check(CLI::IsMember({"bf16", "autocast-bf16", "fp8", "f32"}))
       ->capture_default_str();
   app.add_option("--fp8-recipe", options.fp8_recipe, "of --dtype fp8")
       ->check(
           CLI::IsMember({"tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise"}))
       ->capture_default_str();
-  app.add_option("--fp8-filter", options.fp8_filter, "which linear layers run in float8")
+  app.add_option("--fp8-filter", options.fp8_filter, "which linear layers run in fp8")
       ->check(CLI::IsMember({"all", "default", "pays"}))
       ->capture_default_str();
   app.add_option("--machine", options.machine,

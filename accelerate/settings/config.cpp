@@ -221,10 +221,9 @@ class Sources {
       put(accelerate_,
           {find_setting("fp8_recipe"), name, {Source::kAccelerate, "ACCELERATE_FP8_BACKEND"}});
     };
-    TS_CHECK_AS(
-        UnsupportedError, backend != "msamp", kSettings, "ACCELERATE_FP8_BACKEND=", backend,
-        ": MS-AMP keeps gradients and optimizer states in float8, and is developed no more; "
-        "say te or ao");
+    TS_CHECK_AS(UnsupportedError, backend != "msamp", kSettings, "ACCELERATE_FP8_BACKEND=", backend,
+                ": MS-AMP keeps gradients and optimizer states in fp8, and is developed no more; "
+                "say te or ao");
     TS_CHECK_AS(ConfigError, backend.empty() || backend == "te" || backend == "ao", kSettings,
                 "ACCELERATE_FP8_BACKEND has to be te or ao; got \"", backend, "\"");
     if (backend == "te") recipe("delayed");

@@ -422,20 +422,20 @@ class Importer {
       map(key, value, "fp8_recipe", "tensorwise");
     } else {
       line(key, value, ImportOutcome::kRefused,
-           backend == "MSAMP" ? "MS-AMP keeps gradients and optimizer states in float8, and is "
+           backend == "MSAMP" ? "MS-AMP keeps gradients and optimizer states in fp8, and is "
                                 "developed no more; write TE or AO"
                               : "Accelerate knows TE, AO and MSAMP");
     }
   }
 
-  // Which of (output, gradient of the input, gradient of the weight) are not in float8.
+  // Which of (output, gradient of the input, gradient of the weight) are not in fp8.
   void read_fp8_override(const std::string& key, const std::string& value) {
     std::string words;
     for (const char c : lower(value)) {
       if ((c >= 'a' && c <= 'z') || c == ',') words += c;
     }
     if (words == "false" || words == "false,false,false" || words.empty()) {
-      line(key, value, ImportOutcome::kUnset, "all three products are in float8");
+      line(key, value, ImportOutcome::kUnset, "all three products are in fp8");
     } else if (words == "false,false,true") {
       map(key, value, "fp8_weight_gradient", "false");
     } else {

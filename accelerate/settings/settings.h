@@ -26,7 +26,7 @@ enum class Precision : uint8_t {
   kNo,  // as the model is
   kBF16,
   kFP16,  // f16 with loss scaling
-  kFP8,   // bf16, and linear layers in float8 by a recipe (precision/fp8_recipe.h)
+  kFP8,   // bf16, and linear layers in fp8 by a recipe (precision/fp8_recipe.h)
 };
 
 // How that precision comes about (precision/policy.h).

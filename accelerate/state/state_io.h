@@ -90,7 +90,7 @@ struct TrainingState {
   std::vector<Stateful> schedules = {};
   std::vector<data::LoaderBase*> loaders = {};
   std::optional<Stateful> scaler = {};
-  std::vector<Stateful> fp8 = {};         // scales of models in float8
+  std::vector<Stateful> fp8 = {};         // scales of models in fp8
   std::optional<Stateful> counters = {};  // the caller's, equal on all ranks
 };
 

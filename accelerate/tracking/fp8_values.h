@@ -1,8 +1,8 @@
-// What trackers are told of linear layers in float8, beside what a program logs.
+// What trackers are told of linear layers in fp8, beside what a program logs.
 //
 // | name             | of all layers that take part, on this rank                         |
 // |------------------|--------------------------------------------------------------------|
-// | `fp8/calls`      | calls in float8, since the model was prepared                      |
+// | `fp8/calls`      | calls in fp8, since the model was prepared                      |
 // | `fp8/fallbacks`  | calls in another precision, since then                             |
 // | `fp8/saturated`  | share of elements that ended at the largest number, since the last |
 // | `fp8/underflown` | share that became 0, since the last                                |

@@ -21,28 +21,28 @@
 
 namespace tessera {
 
-// ---- float8_linear_cross_entropy ----------------------------------------------------------------
+// ---- fp8_linear_cross_entropy ----------------------------------------------------------------
 
 // Inputs: x, weight, targets, then bytes and inverse scales that backward reads: of x and W for the
 // logits, of x for grad_W, of W for grad_x. The last four are undefined where they are the first.
-const Op kFloat8LinearCrossEntropy{
-    .name = "float8_linear_cross_entropy",
+const Op kFp8LinearCrossEntropy{
+    .name = "fp8_linear_cross_entropy",
     .reads = {inputs(2, 3, 4, 5, 6, 9, 10), inputs(2, 3, 4, 5, 6, 7, 8), inputs()},
     .twice_differentiable = false,
     .composed = "cross_entropy(linear(x, weight), target)"};
 
 // Of whole logits; inputs: x, weight, targets, bytes and inverse scales of x and W for backward.
-const Op kFloat8Head{.name = "float8_linear_cross_entropy_whole",
-                     .reads = {inputs(5, 6), inputs(3, 4), inputs()},
-                     .twice_differentiable = false,
-                     .composed = "cross_entropy(linear(x, weight), target)"};
+const Op kFp8Head{.name = "fp8_linear_cross_entropy_whole",
+                  .reads = {inputs(5, 6), inputs(3, 4), inputs()},
+                  .twice_differentiable = false,
+                  .composed = "cross_entropy(linear(x, weight), target)"};
 
 namespace {
 
 // Rows that are taken at once: about equal chunks, which begin where blocks of rows do.
 struct HeadChunks {
   int64_t rows, step;
-  HeadChunks(int64_t N, int64_t V, int64_t chunk, const Float8Casts& casts) : rows(N) {
+  HeadChunks(int64_t N, int64_t V, int64_t chunk, const Fp8Casts& casts) : rows(N) {
     int64_t whole = 16;
     for (const auto& cast : {std::optional(casts.input), casts.input_of_weight,
                              std::optional(casts.grad_output), casts.grad_output_of_weight}) {
@@ -87,24 +87,24 @@ struct ChunkCast {
 // quantised, and never stored; with scales of rows and tiles it overwrites them, and is multiplied
 // by that of the loss while it is quantised.
 Tensor whole_head(const Tensor& given, const Tensor& weight, const Tensor& target,
-                  std::shared_ptr<Float8Linear> layer, int64_t ignore_index) {
-  const Op& op = kFloat8Head;
+                  std::shared_ptr<Fp8Linear> layer, int64_t ignore_index) {
+  const Op& op = kFp8Head;
   const int64_t N = given.size(0), V = weight.size(0), C = weight.size(1);
-  const Float8Casts casts = layer->casts();
-  const std::optional<DType> through = float8_through(given, casts);
+  const Fp8Casts casts = layer->casts();
+  const std::optional<DType> through = fp8_through(given, casts);
   const Tensor x = through ? given : detail::autocast_product(given);
   const DType dtype = through.value_or(x.dtype()), dtype_of_loss = loss_dtype(x);
   const Tensor targets = kernels::check_targets("cross_entropy", target, V, ignore_index);
-  const Float8Operands operands = float8_operands(op, x, weight, *layer, through);
-  const Float8Kept kept = operands.kept();
+  const Fp8Operands operands = fp8_operands(op, x, weight, *layer, through);
+  const Fp8Kept kept = operands.kept();
   const bool folds = casts.grad_output.tile == kernels::ScaleTile::tensor() &&
                      casts.grad_output_of_weight == std::optional(casts.grad_output);
   return differentiable(
       op, {x, weight, targets, kept.x, kept.x_scales, kept.weight, kept.weight_scales},
       [&](Inputs, Extras& extras) {
-        const Tensor logits = kernels::float8_matmul({operands.x}, {operands.weight, true}, dtype,
-                                                     {.fast_accumulation = true});
-        count_flops(float8_flops(N, V, C));
+        const Tensor logits = kernels::fp8_matmul({operands.x}, {operands.weight, true}, dtype,
+                                                  {.fast_accumulation = true});
+        count_flops(fp8_flops(N, V, C));
         const Tensor counted =
             kernels::sum(kernels::binary<fn::Ne>(targets, ignore_index), {0}, false, kF64);
         const auto mean_of = [&](const Tensor& losses) {
@@ -132,7 +132,7 @@ Tensor whole_head(const Tensor& given, const Tensor& weight, const Tensor& targe
       },
       [=](Grads up, const Saved& s) -> TensorList {
         TensorList grads(7);
-        Float8Gradient dy8;
+        Fp8Gradient dy8;
         if (folds) {
           const Tensor up_of_loss = kernels::contiguous(kernels::convert(up[0], kF32));
           const kernels::Quantized once = kernels::quantize_logits_gradient(
@@ -142,9 +142,9 @@ Tensor whole_head(const Tensor& given, const Tensor& weight, const Tensor& targe
                .gradient = up_of_loss,
                .divisor = s.extra(3),
                .ignore_index = ignore_index},
-              casts.grad_output, layer->scale(Float8Role::kGradOutput),
-              float8_grad_wants(*layer, s.needs(0), s.needs(1), /*sums=*/false));
-          layer->saw(Float8Role::kGradOutput, s.extra(0), once);
+              casts.grad_output, layer->scale(Fp8Role::kGradOutput),
+              fp8_grad_wants(*layer, s.needs(0), s.needs(1), /*sums=*/false));
+          layer->saw(Fp8Role::kGradOutput, s.extra(0), once);
           dy8 = {.of_x = once, .of_weight = once};
         } else {
           Tensor factor = kernels::convert(up[0], kF64);
@@ -152,22 +152,22 @@ Tensor whole_head(const Tensor& given, const Tensor& weight, const Tensor& targe
             factor =
                 kernels::binary<fn::Div>(factor, kernels::binary<fn::Maximum>(s.extra(1), 1.0));
           }
-          dy8 = float8_gradient(s.extra(0), *layer,
-                                {.x = s.needs(0),
-                                 .weight = s.needs(1),
-                                 .factor = raw::view(kernels::convert(factor, kF32), {1})});
+          dy8 = fp8_gradient(s.extra(0), *layer,
+                             {.x = s.needs(0),
+                              .weight = s.needs(1),
+                              .factor = raw::view(kernels::convert(factor, kF32), {1})});
         }
         if (s.needs(0)) {
-          grads[0] = kernels::float8_matmul(
-              {dy8.of_x}, {float8_kept(s.input(5), s.input(6), casts.weight_of_grad.tile)},
+          grads[0] = kernels::fp8_matmul(
+              {dy8.of_x}, {fp8_kept(s.input(5), s.input(6), casts.weight_of_grad.tile)},
               through ? kF32 : dtype);
-          count_flops(float8_flops(N, C, V));
+          count_flops(fp8_flops(N, C, V));
         }
         if (s.needs(1)) {
-          grads[1] = kernels::float8_matmul(
+          grads[1] = kernels::fp8_matmul(
               {dy8.of_weight, true},
-              {float8_kept(s.input(3), s.input(4), casts.input_of_weight->tile)}, dtype);
-          count_flops(float8_flops(V, C, N));
+              {fp8_kept(s.input(3), s.input(4), casts.input_of_weight->tile)}, dtype);
+          count_flops(fp8_flops(V, C, N));
         }
         return grads;
       });
@@ -175,23 +175,23 @@ Tensor whole_head(const Tensor& given, const Tensor& weight, const Tensor& targe
 
 }  // namespace
 
-Tensor float8_linear_cross_entropy(const Tensor& given, const Tensor& weight, const Tensor& target,
-                                   std::shared_ptr<Float8Linear> layer, int64_t ignore_index,
-                                   Reduction reduction, int64_t chunk) {
+Tensor fp8_linear_cross_entropy(const Tensor& given, const Tensor& weight, const Tensor& target,
+                                std::shared_ptr<Fp8Linear> layer, int64_t ignore_index,
+                                Reduction reduction, int64_t chunk) {
   const int64_t N = given.size(0), V = weight.size(0), C = weight.size(1);
   const bool on_gpu = given.device().is_cuda();
   if (on_gpu && reduction == Reduction::kMean && layer->casts().input_of_weight) {
     return whole_head(given, weight, target, std::move(layer), ignore_index);
   }
   if (N * V <= chunk || given.is_meta() || on_gpu) {
-    return cross_entropy(float8_linear(given, weight, {}, std::move(layer)), target,
+    return cross_entropy(fp8_linear(given, weight, {}, std::move(layer)), target,
                          {.ignore_index = ignore_index, .reduction = reduction});
   }
   const Tensor x = detail::autocast_product(given);
   const Tensor targets = kernels::check_targets("cross_entropy", target, V, ignore_index);
-  const Float8Casts casts = layer->casts();
-  const Float8Operands operands = float8_operands(kFloat8LinearCrossEntropy, x, weight, *layer);
-  Float8Kept kept = operands.kept();
+  const Fp8Casts casts = layer->casts();
+  const Fp8Operands operands = fp8_operands(kFp8LinearCrossEntropy, x, weight, *layer);
+  Fp8Kept kept = operands.kept();
   const bool same_x = casts.input_of_weight && *casts.input_of_weight == casts.input;
   const bool same_weight = casts.weight_of_grad == casts.weight;
   if (same_x) kept.x = kept.x_scales = Tensor();
@@ -202,16 +202,16 @@ Tensor float8_linear_cross_entropy(const Tensor& given, const Tensor& weight, co
   const bool mean = reduction == Reduction::kMean;
 
   return differentiable(
-      kFloat8LinearCrossEntropy,
+      kFp8LinearCrossEntropy,
       {x, weight, targets, operands.x.values, operands.x.inverse, operands.weight.values,
        operands.weight.inverse, kept.x, kept.x_scales, kept.weight, kept.weight_scales},
       [&](Inputs, Extras& extras) {
         const Tensor losses = raw::empty({N}, kF32), statistics = raw::empty({N, 2}, kF32);
         double counted = 0;
         chunks.for_each([&](int64_t first, int64_t rows) {
-          const Tensor logits = kernels::float8_matmul({kernels::rows_of(operands.x, first, rows)},
-                                                       {operands.weight, true}, dtype);
-          count_flops(float8_flops(rows, V, C));
+          const Tensor logits = kernels::fp8_matmul({kernels::rows_of(operands.x, first, rows)},
+                                                    {operands.weight, true}, dtype);
+          count_flops(fp8_flops(rows, V, C));
           const kernels::CrossEntropyRows here = kernels::cross_entropy_forward(
               logits, raw::narrow(targets, 0, first, rows), attributes);
           kernels::copy_into(raw::narrow(losses, 0, first, rows), here.losses);
@@ -238,14 +238,14 @@ Tensor float8_linear_cross_entropy(const Tensor& given, const Tensor& weight, co
         const Tensor factor = raw::view(up[0], {1});
         const auto gradient_of = [&](int64_t first, int64_t rows) {
           const Tensor logits =
-              kernels::float8_matmul({kernels::rows_of(x8, first, rows)}, {weight8, true}, dtype);
-          count_flops(float8_flops(rows, V, C));
+              kernels::fp8_matmul({kernels::rows_of(x8, first, rows)}, {weight8, true}, dtype);
+          count_flops(fp8_flops(rows, V, C));
           return kernels::cross_entropy_backward(
               logits, raw::narrow(targets, 0, first, rows), attributes,
               raw::narrow(statistics, 0, first, rows), factor, divisor);
         };
 
-        const Tensor given = layer->scale(Float8Role::kGradOutput);
+        const Tensor given = layer->scale(Fp8Role::kGradOutput);
         std::optional<ChunkCast> of_x, of_weight;  // the second where it is not the first
         if (wants_x) of_x = {.options = casts.grad_output, .given = given};
         const bool low = wants_weight && casts.grad_output_of_weight;
@@ -266,7 +266,7 @@ Tensor float8_linear_cross_entropy(const Tensor& given, const Tensor& weight, co
         const kernels::Quantized x_of_weight =
             !low || same_x ? x8 : bytes(7, *casts.input_of_weight);
         if (wants_x) grads[0] = raw::empty({N, C}, dtype);
-        kernels::Float8Sums sums;
+        kernels::Fp8Sums sums;
         Tensor high;  // f32 sums of grad_W in the dtype of x
         if (wants_weight && !low) high = raw::empty({V, C}, kF32);
         float amax = 0;
@@ -278,13 +278,13 @@ Tensor float8_linear_cross_entropy(const Tensor& given, const Tensor& weight, co
             dy8 = cast.quantized(dy);
             if (seen) return;
             amax = dy8.amax = kernels::larger_magnitude(amax, dy8.amax);  // of dy until here
-            layer->saw(Float8Role::kGradOutput, dy, dy8);
+            layer->saw(Fp8Role::kGradOutput, dy, dy8);
           };
           if (of_x) {
             quantize(*of_x);
             kernels::copy_into(raw::narrow(grads[0], 0, first, rows),
-                               kernels::float8_matmul({dy8}, {weight_of_grad}, dtype));
-            count_flops(float8_flops(rows, C, V));
+                               kernels::fp8_matmul({dy8}, {weight_of_grad}, dtype));
+            count_flops(fp8_flops(rows, C, V));
           }
           if (low) {
             if (of_weight) quantize(*of_weight);
@@ -293,7 +293,7 @@ Tensor float8_linear_cross_entropy(const Tensor& given, const Tensor& weight, co
             kernels::matmul_into(high, raw::transpose(dy, 0, 1),
                                  raw::narrow(s.input(7), 0, first, rows), first > 0);
           }
-          if (wants_weight) count_flops(float8_flops(V, C, rows));
+          if (wants_weight) count_flops(fp8_flops(V, C, rows));
         });
         if (low) grads[1] = sums.result(dtype);
         if (high.defined()) grads[1] = kernels::convert(high, dtype);

@@ -1,4 +1,4 @@
-// A head in float8, fused with its loss: cross_entropy(float8_linear(x, weight), target) without
+// A head in fp8, fused with its loss: cross_entropy(fp8_linear(x, weight), target) without
 // whole logits.
 //
 // Up to 2^25 logits (64 MiB of bf16) it is those two ops. More are made in chunks of rows, of about
@@ -32,8 +32,8 @@ namespace tessera {
 
 // x: [N, C]; weight: [V, C]; target: [N] i64 or i32; reduction: mean or sum. Result and errors are
 // those of the two ops; no second derivatives. `chunk`: logits that are made at once.
-Tensor float8_linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
-                                   std::shared_ptr<Float8Linear> layer, int64_t ignore_index,
-                                   Reduction reduction, int64_t chunk = int64_t{1} << 25);
+Tensor fp8_linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
+                                std::shared_ptr<Fp8Linear> layer, int64_t ignore_index,
+                                Reduction reduction, int64_t chunk = int64_t{1} << 25);
 
 }  // namespace tessera

@@ -20,27 +20,27 @@
 
 namespace tessera {
 
-Tensor float8_rows(const Tensor& x) {
+Tensor fp8_rows(const Tensor& x) {
   const Tensor whole = kernels::contiguous(x);
   return raw::view(whole,
                    {x.dim() == 1 ? 1 : numel_of(x.shape().slice(0, x.dim() - 1)), x.size(-1)});
 }
 
-std::optional<DType> float8_through(const Tensor& x, const Float8Casts& casts) {
+std::optional<DType> fp8_through(const Tensor& x, const Fp8Casts& casts) {
   const AutocastMode& mode = Context::current().slot<AutocastMode>();
   const bool folds = x.device().is_cuda() && x.dtype() == kF32 && mode.enabled &&
                      mode.boundary == nullptr && casts.input_of_weight.has_value();
   return folds ? std::optional(mode.dtype) : std::nullopt;
 }
 
-kernels::Quantized float8_weight(const Tensor& weight, const kernels::QuantizeOptions& options,
-                                 Float8Linear& layer) {
+kernels::Quantized fp8_weight(const Tensor& weight, const kernels::QuantizeOptions& options,
+                              Fp8Linear& layer) {
   bool is_new = false;
   const kernels::Quantized q = weight_cache::quantized(
-      weight, options, layer.scale(Float8Role::kWeight), &is_new, layer.notes(Float8Role::kWeight));
+      weight, options, layer.scale(Fp8Role::kWeight), &is_new, layer.notes(Fp8Role::kWeight));
   if (!is_new) return q;
   if (q.seen_largest.defined()) {
-    const kernels::QuantizeWants notes = layer.notes(Float8Role::kWeight);
+    const kernels::QuantizeWants notes = layer.notes(Fp8Role::kWeight);
     if (notes.largest.defined()) {
       kernels::binary_into<fn::Maximum>(notes.largest, notes.largest, q.seen_largest);
     }
@@ -49,14 +49,14 @@ kernels::Quantized float8_weight(const Tensor& weight, const kernels::QuantizeOp
       kernels::binary_into<fn::Add>(counts, counts, q.seen_counts);
     }
   }
-  layer.saw(Float8Role::kWeight, weight, q);
+  layer.saw(Fp8Role::kWeight, weight, q);
   return q;
 }
 
-Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weight,
-                               Float8Linear& layer, std::optional<DType> through) {
-  const Float8Casts casts = layer.casts();
-  Float8Operands operands;
+Fp8Operands fp8_operands(const Op& op, const Tensor& x, const Tensor& weight, Fp8Linear& layer,
+                         std::optional<DType> through) {
+  const Fp8Casts casts = layer.casts();
+  Fp8Operands operands;
   operands.wants_x = grad_enabled() && x.requires_grad();
   operands.wants_weight = grad_enabled() && weight.requires_grad();
   std::optional<kernels::Quantized> written =
@@ -66,7 +66,7 @@ Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weig
     const PlacementSlot* slot = placement_slot(*each);
     if (each == &weight && slot != nullptr && slot->has_casts()) {
       // There may be the copy that is read here, and the cache brings the weight where not.
-      if (detail::reads_float8(op, 1)) continue;
+      if (detail::reads_fp8(op, 1)) continue;
       slot->bring();
       slot = placement_slot(*each);
     }
@@ -76,11 +76,11 @@ Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weig
   }
   TS_CHECK_DEVICE(x.device() == weight.device(), op, "expects all tensors on one device; got ", x,
                   " and ", weight);
-  operands.rows = float8_rows(x);
-  const Tensor scale = layer.scale(Float8Role::kInput);
+  operands.rows = fp8_rows(x);
+  const Tensor scale = layer.scale(Fp8Role::kInput);
   const bool low = operands.wants_weight && casts.input_of_weight.has_value();
   const bool same = low && *casts.input_of_weight == casts.input;
-  kernels::QuantizeWants wants = layer.notes(Float8Role::kInput);
+  kernels::QuantizeWants wants = layer.notes(Fp8Role::kInput);
   wants.by_columns = same;
   wants.through = through;
   if (written) {
@@ -95,36 +95,35 @@ Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weig
     operands.x = kernels::quantize(operands.rows, casts.input, scale, wants);
     if (same) operands.x_of_weight = operands.x;
   }
-  layer.saw(Float8Role::kInput, operands.rows, operands.x);
-  operands.weight = float8_weight(weight, casts.weight, layer);
+  layer.saw(Fp8Role::kInput, operands.rows, operands.x);
+  operands.weight = fp8_weight(weight, casts.weight, layer);
   if (operands.wants_x) {
     operands.weight_of_grad = casts.weight_of_grad == casts.weight
                                   ? operands.weight
-                                  : float8_weight(weight, casts.weight_of_grad, layer);
+                                  : fp8_weight(weight, casts.weight_of_grad, layer);
   }
   return operands;
 }
 
-Float8Kept Float8Operands::kept() const {
+Fp8Kept Fp8Operands::kept() const {
   const bool high = wants_weight && !x_of_weight.inverse.defined();
   return {.x = high           ? raw::alias(rows)
-               : wants_weight ? float8_to_keep(x_of_weight)
+               : wants_weight ? fp8_to_keep(x_of_weight)
                               : Tensor(),
           .x_scales = x_of_weight.inverse,
-          .weight = wants_x ? float8_to_keep(weight_of_grad) : Tensor(),
-          .weight_scales = float8_scales_to_keep(weight_of_grad)};
+          .weight = wants_x ? fp8_to_keep(weight_of_grad) : Tensor(),
+          .weight_scales = fp8_scales_to_keep(weight_of_grad)};
 }
 
-Float8Gradient float8_gradient(const Tensor& dy, Float8Linear& layer,
-                               const Float8GradientWants& wanted) {
-  const Float8Casts& casts = layer.casts();
-  const Tensor scale = layer.scale(Float8Role::kGradOutput);
-  Float8Gradient result;
+Fp8Gradient fp8_gradient(const Tensor& dy, Fp8Linear& layer, const Fp8GradientWants& wanted) {
+  const Fp8Casts& casts = layer.casts();
+  const Tensor scale = layer.scale(Fp8Role::kGradOutput);
+  Fp8Gradient result;
   if (!wanted.x && !wanted.weight) return result;
   const bool same =
       !wanted.weight || casts.grad_output_of_weight == std::optional(casts.grad_output);
   kernels::QuantizeWants wants =
-      float8_grad_wants(layer, wanted.x, wanted.weight && same, wanted.sums);
+      fp8_grad_wants(layer, wanted.x, wanted.weight && same, wanted.sums);
   wants.factor = wanted.factor;
   if (same) {
     const kernels::Quantized once = kernels::quantize(dy, casts.grad_output, scale, wants);
@@ -142,67 +141,67 @@ Float8Gradient float8_gradient(const Tensor& dy, Float8Linear& layer,
     result.of_weight = kernels::quantize(dy, *casts.grad_output_of_weight, scale, wants);
     result.sums = result.of_weight.sums;
   }
-  layer.saw(Float8Role::kGradOutput, dy, wanted.x ? result.of_x : result.of_weight);
+  layer.saw(Fp8Role::kGradOutput, dy, wanted.x ? result.of_x : result.of_weight);
   return result;
 }
 
-// ---- float8_linear ------------------------------------------------------------------------------
+// ---- fp8_linear ------------------------------------------------------------------------------
 
 // Inputs: x, weight, bias, then what backward reads: the input's bytes and inverse scales (or x
 // itself), the weight's bytes and inverse scales. As inputs, and not extras, they pass the hooks of
 // saved tensors: checkpoint() drops them.
-const Op detail::kFloat8Linear{.name = "float8_linear",
-                               .reads = {inputs(5, 6), inputs(3, 4), inputs()},
-                               .twice_differentiable = false,
-                               .composed = "linear(x, weight, bias)"};
-using detail::kFloat8Linear;
+const Op detail::kFp8Linear{.name = "fp8_linear",
+                            .reads = {inputs(5, 6), inputs(3, 4), inputs()},
+                            .twice_differentiable = false,
+                            .composed = "linear(x, weight, bias)"};
+using detail::kFp8Linear;
 
-Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& given_bias,
-                     std::shared_ptr<Float8Linear> layer) {
-  const Float8Casts casts = layer->casts();
-  const std::optional<DType> through = float8_through(given, casts);
+Tensor fp8_linear(const Tensor& given, const Tensor& weight, const Tensor& given_bias,
+                  std::shared_ptr<Fp8Linear> layer) {
+  const Fp8Casts casts = layer->casts();
+  const std::optional<DType> through = fp8_through(given, casts);
   const Tensor x = through ? given : detail::autocast_product(given);
   const Tensor bias = detail::autocast_product(given_bias);
   const DType dtype = through.value_or(x.dtype());
-  TS_CHECK_DTYPE(!bias.defined() || bias.dtype() == dtype, kFloat8Linear,
+  TS_CHECK_DTYPE(!bias.defined() || bias.dtype() == dtype, kFp8Linear,
                  "expects x and bias of one dtype; got ", x, " and ", bias);
-  const Float8Operands operands = float8_operands(kFloat8Linear, x, weight, *layer, through);
-  const Float8Kept kept = operands.kept();
+  const Fp8Operands operands = fp8_operands(kFp8Linear, x, weight, *layer, through);
+  const Fp8Kept kept = operands.kept();
 
   return differentiable(
-      kFloat8Linear, {x, weight, bias, kept.x, kept.x_scales, kept.weight, kept.weight_scales},
+      kFp8Linear, {x, weight, bias, kept.x, kept.x_scales, kept.weight, kept.weight_scales},
       [&](Inputs in) {
-        const Tensor y = kernels::float8_matmul({operands.x}, {operands.weight, true}, dtype,
-                                                {.bias = in[2], .fast_accumulation = true});
-        count_flops(float8_flops(y.size(0), y.size(1), weight.size(1)));
+        const Tensor y = kernels::fp8_matmul({operands.x}, {operands.weight, true}, dtype,
+                                             {.bias = in[2], .fast_accumulation = true});
+        count_flops(fp8_flops(y.size(0), y.size(1), weight.size(1)));
         Shape shape = in[0].shape();
         shape[shape.size() - 1] = y.size(1);
         return raw::view(y, shape);
       },
       [casts, layer, through](Grads dy, const Saved& s) -> TensorList {
         TensorList grads(7);
-        const Tensor rows = float8_rows(dy[0]);
+        const Tensor rows = fp8_rows(dy[0]);
         const bool low = s.needs(1) && casts.input_of_weight;
-        const Float8Gradient dy8 = float8_gradient(
+        const Fp8Gradient dy8 = fp8_gradient(
             rows, *layer,
             {.x = s.needs(0), .weight = low, .sums = s.needs(2) && (low || !s.needs(1))});
         if (s.needs(0)) {
           const kernels::Quantized weight8 =
-              float8_kept(s.input(5), s.input(6), casts.weight_of_grad.tile);
+              fp8_kept(s.input(5), s.input(6), casts.weight_of_grad.tile);
           const Tensor grad =
-              kernels::float8_matmul({dy8.of_x}, {weight8}, through ? kF32 : rows.dtype());
-          count_flops(float8_flops(rows.size(0), grad.size(1), rows.size(1)));
+              kernels::fp8_matmul({dy8.of_x}, {weight8}, through ? kF32 : rows.dtype());
+          count_flops(fp8_flops(rows.size(0), grad.size(1), rows.size(1)));
           grads[0] = raw::view(grad, s.input_shape(0));
         }
         if (low) {
           const kernels::Quantized x8 =
-              float8_kept(s.input(3), s.input(4), casts.input_of_weight->tile);
-          grads[1] = kernels::float8_matmul({dy8.of_weight, true}, {x8}, rows.dtype());
-          count_flops(float8_flops(rows.size(1), grads[1].size(1), rows.size(0)));
+              fp8_kept(s.input(3), s.input(4), casts.input_of_weight->tile);
+          grads[1] = kernels::fp8_matmul({dy8.of_weight, true}, {x8}, rows.dtype());
+          count_flops(fp8_flops(rows.size(1), grads[1].size(1), rows.size(0)));
         } else if (s.needs(1)) {
           const kernels::LinearGradients high =
               kernels::linear_gradients(rows, s.input(3), s.needs(2));
-          count_flops(float8_flops(rows.size(1), high.weight.size(1), rows.size(0)));
+          count_flops(fp8_flops(rows.size(1), high.weight.size(1), rows.size(0)));
           grads[1] = high.weight;
           grads[2] = high.bias;
         }
@@ -214,8 +213,8 @@ Tensor float8_linear(const Tensor& given, const Tensor& weight, const Tensor& gi
       });
 }
 
-void note_float8_left_out(const Tensor& place, const Tensor& x) {
-  const auto& layers = Context::current().slot<Float8LeftOut>().layers;
+void note_fp8_left_out(const Tensor& place, const Tensor& x) {
+  const auto& layers = Context::current().slot<Fp8LeftOut>().layers;
   if (layers.empty()) [[likely]]
     return;
   const auto found = layers.find(&place);
@@ -224,19 +223,19 @@ void note_float8_left_out(const Tensor& place, const Tensor& x) {
   layer->takes(x, place, numel_of(x.shape().slice(0, x.dim() - 1)));
 }
 
-std::optional<WeightKey> float8_key_of(std::span<Tensor* const> places) {
-  const auto& layers = Context::current().slot<Float8Weights>().layers;
+std::optional<WeightKey> fp8_key_of(std::span<Tensor* const> places) {
+  const auto& layers = Context::current().slot<Fp8Weights>().layers;
   std::optional<WeightKey> all;
   for (const Tensor* place : places) {
     const auto found = layers.find(place);
     const auto layer = found == layers.end() ? nullptr : found->second.lock();
     if (layer == nullptr) return std::nullopt;
-    const Float8Casts& casts = layer->casts();
+    const Fp8Casts& casts = layer->casts();
     if (casts.weight != casts.weight_of_grad || casts.weight.tile != kernels::ScaleTile::tensor()) {
       return std::nullopt;
     }
     const WeightKey key{.dtype = casts.weight.format,
-                        .scale = layer->scale(Float8Role::kWeight),
+                        .scale = layer->scale(Fp8Role::kWeight),
                         .tiles = casts.weight};
     if (all && *all != key) return std::nullopt;
     all = key;

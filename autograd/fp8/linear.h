@@ -1,4 +1,4 @@
-// Linear layers whose three products run in float8.
+// Linear layers whose three products run in fp8.
 //
 // | product         | quantised along the sum                 |
 // |-----------------|-----------------------------------------|
@@ -6,7 +6,7 @@
 // | grad_x = dy W   | dy along its columns, W along its rows  |
 // | grad_W = dy^T x | dy and x along their rows               |
 //
-// Who decides (precision/fp8_linear.h) puts a Float8Linear into the context around a layer's call;
+// Who decides (precision/fp8_linear.h) puts a Fp8Linear into the context around a layer's call;
 // linear() then asks it. What is kept for backward is one byte an element of x, and no x: products
 // read the bytes. The weight is quantised from the leaf itself, whatever autocast makes of x, and
 // kept until the leaf is written (autograd/weight_cache.h). The result and the gradients have the
@@ -29,62 +29,62 @@
 
 namespace tessera {
 
-enum class Float8Role : uint8_t { kInput, kWeight, kGradOutput };
-inline constexpr int kNumFloat8Roles = 3;
+enum class Fp8Role : uint8_t { kInput, kWeight, kGradOutput };
+inline constexpr int kNumFp8Roles = 3;
 
 // How each operand of the products is quantised. Equal ones are made once.
-struct Float8Casts {
+struct Fp8Casts {
   kernels::QuantizeOptions input, weight;                // of y
   kernels::QuantizeOptions grad_output, weight_of_grad;  // of grad_x
   // Of grad_W. Without: that product runs in the dtype of x, and x is kept.
   std::optional<kernels::QuantizeOptions> grad_output_of_weight, input_of_weight;
 };
 
-class Float8Linear {
+class Fp8Linear {
  public:
-  virtual ~Float8Linear() = default;
-  virtual const Float8Casts& casts() const = 0;
-  // Whether this call runs in float8; where it says false linear() goes on as ever. `rows`: of x,
+  virtual ~Fp8Linear() = default;
+  virtual const Fp8Casts& casts() const = 0;
+  // Whether this call runs in fp8; where it says false linear() goes on as ever. `rows`: of x,
   // whose dtype is that of the products' results. May throw.
   virtual bool takes(const Tensor& x, const Tensor& weight, int64_t rows) = 0;
   // takes() without a trace: nothing is counted, nothing throws.
   virtual bool could_take(const Tensor& x, const Tensor& weight, int64_t rows) const = 0;
   // One f32 to quantise all of the operand with; undefined: of the values at hand.
-  virtual Tensor scale(Float8Role) { return {}; }
+  virtual Tensor scale(Fp8Role) { return {}; }
   // Where a GPU notes what happens in the next quantisation of an operand.
-  virtual kernels::QuantizeWants notes(Float8Role) { return {}; }
+  virtual kernels::QuantizeWants notes(Fp8Role) { return {}; }
   // After a quantisation of `x`. Recomputations (autograd/checkpoint.h) come by, too.
-  virtual void saw(Float8Role, const Tensor& x, const kernels::Quantized& q) {
+  virtual void saw(Fp8Role, const Tensor& x, const kernels::Quantized& q) {
     static_cast<void>(x), static_cast<void>(q);
   }
 };
 
 // The layer that is being called: of this weight, and of no other that is read inside. By the place
 // of the weight, where sharded units put another tensor for a while.
-struct Float8Slot {
-  std::shared_ptr<Float8Linear> layer;
+struct Fp8Slot {
+  std::shared_ptr<Fp8Linear> layer;
   const Tensor* weight = nullptr;
 };
 
 // Linears that a recipe leaves out, by the places of their weights: calls are told, and run as
 // ever.
-struct Float8LeftOut {
-  std::unordered_map<const Tensor*, std::weak_ptr<Float8Linear>> layers;
+struct Fp8LeftOut {
+  std::unordered_map<const Tensor*, std::weak_ptr<Fp8Linear>> layers;
 };
 // For who is about to multiply x by the weight that stands in `place`.
-void note_float8_left_out(const Tensor& place, const Tensor& x);
+void note_fp8_left_out(const Tensor& place, const Tensor& x);
 
 // x W^T + bias by `layer`. x: [..., in]; weight: [out, in]; bias: [out] or undefined. No second
 // derivatives. Throws what linear() and kernels::quantize() throw.
-Tensor float8_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                     std::shared_ptr<Float8Linear> layer);
+Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                  std::shared_ptr<Fp8Linear> layer);
 
 // out_weight gelu(weight x^T + bias) + out_bias by two such layers with one scale a tensor: as
-// float8_linear(gelu(float8_linear(x))) to the bit, with gelu and its gradient inside of the
+// fp8_linear(gelu(fp8_linear(x))) to the bit, with gelu and its gradient inside of the
 // quantisations, so that a GPU stores neither. Kept: x and gelu(..) as bytes, and what gelu took.
-Tensor float8_linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                                 std::shared_ptr<Float8Linear> layer, const Tensor& out_weight,
-                                 const Tensor& out_bias, std::shared_ptr<Float8Linear> out_layer,
-                                 bool tanh_form);
+Tensor fp8_linear_gelu_linear(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                              std::shared_ptr<Fp8Linear> layer, const Tensor& out_weight,
+                              const Tensor& out_bias, std::shared_ptr<Fp8Linear> out_layer,
+                              bool tanh_form);
 
 }  // namespace tessera

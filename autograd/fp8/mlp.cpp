@@ -9,26 +9,26 @@
 
 namespace tessera {
 
-// ---- float8_linear_gelu_linear ------------------------------------------------------------------
+// ---- fp8_linear_gelu_linear ------------------------------------------------------------------
 
 // Inputs: x, weight, bias, out_weight, out_bias; what backward reads: bytes and inverse scales of
 // x, weight, gelu(h) and out_weight, and h, which gelu took.
-const Op detail::kFloat8LinearGeluLinear{
-    .name = "float8_linear_gelu_linear",
+const Op detail::kFp8LinearGeluLinear{
+    .name = "fp8_linear_gelu_linear",
     .reads = {inputs(7, 8, 11, 12, 13), inputs(5, 6, 11, 12, 13), inputs(11, 12, 13),
               inputs(9, 10)},
     .twice_differentiable = false,
     .composed = "linear(gelu(linear(x, weight, bias)), out_weight, out_bias)"};
 
-using detail::kFloat8LinearGeluLinear;
+using detail::kFp8LinearGeluLinear;
 
-Tensor float8_linear_gelu_linear(const Tensor& given, const Tensor& weight,
-                                 const Tensor& given_bias, std::shared_ptr<Float8Linear> layer,
-                                 const Tensor& out_weight, const Tensor& given_out_bias,
-                                 std::shared_ptr<Float8Linear> out_layer, bool tanh_form) {
-  const Op& op = kFloat8LinearGeluLinear;
-  const Float8Casts casts = layer->casts(), out_casts = out_layer->casts();
-  const std::optional<DType> through = float8_through(given, casts);
+Tensor fp8_linear_gelu_linear(const Tensor& given, const Tensor& weight, const Tensor& given_bias,
+                              std::shared_ptr<Fp8Linear> layer, const Tensor& out_weight,
+                              const Tensor& given_out_bias, std::shared_ptr<Fp8Linear> out_layer,
+                              bool tanh_form) {
+  const Op& op = kFp8LinearGeluLinear;
+  const Fp8Casts casts = layer->casts(), out_casts = out_layer->casts();
+  const std::optional<DType> through = fp8_through(given, casts);
   const Tensor x = through ? given : detail::autocast_product(given);
   const Tensor bias = detail::autocast_product(given_bias);
   const Tensor out_bias = detail::autocast_product(given_out_bias);
@@ -39,24 +39,24 @@ Tensor float8_linear_gelu_linear(const Tensor& given, const Tensor& weight,
   }
   TS_CHECK_SHAPE(out_weight.dim() == 2 && out_weight.size(1) == weight.size(0), op,
                  "expects weights [inner, in] and [out, inner]; got ", weight, " and ", out_weight);
-  const Float8Operands inner = float8_operands(op, x, weight, *layer, through);
-  const Float8Kept kept = inner.kept();
+  const Fp8Operands inner = fp8_operands(op, x, weight, *layer, through);
+  const Fp8Kept kept = inner.kept();
   const int64_t M = inner.rows.size(0), hidden = weight.size(0), in = weight.size(1);
-  const Tensor h = kernels::float8_matmul({inner.x}, {inner.weight, true}, dtype,
-                                          {.bias = bias, .fast_accumulation = true});
-  count_flops(float8_flops(M, hidden, in));
+  const Tensor h = kernels::fp8_matmul({inner.x}, {inner.weight, true}, dtype,
+                                       {.bias = bias, .fast_accumulation = true});
+  count_flops(fp8_flops(M, hidden, in));
 
   const bool wants_weight = grad_enabled() && out_weight.requires_grad();
   const bool wants_h = inner.wants_x || inner.wants_weight ||
                        (grad_enabled() && bias.defined() && bias.requires_grad());
-  kernels::QuantizeWants wants = out_layer->notes(Float8Role::kInput);
+  kernels::QuantizeWants wants = out_layer->notes(Fp8Role::kInput);
   wants.by_columns = wants_weight;
   const kernels::Quantized a8 = kernels::quantize_gelu(h, tanh_form, out_casts.input,
-                                                       out_layer->scale(Float8Role::kInput), wants);
-  out_layer->saw(Float8Role::kInput, h, a8);
-  const kernels::Quantized weight8 = float8_weight(out_weight, out_casts.weight, *out_layer);
+                                                       out_layer->scale(Fp8Role::kInput), wants);
+  out_layer->saw(Fp8Role::kInput, h, a8);
+  const kernels::Quantized weight8 = fp8_weight(out_weight, out_casts.weight, *out_layer);
   const auto kept_of = [](bool wanted, const kernels::Quantized& q) {
-    return wanted ? float8_to_keep(q) : Tensor();
+    return wanted ? fp8_to_keep(q) : Tensor();
   };
 
   return differentiable(
@@ -65,47 +65,46 @@ Tensor float8_linear_gelu_linear(const Tensor& given, const Tensor& weight,
        kept.weight_scales, kept_of(wants_weight, a8), wants_weight ? a8.inverse : Tensor(),
        kept_of(wants_h, weight8), wants_h ? weight8.inverse : Tensor(), wants_h ? h : Tensor()},
       [&](Inputs inputs) {
-        const Tensor y = kernels::float8_matmul({a8}, {weight8, true}, dtype,
-                                                {.bias = inputs[4], .fast_accumulation = true});
-        count_flops(float8_flops(M, y.size(1), hidden));
+        const Tensor y = kernels::fp8_matmul({a8}, {weight8, true}, dtype,
+                                             {.bias = inputs[4], .fast_accumulation = true});
+        count_flops(fp8_flops(M, y.size(1), hidden));
         Shape shape = inputs[0].shape();
         shape[shape.size() - 1] = y.size(1);
         return raw::view(y, shape);
       },
       [=](Grads dy, const Saved& s) -> TensorList {
         TensorList grads(14);
-        const Tensor rows = float8_rows(dy[0]);
+        const Tensor rows = fp8_rows(dy[0]);
         const bool wants_h = s.needs(0) || s.needs(1) || s.needs(2);
         const auto bytes = [&](int at, const kernels::QuantizeOptions& options) {
-          return float8_kept(s.input(at), s.input(at + 1), options.tile);
+          return fp8_kept(s.input(at), s.input(at + 1), options.tile);
         };
-        const kernels::Quantized dy8 = kernels::quantize(
-            rows, out_casts.grad_output, out_layer->scale(Float8Role::kGradOutput),
-            float8_grad_wants(*out_layer, wants_h, s.needs(3), s.needs(4)));
-        out_layer->saw(Float8Role::kGradOutput, rows, dy8);
+        const kernels::Quantized dy8 =
+            kernels::quantize(rows, out_casts.grad_output, out_layer->scale(Fp8Role::kGradOutput),
+                              fp8_grad_wants(*out_layer, wants_h, s.needs(3), s.needs(4)));
+        out_layer->saw(Fp8Role::kGradOutput, rows, dy8);
         if (s.needs(4)) grads[4] = dy8.sums;
         if (s.needs(3)) {
-          grads[3] = kernels::float8_matmul({dy8, true}, {bytes(9, out_casts.input)}, rows.dtype());
-          count_flops(float8_flops(rows.size(1), hidden, M));
+          grads[3] = kernels::fp8_matmul({dy8, true}, {bytes(9, out_casts.input)}, rows.dtype());
+          count_flops(fp8_flops(rows.size(1), hidden, M));
         }
         if (!wants_h) return grads;
-        const Tensor da =
-            kernels::float8_matmul({dy8}, {bytes(11, out_casts.weight)}, rows.dtype());
-        count_flops(float8_flops(M, hidden, rows.size(1)));
+        const Tensor da = kernels::fp8_matmul({dy8}, {bytes(11, out_casts.weight)}, rows.dtype());
+        count_flops(fp8_flops(M, hidden, rows.size(1)));
         const kernels::Quantized dh8 = kernels::quantize_gelu_grad(
-            da, s.input(13), tanh_form, casts.grad_output, layer->scale(Float8Role::kGradOutput),
-            float8_grad_wants(*layer, s.needs(0), s.needs(1), s.needs(2)));
-        layer->saw(Float8Role::kGradOutput, da, dh8);
+            da, s.input(13), tanh_form, casts.grad_output, layer->scale(Fp8Role::kGradOutput),
+            fp8_grad_wants(*layer, s.needs(0), s.needs(1), s.needs(2)));
+        layer->saw(Fp8Role::kGradOutput, da, dh8);
         if (s.needs(2)) grads[2] = dh8.sums;
         if (s.needs(0)) {
-          const Tensor grad = kernels::float8_matmul({dh8}, {bytes(7, casts.weight_of_grad)},
-                                                     through ? kF32 : rows.dtype());
-          count_flops(float8_flops(M, in, hidden));
+          const Tensor grad = kernels::fp8_matmul({dh8}, {bytes(7, casts.weight_of_grad)},
+                                                  through ? kF32 : rows.dtype());
+          count_flops(fp8_flops(M, in, hidden));
           grads[0] = raw::view(grad, s.input_shape(0));
         }
         if (s.needs(1)) {
-          grads[1] = kernels::float8_matmul({dh8, true}, {bytes(5, casts.input)}, rows.dtype());
-          count_flops(float8_flops(hidden, in, M));
+          grads[1] = kernels::fp8_matmul({dh8, true}, {bytes(5, casts.input)}, rows.dtype());
+          count_flops(fp8_flops(hidden, in, M));
         }
         return grads;
       });

@@ -20,7 +20,7 @@ namespace {
 // In the placement slot of a result without bytes: as of a weight of which there are casts alone.
 struct NormalisedSlot final : PlacementSlot {
   std::string describe(const Tensor& of) const override {
-    return describe_whole(of) + ", written in float8 alone";
+    return describe_whole(of) + ", written in fp8 alone";
   }
   std::string describe_whole(const Tensor& of) const override {
     return tessera::detail::concatenate(of.dtype(), of.shape());
@@ -48,7 +48,7 @@ struct NormalisedSlot final : PlacementSlot {
   std::function<Tensor(const Tensor&)> calculate;
   Tensor source;
   uint32_t version = 0;
-  const Float8Linear* layer = nullptr;
+  const Fp8Linear* layer = nullptr;
   std::optional<DType> through;
   mutable std::optional<kernels::Quantized> written;
 };
@@ -59,12 +59,12 @@ NormalisedSlot* normalised_slot(const Tensor& x) {
 
 }  // namespace
 
-Float8Norm::Float8Norm(const Tensor& x, int64_t columns) {
-  const Float8Reader& reader = Context::current().slot<Float8Reader>();
+Fp8Norm::Fp8Norm(const Tensor& x, int64_t columns) {
+  const Fp8Reader& reader = Context::current().slot<Fp8Reader>();
   if (reader.layer == nullptr || !x.device().is_cuda()) [[likely]]
     return;
-  const Float8Casts& casts = reader.layer->casts();
-  const Tensor scale = reader.layer->scale(Float8Role::kInput);
+  const Fp8Casts& casts = reader.layer->casts();
+  const Tensor scale = reader.layer->scale(Fp8Role::kInput);
   // Before the first call the scales lie elsewhere.
   if (!scale.defined() || scale.device() != x.device()) return;
   if (casts.input_of_weight != std::optional(casts.input)) return;
@@ -74,24 +74,24 @@ Float8Norm::Float8Norm(const Tensor& x, int64_t columns) {
     return;
   }
   const AutocastMode& mode = Context::current().slot<AutocastMode>();
-  const std::optional<DType> through = float8_through(x, casts);
+  const std::optional<DType> through = fp8_through(x, casts);
   if (mode.boundary != nullptr || mode.dtype != through.value_or(x.dtype())) return;
   if (Context::current().slot<OpObserverSlot>().observer != nullptr) return;  // may read results
   layer_ = reader.layer;
-  wants_ = layer_->notes(Float8Role::kInput);
+  wants_ = layer_->notes(Fp8Role::kInput);
   wants_.by_columns = grad_enabled() && reader.weight->requires_grad();
   wants_.through = through;
 }
 
-kernels::RowNorm Float8Norm::forward(const Tensor& x, const Tensor& residual, int64_t columns,
-                                     const Tensor& weight, const Tensor& bias, double eps,
-                                     bool center) const {
+kernels::RowNorm Fp8Norm::forward(const Tensor& x, const Tensor& residual, int64_t columns,
+                                  const Tensor& weight, const Tensor& bias, double eps,
+                                  bool center) const {
   if (layer_ == nullptr) {
     return kernels::row_norm_forward(x, residual, columns, weight, bias, eps, center);
   }
   kernels::QuantizedRowNorm made =
       kernels::row_norm_quantized(x, residual, columns, weight, bias, eps, center,
-                                  layer_->casts().input, layer_->scale(Float8Role::kInput), wants_);
+                                  layer_->casts().input, layer_->scale(Fp8Role::kInput), wants_);
   auto slot = std::make_unique<NormalisedSlot>();
   slot->source = raw::alias(residual.defined() ? made.norm.sum : x);
   slot->version = slot->source.version();
@@ -109,7 +109,7 @@ kernels::RowNorm Float8Norm::forward(const Tensor& x, const Tensor& residual, in
   return std::move(made.norm);
 }
 
-std::optional<kernels::Quantized> take_normalised(const Tensor& x, const Float8Linear& layer,
+std::optional<kernels::Quantized> take_normalised(const Tensor& x, const Fp8Linear& layer,
                                                   std::optional<DType> through, bool by_columns) {
   NormalisedSlot* const slot = normalised_slot(x);
   if (slot == nullptr) return std::nullopt;

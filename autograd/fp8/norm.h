@@ -1,5 +1,5 @@
-// Norms in front of layers in float8. Where one layer reads what a norm gives, and its scale is
-// known before (recipe `delayed`), the norm of a GPU writes that layer's operand in float8, by rows
+// Norms in front of layers in fp8. Where one layer reads what a norm gives, and its scale is
+// known before (recipe `delayed`), the norm of a GPU writes that layer's operand in fp8, by rows
 // and by columns, and no result: see kernels::row_norm_quantized(). Bytes, scales, notes and
 // gradients are those of the norm and the layer one after the other, to the bit.
 //
@@ -16,8 +16,8 @@
 namespace tessera {
 
 // Of the layer that reads what norms give that are called now, and the place of its weight.
-struct Float8Reader {
-  std::shared_ptr<Float8Linear> layer;
+struct Fp8Reader {
+  std::shared_ptr<Fp8Linear> layer;
   const Tensor* weight = nullptr;
 };
 

@@ -1,4 +1,4 @@
-// What a call of a layer in float8 quantises, and what of it backward reads. Internal.
+// What a call of a layer in fp8 quantises, and what of it backward reads. Internal.
 #pragma once
 
 #include <optional>
@@ -8,13 +8,13 @@
 
 namespace tessera {
 
-struct Float8Kept {
+struct Fp8Kept {
   Tensor x, x_scales;  // for grad_W: bytes, or x itself and no scales; undefined: unwanted
   Tensor weight, weight_scales;  // for grad_x
 };
 // Of bytes that were kept, as a product of backward takes them: a GPU's are by columns.
-inline kernels::Quantized float8_kept(const Tensor& bytes, const Tensor& inverse,
-                                      const kernels::ScaleTile& tile) {
+inline kernels::Quantized fp8_kept(const Tensor& bytes, const Tensor& inverse,
+                                   const kernels::ScaleTile& tile) {
   const bool by_columns = bytes.device().is_cuda();
   return {.values = by_columns ? Tensor() : bytes,
           .transposed = by_columns ? bytes : Tensor(),
@@ -22,65 +22,64 @@ inline kernels::Quantized float8_kept(const Tensor& bytes, const Tensor& inverse
           .tile = tile};
 }
 
-struct Float8Operands {
+struct Fp8Operands {
   Tensor rows;                   // x as a matrix
   kernels::Quantized x, weight;  // of the result
   bool wants_x = false, wants_weight = false;
-  kernels::Quantized x_of_weight;     // of grad_W, where that runs in float8
+  kernels::Quantized x_of_weight;     // of grad_W, where that runs in fp8
   kernels::Quantized weight_of_grad;  // of grad_x
-  Float8Kept kept() const;
+  Fp8Kept kept() const;
 };
 
 // The copy that backward reads, see above, and its scales.
-inline const Tensor& float8_to_keep(const kernels::Quantized& q) {
+inline const Tensor& fp8_to_keep(const kernels::Quantized& q) {
   return q.device().is_cuda() ? q.transposed : q.values;
 }
-inline const Tensor& float8_scales_to_keep(const kernels::Quantized& q) {
+inline const Tensor& fp8_scales_to_keep(const kernels::Quantized& q) {
   return q.inverse_by_columns.defined() ? q.inverse_by_columns : q.inverse;
 }
 
 // The kept bytes of a weight; the layer is told where they are new.
-kernels::Quantized float8_weight(const Tensor& weight, const kernels::QuantizeOptions& options,
-                                 Float8Linear& layer);
+kernels::Quantized fp8_weight(const Tensor& weight, const kernels::QuantizeOptions& options,
+                              Fp8Linear& layer);
 
 // dy for the products that are wanted, and the sums of its columns where they came of the same
 // pass.
-struct Float8Gradient {
+struct Fp8Gradient {
   kernels::Quantized of_x, of_weight;  // for grad_x and grad_W
   Tensor sums = {};
 };
-struct Float8GradientWants {
-  bool x = false, weight = false;  // the latter where that product runs in float8
+struct Fp8GradientWants {
+  bool x = false, weight = false;  // the latter where that product runs in fp8
   bool sums = false;
   Tensor factor = {};  // see QuantizeWants
 };
 // dy: [rows, out]. The layer is told.
-Float8Gradient float8_gradient(const Tensor& dy, Float8Linear& layer,
-                               const Float8GradientWants& wanted);
+Fp8Gradient fp8_gradient(const Tensor& dy, Fp8Linear& layer, const Fp8GradientWants& wanted);
 // What one quantisation for both products gets.
-inline kernels::QuantizeWants float8_grad_wants(Float8Linear& layer, bool by_rows, bool by_columns,
-                                                bool sums) {
-  kernels::QuantizeWants wants = layer.notes(Float8Role::kGradOutput);
+inline kernels::QuantizeWants fp8_grad_wants(Fp8Linear& layer, bool by_rows, bool by_columns,
+                                             bool sums) {
+  kernels::QuantizeWants wants = layer.notes(Fp8Role::kGradOutput);
   wants.by_rows = by_rows;
   wants.by_columns = by_columns;
   wants.sums = sums;
   return wants;
 }
 
-inline double float8_flops(int64_t m, int64_t n, int64_t k) {
+inline double fp8_flops(int64_t m, int64_t n, int64_t k) {
   return 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
 }
 
 // x as [rows, features], contiguous.
-Tensor float8_rows(const Tensor& x);
+Tensor fp8_rows(const Tensor& x);
 
 // Quantises x (of the dtype that autocast gives it, or rounded to `through`) and the leaf `weight`,
-// as layer.casts() says, and tells the layer. Throws as float8_linear().
-Float8Operands float8_operands(const Op& op, const Tensor& x, const Tensor& weight,
-                               Float8Linear& layer, std::optional<DType> through = {});
+// as layer.casts() says, and tells the layer. Throws as fp8_linear().
+Fp8Operands fp8_operands(const Op& op, const Tensor& x, const Tensor& weight, Fp8Linear& layer,
+                         std::optional<DType> through = {});
 
 // The dtype to which a GPU rounds an f32 x while it quantises it, where autocast would make a
 // tensor of that dtype first; none where it would not, or where x itself is kept.
-std::optional<DType> float8_through(const Tensor& x, const Float8Casts& casts);
+std::optional<DType> fp8_through(const Tensor& x, const Fp8Casts& casts);
 
 }  // namespace tessera

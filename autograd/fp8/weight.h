@@ -1,4 +1,4 @@
-// Weights that products in float8 read, for who moves weights: sharded training sends the bytes
+// Weights that products in fp8 read, for who moves weights: sharded training sends the bytes
 // that these products read in place of f32 values (distributed/fully_shard/fp8_part.h).
 #pragma once
 
@@ -14,25 +14,25 @@ namespace tessera {
 
 struct WeightKey;  // autograd/weight_cache.h
 
-// The layers in float8 of this context, by the places of their weights. Who makes them
+// The layers in fp8 of this context, by the places of their weights. Who makes them
 // (precision/fp8_linear.h) keeps the list.
-struct Float8Weights {
-  std::unordered_map<const Tensor*, std::weak_ptr<Float8Linear>> layers;
+struct Fp8Weights {
+  std::unordered_map<const Tensor*, std::weak_ptr<Fp8Linear>> layers;
 };
 
 // The copy that these layers read of the weight that stands in `places`, one scale for all of it.
 // None where a place is no layer's, where layers quantise in different ways or with scales of their
 // own, and where a weight has several scales: rows, blocks.
-std::optional<WeightKey> float8_key_of(std::span<Tensor* const> places);
+std::optional<WeightKey> fp8_key_of(std::span<Tensor* const> places);
 
 namespace detail {
 // Its second input is a weight, of which it reads the quantised copy that is kept.
-extern const Op kFloat8Linear;
-extern const Op kFloat8LinearGeluLinear;  // its second and fourth
+extern const Op kFp8Linear;
+extern const Op kFp8LinearGeluLinear;  // its second and fourth
 // Whether that is how `op` reads its input of this number.
-inline bool reads_float8(const Op& op, size_t input) {
-  return (&op == &kFloat8Linear && input == 1) ||
-         (&op == &kFloat8LinearGeluLinear && (input == 1 || input == 3));
+inline bool reads_fp8(const Op& op, size_t input) {
+  return (&op == &kFp8Linear && input == 1) ||
+         (&op == &kFp8LinearGeluLinear && (input == 1 || input == 3));
 }
 }  // namespace detail
 

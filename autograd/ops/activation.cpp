@@ -10,7 +10,7 @@ namespace {
 
 void check_real(const Op& op, const Tensor& x) {
   check_defined(op, "the input", x);
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op,
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), op,
                  "expects an f64, f32, f16 or bf16 tensor; got ", x, "; convert with to(dtype)");
 }
 

@@ -24,7 +24,7 @@ const Op kAttention{.name = "scaled_dot_product_attention",
 namespace {
 
 void check_dtypes(const Op& op, const Tensor& q, const Tensor& k, const Tensor& v) {
-  TS_CHECK_DTYPE(is_floating(q.dtype()) && !is_float8(q.dtype()), op,
+  TS_CHECK_DTYPE(is_floating(q.dtype()) && !is_fp8(q.dtype()), op,
                  "expects f64, f32, f16 or bf16; got ", q, "; convert with to(dtype)");
   TS_CHECK_DTYPE(q.dtype() == k.dtype() && q.dtype() == v.dtype(), op,
                  "expects query, key and value of one dtype; got ", q, ", ", k, " and ", v);
@@ -65,7 +65,7 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v,
            "takes a mask or lengths, not both; hide what lies beyond the lengths in the mask");
   TS_CHECK(!options.causal, kAttention,
            "takes a mask or causal, not both; combine the mask with tril(ones)");
-  TS_CHECK_DTYPE(mask.dtype() == kBool || (is_floating(mask.dtype()) && !is_float8(mask.dtype())),
+  TS_CHECK_DTYPE(mask.dtype() == kBool || (is_floating(mask.dtype()) && !is_fp8(mask.dtype())),
                  kAttention, "expects a bool or floating mask; got ", mask);
   TS_CHECK_DEVICE(mask.device() == q.device(), kAttention, "the mask is ", mask, ", the query ", q);
   TS_CHECK_SHAPE(broadcastable_to(mask.shape(), {q.size(0), q.size(1), q.size(2), k.size(2)}),

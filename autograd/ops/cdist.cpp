@@ -94,7 +94,7 @@ Tensor cdist(const Tensor& a, const Tensor& b, double p, EuclideanProduct produc
   check_defined(kCdist, "b", b);
   TS_CHECK_SHAPE(a.dim() >= 2 && b.dim() >= 2 && a.size(-1) == b.size(-1), kCdist,
                  "expects [..., P, M] and [..., R, M]; got ", a, " and ", b);
-  TS_CHECK_DTYPE(is_floating(a.dtype()) && !is_float8(a.dtype()) && a.dtype() == b.dtype(), kCdist,
+  TS_CHECK_DTYPE(is_floating(a.dtype()) && !is_fp8(a.dtype()) && a.dtype() == b.dtype(), kCdist,
                  "expects one dtype of f64, f32, f16 and bf16; got ", a, " and ", b);
   TS_CHECK(p >= 0, kCdist, "p must not be negative; got ", p);
   const int64_t P = a.size(-2), R = b.size(-2), M = a.size(-1);

@@ -57,7 +57,7 @@ void check_conv(const Tensor& x, const Tensor& weight, const Tensor& bias, int64
 }
 
 void check_conv_dtypes(Inputs in) {
-  TS_CHECK_DTYPE(is_floating(in[0].dtype()) && !is_float8(in[0].dtype()), kConv2d,
+  TS_CHECK_DTYPE(is_floating(in[0].dtype()) && !is_fp8(in[0].dtype()), kConv2d,
                  "expects f64, f32, f16 or bf16; got ", in[0]);
   for (const Tensor& other : in.subspan(1)) {
     TS_CHECK_DTYPE(!other.defined() || other.dtype() == in[0].dtype(), kConv2d,
@@ -294,7 +294,7 @@ struct PoolGeometry {
 PoolGeometry pool_geometry(const Op& op, const Tensor& x, const Shape& kernel, const Shape& stride,
                            const Shape& padding, const Shape& dilation, bool ceil_mode) {
   TS_CHECK_SHAPE(x.dim() == 3 || x.dim() == 4, op, "expects [N, C, H, W] or [C, H, W]; got ", x);
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op,
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), op,
                  "expects f64, f32, f16 or bf16; got ", x);
   PoolGeometry g;
   spread(op, "kernel_size", kernel, 2, 1, g.kernel);
@@ -520,7 +520,7 @@ Tensor adaptive_avg_pool2d(const Tensor& x, const Shape& output_size) {
                  "expects [N, C, H, W] or [C, H, W]; got ", x);
   TS_CHECK_SHAPE(x.size(-2) > 0 && x.size(-1) > 0, kAdaptiveAvgPool2d,
                  "expects planes that are not empty; got ", x);
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), kAdaptiveAvgPool2d,
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), kAdaptiveAvgPool2d,
                  "expects f64, f32, f16 or bf16; got ", x);
   int64_t output[2];
   spread(kAdaptiveAvgPool2d, "output_size", output_size, 2, 0, output);
@@ -539,7 +539,7 @@ Tensor interpolate(const Tensor& given, const Shape& size, std::span<const doubl
   const int spatial = x.dim() - 2;
   TS_CHECK_SHAPE(spatial >= 1 && spatial <= 3, kInterpolate,
                  "expects [N, C, ...] with one to three spatial dimensions; got ", x);
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), kInterpolate,
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), kInterpolate,
                  "expects f64, f32, f16 or bf16; got ", x);
   TS_CHECK(size.empty() != scale_factor.empty(), kInterpolate,
            "expects a size or factors, one of the two");

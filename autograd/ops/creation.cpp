@@ -17,8 +17,8 @@ RandomStream stream_or_next(const std::optional<RandomStream>& stream) {
 }
 
 void check_random_dtype(DType dtype, std::string_view where) {
-  TS_CHECK_DTYPE(is_floating(dtype) && !is_float8(dtype), where,
-                 "makes f64, f32, f16 or bf16; got ", dtype, "; convert the result with to(dtype)");
+  TS_CHECK_DTYPE(is_floating(dtype) && !is_fp8(dtype), where, "makes f64, f32, f16 or bf16; got ",
+                 dtype, "; convert the result with to(dtype)");
 }
 
 }  // namespace

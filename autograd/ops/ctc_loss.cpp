@@ -46,7 +46,7 @@ Tensor ctc_loss(const Tensor& log_probs, const Tensor& targets, const Tensor& in
                 bool zero_infinity) {
   TS_CHECK(log_probs.defined() && targets.defined(), kCtcLoss,
            "log_probs or targets is undefined; give it a value first");
-  TS_CHECK_DTYPE(is_floating(log_probs.dtype()) && !is_float8(log_probs.dtype()), kCtcLoss,
+  TS_CHECK_DTYPE(is_floating(log_probs.dtype()) && !is_fp8(log_probs.dtype()), kCtcLoss,
                  "log_probs must be f64, f32, f16 or bf16; got ", log_probs);
   TS_CHECK_DTYPE(targets.dtype() == kI64 || targets.dtype() == kI32, kCtcLoss,
                  "targets must be i64 or i32; got ", targets);

@@ -13,7 +13,7 @@ namespace tessera {
 
 inline void check_arithmetic(const Op& op, const Tensor& x, const char* name = "the input") {
   check_defined(op, name, x);
-  TS_CHECK_DTYPE(!is_float8(x.dtype()), op, "float8 is storage only; got ", x,
+  TS_CHECK_DTYPE(!is_fp8(x.dtype()), op, "fp8 is storage only; got ", x,
                  "; convert with to(dtype)");
 }
 inline void check_arithmetic(const Op& op, const Tensor& a, const Tensor& b) {
@@ -33,7 +33,7 @@ inline void check_not_bool(const Op& op, const Tensor& x, std::string_view inste
 
 inline void check_integers(const Op& op, const Tensor& x, const char* name = "the input") {
   check_defined(op, name, x);
-  TS_CHECK_DTYPE(!is_floating(x.dtype()) && !is_float8(x.dtype()), op,
+  TS_CHECK_DTYPE(!is_floating(x.dtype()) && !is_fp8(x.dtype()), op,
                  "is defined for integers and bool; got ", x, "; convert with to(dtype)");
 }
 

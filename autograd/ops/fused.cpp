@@ -39,7 +39,7 @@ void check_layer(const Op& op, const Tensor& x, const Tensor& weight, const Tens
                  "expects a bias of [", weight.size(0), "]; got ", bias);
 }
 void check_layer_dtypes(const Op& op, const Tensor& x, const Tensor& weight, const Tensor& bias) {
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()) && x.dtype() == weight.dtype() &&
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()) && x.dtype() == weight.dtype() &&
                      (!bias.defined() || bias.dtype() == x.dtype()),
                  op, "expects operands of one floating dtype; got ", x, ", ", weight, " and ",
                  bias);
@@ -250,11 +250,11 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
     return cross_entropy(linear(x, weight), target,
                          {.ignore_index = ignore_index, .reduction = reduction});
   }
-  if (const Float8Slot& slot = Context::current().slot<Float8Slot>();
+  if (const Fp8Slot& slot = Context::current().slot<Fp8Slot>();
       slot.weight != nullptr && slot.weight->is(weight)) [[unlikely]] {
-    const std::shared_ptr<Float8Linear> layer = slot.layer;
+    const std::shared_ptr<Fp8Linear> layer = slot.layer;
     if (layer->takes(x, weight, x.size(0))) {
-      return float8_linear_cross_entropy(x, weight, target, layer, ignore_index, reduction);
+      return fp8_linear_cross_entropy(x, weight, target, layer, ignore_index, reduction);
     }
   }
   const bool mean = reduction == Reduction::kMean;
@@ -263,10 +263,10 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
   return differentiable(
       kLinearCrossEntropy, {x, weight, target},
       [=](Inputs in, Extras& extras) {
-        TS_CHECK_DTYPE(is_floating(in[0].dtype()) && !is_float8(in[0].dtype()) &&
-                           in[0].dtype() == in[1].dtype(),
-                       kLinearCrossEntropy, "expects x and weight of one floating dtype; got ",
-                       in[0], " and ", in[1]);
+        TS_CHECK_DTYPE(
+            is_floating(in[0].dtype()) && !is_fp8(in[0].dtype()) && in[0].dtype() == in[1].dtype(),
+            kLinearCrossEntropy, "expects x and weight of one floating dtype; got ", in[0], " and ",
+            in[1]);
         const kernels::LinearCrossEntropy result = kernels::linear_cross_entropy(
             in[0], in[1], in[2], ignore_index, mean, want_x, want_weight);
         // The two gradient products are made here as well.

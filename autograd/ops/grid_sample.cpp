@@ -40,7 +40,7 @@ Tensor grid_sample(const Tensor& x, const Tensor& grid, Interpolation mode, Grid
                  " coordinates in the last; got ", grid);
   TS_CHECK_SHAPE(grid.size(0) == x.size(0), kGridSample, "x and grid must have as many samples; ",
                  "got ", x, " and ", grid);
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()) && x.dtype() == grid.dtype(),
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()) && x.dtype() == grid.dtype(),
                  kGridSample, "expects x and grid of one dtype of f64, f32, f16 and bf16; got ", x,
                  " and ", grid);
   const int64_t N = x.size(0), C = x.size(1);

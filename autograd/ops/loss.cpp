@@ -20,7 +20,7 @@ namespace {
 
 void check_input(const Op& op, const char* name, const Tensor& x) {
   check_defined(op, name, x);
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op, name,
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), op, name,
                  " must be f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
 }
 Tensor reduced(const Tensor& losses, Reduction reduction) {

@@ -16,7 +16,7 @@ namespace {
 void check_one_dtype(const Op& op, const Tensor& a, const Tensor& b) {
   TS_CHECK_DTYPE(a.dtype() == b.dtype(), op, "expects operands of one dtype; got ", a, " and ", b,
                  "; convert one with to(dtype)");
-  TS_CHECK_DTYPE(a.dtype() != kBool && !is_float8(a.dtype()), op, "has no products of ", a.dtype(),
+  TS_CHECK_DTYPE(a.dtype() != kBool && !is_fp8(a.dtype()), op, "has no products of ", a.dtype(),
                  "; convert with to(dtype)");
 }
 
@@ -172,11 +172,11 @@ void check_linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
 
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   check_linear(x, weight, bias);
-  if (const Float8Slot& slot = Context::current().slot<Float8Slot>();
+  if (const Fp8Slot& slot = Context::current().slot<Fp8Slot>();
       slot.weight != nullptr && slot.weight->is(weight)) [[unlikely]] {
-    const std::shared_ptr<Float8Linear> layer = slot.layer;
+    const std::shared_ptr<Fp8Linear> layer = slot.layer;
     const int64_t rows = numel_of(x.shape().slice(0, x.dim() - 1));
-    if (layer->takes(x, weight, rows)) return float8_linear(x, weight, bias, layer);
+    if (layer->takes(x, weight, rows)) return fp8_linear(x, weight, bias, layer);
   }
   return differentiable(
       kLinear, {x, weight, bias},
@@ -197,7 +197,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias, const T
   shape[x.dim() - 1] = weight.size(0);
   TS_CHECK_SHAPE(residual.shape() == shape, kLinear, "expects a residual of ", shape, "; got ",
                  residual);
-  if (const Float8Slot& slot = Context::current().slot<Float8Slot>();
+  if (const Fp8Slot& slot = Context::current().slot<Fp8Slot>();
       slot.weight != nullptr && slot.weight->is(weight)) [[unlikely]] {
     return add(residual, linear(x, weight, bias));
   }

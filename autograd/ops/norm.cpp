@@ -17,7 +17,7 @@ namespace {
 
 void check_input(const Op& op, const Tensor& x) {
   check_defined(op, "x", x);
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op,
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), op,
                  "expects f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
 }
 void check_parameter(const Op& op, const char* name, const Tensor& parameter, const Shape& shape,
@@ -25,7 +25,7 @@ void check_parameter(const Op& op, const char* name, const Tensor& parameter, co
   if (!parameter.defined()) return;
   TS_CHECK_SHAPE(parameter.shape() == shape, op, name, " must have shape ", shape, "; got ",
                  parameter, " for x ", x);
-  TS_CHECK_DTYPE(is_floating(parameter.dtype()) && !is_float8(parameter.dtype()), op, name,
+  TS_CHECK_DTYPE(is_floating(parameter.dtype()) && !is_fp8(parameter.dtype()), op, name,
                  " must be f64, f32, f16 or bf16; got ", parameter);
   TS_CHECK_DEVICE(parameter.device() == x.device(), op, name, " is on ", parameter.device(),
                   " and x on ", x.device());
@@ -127,7 +127,7 @@ Tensor layer_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& 
                   const Tensor& bias, double eps) {
   const int64_t columns = check_rows(kLayerNorm, x, normalized_shape, weight, bias);
   const bool has_weight = weight.defined(), has_bias = bias.defined();
-  const Float8Norm norm(x, columns);
+  const Fp8Norm norm(x, columns);
   return differentiable(
       kLayerNorm, {x, weight, bias},
       [&](Inputs in, Extras& extras) {
@@ -156,7 +156,7 @@ Tensor rms_norm(const Tensor& x, const Shape& normalized_shape, const Tensor& we
   // torch's default is the epsilon of the type that it calculates in.
   const double eps = given_eps.value_or(epsilon_of(x.dtype() == kF64 ? kF64 : kF32));
   const bool has_weight = weight.defined();
-  const Float8Norm norm(x, columns);
+  const Fp8Norm norm(x, columns);
   return differentiable(
       kRmsNorm, {x, weight},
       [&](Inputs in, Extras& extras) {
@@ -188,7 +188,7 @@ ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
   const int64_t columns = check_rows(kResidualLayerNorm, x, normalized_shape, weight, bias);
   TS_CHECK_SHAPE(residual.shape() == x.shape(), kResidualLayerNorm,
                  "x and residual must have one shape; got ", x, " and ", residual);
-  TS_CHECK_DTYPE(is_floating(residual.dtype()) && !is_float8(residual.dtype()), kResidualLayerNorm,
+  TS_CHECK_DTYPE(is_floating(residual.dtype()) && !is_fp8(residual.dtype()), kResidualLayerNorm,
                  "expects a floating residual; got ", residual);
   if (residual.dtype() != x.dtype()) {  // as add: under autocast x is low, the stream f32
     const DType widest = promote_types(x.dtype(), residual.dtype());
@@ -202,7 +202,7 @@ ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
   std::optional<kernels::ResidualDropout> dropped;
   if (drop > 0) dropped.emplace(drop, stream ? *stream : next_random_stream());
   const bool has_weight = weight.defined(), has_bias = bias.defined();
-  const Float8Norm norm(x, columns);
+  const Fp8Norm norm(x, columns);
   const TensorList both = differentiable(
       kResidualLayerNorm, {x, residual, weight, bias},
       [&](Inputs in, Extras& extras) -> TensorList {

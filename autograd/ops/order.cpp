@@ -13,7 +13,7 @@ namespace {
 
 void check_orderable(std::string_view op, const Tensor& x) {
   TS_CHECK(x.defined(), op, "a tensor is undefined");
-  TS_CHECK_DTYPE(!is_float8(x.dtype()), op, "float8 is storage only; got ", x,
+  TS_CHECK_DTYPE(!is_fp8(x.dtype()), op, "fp8 is storage only; got ", x,
                  "; convert with to(dtype)");
 }
 
@@ -132,7 +132,7 @@ Tensor interpolated(const Tensor& sorted, const Tensor& q, Quantile interpolatio
 Tensor quantile_of(const Tensor& x, const Tensor& q, std::optional<int64_t> dim, bool keepdim,
                    Quantile interpolation) {
   TS_CHECK(x.defined(), kQuantile, "x is undefined");
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), kQuantile,
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), kQuantile,
                  "expects f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
   TS_CHECK_SHAPE(x.numel() > 0, kQuantile, "needs at least one element; got ", x);
   if (x.dtype() != kF32 && x.dtype() != kF64) {  // ranks need more than 16 bits

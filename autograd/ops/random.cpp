@@ -19,7 +19,7 @@ Tensor masked_by(const Tensor& x, double p, RandomStream stream) {
 
 Tensor dropout(const Tensor& x, double p, bool training, std::optional<RandomStream> stream) {
   TS_CHECK(p >= 0 && p <= 1, kDropout, "p must be in [0, 1]; got ", p);
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), kDropout,
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), kDropout,
                  "expects f64, f32, f16 or bf16; got ", x);
   if (!training || p == 0) return x;
   if (p == 1) return mul(x, Scalar(0));

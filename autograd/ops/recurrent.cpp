@@ -155,8 +155,8 @@ void check_recurrent(std::string_view op, const RecurrentOperands& o, int64_t ga
 
 void check_one_dtype(const Op& op, Inputs in) {
   for (const Tensor& x : in) {
-    TS_CHECK_DTYPE(!x.defined() || (x.dtype() == in[0].dtype() && is_floating(x.dtype()) &&
-                                    !is_float8(x.dtype())),
+    TS_CHECK_DTYPE(!x.defined() ||
+                       (x.dtype() == in[0].dtype() && is_floating(x.dtype()) && !is_fp8(x.dtype())),
                    op, "expects operands of one floating dtype; got ", in[0], " and ", x);
   }
 }

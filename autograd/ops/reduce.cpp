@@ -14,14 +14,14 @@
 namespace tessera {
 namespace {
 
-void check_not_float8(const Op& op, const Tensor& x) {
+void check_not_fp8(const Op& op, const Tensor& x) {
   check_defined(op, "the input", x);
-  TS_CHECK_DTYPE(!is_float8(x.dtype()), op, "float8 is storage only; got ", x,
+  TS_CHECK_DTYPE(!is_fp8(x.dtype()), op, "fp8 is storage only; got ", x,
                  "; convert with to(dtype)");
 }
 void check_reducible(const Op& op, const Tensor& x) {
   check_defined(op, "the input", x);
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), op,
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), op,
                  "expects f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
 }
 // Integers are calculated in f32 where the result cannot be an integer.
@@ -51,7 +51,7 @@ DType sum_dtype(DType dtype) { return is_floating(dtype) ? dtype : kI64; }
 const Op kSum{.name = "sum", .autocast = Autocast::kFloat32};
 
 Tensor sum(const Tensor& x, const Shape& dims, bool keepdim, std::optional<DType> dtype) {
-  check_not_float8(kSum, x);
+  check_not_fp8(kSum, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kSum.name);
   return differentiable(
       kSum, {x},
@@ -64,7 +64,7 @@ Tensor sum(const Tensor& x, const Shape& dims, bool keepdim, std::optional<DType
 const Op kSumTo{.name = "sum_to"};
 
 Tensor sum_to(const Tensor& x, const Shape& shape) {
-  check_not_float8(kSumTo, x);
+  check_not_fp8(kSumTo, x);
   if (x.shape() == shape) return x;
   TS_CHECK_SHAPE(broadcastable_to(shape, x.shape()), kSumTo, "shape ", shape,
                  " does not broadcast to that of x, ", x);
@@ -174,7 +174,7 @@ Tensor prod(const Tensor& x) {
 }
 
 Tensor prod(const Tensor& x, int64_t dim, bool keepdim) {
-  check_not_float8(kProd, x);
+  check_not_fp8(kProd, x);
   const Shape wrapped = one_dim(x, dim, kProd);
   return differentiable(
       kProd, {x},
@@ -189,7 +189,7 @@ Tensor prod(const Tensor& x, int64_t dim, bool keepdim) {
 }
 
 Tensor cumsum(const Tensor& x, int64_t dim) {
-  check_not_float8(kCumsum, x);
+  check_not_fp8(kCumsum, x);
   return running_sum(x, wrap_dim(dim, x.dim(), kCumsum.name), false);
 }
 
@@ -199,7 +199,7 @@ const Op kCumprod{.name = "cumprod",
                   .reads_outputs = outputs(0)};
 
 Tensor cumprod(const Tensor& x, int64_t dim) {
-  check_not_float8(kCumprod, x);
+  check_not_fp8(kCumprod, x);
   const int wrapped = wrap_dim(dim, x.dim(), kCumprod.name);
   return differentiable(
       kCumprod, {x},
@@ -240,7 +240,7 @@ Tensor shared_gradient(const Tensor& dy, const Tensor& x, const Tensor& y, const
 Tensor extreme_values(const Op& op, const Tensor& x, const Shape& dims, bool keepdim,
                       Tensor (*kernel)(const Tensor&, const Shape&, bool),
                       bool nan_shares = false) {
-  check_not_float8(op, x);
+  check_not_fp8(op, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), op.name);
   return differentiable(
       op, {x}, [=](Inputs in) { return kernel(in[0], wrapped, keepdim); },
@@ -251,7 +251,7 @@ Tensor extreme_values(const Op& op, const Tensor& x, const Shape& dims, bool kee
 
 ValuesIndices extreme_along(const Op& op, const Tensor& x, int64_t dim, bool keepdim,
                             bool largest) {
-  check_not_float8(op, x);
+  check_not_fp8(op, x);
   const int wrapped = wrap_dim(dim, x.dim(), op.name);
   TensorList both = differentiable(
       op, {x},
@@ -273,7 +273,7 @@ ValuesIndices extreme_along(const Op& op, const Tensor& x, int64_t dim, bool kee
 
 Tensor extreme_index(const Op& op, const Tensor& x, std::optional<int64_t> dim, bool keepdim,
                      bool largest) {
-  check_not_float8(op, x);
+  check_not_fp8(op, x);
   return not_differentiable(op, {x}, [=, &op](Inputs in) {
     if (dim) {
       const int wrapped = wrap_dim(*dim, in[0].dim(), op.name);
@@ -337,7 +337,7 @@ Tensor logical(const Tensor& truth, const Tensor& x) {
 const Op kAny{.name = "any"};
 
 Tensor any(const Tensor& x, const Shape& dims, bool keepdim) {
-  check_not_float8(kAny, x);
+  check_not_fp8(kAny, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kAny.name);
   return not_differentiable(
       kAny, {x}, [=](Inputs in) { return logical(kernels::any(in[0], wrapped, keepdim), in[0]); });
@@ -346,7 +346,7 @@ Tensor any(const Tensor& x, const Shape& dims, bool keepdim) {
 const Op kAll{.name = "all"};
 
 Tensor all(const Tensor& x, const Shape& dims, bool keepdim) {
-  check_not_float8(kAll, x);
+  check_not_fp8(kAll, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kAll.name);
   return not_differentiable(
       kAll, {x}, [=](Inputs in) { return logical(kernels::all(in[0], wrapped, keepdim), in[0]); });
@@ -355,7 +355,7 @@ Tensor all(const Tensor& x, const Shape& dims, bool keepdim) {
 const Op kCountNonzero{.name = "count_nonzero"};
 
 Tensor count_nonzero(const Tensor& x, const Shape& dims) {
-  check_not_float8(kCountNonzero, x);
+  check_not_fp8(kCountNonzero, x);
   const Shape wrapped = wrap_dims(dims, x.dim(), kCountNonzero.name);
   return not_differentiable(kCountNonzero, {x},
                             [=](Inputs in) { return kernels::count_nonzero(in[0], wrapped); });

@@ -583,8 +583,8 @@ Tensor pad(const Tensor& x, const Shape& sizes, Pad mode, double value) {
     }
   }
   if (mode == Pad::kConstant) return pad_constant(x, sizes, value);
-  TS_CHECK_DTYPE(x.dtype() != kBool && !is_float8(x.dtype()), kPad,
-                 "this mode expects a floating (not float8) or integer tensor; got ", x);
+  TS_CHECK_DTYPE(x.dtype() != kBool && !is_fp8(x.dtype()), kPad,
+                 "this mode expects a floating (not fp8) or integer tensor; got ", x);
   for (int i = 0; i < sizes.size() / 2; ++i) {
     const int d = x.dim() - 1 - i;
     // A map without places would mean "as it is".

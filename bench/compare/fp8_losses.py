@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The losses of a GPT in float8 beside torchao's emulation, from the same weights and batches.
+"""The losses of a GPT in fp8 beside torchao's emulation, from the same weights and batches.
 
 Both sides train with AdamW and clipping as pytorch_gpt.py does, in bf16 autocast with the linear
-layers in float8, and once more without float8. torchao runs with emulate=True, which needs no GPU.
+layers in fp8, and once more without fp8. torchao runs with emulate=True, which needs no GPU.
 
     .venv/bin/pip install -r bench/requirements.txt torchao==0.18.0
     python bench/compare/fp8_losses.py --build build/release --text tinyshakespeare.txt
@@ -70,10 +70,10 @@ def write_gpt2(folder):
     save_file({"tokens": tokens}, os.path.join(folder, "batches.safetensors"))
 
 
-def torch_losses(float8):
+def torch_losses(fp8):
     model.load_state_dict(initial)
     trained = model
-    if float8:
+    if fp8:
         # The head is a product of its own (F.linear), no module: it stays in bf16.
         config = dataclasses.replace(Float8LinearConfig.from_recipe_name(arguments.recipe), emulate=True)
         trained = convert_to_float8_training(model, config=config)
@@ -99,8 +99,8 @@ def tessera_losses(folder, dtype):
 
 with tempfile.TemporaryDirectory() as folder:
     write_gpt2(folder)
-    ours = {"bf16": tessera_losses(folder, "autocast-bf16"), "float8": tessera_losses(folder, f"fp8-{arguments.recipe}")}
-theirs = {"bf16": torch_losses(False), "float8": torch_losses(True)}  # float8 last: it changes the model
+    ours = {"bf16": tessera_losses(folder, "autocast-bf16"), "fp8": tessera_losses(folder, f"fp8-{arguments.recipe}")}
+theirs = {"bf16": torch_losses(False), "fp8": torch_losses(True)}  # fp8 last: it changes the model
 
 
 def relative(a, b):
@@ -108,13 +108,13 @@ def relative(a, b):
 
 
 differences = {kind: relative(ours[kind], theirs[kind]) for kind in ours}
-effect = relative(theirs["float8"], theirs["bf16"])
-print("| step | torchao | tessera | apart | bf16: PyTorch | tessera | apart | float8 from bf16, PyTorch |")
+effect = relative(theirs["fp8"], theirs["bf16"])
+print("| step | torchao | tessera | apart | bf16: PyTorch | tessera | apart | fp8 from bf16, PyTorch |")
 print("|---|---|---|---|---|---|---|---|")
 for i in range(arguments.steps):
-    print(f"| {i + 1} | {theirs['float8'][i]:.5f} | {ours['float8'][i]:.5f} | {differences['float8'][i]:.1e} "
+    print(f"| {i + 1} | {theirs['fp8'][i]:.5f} | {ours['fp8'][i]:.5f} | {differences['fp8'][i]:.1e} "
           f"| {theirs['bf16'][i]:.5f} | {ours['bf16'][i]:.5f} | {differences['bf16'][i]:.1e} | {effect[i]:.1e} |")
-print(f"\nlargest relative difference of {arguments.steps} losses: float8 {max(differences['float8']):.2e}, "
+print(f"\nlargest relative difference of {arguments.steps} losses: fp8 {max(differences['fp8']):.2e}, "
       f"bf16 {max(differences['bf16']):.2e}")
 if arguments.json:
     with open(arguments.json, "w") as file:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Accuracy of the intent example in float8, by what ranks hold and by recipe, beside bf16: a table for
+# Accuracy of the intent example in fp8, by what ranks hold and by recipe, beside bf16: a table for
 # a page of docs/measurements.
 #
 #     bench/compare/fp8_matrix.sh BUILD DATA [FLAGS OF nlp_example...]
@@ -36,7 +36,7 @@ run() {  # MODE RECIPE FLAGS...
 last() { tail -n 1 "$out/$1-$2.txt"; }
 number() { grep -oE "$1 [0-9.]+" <<< "$2" | tail -n 1 | cut -d' ' -f2; }
 
-echo "| ranks | recipe | loss | accuracy | calls in float8 | fallbacks |"
+echo "| ranks | recipe | loss | accuracy | calls in fp8 | fallbacks |"
 echo "|---|---|---|---|---|---|"
 for mode in one ddp zero1 zero2 zero3 fsdp; do
   for recipe in bf16 tensorwise delayed; do

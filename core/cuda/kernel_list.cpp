@@ -17,7 +17,7 @@ void register_elementwise_gradient();
 void register_elementwise_binary();
 void register_elementwise_ternary();
 void register_embedding();
-void register_float8_matmul();
+void register_fp8_matmul();
 void register_index();
 void register_linear_fused();
 void register_matmul();
@@ -52,7 +52,7 @@ void gpu::register_kernels() {
   kernels::register_elementwise_binary();
   kernels::register_elementwise_ternary();
   kernels::register_embedding();
-  kernels::register_float8_matmul();
+  kernels::register_fp8_matmul();
   kernels::register_index();
   kernels::register_linear_fused();
   kernels::register_matmul();

@@ -27,7 +27,7 @@ enum class Mutant : uint8_t {
   kPaddingCounted,  // padding counts as rows
   kForgetSums,      // a reduction begins anew where it should add
   kSkipReduceWait,  // sums are used before they are there
-  // Of weights that travel in float8:
+  // Of weights that travel in fp8:
   kStaleBytes,  // bytes of a weight's values before the step pass for those behind it
   kOwnMaxima,   // a weight's largest magnitude is that of this rank's part
 };

@@ -21,12 +21,12 @@ namespace tessera::distributed {
 
 // ---- Maxima -------------------------------------------------------------------------------------
 
-size_t Float8Maxima::add(const Tensor& part) {
+size_t Fp8Maxima::add(const Tensor& part) {
   weights_.push_back({.part = part});
   return weights_.size() - 1;
 }
 
-float Float8Maxima::of(size_t weight) {
+float Fp8Maxima::of(size_t weight) {
   if (weights_[weight].is_current()) return weights_[weight].all;
   const NoGradGuard no_grad;
   const Tensor message = raw::zeros({static_cast<int64_t>(weights_.size())}, kF32);
@@ -51,7 +51,7 @@ float Float8Maxima::of(size_t weight) {
   return weights_[weight].all;
 }
 
-Tensor Float8Maxima::on_gpu(size_t weight) {
+Tensor Fp8Maxima::on_gpu(size_t weight) {
   const auto slot = [&](const Tensor& all) {
     return raw::narrow(all, 0, static_cast<int64_t>(weight), 1);
   };
@@ -84,13 +84,12 @@ Tensor Float8Maxima::on_gpu(size_t weight) {
 
 // ---- A part -------------------------------------------------------------------------------------
 
-Float8Part::Float8Part(const Tensor& part, int64_t room, WeightKey key,
-                       std::shared_ptr<Float8Maxima> maxima)
+Fp8Part::Fp8Part(const Tensor& part, int64_t room, WeightKey key, std::shared_ptr<Fp8Maxima> maxima)
     : part_(part), room_(room), key_(std::move(key)), maxima_(std::move(maxima)) {
   if (!key_.scale.defined()) number_ = maxima_->add(part_);
 }
 
-const Tensor& Float8Part::bytes() {
+const Tensor& Fp8Part::bytes() {
   const bool is_current = version_ == part_.version() && made_with_ == scale_version();
   if (bytes_.defined() && (is_current || TS_MUTANT(kStaleBytes))) return bytes_;
   const NoGradGuard no_grad;
@@ -105,12 +104,12 @@ const Tensor& Float8Part::bytes() {
   return bytes_;
 }
 
-void Float8Part::make() {
+void Fp8Part::make() {
   const kernels::QuantizeOptions& options = *key_.tiles;
   Tensor scale = key_.scale;
   if (!scale.defined()) {
     const float amax = maxima_->of(number_);
-    scale = raw::full({1}, kernels::float8_scale(amax, options.format, options.power_of_two), kF32);
+    scale = raw::full({1}, kernels::fp8_scale(amax, options.format, options.power_of_two), kF32);
   }
   label_ = {.scale = *scale.data_as<float>()};
   if (part_.numel() == 0) return;
@@ -123,8 +122,8 @@ void Float8Part::make() {
   }
 }
 
-void Float8Part::make_on_gpu() {
-  static_assert(kernels::kPartLabelBytes == sizeof(Float8Label));
+void Fp8Part::make_on_gpu() {
+  static_assert(kernels::kPartLabelBytes == sizeof(Fp8Label));
   const Device device = part_.device();
   if (!label_on_gpu_.defined()) {
     const MemoryCategoryGuard category(MemoryCategory::kWeightCache);
@@ -143,14 +142,14 @@ void Float8Part::make_on_gpu() {
   kernels::write_part_label(label_on_gpu_, made.scale, wants.largest, wants.counts);
 }
 
-void Float8Part::rest() {
+void Fp8Part::rest() {
   rests_ = true;
   resting_version_ = part_.version();
 }
 
-kernels::Quantized float8_whole(std::span<const Float8Label> labels, const WeightKey& key,
-                                const Device& device, std::string_view where,
-                                const std::string& name) {
+kernels::Quantized fp8_whole(std::span<const Fp8Label> labels, const WeightKey& key,
+                             const Device& device, std::string_view where,
+                             const std::string& name) {
   const MemoryCategoryGuard category(MemoryCategory::kWeightCache);
   const float scale = labels.front().scale;
   kernels::Quantized whole{.values = {},
@@ -159,7 +158,7 @@ kernels::Quantized float8_whole(std::span<const Float8Label> labels, const Weigh
                            .tile = key.tiles->tile};
   uint32_t largest = 0;
   for (size_t rank = 0; rank < labels.size(); ++rank) {
-    const Float8Label& label = labels[rank];
+    const Fp8Label& label = labels[rank];
     TS_CHECK_AS(
         DistributedError, std::bit_cast<uint32_t>(label.scale) == std::bit_cast<uint32_t>(scale),
         where, "'", name, "' was quantised with the scale ", label.scale, " on rank ", rank,
@@ -174,7 +173,7 @@ kernels::Quantized float8_whole(std::span<const Float8Label> labels, const Weigh
   return whole;
 }
 
-kernels::Quantized float8_whole(const Tensor& labels, int64_t first, const WeightKey& key) {
+kernels::Quantized fp8_whole(const Tensor& labels, int64_t first, const WeightKey& key) {
   const MemoryCategoryGuard category(MemoryCategory::kWeightCache);
   const kernels::WholeOfParts whole = kernels::read_part_labels(labels, first);
   return {.values = {},

@@ -1,12 +1,12 @@
-// A weight's part as it travels where products in float8 alone read it: a byte an element.
+// A weight's part as it travels where products in fp8 alone read it: a byte an element.
 //
-// [Note: float8 gathers] Where one scale serves the whole weight (autograd/fp8/weight.h), bytes
+// [Note: fp8 gathers] Where one scale serves the whole weight (autograd/fp8/weight.h), bytes
 // of a part that were made with that scale are those of the whole. So a rank quantises its own
 // part, once for new values or a new scale, and keeps the bytes; a gather takes them as they are,
 // and what arrives is the copy that the products read, in the weight cache
 // (autograd/weight_cache.h). The whole has no values then, as with casts ([Note: casts] in
 // param_group.h), and whatever reads it by another way gathers the unit as it is stored. That
-// lasts until the weight is written next, so that a step in which some call could not run in float8
+// lasts until the weight is written next, so that a step in which some call could not run in fp8
 // has what its backward reads, and one such call, or an evaluation in another precision, does not
 // end the traffic of bytes for good.
 //
@@ -37,9 +37,9 @@
 namespace tessera::distributed {
 
 // The largest magnitudes of weights of which each rank has a part.
-class Float8Maxima {
+class Fp8Maxima {
  public:
-  explicit Float8Maxima(Group& ranks) : ranks_(&ranks) {}
+  explicit Fp8Maxima(Group& ranks) : ranks_(&ranks) {}
   // `part`: this rank's. The weight's number.
   size_t add(const Tensor& part);
   // Of the whole; infinite where it has a NaN. Collective where the part was written since: then
@@ -62,29 +62,29 @@ class Float8Maxima {
 };
 
 // What travels behind the bytes of a part.
-struct Float8Label {
+struct Fp8Label {
   float scale = 1;
   uint32_t largest = 0;  // the bits of the largest magnitude, which order as magnitudes
   int64_t saturated = 0, underflown = 0;
 };
 
-class Float8Part {
+class Fp8Part {
  public:
   // `room`: elements of a part that travel, the same on all ranks. `maxima`: for a key without a
   // scale.
-  Float8Part(const Tensor& part, int64_t room, WeightKey key, std::shared_ptr<Float8Maxima> maxima);
+  Fp8Part(const Tensor& part, int64_t room, WeightKey key, std::shared_ptr<Fp8Maxima> maxima);
 
   const WeightKey& key() const { return key_; }
   // This rank's bytes, u8[room], quantised now where the part or the scale is new. Collective as
-  // Float8Maxima::of().
+  // Fp8Maxima::of().
   const Tensor& bytes();
-  // Of bytes(), when that was called: on the host; on a GPU u8 [sizeof(Float8Label)].
-  const Float8Label& label() const { return label_; }
+  // Of bytes(), when that was called: on the host; on a GPU u8 [sizeof(Fp8Label)].
+  const Fp8Label& label() const { return label_; }
   const Tensor& label_on_gpu() const { return label_on_gpu_; }
   // The version of a scale that is given; 0 of others.
   uint32_t scale_version() const { return key_.scale.defined() ? key_.scale.version() : 0; }
 
-  // Whether it travels as it is stored, see [Note: float8 gathers].
+  // Whether it travels as it is stored, see [Note: fp8 gathers].
   bool rests() const { return rests_ && resting_version_ == part_.version(); }
   void rest();
 
@@ -94,10 +94,10 @@ class Float8Part {
   Tensor part_;
   int64_t room_;
   WeightKey key_;
-  std::shared_ptr<Float8Maxima> maxima_;
+  std::shared_ptr<Fp8Maxima> maxima_;
   size_t number_ = 0;  // in them
   Tensor bytes_;
-  Float8Label label_;
+  Fp8Label label_;
   Tensor label_on_gpu_;
   uint32_t version_ = 0, made_with_ = 0;  // of the part and the scale, of which the bytes are
   bool rests_ = false;
@@ -106,10 +106,9 @@ class Float8Part {
 
 // What quantising the whole, on `device`, would have said, but for its values. DistributedError
 // where ranks have made their bytes with different scales; `where` and `name` are for that.
-kernels::Quantized float8_whole(std::span<const Float8Label> labels, const WeightKey& key,
-                                const Device& device, std::string_view where,
-                                const std::string& name);
+kernels::Quantized fp8_whole(std::span<const Fp8Label> labels, const WeightKey& key,
+                             const Device& device, std::string_view where, const std::string& name);
 // The same on a GPU. labels: u8 [ranks, bytes], each rank's at `first`.
-kernels::Quantized float8_whole(const Tensor& labels, int64_t first, const WeightKey& key);
+kernels::Quantized fp8_whole(const Tensor& labels, int64_t first, const WeightKey& key);
 
 }  // namespace tessera::distributed

@@ -171,12 +171,12 @@ void ParamGroup::start_gather(std::optional<DType> cast) {
 
 void ParamGroup::gather_whole(size_t) {}
 
-void ParamGroup::set_float8(size_t param, std::optional<WeightKey> key,
-                            const std::shared_ptr<Float8Maxima>& maxima) {
+void ParamGroup::set_fp8(size_t param, std::optional<WeightKey> key,
+                         const std::shared_ptr<Fp8Maxima>& maxima) {
   ShardedParam& own = params_[param];
-  own.float8 = nullptr;
+  own.fp8 = nullptr;
   if (!key) return;
-  own.float8 = std::make_shared<Float8Part>(own.shard, room_of(param), std::move(*key), maxima);
+  own.fp8 = std::make_shared<Fp8Part>(own.shard, room_of(param), std::move(*key), maxima);
 }
 
 // see [Note: versions]

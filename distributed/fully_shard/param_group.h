@@ -54,14 +54,14 @@
 namespace tessera::distributed {
 
 struct ShardedParam {
-  std::string name;                // dotted, in the model
-  Tensor shard, whole;             // see above
-  std::vector<Tensor*> places;     // of modules, more than one where it is tied
-  int shard_dim = 0;               // that is cut; evenly where it is not the first
-  Shape shape = {};                // of the whole
-  std::optional<DType> cast = {};  // see [Note: casts]: its copies in this dtype alone are read
-  std::shared_ptr<Float8Part> float8 = {};  // or its bytes
-  uint32_t gathered_shard = 0;              // versions at the last gather
+  std::string name;                   // dotted, in the model
+  Tensor shard, whole;                // see above
+  std::vector<Tensor*> places;        // of modules, more than one where it is tied
+  int shard_dim = 0;                  // that is cut; evenly where it is not the first
+  Shape shape = {};                   // of the whole
+  std::optional<DType> cast = {};     // see [Note: casts]: its copies in this dtype alone are read
+  std::shared_ptr<Fp8Part> fp8 = {};  // or its bytes
+  uint32_t gathered_shard = 0;        // versions at the last gather
   uint32_t gathered_whole = 0;
   bool trains() const { return whole.requires_grad(); }
 };
@@ -145,11 +145,11 @@ class ParamGroup {
   virtual void gather_whole(size_t param);
   // Whether parameters may travel cast, and what autocast's reads are.
   virtual bool may_cast() const { return false; }
-  virtual bool may_travel_in_float8() const { return false; }
+  virtual bool may_travel_in_fp8() const { return false; }
   void set_cast(size_t param, std::optional<DType> cast) { params_[param].cast = cast; }
   // Its bytes travel, by `key`; none: they do not.
-  void set_float8(size_t param, std::optional<WeightKey> key,
-                  const std::shared_ptr<Float8Maxima>& maxima);
+  void set_fp8(size_t param, std::optional<WeightKey> key,
+               const std::shared_ptr<Fp8Maxima>& maxima);
   // What stands in the modules' places.
   void show_wholes();
   void show_shards();
@@ -289,16 +289,16 @@ class RowShards final : public ParamGroup {
   }
   void gather_whole(size_t param) override;
   bool may_cast() const override { return whole_dtype_ == dtype_ && dtype_ == kF32; }
-  bool may_travel_in_float8() const override { return may_cast() && !is_offloaded(); }
+  bool may_travel_in_fp8() const override { return may_cast() && !is_offloaded(); }
 
  private:
   // How a rank's part travels.
-  enum class Form : uint8_t { kStored, kCast, kFloat8 };
+  enum class Form : uint8_t { kStored, kCast, kFp8 };
   struct Travel {
     std::optional<DType> cast = {};     // of autocast, where a parameter has a form for that
     std::vector<Form> forms = {};       // of each parameter
     std::vector<int64_t> offsets = {};  // of the parameters, in bytes
-    std::vector<uint32_t> scales = {};  // versions, of the parameters in float8
+    std::vector<uint32_t> scales = {};  // versions, of the parameters in fp8
     int64_t labels = 0;                 // offset of theirs, one behind the other
     int64_t bytes = 0;
     DType dtype = kF32;  // bytes, where there are several
@@ -306,8 +306,8 @@ class RowShards final : public ParamGroup {
   };
   int64_t room_of(size_t param) const override { return layout_.local_slice(param, 0).numel; }
   DType dtype_in(const Travel& travel, size_t param) const;
-  void pack_float8(const Tensor& target);
-  kernels::Quantized arrived_float8(size_t param, int64_t label) const;
+  void pack_fp8(const Tensor& target);
+  kernels::Quantized arrived_fp8(size_t param, int64_t label) const;
   void issue_gather(std::optional<DType> cast) override;
   void take_gathered() override;
   bool serves(std::optional<DType> cast) const override;

@@ -163,8 +163,8 @@ DType RowShards::dtype_in(const Travel& travel, size_t param) const {
   switch (travel.forms[param]) {
     case Form::kCast:
       return *travel.cast;
-    case Form::kFloat8:
-      return params_[param].float8->key().dtype;
+    case Form::kFp8:
+      return params_[param].fp8->key().dtype;
     case Form::kStored:
       break;
   }
@@ -177,15 +177,15 @@ RowShards::Travel RowShards::travel(std::optional<DType> cast) const {
   for (const ShardedParam& param : params_) {
     Form form = Form::kStored;
     if (cast && param.cast == cast) form = Form::kCast;
-    if (cast && param.float8 != nullptr && !param.float8->rests()) {
-      form = Form::kFloat8;
-      travel.scales.push_back(param.float8->scale_version());
+    if (cast && param.fp8 != nullptr && !param.fp8->rests()) {
+      form = Form::kFp8;
+      travel.scales.push_back(param.fp8->scale_version());
     }
     travel.forms.push_back(form);
     casts += form == Form::kCast;
   }
-  const size_t float8s = travel.scales.size();
-  if (casts + float8s > 0) {
+  const size_t fp8_count = travel.scales.size();
+  if (casts + fp8_count > 0) {
     travel.cast = cast;
     travel.dtype = casts == params_.size() ? *cast : kU8;
   }
@@ -200,7 +200,7 @@ RowShards::Travel RowShards::travel(std::optional<DType> cast) const {
   }
   if (!travel.cast) travel.bytes = part_numel_ * size_of(whole_dtype_);
   travel.labels = travel.bytes;
-  travel.bytes += aligned(static_cast<int64_t>(float8s * sizeof(Float8Label)));
+  travel.bytes += aligned(static_cast<int64_t>(fp8_count * sizeof(Fp8Label)));
   return travel;
 }
 
@@ -215,21 +215,21 @@ int64_t RowShards::whole_bytes() const {
   return way_.bytes > 0 ? shards().size() * way_.bytes : ParamGroup::whole_bytes();
 }
 
-// see [Note: casts] and [Note: float8 gathers]
+// see [Note: casts] and [Note: fp8 gathers]
 void RowShards::gather_whole(size_t param) {
   params_[param].cast.reset();
   for (ShardedParam& each : params_) {
-    if (each.float8 != nullptr) each.float8->rest();
+    if (each.fp8 != nullptr) each.fp8->rest();
   }
   near_part_ = Tensor();
-  const bool had_bytes = !way_.scales.empty() && way_.forms[param] == Form::kFloat8;
+  const bool had_bytes = !way_.scales.empty() && way_.forms[param] == Form::kFp8;
   try {
     start_gather();
     finish_gather();
   } catch (const DistributedError& error) {
     if (!had_bytes) throw;
     TS_THROW(DistributedError, tag_, "'", params_[param].name,
-             "' came in float8, and a call that does not run in float8 reads it on this rank and "
+             "' came in fp8, and a call that does not run in fp8 reads it on this rank and "
              "not on all: give all ranks batches whose products run alike (rows that are multiples "
              "of 16); ",
              error.what());
@@ -290,11 +290,11 @@ void RowShards::pack(const Tensor& part, const Tensor& target, const Device& dev
     copy_(target, part);
     return;
   }
-  if (!way_.scales.empty()) pack_float8(target);
+  if (!way_.scales.empty()) pack_fp8(target);
   if (device.is_meta()) return;
   std::vector<kernels::CopySegment> casts, others;
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (way_.forms[i] == Form::kFloat8) continue;
+    if (way_.forms[i] == Form::kFp8) continue;
     const FlatLayout::Slice slice = layout_.local_slice(i, shard_index());
     (way_.forms[i] == Form::kCast ? casts : others)
         .push_back({part.data_as<char>() + slice.offset * size_of(dtype_),
@@ -304,14 +304,14 @@ void RowShards::pack(const Tensor& part, const Tensor& target, const Device& dev
   kernels::copy_segments(others, dtype_, whole_dtype_, device);
 }
 
-void RowShards::pack_float8(const Tensor& target) {
+void RowShards::pack_fp8(const Tensor& target) {
   std::vector<kernels::CopySegment> segments;
-  std::vector<Float8Label> labels;
+  std::vector<Fp8Label> labels;
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (way_.forms[i] != Form::kFloat8) continue;
-    Float8Part& own = *params_[i].float8;
+    if (way_.forms[i] != Form::kFp8) continue;
+    Fp8Part& own = *params_[i].fp8;
     const Tensor& bytes = own.bytes();
-    const auto label = static_cast<int64_t>(labels.size() * sizeof(Float8Label));
+    const auto label = static_cast<int64_t>(labels.size() * sizeof(Fp8Label));
     labels.push_back(own.label());
     if (target.is_meta()) continue;
     segments.push_back({bytes.data(), target.data_as<char>() + way_.offsets[i], bytes.numel()});
@@ -324,24 +324,24 @@ void RowShards::pack_float8(const Tensor& target) {
   kernels::copy_segments(segments, kU8, kU8, device_);
   if (device_.is_cuda()) return;
   std::memcpy(target.data_as<char>() + way_.labels, labels.data(),
-              labels.size() * sizeof(Float8Label));
+              labels.size() * sizeof(Fp8Label));
 }
 
 // What has come beside the bytes of a parameter. `label`: which of the labels is its own.
-kernels::Quantized RowShards::arrived_float8(size_t param, int64_t label) const {
+kernels::Quantized RowShards::arrived_fp8(size_t param, int64_t label) const {
   if (device_.is_cuda()) {
-    return float8_whole(raw::view(gathered_, {shards().size(), way_.bytes}),
-                        way_.labels + label * static_cast<int64_t>(sizeof(Float8Label)),
-                        params_[param].float8->key());
+    return fp8_whole(raw::view(gathered_, {shards().size(), way_.bytes}),
+                     way_.labels + label * static_cast<int64_t>(sizeof(Fp8Label)),
+                     params_[param].fp8->key());
   }
-  std::vector<Float8Label> labels(static_cast<size_t>(shards().size()));
+  std::vector<Fp8Label> labels(static_cast<size_t>(shards().size()));
   for (size_t r = 0; !device_.is_meta() && r < labels.size(); ++r) {
     const int64_t at = static_cast<int64_t>(r) * way_.bytes + way_.labels;
     std::memcpy(&labels[r],
-                gathered_.data_as<char>() + at + label * static_cast<int64_t>(sizeof(Float8Label)),
-                sizeof(Float8Label));
+                gathered_.data_as<char>() + at + label * static_cast<int64_t>(sizeof(Fp8Label)),
+                sizeof(Fp8Label));
   }
-  return float8_whole(labels, params_[param].float8->key(), device_, tag_, params_[param].name);
+  return fp8_whole(labels, params_[param].fp8->key(), device_, tag_, params_[param].name);
 }
 
 // The same in memory of the host, where it stays until a shard is written.
@@ -379,8 +379,8 @@ void RowShards::take_gathered() {
       whole.storage()->resize(0);
       whole.impl()->placement = std::make_unique<CastSlot>(params_[i].name, tag_, *this, i);
       keep.push_back(form == Form::kCast ? weight_cache::provide(whole, {.dtype = *way_.cast})
-                                         : weight_cache::provide(whole, params_[i].float8->key(),
-                                                                 arrived_float8(i, label++)));
+                                         : weight_cache::provide(whole, params_[i].fp8->key(),
+                                                                 arrived_fp8(i, label++)));
     }
     if (device_.is_meta()) continue;
     std::vector<kernels::CopySegment>& segments = form == Form::kStored ? others
@@ -401,8 +401,8 @@ void RowShards::take_gathered() {
   kernels::copy_segments(others, whole_dtype_, whole_dtype_, device_);
   for (size_t i = 0; i < params_.size(); ++i) {
     if (way_.forms[i] == Form::kStored) weight_cache::restore(params_[i].whole);
-    if (way_.forms[i] == Form::kFloat8) {
-      weight_cache::turn(params_[i].whole, params_[i].float8->key());
+    if (way_.forms[i] == Form::kFp8) {
+      weight_cache::turn(params_[i].whole, params_[i].fp8->key());
     }
   }
   if (near_ != nullptr && !near_part_.defined()) {

@@ -46,7 +46,7 @@ class UnitSchedule::Reads final : public OpObserver {
  public:
   enum Way : uint8_t { kNone, kAsBF16, kAsF16 };
   struct Read {
-    uint8_t itself = 0, cast = kNone, float8 = 0;
+    uint8_t itself = 0, cast = kNone, fp8 = 0;
   };
   explicit Reads(const std::vector<Place>& places) : reads(places.size()) {
     for (size_t i = 0; i < places.size(); ++i) {
@@ -64,8 +64,8 @@ class UnitSchedule::Reads final : public OpObserver {
       Read& read = reads[found->second];
       if (&op == &detail::kAutocastWeight) {
         read.cast = results[0].dtype() == kBF16 ? kAsBF16 : kAsF16;
-      } else if (detail::reads_float8(op, i)) {
-        read.float8 = 1;
+      } else if (detail::reads_fp8(op, i)) {
+        read.fp8 = 1;
       } else {
         read.itself = 1;
       }
@@ -249,35 +249,35 @@ void UnitSchedule::observe_reads(ShardUnit& unit) {
   if (!reads_->is_open()) reads_->begin(unit);
 }
 
-// For each place: whether it was read itself, as which cast, in float8.
+// For each place: whether it was read itself, as which cast, in fp8.
 size_t UnitSchedule::flags_of_reads() const { return may_cast_ ? 3 * places_.size() : 0; }
 
-// Those that any rank has read as casts, or in float8, and none otherwise, travel so.
+// Those that any rank has read as casts, or in fp8, and none otherwise, travel so.
 void UnitSchedule::agree_on_casts(std::span<const uint8_t> flags) {
   const size_t count = places_.size();
   const std::span<const uint8_t> itself = flags.first(count);
   const std::span<const uint8_t> cast = flags.subspan(count, count);
-  const std::span<const uint8_t> float8 = flags.subspan(2 * count, count);
+  const std::span<const uint8_t> fp8 = flags.subspan(2 * count, count);
   const uint8_t way = count == 0 ? 0 : std::ranges::max(cast);
   if (way != Reads::kNone) {
     agreed_cast_ = way == Reads::kAsBF16 ? kBF16 : kF16;
-  } else if (count > 0 && std::ranges::max(float8) != 0) {
+  } else if (count > 0 && std::ranges::max(fp8) != 0) {
     agreed_cast_ = observed_in_;
   } else {
     return;
   }
-  const auto maxima = std::make_shared<Float8Maxima>(pass_.ranks());
+  const auto maxima = std::make_shared<Fp8Maxima>(pass_.ranks());
   for (size_t i = 0; i < count; ++i) {
     const auto& [unit, part, index] = places_[i];
     part->finish_gather();  // of the forms that were
     const bool casts = way != Reads::kNone && cast[i] == way;
-    const bool alone = casts && itself[i] == 0 && float8[i] == 0 && part->may_cast();
+    const bool alone = casts && itself[i] == 0 && fp8[i] == 0 && part->may_cast();
     part->set_cast(index, alone ? agreed_cast_ : std::nullopt);
     std::optional<WeightKey> key;
-    if (float8[i] != 0 && itself[i] == 0 && cast[i] == 0 && part->may_travel_in_float8()) {
-      key = float8_key_of(part->params()[index].places);
+    if (fp8[i] != 0 && itself[i] == 0 && cast[i] == 0 && part->may_travel_in_fp8()) {
+      key = fp8_key_of(part->params()[index].places);
     }
-    part->set_float8(index, std::move(key), maxima);
+    part->set_fp8(index, std::move(key), maxima);
   }
   reads_ = nullptr;
 }
@@ -585,7 +585,7 @@ void UnitSchedule::finish() {
     for (size_t i = 0; reads_ != nullptr && i < count; ++i) {
       flags[count + i] = reads_->reads[i].itself;
       flags[2 * count + i] = reads_->reads[i].cast;
-      flags[3 * count + i] = reads_->reads[i].float8;
+      flags[3 * count + i] = reads_->reads[i].fp8;
     }
     agreement->issue(pass_.failed(), pass_.failure(), "used_map" + changes_.text());
   }

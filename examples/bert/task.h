@@ -46,7 +46,7 @@ std::unique_ptr<Bert> make_model(const TaskOptions& options, const Task& task, i
 examples::ClassificationScore evaluate(Accelerator& accelerator, Bert& model,
                                        data::DataLoader<TextExample>& loader);
 
-// "  fp8_calls 96  fp8_fallbacks 2": of the linear layers of a prepared model in float8, since it
+// "  fp8_calls 96  fp8_fallbacks 2": of the linear layers of a prepared model in fp8, since it
 // was prepared, on this rank; empty for other precisions.
 std::string fp8_calls_of(const Bert& model);
 

@@ -168,7 +168,7 @@ TrainOptions parse_options(int argc, char** argv) {
   add("dropout", options.dropout, "in the residual stream and attention");
   add("dtype", options.dtype,
       "of model and activations; fp8: f32 parameters, computing in bf16 and linear layers in "
-      "float8")
+      "fp8")
       ->check(CLI::IsMember({"f32", "bf16", "fp8"}));
   add("fp8-recipe", options.fp8_recipe, "with --dtype fp8: whose maxima scale the operands")
       ->check(CLI::IsMember(

@@ -205,7 +205,7 @@ TEST(EnvCommand, ShowsTheMachineAndEverySettingWithItsOrigin) {
   EXPECT_EQ(shown.code(), 0) << shown;
   for (const char* part :
        {"tessera:", "compiler:", "processor:", "extensions:", "kernels:", "cores:", "memory:",
-        "oneDNN:", "MPI:", "NCCL:", "CUDA:", "float8:", "launcher:"}) {
+        "oneDNN:", "MPI:", "NCCL:", "CUDA:", "fp8:", "launcher:"}) {
     EXPECT_TRUE(shown.printed(part)) << part;
   }
   for (const accelerate::Setting& setting : accelerate::schema()) {

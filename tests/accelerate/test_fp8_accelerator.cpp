@@ -1,4 +1,4 @@
-// Float8 through the Accelerator: what trackers and describe() say, and a tied head that is fused
+// fp8 through the Accelerator: what trackers and describe() say, and a tied head that is fused
 // with its loss, in every mode of sharding.
 // ctest labels: threads
 #include <array>
@@ -133,8 +133,8 @@ TEST(Fp8Describe, NamesRecipeFilterAndWhatIsLeftOut) {
   accelerator.prepare(model);
   const std::string text = accelerator.describe();
   for (const char* part :
-       {"fp8 rowwise (e4m3), filter default", "fc: not in float8: excluded by name: fc",
-        "head: not in float8: the last Linear of the model", "fp8_recipe = rowwise"}) {
+       {"fp8 rowwise (e4m3), filter default", "fc: not in fp8: excluded by name: fc",
+        "head: not in fp8: the last Linear of the model", "fp8_recipe = rowwise"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
   }
 }

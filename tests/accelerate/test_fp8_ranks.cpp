@@ -1,4 +1,4 @@
-// Training in float8 through the Accelerator, on one rank and on several in every mode of sharding.
+// Training in fp8 through the Accelerator, on one rank and on several in every mode of sharding.
 // ctest labels: threads
 #include <array>
 #include <span>
@@ -189,7 +189,7 @@ TEST(Fp8Ranks, TheAcceleratorSaysWhatEachLayerDid) {
   Training run(Sharding::kDdp, Fp8Scaling::kTensorwise);
   run.train(2);
   const std::string text = run.accelerator.describe();
-  EXPECT_NE(text.find("fp8 tensorwise (hybrid), filter all, strict: 10 calls in float8"),
+  EXPECT_NE(text.find("fp8 tensorwise (hybrid), filter all, strict: 10 calls in fp8"),
             std::string::npos)
       << text;
   EXPECT_NE(text.find("blocks.0.up: 2 calls; x amax"), std::string::npos) << text;

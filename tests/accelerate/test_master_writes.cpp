@@ -123,13 +123,13 @@ TEST(RawWrites, AreSeenByCopiesOnceTheVersionSaysSo) {
     const AutocastGuard autocast(kBF16);
     return linear(x, weight).to(kF32).to_vector();
   };
-  const WeightKey in_float8{.dtype = kF8E4M3, .layout = WeightLayout::kTransposed};
+  const WeightKey in_fp8{.dtype = kF8E4M3, .layout = WeightLayout::kTransposed};
   EXPECT_EQ(forward(), (std::vector<double>{2, 2}));
-  EXPECT_EQ(weight_cache::get(weight, in_float8).to(kF32).to_vector()[0], 1);
+  EXPECT_EQ(weight_cache::get(weight, in_fp8).to(kF32).to_vector()[0], 1);
   weight.data_as<float>()[0] = 4;
   weight.bump_version();
   EXPECT_EQ(forward(), (std::vector<double>{5, 2}));
-  EXPECT_EQ(weight_cache::get(weight, in_float8).to(kF32).to_vector()[0], 4);
+  EXPECT_EQ(weight_cache::get(weight, in_fp8).to(kF32).to_vector()[0], 4);
 }
 
 // ---- The Accelerator ----------------------------------------------------------------------------

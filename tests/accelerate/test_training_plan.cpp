@@ -41,7 +41,7 @@ struct Sizes {
   int64_t width, hidden, rows;
 };
 constexpr Sizes kOdd{9, 13, 10};    // rows that no number of ranks divides
-constexpr Sizes kWide{32, 48, 16};  // that products in float8 take
+constexpr Sizes kWide{32, 48, 16};  // that products in fp8 take
 
 // With a table that is read twice.
 struct Block : nn::Module<Block> {
@@ -259,7 +259,7 @@ TEST(TrainingPlan, IsTheTraceAndTheAllocatorOf16Bits) {
   }
 }
 
-TEST(TrainingPlan, IsTheTraceAndTheAllocatorOfFloat8) {
+TEST(TrainingPlan, IsTheTraceAndTheAllocatorOfFp8) {
   for (const Sharding mode : kModes) {
     for (const Fp8Scaling recipe : {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed}) {
       expect_as_planned(
@@ -289,7 +289,7 @@ TEST(TrainingPlan, IsTheTraceAndTheAllocatorOfMuon) {
 }
 
 // The figures of docs/precision.md.
-TEST(TrainingPlan, Gpt2InFloat8GathersAByteForEachWeightOfItsBlocks) {
+TEST(TrainingPlan, Gpt2InFp8GathersAByteForEachWeightOfItsBlocks) {
   constexpr int kRanks = 8;
   const auto gathered = [](Precision precision) {
     Settings settings;

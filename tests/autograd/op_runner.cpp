@@ -12,7 +12,7 @@
 // depend on an input is zero. Without grad_output, the only element of y gets 1.
 // Where there is no GPU, "cuda" is the emulation on the CPU: op_runner_emulated beside this
 // program, which is the same one linked with it. OUT's metadata says under "device" which it was,
-// and with the emulation stderr does. Beyond torch's names there is "float8_linear": inputs x,
+// and with the emulation stderr does. Beyond torch's names there is "fp8_linear": inputs x,
 // weight, bias; attrs recipe, format ("hybrid", "e4m3") and block (precision/fp8_recipe.h), with
 // scales as of a layer's first call. Exit codes: 0 done; 2 a wrong specification or input,
 // explained on stderr; 1 OUT not written.
@@ -108,25 +108,25 @@ Spec parse_spec(const std::string& path) {
 }
 
 // No row of the table: its values are not those of f64 within rounding. test_fp8_linear has them.
-const OpRow kFloat8Linear{.name = "float8_linear",
-                          .parameters = "x, weight, bias",
-                          .call = [](const Args& in, Attrs& a) -> Result {
-                            precision::Fp8Recipe recipe =
-                                precision::Fp8Recipe::named(a.text("recipe", "tensorwise"));
-                            if (a.has("format")) {
-                              const std::string format = a.text("format");
-                              TS_CHECK(format == "hybrid" || format == "e4m3", kFloat8Linear.name,
-                                       "'format' is \"hybrid\" or \"e4m3\"; got '", format, "'");
-                              recipe.format = format == "hybrid" ? precision::Fp8Format::kHybrid
-                                                                 : precision::Fp8Format::kE4M3;
-                            }
-                            recipe.block = a.integer("block", recipe.block);
-                            return precision::fp8_linear(in[0], in[1], in.optional(2), recipe);
-                          },
-                          .samples = {}};
+const OpRow kFp8Linear{.name = "fp8_linear",
+                       .parameters = "x, weight, bias",
+                       .call = [](const Args& in, Attrs& a) -> Result {
+                         precision::Fp8Recipe recipe =
+                             precision::Fp8Recipe::named(a.text("recipe", "tensorwise"));
+                         if (a.has("format")) {
+                           const std::string format = a.text("format");
+                           TS_CHECK(format == "hybrid" || format == "e4m3", kFp8Linear.name,
+                                    "'format' is \"hybrid\" or \"e4m3\"; got '", format, "'");
+                           recipe.format = format == "hybrid" ? precision::Fp8Format::kHybrid
+                                                              : precision::Fp8Format::kE4M3;
+                         }
+                         recipe.block = a.integer("block", recipe.block);
+                         return precision::fp8_linear(in[0], in[1], in.optional(2), recipe);
+                       },
+                       .samples = {}};
 
 std::map<std::string, Tensor> run(const Spec& spec, const SafeTensorsFile* file) {
-  const OpRow* row = spec.op == kFloat8Linear.name ? &kFloat8Linear : find_op_row(spec.op);
+  const OpRow* row = spec.op == kFp8Linear.name ? &kFp8Linear : find_op_row(spec.op);
   TS_CHECK(row != nullptr, kWhere, "there is no op '", spec.op,
            "'; op_runner --list prints all names");
   std::map<std::string, Tensor> tensors;
@@ -233,7 +233,7 @@ int main(int count, char** arguments) {
     if (name == "--list") {
       for (const OpRow& row : op_rows())
         std::printf("%.*s\n", static_cast<int>(row.name.size()), row.name.data());
-      std::printf("%s\n", kFloat8Linear.name.data());
+      std::printf("%s\n", kFp8Linear.name.data());
       return 0;
     }
     if (name == "--help") {

@@ -57,7 +57,7 @@ INSTANTIATE_TEST_SUITE_P(Table, Ops, testing::Range<size_t>(0, op_rows().size())
 TEST(OpTable, EveryRecordHasARow) {
   // Steps that other ops take, whose rows exercise them; what hooks of modules stand on, which
   // test_module covers, touch() of a sharded unit, which test_fully_shard_states does, what stands
-  // for ops of outlined models, which test_training_plan does; linear layers in float8, which are
+  // for ops of outlined models, which test_training_plan does; linear layers in fp8, which are
   // no f64 within rounding and stand in test_fp8_linear and test_fp8_head; and the wrong variants
   // below.
   std::set<std::string_view> covered = {"as_strided_backward",
@@ -73,10 +73,10 @@ TEST(OpTable, EveryRecordHasARow) {
                                         "outline_head",
                                         "outline_read",
                                         "outline_loss",
-                                        "float8_linear",
-                                        "float8_linear_cross_entropy",
-                                        "float8_linear_cross_entropy_whole",
-                                        "float8_linear_gelu_linear"};
+                                        "fp8_linear",
+                                        "fp8_linear_cross_entropy",
+                                        "fp8_linear_cross_entropy_whole",
+                                        "fp8_linear_gelu_linear"};
   for (const OpRow& row : op_rows()) {
     if (row.records.empty()) covered.insert(row.name);
     covered.insert(row.records.begin(), row.records.end());

@@ -111,7 +111,7 @@ TEST(WeightCache, AQuantisedCopyCanBeProvided) {
   EXPECT_TRUE(read.values.is(given));
   EXPECT_TRUE(is_new);
   EXPECT_EQ(read.amax, max(abs(weight)).item());
-  EXPECT_EQ(read.scale.item(), kernels::float8_scale(read.amax, kF8E4M3, false));
+  EXPECT_EQ(read.scale.item(), kernels::fp8_scale(read.amax, kF8E4M3, false));
   weight_cache::quantized(weight, options, {}, &is_new);
   EXPECT_FALSE(is_new) << "told once";
 

@@ -31,12 +31,12 @@ std::vector<GemmProblem> problems(void* memory) {
     p.epilogue = epilogue;
     if (epilogue != kNone && epilogue != kGelu && epilogue != kGeluGrad) {
       p.bias = memory;
-      p.bias_dtype = is_float8(a) && d != kF16 ? kBF16 : d;
+      p.bias_dtype = is_fp8(a) && d != kF16 ? kBF16 : d;
     }
     if (epilogue == kGeluBias || epilogue == kGeluGradBiasGrad) {
       p.aux = {d, false, 96, 0, memory};
     }
-    if (is_float8(a)) p.a_scale = p.b_scale = memory;
+    if (is_fp8(a)) p.a_scale = p.b_scale = memory;
     result.push_back(p);
   };
   for (const DType dtype : {kF64, kF32, kF16, kBF16}) {

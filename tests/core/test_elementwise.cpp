@@ -205,7 +205,7 @@ TEST(Elementwise, MetaOperandsGiveMetaResultsAndTheSameErrors) {
   EXPECT_THROW(kernels::binary<fn::Add>(x, random_tensor({4})), DeviceError);
 }
 
-TEST(Elementwise, FormulasWithoutAnIntegerFormAndFloat8ArithmeticAreErrors) {
+TEST(Elementwise, FormulasWithoutAnIntegerFormAndFp8ArithmeticAreErrors) {
   EXPECT_THROW(kernels::unary<fn::Exp>(random_tensor({3}, kI64)), DTypeError);
   EXPECT_THROW(kernels::binary<fn::Add>(random_tensor({3}, kF8E4M3), 1), DTypeError);
 }

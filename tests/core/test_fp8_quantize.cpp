@@ -1,4 +1,4 @@
-// Quantisation to float8 by tiles, and products of what comes of it.
+// Quantisation to fp8 by tiles, and products of what comes of it.
 #include <tessera/core/kernels/fp8/quantize.h>
 
 #include <gtest/gtest.h>
@@ -111,32 +111,32 @@ TEST(Quantize, KeepsTheSignalOfGaussianNumbers) {
 
 // ---- Scales ------------------------------------------------------------------------------------
 
-TEST(Float8Scale, IsTheLargestNumberOverAmaxRoundedOnce) {
+TEST(Fp8Scale, IsTheLargestNumberOverAmaxRoundedOnce) {
   for (const float amax : {1.0f, 3.0f, 0.7f, 1e-20f, 448.0f, 3e38f, 0x1.fffffep-3f}) {
-    EXPECT_EQ(kernels::float8_scale(amax, kF8E4M3, false),
+    EXPECT_EQ(kernels::fp8_scale(amax, kF8E4M3, false),
               static_cast<float>(448.0 / static_cast<double>(amax)));
-    EXPECT_EQ(kernels::float8_scale(amax, kF8E5M2, false),
+    EXPECT_EQ(kernels::fp8_scale(amax, kF8E5M2, false),
               static_cast<float>(57344.0 / static_cast<double>(amax)));
-    EXPECT_EQ(kernels::float8_scale(amax, kF8E4M3, false, 3),
+    EXPECT_EQ(kernels::fp8_scale(amax, kF8E4M3, false, 3),
               static_cast<float>(448.0 / static_cast<double>(amax) / 8));
-    const float two = kernels::float8_scale(amax, kF8E4M3, true);
+    const float two = kernels::fp8_scale(amax, kF8E4M3, true);
     int exponent = 0;
     EXPECT_EQ(std::frexp(two, &exponent), 0.5f) << amax;
-    EXPECT_LE(two, kernels::float8_scale(amax, kF8E4M3, false));
-    EXPECT_GT(2 * two, kernels::float8_scale(amax, kF8E4M3, false));
+    EXPECT_LE(two, kernels::fp8_scale(amax, kF8E4M3, false));
+    EXPECT_GT(2 * two, kernels::fp8_scale(amax, kF8E4M3, false));
   }
 }
 
-TEST(Float8Scale, IsOneWhereAmaxTellsNothing) {
+TEST(Fp8Scale, IsOneWhereAmaxTellsNothing) {
   for (const float amax : {0.0f, kInfinity, kNaN}) {
-    EXPECT_EQ(kernels::float8_scale(amax, kF8E4M3, false), 1);
-    EXPECT_EQ(kernels::float8_scale(amax, kF8E5M2, true), 1);
+    EXPECT_EQ(kernels::fp8_scale(amax, kF8E4M3, false), 1);
+    EXPECT_EQ(kernels::fp8_scale(amax, kF8E5M2, true), 1);
   }
 }
 
-TEST(Float8Scale, EndsAtTheLargestFloat) {
-  EXPECT_EQ(kernels::float8_scale(1e-40f, kF8E4M3, false), std::numeric_limits<float>::max());
-  EXPECT_EQ(kernels::float8_scale(1e-40f, kF8E4M3, true), 0x1p127f);
+TEST(Fp8Scale, EndsAtTheLargestFloat) {
+  EXPECT_EQ(kernels::fp8_scale(1e-40f, kF8E4M3, false), std::numeric_limits<float>::max());
+  EXPECT_EQ(kernels::fp8_scale(1e-40f, kF8E4M3, true), 0x1p127f);
 }
 
 TEST(Quantize, SaturatesInfinitiesAndKeepsNaN) {
@@ -187,8 +187,8 @@ void expect_tiles(const Tensor& x, const QuantizeOptions& options) {
     for (int64_t n = 0; n < N; ++n) {
       const int64_t tile =
           tile_of(m, options.tile.rows) * across + tile_of(n, options.tile.columns);
-      const float scale = kernels::float8_scale(amax[static_cast<size_t>(tile)], options.format,
-                                                options.power_of_two);
+      const float scale =
+          kernels::fp8_scale(amax[static_cast<size_t>(tile)], options.format, options.power_of_two);
       EXPECT_EQ(q.scale.data_as<float>()[tile], scale);
       EXPECT_EQ(q.inverse.data_as<float>()[tile], 1 / scale);
       wrong +=
@@ -235,7 +235,7 @@ TEST(Quantize, PartsWithTheScaleOfTheWholeAreItsParts) {
       amax = std::max(amax, kernels::largest_magnitude_of(raw::narrow(x, 0, first, rows)));
     }
     EXPECT_EQ(amax, whole.amax);
-    const Tensor scale = raw::full({1}, kernels::float8_scale(amax, kF8E4M3, false), kF32);
+    const Tensor scale = raw::full({1}, kernels::fp8_scale(amax, kF8E4M3, false), kF32);
     std::vector<uint8_t> codes;
     int64_t underflown = 0;
     for (const auto& [first, rows] : {std::pair(0, 13), std::pair(13, 13), std::pair(26, 11)}) {
@@ -315,7 +315,7 @@ double relative_distance(const Tensor& got, const std::vector<double>& expected)
   return std::sqrt(error / all);
 }
 
-TEST(Float8Matmul, IsTheProductOfWhatTheBytesSay) {
+TEST(Fp8Matmul, IsTheProductOfWhatTheBytesSay) {
   manual_seed(7);
   constexpr int64_t M = 40, K = 72, N = 56;
   for (const auto& [a_format, b_format] :
@@ -329,10 +329,10 @@ TEST(Float8Matmul, IsTheProductOfWhatTheBytesSay) {
           const Quantized qb =
               quantize(b, {b_format, tb ? ScaleTile::row() : ScaleTile{16, 16}, true});
           const std::vector<double> expected = product_of(qa, ta, qb, tb);
-          const Tensor y = kernels::float8_matmul({qa, ta}, {qb, tb}, kF32);
+          const Tensor y = kernels::fp8_matmul({qa, ta}, {qb, tb}, kF32);
           EXPECT_LT(relative_distance(y, expected), 1e-6)
               << ta << tb << " " << a_tile.rows << " x " << a_tile.columns;
-          const Tensor low = kernels::float8_matmul({qa, ta}, {qb, tb}, kBF16);
+          const Tensor low = kernels::fp8_matmul({qa, ta}, {qb, tb}, kBF16);
           EXPECT_EQ(low.to_vector(), y.to(kBF16).to_vector());  // rounded once
         }
       }
@@ -340,30 +340,30 @@ TEST(Float8Matmul, IsTheProductOfWhatTheBytesSay) {
   }
 }
 
-TEST(Float8Matmul, TakesAnyScalesAcrossTheSumAndPowersOfTwoAlongIt) {
+TEST(Fp8Matmul, TakesAnyScalesAcrossTheSumAndPowersOfTwoAlongIt) {
   manual_seed(9);
   const Tensor a = random({32, 48}), b = random({64, 48});
   const Quantized qa = quantize(a, {kF8E4M3, ScaleTile::row()});
   const Quantized qb = quantize(b, {kF8E4M3, ScaleTile::tensor()});
-  EXPECT_LT(relative_distance(kernels::float8_matmul({qa}, {qb, true}, kF32),
+  EXPECT_LT(relative_distance(kernels::fp8_matmul({qa}, {qb, true}, kF32),
                               product_of(qa, false, qb, true)),
             1e-6);
   const Quantized along = quantize(a, {kF8E4M3, ScaleTile{1, 16}});
   const std::string message = message_of<ValueError>([&] {
-    kernels::float8_matmul({along}, {qb, true}, kF32);
+    kernels::fp8_matmul({along}, {qb, true}, kF32);
   });
   EXPECT_NE(message.find("powers of two"), std::string::npos) << message;
 }
 
-TEST(Float8Matmul, BitsDoNotDependOnThreads) {
+TEST(Fp8Matmul, BitsDoNotDependOnThreads) {
   manual_seed(11);
   const Quantized a = quantize(random({96, 128}), {kF8E4M3, ScaleTile::row()});
   const Quantized b = quantize(random({128, 80}), {kF8E5M2, ScaleTile::column()});
   const int threads = num_threads();
   set_num_threads(1);
-  const std::vector<double> one = kernels::float8_matmul({a}, {b}, kBF16).to_vector();
+  const std::vector<double> one = kernels::fp8_matmul({a}, {b}, kBF16).to_vector();
   set_num_threads(3);
-  EXPECT_EQ(kernels::float8_matmul({a}, {b}, kBF16).to_vector(), one);
+  EXPECT_EQ(kernels::fp8_matmul({a}, {b}, kBF16).to_vector(), one);
   set_num_threads(threads);
 }
 

@@ -384,7 +384,7 @@ TEST(Reductions, sum_to_undoes_broadcasting) {
   EXPECT_THROW(kernels::sum_to(x, {4}), ShapeError);
 }
 
-TEST(Reductions, meta_tensors_have_shapes_and_float8_is_refused) {
+TEST(Reductions, meta_tensors_have_shapes_and_fp8_is_refused) {
   const Tensor meta = raw::empty({4, 5}, kBF16, kMeta);
   EXPECT_EQ(kernels::sum(meta, {1}, true, kBF16).shape(), (Shape{4, 1}));
   EXPECT_EQ(kernels::moments(meta, {0}, false, 1, false, kBF16).variance.shape(), (Shape{5}));

@@ -1,4 +1,4 @@
-// float8 on a GPU, for tests: products by cuBLASLt or, on the emulation, by a model of it that
+// fp8 on a GPU, for tests: products by cuBLASLt or, on the emulation, by a model of it that
 // notes them, and comparisons with the CPU.
 #pragma once
 
@@ -23,10 +23,10 @@ using gpu::LibraryCall;
 
 inline const Device kGpu = cuda(0);
 
-inline std::vector<GemmProblem> asked;  // products in float8; none on a GPU
+inline std::vector<GemmProblem> asked;  // products in fp8; none on a GPU
 
 inline void run_model(const GemmProblem& problem, const LibraryCall& call) {
-  if (is_float8(problem.a.dtype)) asked.push_back(problem);
+  if (is_fp8(problem.a.dtype)) asked.push_back(problem);
   gpu::run_by_model(problem, call);
 }
 

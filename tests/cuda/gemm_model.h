@@ -1,4 +1,4 @@
-// Products by a model of cuBLASLt, for tests that train on the emulation: float8, bf16 and f32,
+// Products by a model of cuBLASLt, for tests that train on the emulation: fp8, bf16 and f32,
 // with the epilogue of a bias. By columns and in f64, as the library describes them.
 #pragma once
 

@@ -145,7 +145,7 @@ TEST_F(CudaAcceleratorOffload, EveryModeAndPrecisionHasTheBitsOfTheDevice) {
 }
 
 // Weights that are brought up whole, and bytes that travel between devices.
-TEST_F(CudaAcceleratorOffload, Float8HasTheBitsOfTheDevice) {
+TEST_F(CudaAcceleratorOffload, Fp8HasTheBitsOfTheDevice) {
   using enum precision::Fp8Scaling;
   gpu::emulation::set_gemm_model(gpu::run_by_model);
   for (const Case& device :

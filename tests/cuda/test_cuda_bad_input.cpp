@@ -124,7 +124,7 @@ TEST_F(CudaBadInput, OperandsOfOtherDevices) {
 TEST_F(CudaBadInput, DtypesThatAKernelDoesNotTake) {
   const Tensor x = raw::zeros({4, 4}, kF32, cuda(0)), whole = raw::zeros({4, 4}, kI64, cuda(0));
   const Tensor low = x.to(kF8E4M3);
-  expect_failure<DTypeError>("a sum of float8", [&] { low.sum(); }, {"float8"});
+  expect_failure<DTypeError>("a sum of fp8", [&] { low.sum(); }, {"fp8"});
   expect_failure<DTypeError>("a float index",
                              [&] { index_select(x, 0, raw::zeros({2}, kF32, cuda(0))); },
                              {"index of dtype i64 or i32"});

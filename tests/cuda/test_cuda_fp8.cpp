@@ -1,4 +1,4 @@
-// float8 on a GPU: the bytes of the CPU, products by cuBLASLt or a model of it, scales that roll.
+// fp8 on a GPU: the bytes of the CPU, products by cuBLASLt or a model of it, scales that roll.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -378,7 +378,7 @@ TEST_F(CudaFp8, ProductsReadTheCopyAlongTheSum) {
   const Tensor a = randn({32, 48}).detach(), b = randn({64, 48}).detach();
   const kernels::QuantizeOptions wide{.format = kF8E5M2};
   const auto expected =
-      kernels::float8_matmul({kernels::quantize(a, {})}, {kernels::quantize(b, wide), true}, kF32);
+      kernels::fp8_matmul({kernels::quantize(a, {})}, {kernels::quantize(b, wide), true}, kF32);
   const auto by_rows = [](const Tensor& x, const kernels::QuantizeOptions& options) {
     return kernels::quantize(x.to(kGpu), options);
   };
@@ -387,11 +387,11 @@ TEST_F(CudaFp8, ProductsReadTheCopyAlongTheSum) {
                              {.by_rows = false, .by_columns = true});
   };
   const double tolerance = rounding_of_products(48);
-  EXPECT_LE(relative_error(kernels::float8_matmul({by_rows(a, {})}, {by_rows(b, wide), true}, kF32),
+  EXPECT_LE(relative_error(kernels::fp8_matmul({by_rows(a, {})}, {by_rows(b, wide), true}, kF32),
                            expected),
             tolerance);
-  EXPECT_LE(relative_error(kernels::float8_matmul({by_columns(a, {}), true}, {by_columns(b, wide)},
-                                                  kF32, {.fast_accumulation = true}),
+  EXPECT_LE(relative_error(kernels::fp8_matmul({by_columns(a, {}), true}, {by_columns(b, wide)},
+                                               kF32, {.fast_accumulation = true}),
                            expected),
             tolerance);
   if (gpu::on_emulation()) {
@@ -400,8 +400,8 @@ TEST_F(CudaFp8, ProductsReadTheCopyAlongTheSum) {
     EXPECT_TRUE(asked[1].fast_accumulation);
   }
   const Tensor bias = randn({64}).detach().to(kBF16);
-  const Tensor with_bias = kernels::float8_matmul({by_rows(a, {})}, {by_rows(b, wide), true}, kBF16,
-                                                  {.bias = bias.to(kGpu)});
+  const Tensor with_bias = kernels::fp8_matmul({by_rows(a, {})}, {by_rows(b, wide), true}, kBF16,
+                                               {.bias = bias.to(kGpu)});
   EXPECT_LE(relative_error(with_bias.to(kF32), expected + bias.to(kF32)), 0x1p-8);
 }
 
@@ -422,9 +422,9 @@ TEST_F(CudaFp8, ProductsScaleRowsAndTiles) {
       const auto product = [&](const Device& device, bool turned) {
         const TiledCopies left = copies(a, of_a, device, turned);
         const TiledCopies right = copies(b, of_b, device, turned);
-        return turned ? kernels::float8_matmul({left.columns, true}, {right.columns}, kF32)
-                      : kernels::float8_matmul({left.rows}, {right.rows, true}, kF32,
-                                               {.fast_accumulation = true});
+        return turned ? kernels::fp8_matmul({left.columns, true}, {right.columns}, kF32)
+                      : kernels::fp8_matmul({left.rows}, {right.rows, true}, kF32,
+                                            {.fast_accumulation = true});
       };
       if (squares) {
         EXPECT_THROW(product(kGpu, false), UnsupportedError);
@@ -447,11 +447,11 @@ TEST_F(CudaFp8, ProductsScaleRowsAndTiles) {
   const auto rows = [&](const Device& device) { return copies(a, kTiled[0], device, false).rows; };
   const auto whole = [&](const Device& device) { return kernels::quantize(b.to(device), {}); };
   asked.clear();
-  const Tensor got = kernels::float8_matmul({rows(kGpu)}, {whole(kGpu), true}, kF32);
-  const Tensor other = kernels::float8_matmul({whole(kGpu)}, {rows(kGpu), true}, kF32);
-  EXPECT_LE(relative_error(got, kernels::float8_matmul({rows(kCpu)}, {whole(kCpu), true}, kF32)),
+  const Tensor got = kernels::fp8_matmul({rows(kGpu)}, {whole(kGpu), true}, kF32);
+  const Tensor other = kernels::fp8_matmul({whole(kGpu)}, {rows(kGpu), true}, kF32);
+  EXPECT_LE(relative_error(got, kernels::fp8_matmul({rows(kCpu)}, {whole(kCpu), true}, kF32)),
             tolerance);
-  EXPECT_LE(relative_error(other, kernels::float8_matmul({whole(kCpu)}, {rows(kCpu), true}, kF32)),
+  EXPECT_LE(relative_error(other, kernels::fp8_matmul({whole(kCpu)}, {rows(kCpu), true}, kF32)),
             tolerance);
   EXPECT_EQ(asked.size(), gpu::on_emulation() ? 2U : 0U);
   for (const GemmProblem& problem : asked) {
@@ -465,12 +465,12 @@ TEST_F(CudaFp8, AProductThatCannotBeIsAnErrorThatSaysWhy) {
     return kernels::quantize(randn(shape).detach().to(kGpu), {.format = format});
   };
   const auto message = [](const auto& a, const auto& b) {
-    return message_of<UnsupportedError>([&] { kernels::float8_matmul({a}, {b, true}, kBF16); });
+    return message_of<UnsupportedError>([&] { kernels::fp8_matmul({a}, {b, true}, kBF16); });
   };
   EXPECT_NE(message(q({32, 40}), q({64, 40})).find("multiples of 16"), std::string::npos);
   EXPECT_NE(message(q({32, 48}, kF8E5M2), q({64, 48}, kF8E5M2)).find("f8e5m2 with f8e5m2"),
             std::string::npos);
-  EXPECT_THROW(kernels::float8_matmul({q({32, 48})}, {q({48, 64})}, kBF16), ValueError);
+  EXPECT_THROW(kernels::fp8_matmul({q({32, 48})}, {q({48, 64})}, kBF16), ValueError);
   TS_NEEDS_EMULATION("can take its library away");
   gpu::emulation::set_gemm_model(nullptr);
   EXPECT_NE(message(q({32, 48}), q({64, 48})).find("no library"), std::string::npos);

@@ -1,4 +1,4 @@
-// Layers in float8 on a GPU: trainings beside the CPU's, fused ones beside those one
+// Layers in fp8 on a GPU: trainings beside the CPU's, fused ones beside those one
 // by one, graphs, states that move.
 #include <gtest/gtest.h>
 
@@ -97,7 +97,7 @@ TEST_F(CudaFp8Layers, ATrainingIsThatOfTheCpu) {
     Training on_cpu(kCpu, recipe_of(scaling)), on_gpu(kGpu, recipe_of(scaling));
     asked.clear();
     for (int step = 0; step < 6; ++step) {
-      // Sums of bf16 results are taken in another order; a number that rounds to another float8
+      // Sums of bf16 results are taken in another order; a number that rounds to another fp8
       // is 2^-4 of itself off.
       EXPECT_NEAR(on_gpu.step(step), on_cpu.step(step), 0.01) << name << " step " << step;
     }
@@ -288,7 +288,7 @@ TEST_F(CudaFp8Layers, ANormThatOthersReadHasItsBytesForThem) {
   expect_same_bytes(net.up(twice).detach(), by_layer, "first");
   expect_same_bytes(net.up(twice).detach(), by_layer, "second");
   expect_bytes(twice, "twice");
-  // By another layer than was said, which is told in float8 as ever.
+  // By another layer than was said, which is told in fp8 as ever.
   nn::Linear other(32, 48);
   other.to(kGpu);
   const Tensor elsewhere = normed(x);
@@ -340,7 +340,7 @@ TEST_F(CudaFp8Layers, AHeadWithItsLossIsThatOfTheTwoOps) {
       continue;
     }
     EXPECT_NEAR(loss, expected_loss, 1e-5);
-    // A gradient of a logit that rounds to another bf16 may round to another float8, 2^-2 off.
+    // A gradient of a logit that rounds to another bf16 may round to another fp8, 2^-2 off.
     EXPECT_LE(relative_error(dx, expected_dx), 0.02);
     EXPECT_LE(relative_error(dw, expected_dw), 0.02);
   }

@@ -1,4 +1,4 @@
-// float8 on several GPUs: whole parameters, parts that are gathered, copies that are let go between
+// fp8 on several GPUs: whole parameters, parts that are gathered, copies that are let go between
 // forward and backward, all with the same bits.
 #include <map>
 #include <memory>
@@ -136,7 +136,7 @@ Outcome train(const Way& way, Fp8Scaling scaling) {
     if (rank == 0) {
       outcome["calls"] = {static_cast<float>(report.fp8_calls())};
       for (const auto& layer : report.layers) {
-        const auto& weight = layer.operands[static_cast<size_t>(Float8Role::kWeight)];
+        const auto& weight = layer.operands[static_cast<size_t>(Fp8Role::kWeight)];
         outcome["weight of " + layer.name] = {
             weight.amax, static_cast<float>(weight.elements), static_cast<float>(weight.saturated),
             static_cast<float>(weight.underflown), static_cast<float>(weight.not_finite)};

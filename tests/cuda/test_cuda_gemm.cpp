@@ -44,7 +44,7 @@ GemmProblem with_aux(GemmProblem p) {
   p.aux = {.dtype = p.d.dtype, .leading = 48, .data = some_memory};
   return p;
 }
-GemmProblem float8(DType a, DType b, DType d) {
+GemmProblem fp8(DType a, DType b, DType d) {
   GemmProblem p = plain();
   p.a.dtype = a;
   p.b = {.dtype = b, .transposed = true, .leading = 64, .data = some_memory};
@@ -144,15 +144,15 @@ TEST(GemmRules, EpiloguesHaveWhatTheyNeedAndNothingElse) {
   expect_refused_when([](GemmProblem& p) { p.aux.leading = 40; }, "aux has rows", good);
 }
 
-TEST(GemmRules, Float8OnHopper) {
-  EXPECT_EQ(validate(float8(kF8E4M3, kF8E4M3, kBF16)), "");
-  EXPECT_EQ(validate(float8(kF8E5M2, kF8E4M3, kF32)), "");
-  EXPECT_EQ(validate(float8(kF8E4M3, kF8E4M3, kF8E4M3)), "");
-  EXPECT_EQ(validate(float8(kF8E4M3, kF8E5M2, kF8E5M2)), "");
-  expect_refused(float8(kF8E5M2, kF8E5M2, kBF16), "no product of f8e5m2");
-  expect_refused(float8(kF8E4M3, kF8E4M3, kF8E5M2), "do not give f8e5m2");
-  expect_refused(float8(kF8E4M3, kBF16, kBF16), "float8 meets bf16");
-  const GemmProblem good = float8(kF8E4M3, kF8E4M3, kBF16);
+TEST(GemmRules, Fp8OnHopper) {
+  EXPECT_EQ(validate(fp8(kF8E4M3, kF8E4M3, kBF16)), "");
+  EXPECT_EQ(validate(fp8(kF8E5M2, kF8E4M3, kF32)), "");
+  EXPECT_EQ(validate(fp8(kF8E4M3, kF8E4M3, kF8E4M3)), "");
+  EXPECT_EQ(validate(fp8(kF8E4M3, kF8E5M2, kF8E5M2)), "");
+  expect_refused(fp8(kF8E5M2, kF8E5M2, kBF16), "no product of f8e5m2");
+  expect_refused(fp8(kF8E4M3, kF8E4M3, kF8E5M2), "do not give f8e5m2");
+  expect_refused(fp8(kF8E4M3, kBF16, kBF16), "fp8 meets bf16");
+  const GemmProblem good = fp8(kF8E4M3, kF8E4M3, kBF16);
   expect_refused_when([](GemmProblem& p) { p.b.transposed = false; }, "a by rows and b by columns",
                       good);
   expect_refused_when(
@@ -166,9 +166,9 @@ TEST(GemmRules, Float8OnHopper) {
   expect_refused_when([](GemmProblem& p) { p.a.data = some_memory + 8; }, "16 bytes", good);
   expect_refused_when([](GemmProblem& p) { p.d_scale = some_memory; }, "has no scale", good);
   expect_refused_when([](GemmProblem& p) { p.beta = 1; }, "cannot be added to",
-                      float8(kF8E4M3, kF8E4M3, kF8E4M3));
-  expect_refused_when([](GemmProblem& p) { p.a_scale = some_memory; }, "scales are for float8");
-  expect_refused_when([](GemmProblem& p) { p.fast_accumulation = true; }, "is for float8");
+                      fp8(kF8E4M3, kF8E4M3, kF8E4M3));
+  expect_refused_when([](GemmProblem& p) { p.a_scale = some_memory; }, "scales are for fp8");
+  expect_refused_when([](GemmProblem& p) { p.fast_accumulation = true; }, "is for fp8");
   GemmProblem biased = good;
   biased.epilogue = GemmEpilogue::kBias;
   biased.bias = some_memory;
@@ -182,7 +182,7 @@ TEST(GemmRules, Float8OnHopper) {
 TEST(GemmRules, ScalesOfRowsAndTilesGoTogetherAsTheLibraryHasThem) {
   using enum GemmScale;
   const auto scaled = [](GemmScale a, GemmScale b) {
-    GemmProblem p = float8(kF8E4M3, kF8E4M3, kBF16);
+    GemmProblem p = fp8(kF8E4M3, kF8E4M3, kBF16);
     p.a_scaling = a;
     p.b_scaling = b;
     return p;
@@ -216,7 +216,7 @@ TEST(GemmRules, ScalesOfRowsAndTilesGoTogetherAsTheLibraryHasThem) {
                              std::pair(kTensor, kVectors), std::pair(kVectors, kOuter)}) {
     expect_refused(scaled(a, b), "there is no product of");
   }
-  expect_refused_when([](GemmProblem& p) { p.b_scaling = kOuter; }, "scales are for float8");
+  expect_refused_when([](GemmProblem& p) { p.b_scaling = kOuter; }, "scales are for fp8");
   EXPECT_EQ(count_scales(kTensor, 48, 300), 1);
   EXPECT_EQ(count_scales(kOuter, 48, 300), 48);
   EXPECT_EQ(count_scales(kVectors, 48, 300), 3 * 48);

@@ -193,8 +193,8 @@ TEST(CudaPriceTables, GeluInAnEpilogueTakesWhatWasMeasured) {
   }
 }
 
-// Beside autocast to bf16, with the rate that products in float8 are measured at.
-TEST(CudaPriceTables, Float8WithDelayedScalesIsWellBelowBf16) {
+// Beside autocast to bf16, with the rate that products in fp8 are measured at.
+TEST(CudaPriceTables, Fp8WithDelayedScalesIsWellBelowBf16) {
   dry::Machine m = machine();
   m.gemm["fp8"] = 1.1e15;
   const auto seconds = [&](const char* dtype) {

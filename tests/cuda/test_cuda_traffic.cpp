@@ -173,7 +173,7 @@ TEST_F(CudaTraffic, OfTheQuantisedGradientOfLogits) {
   }
 }
 
-TEST_F(CudaTraffic, OfNormsThatWriteFloat8) {
+TEST_F(CudaTraffic, OfNormsThatWriteFp8) {
   for (const DType dtype : {kF32, kBF16}) {
     for (const Shape& shape : {Shape{48, 160}, Shape{16, 768}, Shape{96, 1024}}) {
       SCOPED_TRACE(testing::Message() << name_of(dtype) << " " << shape);

@@ -1,4 +1,4 @@
-// Weights that products in float8 alone read travel as their bytes: one a parameter, and the bits
+// Weights that products in fp8 alone read travel as their bytes: one a parameter, and the bits
 // of replicas, whatever else happens to be read.
 // ctest labels: threads
 // ctest ranks: 2
@@ -16,7 +16,7 @@
 #include "message_of.h"
 #include "thinned.h"
 
-namespace tessera::distributed::test_fully_shard_float8 {
+namespace tessera::distributed::test_fully_shard_fp8 {
 namespace {
 
 using precision::Fp8Recipe;
@@ -193,7 +193,7 @@ Sent sent_in(const CommTrace::Scope& scope) {
 
 // ---- What travels ------------------------------------------------------------------------------
 
-TEST(FullyShardFloat8, AParameterTravelsAsOneByte) {
+TEST(FullyShardFp8, AParameterTravelsAsOneByte) {
   // Of one rank of two, in a unit of one layer: the weights' bytes, what else there is, and a label
   // for each weight.
   constexpr int64_t kWeights = 2 * kWidth * kHidden / 2;
@@ -217,7 +217,7 @@ TEST(FullyShardFloat8, AParameterTravelsAsOneByte) {
       const Sent sent = sent_in(scope);
       for (const char* unit : {"unit first", "unit second"}) {
         EXPECT_EQ(sent.bytes.at(unit),
-                  kWeights + kNorm + kBiases + 2 * static_cast<int64_t>(sizeof(Float8Label)));
+                  kWeights + kNorm + kBiases + 2 * static_cast<int64_t>(sizeof(Fp8Label)));
         EXPECT_EQ(sent.dtypes.at(unit), (std::set<std::string>{"u8"}));
       }
       EXPECT_EQ(sent.dtypes.at("unit head"), (std::set<std::string>{"bf16"})) << "the last Linear";
@@ -238,7 +238,7 @@ TEST(FullyShardFloat8, AParameterTravelsAsOneByte) {
   }
 }
 
-TEST(FullyShardFloat8, ScalesOfRowsTravelAsTheyAre) {
+TEST(FullyShardFp8, ScalesOfRowsTravelAsTheyAre) {
   for (const Fp8Scaling recipe :
        {Fp8Scaling::kRowwise, Fp8Scaling::kRowwiseWithGwHp, Fp8Scaling::kBlockwise}) {
     on_ranks(2, [&](int) {
@@ -255,11 +255,11 @@ TEST(FullyShardFloat8, ScalesOfRowsTravelAsTheyAre) {
 
 // ---- Bits --------------------------------------------------------------------------------------
 
-TEST(FullyShardFloat8, HasTheBitsOfReplicas) { same_as_replicas(Before()); }
+TEST(FullyShardFp8, HasTheBitsOfReplicas) { same_as_replicas(Before()); }
 
-TEST(FullyShardFloat8, MicroBatchesAddUpAsInOtherModes) { same_as_replicas(Before(), 2); }
+TEST(FullyShardFp8, MicroBatchesAddUpAsInOtherModes) { same_as_replicas(Before(), 2); }
 
-TEST(FullyShardFloat8, RecomputedCallsReadTheBytes) {
+TEST(FullyShardFp8, RecomputedCallsReadTheBytes) {
   same_as_replicas([](Training& run, int step) {
     run.model.first.recomputes = run.model.second.recomputes = true;
     if (step == 0) run.model.first.checkpoint_calls();
@@ -267,7 +267,7 @@ TEST(FullyShardFloat8, RecomputedCallsReadTheBytes) {
 }
 
 // Weights that are cut along their columns, evenly.
-TEST(FullyShardFloat8, ColumnsTravelLikeRows) {
+TEST(FullyShardFp8, ColumnsTravelLikeRows) {
   std::vector<Outcome> outcomes;
   for (const int dim : {0, 1}) {
     on_ranks(2, [&](int rank) {
@@ -295,7 +295,7 @@ TEST(FullyShardFloat8, ColumnsTravelLikeRows) {
 }
 
 // Kept from one step to the next: the bytes follow the weights and the scales.
-TEST(FullyShardFloat8, GatheredBytesFollowTheWeights) {
+TEST(FullyShardFp8, GatheredBytesFollowTheWeights) {
   for (const Fp8Scaling recipe : kRecipes) {
     std::vector<Outcome> outcomes;
     for (const bool kept : {false, true}) {
@@ -316,7 +316,7 @@ TEST(FullyShardFloat8, GatheredBytesFollowTheWeights) {
 }
 
 // Parts of bytes among two neighbours of four, which backward gathers.
-TEST(FullyShardFloat8, NeighboursKeepParts) {
+TEST(FullyShardFp8, NeighboursKeepParts) {
   std::vector<Outcome> outcomes;
   for (const bool near : {false, true}) {
     on_ranks(4, [&](int rank) {
@@ -345,7 +345,7 @@ TEST(FullyShardFloat8, NeighboursKeepParts) {
 // ---- Other reads -------------------------------------------------------------------------------
 
 // The unit is gathered as it is stored when something else reads a weight, until the next step.
-TEST(FullyShardFloat8, AnotherReadGathersTheWeightItself) {
+TEST(FullyShardFp8, AnotherReadGathersTheWeightItself) {
   same_as_replicas([](Training& run, int step) {
     run.model.second.also = [step](Layer& layer, const Tensor& y) {
       return step == 2 ? y + layer.up.weight.t().sum() * 0.1 : y;
@@ -370,7 +370,7 @@ TEST(FullyShardFloat8, AnotherReadGathersTheWeightItself) {
   });
 }
 
-TEST(FullyShardFloat8, AWeightThatIsReadInBothWaysTravelsAsItIs) {
+TEST(FullyShardFp8, AWeightThatIsReadInBothWaysTravelsAsItIs) {
   const Before both = [](Training& run, int) {
     run.model.second.also = [](Layer& layer, const Tensor& y) {
       return y + layer.up.weight.t().sum() * 0.1;
@@ -388,9 +388,9 @@ TEST(FullyShardFloat8, AWeightThatIsReadInBothWaysTravelsAsItIs) {
   });
 }
 
-// Calls that cannot run in float8 on any rank: the products are those of bf16, backward included,
+// Calls that cannot run in fp8 on any rank: the products are those of bf16, backward included,
 // and a step later they may again.
-TEST(FullyShardFloat8, CallsThatFallBackHaveTheWeight) {
+TEST(FullyShardFp8, CallsThatFallBackHaveTheWeight) {
   same_as_replicas([](Training& run, int step) {
     if (step != 2) return;
     const Tensor loss = loss_of(run.model, 100 + world().rank(), 5);
@@ -400,7 +400,7 @@ TEST(FullyShardFloat8, CallsThatFallBackHaveTheWeight) {
   });
 }
 
-TEST(FullyShardFloat8, EvaluationInAnotherPrecisionGathersTheWeights) {
+TEST(FullyShardFp8, EvaluationInAnotherPrecisionGathersTheWeights) {
   for (const Fp8Scaling recipe : kRecipes) {
     same_as_replicas({.recipe = {.scaling = recipe, .in_evaluation = false},
                       .before = [](Training& run, int step) {
@@ -414,7 +414,7 @@ TEST(FullyShardFloat8, EvaluationInAnotherPrecisionGathersTheWeights) {
   }
 }
 
-TEST(FullyShardFloat8, EvaluationReadsTheBytes) {
+TEST(FullyShardFp8, EvaluationReadsTheBytes) {
   same_as_replicas([](Training& run, int) {
     const NoGradGuard no_grad;
     run.losses.push_back(loss_of(run.model, 7, kRows).item());
@@ -424,7 +424,7 @@ TEST(FullyShardFloat8, EvaluationReadsTheBytes) {
 }
 
 // One rank cannot have what the others do not send: all are told, and it says which weight.
-TEST(FullyShardFloat8, AReadOfOneRankAloneIsAnErrorThatNamesTheWeight) {
+TEST(FullyShardFp8, AReadOfOneRankAloneIsAnErrorThatNamesTheWeight) {
   failing_ranks("one calls what the others do not", 2, [](int rank) {
     Training run(Way::kZero3, {});
     run.step();
@@ -435,14 +435,14 @@ TEST(FullyShardFloat8, AReadOfOneRankAloneIsAnErrorThatNamesTheWeight) {
     } catch (const DistributedError& error) {
       const std::string message = error.what();
       if (rank == 1) {
-        EXPECT_NE(message.find("'first.up.weight' came in float8"), std::string::npos) << message;
+        EXPECT_NE(message.find("'first.up.weight' came in fp8"), std::string::npos) << message;
       }
       EXPECT_NE(message.find("ranks call different things"), std::string::npos) << message;
     }
   });
 }
 
-TEST(FullyShardFloat8, MeasuredNoiseIsOfTheWeightItself) {
+TEST(FullyShardFp8, MeasuredNoiseIsOfTheWeightItself) {
   std::vector<double> noise;  // as rank 0 has it
   for (const Way way : {Way::kReplicate, Way::kZero3}) {
     on_ranks(2, [&](int rank) {
@@ -461,7 +461,7 @@ TEST(FullyShardFloat8, MeasuredNoiseIsOfTheWeightItself) {
   EXPECT_EQ(noise[1], noise[0]);
 }
 
-TEST(FullyShardFloat8, WholeParametersAreThoseOfTheParts) {
+TEST(FullyShardFp8, WholeParametersAreThoseOfTheParts) {
   on_ranks(2, [](int) {
     Training run(Way::kFullyKept, {});
     run.step();
@@ -486,7 +486,7 @@ TEST(FullyShardFloat8, WholeParametersAreThoseOfTheParts) {
 
 // ---- Mistakes ----------------------------------------------------------------------------------
 
-TEST(FullyShardFloat8, ScalesThatDifferAmongRanksAreAnErrorThatNamesTheWeight) {
+TEST(FullyShardFp8, ScalesThatDifferAmongRanksAreAnErrorThatNamesTheWeight) {
   failing_ranks("what is injected reduces nothing", 2, [](int rank) {
     Training run(Way::kZero3, {.recipe = {.scaling = Fp8Scaling::kDelayed},
                                .reduction = [rank](const Tensor& maxima) {
@@ -506,4 +506,4 @@ TEST(FullyShardFloat8, ScalesThatDifferAmongRanksAreAnErrorThatNamesTheWeight) {
 }
 
 }  // namespace
-}  // namespace tessera::distributed::test_fully_shard_float8
+}  // namespace tessera::distributed::test_fully_shard_fp8

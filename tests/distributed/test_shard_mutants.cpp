@@ -263,8 +263,8 @@ struct Bytes : nn::Module<Bytes> {
   nn::Linear& third;
 };
 
-// Whether weights that travel in float8 end as those of replicas do.
-bool float8_travels_rightly(precision::Fp8Scaling recipe, Mutant kind) {
+// Whether weights that travel in fp8 end as those of replicas do.
+bool fp8_travels_rightly(precision::Fp8Scaling recipe, Mutant kind) {
   std::vector<std::map<std::string, std::vector<float>>> ends(2);
   std::atomic<bool> right{true};
   for (const Way way : {Way::kReplicate, Way::kZero3}) {
@@ -298,13 +298,13 @@ bool float8_travels_rightly(precision::Fp8Scaling recipe, Mutant kind) {
   return right && ends[0] == ends[1];
 }
 
-TEST(ShardMutants, OfFloat8AreSeen) {
+TEST(ShardMutants, OfFp8AreSeen) {
   using precision::Fp8Scaling;
   for (const Fp8Scaling recipe : {Fp8Scaling::kTensorwise, Fp8Scaling::kDelayed}) {
-    EXPECT_TRUE(float8_travels_rightly(recipe, Mutant::kNone));
-    EXPECT_FALSE(float8_travels_rightly(recipe, Mutant::kStaleBytes));
+    EXPECT_TRUE(fp8_travels_rightly(recipe, Mutant::kNone));
+    EXPECT_FALSE(fp8_travels_rightly(recipe, Mutant::kStaleBytes));
   }
-  EXPECT_FALSE(float8_travels_rightly(Fp8Scaling::kTensorwise, Mutant::kOwnMaxima));
+  EXPECT_FALSE(fp8_travels_rightly(Fp8Scaling::kTensorwise, Mutant::kOwnMaxima));
 }
 
 #if !defined(__SANITIZE_THREAD__)  // which sees them itself, and has the program fail

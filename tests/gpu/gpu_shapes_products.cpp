@@ -89,7 +89,7 @@ void check(const Product& p, const Request& r, Served served = Served::kMust) {
   const std::string what = name_of(p, r);
   SCOPED_TRACE(what);
   const DType b_dtype = r.b_dtype.value_or(r.dtype);
-  const bool float8 = is_float8(r.dtype);
+  const bool fp8 = is_fp8(r.dtype);
   const auto made = [&](const Shape& shape, DType dtype, int64_t most) {
     return r.whole_numbers ? integers(shape, dtype, most) : normal(shape, dtype);
   };
@@ -101,7 +101,7 @@ void check(const Product& p, const Request& r, Served served = Served::kMust) {
   const bool slopes = r.epilogue == kGeluGrad || r.epilogue == kGeluGradBiasGrad;
   const bool has_aux = slopes || r.epilogue == kGelu || r.epilogue == kGeluBias;
   const int64_t biases = r.epilogue == kBiasGradOfA ? p.M : p.N;
-  const DType bias_dtype = float8 && r.out == kF32 ? kBF16 : r.out;
+  const DType bias_dtype = fp8 && r.out == kF32 ? kBF16 : r.out;
   // Old contents are to be overwritten, and not added to.
   const Tensor d = r.beta != 0 && !r.separate_c ? made({p.M, p.N}, r.out, 3)
                                                 : full({p.M, p.N}, 77, {r.out, kGpu});
@@ -131,7 +131,7 @@ void check(const Product& p, const Request& r, Served served = Served::kMust) {
   }
   if (has_aux) problem.aux = {r.out, false, p.N, 0, aux.data()};
   Scales a_scales, b_scales;
-  if (float8) {
+  if (fp8) {
     a_scales = make_scales(r.a_scaling, p.M, p.K, 0.37);
     b_scales = make_scales(r.b_scaling, p.N, p.K, 1.3);
     problem.a_scale = a_scales.numbers.data();
@@ -154,11 +154,11 @@ void check(const Product& p, const Request& r, Served served = Served::kMust) {
   Tensor v = mul(matmul(left, right), r.alpha);
   // Products of whole numbers with a number for all of them are rounded where that comes in, twice.
   const Tensor magnitudes = mul(matmul(abs(left), abs(right)), std::abs(r.alpha));
-  const bool exact = r.whole_numbers && !float8;
+  const bool exact = r.whole_numbers && !fp8;
   const double per_magnitude =
-      exact    ? 0
-      : float8 ? (r.whole_numbers && r.a_scaling == GemmScale::kTensor ? 0x1p-21 : 0x1p-13)
-               : 4 * 0x1p-23 * std::sqrt(static_cast<double>(p.K));
+      exact ? 0
+      : fp8 ? (r.whole_numbers && r.a_scaling == GemmScale::kTensor ? 0x1p-21 : 0x1p-13)
+            : 4 * 0x1p-23 * std::sqrt(static_cast<double>(p.K));
   Tensor error = mul(magnitudes, per_magnitude);
   if (added.defined()) v = add(v, added);
   if (r.epilogue == kBias || r.epilogue == kGeluBias) v = add(v, f64_of(bias));
@@ -300,10 +300,10 @@ TEST_F(ShapesProducts, OfF32AreNotCutToTf32) {
   expect_same(y.to(kF64), matmul(x.to(kF64), one.to(kF64)), "13 bits");
 }
 
-TEST_F(ShapesProducts, OfFloat8WithTheirScales) {
+TEST_F(ShapesProducts, OfFp8WithTheirScales) {
   using enum GemmScale;
   for (const auto& [in, out, head] : widths_124m()) {
-    // float8 has rows and columns that lie along K alone: copies by columns serve the gradients.
+    // fp8 has rows and columns that lie along K alone: copies by columns serve the gradients.
     const Product y = forward(tokens(), in, out);
     const Product dx{tokens(), in, out, false, true}, dw{out, in, tokens(), false, true};
     for (const DType result : {kBF16, kF32}) {

@@ -59,12 +59,12 @@ std::vector<int64_t> sampled_rows(int64_t size) {
   return {rows.begin(), rows.end()};
 }
 
-Tensor f64_of(const Tensor& x) { return is_float8(x.dtype()) ? x.to(kF32).to(kF64) : x.to(kF64); }
+Tensor f64_of(const Tensor& x) { return is_fp8(x.dtype()) ? x.to(kF32).to(kF64) : x.to(kF64); }
 
 Tensor rows_of(const Tensor& x, int64_t dim, const std::vector<int64_t>& rows) {
   const Tensor index =
       tensor(std::span<const int64_t>(rows), {static_cast<int64_t>(rows.size())}).to(kGpu);
-  if (!is_float8(x.dtype())) return f64_of(index_select(x, dim, index));
+  if (!is_fp8(x.dtype())) return f64_of(index_select(x, dim, index));
   const Tensor bytes = index_select(raw::reinterpret(x, kU8), dim, index);
   return f64_of(raw::reinterpret(bytes, x.dtype()));
 }

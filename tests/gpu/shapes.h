@@ -7,7 +7,7 @@
 //
 //   |error| <= eps_out / 2 |y|               the result, rounded once
 //            + 4 2^-23 sqrt(K) sum |a b|     sums in f32, which tensor cores truncate;
-//                                            float8: 2^-13 sum |a b|, as Hopper adds up 14 bits
+//                                            fp8: 2^-13 sum |a b|, as Hopper adds up 14 bits
 //                                            of each group
 //            + 2^-10 |v| (1 + |v|)           where a library's GELU takes tanh.approx
 //

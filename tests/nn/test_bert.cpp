@@ -219,7 +219,7 @@ TEST(Bert, LengthsSayWhatAMaskSays) {
 }
 
 // Precision, recipe and filter by settings; the classifier's 3 classes are no multiple of 16.
-TEST_F(BertFiles, TrainsInFloat8BySettingsAlone) {
+TEST_F(BertFiles, TrainsInFp8BySettingsAlone) {
   manual_seed(19);
   Bert model({.vocab_size = 40,
               .width = 32,

@@ -1,4 +1,4 @@
-// A head in float8 that is fused with its loss: it gives what the two ops give, in chunks of rows.
+// A head in fp8 that is fused with its loss: it gives what the two ops give, in chunks of rows.
 #include <tessera/autograd/fp8/head.h>
 
 #include <gtest/gtest.h>
@@ -45,9 +45,9 @@ struct Head {
               Reduction reduction = Reduction::kMean) {
     nn::ModuleCall call(head);
     call.before({});
-    const std::shared_ptr<Float8Linear> layer = Context::current().slot<Float8Slot>().layer;
+    const std::shared_ptr<Fp8Linear> layer = Context::current().slot<Fp8Slot>().layer;
     EXPECT_TRUE(layer->takes(x, head.weight, x.size(0)));
-    return float8_linear_cross_entropy(x, head.weight, target, layer, -100, reduction, chunk);
+    return fp8_linear_cross_entropy(x, head.weight, target, layer, -100, reduction, chunk);
   }
   Fp8LayerReport report() const { return applied.fp8()->report().layers[0]; }
   nn::Linear head;
@@ -107,7 +107,7 @@ TEST(Fp8Head, ChunksHaveTheBytesScalesAndCountsOfWholeLogits) {
       EXPECT_GT(largest, 0);
       EXPECT_LE(error, epsilon_of(kBF16) * largest) << "sums in another order, rounded once";
       EXPECT_EQ(chunks.report.fp8_calls, 1);
-      for (size_t role = 0; role < kNumFloat8Roles; ++role) {
+      for (size_t role = 0; role < kNumFp8Roles; ++role) {
         const Fp8OperandReport &a = chunks.report.operands[role], &b = whole.report.operands[role];
         EXPECT_EQ(a.amax, b.amax) << role;
         EXPECT_EQ(a.elements, b.elements) << role;
@@ -206,13 +206,13 @@ Tensor tokens_of(int64_t count, int64_t classes) {
   return tensor(values, {count});
 }
 
-TEST(Fp8Head, TheFusedLossOfAModelRunsInFloat8) {
+TEST(Fp8Head, TheFusedLossOfAModelRunsInFp8) {
   manual_seed(33);
   Tied model;
   const AppliedPolicy applied = apply(model, Policy::fp8(taking_all(Fp8Scaling::kTensorwise)));
   const Tensor tokens = tokens_of(48, 64), targets = targets_of(48, 64);
   const auto ops = ops_of([&] { model(tokens, targets).backward(); });
-  EXPECT_TRUE(has(ops, "float8_linear"));
+  EXPECT_TRUE(has(ops, "fp8_linear"));
   EXPECT_FALSE(has(ops, "linear"));
   const Fp8LayerReport head = applied.fp8()->report().layers[0];
   EXPECT_EQ(head.name, "head");

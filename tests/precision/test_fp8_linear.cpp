@@ -1,4 +1,4 @@
-// Linears in float8: values, what is kept, the cache of weights, filters, reports, delayed scales.
+// Linears in fp8: values, what is kept, the cache of weights, filters, reports, delayed scales.
 #include <tessera/precision/fp8_linear.h>
 
 #include <gtest/gtest.h>
@@ -95,13 +95,13 @@ TEST(Fp8Linear, ItsThreeProductsAreThoseOfTheQuantisedOperands) {
                                    Fp8Scaling::kRowwiseWithGwHp, Fp8Scaling::kBlockwise}) {
     Fp8Recipe recipe = recipe_of(scaling);
     recipe.block = 16;
-    const Float8Casts casts = recipe.casts();
+    const Fp8Casts casts = recipe.casts();
     const std::string name(name_of(scaling));
     const Tensor x = random({2, 24, 32}).set_requires_grad();
     const Tensor weight = random({64, 32}).set_requires_grad();
     const Tensor bias = random({64}).set_requires_grad();
     const Tensor dy = random({2, 24, 64});
-    const Tensor y = fp8_linear(x, weight, bias, recipe);
+    const Tensor y = precision::fp8_linear(x, weight, bias, recipe);
     const TensorList grads = gradients_of({y}, {x, weight, bias}, {dy});
 
     const Tensor rows = x.detach().view({48, 32}), dy_rows = dy.view({48, 64});
@@ -127,9 +127,9 @@ TEST(Fp8Linear, TheBiasIsAddedToTheRoundedProduct) {
   manual_seed(2);
   const Tensor x = random({16, 32}, kBF16), weight = random({16, 32}),
                bias = random({16}, kBF16, 30);
-  const Tensor alone = fp8_linear(x, weight, {}, {});
+  const Tensor alone = precision::fp8_linear(x, weight, {}, {});
   EXPECT_EQ(alone.dtype(), kBF16);
-  EXPECT_EQ(fp8_linear(x, weight, bias, {}).to_vector(), (alone + bias).to_vector());
+  EXPECT_EQ(precision::fp8_linear(x, weight, bias, {}).to_vector(), (alone + bias).to_vector());
 }
 
 TEST(Fp8Linear, HybridGradientsReachFurtherThanE4M3) {
@@ -139,7 +139,7 @@ TEST(Fp8Linear, HybridGradientsReachFurtherThanE4M3) {
   const auto small_gradient = [&](Fp8Format format) {
     Fp8Recipe recipe;
     recipe.format = format;
-    const Tensor y = fp8_linear(x, weight, {}, recipe);
+    const Tensor y = precision::fp8_linear(x, weight, {}, recipe);
     return gradients_of({y}, {weight}, {dy})[0].to_vector()[16];
   };
   EXPECT_NEAR(small_gradient(Fp8Format::kHybrid), 16e-6, 16e-6 / 8);
@@ -173,14 +173,14 @@ TEST(Fp8Linear, AModuleStaysNearBf16) {
   }
 }
 
-class PlainLayer final : public Float8Linear {
+class PlainLayer final : public Fp8Linear {
  public:
-  const Float8Casts& casts() const override { return casts_; }
+  const Fp8Casts& casts() const override { return casts_; }
   bool takes(const Tensor&, const Tensor&, int64_t) override { return true; }
   bool could_take(const Tensor&, const Tensor&, int64_t) const override { return true; }
 
  private:
-  const Float8Casts casts_ = Fp8Recipe::named("tensorwise").casts();
+  const Fp8Casts casts_ = Fp8Recipe::named("tensorwise").casts();
 };
 
 // What a GPU runs as one op is on every device the layers one by one.
@@ -195,10 +195,10 @@ TEST(Fp8Linear, TwoLayersAroundGeluAreOneOpToTheBit) {
       const auto first = std::make_shared<PlainLayer>(), second = std::make_shared<PlainLayer>();
       const AutocastGuard autocast(kBF16);
       const Gelu form = tanh_form ? Gelu::kTanh : Gelu::kNone;
-      const Tensor y = fused ? float8_linear_gelu_linear(in[0], in[1], in[2], first, in[3], in[4],
-                                                         second, tanh_form)
-                             : float8_linear(gelu(float8_linear(in[0], in[1], in[2], first), form),
-                                             in[3], in[4], second);
+      const Tensor y = fused ? fp8_linear_gelu_linear(in[0], in[1], in[2], first, in[3], in[4],
+                                                      second, tanh_form)
+                             : fp8_linear(gelu(fp8_linear(in[0], in[1], in[2], first), form), in[3],
+                                          in[4], second);
       std::vector<Values> results{y.to_vector()};
       for (const Tensor& gradient : gradients_of({y}, in, {cos(y.detach())})) {
         results.push_back(gradient.to_vector());
@@ -219,14 +219,14 @@ TEST(Fp8Linear, TheWeightIsQuantisedFromItsF32Values) {
   const kernels::Quantized twice = kernels::quantize(layer.weight.detach().to(kBF16), {});
   ASSERT_NE(q.values.to_vector(), twice.values.to_vector()) << "rounded twice shows";
   EXPECT_EQ(y.to_vector(),
-            kernels::float8_matmul({kernels::quantize(x, {})}, {q, true}, kBF16).to_vector());
+            kernels::fp8_matmul({kernels::quantize(x, {})}, {q, true}, kBF16).to_vector());
 }
 
 TEST(Fp8Linear, ASecondDerivativeIsAnErrorThatNamesIt) {
   const Tensor x = random({16, 16}).set_requires_grad(), weight = random({16, 16});
-  const Tensor dx =
-      gradients_of({sum(fp8_linear(x, weight, {}, {}))}, {x}, {}, {.create_graph = true})[0];
-  EXPECT_TRUE(contains(message_of<UnsupportedError>([&] { sum(dx).backward(); }), "float8_linear"));
+  const Tensor dx = gradients_of({sum(precision::fp8_linear(x, weight, {}, {}))}, {x}, {},
+                                 {.create_graph = true})[0];
+  EXPECT_TRUE(contains(message_of<UnsupportedError>([&] { sum(dx).backward(); }), "fp8_linear"));
 }
 
 // ---- What is kept ------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ TEST(Fp8Linear, ACheckpointKeepsNothingOfItAndCountsOnce) {
     const Fp8Report report = applied.fp8()->report(), plain = applied_other.fp8()->report();
     EXPECT_EQ(report.fp8_calls(), 2);
     for (size_t i = 0; i < report.layers.size(); ++i) {
-      for (size_t role = 0; role < kNumFloat8Roles; ++role) {
+      for (size_t role = 0; role < kNumFp8Roles; ++role) {
         EXPECT_EQ(report.layers[i].operands[role].elements,
                   plain.layers[i].operands[role].elements);
       }
@@ -471,7 +471,7 @@ TEST(Fp8Report, CountsCallsOfLayersThatAreLeftOut) {
             (std::map<std::string, std::map<std::string, int64_t>>{
                 {"mlp.fc1", each(1)}, {"mlp.fc2", each(1)}, {"up", each(3)}, {"head", each(1)}}));
   EXPECT_EQ(report.fallbacks(), 0);
-  EXPECT_TRUE(contains(report.table(), "up: not in float8: excluded by name: up, 3 calls in bf16"))
+  EXPECT_TRUE(contains(report.table(), "up: not in fp8: excluded by name: up, 3 calls in bf16"))
       << report.table();
   applied.fp8()->reset_counts();
   EXPECT_TRUE(applied.fp8()->report().layers[0].dtypes.empty());
@@ -587,7 +587,7 @@ TEST(Fp8Recipe, ContradictionsAreErrors) {
                ConfigError);
   EXPECT_THROW(check(Fp8Recipe{.margin = 1}), ConfigError);
   EXPECT_THROW(check(Fp8Recipe{.scaling = Fp8Scaling::kDelayed, .history = 0}), ConfigError);
-  EXPECT_THROW(check(Policy{.parameter = kBF16, .compute = kBF16, .float8 = Fp8Recipe{}}),
+  EXPECT_THROW(check(Policy{.parameter = kBF16, .compute = kBF16, .fp8_recipe = Fp8Recipe{}}),
                ConfigError);
   EXPECT_EQ(describe(Policy::fp8(Fp8Recipe::named("delayed"))),
             "parameters f32, compute bf16 (autocast) with Linears in fp8 delayed (hybrid, history "

@@ -1,4 +1,4 @@
-// Linears in float8 beside torchao's emulation, of golden/float8_cases.py.
+// Linears in fp8 beside torchao's emulation, of golden/float8_cases.py.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -12,10 +12,10 @@
 
 #include "source_dir.h"
 
-namespace tessera::precision::test_golden_float8 {
+namespace tessera::precision::test_golden_fp8 {
 namespace {
 
-class Float8Golden : public testing::TestWithParam<const char*> {
+class Fp8Golden : public testing::TestWithParam<const char*> {
  protected:
   Tensor value(const std::string& name) const {
     return file_.load(std::string(GetParam()) + "/" + name);
@@ -32,8 +32,8 @@ class Float8Golden : public testing::TestWithParam<const char*> {
   SafeTensorsFile file_{std::string(tests::source_dir()) + "/tests/golden/float8.safetensors"};
 };
 
-TEST_P(Float8Golden, BytesAndScalesAreEqual) {
-  const Float8Casts casts = recipe().casts();
+TEST_P(Fp8Golden, BytesAndScalesAreEqual) {
+  const Fp8Casts casts = recipe().casts();
   const auto expect_equal = [&](const char* operand, const Tensor& source,
                                 const kernels::QuantizeOptions& options) {
     const kernels::Quantized q = kernels::quantize(source, options);
@@ -58,10 +58,10 @@ TEST_P(Float8Golden, BytesAndScalesAreEqual) {
 
 // torchao multiplies numbers that were scaled back and rounded to f32 before, here the sum is
 // scaled: they differ by rounding, which a 16-bit result shows as neighbours now and then.
-TEST_P(Float8Golden, ResultsAreEqualUpToRounding) {
+TEST_P(Fp8Golden, ResultsAreEqualUpToRounding) {
   const Tensor x = value("x").set_requires_grad(), weight = value("weight").set_requires_grad();
   const Tensor bias = value("bias").set_requires_grad(), dy = value("dy");
-  const Tensor y = fp8_linear(x, weight, bias, recipe());
+  const Tensor y = precision::fp8_linear(x, weight, bias, recipe());
   const TensorList inputs = {x, weight, bias};
   const TensorList grads = grad(TensorList{y}, inputs, TensorList{dy});
   const auto expect_near = [&](const char* name, const Tensor& got) {
@@ -83,7 +83,7 @@ TEST_P(Float8Golden, ResultsAreEqualUpToRounding) {
   expect_near("grad.bias", grads[2]);
 }
 
-INSTANTIATE_TEST_SUITE_P(Recipes, Float8Golden,
+INSTANTIATE_TEST_SUITE_P(Recipes, Fp8Golden,
                          testing::Values("tensorwise.f32", "tensorwise.bf16", "rowwise.f32",
                                          "rowwise.bf16", "rowwise_with_gw_hp.f32",
                                          "rowwise_with_gw_hp.bf16"),
@@ -94,4 +94,4 @@ INSTANTIATE_TEST_SUITE_P(Recipes, Float8Golden,
                          });
 
 }  // namespace
-}  // namespace tessera::precision::test_golden_float8
+}  // namespace tessera::precision::test_golden_fp8

@@ -64,7 +64,7 @@ TEST(Policy, HasNamesAndSaysWhatItIs) {
 // Accelerate turns fp8 into fp16 where the hardware cannot, with a warning.
 TEST(Policy, Trap6Fp8IsNeverReplacedByAnotherPrecision) {
   EXPECT_EQ(policy_named("fp8"), Policy::fp8());
-  EXPECT_EQ(policy_named("fp8-delayed").float8->scaling, Fp8Scaling::kDelayed);
+  EXPECT_EQ(policy_named("fp8-delayed").fp8_recipe->scaling, Fp8Scaling::kDelayed);
   EXPECT_THROW(policy_named("fp8-fp16"), ConfigError);
   EXPECT_THROW(check(Policy::fp8(), cuda(0)), UnsupportedError);
   EXPECT_THROW(check({.compute = kF8E4M3}), UnsupportedError);

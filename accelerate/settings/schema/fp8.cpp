@@ -33,15 +33,15 @@ std::vector<Setting> fp8_settings() {
        .help = "Linears that stay in bf16: dotted names, or ends of them"},
       {.key = "fp8_strict",
        .field = field<&S::fp8_strict, &O::fp8, &Fp8::strict>,
-       .help = "a call of such a Linear that cannot run in float8 is an error; else it runs in "
+       .help = "a call of such a Linear that cannot run in fp8 is an error; else it runs in "
                "bf16 and is counted with the reason"},
       {.key = "fp8_in_evaluation",
        .field = field<&S::fp8_in_evaluation, &O::fp8, &Fp8::in_evaluation>,
-       .help = "modules in evaluation run in float8, too; Accelerate's use_autocast_during_eval",
+       .help = "modules in evaluation run in fp8, too; Accelerate's use_autocast_during_eval",
        .accelerate = {"ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL"}},
       {.key = "fp8_weight_gradient",
        .field = field<&S::fp8_weight_gradient, &O::fp8, &Fp8::weight_gradient>,
-       .help = "the product of a weight's gradient runs in float8, too; false is Accelerate's "
+       .help = "the product of a weight's gradient runs in fp8, too; false is Accelerate's "
                "override_linear_precision (false, false, true)"},
       {.key = "fp8_format",
        .field = field<&S::fp8_format, &O::fp8, &Fp8::format>,

@@ -11,7 +11,7 @@ std::vector<Setting> training_settings() {
        .field = field<&S::mixed_precision, &O::mixed_precision>,
        .help =
            "dtype in which prepared models compute; fp16 scales losses, fp8 is bf16 with linear "
-           "layers in float8 (fp8_recipe)",
+           "layers in fp8 (fp8_recipe)",
        .names = {"no", "bf16", "fp16", "fp8"},
        .accelerate = {"ACCELERATE_MIXED_PRECISION"}},
       {.key = "precision_policy",

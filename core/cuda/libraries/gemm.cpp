@@ -20,7 +20,7 @@ bool needs_aux(GemmEpilogue e) {
 bool needs_bias(GemmEpilogue e) {
   return e != GemmEpilogue::kNone && e != GemmEpilogue::kGelu && e != GemmEpilogue::kGeluGrad;
 }
-bool is_float8_problem(const GemmProblem& p) { return is_float8(p.a.dtype); }
+bool is_fp8_problem(const GemmProblem& p) { return is_fp8(p.a.dtype); }
 
 using tessera::detail::concatenate;
 
@@ -53,13 +53,13 @@ std::string check_matrix(const char* name, const GemmMatrix& x, int64_t rows, in
 std::string check_dtypes(const GemmProblem& p) {
   const DType a = p.a.dtype, b = p.b.dtype, d = p.d.dtype;
   DType bias = d;
-  if (is_float8(a) || is_float8(b)) {
-    if (!is_float8(a) || !is_float8(b)) return concatenate("float8 meets ", is_float8(a) ? b : a);
+  if (is_fp8(a) || is_fp8(b)) {
+    if (!is_fp8(a) || !is_fp8(b)) return concatenate("fp8 meets ", is_fp8(a) ? b : a);
     if (a == kF8E5M2 && b == kF8E5M2) return "there is no product of f8e5m2 with f8e5m2";
     const bool narrow = d == kF8E4M3 || (d == kF8E5M2 && (a == kF8E5M2 || b == kF8E5M2));
     if (d != kF32 && !is_16_bit(d) && !narrow)
       return concatenate(a, " and ", b, " do not give ", d);
-    // There is no f32 bias beside float8 operands.
+    // There is no f32 bias beside fp8 operands.
     bias = d == kF16 ? kF16 : kBF16;
   } else {
     if (a != kF64 && a != kF32 && !is_16_bit(a)) return concatenate("there is no product of ", a);
@@ -89,7 +89,7 @@ std::string check_scales(const GemmProblem& p) {
     return concatenate("there is no product of ", name_of(a), " scales with ", name_of(b), " ones");
   }
   if (p.batch > 1) return concatenate(name_of(a), " scales serve one product, not a batch");
-  if (is_float8(p.d.dtype)) return concatenate(name_of(a), " scales do not give ", p.d.dtype);
+  if (is_fp8(p.d.dtype)) return concatenate(name_of(a), " scales do not give ", p.d.dtype);
   for (const void* scale : {p.a_scale, p.b_scale}) {
     if (scale == nullptr) return concatenate(name_of(a), " scales are missing");
     if (!is_aligned(scale, 16)) return "the scales must begin at a multiple of 16 bytes";
@@ -103,34 +103,34 @@ std::string check_scales(const GemmProblem& p) {
   return {};
 }
 
-std::string check_float8(const GemmProblem& p) {
-  if (!is_float8_problem(p)) {
-    if (p.fast_accumulation) return "fast accumulation is for float8";
+std::string check_fp8(const GemmProblem& p) {
+  if (!is_fp8_problem(p)) {
+    if (p.fast_accumulation) return "fast accumulation is for fp8";
     if (p.a_scaling != GemmScale::kTensor || p.b_scaling != GemmScale::kTensor) {
-      return "scales are for float8";
+      return "scales are for fp8";
     }
     if (p.a_scale != nullptr || p.b_scale != nullptr || p.d_scale != nullptr) {
-      return "scales are for float8";
+      return "scales are for fp8";
     }
     return {};
   }
-  // Hopper multiplies float8 in one layout: K runs along memory in both operands.
+  // Hopper multiplies fp8 in one layout: K runs along memory in both operands.
   if (p.a.transposed || !p.b.transposed) {
-    return "float8 needs a by rows and b by columns, so that K lies along memory in both";
+    return "fp8 needs a by rows and b by columns, so that K lies along memory in both";
   }
   if (p.M % 16 != 0 || p.N % 16 != 0 || p.K % 16 != 0) {
-    return concatenate("float8 needs M, N and K to be multiples of 16; they are ", p.M, ", ", p.N,
+    return concatenate("fp8 needs M, N and K to be multiples of 16; they are ", p.M, ", ", p.N,
                        ", ", p.K);
   }
   for (const GemmMatrix* x : {&p.a, &p.b, &p.d}) {
     const int64_t size = size_of(x->dtype);
     if (x->leading * size % 16 != 0 || x->batch_stride * size % 16 != 0 ||
         !is_aligned(x->data, 16)) {
-      return "float8 needs rows that begin at multiples of 16 bytes";
+      return "fp8 needs rows that begin at multiples of 16 bytes";
     }
   }
-  if (is_float8(p.d.dtype) && p.beta != 0) return "a float8 result cannot be added to";
-  if (!is_float8(p.d.dtype) && p.d_scale != nullptr) {
+  if (is_fp8(p.d.dtype) && p.beta != 0) return "a fp8 result cannot be added to";
+  if (!is_fp8(p.d.dtype) && p.d_scale != nullptr) {
     return concatenate("a result of ", p.d.dtype, " has no scale");
   }
   return check_scales(p);
@@ -153,7 +153,7 @@ std::string check_epilogue(const GemmProblem& p) {
     return "the bias lies at an address that is no multiple of its elements";
   }
   const bool of_operand = e == GemmEpilogue::kBiasGradOfA || e == GemmEpilogue::kBiasGradOfB;
-  if (of_operand && is_float8_problem(p)) return concatenate("float8 has no epilogue ", name_of(e));
+  if (of_operand && is_fp8_problem(p)) return concatenate("fp8 has no epilogue ", name_of(e));
   if (p.aux.data == nullptr) {
     return needs_aux(e) ? concatenate("the epilogue ", name_of(e), " needs aux") : std::string();
   }
@@ -213,7 +213,7 @@ std::string validate(const GemmProblem& p) {
     reason = "c lies at an address that is no multiple of its elements";
   }
   if (reason.empty() && p.c != nullptr && p.beta == 0) reason = "there is a c that beta leaves out";
-  if (reason.empty()) reason = check_float8(p);
+  if (reason.empty()) reason = check_fp8(p);
   if (reason.empty()) reason = check_epilogue(p);
   return reason;
 }

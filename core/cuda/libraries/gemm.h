@@ -46,7 +46,7 @@ struct GemmMatrix {
   void* data = nullptr;
 };
 
-// Of float8 numbers: how many a scale serves. Scales lie as written here, neighbours beside each
+// Of fp8 numbers: how many a scale serves. Scales lie as written here, neighbours beside each
 // other, from an address that is a multiple of 16. All but the first need compute capability 9.0.
 enum class GemmScale : uint8_t {
   kTensor,  // one number
@@ -77,13 +77,13 @@ struct GemmProblem {
   void* bias = nullptr;
   DType bias_dtype = kF32;
   GemmMatrix aux = {};  // [M, N], for GELU and its gradient
-  // float8: f32 numbers on the device by which a, b and d (before it is rounded) are multiplied:
+  // fp8: f32 numbers on the device by which a, b and d (before it is rounded) are multiplied:
   // those of a and b undo the scaling of their values, that of d is the scaling of its own.
   const void* a_scale = nullptr;
   const void* b_scale = nullptr;
   const void* d_scale = nullptr;
   GemmScale a_scaling = GemmScale::kTensor, b_scaling = GemmScale::kTensor;
-  // float8: partial sums keep fewer bits; not with scales that change along K.
+  // fp8: partial sums keep fewer bits; not with scales that change along K.
   bool fast_accumulation = false;
   bool tf32 = false;  // f32 operands are cut to 10 bits of mantissa
 };

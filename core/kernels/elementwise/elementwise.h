@@ -14,7 +14,7 @@
 // operands; an operand that overlaps it in another way, or lies transposed to it, is copied first.
 // Meta operands give a meta result. Parallel over elements from 32K on; 1 to 1.5 ns an element and
 // core for the activations, memory bandwidth for simple formulas. Throws ShapeError, DTypeError (a
-// functor without integer form, float8 arithmetic), DeviceError.
+// functor without integer form, fp8 arithmetic), DeviceError.
 #pragma once
 
 #include <initializer_list>
@@ -43,7 +43,7 @@ class Operand {
   Scalar scalar_ = 0;
 };
 
-// torch.result_type of several operands. Throws DTypeError where float8 meets another dtype.
+// torch.result_type of several operands. Throws DTypeError where fp8 meets another dtype.
 DType promote(std::span<const Operand> operands);
 DType promote(std::initializer_list<Operand> operands);
 

@@ -126,7 +126,7 @@ const Device& device_of(std::span<const Operand> operands) {
 }
 
 Loop loop_for(const Loops& loops, DType common) {
-  TS_CHECK_DTYPE(!is_float8(common) || loops.condition, kElementwise, common,
+  TS_CHECK_DTYPE(!is_fp8(common) || loops.condition, kElementwise, common,
                  " is storage only; convert to another floating dtype first");
   const Lane lane = lane_of(common);
   const Loop loop = lane == Lane::kFloat    ? loops.of_float

@@ -1,4 +1,4 @@
-// A matrix narrowed to float8 with a scale for each row, each column or each tile of 128.
+// A matrix narrowed to fp8 with a scale for each row, each column or each tile of 128.
 //
 // The copy by rows has scales that change from row to row, the copy by columns such that change
 // from column to column: of all that a product sums (TileScales::kLines) or of 128 numbers of it. A

@@ -132,7 +132,7 @@ void launch_cast(const Tensor& source, const CastRequest& request) {
   });
 }
 
-// f(T of the source, Q of the result): 16 bits to float8.
+// f(T of the source, Q of the result): 16 bits to fp8.
 template <class F>
 void dispatch_low(DType from, DType to, const F& f) {
   const auto with = [&]<class T>() {

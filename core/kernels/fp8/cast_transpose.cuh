@@ -5,7 +5,7 @@
 // as if it had been stored. Sums of columns come beside: of each row of blocks, in a fixed order.
 //
 // A thread takes a patch as high and as wide as 16 bytes of the result hold numbers (16 x 16 of
-// float8; half as high where formulas need the registers), half of its columns at a time. It writes
+// fp8; half as high where formulas need the registers), half of its columns at a time. It writes
 // rows as they come (8 bytes), transposes them in registers, and writes columns (16 bytes, or 8):
 // no shared memory is needed. A warp is 4 patches wide and 8 high, so that it writes 128 (64) bytes
 // of a column, whole sectors in all directions.

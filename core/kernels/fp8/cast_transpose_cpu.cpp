@@ -24,7 +24,7 @@ CastTransposed cast_transpose(const Tensor& x, DType dtype, const Tensor& scale,
                               bool want_transposed) {
   TS_CHECK_DTYPE(x.dtype() == kF32 || is_low_precision(x.dtype()), kCastTranspose,
                  "expects f32, f16 or bf16; got ", x, "; convert with to(dtype)");
-  TS_CHECK_DTYPE(is_float8(dtype) || is_low_precision(dtype), kCastTranspose,
+  TS_CHECK_DTYPE(is_fp8(dtype) || is_low_precision(dtype), kCastTranspose,
                  "gives f8e4m3, f8e5m2, f16 or bf16; asked for ", dtype);
   TS_CHECK_SHAPE(x.dim() == 2, kCastTranspose, "expects a matrix; got ", x);
   TS_CHECK_SHAPE(!scale.defined() || (scale.numel() == 1 && scale.dtype() == kF32), kCastTranspose,

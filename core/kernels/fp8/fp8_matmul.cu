@@ -1,4 +1,4 @@
-// Products of float8 matrices by the library: both operands with the sum along memory, which is
+// Products of fp8 matrices by the library: both operands with the sum along memory, which is
 // how Hopper reads them. There is no other way on a GPU, as another precision would be one in
 // silence.
 #include <tessera/core/cuda/libraries/gemm.h>
@@ -14,10 +14,10 @@
 namespace tessera::kernels {
 namespace {
 
-constexpr const char* kProduct = "float8_matmul";
+constexpr const char* kProduct = "fp8_matmul";
 
 // The copy whose rows run along the sum.
-const Tensor& along_sum(const Float8Operand& operand, bool rows_are_outside) {
+const Tensor& along_sum(const Fp8Operand& operand, bool rows_are_outside) {
   const Tensor& copy = rows_are_outside ? operand.matrix.values : operand.matrix.transposed;
   TS_CHECK(copy.defined(), kProduct, "needs a copy of ", operand.matrix.device(),
            "'s operand that was not made: quantise it by ", rows_are_outside ? "rows" : "columns");
@@ -27,7 +27,7 @@ const Tensor& along_sum(const Float8Operand& operand, bool rows_are_outside) {
 using gpu::GemmScale;
 
 // How the scales of that copy lie, see quantize().
-GemmScale scaling_of(const Float8Operand& operand, bool rows_are_outside) {
+GemmScale scaling_of(const Fp8Operand& operand, bool rows_are_outside) {
   const ScaleTile& tile = operand.matrix.tile;
   const int64_t outside = rows_are_outside ? tile.rows : tile.columns;
   const int64_t along = rows_are_outside ? tile.columns : tile.rows;
@@ -42,7 +42,7 @@ GemmScale scaling_of(const Float8Operand& operand, bool rows_are_outside) {
 }
 
 // They must lie so.
-const Tensor& inverse_of(const Float8Operand& operand, bool rows_are_outside, GemmScale scaling) {
+const Tensor& inverse_of(const Fp8Operand& operand, bool rows_are_outside, GemmScale scaling) {
   const Quantized& q = operand.matrix;
   const bool turned = !rows_are_outside && q.inverse_by_columns.defined();
   const Tensor& inverse = turned ? q.inverse_by_columns : q.inverse;
@@ -63,8 +63,8 @@ Tensor spread(const Tensor& inverse, int64_t count) {
   return all;
 }
 
-Tensor float8_matmul_cuda(const Float8Operand& a, const Float8Operand& b, DType dtype,
-                          const Float8Product& product) {
+Tensor fp8_matmul_cuda(const Fp8Operand& a, const Fp8Operand& b, DType dtype,
+                       const Fp8Product& product) {
   const Tensor &left = along_sum(a, !a.transposed), &right = along_sum(b, b.transposed);
   const int64_t M = left.size(0), K = left.size(1), N = right.size(0);
   const Tensor result = raw::empty({M, N}, dtype, left.device());
@@ -99,7 +99,7 @@ Tensor float8_matmul_cuda(const Float8Operand& a, const Float8Operand& b, DType 
   if (!run_counted(problem)) {
     const std::string reason = gpu::validate(problem);
     TS_THROW(UnsupportedError, kProduct,
-             "products of float8 run by cuBLASLt on a GPU of compute capability 8.9 or more (9.0 "
+             "products of fp8 run by cuBLASLt on a GPU of compute capability 8.9 or more (9.0 "
              "for scales of rows and tiles): ",
              reason.empty() ? gpu::gemm_library() : reason);
   }
@@ -109,6 +109,6 @@ Tensor float8_matmul_cuda(const Float8Operand& a, const Float8Operand& b, DType 
 
 }  // namespace
 
-void register_float8_matmul() { cuda_kernel<float8_matmul> = float8_matmul_cuda; }
+void register_fp8_matmul() { cuda_kernel<fp8_matmul> = fp8_matmul_cuda; }
 
 }  // namespace tessera::kernels

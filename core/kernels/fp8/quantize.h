@@ -1,4 +1,4 @@
-// Quantisation to float8: a matrix in one byte an element, and a scale for each of its tiles.
+// Quantisation to fp8: a matrix in one byte an element, and a scale for each of its tiles.
 //
 //     const Quantized q = kernels::quantize(x, {.format = kF8E4M3, .tile = ScaleTile::row()});
 //     // x[m, n] is about q.values[m, n] * q.inverse[m, 0]
@@ -61,7 +61,7 @@ struct Quantized {
 };
 
 // The scale of a tile, divided by 2^margin. Exact on every machine.
-float float8_scale(float amax, DType format, bool power_of_two, int margin = 0);
+float fp8_scale(float amax, DType format, bool power_of_two, int margin = 0);
 
 // What is made besides. Copies and notes are for GPUs, whose products read memory along the sum,
 // and whose host is not told what happened: a CPU makes `values`, which its products read both
@@ -108,7 +108,7 @@ Quantized quantize_gelu_grad(const Tensor& dy, const Tensor& x, bool tanh_form,
                              const QuantizeWants& wants = {});
 
 // a b, of quantised matrices a: [M, K] and b: [K, N], each as it lies or (`transposed`) turned
-// around. float8 numbers, with powers of two as the scales along K too, are bf16 numbers, so that
+// around. fp8 numbers, with powers of two as the scales along K too, are bf16 numbers, so that
 // the products are exact; they are added up in f32, multiplied by the inverse scales and rounded
 // once to `dtype` (f32, f16, bf16). Scales along K that are no powers of two throw ValueError.
 //
@@ -118,18 +118,18 @@ Quantized quantize_gelu_grad(const Tensor& dy, const Tensor& x, bool tanh_form,
 // need 9.0: one of each row of a and column of b (a scale of the whole matrix stands for all of
 // them), or tiles of 128 along the sum in both, square ones in one of them at most.
 // UnsupportedError that says what is in the way.
-struct Float8Operand {
+struct Fp8Operand {
   const Quantized& matrix;
   bool transposed = false;
 };
-struct Float8Product {
+struct Fp8Product {
   // [N] of `dtype`, added to the rounded result; on a GPU to f16 and bf16 before they are rounded.
   Tensor bias = {};
   // Of a GPU: partial sums keep about 13 bits. Not where scales change along the sum.
   bool fast_accumulation = false;
 };
-Tensor float8_matmul(const Float8Operand& a, const Float8Operand& b, DType dtype,
-                     const Float8Product& product = {});
+Tensor fp8_matmul(const Fp8Operand& a, const Fp8Operand& b, DType dtype,
+                  const Fp8Product& product = {});
 
 // values * inverse, rounded to a 16-bit dtype or f32: [M, N].
 Tensor dequantize(const Quantized& q, DType dtype);

@@ -25,7 +25,7 @@ namespace tessera::kernels {
 namespace {
 
 constexpr const char* kQuantize = "quantize";
-constexpr const char* kFloat8Matmul = "float8_matmul";
+constexpr const char* kFp8Matmul = "fp8_matmul";
 // Rows that a thread takes at once. Never rows of two tiles.
 constexpr int64_t kStrip = 32;
 constexpr int64_t kPerThread = 32768;
@@ -124,7 +124,7 @@ Tensor widened(const Quantized& q, DType dtype, bool with_scales) {
 
 void check_matrix(const Tensor& x, const QuantizeOptions& options) {
   check_dtype(kQuantize, x);
-  TS_CHECK_DTYPE(is_float8(options.format), kQuantize, "gives f8e4m3 or f8e5m2; asked for ",
+  TS_CHECK_DTYPE(is_fp8(options.format), kQuantize, "gives f8e4m3 or f8e5m2; asked for ",
                  options.format);
   TS_CHECK_SHAPE(x.dim() == 2, kQuantize, "expects a matrix; got ", x);
 }
@@ -144,7 +144,7 @@ Tensor copy_of(const Tensor& scales) {
 void make_scales(const Tensor& largest, const QuantizeOptions& options) {
   float* const each = largest.data_as<float>();
   for (int64_t i = 0; i < largest.numel(); ++i) {
-    each[i] = float8_scale(each[i], options.format, options.power_of_two);
+    each[i] = fp8_scale(each[i], options.format, options.power_of_two);
   }
 }
 
@@ -207,8 +207,8 @@ Quantized narrowed(const Tensor& x, const QuantizeOptions& options, const Tensor
 
 // Bytes as bf16 numbers, [M, K] or [K, N] of the product. Scales that change along K go into the
 // numbers (`inside`), others into the sums.
-Tensor numbers_of(const Float8Operand& operand, bool inside) {
-  TS_CHECK(!inside || is_power_of_two(operand.matrix.inverse), kFloat8Matmul,
+Tensor numbers_of(const Fp8Operand& operand, bool inside) {
+  TS_CHECK(!inside || is_power_of_two(operand.matrix.inverse), kFp8Matmul,
            "scales that change along the sum must be powers of two, as other numbers are not "
            "exact in bf16; quantise with power_of_two");
   const Tensor numbers = widened(operand.matrix, kBF16, inside);
@@ -255,21 +255,21 @@ void scale_into(const Tensor& result, const Tensor& sums, const OutsideScales& s
 // The dimensions of the operands that become M, K and K, N.
 struct ProductShape {
   int64_t M, K, N;
-  ProductShape(const Float8Operand& a, const Float8Operand& b)
+  ProductShape(const Fp8Operand& a, const Fp8Operand& b)
       : M(a.transposed ? a.matrix.columns() : a.matrix.rows()),
         K(a.transposed ? a.matrix.rows() : a.matrix.columns()),
         N(b.transposed ? b.matrix.rows() : b.matrix.columns()) {
-    TS_CHECK_SHAPE((b.transposed ? b.matrix.columns() : b.matrix.rows()) == K, kFloat8Matmul,
+    TS_CHECK_SHAPE((b.transposed ? b.matrix.columns() : b.matrix.rows()) == K, kFp8Matmul,
                    "inner dimensions differ: ", a.matrix.any(), " and ", b.matrix.any());
-    TS_CHECK_DEVICE(a.matrix.device() == b.matrix.device(), kFloat8Matmul,
+    TS_CHECK_DEVICE(a.matrix.device() == b.matrix.device(), kFp8Matmul,
                     "expects both on one device; got ", a.matrix.any(), " and ", b.matrix.any());
   }
 };
 void check_product_dtype(DType dtype) {
-  TS_CHECK_DTYPE(dtype == kF32 || dtype == kBF16 || dtype == kF16, kFloat8Matmul,
+  TS_CHECK_DTYPE(dtype == kF32 || dtype == kBF16 || dtype == kF16, kFp8Matmul,
                  "gives f32, f16 or bf16; asked for ", dtype);
 }
-OutsideScales outside_scales(const Float8Operand& a, bool a_inside, const Float8Operand& b,
+OutsideScales outside_scales(const Fp8Operand& a, bool a_inside, const Fp8Operand& b,
                              bool b_inside) {
   const ScaleTile &left = a.matrix.tile, &right = b.matrix.tile;
   return {.by_row = a_inside ? Tensor() : contiguous(a.matrix.inverse),
@@ -280,7 +280,7 @@ OutsideScales outside_scales(const Float8Operand& a, bool a_inside, const Float8
 
 }  // namespace
 
-float float8_scale(float amax, DType format, bool power_of_two, int margin) {
+float fp8_scale(float amax, DType format, bool power_of_two, int margin) {
   const double largest = format == kF8E4M3 ? rules::kLargestOf<f8e4m3> : rules::kLargestOf<f8e5m2>;
   return rules::scale_of(amax, std::ldexp(largest, -margin), power_of_two);
 }
@@ -446,16 +446,16 @@ Tensor dequantize(const Quantized& q, DType dtype) {
   return widened(q, dtype, true);
 }
 
-Tensor float8_matmul(const Float8Operand& a, const Float8Operand& b, DType dtype,
-                     const Float8Product& product) {
+Tensor fp8_matmul(const Fp8Operand& a, const Fp8Operand& b, DType dtype,
+                  const Fp8Product& product) {
   check_product_dtype(dtype);
   const Device& device = a.matrix.device();
   const ProductShape shape(a, b);
   TS_CHECK_SHAPE(!product.bias.defined() ||
                      (product.bias.shape() == Shape({shape.N}) && product.bias.dtype() == dtype),
-                 kFloat8Matmul, "expects a bias of ", dtype, "[", shape.N, "]; got ", product.bias);
+                 kFp8Matmul, "expects a bias of ", dtype, "[", shape.N, "]; got ", product.bias);
   if (device.is_cuda()) {
-    return on_cuda<kernels::float8_matmul>(kFloat8Matmul, device, a, b, dtype, product);
+    return on_cuda<kernels::fp8_matmul>(kFp8Matmul, device, a, b, dtype, product);
   }
   const Tensor result = raw::empty({shape.M, shape.N}, dtype, a.matrix.values.device());
   if (result.is_meta() || result.numel() == 0) return result;
@@ -468,7 +468,7 @@ Tensor float8_matmul(const Float8Operand& a, const Float8Operand& b, DType dtype
   return result;
 }
 
-void Float8Sums::add(const Float8Operand& a, const Float8Operand& b) {
+void Fp8Sums::add(const Fp8Operand& a, const Fp8Operand& b) {
   const ProductShape shape(a, b);
   // Of a last piece that is one tile the scales would be outside; those of the others are not.
   const auto tiled = [](int64_t along_k) { return along_k != 0; };
@@ -486,9 +486,9 @@ void Float8Sums::add(const Float8Operand& a, const Float8Operand& b) {
   matmul_into(sums_, numbers_of(a, a_inside), numbers_of(b, b_inside), !begins);
 }
 
-Tensor Float8Sums::result(DType dtype) const {
+Tensor Fp8Sums::result(DType dtype) const {
   check_product_dtype(dtype);
-  TS_CHECK(sums_.defined(), kFloat8Matmul, "has no sums before the first add()");
+  TS_CHECK(sums_.defined(), kFp8Matmul, "has no sums before the first add()");
   const Tensor result = dtype == kF32 ? sums_ : raw::empty(sums_.shape(), dtype, sums_.device());
   scale_into(result, sums_, {by_row_, by_column_, rows_a_scale_, columns_a_scale_});
   return result;

@@ -1,4 +1,4 @@
-// float8 of a matrix that is never whole, as the logits of a large vocabulary are not: what is
+// fp8 of a matrix that is never whole, as the logits of a large vocabulary are not: what is
 // known of it when all pieces were seen, its pieces by scales of the whole, and products whose sum
 // runs over the pieces. A piece is some of the rows.
 //
@@ -22,7 +22,7 @@ Tensor largest_of_tiles(const Tensor& x, const ScaleTile& tile);
 void merge_largest(const Tensor& largest, const Tensor& other);
 // Of two magnitudes; NaN is above all.
 float larger_magnitude(float a, float b);
-// float8_scale() of each.
+// fp8_scale() of each.
 Tensor scales_of(const Tensor& largest, const QuantizeOptions& options);
 
 // quantize() with one scale a tile, of largest_of_tiles()'s shape.
@@ -31,11 +31,11 @@ Quantized quantize_by(const Tensor& x, const QuantizeOptions& options, const Ten
 // `count` rows from `first` on, where a tile begins: bytes and scales, as views.
 Quantized rows_of(const Quantized& q, int64_t first, int64_t count);
 
-// a b of float8_matmul(), of operands that come in pieces along K, all with the same scales where
+// a b of fp8_matmul(), of operands that come in pieces along K, all with the same scales where
 // their tiles are not cut along K. Sums are f32 [M, N], scaled and rounded at the end.
-class Float8Sums {
+class Fp8Sums {
  public:
-  void add(const Float8Operand& a, const Float8Operand& b);
+  void add(const Fp8Operand& a, const Fp8Operand& b);
   // f32, f16 or bf16. Once: f32 is scaled in place.
   Tensor result(DType dtype) const;
 

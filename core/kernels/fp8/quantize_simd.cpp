@@ -72,7 +72,7 @@ TS_HD void dequantize_block(const QuantizeRun& run, T* TS_RESTRICT y) {
     for (int64_t i = 0; i < run.n; ++i) y[i] = store<T>(to_float(Q::from_bits(q[i])) * scale);
   }
 }
-// The commonest one: float8 numbers as they are, whose bf16 is the top of their float.
+// The commonest one: fp8 numbers as they are, whose bf16 is the top of their float.
 template <class Q>
 TS_HD void widen_block(const uint8_t* TS_RESTRICT q, int64_t n, uint16_t* TS_RESTRICT y) {
   for (int64_t i = 0; i < n; ++i) {

@@ -27,7 +27,7 @@ TS_HD uint32_t saturates(float scaled) {
   return beyond & (a <= kInfinityBits) ? 1u : 0u;
 }
 
-// See float8_scale() in quantize.h. `largest`: number of the format, divided by 2^margin.
+// See fp8_scale() in quantize.h. `largest`: number of the format, divided by 2^margin.
 TS_HD float scale_of(float amax, double largest, bool power_of_two) {
   if (!(amax > 0) || magnitude_bits(amax) >= kInfinityBits) return 1;
   constexpr double kSmallest = 0x1p-126, kLargest = 0x1.fffffep127;

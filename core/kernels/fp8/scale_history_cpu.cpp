@@ -31,7 +31,7 @@ void roll_scales(const ScaleHistory& history, const ScaleRules& rules) {
       amax = std::max(amax, rows[row * operands + i]);
     }
     if (amax > 0) {
-      history.scales.data_as<float>()[i] = float8_scale(
+      history.scales.data_as<float>()[i] = fp8_scale(
           amax, i % 3 == 2 ? rules.grad_format : rules.format, rules.power_of_two, rules.margin);
     }
     maxima[i] = 0;

@@ -417,7 +417,7 @@ void gemm(const Gemm& p) {
   if (is_integral(p.dtype)) {
     return dispatch_integral(p.dtype, "gemm", [&]<class T>() { gemm_by_loops<T>(p); });
   }
-  TS_CHECK_DTYPE(is_floating(p.dtype) && !is_float8(p.dtype), "gemm",
+  TS_CHECK_DTYPE(is_floating(p.dtype) && !is_fp8(p.dtype), "gemm",
                  "expects f64, f32, f16, bf16 or integers; got ", p.dtype);
   if (const RowProblem row(p); (p.m == 1 || p.n == 1) && row.can_run()) {
     return p.dtype == kF64 ? gemm_row_by_row<double>(p, row) : gemm_row_by_row<float>(p, row);

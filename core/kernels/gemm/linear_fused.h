@@ -1,6 +1,6 @@
 // Linear layers with what stands around them. A GPU's library makes some of it within the product
 // (core/gemm_options.h says when); elsewhere these are the product and the pass one after the
-// other, which is also what they must equal. Floating dtypes, no float8; shapes are checked by the
+// other, which is also what they must equal. Floating dtypes, no fp8; shapes are checked by the
 // ops.
 #pragma once
 

@@ -23,7 +23,7 @@ Tensor select_rows(const Tensor& x, const Tensor& positions);
 // source: [B, N, A], contiguous, of x's dtype.
 void put_rows(const Tensor& x, const Tensor& positions, const Tensor& source);
 // x[b, positions[n], :] += source[b, n, :] in place, in the order of n; sums of f16 and bf16 are
-// f32 inside and rounded once. Any dtype but float8.
+// f32 inside and rounded once. Any dtype but fp8.
 void add_rows(const Tensor& x, const Tensor& positions, const Tensor& source);
 
 // ---- Elements along one dimension ---------------------------------------------------------------
@@ -33,7 +33,7 @@ Tensor gather(const Tensor& x, int dim, const Tensor& index);
 // x[.., index[.., i, ..], ..] = source[.., i, ..] in place; x contiguous; source at least as large
 // as index. The last of equal ones stays. Any dtype.
 void scatter(const Tensor& x, int dim, const Tensor& index, const Tensor& source);
-// += in order; sums as in add_rows. Any dtype but float8.
+// += in order; sums as in add_rows. Any dtype but fp8.
 void scatter_add(const Tensor& x, int dim, const Tensor& index, const Tensor& source);
 
 // ---- Masks

@@ -1,5 +1,5 @@
 // Order along a dimension without sorting: running extrema, and places in sorted rows. Every dtype
-// but float8; results are contiguous. On a CPU one pass; on a GPU made of elementwise kernels and
+// but fp8; results are contiguous. On a CPU one pass; on a GPU made of elementwise kernels and
 // gathers, a few for each doubling of the dimension's size. Meta tensors give meta results.
 #pragma once
 

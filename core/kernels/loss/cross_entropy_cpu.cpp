@@ -20,7 +20,7 @@ constexpr int64_t kLossWork = 1 << 14;
 
 void check_logits(const Tensor& logits) {
   constexpr const char* kWhere = "cross_entropy";
-  TS_CHECK_DTYPE(is_floating(logits.dtype()) && !is_float8(logits.dtype()), kWhere,
+  TS_CHECK_DTYPE(is_floating(logits.dtype()) && !is_fp8(logits.dtype()), kWhere,
                  "expects logits of f64, f32, f16 or bf16; got ", logits);
   TS_CHECK_SHAPE(logits.dim() == 2 && (logits.stride(1) == 1 || logits.size(1) <= 1), kWhere,
                  "expects [N, V] with contiguous rows; got ", logits, " with strides ",

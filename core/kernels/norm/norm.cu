@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kRegisterBlock<gpu::kWarp>)
       p, row, [&](int64_t c, const auto& out) { gpu::store_vector(p.y + row * p.C + c, out); });
 }
 
-// The result in float8, by rows and by columns; see norm_quantized.h. Of a number 1 byte each is
+// The result in fp8, by rows and by columns; see norm_quantized.h. Of a number 1 byte each is
 // written. With the copy by columns made later from the one by rows, 1 + (1 + 1) would move; by a
 // cast of a stored f32 result, 4 + (4 + 1 + 1).
 //

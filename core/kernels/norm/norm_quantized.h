@@ -1,4 +1,4 @@
-// Norms whose result is read by products in float8 alone.
+// Norms whose result is read by products in fp8 alone.
 #pragma once
 
 #include <cstdint>

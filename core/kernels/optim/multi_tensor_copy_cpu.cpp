@@ -16,7 +16,7 @@ namespace {
 
 constexpr const char* kName = "multi_tensor_copy";
 
-bool is_converted(DType dtype) { return is_floating(dtype) && !is_float8(dtype); }
+bool is_converted(DType dtype) { return is_floating(dtype) && !is_fp8(dtype); }
 bool is_copied(DType source, DType target) {
   return source == target || (is_converted(source) && is_converted(target));
 }

@@ -45,7 +45,7 @@ std::vector<Chunk> cut_into_chunks(size_t count, auto&& numel_of_tensor) {
 }
 
 void check_floating(const Tensor& x, const char* where, const char* role) {
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), where, role,
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), where, role,
                  " must be f64, f32, bf16 or f16; got ", x);
 }
 void check_device(const Tensor& x, const Device& device, const char* where, const char* role) {

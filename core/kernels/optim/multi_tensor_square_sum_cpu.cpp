@@ -29,7 +29,7 @@ void check_sum(const char* where, const Tensor& sum) {
 void check_squared(const char* where, std::span<const Tensor> tensors, const Device& device) {
   TS_CHECK_DEVICE(!device.is_meta(), where, "reads elements, and the meta device has none");
   for (const Tensor& x : tensors) {
-    TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), where,
+    TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), where,
                    "a tensor must be f64, f32, bf16 or f16; got ", x);
     TS_CHECK_DEVICE(x.device() == device, where, "a tensor must be on ", device, "; got ", x,
                     "; call it for each device");

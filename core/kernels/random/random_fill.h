@@ -31,9 +31,9 @@ void random_uniform(const Tensor& x, double low, double high, RandomStream strea
 // farthest of f32 are 6.8 standard deviations out.
 void random_normal(const Tensor& x, double mean, double std, RandomStream stream,
                    int64_t first = 0);
-// x: any dtype but float8. 1 with probability p (32 bits), else 0.
+// x: any dtype but fp8. 1 with probability p (32 bits), else 0.
 void random_bernoulli(const Tensor& x, double p, RandomStream stream, int64_t first = 0);
-// x: any dtype but float8. Integers of [low, high), each with the same probability up to
+// x: any dtype but fp8. Integers of [low, high), each with the same probability up to
 // (high - low) / 2^64.
 void random_integers(const Tensor& x, int64_t low, int64_t high, RandomStream stream,
                      int64_t first = 0);

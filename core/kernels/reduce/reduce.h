@@ -5,7 +5,7 @@
 // in i64. The order is a function of shape and strides alone: the same bits for any thread count.
 // Cost: x is read once (var, logsumexp: twice), by rows where the reduced dimension is the one
 // whose elements are neighbours, by columns otherwise. Meta tensors give meta results. Throws
-// DTypeError (float8), DeviceError, IndexError (an extremum of nothing).
+// DTypeError (fp8), DeviceError, IndexError (an extremum of nothing).
 #pragma once
 
 #include <tessera/core/tensor/tensor.h>

@@ -75,8 +75,8 @@ class Odometer {
   int64_t offset_ = 0;
 };
 
-void check_not_float8(const char* where, const Tensor& x) {
-  TS_CHECK_DTYPE(!is_float8(x.dtype()), where, "does not calculate with float8; got ", x,
+void check_not_fp8(const char* where, const Tensor& x) {
+  TS_CHECK_DTYPE(!is_fp8(x.dtype()), where, "does not calculate with fp8; got ", x,
                  "; convert with to(dtype)");
 }
 
@@ -417,7 +417,7 @@ void check_extremum(const char* where, const Tensor& x, const Shape& dims) {
 
 Tensor reduce(const char* where, Fold fold, double p, const Tensor& x, const Shape& dims,
               bool keepdim, DType compute, DType dtype, const Tensor& shift, const Finish& finish) {
-  check_not_float8(where, x);
+  check_not_fp8(where, x);
   if (x.device().is_cuda()) {
     return on_cuda<kernels::reduce>(where, x.device(), where, fold, p, x, dims, keepdim, compute,
                                     dtype, shift, finish);
@@ -613,7 +613,7 @@ void scan(const Tensor& x, int dim, bool product, bool reverse, const Tensor& re
 
 Tensor scan_checked(const char* where, const Tensor& x, int dim, bool product, bool reverse,
                     DType dtype) {
-  check_not_float8(where, x);
+  check_not_fp8(where, x);
   const Tensor result = raw::empty(x.shape(), dtype, x.device());
   if (x.is_meta() || x.numel() == 0) return result;
   const Tensor source = contiguous(converted_for(x, dtype));
@@ -649,7 +649,7 @@ void find_extremum(const char* where, const Tensor& x, const Around& a, bool lar
 
 Extremum extremum(const Tensor& x, int dim, bool keepdim, bool largest) {
   const char* where = largest ? "max" : "min";
-  check_not_float8(where, x);
+  check_not_fp8(where, x);
   const Shape dims = x.dim() == 0 ? Shape{} : Shape{dim};
   const Shape shape = reduced_shape(x.shape(), dims, keepdim);
   Extremum result{raw::empty(shape, x.dtype(), x.device()), raw::empty(shape, kI64, x.device())};

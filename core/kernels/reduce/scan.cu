@@ -148,8 +148,8 @@ void run_scan(const char* where, ScanTask task, const Device& device) {
 }
 
 Tensor scan(const char* where, const Tensor& x, int dim, bool product, bool reverse, DType dtype) {
-  TS_CHECK_DTYPE(!is_float8(x.dtype()) && !is_float8(dtype), where,
-                 "does not calculate with float8; got ", x, "; convert with to(dtype)");
+  TS_CHECK_DTYPE(!is_fp8(x.dtype()) && !is_fp8(dtype), where, "does not calculate with fp8; got ",
+                 x, "; convert with to(dtype)");
   const Tensor result = raw::empty(x.shape(), dtype, x.device());
   if (x.numel() == 0) return result;
   const Lane lane = lane_of(dtype);

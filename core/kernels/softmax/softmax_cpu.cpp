@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kSoftmaxWork = 1 << 14;  // elements: an exponential costs more than a move
 
 void check_softmax_operand(const char* where, const Tensor& x) {
-  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_float8(x.dtype()), where,
+  TS_CHECK_DTYPE(is_floating(x.dtype()) && !is_fp8(x.dtype()), where,
                  "expects f64, f32, f16 or bf16; got ", x, "; convert with to(dtype)");
   TS_CHECK_DEVICE(x.device().is_cpu() || x.is_meta(), where, "has no kernel for ", x);
 }

@@ -45,7 +45,7 @@ struct Library {
 };
 using LibraryPtr = std::shared_ptr<const Library>;
 
-// Throws DTypeError for dtypes and pairs that NCCL has no reduction for (bool, float8).
+// Throws DTypeError for dtypes and pairs that NCCL has no reduction for (bool, fp8).
 ncclDataType_t data_type(DType dtype);
 ncclRedOp_t reduction(ReduceOp op, DType dtype);
 
