@@ -3,27 +3,39 @@
 #include <algorithm>
 
 #include <tessera/autograd/autocast_mode.h>
+#include <tessera/autograd/fp8/head.h>
 #include <tessera/autograd/fp8/linear.h>
-#include <tessera/autograd/fp8/weight.h>
 #include <tessera/core/context.h>
 #include <tessera/nn/call_scopes.h>
 #include <tessera/nn/read_by.h>
 
 namespace tessera::nn {
 
+namespace {
+
+// Whether a fused op may read the layer's weight in place of a call.
+bool is_plain(const Linear& layer) {
+  if (layer.has_hooks()) return false;
+  const auto fp8 = layer.fp8();
+  return fp8 == nullptr || fp8->is_left_out();
+}
+// For who does so. A layer that a recipe leaves out of fp8 counts its calls.
+void count_call(const Linear& layer, const Tensor& x) {
+  const auto fp8 = layer.fp8();
+  if (fp8 == nullptr || x.dim() == 0) return;
+  fp8->takes(x, layer.weight, numel_of(x.shape().slice(0, x.dim() - 1)));
+}
+
+}  // namespace
+
 Tensor linear_gelu(Linear& layer, const Tensor& x, Gelu approximate) {
-  if (layer.has_hooks()) return gelu(layer(x), approximate);
-  note_fp8_left_out(layer.weight, x);
+  if (!is_plain(layer)) return gelu(layer(x), approximate);
+  count_call(layer, x);
   return tessera::linear_gelu(x, layer.weight, layer.bias, approximate);
 }
 
 namespace {
 
-// The layer in fp8 that is being called, if it is this one.
-std::shared_ptr<Fp8Linear> fp8_layer(const Linear& layer) {
-  const Fp8Slot& slot = Context::current().slot<Fp8Slot>();
-  return slot.weight == &layer.weight ? slot.layer : nullptr;
-}
 bool has_one_scale(const Fp8Linear& layer) {
   const Fp8Casts& casts = layer.casts();
   return casts.input.tile == kernels::ScaleTile::tensor() && casts.input_of_weight.has_value();
@@ -33,15 +45,13 @@ bool has_one_scale(const Fp8Linear& layer) {
 // to be.
 Tensor fp8_linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu approximate) {
   if (!has_scopes_alone(inner) || !has_scopes_alone(outer)) return {};
-  if (!inner.has_hooks() || !outer.has_hooks()) return {};
+  const std::shared_ptr<Fp8Linear> first = inner.fp8(), second = outer.fp8();
+  if (first == nullptr || second == nullptr || !has_one_scale(*first)) return {};
   if (x.numel() == 0 || x.size(-1) != inner.weight.size(1)) return {};
   ModuleCall inner_call(inner);
-  inner_call.before({});
-  const std::shared_ptr<Fp8Linear> first = fp8_layer(inner);
+  if (inner_call.has_hooks()) inner_call.before({});
   ModuleCall outer_call(outer);
-  outer_call.before({});
-  const std::shared_ptr<Fp8Linear> second = fp8_layer(outer);
-  if (first == nullptr || second == nullptr || !has_one_scale(*first)) return {};
+  if (outer_call.has_hooks()) outer_call.before({});
   const int64_t rows = x.numel() / x.size(-1);
   if (!first->could_take(x, inner.weight, rows) || !second->could_take(x, outer.weight, rows)) {
     return {};
@@ -63,8 +73,8 @@ Tensor linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu ap
     const Tensor y = fp8_linear_gelu_linear(inner, outer, x, approximate);
     if (y.defined()) return y;
   }
-  if (inner.has_hooks() || outer.has_hooks()) return outer(linear_gelu(inner, x, approximate));
-  for (const Linear* each : {&inner, &outer}) note_fp8_left_out(each->weight, x);
+  if (!is_plain(inner) || !is_plain(outer)) return outer(linear_gelu(inner, x, approximate));
+  for (const Linear* each : {&inner, &outer}) count_call(*each, x);
   return tessera::linear_gelu_linear(x, inner.weight, inner.bias, outer.weight, outer.bias,
                                      approximate);
 }
@@ -72,11 +82,10 @@ Tensor linear_gelu_linear(Linear& inner, Linear& outer, const Tensor& x, Gelu ap
 namespace {
 
 Fp8Reader reader_of(const Linear& layer) {
-  const auto& layers = Context::current().slot<Fp8Weights>().layers;
-  const auto found = layers.find(&layer.weight);
+  const auto fp8 = layer.fp8();
   // An adapter inside of the layer reads, too.
-  if (found == layers.end() || layer.num_children() > 0) return {};
-  return {found->second.lock(), &layer.weight};
+  if (fp8 == nullptr || fp8->is_left_out() || layer.num_children() > 0) return {};
+  return {fp8, &layer.weight};
 }
 
 }  // namespace
@@ -107,7 +116,9 @@ Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
   ModuleCall call(head);
   try {
     if (call.has_hooks()) call.before({});
-    note_fp8_left_out(head.weight, x);
+    if (const auto fp8 = head.fp8()) {
+      return linear_cross_entropy_by(fp8, x, head.weight, target, ignore_index, reduction);
+    }
     return tessera::linear_cross_entropy(x, head.weight, target, ignore_index, reduction);
   } catch (...) {
     call.rethrow_named();
@@ -119,11 +130,15 @@ bool adds_residual(const Tensor& x, const Tensor& residual,
   if (!x.device().is_cuda() || x.dtype() != residual.dtype()) return false;
   const AutocastMode& autocast = Context::current().slot<AutocastMode>();
   if (autocast.enabled && autocast.dtype != x.dtype()) return false;
-  if (std::ranges::any_of(callees, [](const ModuleBase* one) { return one->has_hooks(); })) {
+  const auto is_layer = [](const ModuleBase* one) { return dynamic_cast<const Linear*>(one); };
+  if (!std::ranges::all_of(callees, [&](const ModuleBase* one) {
+        const Linear* layer = is_layer(one);
+        return layer != nullptr ? is_plain(*layer) : !one->has_hooks();
+      })) {
     return false;
   }
   for (const ModuleBase* one : callees) {
-    if (const auto* layer = dynamic_cast<const Linear*>(one)) note_fp8_left_out(layer->weight, x);
+    if (const Linear* layer = is_layer(one)) count_call(*layer, x);
   }
   return true;
 }

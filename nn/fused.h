@@ -5,10 +5,10 @@
 //     Tensor loss = nn::linear_cross_entropy(lm_head, x, targets);     // logits never whole
 //
 // Each is the op of its name in autograd/ops.h. It reads the modules' weights only while calling
-// them would do nothing else (ModuleBase::has_hooks); where one has a hook, or the scope of a
-// policy, an adapter or a sharded unit, the modules are called one after the other, so that each of
-// them is called once a forward either way. Both forms agree within rounding. The head of a loss,
-// whose logits are large, is fused in scopes, too: in fp8 as autograd/fp8/head.h says.
+// them would do nothing else (ModuleBase::has_hooks); where one has a hook, the scope of a policy,
+// an adapter or a sharded unit, or runs in fp8, the modules are called one after the other, so that
+// each of them is called once a forward either way. Both forms agree within rounding. The head of a
+// loss, whose logits are large, is fused in scopes and in fp8, too (autograd/fp8/head.h).
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,6 @@
 
 #include <cmath>
 
-#include <tessera/autograd/fp8/linear.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/nn/describe.h>
 #include <tessera/nn/init.h>
@@ -26,7 +25,7 @@ void Linear::reset_parameters() {
 }
 
 Tensor Linear::forward(const Tensor& x) {
-  note_fp8_left_out(weight, x);
+  if (const auto layer = fp8()) return linear_by(layer, x, weight, bias);
   return linear(x, weight, bias);
 }
 

@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include <tessera/autograd/fp8/linear.h>
 #include <tessera/nn/module.h>
 
 namespace tessera::nn {
@@ -23,11 +24,19 @@ class Linear : public Module<Linear> {
     return std::make_unique<Linear>(in_features, out_features, options);
   }
 
+  // Who takes this layer's calls in fp8, or counts those that a recipe leaves out; mostly nobody.
+  // Owned by whoever set it (precision/fp8_linear.h).
+  std::shared_ptr<Fp8Linear> fp8() const { return fp8_.lock(); }
+  void set_fp8(const std::shared_ptr<Fp8Linear>& layer) { fp8_ = layer; }
+
   const int64_t in_features;
   const int64_t out_features;
   const LinearOptions options;
   const Tensor& weight;
   const Tensor& bias;  // undefined without one
+
+ private:
+  std::weak_ptr<Fp8Linear> fp8_;
 };
 
 }  // namespace tessera::nn

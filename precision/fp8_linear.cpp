@@ -9,7 +9,6 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/checkpoint.h>
-#include <tessera/autograd/fp8/weight.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/scale_history.h>
@@ -54,6 +53,7 @@ struct Fp8Shared {
   Fp8Casts casts;
   int64_t operands = 0;  // 3 x layers
   bool measures_noise = false;
+  bool ended = false;  // the layers take part no more: a graph may still hold them
   // Delayed: maxima of this step, scales in use, the rows of history; where the model computes.
   kernels::ScaleHistory history;
   int64_t rolls = 0;  // at least as many rows as there are
@@ -108,7 +108,10 @@ class Fp8Layer final : public Fp8Linear {
 
   const Fp8Casts& casts() const override { return owner_->casts; }
 
+  bool is_left_out() const override { return owner_->ended || !excluded_.empty(); }
+
   bool takes(const Tensor& x, const Tensor& weight, int64_t rows) override {
+    if (owner_->ended) return false;
     const std::string reason = reason_against(x, weight, rows);
     const bool counts = !is_recomputing();
     if (reason.empty()) owner_->follow(x.device());
@@ -130,7 +133,7 @@ class Fp8Layer final : public Fp8Linear {
   }
 
   bool could_take(const Tensor& x, const Tensor& weight, int64_t rows) const override {
-    return reason_against(x, weight, rows).empty();
+    return !owner_->ended && reason_against(x, weight, rows).empty();
   }
 
   // The tensor is part of the key of a kept weight, so that it stays the same.
@@ -310,33 +313,17 @@ Fp8Layers::Fp8Layers(nn::ModuleBase& model, const Fp8Recipe& recipe) {
     if (reason.empty()) {
       order_.emplace_back(true, layers_.size());
       layers_.push_back(std::make_shared<Fp8Layer>(shared_, *linear, name, layers_.size()));
-      Context::current().slot<Fp8Weights>().layers[&linear->weight] = layers_.back();
-      handles_.push_back(linear->register_call_scope(
-          [layer = layers_.back(), linear](nn::ModuleBase&) -> std::shared_ptr<void> {
-            return std::make_shared<ScopedValue<Fp8Slot>>(Context::current().slot<Fp8Slot>(),
-                                                          Fp8Slot{layer, &linear->weight});
-          }));
+      linear->set_fp8(layers_.back());
     } else {
       order_.emplace_back(false, excluded_.size());
       excluded_.push_back(std::make_shared<Fp8Layer>(shared_, *linear, name, 0, std::move(reason)));
-      Context::current().slot<Fp8LeftOut>().layers[&linear->weight] = excluded_.back();
+      linear->set_fp8(excluded_.back());
     }
   }
   shared_->operands = static_cast<int64_t>(layers_.size()) * kNumFp8Roles;
   shared_->begin();
 }
-Fp8Layers::~Fp8Layers() {
-  for (HookHandle& handle : handles_) handle.remove();
-  const auto forget = [](auto& known, const auto& own) {
-    std::erase_if(known, [&](const auto& entry) {
-      const auto layer = entry.second.lock();
-      return layer == nullptr ||
-             std::ranges::any_of(own, [&](const auto& one) { return one == layer; });
-    });
-  };
-  forget(Context::current().slot<Fp8Weights>().layers, layers_);
-  forget(Context::current().slot<Fp8LeftOut>().layers, excluded_);
-}
+Fp8Layers::~Fp8Layers() { shared_->ended = true; }
 
 const Fp8Recipe& Fp8Layers::recipe() const { return shared_->recipe; }
 void Fp8Layers::measure_noise(bool measure) { shared_->measures_noise = measure; }

@@ -75,7 +75,7 @@ struct Fp8Shared;
 // Made by apply() (autocast.h); the model must outlive it, or not be called any more.
 class Fp8Layers {
  public:
-  // Hooks every Linear that the filter takes. Throws what check(recipe) throws.
+  // Every Linear of the model gets its layer (nn/linear.h). Throws what check(recipe) throws.
   Fp8Layers(nn::ModuleBase& model, const Fp8Recipe& recipe);
   ~Fp8Layers();
   Fp8Layers(const Fp8Layers&) = delete;
@@ -105,7 +105,6 @@ class Fp8Layers {
  private:
   std::shared_ptr<Fp8Shared> shared_;
   std::vector<std::shared_ptr<Fp8Layer>> layers_;
-  std::vector<HookHandle> handles_;
   std::vector<std::shared_ptr<Fp8Layer>> excluded_;
   std::vector<std::pair<bool, size_t>> order_;  // of all: whether it takes part, its index there
   Reduction reduction_;

@@ -8,6 +8,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/fp8/operands.h>
+#include <tessera/autograd/ops/linear_rules.h>
 #include <tessera/autograd/ops/loss_dtype.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -299,6 +300,19 @@ Tensor fp8_linear_cross_entropy(const Tensor& given, const Tensor& weight, const
         if (high.defined()) grads[1] = kernels::convert(high, dtype);
         return grads;
       });
+}
+
+Tensor linear_cross_entropy_by(const std::shared_ptr<Fp8Linear>& layer, const Tensor& x,
+                               const Tensor& weight, const Tensor& target, int64_t ignore_index,
+                               Reduction reduction) {
+  check_linear_cross_entropy(x, weight, target);
+  if (reduction == Reduction::kNone) {
+    return cross_entropy(linear_by(layer, x, weight, {}), target,
+                         {.ignore_index = ignore_index, .reduction = reduction});
+  }
+  return layer->takes(x, weight, x.size(0))
+             ? fp8_linear_cross_entropy(x, weight, target, layer, ignore_index, reduction)
+             : linear_cross_entropy(x, weight, target, ignore_index, reduction);
 }
 
 }  // namespace tessera

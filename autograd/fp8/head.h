@@ -30,6 +30,11 @@
 
 namespace tessera {
 
+// linear_cross_entropy(x, weight, target) as `layer` takes it: in fp8, or as ever.
+Tensor linear_cross_entropy_by(const std::shared_ptr<Fp8Linear>& layer, const Tensor& x,
+                               const Tensor& weight, const Tensor& target, int64_t ignore_index,
+                               Reduction reduction);
+
 // x: [N, C]; weight: [V, C]; target: [N] i64 or i32; reduction: mean or sum. Result and errors are
 // those of the two ops; no second derivatives. `chunk`: logits that are made at once.
 Tensor fp8_linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,

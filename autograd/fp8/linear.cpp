@@ -9,6 +9,7 @@
 #include <tessera/autograd/fp8/operands.h>
 #include <tessera/autograd/fp8/weight.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/ops/linear_rules.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -213,23 +214,20 @@ Tensor fp8_linear(const Tensor& given, const Tensor& weight, const Tensor& given
       });
 }
 
-void note_fp8_left_out(const Tensor& place, const Tensor& x) {
-  const auto& layers = Context::current().slot<Fp8LeftOut>().layers;
-  if (layers.empty()) [[likely]]
-    return;
-  const auto found = layers.find(&place);
-  const auto layer = found == layers.end() ? nullptr : found->second.lock();
-  if (layer == nullptr || x.dim() == 0) return;
-  layer->takes(x, place, numel_of(x.shape().slice(0, x.dim() - 1)));
+Tensor linear_by(const std::shared_ptr<Fp8Linear>& layer, const Tensor& x, const Tensor& weight,
+                 const Tensor& bias) {
+  check_linear(x, weight, bias);
+  const int64_t rows = numel_of(x.shape().slice(0, x.dim() - 1));
+  return layer->takes(x, weight, rows) ? fp8_linear(x, weight, bias, layer)
+                                       : linear(x, weight, bias);
 }
 
-std::optional<WeightKey> fp8_key_of(std::span<Tensor* const> places) {
-  const auto& layers = Context::current().slot<Fp8Weights>().layers;
+std::optional<WeightKey> fp8_key_of(const Fp8Places& layers, std::span<Tensor* const> places) {
   std::optional<WeightKey> all;
   for (const Tensor* place : places) {
     const auto found = layers.find(place);
-    const auto layer = found == layers.end() ? nullptr : found->second.lock();
-    if (layer == nullptr) return std::nullopt;
+    if (found == layers.end()) return std::nullopt;
+    const std::shared_ptr<Fp8Linear>& layer = found->second;
     const Fp8Casts& casts = layer->casts();
     if (casts.weight != casts.weight_of_grad || casts.weight.tile != kernels::ScaleTile::tensor()) {
       return std::nullopt;

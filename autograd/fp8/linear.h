@@ -6,8 +6,8 @@
 // | grad_x = dy W   | dy along its columns, W along its rows  |
 // | grad_W = dy^T x | dy and x along their rows               |
 //
-// Who decides (precision/fp8_linear.h) puts a Fp8Linear into the context around a layer's call;
-// linear() then asks it. What is kept for backward is one byte an element of x, and no x: products
+// Who decides (precision/fp8_linear.h) gives an nn::Linear its Fp8Linear, and the module's forward
+// asks it. What is kept for backward is one byte an element of x, and no x: products
 // read the bytes. The weight is quantised from the leaf itself, whatever autocast makes of x, and
 // kept until the leaf is written (autograd/weight_cache.h). The result and the gradients have the
 // dtype that autocast gives x; a bias is added to the rounded result; its gradient is the sum of
@@ -22,7 +22,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 
 #include <tessera/core/kernels/fp8/quantize.h>
 #include <tessera/core/tensor/tensor.h>
@@ -44,7 +43,9 @@ class Fp8Linear {
  public:
   virtual ~Fp8Linear() = default;
   virtual const Fp8Casts& casts() const = 0;
-  // Whether this call runs in fp8; where it says false linear() goes on as ever. `rows`: of x,
+  // Whether it is of a layer that a recipe leaves out: it counts calls, and takes none of them.
+  virtual bool is_left_out() const { return false; }
+  // Whether this call runs in fp8; where it says false it runs as ever. `rows`: of x,
   // whose dtype is that of the products' results. May throw.
   virtual bool takes(const Tensor& x, const Tensor& weight, int64_t rows) = 0;
   // takes() without a trace: nothing is counted, nothing throws.
@@ -59,20 +60,10 @@ class Fp8Linear {
   }
 };
 
-// The layer that is being called: of this weight, and of no other that is read inside. By the place
-// of the weight, where sharded units put another tensor for a while.
-struct Fp8Slot {
-  std::shared_ptr<Fp8Linear> layer;
-  const Tensor* weight = nullptr;
-};
-
-// Linears that a recipe leaves out, by the places of their weights: calls are told, and run as
-// ever.
-struct Fp8LeftOut {
-  std::unordered_map<const Tensor*, std::weak_ptr<Fp8Linear>> layers;
-};
-// For who is about to multiply x by the weight that stands in `place`.
-void note_fp8_left_out(const Tensor& place, const Tensor& x);
+// linear(x, weight, bias) as `layer` takes it: in fp8, or as ever. Throws what linear() and
+// kernels::quantize() throw, and what takes() does.
+Tensor linear_by(const std::shared_ptr<Fp8Linear>& layer, const Tensor& x, const Tensor& weight,
+                 const Tensor& bias);
 
 // x W^T + bias by `layer`. x: [..., in]; weight: [out, in]; bias: [out] or undefined. No second
 // derivatives. Throws what linear() and kernels::quantize() throw.

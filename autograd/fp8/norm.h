@@ -15,7 +15,8 @@
 
 namespace tessera {
 
-// Of the layer that reads what norms give that are called now, and the place of its weight.
+// In the context: the layer that reads what norms give that are called now, and the place of its
+// weight. It is all that a context says of fp8.
 struct Fp8Reader {
   std::shared_ptr<Fp8Linear> layer;
   const Tensor* weight = nullptr;

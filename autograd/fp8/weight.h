@@ -14,16 +14,13 @@ namespace tessera {
 
 struct WeightKey;  // autograd/weight_cache.h
 
-// The layers in fp8 of this context, by the places of their weights. Who makes them
-// (precision/fp8_linear.h) keeps the list.
-struct Fp8Weights {
-  std::unordered_map<const Tensor*, std::weak_ptr<Fp8Linear>> layers;
-};
+// Layers in fp8, by the places of their weights.
+using Fp8Places = std::unordered_map<const Tensor*, std::shared_ptr<Fp8Linear>>;
 
 // The copy that these layers read of the weight that stands in `places`, one scale for all of it.
 // None where a place is no layer's, where layers quantise in different ways or with scales of their
 // own, and where a weight has several scales: rows, blocks.
-std::optional<WeightKey> fp8_key_of(std::span<Tensor* const> places);
+std::optional<WeightKey> fp8_key_of(const Fp8Places& layers, std::span<Tensor* const> places);
 
 namespace detail {
 // Its second input is a weight, of which it reads the quantised copy that is kept.

@@ -1,9 +1,9 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/engine.h>
-#include <tessera/autograd/fp8/head.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/composed_gradients.h>
+#include <tessera/autograd/ops/linear_rules.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>
@@ -234,8 +234,7 @@ Tensor scaled(const Tensor& grad, const Tensor& dy, double lacking) {
 
 }  // namespace
 
-Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
-                            int64_t ignore_index, Reduction reduction, bool twice_differentiable) {
+void check_linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target) {
   check_defined(kLinearCrossEntropy, "x", x);
   check_defined(kLinearCrossEntropy, "weight", weight);
   check_defined(kLinearCrossEntropy, "target", target);
@@ -246,16 +245,14 @@ Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor&
                  "expects a target of [", x.size(0), "]; got ", target);
   TS_CHECK_DTYPE(target.dtype() == kI64 || target.dtype() == kI32, kLinearCrossEntropy,
                  "expects class indices, i64 or i32; got ", target);
+}
+
+Tensor linear_cross_entropy(const Tensor& x, const Tensor& weight, const Tensor& target,
+                            int64_t ignore_index, Reduction reduction, bool twice_differentiable) {
+  check_linear_cross_entropy(x, weight, target);
   if (reduction == Reduction::kNone || twice_differentiable) {
     return cross_entropy(linear(x, weight), target,
                          {.ignore_index = ignore_index, .reduction = reduction});
-  }
-  if (const Fp8Slot& slot = Context::current().slot<Fp8Slot>();
-      slot.weight != nullptr && slot.weight->is(weight)) [[unlikely]] {
-    const std::shared_ptr<Fp8Linear> layer = slot.layer;
-    if (layer->takes(x, weight, x.size(0))) {
-      return fp8_linear_cross_entropy(x, weight, target, layer, ignore_index, reduction);
-    }
   }
   const bool mean = reduction == Reduction::kMean;
   const bool want_x = grad_enabled() && x.requires_grad();

@@ -3,8 +3,8 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
-#include <tessera/autograd/fp8/linear.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/autograd/ops/linear_rules.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/gemm/matmul.h>
@@ -157,6 +157,8 @@ TensorList linear_gradients(const Tensor& dy, const Saved& s) {
   return {grad_x, grad_weight, grad_bias};
 }
 
+}  // namespace
+
 void check_linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   check_defined(kLinear, "x", x);
   check_defined(kLinear, "weight", weight);
@@ -168,16 +170,8 @@ void check_linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
                  "expects a bias of [", weight.size(0), "]; got ", bias);
 }
 
-}  // namespace
-
 Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   check_linear(x, weight, bias);
-  if (const Fp8Slot& slot = Context::current().slot<Fp8Slot>();
-      slot.weight != nullptr && slot.weight->is(weight)) [[unlikely]] {
-    const std::shared_ptr<Fp8Linear> layer = slot.layer;
-    const int64_t rows = numel_of(x.shape().slice(0, x.dim() - 1));
-    if (layer->takes(x, weight, rows)) return fp8_linear(x, weight, bias, layer);
-  }
   return differentiable(
       kLinear, {x, weight, bias},
       [](Inputs in) {
@@ -197,10 +191,6 @@ Tensor linear(const Tensor& x, const Tensor& weight, const Tensor& bias, const T
   shape[x.dim() - 1] = weight.size(0);
   TS_CHECK_SHAPE(residual.shape() == shape, kLinear, "expects a residual of ", shape, "; got ",
                  residual);
-  if (const Fp8Slot& slot = Context::current().slot<Fp8Slot>();
-      slot.weight != nullptr && slot.weight->is(weight)) [[unlikely]] {
-    return add(residual, linear(x, weight, bias));
-  }
   return differentiable(
       kLinear, {x, weight, bias, residual},
       [](Inputs in) {

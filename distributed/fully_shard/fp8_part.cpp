@@ -16,8 +16,21 @@
 #include <tessera/core/memory/allocator.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/backward/mutant.h>
+#include <tessera/nn/linear.h>
 
 namespace tessera::distributed {
+
+Fp8Places fp8_places_in(const std::vector<nn::ModuleBase*>& modules) {
+  Fp8Places places;
+  for (nn::ModuleBase* top : modules) {
+    for (const auto& [name, module] : top->named_modules()) {
+      const auto* linear = dynamic_cast<const nn::Linear*>(module);
+      auto layer = linear != nullptr ? linear->fp8() : nullptr;
+      if (layer != nullptr && !layer->is_left_out()) places[&linear->weight] = std::move(layer);
+    }
+  }
+  return places;
+}
 
 // ---- Maxima -------------------------------------------------------------------------------------
 

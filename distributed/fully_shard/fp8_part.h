@@ -30,11 +30,16 @@
 #include <string_view>
 #include <vector>
 
+#include <tessera/autograd/fp8/weight.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/tensor/tensor.h>
 #include <tessera/distributed/transport/group.h>
+#include <tessera/nn/module.h>
 
 namespace tessera::distributed {
+
+// Of what runs in fp8 among the Linears of these modules and below.
+Fp8Places fp8_places_in(const std::vector<nn::ModuleBase*>& modules);
 
 // The largest magnitudes of weights of which each rank has a part.
 class Fp8Maxima {

@@ -267,6 +267,8 @@ void UnitSchedule::agree_on_casts(std::span<const uint8_t> flags) {
     return;
   }
   const auto maxima = std::make_shared<Fp8Maxima>(pass_.ranks());
+  const auto root = root_.lock();
+  const Fp8Places layers = root != nullptr ? fp8_places_in(root->modules) : Fp8Places{};
   for (size_t i = 0; i < count; ++i) {
     const auto& [unit, part, index] = places_[i];
     part->finish_gather();  // of the forms that were
@@ -275,7 +277,7 @@ void UnitSchedule::agree_on_casts(std::span<const uint8_t> flags) {
     part->set_cast(index, alone ? agreed_cast_ : std::nullopt);
     std::optional<WeightKey> key;
     if (fp8[i] != 0 && itself[i] == 0 && cast[i] == 0 && part->may_travel_in_fp8()) {
-      key = fp8_key_of(part->params()[index].places);
+      key = fp8_key_of(layers, part->params()[index].places);
     }
     part->set_fp8(index, std::move(key), maxima);
   }

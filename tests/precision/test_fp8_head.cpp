@@ -45,7 +45,7 @@ struct Head {
               Reduction reduction = Reduction::kMean) {
     nn::ModuleCall call(head);
     call.before({});
-    const std::shared_ptr<Fp8Linear> layer = Context::current().slot<Fp8Slot>().layer;
+    const std::shared_ptr<Fp8Linear> layer = head.fp8();
     EXPECT_TRUE(layer->takes(x, head.weight, x.size(0)));
     return fp8_linear_cross_entropy(x, head.weight, target, layer, -100, reduction, chunk);
   }

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <memory>
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/autograd.h>
@@ -364,6 +365,21 @@ TEST(Fp8Linear, ALayerThatIsUsedTwiceSumsBothGradients) {
   const Tensor second = gradients_of({sum(layer(z))}, {layer.weight}, {})[0];
   EXPECT_EQ(both.to_vector(), (first + second).to_vector());
   EXPECT_EQ(applied.fp8()->report().fp8_calls(), 4);
+}
+
+TEST(Fp8Linear, AfterItsPolicyALayerRunsAsEverThoughAGraphHoldsIt) {
+  manual_seed(13);
+  nn::Linear layer(32, 32);
+  const Tensor x = random({16, 32});
+  auto applied =
+      std::make_unique<AppliedPolicy>(apply(layer, Policy::fp8(recipe_of(Fp8Scaling::kDelayed))));
+  const Tensor y = layer(x);
+  applied.reset();
+  const AutocastGuard autocast(kBF16);
+  EXPECT_EQ(layer(x).to_vector(), linear(x, layer.weight, layer.bias).to_vector());
+  EXPECT_NE(layer(x).to_vector(), y.to_vector());
+  sum(y).backward();
+  EXPECT_TRUE(layer.weight.grad().defined());
 }
 
 TEST(Fp8Linear, AdaptersAreLinearsOfTheirOwn) {
