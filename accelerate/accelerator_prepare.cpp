@@ -8,7 +8,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
 #include <tessera/core/random.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/mesh/dtensor.h>
@@ -60,8 +61,8 @@ void cut_states(optim::Optimizer& optimizer) {
   const StateDict state = optimizer.state_dict();
   const bool any = std::ranges::any_of(state, [&](const NamedTensor& entry) {
     const Tensor parameter = optimizer.state_like(entry.name);
-    return parameter.defined() && placement_slot(parameter) != nullptr &&
-           placement_slot(entry.tensor) == nullptr;
+    return parameter.defined() && tensor_placement(parameter) != nullptr &&
+           tensor_placement(entry.tensor) == nullptr;
   });
   if (any) optimizer.load_state_dict(state);
 }
@@ -130,7 +131,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
     model.to(device);
   }
   for (const auto& [name, tensor] : parameters) {
-    TS_CHECK_AS(ConfigError, placement_slot(tensor) == nullptr, "prepare", "'", name, "' of ",
+    TS_CHECK_AS(ConfigError, element_guard(tensor) == nullptr, "prepare", "'", name, "' of ",
                 model.type_name(), " is ", tensor,
                 ": an earlier prepare(), fully_shard() or zero() has cut it, and a rank's part is "
                 "all that it keeps; make the model anew, and load into it what was saved");
@@ -205,7 +206,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
   if (data_ranks > 1) {
     for (const NamedTensor& named : record->parameters) {
       const bool ignored =
-          accelerate::cuts_parameters(settings) && placement_slot(named.tensor) == nullptr;
+          accelerate::cuts_parameters(settings) && tensor_placement(named.tensor) == nullptr;
       if (!parallel || ignored) record->left_alone.push_back(named);
     }
   }
@@ -268,7 +269,7 @@ void Accelerator::State::keep_originals(ModelRecord& record) {
                                                     distributed::placements_of(parameter));
       if (value.tensor.device() != parameter.device()) {  // those lie with the host
         const Tensor moved = raw::alias(value.tensor).to(parameter.device());
-        copy_placement(parameter, moved);
+        copy_guard(parameter, moved);
         value.tensor = moved;
       }
     }

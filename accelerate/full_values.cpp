@@ -6,7 +6,8 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/error.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/dtensor.h>
 
@@ -23,7 +24,7 @@ Tensor whole_copy(const Tensor& tensor) {
     return plain.dtype() == wide(plain) ? plain.clone() : plain.to(wide(plain));
   }
   // Of another leaf than the parameter itself, which would ask for the gradient's placements.
-  copy_placement(tensor, plain);
+  copy_guard(tensor, plain);
   const Tensor whole = distributed::full_tensor(plain);
   // With one rank nothing is gathered.
   const bool shared = whole.storage() == plain.storage();
@@ -171,7 +172,7 @@ void FullValues::set_parameter(const ParameterName& name, const Tensor& value) c
     } else {  // so that it begins with what was given, and not with that rounded
       const Tensor begin = raw::empty_like(raw::alias(parameter), kF32);
       write_part(begin, part);
-      copy_placement(parameter, begin);
+      copy_guard(parameter, begin);
       held.optimizer->begin_masters({{held.name, begin}});
     }
   }

@@ -6,7 +6,7 @@
 #include <tessera/autograd/engine.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
@@ -32,7 +32,7 @@ TensorList AccumulateGrad::apply(TensorList grads) {
   {
     std::lock_guard lock(leaf_mutex(leaf_.impl()));
     Tensor gradient = std::move(grads[0]);
-    const PlacementSlot* placement = placement_slot(leaf_);
+    const TensorPlacement* placement = tensor_placement(leaf_);
     if (!slot.grad.defined()) {
       if (grad_enabled()) {
         slot.grad = placement == nullptr ? gradient : view(gradient, gradient.shape());
@@ -52,7 +52,7 @@ TensorList AccumulateGrad::apply(TensorList grads) {
       }
       // The gradient of a part is a part; main_grad is its owner's object.
       if (placement != nullptr && !slot.grad.is(slot.main_grad)) {
-        slot.grad.impl()->placement = placement->of_gradient();
+        slot.grad.impl()->guard = placement->of_gradient();
       }
     } else if (grad_enabled()) {
       check_whole(slot.grad, "backward with create_graph onto a .grad that is there");

@@ -11,31 +11,41 @@
 #include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/profile/profiler.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
+#include <tessera/core/tensor/unreadable_storage.h>
 
 namespace tessera {
 namespace {
 
+// What has no bytes gets them, where they can be brought; false, and untouched, where `casts` may
+// be read instead. Throws UnsupportedError for what is left.
+bool make_readable(const Op& op, const Tensor& input, bool casts) {
+  const UnreadableStorage* unreadable = unreadable_storage(input);
+  if (unreadable != nullptr && unreadable->can_bring()) {
+    if (casts) return false;
+    unreadable->bring();
+  }
+  const ElementGuard* guard = element_guard(input);
+  TS_CHECK_AS(UnsupportedError, guard == nullptr, op, "has no rule for ", input, "; ",
+              guard->remedy());
+  return true;
+}
+
 // One device for all inputs; beside others a zero-dimensional CPU tensor may stand as a number
 // where the op takes those. `casts`: of weights their casts may be read. True where that is left to
 // be seen.
-bool check_placement(const Op& op, std::span<const Tensor> inputs, bool casts) {
+bool check_inputs(const Op& op, std::span<const Tensor> inputs, bool casts) {
   const Tensor* first = nullptr;
   bool left = false;
   for (const Tensor& input : inputs) {
     if (!input.defined()) continue;
-    const PlacementSlot* slot = placement_slot(input);
-    if (slot != nullptr && slot->has_casts()) [[unlikely]] {
-      if (casts) {
+    if (element_guard(input) != nullptr) [[unlikely]] {
+      if (!make_readable(op, input, casts)) {
         left = true;
         continue;
       }
-      slot->bring();
-      slot = placement_slot(input);
     }
-    TS_CHECK_AS(UnsupportedError, slot == nullptr, op, "has no rule for ", input, "; ",
-                slot->remedy());
     check_bytes(input, op.name);
     if (op.takes_numbers && input.dim() == 0 && input.device().is_cpu()) continue;
     if (first == nullptr) {
@@ -122,11 +132,11 @@ TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, 
   const bool casts =
       autocast.enabled && (op.autocast != Autocast::kInputDtype || autocast.boundary);
   const bool reads_copies = &op == &detail::kAutocastWeight || detail::reads_fp8(op, 1);
-  const bool left = check_placement(op, given, casts || reads_copies);
+  const bool left = check_inputs(op, given, casts || reads_copies);
   if (casts) {
     cast = detail::autocast_inputs(op, given);
     inputs = cast;
-    if (left) check_placement(op, inputs, false);
+    if (left) check_inputs(op, inputs, false);
   }
   TensorList results;
   Extras extras(static_cast<bool>(backward));
@@ -165,7 +175,7 @@ TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, 
 Tensor DifferentiableCall::run_inplace(const Op& op, std::span<const Tensor> inputs,
                                        Forward forward, void* function, BackwardFunction backward) {
   const ProfilerRange range(op.name);
-  check_placement(op, inputs, false);
+  check_inputs(op, inputs, false);
   const Tensor& self = inputs[0];
   const AutogradSlot* slot = autograd_slot(self);
   if (grad_enabled()) {

@@ -1,7 +1,8 @@
 #include <tessera/autograd/saved_tensor.h>
 
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
+#include <tessera/core/tensor/unreadable_storage.h>
 
 namespace tessera {
 
@@ -36,9 +37,9 @@ Tensor SavedTensor::unpack(const Edge& history, const Op& op, const char* what, 
                 writer != nullptr ? in_place_name(writer) : "", " (version ", kept_.version(),
                 ", expected ", version_,
                 "); use the op that returns a new tensor, or clone() before writing");
-    const PlacementSlot* slot = placement_slot(kept_);
-    TS_CHECK_AS(AutogradError, slot == nullptr, op.name, "backward needs ", kept_, "; ",
-                slot->remedy());
+    const ElementGuard* guard = element_guard(kept_);
+    TS_CHECK_AS(AutogradError, guard == nullptr, op.name, "backward needs ", kept_, "; ",
+                guard->remedy());
     check_bytes(kept_, op.name);
     tensor = kept_;
   }

@@ -6,7 +6,8 @@
 #include <tessera/autograd/engine.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
@@ -91,10 +92,10 @@ TensorList grad(std::span<const Tensor> outputs, std::span<const Tensor> inputs,
                 ") was not used in the calculation; set allow_unused to get an undefined gradient");
   }
   for (size_t i = 0; i < results.size(); ++i) {
-    const PlacementSlot* slot = placement_slot(inputs[i]);
-    if (slot == nullptr || !results[i].defined()) continue;
+    const TensorPlacement* placement = tensor_placement(inputs[i]);
+    if (placement == nullptr || !results[i].defined()) continue;
     results[i] = view(results[i], results[i].shape());  // an object of its own
-    results[i].impl()->placement = slot->of_gradient();
+    results[i].impl()->guard = placement->of_gradient();
   }
   return results;
 }

@@ -12,8 +12,8 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/cast_transpose.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/tensor/raw_views.h>
+#include <tessera/core/tensor/unreadable_storage.h>
 
 namespace tessera {
 namespace {
@@ -211,9 +211,9 @@ namespace {
 // The copy that get() and quantized() give.
 Entry use(const Tensor& leaf, const WeightKey& key, bool* is_new,
           const kernels::QuantizeWants& noted = {}) {
-  if (const PlacementSlot* slot = placement_slot(leaf);
-      slot != nullptr && slot->has_casts() && !find(leaf, key).defined()) {
-    slot->bring();
+  if (const UnreadableStorage* unreadable = unreadable_storage(leaf);
+      unreadable != nullptr && unreadable->can_bring() && !find(leaf, key).defined()) {
+    unreadable->bring();
   }
   const std::lock_guard lock(mutex_of(leaf));
   WeightCache& cache = ensure_cache(leaf);

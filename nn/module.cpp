@@ -19,7 +19,7 @@
 #include <tessera/core/factory/initial_values.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/profile/profiler.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/call_scopes.h>
 #include <tessera/nn/structure.h>
@@ -633,8 +633,7 @@ const Tensor& ModuleBase::get_parameter(std::string_view dotted_name) const {
 int64_t ModuleBase::num_parameters() const {
   int64_t total = 0;
   for (const auto& [name, tensor] : named_parameters()) {
-    const PlacementSlot* slot = placement_slot(tensor);
-    total += slot == nullptr ? tensor.numel() : numel_of(slot->place(tensor).whole);
+    total += numel_of(whole_shape(tensor));
   }
   return total;
 }
@@ -651,9 +650,9 @@ template <class Convert>
 void ModuleBase::convert_tensors(const Convert& convert) {
   const NoGradGuard no_grad;
   for (const auto& [name, tensor] : named_parameters()) {
-    const PlacementSlot* slot = placement_slot(tensor);
-    TS_CHECK_AS(UnsupportedError, slot == nullptr, type_name(),
-                "to() is of whole parameters, and '", name, "' is ", slot->describe(tensor),
+    const ElementGuard* guard = element_guard(tensor);
+    TS_CHECK_AS(UnsupportedError, guard == nullptr, type_name(),
+                "to() is of whole parameters, and '", name, "' is ", guard->describe(tensor),
                 "; call it before the model is sharded, or let a mixed precision policy say in "
                 "which dtypes the parts travel and ops calculate");
   }

@@ -15,14 +15,14 @@
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/kernels/optim/multi_tensor_square_sum.h>
 #include <tessera/core/profile/profiler.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/optim/optimizer.h>
 
 namespace tessera::optim {
 namespace {
 
-using HolderReduction = PlacementSlot::HolderReduction;
+using HolderReduction = PartHolders::Reduction;
 
 TensorList gradients_of(const TensorList& parameters) {
   TensorList gradients;
@@ -36,11 +36,14 @@ TensorList gradients_of(const TensorList& parameters) {
 
 // The gradients that the same ranks hold parts of.
 struct Cut {
-  const void* holders = nullptr;            // nullptr: this rank has them whole
-  std::unique_ptr<const PlacementSlot> by;  // of one of them: how its parts are reduced
+  std::unique_ptr<const PartHolders> holders;  // nullptr: this rank has them whole
   Device device = kCpu;
   TensorList gradients = {};
 };
+
+const void* ranks_of(const std::unique_ptr<const PartHolders>& holders) {
+  return holders != nullptr ? holders->ranks : nullptr;
+}
 
 // In the order of the parameters, which is that of the collectives. A rank that has no gradient for
 // a part takes part in the others' sum.
@@ -48,20 +51,19 @@ std::vector<Cut> cuts_of(const TensorList& parameters, std::string_view where) {
   std::vector<Cut> cuts;
   for (const Tensor& parameter : parameters) {
     const Tensor gradient = parameter.grad();
-    std::unique_ptr<const PlacementSlot> by;
-    if (const PlacementSlot* own = placement_slot(gradient)) {
-      by = own->clone();
-    } else if (const PlacementSlot* of_parameter = placement_slot(parameter);
-               of_parameter != nullptr && (gradient.defined() || parameter.requires_grad())) {
-      by = of_parameter->of_gradient();
-      if (!by) by = of_parameter->clone();
+    std::unique_ptr<const PartHolders> holders = part_holders(gradient, where);
+    if (element_guard(gradient) == nullptr && (gradient.defined() || parameter.requires_grad())) {
+      const TensorPlacement* own = tensor_placement(parameter);
+      holders =
+          own != nullptr ? own->of_gradient()->holders(where) : part_holders(parameter, where);
     }
-    const void* const holders = by ? by->holders(where) : nullptr;
     if (!gradient.defined() && holders == nullptr) continue;
-    auto cut = std::ranges::find(cuts, holders, &Cut::holders);
+    const void* const ranks = ranks_of(holders);
+    auto cut = std::ranges::find_if(
+        cuts, [&](const Cut& other) { return ranks_of(other.holders) == ranks; });
     if (cut == cuts.end()) {
       const Device device = (gradient.defined() ? gradient : parameter).device();
-      cuts.push_back({.holders = holders, .by = std::move(by), .device = device});
+      cuts.push_back({.holders = std::move(holders), .device = device});
       cut = std::prev(cuts.end());
     }
     if (gradient.defined()) cut->gradients.push_back(gradient);
@@ -75,7 +77,7 @@ Tensor square_sum(const std::vector<Cut>& cuts) {
   Tensor total;
   for (const Cut& cut : cuts) {
     const Tensor sum = kernels::multi_tensor_square_sum(cut.gradients, cut.device);
-    if (cut.holders != nullptr) cut.by->reduce_over_holders(sum, HolderReduction::kSum);
+    if (cut.holders != nullptr) cut.holders->reduce(sum, HolderReduction::kSum);
     if (total.defined()) {
       add_(total, sum);
     } else {
@@ -90,14 +92,14 @@ Tensor square_sum(const std::vector<Cut>& cuts) {
 double largest_over(const Cut& cut, double value) {
   const Tensor bits = raw::empty({1}, kI64);
   *bits.data_as<int64_t>() = std::bit_cast<int64_t>(std::abs(value));
-  cut.by->reduce_over_holders(bits, HolderReduction::kMax);
+  cut.holders->reduce(bits, HolderReduction::kMax);
   return std::bit_cast<double>(*bits.data_as<int64_t>());
 }
 
 double sum_over(const Cut& cut, double value) {
   const Tensor sum = raw::empty({1}, kF64);
   *sum.data_as<double>() = value;
-  cut.by->reduce_over_holders(sum, HolderReduction::kSum);
+  cut.holders->reduce(sum, HolderReduction::kSum);
   return *sum.data_as<double>();
 }
 

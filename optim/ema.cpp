@@ -6,7 +6,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::optim {
@@ -30,15 +30,14 @@ EMA::EMA(const NamedTensors& parameters, const EMAOptions& options)
   const NoGradGuard no_grad;
   const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
   for (const auto& [name, parameter] : parameters) {
-    const PlacementSlot* const slot = placement_slot(parameter);
-    const auto gradient = slot == nullptr ? nullptr : slot->of_gradient();
-    const bool part = gradient != nullptr && slot->equals(*gradient);
-    TS_CHECK_AS(UnsupportedError, slot == nullptr || part, "EMA",
+    const TensorPlacement* const placement = tensor_placement(parameter);
+    const bool part = placement != nullptr && placement->equals(*placement->of_gradient());
+    TS_CHECK_AS(UnsupportedError, part || element_guard(parameter) == nullptr, "EMA",
                 "takes whole parameters and their parts; '", name, "' is ", parameter,
                 "; a summand is to be redistributed");
     const Tensor average = raw::empty_like(parameter, parameter.dtype() == kF64 ? kF64 : kF32);
     copy_(average, raw::alias(parameter));
-    copy_placement(parameter, average);
+    copy_guard(parameter, average);
     averages_.push_back({name, average});
   }
 }
@@ -59,7 +58,7 @@ EMA::Scope::Scope(EMA& average) : average_(average) {
   const NoGradGuard no_grad;
   for (size_t i = 0; i < average.parameters_.size(); ++i) {
     const Tensor& parameter = average.parameters_[i].tensor;
-    if (placement_slot(parameter) != nullptr) {
+    if (tensor_placement(parameter) != nullptr) {
       // A part stays where it is: whoever gathers the whole brings one that lies elsewhere home,
       // over the values that were set aside.
       own_values_.push_back(raw::alias(parameter).clone());
@@ -77,7 +76,7 @@ EMA::Scope::~Scope() {
   const NoGradGuard no_grad;
   for (size_t i = 0; i < own_values_.size(); ++i) {
     const Tensor& parameter = average_.parameters_[i].tensor;
-    if (placement_slot(parameter) != nullptr) {
+    if (tensor_placement(parameter) != nullptr) {
       copy_(raw::alias(parameter), own_values_[i]);
     } else {
       parameter.set_data(own_values_[i]);

@@ -51,7 +51,7 @@ LBFGS::LBFGS(const NamedTensors& parameters, const LbfgsOptions& options)
                    "' must be f64, f32, f16 or bf16; got ", parameter);
     TS_CHECK_DEVICE(parameter.device() == parameters[0].tensor.device(), kLbfgs,
                     "expects all parameters on one device; '", name, "' is ", parameter);
-    TS_CHECK_AS(UnsupportedError, parameter.impl()->placement == nullptr, kLbfgs, "'", name,
+    TS_CHECK_AS(UnsupportedError, parameter.impl()->guard == nullptr, kLbfgs, "'", name,
                 "' is a part of a parameter that ranks share; gather it, or use another optimizer");
     if (parameter.dtype() == kF64) dtype_ = kF64;
     numel_ += parameter.numel();

@@ -13,7 +13,7 @@
 #include <tessera/core/kernels/gemm/matmul.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/profile/profiler.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::optim {
@@ -118,15 +118,14 @@ void Muon::make_orthogonal(std::vector<Matrix>& matrices) const {
   for (const Matrix& matrix : matrices) parameters.push_back(matrix.state->parameter);
   std::vector<bool> cut(matrices.size());
   // In an order that is that of all ranks.
-  for (const std::vector<size_t>& members : by_holders(parameters, kName)) {
+  for (const auto& [holders, members] : by_holders(parameters, kName)) {
     TensorList members_of, parts;
     for (const size_t i : members) {
       cut[i] = true;
       members_of.push_back(parameters[i]);
       parts.push_back(matrices[i].x);
     }
-    const std::unique_ptr<WholeExchange> exchange =
-        placement_slot(members_of[0])->exchange_wholes(members_of);
+    const std::unique_ptr<WholeExchange> exchange = holders->exchange(members_of);
     TensorList wholes = exchange->gather(parts);
     for (size_t i = 0; i < wholes.size(); ++i) {
       if (!exchange->owns(i)) continue;

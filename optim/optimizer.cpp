@@ -16,7 +16,7 @@
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/profile/profiler.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::optim {
@@ -27,7 +27,7 @@ Tensor make_state(const Tensor& parameter, DType dtype, double value) {
   const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
   const Tensor state = raw::empty_like(parameter, dtype);
   fill_(state, value);
-  copy_placement(parameter, state);
+  copy_guard(parameter, state);
   return state;
 }
 
@@ -35,14 +35,14 @@ Tensor make_master(const Tensor& parameter) {
   const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
   const Tensor master = raw::empty_like(parameter, kF32);
   copy_(master, raw::alias(parameter));
-  copy_placement(parameter, master);
+  copy_guard(parameter, master);
   return master;
 }
 
 // Of parts, each rank updates its own: parameter and gradient are the same part. A plain gradient
 // of a part is its owner's business.
 void check_placements(const Tensor& parameter, const Tensor& gradient) {
-  const PlacementSlot *own = placement_slot(parameter), *other = placement_slot(gradient);
+  const TensorPlacement *own = tensor_placement(parameter), *other = tensor_placement(gradient);
   TS_CHECK_AS(UnsupportedError, other == nullptr || (own != nullptr && own->equals(*other)), "step",
               "the parameter is ", parameter, " and its gradient ", gradient,
               "; redistribute one of them (a summand cannot be updated)");
@@ -114,9 +114,9 @@ DType Optimizer::state_dtype_of(size_t group, const Tensor& parameter) const {
 
 kernels::StateRounding Optimizer::rounding_of(const ParameterState& state) {
   const Tensor& parameter = state.parameter;
-  const PlacementSlot* slot = placement_slot(parameter);
+  const TensorPlacement* part = tensor_placement(parameter);
   const PlaceInWhole place =
-      slot != nullptr ? slot->place(parameter)
+      part != nullptr ? part->place()
                       : PlaceInWhole{parameter.shape(), Shape::filled(parameter.shape().size(), 0)};
   return {state.rounding_key, kernels::WholeIndex::of(parameter.shape(), parameter.strides(),
                                                       place.whole, place.offset)};
@@ -598,14 +598,14 @@ void Optimizer::load_state_dict(const StateDict& state) {
     const Tensor part = fitting_part(parameter, *saved);
     if (!part.defined()) {
       problems += std::string("\n  of another ") +
-                  (placement_slot(*saved) != nullptr ? "placement: " : "shape: ") + key + " is " +
+                  (tensor_placement(*saved) != nullptr ? "placement: " : "shape: ") + key + " is " +
                   described_whole(*saved) + ", the parameter is " + described_whole(parameter);
       return {};
     }
     const MemoryCategoryGuard category(MemoryCategory::kOptimizer);
     const Tensor copy = raw::empty_like(parameter, dtype);
     copy_(copy, part);
-    copy_placement(parameter, copy);
+    copy_guard(parameter, copy);
     return copy;
   };
   try {

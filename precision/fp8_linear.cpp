@@ -12,8 +12,8 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/fp8/scale_history.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/tensor/raw_views.h>
+#include <tessera/core/tensor/unreadable_storage.h>
 #include <tessera/nn/linear.h>
 
 namespace tessera::precision {
@@ -175,7 +175,7 @@ class Fp8Layer final : public Fp8Linear {
     counts.not_finite += std::isfinite(q.amax) ? 0 : 1;
     if (owner_->measures_noise) {
       // Of a weight that came as bytes: its values come, too.
-      if (const PlacementSlot* slot = placement_slot(x)) slot->bring();
+      if (const UnreadableStorage* bytes = unreadable_storage(x)) bytes->bring();
       counts.noise += noise_of(x, q, counts.signal);
     }
     if (!owner_->is_delayed()) return;

@@ -10,7 +10,7 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/optim/multi_tensor.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera::precision {
@@ -181,7 +181,7 @@ void GradScaler::append_gradients(const NamedTensors& parameters, TensorList& gr
 void GradScaler::judge(Record& record, const TensorList& gradients) const {
   for (const Tensor& gradient : gradients) {
     TS_CHECK_AS(UnsupportedError,
-                placement_slot(gradient) == nullptr || (agreement_ && !is_on_device()), "step",
+                tensor_placement(gradient) == nullptr || (agreement_ && !is_on_device()), "step",
                 "of ", gradient,
                 " a rank sees its part alone, and ranks must skip a step together; "
                 "set_agreement(), and leave on_device out");

@@ -7,7 +7,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/transport/collectives.h>
 

@@ -18,7 +18,7 @@
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/io/mapped_file.h>
 #include <tessera/core/state/safetensors.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/distributed/checkpoint/commit.h>
 #include <tessera/distributed/checkpoint/full_state.h>
 #include <tessera/distributed/checkpoint/parts.h>

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include <tessera/core/kernels/optim/multi_tensor.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/distributed/transport/collectives.h>
 
 namespace tessera {
@@ -13,7 +13,7 @@ namespace {
 // Of a model's or an optimizer's parameters: the same answer on every rank.
 bool holds_parts(const auto& record) {
   return std::ranges::any_of(record->parameters, [](const NamedTensor& named) {
-    return placement_slot(named.tensor) != nullptr;
+    return tensor_placement(named.tensor) != nullptr;
   });
 }
 

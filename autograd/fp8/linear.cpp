@@ -16,8 +16,9 @@
 #include <tessera/core/kernels/elementwise/elementwise.h>
 #include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/reduce/reduce.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
+#include <tessera/core/tensor/unreadable_storage.h>
 
 namespace tessera {
 
@@ -64,15 +65,15 @@ Fp8Operands fp8_operands(const Op& op, const Tensor& x, const Tensor& weight, Fp
       take_normalised(x, layer, through, operands.wants_weight);
   for (const Tensor* each : {&x, &weight}) {  // before their bytes are read
     if (each == &x && written) continue;
-    const PlacementSlot* slot = placement_slot(*each);
-    if (each == &weight && slot != nullptr && slot->has_casts()) {
+    const UnreadableStorage* unreadable = unreadable_storage(*each);
+    if (each == &weight && unreadable != nullptr && unreadable->can_bring()) {
       // There may be the copy that is read here, and the cache brings the weight where not.
       if (detail::reads_fp8(op, 1)) continue;
-      slot->bring();
-      slot = placement_slot(*each);
+      unreadable->bring();
     }
-    TS_CHECK_AS(UnsupportedError, slot == nullptr, op, "has no rule for ", *each, "; ",
-                slot->remedy());
+    const ElementGuard* guard = element_guard(*each);
+    TS_CHECK_AS(UnsupportedError, guard == nullptr, op, "has no rule for ", *each, "; ",
+                guard->remedy());
     check_bytes(*each, op.name);
   }
   TS_CHECK_DEVICE(x.device() == weight.device(), op, "expects all tensors on one device; got ", x,

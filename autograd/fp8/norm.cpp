@@ -11,33 +11,27 @@
 #include <tessera/core/context.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/norm/norm_quantized.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/tensor/raw_views.h>
+#include <tessera/core/tensor/unreadable_storage.h>
 
 namespace tessera {
 namespace {
 
-// In the placement slot of a result without bytes: as of a weight of which there are casts alone.
-struct NormalisedSlot final : PlacementSlot {
+// Of a result without bytes.
+struct NormalisedStorage final : UnreadableStorage {
   std::string describe(const Tensor& of) const override {
-    return describe_whole(of) + ", written in fp8 alone";
-  }
-  std::string describe_whole(const Tensor& of) const override {
-    return tessera::detail::concatenate(of.dtype(), of.shape());
+    return tessera::detail::concatenate(of.dtype(), of.shape(), ", written in fp8 alone");
   }
   std::string_view remedy() const override {
     return "ops calculate its elements when they read it: clone() it first";
   }
-  std::unique_ptr<PlacementSlot> clone() const override { return nullptr; }
-  std::unique_ptr<PlacementSlot> of_gradient() const override { return nullptr; }
-  bool equals(const PlacementSlot& other) const override { return &other == this; }
-
-  bool has_casts() const override { return true; }
+  std::unique_ptr<ElementGuard> clone() const override { return nullptr; }
+  bool can_bring() const override { return true; }
   void bring() const override {
     TS_CHECK_AS(AutogradError, source.version() == version, "layer_norm",
                 "what was normalised was written in place before the result was read; clone() it");
     TensorImpl* const whole = bearer;
-    const std::unique_ptr<TensorSlot> self = std::move(whole->placement);  // ends with this call
+    const std::unique_ptr<TensorSlot> self = std::move(whole->guard);  // ends with this call
     const Tensor y = calculate(source);
     whole->storage->resize(y.nbytes());
     kernels::copy_into(Tensor(new TensorImpl(whole->storage, y.shape(), y.strides(), 0, y.dtype())),
@@ -53,8 +47,8 @@ struct NormalisedSlot final : PlacementSlot {
   mutable std::optional<kernels::Quantized> written;
 };
 
-NormalisedSlot* normalised_slot(const Tensor& x) {
-  return x.defined() ? dynamic_cast<NormalisedSlot*>(x.impl()->placement.get()) : nullptr;
+NormalisedStorage* normalised(const Tensor& x) {
+  return x.defined() ? dynamic_cast<NormalisedStorage*>(x.impl()->guard.get()) : nullptr;
 }
 
 }  // namespace
@@ -92,37 +86,37 @@ kernels::RowNorm Fp8Norm::forward(const Tensor& x, const Tensor& residual, int64
   kernels::QuantizedRowNorm made =
       kernels::row_norm_quantized(x, residual, columns, weight, bias, eps, center,
                                   layer_->casts().input, layer_->scale(Fp8Role::kInput), wants_);
-  auto slot = std::make_unique<NormalisedSlot>();
-  slot->source = raw::alias(residual.defined() ? made.norm.sum : x);
-  slot->version = slot->source.version();
-  slot->calculate = [=, weight = weight.defined() ? raw::alias(weight) : Tensor(),
-                     bias = bias.defined() ? raw::alias(bias) : Tensor()](const Tensor& source) {
+  auto storage = std::make_unique<NormalisedStorage>();
+  storage->source = raw::alias(residual.defined() ? made.norm.sum : x);
+  storage->version = storage->source.version();
+  storage->calculate = [=, weight = weight.defined() ? raw::alias(weight) : Tensor(),
+                        bias = bias.defined() ? raw::alias(bias) : Tensor()](const Tensor& source) {
     return kernels::row_norm_forward(source, {}, columns, weight, bias, eps, center).y;
   };
-  slot->layer = layer_.get();
-  slot->through = wants_.through;
-  slot->written = std::move(made.y);
+  storage->layer = layer_.get();
+  storage->through = wants_.through;
+  storage->written = std::move(made.y);
   made.norm.y = Tensor(new TensorImpl(std::make_shared<Storage>(0, x.device()), x.shape(),
                                       contiguous_strides(x.shape()), 0, x.dtype()));
-  slot->bearer = made.norm.y.impl();
-  slot->bearer->placement = std::move(slot);
+  storage->bearer = made.norm.y.impl();
+  storage->bearer->guard = std::move(storage);
   return std::move(made.norm);
 }
 
 std::optional<kernels::Quantized> take_normalised(const Tensor& x, const Fp8Linear& layer,
                                                   std::optional<DType> through, bool by_columns) {
-  NormalisedSlot* const slot = normalised_slot(x);
-  if (slot == nullptr) return std::nullopt;
-  if (slot->written && slot->layer == &layer && slot->through == through &&
-      (!by_columns || slot->written->transposed.defined())) {
-    return std::exchange(slot->written, std::nullopt);
+  NormalisedStorage* const storage = normalised(x);
+  if (storage == nullptr) return std::nullopt;
+  if (storage->written && storage->layer == &layer && storage->through == through &&
+      (!by_columns || storage->written->transposed.defined())) {
+    return std::exchange(storage->written, std::nullopt);
   }
-  slot->bring();
+  storage->bring();
   return std::nullopt;
 }
 
 void write_normalised(const Tensor& x) {
-  if (const NormalisedSlot* slot = normalised_slot(x)) slot->bring();
+  if (const NormalisedStorage* storage = normalised(x)) storage->bring();
 }
 
 }  // namespace tessera

@@ -6,7 +6,7 @@
 #include <tessera/core/factory/initial_values.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/random/random_fill.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {

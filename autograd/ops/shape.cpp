@@ -9,7 +9,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/copy/shape.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
@@ -24,7 +24,7 @@ using Maps = std::vector<std::vector<int64_t>>;
 Tensor detach(const Tensor& x) {
   write_normalised(x);
   const Tensor result = raw::alias(x);
-  copy_placement(x, result);
+  copy_guard(x, result);
   return result;
 }
 

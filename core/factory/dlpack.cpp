@@ -4,7 +4,7 @@
 #include <memory>
 
 #include <tessera/core/factory/factory.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 
 namespace tessera {
 namespace {

@@ -1,9 +1,10 @@
 // A tensor's elements as numbers of the host: item() and to_vector().
 #include <tessera/core/dispatch.h>
 #include <tessera/core/kernels/copy/copy.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/empty.h>
-#include <tessera/core/tensor/placement_slot.h>
 #include <tessera/core/tensor/tensor.h>
+#include <tessera/core/tensor/unreadable_storage.h>
 
 namespace tessera {
 namespace {

@@ -7,7 +7,7 @@
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/meta_storage.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
@@ -39,7 +39,7 @@ FillRecord* record_of(const Tensor& x) {
 }
 
 int64_t elements_of_whole(const Tensor& x) {
-  if (const PlacementSlot* slot = placement_slot(x)) return numel_of(slot->place(x).whole);
+  if (const TensorPlacement* part = tensor_placement(x)) return numel_of(part->whole_shape());
   return x.storage()->bytes() / size_of(x.dtype());
 }
 
@@ -122,7 +122,7 @@ void pass_initial_values(const Tensor& from, const Tensor& to) {
   if (known == nullptr || slot == nullptr || !known->is_current() || !from.is_contiguous()) {
     return;
   }
-  const PlacementSlot* const part = placement_slot(from);
+  const TensorPlacement* const part = tensor_placement(from);
   if (part != nullptr && !same_placement(from, to)) return;
   auto record = std::make_shared<FillRecord>();
   const int64_t begin = part == nullptr ? from.offset() : 0;
@@ -138,7 +138,7 @@ void pass_initial_values(const Tensor& from, const Tensor& to) {
   }
   record->counter = to.impl()->version;
   record->version = to.version();
-  record->of_part = placement_slot(to) != nullptr;
+  record->of_part = tensor_placement(to) != nullptr;
   *slot = std::move(record);
 }
 
@@ -173,8 +173,8 @@ void write_initial_values(const Tensor& x, const Tensor& elements) {
     }
     place += end - begin;
   };
-  if (const PlacementSlot* slot = placement_slot(x)) {
-    visit_runs(slot->place(x), x.shape(), write);
+  if (const TensorPlacement* part = tensor_placement(x)) {
+    visit_runs(part->place(), x.shape(), write);
   } else {
     write(0, elements.numel());
   }

@@ -9,7 +9,7 @@
 #include <tessera/core/dispatch.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
@@ -192,9 +192,10 @@ std::string python_tuple(const Shape& shape) {
 
 std::string repr(const Tensor& x) {
   if (!x.defined()) return "undefined";
-  if (const PlacementSlot* slot = placement_slot(x)) {
-    return "DTensor(local=" + repr(raw::alias(x)) + ", " + slot->describe_whole(x) + ")";
+  if (const TensorPlacement* placement = tensor_placement(x)) {
+    return "DTensor(local=" + repr(raw::alias(x)) + ", " + placement->describe_whole(x) + ")";
   }
+  if (unreadable_storage(x) != nullptr) return "tensor(" + x.describe() + ")";
   constexpr int kIndent = 7;  // of "tensor("
   std::string text = "tensor(";
   std::vector<std::string> suffixes;
@@ -238,7 +239,7 @@ std::string repr(const Tensor& x) {
 
 std::string Tensor::describe() const {
   if (impl_ == nullptr) return "undefined";
-  if (const PlacementSlot* slot = placement_slot(*this)) return slot->describe(*this);
+  if (const ElementGuard* guard = element_guard(*this)) return guard->describe(*this);
   std::ostringstream out;
   out << dtype() << shape() << ' ' << device();
   return out.str();

@@ -8,7 +8,7 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/io/mapped_file.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 
 namespace tessera {
 namespace {
@@ -533,7 +533,7 @@ void save_safetensors(const std::string& path, const std::map<std::string, Tenso
   for (const auto& [name, tensor] : tensors) {
     TS_CHECK(tensor.defined(), "save_safetensors", "tensor ", shown(name),
              " is undefined; leave it out");
-    TS_CHECK_AS(UnsupportedError, placement_slot(tensor) == nullptr, "save_safetensors",
+    TS_CHECK_AS(UnsupportedError, element_guard(tensor) == nullptr, "save_safetensors",
                 "writes whole tensors; ", shown(name), " is ", tensor,
                 "; take its full_tensor() first, or save a checkpoint of parts");
     TS_CHECK_DEVICE(tensor.device().is_cpu(), "save_safetensors", "expects tensors on the cpu; ",

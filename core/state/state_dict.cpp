@@ -2,7 +2,7 @@
 
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/kernels/copy/copy.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
 
 namespace tessera {
@@ -11,7 +11,7 @@ namespace {
 Tensor copy_elements(const Tensor& source) {
   Tensor result = raw::empty(source.shape(), source.dtype(), source.device());
   if (!source.is_meta()) kernels::copy_into(result, raw::alias(source));
-  copy_placement(source, result);
+  copy_guard(source, result);
   return result;
 }
 

@@ -15,8 +15,8 @@ TensorImpl::TensorImpl(StoragePtr storage_in, Shape shape_in, Shape strides_in, 
 void Tensor::set_data(const Tensor& other) const {
   get();
   const TensorImpl& source = other.get();
-  TS_CHECK_AS(UnsupportedError, impl_->placement != nullptr || source.placement == nullptr,
-              "set_data", "makes a whole tensor of ", other,
+  TS_CHECK_AS(UnsupportedError, impl_->guard != nullptr || source.guard == nullptr, "set_data",
+              "makes a whole tensor of ", other,
               "; take full_tensor(), or to_local() for this rank's part");
   impl_->storage = source.storage;
   impl_->shape = source.shape;

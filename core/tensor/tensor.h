@@ -32,7 +32,8 @@ struct VersionCounter {
   std::atomic<const char*> writer{nullptr};  // the op that wrote last, where it gave its name
 };
 
-// What upper floors hang on a tensor: its history (`autograd`), its sharding (`distributed`).
+// What upper floors hang on a tensor: its history (`autograd`), and why its elements are not to be
+// read as those of other tensors are (`guard`, of core/tensor/element_guard.h).
 struct TensorSlot {
   virtual ~TensorSlot() = default;
 };
@@ -49,7 +50,7 @@ class TensorImpl {
   DType dtype;
   std::shared_ptr<VersionCounter> version;
   std::unique_ptr<TensorSlot> autograd;
-  std::unique_ptr<TensorSlot> placement;
+  std::unique_ptr<TensorSlot> guard;
 
  private:
   friend class Tensor;

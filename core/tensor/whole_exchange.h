@@ -1,6 +1,6 @@
 // Tensors of which ranks hold parts, each of them whole on one rank for as long as something is
 // calculated that needs all of it: an optimizer that works on matrices (optim/muon.h). Whoever
-// knows the ranks implements it (distributed/mesh/matrix_exchange.h); placement_slot.h makes one.
+// knows the ranks implements it (distributed/mesh/matrix_exchange.h); PartHolders makes one.
 #pragma once
 
 #include <cstddef>

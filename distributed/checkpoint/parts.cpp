@@ -4,7 +4,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/factory/factory.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/redistribute.h>
 
@@ -101,15 +101,15 @@ Tensor read_as(CheckpointReader& reader, const std::string& name, const DTensorS
 
 const std::string* TiedNames::first_name(const std::string& name, const Tensor& tensor) {
   if (tensor.is_meta()) return nullptr;
-  const PlacementSlot* slot = placement_slot(tensor);
+  const TensorPlacement* placement = tensor_placement(tensor);
   // Of a part that has no elements the memory says nothing: there it is the counter of writes,
   // which all handles of a tensor share.
   const void* identity = tensor.numel() > 0 ? tensor.data() : nullptr;
-  if (slot != nullptr) identity = tensor.impl()->version.get();
+  if (placement != nullptr) identity = tensor.impl()->version.get();
   if (identity == nullptr) return nullptr;
-  const std::string key =
-      detail::concatenate(identity, ' ', tensor.impl()->offset, tensor.shape(), tensor.strides(),
-                          tensor.dtype(), slot != nullptr ? slot->describe_whole(tensor) : "");
+  const std::string key = detail::concatenate(
+      identity, ' ', tensor.impl()->offset, tensor.shape(), tensor.strides(), tensor.dtype(),
+      placement != nullptr ? placement->describe_whole(tensor) : "");
   const auto [first, added] = seen_.try_emplace(key, name);
   return added ? nullptr : &first->second;
 }

@@ -12,7 +12,7 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/memory/allocator.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/checkpoint/checksum.h>
 

@@ -5,7 +5,7 @@
 #include <set>
 
 #include <tessera/core/error.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/distributed/backward/broadcast.h>
 #include <tessera/distributed/backward/known_parameters.h>
 #include <tessera/distributed/backward/mutant.h>

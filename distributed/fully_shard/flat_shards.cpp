@@ -8,7 +8,7 @@
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/optim/multi_tensor_copy.h>
 #include <tessera/core/memory/meta_memory.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/backward/mutant.h>
 #include <tessera/distributed/fully_shard/part_memory.h>
@@ -153,7 +153,7 @@ void FlatShards::begin_backward() {
     copy_(place, raw::alias(grad));
     // It lies elsewhere and is still what it was.
     place.impl()->version = grad.impl()->version;
-    copy_placement(shard, place);
+    copy_guard(shard, place);
     shard.set_grad(place);
   }
   note_handed_out(aside);

@@ -14,7 +14,7 @@
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/backward/mutant.h>
 #include <tessera/distributed/fully_shard/part_memory.h>
-#include <tessera/distributed/fully_shard/released_slot.h>
+#include <tessera/distributed/fully_shard/released_storage.h>
 #include <tessera/distributed/mesh/dtensor.h>
 
 namespace tessera::distributed {
@@ -120,7 +120,7 @@ void ParamGroup::become_shard(ShardedParam& param, const Tensor& part, const Pla
   pass_initial_values(param.shard, model);
   param.shard.set_data(part);
   param.shard.bump_version("a cut into shards");
-  copy_placement(model, param.shard);
+  copy_guard(model, param.shard);
 }
 
 void ParamGroup::show_wholes() {
@@ -196,7 +196,7 @@ void ParamGroup::finish_gather() {
     }
     param.gathered_shard = param.shard.version();
     param.gathered_whole = param.whole.version();
-    param.whole.impl()->placement = nullptr;
+    param.whole.impl()->guard = nullptr;
   }
   take_gathered();
 }
@@ -218,7 +218,7 @@ void ParamGroup::release(bool keep_part) noexcept {
   }
   for (ShardedParam& param : params_) {
     weight_cache::release(param.whole);
-    param.whole.impl()->placement = std::make_unique<ReleasedSlot>(param.name, tag_);
+    param.whole.impl()->guard = std::make_unique<ReleasedStorage>(param.name, tag_);
   }
   free_wholes(keep_part);
   state_ = State::kSharded;
@@ -459,7 +459,7 @@ void ParamGroup::add_own_gradients() {
       add_(raw::alias(held), own);
     } else {
       const Tensor sum = own.dtype() == gradient_dtype_ ? own : own.to(gradient_dtype_);
-      copy_placement(param.shard, sum);
+      copy_guard(param.shard, sum);
       param.shard.set_grad(sum);
     }
     param.whole.set_grad(Tensor());
@@ -476,7 +476,7 @@ void ParamGroup::hand_out(size_t param) {
     shard.grad().bump_version();
     return;
   }
-  copy_placement(shard, part);
+  copy_guard(shard, part);
   shard.set_grad(part);
 }
 

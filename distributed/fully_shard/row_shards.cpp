@@ -15,18 +15,20 @@
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/backward/mutant.h>
 #include <tessera/distributed/fully_shard/part_memory.h>
-#include <tessera/distributed/fully_shard/released_slot.h>
+#include <tessera/distributed/fully_shard/released_storage.h>
 #include <tessera/distributed/mesh/dtensor.h>
 
 namespace tessera::distributed {
 namespace {
 
 // Of a whole without bytes whose casts are there, see [Note: casts].
-struct CastSlot final : ReleasedSlot {
-  CastSlot(std::string name_in, std::string tag_in, ParamGroup& shards_in, size_t param_in)
-      : ReleasedSlot(std::move(name_in), std::move(tag_in)), shards(&shards_in), param(param_in) {}
-  bool has_casts() const override { return true; }
-  void bring() const override { shards->gather_whole(param); }  // which takes this slot away
+struct CastStorage final : ReleasedStorage {
+  CastStorage(std::string name_in, std::string tag_in, ParamGroup& shards_in, size_t param_in)
+      : ReleasedStorage(std::move(name_in), std::move(tag_in)),
+        shards(&shards_in),
+        param(param_in) {}
+  bool can_bring() const override { return true; }
+  void bring() const override { shards->gather_whole(param); }  // which takes this guard away
   ParamGroup* const shards;
   const size_t param;
 };
@@ -66,7 +68,7 @@ RowShards::RowShards(std::string tag, const ShardRanks& ranks, std::vector<Shard
   for (size_t i = 0; i < params_.size(); ++i) {
     ShardedParam& param = params_[i];
     param.whole = leaf_over(released(param.shape), param.shard.requires_grad());
-    param.whole.impl()->placement = std::make_unique<ReleasedSlot>(param.name, tag_);
+    param.whole.impl()->guard = std::make_unique<ReleasedStorage>(param.name, tag_);
     lent[param.whole.impl()->version.get()] = "'" + param.name + "' of " + tag_;
     Tensor part = part_of(part_, layout_, i, i);
     if (param.shard.is_meta() && !MetaMemoryGuard::holds()) {
@@ -83,8 +85,8 @@ RowShards::~RowShards() {
   auto& lent = Context::current().slot<LentTensors>().names;
   for (const ShardedParam& param : params_) {
     lent.erase(param.whole.impl()->version.get());
-    std::unique_ptr<TensorSlot>& slot = param.whole.impl()->placement;
-    if (slot != nullptr) slot = std::make_unique<ReleasedSlot>(param.name, tag_);
+    std::unique_ptr<TensorSlot>& guard = param.whole.impl()->guard;
+    if (guard != nullptr) guard = std::make_unique<ReleasedStorage>(param.name, tag_);
   }
 }
 
@@ -377,7 +379,7 @@ void RowShards::take_gathered() {
       keep.push_back(whole);
     } else {
       whole.storage()->resize(0);
-      whole.impl()->placement = std::make_unique<CastSlot>(params_[i].name, tag_, *this, i);
+      whole.impl()->guard = std::make_unique<CastStorage>(params_[i].name, tag_, *this, i);
       keep.push_back(form == Form::kCast ? weight_cache::provide(whole, {.dtype = *way_.cast})
                                          : weight_cache::provide(whole, params_[i].fp8->key(),
                                                                  arrived_fp8(i, label++)));

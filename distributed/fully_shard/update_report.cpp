@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/matrix_exchange.h>
 
@@ -14,10 +14,10 @@ UpdateReport report_update(const optim::Optimizer& optimizer) {
   TensorList parameters;
   for (const auto& [name, tensor] : named) parameters.push_back(tensor);
   UpdateReport report{.tensors = std::ssize(parameters), .dtype = dtype, .exchanges = {}};
-  for (const std::vector<size_t>& members : by_holders(parameters, "report_update")) {
+  for (const auto& [holders, members] : by_holders(parameters, "report_update")) {
     TensorList parts;
     for (const size_t i : members) parts.push_back(parameters[i]);
-    const auto made = placement_slot(parts[0])->exchange_wholes(parts);
+    const auto made = holders->exchange(parts);
     const auto& exchange = dynamic_cast<const MatrixExchange&>(*made);
     UpdateReport::Exchange& one = report.exchanges.emplace_back();
     one.group = exchange.group().name();

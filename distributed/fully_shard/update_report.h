@@ -31,7 +31,7 @@ struct UpdateReport {
 };
 
 // Collective where holders of several axes are asked for the first time, see
-// PlacementSlot::holders. UnsupportedError for a summand.
+// TensorPlacement::holders. UnsupportedError for a summand.
 UpdateReport report_update(const optim::Optimizer& optimizer);
 
 }  // namespace tessera::distributed

@@ -7,7 +7,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/factory/initial_values.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/dtensor_inputs.h>
 #include <tessera/distributed/mesh/matrix_exchange.h>
@@ -17,8 +17,22 @@
 namespace tessera::distributed {
 namespace {
 
-struct DTensorSlot final : PlacementSlot {
-  explicit DTensorSlot(DTensorSpec spec_in) : spec(std::move(spec_in)) {}
+struct GroupHolders final : PartHolders {
+  explicit GroupHolders(Group& group_in) : PartHolders(&group_in), group(group_in) {}
+  void reduce(const Tensor& value, Reduction reduction) const override {
+    const ReduceOp op = reduction == Reduction::kMax ? ReduceOp::kMax : ReduceOp::kSum;
+    all_reduce(value, op, group, {.channel = Channel::kControl, .tag = "norm"});
+  }
+  std::unique_ptr<WholeExchange> exchange(std::span<const Tensor> parts) const override {
+    std::vector<DTensorSpec> specs;
+    for (const Tensor& part : parts) specs.push_back(spec_of(part));
+    return std::make_unique<MatrixExchange>(std::move(specs), group);
+  }
+  Group& group;
+};
+
+struct DTensorPlacement final : TensorPlacement {
+  explicit DTensorPlacement(DTensorSpec spec_in) : spec(std::move(spec_in)) {}
   std::string describe(const Tensor& part) const override {
     std::ostringstream text;
     text << "DTensor " << describe_whole(part) << ", local " << part.shape();
@@ -27,7 +41,7 @@ struct DTensorSlot final : PlacementSlot {
   std::string describe_whole(const Tensor& part) const override {
     return spec.describe(part.dtype());
   }
-  PlaceInWhole place(const Tensor&) const override {
+  PlaceInWhole place() const override {
     if (!spec.flat_axis()) return {spec.shape, spec.local_box().offset};
     return {{numel_of(spec.shape)}, {spec.local_run().first}};  // a box of the flattened whole
   }
@@ -35,17 +49,17 @@ struct DTensorSlot final : PlacementSlot {
     return "take full_tensor() for the whole, or to_local() for this rank's part; parameters of a "
            "sharded model are whole in its calls, model(x), and in a scope of full_parameters()";
   }
-  std::unique_ptr<PlacementSlot> clone() const override {
-    return std::make_unique<DTensorSlot>(spec);
+  std::unique_ptr<ElementGuard> clone() const override {
+    return std::make_unique<DTensorPlacement>(spec);
   }
-  std::unique_ptr<PlacementSlot> of_gradient() const override {
-    return std::make_unique<DTensorSlot>(spec.of_gradient());
+  std::unique_ptr<TensorPlacement> of_gradient() const override {
+    return std::make_unique<DTensorPlacement>(spec.of_gradient());
   }
-  bool equals(const PlacementSlot& other) const override {
-    const auto* same = dynamic_cast<const DTensorSlot*>(&other);
+  bool equals(const TensorPlacement& other) const override {
+    const auto* same = dynamic_cast<const DTensorPlacement*>(&other);
     return same != nullptr && same->spec == spec;
   }
-  const void* holders(std::string_view where) const override {
+  std::unique_ptr<const PartHolders> holders(std::string_view where) const override {
     for (const Placement& placement : spec.placements) {
       TS_CHECK_AS(UnsupportedError, !is_partial(placement), where,
                   "works on parts and copies; got one of ", spec.shape, " on ",
@@ -53,13 +67,8 @@ struct DTensorSlot final : PlacementSlot {
                   ", a summand; redistribute() it");
     }
     Group* const group = holding_group();
-    return group != nullptr && group->size() > 1 ? group : nullptr;
-  }
-  void reduce_over_holders(const Tensor& value, HolderReduction reduction) const override {
-    const ReduceOp op = reduction == HolderReduction::kMax ? ReduceOp::kMax : ReduceOp::kSum;
-    if (Group* const group = holding_group()) {
-      all_reduce(value, op, *group, {.channel = Channel::kControl, .tag = "norm"});
-    }
+    if (group == nullptr || group->size() == 1) return nullptr;
+    return std::make_unique<GroupHolders>(*group);
   }
   // Of the axes that cut the tensor; those that replicate hold it again.
   Group* holding_group() const {
@@ -69,12 +78,7 @@ struct DTensorSlot final : PlacementSlot {
     }
     return axes.empty() ? nullptr : &spec.mesh->group(axes);
   }
-  Shape whole_shape(const Tensor&) const override { return spec.shape; }
-  std::unique_ptr<WholeExchange> exchange_wholes(std::span<const Tensor> parts) const override {
-    std::vector<DTensorSpec> specs;
-    for (const Tensor& part : parts) specs.push_back(spec_of(part));
-    return std::make_unique<MatrixExchange>(std::move(specs), *holding_group());
-  }
+  const Shape& whole_shape() const override { return spec.shape; }
   Tensor part_of(const Tensor& whole) const override {
     if (whole.shape() != spec.shape) return {};
     const NoGradGuard no_grad;
@@ -83,14 +87,13 @@ struct DTensorSlot final : PlacementSlot {
   const DTensorSpec spec;
 };
 
-const DTensorSlot* slot_of(const Tensor& tensor) {
-  return dynamic_cast<const DTensorSlot*>(
-      placement_slot(tensor));  // a released parameter has another
+const DTensorPlacement* lies_as(const Tensor& tensor) {
+  return dynamic_cast<const DTensorPlacement*>(tensor_placement(tensor));
 }
 
 // `part`, an object that nobody else has, as a DTensor.
 Tensor as_dtensor(Tensor part, DTensorSpec spec) {
-  part.impl()->placement = std::make_unique<DTensorSlot>(std::move(spec));
+  part.impl()->guard = std::make_unique<DTensorPlacement>(std::move(spec));
   return part;
 }
 
@@ -215,13 +218,13 @@ Tensor redistribute(const Tensor& dtensor, const Placements& placements) {
   return as_dtensor(std::move(part), std::move(to));
 }
 
-bool is_dtensor(const Tensor& tensor) { return slot_of(tensor) != nullptr; }
+bool is_dtensor(const Tensor& tensor) { return lies_as(tensor) != nullptr; }
 
 const DTensorSpec& spec_of(const Tensor& dtensor) {
-  const DTensorSlot* slot = slot_of(dtensor);
-  TS_CHECK(slot != nullptr, "DTensor", "expects a DTensor; got ", dtensor,
+  const DTensorPlacement* own = lies_as(dtensor);
+  TS_CHECK(own != nullptr, "DTensor", "expects a DTensor; got ", dtensor,
            "; make one with distribute_tensor() or from_local()");
-  return slot->spec;
+  return own->spec;
 }
 const Placements& placements_of(const Tensor& dtensor) { return spec_of(dtensor).placements; }
 Mesh& mesh_of(const Tensor& dtensor) { return *spec_of(dtensor).mesh; }

@@ -6,7 +6,7 @@
 //     weight.set_requires_grad();
 //     Tensor y = matmul(x, full_tensor(weight));  // all_gather; the gradient is a shard again
 //
-// A DTensor is a Tensor whose placement slot says how it lies (placement.h). Its own geometry, and
+// A DTensor is a Tensor whose TensorPlacement says how it lies (placement.h). Its own geometry, and
 // so shape(), numel(), data() and what kernels see, is that of the local part; global_shape() is
 // that of the whole.
 //

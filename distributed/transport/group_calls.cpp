@@ -7,7 +7,7 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/profile/profiler.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/distributed/transport/deterministic.h>
 #include <tessera/distributed/transport/group_request.h>
 

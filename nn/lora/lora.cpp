@@ -12,7 +12,7 @@
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/regex.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/nn/conv.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/init.h>
@@ -461,7 +461,7 @@ std::vector<LoraTarget> lora_targets(ModuleBase& model, const LoraOptions& optio
   for (const ParameterPlace& place : model.parameter_places()) {
     if (!place.tensor->defined()) continue;
     ++holders[place.tensor->impl()];
-    TS_CHECK_AS(ConfigError, placement_slot(*place.tensor) == nullptr, "add_lora", "'", place.name,
+    TS_CHECK_AS(ConfigError, element_guard(*place.tensor) == nullptr, "add_lora", "'", place.name,
                 "' is ", *place.tensor, "; add adapters before the model is sharded");
   }
   check_beside_others(model, options);
@@ -698,7 +698,7 @@ void merge_lora(ModuleBase& model) {
          {std::string("weight"), under(detail::lora_part(options, "lora_A"), "weight"),
           under(detail::lora_part(options, "lora_B"), "weight")}) {
       const Tensor& tensor = named.module->get_parameter(name);
-      TS_CHECK(placement_slot(tensor) == nullptr, "merge_lora", "'", under(named.name, name),
+      TS_CHECK(element_guard(tensor) == nullptr, "merge_lora", "'", under(named.name, name),
                "' is ", tensor,
                "; Accelerator::save_merged_lora writes the merged weights of such a model, or "
                "merge before the model is sharded");

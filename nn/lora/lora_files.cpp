@@ -9,7 +9,7 @@
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/io/mapped_file.h>
 #include <tessera/core/state/safetensors.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/nn/describe.h>
 #include <tessera/nn/lora/lora.h>
 #include <tessera/nn/lora/lora_adapter.h>
@@ -293,7 +293,7 @@ namespace {
 
 void load_into_adapters(ModuleBase& model, const StateDict& state, const std::string& where) {
   for (const NamedTensor& named : model.named_parameters()) {
-    TS_CHECK_AS(ConfigError, placement_slot(named.tensor) == nullptr, where, "'", named.name,
+    TS_CHECK_AS(ConfigError, element_guard(named.tensor) == nullptr, where, "'", named.name,
                 "' is ", named.tensor, "; load adapters before the model is sharded");
   }
   const NoGradGuard no_grad;

@@ -1,7 +1,7 @@
 // Muon, and states in bf16, where ranks hold parts of the parameters: the bits of whole ones, and
 // what travels.
 // ctest labels: threads
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/placement.h>
 #include <tessera/distributed/checkpoint/full_state.h>
 #include <tessera/distributed/fully_shard/update_report.h>
 #include <tessera/distributed/mesh/matrix_exchange.h>

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include <tessera/core/factory/initial_values.h>
-#include <tessera/core/tensor/placement_slot.h>
+#include <tessera/core/tensor/element_guard.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/nn/attention.h>
 #include <tessera/nn/conv.h>
@@ -124,7 +124,7 @@ std::unique_ptr<ModuleBase> made_without_memory(const Maker& make, DType dtype =
 // The tensor becomes its part, under all who hold it.
 void become_part(const Tensor& tensor, Mesh& mesh, const Placements& placements) {
   const Tensor part = distribute_tensor(tensor, mesh, placements);
-  copy_placement(part, tensor);
+  copy_guard(part, tensor);
   tensor.set_data(part);
 }
 
