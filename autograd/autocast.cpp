@@ -11,7 +11,7 @@
 
 namespace tessera {
 
-const Op detail::kAutocastWeight{.name = "autocast_weight"};
+const Op detail::kAutocastWeight{.name = "autocast_weight", .reads_copies = inputs(0)};
 
 namespace {
 

@@ -39,6 +39,15 @@ class AutocastGuard {
   ScopedValue<AutocastMode> scoped_;
 };
 
+// The dtype of a loss that is made of these logits. Under autocast, or in a module that casts at its
+// boundary, a loss is f32, whatever the logits: three digits are too few to look at, and the
+// gradient of a scaled f16 loss, 65536, would be infinite.
+inline DType loss_dtype(const Tensor& logits) {
+  return is_low_precision(logits.dtype()) && Context::current().slot<AutocastMode>().enabled
+             ? kF32
+             : logits.dtype();
+}
+
 namespace detail {
 // Its input is a weight, of which it reads the cast that is kept.
 extern const Op kAutocastWeight;

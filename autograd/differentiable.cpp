@@ -7,7 +7,6 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable_node.h>
 #include <tessera/autograd/engine.h>
-#include <tessera/autograd/fp8/weight.h>
 #include <tessera/autograd/op_observer.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/profile/profiler.h>
@@ -131,8 +130,7 @@ TensorList DifferentiableCall::run(const Op& op, std::span<const Tensor> given, 
   const AutocastMode& autocast = Context::current().slot<AutocastMode>();
   const bool casts =
       autocast.enabled && (op.autocast != Autocast::kInputDtype || autocast.boundary);
-  const bool reads_copies = &op == &detail::kAutocastWeight || detail::reads_fp8(op, 1);
-  const bool left = check_inputs(op, given, casts || reads_copies);
+  const bool left = check_inputs(op, given, casts || op.reads_copies != 0);
   if (casts) {
     cast = detail::autocast_inputs(op, given);
     inputs = cast;

@@ -60,6 +60,7 @@ struct Op {
   bool takes_numbers = false;
   Reads reads = {};             // inputs kept for backward
   IndexMask reads_outputs = 0;  // outputs kept for backward: outputs(0) for exp, softmax
+  IndexMask reads_copies = 0;   // inputs, weights, of which it reads a kept copy: weight_cache.h
   // Outputs are views of input 0: they share its version, and writing to them changes it.
   bool view = false;
   // False where backward runs kernels that have no gradient: asking for a second derivative is an

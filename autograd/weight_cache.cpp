@@ -5,7 +5,6 @@
 #include <mutex>
 #include <utility>
 
-#include <tessera/autograd/fp8/weight.h>
 #include <tessera/autograd/node.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/cuda/graph.h>

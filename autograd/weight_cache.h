@@ -104,6 +104,11 @@ void restore(const Tensor& leaf);
 // as if get() had made it, and a released one that a graph waits for is the same tensor. Plain
 // casts alone; memory of the category in scope.
 Tensor provide(const Tensor& leaf, const WeightKey& key);
+// The same of a copy that quantized() gives. `about`: all of that but the values, which the caller
+// writes into the result, f8[leaf's shape]; and then calls turn(), by which a GPU gets its copy by
+// columns.
+Tensor provide(const Tensor& leaf, const WeightKey& key, kernels::Quantized about);
+void turn(const Tensor& leaf, const WeightKey& key);
 
 // Bytes that the copies of a leaf hold.
 int64_t bytes(const Tensor& leaf);

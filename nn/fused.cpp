@@ -4,7 +4,7 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/fp8/head.h>
-#include <tessera/autograd/fp8/linear.h>
+#include <tessera/autograd/fp8/layer.h>
 #include <tessera/core/context.h>
 #include <tessera/nn/call_scopes.h>
 #include <tessera/nn/read_by.h>

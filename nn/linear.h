@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include <tessera/autograd/fp8/linear.h>
+#include <tessera/autograd/fp8/layer.h>
 #include <tessera/nn/module.h>
 
 namespace tessera::nn {

@@ -8,7 +8,7 @@
 //     std::cout << applied.fp8()->report().table();
 //
 // In place: types, names, parameters and state dicts of the model stay. A call of such a Linear
-// runs as autograd/fp8/linear.h says; adapters beside it (nn/lora/lora.h) are Linears of their own.
+// runs as autograd/fp8/layer.h says; adapters beside it (nn/lora/lora.h) are Linears of their own.
 // A call that cannot runs as it would under bf16, and is counted with the reason; `strict` makes it
 // an UnsupportedError. Calls of Linears that the filter leaves out are counted as well, and are
 // none of those. Reasons: rows or dimensions that are no multiples of 16 (what a GPU's products
@@ -34,7 +34,7 @@
 #include <utility>
 #include <vector>
 
-#include <tessera/autograd/fp8/linear.h>
+#include <tessera/autograd/fp8/layer.h>
 #include <tessera/core/state/state_dict.h>
 #include <tessera/nn/module.h>
 #include <tessera/precision/fp8_recipe.h>

@@ -22,7 +22,7 @@
 #include <string_view>
 #include <vector>
 
-#include <tessera/autograd/fp8/linear.h>
+#include <tessera/autograd/fp8/layer.h>
 
 namespace tessera::precision {
 

@@ -8,8 +8,7 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
 #include <tessera/autograd/fp8/operands.h>
-#include <tessera/autograd/ops/linear_rules.h>
-#include <tessera/autograd/ops/loss_dtype.h>
+#include <tessera/autograd/linear_rules.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/elementwise/elementwise.h>

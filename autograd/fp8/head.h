@@ -25,7 +25,7 @@
 #include <cstdint>
 #include <memory>
 
-#include <tessera/autograd/fp8/linear.h>
+#include <tessera/autograd/fp8/layer.h>
 #include <tessera/autograd/ops.h>
 
 namespace tessera {

@@ -1,4 +1,4 @@
-#include <tessera/autograd/fp8/linear.h>
+#include <tessera/autograd/fp8/layer.h>
 
 #include <utility>
 
@@ -8,8 +8,8 @@
 #include <tessera/autograd/fp8/norm_call.h>
 #include <tessera/autograd/fp8/operands.h>
 #include <tessera/autograd/fp8/weight.h>
+#include <tessera/autograd/linear_rules.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/autograd/ops/linear_rules.h>
 #include <tessera/autograd/weight_cache.h>
 #include <tessera/core/functors.h>
 #include <tessera/core/kernels/copy/copy.h>
@@ -68,7 +68,7 @@ Fp8Operands fp8_operands(const Op& op, const Tensor& x, const Tensor& weight, Fp
     const UnreadableStorage* unreadable = unreadable_storage(*each);
     if (each == &weight && unreadable != nullptr && unreadable->can_bring()) {
       // There may be the copy that is read here, and the cache brings the weight where not.
-      if (detail::reads_fp8(op, 1)) continue;
+      if ((op.reads_copies & inputs(1)) != 0) continue;
       unreadable->bring();
     }
     const ElementGuard* guard = element_guard(*each);
@@ -152,11 +152,11 @@ Fp8Gradient fp8_gradient(const Tensor& dy, Fp8Linear& layer, const Fp8GradientWa
 // Inputs: x, weight, bias, then what backward reads: the input's bytes and inverse scales (or x
 // itself), the weight's bytes and inverse scales. As inputs, and not extras, they pass the hooks of
 // saved tensors: checkpoint() drops them.
-const Op detail::kFp8Linear{.name = "fp8_linear",
-                            .reads = {inputs(5, 6), inputs(3, 4), inputs()},
-                            .twice_differentiable = false,
-                            .composed = "linear(x, weight, bias)"};
-using detail::kFp8Linear;
+const Op kFp8Linear{.name = "fp8_linear",
+                    .reads = {inputs(5, 6), inputs(3, 4), inputs()},
+                    .reads_copies = inputs(1),
+                    .twice_differentiable = false,
+                    .composed = "linear(x, weight, bias)"};
 
 Tensor fp8_linear(const Tensor& given, const Tensor& weight, const Tensor& given_bias,
                   std::shared_ptr<Fp8Linear> layer) {

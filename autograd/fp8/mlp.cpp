@@ -13,14 +13,13 @@ namespace tessera {
 
 // Inputs: x, weight, bias, out_weight, out_bias; what backward reads: bytes and inverse scales of
 // x, weight, gelu(h) and out_weight, and h, which gelu took.
-const Op detail::kFp8LinearGeluLinear{
+const Op kFp8LinearGeluLinear{
     .name = "fp8_linear_gelu_linear",
     .reads = {inputs(7, 8, 11, 12, 13), inputs(5, 6, 11, 12, 13), inputs(11, 12, 13),
               inputs(9, 10)},
+    .reads_copies = inputs(1, 3),
     .twice_differentiable = false,
     .composed = "linear(gelu(linear(x, weight, bias)), out_weight, out_bias)"};
-
-using detail::kFp8LinearGeluLinear;
 
 Tensor fp8_linear_gelu_linear(const Tensor& given, const Tensor& weight, const Tensor& given_bias,
                               std::shared_ptr<Fp8Linear> layer, const Tensor& out_weight,

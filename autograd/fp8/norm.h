@@ -10,7 +10,7 @@
 
 #include <memory>
 
-#include <tessera/autograd/fp8/linear.h>
+#include <tessera/autograd/fp8/layer.h>
 #include <tessera/core/tensor/tensor.h>
 
 namespace tessera {

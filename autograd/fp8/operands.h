@@ -3,7 +3,7 @@
 
 #include <optional>
 
-#include <tessera/autograd/fp8/linear.h>
+#include <tessera/autograd/fp8/layer.h>
 #include <tessera/autograd/op.h>
 
 namespace tessera {

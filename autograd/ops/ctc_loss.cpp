@@ -4,9 +4,9 @@
 #include <limits>
 #include <vector>
 
+#include <tessera/autograd/autocast_mode.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/autograd/ops/compute_dtype.h>
-#include <tessera/autograd/ops/loss_dtype.h>
 
 namespace tessera {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/differentiable.h>
+#include <tessera/autograd/linear_rules.h>
 #include <tessera/autograd/ops.h>
-#include <tessera/autograd/ops/linear_rules.h>
 #include <tessera/core/kernels/copy/copy.h>
 #include <tessera/core/kernels/gemm/linear_fused.h>
 #include <tessera/core/kernels/gemm/matmul.h>

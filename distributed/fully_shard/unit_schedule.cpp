@@ -64,7 +64,7 @@ class UnitSchedule::Reads final : public OpObserver {
       Read& read = reads[found->second];
       if (&op == &detail::kAutocastWeight) {
         read.cast = results[0].dtype() == kBF16 ? kAsBF16 : kAsF16;
-      } else if (detail::reads_fp8(op, i)) {
+      } else if ((op.reads_copies & index_bit(i)) != 0) {
         read.fp8 = 1;
       } else {
         read.itself = 1;
