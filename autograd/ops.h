@@ -550,6 +550,10 @@ ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
                                  const Shape& normalized_shape, const Tensor& weight = {},
                                  const Tensor& bias = {}, double eps = 1e-5, double drop = 0,
                                  std::optional<RandomStream> stream = {});
+// The same of rms_norm, as Llama's layers have it.
+ResidualNorm residual_rms_norm(const Tensor& x, const Tensor& residual,
+                               const Shape& normalized_shape, const Tensor& weight = {},
+                               std::optional<double> eps = {});
 
 // ---- Random masks (ops/random.cpp) -------------------------------------------------------------
 // The same random stream gives the same mask.

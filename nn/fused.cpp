@@ -108,6 +108,15 @@ ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor&
                                       norm.options.eps, drop);
 }
 
+ResidualNorm residual_rms_norm(RMSNorm& norm, const Tensor& x, const Tensor& residual) {
+  if (norm.has_hooks()) {
+    const Tensor sum = x + residual;
+    return {sum, norm(sum)};
+  }
+  return tessera::residual_rms_norm(x, residual, norm.normalized_shape, norm.weight,
+                                    norm.options.eps);
+}
+
 Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
                             int64_t ignore_index, Reduction reduction) {
   if (head.bias.defined() || !has_scopes_alone(head)) {

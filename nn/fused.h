@@ -37,6 +37,7 @@ Tensor embedding_add(Embedding& table, const Tensor& index, const Tensor& other)
 // {x + residual, norm(x + residual)}, after dropout of x with probability `drop`.
 ResidualNorm residual_layer_norm(LayerNorm& norm, const Tensor& x, const Tensor& residual,
                                  double drop = 0);
+ResidualNorm residual_rms_norm(RMSNorm& norm, const Tensor& x, const Tensor& residual);
 
 // cross_entropy(head(x), target). x: [N, C]; target: [N]. A head with a bias, and one with other
 // hooks than scopes, is called, and its logits are whole.

@@ -178,6 +178,71 @@ const Op kResidualLayerNorm{.name = "residual_layer_norm",
                             .reads_outputs = outputs(0),
                             .composed = "layer_norm(add(x, residual))",
                             .flops_per_element = 9};
+const Op kResidualRmsNorm{.name = "residual_rms_norm",
+                          .reads = {inputs(2), inputs(2), inputs()},
+                          .reads_outputs = outputs(0),
+                          .composed = "rms_norm(add(x, residual))",
+                          .flops_per_element = 7};
+
+namespace {
+
+struct RowNormOptions {
+  Shape shape;
+  double eps;
+  bool center;
+};
+
+// Of operands of one dtype, after `drop` in (0, 1) where there is some.
+ResidualNorm residual_norm(const Op& op, const TensorList& operands, const RowNormOptions& options,
+                           const std::optional<kernels::ResidualDropout>& dropped) {
+  const auto& [shape, eps, center] = options;
+  const int64_t columns = numel_of(shape);
+  const bool has_weight = operands[2].defined(), has_bias = center && operands[3].defined();
+  const Fp8Norm norm(operands[0], columns);
+  const TensorList both = differentiable(
+      op, operands,
+      [&](Inputs in, Extras& extras) -> TensorList {
+        const Tensor bias = center ? in[3] : Tensor();
+        const kernels::RowNorm n =
+            dropped ? kernels::row_norm_forward(in[0], in[1], columns, in[2], bias, eps, center,
+                                                dropped)
+                    : norm.forward(in[0], in[1], columns, in[2], bias, eps, center);
+        extras.save(n.rstd);
+        if (center) extras.save(n.mean);
+        return {n.sum, n.y};
+      },
+      [=](Grads dy, const Saved& s) -> TensorList {
+        const bool streams = s.needs(0) || s.needs(1);
+        TensorList gradients(center ? 4 : 3);
+        if (!dy.defined(1)) {
+          gradients[0] =
+              dropped && s.needs(0) ? dropout(dy[0], dropped->p, true, dropped->stream) : dy[0];
+          gradients[1] = dy[0];
+          return gradients;
+        }
+        const bool wanted[3] = {streams, has_weight && s.needs(2), has_bias && s.needs(3)};
+        const Tensor dsum = dy.defined(0) ? dy[0] : Tensor();
+        const TensorList g =
+            row_gradients(dy[1], dsum, s.output(0), has_weight && streams ? s.input(2) : Tensor(),
+                          center ? s.extra(1) : Tensor(), s.extra(0), shape, eps, center, wanted, s,
+                          {.weight = 2, .bias = 3, .dropout = dropped});
+        gradients[0] = s.needs(0) ? g[1] : Tensor();
+        gradients[1] = s.needs(1) ? g[0] : Tensor();
+        gradients[2] = g[2];
+        if (center) gradients[3] = g[3];
+        return gradients;
+      });
+  return {both[0], both[1]};
+}
+
+void check_residual(const Op& op, const Tensor& x, const Tensor& residual) {
+  TS_CHECK_SHAPE(residual.shape() == x.shape(), op, "x and residual must have one shape; got ", x,
+                 " and ", residual);
+  TS_CHECK_DTYPE(is_floating(residual.dtype()) && !is_fp8(residual.dtype()), op,
+                 "expects a floating residual; got ", residual);
+}
+
+}  // namespace
 
 ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
                                  const Shape& normalized_shape, const Tensor& weight,
@@ -185,11 +250,8 @@ ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
                                  std::optional<RandomStream> stream) {
   check_defined(kResidualLayerNorm, "x", x);
   check_defined(kResidualLayerNorm, "residual", residual);
-  const int64_t columns = check_rows(kResidualLayerNorm, x, normalized_shape, weight, bias);
-  TS_CHECK_SHAPE(residual.shape() == x.shape(), kResidualLayerNorm,
-                 "x and residual must have one shape; got ", x, " and ", residual);
-  TS_CHECK_DTYPE(is_floating(residual.dtype()) && !is_fp8(residual.dtype()), kResidualLayerNorm,
-                 "expects a floating residual; got ", residual);
+  check_rows(kResidualLayerNorm, x, normalized_shape, weight, bias);
+  check_residual(kResidualLayerNorm, x, residual);
   if (residual.dtype() != x.dtype()) {  // as add: under autocast x is low, the stream f32
     const DType widest = promote_types(x.dtype(), residual.dtype());
     return residual_layer_norm(to(dropout(x, drop, true, stream), widest), to(residual, widest),
@@ -201,35 +263,25 @@ ResidualNorm residual_layer_norm(const Tensor& x, const Tensor& residual,
   }
   std::optional<kernels::ResidualDropout> dropped;
   if (drop > 0) dropped.emplace(drop, stream ? *stream : next_random_stream());
-  const bool has_weight = weight.defined(), has_bias = bias.defined();
-  const Fp8Norm norm(x, columns);
-  const TensorList both = differentiable(
-      kResidualLayerNorm, {x, residual, weight, bias},
-      [&](Inputs in, Extras& extras) -> TensorList {
-        const kernels::RowNorm n =
-            dropped
-                ? kernels::row_norm_forward(in[0], in[1], columns, in[2], in[3], eps, true, dropped)
-                : norm.forward(in[0], in[1], columns, in[2], in[3], eps, true);
-        extras.save(n.mean);
-        extras.save(n.rstd);
-        return {n.sum, n.y};
-      },
-      [=](Grads dy, const Saved& s) -> TensorList {
-        const bool streams = s.needs(0) || s.needs(1);
-        if (!dy.defined(1)) {
-          const Tensor update =
-              dropped && s.needs(0) ? dropout(dy[0], drop, true, dropped->stream) : dy[0];
-          return {update, dy[0], Tensor(), Tensor()};
-        }
-        const bool wanted[3] = {streams, has_weight && s.needs(2), has_bias && s.needs(3)};
-        const Tensor dsum = dy.defined(0) ? dy[0] : Tensor();
-        const TensorList g =
-            row_gradients(dy[1], dsum, s.output(0), has_weight && streams ? s.input(2) : Tensor(),
-                          s.extra(0), s.extra(1), normalized_shape, eps, true, wanted, s,
-                          {.weight = 2, .bias = 3, .dropout = dropped});
-        return {s.needs(0) ? g[1] : Tensor(), s.needs(1) ? g[0] : Tensor(), g[2], g[3]};
-      });
-  return {both[0], both[1]};
+  return residual_norm(kResidualLayerNorm, {x, residual, weight, bias},
+                       {normalized_shape, eps, true}, dropped);
+}
+
+ResidualNorm residual_rms_norm(const Tensor& x, const Tensor& residual,
+                               const Shape& normalized_shape, const Tensor& weight,
+                               std::optional<double> eps) {
+  check_defined(kResidualRmsNorm, "x", x);
+  check_defined(kResidualRmsNorm, "residual", residual);
+  check_rows(kResidualRmsNorm, x, normalized_shape, weight, {});
+  check_residual(kResidualRmsNorm, x, residual);
+  const DType widest = promote_types(x.dtype(), residual.dtype());
+  const double epsilon = eps.value_or(epsilon_of(widest == kF64 ? kF64 : kF32));
+  if (residual.dtype() != x.dtype()) {
+    return residual_rms_norm(to(x, widest), to(residual, widest), normalized_shape, weight,
+                             epsilon);
+  }
+  return residual_norm(kResidualRmsNorm, {x, residual, weight}, {normalized_shape, epsilon, false},
+                       {});
 }
 
 // ---- Over channels ------------------------------------------------------------------------------

@@ -372,6 +372,22 @@ std::vector<OpRow> norm_rows() {
        .tolerance = 8,
        .perf = Sample{{normal({8192, 768}), normal({8192, 768}), normal({768}), normal({768})},
                       R"({"normalized_shape": [768]})"}},
+      {.name = "residual_rms_norm",
+       .parameters = "input, residual, weight",
+       .call = [](const Args& in, Attrs& a) -> Result {
+         const ResidualNorm both = residual_rms_norm(in[0], in[1], a.integers("normalized_shape"),
+                                                     in.optional(2), a.maybe_number("eps"));
+         return TensorList{both.residual, both.normalized};
+       },
+       .samples = {{{normal({3, 7}), normal({3, 7}), normal({7})},
+                    R"({"normalized_shape": [7], "eps": 1e-5})",
+                    7},
+                   {{normal({2, 2, 9}), normal({2, 2, 9}), absent()},
+                    R"({"normalized_shape": [9], "eps": 1e-5})",
+                    9}},
+       .tolerance = 8,
+       .perf = Sample{{normal({8192, 768}), normal({8192, 768}), normal({768})},
+                      R"({"normalized_shape": [768], "eps": 1e-5})"}},
   };
 }
 

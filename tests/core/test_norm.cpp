@@ -156,6 +156,31 @@ TEST(ResidualLayerNorm, is_an_addition_and_a_layer_norm_in_one_pass) {
   }
 }
 
+TEST(ResidualRmsNorm, is_an_addition_and_an_rms_norm_in_one_pass) {
+  for (DType dtype : {kF64, kF32, kBF16}) {
+    const Tensor x = leaf(waves({70, 48}, dtype)), r = leaf(waves({70, 48}, dtype, 1, 0.4));
+    const Tensor w = leaf(waves({48}, dtype, 1, 0.6));
+    const Tensor x2 = leaf(x), r2 = leaf(r), w2 = leaf(w);
+    const ResidualNorm fused = residual_rms_norm(x, r, {48}, w);
+    const Tensor total = add(x2, r2), normalized = rms_norm(total, {48}, w2);
+    expect_close(fused.residual, total, 0);
+    expect_close(fused.normalized, normalized, 0);
+    const Tensor up = waves({70, 48}, dtype, 1, 0.2);
+    sum(add(mul(fused.residual, 0.5), mul(fused.normalized, up))).backward();
+    sum(add(mul(total, 0.5), mul(normalized, up))).backward();
+    const double eps = 4 * epsilon_of(dtype);
+    expect_close(x.grad(), x2.grad(), eps);
+    expect_close(r.grad(), r2.grad(), eps);
+    expect_close(w.grad(), w2.grad(), 20 * eps);
+  }
+  // Of two dtypes the wider, as addition has it.
+  const Tensor low = waves({3, 8}, kBF16), stream = waves({3, 8}, kF32, 1, 0.4);
+  const ResidualNorm both = residual_rms_norm(low, stream, {8}, {}, 1e-5);
+  expect_close(both.residual, add(low, stream), 0);
+  expect_close(both.normalized, rms_norm(add(low, stream), {8}, {}, 1e-5), 0);
+  EXPECT_THROW(residual_rms_norm(low, waves({3, 4}), {8}), ShapeError);
+}
+
 TEST(ResidualLayerNorm, drops_what_dropout_drops) {
   for (DType dtype : {kF64, kF32, kBF16}) {
     const RandomStream stream{7, 3};
