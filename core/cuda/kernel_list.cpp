@@ -30,6 +30,7 @@ void register_part_labels();
 void register_pool();
 void register_random_fill();
 void register_reduce();
+void register_restride();
 void register_scale_history();
 void register_scan();
 void register_shape();
@@ -65,6 +66,7 @@ void gpu::register_kernels() {
   kernels::register_pool();
   kernels::register_random_fill();
   kernels::register_reduce();
+  kernels::register_restride();
   kernels::register_scale_history();
   kernels::register_scan();
   kernels::register_shape();
