@@ -46,27 +46,10 @@ Mesh::Mesh(Group& world, std::vector<MeshAxis> axes) : world_(&world), axes_(std
   TS_CHECK_AS(ConfigError, product == world.size(), where, "the axes ", describe(), " make ",
               product, " ranks, the group has ", world.size(),
               "; choose sizes whose product is the number of ranks");
-  coordinates_.resize(axes_.size());
+  coordinates_ = coordinates_of(world.rank());
   groups_.resize(axes_.size());
-  int stride = 1;
   for (size_t i = axes_.size(); i-- > 0;) {
-    const int size = axes_[i].size;
-    coordinates_[i] = world.rank() / stride % size;
-    if (size == world.size()) {
-      groups_[i] = &world;
-    } else {
-      // Ranks with the same other coordinates: the rank with this one's coordinate set to 0.
-      const int first = world.rank() - coordinates_[i] * stride;
-      if (world.backend().moves_data()) {
-        owned_.push_back(world.split(first, coordinates_[i]));
-      } else {  // ranks that are not there say no colour
-        std::vector<int> members;
-        for (int k = 0; k < size; ++k) members.push_back(first + k * stride);
-        owned_.push_back(world.subgroup(members));
-      }
-      groups_[i] = owned_.back().get();
-    }
-    stride *= size;
+    groups_[i] = axes_[i].size == world.size() ? &world : &make_group({i});
   }
 }
 
@@ -134,24 +117,26 @@ Group& Mesh::group(Names names) const {
   if (parent_ != nullptr) return parent_->group(names_at(axes));
   const auto [made, added] = products_.try_emplace(axes, nullptr);
   if (!added) return *made->second;
-  const std::vector<std::string_view> chosen = names_at(axes);
-  if (size(chosen) == world_->size()) {
-    made->second = world_;
-    return *world_;
-  }
-  // Of one colour are the ranks with the same other coordinates.
-  int colour = 0;
-  for (size_t i = 0; i < axes_.size(); ++i) {
-    if (std::ranges::find(axes, i) == axes.end()) colour = colour * axes_[i].size + coordinates_[i];
-  }
   try {
-    owned_.push_back(world_->split(colour, coordinate(chosen)));
+    made->second = size(names_at(axes)) == world_->size() ? world_ : &make_group(axes);
   } catch (...) {
     products_.erase(made);
     throw;
   }
-  made->second = owned_.back().get();
   return *made->second;
+}
+
+Group& Mesh::make_group(const Positions& axes) const {
+  std::vector<int> members;  // the ranks with the same other coordinates, in their order
+  for (int rank = 0; rank < world_->size(); ++rank) {
+    std::vector<int> others = coordinates_of(rank);
+    for (const size_t axis : axes) others[axis] = coordinates_[axis];
+    if (others == coordinates_) members.push_back(rank);
+  }
+  // Ranks that are not there say no colour, so there the members are listed.
+  owned_.push_back(world_->backend().moves_data() ? world_->split(members.front(), world_->rank())
+                                                  : world_->subgroup(members));
+  return *owned_.back();
 }
 
 int Mesh::size() const {
@@ -163,6 +148,11 @@ int Mesh::coordinate() const {
   int place = 0;
   for (size_t i = 0; i < axes_.size(); ++i) place = place * axes_[i].size + coordinates_[i];
   return place;
+}
+std::vector<int> Mesh::coordinates_of(int rank) const {
+  std::vector<int> coordinates(axes_.size());
+  for (size_t i = axes_.size(); i-- > 0; rank /= axes_[i].size) coordinates[i] = rank % axes_[i].size;
+  return coordinates;
 }
 Group& Mesh::group() const {
   std::vector<std::string_view> names;

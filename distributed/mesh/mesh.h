@@ -67,6 +67,7 @@ class Mesh {
 
   int size() const;        // of the whole mesh
   int coordinate() const;  // this rank's number in it
+  std::vector<int> coordinates_of(int rank) const;  // of its rank with that number, of each axis
   Group& group() const;    // all its ranks
 
   // The mesh of some of the axes, in this one's order, that this rank lies in. Its groups are this
@@ -93,6 +94,7 @@ class Mesh {
   size_t position(std::string_view axis) const;
   Positions positions(Names axes) const;
   std::vector<std::string_view> names_at(const Positions& axes) const;
+  Group& make_group(const Positions& axes) const;  // collective
   std::string own_text() const;
 
   std::shared_ptr<const void> lifetime_ = std::make_shared<char>();

@@ -152,6 +152,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void barrier(const CollectiveOptions& options = {});
 
   // A group for each colour, ranks ordered by (key, rank); null for color < 0. Collective.
+  // UnsupportedError for ranks that are not there (make_fake_backend).
   std::shared_ptr<Group> split(int color, int key = 0, const CollectiveOptions& options = {});
   // A group of the listed ranks of this one; every rank of this group calls it with the list of
   // the group it will be in (empty: none, and gets null). ValueError for a rank outside, one named

@@ -2,12 +2,15 @@
 // ctest labels: threads
 #include <gtest/gtest.h>
 
+#include <functional>
+#include <numeric>
 #include <set>
 
 #include <tessera/core/factory/factory.h>
 #include <tessera/distributed/mesh/mesh.h>
 
 #include "distributed/compared_ranks.h"
+#include "distributed/fake_rank.h"
 #include "message_of.h"
 
 namespace tessera::distributed::test_mesh {
@@ -46,40 +49,72 @@ const std::vector<std::vector<MeshAxis>> kGrids = {
     {{"dp_replicate", 2}, {"dp_shard", 4}},
     {{"dp", 4}, {"cp", 1}, {"tp", 2}},
     {{"dp_replicate", 2}, {"dp_shard", 2}, {"cp", 2}},
+    {{"pp", 2}, {"dp", 3}, {"tp", 2}},
     {{"pp", 1}, {"dp", 2}},
 };
 
+int size_of(const std::vector<MeshAxis>& axes) {
+  int size = 1;
+  for (const MeshAxis& axis : axes) size *= axis.size;
+  return size;
+}
+
+// Each product of the mesh against by_hand(); `use`: what is done with each group.
+void expect_products(const std::vector<MeshAxis>& axes, int rank,
+                     const std::function<void(Group&, const std::vector<int>&)>& use) {
+  const Mesh mesh(world(), axes);
+  for (unsigned chosen = 1; chosen < 1u << axes.size(); ++chosen) {
+    std::set<size_t> free;
+    Names names;
+    for (size_t i = axes.size(); i-- > 0;) {  // the order of the names does not matter
+      if ((chosen >> i & 1) == 0) continue;
+      free.insert(i);
+      names.push_back(axes[i].name);
+    }
+    const std::vector<int> expected = by_hand(axes, rank, free);
+    Group& group = mesh.group(names);
+    EXPECT_EQ(ranks_of(group), expected) << mesh.describe() << ", rank " << rank;
+    EXPECT_EQ(group.size(), static_cast<int>(expected.size()));
+    EXPECT_EQ(mesh.size(names), group.size());
+    EXPECT_EQ(mesh.coordinate(names), group.rank());
+    EXPECT_EQ(group.backend().size(), group.size());
+    EXPECT_EQ(group.backend().rank(), group.rank());
+    EXPECT_EQ(&mesh.group(names), &group) << "made once";
+    use(group, expected);
+  }
+  EXPECT_EQ(mesh.size(), size_of(axes));
+  EXPECT_EQ(mesh.coordinate(), rank);
+  EXPECT_EQ(&mesh.group(), &world());
+}
+
 TEST(Mesh, EveryProductHasTheRanksThatDifferAlongItsAxes) {
   for (const auto& axes : kGrids) {
-    int size = 1;
-    for (const MeshAxis& axis : axes) size *= axis.size;
-    compared_ranks(size, [&](int rank) {
-      const Mesh mesh(world(), axes);
-      for (unsigned chosen = 1; chosen < 1u << axes.size(); ++chosen) {
-        std::set<size_t> free;
-        Names names;
-        for (size_t i = axes.size(); i-- > 0;) {  // the order of the names does not matter
-          if ((chosen >> i & 1) == 0) continue;
-          free.insert(i);
-          names.push_back(axes[i].name);
-        }
-        const std::vector<int> expected = by_hand(axes, rank, free);
-        Group& group = mesh.group(names);
-        EXPECT_EQ(ranks_of(group), expected) << mesh.describe() << ", rank " << rank;
-        EXPECT_EQ(mesh.size(names), static_cast<int>(expected.size()));
-        EXPECT_EQ(mesh.coordinate(names), group.rank());
-        EXPECT_EQ(&mesh.group(names), &group) << "made once";
+    compared_ranks(size_of(axes), [&](int rank) {
+      expect_products(axes, rank, [rank](Group& group, const std::vector<int>& expected) {
         const Tensor sum = raw::full({1}, rank, kI64);
         all_reduce(sum, ReduceOp::kSum, group);
-        int64_t total = 0;
-        for (const int r : expected) total += r;
-        EXPECT_EQ(sum.item<int64_t>(), total);
-      }
-      EXPECT_EQ(mesh.size(), size);
-      EXPECT_EQ(mesh.coordinate(), rank);
-      EXPECT_EQ(&mesh.group(), &world());
+        EXPECT_EQ(sum.item<int64_t>(), std::accumulate(expected.begin(), expected.end(), 0));
+      });
     });
   }
+}
+
+// A plan asks for the same products where one rank is there alone.
+TEST(Mesh, ProductsOfRanksThatAreNotThereAreTheSame) {
+  for (const auto& axes : kGrids) {
+    for (int rank = 0; rank < size_of(axes); ++rank) {
+      on_fake_rank(rank, size_of(axes),
+                   [&] { expect_products(axes, rank, [](Group&, const std::vector<int>&) {}); });
+    }
+  }
+}
+
+TEST(Mesh, RanksThatAreNotThereSayNoColour) {
+  on_fake_rank(1, 4, [] {
+    EXPECT_EQ(message_of<UnsupportedError>([] { world().split(0); }),
+              "world: split: the other ranks are not there and say no colour, so that all would be "
+              "of this one's; list the members, by subgroup()");
+  });
 }
 
 TEST(Mesh, OnlyTheFirstRequestForAProductCommunicates) {
