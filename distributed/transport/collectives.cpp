@@ -6,7 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include <tessera/autograd/function.h>
+#include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/tensor/raw_views.h>
@@ -342,96 +342,6 @@ Work CoalescedScope::finish() {
     begin = end;
   }
   return group_.join(std::move(works), std::move(copy_back));
-}
-
-// ---- Through autograd ---------------------------------------------------------------------------
-
-namespace {
-
-Group& group_in(const FunctionContext& context) { return *std::any_cast<Group*>(context.data); }
-const CollectiveOptions kInModule{.channel = Channel::kModule};
-
-Tensor own_rows(const Tensor& x, Group& group) {
-  const int64_t rows = x.size(0) / group.size();
-  return contiguous(narrow(x, 0, rows * group.rank(), rows));
-}
-Tensor reduced(const Tensor& x, Group& group) {
-  const Tensor result = clone(x);
-  group.all_reduce(result, ReduceOp::kSum, kInModule).wait();
-  return result;
-}
-Tensor gathered(const Tensor& x, Group& group) { return all_gather(x, group, kInModule); }
-Tensor scattered(const Tensor& x, Group& group) {
-  return reduce_scatter(x, ReduceOp::kSum, group, kInModule);
-}
-
-// The pairs apply each other in backward, so that second derivatives work.
-struct PartialToReplicated : Function<PartialToReplicated> {
-  static constexpr const char* kName = "partial_to_replicated";
-  static Tensor forward(FunctionContext& context, const Tensor& x) {
-    return reduced(x, group_in(context));
-  }
-  static TensorList backward(FunctionContext&, Grads dy, const Saved&) { return {dy[0]}; }
-};
-struct ReplicatedToVarying : Function<ReplicatedToVarying> {
-  static constexpr const char* kName = "replicated_to_varying";
-  static Tensor forward(FunctionContext&, const Tensor& x) { return clone(x); }
-  static TensorList backward(FunctionContext& context, Grads dy, const Saved&) {
-    return {partial_to_replicated(dy[0], group_in(context))};
-  }
-};
-struct ShardedToReplicated : Function<ShardedToReplicated> {
-  static constexpr const char* kName = "sharded_to_replicated";
-  static Tensor forward(FunctionContext& context, const Tensor& x) {
-    return gathered(x, group_in(context));
-  }
-  static TensorList backward(FunctionContext& context, Grads dy, const Saved&) {
-    return {partial_to_sharded(dy[0], group_in(context))};
-  }
-};
-struct PartialToSharded : Function<PartialToSharded> {
-  static constexpr const char* kName = "partial_to_sharded";
-  static Tensor forward(FunctionContext& context, const Tensor& x) {
-    return scattered(x, group_in(context));
-  }
-  static TensorList backward(FunctionContext& context, Grads dy, const Saved&) {
-    return {sharded_to_replicated(dy[0], group_in(context))};
-  }
-};
-struct ReplicatedToSharded : Function<ReplicatedToSharded> {
-  static constexpr const char* kName = "replicated_to_sharded";
-  static Tensor forward(FunctionContext& context, const Tensor& x) {
-    return own_rows(x, group_in(context));
-  }
-  static TensorList backward(FunctionContext& context, Grads dy, const Saved&) {
-    return {sharded_to_replicated(dy[0], group_in(context))};
-  }
-};
-
-void check_rows(const Tensor& x, Group& group, std::string_view where) {
-  TS_CHECK_SHAPE(x.dim() >= 1 && x.size(0) % group.size() == 0, where, "the rows of ", x,
-                 " do not divide among ", group.size(), " ranks; pad them");
-}
-
-}  // namespace
-
-Tensor partial_to_replicated(const Tensor& x, Group& group) {
-  return PartialToReplicated::apply_with(&group, x);
-}
-Tensor replicated_to_varying(const Tensor& x, Group& group) {
-  return ReplicatedToVarying::apply_with(&group, x);
-}
-Tensor sharded_to_replicated(const Tensor& x, Group& group) {
-  TS_CHECK_SHAPE(x.dim() >= 1, "sharded_to_replicated", "needs rows; given ", x);
-  return ShardedToReplicated::apply_with(&group, x);
-}
-Tensor partial_to_sharded(const Tensor& x, Group& group) {
-  check_rows(x, group, "partial_to_sharded");
-  return PartialToSharded::apply_with(&group, x);
-}
-Tensor replicated_to_sharded(const Tensor& x, Group& group) {
-  check_rows(x, group, "replicated_to_sharded");
-  return ReplicatedToSharded::apply_with(&group, x);
 }
 
 // ---- Equal traces -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// Collectives that wait, on plain tensors and on objects, and those that autograd goes through.
+// Collectives that wait, on plain tensors and on objects.
 //
 //     all_reduce(loss, ReduceOp::kMean);                        // of world()
 //     auto settings = broadcast_object(settings_of_rank_0, 0);  // any JSON
@@ -84,18 +84,6 @@ class CoalescedScope {
   const CollectiveOptions options_;
   std::vector<Item> items_;
 };
-
-// What autograd goes through is named by what it turns into what, for "the gradient of all_reduce"
-// has two right answers. A value is replicated (the same on all ranks, used in ways that differ:
-// its gradient is a summand on each), partial (a summand on each rank: its gradient is the same on
-// all) or sharded (rows of dimension 0).
-//
-//     forward              backward
-Tensor partial_to_replicated(const Tensor& x, Group& group);  // all_reduce          nothing
-Tensor replicated_to_varying(const Tensor& x, Group& group);  // nothing             all_reduce
-Tensor sharded_to_replicated(const Tensor& x, Group& group);  // all_gather          reduce_scatter
-Tensor partial_to_sharded(const Tensor& x, Group& group);     // reduce_scatter      all_gather
-Tensor replicated_to_sharded(const Tensor& x, Group& group);  // own rows            all_gather
 
 // Compares what all ranks of the group have called since `scope` began, channel by channel and
 // group by group, sends and receives apart. DistributedError on every rank, naming the first

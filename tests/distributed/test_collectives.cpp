@@ -5,7 +5,6 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
-#include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
 
@@ -397,27 +396,6 @@ TEST(Collectives, ChannelsAreIndependent) {
     first.wait(), second.wait();
     EXPECT_EQ(a.to_vector()[0], 2);
     EXPECT_EQ(b.to_vector()[0], 4);
-  });
-}
-
-TEST(Collectives, BackwardTurnsEachConverterAround) {
-  compared_ranks(4, [](int rank) {
-    const auto gradient = [&](auto&& convert) {
-      const Tensor x = full({4, 2}, rank + 1.0).set_requires_grad();
-      const Tensor y = convert(x);
-      (y * (rank + 1.0)).sum().backward();  // each rank uses the result in its own way
-      return x.grad().to_vector();
-    };
-    Group& group = world();
-    EXPECT_EQ(gradient([&](auto& x) { return partial_to_replicated(x, group); }),
-              full({4, 2}, rank + 1.0).to_vector());
-    EXPECT_EQ(gradient([&](auto& x) { return replicated_to_varying(x, group); }),
-              full({4, 2}, 10.0).to_vector());
-    EXPECT_EQ(gradient([&](auto& x) { return sharded_to_replicated(x, group); }),
-              full({4, 2}, 10.0).to_vector());
-    const Tensor rows = arange(4).to(kF32).reshape({4, 1}).expand({4, 2}) + 1;
-    EXPECT_EQ(gradient([&](auto& x) { return partial_to_sharded(x, group); }), rows.to_vector());
-    EXPECT_EQ(gradient([&](auto& x) { return replicated_to_sharded(x, group); }), rows.to_vector());
   });
 }
 
