@@ -80,6 +80,7 @@
 #include <tessera/distributed/fully_shard/zero.h>
 #include <tessera/distributed/mesh/dtensor.h>
 #include <tessera/distributed/mesh/mesh.h>
+#include <tessera/distributed/mesh/parallel_dims.h>
 #include <tessera/distributed/sync_batch_norm.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/distributed/transport/group.h>

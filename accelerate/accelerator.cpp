@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include <tessera/accelerate/accelerator_state.h>
+#include <tessera/accelerate/data_parallel.h>
 #include <tessera/accelerate/process/rank_device.h>
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/accelerate/settings/deepspeed_config.h>
@@ -16,7 +17,6 @@
 #include <tessera/data/dataloader.h>
 #include <tessera/distributed/checkpoint/full_state.h>
 #include <tessera/distributed/mesh/dtensor.h>
-#include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/transport/caller.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/precision/autocast.h>
@@ -49,15 +49,14 @@ Accelerator::Accelerator(accelerate::Settings resolved, std::shared_ptr<State> f
     distributed::rank_context().timeouts.collective = settings.collective_timeout;
   }
   state.sync_with_dataloader = settings.sync_with_dataloader;
-  state.dealt_ranks = num_processes() > 1 ? &distributed::mesh().group("dp") : &world();
-  state.data_rank = state.dealt_ranks->rank();
-  state.data_ranks = state.dealt_ranks->size();
+  state.dims = &accelerate::parallel_dims_of(settings);
+  state.data_ranks = state.dims->batch_ranks().size();
   if (settings.deepspeed) state.settle_batch_sizes();
   state.steps = settings.gradient_accumulation_steps;
   if (settings.mixed_precision.value == Precision::kFP16)
-    state.loss_scaling.begin(*state.dealt_ranks);
+    state.loss_scaling.begin(state.dims->found_inf_ranks());
   state.loader_plan = std::make_unique<accelerate::LoaderPlan>(
-      *state.dealt_ranks,
+      state.dims->batch_ranks(),
       accelerate::LoaderPlanOptions{.split_batches = settings.split_batches,
                                     .dispatch_batches = settings.dispatch_batches.value,
                                     .even_batches = settings.even_batches});
@@ -255,7 +254,7 @@ Tensor Accelerator::row_mask() const {
   return mask.to(device());
 }
 accelerate::LoaderPlan& Accelerator::loader_plan() { return *state_->loader_plan; }
-distributed::Group& Accelerator::data_ranks() const { return *state_->dealt_ranks; }
+distributed::Group& Accelerator::data_ranks() const { return state_->dims->batch_ranks(); }
 
 const accelerate::Settings& Accelerator::settings() const { return state_->settings; }
 std::vector<nn::ModuleBase*> Accelerator::models() const {
@@ -353,7 +352,7 @@ StateDict Accelerator::get_state_dict(const nn::ModuleBase& model) const {
   StateDict state = model.state_dict();
   const bool parts = std::ranges::any_of(
       state, [](const NamedTensor& named) { return distributed::is_dtensor(named.tensor); });
-  return parts ? distributed::full_state_dict(state, *state_->dealt_ranks) : state;
+  return parts ? distributed::full_state_dict(state, state_->dims->state_ranks()) : state;
 }
 
 accelerate::FullValues Accelerator::full_values(nn::ModuleBase& model) {

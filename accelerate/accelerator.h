@@ -352,7 +352,7 @@ class Accelerator : public ProcessControl {
                      const SourceLocation& where = SourceLocation::current()) const {
     return accelerate::broadcast_object(object, from, data_ranks(), operation(where));
   }
-  // The ranks among which batches are dealt: the axis "dp" of the Context's mesh.
+  // The ranks among which batches are dealt: "dp" of the mesh that the settings make.
   distributed::Group& data_ranks() const;
 
   // How the ranks train together: "ddp", "zero1", ... "fsdp"; "no" where there is one.

@@ -159,23 +159,23 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
   const precision::Policy policy = accelerate::policy_of(settings);
   // One rank too keeps the f32 gradients of 16-bit parameters in the engine's buckets, and may have
   // the optimizer's part lie with the host.
+  const bool several = dims->loss_ranks().size() > 1;
   const bool parallel =
-      (data_ranks > 1 || policy.needs_masters() || accelerate::offloads(settings)) && trains;
-  accelerate::ModelMaterialisation missing(model, settings, *dealt_ranks, device);
-  missing.begin(parallel && data_ranks > 1 && accelerate::cuts_parameters(settings),
-                parallel && data_ranks > 1);
+      (several || policy.needs_masters() || accelerate::offloads(settings)) && trains;
+  accelerate::ModelMaterialisation missing(model, settings, dims->state_ranks(), device);
+  missing.begin(parallel && several && accelerate::cuts_parameters(settings), parallel && several);
   if (policy != precision::Policy::f32()) {
     precision::check(policy, device);
     record->policy = precision::apply(model, policy);
   }
-  if (record->policy.fp8() && data_ranks > 1) {
+  if (distributed::Group& ranks = dims->fp8_ranks(); record->policy.fp8() && ranks.size() > 1) {
     record->policy.fp8()->set_reduction(
-        [group = dealt_ranks, own = std::weak_ptr(record)](const Tensor& maxima) {
+        [&ranks, own = std::weak_ptr(record)](const Tensor& maxima) {
           const auto record = own.lock();
           if (record && record->local) return;  // this rank steps alone
-          group
-              ->all_reduce(maxima, distributed::ReduceOp::kMax,
-                           {.channel = distributed::Channel::kControl, .tag = "fp8_maxima"})
+          ranks
+              .all_reduce(maxima, distributed::ReduceOp::kMax,
+                          {.channel = distributed::Channel::kControl, .tag = "fp8_maxima"})
               .wait();
         });
   }
@@ -185,7 +185,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
     }
   }
   if (parallel) {
-    record->parallel = accelerate::make_data_parallel(model, settings, policy, &missing);
+    record->parallel = accelerate::make_data_parallel(model, settings, *dims, policy, &missing);
     for (const Tensor& whole : record->parallel->wholes()) {
       record->wholes.push_back({.name = {}, .tensor = whole});
       record->policy.add_parameters({whole});
@@ -203,7 +203,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
           };
         });
   }
-  if (data_ranks > 1) {
+  if (several) {
     for (const NamedTensor& named : record->parameters) {
       const bool ignored =
           accelerate::cuts_parameters(settings) && tensor_placement(named.tensor) == nullptr;
@@ -273,8 +273,9 @@ void Accelerator::State::keep_originals(ModelRecord& record) {
         value.tensor = moved;
       }
     }
-  } else if (data_ranks > 1 && settings.ddp_init_sync && !values.empty()) {
-    distributed::CoalescedScope calls(*dealt_ranks, {.tag = "masters"});
+  } else if (distributed::Group& ranks = dims->loss_ranks();
+             ranks.size() > 1 && settings.ddp_init_sync && !values.empty()) {
+    distributed::CoalescedScope calls(ranks, {.tag = "masters"});
     for (const auto& [name, value] : values) calls.broadcast(value, 0);
     calls.finish().wait();
   }

@@ -17,6 +17,7 @@
 #include <tessera/accelerate/tracking/fp8_values.h>
 #include <tessera/core/error.h>
 #include <tessera/core/random.h>
+#include <tessera/distributed/mesh/parallel_dims.h>
 #include <tessera/distributed/transport/captured_calls.h>
 
 namespace tessera {
@@ -36,12 +37,12 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   // Optimizers and schedules that were made from it and not prepared yet.
   std::unordered_map<const void*, Life> configured;
   bool sync_with_dataloader = true;
-  int data_rank = 0, data_ranks = 1;  // along the axis that batches are dealt over
+  int data_ranks = 1;  // that batches are dealt among
   // What was forgotten because it died, for checkpoints: "a model Linear".
   std::vector<std::string> gone;
   std::unique_ptr<accelerate::LoaderPlan> loader_plan;
   std::unique_ptr<accelerate::StateIo> io;    // made at the first use
-  distributed::Group* dealt_ranks = nullptr;  // that batches are dealt among
+  distributed::ParallelDims* dims = nullptr;  // who does what together
 
   // The micro-batches that are open, the innermost last.
   struct OpenMicro {

@@ -42,8 +42,9 @@ void Accelerator::State::refuse_in_graphed_step(bool given, std::string_view whe
 }
 
 // A function of the global micro-batch: of N ranks with m each, rank r's k-th is number k * N + r.
+// Ranks that calculate one together draw the same numbers.
 void Accelerator::State::begin_random_numbers() {
-  const auto micro = static_cast<uint64_t>(counters.micro_batches + data_rank + 1);
+  const auto micro = static_cast<uint64_t>(counters.micro_batches + dims->random_coordinate() + 1);
   random = {.seed = counters.seed, .next_stream = (micro << kStreamBits) & ~(uint64_t{1} << 63)};
 }
 
@@ -101,7 +102,7 @@ int64_t Accelerator::gradient_accumulation_steps() const { return state_->steps;
 bool Accelerator::sync_gradients() const { return state_->sync_gradients; }
 
 double Accelerator::State::weigh(std::optional<double> given) {
-  return weights.weigh(given, loader_plan->active(), *dealt_ranks, joined, counters.nominal);
+  return weights.weigh(given, loader_plan->active(), *dims, joined, counters.nominal);
 }
 
 distributed::StepPlan Accelerator::State::plan_backward(const ModelRecord& record,

@@ -1,19 +1,15 @@
 #include <tessera/accelerate/data_parallel.h>
 
 #include <algorithm>
-#include <map>
 #include <set>
 #include <string>
-#include <tuple>
 #include <utility>
 
-#include <tessera/core/context.h>
 #include <tessera/core/error.h>
 #include <tessera/core/regex.h>
 #include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/distributed/fully_shard/fully_shard.h>
 #include <tessera/distributed/fully_shard/zero.h>
-#include <tessera/distributed/mesh/mesh.h>
 
 namespace tessera::accelerate {
 namespace {
@@ -79,6 +75,7 @@ distributed::ReplicateOptions replicate_options(const Settings& settings,
   options.bucket_bytes = bytes(settings.ddp_bucket_cap_mb);
   options.gradient_as_bucket_view = settings.ddp_gradient_as_bucket_view;
   options.average = average_of(settings);
+  options.axis = "loss";
   options.init_sync = settings.ddp_init_sync;
   options.broadcast_buffers = settings.ddp_broadcast_buffers;
   options.gradient_dtype = gradient_dtype_of(policy);
@@ -200,6 +197,25 @@ precision::Policy policy_of(const Settings& settings) {
   return policy;
 }
 
+distributed::ParallelDims& parallel_dims_of(const Settings& settings) {
+  const auto size = [](const Resolved<int64_t>& said) {
+    return distributed::ParallelSize(static_cast<int>(said.value), said.origin.describe());
+  };
+  distributed::ParallelSizes sizes{.pp = size(settings.pp_size),
+                                   .dp_replicate = size(settings.dp_replicate_size),
+                                   .dp_shard = size(settings.dp_shard_size),
+                                   .cp = size(settings.cp_size),
+                                   .tp = size(settings.tp_size)};
+  // Of the data-parallel sizes the one that nobody says is what the others leave.
+  if (settings.sharding.value == Sharding::kDdp ||
+      (settings.dp_shard_size > 1 && settings.dp_replicate_size == 1)) {
+    sizes.dp_replicate = -1;
+  } else if (settings.dp_shard_size == 1) {
+    sizes.dp_shard = -1;
+  }
+  return distributed::parallel_dims(sizes);
+}
+
 bool offloads(const Settings& settings) {
   return settings.offload_parameters || settings.offload_optimizer;
 }
@@ -272,49 +288,12 @@ std::optional<std::vector<std::string>> ignored_below(const nn::ModuleBase& mode
   return below;
 }
 
-// ---- Mesh --------------------------------------------------------------------------------------
-
-// Parameters refer to it as long as they live.
-struct HybridMeshes {
-  std::map<int, std::unique_ptr<distributed::Mesh>> by_replicas;
-};
-
-// One axis, or replicas of groups that shard.
-distributed::Mesh& mesh_of(const Settings& settings) {
-  distributed::Mesh& all = distributed::mesh();
-  const int ranks = all.size();
-  const auto replicas_said = static_cast<int>(settings.dp_replicate_size.value);
-  const auto shards_said = static_cast<int>(settings.dp_shard_size.value);
-  const int replicas = shards_said > 1 && replicas_said == 1 ? ranks / shards_said : replicas_said;
-  const int shards = shards_said > 1 ? shards_said : ranks / replicas;
-  for (const auto& [key, size, other, origin] :
-       {std::tuple("dp_replicate_size", replicas_said, shards_said,
-                   settings.dp_replicate_size.origin),
-        std::tuple("dp_shard_size", shards_said, replicas_said, settings.dp_shard_size.origin)}) {
-    TS_CHECK_AS(ConfigError, other > 1 || ranks % size == 0, "prepare", key, "=", size, " (",
-                origin.describe(), ") does not divide the ", ranks,
-                " ranks; take a number that does, or leave it out");
-  }
-  TS_CHECK_AS(ConfigError, replicas * shards == ranks, "prepare",
-              "dp_replicate_size=", replicas_said, " (",
-              settings.dp_replicate_size.origin.describe(), ") and dp_shard_size=", shards_said,
-              " (", settings.dp_shard_size.origin.describe(), ") do not multiply to the ", ranks,
-              " ranks; leave one of them out, or change it");
-  if (replicas == 1) return all;
-  auto& made = Context::current().slot<HybridMeshes>().by_replicas[replicas];
-  if (!made) {
-    made = std::make_unique<distributed::Mesh>(
-        distributed::world(),
-        std::vector<distributed::MeshAxis>{{"dp_replicate", replicas}, {"dp_shard", shards}});
-  }
-  return *made;
-}
-
 std::unique_ptr<distributed::DataParallelModel> make_fully_sharded(nn::ModuleBase& model,
                                                                    const Settings& settings,
+                                                                   distributed::ParallelDims& dims,
                                                                    const precision::Policy& policy,
                                                                    ModelMaterialisation* missing) {
-  distributed::Mesh& mesh = mesh_of(settings);
+  distributed::Mesh& mesh = dims.parameter_mesh();
   distributed::FullyShardOptions options{
       .reshard_after_forward = settings.fsdp_reshard_after_forward.value,
       .init_sync = settings.ddp_init_sync,
@@ -342,21 +321,22 @@ std::unique_ptr<distributed::DataParallelModel> make_fully_sharded(nn::ModuleBas
 
 std::unique_ptr<distributed::DataParallelModel> make_data_parallel(nn::ModuleBase& model,
                                                                    const Settings& settings,
+                                                                   distributed::ParallelDims& dims,
                                                                    const precision::Policy& policy,
                                                                    ModelMaterialisation* missing) {
   switch (settings.sharding.value) {
     case Sharding::kZero1:
     case Sharding::kZero2:
       return std::make_unique<distributed::ShardedModel>(
-          distributed::zero(model, distributed::mesh(), zero_options(settings, policy)));
+          distributed::zero(model, dims.parameter_mesh(), zero_options(settings, policy)));
     case Sharding::kZero3:
     case Sharding::kFsdp:
-      return make_fully_sharded(model, settings, policy, missing);
+      return make_fully_sharded(model, settings, dims, policy, missing);
     case Sharding::kDdp:
       break;
   }
   auto replica = std::make_unique<distributed::Replica>(
-      distributed::replicate(model, distributed::mesh(), replicate_options(settings, policy)));
+      distributed::replicate(model, dims.mesh(), replicate_options(settings, policy)));
   if (auto hook = hook_of(settings)) replica->set_communication_hook(std::move(hook));
   return replica;
 }

@@ -7,17 +7,23 @@
 #include <tessera/accelerate/model_materialisation.h>
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/distributed/data_parallel/data_parallel_model.h>
+#include <tessera/distributed/mesh/parallel_dims.h>
 #include <tessera/nn/module.h>
 #include <tessera/precision/policy.h>
 
 namespace tessera::accelerate {
 
-// The model as all ranks of the current mesh train it. `policy` was applied to it before.
-// Collective; throws what the mode's own function throws (replicate()). `missing`: what of the
+// The mesh that the settings ask for, of the current context, see parallel_dims(): collective.
+// ConfigError for sizes that do not multiply to the number of ranks.
+distributed::ParallelDims& parallel_dims_of(const Settings& settings);
+
+// The model as the ranks of that mesh train it. `policy` was applied to it before. Collective; throws
+// what the mode's own function throws (replicate()). `missing`: what of the
 // model has no elements yet; of parameters that are cut it gets them in between. Null: they stay
 // without (plan/training_plan.h).
 std::unique_ptr<distributed::DataParallelModel> make_data_parallel(nn::ModuleBase& model,
                                                                    const Settings& settings,
+                                                                   distributed::ParallelDims& dims,
                                                                    const precision::Policy& policy,
                                                                    ModelMaterialisation* missing);
 

@@ -73,7 +73,7 @@ struct Peak {
 class Rehearsal {
  public:
   Rehearsal(const std::function<PlannedTraining()>& make, const PlanOptions& options)
-      : settings_(options.settings), training_(make()) {
+      : settings_(options.settings), dims_(parallel_dims_of(settings_)), training_(make()) {
     TS_CHECK(training_.model != nullptr && training_.loss != nullptr, kPlan,
              "needs a model and its loss; got none");
     nn::ModuleBase& model = *training_.model;
@@ -96,7 +96,7 @@ class Rehearsal {
     originals_ = applied_.take_originals();
     if (settings_.fsdp_activation_checkpointing && trains_) checkpoint_units();
     if ((options.ranks > 1 || policy.needs_masters()) && trains_) {
-      parallel_ = make_data_parallel(model, settings_, policy, nullptr);
+      parallel_ = make_data_parallel(model, settings_, dims_, policy, nullptr);
       for (const Tensor& whole : parallel_->wholes()) applied_.add_parameters({whole});
     }
     optimizers_ = options.optimizer(model.named_parameters());
@@ -147,6 +147,7 @@ class Rehearsal {
   }
 
   nn::ModuleBase& model() { return *training_.model; }
+  distributed::Mesh& mesh() { return dims_.mesh(); }
   int64_t elements() const { return elements_; }
   std::string units() const { return parallel_ ? parallel_->describe() : std::string(); }
 
@@ -178,6 +179,7 @@ class Rehearsal {
   }
 
   const Settings& settings_;
+  distributed::ParallelDims& dims_;
   PlannedTraining training_;
   NamedTensors originals_;
   int64_t elements_ = 0;
@@ -231,26 +233,13 @@ std::vector<int64_t> optimizer_bytes(const Rehearsal& rehearsal, const NamedTens
   return bytes;
 }
 
-// Axes by the names of their groups. The one of a mesh that nobody has divided is called for what
-// it does.
-std::map<std::string, std::string> groups_of(const distributed::Mesh& mesh,
-                                             const std::string& only) {
+// Axes by the names of their groups.
+std::map<std::string, std::string> groups_of(const distributed::Mesh& mesh) {
   std::map<std::string, std::string> axes;
   for (const distributed::MeshAxis& axis : mesh.axes()) {
-    axes.try_emplace(mesh.group(axis.name).name(), mesh.axes().size() == 1 ? only : axis.name);
+    axes.try_emplace(mesh.group(axis.name).name(), axis.name);
   }
   return axes;
-}
-
-// "mesh(dp_replicate=8, dp_shard=128)"
-std::string describe_mesh(const distributed::Mesh& mesh,
-                          const std::map<std::string, std::string>& axes) {
-  std::string text;
-  for (const distributed::MeshAxis& axis : mesh.axes()) {
-    text += (text.empty() ? "" : ", ") + axes.at(mesh.group(axis.name).name()) + "=" +
-            std::to_string(axis.size);
-  }
-  return "mesh(" + text + ")";
 }
 
 // ---- Text ---------------------------------------------------------------------------------------
@@ -425,14 +414,8 @@ TrainingPlan plan_training(const std::function<PlannedTraining()>& make,
     rank.peaks[MemoryCategory::kOptimizer] = bytes;
     plan.ranks.push_back(rank);
   }
-  const auto cut = std::ranges::find_if(
-      parameters, [](const NamedTensor& named) { return distributed::is_dtensor(named.tensor); });
-  const distributed::Mesh& mesh =
-      cut == parameters.end() ? distributed::mesh() : distributed::mesh_of(cut->tensor);
-  const bool copies = options.settings.sharding.value == Sharding::kDdp;
-  const auto axes = groups_of(mesh, copies ? "dp_replicate" : "dp_shard");
-  plan.mesh = describe_mesh(mesh, axes);
-  plan.collectives = add_up(plan.records, axes, options.network);
+  plan.mesh = rehearsal.mesh().describe();
+  plan.collectives = add_up(plan.records, groups_of(rehearsal.mesh()), options.network);
   plan.units = rehearsal.units();
   return plan;
 }

@@ -34,7 +34,7 @@ double agree_on_nominal(double weight, distributed::Group& ranks, bool joined) {
 // ---- Weights -----------------------------------------------------------------------------------
 
 double WindowWeights::weigh(std::optional<double> given, const data::LoaderBase* loader,
-                            distributed::Group& ranks, bool joined, Nominal& nominal) const {
+                            distributed::ParallelDims& dims, bool joined, Nominal& nominal) const {
   if (divides_as_huggingface()) {
     TS_CHECK(!given, "backward", "loss_weighting=huggingface (",
              settings_.loss_weighting.origin.describe(),
@@ -45,13 +45,13 @@ double WindowWeights::weigh(std::optional<double> given, const data::LoaderBase*
   if (given) {
     TS_CHECK(*given >= 0 && std::isfinite(*given), "backward",
              "a weight counts samples or tokens and is not negative; got ", *given);
-    if (nominal.weight == 0) nominal.weight = agree_on_nominal(*given, ranks, joined);
+    if (nominal.weight == 0) nominal.weight = agree_on_nominal(*given, dims.loss_ranks(), joined);
     return *given / nominal.weight;
   }
   if (loader == nullptr) return 1;
   if (nominal.samples == 0) {
     nominal.samples = static_cast<double>(loader->options().batch_size) /
-                      (settings_.split_batches ? ranks.size() : 1);
+                      (settings_.split_batches ? dims.batch_ranks().size() : 1);
   }
   return static_cast<double>(loader->batch_samples()) / nominal.samples;
 }

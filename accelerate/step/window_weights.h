@@ -10,7 +10,7 @@
 #include <tessera/accelerate/settings/settings.h>
 #include <tessera/accelerate/step/prepared_objects.h>
 #include <tessera/data/dataloader.h>
-#include <tessera/distributed/transport/group.h>
+#include <tessera/distributed/mesh/parallel_dims.h>
 
 namespace tessera {
 
@@ -30,7 +30,7 @@ class WindowWeights {
   // The weight of this micro-batch in units of the nominal one: of `given`, else of the batch in
   // hand of `loader`, which may be null. `joined`: ranks that have no more batches cannot be asked.
   double weigh(std::optional<double> given, const data::LoaderBase* loader,
-               distributed::Group& ranks, bool joined, Nominal& nominal) const;
+               distributed::ParallelDims& dims, bool joined, Nominal& nominal) const;
   // To the windows of the models. ValueError where a window's weights are not of one kind, or
   // another backward of the micro-batch had another.
   static void add(Records own, double weight, bool is_given);

@@ -53,11 +53,11 @@ Mesh::Mesh(Group& world, std::vector<MeshAxis> axes) : world_(&world), axes_(std
   }
 }
 
-Mesh::Mesh(const Mesh& parent, const Positions& axes) : parent_(&parent) {
-  for (const size_t axis : axes) {
-    axes_.push_back(parent.axes_[axis]);
-    coordinates_.push_back(parent.coordinates_[axis]);
-    groups_.push_back(parent.groups_[axis]);
+Mesh::Mesh(const Mesh& parent, const std::vector<std::string>& axes) : parent_(&parent) {
+  for (const std::string& axis : axes) {
+    axes_.push_back({axis, parent.size(axis)});
+    coordinates_.push_back(parent.coordinate(axis));
+    groups_.push_back(&parent.group(axis));
   }
 }
 
@@ -73,10 +73,12 @@ Mesh::Positions Mesh::positions(Names axes) const {
               describe());
   Positions result;
   for (const std::string_view axis : axes) {
-    const size_t at = position(axis);
-    TS_CHECK_AS(ConfigError, std::ranges::find(result, at) == result.end(), "Mesh", "axis '", axis,
-                "' was named twice; name each axis of ", describe(), " once");
-    result.push_back(at);
+    const Positions* const product = product_named(axis);
+    for (const size_t at : product != nullptr ? *product : Positions{position(axis)}) {
+      TS_CHECK_AS(ConfigError, std::ranges::find(result, at) == result.end(), "Mesh", "axis '",
+                  axes_[at].name, "' was named twice; name each axis of ", describe(), " once");
+      result.push_back(at);
+    }
   }
   std::ranges::sort(result);
   return result;
@@ -88,12 +90,35 @@ std::vector<std::string_view> Mesh::names_at(const Positions& axes) const {
   return names;
 }
 
-bool Mesh::has(std::string_view axis) const {
-  return std::ranges::find(axes_, axis, &MeshAxis::name) != axes_.end();
+const Mesh::Positions* Mesh::product_named(std::string_view name) const {
+  const auto found = named_products_.find(name);
+  return found == named_products_.end() ? nullptr : &found->second;
 }
-int Mesh::size(std::string_view axis) const { return axes_[position(axis)].size; }
-int Mesh::coordinate(std::string_view axis) const { return coordinates_[position(axis)]; }
-Group& Mesh::group(std::string_view axis) const { return *groups_[position(axis)]; }
+
+bool Mesh::has(std::string_view axis) const {
+  return product_named(axis) != nullptr ||
+         std::ranges::find(axes_, axis, &MeshAxis::name) != axes_.end();
+}
+int Mesh::size(std::string_view axis) const {
+  return product_named(axis) != nullptr ? size({axis}) : axes_[position(axis)].size;
+}
+int Mesh::coordinate(std::string_view axis) const {
+  return product_named(axis) != nullptr ? coordinate({axis}) : coordinates_[position(axis)];
+}
+Group& Mesh::group(std::string_view axis) const {
+  return product_named(axis) != nullptr ? group({axis}) : *groups_[position(axis)];
+}
+
+void Mesh::flatten(Names axes, std::string name) {
+  const Positions product = positions(axes);
+  TS_CHECK_AS(ConfigError, !name.empty() && !has(name), "Mesh", "flatten: '", name,
+              "' is no name for a product of ", describe(), "; give it one that no axis has");
+  TS_CHECK_AS(ConfigError, product.back() - product.front() + 1 == product.size(), "Mesh",
+              "flatten: between the axes of '", name, "' lies another one of ", describe(),
+              "; name that one too, or order the mesh otherwise");
+  group(axes);
+  named_products_.emplace(std::move(name), product);
+}
 
 int Mesh::size(Names axes) const {
   int product = 1;
@@ -151,7 +176,8 @@ int Mesh::coordinate() const {
 }
 std::vector<int> Mesh::coordinates_of(int rank) const {
   std::vector<int> coordinates(axes_.size());
-  for (size_t i = axes_.size(); i-- > 0; rank /= axes_[i].size) coordinates[i] = rank % axes_[i].size;
+  for (size_t i = axes_.size(); i-- > 0; rank /= axes_[i].size)
+    coordinates[i] = rank % axes_[i].size;
   return coordinates;
 }
 Group& Mesh::group() const {
@@ -161,8 +187,14 @@ Group& Mesh::group() const {
 }
 
 Mesh& Mesh::submesh(Names names) const {
-  std::unique_ptr<Mesh>& made = submeshes_[positions(names)];
-  if (!made) made.reset(new Mesh(*this, positions(names)));
+  positions(names);  // which are known, each once
+  std::vector<std::string> axes(names.begin(), names.end());
+  std::ranges::sort(axes, {}, [&](const std::string& axis) {
+    const Positions* const product = product_named(axis);
+    return product != nullptr ? product->front() : position(axis);
+  });
+  std::unique_ptr<Mesh>& made = submeshes_[axes];
+  if (!made) made.reset(new Mesh(*this, axes));
   return *made;
 }
 
@@ -183,10 +215,6 @@ Mesh& mesh() {
   MeshSlot& slot = Context::current().slot<MeshSlot>();
   if (!slot.mesh) slot.mesh = std::make_shared<Mesh>(world());
   return *slot.mesh;
-}
-
-void set_mesh(std::shared_ptr<Mesh> mesh) {
-  Context::current().slot<MeshSlot>().mesh = std::move(mesh);
 }
 
 }  // namespace tessera::distributed

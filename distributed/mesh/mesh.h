@@ -6,19 +6,22 @@
 //     grid.group({"dp_shard", "cp"}).all_reduce(x);              // a product: 4 ranks
 //     grid.submesh({"dp_replicate", "dp_shard"});                // a mesh of those two axes
 //     grid["cp"];                                                // and of one
+//     grid.flatten({"dp_replicate", "dp_shard"}, "dp");          // a product that has a name:
+//     grid["dp"];                                                // an axis from now on
 //
 // Everything that depends on a number of ranks (loaders, loss scaling, sharding) asks an axis or a
 // product of axes for it, never the world. Ranks are numbered row by row: the last axis varies
 // fastest.
 //
 // [Note: collective calls] Groups are made by a collective of the whole mesh: the constructor makes
-// those of single axes, group({..}) that of a product when it is first asked for it (a sub-mesh
-// asks its parent). Every rank of the outermost mesh makes these calls alike, also where its own
+// those of single axes, group({..}) and flatten() that of a product when it is first asked for (a
+// sub-mesh asks its parent). Every rank of the outermost mesh makes these calls alike, also where its own
 // part of a product would do without. All else communicates nothing: a product that was asked for
 // before, one that is a single axis (the others having size 1) or the whole world, and submesh().
 // One thread at a time.
 #pragma once
 
+#include <functional>
 #include <initializer_list>
 #include <map>
 #include <memory>
@@ -34,6 +37,7 @@ namespace tessera::distributed {
 struct MeshAxis {
   std::string name;
   int size = -1;  // -1 (of one axis at most): what the others leave
+  friend bool operator==(const MeshAxis&, const MeshAxis&) = default;
 };
 
 class Mesh {
@@ -46,16 +50,24 @@ class Mesh {
   Mesh& operator=(const Mesh&) = delete;
 
   const std::vector<MeshAxis>& axes() const { return axes_; }
-  bool has(std::string_view axis) const;
-  // Of one axis; ConfigError for an unknown name.
+  bool has(std::string_view axis) const;  // an axis, or a product that has this name
+  // Of one of those; ConfigError for an unknown name.
   int size(std::string_view axis) const;
   int coordinate(std::string_view axis) const;  // this rank's place along the axis
   Group& group(std::string_view axis) const;    // the ranks that differ from this one only there
 
+  // Gives a product the name by which it is an axis wherever this mesh is asked for one, of
+  // submesh() too; axes() stays as it is. Makes its group. ConfigError for axes between which
+  // another one lies, whose ranks would not be in the mesh's order, and for a name that is taken.
+  using Names = std::span<const std::string_view>;
+  void flatten(Names axes, std::string name);
+  void flatten(std::initializer_list<std::string_view> axes, std::string name) {
+    flatten(span_of(axes), std::move(name));
+  }
+
   // Of a product: the ranks that differ from this one only along these axes, numbered row by row
   // in the mesh's order of axes, whatever order the names have. ConfigError for a name that is
   // unknown or comes twice, and for none. group() may be collective, see [Note: collective calls].
-  using Names = std::span<const std::string_view>;
   int size(Names axes) const;
   int coordinate(Names axes) const;
   Group& group(Names axes) const;
@@ -65,13 +77,14 @@ class Mesh {
   }
   Group& group(std::initializer_list<std::string_view> axes) const { return group(span_of(axes)); }
 
-  int size() const;        // of the whole mesh
-  int coordinate() const;  // this rank's number in it
+  int size() const;                                 // of the whole mesh
+  int coordinate() const;                           // this rank's number in it
   std::vector<int> coordinates_of(int rank) const;  // of its rank with that number, of each axis
-  Group& group() const;    // all its ranks
+  Group& group() const;                             // all its ranks
 
-  // The mesh of some of the axes, in this one's order, that this rank lies in. Its groups are this
-  // one's, which owns it: the same object each time. ConfigError as above.
+  // The mesh of some of the axes, in this one's order, that this rank lies in; a product that has a
+  // name is one axis of it. Its groups are this one's, which owns it: the same object each time.
+  // ConfigError as above.
   Mesh& submesh(Names axes) const;
   Mesh& submesh(std::initializer_list<std::string_view> axes) const {
     return submesh(span_of(axes));
@@ -87,11 +100,12 @@ class Mesh {
  private:
   using Positions = std::vector<size_t>;  // of axes, ascending
 
-  Mesh(const Mesh& parent, const Positions& axes);
+  Mesh(const Mesh& parent, const std::vector<std::string>& axes);
   static Names span_of(std::initializer_list<std::string_view> names) {
     return {names.begin(), names.size()};
   }
   size_t position(std::string_view axis) const;
+  const Positions* product_named(std::string_view name) const;  // null where it names none
   Positions positions(Names axes) const;
   std::vector<std::string_view> names_at(const Positions& axes) const;
   Group& make_group(const Positions& axes) const;  // collective
@@ -105,11 +119,11 @@ class Mesh {
   std::vector<Group*> groups_;
   mutable std::vector<std::shared_ptr<Group>> owned_;  // groups that were split off
   mutable std::map<Positions, Group*> products_;
-  mutable std::map<Positions, std::unique_ptr<Mesh>> submeshes_;
+  std::map<std::string, Positions, std::less<>> named_products_;
+  mutable std::map<std::vector<std::string>, std::unique_ptr<Mesh>> submeshes_;
 };
 
 // The mesh of the current context; at first one axis "dp" over world(). Collective when it is made.
 Mesh& mesh();
-void set_mesh(std::shared_ptr<Mesh> mesh);
 
 }  // namespace tessera::distributed

@@ -527,9 +527,10 @@ void Group::barrier(const CollectiveOptions& options) {
 }
 
 std::shared_ptr<Group> Group::split(int color, int key, const CollectiveOptions& options) {
-  TS_CHECK_AS(UnsupportedError, backend_ == nullptr || backend_->moves_data(), name_,
-              "split: the other ranks are not there and say no colour, so that all would be of this "
-              "one's; list the members, by subgroup()");
+  TS_CHECK_AS(
+      UnsupportedError, backend_ == nullptr || backend_->moves_data(), name_,
+      "split: the other ranks are not there and say no colour, so that all would be of this "
+      "one's; list the members, by subgroup()");
   CollectiveOptions control = options;
   control.channel = Channel::kControl;
   control.tag = "split";

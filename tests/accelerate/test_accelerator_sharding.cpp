@@ -187,7 +187,7 @@ TEST(AcceleratorSharding, ParametersAreShardsAndTheModeSaysSo) {
       EXPECT_TRUE(is_dtensor(tensor)) << name;
     }
     const std::string text = accelerator.describe();
-    EXPECT_NE(text.find("fully_shard on mesh(dp=2)"), std::string::npos) << text;
+    EXPECT_NE(text.find("fully_shard on mesh(dp_shard=2)"), std::string::npos) << text;
     EXPECT_NE(text.find("blocks.2"), std::string::npos) << text;
   });
 }

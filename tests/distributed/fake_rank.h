@@ -21,8 +21,7 @@ inline void on_fake_rank(int rank, int size, const std::function<void()>& body) 
   context.world_size = size;
   std::vector<int> ranks(static_cast<size_t>(size));
   std::iota(ranks.begin(), ranks.end(), 0);
-  context.world =
-      std::make_shared<Group>("world", make_fake_backend(rank, size), std::move(ranks));
+  context.world = std::make_shared<Group>("world", make_fake_backend(rank, size), std::move(ranks));
   body();
 }
 

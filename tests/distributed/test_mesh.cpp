@@ -157,6 +157,55 @@ TEST(Mesh, SubmeshesShareTheirParentsGroups) {
   });
 }
 
+TEST(Mesh, AProductThatHasANameIsAnAxis) {
+  compared_ranks(8, [](int rank) {
+    Mesh mesh(world(), {{"dp_replicate", 2}, {"dp_shard", 2}, {"cp", 2}});
+    mesh.flatten({"dp_shard", "dp_replicate"}, "dp");
+    mesh.flatten({"dp_shard", "cp"}, "fsdp");
+    const CommTrace::Scope scope(world().trace());
+    EXPECT_TRUE(mesh.has("dp"));
+    EXPECT_EQ(mesh.describe(), "mesh(dp_replicate=2, dp_shard=2, cp=2)");
+    EXPECT_EQ(&mesh.group("dp"), &mesh.group({"dp_replicate", "dp_shard"}));
+    EXPECT_EQ(mesh.size("dp"), 4);
+    EXPECT_EQ(mesh.coordinate("dp"), rank / 2);
+    EXPECT_EQ(&mesh.group({"dp", "cp"}), &world());
+    EXPECT_EQ(mesh["dp"].describe(), "mesh(dp=4) of mesh(dp_replicate=2, dp_shard=2, cp=2)");
+    EXPECT_EQ(&mesh["dp"].group(), &mesh.group("dp"));
+    Mesh& hybrid = mesh.submesh({"fsdp", "dp_replicate"});
+    EXPECT_EQ(hybrid.describe(),
+              "mesh(dp_replicate=2, fsdp=4) of mesh(dp_replicate=2, dp_shard=2, cp=2)");
+    EXPECT_EQ(hybrid.coordinate("fsdp"), rank % 4);
+    EXPECT_EQ(&hybrid.group(), &world());
+    EXPECT_EQ(&mesh.submesh({"dp_replicate", "fsdp"}), &hybrid) << "made once";
+    EXPECT_TRUE(scope.records().empty()) << "flatten() made the groups";
+  });
+}
+
+TEST(Mesh, ProductsThatNoAxisCanBeAreConfigErrors) {
+  compared_ranks(8, [](int) {
+    Mesh mesh(world(), {{"dp_replicate", 2}, {"dp_shard", 2}, {"cp", 2}});
+    mesh.flatten({"dp_replicate", "dp_shard"}, "dp");
+    EXPECT_EQ(message_of<ConfigError>([&] {
+                mesh.flatten({"dp_replicate", "cp"}, "loss");
+              }),
+              "Mesh: flatten: between the axes of 'loss' lies another one of mesh(dp_replicate=2, "
+              "dp_shard=2, cp=2); name that one too, or order the mesh otherwise");
+    for (const char* name : {"", "dp", "cp"}) {
+      EXPECT_EQ(message_of<ConfigError>([&] {
+                  mesh.flatten({"dp_shard", "cp"}, name);
+                }),
+                "Mesh: flatten: '" + std::string(name) +
+                    "' is no name for a product of mesh(dp_replicate=2, dp_shard=2, cp=2); give it "
+                    "one that no axis has");
+    }
+    EXPECT_EQ(message_of<ConfigError>([&] {
+                mesh.group({"dp", "dp_shard"});
+              }),
+              "Mesh: axis 'dp_shard' was named twice; name each axis of mesh(dp_replicate=2, "
+              "dp_shard=2, cp=2) once");
+  });
+}
+
 TEST(Mesh, NamesThatAreUnknownRepeatedOrMissingAreConfigErrors) {
   compared_ranks(4, [](int) {
     const Mesh mesh(world(), {{"dp", 2}, {"tp", 2}});
