@@ -4,7 +4,7 @@
 #include <sstream>
 
 #include <tessera/accelerate/accelerator_state.h>
-#include <tessera/accelerate/data_parallel.h>
+#include <tessera/accelerate/parallelize.h>
 #include <tessera/accelerate/process/rank_device.h>
 #include <tessera/accelerate/settings/config.h>
 #include <tessera/accelerate/settings/deepspeed_config.h>

@@ -3,7 +3,7 @@
 #include <ranges>
 
 #include <tessera/accelerate/accelerator_state.h>
-#include <tessera/accelerate/data_parallel.h>
+#include <tessera/accelerate/parallelize.h>
 #include <tessera/accelerate/settings/deepspeed_config.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>

@@ -240,7 +240,7 @@ std::vector<std::string> size_errors(const fs::path& root) {
 const std::map<std::string, const char*> kNotUmbrella = {
     {"accelerate/accelerator_state.h", "inside of the Accelerator"},
     {"accelerate/cli/", "the tessera command"},
-    {"accelerate/data_parallel.h", "inside of the Accelerator"},
+    {"accelerate/parallelize.h", "inside of the Accelerator"},
     {"accelerate/launch/", "the launcher and its agents"},
     {"accelerate/loaders/", "how batches travel; loader_plan.h is in it"},
     {"accelerate/settings/config_import.h", "the tessera command"},

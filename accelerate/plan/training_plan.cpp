@@ -8,7 +8,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <tessera/accelerate/data_parallel.h>
+#include <tessera/accelerate/parallelize.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/op.h>
 #include <tessera/core/error.h>

@@ -1,4 +1,4 @@
-#include <tessera/accelerate/data_parallel.h>
+#include <tessera/accelerate/parallelize.h>
 
 #include <algorithm>
 #include <set>
