@@ -1,6 +1,7 @@
 // What prepare() does with models, optimizers, loaders and schedules.
 #include <algorithm>
 #include <ranges>
+#include <utility>
 
 #include <tessera/accelerate/accelerator_state.h>
 #include <tessera/accelerate/parallelize.h>
@@ -12,9 +13,6 @@
 #include <tessera/core/tensor/placement.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/data/dataloader.h>
-#include <tessera/distributed/mesh/dtensor.h>
-#include <tessera/distributed/transport/collectives.h>
-#include <tessera/precision/autocast.h>
 
 namespace tessera {
 namespace {
@@ -38,17 +36,6 @@ class ForwardScope {
   RandomState& random_;
   int& depth_;
 };
-
-// Activation checkpointing that finds nothing to do would be none.
-std::vector<nn::ModuleBase*> units_to_checkpoint(nn::ModuleBase& model,
-                                                 const accelerate::Settings& settings) {
-  std::vector<nn::ModuleBase*> units = accelerate::units_of(model, settings);
-  TS_CHECK_AS(ConfigError, !units.empty(), "prepare", "fsdp_activation_checkpointing (",
-              settings.fsdp_activation_checkpointing.origin.describe(),
-              ") calculates units of a model again, and ", model.type_name(),
-              " has none; name the classes of its blocks in fsdp_wrap_modules, or leave it out");
-  return units;
-}
 
 bool same_tensors(const NamedTensors& a, const NamedTensors& b) {
   return std::ranges::equal(a, b, [](const NamedTensor& x, const NamedTensor& y) {
@@ -114,7 +101,7 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
         std::ranges::any_of(known->left_alone,
                             [](const NamedTensor& named) { return named.tensor.requires_grad(); });
     if (same_tensors(known->parameters, parameters) && !begins_to_train) return;
-    known->let_go();
+    known->let_go();  // optimizers may hold the record for a while
     std::erase(models, known);
   }
   for (const auto& [name, tensor] : parameters) {
@@ -154,41 +141,16 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
         auto scope = std::make_shared<ForwardScope>(state->random, state->forward_depth);
         return {scope.get(), [state, scope](void*) mutable { scope.reset(); }};
       }));
-  const bool trains = std::ranges::any_of(
-      record->parameters, [](const NamedTensor& named) { return named.tensor.requires_grad(); });
-  const precision::Policy policy = accelerate::policy_of(settings);
-  // One rank too keeps the f32 gradients of 16-bit parameters in the engine's buckets, and may have
-  // the optimizer's part lie with the host.
-  const bool several = dims->loss_ranks().size() > 1;
-  const bool parallel =
-      (several || policy.needs_masters() || accelerate::offloads(settings)) && trains;
   accelerate::ModelMaterialisation missing(model, settings, dims->state_ranks(), device);
-  missing.begin(parallel && several && accelerate::cuts_parameters(settings), parallel && several);
-  if (policy != precision::Policy::f32()) {
-    precision::check(policy, device);
-    record->policy = precision::apply(model, policy);
-  }
-  if (distributed::Group& ranks = dims->fp8_ranks(); record->policy.fp8() && ranks.size() > 1) {
-    record->policy.fp8()->set_reduction(
-        [&ranks, own = std::weak_ptr(record)](const Tensor& maxima) {
-          const auto record = own.lock();
-          if (record && record->local) return;  // this rank steps alone
-          ranks
-              .all_reduce(maxima, distributed::ReduceOp::kMax,
-                          {.channel = distributed::Channel::kControl, .tag = "fp8_maxima"})
-              .wait();
-        });
-  }
-  if (settings.fsdp_activation_checkpointing && trains) {
-    for (nn::ModuleBase* unit : units_to_checkpoint(model, settings)) {
-      record->handles.push_back(unit->checkpoint_calls());
-    }
-  }
-  if (parallel) {
-    record->parallel = accelerate::make_data_parallel(model, settings, *dims, policy, &missing);
+  accelerate::parallelize(
+      *record, model, settings, *dims,
+      {.device = device, .missing = &missing, .steps_alone = [own = std::weak_ptr(record)] {
+         const auto record = own.lock();
+         return record && record->local;
+       }});
+  if (record->parallel) {
     for (const Tensor& whole : record->parallel->wholes()) {
       record->wholes.push_back({.name = {}, .tensor = whole});
-      record->policy.add_parameters({whole});
     }
     // What ran forward under no_sync() is not reduced.
     record->parallel->set_forward_observer(
@@ -203,14 +165,18 @@ void Accelerator::State::prepare_model(nn::ModuleBase& model) {
           };
         });
   }
-  if (several) {
+  if (dims->loss_ranks().size() > 1) {
     for (const NamedTensor& named : record->parameters) {
       const bool ignored =
           accelerate::cuts_parameters(settings) && tensor_placement(named.tensor) == nullptr;
-      if (!parallel || ignored) record->left_alone.push_back(named);
+      if (!record->parallel || ignored) record->left_alone.push_back(named);
     }
   }
-  keep_originals(*record);
+  for (const auto& [name, value] : std::exchange(record->masters, {})) {
+    const Tensor& parameter =
+        std::ranges::find(record->parameters, name, &NamedTensor::name)->tensor;
+    record->originals[parameter.impl()] = {value, parameter.version(), parameter.data()};
+  }
   missing.give([&](const Tensor& parameter, const Tensor& value) {
     if (!parameter.requires_grad() || parameter.dtype() == value.dtype()) return;
     record->originals[parameter.impl()] = {value, parameter.version(), parameter.data()};
@@ -250,39 +216,6 @@ void Accelerator::State::prepare_optimizer(optim::Optimizer& optimizer) {
     return true;
   });
   optimizers.push_back(std::move(record));
-}
-
-// Rank 0's become everybody's, as the parameters did.
-void Accelerator::State::keep_originals(ModelRecord& record) {
-  NamedTensors values = record.policy.take_originals();
-  std::erase_if(values, [&](const NamedTensor& value) {
-    const auto at = std::ranges::find(record.parameters, value.name, &NamedTensor::name);
-    return !at->tensor.requires_grad() || value.tensor.is_meta();  // those come by themselves
-  });
-  const auto parameter_of = [&](const NamedTensor& value) -> const Tensor& {
-    return std::ranges::find(record.parameters, value.name, &NamedTensor::name)->tensor;
-  };
-  if (!record.wholes.empty()) {
-    for (NamedTensor& value : values) {  // the masters are cut as the parameters
-      const Tensor& parameter = parameter_of(value);
-      value.tensor = distributed::distribute_tensor(value.tensor, distributed::mesh_of(parameter),
-                                                    distributed::placements_of(parameter));
-      if (value.tensor.device() != parameter.device()) {  // those lie with the host
-        const Tensor moved = raw::alias(value.tensor).to(parameter.device());
-        copy_guard(parameter, moved);
-        value.tensor = moved;
-      }
-    }
-  } else if (distributed::Group& ranks = dims->loss_ranks();
-             ranks.size() > 1 && settings.ddp_init_sync && !values.empty()) {
-    distributed::CoalescedScope calls(ranks, {.tag = "masters"});
-    for (const auto& [name, value] : values) calls.broadcast(value, 0);
-    calls.finish().wait();
-  }
-  for (const NamedTensor& value : values) {
-    const Tensor& parameter = parameter_of(value);
-    record.originals[parameter.impl()] = {value.tensor, parameter.version(), parameter.data()};
-  }
 }
 
 // The masters of 16-bit parameters begin unrounded. Not before they are needed: weights that were

@@ -79,7 +79,6 @@ struct Accelerator::State : PreparedObjects, std::enable_shared_from_this<State>
   void check_complete(std::string_view where);
   void check_between_windows(std::string_view where) const;
   accelerate::TrainingState training_state();
-  void keep_originals(ModelRecord& record);
   void begin_masters(OptimizerRecord& record);
 
   // ---- Steps

@@ -5,11 +5,16 @@
 #include <string>
 #include <utility>
 
+#include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
 #include <tessera/core/regex.h>
+#include <tessera/core/tensor/element_guard.h>
+#include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/data_parallel/replicate.h>
 #include <tessera/distributed/fully_shard/fully_shard.h>
 #include <tessera/distributed/fully_shard/zero.h>
+#include <tessera/distributed/mesh/dtensor.h>
+#include <tessera/distributed/transport/collectives.h>
 
 namespace tessera::accelerate {
 namespace {
@@ -317,8 +322,6 @@ std::unique_ptr<distributed::DataParallelModel> make_fully_sharded(nn::ModuleBas
   return std::make_unique<distributed::ShardedModel>(distributed::sharded_model(model));
 }
 
-}  // namespace
-
 std::unique_ptr<distributed::DataParallelModel> make_data_parallel(nn::ModuleBase& model,
                                                                    const Settings& settings,
                                                                    distributed::ParallelDims& dims,
@@ -339,6 +342,90 @@ std::unique_ptr<distributed::DataParallelModel> make_data_parallel(nn::ModuleBas
       distributed::replicate(model, dims.mesh(), replicate_options(settings, policy)));
   if (auto hook = hook_of(settings)) replica->set_communication_hook(std::move(hook));
   return replica;
+}
+
+// Activation checkpointing that finds nothing to do would be none.
+std::vector<nn::ModuleBase*> units_to_checkpoint(nn::ModuleBase& model, const Settings& settings) {
+  std::vector<nn::ModuleBase*> units = units_of(model, settings);
+  TS_CHECK_AS(ConfigError, !units.empty(), "prepare", "fsdp_activation_checkpointing (",
+              settings.fsdp_activation_checkpointing.origin.describe(),
+              ") calculates units of a model again, and ", model.type_name(),
+              " has none; name the classes of its blocks in fsdp_wrap_modules, or leave it out");
+  return units;
+}
+
+void reduce_maxima(precision::Fp8Layers& layers, distributed::Group& ranks,
+                   std::function<bool()> steps_alone) {
+  if (ranks.size() == 1) return;
+  layers.set_reduction([&ranks, steps_alone = std::move(steps_alone)](const Tensor& maxima) {
+    if (steps_alone && steps_alone()) return;
+    ranks
+        .all_reduce(maxima, distributed::ReduceOp::kMax,
+                    {.channel = distributed::Channel::kControl, .tag = "fp8_maxima"})
+        .wait();
+  });
+}
+
+// Masters are cut as the parameters, or rank 0's become everybody's as the parameters did.
+NamedTensors masters_of(ParallelizedModel& made, const NamedTensors& parameters,
+                        const Settings& settings, distributed::Group& ranks, bool planned) {
+  NamedTensors values = made.policy.take_originals();
+  const auto parameter_of = [&](const NamedTensor& value) -> const Tensor& {
+    return std::ranges::find(parameters, value.name, &NamedTensor::name)->tensor;
+  };
+  std::erase_if(values, [&](const NamedTensor& value) {
+    return !parameter_of(value).requires_grad() || (value.tensor.is_meta() && !planned);
+  });
+  distributed::CoalescedScope calls(ranks, {.tag = "masters"});
+  for (NamedTensor& value : values) {
+    const Tensor& parameter = parameter_of(value);
+    if (!distributed::is_dtensor(parameter)) {
+      if (ranks.size() > 1 && settings.ddp_init_sync) calls.broadcast(value.tensor, 0);
+      continue;
+    }
+    value.tensor = distributed::distribute_tensor(value.tensor, distributed::mesh_of(parameter),
+                                                  distributed::placements_of(parameter));
+    if (value.tensor.device() != parameter.device()) {  // those lie with the host
+      const Tensor moved = raw::alias(value.tensor).to(parameter.device());
+      copy_guard(parameter, moved);
+      value.tensor = moved;
+    }
+  }
+  calls.finish().wait();
+  return values;
+}
+
+}  // namespace
+
+void parallelize(ParallelizedModel& made, nn::ModuleBase& model, const Settings& settings,
+                 distributed::ParallelDims& dims, const ParallelizeOptions& options) {
+  const NamedTensors parameters = model.named_parameters();
+  const bool trains = std::ranges::any_of(
+      parameters, [](const NamedTensor& named) { return named.tensor.requires_grad(); });
+  const bool several = dims.loss_ranks().size() > 1;
+  const precision::Policy policy = policy_of(settings);
+  // One rank too keeps the f32 gradients of 16-bit parameters in the engine's buckets, and may have
+  // the optimizer's part lie with the host.
+  const bool parallel = (several || policy.needs_masters() || offloads(settings)) && trains;
+  if (options.missing != nullptr) {
+    options.missing->begin(parallel && several && cuts_parameters(settings), parallel && several);
+  }
+  if (policy != precision::Policy::f32()) {
+    precision::check(policy, options.device);
+    made.policy = precision::apply(model, policy);
+  }
+  if (made.policy.fp8()) reduce_maxima(*made.policy.fp8(), dims.fp8_ranks(), options.steps_alone);
+  if (settings.fsdp_activation_checkpointing && trains) {
+    for (nn::ModuleBase* unit : units_to_checkpoint(model, settings)) {
+      made.handles.push_back(unit->checkpoint_calls());
+    }
+  }
+  if (parallel) {
+    made.parallel = make_data_parallel(model, settings, dims, policy, options.missing);
+    for (const Tensor& whole : made.parallel->wholes()) made.policy.add_parameters({whole});
+  }
+  made.masters =
+      masters_of(made, parameters, settings, dims.loss_ranks(), options.missing == nullptr);
 }
 
 }  // namespace tessera::accelerate

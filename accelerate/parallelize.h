@@ -1,12 +1,12 @@
-// Which data-parallel mode the settings ask for. Internal: accelerator.h is the interface.
+// The mesh, the precision and the data-parallel mode that settings ask for. Internal: accelerator.h is the interface.
 #pragma once
 
-#include <memory>
+#include <functional>
 #include <vector>
 
 #include <tessera/accelerate/model_materialisation.h>
 #include <tessera/accelerate/settings/config.h>
-#include <tessera/distributed/data_parallel/data_parallel_model.h>
+#include <tessera/accelerate/step/parallelized_model.h>
 #include <tessera/distributed/mesh/parallel_dims.h>
 #include <tessera/nn/module.h>
 #include <tessera/precision/policy.h>
@@ -17,15 +17,19 @@ namespace tessera::accelerate {
 // ConfigError for sizes that do not multiply to the number of ranks.
 distributed::ParallelDims& parallel_dims_of(const Settings& settings);
 
-// The model as the ranks of that mesh train it. `policy` was applied to it before. Collective; throws
-// what the mode's own function throws (replicate()). `missing`: what of the
-// model has no elements yet; of parameters that are cut it gets them in between. Null: they stay
-// without (plan/training_plan.h).
-std::unique_ptr<distributed::DataParallelModel> make_data_parallel(nn::ModuleBase& model,
-                                                                   const Settings& settings,
-                                                                   distributed::ParallelDims& dims,
-                                                                   const precision::Policy& policy,
-                                                                   ModelMaterialisation* missing);
+struct ParallelizeOptions {
+  Device device = kCpu;  // that the model calculates on
+  // What of the model has no elements yet; of parameters that are cut it gets them in between. Null:
+  // they stay without (plan/training_plan.h).
+  ModelMaterialisation* missing = nullptr;
+  // Whether maxima of fp8 are this rank's own affair for now.
+  std::function<bool()> steps_alone = {};
+};
+// Precision, recomputation, then sharding or replication: what prepare() does with a model, and what
+// a plan does with one on kMeta. Collective; throws what precision::apply(), replicate(), zero() and
+// fully_shard() throw, ConfigError for units that the model has not. `made`: also after an error.
+void parallelize(ParallelizedModel& made, nn::ModuleBase& model, const Settings& settings,
+                 distributed::ParallelDims& dims, const ParallelizeOptions& options = {});
 
 // How a prepared model computes.
 precision::Policy policy_of(const Settings& settings);

@@ -81,58 +81,40 @@ class Rehearsal {
       TS_CHECK_DEVICE(tensor.is_meta(), kPlan, "'", name, "' is ", tensor,
                       "; make the model inside of the function, where it gets no memory");
       elements_ += tensor.numel();
-      trains_ = trains_ || tensor.requires_grad();
     }
-    const precision::Policy policy = policy_of(settings_);
-    if (policy != precision::Policy::f32()) applied_ = precision::apply(model, policy);
-    if (applied_.fp8() && options.ranks > 1) {
-      applied_.fp8()->set_reduction([](const Tensor& maxima) {
-        distributed::world()
-            .all_reduce(maxima, distributed::ReduceOp::kMax,
-                        {.channel = distributed::Channel::kControl, .tag = "fp8_maxima"})
-            .wait();
-      });
-    }
-    originals_ = applied_.take_originals();
-    if (settings_.fsdp_activation_checkpointing && trains_) checkpoint_units();
-    if ((options.ranks > 1 || policy.needs_masters()) && trains_) {
-      parallel_ = make_data_parallel(model, settings_, dims_, policy, nullptr);
-      for (const Tensor& whole : parallel_->wholes()) applied_.add_parameters({whole});
-    }
+    parallelize(made_, model, settings_, dims_);
     optimizers_ = options.optimizer(model.named_parameters());
-    cut_originals();
-  }
-  ~Rehearsal() {
-    for (HookHandle& handle : handles_) handle.remove();
   }
   Rehearsal(const Rehearsal&) = delete;
   Rehearsal& operator=(const Rehearsal&) = delete;
 
-  // Gradients of a step. `before_last`: called before its last backward's.
+  // Gradients of a step.
   void gradients() {
     const int64_t count = settings_.gradient_accumulation_steps;
     for (int64_t index = 0; index < count; ++index) {
       const bool last = index + 1 == count;
-      if (parallel_) {
-        const bool sync = last || settings_.sync_each_batch || parallel_->reduces_every_backward();
+      if (made_.parallel) {
+        const bool sync =
+            last || settings_.sync_each_batch || made_.parallel->reduces_every_backward();
         const bool divides_each = settings_.loss_weighting.value == LossWeighting::kHuggingFace &&
-                                  !parallel_->reduces_every_backward();
-        parallel_->set_plan({.micro_index = index,
-                             .is_last = last || divides_each,
-                             .sync_gradients = sync,
-                             .weight = static_cast<double>(index + 1),
-                             .all_reduce = last});
+                                  !made_.parallel->reduces_every_backward();
+        made_.parallel->set_plan({.micro_index = index,
+                                  .is_last = last || divides_each,
+                                  .sync_gradients = sync,
+                                  .weight = static_cast<double>(index + 1),
+                                  .all_reduce = last});
       }
       const Tensor loss = training_.loss();
-      if (parallel_ && parallel_->pass().holds_unreduced()) parallel_->pass().resume_undivided();
+      if (made_.parallel && made_.parallel->pass().holds_unreduced())
+        made_.parallel->pass().resume_undivided();
       loss.backward();
     }
   }
   void update() {
-    if (applied_.fp8()) applied_.fp8()->update();
-    const NamedTensors originals = std::exchange(originals_, {});
+    if (made_.policy.fp8()) made_.policy.fp8()->update();
+    const NamedTensors masters = std::exchange(made_.masters, {});
     for (const auto& optimizer : optimizers_) {
-      if (!originals.empty()) optimizer->begin_masters(originals);
+      if (!masters.empty()) optimizer->begin_masters(masters);
     }
     for (const auto& optimizer : optimizers_) optimizer->step();
   }
@@ -149,44 +131,14 @@ class Rehearsal {
   nn::ModuleBase& model() { return *training_.model; }
   distributed::Mesh& mesh() { return dims_.mesh(); }
   int64_t elements() const { return elements_; }
-  std::string units() const { return parallel_ ? parallel_->describe() : std::string(); }
+  std::string units() const { return made_.parallel ? made_.parallel->describe() : std::string(); }
 
  private:
-  void checkpoint_units() {
-    const std::vector<nn::ModuleBase*> units = units_of(*training_.model, settings_);
-    TS_CHECK_AS(ConfigError, !units.empty(), kPlan,
-                "fsdp_activation_checkpointing calculates units of a model again, and ",
-                training_.model->type_name(),
-                " has none; name the classes of its blocks in fsdp_wrap_modules, or leave it out");
-    for (nn::ModuleBase* unit : units) handles_.push_back(unit->checkpoint_calls());
-  }
-
-  // What masters of 16-bit parameters begin with lies there until the first step, in parts where
-  // parameters do.
-  void cut_originals() {
-    const NamedTensors parameters = training_.model->named_parameters();
-    for (NamedTensor& original : originals_) {
-      const auto at = std::ranges::find(parameters, original.name, &NamedTensor::name);
-      if (!distributed::is_dtensor(at->tensor)) continue;
-      original.tensor =
-          distributed::distribute_tensor(original.tensor, distributed::mesh_of(at->tensor),
-                                         distributed::placements_of(at->tensor));
-    }
-    std::erase_if(originals_, [&](const NamedTensor& original) {
-      return !std::ranges::find(parameters, original.name, &NamedTensor::name)
-                  ->tensor.requires_grad();
-    });
-  }
-
   const Settings& settings_;
   distributed::ParallelDims& dims_;
   PlannedTraining training_;
-  NamedTensors originals_;
   int64_t elements_ = 0;
-  bool trains_ = false;
-  std::vector<HookHandle> handles_;
-  precision::AppliedPolicy applied_;
-  std::unique_ptr<distributed::DataParallelModel> parallel_;
+  ParallelizedModel made_;
   Optimizers optimizers_;
 };
 

@@ -13,17 +13,16 @@
 #include <vector>
 
 #include <tessera/accelerate/step/kept_gradients.h>
+#include <tessera/accelerate/step/parallelized_model.h>
 #include <tessera/accelerate/step/step_window.h>
 #include <tessera/autograd/graph.h>
 #include <tessera/core/device.h>
 #include <tessera/core/error.h>
 #include <tessera/core/state/state_dict.h>
 #include <tessera/core/tensor/tensor.h>
-#include <tessera/distributed/data_parallel/data_parallel_model.h>
 #include <tessera/nn/module.h>
 #include <tessera/optim/optimizer.h>
 #include <tessera/optim/schedule.h>
-#include <tessera/precision/autocast.h>
 
 namespace tessera {
 
@@ -44,7 +43,7 @@ class Life {
 };
 
 // What the Accelerator knows of a model.
-struct ModelRecord {
+struct ModelRecord : accelerate::ParallelizedModel {
   nn::ModuleBase* model = nullptr;
   Life life;
   std::string type_name;
@@ -52,8 +51,6 @@ struct ModelRecord {
   NamedTensors wholes;  // that ops read in their places, where parameters are parts
   // Of several ranks, parameters that nobody reduces, as they were frozen when it was prepared.
   NamedTensors left_alone;
-  std::vector<HookHandle> handles;
-  precision::AppliedPolicy policy;
   // Of parameters that were narrowed: until their optimizer's first step.
   struct Original {
     Tensor value;  // f32
@@ -62,7 +59,6 @@ struct ModelRecord {
     const void* data;
   };
   std::unordered_map<TensorImpl*, Original> originals;
-  std::unique_ptr<distributed::DataParallelModel> parallel;  // where the ranks train it together
   KeptGradients kept;
   StepWindow window;
   std::optional<int64_t> steps;
@@ -76,12 +72,6 @@ struct ModelRecord {
   std::unordered_map<const TensorImpl*, Tensor> norms;
 
   ~ModelRecord() { let_go(); }
-  // Of the model, where another record takes this one's place: optimizers may hold it for a while.
-  void let_go() {
-    for (HookHandle& handle : handles) handle.remove();
-    policy.remove();
-    parallel.reset();
-  }
   // What a forward must know: buffers are synchronised where gradients will be.
   void plan_forward(bool sync) {
     if (parallel) parallel->pass().plan.sync_gradients = sync && no_sync == 0 && !local;

@@ -645,6 +645,30 @@ TEST(TrainingPlan, JsonHasWhatTheTableSays) {
   EXPECT_NE(plan.describe(64).find("DOES NOT FIT"), std::string::npos);
 }
 
+// They are one function: what it says of a setting it says of the same one.
+TEST(TrainingPlan, RefusesAsPrepareDoes) {
+  for (const char* classes : {"none", "Blok"}) {
+    distributed::compared_ranks(2, [&](int) {
+      Small model;
+      Accelerator accelerator({.sharding = Sharding::kFsdp,
+                               .fsdp = {.wrap_modules = std::vector<std::string>{classes},
+                                        .activation_checkpointing = true},
+                               .config_file = ""});
+      const std::string message = message_of<ConfigError>([&] { accelerator.prepare(model); });
+      EXPECT_NE(message.find("prepare: fsdp_"), std::string::npos) << message;
+      EXPECT_EQ(message_of<ConfigError>([&] {
+                  plan_training(
+                      [] {
+                        auto small = std::make_shared<Small>();
+                        return PlannedTraining{small, [small] { return loss_of(*small, kMeta); }};
+                      },
+                      {.settings = accelerator.settings(), .ranks = 2});
+                }),
+                message);
+    });
+  }
+}
+
 TEST(TrainingPlan, MistakesAreTyped) {
   EXPECT_THROW(plan_of({.ranks = 0}), ValueError);
   EXPECT_THROW(plan_of({.ranks = 3}, 3), ValueError);
