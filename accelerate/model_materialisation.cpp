@@ -11,7 +11,7 @@
 #include <tessera/core/tensor/empty.h>
 #include <tessera/core/tensor/raw_views.h>
 #include <tessera/distributed/mesh/dtensor.h>
-#include <tessera/distributed/mesh/scatter_whole.h>
+#include <tessera/distributed/mesh/dtensor_inputs.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/materialise.h>
 

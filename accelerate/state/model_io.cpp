@@ -23,7 +23,7 @@
 #include <tessera/distributed/checkpoint/full_state.h>
 #include <tessera/distributed/checkpoint/parts.h>
 #include <tessera/distributed/checkpoint/reader.h>
-#include <tessera/distributed/mesh/scatter_whole.h>
+#include <tessera/distributed/mesh/dtensor_inputs.h>
 #include <tessera/distributed/transport/collectives.h>
 #include <tessera/nn/lora/lora.h>
 

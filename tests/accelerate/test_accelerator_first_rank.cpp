@@ -6,8 +6,8 @@
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/memory/allocator.h>
+#include <tessera/distributed/mesh/dtensor_inputs.h>
 #include <tessera/distributed/mesh/mesh.h>
-#include <tessera/distributed/mesh/scatter_whole.h>
 #include <tessera/nn/norm.h>
 
 #include "accelerate/sharded_words.h"
