@@ -144,43 +144,17 @@ class Rehearsal {
 
 // ---- The other ranks ----------------------------------------------------------------------------
 
-// The part that a rank of the world holds, as parameters lie. The last axis is counted fastest, as
-// Mesh does.
-Shape part_shape(const Tensor& parameter, int rank) {
-  if (!distributed::is_dtensor(parameter)) return parameter.shape();
-  const distributed::DTensorSpec& spec = distributed::spec_of(parameter);
-  Shape shape = spec.shape;
-  const std::vector<distributed::MeshAxis>& axes = spec.mesh->axes();
-  for (size_t axis = axes.size(); axis-- > 0;) {
-    const int coordinate = rank % axes[axis].size;
-    rank /= axes[axis].size;
-    const distributed::Placement& placement = spec.placements[axis];
-    if (const auto* flat = std::get_if<distributed::FlatShard>(&placement)) {
-      const auto [begin, end] = distributed::run_of(*flat, numel_of(spec.shape), coordinate);
-      return {end - begin};
-    }
-    if (const auto* shard = std::get_if<distributed::Shard>(&placement)) {
-      const auto [begin, end] =
-          distributed::chunk_of(spec.shape[shard->dim], axes[axis].size, coordinate);
-      shape[shard->dim] = end - begin;
-    } else {
-      TS_CHECK_AS(UnsupportedError, std::holds_alternative<distributed::Replicate>(placement),
-                  kPlan, "knows no part of ", parameter);
-    }
-  }
-  return shape;
-}
-
-// Of every rank, by what the rehearsal's keep of each element.
+// Of every rank, by what the rehearsal's keep of each element. Parameters lie on all ranks.
 std::vector<int64_t> optimizer_bytes(const Rehearsal& rehearsal, const NamedTensors& parameters,
                                      int ranks) {
   std::vector<int64_t> bytes(static_cast<size_t>(ranks));
   for (const auto& [name, parameter] : parameters) {
     const int64_t each = rehearsal.state_bytes_per_element(name);
     if (each == 0) continue;
-    for (int rank = 0; rank < ranks; ++rank) {
-      bytes[static_cast<size_t>(rank)] += each * numel_of(part_shape(parameter, rank));
-    }
+    const std::vector<int64_t> numels = distributed::is_dtensor(parameter)
+                                            ? distributed::spec_of(parameter).part_numels()
+                                            : std::vector(bytes.size(), parameter.numel());
+    for (size_t rank = 0; rank < bytes.size(); ++rank) bytes[rank] += each * numels[rank];
   }
   return bytes;
 }

@@ -42,11 +42,20 @@ std::vector<int> own_coordinates(const Mesh& mesh) {
   return coordinates;
 }
 
+// The axes that cut each dimension.
+using Cuts = std::vector<std::vector<size_t>>;
+
+Cuts cuts_of(const DTensorSpec& spec) {
+  Cuts cuts;
+  for (int dim = 0; dim < spec.shape.size(); ++dim) cuts.push_back(spec.cuts(dim));
+  return cuts;
+}
+
 // Not of a FlatShard.
-Box box_at(const DTensorSpec& spec, std::span<const int> coordinates) {
+Box box_at(const DTensorSpec& spec, const Cuts& cuts, std::span<const int> coordinates) {
   Box box = Box::whole(spec.shape);
   for (int dim = 0; dim < spec.shape.size(); ++dim) {
-    for (const size_t axis : spec.cuts(dim)) {
+    for (const size_t axis : cuts[static_cast<size_t>(dim)]) {
       const auto [begin, end] =
           chunk_of(box.extent[dim], spec.mesh->axes()[axis].size, coordinates[axis]);
       box.offset[dim] += begin;
@@ -161,7 +170,7 @@ std::vector<size_t> DTensorSpec::cuts(int dim) const {
 Box DTensorSpec::local_box() const {
   TS_CHECK_AS(UnsupportedError, !flat_axis(), "local_box", "of ", distributed::describe(placements),
               " a rank holds a run of elements, which is no one box; take local_boxes()");
-  return box_at(*this, own_coordinates(*mesh));
+  return box_at(*this, cuts_of(*this), own_coordinates(*mesh));
 }
 
 std::vector<Box> DTensorSpec::local_boxes() const { return boxes_at(own_coordinates(*mesh)); }
@@ -172,9 +181,28 @@ std::vector<Box> DTensorSpec::boxes_at(std::span<const int> coordinates) const {
         run_of(std::get<FlatShard>(placements[*axis]), numel_of(shape), coordinates[*axis]);
     return boxes_of_run(shape, begin, end);
   }
-  const Box box = box_at(*this, coordinates);
+  const Box box = box_at(*this, cuts_of(*this), coordinates);
   if (box.numel() == 0) return {};
   return {box};
+}
+
+std::vector<int64_t> DTensorSpec::part_numels() const {
+  const Cuts all = cuts_of(*this);
+  const auto flat = flat_axis();
+  const std::vector<MeshAxis>& axes = mesh->axes();
+  std::vector<int64_t> numels(static_cast<size_t>(mesh->size()));
+  std::vector<int> at(axes.size());
+  for (int64_t& numel : numels) {
+    if (flat) {
+      const auto [begin, end] =
+          run_of(std::get<FlatShard>(placements[*flat]), numel_of(shape), at[*flat]);
+      numel = end - begin;
+    } else {
+      numel = box_at(*this, all, at).numel();
+    }
+    for (size_t i = at.size(); i-- > 0 && ++at[i] == axes[i].size;) at[i] = 0;  // the next rank
+  }
+  return numels;
 }
 
 std::pair<int64_t, int64_t> DTensorSpec::local_run() const {

@@ -90,6 +90,8 @@ struct DTensorSpec {
   std::vector<Box> local_boxes() const;
   // What the rank at these coordinates, one for each axis, holds of the whole.
   std::vector<Box> boxes_at(std::span<const int> coordinates) const;
+  // The elements of the part of each rank of the mesh, in its order. Communicates nothing.
+  std::vector<int64_t> part_numels() const;
   std::pair<int64_t, int64_t> local_run() const;  // of a FlatShard: begin and end
   Shape local_shape() const;                      // of the part: the box's, or 1-D for a run
   // What this rank holds, in words: "[0:3, 0:4]", "the elements [10:64]".

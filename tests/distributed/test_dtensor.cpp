@@ -257,6 +257,25 @@ TEST(DTensor, CollectivesRefuseItOnEveryRank) {
   });
 }
 
+// Plans ask one rank for the parts of all.
+TEST(DTensor, EachRankKnowsHowManyElementsTheOthersHold) {
+  compared_ranks(6, [&](int rank) {
+    Mesh mesh(world(), {{"dp", 3}, {"tp", 2}});
+    for (const Placements& placements :
+         {Placements{Replicate(), Shard(0)}, Placements{Shard(1), Shard(0)},
+          Placements{Shard(0), Shard(0)}, Placements{StridedShard{0, 2}, Shard(0)},
+          Placements{Partial(), Shard(-1)}, Placements{FlatShard{4, 9}, Replicate()},
+          Placements{Replicate(), FlatShard{4, 20}}}) {
+      const DTensorSpec spec =
+          DTensorSpec{.mesh = &mesh, .placements = placements, .shape = {7, 3}}.checked("test");
+      const std::vector<int64_t> numels = spec.part_numels();
+      ASSERT_EQ(numels.size(), 6u);
+      EXPECT_EQ(numels[static_cast<size_t>(rank)], numel_of(spec.local_shape()))
+          << describe(placements) << ", rank " << rank;
+    }
+  });
+}
+
 TEST(DTensor, MetaTensorsAreDistributedWithoutACall) {
   compared_ranks(2, [&](int rank) {
     Mesh mesh(world());
