@@ -17,6 +17,7 @@
 #include <tessera/core/state/safetensors.h>
 #include <tessera/core/state/state_dict.h>
 #include <tessera/core/state/torch_file.h>
+#include <tessera/core/state/weight_files.h>
 #include <tessera/core/tensor/tensor.h>
 
 #include <tessera/autograd/autocast_mode.h>

@@ -383,10 +383,9 @@ accelerate::FullValues Accelerator::full_values(nn::ModuleBase& model) {
   return accelerate::FullValues(model, std::move(options));
 }
 
-accelerate::SavedModel Accelerator::save_model(const nn::ModuleBase& model,
-                                               const std::string& folder,
-                                               const accelerate::SaveModelOptions& options,
-                                               const SourceLocation& where) const {
+SavedModel Accelerator::save_model(const nn::ModuleBase& model, const std::string& folder,
+                                   const SaveModelOptions& options,
+                                   const SourceLocation& where) const {
   const distributed::CallerScope caller(where);
   return accelerate::save_model(model, folder, options, world());
 }
@@ -397,10 +396,9 @@ void Accelerator::save_lora(nn::ModuleBase& model, const std::string& folder,
   accelerate::save_lora(model, folder, world());
 }
 
-accelerate::SavedModel Accelerator::save_merged_lora(nn::ModuleBase& model,
-                                                     const std::string& folder,
-                                                     const accelerate::SaveModelOptions& options,
-                                                     const SourceLocation& where) const {
+SavedModel Accelerator::save_merged_lora(nn::ModuleBase& model, const std::string& folder,
+                                         const SaveModelOptions& options,
+                                         const SourceLocation& where) const {
   const distributed::CallerScope caller(where);
   return accelerate::save_merged_lora(model, folder, options, world());
 }

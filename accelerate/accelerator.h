@@ -383,9 +383,9 @@ class Accelerator : public ProcessControl {
     state_io().register_for_checkpointing(std::forward<T>(objects)...);
   }
   // The model alone, in the files of HuggingFace (accelerate/state/model_io.h). Collective.
-  accelerate::SavedModel save_model(const nn::ModuleBase& model, const std::string& folder,
-                                    const accelerate::SaveModelOptions& options = {},
-                                    const SourceLocation& where = SourceLocation::current()) const;
+  SavedModel save_model(const nn::ModuleBase& model, const std::string& folder,
+                        const SaveModelOptions& options = {},
+                        const SourceLocation& where = SourceLocation::current()) const;
   // Such files into a model, prepared or not. With fsdp_cpu_ram_efficient_loading rank 0 alone
   // reads them; collective then.
   nn::LoadReport load_model(nn::ModuleBase& model, const std::string& path,
@@ -395,10 +395,9 @@ class Accelerator : public ProcessControl {
   // parts the ranks hold. Collective.
   void save_lora(nn::ModuleBase& model, const std::string& folder,
                  const SourceLocation& where = SourceLocation::current()) const;
-  accelerate::SavedModel save_merged_lora(
-      nn::ModuleBase& model, const std::string& folder,
-      const accelerate::SaveModelOptions& options = {},
-      const SourceLocation& where = SourceLocation::current()) const;
+  SavedModel save_merged_lora(nn::ModuleBase& model, const std::string& folder,
+                              const SaveModelOptions& options = {},
+                              const SourceLocation& where = SourceLocation::current()) const;
   // Its tensors by name, on every rank; they share elements with the model. Of a model whose
   // parameters are parts: whole tensors on the CPU of rank 0 and none elsewhere, gathered one by
   // one; collective then.

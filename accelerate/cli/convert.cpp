@@ -61,7 +61,7 @@ std::vector<fs::path> torch_files(const fs::path& source) {
 
 struct Converted {
   std::vector<std::unique_ptr<TorchFile>> files;
-  accelerate::StoredWeights stored;
+  StoredWeights stored;
   std::vector<std::string> others;
 };
 
@@ -118,7 +118,7 @@ bool goes_along(const fs::path& file) {
 }
 
 int convert(const ConvertRequest& request) {
-  if (!request.max_shard_size.empty()) accelerate::parse_byte_size(request.max_shard_size);
+  if (!request.max_shard_size.empty()) parse_byte_size(request.max_shard_size);
   const fs::path source(request.source), output(request.output);
   const bool is_file = output.extension() == ".safetensors" && !fs::is_directory(output);
   TS_CHECK_AS(ConfigError, is_file || fs::is_directory(output) || !fs::exists(output), kConvert,
@@ -148,13 +148,13 @@ int convert(const ConvertRequest& request) {
   std::vector<fs::path> written;
   if (is_file) {
     if (output.has_parent_path()) make_folders(output.parent_path().string());
-    accelerate::write_weights_file(converted.stored, output.string());
+    write_weights_file(converted.stored, output.string());
     written.push_back(output);
   } else {
-    const accelerate::SavedModel saved = accelerate::write_weights(
-        converted.stored, output.string(),
-        request.max_shard_size.empty() ? accelerate::SaveModelOptions().max_shard_size
-                                       : request.max_shard_size);
+    const SavedModel saved =
+        write_weights(converted.stored, output.string(),
+                      request.max_shard_size.empty() ? SaveModelOptions().max_shard_size
+                                                     : request.max_shard_size);
     for (const std::string& name : saved.files) written.push_back(output / name);
     for (const fs::path& file : along) {
       fs::copy_file(file, output / file.filename(), fs::copy_options::overwrite_existing);

@@ -39,7 +39,7 @@ struct Source {
   std::vector<fs::path> shards;
   std::vector<std::unique_ptr<SafeTensorsFile>> files;
   std::unique_ptr<distributed::CheckpointReader> checkpoint;
-  accelerate::StoredWeights stored;
+  StoredWeights stored;
 };
 
 // DIR, or an index file itself.
@@ -156,10 +156,10 @@ int merge(const MergeRequest& request) {
                   file.string(), " is one of the shards; choose another OUT");
     }
     if (file.has_parent_path()) make_folders(file.parent_path().string());
-    accelerate::write_weights_file(source.stored, file.string());
+    write_weights_file(source.stored, file.string());
     written.push_back(file);
   } else {
-    accelerate::parse_byte_size(request.max_shard_size);  // its error before all others
+    parse_byte_size(request.max_shard_size);  // its error before all others
     TS_CHECK_AS(ConfigError, output.extension() != ".safetensors", kMerge,
                 "--max-shard-size makes several files; OUT has to be a folder; got ",
                 request.output);
@@ -171,8 +171,7 @@ int merge(const MergeRequest& request) {
       TS_CHECK_AS(ConfigError, request.overwrite || !fs::exists(output / name), kMerge,
                   (output / name).string(), " exists; give --overwrite to replace it");
     }
-    const accelerate::SavedModel saved =
-        accelerate::write_weights(source.stored, output.string(), request.max_shard_size);
+    const SavedModel saved = write_weights(source.stored, output.string(), request.max_shard_size);
     for (const std::string& name : saved.files) written.push_back(output / name);
   }
   if (is_checkpoint) {

@@ -64,7 +64,7 @@ std::string numbered(std::string_view kind, size_t index) {
 // What this rank gives of a state's tensors; those that are one tensor under several names once.
 void add_state(std::vector<SaveItem>& items, std::map<std::string, std::string>& metadata,
                const std::string& prefix, const StateDict& state, distributed::Group& group) {
-  distributed::TiedNames tied;
+  TiedNames tied;
   for (const auto& [name, tensor] : state) {
     const std::string full = prefix + name;
     TS_CHECK(tensor.defined(), "save_state", "'", full,
@@ -156,8 +156,7 @@ class SavedState {
     const bool digits = !text.empty() && text.size() <= 18 &&
                         std::ranges::all_of(text, [](char c) { return c >= '0' && c <= '9'; });
     TS_CHECK_AS(FormatError, digits, "load_state", "'", reader_.folder(), "': the metadata '", key,
-                "' must be a whole number; it is ", distributed::shown(text),
-                "; load an older checkpoint.");
+                "' must be a whole number; it is ", shown(text), "; load an older checkpoint.");
     return std::stoll(text);
   }
 
@@ -196,7 +195,7 @@ void with_name(const std::string& name, Function&& function) {
 MapLocation parse_map_location(std::string_view text) {
   if (text == "cpu") return MapLocation::kCpu;
   if (text == "on_device") return MapLocation::kOnDevice;
-  TS_THROW(ConfigError, "map_location", "must be cpu or on_device; got ", distributed::shown(text),
+  TS_THROW(ConfigError, "map_location", "must be cpu or on_device; got ", shown(text),
            "; give one of them.");
 }
 

@@ -11,6 +11,13 @@
 #include <tessera/core/tensor/element_guard.h>
 
 namespace tessera {
+
+std::string shown(std::string_view name) {
+  std::string text = "'";
+  for (const char c : name.substr(0, 100)) text += static_cast<unsigned char>(c) < 32 ? '?' : c;
+  return text + (name.size() > 100 ? "...'" : "'");
+}
+
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "elements are copied as they are");
@@ -59,13 +66,6 @@ std::string_view file_name_of(DType dtype) {
     if (candidate.dtype == dtype) return candidate.name;
   }
   TS_THROW(UnsupportedError, "save_safetensors", "the format has no name for ", dtype);
-}
-
-// Names come from the file: control characters and length must not spoil an error message.
-std::string shown(std::string_view name) {
-  std::string text = "'";
-  for (char c : name.substr(0, 80)) text += static_cast<unsigned char>(c) < 32 ? '?' : c;
-  return text + (name.size() > 80 ? "...'" : "'");
 }
 
 template <class... Args>

@@ -115,4 +115,8 @@ class SafeTensorsWriter {
   uint64_t written_ = 0;  // of its bytes
 };
 
+// A name that comes from a file, as messages show it: quoted, cut where it is long, without control
+// characters.
+std::string shown(std::string_view name);
+
 }  // namespace tessera

@@ -10,7 +10,7 @@
 #include <functional>
 #include <string>
 
-#include <tessera/core/state/state_dict.h>
+#include <tessera/core/state/weight_files.h>
 #include <tessera/distributed/transport/group.h>
 
 namespace tessera::distributed {
@@ -25,7 +25,6 @@ StateDict full_state_dict(const StateDict& state, Group& group = world());
 // The same without keeping: `body` runs on rank 0 and takes the wholes that it wants, in any order;
 // the others serve it until it returns. What `body` throws all ranks throw, named `what`.
 // Collective as above; where no entry is a DTensor the ranks only agree on the end.
-using WholeTensor = std::function<Tensor(const std::string& name)>;
 void with_whole_tensors(const StateDict& state, Group& group, const std::string& what,
                         const std::function<void(const WholeTensor& whole)>& body);
 

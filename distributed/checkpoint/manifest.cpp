@@ -232,12 +232,6 @@ void append_members(std::string& text, const char* indent, const Map& map, Funct
 
 }  // namespace
 
-std::string shown(std::string_view name) {
-  std::string text = "'";
-  for (const char c : name.substr(0, 100)) text += static_cast<unsigned char>(c) < 32 ? '?' : c;
-  return text + (name.size() > 100 ? "...'" : "'");
-}
-
 uint64_t Manifest::bytes() const {
   uint64_t bytes = 0;
   for (const auto& [name, file] : files) bytes += file.bytes;

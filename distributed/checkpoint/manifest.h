@@ -32,6 +32,7 @@
 
 #include <tessera/core/dtype.h>
 #include <tessera/core/shape.h>
+#include <tessera/core/state/safetensors.h>
 #include <tessera/distributed/mesh/box.h>
 
 namespace tessera::distributed {
@@ -81,8 +82,5 @@ void check_tiling(const Manifest& manifest, const std::string& path);
 // checksum, which is checked. FormatError.
 std::string sealed(std::string_view text);
 std::string_view unsealed(std::string_view text, const std::string& path);
-
-// Names from files, for messages: control characters and length must not spoil them.
-std::string shown(std::string_view name);
 
 }  // namespace tessera::distributed

@@ -99,19 +99,4 @@ Tensor read_as(CheckpointReader& reader, const std::string& name, const DTensorS
   return from_local(part.to(device), *spec.mesh, spec.placements, {.shape = spec.shape});
 }
 
-const std::string* TiedNames::first_name(const std::string& name, const Tensor& tensor) {
-  if (tensor.is_meta()) return nullptr;
-  const TensorPlacement* placement = tensor_placement(tensor);
-  // Of a part that has no elements the memory says nothing: there it is the counter of writes,
-  // which all handles of a tensor share.
-  const void* identity = tensor.numel() > 0 ? tensor.data() : nullptr;
-  if (placement != nullptr) identity = tensor.impl()->version.get();
-  if (identity == nullptr) return nullptr;
-  const std::string key = detail::concatenate(
-      identity, ' ', tensor.impl()->offset, tensor.shape(), tensor.strides(), tensor.dtype(),
-      placement != nullptr ? placement->describe_whole(tensor) : "");
-  const auto [first, added] = seen_.try_emplace(key, name);
-  return added ? nullptr : &first->second;
-}
-
 }  // namespace tessera::distributed

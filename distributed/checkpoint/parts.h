@@ -7,7 +7,6 @@
 #pragma once
 
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include <tessera/distributed/checkpoint/reader.h>
@@ -28,15 +27,5 @@ std::vector<SaveItem> items_of(const std::string& name, const Tensor& tensor, Gr
 // was saved, UnsupportedError for a Partial.
 Tensor read_as(CheckpointReader& reader, const std::string& name, const DTensorSpec& spec,
                const Device& device = kCpu);
-
-// Which names of a list are one tensor: tied weights are written once.
-class TiedNames {
- public:
-  // The name under which the tensor came before; nullptr where it is new.
-  const std::string* first_name(const std::string& name, const Tensor& tensor);
-
- private:
-  std::unordered_map<std::string, std::string> seen_;  // by what identifies a tensor
-};
 
 }  // namespace tessera::distributed

@@ -99,7 +99,7 @@ std::unique_ptr<Llama> Llama::load(const std::string& folder) {
   const LlamaConfig config =
       LlamaConfig::read((std::filesystem::path(folder) / "config.json").string());
   StateDict state;
-  for (const auto& [name, tensor] : accelerate::load_weights(folder)) {
+  for (const auto& [name, tensor] : load_weights(folder)) {
     if (config.tied && name == "lm_head.weight") continue;
     if (name.ends_with("rotary_emb.inv_freq")) continue;  // of old checkpoints
     state.set(name, tensor);

@@ -163,7 +163,7 @@ TEST(AcceleratorLora, MergedWeightsAreWrittenOutOfParts) {
       } else if (rank == 0) {
         nn::merge_lora(run.model);
         nn::remove_lora(run.model);
-        accelerate::save_weights(run.model.state_dict(), expected, {.max_shard_size = "2KB"});
+        save_weights(run.model.state_dict(), expected, {.max_shard_size = "2KB"});
       }
     });
     Words plain, merged;

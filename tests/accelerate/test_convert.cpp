@@ -49,7 +49,7 @@ class Convert : public testing::Test {
 TEST_F(Convert, AFileOfTorchBecomesTheSameTensors) {
   const auto process = convert({golden_path("torch/state.pt"), path("out/state.safetensors")});
   ASSERT_EQ(process.code(), 0) << process;
-  expect_golden(accelerate::load_weights(path("out/state.safetensors")), "torch/state.safetensors");
+  expect_golden(load_weights(path("out/state.safetensors")), "torch/state.safetensors");
   const SafeTensorsFile file(path("out/state.safetensors"));
   EXPECT_FALSE(file.contains("same"));  // once, under the first of its names
   EXPECT_EQ(file.metadata().at("same"), "base");
@@ -61,13 +61,13 @@ TEST_F(Convert, OneKeyOfACheckpointIsTakenWithoutItsName) {
   const auto process =
       convert({golden_path("torch/checkpoint.pt"), path("model.safetensors"), "--key", "model"});
   ASSERT_EQ(process.code(), 0) << process;
-  expect_golden(accelerate::load_weights(path("model.safetensors")), "torch/checkpoint.safetensors",
-                6, "model.");
+  expect_golden(load_weights(path("model.safetensors")), "torch/checkpoint.safetensors", 6,
+                "model.");
   const auto all = convert({golden_path("torch/checkpoint.pt"), path("all.safetensors")});
   ASSERT_EQ(all.code(), 0) << all;
   EXPECT_TRUE(all.printed("left out")) << all;
   EXPECT_TRUE(all.printed(" epoch")) << all;
-  expect_golden(accelerate::load_weights(path("all.safetensors")), "torch/checkpoint.safetensors");
+  expect_golden(load_weights(path("all.safetensors")), "torch/checkpoint.safetensors");
   expect_refused({golden_path("torch/checkpoint.pt"), path("no.safetensors"), "--key", "mode"},
                  "no tensors below the key mode");
 }
@@ -84,7 +84,7 @@ TEST_F(Convert, AFolderOfTransformersBecomesOne) {
   EXPECT_EQ(folder_.read("out/config.json"), "{}");
   EXPECT_TRUE(fs::exists(path("out/vocab.txt")));
   EXPECT_FALSE(fs::exists(path("out/training.log")));
-  expect_golden(accelerate::load_weights(path("out")), "torch/state.safetensors");
+  expect_golden(load_weights(path("out")), "torch/state.safetensors");
 
   // Shards with an index; into the folder itself.
   fs::rename(path("in/pytorch_model.bin"), path("in/pytorch_model-00001-of-00002.bin"));
@@ -93,7 +93,7 @@ TEST_F(Convert, AFolderOfTransformersBecomesOne) {
                 R"({"weight_map": {"base": "pytorch_model-00001-of-00002.bin",
                                    "model.weight": "pytorch_model-00002-of-00002.bin"}})");
   ASSERT_EQ(convert({path("in"), path("in")}).code(), 0);
-  const StateDict both = accelerate::load_weights(path("in/model.safetensors"));
+  const StateDict both = load_weights(path("in/model.safetensors"));
   EXPECT_TRUE(both.contains("base"));
   EXPECT_TRUE(both.contains("model.weight"));
 }

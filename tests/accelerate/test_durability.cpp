@@ -391,7 +391,7 @@ StateDict weights_of(double value) {
 }
 std::optional<double> value_of_model(const std::string& folder) {
   try {
-    const StateDict weights = accelerate::load_weights(folder);
+    const StateDict weights = load_weights(folder);
     std::set<double> values;
     for (const auto& [name, tensor] : weights) {
       for (const double value : tensor.to_vector()) values.insert(value);
@@ -404,13 +404,13 @@ std::optional<double> value_of_model(const std::string& folder) {
 }
 
 TEST_F(Durability, TheFileOfAModelIsReplacedWholeAndIsOnTheDiskWhenTheSaveReturns) {
-  accelerate::save_weights(weights_of(1), path("out"));
+  save_weights(weights_of(1), path("out"));
   DiskCalls disk(path(""));
   at_any_crash(disk, [&](const std::string& image, const std::string& when) {
     const auto value = value_of_model(image + "/out");
     EXPECT_TRUE(value == 1.0 || value == 2.0) << when;
   });
-  accelerate::save_weights(weights_of(2), path("out"));
+  save_weights(weights_of(2), path("out"));
   disk.look = {};
   EXPECT_EQ(value_of_model(disk.lazy() + "/out"), 2.0);
 }
@@ -423,7 +423,7 @@ TEST_F(Durability, TheIndexOfAModelComesAfterItsShardsAndBothAreOnTheDiskWhenThe
     EXPECT_EQ(value_of_model(image + "/deep/out"), 1.0) << when;
     ++indices;
   });
-  accelerate::save_weights(weights_of(1), path("deep/out"), {.max_shard_size = "40B"});
+  save_weights(weights_of(1), path("deep/out"), {.max_shard_size = "40B"});
   disk.look = {};
   EXPECT_GT(indices, 0);
   EXPECT_EQ(value_of_model(disk.lazy() + "/deep/out"), 1.0);

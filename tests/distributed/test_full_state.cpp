@@ -225,8 +225,8 @@ TEST_F(FullState, ACheckpointOfPartsIsExportedAsTheModel) {
     });
     accelerate::export_checkpoint(path("state"), path("exported"));
     // The order of tensors is the manifest's, by name.
-    const StateDict exported = accelerate::load_weights(path("exported"));
-    const StateDict expected = accelerate::load_weights(path("plain"));
+    const StateDict exported = load_weights(path("exported"));
+    const StateDict expected = load_weights(path("plain"));
     EXPECT_EQ(exported.size(), expected.size());
     for (const auto& [name, tensor] : expected) {
       expect_equal(exported.at(name), tensor, name + " of " + lying.describe());

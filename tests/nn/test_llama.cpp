@@ -122,9 +122,9 @@ TEST_P(EveryCase, AFolderWrittenHereSaysWhatThatOfTransformersSays) {
   const auto again = Llama::load(folder.path("copy"));
   const Tensor ids = golden().load("input_ids");
   EXPECT_EQ((*again)(ids).logits.to_vector(), (*model)(ids).logits.to_vector());
-  const StateDict weights = accelerate::load_weights(folder.path("copy"));
+  const StateDict weights = load_weights(folder.path("copy"));
   for (const auto& [name, tensor] :
-       accelerate::load_weights(golden_path(cases().at(GetParam()).at("folder")))) {
+       load_weights(golden_path(cases().at(GetParam()).at("folder")))) {
     EXPECT_EQ(weights.at(name).to_vector(), tensor.to_vector()) << name;
   }
 }
