@@ -30,7 +30,7 @@
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 #include "resident.h"
 
 namespace {

@@ -60,8 +60,8 @@
 #include <tessera/precision/autocast.h>
 #include <tessera/precision/grad_scaler.h>
 
-#include "bert/model.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/bert.h>
+#include <tessera/nn/models/gpt2.h>
 #include "resident.h"
 #include "step_models.h"
 

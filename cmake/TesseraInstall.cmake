@@ -3,7 +3,7 @@
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-set(tessera_installed tessera_core ${tessera_gpu} tessera_autograd tessera_nn tessera_lora tessera_optim tessera_precision
+set(tessera_installed tessera_core ${tessera_gpu} tessera_autograd tessera_nn tessera_lora tessera_models tessera_optim tessera_precision
   tessera_data tessera_distributed tessera_shard tessera_checkpoint tessera_process tessera_accelerate tessera)
 set(tessera_programs "")
 foreach(program IN ITEMS tessera_cli tessera_price)

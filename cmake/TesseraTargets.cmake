@@ -45,7 +45,7 @@ function(tessera_floor name)
   endforeach()
   file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/${name}
        ${CMAKE_CURRENT_SOURCE_DIR}/${name}/*.h)
-  list(FILTER headers EXCLUDE REGEX "^transport/(mpi|nccl)/")  # private
+  list(FILTER headers EXCLUDE REGEX "^transport/(mpi|nccl)/|^models/config_reader")  # private
   # Of the GPU backend only its interface is public, and what a dry device was asked for; the rest
   # needs CUDA's headers.
   list(FILTER headers EXCLUDE REGEX "^gpu/transfers|^cuda/(emulation/|[^dt]|device|dry/record)")
@@ -130,10 +130,16 @@ target_compile_definitions(tessera_core PRIVATE ${tessera_simd_definitions})
 tessera_floor(autograd DEPENDS tessera_core)
 # Adapters, which models do without that are not fine-tuned.
 set(lora_sources lora/lora.cpp lora/lora_files.cpp)
-tessera_floor(nn DEPENDS tessera_autograd WITHOUT ${lora_sources})
+# Models of the field with their files, which programs do without that train models of their own.
+file(GLOB model_sources CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR}/nn
+  ${CMAKE_CURRENT_SOURCE_DIR}/nn/models/*.cpp)
+tessera_floor(nn DEPENDS tessera_autograd WITHOUT ${lora_sources} ${model_sources})
 list(TRANSFORM lora_sources PREPEND nn/)
+list(TRANSFORM model_sources PREPEND nn/)
 tessera_library(lora DEPENDS tessera_nn SOURCES ${lora_sources})
 target_link_libraries(tessera_lora PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
+tessera_library(models DEPENDS tessera_nn SOURCES ${model_sources})
+target_link_libraries(tessera_models PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>)
 tessera_floor(optim DEPENDS tessera_autograd)
 tessera_floor(data DEPENDS tessera_core)
 target_link_libraries(tessera_data PRIVATE ICU::uc $<$<BOOL:${TESSERA_STATIC}>:ICU::data> ZLIB::ZLIB
@@ -169,7 +175,7 @@ target_include_directories(tessera_checkpoint SYSTEM PRIVATE ${TESSERA_XXHASH_IN
 # writes its loop itself. The quickstart builds this and not the rest of the folder.
 tessera_library(process DEPENDS tessera_distributed
   SOURCES accelerate/process/process_control.cpp accelerate/process/rank_device.cpp accelerate/process/run.cpp)
-tessera_floor(accelerate DEPENDS tessera_lora tessera_process tessera_shard tessera_checkpoint tessera_data
+tessera_floor(accelerate DEPENDS tessera_lora tessera_models tessera_process tessera_shard tessera_checkpoint tessera_data
   WITHOUT process/process_control.cpp process/rank_device.cpp process/run.cpp)
 target_link_libraries(tessera_accelerate PRIVATE $<BUILD_INTERFACE:nlohmann_json::nlohmann_json>
   yaml-cpp protobuf::libprotobuf-lite PNG::PNG)

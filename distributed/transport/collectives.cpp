@@ -60,6 +60,14 @@ void all_reduce(const Tensor& tensor, ReduceOp op, Group& group, const Collectiv
   group.all_reduce(tensor, op, waiting(options)).wait();
 }
 
+bool any_rank(bool own, Group& group) {
+  if (group.size() == 1) return own;
+  const Tensor flag = raw::empty({1}, kI64);
+  *flag.data_as<int64_t>() = own ? 1 : 0;
+  all_reduce(flag, ReduceOp::kMax, group, {.tag = "any_rank"});
+  return *flag.data_as<int64_t>() != 0;
+}
+
 void broadcast(const Tensor& tensor, int root, Group& group, const CollectiveOptions& options) {
   group.broadcast(tensor, root, waiting(options)).wait();
 }

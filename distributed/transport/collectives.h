@@ -56,6 +56,9 @@ void tell_groups(Group& meeting, std::span<const std::shared_ptr<Group>> groups,
 // makes up for it, so that the next calls of all are the same ones. Collective.
 void resume_calls(Group& meeting, std::span<const std::shared_ptr<Group>> groups);
 
+// Whether any rank says yes. Collective.
+bool any_rank(bool own, Group& group = world());
+
 // Several calls as few: between construction and finish() they are collected; those that follow
 // one another with the same operation, dtype, reduction and root travel as one.
 //

@@ -11,7 +11,7 @@
 #include <tessera/data/dataloader.h>
 
 #include "../common/classification.h"
-#include "model.h"
+#include <tessera/nn/models/bert.h>
 #include "text_data.h"
 
 namespace tessera::bert {

@@ -6,13 +6,23 @@
 #include <cstdio>
 #include <filesystem>
 
+#include <tessera/core/gpu/backend.h>
 #include <tessera/core/parallel.h>
 
 #include "corpus.h"
-#include "generation.h"
+#include <tessera/nn/models/generation.h>
 
 namespace tessera::gpt2 {
 namespace {
+
+// What --device names: the CPU, or a GPU of this machine.
+Device device_named(const std::string& name) {
+  TS_CHECK_AS(ConfigError, name == "cpu" || name == "cuda" || name.starts_with("cuda:"), "generate",
+              "--device is cpu, cuda or cuda:N; got '", name, "'");
+  const Device device = parse_device(name);
+  if (device.is_cuda()) gpu::require_device(device.index, "generate");
+  return device;
+}
 
 int run(int argc, char** argv) {
   std::string folder, prompt = "\n", tokenizer_name, tokenizer_files, dtype, device_name = "cpu";
@@ -41,7 +51,7 @@ int run(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
 
   if (threads > 0) set_num_threads(threads);
-  const Device device = program_device(device_name, "generate");
+  const Device device = device_named(device_name);
   const auto model = Gpt::load(folder);
   if (!dtype.empty()) model->to(*parse_dtype(dtype));
   model->to(device);

@@ -55,7 +55,7 @@
 #include <tessera/precision/autocast.h>
 
 #include "corpus.h"
-#include "model.h"
+#include <tessera/nn/models/gpt2.h>
 
 namespace tessera::gpt2 {
 namespace {

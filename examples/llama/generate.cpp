@@ -11,7 +11,7 @@
 #include <tessera/data/text/tokenizer.h>
 #include <tessera/nn/lora/lora.h>
 
-#include "generation.h"
+#include <tessera/nn/models/llama_generation.h>
 
 namespace tessera::llama {
 namespace {

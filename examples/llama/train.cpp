@@ -21,7 +21,7 @@
 #include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
 
-#include "model.h"
+#include <tessera/nn/models/llama.h>
 
 namespace tessera::llama {
 namespace {

@@ -12,7 +12,7 @@
 
 #include <tessera.h>
 
-#include "llama/generation.h"
+#include <tessera/nn/models/llama_generation.h>
 
 using namespace tessera;
 using Tokens = std::vector<int64_t>;

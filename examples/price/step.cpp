@@ -16,8 +16,8 @@
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>
 
-#include "bert/model.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/bert.h>
+#include <tessera/nn/models/gpt2.h>
 
 namespace tessera::cli {
 namespace {

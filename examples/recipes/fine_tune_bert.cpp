@@ -10,7 +10,7 @@
 
 #include <tessera.h>
 
-#include "bert/model.h"
+#include <tessera/nn/models/bert.h>
 #include "bert/text_data.h"
 
 using namespace tessera;

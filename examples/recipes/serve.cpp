@@ -15,7 +15,7 @@
 
 #include <tessera.h>
 
-#include "bert/model.h"
+#include <tessera/nn/models/bert.h>
 
 using namespace tessera;
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "accelerate/sharded_words.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 #include "thinned.h"
 
 namespace tessera::test_accelerator_one_hash {

@@ -22,10 +22,10 @@
 #include <tessera/nn/norm.h>
 #include <tessera/optim/optimizers.h>
 
-#include "bert/model.h"
+#include <tessera/nn/models/bert.h>
 #include "distributed/compared_ranks.h"
 #include "finished_process.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 #include "message_of.h"
 
 namespace tessera::test_training_plan {

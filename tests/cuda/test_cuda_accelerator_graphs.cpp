@@ -29,7 +29,7 @@
 
 #include "../message_of.h"
 #include "gemm_model.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 #include "on_emulation.h"
 
 namespace tessera {

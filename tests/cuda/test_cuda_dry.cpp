@@ -26,7 +26,7 @@
 #include <tessera/precision/autocast.h>
 
 #include "../message_of.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 
 namespace tessera {
 namespace {

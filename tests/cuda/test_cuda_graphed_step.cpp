@@ -25,7 +25,7 @@
 
 #include "../optim/master_writes.h"
 #include "../optim/optimizer_kinds.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 #include "on_emulation.h"
 
 namespace tessera::optim {

@@ -21,7 +21,7 @@
 
 #include "../finished_process.h"
 #include "../source_dir.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 
 namespace tessera {
 namespace {

@@ -26,7 +26,7 @@
 
 #include "../message_of.h"
 #include "../source_dir.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 #include "price/step.h"
 
 namespace tessera {

@@ -16,8 +16,8 @@
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
-#include "bert/model.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/bert.h>
+#include <tessera/nn/models/gpt2.h>
 #include "on_emulation.h"
 
 namespace tessera::gpt2 {

@@ -6,7 +6,7 @@
 #include <tessera/optim/optimizers.h>
 
 #include "distributed/replicate_fixture.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 
 namespace tessera::distributed::test_replicate_gpt2 {
 namespace {

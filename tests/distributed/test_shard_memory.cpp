@@ -7,7 +7,7 @@
 
 #include "distributed/fault_backend.h"
 #include "distributed/sharded_fixture.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 #include "thinned.h"
 
 namespace tessera::distributed::test_shard_memory {

@@ -7,7 +7,7 @@
 #include <tessera/core/random.h>
 #include <tessera/core/state/safetensors.h>
 
-#include "bert/model.h"
+#include <tessera/nn/models/bert.h>
 
 using namespace tessera;
 

@@ -14,7 +14,7 @@
 #include <tessera/precision/autocast.h>
 
 #include "autograd/op_checks.h"
-#include "bert/model.h"
+#include <tessera/nn/models/bert.h>
 #include "bert/text_data.h"
 #include "golden_files.h"
 #include "nn/call_counts.h"

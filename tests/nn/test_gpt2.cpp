@@ -15,8 +15,8 @@
 
 #include "autograd/op_checks.h"
 #include "golden_files.h"
-#include "gpt2/generation.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/generation.h>
+#include <tessera/nn/models/gpt2.h>
 #include "nn/call_counts.h"
 
 namespace tessera::gpt2::test_gpt2 {

@@ -7,7 +7,7 @@
 #include <tessera/optim/optimizers.h>
 
 #include "distributed/compared_ranks.h"
-#include "gpt2/generation.h"
+#include <tessera/nn/models/generation.h>
 #include "message_of.h"
 
 namespace tessera::gpt2::test_gpt2_generation {
@@ -35,7 +35,7 @@ TEST(Gpt2Generation, RanksMakeTextsOfTheirOwnLengthTogether) {
       Accelerator accelerator({.sharding = sharding, .config_file = ""});
       accelerator.prepare(model);
       GenerateOptions options = wanted(rank);
-      options.together = any_rank;
+      options.together = [](bool wants) { return distributed::any_rank(wants); };
       EXPECT_EQ(generate(model, prompt_of(rank), options), expected)
           << "rank " << rank << " in mode " << static_cast<int>(sharding);
       // None wants any.
@@ -79,7 +79,7 @@ TEST(Gpt2Generation, APretrainedModelOfRankZeroIsTrainedWithCheckpointsInEveryMo
         }
         EXPECT_TRUE(model->lm_head.weight.is(model->transformer.wte.weight));
         GenerateOptions options = wanted(rank);
-        options.together = any_rank;
+        options.together = [](bool wants) { return distributed::any_rank(wants); };
         generate(*model, prompt_of(rank), options);
       }
       EXPECT_EQ(losses[1], losses[0]) << static_cast<int>(sharding);

@@ -14,7 +14,7 @@
 #include "autograd/op_checks.h"
 #include "finished_process.h"
 #include "golden_files.h"
-#include "llama/generation.h"
+#include <tessera/nn/models/llama_generation.h>
 #include "message_of.h"
 
 namespace tessera::llama::test_llama {

@@ -18,7 +18,7 @@
 
 #include "distributed/sharded_fixture.h"
 #include "golden_files.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 #include "message_of.h"
 
 namespace tessera::nn::test_lora {

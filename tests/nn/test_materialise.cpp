@@ -21,9 +21,9 @@
 #include <tessera/nn/norm.h>
 #include <tessera/nn/recurrent/recurrent.h>
 
-#include "bert/model.h"
+#include <tessera/nn/models/bert.h>
 #include "distributed/dtensor_fixture.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 
 namespace tessera::nn::test_materialise {
 namespace {

@@ -15,7 +15,7 @@
 #include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
 
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 
 namespace tessera::gpt2::test_training {
 namespace {

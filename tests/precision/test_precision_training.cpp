@@ -13,7 +13,7 @@
 #include <tessera/precision/grad_scaler.h>
 
 #include "distributed/replicate_fixture.h"
-#include "gpt2/model.h"
+#include <tessera/nn/models/gpt2.h>
 
 namespace tessera::precision::test_precision_training {
 namespace {

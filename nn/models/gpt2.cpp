@@ -1,23 +1,14 @@
-#include "model.h"
+#include <tessera/nn/models/gpt2.h>
 
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
 
 #include <tessera/autograd/autograd.h>
-#include <tessera/core/gpu/backend.h>
 #include <tessera/nn/init.h>
 #include <tessera/nn/read_by.h>
 
 namespace tessera::gpt2 {
-
-Device program_device(const std::string& name, const char* program) {
-  TS_CHECK_AS(ConfigError, name == "cpu" || name == "cuda" || name.starts_with("cuda:"), program,
-              "--device is cpu, cuda or cuda:N; got '", name, "'");
-  const Device device = parse_device(name);
-  if (device.is_cuda()) gpu::require_device(device.index, program);
-  return device;
-}
 
 // ---- KvCache -----------------------------------------------------------------------------------
 

@@ -23,10 +23,6 @@
 
 namespace tessera::gpt2 {
 
-// What --device names: the CPU, or a GPU of this machine. ConfigError for another name, DeviceError
-// that tells the remedy where there is no such GPU.
-Device program_device(const std::string& name, const char* program);
-
 struct GptConfig {
   int64_t vocab_size = 50257;
   int64_t context = 1024;  // n_positions: the longest sequence

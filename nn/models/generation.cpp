@@ -1,4 +1,4 @@
-#include "generation.h"
+#include <tessera/nn/models/generation.h>
 
 #include <algorithm>
 #include <cmath>
@@ -7,8 +7,6 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
-#include <tessera/distributed/transport/collectives.h>
-#include <tessera/distributed/transport/group.h>
 
 namespace tessera::gpt2 {
 
@@ -42,14 +40,6 @@ int64_t sample(std::span<const float> logits, const GenerateOptions& options, in
     if (threshold < 0) return order[i];
   }
   return order[count - 1];
-}
-
-bool any_rank(bool own) {
-  if (distributed::world().size() == 1) return own;
-  const Tensor flag = scalar_tensor(static_cast<int64_t>(own), kI64);
-  distributed::all_reduce(flag, distributed::ReduceOp::kMax, distributed::world(),
-                          {.tag = "any_rank"});
-  return flag.item<int64_t>() != 0;
 }
 
 void check_request(std::span<const int64_t> prompt, const GenerateOptions& options) {

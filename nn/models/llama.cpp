@@ -1,4 +1,4 @@
-#include "model.h"
+#include <tessera/nn/models/llama.h>
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/nn/init.h>

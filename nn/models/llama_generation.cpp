@@ -1,4 +1,4 @@
-#include "generation.h"
+#include <tessera/nn/models/llama_generation.h>
 
 #include <algorithm>
 

@@ -1,8 +1,8 @@
-#include "config.h"
+#include <tessera/nn/models/llama_config.h>
 
 #include <algorithm>
 
-#include "../common/model_config.h"
+#include <tessera/nn/models/config_reader.h>
 
 namespace tessera::llama {
 namespace {

@@ -1,4 +1,4 @@
-#include "model_config.h"
+#include <tessera/nn/models/config_reader.h>
 
 #include <fstream>
 #include <sstream>

@@ -3,10 +3,9 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include <tessera/accelerate/state/model_io.h>
 #include <tessera/core/io/atomic_file.h>
-
-#include "model.h"
+#include <tessera/core/state/weight_files.h>
+#include <tessera/nn/models/llama.h>
 
 namespace tessera::llama {
 
@@ -99,7 +98,7 @@ std::unique_ptr<Llama> Llama::load(const std::string& folder) {
   const LlamaConfig config =
       LlamaConfig::read((std::filesystem::path(folder) / "config.json").string());
   StateDict state;
-  for (const auto& [name, tensor] : load_weights(folder)) {
+  for (const auto& [name, tensor] : tessera::load_weights(folder)) {
     if (config.tied && name == "lm_head.weight") continue;
     if (name.ends_with("rotary_emb.inv_freq")) continue;  // of old checkpoints
     state.set(name, tensor);
@@ -119,7 +118,7 @@ std::unique_ptr<Llama> Llama::load(const std::string& folder) {
 }
 
 void Llama::save(const std::string& folder, const std::string& max_shard_size) const {
-  accelerate::save_model(*this, folder, {.max_shard_size = max_shard_size});
+  save_weights(state_dict(), folder, {.max_shard_size = max_shard_size});
   config.write((std::filesystem::path(folder) / "config.json").string(),
                model.embed_tokens.weight.dtype());
 }

@@ -7,8 +7,8 @@
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/state/safetensors.h>
 
-#include "../common/model_config.h"
-#include "model.h"
+#include <tessera/nn/models/config_reader.h>
+#include <tessera/nn/models/gpt2.h>
 
 namespace tessera::gpt2 {
 namespace {

@@ -15,10 +15,9 @@
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/fused.h>
 #include <tessera/nn/linear.h>
+#include <tessera/nn/models/llama_config.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/rotary.h>
-
-#include "config.h"
 
 namespace tessera::llama {
 

@@ -4,8 +4,8 @@
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/state/safetensors.h>
 
-#include "../common/model_config.h"
-#include "model.h"
+#include <tessera/nn/models/config_reader.h>
+#include <tessera/nn/models/bert.h>
 
 namespace tessera::bert {
 namespace {

@@ -5,8 +5,8 @@
 #include <span>
 #include <vector>
 
-#include "../gpt2/generation.h"
-#include "model.h"
+#include <tessera/nn/models/generation.h>
+#include <tessera/nn/models/llama.h>
 
 namespace tessera::llama {
 

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "model.h"
+#include <tessera/nn/models/gpt2.h>
 
 namespace tessera::gpt2 {
 
@@ -20,14 +20,11 @@ struct GenerateOptions {
   // Of a model that several ranks hold in parts, who all call generate(), each for a text of its
   // own. Asked before each token with whether this rank wants one; while the answer is true, the
   // same on all ranks, the model is called, also for a rank whose text has come to its end: the
-  // others' calls need its parts (transformers' synced_gpus). any_rank() is such an answer. Without
+  // others' calls need its parts (transformers' synced_gpus). distributed::any_rank() is such an answer. Without
   // it ranks have to make texts of the same length: calls that some leave out are a
   // DistributedError.
   std::function<bool(bool wants)> together = {};
 };
-
-// Whether any rank says yes. Collective.
-bool any_rank(bool own);
 
 // ValueError for an empty prompt and for options that cannot work.
 void check_request(std::span<const int64_t> prompt, const GenerateOptions& options);
