@@ -27,10 +27,10 @@
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/transport/process_group.h>
 #include <tessera/distributed/transport/run_ranks.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
-#include <tessera/nn/models/gpt2.h>
 #include "resident.h"
 
 namespace {
@@ -104,11 +104,11 @@ class Training {
  public:
   Training(const Options& options, std::string mode) : options_(options), mode_(std::move(mode)) {
     manual_seed(1);
-    model_ = std::make_unique<gpt2::Gpt>(gpt2::GptConfig{.vocab_size = options.vocab,
-                                                         .context = options.context,
-                                                         .width = options.width,
-                                                         .layers = options.layers,
-                                                         .heads = options.heads});
+    model_ = std::make_unique<nn::models::Gpt>(nn::models::GptConfig{.vocab_size = options.vocab,
+                                                                     .context = options.context,
+                                                                     .width = options.width,
+                                                                     .layers = options.layers,
+                                                                     .heads = options.heads});
     parameters_ = model_->num_parameters();
     shard();
     optimizer_ =
@@ -206,7 +206,7 @@ class Training {
 
   const Options& options_;
   std::string mode_;
-  std::unique_ptr<gpt2::Gpt> model_;
+  std::unique_ptr<nn::models::Gpt> model_;
   int64_t parameters_ = 0;
   std::unique_ptr<distributed::DataParallelModel> parallel_;
   const distributed::Replica* replica_ = nullptr;  // it, where it is one

@@ -54,14 +54,14 @@
 #include <tessera/core/parallel.h>
 #include <tessera/core/profile/profiler.h>
 #include <tessera/core/state/safetensors.h>
+#include <tessera/nn/models/bert.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>
 #include <tessera/precision/grad_scaler.h>
 
-#include <tessera/nn/models/bert.h>
-#include <tessera/nn/models/gpt2.h>
 #include "resident.h"
 #include "step_models.h"
 
@@ -178,7 +178,7 @@ class GptSubject : public Subject {
   Tensor loss() override { return model_(inputs_, targets_).loss; }
 
  private:
-  gpt2::Gpt model_;
+  nn::models::Gpt model_;
   Tensor inputs_, targets_;
 };
 
@@ -186,7 +186,7 @@ class GptSubject : public Subject {
 class GivenSubject : public Subject {
  public:
   GivenSubject(const Options& options, const Device& device)
-      : model_(gpt2::Gpt::load(options.weights)),
+      : model_(nn::models::Gpt::from_pretrained(options.weights)),
         tokens_(SafeTensorsFile(options.batches).load("tokens").to(device)) {}
   nn::ModuleBase& model() override { return *model_; }
   Tensor loss() override {
@@ -198,7 +198,7 @@ class GivenSubject : public Subject {
   }
 
  private:
-  std::unique_ptr<gpt2::Gpt> model_;
+  std::unique_ptr<nn::models::Gpt> model_;
   Tensor tokens_;
   int64_t next_ = 0;
 };
@@ -214,10 +214,10 @@ class BertSubject : public Subject {
         ids_(randint(0, options.vocab, {options.batch_size, options.context}).to(device)),
         labels_(randint(0, 2, {options.batch_size}).to(device)) {}
   nn::ModuleBase& model() override { return model_; }
-  Tensor loss() override { return model_(ids_, bert::TokenFeatures{}, labels_).loss; }
+  Tensor loss() override { return model_(ids_, nn::models::TokenFeatures{}, labels_).loss; }
 
  private:
-  bert::Bert model_;
+  nn::models::Bert model_;
   Tensor ids_, labels_;
 };
 

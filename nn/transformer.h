@@ -1,5 +1,5 @@
 // Transformer encoder and decoder (Vaswani et al. 2017), with torch's parameter names. A
-// decoder-only model with fused kernels is in examples/gpt2.
+// decoder-only model with fused kernels is in models/gpt2.h.
 #pragma once
 
 #include <memory>

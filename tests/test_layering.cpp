@@ -303,6 +303,7 @@ const std::map<std::string, const char*> kNotUmbrella = {
     {"distributed/transport/", "backends; group.h and collectives.h are in it"},
     {"nn/call_scopes.h", "inside of fused ops"},
     {"nn/lora/lora_adapter.h", "inside of adapters"},
+    {"nn/models/config_reader.h", "inside of models"},
     {"nn/structure.h", "inside of sharding"},
     {"optim/step_graph.h", "inside of graphed steps"},
 };

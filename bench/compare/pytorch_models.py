@@ -1,4 +1,4 @@
-"""The models of bench_step in plain PyTorch: GPT-2 and BERT as examples/gpt2 and examples/bert have
+"""The models of bench_step in plain PyTorch: GPT-2 and BERT as nn/models has
 them, the others as bench/step_models.h."""
 import math
 

@@ -20,7 +20,7 @@ using namespace tessera;
 
 namespace {
 
-struct Options : bert::TaskOptions {
+struct Options : examples::TaskOptions {
   std::string project_dir = "out/nlp";
   bool resume = false;
   int64_t checkpoint_every = 0;
@@ -57,11 +57,11 @@ void train(const Options& options) {
                            .keep_best = 1,
                            .fp8 = options.fp8()});
   const auto tokenizer = data::WordPieceTokenizer::from_file(options.data + "/bert/vocab.txt");
-  const bert::Task task = bert::read_task(options, tokenizer);
-  data::DataLoader<bert::TextExample> loader(task.train,
-                                             {.batch_size = options.batch_size, .shuffle = true});
-  data::DataLoader<bert::TextExample> validation(task.validation, {.batch_size = 64});
-  const auto model = bert::make_model(options, task, tokenizer.vocab_size(), accelerator);
+  const examples::Task task = examples::read_task(options, tokenizer);
+  data::DataLoader<examples::TextExample> loader(
+      task.train, {.batch_size = options.batch_size, .shuffle = true});
+  data::DataLoader<examples::TextExample> validation(task.validation, {.batch_size = 64});
+  const auto model = examples::make_model(options, task, tokenizer.vocab_size(), accelerator);
   optim::AdamW optimizer(model->named_parameters(),
                          {.lr = options.lr, .weight_decay = options.weight_decay});
   accelerator.prepare(*model, optimizer, loader);
@@ -89,7 +89,8 @@ void train(const Options& options) {
       {
         const auto micro = accelerator.accumulate(*model);
         const auto out = (*model)(
-            batch.ids, bert::TokenFeatures{.type_ids = batch.type_ids, .lengths = batch.lengths},
+            batch.ids,
+            nn::models::TokenFeatures{.type_ids = batch.type_ids, .lengths = batch.lengths},
             batch.labels);
         accelerator.backward(out.loss);
         accelerator.clip_grad_norm(model->parameters(), 1.0);
@@ -113,20 +114,20 @@ void train(const Options& options) {
     }
     const double loss = loop.loss_sum / static_cast<double>(loop.batches);
     loop.loss_sum = 0, loop.batches = 0;
-    const auto score = bert::evaluate(accelerator, *model, validation);
+    const auto score = examples::evaluate(accelerator, *model, validation);
     accelerator.log(
         {{"train", {{"loss", loss}, {"lr", optimizer.lr()}}},
-         {"validation", {{"accuracy", score.accuracy()}, {"f1", bert::f1_of(score, task)}}}},
+         {"validation", {{"accuracy", score.accuracy()}, {"f1", examples::f1_of(score, task)}}}},
         loop.updates);
     char line[120];
     std::snprintf(line, sizeof line, "after %lld updates  loss %.6f  accuracy %.4f",
                   static_cast<long long>(loop.updates), loss, score.accuracy());
-    accelerator.print(line, bert::fp8_calls_of(*model));
+    accelerator.print(line, examples::fp8_calls_of(*model));
     accelerator.save_state({}, {.metric = score.accuracy()});
   }
   if (!options.save.empty()) {
     const StateDict weights = accelerator.get_state_dict(*model);
-    accelerator.on_main_process([&] { model->save(weights, options.save); });
+    accelerator.on_main_process([&] { model->save_pretrained(weights, options.save); });
   }
   accelerator.end_training();
 }

@@ -22,17 +22,17 @@ using namespace tessera;
 
 namespace {
 
-double train(const bert::TaskOptions& options) {
+double train(const examples::TaskOptions& options) {
   Accelerator accelerator({.mixed_precision = options.precision(),
                            .gradient_accumulation_steps = options.accumulate,
                            .seed = options.seed,
                            .fp8 = options.fp8()});
   const auto tokenizer = data::WordPieceTokenizer::from_file(options.data + "/bert/vocab.txt");
-  const bert::Task task = bert::read_task(options, tokenizer);
-  data::DataLoader<bert::TextExample> loader(task.train,
-                                             {.batch_size = options.batch_size, .shuffle = true});
-  data::DataLoader<bert::TextExample> validation(task.validation, {.batch_size = 64});
-  const auto model = bert::make_model(options, task, tokenizer.vocab_size(), accelerator);
+  const examples::Task task = examples::read_task(options, tokenizer);
+  data::DataLoader<examples::TextExample> loader(
+      task.train, {.batch_size = options.batch_size, .shuffle = true});
+  data::DataLoader<examples::TextExample> validation(task.validation, {.batch_size = 64});
+  const auto model = examples::make_model(options, task, tokenizer.vocab_size(), accelerator);
   optim::AdamW optimizer(model->named_parameters(),
                          {.lr = options.lr, .weight_decay = options.weight_decay});
   accelerator.prepare(*model, optimizer, loader, validation);
@@ -48,9 +48,10 @@ double train(const bert::TaskOptions& options) {
     double loss_sum = 0;
     for (auto& batch : loader) {
       const auto micro = accelerator.accumulate(*model);
-      const auto out = (*model)(
-          batch.ids, bert::TokenFeatures{.type_ids = batch.type_ids, .lengths = batch.lengths},
-          batch.labels);
+      const auto out =
+          (*model)(batch.ids,
+                   nn::models::TokenFeatures{.type_ids = batch.type_ids, .lengths = batch.lengths},
+                   batch.labels);
       accelerator.backward(out.loss);
       accelerator.clip_grad_norm(model->parameters(), 1.0);
       optimizer.step();
@@ -58,19 +59,19 @@ double train(const bert::TaskOptions& options) {
       optimizer.zero_grad();
       loss_sum += out.loss.item();
     }
-    const auto score = bert::evaluate(accelerator, *model, validation);
+    const auto score = examples::evaluate(accelerator, *model, validation);
     accuracy = score.accuracy();
     char line[160];
     std::snprintf(line, sizeof line,
                   "epoch %lld  loss %.4f  accuracy %.4f  f1 %.4f  samples %lld  %.1f s",
                   static_cast<long long>(epoch), loss_sum / static_cast<double>(loader.size()),
-                  accuracy, bert::f1_of(score, task), static_cast<long long>(score.samples()),
+                  accuracy, examples::f1_of(score, task), static_cast<long long>(score.samples()),
                   std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
-    accelerator.print(line, bert::fp8_calls_of(*model));
+    accelerator.print(line, examples::fp8_calls_of(*model));
   }
   if (!options.save.empty()) {
     const StateDict weights = accelerator.get_state_dict(*model);
-    accelerator.on_main_process([&] { model->save(weights, options.save); });
+    accelerator.on_main_process([&] { model->save_pretrained(weights, options.save); });
     accelerator.print("saved ", options.save);
   }
   return accuracy;
@@ -79,7 +80,7 @@ double train(const bert::TaskOptions& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  bert::TaskOptions options;
+  examples::TaskOptions options;
   double at_least = 0, accuracy = 0;
   CLI::App app("A BERT that learns to tell texts apart");
   options.add_to(app);

@@ -3,7 +3,9 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/precision/autocast.h>
 
-namespace tessera::bert {
+namespace tessera::examples {
+
+using namespace nn::models;
 
 void TaskOptions::add_to(CLI::App& app) {
   app.add_option("--data", data, "folder with bert/, intent/ and pairs/")->required();
@@ -104,18 +106,18 @@ std::unique_ptr<Bert> make_model(const TaskOptions& options, const Task& task, i
                                              .label_names = task.labels});
   }
   std::vector<std::string> fresh;
-  auto model = Bert::load(options.model, &fresh);
+  auto model = Bert::from_pretrained(options.model, &fresh);
   TS_CHECK_AS(ConfigError, model->config.labels == labels, options.model, "holds a model of ",
               model->config.labels, " labels, and the task has ", labels, "; choose another");
   for (const auto& name : fresh) accelerator.print("fresh: ", name);
   return model;
 }
 
-examples::ClassificationScore evaluate(Accelerator& accelerator, Bert& model,
-                                       data::DataLoader<TextExample>& loader) {
+ClassificationScore evaluate(Accelerator& accelerator, Bert& model,
+                             data::DataLoader<TextExample>& loader) {
   const NoGradGuard no_grad;
   model.eval();
-  examples::ClassificationScore score(model.config.labels);
+  ClassificationScore score(model.config.labels);
   for (auto& batch : loader) {
     const Tensor logits =
         model(batch.ids, TokenFeatures{.type_ids = batch.type_ids, .lengths = batch.lengths})
@@ -136,8 +138,8 @@ std::string fp8_calls_of(const Bert& model) {
          std::to_string(report.fallbacks());
 }
 
-double f1_of(const examples::ClassificationScore& score, const Task& task) {
+double f1_of(const ClassificationScore& score, const Task& task) {
   return task.labels.size() == 2 ? score.f1(1) : score.macro_f1();
 }
 
-}  // namespace tessera::bert
+}  // namespace tessera::examples

@@ -9,12 +9,12 @@
 
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/data/dataloader.h>
+#include <tessera/nn/models/bert.h>
 
 #include "../common/classification.h"
-#include <tessera/nn/models/bert.h>
 #include "text_data.h"
 
-namespace tessera::bert {
+namespace tessera::examples {
 
 struct TaskOptions {
   std::string data, task = "intents", model, save;
@@ -39,18 +39,18 @@ struct Task {
 Task read_task(const TaskOptions& options, const data::WordPieceTokenizer& tokenizer);
 
 // From random weights, or options.model. ConfigError where that has another number of labels.
-std::unique_ptr<Bert> make_model(const TaskOptions& options, const Task& task, int64_t vocab_size,
-                                 const Accelerator& accelerator);
+std::unique_ptr<nn::models::Bert> make_model(const TaskOptions& options, const Task& task,
+                                             int64_t vocab_size, const Accelerator& accelerator);
 
 // Each sample of a prepared loader once, over all ranks.
-examples::ClassificationScore evaluate(Accelerator& accelerator, Bert& model,
-                                       data::DataLoader<TextExample>& loader);
+ClassificationScore evaluate(Accelerator& accelerator, nn::models::Bert& model,
+                             data::DataLoader<TextExample>& loader);
 
 // "  fp8_calls 96  fp8_fallbacks 2": of the linear layers of a prepared model in fp8, since it
 // was prepared, on this rank; empty for other precisions.
-std::string fp8_calls_of(const Bert& model);
+std::string fp8_calls_of(const nn::models::Bert& model);
 
 // F1 of the second of two classes, or the mean over all classes.
-double f1_of(const examples::ClassificationScore& score, const Task& task);
+double f1_of(const ClassificationScore& score, const Task& task);
 
-}  // namespace tessera::bert
+}  // namespace tessera::examples

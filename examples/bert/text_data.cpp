@@ -8,7 +8,7 @@
 #include <tessera/autograd/ops.h>
 #include <tessera/data/csv.h>
 
-namespace tessera::bert {
+namespace tessera::examples {
 namespace {
 
 int64_t label_of(const data::CsvTable& table, int64_t row, std::string_view column,
@@ -97,22 +97,22 @@ TextDatasetPtr read_mrpc(const std::string& path, const data::WordPieceTokenizer
   return std::make_shared<TextDataset>(std::move(examples));
 }
 
-}  // namespace tessera::bert
+}  // namespace tessera::examples
 
-tessera::bert::TextBatch tessera::data::Collate<tessera::bert::TextExample>::batch(
-    std::span<tessera::bert::TextExample> examples) {
+tessera::examples::TextBatch tessera::data::Collate<tessera::examples::TextExample>::batch(
+    std::span<tessera::examples::TextExample> examples) {
   TS_CHECK(!examples.empty(), "collate", "a batch needs an example; got none");
   size_t length = 0;
   for (const auto& example : examples) length = std::max(length, example.ids.size());
   const auto rows = static_cast<int64_t>(examples.size()), columns = static_cast<int64_t>(length);
-  bert::TextBatch batch;
+  examples::TextBatch batch;
   // 0 is [PAD] in BERT's vocabularies, the first text, and "no token".
   batch.ids = zeros({rows, columns}, {.dtype = kI64});
   batch.type_ids = zeros({rows, columns}, {.dtype = kI64});
   batch.lengths = empty({rows}, {.dtype = kI64});
   batch.labels = empty({rows}, {.dtype = kI64});
   for (size_t row = 0; row < examples.size(); ++row) {
-    const bert::TextExample& example = examples[row];
+    const examples::TextExample& example = examples[row];
     std::copy(example.ids.begin(), example.ids.end(), batch.ids.data_as<int64_t>() + row * length);
     std::copy(example.type_ids.begin(), example.type_ids.end(),
               batch.type_ids.data_as<int64_t>() + row * length);

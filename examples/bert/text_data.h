@@ -1,9 +1,9 @@
 // Labelled texts and pairs of texts as token ids, and their batches.
 //
 //     const auto tokenizer = data::WordPieceTokenizer::from_file("bert/vocab.txt");
-//     auto intents = bert::read_intents("intent/banking77-train.csv", labels, tokenizer, 64);
+//     auto intents = examples::read_intents("intent/banking77-train.csv", labels, tokenizer, 64);
 //     data::DataLoader loader(intents, {.batch_size = 32, .shuffle = true});
-//     for (bert::TextBatch& batch : loader) ...
+//     for (examples::TextBatch& batch : loader) ...
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 #include <tessera/data/dataset.h>
 #include <tessera/data/text/wordpiece.h>
 
-namespace tessera::bert {
+namespace tessera::examples {
 
 struct TextExample {
   std::vector<data::TokenId> ids, type_ids;
@@ -60,9 +60,9 @@ TextDatasetPtr read_qnli(const std::string& path, const data::WordPieceTokenizer
 TextDatasetPtr read_mrpc(const std::string& path, const data::WordPieceTokenizer& tokenizer,
                          int64_t max_length);
 
-}  // namespace tessera::bert
+}  // namespace tessera::examples
 
 template <>
-struct tessera::data::Collate<tessera::bert::TextExample> {
-  static tessera::bert::TextBatch batch(std::span<tessera::bert::TextExample> examples);
+struct tessera::data::Collate<tessera::examples::TextExample> {
+  static tessera::examples::TextBatch batch(std::span<tessera::examples::TextExample> examples);
 };

@@ -9,7 +9,7 @@
 #include <tessera/core/io/mapped_file.h>
 #include <tessera/data/text/bpe.h>
 
-namespace tessera::gpt2 {
+namespace tessera::examples {
 
 std::unique_ptr<data::Tokenizer> make_tokenizer(const std::string& name,
                                                 const std::string& folder) {
@@ -59,4 +59,4 @@ Corpus read_corpus(const std::string& text_file, const data::Tokenizer& tokenize
   return {tokens.slice(0, boundary), tokens.slice(boundary, tokens.size())};
 }
 
-}  // namespace tessera::gpt2
+}  // namespace tessera::examples

@@ -8,7 +8,7 @@
 #include <tessera/data/text/tokenizer.h>
 #include <tessera/data/token_dataset.h>
 
-namespace tessera::gpt2 {
+namespace tessera::examples {
 
 // "bytes", or "gpt2" with a folder that holds its vocabulary (vocab.json and merges.txt, or
 // encoder.json and vocab.bpe). Throws ConfigError for another name.
@@ -26,4 +26,4 @@ struct Corpus {
 // Throws IoError; ConfigError where the text is too short for windows of `context` tokens.
 Corpus read_corpus(const std::string& text_file, const data::Tokenizer& tokenizer, int64_t context);
 
-}  // namespace tessera::gpt2
+}  // namespace tessera::examples

@@ -8,12 +8,14 @@
 
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/parallel.h>
-
-#include "corpus.h"
 #include <tessera/nn/models/generation.h>
 
-namespace tessera::gpt2 {
+#include "corpus.h"
+
+namespace tessera::examples {
 namespace {
+
+using namespace nn::models;
 
 // What --device names: the CPU, or a GPU of this machine.
 Device device_named(const std::string& name) {
@@ -52,7 +54,7 @@ int run(int argc, char** argv) {
 
   if (threads > 0) set_num_threads(threads);
   const Device device = device_named(device_name);
-  const auto model = Gpt::load(folder);
+  const auto model = Gpt::from_pretrained(folder);
   if (!dtype.empty()) model->to(*parse_dtype(dtype));
   model->to(device);
   if (tokenizer_name.empty()) tokenizer_name = model->config.tokenizer;
@@ -92,11 +94,11 @@ int run(int argc, char** argv) {
 }
 
 }  // namespace
-}  // namespace tessera::gpt2
+}  // namespace tessera::examples
 
 int main(int argc, char** argv) {
   try {
-    return tessera::gpt2::run(argc, argv);
+    return tessera::examples::run(argc, argv);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "generate: %s\n", error.what());
     return 1;

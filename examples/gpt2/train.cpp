@@ -47,6 +47,7 @@
 #include <tessera/distributed/mesh/mesh.h>
 #include <tessera/distributed/transport/group.h>
 #include <tessera/distributed/transport/process_group.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>
 #include <tessera/optim/muon.h>
@@ -55,10 +56,11 @@
 #include <tessera/precision/autocast.h>
 
 #include "corpus.h"
-#include <tessera/nn/models/gpt2.h>
 
-namespace tessera::gpt2 {
+namespace tessera::examples {
 namespace {
+
+using namespace nn::models;
 
 using Json = nlohmann::json;
 using Clock = std::chrono::steady_clock;
@@ -347,7 +349,7 @@ std::unique_ptr<Gpt> Trainer::make_model() {
   const std::string source = options_.resume.empty() ? options_.init_from : options_.resume;
   std::unique_ptr<Gpt> model;
   if (!source.empty()) {
-    model = Gpt::load(source);
+    model = Gpt::from_pretrained(source);
     TS_CHECK_AS(ConfigError, model->config.vocab_size >= tokenizer_->vocab_size(), "train",
                 "the model in '", source, "' knows ", model->config.vocab_size,
                 " tokens, the tokenizer '", options_.tokenizer, "' makes ",
@@ -563,7 +565,7 @@ void Trainer::save() {
   for (auto& [name, tensor] : tensors) tensor = tensor.to(kCpu);
   save_safetensors(file_in(options_.save, current + ".safetensors"), tensors);
   write_file_atomically(file_in(options_.save, current + ".json"), json.dump(2) + "\n");
-  model_->save(weights, options_.save, {{"step", step}});
+  model_->save_pretrained(weights, options_.save, {{"step", step}});
   // No model is left that the older ones belong to.
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(options_.save, ignored)) {
@@ -736,13 +738,13 @@ void Trainer::run() {
 }
 
 }  // namespace
-}  // namespace tessera::gpt2
+}  // namespace tessera::examples
 
 int main(int argc, char** argv) {
   return tessera::run(argc, argv, [&](auto) {
-    const tessera::gpt2::TrainOptions options = tessera::gpt2::parse_options(argc, argv);
+    const tessera::examples::TrainOptions options = tessera::examples::parse_options(argc, argv);
     const tessera::Device device = tessera::accelerate::rank_device(options.device, "--device");
     const tessera::distributed::ProcessGroup processes({.device = device});
-    tessera::gpt2::Trainer(options, device).run();
+    tessera::examples::Trainer(options, device).run();
   });
 }

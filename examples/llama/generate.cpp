@@ -10,15 +10,16 @@
 #include <tessera/core/parallel.h>
 #include <tessera/data/text/tokenizer.h>
 #include <tessera/nn/lora/lora.h>
+#include <tessera/nn/models/generation.h>
 
-#include <tessera/nn/models/llama_generation.h>
-
-namespace tessera::llama {
+namespace tessera::examples {
 namespace {
+
+using namespace nn::models;
 
 int run(int argc, char** argv) {
   std::string folder, adapter, prompt, ids, dtype;
-  gpt2::GenerateOptions options{.max_tokens = 100};
+  nn::models::GenerateOptions options{.max_tokens = 100};
   int threads = 0;
   CLI::App app("Lets a Llama go on with a text.");
   app.add_option("--model", folder, "folder with config.json and safetensors")->required();
@@ -35,7 +36,7 @@ int run(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   if (threads > 0) set_num_threads(threads);
 
-  const auto model = Llama::load(folder);
+  const auto model = Llama::from_pretrained(folder);
   if (!adapter.empty()) {
     nn::load_lora(*model, adapter);
     nn::merge_lora(*model);
@@ -67,11 +68,11 @@ int run(int argc, char** argv) {
 }
 
 }  // namespace
-}  // namespace tessera::llama
+}  // namespace tessera::examples
 
 int main(int argc, char** argv) {
   try {
-    return tessera::llama::run(argc, argv);
+    return tessera::examples::run(argc, argv);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "generate: %s\n", error.what());
     return 1;

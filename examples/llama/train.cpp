@@ -17,14 +17,15 @@
 #include <tessera/core/random.h>
 #include <tessera/data/token_dataset.h>
 #include <tessera/nn/lora/lora.h>
+#include <tessera/nn/models/llama.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
 
-#include <tessera/nn/models/llama.h>
-
-namespace tessera::llama {
+namespace tessera::examples {
 namespace {
+
+using namespace nn::models;
 
 struct Request {
   std::string data, folder, save;
@@ -59,7 +60,7 @@ double validation_loss(Llama& model, const data::TokenArray& tokens, int64_t con
 
 std::unique_ptr<Llama> make_model(const Request& request, const data::TokenArray& tokens) {
   auto model = request.folder.empty() ? std::make_unique<Llama>(request.config)
-                                      : Llama::load(request.folder);
+                                      : Llama::from_pretrained(request.folder);
   TS_CHECK_AS(ConfigError, tokens.vocab_size() <= model->config.vocab_size, "train", "'",
               request.data, "' has ids below ", tokens.vocab_size(), ", the model knows ",
               model->config.vocab_size, "; make the ids with the model's own tokenizer");
@@ -108,7 +109,7 @@ void train(const Request& request) {
   if (request.save.empty()) return;
   if (request.lora > 0 && !request.merge) return nn::save_lora(*model, request.save);
   if (request.lora > 0) nn::merge_lora(*model), nn::remove_lora(*model);
-  model->save(request.save);
+  model->save_pretrained(request.save);
 }
 
 int run(int argc, char** argv) {
@@ -138,11 +139,11 @@ int run(int argc, char** argv) {
 }
 
 }  // namespace
-}  // namespace tessera::llama
+}  // namespace tessera::examples
 
 int main(int argc, char** argv) {
   try {
-    return tessera::llama::run(argc, argv);
+    return tessera::examples::run(argc, argv);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "train: %s\n", error.what());
     return 1;

@@ -12,20 +12,18 @@
 
 #include <tessera.h>
 
-#include <tessera/nn/models/llama_generation.h>
-
 using namespace tessera;
 using Tokens = std::vector<int64_t>;
 
 struct Question {
   Tokens prompt;
-  gpt2::GenerateOptions options;
+  nn::models::GenerateOptions options;
   std::promise<Tokens> answer;  // an error of generate() goes there, too
 };
 
 class Server {
  public:
-  Server(llama::Llama& model, int threads) : model_(model) {
+  Server(nn::models::Llama& model, int threads) : model_(model) {
     model.eval();  // once, here: threads only read the model
     for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
   }
@@ -37,7 +35,7 @@ class Server {
     more_.notify_all();
     for (std::thread& thread : threads_) thread.join();
   }
-  std::future<Tokens> ask(Tokens prompt, const gpt2::GenerateOptions& options) {
+  std::future<Tokens> ask(Tokens prompt, const nn::models::GenerateOptions& options) {
     Question request{std::move(prompt), options, {}};
     std::future<Tokens> answer = request.answer.get_future();
     {
@@ -59,14 +57,14 @@ class Server {
       waiting_.pop_front();
       lock.unlock();
       try {
-        request.answer.set_value(llama::generate(model_, request.prompt, request.options));
+        request.answer.set_value(nn::models::generate(model_, request.prompt, request.options));
       } catch (...) {
         request.answer.set_exception(std::current_exception());
       }
     }
   }
 
-  llama::Llama& model_;
+  nn::models::Llama& model_;
   std::mutex mutex_;
   std::condition_variable more_;
   std::deque<Question> waiting_;
@@ -76,14 +74,14 @@ class Server {
 
 int main() {
   manual_seed(1);
-  llama::Llama model({.vocab_size = 64, .width = 32, .inner = 64, .layers = 2});
+  nn::models::Llama model({.vocab_size = 64, .width = 32, .inner = 64, .layers = 2});
   const auto prompt = [](int64_t i) { return Tokens(static_cast<size_t>(1 + i % 5), i % 64); };
   const auto options = [](int64_t i) {
-    return gpt2::GenerateOptions{.max_tokens = 12, .temperature = 2, .seed = uint64_t(i / 2)};
+    return nn::models::GenerateOptions{.max_tokens = 12, .temperature = 2, .seed = uint64_t(i / 2)};
   };
   std::vector<Tokens> expected;
   for (int64_t i = 0; i < 40; ++i) {
-    expected.push_back(llama::generate(model, prompt(i), options(i)));
+    expected.push_back(nn::models::generate(model, prompt(i), options(i)));
   }
   Server server(model, 2);
   std::vector<std::future<Tokens>> answers;

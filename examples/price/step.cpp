@@ -11,13 +11,12 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/nn/models/bert.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>
-
-#include <tessera/nn/models/bert.h>
-#include <tessera/nn/models/gpt2.h>
 
 namespace tessera::cli {
 namespace {
@@ -61,9 +60,9 @@ class GptSubject : public Subject {
   Tensor loss() override { return model_(inputs_, targets_).loss; }
 
  private:
-  static gpt2::GptConfig config_of(const PriceOptions& options) {
-    gpt2::GptConfig config{.vocab_size = vocabulary_of(options, 50304),
-                           .context = context_of(options, 1024)};
+  static nn::models::GptConfig config_of(const PriceOptions& options) {
+    nn::models::GptConfig config{.vocab_size = vocabulary_of(options, 50304),
+                                 .context = context_of(options, 1024)};
     TS_CHECK_AS(ConfigError, options.size != "base", kPrice,
                 "--size of gpt2 is 124m or 355m; got base");
     if (options.size == "355m") {
@@ -73,7 +72,7 @@ class GptSubject : public Subject {
     }
     return config;
   }
-  gpt2::Gpt model_;
+  nn::models::Gpt model_;
   Tensor inputs_, targets_;
 };
 
@@ -90,15 +89,15 @@ class BertSubject : public Subject {
   void prepare(Accelerator& accelerator, optim::Optimizer& optimizer) override {
     accelerator.prepare(model_, optimizer);
   }
-  Tensor loss() override { return model_(ids_, bert::TokenFeatures{}, labels_).loss; }
+  Tensor loss() override { return model_(ids_, nn::models::TokenFeatures{}, labels_).loss; }
 
  private:
-  static bert::BertConfig config_of(const PriceOptions& options) {
+  static nn::models::BertConfig config_of(const PriceOptions& options) {
     TS_CHECK_AS(ConfigError, options.size.empty() || options.size == "base", kPrice,
                 "--size of bert is base; got ", options.size);
     return {.vocab_size = vocabulary_of(options, 30528), .context = context_of(options, 512)};
   }
-  bert::Bert model_;
+  nn::models::Bert model_;
   Tensor ids_, labels_;
 };
 

@@ -10,7 +10,6 @@
 
 #include <tessera.h>
 
-#include <tessera/nn/models/bert.h>
 #include "bert/text_data.h"
 
 using namespace tessera;
@@ -24,26 +23,26 @@ void fine_tune(const std::string& folder, const std::string& table_file, const s
   for (int64_t row = 0; row < table.num_rows(); ++row) {
     labels[std::string(table.cell(row, "label"))] = 0;
   }
-  bert::BertConfig config = bert::BertConfig::read(folder + "/config.json");
+  nn::models::BertConfig config = nn::models::BertConfig::read(folder + "/config.json");
   config.labels = static_cast<int64_t>(labels.size());
   config.label_names.clear();
   for (auto& [name, id] : labels) {
     id = static_cast<int64_t>(config.label_names.size());
     config.label_names.push_back(name);
   }
-  std::vector<bert::TextExample> examples;
+  std::vector<examples::TextExample> examples;
   for (int64_t row = 0; row < table.num_rows(); ++row) {
     auto encoding = tokenizer.encode_text(table.cell(row, "text"), {.max_length = config.context});
     examples.push_back({std::move(encoding.ids), std::move(encoding.type_ids),
                         labels.at(std::string(table.cell(row, "label")))});
   }
-  const auto texts = std::make_shared<bert::TextDataset>(std::move(examples));
+  const auto texts = std::make_shared<examples::TextDataset>(std::move(examples));
   const int64_t known = texts->size() * 9 / 10;
   const auto parts = data::random_split(texts, {known, texts->size() - known}, /*seed=*/1);
-  data::DataLoader<bert::TextExample> loader(parts[0], {.batch_size = 16, .shuffle = true});
-  data::DataLoader<bert::TextExample> validation(parts[1], {.batch_size = 64});
+  data::DataLoader<examples::TextExample> loader(parts[0], {.batch_size = 16, .shuffle = true});
+  data::DataLoader<examples::TextExample> validation(parts[1], {.batch_size = 64});
 
-  bert::Bert model(config);
+  nn::models::Bert model(config);
   std::vector<std::string> fresh;  // the classifier, which no checkpoint before fine-tuning has
   model.load_weights(folder + "/model.safetensors", &fresh);
   for (const std::string& name : fresh) accelerator.print("from random values: ", name);
@@ -57,7 +56,8 @@ void fine_tune(const std::string& folder, const std::string& table_file, const s
     model.train();
     for (const auto& batch : loader) {
       const auto micro = accelerator.accumulate(model);
-      const bert::TokenFeatures features{.type_ids = batch.type_ids, .lengths = batch.lengths};
+      const nn::models::TokenFeatures features{.type_ids = batch.type_ids,
+                                               .lengths = batch.lengths};
       accelerator.backward(model(batch.ids, features, batch.labels).loss);
       accelerator.clip_grad_norm(model.parameters(), 1.0);
       optimizer.step(), schedule.step(), optimizer.zero_grad();
@@ -66,7 +66,8 @@ void fine_tune(const std::string& folder, const std::string& table_file, const s
     double right = 0, seen = 0;
     for (const auto& batch : validation) {
       const NoGradGuard no_grad;
-      const bert::TokenFeatures features{.type_ids = batch.type_ids, .lengths = batch.lengths};
+      const nn::models::TokenFeatures features{.type_ids = batch.type_ids,
+                                               .lengths = batch.lengths};
       const auto [guesses, truth] = accelerator.gather_for_metrics(
           std::pair(model(batch.ids, features).logits.argmax(-1), batch.labels));
       right += eq(guesses, truth).sum().item(), seen += static_cast<double>(truth.size(0));
@@ -75,7 +76,7 @@ void fine_tune(const std::string& folder, const std::string& table_file, const s
   }
   const StateDict weights = accelerator.get_state_dict(model);
   accelerator.on_main_process([&] {
-    model.save(weights, out);
+    model.save_pretrained(weights, out);
     std::filesystem::copy(folder + "/vocab.txt", out + "/vocab.txt",
                           std::filesystem::copy_options::overwrite_existing);
   });

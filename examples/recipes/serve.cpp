@@ -15,14 +15,12 @@
 
 #include <tessera.h>
 
-#include <tessera/nn/models/bert.h>
-
 using namespace tessera;
 
 struct Classifier {
   explicit Classifier(const std::string& folder)
       : tokenizer(data::WordPieceTokenizer::from_file(folder + "/vocab.txt")),
-        model(bert::Bert::load(folder)) {
+        model(nn::models::Bert::from_pretrained(folder)) {
     model->eval();
   }
   std::string answer(const std::string& text) {
@@ -38,7 +36,7 @@ struct Classifier {
     return name + "\t" + std::to_string(sure);
   }
   data::WordPieceTokenizer tokenizer;
-  std::unique_ptr<bert::Bert> model;
+  std::unique_ptr<nn::models::Bert> model;
 };
 
 void talk(int connection, Classifier& classifier) {

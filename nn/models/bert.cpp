@@ -3,23 +3,22 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/nn/init.h>
 
-namespace tessera::bert {
+namespace tessera::nn::models {
 namespace {
 
-nn::LayerNormOptions norm_options(const BertConfig& config) {
-  return {.eps = config.layer_norm_eps};
-}
+LayerNormOptions norm_options(const BertConfig& config) { return {.eps = config.layer_norm_eps}; }
 
 }  // namespace
 
+namespace bert {
+
 Embeddings::Embeddings(const BertConfig& config)
     : config(config),
-      word_embeddings(add<nn::Embedding>("word_embeddings", config.vocab_size, config.width,
-                                         nn::EmbeddingOptions{.padding_idx = config.padding})),
-      position_embeddings(add<nn::Embedding>("position_embeddings", config.context, config.width)),
-      token_type_embeddings(
-          add<nn::Embedding>("token_type_embeddings", config.types, config.width)),
-      norm(add<nn::LayerNorm>("LayerNorm", config.width, norm_options(config))) {}
+      word_embeddings(add<Embedding>("word_embeddings", config.vocab_size, config.width,
+                                     EmbeddingOptions{.padding_idx = config.padding})),
+      position_embeddings(add<Embedding>("position_embeddings", config.context, config.width)),
+      token_type_embeddings(add<Embedding>("token_type_embeddings", config.types, config.width)),
+      norm(add<LayerNorm>("LayerNorm", config.width, norm_options(config))) {}
 
 Tensor Embeddings::forward(const Tensor& ids, const Tensor& type_ids) {
   const int64_t T = ids.size(-1);
@@ -29,24 +28,23 @@ Tensor Embeddings::forward(const Tensor& ids, const Tensor& type_ids) {
   const Tensor positions = arange(0, T, 1, kI64, ids.device());
   const Tensor types = token_type_embeddings(
       type_ids.defined() ? type_ids : zeros({1}, {.dtype = kI64, .device = ids.device()}));
-  const Tensor sum =
-      nn::embedding_add(word_embeddings, ids, types + position_embeddings(positions));
+  const Tensor sum = embedding_add(word_embeddings, ids, types + position_embeddings(positions));
   return dropout(norm(sum), config.dropout, is_training());
 }
 
 SelfAttention::SelfAttention(const BertConfig& config)
     : heads(config.heads),
       dropout(config.attention_dropout),
-      query(add<nn::Linear>("query", config.width, config.width)),
-      key(add<nn::Linear>("key", config.width, config.width)),
-      value(add<nn::Linear>("value", config.width, config.width)) {}
+      query(add<Linear>("query", config.width, config.width)),
+      key(add<Linear>("key", config.width, config.width)),
+      value(add<Linear>("value", config.width, config.width)) {}
 
 // One product in place of three, of weights that are put together for it: with many rows that takes
 // less of a GPU's time, as the three have few tiles each and their gradients of x are added up.
 bool SelfAttention::packs(const Tensor& x) const {
   constexpr int64_t kRows = 4;  // for each of a weight
   return x.device().is_cuda() && x.numel() / x.size(2) >= kRows * x.size(2) &&
-         query.bias.defined() && nn::adds_residual(x, query.weight, {&query, &key, &value});
+         query.bias.defined() && adds_residual(x, query.weight, {&query, &key, &value});
 }
 
 Tensor SelfAttention::forward(const Tensor& x, const VisibleKeys& keys) {
@@ -68,11 +66,11 @@ Tensor SelfAttention::forward(const Tensor& x, const VisibleKeys& keys) {
 
 SublayerOutput::SublayerOutput(int64_t inputs, const BertConfig& config)
     : dropout(config.dropout),
-      dense(add<nn::Linear>("dense", inputs, config.width)),
-      norm(add<nn::LayerNorm>("LayerNorm", config.width, norm_options(config))) {}
+      dense(add<Linear>("dense", inputs, config.width)),
+      norm(add<LayerNorm>("LayerNorm", config.width, norm_options(config))) {}
 
 Tensor SublayerOutput::forward(const Tensor& x, const Tensor& residual) {
-  return nn::residual_layer_norm(norm, dense(x), residual, is_training() ? dropout : 0).normalized;
+  return residual_layer_norm(norm, dense(x), residual, is_training() ? dropout : 0).normalized;
 }
 
 Attention::Attention(const BertConfig& config)
@@ -84,9 +82,9 @@ Tensor Attention::forward(const Tensor& x, const VisibleKeys& keys) {
 }
 
 Intermediate::Intermediate(const BertConfig& config)
-    : dense(add<nn::Linear>("dense", config.width, config.inner_width())) {}
+    : dense(add<Linear>("dense", config.width, config.inner_width())) {}
 
-Tensor Intermediate::forward(const Tensor& x) { return nn::linear_gelu(dense, x); }
+Tensor Intermediate::forward(const Tensor& x) { return linear_gelu(dense, x); }
 
 Layer::Layer(const BertConfig& config)
     : attention(add<Attention>("attention", config)),
@@ -98,7 +96,7 @@ Tensor Layer::forward(const Tensor& x, const VisibleKeys& keys) {
   return output(intermediate(attended), attended);
 }
 
-Encoder::Encoder(const BertConfig& config) : layer(add<nn::ModuleList>("layer")) {
+Encoder::Encoder(const BertConfig& config) : layer(add<ModuleList>("layer")) {
   for (int64_t i = 0; i < config.layers; ++i) layer.append<Layer>(config);
 }
 
@@ -109,7 +107,7 @@ Tensor Encoder::forward(const Tensor& x, const VisibleKeys& keys) {
 }
 
 Pooler::Pooler(const BertConfig& config)
-    : dense(add<nn::Linear>("dense", config.width, config.width)) {}
+    : dense(add<Linear>("dense", config.width, config.width)) {}
 
 Tensor Pooler::forward(const Tensor& x) { return dense(x.select(1, 0)).tanh(); }
 
@@ -131,26 +129,28 @@ Tensor Model::forward(const Tensor& ids, const TokenFeatures& features) {
   return encoder(embeddings(ids, features.type_ids), keys);
 }
 
+}  // namespace bert
+
 Bert::Bert(const BertConfig& config)
     : config((config.check(), config)),
-      bert([&]() -> Model& {
+      bert([&]() -> models::bert::Model& {
         // Values come from initialise(), as BERT has them.
-        nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
+        ParameterDefaults defaults = ParameterDefaultsGuard::current();
         defaults.initialise = false;
-        const nn::ParameterDefaultsGuard guard(defaults);
-        return add<Model>("bert", config);
+        const ParameterDefaultsGuard guard(defaults);
+        return add<models::bert::Model>("bert", config);
       }()),
-      classifier(add<nn::Linear>("classifier", config.width, config.labels)) {
-  if (nn::ParameterDefaultsGuard::current().initialise) initialise();
+      classifier(add<Linear>("classifier", config.width, config.labels)) {
+  if (ParameterDefaultsGuard::current().initialise) initialise();
 }
 
 // Normal with deviation initializer_range, biases zero, as google-research/bert.
 void Bert::initialise() {
   for (const auto& [name, tensor] : named_parameters()) {
     if (tensor.dim() == 1) {
-      nn::init::constant(tensor, name.ends_with("LayerNorm.weight") ? 1 : 0);
+      init::constant(tensor, name.ends_with("LayerNorm.weight") ? 1 : 0);
     } else {
-      nn::init::normal(tensor, 0, config.initializer_range, initial_stream(name));
+      init::normal(tensor, 0, config.initializer_range, initial_stream(name));
     }
   }
   const NoGradGuard no_grad;
@@ -166,4 +166,4 @@ BertOutput Bert::forward(const Tensor& ids, const TokenFeatures& features, const
   return output;
 }
 
-}  // namespace tessera::bert
+}  // namespace tessera::nn::models

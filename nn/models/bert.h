@@ -1,12 +1,11 @@
 // BERT (Devlin et al. 2018) for classifying texts and pairs of texts, with the parameter names and
 // files of HuggingFace transformers' BertForSequenceClassification.
 //
-//     bert::Bert model({.vocab_size = 30522, .width = 128, .layers = 2, .heads = 2, .labels = 77});
-//     bert::TokenFeatures features{.type_ids = batch.type_ids, .lengths = batch.lengths};
-//     auto out = model(batch.ids, features, batch.labels);
-//     out.loss.backward();
-//     model.save("folder");                     // config.json, model.safetensors
-//     auto same = bert::Bert::load("folder");   // also any BERT from the hub
+//     nn::models::Bert model({.vocab_size = 30522, .width = 128, .layers = 2, .heads = 2, .labels =
+//     77}); nn::models::TokenFeatures features{.type_ids = batch.type_ids, .lengths =
+//     batch.lengths}; auto out = model(batch.ids, features, batch.labels); out.loss.backward();
+//     model.save_pretrained("folder");                         // config.json, model.safetensors
+//     auto same = nn::models::Bert::from_pretrained("folder"); // also any BERT from the hub
 #pragma once
 
 #include <cstdint>
@@ -24,7 +23,7 @@
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
 
-namespace tessera::bert {
+namespace tessera::nn::models {
 
 struct BertConfig {
   int64_t vocab_size = 30522;
@@ -51,15 +50,26 @@ struct BertConfig {
   void write(const std::string& path, DType dtype) const;
 };
 
-struct Embeddings : nn::Module<Embeddings> {
+struct TokenFeatures {
+  Tensor type_ids = {};        // [B, T] i64: which text a token is of; undefined: all of the first
+  Tensor attention_mask = {};  // [B, T], 0 for padding; undefined: no padding
+  // [B] i64 instead of the mask, for padding on the right: attention passes it over.
+  Tensor lengths = {};
+  void visit_tensors(auto&& visit) { visit(type_ids), visit(attention_mask), visit(lengths); }
+};
+
+// The parts of the model, by the names of transformers.
+namespace bert {
+
+struct Embeddings : Module<Embeddings> {
   explicit Embeddings(const BertConfig& config);
   Tensor forward(const Tensor& ids, const Tensor& type_ids);  // [B, T] -> [B, T, C]
 
   const BertConfig config;
-  nn::Embedding& word_embeddings;
-  nn::Embedding& position_embeddings;
-  nn::Embedding& token_type_embeddings;
-  nn::LayerNorm& norm;
+  Embedding& word_embeddings;
+  Embedding& position_embeddings;
+  Embedding& token_type_embeddings;
+  LayerNorm& norm;
 };
 
 // Which keys are tokens: at most one of the two is defined.
@@ -69,31 +79,31 @@ struct VisibleKeys {
   void visit_tensors(auto&& visit) { visit(mask), visit(lengths); }
 };
 
-struct SelfAttention : nn::Module<SelfAttention> {
+struct SelfAttention : Module<SelfAttention> {
   explicit SelfAttention(const BertConfig& config);
   Tensor forward(const Tensor& x, const VisibleKeys& keys);
 
   const int64_t heads;
   const double dropout;
-  nn::Linear& query;
-  nn::Linear& key;
-  nn::Linear& value;
+  Linear& query;
+  Linear& key;
+  Linear& value;
 
  private:
   bool packs(const Tensor& x) const;
 };
 
 // dense, dropout, and the layer norm of its sum with what the sublayer received.
-struct SublayerOutput : nn::Module<SublayerOutput> {
+struct SublayerOutput : Module<SublayerOutput> {
   SublayerOutput(int64_t inputs, const BertConfig& config);
   Tensor forward(const Tensor& x, const Tensor& residual);
 
   const double dropout;
-  nn::Linear& dense;
-  nn::LayerNorm& norm;
+  Linear& dense;
+  LayerNorm& norm;
 };
 
-struct Attention : nn::Module<Attention> {
+struct Attention : Module<Attention> {
   explicit Attention(const BertConfig& config);
   Tensor forward(const Tensor& x, const VisibleKeys& keys);
 
@@ -101,14 +111,14 @@ struct Attention : nn::Module<Attention> {
   SublayerOutput& output;
 };
 
-struct Intermediate : nn::Module<Intermediate> {
+struct Intermediate : Module<Intermediate> {
   explicit Intermediate(const BertConfig& config);
   Tensor forward(const Tensor& x);
 
-  nn::Linear& dense;
+  Linear& dense;
 };
 
-struct Layer : nn::Module<Layer> {
+struct Layer : Module<Layer> {
   explicit Layer(const BertConfig& config);
   Tensor forward(const Tensor& x, const VisibleKeys& keys);
 
@@ -117,29 +127,21 @@ struct Layer : nn::Module<Layer> {
   SublayerOutput& output;
 };
 
-struct Encoder : nn::Module<Encoder> {
+struct Encoder : Module<Encoder> {
   explicit Encoder(const BertConfig& config);
   Tensor forward(const Tensor& x, const VisibleKeys& keys);
 
-  nn::ModuleList& layer;
+  ModuleList& layer;
 };
 
-struct Pooler : nn::Module<Pooler> {
+struct Pooler : Module<Pooler> {
   explicit Pooler(const BertConfig& config);
   Tensor forward(const Tensor& x);  // [B, T, C] -> [B, C], of the first token
 
-  nn::Linear& dense;
+  Linear& dense;
 };
 
-struct TokenFeatures {
-  Tensor type_ids = {};        // [B, T] i64: which text a token is of; undefined: all of the first
-  Tensor attention_mask = {};  // [B, T], 0 for padding; undefined: no padding
-  // [B] i64 instead of the mask, for padding on the right: attention passes it over.
-  Tensor lengths = {};
-  void visit_tensors(auto&& visit) { visit(type_ids), visit(attention_mask), visit(lengths); }
-};
-
-struct Model : nn::Module<Model> {
+struct Model : Module<Model> {
   explicit Model(const BertConfig& config);
   // The last layer's states [B, T, C].
   Tensor forward(const Tensor& ids, const TokenFeatures& features);
@@ -149,13 +151,15 @@ struct Model : nn::Module<Model> {
   Pooler& pooler;
 };
 
+}  // namespace bert
+
 struct BertOutput {
   Tensor logits;  // [B, labels]
   Tensor loss;    // mean cross-entropy over labels other than -100, or undefined
   void visit_tensors(auto&& visit) { visit(logits), visit(loss); }
 };
 
-class Bert : public nn::Module<Bert> {
+class Bert : public Module<Bert> {
  public:
   explicit Bert(const BertConfig& config);
 
@@ -168,22 +172,22 @@ class Bert : public nn::Module<Bert> {
   // values: `fresh` gets their names; without it they are an error. Heads of pre-training and
   // position id buffers are passed over; LayerNorm's old names gamma and beta are known.
   // FormatError, IoError, ValueError.
-  static std::unique_ptr<Bert> load(const std::string& folder,
-                                    std::vector<std::string>* fresh = nullptr);
+  static std::unique_ptr<Bert> from_pretrained(const std::string& folder,
+                                               std::vector<std::string>* fresh = nullptr);
   void load_weights(const std::string& safetensors_path, std::vector<std::string>* fresh = nullptr);
   // Makes the folder where it is missing. Files appear whole or not at all, model.safetensors last.
-  void save(const std::string& folder) const;
+  void save_pretrained(const std::string& folder) const;
   // The same of whole weights that were gathered from parts (distributed::full_state_dict).
-  void save(const StateDict& weights, const std::string& folder) const;
+  void save_pretrained(const StateDict& weights, const std::string& folder) const;
 
   std::unique_ptr<Bert> remake() const { return std::make_unique<Bert>(config); }
 
   const BertConfig config;
-  Model& bert;
-  nn::Linear& classifier;
+  models::bert::Model& bert;
+  Linear& classifier;
 
  private:
   void initialise();
 };
 
-}  // namespace tessera::bert
+}  // namespace tessera::nn::models

@@ -4,10 +4,10 @@
 #include <tessera/core/io/atomic_file.h>
 #include <tessera/core/state/safetensors.h>
 
-#include <tessera/nn/models/config_reader.h>
 #include <tessera/nn/models/bert.h>
+#include <tessera/nn/models/config_reader.h>
 
-namespace tessera::bert {
+namespace tessera::nn::models {
 namespace {
 
 using Json = nlohmann::json;
@@ -53,7 +53,7 @@ void BertConfig::check() const {
 }
 
 BertConfig BertConfig::read(const std::string& path) {
-  const examples::ModelConfigReader reader(path);
+  const ConfigReader reader(path);
   reader.require("model_type", "bert");
   reader.require("hidden_act", "gelu");
   reader.require("position_embedding_type", "absolute");
@@ -145,21 +145,24 @@ void Bert::load_weights(const std::string& path, std::vector<std::string>* fresh
   }
 }
 
-std::unique_ptr<Bert> Bert::load(const std::string& folder, std::vector<std::string>* fresh) {
+std::unique_ptr<Bert> Bert::from_pretrained(const std::string& folder,
+                                            std::vector<std::string>* fresh) {
   const std::filesystem::path path(folder);
   const BertConfig config = BertConfig::read((path / "config.json").string());
   // What the file lacks keeps its initial values, so they are made where that is allowed.
-  nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
+  ParameterDefaults defaults = ParameterDefaultsGuard::current();
   defaults.initialise = fresh != nullptr;
-  const nn::ParameterDefaultsGuard guard(defaults);
+  const ParameterDefaultsGuard guard(defaults);
   auto model = std::make_unique<Bert>(config);
   model->load_weights((path / "model.safetensors").string(), fresh);
   return model;
 }
 
-void Bert::save(const std::string& folder) const { save(state_dict(), folder); }
+void Bert::save_pretrained(const std::string& folder) const {
+  save_pretrained(state_dict(), folder);
+}
 
-void Bert::save(const StateDict& weights, const std::string& folder) const {
+void Bert::save_pretrained(const StateDict& weights, const std::string& folder) const {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   TS_CHECK_AS(IoError, !error, "bert", "cannot make the folder '", folder, "': ", error.message(),
@@ -171,4 +174,4 @@ void Bert::save(const StateDict& weights, const std::string& folder) const {
   save_safetensors((path / "model.safetensors").string(), tensors, {{"format", "pt"}});
 }
 
-}  // namespace tessera::bert
+}  // namespace tessera::nn::models

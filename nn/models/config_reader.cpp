@@ -5,9 +5,9 @@
 
 #include <tessera/core/error.h>
 
-namespace tessera::examples {
+namespace tessera::nn::models {
 
-ModelConfigReader::ModelConfigReader(const std::string& path) : path_(path) {
+ConfigReader::ConfigReader(const std::string& path) : path_(path) {
   std::ifstream file(path, std::ios::binary);
   TS_CHECK_AS(IoError, file, path, "cannot be read; is it a model folder?");
   std::ostringstream text;
@@ -20,12 +20,12 @@ ModelConfigReader::ModelConfigReader(const std::string& path) : path_(path) {
   TS_CHECK_AS(FormatError, json_.is_object(), path, "holds no JSON object; is it a config.json?");
 }
 
-const nlohmann::json* ModelConfigReader::find(const char* field) const {
+const nlohmann::json* ConfigReader::find(const char* field) const {
   const auto found = json_.find(field);
   return found == json_.end() || found->is_null() ? nullptr : &*found;
 }
 
-int64_t ModelConfigReader::integer(const char* field, std::optional<int64_t> fallback) const {
+int64_t ConfigReader::integer(const char* field, std::optional<int64_t> fallback) const {
   const nlohmann::json* value = find(field);
   if (value == nullptr) {
     TS_CHECK_AS(FormatError, fallback.has_value(), path_, "the field '", field, "' is missing");
@@ -36,7 +36,7 @@ int64_t ModelConfigReader::integer(const char* field, std::optional<int64_t> fal
   return value->get<int64_t>();
 }
 
-double ModelConfigReader::number(const char* field, double fallback) const {
+double ConfigReader::number(const char* field, double fallback) const {
   const nlohmann::json* value = find(field);
   if (value == nullptr) return fallback;
   TS_CHECK_AS(FormatError, value->is_number(), path_, "the field '", field,
@@ -44,15 +44,15 @@ double ModelConfigReader::number(const char* field, double fallback) const {
   return value->get<double>();
 }
 
-std::string ModelConfigReader::text(const char* field, const std::string& fallback) const {
+std::string ConfigReader::text(const char* field, const std::string& fallback) const {
   const nlohmann::json* value = find(field);
   return value != nullptr && value->is_string() ? value->get<std::string>() : fallback;
 }
 
-void ModelConfigReader::require(const char* field, const nlohmann::json& value) const {
+void ConfigReader::require(const char* field, const nlohmann::json& value) const {
   const auto found = json_.find(field);
   TS_CHECK_AS(UnsupportedError, found == json_.end() || *found == value, path_, "the field '",
               field, "' is ", found->dump(), "; this model supports ", value.dump());
 }
 
-}  // namespace tessera::examples
+}  // namespace tessera::nn::models

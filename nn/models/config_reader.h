@@ -8,12 +8,12 @@
 
 #include <tessera/core/error.h>
 
-namespace tessera::examples {
+namespace tessera::nn::models {
 
-class ModelConfigReader {
+class ConfigReader {
  public:
   // IoError; FormatError: not JSON, no object.
-  explicit ModelConfigReader(const std::string& path);
+  explicit ConfigReader(const std::string& path);
 
   // FormatError: absent without a fallback, or of another kind. null is as absent.
   int64_t integer(const char* field, std::optional<int64_t> fallback = {}) const;
@@ -40,4 +40,4 @@ class ModelConfigReader {
   nlohmann::json json_;
 };
 
-}  // namespace tessera::examples
+}  // namespace tessera::nn::models

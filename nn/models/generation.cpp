@@ -8,7 +8,7 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 
-namespace tessera::gpt2 {
+namespace tessera::nn::models {
 
 int64_t sample(std::span<const float> logits, const GenerateOptions& options, int64_t position) {
   if (options.temperature == 0) return std::ranges::max_element(logits) - logits.begin();
@@ -58,7 +58,7 @@ std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
   model.eval();
   const int64_t context = model.config.context;
   const Device device = model.transformer.wte.weight.device();
-  KvCache cache(model.config, 1, model.transformer.wte.weight.dtype(), device);
+  gpt2::KvCache cache(model.config, 1, model.transformer.wte.weight.dtype(), device);
   std::vector<int64_t> text(prompt.begin(), prompt.end());
   auto pending = static_cast<int64_t>(std::min(text.size(), static_cast<size_t>(context)));
   std::vector<int64_t> made;
@@ -90,4 +90,30 @@ std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
   return made;
 }
 
-}  // namespace tessera::gpt2
+std::vector<int64_t> generate(Llama& model, std::span<const int64_t> prompt,
+                              const GenerateOptions& options,
+                              const std::function<bool(int64_t token)>& each) {
+  check_request(prompt, options);
+  const NoGradGuard no_grad;
+  const bool was_training = model.is_training();
+  if (was_training) model.eval();
+  const Tensor& table = model.model.embed_tokens.weight;
+  const auto length = static_cast<int64_t>(prompt.size());
+  llama::KvCache cache(model.config, 1, length + options.max_tokens, table.dtype(), table.device());
+  Tensor fresh = tensor(prompt, {1, length}).to(table.device());
+  std::vector<int64_t> made;
+  const std::vector<int64_t>& ends = model.config.end_of_text;
+  while (static_cast<int64_t>(made.size()) < options.max_tokens) {
+    const Tensor logits = model(fresh, Tensor(), /*last_only=*/true, &cache).logits;
+    const auto numbers = logits.to_vector<float>();
+    const int64_t token = sample(numbers, options, static_cast<int64_t>(made.size()));
+    if (options.stop_at_end && std::ranges::find(ends, token) != ends.end()) break;
+    made.push_back(token);
+    if (each && !each(token)) break;
+    fresh = full({1, 1}, token, {.dtype = kI64, .device = table.device()});
+  }
+  if (was_training) model.train();
+  return made;
+}
+
+}  // namespace tessera::nn::models

@@ -7,8 +7,9 @@
 #include <vector>
 
 #include <tessera/nn/models/gpt2.h>
+#include <tessera/nn/models/llama.h>
 
-namespace tessera::gpt2 {
+namespace tessera::nn::models {
 
 struct GenerateOptions {
   int64_t max_tokens = 100;  // new ones
@@ -20,8 +21,8 @@ struct GenerateOptions {
   // Of a model that several ranks hold in parts, who all call generate(), each for a text of its
   // own. Asked before each token with whether this rank wants one; while the answer is true, the
   // same on all ranks, the model is called, also for a rank whose text has come to its end: the
-  // others' calls need its parts (transformers' synced_gpus). distributed::any_rank() is such an answer. Without
-  // it ranks have to make texts of the same length: calls that some leave out are a
+  // others' calls need its parts (transformers' synced_gpus). distributed::any_rank() is such an
+  // answer. Without it ranks have to make texts of the same length: calls that some leave out are a
   // DistributedError.
   std::function<bool(bool wants)> together = {};
 };
@@ -39,4 +40,11 @@ std::vector<int64_t> generate(Gpt& model, std::span<const int64_t> prompt,
                               const GenerateOptions& options,
                               const std::function<bool(int64_t token)>& each = {});
 
-}  // namespace tessera::gpt2
+// The new tokens; of the options `together` has no meaning here. `each` sees every one as it is
+// made and may end generation by returning false. The model is put into evaluation mode for the
+// call; threads that share a model do that before, and find it so. ValueError: an empty prompt.
+std::vector<int64_t> generate(Llama& model, std::span<const int64_t> prompt,
+                              const GenerateOptions& options,
+                              const std::function<bool(int64_t token)>& each = {});
+
+}  // namespace tessera::nn::models

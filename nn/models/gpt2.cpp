@@ -8,7 +8,9 @@
 #include <tessera/nn/init.h>
 #include <tessera/nn/read_by.h>
 
-namespace tessera::gpt2 {
+namespace tessera::nn::models {
+
+namespace gpt2 {
 
 // ---- KvCache -----------------------------------------------------------------------------------
 
@@ -36,8 +38,8 @@ Attention::Attention(const GptConfig& config, size_t layer)
     : heads(config.heads),
       layer(layer),
       dropout(config.dropout),
-      c_attn(add<nn::Linear>("c_attn", config.width, 3 * config.width)),
-      c_proj(add<nn::Linear>("c_proj", config.width, config.width)) {}
+      c_attn(add<Linear>("c_attn", config.width, 3 * config.width)),
+      c_proj(add<Linear>("c_proj", config.width, config.width)) {}
 
 Tensor Attention::forward(const Tensor& x, KvCache* cache, const Tensor& residual) {
   const int64_t B = x.size(0), T = x.size(1), C = x.size(2), E = C / heads;
@@ -62,26 +64,22 @@ Tensor Attention::forward(const Tensor& x, KvCache* cache, const Tensor& residua
 
 Block::Block(const GptConfig& config, size_t layer)
     : dropout(config.dropout),
-      ln_1(add<nn::LayerNorm>("ln_1", config.width,
-                              nn::LayerNormOptions{.eps = config.layer_norm_eps})),
+      ln_1(add<LayerNorm>("ln_1", config.width, LayerNormOptions{.eps = config.layer_norm_eps})),
       attn(add<Attention>("attn", config, layer)),
-      ln_2(add<nn::LayerNorm>("ln_2", config.width,
-                              nn::LayerNormOptions{.eps = config.layer_norm_eps})),
-      mlp(add<nn::Mlp>(
-          "mlp", config.width, config.inner_width(),
-          nn::MlpOptions{.approximate = Gelu::kTanh, .inner = "c_fc", .outer = "c_proj"})) {}
+      ln_2(add<LayerNorm>("ln_2", config.width, LayerNormOptions{.eps = config.layer_norm_eps})),
+      mlp(add<Mlp>("mlp", config.width, config.inner_width(),
+                   MlpOptions{.approximate = Gelu::kTanh, .inner = "c_fc", .outer = "c_proj"})) {}
 
 namespace {
 
 // The sum of residual and update, and its layer norm.
-ResidualNorm add_and_normalise(const Stream& stream, nn::LayerNorm& norm) {
+ResidualNorm add_and_normalise(const Stream& stream, LayerNorm& norm) {
   if (!stream.update.defined()) return {stream.residual, norm(stream.residual)};
-  return nn::residual_layer_norm(norm, stream.update, stream.residual);
+  return residual_layer_norm(norm, stream.update, stream.residual);
 }
 // The same, where `reader` alone reads the norm.
-ResidualNorm add_and_normalise(const Stream& stream, nn::LayerNorm& norm,
-                               const nn::Linear& reader) {
-  const nn::ReadBy scope(reader);
+ResidualNorm add_and_normalise(const Stream& stream, LayerNorm& norm, const Linear& reader) {
+  const ReadBy scope(reader);
   return add_and_normalise(stream, norm);
 }
 
@@ -89,9 +87,9 @@ ResidualNorm add_and_normalise(const Stream& stream, nn::LayerNorm& norm,
 
 Stream Block::forward(const Stream& stream, KvCache* cache) {
   const auto [before, normalized] = add_and_normalise(stream, ln_1, attn.c_attn);
-  const auto adds = [&](const Tensor& x, std::initializer_list<const nn::ModuleBase*> callees) {
+  const auto adds = [&](const Tensor& x, std::initializer_list<const ModuleBase*> callees) {
     const bool drops = dropout > 0 && is_training();
-    return !drops && cache == nullptr && nn::adds_residual(x, before, callees);
+    return !drops && cache == nullptr && adds_residual(x, before, callees);
   };
   Stream middle{before, {}};
   if (adds(normalized, {&attn, &attn.c_proj})) {
@@ -106,11 +104,10 @@ Stream Block::forward(const Stream& stream, KvCache* cache) {
 
 Transformer::Transformer(const GptConfig& config)
     : config(config),
-      wte(add<nn::Embedding>("wte", config.vocab_size, config.width)),
-      wpe(add<nn::Embedding>("wpe", config.context, config.width)),
-      h(add<nn::ModuleList>("h")),
-      ln_f(add<nn::LayerNorm>("ln_f", config.width,
-                              nn::LayerNormOptions{.eps = config.layer_norm_eps})) {
+      wte(add<Embedding>("wte", config.vocab_size, config.width)),
+      wpe(add<Embedding>("wpe", config.context, config.width)),
+      h(add<ModuleList>("h")),
+      ln_f(add<LayerNorm>("ln_f", config.width, LayerNormOptions{.eps = config.layer_norm_eps})) {
   for (int64_t i = 0; i < config.layers; ++i) h.append<Block>(config, static_cast<size_t>(i));
 }
 
@@ -120,35 +117,37 @@ Tensor Transformer::forward(const Tensor& tokens, KvCache* cache) {
                  "tokens must be [batch, length] with at most ", config.context, " positions; got ",
                  tokens, " behind ", past, " tokens");
   const Tensor positions = arange(past, past + T, 1, kI64, tokens.device());
-  Stream stream{
-      dropout(nn::embedding_add(wte, tokens, wpe(positions)), config.dropout, is_training()), {}};
+  Stream stream{dropout(embedding_add(wte, tokens, wpe(positions)), config.dropout, is_training()),
+                {}};
   for (size_t i = 0; i < h.size(); ++i) stream = h.at<Block>(i)(stream, cache);
   if (cache != nullptr) cache->advance(T);
   return add_and_normalise(stream, ln_f).normalized;
 }
 
+}  // namespace gpt2
+
 // ---- Gpt ---------------------------------------------------------------------------------------
 
 Gpt::Gpt(const GptConfig& config)
     : config((config.check(), config)),
-      transformer([&]() -> Transformer& {
+      transformer([&]() -> gpt2::Transformer& {
         // Values come from initialise(), as GPT-2 has them.
-        nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
+        ParameterDefaults defaults = ParameterDefaultsGuard::current();
         defaults.initialise = false;
-        const nn::ParameterDefaultsGuard guard(defaults);
-        return add<Transformer>("transformer", config);
+        const ParameterDefaultsGuard guard(defaults);
+        return add<gpt2::Transformer>("transformer", config);
       }()),
-      lm_head([&]() -> nn::Linear& {
+      lm_head([&]() -> Linear& {
         // Made without bytes: its weight is shared next.
-        nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
+        ParameterDefaults defaults = ParameterDefaultsGuard::current();
         defaults.device = kMeta;
         defaults.initialise = false;
-        const nn::ParameterDefaultsGuard guard(defaults);
-        return add<nn::Linear>("lm_head", config.width, config.vocab_size,
-                               nn::LinearOptions{.bias = false});
+        const ParameterDefaultsGuard guard(defaults);
+        return add<Linear>("lm_head", config.width, config.vocab_size,
+                           LinearOptions{.bias = false});
       }()) {
   lm_head.share_parameter("weight", transformer.wte.weight);
-  if (nn::ParameterDefaultsGuard::current().initialise) initialise();
+  if (ParameterDefaultsGuard::current().initialise) initialise();
 }
 
 // Normal with deviation initializer_range; projections into the residual stream are scaled by
@@ -157,15 +156,16 @@ void Gpt::initialise() {
   const double residual_scale = 1 / std::sqrt(2.0 * static_cast<double>(config.layers));
   for (const auto& [name, tensor] : named_parameters()) {
     if (tensor.dim() == 1) {
-      nn::init::constant(tensor, name.ends_with(".weight") ? 1 : 0);
+      init::constant(tensor, name.ends_with(".weight") ? 1 : 0);
     } else {
       const double scale = name.ends_with("c_proj.weight") ? residual_scale : 1;
-      nn::init::normal(tensor, 0, config.initializer_range * scale, initial_stream(name));
+      init::normal(tensor, 0, config.initializer_range * scale, initial_stream(name));
     }
   }
 }
 
-GptOutput Gpt::forward(const Tensor& tokens, const Tensor& targets, Logits logits, KvCache* cache) {
+GptOutput Gpt::forward(const Tensor& tokens, const Tensor& targets, Logits logits,
+                       gpt2::KvCache* cache) {
   const Tensor x = transformer(tokens, cache);
   const auto last = [](const Tensor& all) { return all.narrow(1, all.size(1) - 1, 1); };
   if (!targets.defined()) {
@@ -174,8 +174,7 @@ GptOutput Gpt::forward(const Tensor& tokens, const Tensor& targets, Logits logit
   const Tensor flat_targets = targets.reshape({targets.numel()});
   const int64_t N = flat_targets.numel();
   if (logits == Logits::kWithoutLoss) {
-    const Tensor loss =
-        nn::linear_cross_entropy(lm_head, x.reshape({N, config.width}), flat_targets);
+    const Tensor loss = linear_cross_entropy(lm_head, x.reshape({N, config.width}), flat_targets);
     return {.logits = {}, .loss = loss};
   }
   const Tensor all = lm_head(x);
@@ -183,4 +182,4 @@ GptOutput Gpt::forward(const Tensor& tokens, const Tensor& targets, Logits logit
           .loss = cross_entropy(all.view({N, config.vocab_size}), flat_targets)};
 }
 
-}  // namespace tessera::gpt2
+}  // namespace tessera::nn::models

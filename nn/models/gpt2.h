@@ -1,9 +1,9 @@
 // GPT-2 (Radford et al. 2019) with the parameter names and files of HuggingFace transformers.
 //
-//     gpt2::Gpt model({.vocab_size = 256, .context = 64, .width = 128, .layers = 4, .heads = 4});
-//     auto out = model(batch.inputs, batch.targets);  // out.loss
-//     model.save("folder");                           // config.json, model.safetensors
-//     auto same = gpt2::Gpt::load("folder");          // also any GPT-2 from the hub
+//     nn::models::Gpt model({.vocab_size = 256, .context = 64, .width = 128, .layers = 4, .heads =
+//     4}); auto out = model(batch.inputs, batch.targets);             // out.loss
+//     model.save_pretrained("folder");                           // config.json, model.safetensors
+//     auto same = nn::models::Gpt::from_pretrained("folder");    // also any GPT-2 from the hub
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
 
-namespace tessera::gpt2 {
+namespace tessera::nn::models {
 
 struct GptConfig {
   int64_t vocab_size = 50257;
@@ -45,6 +45,9 @@ struct GptConfig {
   void write(const std::string& path, DType dtype) const;
 };
 
+// The parts of the model, by the names of transformers.
+namespace gpt2 {
+
 // Keys and values of the tokens so far, so that generation computes each token once.
 class KvCache {
  public:
@@ -67,7 +70,7 @@ class KvCache {
   int64_t length_ = 0;
 };
 
-struct Attention : nn::Module<Attention> {
+struct Attention : Module<Attention> {
   Attention(const GptConfig& config, size_t layer);
   // [B, T, C]; with a residual, of that shape: the sum of both.
   Tensor forward(const Tensor& x, KvCache* cache, const Tensor& residual = {});
@@ -75,8 +78,8 @@ struct Attention : nn::Module<Attention> {
   const int64_t heads;
   const size_t layer;
   const double dropout;
-  nn::Linear& c_attn;
-  nn::Linear& c_proj;
+  Linear& c_attn;
+  Linear& c_proj;
 };
 
 // The sum of the blocks so far, and what the last one adds to it. The addition is left to the next
@@ -87,27 +90,29 @@ struct Stream {
   void visit_tensors(auto&& visit) { visit(residual), visit(update); }
 };
 
-struct Block : nn::Module<Block> {
+struct Block : Module<Block> {
   Block(const GptConfig& config, size_t layer);
   Stream forward(const Stream& stream, KvCache* cache);
 
   const double dropout;
-  nn::LayerNorm& ln_1;
+  LayerNorm& ln_1;
   Attention& attn;
-  nn::LayerNorm& ln_2;
-  nn::Mlp& mlp;
+  LayerNorm& ln_2;
+  Mlp& mlp;
 };
 
-struct Transformer : nn::Module<Transformer> {
+struct Transformer : Module<Transformer> {
   explicit Transformer(const GptConfig& config);
   Tensor forward(const Tensor& tokens, KvCache* cache);  // [B, T] -> [B, T, C]
 
   const GptConfig config;
-  nn::Embedding& wte;
-  nn::Embedding& wpe;
-  nn::ModuleList& h;
-  nn::LayerNorm& ln_f;
+  Embedding& wte;
+  Embedding& wpe;
+  ModuleList& h;
+  LayerNorm& ln_f;
 };
+
+}  // namespace gpt2
 
 enum class Logits {
   kWithoutLoss,  // computed where no targets are given; a loss alone never holds [B, T, V]
@@ -121,36 +126,36 @@ struct GptOutput {
   void visit_tensors(auto&& visit) { visit(logits), visit(loss); }
 };
 
-class Gpt : public nn::Module<Gpt> {
+class Gpt : public Module<Gpt> {
  public:
   explicit Gpt(const GptConfig& config);
 
   // tokens: [B, T] i64 or i32, T + cache length <= context; targets: [B, T], the token that follows
   // each one (-100: none). A loss beside logits is calculated from all of them.
   GptOutput forward(const Tensor& tokens, const Tensor& targets = {},
-                    Logits logits = Logits::kWithoutLoss, KvCache* cache = nullptr);
+                    Logits logits = Logits::kWithoutLoss, gpt2::KvCache* cache = nullptr);
 
   // A folder of transformers: config.json and model.safetensors, names with or without the prefix
   // "transformer.", c_attn, c_fc and c_proj weights as [in, out] (Conv1D). Causal mask buffers and
   // a head equal to wte are passed over. FormatError, IoError, ValueError.
-  static std::unique_ptr<Gpt> load(const std::string& folder);
+  static std::unique_ptr<Gpt> from_pretrained(const std::string& folder);
   void load_weights(const std::string& safetensors_path);
   // From any device. Makes the folder where it is missing. Files appear whole or not at all,
   // model.safetensors last; `metadata` goes into its header.
-  void save(const std::string& folder,
-            const std::map<std::string, std::string>& metadata = {}) const;
+  void save_pretrained(const std::string& folder,
+                       const std::map<std::string, std::string>& metadata = {}) const;
   // The same of whole weights that were gathered from parts (distributed::full_state_dict).
-  void save(const StateDict& weights, const std::string& folder,
-            const std::map<std::string, std::string>& metadata = {}) const;
+  void save_pretrained(const StateDict& weights, const std::string& folder,
+                       const std::map<std::string, std::string>& metadata = {}) const;
 
   std::unique_ptr<Gpt> remake() const { return std::make_unique<Gpt>(config); }
 
   const GptConfig config;
-  Transformer& transformer;
-  nn::Linear& lm_head;  // its weight is wte's
+  gpt2::Transformer& transformer;
+  Linear& lm_head;  // its weight is wte's
 
  private:
   void initialise();
 };
 
-}  // namespace tessera::gpt2
+}  // namespace tessera::nn::models

@@ -10,7 +10,7 @@
 #include <tessera/nn/models/config_reader.h>
 #include <tessera/nn/models/gpt2.h>
 
-namespace tessera::gpt2 {
+namespace tessera::nn::models {
 namespace {
 
 using Json = nlohmann::json;
@@ -67,7 +67,7 @@ void GptConfig::check() const {
 }
 
 GptConfig GptConfig::read(const std::string& path) {
-  const examples::ModelConfigReader reader(path);
+  const ConfigReader reader(path);
   reader.require("model_type", "gpt2");
   reader.require("activation_function", "gelu_new");
   reader.require("tie_word_embeddings", true);
@@ -134,26 +134,26 @@ void Gpt::load_weights(const std::string& path) {
   }
 }
 
-std::unique_ptr<Gpt> Gpt::load(const std::string& folder) {
+std::unique_ptr<Gpt> Gpt::from_pretrained(const std::string& folder) {
   const std::filesystem::path path(folder);
   const std::string config_path = (path / "config.json").string();
   const GptConfig config = GptConfig::read(config_path);
   check_sizes(config, config_path, SafeTensorsFile((path / "model.safetensors").string()));
-  nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
+  ParameterDefaults defaults = ParameterDefaultsGuard::current();
   defaults.initialise = false;
-  const nn::ParameterDefaultsGuard guard(defaults);
+  const ParameterDefaultsGuard guard(defaults);
   auto model = std::make_unique<Gpt>(config);
   model->load_weights((path / "model.safetensors").string());
   return model;
 }
 
-void Gpt::save(const std::string& folder,
-               const std::map<std::string, std::string>& metadata) const {
-  save(state_dict(), folder, metadata);
+void Gpt::save_pretrained(const std::string& folder,
+                          const std::map<std::string, std::string>& metadata) const {
+  save_pretrained(state_dict(), folder, metadata);
 }
 
-void Gpt::save(const StateDict& weights, const std::string& folder,
-               const std::map<std::string, std::string>& metadata) const {
+void Gpt::save_pretrained(const StateDict& weights, const std::string& folder,
+                          const std::map<std::string, std::string>& metadata) const {
   std::error_code error;
   std::filesystem::create_directories(folder, error);
   TS_CHECK_AS(IoError, !error, "gpt2", "cannot make the folder '", folder, "': ", error.message(),
@@ -171,4 +171,4 @@ void Gpt::save(const StateDict& weights, const std::string& folder,
   save_safetensors((path / "model.safetensors").string(), tensors, all);
 }
 
-}  // namespace tessera::gpt2
+}  // namespace tessera::nn::models

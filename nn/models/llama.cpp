@@ -3,10 +3,10 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/nn/init.h>
 
-namespace tessera::llama {
+namespace tessera::nn::models {
 namespace {
 
-nn::RmsNormOptions norm_options(const LlamaConfig& config) { return {.eps = config.rms_norm_eps}; }
+RmsNormOptions norm_options(const LlamaConfig& config) { return {.eps = config.rms_norm_eps}; }
 
 // What tokens past .. past + T - 1 see of the tokens up to themselves; with a window the latest
 // alone.
@@ -24,6 +24,8 @@ AttentionOptions visible(int64_t past, int64_t T, int64_t window, const Device& 
 }
 
 }  // namespace
+
+namespace llama {
 
 // ---- KvCache -----------------------------------------------------------------------------------
 
@@ -51,14 +53,14 @@ KvCache::Held KvCache::append(size_t layer, const Tensor& keys, const Tensor& va
 Attention::Attention(const LlamaConfig& config, int64_t layer)
     : config(config),
       layer(layer),
-      q_proj(add<nn::Linear>("q_proj", config.width, config.heads * config.head(),
-                             nn::LinearOptions{.bias = config.qkv_bias})),
-      k_proj(add<nn::Linear>("k_proj", config.width, config.keys() * config.head(),
-                             nn::LinearOptions{.bias = config.qkv_bias})),
-      v_proj(add<nn::Linear>("v_proj", config.width, config.keys() * config.head(),
-                             nn::LinearOptions{.bias = config.qkv_bias})),
-      o_proj(add<nn::Linear>("o_proj", config.heads * config.head(), config.width,
-                             nn::LinearOptions{.bias = config.out_bias})) {}
+      q_proj(add<Linear>("q_proj", config.width, config.heads * config.head(),
+                         LinearOptions{.bias = config.qkv_bias})),
+      k_proj(add<Linear>("k_proj", config.width, config.keys() * config.head(),
+                         LinearOptions{.bias = config.qkv_bias})),
+      v_proj(add<Linear>("v_proj", config.width, config.keys() * config.head(),
+                         LinearOptions{.bias = config.qkv_bias})),
+      o_proj(add<Linear>("o_proj", config.heads * config.head(), config.width,
+                         LinearOptions{.bias = config.out_bias})) {}
 
 Tensor Attention::forward(const Tensor& x, const Positions& positions, KvCache* cache) {
   const int64_t B = x.size(0), T = x.size(1), E = config.head();
@@ -74,26 +76,26 @@ Tensor Attention::forward(const Tensor& x, const Positions& positions, KvCache* 
 }
 
 GatedMlp::GatedMlp(const LlamaConfig& config)
-    : gate_proj(add<nn::Linear>("gate_proj", config.width, config.inner,
-                                nn::LinearOptions{.bias = config.mlp_bias})),
-      up_proj(add<nn::Linear>("up_proj", config.width, config.inner,
-                              nn::LinearOptions{.bias = config.mlp_bias})),
-      down_proj(add<nn::Linear>("down_proj", config.inner, config.width,
-                                nn::LinearOptions{.bias = config.mlp_bias})) {}
+    : gate_proj(add<Linear>("gate_proj", config.width, config.inner,
+                            LinearOptions{.bias = config.mlp_bias})),
+      up_proj(add<Linear>("up_proj", config.width, config.inner,
+                          LinearOptions{.bias = config.mlp_bias})),
+      down_proj(add<Linear>("down_proj", config.inner, config.width,
+                            LinearOptions{.bias = config.mlp_bias})) {}
 
 Block::Block(const LlamaConfig& config, int64_t layer)
-    : input_layernorm(add<nn::RMSNorm>("input_layernorm", config.width, norm_options(config))),
+    : input_layernorm(add<RMSNorm>("input_layernorm", config.width, norm_options(config))),
       self_attn(add<Attention>("self_attn", config, layer)),
       post_attention_layernorm(
-          add<nn::RMSNorm>("post_attention_layernorm", config.width, norm_options(config))),
+          add<RMSNorm>("post_attention_layernorm", config.width, norm_options(config))),
       mlp(add<GatedMlp>("mlp", config)) {}
 
 Decoder::Decoder(const LlamaConfig& config)
     : config(config),
-      embed_tokens(add<nn::Embedding>("embed_tokens", config.vocab_size, config.width)),
-      layers(add<nn::ModuleList>("layers")),
-      norm(add<nn::RMSNorm>("norm", config.width, norm_options(config))),
-      rotary_emb(add<nn::RotaryEmbedding>("rotary_emb", config.head(), config.rotary)) {
+      embed_tokens(add<Embedding>("embed_tokens", config.vocab_size, config.width)),
+      layers(add<ModuleList>("layers")),
+      norm(add<RMSNorm>("norm", config.width, norm_options(config))),
+      rotary_emb(add<RotaryEmbedding>("rotary_emb", config.head(), config.rotary)) {
   for (int64_t i = 0; i < config.layers; ++i) layers.append<Block>(config, i);
 }
 
@@ -109,39 +111,41 @@ Tensor Decoder::forward(const Tensor& tokens, KvCache* cache) {
   return norm(x);
 }
 
+}  // namespace llama
+
 Llama::Llama(const LlamaConfig& config)
     : config(config),
-      model([&]() -> Decoder& {
+      model([&]() -> llama::Decoder& {
         config.check();
-        return add<Decoder>("model", config);
+        return add<llama::Decoder>("model", config);
       }()),
-      lm_head([&]() -> nn::Linear& {
-        nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
+      lm_head([&]() -> Linear& {
+        ParameterDefaults defaults = ParameterDefaultsGuard::current();
         if (config.tied) defaults.device = kMeta, defaults.initialise = false;  // shared below
-        const nn::ParameterDefaultsGuard guard(defaults);
-        return add<nn::Linear>("lm_head", config.width, config.vocab_size,
-                               nn::LinearOptions{.bias = false});
+        const ParameterDefaultsGuard guard(defaults);
+        return add<Linear>("lm_head", config.width, config.vocab_size,
+                           LinearOptions{.bias = false});
       }()) {
   if (config.tied) lm_head.share_parameter("weight", model.embed_tokens.weight);
-  if (!nn::ParameterDefaultsGuard::current().initialise) return;
+  if (!ParameterDefaultsGuard::current().initialise) return;
   for (const auto& [name, tensor] : named_parameters()) {
     if (tensor.dim() == 1) {
-      nn::init::constant(tensor, name.ends_with(".weight") ? 1 : 0);
+      init::constant(tensor, name.ends_with(".weight") ? 1 : 0);
     } else {
-      nn::init::normal(tensor, 0, config.initializer_range, initial_stream(name));
+      init::normal(tensor, 0, config.initializer_range, initial_stream(name));
     }
   }
 }
 
 LlamaOutput Llama::forward(const Tensor& tokens, const Tensor& targets, bool last_only,
-                           KvCache* cache) {
+                           llama::KvCache* cache) {
   const Tensor x = model(tokens, cache);
   if (!targets.defined()) {
     return {.logits = lm_head(last_only ? x.narrow(1, x.size(1) - 1, 1) : x), .loss = {}};
   }
   const Tensor flat = targets.reshape({targets.numel()});
   return {.logits = {},
-          .loss = nn::linear_cross_entropy(lm_head, x.reshape({flat.size(0), config.width}), flat)};
+          .loss = linear_cross_entropy(lm_head, x.reshape({flat.size(0), config.width}), flat)};
 }
 
-}  // namespace tessera::llama
+}  // namespace tessera::nn::models

@@ -1,9 +1,9 @@
 // Llama (Touvron et al. 2023), Mistral and Qwen2 with the parameter names and files of HuggingFace
 // transformers: RMSNorm, rotary positions, grouped queries, a gated perceptron.
 //
-//     auto model = llama::Llama::load("TinyLlama-1.1B");
+//     auto model = nn::models::Llama::from_pretrained("TinyLlama-1.1B");
 //     Tensor loss = (*model)(batch.inputs, batch.targets).loss;
-//     model->save("folder");  // config.json, model.safetensors
+//     model->save_pretrained("folder");  // config.json, model.safetensors
 #pragma once
 
 #include <memory>
@@ -19,7 +19,10 @@
 #include <tessera/nn/norm.h>
 #include <tessera/nn/rotary.h>
 
-namespace tessera::llama {
+namespace tessera::nn::models {
+
+// The parts of the model, by the names of transformers.
+namespace llama {
 
 // Keys and values of the tokens so far, so that generation computes each token once.
 class KvCache {
@@ -42,58 +45,60 @@ class KvCache {
 
 // What all layers of one call share.
 struct Positions {
-  nn::RotaryAngles angles;
+  RotaryAngles angles;
   AttentionOptions all, window;  // what a layer without and with a window sees
   void visit_tensors(auto&& visit) {
     visit(angles.cos), visit(angles.sin), visit(all.mask), visit(window.mask);
   }
 };
 
-struct Attention : nn::Module<Attention> {
+struct Attention : Module<Attention> {
   Attention(const LlamaConfig& config, int64_t layer);
   Tensor forward(const Tensor& x, const Positions& positions, KvCache* cache);  // [B, T, C]
 
   const LlamaConfig config;
   const int64_t layer;
-  nn::Linear& q_proj;
-  nn::Linear& k_proj;
-  nn::Linear& v_proj;
-  nn::Linear& o_proj;
+  Linear& q_proj;
+  Linear& k_proj;
+  Linear& v_proj;
+  Linear& o_proj;
 };
 
 // "SwiGLU" (Shazeer 2020): down(silu(gate(x)) * up(x)).
-struct GatedMlp : nn::Module<GatedMlp> {
+struct GatedMlp : Module<GatedMlp> {
   explicit GatedMlp(const LlamaConfig& config);
   Tensor forward(const Tensor& x) { return down_proj(silu(gate_proj(x)) * up_proj(x)); }
 
-  nn::Linear& gate_proj;
-  nn::Linear& up_proj;
-  nn::Linear& down_proj;
+  Linear& gate_proj;
+  Linear& up_proj;
+  Linear& down_proj;
 };
 
-struct Block : nn::Module<Block> {
+struct Block : Module<Block> {
   Block(const LlamaConfig& config, int64_t layer);
   Tensor forward(const Tensor& x, const Positions& positions, KvCache* cache) {
     const Tensor middle = x + self_attn(input_layernorm(x), positions, cache);
     return middle + mlp(post_attention_layernorm(middle));
   }
 
-  nn::RMSNorm& input_layernorm;
+  RMSNorm& input_layernorm;
   Attention& self_attn;
-  nn::RMSNorm& post_attention_layernorm;
+  RMSNorm& post_attention_layernorm;
   GatedMlp& mlp;
 };
 
-struct Decoder : nn::Module<Decoder> {
+struct Decoder : Module<Decoder> {
   explicit Decoder(const LlamaConfig& config);
   Tensor forward(const Tensor& tokens, KvCache* cache);  // [B, T] -> [B, T, C]
 
   const LlamaConfig config;
-  nn::Embedding& embed_tokens;
-  nn::ModuleList& layers;
-  nn::RMSNorm& norm;
-  nn::RotaryEmbedding& rotary_emb;
+  Embedding& embed_tokens;
+  ModuleList& layers;
+  RMSNorm& norm;
+  RotaryEmbedding& rotary_emb;
 };
+
+}  // namespace llama
 
 struct LlamaOutput {
   Tensor logits;  // [B, T, V], or of the last tokens [B, 1, V]; undefined where there is a loss
@@ -101,24 +106,24 @@ struct LlamaOutput {
   void visit_tensors(auto&& visit) { visit(logits), visit(loss); }
 };
 
-class Llama : public nn::Module<Llama> {
+class Llama : public Module<Llama> {
  public:
   explicit Llama(const LlamaConfig& config);
   // tokens: [B, T] i64 or i32; targets: [B, T], the token that follows each one (-100: none).
   // With targets there is a loss and no logits, which never stand in memory whole.
   LlamaOutput forward(const Tensor& tokens, const Tensor& targets = {}, bool last_only = false,
-                      KvCache* cache = nullptr);
+                      llama::KvCache* cache = nullptr);
 
   // A folder of transformers, with one model.safetensors or shards and an index.
-  static std::unique_ptr<Llama> load(const std::string& folder);
+  static std::unique_ptr<Llama> from_pretrained(const std::string& folder);
   // Files appear whole or not at all; config.json comes last.
-  void save(const std::string& folder, const std::string& max_shard_size = "10GB") const;
+  void save_pretrained(const std::string& folder, const std::string& max_shard_size = "10GB") const;
 
   std::unique_ptr<Llama> remake() const { return std::make_unique<Llama>(config); }
 
   const LlamaConfig config;
-  Decoder& model;
-  nn::Linear& lm_head;
+  llama::Decoder& model;
+  Linear& lm_head;
 };
 
-}  // namespace tessera::llama
+}  // namespace tessera::nn::models

@@ -4,14 +4,13 @@
 
 #include <tessera/nn/models/config_reader.h>
 
-namespace tessera::llama {
+namespace tessera::nn::models {
 namespace {
 
 using Json = nlohmann::json;
-using nn::RotaryScaling;
 
 // A field of the object that says how positions turn, or of the file.
-double rope_number(const examples::ModelConfigReader& reader, const Json& rope, const char* field,
+double rope_number(const ConfigReader& reader, const Json& rope, const char* field,
                    double fallback) {
   const auto found = rope.is_object() ? rope.find(field) : rope.end();
   if (found == rope.end() || found->is_null()) return fallback;
@@ -20,21 +19,23 @@ double rope_number(const examples::ModelConfigReader& reader, const Json& rope, 
   return found->get<double>();
 }
 
-nn::RotaryOptions read_rotary(const examples::ModelConfigReader& reader, int64_t context) {
+RotaryOptions read_rotary(const ConfigReader& reader, int64_t context) {
   const Json& json = reader.json();
   const bool is_new = json.contains("rope_parameters") && json["rope_parameters"].is_object();
   const Json rope = is_new ? json["rope_parameters"] : json.value("rope_scaling", Json());
-  nn::RotaryOptions options;
+  RotaryOptions options;
   options.theta = rope_number(reader, rope, "rope_theta", reader.number("rope_theta", 10000));
   options.context = context;
   if (!rope.is_object()) return options;
   const Json name = rope.contains("rope_type") ? rope["rope_type"] : rope.value("type", Json());
-  const auto* known = std::ranges::find(kScalings, name.is_string() ? name.get<std::string>() : "");
-  TS_CHECK_AS(UnsupportedError, known != std::end(kScalings), reader.path(), "the rotary scaling ",
-              name.dump(), " is not one of default, linear, dynamic, llama3");
+  const auto* known =
+      std::ranges::find(kRotaryScalings, name.is_string() ? name.get<std::string>() : "");
+  TS_CHECK_AS(UnsupportedError, known != std::end(kRotaryScalings), reader.path(),
+              "the rotary scaling ", name.dump(),
+              " is not one of default, linear, dynamic, llama3");
   TS_CHECK_AS(UnsupportedError, rope_number(reader, rope, "partial_rotary_factor", 1) == 1,
               reader.path(), "partial_rotary_factor other than 1");
-  options.scaling = static_cast<RotaryScaling>(known - kScalings);
+  options.scaling = static_cast<RotaryScaling>(known - kRotaryScalings);
   options.factor = rope_number(reader, rope, "factor", 1);
   options.low_freq_factor = rope_number(reader, rope, "low_freq_factor", 1);
   options.high_freq_factor = rope_number(reader, rope, "high_freq_factor", 4);
@@ -47,7 +48,7 @@ nn::RotaryOptions read_rotary(const examples::ModelConfigReader& reader, int64_t
 
 // Mistral: all layers have the window. Qwen2: those from max_window_layers on, where it is in use;
 // layer_types says it again.
-void read_window(const examples::ModelConfigReader& reader, LlamaConfig& config) {
+void read_window(const ConfigReader& reader, LlamaConfig& config) {
   const Json& json = reader.json();
   if (config.kind == "llama" ||
       (config.kind == "qwen2" && json.value("use_sliding_window", false) == false)) {
@@ -69,7 +70,7 @@ void read_window(const examples::ModelConfigReader& reader, LlamaConfig& config)
 }  // namespace
 
 LlamaConfig LlamaConfig::read(const std::string& path) {
-  const examples::ModelConfigReader reader(path);
+  const ConfigReader reader(path);
   LlamaConfig config;
   config.kind = reader.text("model_type");
   TS_CHECK_AS(UnsupportedError,
@@ -102,4 +103,4 @@ LlamaConfig LlamaConfig::read(const std::string& path) {
   return config;
 }
 
-}  // namespace tessera::llama
+}  // namespace tessera::nn::models

@@ -8,10 +8,10 @@
 #include <tessera/core/dtype.h>
 #include <tessera/nn/rotary.h>
 
-namespace tessera::llama {
+namespace tessera::nn::models {
 
-// The names of nn::RotaryScaling in config.json, in its order.
-inline constexpr std::string_view kScalings[] = {"default", "linear", "dynamic", "llama3"};
+// The names of RotaryScaling in config.json, in its order.
+inline constexpr std::string_view kRotaryScalings[] = {"default", "linear", "dynamic", "llama3"};
 
 // The defaults are those of a small model of bytes.
 struct LlamaConfig {
@@ -30,7 +30,7 @@ struct LlamaConfig {
   bool qkv_bias = false;  // qwen2; llama with attention_bias
   bool out_bias = false;  // llama with attention_bias
   bool mlp_bias = false;  // llama
-  nn::RotaryOptions rotary = {};
+  RotaryOptions rotary = {};
   // Layers from `first_window_layer` on see the `window` latest tokens alone, their own among them;
   // 0: all layers see all.
   int64_t window = 0;
@@ -49,4 +49,4 @@ struct LlamaConfig {
   void write(const std::string& path, DType dtype) const;
 };
 
-}  // namespace tessera::llama
+}  // namespace tessera::nn::models

@@ -7,10 +7,9 @@
 #include <tessera/core/state/weight_files.h>
 #include <tessera/nn/models/llama.h>
 
-namespace tessera::llama {
+namespace tessera::nn::models {
 
 using Json = nlohmann::json;
-using nn::RotaryScaling;
 
 void LlamaConfig::check() const {
   constexpr int64_t kLargest = int64_t{1} << 31;  // products of two sizes are numbers, too
@@ -36,7 +35,7 @@ void LlamaConfig::check() const {
 
 void LlamaConfig::write(const std::string& path, DType dtype) const {
   const std::string name = kind == "llama" ? "Llama" : kind == "mistral" ? "Mistral" : "Qwen2";
-  Json rope = {{"rope_type", kScalings[static_cast<size_t>(rotary.scaling)]},
+  Json rope = {{"rope_type", kRotaryScalings[static_cast<size_t>(rotary.scaling)]},
                {"rope_theta", rotary.theta}};
   if (rotary.scaling != RotaryScaling::kNone) rope["factor"] = rotary.factor;
   if (rotary.scaling == RotaryScaling::kLlama3) {
@@ -94,7 +93,7 @@ static void check_sizes(const LlamaConfig& config, const StateDict& weights,
               "; get both again from one place");
 }
 
-std::unique_ptr<Llama> Llama::load(const std::string& folder) {
+std::unique_ptr<Llama> Llama::from_pretrained(const std::string& folder) {
   const LlamaConfig config =
       LlamaConfig::read((std::filesystem::path(folder) / "config.json").string());
   StateDict state;
@@ -104,9 +103,9 @@ std::unique_ptr<Llama> Llama::load(const std::string& folder) {
     state.set(name, tensor);
   }
   check_sizes(config, state, folder);
-  nn::ParameterDefaults defaults = nn::ParameterDefaultsGuard::current();
+  ParameterDefaults defaults = ParameterDefaultsGuard::current();
   defaults.initialise = false;
-  const nn::ParameterDefaultsGuard guard(defaults);
+  const ParameterDefaultsGuard guard(defaults);
   auto model = std::make_unique<Llama>(config);
   try {
     model->load_state_dict(state);
@@ -117,10 +116,10 @@ std::unique_ptr<Llama> Llama::load(const std::string& folder) {
   return model;
 }
 
-void Llama::save(const std::string& folder, const std::string& max_shard_size) const {
+void Llama::save_pretrained(const std::string& folder, const std::string& max_shard_size) const {
   save_weights(state_dict(), folder, {.max_shard_size = max_shard_size});
   config.write((std::filesystem::path(folder) / "config.json").string(),
                model.embed_tokens.weight.dtype());
 }
 
-}  // namespace tessera::llama
+}  // namespace tessera::nn::models

@@ -6,8 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "accelerate/sharded_words.h"
 #include <tessera/nn/models/gpt2.h>
+
+#include "accelerate/sharded_words.h"
 #include "thinned.h"
 
 namespace tessera::test_accelerator_one_hash {
@@ -22,7 +23,7 @@ constexpr int kWindow = 12;  // micro-batches of a step, of all ranks
 constexpr int kSteps = 3;
 
 // Nothing divides by the ranks; the head is the embedding.
-const gpt2::GptConfig kOddGpt{
+const nn::models::GptConfig kOddGpt{
     .vocab_size = 131, .context = 6, .width = 90, .layers = 2, .heads = 3, .dropout = 0.1};
 
 struct Hashed {
@@ -43,7 +44,7 @@ Hashed train_part(Sharding sharding, int ranks, const Leg& leg) {
                            .seed = 5,
                            .sharding = sharding,
                            .config_file = ""});
-  gpt2::Gpt model(kOddGpt);
+  nn::models::Gpt model(kOddGpt);
   optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-2, .weight_decay = 0.1});
   data::DataLoader loader(std::make_shared<Tokens>(kSteps * kWindow),
                           {.batch_size = 1, .shuffle = true});

@@ -19,13 +19,13 @@
 #include <tessera/nn/container.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
+#include <tessera/nn/models/bert.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/norm.h>
 #include <tessera/optim/optimizers.h>
 
-#include <tessera/nn/models/bert.h>
 #include "distributed/compared_ranks.h"
 #include "finished_process.h"
-#include <tessera/nn/models/gpt2.h>
 #include "message_of.h"
 
 namespace tessera::test_training_plan {
@@ -297,7 +297,7 @@ TEST(TrainingPlan, Gpt2InFp8GathersAByteForEachWeightOfItsBlocks) {
     settings.mixed_precision.value = precision;
     const TrainingPlan plan = plan_training(
         [] {
-          auto model = std::make_shared<gpt2::Gpt>(gpt2::GptConfig());
+          auto model = std::make_shared<nn::models::Gpt>(nn::models::GptConfig());
           const Tensor tokens = zeros({1, 64}, {.dtype = kI64, .device = kMeta});
           return PlannedTraining{model, [=] { return (*model)(tokens, tokens).loss; }};
         },
@@ -405,19 +405,19 @@ TEST(ModelOutline, HasTheParametersOfTheExamplesModels) {
   const nn::ParameterDefaultsGuard without_memory({.device = kMeta, .initialise = false});
   const std::string gpt2 = folder.write("gpt2.json", gpt2_config(48, 3, 4, 32, 61));
   EXPECT_EQ(shapes_of(ModelOutline::of_config(gpt2)),
-            shapes_of(gpt2::Gpt(
+            shapes_of(nn::models::Gpt(
                 {.vocab_size = 61, .context = 32, .width = 48, .layers = 3, .heads = 4})));
   const std::string bert =
       folder.write("bert.json", R"({"model_type": "bert", "hidden_size": 48, "num_hidden_layers": 2,
                        "num_attention_heads": 4, "intermediate_size": 100, "vocab_size": 61,
                        "max_position_embeddings": 32, "id2label": {"0": "a", "1": "b", "2": "c"}})");
-  EXPECT_EQ(shapes_of(ModelOutline::of_config(bert)), shapes_of(bert::Bert({.vocab_size = 61,
-                                                                            .width = 48,
-                                                                            .layers = 2,
-                                                                            .heads = 4,
-                                                                            .inner = 100,
-                                                                            .context = 32,
-                                                                            .labels = 3})));
+  EXPECT_EQ(shapes_of(ModelOutline::of_config(bert)), shapes_of(nn::models::Bert({.vocab_size = 61,
+                                                                                  .width = 48,
+                                                                                  .layers = 2,
+                                                                                  .heads = 4,
+                                                                                  .inner = 100,
+                                                                                  .context = 32,
+                                                                                  .labels = 3})));
 }
 
 TEST(ModelOutline, HasAsManyParametersAsTheModelsThatAreKnown) {
@@ -476,13 +476,13 @@ void expect_outlined(const ModelOutline& outline, const std::function<PlannedTra
 
 TEST(ModelOutline, PlansAsGpt2ItselfDoes) {
   TestFolder folder;
-  expect_outlined(
-      ModelOutline::of_config(folder.write("gpt2.json", gpt2_config(48, 4, 4, 32, 61))), [] {
-        auto model = std::make_shared<gpt2::Gpt>(
-            gpt2::GptConfig{.vocab_size = 61, .context = 32, .width = 48, .layers = 4, .heads = 4});
-        const Tensor tokens = zeros({8, 32}, {.dtype = kI64, .device = kMeta});
-        return PlannedTraining{model, [=] { return (*model)(tokens, tokens).loss; }};
-      });
+  expect_outlined(ModelOutline::of_config(folder.write("gpt2.json", gpt2_config(48, 4, 4, 32, 61))),
+                  [] {
+                    auto model = std::make_shared<nn::models::Gpt>(nn::models::GptConfig{
+                        .vocab_size = 61, .context = 32, .width = 48, .layers = 4, .heads = 4});
+                    const Tensor tokens = zeros({8, 32}, {.dtype = kI64, .device = kMeta});
+                    return PlannedTraining{model, [=] { return (*model)(tokens, tokens).loss; }};
+                  });
 }
 
 TEST(ModelOutline, PlansAsBertItselfDoes) {
@@ -493,12 +493,12 @@ TEST(ModelOutline, PlansAsBertItselfDoes) {
                            "num_attention_heads": 4, "intermediate_size": 192, "vocab_size": 61,
                            "max_position_embeddings": 32})")),
       [] {
-        auto model = std::make_shared<bert::Bert>(bert::BertConfig{
+        auto model = std::make_shared<nn::models::Bert>(nn::models::BertConfig{
             .vocab_size = 61, .width = 48, .layers = 4, .heads = 4, .context = 32});
         const Tensor tokens = zeros({8, 32}, {.dtype = kI64, .device = kMeta});
         const Tensor labels = zeros({8}, {.dtype = kI64, .device = kMeta});
         return PlannedTraining{
-            model, [=] { return (*model)(tokens, bert::TokenFeatures{}, labels).loss; }};
+            model, [=] { return (*model)(tokens, nn::models::TokenFeatures{}, labels).loss; }};
       });
 }
 

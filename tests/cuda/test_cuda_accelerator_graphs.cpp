@@ -23,13 +23,13 @@
 #include <tessera/nn/dropout.h>
 #include <tessera/nn/linear.h>
 #include <tessera/nn/loss.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/optim/graphed_step.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
 
 #include "../message_of.h"
 #include "gemm_model.h"
-#include <tessera/nn/models/gpt2.h>
 #include "on_emulation.h"
 
 namespace tessera {
@@ -78,12 +78,12 @@ Trained train(const AcceleratorOptions& given, const Ways& ways, bool graphs) {
   options.cuda_graphs = graphs;
   options.config_file = "";
   Accelerator accelerator(options);
-  gpt2::Gpt model({.vocab_size = kVocabulary,
-                   .context = kContext,
-                   .width = 16,
-                   .layers = 1,
-                   .heads = 2,
-                   .dropout = 0.1});
+  nn::models::Gpt model({.vocab_size = kVocabulary,
+                         .context = kContext,
+                         .width = 16,
+                         .layers = 1,
+                         .heads = 2,
+                         .dropout = 0.1});
   optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-2});
   const Texts texts(ways.samples);
   data::DataLoader loader(texts, {.batch_size = ways.batch_size, .shuffle = true});

@@ -20,13 +20,13 @@
 #include <tessera/core/gpu/backend.h>
 #include <tessera/core/random.h>
 #include <tessera/core/tensor/raw_views.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>
 
 #include "../message_of.h"
-#include <tessera/nn/models/gpt2.h>
 
 namespace tessera {
 namespace {
@@ -37,7 +37,7 @@ using dry::Launch, dry::LaunchKind;
 // A training step of GPT-2 as bench_step has it, in autocast to bf16.
 class Training {
  public:
-  Training(const gpt2::GptConfig& config, int64_t batch)
+  Training(const nn::models::GptConfig& config, int64_t batch)
       : model_(made(config)), optimizer_(model_.named_parameters(), {.lr = 1e-4}) {
     tokens_ = zeros({batch, config.context + 1}, {.dtype = kI64, .device = cuda(0)});
   }
@@ -59,14 +59,14 @@ class Training {
     step();
     return dry::take_launches();
   }
-  gpt2::Gpt& model() { return model_; }
+  nn::models::Gpt& model() { return model_; }
 
  private:
-  static gpt2::Gpt made(const gpt2::GptConfig& config) {
+  static nn::models::Gpt made(const nn::models::GptConfig& config) {
     const nn::ParameterDefaultsGuard on_device({.device = cuda(0)});
-    return gpt2::Gpt(config);
+    return nn::models::Gpt(config);
   }
-  gpt2::Gpt model_;
+  nn::models::Gpt model_;
   optim::AdamW optimizer_;
   Tensor tokens_;
 };
@@ -130,7 +130,7 @@ TEST(CudaDry, MemoryIsThatOfADevice) {
 // and five backward, of all queries with all keys. (The sums are whole numbers below 2^53.)
 TEST(CudaDry, AStepOfGpt2HasItsProducts) {
   const struct {
-    gpt2::GptConfig config;
+    nn::models::GptConfig config;
     int64_t batch;
   } models[] = {{{.vocab_size = 50304}, 64},
                 {{.vocab_size = 50304, .width = 1024, .layers = 24, .heads = 16}, 32}};

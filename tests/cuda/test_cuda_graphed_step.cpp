@@ -17,6 +17,7 @@
 #include <tessera/core/factory/factory.h>
 #include <tessera/core/random.h>
 #include <tessera/nn/linear.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/graphed_step.h>
 #include <tessera/optim/optimizers.h>
@@ -25,7 +26,6 @@
 
 #include "../optim/master_writes.h"
 #include "../optim/optimizer_kinds.h"
-#include <tessera/nn/models/gpt2.h>
 #include "on_emulation.h"
 
 namespace tessera::optim {
@@ -52,12 +52,12 @@ struct Trained {
 // Dropout, clipping, a schedule and AdamW, with or without a graph.
 Trained train_gpt(const Device& device, bool graphed, int steps) {
   manual_seed(17);
-  gpt2::Gpt model({.vocab_size = kVocabulary,
-                   .context = kContext,
-                   .width = kWidth,
-                   .layers = 1,
-                   .heads = 2,
-                   .dropout = 0.1});
+  nn::models::Gpt model({.vocab_size = kVocabulary,
+                         .context = kContext,
+                         .width = kWidth,
+                         .layers = 1,
+                         .heads = 2,
+                         .dropout = 0.1});
   model.to(device);
   AdamW optimizer(model.named_parameters(), {.lr = 1e-2});
   CosineSchedule schedule(optimizer, {.warmup = 5, .total = 20, .min_lr = 1e-4});

@@ -15,13 +15,13 @@
 #include <tessera/core/cuda/dry/launches.h>
 #include <tessera/core/cuda/dry/price.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>
 
 #include "../finished_process.h"
 #include "../source_dir.h"
-#include <tessera/nn/models/gpt2.h>
 
 namespace tessera {
 namespace {
@@ -39,11 +39,11 @@ std::string key_of(const std::string& layer, const std::string& op, const std::s
 std::vector<dry::Launch> noted() {
   dry::set_libraries(false);  // as on the emulation
   const Device device = cuda(0);
-  gpt2::Gpt model({.vocab_size = kVocabulary,
-                   .context = kContext,
-                   .width = kWidth,
-                   .layers = kLayers,
-                   .heads = kHeads});
+  nn::models::Gpt model({.vocab_size = kVocabulary,
+                         .context = kContext,
+                         .width = kWidth,
+                         .layers = kLayers,
+                         .heads = kHeads});
   const Tensor tokens = randint(0, kVocabulary, {kBatch, kContext + 1});
   const Tensor inputs = tokens.narrow(1, 0, kContext).contiguous().to(device),
                targets = tokens.narrow(1, 1, kContext).contiguous().to(device);

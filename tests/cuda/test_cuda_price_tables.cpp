@@ -23,10 +23,10 @@
 #include <tessera/core/cuda/dry/price.h>
 #include <tessera/core/error.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/nn/models/gpt2.h>
 
 #include "../message_of.h"
 #include "../source_dir.h"
-#include <tessera/nn/models/gpt2.h>
 #include "price/step.h"
 
 namespace tessera {
@@ -220,8 +220,8 @@ class CudaPriceChanges : public testing::Test {
   CudaPriceChanges()
       : model_([] {
           const nn::ParameterDefaultsGuard on_device({.device = cuda(0)});
-          return std::make_unique<gpt2::Gpt>(
-              gpt2::GptConfig{.vocab_size = 50304, .context = 1024, .layers = 2});
+          return std::make_unique<nn::models::Gpt>(
+              nn::models::GptConfig{.vocab_size = 50304, .context = 1024, .layers = 2});
         }()),
         tokens_(zeros({16, 1024}, {.dtype = kI64, .device = cuda(0)})) {}
   std::vector<Launch> step() {
@@ -234,7 +234,7 @@ class CudaPriceChanges : public testing::Test {
   Json table(const std::vector<Launch>& launches) {
     return table_of(dry::price(launches, machine()));
   }
-  std::unique_ptr<gpt2::Gpt> model_;
+  std::unique_ptr<nn::models::Gpt> model_;
   Tensor tokens_;
 };
 

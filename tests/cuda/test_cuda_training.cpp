@@ -13,14 +13,14 @@
 #include <tessera/core/kernels/optim/multi_tensor.h>
 #include <tessera/core/random.h>
 #include <tessera/nn/materialise.h>
+#include <tessera/nn/models/bert.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
-#include <tessera/nn/models/bert.h>
-#include <tessera/nn/models/gpt2.h>
 #include "on_emulation.h"
 
-namespace tessera::gpt2 {
+namespace tessera::nn::models {
 namespace {
 
 // Small, as race tracking takes its time; with batch 4, context 64 and width 64 it passes too.
@@ -80,7 +80,7 @@ TEST(CudaTraining, ABertLearnsWhatItLearnsOnTheCpu) {
   for (const int64_t context : {64, 24}) {
     const auto losses = [&](const Device& device) {
       manual_seed(17);
-      bert::Bert model(
+      nn::models::Bert model(
           {.vocab_size = kVocabulary, .width = 32, .layers = 2, .heads = 4, .context = context});
       model.to(device);
       optim::AdamW optimizer(model.named_parameters(), {.lr = 3e-3});
@@ -91,7 +91,8 @@ TEST(CudaTraining, ABertLearnsWhatItLearnsOnTheCpu) {
       const Tensor lengths = tensor({static_cast<double>(context), 11.0}, kI64).to(device);
       std::vector<double> list;
       for (int step = 0; step < 5; ++step) {
-        const Tensor loss = model(tokens, bert::TokenFeatures{.lengths = lengths}, labels).loss;
+        const Tensor loss =
+            model(tokens, nn::models::TokenFeatures{.lengths = lengths}, labels).loss;
         loss.backward();
         optim::clip_grad_norm(model.parameters(), 1, {.fold_into = &optimizer});
         optimizer.step();
@@ -235,4 +236,4 @@ TEST(CudaMaterialise, HasTheInitialValuesOfTheCpu) {
 }
 
 }  // namespace
-}  // namespace tessera::gpt2
+}  // namespace tessera::nn::models

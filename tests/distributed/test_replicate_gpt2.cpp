@@ -2,16 +2,16 @@
 // ctest labels: threads
 // ctest ranks: 2 4
 #include <tessera/core/random.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
 #include "distributed/replicate_fixture.h"
-#include <tessera/nn/models/gpt2.h>
 
 namespace tessera::distributed::test_replicate_gpt2 {
 namespace {
 
-constexpr gpt2::GptConfig kTiny{
+constexpr nn::models::GptConfig kTiny{
     .vocab_size = 50, .context = 16, .width = 32, .layers = 2, .heads = 2};
 constexpr int kSteps = 4;
 
@@ -23,7 +23,7 @@ struct Training {
 // Trains on micro-batches index, index + stride... of each step; `replica` and `sum_losses` where
 // there are ranks.
 template <class Synchronise>
-Training train(gpt2::Gpt& model, int first, int stride, int micro_batches,
+Training train(nn::models::Gpt& model, int first, int stride, int micro_batches,
                const Synchronise& synchronise) {
   optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-2});
   Training run;
@@ -56,7 +56,7 @@ TEST(ReplicateGpt2, D2_LossesNormsAndParametersAreThoseOfOneProcess) {
       const ContextGuard guard(context);
       set_num_threads(1);
       manual_seed(1);
-      gpt2::Gpt model(kTiny);
+      nn::models::Gpt model(kTiny);
       expected = train(model, 0, 1, size, [&](double loss) {
         const NoGradGuard no_grad;
         for (const Tensor& parameter : model.parameters()) {
@@ -67,7 +67,7 @@ TEST(ReplicateGpt2, D2_LossesNormsAndParametersAreThoseOfOneProcess) {
     }
     on_ranks(size, [&](int rank) {
       manual_seed(static_cast<uint64_t>(1 + rank));  // rank 0's weights become everybody's
-      gpt2::Gpt model(kTiny);
+      nn::models::Gpt model(kTiny);
       Mesh mesh(world());
       ReplicateOptions options;
       options.first_bucket_bytes = options.bucket_bytes = 20000;

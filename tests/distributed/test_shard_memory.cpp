@@ -5,9 +5,10 @@
 #include <random>
 #include <thread>
 
+#include <tessera/nn/models/gpt2.h>
+
 #include "distributed/fault_backend.h"
 #include "distributed/sharded_fixture.h"
-#include <tessera/nn/models/gpt2.h>
 #include "thinned.h"
 
 namespace tessera::distributed::test_shard_memory {
@@ -168,7 +169,7 @@ TEST(ShardMemory, EveryModeKeepsTheBytesOfItsFormula) {
 // ---- The share of a rank -----------------------------------------------------------------------
 
 // Parameters, gradients and states after a step's backward.
-int64_t kept_by_a_step(gpt2::Gpt& model, int rank) {
+int64_t kept_by_a_step(nn::models::Gpt& model, int rank) {
   optim::AdamW optimizer(model.named_parameters(), {.lr = 1e-3});
   const Tensor tokens = randint(0, 256, {1, 9}, kI64, RandomStream{7, static_cast<uint64_t>(rank)});
   model(tokens.narrow(1, 0, 8).contiguous(), tokens.narrow(1, 1, 8).contiguous()).loss.backward();
@@ -181,12 +182,12 @@ int64_t kept_by_a_step(gpt2::Gpt& model, int rank) {
 
 TEST(ShardMemory, ARankOfFourKeepsAQuarterOfAGpt) {
   constexpr int kRanks = 4;
-  const gpt2::GptConfig config{
+  const nn::models::GptConfig config{
       .vocab_size = 256, .context = 8, .width = 384, .layers = 12, .heads = 6};
   int64_t whole = 0;
   for (const bool shards : {false, true}) {
     compared_ranks(kRanks, [&](int rank) {
-      gpt2::Gpt model(config);
+      nn::models::Gpt model(config);
       Mesh mesh(world());
       std::unique_ptr<DataParallelModel> parallel;
       if (shards) {

@@ -6,7 +6,6 @@
 
 #include <tessera/core/random.h>
 #include <tessera/core/state/safetensors.h>
-
 #include <tessera/nn/models/bert.h>
 
 using namespace tessera;
@@ -36,8 +35,8 @@ int main() {
 
   // With a classifier, and as it is before fine-tuning.
   for (const std::string folder : {"classifier", "bert-base-uncased"}) {
-    bert::Bert({.vocab_size = 16, .width = 32, .layers = 1, .heads = 2, .context = 16})
-        .save(folder);
+    nn::models::Bert({.vocab_size = 16, .width = 32, .layers = 1, .heads = 2, .context = 16})
+        .save_pretrained(folder);
     std::ofstream vocabulary(folder + "/vocab.txt");
     for (const char* word : {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "where", "is", "my",
                              "card", "a", "new", "pin", "please", "thank", "you", "?"}) {

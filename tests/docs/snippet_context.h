@@ -19,7 +19,7 @@ namespace docs {
 using namespace tessera;
 using distributed::world;
 
-// A model of tokens that gives its loss, as the Gpt of examples/gpt2.
+// A model of tokens that gives its loss, as nn::models::Gpt.
 struct GptConfig {};
 struct GptOutput {
   Tensor logits, loss;

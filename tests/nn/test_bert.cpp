@@ -1,4 +1,4 @@
-// The BERT of examples/bert: against transformers, its files, its data sets.
+// nn::models::Bert: against transformers, its files, its data sets.
 #include <gtest/gtest.h>
 
 #include <unistd.h>
@@ -10,17 +10,19 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/data/dataloader.h>
+#include <tessera/nn/models/bert.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>
 
 #include "autograd/op_checks.h"
-#include <tessera/nn/models/bert.h>
 #include "bert/text_data.h"
 #include "golden_files.h"
 #include "nn/call_counts.h"
 
-namespace tessera::bert::test_bert {
+namespace tessera::nn::models::test_bert {
 namespace {
+
+using namespace examples;
 
 using tests::difference;
 using tests::golden_json;
@@ -52,7 +54,7 @@ class BertFiles : public testing::Test {
 };
 
 TEST(Bert, LogitsStatesAndLossAreThoseOfTransformers) {
-  const auto model = Bert::load(golden_path("bert"));
+  const auto model = Bert::from_pretrained(golden_path("bert"));
   const Tensor ids = golden().load("input_ids");
   const BertOutput output = (*model)(ids, golden_features(), golden().load("labels"));
   const auto logits = golden().load("logits").to_vector();
@@ -64,7 +66,7 @@ TEST(Bert, LogitsStatesAndLossAreThoseOfTransformers) {
 }
 
 TEST(Bert, EveryGradientIsWithinAHundredThousandthOfItsLargest) {
-  const auto model = Bert::load(golden_path("bert"));
+  const auto model = Bert::from_pretrained(golden_path("bert"));
   (*model)(golden().load("input_ids"), golden_features(), golden().load("labels")).loss.backward();
   for (const auto& [name, parameter] : model->named_parameters()) {
     const auto values = golden().load("grad." + name).to_vector();
@@ -75,7 +77,7 @@ TEST(Bert, EveryGradientIsWithinAHundredThousandthOfItsLargest) {
 }
 
 TEST(Bert, PaddingChangesNothing) {
-  const auto model = Bert::load(golden_path("bert"));
+  const auto model = Bert::from_pretrained(golden_path("bert"));
   const NoGradGuard no_grad;
   const Tensor ids = golden().load("input_ids").narrow(0, 0, 1).contiguous();
   const Tensor types = golden().load("token_type_ids").narrow(0, 0, 1).contiguous();
@@ -101,7 +103,8 @@ TEST(Bert, ThePaddingEmbeddingIsZeroAndStaysSo) {
 
 // Hooks on each module: each is called, and no fused op goes around it.
 TEST(Bert, EveryModuleIsCalledOnceAForwardAndTheResultsAreThoseOfTheFusedOps) {
-  const auto fused = Bert::load(golden_path("bert")), called = Bert::load(golden_path("bert"));
+  const auto fused = Bert::from_pretrained(golden_path("bert")),
+             called = Bert::from_pretrained(golden_path("bert"));
   const Tensor ids = golden().load("input_ids"), labels = golden().load("labels");
   tests::CallCounts counts(*called);
   EXPECT_NE(counts.not_called(1), "");
@@ -133,9 +136,9 @@ TEST(Bert, DropoutIsForTrainingAlone) {
 }
 
 TEST_F(BertFiles, SavesWhatItLoads) {
-  const auto model = Bert::load(golden_path("bert"));
-  model->save(file("saved"));
-  const auto again = Bert::load(file("saved"));
+  const auto model = Bert::from_pretrained(golden_path("bert"));
+  model->save_pretrained(file("saved"));
+  const auto again = Bert::from_pretrained(file("saved"));
   const auto expected = model->state_dict();
   for (const auto& [name, tensor] : again->state_dict()) {
     EXPECT_EQ(tensor.to_vector(), expected.find(name)->to_vector()) << name;
@@ -160,11 +163,11 @@ TEST_F(BertFiles, AnEncoderAloneLeavesTheClassifierFreshAndSaysSo) {
   std::filesystem::copy(golden_path("bert/config.json"), file("config.json"));
   const std::string folder = std::filesystem::path(file("config.json")).parent_path().string();
   std::vector<std::string> fresh;
-  const auto model = Bert::load(folder, &fresh);
+  const auto model = Bert::from_pretrained(folder, &fresh);
   EXPECT_EQ(fresh, (std::vector<std::string>{"classifier.weight", "classifier.bias"}));
   EXPECT_EQ(model->bert.pooler.dense.weight.to_vector(),
             encoder.at("pooler.dense.weight").to_vector());
-  EXPECT_THROW(Bert::load(folder), ValueError);
+  EXPECT_THROW(Bert::from_pretrained(folder), ValueError);
 }
 
 TEST_F(BertFiles, ErrorsNameFileAndField) {
@@ -300,4 +303,4 @@ TEST_F(BertFiles, DataSetsOfTextsRefuseLabelsTheyDoNotKnow) {
 }
 
 }  // namespace
-}  // namespace tessera::bert::test_bert
+}  // namespace tessera::nn::models::test_bert

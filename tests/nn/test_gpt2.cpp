@@ -1,4 +1,4 @@
-// The GPT-2 of examples/gpt2: against transformers, its cache, its files, its way through training.
+// nn::models::Gpt: against transformers, its cache, its files, its way through training.
 #include <gtest/gtest.h>
 
 #include <unistd.h>
@@ -9,17 +9,17 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/state/safetensors.h>
+#include <tessera/nn/models/generation.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/summary.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 
 #include "autograd/op_checks.h"
 #include "golden_files.h"
-#include <tessera/nn/models/generation.h>
-#include <tessera/nn/models/gpt2.h>
 #include "nn/call_counts.h"
 
-namespace tessera::gpt2::test_gpt2 {
+namespace tessera::nn::models::test_gpt2 {
 namespace {
 
 using tests::difference;
@@ -32,7 +32,7 @@ const SafeTensorsFile& golden() {
   return file;
 }
 
-std::unique_ptr<Gpt> golden_model() { return Gpt::load(golden_path("gpt2")); }
+std::unique_ptr<Gpt> golden_model() { return Gpt::from_pretrained(golden_path("gpt2")); }
 
 // The token ids and the ids one further.
 struct Shifted {
@@ -139,7 +139,7 @@ TEST(Gpt2, TheCacheGivesTheLogitsOfTheWholeText) {
   const NoGradGuard no_grad;
   const Tensor ids = golden().load("input_ids");
   const Tensor whole = (*model)(ids).logits;
-  KvCache cache(model->config, 2);
+  gpt2::KvCache cache(model->config, 2);
   // In parts of 7, 5 and single tokens.
   for (int64_t begin = 0, count = 7; begin < ids.size(1); begin += count) {
     if (begin > 0) count = begin == 7 ? 5 : 1;
@@ -153,7 +153,7 @@ TEST(Gpt2, TheCacheGivesTheLogitsOfTheWholeText) {
 
 TEST(Gpt2, TheCacheRefusesMoreThanItsContext) {
   const auto model = golden_model();
-  KvCache cache(model->config, 1);
+  gpt2::KvCache cache(model->config, 1);
   const NoGradGuard no_grad;
   (*model)(zeros({1, 32}, {.dtype = kI64}), Tensor(), Logits::kLast, &cache);
   EXPECT_THROW((*model)(zeros({1, 1}, {.dtype = kI64}), Tensor(), Logits::kLast, &cache),
@@ -192,7 +192,7 @@ TEST(Gpt2, SamplingFollowsTemperatureTopKAndTopP) {
 TEST(Gpt2, SavesWhatItLoads) {
   const Folder folder;
   const auto model = golden_model();
-  model->save(folder.path());
+  model->save_pretrained(folder.path());
   const auto original = load_safetensors(golden_path("gpt2/model.safetensors"));
   const auto saved = load_safetensors(folder.file("model.safetensors"));
   ASSERT_EQ(saved.size(), original.size());
@@ -218,7 +218,7 @@ TEST(Gpt2, LoadsNamesWithoutPrefixAndPassesOverMaskBuffers) {
   renamed["h.0.attn.masked_bias"] = tensor({-1e4});
   save_safetensors(folder.file("model.safetensors"), renamed);
   std::filesystem::copy_file(golden_path("gpt2/config.json"), folder.file("config.json"));
-  const auto model = Gpt::load(folder.path());
+  const auto model = Gpt::from_pretrained(folder.path());
   EXPECT_EQ(model->transformer.wte.weight.to_vector(),
             golden_model()->transformer.wte.weight.to_vector());
 }
@@ -228,13 +228,13 @@ TEST(Gpt2, BadFoldersAreErrorsThatNameFileAndField) {
   const auto message = [&](const std::string& config) -> std::string {
     std::ofstream(folder.file("config.json")) << config;
     try {
-      Gpt::load(folder.path());
+      Gpt::from_pretrained(folder.path());
     } catch (const Error& error) {
       return error.what();
     }
     return "no error";
   };
-  EXPECT_THROW(Gpt::load(folder.file("missing")), IoError);
+  EXPECT_THROW(Gpt::from_pretrained(folder.file("missing")), IoError);
   EXPECT_NE(message("{").find("config.json"), std::string::npos);
   EXPECT_NE(message("[]").find("JSON object"), std::string::npos);
   EXPECT_NE(message(R"({"model_type": "gpt2"})").find("'vocab_size' is missing"),
@@ -350,7 +350,7 @@ TEST(Gpt2, TheHeadIsALinearOfTheEmbeddingsWeight) {
   EXPECT_TRUE(model->lm_head.weight.is(model->transformer.wte.weight));
   EXPECT_TRUE(model->state_dict().contains("lm_head.weight"));
   const Folder folder;
-  model->save(folder.path());
+  model->save_pretrained(folder.path());
   EXPECT_FALSE(SafeTensorsFile(folder.file("model.safetensors")).contains("lm_head.weight"));
   const auto copy = model->clone();
   EXPECT_TRUE(copy->lm_head.weight.is(copy->transformer.wte.weight));
@@ -371,4 +371,4 @@ TEST(Gpt2, SummaryCountsParametersAndArithmeticWithoutAllocating) {
 }
 
 }  // namespace
-}  // namespace tessera::gpt2::test_gpt2
+}  // namespace tessera::nn::models::test_gpt2

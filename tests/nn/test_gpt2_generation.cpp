@@ -4,13 +4,13 @@
 #include <tessera/accelerate/accelerator.h>
 #include <tessera/core/random.h>
 #include <tessera/distributed/mesh/dtensor.h>
+#include <tessera/nn/models/generation.h>
 #include <tessera/optim/optimizers.h>
 
 #include "distributed/compared_ranks.h"
-#include <tessera/nn/models/generation.h>
 #include "message_of.h"
 
-namespace tessera::gpt2::test_gpt2_generation {
+namespace tessera::nn::models::test_gpt2_generation {
 namespace {
 
 using accelerate::Sharding;
@@ -49,7 +49,7 @@ TEST(Gpt2Generation, RanksMakeTextsOfTheirOwnLengthTogether) {
 TEST(Gpt2Generation, APretrainedModelOfRankZeroIsTrainedWithCheckpointsInEveryMode) {
   const std::string folder = testing::TempDir() + "gpt2_of_rank_zero";
   manual_seed(8);
-  Gpt(kLetters).save(folder);
+  Gpt(kLetters).save_pretrained(folder);
   const Tensor tokens = randint(0, 29, {4, 9}, kI64, RandomStream{3, 0});
   for (const Sharding sharding :
        {Sharding::kDdp, Sharding::kZero1, Sharding::kZero2, Sharding::kZero3, Sharding::kFsdp}) {
@@ -58,7 +58,7 @@ TEST(Gpt2Generation, APretrainedModelOfRankZeroIsTrainedWithCheckpointsInEveryMo
       for (const bool economical : {false, true}) {
         std::unique_ptr<Gpt> model;
         if (!economical || rank == 0) {
-          model = Gpt::load(folder);
+          model = Gpt::from_pretrained(folder);
         } else {
           const nn::ParameterDefaultsGuard without_memory({.device = kMeta});
           model = std::make_unique<Gpt>(kLetters);
@@ -132,4 +132,4 @@ TEST(Gpt2Generation, CallsThatSomeRanksLeaveOutAreAnErrorOnEveryRank) {
 }
 
 }  // namespace
-}  // namespace tessera::gpt2::test_gpt2_generation
+}  // namespace tessera::nn::models::test_gpt2_generation

@@ -1,4 +1,4 @@
-// The Llama, Mistral and Qwen2 of examples/llama: against transformers, cached and not, their
+// nn::models::Llama, as Llama, Mistral and Qwen2: against transformers, cached and not, their
 // folders both ways, adapters.
 #include <gtest/gtest.h>
 
@@ -9,15 +9,15 @@
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/nn/lora/lora.h>
+#include <tessera/nn/models/generation.h>
 #include <tessera/optim/optimizers.h>
 
 #include "autograd/op_checks.h"
 #include "finished_process.h"
 #include "golden_files.h"
-#include <tessera/nn/models/llama_generation.h>
 #include "message_of.h"
 
-namespace tessera::llama::test_llama {
+namespace tessera::nn::models::test_llama {
 namespace {
 
 using tests::difference;
@@ -43,7 +43,7 @@ Json read_json(const std::string& path) {
 // has some.
 std::unique_ptr<Llama> model_of(const std::string& name) {
   const std::string folder = golden_path(cases().at(name).at("folder"));
-  if (cases().at(name).at("rope_parameters").is_null()) return Llama::load(folder);
+  if (cases().at(name).at("rope_parameters").is_null()) return Llama::from_pretrained(folder);
   TestFolder changed;
   for (const auto& entry : std::filesystem::directory_iterator(folder)) {
     std::filesystem::copy(entry.path(), changed.path(entry.path().filename().string()));
@@ -51,7 +51,7 @@ std::unique_ptr<Llama> model_of(const std::string& name) {
   Json config = read_json(folder + "/config.json");
   config["rope_parameters"] = cases().at(name).at("rope_parameters");
   changed.write("config.json", config.dump());
-  return Llama::load(changed.path(""));
+  return Llama::from_pretrained(changed.path(""));
 }
 
 // All tokens are read, as transformers does it: frequencies of "dynamic" go by the length.
@@ -103,7 +103,7 @@ TEST_P(EveryCase, GreedyTokensOfTheCacheAreThoseOfTransformers) {
 TEST_P(EveryCase, AFolderWrittenHereSaysWhatThatOfTransformersSays) {
   const auto model = model_of(GetParam());
   TestFolder folder;
-  model->save(folder.path("copy"), "20KB");
+  model->save_pretrained(folder.path("copy"), "20KB");
   EXPECT_TRUE(std::filesystem::exists(folder.path("copy/model.safetensors.index.json")));
   Json there = read_json(golden_path(cases().at(GetParam()).at("folder")) + "/config.json");
   const Json here = read_json(folder.path("copy/config.json"));
@@ -119,7 +119,7 @@ TEST_P(EveryCase, AFolderWrittenHereSaysWhatThatOfTransformersSays) {
     ASSERT_TRUE(here.contains(key)) << key;
     EXPECT_EQ(here.at(key), value) << key;
   }
-  const auto again = Llama::load(folder.path("copy"));
+  const auto again = Llama::from_pretrained(folder.path("copy"));
   const Tensor ids = golden().load("input_ids");
   EXPECT_EQ((*again)(ids).logits.to_vector(), (*model)(ids).logits.to_vector());
   const StateDict weights = load_weights(folder.path("copy"));
@@ -135,7 +135,7 @@ TEST_P(EveryCase, PiecesOfATextReadIntoTheCacheGiveTheLogitsOfTheWhole) {
   const auto model = model_of(GetParam());
   const Tensor ids = golden().load("input_ids");
   const auto whole = (*model)(ids).logits.to_vector();
-  KvCache cache(model->config, 2, 22);
+  llama::KvCache cache(model->config, 2, 22);
   TensorList pieces;
   for (int64_t begin = 0; const int64_t size : {3, 1, 8, 1, 9}) {
     pieces.push_back(
@@ -192,11 +192,11 @@ TEST(Llama, WhatTheModelDoesNotKnowIsNamed) {
 
 TEST(Llama, AConfigThatAsksForMoreThanTheWeightsHoldIsRefusedBeforeItIsMade) {
   TestFolder folder;
-  Llama::load(golden_path("mistral"))->save(folder.path("model"));
+  Llama::from_pretrained(golden_path("mistral"))->save_pretrained(folder.path("model"));
   Json config = read_json(folder.path("model/config.json"));
   config["vocab_size"] = int64_t{1} << 30;
   folder.write("model/config.json", config.dump());
-  EXPECT_THROW(Llama::load(folder.path("model")), FormatError);
+  EXPECT_THROW(Llama::from_pretrained(folder.path("model")), FormatError);
 }
 
 TEST(Llama, AdaptersLearnWhileTheBaseStaysAndMergeIntoTheSameModel) {
@@ -221,8 +221,9 @@ TEST(Llama, AdaptersLearnWhileTheBaseStaysAndMergeIntoTheSameModel) {
   EXPECT_NEAR(loss_of(*fresh, ids).item(), last, 1e-6 * last);
   nn::merge_lora(*fresh);
   nn::remove_lora(*fresh);
-  fresh->save(folder.path("merged"));
-  EXPECT_NEAR(loss_of(*Llama::load(folder.path("merged")), ids).item(), last, 1e-5 * last);
+  fresh->save_pretrained(folder.path("merged"));
+  EXPECT_NEAR(loss_of(*Llama::from_pretrained(folder.path("merged")), ids).item(), last,
+              1e-5 * last);
 }
 
 TEST(Llama, ATextEndsAtAnyOfItsEnds) {
@@ -240,4 +241,4 @@ TEST(Llama, ATextEndsAtAnyOfItsEnds) {
 }
 
 }  // namespace
-}  // namespace tessera::llama::test_llama
+}  // namespace tessera::nn::models::test_llama

@@ -15,10 +15,10 @@
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/fused.h>
 #include <tessera/nn/lora/lora.h>
+#include <tessera/nn/models/gpt2.h>
 
 #include "distributed/sharded_fixture.h"
 #include "golden_files.h"
-#include <tessera/nn/models/gpt2.h>
 #include "message_of.h"
 
 namespace tessera::nn::test_lora {
@@ -586,8 +586,8 @@ const SafeTensorsFile& golden() {
   return file;
 }
 
-std::unique_ptr<gpt2::Gpt> golden_gpt() {
-  auto model = gpt2::Gpt::load(tests::golden_path("gpt2"));
+std::unique_ptr<nn::models::Gpt> golden_gpt() {
+  auto model = nn::models::Gpt::from_pretrained(tests::golden_path("gpt2"));
   load_lora(*model, tests::golden_path("lora"), {.trainable = true});
   return model;
 }

@@ -18,12 +18,12 @@
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/init.h>
 #include <tessera/nn/linear.h>
+#include <tessera/nn/models/bert.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/recurrent/recurrent.h>
 
-#include <tessera/nn/models/bert.h>
 #include "distributed/dtensor_fixture.h"
-#include <tessera/nn/models/gpt2.h>
 
 namespace tessera::nn::test_materialise {
 namespace {
@@ -83,10 +83,10 @@ struct Named : Module<Named> {
   Tensor forward(const Tensor& x) { return x; }
 };
 
-gpt2::GptConfig gpt_config() {
+nn::models::GptConfig gpt_config() {
   return {.vocab_size = 13, .context = 6, .width = 8, .layers = 2, .heads = 2};
 }
-bert::BertConfig bert_config() {
+nn::models::BertConfig bert_config() {
   return {.vocab_size = 13, .width = 8, .layers = 1, .heads = 2, .context = 6, .padding = 5};
 }
 
@@ -110,8 +110,8 @@ const std::vector<Kind>& kinds() {
       kind<LSTM>("LSTM", 5, 3),
       kind<ManyRules>("ManyRules"),
       kind<Named>("Named"),
-      kind<gpt2::Gpt>("Gpt", gpt_config()),
-      kind<bert::Bert>("Bert", bert_config()),
+      kind<nn::models::Gpt>("Gpt", gpt_config()),
+      kind<nn::models::Bert>("Bert", bert_config()),
   };
   return all;
 }

@@ -11,13 +11,12 @@
 #include <tessera/core/context.h>
 #include <tessera/core/state/safetensors.h>
 #include <tessera/data/token_dataset.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
 
-#include <tessera/nn/models/gpt2.h>
-
-namespace tessera::gpt2::test_training {
+namespace tessera::nn::models::test_training {
 namespace {
 
 constexpr int64_t kBatch = 3, kContext = 16;
@@ -132,4 +131,4 @@ TEST(Training, TwoInOneProcessDoNotSeeEachOther) {
 }
 
 }  // namespace
-}  // namespace tessera::gpt2::test_training
+}  // namespace tessera::nn::models::test_training

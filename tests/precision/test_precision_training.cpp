@@ -7,13 +7,13 @@
 
 #include <tessera/autograd/autocast_mode.h>
 #include <tessera/core/factory/factory.h>
+#include <tessera/nn/models/gpt2.h>
 #include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/precision/autocast.h>
 #include <tessera/precision/grad_scaler.h>
 
 #include "distributed/replicate_fixture.h"
-#include <tessera/nn/models/gpt2.h>
 
 namespace tessera::precision::test_precision_training {
 namespace {
@@ -284,7 +284,7 @@ struct RunEnd {
 // 50 steps of a small GPT on sequences that follow a rule.
 RunEnd train_gpt(const Policy& policy, double loss_factor = 1, double init_scale = 65536) {
   constexpr int64_t kVocabulary = 48, kLength = 24, kBatch = 6;
-  gpt2::Gpt model(
+  nn::models::Gpt model(
       {.vocab_size = kVocabulary, .context = kLength, .width = 32, .layers = 2, .heads = 2});
   AppliedPolicy applied = apply(model, policy);
   optim::AdamW optimizer(model.named_parameters(), {.lr = 4e-3, .weight_decay = 0.01});
