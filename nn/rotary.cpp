@@ -5,6 +5,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/autograd/ops.h>
+#include <tessera/nn/positions.h>
 
 namespace tessera::nn {
 namespace {
@@ -64,8 +65,8 @@ Tensor RotaryEmbedding::frequencies(int64_t length, const Device& device) const 
 RotaryAngles RotaryEmbedding::angles(int64_t begin, int64_t count, const Device& device) const {
   TS_CHECK(begin >= 0 && count >= 0, kRotary, "positions begin at 0; got ", count, " from ", begin);
   const NoGradGuard no_grad;
-  const Tensor positions = arange(begin, begin + count, 1, kF64, device).unsqueeze(1);
-  const Tensor angle = positions * frequencies(begin + count, device);
+  const Tensor places = positions(count, device, begin, kF64).unsqueeze(1);
+  const Tensor angle = places * frequencies(begin + count, device);
   return {cos(angle).to(kF32), sin(angle).to(kF32)};
 }
 
