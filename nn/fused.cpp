@@ -11,22 +11,16 @@
 
 namespace tessera::nn {
 
-namespace {
-
-// Whether a fused op may read the layer's weight in place of a call.
 bool is_plain(const Linear& layer) {
   if (layer.has_hooks()) return false;
   const auto fp8 = layer.fp8();
   return fp8 == nullptr || fp8->is_left_out();
 }
-// For who does so. A layer that a recipe leaves out of fp8 counts its calls.
 void count_call(const Linear& layer, const Tensor& x) {
   const auto fp8 = layer.fp8();
   if (fp8 == nullptr || x.dim() == 0) return;
   fp8->takes(x, layer.weight, numel_of(x.shape().slice(0, x.dim() - 1)));
 }
-
-}  // namespace
 
 Tensor linear_gelu(Linear& layer, const Tensor& x, Gelu approximate) {
   if (!is_plain(layer)) return gelu(layer(x), approximate);
@@ -134,22 +128,29 @@ Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
   }
 }
 
-bool adds_residual(const Tensor& x, const Tensor& residual,
-                   std::initializer_list<const ModuleBase*> callees) {
-  if (!x.device().is_cuda() || x.dtype() != residual.dtype()) return false;
+bool fuses_products(const Tensor& x, const Tensor& other,
+                    std::initializer_list<const ModuleBase*> modules) {
+  if (!x.device().is_cuda() || x.dtype() != other.dtype()) return false;
   const AutocastMode& autocast = Context::current().slot<AutocastMode>();
   if (autocast.enabled && autocast.dtype != x.dtype()) return false;
-  const auto is_layer = [](const ModuleBase* one) { return dynamic_cast<const Linear*>(one); };
-  if (!std::ranges::all_of(callees, [&](const ModuleBase* one) {
-        const Linear* layer = is_layer(one);
-        return layer != nullptr ? is_plain(*layer) : !one->has_hooks();
-      })) {
-    return false;
+  return std::ranges::all_of(modules, [](const ModuleBase* one) {
+    const auto* layer = dynamic_cast<const Linear*>(one);
+    return layer != nullptr ? is_plain(*layer) : !one->has_hooks();
+  });
+}
+
+Tensor stacked_linear(std::initializer_list<Linear*> layers, const Tensor& x) {
+  constexpr int64_t kRows = 4;  // for each of a weight
+  const Linear& first = **layers.begin();
+  if (!x.device().is_cuda() || x.numel() < kRows * x.size(-1) * x.size(-1)) return {};
+  TensorList weights, biases;
+  for (const Linear* layer : layers) {
+    if (!layer->bias.defined() || !fuses_products(x, first.weight, {layer})) return {};
+    weights.push_back(layer->weight);
+    biases.push_back(layer->bias);
   }
-  for (const ModuleBase* one : callees) {
-    if (const Linear* layer = is_layer(one)) count_call(*layer, x);
-  }
-  return true;
+  for (const Linear* layer : layers) count_call(*layer, x);
+  return linear(x, cat(weights, 0), cat(biases, 0));
 }
 
 Mlp::Mlp(int64_t features, int64_t hidden_features, const MlpOptions& options)
@@ -159,11 +160,12 @@ Mlp::Mlp(int64_t features, int64_t hidden_features, const MlpOptions& options)
       outer(add<Linear>(options.outer, hidden_features, features,
                         LinearOptions{.bias = options.bias})) {}
 
-Tensor Mlp::forward(const Tensor& x, const Tensor& residual) {
+PartEnds Mlp::ends() const { return {&inner, is_plain(inner) ? &outer : nullptr}; }
+
+Tensor Mlp::forward(const Tensor& x) {
+  const Tensor residual = is_plain(inner) ? take_residual(outer, x) : Tensor();
   if (!residual.defined()) return linear_gelu_linear(inner, outer, x, options.approximate);
-  if (!adds_residual(x, residual, {&inner, &outer})) {
-    return residual + linear_gelu_linear(inner, outer, x, options.approximate);
-  }
+  for (const Linear* each : {&inner, &outer}) count_call(*each, x);
   return tessera::linear_gelu_linear(x, inner.weight, inner.bias, outer.weight, outer.bias,
                                      options.approximate, residual);
 }

@@ -44,12 +44,11 @@ ResidualNorm residual_rms_norm(RMSNorm& norm, const Tensor& x, const Tensor& res
 Tensor linear_cross_entropy(Linear& head, const Tensor& x, const Tensor& target,
                             int64_t ignore_index = -100, Reduction reduction = Reduction::kMean);
 
-// Whether the product of a linear layer of x had better add the residual itself, before the norm
-// that comes next: on a GPU, where both have one dtype, which is that of an autocast that they are
-// in, and calling the modules does nothing else. `callees`: the layer, and modules that it is
-// called through.
-bool adds_residual(const Tensor& x, const Tensor& residual,
-                   std::initializer_list<const ModuleBase*> callees);
+// The results of layers of one width that read the same x, side by side in the last dimension, by
+// one product of weights that are put together for it: with many rows that takes less of a GPU's
+// time, as the layers' own have few tiles each and their gradients of x are added up. Undefined
+// where the layers are to be called.
+Tensor stacked_linear(std::initializer_list<Linear*> layers, const Tensor& x);
 
 struct MlpOptions {
   Gelu approximate = Gelu::kNone;
@@ -63,8 +62,8 @@ class Mlp : public Module<Mlp> {
  public:
   using Options = MlpOptions;
   Mlp(int64_t features, int64_t hidden_features, const MlpOptions& options = {});
-  // With a residual, of x's shape: the sum of both (see adds_residual).
-  Tensor forward(const Tensor& x, const Tensor& residual = {});
+  Tensor forward(const Tensor& x);
+  PartEnds ends() const;
   std::unique_ptr<Mlp> remake() const {
     return std::make_unique<Mlp>(inner.in_features, inner.out_features, options);
   }

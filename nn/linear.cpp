@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include <tessera/autograd/ops.h>
+#include <tessera/nn/call_scopes.h>
 #include <tessera/nn/describe.h>
 #include <tessera/nn/init.h>
 
@@ -25,6 +26,10 @@ void Linear::reset_parameters() {
 }
 
 Tensor Linear::forward(const Tensor& x) {
+  if (const Tensor residual = take_residual(*this, x); residual.defined()) {
+    count_call(*this, x);
+    return linear(x, weight, bias, residual);
+  }
   if (const auto layer = fp8()) return linear_by(layer, x, weight, bias);
   return linear(x, weight, bias);
 }

@@ -39,4 +39,11 @@ class Linear : public Module<Linear> {
   std::weak_ptr<Fp8Linear> fp8_;
 };
 
+// The layers of a part that read what it gets, and nobody else does, and whose result it returns as
+// it is; for nn/residual.h. Null where there is no such layer.
+struct PartEnds {
+  const Linear* first = nullptr;
+  const Linear* last = nullptr;
+};
+
 }  // namespace tessera::nn

@@ -2,6 +2,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/nn/init.h>
+#include <tessera/nn/positions.h>
 
 namespace tessera::nn::models {
 namespace {
@@ -25,10 +26,10 @@ Tensor Embeddings::forward(const Tensor& ids, const Tensor& type_ids) {
   TS_CHECK_SHAPE(ids.dim() == 2 && T <= config.context, "bert",
                  "ids must be [batch, length] with at most ", config.context, " positions; got ",
                  ids, "; cut the sequences");
-  const Tensor positions = arange(0, T, 1, kI64, ids.device());
   const Tensor types = token_type_embeddings(
       type_ids.defined() ? type_ids : zeros({1}, {.dtype = kI64, .device = ids.device()}));
-  const Tensor sum = embedding_add(word_embeddings, ids, types + position_embeddings(positions));
+  const Tensor sum =
+      embedding_add(word_embeddings, ids, types + position_embeddings(positions(T, ids.device())));
   return dropout(norm(sum), config.dropout, is_training());
 }
 
@@ -39,23 +40,12 @@ SelfAttention::SelfAttention(const BertConfig& config)
       key(add<Linear>("key", config.width, config.width)),
       value(add<Linear>("value", config.width, config.width)) {}
 
-// One product in place of three, of weights that are put together for it: with many rows that takes
-// less of a GPU's time, as the three have few tiles each and their gradients of x are added up.
-bool SelfAttention::packs(const Tensor& x) const {
-  constexpr int64_t kRows = 4;  // for each of a weight
-  return x.device().is_cuda() && x.numel() / x.size(2) >= kRows * x.size(2) &&
-         query.bias.defined() && adds_residual(x, query.weight, {&query, &key, &value});
-}
-
 Tensor SelfAttention::forward(const Tensor& x, const VisibleKeys& keys) {
   const int64_t B = x.size(0), T = x.size(1), C = x.size(2);
   const AttentionOptions options{
       .mask = keys.mask, .lengths = keys.lengths, .dropout = is_training() ? dropout : 0};
-  if (packs(x)) {
-    const Tensor packed = linear(x, cat({query.weight, key.weight, value.weight}, 0),
-                                 cat({query.bias, key.bias, value.bias}, 0));
-    return packed_attention(packed.view({B, T, 3, heads, C / heads}), options);
-  }
+  const Tensor packed = stacked_linear({&query, &key, &value}, x);
+  if (packed.defined()) return packed_attention(packed.view({B, T, 3, heads, C / heads}), options);
   const auto by_head = [&](const Tensor& y) {
     return y.view({B, T, heads, C / heads}).transpose(1, 2);
   };

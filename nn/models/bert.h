@@ -88,9 +88,6 @@ struct SelfAttention : Module<SelfAttention> {
   Linear& query;
   Linear& key;
   Linear& value;
-
- private:
-  bool packs(const Tensor& x) const;
 };
 
 // dense, dropout, and the layer norm of its sum with what the sublayer received.

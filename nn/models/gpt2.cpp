@@ -6,7 +6,7 @@
 
 #include <tessera/autograd/autograd.h>
 #include <tessera/nn/init.h>
-#include <tessera/nn/read_by.h>
+#include <tessera/nn/positions.h>
 
 namespace tessera::nn::models {
 
@@ -41,13 +41,12 @@ Attention::Attention(const GptConfig& config, size_t layer)
       c_attn(add<Linear>("c_attn", config.width, 3 * config.width)),
       c_proj(add<Linear>("c_proj", config.width, config.width)) {}
 
-Tensor Attention::forward(const Tensor& x, KvCache* cache, const Tensor& residual) {
+Tensor Attention::forward(const Tensor& x, KvCache* cache) {
   const int64_t B = x.size(0), T = x.size(1), C = x.size(2), E = C / heads;
   const Tensor packed = c_attn(x).view({B, T, 3, heads, E});
   if (cache == nullptr) {
-    const Tensor y =
-        packed_attention(packed, {.dropout = is_training() ? dropout : 0, .causal = true});
-    return residual.defined() ? linear(y, c_proj.weight, c_proj.bias, residual) : c_proj(y);
+    return c_proj(
+        packed_attention(packed, {.dropout = is_training() ? dropout : 0, .causal = true}));
   }
   const auto part = [&](int64_t i) { return packed.select(2, i).transpose(1, 2); };
   const int64_t before = cache->length();
@@ -70,36 +69,10 @@ Block::Block(const GptConfig& config, size_t layer)
       mlp(add<Mlp>("mlp", config.width, config.inner_width(),
                    MlpOptions{.approximate = Gelu::kTanh, .inner = "c_fc", .outer = "c_proj"})) {}
 
-namespace {
-
-// The sum of residual and update, and its layer norm.
-ResidualNorm add_and_normalise(const Stream& stream, LayerNorm& norm) {
-  if (!stream.update.defined()) return {stream.residual, norm(stream.residual)};
-  return residual_layer_norm(norm, stream.update, stream.residual);
-}
-// The same, where `reader` alone reads the norm.
-ResidualNorm add_and_normalise(const Stream& stream, LayerNorm& norm, const Linear& reader) {
-  const ReadBy scope(reader);
-  return add_and_normalise(stream, norm);
-}
-
-}  // namespace
-
-Stream Block::forward(const Stream& stream, KvCache* cache) {
-  const auto [before, normalized] = add_and_normalise(stream, ln_1, attn.c_attn);
-  const auto adds = [&](const Tensor& x, std::initializer_list<const ModuleBase*> callees) {
-    const bool drops = dropout > 0 && is_training();
-    return !drops && cache == nullptr && adds_residual(x, before, callees);
-  };
-  Stream middle{before, {}};
-  if (adds(normalized, {&attn, &attn.c_proj})) {
-    middle.residual = attn(normalized, cache, before);
-  } else {
-    middle.update = tessera::dropout(attn(normalized, cache), dropout, is_training());
-  }
-  const auto [after, second] = add_and_normalise(middle, ln_2, mlp.inner);
-  if (adds(second, {&mlp, &mlp.inner, &mlp.outer})) return {mlp(second, after), {}};
-  return {after, tessera::dropout(mlp(second), dropout, is_training())};
+Residual Block::forward(const Residual& x, KvCache* cache) {
+  const PreNormOptions options{.dropout = is_training() ? dropout : 0};
+  const Residual attended = pre_norm_residual(x, ln_1, attn, options, cache);
+  return pre_norm_residual(attended, ln_2, mlp, options);
 }
 
 Transformer::Transformer(const GptConfig& config)
@@ -116,12 +89,11 @@ Tensor Transformer::forward(const Tensor& tokens, KvCache* cache) {
   TS_CHECK_SHAPE(tokens.dim() == 2 && past + T <= config.context, "gpt2",
                  "tokens must be [batch, length] with at most ", config.context, " positions; got ",
                  tokens, " behind ", past, " tokens");
-  const Tensor positions = arange(past, past + T, 1, kI64, tokens.device());
-  Stream stream{dropout(embedding_add(wte, tokens, wpe(positions)), config.dropout, is_training()),
-                {}};
-  for (size_t i = 0; i < h.size(); ++i) stream = h.at<Block>(i)(stream, cache);
+  const Tensor places = wpe(positions(T, tokens.device(), past));
+  Residual x = tessera::dropout(embedding_add(wte, tokens, places), config.dropout, is_training());
+  for (size_t i = 0; i < h.size(); ++i) x = h.at<Block>(i)(x, cache);
   if (cache != nullptr) cache->advance(T);
-  return add_and_normalise(stream, ln_f).normalized;
+  return pre_norm(ln_f, x);
 }
 
 }  // namespace gpt2

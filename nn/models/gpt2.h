@@ -20,6 +20,7 @@
 #include <tessera/nn/linear.h>
 #include <tessera/nn/module.h>
 #include <tessera/nn/norm.h>
+#include <tessera/nn/residual.h>
 
 namespace tessera::nn::models {
 
@@ -72,8 +73,8 @@ class KvCache {
 
 struct Attention : Module<Attention> {
   Attention(const GptConfig& config, size_t layer);
-  // [B, T, C]; with a residual, of that shape: the sum of both.
-  Tensor forward(const Tensor& x, KvCache* cache, const Tensor& residual = {});
+  Tensor forward(const Tensor& x, KvCache* cache);  // [B, T, C]
+  PartEnds ends() const { return {&c_attn, &c_proj}; }
 
   const int64_t heads;
   const size_t layer;
@@ -82,17 +83,9 @@ struct Attention : Module<Attention> {
   Linear& c_proj;
 };
 
-// The sum of the blocks so far, and what the last one adds to it. The addition is left to the next
-// layer norm, which does both in one pass, or was done by the block's last product.
-struct Stream {
-  Tensor residual;  // [B, T, C]
-  Tensor update;    // [B, T, C], undefined before the first block and where nothing is left to add
-  void visit_tensors(auto&& visit) { visit(residual), visit(update); }
-};
-
 struct Block : Module<Block> {
   Block(const GptConfig& config, size_t layer);
-  Stream forward(const Stream& stream, KvCache* cache);
+  Residual forward(const Residual& x, KvCache* cache);
 
   const double dropout;
   LayerNorm& ln_1;

@@ -25,7 +25,9 @@
 #include <tessera/nn/loss.h>
 #include <tessera/nn/norm.h>
 #include <tessera/nn/pooling.h>
+#include <tessera/nn/positions.h>
 #include <tessera/nn/recurrent/recurrent.h>
+#include <tessera/nn/residual.h>
 #include <tessera/nn/summary.h>
 #include <tessera/nn/transformer.h>
 
@@ -502,6 +504,54 @@ TEST(FusedModules, WhatAHookAddsToALayerTakesPart) {
   EXPECT_LT(largest_difference(mlp(x), expected), 16 * epsilon_of(kF32));
   hook.remove();
   EXPECT_GT(largest_difference(mlp(x), expected), 1e-3);
+}
+
+TEST(Positions, CountFromWhatIsBefore) {
+  EXPECT_EQ(positions(3, kCpu).to_vector<int64_t>(), (std::vector<int64_t>{0, 1, 2}));
+  EXPECT_EQ(positions(2, kCpu, 5).to_vector<int64_t>(), (std::vector<int64_t>{5, 6}));
+}
+
+// A block's addition is left to the norm that comes next, and hooks see each module.
+TEST(ResidualBlocks, AreTheirFormulaInFewerOps) {
+  LayerNorm first(4), second(4), last(4);
+  Mlp one(4, 8), two(4, 8);
+  const Tensor x = random({3, 4});
+  const auto blocks = [&] {
+    Residual stream = pre_norm_residual(x, first, one);
+    stream = pre_norm_residual(stream, second, two);
+    EXPECT_LT(largest_difference(stream.tensor(), stream.sum + stream.update), epsilon_of(kF32));
+    return pre_norm(last, stream);
+  };
+  const auto ops = [&] { return ops_of([&] { static_cast<void>(blocks()); }); };
+  const std::vector<std::string> fused = {"add", "layer_norm", "linear_gelu_linear",
+                                          "residual_layer_norm"};
+  const Tensor middle = x + one(first(x));
+  const Tensor expected = last(middle + two(second(middle)));
+  const NoGradGuard no_grad;
+  EXPECT_LT(largest_difference(blocks(), expected), 16 * epsilon_of(kF32));
+  EXPECT_EQ(ops(), fused);
+  int calls = 0;
+  std::vector<HookHandle> hooks;
+  for (ModuleBase* module : std::initializer_list<ModuleBase*>{&first, &second, &last, &one, &two,
+                                                               &one.inner, &two.outer}) {
+    hooks.push_back(
+        module->register_forward_hook([&](ModuleBase&, TensorRefs, TensorRefs) { ++calls; }));
+  }
+  EXPECT_LT(largest_difference(blocks(), expected), 16 * epsilon_of(kF32));
+  EXPECT_EQ(calls, 7);
+  for (HookHandle& hook : hooks) hook.remove();
+}
+
+TEST(ResidualBlocks, DropWhatAPartGives) {
+  LayerNorm norm(64);
+  Mlp mlp(64, 64);
+  const Tensor x = random({8, 64});
+  const Residual all = pre_norm_residual(x, norm, mlp, {.dropout = 1});
+  EXPECT_EQ(all.tensor().to_vector(), x.to_vector());
+  manual_seed(3);
+  const Tensor half = pre_norm_residual(x, norm, mlp, {.dropout = 0.5}).update;
+  manual_seed(3);
+  EXPECT_EQ(half.to_vector(), dropout(mlp(norm(x)), 0.5).to_vector());
 }
 
 TEST(FusedModules, AHeadWithABiasUsesIt) {

@@ -1,0 +1,97 @@
+// Blocks with a residual around each part and a norm in front of it: x + part(norm(x)), as GPT-2 has
+// them.
+//
+//     struct Block : nn::Module<Block> {
+//       nn::Residual forward(const nn::Residual& x) {
+//         const nn::Residual middle = nn::pre_norm_residual(x, ln_1, attention);
+//         return nn::pre_norm_residual(middle, ln_2, mlp);
+//       }
+//       nn::LayerNorm &ln_1, &ln_2;
+//       Attention& attention;
+//       nn::Mlp& mlp;
+//     };
+//
+//     nn::Residual stream = embedding;         // a tensor is one
+//     for (Block* block : blocks) stream = (*block)(stream);
+//     Tensor y = nn::pre_norm(ln_f, stream);
+//
+// The result is that of the formula, within rounding; it takes fewer passes over memory. An addition
+// waits for the next norm, which does both at once. On a GPU the last product of a part adds the
+// residual itself, and a norm in front of a layer in fp8 writes that layer's operand
+// (autograd/fp8/norm.h): for these a part says by which layers it begins and ends.
+//
+//     nn::PartEnds ends() const { return {&c_attn, &c_proj}; }  // in Attention
+//
+// Hooks, scopes of a policy, adapters and sharded units are seen, as fused.h says of its ops: where
+// the part or its last layer has one, the layer is called and the next norm adds.
+#pragma once
+
+#include <optional>
+#include <utility>
+
+#include <tessera/autograd/ops.h>
+#include <tessera/core/context.h>
+#include <tessera/nn/linear.h>
+#include <tessera/nn/module.h>
+#include <tessera/nn/norm.h>
+
+namespace tessera::nn {
+
+// The sum of the blocks so far, and what the last one adds to it.
+struct Residual {
+  Residual(Tensor sum_in = {}, Tensor update_in = {})
+      : sum(std::move(sum_in)), update(std::move(update_in)) {}
+  Tensor tensor() const { return update.defined() ? update + sum : sum; }
+  void visit_tensors(auto&& visit) { visit(sum), visit(update); }
+
+  Tensor sum;
+  Tensor update;  // undefined where nothing is left to add
+};
+
+namespace detail {
+
+// {x, norm(x)}, which `reader` alone reads; null: anybody.
+ResidualNorm pre_norm_for(const Linear* reader, LayerNorm& norm, const Residual& x);
+
+// What the call of a layer, or the fused op in its place, may add to its result.
+struct ResidualSlot {
+  const Linear* layer = nullptr;
+  Tensor sum = {};
+  bool taken = false;
+};
+// While it lives `last` may add `sum`, where that is worth it.
+class LentResidual {
+ public:
+  LentResidual(const ModuleBase& part, const Linear* last, const Tensor& normalized,
+               const Tensor& sum);
+  bool taken() const { return scope_ && Context::current().slot<ResidualSlot>().taken; }
+
+ private:
+  std::optional<ScopedValue<ResidualSlot>> scope_;
+};
+
+}  // namespace detail
+
+// norm(x).
+inline Tensor pre_norm(LayerNorm& norm, const Residual& x) {
+  return detail::pre_norm_for(nullptr, norm, x).normalized;
+}
+
+struct PreNormOptions {
+  double dropout = 0;  // of what the part gives; 0 where it is not training
+};
+// x + part(norm(x), arguments...)
+template <class Part, class... Args>
+Residual pre_norm_residual(const Residual& x, LayerNorm& norm, Part& part,
+                           const PreNormOptions& options = {}, Args&&... arguments) {
+  PartEnds ends;
+  if constexpr (requires { part.ends(); }) ends = part.ends();
+  const auto [sum, normalized] = detail::pre_norm_for(ends.first, norm, x);
+  if (options.dropout > 0) ends.last = nullptr;
+  const detail::LentResidual lent(part, ends.last, normalized, sum);
+  Tensor update = part(normalized, std::forward<Args>(arguments)...);
+  if (lent.taken()) return update;
+  return {sum, dropout(update, options.dropout)};
+}
+
+}  // namespace tessera::nn
