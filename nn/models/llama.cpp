@@ -60,14 +60,21 @@ Attention::Attention(const LlamaConfig& config, int64_t layer)
       v_proj(add<Linear>("v_proj", config.width, config.keys() * config.head(),
                          LinearOptions{.bias = config.qkv_bias})),
       o_proj(add<Linear>("o_proj", config.heads * config.head(), config.width,
-                         LinearOptions{.bias = config.out_bias})) {}
+                         LinearOptions{.bias = config.out_bias})) {
+  if (!config.head_norms) return;
+  q_norm = &add<RMSNorm>("q_norm", config.head(), norm_options(config));
+  k_norm = &add<RMSNorm>("k_norm", config.head(), norm_options(config));
+}
 
 Tensor Attention::forward(const Tensor& x, const Positions& positions, KvCache* cache) {
   const int64_t B = x.size(0), T = x.size(1), E = config.head();
-  const auto split = [&](const Tensor& y) { return y.view({B, T, -1, E}).transpose(1, 2); };
+  const auto split = [&](const Tensor& y, RMSNorm* norm = nullptr) {
+    const Tensor heads = y.view({B, T, -1, E});
+    return (norm == nullptr ? heads : (*norm)(heads)).transpose(1, 2);
+  };
   const auto& [cos, sin] = positions.angles;
-  const Tensor queries = rotary_embedding(split(q_proj(x)), cos, sin);
-  KvCache::Held held{rotary_embedding(split(k_proj(x)), cos, sin), split(v_proj(x))};
+  const Tensor queries = rotary_embedding(split(q_proj(x), q_norm), cos, sin);
+  KvCache::Held held{rotary_embedding(split(k_proj(x), k_norm), cos, sin), split(v_proj(x))};
   if (cache != nullptr) held = cache->append(static_cast<size_t>(layer), held.keys, held.values);
   const Tensor mixed =
       scaled_dot_product_attention(queries, held.keys, held.values,
@@ -83,7 +90,7 @@ GatedMlp::GatedMlp(const LlamaConfig& config)
       down_proj(add<Linear>("down_proj", config.inner, config.width,
                             LinearOptions{.bias = config.mlp_bias})) {}
 
-Block::Block(const LlamaConfig& config, int64_t layer)
+DecoderLayer::DecoderLayer(const LlamaConfig& config, int64_t layer)
     : input_layernorm(add<RMSNorm>("input_layernorm", config.width, norm_options(config))),
       self_attn(add<Attention>("self_attn", config, layer)),
       post_attention_layernorm(
@@ -96,7 +103,7 @@ Decoder::Decoder(const LlamaConfig& config)
       layers(add<ModuleList>("layers")),
       norm(add<RMSNorm>("norm", config.width, norm_options(config))),
       rotary_emb(add<RotaryEmbedding>("rotary_emb", config.head(), config.rotary)) {
-  for (int64_t i = 0; i < config.layers; ++i) layers.append<Block>(config, i);
+  for (int64_t i = 0; i < config.layers; ++i) layers.append<DecoderLayer>(config, i);
 }
 
 Tensor Decoder::forward(const Tensor& tokens, KvCache* cache) {
@@ -106,7 +113,7 @@ Tensor Decoder::forward(const Tensor& tokens, KvCache* cache) {
   const Positions positions{.angles = rotary_emb.angles(past, T, x.device()),
                             .all = visible(past, T, 0, x.device()),
                             .window = visible(past, T, config.window, x.device())};
-  for (size_t i = 0; i < layers.size(); ++i) x = layers.at<Block>(i)(x, positions, cache);
+  for (size_t i = 0; i < layers.size(); ++i) x = layers.at<DecoderLayer>(i)(x, positions, cache);
   if (cache != nullptr) cache->advance(T);
   return norm(x);
 }

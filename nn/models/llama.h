@@ -1,4 +1,4 @@
-// Llama (Touvron et al. 2023), Mistral and Qwen2 with the parameter names and files of HuggingFace
+// Llama (Touvron et al. 2023), Mistral, Qwen2 and Qwen3 with the parameter names and files of HuggingFace
 // transformers: RMSNorm, rotary positions, grouped queries, a gated perceptron.
 //
 //     auto model = nn::models::Llama::from_pretrained("TinyLlama-1.1B");
@@ -62,6 +62,8 @@ struct Attention : Module<Attention> {
   Linear& k_proj;
   Linear& v_proj;
   Linear& o_proj;
+  RMSNorm* q_norm = nullptr;  // with LlamaConfig::head_norms
+  RMSNorm* k_norm = nullptr;
 };
 
 // "SwiGLU" (Shazeer 2020): down(silu(gate(x)) * up(x)).
@@ -74,8 +76,8 @@ struct GatedMlp : Module<GatedMlp> {
   Linear& down_proj;
 };
 
-struct Block : Module<Block> {
-  Block(const LlamaConfig& config, int64_t layer);
+struct DecoderLayer : Module<DecoderLayer> {
+  DecoderLayer(const LlamaConfig& config, int64_t layer);
   Tensor forward(const Tensor& x, const Positions& positions, KvCache* cache) {
     const Tensor middle = x + self_attn(input_layernorm(x), positions, cache);
     return middle + mlp(post_attention_layernorm(middle));

@@ -50,14 +50,14 @@ RotaryOptions read_rotary(const ConfigReader& reader, int64_t context) {
 // layer_types says it again.
 void read_window(const ConfigReader& reader, LlamaConfig& config) {
   const Json& json = reader.json();
-  if (config.kind == "llama" ||
-      (config.kind == "qwen2" && json.value("use_sliding_window", false) == false)) {
+  const bool is_qwen = config.kind.starts_with("qwen");
+  if (config.kind == "llama" || (is_qwen && json.value("use_sliding_window", false) == false)) {
     return;
   }
   config.window = reader.integer("sliding_window", 0);
-  if (config.kind == "qwen2") config.first_window_layer = reader.integer("max_window_layers", 28);
+  if (is_qwen) config.first_window_layer = reader.integer("max_window_layers", 28);
   const Json types = json.value("layer_types", Json());
-  if (!types.is_array() || config.kind != "qwen2") return;
+  if (!types.is_array() || !is_qwen) return;
   config.first_window_layer = 0;
   for (const Json& type : types) config.first_window_layer += type == "full_attention" ? 1 : 0;
   for (size_t i = 0; i < types.size(); ++i) {
@@ -73,9 +73,10 @@ LlamaConfig LlamaConfig::read(const std::string& path) {
   const ConfigReader reader(path);
   LlamaConfig config;
   config.kind = reader.text("model_type");
-  TS_CHECK_AS(UnsupportedError,
-              config.kind == "llama" || config.kind == "mistral" || config.kind == "qwen2", path,
-              "the model_type is '", config.kind, "'; known are llama, mistral and qwen2");
+  const bool known = config.kind == "llama" || config.kind == "mistral" || config.kind == "qwen2" ||
+                     config.kind == "qwen3";
+  TS_CHECK_AS(UnsupportedError, known, path, "the model_type is '", config.kind,
+              "'; known are llama, mistral, qwen2 and qwen3");
   reader.require("hidden_act", "silu");
   config.vocab_size = reader.integer("vocab_size");
   config.context = reader.integer("max_position_embeddings", 2048);
@@ -84,12 +85,13 @@ LlamaConfig LlamaConfig::read(const std::string& path) {
   config.layers = reader.integer("num_hidden_layers");
   config.heads = reader.integer("num_attention_heads");
   config.kv_heads = reader.integer("num_key_value_heads", config.kind == "mistral" ? 8 : 0);
-  config.head_dim = reader.integer("head_dim", 0);
+  config.head_dim = reader.integer("head_dim", config.kind == "qwen3" ? 128 : 0);
+  config.head_norms = config.kind == "qwen3";
   config.rms_norm_eps = reader.number("rms_norm_eps", 1e-6);
   config.initializer_range = reader.number("initializer_range", 0.02);
   const auto flag = [&](const char* field) { return reader.json().value(field, Json()) == true; };
   config.tied = flag("tie_word_embeddings");
-  config.out_bias = config.kind == "llama" && flag("attention_bias");
+  config.out_bias = (config.kind == "llama" || config.kind == "qwen3") && flag("attention_bias");
   config.qkv_bias = config.kind == "qwen2" || config.out_bias;
   config.mlp_bias = config.kind == "llama" && flag("mlp_bias");
   config.rotary = read_rotary(reader, config.context);

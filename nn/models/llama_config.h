@@ -1,4 +1,4 @@
-// What a Llama, Mistral or Qwen2 is made of, as config.json of transformers says it.
+// What a Llama, Mistral, Qwen2 or Qwen3 is made of, as config.json of transformers says it.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ inline constexpr std::string_view kRotaryScalings[] = {"default", "linear", "dyn
 
 // The defaults are those of a small model of bytes.
 struct LlamaConfig {
-  std::string kind = "llama";  // model_type: llama, mistral or qwen2
+  std::string kind = "llama";  // model_type: llama, mistral, qwen2 or qwen3
   int64_t vocab_size = 256;
   int64_t context = 128;  // max_position_embeddings; positions have no limit of their own
   int64_t width = 128;    // hidden_size
@@ -28,8 +28,10 @@ struct LlamaConfig {
   double initializer_range = 0.02;
   bool tied = true;       // the head's weight is the table's
   bool qkv_bias = false;  // qwen2; llama with attention_bias
-  bool out_bias = false;  // llama with attention_bias
+  bool out_bias = false;  // llama and qwen3 with attention_bias
   bool mlp_bias = false;  // llama
+  // qwen3: queries and keys of each head go through an RMSNorm before they are turned.
+  bool head_norms = false;
   RotaryOptions rotary = {};
   // Layers from `first_window_layer` on see the `window` latest tokens alone, their own among them;
   // 0: all layers see all.

@@ -34,7 +34,10 @@ void LlamaConfig::check() const {
 }
 
 void LlamaConfig::write(const std::string& path, DType dtype) const {
-  const std::string name = kind == "llama" ? "Llama" : kind == "mistral" ? "Mistral" : "Qwen2";
+  const std::string name = kind == "llama"     ? "Llama"
+                           : kind == "mistral" ? "Mistral"
+                           : kind == "qwen3"   ? "Qwen3"
+                                               : "Qwen2";
   Json rope = {{"rope_type", kRotaryScalings[static_cast<size_t>(rotary.scaling)]},
                {"rope_theta", rotary.theta}};
   if (rotary.scaling != RotaryScaling::kNone) rope["factor"] = rotary.factor;
@@ -69,7 +72,8 @@ void LlamaConfig::write(const std::string& path, DType dtype) const {
                {"vocab_size", vocab_size}};
   if (kind == "llama") json.update({{"attention_bias", out_bias}, {"mlp_bias", mlp_bias}});
   if (kind == "mistral") json["sliding_window"] = window > 0 ? Json(window) : Json();
-  if (kind == "qwen2") {
+  if (kind == "qwen3") json["attention_bias"] = out_bias;
+  if (kind.starts_with("qwen")) {
     json.update({{"use_sliding_window", window > 0},
                  {"sliding_window", window > 0 ? Json(window) : Json()},
                  {"max_window_layers", first_window_layer}});

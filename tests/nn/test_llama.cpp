@@ -169,6 +169,29 @@ TEST(Llama, FieldsOfTransformers4AreReadToo) {
   EXPECT_EQ(old.rotary.high_freq_factor, expected.rotary.high_freq_factor);
 }
 
+// transformers' Qwen3Attention: a norm of each head's queries and keys, before they are turned.
+TEST(Llama, AQwen3NormalisesQueriesAndKeysOfEachHead) {
+  Llama model(
+      {.kind = "qwen3", .width = 32, .inner = 48, .layers = 1, .head_dim = 16, .head_norms = true});
+  const llama::Attention& attention = model.model.layers.at<llama::DecoderLayer>(0).self_attn;
+  EXPECT_EQ(attention.q_norm->weight.shape(), Shape{16});
+  const Tensor ids = randint(0, 256, {2, 9}, kI64, RandomStream{5, 0});
+  const Tensor before = model(ids).logits.detach();
+  const auto change = [&](const Tensor& weight, double factor) {
+    const NoGradGuard no_grad;
+    mul_(weight, Scalar(factor));
+    return max(abs(model(ids).logits - before)).item();
+  };
+  EXPECT_LT(change(attention.q_proj.weight, 4), 1e-3) << "only directions count";
+  EXPECT_LT(change(attention.k_proj.weight, 3), 1e-3);
+  EXPECT_GT(change(attention.q_norm->weight, 3), 1e-3);
+  TestFolder folder;
+  model.save_pretrained(folder.path("copy"));
+  const auto again = Llama::from_pretrained(folder.path("copy"));
+  EXPECT_EQ(again->config.kind, "qwen3");
+  EXPECT_EQ((*again)(ids).logits.to_vector(), model(ids).logits.to_vector());
+}
+
 TEST(Llama, WhatTheModelDoesNotKnowIsNamed) {
   const auto refused = [](const Json& change, const std::string& why) {
     Json config = read_json(golden_path("qwen2/config.json"));
