@@ -51,9 +51,11 @@
 #include <tessera/nn/norm.h>
 #include <tessera/nn/parametrizations.h>
 #include <tessera/nn/pooling.h>
+#include <tessera/nn/positions.h>
 #include <tessera/nn/read_by.h>
 #include <tessera/nn/recurrent/packed_sequence.h>
 #include <tessera/nn/recurrent/recurrent.h>
+#include <tessera/nn/residual.h>
 #include <tessera/nn/rotary.h>
 #include <tessera/nn/summary.h>
 #include <tessera/nn/transformer.h>
@@ -112,8 +114,9 @@
 #include <tessera/accelerate/local_sgd.h>
 #include <tessera/accelerate/logging.h>
 #include <tessera/accelerate/metrics.h>
-#include <tessera/accelerate/plan/model_outline.h>
 #include <tessera/accelerate/plan/network.h>
+#include <tessera/accelerate/plan/parameter_list.h>
+#include <tessera/accelerate/plan/planned_model.h>
 #include <tessera/accelerate/plan/training_plan.h>
 #include <tessera/accelerate/process/operations.h>
 #include <tessera/accelerate/process/run.h>

@@ -14,7 +14,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/accelerate/cli/commands.h>
-#include <tessera/accelerate/plan/model_outline.h>
+#include <tessera/accelerate/plan/planned_model.h>
 #include <tessera/accelerate/plan/training_plan.h>
 #include <tessera/core/error.h>
 
@@ -24,7 +24,7 @@ namespace {
 using accelerate::text_of_bytes;
 
 constexpr std::string_view kEstimate = "tessera estimate-memory";
-using accelerate::ModelOutline;
+using accelerate::PlannedModel;
 
 // A block that stays together on one device: embeddings, a layer.
 struct Part {
@@ -33,8 +33,8 @@ struct Part {
 };
 
 struct Model {
-  ModelOutline base, trained;  // without and with the head
-  std::vector<Part> parts = {};
+  PlannedModel trained;
+  std::vector<Part> parts = {};  // of the base model
   double elements() const {
     double sum = 0;
     for (const Part& part : parts) sum += part.elements;
@@ -46,16 +46,32 @@ struct Model {
   }
 };
 
+// By the names of transformers' base models, whose size is spoken of: without the head of a
+// classifier, and without the prefix of the model that has one.
+std::string base_name(const std::string& kind, const std::string& name) {
+  const std::string prefix = kind == "bert" ? "bert." : kind == "gpt2" ? "transformer." : "";
+  return name.starts_with(prefix) ? name.substr(prefix.size()) : std::string();
+}
+
 Model read_model(const std::string& path) {
-  Model model{ModelOutline::read(path, false), ModelOutline::read(path)};
-  for (const accelerate::OutlineModule& module : model.base.modules) {
-    const std::string block =
-        module.block.empty() ? ModelOutline::block_of(module.name) : module.block;
+  Model model{PlannedModel::read(path)};
+  const std::string& kind = model.trained.kind;
+  for (const accelerate::ListedModule& module : model.trained.parameters.modules) {
+    const std::string name = base_name(kind, module.name);
+    if (name.empty() && !module.name.empty()) continue;
+    // BERT's tables and its pooler are one block each.
+    const std::string block = kind == "bert" && !name.starts_with("encoder.")
+                                  ? name.substr(0, name.find('.'))
+                                  : accelerate::ParameterList::block_of(name);
     auto part = std::ranges::find(model.parts, block, &Part::name);
     if (part == model.parts.end()) part = model.parts.insert(part, {.name = block});
     part->elements += static_cast<double>(module.buffer_bytes) / 4;
-    for (const auto& [name, shape] : module.parameters) {
+    for (const auto& [own, shape] : module.parameters) {
       part->elements += static_cast<double>(numel_of(shape));
+    }
+    // transformers keeps position_ids and token_type_ids with the tables, in i64.
+    if (name == "embeddings.word_embeddings") {
+      part->elements += 2 * 8 / 4 * static_cast<double>(model.trained.dimensions.context);
     }
   }
   return model;
@@ -89,7 +105,7 @@ const Dtype& dtype_named(const std::string& name) {
 //   values before and after the activation 2 F (gated: 3 F)
 // and once the embedding C, the last norm 2 C, and logits V where the head is not fused with the
 // loss. Attention is computed in tiles: no T x T.
-double activation_bytes(const accelerate::OutlineDimensions& m, double batch, double tokens,
+double activation_bytes(const accelerate::ModelDimensions& m, double batch, double tokens,
                         double s) {
   const auto C = static_cast<double>(m.width), F = static_cast<double>(m.inner),
              K = static_cast<double>(m.kv_width), V = static_cast<double>(m.vocabulary);
@@ -135,7 +151,7 @@ std::vector<ModeRow> modes(const Model& model, const Dtype& dtype, const Way& wa
   const double activations =
       request.batch == 0
           ? 0
-          : activation_bytes(model.base.dimensions, static_cast<double>(request.batch),
+          : activation_bytes(model.trained.dimensions, static_cast<double>(request.batch),
                              static_cast<double>(request.tokens), dtype.bytes);
   accelerate::Settings settings;
   if (dtype.bytes == 2) {
@@ -145,7 +161,7 @@ std::vector<ModeRow> modes(const Model& model, const Dtype& dtype, const Way& wa
   const auto row = [&](const char* name, Sharding mode, int64_t ranks) {
     settings.sharding.value = mode;
     const accelerate::TrainingPlan plan = accelerate::plan_training(
-        [&] { return accelerate::training_of(model.trained); },
+        [&] { return model.trained.training(0, 0); },
         {.settings = settings, .ranks = static_cast<int>(ranks), .steps = 2});
     const accelerate::PlannedBytes& kept = plan.largest().persistent;
     const auto bytes = [&](MemoryCategory category) { return static_cast<double>(kept[category]); };
@@ -166,10 +182,10 @@ int estimate(const EstimateRequest& request) {
   const Model model = read_model(request.path);
   TS_CHECK_AS(ConfigError, (request.batch == 0) == (request.tokens == 0), kEstimate,
               "activations need --batch-size and --sequence-length");
-  TS_CHECK_AS(UnsupportedError, request.batch == 0 || model.base.dimensions.width > 0, kEstimate,
+  TS_CHECK_AS(UnsupportedError, request.batch == 0 || model.trained.dimensions.width > 0, kEstimate,
               "activations are known of bert, gpt2, llama, mistral and qwen by their config.json; "
               "this is ",
-              model.base.kind);
+              model.trained.kind);
   std::vector<Dtype> dtypes;
   for (size_t begin = 0; begin <= request.dtypes.size();) {
     const size_t end = std::min(request.dtypes.find(',', begin), request.dtypes.size());
@@ -183,7 +199,7 @@ int estimate(const EstimateRequest& request) {
   };
 
   if (request.json) {
-    nlohmann::ordered_json out = {{"model", model.base.kind},
+    nlohmann::ordered_json out = {{"model", model.trained.kind},
                                   {"largest_layer", model.largest().name}};
     for (const Dtype& dtype : dtypes) {
       nlohmann::ordered_json row = {
@@ -206,7 +222,7 @@ int estimate(const EstimateRequest& request) {
     return 0;
   }
   std::printf("%s: %s, %.0f elements, largest layer %s\n\n", request.path.c_str(),
-              model.base.kind.c_str(), model.elements(), model.largest().name.c_str());
+              model.trained.kind.c_str(), model.elements(), model.largest().name.c_str());
   std::printf("%-6s %14s %14s %16s\n", "dtype", "largest layer", "total size", "training (Adam)");
   for (const Dtype& dtype : dtypes) {
     std::printf("%-6s %14s %14s %16s\n", dtype.name.c_str(),

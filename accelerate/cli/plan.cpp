@@ -11,7 +11,7 @@
 #include <CLI/CLI.hpp>
 
 #include <tessera/accelerate/cli/commands.h>
-#include <tessera/accelerate/plan/model_outline.h>
+#include <tessera/accelerate/plan/planned_model.h>
 #include <tessera/accelerate/plan/training_plan.h>
 #include <tessera/core/error.h>
 
@@ -156,27 +156,28 @@ std::optional<Network> network_of(const PlanRequest& request) {
 }
 
 int run_plan(const PlanRequest& request) {
-  const ModelOutline outline = ModelOutline::read(request.model);
+  const PlannedModel model = PlannedModel::read(request.model);
   TS_CHECK_AS(ConfigError, (request.batch == 0) == (request.context == 0), kPlanCommand,
               "activations and operations need --batch-size and --context");
-  const int64_t longest = outline.dimensions.context;
+  const int64_t longest = model.dimensions.context;
   TS_CHECK_AS(ConfigError, longest == 0 || request.context <= longest, kPlanCommand,
               "--context is at most ", longest, " for ", request.model, "; got ", request.context);
-  TS_CHECK_AS(UnsupportedError, request.batch == 0 || outline.dimensions.width > 0, kPlanCommand,
+  TS_CHECK_AS(UnsupportedError, request.batch == 0 || model.dimensions.width > 0, kPlanCommand,
               "activations are known of bert, gpt2, llama, mistral and qwen by their config.json; "
               "this is ",
-              outline.kind, "; leave out --batch-size and --context");
+              model.kind, "; leave out --batch-size and --context");
   const RequestedMesh mesh = mesh_of(request.mesh);
   const int64_t memory = bytes_of(request.memory);
   const TrainingPlan plan = plan_training(
-      [&] { return training_of(outline, {.tokens = request.batch * request.context}); },
+      [&] { return model.training(request.batch, request.context); },
       {.settings = settings_of(request),
        .ranks = static_cast<int>(mesh.shard * mesh.replicate),
        .optimizer = optimizer_named(
-           request.optimizer, {.momentum = request.momentum, .not_by_muon = outline.not_by_muon()}),
+           request.optimizer,
+           {.momentum = request.momentum, .not_by_muon = model.parameters.not_by_muon()}),
        .network = network_of(request)});
   if (request.json != "-") {
-    std::printf("%s: %s, ", request.model.c_str(), outline.kind.c_str());
+    std::printf("%s: %s, ", request.model.c_str(), model.kind.c_str());
     if (request.batch > 0) {
       std::printf("%lld x %lld tokens a micro-batch, ", static_cast<long long>(request.batch),
                   static_cast<long long>(request.context));

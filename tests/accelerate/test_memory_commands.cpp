@@ -182,7 +182,7 @@ TEST(EstimateMemory, CLI3_ErrorsSayWhatIsMissing) {
   EXPECT_TRUE(mentions(complaint({unknown}), "model_type \"perceiver\", which is unknown"));
   EXPECT_TRUE(mentions(complaint({folder.write("n.json", "{}")}), "\"model_type\""));
   EXPECT_TRUE(mentions(complaint({folder.write("m.json", R"({"model_type": "bert"})")}),
-                       "no \"hidden_size\""));
+                       "the field 'vocab_size' is missing"));
   EXPECT_TRUE(mentions(complaint({folder.write("a.bin", "x")}), "neither"));
   EXPECT_TRUE(
       mentions(complaint({folder.write("b.json", kBertBaseCased), "--dtypes", "f12"}), "\"f12\""));

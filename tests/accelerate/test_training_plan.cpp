@@ -11,7 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include <tessera/accelerate/accelerator.h>
-#include <tessera/accelerate/plan/model_outline.h>
+#include <tessera/accelerate/plan/planned_model.h>
 #include <tessera/accelerate/plan/training_plan.h>
 #include <tessera/autograd/ops.h>
 #include <tessera/core/factory/factory.h>
@@ -19,7 +19,6 @@
 #include <tessera/nn/container.h>
 #include <tessera/nn/embedding.h>
 #include <tessera/nn/linear.h>
-#include <tessera/nn/models/bert.h>
 #include <tessera/nn/models/gpt2.h>
 #include <tessera/nn/norm.h>
 #include <tessera/optim/optimizers.h>
@@ -366,9 +365,16 @@ std::string gpt2_config(int64_t width, int64_t layers, int64_t heads, int64_t po
       .dump();
 }
 
-TrainingPlan plan_of(const ModelOutline& outline, const Settings& settings, int ranks,
-                     int64_t tokens = 0) {
-  return plan_training([&] { return training_of(outline, {.tokens = tokens}); },
+PlannedModel gpt2_of(int64_t width, int64_t layers, int64_t heads, int64_t positions,
+                     int64_t words) {
+  TestFolder folder;
+  return PlannedModel::read(
+      folder.write("gpt2.json", gpt2_config(width, layers, heads, positions, words)));
+}
+
+TrainingPlan plan_of(const PlannedModel& model, const Settings& settings, int ranks,
+                     int64_t batch = 0, int64_t length = 0) {
+  return plan_training([&] { return model.training(batch, length); },
                        {.settings = settings, .ranks = ranks});
 }
 
@@ -389,9 +395,9 @@ Shapes shapes_of(const nn::ModuleBase& model) {
   std::ranges::sort(shapes, {}, &Shapes::value_type::first);
   return shapes;
 }
-Shapes shapes_of(const ModelOutline& outline) {
+Shapes shapes_of(const ParameterList& list) {
   Shapes shapes;
-  for (const OutlineModule& module : outline.modules) {
+  for (const ListedModule& module : list.modules) {
     for (const auto& [name, shape] : module.parameters) {
       shapes.emplace_back(module.name + "." + name, shape);
     }
@@ -400,30 +406,10 @@ Shapes shapes_of(const ModelOutline& outline) {
   return shapes;
 }
 
-TEST(ModelOutline, HasTheParametersOfTheExamplesModels) {
-  TestFolder folder;
-  const nn::ParameterDefaultsGuard without_memory({.device = kMeta, .initialise = false});
-  const std::string gpt2 = folder.write("gpt2.json", gpt2_config(48, 3, 4, 32, 61));
-  EXPECT_EQ(shapes_of(ModelOutline::of_config(gpt2)),
-            shapes_of(nn::models::Gpt(
-                {.vocab_size = 61, .context = 32, .width = 48, .layers = 3, .heads = 4})));
-  const std::string bert =
-      folder.write("bert.json", R"({"model_type": "bert", "hidden_size": 48, "num_hidden_layers": 2,
-                       "num_attention_heads": 4, "intermediate_size": 100, "vocab_size": 61,
-                       "max_position_embeddings": 32, "id2label": {"0": "a", "1": "b", "2": "c"}})");
-  EXPECT_EQ(shapes_of(ModelOutline::of_config(bert)), shapes_of(nn::models::Bert({.vocab_size = 61,
-                                                                                  .width = 48,
-                                                                                  .layers = 2,
-                                                                                  .heads = 4,
-                                                                                  .inner = 100,
-                                                                                  .context = 32,
-                                                                                  .labels = 3})));
-}
-
-TEST(ModelOutline, HasAsManyParametersAsTheModelsThatAreKnown) {
+TEST(PlannedModel, HasAsManyParametersAsTheModelsThatAreKnown) {
   TestFolder folder;
   const auto count = [&](const std::string& config) {
-    return ModelOutline::of_config(folder.write("config.json", config)).num_parameters();
+    return PlannedModel::read(folder.write("config.json", config)).parameters.num_parameters();
   };
   EXPECT_EQ(count(gpt2_config(768, 12, 12, 1024, 50257)), 124439808);
   EXPECT_EQ(count(gpt2_config(1600, 48, 25, 1024, 50257)), 1557611200);
@@ -446,70 +432,12 @@ TEST(ModelOutline, HasAsManyParametersAsTheModelsThatAreKnown) {
             494032768);
 }
 
-// An outline calls and holds what the model does; activations are an estimate.
-void expect_outlined(const ModelOutline& outline, const std::function<PlannedTraining()>& make) {
-  for (const Sharding mode : kModes) {
-    for (const Precision precision : {Precision::kNo, Precision::kBF16}) {
-      const Settings settings = settings_with(mode, precision);
-      SCOPED_TRACE(text(*find_setting("sharding"), settings) +
-                   (precision == Precision::kNo ? " f32" : " autocast"));
-      const TrainingPlan real = plan_training(make, {.settings = settings, .ranks = 3});
-      const TrainingPlan outlined = plan_of(outline, settings, 3, 8 * 32);
-      EXPECT_EQ(lines_of(outlined.records), lines_of(real.records));
-      EXPECT_EQ(outlined.parameters, real.parameters);
-      for (size_t rank = 0; rank < 3; ++rank) {
-        for (const MemoryCategory category : kHeld) {
-          EXPECT_EQ(outlined.ranks[rank].persistent[category],
-                    real.ranks[rank].persistent[category])
-              << name_of(category);
-          EXPECT_EQ(outlined.ranks[rank].peaks[category], real.ranks[rank].peaks[category])
-              << name_of(category);
-        }
-      }
-      const auto of = [](const TrainingPlan& plan) {
-        return static_cast<double>(plan.ranks[0].peaks[MemoryCategory::kActivation]);
-      };
-      EXPECT_NEAR(of(outlined) / of(real), 1, 0.15) << of(outlined) << " for " << of(real);
-    }
-  }
-}
-
-TEST(ModelOutline, PlansAsGpt2ItselfDoes) {
-  TestFolder folder;
-  expect_outlined(ModelOutline::of_config(folder.write("gpt2.json", gpt2_config(48, 4, 4, 32, 61))),
-                  [] {
-                    auto model = std::make_shared<nn::models::Gpt>(nn::models::GptConfig{
-                        .vocab_size = 61, .context = 32, .width = 48, .layers = 4, .heads = 4});
-                    const Tensor tokens = zeros({8, 32}, {.dtype = kI64, .device = kMeta});
-                    return PlannedTraining{model, [=] { return (*model)(tokens, tokens).loss; }};
-                  });
-}
-
-TEST(ModelOutline, PlansAsBertItselfDoes) {
-  TestFolder folder;
-  expect_outlined(
-      ModelOutline::of_config(folder.write(
-          "bert.json", R"({"model_type": "bert", "hidden_size": 48, "num_hidden_layers": 4,
-                           "num_attention_heads": 4, "intermediate_size": 192, "vocab_size": 61,
-                           "max_position_embeddings": 32})")),
-      [] {
-        auto model = std::make_shared<nn::models::Bert>(nn::models::BertConfig{
-            .vocab_size = 61, .width = 48, .layers = 4, .heads = 4, .context = 32});
-        const Tensor tokens = zeros({8, 32}, {.dtype = kI64, .device = kMeta});
-        const Tensor labels = zeros({8}, {.dtype = kI64, .device = kMeta});
-        return PlannedTraining{
-            model, [=] { return (*model)(tokens, nn::models::TokenFeatures{}, labels).loss; }};
-      });
-}
-
-TEST(ModelOutline, CheckpointingLetsActivationsGo) {
-  TestFolder folder;
-  const ModelOutline outline =
-      ModelOutline::of_config(folder.write("gpt2.json", gpt2_config(48, 12, 4, 32, 61)));
+TEST(PlannedModel, CheckpointingLetsActivationsGo) {
+  const PlannedModel model = gpt2_of(48, 12, 4, 32, 61);
   Settings settings = settings_with(Sharding::kFsdp);
-  const TrainingPlan all = plan_of(outline, settings, 3, 8 * 32);
+  const TrainingPlan all = plan_of(model, settings, 3, 8, 32);
   settings.fsdp_activation_checkpointing.value = true;
-  const TrainingPlan few = plan_of(outline, settings, 3, 8 * 32);
+  const TrainingPlan few = plan_of(model, settings, 3, 8, 32);
   EXPECT_LT(3 * few.ranks[0].peaks[MemoryCategory::kActivation],
             2 * all.ranks[0].peaks[MemoryCategory::kActivation]);
   EXPECT_LT(few.ranks[0].peak, all.ranks[0].peak);
@@ -520,15 +448,13 @@ TEST(ModelOutline, CheckpointingLetsActivationsGo) {
 // ---- Many ranks ---------------------------------------------------------------------------------
 
 TEST(TrainingPlan, AThousandRanksHold16BytesAParameterAndPadding) {
-  TestFolder folder;
-  const ModelOutline gpt2 =
-      ModelOutline::of_config(folder.write("gpt2.json", gpt2_config(768, 12, 12, 1024, 50257)));
+  const PlannedModel gpt2 = gpt2_of(768, 12, 12, 1024, 50257);
   constexpr int kRanks = 1024;
   const TrainingPlan plan = plan_of(gpt2, settings_with(Sharding::kFsdp), kRanks);
   ASSERT_EQ(plan.ranks.size(), static_cast<size_t>(kRanks));
   // Parts have room for ceil(rows / ranks) rows of each parameter; states of what is there.
   int64_t padded = 0, sum = 0, largest = 0;
-  for (const OutlineModule& module : gpt2.modules) {
+  for (const ListedModule& module : gpt2.parameters.modules) {
     for (const auto& [name, shape] : module.parameters) {
       padded += (shape[0] + kRanks - 1) / kRanks * kRanks * (numel_of(shape) / shape[0]);
     }
@@ -537,15 +463,14 @@ TEST(TrainingPlan, AThousandRanksHold16BytesAParameterAndPadding) {
     sum += rank.persistent.total() - rank.persistent[MemoryCategory::kActivation];
     largest = std::max(largest, rank.persistent.total());
   }
-  EXPECT_EQ(sum, 8 * padded + 8 * gpt2.num_parameters());
-  EXPECT_LT(static_cast<double>(padded), 1.16 * static_cast<double>(gpt2.num_parameters()));
+  EXPECT_EQ(sum, 8 * padded + 8 * gpt2.parameters.num_parameters());
+  EXPECT_LT(static_cast<double>(padded),
+            1.16 * static_cast<double>(gpt2.parameters.num_parameters()));
   EXPECT_LE(static_cast<double>(largest), 1.2 * plan.mean_persistent());
 }
 
 TEST(TrainingPlan, ReplicasOfShardsOnFourThousandRanks) {
-  TestFolder folder;
-  const ModelOutline model =
-      ModelOutline::of_config(folder.write("gpt2.json", gpt2_config(64, 2, 4, 32, 500)));
+  const PlannedModel model = gpt2_of(64, 2, 4, 32, 500);
   Settings settings = settings_with(Sharding::kZero3);
   settings.dp_replicate_size.value = 64;
   const TrainingPlan plan = plan_of(model, settings, 4096);
@@ -599,20 +524,19 @@ TEST(Network, MistakesNameTheKey) {
   EXPECT_THROW(Network::parse("[]", "net.json"), FormatError);
 }
 
-TEST(ModelOutline, AReportIsReadAsItWasWrittenAndMistakesNameTheKey) {
+TEST(ParameterList, AReportIsReadAsItWasWrittenAndMistakesNameTheKey) {
   TestFolder folder;
   const nn::ParameterDefaultsGuard without_memory({.device = kMeta, .initialise = false});
   Small model;
-  const ModelOutline outline = ModelOutline::of_model(model);
-  EXPECT_EQ(outline.block_class, "Block");
-  EXPECT_EQ(shapes_of(outline), shapes_of(model));
-  const std::string file = folder.write("report.json", outline.to_json());
-  const ModelOutline again = ModelOutline::read(file);
-  EXPECT_EQ(again.to_json(), outline.to_json());
+  const ParameterList list = ParameterList::of_model(model);
+  EXPECT_EQ(list.block_class, "Block");
+  EXPECT_EQ(shapes_of(list), shapes_of(model));
+  const PlannedModel again = PlannedModel::read(folder.write("report.json", list.to_json()));
+  EXPECT_EQ(again.parameters.to_json(), list.to_json());
   const TrainingPlan plan = plan_of(again, settings_with(Sharding::kFsdp), 2);
   EXPECT_EQ(plan.parameters, model.num_parameters());
   const auto complaint = [](const std::string& text) {
-    return message_of<FormatError>([&] { ModelOutline::parse(text, "r.json"); });
+    return message_of<FormatError>([&] { ParameterList::parse(text, "r.json"); });
   };
   EXPECT_NE(complaint("{}").find("modules"), std::string::npos);
   EXPECT_NE(complaint(R"({"modules": []})").find("modules"), std::string::npos);
