@@ -3,14 +3,18 @@
 //     llama_train --data shakespeare.txt --save model               # bytes are tokens
 //     llama_train --model TinyLlama --data ids.tokens --save more
 //     llama_train --model model --data mine.txt --lora 8 --save adapters
+//     tessera launch -n 4 --sharding fsdp llama_train --data shakespeare.txt --save model
 //
-// A token file is data/text/token_file.h's, adapters are files of PEFT. The last tenth of the data is
-// for validation.
+// A token file is data/token_file.h's, adapters are files of PEFT. The last tenth of the data is
+// for validation. Ranks, devices, precision, sharding and accumulation are the launch's; a step is
+// a micro-batch.
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 
+#include <tessera/accelerate/accelerator.h>
+#include <tessera/accelerate/process/run.h>
 #include <tessera/autograd/autograd.h>
 #include <tessera/core/io/mapped_file.h>
 #include <tessera/core/parallel.h>
@@ -18,7 +22,6 @@
 #include <tessera/data/token_dataset.h>
 #include <tessera/nn/lora/lora.h>
 #include <tessera/nn/models/llama.h>
-#include <tessera/optim/clip.h>
 #include <tessera/optim/optimizers.h>
 #include <tessera/optim/schedule.h>
 
@@ -44,7 +47,8 @@ data::TokenArray read_tokens(const std::string& path) {
   return data::TokenArray::from_ids(data::ByteTokenizer().encode(file.text()), 256);
 }
 
-double validation_loss(Llama& model, const data::TokenArray& tokens, int64_t context) {
+double validation_loss(Llama& model, const data::TokenArray& tokens, int64_t context,
+                       const Device& device) {
   const NoGradGuard no_grad;
   model.eval();
   const data::ConsecutiveWindows windows(tokens, context);
@@ -52,7 +56,8 @@ double validation_loss(Llama& model, const data::TokenArray& tokens, int64_t con
   const int64_t count = std::min<int64_t>(windows.size(), 32);
   for (int64_t i = 0; i < count; ++i) {
     const data::TokenExample window = windows.get(i);
-    sum += model(window.inputs.unsqueeze(0), window.targets.unsqueeze(0)).loss.item();
+    sum += model(window.inputs.unsqueeze(0).to(device), window.targets.unsqueeze(0).to(device))
+               .loss.item();
   }
   model.train();
   return sum / static_cast<double>(count);
@@ -75,7 +80,20 @@ std::unique_ptr<Llama> make_model(const Request& request, const data::TokenArray
   return model;
 }
 
+void save(Accelerator& accelerator, Llama& model, const Request& request) {
+  if (request.lora > 0 && !request.merge) return accelerator.save_lora(model, request.save);
+  if (request.lora > 0) {
+    accelerator.save_merged_lora(model, request.save);
+  } else {
+    accelerator.save_model(model, request.save);
+  }
+  accelerator.on_main_process([&] {
+    model.config.write(request.save + "/config.json", model.model.embed_tokens.weight.dtype());
+  });
+}
+
 void train(const Request& request) {
+  Accelerator accelerator;
   manual_seed(request.seed);
   const data::TokenArray all = read_tokens(request.data);
   const auto model = make_model(request, all);
@@ -84,35 +102,43 @@ void train(const Request& request) {
   TS_CHECK_AS(ConfigError, boundary > context && all.size() - boundary >= 2, "train", "'",
               request.data, "' has ", all.size(), " tokens; windows of ", context,
               " need more. Give a longer text or a shorter --context");
-  const data::RandomWindows windows(all.slice(0, boundary), context, request.seed,
-                                    request.batch_size);
   const data::TokenArray held_out = all.slice(boundary, all.size());
+  const int64_t ranks = accelerator.num_processes(), rows = ranks * request.batch_size;
+  const data::RandomWindows windows(all.slice(0, boundary), context, request.seed, rows);
 
   optim::AdamW optimizer(nn::trainable_parameters(*model),
                          {.lr = request.lr, .betas = {0.9, 0.95}, .weight_decay = 0.01});
-  optim::CosineSchedule schedule(optimizer, {.warmup = request.steps / 20, .total = request.steps});
-  std::printf("before: validation loss %.4f\n", validation_loss(*model, held_out, context));
+  const int64_t updates = request.steps / accelerator.gradient_accumulation_steps();
+  optim::CosineSchedule schedule(optimizer, {.warmup = updates / 20, .total = updates});
+  accelerator.prepare(*model, optimizer, schedule);
+  const Device device = accelerator.device();
+  const auto tell_validation = [&](const char* when) {
+    const double loss = validation_loss(*model, held_out, context, device);
+    if (accelerator.is_main_process()) std::printf("%s: validation loss %.4f\n", when, loss);
+  };
+  tell_validation("before");
   const auto begin = std::chrono::steady_clock::now();
   for (int64_t step = 1; step <= request.steps; ++step) {
-    const data::TokenExample batch = windows.batch(step - 1, request.batch_size);
-    const Tensor loss = (*model)(batch.inputs, batch.targets).loss;
-    loss.backward();
-    optim::clip_grad_norm(model->parameters(), 1.0);
+    const data::TokenExample batch = windows.batch(
+        step - 1, request.batch_size, accelerator.process_index() * request.batch_size);
+    const auto micro = accelerator.accumulate(*model);
+    const Tensor loss = (*model)(batch.inputs.to(device), batch.targets.to(device)).loss;
+    accelerator.backward(loss);
+    accelerator.clip_grad_norm(model->parameters(), 1.0);
     optimizer.step(), schedule.step(), optimizer.zero_grad();
     if (step % 20 != 0 && step != request.steps) continue;
+    const double mean = accelerator.reduce(loss.detach()).item();
+    if (!accelerator.is_main_process()) continue;
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
-    std::printf("step %lld  loss %.4f  %.0f tokens/s\n", static_cast<long long>(step), loss.item(),
-                static_cast<double>(step * request.batch_size * context) / passed.count());
+    std::printf("step %lld  loss %.4f  %.0f tokens/s\n", static_cast<long long>(step), mean,
+                static_cast<double>(step * rows * context) / passed.count());
     std::fflush(stdout);
   }
-  std::printf("after: validation loss %.4f\n", validation_loss(*model, held_out, context));
-  if (request.save.empty()) return;
-  if (request.lora > 0 && !request.merge) return nn::save_lora(*model, request.save);
-  if (request.lora > 0) nn::merge_lora(*model), nn::remove_lora(*model);
-  model->save_pretrained(request.save);
+  tell_validation("after");
+  if (!request.save.empty()) save(accelerator, *model, request);
 }
 
-int run(int argc, char** argv) {
+Request parse(int argc, char** argv) {
   Request request;
   CLI::App app("Trains a Llama, or adapters on one.");
   app.add_option("--data", request.data, "a token file, or a text, whose bytes are tokens")
@@ -132,20 +158,21 @@ int run(int argc, char** argv) {
   app.add_option("--lr", request.lr, "highest rate")->capture_default_str();
   app.add_option("--seed", request.seed, "of values and windows");
   app.add_option("--threads", request.threads, "0: one a core");
-  CLI11_PARSE(app, argc, argv);
-  if (request.threads > 0) set_num_threads(request.threads);
-  train(request);
-  return 0;
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    std::exit(app.exit(error));
+  }
+  return request;
 }
 
 }  // namespace
 }  // namespace tessera::examples
 
 int main(int argc, char** argv) {
-  try {
-    return tessera::examples::run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "train: %s\n", error.what());
-    return 1;
-  }
+  return tessera::run(argc, argv, [&](auto) {
+    const auto request = tessera::examples::parse(argc, argv);
+    if (request.threads > 0) tessera::set_num_threads(request.threads);
+    tessera::examples::train(request);
+  });
 }
