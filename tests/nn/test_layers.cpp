@@ -519,11 +519,10 @@ TEST(ResidualBlocks, AreTheirFormulaInFewerOps) {
   const auto blocks = [&] {
     Residual stream = pre_norm_residual(x, first, one);
     stream = pre_norm_residual(stream, second, two);
-    EXPECT_LT(largest_difference(stream.tensor(), stream.sum + stream.update), epsilon_of(kF32));
     return pre_norm(last, stream);
   };
   const auto ops = [&] { return ops_of([&] { static_cast<void>(blocks()); }); };
-  const std::vector<std::string> fused = {"add", "layer_norm", "linear_gelu_linear",
+  const std::vector<std::string> fused = {"layer_norm", "linear_gelu_linear",
                                           "residual_layer_norm"};
   const Tensor middle = x + one(first(x));
   const Tensor expected = last(middle + two(second(middle)));
